@@ -12,21 +12,9 @@ from ..base.errors import UnknownProfile
 from ..formats.registry import FORMAT_OF_STORAGE, fp8_dtypes
 from .hardware import default_device, hardware_name, indexed, profile_of
 from .probes import Probe, run_probes, why_not_held
-from .profiles import OCP_FP8, DeviceProfile, profile_named
+from .profiles import CAPABILITIES, OCP_FP8, DeviceProfile, profile_named
 
 PROFILE_VARIABLE = "HALFSAFE_DEVICE_PROFILE"
-
-CONFIRMED_BY = {
-    "fp16": ("fp16_gemm",),
-    "bf16": ("bf16_native", "bf16_gemm"),
-    "fp8_storage": ("fp8_cast",),
-    "fp8_matmul": ("fp8_cast", "fp8_matmul"),
-    "fp8_matmul_gains": ("fp8_cast", "fp8_matmul"),
-    "fp16_accumulation": ("fp16_gemm", "fp16_accumulation"),
-    "fp8_fast_accumulation": ("fp8_cast", "fp8_matmul"),
-    "int8_matmul": ("int8_matmul",),
-    "int8_matmul_gains": ("int8_matmul", "int8_kernels"),
-}
 
 
 @dataclass(frozen=True)
@@ -77,8 +65,7 @@ def detect(device: torch.device | None = None, profile: str | None = None) -> De
         UnknownProfile: no such profile; names the environment variable when it came from there.
     """
     device = indexed(device or default_device())
-    requested = profile_named(profile) if profile else requested_profile()
-    if requested:
+    if requested := profile_named(profile) if profile else requested_profile():
         return _confirmed(device, requested, simulated=True)
     row = profile_of(device)
     probes = run_probes(device, row.fp8_formats[0] if row.fp8_formats else OCP_FP8[0])
@@ -113,7 +100,7 @@ def _confirmed(
     reasons = {capability: profile.reason(capability) for capability in capabilities}
     failed = {probe.name: probe.detail.rstrip(".") for probe in probes if probe.ok is False}
     for capability in (name for name, on in capabilities.items() if on):
-        if probe := next((name for name in failed if name in CONFIRMED_BY[capability]), ""):
+        if probe := next((name for name in failed if name in CAPABILITIES[capability][2:]), ""):
             capabilities[capability] = False
             reasons[capability] = f"Expected here, but the probe {probe} failed: {failed[probe]}."
     return Device(device, hardware_name(device), profile, simulated, probes, capabilities, reasons)

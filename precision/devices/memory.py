@@ -15,8 +15,7 @@ _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
 def available_memory() -> int | None:
-    """Count the bytes this process can still take without swapping or being killed;
-    None where the system does not tell.
+    """Count the bytes this process can still take without being killed; None where the system does not tell.
 
     Linux: the least of ``MemAvailable`` and what each cgroup above the process has left, file cache counted as free.
     Windows: ``GlobalMemoryStatusEx``, physical memory and what may still be committed.
@@ -64,11 +63,8 @@ def _rooms_above(root: Path, path: str, files: tuple[str, str, str]) -> Iterator
 
     A container sees ``root`` as its own."""
     folder = root / path.lstrip("/")
-    for group in (folder, *folder.parents):
-        if group == root or root in group.parents:
-            room = _room(group, *files)
-            if room is not None:
-                yield room
+    groups = (group for group in (folder, *folder.parents) if group == root or root in group.parents)
+    yield from (room for group in groups if (room := _room(group, *files)) is not None)
 
 
 def _room(group: Path, limit_file: str, usage_file: str, cache_field: str) -> int | None:

@@ -15,29 +15,39 @@ from ..base.dtypes import torch_version
 from ..base.errors import UnknownProfile
 
 CAPABILITIES = {
-    "fp16": ("fp16 matmuls are fast.", "fp16 math is slow."),
-    "bf16": ("bf16 is native.", "There is no native bf16; torch emulates it, slower than fp32."),
-    "fp8_storage": ("Weights can be kept in fp8 and widened when used.", "fp8 tensors do not work here."),
-    "fp8_matmul": ("fp8 matmul units.", "No fp8 matmul units; fp8 weights are widened to 16 bit before the matmul."),
+    "fp16": ("fp16 matmuls are fast.", "fp16 math is slow.", "fp16_gemm"),
+    "bf16": (
+        "bf16 is native.", "There is no native bf16; torch emulates it, slower than fp32.", "bf16_native", "bf16_gemm",
+    ),
+    "fp8_storage": (
+        "Weights can be kept in fp8 and widened when used.", "fp8 tensors do not work here.", "fp8_cast",
+    ),
+    "fp8_matmul": (
+        "fp8 matmul units.", "No fp8 matmul units; fp8 weights are widened to 16 bit before the matmul.",
+        "fp8_cast", "fp8_matmul",
+    ),
     "fp8_matmul_gains": (
         "fp8 matmuls are expected to be faster than 16-bit ones.", "fp8 matmuls bring no speed here.",
+        "fp8_cast", "fp8_matmul",
     ),
     "fp16_accumulation": (
         "fp16 accumulation doubles the fp16 matmul rate.",
-        "fp16 accumulation brings no speed here, only the risk of overflow.",
+        "fp16 accumulation brings no speed here, only the risk of overflow.", "fp16_gemm", "fp16_accumulation",
     ),
     "fp8_fast_accumulation": (
         "The fp8 fast accumulation switch can act.", "The fp8 fast accumulation switch has no effect here.",
+        "fp8_cast", "fp8_matmul",
     ),
     "int8_matmul": (
         "int8 matmul units, which add exactly in int32.",
-        "No int8 matmul units; int8 weights are widened before the matmul.",
+        "No int8 matmul units; int8 weights are widened before the matmul.", "int8_matmul",
     ),
     "int8_matmul_gains": (
         "int8 matmuls are expected to be faster than 16-bit ones.", "int8 matmuls bring no speed here.",
+        "int8_matmul", "int8_kernels",
     ),
 }  # fmt: skip
-"""Each capability of a device, a field of its row -> why it is expected to be on, and why to be off."""
+"""Each capability of a device, a field of its row -> why it is expected to be on, why to be off, the probes of it."""
 
 OCP_FP8 = ("fp8_e4m3fn", "fp8_e5m2")
 FNUZ_FP8 = ("fp8_e4m3fnuz", "fp8_e5m2fnuz")
@@ -53,16 +63,8 @@ class DeviceProfile:
         vendor: nvidia, amd, apple, intel or any.
         type: torch device type: cuda (also AMD), mps, xpu or cpu.
         called: pattern of the names people know such devices by, in small letters and digits.
-        fp16: fp16 matmuls are right and faster than fp32.
-        bf16: bf16 runs in hardware, not emulated.
-        fp8_storage: fp8 tensors can be stored and widened.
-        fp8_matmul: e4m3fn operands, the format of model files, can be multiplied.
+        fp16 to int8_matmul_gains: the capabilities, see ``CAPABILITIES``; ``gains``: faster than 16 bit.
         fp8_formats: storage names ``torch._scaled_mm`` takes here; MI300 has fnuz only.
-        fp8_matmul_gains: fp8 matmul is faster than 16 bit.
-        fp16_accumulation: fp16 accumulation is faster than fp32 accumulation.
-        fp8_fast_accumulation: ``use_fast_accum`` of an fp8 matmul can matter.
-        int8_matmul: int8 operands can be multiplied.
-        int8_matmul_gains: int8 matmul is faster than 16 bit, with comfy-kitchen's kernels.
         scaling: scale granularities an fp8 matmul takes: tensor, row, block (1x128, 128x128), mx (1x32).
         fp16_safe_cost: how much longer than fp16 ``fp16_safe`` takes, least and most of the models of
             benchmarks/results/cost.json on cards of this kind; "" where it was not estimated.
@@ -104,7 +106,7 @@ class DeviceProfile:
 
     def reason(self, capability: str) -> str:
         """Say why the capability is expected to be on or off, as a sentence."""
-        expected, (on, off) = getattr(self, capability), CAPABILITIES[capability]
+        expected, (on, off, *_) = getattr(self, capability), CAPABILITIES[capability]
         missing = self.missing_torch(capability) if expected else None
         return missing or self.notes.get(capability) or (on if expected else off)
 

@@ -155,9 +155,7 @@ def _reason(setting: str, asked: str | None, problem: str | None, device: Device
 
 def fp16_sums_inert(device: Device, matmuls: MatmulProfile) -> str | None:
     """Say why fp16 accumulation cannot act on this model here; None where it can."""
-    if missing := _missing("fp16_accumulation"):
-        return missing
-    if problem := _needs_nvidia(device, 70):
+    if problem := _missing("fp16_accumulation") or _needs_nvidia(device, 70):
         return problem
     modes = modes_named(matmuls.modes)
     wide = any(mode.is_wide for mode in modes)

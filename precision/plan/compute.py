@@ -140,14 +140,19 @@ def _planned(
         without_effect.insert(0, (f"compute={compute}", choose_compute(facts, device, compute).reason))
     for layer in facts.layers:
         decision, problem = _decide(layer, choice, fp8_matmul, device, rules, stored.get(layer.name, ""))
-        sums, inert = _sums(layer, decision.mode if decision else MODE_OF[choice.used], device, rules)
-        if sums:
-            decision = replace(decision or ComputeDecision(MODE_OF[choice.used], "same", ""), sums=sums)
+        following = decision or ComputeDecision(MODE_OF[choice.used], "same", "")
+        sums = rules.setting("accumulation", layer.name, layer.cls) if layer.multiplies else None
+        inert = fp16_sums_inert(device, MatmulProfile({following.mode})) if sums else None
+        if sums and not inert:
+            decision = replace(following, sums=sums[0])
         if decision:
             decisions[layer.name] = decision
-        without_effect += [entry for entry in (problem, inert) if entry and entry not in without_effect]
-    if storages is not None and not without_effect:
-        without_effect += _no_weight_for(compute, stored)
+        entries = (problem, (str(sums[1]), inert) if sums and inert else None)
+        without_effect += [entry for entry in entries if entry and entry not in without_effect]
+    kinds = WEIGHTS_FOR.get(compute)
+    if storages is not None and not without_effect and kinds and not {*kinds} & {*stored.values()}:
+        why = f"no weight of this model is stored in {compute}: load it with storage {kinds[0]}"
+        without_effect.append((f"compute={compute}", why))
     if any(decision.stream == "fp32" for decision in decisions.values()):
         followers = (layer.name for layer in facts.layers if layer.multiplies and layer.name not in decisions)
         decisions |= {name: ComputeDecision(MODE_OF[choice.used], "same", "") for name in followers}
@@ -157,14 +162,6 @@ def _planned(
     return ComputePlan(
         choice, frozen(decisions), fp8_matmul, tuple(without_effect), (risk,) if unlisted else (), attention
     )
-
-
-def _no_weight_for(compute: str, stored: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Say why fp8 or int8 has no effect on a model without weights stored so; empty where it has one."""
-    if compute not in WEIGHTS_FOR or set(stored.values()) & {*WEIGHTS_FOR[compute]}:
-        return []
-    why = f"no weight of this model is stored in {compute}: load it with storage {WEIGHTS_FOR[compute][0]}"
-    return [(f"compute={compute}", why)]
 
 
 def _multiplies_in_fp8(facts: ModelFacts, device: Device, compute: str) -> bool:
@@ -211,15 +208,6 @@ def _without(product: str, layer: LayerSpec, choice: Choice, device: Device, sto
     """Name what a layer runs in without the product that was asked for: int8 where its weight is, else the model's."""
     own = _product_of(storage, choice, False) if product != INT8.name else ""
     return own if own and not _why_no_product(own, layer, device, storage) else choice.used
-
-
-def _sums(layer: LayerSpec, mode: str, device: Device, rules: Rules) -> tuple[str, tuple[str, str] | None]:
-    """Return (sums that a rule asks for, why the rule has no effect)."""
-    asked = rules.setting("accumulation", layer.name, layer.cls) if layer.multiplies else None
-    if asked is None:
-        return "", None
-    problem = fp16_sums_inert(device, MatmulProfile({mode}))
-    return ("", (str(asked[1]), problem)) if problem else (asked[0], None)
 
 
 def rules_on_other_layers(layers: Sequence[LayerSpec], rules: Rules) -> list[tuple[str, str]]:

@@ -20,8 +20,6 @@ _TABLE = re.compile(
 _BARE = re.compile(r"(^|\.)(timestep_features|motion_encoder\.enc\.fc\.\d+|motion_encoder\.dec\.direction)$")
 _ROUTER = re.compile(r"(^|\.)(gate|router)$")
 INPUTS_PER_EXPERT = 8
-# ComfyUI tells SD, SDXL and LTX-Video by the columns of this weight (comfy/model_detection.py).
-_TELLS_MODEL = re.compile(r"(^|\.)transformer_blocks\.0\.attn2\.to_k$")
 
 
 @dataclass(frozen=True)
@@ -36,11 +34,6 @@ class LayerSpec:
     def multiplies(self) -> bool:
         """Tell whether the layer is a matmul or a convolution."""
         return multiplies(self.cls) and len(self.shape) > 1
-
-    @property
-    def tells_model(self) -> bool:
-        """Tell whether ComfyUI knows the model by this weight's columns, which are therefore not to be packed."""
-        return bool(_TELLS_MODEL.search(self.name))
 
 
 def multiplies(cls: str) -> bool:
@@ -79,14 +72,11 @@ def facts_of(
         supported: compute dtypes it is known to work in, best first.
         formats: layer -> quantization format, of the weights that stay in theirs.
     """
-    return ModelFacts(
-        layers=tuple(layers),
-        parameters=sum(prod(weight.shape) for name, weight in checkpoint.weights.items() if name.startswith(prefix)),
-        file_dtype=file_dtype(checkpoint, prefix),
-        supported=tuple(supported),
-        has_input_scales=has_input_scales(checkpoint, prefix),
-        formats=dict(formats or {}),
-    )
+    inside = [weight for name, weight in checkpoint.weights.items() if name.startswith(prefix)]
+    parameters, dtype = sum(prod(weight.shape) for weight in inside), file_dtype(checkpoint, prefix)
+    fp8 = [weight for weight in inside if weight.data.dtype in FP8_DTYPES and weight.data.dim() == 2]
+    has_input_scales = bool(fp8) and all(weight.input_scale is not None for weight in fp8)
+    return ModelFacts(tuple(layers), parameters, dtype, tuple(supported), has_input_scales, dict(formats or {}))
 
 
 def layer_specs(checkpoint: Checkpoint, prefix: str = "") -> list[LayerSpec]:
@@ -122,10 +112,3 @@ def file_dtype(checkpoint: Checkpoint, prefix: str = "") -> str:
 def most(sizes: Mapping[str, int]) -> str:
     """Return the key of the largest size, the first of several; ``none`` for an empty mapping."""
     return max(sizes, key=sizes.__getitem__, default="none")
-
-
-def has_input_scales(checkpoint: Checkpoint, prefix: str = "") -> bool:
-    """Tell whether there are 2-D fp8 weights below ``prefix`` and all of them have an activation scale."""
-    inside = (weight for name, weight in checkpoint.weights.items() if name.startswith(prefix))
-    fp8 = [weight for weight in inside if weight.data.dtype in FP8_DTYPES and weight.data.dim() == 2]
-    return bool(fp8) and all(weight.input_scale is not None for weight in fp8)

@@ -50,12 +50,11 @@ def storage_for_goal(device: Device, goal: str, stored: frozenset[str]) -> tuple
 
     ``stored``: the storages of the weights as they are: what is quantized already is not quantized again.
     """
-    can = device.capabilities
-    if not stored <= {*UNQUANTIZED}:
-        return "auto", ""
-    if goal == "memory" or (goal == "speed" and (can["int8_matmul_gains"] or can["fp8_matmul_gains"])):
+    gains = device.capabilities["int8_matmul_gains"] or device.capabilities["fp8_matmul_gains"]
+    if stored <= {*UNQUANTIZED} and (goal == "memory" or (goal == "speed" and gains)):
         storage, reason = smallest_storage(device)
-        return ("auto", "") if storage == "as_file" else (storage, reason)
+        if storage != "as_file":
+            return storage, reason
     return "auto", ""
 
 

@@ -38,9 +38,9 @@ class MemoryPlan:
         return self.dtype if _is_cast(weight, plan) else plan.stored
 
 
-def unpacked_dtype(plan: LoadPlan) -> str:
+def unpacked_dtype(computed: str) -> str:
     """Name the dtype for weights that leave 8 bits or fewer: a 16-bit one, also where fp32 is computed in."""
-    return plan.compute.weight_dtype if dtype_named(plan.compute.weight_dtype).itemsize == 2 else "bf16"
+    return computed if dtype_named(computed).itemsize == 2 else "bf16"
 
 
 def plan_model(
@@ -63,7 +63,8 @@ def plan_model(
     inside = {name: weight for name, weight in checkpoint.weights.items() if name.startswith(prefix)}
     decided = {name: plan.decisions[layers[name]] for name in inside if layers.get(name) in plan.decisions}
     linear = {name for name, decision in decided.items() if decision.quantizable}
-    memory = Memory(formats, unpacked_dtype(plan), inside.keys() - linear, linear, assigned, plan.unheld)
+    unpacked = unpacked_dtype(plan.compute.weight_dtype)
+    memory = Memory(formats, unpacked, inside.keys() - linear, linear, assigned, plan.unheld)
     asked = {name: decision.storage for name, decision in decided.items()}
     plans = plan_weights(inside, asked, checkpoint.path, memory, read)
     others = {name: weight for name, weight in checkpoint.weights.items() if name not in inside}
@@ -101,8 +102,7 @@ def plan_encoder(
     named = ((name, decisions.get(weight.layer)) for name, weight in checkpoint.weights.items())
     decided = {name: decision for name, decision in named if decision}
     linear = {name for name, decision in decided.items() if decision.quantizable}
-    unpacked = default if dtype_named(default).itemsize == 2 else "bf16"
-    memory = Memory(formats, unpacked, linear=linear, assigned=assigned, unheld=unheld)
+    memory = Memory(formats, unpacked_dtype(default), linear=linear, assigned=assigned, unheld=unheld)
     asked = {name: decision.storage for name, decision in decided.items()}
     plans = plan_weights(checkpoint.weights, asked, checkpoint.path, memory)
     return _memory_plan(checkpoint, plans, memory, checkpoint.weights, dtype, asked)
@@ -124,7 +124,7 @@ def common_dtype(weights: Mapping[str, StoredWeight], plans: Mapping[str, Weight
         if weight.is_number and not weight.quantized and plans[name].storage == AS_FILE:
             sizes[weight.storage] += prod(weight.shape)
     if not sizes:
-        return unpacked_dtype(plan)
+        return unpacked_dtype(plan.compute.weight_dtype)
     own, computed = most(sizes), plan.compute.weight_dtype
     untouched = plan.storage.used == AS_FILE and not any(_is_quantized(weights[name], plans[name]) for name in weights)
     return own if untouched or dtype_named(computed).itemsize > dtype_named(own).itemsize else computed

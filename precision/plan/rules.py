@@ -59,12 +59,16 @@ class Rules:
     Attributes:
         names: of the presets.
         roles: layer name -> its role in the model that the rules are asked about; see :meth:`on`.
+        found: (layer name, class) -> the rules that match, of the layers asked for so far.
+        models: a model's layers -> these rules with their roles, of the models asked for so far.
     """
 
     presets: tuple[Rule, ...] = ()
     own: tuple[Rule, ...] = ()
     names: tuple[str, ...] = field(default=(), compare=False)
     roles: Mapping[str, str] = field(default_factory=dict, compare=False)
+    found: dict[tuple[str, str], tuple[Rule, ...]] = field(default_factory=dict, init=False, compare=False, repr=False)
+    models: dict[tuple[LayerSpec, ...], "Rules"] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
     def all(self) -> tuple[Rule, ...]:
@@ -73,35 +77,22 @@ class Rules:
     def on(self, layers: Iterable[LayerSpec]) -> "Rules":
         """Return the rules with the roles of a model's layers, which the patterns ``role:...`` are about."""
         layers = tuple(layers)
-        if layers not in self._on:
+        if layers not in self.models:
             asked = any(rule.pattern.startswith("role:") for rule in self.all)
-            self._on[layers] = replace(self, roles=roles_of(layers)) if asked else self
-        return self._on[layers]
-
-    @cached_property
-    def _on(self) -> dict[tuple[LayerSpec, ...], "Rules"]:
-        """A model's layers -> these rules with their roles, of the models asked for so far."""
-        return {}
+            self.models[layers] = replace(self, roles=roles_of(layers)) if asked else self
+        return self.models[layers]
 
     def setting(self, key: str, name: str, cls: str) -> tuple[str, Rule] | None:
         """Look up the value of ``key`` for a layer and its rule; None where no rule sets the key."""
-        for rule in reversed(self.matching(name, cls)):
-            value = dict(rule.settings).get(key)
-            if value is not None:
-                return value, rule
-        return None
+        setting = ((dict(rule.settings).get(key), rule) for rule in reversed(self.matching(name, cls)))
+        return next(((value, rule) for value, rule in setting if value is not None), None)
 
     def matching(self, name: str, cls: str) -> tuple[Rule, ...]:
         """List the rules that match a layer."""
         layer = name, cls
-        if layer not in self._known:
-            self._known[layer] = tuple(rule for rule in self.all if rule.matches(name, cls, self.roles.get(name, "")))
-        return self._known[layer]
-
-    @cached_property
-    def _known(self) -> dict[tuple[str, str], tuple[Rule, ...]]:
-        """(Layer name, class) -> the rules that match, of the layers asked for so far."""
-        return {}
+        if layer not in self.found:
+            self.found[layer] = tuple(rule for rule in self.all if rule.matches(name, cls, self.roles.get(name, "")))
+        return self.found[layer]
 
     def without_match(self, layers: Iterable[tuple[str, str]]) -> list[Rule]:
         """List the user's own rules that match none of the ``(name, class)`` pairs."""

@@ -1,5 +1,6 @@
 """From rules, device and model to decisions: what each weight is stored in, and why."""
 
+import re
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -20,7 +21,9 @@ PREDICTED_ERROR = {"int8": 0.0089, "w6a8": 0.0184, "w4a8": 0.0617}
 """Relative error of a layer's int8 product with weights rounded to nearest: MiniLM in benchmarks/README.md."""
 FEWER_BITS = ("w6a8", "w4a8")
 """Storages with fewer bits than 8, which pack a weight's columns."""
-TELLS_MODEL = "ComfyUI tells the model by how many columns this weight has, which fewer bits than 8 pack"
+# ComfyUI tells SD, SDXL and LTX-Video by the columns of this weight (comfy/model_detection.py).
+_TELLS_MODEL = re.compile(r"(^|\.)transformer_blocks\.0\.attn2\.to_k$")
+TOLD_BY = "ComfyUI tells the model by how many columns this weight has, which fewer bits than 8 pack"
 
 
 @dataclass(frozen=True)
@@ -69,8 +72,8 @@ def _decide_layer(layer: LayerSpec, storage: str, rules: Rules) -> StorageDecisi
         wanted, reason = found[0], found[1].reason or str(found[1])
     if wanted in QUANTIZED_NAMES and (why := why_not_quantized(wanted, layer.shape, layer.cls)):
         wanted, reason, asked = "as_file", why, True
-    elif layer.tells_model and wanted in FEWER_BITS:
-        wanted, reason = "int8", TELLS_MODEL
+    elif _TELLS_MODEL.search(layer.name) and wanted in FEWER_BITS:
+        wanted, reason = "int8", TOLD_BY
     kept = asked and wanted not in QUANTIZED_NAMES and len(layer.shape) > 1
     return StorageDecision(wanted, reason, kept, can_be_quantized(layer.cls, len(layer.shape)))
 

@@ -43,15 +43,13 @@ def rule_lines(analysis: Analysis) -> list[str]:
 
 
 def _lines(layers: list[LayerResult], setting: str, others: Iterable[str]) -> list[str]:
-    by_name = {layer.name: layer for layer in layers}
-    found = ((pattern, [by_name[name] for name in names]) for pattern, names in patterns(by_name, others))
-    return [f"{pattern} {setting}  # {_reason(members)}" for pattern, members in found]
-
-
-def _reason(layers: list[LayerResult]) -> str:
-    measured = [layer.worst_db for layer in layers if layer.worst_db is not None]
-    count = f"{len(layers)} layers, " if len(layers) > 1 else ""
-    return f"{count}output {min(measured):.1f} dB" if measured else layers[0].reason
+    by_name, lines = {layer.name: layer for layer in layers}, []
+    for pattern, names in patterns(by_name, others):
+        measured = [snr for name in names if (snr := by_name[name].worst_db) is not None]
+        count = f"{len(names)} layers, " if len(names) > 1 else ""
+        reason = f"{count}output {min(measured):.1f} dB" if measured else by_name[names[0]].reason
+        lines.append(f"{pattern} {setting}  # {reason}")
+    return lines
 
 
 def patterns(names: Iterable[str], others: Iterable[str]) -> list[tuple[str, list[str]]]:
@@ -87,9 +85,11 @@ def _candidates(names: Iterable[str]) -> dict[str, list[str]]:
 def analysis_text(analysis: Analysis, model: str = "", computed_in: str = "") -> str:
     """Write the analysis in the form of Layer Rules: comments, then the rules."""
     target = f"{analysis.candidate.name}, target {analysis.target_db:g} dB"
+    sets = f"{analysis.trials} sets of layers tried, {analysis.steps} steps of the sampler"
+    more = "" if analysis.complete else " The search stopped at its bound: more layers may be possible."
     paragraphs = [
         ["Halfsafe layer analysis", f"{model}, {target}" if model else target],
-        paragraph([*outcome(analysis), _effort(analysis)]),
+        paragraph([*outcome(analysis), f"Measured: {len(analysis.layers)} layers, {sets}.{more}"]),
         _table(analysis),
         paragraph([*_left_out(analysis), _use(analysis, computed_in)]),
     ]
@@ -138,12 +138,6 @@ def outcome(analysis: Analysis) -> list[str]:
         said = f"{none} may be in {name}, so all are kept."
     plain = f"all {analysis.all_count} layers that the preset '{DEFAULT_PRESET}' does not keep"
     return [said, f"For comparison, {plain}: {whole_decibel_text(analysis.all_db)}."]
-
-
-def _effort(analysis: Analysis) -> str:
-    sets = f"{analysis.trials} sets of layers tried, {analysis.steps} steps of the sampler"
-    more = "" if analysis.complete else " The search stopped at its bound: more layers may be possible."
-    return f"Measured: {len(analysis.layers)} layers, {sets}.{more}"
 
 
 def _rows(analysis: Analysis) -> list[list[str]]:

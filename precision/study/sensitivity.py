@@ -6,7 +6,6 @@ miss the target are halved, as in ``onnxconverter_common.auto_convert_mixed_prec
 """
 
 import math
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,9 +23,7 @@ CHOSEN, KEPT, PINNED, BARRED, UNUSED = "chosen", "kept", "pinned", "not possible
 MAX_TRIALS = 12
 """The most sets of layers that are run; about half as many mostly come within ``NEAR_DB`` of the target."""
 NEAR_DB = 0.5
-_PROJECTION = re.compile(r"(^|_)(w?)(?:[qkv]|kv|query|key|value)(?=_|$)")
 
-Group = tuple[str, ...]
 Run = Callable[[], Sequence[torch.Tensor]]
 """Samples a few steps and returns the final latents."""
 
@@ -163,7 +160,7 @@ def analyze(session: Session, target_db: float, pin: bool = True) -> Analysis:
     free = [layer for layer in layers if layer.status == KEPT]
     plain = frozenset(layer.name for layer in free if not layer.sensitive)
     analysis = Analysis(session.candidate, target_db, layers, all_db=session.snr(plain), all_count=len(plain))
-    chosen = _grown(session, target_db, frozenset(), ordered_groups(free, session.candidate))
+    chosen = _grown(session, target_db, frozenset(), ordered(free, session.candidate))
     for layer in free:
         layer.status = CHOSEN if layer.name in chosen else KEPT
     analysis.snr_db, analysis.complete = session.snr(chosen), session.complete
@@ -171,14 +168,14 @@ def analyze(session: Session, target_db: float, pin: bool = True) -> Analysis:
     return analysis
 
 
-def _grown(session: Session, target_db: float, chosen: frozenset[str], segment: Sequence[Group]) -> frozenset[str]:
-    """Add a segment of groups to the chosen layers, or parts of the segment, while the target holds."""
+def _grown(session: Session, target_db: float, chosen: frozenset[str], segment: Sequence[str]) -> frozenset[str]:
+    """Add a segment of the layers left to the chosen layers, or parts of the segment, while the target holds."""
     if not segment or session.snr(chosen) < target_db + NEAR_DB:
         return chosen
     session.complete = session.complete and session.trials < MAX_TRIALS
     if not session.complete:
         return chosen
-    together = chosen.union(*segment)
+    together = chosen.union(segment)
     if session.snr(together) >= target_db:
         return together
     if len(segment) == 1:
@@ -187,24 +184,10 @@ def _grown(session: Session, target_db: float, chosen: frozenset[str], segment: 
     return _grown(session, target_db, _grown(session, target_db, chosen, segment[:middle]), segment[middle:])
 
 
-def ordered_groups(layers: Sequence[LayerResult], candidate: Candidate) -> list[Group]:
-    """Group the layers that are decided together, least damage per byte (per FLOP, for arithmetic) first.
+def ordered(layers: Sequence[LayerResult], candidate: Candidate) -> list[str]:
+    """Name the layers that do not overflow, least damage per byte (per FLOP, for arithmetic) first."""
 
-    Groups with a layer that overflows are left out.
-    """
-    groups: dict[str, list[LayerResult]] = {}
-    for layer in layers:
-        groups.setdefault(group_of(layer.name), []).append(layer)
+    def cost(layer: LayerResult) -> float:
+        return 10 ** (-layer.worst_db / 10) / (layer.size if candidate.stores else layer.flops)
 
-    def cost(group: list[LayerResult]) -> float:
-        damage = sum(10 ** (-layer.worst_db / 10) for layer in group)
-        return damage / sum(layer.size if candidate.stores else layer.flops for layer in group)
-
-    usable = [group for group in groups.values() if all(layer.worst_db > -math.inf for layer in group)]
-    return [tuple(layer.name for layer in group) for group in sorted(usable, key=cost)]
-
-
-def group_of(name: str) -> str:
-    """Return the key of layers decided as one: that of q, k and v of an attention, else a layer's own name."""
-    *parent, last = name.split(".")
-    return ".".join([*parent, _PROJECTION.sub(r"\1\2qkv", last, count=1)])
+    return [layer.name for layer in sorted((layer for layer in layers if layer.worst_db > -math.inf), key=cost)]

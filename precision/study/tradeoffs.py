@@ -93,8 +93,7 @@ class Measurements:
 
     @property
     def rules(self) -> Rules:
-        """The best row for balanced as rules, see :func:`rules_for`;
-        those of the default preset where nothing works."""
+        """The best row for balanced as rules, see :func:`rules_for`; the default preset's where nothing works."""
         best = self.best.get("balanced")
         return rules_for(best, self.automatic, self.layers) if best else rules_from()
 
@@ -121,9 +120,8 @@ def best_for(goal: str, rows: Iterable[Tradeoff]) -> Tradeoff | None:
     fair = [row for row in working if row.snr_db >= FLOORS.get(goal, math.inf)]
     if goal == "quality" or not fair:
         highest = max((row.snr_db for row in working), default=0.0)
-        return min(
-            (row for row in working if row.snr_db >= highest - CLOSE_DB), key=lambda row: row.seconds, default=None
-        )
+        closest = (row for row in working if row.snr_db >= highest - CLOSE_DB)
+        return min(closest, key=lambda row: row.seconds, default=None)
     if goal == "speed":
         fastest = CLOSE * min(row.seconds for row in fair)
         return max((row for row in fair if row.seconds <= fastest), key=lambda row: row.snr_db)
@@ -138,8 +136,7 @@ def rules_for(row: Tradeoff, automatic: str, layers: Sequence[LayerSpec]) -> Rul
 
     The first line is for all layers. Rules change layers of a model that computes as ``automatic``: where another dtype
     is asked for, what passes between them is fp32, so that the result is no less close than with the option. Where the
-    line asks for 8 bits, lines for the sensitive layers of this model follow:
-    it would win over the preset that keeps them.
+    line asks for 8 bits, lines for the sensitive layers of this model follow, as it would win over the preset's.
     """
     compute = row.setting.compute
     computed = "" if compute in BY_ITSELF else f" compute={compute}"

@@ -51,9 +51,8 @@ def with_goal(
     elif vae is not None:
         lines.append(f"VAE: unchanged, {str(vae.vae_dtype).removeprefix('torch.')}")
     if goal in SUMS:
-        sums, why = SUMS[goal]
-        model = with_accumulation(model, sums)
-        lines.append(f"sums: {why}; the report tells which could act")
+        model = with_accumulation(model, SUMS[goal][0])
+        lines.append(f"sums: {SUMS[goal][1]}; the report tells which could act")
     return model, vae, "\n".join(lines)
 
 
@@ -66,8 +65,7 @@ def _runs_in(model: ModelPatcher, plan: ComputePlan, reason: str) -> str:
 
 
 def _planned(patcher: ModelPatcher, plan: ComputePlan) -> ModelPatcher:
-    clone = patcher.clone()
-    activations = dtype_named(plan.activation_dtype)
+    clone, activations = patcher.clone(), dtype_named(plan.activation_dtype)
     if activation_dtype(patcher) != activations:
         clone.set_model_compute_dtype(activations)
     set_compute(clone, plan)

@@ -11,7 +11,7 @@ from comfy.patcher_extension import WrappersMP
 from ....precision.arithmetic.linear import kind_of
 from ....precision.base.errors import HalfsafeError
 from ....precision.base.modes import INT8
-from ....precision.base.patching import Patch, compile_disabled
+from ....precision.base.patching import Patch
 from ....precision.devices.detect import why_no_fp8
 from ....precision.formats.comfy_format import can_be_quantized
 from ....precision.formats.int8 import rotation_group
@@ -29,7 +29,6 @@ from ..comfyui.wrappers import ANALYSIS, set_wrapper
 from ..compute.executor import compute_of
 from ..load.devices import current_device
 from ..load.tensors import advancing
-from ..replay.model_compiler import compiler_off
 from .sampling import bare_clone, sample
 
 if TYPE_CHECKING:
@@ -55,8 +54,7 @@ def analyze_model(
     clone = bare_clone(patcher)
 
     def run() -> list[torch.Tensor]:
-        with compile_disabled(), compiler_off(), torch.no_grad():
-            return sample(clone, positive, negative, latent, seed, STEPS, IMAGE_DENOISE)
+        return sample(clone, positive, negative, latent, seed, STEPS, IMAGE_DENOISE)
 
     def begin_step(executor, *args):
         show_progress(session.begin_step())

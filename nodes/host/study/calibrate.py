@@ -14,7 +14,7 @@ from comfy.patcher_extension import WrappersMP
 from comfy.quant_ops import QuantizedTensor
 
 from ....precision.base.errors import HalfsafeError
-from ....precision.base.patching import compile_disabled, patched
+from ....precision.base.patching import patched
 from ....precision.base.text import size_text
 from ....precision.devices.memory import require_memory
 from ....precision.files.atomic_write import require_space
@@ -28,7 +28,6 @@ from ..comfyui.wrappers import ANALYSIS, set_wrapper
 from ..load.devices import free_host_memory
 from ..load.identity import source_of_model
 from ..load.tensors import advancing
-from ..replay.model_compiler import compiler_off
 from .sampling import bare_clone, sample
 
 if TYPE_CHECKING:
@@ -122,7 +121,6 @@ def _sampled(
 
     set_wrapper(clone, ANALYSIS, call)
     clone.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, ANALYSIS, step)
-    with compile_disabled(), compiler_off(), torch.no_grad():
-        sample(clone, *inputs)
+    sample(clone, *inputs)
     bar.update_absolute(STEPS)
     return next(calls)

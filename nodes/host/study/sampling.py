@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 import comfy.sample
 import torch
 
+from ....precision.base.patching import compile_disabled
 from ..accumulation.executor import accumulation_of, with_accumulation
 from ..comfyui.execution import COMPILE_KWARGS
 from ..comfyui.wrappers import GUARD
 from ..compute.executor import compute_of, set_compute
+from ..replay.model_compiler import compiler_off
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -54,8 +56,9 @@ def sample(
     conds = positive, positive if negative is None else negative
     cfg = 1.0 if negative is None else CFG
     denoise = image_denoise if not start.is_nested and torch.count_nonzero(start) else 1.0
-    result = comfy.sample.sample(
-        patcher, noise, steps, cfg, "euler", "simple", *conds, start,
-        denoise=denoise, noise_mask=latent.get("noise_mask"), disable_pbar=True, seed=seed,
-    )  # fmt: skip
+    with compile_disabled(), compiler_off(), torch.no_grad():
+        result = comfy.sample.sample(
+            patcher, noise, steps, cfg, "euler", "simple", *conds, start,
+            denoise=denoise, noise_mask=latent.get("noise_mask"), disable_pbar=True, seed=seed,
+        )  # fmt: skip
     return list(result.unbind()) if result.is_nested else [result]

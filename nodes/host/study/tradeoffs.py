@@ -15,7 +15,6 @@ import torch
 from comfy.patcher_extension import WrappersMP
 
 from ....precision.base.errors import HalfsafeError
-from ....precision.base.patching import compile_disabled
 from ....precision.formats.checkpoint import Checkpoint
 from ....precision.plan.auto import UNQUANTIZED
 from ....precision.plan.choice import ATTACHMENT
@@ -41,7 +40,6 @@ from ..load.models import load_weights
 from ..load.save import BYPASS, LiveWeights
 from ..load.tensors import advancing
 from ..lora.patcher import keep_low_rank_unmerged
-from ..replay.model_compiler import compiler_off
 from ..reporting.report import report_of
 from .sampling import bare_clone, sample
 from .step_timer import StepTimer
@@ -78,14 +76,13 @@ def measure_model(patcher: ModelPatcher, inputs: Inputs, settings: Sequence[Sett
         raise HalfsafeError("The model is spread over several devices.", "Measure it before MultiGPU, on one of them.")
     bar = comfy.utils.ProgressBar((len(settings) + 1) * STEPS)
     runner = SettingRunner(patcher, inputs)
-    with compile_disabled(), compiler_off(), torch.no_grad():
-        _clear_device()
-        reference = runner.reference(advancing(bar))
-        rows = []
-        for place, (setting, *same) in enumerate(_alike(patcher, settings), 1):
-            bar.update_absolute(place * STEPS)
-            show_progress(f"Measuring {setting} ({place} of {len(settings)})")
-            rows.append(replace(runner.row(setting, advancing(bar)), same=same))
+    _clear_device()
+    reference = runner.reference(advancing(bar))
+    rows = []
+    for place, (setting, *same) in enumerate(_alike(patcher, settings), 1):
+        bar.update_absolute(place * STEPS)
+        show_progress(f"Measuring {setting} ({place} of {len(settings)})")
+        rows.append(replace(runner.row(setting, advancing(bar)), same=same))
     bar.update_absolute(bar.total)
     automatic = _planned(patcher, Setting(LOADED, "auto")).compute.choice.used
     layers = model_facts(patcher).layers
@@ -149,20 +146,12 @@ class SettingRunner:
             called = f"{len(timer.seconds)} of {STEPS} steps called the model."
             raise HalfsafeError(called, "Leave step caches out.")
         self.latents = self.latents or latents
-        report = report_of(model)
-        timed = timer.seconds[1:]
-        seconds = statistics.median(timed)
-        return Tradeoff(
-            setting,
-            storage,
-            seconds,
-            report.model.weight_bytes,
-            timer.extra_bytes(),
-            min(map(snr_db, self.latents, latents)),
-            report.model.bytes_by_storage,
-            Counter(layer.mode for layer in report.layers if multiplies(layer.cls)),
-            spread=max(abs(one - seconds) for one in timed),
-        )
+        report, timed = report_of(model), timer.seconds[1:]
+        seconds, snr = statistics.median(timed), min(map(snr_db, self.latents, latents))
+        spread = max(abs(one - seconds) for one in timed)
+        modes = Counter(layer.mode for layer in report.layers if multiplies(layer.cls))
+        size, held = report.model.weight_bytes, report.model.bytes_by_storage
+        return Tradeoff(setting, storage, seconds, size, timer.extra_bytes(), snr, held, modes, spread=spread)
 
 
 def _clear_device() -> None:

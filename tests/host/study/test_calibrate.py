@@ -82,9 +82,8 @@ def test_every_linear_of_a_family_is_summed(comfy, models_dir, family):
     assert all(torch.isfinite(products.blocks).all() for products in found.layers.values()) and "layers" in text
 
 
-@pytest.mark.parametrize("storage", ["int8"])
-def test_a_quantized_model_is_calibrated_on_what_its_layers_meet(comfy, path, storage):
-    found, _ = calibrated(comfy, families.load(comfy, path, storage, "auto"), size=16)
+def test_a_quantized_model_is_calibrated_on_what_its_layers_meet(comfy, path):
+    found, _ = calibrated(comfy, families.load(comfy, path, "int8", "auto"), size=16)
     exact, _ = calibrated(comfy, families.load(comfy, path, "as_file", "fp32"), size=16)
     assert found.layers[LAYER].tokens == exact.layers[LAYER].tokens > 0
     torch.testing.assert_close(found.layers[LAYER].blocks, exact.layers[LAYER].blocks, rtol=0.1, atol=0.1 * exact.layers[LAYER].blocks.abs().max())

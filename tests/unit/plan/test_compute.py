@@ -22,23 +22,13 @@ QWEN_IMAGE = ("bf16", "fp32")
 FLUX = ("bf16", "fp16", "fp32")
 
 # profile: (Wan and SDXL, Qwen-Image and Z-Image, Flux), bf16 files
+NVIDIA = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 AUTO = {
     "sm_61": ("fp32", "fp32", "fp32"),
-    "sm_70": ("fp16", "fp16_safe", "fp16_safe"),
-    "sm_75": ("fp16", "fp16_safe", "fp16_safe"),
-    "sm_80": ("fp16", "bf16", "bf16"),
-    "sm_86": ("fp16", "bf16", "bf16"),
-    "sm_89": ("fp16", "bf16", "bf16"),
-    "sm_90": ("fp16", "bf16", "bf16"),
-    "sm_100": ("fp16", "bf16", "bf16"),
-    "sm_120": ("fp16", "bf16", "bf16"),
-    "gfx90a": ("bf16", "bf16", "bf16"),
-    "gfx942": ("bf16", "bf16", "bf16"),
-    "gfx1100": ("bf16", "bf16", "bf16"),
-    "gfx1201": ("bf16", "bf16", "bf16"),
+    **dict.fromkeys(("sm_70", "sm_75"), ("fp16", "fp16_safe", "fp16_safe")),
+    **dict.fromkeys(NVIDIA, ("fp16", "bf16", "bf16")),
+    **dict.fromkeys(("gfx90a", "gfx942", "gfx1100", "gfx1201", "mps_m3", "xpu"), ("bf16", "bf16", "bf16")),
     "mps_m1": ("fp16_safe", "fp16_safe", "fp16_safe"),
-    "mps_m3": ("bf16", "bf16", "bf16"),
-    "xpu": ("bf16", "bf16", "bf16"),
     "cpu": ("fp32", "fp32", "fp32"),
 }
 
@@ -75,20 +65,17 @@ def test_the_reason_names_the_cause(profile, models, words):
     assert words in plan(profile, supported=models).choice.reason
 
 
-GOALS = {
-    ("sm_75", "balanced"): "fp16_safe", ("sm_75", "quality"): "fp16_safe", ("sm_75", "speed"): "fp16_safe", ("sm_75", "memory"): "fp16_safe",
-    ("sm_86", "balanced"): "bf16", ("sm_86", "quality"): "fp16_safe", ("sm_86", "speed"): "bf16", ("sm_86", "memory"): "bf16",
-    ("sm_89", "balanced"): "bf16", ("sm_89", "quality"): "fp16_safe", ("sm_89", "speed"): "bf16", ("sm_89", "memory"): "bf16",
-    ("cpu", "balanced"): "fp32", ("cpu", "quality"): "fp32", ("cpu", "speed"): "fp32", ("cpu", "memory"): "fp32",
-}  # fmt: skip
+# profile: (quality, every other goal)
+GOALS = {"sm_75": ("fp16_safe", "fp16_safe"), "sm_86": ("fp16_safe", "bf16"), "sm_89": ("fp16_safe", "bf16"), "cpu": ("fp32", "fp32")}
 
 
-@pytest.mark.parametrize(("profile", "goal"), GOALS)
+@pytest.mark.parametrize("goal", ["balanced", "quality", "speed", "memory"])
+@pytest.mark.parametrize("profile", GOALS)
 def test_goals(profile, goal):
     facts = ModelFacts(LAYERS, 10**9, "bf16", QWEN_IMAGE)
     stored = {"blocks.0.ffn": "fp8_e4m3fn"}
     found, reason = plan_for_goal(facts, detect(profile=profile), goal, stored)
-    assert found.choice.used == GOALS[profile, goal] and reason
+    assert found.choice.used == GOALS[profile][goal != "quality"] and reason
     modes = {name: decision.mode for name, decision in found.decisions.items()}
     assert ("fp8" in modes.values()) == ((profile, goal) == ("sm_89", "speed"))
 
@@ -216,3 +203,63 @@ def test_a_rule_on_sums_that_cannot_act_is_reported(profile, compute):
     found = plan(profile, compute=compute, text=text)
     assert not any(decision.sums for decision in found.decisions.values())
     assert [reason for setting, reason in found.without_effect if setting == text]
+
+
+# weights stored in int8
+
+STORED = {"int8": "int8", "fp8": "fp8_e4m3fn", "nvfp4": "nvfp4", "plain": "bf16"}
+NO_INT8 = ("sm_61", "sm_70", "mps_m1", "mps_m3", "xpu")  # torch before 2.15 has no int8 matmul on MPS
+
+
+def plan_stored(profile, compute, text="", storages=STORED):
+    facts = ModelFacts([LayerSpec(name, "Linear", (64, 32)) for name in STORED], 10**9, "bf16", QWEN_IMAGE)
+    return plan_compute(facts, detect(profile=profile), compute, rules_from(text), storages)
+
+
+def modes(found):
+    return {name: decision.mode for name, decision in found.decisions.items()}
+
+
+@pytest.mark.parametrize("name", PROFILE_NAMES)
+@pytest.mark.parametrize("compute", ["auto", "int8"])
+def test_int8_weights_multiply_in_int8_where_the_device_can(monkeypatch, name, compute):
+    monkeypatch.setattr("halfsafe.precision.devices.profiles.torch_version", lambda: (2, 11))
+    found, plain = plan_stored(name, compute), plan_stored(name, "auto", storages={"plain": "bf16"})
+    assert (modes(found)["int8"] == "int8") == (name not in NO_INT8)
+    assert found.choice.used == plain.choice.used and found.activation_dtype == plain.activation_dtype
+    assert modes(found).get("plain") == modes(plain).get("plain") and "nvfp4" not in modes(found)
+    told = [setting for setting, _ in found.without_effect]
+    assert told == (["compute=int8"] if compute == "int8" and name in NO_INT8 else [])
+    if name in NO_INT8:
+        assert f"{name} has no int8 matmul" in found.decisions["int8"].reason
+
+
+@pytest.mark.parametrize(("profile", "stream"), [("sm_75", "fp32"), ("sm_86", "bf16"), ("cpu", "fp32")])
+def test_the_stream_is_fp32_without_bf16(profile, stream):
+    found = plan_stored(profile, "int8")
+    assert found.activation_dtype == stream and modes(found)["int8"] == "int8"
+
+
+@pytest.mark.parametrize("compute", ["fp16", "fp16_safe", "bf16", "fp32"])
+def test_a_dtype_that_is_asked_for_dequantizes(compute):
+    found = plan_stored("sm_89", compute)
+    assert "int8" not in modes(found).values()
+    assert f"as {compute} was asked for" in found.decisions["int8"].reason
+
+
+def test_a_rule_that_cannot_act_leaves_the_layer_as_it_is_without_it():
+    found = plan_stored("sm_89", "auto", "int8 compute=fp8\nfp8 compute=int8\nnvfp4 compute=int8")
+    assert found.decisions["int8"].mode == "int8" and "nvfp4" not in found.decisions
+    assert [setting for setting, _ in found.without_effect] == ["int8 compute=fp8", "fp8 compute=int8", "nvfp4 compute=int8"]
+
+
+def test_a_model_without_such_weights_is_told_what_to_load():
+    for compute, storage in (("int8", "int8"), ("fp8", "fp8_e4m3fn")):
+        ((setting, reason),) = plan_stored("sm_89", compute, storages={"plain": "bf16"}).without_effect
+        assert setting == f"compute={compute}" and reason.endswith(f"storage {storage}")
+    assert plan_stored("sm_89", "int8", storages=None).without_effect == ()
+
+
+def test_sums_of_int8_are_not_what_a_rule_can_set():
+    ((setting, reason),) = plan_stored("sm_89", "int8", "int8 accumulation=fp16").without_effect
+    assert setting == "int8 accumulation=fp16" and "multiply in int8" in reason

@@ -59,12 +59,6 @@ def test_compute_as_asked_is_obeyed_and_a_risk_is_noted():
     assert any("overflow" in note for note in result.compute.notes)
 
 
-def test_fp8_compute_without_units_says_so_and_computes_in_16_bit():
-    result = planned("sm_86", compute="fp8")
-    assert (result.compute.choice.used, result.compute.fp8_matmul) == ("bf16", False)
-    assert result.compute.without_effect[0][0] == "compute=fp8"
-
-
 def test_fp8_compute_with_units():
     result = planned("sm_89", storage="fp8_e4m3fn", compute="fp8")
     assert (result.compute.choice.used, result.compute.fp8_matmul, result.without_effect) == ("bf16", True, ())
@@ -152,30 +146,16 @@ def test_file_dtype_is_that_of_most_weights():
     assert file_dtype(checkpoint(**tensors)) == "bf16"
 
 
-@pytest.mark.parametrize(
-    ("storage", "file_storage", "free", "expected"),
-    [
-        ("auto", "fp16", 20e9, "fp16"),
-        ("auto", "fp8_e4m3fn", 20e9, "as_file"),
-        ("auto", "bf16", 5e9, "fp8_e4m3fn"),
-        ("auto", "bf16", None, "fp16"),
-        ("bf16", "fp16", 5e9, "bf16"),
-    ],
-)
-def test_text_encoder_storage(storage, file_storage, free, expected):
-    choice, _ = plan.plan_text_encoder(LAYERS, storage, file_storage, "fp16", 10_000_000_000, free and int(free))
-    assert choice.used == expected
-
-
-@pytest.mark.parametrize(
-    ("storage", "file_storage", "free", "expected"),
-    [("auto", "fp8_e5m2", 20e9, "fp16"), ("as_file", "fp8_e4m3fnuz", 20e9, "fp16"), ("as_file", "bf16", 20e9, "as_file"), ("auto", "bf16", 5e9, "int8")],
-)
-def test_text_encoder_storage_where_the_device_cannot_hold_fp8(storage, file_storage, free, expected):
-    unheld = dict.fromkeys(("fp8_e4m3fn", "fp8_e5m2", "fp8_e4m3fnuz"), "No fp8 here.")
-    choice, _ = plan.plan_text_encoder(LAYERS, storage, file_storage, "fp16", 10_000_000_000, int(free), unheld)
-    assert choice.used == expected
-    assert ("No fp8 here." in choice.reason) == (expected == "fp16")
+def test_text_encoder_storage():
+    held, unheld = {}, dict.fromkeys(("fp8_e4m3fn", "fp8_e5m2", "fp8_e4m3fnuz"), "No fp8 here.")
+    for storage, file_storage, free, lacking, expected in (
+        ("auto", "fp16", 20e9, held, "fp16"), ("auto", "fp8_e4m3fn", 20e9, held, "as_file"), ("auto", "bf16", 5e9, held, "fp8_e4m3fn"),
+        ("auto", "bf16", None, held, "fp16"), ("bf16", "fp16", 5e9, held, "bf16"), ("auto", "fp8_e5m2", 20e9, unheld, "fp16"),
+        ("as_file", "fp8_e4m3fnuz", 20e9, unheld, "fp16"), ("as_file", "bf16", 20e9, unheld, "as_file"), ("auto", "bf16", 5e9, unheld, "int8"),
+    ):  # fmt: skip
+        choice, _ = plan.plan_text_encoder(LAYERS, storage, file_storage, "fp16", 10_000_000_000, free and int(free), lacking)
+        assert choice.used == expected, (storage, file_storage)
+        assert ("No fp8 here." in choice.reason) == (lacking is unheld and expected == "fp16")
 
 
 def test_text_encoder_keeps_embeddings():

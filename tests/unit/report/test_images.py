@@ -69,19 +69,14 @@ def test_one_image_is_compared_with_all_of_a_batch():
     assert len(text.splitlines()) == 5 and text.splitlines()[3].startswith("mean: ")
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "words"),
-    [
-        ((1, 8, 9, 3), (1, 9, 8, 3), "9 x 8 with 3 channels and 8 x 9 with 3 channels"),
-        ((1, 8, 8, 3), (1, 8, 8, 4), "8 x 8 with 3 channels and 8 x 8 with 4"),
-        ((2, 8, 8, 3), (3, 8, 8, 3), "2 reference images, 3 candidate"),
-        ((0, 8, 8, 3), (1, 8, 8, 3), "empty"),
-    ],
-)
-def test_images_that_do_not_go_together_are_refused(a, b, words):
-    for call in (compare, difference_image):
-        with pytest.raises(HalfsafeError, match=words):
-            call(torch.zeros(a), torch.zeros(b))
+def test_images_that_do_not_go_together_are_refused():
+    for a, b, words in (
+        ((1, 8, 9, 3), (1, 9, 8, 3), "9 x 8 with 3 channels and 8 x 9 with 3 channels"), ((0, 8, 8, 3), (1, 8, 8, 3), "empty"),
+        ((1, 8, 8, 3), (1, 8, 8, 4), "8 x 8 with 3 channels and 8 x 8 with 4"), ((2, 8, 8, 3), (3, 8, 8, 3), "2 reference images, 3 candidate"),
+    ):  # fmt: skip
+        for call in (compare, difference_image):
+            with pytest.raises(HalfsafeError, match=words):
+                call(torch.zeros(a), torch.zeros(b))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

@@ -83,23 +83,11 @@ def test_json_is_the_contracts_key_for_key_in_its_order():
     assert json.dumps({key: found[key] for key in contract}) == json.dumps(contract)
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        (float("nan"), None),
-        (float("inf"), None),
-        (torch.tensor(0.5), 0.5),
-        (torch.tensor([1, 2]), [1, 2]),
-        (torch.tensor(float("inf")), None),
-        (np.float32(0.5), 0.5),
-        (np.int64(3), 3),
-        ((1, (2.0, None)), [1, [2.0, None]]),
-        ({1: True}, {"1": True}),
-    ],
-)
-def test_every_value_becomes_json(value, expected):
-    assert report.plain(value) == expected
-    json.dumps(report.plain(value), allow_nan=False)
+def test_every_value_becomes_json():
+    half, infinite = torch.tensor(0.5), torch.tensor(float("inf"))
+    values = [float("nan"), float("inf"), half, torch.tensor([1, 2]), infinite, np.float32(0.5), np.int64(3), (1, (2.0, None)), {1: True}]
+    assert report.plain(values) == [None, None, 0.5, [1, 2], None, 0.5, 3, [1, [2.0, None]], {"1": True}]
+    json.dumps(report.plain(values), allow_nan=False)
 
 
 def test_verdict_words_are_the_contracts():
@@ -196,28 +184,14 @@ def test_text_fits_eighty_columns_whatever_the_names():
     assert not any(line.endswith(" ") for line in text.splitlines())
 
 
-@pytest.mark.parametrize(
-    ("name", "pattern"),
-    [
-        ("blocks.12.ffn.0", "blocks.*.ffn.0"),
-        ("double_blocks.3.img_mod.lin", "double_blocks.*.img_mod.lin"),
+def test_repeated_layers_are_named_by_their_numbers():
+    for name, pattern in (
+        ("blocks.12.ffn.0", "blocks.*.ffn.0"), ("layers.7.mlp.0", "layers.*.mlp.0"), ("img_in", "img_in"),
         ("input_blocks.4.1.transformer_blocks.0.attn1.to_q", "input_blocks.*.1.transformer_blocks.*.attn1.to_q"),
-        ("layers.7.mlp.0", "layers.*.mlp.0"),
-        ("img_in", "img_in"),
-    ],
-)
-def test_patterns_replace_block_numbers_only(name, pattern):
-    assert pattern_of(name) == pattern
-
-
-@pytest.mark.parametrize(
-    ("numbers", "text"), [([0, 1, 2, 39], "0-2,39"), ([5], "5"), ([3, 1, 2], "1-3"), ([1, 3, 5, 6], "1,3,5-6")]
-)
-def test_ranges(numbers, text):
-    assert number_ranges(numbers) == text
-
-
-def test_a_part_of_nested_blocks_is_counted():
+    ):  # fmt: skip
+        assert pattern_of(name) == pattern
+    for numbers, text in (([0, 1, 2, 39], "0-2,39"), ([5], "5"), ([3, 1, 2], "1-3"), ([1, 3, 5, 6], "1,3,5-6")):
+        assert number_ranges(numbers) == text
     names = [f"input_blocks.{a}.1.transformer_blocks.{b}.q" for a in range(3) for b in range(2)]
     assert grouped(names[:2], count_patterns(names)) == ["input_blocks.*.1.transformer_blocks.*.q x2 of 6"]
 
@@ -250,16 +224,18 @@ def test_charts_of_any_size_are_drawn(layers):
     assert picture.shape[1:] == (1024, 3)
 
 
-def test_a_flag_report_shows_the_present_flags(monkeypatch):
-    matmul = types.SimpleNamespace(
-        allow_fp16_accumulation=True, allow_tf32=False,
-        allow_fp16_reduced_precision_reduction=False, allow_bf16_reduced_precision_reduction=False,
-    )  # fmt: skip
+def test_a_flag_report_shows_the_present_flags_and_changes_none(monkeypatch):
+    before, entries = flags.read_flags(), flag_reports()
+    assert list(entries) == ["fp16_accumulation", "reduced_precision_reduction", "tf32", "fp8_fast_accumulation"]
+    assert all(entry["requested"] == "unchanged" and entry["in_scope"] == entry["outside"] for entry in entries.values())
+    assert entries["fp8_fast_accumulation"]["in_scope"] is False and flags.read_flags() == before
+    matmul = types.SimpleNamespace(allow_fp16_accumulation=True, allow_tf32=False)
     monkeypatch.setattr(torch.backends.cuda, "matmul", matmul)
     assert flag_report("fp16_accumulation") == {
         "requested": "unchanged", "in_scope": True, "outside": True, "reason": "No accumulation node is attached.",
     }  # fmt: skip
-    assert flag_report("reduced_precision_reduction")["in_scope"] is False
+    missing = flag_report("reduced_precision_reduction")
+    assert missing["in_scope"] is missing["outside"] is None and "has no such flag" in missing["reason"]
     tf32 = flag_report("tf32", "off", "Asked for.")
     assert (tf32["requested"], tf32["in_scope"]) == ("off", torch.backends.cudnn.allow_tf32)
     assert tf32["reason"].startswith("Asked for. Outside: matmul off, convolution")
@@ -269,23 +245,6 @@ def test_a_report_from_inside_of_a_models_call_tells_what_is_outside():
     before = flag_report("tf32")
     with flags.flags_set({"tf32_matmul": True, "tf32_convolution": False}):
         assert flag_report("tf32") == before
-
-
-def test_a_flag_torch_does_not_have_is_null_and_explained(monkeypatch):
-    monkeypatch.setattr(torch.backends.cuda, "matmul", types.SimpleNamespace())
-    entry = flag_report("fp16_accumulation")
-    assert entry["in_scope"] is None and entry["outside"] is None
-    assert "has no such flag" in entry["reason"]
-
-
-def test_all_four_settings_are_reported_and_nothing_is_changed():
-    before = flags.read_flags()
-    entries = flag_reports()
-    assert list(entries) == ["fp16_accumulation", "reduced_precision_reduction", "tf32", "fp8_fast_accumulation"]
-    for entry in entries.values():
-        assert entry["requested"] == "unchanged" and entry["in_scope"] == entry["outside"]
-    assert entries["fp8_fast_accumulation"]["in_scope"] is False
-    assert flags.read_flags() == before
 
 
 def test_the_chart_shows_ranges_sums_and_what_the_guard_did():

@@ -253,7 +253,7 @@ def test_whatever_layers_cost_the_choice_holds_and_nothing_untried_is_denied(noi
 def test_what_saves_most_for_its_error_is_tried_first_and_what_overflows_never(candidate, first):
     figures = {"large": (100, 1, 30.0), "busy": (1, 100, 30.0), "worse": (1, 1, 20.0), "inf": (100, 100, -math.inf)}
     layers = [a.LayerResult(name, "Linear", size, a.KEPT, "", False, 30.0, snr, snr, work) for name, (size, work, snr) in figures.items()]
-    order = [name for group in a.ordered_groups(layers, candidate) for name in group]
+    order = a.ordered(layers, candidate)
     assert order[0] == first and order[-1] == "worse" and len(order) == 3
 
 
@@ -267,19 +267,6 @@ def test_statuses_and_reasons():
 def test_a_model_that_is_not_called_is_refused():
     with pytest.raises(HalfsafeError, match="not called"):
         a.Session([], FP8, list, plain_weights, change).measure()
-
-
-@pytest.mark.parametrize("names", [
-    ("a.to_q", "a.to_k", "a.to_v"), ("a.q", "a.k", "a.v"), ("a.q_proj", "a.k_proj", "a.v_proj"), ("a.wq", "a.wk", "a.wv"),
-    ("a.add_q_proj", "a.add_k_proj", "a.add_v_proj"), ("a.q_linear", "a.kv_linear"), ("a.to_query", "a.to_key", "a.to_value"),
-])  # fmt: skip
-def test_queries_keys_and_values_are_decided_as_one(names):
-    assert len(set(map(a.group_of, names))) == 1
-
-
-def test_other_layers_are_decided_alone():
-    names = ("a.q", "b.q", "a.k_img", "a.o", "a.to_out.0", "a.ffn.0", "a.ffn.2", "video.0", "keyframe")
-    assert len(set(map(a.group_of, names))) == len(names)
 
 
 LAYERS = [f"blocks.{block}.{layer}" for block in range(4) for layer in ("ffn.0", "ffn.2", "attn.q", "attn.o")] + ["head", "mix.blocks.0.ffn.0"]
