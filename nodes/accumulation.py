@@ -9,7 +9,7 @@ from comfy_api.latest import io
 from ..precision.plan.accumulation import ATTENTION_OPTIONS, FP16_OPTIONS, SWITCH_OPTIONS, UNCHANGED, Request
 from .host.accumulation.executor import with_accumulation
 from .host.reporting.badge import badge, sums_words
-from .inputs import CATEGORY
+from .inputs import EXPERT
 
 if TYPE_CHECKING:
     from .host.comfyui.types import ModelPatcher
@@ -27,7 +27,7 @@ class Accumulation(io.ComfyNode):
         return io.Schema(
             node_id="HalfsafeAccumulation",
             display_name="Accumulation (Halfsafe)",
-            category=CATEGORY,
+            category=EXPERT,
             description=(
                 "How products are summed while this model runs. "
                 "torch's own switches are back as they were after each call."

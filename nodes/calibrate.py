@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from comfy_api.latest import io, ui
+from comfy_api.latest import io
 
+from ..precision.report.result import CALIBRATED, Result
 from .host.load.files import output_path
 from .host.study import calibrate as host
-from .inputs import CATEGORY, CalibrationType, checked_calibration, seed_input
+from .inputs import MEASURE, CalibrationType, checked_calibration, seed_input
 
 if TYPE_CHECKING:
     from ..precision.make.calibration import Calibration
@@ -21,7 +22,7 @@ class Calibrate(io.ComfyNode):
         return io.Schema(
             node_id="HalfsafeCalibrate",
             display_name="Calibrate (Halfsafe)",
-            category=CATEGORY,
+            category=MEASURE,
             description=(
                 "Learn in one short sampling what each layer meets, so that Save Model rounds its weights by that: "
                 "int8, fp8, w6a8 and w4a8 come closer to the original, at no cost when the file is used."
@@ -76,7 +77,8 @@ class Calibrate(io.ComfyNode):
         if path:
             found.save(path)
             text += f"\nKept in {name}."
-        return io.NodeOutput(found, text, ui=ui.PreviewText(text))
+        result = Result(CALIBRATED, {"layers": len(found.layers)}, text=text, toast=True)
+        return io.NodeOutput(found, text, ui=result.ui())
 
 
 NODES = [Calibrate]

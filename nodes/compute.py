@@ -13,9 +13,9 @@ from .host.check.drift import checking
 from .host.guard import planned
 from .host.guard.encoders import guard_clip, guard_vae
 from .host.guard.model import MAX_RETRIES, with_guard
-from .host.reporting.badge import badge, model_words
+from .host.reporting.badge import model_ui
 from .host.reporting.live_report import with_live_report
-from .inputs import CATEGORY, RulesType, check_input, checked_rules, compute_input, node_id_of, on_nan_input
+from .inputs import CATEGORY, EXPERT, RulesType, check_input, checked_rules, compute_input, node_id_of, on_nan_input
 
 if TYPE_CHECKING:
     from .host.comfyui.types import CLIP, VAE, ModelPatcher
@@ -27,7 +27,7 @@ class ComputeDtype(io.ComfyNode):
         return io.Schema(
             node_id="HalfsafeComputeDtype",
             display_name="Compute Dtype (Halfsafe)",
-            category=CATEGORY,
+            category=EXPERT,
             description=(
                 "Choose the dtype a model computes in, for all layers or by rules. Works on any loader's model."
             ),
@@ -50,7 +50,7 @@ class ComputeDtype(io.ComfyNode):
     @classmethod
     def execute(cls, model: ModelPatcher, compute: str, rules: Rules | None = None) -> io.NodeOutput:
         model = planned.with_compute(model, compute, checked_rules(rules) or Rules())
-        return io.NodeOutput(model, ui=badge(*model_words(model)))
+        return io.NodeOutput(model, ui=model_ui(model))
 
 
 class AutoPrecision(io.ComfyNode):
@@ -118,8 +118,8 @@ class AutoPrecision(io.ComfyNode):
             clip = guard_clip(clip, guard, node_id) if clip is not None else None
             vae = guard_vae(vae, guard, node_id) if vae is not None else None
         model, shown = with_live_report(model, node_id)
-        words = badge(*model_words(model), "guarded" if guard != OFF else None)
-        return io.NodeOutput(model, clip, vae, why, ui=shown | (words or {}))
+        words = model_ui(model, "guarded" if guard != OFF else None)
+        return io.NodeOutput(model, clip, vae, why, ui=shown | words)
 
 
 NODES = [ComputeDtype, AutoPrecision]

@@ -12,7 +12,7 @@ from .host.comfyui.page import encoder_reports
 from .host.load.devices import current_device
 from .host.reporting import report as host
 from .host.reporting.live_report import REPORT_KEY
-from .inputs import CATEGORY
+from .inputs import MEASURE
 
 
 class Report(io.ComfyNode):
@@ -21,7 +21,7 @@ class Report(io.ComfyNode):
         return io.Schema(
             node_id="HalfsafeReport",
             display_name="Precision Report (Halfsafe)",
-            category=CATEGORY,
+            category=MEASURE,
             description="What each layer is stored in and computed in, on which device, and why.",
             search_aliases=["dtype", "precision", "report", "used dtype", "manual cast", "weight dtype", "debug"],
             is_output_node=True,
@@ -43,6 +43,7 @@ class Report(io.ComfyNode):
     @classmethod
     def execute(cls, model, after=None) -> io.NodeOutput:
         report = host.report_of(model, encoder_reports())
+        report.ran |= after is not None
         text = report.to_text()
         image = torch.from_numpy(chart(report)).unsqueeze(0).float() / 255
         data = json.dumps(report.to_json(), allow_nan=False)
@@ -57,7 +58,7 @@ class DeviceInfo(io.ComfyNode):
         return io.Schema(
             node_id="HalfsafeDeviceInfo",
             display_name="Device Info (Halfsafe)",
-            category=CATEGORY,
+            category=MEASURE,
             description="What this device, or another profile, can do, is fast at, and what auto would choose there.",
             search_aliases=["gpu info", "gpu support", "bf16 support", "capabilities", "doctor"],
             is_output_node=True,

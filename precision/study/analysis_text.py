@@ -104,11 +104,12 @@ def result_of(analysis: Analysis, text: str) -> Result:
     name, chosen = analysis.candidate.name, analysis.chosen
     rows = [[*row[:4], row[5]] for row in _rows(analysis)]
     if not chosen:
-        return Result(UNREACHED, {"candidate": name, "target": f"{analysis.target_db:g}"}, WARN, HEAD, rows, text=text)
+        asked = {"candidate": name, "target": f"{analysis.target_db:g}"}
+        return Result(UNREACHED, asked, WARN, HEAD, rows, text=text, toast=True)
     free = len(chosen) + len(analysis.named(KEPT))
     snr = whole_decibel_text(analysis.snr_db)
     values: dict[str, str | int] = {"chosen": len(chosen), "free": free, "candidate": name, "snr": snr}
-    return Result(CHOSEN_SENTENCE, values, head=HEAD, rows=rows, text=text)
+    return Result(CHOSEN_SENTENCE, values, head=HEAD, rows=rows, text=text, toast=True)
 
 
 def decibel_text(value: float | None, lost: str = "overflow") -> str:

@@ -48,10 +48,13 @@ def _running_item() -> tuple | None:
 
 
 def show_progress(text: str) -> None:
-    """Show a text on the running node, if the prompt came from a page."""
+    """Show a text on the running node until the node is done, if the prompt came from a page.
+
+    ``main.js`` takes the text away by the pack's name before it: ComfyUI lets such texts stand.
+    """
     context, server = get_executing_context(), getattr(PromptServer, "instance", None)
     if context is not None and server is not None:
-        server.send_progress_text(text, context.node_id, server.client_id)
+        server.send_progress_text(f"Halfsafe: {text}", context.node_id, server.client_id)
 
 
 def send_to_page(
