@@ -43,7 +43,6 @@ class Report(io.ComfyNode):
     @classmethod
     def execute(cls, model, after=None) -> io.NodeOutput:
         report = host.report_of(model, encoder_reports())
-        report.ran |= after is not None
         text = report.to_text()
         image = torch.from_numpy(chart(report)).unsqueeze(0).float() / 255
         data = json.dumps(report.to_json(), allow_nan=False)

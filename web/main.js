@@ -147,6 +147,7 @@ function showOutputs() {
     if (!entry || entry.output === data) continue;
     entry.output = data;
     entry.report = reportIn(data);
+    if (entry.report) entry.report.ran = ran.has(output?.halfsafe_token?.[0]) || node.inputs.some((/** @type {any} */ { name, link }) => name === "after" && link !== null);
     entry.panel.show(entry.report);
   }
   app.graph?.setDirtyCanvas(true, true);

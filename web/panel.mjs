@@ -233,7 +233,7 @@ export function headOf(report) {
     el("div", { class: "hs-sub", title: deviceText(report), text: deviceText(report) }),
     el("div", { class: "hs-sub", text: size }),
     shareBar(t("stored"), view.stored.map((part) => ({ ...part, detail: part.size }))),
-    shareBar(report.ran ? t("computed") : t("planned"), view.computed.map((part) => ({ ...part, detail: t("{count} layers", { count: part.layers }) }))),
+    shareBar(report.guard.calls || report.ran ? t("computed") : t("planned"), view.computed.map((part) => ({ ...part, detail: t("{count} layers", { count: part.layers }) }))),
   ];
 }
 

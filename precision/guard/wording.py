@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from .verdicts import NOT_PRECISION, RECOVERED, RETRY, STOPPED
+from .verdicts import NOT_PRECISION, RECOVERED, STOPPED
 
 NAN_GIVEN = "It holds NaN, and what is computed of NaN is NaN in every precision."
 BETWEEN_CALLS = (
@@ -84,7 +84,7 @@ def encoder_wording(kind: str, without_cure: str, without_retries: str) -> Wordi
     advice = {
         RECOVERED: "",
         NOT_PRECISION: f"No dtype cures this {kind}: {without_cure}.",
-        STOPPED: f"{RETRY}, or {without_retries}.",
+        STOPPED: f"Set on_nan, or the setting Guard every run, to retry_higher, or {without_retries}.",
     }
     return Wording(
         f"There was not enough memory to repeat it in a higher precision: {without_retries}, "

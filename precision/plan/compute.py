@@ -102,11 +102,6 @@ class ComputePlan:
         return "fp32" if self.is_safe else self.choice.used
 
     @property
-    def following(self) -> ComputeDecision:
-        """The decision for a layer that there is none for: it runs in the dtype of the activations."""
-        return ComputeDecision(self.activation_dtype, "same", "")
-
-    @property
     def weight_dtype(self) -> str:
         """The best dtype of weights without quantization."""
         return "fp16" if self.is_safe else self.choice.used

@@ -171,7 +171,6 @@ class Report:
         encoders: the guarded VAEs and text encoders of the prompt.
         control_nets: those that the Load ControlNet node loaded and that the model was sampled with.
         attention_in_fp32: the blocks whose attention ran in fp32 by a rule.
-        ran: the model was called; before that, layers are as planned.
     """
 
     device: dict = field(default_factory=dict)
@@ -187,7 +186,6 @@ class Report:
     encoders: list[EncoderReport] = field(default_factory=list)
     control_nets: list[ControlReport] = field(default_factory=list)
     attention_in_fp32: list[str] = field(default_factory=list)
-    ran: bool = False
 
     def to_json(self) -> dict:
         """Return version 1 of the report, ready for ``json.dumps(allow_nan=False)``. A NaN or inf number becomes null.

@@ -48,25 +48,16 @@ def _running_item() -> tuple | None:
 
 
 def show_progress(text: str) -> None:
-    """Show a text on the running node until the node is done, if the prompt came from a page.
-
-    ``main.js`` takes the text away by the pack's name before it: ComfyUI lets such texts stand.
-    """
+    """Show a text on the running node, if the prompt came from a page. ``main.js`` takes it away by the pack's name."""
     context, server = get_executing_context(), getattr(PromptServer, "instance", None)
     if context is not None and server is not None:
         server.send_progress_text(f"Halfsafe: {text}", context.node_id, server.client_id)
 
 
 def send_to_page(
-    node_id: str | None,
-    prompt: str | None,
-    kind: str,
-    verdict: str,
-    message: str,
-    advice: str,
-    event: GuardEvent | None = None,
-    of: str = "",
-) -> None:
+    node_id: str | None, prompt: str | None, kind: str, verdict: str, message: str, advice: str,
+    event: GuardEvent | None = None, of: str = "",
+) -> None:  # fmt: skip
     """Send a guard's event or a run's verdict to the page that queued the prompt, if any.
 
     ``of``: what is guarded, ``vae`` or ``clip``; empty for a model.
@@ -80,8 +71,8 @@ def send_to_page(
         "advice": advice,
         "of": of,
         "workflow": _workflow_id(),
+        "event": plain(event) if event else None,
     }
-    data["event"] = plain(event) if event else None
     _keep(data)
     _send(EVENT, data)
 

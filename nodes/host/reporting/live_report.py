@@ -19,11 +19,9 @@ REPORT_KEY = "halfsafe_report"
 TOKEN = "halfsafe_token"
 
 
-def report_json(patcher: ModelPatcher, ran: bool = False) -> str:
-    """Return the report of a model, which ``ran`` or not, as JSON text."""
-    report = report_of(patcher, encoder_reports())
-    report.ran |= ran
-    return json.dumps(report.to_json(), allow_nan=False)
+def report_json(patcher: ModelPatcher) -> str:
+    """Return the report of a model as JSON text."""
+    return json.dumps(report_of(patcher, encoder_reports()).to_json(), allow_nan=False)
 
 
 def with_live_report(patcher: ModelPatcher, node_id: str | None) -> tuple[ModelPatcher, dict[str, list[str]]]:
@@ -37,7 +35,7 @@ def with_live_report(patcher: ModelPatcher, node_id: str | None) -> tuple[ModelP
         try:
             return executor(*args, **kwargs)
         finally:
-            send_report(node_id, token, report_json(executor.class_obj.model_patcher, ran=True))
+            send_report(node_id, token, report_json(executor.class_obj.model_patcher))
 
     set_wrapper(clone, REPORT, sampling, WrappersMP.OUTER_SAMPLE)
     return clone, {REPORT_KEY: [report_json(clone)], TOKEN: [token]}

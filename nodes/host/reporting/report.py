@@ -62,10 +62,8 @@ def report_of(patcher: ModelPatcher, encoders: Sequence[EncoderReport] = ()) -> 
     sizes = bytes_by_storage(patcher)
     model = ModelReport(type(patcher.model).__name__, parameter_count(patcher), sum(sizes.values()), sizes)
     report = Report(device_section(current_device()), model, layers, flags_of(patcher))
-    report.ran = compute is not None and compute.runs.last_of(patcher) is not None
     if guard := guard_of(patcher):
         report.guard = guard.report(patcher)
-        report.ran |= report.guard.calls > 0
         report.ranges = guard.ranges(patcher)
         _escalate(layers, reasons, guard.modes(patcher))
         report.notes += guard.remarks(patcher)

@@ -75,7 +75,7 @@ def test_an_empty_report_has_every_section_and_no_guard():
 
 def test_json_is_the_contracts_key_for_key_in_its_order():
     found, contract = contract_report().to_json(), json.loads(CONTRACT)
-    assert list(found) == [*contract, "decisions", "notes", "ranges", "encoders", "control_nets", "attention_in_fp32", "ran", "modes", "storages", "rules", "view"]
+    assert list(found) == [*contract, "decisions", "notes", "ranges", "encoders", "control_nets", "attention_in_fp32", "modes", "storages", "rules", "view"]
     assert list(found["guard"]) == [*contract["guard"], "rules", "advice", "checks"]
     found["guard"] = {key: found["guard"][key] for key in contract["guard"]}
     for event in found["guard"]["events"]:
