@@ -14,8 +14,8 @@ LOAD, GUARD, MEASURE, EXPERT = (f"{CATEGORY}/{name}" for name in ("load", "guard
 RulesType = io.Custom("HALFSAFE_RULES")
 CalibrationType = io.Custom("HALFSAFE_CALIBRATION")
 STORAGE_TOOLTIP = (
-    "How weights are kept. auto: as in the file; 8 bit where 16 does not fit the GPU. "
-    "fp8, int8: half of 16 bit. w4a8 needs ComfyUI 0.31, w6a8 0.38. Sensitive layers stay high."
+    "How weights are kept. auto: as in the file; 8 bit where 16 does not fit. "
+    "fp8, int8: half of 16 bit. w4a8, w6a8: ComfyUI 0.31, 0.38. Sensitive layers stay high."
 )
 COMPUTE_TOOLTIP = (
     "The dtype of the maths. auto: what is fast and safe on this device. "

@@ -10,7 +10,7 @@ import { RulesNote } from "./rules.mjs";
 import { errorOf, RunLog, toastFor } from "./run.mjs";
 import { allNodes, guardWorkflow, keepRules, measureWorkflow, showMe, showNodes, upstream } from "./graph.mjs";
 import { drawSidebar } from "./sidebar.mjs";
-import { Toasts, TOASTS } from "./toasts.mjs";
+import { Toasts } from "./toasts.mjs";
 import { loadWords, t } from "./words.mjs";
 
 const PREFIX = "Halfsafe";
@@ -24,6 +24,7 @@ const WITH_RESULT = {
 };
 const GUARDS = ["HalfsafeNaNGuard", "HalfsafeGuardVAE", "HalfsafeGuardCLIP", ONE_NODE];
 const RULES = "rules";
+const TOASTS = "halfsafe.toasts";
 const BADGES = "halfsafe.badges";
 const WATCH = "Halfsafe.WatchEveryRun";
 /** What a guard's event says where a model's plan fell back. */
@@ -55,7 +56,7 @@ const ran = new Map();
 /** The nodes whose plan fell back, until they run anew: what the server sends of a cached one says what was planned.
  * @type {Set<string>} */
 const fellBack = new Set();
-const toasts = new Toasts(() => app.extensionManager);
+const toasts = new Toasts(() => app.extensionManager, TOASTS);
 /** @type {WeakMap<any, string>} */
 const badgeTexts = new WeakMap();
 /** @type {HTMLElement | null} */

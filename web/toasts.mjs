@@ -1,22 +1,21 @@
 // @ts-check
 /** The pack's messages on the page, which go when a run starts: they are about the one before. */
-
-export const TOASTS = "halfsafe.toasts";
 /** @typedef {{severity: string, summary: string, detail?: string, life: number}} Toast */
 
 export class Toasts {
   /** What takes away each message that is shown. @type {(() => void)[]} */
   #shown = [];
 
-  /** @param {() => any} manager the page's, from its setup on */
-  constructor(manager) {
+  /** @param {() => any} manager the page's, from its setup on @param {string} wanted the setting that lets them be shown */
+  constructor(manager, wanted) {
     this.manager = manager;
+    this.wanted = wanted;
   }
 
   /** @param {Toast} toast */
   show(toast) {
     const { setting, toast: page } = this.manager();
-    if (!setting.get(TOASTS)) return;
+    if (!setting.get(this.wanted)) return;
     if (page.remove) {
       page.add(toast);
       this.#shown.push(() => page.remove(toast));
