@@ -16,6 +16,7 @@ class CompareImages(io.ComfyNode):
             description=(
                 "PSNR, largest error and SSIM of two images of the same size, and their difference as a picture."
             ),
+            is_output_node=True,
             search_aliases=[
                 "psnr", "ssim", "image difference", "compare precision", "before and after", "a/b", "diff", "quality",
             ],

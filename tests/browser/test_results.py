@@ -17,6 +17,10 @@ TYPES = "() => app.graph.nodes.map((n) => n.type)"
 SENTENCES = "() => [...document.querySelectorAll('.hs-panel .hs-sentence')].map((e) => e.textContent)"
 SEND = """async ([name, detail]) => { const { api } = await import("/scripts/api.js"); api.dispatchCustomEvent(name, detail); }"""
 PUT_RESULTS_IN = """() => { const of = (type) => app.graph.nodes.find((n) => n.type === type), put = (type) => { const node = LiteGraph.createNode(type); app.graph.add(node); return node; };
+    const compare = put("HalfsafeCompareImages"), rules = put("HalfsafeLayerRules"), decoded = of("VAEDecode");
+    decoded.connect(0, compare, "reference"); decoded.connect(0, compare, "candidate"); rules.connect(0, of("HalfsafeLoadDiffusionModel"), "rules");
+    rules.widgets.find((w) => w.name === "rules").value = "blocks.77.* storage=bf16";
+    compare.pos = [0, 3000];
     const save = put("HalfsafeSaveModel"), measure = put("HalfsafeMeasurePrecisions"), check = put("HalfsafeCheckFinite"), preview = put("PreviewImage"), sampler = of("KSampler");
     put("HalfsafeDeviceInfo"); of("HalfsafeLoadDiffusionModel").connect(0, save, "model"); of("HalfsafeLoadDiffusionModel").connect(0, measure, "model");
     sampler.getInputNode(1).connect(0, measure, "positive"); sampler.getInputNode(3).connect(0, measure, "latent_image"); measure.connect(2, preview, "images");
@@ -58,12 +62,18 @@ def test_results_are_on_their_nodes_and_a_saved_file_is_told(small: ComfyPage, p
     small.load(small.saved())
     shown = small.record_toasts()
     small.run()
-    small.page.wait_for_function("() => document.querySelectorAll('.hs-panel .hs-sentence').length === 4")
+    small.page.wait_for_function("() => document.querySelectorAll('.hs-panel .hs-sentence').length === 5")
     found = small.evaluate(SENTENCES)
     assert any(text.startswith("Saved diffusion_models/halfsafe") and text.endswith("MiB.") for text in found), found
     assert any(text.startswith("Best here: ") for text in found) and "Finite: no NaN and no Inf." in found
     assert any("auto computes in" in text for text in found)
-    assert sorted(toast["summary"].split()[1] for toast in shown()) == ["Best", "Saved"]
+    assert sorted(toast["summary"].split()[1] for toast in shown()) == ["Best", "Saved", "rules"]
+    assert [toast["detail"] for toast in shown() if "match no layer" in toast["summary"]] == ["blocks.77.* storage=bf16"]
+    assert small.found("() => [...document.querySelectorAll('.hs-pictures img')].map((image) => image.naturalWidth)", [64, 64]) == [64, 64]
+    small.zoom_to("HalfsafeCompareImages")
+    box = small.page.locator(".hs-pictures").bounding_box()
+    small.page.mouse.click(box["x"] + box["width"] * 0.9, box["y"] + 40)
+    assert int(small.page.locator(".hs-pictures input").input_value()) > 80, "the slider follows the mouse"
     small.evaluate(TAB)
     assert "Best here: " in small.page.inner_text(".hs-sidebar") and "No guard reported" not in small.page.inner_text(".hs-sidebar")
     assert small.evaluate("() => app.graph.nodes.flatMap((n) => n.widgets ?? []).filter((w) => w.name === '$$node-text-preview')") == [], "progress ends with the node"
