@@ -123,6 +123,18 @@ export function guardWorkflow(app, sidebar) {
   return added.length > 1 ? t("{count} nodes were added: run the workflow.", { count: added.length }) : t("1 node was added: run the workflow.");
 }
 
+/** Take the one node out again, wherever it is: links lead past it. @param {any} app @returns {string} what was done, in words */
+export function unguardWorkflow(app) {
+  const ones = allNodes(app).filter(({ comfyClass }) => comfyClass === ONE);
+  undoable(app, () => {
+    for (const one of ones) {
+      one.connectInputToOutput();
+      one.graph.remove(one);
+    }
+  });
+  return t("The Halfsafe node was taken out.");
+}
+
 /** Lead uses through a node. @param {any} one @param {string} name of its input @param {number} output @param {Use[]} uses */
 function put(one, name, output, uses) {
   link(uses[0].source, uses[0].output, one, one.inputs.findIndex((/** @type {any} */ input) => input.name === name));

@@ -8,7 +8,7 @@ import { reportIn } from "./report.mjs";
 import { ResultPanel, resultIn, sentenceOf, toastsOf } from "./result.mjs";
 import { RulesNote } from "./rules.mjs";
 import { errorOf, RunLog, toastFor } from "./run.mjs";
-import { allNodes, guardWorkflow, keepRules, measureWorkflow, showMe, showNodes, upstream } from "./graph.mjs";
+import { allNodes, guardWorkflow, keepRules, measureWorkflow, showMe, showNodes, unguardWorkflow, upstream } from "./graph.mjs";
 import { drawSidebar } from "./sidebar.mjs";
 import { Toasts } from "./toasts.mjs";
 import { loadWords, t } from "./words.mjs";
@@ -78,10 +78,6 @@ function badgeText(node, output) {
 
 function tabTooltip() {
   return t("Halfsafe: guards and precision reports");
-}
-
-function addStyles() {
-  document.head.append(el("link", { rel: "stylesheet", href: new URL("./halfsafe.css", import.meta.url).href }));
 }
 
 /** The key of a node in `app.nodeOutputs`. @param {any} node */
@@ -241,9 +237,11 @@ function drawTab() {
     return report ? [{ id: locatorOf(node), title: node.title, report }] : [];
   });
   const watching = app.extensionManager.setting.get(WATCH) ?? "off";
-  const guarded = watching !== "off" || ownNodes().some(({ comfyClass }) => GUARDS.includes(comfyClass));
-  const actions = { showMe: () => showMe(app, sidebar), guard: () => guardWorkflow(app, sidebar), measure: () => measureWorkflow(app, sidebar) };
-  drawSidebar(sidebar, isOfThisWorkflow() ? log.run : null, reports, { device, did, watching, guarded, elsewhere: !isOfThisWorkflow(), ...actions }, {
+  const types = ownNodes().map(({ comfyClass }) => comfyClass);
+  const guarded = watching !== "off" || types.some((type) => GUARDS.includes(type));
+  const unguard = types.includes(ONE_NODE) ? () => unguardWorkflow(app) : null;
+  const actions = { showMe: () => showMe(app, sidebar), guard: () => guardWorkflow(app, sidebar), unguard, measure: () => measureWorkflow(app, sidebar) };
+  drawSidebar(sidebar, isOfThisWorkflow() ? log.run : null, reports, { device, did, watching, guarded, elsewhere: !isOfThisWorkflow(), redraw: drawTab, ...actions }, {
     titleOf: (id) => nodeById(id)?.title ?? t("Guard"),
     goTo: (id) => {
       const node = nodeById(id);
@@ -382,7 +380,7 @@ app.registerExtension({
     },
   ],
   async setup() {
-    addStyles();
+    document.head.append(el("link", { rel: "stylesheet", href: new URL("./halfsafe.css", import.meta.url).href }));
     await loadWords(api, () => app.extensionManager.setting.get("Comfy.Locale"));
     listen();
     sendSetting();

@@ -12,7 +12,7 @@ import { said, t } from "./words.mjs";
  * @typedef {import("./run.mjs").GuardState} GuardState
  * @typedef {{id: string, title: string, report: Report}} NamedReport
  * @typedef {() => string | Promise<string>} Action what it did, in words
- * @typedef {{device: string, did: HTMLElement, showMe: Action, guard: Action, measure: Action, watching: string, guarded: boolean, elsewhere: boolean}} Greeting
+ * @typedef {{device: string, did: HTMLElement, showMe: Action, guard: Action, unguard: Action | null, measure: Action, redraw: () => void, watching: string, guarded: boolean, elsewhere: boolean}} Greeting
  *   what this device can do, what to do first, and where it is said what that did; the setting that guards every run, whether anything guards this workflow, and
  *   whether the last run was of another one
  */
@@ -48,26 +48,32 @@ const watches = () => ({
 });
 
 /** @param {Greeting} greeting */
-function greet({ device, did, showMe, guard, measure, watching }) {
+function greet(greeting) {
+  const { device, did, showMe, guard, unguard, measure, watching } = greeting;
   /** @param {string} title @param {string} text @param {Action} act */
-  const action = (title, text, act) => button(did, act, el("b", { text: title }), text);
+  const action = (title, text, act) => button(greeting, act, el("b", { text: title }), text);
   const showing = action(t("Show me"), t("Opens five nodes on a small model that is here already: a black picture, and the same one repaired. No download."), showMe);
-  const guarding = action(t("Guard this workflow"), t("Puts the Halfsafe node between loaders and sampler. Ctrl+Z takes it back."), guard);
+  const guarding = unguard ? action(t("Take the guard out"), t("Takes the Halfsafe node out and links what was linked before."), unguard)
+    : action(t("Guard this workflow"), t("Puts the Halfsafe node between loaders and sampler. Another click takes it out."), guard);
   const measuring = action(t("Measure my card"), t("Puts Measure Precisions beside the sampler: a run takes as long as about 30 of its steps and says what is fastest here."), measure);
   const watched = watches()[watching] ? [el("p", { class: "hs-sentence", text: watches()[watching] })] : [];
   return [el("p", { class: "hs-sentence", text: device || t("Looking at this device ...") }), ...watched, el("div", { class: "hs-actions" }, showing, guarding, measuring), did];
 }
 
-/** A button that says what it did. @param {HTMLElement} did @param {Action} act @param {...(Node | string)} children */
-function button(did, act, ...children) {
-  return el("button", { type: "button", class: "hs-button", onclick: async () => { did.textContent = await act(); } }, ...children);
+/** A button that says what it did. @param {Greeting} greeting @param {Action} act @param {...(Node | string)} children */
+function button({ did, redraw }, act, ...children) {
+  const onclick = async () => {
+    did.textContent = await act();
+    redraw();
+  };
+  return el("button", { type: "button", class: "hs-button", onclick }, ...children);
 }
 
 /** What there is to say where no guard said anything. @param {Run | null} run @param {Greeting} greeting */
-function quiet(run, { did, guard, guarded, elsewhere }) {
-  if (elsewhere) return [hint(t("It was of another workflow."))];
+function quiet(run, greeting) {
+  if (greeting.elsewhere) return [hint(t("It was of another workflow."))];
   if (!run) return [hint(t("Nothing was run since this page was opened."))];
-  return guarded ? [hint(t("No guard reported anything."))] : [el("div", { class: "hs-title hs-card" }, t("This workflow has no guard."), button(did, guard, t("Guard this workflow")))];
+  return greeting.guarded ? [hint(t("No guard reported anything."))] : [el("div", { class: "hs-title hs-card" }, t("This workflow has no guard."), button(greeting, greeting.guard, t("Guard this workflow")))];
 }
 
 /** @param {string} id @param {GuardState} guard @param {{titleOf: (id: string) => string, goTo: (id: string) => void}} graph */

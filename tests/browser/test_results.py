@@ -30,6 +30,7 @@ PUT_RESULTS_IN = """() => { const of = (type) => app.graph.nodes.find((n) => n.t
 UNCOVERED = """() => { const { ds, canvas } = app.canvas, page = canvas.getBoundingClientRect(), side = document.querySelector(".hs-sidebar").getBoundingClientRect();
     return app.graph.nodes.every(({ pos, size }) => { const [left, right] = [pos[0], pos[0] + size[0]].map((x) => page.left + (x + ds.offset[0]) * ds.scale);
         return left >= side.right && right <= page.right; }); }"""
+LINKS = "() => app.graph.serialize().links.map((link) => link.slice(1).join(' '))"
 IN_SIGHT = """() => { const { ds, canvas, selectedItems } = app.canvas, page = canvas.getBoundingClientRect(), side = document.querySelector(".hs-sidebar").getBoundingClientRect();
     const seen = ([x, y]) => [page.left + (x + ds.offset[0]) * ds.scale, page.top + (y + ds.offset[1]) * ds.scale];
     return [...selectedItems].filter(({ pos, size }) => { const [[left, top], [right, bottom]] = [seen(pos), seen([pos[0] + size[0], pos[1] + size[1]])];
@@ -162,7 +163,7 @@ def test_show_me_opens_five_nodes_and_draws_a_black_and_a_repaired_picture(small
 
 
 def test_the_sidebar_greets_and_guards_and_measures_the_open_graph(small: ComfyPage, pictures: Path, cell: str) -> None:
-    before = sorted(small.evaluate(TYPES))
+    before, links = sorted(small.evaluate(TYPES)), small.evaluate(LINKS)
     small.evaluate(TAB)
     small.page.wait_for_function("() => document.querySelector('.hs-sidebar .hs-sentence')?.textContent.includes('auto computes in')")
     small.screenshot(pictures, f"sidebar-greeting-{cell}")
@@ -176,7 +177,10 @@ def test_the_sidebar_greets_and_guards_and_measures_the_open_graph(small: ComfyP
             linked = small.evaluate("""() => { const one = app.graph.nodes.find((n) => n.type === "HalfsafeAutoPrecision");
                 return [one.inputs.filter((i) => i.link !== null).map((i) => i.name), one.outputs.map((o) => o.links?.length ?? 0)]; }""")
             assert linked == [["model", "clip", "vae"], [1, 2, 1, 0]]
-        small.evaluate(UNDO)
+            small.page.locator(".hs-sidebar .hs-button", has_text="Take the guard out").click()
+            assert sorted(small.evaluate(LINKS)) == sorted(links)
+        else:
+            small.evaluate(UNDO)
         small.page.wait_for_function("(count) => app.graph.nodes.length === count", arg=len(before))
     small.evaluate(TAB)
 
