@@ -5,7 +5,7 @@ from comfy_api.latest import io
 from ..precision.plan.accumulation import ATTENTION_OPTIONS, FP16_OPTIONS, SWITCH_OPTIONS, UNCHANGED, Request
 from .host.accumulation.executor import with_accumulation
 from .host.reporting.badge import badge, sums_words
-from .inputs import CATEGORY
+from .inputs import EXPERT
 
 
 def _choice(
@@ -20,7 +20,7 @@ class Accumulation(io.ComfyNode):
         return io.Schema(
             node_id="HalfsafeAccumulation",
             display_name="Accumulation (Halfsafe)",
-            category=CATEGORY,
+            category=EXPERT,
             description=(
                 "How products are summed while this model runs. "
                 "torch's own switches are back as they were after each call."

@@ -8,7 +8,7 @@ from ..precision.study.candidates import CANDIDATES
 from ..precision.study.charts import analysis_chart
 from .host.compute.layer_modes import compute_name
 from .host.study import analysis as host
-from .inputs import CATEGORY, RulesType, seed_input
+from .inputs import MEASURE, RulesType, seed_input
 
 
 class AnalyzeLayers(io.ComfyNode):
@@ -19,7 +19,7 @@ class AnalyzeLayers(io.ComfyNode):
         return io.Schema(
             node_id="HalfsafeAnalyzeLayers",
             display_name="Analyze Layers (Halfsafe)",
-            category=CATEGORY,
+            category=MEASURE,
             description=(
                 "Measure on your own prompt which layers survive a lower precision, and get rules that keep the others."
             ),

@@ -1,10 +1,11 @@
 """Learn from your own prompts how a model's weights are best rounded."""
 
-from comfy_api.latest import io, ui
+from comfy_api.latest import io
 
+from ..precision.report.result import CALIBRATED, Result
 from .host.load.files import output_path
 from .host.study import calibrate as host
-from .inputs import CATEGORY, CalibrationType, checked_calibration, seed_input
+from .inputs import MEASURE, CalibrationType, checked_calibration, seed_input
 
 
 class Calibrate(io.ComfyNode):
@@ -13,7 +14,7 @@ class Calibrate(io.ComfyNode):
         return io.Schema(
             node_id="HalfsafeCalibrate",
             display_name="Calibrate (Halfsafe)",
-            category=CATEGORY,
+            category=MEASURE,
             description=(
                 "Learn in one short sampling what each layer meets, so that Save Model rounds its weights by that: "
                 "int8, fp8, w6a8 and w4a8 come closer to the original, at no cost when the file is used."
@@ -61,7 +62,8 @@ class Calibrate(io.ComfyNode):
         if path:
             found.save(path)
             text += f"\nKept in {name}."
-        return io.NodeOutput(found, text, ui=ui.PreviewText(text))
+        result = Result(CALIBRATED, {"layers": len(found.layers)}, text=text, toast=True)
+        return io.NodeOutput(found, text, ui=result.ui())
 
 
 NODES = [Calibrate]

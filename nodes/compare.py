@@ -2,8 +2,8 @@
 
 from comfy_api.latest import io, ui
 
-from ..precision.report.images import compare, compare_text, difference_image
-from .inputs import CATEGORY
+from ..precision.report.images import compare, compare_text, difference_image, result_of_images
+from .inputs import MEASURE
 
 
 class CompareImages(io.ComfyNode):
@@ -12,10 +12,11 @@ class CompareImages(io.ComfyNode):
         return io.Schema(
             node_id="HalfsafeCompareImages",
             display_name="Compare Images (Halfsafe)",
-            category=CATEGORY,
+            category=MEASURE,
             description=(
                 "PSNR, largest error and SSIM of two images of the same size, and their difference as a picture."
             ),
+            is_output_node=True,
             search_aliases=[
                 "psnr", "ssim", "image difference", "compare precision", "before and after", "a/b", "diff", "quality",
             ],
@@ -36,7 +37,8 @@ class CompareImages(io.ComfyNode):
         differences = compare(reference, candidate)
         picture, gain = difference_image(reference, candidate)
         text = compare_text(differences, gain)
-        return io.NodeOutput(text, picture, ui=ui.PreviewText(text))
+        shown = [dict(ui.PreviewImage(images[:1], cls=cls).values[0]) for images in (reference, candidate)]
+        return io.NodeOutput(text, picture, ui=result_of_images(differences, text, shown).ui())
 
 
 NODES = [CompareImages]

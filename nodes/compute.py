@@ -9,8 +9,8 @@ from .host.check.drift import checking
 from .host.guard import planned
 from .host.guard.encoders import guard_clip, guard_vae
 from .host.guard.model import MAX_RETRIES, with_guard
-from .host.reporting.badge import badge, model_words, with_live_report
-from .inputs import CATEGORY, RulesType, check_input, checked_rules, compute_input, node_id_of, on_nan_input
+from .host.reporting.badge import model_ui, with_live_report
+from .inputs import CATEGORY, EXPERT, RulesType, check_input, checked_rules, compute_input, node_id_of, on_nan_input
 
 
 class ComputeDtype(io.ComfyNode):
@@ -19,7 +19,7 @@ class ComputeDtype(io.ComfyNode):
         return io.Schema(
             node_id="HalfsafeComputeDtype",
             display_name="Compute Dtype (Halfsafe)",
-            category=CATEGORY,
+            category=EXPERT,
             description=(
                 "Choose the dtype a model computes in, for all layers or by rules. Works on any loader's model."
             ),
@@ -42,7 +42,7 @@ class ComputeDtype(io.ComfyNode):
     @classmethod
     def execute(cls, model, compute, rules=None) -> io.NodeOutput:
         model = planned.with_compute(model, compute, checked_rules(rules) or Rules())
-        return io.NodeOutput(model, ui=badge(*model_words(model)))
+        return io.NodeOutput(model, ui=model_ui(model))
 
 
 class AutoPrecision(io.ComfyNode):
@@ -103,8 +103,8 @@ class AutoPrecision(io.ComfyNode):
             clip = guard_clip(clip, guard, node_id) if clip is not None else None
             vae = guard_vae(vae, guard, node_id) if vae is not None else None
         model, shown = with_live_report(model, node_id)
-        words = badge(*model_words(model), "guarded" if guard != OFF else None)
-        return io.NodeOutput(model, clip, vae, why, ui=shown | (words or {}))
+        words = model_ui(model, "guarded" if guard != OFF else None)
+        return io.NodeOutput(model, clip, vae, why, ui=shown | words)
 
 
 NODES = [ComputeDtype, AutoPrecision]

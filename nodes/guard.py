@@ -11,7 +11,7 @@ from .host.check.drift import checking
 from .host.guard.encoders import guard_clip, guard_vae
 from .host.guard.model import MAX_RETRIES, with_guard
 from .host.reporting.badge import badge, model_words
-from .inputs import CATEGORY, check_input, node_id_of, on_nan_input
+from .inputs import GUARD, check_input, node_id_of, on_nan_input
 
 CHECK_ADVICE = (
     "The node before this one made it, or was given it: "
@@ -25,7 +25,7 @@ class NaNGuard(io.ComfyNode):
         return io.Schema(
             node_id="HalfsafeNaNGuard",
             display_name="NaN Guard (Halfsafe)",
-            category=CATEGORY,
+            category=GUARD,
             description=(
                 "Check every step for NaN and Inf: "
                 "find the layer, repeat it in a higher precision, or say what else is wrong."
@@ -63,7 +63,7 @@ class GuardVAE(io.ComfyNode):
         return io.Schema(
             node_id="HalfsafeGuardVAE",
             display_name="Guard VAE (Halfsafe)",
-            category=CATEGORY,
+            category=GUARD,
             description="Decode and encode again in bf16, then fp32, where the result is NaN or Inf.",
             search_aliases=["black image", "nan in vae", "no half vae", "vae fp32", "vae overflow", "black tiles"],
             inputs=[io.Vae.Input("vae", tooltip="The VAE; the output is a guarded copy."), on_nan_input()],
@@ -82,7 +82,7 @@ class GuardCLIP(io.ComfyNode):
         return io.Schema(
             node_id="HalfsafeGuardCLIP",
             display_name="Guard CLIP (Halfsafe)",
-            category=CATEGORY,
+            category=GUARD,
             description="Encode a prompt again in bf16, then fp32, where its conditioning is NaN or Inf.",
             search_aliases=["nan conditioning", "black image", "t5 fp16", "text encoder nan", "empty prompt result"],
             inputs=[io.Clip.Input("clip", tooltip="The text encoder; the output is a guarded clone."), on_nan_input()],
@@ -102,7 +102,7 @@ class CheckFinite(io.ComfyNode):
         return io.Schema(
             node_id="HalfsafeCheckFinite",
             display_name="Check Finite (Halfsafe)",
-            category=CATEGORY,
+            category=GUARD,
             description="Look for NaN and Inf in a latent, image or conditioning at any place of the graph.",
             search_aliases=["nan check", "isnan", "black image", "debug latent", "find nan", "is finite"],
             inputs=[

@@ -10,11 +10,12 @@ from ..precision.make.calibration import Calibration
 from ..precision.plan.rules import Rules
 
 CATEGORY = "precision"
+LOAD, GUARD, MEASURE, EXPERT = (f"{CATEGORY}/{name}" for name in ("load", "guard", "measure", "expert"))
 RulesType = io.Custom("HALFSAFE_RULES")
 CalibrationType = io.Custom("HALFSAFE_CALIBRATION")
 STORAGE_TOOLTIP = (
-    "How weights are kept. auto: as in the file; 8 bit where 16 does not fit the GPU. "
-    "fp8, int8: half of 16 bit. Sensitive layers stay high."
+    "How weights are kept. auto: as in the file; 8 bit where 16 does not fit. "
+    "fp8, int8: half of 16 bit. w4a8, w6a8: ComfyUI 0.31, 0.38. Sensitive layers stay high."
 )
 COMPUTE_TOOLTIP = (
     "The dtype of the maths. auto: what is fast and safe on this device. "
@@ -67,24 +68,20 @@ def node_id_of(cls: type[io.ComfyNode]) -> str | None:
 
 
 def checked_rules(rules: object, name: str = "rules") -> Rules | None:
-    """Return what an input of rules was given; None where nothing is connected.
-
-    Raises:
-        HalfsafeError: it is of another type, which ComfyUI's API lets through.
-    """
-    if rules is not None and not isinstance(rules, Rules):
-        problem = f"The input '{name}' takes the output of Layer Rules (Halfsafe), not a {type(rules).__name__}."
-        raise HalfsafeError(problem, "Connect that node to it; lines of rules go into its own text.")
-    return rules
+    """Return what an input of rules was given; None where nothing is connected."""
+    problem = f"The input '{name}' takes the output of Layer Rules (Halfsafe), not a {type(rules).__name__}."
+    return _checked(rules, Rules, problem, "Connect that node to it; lines of rules go into its own text.")
 
 
 def checked_calibration(calibration: object) -> Calibration | None:
-    """Return what an input of a calibration was given; None where nothing is connected.
+    """Return what an input of a calibration was given; None where nothing is connected."""
+    problem = f"This takes the output of Calibrate (Halfsafe), not a {type(calibration).__name__}."
+    advice = "Connect that node to it; a kept file goes to convert --calibration."
+    return _checked(calibration, Calibration, problem, advice)
 
-    Raises:
-        HalfsafeError: it is of another type, which ComfyUI's API lets through.
-    """
-    if calibration is not None and not isinstance(calibration, Calibration):
-        problem = f"This takes the output of Calibrate (Halfsafe), not a {type(calibration).__name__}."
-        raise HalfsafeError(problem, "Connect that node to it; a kept file goes to convert --calibration.")
-    return calibration
+
+def _checked(value, cls: type, problem: str, advice: str):
+    """Return a value of a socket of ours, or raise: ComfyUI's API lets other types through."""
+    if value is None or isinstance(value, cls):
+        return value
+    raise HalfsafeError(problem, advice)

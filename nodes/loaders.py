@@ -5,8 +5,8 @@ from comfy_api.latest import io
 from ..precision.plan.rules import rules_from
 from .host.guard.model import look_at_results
 from .host.load import controlnet, encoders, files, models
-from .host.reporting.badge import badge, clip_word, control_words, model_words, vae_word
-from .inputs import CATEGORY, checked_rules, compute_input, rules_input, storage_input
+from .host.reporting.badge import badge, clip_word, control_words, model_ui, vae_word
+from .inputs import LOAD, checked_rules, compute_input, rules_input, storage_input
 
 NO_FILE = "none"
 VAE_DTYPE_TOOLTIP = (
@@ -42,7 +42,7 @@ class LoadDiffusionModel(Loader):
         return io.Schema(
             node_id="HalfsafeLoadDiffusionModel",
             display_name="Load Diffusion Model fp8/int8 (Halfsafe)",
-            category=CATEGORY,
+            category=LOAD,
             description="Load a diffusion model in scaled fp8, int8 or another dtype, sensitive layers kept high.",
             search_aliases=[
                 "fp8 loader", "oom", "out of memory", "unet loader", "dtype", "low vram", "quantize", "fp8",
@@ -67,7 +67,7 @@ class LoadDiffusionModel(Loader):
         path = files.model_path(cls.FOLDER, model_name)
         model = models.load_diffusion_model(path, storage, compute, checked_rules(rules) or rules_from())
         look_at_results(model)
-        return io.NodeOutput(model, ui=badge(*model_words(model)))
+        return io.NodeOutput(model, ui=model_ui(model))
 
 
 class LoadCheckpoint(Loader):
@@ -78,7 +78,7 @@ class LoadCheckpoint(Loader):
         return io.Schema(
             node_id="HalfsafeLoadCheckpoint",
             display_name="Load Checkpoint (Halfsafe)",
-            category=CATEGORY,
+            category=LOAD,
             description="Load a full checkpoint with a dtype of its own for the model, the text encoder and the VAE.",
             search_aliases=["fp8 checkpoint", "ckpt", "sdxl fp8", "dtype", "precision", "vae fp32", "no-half-vae"],
             has_intermediate_output=True,
@@ -103,7 +103,7 @@ class LoadCheckpoint(Loader):
         look_at_results(model)
         clip = encoders.load_checkpoint_text_encoder(path, clip_storage)
         vae = encoders.load_vae(path, vae_dtype, whole=True)
-        return io.NodeOutput(model, clip, vae, ui=badge(*model_words(model)))
+        return io.NodeOutput(model, clip, vae, ui=model_ui(model))
 
 
 class LoadCLIP(Loader):
@@ -125,7 +125,7 @@ class LoadCLIP(Loader):
         return io.Schema(
             node_id="HalfsafeLoadCLIP",
             display_name="Load CLIP (Halfsafe)",
-            category=CATEGORY,
+            category=LOAD,
             description="Load one to four text encoder files with a storage dtype of their own.",
             search_aliases=["text encoder", "t5 fp8", "clip fp8", "dual clip loader", "umt5", "dtype", "precision"],
             has_intermediate_output=True,
@@ -161,7 +161,7 @@ class LoadControlNet(Loader):
         return io.Schema(
             node_id="HalfsafeLoadControlNet",
             display_name="Load ControlNet (Halfsafe)",
-            category=CATEGORY,
+            category=LOAD,
             description="Load a ControlNet in scaled fp8, int8 or another dtype, sensitive layers kept high.",
             search_aliases=[
                 "control net", "controlnet fp8", "int8", "quantize", "dtype", "low vram", "controlnet", "fp8",
@@ -196,7 +196,7 @@ class LoadVAE(Loader):
         return io.Schema(
             node_id="HalfsafeLoadVAE",
             display_name="Load VAE (Halfsafe)",
-            category=CATEGORY,
+            category=LOAD,
             description="Load a VAE in a dtype of its own, for this workflow only.",
             search_aliases=["vae fp32", "vae dtype", "no-half-vae", "fp32-vae", "precision"],
             has_intermediate_output=True,

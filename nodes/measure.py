@@ -8,7 +8,7 @@ from ..precision.study.charts import tradeoffs_chart
 from ..precision.study.settings import DEFAULT_SETTINGS, settings_from
 from ..precision.study.tradeoffs_text import result_of, table_text
 from .host.study import tradeoffs as host
-from .inputs import CATEGORY, RulesType, seed_input
+from .inputs import MEASURE, RulesType, seed_input
 
 
 class MeasurePrecisions(io.ComfyNode):
@@ -17,7 +17,7 @@ class MeasurePrecisions(io.ComfyNode):
         return io.Schema(
             node_id="HalfsafeMeasurePrecisions",
             display_name="Measure Precisions (Halfsafe)",
-            category=CATEGORY,
+            category=MEASURE,
             description=(
                 "Try storage and compute dtypes on your own model and prompt: "
                 "time per step, memory and error of each, and the best for a goal."

@@ -12,7 +12,7 @@ from .host.comfyui.page import encoder_reports
 from .host.load.devices import current_device
 from .host.reporting import report as host
 from .host.reporting.badge import REPORT_KEY
-from .inputs import CATEGORY
+from .inputs import MEASURE
 
 
 class Report(io.ComfyNode):
@@ -21,7 +21,7 @@ class Report(io.ComfyNode):
         return io.Schema(
             node_id="HalfsafeReport",
             display_name="Precision Report (Halfsafe)",
-            category=CATEGORY,
+            category=MEASURE,
             description="What each layer is stored in and computed in, on which device, and why.",
             search_aliases=["dtype", "precision", "report", "used dtype", "manual cast", "weight dtype", "debug"],
             is_output_node=True,
@@ -57,7 +57,7 @@ class DeviceInfo(io.ComfyNode):
         return io.Schema(
             node_id="HalfsafeDeviceInfo",
             display_name="Device Info (Halfsafe)",
-            category=CATEGORY,
+            category=MEASURE,
             description="What this device, or another profile, can do, is fast at, and what auto would choose there.",
             search_aliases=["gpu info", "gpu support", "bf16 support", "capabilities", "doctor"],
             is_output_node=True,

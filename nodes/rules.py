@@ -5,7 +5,7 @@ from comfy_api.latest import io
 from ..precision.base.errors import HalfsafeError
 from ..precision.plan.presets import DEFAULT_PRESET, PRESETS
 from ..precision.plan.rules import rules_from
-from .inputs import CATEGORY, RulesType, checked_rules
+from .inputs import EXPERT, RulesType, checked_rules
 
 
 class LayerRules(io.ComfyNode):
@@ -14,7 +14,7 @@ class LayerRules(io.ComfyNode):
         return io.Schema(
             node_id="HalfsafeLayerRules",
             display_name="Layer Rules (Halfsafe)",
-            category=CATEGORY,
+            category=EXPERT,
             description="Which layers are stored and computed differently. One rule per line; later lines win.",
             search_aliases=["keep layers", "exclude layers", "mixed precision", "layer dtype", "skip layers", "preset"],
             inputs=[

@@ -4,11 +4,15 @@ from comfy_api.latest import io
 
 from ..precision.base.text import size_text
 from ..precision.plan.rules import rules_from
-from ..precision.report.result import SAVED, Result
+from ..precision.report.result import GOOD, SAVED, UNLISTED, WARN, Result
 from .host.load.save import save_model
-from .inputs import CATEGORY, CalibrationType, checked_calibration, checked_rules, rules_input, storage_input
+from .inputs import LOAD, CalibrationType, checked_calibration, checked_rules, rules_input, storage_input
 
 STORAGE_TOOLTIP = "How the weights are stored. auto and as_file keep what the model is loaded in."
+
+
+LISTED = "diffusion_models/"
+"""The folder below ComfyUI's output folder whose files the loaders of diffusion models list."""
 
 
 class SaveModel(io.ComfyNode):
@@ -17,7 +21,7 @@ class SaveModel(io.ComfyNode):
         return io.Schema(
             node_id="HalfsafeSaveModel",
             display_name="Save Model (Halfsafe)",
-            category=CATEGORY,
+            category=LOAD,
             description="Save a model with its LoRAs merged, in scaled fp8, int8 or another dtype, closer to it "
             "with a calibration; stock loaders read the file.",
             search_aliases=[
@@ -48,8 +52,9 @@ class SaveModel(io.ComfyNode):
     def execute(cls, model, filename_prefix, storage, rules=None, calibration=None) -> io.NodeOutput:
         given, workflow = checked_rules(rules) or rules_from(), (cls.hidden.prompt, cls.hidden.extra_pnginfo)
         name, size = save_model(model, filename_prefix, storage, given, *workflow, checked_calibration(calibration))
+        sentence, tone = (SAVED, GOOD) if name.startswith(LISTED) else (UNLISTED, WARN)
         saved = {"file": name, "size": size_text(size)}
-        return io.NodeOutput(name, ui=Result(SAVED, saved, text=f"Saved {name}", toast=True).ui())
+        return io.NodeOutput(name, ui=Result(sentence, saved, tone, text=f"Saved {name}", toast=True).ui())
 
 
 NODES = [SaveModel]

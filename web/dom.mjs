@@ -43,14 +43,20 @@ export function verdictOf(verdict, events) {
   return verdict === "clean" && events.some((event) => event?.kind === "drift") ? "drift" : verdict;
 }
 
-/** @param {string} verdict */
-export function verdictPill(verdict) {
-  return el("span", { class: "hs-verdict", "data-verdict": verdict, text: verdictText(verdict) });
+/** @param {string} verdict @param {string} [text] */
+export function verdictPill(verdict, text = verdictText(verdict)) {
+  return el("span", { class: "hs-verdict", "data-verdict": verdict, text });
 }
 
-/** @param {string} verdict */
+/** What a guard found, in words; where it was to tell alone, nothing was stopped. @param {string} verdict */
 export function verdictText(verdict) {
-  return verdict === "off" ? t("no guard") : t(verdict.replaceAll("_", " "));
+  return verdict === "off" ? t("no guard") : verdict === "stopped" ? t("not cured") : t(verdict.replaceAll("_", " "));
+}
+
+/** What a mode is called where nobody can choose it by its name. @param {string} mode */
+export function modeText(mode) {
+  const texts = { fp16_wide: t("fp16, fp32 results"), fp16_scaled: t("fp16 scaled, fp32 results"), fp16_acc16: t("fp16, fp16 sums") };
+  return texts[/** @type {keyof typeof texts} */ (mode)] ?? mode;
 }
 
 /**
@@ -65,7 +71,7 @@ export function shareBar(label, shares) {
   for (const part of shares) {
     const title = `${part.name}: ${percent(part.share)}, ${part.detail}`;
     bar.append(el("span", { style: `flex-grow: ${Math.max(part.share, 0.01)}; ${background(part.name)}`, title }));
-    legend.append(el("span", { class: "hs-key", title }, swatch(part.name), part.name, el("b", { text: percent(part.share) })));
+    legend.append(el("span", { class: "hs-key", title }, swatch(part.name), modeText(part.name), el("b", { text: percent(part.share) })));
   }
   return el("div", { class: "hs-share" }, el("span", { class: "hs-label", text: label }), bar, legend);
 }

@@ -54,10 +54,23 @@ export function keepRules(app, node, rules) {
   });
 }
 
-/** Every node of the workflow, those in subgraphs too. @param {any} app */
-function allNodes(app) {
-  const root = app.graph.rootGraph ?? app.graph;
-  return [root, ...(root.subgraphs?.values() ?? [])].flatMap((graph) => graph.nodes);
+/** Every node of the workflow, those in subgraphs too. @param {any} app @returns {any[]} */
+export function allNodes(app) {
+  const root = app.graph?.rootGraph ?? app.graph;
+  return !root ? [] : [root, ...(root.subgraphs?.values() ?? [])].flatMap((graph) => graph.nodes);
+}
+
+/** The ids of the nodes a node's inputs come from, itself included. @param {any} node */
+export function upstream(node) {
+  const found = new Set();
+  const open = [node];
+  while (open.length) {
+    const next = open.pop();
+    if (!next || found.has(String(next.id))) continue;
+    found.add(String(next.id));
+    for (const slot of (next.inputs ?? []).keys()) open.push(next.getInputNode(slot));
+  }
+  return found;
 }
 
 /** The places where a node uses something up: inputs of a type in nodes that do not pass it on. @param {any[]} nodes @param {string} type */
@@ -83,11 +96,13 @@ function bySource(uses) {
   return [...groups.values()];
 }
 
-/** Put the one node between what samplers, VAEs and prompts use and where that comes from. @param {any} app @returns {string} what was done, in words */
-export function guardWorkflow(app) {
+/** Put the one node between what samplers, VAEs and prompts use and where that comes from. @param {any} app @param {HTMLElement | null} sidebar what covers the canvas at its left @returns {string} what was done, in words */
+export function guardWorkflow(app, sidebar) {
   const nodes = allNodes(app);
   const models = bySource(usesOf(nodes, "MODEL").filter(({ source }) => source.comfyClass !== ONE));
   if (!models.length) return t("There is no model without a guard in this workflow.");
+  /** @type {any[]} */
+  const added = [];
   undoable(app, () => {
     for (const [place, uses] of models.entries()) {
       const { source } = uses[0];
@@ -95,6 +110,7 @@ export function guardWorkflow(app) {
       const [next] = uses.map(({ node }) => node).sort((a, b) => a.pos[0] - b.pos[0]);
       one.setSize([WIDTH, one.size[1]]);
       one.pos = placeBetween(one, source, next);
+      added.push(one);
       put(one, "model", 0, uses);
       if (place) continue;
       for (const [type, name, output] of /** @type {[string, string, number][]} */ ([["CLIP", "clip", 1], ["VAE", "vae", 2]])) {
@@ -103,7 +119,20 @@ export function guardWorkflow(app) {
       }
     }
   });
-  return t("{count} Halfsafe node(s) put in: run the workflow.", { count: models.length });
+  showNodes(app, added, sidebar);
+  return added.length > 1 ? t("{count} nodes were added: run the workflow.", { count: added.length }) : t("1 node was added: run the workflow.");
+}
+
+/** Take the one node out again, wherever it is: links lead past it. @param {any} app @returns {string} what was done, in words */
+export function unguardWorkflow(app) {
+  const ones = allNodes(app).filter(({ comfyClass }) => comfyClass === ONE);
+  undoable(app, () => {
+    for (const one of ones) {
+      one.connectInputToOutput();
+      one.graph.remove(one);
+    }
+  });
+  return t("The Halfsafe node was taken out.");
 }
 
 /** Lead uses through a node. @param {any} one @param {string} name of its input @param {number} output @param {Use[]} uses */
@@ -120,32 +149,46 @@ export async function showMe(app, sidebar) {
     if (node.title) node.title = t(node.title);
     if (ours.has(node.type)) for (const slot of [...node.inputs, ...node.outputs]) slot.label = t(slot.name);
   }
-  graph.extra = { ...graph.extra, ds: wholeBeside(app, graph.nodes, sidebar?.getBoundingClientRect().right ?? 0) };
+  graph.extra = { ...graph.extra, ds: wholeBeside(app, graph.nodes, sidebar) };
   await app.loadGraphData(graph, true, true, t("Halfsafe, shown"));
   return t("Press Run: one picture as it is, in fp16, and one through Halfsafe.");
 }
 
+/** Select nodes of one graph and bring them into view. @param {any} app @param {any[]} nodes @param {HTMLElement | null} sidebar */
+export function showNodes(app, nodes, sidebar) {
+  const { canvas } = app;
+  if (canvas.graph !== nodes[0].graph) canvas.setGraph(nodes[0].graph);
+  canvas.deselectAll();
+  canvas.selectItems(nodes);
+  const { scale, offset } = wholeBeside(app, nodes, sidebar);
+  canvas.ds.scale = scale;
+  [canvas.ds.offset[0], canvas.ds.offset[1]] = offset;
+  canvas.setDirty(true, true);
+}
+
 /**
  * The view that shows all nodes where the canvas can be seen, as workflows keep it: a page fits a view of its own to those without one.
- * @param {any} app @param {{pos: number[], size: number[]}[]} nodes @param {number} left the first column of the page that nothing covers
+ * @param {any} app @param {{pos: number[], size: number[]}[]} nodes @param {HTMLElement | null} sidebar what covers the canvas at its left
  */
-function wholeBeside(app, nodes, left) {
+function wholeBeside(app, nodes, sidebar) {
   const page = app.canvas.canvas.getBoundingClientRect();
   const [first, last] = [0, 1].map((end) => [0, 1].map((side) => Math[end ? "max" : "min"](...nodes.map(({ pos, size }) => pos[side] + end * size[side]))));
-  const covered = Math.max(left - page.left, 0);
+  const covered = Math.max((sidebar?.getBoundingClientRect().right ?? 0) - page.left, 0);
   const scale = Math.min(1, (page.width - covered - 2 * GAP) / (last[0] - first[0]), (page.height - 4 * GAP) / (last[1] - first[1]));
   return { scale, offset: [(covered + GAP) / scale - first[0], 3 * GAP / scale - first[1]] };
 }
 
-/** Put Measure Precisions beside the first sampler, on what that one is given. @param {any} app @returns {string} what was done, in words */
-export function measureWorkflow(app) {
+/** Put Measure Precisions beside the first sampler, on what that one is given. @param {any} app @param {HTMLElement | null} sidebar @returns {string} what was done, in words */
+export function measureWorkflow(app, sidebar) {
   const wanted = ["model", "positive", "negative", "latent_image"];
   const linked = (/** @type {any} */ node, /** @type {string} */ name) => node.inputs?.findIndex((/** @type {any} */ input) => input.name === name && input.link !== null) ?? -1;
   const sampler = allNodes(app).find((node) => ["model", "positive", "latent_image"].every((name) => linked(node, name) >= 0) && node.comfyClass !== MEASURE);
   if (!sampler) return t("There is no sampler with a model, a prompt and a latent in this workflow.");
+  /** @type {any} */
+  let measure = null;
   undoable(app, () => {
     const below = Math.max(...sampler.graph.nodes.map((/** @type {any} */ other) => other.pos[1] + other.size[1]));
-    const measure = addNode(sampler.graph, MEASURE, [sampler.pos[0], below + GAP * 2]);
+    measure = addNode(sampler.graph, MEASURE, [sampler.pos[0], below + GAP * 2]);
     for (const name of wanted) {
       const slot = linked(sampler, name);
       if (slot < 0) continue;
@@ -154,5 +197,6 @@ export function measureWorkflow(app) {
     const show = addNode(sampler.graph, "PreviewImage", [sampler.pos[0] + measure.size[0] + GAP, below + GAP * 2]);
     link(measure, 2, show, 0);
   });
-  return t("Measure Precisions was put in: run the workflow.");
+  showNodes(app, [measure], sidebar);
+  return t("{count} nodes were added: run the workflow.", { count: 2 });
 }

@@ -5,27 +5,38 @@ import { app } from "../../scripts/app.js";
 import { el } from "./dom.mjs";
 import { ReportPanel } from "./panel.mjs";
 import { reportIn } from "./report.mjs";
-import { ResultPanel, resultIn, sentenceOf } from "./result.mjs";
+import { ResultPanel, resultIn, sentenceOf, toastsOf } from "./result.mjs";
 import { RulesNote } from "./rules.mjs";
 import { errorOf, RunLog, toastFor } from "./run.mjs";
-import { guardWorkflow, keepRules, measureWorkflow, showMe } from "./graph.mjs";
+import { allNodes, guardWorkflow, keepRules, measureWorkflow, showMe, showNodes, unguardWorkflow, upstream } from "./graph.mjs";
 import { drawSidebar } from "./sidebar.mjs";
+import { Toasts } from "./toasts.mjs";
 import { loadWords, t } from "./words.mjs";
 
 const PREFIX = "Halfsafe";
 const ONE_NODE = "HalfsafeAutoPrecision";
+const SUMS = "HalfsafeAccumulation";
 const WITH_REPORT = ["HalfsafeReport", ONE_NODE];
-const WITH_RESULT = ["HalfsafeDeviceInfo", "HalfsafeCheckFinite", "HalfsafeSaveModel", "HalfsafeAnalyzeLayers", "HalfsafeMeasurePrecisions"];
+/** The nodes that show their result, and how high in pixels: a table more than a sentence. @type {Record<string, number>} */
+const WITH_RESULT = {
+  HalfsafeDeviceInfo: 120, HalfsafeCheckFinite: 120, HalfsafeSaveModel: 120, HalfsafeCalibrate: 120,
+  HalfsafeAnalyzeLayers: 300, HalfsafeMeasurePrecisions: 300, HalfsafeCompareImages: 300,
+};
+const GUARDS = ["HalfsafeNaNGuard", "HalfsafeGuardVAE", "HalfsafeGuardCLIP", ONE_NODE];
 const RULES = "rules";
 const TOASTS = "halfsafe.toasts";
 const BADGES = "halfsafe.badges";
 const WATCH = "Halfsafe.WatchEveryRun";
+/** The id of a guard that the setting puts behind a node, as watch.py names it. */
+const WATCHED = /^halfsafe_(.+)_\d+$/;
 const BADGE_COLORS = { fgColor: "#ffffff", bgColor: "#1d5c52" };
 const BETWEEN_WORDS = " \u00b7 ";
+const PROGRESS_TEXT = "$$node-text-preview";
+/** What `show_progress` of page.py begins with. */
+const OUR_PROGRESS = "Halfsafe: ";
 const PANEL_SIZE = [460, 480];
 const PANEL_MIN_HEIGHT = 240;
 const RESULT_SIZE = [420, 300];
-const RESULT_MIN_HEIGHT = 120;
 
 const log = new RunLog(drawRun);
 /** @type {WeakMap<any, {panel: ReportPanel, output: any, report: import("./report.mjs").Report | null}>} */
@@ -43,6 +54,7 @@ const ran = new Map();
 /** The nodes whose plan fell back, until they run anew: what the server sends of a cached one says what was planned.
  * @type {Set<string>} */
 const fellBack = new Set();
+const toasts = new Toasts(() => app.extensionManager, TOASTS);
 /** @type {WeakMap<any, string>} */
 const badgeTexts = new WeakMap();
 /** @type {HTMLElement | null} */
@@ -58,15 +70,12 @@ let watched = { revision: 0, tooltip: "" };
 function badgeText(node, output) {
   const words = (output?.halfsafe_badge?.[0] ?? "").split(BETWEEN_WORDS);
   if (words[1] && fellBack.has(placeOf(node))) words[1] = "fp16_safe";
+  else if (words[1] && log.run?.state === "running" && node.comfyClass !== SUMS) words[1] = t("plans {mode}", { mode: words[1] });
   return words.map((/** @type {string} */ word) => t(word)).join(BETWEEN_WORDS);
 }
 
 function tabTooltip() {
   return t("Halfsafe: guards and precision reports");
-}
-
-function addStyles() {
-  document.head.append(el("link", { rel: "stylesheet", href: new URL("./halfsafe.css", import.meta.url).href }));
 }
 
 /** The key of a node in `app.nodeOutputs`. @param {any} node */
@@ -80,25 +89,23 @@ function placeOf(node) {
   return `${workflowId()} ${locatorOf(node)}`;
 }
 
-/** Every Halfsafe node of the workflow, those in subgraphs too. */
+/** Every Halfsafe node of the workflow. */
 function ownNodes() {
-  const root = app.graph?.rootGraph ?? app.graph;
-  if (!root) return [];
-  const graphs = [root, ...(root.subgraphs?.values() ?? [])];
-  return graphs.flatMap((graph) => graph.nodes).filter((node) => node.comfyClass?.startsWith(PREFIX));
+  return allNodes(app).filter((node) => node.comfyClass?.startsWith(PREFIX));
 }
 
 /** @param {any} node @param {string} name @param {HTMLElement} element @param {number} minHeight @param {number[]} size */
 function addWidget(node, name, element, minHeight, size) {
   const widget = node.addDOMWidget(name, name, element, { serialize: false, hideInPanel: true, getMinHeight: () => minHeight });
   widget.serialize = false;
-  node.setSize([Math.max(node.size[0], size[0]), Math.max(node.size[1], size[1])]);
+  const [width, height] = node.computeSize();
+  node.setSize([Math.max(node.size[0], size[0], width), Math.max(node.size[1], size[1], height)]);
 }
 
 /** @param {any} node */
 function addResult(node) {
-  const panel = new ResultPanel();
-  addWidget(node, "halfsafe_result", panel.element, RESULT_MIN_HEIGHT, RESULT_SIZE);
+  const height = WITH_RESULT[node.comfyClass], panel = new ResultPanel(height);
+  addWidget(node, "halfsafe_result", panel.element, height, RESULT_SIZE);
   results.set(node, { panel, output: undefined });
 }
 
@@ -135,6 +142,7 @@ function showOutputs() {
     if (!entry || entry.output === data) continue;
     entry.output = data;
     entry.report = reportIn(data);
+    if (entry.report) entry.report.ran = ran.has(output?.halfsafe_token?.[0]) || node.inputs.some((/** @type {any} */ { name, link }) => name === "after" && link !== null);
     entry.panel.show(entry.report);
   }
   app.graph?.setDirtyCanvas(true, true);
@@ -160,7 +168,8 @@ function noteExecuted(detail) {
   const node = isOfThisWorkflow() ? nodeById(String(detail.node)) : null;
   if (node && !cached.has(detail.node)) fellBack.delete(placeOf(node));
   const result = resultIn(detail.output);
-  if (result?.toast && !cached.has(detail.node)) show({ severity: "success", summary: `Halfsafe: ${sentenceOf(result)}`, life: 12000 });
+  if (node && result) log.run?.results.set(String(detail.node), result);
+  if (!cached.has(detail.node)) for (const toast of toastsOf(result, detail.output?.halfsafe_unmatched)) toasts.show(toast);
   if (!detail.output?.halfsafe_token) noteTold(detail.prompt_id, detail.output?.halfsafe_report?.[0]);
   showOutputs();
 }
@@ -180,22 +189,10 @@ function noteTold(promptId, report) {
 /** @param {any} detail of an `execution_start` event */
 function noteStart(detail) {
   told.clear();
+  toasts.clear();
   did.textContent = "";
   cached = new Set();
   log.start(detail.prompt_id, workflowId());
-}
-
-/** The ids of the nodes a node's inputs come from, itself included. @param {any} node */
-function upstream(node) {
-  const found = new Set();
-  const open = [node];
-  while (open.length) {
-    const next = open.pop();
-    if (!next || found.has(String(next.id))) continue;
-    found.add(String(next.id));
-    for (const slot of (next.inputs ?? []).keys()) open.push(next.getInputNode(slot));
-  }
-  return found;
 }
 
 /** What the open workflow is known by. @returns {string} */
@@ -226,6 +223,8 @@ function drawRun() {
 
 /** @param {string} id */
 function nodeById(id) {
+  const [, watched] = WATCHED.exec(id) ?? [];
+  if (watched) return allNodes(app).find((node) => String(node.id) === watched);
   return ownNodes().find((node) => locatorOf(node) === id) ?? ownNodes().find((node) => String(node.id) === id.split(":").at(-1));
 }
 
@@ -235,15 +234,16 @@ function drawTab() {
     const report = panels.get(node)?.report;
     return report ? [{ id: locatorOf(node), title: node.title, report }] : [];
   });
-  const ours = isOfThisWorkflow();
-  const greeting = { device, did, showMe: () => showMe(app, sidebar), guard: () => guardWorkflow(app), measure: () => measureWorkflow(app) };
-  drawSidebar(sidebar, log.run, reports, greeting, {
-    titleOf: (id) => (ours ? nodeById(id)?.title : null) ?? t("Guard"),
+  const watching = app.extensionManager.setting.get(WATCH) ?? "off";
+  const types = ownNodes().map(({ comfyClass }) => comfyClass);
+  const guarded = watching !== "off" || types.some((type) => GUARDS.includes(type));
+  const unguard = types.includes(ONE_NODE) ? () => unguardWorkflow(app) : null;
+  const actions = { showMe: () => showMe(app, sidebar), guard: () => guardWorkflow(app, sidebar), unguard, measure: () => measureWorkflow(app, sidebar) };
+  drawSidebar(sidebar, isOfThisWorkflow() ? log.run : null, reports, { device, did, watching, guarded, elsewhere: !isOfThisWorkflow(), redraw: drawTab, ...actions }, {
+    titleOf: (id) => nodeById(id)?.title ?? t("Guard"),
     goTo: (id) => {
-      const node = ours ? nodeById(id) : null;
-      if (!node) return;
-      app.canvas.selectNode(node);
-      app.canvas.centerOnNode(node);
+      const node = nodeById(id);
+      if (node) showNodes(app, [node], sidebar);
     },
   });
 }
@@ -251,7 +251,7 @@ function drawTab() {
 /** @param {any} message a `halfsafe.guard` event's detail */
 function onGuard(message) {
   const toast = toastFor(message, log.add(message));
-  if (toast) show(toast);
+  if (toast) toasts.show(toast);
   if (message.fell_back) showFallback(message.fell_back);
 }
 
@@ -263,16 +263,18 @@ function showFallback(id) {
   showOutputs();
 }
 
-/** @param {any} toast */
-function show(toast) {
-  if (app.extensionManager.setting.get(TOASTS)) app.extensionManager.toast.add(toast);
+/** @param {any} detail of the event that ends a run @param {"done" | "failed"} state @param {import("./run.mjs").RunError | null} [error] */
+function noteEnd(detail, state, error = null) {
+  log.end(detail.prompt_id, state, error);
+  clearProgress();
+  showOutputs();
 }
 
 /** @param {any} detail of an `execution_error` event */
 function onError(detail) {
   const error = errorOf(detail, log.run);
-  log.end(detail.prompt_id, "failed", error);
-  if (error) show({ severity: "error", summary: `Halfsafe: ${error.message}`, detail: error.advice, life: 20000 });
+  noteEnd(detail, "failed", error);
+  if (error && !error.told) toasts.show({ severity: "error", summary: `Halfsafe: ${error.message}`, detail: error.advice, life: 20000 });
 }
 
 /** @param {string} event @param {(detail: any) => void} act */
@@ -294,14 +296,23 @@ function withSetting(options) {
   return { ...options, body: JSON.stringify({ ...request, extra_data: { ...request.extra_data, halfsafe_watch: watch } }) };
 }
 
+/** Take the pack's words on what a node is doing away once it is done: the page lets them stand. @param {string} [running] the node that goes on */
+function clearProgress(running = "") {
+  for (const node of allNodes(app)) {
+    const text = node.widgets?.find((/** @type {any} */ widget) => widget.name === PROGRESS_TEXT);
+    if (text?.value?.startsWith(OUR_PROGRESS) && locatorOf(node) !== running) node.removeWidget(text);
+  }
+}
+
 function listen() {
   on("halfsafe.guard", onGuard);
   on("halfsafe.report", noteRan);
   on("execution_start", noteStart);
-  on("execution_success", (detail) => log.end(detail.prompt_id, "done"));
+  on("executing", (node) => clearProgress(String(node ?? "")));
+  on("execution_success", (detail) => noteEnd(detail, "done"));
   on("execution_error", onError);
   on("execution_cached", (detail) => { cached = new Set(detail.nodes.map(String)); });
-  on("execution_interrupted", (detail) => log.end(detail.prompt_id, "failed"));
+  on("execution_interrupted", (detail) => noteEnd(detail, "failed"));
   on("executed", noteExecuted);
 }
 
@@ -347,9 +358,13 @@ app.registerExtension({
       id: WATCH,
       category: [PREFIX, "Runs", "Watch"],
       name: "Guard every run, without a node",
-      tooltip: "report: tell of NaN and Inf. retry_higher: also repeat what failed in a higher precision.",
+      tooltip: "Watches the models and VAEs of every workflow that has no guard.",
       type: "combo",
-      options: ["off", "report", "retry_higher"],
+      options: [
+        { value: "off", text: "off" },
+        { value: "report", text: "report: tell of NaN and Inf; a black picture stays black" },
+        { value: "retry_higher", text: "retry_higher: repeat what fails in a higher precision" },
+      ],
       defaultValue: "off",
     },
     {
@@ -363,7 +378,7 @@ app.registerExtension({
     },
   ],
   async setup() {
-    addStyles();
+    document.head.append(el("link", { rel: "stylesheet", href: new URL("./halfsafe.css", import.meta.url).href }));
     await loadWords(api, () => app.extensionManager.setting.get("Comfy.Locale"));
     listen();
     sendSetting();
@@ -372,7 +387,7 @@ app.registerExtension({
   nodeCreated(/** @type {any} */ node) {
     if (!node.comfyClass?.startsWith(PREFIX)) return;
     if (WITH_REPORT.includes(node.comfyClass)) addPanel(node);
-    if (WITH_RESULT.includes(node.comfyClass)) addResult(node);
+    if (node.comfyClass in WITH_RESULT) addResult(node);
     if (node.widgets?.some((/** @type {any} */ widget) => widget.name === RULES)) new RulesNote(node, api, () => app.graph?.setDirtyCanvas(true, true));
     addBadge(node);
   },

@@ -1,6 +1,6 @@
 // @ts-check
 /** The report on its node: head, shares, guard, remarks and the table of layers. */
-import { el, firstOf, paint, shareBar, swatch, verdictOf, verdictPill } from "./dom.mjs";
+import { el, firstOf, modeText, paint, shareBar, swatch, verdictOf, verdictPill } from "./dom.mjs";
 import { checkText, controlText, deviceText, filterLayers, happenedText, outcomeText, rowsOf, saidText, sortRows } from "./report.mjs";
 import { said, t } from "./words.mjs";
 
@@ -12,12 +12,14 @@ import { said, t } from "./words.mjs";
  * @typedef {"name" | "class" | "storage" | "mode" | "accumulation" | "stream" | "kernel"} Column
  */
 
-/** @returns {[Column, string][]} */
+/** Each with its head and what that means. @returns {[Column, string, string | null][]} */
 const columns = () => [
-  ["name", t("layer")], ["class", t("class")], ["storage", t("storage")], ["mode", t("mode")], ["accumulation", t("sums")],
-  ["stream", t("stream")], ["kernel", t("kernel")],
+  ["name", t("layer"), null], ["class", t("class"), null], ["storage", t("storage"), t("What the weights are kept in.")], ["mode", t("mode"), t("What the layer multiplies in.")],
+  ["accumulation", t("sums"), t("What products are added up in.")], ["stream", t("activations"), t("What goes from layer to layer.")],
+  ["kernel", t("kernel"), t("Of quantized weights: native runs on the device's own, dequantized unpacks them first.")],
 ];
 const COPIED_MS = 2500;
+const BUILT_IN = "halfsafe_example.safetensors";
 
 export class ReportPanel {
   /** @type {Report | null} */
@@ -133,11 +135,11 @@ export class ReportPanel {
   }
 
   #headRow() {
-    const cells = columns().map(([column, label]) => {
+    const cells = columns().map(([column, label, title]) => {
       const sorted = this.#order?.column === column;
       const direction = sorted ? (this.#order?.descending ? "descending" : "ascending") : "none";
       const button = el("button", { type: "button", class: "hs-sort", text: label, onclick: () => this.#sortBy(column) });
-      return el("th", { role: "columnheader", scope: "col", "data-column": column, "aria-sort": direction }, button);
+      return el("th", { role: "columnheader", scope: "col", title, "data-column": column, "aria-sort": direction }, button);
     });
     return el("thead", { role: "rowgroup" }, el("tr", { role: "row" }, ...cells));
   }
@@ -195,7 +197,7 @@ function nameOf(name) {
 function layerRow(layer, label, modes, escalated) {
   const plain = modes[layer.mode]?.label;
   const note = [layer.name, layer.class, plain && t(plain), layer.kernel, said(layer.reason), escalated && t("escalated by the guard")].filter(Boolean).join("\n");
-  const mode = el("td", { role: "cell", "data-column": "mode" }, swatch(layer.mode), layer.mode);
+  const mode = el("td", { role: "cell", "data-column": "mode" }, swatch(layer.mode), modeText(layer.mode));
   if (escalated) mode.append(el("span", { class: "hs-up", "aria-label": t("escalated by the guard"), text: "\u2191" }));
   return el(
     "tr", { role: "row", title: note },
@@ -227,22 +229,27 @@ export function headOf(report) {
   const { guard, model, view } = report;
   const size = t("{parameters} parameters, {size}", { parameters: view.parameters, size: view.size });
   return [
-    el("div", { class: "hs-title" }, el("strong", { text: model.class || t("unknown model") }), verdictPill(verdictOf(guard.verdict, guard.events))),
+    el("div", { class: "hs-title" }, el("strong", { text: nameOfModel(report) }), verdictPill(verdictOf(guard.verdict, guard.events))),
     el("div", { class: "hs-sub", title: deviceText(report), text: deviceText(report) }),
     el("div", { class: "hs-sub", text: size }),
     shareBar(t("stored"), view.stored.map((part) => ({ ...part, detail: part.size }))),
-    shareBar(t("computed"), view.computed.map((part) => ({ ...part, detail: t("{count} layers", { count: part.layers }) }))),
+    shareBar(report.guard.calls || report.ran ? t("computed") : t("planned"), view.computed.map((part) => ({ ...part, detail: t("{count} layers", { count: part.layers }) }))),
   ];
+}
+
+/** The class of a model, which says nothing of the pack's own. @param {Report} report */
+function nameOfModel({ model, decisions }) {
+  return decisions?.file?.startsWith(BUILT_IN) ? t("Halfsafe's built-in model") : model.class || t("unknown model");
 }
 
 /** @param {Report} report */
 function guardLines(report) {
   const { guard } = report;
   const escalations = Object.entries(guard.escalations).map(([layer, mode]) =>
-    el("div", { class: "hs-event" }, swatch(mode), el("span", {}, el("bdi", { text: layer }), ` \u2192 ${mode}`)),
+    el("div", { class: "hs-event" }, swatch(mode), el("span", {}, el("bdi", { text: layer }), ` \u2192 ${modeText(mode)}`)),
   );
   const checks = guard.checks.map((check) => el("div", { class: "hs-event" }, el("span", { class: "hs-dim", text: checkText(check) })));
-  const events = guard.events.map((event) => eventLine(event.recovered && event.kind !== "drift", outcomeText(event), event.kind === "drift" ? event.advice : ""));
+  const events = guard.events.map((event) => eventLine(event.recovered && event.kind !== "drift", outcomeText(event), event.kind === "drift" ? event.advice : "", detailOf(event)));
   return [...escalations, ...events, ...checks];
 }
 
@@ -254,13 +261,18 @@ function callsText({ guard }) {
 /** A line without the advice that was given already. @param {GuardMessage} message @param {string} given */
 export function adviceLine(message, given) {
   const { event, verdict, advice } = message;
-  return eventLine(event ? event.recovered : verdict === "recovered", saidText(message), advice === given ? "" : advice);
+  return eventLine(event ? event.recovered : verdict === "recovered", saidText(message), advice === given ? "" : advice, message.message);
 }
 
-/** @param {boolean} recovered @param {string} text @param {string} [advice] */
-function eventLine(recovered, text, advice = "") {
+/** "sigma 0.7031, mul" @param {import("./report.mjs").GuardEvent} event */
+function detailOf({ sigma, op }) {
+  return [typeof sigma === "number" ? `sigma ${Number(sigma.toPrecision(4))}` : "", op].filter(Boolean).join(", ");
+}
+
+/** @param {boolean} recovered @param {string} text @param {string} advice @param {string} title */
+function eventLine(recovered, text, advice, title) {
   const mark = el("span", { class: "hs-mark", "data-recovered": String(recovered), "aria-hidden": "true" });
-  return el("div", { class: "hs-event" }, mark, el("span", {}, text, advice ? el("span", { class: "hs-dim", text: ` ${said(advice)}` }) : null));
+  return el("div", { class: "hs-event", title: title || null }, mark, el("span", {}, text, advice ? el("span", { class: "hs-dim", text: ` ${said(advice)}` }) : null));
 }
 
 /** @param {Report} report */

@@ -1,4 +1,5 @@
 // @ts-check
+import { modeText, verdictText } from "./dom.mjs";
 import { isTranslated, said, t } from "./words.mjs";
 
 /**
@@ -10,7 +11,7 @@ import { isTranslated, said, t } from "./words.mjs";
  * @typedef {{node: string, kind: string, verdict: string, messages: string[], advice: string}} Encoder
  * @typedef {{file: string, class: string, calls: number | null, layers: Layer[], notes: string[]}} Control
  * @typedef {{parameters: string, size: string, stored: {name: string, share: number, size: string}[], computed: {name: string, share: number, layers: number}[], rows: {name: string, layers: number[]}[]}} View
- * @typedef {{version: number, device: any, model: any, layers: Layer[], without_effect: {setting: string, reason: string}[], notes: string[], decisions?: Record<string, string>, guard: Guard, encoders: Encoder[], control_nets: Control[], modes: Record<string, {label: string, colour: string}>, storages: Record<string, {colour: string}>, rules: string, view: View}} Report
+ * @typedef {{version: number, device: any, model: any, layers: Layer[], without_effect: {setting: string, reason: string}[], notes: string[], decisions?: Record<string, string>, guard: Guard, encoders: Encoder[], control_nets: Control[], ran?: boolean, modes: Record<string, {label: string, colour: string}>, storages: Record<string, {colour: string}>, rules: string, view: View}} Report
  * @typedef {Layer & {members: Layer[]}} Row
  */
 
@@ -69,15 +70,19 @@ export function eventText(event) {
 /** One line on a guard event and what became of it. @param {GuardEvent} event */
 export function outcomeText(event) {
   if (event.kind === "drift") return `${eventText(event)}. ${said(event.evidence)}`;
-  const change = event.from && event.to ? ` ${event.from} \u2192 ${event.to},` : "";
+  const change = event.from && event.to ? ` ${modeText(event.from)} \u2192 ${modeText(event.to)},` : "";
   return `${eventText(event)},${change} ${event.recovered ? t("recovered") : t("not recovered")}`;
 }
 
-/** What a guard says, as ComfyUI's log has it, or in the page's language from the event itself.
+/** What of a guard's message in ComfyUI's log is no help to most: the noise level, the operation, its largest input, rows of the batch, tokens. */
+const DETAILS = /, sigma [\d.e+-]+|, largest input [\d.e+-]+|, batch rows \d+(?:, \d+\b(?! of))*|, \d+ of \d+ tokens \([^)]*\)| \(\w+\)(?=[,.])/g;
+const MODE = /\bfp16_(wide|scaled|acc16)\b/g;
+
+/** What a guard says, as ComfyUI's log has it but for details, or in the page's language from the event itself.
  * @param {{event: GuardEvent | null, verdict: string, message: string}} message */
 export function saidText({ event, verdict, message }) {
-  if (!isTranslated()) return message;
-  if (!event) return t("Guard: {verdict}", { verdict: t(verdict.replaceAll("_", " ")) });
+  if (!isTranslated()) return message.replace(DETAILS, "").replace(MODE, modeText);
+  if (!event) return t("Guard: {verdict}", { verdict: verdictText(verdict) });
   return event.kind === "drift" || !event.evidence ? outcomeText(event) : `${outcomeText(event)}. ${said(event.evidence)}`;
 }
 
@@ -113,8 +118,7 @@ function decibels(value) {
 
 /** @param {{step: number, sigma: number | null}} place @param {string} what */
 function atStep({ step, sigma }, what) {
-  if (typeof sigma !== "number") return what;
-  return t("step {step}, sigma {sigma}: {what}", { step, sigma: Number(sigma.toPrecision(4)), what });
+  return typeof sigma === "number" ? t("step {step}: {what}", { step, what }) : what;
 }
 
 /** "overflow in blocks.0.ffn.2", "drift, step cache" @param {GuardEvent} event */

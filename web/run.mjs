@@ -1,5 +1,5 @@
 // @ts-check
-import { verdictText } from "./dom.mjs";
+import { modeText, verdictText } from "./dom.mjs";
 import { saidText, whatIn } from "./report.mjs";
 import { isTranslated, said, t } from "./words.mjs";
 
@@ -8,8 +8,8 @@ import { isTranslated, said, t } from "./words.mjs";
  * @typedef {import("./report.mjs").GuardEvent} GuardEvent
  * @typedef {{node_id: string | null, prompt_id: string, workflow?: string, kind: "event" | "verdict", verdict: string, message: string, advice: string, event: GuardEvent | null}} GuardMessage
  * @typedef {{verdict: string, message: string, advice: string, events: GuardMessage[]}} GuardState
- * @typedef {{node: string, message: string, advice: string}} RunError
- * @typedef {{promptId: string, workflow: string, error: RunError | null, causes: Set<string>, state: "running" | "done" | "failed", guards: Map<string, GuardState>, events: GuardMessage[]}} Run
+ * @typedef {{node: string, message: string, advice: string, told: boolean}} RunError
+ * @typedef {{promptId: string, workflow: string, error: RunError | null, causes: Set<string>, state: "running" | "done" | "failed", guards: Map<string, GuardState>, events: GuardMessage[], results: Map<string, import("./result.mjs").Result>}} Run
  */
 
 const OURS = "halfsafe.";
@@ -28,7 +28,7 @@ export class RunLog {
 
   /** @param {string} promptId @param {string} [workflow] the id of the workflow that was queued */
   start(promptId, workflow = "") {
-    this.run = { promptId, workflow, error: null, causes: new Set(), state: "running", guards: new Map(), events: [] };
+    this.run = { promptId, workflow, error: null, causes: new Set(), state: "running", guards: new Map(), events: [], results: new Map() };
     this.#onChange();
   }
 
@@ -48,13 +48,14 @@ export class RunLog {
     const guard = run.guards.get(id) ?? { verdict: "", message: "", advice: "", events: [] };
     run.guards.set(id, guard);
     guard.verdict = message.verdict;
+    const lost = run.events.some(({ event }) => event && !event.recovered && event.kind !== "drift");
     if (message.kind === "event") {
       guard.events.push(message);
       run.events.push(message);
     } else Object.assign(guard, { message: message.message, advice: message.advice });
     this.#onChange();
     const cause = message.event?.kind === "drift" ? "drift" : message.verdict;
-    const first = !run.causes.has(cause);
+    const first = !run.causes.has(cause) && !(lost && cause === "bad_input");
     run.causes.add(cause);
     return first;
   }
@@ -79,25 +80,25 @@ export function toastFor(message, first) {
   const name = /** @type {keyof ReturnType<typeof causes>} */ (drift ? "drift" : verdict);
   const summary = `Halfsafe: ${causes()[name] ?? verdictText(verdict)}`;
   if (verdict === "recovered" && event && !drift) return { severity: "success", summary, detail: said(event.evidence) || curedText(event), life: 8000 };
-  const what = isTranslated() ? saidText(message) : firstSentence(message.message);
-  const detail = [drift && event ? whatIn(event) : what, said(message.advice)].filter(Boolean).join(" ");
+  const what = saidText(message);
+  const detail = [drift && event ? whatIn(event) : isTranslated() ? what : firstSentence(what), said(message.advice)].filter(Boolean).join(" ");
   return { severity: drift ? "warn" : "error", summary, detail, life: 20000 };
 }
 
 /** "Step 3 was repeated in fp32: blocks.0.ffn.2 overflowed in fp16." @param {GuardEvent} event */
 function curedText(event) {
-  const values = { step: event.step, layer: event.layer || t("the model"), from: event.from, to: event.to };
+  const values = { step: event.step, layer: event.layer || t("the model"), from: event.from, to: modeText(event.to) };
   return t("Step {step} was repeated in {to}: {layer} overflowed in {from}.", values);
 }
 
-/** What an error of the pack says; null for the error of another. @param {any} detail of an `execution_error` event @param {Run | null} run @returns {RunError | null} */
+/** What an error of the pack says, and whether its guard told it before; null for the error of another. @param {any} detail of an `execution_error` event @param {Run | null} run @returns {RunError | null} */
 export function errorOf({ node_id: id, exception_type: type, exception_message: text }, run) {
   if (!String(type).startsWith(OURS)) return null;
   const [plain, node] = [text.replace(FOLDERS, ""), String(id)];
-  const guards = isTranslated() && run?.events.find(({ message }) => message && text.startsWith(message));
-  if (guards) return { node, message: saidText(guards), advice: said(guards.advice) };
+  const guards = run?.events.find(({ message }) => message && text.startsWith(message));
+  if (guards) return { node, message: saidText(guards), advice: said(guards.advice), told: true };
   const message = firstSentence(plain);
-  return { node, message: said(message), advice: said(plain.slice(message.length).trim()) };
+  return { node, message: said(message), advice: said(plain.slice(message.length).trim()), told: false };
 }
 
 /** @param {string} text */

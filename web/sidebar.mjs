@@ -3,6 +3,7 @@
 import { el, firstOf, paint, verdictOf, verdictPill } from "./dom.mjs";
 import { adviceLine, headOf } from "./panel.mjs";
 import { saidText } from "./report.mjs";
+import { sentenceOf } from "./result.mjs";
 import { said, t } from "./words.mjs";
 
 /**
@@ -11,7 +12,9 @@ import { said, t } from "./words.mjs";
  * @typedef {import("./run.mjs").GuardState} GuardState
  * @typedef {{id: string, title: string, report: Report}} NamedReport
  * @typedef {() => string | Promise<string>} Action what it did, in words
- * @typedef {{device: string, did: HTMLElement, showMe: Action, guard: Action, measure: Action}} Greeting what this device can do, what to do first, and where it is said what that did
+ * @typedef {{device: string, did: HTMLElement, showMe: Action, guard: Action, unguard: Action | null, measure: Action, redraw: () => void, watching: string, guarded: boolean, elsewhere: boolean}} Greeting
+ *   what this device can do, what to do first, and where it is said what that did; the setting that guards every run, whether anything guards this workflow, and
+ *   whether the last run was of another one
  */
 const states = () => ({ running: t("running"), done: t("finished"), failed: t("stopped") });
 
@@ -30,26 +33,47 @@ export function drawSidebar(root, run, reports, greeting, graph) {
     ...(run ? [] : first),
     el("h3", {}, t("Last run"), " ", state),
     ...(run?.error ? [errorCard(run.error, graph)] : []),
-    ...(guards.length ? guards.map(([id, guard]) => guardCard(id, guard, graph)) : [quiet(run)]),
+    ...[...(run?.results ?? [])].map(([id, result]) => resultCard(id, result, graph)),
+    ...(guards.length ? guards.map(([id, guard]) => guardCard(id, guard, graph)) : quiet(run, greeting)),
     el("h3", { text: t("Reports") }),
     ...(reports.length ? reports.map((entry) => reportCard(entry, graph)) : [hint(t("Add a Precision Report node and run the workflow."))]),
     ...(run ? first : []),
   );
 }
 
+/** What the setting that guards every run does, by its value. @returns {Record<string, string>} */
+const watches = () => ({
+  report: t("Guard every run is on: it tells of NaN and Inf, and a black picture stays black."),
+  retry_higher: t("Guard every run is on: what fails is repeated in a higher precision."),
+});
+
 /** @param {Greeting} greeting */
-function greet({ device, did, showMe, guard, measure }) {
+function greet(greeting) {
+  const { device, did, showMe, guard, unguard, measure, watching } = greeting;
   /** @param {string} title @param {string} text @param {Action} act */
-  const action = (title, text, act) => el("button", { type: "button", class: "hs-button", onclick: async () => { did.textContent = await act(); } }, el("b", { text: title }), text);
+  const action = (title, text, act) => button(greeting, act, el("b", { text: title }), text);
   const showing = action(t("Show me"), t("Opens five nodes on a small model that is here already: a black picture, and the same one repaired. No download."), showMe);
-  const guarding = action(t("Guard this workflow"), t("Puts the Halfsafe node between loaders and sampler. Ctrl+Z takes it back."), guard);
-  const measuring = action(t("Measure my card"), t("Puts Measure Precisions beside the sampler: run it to see what is fastest here."), measure);
-  return [el("p", { class: "hs-sentence", text: device || t("Looking at this device ...") }), el("div", { class: "hs-actions" }, showing, guarding, measuring), did];
+  const guarding = unguard ? action(t("Take the guard out"), t("Takes the Halfsafe node out and links what was linked before."), unguard)
+    : action(t("Guard this workflow"), t("Puts the Halfsafe node between loaders and sampler. Another click takes it out."), guard);
+  const measuring = action(t("Measure my card"), t("Puts Measure Precisions beside the sampler: a run takes as long as about 30 of its steps and says what is fastest here."), measure);
+  const watched = watches()[watching] ? [el("p", { class: "hs-sentence", text: watches()[watching] })] : [];
+  return [el("p", { class: "hs-sentence", text: device || t("Looking at this device ...") }), ...watched, el("div", { class: "hs-actions" }, showing, guarding, measuring), did];
 }
 
-/** @param {Run | null} run */
-function quiet(run) {
-  return hint(run ? t("No guard reported anything.") : t("Nothing was run since this page was opened."));
+/** A button that says what it did. @param {Greeting} greeting @param {Action} act @param {...(Node | string)} children */
+function button({ did, redraw }, act, ...children) {
+  const onclick = async () => {
+    did.textContent = await act();
+    redraw();
+  };
+  return el("button", { type: "button", class: "hs-button", onclick }, ...children);
+}
+
+/** What there is to say where no guard said anything. @param {Run | null} run @param {Greeting} greeting */
+function quiet(run, greeting) {
+  if (greeting.elsewhere) return [hint(t("It was of another workflow."))];
+  if (!run) return [hint(t("Nothing was run since this page was opened."))];
+  return greeting.guarded ? [hint(t("No guard reported anything."))] : [el("div", { class: "hs-title hs-card" }, t("This workflow has no guard."), button(greeting, greeting.guard, t("Guard this workflow")))];
 }
 
 /** @param {string} id @param {GuardState} guard @param {{titleOf: (id: string) => string, goTo: (id: string) => void}} graph */
@@ -60,9 +84,14 @@ function guardCard(id, guard, graph) {
   return el("article", { class: "hs-card" }, cardTitle(id, graph.titleOf(id), graph, pill), summary, events);
 }
 
+/** @param {string} id @param {import("./result.mjs").Result} result @param {{titleOf: (id: string) => string, goTo: (id: string) => void}} graph */
+function resultCard(id, result, graph) {
+  return el("article", { class: "hs-card" }, cardTitle(id, graph.titleOf(id), graph, null), el("p", { class: "hs-sentence", "data-tone": result.tone, text: sentenceOf(result) }));
+}
+
 /** @param {import("./run.mjs").RunError} error @param {{titleOf: (id: string) => string, goTo: (id: string) => void}} graph */
 function errorCard({ node, message, advice }, graph) {
-  const title = cardTitle(node, graph.titleOf(node), graph, verdictPill("stopped"));
+  const title = cardTitle(node, graph.titleOf(node), graph, verdictPill("stopped", t("stopped")));
   return el("article", { class: "hs-card hs-error" }, title, el("p", { text: message }), advice ? el("p", { class: "hs-dim", text: advice }) : null);
 }
 

@@ -189,7 +189,8 @@ class GuardLog:
         """Sum up a sampler's run, unless there is nothing to tell."""
         if self.verdict != CLEAN:
             events, repeats = _count(len(self.events), "event"), _count(self.extra_calls, "repeated call")
-            self.notify("verdict", self.verdict, f"Guard: {self.verdict}, {events}, {repeats}.", self.advice)
+            became = "told" if self.verdict == STOPPED and self.on_nan == "report" else self.verdict
+            self.notify("verdict", self.verdict, f"Guard: {became}, {events}, {repeats}.", self.advice)
 
     def report(self, escalation: Escalation) -> GuardReport:
         """Give the log as the report's section, with what runs wider now; a run that is clean with that says so."""

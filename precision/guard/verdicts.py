@@ -14,10 +14,10 @@ CURED = (CLEAN, RECOVERED)
 ADVICE = {
     RECOVERED: (
         "NaN and Inf are cured; whether other values are right was not looked at, unless check is on. "
-        "The rules in the report make the next run start that way."
+        "Rules in the report of a Halfsafe or Precision Report node make the next run start that way."
     ),
     STOPPED: (
-        "Set on_nan to retry_higher, or put Compute Dtype with fp16_safe (or bf16, "
+        "Set on_nan, or the setting Guard every run, to retry_higher, or put Compute Dtype with fp16_safe (or bf16, "
         "where the device has it) before the sampler."
     ),
     BAD_WEIGHTS: "Get the file again or leave it out: no precision repairs a weight that is NaN or Inf.",

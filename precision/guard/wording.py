@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from .verdicts import NOT_PRECISION, RECOVERED, STOPPED
 
-NAN_GIVEN = "It holds NaN, of which no result is finite."
+NAN_GIVEN = "It holds NaN, and what is computed of NaN is NaN in every precision."
 BETWEEN_CALLS = (
     "The model's results were finite: it arose between its calls, in the sampler, "
     "the guidance (cfg) or a patch of either."
@@ -89,7 +89,7 @@ def encoder_wording(kind: str, without_cure: str, without_retries: str) -> Wordi
     advice = {
         RECOVERED: "",
         NOT_PRECISION: f"No dtype cures this {kind}: {without_cure}.",
-        STOPPED: f"Set on_nan to retry_higher, or {without_retries}.",
+        STOPPED: f"Set on_nan, or the setting Guard every run, to retry_higher, or {without_retries}.",
     }
     return Wording(
         f"There was not enough memory to repeat it in a higher precision: {without_retries}, "

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..base.dtypes import FP8_NAMES, QUANTIZED_NAMES
-from ..base.modes import FP8, FP16, INT8, MODE_OF
+from ..base.modes import FP8, FP16, INT8, MODE_OF, MODES
 from ..devices.detect import Device
 from ..formats.registry import FORMAT_OF_STORAGE
 from .accumulation import MatmulProfile, fp16_sums_inert
@@ -21,6 +21,7 @@ WEIGHTS_FOR = {
 LEAVES_QUANTIZED = ("auto", *WEIGHTS_FOR)
 """Compute options that ask for no dtype: weights in other formats multiply by themselves."""
 OVERFLOWED = "A result in plain fp16 was NaN or Inf: the model goes on in fp16_safe as long as it is loaded."
+NO_LAYER = "the pattern matches no layer of this model"
 NOT_LOOKED_AT = "Nothing looks at these results, so plain fp16 is not taken: fp16_safe cannot overflow."
 
 
@@ -86,6 +87,12 @@ class ComputePlan:
     def mixes_fp32_in(self) -> bool:
         """Tell whether single layers give fp32 activations to those after them that expect 16 bit."""
         return not self.is_safe and any(decision.stream == "fp32" for decision in self.decisions.values())
+
+    @property
+    def ruled(self) -> list[str]:
+        """List the modes of the layers that rules compute in another dtype than the option, a mode per layer."""
+        own, modes = MODES[MODE_OF[self.choice.used]], (MODES[decision.mode] for decision in self.decisions.values())
+        return [mode.name for mode in modes if not mode.is_8bit and mode.operand != own.operand]
 
     @property
     def activation_dtype(self) -> str:
@@ -230,7 +237,7 @@ def rules_without_effect(layers: Sequence[LayerSpec], rules: Rules) -> list[tupl
     for rule in rules.on(layers).without_match((layer.name, layer.cls) for layer in layers):
         settings = tuple(setting for setting in rule.settings if setting[0] != "attention")
         if settings:
-            found.append((str(replace(rule, settings=settings)), "the pattern matches no layer of this model"))
+            found.append((str(replace(rule, settings=settings)), NO_LAYER))
     return found
 
 

@@ -1,16 +1,19 @@
 """Compare images: PSNR, the largest difference, SSIM, and the difference as a picture."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from ..base.errors import HalfsafeError
+from .result import BAD, GOOD, HARD_TO_SEE, IDENTICAL, NOT_FINITE, PLAIN, VISIBLE, WARN, Result
 
 LUMA = (0.299, 0.587, 0.114)
 MAGENTA = (1.0, 0.0, 1.0)
+SENTENCES_FROM = ((math.inf, IDENTICAL, GOOD), (40, HARD_TO_SEE, GOOD), (30, VISIBLE, WARN), (-math.inf, PLAIN, WARN))
+"""The least PSNR in dB -> what the eye makes of the difference."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +129,17 @@ def compare_text(differences: Sequence[Difference], gain: float) -> str:
         lines = [f"image {number}: {line}" for number, line in enumerate(lines, 1)]
         lines.append(f"mean: {_line(_mean(differences))}")
     return "\n".join([*lines, f"difference image: amplified {gain:.3g} times"])
+
+
+def result_of_images(differences: Sequence[Difference], text: str, pictures: Sequence[Mapping]) -> Result:
+    """Say what the figures of all pairs together mean to the eye. ``pictures``: of the first pair."""
+    mean = _mean(differences)
+    names = ", ".join(name for name, count in zip(("reference", "candidate"), mean.bad, strict=True) if count)
+    psnr = math.inf if names else mean.psnr
+    sentence, tone = next(found[1:] for found in SENTENCES_FROM if psnr >= found[0])
+    if names:
+        sentence, tone = NOT_FINITE, BAD
+    return Result(sentence, {"names": names, "psnr": f"{psnr:.1f} dB"}, tone, text=text, pictures=pictures)
 
 
 def _mean(differences: Sequence[Difference]) -> Difference:

@@ -7,15 +7,24 @@ from dataclasses import asdict, dataclass, field
 RESULT_KEY = "halfsafe_result"
 GOOD, WARN, BAD = "good", "warn", "bad"
 SAVED = "Saved {file}, {size}."
+UNLISTED = "Saved {file}, {size}. No loader lists files there: begin the prefix with diffusion_models/."
 FINITE = "Finite: no NaN and no Inf."
 NOT_FINITE = "NaN or Inf in {names}."
 CHOSEN = "{chosen} of {free} layers may be in {candidate}: {snr} from the original."
 UNREACHED = "No layer may be in {candidate}: the target of {target} dB cannot be reached."
-BEST = "Best here: {setting}, {seconds} s/step, {memory}, {snr} from fp32."
+BEST = "Best here: storage {storage}, compute {compute}: {seconds} s/step, {memory}, {snr} from fp32."
 NONE_WORKS = "No setting gave a finite result."
 DEVICE = "{device}: auto computes in {compute}. Faster in {fast}."
 DEVICE_PLAIN = "{device}: auto computes in {compute}. 8 bit saves memory, not time."
-SENTENCES = (SAVED, FINITE, NOT_FINITE, CHOSEN, UNREACHED, BEST, NONE_WORKS, DEVICE, DEVICE_PLAIN)
+CALIBRATED = "Calibrated {layers} layers: connect this to Save Model."
+IDENTICAL = "Identical: no pixel differs."
+HARD_TO_SEE = "The difference is hard to see: {psnr}."
+VISIBLE = "The difference can be seen side by side: {psnr}."
+PLAIN = "The pictures differ plainly: {psnr}."
+SENTENCES = (
+    SAVED, UNLISTED, FINITE, NOT_FINITE, CHOSEN, UNREACHED, BEST, NONE_WORKS, DEVICE, DEVICE_PLAIN, CALIBRATED,
+    IDENTICAL, HARD_TO_SEE, VISIBLE, PLAIN,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -25,9 +34,10 @@ class Result:
     Args:
         sentence: of ``SENTENCES``, filled in with ``values``.
         tone: good, warn or bad.
-        head, rows: a table; ``marked``: the row that matters most, from 0.
+        head, rows: a table; ``marked``: the row that matters most, from 0. A cell beyond the head is its row's tooltip.
         text: all of it.
         toast: whether the page tells it as a message too.
+        pictures: two files of ComfyUI's, drawn over each other with a slider.
     """
 
     sentence: str
@@ -38,6 +48,7 @@ class Result:
     marked: int | None = None
     text: str = ""
     toast: bool = False
+    pictures: Sequence[Mapping] = ()
 
     def ui(self) -> dict[str, tuple[str]]:
         """Make a node's ui output of the result, with the text where other packs' viewers look."""

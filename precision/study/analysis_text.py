@@ -103,11 +103,13 @@ def result_of(analysis: Analysis, text: str) -> Result:
     rows = [[*row[:4], row[5]] for row in _rows(analysis)]
     if not chosen:
         target = f"{analysis.target_db:g}"
-        return Result(result.UNREACHED, {"candidate": name, "target": target}, result.WARN, HEAD, rows, text=text)
+        return Result(
+            result.UNREACHED, {"candidate": name, "target": target}, result.WARN, HEAD, rows, text=text, toast=True
+        )
     free = len(chosen) + len(analysis.named(KEPT))
     snr = whole_decibel_text(analysis.snr_db)
     values: dict[str, str | int] = {"chosen": len(chosen), "free": free, "candidate": name, "snr": snr}
-    return Result(result.CHOSEN, values, head=HEAD, rows=rows, text=text)
+    return Result(result.CHOSEN, values, head=HEAD, rows=rows, text=text, toast=True)
 
 
 def decibel_text(value: float | None, lost: str = "overflow") -> str:

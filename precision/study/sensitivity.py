@@ -102,8 +102,8 @@ class Session:
         """Count a step of the sampler, and say in words what runs."""
         self.steps += 1
         if self._changed is None:
-            return f"Measuring {len(self.layers)} layers, step {self.steps}"
-        return f"Trying {len(self._changed)} of {len(self.layers)} layers in {self.candidate.name}"
+            return f"measuring {len(self.layers)} layers"
+        return f"trying {len(self._changed)} of {len(self.layers)} layers in {self.candidate.name}"
 
     def measure(self) -> None:
         """Run the sampler with nothing changed and measure every layer."""

@@ -36,22 +36,22 @@ def settings_from(text: str) -> list[Setting]:
     """Read settings, one ``storage/compute`` per line, each once. Empty lines and ``#`` comments are skipped.
 
     Raises:
-        HalfsafeError: a line cannot be read, or there is none.
+        HalfsafeError: lines cannot be read, all of which it names, or there is none.
     """
     lines = ((number, line.partition("#")[0].strip()) for number, line in numbered_lines(text))
-    found = list(dict.fromkeys(_setting(number, line) for number, line in lines if line))
+    found, problems, advice = [], [], []
+    for number, line in ((number, line) for number, line in lines if line):
+        storage, _, compute = (part.strip().lower() for part in line.partition("/"))
+        found.append(Setting(storage, compute))
+        for value, options, kind in ((storage, STORAGE_OPTIONS, "storage"), (compute, COMPUTE_OPTIONS, "compute")):
+            if value not in options:
+                problems.append(f"Candidates, line {number}, {line}: '{value}' is not a {kind} option.")
+                advice.append(f"Use one of: {', '.join(options)} as {kind}.")
+    if problems:
+        raise HalfsafeError(" ".join(problems), " ".join(dict.fromkeys(advice)))
     if not found:
         raise HalfsafeError("There is no candidate to measure.", FORM)
-    return found
-
-
-def _setting(number: int, line: str) -> Setting:
-    storage, _, compute = (part.strip().lower() for part in line.partition("/"))
-    for value, options, kind in ((storage, STORAGE_OPTIONS, "storage"), (compute, COMPUTE_OPTIONS, "compute")):
-        if value not in options:
-            problem = f"Candidates, line {number}, {line}: '{value}' is not a {kind} option."
-            raise HalfsafeError(problem, f"Use one of: {', '.join(options)}.")
-    return Setting(storage, compute)
+    return list(dict.fromkeys(found))
 
 
 def why_not(setting: Setting, device: Device, formats: Container[str] = QUANTIZED_NAMES) -> str:

@@ -12,6 +12,8 @@ from .settings import Setting
 
 FLOORS = {"balanced": 25.0, "speed": 20.0, "memory": 20.0}
 """Goal -> the SNR in dB that a setting needs for it: an error of 5.6 % or 10 %."""
+NOISE = 0.2
+"""The spread of a row's timed steps, as a share of their median, above which its time ranks nothing."""
 CLOSE_DB = 1.0
 CLOSE = 1.03
 BY_ITSELF = ("auto", "int8")
@@ -55,6 +57,11 @@ class Tradeoff:
     def bytes(self) -> int:
         """Weights, and the peak beyond them where that is known."""
         return self.weight_bytes + (self.extra_bytes or 0)
+
+    @property
+    def is_noisy(self) -> bool:
+        """Tell whether the timed steps lie too far apart to rank the row by its time."""
+        return self.seconds is not None and self.spread > NOISE * self.seconds
 
     @property
     def works(self) -> bool:
@@ -114,9 +121,11 @@ def best_for(goal: str, rows: Iterable[Tradeoff]) -> Tradeoff | None:
 
     quality: the fastest of those within 1 dB of the highest SNR. speed: the closest of those within 3 % of the fastest.
     memory: the fastest of those within 3 % of the smallest. balanced: the smallest product of time and memory. All but
-    quality among the rows that reach the goal's SNR (``FLOORS``); where none does, the choice is quality's.
+    quality among the rows that reach the goal's SNR (``FLOORS``); where none does, the choice is quality's. Rows too
+    noisy to rank are left out, unless all are.
     """
-    working = [row for row in rows if row.works]
+    all_working = [row for row in rows if row.works]
+    working = [row for row in all_working if not row.is_noisy] or all_working
     fair = [row for row in working if row.snr_db >= FLOORS.get(goal, math.inf)]
     if goal == "quality" or not fair:
         highest = max((row.snr_db for row in working), default=0.0)

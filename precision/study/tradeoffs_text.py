@@ -4,12 +4,13 @@ import math
 
 from ..base.text import paragraph, size_text, table
 from ..plan.goal import GOALS
-from ..report.result import BAD, BEST, NONE_WORKS, Result
+from ..report.result import BAD, BEST, GOOD, NONE_WORKS, WARN, Result
 from ..report.view import shares
 from .analysis_text import decibel_text, whole_decibel_text
 from .tradeoffs import CLOSE, FLOORS, Measurements, Tradeoff, pareto_front
 
-TABLE = ("setting", "s/step", "memory", "SNR dB", "what ran")
+TABLE = ("setting", "s/step", "memory", "SNR dB")
+NOISY = "too noisy to rank"
 HEADER = ("    setting", "s/step", "memory", "weights", "SNR dB", "what ran")
 FRONT = "*"
 
@@ -32,20 +33,20 @@ def table_text(found: Measurements) -> str:
 
 
 def result_of(found: Measurements, text: str) -> Result:
-    """Sum the measurements up: the best for balanced in a sentence, and a table of all."""
+    """Sum the measurements up: the best for balanced in a sentence, and a table of all with the best first."""
     best = found.best.get("balanced")
-    rows = [_shown(row, row.names) for row in found.rows]
+    rows = [_shown(row, row.names) for row in sorted(found.rows, key=lambda row: row is not best)]
     rows.append(_shown(found.reference, f"{found.reference.setting} (reference)"))
     if best is None:
         return Result(NONE_WORKS, {}, BAD, TABLE, rows, text=text)
-    used = max(best.modes, key=lambda mode: best.modes[mode], default=best.setting.compute)
     values = {
-        "setting": f"{best.storage}/{used}",
+        "storage": best.storage,
+        "compute": best.setting.compute,
         "seconds": seconds_text(best.seconds),
         "memory": size_text(best.bytes),
         "snr": whole_decibel_text(best.snr_db),
     }
-    return Result(BEST, values, head=TABLE, rows=rows, marked=list(found.rows).index(best), text=text)
+    return Result(BEST, values, WARN if best.is_noisy else GOOD, TABLE, rows, 0, text, toast=True)
 
 
 def _cells(row: Tradeoff, name: str) -> list[str]:
@@ -62,7 +63,8 @@ def _shown(row: Tradeoff, name: str) -> list[str]:
     name, seconds, memory, _, snr, ran = _cells(row, name)
     share = row.spread / row.seconds if row.seconds else 0.0
     spread = f" \u00b1{share * 100:.0f} %" if share >= 0.01 else ""
-    return [name, seconds + spread, memory, snr, ran]
+    noisy = f"\n{NOISY}" if row.is_noisy else ""
+    return [name, seconds + spread + noisy, memory, snr, ran]
 
 
 def seconds_text(seconds: float | None) -> str:

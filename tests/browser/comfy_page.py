@@ -31,7 +31,7 @@ BASE_SETTINGS = {
 TEST_SETTINGS = {"halfsafe.toasts": True, "halfsafe.badges": True, "Halfsafe.WatchEveryRun": "off"}
 VIEW = {"width": 1500, "height": 950}
 BEGIN = """async (settings) => { const { setting, sidebarTab, toast } = app.extensionManager;
-    if (window.addToast) toast.add = window.addToast;
+    Object.assign(toast, window.toastAs);
     (toast.removeAll ?? toast.dismissAll)();
     for (const [name, value] of Object.entries(settings)) if (setting.get(name) !== value) await setting.set(name, value);
     sidebarTab.activeSidebarTabId = null;
@@ -185,8 +185,11 @@ class ComfyPage:
 
     def record_toasts(self) -> Callable[[], list[dict]]:
         """Keep the toasts that the pack shows until the test's end, instead of showing them."""
-        code = """() => { window.toasts = []; const { toast } = app.extensionManager; window.addToast ??= toast.add;
-            toast.add = (message) => (message.summary?.startsWith("Halfsafe: ") ? window.toasts.push(message) : window.addToast(message)); }"""
+        code = """() => { const { toast } = app.extensionManager, ours = (message) => message.summary?.startsWith("Halfsafe: ") && window.toasts.push(message);
+            window.toasts = []; window.toastAs ??= Object.fromEntries(["add", "success", "warning", "error"].filter((name) => toast[name]).map((name) => [name, toast[name]]));
+            toast.add = (message) => ours(message) || window.toastAs.add(message);
+            for (const [name, severity] of [["success", "success"], ["warning", "warn"], ["error", "error"]])  // how the newest page is told
+                if (window.toastAs[name]) toast[name] = (summary, { description: detail } = {}) => ours({ severity, summary, detail }) || window.toastAs[name](summary, { description: detail }); }"""
         self.evaluate(code)
         return lambda: self.evaluate("() => window.toasts")
 

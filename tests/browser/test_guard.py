@@ -69,7 +69,7 @@ def test_an_event_shows_a_toast_and_a_line(comfy: ComfyPage, pictures: Path, cel
     comfy.page.wait_for_selector("text=Halfsafe: Black image prevented")
     comfy.page.wait_for_selector(".hs-guard .hs-event")
     comfy.screenshot(pictures, f"toast-{cell}")
-    assert "repeated in fp16_wide" in comfy.page.inner_text(".hs-guard")
+    assert "repeated in fp16, fp32 results" in comfy.page.inner_text(".hs-guard"), "nobody can choose fp16_wide"
 
 
 def test_a_cause_is_told_once_and_lines_are_all_there(comfy: ComfyPage) -> None:
@@ -80,7 +80,7 @@ def test_a_cause_is_told_once_and_lines_are_all_there(comfy: ComfyPage) -> None:
     comfy.page.locator(".hs-guard .hs-rest").evaluate("(rest) => { rest.open = true; }")
     tell(comfy, "two", kind="verdict", event=None, message="12 events, all recovered.")
     (toast,) = shown()
-    assert toast["detail"] == "Step 0 was repeated in fp16_wide: blocks.0.ffn.2 overflowed in fp16."
+    assert toast["detail"] == "Step 0 was repeated in fp16, fp32 results: blocks.0.ffn.2 overflowed in fp16."
     tell(comfy, "two", verdict="not_precision")
     assert len(shown()) == 2
     tell(comfy, "two", count=50)
@@ -107,7 +107,7 @@ def test_a_badge_says_what_a_model_fell_back_to_until_its_node_runs_anew(comfy: 
     node = guard_id(comfy)
 
     def badge_after(*cached: str) -> str:
-        for event, detail in (("execution_start", {"prompt_id": "b"}), ("execution_cached", {"prompt_id": "b", "nodes": list(cached)})):
+        for event, detail in (("execution_start", {"prompt_id": "b"}), ("execution_cached", {"prompt_id": "b", "nodes": list(cached)}), ("execution_success", {"prompt_id": "b"})):
             comfy.evaluate("async ([event, detail]) => { (await import('/scripts/api.js')).api.dispatchCustomEvent(event, detail); }", [event, detail])
         comfy.show({node: {"halfsafe_badge": ["fp32 \u00b7 fp16 \u00b7 guarded"]}})
         return comfy.badges()["HalfsafeNaNGuard"]
@@ -180,7 +180,7 @@ def test_a_drift_is_told_and_stays_on_the_report_when_the_language_changes(opene
     assert comfy.page.inner_text(".hs-title .hs-verdict") == "drift"
     text = comfy.page.inner_text(".hs-guard")
     assert text.count("lower the threshold of the step cache") == 1 and text.count("lowest after: ") == 1, text
-    assert "6 calls, 2 repeated" in text and "step 0, sigma 1" in text, text
+    assert "6 calls, 2 repeated" in text and "step 0: " in text, text
     comfy.evaluate(TOGGLE_TAB)
     comfy.page.wait_for_selector(".hs-sidebar .hs-card .hs-verdict")
     assert comfy.page.locator(".hs-sidebar .hs-verdict").all_inner_texts() == ["drift", "drift"]
@@ -197,16 +197,31 @@ def test_a_drift_is_told_and_stays_on_the_report_when_the_language_changes(opene
     comfy.page.wait_for_function("(text) => [...document.querySelectorAll('.hs-guard')].some((guard) => guard.innerText === text)", arg=text)
 
 
+def test_the_messages_of_a_run_go_when_another_starts(comfy: ComfyPage) -> None:
+    for severity in ("stopped", "recovered"):
+        tell(comfy, "old", kind="verdict", verdict=severity, event=None, message="Told.")
+    messages = comfy.page.locator("li[role=alert], .p-toast-message", has_text="Halfsafe: ")
+    messages.nth(1).wait_for()
+    comfy.evaluate("async () => { (await import('/scripts/api.js')).api.dispatchCustomEvent('execution_start', { prompt_id: 'new' }); }")
+    messages.first.wait_for(state="detached")
+
+
 @pytest.mark.paired  # a run is the server's; the setting is the page's
 def test_the_setting_alone_guards_every_run(opened_page: ComfyPage) -> None:
     comfy = opened_page
     comfy.load(json.loads(WORKFLOW.read_text(encoding="utf-8")))
     comfy.make_small()
     comfy.evaluate(PLAIN_FP16)
+    comfy.evaluate("() => { app.graph.nodes.find((n) => n.type === 'KSampler').widgets.find((w) => w.name === 'seed').value += 70; }")
+    comfy.evaluate(TOGGLE_TAB)
     shown = comfy.record_toasts()
-    for setting, told in (("off", 0), ("retry_higher", 1)):
+    runs = (("off", [], "This workflow has no guard."), ("report", ["Halfsafe: NaN or Inf found"], "not cured"), ("retry_higher", ["Halfsafe: Black image prevented"], "recovered"))
+    for setting, told, said in runs:
         comfy.set("Halfsafe.WatchEveryRun", setting)
         with comfy.page.expect_request(lambda request: request.method == "POST" and request.url.endswith("/prompt")) as sent:
             comfy.run()
         assert sent.value.post_data_json["extra_data"].get("halfsafe_watch", "off") == setting
-        assert len(shown()) == told
+        assert [toast["summary"] for toast in shown()] == told, "one cause is one message"
+        comfy.evaluate("() => { window.toasts.length = 0; }")
+        text = comfy.page.inner_text(".hs-sidebar")
+        assert said in text and ("Guard every run is on" in text) == (setting != "off") and "stopped" not in text

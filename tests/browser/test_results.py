@@ -17,6 +17,10 @@ TYPES = "() => app.graph.nodes.map((n) => n.type)"
 SENTENCES = "() => [...document.querySelectorAll('.hs-panel .hs-sentence')].map((e) => e.textContent)"
 SEND = """async ([name, detail]) => { const { api } = await import("/scripts/api.js"); api.dispatchCustomEvent(name, detail); }"""
 PUT_RESULTS_IN = """() => { const of = (type) => app.graph.nodes.find((n) => n.type === type), put = (type) => { const node = LiteGraph.createNode(type); app.graph.add(node); return node; };
+    const compare = put("HalfsafeCompareImages"), rules = put("HalfsafeLayerRules"), decoded = of("VAEDecode");
+    decoded.connect(0, compare, "reference"); decoded.connect(0, compare, "candidate"); rules.connect(0, of("HalfsafeLoadDiffusionModel"), "rules");
+    rules.widgets.find((w) => w.name === "rules").value = "blocks.77.* storage=bf16";
+    compare.pos = [0, 3000];
     const save = put("HalfsafeSaveModel"), measure = put("HalfsafeMeasurePrecisions"), check = put("HalfsafeCheckFinite"), preview = put("PreviewImage"), sampler = of("KSampler");
     put("HalfsafeDeviceInfo"); of("HalfsafeLoadDiffusionModel").connect(0, save, "model"); of("HalfsafeLoadDiffusionModel").connect(0, measure, "model");
     sampler.getInputNode(1).connect(0, measure, "positive"); sampler.getInputNode(3).connect(0, measure, "latent_image"); measure.connect(2, preview, "images");
@@ -26,6 +30,11 @@ PUT_RESULTS_IN = """() => { const of = (type) => app.graph.nodes.find((n) => n.t
 UNCOVERED = """() => { const { ds, canvas } = app.canvas, page = canvas.getBoundingClientRect(), side = document.querySelector(".hs-sidebar").getBoundingClientRect();
     return app.graph.nodes.every(({ pos, size }) => { const [left, right] = [pos[0], pos[0] + size[0]].map((x) => page.left + (x + ds.offset[0]) * ds.scale);
         return left >= side.right && right <= page.right; }); }"""
+LINKS = "() => app.graph.serialize().links.map((link) => link.slice(1).join(' '))"
+IN_SIGHT = """() => { const { ds, canvas, selectedItems } = app.canvas, page = canvas.getBoundingClientRect(), side = document.querySelector(".hs-sidebar").getBoundingClientRect();
+    const seen = ([x, y]) => [page.left + (x + ds.offset[0]) * ds.scale, page.top + (y + ds.offset[1]) * ds.scale];
+    return [...selectedItems].filter(({ pos, size }) => { const [[left, top], [right, bottom]] = [seen(pos), seen([pos[0] + size[0], pos[1] + size[1]])];
+        return left >= side.right && top >= page.top && right <= page.right && bottom <= page.bottom; }).map((node) => node.type); }"""
 PLACE = """() => { const one = app.graph.nodes.find((n) => n.type === "HalfsafeAutoPrecision"), title = LiteGraph.NODE_TITLE_HEIGHT;
     const box = ({ pos, size }, top) => ({ left: pos[0], top: pos[1] - top, right: pos[0] + size[0], bottom: pos[1] + size[1] }), mine = box(one, title);
     const boxes = [...app.graph.nodes.filter((n) => n !== one).map((n) => [n.type, box(n, title)]), ...app.graph.groups.map((g) => [g.title, box(g, 0)])];
@@ -54,14 +63,24 @@ def test_results_are_on_their_nodes_and_a_saved_file_is_told(small: ComfyPage, p
     small.load(small.saved())
     shown = small.record_toasts()
     small.run()
-    small.page.wait_for_function("() => document.querySelectorAll('.hs-panel .hs-sentence').length === 4")
+    small.page.wait_for_function("() => document.querySelectorAll('.hs-panel .hs-sentence').length === 5")
     found = small.evaluate(SENTENCES)
     assert any(text.startswith("Saved diffusion_models/halfsafe") and text.endswith("MiB.") for text in found), found
     assert any(text.startswith("Best here: ") for text in found) and "Finite: no NaN and no Inf." in found
     assert any("auto computes in" in text for text in found)
-    assert [toast["summary"].startswith("Halfsafe: Saved diffusion_models/halfsafe") for toast in shown()] == [True]
+    assert sorted(toast["summary"].split()[1] for toast in shown()) == ["Best", "Saved", "rules"]
+    assert [toast["detail"] for toast in shown() if "match no layer" in toast["summary"]] == ["blocks.77.* storage=bf16"]
+    assert small.found("() => [...document.querySelectorAll('.hs-pictures img')].map((image) => image.naturalWidth)", [64, 64]) == [64, 64]
+    small.zoom_to("HalfsafeCompareImages")
+    box = small.page.locator(".hs-pictures").bounding_box()
+    small.page.mouse.click(box["x"] + box["width"] * 0.9, box["y"] + 40)
+    assert int(small.page.locator(".hs-pictures input").input_value()) > 80, "the slider follows the mouse"
+    small.evaluate(TAB)
+    assert "Best here: " in small.page.inner_text(".hs-sidebar") and "No guard reported" not in small.page.inner_text(".hs-sidebar")
+    assert small.evaluate("() => app.graph.nodes.flatMap((n) => n.widgets ?? []).filter((w) => w.name === '$$node-text-preview')") == [], "progress ends with the node"
     rows = small.evaluate("() => [...document.querySelectorAll('.hs-figures tbody tr')].map((row) => row.cells[0].textContent)")
     assert len(rows) == 3 and any(" = " in row for row in rows), rows
+    assert small.evaluate("() => document.querySelector('.hs-figures tbody tr').dataset.marked") == "true", "the best comes first"
     small.zoom_to("HalfsafeMeasurePrecisions", 620, 560)
     small.screenshot(pictures, f"measured-{cell}")
     small.zoom_to("HalfsafeDeviceInfo", 620, 560)
@@ -144,20 +163,24 @@ def test_show_me_opens_five_nodes_and_draws_a_black_and_a_repaired_picture(small
 
 
 def test_the_sidebar_greets_and_guards_and_measures_the_open_graph(small: ComfyPage, pictures: Path, cell: str) -> None:
-    before = sorted(small.evaluate(TYPES))
+    before, links = sorted(small.evaluate(TYPES)), small.evaluate(LINKS)
     small.evaluate(TAB)
     small.page.wait_for_function("() => document.querySelector('.hs-sidebar .hs-sentence')?.textContent.includes('auto computes in')")
     small.screenshot(pictures, f"sidebar-greeting-{cell}")
     for name, added in (("Guard this workflow", ["HalfsafeAutoPrecision"]), ("Measure my card", ["HalfsafeMeasurePrecisions", "PreviewImage"])):
-        small.page.locator(".hs-sidebar .hs-button", has_text=name).click()
+        small.page.locator(".hs-sidebar .hs-actions .hs-button", has_text=name).click()
         assert sorted(small.evaluate(TYPES)) == sorted([*before, *added])
         small.settle()  # what the graph's change draws
-        assert small.page.inner_text(".hs-sidebar [role=status]")
+        assert "added: run the workflow" in small.page.inner_text(".hs-sidebar [role=status]")
+        assert small.evaluate(IN_SIGHT) == [added[0]], name
         if name == "Guard this workflow":
             linked = small.evaluate("""() => { const one = app.graph.nodes.find((n) => n.type === "HalfsafeAutoPrecision");
                 return [one.inputs.filter((i) => i.link !== null).map((i) => i.name), one.outputs.map((o) => o.links?.length ?? 0)]; }""")
             assert linked == [["model", "clip", "vae"], [1, 2, 1, 0]]
-        small.evaluate(UNDO)
+            small.page.locator(".hs-sidebar .hs-button", has_text="Take the guard out").click()
+            assert sorted(small.evaluate(LINKS)) == sorted(links)
+        else:
+            small.evaluate(UNDO)
         small.page.wait_for_function("(count) => app.graph.nodes.length === count", arg=len(before))
     small.evaluate(TAB)
 

@@ -48,10 +48,10 @@ def _running_item() -> tuple | None:
 
 
 def show_progress(text: str) -> None:
-    """Show a text on the running node, if the prompt came from a page."""
+    """Show a text on the running node, if the prompt came from a page. ``main.js`` takes it away by the pack's name."""
     context, server = get_executing_context(), getattr(PromptServer, "instance", None)
     if context is not None and server is not None:
-        server.send_progress_text(text, context.node_id, server.client_id)
+        server.send_progress_text(f"Halfsafe: {text}", context.node_id, server.client_id)
 
 
 def send_to_page(
@@ -80,8 +80,8 @@ def send_to_page(
         "of": of,
         "fell_back": fell_back,
         "workflow": _workflow_id(),
+        "event": plain(event) if event else None,
     }
-    data["event"] = plain(event) if event else None
     _keep(data)
     _send(EVENT, data)
 

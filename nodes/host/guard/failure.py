@@ -49,7 +49,7 @@ def notifier(node_id: str | None, prompt: str | None = None, of: str = "", plann
     def notify(kind: str, verdict: str, message: str, advice: str, event: GuardEvent | None = None) -> None:
         if event:
             if event.recovered and event.to_mode:
-                show_progress(f"{event.layer or 'The model'}: repeated in {event.to_mode}, finite")
+                show_progress(f"{event.layer or 'the model'}: repeated in {event.to_mode}, finite")
             logger.warning("Halfsafe guard: %s %s", message, advice if asks_for_action(verdict) else "")
         fell_back = planner if event and GOES_ON in event.evidence else None
         send_to_page(node_id, prompt or running_prompt_id(), kind, verdict, message, advice, event, of, fell_back)

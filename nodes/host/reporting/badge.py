@@ -12,8 +12,12 @@ import torch
 from comfy.patcher_extension import WrappersMP
 
 from ....precision.base.dtypes import name_of
+from ....precision.base.modes import MODES
 from ....precision.plan.auto import UNQUANTIZED
+from ....precision.plan.choice import ATTACHMENT
+from ....precision.plan.compute import NO_LAYER
 from ..accumulation.executor import accumulation_of
+from ..comfyui.layers import matrix_layers
 from ..comfyui.model_facts import storage_of
 from ..comfyui.page import encoder_reports, send_report
 from ..comfyui.wrappers import REPORT, set_wrapper
@@ -28,6 +32,7 @@ if TYPE_CHECKING:
 BADGE_KEY = "halfsafe_badge"
 REPORT_KEY = "halfsafe_report"
 TOKEN = "halfsafe_token"
+UNMATCHED_KEY = "halfsafe_unmatched"
 SHOWN = 20
 
 
@@ -37,11 +42,26 @@ def badge(*words: str | None) -> dict[str, list[str]] | None:
     return {BADGE_KEY: [" \u00b7 ".join(shown)]} if shown else None
 
 
+def model_ui(model, *more: str | None) -> dict[str, list[str]]:
+    """Make the ui output of a node that gives out a model: its badge, and the rules that match no layer."""
+    record, compute = model.attachments.get(ATTACHMENT), compute_of(model)
+    idle = [*(record.without_effect if record else ()), *(compute.plan.without_effect if compute else ())]
+    rules = list(dict.fromkeys(rule for rule, why in idle if why == NO_LAYER))
+    return (badge(*model_words(model), *more) or {}) | ({UNMATCHED_KEY: rules} if rules else {})
+
+
 def model_words(model) -> tuple[str, str]:
-    """Return the storages and the compute dtype of a model, as resolved on this device."""
+    """Return the storages and the compute options of a model, as resolved on this device."""
+    return _stored(model.model.diffusion_model.parameters()), _computed(model)
+
+
+def _computed(model) -> str:
+    """Name the compute options of a twentieth of the layers or more, the model's own and those of rules."""
     compute = compute_of(model)
     used = "fp8" if compute and compute.plan.fp8_matmul else compute_name(model)
-    return _stored(model.model.diffusion_model.parameters()), used
+    ruled = Counter(MODES[mode].rule.removeprefix("compute=") for mode in (compute.plan.ruled if compute else ()))
+    own = Counter({used: sum(1 for _ in matrix_layers(model.model)) - ruled.total()})
+    return " + ".join(_shown(own + ruled) or [used])
 
 
 def control_words(control) -> tuple[str, ...]:
@@ -77,8 +97,11 @@ def _stored(parameters: Iterable[torch.Tensor]) -> str:
     sizes = Counter()
     for parameter in parameters:
         sizes[storage_of(parameter)] += parameter.numel()
-    shown = [name for name, size in sizes.most_common() if size * SHOWN >= sizes.total()]
-    return " + ".join(sorted(shown, key=lambda name: name in UNQUANTIZED))
+    return " + ".join(sorted(_shown(sizes), key=lambda name: name in UNQUANTIZED))
+
+
+def _shown(sizes: Counter) -> list[str]:
+    return [name for name, size in sizes.most_common() if size * SHOWN >= sizes.total()]
 
 
 def report_json(patcher: ModelPatcher) -> str:

@@ -25,7 +25,7 @@ from ....precision.report.schema import (
 )
 from ..accumulation.accumulation_report import flags_of, layer_accumulation, remarks_of
 from ..comfyui.kernels import DEQUANTIZED
-from ..comfyui.layers import activation_dtype, layers_of
+from ..comfyui.layers import activation_dtype, layers_of, matrix_layers
 from ..comfyui.model_facts import bytes_by_storage, foreign_layers, parameter_count, storage_of
 from ..compute.executor import Compute, compute_of
 from ..compute.layer_modes import is_called_in_fp32, kernels_of, observed_modes_of, stream_dtype
@@ -182,7 +182,10 @@ def _int8_notes(layers: list[LayerReport]) -> list[str]:
 def _add_plan(report: Report | ControlReport, compute: Compute, patcher: ModelPatcher) -> None:
     report.without_effect += [WithoutEffect(*entry) for entry in compute.plan.without_effect]
     report.without_effect += [WithoutEffect(*entry) for entry in compute.idle_attention_rules(patcher)]
-    report.decisions["compute"] = str(compute.plan.choice)
+    ruled, total = Counter(compute.plan.ruled), sum(1 for _ in matrix_layers(patcher.model))
+    by_rules = [f"{mode} in {count} of {total} layers by rules" for mode, count in ruled.most_common()]
+    choice = str(compute.plan.choice)
+    report.decisions["compute"] = "; ".join([*by_rules, f"all else: {choice}"]) if by_rules else choice
     if blocks := compute.attention_in_fp32(patcher):
         report.decisions["attention by rule"] = f"fp32 in {', '.join(blocks)}"
     if share := compute.fp16_share_text(patcher):

@@ -57,7 +57,8 @@ def analyze_model(
         return sample(clone, positive, negative, latent, seed, STEPS, IMAGE_DENOISE)
 
     def begin_step(executor, *args):
-        show_progress(session.begin_step())
+        doing = session.begin_step()
+        show_progress(f"step {session.steps} of {2 * STEPS} to {bar.total}: {doing}")
         advance()
         return executor(*args)
 

@@ -75,13 +75,14 @@ def measure_model(patcher: ModelPatcher, inputs: Inputs, settings: Sequence[Sett
     if is_on_several_devices(patcher):
         raise HalfsafeError("The model is spread over several devices.", "Measure it before MultiGPU, on one of them.")
     bar = comfy.utils.ProgressBar((len(settings) + 1) * STEPS)
+    show_progress(f"measuring takes about as long as {bar.total} steps of your sampler")
     runner = SettingRunner(patcher, inputs)
     _clear_device()
     reference = runner.reference(advancing(bar))
     rows = []
     for place, (setting, *same) in enumerate(_alike(patcher, settings), 1):
         bar.update_absolute(place * STEPS)
-        show_progress(f"Measuring {setting} ({place} of {len(settings)})")
+        show_progress(f"measuring {setting} ({place} of {len(settings)})")
         rows.append(replace(runner.row(setting, advancing(bar)), same=same))
     bar.update_absolute(bar.total)
     automatic = _planned(patcher, Setting(LOADED, "auto")).compute.choice.used

@@ -50,6 +50,16 @@ def test_compute_nodes_say_what_they_chose_on_any_model(comfy, files):
     assert words.startswith(f"{held} \u00b7 ") and chosen is not model
 
 
+def test_badge_and_head_say_what_rules_run_and_a_rule_for_no_layer_is_told(comfy, files):
+    rules, _ = comfy.run("HalfsafeLayerRules", rules="* compute=fp16\nblocks.77.* compute=fp32", preset="none")
+    inputs = {"model_name": "badge_wan.safetensors", "storage": "as_file", "compute": "bf16", "rules": rules}
+    output = comfy.nodes["HalfsafeLoadDiffusionModel"].execute(**inputs)
+    assert (output.ui["halfsafe_badge"], output.ui["halfsafe_unmatched"]) == (["bf16 \u00b7 fp16"], ["blocks.77.* compute=fp32"])
+    report = json.loads(comfy.run("HalfsafeReport", model=output.args[0])[1])
+    count, total = report["decisions"]["compute"].removeprefix("fp16 in ").partition(" layers by rules; all else: bf16")[0].split(" of ")
+    assert count == total == str(sum(layer["mode"] == "fp16" for layer in report["layers"]))
+
+
 def test_sums_that_cannot_act_here_are_not_on_the_badge(comfy, files):
     (model,), _ = load(comfy, "fp16", "fp16")
     assert run(comfy, "HalfsafeAccumulation", model=model, fp16_accumulation="on", tf32="on", **SUMS)[1] == "fp32 sums"

@@ -1,5 +1,7 @@
 """The compare node on images of the real ComfyUI."""
 
+import json
+
 import pytest
 import torch
 from halfsafe.precision.base.errors import HalfsafeError
@@ -15,7 +17,9 @@ def test_text_picture_and_what_the_node_shows(comfy):
     a = image(2)
     output = comfy.nodes[NODE].execute(reference=a, candidate=(a + 0.01).clamp(0, 1))
     text, picture = output.args
-    assert list(output.ui.as_dict()["text"]) == [text]
+    assert [*output.ui["text"]] == [text]
+    shown = json.loads(output.ui["halfsafe_result"][0])
+    assert shown["sentence"] == "The difference is hard to see: {psnr}." and [file["type"] for file in shown["pictures"]] == ["temp", "temp"]
     assert len(text.splitlines()) == 4 and "PSNR 40" in text
     assert picture.shape == a.shape and 0 <= picture.min() <= picture.max() <= 1
 

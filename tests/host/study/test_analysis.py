@@ -247,5 +247,5 @@ def test_what_is_measured_and_tried_is_told_in_words(comfy, wan, monkeypatch):
     monkeypatch.setattr(host, "show_progress", said.append)
     found, *_ = analyzed(comfy, families.load(comfy, wan, "as_file", "bf16"))
     layers = len(found.layers)
-    assert said[: host.STEPS] == [f"Measuring {layers} layers, step {step + 1}" for step in range(host.STEPS)]
-    assert len(said) == found.steps and said[-1] == f"Trying {found.all_count} of {layers} layers in fp8_e4m3fn"
+    assert said[: host.STEPS] == [f"step {step + 1} of 8 to 52: measuring {layers} layers" for step in range(host.STEPS)]
+    assert len(said) == found.steps and said[-1] == f"step {found.steps} of 8 to 52: trying {found.all_count} of {layers} layers in fp8_e4m3fn"

@@ -109,7 +109,7 @@ def test_a_language_names_the_nodes_category_and_that_of_the_settings(language: 
     subcategories = re.findall(r'category: \[PREFIX, "(\w+)", "(\w+)"\]', page)
     assert subcategories
     assert set(words) == {"halfsafe", "nodeCategories", "settingsCategories"}
-    assert set(words["nodeCategories"]) == {"precision"}
+    assert set(words["nodeCategories"]) == {"precision", "load", "guard", "measure", "expert"}
     assert set(words["settingsCategories"]) == {word for pair in subcategories for word in pair}
 
 

@@ -19,6 +19,7 @@ def test_lines_are_read_in_order_and_each_setting_once():
     ("\n\nint8/auto/fp16", "line 3, int8/auto/fp16: 'auto/fp16' is not a compute option"),
     ("int4/auto", "line 1, int4/auto: 'int4' is not a storage option. Use one of: auto"),
     ("# ok\nint8/fp8_e4m3fn", "line 2, .*'fp8_e4m3fn' is not a compute option"), ("/fp16", "line 1, /fp16: '' is not a storage option"),
+    ("fp9/auto\nint8/fp7", "line 1, .*'fp9' is not a storage option. .* line 2, .*'fp7' is not a compute option. Use .* as storage. Use .* as compute."),
     ("", "no candidate"), ("# nothing\n\n", "no candidate to measure. Write: <storage>/<compute>"),
 ])  # fmt: skip
 def test_a_text_that_cannot_be_read_is_an_error_with_its_line(text, words):

@@ -13,7 +13,7 @@ from halfsafe.precision.plan.storage import plan_storage
 from halfsafe.precision.study.charts import COLOURS, tradeoffs_chart
 from halfsafe.precision.study.settings import Setting, settings_from
 from halfsafe.precision.study.tradeoffs import Measurements, Tradeoff, best_for, pareto_front, rules_for
-from halfsafe.precision.study.tradeoffs_text import result_of, seconds_text, table_text
+from halfsafe.precision.study.tradeoffs_text import NOISY, result_of, seconds_text, table_text
 from PIL import ImageColor
 
 MIB = 1 << 20
@@ -120,7 +120,14 @@ def test_a_table_without_any_result_says_so():
     none = found([BAD, CANNOT])
     text = table_text(none)
     assert "No setting gave a finite result." in text and "rules" not in text and none.rules == rules_from() and not none.best
-    assert result_of(none, text).tone == "bad" and result_of(found(), "").marked == 2
+    assert result_of(none, text).tone == "bad" and result_of(found(), "").marked == 0
+
+
+def test_the_best_row_comes_first_and_a_noisy_one_is_not_ranked():
+    noisy = replace(SMALL, spread=0.21)
+    rows = result_of(found([SLOW, noisy, FAST]), "").rows
+    assert [(row[0], NOISY in row[1]) for row in rows] == [("as_file/bf16", False), ("int8/auto", True), ("fp8_e4m3fn/fp8", False), ("as_file/fp32 (reference)", False)]
+    assert result_of(found(), "").rows[0][0] == "int8/auto" and best_for("balanced", [noisy]) is noisy, "rather that than none"
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.0012345, "0.00123"), (0.5, "0.500"), (12.345, "12.3"), (123.4, "123"), (None, "-")])
