@@ -1,8 +1,10 @@
-"""Host time of a model call: CPU time of the thread in each setting against ComfyUI's own fp16, in the same process.
+"""Host time of a model call: CPU time of the thread in each setting against ComfyUI's own call, in the same process.
 
 Toys of real structure (SDXL with 70 transformer blocks, Flux with 19 and 38, Wan with 40), narrow, and every product, convolution and attention
-replaced by a constant of the right shape, so that arithmetic costs nothing and what is left is Python. A GPU that waits for the host waits
-for this. "ready": weights lie in fp16 as they are multiplied; "cast": in bf16, cast in each call as under dynamic VRAM. "gap": from the last product of a call to the first of the next, while a GPU has nothing to do. Ratios of medians of pairs.
+replaced by a constant of the right shape, so that arithmetic costs nothing and what is left is Python; layers multiply as on CUDA. A GPU that waits
+for the host waits for this. "ready": weights lie in fp16 as they are multiplied; "cast": in bf16, cast to fp16 in each call, as under dynamic VRAM;
+"fp8": stored in fp8, beside ComfyUI's fp8 without scales. "gap": from the last product of a call to the first of the next, while a GPU has nothing
+to do. Ratios of medians of pairs; functions of Python are counted, which no other work on the machine disturbs.
 """
 
 from __future__ import annotations
@@ -13,19 +15,15 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from unittest import mock
 
 from . import reporting
 from .host import conditions, load_comfy
 
-SETTINGS = {
-    "auto": ("as_file", "auto", False),
-    "auto, guard": ("as_file", "auto", True),
-    "fp16_safe": ("as_file", "fp16_safe", False),
-    "fp16_safe, guard": ("as_file", "fp16_safe", True),
-}
-TARGETS = {"auto": 1.02, "auto, guard": 1.05, "fp16_safe": 1.25, "fp16_safe, guard": 1.28}
+WEIGHTS = {"ready": ("as_file", "float16", "auto"), "cast": ("as_file", "bfloat16", "fp16"), "fp8": ("fp8_e4m3fn", "bfloat16", "fp16")}
+"""How weights lie -> the storage asked for, the file's dtype, and the compute that is ComfyUI's own there."""
+TARGETS = {"plain": 1.02, "plain, guard": 1.05, "fp16_safe": 1.25, "fp16_safe, guard": 1.28}
 GAP_MS = 1.0
-DTYPES = {"ready": "float16", "cast": "bfloat16"}
 CALLS, PAIRS = 5, 9
 
 
@@ -33,64 +31,79 @@ def main() -> int:
     parser = reporting.parser(__doc__)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--models", nargs="+", default=("Wan", "Flux", "SDXL"))
+    parser.add_argument("--weights", nargs="+", default=tuple(WEIGHTS))
     args = parser.parse_args()
     comfy = load_comfy(args, more=("--use-pytorch-cross-attention",))
     import torch
+    from support.tiny_models import small_sizes
 
     torch.set_num_threads(1)
-    rows = [row for name in args.models for weights in DTYPES for row in _rows(comfy, name, weights)]
-    targets = {f"{row['model']}, {row['setting']}": reporting.target(row["to_core"], TARGETS[row["setting"]]) for row in rows if row["weights"] == "cast"}
-    targets |= {f"{row['model']}, {row['setting']}, gap": reporting.target(row["gap_above_core_ms"], GAP_MS) for row in rows if row["weights"] == "cast"}
+    with small_sizes(), as_nvidia():
+        rows = [row for name in args.models for weights in args.weights for row in _rows(comfy, name, weights)]
+    named = {f"{row['model']}, {row['weights']}, {row['setting']}": row for row in rows}
+    targets = {name: reporting.target(row["to_core"], TARGETS[row["setting"]]) for name, row in named.items()}
+    targets |= {f"{name}, gap": reporting.target(row["gap_above_core_ms"], GAP_MS) for name, row in named.items()}
     return reporting.told(conditions(args) | {"benchmark": "host_time", "rows": rows, "targets": targets}, args, as_text)
 
 
 def _rows(comfy, name: str, weights: str) -> Iterator[dict]:
     import torch
     from support import families
+    from support.measures import functions_run
 
-    dtype = getattr(torch, DTYPES[weights])
-    family, path = write(comfy, name, dtype)
-    core = families.stock(path, dtype)
-    core.set_model_compute_dtype(torch.float16)
+    storage, dtype, plain = WEIGHTS[weights]
+    family, path = write(comfy, name, getattr(torch, dtype))
+    core = cores_own(path, torch.float8_e4m3fn if weights == "fp8" else getattr(torch, dtype))
     call = families.capture(core, family)
     layers = sum(hasattr(module, "weight") and module.weight is not None for module in core.model.diffusion_model.modules())
-    for setting, (storage, compute, guard) in SETTINGS.items():
-        with as_nvidia():
-            model = families.load(comfy, path, storage, compute)
-            if guard:
-                model = comfy.run("HalfsafeNaNGuard", model=model, on_nan="retry_higher", max_retries=8)[0]
-            ours, theirs = _prepared(model, call), _prepared(core, call)
+    for setting in TARGETS:
+        model = families.load(comfy, path, storage, "fp16_safe" if "fp16_safe" in setting else plain)
+        if "guard" in setting:
+            model = comfy.run("HalfsafeNaNGuard", model=model, on_nan="retry_higher", max_retries=8)[0]
+        with as_on_cuda():
+            ours, theirs = prepared(model, call), prepared(core, call)
             with stubbed() as clock:
                 taken = [(_timed(theirs, clock), _timed(ours, clock)) for _ in range(PAIRS)]
-        ratio = statistics.median(b[0] / a[0] for a, b in taken)
-        seconds = statistics.median(b[0] for _, b in taken)
-        row = {"model": name, "weights": weights, "setting": setting, "ms": round(1e3 * seconds, 2), "to_core": round(ratio, 3)}
+                counts = [functions_run(run)["call"] for run in (theirs, ours)]
+        seconds, of_core = (statistics.median(pair[i][0] for pair in taken) for i in (1, 0))
+        row = {"model": name, "weights": weights, "setting": setting, "ms": round(1e3 * seconds, 2), "core_ms": round(1e3 * of_core, 2)}
+        row["to_core"] = round(statistics.median(b[0] / a[0] for a, b in taken), 3)
+        row["functions_to_core"] = round(counts[1] / counts[0], 3)
         above = statistics.median(b[1] - a[1] for a, b in taken)
-        row |= {"us_a_layer": round(1e6 * (seconds - statistics.median(a[0] for a, _ in taken)) / layers, 1), "gap_above_core_ms": round(1e3 * above, 2)}
+        row |= {"us_a_layer": round(1e6 * (seconds - of_core) / layers, 1), "gap_above_core_ms": round(1e3 * above, 2)}
         print(row, file=sys.stderr, flush=True)
         yield row
 
 
 def write(comfy, name: str, dtype) -> tuple[str, object]:
     """Write a narrow model with the real number of blocks; return its family and path."""
-    import torch
-    from comfy.ops import disable_weight_init
-    from safetensors.torch import save_file
-    from support import tiny_models
-
-    from .large_models import _flux
+    from comfy.ldm.flux.model import Flux
+    from support import tiny_models as tiny
 
     path = comfy.folder / f"{name}.safetensors"
     if name == "Wan":
-        return "wan", tiny_models.wan(path, dim=128, blocks=40, ffn=256, dtype=dtype)
-    if name == "SDXL":
-        levels = {"transformer_depth_output": [0, 0, 0, 2, 2, 2, 10, 10, 10], "transformer_depth_middle": 10}
-        inner = tiny_models._unet(tiny_models.sdxl_unet_config() | levels)
-    else:
-        inner = _flux(hidden=256, double=19, single=38)(device="meta", dtype=torch.float16, operations=disable_weight_init)[0]
-    tensors = {key: torch.full(value.shape, 1e-3, dtype=dtype) for key, value in inner.state_dict().items()}
-    save_file(tensors, str(path))
-    return name.lower(), path
+        return "wan", tiny.wan(path, dim=128, blocks=40, ffn=256, dtype=dtype)
+    if name == "Flux":
+        config = dict(in_channels=16, out_channels=16, vec_in_dim=768, context_in_dim=4096, hidden_size=128, mlp_ratio=4.0, num_heads=1, depth=19)
+        config |= dict(depth_single_blocks=38, axes_dim=[16, 56, 56], theta=10000, patch_size=2, qkv_bias=True, guidance_embed=True, txt_ids_dims=[])
+        return "flux", tiny._save(path, tiny._shapes_of(tiny._on_meta(Flux, **config)), dtype, 0)
+    config, sizes = tiny.sdxl_unet_config(), {"model_channels": 64}
+    config |= {"transformer_depth_output": [0, 0, 0, 2, 2, 2, 10, 10, 10], "transformer_depth_middle": 10}
+    metadata = tiny.sized(sizes, {key: config[key] for key in sizes})
+    return "sdxl", tiny._save(path, tiny._shapes_of(tiny._unet(config | sizes)), dtype, 0, metadata=metadata)
+
+
+def cores_own(path, dtype):
+    """Load a file as ComfyUI does on a device that multiplies in fp16."""
+    import comfy.sd
+    import torch
+    from comfy import model_management
+
+    with mock.patch.object(model_management, "should_use_fp16", lambda *args, **kwargs: True):
+        model = comfy.sd.load_diffusion_model(str(path), model_options={"dtype": dtype})
+    if dtype != torch.float16:
+        model.set_model_compute_dtype(torch.float16)
+    return model
 
 
 @contextlib.contextmanager
@@ -103,7 +116,22 @@ def as_nvidia() -> Iterator[None]:
         del os.environ["HALFSAFE_DEVICE_PROFILE"]
 
 
-def _prepared(model, call) -> Callable[[], object]:
+@contextlib.contextmanager
+def as_on_cuda() -> Iterator[None]:
+    """Multiply as on CUDA: wide matrix products alone have fp32 results, and none is made of fp32 operands."""
+    import torch
+    from halfsafe.precision.arithmetic import linear
+
+    plain = torch.mm
+    with (
+        mock.patch.object(linear, "has_wide_output", lambda device, kind: kind == "linear"),
+        mock.patch.object(linear, "is_emulated", lambda device: False),
+        mock.patch.object(torch, "mm", lambda x, y, out_dtype=None: plain(x.to(out_dtype), y.to(out_dtype))),
+    ):
+        yield
+
+
+def prepared(model, call) -> Callable[[], object]:
     """Load a model, make the calls that measure, and return a clean call of it."""
     from comfy.model_management import load_models_gpu
     from support import families

@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from itertools import islice
+from itertools import accumulate
 from typing import TypeVar
 
 import torch
@@ -76,7 +76,7 @@ class Calibration:
         self.error = ""
         self._result = FiniteResult("result of the call")
         self._missed = self._result.missed
-        self._buffers: dict[torch.device, tuple[AmaxBuffer, list[Proof]]] = {}
+        self._buffers: dict[torch.device, tuple[AmaxBuffer, dict[int, Proof]]] = {}
 
     def add(self, proof: AnyProof) -> AnyProof:
         """Hold a proof under its name, in place of an earlier one."""
@@ -177,11 +177,12 @@ class Calibration:
             if proof.device is not None:
                 devices.setdefault(proof.device, []).append(proof)
         for device, proofs in devices.items():
-            if device not in self._buffers or self._buffers[device][1] != proofs:
-                self._buffers[device] = buffer, _ = AmaxBuffer(sum(proof.width for proof in proofs), device), proofs
-                entries = iter(buffer.entries)
-                for proof in proofs:
-                    proof.entries = list(islice(entries, proof.width))
+            ends = list(accumulate(proof.width for proof in proofs))
+            placed = {end - proof.width: proof for proof, end in zip(proofs, ends, strict=True)}
+            if device not in self._buffers or self._buffers[device][1] != placed:
+                self._buffers[device] = AmaxBuffer(ends[-1], device), placed
+                for first, proof in placed.items():
+                    proof.entries = self._buffers[device][0].entries[first : first + proof.width]
             self._buffers[device][0].set_exponents([proof.exponent for proof in proofs for _ in range(proof.width)])
 
     def _holds(self, result: object) -> bool:
@@ -192,11 +193,10 @@ class Calibration:
                 self._result.record_amax(x)
         hold = not self._missed.any
         for buffer, proofs in self._buffers.values():
-            records, first = buffer.read(), 0
-            for proof in proofs:
-                if records[first] != NOTHING:
-                    hold = self._is_held(proof, proof.magnitude(records[first : first + proof.width])) and hold
-                first += proof.width
+            records = buffer.read()
+            for first in [place for place, record in enumerate(records) if record != NOTHING and place in proofs]:
+                proof = proofs[first]
+                hold = self._is_held(proof, proof.magnitude(records[first : first + proof.width])) and hold
         return hold
 
     def _is_held(self, proof: Proof, magnitude: float) -> bool:

@@ -12,7 +12,7 @@ F(4x4, 3x3) (Lavin and Gray, arXiv:1509.09308). What overflows there gives Inf o
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 
 import torch
 import torch.nn.functional as F
@@ -43,15 +43,18 @@ def kind_of(module: torch.nn.Module) -> str | None:
 
 
 def has_wide_output(device: torch.device, kind: str) -> bool:
-    """Tell whether fp16 operands can give an fp32 result: on CUDA for matrix products, and on a CPU.
-
-    A CPU has no fp16 units to gain from; it multiplies the rounded operands in fp32, which is the same arithmetic.
-    """
-    if device.type == "cpu":
+    """Tell whether fp16 operands can give an fp32 result: on CUDA for matrix products, and where they are emulated."""
+    if is_emulated(device):
         return True
     # ROCm and XPU have taken ``mm(out_dtype=...)`` lately, in versions that nobody has tried it with here, and scale
     # instead.
     return device.type == "cuda" and kind == "linear" and torch.version.hip is None and HAS_WIDE_PRODUCT
+
+
+def is_emulated(device: torch.device) -> bool:
+    """Tell whether rounded operands are multiplied in fp32, the same arithmetic: a CPU has no fp16 units to gain
+    from."""
+    return device.type == "cpu"
 
 
 class SafeOperation:
@@ -99,7 +102,8 @@ class SafeOperation:
         else:
             bias_dtype = None if self._is_wide(operand) else torch.float32
         with self.weights(self.module, operand, torch.float16, bias_dtype) as (weight, bias):
-            result = self._in_fp16(operand, weight, bias, *args, **kwargs)
+            multiply = self._in_fp16 if self.calibration.by_layer else self._multiplied
+            result = multiply(operand, weight, bias, *args, **kwargs)
         if self.finite is not None:
             self.finite.record_amax(self._column(result))
         return result
@@ -120,22 +124,22 @@ class SafeOperation:
             return multiplied(self.module, self.kind, x.float(), weight, bias, *args, **kwargs)
 
     def _in_fp16(self, operand, weight, bias, *args, **kwargs) -> torch.Tensor:
-        """Multiply in fp16. A result that is not proven is fp32, or made so from a scaled one."""
-        with fp32_accumulation() if self.calibration.by_layer else nullcontext():
+        """Multiply in fp16, with fp16 accumulation held off around this layer."""
+        with fp32_accumulation():
             return self._multiplied(operand, weight, bias, *args, **kwargs)
 
     def _multiplied(self, operand, weight, bias, *args, **kwargs) -> torch.Tensor:
+        """Multiply in fp16. A result that is not proven is fp32, or made so from a scaled one."""
         if self.scale.result.proven:
             return multiplied(self.module, self.kind, operand, weight, bias, *args, **kwargs)
         # ``torch.mm`` with ``out_dtype`` has no derivative (torch 2.8 to 2.11).
         needs_gradient = torch.is_grad_enabled() and (operand.requires_grad or weight.requires_grad)
         if not self._is_wide(operand):
             product = multiplied(self.module, self.kind, operand, weight, None, *args, **kwargs)
-        elif operand.device.type == "cpu" or needs_gradient:
+        elif is_emulated(operand.device) or needs_gradient:
             product = multiplied(self.module, self.kind, operand.float(), weight.float(), None, *args, **kwargs)
         else:
-            product = wide_product(operand.reshape(-1, operand.shape[-1]), weight.t())
-            product = product.reshape(*operand.shape[:-1], weight.shape[0])
+            product = wide_product(operand.flatten(0, -2), weight.t()).unflatten(0, operand.shape[:-1])
         if bias is not None and self.kind != "linear":
             bias = bias.reshape(-1, *[1] * len(self.module.kernel_size))
         return self.scale.unscaled(product, bias)

@@ -60,8 +60,10 @@ def casts_weights(layer: Layer) -> bool:
 
 
 def casting(layer: Layer) -> list[Patch]:
-    """Return what makes an operation of ComfyUI's cast its weights; nothing for another module."""
-    return [(layer, "comfy_cast_weights", True)] if casts_weights(layer) else []
+    """Return what makes an operation of ComfyUI's cast its weights; nothing where its class does that anyway, and for
+    another module."""
+    always = getattr(type(layer), "comfy_cast_weights", False)
+    return [(layer, "comfy_cast_weights", True)] if casts_weights(layer) and not always else []
 
 
 def weight_functions(layer: Layer) -> list[Callable]:
@@ -138,10 +140,12 @@ def scales_input(layer: Layer) -> bool:
     return hasattr(layer, "pre_quant_scale")
 
 
-def uses_parameters_as_they_are(layer: Layer) -> bool:
-    """Tell whether ComfyUI does nothing to a layer's parameters at a call but to move and cast them."""
+def lie_ready(layer: Layer, weight: torch.Tensor, bias: torch.Tensor | None, device: torch.device) -> bool:
+    """Tell whether a layer's parameters are on the device, and ComfyUI does nothing to them at a call but a cast."""
+    if weight.device != device or (bias is not None and bias.device != device):
+        return False
     # nn.Module's own look-up of a name that is not there raises an exception inside, which takes a microsecond.
-    return not ("_v" in vars(layer) or layer.weight_function or layer.bias_function)
+    return not ("_v" in layer.__dict__ or layer.weight_function or layer.bias_function)
 
 
 def weight_state(model: PatchedModel) -> Any:

@@ -21,8 +21,8 @@ from .attributes import (
     full_precision,
     has_product,
     is_bias_patched,
+    lie_ready,
     scales_input,
-    uses_parameters_as_they_are,
     weight_functions,
     with_product,
 )
@@ -46,14 +46,16 @@ def has_own_forward(module: torch.nn.Module) -> bool:
     return forward is not None and getattr(forward, "__func__", None) is not type(module).forward
 
 
-def exchanged(module: torch.nn.Module, forward: Callable) -> list[Patch]:
+def exchanged(module: torch.nn.Module, forward: Callable, fp16_sums: bool = True) -> list[Patch]:
     """Route all of a layer's matmuls through ``forward``.
 
     ``_full_precision_mm`` also turns off the two paths of ``comfy/ops.py`` that bypass ``forward``: its own fp8 matmul
-    and, since ComfyUI 0.38, an fp16 matmul taken while fp16 accumulation is on.
+    and, since ComfyUI 0.38, an fp16 matmul taken while fp16 accumulation is on. ``fp16_sums``: it may be on.
     """
-    patches = [(module, "forward", forward), full_precision(module)]
-    return [*patches, with_product(module, _dequantized_linear)] if is_quantized(module) else patches
+    patches = [(module, "forward", forward)]
+    if is_quantized(module):
+        return [*patches, full_precision(module), with_product(module, _dequantized_linear)]
+    return [*patches, full_precision(module)] if fp16_sums else patches
 
 
 @contextlib.contextmanager
@@ -69,6 +71,23 @@ def _input_act_calls_layers() -> Iterator[None]:
 
 
 _input_act = SharedScope(_input_act_calls_layers)
+
+
+def uncast_norm(module: torch.nn.Module) -> list[Patch]:
+    """Run a norm of ComfyUI's as torch does while its parameters lie ready in its input's dtype."""
+    kinds = (torch.nn.LayerNorm, torch.nn.GroupNorm, torch.nn.RMSNorm)
+    kind = next((each for each in kinds if isinstance(module, each)), None)
+    if kind is None or not casts_weights(module) or not only_computes(module) or module.weight is None:
+        return []
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        weight = module._parameters["weight"]
+        if weight.dtype != x.dtype or not lie_ready(module, weight, module._parameters.get("bias"), x.device):
+            return type(module).forward(module, x)
+        comfy.ops.run_every_op()
+        return kind.forward(module, x)
+
+    return [(module, "forward", forward)]
 
 
 def calling_layers(modules: Iterable[torch.nn.Module]) -> contextlib.AbstractContextManager:
@@ -104,7 +123,12 @@ def dequantized(weight: torch.Tensor) -> torch.Tensor:
 
 def only_multiplies(module: torch.nn.Module) -> bool:
     """Tell whether the module does no more than cast its weights and multiply: ComfyUI's and torch's own classes."""
-    if scales_input(module) or kind_of(module) is None or has_own_forward(module):
+    return not scales_input(module) and kind_of(module) is not None and only_computes(module)
+
+
+def only_computes(module: torch.nn.Module) -> bool:
+    """Tell whether the module runs as ComfyUI's and torch's own classes do."""
+    if has_own_forward(module):
         return False
     return all(method.__module__.startswith((comfy.ops.__name__, "torch.nn.")) for method in forwards_of_class(module))
 
@@ -134,27 +158,20 @@ def core_weights(
     dtype: torch.dtype | None,
     bias_dtype: torch.dtype | None = torch.float32,
 ) -> contextlib.AbstractContextManager[tuple]:
-    """Provide a module's weight in ``dtype`` and its bias in ``bias_dtype``, as ``WeightProvider`` says: the parameters
-    themselves where they lie ready, else by ``cast_weights``.
+    """Provide a module's weight in ``dtype`` and its bias in ``bias_dtype``, as ``WeightProvider`` says: torch's own
+    cast of the parameters where they lie ready, else ``cast_weights``.
 
     ComfyUI's cast takes longer on the host than a small matmul does on a GPU.
     """
-    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
     if dtype is None:
         dtype = _dtype_to_measure(module)
-    if type(weight) is torch.nn.Parameter and weight.dtype == dtype and _lies_ready(module, weight, bias, x.device):
-        comfy.ops.run_every_op()
-        if bias is not None and bias.dtype != bias_dtype:
-            bias = bias.to(bias_dtype or (bias.dtype if bias.dtype in HALF else torch.float32))
-        return contextlib.nullcontext((weight, bias))
-    return cast_weights(module, x, dtype, bias_dtype or _dtype_of_bias(module))
-
-
-def _lies_ready(module: torch.nn.Module, weight: torch.Tensor, bias: torch.Tensor | None, device: torch.device) -> bool:
-    """Tell whether a layer's parameters are on the device, and nothing is done to them at a call."""
-    if weight.device != device or (bias is not None and bias.device != device):
-        return False
-    return uses_parameters_as_they_are(module)
+    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+    if type(weight) is not torch.nn.Parameter or not lie_ready(module, weight, bias, x.device):
+        return cast_weights(module, x, dtype, bias_dtype or _dtype_of_bias(module))
+    comfy.ops.run_every_op()
+    if bias is not None and bias.dtype != bias_dtype:
+        bias = bias.to(bias_dtype or (bias.dtype if bias.dtype in HALF else torch.float32))
+    return contextlib.nullcontext((weight if weight.dtype == dtype else weight.to(dtype), bias))
 
 
 def _dtype_to_measure(module: torch.nn.Module) -> torch.dtype:
@@ -193,7 +210,7 @@ def cast_weights(
 def quantized_weights(module: torch.nn.Module, x: torch.Tensor) -> contextlib.AbstractContextManager[tuple]:
     """Provide a quantized layer's weight as stored, LoRA merged, and its bias in the dtype of the input ``x``."""
     weight, bias = module.weight, module.bias
-    if not _lies_ready(module, weight, bias, x.device):
+    if not lie_ready(module, weight, bias, x.device):
         # Asked for in its own dtype: ``cast_bias_weight`` dequantizes it in any other.
         return cast_weights(module, x, weight.dtype, x.dtype, want_requant=True)
     comfy.ops.run_every_op()

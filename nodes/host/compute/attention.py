@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 
 import comfy.ldm.modules.attention
@@ -13,6 +14,7 @@ from ....precision.base.patching import Patch, patched
 from ..comfyui.layers import top_level_parts
 from ..replay.call import Call
 
+_parts: weakref.WeakKeyDictionary[torch.nn.Module, list[weakref.ref]] = weakref.WeakKeyDictionary()
 OVERRIDE = "optimized_attention_override"
 ATTENTION_PATCHES = {"attn1_output_patch", "attn2_output_patch", "attn1", "attn2"}
 EXACT = ("attention_pytorch", "attention_basic", "attention_split", "attention_sub_quad")
@@ -57,10 +59,16 @@ def attending(
 
 def _entries(model: torch.nn.Module, override: Callable, inputs: Callable | None) -> Iterator[Patch]:
     whole = getattr(model, "_orig_mod", model)
-    for part in (model, *top_level_parts(model).values()):
-        part = getattr(part, "_orig_mod", part)
-        if kind_of(part) is None and holds_modules(part):
-            yield part, "forward", _entry(forward_of(part), override, inputs if part is whole else None)
+    for part in _compilable_parts(model):
+        yield part, "forward", _entry(forward_of(part), override, inputs if part is whole else None)
+
+
+def _compilable_parts(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """List a model and the parts of it that may be compiled, as they are when nothing is; looked up once."""
+    if model not in _parts:
+        parts = [getattr(part, "_orig_mod", part) for part in (model, *top_level_parts(model).values())]
+        _parts[model] = [weakref.ref(part) for part in parts if kind_of(part) is None and holds_modules(part)]
+    return [part for reference in _parts[model] if (part := reference())]
 
 
 def holds_modules(module: torch.nn.Module) -> bool:

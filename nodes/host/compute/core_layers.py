@@ -11,7 +11,7 @@ from ....precision.arithmetic.linear import SafeOperation, kind_of, matmul_flops
 from ....precision.arithmetic.result_bound import largest_fp16_result
 from ....precision.base.dtypes import dtype_named, name_of
 from ....precision.base.flags import flags_set
-from ....precision.base.modes import FP8, FP16_WIDE, FP32, INT8, MODE_OF
+from ....precision.base.modes import FP8, FP16, FP16_WIDE, FP32, INT8, MODE_OF
 from ....precision.base.patching import Patch
 from ....precision.formats.fp8 import activation_scale
 from ....precision.plan.compute import ComputeDecision, ComputePlan
@@ -49,7 +49,9 @@ class PlannedLayers:
                 forward = CastResult(forward, torch.float32 if decision.stream == FP32.name else None).__call__
             if decision.sums:
                 forward = SumsByRule(decision.sums, forward, self.switching).__call__
-            self.patches += [*exchanged(layer, forward), *casting(layer)]
+            self.patches += exchanged(layer, forward, fp16_sums=not holds_sums(plan))
+            if name not in self.operations:
+                self.patches += casting(layer)
 
     def _product(self, name: str, layer: torch.nn.Module, decision: ComputeDecision) -> Forward:
         """Make what multiplies: a method and not an object, for which torch.compile would make a graph of its own."""
@@ -96,6 +98,12 @@ class PlannedLayers:
         """The floating-point operations of a call that had fp16 operands and could not overflow."""
         in_fp16 = (name for name, operation in self.operations.items() if not operation.scale.in_fp32)
         return sum(self.calibration.flops[name] for name in in_fp16)
+
+
+def holds_sums(plan: ComputePlan) -> bool:
+    """Tell whether fp16 accumulation is off for whole calls: no layer of a safe plan could have such sums."""
+    modes = {decision.mode for decision in plan.decisions.values()}
+    return plan.is_safe and FP16_WIDE.name in modes and FP16.name not in modes
 
 
 def _without_int8(plan: ComputePlan, name: str) -> ComputeDecision:

@@ -12,17 +12,17 @@ from ....precision.arithmetic.attention import SafeAttention, run_in_fp32
 from ....precision.arithmetic.attention_bounds import AttentionCall
 from ....precision.base.flags import fp32_accumulation
 from ....precision.base.layer_names import are_alike
-from ....precision.base.modes import FP16, FP16_WIDE, INT8
+from ....precision.base.modes import FP16_WIDE, INT8
 from ....precision.base.patching import Patch, SharedScope, patched
 from ....precision.plan.compute import ComputePlan
 from ..comfyui.attributes import casting, scaled_input, with_cast_dtype, with_scaled_input
 from ..comfyui.execution import Make, switches_by_layer
 from ..comfyui.layers import is_quantized, modules_of
-from ..comfyui.weights import calling_layers
+from ..comfyui.weights import calling_layers, uncast_norm
 from ..replay.call import Call
 from ..replay.model_compiler import compiler_off
 from .attention import in_one_dtype, kernels_of
-from .core_layers import PlannedLayers, int8_patches
+from .core_layers import PlannedLayers, holds_sums, int8_patches
 from .ruled_attention import RuledAttention
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ class PlannedModel:
         self.modules = {name: module for name, module in named.items() if name in plan.decisions}
         self.plan = plan
         self._safe, self._mixes = plan.is_safe, plan.mixes_fp32_in  # a graph breaks where it reads the plan's mappings
+        self._holds_sums = holds_sums(plan)
         self._model = weakref.ref(model)
         self._has_rules = any(plan.decisions[name].sums for name in self.modules)
         in_int8 = {
@@ -67,6 +68,8 @@ class PlannedModel:
         for name, module in in_int8.items():
             self._patches += int8_patches(module, plan.decisions[name])
         self.calling = calling_layers(self.modules.values())
+        if plan.is_safe:
+            self._patches += [patch for module in named.values() for patch in uncast_norm(module)]
         self.casting = [patch for module in named.values() for patch in casting(module)]
         if self._mixes:
             self._patches += [patch for name, module in named.items() if inside(name) for patch in casting(module)]
@@ -88,7 +91,7 @@ class PlannedModel:
         """Make one call of the model, or of its text adapter, its patches set; it is repeated with calibration when a
         proof does not hold."""
         patcher = self._model().current_patcher
-        off = needs_fp32_accumulation(self.plan, patcher)
+        off = self._holds_sums or needs_fp32_accumulation(self.plan, patcher)
         self.calibration.by_layer = not off
         self.layers.switching.by_layer = not self._has_rules or switches_by_layer(patcher)
 
@@ -154,7 +157,5 @@ def needs_fp32_accumulation(plan: ComputePlan, patcher: "ModelPatcher") -> bool:
     """Tell whether to hold fp16 accumulation off for whole calls: some layer has fp32 results, and either no layer
     could accumulate in fp16 or the flag cannot be switched by layer. Otherwise each ``SafeOperation`` holds it off for
     itself."""
-    modes = {decision.mode for decision in plan.decisions.values()}
-    if FP16_WIDE.name not in modes:
-        return False
-    return (plan.is_safe and FP16.name not in modes) or not switches_by_layer(patcher)
+    wide = any(decision.mode == FP16_WIDE.name for decision in plan.decisions.values())
+    return holds_sums(plan) or (wide and not switches_by_layer(patcher))

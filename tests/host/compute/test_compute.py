@@ -78,11 +78,11 @@ def test_calls_leave_no_memory_behind(comfy, wan, call_of_two):
     tracemalloc.start()
     try:
         taken = []
-        for _ in range(4):
+        for _ in range(8):  # a module's attributes move once, after as many settings as its dict had room for
             for _ in range(5):
                 families.replay(model, call_of_two)
             gc.collect()
             taken.append(held_by_the_pack())
-        assert taken[3] - taken[2] < 2_000
+        assert taken[7] - taken[6] < 2_000
     finally:
         tracemalloc.stop()

@@ -76,7 +76,7 @@ def test_an_error_inside_a_call_leaves_nothing_behind(comfy, overflowing, call, 
         if measured:
             families.replay(planned, call)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(SafeOperation, "_in_fp16", lambda *args: (_ for _ in ()).throw(raised("on purpose")))
+            patch.setattr(SafeOperation, "_multiplied", lambda *args: (_ for _ in ()).throw(raised("on purpose")))
             with pytest.raises(raised):
                 families.replay(planned, call)
         families.replay(model, call)
