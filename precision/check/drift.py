@@ -136,18 +136,13 @@ def worst_blocks(
     samples: Mapping[str, list[torch.Tensor]], reference: Mapping[str, list[torch.Tensor]]
 ) -> list[BlockDrift]:
     """Find the blocks whose results are the farthest from the reference's, the worst first."""
-    alike = (name for name, taken in samples.items() if _fit(taken, reference.get(name, [])))
-    found = {name: _sample_db(samples[name], reference[name]) for name in alike}
+    found: dict[str, float] = {}
+    for name, taken in samples.items():
+        exact = reference.get(name, [])
+        if [part.shape for part in taken] == [part.shape for part in exact]:
+            error, signal = torch.cat(taken) - torch.cat(exact), torch.cat(exact)
+            found[name] = decibels(error.square().sum().item(), signal.square().sum().item())
     return [BlockDrift(name, found[name]) for name in sorted(found, key=lambda name: found[name])[:WORST_BLOCKS]]
-
-
-def _fit(taken: list[torch.Tensor], reference: list[torch.Tensor]) -> bool:
-    return [part.shape for part in taken] == [part.shape for part in reference]
-
-
-def _sample_db(taken: list[torch.Tensor], reference: list[torch.Tensor]) -> float:
-    result, exact = torch.cat(taken), torch.cat(reference)
-    return decibels((result - exact).square().sum().item(), exact.square().sum().item())
 
 
 def drift_event(check: CheckReport, snr_db: float, threshold_db: float, batch_rows: list[int]) -> GuardEvent:

@@ -132,7 +132,7 @@ class Case:
         attempt = self._at(step)
         if not attempt.finite:
             return None
-        later = self.call.keep(step, attempt, None)
+        later = self.call.keep(step, None)
         self._note(True, RECOVERED, step, later, wording.BEGINS_SAFE)
         return attempt.result
 
@@ -179,7 +179,7 @@ class Case:
         if step == self.call.present:
             self._note_unchanged(True, DEVICE_FAULT, None, wording.SAME_AGAIN)
         else:
-            later = self.call.keep(step, attempt, self.origin)
+            later = self.call.keep(step, self.origin)
             self._note(True, RECOVERED, step, later)
         return attempt.result
 
@@ -328,11 +328,10 @@ class Case:
         spoils_all = len(self.log.lost | images) >= self.call.images
         return replace(self.call.position, batch_rows=sorted(images), spoils_all=spoils_all)
 
-    def _give_up(self, diagnosis: Diagnosis, position: CallPosition | None = None) -> Any:
-        place, verdict = diagnosis.origin, diagnosis.verdict
-        mode, _ = self.call.modes(place)
-        advice = self._advice(verdict) if diagnosis.advice is None else diagnosis.advice
-        self.log.give_up(position or self._position(self.rows), place, verdict, advice, mode, diagnosis.evidence)
+    def _give_up(self, found: Diagnosis, position: CallPosition | None = None) -> Any:
+        mode, _ = self.call.modes(found.origin)
+        advice = self._advice(found.verdict) if found.advice is None else found.advice
+        self.log.give_up(position or self._position(self.rows), replace(found, advice=advice), mode)
         return self.call.result
 
     def _advice(self, verdict: str) -> str | None:

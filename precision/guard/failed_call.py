@@ -26,12 +26,10 @@ class Attempt:
 
     Args:
         largest: its largest magnitude before any clamp; NaN or inf where it is not finite.
-        observed: what was measured while it was made, for the call that made it.
     """
 
     result: Any
     largest: float
-    observed: Any = None
 
     @property
     def finite(self) -> bool:
@@ -54,6 +52,8 @@ class FailedCall(ABC):
         steps: the entries of the ladder to repeat it at, the last all in fp32; the first may be ``present``.
             Empty where it was in fp32 already.
         in_fp32: the step at which all of it runs in fp32.
+        tell: tells whoever waits for the call what is being done, in words.
+        is_out_of_memory: tells whether an error means that a repeat found no memory.
         present: the step it failed at, where it may be repeated so before others.
         locates_first: the operation is looked for before higher steps are tried, as a call costs little of its run.
         hidden: the result is finite, but the model's own code clamped what was not.
@@ -74,6 +74,8 @@ class FailedCall(ABC):
     wording: Wording
     steps: Sequence[Step]
     in_fp32: Step
+    tell: Callable[[str], None]
+    is_out_of_memory: Callable[[BaseException], bool]
     _: KW_ONLY
     present: Step | None = None
     locates_first: bool = True
@@ -100,16 +102,8 @@ class FailedCall(ABC):
     def modes(self, origin: Origin | None, step: Step | None = None) -> tuple[str, str]:
         """Return (mode of the operation that failed, its mode after ``step``)."""
 
-    @abstractmethod
-    def is_out_of_memory(self, error: BaseException) -> bool:
-        """Tell whether an error means that a repeat found no memory."""
-
-    @abstractmethod
-    def tell(self, doing: str) -> None:
-        """Tell whoever waits for the call what is being done, in words."""
-
-    def keep(self, step: Step, attempt: Attempt, origin: Origin | None) -> str:
-        """Run later calls as the attempt at a step, which was finite, showed to be needed. Returns the sentence on
+    def keep(self, step: Step, origin: Origin | None) -> str:
+        """Run later calls as the last attempt, which was finite at a step, showed to be needed. Returns the sentence on
         later runs; empty where they begin as this one did."""
         return ""
 

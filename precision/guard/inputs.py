@@ -38,25 +38,20 @@ class NotFiniteInput:
     verdict: str = BAD_INPUT
     advice: str | None = None
 
-    @property
-    def origin(self) -> Origin:
-        """Return where NaN or Inf came from: this input."""
-        return input_origin(self.name)
-
     def nan_rows(self, batch: int) -> set[int]:
         """List the rows of a batch that were given NaN: all of them, where a value has no row for each."""
         rows: set[int] = set()
         for value in self.values:
-            bad = (
-                torch.isnan(value).reshape(value.shape[0], -1).any(1) if value.dim() else torch.isnan(value).reshape(1)
-            )
+            bad = torch.isnan(value if value.dim() else value[None])
+            bad = bad.reshape(len(bad), -1).any(1)
             found = bad.nonzero().flatten().tolist()
             rows.update(found if len(bad) == batch else range(batch) if found else ())
         return rows
 
     def diagnosis(self, evidence: str) -> "Diagnosis":
         """Blame it for the failure."""
-        return Diagnosis(self.origin, self.verdict, self.advice, BETWEEN_CALLS if self.name == SAMPLER else evidence)
+        evidence = BETWEEN_CALLS if self.name == SAMPLER else evidence
+        return Diagnosis(input_origin(self.name), self.verdict, self.advice, evidence)
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,12 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
 from ..base.nested import tensors_in
 from ..report.schema import CheckReport, GuardEvent, GuardReport
-from .inputs import NotFiniteInput, is_finite, rows_not_finite
+from .inputs import Diagnosis, NotFiniteInput, is_finite, rows_not_finite
 from .localize import Origin
 from .policy import Escalation
 from .verdicts import ADVICE, CLEAN, CURED, DEVICE_FAULT, NOT_PRECISION, RECOVERED, STOPPED, NonFinite
@@ -37,6 +36,12 @@ class CallPosition:
     spoils_all: bool = False
 
 
+FAILURES = {
+    "saturation": "values past fp16's range were clamped by the model's own code",
+    "weights": "a weight is not finite",
+}
+
+
 def event_of(
     position: CallPosition, origin: Origin | None, from_mode: str, to_mode: str, recovered: bool, evidence: str = ""
 ) -> GuardEvent:
@@ -52,26 +57,18 @@ def event_of(
 def sentence(event: GuardEvent, origin: Origin | None) -> str:
     """Describe an event of a diffusion model in one line, for the log, the page and errors."""
     when = f"Step {event.step}, sigma {event.sigma:.4g}: " if math.isfinite(event.sigma) else ""
-    mode = f"computed in {event.from_mode}" if event.from_mode else ""
+    what = f"{FAILURES.get(event.kind, 'the result became NaN or Inf')} in {event.layer or 'the model'}{_op(event)}"
+    what = f"NaN or Inf in the {event.layer}" if event.kind == "input" else what
     given = f"largest input {origin.largest:.4g}" if origin and math.isfinite(origin.largest) else ""
-    rows = _rows(event)
-    line = when + ", ".join(filter(None, [_what(event), mode, given, rows, origin.tokens if origin else ""])) + "."
+    mode, rows = _mode_and_rows(event)
+    line = when + ", ".join(filter(None, [what, mode, given, rows, origin.tokens if origin else ""])) + "."
     repeated = f"Repeated in {event.to_mode}: finite." if event.recovered else ""
     return " ".join(filter(None, [line[0].upper() + line[1:], repeated, event.evidence]))
 
 
-def _what(event: GuardEvent) -> str:
-    if event.kind == "input":
-        return f"NaN or Inf in the {event.layer}"
-    what = {
-        "saturation": "values past fp16's range were clamped by the model's own code",
-        "weights": "a weight is not finite",
-    }
-    return f"{what.get(event.kind, 'the result became NaN or Inf')} in {event.layer or 'the model'}{_op(event)}"
-
-
-def _rows(event: GuardEvent) -> str:
-    return f"batch rows {', '.join(map(str, event.batch_rows))}" if event.batch_rows else ""
+def _mode_and_rows(event: GuardEvent) -> tuple[str, str]:
+    mode = f"computed in {event.from_mode}" if event.from_mode else ""
+    return mode, f"batch rows {', '.join(map(str, event.batch_rows))}" if event.batch_rows else ""
 
 
 def _op(event: GuardEvent) -> str:
@@ -83,21 +80,15 @@ def encoder_sentence(event: GuardEvent, origin: Origin, kind: str) -> str:
     if event.recovered:
         line = f"{event.layer}: the result was NaN or Inf in {event.from_mode}. Repeated in {event.to_mode}: finite."
     else:
-        mode = f"computed in {event.from_mode}" if event.from_mode else ""
+        mode, rows = _mode_and_rows(event)
         place = f"first in {event.layer}{_op(event)}" if event.layer else ""
         what = ": ".join((kind, "the result is NaN or Inf"))
-        line = ", ".join(filter(None, [what, mode, place, _rows(event)])) + "."
+        line = ", ".join(filter(None, [what, mode, place, rows])) + "."
     return " ".join(filter(None, [line, event.evidence]))
 
 
-class Notify(Protocol):
-    """Tells the user of an event, or of the verdict of a run (``event`` None)."""
-
-    def __call__(self, kind: str, verdict: str, message: str, advice: str, event: GuardEvent | None = None) -> None: ...
-
-
-def _silent(kind: str, verdict: str, message: str, advice: str, event: GuardEvent | None = None) -> None:
-    """Tell nobody."""
+Notify = Callable[..., None]
+"""Tells the user of (kind, verdict, message, advice, event); without an event, of the verdict of a run."""
 
 
 @dataclass
@@ -117,7 +108,7 @@ class GuardLog:
     """
 
     on_nan: str = "report"
-    notify: Notify = _silent
+    notify: Notify = lambda *message: None
     describe: Callable[[GuardEvent, Origin | None], str] = sentence
     prompt: str | None = None
     calls: int = 0
@@ -154,21 +145,14 @@ class GuardLog:
         self.notify("event", verdict, message, advice, event)
         return NonFinite(message, verdict, advice)
 
-    def give_up(
-        self,
-        position: CallPosition,
-        origin: Origin | None,
-        verdict: str,
-        advice: str | None = None,
-        mode: str = "",
-        evidence: str = "",
-    ) -> None:
+    def give_up(self, position: CallPosition, found: Diagnosis, mode: str = "") -> None:
         """Note what repeats cannot cure: the images of ``position``, or the run where it names none or spoils all.
 
         Raises:
             NonFinite: nothing is left to save, or the guard is to stop; never where it only reports.
         """
-        error = self.note(event_of(position, origin, mode, mode, False, evidence), origin, verdict, advice)
+        event = event_of(position, found.origin, mode, mode, False, found.evidence)
+        error = self.note(event, found.origin, found.verdict, found.advice)
         self.lost.update(position.batch_rows)
         self.given_up = position.spoils_all or not position.batch_rows
         if self.on_nan == "stop" or (self.on_nan == "retry_higher" and position.spoils_all):
@@ -214,7 +198,7 @@ def blame_inputs(log: GuardLog, inputs: Sequence[NotFiniteInput], batch: int) ->
     for one in inputs:
         rows = one.nan_rows(batch)
         position = CallPosition(0, batch_rows=sorted(rows), spoils_all=len(rows | log.lost) >= batch)
-        log.give_up(position, one.origin, one.verdict, one.advice, evidence=NAN_GIVEN)
+        log.give_up(position, one.diagnosis(NAN_GIVEN))
 
 
 def blame_between_calls(log: GuardLog, result: torch.Tensor, sigmas: torch.Tensor) -> None:
@@ -230,7 +214,7 @@ def blame_between_calls(log: GuardLog, result: torch.Tensor, sigmas: torch.Tenso
             log.calls, len(sigmas) - 1, float(sigmas[-1]), rows, len(log.lost.union(rows)) >= len(bad[0])
         )
         origin = Origin("sampler", "", "nan", "fp32", math.nan)
-        log.give_up(position, origin, NOT_PRECISION, mode="fp32", evidence=BETWEEN_CALLS)
+        log.give_up(position, Diagnosis(origin, NOT_PRECISION, None, BETWEEN_CALLS), "fp32")
 
 
 def blame_device(log: GuardLog, position: CallPosition, device: torch.device, mode: str, detail: str) -> bool:

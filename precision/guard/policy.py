@@ -123,7 +123,7 @@ def escalation_after(
     observed: ObservedRanges,
     origin: Origin | None,
     modes: Mapping[str, str],
-    in_fp16: bool,
+    stream: str,
 ) -> Escalation:
     """Decide what runs wider from now on, after ``repeat`` gave a finite result.
 
@@ -131,12 +131,12 @@ def escalation_after(
         present: the escalation the call failed in.
         observed: the magnitudes met in the repeat.
         modes: layer -> mode so far, of those that multiply.
-        in_fp16: the values between layers are fp16, so ``safe_escalation`` was tried before fp32.
+        stream: the dtype of the values between layers; in fp16 ``safe_escalation`` was tried before fp32.
     """
     if not repeat.whole:
         return _escalate(present, observed, origin, modes)
     block = enclosing_block(origin.layer, observed.blocks) if origin else ""
-    if in_fp16 or not block or block in present.blocks:
+    if stream == "fp16" or not block or block in present.blocks:
         return ALL_IN_FP32
     inside = {name: FP32.name for name in modes if enclosing_block(name, [block])}
     return Escalation({**present.layers, **inside}, present.blocks | {block}, present.stream)
@@ -153,7 +153,9 @@ def _escalate(
     wide = {name: FP16_WIDE.name for name, size in observed.layers.items() if size > LIMIT}
     culprit = origin.layer if origin else ""
     if culprit in modes and origin.multiplies and culprit not in wide:
-        wide[culprit] = _relieved(modes[culprit])
+        # All its values fit fp16: it is its sums or its 8-bit operands that do not.
+        lowered = any(mode.sums_in_fp16 or mode.is_8bit for mode in modes_named([modes[culprit]]))
+        wide[culprit] = (FP16 if lowered else FP16_WIDE).name
     blocks = {block for block in (enclosing_block(name, observed.blocks) for name in [*wide, culprit]) if block}
     if origin and "attention" in origin.op:
         blocks |= observed.attention
@@ -166,13 +168,6 @@ def _escalate(
     if grown != present:
         return grown
     return Escalation(grown.layers, grown.blocks, True, present.stream)
-
-
-def _relieved(mode: str) -> str:
-    """Return the mode of a layer that overflowed though all its values fit fp16:
-    it is its sums or its 8-bit operands that do not."""
-    lowered = any(known.sums_in_fp16 or known.is_8bit for known in modes_named([mode]))
-    return (FP16 if lowered else FP16_WIDE).name
 
 
 def enclosing_block(layer: str, blocks: Collection[str]) -> str:

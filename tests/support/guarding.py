@@ -11,7 +11,7 @@ from unittest.mock import Mock
 
 import torch
 from halfsafe.nodes.host.guard.model import guard_of
-from halfsafe.nodes.host.guard.state import LEARNED, learned_of
+from halfsafe.nodes.host.guard.state import learned_of
 from support import families
 from support.families import load
 
@@ -116,8 +116,8 @@ def raising_at(error: BaseException, number: int):
 
 
 def left_on(model: torch.nn.Module) -> dict[str, set[str]]:
-    """What every module of a model has of its own, beside what guards have learned of the model."""
-    return {name: set(module.__dict__) - {LEARNED} for name, module in model.named_modules()}
+    """What every module of a model has of its own."""
+    return {name: set(module.__dict__) for name, module in model.named_modules()}
 
 
 def is_finite(tensor: torch.Tensor) -> bool:

@@ -30,7 +30,7 @@ from ..comfyui.kernels import DEQUANTIZED
 from ..comfyui.layers import top_level_parts
 from ..compute.executor import compute_of
 from ..compute.layer_modes import kernels_of, observed_modes_of, stream_dtype
-from ..guard.escalation import EscalatedLayers
+from ..guard.escalation import EscalatedLayers, hooked
 from ..guard.failure import INSIDE, images_of, sigma_of, step_of
 from ..guard.state import Guarded
 from ..replay.call import Call
@@ -86,16 +86,9 @@ class BlockOutputs:
         self.samples: dict[str, list[torch.Tensor]] = {}
         self._parts = top_level_parts(model)
 
-    @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
-        """Watch the blocks by hooks while the context lasts: their forwards, which others look at, stay."""
-        notes = ((part, functools.partial(self._note, name)) for name, part in self._parts.items())
-        handles = [part.register_forward_hook(note) for part, note in notes]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+    def watched(self) -> contextlib.AbstractContextManager:
+        """Watch the blocks while the context lasts."""
+        return hooked((name, part, self._note) for name, part in self._parts.items())
 
     def _note(self, name: str, module: torch.nn.Module, args: tuple, result) -> None:
         taken = drift.sampled(result)

@@ -1,6 +1,5 @@
 """Check what ComfyUI gives a call, and the weights it runs with: causes of NaN that no precision cures."""
 
-import copy
 import operator
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,7 +9,7 @@ import torch
 
 from ....precision.arithmetic.linear import kind_of
 from ....precision.base.errors import CheckpointError
-from ....precision.base.nested import leaves, tensors_in
+from ....precision.base.nested import tensors_in
 from ....precision.base.patching import Patch
 from ....precision.files.safetensors_file import open_checkpoint
 from ....precision.guard.inputs import (
@@ -80,19 +79,6 @@ def _conditioning(context: torch.Tensor | None, options: dict) -> str:
     return CONDITIONINGS.get(kinds[row * len(kinds) // len(context)], "conditioning")
 
 
-def call_patches(call: Call) -> str:
-    """Name the functions that nodes put into the model's blocks, as GLIGEN and IP-Adapters do; "" for none."""
-    patches = leaves({key: call.options.get(key) for key in CALL_PATCHES})
-    return " and ".join(sorted({f"'{_name_of(one)}'" for _, one in patches if callable(one)}))
-
-
-def without_patches(call: Call) -> Call:
-    """Copy a call without the functions that :func:`call_patches` names."""
-    bare = copy.copy(call)
-    bare.options = {key: value for key, value in call.options.items() if key not in CALL_PATCHES}
-    return bare
-
-
 def with_patches(options: dict, change: Callable[[Callable], Callable]) -> dict:
     """Copy ``transformer_options`` with ``change`` of each function that nodes have put into the model's blocks."""
     return options | {key: _each(options[key], change) for key in CALL_PATCHES if options.get(key)}
@@ -104,11 +90,6 @@ def _each(value: object, change: Callable[[Callable], Callable]) -> object:
     if isinstance(value, (list, tuple)):
         return [_each(inner, change) for inner in value]
     return change(value) if callable(value) else value
-
-
-def _name_of(function: object) -> str:
-    """Name what made a function: GLIGEN's is ``Gligen._set_position.<locals>.func``."""
-    return getattr(function, "__qualname__", type(function).__qualname__).partition(".")[0]
 
 
 class LoadedWeights:
@@ -208,14 +189,11 @@ def _bad_lora_files() -> str:
     given = (value for node in running_prompt().values() for value in node.get("inputs", {}).values())
     names = {value for value in given if isinstance(value, str)}
     known = sorted(names & set(folder_paths.get_filename_list("loras")))
-    found = ((name, _bad_tensor(folder_paths.get_full_path("loras", name))) for name in known)
-    return ", ".join(f"{name} (tensor '{tensor}')" for name, tensor in found if tensor)
-
-
-def _bad_tensor(path: str) -> str:
-    if not path.endswith((".safetensors", ".sft")):
-        return ""
-    return next((name for name, tensor in open_checkpoint(path).items() if not is_finite(tensor)), "")
+    found = []
+    for file in (name for name in known if name.endswith((".safetensors", ".sft"))):
+        tensors = open_checkpoint(folder_paths.get_full_path("loras", file)).items()
+        found += [f"{file} (tensor '{name}')" for name, tensor in tensors if not is_finite(tensor)][:1]
+    return ", ".join(found)
 
 
 def _file_of(patcher) -> str:

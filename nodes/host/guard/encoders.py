@@ -12,7 +12,7 @@ from ....precision.base.dtypes import name_of
 from ....precision.base.nested import tensors_in
 from ....precision.base.patching import patched
 from ....precision.guard.case import Case
-from ....precision.guard.failed_call import Attempt
+from ....precision.guard.failed_call import Attempt, FailedCall
 from ....precision.guard.inputs import NotFiniteInput, inputs_not_finite
 from ....precision.guard.localize import Localizer, Origin
 from ....precision.guard.log import CallPosition, GuardLog, encoder_sentence
@@ -20,11 +20,13 @@ from ....precision.guard.policy import encoder_steps
 from ....precision.guard.random_start import RandomStart
 from ....precision.guard.wording import ENCODER_INPUTS, ENCODERS
 from ..comfyui.attributes import CAST_DTYPE
+from ..comfyui.execution import is_oom
+from ..comfyui.page import show_progress
 from ..comfyui.weights import ask_for_plain_products
 from ..load.devices import current_device
 from ..load.encoders import vae_in
 from .causes import LoadedWeights
-from .failure import HostCall, notifier
+from .failure import notifier
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -70,6 +72,8 @@ class EncoderGuard:
             wording=ENCODERS[self.kind],
             steps=encoder_steps(dtype, current_device().capabilities["bf16"]),
             in_fp32=torch.float32,
+            tell=show_progress,
+            is_out_of_memory=is_oom,
             present=dtype,
             locates_first=False,
             default_origin=Origin(f"{self.kind} {action}", "", "overflow", name_of(dtype), math.nan),
@@ -78,7 +82,7 @@ class EncoderGuard:
         return Case(call, self.log).resolved()
 
 
-class EncoderCall(HostCall):
+class EncoderCall(FailedCall):
     """A call of a VAE or text encoder in the dtype ``present``. Methods do what ``FailedCall`` says of them."""
 
     make: Make

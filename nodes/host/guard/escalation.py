@@ -1,7 +1,8 @@
 """Run a model with some parts wider than by themselves: what the guard puts on it for the length of a call."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -43,8 +44,9 @@ class EscalatedLayers:
         self.everywhere = escalation.stream or escalation.whole
         blocks = () if self.everywhere else escalation.blocks
         self.blocks = {name: part for name, part in self.parts.items() if name in blocks}
-        widened = {name: mode for name, mode in modes.items() if self._widens(name)}
-        decisions = _decisions(modules_of(model), escalation, widened)
+        modules, own = modules_of(model), dict.fromkeys(modes, FP32.name) if escalation.whole else modes
+        widened = {name: escalation.layers.get(name, mode) for name, mode in own.items() if self._widens(name)}
+        decisions = {name: _decision(mode, modules[name]) for name, mode in widened.items()}
         self.decided = {name: decision.mode for name, decision in decisions.items()}
         self.planned = PlannedModel(ComputePlan.of_layers(decisions), model, self._widens)
         self.whole = escalation.whole
@@ -54,8 +56,8 @@ class EscalatedLayers:
     def _widens(self, name: str) -> bool:
         return self.everywhere or bool(enclosing_block(name, self.blocks))
 
-    def call(self, call: Call, observing: Sequence[Patch] = ()) -> torch.Tensor:
-        """Make a call inside of whatever wrappers others have, with the patches ``observing`` on top of the model's."""
+    def call(self, call: Call, zeroed: Sequence[Patch] = ()) -> torch.Tensor:
+        """Make a call inside of whatever wrappers others have, with the weights ``zeroed`` in place of the model's."""
         attend = self._attend if self.everywhere or self.blocks else None
         free = compiler_off() if self.blocks else contextlib.nullcontext()
         # torch.compile makes a graph anew for each function it has not met.
@@ -63,7 +65,7 @@ class EscalatedLayers:
             call.options = with_patches(call.options, self._promoting)
         with (
             free,
-            patched([*self._patches(), *observing]),
+            patched([*self._patches(), *zeroed]),
             attending(call.model, call, attend),
             _sums_in_fp32(self.everywhere),
         ):
@@ -79,7 +81,7 @@ class EscalatedLayers:
         return self.decided | self.planned.layers.observed_modes()
 
     def _patches(self) -> list[Patch]:
-        own = forwards_in(self.planned.patches)
+        own = {id(module): value for module, name, value in self.planned.patches if name == "forward"}
         given = {name: own.get(id(part), forward_of(part)) for name, part in self.blocks.items()}
         blocks = [(part, "forward", self._widened_block(given[name])) for name, part in self.blocks.items()]
         entry = in_fp32(self._model) if self._model else []
@@ -124,40 +126,30 @@ class EscalatedLayers:
 class RangeObserver:
     """Measure the largest magnitudes of a call, of each layer that multiplies and of each top-level part.
 
-    Finds the parts with an attention that fp16 could not hold, too. ``patches``: what to put on the model for the
-    length of that call.
+    Finds the parts with an attention that fp16 could not hold, too. Enter :meth:`watching` around the call.
     """
 
     def __init__(self, layers: EscalatedLayers):
+        self._named = [(name, module, self._layer) for name, module in layers.planned.modules.items()]
+        self._named += [(name, part, self._part) for name, part in layers.parts.items()]
         self._layers: dict[str, torch.Tensor] = {}
         self._blocks: dict[str, torch.Tensor] = {}
         self._attention = layers.planned.attention
+        self._seen = 0
         self._with_full_attention: set[str] = set()
-        forwards = forwards_in(layers.planned.patches)
-        modules = layers.planned.modules.items()
-        own = {id(module): self._measured_layer(name, forwards[id(module)]) for name, module in modules}
-        self.patches: list[Patch] = [(module, "forward", own[id(module)]) for _, module in modules]
-        for name, part in layers.parts.items():
-            self.patches.append((part, "forward", self._measured_part(name, own.get(id(part), part.forward))))
 
-    def _measured_layer(self, name: str, forward: Callable) -> Callable:
-        def run(x, *args, **kwargs):
-            result = forward(x, *args, **kwargs)
-            self._note(self._layers, name, (x, result))
-            return result
+    def watching(self) -> contextlib.AbstractContextManager:
+        """Watch layers and parts while the context lasts."""
+        return hooked(self._named)
 
-        return run
+    def _layer(self, name: str, module: torch.nn.Module, args: tuple, result) -> None:
+        self._note(self._layers, name, (args[:1], result))
 
-    def _measured_part(self, name: str, forward: Callable) -> Callable:
-        def run(*args, **kwargs):
-            first = self._attention.index
-            result = forward(*args, **kwargs)
-            self._note(self._blocks, name, result)
-            if any(self._attention.calls_in_fp32[first : self._attention.index]):
-                self._with_full_attention.add(name)
-            return result
-
-        return run
+    def _part(self, name: str, module: torch.nn.Module, args: tuple, result) -> None:
+        self._note(self._blocks, name, result)
+        first, self._seen = self._seen, self._attention.index
+        if any(self._attention.calls_in_fp32[first : self._seen]):
+            self._with_full_attention.add(name)
 
     def _note(self, kept: dict[str, torch.Tensor], name: str, values) -> None:
         for value in floats_in(values):
@@ -169,21 +161,24 @@ class RangeObserver:
         return ObservedRanges(_numbers(self._layers), _numbers(self._blocks), frozenset(self._with_full_attention))
 
 
+def _numbers(kept: dict[str, torch.Tensor]) -> dict[str, float]:
+    return dict(zip(kept, map(torch.Tensor.item, kept.values()), strict=True))
+
+
+@contextlib.contextmanager
+def hooked(watched: Iterable[tuple[str, torch.nn.Module, Callable]]) -> Iterator[None]:
+    """Tell functions of (name, module, arguments, result) of each run of their modules while the context lasts, by
+    hooks: the modules' forwards, which others look at, stay."""
+    handles = [module.register_forward_hook(functools.partial(note, name)) for name, module, note in watched]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def _sums_in_fp32(here: bool) -> contextlib.AbstractContextManager:
     return fp32_accumulation() if here else contextlib.nullcontext()
-
-
-def forwards_in(patches: Sequence[Patch]) -> dict[int, Callable]:
-    """Map ids of modules to the forwards that patches put on them."""
-    return {id(module): value for module, name, value in patches if name == "forward"}
-
-
-def _decisions(
-    modules: Mapping[str, torch.nn.Module], escalation: Escalation, modes: Mapping[str, str]
-) -> dict[str, ComputeDecision]:
-    """Decide what layers with these modes run in; in fp32 where the escalation is of the whole model."""
-    modes = dict.fromkeys(modes, FP32.name) if escalation.whole else modes
-    return {name: _decision(escalation.layers.get(name, mode), modules[name]) for name, mode in modes.items()}
 
 
 def _decision(mode: str, module: torch.nn.Module) -> ComputeDecision:
@@ -196,10 +191,6 @@ def _decision(mode: str, module: torch.nn.Module) -> ComputeDecision:
     if any(known.is_wide for known in modes_named([mode])):
         mode = FP16_WIDE.name if only_multiplies(module) else FP32.name
     return ComputeDecision(FP16_WIDE.name if mode == FP8.name else mode, "fp32", "escalated by the guard")
-
-
-def _numbers(kept: dict[str, torch.Tensor]) -> dict[str, float]:
-    return {name: value.item() for name, value in kept.items()}
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """A call that gave NaN or Inf, as ComfyUI can make it again; whom to notify of it."""
 
+import copy
 import functools
 import logging
 from collections.abc import Callable, Sequence
@@ -8,6 +9,7 @@ import torch
 
 from ....precision.base.amax import amax_value
 from ....precision.base.modes import FP16_WIDE
+from ....precision.base.nested import leaves
 from ....precision.base.patching import compile_disabled
 from ....precision.guard.failed_call import Attempt, FailedCall
 from ....precision.guard.inputs import NotFiniteInput
@@ -25,7 +27,7 @@ from ..compute.executor import fall_back, fallen_back, may_fall_back
 from ..replay.call import Call
 from ..replay.code_owner import packs_on
 from ..replay.restart import NOT_HERE, SAMPLING, Sampling, StartAgain
-from .causes import LoadedWeights, call_inputs, call_patches, without_patches
+from .causes import CALL_PATCHES, LoadedWeights, call_inputs
 from .escalation import EscalatedLayers, RangeObserver
 from .state import Guarded
 
@@ -57,17 +59,7 @@ def notifier(node_id: str | None, prompt: str | None = None, of: str = "", plann
     return notify
 
 
-class HostCall(FailedCall):
-    """A failed call on a device whose memory ComfyUI manages, of a node that shows progress."""
-
-    def tell(self, doing: str) -> None:
-        show_progress(doing)
-
-    def is_out_of_memory(self, error: BaseException) -> bool:
-        return is_oom(error)
-
-
-class ModelCall(HostCall):
+class ModelCall(FailedCall):
     """One call of a diffusion model, the ``number``th of its run. Methods do what ``FailedCall`` says of them."""
 
     def __init__(
@@ -77,6 +69,7 @@ class ModelCall(HostCall):
         patcher = call.model.current_patcher
         promised = AS_PLANNED if may_fall_back(patcher) and not guarded.escalation else None
         self._sampling: Sampling | None = call.options.get(SAMPLING)
+        obstacle = self._sampling.obstacle if self._sampling else NOT_HERE
         self._last: Attempt | None = None
         super().__init__(
             call,
@@ -89,11 +82,13 @@ class ModelCall(HostCall):
             wording=MODEL,
             steps=[ALL_IN_FP32] if promised else model_steps(guarded.modes, guarded.stream, guarded.escalation),
             in_fp32=ALL_IN_FP32,
+            tell=show_progress,
+            is_out_of_memory=is_oom,
             hidden=hidden,
             promised=promised,
             compiled=is_compiled(patcher),
             packs=" and ".join(packs_on(call)),
-            obstacle=_why_not_again(patcher, self._sampling),
+            obstacle=ON_SEVERAL_DEVICES if is_on_several_devices(patcher) else obstacle,
         )
 
     def run(self, given: Call) -> Attempt:
@@ -115,9 +110,9 @@ class ModelCall(HostCall):
             with fallen_back(self.model):
                 return self._attempt(given, lambda call: call.make({}))
         layers = EscalatedLayers(step, self.model, self.guarded.modes)
-        observer = RangeObserver(layers)
-        observing = [*observer.patches, *self.weights.zeroed(zeroed)]
-        return self._attempt(given, lambda call: layers.call(call, observing=observing), observer)
+        self._observer = RangeObserver(layers)
+        with self._observer.watching():
+            return self._attempt(given, lambda call: layers.call(call, self.weights.zeroed(zeroed)))
 
     def inputs(self, given: Call) -> list[NotFiniteInput]:
         return call_inputs(given, first=self.position.call == 1)
@@ -131,13 +126,13 @@ class ModelCall(HostCall):
             return self.guarded.stream, FP16_WIDE.name
         return ("", "") if origin and origin.kind == "input" else self.guarded.modes_at(origin)
 
-    def keep(self, step: Escalation, attempt: Attempt, origin: Origin | None) -> str:
+    def keep(self, step: Escalation, origin: Origin | None) -> str:
         """Widen what the attempt showed to be needed, in later runs of the model too."""
         if step == AS_PLANNED:
             fall_back(self.model)
             return f"{GOES_ON} {SAME_SEED}"
-        guarded, ranges = self.guarded, attempt.observed.ranges()
-        guarded.remember(escalation_after(step, guarded.escalation, ranges, origin, guarded.modes, guarded.half))
+        guarded, ranges = self.guarded, self._observer.ranges()
+        guarded.remember(escalation_after(step, guarded.escalation, ranges, origin, guarded.modes, guarded.stream))
         return SAME_SEED
 
     def widened(self, step: Escalation) -> StartAgain:
@@ -148,10 +143,15 @@ class ModelCall(HostCall):
         return StartAgain(self._sampling, self.guarded.remember(self.guarded.escalation | step))
 
     def patches(self, given: Call) -> str:
-        return call_patches(given)
+        """Name the makers of functions in the model's blocks: GLIGEN's is ``Gligen._set_position.<locals>.func``."""
+        made = (one for _, one in leaves({key: given.options.get(key) for key in CALL_PATCHES}) if callable(one))
+        names = {getattr(one, "__qualname__", type(one).__qualname__).partition(".")[0] for one in made}
+        return " and ".join(f"'{name}'" for name in sorted(names))
 
     def without_patches(self, given: Call) -> Call:
-        return without_patches(given)
+        bare = copy.copy(given)
+        bare.options = {key: value for key, value in given.options.items() if key not in CALL_PATCHES}
+        return bare
 
     def settle(self) -> None:
         """Leave ComfyUI's state of the repeat that cured the call, or its state before the call, to later calls."""
@@ -165,20 +165,11 @@ class ModelCall(HostCall):
     def _as_it_was(self, call: Call) -> torch.Tensor:
         return self.guarded.layers.call(call) if self.guarded.layers else call()
 
-    def _attempt(
-        self, given: Call, run: Callable[[Call], torch.Tensor], observer: RangeObserver | None = None
-    ) -> Attempt:
+    def _attempt(self, given: Call, run: Callable[[Call], torch.Tensor]) -> Attempt:
         """Make a call with ``run`` in the place of the model, inside of all wrappers."""
         result = given(**{INSIDE: run})
-        self._last = Attempt(result, amax_value(result), observer)
+        self._last = Attempt(result, amax_value(result))
         return self._last
-
-
-def _why_not_again(patcher, sampling: Sampling | None) -> str:
-    """Tell why the sampling of a call cannot start again; empty where it can."""
-    if is_on_several_devices(patcher):
-        return ON_SEVERAL_DEVICES
-    return NOT_HERE if sampling is None else sampling.obstacle
 
 
 def _watched(localizer: Localizer, executor: Callable, *args, **kwargs) -> torch.Tensor:

@@ -178,11 +178,10 @@ class Guard:
 
     def modes(self, patcher: "ModelPatcher") -> dict[str, str]:
         """Map the layers that run wider now to their modes."""
-        guarded = self.states.last_of(patcher)
-        return guarded.layers.modes() if guarded and guarded.layers else {}
+        return next(iter(self.modes_by_device(patcher).values()), {})
 
     def modes_by_device(self, patcher: "ModelPatcher") -> dict[str, dict[str, str]]:
-        """Map each device to the modes of the layers that run wider there."""
+        """Map each device, the patcher's own first, to the modes of the layers that run wider there."""
         runs = self.states.by_device(patcher).items()
         return {device: run.layers.modes() if run.layers else {} for device, run in runs}
 
@@ -192,45 +191,37 @@ class Guard:
         return guarded.layers.planned.calibration.largest() if guarded and guarded.layers else {}
 
     def _log(self, patcher: "ModelPatcher") -> GuardLog:
-        return self._logs.get(self._branch(patcher)) or self._keep(patcher, self._new_log(patcher))
+        return self._logs.get(self._branch(patcher)) or self._begin(patcher)
 
     def _branch(self, patcher: "ModelPatcher") -> tuple:
         """Return a log's key: MultiGPU's clones of a patcher on other devices have the same, and so has one that fell
         back."""
         return *branch_of(patcher), planned_on(patcher), activation_dtype(patcher)
 
-    def _keep(self, patcher: "ModelPatcher", log: GuardLog) -> GuardLog:
-        """Keep the log of a patcher's branch, and those of the last few others."""
-        branch = self._branch(patcher)
-        self._logs.pop(branch, None)
+    def _begin(self, patcher: "ModelPatcher") -> GuardLog:
+        """Return the log of a sampler's run: a new one, unless the last is of the same prompt. The logs of the last few
+        other branches are kept."""
+        branch, prompt, planned = self._branch(patcher), running_prompt_id(), planned_on(patcher)
+        log = self._logs.pop(branch, None)
+        if log is None or prompt is None or log.prompt != prompt:
+            notify = notifier(self.node_id, prompt, planner=planned.node_id if planned else None)
+            log = GuardLog(self.on_nan, notify, prompt=prompt)
+        log.begin_run()
         self._logs[branch] = log
         for oldest in list(self._logs)[:-LOGS_KEPT]:
             del self._logs[oldest]
         return log
 
-    def _new_log(self, patcher: "ModelPatcher", prompt: str | None = None) -> GuardLog:
-        planner = getattr(planned_on(patcher), "node_id", None)
-        return GuardLog(self.on_nan, notifier(self.node_id, prompt, planner=planner), prompt=prompt)
-
-    def _begin(self, patcher: "ModelPatcher") -> GuardLog:
-        """Return the log of a sampler's run: a new one, unless the last is of the same prompt."""
-        prompt, log = running_prompt_id(), self._log(patcher)
-        if prompt is None or log.prompt != prompt:
-            log = self._new_log(patcher, prompt)
-        log.begin_run()
-        return self._keep(patcher, log)
-
     def _check_device(self, call: Call, guarded: Guarded, log: GuardLog) -> None:
         """Check a product in the model's dtype, for which some devices give zeros, once per device and process."""
-        if str(guarded.device) in log.devices:
+        device, mode = guarded.device, guarded.stream
+        if str(device) in log.devices:
             return
-        log.devices.add(str(guarded.device))
-        if guarded.stream not in probes.GEMM_TOLERANCE or guarded.escalation.whole:
+        log.devices.add(str(device))
+        if mode not in probes.GEMM_TOLERANCE or guarded.escalation.whole:
             return
-        ok, detail = probes.canary(guarded.device, guarded.stream)
-        if ok:
-            return
-        if blame_device(log, CallPosition(log.calls, 0, sigma_of(call)), guarded.device, guarded.stream, detail):
+        ok, detail = probes.canary(device, mode)
+        if not ok and blame_device(log, CallPosition(log.calls, 0, sigma_of(call)), device, mode, detail):
             guarded.remember(ALL_IN_FP32)
 
 

@@ -16,20 +16,13 @@ from .escalation import EscalatedLayers
 if TYPE_CHECKING:
     from comfy.model_base import BaseModel
 
-LEARNED = "halfsafe_learned"
+_learned: weakref.WeakKeyDictionary["BaseModel", dict[tuple, Escalation]] = weakref.WeakKeyDictionary()
 
 
-class Learned(dict[tuple, Escalation]):
-    """Findings of guards on a model: state of the model -> escalation."""
-
-    def __deepcopy__(self, memo: dict) -> "Learned":
-        """Return an empty one for a copy of the model on another device: a state is known by objects not copied."""
-        return Learned()
-
-
-def learned_of(model: "BaseModel") -> Learned:
-    """Return the findings of guards on a model. The model holds them: a guard lasts as long as its node's result."""
-    return vars(model).setdefault(LEARNED, Learned())
+def learned_of(model: "BaseModel") -> dict[tuple, Escalation]:
+    """Return the findings of guards on a model: state of the model -> escalation. They live as long as the model, as a
+    guard lasts no longer than its node's result."""
+    return _learned.setdefault(model, {})
 
 
 class Guarded:
@@ -47,8 +40,7 @@ class Guarded:
         multiplying = {name for name, _ in matrix_layers(model)}
         self.modes = {name: mode for name, mode in planned_modes_of(patcher).items() if name in multiplying}
         self.stream = name_of(stream_dtype(patcher))
-        self.half = self.stream == "fp16"
-        self.watches_clamps = self.half and not is_compiled(patcher)
+        self.watches_clamps = self.stream == "fp16" and not is_compiled(patcher)
         self.device = patcher.load_device
         self.escalation = Escalation()
         self.layers: EscalatedLayers | None = None

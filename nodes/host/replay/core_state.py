@@ -24,7 +24,7 @@ class CoreState:
     def __init__(self, options: dict):
         self._random_numbers = random.getstate(), numpy.random.get_state()
         found = [value for _, value in leaves({**options, "sample_sigmas": None})]
-        self._objects = [(each, attributes_of(each)) for each in found if _is_core_object(each)]
+        self._objects = [(each, copied(vars(each))) for each in found if _is_core_object(each)]
         self._cells = [(cell, copied(cell.cell_contents)) for each in found for cell in _core_cells(each)]
 
     def put_back(self) -> None:
@@ -33,17 +33,12 @@ class CoreState:
         numpy.random.set_state(self._random_numbers[1])
         for each, attributes in self._objects:
             vars(each).clear()
-            vars(each).update({name: copied(value) for name, value in attributes.items()})
+            vars(each).update(copied(attributes))
         for cell, content in self._cells:
             cell.cell_contents = copied(content)
 
 
-def attributes_of(owner: object) -> dict:
-    """Copy the attributes of an object, its dicts and lists too."""
-    return {name: copied(value) for name, value in vars(owner).items()}
-
-
-def copied(value: object) -> object:
+def copied(value):
     """Copy dicts and lists, those in them too; what else is in them stays the same object."""
     if type(value) is dict:
         return {key: copied(each) for key, each in value.items()}

@@ -8,16 +8,15 @@ latent image and seed are those of the run.
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Callable
 
 import comfy.samplers
 import comfy.utils
-import numpy
 import torch
 
 from ....precision.guard.random_start import RandomStart
 from .code_owner import code_owner
+from .core_state import CoreState
 
 SAMPLING = "halfsafe_sampling"
 """The entry of ``transformer_options`` with the :class:`Sampling` that a call is of."""
@@ -68,7 +67,7 @@ class Sampling:
     def _run(self, executor: Callable, noise: torch.Tensor, latent_image, sampler, sigmas, *args, **kwargs):
         guider = self._guider
         conditionings, start = guider.conds, RandomStart.of(guider.model_patcher.load_device)
-        others = random.getstate(), numpy.random.get_state()
+        others = CoreState({})
         guider.model_options.setdefault("transformer_options", {})[SAMPLING] = self
         while True:
             guider.conds = {name: [copy.copy(each) for each in group] for name, group in conditionings.items()}
@@ -81,8 +80,7 @@ class Sampling:
             self._times += 1
             self.obstacle = TOO_OFTEN if self._times == MOST_RESTARTS else ""
             start.put_back()
-            random.setstate(others[0])
-            numpy.random.set_state(others[1])
+            others.put_back()
             comfy.utils.ProgressBar(len(sigmas) - 1).update_absolute(0)
 
 

@@ -94,17 +94,6 @@ def test_a_lora_of_a_hook_is_not_blamed_on_the_model_s_file(comfy, wan, value, w
     assert error.verdict == "bad_weights" and words in str(error)
 
 
-def test_a_batch_with_one_bad_row_goes_on_and_is_told(comfy, wan):
-    cond = families.conditioning("wan", batch=2)
-    cond[0][0][1] = math.nan
-    model = guarded(comfy, plain_fp16(comfy, wan))
-    result = families.sample(model, "wan", cond=cond, batch=2)
-    assert is_finite(result[0]) and not is_finite(result[1])
-    report = report_of(model)
-    assert report.verdict == "bad_input" and report.events[0].batch_rows == [1]
-    assert len(report.events) == 1 and report.extra_calls == 0
-
-
 def test_a_sampler_that_makes_nan_between_calls(comfy, wan):
     samplers = core("comfy.samplers")
 
@@ -128,11 +117,6 @@ def test_on_nan_stop_names_all_there_is_to_know(comfy, overflowing):
     assert error.verdict == "stopped"
     for part in ("Step 0", "sigma 1", "blocks.0.ffn.2", "matmul", "fp16", "largest input", "retry_higher"):
         assert part in str(error)
-
-
-def test_on_nan_stop_leaves_the_next_prompt_alone(comfy, overflowing, wan):
-    stopped_by(guarded(comfy, plain_fp16(comfy, overflowing), "stop"))
-    assert is_finite(families.sample(guarded(comfy, plain_fp16(comfy, wan), "stop"), "wan"))
 
 
 def test_on_nan_report_changes_nothing(comfy, overflowing):

@@ -46,6 +46,11 @@ def seen(reference, before, model, after) -> Row:
     return Row(report.verdict, relative_error(reference, before), relative_error(reference, after), report.extra_calls)
 
 
+def compared(reference_model, plain, model, call) -> Row:
+    reference, before, after = (families.replay(one, call) for one in (reference_model, plain, model))
+    return seen(reference, before, model, after)
+
+
 def cured(row, most=GOOD, calls=2):
     assert row.verdict == "recovered" and row.after < most and row.extra_calls <= calls
     assert not row.before < 10 * most, "without the guard it fails"
@@ -73,10 +78,8 @@ def test_5_scores_of_an_unfused_attention(comfy, files, monkeypatch, name):
     path = files("wan", "attention")
     reference_model, plain = load(comfy, path, "fp32", "fp32"), plain_fp16(comfy, path)
     call = families.capture(reference_model, "wan")
-    reference, before = families.replay(reference_model, call), families.replay(plain, call)
     model = guarded(comfy, plain)
-    row = seen(reference, before, model, families.replay(model, call))
-    cured(row)
+    cured(compared(reference_model, plain, model, call))
 
 
 def test_6_a_quantized_attention_kernel(comfy, files, fp32):
@@ -88,9 +91,7 @@ def test_6_a_quantized_attention_kernel(comfy, files, fp32):
     plain = plain_fp16(comfy, files("wan"))
     plain.model_options["transformer_options"]["optimized_attention_override"] = kernel
     model = guarded(comfy, plain)
-    reference, before = families.replay(reference_model, call), families.replay(plain, call)
-    row = seen(reference, before, model, families.replay(model, call))
-    cured(row)
+    cured(compared(reference_model, plain, model, call))
     assert set(report_of(model).escalations) == {"blocks.1"}
 
 
@@ -138,9 +139,7 @@ def test_8_a_hand_written_norm(comfy, files, fp32, kind):
     plain = plain_fp16(comfy, files("wan"))
     model = guarded(comfy, plain)
     with with_norm(NORMS[kind], reference_model, plain):
-        reference, before, after = (families.replay(one, call) for one in (reference_model, plain, model))
-    row = seen(reference, before, model, after)
-    cured(row)
+        cured(compared(reference_model, plain, model, call))
 
 
 def test_9_rounded_positions(comfy, files, fp32, monkeypatch):
@@ -191,8 +190,7 @@ def test_11_a_mask_made_for_bf16(comfy, files, monkeypatch):
     reference_model, plain = load(comfy, files("wan"), "fp32", "fp32"), plain_fp16(comfy, files("wan"))
     call = families.capture(reference_model, "wan")
     model = guarded(comfy, plain)
-    reference, before, after = (families.replay(one, call) for one in (reference_model, plain, model))
-    cured(seen(reference, before, model, after))
+    cured(compared(reference_model, plain, model, call))
 
 
 def test_13_a_clamp_that_belongs_to_the_model(comfy, files, fp32):
@@ -206,9 +204,9 @@ def test_13_a_clamp_that_belongs_to_the_model(comfy, files, fp32):
     plain = plain_fp16(comfy, files("wan"))
     model = guarded(comfy, plain)
     with with_norm(clipped, reference_model, plain):
-        reference, before, after = (families.replay(one, call) for one in (reference_model, plain, model))
-    row = seen(reference, before, model, after)
-    assert row.verdict == "clean" and torch.equal(before, after) and row.before > 0.02
+        row = compared(reference_model, plain, model, call)
+        assert torch.equal(families.replay(plain, call), families.replay(model, call))
+    assert row.verdict == "clean" and row.before > 0.02
 
 
 def test_14_fp16_forced_on(comfy, files):
@@ -218,9 +216,7 @@ def test_14_fp16_forced_on(comfy, files):
     plain = core("comfy_extras.nodes_model_advanced").ModelComputeDtype().patch(stock, "fp16")[0]
     reference_model = load(comfy, path, "fp32", "fp32")
     call = families.capture(reference_model, "ltxv")
-    reference, before = families.replay(reference_model, call), families.replay(plain, call)
-    model = guarded(comfy, plain)
-    cured(seen(reference, before, model, families.replay(model, call)))
+    cured(compared(reference_model, plain, guarded(comfy, plain), call))
 
 
 def test_16_fp16_with_wide_parts_where_core_takes_fp32(comfy, files, monkeypatch):
@@ -230,8 +226,7 @@ def test_16_fp16_with_wide_parts_where_core_takes_fp32(comfy, files, monkeypatch
     call = families.capture(reference_model, "ltxv")
     plain = load(comfy, path, "as_file", "auto")
     model = guarded(comfy, plain)
-    reference, before, after = (families.replay(one, call) for one in (reference_model, plain, model))
-    row = seen(reference, before, model, after)
+    row = compared(reference_model, plain, model, call)
     assert row.verdict == "clean" and row.after < GOOD
 
 

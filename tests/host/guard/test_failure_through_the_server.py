@@ -60,12 +60,6 @@ def test_stop_ends_the_prompt_with_the_layer_and_the_next_prompt_runs(running: S
     assert max(brightness(picture(running, told(running, graph("retry_higher", seed=4))[1]))) > 4
 
 
-def test_report_lets_the_prompt_go_on_and_tells(running: Server) -> None:
-    events, entry = told(running, graph("report", seed=5))
-    assert max(brightness(picture(running, entry))) <= 4
-    assert events[0]["verdict"] == "stopped" and not events[0]["event"]["recovered"]
-
-
 def test_a_clean_model_is_not_mentioned(running: Server) -> None:
     events, entry = told(running, graph("stop", model="wan.safetensors"))
     assert not events

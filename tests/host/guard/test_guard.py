@@ -163,26 +163,6 @@ def test_an_overflow_at_one_sigma_only(comfy, files):
     assert report_of(model).extra_calls == 0
 
 
-def test_only_the_model_with_one_lora_is_escalated(comfy, files):
-    def with_lora(model):
-        clone = model.clone()
-        key = "diffusion_model.blocks.1.ffn.2.weight"
-        delta = torch.randn(256, 1024, generator=torch.Generator().manual_seed(5)) * 6e3
-        clone.add_patches({key: ("diff", (delta,))}, 1.0)
-        return clone
-
-    path = files("wan")
-    reference = families.sample(with_lora(load(comfy, path, "fp32", "fp32")), "wan")
-    plain = plain_fp16(comfy, path)
-    model, without = guarded(comfy, with_lora(plain)), guarded(comfy, plain)
-    assert relative_error(reference, families.sample(model, "wan")) < 0.02
-    assert report_of(model).verdict == "recovered" and "blocks.1.ffn.2" in report_of(model).escalations
-    families.sample(without, "wan")
-    assert report_of(without).verdict == "clean" and not report_of(without).escalations
-    families.sample(model, "wan")
-    assert report_of(model).extra_calls == 0, "the way back to the LoRA is remembered"
-
-
 def test_fp8_weights_that_overflow_fp16(comfy, files):
     path = files("wan", "ffn")
     reference = families.sample(load(comfy, path, "fp8_e4m3fn", "fp32"), "wan")
@@ -244,13 +224,6 @@ def test_a_controlnet_is_whole_in_every_repeat(comfy, files):
     control = {"middle": [torch.ones(1)], "output": []}
     assert is_finite(families.replay(model, call, control=control))
     assert taken.call_count == 3 and len(control["middle"]) == 1
-
-
-def test_max_retries_of_one_goes_straight_to_the_safe_call(comfy, files):
-    path = files("wan", "ffn")
-    model = guarded(comfy, plain_fp16(comfy, path), max_retries=1)
-    assert is_finite(families.sample(model, "wan"))
-    assert report_of(model).extra_calls == 1
 
 
 def test_nothing_is_left_on_the_model(comfy, files):

@@ -1,6 +1,5 @@
 """The guard among other nodes: in any order, with hooks, regions, masks, merges, threads and errors."""
 
-import copy
 import gc
 import math
 import threading
@@ -11,7 +10,6 @@ import torch
 from comfy.model_management import InterruptProcessingException
 from comfy_execution.utils import CurrentNodeContext
 from halfsafe.nodes.host.guard.model import guard_of
-from halfsafe.nodes.host.guard.state import learned_of
 from halfsafe.precision.guard.policy import Escalation
 from halfsafe.precision.guard.verdicts import NonFinite
 from support import families
@@ -31,15 +29,6 @@ from support.guarding import (
 )
 from support.measures import relative_error
 from support.summing import accumulation
-
-
-def test_prompts_of_different_lengths(comfy, overflowing, fp32):
-    positive, negative = families.conditioning("wan", length=23), families.conditioning("wan", length=7, seed=4)
-    reference = sample(fp32, positive, negative)
-    model = guarded(comfy, plain_fp16(comfy, overflowing))
-    assert relative_error(reference, sample(model, positive, negative)) < 0.02
-    report = report_of(model)
-    assert report.extra_calls == 2 and report.calls % 2 == 0
 
 
 def test_two_samplers_in_one_prompt_share_what_was_learned(comfy, overflowing, fp32):
@@ -129,14 +118,6 @@ def test_regional_conditionings(comfy, overflowing, fp32):
     model = guarded(comfy, plain_fp16(comfy, overflowing))
     assert relative_error(reference, sample(model, conds)) < 0.02
     assert report_of(model).extra_calls <= 4 and report_of(model).verdict == "recovered"
-
-
-@pytest.mark.parametrize("sampler", ["heun", "uni_pc_bh2", "dpm_2", "lcm"])
-def test_samplers_with_several_calls_a_step(comfy, overflowing, fp32, sampler):
-    reference = families.sample(fp32, "wan", sampler=sampler)
-    model = guarded(comfy, plain_fp16(comfy, overflowing))
-    assert relative_error(reference, families.sample(model, "wan", sampler=sampler)) < 0.02
-    assert report_of(model).extra_calls == 2
 
 
 def test_a_merge_of_guarded_models(comfy, overflowing, wan, fp32):
@@ -346,14 +327,6 @@ def test_a_scheduled_lora_is_remembered_and_let_go(comfy, wan):
     assert group() is None, "what was learned keeps no LoRA"
 
 
-def test_a_lack_of_memory_for_a_repeat_is_told(comfy, overflowing, caplog):
-    model = inside(guarded(comfy, plain_fp16(comfy, overflowing)), raising_at(torch.OutOfMemoryError("Allocation on device"), 3))
-    with pytest.raises(torch.OutOfMemoryError):
-        families.sample(model, "wan")
-    assert report_of(model).verdict == "stopped" and "memory" in report_of(model).advice
-    assert "not enough memory to repeat" in caplog.text
-
-
 def test_the_advice_is_that_of_the_verdict_it_comes_with(comfy, wan):
     """A device fault at the second call, then a sampler that makes NaN."""
     samplers = core("comfy.samplers")
@@ -371,11 +344,3 @@ def test_the_advice_is_that_of_the_verdict_it_comes_with(comfy, wan):
         run(model, noise, 1.0, samplers.KSAMPLER(broken), sigmas, cond, cond, torch.zeros_like(noise), seed=1)
     assert error.value.verdict == "not_precision" and "driver" not in str(error.value)
     assert report_of(model).verdict == "device_fault" and len(report_of(model).events) == 2
-
-
-def test_a_copy_of_a_model_for_another_device_begins_with_nothing_learned(comfy, overflowing):
-    model = guarded(comfy, plain_fp16(comfy, overflowing))
-    families.sample(model, "wan")
-    learned = learned_of(model.model)
-    assert list(learned.values()) == [guard_of(model).states.last(model.model).escalation]
-    assert not copy.deepcopy(learned) and learned

@@ -65,15 +65,6 @@ def test_what_a_clone_on_another_device_saw_is_in_the_report(comfy, overflowing)
     assert report.verdict == "recovered" and report.calls == 1 and "blocks.0.ffn.2" in report.escalations
 
 
-def test_the_log_keeps_the_last_branches_only(comfy, wan):
-    from halfsafe.nodes.host.guard.model import LOGS_KEPT, guard_of
-
-    model = guarded(comfy, plain_fp16(comfy, wan))
-    for _ in range(LOGS_KEPT + 3):
-        report_of(with_lora(model))
-    assert len(guard_of(model)._logs) == LOGS_KEPT, "a LoRA is another one even where it lies where the last one lay"
-
-
 def test_an_escalation_begins_with_what_was_planned_and_not_with_what_calls_have_shown(comfy, wan):
     """In fp16_safe most layers were seen to need plain fp16 in the first run: a later call may need them wide."""
     plain = families.load(comfy, wan, "fp16", "fp16_safe")

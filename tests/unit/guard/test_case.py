@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from halfsafe.precision.base.oom import is_oom
 from halfsafe.precision.devices import probes
 from halfsafe.precision.guard.case import Case
 from halfsafe.precision.guard.failed_call import Attempt, FailedCall
@@ -62,19 +63,13 @@ class Fake(FailedCall):
         values = {"given": {"text": GOOD}, "result": BAD, "steps": ["fp16_safe", "fp32"], "in_fp32": "fp32"} | about
         super().__init__(
             start=RandomStart.of(cpu), position=CallPosition(1, 3, 0.5), images=2, device=cpu, wording=MODEL,
-            weights=weights or OneWeight(), **values,
+            weights=weights or OneWeight(), tell=str, is_out_of_memory=is_oom, **values,
         )  # fmt: skip
 
     def _made(self, how: str, given: dict, zeroed=()) -> Attempt:
         self.ran.append(how)
         result = self.made(given, how, zeroed)
         return Attempt(result, result.abs().amax().item())
-
-    def is_out_of_memory(self, error):
-        return isinstance(error, torch.OutOfMemoryError)
-
-    def tell(self, doing):
-        """Nobody waits."""
 
     def run(self, given):
         return self._made("as it was", given)
@@ -91,7 +86,7 @@ class Fake(FailedCall):
     def modes(self, origin, step=None):
         return "fp16", self.kept[-1] if self.kept else "fp16"
 
-    def keep(self, step, attempt, origin):
+    def keep(self, step, origin):
         self.kept.append(step)
         return ""
 

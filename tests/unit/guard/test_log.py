@@ -6,6 +6,7 @@ import math
 import re
 
 import pytest
+from halfsafe.precision.guard.inputs import Diagnosis
 from halfsafe.precision.guard.localize import Origin
 from halfsafe.precision.guard.log import CallPosition, GuardLog, encoder_sentence, event_of, sentence
 from halfsafe.precision.guard.verdicts import ADVICE, NonFinite
@@ -30,10 +31,10 @@ def test_a_run_ends_where_nothing_is_left_to_save_or_the_node_says_so(on_nan, sp
     position = CallPosition(1, spoils_all=spoils_all)
     if stops:
         with pytest.raises(NonFinite, match="blocks.0.down") as error:
-            log.give_up(position, ORIGIN, "not_precision", mode="fp16")
+            log.give_up(position, Diagnosis(ORIGIN, "not_precision"), "fp16")
         assert error.value.verdict == "not_precision"
     else:
-        log.give_up(position, ORIGIN, "not_precision", mode="fp16")
+        log.give_up(position, Diagnosis(ORIGIN, "not_precision"), "fp16")
     assert log.given_up and len(log.events) == 1
     ((kind, verdict, message, advice, event),) = told
     assert (kind, verdict, advice, event) == ("event", "not_precision", ADVICE["not_precision"], log.events[0])
@@ -56,7 +57,7 @@ def test_an_encoder_is_told_of_by_its_kind_and_dtypes():
     log = GuardLog(notify=told, describe=functools.partial(encoder_sentence, kind="VAE"))
     overflow = Origin("VAE decode", "", "overflow", "fp16", 0.0)
     log.note(event_of(CallPosition(1), overflow, "fp16", "bf16", True), overflow, "recovered", "")
-    log.give_up(CallPosition(2), Origin("decoder.up", "add", "overflow", "fp16", 0.0), "not_precision", "Another file.", "fp16")
+    log.give_up(CallPosition(2), Diagnosis(Origin("decoder.up", "add", "overflow", "fp16", 0.0), "not_precision", "Another file."), "fp16")
     assert [message[2:4] for message in told] == [
         ("VAE decode: the result was NaN or Inf in fp16. Repeated in bf16: finite.", ""),
         ("VAE: the result is NaN or Inf, computed in fp16, first in decoder.up (add).", "Another file."),

@@ -32,11 +32,11 @@ def seen(layers=None, blocks=None, attention=()):
 
 def escalate(present, observed, origin, modes):
     """What runs wider after the safe repeat in fp16 was finite."""
-    return escalation_after(safe_escalation(modes), present, observed, origin, modes, in_fp16=True)
+    return escalation_after(safe_escalation(modes), present, observed, origin, modes, "fp16")
 
 
-def only_in_fp32(present, origin, in_fp16=False):
-    return escalation_after(ALL_IN_FP32, present, SMALL, origin, MODES, in_fp16)
+def only_in_fp32(present, origin, stream="bf16"):
+    return escalation_after(ALL_IN_FP32, present, SMALL, origin, MODES, stream)
 
 
 def product(layer, mode="fp16"):
@@ -96,7 +96,7 @@ def test_only_fp32_helped():
     grown = only_in_fp32(Escalation(), product("blocks.1.up", "fp8"))
     assert grown == Escalation({"blocks.1.up": "fp32", "blocks.1.down": "fp32"}, frozenset({"blocks.1"}))
     assert only_in_fp32(grown, product("blocks.1.up")) == only_in_fp32(Escalation(), None) == ALL_IN_FP32
-    assert only_in_fp32(Escalation(), product("blocks.1.up"), in_fp16=True) == ALL_IN_FP32, "the safe fp16 was tried"
+    assert only_in_fp32(Escalation(), product("blocks.1.up"), "fp16") == ALL_IN_FP32, "the safe fp16 was tried"
 
 
 @pytest.mark.parametrize(
