@@ -18,25 +18,25 @@ MOST_LINES = {
     "precision/devices": 892,
     "precision/make": 506,
     "precision/plan": 1891,
-    "precision/arithmetic": 1687,
-    "precision/guard": 1586,
-    "precision/check": 177,
-    "precision/study": 1653,
+    "precision/arithmetic": 1691,
+    "precision/guard": 1553,
+    "precision/check": 172,
+    "precision/study": 1050,
     "precision/report": 887,
     "precision/commands": 864,
-    "nodes/host/comfyui": 1261,
-    "nodes/host/replay": 389,
-    "nodes/host/compute": 1245,
+    "nodes/host/comfyui": 1002,
+    "nodes/host/replay": 382,
+    "nodes/host/compute": 1264,
     "nodes/host/accumulation": 352,
     "nodes/host/lora": 516,
     "nodes/host/load": 1596,
-    "nodes/host/guard": 1366,
-    "nodes/host/check": 247,
-    "nodes/host/reporting": 761,
-    "nodes/host/study": 1041,
-    "nodes": 2143,
+    "nodes/host/guard": 1313,
+    "nodes/host/check": 240,
+    "nodes/host/reporting": 485,
+    "nodes/host/study": 592,
+    "nodes": 1117,
 }
-MOST = {"product": 24402, "tests": 32403, "tests/support": 4774, "benchmarks": 2414, "scripts": 3_400}
+MOST = {"product": 21707, "tests": 31912, "tests/support": 4774, "benchmarks": 2442, "scripts": 3_400}
 MOST_WORDS, MOST_RESULTS, MOST_SMALL, SMALL = 30_000, 12, 15, 40
 MOST_RIDDLES = 0.05
 LONGEST, MOST_FILES = 400, 14
