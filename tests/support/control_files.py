@@ -11,7 +11,6 @@ import torch
 from support import tiny_models
 
 HEADS = 2
-OF_UNION = ("task_embedding", "transformer_layes.", "spatial_ch_projs.", "control_add_embedding.")
 
 
 def sd15(path: Path, dtype: torch.dtype = torch.float16, prefix: str = "") -> Path:
@@ -20,21 +19,12 @@ def sd15(path: Path, dtype: torch.dtype = torch.float16, prefix: str = "") -> Pa
     return tiny_models._save(path, {prefix + name: shape for name, shape in shapes.items()}, dtype, 0)
 
 
-def sdxl(path: Path, dtype: torch.dtype = torch.float16) -> Path:
-    """Write a ControlNet for SDXL, every level 320 channels wide."""
-    return tiny_models._save(path, _cldm(tiny_models.sdxl_unet_config()), dtype, 0)
-
-
-def sd15_diffusers(path: Path, dtype: torch.dtype = torch.float16, types: int | None = None) -> Path:
-    """Write a ControlNet for SD 1.5 with diffusers' names, of the size :func:`narrow` makes ComfyUI expect.
-
-    ``types``: of a Union ControlNet, how many kinds of hint it takes.
-    """
+def sd15_diffusers(path: Path, dtype: torch.dtype = torch.float16) -> Path:
+    """Write a ControlNet for SD 1.5 with diffusers' names, of the size :func:`narrow` makes ComfyUI expect."""
     from comfy.utils import unet_to_diffusers
 
     config = tiny_models.sd15_unet_config()
-    shapes, names = _cldm(config | ({"union_controlnet_num_control_type": types} if types else {})), unet_to_diffusers(config)
-    names |= {name.replace(".in_proj.", ".in_proj_"): name for name in shapes if name.startswith(OF_UNION)}
+    shapes, names = _cldm(config), unet_to_diffusers(config)
     for leaf in ("weight", "bias"):
         names |= {f"controlnet_mid_block.{leaf}": f"middle_block_out.0.{leaf}"}
         names |= {f"controlnet_down_blocks.{i}.{leaf}": f"zero_convs.{i}.0.{leaf}" for i in range(2)}
@@ -92,24 +82,8 @@ def sd35(path: Path, dtype: torch.dtype = torch.float16) -> Path:
     return tiny_models._save(path, shapes | {"control_type": (1,)}, dtype, 0)
 
 
-def mistoline(path: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
-    """Write a Flux ControlNet in the format of Mistoline."""
-    shapes = _flux(latent_input=False, mistoline=True)
-    renamed = {name.replace("_norm.weight", "_norm.scale").replace("controlnet_single_", "single_controlnet_"): shape for name, shape in shapes.items()}
-    return tiny_models._save(path, renamed, dtype, 0)
-
-
-def qwen_fun(path: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
-    """Write a Qwen-Image ControlNet in the format of Fun, which calls layers of the model it runs beside."""
-    from comfy.ldm.qwen_image.controlnet import QwenImageFunControlNetModel
-
-    model = tiny_models._on_meta(QwenImageFunControlNetModel, inner_dim=256, num_attention_heads=HEADS)
-    return tiny_models._save(path, tiny_models._shapes_of(model), dtype, 0)
-
-
-MORE_KINDS = {"union": functools.partial(sd15_diffusers, types=6), "sd35": sd35, "mistoline": mistoline, "qwen_fun": qwen_fun}
-KINDS: dict[str, Callable[[Path], Path]] = {"sd15": sd15, "sd15_diffusers": sd15_diffusers, "sdxl": sdxl, "flux": flux, "flux_diffusers": flux_diffusers, "qwen": qwen}
-CONTEXT = {"sd15": 768, "sd15_diffusers": 768, "sdxl": 2048, "flux": 4096, "flux_diffusers": 4096, "qwen": 3584, "sd35": 4096}
+KINDS: dict[str, Callable[[Path], Path]] = {"sd15": sd15, "sd15_diffusers": sd15_diffusers, "flux": flux, "flux_diffusers": flux_diffusers, "qwen": qwen}
+CONTEXT = {"sd15": 768, "sd15_diffusers": 768, "flux": 4096, "flux_diffusers": 4096, "qwen": 3584, "sd35": 4096}
 
 
 def give(control, kind: str, seed: int = 3) -> torch.Tensor:
@@ -133,8 +107,6 @@ def _inputs(kind: str, seed: int) -> dict[str, torch.Tensor]:
     inputs["timesteps"] = torch.tensor([0.5 if in_latents or kind == "flux" else 500.0])
     if kind == "sd35":
         inputs["y"] = random(1, 2048)
-    if kind == "sdxl":
-        inputs["y"] = random(1, 2816)
     if kind.startswith("flux"):
         inputs |= {"y": random(1, 768), "guidance": torch.tensor([3.5])}
     return inputs
@@ -147,7 +119,7 @@ def _cldm(config: dict) -> tiny_models.Shapes:
     return tiny_models._shapes_of(tiny_models._on_meta(ControlNet, hint_channels=3, **own))
 
 
-def _flux(latent_input: bool, mistoline: bool = False) -> tiny_models.Shapes:
+def _flux(latent_input: bool) -> tiny_models.Shapes:
     from comfy.ldm.flux.controlnet import ControlNetFlux
 
     config = {
@@ -156,4 +128,4 @@ def _flux(latent_input: bool, mistoline: bool = False) -> tiny_models.Shapes:
         **dict(patch_size=2, qkv_bias=True, guidance_embed=True, txt_ids_dims=[]),
     }
     more = {"control_latent_channels": 16} if latent_input else {}
-    return tiny_models._shapes_of(tiny_models._on_meta(ControlNetFlux, latent_input=latent_input, mistoline=mistoline, **more, **config))
+    return tiny_models._shapes_of(tiny_models._on_meta(ControlNetFlux, latent_input=latent_input, **more, **config))
