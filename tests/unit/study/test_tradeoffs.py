@@ -13,8 +13,16 @@ from halfsafe.precision.plan.facts import LayerSpec
 from halfsafe.precision.plan.rules import parse, rules_from
 from halfsafe.precision.plan.storage import plan_storage
 from halfsafe.precision.study.charts import COLOURS, tradeoffs_chart
-from halfsafe.precision.study.settings import Setting, settings_from, why_not
-from halfsafe.precision.study.tradeoffs import Measurements, Tradeoff, best_for, pareto_front, rules_for
+from halfsafe.precision.study.tradeoffs import (
+    Measurements,
+    Setting,
+    Tradeoff,
+    best_for,
+    pareto_front,
+    rules_for,
+    settings_from,
+    why_not,
+)
 from halfsafe.precision.study.tradeoffs_text import result_of, seconds_text, table_text
 from PIL import ImageColor
 
