@@ -5,7 +5,7 @@ from comfy_api.latest import io
 
 from ..precision.base.errors import HalfsafeError
 from ..precision.study.charts import tradeoffs_chart
-from ..precision.study.settings import DEFAULT_SETTINGS, settings_from
+from ..precision.study.tradeoffs import DEFAULT_SETTINGS, settings_from
 from ..precision.study.tradeoffs_text import result_of, table_text
 from .host.study import tradeoffs as host
 from .inputs import MEASURE, RulesType, seed_input

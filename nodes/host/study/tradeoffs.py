@@ -24,8 +24,7 @@ from ....precision.plan.goal import SUMS
 from ....precision.plan.rules import Rules, rules_from
 from ....precision.plan.storage import LoadPlan, plan_load
 from ....precision.study.sensitivity import snr_db
-from ....precision.study.settings import Setting, why_not
-from ....precision.study.tradeoffs import Measurements, Tradeoff
+from ....precision.study.tradeoffs import Measurements, Setting, Tradeoff, why_not
 from ..accumulation.executor import with_accumulation
 from ..comfyui.attributes import CAST_DTYPE
 from ..comfyui.execution import is_on_several_devices, is_oom

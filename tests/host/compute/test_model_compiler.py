@@ -26,7 +26,7 @@ from halfsafe.nodes.host.study.calibrate import calibrate_model
 from halfsafe.nodes.host.study.tradeoffs import Inputs, measure_model
 from halfsafe.precision.base.nested import tensors_in
 from halfsafe.precision.guard.policy import Escalation
-from halfsafe.precision.study.settings import settings_from
+from halfsafe.precision.study.tradeoffs import settings_from
 from support import families, model_files, rare_families
 from support.guarding import guarded, inside, nan_at, report_of
 from support.leaf_operations import LeafOperations

@@ -9,8 +9,7 @@ from halfsafe.nodes.host.comfyui.model_facts import model_facts
 from halfsafe.nodes.host.study import tradeoffs as host
 from halfsafe.nodes.host.study.step_timer import StepTimer
 from halfsafe.precision.base.errors import HalfsafeError
-from halfsafe.precision.study.settings import Setting, settings_from
-from halfsafe.precision.study.tradeoffs import Tradeoff, rules_for
+from halfsafe.precision.study.tradeoffs import Setting, Tradeoff, rules_for, settings_from
 from support import families, tiny_models
 from support.matmul_spy import MatmulSpy
 from support.measures import sqnr_db

@@ -15,11 +15,6 @@ from halfsafe.precision.devices import hardware, probes, profiles
 from halfsafe.precision.plan import auto
 from support.shipped import ROOT
 
-CONTRACT = (
-    "sm_61", "sm_70", "sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120",
-    "gfx90a", "gfx942", "gfx1100", "gfx1201", "mps_m1", "mps_m3", "xpu", "cpu",
-)  # fmt: skip
-
 # fp16 fast, bf16 native, fp8 storage, e4m3fn matmul, fp8 matmul gains, fp16 accumulation gains, fast accumulation,
 # int8 matmul, int8 matmul gains
 TABLE = {
@@ -41,6 +36,7 @@ TABLE = {
     "xpu": (1, 1, 1, 1, 0, 0, 0, 0, 0),
     "cpu": (0, 0, 1, 0, 0, 0, 0, 1, 0),
 }
+CONTRACT = tuple(TABLE)
 COLUMNS = (
     "fp16", "bf16", "fp8_storage", "fp8_matmul", "fp8_matmul_gains", "fp16_accumulation", "fp8_fast_accumulation",
     "int8_matmul", "int8_matmul_gains",
@@ -78,11 +74,8 @@ def cuda(monkeypatch):
     return pretend
 
 
-def test_the_profile_names_are_the_contracts_in_its_order():
-    assert profiles.PROFILE_NAMES == CONTRACT
-
-
 def test_every_row_matches_the_device_table_and_has_a_sentence_for_every_capability(newest_torch):
+    assert profiles.PROFILE_NAMES == CONTRACT, "in its order"
     for name in CONTRACT:
         row = profiles.profile_named(name)
         assert tuple(row.capabilities) == COLUMNS
@@ -226,11 +219,7 @@ def test_apple_chips(metal, row, monkeypatch):
     found = hardware.profile_of(torch.device("mps"))
     assert found.name == row
     assert bool(found.remarks) is ("Apple" not in metal)
-
-
-def test_an_old_torch_cannot_name_the_apple_chip(monkeypatch):
-    monkeypatch.delattr(torch.backends.mps, "get_name", raising=False)
-    assert hardware.hardware_name(torch.device("mps")) == "Apple GPU"
+    assert hardware.hardware_name(torch.device("mps")) == (metal or "Apple GPU")
 
 
 @pytest.mark.parametrize("native", [True, False])
@@ -379,13 +368,6 @@ def test_why_int8_is_slow_here(monkeypatch):
     }.items():  # fmt: skip
         why = auto.why_int8_is_slow(devices.detect(profile=name))
         assert said in why and bool(why) is bool(said), name
-
-
-def test_a_capability_that_is_found_missing_later_is_off_with_its_reason():
-    device = devices.detect(profile="sm_86")
-    changed = device.without("int8_matmul_gains", "The kernels are missing.")
-    assert changed.reason("int8_matmul_gains") == "The kernels are missing." == auto.why_int8_is_slow(changed)
-    assert {name for name, on in device.capabilities.items() if on != changed.capabilities[name]} == {"int8_matmul_gains"}
 
 
 def test_b300_gains_nothing_from_int8(cuda):

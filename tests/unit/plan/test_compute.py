@@ -4,9 +4,10 @@ import pytest
 import torch
 from halfsafe.precision.devices.detect import detect
 from halfsafe.precision.devices.profiles import PROFILE_NAMES
+from halfsafe.precision.plan.accumulation import Request
 from halfsafe.precision.plan.compute import plan_compute
 from halfsafe.precision.plan.facts import LayerSpec, ModelFacts
-from halfsafe.precision.plan.goal import plan_for_goal
+from halfsafe.precision.plan.goal import GOALS, SUMS, on_loaded, plan_for_goal
 from halfsafe.precision.plan.rules import rules_from
 
 LAYERS = [
@@ -66,16 +67,16 @@ def test_the_reason_names_the_cause(profile, models, words):
 
 
 # profile: (quality, every other goal)
-GOALS = {"sm_75": ("fp16_safe", "fp16_safe"), "sm_86": ("fp16_safe", "bf16"), "sm_89": ("fp16_safe", "bf16"), "cpu": ("fp32", "fp32")}
+DTYPE_OF_GOALS = {"sm_75": ("fp16_safe", "fp16_safe"), "sm_86": ("fp16_safe", "bf16"), "sm_89": ("fp16_safe", "bf16"), "cpu": ("fp32", "fp32")}
 
 
-@pytest.mark.parametrize("goal", ["balanced", "quality", "speed", "memory"])
-@pytest.mark.parametrize("profile", GOALS)
+@pytest.mark.parametrize("goal", GOALS)
+@pytest.mark.parametrize("profile", DTYPE_OF_GOALS)
 def test_goals(profile, goal):
     facts = ModelFacts(LAYERS, 10**9, "bf16", QWEN_IMAGE)
     stored = {"blocks.0.ffn": "fp8_e4m3fn"}
     found, reason = plan_for_goal(facts, detect(profile=profile), goal, stored)
-    assert found.choice.used == GOALS[profile][goal != "quality"] and reason
+    assert found.choice.used == DTYPE_OF_GOALS[profile][goal != "quality"] and reason
     modes = {name: decision.mode for name, decision in found.decisions.items()}
     assert ("fp8" in modes.values()) == ((profile, goal) == ("sm_89", "speed"))
 
@@ -263,3 +264,39 @@ def test_a_model_without_such_weights_is_told_what_to_load():
 def test_sums_of_int8_are_not_what_a_rule_can_set():
     ((setting, reason),) = plan_stored("sm_89", "int8", "int8 accumulation=fp16").without_effect
     assert setting == "int8 accumulation=fp16" and "multiply in int8" in reason
+
+
+# models in memory
+
+SMALL = (LayerSpec("a", "Linear", (32, 32)), LayerSpec("b", "Linear", (32, 32)), LayerSpec("norm", "LayerNorm", (32,)))
+FACTS = ModelFacts(SMALL, 2048, "bf16", ("bf16", "fp32"))
+
+
+def loaded(compute="fp16_safe", text="", foreign=()):
+    rules = rules_from(text, "none")
+    plan = plan_compute(FACTS, detect(profile="sm_86"), compute, rules, {})
+    return on_loaded(plan, FACTS, rules, dict.fromkeys(foreign, "other.pack"))
+
+
+def test_layers_of_another_loader_run_in_fp32_and_are_named_once():
+    found = loaded(foreign=("a", "norm"))
+    assert {name: (d.mode, d.stream) for name, d in found.decisions.items()} == {"a": ("fp32", "same"), "b": ("fp16_wide", "same")}
+    assert found.decisions["a"].reason == "other.pack multiplies in its own way: run in fp32"
+    assert [setting for setting, _ in found.without_effect] == ["compute=fp16_safe"]
+
+
+def test_foreign_layers_keep_any_other_arithmetic():
+    assert loaded("bf16", foreign=("a", "b")).decisions == {}
+
+
+def test_rules_that_cannot_act_on_a_loaded_model_are_listed():
+    found = loaded("bf16", "nowhere compute=fp32\na storage=fp8_e4m3fn")
+    assert [setting for setting, _ in found.without_effect] == ["nowhere compute=fp32", "a storage=fp8_e4m3fn"]
+    assert "Save Model" in found.without_effect[1][1]
+
+
+def test_quality_and_speed_imply_their_accumulation():
+    assert {goal: SUMS[goal][0] for goal in GOALS if goal in SUMS} == {
+        "quality": Request(fp16_accumulation="off", reduced_precision_reduction="off", tf32="off"),
+        "speed": Request(fp16_accumulation="auto", tf32="on"),
+    }
