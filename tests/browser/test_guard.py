@@ -88,13 +88,6 @@ def test_a_cause_is_told_once_and_lines_are_all_there(comfy: ComfyPage) -> None:
     assert "and 13 more" in comfy.page.inner_text(".hs-guard"), "what was unfolded stays so"
 
 
-def test_a_bad_verdict_is_told_as_an_error(comfy: ComfyPage) -> None:
-    shown = comfy.record_toasts()
-    tell(comfy, "three", kind="verdict", verdict="bad_weights", event=None, message="blocks.0.ffn.2.weight holds NaN.", advice="Get the file again.")
-    assert [toast["severity"] for toast in shown()] == ["error"]
-    assert "Get the file again." in shown()[0]["detail"]
-
-
 def test_toasts_can_be_turned_off(comfy: ComfyPage) -> None:
     shown = comfy.record_toasts()
     comfy.set("halfsafe.toasts", False)
