@@ -3,7 +3,7 @@
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from unittest import mock
 
 import torch
@@ -13,27 +13,20 @@ POINTS = ("fsync", "replace")
 
 
 @contextmanager
-def watched(before: Callable[[], None], after: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Call ``before`` and ``after`` around every step of a write: each tensor, flush, replace."""
+def watched(step: Callable[[], None]) -> Iterator[None]:
+    """Call ``step`` before every step of a write: each tensor, flush, replace."""
 
-    def around(function):
+    def after_step(function):
         def call(*args, **kwargs):
-            before()
-            result = function(*args, **kwargs)
-            after()
-            return result
+            step()
+            return function(*args, **kwargs)
 
         return call
 
-    patches = [mock.patch.object(os, name, around(getattr(os, name))) for name in POINTS if hasattr(os, name)]
-    patches.append(mock.patch.object(safetensors_file, "_write_tensor", around(safetensors_file._write_tensor)))
-    for patch in patches:
-        patch.start()
-    try:
+    with ExitStack() as undo:
+        for owner, name in [(os, name) for name in POINTS if hasattr(os, name)] + [(safetensors_file, "_write_tensor")]:
+            undo.enter_context(mock.patch.object(owner, name, after_step(getattr(owner, name))))
         yield
-    finally:
-        for patch in patches:
-            patch.stop()
 
 
 def count(run: Callable[[], object]) -> int:
@@ -59,15 +52,15 @@ def failing_at(point: int, error: BaseException) -> Iterator[None]:
 
 
 def killed_at(point: int, run: Callable[[], object]) -> None:
-    """End this process the hard way: before step ``point / 2``, or after it where ``point`` is odd."""
-    passed = {"before": 0, "after": 0}
+    """End this process the hard way before the given point."""
+    passed = []
 
-    def step(side: str):
-        passed[side] += 1
-        if passed[side] == point // 2 + 1 and side == ("after" if point % 2 else "before"):
+    def step():
+        passed.append(None)
+        if len(passed) == point + 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    with watched(lambda: step("before"), lambda: step("after")):
+    with watched(step):
         run()
 
 
