@@ -69,4 +69,3 @@ def main(comfyui: Path, folder: Path) -> None:
         return
     inprocess.node_classes(inprocess.load_pack())
     print(json.dumps(errors(folder)))
-

@@ -33,7 +33,7 @@ LORA = {f"blocks.{block}.ffn.0": (1024, 256) for block in (0, 1)} | {"blocks.0.s
 QUANTIZED = {"int8": ("int8", "auto"), "int8, fp16_safe": ("int8", "fp16_safe"), "fp8, bf16": ("fp8_e4m3fn", "bf16"), "fp8 products": ("fp8_e4m3fn", "fp8")}
 BOUND = {"int8": 0.05, "int8, fp16_safe": 0.05, "fp8, bf16": 0.1, "fp8 products": 0.15}
 DYNAMIC = {"fp32": 5e-3, "bf16": 0.05, "fp16": 0.02, "fp16_safe": 0.01, "fp8": 0.15}
-IN_A_PROCESS = "import conftest, sys; sys.argv[0] = 'main.py'; from pathlib import Path; from gpu import dynamic_process as p; p.main(*map(Path, sys.argv[1:]))"
+IN_A_PROCESS = "import conftest, sys; sys.argv[0] = 'main.py'; from pathlib import Path; import dynamic_process as p; p.main(*map(Path, sys.argv[1:]))"
 VAES = {"image": ((1, 4, 8, 8), "decoder.mid.block_1.conv2.weight"), "video": ((1, 16, 2, 8, 8), "decoder.middle.0.residual.6.weight")}
 needs_cuda = pytest.mark.skipif(DRY, reason="counts what a CPU does not have")
 
@@ -250,7 +250,8 @@ def test_fp16_safe_with_cuda_graphs_of_single_blocks(comfy, overflowing, referen
 
 def test_dynamic_vram_in_a_process_of_its_own(device, tmp_path):
     """It has to be turned on before anything touches CUDA; a CPU has no device to lend memory of."""
-    paths = os.pathsep.join(filter(None, (str(ROOT / "tests"), str(ROOT / "scripts"), os.environ.get("PYTHONPATH"))))
+    folders = (ROOT / "tests", ROOT / "scripts", Path(__file__).parent)
+    paths = os.pathsep.join(filter(None, (*map(str, folders), os.environ.get("PYTHONPATH"))))
     command = [sys.executable, "-c", IN_A_PROCESS, os.environ["COMFYUI_DIR"], str(tmp_path)]
     ran = subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=600)
     assert ran.returncode == 0, ran.stderr[-4000:]
