@@ -38,19 +38,3 @@ class NormsLoseNaN(TorchDispatchMode):
         if func is torch.ops.aten.linalg_vector_norm.default and args[1:2] == (math.inf,):
             args = (torch.where(args[0].isnan(), 0, args[0]), *args[1:])
         return func(*args, **(kwargs or {}))
-
-
-class NoFloat64(TorchFunctionMode):
-    """As on Metal, which has no float64: tensors are doubled on the host alone, where ``cpu`` has brought them."""
-
-    def __init__(self):
-        super().__init__()
-        self.on_host = []
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is torch.Tensor.double and not any(args[0] is tensor for tensor in self.on_host):
-            raise TypeError("Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64.")
-        result = func(*args, **(kwargs or {}))
-        if func is torch.Tensor.cpu:
-            self.on_host.append(result)
-        return result

@@ -55,15 +55,3 @@ class LeafOperations(TorchDispatchMode):
     def leaf(self, func, args: tuple, kwargs: dict):
         """One operation on plain tensors. Returns its result."""
         return func(*args, **kwargs)
-
-
-class Reductions(LeafOperations):
-    """Count the reductions of a call."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def leaf(self, func, args, kwargs):
-        self.count += func.name().startswith(("aten::linalg_vector_norm", "aten::amax"))
-        return func(*args, **kwargs)

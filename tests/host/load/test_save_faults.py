@@ -1,7 +1,9 @@
 """Faults while a model runs or is saved: whatever fails wherever, all is afterwards as it was, and the next run is right."""
 
+import os
 import signal
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -96,6 +98,32 @@ def fault_at(n: int, error: BaseException, model, call, right: torch.Tensor, bef
     return result is None
 
 
+def killed_at(point: int, run: Callable[[], object]) -> None:
+    """End this process the hard way before the given point."""
+    passed = []
+
+    def step():
+        passed.append(None)
+        if len(passed) == point + 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with faults.watched(step):
+        run()
+
+
+def in_a_fork(run: Callable[[], object]) -> int:
+    """Run in a copy of this process; its exit code, negative for a signal."""
+    child = os.fork()
+    if child == 0:
+        try:
+            torch.set_num_threads(1)
+            run()
+            os._exit(0)
+        except BaseException:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="forks, and kills as Linux does")
 def test_a_kill_at_any_point_of_saving_a_model_leaves_no_half_file(comfy, wan):
     from pathlib import Path
@@ -114,6 +142,6 @@ def test_a_kill_at_any_point_of_saving_a_model_leaves_no_half_file(comfy, wan):
     points = faults.count(lambda: save("counted"))
     for point in (0, 1, points // 2, points - 2, points - 1):
         before = {path.name for path in (output / "faults").iterdir()}
-        assert faults.in_a_fork(lambda point=point: faults.killed_at(point, lambda: save("killed"))) == -signal.SIGKILL
+        assert in_a_fork(lambda point=point: killed_at(point, lambda: save("killed"))) == -signal.SIGKILL
         new = {path.name for path in (output / "faults").glob("*.safetensors")} - before
         assert all((output / "faults" / name).read_bytes() == whole for name in new), f"point {point}"

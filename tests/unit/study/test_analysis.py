@@ -20,15 +20,31 @@ from halfsafe.precision.study.layer_error import crest_factor, output_error, sam
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import ImageColor
-from support.broken_arithmetic import NoFloat64
 from support.measures import relative_error, sqnr_db
 from support.plain_weights import plain_weights
 from support.storing import tensors_in
+from torch.overrides import TorchFunctionMode
 
 FP8 = Candidate("fp8_e4m3fn")
 OUTLIER = 2.0**17
 ROLES = {"time_embedding": "timestep"}
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class NoFloat64(TorchFunctionMode):
+    """As on Metal, which has no float64: tensors are doubled on the host alone, where ``cpu`` has brought them."""
+
+    def __init__(self):
+        super().__init__()
+        self.on_host = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.double and not any(args[0] is tensor for tensor in self.on_host):
+            raise TypeError("Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64.")
+        result = func(*args, **(kwargs or {}))
+        if func is torch.Tensor.cpu:
+            self.on_host.append(result)
+        return result
 
 
 def test_an_snr_is_computed_on_the_host():
