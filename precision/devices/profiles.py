@@ -166,7 +166,7 @@ ROWS = (
         notes={"fp16_accumulation": GEFORCE_GAIN},
     ),
     DeviceProfile(
-        "sm_80", "A100, A30 (Ampere)", "nvidia", fp16_safe_cost="3 to 17 %", **INT8,
+        "sm_80", "A100, A30 (Ampere)", "nvidia", fp16_safe_cost="3 to 18 %", **INT8,
         notes={"fp16_accumulation": NO_GAIN},
     ),
     DeviceProfile(
@@ -189,13 +189,13 @@ ROWS = (
                                     "(comfyui-quant-bench)."},
     ),
     DeviceProfile(
-        "sm_90", "H100, H200 (Hopper)", fp16_safe_cost="4 to 38 %", fp8_fast_accumulation=True,
+        "sm_90", "H100, H200 (Hopper)", fp16_safe_cost="4 to 26 %", fp8_fast_accumulation=True,
         scaling=("tensor", "row", "block"), **FP8_NVIDIA,
         notes={"fp16_accumulation": NO_GAIN,
                "fp8_fast_accumulation": "On keeps about 14 bits of the sums; off promotes them to fp32."},
     ),
     DeviceProfile(
-        "sm_100", "B200 (Blackwell)", fp16_safe_cost="4 to 38 %", scaling=("tensor", "row", "mx"), **FP8_NVIDIA,
+        "sm_100", "B200 (Blackwell)", fp16_safe_cost="4 to 25 %", scaling=("tensor", "row", "mx"), **FP8_NVIDIA,
         notes={"fp16_accumulation": "fp16 accumulation is not expected to be faster here."},
     ),
     DeviceProfile(

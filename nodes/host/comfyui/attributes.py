@@ -148,11 +148,6 @@ def lie_ready(layer: Layer, weight: torch.Tensor, bias: torch.Tensor | None, dev
     return not ("_v" in layer.__dict__ or layer.weight_function or layer.bias_function)
 
 
-def is_in_dynamic_memory(layer: Layer) -> bool:
-    """Tell whether dynamic VRAM holds a layer's weight, and moves it to the device at its calls."""
-    return hasattr(layer, "_v")
-
-
 def weight_state(model: PatchedModel) -> Any:
     """Return what ComfyUI identifies the patches by that are in a model's weights now."""
     return model.current_weight_patches_uuid
