@@ -1,14 +1,16 @@
-"""How long a kernel takes on a card, estimated from its operations and its bytes; cost.py tells the assumptions."""
+"""How long a kernel takes on a card, estimated from its operations and its bytes, and a call on its host; cost.py tells the assumptions."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 BANDWIDTH_SHARE, LAUNCH, READ = 0.85, 2e-6, 20e-6
-HOST = 20e-6
-"""What the host takes for each kernel: Python, dispatch, allocation and launch of eager code."""
-REFILL = 1e-3
-"""How long a device waits after a read, until the host has come from one call's end to the next one's first kernels."""
+CPUS = {"server": 1.0, "desktop": 0.5}
+"""Kind of CPU -> what a call takes there of what it takes on the one that measured it; a fast desktop core takes half."""
+DRIVER = 2.5e-6
+"""What a launch takes on the host beyond what a CPU's own kernel does."""
+TOYS = {"Wan 1.3B": ("Wan", 0.75), "Wan 14B": ("Wan", 1.0), "Flux": ("Flux", 1.0), "SDXL": ("SDXL", 1.0), "Qwen-Image": ("Flux", 1.6)}
+"""Model -> the model of host_time.py that stands for it, and how many of its blocks the model has, where a double block counts twice."""
 
 
 @dataclass(frozen=True)

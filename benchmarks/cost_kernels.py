@@ -41,14 +41,16 @@ def rope_in_one_kernel() -> Iterator[None]:
         yield
 
 
+def _left(*_) -> None:
+    _layers.pop()
+
+
 class Costs(LeafOperations):
-    """Lists the kernels of a model's call as ``seen``, and the elements of each layer's input and result."""
+    """Lists the kernels of a model's call as ``seen``, by layer."""
 
     def __init__(self, model: torch.nn.Module):
         super().__init__()
         self.seen: list[Kernel] = []
-        self.inputs: dict[str, int] = {}
-        self.outputs: dict[str, int] = {}
         self._names = {
             module: name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear | torch.nn.modules.conv._ConvNd)
         }
@@ -58,22 +60,14 @@ class Costs(LeafOperations):
         """List what runs here. The hooks are not this mode's own ``__enter__``: a composite operation enters the mode again."""
         hooks = []
         for module, name in self._names.items():
-            hooks.append(module.register_forward_pre_hook(lambda _, inputs, name=name: self._enter(name, inputs[0])))
-            hooks.append(module.register_forward_hook(lambda _, inputs, result, name=name: self._leave(name, result)))
+            hooks.append(module.register_forward_pre_hook(lambda *_, name=name: _layers.append(name)))
+            hooks.append(module.register_forward_hook(_left))
         try:
             with self:
                 yield self
         finally:
             for hook in hooks:
                 hook.remove()
-
-    def _enter(self, name: str, x: torch.Tensor) -> None:
-        _layers.append(name)
-        self.inputs[name] = x.numel()
-
-    def _leave(self, name: str, result: torch.Tensor) -> None:
-        _layers.pop()
-        self.outputs[name] = result.numel()
 
     def leaf(self, func, args, kwargs):
         result = func(*args, **kwargs)

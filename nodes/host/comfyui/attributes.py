@@ -31,6 +31,7 @@ Prefetching = Annotated[Any, "comfy.model_prefetch"]
 
 FULL_PRECISION: LayerAttribute = "_full_precision_mm"
 PRODUCT: LayerAttribute = "_forward"
+IN_DYNAMIC_MEMORY: LayerAttribute = "_v"
 FORWARDS = ("forward", "forward_comfy_cast_weights", PRODUCT)
 CAST_DTYPE: ModelAttribute = "manual_cast_dtype"
 PREFIX_CACHE: PrefixOption = "qwen_image21_cache"
@@ -145,7 +146,7 @@ def lie_ready(layer: Layer, weight: torch.Tensor, bias: torch.Tensor | None, dev
     if weight.device != device or (bias is not None and bias.device != device):
         return False
     # nn.Module's own look-up of a name that is not there raises an exception inside, which takes a microsecond.
-    return not ("_v" in layer.__dict__ or layer.weight_function or layer.bias_function)
+    return not (IN_DYNAMIC_MEMORY in layer.__dict__ or layer.weight_function or layer.bias_function)
 
 
 def weight_state(model: PatchedModel) -> Any:
