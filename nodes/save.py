@@ -11,10 +11,6 @@ from .inputs import LOAD, CalibrationType, checked_calibration, checked_rules, r
 STORAGE_TOOLTIP = "How the weights are stored. auto and as_file keep what the model is loaded in."
 
 
-LISTED = "diffusion_models/"
-"""The folder below ComfyUI's output folder whose files the loaders of diffusion models list."""
-
-
 class SaveModel(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -52,7 +48,7 @@ class SaveModel(io.ComfyNode):
     def execute(cls, model, filename_prefix, storage, rules=None, calibration=None) -> io.NodeOutput:
         given, workflow = checked_rules(rules) or rules_from(), (cls.hidden.prompt, cls.hidden.extra_pnginfo)
         name, size = save_model(model, filename_prefix, storage, given, *workflow, checked_calibration(calibration))
-        sentence, tone = (SAVED, GOOD) if name.startswith(LISTED) else (UNLISTED, WARN)
+        sentence, tone = (SAVED, GOOD) if name.startswith("diffusion_models/") else (UNLISTED, WARN)
         saved = {"file": name, "size": size_text(size)}
         return io.NodeOutput(name, ui=Result(sentence, saved, tone, text=f"Saved {name}", toast=True).ui())
 

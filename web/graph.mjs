@@ -154,10 +154,11 @@ export async function showMe(app, sidebar) {
   return t("Press Run: one picture as it is, in fp16, and one through Halfsafe.");
 }
 
-/** Select nodes of one graph and bring them into view. @param {any} app @param {any[]} nodes @param {HTMLElement | null} sidebar */
-export function showNodes(app, nodes, sidebar) {
+/** Select nodes and bring them into view: those of the first one's graph, as a page shows one graph. @param {any} app @param {any[]} all @param {HTMLElement | null} sidebar */
+export function showNodes(app, all, sidebar) {
   const { canvas } = app;
-  if (canvas.graph !== nodes[0].graph) canvas.setGraph(nodes[0].graph);
+  const nodes = all.filter(({ graph }) => graph === all[0].graph);
+  if (canvas.graph !== all[0].graph) canvas.setGraph(all[0].graph);
   canvas.deselectAll();
   canvas.selectItems(nodes);
   const { scale, offset } = wholeBeside(app, nodes, sidebar);

@@ -39,7 +39,7 @@ const PANEL_MIN_HEIGHT = 240;
 const RESULT_SIZE = [420, 300];
 
 const log = new RunLog(drawRun);
-/** @type {WeakMap<any, {panel: ReportPanel, output: any, report: import("./report.mjs").Report | null}>} */
+/** @type {WeakMap<any, {panel: ReportPanel, output: any, hasRun: boolean, report: import("./report.mjs").Report | null}>} */
 const panels = new WeakMap();
 /** A report's text -> the run that made it, and how many of that run's events it tells: the page makes panels anew at any time.
  * @type {Map<string, {promptId: string, seen: number}>} */
@@ -113,7 +113,7 @@ function addResult(node) {
 function addPanel(node) {
   const panel = new ReportPanel(node.comfyClass === ONE_NODE ? (rules) => keepRules(app, node, rules) : null);
   addWidget(node, "halfsafe_report", panel.element, PANEL_MIN_HEIGHT, PANEL_SIZE);
-  panels.set(node, { panel, output: undefined, report: null });
+  panels.set(node, { panel, output: undefined, hasRun: false, report: null });
 }
 
 /** @param {any} node */
@@ -139,10 +139,10 @@ function showOutputs() {
     showResult(node, output);
     const entry = panels.get(node);
     const data = reportText(output);
-    if (!entry || entry.output === data) continue;
-    entry.output = data;
-    entry.report = reportIn(data);
-    if (entry.report) entry.report.ran = ran.has(output?.halfsafe_token?.[0]) || node.inputs.some((/** @type {any} */ { name, link }) => name === "after" && link !== null);
+    const hasRun = ran.has(output?.halfsafe_token?.[0]) || node.inputs.some((/** @type {any} */ { name, link }) => name === "after" && link !== null);
+    if (!entry || (entry.output === data && entry.hasRun === hasRun)) continue;
+    Object.assign(entry, { output: data, hasRun, report: reportIn(data) });
+    if (entry.report) entry.report.ran = hasRun;
     entry.panel.show(entry.report);
   }
   app.graph?.setDirtyCanvas(true, true);

@@ -99,12 +99,13 @@ def test_toasts_can_be_turned_off(comfy: ComfyPage) -> None:
 def test_a_badge_says_what_a_model_fell_back_to_until_its_node_runs_anew(comfy: ComfyPage) -> None:
     node = guard_id(comfy)
 
-    def badge_after(*cached: str) -> str:
-        for event, detail in (("execution_start", {"prompt_id": "b"}), ("execution_cached", {"prompt_id": "b", "nodes": list(cached)}), ("execution_success", {"prompt_id": "b"})):
-            comfy.evaluate("async ([event, detail]) => { (await import('/scripts/api.js')).api.dispatchCustomEvent(event, detail); }", [event, detail])
+    def badge_after(*cached: str, end: str = "execution_success") -> str:
+        for event, detail in (("execution_start", {}), ("execution_cached", {"nodes": list(cached)}), (end, {})):
+            comfy.evaluate("async ([event, detail]) => { (await import('/scripts/api.js')).api.dispatchCustomEvent(event, { ...detail, prompt_id: 'b' }); }", [event, detail])
         comfy.show({node: {"halfsafe_badge": ["fp32 \u00b7 fp16 \u00b7 guarded"]}})
         return comfy.badges()["HalfsafeNaNGuard"]
 
+    assert badge_after(end="") == "fp32 \u00b7 plans fp16 \u00b7 guarded", "it runs yet"
     assert badge_after() == "fp32 \u00b7 fp16 \u00b7 guarded"
     tell(comfy, "b", node_id="a guard of its own", fell_back=node)
     assert comfy.badges()["HalfsafeNaNGuard"] == "fp32 \u00b7 fp16_safe \u00b7 guarded"

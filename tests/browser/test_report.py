@@ -60,7 +60,10 @@ def test_the_table_has_a_row_for_every_layer(ran: ComfyPage, report: dict, pictu
     assert shown == {(layer["storage"], layer["mode"]) for layer in report["layers"]}
     assert any(storage == "fp8_e4m3fn" for storage, _ in shown)
     assert "patch_embedding" in {row["name"] for row in rows}
-    assert report["model"]["class"] in ran.page.inner_text(".hs-title")
+    assert report["model"]["class"] in ran.page.inner_text(".hs-title") and "computed" in ran.page.inner_text(".hs-head")
+    ran.evaluate("() => { const node = app.graph.nodes.find((n) => n.type === 'HalfsafeReport'); node.disconnectInput(node.inputs.findIndex((i) => i.name === 'after')); }")
+    ran.show_report(report)
+    assert "planned" in ran.page.inner_text(".hs-head"), "nothing tells that the model ran before this report"
 
 
 def test_badges_say_what_the_loaders_made(ran: ComfyPage, report: dict) -> None:

@@ -87,8 +87,7 @@ def _width(columns: Mapping[str, int], cls: str, widths: Sequence[int]) -> int:
     sizes = {width: products_bytes(columns.values(), width) for width in widths}
     width = next((width for width, size in sizes.items() if size <= min(free // 2, MOST_MEMORY)), widths[-1])
     require_memory(sizes[width], f"Calibrating {cls}", free, "Free some: close other programs, unload other models.")
-    held = f"{size_text(sizes[width])} of host memory for what {len(columns)} layers meet"
-    show_progress(f"calibrating takes about as long as {STEPS} steps of your sampler, and {held}")
+    show_progress(f"calibrating takes {STEPS} steps of your sampler and {size_text(sizes[width])} of memory")
     return width
 
 

@@ -50,6 +50,10 @@ def test_a_verdict_is_told_once_with_the_counts():
     log.extra_calls = 2
     log.notify_verdict()
     assert told[1] == ("verdict", "recovered", "Guard: recovered, 1 event, 2 repeated calls.", ADVICE["recovered"])
+    only_told = GuardLog("report", told)
+    only_told.note(event_of(CallPosition(1), ORIGIN, "fp16", "fp16", False), ORIGIN, "stopped")
+    only_told.notify_verdict()
+    assert told[-1][:3] == ("verdict", "stopped", "Guard: told, 1 event, 0 repeated calls."), "nothing was stopped"
 
 
 def test_an_encoder_is_told_of_by_its_kind_and_dtypes():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from halfsafe.precision.base.errors import HalfsafeError
-from halfsafe.precision.report.images import compare, compare_text, difference_image, luma, ssim
+from halfsafe.precision.report.images import compare, compare_text, difference_image, luma, result_of_images, ssim
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -77,6 +77,15 @@ def test_images_that_do_not_go_together_are_refused():
         for call in (compare, difference_image):
             with pytest.raises(HalfsafeError, match=words):
                 call(torch.zeros(a), torch.zeros(b))
+
+
+@pytest.mark.parametrize(("shift", "words"), [
+    (0, "Identical"), (0.005, "hard to see: 46.0 dB"), (0.02, "side by side: 34.0 dB"), (0.1, "plainly: 20.0 dB"), (math.nan, "NaN or Inf in candidate."),
+])  # fmt: skip
+def test_the_eye_is_told_what_the_figures_mean(shift, words):
+    a = torch.full((2, 16, 16, 3), 0.5)
+    found = result_of_images(compare(a, a + shift), "", [])
+    assert words in found.sentence.format(**found.values)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
