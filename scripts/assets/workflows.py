@@ -53,12 +53,12 @@ def _object_info() -> dict:
 
 
 def _load(sheet: Sheet, storage: str, compute: str, column: int = 0, file: str = FP16, title: str = "", **sources: Output) -> Output:
-    return Output(sheet.add("HalfsafeLoadDiffusionModel", column, 120, file, storage, compute, title=title, **sources))
+    return Output(sheet.add("HalfsafeLoadDiffusionModel", column, 140, file, storage, compute, title=title, **sources))
 
 
 def _load_text_and_vae(sheet: Sheet, text: int = 1, folded: bool = False) -> tuple[Output, Output]:
     """The prompt's column has the text encoder, the first one the VAE."""
-    clip = sheet.add("HalfsafeLoadCLIP", text, 210, TEXT, "wan", "auto", "auto", "none", "none", "none", folded=folded)
+    clip = sheet.add("HalfsafeLoadCLIP", text, 240, TEXT, "wan", "auto", "auto", "none", "none", "none", folded=folded)
     return Output(clip), Output(sheet.add("HalfsafeLoadVAE", 0, 80, WAN_VAE, "auto", folded=folded))
 
 
@@ -103,7 +103,7 @@ def _one_node(sheet: Sheet, height: int = 440, column: int = 1, **given: Output)
 def _built_in(sheet: Sheet, compute: str, text: int) -> tuple[Output, Output, Output, Output]:
     """The pack's own model, which overflows in fp16 and draws a red heart whatever is asked for, and its size."""
     model = _load(sheet, "auto", compute, 0, BUILT_IN, "A small built-in model")
-    clip = sheet.add("HalfsafeLoadCLIP", text, 210, BUILT_IN, "sd3", "auto", "auto", "none", "none", "none")
+    clip = sheet.add("HalfsafeLoadCLIP", text, 240, BUILT_IN, "sd3", "auto", "auto", "none", "none", "none")
     vae = sheet.add("HalfsafeLoadVAE", 0, 80, BUILT_IN, "auto", folded=True)
     return model, Output(clip), Output(vae), Output(sheet.add("EmptyHunyuanLatentVideo", 0, 130, 128, 128, 1, 1, folded=True))
 
@@ -221,7 +221,7 @@ def save_fp8(sheet: Sheet) -> None:
         "# Save your own fp8 file\n\n## Press Run: 8 to 52 steps of your sampler, about 24 on average.\n\n**Analyze Layers** runs the model on your prompt and measures, layer by layer, what fp8 would change. "
         "Layers below the target become rules that keep them high.\n\n"
         "**Save Model** writes a file with those rules, which ComfyUI's own loader reads too. Press R to find it among the diffusion models.\n\n"
-        "The second loader shows at once what the picture becomes. Raise `target_snr_db` to keep more layers, lower it for a smaller file.", 340)  # fmt: skip
+        "The second loader shows at once what the picture becomes. Raise `target_snr_db` to keep more layers, lower it for a smaller file.", 310)  # fmt: skip
     model = _load(sheet, "as_file", "auto")
     clip, vae = _load_text_and_vae(sheet, folded=True)
     asked = _prompts(sheet, clip) | {"latent_image": _frame(sheet, folded=True)}
@@ -237,7 +237,7 @@ def save_calibrated(sheet: Sheet) -> None:
         "# Save a calibrated int8 file\n\n## Press Run: 8 steps of your sampler, then a long save.\n\n**Calibrate** samples the model once on your prompt and sums what each layer meets. "
         "**Save Model** rounds the weights by that: an int8 file closer to the original, of the same size and speed, that any ComfyUI loads.\n\n"
         "The picture is the original's. Press R after the run and choose the saved file in the second loader to compare.\n\n"
-        "Several prompts: a **Calibrate** for each, chained by `previous`.", 340)  # fmt: skip
+        "Several prompts: a **Calibrate** for each, chained by `previous`.", 310)  # fmt: skip
     model = _load(sheet, "as_file", "auto")
     clip, vae = _load_text_and_vae(sheet, folded=True)
     asked = _prompts(sheet, clip) | {"latent_image": _frame(sheet)}
