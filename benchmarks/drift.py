@@ -2,7 +2,7 @@
 
 Every small model family of the tests in every arithmetic, in a real ComfyUI: the check of the first and the sixth of six steps, of
 which the one of the lowest SNR counts. Random weights, but for the model of tests/assets. A margin below 0 would be a false alarm.
-Prints a row for each family; docs/drift.md has the closest run of each arithmetic.
+Prints a row for each family; docs/internals/drift.md has the closest run of each arithmetic.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ THRESHOLDS = {
     "step cache": 8.0,
 }
 """Arithmetic, finest first -> SNR in dB below which a model of ``USUAL_LAYERS`` is said to drift: about 7 below the
-worst of clean runs (docs/drift.md). An fp32 model may multiply in TF32. 4-bit products are not measured."""
+worst of clean runs (docs/internals/drift.md). An fp32 model may multiply in TF32. 4-bit products are not measured."""
 USUAL_LAYERS = 32
 LOWEST_DB = -300.0
 STEP_CACHE = "step cache"

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
 Image = shapes.Image
-GUARDED = "Halfsafe 1 - Fix black images"
-WORKFLOW, ASKED = "Halfsafe 2 - Find the layer that turns black", "a red heart"
+GUARDED = "Halfsafe with Z-Image Turbo"
+WORKFLOW = "Halfsafe 2 - Find the layer that turns black"
 VIEW = {"width": 1840, "height": 1000}
 SETTINGS = {"Comfy.Minimap.Visible": False, "Comfy.Graph.CanvasMenu": False, "Comfy.RightSidePanel.IsOpen": False}
 REPORT, REPORT_SIZE, MARGIN = "HalfsafeReport", (588, 690), 12
@@ -76,7 +76,7 @@ def _open(studio: Studio, browser: Browser, workflow: dict, vue: bool, theme: st
 
 
 def _take_graph(studio: Studio, browser: Browser) -> None:
-    page = _open(studio, browser, studio.workflow(WORKFLOW, ASKED, True), False, "dark", 1)
+    page = _open(studio, browser, studio.workflow(WORKFLOW), False, "dark", 1)
     page.evaluate("() => { app.extensionManager.toast.add = () => {}; }")
     page.run()
     page.page.wait_for_selector(".hs-guard .hs-event", state="attached")
@@ -87,7 +87,7 @@ def _take_graph(studio: Studio, browser: Browser) -> None:
 
 def _take_gesture(studio: Studio, browser: Browser) -> None:
     """One click of the sidebar on a workflow of ComfyUI's own nodes, as a moving picture."""
-    page = _open(studio, browser, _without_the_node(studio.workflow(GUARDED, ASKED)), False, "dark", 1)
+    page = _open(studio, browser, _without_the_node(studio.workflow(GUARDED)), False, "dark", 1)
     page.evaluate(TOGGLE_TAB)
     button = page.page.locator(".hs-actions button", has_text="Guard this workflow")
     button.wait_for()
@@ -126,7 +126,7 @@ def _frame(page: ComfyPage) -> Image.Image:
 
 
 def _take_report(studio: Studio, browser: Browser, theme: str) -> None:
-    page = _open(studio, browser, studio.workflow(WORKFLOW, ASKED, True, storage="fp8_e4m3fn"), True, theme, 2)
+    page = _open(studio, browser, studio.workflow(WORKFLOW, storage="fp8_e4m3fn"), True, theme, 2)
     page.evaluate("(type) => { app.graph.nodes.find((n) => n.type === type).pos = [6000, 0]; }", REPORT)
     page.zoom_to(REPORT, *REPORT_SIZE)
     page.evaluate(KEEP_TOASTS)

@@ -25,10 +25,9 @@ from setup.workflow import ask_for, bypass, shrink, small_file, substitute_files
 from support import shapes, tiny_models  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
-OVERFLOWING = "shapes_overflowing.safetensors"
 GUARDS = ("HalfsafeNaNGuard", "HalfsafeGuardVAE")
 SIZE = {"width": shapes.SIZE, "height": shapes.SIZE, "steps": 16}
-FIND = "Halfsafe 2 - Find the layer that turns black"
+FIND, OLD_GPU = "Halfsafe 2 - Find the layer that turns black", "Halfsafe 4 - Old GPU without bf16"
 SHOWN = (
     "a red circle", "a blue square", "a green triangle", "a yellow star on a black background",
     "a blue star on a pink background", "an orange cross on a grey background", "a yellow circle on a grey background",
@@ -49,27 +48,25 @@ class Studio:
     server: Server
     info: dict
 
-    def draw(self, name: str, text: str, overflowing: bool = False, bypassed: tuple[str, ...] = (), **changes) -> list[bytes]:
+    def draw(self, name: str, text: str = "", bypassed: tuple[str, ...] = (), **changes) -> list[bytes]:
         """The pictures a workflow saves, then those it previews; `changes` are set on the loader of the model."""
-        outputs = self.server.prompt(self._prepare(name, text, overflowing, bypassed, changes)[1])
+        outputs = self.server.prompt(self._prepare(name, text, bypassed, changes)[1])
         images = [image for node_id in sorted(outputs, key=int) for image in outputs[node_id].get("images", [])]
         return [self.server.view(image) for image in sorted(images, key=lambda image: image["type"] != "output")]
 
-    def workflow(self, name: str, text: str, overflowing: bool = False, **changes) -> dict:
+    def workflow(self, name: str, text: str = "", **changes) -> dict:
         """The workflow that `draw` runs, for the page to open."""
-        workflow, prompt = self._prepare(name, text, overflowing, (), changes)
+        workflow, prompt = self._prepare(name, text, (), changes)
         return written_back(workflow, self.info, prompt)
 
-    def _prepare(self, name: str, text: str, overflowing: bool, bypassed: tuple[str, ...], changes: dict) -> tuple[dict, dict]:
-        def choose(field: str, wanted: str) -> str | None:
-            return OVERFLOWING if overflowing and field in ("model_name", "unet_name") else small_file(field, wanted)
-
+    def _prepare(self, name: str, text: str, bypassed: tuple[str, ...], changes: dict) -> tuple[dict, dict]:
+        """Without a text a workflow stays as it is: one of the built-in model draws a red heart whatever is asked for."""
         workflow = bypass(json.loads((ROOT / "workflows" / f"{name}.json").read_text(encoding="utf-8")), bypassed)
-        prompt = ask_for(substitute_files(to_prompt(workflow, self.info), self.info, choose), text)
+        prompt = substitute_files(to_prompt(workflow, self.info), self.info, small_file)
         for node in prompt.values():
             if "model_name" in node["inputs"]:
                 node["inputs"] |= changes
-        return workflow, shrink(prompt, **SIZE)
+        return workflow, shrink(ask_for(prompt, text), **SIZE) if text else prompt
 
 
 def main() -> None:
@@ -80,13 +77,13 @@ def main() -> None:
 
 @contextlib.contextmanager
 def open_studio(pack_name: str = "Halfsafe-Pack", extra_args: Iterable[str] = ()) -> Iterator[Studio]:
-    """A ComfyUI with this pack and the shapes model, as it is and so that it overflows in fp16."""
+    """A ComfyUI with this pack and the shapes model; under the name of Z-Image too, whose workflow is photographed and not run."""
     with tempfile.TemporaryDirectory() as folder:
         base = make_base_directory(Path(folder), ROOT, pack_name)
         models = base / "models"
-        (models / "diffusion_models" / shapes.MODEL.name).symlink_to(shapes.MODEL)
+        for name in (shapes.MODEL.name, "z_image.safetensors"):
+            (models / "diffusion_models" / name).symlink_to(shapes.MODEL)
         (models / "vae" / shapes.VAE.name).symlink_to(shapes.VAE)
-        shapes.write_overflowing(shapes.MODEL, models / "diffusion_models" / OVERFLOWING)
         tiny_models.clip_l(models / "text_encoders" / "clip_l.safetensors")
         with Server(Path(os.environ["COMFYUI_DIR"]), base, extra_args) as server:
             yield Studio(server, server.object_info())
@@ -111,10 +108,12 @@ def _thumbnail(studio: Studio, title: str) -> shapes.Image.Image:
     if number == "3":
         kept = [studio.draw(title, SHOWN[4], storage=storage, compute="bf16")[0] for storage in ("as_file", "fp8_e4m3fn")]
         return thumbnails.pictures(list(zip(kept, ("16 bits", "8 bits: half"), strict=True)))
-    asked, captions = {"1": (SHOWN[0], ("black", "repaired")), "2": (SHOWN[3], ("which layer?", "found")), "4": (SHOWN[1], ("fp16", "fp16_safe"))}[number]
-    black = studio.draw(FIND, asked, True, GUARDS)[0]
-    right = studio.draw(FIND if number == "1" else title, asked, True)[0]
-    return thumbnails.pictures(list(zip((black, right), captions, strict=True)))
+    captions = {"1": ("black", "repaired"), "2": ("which layer?", "found"), "4": ("fp16", "fp16_safe")}[number]
+    return thumbnails.pictures(list(zip((_black(studio), studio.draw(title)[-1]), captions, strict=True)))
+
+
+def _black(studio: Studio) -> bytes:
+    return studio.draw(FIND, "", GUARDS)[0]
 
 
 def _readme(studio: Studio) -> None:
@@ -123,20 +122,14 @@ def _readme(studio: Studio) -> None:
         for storage, compute in (("as_file", "bf16"), ("fp8_e4m3fn", "bf16"))
         for text in SHOWN
     ]
-    _save(IMAGES / "shapes.jpg", grid, len(SHOWN), shapes.SIZE)
-    asked = "a blue star on a pink background"
-    story = [
-        studio.draw(FIND, asked, True, GUARDS)[0],
-        studio.draw(FIND, asked, True)[0],
-        studio.draw("Halfsafe 4 - Old GPU without bf16", asked, True)[0],
-    ]
-    _save(IMAGES / "rescue.jpg", story, 3, 320)
+    _save(IMAGES / "shapes.jpg", grid, len(SHOWN), 1)
+    story = [_black(studio), studio.draw(FIND)[0], studio.draw(OLD_GPU)[0]]
+    _save(IMAGES / "rescue.jpg", story, 3, 5 / 6)
 
 
-def _save(path: Path, pictures: list[bytes], columns: int, size: int) -> None:
+def _save(path: Path, pictures: list[bytes], columns: int, factor: float) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     sheet = shapes.side_by_side(pictures, columns)
-    factor = size / shapes.SIZE
     enlarged = sheet.resize((round(sheet.width * factor), round(sheet.height * factor)), shapes.Image.Resampling.LANCZOS)
     enlarged.save(path, quality=88)
     print(f"{path.relative_to(ROOT)}: {enlarged.width} x {enlarged.height}, {path.stat().st_size} bytes", flush=True)

@@ -15,8 +15,10 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 PACK = {"cnr_id": PROJECT["name"], "ver": PROJECT["version"]}
 CORE = {"cnr_id": "comfy-core", "ver": "0.29.0"}
 WIDGETS = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO", "COMFY_DYNAMICCOMBO_V3"}
-GAP, TITLE = 28, 30
-COLUMNS = ((0, 310), (330, 320), (670, 320), (1010, 320), (1350, 400))
+GAP, TITLE = 24, 30
+COLUMNS = ((0, 300), (320, 300), (640, 320), (980, 320))
+"""Left and width of each: what is 1,300 wide and 750 high, a page of 1366 x 768 opens at three quarters of its size or larger."""
+NARROW = ((0, 250), (262, 250), (524, 250), (786, 250), (1048, 252))
 
 
 class Output(NamedTuple):
@@ -33,6 +35,7 @@ class Sheet:
     title: str
     info: dict
     files: dict[str, tuple[str, str]]
+    columns: tuple[tuple[int, int], ...] = COLUMNS
     nodes: list[dict] = field(default_factory=list)
     links: list[list] = field(default_factory=list)
     ends: dict[int, int] = field(default_factory=dict)
@@ -41,8 +44,18 @@ class Sheet:
         """What to know before pressing Run, in the first column."""
         self._place("MarkdownNote", 0, height, [text], "Read me", {}, [], [])
 
-    def add(self, kind: str, column: int, height: int, *values: object, title: str = "", **sources: Output) -> int:
-        """Put a node below the others of its column; ``values`` are its widgets', ``sources`` its inputs'. Returns its id."""
+    def leave(self, column: int, height: int) -> None:
+        """Keep the top of a column free for a picture, which is added when what draws it is."""
+        self.ends[column] = height + TITLE + GAP
+
+    def add(self, kind: str, column: int, height: int, *values: object, title: str = "", top: int | None = None, folded: bool = False, **sources: Output) -> int:
+        """Put a node below the others of its column, or at its ``top``. Returns its id.
+
+        Args:
+            values: its widgets'.
+            folded: only its title is drawn.
+            sources: its inputs'.
+        """
         definition = self.info[kind]
         declared = definition["input"].get("required", {}) | definition["input"].get("optional", {})
         slots = {name: kinds[0] for name, kinds in declared.items() if not _is_widget(kinds)}
@@ -56,7 +69,7 @@ class Sheet:
             properties = {**properties, "models": entries}
         outputs = list(zip(definition["output_name"], definition["output"], strict=True))
         inputs = [{"name": name, "type": slot, "link": None} for name, slot in slots.items()]
-        number = self._place(kind, column, height, list(values), title, properties, inputs, outputs)
+        number = self._place(kind, column, height, list(values), title, properties, inputs, outputs, top, folded)
         for name, source in sources.items():
             self._link(source, number, name)
         return number
@@ -76,12 +89,14 @@ class Sheet:
             "version": 0.4,
         }
 
-    def _place(self, kind, column, height, values, title, properties, inputs, outputs) -> int:
-        number, top = len(self.nodes) + 1, self.ends.get(column, 0)
-        left, width = COLUMNS[column]
-        self.ends[column] = top + height + TITLE + GAP
+    def _place(self, kind, column, height, values, title, properties, inputs, outputs, top=None, folded=False) -> int:
+        number = len(self.nodes) + 1
+        left, width = self.columns[column]
+        if top is None:
+            top = self.ends.get(column, 0)
+            self.ends[column] = top + (0 if folded else height) + TITLE + GAP
         self.nodes.append({
-            "id": number, "type": kind, "pos": [left, top], "size": [width, height], "flags": {}, "order": number - 1, "mode": 0,
+            "id": number, "type": kind, "pos": [left, top], "size": [width, height], "flags": {"collapsed": True} if folded else {}, "order": number - 1, "mode": 0,
             "inputs": inputs,
             "outputs": [{"name": name, "type": slot, "links": []} for name, slot in outputs],
             "properties": {**properties, "Node name for S&R": kind},

@@ -13,8 +13,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 
 ASSETS = Path(__file__).absolute().parent.parent / "assets"
 MODEL, VAE = ASSETS / "shapes.safetensors", ASSETS / "shapes_vae.safetensors"
@@ -94,18 +92,10 @@ def pixels_of(picture: bytes | np.ndarray) -> np.ndarray:
     return np.nan_to_num(np.asarray(picture, dtype=np.float32))
 
 
-def write_overflowing(source: Path, target: Path) -> Path:
-    """A copy of the shapes model that computes the same function and whose residual stream leaves fp16's range."""
-    with safe_open(source, framework="pt") as file:
-        metadata = file.metadata()
-    save_file(overflowing(load_file(source)), target, metadata=metadata)
-    return target
-
-
 def overflowing(tensors: dict[str, torch.Tensor], factor: float = 2.0**13) -> dict[str, torch.Tensor]:
     """The shapes model's tensors with everything that writes to the image's stream multiplied by a power of two.
 
-    The stream is only ever read through layer norms, which divide it out again.
+    The stream leaves fp16's range, and is only ever read through layer norms, which divide the power out again.
     """
     return {name: tensor * factor if any(part in name for part in RESIDUAL_WRITERS) else tensor for name, tensor in tensors.items()}
 
@@ -224,10 +214,8 @@ def _nearest(colour: np.ndarray, names: dict[str, tuple]) -> str:
 
 
 def main(command: str, *paths: str) -> None:
-    """`overflowing SOURCE TARGET`, `sheet TARGET PICTURE...` or `read PICTURE...` (one JSON line each)."""
-    if command == "overflowing":
-        write_overflowing(Path(paths[0]), Path(paths[1]))
-    elif command == "sheet":
+    """`sheet TARGET PICTURE...` or `read PICTURE...` (one JSON line each)."""
+    if command == "sheet":
         side_by_side([Path(path).read_bytes() for path in paths[1:]]).save(paths[0], quality=90)
     else:
         for path in paths:

@@ -1,4 +1,4 @@
-"""Clean runs of every family are silent: a sample of what `python -m benchmarks drift` measures and docs/drift.md lists."""
+"""Clean runs of every family are silent: a sample of what `python -m benchmarks drift` measures and docs/internals/drift.md lists."""
 
 import json
 from pathlib import Path
@@ -48,7 +48,7 @@ def test_the_thresholds_are_those_that_every_family_was_measured_with():
 
 
 def test_the_document_has_the_closest_run_of_each_arithmetic():
-    lines = (ROOT / "docs" / "drift.md").read_text(encoding="utf-8").splitlines()
+    lines = (ROOT / "docs" / "internals" / "drift.md").read_text(encoding="utf-8").splitlines()
     for arithmetic in [name for name in ARITHMETICS if name != "fp32"]:
         found = {family: row["arithmetics"][arithmetic] for family, row in MEASURED.items()}
         closest = min(found, key=lambda family: found[family]["margin_db"])

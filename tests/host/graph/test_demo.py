@@ -1,4 +1,4 @@
-"""The page that `scripts/demo.py --serve` leaves open: its templates run as they are."""
+"""What `scripts/demo.py` prints, and the page that `--serve` leaves open: its templates run as they are."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from unittest.mock import MagicMock
 from urllib.parse import quote
 
 import demo
@@ -19,15 +20,14 @@ ROOT = Path(__file__).absolute().parents[3]
 
 @pytest.fixture(scope="module")
 def stage(comfyui_dir: Path, tmp_path_factory: pytest.TempPathFactory):
-    """A running demo, up to where its page is left open; that one is seen as a user who ends it at once sees it."""
+    """A running demo that has told its page's address and drawn nothing yet."""
     environment = Environment(Path(sys.executable), comfyui_dir)
     base = make_base_directory(tmp_path_factory.mktemp("demo"), ROOT, copied=True)
     files = demo._provide_models(environment, base, dict.fromkeys(demo.MODELS))
     with Server(comfyui_dir, base) as server:
-        stage = demo.Stage(server, environment, argparse.Namespace(model=None, prompt=None), files)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(server.process, "wait", lambda: None)
-            demo._serve(stage, base)
+        options = argparse.Namespace(model=None, prompt=None, output=tmp_path_factory.mktemp("results"))
+        stage = demo.Stage(server, environment, options, files)
+        demo._open(stage, base)
         yield stage
 
 
@@ -40,11 +40,38 @@ def test_every_template_names_files_that_are_there(stage: demo.Stage, name: str)
     info = stage.server.object_info()
     prompt = to_prompt(served(stage, name), info)
     assert substitute_files(prompt, info, lambda *_: None) == prompt
-    assert any("blue star" in str(node["inputs"].get("text")) for node in prompt.values())
     shipped = json.loads((ROOT / "workflows" / f"{name}.json").read_text(encoding="utf-8"))
+    if "halfsafe_example" in json.dumps(shipped):
+        assert to_prompt(shipped, info) == prompt
+        return
+    assert any("blue star" in str(node["inputs"].get("text")) for node in prompt.values())
     assert "wan2.1" in json.dumps(shipped["nodes"][1:]) and "wan2.1" not in json.dumps([node["inputs"] for node in prompt.values()])
 
 
 def test_a_template_runs_as_it_is(stage: demo.Stage) -> None:
     prompt = to_prompt(served(stage, "Halfsafe 3 - Half the memory"), stage.server.object_info())
     assert any("images" in output for output in stage.server.prompt(prompt).values())
+
+
+def test_the_result_is_said_first_and_the_layers_are_in_the_report_file(stage: demo.Stage, capsys: pytest.CaptureFixture) -> None:
+    assert demo._show(stage)
+    lines = capsys.readouterr().out.splitlines()
+    told = [line for line in lines if not line.startswith(("Running", "  done", "  ..."))]
+    assert [line.split()[:2] for line in told[1:6]] == [
+        ["It", "works:"], ["picture.png", "a"], ["fp16.png", "black"], ["fp16_guarded.png", "a"], ["fp16_safe.png", "a"],
+    ]  # fmt: skip
+    assert len(lines) <= 20 and not any("double_blocks" in line for line in lines)
+    assert "double_blocks" in (stage.options.output / "report.txt").read_text(encoding="utf-8")
+
+
+def test_the_address_is_told_before_anything_is_drawn(monkeypatch: pytest.MonkeyPatch, stage: demo.Stage, tmp_path: Path) -> None:
+    done = []
+    monkeypatch.setattr(demo, "_provide_models", lambda *_: stage.files)
+    monkeypatch.setattr(demo, "accelerator", lambda _: "cpu")
+    server = MagicMock()
+    server.process.wait.side_effect = lambda: done.append("wait")
+    monkeypatch.setattr(demo, "Server", lambda *_, **__: server)
+    for name in ("_open", "_show"):
+        monkeypatch.setattr(demo, name, lambda *_, name=name: done.append(name) or True)
+    options = argparse.Namespace(model=None, clip=None, vae=None, serve=True, output=tmp_path)
+    assert demo._demo(options, stage.environment) == 0 and done == ["_open", "_show", "wait"]
