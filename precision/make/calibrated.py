@@ -169,7 +169,7 @@ def damping(width: int, tokens: int) -> float:
     """Return the share of the mean diagonal to add to blocks of that width, sums over so many tokens.
 
     1 % is GPTQ's own. Fewer tokens than inputs say nothing of most directions, and a larger part keeps the change there
-    small: as if each block had met a fifth of its width in tokens of no direction (docs/internals/calibration.md has the errors).
+    small: as if each block had met a fifth of its width in tokens of no direction (docs/internals/calibration.md).
     """
     return max(DAMPING, DAMPING_OF_FEW * width / max(tokens, 1))
 
