@@ -6,7 +6,7 @@ ComfyUI loads, offloads and counts that model; patches other than LoRAs are merg
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import cast
@@ -145,9 +145,9 @@ class LowRankLayer(torch.nn.Module):
 
     strengths: torch.Tensor
 
-    def __init__(self, changes: Sequence[LowRank], dtype: torch.dtype, in_fp32: bool):
+    def __init__(self, changes: Sequence[LowRank], dtype: torch.dtype):
         super().__init__()
-        self.changes, self.in_fp32, self.inner = changes, in_fp32, None
+        self.changes, self.in_fp32, self.inner = changes, False, None
         made = [{place: normalized(factor, dtype) for place, factor in change.factors().items()} for change in changes]
         self.shapes = [{place: factor.shape for place, (factor, _) in parts.items()} for parts in made]
         powers = [math.prod(power for _, power in parts.values()) for parts in made]
@@ -208,26 +208,27 @@ def _added(
 
 
 class LowRankModel(torch.nn.Module):
-    """The LoRAs of a model's weights: ``layers`` by the keys of those. ``dtype``: of the factors, 16 bit. ``in_fp32``:
-    the keys of weights whose layers multiply in fp32."""
+    """The LoRAs of a model's weights: ``layers`` by the keys of those. ``dtype``: of the factors, 16 bit."""
 
-    def __init__(
-        self,
-        changes: Mapping[str, Sequence[LowRank]],
-        dtype: torch.dtype,
-        device: torch.device,
-        in_fp32: Collection[str] = (),
-    ):
+    def __init__(self, changes: Mapping[str, Sequence[LowRank]], dtype: torch.dtype, device: torch.device):
         super().__init__()
         with torch.inference_mode(False), torch.no_grad():
-            layers = [LowRankLayer(of_key, dtype, key in in_fp32) for key, of_key in changes.items()]
+            layers = [LowRankLayer(of_key, dtype) for of_key in changes.values()]
             self._numbers = [0.0] * sum(map(len, changes.values()))
             self._strengths = torch.zeros(len(self._numbers), device=device)
         self.layers = torch.nn.ModuleList(layers)
         self.by_key = dict(zip(changes, layers, strict=True))
+        self._planned: object = ()
         of_layers = iter(self._strengths.split([len(layer.changes) for layer in layers]))
         for layer in layers:
             layer.strengths = next(of_layers)
+
+    def plan_for(self, compute: object, in_fp32: Callable[[object, str], bool]) -> None:
+        """Let each layer multiply as a compute plan has it; asked at each call, and decided once a plan."""
+        if self._planned is not compute:
+            self._planned = compute
+            for key, layer in self.by_key.items():
+                layer.in_fp32 = in_fp32(compute, key)
 
     def set_strengths(self, strengths: Mapping[tuple[str, LowRank], float]) -> None:
         """Give each LoRA its strength, 0 where none is named; the tensor stays, so that a compiled graph sees it."""
@@ -245,14 +246,14 @@ _made: weakref.WeakKeyDictionary[torch.nn.Module, weakref.WeakValueDictionary] =
 
 
 def low_rank_patcher(
-    patcher: ModelPatcher, changes: Mapping[str, Sequence[LowRank]], dtype: torch.dtype, in_fp32: frozenset[str]
+    patcher: ModelPatcher, changes: Mapping[str, Sequence[LowRank]], dtype: torch.dtype
 ) -> ModelPatcher:
     """Return the ModelPatcher of a LowRankModel on the devices of ``patcher``; clones with equal LoRAs share it."""
     of_model = _made.setdefault(patcher.model, weakref.WeakValueDictionary())
-    key = dtype, patcher.load_device, in_fp32, tuple((key, *of_key) for key, of_key in changes.items())
+    key = dtype, patcher.load_device, tuple((key, *of_key) for key, of_key in changes.items())
     shared = of_model.get(key)
     if shared is None:
-        model = LowRankModel(changes, dtype, patcher.load_device, in_fp32)
+        model = LowRankModel(changes, dtype, patcher.load_device)
         shared = comfy.model_patcher.CoreModelPatcher(model, patcher.load_device, patcher.offload_device)
         of_model[key] = shared
     return shared

@@ -52,7 +52,7 @@ class AddsLowRank:
 
     def sorted_patches(self) -> SortedPatches:
         """Sort the patches of 8-bit weights; anew where patches were added, and not while weights are loaded."""
-        state = self.patches_uuid, len(self.patches), tuple(map(id, self.hook_patches)), compute_of(self)
+        state = self.patches_uuid, len(self.patches), tuple(map(id, self.hook_patches))
         if self._sorted is None or (self._all_patches is None and self._sorted[0] != state):
             self._sorted, self._low_rank = (state, sort_patches(self)), None
         return self._sorted[1]
@@ -65,12 +65,19 @@ class AddsLowRank:
         """Return the ModelPatcher of the LoRAs, if there are any."""
         changes = self.sorted_patches().low_rank
         if changes and self._low_rank is None:
-            # A text encoder has neither a dtype that its weights are cast to nor a plan.
-            cast = self.get_model_object(CAST_DTYPE) if has_cast_dtype(self.model) else torch.float32
-            in_fp32 = frozenset(key for key in changes if _multiplies_in(compute_of(self), cast, key) == FP32.name)
-            dtype = torch.bfloat16 if cast == torch.bfloat16 else torch.float16
-            self._low_rank = low_rank_patcher(self, changes, dtype, in_fp32)
+            dtype = torch.bfloat16 if self._cast_dtype() == torch.bfloat16 else torch.float16
+            self._low_rank = low_rank_patcher(self, changes, dtype)
         return self._low_rank
+
+    def _cast_dtype(self) -> torch.dtype:
+        """Return the dtype that weights are cast to; a text encoder has none."""
+        return self.get_model_object(CAST_DTYPE) if has_cast_dtype(self.model) else torch.float32
+
+    def _multiplies_in_fp32(self, compute: Compute | None, key: str) -> bool:
+        """Tell whether a layer that is given fp32 multiplies in fp32 itself, and not in a 16-bit dtype or 8 bits."""
+        decision = compute.plan.decisions.get(layer_name(key)) if compute else None
+        mode = decision.mode if decision else name_of(self._cast_dtype()) if compute else FP32.name
+        return mode == FP32.name
 
     def forwards(self) -> list[Patch]:
         """Make patches that add the LoRAs at the strengths that they have by the hooks active now."""
@@ -78,6 +85,7 @@ class AddsLowRank:
         if patcher is None:
             return []
         patcher.model.set_strengths(self._strengths_now())
+        patcher.model.plan_for(compute_of(self), self._multiplies_in_fp32)
         modules = self.sorted_patches().modules
         return [layer.around(modules[key]) for key, layer in patcher.model.by_key.items()]
 
@@ -231,12 +239,6 @@ def _eject(patcher: "ModelPatcher") -> None:
     # A clone of an injected patcher counts as injected too (``clone`` in comfy/model_patcher.py).
     for owner, name, _ in vars(patcher.model).pop(INJECTED, []):
         owner.__dict__.pop(name, None)
-
-
-def _multiplies_in(compute: Compute | None, cast: torch.dtype, key: str) -> str:
-    """Name the mode of a layer that is given fp32: in fp32 itself, or in a 16-bit dtype or 8 bits."""
-    decision = compute.plan.decisions.get(layer_name(key)) if compute else None
-    return decision.mode if decision else name_of(cast) if compute else FP32.name
 
 
 def layer_name(key: str) -> str:

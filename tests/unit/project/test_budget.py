@@ -28,7 +28,7 @@ MOST_LINES = {
     "nodes/host/replay": 382,
     "nodes/host/compute": 1264,
     "nodes/host/accumulation": 352,
-    "nodes/host/lora": 516,
+    "nodes/host/lora": 519,
     "nodes/host/load": 1596,
     "nodes/host/guard": 1313,
     "nodes/host/check": 240,
@@ -36,7 +36,7 @@ MOST_LINES = {
     "nodes/host/study": 590,
     "nodes": 1113,
 }
-MOST = {"product": 21693, "tests": 31903, "tests/support": 4585, "benchmarks": 2400, "scripts": 3_400}
+MOST = {"product": 21696, "tests": 31903, "tests/support": 4585, "benchmarks": 2400, "scripts": 3_400}
 MOST_WORDS, MOST_RESULTS, MOST_SMALL, SMALL = 30_000, 12, 15, 40
 MOST_RIDDLES = 0.05
 LONGEST, MOST_FILES = 400, 14
