@@ -32,6 +32,7 @@ RANKED = {LoRAAdapter: (1,), LoHaAdapter: (1,), LoKrAdapter: (6, 4)}
 """The places of matrices with as many rows as the rank that divides alpha, the first that is there."""
 MERGED_WITH = {LoRAAdapter: (3, 4, 5), LoHaAdapter: (5, 6, 7), LoKrAdapter: (7, 8)}
 """The places of a DoRA's scale, and of what resizes a weight or is a convolution's."""
+OTHER = "a patch other than a plain LoRA, LoHa or LoKr"
 
 
 @dataclass(frozen=True)
@@ -108,13 +109,10 @@ def why_merged(patch: tuple, whole: tuple[int, int]) -> str:
     _, value, strength_model, _, function = patch
     if strength_model != 1.0:
         return "a merge of models"
-    if type(value) not in MERGED_WITH or not hasattr(value, "h"):
-        return "a patch other than a LoRA, LoHa or LoKr"
-    if function is not None:
-        return "a patch that rearranges the weight's rows"
-    if any(value.weights[place] is not None for place in MERGED_WITH[type(value)]):
-        return "a DoRA, or a LoRA that resizes the weight"
-    return "" if _fits(change_of(patch), list(whole)) else "a LoRA for a weight of another shape"
+    plain = function is None and type(value) in MERGED_WITH and hasattr(value, "h")
+    if plain and all(value.weights[place] is None for place in MERGED_WITH[type(value)]):
+        return "" if _fits(change_of(patch), list(whole)) else OTHER
+    return OTHER
 
 
 def _fits(change: LowRank, shape: list[int]) -> bool:

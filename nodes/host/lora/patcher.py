@@ -23,7 +23,7 @@ from ....precision.base.errors import HalfsafeError
 from ....precision.base.layer_names import plain_name
 from ....precision.base.modes import FP32
 from ....precision.base.patching import Patch, exchange, patched
-from ..comfyui.attributes import CAST_DTYPE, has_cast_dtype
+from ..comfyui.attributes import CAST_DTYPE
 from ..comfyui.execution import adapts_text, conditions_through
 from ..comfyui.layers import DIFFUSION_MODEL, is_quantized
 from ..comfyui.weights import calling_layers, dequantized
@@ -66,7 +66,7 @@ class AddsLowRank:
         changes = self.sorted_patches().low_rank
         if changes and self._low_rank is None:
             # A text encoder has neither a dtype that its weights are cast to nor a plan.
-            cast = self.get_model_object(CAST_DTYPE) if has_cast_dtype(self.model) else torch.float32
+            cast = self.get_model_object(CAST_DTYPE) if hasattr(self.model, CAST_DTYPE) else torch.float32
             in_fp32 = frozenset(key for key in changes if _multiplies_in(compute_of(self), cast, key) == FP32.name)
             dtype = torch.bfloat16 if cast == torch.bfloat16 else torch.float16
             self._low_rank = low_rank_patcher(self, changes, dtype, in_fp32)
