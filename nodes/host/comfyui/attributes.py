@@ -1,8 +1,8 @@
 """The attributes of ComfyUI's modules that are read and set here, by name: no other file touches them.
 
 ComfyUI sets most of them from outside of the class or probes for them with ``hasattr``, so that a renamed one raises no
-error. Each annotation names the file of ComfyUI that has its attributes; ``tests/support/core_names.py`` reads both
-from this source, and the contract test looks every attribute up in that file.
+error. Each annotation names the file of ComfyUI that has its attributes; ``tests/host/graph/test_core_names.py`` looks
+every attribute up there.
 """
 
 from __future__ import annotations

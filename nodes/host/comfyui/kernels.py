@@ -27,28 +27,19 @@ def kernel_of_product(row: Format | None, shape: torch.Size, dtype: torch.dtype,
     its backends that takes the call: CUDA, HIP, Triton, or eager, which is made of torch's general operations. ComfyUI
     turns backends off (``comfy/quant_ops.py``).
 
-    Args:
-        row: the weight's format; None for one that has no row.
-        shape: of the weight, (outputs, inputs).
-        dtype: of the layer's input and result.
-        device: where the model runs.
+    ``row``: the weight's format; None for a weight without a row. ``shape``: of the weight, (outputs, inputs).
+    ``dtype``: of the layer's input and result.
     """
-    if device.type == "cpu" or row is None:
+    if device.type == "cpu" or row is None or registry is None:
         return EAGER
     if row.mode is FP8:
         return NATIVE
+    # Its int8 product alone depends on a call's arguments.
     arguments = _int8_call(shape, dtype, device) if row.product == FORMAT_OF_STORAGE["int8"].product else None
-    return NATIVE if _backend(row.product, arguments) not in ("", "eager") else EAGER
-
-
-def _backend(function: str, arguments: dict | None = None) -> str:
-    """Name the backend that comfy-kitchen takes; "" for none. Its int8 product alone depends on a call's arguments."""
-    if registry is None:
-        return ""
     try:
-        return registry.get_capable_backend(function, arguments)
+        return EAGER if registry.get_capable_backend(row.product, arguments) == "eager" else NATIVE
     except RuntimeError:
-        return ""
+        return EAGER
 
 
 def _int8_call(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> dict:

@@ -159,7 +159,6 @@ def _layer_names(config, checkpoint: Checkpoint, prefix: str) -> dict[str, str]:
 
 
 def _modules(config, checkpoint: Checkpoint, prefix: str) -> dict[str, torch.nn.Module]:
-    """Build the model without weights, and return its modules by name."""
     config.set_inference_dtype(torch.bfloat16, None)
     config.custom_operations = comfy.ops.disable_weight_init
     disabled = logging.root.manager.disable

@@ -69,22 +69,13 @@ class Lacking(TorchDispatchMode):
     ) -> list[str]:
         """Refuse a model of which the file lacks a tensor, or has one in another shape.
 
-        Args:
-            unless: names of parts that a model does without; they are filled with ``fill``, so that nothing computes
-                with what was in their memory before.
-            without: what happens without them.
-
-        Returns:
-            A note where parts were filled and ``without`` says what that means.
-
-        Raises:
-            CheckpointError: parameters of other parts are lacking, or a quantized weight does not fit.
+        ``unless``: names of parts that a model does without; they are filled with ``fill``, so that nothing computes
+        with what was in their memory before. A note tells of them where ``without`` says what happens without them.
         """
         names = self._names(module)
         filled = [name for name in names if unless and unless.search(name)]
         if lacking := [name for name in names if name not in filled]:
-            more = f" and {len(lacking) - SHOWN} more" if len(lacking) > SHOWN else ""
-            problem = f"lacks {', '.join(lacking[:SHOWN])}{more}, without which the model computes nothing"
+            problem = f"lacks {', '.join(lacking[:SHOWN])}, without which the model computes nothing"
             raise CheckpointError(", ".join(self._paths), problem, advice=AGAIN)
         for name in filled:
             layer, _, leaf = name.rpartition(".")

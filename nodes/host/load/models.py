@@ -53,8 +53,7 @@ def load_diffusion_model(
 ) -> ModelPatcher:
     """Load the diffusion model in ``path``; also the factory ComfyUI calls to load it again.
 
-    Args:
-        whole: the file is a full checkpoint.
+    ``whole``: the file is a full checkpoint.
 
     Raises:
         HalfsafeError: the file cannot be read, is not a known model, or does not fit in memory.
@@ -65,12 +64,7 @@ def load_diffusion_model(
 
 
 def load_weights(
-    checkpoint: Checkpoint,
-    storage: str,
-    compute: str,
-    rules: Rules,
-    whole: bool = False,
-    disable_dynamic: bool = False,
+    checkpoint: Checkpoint, storage: str, compute: str, rules: Rules, whole: bool = False, disable_dynamic: bool = False
 ) -> ModelPatcher:
     """Make a model of the weights of a file, which are not changed; see :func:`load_diffusion_model`."""
     detected = detect_model(checkpoint, only_diffusion_model=not whole)
@@ -108,8 +102,7 @@ class PreparedLoad:
 def prepare(detected: Detected, storage: str, compute: str, rules: Rules, streamed: bool = False) -> PreparedLoad:
     """Plan a model and make its tensors.
 
-    Args:
-        streamed: ComfyUI keeps what stays as in the file there, and streams it to the device.
+    ``streamed``: ComfyUI keeps what stays as in the file there, and streams it to the device.
 
     Raises:
         NonFiniteWeight: a weight holds NaN or Inf.

@@ -86,8 +86,7 @@ def save_model(
 ) -> tuple[str, int]:
     """Save the diffusion model below ComfyUI's output folder and return the file's name there, and its bytes.
 
-    Args:
-        calibration: of this model; its quantized weights are rounded by it.
+    ``calibration``: of this model; its quantized weights are rounded by it.
 
     Raises:
         HalfsafeError: the disk is full, the model holds NaN or Inf, it has a LoRA that cannot be merged, or the
@@ -120,7 +119,6 @@ def save_model(
 def _rounding(
     patcher: ModelPatcher, calibration: Calibration, weights: LiveWeights, plans: Mapping[str, WeightPlan], source
 ) -> CalibratedRounding:
-    """Return the rounding of weights by a calibration, on ComfyUI's compute device, and tell of it."""
     name = str(source.get("file") or type(patcher.model).__name__)
     rounding = CalibratedRounding(calibration, weights.stored, plans, source, name, device=compute_device())
     logger.info("Halfsafe: %s", started := rounding.start())

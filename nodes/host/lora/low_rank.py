@@ -60,14 +60,10 @@ class LowRank:
 
 @dataclass
 class SortedPatches:
-    """What is done with a model's patches of 8-bit weights.
+    """What is done with a model's patches of 8-bit weights, by the weights' keys.
 
-    Attributes:
-        modules: key of a weight -> its layer.
-        low_rank: key -> the changes that are added to the layer's result, those of hooks included.
-        merged: key -> why ComfyUI merges the patches.
-        added: the keys of weights whose own patches are all added.
-        hooks: the keys of weights whose patches by hooks are.
+    ``low_rank``: the changes that are added to the layer's result, those of hooks included. ``merged``: why ComfyUI
+    merges the patches. ``added``: weights whose own patches are all added; ``hooks``: whose patches by hooks are.
     """
 
     modules: dict[str, torch.nn.Module]
