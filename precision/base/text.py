@@ -1,6 +1,5 @@
 """Wording shared by reports, analyses, commands and errors: sizes, counts, wrapped lines, tables."""
 
-import math
 import textwrap
 from collections.abc import Iterable, Sequence
 
@@ -55,14 +54,6 @@ def count_text(count: int) -> str:
     if count >= 1e9:
         return f"{count / 1e9:.2f} B"
     return f"{count / 1e6:.1f} M" if count >= 1e6 else f"{count}"
-
-
-def duration_text(seconds: float) -> str:
-    """Write a time in hours, minutes or seconds, rounded up: 3 min."""
-    for unit, size in (("h", 3600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{math.ceil(seconds / size)} {unit}"
-    return f"{max(1, math.ceil(seconds))} s"
 
 
 def on_off(value: bool | None) -> str:

@@ -24,7 +24,7 @@ from ....precision.report.report_text import check_text
 from ....precision.report.schema import CheckReport
 from ..accumulation.accumulation_report import layer_accumulation
 from ..accumulation.executor import accumulation_of
-from ..comfyui.attributes import denoised
+from ..comfyui.attributes import DENOISED
 from ..comfyui.execution import is_compiled, is_on_several_devices, is_oom
 from ..comfyui.kernels import DEQUANTIZED
 from ..comfyui.layers import top_level_parts
@@ -162,7 +162,8 @@ class DriftCheck:
     def _judge(self, result: torch.Tensor, exact: torch.Tensor) -> None:
         """Compare each row with its row of the call in fp32, and log an event if a row drifts."""
         # What the parametrization makes of the noisy latent where the network gives zeros.
-        without_network = denoised(self.model.model_sampling)(self.call.t, torch.zeros_like(exact), self.latent)
+        zeros = torch.zeros_like(exact)
+        without_network = getattr(self.model.model_sampling, DENOISED)(self.call.t, zeros, self.latent)
         errors, signals = drift.row_errors(result, exact, without_network)
         decibels = [drift.decibels(*row) for row in zip(errors, signals, strict=True)]
         threshold = drift.threshold_of(self.report.arithmetic, len(self.guarded.modes))

@@ -11,7 +11,7 @@ import comfy.model_management
 
 from ....precision.base.oom import is_oom as is_oom_of_torch
 from ....precision.base.patching import patched
-from . import attributes
+from .attributes import EXTRA_CONDITIONS, TEXT_ADAPTER
 
 if TYPE_CHECKING:
     from comfy.model_base import BaseModel
@@ -47,15 +47,14 @@ def adapts_text(model: BaseModel) -> bool:
     ComfyUI 0.30 runs text adapters in ``extra_conds``: Anima, LTX-AV and MiniMax in ``comfy/model_base.py``, each
     through its model's ``preprocess_text_embeds``.
     """
-    return attributes.adapts_text(model.diffusion_model)
+    return hasattr(model.diffusion_model, TEXT_ADAPTER)
 
 
 @contextlib.contextmanager
 def conditions_through(model: BaseModel, run: Callable[[Make], dict]) -> Iterator[None]:
     """Hand each ``extra_conds`` of a model to ``run`` while the context lasts; what is set last runs first."""
-    original = attributes.extra_conditions(model)
-    function = attributes.with_extra_conditions(model, lambda **kwargs: run(functools.partial(original, **kwargs)))
-    with patched([function]):
+    original = getattr(model, EXTRA_CONDITIONS)
+    with patched([(model, EXTRA_CONDITIONS, lambda **kwargs: run(functools.partial(original, **kwargs)))]):
         yield
 
 

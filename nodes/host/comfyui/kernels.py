@@ -1,11 +1,9 @@
-"""comfy-kitchen: the kernel that multiplies a quantized weight, and its warnings once each.
+"""comfy-kitchen: the kernel that multiplies a quantized weight.
 
 A kernel is the device's own for a format, torch's general operations, or neither where the weight is dequantized.
 """
 
 from __future__ import annotations
-
-import logging
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -20,8 +18,6 @@ from ....precision.formats.registry import FORMAT_OF_STORAGE, Format
 
 NATIVE, EAGER, DEQUANTIZED = "native", "eager", "dequantized"
 ROWS = 32
-_warned: set[str] = set()
-LOGGERS = ("comfy_kitchen.tensor.fp8", "comfy_kitchen.tensor.mxfp8", "comfy_kitchen.tensor.nvfp4")
 
 
 def kernel_of_product(row: Format | None, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:
@@ -31,28 +27,19 @@ def kernel_of_product(row: Format | None, shape: torch.Size, dtype: torch.dtype,
     its backends that takes the call: CUDA, HIP, Triton, or eager, which is made of torch's general operations. ComfyUI
     turns backends off (``comfy/quant_ops.py``).
 
-    Args:
-        row: the weight's format; None for one that has no row.
-        shape: of the weight, (outputs, inputs).
-        dtype: of the layer's input and result.
-        device: where the model runs.
+    ``row``: the weight's format; None for a weight without a row. ``shape``: of the weight, (outputs, inputs).
+    ``dtype``: of the layer's input and result.
     """
-    if device.type == "cpu" or row is None:
+    if device.type == "cpu" or row is None or registry is None:
         return EAGER
     if row.mode is FP8:
         return NATIVE
+    # Its int8 product alone depends on a call's arguments.
     arguments = _int8_call(shape, dtype, device) if row.product == FORMAT_OF_STORAGE["int8"].product else None
-    return NATIVE if _backend(row.product, arguments) not in ("", "eager") else EAGER
-
-
-def _backend(function: str, arguments: dict | None = None) -> str:
-    """Name the backend that comfy-kitchen takes; "" for none. Its int8 product alone depends on a call's arguments."""
-    if registry is None:
-        return ""
     try:
-        return registry.get_capable_backend(function, arguments)
+        return EAGER if registry.get_capable_backend(row.product, arguments) == "eager" else NATIVE
     except RuntimeError:
-        return ""
+        return EAGER
 
 
 def _int8_call(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> dict:
@@ -67,20 +54,3 @@ def _int8_call(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> d
             "convrot_groupsize": 256,
             "input_act": None,
         }
-
-
-def is_new(record: logging.LogRecord) -> bool:
-    """Let each message through the first time."""
-    text = record.getMessage()
-    new = text not in _warned
-    _warned.add(text)
-    return new
-
-
-def warn_once() -> None:
-    """Pass on the warnings of comfy-kitchen's ``scaled_mm`` fallbacks (``tensor/fp8.py`` and others) once each.
-
-    It warns at every product: some hundred times a step where a profile of another device is simulated.
-    """
-    for name in LOGGERS:
-        logging.getLogger(name).addFilter(is_new)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import inspect
+from typing import TYPE_CHECKING, Any
 
 import comfy.quant_ops
 import torch
@@ -10,12 +11,10 @@ import torch
 from ....precision.base.dtypes import name_of
 from ....precision.formats.registry import FORMAT_OF_STORAGE, FORMATS, Format, format_of
 from ....precision.plan.facts import LayerSpec, ModelFacts, most
-from .attributes import is_in_layout, takes_to_quantize
 from .layers import layers_of
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
-
 
 PACKED = "packed"
 """The storage of weights that another loader keeps as bytes in a format of its own."""
@@ -54,8 +53,7 @@ def storage_of(tensor: torch.Tensor) -> str:
         return PACKED if kind is None else f"gguf {kind.name}"
     if not isinstance(tensor, comfy.quant_ops.QuantizedTensor):
         return name_of(tensor.dtype)
-    formats = comfy.quant_ops.QUANT_ALGOS.items()
-    found = (name for name, algorithm in formats if is_in_layout(tensor, algorithm["comfy_tensor_layout"]))
+    found = (name for name in comfy.quant_ops.QUANT_ALGOS if _layout(name) is tensor.layout_cls)
     name = next(found, "quantized")
     return format_of(name, tensor.nbytes, tensor.numel()).storage if name in FORMATS else name
 
@@ -66,8 +64,13 @@ def held_storages() -> frozenset[str]:
 
 
 def _holds(format: Format) -> bool:
-    algorithm = comfy.quant_ops.QUANT_ALGOS.get(format.name)
-    return algorithm is not None and takes_to_quantize(algorithm["comfy_tensor_layout"], format.asks)
+    if format.name not in comfy.quant_ops.QUANT_ALGOS:
+        return False
+    return not format.asks or format.asks in inspect.signature(_layout(format.name).quantize).parameters
+
+
+def _layout(name: str) -> Any:
+    return comfy.quant_ops.get_layout_class(comfy.quant_ops.QUANT_ALGOS[name]["comfy_tensor_layout"])
 
 
 def parameter_count(patcher: ModelPatcher) -> int:

@@ -82,7 +82,9 @@ def send_to_page(
         "workflow": _workflow_id(),
         "event": plain(event) if event else None,
     }
-    _keep(data)
+    running = get_progress_state()
+    if prompt == running.prompt_id:
+        _sent.setdefault(running, []).append(data)
     _send(EVENT, data)
 
 
@@ -102,13 +104,6 @@ def _send(event: str, data: dict) -> None:
     server = getattr(PromptServer, "instance", None)
     if server is not None:
         server.send_sync(event, data, server.client_id)
-
-
-def _keep(message: dict) -> None:
-    """Keep a message with the running prompt, unless another prompt sent the message."""
-    running = get_progress_state()
-    if message["prompt_id"] == running.prompt_id:
-        _sent.setdefault(running, []).append(message)
 
 
 def encoder_reports() -> list[EncoderReport]:

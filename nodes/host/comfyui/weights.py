@@ -13,18 +13,15 @@ from comfy.quant_ops import QuantizedTensor
 from ....precision.arithmetic.linear import WeightProvider, kind_of
 from ....precision.base.patching import Patch, SharedScope, patched
 from .attributes import (
+    FORWARDS,
     FULL_PRECISION,
+    INPUT_SCALE,
     PRODUCT,
     OnlyCalled,
     casts_weights,
-    forwards_of_class,
-    full_precision,
-    has_product,
     is_bias_patched,
     lie_ready,
-    scales_input,
     weight_functions,
-    with_product,
 )
 from .layers import is_quantized
 
@@ -35,8 +32,6 @@ CAST_PARAMETERS = inspect.signature(comfy.ops.cast_bias_weight).parameters
 PATCHES_IN_FP32 = {"compute_dtype": torch.float32} if "compute_dtype" in CAST_PARAMETERS else {}
 """LoRAs of dynamic VRAM are added in fp32, as ComfyUI adds them in an fp32 model; its own default is the weight's
 dtype."""
-
-
 HALF = (torch.float16, torch.bfloat16)
 
 
@@ -52,10 +47,10 @@ def exchanged(module: torch.nn.Module, forward: Callable, fp16_sums: bool = True
     ``_full_precision_mm`` also turns off the two paths of ``comfy/ops.py`` that bypass ``forward``: its own fp8 matmul
     and, since ComfyUI 0.38, an fp16 matmul taken while fp16 accumulation is on. ``fp16_sums``: it may be on.
     """
-    patches = [(module, "forward", forward)]
-    if is_quantized(module):
-        return [*patches, full_precision(module), with_product(module, _dequantized_linear)]
-    return [*patches, full_precision(module)] if fp16_sums else patches
+    patches: list[Patch] = [(module, "forward", forward)]
+    if fp16_sums or is_quantized(module):
+        patches.append((module, FULL_PRECISION, True))
+    return [*patches, (module, PRODUCT, _dequantized_linear)] if is_quantized(module) else patches
 
 
 @contextlib.contextmanager
@@ -105,7 +100,7 @@ def calling_layers(modules: Iterable[torch.nn.Module]) -> contextlib.AbstractCon
 def ask_for_plain_products(patcher: "ModelPatcher") -> None:
     """Make the quantized layers of a patcher's model dequantize their weights for as long as it is loaded."""
     for name, module in patcher.model.named_modules():
-        if is_quantized(module) and has_product(module):
+        if is_quantized(module) and hasattr(module, PRODUCT):
             patcher.add_object_patch(f"{name}.{FULL_PRECISION}", True)
             patcher.add_object_patch(f"{name}.{PRODUCT}", _dequantized_linear)
 
@@ -123,14 +118,15 @@ def dequantized(weight: torch.Tensor) -> torch.Tensor:
 
 def only_multiplies(module: torch.nn.Module) -> bool:
     """Tell whether the module does no more than cast its weights and multiply: ComfyUI's and torch's own classes."""
-    return not scales_input(module) and kind_of(module) is not None and only_computes(module)
+    return not hasattr(module, INPUT_SCALE) and kind_of(module) is not None and only_computes(module)
 
 
 def only_computes(module: torch.nn.Module) -> bool:
     """Tell whether the module runs as ComfyUI's and torch's own classes do."""
     if has_own_forward(module):
         return False
-    return all(method.__module__.startswith((comfy.ops.__name__, "torch.nn.")) for method in forwards_of_class(module))
+    methods = filter(None, (getattr(type(module), name, None) for name in FORWARDS))
+    return all(method.__module__.startswith((comfy.ops.__name__, "torch.nn.")) for method in methods)
 
 
 def weights_of(module: torch.nn.Module) -> WeightProvider:

@@ -64,10 +64,7 @@ _runs: weakref.WeakKeyDictionary[BaseModel, tuple[weakref.ref, weakref.WeakKeyDi
 class LoadedControl:
     """A ControlNet that was loaded here, with all of its copies.
 
-    Attributes:
-        cls: the name of ComfyUI's class.
-        record: what was decided when it was loaded.
-        planned: its planned model; None where ComfyUI runs it as it is.
+    ``cls``: the name of ComfyUI's class. ``planned``: its planned model; None where ComfyUI runs it as it is.
     """
 
     cls: str
@@ -146,7 +143,6 @@ def _own_record(checkpoint: Checkpoint, why: str, storage: str, compute: str) ->
 
 
 def _plan(control: ControlNet, checkpoint: Checkpoint, storage: str, compute: str, rules: Rules) -> LoadRecord:
-    """Store and compute a loaded ControlNet as planned."""
     module = control.control_model
     detected = _detected(checkpoint, module)
     load = models.prepare(detected, storage, compute, rules)

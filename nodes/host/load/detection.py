@@ -1,9 +1,7 @@
 """Tell which model a state dict is, by ComfyUI's own detection, and the module class of each of its layers."""
 
 import logging
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -94,13 +92,13 @@ def _from_diffusers(checkpoint: Checkpoint) -> Checkpoint:
     """Rename a model to ComfyUI's names. Fused layers mix the weights of several, so quantized ones become bf16."""
     if not _renamed({name: tensor.to("meta") for name, tensor in stored_tensors(checkpoint).items()}):
         return checkpoint
+    note = "The file has diffusers' names: it was converted to ComfyUI's."
     plain = unpacked(checkpoint)
     converted = renamed_by(plain, _renamed)
     kept = {id(weight.data) for weight in converted.weights.values()}
     for name, weight in checkpoint.weights.items():
         if id(plain.weights[name].data) not in kept:  # part of another now: NaN is told by its own name and file
             finite_bound(weight, checkpoint.path)
-    note = "The file has diffusers' names: it was converted to ComfyUI's."
     return replace(converted, notes=[*checkpoint.notes, note])
 
 
@@ -161,34 +159,19 @@ def _layer_names(config, checkpoint: Checkpoint, prefix: str) -> dict[str, str]:
 
 
 def _modules(config, checkpoint: Checkpoint, prefix: str) -> dict[str, torch.nn.Module]:
-    """Build the model without weights, and return its modules by name."""
     config.set_inference_dtype(torch.bfloat16, None)
     config.custom_operations = comfy.ops.disable_weight_init
-    with quiet():
+    disabled = logging.root.manager.disable
+    logging.disable(logging.INFO)  # ComfyUI tells the dtype of each model that is built, and tells it of the loaded one
+    try:
         try:
             model = config.get_model(stored_tensors(checkpoint), prefix, device=torch.device("meta"))
         except RuntimeError:
             # ACE-Step 1.5 reads numbers of its own buffers (``FSQ`` in ComfyUI's comfy/ldm/ace/ace_step15.py).
             model = config.get_model(stored_tensors(checkpoint), prefix, device=torch.device("cpu"))
-    return dict(model.diffusion_model.named_modules())
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Drop what ComfyUI logs in this thread below a warning: it writes to the root logger itself (``logging.info``).
-
-    What other loggers write, and other threads, passes: the root logger's filters see no record of theirs.
-    """
-    thread, root = threading.get_ident(), logging.getLogger()
-
-    def passes(record: logging.LogRecord) -> bool:
-        return record.levelno >= logging.WARNING or record.thread != thread
-
-    root.addFilter(passes)
-    try:
-        yield
     finally:
-        root.removeFilter(passes)
+        logging.disable(disabled)
+    return dict(model.diffusion_model.named_modules())
 
 
 def _hint(checkpoint: Checkpoint, only_diffusion_model: bool) -> str:

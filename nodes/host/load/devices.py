@@ -41,18 +41,16 @@ def current_device() -> Device:
 def no_int8_kernel(backends: Mapping[str, dict], expected: str) -> str:
     """Say why comfy-kitchen has no kernel of its own for int8 products; "" where it has one.
 
-    Args:
-        backends: as comfy-kitchen's ``list_backends()`` gives them, name -> state.
-        expected: the name of the one that is made for the device.
+    ``backends``: of its ``list_backends()``; ``expected``: the backend that is made for the device.
     """
     usable = {name for name, state in backends.items() if state["available"] and not state["disabled"]}
     if any("int8_linear" in backends[name]["capabilities"] for name in usable - {"eager"}):
         return ""
-    state = backends.get(expected, {})
-    problem = f"is missing ({state.get('unavailable_reason') or 'not in this version'})"
-    if state.get("available"):
-        problem = "is turned off" if state["disabled"] else "has no int8 product"
-    return f"torch's general operations run int8 products here: comfy-kitchen's {expected} backend {problem}."
+    reason = backends.get(expected, {}).get("unavailable_reason") or "turned off or too old"
+    return (
+        "torch's general operations run int8 products here: "
+        f"comfy-kitchen's {expected} backend has no kernel ({reason})."
+    )
 
 
 def require_held_by_device(storages: Iterable[str], where: torch.device) -> None:

@@ -123,7 +123,6 @@ def load_checkpoint_text_encoder(path: str, storage: str, disable_dynamic: bool 
 def _loaded(
     files: Sequence[Checkpoint], make: Callable, storage: str, compute: str, disable_dynamic: bool, again: tuple
 ) -> CLIP:
-    """Have ComfyUI make a CLIP of files in a storage."""
     paths = list(dict.fromkeys(file.path for file in files))
     tensors, notes, choices = zip(*(_converted(file, storage, disable_dynamic) for file in files), strict=True)
     with lacking_tensors(*paths) as lacking:
@@ -144,7 +143,6 @@ def _reloaded(load: Callable, *arguments, disable_dynamic: bool = False) -> Mode
 
 
 def _converted(checkpoint: Checkpoint, storage: str, disable_dynamic: bool) -> tuple[dict, list[str], Choice]:
-    """Make the tensors of a text encoder's file, notes on them, and its storage."""
     device = comfy.model_management.text_encoder_device()
     default = name_of(comfy.model_management.text_encoder_dtype(device))
     in_16_bit = sum(2 * prod(weight.shape) for weight in checkpoint.weights.values())

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import comfy.model_base
-import comfy.model_detection
 import comfy.model_sampling
 import torch
 from comfy.cli_args import args
@@ -97,15 +95,3 @@ def _source_path(patcher: ModelPatcher) -> str:
     record = patcher.attachments.get(ATTACHMENT)
     path = record.file if record else next(iter((patcher.cached_patcher_init or (None, ()))[1]), None)
     return path if isinstance(path, str) else ""
-
-
-def difference(patcher: ModelPatcher, weights: Mapping[str, StoredWeight], metadata: Mapping[str, str]) -> str:
-    """Say how the model that ComfyUI will detect in a saved file differs from the saved model; empty if it does not."""
-    tensors = {name: weight.data for name, weight in weights.items()}
-    found = comfy.model_detection.model_config_from_unet(tensors, "", metadata=dict(metadata))
-    own = patcher.model.model_config
-    if type(found) is not type(own):
-        return f"{type(own).__name__} is detected as {type(found).__name__}"
-    keys = found.unet_config.keys() | own.unet_config.keys()
-    changed = {key for key in keys if found.unet_config.get(key) != own.unet_config.get(key)}
-    return ", ".join(sorted(changed - {"dtype"}))

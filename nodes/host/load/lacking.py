@@ -69,22 +69,13 @@ class Lacking(TorchDispatchMode):
     ) -> list[str]:
         """Refuse a model of which the file lacks a tensor, or has one in another shape.
 
-        Args:
-            unless: names of parts that a model does without; they are filled with ``fill``, so that nothing computes
-                with what was in their memory before.
-            without: what happens without them.
-
-        Returns:
-            A note where parts were filled and ``without`` says what that means.
-
-        Raises:
-            CheckpointError: parameters of other parts are lacking, or a quantized weight does not fit.
+        ``unless``: names of parts that a model does without; they are filled with ``fill``, so that nothing computes
+        with what was in their memory before. A note tells of them where ``without`` says what happens without them.
         """
         names = self._names(module)
         filled = [name for name in names if unless and unless.search(name)]
         if lacking := [name for name in names if name not in filled]:
-            more = f" and {len(lacking) - SHOWN} more" if len(lacking) > SHOWN else ""
-            problem = f"lacks {', '.join(lacking[:SHOWN])}{more}, without which the model computes nothing"
+            problem = f"lacks {', '.join(lacking[:SHOWN])}, without which the model computes nothing"
             raise CheckpointError(", ".join(self._paths), problem, advice=AGAIN)
         for name in filled:
             layer, _, leaf = name.rpartition(".")
@@ -144,8 +135,9 @@ def named_if_lacking(*paths: str) -> Iterator[None]:
     model's; other errors pass."""
     try:
         yield
-    except (KeyError, UnboundLocalError) as error:
-        if not (name := _looked_for(error)):
+    except KeyError as error:
+        name = error.args[0] if error.args else None
+        if not (isinstance(name, str) and TENSOR_NAME.fullmatch(name)):
             raise
         problem = f"lacks {name}, by which ComfyUI tells the model"
         raise CheckpointError(", ".join(paths), problem, advice=AGAIN) from error
@@ -155,14 +147,6 @@ def named_if_lacking(*paths: str) -> Iterator[None]:
             raise
         shape, expected = ([int(size) for size in re.findall(r"\d+", sizes)] for sizes in found.groups()[1:])
         raise _misfit(paths, found[1], shape, expected) from error
-
-
-def _looked_for(error: KeyError | UnboundLocalError) -> str:
-    """Return the name of the tensor that ComfyUI looked for in a state dict; empty for an error of another kind."""
-    if isinstance(error, UnboundLocalError):  # comfy/text_encoders/long_clipl.py tells a CLIP by this layer
-        return "text_model.encoder.layers.1.mlp.fc1.weight" if "'model_name'" in str(error) else ""
-    key = error.args[0] if error.args else None
-    return key if isinstance(key, str) and TENSOR_NAME.fullmatch(key) else ""
 
 
 def _misfit(paths: Sequence[str], tensor: str, shape: Sequence[int], expected: Sequence[int]) -> CheckpointError:

@@ -21,7 +21,7 @@ from ....precision.plan.choice import ATTACHMENT, Choice, LoadRecord, frozen
 from ....precision.plan.memory import plan_model
 from ....precision.plan.rules import Rules
 from ....precision.plan.storage import LoadPlan, plan_load
-from ..comfyui.attributes import casts_weights, quantization_format, set_cast_dtype, set_full_precision
+from ..comfyui.attributes import CAST_DTYPE, FULL_PRECISION, casts_weights, quantization_format
 from ..comfyui.model_facts import held_storages
 from ..compute.executor import set_compute
 from ..lora.patcher import keep_low_rank_unmerged
@@ -53,8 +53,7 @@ def load_diffusion_model(
 ) -> ModelPatcher:
     """Load the diffusion model in ``path``; also the factory ComfyUI calls to load it again.
 
-    Args:
-        whole: the file is a full checkpoint.
+    ``whole``: the file is a full checkpoint.
 
     Raises:
         HalfsafeError: the file cannot be read, is not a known model, or does not fit in memory.
@@ -65,12 +64,7 @@ def load_diffusion_model(
 
 
 def load_weights(
-    checkpoint: Checkpoint,
-    storage: str,
-    compute: str,
-    rules: Rules,
-    whole: bool = False,
-    disable_dynamic: bool = False,
+    checkpoint: Checkpoint, storage: str, compute: str, rules: Rules, whole: bool = False, disable_dynamic: bool = False
 ) -> ModelPatcher:
     """Make a model of the weights of a file, which are not changed; see :func:`load_diffusion_model`."""
     detected = detect_model(checkpoint, only_diffusion_model=not whole)
@@ -86,7 +80,7 @@ def load_weights(
         else:
             patcher = comfy.sd.load_diffusion_model_state_dict(tensors, **options)
     lacks = lacking.refuse(patcher.model.diffusion_model, CONNECTOR, CONNECTED)
-    set_cast_dtype(patcher.model, dtype_named(plan.activation_dtype))
+    setattr(patcher.model, CAST_DTYPE, dtype_named(plan.activation_dtype))
     settle_quantized(patcher.model.diffusion_model, detected, load, plan.weight_dtype)
     if plan.is_safe:
         hold_norms_in_fp32(patcher.model.diffusion_model.modules())
@@ -108,8 +102,7 @@ class PreparedLoad:
 def prepare(detected: Detected, storage: str, compute: str, rules: Rules, streamed: bool = False) -> PreparedLoad:
     """Plan a model and make its tensors.
 
-    Args:
-        streamed: ComfyUI keeps what stays as in the file there, and streams it to the device.
+    ``streamed``: ComfyUI keeps what stays as in the file there, and streams it to the device.
 
     Raises:
         NonFiniteWeight: a weight holds NaN or Inf.
@@ -140,7 +133,9 @@ def operations_for(detected: Detected, load: PreparedLoad) -> Any:
 
 
 def settle_quantized(model: torch.nn.Module, detected: Detected, load: PreparedLoad, unpacked_to: str) -> None:
-    """Have quantized weights unpack to a dtype, and multiply as planned in place of ComfyUI's own fp8 matmul.
+    """Have quantized weights unpack to a dtype, whatever others are held in, and multiply as planned.
+
+    In inference mode, in which ComfyUI runs nodes, no data are copied.
 
     Raises:
         CheckpointError: ComfyUI does not hold a weight quantized that was given to it so.
@@ -152,19 +147,11 @@ def settle_quantized(model: torch.nn.Module, detected: Detected, load: PreparedL
             problem = "is quantized, but ComfyUI did not load it as such"
             advice = "Keep this layer in 16 bit with a rule."
             raise CheckpointError(detected.checkpoint.path, problem, f"{layer}.weight", advice)
-    # ComfyUI's fp8 matmul clips activations at 448 where a file has no scale for them.
+    dtype = dtype_named(unpacked_to)
     for module in modules.values():
+        # ComfyUI's fp8 matmul clips activations at 448 where a file has no scale for them.
         if quantization_format(module).startswith("float8"):
-            set_full_precision(module)
-    unpack_to(modules, dtype_named(unpacked_to))
-
-
-def unpack_to(modules: dict, dtype: torch.dtype) -> None:
-    """Have quantized weights unpack to a dtype, whatever other weights are held in.
-
-    In inference mode, in which ComfyUI runs nodes, no data are copied.
-    """
-    for module in modules.values():
+            setattr(module, FULL_PRECISION, True)
         weight = getattr(module, "weight", None)
         if isinstance(weight, comfy.quant_ops.QuantizedTensor) and weight.dtype != dtype:
             module.weight = torch.nn.Parameter(weight.to(dtype=dtype), requires_grad=False)

@@ -28,7 +28,7 @@ from ..comfyui.model_facts import foreign_layers, held_storages
 from ..comfyui.page import show_progress
 from .devices import compute_device
 from .files import output_path
-from .identity import difference, marks_of, metadata_of, source_of_model
+from .identity import marks_of, metadata_of, source_of_model
 from .tensors import byte_progress
 
 if TYPE_CHECKING:
@@ -86,8 +86,7 @@ def save_model(
 ) -> tuple[str, int]:
     """Save the diffusion model below ComfyUI's output folder and return the file's name there, and its bytes.
 
-    Args:
-        calibration: of this model; its quantized weights are rounded by it.
+    ``calibration``: of this model; its quantized weights are rounded by it.
 
     Raises:
         HalfsafeError: the disk is full, the model holds NaN or Inf, it has a LoRA that cannot be merged, or the
@@ -97,10 +96,6 @@ def save_model(
         raise HalfsafeError(
             "A bypass LoRA acts while the model runs and has no merged weights.", "Use a normal LoRA loader."
         )
-    if not filename_prefix.strip("/ "):
-        raise HalfsafeError("The filename prefix is empty.", "Give the file a name, such as diffusion_models/my_model.")
-    if "\0" in filename_prefix:
-        raise HalfsafeError("The filename prefix holds a null character.", "Type the name anew.")
     path, name = output_path(filename_prefix)
     _refuse_foreign(patcher)
     weights = LiveWeights(patcher)
@@ -108,8 +103,6 @@ def save_model(
     require_held((decision.storage for decision in decisions.values()), held_storages())
     plans = plan_weights(weights, {f"{layer}.weight": decision.storage for layer, decision in decisions.items()}, name)
     metadata = metadata_of(patcher, prompt, extra)
-    if changed := difference(patcher, weights.stored, metadata):
-        logger.warning("Halfsafe: %s: ComfyUI will load this file as another model: %s", name, changed)
     patched = sum(name.startswith(DIFFUSION_MODEL) for name in patcher.patches)
     lines = [str(rule) for rule in rules.own]
     provenance = Provenance(source_of_model(patcher), storage, rules.names, lines, patched)
@@ -126,7 +119,6 @@ def save_model(
 def _rounding(
     patcher: ModelPatcher, calibration: Calibration, weights: LiveWeights, plans: Mapping[str, WeightPlan], source
 ) -> CalibratedRounding:
-    """Return the rounding of weights by a calibration, on ComfyUI's compute device, and tell of it."""
     name = str(source.get("file") or type(patcher.model).__name__)
     rounding = CalibratedRounding(calibration, weights.stored, plans, source, name, device=compute_device())
     logger.info("Halfsafe: %s", started := rounding.start())
@@ -135,12 +127,10 @@ def _rounding(
 
 
 def _refuse_foreign(patcher: ModelPatcher) -> None:
-    foreign = foreign_layers(patcher)
-    if foreign:
+    if foreign := foreign_layers(patcher):
         first, cls = next(iter(foreign.items()))
         problem = f"Layer '{first}' and {len(foreign) - 1} more are packed in a format of another loader ({cls})."
-        advice = "Load the model from a .safetensors file and save that."
-        raise HalfsafeError(problem, advice)
+        raise HalfsafeError(problem, "Load the model from a .safetensors file and save that.")
 
 
 def _layers(patcher: ModelPatcher, weights: LiveWeights) -> list[LayerSpec]:

@@ -32,6 +32,7 @@ RANKED = {LoRAAdapter: (1,), LoHaAdapter: (1,), LoKrAdapter: (6, 4)}
 """The places of matrices with as many rows as the rank that divides alpha, the first that is there."""
 MERGED_WITH = {LoRAAdapter: (3, 4, 5), LoHaAdapter: (5, 6, 7), LoKrAdapter: (7, 8)}
 """The places of a DoRA's scale, and of what resizes a weight or is a convolution's."""
+OTHER = "a patch other than a plain LoRA, LoHa or LoKr"
 
 
 @dataclass(frozen=True)
@@ -59,14 +60,10 @@ class LowRank:
 
 @dataclass
 class SortedPatches:
-    """What is done with a model's patches of 8-bit weights.
+    """What is done with a model's patches of 8-bit weights, by the weights' keys.
 
-    Attributes:
-        modules: key of a weight -> its layer.
-        low_rank: key -> the changes that are added to the layer's result, those of hooks included.
-        merged: key -> why ComfyUI merges the patches.
-        added: the keys of weights whose own patches are all added.
-        hooks: the keys of weights whose patches by hooks are.
+    ``low_rank``: the changes that are added to the layer's result, those of hooks included. ``merged``: why ComfyUI
+    merges the patches. ``added``: weights whose own patches are all added; ``hooks``: whose patches by hooks are.
     """
 
     modules: dict[str, torch.nn.Module]
@@ -108,13 +105,10 @@ def why_merged(patch: tuple, whole: tuple[int, int]) -> str:
     _, value, strength_model, _, function = patch
     if strength_model != 1.0:
         return "a merge of models"
-    if type(value) not in MERGED_WITH or not hasattr(value, "h"):
-        return "a patch other than a LoRA, LoHa or LoKr"
-    if function is not None:
-        return "a patch that rearranges the weight's rows"
-    if any(value.weights[place] is not None for place in MERGED_WITH[type(value)]):
-        return "a DoRA, or a LoRA that resizes the weight"
-    return "" if _fits(change_of(patch), list(whole)) else "a LoRA for a weight of another shape"
+    plain = function is None and type(value) in MERGED_WITH and hasattr(value, "h")
+    if plain and all(value.weights[place] is None for place in MERGED_WITH[type(value)]):
+        return "" if _fits(change_of(patch), list(whole)) else OTHER
+    return OTHER
 
 
 def _fits(change: LowRank, shape: list[int]) -> bool:

@@ -23,7 +23,7 @@ from ....precision.base.errors import HalfsafeError
 from ....precision.base.layer_names import plain_name
 from ....precision.base.modes import FP32
 from ....precision.base.patching import Patch, exchange, patched
-from ..comfyui.attributes import CAST_DTYPE, has_cast_dtype
+from ..comfyui.attributes import CAST_DTYPE
 from ..comfyui.execution import adapts_text, conditions_through
 from ..comfyui.layers import DIFFUSION_MODEL, is_quantized
 from ..comfyui.weights import calling_layers, dequantized
@@ -71,7 +71,7 @@ class AddsLowRank:
 
     def _cast_dtype(self) -> torch.dtype:
         """Return the dtype that weights are cast to; a text encoder has none."""
-        return self.get_model_object(CAST_DTYPE) if has_cast_dtype(self.model) else torch.float32
+        return self.get_model_object(CAST_DTYPE) if hasattr(self.model, CAST_DTYPE) else torch.float32
 
     def _multiplies_in_fp32(self, compute: Compute | None, key: str) -> bool:
         """Tell whether a layer that is given fp32 multiplies in fp32 itself, and not in a 16-bit dtype or 8 bits."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ....precision.base.nested import replaced
-from ..comfyui.attributes import PREFIX_CACHE, empty_prefix_cache, forget_call
+from ..comfyui.attributes import PREFIX_CACHE, STEP_METADATA, empty_prefix_cache
 from . import model_compiler
 from .core_state import CoreState
 
@@ -87,11 +87,11 @@ class Call:
         """Let the next call be in another dtype.
 
         EasyCache (``comfy_extras/nodes_easycache.py``) resets itself when its input's dtype changes, and that reset
-        leaves it skipping all later steps. Without ``state_metadata`` it does not compare dtypes.
+        leaves it skipping all later steps. Without metadata it compares neither dtypes nor sizes.
         """
         cache = self.options.get("easycache")
         if cache is not None:
-            forget_call(cache)
+            setattr(cache, STEP_METADATA, None)
 
 
 def _fresh(control: dict | None) -> dict | None:

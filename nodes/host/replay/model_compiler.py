@@ -8,7 +8,7 @@ import comfy.model_prefetch
 from comfy.cli_args import args
 
 from ....precision.base.patching import SharedScope, patched
-from ..comfyui.attributes import close_graph, without_compiler
+from ..comfyui.attributes import CLOSE_GRAPH, without_compiler
 
 _off = SharedScope(lambda: patched(without_compiler(args)))
 
@@ -24,4 +24,4 @@ def compiler_off() -> SharedScope:
 def after_failure() -> None:
     """Clean up after a call that raised: models leave their graph open (``forward`` of comfy/ldm/minimax/model.py),
     in which a repeat would begin another."""
-    close_graph(comfy.model_prefetch)
+    getattr(comfy.model_prefetch, CLOSE_GRAPH, lambda: None)()

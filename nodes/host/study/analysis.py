@@ -20,7 +20,7 @@ from ....precision.plan.rules import rules_from
 from ....precision.study.candidates import Candidate, with_fp16_sums
 from ....precision.study.layer_error import LayerResult
 from ....precision.study.sensitivity import BARRED, KEPT, MAX_TRIALS, Analysis, Session, analyze
-from ..comfyui.attributes import casting, casts_weights, with_weight_function
+from ..comfyui.attributes import WEIGHT_FUNCTIONS, casting, casts_weights, weight_functions
 from ..comfyui.layers import matrix_layers
 from ..comfyui.model_facts import model_facts
 from ..comfyui.page import show_progress
@@ -108,7 +108,8 @@ def _why_barred(module: torch.nn.Module, candidate: Candidate) -> str:
 def change(module: torch.nn.Module, candidate: Candidate) -> list[Patch]:
     """Return patches that make a layer of ComfyUI compute as the candidate, LoRAs and offloading included."""
     if candidate.stores:
-        stored, exact = [with_weight_function(module, candidate.weight)], module.forward
+        exact = module.forward
+        stored = [(module, WEIGHT_FUNCTIONS, [*weight_functions(module), candidate.weight])]
         rounding = (module, "forward", lambda x, *args, **kwargs: exact(candidate.input(x), *args, **kwargs))
         return [*stored, rounding] if candidate.rounds_inputs else stored
 

@@ -29,31 +29,6 @@ def truncated(wan, path):
     path.write_bytes(wan.read_bytes()[:-1000])
 
 
-def truncated_header(wan, path):
-    path.write_bytes(wan.read_bytes()[:500])
-
-
-def empty(wan, path):
-    path.write_bytes(b"")
-
-
-def web_page(wan, path):
-    path.write_bytes(b"<!DOCTYPE html><html><body>Sign in to continue</body></html>")
-
-
-def endless_header(wan, path):
-    model_files.raw(path, {}, length=1 << 60)
-
-
-def offsets_past_the_end(wan, path):
-    entry = {"dtype": "BF16", "shape": [4, 4], "data_offsets": [0, 32]}
-    model_files.raw(path, {WEIGHT: entry | {"data_offsets": [1 << 40, (1 << 40) + 32]}}, bytes(32))
-
-
-def wrong_size(wan, path):
-    model_files.raw(path, {WEIGHT: {"dtype": "BF16", "shape": [4, 5], "data_offsets": [0, 32]}}, bytes(32))
-
-
 def poisoned(value):
     def write(wan, path):
         model_files.changed(wan, path, lambda tensors: tensors[weight_in(tensors)].view(-1)[35:36].fill_(value))
@@ -89,35 +64,22 @@ def unknown_architecture(wan, path):
     save_file({"encoder.layer_7.kernel": torch.ones(8, 8), "encoder.layer_7.weight": torch.ones(8, 8)}, path)
 
 
-def no_tensors(wan, path):
-    save_file({}, path)
-
-
 def lora(wan, path):
     save_file(model_files.lora({"blocks.0.ffn.0": (1024, 256)}), path)
 
 
 BAD = {
     "truncated": (truncated, "1000 of .* bytes are missing"),
-    "truncated_header": (truncated_header, "truncated in its header"),
-    "empty": (empty, "0 bytes"),
-    "web_page": (web_page, "web page"),
-    "endless_header": (endless_header, "impossible"),
-    "offsets_past_the_end": (offsets_past_the_end, "bytes are missing"),
-    "wrong_size": (wrong_size, f"{WEIGHT}.*4x5 is 40 bytes, the file holds 32"),
     "nan": (poisoned(float("nan")), f"{WEIGHT}.*NaN or Inf"),
-    "inf": (poisoned(float("-inf")), f"{WEIGHT}.*NaN or Inf"),
     "nan_scale": (with_scale("weight_scale", float("nan")), r"blocks\.0\.ffn\.0\.weight_scale.*NaN"),
     "zero_scale": (with_scale("weight_scale", 0.0), r"blocks\.0\.ffn\.0\.weight_scale.*a scale of 0"),
     "lonely_scale": (with_scale("weight_scale", torch.ones(7, 3)), r"blocks\.0\.ffn\.0\.weight_scale.*fits no layout"),
     "strange_scale": (with_scale("blockwise_scale", torch.ones(2)), r"blocks\.0\.ffn\.0\.blockwise_scale"),
     "narrowed": (narrowed, r"tensor 'blocks\.0\.ffn\.0\.weight': of shape 1024x240, where the model has 1024x256"),
     "unknown_architecture": (unknown_architecture, "does not know this architecture"),
-    "no_tensors": (no_tensors, "does not know this architecture"),
     "lora": (lora, "LoRA"),
 }
-IN_THE_HEADER = {"truncated", "truncated_header", "empty", "web_page", "endless_header", "offsets_past_the_end", "wrong_size", "no_tensors"}
-IN_A_WEIGHT = {"nan", "inf", "narrowed"}
+IN_A_WEIGHT = {"nan", "narrowed"}
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -135,7 +97,7 @@ def test_bad_file_is_named_at_once(comfy, wan, checkpoint, models_dir, monkeypat
     with pytest.raises(CheckpointError, match=message) as caught:
         load(comfy, node, path.name)
     assert path.name in str(caught.value)
-    assert not taken or name not in IN_THE_HEADER
+    assert not taken or name != "truncated"
     assert not built or name in IN_A_WEIGHT
     assert set(taken.values()) <= {1, 2, 3}, "to look at its names, to plan, to convert it"
 
@@ -200,7 +162,7 @@ def test_an_encoder_s_weight_that_does_not_fit_is_named(comfy, models_dir, tmp_p
         comfy.run("HalfsafeLoadCLIP", clip_name1=path.name, type="sdxl", storage=storage, compute="auto")
 
 
-@pytest.mark.parametrize("name", ["truncated", "web_page", "nan"])
+@pytest.mark.parametrize("name", ["truncated", "nan"])
 @pytest.mark.parametrize("node", ["HalfsafeLoadCLIP", "HalfsafeLoadVAE"])
 def test_bad_encoder_and_vae_are_named(comfy, models_dir, tmp_path, name, node):
     folder = "text_encoders" if node == "HalfsafeLoadCLIP" else "vae"

@@ -1,7 +1,6 @@
 """What a saved file is read as: metadata and marks that ComfyUI's detection reads travel with the weights."""
 
 import json
-import logging
 from functools import partial
 from pathlib import Path
 
@@ -120,14 +119,6 @@ def test_texts_that_no_longer_hold_stay_behind(comfy, configured, output):
     kept = metadata(save(comfy, load(comfy, path), output))
     assert kept.keys() == {"format", "config", "author", "modelspec.title", CARD_KEY}
 
-
-def test_a_file_that_will_be_another_model_is_told(comfy, configured, output, caplog):
-    bare, path = configured("ltxv")
-    model = load(comfy, path, "stock")
-    model.cached_patcher_init = (None, (str(bare),))
-    with caplog.at_level(logging.WARNING, "halfsafe"):
-        save(comfy, model, output)
-    assert "another model: causal_temporal_positioning, positional_embedding_max_pos, timestep_scale_multiplier" in caplog.text
 
 
 def test_a_model_of_playground_keeps_its_latents_and_its_sampling(comfy, models_dir, output):

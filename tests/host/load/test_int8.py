@@ -5,7 +5,6 @@ import json
 import comfy.quant_ops
 import pytest
 import torch
-from halfsafe.nodes.host.load.models import unpack_to
 from halfsafe.precision.files.safetensors_file import open_checkpoint
 from halfsafe.precision.formats.checkpoint import read_checkpoint
 from safetensors.torch import load_file, save_file
@@ -76,14 +75,3 @@ def test_a_file_that_comfyui_made_is_read_as_it_reads_it(comfy, of_comfyui, wan)
     layers = json.loads(comfy.run("HalfsafeReport", model=model)[1])["layers"]
     held = {layer["storage"] for layer in layers if layer["name"] in model_files.WAN_LINEARS}
     assert held == {"int8"}
-
-
-@pytest.mark.parametrize("storage", ["int8", "fp8_e4m3fn"])
-def test_weights_that_unpack_to_another_dtype_keep_their_codes(comfy, wan, storage):
-    layers = dict(load(comfy, wan, storage).model.diffusion_model.named_modules())
-    before = {name: layer.weight for name, layer in layers.items() if isinstance(getattr(layer, "weight", None), QUANTIZED)}
-    unpack_to(layers, torch.float16)
-    assert before and {id(layers[name].weight) for name in before}.isdisjoint({id(weight) for weight in before.values()})
-    for name, weight in before.items():
-        assert layers[name].weight._qdata.data_ptr() == weight._qdata.data_ptr()
-        assert layers[name].weight.dtype == layers[name].weight.dequantize().dtype == torch.float16

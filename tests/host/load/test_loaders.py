@@ -1,5 +1,7 @@
 """The loader and saver nodes in a real ComfyUI: what they load, what it computes, what stock nodes make of it."""
 
+import logging
+
 import pytest
 import torch
 from support import dialects, model_files, tiny_models
@@ -28,6 +30,12 @@ def reference(comfy, wan):
 def test_every_storage_gives_the_picture(comfy, wan, reference, storage, compute, bound):
     (model,) = comfy.run("HalfsafeLoadDiffusionModel", model_name=wan.name, storage=storage, compute=compute)
     assert relative_error(reference, denoise(model)) < bound
+
+
+def test_what_comfyui_says_of_a_model_is_said_once(comfy, wan, caplog):
+    caplog.set_level(logging.INFO)
+    comfy.run("HalfsafeLoadDiffusionModel", model_name=wan.name, storage="as_file", compute="bf16")
+    assert sum("model weight dtype" in message for message in caplog.messages) == 1
 
 
 @pytest.fixture(scope="module")

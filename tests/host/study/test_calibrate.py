@@ -169,9 +169,8 @@ def test_it_is_kept_in_a_file(comfy, model):
         assert torch.equal(again.layers[name].blocks.triu(), products.blocks.triu())
 
 
-@pytest.mark.parametrize(("prefix", "free", "message"), [("../away", 1 << 40, "leaves ComfyUI's output folder"), ("calibrations/full", 1 << 10, "the disk has 1.00 KiB free")])
-def test_where_it_cannot_be_kept_is_told_before_it_starts(comfy, model, monkeypatch, prefix, free, message):
+def test_a_full_disk_is_told_before_it_starts(comfy, model, monkeypatch):
     monkeypatch.setattr(host, "sample", None)
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
-    with pytest.raises(HalfsafeError, match=message):
-        calibrated(comfy, model, filename_prefix=prefix)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1 << 10))
+    with pytest.raises(HalfsafeError, match="the disk has 1.00 KiB free"):
+        calibrated(comfy, model, filename_prefix="calibrations/full")
