@@ -1,16 +1,14 @@
 """What this machine is and what ``auto`` would do on it, for ``python -m halfsafe doctor`` and the device node."""
 
-import os
 import platform
 from dataclasses import asdict
 
 import torch
 
-from ..base.flags import read_flags
+from ..base.flags import SETTINGS, is_on
 from ..base.text import on_off, table, wrapped
-from ..devices.detect import PROFILE_VARIABLE, Device, detect
+from ..devices.detect import Device, detect
 from ..devices.hardware import hardware_name
-from ..devices.probes import fp8_cast, probe
 from ..devices.profiles import CAPABILITIES
 from ..formats.families import family_named
 from ..plan.auto import auto_compute, smallest_storage, why_int8_is_slow
@@ -20,7 +18,7 @@ from ..report.schema import device_section
 # What people call it -> its family, and the dtype its files usually have.
 TYPICAL_MODELS = {
     "Wan 2.1, 2.2": ("Wan", "bf16"),
-    "SDXL": ("SD or SDXL", "fp16"),
+    "SDXL": ("SDXL", "fp16"),
     "Z-Image, Qwen-Image": ("Qwen-Image", "bf16"),
     "Flux": ("Flux", "bf16"),
 }
@@ -38,17 +36,14 @@ def diagnose(device: torch.device | Device | None = None) -> dict:
         UnknownProfile: ``HALFSAFE_DEVICE_PROFILE`` names no profile.
     """
     found = device if isinstance(device, Device) else detect(device)
-    flags = {flag.name: {"value": flag.value, "detail": flag.detail} for flag in read_flags().values()}
     return {
         "torch": str(torch.__version__),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "runtime": {"cuda": torch.version.cuda, "hip": torch.version.hip},
-        "environment": {PROFILE_VARIABLE: os.environ.get(PROFILE_VARIABLE, "")},
         "devices": _devices(),
         **_description(found),
-        "flags": flags,
-        "fp8_cast": probe("fp8_cast", fp8_cast, torch.device("cpu"), "fp8_e4m3fn").detail,
+        "flags": {name: is_on(name) for name in SETTINGS},
     }
 
 
@@ -112,6 +107,7 @@ def to_text(diagnosis: dict) -> str:
     ]
     autos = [(f"  {entry['model']}", entry["compute"], entry["reason"]) for entry in diagnosis["auto"]]
     stored = [(f"  {diagnosis['too_large']['storage']}", diagnosis["too_large"]["reason"])]
+    flags = [(f"  {name}", on_off(value)) for name, value in diagnosis.get("flags", {}).items()]
     sections = [
         _machine(diagnosis) if "torch" in diagnosis else "",
         _device(diagnosis),
@@ -119,7 +115,7 @@ def to_text(diagnosis: dict) -> str:
         _probes(diagnosis["probes"]),
         "Compute dtype auto chooses\n" + table(autos),
         "Storage auto chooses where 16 bit does not fit the GPU\n" + table(stored),
-        _flags(diagnosis["flags"]) if "flags" in diagnosis else "",
+        "Backend flags\n" + table(flags) if flags else "",
     ]
     return "\n\n".join(filter(None, sections)) + "\n"
 
@@ -137,8 +133,6 @@ def diagnosis_result(diagnosis: dict) -> Result:
 def _machine(diagnosis: dict) -> str:
     runtime = ", ".join(f"{name} {version}" for name, version in diagnosis["runtime"].items() if version) or "CPU only"
     lines = wrapped(f"torch {diagnosis['torch']} ({runtime}), python {diagnosis['python']}, {diagnosis['system']}", "")
-    lines += wrapped(f"torch's own fp8 cast: {diagnosis['fp8_cast']}", "")
-    lines += [f"{name}={value}" for name, value in diagnosis["environment"].items() if value]
     return "\n".join([*lines, *(f"{entry['device']}: {entry['name']}" for entry in diagnosis["devices"])])
 
 
@@ -156,11 +150,3 @@ def _probes(probes: list[dict]) -> str:
     outcome = {None: "no answer", True: "passed", False: "failed"}
     rows = [(f"  {entry['name']}", outcome[entry["ok"]], entry["detail"]) for entry in probes]
     return "Probes, run on the device\n" + table(rows) if rows else NOT_PROBED
-
-
-def _flags(flags: dict[str, dict]) -> str:
-    rows = []
-    for name, entry in flags.items():
-        lacking = f"{name}: " if entry["value"] is None else ""
-        rows.append((f"  {on_off(entry['value'])}", lacking + entry["detail"]))
-    return "Backend flags\n" + table(rows)

@@ -138,11 +138,11 @@ def test_plan_takes_a_devices_name_and_names_the_model(capsys, source, tmp_path)
     with pytest.raises(SystemExit) as exit:
         cli.main(["plan", str(source), "--device", "voodoo 2"])
     assert exit.value.code == 2 and "no device profile 'voodoo 2'" in capsys.readouterr().err
-    shapes = {"head.modulation": (1, 2, 8), "blocks.0.ffn.0.weight": (32, 8), "patch_embedding.weight": (1536, 16, 1, 2, 2)}
+    shapes = {"head.modulation": (1, 2, 8), "blocks.0.ffn.0.weight": (32, 8)}
     save_file({f"model.diffusion_model.{name}": torch.randn(shape) for name, shape in shapes.items()}, tmp_path / "wan.safetensors")
-    assert "  model    Wan 2.1 1.3B\n" in run(capsys, "inspect", tmp_path / "wan.safetensors")[1]
+    assert "  model    Wan\n" in run(capsys, "inspect", tmp_path / "wan.safetensors")[1]
     out = run(capsys, "plan", tmp_path / "wan.safetensors", "--device", "t4")[1]
-    assert "Wan 2.1 1.3B" in out and "(Turing), profile sm_75" in out
+    assert "Wan" in out and "(Turing), profile sm_75" in out
 
 
 @pytest.fixture(scope="module")
