@@ -275,6 +275,8 @@ class _Reader:
             tensor = tensor.view(torch.float8_e8m0fnu)
         if tensor.numel() == 0:
             raise CheckpointError(self._file_of(key), "an empty scale", key)
+        if tensor.is_complex():
+            raise NonFiniteWeight(self._file_of(key), "a scale of complex numbers", key, _DAMAGED)
         scale = tensor.float()
         if not torch.isfinite(scale).all():
             raise NonFiniteWeight(self._file_of(key), "a scale that is NaN or infinite", key, _DAMAGED)

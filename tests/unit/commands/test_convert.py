@@ -243,7 +243,7 @@ def test_scan_finds_nothing_in_sound_files(tmp_path, writer):
     path = writer(tmp_path / "a.safetensors", *dialects.reference())
     seen = []
     scan = scan_file(path, seen.append)
-    assert scan.problems == [] and scan.remarks == [] and sum(seen) == open_checkpoint(path).data_bytes
+    assert scan.problems == [] and sum(seen) == open_checkpoint(path).data_bytes
 
 
 NAN = float("nan")
@@ -253,7 +253,6 @@ FAULTS = {
     "fp8 nan": ({"a.weight": torch.full((2, 2), 0x7F, dtype=torch.uint8).view(E4M3)}, "a.weight", "4 of 4 values are NaN"),
     "fp16_range": ({"a.weight": torch.full((2, 2), 70000.0).bfloat16()}, "a.weight", "65504"),
     "row range": ({"a.weight": torch.full((2, 2), 448.0).to(E4M3), "a.weight_scale": torch.tensor([1.0, 200.0])}, "a.weight", "65504"),
-    "saturated": ({"a.weight": torch.full((40, 40), 448.0).to(E4M3)}, "a.weight", "100.000%"),
     "zero scale": ({"a.weight": torch.ones(2, 2).to(E4M3), "a.weight_scale": torch.tensor(0.0)}, "a.weight_scale", "scale of 0"),
     "lost scale": ({"a.weight": torch.ones(2, 2).to(E4M3), "a.act_scale": torch.tensor(1.0)}, "a.act_scale", "scale"),
 }
@@ -267,9 +266,8 @@ def test_scan_names_tensor_and_fault(tmp_path, fault):
     assert [finding.tensor for finding in problems] == [name] and text in problems[0].text
 
 
-def test_scan_remarks_on_zero_weights_and_rows_in_range(tmp_path):
+def test_scan_takes_zero_weights_and_rows_in_range(tmp_path):
     data = torch.tensor([[448.0], [1.0]]).to(E4M3)
     tensors = {"zero.weight": torch.zeros(4, 4), "none.weight": torch.zeros(0, 4), "a.weight": data, "a.weight_scale": torch.tensor([1.0, 200.0])}
     save_file(tensors, tmp_path / "a.safetensors")
-    scan = scan_file(tmp_path / "a.safetensors")
-    assert scan.problems == [] and [(finding.kind, finding.tensor) for finding in scan.remarks] == [("zero", "zero.weight")]
+    assert scan_file(tmp_path / "a.safetensors").problems == []
