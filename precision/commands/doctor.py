@@ -8,7 +8,6 @@ import torch
 from ..base.flags import SETTINGS, is_on
 from ..base.text import on_off, table, wrapped
 from ..devices.detect import Device, detect
-from ..devices.hardware import hardware_name
 from ..devices.profiles import CAPABILITIES
 from ..formats.families import family_named
 from ..plan.auto import auto_compute, smallest_storage, why_int8_is_slow
@@ -41,7 +40,6 @@ def diagnose(device: torch.device | Device | None = None) -> dict:
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "runtime": {"cuda": torch.version.cuda, "hip": torch.version.hip},
-        "devices": _devices(),
         **_description(found),
         "flags": {name: is_on(name) for name in SETTINGS},
     }
@@ -86,19 +84,6 @@ def _too_large(device: Device) -> tuple[str, str]:
     return smallest_storage(device)
 
 
-def _devices() -> list[dict]:
-    kinds = {"cuda": torch.cuda, "xpu": getattr(torch, "xpu", None)}
-    found = [
-        torch.device(kind, index)
-        for kind, module in kinds.items()
-        if module and module.is_available()
-        for index in range(module.device_count())
-    ]
-    found += [torch.device("mps")] if torch.backends.mps.is_available() else []
-    found.append(torch.device("cpu"))
-    return [{"device": str(device), "name": hardware_name(device)} for device in found]
-
-
 def to_text(diagnosis: dict) -> str:
     """Format the result of ``diagnose`` or ``describe`` as plain text, 80 columns."""
     capabilities = [
@@ -133,7 +118,7 @@ def diagnosis_result(diagnosis: dict) -> Result:
 def _machine(diagnosis: dict) -> str:
     runtime = ", ".join(f"{name} {version}" for name, version in diagnosis["runtime"].items() if version) or "CPU only"
     lines = wrapped(f"torch {diagnosis['torch']} ({runtime}), python {diagnosis['python']}, {diagnosis['system']}", "")
-    return "\n".join([*lines, *(f"{entry['device']}: {entry['name']}" for entry in diagnosis["devices"])])
+    return "\n".join(lines)
 
 
 def _device(diagnosis: dict) -> str:

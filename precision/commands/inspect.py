@@ -22,7 +22,7 @@ from ..formats.checkpoint import (
     read_checkpoint,
 )
 from ..formats.families import UNKNOWN, family_of
-from ..formats.stored_weight import NUMBERS, StoredWeight
+from ..formats.stored_weight import StoredWeight
 
 _CHUNK = 1 << 22
 PAST_FP16 = "values past 65504: infinite once cast to fp16"

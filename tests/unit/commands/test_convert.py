@@ -117,12 +117,6 @@ def test_of_a_model_in_parts_the_damaged_one_is_named(tmp_path, fault):
     assert sorted(tmp_path.iterdir()) == [first, second]
 
 
-def test_a_result_is_not_named_as_a_part_which_nothing_could_open(tmp_path):
-    with pytest.raises(CheckpointError, match=r"named as a part.*Name it out\.safetensors"):
-        convert_file(model(tmp_path)[0], tmp_path / "out-00001-of-00003.safetensors", "fp8_e4m3fn", NO_RULES)
-    assert os.listdir(tmp_path) == ["in.safetensors"]
-
-
 def test_loras_and_the_source_itself_are_refused(tmp_path):
     save_file({"a.lora_down.weight": torch.ones(4, 4)}, tmp_path / "lora.safetensors")
     with pytest.raises(CheckpointError, match="LoRA"):
