@@ -1,6 +1,5 @@
 """torch's process-wide precision flags as a scope: set for one model's calls, and exactly back to what they were."""
 
-import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -105,47 +104,6 @@ def is_on(name: str) -> bool | None:
     """Tell whether a setting is on; None where this torch does not have it."""
     state = state_of(name)
     return None if state is None else SETTINGS[name].is_on(state)
-
-
-PATHS = {
-    "fp16_accumulation": "cuda.matmul.allow_fp16_accumulation",
-    "fp16_reduced_precision_reduction": "cuda.matmul.allow_fp16_reduced_precision_reduction",
-    "fp16_reduced_precision_reduction_split_k": "cuda.matmul.allow_fp16_reduced_precision_reduction_split_k",
-    "bf16_reduced_precision_reduction": "cuda.matmul.allow_bf16_reduced_precision_reduction",
-    "bf16_reduced_precision_reduction_split_k": "cuda.matmul.allow_bf16_reduced_precision_reduction_split_k",
-    "tf32_matmul": "cuda.matmul.allow_tf32",
-    "tf32_convolution": "cudnn.allow_tf32",
-    "math_sdp_reduction": "cuda.fp16_bf16_reduction_math_sdp_allowed",
-}
-
-
-@dataclass(frozen=True)
-class Flag:
-    """A flag's present value, and its name in torch; ``value`` is None when this torch does not have it."""
-
-    name: str
-    value: bool | None
-    detail: str
-
-
-def read_flags() -> dict[str, Flag]:
-    """Read the flags that decide how sums are kept, without changing any."""
-    return {name: read_flag(name) for name in PATHS}
-
-
-def read_flag(name: str) -> Flag:
-    """Read one flag of ``PATHS``, by torch's older or newer names."""
-    value = is_on(name) if name in SETTINGS else _get_path(PATHS[name])
-    detail = f"torch {torch.__version__} has no such flag" if value is None else f"torch.backends.{PATHS[name]}"
-    return Flag(name, value, detail)
-
-
-def _get_path(path: str) -> bool | None:
-    try:
-        value = operator.attrgetter(path)(torch.backends)
-    except UNREADABLE:
-        return None
-    return bool(value() if callable(value) else value)
 
 
 class _Scopes:

@@ -56,11 +56,8 @@ def _print(options: argparse.Namespace, data: dict, text: str) -> None:
     try:
         sys.stdout.write(f"{json.dumps(data, indent=2) if options.json else text}\n")
         sys.stdout.flush()
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where Python writes the rest as it exits
-        if not isinstance(error, BrokenPipeError):  # the reader of a pipe, such as head, has seen enough
-            problem = f"Standard output cannot be written ({error.strerror})."
-            raise HalfsafeError(problem, "The command is done; only what it prints is lost.") from None
+    except BrokenPipeError:  # the reader, such as head, has seen enough; Python writes the rest as it exits
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -168,7 +165,7 @@ def _convert(options: argparse.Namespace) -> int:
     rules = rules_from(_rules_text(options.rules), options.preset)
     calibration = options.calibration and read_calibration(options.calibration)
     progress = _progress(open_checkpoint(options.source).data_bytes, "converted")
-    summary = convert_file(options.source, target, options.storage, rules, progress, options.force, calibration, _tell)
+    summary = convert_file(options.source, target, options.storage, rules, progress, calibration)
     _print(options, asdict(summary), conversion_text(summary))
     return 0
 

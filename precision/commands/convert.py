@@ -1,7 +1,6 @@
 """Convert a file from disk to disk into ComfyUI's own quantization format."""
 
 import os
-import re
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -25,8 +24,6 @@ from ..plan.storage import StorageDecision, plan_storage
 from ..plan.weights import plan_weights
 from .inspect import section
 
-PART_NAME = re.compile(r"-\d{5}-of-\d{5}$")
-
 
 @dataclass(frozen=True)
 class ConvertSummary:
@@ -49,18 +46,14 @@ def convert_file(
     storage: str,
     rules: Rules,
     progress: Callable[[int], None] | None = None,
-    overwrite: bool = True,
     calibration: Calibration | None = None,
-    tell: Callable[[str], object] = str,
 ) -> ConvertSummary:
     """Convert a file, or the parts of a sharded set into a single file, weight by weight. Every weight is checked for
     NaN/Inf.
 
     Args:
         progress: called with the bytes of the source just dealt with, :attr:`TensorFile.data_bytes` in all.
-        overwrite: False to leave a target as it is that exists, or appears meanwhile.
         calibration: of this very file; its weights are rounded by it, on a GPU where there is one.
-        tell: called with what there is to say before that.
 
     Raises:
         CheckpointError: source unreadable, damaged, cut while it is read, or a LoRA; target not writable, the same
@@ -80,11 +73,10 @@ def convert_file(
         name = str(origin["file"])
         rounding = CalibratedRounding(calibration, checkpoint.weights, plans, origin, name, prefix, device)
         card = rounding.card_entry(provenance, plans)
-        tell(rounding.start())
     metadata = {"format": "pt"} | checkpoint.metadata | card
     made = (rounding.made if rounding else made_here)(checkpoint.weights, plans, source)
     specs = [spec for plan in plans.values() for spec in plan.specs]
-    write_safetensors(target, specs, tensors_made(made, _done(file, progress)), metadata, overwrite)
+    write_safetensors(target, specs, tensors_made(made, _done(file, progress)), metadata)
     if progress:
         progress(file.data_bytes - sum(weight.data.nbytes for weight in checkpoint.weights.values()))
     return ConvertSummary(
@@ -105,9 +97,6 @@ def _read(source: str | os.PathLike, target: Path) -> tuple[TensorFile, Checkpoi
     file = open_checkpoint(source)
     if os.path.exists(target) and any(target.samefile(part) for part in file.files):
         raise CheckpointError(target, "source and target are the same file", advice="Give the result another name.")
-    if PART_NAME.search(target.stem) and not target.stem.endswith("-of-00001"):
-        advice = f"Name it {PART_NAME.sub('', target.stem)}{target.suffix}."
-        raise CheckpointError(target, "named as a part, but would hold the whole model", advice=advice)
     checkpoint = read_checkpoint(file, file.metadata, source)
     checkpoint.refuse_lora()
     return file, checkpoint

@@ -1,16 +1,13 @@
 """What this machine is and what ``auto`` would do on it, for ``python -m halfsafe doctor`` and the device node."""
 
-import os
 import platform
 from dataclasses import asdict
 
 import torch
 
-from ..base.flags import read_flags
+from ..base.flags import SETTINGS, is_on
 from ..base.text import on_off, table, wrapped
-from ..devices.detect import PROFILE_VARIABLE, Device, detect
-from ..devices.hardware import hardware_name
-from ..devices.probes import fp8_cast, probe
+from ..devices.detect import Device, detect
 from ..devices.profiles import CAPABILITIES
 from ..formats.families import family_named
 from ..plan.auto import auto_compute, smallest_storage, why_int8_is_slow
@@ -20,7 +17,7 @@ from ..report.schema import device_section
 # What people call it -> its family, and the dtype its files usually have.
 TYPICAL_MODELS = {
     "Wan 2.1, 2.2": ("Wan", "bf16"),
-    "SDXL": ("SD or SDXL", "fp16"),
+    "SDXL": ("SDXL", "fp16"),
     "Z-Image, Qwen-Image": ("Qwen-Image", "bf16"),
     "Flux": ("Flux", "bf16"),
 }
@@ -38,17 +35,13 @@ def diagnose(device: torch.device | Device | None = None) -> dict:
         UnknownProfile: ``HALFSAFE_DEVICE_PROFILE`` names no profile.
     """
     found = device if isinstance(device, Device) else detect(device)
-    flags = {flag.name: {"value": flag.value, "detail": flag.detail} for flag in read_flags().values()}
     return {
         "torch": str(torch.__version__),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "runtime": {"cuda": torch.version.cuda, "hip": torch.version.hip},
-        "environment": {PROFILE_VARIABLE: os.environ.get(PROFILE_VARIABLE, "")},
-        "devices": _devices(),
         **_description(found),
-        "flags": flags,
-        "fp8_cast": probe("fp8_cast", fp8_cast, torch.device("cpu"), "fp8_e4m3fn").detail,
+        "flags": {name: is_on(name) for name in SETTINGS},
     }
 
 
@@ -91,19 +84,6 @@ def _too_large(device: Device) -> tuple[str, str]:
     return smallest_storage(device)
 
 
-def _devices() -> list[dict]:
-    kinds = {"cuda": torch.cuda, "xpu": getattr(torch, "xpu", None)}
-    found = [
-        torch.device(kind, index)
-        for kind, module in kinds.items()
-        if module and module.is_available()
-        for index in range(module.device_count())
-    ]
-    found += [torch.device("mps")] if torch.backends.mps.is_available() else []
-    found.append(torch.device("cpu"))
-    return [{"device": str(device), "name": hardware_name(device)} for device in found]
-
-
 def to_text(diagnosis: dict) -> str:
     """Format the result of ``diagnose`` or ``describe`` as plain text, 80 columns."""
     capabilities = [
@@ -112,6 +92,7 @@ def to_text(diagnosis: dict) -> str:
     ]
     autos = [(f"  {entry['model']}", entry["compute"], entry["reason"]) for entry in diagnosis["auto"]]
     stored = [(f"  {diagnosis['too_large']['storage']}", diagnosis["too_large"]["reason"])]
+    flags = [(f"  {name}", on_off(value)) for name, value in diagnosis.get("flags", {}).items()]
     sections = [
         _machine(diagnosis) if "torch" in diagnosis else "",
         _device(diagnosis),
@@ -119,7 +100,7 @@ def to_text(diagnosis: dict) -> str:
         _probes(diagnosis["probes"]),
         "Compute dtype auto chooses\n" + table(autos),
         "Storage auto chooses where 16 bit does not fit the GPU\n" + table(stored),
-        _flags(diagnosis["flags"]) if "flags" in diagnosis else "",
+        "Backend flags\n" + table(flags) if flags else "",
     ]
     return "\n\n".join(filter(None, sections)) + "\n"
 
@@ -137,9 +118,7 @@ def diagnosis_result(diagnosis: dict) -> Result:
 def _machine(diagnosis: dict) -> str:
     runtime = ", ".join(f"{name} {version}" for name, version in diagnosis["runtime"].items() if version) or "CPU only"
     lines = wrapped(f"torch {diagnosis['torch']} ({runtime}), python {diagnosis['python']}, {diagnosis['system']}", "")
-    lines += wrapped(f"torch's own fp8 cast: {diagnosis['fp8_cast']}", "")
-    lines += [f"{name}={value}" for name, value in diagnosis["environment"].items() if value]
-    return "\n".join([*lines, *(f"{entry['device']}: {entry['name']}" for entry in diagnosis["devices"])])
+    return "\n".join(lines)
 
 
 def _device(diagnosis: dict) -> str:
@@ -156,11 +135,3 @@ def _probes(probes: list[dict]) -> str:
     outcome = {None: "no answer", True: "passed", False: "failed"}
     rows = [(f"  {entry['name']}", outcome[entry["ok"]], entry["detail"]) for entry in probes]
     return "Probes, run on the device\n" + table(rows) if rows else NOT_PROBED
-
-
-def _flags(flags: dict[str, dict]) -> str:
-    rows = []
-    for name, entry in flags.items():
-        lacking = f"{name}: " if entry["value"] is None else ""
-        rows.append((f"  {on_off(entry['value'])}", lacking + entry["detail"]))
-    return "Backend flags\n" + table(rows)

@@ -1,13 +1,13 @@
 """What a model file is (inspect) and whether its numbers are sound (scan)."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from math import prod
 
 import torch
 
-from ..base.dtypes import FP8_DTYPES, FP16_MAX, max_of, name_of
+from ..base.dtypes import FP8_DTYPES, FP16_MAX, name_of
 from ..base.errors import CheckpointError
 from ..base.text import count_text, size_text, table, wrapped
 from ..files.safetensors_file import open_checkpoint
@@ -22,11 +22,10 @@ from ..formats.checkpoint import (
     read_checkpoint,
 )
 from ..formats.families import UNKNOWN, family_of
-from ..formats.stored_weight import NUMBERS, StoredWeight
+from ..formats.stored_weight import StoredWeight
 
-SATURATION_LIMIT = 1e-3
-SATURATION_MINIMUM = 1000
 _CHUNK = 1 << 22
+PAST_FP16 = "values past 65504: infinite once cast to fp16"
 COMFYUI_READS = frozenset({COMFY_QUANT, QUANTIZATION_KEY, SCALED_FP8})
 MOST_ITEMS = 30
 
@@ -63,7 +62,7 @@ class Inspection:
 
 @dataclass(frozen=True)
 class FileFinding:
-    """A fault or remark of :func:`scan_file`. ``kind``: nan, inf, scale, fp16_range, saturated, zero or unreadable."""
+    """A fault that makes a file unsafe to run. ``kind``: nan, inf, scale, fp16_range or unreadable."""
 
     tensor: str
     kind: str
@@ -72,12 +71,11 @@ class FileFinding:
 
 @dataclass(frozen=True)
 class Scan:
-    """``problems`` make a file unsafe to run; ``remarks`` are worth knowing."""
+    """What :func:`scan_file` found."""
 
     file: str
     tensors: int
     problems: list[FileFinding]
-    remarks: list[FileFinding]
 
 
 def inspect_file(path) -> Inspection:
@@ -156,7 +154,7 @@ def scan_file(path, progress: Callable[[int], None] | None = None) -> Scan:
         CheckpointError: it is no readable safetensors file.
     """
     file = open_checkpoint(path)
-    problems, remarks = [], []
+    problems: list[FileFinding] = []
     try:
         weights = read_checkpoint(file, file.metadata, path).weights
     except CheckpointError as error:
@@ -164,68 +162,32 @@ def scan_file(path, progress: Callable[[int], None] | None = None) -> Scan:
         problems.append(FileFinding(error.tensor or "", "scale" if error.tensor else "unreadable", str(error)))
     for name, tensor in file.items():
         weight = weights.get(name, StoredWeight(name, tensor))
-        found: list[FileFinding] = []
-        if weight.format is not None:
-            _scan_coded(weight, found)
-        elif tensor.dtype in NUMBERS:
-            _scan_tensor(tensor, weight, found, remarks)
-        if len(file.files) > 1:
-            found = [replace(it, text=f"{it.text}, in {file.entries[name].file.name}") for it in found]
-        problems += found
+        where = f", in {file.entries[name].file.name}" if len(file.files) > 1 else ""
+        problems += [FileFinding(name, kind, text + where) for kind, text in _faults(weight).items()]
         file.release(name)
         if progress:
             progress(tensor.nbytes)
-    return Scan(str(path), len(file), problems, remarks)
+    return Scan(str(path), len(file), problems)
 
 
-def _scan_tensor(
-    tensor: torch.Tensor, weight: StoredWeight, problems: list[FileFinding], remarks: list[FileFinding]
-) -> None:
-    largest = weight.data_amax
-    if not largest < float("inf"):
-        problems += _non_finite(weight.name, tensor.reshape(-1).split(_CHUNK))
-    elif largest == 0 and tensor.dim() > 1 and tensor.numel():
-        remarks.append(FileFinding(weight.name, "zero", f"all {tensor.numel()} values are zero"))
-    elif tensor.dtype in FP8_DTYPES and largest == max_of(tensor.dtype):
-        _saturation(weight, problems, remarks)
-    if tensor.dtype != torch.float16 and largest < float("inf"):
-        _fp16_range(weight, weight.bound(largest), problems)
-
-
-def _scan_coded(weight: StoredWeight, problems: list[FileFinding]) -> None:
+def _faults(weight: StoredWeight) -> dict[str, str]:
+    """Describe the faults of a weight by their kinds."""
+    if weight.format is None and not weight.is_number:
+        return {}
     bound = weight.bound()
-    if bound < float("inf"):
-        _fp16_range(weight, bound, problems)
-    else:
-        problems += _non_finite(weight.name, weight.data.reshape(-1).split(_CHUNK))
+    if not bound < float("inf") and (found := _non_finite(weight.data)):
+        return found
+    return {"fp16_range": PAST_FP16} if weight.exceeds(FP16_MAX, bound) else {}
 
 
-def _fp16_range(weight: StoredWeight, bound: float, problems: list[FileFinding]) -> None:
-    if weight.exceeds(FP16_MAX, bound):
-        problems.append(FileFinding(weight.name, "fp16_range", "values past 65504: infinite once cast to fp16"))
-
-
-def _non_finite(name: str, parts: Iterable[torch.Tensor]) -> list[FileFinding]:
-    counts, total = Counter(), 0
-    for part in parts:
+def _non_finite(data: torch.Tensor) -> dict[str, str]:
+    counts: Counter[str] = Counter()
+    for part in data.reshape(-1).split(_CHUNK):
         values = part.float() if part.dtype in FP8_DTYPES else part
-        total += part.numel()
         counts["nan"] += int(values.isnan().sum())
         counts["inf"] += int(values.isinf().sum())
     words = {"nan": "NaN", "inf": "infinite"}
-    counted = ((kind, f"{count} of {total} values are {words[kind]}") for kind, count in counts.items() if count)
-    return [FileFinding(name, kind, text) for kind, text in counted]
-
-
-def _saturation(weight: StoredWeight, problems: list[FileFinding], remarks: list[FileFinding]) -> None:
-    limit = torch.tensor(max_of(weight.data.dtype)).to(weight.data.dtype).view(torch.uint8)
-    flat = weight.data.reshape(-1).view(torch.uint8)
-    count = sum(int(((part & 0x7F) == limit).sum()) for part in flat.split(_CHUNK))
-    share = count / flat.numel()
-    clipped = share > SATURATION_LIMIT and flat.numel() >= SATURATION_MINIMUM
-    if clipped or weight.scale is None:
-        text = f"{share:.3%} of the values sit at the format's maximum of {max_of(weight.data.dtype):g}"
-        (problems if clipped else remarks).append(FileFinding(weight.name, "saturated", text))
+    return {kind: f"{count} of {data.numel()} values are {words[kind]}" for kind, count in counts.items() if count}
 
 
 def inspection_text(inspection: Inspection) -> str:
@@ -248,12 +210,11 @@ def inspection_text(inspection: Inspection) -> str:
 
 
 def scan_text(scan: Scan) -> str:
-    """List problems, then remarks, one line each."""
+    """List the problems of a file, one line each."""
     count = len(scan.problems)
     verdict = f"{count} problem{'s' * (count > 1)}" if count else "no problem found"
     lines = wrapped(f"{scan.file}: {scan.tensors} tensors, {verdict}", "")
-    lines += section("problems", [_line(finding) for finding in scan.problems])
-    return "\n".join(lines + section("remarks", [_line(finding) for finding in scan.remarks]))
+    return "\n".join(lines + section("problems", [_line(finding) for finding in scan.problems]))
 
 
 def _line(finding: FileFinding) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ..base.dtypes import DTYPES, dtype_named
-from ..base.flags import flags_set, is_on, read_flag
+from ..base.flags import flags_set, is_on
 from ..base.oom import is_oom
 
 PROBE_ERRORS = (RuntimeError, TypeError, AttributeError, ValueError, AssertionError)
@@ -197,8 +197,9 @@ def fp16_accumulation(device: torch.device) -> tuple[bool | None, str]:
     """
     if device.type != "cuda" or torch.version.hip:
         return None, "the flag acts on NVIDIA's cuBLAS only"
-    flag = read_flag("fp16_accumulation")
-    return (False, flag.detail) if flag.value is None else _overflows_in_fp16(*accumulation_operands(device))
+    if is_on("fp16_accumulation") is None:
+        return False, f"torch {torch.__version__} has no such flag"
+    return _overflows_in_fp16(*accumulation_operands(device))
 
 
 def accumulation_operands(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,7 +5,6 @@ Format: 8 bytes little-endian header length, a JSON header, then the tensors bac
 """
 
 import json
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -193,7 +192,7 @@ def header_bytes(places: dict[str, tuple[TensorSpec, int]], metadata: dict[str, 
 
 
 def read_object(text: str | bytes) -> dict:
-    """Parse a JSON object in UTF-8 with unique keys and no lone surrogates.
+    """Parse a JSON object in UTF-8 with no lone surrogates.
 
     Raises:
         ValueError: ``text`` is no such object; the message says why, in ASCII.
@@ -201,7 +200,7 @@ def read_object(text: str | bytes) -> dict:
     try:
         if isinstance(text, bytes):
             text = text.decode("utf-8-sig")
-        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_number)
+        value = json.loads(text)
         if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode()  # fails on half of a surrogate pair, which no file can hold
     except (ValueError, RecursionError) as error:
@@ -209,15 +208,3 @@ def read_object(text: str | bytes) -> dict:
     if not isinstance(value, dict):
         raise ValueError("no JSON object")
     return value
-
-
-def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is no number in JSON")
-
-
-def _unique(pairs: list[tuple[str, object]]) -> dict:
-    result = dict(pairs)
-    if len(result) < len(pairs):
-        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-        raise ValueError(f"the key {twice!r} occurs twice")
-    return result

@@ -91,16 +91,5 @@ def card_in(metadata: Mapping[str, str]) -> dict | None:
 
 
 def card_lines(card: Mapping[str, object]) -> list[str]:
-    """Format a card as text, a line for each of its values; errors also in dB."""
-    errors = card.get(WHAT_ERROR)
-    pairs = errors.items() if isinstance(errors, dict) else ()
-    what = WHAT_ERROR.replace("_", " ")
-    lines = (f"{name.replace('_', ' ')}: {json.dumps(value)}" for name, value in card.items() if value)
-    return [
-        *(line for line in lines if not line.startswith(what)),
-        *(
-            f"{what}: {storage} {error:.2%} ({-20 * math.log10(error):.1f} dB)"
-            for storage, error in pairs
-            if isinstance(error, (int, float)) and error > 0
-        ),
-    ]
+    """Format a card as text, a line for each of its values."""
+    return [f"{name.replace('_', ' ')}: {json.dumps(value)}" for name, value in card.items() if value]

@@ -275,6 +275,8 @@ class _Reader:
             tensor = tensor.view(torch.float8_e8m0fnu)
         if tensor.numel() == 0:
             raise CheckpointError(self._file_of(key), "an empty scale", key)
+        if tensor.is_complex():
+            raise NonFiniteWeight(self._file_of(key), "a scale of complex numbers", key, _DAMAGED)
         scale = tensor.float()
         if not torch.isfinite(scale).all():
             raise NonFiniteWeight(self._file_of(key), "a scale that is NaN or infinite", key, _DAMAGED)
@@ -283,19 +285,14 @@ class _Reader:
         return scale
 
     def _check_leftovers(self, quantized: dict[str, StoredWeight]) -> None:
-        parents: set[str] = set()  # of quantized weights, near or far, the whole model excepted
-        for name in (name for name, weight in quantized.items() if weight.quantized):
-            while name := name.rpartition(".")[0]:
-                parents.add(name)
         for name in self.tensors:
             if name not in self.taken and name not in quantized and looks_like_scale(name):
-                self._check_leftover(name, parents, quantized)
+                self._check_leftover(name, quantized)
 
-    def _check_leftover(self, name: str, parents: set[str], quantized: dict[str, StoredWeight]) -> None:
+    def _check_leftover(self, name: str, quantized: dict[str, StoredWeight]) -> None:
         layer, _, leaf = name.rpartition(".")
         weight = self.tensors.get(f"{layer}.weight")
-        near = layer in parents or layer.rpartition(".")[0] in parents
-        if leaf in _CACHE_SCALES and self.tensors[name].numel() == 1 and near:
+        if leaf in _CACHE_SCALES and self.tensors[name].numel() == 1 and quantized:
             self.taken.add(name)
             self.remarks["attention cache or output scales, which ComfyUI has no use for, were left out"] += 1
         elif leaf in _INPUT_SCALES and weight is not None and weight.dtype not in EIGHT_BIT:

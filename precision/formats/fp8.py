@@ -6,7 +6,6 @@ already on an fp8 grid survives being scaled again.
 """
 
 import math
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -25,25 +24,6 @@ BELOW_TWO = 2.0 - 2.0**-15
 fp16 or bf16 number to the next, and more than fp32 rounds by."""
 FP32_EXPONENT = 0x7F800000
 """The bits of fp32's exponent: with those alone a number is the power of two at or below it, and NaN is inf."""
-_held = threading.local()
-
-
-def scratch(count: int, size: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
-    """Give ``count`` tensors of ``size`` elements, the same each time in a thread until others are asked for.
-
-    Page faults of fresh memory take as long as a multiplication, and large tensors that come and go leave holes in the
-    heap. Made outside of inference mode, or they could not be written to there later.
-    """
-    kind = count, size, dtype, device
-    if getattr(_held, "kind", None) != kind:
-        with torch.inference_mode(False):
-            _held.kind, _held.tensors = kind, [torch.empty(size, dtype=dtype, device=device) for _ in range(count)]
-    return _held.tensors
-
-
-def forget_scratch() -> None:
-    """Free the tensors of :func:`scratch` in the current thread."""
-    _held.__dict__.clear()
 
 
 def power_of_two_scale(largest: float, dtype: torch.dtype) -> float:
@@ -73,9 +53,8 @@ def _divided(tensor: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Te
     source, target = tensor.contiguous().view(-1), data.view(-1)
     # bf16 holds the product with a power of two always, fp16 where it grows (to 57344 at most).
     exact = tensor.dtype == torch.bfloat16 or (tensor.dtype == torch.float16 and scale <= 1)
-    (scaled,) = scratch(1, PART, tensor.dtype if exact else torch.float32, tensor.device)
     for part, out in zip(source.split(PART), target.split(PART), strict=True):
-        out.copy_(torch.mul(part if exact else part.float(), 1.0 / scale, out=scaled[: part.numel()]))
+        out.copy_((part if exact else part.float()) * (1.0 / scale))
     return data
 
 

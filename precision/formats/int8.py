@@ -16,7 +16,6 @@ import torch
 
 from ..base.modes import INT8
 from .format import Format
-from .fp8 import scratch
 from .stored_weight import StoredWeight, Tensors
 
 GROUPS = (256, 64, 16)
@@ -57,12 +56,9 @@ def quantize_rows(rows: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.T
     codes = torch.empty(rows.shape, dtype=torch.int8, device=rows.device)
     scale = rows.new_empty(len(rows), 1, dtype=torch.float32)
     count = -(-len(rows) // max(1, BLOCK // rows.shape[1])) or 1
-    exact, values = scratch(2, max(BLOCK, rows.shape[1]), torch.float32, rows.device)
-    turn = hadamard(group).to(rows.device).T
     for block, code, s in zip(*(tensor.tensor_split(count) for tensor in (rows, codes, scale)), strict=True):
-        source, turned = (tensor[: block.numel()].view(block.shape) for tensor in (exact, values))
-        torch.mm(source.copy_(block).view(-1, group), turn, out=turned.view(-1, group))
-        torch.div(torch.abs(turned, out=source).amax(1, keepdim=True), LARGEST_CODE, out=s).clamp_(min=SMALLEST_SCALE)
+        turned = rotated(block.float(), group)
+        torch.div(turned.abs().amax(1, keepdim=True), LARGEST_CODE, out=s).clamp_(min=SMALLEST_SCALE)
         code.copy_(turned.div_(s).round_())
     return codes, scale
 

@@ -24,10 +24,10 @@ USUAL_BLOCKS = (128, 64, 32, 16, 256, 512, 1)
 
 
 class NonFiniteScale(ValueError):
-    """The tensor ``leaf`` holds NaN, Inf, or a negative number where none can be."""
+    """The tensor ``leaf`` holds NaN, Inf, complex numbers, or a negative number where none can be."""
 
     def __init__(self, leaf: str):
-        super().__init__("a scale that is NaN, infinite or negative")
+        super().__init__("a scale that is NaN, infinite, negative or complex")
         self.leaf = leaf
 
 
@@ -140,6 +140,8 @@ class StoredWeight:
             meant = name_of(self.format.dtypes[0])
             raise ValueError(f"stored in {name_of(self.data.dtype)}, where {meant} is meant")
         for name in self.tensors:
+            if self.tensors[name].is_complex():
+                raise NonFiniteScale(name)
             values = self.numbers(name)
             if not torch.isfinite(values).all() or (name not in self.format.signed and values.min() < 0):
                 raise NonFiniteScale(name)
@@ -215,26 +217,22 @@ class StoredWeight:
         slices = [slice(max(part.start - i * each, 0), min(part.stop - i * each, each)) for i in range(first, last + 1)]
         return torch.cat([self.experts[i].rows(rows) for i, rows in enumerate(slices, first)])
 
-    @property
-    def data_amax(self) -> float:
-        """The largest magnitude in the data; of whole numbers, the largest that they may have."""
+    def _data_amax(self) -> float:
+        """Find the largest magnitude in the data; of whole numbers, the largest that they may have."""
         if not self.is_number:
             return 0.0 if self.scale is None else float(torch.iinfo(self.data.dtype).max + 1)
         return host_amax(self.data) if self.data.device.type == "cpu" else amax_value(self.data)
 
-    def bound(self, data_amax: float | None = None) -> float:
-        """Return an upper bound on ``|weight|``; NaN if its data hold a NaN. Tight where there is one scale.
-
-        ``data_amax``: the property of that name, where it has been read.
-        """
+    def bound(self) -> float:
+        """Return an upper bound on ``|weight|``; NaN if its data hold a NaN. Tight where there is one scale."""
         if self.experts:
             return max(expert.bound() for expert in self.experts)
         if self.format is not None:
             sizes = {name: self.numbers(name).abs().max().item() for name in self.tensors}
             factors = math.prod(sizes.get(name, 1.0) for name in self.format.factors)
-            largest = self.format.largest or self.data_amax
+            largest = self.format.largest or self._data_amax()
             return (largest * factors + sizes.get(self.format.offset, 0.0)) * math.sqrt(self.group or 1)
-        largest = self.data_amax if data_amax is None else data_amax
+        largest = self._data_amax()
         return largest if self.scale is None else largest * self.scale.max().item()
 
     @cached_property

@@ -11,7 +11,6 @@ import torch
 from ....precision.base.errors import StorageNotHeld
 from ....precision.devices import memory
 from ....precision.devices.detect import Device, detect, requested_profile, unheld_storages
-from ....precision.formats.fp8 import forget_scratch
 from ....precision.make.on_gpu import OnGpu
 
 QUANTIZING = 2 << 30
@@ -105,7 +104,6 @@ def quantizing_device() -> Iterator[OnGpu | None]:
     try:
         yield maker
     finally:
-        forget_scratch()
         comfy.model_management.soft_empty_cache()  # torch keeps the device's memory for the next who asks
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from halfsafe.precision.base.dtypes import name_of
 from halfsafe.precision.formats.checkpoint import Checkpoint, StoredWeight
-from halfsafe.precision.formats.families import UNKNOWN, family_of
+from halfsafe.precision.formats.families import family_of
 from halfsafe.precision.formats.int8 import rotation_group
 from halfsafe.precision.plan.facts import LayerSpec, layer_specs
 from halfsafe.precision.plan.rules import rules_from
@@ -269,9 +269,7 @@ def dtypes_of(cls: type) -> tuple[str, ...]:
 
 @every_model
 def test_families_are_safe_in_what_comfyui_has_for_them(name):
-    family = family_of(shapes_of(name))
-    assert family is not UNKNOWN
-    assert family.supported == dtypes_of(core_class(name))
+    assert family_of(shapes_of(name)).supported == dtypes_of(core_class(name))
 
 
 def test_every_diffusion_model_of_comfyui_is_of_a_family_with_its_dtypes():

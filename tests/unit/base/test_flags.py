@@ -246,23 +246,6 @@ def test_a_flag_that_torch_does_not_have_is_left_alone(monkeypatch):
     assert flags.outside("fp16_accumulation") is None
 
 
-# --- reading ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_flag_this_torch_does_not_have_is_said_to_be_missing(monkeypatch):
-    monkeypatch.setattr(torch.backends.cuda, "matmul", types.SimpleNamespace())
-    flag = flags.read_flag("fp16_accumulation")
-    assert flag.value is None and "no such flag" in flag.detail
-
-
-@pytest.mark.parametrize("value", [True, False])
-def test_flags_are_read_as_they_are(value, monkeypatch):
-    monkeypatch.setattr(torch.backends.cuda, "matmul", types.SimpleNamespace(allow_tf32=value))
-    monkeypatch.setattr(torch.backends.cuda, "fp16_bf16_reduction_math_sdp_allowed", lambda: value)
-    assert flags.read_flag("tf32_matmul").value is value
-    assert flags.read_flag("math_sdp_reduction").value is value
-
-
 @pytest.mark.parametrize("value", ["tf32", "ieee"])
 def test_tf32_is_read_by_its_new_name_where_the_old_one_refuses(value, monkeypatch):
     class NewNamesWereUsed:
@@ -273,7 +256,7 @@ def test_tf32_is_read_by_its_new_name_where_the_old_one_refuses(value, monkeypat
             raise RuntimeError("you have used mix of the legacy and new APIs")
 
     monkeypatch.setattr(torch.backends.cuda, "matmul", NewNamesWereUsed())
-    assert flags.read_flag("tf32_matmul").value is (value == "tf32")
+    assert flags.is_on("tf32_matmul") is (value == "tf32")
 
 
 @pytest.mark.parametrize(

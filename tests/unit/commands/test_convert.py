@@ -117,12 +117,6 @@ def test_of_a_model_in_parts_the_damaged_one_is_named(tmp_path, fault):
     assert sorted(tmp_path.iterdir()) == [first, second]
 
 
-def test_a_result_is_not_named_as_a_part_which_nothing_could_open(tmp_path):
-    with pytest.raises(CheckpointError, match=r"named as a part.*Name it out\.safetensors"):
-        convert_file(model(tmp_path)[0], tmp_path / "out-00001-of-00003.safetensors", "fp8_e4m3fn", NO_RULES)
-    assert os.listdir(tmp_path) == ["in.safetensors"]
-
-
 def test_loras_and_the_source_itself_are_refused(tmp_path):
     save_file({"a.lora_down.weight": torch.ones(4, 4)}, tmp_path / "lora.safetensors")
     with pytest.raises(CheckpointError, match="LoRA"):
@@ -243,7 +237,7 @@ def test_scan_finds_nothing_in_sound_files(tmp_path, writer):
     path = writer(tmp_path / "a.safetensors", *dialects.reference())
     seen = []
     scan = scan_file(path, seen.append)
-    assert scan.problems == [] and scan.remarks == [] and sum(seen) == open_checkpoint(path).data_bytes
+    assert scan.problems == [] and sum(seen) == open_checkpoint(path).data_bytes
 
 
 NAN = float("nan")
@@ -253,7 +247,6 @@ FAULTS = {
     "fp8 nan": ({"a.weight": torch.full((2, 2), 0x7F, dtype=torch.uint8).view(E4M3)}, "a.weight", "4 of 4 values are NaN"),
     "fp16_range": ({"a.weight": torch.full((2, 2), 70000.0).bfloat16()}, "a.weight", "65504"),
     "row range": ({"a.weight": torch.full((2, 2), 448.0).to(E4M3), "a.weight_scale": torch.tensor([1.0, 200.0])}, "a.weight", "65504"),
-    "saturated": ({"a.weight": torch.full((40, 40), 448.0).to(E4M3)}, "a.weight", "100.000%"),
     "zero scale": ({"a.weight": torch.ones(2, 2).to(E4M3), "a.weight_scale": torch.tensor(0.0)}, "a.weight_scale", "scale of 0"),
     "lost scale": ({"a.weight": torch.ones(2, 2).to(E4M3), "a.act_scale": torch.tensor(1.0)}, "a.act_scale", "scale"),
 }
@@ -267,9 +260,8 @@ def test_scan_names_tensor_and_fault(tmp_path, fault):
     assert [finding.tensor for finding in problems] == [name] and text in problems[0].text
 
 
-def test_scan_remarks_on_zero_weights_and_rows_in_range(tmp_path):
+def test_scan_takes_zero_weights_and_rows_in_range(tmp_path):
     data = torch.tensor([[448.0], [1.0]]).to(E4M3)
     tensors = {"zero.weight": torch.zeros(4, 4), "none.weight": torch.zeros(0, 4), "a.weight": data, "a.weight_scale": torch.tensor([1.0, 200.0])}
     save_file(tensors, tmp_path / "a.safetensors")
-    scan = scan_file(tmp_path / "a.safetensors")
-    assert scan.problems == [] and [(finding.kind, finding.tensor) for finding in scan.remarks] == [("zero", "zero.weight")]
+    assert scan_file(tmp_path / "a.safetensors").problems == []

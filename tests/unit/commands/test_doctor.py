@@ -29,13 +29,12 @@ def test_a_diagnosis_is_json_and_complete():
     diagnosis = doctor.diagnose(torch.device("cpu"))
     assert json.loads(json.dumps(diagnosis, allow_nan=False)) == diagnosis
     assert set(diagnosis) == {
-        "torch", "python", "system", "runtime", "environment", "devices", "device", "capabilities", "fp8", "int8",
-        "remarks", "probes", "auto", "too_large", "flags", "fp8_cast",
+        "torch", "python", "system", "runtime", "device", "capabilities", "fp8", "int8",
+        "remarks", "probes", "auto", "too_large", "flags",
     }  # fmt: skip
     assert diagnosis["torch"] == str(torch.__version__)
     assert diagnosis["device"]["profile"] == "cpu" and diagnosis["device"]["simulated"] is False
     assert [entry["name"] for entry in diagnosis["probes"]][:2] == ["fp8_cast", "fp8_cast_e5m2"]
-    assert diagnosis["devices"][-1]["device"] == "cpu"
 
 
 def test_the_diagnosis_tells_table_from_probe(monkeypatch):
@@ -52,16 +51,8 @@ def test_a_simulated_profile_is_said_to_be_one(monkeypatch):
     monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_75")
     diagnosis = doctor.diagnose(torch.device("cpu"))
     text = doctor.to_text(diagnosis)
-    assert diagnosis["environment"] == {"HALFSAFE_DEVICE_PROFILE": "sm_75"} and diagnosis["probes"] == []
-    assert "HALFSAFE_DEVICE_PROFILE=sm_75" in text
+    assert diagnosis["probes"] == [] and "simulated on" in text
     assert "Simulated profile: the table decides, nothing was probed." in text
-
-
-def test_the_text_says_how_this_torch_casts_to_fp8():
-    major, minor = (int(part) for part in str(torch.__version__).split(".")[:2])
-    past = "448" if (major, minor) >= (2, 12) else "NaN"
-    text = doctor.to_text(doctor.diagnose(torch.device("cpu")))
-    assert f"torch's own fp8 cast: exact up to 448; past it {past}" in text
 
 
 def test_every_profile_is_described_in_eighty_columns():
@@ -105,14 +96,13 @@ def test_the_doctor_changes_no_flag_and_starts_no_process(monkeypatch):
     monkeypatch.setattr(subprocess.Popen, "__init__", refuse)
     monkeypatch.setattr(os, "popen", refuse)
     forget_probes()
-    before = flags.read_flags()
+    before = {name: flags.state_of(name) for name in flags.SETTINGS}
     doctor.to_text(doctor.diagnose())
-    assert flags.read_flags() == before
+    assert {name: flags.state_of(name) for name in flags.SETTINGS} == before
 
 
 def test_every_flag_is_in_the_text():
     text = doctor.to_text(doctor.diagnose(torch.device("cpu")))
     assert "Backend flags" in text
-    for name, path in flags.PATHS.items():
-        assert path in text or (flags.read_flag(name).value is None and f"  {name}: " in text)
+    assert all(f"  {name} " in text for name in flags.SETTINGS)
     assert max(len(line) for line in text.splitlines()) <= 80

@@ -1,7 +1,6 @@
 """The card in the metadata of converted files, and what inspect prints of it."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -91,10 +90,10 @@ def test_inspect_prints_the_card(tmp_path):
     inspection = inspect_file(tmp_path / "out.safetensors")
     text = inspection_text(inspection)
     assert inspection.card["asked_storage"] == "fp8_e4m3fn" and inspect_file(source).card is None
-    assert 'needs comfyui: "0.4.0"' in text and '"file": "in.safetensors"' in text and re.search(r"fp8_e4m3fn 2\.\d\d% \(3\d\.\d dB\)", text)
+    assert 'needs comfyui: "0.4.0"' in text and '"file": "in.safetensors"' in text
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"relative_rms_error_of_16_rows_per_weight": {"int8": "x"}}', '{"source": "\\u001b[2J"}'])
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"source": "\\u001b[2J"}'])
 def test_inspect_takes_any_text_where_a_card_may_be(tmp_path, text):
     save_file({"a.weight": torch.zeros(4, 4)}, tmp_path / "a.safetensors", {CARD_KEY: text})
     assert "\x1b" not in inspection_text(inspect_file(tmp_path / "a.safetensors"))

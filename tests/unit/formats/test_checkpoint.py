@@ -251,7 +251,7 @@ def test_scales_without_their_weight_and_unlabelled_nvfp4_are_errors():
         read_dict(packed)
 
 
-@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf"), 1j])
 @pytest.mark.parametrize("leaf", ["weight_scale", "scale_weight", "input_scale"])
 def test_a_scale_that_is_no_positive_number_is_an_error(value, leaf):
     with pytest.raises(NonFiniteWeight, match=leaf):

@@ -221,13 +221,14 @@ def test_a_missing_or_misshapen_scale_is_an_error_that_names_it(name):
 
 
 @every_format
-@pytest.mark.parametrize("value", [float("nan"), -1.0])
+@pytest.mark.parametrize("value", [float("nan"), -1.0, 1j])
 def test_a_scale_that_is_no_number_is_an_error(name, value):
-    if name == "awq4" and value < 0:
+    if name == "awq4" and value == -1:
         return  # AWQ's scales have a sign
     leaf = {"nvfp4": "weight_scale_2", "w4a8": "weight_s_channel", "w6a8": "weight_s_channel"}.get(name, "weight_scale")
     tensors = in_format(name)
-    tensors[leaf] = torch.full_like(tensors[leaf], 255 if name == "mxfp8" else value)
+    like = {"fill_value": value} if value == 1j else {"fill_value": 255 if name == "mxfp8" else value, "dtype": tensors[leaf].dtype}
+    tensors[leaf] = torch.full(tensors[leaf].shape, **like)
     with pytest.raises(NonFiniteWeight, match=leaf):
         read(tensors)
 

@@ -225,10 +225,11 @@ def test_charts_of_any_size_are_drawn(layers):
 
 
 def test_a_flag_report_shows_the_present_flags_and_changes_none(monkeypatch):
-    before, entries = flags.read_flags(), flag_reports()
+    before = {name: flags.state_of(name) for name in flags.SETTINGS}
+    entries = flag_reports()
     assert list(entries) == ["fp16_accumulation", "reduced_precision_reduction", "tf32", "fp8_fast_accumulation"]
     assert all(entry["requested"] == "unchanged" and entry["in_scope"] == entry["outside"] for entry in entries.values())
-    assert entries["fp8_fast_accumulation"]["in_scope"] is False and flags.read_flags() == before
+    assert entries["fp8_fast_accumulation"]["in_scope"] is False and {name: flags.state_of(name) for name in flags.SETTINGS} == before
     matmul = types.SimpleNamespace(allow_fp16_accumulation=True, allow_tf32=False)
     monkeypatch.setattr(torch.backends.cuda, "matmul", matmul)
     assert flag_report("fp16_accumulation") == {
