@@ -16,7 +16,6 @@ from ..report.result import Result
 from .sensitivity import BARRED, CHOSEN, KEPT, PINNED, UNUSED, Analysis, LayerResult
 
 HEAD = ("layer", "weight dB", "output dB", "channel dB", "outcome")
-HEADER = ("weakest layers, dB", "weight", "output", "channel", "crest", "outcome")
 WORST = 16
 
 
@@ -100,7 +99,7 @@ def analysis_text(analysis: Analysis, model: str = "", computed_in: str = "") ->
 def result_of(analysis: Analysis, text: str) -> Result:
     """Sum the analysis up in a sentence and the table of its weakest layers."""
     name, chosen = analysis.candidate.name, analysis.chosen
-    rows = [[*row[:4], row[5]] for row in _rows(analysis)]
+    rows = _rows(analysis)
     if not chosen:
         target = f"{analysis.target_db:g}"
         return Result(
@@ -143,19 +142,18 @@ def outcome(analysis: Analysis) -> list[str]:
 
 
 def _rows(analysis: Analysis) -> list[list[str]]:
-    """Return the cells of the weakest layers' lines in the table."""
     rows = []
     for layer in analysis.weakest_first[:WORST]:
         figures = map(decibel_text, (layer.weight_db, layer.output_db, layer.channel_db))
-        rows.append([layer.name, *figures, f"{layer.crest:.3g}", layer.status])
+        rows.append([layer.name, *figures, layer.status])
     return rows
 
 
 def _table(analysis: Analysis) -> list[str]:
-    lines, rest = table(_rows(analysis), HEADER, math.inf).splitlines(), analysis.weakest_first[WORST:]
+    lines, rest = table(_rows(analysis), ("weakest layers", *HEAD[1:]), math.inf).splitlines(), analysis.weakest_first[WORST:]
     if rest:
         lines.append(f"{len(rest)} more, {decibel_text(rest[0].worst_db)} to {decibel_text(rest[-1].worst_db)}")
-    return [*lines, "crest: amax / rms of the layer's input, its largest call"]
+    return lines
 
 
 def _left_out(analysis: Analysis) -> list[str]:

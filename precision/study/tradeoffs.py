@@ -163,17 +163,6 @@ class Measurements:
         return rules_for(best, self.automatic, self.layers) if best else rules_from()
 
 
-def pareto_front(rows: Iterable[Tradeoff]) -> list[Tradeoff]:
-    """List the rows on the Pareto front of time, memory and SNR."""
-    working = [row for row in rows if row.works]
-    return [row for row in working if not any(_beats(other, row) for other in working)]
-
-
-def _beats(a: Tradeoff, b: Tradeoff) -> bool:
-    mine, theirs = ((row.seconds, row.bytes, -row.snr_db) for row in (a, b))
-    return mine != theirs and all(x <= y for x, y in zip(mine, theirs, strict=True))
-
-
 def best_for(goal: str, rows: Iterable[Tradeoff]) -> Tradeoff | None:
     """Choose the best row for a goal; None where no row works.
 
