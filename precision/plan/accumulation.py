@@ -204,22 +204,10 @@ def flag_report(
         ``requested``, ``in_scope``, ``outside`` and ``reason``. The states are true when any part of the setting is on,
         null when torch has no such flag.
     """
-    parts = {name: flags.outside(name) for name in PARTS[setting]}
-    told = [on for on in parts.values() if on is not None]
-    value = any(told) if told or not parts else None
+    parts = [flags.outside(name) for name in PARTS[setting]]
+    value = None if parts and set(parts) == {None} else any(parts)
     inside = value if in_scope is None or value is None else in_scope
-    return {"requested": requested, "in_scope": inside, "outside": value, "reason": _with_parts(reason, parts)}
-
-
-def _with_parts(reason: str, parts: dict[str, bool | None]) -> str:
-    if not parts:
-        return f"{reason} It is no torch flag but an argument of each fp8 matmul, off unless asked for."
-    missing = f"; torch {torch.__version__} has no such flag" if None in parts.values() else ""
-    if len(parts) == 1 and not missing:
-        return reason
-    words = {None: "not known", True: "on", False: "off"}
-    states = [f"{part.removeprefix('tf32_').split('_')[0]} {words[on]}" for part, on in parts.items()]
-    return f"{reason} Outside: {', '.join(states)}{missing}.".strip()
+    return {"requested": requested, "in_scope": inside, "outside": value, "reason": reason}
 
 
 def flag_reports() -> dict[str, dict]:

@@ -83,11 +83,7 @@ def auto_storage(
     if file_dtype not in UNQUANTIZED:
         return held_storage(device, file_dtype)
     if free_device_bytes is None:
-        if device.simulated:
-            return "as_file", "Kept as in the file: the memory of a simulated device is not known."
-        if device.torch_device.type == "privateuseone":
-            return "as_file", "Kept as in the file: DirectML does not tell its free memory."
-        return "as_file", "Kept as in the file: there is no separate GPU memory to fit it into."
+        return "as_file", "Kept as in the file: no GPU memory is told to fit it into."
     as_file_bytes = weight_bytes_16bit * {"fp32": 2, "fp64": 4}.get(file_dtype, 1)
     room = free_device_bytes - ACTIVATION_ROOM
     if as_file_bytes <= room:

@@ -150,7 +150,8 @@ def _rows(analysis: Analysis) -> list[list[str]]:
 
 
 def _table(analysis: Analysis) -> list[str]:
-    lines, rest = table(_rows(analysis), ("weakest layers", *HEAD[1:]), math.inf).splitlines(), analysis.weakest_first[WORST:]
+    rest = analysis.weakest_first[WORST:]
+    lines = table(_rows(analysis), ("weakest layers", *HEAD[1:]), math.inf).splitlines()
     if rest:
         lines.append(f"{len(rest)} more, {decibel_text(rest[0].worst_db)} to {decibel_text(rest[-1].worst_db)}")
     return lines

@@ -393,12 +393,6 @@ def test_torch_versions_are_read_from_any_build_name(monkeypatch):
         assert profiles.torch_version() == expected
 
 
-def test_the_memory_of_a_simulated_device_is_not_called_absent(monkeypatch):
-    monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_75")
-    storage, reason = auto.auto_storage(devices.detect(torch.device("cpu")), 26 * GIB, "bf16", None)
-    assert storage == "as_file" and "simulated device is not known" in reason
-
-
 CARDS_OF = {"sm_70": ("V100",), "sm_75": ("T4", "2080 Ti"), "sm_80": ("A100",), "sm_86": ("3090",), "sm_89": ("4090",), "sm_90": ("H100",), "sm_100": ("B200",), "sm_120": ("5090",)}  # fmt: skip
 
 

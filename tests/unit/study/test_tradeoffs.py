@@ -144,7 +144,7 @@ def pixels(chart: np.ndarray, colour) -> int:
 def test_the_chart_draws_every_row():
     chart, one = tradeoffs_chart(found()), tradeoffs_chart(found([SMALL, BAD]))
     assert chart.dtype == np.float32 and chart.shape[1] == 1024 and 0 <= chart.min() <= chart.max() <= 1
-    for figure in ("time", "weights", "SNR"):
+    for figure in ("time", "memory", "SNR"):
         assert pixels(chart, ImageColor.getrgb(COLOURS[figure])) > 1.5 * pixels(one, ImageColor.getrgb(COLOURS[figure])) > 0
 
 
