@@ -84,16 +84,6 @@ def test_every_row_matches_the_device_table_and_has_a_sentence_for_every_capabil
         assert set(row.notes) <= {*COLUMNS, "compile", "denormals"}
 
 
-def test_fp8_formats_and_scale_granularity():
-    both = ("fp8_e4m3fn", "fp8_e5m2")
-    found = {row.name: (row.fp8_formats, row.scaling) for row in profiles.ROWS if row.scaling}
-    assert found == {
-        "sm_89": (both, ("tensor", "row")), "sm_90": (both, ("tensor", "row", "block")), "sm_100": (both, ("tensor", "row", "mx")),
-        "sm_120": (both, ("tensor", "row")), "gfx942": (("fp8_e4m3fnuz", "fp8_e5m2fnuz"), ("tensor", "row")), "gfx1201": (both, ("tensor",)),
-        "mps_m1": (both[:1], ("tensor", "row")), "mps_m3": (both[:1], ("tensor", "row")), "xpu": (both, ("tensor", "row", "block")),
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("name", "version", "capability", "on"),
     [

@@ -202,7 +202,7 @@ class Additive:
         layers = [layer_result(str(index)) for index in range(len(noises))]
         for layer, guess in zip(layers, guesses or noises, strict=True):
             layer.output_db = layer.channel_db = -10 * math.log10(guess)
-            layer.flops, layer.crest = 1, 4.0
+            layer.flops = 1
         self.session = a.Session([(layer, None) for layer in layers], FP8, self.run, plain_weights, None)
         self.noises = noises
 
