@@ -38,7 +38,7 @@ class Device:
 
     @property
     def label(self) -> str:
-        """What a person calls this kind of device."""
+        """Return the name people have for this kind of device."""
         return self.profile.label
 
     def reason(self, capability: str) -> str:

@@ -14,7 +14,7 @@ _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
 def available_memory() -> int | None:
-    """Count the bytes that the cgroups above this process have left, file cache as free; None without a limit.
+    """Count the bytes left by the cgroups above this process, file cache as free; None without a limit.
 
     psutil, which ComfyUI asks, does not see them.
     """

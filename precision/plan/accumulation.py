@@ -38,7 +38,7 @@ class Request:
     attention: str = UNCHANGED
 
     def over(self, earlier: "Request") -> "Request":
-        """Return this request, with what it leaves unchanged as an earlier node asked."""
+        """Return the request, with unchanged settings as an earlier node asked for them."""
         return replace(earlier, **{k: v for k, v in vars(self).items() if v != UNCHANGED})
 
 

@@ -124,7 +124,7 @@ def why_low_bits_are_slow(device: Device) -> str:
 
 
 def held_storage(device: Device, file_dtype: str) -> tuple[str, str]:
-    """Choose the storage of a file that is kept as it is where the device can hold it, and say why it is another."""
+    """Choose the storage of a quantized file: as_file where the device can hold its weights, else 16 bit, and why."""
     if file_dtype in UNQUANTIZED:
         return "as_file", ""
     if reason := why_no_fp8(file_dtype, device):

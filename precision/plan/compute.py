@@ -209,7 +209,7 @@ def _product_of(storage: str, choice: Choice, fp8_matmul: bool) -> str:
 
 
 def _without(product: str, layer: LayerSpec, choice: Choice, device: Device, storage: str) -> str:
-    """Name what a layer runs in without the product that was asked for: int8 where its weight is, else the model's."""
+    """Name the arithmetic of a layer without the product asked for: int8 where its weight is, else the model's."""
     own = _product_of(storage, choice, False) if product != INT8.name else ""
     return own if own and not _why_no_product(own, layer, device, storage) else choice.used
 

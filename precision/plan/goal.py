@@ -69,7 +69,7 @@ def _compute_for(facts: ModelFacts, device: Device, goal: str, stored: frozenset
 
 
 def on_loaded(plan: ComputePlan, facts: ModelFacts, rules: Rules, foreign: Mapping[str, str]) -> ComputePlan:
-    """Return a plan for a model in memory, which lists the rules that come too late.
+    """Return a plan for a model in memory, with a list of the rules too late for a loaded model.
 
     ``foreign``: layer name -> the Python module of its class, for layers of another loader: fp32, not ``fp16_safe``.
     """

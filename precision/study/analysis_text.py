@@ -1,16 +1,14 @@
 """Write an analysis as rules and as text. The text parses as the same rules, as all else in it is a comment."""
 
 import math
-import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable
 
-from ..base.layer_names import by_pattern
 from ..base.modes import INT8, MODES
 from ..base.text import paragraph, size_text, table
 from ..formats.comfy_format import can_be_quantized
 from ..plan.presets import DEFAULT_PRESET
-from ..plan.rules import Rules, compile_pattern, rules_from
+from ..plan.rules import Rules, patterns, rules_from
 from ..report import result
 from ..report.result import Result
 from .sensitivity import BARRED, CHOSEN, KEPT, PINNED, UNUSED, Analysis, LayerResult
@@ -49,36 +47,6 @@ def _lines(layers: list[LayerResult], setting: str, others: Iterable[str]) -> li
         reason = f"{count}output {min(measured):.1f} dB" if measured else by_name[names[0]].reason
         lines.append(f"{pattern} {setting}  # {reason}")
     return lines
-
-
-def patterns(names: Iterable[str], others: Iterable[str]) -> list[tuple[str, list[str]]]:
-    """Find few patterns that match all ``names`` and none of ``others``: (pattern, the names it covers)."""
-    left, others, found = dict.fromkeys(names), list(others), []
-    tried = sorted(_candidates(left).items(), key=lambda item: -len(item[1]))
-    for pattern, members in tried:
-        matches, members = compile_pattern(pattern), [name for name in members if name in left]
-        if len(members) > 1 and not any(matches(name, "") for name in others):
-            found.append((pattern, members))
-            for name in members:
-                del left[name]
-    return found + [(name, [name]) for name in left]
-
-
-def _candidates(names: Iterable[str]) -> dict[str, list[str]]:
-    """List patterns that may cover several of the names: a block, numbers as ``*``, a list of numbers."""
-    groups: dict[str, list[str]] = defaultdict(list)
-    for name in names:
-        words = name.split(".")
-        for end in range(1, len(words)):
-            groups[".".join([*words[:end], "*"])].append(name)
-    numbered = by_pattern(names)
-    groups |= {pattern: members for pattern, members in numbered.items() if "*" in pattern}
-    for pattern, members in numbered.items():
-        if pattern.count("*") == 1 and len(members) > 2:
-            head, _, tail = pattern.partition("*")
-            numbers = "|".join(name[len(head) : len(name) - len(tail)] for name in members)
-            groups[f"re:^{re.escape(head)}({numbers}){re.escape(tail)}$"] = members
-    return groups
 
 
 def analysis_text(analysis: Analysis, model: str = "", computed_in: str = "") -> str:

@@ -11,9 +11,9 @@ from halfsafe.precision.base.amax import host_amax
 from halfsafe.precision.base.errors import HalfsafeError
 from halfsafe.precision.formats.checkpoint import StoredWeight, read_checkpoint
 from halfsafe.precision.formats.fp8 import quantize
-from halfsafe.precision.plan.rules import compile_pattern, parse, rules_from
+from halfsafe.precision.plan.rules import compile_pattern, parse, patterns, rules_from
 from halfsafe.precision.study import sensitivity as a
-from halfsafe.precision.study.analysis_text import analysis_text, patterns, result_of, rule_lines, rules_of
+from halfsafe.precision.study.analysis_text import analysis_text, result_of, rule_lines, rules_of
 from halfsafe.precision.study.candidates import CANDIDATES, Candidate, with_fp16_sums
 from halfsafe.precision.study.charts import COLOURS, analysis_chart
 from halfsafe.precision.study.layer_error import output_error, sample, weight_error
