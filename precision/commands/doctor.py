@@ -62,7 +62,7 @@ def _description(device: Device) -> dict:
             name: {"value": device.capabilities[name], "table": getattr(row, name), "reason": device.reason(name)}
             for name in CAPABILITIES
         },
-        "fp8": {"formats": list(row.fp8_formats), "scaling": list(row.scaling)},
+        "fp8": {"formats": list(row.fp8_formats)},
         "int8": {"slow": why_int8_is_slow(device)},
         "remarks": row.remarks,
         "probes": [asdict(probe) for probe in device.probes],
@@ -124,8 +124,7 @@ def _machine(diagnosis: dict) -> str:
 def _device(diagnosis: dict) -> str:
     device, fp8, slow = diagnosis["device"], diagnosis["fp8"], diagnosis["int8"]["slow"]
     where = "simulated on" if device["simulated"] else "on"
-    formats, scaling = ", ".join(fp8["formats"]), ", ".join(fp8["scaling"])
-    remarks = [f"fp8 matmul: {formats}; scales per {scaling}"] if formats else []
+    remarks = [f"fp8 matmul: {', '.join(fp8['formats'])}"] if fp8["formats"] else []
     remarks += [f"int8 models gain no speed here: {slow}"] if slow else []
     lines = wrapped(f"Profile {device['profile']}: {device['label']}, {where} {device['name']}", "")
     return "\n".join([*lines, *(line for text in (*remarks, *diagnosis["remarks"]) for line in wrapped(text, "  "))])

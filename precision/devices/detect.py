@@ -22,11 +22,8 @@ class Device:
     """A real device and the profile every decision follows.
 
     Args:
-        torch_device: where tensors live.
         name: the hardware's own name, also when another profile is simulated.
-        profile: the row decisions follow.
         simulated: the profile was asked for; nothing was probed.
-        probes: what was executed on it.
         capabilities: capability -> table and probes together.
         reasons: capability -> one sentence.
     """
@@ -41,7 +38,7 @@ class Device:
 
     @property
     def label(self) -> str:
-        """What a person calls this kind of device."""
+        """Return the name people have for this kind of device."""
         return self.profile.label
 
     def reason(self, capability: str) -> str:
@@ -57,9 +54,7 @@ class Device:
 def detect(device: torch.device | None = None, profile: str | None = None) -> Device:
     """Detect a device, its profile and its probed capabilities.
 
-    Args:
-        device: the device to describe; the default accelerator, else the CPU, when None.
-        profile: decide as on this profile; when None, ``HALFSAFE_DEVICE_PROFILE`` if it is set.
+    ``device``: by default the accelerator, else the CPU. ``profile``: by default ``HALFSAFE_DEVICE_PROFILE``.
 
     Raises:
         UnknownProfile: no such profile; names the environment variable when it came from there.

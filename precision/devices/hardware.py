@@ -98,7 +98,7 @@ def profile_of(device: torch.device) -> DeviceProfile:
 
 
 def changed(profile: DeviceProfile, notes: Mapping[str, str], **changes) -> DeviceProfile:
-    """Return a row with more notes, of which ``match`` says how it was chosen, and changed entries."""
+    """Return a row with changed entries and more notes; ``match`` says how it was chosen."""
     return replace(profile, notes={**profile.notes, **notes}, **changes)
 
 

@@ -1,6 +1,5 @@
-"""How much memory is left for this process, and a refusal before the system kills it."""
+"""How much memory a container leaves this process, and a refusal before the system kills it."""
 
-import ctypes
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,16 +14,12 @@ _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
 def available_memory() -> int | None:
-    """Count the bytes this process can still take without being killed; None where the system does not tell.
+    """Count the bytes left by the cgroups above this process, file cache as free; None without a limit.
 
-    Linux: the least of ``MemAvailable`` and what each cgroup above the process has left, file cache counted as free.
-    Windows: ``GlobalMemoryStatusEx``, physical memory and what may still be committed.
+    psutil, which ComfyUI asks, does not see them.
     """
-    if sys.platform == "linux":
-        return min((room for room in (_meminfo(), *_cgroup_rooms()) if room is not None), default=None)
-    if sys.platform == "win32":
-        return _windows_available()
-    return None
+    rooms = _cgroup_rooms() if sys.platform == "linux" else ()
+    return min(rooms, default=None)
 
 
 FOR_WEIGHTS = "Choose fp8 storage, close other programs, or raise the container's or service's memory limit."
@@ -41,13 +36,6 @@ def require_memory(needed: int, what: str, available: int, advice: str = FOR_WEI
         raise MemoryShortage(problem, advice)
 
 
-def _meminfo() -> int | None:
-    for line in _read(PROC / "meminfo").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
-
-
 def _cgroup_rooms() -> Iterator[int]:
     for line in _read(PROC / "self" / "cgroup").splitlines():
         number, controllers, path = line.split(":", 2)
@@ -59,9 +47,7 @@ def _cgroup_rooms() -> Iterator[int]:
 
 
 def _rooms_above(root: Path, path: str, files: tuple[str, str, str]) -> Iterator[int]:
-    """Yield the bytes left in each limited cgroup, from the process's own up to ``root``.
-
-    A container sees ``root`` as its own."""
+    # A container sees the root as its own.
     folder = root / path.lstrip("/")
     groups = (group for group in (folder, *folder.parents) if group == root or root in group.parents)
     yield from (room for group in groups if (room := _room(group, *files)) is not None)
@@ -81,25 +67,3 @@ def _read(path: Path) -> str:
         return path.read_text()
     except OSError:
         return ""
-
-
-class _MemoryStatus(ctypes.Structure):
-    """``MEMORYSTATUSEX`` of the Windows API."""
-
-    _fields_ = [
-        ("length", ctypes.c_uint32),
-        ("load", ctypes.c_uint32),
-        ("total_physical", ctypes.c_uint64),
-        ("available_physical", ctypes.c_uint64),
-        ("total_page_file", ctypes.c_uint64),
-        ("available_page_file", ctypes.c_uint64),
-        ("virtual", ctypes.c_uint64 * 3),
-    ]
-
-
-def _windows_available() -> int | None:
-    status = _MemoryStatus(length=ctypes.sizeof(_MemoryStatus))
-    kernel = ctypes.windll.kernel32  # type: ignore[attr-defined]  # Windows only
-    if not kernel.GlobalMemoryStatusEx(ctypes.byref(status)):
-        return None
-    return min(status.available_physical, status.available_page_file)

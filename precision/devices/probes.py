@@ -26,12 +26,7 @@ class Probe:
 
 
 def run_probes(device: torch.device, fp8_format: str = "fp8_e4m3fn") -> tuple[Probe, ...]:
-    """Run all probes on a real device, each once per device and process, again where memory was lacking.
-
-    Args:
-        device: where to run, with an index if it has several.
-        fp8_format: the storage name whose matmul is tried.
-    """
+    """Run all probes on a real device, each once per device and process, again where memory was lacking."""
     return (
         _once("fp8_cast", fp8_cast, device, "fp8_e4m3fn"),
         _once("fp8_cast_e5m2", fp8_cast, device, "fp8_e5m2"),
@@ -49,7 +44,6 @@ _kept: dict[tuple, Probe] = {}
 
 
 def _once(name: str, check: Callable[..., tuple[bool | None, str]], *args) -> Probe:
-    """Run :func:`probe`; the result is kept for the process unless memory was lacking."""
     key = (name, args)
     if key not in _kept or _kept[key].detail == NO_MEMORY:
         _kept[key] = probe(name, check, *args)

@@ -58,14 +58,11 @@ class DeviceProfile:
     """The expectation for one kind of device.
 
     Args:
-        name: the profile name of the node contract, e.g. ``sm_86``.
-        label: what a person calls it.
         vendor: nvidia, amd, apple, intel or any.
         type: torch device type: cuda (also AMD), mps, xpu or cpu.
         called: pattern of the names people know such devices by, in small letters and digits.
         fp16 to int8_matmul_gains: the capabilities, see ``CAPABILITIES``; ``gains``: faster than 16 bit.
         fp8_formats: storage names ``torch._scaled_mm`` takes here; MI300 has fnuz only.
-        scaling: scale granularities an fp8 matmul takes: tensor, row, block (1x128, 128x128), mx (1x32).
         fp16_safe_cost: how much longer than fp16 ``fp16_safe`` takes, least and most of the models of
             benchmarks/results/cost.json on cards of this kind; "" where it was not estimated.
         needs_torch: capability -> first (major, minor) of torch that has it on this device.
@@ -87,7 +84,6 @@ class DeviceProfile:
     fp8_fast_accumulation: bool = False
     int8_matmul: bool = False
     int8_matmul_gains: bool = False
-    scaling: tuple[str, ...] = ()
     fp16_safe_cost: str = ""
     needs_torch: Mapping[str, tuple[int, int]] = field(default_factory=dict, compare=False)
     notes: Mapping[str, str] = field(default_factory=dict, compare=False)
@@ -128,7 +124,7 @@ APPLE_NOTES = {
     "int8_matmul_gains": "No int8 kernels for Apple in comfy-kitchen: int8 saves memory, not time.",
 }
 APPLE: dict[str, Any] = {
-    "vendor": "apple", "type": "mps", "fp8_matmul": True, "fp8_formats": ("fp8_e4m3fn",), "scaling": ("tensor", "row"),
+    "vendor": "apple", "type": "mps", "fp8_matmul": True, "fp8_formats": ("fp8_e4m3fn",),
     "int8_matmul": True, "needs_torch": {"fp8_storage": (2, 15), "fp8_matmul": (2, 15), "int8_matmul": (2, 15)},
 }  # fmt: skip
 GEFORCE: dict[str, Any] = {"fp16_accumulation": True, "needs_torch": {"fp16_accumulation": (2, 7)}}
@@ -177,7 +173,7 @@ ROWS = (
     DeviceProfile(
         "sm_89", "RTX 40xx, L4, L40 (Ada)",
         called=r"rtx40[5-9]0(super|tisuper|ti|d)?|rtx[2-6]\d00ada(generation)?|l4|l40s?",
-        fp16_safe_cost="3 to 17 %", fp8_fast_accumulation=True, scaling=("tensor", "row"), **GEFORCE, **FP8_NVIDIA,
+        fp16_safe_cost="3 to 17 %", fp8_fast_accumulation=True, **GEFORCE, **FP8_NVIDIA,
         notes={"fp16_accumulation": GEFORCE_GAIN,
                "fp8_matmul": "fp8 matmul units, which add in about 22 bits.",
                "fp8_fast_accumulation": "torch takes the switch; its documented effect is on Hopper.",
@@ -187,19 +183,19 @@ ROWS = (
     DeviceProfile(
         "sm_90", "H100, H200 (Hopper)",
         called=r"h20|h100(nvl)?|h200(nvl)?|h800|gh200", fp16_safe_cost="4 to 26 %", fp8_fast_accumulation=True,
-        scaling=("tensor", "row", "block"), **FP8_NVIDIA,
+        **FP8_NVIDIA,
         notes={"fp16_accumulation": NO_GAIN,
                "fp8_fast_accumulation": "On keeps about 14 bits of the sums; off promotes them to fp32."},
     ),
     DeviceProfile(
         "sm_100", "B200 (Blackwell)", fp16_safe_cost="4 to 25 %", called=r"g?b[123]00",
-        scaling=("tensor", "row", "mx"), **FP8_NVIDIA,
+        **FP8_NVIDIA,
         notes={"fp16_accumulation": "fp16 accumulation is not expected to be faster here."},
     ),
     DeviceProfile(
         "sm_120", "RTX 50xx (Blackwell)",
         called=r"rtx50[5-9]0(ti|d)?|rtxpro\d000(blackwell)?", fp16_safe_cost="2 to 14 %",
-        scaling=("tensor", "row"), **GEFORCE, **FP8_NVIDIA,
+        **GEFORCE, **FP8_NVIDIA,
         notes={"fp16_accumulation": GEFORCE_GAIN,
                "int8_matmul_gains": "An RTX 5060 is 1.20x as fast with int8 as with fp8 (ComfyUI-INT8-Fast #69)."},
     ),
@@ -211,7 +207,7 @@ ROWS = (
     ),
     DeviceProfile(
         "gfx942", "MI300 (CDNA3)", "amd",
-        called=r"mi300[ax]?|mi325x", fp8_formats=FNUZ_FP8, scaling=("tensor", "row"), int8_matmul=True,
+        called=r"mi300[ax]?|mi325x", fp8_formats=FNUZ_FP8, int8_matmul=True,
         notes={"fp16_accumulation": NO_CUBLAS, "int8_matmul_gains": CDNA_INT8,
                "fp8_matmul": "Multiplies the fnuz formats only: e4m3fn weights are widened to 16 bit."},
     ),
@@ -225,7 +221,7 @@ ROWS = (
     DeviceProfile(
         "gfx1201", "RX 9000 (RDNA4)", "amd",
         called=r"rx90[67]0(xt|gre)?|aipror9700", fp8_matmul=True, fp8_formats=OCP_FP8, fp8_matmul_gains=True,
-        scaling=("tensor",), needs_torch={"fp8_matmul": (2, 7)}, **INT8,
+        needs_torch={"fp8_matmul": (2, 7)}, **INT8,
         notes={"fp16_accumulation": NO_CUBLAS, "fp8_matmul": "fp8 matmul units; needs ROCm 6.4 or later."},
     ),
     DeviceProfile(
@@ -237,7 +233,7 @@ ROWS = (
     DeviceProfile(
         "xpu", "Intel Arc", "intel", "xpu",
         called=r"arc([ab]\d\d0|prob\d\d)?|[ab](310|380|570|580|750|770)",
-        fp8_matmul=True, fp8_formats=OCP_FP8, scaling=("tensor", "row", "block"), needs_torch={"fp8_matmul": (2, 10)},
+        fp8_matmul=True, fp8_formats=OCP_FP8, needs_torch={"fp8_matmul": (2, 10)},
         notes={"fp16_accumulation": NO_CUBLAS,
                "fp8_matmul_gains": "fp8 matmul is slower than bf16 here: 87 against 101 TFLOPS on an Arc B580.",
                "int8_matmul": "ComfyUI widens int8 weights on XPU (supports_int8_compute)."},

@@ -38,17 +38,13 @@ class Request:
     attention: str = UNCHANGED
 
     def over(self, earlier: "Request") -> "Request":
-        """Return this request, with what it leaves unchanged as an earlier node asked."""
+        """Return the request, with unchanged settings as an earlier node asked for them."""
         return replace(earlier, **{k: v for k, v in vars(self).items() if v != UNCHANGED})
 
 
 @dataclass(frozen=True)
 class MatmulProfile:
-    """The arithmetic a model multiplies in.
-
-    ``modes``: the report's modes of its layers that multiply; ``compiled``: torch.compile wraps it; ``parallel``:
-    several devices run it side by side.
-    """
+    """The arithmetic a model multiplies in; ``parallel``: several devices run it side by side."""
 
     modes: Collection[str]
     compiled: bool = False
@@ -66,12 +62,8 @@ class AccumulationPlan:
 
     Args:
         flags: settings of ``flags.SETTINGS`` to hold while the model runs.
-        proving: fp16 sums wherever a layer's bound proves them.
-        whole: they cannot be switched layer by layer: all or none.
+        proving: fp16 sums wherever a layer's bound proves them; ``whole``: in all layers or none.
         naming: measure once, to name the layers that fp16 sums are not proven for.
-        fp8_fast: fp8 products with fast accumulation.
-        attention: ``auto``, ``fp32`` or ``unchanged``.
-        reasons: setting -> why it is as it is.
         without_effect: (setting=value, reason).
     """
 
@@ -192,34 +184,15 @@ def _listed(modes: Collection[str]) -> str:
 def flag_report(
     setting: str, requested: str = UNCHANGED, reason: str = NO_NODE, in_scope: bool | None = None
 ) -> dict:
-    """Return the report's entry for one accumulation setting, from torch's present flags; nothing is changed.
+    """Return the report's entry for an accumulation setting, from torch's present flags.
 
-    Args:
-        setting: fp16_accumulation, reduced_precision_reduction, tf32 or fp8_fast_accumulation.
-        requested: what the workflow asked for.
-        reason: why it is as it is.
-        in_scope: what it is while the model runs; None where that is what it is outside.
-
-    Returns:
-        ``requested``, ``in_scope``, ``outside`` and ``reason``. The states are true when any part of the setting is on,
-        null when torch has no such flag.
+    ``in_scope``: what it is while the model runs; None where that is what it is outside. States in the entry are true
+    when any part of the setting is on, null when torch has no such flag.
     """
-    parts = {name: flags.outside(name) for name in PARTS[setting]}
-    told = [on for on in parts.values() if on is not None]
-    value = any(told) if told or not parts else None
+    parts = [flags.outside(name) for name in PARTS[setting]]
+    value = None if parts and set(parts) == {None} else any(parts)
     inside = value if in_scope is None or value is None else in_scope
-    return {"requested": requested, "in_scope": inside, "outside": value, "reason": _with_parts(reason, parts)}
-
-
-def _with_parts(reason: str, parts: dict[str, bool | None]) -> str:
-    if not parts:
-        return f"{reason} It is no torch flag but an argument of each fp8 matmul, off unless asked for."
-    missing = f"; torch {torch.__version__} has no such flag" if None in parts.values() else ""
-    if len(parts) == 1 and not missing:
-        return reason
-    words = {None: "not known", True: "on", False: "off"}
-    states = [f"{part.removeprefix('tf32_').split('_')[0]} {words[on]}" for part, on in parts.items()]
-    return f"{reason} Outside: {', '.join(states)}{missing}.".strip()
+    return {"requested": requested, "in_scope": inside, "outside": value, "reason": reason}
 
 
 def flag_reports() -> dict[str, dict]:

@@ -20,13 +20,7 @@ def auto_compute(device: Device, supported: Sequence[str], file_dtype: str) -> t
     out. Elsewhere comes bf16 where the device multiplies it natively, at the rate of fp16, and the model takes it; else
     ``fp16_safe``, which is also what a model listed for bf16 first gets on a card without bf16.
 
-    Args:
-        device: where the model will run.
-        supported: the model's own safe compute dtypes in its order of preference, e.g. ("bf16", "fp32").
-        file_dtype: storage name of most of the file's weights.
-
-    Returns:
-        One of fp16, fp16_safe, bf16, fp32, and a sentence or two.
+    ``supported``: the model's own safe compute dtypes in its order of preference, e.g. ("bf16", "fp32").
     """
     usable = [option for option in supported if option == "fp32" or device.capabilities.get(option)]
     if "fp16" in usable and (file_dtype == "fp16" or usable[0] == "fp16"):
@@ -40,7 +34,6 @@ def auto_compute(device: Device, supported: Sequence[str], file_dtype: str) -> t
 
 
 def _instead_of_fp16(device: Device, supported: Sequence[str], file_dtype: str) -> tuple[str, str]:
-    """Choose for a model that ComfyUI itself would run in fp16 on this device."""
     reason, cost = f"ComfyUI lists fp16 for this model and it is fast on {device.label}.", device.profile.fp16_safe_cost
     if cost and (file_dtype == "fp16" or supported[0] == "fp16"):
         after = f"after one that is NaN or Inf the model goes on in fp16_safe, which takes {cost} longer by estimate."
@@ -69,25 +62,15 @@ def auto_storage(
     """Choose the storage option that ``auto`` stands for, and say why.
 
     Args:
-        device: where the weights will be.
-        weight_bytes_16bit: size of the weights at 16 bit per value.
         file_dtype: storage name of most of the file's weights; anything but fp16, bf16, fp32, fp64 counts as quantized.
-        free_device_bytes: free memory of the device, or None when unknown.
         compute: the compute option asked for: int8 gains nothing where its weights are unpacked.
         streamed_from: free memory of the host, where weights that do not fit are streamed from it at each step, as
             under ComfyUI's dynamic VRAM; None where they are not.
-
-    Returns:
-        One of as_file, int8, fp8_e4m3fn, fp16, bf16, and a sentence.
     """
     if file_dtype not in UNQUANTIZED:
         return held_storage(device, file_dtype)
     if free_device_bytes is None:
-        if device.simulated:
-            return "as_file", "Kept as in the file: the memory of a simulated device is not known."
-        if device.torch_device.type == "privateuseone":
-            return "as_file", "Kept as in the file: DirectML does not tell its free memory."
-        return "as_file", "Kept as in the file: there is no separate GPU memory to fit it into."
+        return "as_file", "Kept as in the file: no GPU memory is told to fit it into."
     as_file_bytes = weight_bytes_16bit * {"fp32": 2, "fp64": 4}.get(file_dtype, 1)
     room = free_device_bytes - ACTIVATION_ROOM
     if as_file_bytes <= room:
@@ -141,7 +124,7 @@ def why_low_bits_are_slow(device: Device) -> str:
 
 
 def held_storage(device: Device, file_dtype: str) -> tuple[str, str]:
-    """Choose the storage of a file that is kept as it is where the device can hold it, and say why it is another."""
+    """Choose the storage of a quantized file: as_file where the device can hold its weights, else 16 bit, and why."""
     if file_dtype in UNQUANTIZED:
         return "as_file", ""
     if reason := why_no_fp8(file_dtype, device):

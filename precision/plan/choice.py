@@ -33,11 +33,9 @@ class LoadRecord:
     """One load.
 
     Attributes:
-        dialects: the quantization formats of the file.
         reasons: layer name -> why it is stored as it is.
         kept: layer name -> why it is not in fp8 though fp8 was asked for.
         asked: layer name -> the storage that was decided, for the layers that are not left as in the file.
-        without_effect: (setting, reason).
         metadata: the file's own texts that stay true of the weights however they are stored.
     """
 

@@ -30,7 +30,6 @@ class ComputeDecision:
     """How one layer runs.
 
     Attributes:
-        mode: as in the report.
         stream: the dtype of its result: ``fp32``, or ``same`` as its input.
         sums: the accumulation dtype that a rule sets, ``fp32`` or ``fp16``; it overrides the Accumulation node. Empty
             where no rule does.
@@ -48,7 +47,6 @@ class ComputePlan:
 
     Attributes:
         decisions: layer name -> decision, for the layers that do not simply follow ``activation_dtype``.
-        without_effect: (setting, reason).
         attention: rules that ask for fp32 in the attention of blocks, which no plan knows by name.
         fallback: the plan from the first result on that is not finite, where ``auto`` took plain fp16.
     """
@@ -138,7 +136,6 @@ def plan_compute(
 def _planned(
     facts: ModelFacts, device: Device, choice: Choice, rules: Rules, storages: Mapping[str, str] | None
 ) -> ComputePlan:
-    """Decide layer by layer for a model whose compute option is resolved."""
     rules, compute, stored = rules.on(facts.layers), choice.requested, storages or {}
     fp8_matmul = _multiplies_in_fp8(facts, device, compute)
     decisions: dict[str, ComputeDecision] = {}
@@ -212,7 +209,7 @@ def _product_of(storage: str, choice: Choice, fp8_matmul: bool) -> str:
 
 
 def _without(product: str, layer: LayerSpec, choice: Choice, device: Device, storage: str) -> str:
-    """Name what a layer runs in without the product that was asked for: int8 where its weight is, else the model's."""
+    """Name the arithmetic of a layer without the product asked for: int8 where its weight is, else the model's."""
     own = _product_of(storage, choice, False) if product != INT8.name else ""
     return own if own and not _why_no_product(own, layer, device, storage) else choice.used
 
@@ -242,7 +239,6 @@ def rules_without_effect(layers: Sequence[LayerSpec], rules: Rules) -> list[tupl
 
 
 def _why_no_product(product: str, layer: LayerSpec, device: Device, storage: str) -> str | None:
-    """Say why a layer cannot multiply in fp8 or int8 here; None where it can."""
     if storage not in WEIGHTS_FOR[product]:
         return f"its weight is stored in {storage or '16 bit'}, not in {product}"
     if not device.capabilities[f"{product}_matmul"]:

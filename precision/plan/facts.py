@@ -65,13 +65,7 @@ def facts_of(
     supported: Sequence[str],
     formats: Mapping[str, str] | None = None,
 ) -> ModelFacts:
-    """Collect the facts of the model below ``prefix`` of a file.
-
-    Args:
-        layers: its layers, with the module classes that are known or :func:`layer_specs` infers.
-        supported: compute dtypes it is known to work in, best first.
-        formats: layer -> quantization format, of the weights that stay in theirs.
-    """
+    """Collect the facts of the model below ``prefix`` of a file, with the arguments of :class:`ModelFacts`."""
     inside = [weight for name, weight in checkpoint.weights.items() if name.startswith(prefix)]
     parameters, dtype = sum(prod(weight.shape) for weight in inside), file_dtype(checkpoint, prefix)
     fp8 = [weight for weight in inside if weight.data.dtype in FP8_DTYPES and weight.data.dim() == 2]

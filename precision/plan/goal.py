@@ -32,13 +32,9 @@ SUMS = {
 def plan_for_goal(
     facts: ModelFacts, device: Device, goal: str, storages: Mapping[str, str], rules: Rules = NO_RULES
 ) -> tuple[ComputePlan, str]:
-    """Resolve a goal (balanced, quality, speed, memory) for a model on a device: its plan, and the reason.
+    """Resolve a goal (balanced, quality, speed, memory) for a model whose weights stay as loaded: plan and reason.
 
-    Weights stay as they are loaded: what they are stored in is the loader's choice.
-
-    Args:
-        storages: layer name -> storage name.
-        rules: exceptions per layer, which come before the goal.
+    ``storages``: layer name -> storage name.
     """
     compute, reason = _compute_for(facts, device, goal, frozenset(storages.values()))
     plan = plan_compute(facts, device, compute, rules, storages)
@@ -67,24 +63,15 @@ def _compute_for(facts: ModelFacts, device: Device, goal: str, stored: frozenset
         return "fp8", "fp8 products are faster than 16-bit ones here."
     if goal == "speed" and stored & {*WEIGHTS_FOR["int8"]} and device.capabilities["int8_matmul_gains"]:
         return "auto", f"int8 products. {device.reason('int8_matmul_gains')}"
-    return "auto", _advice(device, goal, stored)
-
-
-def _advice(device: Device, goal: str, stored: frozenset[str]) -> str:
-    """Say what the model could be loaded with to serve a goal better."""
     storage, reason = storage_for_goal(device, goal, stored)
-    if storage == "auto":
-        return ""
     gain = "halve its weights" if goal == "memory" else f"multiply in {storage.split('_')[0]}"
-    return f"Load the model with storage {storage} to {gain}. {reason}"
+    return "auto", "" if storage == "auto" else f"Load the model with storage {storage} to {gain}. {reason}"
 
 
 def on_loaded(plan: ComputePlan, facts: ModelFacts, rules: Rules, foreign: Mapping[str, str]) -> ComputePlan:
-    """Return a plan for a model in memory, which lists the rules that come too late.
+    """Return a plan for a model in memory, with a list of the rules too late for a loaded model.
 
-    Args:
-        foreign: layer name -> the Python module of its class, for the layers that another loader's classes multiply by
-            themselves: they get fp32 in place of ``fp16_safe``.
+    ``foreign``: layer name -> the Python module of its class, for layers of another loader: fp32, not ``fp16_safe``.
     """
     fallback = plan.fallback and on_loaded(plan.fallback, facts, rules, foreign)
     late = ((str(rule), STORAGE_RULE) for rule in rules.own if "storage" in dict(rule.settings))

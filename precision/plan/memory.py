@@ -54,11 +54,7 @@ def plan_model(
 ) -> MemoryPlan:
     """Plan the weights of a file whose model, below ``prefix``, will be loaded as ``plan`` says.
 
-    Args:
-        layers: tensor name -> layer of the model, for the weights of layers.
-        formats: what this ComfyUI holds quantized weights in, as storages are called.
-        read: as for :func:`plan_weights`.
-        assigned: as for :class:`Memory`.
+    ``layers``: tensor name -> layer of the model. ``formats``, ``assigned``: of :class:`Memory`.
     """
     inside = {name: weight for name, weight in checkpoint.weights.items() if name.startswith(prefix)}
     decided = {name: plan.decisions[layers[name]] for name in inside if layers.get(name) in plan.decisions}
@@ -93,10 +89,8 @@ def plan_encoder(
 ) -> MemoryPlan:
     """Plan the weights of a text encoder's file, by layer as ``decisions`` say.
 
-    Args:
-        choice: the storage of the whole encoder; where that is no dtype, what is not quantized is in ``default``.
-        formats: what this ComfyUI holds quantized weights in, as storages are called.
-        assigned, unheld: as for :class:`Memory`.
+    ``choice``: for the whole encoder; where that is no dtype, what is not quantized is in ``default``. The others: of
+    :class:`Memory`.
     """
     dtype = default if choice.used in (*QUANTIZED_NAMES, AS_FILE) else choice.used
     named = ((name, decisions.get(weight.layer)) for name, weight in checkpoint.weights.items())
@@ -179,5 +173,4 @@ def _is_kept(weight: StoredWeight, plan: WeightPlan, dtype: str, memory: Memory,
 
 
 def _bytes(weight: StoredWeight, plan: WeightPlan, dtype: str) -> int:
-    """Count the bytes of a weight once loaded."""
     return prod(weight.shape) * dtype_named(dtype).itemsize if _is_cast(weight, plan) else plan.bytes

@@ -4,13 +4,15 @@ Text in, object out, text again.
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import translate
-from functools import cached_property
+from functools import lru_cache
 
 from ..base.dtypes import COMPUTE_OPTIONS, STORAGE_OPTIONS
 from ..base.errors import HalfsafeError, RuleError
+from ..base.layer_names import by_pattern
 from .facts import LayerSpec
 from .presets import DEFAULT_PRESET, PRESETS, TEXT_ENCODER
 from .structure import ROLES, roles_of
@@ -35,13 +37,9 @@ class Rule:
     reason: str = ""
     preset: str = ""
 
-    @cached_property
-    def _matcher(self) -> Callable[[str, str, str], object]:
-        return compile_pattern(self.pattern)
-
     def matches(self, name: str, cls: str, role: str = "") -> bool:
         """Tell whether the pattern matches a layer, by its name inside the diffusion model, its class and its role."""
-        return bool(self._matcher(name, cls, role))
+        return bool(compile_pattern(self.pattern)(name, cls, role))
 
     def matches_block(self, name: str, cls: str) -> bool:
         """Tell whether the pattern, ``blocks.0`` or ``blocks.0.*``, matches a module of layers or all in it."""
@@ -179,6 +177,7 @@ def _parse_setting(number: int, setting: str) -> tuple[str, str]:
     return key, value
 
 
+@lru_cache(4096)
 def compile_pattern(pattern: str) -> Callable[..., object]:
     """Compile a test on (layer name, module class, role).
 
@@ -194,6 +193,35 @@ def compile_pattern(pattern: str) -> Callable[..., object]:
         return lambda name, cls, role="": role == pattern[5:]
     match = re.compile(translate(pattern)).match
     return lambda name, cls, role="": match(name)
+
+
+def patterns(names: Iterable[str], others: Iterable[str]) -> list[tuple[str, list[str]]]:
+    """Find few patterns that match all ``names`` and none of ``others``: (pattern, its names)."""
+    left, others, found = dict.fromkeys(names), list(others), []
+    tried = sorted(_possible_patterns(left).items(), key=lambda item: -len(item[1]))
+    for pattern, members in tried:
+        matches, members = compile_pattern(pattern), [name for name in members if name in left]
+        if len(members) > 1 and not any(matches(name, "") for name in others):
+            found.append((pattern, members))
+            for name in members:
+                del left[name]
+    return found + [(name, [name]) for name in left]
+
+
+def _possible_patterns(names: Iterable[str]) -> dict[str, list[str]]:
+    groups: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        words = name.split(".")
+        for end in range(1, len(words)):
+            groups[".".join([*words[:end], "*"])].append(name)
+    numbered = by_pattern(names)
+    groups |= {pattern: members for pattern, members in numbered.items() if "*" in pattern}
+    for pattern, members in numbered.items():
+        if pattern.count("*") == 1 and len(members) > 2:
+            head, _, tail = pattern.partition("*")
+            numbers = "|".join(name[len(head) : len(name) - len(tail)] for name in members)
+            groups[f"re:^{re.escape(head)}({numbers}){re.escape(tail)}$"] = members
+    return groups
 
 
 TEXT_ENCODER_RULES = tuple(Rule(pattern, KEEP, role, "text encoder") for pattern, role in TEXT_ENCODER)

@@ -105,7 +105,6 @@ def plan_load(
 
     Args:
         free_device_bytes: memory left on the device, None where weights live in host memory anyway.
-        formats: what the ComfyUI that loads it holds quantized weights in, as storages are called.
         fitted: go below 8 bits where the model does not fit in them, as with ``auto``, though ``storage`` has 8.
         streamed_from: as for :func:`~halfsafe.precision.plan.auto.auto_storage`.
     """
@@ -157,14 +156,13 @@ def _fitted(
 
 
 def _bytes_stored(facts: ModelFacts, decisions: Mapping[str, StorageDecision]) -> int:
-    """Count the bytes of a model whose layers are quantized as decided, all else in 16 bit."""
     quantized = [layer for layer in facts.layers if decisions[layer.name].storage in QUANTIZED_NAMES]
     size = sum(quantized_bytes(decisions[layer.name].storage, *layer.shape) for layer in quantized)
     return size + 2 * (facts.parameters - sum(prod(layer.shape) for layer in quantized))
 
 
 def quantized_bytes(storage: str, rows: int, columns: int) -> int:
-    """Count the bytes of a weight with its scales in a quantized storage."""
+    """Count the bytes of a quantized weight with its scales."""
     specs = FORMAT_OF_STORAGE[storage].specs(rows, columns).values()
     return sum(prod(shape) * dtype.itemsize for shape, dtype in specs)
 

@@ -75,7 +75,6 @@ def _containers(paths: Sequence[Path]) -> Iterable[dict[str, list[Path]]]:
 
 
 def _alike(elements: Mapping[str, list[Path]]) -> list[str]:
-    """Name the elements of a container that are blocks."""
     large = [name for name, paths in elements.items() if len(paths) > 1 and _NUMBERED.fullmatch(name)]
     if len(large) == 1:
         return large if len(elements[large[0]]) > MLP_LAYERS else []

@@ -34,7 +34,6 @@ class Memory:
     """The formats and dtypes that a ComfyUI and its device can hold.
 
     Attributes:
-        formats: what it holds quantized weights in, as storages are called.
         unpacked: the dtype for weights that leave 8 bits or fewer because it cannot hold them so.
         not_linear: the model's tensors that are the weight of no Linear module, which alone holds fp8 with a scale.
         linear: those that are.
@@ -71,10 +70,8 @@ def plan_weights(
 
     Args:
         asked: tensor name -> storage; the others stay as they are.
-        path: what errors name as the place of a bad weight.
         memory: what the weights are loaded into; None for a file, which holds every format, and whose card gets errors.
         read: False to decide by shapes and dtypes alone.
-        done: called with the name of each weight that is planned, and the bytes it has.
 
     Raises:
         NonFiniteWeight: a weight whose values were read holds NaN or Inf.
@@ -122,7 +119,6 @@ def _plan(weight: StoredWeight, storage: str, reason: str, error: tuple[float, f
 
 
 def _decide(weight: StoredWeight, asked: str, path, memory: Memory | None, read: bool) -> tuple[str, str]:
-    """Return the storage of a weight, and why the asked storage is not used."""
     if weight.data.numel() == 0 or (weight.scale is None and not weight.is_number and weight.format is None):
         return AS_FILE, ""
     storage = _wanted(weight, asked, memory)
@@ -145,7 +141,6 @@ def _decide(weight: StoredWeight, asked: str, path, memory: Memory | None, read:
 
 
 def _wanted(weight: StoredWeight, asked: str, memory: Memory | None) -> str:
-    """Return the storage to make if the weight allows it, or ``as_file``."""
     if memory is not None:
         fp8 = weight.format is None and weight.data.dtype in FP8_DTYPES
         if (fp8 and weight.name in memory.not_linear) or (asked == AS_FILE and memory.lacks(weight)):

@@ -64,20 +64,12 @@ def _draw_row(drawing: ImageDraw.ImageDraw, y: int, row: Row) -> None:
 
 def write_text(drawing: ImageDraw.ImageDraw, x: int, y: int, text: str, width: int, size: int, colour=TEXT) -> None:
     """Write a line, cut to a width in pixels."""
-    drawing.text((x, y), shortened(text, width, size), font=font_of(size), fill=colour)
-
-
-def font_of(size: int):
-    """Load Pillow's own font in a size in pixels; the fixed one where Pillow has no other."""
-    try:
-        return ImageFont.load_default(size)
-    except TypeError:
-        return ImageFont.load_default()
+    drawing.text((x, y), shortened(text, width, size), font=ImageFont.load_default(size), fill=colour)
 
 
 def shortened(text: str, width: float, size: int) -> str:
     """Cut a text to fit a width in pixels, ending it with "..."."""
-    font = font_of(size)
+    font = ImageFont.load_default(size)
     if len(text) <= width and font.getlength(text) <= width:
         return text
     text = text[: int(width)]

@@ -36,11 +36,7 @@ class Difference:
 
 
 def compare(reference: torch.Tensor, candidate: torch.Tensor) -> list[Difference]:
-    """Compare pairs of images, one :class:`Difference` per pair.
-
-    Args:
-        reference, candidate: (batch, height, width, channels), any number of channels; a batch of one is compared with
-            each image of the other.
+    """Compare pairs of images (batch, height, width, channels); a batch of one is compared with each of the other.
 
     Raises:
         HalfsafeError: the sizes, channels or batches do not go together.
@@ -116,7 +112,6 @@ def difference_image(reference: torch.Tensor, candidate: torch.Tensor) -> tuple[
 
 
 def _as_colour(differences: torch.Tensor) -> torch.Tensor:
-    """Convert to three channels: a fourth raises all of them, fewer than three become grey."""
     if differences.shape[-1] < 3:
         return differences.amax(-1, keepdim=True).repeat(1, 1, 1, 3)
     return differences[..., :3].maximum(differences[..., -1:]) if differences.shape[-1] > 3 else differences

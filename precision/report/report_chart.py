@@ -1,4 +1,4 @@
-"""Draw a report: how layers are stored, computed and summed, in model order and in all, and the guard's events."""
+"""Draw a report: how layers are stored, computed and summed, in model order and in all."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -7,13 +7,9 @@ import numpy as np
 
 from ..base.text import count_text, size_text
 from .draw import Row, bar_chart
-from .report_text import event_text, verdict_shown
-from .schema import GuardReport, Report, plain
+from .report_text import verdict_shown
+from .schema import Report
 from .view import MODE_COLOURS, OTHER, STORAGE_COLOURS, SUM_COLOURS, shares
-
-FP16_RANGE = 2.0**16
-WITHIN, BEYOND, UNWATCHED = "#5cb2ee", "#e0584e", "#2b2e35"
-EVENTS_SHOWN = 8
 
 
 def chart(report: Report) -> np.ndarray:
@@ -25,11 +21,13 @@ def chart(report: Report) -> np.ndarray:
         *_values("storage of each layer", [layer.storage for layer in layers], STORAGE_COLOURS),
         *_values("how each layer computes", [layer.mode for layer in layers], MODE_COLOURS),
         *_values("how its products are summed", [layer.accumulation for layer in layers], SUM_COLOURS),
-        *_ranges(report),
     ]
     simulated = " (simulated)" if device.get("simulated") else ""
     where = [f"{device['name']}, {device['profile']}{simulated}"] if device else []
-    return bar_chart(f"{model.cls or 'model'}: {size}", rows, [*where, *_guard(report.guard)])
+    if (guard := report.guard).verdict != "off":
+        verdict = verdict_shown(guard.verdict, (event.kind for event in guard.events))
+        where.append(f"guard: {verdict}, {guard.calls} calls, {guard.extra_calls} repeated")
+    return bar_chart(f"{model.cls or 'model'}: {size}", rows, where)
 
 
 def _bytes(by_storage: Mapping[str, int]) -> Iterator[Row]:
@@ -45,23 +43,3 @@ def _values(title: str, values: list[str], colours: Mapping[str, str]) -> Iterat
         yield Row("in model order", [(1 / len(values), colours.get(value, OTHER)) for value in values])
     for name, count in Counter(values).most_common():
         yield Row(name, [(count / len(values), colours.get(name, OTHER))], f"{count} layer{'s' * (count > 1)}")
-
-
-def _ranges(report: Report) -> Iterator[Row]:
-    """Yield a bar of the layers in model order, coloured by whether fp16 can hold their inputs."""
-    if report.ranges:
-        found = [report.ranges.get(layer.name, 0.0) for layer in report.layers]
-        colours = [BEYOND if not 0 <= value < FP16_RANGE else WITHIN if value else UNWATCHED for value in found]
-        yield Row("largest input of each layer that is watched: blue fits fp16, red is past 65504")
-        counts = f"{colours.count(WITHIN)} fit, {colours.count(BEYOND)} past 65504"
-        yield Row("in model order", [(1 / len(colours), colour) for colour in colours], counts)
-
-
-def _guard(guard: GuardReport) -> Iterator[str]:
-    if guard.verdict == "off":
-        return
-    verdict = verdict_shown(guard.verdict, (event.kind for event in guard.events))
-    yield f"guard: {verdict}, {guard.calls} calls, {guard.extra_calls} repeated"
-    yield from (event_text(plain(event)) for event in guard.events[:EVENTS_SHOWN])
-    if len(guard.events) > EVENTS_SHOWN:
-        yield f"and {len(guard.events) - EVENTS_SHOWN} more"

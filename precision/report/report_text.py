@@ -39,7 +39,6 @@ def _head(report: dict) -> list[str]:
 
 
 def _device(device: dict) -> str:
-    """Name the device of the decisions, and the machine where they differ."""
     host = f", host {device['host']}" if device.get("host") else ""
     if not device["simulated"]:
         return f"{device['name']}, profile {device['profile']}{host}"
@@ -88,7 +87,6 @@ def _row(name: str, cells: Iterable[str], widths: Sequence[int]) -> str:
 
 
 def _layer_lines(name: str, cells: Sequence[str], widths: Sequence[int]) -> list[str]:
-    """Write a layer's row, its name on a line of its own where it leaves no room for the columns."""
     fits = len(name) + 3 <= WIDTH - sum(widths) - len(widths)
     return [_row(f"  {name}", cells, widths)] if fits else [f"  {name}", _row("", cells, widths)]
 
@@ -109,7 +107,6 @@ def _kept(report: dict) -> list[str]:
 
 
 def _flags(flags: dict[str, dict]) -> list[str]:
-    """List the flags that were asked for; the JSON has all of them."""
     flags = {name: flag for name, flag in flags.items() if flag["requested"] != "unchanged"}
     if not flags:
         return []

@@ -63,10 +63,9 @@ class KeptHigh:
 
 @dataclass
 class GuardEvent:
-    """A result with NaN or Inf, or farther from fp32 than its arithmetic explains (``kind`` drift).
+    """A result with NaN or Inf, or farther from fp32 than its arithmetic explains (``kind`` drift, with an SNR).
 
-    ``kind``: overflow, nan ...; ``from_mode`` and ``to_mode``: names in ``modes.MODES``; ``evidence``: what the verdict
-    rests on, in a sentence; ``snr_db``, ``threshold_db`` and ``advice`` belong to drift.
+    ``from_mode`` and ``to_mode``: names in ``modes.MODES``; ``evidence``: what the verdict rests on.
     """
 
     call: int
@@ -97,8 +96,7 @@ class BlockDrift:
 class CheckReport:
     """One call compared with itself in fp32.
 
-    ``snr_db``: None where it was ``left_out``, which says why; ``threshold_db``: what ``arithmetic`` gives at least;
-    ``blocks``: the worst three; ``repeats``: how many more calls it took.
+    ``snr_db``: None where it was ``left_out``, which says why; ``threshold_db``: what ``arithmetic`` gives at least.
     """
 
     call: int
@@ -114,10 +112,7 @@ class CheckReport:
 
 @dataclass
 class GuardReport:
-    """What the guard saw; ``verdict``: of ``guard/verdicts.py``, "off" when no guard is attached.
-
-    ``rules``: the escalations as lines for Layer Rules. ``advice``: what to do. ``checks``: calls compared with fp32.
-    """
+    """What the guard saw; ``verdict``: of ``guard/verdicts.py``, "off" when no guard is attached."""
 
     verdict: str = "off"
     calls: int = 0
@@ -159,16 +154,12 @@ class ControlReport:
 
 @dataclass
 class Report:
-    """Everything one model's report holds.
+    """Everything a model's report holds.
 
     Args:
-        device: from ``device_section``.
         flags: setting -> entry of ``flag_report``.
-        decisions: file, storage, compute, fp16 work -> one line each: what was chosen and why, what was measured.
-        notes: what was repaired or assumed, and what may go wrong.
+        decisions: file, storage, compute, fp16 work -> what was chosen and why, what was measured.
         ranges: layer -> the largest magnitude it was given so far, of the layers whose inputs are watched.
-        encoders: the guarded VAEs and text encoders of the prompt.
-        control_nets: those that the Load ControlNet node loaded and that the model was sampled with.
         attention_in_fp32: the blocks whose attention ran in fp32 by a rule.
     """
 

@@ -8,7 +8,7 @@ from ..base.modes import FP8, FP16_ACC16, FP32, MODES
 from ..base.text import count_text, size_text
 from ..formats.registry import FORMAT_OF_STORAGE
 from ..plan.facts import multiplies
-from ..plan.rules import compile_pattern
+from ..plan.rules import patterns
 
 
 def hex_of(colour: tuple[int, int, int]) -> str:
@@ -28,10 +28,8 @@ SUM_COLOURS = {"fp32": hex_of(FP32.colour), "fp16": hex_of(FP16_ACC16.colour), "
 def view_of(report: Mapping) -> dict:
     """Derive what the page shows from a report in its JSON form.
 
-    Returns:
-        ``parameters`` and ``size`` of the model as text; ``stored`` and ``computed``, shares of storages (by bytes) and
-        modes (by layers that multiply), largest first; ``rows``, layers that differ in their block number alone,
-        by their places in ``layers``.
+    ``stored`` and ``computed``: shares of storages (by bytes) and modes (by layers that multiply), largest first.
+    ``rows``: layers that differ in their block number alone, by their places in ``layers``.
     """
     model = report["model"]
     modes = Counter(layer["mode"] for layer in report["layers"] if multiplies(layer["class"]))
@@ -80,14 +78,9 @@ def rules_text(report: Mapping, fixed: Collection[str] = ()) -> str:
 
 
 def _mode_lines(modes: Mapping[str, str], names: list[str]) -> list[str]:
-    """Write a line per layer, or a single line for the layers of a pattern where no other of ``names`` matches."""
-    groups: dict[tuple[str, str], list[str]] = defaultdict(list)
+    ruled: dict[str, list[str]] = defaultdict(list)
     for name, mode in modes.items():
         if mode in MODES and MODES[mode].rule:
-            groups[pattern_of(name), mode].append(name)
-    lines = []
-    for (pattern, mode), members in groups.items():
-        match = compile_pattern(pattern)
-        one_line = len(members) > 1 and sum(bool(match(name, "")) for name in names) == len(members)
-        lines += [f"{glob} {MODES[mode].rule}" for glob in ([pattern] if one_line else members)]
-    return lines
+            ruled[MODES[mode].rule].append(name)
+    found = ((rule, patterns(members, {*names} - {*members})) for rule, members in ruled.items())
+    return [f"{pattern} {rule}" for rule, several in found for pattern, _ in several]

@@ -1,22 +1,19 @@
 """Write an analysis as rules and as text. The text parses as the same rules, as all else in it is a comment."""
 
 import math
-import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable
 
-from ..base.layer_names import by_pattern
 from ..base.modes import INT8, MODES
 from ..base.text import paragraph, size_text, table
 from ..formats.comfy_format import can_be_quantized
 from ..plan.presets import DEFAULT_PRESET
-from ..plan.rules import Rules, compile_pattern, rules_from
+from ..plan.rules import Rules, patterns, rules_from
 from ..report import result
 from ..report.result import Result
 from .sensitivity import BARRED, CHOSEN, KEPT, PINNED, UNUSED, Analysis, LayerResult
 
 HEAD = ("layer", "weight dB", "output dB", "channel dB", "outcome")
-HEADER = ("weakest layers, dB", "weight", "output", "channel", "crest", "outcome")
 WORST = 16
 
 
@@ -52,36 +49,6 @@ def _lines(layers: list[LayerResult], setting: str, others: Iterable[str]) -> li
     return lines
 
 
-def patterns(names: Iterable[str], others: Iterable[str]) -> list[tuple[str, list[str]]]:
-    """Find few patterns that match all ``names`` and none of ``others``: (pattern, the names it covers)."""
-    left, others, found = dict.fromkeys(names), list(others), []
-    tried = sorted(_candidates(left).items(), key=lambda item: -len(item[1]))
-    for pattern, members in tried:
-        matches, members = compile_pattern(pattern), [name for name in members if name in left]
-        if len(members) > 1 and not any(matches(name, "") for name in others):
-            found.append((pattern, members))
-            for name in members:
-                del left[name]
-    return found + [(name, [name]) for name in left]
-
-
-def _candidates(names: Iterable[str]) -> dict[str, list[str]]:
-    """List patterns that may cover several of the names: a block, numbers as ``*``, a list of numbers."""
-    groups: dict[str, list[str]] = defaultdict(list)
-    for name in names:
-        words = name.split(".")
-        for end in range(1, len(words)):
-            groups[".".join([*words[:end], "*"])].append(name)
-    numbered = by_pattern(names)
-    groups |= {pattern: members for pattern, members in numbered.items() if "*" in pattern}
-    for pattern, members in numbered.items():
-        if pattern.count("*") == 1 and len(members) > 2:
-            head, _, tail = pattern.partition("*")
-            numbers = "|".join(name[len(head) : len(name) - len(tail)] for name in members)
-            groups[f"re:^{re.escape(head)}({numbers}){re.escape(tail)}$"] = members
-    return groups
-
-
 def analysis_text(analysis: Analysis, model: str = "", computed_in: str = "") -> str:
     """Write the analysis in the form of Layer Rules: comments, then the rules."""
     target = f"{analysis.candidate.name}, target {analysis.target_db:g} dB"
@@ -100,7 +67,7 @@ def analysis_text(analysis: Analysis, model: str = "", computed_in: str = "") ->
 def result_of(analysis: Analysis, text: str) -> Result:
     """Sum the analysis up in a sentence and the table of its weakest layers."""
     name, chosen = analysis.candidate.name, analysis.chosen
-    rows = [[*row[:4], row[5]] for row in _rows(analysis)]
+    rows = _rows(analysis)
     if not chosen:
         target = f"{analysis.target_db:g}"
         return Result(
@@ -143,19 +110,19 @@ def outcome(analysis: Analysis) -> list[str]:
 
 
 def _rows(analysis: Analysis) -> list[list[str]]:
-    """Return the cells of the weakest layers' lines in the table."""
     rows = []
     for layer in analysis.weakest_first[:WORST]:
         figures = map(decibel_text, (layer.weight_db, layer.output_db, layer.channel_db))
-        rows.append([layer.name, *figures, f"{layer.crest:.3g}", layer.status])
+        rows.append([layer.name, *figures, layer.status])
     return rows
 
 
 def _table(analysis: Analysis) -> list[str]:
-    lines, rest = table(_rows(analysis), HEADER, math.inf).splitlines(), analysis.weakest_first[WORST:]
+    rest = analysis.weakest_first[WORST:]
+    lines = table(_rows(analysis), ("weakest layers", *HEAD[1:]), math.inf).splitlines()
     if rest:
         lines.append(f"{len(rest)} more, {decibel_text(rest[0].worst_db)} to {decibel_text(rest[-1].worst_db)}")
-    return [*lines, "crest: amax / rms of the layer's input, its largest call"]
+    return lines
 
 
 def _left_out(analysis: Analysis) -> list[str]:

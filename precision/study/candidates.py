@@ -21,12 +21,8 @@ class Candidate:
     """One of ``CANDIDATES``. fp8, int8: round the stored weight. The others: round operands and result of the matmul.
 
     With fp16 accumulation partial sums are rounded to fp16 too, as often as a tensor core does. A convolution never
-    accumulates in fp16.
-
-    Args:
-        name: one of ``CANDIDATES``.
-        products: of int8: the layer multiplies in int8, its input rotated and quantized with a scale per token. The
-            int32 sums of such a product are exact, so that a product of the rounded operands differs by rounding alone.
+    accumulates in fp16. ``products``: of int8: the layer multiplies in int8, its input rotated and quantized with a
+    scale per token; int32 sums are exact, so that a product of the rounded operands differs by rounding alone.
     """
 
     name: str

@@ -22,8 +22,7 @@ COLOURS = {
     "not possible": "#7e8694",
     "never ran": "#5c606a",
     "time": "#eea52a",
-    "weights": "#36b284",
-    "activations": "#a0beb0",
+    "memory": "#36b284",
     "SNR": "#5cb2ee",
 }
 
@@ -51,7 +50,7 @@ def tradeoffs_chart(found: Measurements) -> np.ndarray:
     rows = [line for number, row in enumerate(found.rows, 1) for line in _lines(f"{number}  {row.setting}", row, most)]
     rows += _lines(f"{found.reference.setting} (reference)", found.reference, most)
     notes = [f"best for {goal}: {row.setting}" for goal, row in found.best.items()]
-    legend = _legend(("time", "weights", "activations", "SNR"))
+    legend = _legend(("time", "memory", "SNR"))
     return bar_chart(f"{found.model} on {found.device}", [*legend, *rows], notes).astype(np.float32) / 255
 
 
@@ -62,12 +61,9 @@ def _legend(names: Iterable[str]) -> list[Row]:
 def _lines(label: str, row: Tradeoff, most: tuple[float, int, float]) -> list[Row]:
     if row.problem:
         return [Row(f"{label}: {row.problem}")]
-    parts = [(row.weight_bytes / most[1], COLOURS["weights"])]
-    if row.extra_bytes:
-        parts.append((row.extra_bytes / most[1], COLOURS["activations"]))
     lines = [
         Row(label, [(row.seconds / most[0], COLOURS["time"])], f"{seconds_text(row.seconds)} s/step"),
-        Row("", parts, size_text(row.bytes)),
+        Row("", [(row.bytes / most[1], COLOURS["memory"])], size_text(row.bytes)),
     ]
     if row.snr_db is not None:
         lines.append(Row("", [(_share(row.snr_db, most[2]), COLOURS["SNR"])], f"SNR {snr_text(row)}"))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ..arithmetic.linear import WeightProvider, kind_of, matmul_flops
-from ..base.amax import amax, amax_value, decibels
+from ..base.amax import amax_value, decibels
 from .candidates import Candidate, multiply, parts
 
 ROWS = 64
@@ -20,7 +20,7 @@ class LayerResult:
 
     ``output_db``: of the whole output; ``channel_db``: the mean over output channels, which shows an error that larger
     channels hide. ``size``: parameters. ``flops``: of its matmuls in one run. ``sensitive``: the default preset keeps
-    it. ``crest``: amax / rms of its input, the largest of its calls.
+    it.
     """
 
     name: str
@@ -33,7 +33,6 @@ class LayerResult:
     output_db: float | None = None
     channel_db: float | None = None
     flops: int = 0
-    crest: float | None = None
 
     @property
     def worst_db(self) -> float | None:
@@ -65,7 +64,6 @@ class MeasuredForward:
             output_db, channel_db = output_error(self.module, sample(self.module, x), weight, bias, self.candidate)
         layer.output_db = min(output_db, math.inf if layer.output_db is None else layer.output_db)
         layer.channel_db = min(channel_db, math.inf if layer.channel_db is None else layer.channel_db)
-        layer.crest = max(crest_factor(x), layer.crest or 0.0)
         return result
 
 
@@ -81,15 +79,6 @@ def sample(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
         length = min(limit, x.shape[dimension])
         x = x.narrow(dimension, (x.shape[dimension] - length) // 2, length)
     return x[:1].float()
-
-
-def crest_factor(x: torch.Tensor) -> float:
-    """Compute amax / rms of a layer's input: about 4 to 5 for normal values, large where few channels are; 0 for zeros.
-
-    An integer format's steps are as wide as its largest value asks: at a crest of 127 the usual value is one step.
-    """
-    power = torch.linalg.vector_norm(x, dtype=torch.float32).item()
-    return amax(x).item() * math.sqrt(x.numel()) / power if power else 0.0
 
 
 def weight_error(weight: torch.Tensor, candidate: Candidate) -> float:

@@ -66,7 +66,6 @@ class Session:
     Args:
         subjects: each layer, ``KEPT`` or ``BARRED``, and its module.
         run: samples with the model, each call of which is inside of :meth:`inside`.
-        weights: provides a layer's (weight, bias), see ``SafeOperation``.
         change: returns the patches that make a module compute as the candidate.
 
     Raises:
@@ -169,7 +168,6 @@ def analyze(session: Session, target_db: float, pin: bool = True) -> Analysis:
 
 
 def _grown(session: Session, target_db: float, chosen: frozenset[str], segment: Sequence[str]) -> frozenset[str]:
-    """Add a segment of the layers left to the chosen layers, or parts of the segment, while the target holds."""
     if not segment or session.snr(chosen) < target_db + NEAR_DB:
         return chosen
     session.complete = session.complete and session.trials < MAX_TRIALS

@@ -85,11 +85,9 @@ class Tradeoff:
     Attributes:
         storage: what a loader has to be asked for to hold the weights so.
         seconds: of one step, the median of those timed; ``spread``: the farthest of them from it.
-        weight_bytes: of the model's weights.
         extra_bytes: the most that was allocated on the device beyond them; None where the device does not tell.
         snr_db: of the final latent against the reference; None where nothing was compared.
-        storages: storage -> bytes of weights.
-        modes: mode -> number of layers that multiplied so.
+        storages: storage -> bytes of weights; ``modes``: mode -> number of layers that multiplied so.
         problem: why it was not measured, or what is wrong with its result; empty where nothing is.
         same: other settings that come to the same here, and are not measured again.
     """
@@ -132,11 +130,8 @@ class Measurements:
     """All settings that were tried on a model.
 
     Attributes:
-        device: what a person calls it.
         storage: of the loaded weights.
         automatic: what compute ``auto`` stands for here.
-        layers: the model's, with the shapes of their weights.
-        shape: of the latent.
         reference: what the others are compared with; it has no SNR.
     """
 
@@ -161,17 +156,6 @@ class Measurements:
         """The best row for balanced as rules, see :func:`rules_for`; the default preset's where nothing works."""
         best = self.best.get("balanced")
         return rules_for(best, self.automatic, self.layers) if best else rules_from()
-
-
-def pareto_front(rows: Iterable[Tradeoff]) -> list[Tradeoff]:
-    """List the rows on the Pareto front of time, memory and SNR."""
-    working = [row for row in rows if row.works]
-    return [row for row in working if not any(_beats(other, row) for other in working)]
-
-
-def _beats(a: Tradeoff, b: Tradeoff) -> bool:
-    mine, theirs = ((row.seconds, row.bytes, -row.snr_db) for row in (a, b))
-    return mine != theirs and all(x <= y for x, y in zip(mine, theirs, strict=True))
 
 
 def best_for(goal: str, rows: Iterable[Tradeoff]) -> Tradeoff | None:

@@ -7,12 +7,11 @@ from ..plan.goal import GOALS
 from ..report.result import BAD, BEST, GOOD, NONE_WORKS, WARN, Result
 from ..report.view import shares
 from .analysis_text import decibel_text, whole_decibel_text
-from .tradeoffs import CLOSE, FLOORS, Measurements, Tradeoff, pareto_front
+from .tradeoffs import CLOSE, FLOORS, Measurements, Tradeoff
 
 TABLE = ("setting", "s/step", "memory", "SNR dB")
 NOISY = "too noisy to rank"
-HEADER = ("    setting", "s/step", "memory", "weights", "SNR dB", "what ran")
-FRONT = "*"
+HEADER = ("  setting", "s/step", "memory", "weights", "SNR dB", "what ran")
 
 
 def table_text(found: Measurements) -> str:
@@ -22,12 +21,8 @@ def table_text(found: Measurements) -> str:
     """
     size = " x ".join(map(str, found.shape))
     head = f"{found.device}: {found.model}, weights loaded in {found.storage}; latent {size}, seed {found.seed}"
-    front = {row.setting for row in pareto_front(found.rows)}
-    rows = [
-        _cells(row, f"{FRONT if row.setting in front else ' '} {number} {row.names}")
-        for number, row in enumerate(found.rows, 1)
-    ]
-    rows.append(_cells(found.reference, f"    {found.reference.setting} (reference)"))
+    rows = [_cells(row, f"{number} {row.names}") for number, row in enumerate(found.rows, 1)]
+    rows.append(_cells(found.reference, f"  {found.reference.setting} (reference)"))
     written = table(rows, HEADER, math.inf)
     return "\n".join(["Halfsafe: precisions measured", head, "", written, "", *_notes(found), "", *_best(found)])
 
@@ -83,7 +78,6 @@ def _notes(found: Measurements) -> list[str]:
         "s/step: the median of three euler steps; the first of four, which prepares, is not timed.",
         f"memory: weights {beyond}. as_file: the weights as they are loaded.",
         f"SNR: of the final latent against {found.reference.setting}; 20 dB is an error of 10 %, 30 dB of 3.2 %.",
-        f"{FRONT}: no other setting here is as fast, as small and as close.",
     ))  # fmt: skip
 
 

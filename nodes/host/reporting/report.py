@@ -42,7 +42,6 @@ PATCHED_BY = (
     "A model patch ({}) runs inside of this model's calls: "
     "they are checked and repeated with it, its own layers are in no plan."
 )
-LISTED = 3
 CALLED_IN_FP32 = "the model's own code casts its input to fp32"
 WIDENED = "widened by the guard"
 Reasons = dict[str, list[str]]
@@ -91,20 +90,10 @@ def report_of(patcher: ModelPatcher, encoders: Sequence[EncoderReport] = ()) -> 
 def _modes_elsewhere(
     patcher: ModelPatcher, here: dict[str, str], *settings: Compute | Guard | None
 ) -> Iterator[str]:
-    """Describe the layers that run in another mode on other devices (MultiGPU), where calls there need another mode."""
-    modes: dict[str, dict[str, str]] = {}
-    for setting in (setting for setting in settings if setting):
+    for setting in (one for one in settings if one):
         for device, found in setting.modes_by_device(patcher).items():
-            modes[device] = modes.get(device, here) | found
-    for device, found in modes.items():
-        differing = {name: mode for name, mode in found.items() if here.get(name) != mode}
-        if differing and device != str(patcher.load_device):
-            yield f"On {device} {_listed(differing)}: each device widens what its own calls need."
-
-
-def _listed(modes: dict[str, str]) -> str:
-    first = ", ".join(f"{name} runs in {mode}" for name, mode in list(modes.items())[:LISTED])
-    return first + (f" and {len(modes) - LISTED} more layers in another mode than here" if len(modes) > LISTED else "")
+            if device != str(patcher.load_device) and any(here.get(name) != mode for name, mode in found.items()):
+                yield f"On {device} some layers run in another mode: each device widens what its own calls need."
 
 
 def _layers(patcher: ModelPatcher) -> tuple[list[LayerReport], Reasons]:
@@ -134,7 +123,6 @@ def _layers(patcher: ModelPatcher) -> tuple[list[LayerReport], Reasons]:
 
 
 def _write_reasons(layers: list[LayerReport], reasons: Reasons) -> None:
-    """Join the reasons of each layer for its report."""
     for layer in layers:
         layer.reason = "; ".join(dict.fromkeys(filter(None, reasons[layer.name])))
 
@@ -146,7 +134,6 @@ def _foreign_notes(patcher: ModelPatcher) -> list[str]:
 
 
 def _add_record(report: Report | ControlReport, record: LoadRecord) -> None:
-    """Add what was decided when the file was loaded."""
     report.kept_high = [KeptHigh(name, reason) for name, reason in record.kept.items()]
     without_effect = [*record.without_effect, *_unmet(record, report.layers)]
     report.without_effect = [WithoutEffect(*entry) for entry in without_effect]
@@ -194,7 +181,6 @@ def _add_plan(report: Report | ControlReport, compute: Compute, patcher: ModelPa
 
 
 def _escalate(layers: list[LayerReport], reasons: Reasons, modes: dict[str, str]) -> None:
-    """Set the modes that the guard runs layers in now."""
     for layer in layers:
         if layer.name in modes:
             layer.mode, layer.accumulation, layer.stream = modes[layer.name], "fp32", "fp32"
@@ -205,7 +191,6 @@ def _escalate(layers: list[LayerReport], reasons: Reasons, modes: dict[str, str]
 
 
 def _unmet(record: LoadRecord, layers: list[LayerReport]) -> Iterator[tuple[str, str]]:
-    """Yield the storages of rules and ComfyUI's different storages."""
     unmet: dict[tuple[str, str], list[str]] = {}
     for layer in layers:
         asked = record.asked.get(layer.name, layer.storage)

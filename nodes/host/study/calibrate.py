@@ -48,9 +48,7 @@ def calibrate_model(
 ) -> Calibration:
     """Sample ``STEPS`` steps and sum the inputs of every quantizable layer. The model is not changed.
 
-    Args:
-        previous: of the same model; what it saw is added.
-        path: where it will be written, if anywhere.
+    ``previous``: of the same model; what it saw is added. ``path``: where it will be written, if anywhere.
 
     Raises:
         MemoryShortage: the sums do not fit into the host's memory.
@@ -78,11 +76,7 @@ def calibrate_model(
 
 
 def _width(columns: Mapping[str, int], cls: str, widths: Sequence[int]) -> int:
-    """Return the widest blocks whose sums take no more than half of the free memory, and 8 GiB; the narrowest at least.
-
-    Raises:
-        MemoryShortage: not even the narrowest fit into the free memory.
-    """
+    """Choose the widest blocks whose sums take at most half of the free memory, and 8 GiB; else the narrowest."""
     free = free_host_memory()
     sizes = {width: products_bytes(columns.values(), width) for width in widths}
     width = next((width for width, size in sizes.items() if size <= min(free // 2, MOST_MEMORY)), widths[-1])
@@ -94,11 +88,7 @@ def _width(columns: Mapping[str, int], cls: str, widths: Sequence[int]) -> int:
 def _sampled(
     patcher: ModelPatcher, modules: Mapping[str, torch.nn.Module], sums: Mapping[str, Products], inputs: tuple
 ) -> int:
-    """Run the sampler with every layer's inputs summed; return how many calls the model had.
-
-    Args:
-        inputs: what :func:`~.sampling.sample` takes besides the model.
-    """
+    """Run the sampler with every layer's inputs summed; return how many calls the model had."""
     bar, steps, calls = comfy.utils.ProgressBar(STEPS), count(1), count()
     advance, clone = advancing(bar), bare_clone(patcher)
 
@@ -114,7 +104,6 @@ def _sampled(
             return executor(*args, **kwargs)
 
     def summed(forward: Callable, own: Products, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-        """Add a layer's inputs to its sums on their way to its forward."""
         advance(0)
         own.add(x.dequantize() if isinstance(x, QuantizedTensor) else x)
         return forward(x, *args, **kwargs)

@@ -45,10 +45,7 @@ def sample(
 ) -> list[torch.Tensor]:
     """Run the sampler and return the final latents, several for a nested latent.
 
-    Args:
-        negative: conditioning for guidance; None samples the positive one alone.
-        latent: as the KSampler takes it; an empty one gets the size of the model's latents, by the ratios it carries.
-        image_denoise: denoise for a latent that holds an image.
+    ``negative``: None samples the positive conditioning alone; ``image_denoise``: for a latent that holds an image.
     """
     ratios = {name: latent[name] for name in RATIOS if name in latent}
     start = comfy.sample.fix_empty_latent_channels(patcher, latent["samples"], **ratios)

@@ -12,12 +12,7 @@ from ....precision.devices.hardware import device_module
 
 
 class StepTimer:
-    """ComfyUI's wrapper around the steps of one run. Steps are timed on an idle device.
-
-    Args:
-        device: the one the model runs on.
-        advance: called before each step; may raise.
-    """
+    """ComfyUI's wrapper around the steps of one run. Steps are timed on an idle device."""
 
     def __init__(self, device: torch.device, advance: Callable[[], object]):
         self.seconds: list[float] = []

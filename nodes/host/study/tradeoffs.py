@@ -92,7 +92,6 @@ def measure_model(patcher: ModelPatcher, inputs: Inputs, settings: Sequence[Sett
 
 
 def _alike(patcher: ModelPatcher, settings: Sequence[Setting]) -> list[list[Setting]]:
-    """Group the settings with equal storage and arithmetic on this device."""
     groups: dict[object, list[Setting]] = {}
     for setting in settings:
         comes_to: object = setting
@@ -163,7 +162,6 @@ def _clear_device() -> None:
 
 
 def _prepared(patcher: ModelPatcher, setting: Setting) -> tuple[ModelPatcher, str]:
-    """Return a clone of the model, on new weights where the setting asks for them, and the storage to ask for."""
     bare, wanted = bare_clone(patcher), _planned(patcher, setting).storage.used
     if wanted in (LOADED, _stored_as(patcher)):
         record = patcher.attachments.get(ATTACHMENT)
@@ -174,7 +172,6 @@ def _prepared(patcher: ModelPatcher, setting: Setting) -> tuple[ModelPatcher, st
 
 
 def _planned(patcher: ModelPatcher, setting: Setting) -> LoadPlan:
-    """Resolve a setting as a loader would for a file of the loaded weights."""
     free = None if current_device().simulated else free_device_memory()
     facts, device = model_facts(patcher), current_device()
     return plan_load(facts, device, setting.storage, setting.compute, rules_from(), free, held_storages())

