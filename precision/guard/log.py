@@ -105,6 +105,7 @@ class GuardLog:
         remarks: what ran next to the model.
         devices: those that made calls; MultiGPU has a thread for each.
         checks: the calls that were compared with fp32, and ``checked`` their steps in this run of the sampler.
+        adapted: the layers that ran in the model's text adapter, in fp32.
     """
 
     on_nan: str = "report"
@@ -122,6 +123,7 @@ class GuardLog:
     devices: set[str] = field(default_factory=set)
     checks: list[CheckReport] = field(default_factory=list)
     checked: set[int] = field(default_factory=set)
+    adapted: set[str] = field(default_factory=set)
     _numbers: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def begin_call(self) -> int:

@@ -47,7 +47,8 @@ class EscalatedLayers:
         modules, own = modules_of(model), dict.fromkeys(modes, FP32.name) if escalation.whole else modes
         widened = {name: escalation.layers.get(name, mode) for name, mode in own.items() if self._widens(name)}
         decisions = {name: _decision(mode, modules[name]) for name, mode in widened.items()}
-        self.decided = {name: decision.mode for name, decision in decisions.items()}
+        beside = {name: FP32.name for name in modules if self._widens(name)}  # whose code multiplies what it is given
+        self.decided = beside | {name: decision.mode for name, decision in decisions.items()}
         self.planned = PlannedModel(ComputePlan.of_layers(decisions), model, self._widens)
         self.whole = escalation.whole
         self._inside = 0
@@ -194,8 +195,8 @@ def _decision(mode: str, module: torch.nn.Module) -> ComputeDecision:
 
 
 @contextlib.contextmanager
-def text_adapter_in_fp32(model: "BaseModel") -> Iterator[None]:
-    """Run the text adapter of a model in fp32 while the context lasts.
+def text_adapter_in_fp32(model: "BaseModel", ran: set[str]) -> Iterator[None]:
+    """Run the text adapter of a model in fp32 while the context lasts, and add the layers that ran in it to ``ran``.
 
     A text adapter is small and runs once per prompt, and an overflow in it would pass for a bad text.
     """
@@ -205,3 +206,4 @@ def text_adapter_in_fp32(model: "BaseModel") -> Iterator[None]:
     layers = EscalatedLayers(ALL_IN_FP32, model, {name: FP32.name for name, _ in matrix_layers(model)})
     with conditions_through(model, layers.adapted):
         yield
+    ran.update(layers.planned.calibration.flops)
