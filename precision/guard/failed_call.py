@@ -14,7 +14,7 @@ from .inputs import NotFiniteInput
 from .localize import Origin
 from .log import CallPosition
 from .random_start import RandomStart
-from .wording import Wording
+from .verdicts import Wording
 
 Step = Any
 """An entry of the ladder: what runs wider of a diffusion model, the dtype of a VAE or text encoder."""

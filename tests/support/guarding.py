@@ -10,8 +10,8 @@ import importlib
 from unittest.mock import Mock
 
 import torch
+from halfsafe.nodes.host.guard.escalation import learned_of
 from halfsafe.nodes.host.guard.model import guard_of
-from halfsafe.nodes.host.guard.state import learned_of
 from support import families
 from support.families import load
 

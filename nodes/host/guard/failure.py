@@ -17,8 +17,7 @@ from ....precision.guard.localize import Localizer, Origin
 from ....precision.guard.log import CallPosition, Notify
 from ....precision.guard.policy import ALL_IN_FP32, AS_PLANNED, Escalation, escalation_after, model_steps
 from ....precision.guard.random_start import RandomStart
-from ....precision.guard.verdicts import asks_for_action
-from ....precision.guard.wording import GOES_ON, MODEL, SAME_SEED
+from ....precision.guard.verdicts import GOES_ON, MODEL, SAME_SEED
 from ....precision.report.schema import GuardEvent
 from ..comfyui.execution import is_compiled, is_on_several_devices, is_oom
 from ..comfyui.page import running_prompt_id, send_to_page, show_progress
@@ -28,8 +27,7 @@ from ..replay.call import Call
 from ..replay.code_owner import packs_on
 from ..replay.restart import NOT_HERE, SAMPLING, Sampling, StartAgain
 from .causes import CALL_PATCHES, LoadedWeights, call_inputs
-from .escalation import EscalatedLayers, RangeObserver
-from .state import Guarded
+from .escalation import EscalatedLayers, Guarded, RangeObserver
 
 INSIDE = "halfsafe_guard"
 """The entry of ``transformer_options`` that says how the guard's innermost wrapper runs a call; no model gets it."""
@@ -52,7 +50,7 @@ def notifier(node_id: str | None, prompt: str | None = None, of: str = "", plann
         if event:
             if event.recovered and event.to_mode:
                 show_progress(f"{event.layer or 'the model'}: repeated in {event.to_mode}, finite")
-            logger.warning("Halfsafe guard: %s %s", message, advice if asks_for_action(verdict) else "")
+            logger.warning("Halfsafe guard: %s %s", message, advice)
         fell_back = planner if event and GOES_ON in event.evidence else None
         send_to_page(node_id, prompt or running_prompt_id(), kind, verdict, message, advice, event, of, fell_back)
 

@@ -36,9 +36,8 @@ from ..replay.call import Call
 from ..replay.restart import SAMPLING, Sampling
 from .causes import sampler_inputs
 from .clamps import ClampWatch
-from .escalation import text_adapter_in_fp32
+from .escalation import Guarded, text_adapter_in_fp32
 from .failure import INSIDE, REPEATED_BESIDE, ModelCall, notifier, sigma_of
-from .state import Guarded
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher

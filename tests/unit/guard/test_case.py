@@ -16,8 +16,7 @@ from halfsafe.precision.guard.inputs import inputs_not_finite
 from halfsafe.precision.guard.localize import Origin
 from halfsafe.precision.guard.log import CallPosition, GuardLog
 from halfsafe.precision.guard.random_start import RandomStart
-from halfsafe.precision.guard.verdicts import NonFinite
-from halfsafe.precision.guard.wording import MODEL
+from halfsafe.precision.guard.verdicts import MODEL, NonFinite
 
 BAD = torch.full((2, 3), math.inf)
 GOOD = torch.ones(2, 3)
@@ -180,7 +179,7 @@ class Beside(Fake):
 
 
 def test_beside_a_pack_the_sampling_starts_again_at_the_first_step_of_the_ladder():
-    call, log = Beside(finite_at("fp16_safe")), GuardLog("retry_higher", describe=lambda event, origin: f"{event.layer}: {event.evidence}")
+    call, log = Beside(finite_at("fp16_safe")), GuardLog("retry_higher")
     with pytest.raises(StartsAgain):
         Case(call, log, 8).resolved()
     assert call.ran == ["watched"] and call.kept == ["fp16_safe"] and log.extra_calls == 2
