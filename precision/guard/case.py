@@ -17,7 +17,6 @@ from .inputs import (
     Diagnosis,
     NotFiniteInput,
     changed,
-    input_origin,
     rows_not_finite,
     with_nan,
     zero_for_nan,
@@ -26,7 +25,7 @@ from .inputs import (
 from .localize import Origin
 from .log import CallPosition, GuardLog, event_of, sentence
 from .policy import OFF
-from .verdicts import BAD_INPUT, BAD_WEIGHTS, CLEAN, DEVICE_FAULT, NOT_PRECISION, RECOVERED, STOPPED
+from .verdicts import BAD_WEIGHTS, CLEAN, DEVICE_FAULT, NOT_PRECISION, RECOVERED, STOPPED
 
 MOST_INPUTS = 4
 
@@ -109,7 +108,7 @@ class Case:
     def _explained(self) -> Diagnosis | None:
         """Find the cause of a failure under a setting without repeats; a lack of memory for the search is told too."""
         try:
-            return self._weight_at_fault() or self._input_at_fault() or self._patch_at_fault()
+            return self._weight_at_fault() or self._input_at_fault()
         except RuntimeError as error:
             if not self.call.is_out_of_memory(error):
                 raise
@@ -210,9 +209,8 @@ class Case:
         diagnosis = self._input_at_fault()
         if not diagnosis and not self.call.locates_first:
             self._locate()
-        diagnosis = diagnosis or self._weight_at_fault(everywhere=True) or self._patch_at_fault()
-        untried = self.inputs or self.call.weights.not_finite() or self.call.patches(self.given)
-        if not diagnosis and not self._may_repeat() and untried:
+        diagnosis = diagnosis or self._weight_at_fault(everywhere=True)
+        if not diagnosis and not self._may_repeat() and (self.inputs or self.call.weights.not_finite()):
             return self._give_up(self._untried())
         ok, detail = probes.canary(self.call.device, "fp32")
         if not ok:
@@ -280,17 +278,6 @@ class Case:
                 name, advice = " and the ".join(one.name for one in group), group[0].advice if len(group) == 1 else None
                 return replace(group[0], name=name, advice=advice).diagnosis(self.call.wording.input_made_finite)
         return None
-
-    def _patch_at_fault(self) -> Diagnosis | None:
-        """Name the functions that nodes put into the model's blocks,
-        if the call is finite in fp32 without them and not with them."""
-        names, may_matter = self.call.patches(self.given), self.failed_in_fp32 is not None or self._is_unknown
-        if not names or not may_matter or not self._fails_in_fp32():
-            return None
-        if not self._finite_in_fp32(self.call.without_patches(self.given)):
-            return None
-        origin = input_origin(f"model patch {names}")
-        return Diagnosis(origin, BAD_INPUT, verdicts.PATCH_ADVICE, verdicts.WITHOUT_PATCHES)
 
     def _weight_at_fault(self, everywhere: bool = False) -> Diagnosis | None:
         """Find the weight or patch without whose values that are not finite the call would be finite, or the weight

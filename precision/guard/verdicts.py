@@ -25,7 +25,10 @@ ADVICE = {
     ),
     BAD_WEIGHTS: "Get the file again or leave it out: no precision repairs a weight that is NaN or Inf.",
     BAD_INPUT: "Look at the node that made it; Check Finite behind that node names the first one that is not finite.",
-    NOT_PRECISION: "No dtype cures this: try another sampler or scheduler, more steps, a lower cfg.",
+    NOT_PRECISION: (
+        "No dtype cures this: try another sampler or scheduler, more steps, a lower cfg, "
+        "and the model without what other nodes put on it."
+    ),
     DEVICE_FAULT: (
         "The device or its driver gave a wrong result, not the model: try another driver or torch, "
         "--disable-dynamic-vram, --disable-async-offload, or a device that is not overclocked."
@@ -40,7 +43,6 @@ BETWEEN_CALLS = (
 STARTED_AGAIN = "The sampling was started again in {}, as {} may keep state between steps."
 SAME_AGAIN = "The same call, in the same arithmetic and with the same random numbers, is finite."
 EAGER_IS_FINITE = "The compiled call is NaN or Inf each time; without torch.compile it is finite."
-WITHOUT_PATCHES = "In fp32 the call is NaN or Inf with it, and finite without it."
 PATCH_READ = "The first operation whose result is NaN or Inf reads this patch."
 NAN_READ = "The weight holds NaN, and the first operation whose result is NaN or Inf reads it."
 WEIGHTS_MADE_FINITE = "In fp32 the call is NaN or Inf too, and finite with a zero for each NaN and Inf of the weights."
@@ -60,9 +62,6 @@ BEGINS_SAFE = "Nothing to do. With Compute Dtype at fp16_safe it begins that way
 CONTROL_ADVICE = (
     "Load the ControlNet with compute fp32 or fp16_safe in Load ControlNet (Halfsafe), lower its strength, "
     "or look at its picture with Check Finite. If its file holds NaN, get it again."
-)
-PATCH_ADVICE = (
-    "Look at the node that put it there, and at what that node was given: Check Finite before it tells of NaN and Inf."
 )
 COMPILED = (
     "torch.compile runs this model, and without it the same call is finite: leave the compile node out, "

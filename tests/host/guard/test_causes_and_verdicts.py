@@ -58,22 +58,6 @@ def test_a_bad_latent_is_named_before_any_call(comfy, wan):
     assert calls.count == 0 and error.value.verdict == "bad_input"
 
 
-class Gligen:
-    """As ComfyUI's adds in the blocks what it makes of a text encoder's NaN."""
-
-    def set_position(self):
-        given = torch.full((1,), math.nan)
-        return lambda block: {**block, "img": block["img"] + given.to(block["img"])}
-
-
-@pytest.mark.parametrize("on_nan", ["retry_higher", "stop"])
-def test_a_node_s_function_inside_of_the_model_that_gives_nan_is_named(comfy, wan, on_nan):
-    patched = plain_fp16(comfy, wan).clone()
-    patched.set_model_patch(Gligen().set_position(), "double_block")
-    error = stopped_by(guarded(comfy, patched, on_nan), most=MOST_CALLS + 1, steps=1)
-    assert error.verdict == "bad_input" and "model patch 'Gligen'" in str(error)
-
-
 @pytest.mark.parametrize(("value", "words"), [(math.nan, "A LoRA or other patch of 'blocks.0.ffn.2.weight'"), (1e6, "With its LoRA the weight")])
 def test_a_lora_of_a_hook_is_not_blamed_on_the_model_s_file(comfy, wan, value, words):
     hooks, delta = core("comfy.hooks"), torch.zeros(256, 1024)

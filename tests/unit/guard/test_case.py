@@ -54,8 +54,8 @@ class Fake(FailedCall):
     ``ran``: how it was run: "as it was", "watched" or a step, in this order.
     """
 
-    def __init__(self, made: Callable, origin: Origin | None = OVERFLOW, weights: OneWeight | None = None, patches: str = "", **about):
-        self.made, self.origin, self.names = made, origin, patches
+    def __init__(self, made: Callable, origin: Origin | None = OVERFLOW, weights: OneWeight | None = None, **about):
+        self.made, self.origin = made, origin
         self.ran: list[str] = []
         self.kept: list[str] = []
         cpu = torch.device("cpu")
@@ -88,13 +88,6 @@ class Fake(FailedCall):
     def keep(self, step, origin):
         self.kept.append(step)
         return ""
-
-    def patches(self, given):
-        return self.names
-
-    def without_patches(self, given):
-        return {**given, "bare": GOOD}
-
 
 def resolve(call: Fake, on_nan: str = "retry_higher", most: int | None = 8, given=None):
     """(log, result, error) of a case."""
@@ -271,12 +264,6 @@ def test_a_weight_with_inf_is_blamed_where_a_zero_for_it_cures_and_not_else():
 def test_a_patch_that_the_failed_operation_reads_is_blamed():
     _, _, error = resolve(Fake(finite_at(), UNKNOWN, OneWeight(patch="A LoRA holds NaN.")))
     assert error.verdict == "bad_weights" and "A LoRA holds NaN." in str(error)
-
-
-def test_a_node_s_function_without_which_the_call_is_finite_is_blamed():
-    call = Fake(lambda given, how, zeroed: GOOD if "bare" in given else BAD, patches="'Gligen'")
-    _, _, error = resolve(call)
-    assert error.verdict == "bad_input" and "model patch 'Gligen'" in str(error)
 
 
 @pytest.mark.parametrize(("on_nan", "raised"), [("stop", True), ("report", False)])
