@@ -11,22 +11,21 @@ from typing import Any
 
 from ..base.nested import tensors_in
 from ..devices import probes
-from . import wording
+from . import verdicts
 from .failed_call import Attempt, FailedCall, Step
 from .inputs import (
     Diagnosis,
     NotFiniteInput,
     changed,
-    input_origin,
     rows_not_finite,
     with_nan,
     zero_for_nan,
     zeroed,
 )
 from .localize import Origin
-from .log import CallPosition, GuardLog, event_of
+from .log import CallPosition, GuardLog, event_of, sentence
 from .policy import OFF
-from .verdicts import BAD_INPUT, BAD_WEIGHTS, CLEAN, DEVICE_FAULT, NOT_PRECISION, RECOVERED, STOPPED
+from .verdicts import BAD_WEIGHTS, CLEAN, DEVICE_FAULT, NOT_PRECISION, RECOVERED, STOPPED
 
 MOST_INPUTS = 4
 
@@ -86,7 +85,7 @@ class Case:
         if rows:
             position = self._position(rows)
             self._lose(rows)
-            self._give_up(one.diagnosis(wording.NAN_GIVEN), position)
+            self._give_up(one.diagnosis(verdicts.NAN_GIVEN), position)
 
     def _as_asked(self) -> Any:
         """Do what the plan promises, then follow the node's setting, for a call whose failure no NaN input explains."""
@@ -109,7 +108,7 @@ class Case:
     def _explained(self) -> Diagnosis | None:
         """Find the cause of a failure under a setting without repeats; a lack of memory for the search is told too."""
         try:
-            return self._weight_at_fault() or self._input_at_fault() or self._patch_at_fault()
+            return self._weight_at_fault() or self._input_at_fault()
         except RuntimeError as error:
             if not self.call.is_out_of_memory(error):
                 raise
@@ -133,7 +132,7 @@ class Case:
         if not attempt.finite:
             return None
         later = self.call.keep(step, None)
-        self._note(True, RECOVERED, step, later, wording.BEGINS_SAFE)
+        self._note(True, RECOVERED, step, later, verdicts.BEGINS_SAFE)
         return attempt.result
 
     def _in_higher_precision(self) -> Any:
@@ -152,10 +151,10 @@ class Case:
             return self._up_the_ladder()
         plain = self._again("as it was", self.call.run, self.given)
         if plain.finite:
-            self._note_unchanged(True, DEVICE_FAULT, None, wording.SAME_AGAIN)
+            self._note_unchanged(True, DEVICE_FAULT, None, verdicts.SAME_AGAIN)
             return plain.result
         if self.call.compiled:
-            self._note_unchanged(True, DEVICE_FAULT, wording.COMPILED, wording.EAGER_IS_FINITE)
+            self._note_unchanged(True, DEVICE_FAULT, verdicts.COMPILED, verdicts.EAGER_IS_FINITE)
             return watched.result
         return self._up_the_ladder()
 
@@ -177,7 +176,7 @@ class Case:
 
     def _cured(self, step: Step, attempt: Attempt) -> Any:
         if step == self.call.present:
-            self._note_unchanged(True, DEVICE_FAULT, None, wording.SAME_AGAIN)
+            self._note_unchanged(True, DEVICE_FAULT, None, verdicts.SAME_AGAIN)
         else:
             later = self.call.keep(step, self.origin)
             self._note(True, RECOVERED, step, later)
@@ -190,12 +189,12 @@ class Case:
         if not promised and not self._may_repeat():
             return self._give_up(self._untried())
         again = self.call.widened(step)
-        evidence = wording.STARTED_AGAIN.format(self.call.named(step), self.call.packs)
+        evidence = verdicts.STARTED_AGAIN.format(self.call.named(step), self.call.packs)
         if promised:
-            evidence = f"{evidence} {wording.GOES_ON}"
+            evidence = f"{evidence} {verdicts.GOES_ON}"
         event = event_of(self._position(self.rows), self._place, *self.call.modes(self._place, step), True, evidence)
-        message = self.log.describe(replace(event, recovered=False), self._place)
-        advice = wording.BEGINS_SAFE if promised else self._advice(RECOVERED)
+        message = sentence(replace(event, recovered=False), self._place)
+        advice = verdicts.BEGINS_SAFE if promised else self._advice(RECOVERED)
         self.log.note(event, self._place, RECOVERED, advice, message)
         self.log.extra_calls += 1
         self.call.tell(evidence)
@@ -205,19 +204,18 @@ class Case:
         if self.failed_in_fp32 is None:
             return self._give_up(self._untried())
         if self.call.packs and self.call.obstacle:
-            advice = wording.LEAVE_OUT.format(self.call.packs)
-            return self._give_up(Diagnosis(self._place, STOPPED, advice, wording.MAY_BE_KEPT))
+            advice = verdicts.LEAVE_OUT.format(self.call.packs)
+            return self._give_up(Diagnosis(self._place, STOPPED, advice, verdicts.MAY_BE_KEPT))
         diagnosis = self._input_at_fault()
         if not diagnosis and not self.call.locates_first:
             self._locate()
-        diagnosis = diagnosis or self._weight_at_fault(everywhere=True) or self._patch_at_fault()
-        untried = self.inputs or self.call.weights.not_finite() or self.call.patches(self.given)
-        if not diagnosis and not self._may_repeat() and untried:
+        diagnosis = diagnosis or self._weight_at_fault(everywhere=True)
+        if not diagnosis and not self._may_repeat() and (self.inputs or self.call.weights.not_finite()):
             return self._give_up(self._untried())
         ok, detail = probes.canary(self.call.device, "fp32")
         if not ok:
-            diagnosis = Diagnosis(self._place, DEVICE_FAULT, f"{detail}.", wording.WRONG_IN_FP32)
-        return self._give_up(diagnosis or Diagnosis(self._place, NOT_PRECISION, None, wording.FAILS_IN_FP32))
+            diagnosis = Diagnosis(self._place, DEVICE_FAULT, f"{detail}.", verdicts.WRONG_IN_FP32)
+        return self._give_up(diagnosis or Diagnosis(self._place, NOT_PRECISION, None, verdicts.FAILS_IN_FP32))
 
     def _untried(self) -> Diagnosis:
         return Diagnosis(self._place, STOPPED, f"max_retries is {self.most}, which left repeats untried: raise it.")
@@ -281,17 +279,6 @@ class Case:
                 return replace(group[0], name=name, advice=advice).diagnosis(self.call.wording.input_made_finite)
         return None
 
-    def _patch_at_fault(self) -> Diagnosis | None:
-        """Name the functions that nodes put into the model's blocks,
-        if the call is finite in fp32 without them and not with them."""
-        names, may_matter = self.call.patches(self.given), self.failed_in_fp32 is not None or self._is_unknown
-        if not names or not may_matter or not self._fails_in_fp32():
-            return None
-        if not self._finite_in_fp32(self.call.without_patches(self.given)):
-            return None
-        origin = input_origin(f"model patch {names}")
-        return Diagnosis(origin, BAD_INPUT, wording.PATCH_ADVICE, wording.WITHOUT_PATCHES)
-
     def _weight_at_fault(self, everywhere: bool = False) -> Diagnosis | None:
         """Find the weight or patch without whose values that are not finite the call would be finite, or the weight
         whose copy on the device is bad.
@@ -302,15 +289,15 @@ class Case:
         if origin and (bad_copy := weights.bad_copy(origin)):
             return Diagnosis(origin, DEVICE_FAULT, None, bad_copy)
         if origin and self._is_unknown and (patch := weights.patch_sentence(origin.layer)):
-            return Diagnosis(origin, BAD_WEIGHTS, patch, wording.PATCH_READ)
+            return Diagnosis(origin, BAD_WEIGHTS, patch, verdicts.PATCH_READ)
         bad = weights.not_finite() if everywhere or (origin and origin.kind == "weights") else {}
         name = origin.op if origin and origin.op in bad else next(iter(bad), "")
         if not name:
             return None
         if origin and name == origin.op and weights.has_nan(name):
-            return Diagnosis(origin, BAD_WEIGHTS, weights.sentence(name), wording.NAN_READ)
+            return Diagnosis(origin, BAD_WEIGHTS, weights.sentence(name), verdicts.NAN_READ)
         if self._fails_in_fp32() and self._finite_in_fp32(self.given, list(bad)):
-            return Diagnosis(origin, BAD_WEIGHTS, weights.sentence(name), wording.WEIGHTS_MADE_FINITE)
+            return Diagnosis(origin, BAD_WEIGHTS, weights.sentence(name), verdicts.WEIGHTS_MADE_FINITE)
         return None
 
     @property

@@ -14,7 +14,7 @@ from .inputs import NotFiniteInput
 from .localize import Origin
 from .log import CallPosition
 from .random_start import RandomStart
-from .wording import Wording
+from .verdicts import Wording
 
 Step = Any
 """An entry of the ladder: what runs wider of a diffusion model, the dtype of a VAE or text encoder."""
@@ -122,11 +122,3 @@ class FailedCall(ABC):
     def replaced(self, given: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         """Return a copy of what the call was given with ``function`` of each tensor in its place."""
         return nested.replaced(given, function)
-
-    def patches(self, given: Any) -> str:
-        """Name the functions that nodes put into the model's blocks; empty for none."""
-        return ""
-
-    def without_patches(self, given: Any) -> Any:
-        """Return the inputs of the call without the functions named by :meth:`patches`."""
-        return given

@@ -9,8 +9,7 @@ import torch
 from ..base.amax import amax_value
 from ..base.nested import leaves, replaced, tensors_in
 from .localize import Origin
-from .verdicts import BAD_INPUT, NOT_PRECISION
-from .wording import BETWEEN_CALLS
+from .verdicts import BAD_INPUT, BETWEEN_CALLS, NOT_PRECISION
 
 LISTED = 8
 SIGMA, SIGMAS, SAMPLER = "sigma", "sigmas of the scheduler", "sampler"

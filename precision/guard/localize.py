@@ -24,7 +24,6 @@ FACTORY_OPS = (
     "full", "full_like", "new_full", "fill_", "scalar_tensor",
 )  # fmt: skip
 CLAMP = "nan_to_num"
-LISTED = 8
 PLAIN_NAMES = {
     **dict.fromkeys(
         ("mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_mm", "_scaled_mm_v2", "_int_mm", "int8_linear"), "matmul"
@@ -47,7 +46,6 @@ class Origin:
         largest: the largest finite magnitude it was given; NaN where that is not known.
         multiplies: the module is a matrix product or convolution, and this its own product.
         hidden: a clamp in the model's own code replaced the value afterwards.
-        tokens: which rows of a Linear layer's result are not finite, as "1 of 64 tokens (17)"; empty for other results.
     """
 
     layer: str
@@ -57,7 +55,6 @@ class Origin:
     largest: float
     multiplies: bool = False
     hidden: bool = False
-    tokens: str = ""
 
 
 @dataclass
@@ -138,8 +135,7 @@ class Localizer(TorchDispatchMode):
             elif bad:
                 self._made[_key(tensor)] = self._source_of(bad, op, inputs)
             else:
-                tokens = bad_tokens(tensor) if self._kind() == "linear" else ""
-                self._made[_key(tensor)] = replace(self._made_by(op, inputs, size), tokens=tokens)
+                self._made[_key(tensor)] = self._made_by(op, inputs, size)
 
     def _kind(self) -> str | None:
         return kind_of(self._stack[-1].module) if self._stack else None
@@ -208,16 +204,6 @@ def stored(tensor: torch.Tensor) -> torch.Tensor:
     # comfy-kitchen's ``QuantizedTensor`` gives its layout, and that its plain tensors (comfy_kitchen/tensor/base.py).
     layout = getattr(tensor, "layout_cls", None)
     return tensor if layout is None else layout.get_plain_tensors(tensor)[0]
-
-
-def bad_tokens(result: torch.Tensor) -> str:
-    """Name the rows of a result (..., outputs) that hold NaN or Inf: "2 of 64 tokens (3, 17)"."""
-    with torch.utils._python_dispatch._disable_current_modes():
-        bad = (~torch.isfinite(result.flatten(0, -2))).any(1).nonzero().flatten().tolist() if result.dim() > 1 else []
-    if not bad:
-        return ""
-    listed = ", ".join(map(str, bad[:LISTED])) + (", ..." if len(bad) > LISTED else "")
-    return f"{len(bad)} of {result.numel() // result.shape[-1]} tokens ({listed})"
 
 
 def _with_reach(values) -> list[tuple[torch.Tensor, float]]:

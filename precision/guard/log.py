@@ -15,8 +15,20 @@ from ..report.schema import CheckReport, GuardEvent, GuardReport
 from .inputs import Diagnosis, NotFiniteInput, is_finite, rows_not_finite
 from .localize import Origin
 from .policy import Escalation
-from .verdicts import ADVICE, CLEAN, CURED, DEVICE_FAULT, NOT_PRECISION, RECOVERED, STOPPED, NonFinite
-from .wording import BEGAN_WIDER, BETWEEN_CALLS, MODEL, NAN_GIVEN
+from .verdicts import (
+    ADVICE,
+    BEGAN_WIDER,
+    BETWEEN_CALLS,
+    CLEAN,
+    CURED,
+    DEVICE_FAULT,
+    MODEL,
+    NAN_GIVEN,
+    NOT_PRECISION,
+    RECOVERED,
+    STOPPED,
+    NonFinite,
+)
 
 
 @dataclass
@@ -55,36 +67,20 @@ def event_of(
 
 
 def sentence(event: GuardEvent, origin: Origin | None) -> str:
-    """Describe an event of a diffusion model in one line, for the log, the page and errors."""
+    """Describe an event in one line, for the log, the page and errors."""
     when = f"Step {event.step}, sigma {event.sigma:.4g}: " if math.isfinite(event.sigma) else ""
     what = f"{FAILURES.get(event.kind, 'the result became NaN or Inf')} in {event.layer or 'the model'}{_op(event)}"
     what = f"NaN or Inf in the {event.layer}" if event.kind == "input" else what
     given = f"largest input {origin.largest:.4g}" if origin and math.isfinite(origin.largest) else ""
-    mode, rows = _mode_and_rows(event)
-    line = when + ", ".join(filter(None, [what, mode, given, rows, origin.tokens if origin else ""])) + "."
+    mode = f"computed in {event.from_mode}" if event.from_mode else ""
+    rows = f"batch rows {', '.join(map(str, event.batch_rows))}" if event.batch_rows else ""
+    line = when + ", ".join(filter(None, [what, mode, given, rows])) + "."
     repeated = f"Repeated in {event.to_mode}: finite." if event.recovered else ""
     return " ".join(filter(None, [line[0].upper() + line[1:], repeated, event.evidence]))
 
 
-def _mode_and_rows(event: GuardEvent) -> tuple[str, str]:
-    mode = f"computed in {event.from_mode}" if event.from_mode else ""
-    return mode, f"batch rows {', '.join(map(str, event.batch_rows))}" if event.batch_rows else ""
-
-
 def _op(event: GuardEvent) -> str:
     return f" ({event.op})" if event.op and event.op != event.layer else ""
-
-
-def encoder_sentence(event: GuardEvent, origin: Origin, kind: str) -> str:
-    """Describe an event of a VAE or text encoder, named ``kind``, in one line."""
-    if event.recovered:
-        line = f"{event.layer}: the result was NaN or Inf in {event.from_mode}. Repeated in {event.to_mode}: finite."
-    else:
-        mode, rows = _mode_and_rows(event)
-        place = f"first in {event.layer}{_op(event)}" if event.layer else ""
-        what = ": ".join((kind, "the result is NaN or Inf"))
-        line = ", ".join(filter(None, [what, mode, place, rows])) + "."
-    return " ".join(filter(None, [line, event.evidence]))
 
 
 Notify = Callable[..., None]
@@ -98,18 +94,17 @@ class GuardLog:
     Args:
         on_nan: the node's setting, which decides whether a run without a cure is stopped.
         notify: tells the user.
-        describe: gives an event as a sentence.
         prompt: the prompt that the log is of.
         given_up: nothing cures this run, so no call is repeated.
         lost: the images of the batch that nothing cures; the others go on.
         remarks: what ran next to the model.
         devices: those that made calls; MultiGPU has a thread for each.
         checks: the calls that were compared with fp32, and ``checked`` their steps in this run of the sampler.
+        adapted: the layers that ran in the model's text adapter, in fp32.
     """
 
     on_nan: str = "report"
     notify: Notify = lambda *message: None
-    describe: Callable[[GuardEvent, Origin | None], str] = sentence
     prompt: str | None = None
     calls: int = 0
     extra_calls: int = 0
@@ -122,6 +117,7 @@ class GuardLog:
     devices: set[str] = field(default_factory=set)
     checks: list[CheckReport] = field(default_factory=list)
     checked: set[int] = field(default_factory=set)
+    adapted: set[str] = field(default_factory=set)
     _numbers: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def begin_call(self) -> int:
@@ -137,7 +133,7 @@ class GuardLog:
 
         A verdict is never replaced by a milder one of the same run.
         """
-        message = message or self.describe(event, origin)
+        message = message or sentence(event, origin)
         advice = ADVICE[verdict] if advice is None else advice
         self.events.append(event)
         if self.verdict in CURED:

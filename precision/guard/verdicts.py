@@ -1,4 +1,7 @@
-"""Name the verdicts of a run, and what to try after each."""
+"""Name the verdicts of a run, what to try after each, and the sentences that a verdict rests on."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from ..base.errors import HalfsafeError
 
@@ -22,12 +25,61 @@ ADVICE = {
     ),
     BAD_WEIGHTS: "Get the file again or leave it out: no precision repairs a weight that is NaN or Inf.",
     BAD_INPUT: "Look at the node that made it; Check Finite behind that node names the first one that is not finite.",
-    NOT_PRECISION: "No dtype cures this: try another sampler or scheduler, more steps, a lower cfg.",
+    NOT_PRECISION: (
+        "No dtype cures this: try another sampler or scheduler, more steps, a lower cfg, "
+        "and the model without what other nodes put on it."
+    ),
     DEVICE_FAULT: (
         "The device or its driver gave a wrong result, not the model: try another driver or torch, "
         "--disable-dynamic-vram, --disable-async-offload, or a device that is not overclocked."
     ),
 }
+
+NAN_GIVEN = "It holds NaN, and what is computed of NaN is NaN in every precision."
+BETWEEN_CALLS = (
+    "The model's results were finite: it arose between its calls, in the sampler, "
+    "the guidance (cfg) or a patch of either."
+)
+STARTED_AGAIN = "The sampling was started again in {}, as {} may keep state between steps."
+SAME_AGAIN = "The same call, in the same arithmetic and with the same random numbers, is finite."
+EAGER_IS_FINITE = "The compiled call is NaN or Inf each time; without torch.compile it is finite."
+PATCH_READ = "The first operation whose result is NaN or Inf reads this patch."
+NAN_READ = "The weight holds NaN, and the first operation whose result is NaN or Inf reads it."
+WEIGHTS_MADE_FINITE = "In fp32 the call is NaN or Inf too, and finite with a zero for each NaN and Inf of the weights."
+FAILS_IN_FP32 = "In fp32 the call is NaN or Inf too."
+WRONG_IN_FP32 = "A test product in fp32 is wrong."
+
+MAY_BE_KEPT = "In fp32 the repeated call is NaN or Inf too, or was given a result that was kept of the failed one."
+LEAVE_OUT = "The sampling could not start again beside {}: leave its node out, or let it begin after this step."
+GOES_ON = "The model goes on in fp16_safe as long as it is loaded."
+SAME_SEED = "Later runs begin that way, so the same seed may give a slightly different picture."
+BEGAN_WIDER = (
+    "Nothing to do. This run began in the higher precision that an earlier run needed, which the rules in the report "
+    "repeat: without it NaN or Inf may come again."
+)
+BEGINS_SAFE = "Nothing to do. With Compute Dtype at fp16_safe it begins that way, and no call is repeated."
+
+CONTROL_ADVICE = (
+    "Load the ControlNet with compute fp32 or fp16_safe in Load ControlNet (Halfsafe), lower its strength, "
+    "or look at its picture with Check Finite. If its file holds NaN, get it again."
+)
+COMPILED = (
+    "torch.compile runs this model, and without it the same call is finite: leave the compile node out, "
+    "or compile with another backend. Otherwise it is the device or its driver."
+)
+ENCODER_INPUTS = {
+    "VAE decode": (
+        "latent",
+        "It was so before the VAE: see what NaN Guard on the model says, or put one there; "
+        "or Check Finite behind the node that made it.",
+    ),
+    "VAE encode": ("image", "It was so before the VAE: put Check Finite behind the node that made it."),
+    "Text encoder encode": (
+        "tokens",
+        "A textual inversion embedding in the prompt holds NaN or Inf: leave it out, or get it again.",
+    ),
+}
+"""What a VAE or text encoder does -> (what it was given, what to do where that is not finite)."""
 
 
 class NonFinite(HalfsafeError):
@@ -42,6 +94,60 @@ class NonFinite(HalfsafeError):
         self.verdict = verdict
 
 
-def asks_for_action(verdict: str) -> bool:
-    """Tell whether a verdict leaves something for the user to do."""
-    return verdict != RECOVERED
+@dataclass(frozen=True)
+class Wording:
+    """The sentences on a kind of call, where kinds differ.
+
+    Args:
+        no_memory: what to do where a repeat found no memory.
+        input_made_finite: the evidence that an input with Inf is at fault.
+        advice: verdict -> what to do, where that is another thing than ``ADVICE`` has.
+    """
+
+    no_memory: str
+    input_made_finite: str = (
+        "In fp32 the call is NaN or Inf with it, and finite with a zero for each of its NaN and Inf."
+    )
+    advice: Mapping[str, str] = field(default_factory=dict)
+
+
+MODEL = Wording(
+    "There was not enough memory to repeat it in a higher precision: put Compute Dtype with fp16_safe "
+    "(or bf16, where the device has it) before the sampler, or take a smaller picture or batch."
+)
+
+
+def encoder_wording(kind: str, without_cure: str, without_retries: str) -> Wording:
+    """Word what is said of a VAE or text encoder, named ``kind``.
+
+    Args:
+        without_cure: what to try where no dtype cures it.
+        without_retries: what to try besides ``retry_higher``.
+    """
+    advice = {
+        RECOVERED: "",
+        NOT_PRECISION: f"No dtype cures this {kind}: {without_cure}.",
+        STOPPED: f"Set on_nan, or the setting Guard every run, to retry_higher, or {without_retries}.",
+    }
+    return Wording(
+        f"There was not enough memory to repeat it in a higher precision: {without_retries}, "
+        "or take a smaller picture or batch.",
+        input_made_finite=(
+            "In fp32 the result is NaN or Inf with it, and finite with a zero for each of its NaN and Inf."
+        ),
+        advice=advice,
+    )
+
+
+ENCODERS = {
+    "VAE": encoder_wording(
+        "VAE",
+        "try another file, another tile size, or its decode on the CPU",
+        "load the VAE with dtype bf16 or fp32",
+    ),
+    "Text encoder": encoder_wording(
+        "Text encoder",
+        "try another file, or leave LoRAs and embeddings out one by one",
+        "look for the node or pack that runs it in fp16: by itself ComfyUI runs it with fp32 activations",
+    ),
+}

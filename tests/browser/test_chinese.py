@@ -12,9 +12,8 @@ import pytest
 from browser.comfy_page import ComfyPage
 from halfsafe.precision.base.errors import CheckpointError, HalfsafeError
 from halfsafe.precision.guard.localize import Origin
-from halfsafe.precision.guard.log import CallPosition, encoder_sentence, event_of, sentence
-from halfsafe.precision.guard.verdicts import ADVICE, NonFinite
-from halfsafe.precision.guard.wording import ENCODERS, FAILS_IN_FP32
+from halfsafe.precision.guard.log import CallPosition, event_of, sentence
+from halfsafe.precision.guard.verdicts import ADVICE, ENCODERS, FAILS_IN_FP32, NonFinite
 from halfsafe.precision.plan.rules import parse
 from support.served_sentences import served_sentences
 
@@ -85,10 +84,10 @@ def test_the_error_of_a_guard_is_told_as_its_event(comfy: ComfyPage) -> None:
 def test_guards_of_encoders_speak_chinese(comfy: ComfyPage) -> None:
     position = CallPosition(1, 0, math.nan, [0, 1])
     wording = ENCODERS["VAE"]
-    failed = encoder_sentence(event_of(position, ORIGIN, "fp16", "fp16", False, FAILS_IN_FP32), ORIGIN, "VAE decode")
+    failed = sentence(event_of(position, ORIGIN, "fp16", "fp16", False, FAILS_IN_FP32), ORIGIN)
     repeated = Origin("Text encoder encode", "", "overflow", "", math.nan)
-    cured = encoder_sentence(event_of(position, repeated, "fp16", "bf16", True), repeated, "Text encoder encode")
+    cured = sentence(event_of(position, repeated, "fp16", "bf16", True), repeated)
     texts = [failed, cured, wording.no_memory, *wording.advice.values()]
     said = comfy.evaluate(SAID, texts)
     assert [english_in(text) for text in said] == [[]] * len(texts), said
-    assert said[0].endswith(WORDS[FAILS_IN_FP32]) and WORDS["the result is NaN or Inf"] in said[0]
+    assert said[0].endswith(WORDS[FAILS_IN_FP32]) and WORDS["the result became NaN or Inf"] in said[0]

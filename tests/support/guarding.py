@@ -10,8 +10,8 @@ import importlib
 from unittest.mock import Mock
 
 import torch
+from halfsafe.nodes.host.guard.escalation import learned_of
 from halfsafe.nodes.host.guard.model import guard_of
-from halfsafe.nodes.host.guard.state import learned_of
 from support import families
 from support.families import load
 
@@ -34,7 +34,8 @@ def report_of(model):
 def modes_of(model) -> dict[str, str]:
     """Layer -> the mode it runs in now, of all layers that multiply."""
     guard = guard_of(model)
-    return {**guard.states.last(model.model).modes, **guard.modes(model)}
+    own, now = guard.states.last(model.model).modes, guard.modes(model)
+    return {name: now.get(name, mode) for name, mode in own.items()}
 
 
 def loaded_once(comfy, files):

@@ -30,9 +30,8 @@ from ..comfyui.kernels import DEQUANTIZED
 from ..comfyui.layers import top_level_parts
 from ..compute.executor import compute_of
 from ..compute.layer_modes import kernels_of, observed_modes_of, stream_dtype
-from ..guard.escalation import EscalatedLayers, hooked
+from ..guard.escalation import EscalatedLayers, Guarded, hooked
 from ..guard.failure import INSIDE, images_of, sigma_of, step_of
-from ..guard.state import Guarded
 from ..replay.call import Call
 from ..replay.code_owner import packs_on
 from ..replay.core_state import CoreState

@@ -15,10 +15,10 @@ from ....precision.guard.case import Case
 from ....precision.guard.failed_call import Attempt, FailedCall
 from ....precision.guard.inputs import NotFiniteInput, inputs_not_finite
 from ....precision.guard.localize import Localizer, Origin
-from ....precision.guard.log import CallPosition, GuardLog, encoder_sentence
+from ....precision.guard.log import CallPosition, GuardLog
 from ....precision.guard.policy import encoder_steps
 from ....precision.guard.random_start import RandomStart
-from ....precision.guard.wording import ENCODER_INPUTS, ENCODERS
+from ....precision.guard.verdicts import ENCODER_INPUTS, ENCODERS
 from ..comfyui.attributes import CAST_DTYPE
 from ..comfyui.execution import is_oom
 from ..comfyui.page import show_progress
@@ -41,7 +41,7 @@ class EncoderGuard:
 
     def __init__(self, kind: str, on_nan: str, node_id: str | None):
         self.kind = kind
-        self.log = GuardLog(on_nan, notifier(node_id, of=OF[kind]), functools.partial(encoder_sentence, kind=kind))
+        self.log = GuardLog(on_nan, notifier(node_id, of=OF[kind]))
 
     def run(self, action: str, make: Make, patcher: "ModelPatcher", dtype: torch.dtype, given: Any) -> Any:
         """Return ``make(None, given)``, or the result in a higher dtype where that is not finite.

@@ -1,24 +1,29 @@
-"""Run a model with some parts wider than by themselves: what the guard puts on it for the length of a call."""
+"""Run a model with some parts wider than by themselves, and remember what earlier runs showed to be needed."""
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from ....precision.base.amax import amax
+from ....precision.base.dtypes import name_of
 from ....precision.base.flags import fp32_accumulation
 from ....precision.base.modes import FP8, FP16_WIDE, FP32, modes_named
 from ....precision.base.nested import cast_arguments, floats_in
 from ....precision.base.patching import Patch, patched
 from ....precision.guard.casting import promoting
+from ....precision.guard.localize import Origin
 from ....precision.guard.policy import ALL_IN_FP32, Escalation, ObservedRanges, enclosing_block
 from ....precision.plan.compute import ComputeDecision, ComputePlan
 from ..comfyui.execution import Make, adapts_text, conditions_through, is_compiled
 from ..comfyui.layers import matrix_layers, modules_of, top_level_parts
 from ..comfyui.weights import only_multiplies
 from ..compute.attention import attending, forward_of, full_precision_attention, in_one_dtype, kernels_of
+from ..compute.layer_modes import planned_modes_of, settings_of, stream_dtype
+from ..compute.per_model import hooks_of, patches_of
 from ..compute.planned_model import PlannedModel, in_fp32
 from ..replay.call import Call
 from ..replay.model_compiler import compiler_off
@@ -27,6 +32,7 @@ from .causes import with_patches
 if TYPE_CHECKING:
     from comfy.model_base import BaseModel
 
+_learned: weakref.WeakKeyDictionary["BaseModel", dict[tuple, Escalation]] = weakref.WeakKeyDictionary()
 CAST = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -47,7 +53,8 @@ class EscalatedLayers:
         modules, own = modules_of(model), dict.fromkeys(modes, FP32.name) if escalation.whole else modes
         widened = {name: escalation.layers.get(name, mode) for name, mode in own.items() if self._widens(name)}
         decisions = {name: _decision(mode, modules[name]) for name, mode in widened.items()}
-        self.decided = {name: decision.mode for name, decision in decisions.items()}
+        beside = {name: FP32.name for name in modules if self._widens(name)}  # whose code multiplies what it is given
+        self.decided = beside | {name: decision.mode for name, decision in decisions.items()}
         self.planned = PlannedModel(ComputePlan.of_layers(decisions), model, self._widens)
         self.whole = escalation.whole
         self._inside = 0
@@ -194,8 +201,8 @@ def _decision(mode: str, module: torch.nn.Module) -> ComputeDecision:
 
 
 @contextlib.contextmanager
-def text_adapter_in_fp32(model: "BaseModel") -> Iterator[None]:
-    """Run the text adapter of a model in fp32 while the context lasts.
+def text_adapter_in_fp32(model: "BaseModel", ran: set[str]) -> Iterator[None]:
+    """Run the text adapter of a model in fp32 while the context lasts, and add the layers that ran in it to ``ran``.
 
     A text adapter is small and runs once per prompt, and an overflow in it would pass for a bad text.
     """
@@ -205,3 +212,65 @@ def text_adapter_in_fp32(model: "BaseModel") -> Iterator[None]:
     layers = EscalatedLayers(ALL_IN_FP32, model, {name: FP32.name for name, _ in matrix_layers(model)})
     with conditions_through(model, layers.adapted):
         yield
+    ran.update(layers.planned.calibration.flops)
+
+
+def learned_of(model: "BaseModel") -> dict[tuple, Escalation]:
+    """Return the findings of guards on a model: state of the model -> escalation. They live as long as the model, as a
+    guard lasts no longer than its node's result."""
+    return _learned.setdefault(model, {})
+
+
+class Guarded:
+    """A model in a state of its weights.
+
+    Args:
+        model: ComfyUI's BaseModel.
+        recall: begin with what any guard has learned of the model; for a guard that may change what runs.
+    """
+
+    def __init__(self, model: "BaseModel", recall: bool):
+        patcher = model.current_patcher
+        self.model = weakref.ref(model)
+        self.modules = dict(model.diffusion_model.named_modules())
+        multiplying = {name for name, _ in matrix_layers(model)}
+        self.modes = {name: mode for name, mode in planned_modes_of(patcher).items() if name in multiplying}
+        self.stream = name_of(stream_dtype(patcher))
+        self.watches_clamps = self.stream == "fp16" and not is_compiled(patcher)
+        self.device = patcher.load_device
+        self.escalation = Escalation()
+        self.layers: EscalatedLayers | None = None
+        if recall:
+            self.grow(learned_of(model).get(_known_as(model), self.escalation))
+
+    def grow(self, escalation: Escalation) -> None:
+        """Run with this escalation from now on."""
+        if escalation != self.escalation:
+            self.escalation, self.layers = escalation, EscalatedLayers(escalation, self.model(), self.modes)
+
+    def remember(self, escalation: Escalation) -> Callable[[], None]:
+        """Run with this escalation from now on, in later runs of the model too. Returns a function to take it back."""
+        model, before = self.model(), (self.escalation, self.layers)
+        learned, state = learned_of(model), _known_as(model)
+        self.grow(escalation)
+        learned[state] = escalation
+
+        def take_back() -> None:
+            self.escalation, self.layers = before
+            learned[state] = self.escalation
+
+        return take_back
+
+    def modes_at(self, origin: Origin | None) -> tuple[str, str]:
+        """Return (mode by itself, mode now) of the layer that failed, or of the values between layers."""
+        layer = origin.layer if origin else ""
+        own = self.modes.get(layer, self.stream)
+        if layer not in self.modes:
+            return own, "fp32" if self.escalation else own
+        return own, self.layers.modes().get(layer, own) if self.layers else own
+
+
+def _known_as(model: "BaseModel") -> tuple:
+    """Build the key under which an escalation is remembered: weight patches, hooks, compute plan, dtype."""
+    patcher = model.current_patcher
+    return patches_of(patcher), hooks_of(patcher), *settings_of(patcher)

@@ -1,6 +1,5 @@
 """A call that gave NaN or Inf, as ComfyUI can make it again; whom to notify of it."""
 
-import copy
 import functools
 import logging
 from collections.abc import Callable, Sequence
@@ -9,7 +8,6 @@ import torch
 
 from ....precision.base.amax import amax_value
 from ....precision.base.modes import FP16_WIDE
-from ....precision.base.nested import leaves
 from ....precision.base.patching import compile_disabled
 from ....precision.guard.failed_call import Attempt, FailedCall
 from ....precision.guard.inputs import NotFiniteInput
@@ -17,8 +15,7 @@ from ....precision.guard.localize import Localizer, Origin
 from ....precision.guard.log import CallPosition, Notify
 from ....precision.guard.policy import ALL_IN_FP32, AS_PLANNED, Escalation, escalation_after, model_steps
 from ....precision.guard.random_start import RandomStart
-from ....precision.guard.verdicts import asks_for_action
-from ....precision.guard.wording import GOES_ON, MODEL, SAME_SEED
+from ....precision.guard.verdicts import GOES_ON, MODEL, SAME_SEED
 from ....precision.report.schema import GuardEvent
 from ..comfyui.execution import is_compiled, is_on_several_devices, is_oom
 from ..comfyui.page import running_prompt_id, send_to_page, show_progress
@@ -27,9 +24,8 @@ from ..compute.executor import fall_back, fallen_back, may_fall_back
 from ..replay.call import Call
 from ..replay.code_owner import packs_on
 from ..replay.restart import NOT_HERE, SAMPLING, Sampling, StartAgain
-from .causes import CALL_PATCHES, LoadedWeights, call_inputs
-from .escalation import EscalatedLayers, RangeObserver
-from .state import Guarded
+from .causes import LoadedWeights, call_inputs
+from .escalation import EscalatedLayers, Guarded, RangeObserver
 
 INSIDE = "halfsafe_guard"
 """The entry of ``transformer_options`` that says how the guard's innermost wrapper runs a call; no model gets it."""
@@ -52,7 +48,7 @@ def notifier(node_id: str | None, prompt: str | None = None, of: str = "", plann
         if event:
             if event.recovered and event.to_mode:
                 show_progress(f"{event.layer or 'the model'}: repeated in {event.to_mode}, finite")
-            logger.warning("Halfsafe guard: %s %s", message, advice if asks_for_action(verdict) else "")
+            logger.warning("Halfsafe guard: %s %s", message, advice)
         fell_back = planner if event and GOES_ON in event.evidence else None
         send_to_page(node_id, prompt or running_prompt_id(), kind, verdict, message, advice, event, of, fell_back)
 
@@ -141,17 +137,6 @@ class ModelCall(FailedCall):
             fall_back(self.model)
             return StartAgain(self._sampling)
         return StartAgain(self._sampling, self.guarded.remember(self.guarded.escalation | step))
-
-    def patches(self, given: Call) -> str:
-        """Name the makers of functions in the model's blocks: GLIGEN's is ``Gligen._set_position.<locals>.func``."""
-        made = (one for _, one in leaves({key: given.options.get(key) for key in CALL_PATCHES}) if callable(one))
-        names = {getattr(one, "__qualname__", type(one).__qualname__).partition(".")[0] for one in made}
-        return " and ".join(f"'{name}'" for name in sorted(names))
-
-    def without_patches(self, given: Call) -> Call:
-        bare = copy.copy(given)
-        bare.options = {key: value for key, value in given.options.items() if key not in CALL_PATCHES}
-        return bare
 
     def settle(self) -> None:
         """Leave ComfyUI's state of the repeat that cured the call, or its state before the call, to later calls."""

@@ -11,6 +11,7 @@ import torch
 from comfy.patcher_extension import WrappersMP
 
 from ....precision.base.amax import amax
+from ....precision.base.modes import FP32
 from ....precision.devices import probes
 from ....precision.guard.case import Case
 from ....precision.guard.log import (
@@ -35,9 +36,8 @@ from ..replay.call import Call
 from ..replay.restart import SAMPLING, Sampling
 from .causes import sampler_inputs
 from .clamps import ClampWatch
-from .escalation import text_adapter_in_fp32
+from .escalation import Guarded, text_adapter_in_fp32
 from .failure import INSIDE, REPEATED_BESIDE, ModelCall, notifier, sigma_of
-from .state import Guarded
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -148,7 +148,7 @@ class Guard:
         try:
             if self.on_nan != OFF:
                 blame_inputs(log, sampler_inputs(noise, latent_image, sigmas, denoise_mask, guider.conds), len(noise))
-            with text_adapter_in_fp32(guider.model_patcher.model):
+            with text_adapter_in_fp32(guider.model_patcher.model, log.adapted):
                 again = Sampling(guider, sampler)
                 result = again.run(executor, noise, latent_image, sampler, sigmas, denoise_mask, *args, **kwargs)
             if self.on_nan != OFF:
@@ -178,7 +178,8 @@ class Guard:
 
     def modes(self, patcher: "ModelPatcher") -> dict[str, str]:
         """Map the layers that run wider now to their modes."""
-        return next(iter(self.modes_by_device(patcher).values()), {})
+        adapted = dict.fromkeys(self._log(patcher).adapted, FP32.name)
+        return next(iter(self.modes_by_device(patcher).values()), {}) | adapted
 
     def modes_by_device(self, patcher: "ModelPatcher") -> dict[str, dict[str, str]]:
         """Map each device, the patcher's own first, to the modes of the layers that run wider there."""

@@ -182,7 +182,7 @@ def _add_plan(report: Report | ControlReport, compute: Compute, patcher: ModelPa
 
 def _escalate(layers: list[LayerReport], reasons: Reasons, modes: dict[str, str]) -> None:
     for layer in layers:
-        if layer.name in modes:
+        if layer.name in modes and (layer.mode, layer.stream) != (modes[layer.name], FP32.name):
             layer.mode, layer.accumulation, layer.stream = modes[layer.name], "fp32", "fp32"
             stays_int8 = layer.mode == INT8.name
             kept = [reason for reason in reasons[layer.name] if stays_int8 or reason != EXACT_SUMS]

@@ -4,9 +4,7 @@ import math
 
 import pytest
 import torch
-from halfsafe.nodes.host.guard import causes
 from halfsafe.precision.guard.verdicts import NonFinite
-from safetensors.torch import save_file
 from support import families
 from support.guarding import (
     Counted,
@@ -29,19 +27,11 @@ def stopped_by(model, most: int = MOST_CALLS, **options) -> NonFinite:
     return error.value
 
 
-def test_a_lora_with_nan_is_named_with_its_file(comfy, wan, models_dir, monkeypatch):
-    delta = torch.zeros(256, 1024)
-    delta[0, 0] = math.nan
-    save_file({"diffusion_model.blocks.0.ffn.2.diff": delta}, str(models_dir / "loras" / "broken_lora.safetensors"))
-    save_file({"fine": torch.zeros(2)}, str(models_dir / "loras" / "fine_lora.safetensors"))
-    prompt = {"7": {"inputs": {"lora_name": "broken_lora.safetensors"}}, "8": {"inputs": {"lora_name": "fine_lora.safetensors"}}}
-    monkeypatch.setattr(causes, "running_prompt", lambda: prompt)
+def test_a_lora_with_nan_is_named_by_its_weight(comfy, wan):
     model = plain_fp16(comfy, wan).clone()
-    model.add_patches({"diffusion_model.blocks.0.ffn.2.weight": ("diff", (delta,))}, 1.0)
+    model.add_patches({"diffusion_model.blocks.0.ffn.2.weight": ("diff", (torch.full((256, 1024), math.nan),))}, 1.0)
     error = stopped_by(guarded(comfy, model))
-    assert error.verdict == "bad_weights"
-    assert "blocks.0.ffn.2.weight" in str(error) and "broken_lora.safetensors" in str(error)
-    assert "fine_lora" not in str(error)
+    assert error.verdict == "bad_weights" and "LoRA" in str(error) and "blocks.0.ffn.2.weight" in str(error)
 
 
 @pytest.mark.parametrize(("positive", "name"), [(True, "positive conditioning"), (False, "negative conditioning")])
@@ -66,22 +56,6 @@ def test_a_bad_latent_is_named_before_any_call(comfy, wan):
             model, noise, 4, 1.0, "euler", "simple", cond, cond, latent, seed=1
         )
     assert calls.count == 0 and error.value.verdict == "bad_input"
-
-
-class Gligen:
-    """As ComfyUI's adds in the blocks what it makes of a text encoder's NaN."""
-
-    def set_position(self):
-        given = torch.full((1,), math.nan)
-        return lambda block: {**block, "img": block["img"] + given.to(block["img"])}
-
-
-@pytest.mark.parametrize("on_nan", ["retry_higher", "stop"])
-def test_a_node_s_function_inside_of_the_model_that_gives_nan_is_named(comfy, wan, on_nan):
-    patched = plain_fp16(comfy, wan).clone()
-    patched.set_model_patch(Gligen().set_position(), "double_block")
-    error = stopped_by(guarded(comfy, patched, on_nan), most=MOST_CALLS + 1, steps=1)
-    assert error.verdict == "bad_input" and "model patch 'Gligen'" in str(error)
 
 
 @pytest.mark.parametrize(("value", "words"), [(math.nan, "A LoRA or other patch of 'blocks.0.ffn.2.weight'"), (1e6, "With its LoRA the weight")])

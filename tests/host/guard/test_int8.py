@@ -72,14 +72,13 @@ def spoiled_token(model, image):
     return inside(model, change)
 
 
-def test_an_overflow_is_dequantized_and_the_other_layers_stay_in_int8(comfy, overflowing, call, caplog):
+def test_an_overflow_is_dequantized_and_the_other_layers_stay_in_int8(comfy, overflowing, call):
     exact = families.replay(load(comfy, overflowing, "fp32", "fp32"), call)
     model = guarded(comfy, load_int8(comfy, overflowing))
     assert relative_error(exact, families.replay(model, call)) < 0.02
     (event,) = report_of(model).events
     found = (event.layer, event.op, event.kind, event.from_mode, event.to_mode, event.recovered)
     assert found == (CULPRIT, "matmul", "overflow", "int8", "fp16_wide", True)
-    assert "tokens" in caplog.text
     products, count, result = made(model, call)
     layers = {layer["name"]: layer for layer in families.report(comfy, model)["layers"]}
     assert {name: layers[name]["mode"].replace("fp16_scaled", "fp16_wide") for name in products} == products
@@ -91,7 +90,7 @@ def test_an_overflow_is_dequantized_and_the_other_layers_stay_in_int8(comfy, ove
     assert exact_sums == {name for name, mode in products.items() if mode == "int8"}
 
 
-def test_the_event_names_the_image_and_the_token(comfy, wan, caplog):
+def test_the_event_names_the_image(comfy, wan):
     model = load_int8(comfy, wan)
     call = families.capture(model, "wan", batch=2, cond=families.conditioning("wan", batch=2))
     spoiled = spoiled_token(model, image=1)
@@ -102,8 +101,6 @@ def test_the_event_names_the_image_and_the_token(comfy, wan, caplog):
     families.replay(watching, call)
     (event,) = report_of(watching).events
     assert (event.layer, event.batch_rows) == (SPOILED, [1])
-    tokens = call.args[0].shape[-1] * call.args[0].shape[-2] // 4
-    assert f"1 of {2 * tokens} tokens ({tokens + BAD_TOKEN})" in caplog.text
 
 
 @pytest.mark.parametrize("whole", [True, False])

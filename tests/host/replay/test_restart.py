@@ -4,9 +4,9 @@ import random
 
 import pytest
 import torch
-from halfsafe.nodes.host.guard.state import learned_of
+from halfsafe.nodes.host.guard.escalation import learned_of
 from halfsafe.nodes.host.replay.code_owner import code_owner
-from halfsafe.precision.guard.wording import BEGINS_SAFE, GOES_ON
+from halfsafe.precision.guard.verdicts import BEGINS_SAFE, GOES_ON
 from support import families
 from support.custom_nodes import step_caches
 from support.custom_nodes.step_caches import PACKS

@@ -16,8 +16,7 @@ from halfsafe.precision.guard.inputs import inputs_not_finite
 from halfsafe.precision.guard.localize import Origin
 from halfsafe.precision.guard.log import CallPosition, GuardLog
 from halfsafe.precision.guard.random_start import RandomStart
-from halfsafe.precision.guard.verdicts import NonFinite
-from halfsafe.precision.guard.wording import MODEL
+from halfsafe.precision.guard.verdicts import MODEL, NonFinite
 
 BAD = torch.full((2, 3), math.inf)
 GOOD = torch.ones(2, 3)
@@ -55,8 +54,8 @@ class Fake(FailedCall):
     ``ran``: how it was run: "as it was", "watched" or a step, in this order.
     """
 
-    def __init__(self, made: Callable, origin: Origin | None = OVERFLOW, weights: OneWeight | None = None, patches: str = "", **about):
-        self.made, self.origin, self.names = made, origin, patches
+    def __init__(self, made: Callable, origin: Origin | None = OVERFLOW, weights: OneWeight | None = None, **about):
+        self.made, self.origin = made, origin
         self.ran: list[str] = []
         self.kept: list[str] = []
         cpu = torch.device("cpu")
@@ -89,13 +88,6 @@ class Fake(FailedCall):
     def keep(self, step, origin):
         self.kept.append(step)
         return ""
-
-    def patches(self, given):
-        return self.names
-
-    def without_patches(self, given):
-        return {**given, "bare": GOOD}
-
 
 def resolve(call: Fake, on_nan: str = "retry_higher", most: int | None = 8, given=None):
     """(log, result, error) of a case."""
@@ -180,7 +172,7 @@ class Beside(Fake):
 
 
 def test_beside_a_pack_the_sampling_starts_again_at_the_first_step_of_the_ladder():
-    call, log = Beside(finite_at("fp16_safe")), GuardLog("retry_higher", describe=lambda event, origin: f"{event.layer}: {event.evidence}")
+    call, log = Beside(finite_at("fp16_safe")), GuardLog("retry_higher")
     with pytest.raises(StartsAgain):
         Case(call, log, 8).resolved()
     assert call.ran == ["watched"] and call.kept == ["fp16_safe"] and log.extra_calls == 2
@@ -272,12 +264,6 @@ def test_a_weight_with_inf_is_blamed_where_a_zero_for_it_cures_and_not_else():
 def test_a_patch_that_the_failed_operation_reads_is_blamed():
     _, _, error = resolve(Fake(finite_at(), UNKNOWN, OneWeight(patch="A LoRA holds NaN.")))
     assert error.verdict == "bad_weights" and "A LoRA holds NaN." in str(error)
-
-
-def test_a_node_s_function_without_which_the_call_is_finite_is_blamed():
-    call = Fake(lambda given, how, zeroed: GOOD if "bare" in given else BAD, patches="'Gligen'")
-    _, _, error = resolve(call)
-    assert error.verdict == "bad_input" and "model patch 'Gligen'" in str(error)
 
 
 @pytest.mark.parametrize(("on_nan", "raised"), [("stop", True), ("report", False)])

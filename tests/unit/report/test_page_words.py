@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from halfsafe.precision.base.modes import MODES
-from halfsafe.precision.guard import verdicts, wording
+from halfsafe.precision.guard import verdicts
 from halfsafe.precision.report.result import SENTENCES
 from halfsafe.precision.study.analysis_text import HEAD
 from halfsafe.precision.study.sensitivity import BARRED, CHOSEN, KEPT, PINNED, UNUSED
@@ -28,14 +28,14 @@ def words_of_the_page() -> set[str]:
     code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "web").iterdir() if path.suffix in (".js", ".mjs"))
     shown = {verdict.replace("_", " ") for verdict in (verdicts.CLEAN, *verdicts.ADVICE)}
     tables = {*HEAD, *TABLE, NOISY, BARRED, CHOSEN, KEPT, PINNED, UNUSED}
-    given = {*wording.ENCODER_INPUTS, *(name for name, _ in wording.ENCODER_INPUTS.values())} | INPUTS
+    given = {*verdicts.ENCODER_INPUTS, *(name for name, _ in verdicts.ENCODER_INPUTS.values())} | INPUTS
     fixed = tables | given | KINDS | BADGE_WORDS | {*SENTENCES} | {mode.label for mode in MODES.values()}
     return set(CALL.findall(code)) | shown | fixed | guards_sentences() | served_sentences() | titles_of_the_demo()
 
 
 def guards_sentences() -> set[str]:
     """The fixed sentences of guards: what to do, and what a verdict rests on; those with values filled in are not."""
-    found = {text for text in sentences_in([verdicts.ADVICE, *(value for name, value in vars(wording).items() if not name.startswith("__"))]) if text.endswith((".", ":"))}
+    found = {text for text in sentences_in([*(value for name, value in vars(verdicts).items() if not name.startswith("__"))]) if text.endswith((".", ":"))}
     return {text for text in found if "{" not in text}
 
 
@@ -43,7 +43,7 @@ def sentences_in(value: object) -> set[str]:
     """Every text in nested values, and in what a kind of call is worded with."""
     if isinstance(value, str):
         return {value}
-    if isinstance(value, wording.Wording):
+    if isinstance(value, verdicts.Wording):
         return sentences_in([*vars(value).values()])
     values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
     return {text for one in values for text in sentences_in(one)}
