@@ -151,7 +151,7 @@ export async function showMe(app, sidebar) {
   }
   graph.extra = { ...graph.extra, ds: wholeBeside(app, graph.nodes, sidebar) };
   await app.loadGraphData(graph, true, true, t("Halfsafe, shown"));
-  return t("Press Run: one picture as it is, in fp16, and one through Halfsafe.");
+  return t("Press Run: one picture as it is, black, and one where NaN Guard repeats the step that overflows.");
 }
 
 /** Select nodes and bring them into view: those of the first one's graph, as a page shows one graph. @param {any} app @param {any[]} all @param {HTMLElement | null} sidebar */

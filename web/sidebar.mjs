@@ -52,7 +52,7 @@ function greet(greeting) {
   const { device, did, showMe, guard, unguard, measure, watching } = greeting;
   /** @param {string} title @param {string} text @param {Action} act */
   const action = (title, text, act) => button(greeting, act, el("b", { text: title }), text);
-  const showing = action(t("Show me"), t("Opens five nodes on a small model that is here already: a black picture, and the same one repaired. No download."), showMe);
+  const showing = action(t("Show me"), t("Opens five nodes on a small built-in model that overflows in fp16: its black picture, and the same one, where NaN Guard repeats the step that overflowed. No download."), showMe);
   const guarding = unguard ? action(t("Take the guard out"), t("Takes the Halfsafe node out and links what was linked before."), unguard)
     : action(t("Guard this workflow"), t("Puts the Halfsafe node between loaders and sampler. Another click takes it out."), guard);
   const measuring = action(t("Measure my card"), t("Puts Measure Precisions beside the sampler: a run takes as long as about 30 of its steps and says what is fastest here."), measure);

@@ -19,7 +19,7 @@ sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "scripts" / "assets")]
 
 from setup.comfyui_server import Server, make_base_directory  # noqa: E402
 from workflow_models import FILES  # noqa: E402
-from workflow_sheet import NARROW, Output, Sheet  # noqa: E402
+from workflow_sheet import NARROW, WIDE_LAST, WIDE_THIRD, Output, Sheet  # noqa: E402
 
 FP16 = "wan2.1_t2v_1.3B_fp16.safetensors"
 TEXT, WAN_VAE = "umt5_xxl_fp8_e4m3fn_scaled.safetensors", "wan_2.1_vae.safetensors"
@@ -182,6 +182,7 @@ def old_gpu(sheet: Sheet) -> None:
 
 
 def which_precision(sheet: Sheet) -> None:
+    sheet.columns = WIDE_THIRD
     sheet.note(
         "# Which precision for this card?\n\n## Press Run: four steps of your sampler for each candidate and the reference, 32 at most.\n\n**Measure Precisions** runs your prompt with each of its candidates and writes down the time of a "
         "step, the memory and the error against fp32. Its first line names the best. Making the weights takes time too.\n\n"
@@ -190,33 +191,34 @@ def which_precision(sheet: Sheet) -> None:
     original = _load(sheet, "as_file", "auto")
     clip, vae = _load_text_and_vae(sheet, folded=True)
     asked = _prompts(sheet, clip) | {"latent_image": _frame(sheet)}
-    measured = sheet.add("HalfsafeMeasurePrecisions", 2, 660, SEED, CANDIDATES, model=original, **asked)
+    measured = sheet.add("HalfsafeMeasurePrecisions", 2, 620, SEED, CANDIDATES, model=original, **asked)
     best = _load(sheet, "auto", "auto", 1, rules=Output(measured, 1))
     sheet.leave(3, 320)
     _picture(sheet, _sample(sheet, best, asked, 3, "fixed"), vae, "which-precision")
 
 
 def fp8_against_the_original(sheet: Sheet) -> None:
+    sheet.columns = WIDE_LAST
     sheet.note(
         "# What does fp8 cost?\n\n## Press Run, and compare both pictures.\n\nThe same prompt, seed and steps twice: with the weights as in the file, then in scaled fp8.\n\n"
-        "**Compare Images** gives the difference: PSNR in dB (above about 30 it is hard to see), the largest error and SSIM, and shows it amplified.\n\n"
+        "**Compare Images** gives the difference: PSNR (above about 40 dB it is hard to see), the largest error and SSIM. Pull the line in its panel from one picture to the other.\n\n"
         "Change `storage` or `compute` of the second loader to compare anything else.", 260)  # fmt: skip
     sheet.leave(1, 260)
     sheet.leave(2, 260)
-    sheet.leave(3, 400)
+    sheet.leave(3, 360)
     original = _load(sheet, "as_file", "auto")
     changed = _load(sheet, "fp8_e4m3fn", "auto")
     clip, vae = _load_text_and_vae(sheet, 0, folded=True)
     asked = _prompts(sheet, clip, 1, True) | {"latent_image": _frame(sheet, 2, True)}
     first = _sample(sheet, original, asked, 1, "fixed", "Original")
-    image = _picture(sheet, first, vae, "original", 2, 1, 260, "Original")
-    second = _sample(sheet, changed, asked, 3, "fixed", "fp8")
-    candidate = _picture(sheet, second, vae, "fp8", 2, 2, 260, "fp8")
-    compared = sheet.add("HalfsafeCompareImages", 3, 400, top=0, reference=image, candidate=candidate)
-    sheet.add("PreviewImage", 2, 220, title="Difference, amplified", images=Output(compared, 1))
+    image = _picture(sheet, first, vae, "original", 3, 1, 260, "Original")
+    second = _sample(sheet, changed, asked, 2, "fixed", "fp8")
+    candidate = _picture(sheet, second, vae, "fp8", 3, 2, 260, "fp8")
+    sheet.add("HalfsafeCompareImages", 3, 360, top=0, reference=image, candidate=candidate)
 
 
 def save_fp8(sheet: Sheet) -> None:
+    sheet.columns = WIDE_THIRD
     sheet.note(
         "# Save your own fp8 file\n\n## Press Run: 8 to 52 steps of your sampler, about 24 on average.\n\n**Analyze Layers** runs the model on your prompt and measures, layer by layer, what fp8 would change. "
         "Layers below the target become rules that keep them high.\n\n"
@@ -225,7 +227,7 @@ def save_fp8(sheet: Sheet) -> None:
     model = _load(sheet, "as_file", "auto")
     clip, vae = _load_text_and_vae(sheet, folded=True)
     asked = _prompts(sheet, clip) | {"latent_image": _frame(sheet, folded=True)}
-    rules = Output(sheet.add("HalfsafeAnalyzeLayers", 2, 560, SEED, "fp8_e4m3fn", 25.0, "keep high", model=model, **asked))
+    rules = Output(sheet.add("HalfsafeAnalyzeLayers", 2, 500, SEED, "fp8_e4m3fn", 25.0, "keep high", model=model, **asked))
     sheet.add("HalfsafeSaveModel", 1, 240, "diffusion_models/halfsafe", "fp8_e4m3fn", model=model, rules=rules)
     trial = _load(sheet, "fp8_e4m3fn", "auto", rules=rules)
     sheet.leave(3, 320)
@@ -241,7 +243,7 @@ def save_calibrated(sheet: Sheet) -> None:
     model = _load(sheet, "as_file", "auto")
     clip, vae = _load_text_and_vae(sheet, folded=True)
     asked = _prompts(sheet, clip) | {"latent_image": _frame(sheet)}
-    calibration = Output(sheet.add("HalfsafeCalibrate", 2, 420, SEED, "", model=model, **asked))
+    calibration = Output(sheet.add("HalfsafeCalibrate", 2, 290, SEED, "", model=model, **asked))
     sheet.add("HalfsafeSaveModel", 2, 240, "diffusion_models/halfsafe-calibrated", "int8", model=model, calibration=calibration)
     trial = _load(sheet, "as_file", "auto")
     sheet.leave(3, 320)

@@ -42,7 +42,7 @@ PLACE = """() => { const one = app.graph.nodes.find((n) => n.type === "HalfsafeA
     const [loader, sampler] = ["HalfsafeLoadDiffusionModel", "KSampler"].map((type) => boxes.find(([name]) => name === type)[1]);
     return { meets, between: loader.left <= mine.left && mine.left <= sampler.left, beside: loader.right < mine.left && mine.right < sampler.left && mine.top < sampler.bottom,
         below: mine.top > Math.max(...boxes.filter(([, b]) => b.left < mine.right && mine.left < b.right).map(([, b]) => b.bottom)) }; }"""
-ROOM = """(group) => { const of = (type) => app.graph.nodes.filter((n) => n.type === type), [sampler] = of("KSampler"); sampler.pos = [2600, 0];
+ROOM = """(group) => { const of = (type) => app.graph.nodes.filter((n) => n.type === type), [sampler] = of("KSampler"); sampler.pos = [2600, 300];
     for (const type of ["HalfsafeLoadCLIP", "HalfsafeLoadVAE", "CLIPTextEncode", "EmptyHunyuanLatentVideo", "HalfsafeReport", "VAEDecode", "SaveImage"]) for (const node of of(type)) node.pos = [node.pos[0], node.pos[1] + 1500];
     if (group) { const box = new LiteGraph.LGraphGroup("Mine"); box.pos = [760, -100]; box.size = [900, 700]; app.graph.add(box); } }"""
 BEFORE = """() => { const [sampler] = app.graph.nodes.filter((n) => n.type === "KSampler"); sampler.pos = [-400, 0]; }"""

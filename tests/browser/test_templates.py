@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 TITLES = sorted(path.stem for path in (Path(__file__).absolute().parents[2] / "workflows").glob("*.json"))
-FIRST = "Halfsafe 1 - Fix black images"
+OPENED = "Halfsafe 3 - Half the memory"
 CARDS = '[data-testid^="template-workflow-Halfsafe"]'
 pytestmark = pytest.mark.paired  # the browser of templates is the page's own; the renderer draws what is opened
 
 
-def test_the_search_finds_every_workflow_and_the_first_opens_readable_and_offers_its_files(comfy, pictures, cell):
+def test_the_search_finds_every_workflow_and_one_opens_readable_and_offers_its_files(comfy, pictures, cell):
     comfy.set("Comfy.Workflow.ShowMissingModelsWarning", True)
     comfy.evaluate("() => { app.extensionManager.command.execute('Comfy.BrowseTemplates'); }")
     comfy.page.wait_for_selector('[data-testid="template-workflows-content"]')
@@ -23,8 +23,8 @@ def test_the_search_finds_every_workflow_and_the_first_opens_readable_and_offers
     loaded = "(cards) => [...document.querySelectorAll(`${cards} img`)].some((image) => image.naturalWidth === 512)"
     comfy.page.wait_for_function(loaded, arg=CARDS)
     comfy.screenshot(pictures, f"templates-{cell}")
-    comfy.page.get_by_test_id(f"template-workflow-{FIRST}").click()
-    comfy.page.wait_for_function("() => app.graph.nodes.some((node) => node.type === 'HalfsafeAutoPrecision')")
+    comfy.page.get_by_test_id(f"template-workflow-{OPENED}").click()
+    comfy.page.wait_for_function("() => app.graph.nodes.some((node) => node.type === 'HalfsafeReport')")
     details = comfy.page.get_by_text("View details")
     shown = comfy.page.locator("button", has_text="Download all").or_(details).first
     shown.wait_for()
