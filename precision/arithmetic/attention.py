@@ -17,7 +17,7 @@ import torch
 from ..base.amax import amax
 from .attention_bounds import AttentionBound, AttentionCall, AttentionRange, ScoreBound
 from .calibration import Calibration
-from .result_bound import FiniteResult
+from .proofs import Proof
 
 AS_IS, SMOOTH, FP32 = "unchanged", "smooth-K", "fp32"
 MODES = (AS_IS, SMOOTH, FP32)
@@ -146,7 +146,7 @@ class SafeAttention:
         self.calibration = calibration
         self.asked = asked
         self.range = calibration.add(AttentionRange("attention"))
-        self.finite = calibration.add(FiniteResult("attention result"))
+        self.finite = calibration.add(Proof("attention result"))
         self.bounds: list[AttentionBound] = []
         self.calls_in_fp32: list[bool] = []
         self.any_in_fp32 = False

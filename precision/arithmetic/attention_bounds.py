@@ -66,10 +66,8 @@ class AttentionCall(NamedTuple):
 
     def is_masked(self) -> bool:
         """Tell whether a mask is added to the scores."""
-        for mask in (*self.args, self.kwargs.get("mask")):
-            if isinstance(mask, torch.Tensor) and mask.is_floating_point():
-                return True
-        return False
+        masks = (*self.args, self.kwargs.get("mask"))
+        return any(isinstance(mask, torch.Tensor) and mask.is_floating_point() for mask in masks)
 
     def score_bound(self) -> torch.Tensor:
         """Compute the largest number the scores can reach, 0-dim fp32."""
@@ -92,7 +90,6 @@ class ScoreBound(Proof):
     """Prove that no score of a model's fp16 attentions passes fp16's range, from the norms of their q and k."""
 
     def holds(self, magnitude: float) -> bool:
-        """Tell whether scores up to this bound fit."""
         return magnitude <= LARGEST_SCORE
 
 
@@ -100,7 +97,6 @@ class AttentionRange(Proof):
     """Prove that attentions over fp16 operands stay in its range, from the largest number they can hold."""
 
     def holds(self, magnitude: float) -> bool:
-        """Tell whether fp16 holds numbers up to ``magnitude``."""
         return fits_range(magnitude)
 
 
@@ -157,8 +153,7 @@ def smoothed(k: torch.Tensor) -> torch.Tensor:
 
 
 def _mask_in(dtype: torch.dtype, mask: object) -> object:
-    """Cast a floating mask. In fp16 it is clamped to half of the range, which hides a token as well as -inf does and
-    can be added to a score."""
+    # Half of fp16's range hides a token as well as -inf does, and can be added to a score.
     if not isinstance(mask, torch.Tensor) or not mask.is_floating_point():
         return mask
     return (mask.clamp(-FP16_MAX / 2, FP16_MAX / 2) if dtype == torch.float16 else mask).to(dtype)

@@ -23,7 +23,7 @@ from ..base.patching import compile_disabled
 from .hiding import HidingCode
 from .operand_scale import OperandScale, SharedOperands
 from .proofs import HEADROOM_BITS, NOTHING, AmaxBuffer, Proof
-from .result_bound import FiniteResult, Fp16Results
+from .result_bound import Fp16Results
 
 Result = TypeVar("Result")
 AnyProof = TypeVar("AnyProof", bound=Proof)
@@ -37,7 +37,6 @@ class InputRange(Proof):
         self.range = math.inf, 0.0
 
     def forget(self) -> None:
-        """Begin anew, for a model with other operands."""
         super().forget()
         self.range = math.inf, 0.0
 
@@ -74,7 +73,7 @@ class Calibration:
         self.by_layer = True
         self.repeats = 0
         self.error = ""
-        self._result = FiniteResult("result of the call")
+        self._result = Proof("result of the call")
         self._missed = self._result.missed
         self._buffers: dict[torch.device, tuple[AmaxBuffer, dict[int, Proof]]] = {}
 
@@ -87,7 +86,8 @@ class Calibration:
     def scale(self, name: str) -> OperandScale:
         """Make the operand scale of an operation."""
         self.in_fp16 = True
-        return self.add(OperandScale(name, self.results.bound()))
+        self.results.scales.append(OperandScale(name))
+        return self.add(self.results.scales[-1])
 
     def largest(self) -> dict[str, float]:
         """Return operation -> the largest magnitude of its operands; operations without any are left out."""
@@ -200,7 +200,6 @@ class Calibration:
         return hold
 
     def _is_held(self, proof: Proof, magnitude: float) -> bool:
-        """Tell whether a proof holds for a magnitude, and the proofs of operations with the same operand."""
         proofs = (proof, *self.operands.sharing.get(proof, ()))  # type: ignore[call-overload]  # scales alone share
         for each in proofs:
             each.largest = max(each.largest, magnitude)

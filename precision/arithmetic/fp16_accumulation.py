@@ -48,7 +48,6 @@ class SumBound(ScaledOperand):
         self._largest = {"amax": 0.0, "norm": 0.0}
 
     def forget(self) -> None:
-        """Begin anew, for a model whose operands are others now."""
         super().forget()
         self.proven, self._largest = False, dict.fromkeys(self._largest, 0.0)
 
@@ -58,7 +57,6 @@ class SumBound(ScaledOperand):
         return FP16_MAX * 2.0**self.exponent / (MARGIN * self.gain) if self.gain else math.inf
 
     def holds(self, magnitude: float) -> bool:
-        """Tell whether a later call's magnitude is inside the proof; one that was never measured holds nothing."""
         return self.proven and magnitude <= self.limit
 
     def prove(self, largest: float, norm: float, row_sum: float, row_norm: float, terms: int, can_scale: bool) -> None:
@@ -84,16 +82,6 @@ class SumBound(ScaledOperand):
         few = "" if can_scale or self.proven else f", too few outputs to gain by scaling ({WORTH_SCALING})"
         scaled = f", input scaled by 2^-{self.exponent}" if self.proven and self.scales else ""
         self.evidence = f"bound {of_input * self.gain:.4g} of {FP16_MAX:.0f} ({numbers}){few}{scaled}"
-
-    def magnitude_of(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what the proof depends on, the largest element or row norm of an input, 0-dim fp32."""
-        return amax(x) if self.by == "amax" else largest_row_norm(x)
-
-
-def weight_norms(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the largest 1-norm and 2-norm of the rows of a weight (outputs, K), each 0-dim fp32."""
-    first, second = (torch.linalg.vector_norm(weight, order, dim=-1, dtype=torch.float32).amax() for order in (1, 2))
-    return first, second
 
 
 def needed_exponent(bound: float) -> float:
@@ -137,15 +125,15 @@ class Fp16AccumulationLinear:
             if not self.by_layer and not self.sums.terms:
                 self.sums.record(x.new_full((), math.inf, dtype=torch.float32))
             return self.inner(x, *args, **kwargs)
-        self.sums.record(self.sums.magnitude_of(x))
+        self.sums.record(amax(x) if self.sums.by == "amax" else largest_row_norm(x))
         with flags.switched(FP16_ACCUMULATION, True) if self.by_layer else nullcontext():
             return self._scaled(x) if self.sums.scales else self.inner(x, *args, **kwargs)
 
     def _calibrate(self, x: torch.Tensor) -> torch.Tensor:
-        """Calibrate and multiply with one and the same weight."""
         # Asked for once, for the reason at ``SafeOperation._calibrate`` (comfy/ops.py, resolve_cast_module_with_vbar).
         with self.weights(self.module, x, torch.float16) as (weight, bias):
-            numbers = torch.stack([amax(x), largest_row_norm(x), *weight_norms(weight)]).tolist()
+            norms = [torch.linalg.vector_norm(weight, n, dim=-1, dtype=torch.float32).amax() for n in (1, 2)]
+            numbers = torch.stack([amax(x), largest_row_norm(x), *norms]).tolist()
             self.sums.prove(*numbers, terms=weight.shape[-1], can_scale=weight.shape[0] >= WORTH_SCALING)
             return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
 

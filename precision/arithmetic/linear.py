@@ -23,7 +23,7 @@ from ..base.modes import FP16, FP16_SCALED, FP16_WIDE, FP32
 from .calibration import Calibration
 from .operand_scale import OperandScale
 from .products import HAS_WIDE_PRODUCT, wide_product
-from .result_bound import FiniteResult
+from .proofs import Proof
 
 WeightProvider = Callable[..., AbstractContextManager]
 """``provider(module, x, dtype, bias_dtype=fp32)`` yields a layer's ``(weight, bias)`` on the device of ``x``. ``dtype``
@@ -79,14 +79,14 @@ class SafeOperation:
         self.calibration = calibration
         self.weights = weights
         self.largest_fp16 = largest_fp16
-        self.finite: FiniteResult | None = None
+        self.finite: Proof | None = None
 
     @property
     def observed_mode(self) -> str:
         """The mode of the layer in its last calibration; planned is ``fp16_wide``."""
         if self.scale.in_fp32:
             return FP32.name
-        if self.scale.result.proven:
+        if self.scale.fits_result:
             return FP16.name
         return FP16_SCALED.name if self.scale.exponent else FP16_WIDE.name
 
@@ -97,7 +97,7 @@ class SafeOperation:
         if self.scale.in_fp32:
             return self._in_fp32(input, *args, **kwargs)
         operand = self.calibration.operands.of(self.scale, input)
-        if self.scale.result.proven:
+        if self.scale.fits_result:
             bias_dtype: torch.dtype | None = torch.float16
         else:
             bias_dtype = None if self._is_wide(operand) else torch.float32
@@ -111,13 +111,13 @@ class SafeOperation:
     def look(self) -> None:
         """Look at the result in every later call."""
         if self.finite is None:
-            self.finite = self.calibration.add(FiniteResult(f"{self.scale.name} result"))
+            self.finite = self.calibration.add(Proof(f"{self.scale.name} result"))
         self.finite.device = self.scale.device
 
     def widen(self) -> None:
         """Return fp32 from now on: model code replaces what overflows in fp16."""
-        if self.scale.result.proven:
-            self.calibration.results.give_up(self.scale.result)
+        if self.scale.fits_result:
+            self.calibration.results.give_up(self.scale)
 
     def _in_fp32(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         with self.weights(self.module, x, torch.float32) as (weight, bias):
@@ -130,7 +130,7 @@ class SafeOperation:
 
     def _multiplied(self, operand, weight, bias, *args, **kwargs) -> torch.Tensor:
         """Multiply in fp16. A result that is not proven is fp32, or made so from a scaled one."""
-        if self.scale.result.proven:
+        if self.scale.fits_result:
             return multiplied(self.module, self.kind, operand, weight, bias, *args, **kwargs)
         # ``torch.mm`` with ``out_dtype`` has no derivative (torch 2.8 to 2.11).
         needs_gradient = torch.is_grad_enabled() and (operand.requires_grad or weight.requires_grad)
@@ -191,13 +191,13 @@ class SafeOperation:
 
     def _first_product(self, operand, weight, bias, *args, **kwargs) -> torch.Tensor:
         """Multiply in a call that calibrates: in fp16 only if it is not larger there than allowed."""
-        if self.scale.result.proven:
+        if self.scale.fits_result:
             half_bias = None if bias is None else bias.to(torch.float16)
             result = self._in_fp16(operand, weight, half_bias, *args, **kwargs)
             if amax(result).item() <= self.largest_fp16:
-                self.calibration.results.note_result(self.scale.result)
+                self.calibration.results.note_result(self.scale)
                 return result
-            self.scale.result.refute()
+            self.scale.refute_result()
         return self._in_fp16(operand, weight, bias, *args, **kwargs)
 
 

@@ -11,7 +11,6 @@ import torch
 from ..base.dtypes import FP16_MAX
 from ..base.layer_names import block_of
 from .proofs import FLOOR_BITS, HEADROOM_BITS, Proof, fits_range
-from .result_bound import ResultBound
 
 MAX_GAIN = 2.0**16
 MAX_FALLS = 2
@@ -47,24 +46,24 @@ class OperandScale(ScaledOperand):
 
     ``gain``: None until measured. ``in_fp32``: the operation runs in fp32. ``meets_zeros``: its operand was nothing but
     zeros once. ``is_watched``: the operand is measured in every call, as it is scaled or was nearly too small for fp16;
-    an overflow of any other shows in the result, as Inf or NaN. ``result``: the proof that the result may be fp16.
+    an overflow of any other shows in the result, as Inf or NaN. ``fits_result``: the result may be fp16, with room to
+    grow; ``is_refuted``: once it did not fit, or fp16 was too coarse for it.
     """
 
-    def __init__(self, name: str, result: ResultBound | None = None):
+    def __init__(self, name: str):
         super().__init__(name)
         self.gain: float | None = None
         self.in_fp32 = False
         self.meets_zeros = False
         self.is_watched = False
-        self.result = result or ResultBound()
+        self.fits_result = self.is_refuted = False
         self._falls = 0
         self._smallest = math.inf
 
     def forget(self) -> None:
-        """Begin anew, for a model with other operands."""
         super().forget()
         self.gain, self.in_fp32, self._falls, self._smallest = None, False, 0, math.inf
-        self.result.refuted = False
+        self.is_refuted = False
 
     @property
     def limit(self) -> float:
@@ -77,7 +76,6 @@ class OperandScale(ScaledOperand):
         return 2.0 ** (self.exponent - FLOOR_BITS)
 
     def holds(self, magnitude: float) -> bool:
-        """Tell whether an operand of this amax neither overflows nor underflows."""
         return fits_range(magnitude, self.limit, self.floor)
 
     def calibrate(self, magnitude: float, gain: float = 1.0) -> None:
@@ -104,9 +102,14 @@ class OperandScale(ScaledOperand):
         self.exponent = needed
 
     def prove_result(self, magnitude: float, row_sum: float, bias: float) -> None:
-        """Decide whether the result fits fp16, as ``ResultBound.prove``; not where the operand is scaled or in fp32."""
-        self.result.prove(magnitude, row_sum, bias)
-        self.result.proven = self.result.proven and not (self.in_fp32 or self.exponent)
+        """Decide whether the result fits fp16: at most ``row_sum`` times the amax of the operand, plus ``bias``."""
+        finite = math.isfinite(magnitude)
+        self.is_refuted |= finite and 2.0**HEADROOM_BITS * magnitude * row_sum + 2.0 * bias > FP16_MAX
+        self.fits_result = finite and not (self.is_refuted or self.in_fp32 or self.exponent)
+
+    def refute_result(self) -> None:
+        """Return fp32 until the model's operands are others."""
+        self.fits_result, self.is_refuted = False, True
 
     def record_operand(self, x: torch.Tensor, operand: torch.Tensor) -> None:
         """Record the amax of ``operand``, the fp16 form of ``x``. Zeros may be what fp16 leaves of small numbers: an
@@ -114,14 +117,13 @@ class OperandScale(ScaledOperand):
         self.record_amax(x if self.meets_zeros else operand)
 
     def magnitude(self, numbers: list[float]) -> float:
-        """Return the operand's amax from its record."""
         if self.meets_zeros:
             return numbers[0]
         return numbers[0] * 2.0**self.exponent if numbers[0] else math.nan
 
     def scaled(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x`` times ``2**-exponent`` in fp16; there is no exponent where the result is fp16."""
-        return x.to(torch.float16) if self.result.proven else super().scaled(x)
+        return x.to(torch.float16) if self.fits_result else super().scaled(x)
 
     def unscaled(self, product: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return ``product`` times ``2**exponent``, plus ``bias``, in fp32 and in one pass; ``product`` may be written
@@ -132,11 +134,8 @@ class OperandScale(ScaledOperand):
         if bias is None:
             return product.float().mul_(2.0**self.exponent) if self.exponent else product.float()
         recorded = product.requires_grad or (bias.requires_grad and torch.is_grad_enabled())
-        if product.dtype != torch.float32 or recorded:
-            return torch.add(bias, product, alpha=2.0**self.exponent)
-        if torch.compiler.is_compiling():
-            return product.mul_(2.0**self.exponent).add_(bias)
-        return torch.add(bias, product, alpha=2.0**self.exponent, out=product)
+        own = product.dtype != torch.float32 or recorded or torch.compiler.is_compiling()
+        return torch.add(bias, product, alpha=2.0**self.exponent, out=None if own else product)
 
 
 def converts_results(device: torch.device) -> bool:

@@ -1,18 +1,5 @@
 """Bounds on the numbers of one operation, which hold while the numbers recorded in each call stay in a range.
 
-==================  =============================================  ====================================================
-proof               no number of these passes fp16's range         from
-==================  =============================================  ====================================================
-``OperandScale``    an operand, and a result that only fits fp16   amax of the operand, 1-norms of the weight's rows
-``ResultBound``     a result that may be returned in fp16          the same, and the bias; part of an ``OperandScale``
-``FiniteResult``    any before a result                            amax of the result
-``InputRange``      a range that was measured                      amax of an input of the model
-``SumBound``        a sum of products in fp16                      amax or row norms of the operand, norms of the weight
-``ScoreBound``      a score of an attention in fp16                row norms of q and k
-``AttentionRange``  all numbers of an attention in fp16            the same, and amax of v, in one number
-``AttentionBound``  the same of one attention                      amax of q, or row norms of q and k
-==================  =============================================  ====================================================
-
 ``Calibration`` holds the proofs of a model and checks each one after every call that recorded a number for it.
 
 Their numbers are recorded on the device at fixed addresses and read back once per model call. A CUDA graph overwrites
@@ -25,7 +12,6 @@ the number: a place whose index is an input takes a kernel more.
 
 import math
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -120,9 +106,13 @@ class Missed:
     any = False
 
 
-class Proof(ABC):
+class Proof:
     """State a bound on the numbers of an operation, from a call that calibrates, and record them in every other call
-    without a synchronisation.
+    without a synchronisation. By itself: from the amax of a result, no number up to there was Inf or NaN.
+
+    An operand that is Inf or NaN times any weight is Inf or NaN, and so is each sum with it: every result of its row. A
+    product past fp16's range is Inf itself. So a finite result is right, unless model code has hidden an overflow
+    before (``hiding.py``).
 
     ``exponent``: its operand is multiplied by ``2**-exponent``. ``largest``: the largest magnitude of all calls so far.
     ``device``: where the operation was measured, None before. ``entries``: its records there. ``missed``: the
@@ -144,9 +134,9 @@ class Proof(ABC):
         """Return the magnitude to be checked, from the ``width`` numbers recorded in a call."""
         return numbers[0]
 
-    @abstractmethod
     def holds(self, magnitude: float) -> bool:
         """Tell whether the proof holds for a magnitude; never for NaN, nor before it was measured."""
+        return magnitude < math.inf
 
     def forget(self) -> None:
         """Begin anew, for a model with other operands."""

@@ -12,7 +12,7 @@ import re
 import torch
 
 from ..base.dtypes import FP16_MAX
-from .proofs import HEADROOM_BITS, Proof
+from .operand_scale import OperandScale
 
 LARGEST_FACTOR = 128.0
 """Results that model code may multiply with each other, as gated MLPs do:
@@ -37,76 +37,36 @@ def largest_fp16_result(name: str) -> float | None:
     return FP16_MAX if _SUMMANDS.fullmatch(name) else None
 
 
-class ResultBound:
-    """Prove that the result of an operation fits fp16: it is at most ``row_sum`` times the amax of its operand, plus
-    ``bias``.
-
-    ``proven``: it does, with room to grow. ``refuted``: once it did not, or fp16 was too coarse for it.
-    """
-
-    def __init__(self) -> None:
-        self.proven = False
-        self.refuted = False
-
-    def prove(self, magnitude: float, row_sum: float, bias: float) -> None:
-        """Decide from the amax of an operand and of the bias, and the largest 1-norm of the weight's rows."""
-        if math.isfinite(magnitude):
-            self.refuted = self.refuted or 2.0**HEADROOM_BITS * magnitude * row_sum + 2.0 * bias > FP16_MAX
-        self.proven = math.isfinite(magnitude) and not self.refuted
-
-    def refute(self) -> None:
-        """Give the proof up until the model's operands are others."""
-        self.proven, self.refuted = False, True
-
-
-class FiniteResult(Proof):
-    """Prove from the amax of a result that no number up to there was Inf or NaN.
-
-    An operand that is Inf or NaN times any weight is Inf or NaN, and so is each sum with it: every result of its row. A
-    product past fp16's range is Inf itself. So a finite result is right, unless model code has hidden an overflow
-    before (``hiding.py``).
-    """
-
-    def holds(self, magnitude: float) -> bool:
-        """Tell whether all is finite."""
-        return magnitude < math.inf
-
-
 class Fp16Results:
     """Choose the operations of a model to return fp16, in calls that calibrate.
 
     What model code makes of two fp16 results can still overflow, and is then the operand of a later operation: fp16
     results are given up for the model. ``allowed``: any result may be fp16. ``any_returned``: a layer or an attention
-    has returned fp16 in this call.
+    has returned fp16 in this call. ``scales``: those of all operations.
     """
 
     def __init__(self) -> None:
         self.allowed = False
         self.any_returned = False
-        self._bounds: list[ResultBound] = []
-        self._block: list[ResultBound] = []
+        self.scales: list[OperandScale] = []
+        self._block: list[OperandScale] = []
         self._overflowed = False
         self._widened = False
-
-    def bound(self) -> ResultBound:
-        """Make the bound of one more operation."""
-        self._bounds.append(ResultBound())
-        return self._bounds[-1]
 
     def begin(self) -> None:
         """Start a call that calibrates, with nothing proven yet."""
         self._overflowed, self._widened, self.any_returned, self._block = False, False, False, []
-        for bound in self._bounds:
-            bound.proven = False
+        for scale in self.scales:
+            scale.fits_result = False
 
-    def note_result(self, bound: ResultBound) -> None:
+    def note_result(self, scale: OperandScale) -> None:
         """Count an operation with an fp16 result to the block of operations that runs."""
         self.any_returned = True
-        self._block.append(bound)
+        self._block.append(scale)
 
-    def give_up(self, bound: ResultBound) -> None:
+    def give_up(self, scale: OperandScale) -> None:
         """Refute the proof of an operation whose result must be fp32 after all; the call is made again."""
-        bound.refute()
+        scale.refute_result()
         self._widened = True
 
     def note_operand(self, magnitude: float, dtype: torch.dtype) -> None:
@@ -119,8 +79,8 @@ class Fp16Results:
 
     def close_block(self, coarse: bool) -> None:
         """End the block of operations that ran. ``coarse``: fp16 is too coarse for what is made of their results."""
-        for bound in self._block if coarse else ():
-            bound.refuted = self._widened = True
+        for scale in self._block if coarse else ():
+            scale.is_refuted = self._widened = True
         self._block = []
 
     def conclude(self) -> bool:

@@ -1,7 +1,9 @@
 """Tiny executed probes: what this device and this torch really do. They never raise and leave no flag changed."""
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +16,7 @@ PROBE_ERRORS = (RuntimeError, TypeError, AttributeError, ValueError, AssertionEr
 GEMM_TOLERANCE = {"fp16": 1e-2, "bf16": 2e-2, "fp32": 5e-3}
 X86 = ("x86_64", "amd64")
 NO_MEMORY = "not enough free memory to try"
+_leaves_flags = ContextVar("halfsafe_probes_leave_flags", default=False)
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,7 @@ class Probe:
 
 
 def run_probes(device: torch.device, fp8_format: str = "fp8_e4m3fn") -> tuple[Probe, ...]:
-    """Run all probes on a real device, each once per device and process, again where memory was lacking."""
+    """Run all probes on a real device, each once per device and process, again where the first said nothing."""
     return (
         _once("fp8_cast", fp8_cast, device, "fp8_e4m3fn"),
         _once("fp8_cast_e5m2", fp8_cast, device, "fp8_e5m2"),
@@ -44,8 +47,9 @@ _kept: dict[tuple, Probe] = {}
 
 
 def _once(name: str, check: Callable[..., tuple[bool | None, str]], *args) -> Probe:
+    """Run :func:`probe`; the result is kept for the process unless the probe said nothing."""
     key = (name, args)
-    if key not in _kept or _kept[key].detail == NO_MEMORY:
+    if key not in _kept or _kept[key].ok is None:
         _kept[key] = probe(name, check, *args)
     return _kept[key]
 
@@ -184,6 +188,16 @@ def cpu_bf16() -> bool:
     return supported
 
 
+@contextmanager
+def flags_left_alone() -> Iterator[None]:
+    """Run no probe that switches a flag: flags are the process's, and a model may run on another thread."""
+    token = _leaves_flags.set(True)
+    try:
+        yield
+    finally:
+        _leaves_flags.reset(token)
+
+
 def fp16_accumulation(device: torch.device) -> tuple[bool | None, str]:
     """Tell whether ``allow_fp16_accumulation`` acts: K=4096 products, +256 in the first half and -256 in the second.
 
@@ -193,6 +207,8 @@ def fp16_accumulation(device: torch.device) -> tuple[bool | None, str]:
         return None, "the flag acts on NVIDIA's cuBLAS only"
     if is_on("fp16_accumulation") is None:
         return False, f"torch {torch.__version__} has no such flag"
+    if _leaves_flags.get():
+        return None, "not tried while a model may run: the flag is the whole process's"
     return _overflows_in_fp16(*accumulation_operands(device))
 
 

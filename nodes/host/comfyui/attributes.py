@@ -121,6 +121,13 @@ def lie_ready(layer: Layer, weight: torch.Tensor, bias: torch.Tensor | None, dev
     return not (STREAMED in layer.__dict__ or layer.weight_function or layer.bias_function)
 
 
+def hold_in_dtype(layer: Layer, name: str, dtype: torch.dtype) -> None:
+    """Hold a parameter of a layer in a dtype for good, which dynamic VRAM would else undo at each call by the dtype of
+    the file (``archive_model_dtypes`` in comfy/model_management.py)."""
+    setattr(layer, name, torch.nn.Parameter(getattr(layer, name).to(dtype), requires_grad=False))
+    setattr(layer, f"{name}_comfy_model_dtype", dtype)
+
+
 def weight_state(model: PatchedModel) -> Any:
     """Return what ComfyUI identifies the patches by that are in a model's weights now."""
     return model.current_weight_patches_uuid

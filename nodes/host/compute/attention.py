@@ -64,7 +64,6 @@ def _entries(model: torch.nn.Module, override: Callable, inputs: Callable | None
 
 
 def _compilable_parts(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """List a model and the parts of it that may be compiled, as they are when nothing is; looked up once."""
     if model not in _parts:
         parts = [getattr(part, "_orig_mod", part) for part in (model, *top_level_parts(model).values())]
         _parts[model] = [weakref.ref(part) for part in parts if kind_of(part) is None and holds_modules(part)]
@@ -82,8 +81,6 @@ def forward_of(part: torch.nn.Module) -> Callable:
 
 
 def _entry(forward: Callable, override: Callable, inputs: Callable | None) -> Callable:
-    """Make a part's forward with this override in its options; the newest override holds the earlier ones."""
-
     def run(*args, transformer_options=None, **kwargs):
         if inputs is not None:
             inputs({**dict(enumerate(args)), **kwargs})
@@ -101,27 +98,23 @@ def has_attention_patch(options: dict) -> bool:
     return not patches.isdisjoint(ATTENTION_PATCHES)
 
 
-def is_fused(function: Callable) -> bool:
-    """Tell whether an attention keeps its scores in fp32 registers."""
-    return function.__name__ not in UNFUSED
-
-
 def fuses_by_default() -> bool:
     """Tell whether the attention that ComfyUI was started with keeps its scores in fp32 registers."""
     attention = comfy.ldm.modules.attention
-    return is_fused(attention.optimized_attention) and is_fused(attention.optimized_attention_masked)
+    functions = attention.optimized_attention, attention.optimized_attention_masked
+    return all(function.__name__ not in UNFUSED for function in functions)
 
 
 def scores_in_fp32(function: Callable, attention: Callable, *args, **kwargs) -> torch.Tensor:
     """Run attention with the scores of an unfused kernel in fp32: one of -inf in fp16 leaves its token out unseen."""
-    kwargs |= {} if is_fused(function) else {"attn_precision": torch.float32}
+    kwargs |= {"attn_precision": torch.float32} if function.__name__ in UNFUSED else {}
     return attention(*args, **kwargs)
 
 
 def kernels_of(function: Callable, attention: Callable) -> Kernels:
     """Describe an attention of ComfyUI's, ``function``, in whose place ``attention`` would run."""
     foreign = attention is not function or function.__name__ not in EXACT
-    return Kernels(attention, full_precision_attention(function), is_fused(function), foreign)
+    return Kernels(attention, full_precision_attention(function), function.__name__ not in UNFUSED, foreign)
 
 
 def full_precision_attention(function: Callable) -> Callable:

@@ -91,8 +91,11 @@ class PlannedControl:
 
     def __call__(self, *args, **kwargs):
         self._calls[0] += 1
-        module, run = self.diffusion_model, self.compute.runs.of(self)
-        with patched([*_casting(kwargs.get("base_model")), *run.patches, *_attending(module, run.attend)]):
+        module, run, base = self.diffusion_model, self.compute.runs.of(self), kwargs.get("base_model")
+        # Qwen-Image Fun's calls layers of the model it runs with (comfy/ldm/qwen_image/controlnet.py), with activations
+        # in a dtype of its own.
+        casts = [patch for part in (base.modules() if base else ()) for patch in casting(part)]
+        with patched([*casts, *run.patches, *_attending(module, run.attend)]):
             return run.call(functools.partial(type(module).forward, module, *args, **kwargs))
 
 
@@ -115,16 +118,8 @@ class ControlPatcher:
         return comfy.utils.get_attr(self.model, name)
 
 
-def _casting(base: torch.nn.Module | None) -> Iterator[Patch]:
-    """Have the model that a ControlNet runs with cast its weights: Qwen-Image Fun's calls layers of it
-    (comfy/ldm/qwen_image/controlnet.py), with activations in a dtype of its own."""
-    for part in base.modules() if base else ():
-        yield from casting(part)
-
-
 def _attending(module: torch.nn.Module, attend: Callable | None) -> Iterator[Patch]:
-    """Give the blocks of a ControlNet's model their attention: ComfyUI passes it no options (``get_control`` in
-    comfy/controlnet.py)."""
+    # ComfyUI passes the blocks of a ControlNet's model no options (``get_control`` in comfy/controlnet.py).
     for part in module.modules() if attend else ():
         if part is not module and OPTIONS in _signature(type(part).forward).parameters:
             yield part, "forward", _with_attention(part, attend)
@@ -136,7 +131,6 @@ def _signature(forward: Callable) -> inspect.Signature:
 
 
 def _with_attention(part: torch.nn.Module, attend: Callable) -> Callable:
-    """Make a part's forward with ``attend`` in its options, unless an outer part has put an override there."""
     forward, arguments = part.forward, _signature(type(part).forward).bind
 
     def run(*args, **kwargs):

@@ -25,30 +25,29 @@ FP8_RESULT = "bf16"
 """What fp8 products give an fp32 stream: torch has none with an fp32 result and a bias."""
 
 
-class Switching:
-    """Say whether torch's flags are switched layer by layer in the calls of a model."""
-
-    by_layer = True
-
-
 class PlannedLayers:
-    """Exchange the forwards of a model's layers for others that follow a plan, and record the modes of their calls."""
+    """Exchange the forwards of a model's layers for others that follow a plan, and record the modes of their calls.
+
+    ``switches_flags``: torch's flags are switched layer by layer in the calls of the model.
+    """
 
     def __init__(self, plan: ComputePlan, layers: Mapping[str, torch.nn.Module]):
         self.calibration = Calibration()
-        self.switching = Switching()
+        self.switches_flags = True
         self.operations: dict[str, SafeOperation] = {}
         self.casts: dict[str, CastOperation] = {}
         self.patches: list[Patch] = []
         self._activations = plan.activation_dtype
-        self._decisions = {name: _without_int8(plan, name) for name in layers}
+        self._decisions: dict[str, ComputeDecision] = {}
         for name, layer in layers.items():
-            decision = self._decisions[name]
+            decision = self._decisions[name] = plan.decisions[name]
+            if decision.mode == INT8.name:  # its weight is not stored in int8: it computes as the other layers do
+                decision = self._decisions[name] = replace(decision, mode=MODE_OF[plan.choice.used])
             forward = self._product(name, layer, decision)
             if not (plan.is_safe and name in self.operations):
                 forward = CastResult(forward, torch.float32 if decision.stream == FP32.name else None).__call__
             if decision.sums:
-                forward = SumsByRule(decision.sums, forward, self.switching).__call__
+                forward = SumsByRule(decision.sums, forward, self).__call__
             self.patches += exchanged(layer, forward, fp16_sums=not holds_sums(plan))
             if name not in self.operations:
                 self.patches += casting(layer)
@@ -66,7 +65,6 @@ class PlannedLayers:
         return self.casts[name].__call__
 
     def _own_dtype(self, layer: torch.nn.Module, mode: str) -> torch.dtype:
-        """Return the dtype in which a layer's own forward comes closest to a mode."""
         if type(layer).forward.__module__.startswith("torch.nn."):
             return layer.weight.dtype  # torch's own classes cannot cast their weights
         if mode == FP8.name:  # a LoRA in bypass mode has put its own forward around the layer's
@@ -86,30 +84,22 @@ class PlannedLayers:
     def allocations(self) -> dict[str, object]:
         """Return layer -> what its allocations depend on: the mode it runs in, and what becomes of its operand."""
         sharing = self.calibration.operands.sharing
-        scales = {name: (each, each.scale) for name, each in self.operations.items()}
-        found = {
-            name: (each.observed_mode, scale.is_watched, each.finite is None, len(sharing.get(scale, ())))
-            for name, (each, scale) in scales.items()
-        }
-        return {**self.planned_modes(), **found}
+        found: dict[str, object] = {**self.planned_modes()}
+        for name, each in self.operations.items():
+            shares = len(sharing.get(each.scale, ()))
+            found[name] = each.observed_mode, each.scale.is_watched, each.finite is None, shares
+        return found
 
     @property
     def fp16_flops(self) -> int:
         """The floating-point operations of a call that had fp16 operands and could not overflow."""
-        in_fp16 = (name for name, operation in self.operations.items() if not operation.scale.in_fp32)
-        return sum(self.calibration.flops[name] for name in in_fp16)
+        return sum(self.calibration.flops[name] for name, each in self.operations.items() if not each.scale.in_fp32)
 
 
 def holds_sums(plan: ComputePlan) -> bool:
     """Tell whether fp16 accumulation is off for whole calls: no layer of a safe plan could have such sums."""
     modes = {decision.mode for decision in plan.decisions.values()}
     return plan.is_safe and FP16_WIDE.name in modes and FP16.name not in modes
-
-
-def _without_int8(plan: ComputePlan, name: str) -> ComputeDecision:
-    """Return a layer's decision; int8 of a weight that is not stored in it is what the other layers compute in."""
-    decision = plan.decisions[name]
-    return replace(decision, mode=MODE_OF[plan.choice.used]) if decision.mode == INT8.name else decision
 
 
 class CastOperation:
@@ -172,13 +162,13 @@ class SumsByRule:
     have it too, and a compiled graph cannot switch them.
     """
 
-    def __init__(self, sums: str, inner: Forward, switching: Switching):
+    def __init__(self, sums: str, inner: Forward, layers: PlannedLayers):
         self.sums = sums
         self.inner = inner
-        self._switching = switching
+        self._layers = layers
 
     def __call__(self, *args, **kwargs) -> torch.Tensor:
-        if torch.compiler.is_compiling() or not self._switching.by_layer:
+        if torch.compiler.is_compiling() or not self._layers.switches_flags:
             return self.inner(*args, **kwargs)
         with flags_set({FP16_ACCUMULATION: self.sums == "fp16"}):
             return self.inner(*args, **kwargs)

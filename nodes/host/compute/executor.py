@@ -149,7 +149,6 @@ class Compute:
 
     @contextmanager
     def _between(self, model, runs: "PerModel[PlannedModel]") -> "Iterator[PlannedModel]":
-        """Give a model what the plan exchanges, and fp32 between its layers where it is loaded to cast to fp16."""
         uncast = self.plan.is_safe and cast_dtype(model) != torch.float32
         with patched(in_fp32(model) if uncast else []):
             run = runs.of(model)

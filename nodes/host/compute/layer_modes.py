@@ -87,7 +87,6 @@ def _kernel(patcher, name: str, module: torch.nn.Module, mode: str) -> str:
 
 
 def _format(module: torch.nn.Module) -> Format | None:
-    """Return the format of a quantized weight; None for any other, and for one of ComfyUI's that has no row."""
     return FORMATS.get(quantization_format(module)) if is_quantized(module) else None
 
 

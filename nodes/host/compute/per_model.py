@@ -28,7 +28,6 @@ class ModelRun(Protocol):
 
 
 Run = TypeVar("Run", bound=ModelRun)
-Branch = tuple
 
 
 @dataclass
@@ -40,7 +39,7 @@ class _Kept(Generic[Run]):
     run: Run
     attributes: list[tuple[torch.nn.Module, dict]]
     device: str = ""
-    branches: set[Branch] = field(default_factory=set)
+    branches: set[tuple] = field(default_factory=set)
 
 
 class PerModel(Generic[Run]):
@@ -63,13 +62,11 @@ class PerModel(Generic[Run]):
     def of(self, model: torch.nn.Module) -> Run:
         """Return the run for the model as it is now; the last few states are remembered.
 
-        It measures anew where unmerged LoRAs are others now, which change no weight but what layers are
-        given.
+        It measures anew where unmerged LoRAs are others now: they change no weight but what layers are given.
         """
-        run = self._found(model)
-        patches = self._patches.setdefault(run, weight_state(model))
-        if patches != weight_state(model):
-            self._patches[run] = weight_state(model)
+        run, state = self._found(model), weight_state(model)
+        if self._patches.setdefault(run, state) != state:
+            self._patches[run] = state
             self._runs[model][0].branches = {self._branch(model.current_patcher)}
             if hasattr(run, "calibration"):
                 run.calibration.recalibrate()
@@ -97,8 +94,7 @@ class PerModel(Generic[Run]):
         return runs[0].run if runs else None
 
     def last_of(self, patcher: "ModelPatcher") -> Run | None:
-        """Return the run of the last call that was made with a patcher or a clone that runs as it does, if there was
-        one."""
+        """Return the run of the last call made with a patcher or a clone that runs as it does, if there was one."""
         return next(iter(self.runs_of(patcher)), None)
 
     def runs_of(self, patcher: "ModelPatcher") -> list[Run]:
@@ -115,7 +111,7 @@ class PerModel(Generic[Run]):
         others = [runs for model, runs in list(self._runs.items()) if model is not patcher.model]
         return [[kept for kept in runs if branch in kept.branches] for runs in [own, *others]]
 
-    def _branch(self, patcher: "ModelPatcher") -> Branch:
+    def _branch(self, patcher: "ModelPatcher") -> tuple:
         return *branch_of(patcher), *self._settings(patcher)
 
     def _state(self, model: torch.nn.Module, attributes: list[tuple[torch.nn.Module, dict]]) -> tuple:

@@ -93,7 +93,7 @@ class PlannedModel:
         patcher = self._model().current_patcher
         off = self._holds_sums or needs_fp32_accumulation(self.plan, patcher)
         self.calibration.by_layer = not off
-        self.layers.switching.by_layer = not self._has_rules or switches_by_layer(patcher)
+        self.layers.switches_flags = not self._has_rules or switches_by_layer(patcher)
 
         def once():
             self.attention.begin()
@@ -105,7 +105,6 @@ class PlannedModel:
         return self.calibration.run(once)
 
     def _allocates_alike(self) -> bool:
-        """Tell whether each block runs, and allocates, as the block before."""
         if self.calibration.calibrating:
             self._alike = None
             return False

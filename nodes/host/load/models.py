@@ -21,7 +21,7 @@ from ....precision.plan.choice import ATTACHMENT, Choice, LoadRecord, frozen
 from ....precision.plan.memory import plan_model
 from ....precision.plan.rules import Rules
 from ....precision.plan.storage import LoadPlan, plan_load
-from ..comfyui.attributes import CAST_DTYPE, FULL_PRECISION, casts_weights, quantization_format
+from ..comfyui.attributes import CAST_DTYPE, FULL_PRECISION, casts_weights, hold_in_dtype, quantization_format
 from ..comfyui.model_facts import held_storages
 from ..compute.executor import set_compute
 from ..lora.patcher import keep_low_rank_unmerged
@@ -167,7 +167,7 @@ def hold_norms_in_fp32(modules: Iterable[torch.nn.Module]) -> None:
         if isinstance(module, torch.nn.LayerNorm | torch.nn.GroupNorm) and casts_weights(module):
             for name, parameter in module.named_parameters(recurse=False):
                 if parameter.dtype in (torch.float16, torch.bfloat16):
-                    setattr(module, name, torch.nn.Parameter(parameter.float(), requires_grad=False))
+                    hold_in_dtype(module, name, torch.float32)
 
 
 def record_of(detected: Detected, load: PreparedLoad, notes: Sequence[str] = ()) -> LoadRecord:

@@ -95,8 +95,5 @@ class Call:
 
 
 def _fresh(control: dict | None) -> dict | None:
-    """Copy a ControlNet's lists of outputs: a UNet pops from them (``apply_control`` in ComfyUI's
-    ``openaimodel.py``)."""
-    if control is None:
-        return None
-    return {name: list(values) if isinstance(values, list) else values for name, values in control.items()}
+    # A UNet pops from a ControlNet's lists of outputs (``apply_control`` in ComfyUI's ``openaimodel.py``).
+    return control and {name: list(each) if isinstance(each, list) else each for name, each in control.items()}

@@ -69,24 +69,17 @@ def packs_on(call: Call) -> list[str]:
 
     Looks at every module: for calls that failed or are checked.
     """
-    code = (*_of_options(call), *_of_patcher(call.model.current_patcher), *_of_modules(call.model))
-    return sorted(set(map(code_owner, code)) - {""})
+    return sorted(set(map(code_owner, _code_on(call))) - {""})
 
 
-def _of_options(call: Call) -> Iterator[object]:
+def _code_on(call: Call) -> Iterator[object]:
     wrappers = call.options.get("wrappers", {})
     yield from (wrapper for kind in RUN_AGAIN for group in wrappers.get(kind, {}).values() for wrapper in group)
     patches = {name: value for name, value in call.options.items() if name not in NO_PATCHES}
     yield from (value for _, value in leaves(patches) if callable(value))
-
-
-def _of_patcher(patcher) -> Iterator[object]:
+    patcher = call.model.current_patcher
     yield from filter(None, [patcher.model_options.get(FUNCTION_WRAPPER)])
     yield from (patch for patch in patcher.object_patches.values() if isinstance(patch, (FunctionType, MethodType)))
-
-
-def _of_modules(model) -> Iterator[object]:
-    """List the functions that were put on modules in place of their classes' methods, and their hooks."""
-    for module in model.modules():
+    for module in call.model.modules():  # what was put in place of its class's methods, and its hooks
         yield from (value for value in vars(module).values() if isinstance(value, (FunctionType, MethodType)))
         yield from (*module._forward_hooks.values(), *module._forward_pre_hooks.values())

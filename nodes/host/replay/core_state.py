@@ -51,7 +51,6 @@ def _is_core_object(value: object) -> bool:
 
 
 def _core_cells(value: object) -> Iterator[CellType]:
-    """Yield the closure cells with data of a function of ComfyUI's nodes."""
     function = value.__func__ if isinstance(value, MethodType) else value
     if not isinstance(function, FunctionType) or not (function.__module__ or "").startswith(CORES):
         return

@@ -7,6 +7,7 @@ from aiohttp import web
 from server import PromptServer
 
 from ....precision.commands import doctor
+from ....precision.devices.probes import flags_left_alone
 from ....precision.plan.rules import read
 from ..load.devices import current_device
 
@@ -19,7 +20,8 @@ def serve_page() -> None:
 
 
 async def _device(_: web.Request) -> web.Response:
-    found = await asyncio.to_thread(lambda: doctor.diagnose(current_device()))
+    with flags_left_alone():
+        found = await asyncio.to_thread(lambda: doctor.diagnose(current_device()))
     return web.json_response(asdict(doctor.diagnosis_result(found)))
 
 

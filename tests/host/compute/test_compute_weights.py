@@ -150,3 +150,9 @@ def test_a_patch_of_a_bias_with_dynamic_vram_is_seen_by_comfyuis_name_for_it():
     setattr(layer, f"bias{PATCH_IN_DYNAMIC_MEMORY}", lambda bias: bias)
     assert is_bias_patched(layer)
     assert f'param_key + "{PATCH_IN_DYNAMIC_MEMORY}"' in inspect.getsource(comfy.model_patcher)
+
+
+def test_norms_are_lent_memory_in_the_dtype_they_are_held_in(comfy, overflowing):
+    model = load(comfy, overflowing, "fp16", "fp16_safe")
+    norms = [module for module in model.model.diffusion_model.modules() if isinstance(module, torch.nn.LayerNorm) and module.weight is not None]
+    assert norms and {(norm.weight.dtype, norm.weight_comfy_model_dtype, norm.bias_comfy_model_dtype) for norm in norms} == {(torch.float32,) * 3}

@@ -61,7 +61,7 @@ def test_no_input_inside_of_the_range_passes_fp16(inputs, outputs, size, bias, s
     calibration, (operation,) = layers(module)
     x = torch.randn(3, inputs, generator=generator)
     calibration.run(lambda: operation(x))
-    if not operation.scale.result.proven:
+    if not operation.scale.fits_result:
         return
     row = module.weight.half().float().abs().sum(1).argmax()
     worst = module.weight[row].sign().unsqueeze(0) * 4.0 * x.abs().max()
@@ -81,7 +81,7 @@ def test_an_input_that_grows_out_of_the_proof_is_repeated_with_fp32_results():
     module = linear()
     calibration, (operation,) = layers(module)
     calibration.run(lambda: operation(torch.ones(4, 64)))
-    assert operation.scale.result.proven
+    assert operation.scale.fits_result
     large = torch.randn(4, 64) * 1e6
     for _ in range(2):
         result = calibration.run(lambda: operation(large))
@@ -109,10 +109,10 @@ def test_a_product_of_two_results_that_overflows_gives_fp16_results_up(join, lat
     x = torch.randn(4, 64) * 200
     if later:
         calibration.run(lambda: call(x * 1e-2))
-        assert operations[0].scale.result.proven == (join == "overflows")
+        assert operations[0].scale.fits_result == (join == "overflows")
     for _ in range(2):
         assert relative_error(plain(x), calibration.run(lambda: call(x))) < 2e-3
-    assert not any(operation.scale.result.proven for operation in operations[:2])
+    assert not any(operation.scale.fits_result for operation in operations[:2])
     assert calibration.repeats == later
 
 
@@ -121,7 +121,7 @@ def test_factors_larger_than_allowed_are_fp32_from_the_start():
     calibration, operations = layers(*modules, largest=128.0)
     call, x = gated(operations, JOINS["overflows"]), torch.randn(4, 64) * 200
     assert relative_error(gated(modules, JOINS["overflows"])(x), calibration.run(lambda: call(x))) < 2e-3
-    assert calibration.results.allowed and not operations[0].scale.result.proven
+    assert calibration.results.allowed and not operations[0].scale.fits_result
 
 
 def test_model_code_that_takes_no_fp16_beside_fp32_is_given_fp32():
@@ -160,7 +160,7 @@ def test_a_shared_input_is_held_to_the_narrowest_range():
     calibration, operations = layers(*modules)
     x = torch.randn(4, 64) * 0.1
     calibration.run(lambda: [operation(x) for operation in operations])
-    assert [operation.scale.result.proven for operation in operations] == [True, True]
+    assert [operation.scale.fits_result for operation in operations] == [True, True]
     results = calibration.run(lambda: [operation(x * 1e4) for operation in operations])
     assert calibration.repeats == 1 and results[1].dtype == torch.float32
     assert relative_error(modules[1](x * 1e4), results[1]) < 1e-3
@@ -213,7 +213,7 @@ def test_the_layers_before_large_scores_return_fp32():
     x = torch.randn(1, 7, 64)
     calibration, operations, call = attend([linear(scale=20.0), linear(scale=20.0), linear()], x)
     results = [calibration.run(call) for _ in range(2)]
-    assert not any(operation.scale.result.proven for operation in operations) and calibration.results.allowed
+    assert not any(operation.scale.fits_result for operation in operations) and calibration.results.allowed
     assert torch.equal(*results)
 
 

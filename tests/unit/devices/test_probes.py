@@ -192,6 +192,17 @@ def test_the_accumulation_probe_turns_nothing_on_while_a_model_holds_it_off(monk
     assert True not in seen and found[0] is None and "holds the flag off" in found[1]
 
 
+def test_what_a_page_asks_for_switches_no_flag_and_is_tried_again_at_a_load(monkeypatch):
+    cuda, seen = torch.device("cuda", 0), []
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(probes, "accumulation_operands", lambda _: (torch.zeros(1), torch.zeros(1)))
+    monkeypatch.setattr(torch.Tensor, "__matmul__", lambda *_: seen.append(flags.is_on("fp16_accumulation")) or torch.zeros(1))
+    with probes.flags_left_alone():
+        assert probes._once("fp16_accumulation", probes.fp16_accumulation, cuda).ok is None
+    assert not seen
+    assert probes._once("fp16_accumulation", probes.fp16_accumulation, cuda).ok is False and seen == [True]
+
+
 def test_the_accumulation_flag_means_nothing_on_amd(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert probes.fp16_accumulation(torch.device("cuda", 0))[0] is None

@@ -15,28 +15,28 @@ MOST_LINES = {
     "precision/base": 793,
     "precision/files": 518,
     "precision/formats": 1828,
-    "precision/devices": 1418,
+    "precision/devices": 1372,
     "precision/make": 506,
     "precision/plan": 1835,
-    "precision/arithmetic": 1691,
+    "precision/arithmetic": 1622,
     "precision/guard": 1504,
     "precision/check": 172,
     "precision/study": 965,
     "precision/report": 833,
     "precision/commands": 781,
-    "nodes/host/comfyui": 887,
-    "nodes/host/replay": 382,
-    "nodes/host/compute": 1264,
+    "nodes/host/comfyui": 894,
+    "nodes/host/replay": 371,
+    "nodes/host/compute": 1234,
     "nodes/host/accumulation": 352,
     "nodes/host/lora": 513,
-    "nodes/host/load": 1502,
-    "nodes/host/guard": 1313,
-    "nodes/host/check": 241,
-    "nodes/host/reporting": 470,
+    "nodes/host/load": 1918,
+    "nodes/host/guard": 1254,
+    "nodes/host/check": 240,
+    "nodes/host/reporting": 472,
     "nodes/host/study": 569,
     "nodes": 1111,
 }
-MOST = {"product": 21545, "tests": 31613, "tests/support": 4585, "benchmarks": 2400, "scripts": 3_400}
+MOST = {"product": 21705, "tests": 31804, "tests/support": 4589, "benchmarks": 2400, "scripts": 3_400}
 MOST_WORDS, MOST_RESULTS, MOST_SMALL, SMALL = 30_000, 12, 15, 40
 MOST_RIDDLES = 0.05
 LONGEST, MOST_FILES = 400, 14
