@@ -24,19 +24,19 @@ MOST_LINES = {
     "precision/study": 1050,
     "precision/report": 887,
     "precision/commands": 864,
-    "nodes/host/comfyui": 887,
+    "nodes/host/comfyui": 877,
     "nodes/host/replay": 382,
     "nodes/host/compute": 1264,
     "nodes/host/accumulation": 352,
-    "nodes/host/lora": 510,
-    "nodes/host/load": 1504,
+    "nodes/host/lora": 508,
+    "nodes/host/load": 1480,
     "nodes/host/guard": 1313,
     "nodes/host/check": 241,
     "nodes/host/reporting": 485,
     "nodes/host/study": 593,
     "nodes": 1115,
 }
-MOST = {"product": 21485, "tests": 31778, "tests/support": 4774, "benchmarks": 2442, "scripts": 3_400}
+MOST = {"product": 21449, "tests": 31718, "tests/support": 4774, "benchmarks": 2442, "scripts": 3_400}
 MOST_WORDS, MOST_RESULTS, MOST_SMALL, SMALL = 30_000, 12, 15, 40
 MOST_RIDDLES = 0.05
 LONGEST, MOST_FILES = 400, 14
