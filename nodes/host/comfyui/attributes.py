@@ -58,19 +58,13 @@ class OnlyCalled:
         return self._layer(x)
 
 
-PATCH_IN_DYNAMIC_MEMORY = "_lowvram_function"
-"""What ComfyUI puts behind a parameter's name for a patch that it runs at each call with dynamic VRAM (``load`` in
-comfy/model_patcher.py)."""
-
-
 def casts_weights(layer: Layer) -> bool:
     """Tell whether a module is one of ComfyUI's operations, which can cast their weights to their input's dtype."""
     return hasattr(layer, "comfy_cast_weights")
 
 
 def casting(layer: Layer) -> list[Patch]:
-    """Return what makes an operation of ComfyUI's cast its weights; nothing where its class does that anyway, and for
-    another module."""
+    """Return what makes an operation of ComfyUI's cast its weights; nothing where its class casts anyway."""
     always = getattr(type(layer), "comfy_cast_weights", False)
     return [(layer, "comfy_cast_weights", True)] if casts_weights(layer) and not always else []
 
@@ -87,7 +81,8 @@ def bias_functions(layer: Layer) -> list[Callable]:
 
 def is_bias_patched(layer: Layer) -> bool:
     """Tell whether ComfyUI changes a layer's bias at each call, with dynamic VRAM too."""
-    return bool(layer.bias_function or getattr(layer, f"bias{PATCH_IN_DYNAMIC_MEMORY}", None))
+    # ``param_key + "_lowvram_function"`` in comfy/model_patcher.py and comfy/ops.py.
+    return bool(layer.bias_function or getattr(layer, "bias" + "_lowvram_function", None))
 
 
 def quantization_format(layer: Layer) -> str:
@@ -170,6 +165,5 @@ def empty_prefix_cache(diffusion_model: PrefixModel) -> None:
 
 
 def without_compiler(arguments: CommandLine) -> list[Patch]:
-    """Return what turns off ComfyUI's model compiler, which each model asks as its call begins; nothing where there is
-    none."""
+    """Return what turns off ComfyUI's model compiler, if there is one; each model asks it as its call begins."""
     return [(arguments, "disable_comfy_compiler", True)] if hasattr(arguments, "disable_comfy_compiler") else []

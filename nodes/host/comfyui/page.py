@@ -22,14 +22,12 @@ _sent: weakref.WeakKeyDictionary[ProgressRegistry, list[dict]] = weakref.WeakKey
 
 def running_prompt_id() -> str | None:
     """Return the id of the prompt that runs in the calling thread; None outside of a prompt."""
-    context = get_executing_context()
-    return context.prompt_id if context else None
+    return getattr(get_executing_context(), "prompt_id", None)
 
 
 def running_node_id() -> str | None:
     """Return the id of the node that is running in this thread; None outside of one."""
-    context = get_executing_context()
-    return context.node_id if context else None
+    return getattr(get_executing_context(), "node_id", None)
 
 
 def running_prompt() -> dict:

@@ -24,10 +24,8 @@ PLACES = {
 }
 """The order of our wrappers around a model's call, from the outermost in; wrappers of others are at 0.
 
-Outermost: the guard's check. Accumulation wraps compute. Inside of it the guard's escalated layers, which override
-both. Innermost: LoRAs of 8-bit weights, which add to the result of whatever runs the layer. Around a
-sampler's run, where what is set first runs last (``execution.conditions_through``), their wrapper is the outermost
-for the same reason, but for the report, which is made when a run has ended.
+Around a sampler's run, where what is set first runs last (``execution.conditions_through``), the wrapper of LoRAs is
+the outermost as it is the innermost here, but for the report, which is made when a run has ended.
 
 The order of wrappers decides the order of a layer's forwards the other way round. Each wrapper patches
 ``module.forward`` for the length of the call, around the forward it finds, so what an outer wrapper puts on a module

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from comfy.controlnet import ControlBase, ControlNet
     from comfy.model_base import BaseModel
 
-CLDM = "control_model."
 DIFFERENCE = "difference"
 AS_IT_IS = ("auto", "as_file")
 WHY_OWN = {
@@ -81,7 +80,10 @@ def load_control_net(path: str, storage: str, compute: str, rules: Rules) -> Con
         CheckpointError: the file cannot be read, is no control file, or holds a bad weight.
         MemoryShortage: it does not fit.
     """
-    checkpoint = _without_prefix(open_model(path))
+    checkpoint = open_model(path)
+    if DIFFERENCE in checkpoint.weights:
+        problem = "a ControlNet that holds the differences to a model's weights"
+        raise CheckpointError(path, problem, DIFFERENCE, "Load it with ComfyUI's DiffControlNetLoader.")
     control = _made_by_core(checkpoint)
     cls = type(control).__name__
     if cls in WHY_OWN:
@@ -90,17 +92,6 @@ def load_control_net(path: str, storage: str, compute: str, rules: Rules) -> Con
     else:
         record = _plan(control, checkpoint, storage, compute, rules)
     return _follow(control, LoadedControl(cls, record, planned_control(control)))
-
-
-def _without_prefix(checkpoint: Checkpoint) -> Checkpoint:
-    """Name the tensors of files in the format of the first ControlNets as all others name them."""
-    if DIFFERENCE in checkpoint.weights:
-        problem = "a ControlNet that holds the differences to a model's weights"
-        raise CheckpointError(checkpoint.path, problem, DIFFERENCE, "Load it with ComfyUI's DiffControlNetLoader.")
-    if f"{CLDM}zero_convs.0.0.weight" not in checkpoint.weights:
-        return checkpoint
-    inside = {name.removeprefix(CLDM): weight for name, weight in checkpoint.weights.items() if name.startswith(CLDM)}
-    return replace(checkpoint, weights={name: replace(weight, name=name) for name, weight in inside.items()})
 
 
 def _made_by_core(checkpoint: Checkpoint) -> ControlBase:
@@ -208,8 +199,8 @@ def controls_of(model: BaseModel) -> list[LoadedControl]:
 def _follow(control: ControlNet, loaded: LoadedControl) -> ControlNet:
     """Set methods on the object itself, which they hold: it is freed by the garbage collection after its last use."""
     # Its class stays ComfyUI's: other packs ask for ``type(control) == ControlNet``.
-    pre_run, copy = functools.partial(_pre_run, control), functools.partial(_copy, control)
-    vars(control).update(halfsafe=loaded, pre_run=pre_run, copy=copy)
+    pre_run = functools.partial(_pre_run, control)
+    vars(control).update(halfsafe=loaded, pre_run=pre_run, copy=lambda: _follow(type(control).copy(control), loaded))
     return control
 
 
@@ -224,8 +215,3 @@ def _pre_run(control: ControlNet, model: BaseModel, *args: Any) -> None:
         _runs[model] = weakref.ref(prompt), weakref.WeakKeyDictionary()
     _runs[model][1][loaded_control(control)] = None
     type(control).pre_run(control, model, *args)
-
-
-def _copy(control: ControlNet) -> ControlNet:
-    """Copy a ControlNet as ComfyUI does for every node, with the methods of :func:`_follow`."""
-    return _follow(type(control).copy(control), loaded_control(control))

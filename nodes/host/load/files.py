@@ -18,8 +18,6 @@ EXAMPLES = Path(__file__).resolve().parents[3] / "builtin_model"
 
 They are not added to ComfyUI's own folders, which would list them in the nodes of others.
 """
-MAPPED = (".safetensors", ".sft")
-"""The suffixes by which ``load_torch_file`` in comfy/utils.py knows safetensors."""
 
 
 def model_files(folder: str) -> list[str]:
@@ -63,8 +61,9 @@ def open_model(path: str) -> Checkpoint:
 
 
 def _is_mapped(file: TensorFile) -> bool:
-    codes = {entry.dtype for entry in file.entries.values()}
-    return codes <= comfy.utils._TYPES.keys() and all(path.suffix.lower() in MAPPED for path in file.files)
+    codes, suffixes = {entry.dtype for entry in file.entries.values()}, {path.suffix.lower() for path in file.files}
+    # By these suffixes ``load_torch_file`` in comfy/utils.py knows safetensors.
+    return codes <= comfy.utils._TYPES.keys() and suffixes <= {".safetensors", ".sft"}
 
 
 class MappedByCore(TensorFile):

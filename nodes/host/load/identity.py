@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import comfy.model_base
@@ -14,6 +12,7 @@ from comfy.cli_args import args
 
 from ....precision.base.errors import CheckpointError
 from ....precision.files.safetensors_file import open_checkpoint
+from ....precision.files.tensor_file import TensorFile
 from ....precision.formats.card import source_of
 from ....precision.formats.checkpoint import lasting_metadata
 from ....precision.formats.stored_weight import StoredWeight
@@ -70,12 +69,9 @@ def metadata_of(patcher: ModelPatcher, prompt: dict | None, extra: dict | None) 
     ComfyUI's detection reads it: the ``config`` of LTX-Video, LTX-2, Wan and MiniMax H3 (``comfy/model_detection.py``).
     The workflow is left out where ComfyUI's user switched that off.
     """
-    record, known = patcher.attachments.get(ATTACHMENT), {}
-    if record:
-        known = record.metadata
-    elif path := _source_path(patcher):
-        with contextlib.suppress(CheckpointError):
-            known = lasting_metadata(open_checkpoint(path).metadata)
+    record = patcher.attachments.get(ATTACHMENT)
+    file = None if record else _source(patcher)
+    known = record.metadata if record else lasting_metadata(file.metadata) if file else {}
     source = {key: value for key, value in known.items() if key not in WORKFLOW_KEYS}
     workflow = {} if args.disable_metadata else {"prompt": prompt, **(extra or {})}
     written = {key: json.dumps(value) for key, value in workflow.items() if value is not None}
@@ -83,15 +79,15 @@ def metadata_of(patcher: ModelPatcher, prompt: dict | None, extra: dict | None) 
 
 
 def source_of_model(patcher: ModelPatcher) -> dict[str, object]:
-    """Describe the file that a model was loaded from, if known; by its name alone where it is gone."""
-    path = _source_path(patcher)
-    try:
-        return source_of(open_checkpoint(path)) if path else {}
-    except (CheckpointError, OSError):
-        return {"file": Path(path).name}
+    """Describe the file that a model was loaded from, if known."""
+    file = _source(patcher)
+    return source_of(file) if file else {}
 
 
-def _source_path(patcher: ModelPatcher) -> str:
+def _source(patcher: ModelPatcher) -> TensorFile | None:
     record = patcher.attachments.get(ATTACHMENT)
     path = record.file if record else next(iter((patcher.cached_patcher_init or (None, ()))[1]), None)
-    return path if isinstance(path, str) else ""
+    try:
+        return open_checkpoint(path) if isinstance(path, str) else None
+    except (CheckpointError, OSError):
+        return None

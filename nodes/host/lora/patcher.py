@@ -205,7 +205,6 @@ class _Numbers(dict):
 
 
 def _around_call(executor, *args, **kwargs):
-    """Wrap a model's call (ComfyUI's APPLY_MODEL)."""
     return _with_low_rank(executor.class_obj.current_patcher, functools.partial(executor, *args, **kwargs))
 
 
@@ -230,7 +229,6 @@ def _with_low_rank(patcher: "ModelPatcher", call: Callable):
 
 
 def _inject(patcher: AddsLowRank) -> None:
-    """Put the forwards on layers for as long as the patcher is loaded."""
     exchange(patcher.forwards(), vars(patcher.model).setdefault(INJECTED, []))
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from comfy.ops import manual_cast
-from halfsafe.nodes.host.comfyui.attributes import PATCH_IN_DYNAMIC_MEMORY, is_bias_patched
+from halfsafe.nodes.host.comfyui.attributes import is_bias_patched
 from halfsafe.nodes.host.comfyui.weights import core_weights
 from halfsafe.nodes.host.compute.executor import compute_of
 from safetensors.torch import save_file
@@ -147,9 +147,9 @@ def test_a_patch_of_a_bias_with_dynamic_vram_is_seen_by_comfyuis_name_for_it():
 
     layer = manual_cast.Linear(32, 16)
     assert not is_bias_patched(layer)
-    setattr(layer, f"bias{PATCH_IN_DYNAMIC_MEMORY}", lambda bias: bias)
+    layer.bias_lowvram_function = lambda bias: bias
     assert is_bias_patched(layer)
-    assert f'param_key + "{PATCH_IN_DYNAMIC_MEMORY}"' in inspect.getsource(comfy.model_patcher)
+    assert 'param_key + "_lowvram_function"' in inspect.getsource(comfy.model_patcher)
 
 
 def test_norms_are_lent_memory_in_the_dtype_they_are_held_in(comfy, overflowing):

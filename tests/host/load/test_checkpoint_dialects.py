@@ -72,12 +72,6 @@ def test_dialect_is_read_as_it_is_meant(comfy, folder, wan, reference, floors, n
     assert model.attachments["halfsafe"].dialects == (dialect,)
 
 
-def test_the_floor_is_that_of_fp8(floors):
-    assert 0.01 < floors[E4M3] < 0.05
-    assert 0.02 < floors[E5M2] < 0.1
-    assert floors[E5M2] > 1.5 * floors[E4M3]
-
-
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_unscaled_fp8_keeps_its_bits(comfy, folder, wan, reference, dtype):
     path = model_files.in_dialect(wan, folder / "unscaled.safetensors", dialects.plain, dtype=dtype)

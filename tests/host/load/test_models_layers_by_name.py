@@ -76,12 +76,3 @@ def test_every_lookup_table_that_comfyui_makes_is_known():
 def test_weights_that_are_a_module_s_own_parameter_are_no_linear_layers():
     assert quantized({name: torch.empty(8, 2048, device="meta") for name in BARE}) == set()
     assert quantized({"blocks.0.attn.gate.weight": torch.empty(2048, 2048, device="meta")}) == {"blocks.0.attn.gate.weight"}
-
-
-@pytest.mark.parametrize("storage", ["fp8_e4m3fn", "int8"])
-def test_a_layer_of_torch_itself_is_not_quantized(storage):
-    from halfsafe.nodes.host.load.detection import _class_of
-    from halfsafe.precision.formats.comfy_format import can_be_quantized
-
-    assert not can_be_quantized(_class_of(torch.nn.Linear(4, 4)), 2)
-    assert can_be_quantized(_class_of(comfy.ops.disable_weight_init.Linear(4, 4)), 2)

@@ -5,7 +5,6 @@ import pytest
 import torch
 from support import model_files, tiny_models
 from support.families import denoise
-from support.measures import relative_error
 
 LAYERS = {"blocks.0.ffn.0": (1024, 256), "blocks.1.ffn.2": (256, 1024), "blocks.1.self_attn.v": (256, 256)}
 
@@ -23,30 +22,6 @@ def with_lora(model, tensors, strength=1.0):
     import comfy.sd
 
     return comfy.sd.load_lora_for_models(model, None, dict(tensors), strength, 0.0)[0]
-
-
-def test_other_nodes_never_change_a_cached_model(comfy, wan):
-    model = load(comfy, wan)
-    before = denoise(model)
-    denoise(with_lora(compute_dtype(model, "fp32"), model_files.lora(LAYERS)))
-    comfy.run("HalfsafeReport", model=model)
-    comfy.run("HalfsafeComputeDtype", model=model, compute="fp16_safe")
-    assert torch.equal(denoise(model), before)
-
-
-def compute_dtype(model, dtype):
-    from comfy_extras.nodes_model_advanced import ModelComputeDtype
-
-    return ModelComputeDtype().patch(model, dtype)[0]
-
-
-@pytest.mark.parametrize("storage", ["fp8_e4m3fn", "bf16"])
-def test_core_s_compute_dtype_node(comfy, wan, storage):
-    model, exact = load(comfy, wan, storage), load(comfy, wan, storage, "fp32")
-    before = denoise(model)
-    assert relative_error(denoise(exact), before) > 1e-4
-    assert relative_error(denoise(exact), denoise(compute_dtype(model, "fp32"))) < 1e-5
-    assert torch.equal(denoise(model), before)
 
 
 def reload(patcher):

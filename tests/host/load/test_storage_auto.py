@@ -82,22 +82,6 @@ def test_a_report_says_why_int8_products_are_slow_here(comfy, wan, card, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("expected", "changes", "said"),
-    [
-        ("cuda", {}, ""),
-        ("cuda", {"cuda": {"disabled": True}}, "cuda backend has no kernel (turned off or too old)."),
-        ("cuda", {"cuda": {"capabilities": ["apply_rope"]}}, "cuda backend has no kernel (turned off or too old)."),
-        ("hip", {"cuda": {"disabled": True}}, "comfy-kitchen's hip backend has no kernel (no extension)."),
-        ("hip", {"cuda": {"disabled": True}, "hip": {"available": True, "capabilities": ["int8_linear"]}}, ""),
-    ],
-)
-def test_comfy_kitchens_backends_tell_why_int8_is_slow(expected, changes, said):
-    backends = {name: {**state, **changes.get(name, {})} for name, state in KERNELS.items()}
-    why = devices.no_int8_kernel(backends, expected)
-    assert why.endswith(said) and bool(why) is bool(said)
-
-
-@pytest.mark.parametrize(
     ("profile", "backends", "gains"),
     [("sm_86", "cuda", True), ("sm_86", "", False), ("gfx1201", "hip", True), ("gfx1201", "", False), ("gfx1100", "hip", False)],
 )

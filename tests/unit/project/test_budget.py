@@ -24,19 +24,19 @@ MOST_LINES = {
     "precision/study": 965,
     "precision/report": 833,
     "precision/commands": 781,
-    "nodes/host/comfyui": 894,
+    "nodes/host/comfyui": 884,
     "nodes/host/replay": 371,
     "nodes/host/compute": 1234,
     "nodes/host/accumulation": 352,
-    "nodes/host/lora": 513,
-    "nodes/host/load": 1502,
+    "nodes/host/lora": 511,
+    "nodes/host/load": 1478,
     "nodes/host/guard": 1254,
     "nodes/host/check": 240,
     "nodes/host/reporting": 472,
     "nodes/host/study": 569,
     "nodes": 1111,
 }
-MOST = {"product": 20775, "tests": 31499, "tests/support": 4589, "benchmarks": 2400, "scripts": 3_400}
+MOST = {"product": 20739, "tests": 32042, "tests/support": 4589, "benchmarks": 2400, "scripts": 3_400}
 MOST_WORDS, MOST_RESULTS, MOST_SMALL, SMALL = 30_000, 12, 15, 40
 MOST_RIDDLES = 0.05
 LONGEST, MOST_FILES = 400, 14
