@@ -191,11 +191,7 @@ def _escalate(layers: list[LayerReport], reasons: Reasons, modes: dict[str, str]
 
 
 def _unmet(record: LoadRecord, layers: list[LayerReport]) -> Iterator[tuple[str, str]]:
-    unmet: dict[tuple[str, str], list[str]] = {}
-    for layer in layers:
-        asked = record.asked.get(layer.name, layer.storage)
-        if asked != layer.storage:
-            unmet.setdefault((asked, layer.storage), []).append(layer.name)
-    for (asked, held), names in unmet.items():
-        why = f"{len(names)} layers ({names[0]} ...) are in {held}: ComfyUI holds what is not quantized in one dtype"
-        yield f"storage={asked}", why
+    asked = Counter((record.asked.get(layer.name, layer.storage), layer.storage) for layer in layers)
+    for (wanted, held), count in asked.items():
+        if wanted != held:
+            yield f"storage={wanted}", f"{count} layers are in {held}: ComfyUI holds what is not quantized in one dtype"
