@@ -325,16 +325,6 @@ def test_storage_auto_takes_fp8_where_the_kernels_of_int8_are_missing_and_says_w
     assert "built for CUDA 12.8" in auto.why_int8_is_slow(device)
 
 
-def test_why_int8_is_slow_here(monkeypatch):
-    monkeypatch.setattr(torch, "__version__", "2.11.0")
-    for name, said in {
-        "sm_61": "capability 7.5", "sm_70": "capability 7.5", "sm_75": "", "sm_86": "", "sm_120": "", "gfx1201": "",
-        "gfx942": "HIP kernels are for RDNA", "gfx1100": "HIP backend", "mps_m3": "Needs torch 2.15", "xpu": "widens int8", "cpu": "no CPU kernels",
-    }.items():  # fmt: skip
-        why = auto.why_int8_is_slow(devices.detect(profile=name))
-        assert said in why and bool(why) is bool(said), name
-
-
 def test_b300_gains_nothing_from_int8(cuda):
     assert devices.detect(cuda((10, 0), "NVIDIA B200")).capabilities["int8_matmul_gains"]
     device = devices.detect(cuda((10, 3), "NVIDIA B300 SXM6 AC"))
