@@ -32,7 +32,6 @@ def run_probes(device: torch.device, fp8_format: str = "fp8_e4m3fn") -> tuple[Pr
     """Run all probes on a real device, each once per device and process, again where the first said nothing."""
     return (
         _once("fp8_cast", fp8_cast, device, "fp8_e4m3fn"),
-        _once("fp8_cast_e5m2", fp8_cast, device, "fp8_e5m2"),
         _once("fp8_matmul", fp8_matmul, device, fp8_format),
         _once("fp16_gemm", gemm, device, "fp16"),
         _once("bf16_gemm", gemm, device, "bf16"),

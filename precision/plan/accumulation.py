@@ -137,11 +137,8 @@ def _reason(setting: str, asked: str | None, problem: str | None, device: Device
         return f"No effect here: {problem}."
     if asked == "auto":
         return "fp16 sums in the layers whose bound proves them, fp32 sums in the others."
-    more = ""
-    if setting == "fp16_accumulation" and asked == "on" and not device.capabilities[setting]:
-        more = device.reason(setting)
-    elif setting == "reduced_precision_reduction" and asked == "off":
-        more = "Sums may still be split over K: their parts are added in fp32."
+    no_gain = setting == "fp16_accumulation" and asked == "on" and not device.capabilities[setting]
+    more = device.reason(setting) if no_gain else ""
     return f"Held {asked} while this model runs. {more}".strip()
 
 

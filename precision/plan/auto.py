@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from ..base.text import size_text
 from ..devices.detect import Device, why_no_fp8
 
-GIB = 1024**3
-ACTIVATION_ROOM = 2 * GIB
+ACTIVATION_ROOM = 2 << 30
 UNQUANTIZED = ("fp16", "bf16", "fp32", "fp64")
 INT8_COMPUTE = ("auto", "int8")
 """Compute options under which weights held in int8 multiply in int8."""

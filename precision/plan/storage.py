@@ -148,10 +148,8 @@ def _fitted(
         )
         used, decisions = fitting, smaller[fitting]
     else:
-        held, why = used.split("_")[0], "Fewer bits do not make it fit either."
-        if fitting:
-            why = f"{slow} storage={fitting} makes it fit all the same."
-        reason = f"In {held} the model does not fit either: ComfyUI moves {moved} in and out. {why.strip()}"
+        why = f"{slow} storage={fitting} makes it fit." if fitting else "Fewer bits do not make it fit either."
+        reason = f"In {used} the model does not fit either: ComfyUI moves {moved} in and out. {why.strip()}"
     return replace(choice, used=used, reason=f"{choice.reason} {reason}".strip()), decisions
 
 

@@ -18,11 +18,7 @@ WORST = 16
 
 
 def rules_of(analysis: Analysis) -> Rules:
-    """Return the choice as rules on top of the default preset.
-
-    For a storage: the layers to keep, for a loader or saver with that storage. For a mode: the layers that compute in
-    it, for a model that otherwise computes like the one analysed.
-    """
+    """Return the choice as rules on top of the default preset: of a storage the layers to keep, else those chosen."""
     return rules_from("\n".join(rule_lines(analysis)))
 
 

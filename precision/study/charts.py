@@ -10,7 +10,7 @@ from ..report.draw import Row, bar_chart
 from .analysis_text import decibel_text, outcome
 from .sensitivity import Analysis
 from .tradeoffs import Measurements, Tradeoff
-from .tradeoffs_text import seconds_text, snr_text
+from .tradeoffs_text import seconds_text
 
 TOP_DB = 60.0
 """The SNR of a bar of full width, unless a figure is higher."""
@@ -66,7 +66,7 @@ def _lines(label: str, row: Tradeoff, most: tuple[float, int, float]) -> list[Ro
         Row("", [(row.bytes / most[1], COLOURS["memory"])], size_text(row.bytes)),
     ]
     if row.snr_db is not None:
-        lines.append(Row("", [(_share(row.snr_db, most[2]), COLOURS["SNR"])], f"SNR {snr_text(row)}"))
+        lines.append(Row("", [(_share(row.snr_db, most[2]), COLOURS["SNR"])], f"SNR {decibel_text(row.snr_db)}"))
     return lines
 
 

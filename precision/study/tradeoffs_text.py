@@ -49,8 +49,8 @@ def _cells(row: Tradeoff, name: str) -> list[str]:
         return [name, "-", "-", "-", "-", row.problem]
     weights = ", ".join(f"{storage} {100 * share:.0f} %" for storage, share, _ in shares(row.storages))
     modes = ", ".join(f"{mode} {count}" for mode, _, count in shares(row.modes))
-    ran = row.problem or f"weights {weights}; layers {modes}"
-    return [name, seconds_text(row.seconds), size_text(row.bytes), size_text(row.weight_bytes), snr_text(row), ran]
+    snr, ran = decibel_text(row.snr_db, "NaN"), row.problem or f"weights {weights}; layers {modes}"
+    return [name, seconds_text(row.seconds), size_text(row.bytes), size_text(row.weight_bytes), snr, ran]
 
 
 def _shown(row: Tradeoff, name: str) -> list[str]:
@@ -65,10 +65,6 @@ def _shown(row: Tradeoff, name: str) -> list[str]:
 def seconds_text(seconds: float | None) -> str:
     """Write a time in seconds to three digits: 0.00123, 1.23, 123."""
     return "-" if seconds is None else f"{seconds:.0f}" if seconds >= 100 else f"{seconds:#.3g}"
-
-
-def snr_text(row: Tradeoff) -> str:
-    return decibel_text(row.snr_db, "NaN")
 
 
 def _notes(found: Measurements) -> list[str]:

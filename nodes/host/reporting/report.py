@@ -75,7 +75,10 @@ def report_of(patcher: ModelPatcher, encoders: Sequence[EncoderReport] = ()) -> 
     without_effect, decisions, notes = remarks_of(patcher)
     report.without_effect += [WithoutEffect(*entry) for entry in without_effect]
     report.decisions |= decisions
-    report.notes += [*notes, *_int8_notes(layers), *_foreign_notes(patcher)]
+    foreign = Counter(foreign_layers(patcher).values())
+    what = "layers are packed in a format of another loader"
+    packed = (f"{count} {what} ({cls}); Save Model cannot read them." for cls, count in foreign.items())
+    report.notes += [*notes, *_int8_notes(layers), *packed]
     patches = (type(patch.model) for patch in patcher.model_patches_models())
     report.notes += [PATCHED_BY.format(cls.__name__) for cls in patches if not issubclass(cls, LowRankModel)]
     report.notes += _modes_elsewhere(patcher, {layer.name: layer.mode for layer in layers}, compute, guard)
@@ -125,12 +128,6 @@ def _layers(patcher: ModelPatcher) -> tuple[list[LayerReport], Reasons]:
 def _write_reasons(layers: list[LayerReport], reasons: Reasons) -> None:
     for layer in layers:
         layer.reason = "; ".join(dict.fromkeys(filter(None, reasons[layer.name])))
-
-
-def _foreign_notes(patcher: ModelPatcher) -> list[str]:
-    counts = Counter(foreign_layers(patcher).values())
-    what = "layers are packed in a format of another loader"
-    return [f"{count} {what} ({cls}); Save Model cannot read them." for cls, count in counts.items()]
 
 
 def _add_record(report: Report | ControlReport, record: LoadRecord) -> None:
@@ -191,11 +188,7 @@ def _escalate(layers: list[LayerReport], reasons: Reasons, modes: dict[str, str]
 
 
 def _unmet(record: LoadRecord, layers: list[LayerReport]) -> Iterator[tuple[str, str]]:
-    unmet: dict[tuple[str, str], list[str]] = {}
-    for layer in layers:
-        asked = record.asked.get(layer.name, layer.storage)
-        if asked != layer.storage:
-            unmet.setdefault((asked, layer.storage), []).append(layer.name)
-    for (asked, held), names in unmet.items():
-        why = f"{len(names)} layers ({names[0]} ...) are in {held}: ComfyUI holds what is not quantized in one dtype"
-        yield f"storage={asked}", why
+    asked = Counter((record.asked.get(layer.name, layer.storage), layer.storage) for layer in layers)
+    for (wanted, held), count in asked.items():
+        if wanted != held:
+            yield f"storage={wanted}", f"{count} layers are in {held}: ComfyUI holds what is not quantized in one dtype"

@@ -34,7 +34,7 @@ def test_a_diagnosis_is_json_and_complete():
     }  # fmt: skip
     assert diagnosis["torch"] == str(torch.__version__)
     assert diagnosis["device"]["profile"] == "cpu" and diagnosis["device"]["simulated"] is False
-    assert [entry["name"] for entry in diagnosis["probes"]][:2] == ["fp8_cast", "fp8_cast_e5m2"]
+    assert [entry["name"] for entry in diagnosis["probes"]][:2] == ["fp8_cast", "fp8_matmul"]
 
 
 def test_the_diagnosis_tells_table_from_probe(monkeypatch):

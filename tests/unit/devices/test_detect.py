@@ -1,14 +1,12 @@
 """Every profile row, how hardware is matched to one, and what auto decides. Expectations are copied from documents."""
 
 import dataclasses
-import itertools
 import json
 import os
 import types
 
 import pytest
 import torch
-from halfsafe.precision.base.dtypes import COMPUTE_OPTIONS
 from halfsafe.precision.base.errors import UnknownProfile
 from halfsafe.precision.devices import detect as devices
 from halfsafe.precision.devices import hardware, probes, profiles
@@ -260,7 +258,6 @@ def test_the_variable_takes_a_name_and_a_profile_asked_for_beats_it(monkeypatch)
         ("fp16_accumulation", {"fp16_accumulation"}),
         ("int8_matmul", {"int8_matmul", "int8_matmul_gains"}),
         ("int8_kernels", {"int8_matmul_gains"}),
-        ("fp8_cast_e5m2", set()),
     ],
 )
 def test_a_failing_probe_turns_its_capabilities_off_and_says_so(failing, off, cuda):
@@ -284,15 +281,6 @@ def test_mi300_is_probed_with_its_own_format(cuda, monkeypatch):
     monkeypatch.setattr(devices, "run_probes", lambda device, fp8_format: asked.append(fp8_format) or ())
     devices.detect(device)
     assert asked == ["fp8_e4m3fnuz"]
-
-
-def test_plain_fp16_is_taken_on_nvidia_alone_and_its_way_out_is_told():
-    models = ((WAN, "bf16"), (WAN, "fp16"), (FLUX, "fp16"), (("fp16", "fp32"), "fp16"), (("fp16",), "bf16"))
-    for name, (supported, file_dtype) in itertools.product(CONTRACT, models):
-        chosen, reason = auto.auto_compute(devices.detect(profile=name), supported, file_dtype)
-        assert (chosen == "fp16") is (name.startswith("sm_") and name != "sm_61"), name
-        assert ("goes on in fp16_safe" in reason) is (chosen == "fp16")
-        assert ("cannot overflow" in reason) is (chosen == "fp16_safe")
 
 
 def test_a_model_that_prefers_fp32_keeps_it_where_bf16_is_native():
@@ -328,19 +316,6 @@ def test_storage_auto_of_files_that_fit_and_of_those_that_are_quantized():
         assert chosen == storage and reason.endswith("."), (profile, gib, file_dtype)
 
 
-@pytest.mark.parametrize("name", CONTRACT)
-def test_storage_auto_where_sixteen_bit_does_not_fit(name, monkeypatch):
-    monkeypatch.setattr(torch, "__version__", "2.11.0")
-    row = devices.detect(profile=name)
-    storages = {compute: auto.auto_storage(row, 26 * GIB, "bf16", 24 * GIB, compute) for compute in COMPUTE_OPTIONS}
-    for compute, (storage, reason) in storages.items():
-        smaller = "int8" if TABLE[name][-1] and compute in ("auto", "int8") else "fp8_e4m3fn"
-        assert storage == ("as_file" if name.startswith("mps") else smaller), compute
-        assert all(size in reason for size in ("26.00 GiB", "24.00 GiB", "2.00 GiB"))
-        assert reason.endswith(".") and ("third of fp8's" in reason) == (storage == "int8")
-        assert ("Not int8:" in reason) == (storage == "fp8_e4m3fn")
-
-
 def test_storage_auto_takes_fp8_where_the_kernels_of_int8_are_missing_and_says_why(cuda, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     card = torch.device("cuda", 0)
@@ -348,16 +323,6 @@ def test_storage_auto_takes_fp8_where_the_kernels_of_int8_are_missing_and_says_w
     storage, reason = auto.auto_storage(device, 26 * GIB, "bf16", 24 * GIB)
     assert storage == "fp8_e4m3fn" and "Not int8:" in reason and "built for CUDA 12.8" in reason
     assert "built for CUDA 12.8" in auto.why_int8_is_slow(device)
-
-
-def test_why_int8_is_slow_here(monkeypatch):
-    monkeypatch.setattr(torch, "__version__", "2.11.0")
-    for name, said in {
-        "sm_61": "capability 7.5", "sm_70": "capability 7.5", "sm_75": "", "sm_86": "", "sm_120": "", "gfx1201": "",
-        "gfx942": "HIP kernels are for RDNA", "gfx1100": "HIP backend", "mps_m3": "Needs torch 2.15", "xpu": "widens int8", "cpu": "no CPU kernels",
-    }.items():  # fmt: skip
-        why = auto.why_int8_is_slow(devices.detect(profile=name))
-        assert said in why and bool(why) is bool(said), name
 
 
 def test_b300_gains_nothing_from_int8(cuda):

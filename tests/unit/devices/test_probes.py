@@ -34,7 +34,7 @@ def raising(error):
 def test_all_probes_run_on_a_cpu():
     results = probes.run_probes(CPU)
     assert [result.name for result in results] == [
-        "fp8_cast", "fp8_cast_e5m2", "fp8_matmul", "fp16_gemm", "bf16_gemm", "bf16_native", "fp16_accumulation",
+        "fp8_cast", "fp8_matmul", "fp16_gemm", "bf16_gemm", "bf16_native", "fp16_accumulation",
         "int8_matmul", "int8_kernels",
     ]  # fmt: skip
     assert named(results, "fp8_cast").ok and named(results, "fp16_gemm").ok and named(results, "bf16_gemm").ok
@@ -133,12 +133,6 @@ def test_a_cast_that_loses_values_or_hides_nan_is_caught(monkeypatch):
         monkeypatch.setattr(probes, "_round_trip", lambda *arguments, broken=broken: broken(real(*arguments)))
         ok, detail = probes.fp8_cast(CPU, "fp8_e4m3fn")
         assert ok is False and told in detail
-
-
-@pytest.mark.parametrize(("fmt", "limit"), [("fp8_e4m3fn", "448"), ("fp8_e5m2", "57344"), ("fp8_e4m3fnuz", "240")])
-def test_the_cast_probe_knows_each_formats_limit(fmt, limit):
-    ok, detail = probes.fp8_cast(CPU, fmt)
-    assert ok and f"up to {limit};" in detail
 
 
 @pytest.mark.parametrize("answer", [True, False])

@@ -290,11 +290,6 @@ def test_fp32_results_rule_out_fp16_sums_where_they_cannot_be_switched_by_layer(
     assert any("leave no way to switch" in why for _, why in found.without_effect) is bool(execution)
 
 
-def test_reduction_off_says_that_split_k_stays():
-    found = plan("sm_86", ("bf16",), reduced_precision_reduction="off")
-    assert "added in fp32" in found.reasons["reduced_precision_reduction"]
-
-
 def test_auto_keeps_fp8_sums_full_and_unchanged_holds_nothing():
     assert not plan("sm_89", ("fp8",), fp8_fast_accumulation="auto").fp8_fast
     found = plan("sm_86", ("fp16",))

@@ -4,10 +4,9 @@ import pytest
 import torch
 from halfsafe.precision.devices.detect import detect
 from halfsafe.precision.devices.profiles import PROFILE_NAMES
-from halfsafe.precision.plan.accumulation import Request
 from halfsafe.precision.plan.compute import plan_compute
 from halfsafe.precision.plan.facts import LayerSpec, ModelFacts
-from halfsafe.precision.plan.goal import GOALS, SUMS, on_loaded, plan_for_goal
+from halfsafe.precision.plan.goal import GOALS, on_loaded, plan_for_goal
 from halfsafe.precision.plan.rules import rules_from
 
 LAYERS = [
@@ -158,10 +157,6 @@ def test_fp16_safe_decides_every_matrix_layer_and_nothing_else():
     assert (found.activation_dtype, found.weight_dtype) == ("fp32", "fp16")
 
 
-def test_a_plain_plan_decides_nothing():
-    assert plan(compute="bf16").decisions == {}
-
-
 def test_a_wider_stream_makes_the_other_layers_keep_their_dtype():
     found = plan(compute="bf16", text="blocks.0.ffn stream=fp32")
     assert found.mixes_fp32_in
@@ -293,10 +288,3 @@ def test_rules_that_cannot_act_on_a_loaded_model_are_listed():
     found = loaded("bf16", "nowhere compute=fp32\na storage=fp8_e4m3fn")
     assert [setting for setting, _ in found.without_effect] == ["nowhere compute=fp32", "a storage=fp8_e4m3fn"]
     assert "Save Model" in found.without_effect[1][1]
-
-
-def test_quality_and_speed_imply_their_accumulation():
-    assert {goal: SUMS[goal][0] for goal in GOALS if goal in SUMS} == {
-        "quality": Request(fp16_accumulation="off", reduced_precision_reduction="off", tf32="off"),
-        "speed": Request(fp16_accumulation="auto", tf32="on"),
-    }

@@ -209,14 +209,6 @@ def test_the_charts_bars_are_as_wide_as_their_shares():
         assert np.isclose(found, share, atol=0.003).sum() >= draw.BAR_HEIGHT
 
 
-def test_parts_of_a_bar_stand_in_order():
-    parts = [(0.25, "#ff0000"), *[(0.75 / 9000, "#00ff00")] * 9000]
-    row = draw.bar_chart("title", [draw.Row("label", parts, "text")])[draw.MARGIN - 8 + draw.TITLE_HEIGHT]
-    left = draw.MARGIN + draw.LABEL
-    assert {tuple(pixel) for pixel in row[left : left + draw.BAR // 4]} == {(255, 0, 0)}
-    assert {tuple(pixel) for pixel in row[left + draw.BAR // 4 : left + draw.BAR]} == {(0, 255, 0)}
-
-
 @pytest.mark.parametrize("layers", [0, 1, 5000])
 def test_charts_of_any_size_are_drawn(layers):
     rows = [report.LayerReport(f"l{index}", "Linear", "unheard_of", "fp32", "fp32", "same") for index in range(layers)]

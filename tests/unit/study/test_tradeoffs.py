@@ -22,7 +22,7 @@ from halfsafe.precision.study.tradeoffs import (
     settings_from,
     why_not,
 )
-from halfsafe.precision.study.tradeoffs_text import NOISY, result_of, seconds_text, table_text
+from halfsafe.precision.study.tradeoffs_text import NOISY, result_of, table_text
 from PIL import ImageColor
 
 MIB = 1 << 20
@@ -130,11 +130,6 @@ def test_the_best_row_comes_first_and_a_noisy_one_is_not_ranked():
     rows = result_of(found([SLOW, noisy, FAST]), "").rows
     assert [(row[0], NOISY in row[1]) for row in rows] == [("as_file/bf16", False), ("int8/auto", True), ("fp8_e4m3fn/fp8", False), ("as_file/fp32 (reference)", False)]
     assert result_of(found(), "").rows[0][0] == "int8/auto" and best_for("balanced", [noisy]) is noisy, "rather that than none"
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(0.0012345, "0.00123"), (0.5, "0.500"), (12.345, "12.3"), (123.4, "123"), (None, "-")])
-def test_times_have_three_digits(seconds, text):
-    assert seconds_text(seconds) == text
 
 
 def pixels(chart: np.ndarray, colour) -> int:
