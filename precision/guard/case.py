@@ -13,15 +13,7 @@ from ..base.nested import tensors_in
 from ..devices import probes
 from . import verdicts
 from .failed_call import Attempt, FailedCall, Step
-from .inputs import (
-    Diagnosis,
-    NotFiniteInput,
-    changed,
-    rows_not_finite,
-    with_nan,
-    zero_for_nan,
-    zeroed,
-)
+from .inputs import Diagnosis, NotFiniteInput, changed, rows_not_finite, with_nan, zero_for_nan, zeroed
 from .localize import Origin
 from .log import CallPosition, GuardLog, event_of, sentence
 from .policy import OFF
@@ -203,7 +195,7 @@ class Case:
     def _not_cured(self) -> Any:
         if self.failed_in_fp32 is None:
             return self._give_up(self._untried())
-        if self.call.packs and self.call.obstacle:
+        if self.call.packs and not self.call.can_start_again:
             advice = verdicts.LEAVE_OUT.format(self.call.packs)
             return self._give_up(Diagnosis(self._place, STOPPED, advice, verdicts.MAY_BE_KEPT))
         diagnosis = self._input_at_fault()
@@ -271,12 +263,9 @@ class Case:
         may_matter = self.failed_in_fp32 is not None or self._comes_from_inputs()
         if not self.inputs or not may_matter or not self._fails_in_fp32():
             return None
-        groups = [[one] for one in self.inputs]
-        groups += [self.inputs] if len(groups) > 1 else []
-        for group in groups[:MOST_INPUTS]:
-            if self._finite_in_fp32(self.call.replaced(self.given, changed(group, zeroed))):
-                name, advice = " and the ".join(one.name for one in group), group[0].advice if len(group) == 1 else None
-                return replace(group[0], name=name, advice=advice).diagnosis(self.call.wording.input_made_finite)
+        for one in self.inputs[:MOST_INPUTS]:
+            if self._finite_in_fp32(self.call.replaced(self.given, changed([one], zeroed))):
+                return one.diagnosis(self.call.wording.input_made_finite)
         return None
 
     def _weight_at_fault(self, everywhere: bool = False) -> Diagnosis | None:
@@ -303,7 +292,7 @@ class Case:
     @property
     def _restarts(self) -> bool:
         """Tell whether the whole sampling is to start again instead of the call."""
-        return bool(self.call.packs) and not self.call.obstacle
+        return bool(self.call.packs) and self.call.can_start_again
 
     @property
     def _place(self) -> Origin | None:

@@ -61,7 +61,7 @@ class FailedCall(ABC):
         compiled: torch.compile runs it.
         default_origin: the origin in events that blame no operation.
         packs: those that may keep state between steps, so that the whole sampling starts again instead of the call.
-        obstacle: why the sampling cannot start again.
+        can_start_again: the sampling can.
     """
 
     given: Any
@@ -84,7 +84,7 @@ class FailedCall(ABC):
     compiled: bool = False
     default_origin: Origin | None = None
     packs: str = ""
-    obstacle: str = ""
+    can_start_again: bool = True
 
     @abstractmethod
     def run(self, given: Any) -> Attempt:

@@ -126,8 +126,8 @@ class Guard:
         if finite or log.given_up:
             return result
         failed = ModelCall(call, number, start, result, guarded, hidden=math.isfinite(sizes[0]))
-        if failed.packs and failed.obstacle:
-            log.remarks.add(REPEATED_BESIDE.format(failed.packs, failed.obstacle))
+        if failed.packs and not failed.can_start_again:
+            log.remarks.add(REPEATED_BESIDE.format(failed.packs))
         try:
             return Case(failed, log, self.max_retries).resolved()
         finally:

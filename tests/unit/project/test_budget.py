@@ -19,24 +19,24 @@ MOST_LINES = {
     "precision/make": 506,
     "precision/plan": 1891,
     "precision/arithmetic": 1691,
-    "precision/guard": 1504,
+    "precision/guard": 1482,
     "precision/check": 172,
     "precision/study": 1041,
     "precision/report": 887,
     "precision/commands": 864,
     "nodes/host/comfyui": 1002,
-    "nodes/host/replay": 382,
+    "nodes/host/replay": 372,
     "nodes/host/compute": 1264,
     "nodes/host/accumulation": 352,
     "nodes/host/lora": 516,
     "nodes/host/load": 1596,
-    "nodes/host/guard": 1254,
+    "nodes/host/guard": 1252,
     "nodes/host/check": 239,
     "nodes/host/reporting": 485,
     "nodes/host/study": 591,
     "nodes": 1117,
 }
-MOST = {"product": 21588, "tests": 31679, "tests/support": 4750, "benchmarks": 2442, "scripts": 3_400}
+MOST = {"product": 21554, "tests": 31673, "tests/support": 4750, "benchmarks": 2442, "scripts": 3_400}
 MOST_WORDS, MOST_RESULTS, MOST_SMALL, SMALL = 30_000, 12, 15, 40
 MOST_RIDDLES = 0.05
 LONGEST, MOST_FILES = 400, 14
