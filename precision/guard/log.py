@@ -80,9 +80,6 @@ class GuardLog:
     """The events of one model, VAE or text encoder; the user is notified of each as it happens.
 
     Args:
-        on_nan: the node's setting, which decides whether a run without a cure is stopped.
-        notify: tells the user.
-        prompt: the prompt that the log is of.
         given_up: nothing cures this run, so no call is repeated.
         lost: the images of the batch that nothing cures; the others go on.
         remarks: what ran next to the model.
@@ -117,10 +114,7 @@ class GuardLog:
     def note(
         self, event: GuardEvent, origin: Origin | None, verdict: str, advice: str | None = None, message: str = ""
     ) -> NonFinite:
-        """Add an event and notify the user. Returns the error to raise if the run is to end with it.
-
-        A verdict is never replaced by a milder one of the same run.
-        """
+        """Add an event, whose verdict replaces no worse verdict. Returns the error with which to end the run."""
         message = message or sentence(event, origin)
         advice = verdicts.ADVICE[verdict] if advice is None else advice
         self.events.append(event)
@@ -202,8 +196,7 @@ def blame_between_calls(log: GuardLog, result: torch.Tensor, sigmas: torch.Tenso
 
 
 def blame_device(log: GuardLog, position: CallPosition, device: torch.device, mode: str, detail: str) -> bool:
-    """Blame a device whose test product in ``mode`` is wrong, as ``detail`` says.
-    Returns whether to run all in fp32 from now on.
+    """Blame a device for a wrong test product in ``mode``. Returns whether to run all in fp32 from now on.
 
     Raises:
         NonFinite: the guard is to stop.

@@ -116,13 +116,11 @@ class ModelCall(FailedCall):
         return given.replaced(function)
 
     def modes(self, origin: Origin | None, step: Escalation | None = None) -> tuple[str, str]:
-        """Return (mode by itself, mode now) of the layer that failed, or of values between layers; "" for an input."""
         if step == AS_PLANNED:
             return self.guarded.stream, FP16_WIDE.name
         return ("", "") if origin and origin.kind == "input" else self.guarded.modes_at(origin)
 
     def keep(self, step: Escalation, origin: Origin | None) -> str:
-        """Widen what the attempt showed to be needed, in later runs of the model too."""
         if step == AS_PLANNED:
             fall_back(self.model)
             return f"{GOES_ON} {SAME_SEED}"
@@ -131,7 +129,6 @@ class ModelCall(FailedCall):
         return SAME_SEED
 
     def widened(self, step: Escalation) -> StartAgain:
-        """Run at a step of the ladder from now on, or as the plan promises, in later runs of the model too."""
         if step == AS_PLANNED:
             fall_back(self.model)
             return StartAgain(self._sampling)
@@ -157,7 +154,6 @@ class ModelCall(FailedCall):
 
 
 def _watched(localizer: Localizer, executor: Callable, *args, **kwargs) -> torch.Tensor:
-    """Make a call with every operation watched."""
     call = Call(executor, *args, **kwargs)
     call.options = _opaque_attention(localizer, call.options)
     with localizer.watching():

@@ -51,11 +51,9 @@ CONTROLNET = (
 
 
 def with_guard(patcher, on_nan: str, max_retries: int, node_id: str | None = None, check: Callable | None = None):
-    """Return a clone of the model whose calls are guarded. An earlier guard on it is replaced.
+    """Return a clone of the model whose calls are guarded, in place of an earlier guard.
 
-    Args:
-        check: gives what compares a call with fp32, or None for a call that is not compared:
-            ``check.drift.checking``.
+    ``check``: ``check.drift.checking``, which gives what compares a call with fp32.
     """
     clone = patcher.clone()
     _put(clone, Guard(on_nan, max_retries, node_id, check))
