@@ -1,9 +1,4 @@
-"""What to do with a call that gave NaN or Inf, whoever made it:
-what explains it, whether a higher precision cures it, the verdict.
-
-Whoever makes calls (of a model, a VAE, a text encoder) gives a :class:`FailedCall`;
-every decision is here.
-"""
+"""Decide over a call that gave NaN or Inf, whoever made it: what explains it, what cures it, the verdict."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,15 +8,7 @@ from ..base.nested import tensors_in
 from ..devices import probes
 from . import verdicts
 from .failed_call import Attempt, FailedCall, Step
-from .inputs import (
-    Diagnosis,
-    NotFiniteInput,
-    changed,
-    rows_not_finite,
-    with_nan,
-    zero_for_nan,
-    zeroed,
-)
+from .inputs import Diagnosis, NotFiniteInput, changed, rows_not_finite, with_nan, zero_for_nan, zeroed
 from .localize import Origin
 from .log import CallPosition, GuardLog, event_of, sentence
 from .policy import OFF
@@ -33,12 +20,8 @@ MOST_INPUTS = 4
 class Case:
     """One failed call.
 
-    Args:
-        log: what was said of its model so far.
-        most: how often it may be repeated to cure it; None for as often as its steps ask.
-
-    ``origin``: what failed, once it was located. ``failed_in_fp32``: whether the call with the inputs it was given is
-    NaN or Inf in fp32 too, None while unknown.
+    ``most``: how often it may be repeated to cure it, None for as often as its steps ask; ``failed_in_fp32``: whether
+    the call with the inputs it was given is NaN or Inf in fp32 too, None while unknown.
     """
 
     def __init__(self, call: FailedCall, log: GuardLog, most: int | None = None):
@@ -203,7 +186,7 @@ class Case:
     def _not_cured(self) -> Any:
         if self.failed_in_fp32 is None:
             return self._give_up(self._untried())
-        if self.call.packs and self.call.obstacle:
+        if self.call.packs and not self.call.can_start_again:
             advice = verdicts.LEAVE_OUT.format(self.call.packs)
             return self._give_up(Diagnosis(self._place, STOPPED, advice, verdicts.MAY_BE_KEPT))
         diagnosis = self._input_at_fault()
@@ -243,14 +226,11 @@ class Case:
         return attempt
 
     def _fails_in_fp32(self) -> bool:
-        """Tell whether the call as it is is not finite in fp32 either; False where that may not be tried any more."""
         if self.failed_in_fp32 is None and self._may_search():
             self._at(self.call.in_fp32)
         return bool(self.failed_in_fp32)
 
     def _finite_in_fp32(self, given: Any, zeroed: Sequence[str] = ()) -> bool:
-        """Tell whether a variant of the call is finite in fp32:
-        other inputs, or zeros for NaN and Inf of ``zeroed`` weights."""
         repeat = self.call.run_at, self.call.in_fp32, given, zeroed
         return self._may_search() and self._again("in fp32, to find the cause", *repeat).finite
 
@@ -271,20 +251,13 @@ class Case:
         may_matter = self.failed_in_fp32 is not None or self._comes_from_inputs()
         if not self.inputs or not may_matter or not self._fails_in_fp32():
             return None
-        groups = [[one] for one in self.inputs]
-        groups += [self.inputs] if len(groups) > 1 else []
-        for group in groups[:MOST_INPUTS]:
-            if self._finite_in_fp32(self.call.replaced(self.given, changed(group, zeroed))):
-                name, advice = " and the ".join(one.name for one in group), group[0].advice if len(group) == 1 else None
-                return replace(group[0], name=name, advice=advice).diagnosis(self.call.wording.input_made_finite)
+        for one in self.inputs[:MOST_INPUTS]:
+            if self._finite_in_fp32(self.call.replaced(self.given, changed([one], zeroed))):
+                return one.diagnosis(self.call.wording.input_made_finite)
         return None
 
     def _weight_at_fault(self, everywhere: bool = False) -> Diagnosis | None:
-        """Find the weight or patch without whose values that are not finite the call would be finite, or the weight
-        whose copy on the device is bad.
-
-        ``everywhere``: look at all weights, not only at what the operations watched lead to.
-        """
+        """Find the weight or patch at fault. ``everywhere``: look at all weights, not only at those watched."""
         weights, origin = self.call.weights, self.origin
         if origin and (bad_copy := weights.bad_copy(origin)):
             return Diagnosis(origin, DEVICE_FAULT, None, bad_copy)
@@ -302,12 +275,10 @@ class Case:
 
     @property
     def _restarts(self) -> bool:
-        """Tell whether the whole sampling is to start again instead of the call."""
-        return bool(self.call.packs) and not self.call.obstacle
+        return bool(self.call.packs) and self.call.can_start_again
 
     @property
     def _place(self) -> Origin | None:
-        """The origin of the failure, or the origin named by events instead."""
         return self.origin or self.call.default_origin
 
     def _position(self, rows: set[int]) -> CallPosition:

@@ -37,12 +37,8 @@ def promoting(function: Callable) -> Callable:
 
 def _writes(func: Callable, kwargs: dict) -> bool:
     name = getattr(func, "__name__", "")
-    return (
-        "out" in kwargs
-        or name == "__setitem__"
-        or (name.endswith("_") and not name.endswith("__"))
-        or name.startswith("__i")
-    )
+    in_place = name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+    return "out" in kwargs or name == "__setitem__" or in_place
 
 
 def _float(tensor: torch.Tensor) -> torch.Tensor:

@@ -22,11 +22,7 @@ Step = Any
 
 @dataclass(frozen=True)
 class Attempt:
-    """One result of a call.
-
-    Args:
-        largest: its largest magnitude before any clamp; NaN or inf where it is not finite.
-    """
+    """One result of a call. ``largest``: its largest magnitude before any clamp, NaN or inf where it is not finite."""
 
     result: Any
     largest: float
@@ -46,22 +42,18 @@ class FailedCall(ABC):
         start: the random numbers of its beginning, with which each repeat is made.
         position: its place in its run.
         images: how many images the result has; row r of the result is of image r modulo ``images``.
-        device: where it runs.
         weights: the weights and patches of the model, VAE or text encoder (``LoadedWeights`` of the host).
         wording: the sentences on its kind of call.
         steps: the entries of the ladder to repeat it at, the last all in fp32; the first may be ``present``.
             Empty where it was in fp32 already.
         in_fp32: the step at which all of it runs in fp32.
         tell: tells whoever waits for the call what is being done, in words.
-        is_out_of_memory: tells whether an error means that a repeat found no memory.
         present: the step it failed at, where it may be repeated so before others.
         locates_first: the operation is looked for before higher steps are tried, as a call costs little of its run.
         hidden: the result is finite, but the model's own code clamped what was not.
         promised: the step that the model's plan falls back to, whatever the guard is to do; None where it has none.
-        compiled: torch.compile runs it.
         default_origin: the origin in events that blame no operation.
         packs: those that may keep state between steps, so that the whole sampling starts again instead of the call.
-        obstacle: why the sampling cannot start again.
     """
 
     given: Any
@@ -84,7 +76,7 @@ class FailedCall(ABC):
     compiled: bool = False
     default_origin: Origin | None = None
     packs: str = ""
-    obstacle: str = ""
+    can_start_again: bool = True
 
     @abstractmethod
     def run(self, given: Any) -> Attempt:

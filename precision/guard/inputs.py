@@ -24,12 +24,9 @@ def input_origin(name: str) -> Origin:
 
 @dataclass(frozen=True)
 class NotFiniteInput:
-    """An input of a call with NaN or Inf.
+    """An input of a call with NaN or Inf, in the tensors ``values``.
 
-    Args:
-        name: what people know it as.
-        values: its tensors that are not finite.
-        verdict: the verdict if it is the cause, and ``advice`` what to do then; None for what the verdict has.
+    ``verdict``: of the run if it is the cause, and ``advice`` what to do then; None for what the verdict has.
     """
 
     name: str
@@ -55,11 +52,7 @@ class NotFiniteInput:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """A verdict beyond the reach of repeats, with its evidence.
-
-    Args:
-        advice: what to do; None for what the verdict has.
-    """
+    """A verdict beyond the reach of repeats, with its evidence. ``advice``: None for what the verdict has."""
 
     origin: Origin | None
     verdict: str
@@ -70,10 +63,7 @@ class Diagnosis:
 def inputs_not_finite(
     named: Iterable[tuple[str, object]], advice: dict[str, str] | None = None
 ) -> list[NotFiniteInput]:
-    """List the inputs with NaN or Inf among (name, nested values).
-
-    ``advice``: name -> what to do if the input is the cause.
-    """
+    """List the inputs with NaN or Inf among (name, nested values). ``advice``: name -> what to do."""
     found = ((name, tuple(tensor for tensor in tensors_in(values) if not is_finite(tensor))) for name, values in named)
     verdicts = dict.fromkeys(MADE_WHILE_SAMPLING, NOT_PRECISION)
     return [
@@ -103,7 +93,7 @@ def with_nan(values, rows: Iterable[int]):
 
 
 def changed(chosen: Iterable[NotFiniteInput], change: Callable[[torch.Tensor], torch.Tensor]) -> Callable:
-    """Return a function that gives ``change`` of each tensor of the chosen inputs, and every other tensor as it is."""
+    """Return a function that changes each tensor of the chosen inputs, and no other tensor."""
     wanted = {id(value) for one in chosen for value in one.values}
     return lambda value: change(value) if id(value) in wanted else value
 

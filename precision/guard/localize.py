@@ -90,15 +90,11 @@ class Localizer(TorchDispatchMode):
             yield self
 
     def origin(self, result: torch.Tensor) -> Origin | None:
-        """Find what made ``result`` non-finite; what a clamp hid where ``result`` is finite;
-        None where neither is so."""
+        """Find the origin of NaN and Inf in ``result``, or of what a clamp hid."""
         if math.isfinite(amax_value(result)):
             return self.hidden[0] if self.hidden else None
-        return (
-            self._made.get(_key(result))
-            or self._first_bad
-            or Origin("", "", "unknown", name_of(result.dtype), math.nan)
-        )
+        unknown = Origin("", "", "unknown", name_of(result.dtype), math.nan)
+        return self._made.get(_key(result)) or self._first_bad or unknown
 
     def opaque(self, op: str, call: Callable, *args, **kwargs):
         """Run something whose inside cannot be watched, such as another pack's attention kernel, as one operation."""

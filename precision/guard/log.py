@@ -12,23 +12,11 @@ import torch
 
 from ..base.nested import tensors_in
 from ..report.schema import CheckReport, GuardEvent, GuardReport
+from . import verdicts
 from .inputs import Diagnosis, NotFiniteInput, is_finite, rows_not_finite
 from .localize import Origin
 from .policy import Escalation
-from .verdicts import (
-    ADVICE,
-    BEGAN_WIDER,
-    BETWEEN_CALLS,
-    CLEAN,
-    CURED,
-    DEVICE_FAULT,
-    MODEL,
-    NAN_GIVEN,
-    NOT_PRECISION,
-    RECOVERED,
-    STOPPED,
-    NonFinite,
-)
+from .verdicts import NonFinite
 
 
 @dataclass
@@ -92,9 +80,6 @@ class GuardLog:
     """The events of one model, VAE or text encoder; the user is notified of each as it happens.
 
     Args:
-        on_nan: the node's setting, which decides whether a run without a cure is stopped.
-        notify: tells the user.
-        prompt: the prompt that the log is of.
         given_up: nothing cures this run, so no call is repeated.
         lost: the images of the batch that nothing cures; the others go on.
         remarks: what ran next to the model.
@@ -108,7 +93,7 @@ class GuardLog:
     prompt: str | None = None
     calls: int = 0
     extra_calls: int = 0
-    verdict: str = CLEAN
+    verdict: str = verdicts.CLEAN
     events: list[GuardEvent] = field(default_factory=list)
     advice: str = ""
     given_up: bool = False
@@ -129,14 +114,11 @@ class GuardLog:
     def note(
         self, event: GuardEvent, origin: Origin | None, verdict: str, advice: str | None = None, message: str = ""
     ) -> NonFinite:
-        """Add an event and notify the user. Returns the error to raise if the run is to end with it.
-
-        A verdict is never replaced by a milder one of the same run.
-        """
+        """Add an event, whose verdict replaces no worse verdict. Returns the error with which to end the run."""
         message = message or sentence(event, origin)
-        advice = ADVICE[verdict] if advice is None else advice
+        advice = verdicts.ADVICE[verdict] if advice is None else advice
         self.events.append(event)
-        if self.verdict in CURED:
+        if self.verdict in verdicts.CURED:
             self.verdict, self.advice = verdict, advice
         self.notify("event", verdict, message, advice, event)
         return NonFinite(message, verdict, advice)
@@ -167,14 +149,14 @@ class GuardLog:
 
     def notify_verdict(self) -> None:
         """Sum up a sampler's run, unless there is nothing to tell."""
-        if self.verdict != CLEAN:
+        if self.verdict != verdicts.CLEAN:
             events, repeats = _count(len(self.events), "event"), _count(self.extra_calls, "repeated call")
-            became = "told" if self.verdict == STOPPED and self.on_nan == "report" else self.verdict
+            became = "told" if self.verdict == verdicts.STOPPED and self.on_nan == "report" else self.verdict
             self.notify("verdict", self.verdict, f"Guard: {became}, {events}, {repeats}.", self.advice)
 
     def report(self, escalation: Escalation) -> GuardReport:
         """Give the log as the report's section, with what runs wider now; a run that is clean with that says so."""
-        advice = BEGAN_WIDER if escalation and self.verdict == CLEAN else self.advice
+        advice = verdicts.BEGAN_WIDER if escalation and self.verdict == verdicts.CLEAN else self.advice
         return GuardReport(
             self.verdict, self.calls, self.extra_calls, escalation.named(), list(self.events), escalation.rules(),
             advice, list(self.checks),
@@ -194,7 +176,7 @@ def blame_inputs(log: GuardLog, inputs: Sequence[NotFiniteInput], batch: int) ->
     for one in inputs:
         rows = one.nan_rows(batch)
         position = CallPosition(0, batch_rows=sorted(rows), spoils_all=len(rows | log.lost) >= batch)
-        log.give_up(position, one.diagnosis(NAN_GIVEN))
+        log.give_up(position, one.diagnosis(verdicts.NAN_GIVEN))
 
 
 def blame_between_calls(log: GuardLog, result: torch.Tensor, sigmas: torch.Tensor) -> None:
@@ -210,12 +192,11 @@ def blame_between_calls(log: GuardLog, result: torch.Tensor, sigmas: torch.Tenso
             log.calls, len(sigmas) - 1, float(sigmas[-1]), rows, len(log.lost.union(rows)) >= len(bad[0])
         )
         origin = Origin("sampler", "", "nan", "fp32", math.nan)
-        log.give_up(position, Diagnosis(origin, NOT_PRECISION, None, BETWEEN_CALLS), "fp32")
+        log.give_up(position, Diagnosis(origin, verdicts.NOT_PRECISION, None, verdicts.BETWEEN_CALLS), "fp32")
 
 
 def blame_device(log: GuardLog, position: CallPosition, device: torch.device, mode: str, detail: str) -> bool:
-    """Blame a device whose test product in ``mode`` is wrong, as ``detail`` says.
-    Returns whether to run all in fp32 from now on.
+    """Blame a device for a wrong test product in ``mode``. Returns whether to run all in fp32 from now on.
 
     Raises:
         NonFinite: the guard is to stop.
@@ -223,8 +204,8 @@ def blame_device(log: GuardLog, position: CallPosition, device: torch.device, mo
     cured = log.on_nan == "retry_higher"
     origin = Origin("", "matmul", "canary", mode, math.nan)
     event = event_of(position, origin, mode, "fp32" if cured else mode, cured)
-    message, advice = f"A test product on {device} is wrong.", f"{detail}. {ADVICE[DEVICE_FAULT]}"
-    error = log.note(event, origin, DEVICE_FAULT, advice, message)
+    message, advice = f"A test product on {device} is wrong.", f"{detail}. {verdicts.ADVICE[verdicts.DEVICE_FAULT]}"
+    error = log.note(event, origin, verdicts.DEVICE_FAULT, advice, message)
     if log.on_nan == "stop":
         raise error
     return cured
@@ -232,5 +213,6 @@ def blame_device(log: GuardLog, position: CallPosition, device: torch.device, mo
 
 def blame_memory(log: GuardLog) -> None:
     """Take back that a run was cured whose sampling found no memory to run in a higher precision."""
-    if log.verdict == RECOVERED:
-        log.note(event_of(CallPosition(log.calls), None, "", "", False), None, STOPPED, MODEL.no_memory)
+    if log.verdict == verdicts.RECOVERED:
+        event = event_of(CallPosition(log.calls), None, "", "", False)
+        log.note(event, None, verdicts.STOPPED, verdicts.MODEL.no_memory)

@@ -83,11 +83,7 @@ ENCODER_INPUTS = {
 
 
 class NonFinite(HalfsafeError):
-    """A model, VAE or text encoder gave NaN or Inf, and the run was stopped.
-
-    Args:
-        verdict: of the report's verdicts.
-    """
+    """A model, VAE or text encoder gave NaN or Inf, and the run was stopped."""
 
     def __init__(self, problem: str, verdict: str = STOPPED, advice: str = ""):
         super().__init__(" ".join((problem, f"Verdict: {verdict}.")), advice or ADVICE[verdict])
@@ -96,13 +92,7 @@ class NonFinite(HalfsafeError):
 
 @dataclass(frozen=True)
 class Wording:
-    """The sentences on a kind of call, where kinds differ.
-
-    Args:
-        no_memory: what to do where a repeat found no memory.
-        input_made_finite: the evidence that an input with Inf is at fault.
-        advice: verdict -> what to do, where that is another thing than ``ADVICE`` has.
-    """
+    """The sentences on a kind of call, where kinds differ; ``advice``: verdict -> what to do instead of ``ADVICE``."""
 
     no_memory: str
     input_made_finite: str = (
@@ -118,12 +108,7 @@ MODEL = Wording(
 
 
 def encoder_wording(kind: str, without_cure: str, without_retries: str) -> Wording:
-    """Word what is said of a VAE or text encoder, named ``kind``.
-
-    Args:
-        without_cure: what to try where no dtype cures it.
-        without_retries: what to try besides ``retry_higher``.
-    """
+    """Word the sentences on a VAE or text encoder, named ``kind``: without a cure, and without repeats."""
     advice = {
         RECOVERED: "",
         NOT_PRECISION: f"No dtype cures this {kind}: {without_cure}.",

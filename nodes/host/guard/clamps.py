@@ -25,7 +25,6 @@ WATCHED = (
     *((torch.Tensor, name) for given in GIVEN for name in (given, f"{given}_") if hasattr(torch.Tensor, name)),
 )
 """(owner, name); ``Tensor.norm`` and ``normalize`` call ``torch.norm``."""
-SPACES = {owner: vars(owner) for owner in (torch, functional, torch.Tensor)}
 _largest_of = torch.maximum
 _of_thread = threading.local()
 
@@ -49,7 +48,7 @@ def _watched(function: Callable, name: str) -> Callable:
 
 @contextlib.contextmanager
 def _hiding_is_seen() -> Iterator[None]:
-    own = [(owner, name, name in SPACES[owner] and SPACES[owner][name]) for owner, name in WATCHED]
+    own = [(owner, name, vars(owner).get(name)) for owner, name in WATCHED]
     for owner, name, function in own:
         setattr(owner, name, _watched(function or getattr(owner, name), name))
     try:

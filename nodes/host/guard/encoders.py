@@ -46,11 +46,7 @@ class EncoderGuard:
     def run(self, action: str, make: Make, patcher: "ModelPatcher", dtype: torch.dtype, given: Any) -> Any:
         """Return ``make(None, given)``, or the result in a higher dtype where that is not finite.
 
-        Args:
-            action: decode, encode ...
-            make: makes the result in a dtype, None for as it is: (result, largest magnitude before any clamp).
-            patcher: of what it runs.
-            given: what went in.
+        ``make``: makes (result, largest magnitude before any clamp) in a dtype, None for as it is.
 
         Raises:
             NonFinite: there is no finite result, or the guard is to stop.
@@ -102,12 +98,10 @@ class EncoderCall(FailedCall):
             return Attempt(*self.make(None if step == self.present else step, given))
 
     def inputs(self, given: Any) -> list[NotFiniteInput]:
-        """List the input of the call if it has NaN or Inf, under the name known to users."""
         name, advice = ENCODER_INPUTS[self.default_origin.layer]
         return inputs_not_finite([(name, given)], {name: advice})
 
     def modes(self, origin: Origin | None, step: torch.dtype | None = None) -> tuple[str, str]:
-        """Return (dtype of the failed call, dtype of its cure)."""
         return name_of(self.present), name_of(step or self.present)
 
     def named(self, step: torch.dtype) -> str:

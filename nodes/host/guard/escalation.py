@@ -37,12 +37,9 @@ CAST = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class EscalatedLayers:
-    """One model under an escalation: how its calls run until the escalation grows.
+    """A bare model under an escalation.
 
-    Args:
-        escalation: what runs wider.
-        model: ComfyUI's BaseModel, with nothing of ours on it at the moment.
-        modes: layer -> mode without the escalation, for the layers that multiply.
+    ``modes``: layer -> mode without the escalation, for the layers that multiply.
     """
 
     def __init__(self, escalation: Escalation, model: "BaseModel", modes: dict[str, str]):
@@ -113,7 +110,7 @@ class EscalatedLayers:
         return run
 
     def _promoting(self, function: Callable) -> Callable:
-        """Wrap a node's function so that its operations promote inside of what is widened, and nowhere else."""
+        """Wrap a node's function: its operations promote inside of widened blocks, and nowhere else."""
         promoted = promoting(function)
 
         def run(*args, **kwargs):
@@ -202,7 +199,7 @@ def _decision(mode: str, module: torch.nn.Module) -> ComputeDecision:
 
 @contextlib.contextmanager
 def text_adapter_in_fp32(model: "BaseModel", ran: set[str]) -> Iterator[None]:
-    """Run the text adapter of a model in fp32 while the context lasts, and add the layers that ran in it to ``ran``.
+    """Run the text adapter of a model in fp32 while the context lasts, and add the layers of its calls to ``ran``.
 
     A text adapter is small and runs once per prompt, and an overflow in it would pass for a bad text.
     """
@@ -222,12 +219,7 @@ def learned_of(model: "BaseModel") -> dict[tuple, Escalation]:
 
 
 class Guarded:
-    """A model in a state of its weights.
-
-    Args:
-        model: ComfyUI's BaseModel.
-        recall: begin with what any guard has learned of the model; for a guard that may change what runs.
-    """
+    """A model in a state of its weights. ``recall``: begin with what any guard has learned of the model."""
 
     def __init__(self, model: "BaseModel", recall: bool):
         patcher = model.current_patcher
@@ -271,6 +263,5 @@ class Guarded:
 
 
 def _known_as(model: "BaseModel") -> tuple:
-    """Build the key under which an escalation is remembered: weight patches, hooks, compute plan, dtype."""
     patcher = model.current_patcher
     return patches_of(patcher), hooks_of(patcher), *settings_of(patcher)

@@ -23,16 +23,15 @@ from ..compute.attention import OVERRIDE, overridden
 from ..compute.executor import fall_back, fallen_back, may_fall_back
 from ..replay.call import Call
 from ..replay.code_owner import packs_on
-from ..replay.restart import NOT_HERE, SAMPLING, Sampling, StartAgain
+from ..replay.restart import SAMPLING, Sampling, StartAgain
 from .causes import LoadedWeights, call_inputs
 from .escalation import EscalatedLayers, Guarded, RangeObserver
 
 INSIDE = "halfsafe_guard"
 """The entry of ``transformer_options`` that says how the guard's innermost wrapper runs a call; no model gets it."""
-ON_SEVERAL_DEVICES = "the model runs on several devices side by side"
 REPEATED_BESIDE = (
-    "A failed call was repeated beside {0}, as the sampling could not start again: {1}. "
-    "What {0} keeps between steps may be of the failed call."
+    "A failed call was repeated beside {0}, as the sampling could not start again: "
+    "what {0} keeps between steps may be of the failed call."
 )
 OUR_PACKAGE = __name__.partition(".nodes.")[0]
 logger = logging.getLogger("halfsafe")
@@ -65,7 +64,7 @@ class ModelCall(FailedCall):
         patcher = call.model.current_patcher
         promised = AS_PLANNED if may_fall_back(patcher) and not guarded.escalation else None
         self._sampling: Sampling | None = call.options.get(SAMPLING)
-        obstacle = self._sampling.obstacle if self._sampling else NOT_HERE
+        can_start_again = self._sampling is not None and self._sampling.can_start_again
         self._last: Attempt | None = None
         super().__init__(
             call,
@@ -84,7 +83,7 @@ class ModelCall(FailedCall):
             promised=promised,
             compiled=is_compiled(patcher),
             packs=" and ".join(packs_on(call)),
-            obstacle=ON_SEVERAL_DEVICES if is_on_several_devices(patcher) else obstacle,
+            can_start_again=can_start_again and not is_on_several_devices(patcher),
         )
 
     def run(self, given: Call) -> Attempt:
@@ -117,13 +116,11 @@ class ModelCall(FailedCall):
         return given.replaced(function)
 
     def modes(self, origin: Origin | None, step: Escalation | None = None) -> tuple[str, str]:
-        """Return (mode by itself, mode now) of the layer that failed, or of values between layers; "" for an input."""
         if step == AS_PLANNED:
             return self.guarded.stream, FP16_WIDE.name
         return ("", "") if origin and origin.kind == "input" else self.guarded.modes_at(origin)
 
     def keep(self, step: Escalation, origin: Origin | None) -> str:
-        """Widen what the attempt showed to be needed, in later runs of the model too."""
         if step == AS_PLANNED:
             fall_back(self.model)
             return f"{GOES_ON} {SAME_SEED}"
@@ -132,7 +129,6 @@ class ModelCall(FailedCall):
         return SAME_SEED
 
     def widened(self, step: Escalation) -> StartAgain:
-        """Run at a step of the ladder from now on, or as the plan promises, in later runs of the model too."""
         if step == AS_PLANNED:
             fall_back(self.model)
             return StartAgain(self._sampling)
@@ -158,7 +154,6 @@ class ModelCall(FailedCall):
 
 
 def _watched(localizer: Localizer, executor: Callable, *args, **kwargs) -> torch.Tensor:
-    """Make a call with every operation watched."""
     call = Call(executor, *args, **kwargs)
     call.options = _opaque_attention(localizer, call.options)
     with localizer.watching():

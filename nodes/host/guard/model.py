@@ -51,11 +51,9 @@ CONTROLNET = (
 
 
 def with_guard(patcher, on_nan: str, max_retries: int, node_id: str | None = None, check: Callable | None = None):
-    """Return a clone of the model whose calls are guarded. An earlier guard on it is replaced.
+    """Return a clone of the model whose calls are guarded, in place of an earlier guard.
 
-    Args:
-        check: gives what compares a call with fp32, or None for a call that is not compared:
-            ``check.drift.checking``.
+    ``check``: ``check.drift.checking``, which gives what compares a call with fp32.
     """
     clone = patcher.clone()
     _put(clone, Guard(on_nan, max_retries, node_id, check))
@@ -126,8 +124,8 @@ class Guard:
         if finite or log.given_up:
             return result
         failed = ModelCall(call, number, start, result, guarded, hidden=math.isfinite(sizes[0]))
-        if failed.packs and failed.obstacle:
-            log.remarks.add(REPEATED_BESIDE.format(failed.packs, failed.obstacle))
+        if failed.packs and not failed.can_start_again:
+            log.remarks.add(REPEATED_BESIDE.format(failed.packs))
         try:
             return Case(failed, log, self.max_retries).resolved()
         finally:

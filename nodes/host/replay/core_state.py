@@ -18,7 +18,7 @@ class CoreState:
     EasyCache, LazyCache, Self-Attention Guidance.
 
     A ControlNet's lists and the prefix cache of Qwen-Image 2.1 are ``call.Call``'s own affair, torch's random numbers
-    are of ``precision/guard/ladder.py``.
+    are of ``precision/guard/random_start.py``.
     """
 
     def __init__(self, options: dict):

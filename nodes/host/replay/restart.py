@@ -22,11 +22,6 @@ SAMPLING = "halfsafe_sampling"
 """The entry of ``transformer_options`` with the :class:`Sampling` that a call is of."""
 MOST_RESTARTS = 3
 PLAIN_OPTIONS = (bool, int, float, str, torch.Tensor, type(None))
-NOT_HERE = "its calls are not of a sampler's run"
-OTHERS_GUIDER = "its guider is of another pack"
-OTHERS_SAMPLER = "its sampler is of another pack"
-KEEPS_STATE = "its sampler was given something that goes on with each draw"
-TOO_OFTEN = f"it was started again {MOST_RESTARTS} times"
 
 
 class StartAgain(BaseException):
@@ -41,13 +36,10 @@ class StartAgain(BaseException):
 
 
 class Sampling:
-    """One run of a sampler, an OUTER_SAMPLE wrapper's arguments.
-
-    ``obstacle``: why it cannot be started again; empty where it can.
-    """
+    """One run of a sampler, an OUTER_SAMPLE wrapper's arguments."""
 
     def __init__(self, guider: comfy.samplers.CFGGuider, sampler: comfy.samplers.Sampler):
-        self.obstacle = _obstacle(guider, sampler)
+        self.can_start_again = _can_begin_anew(guider, sampler)
         self._guider = guider
         self._times = 0
         self._undo: list[Callable[[], None]] = []
@@ -78,16 +70,14 @@ class Sampling:
                     raise
                 self._undo.append(again.undo)
             self._times += 1
-            self.obstacle = TOO_OFTEN if self._times == MOST_RESTARTS else ""
+            self.can_start_again = self._times < MOST_RESTARTS
             start.put_back()
             others.put_back()
             comfy.utils.ProgressBar(len(sigmas) - 1).update_absolute(0)
 
 
-def _obstacle(guider: comfy.samplers.CFGGuider, sampler: comfy.samplers.Sampler) -> str:
-    if code_owner(type(guider)):
-        return OTHERS_GUIDER
-    if code_owner(type(sampler)) or code_owner(getattr(sampler, "sampler_function", sampler)):
-        return OTHERS_SAMPLER
-    given = getattr(sampler, "extra_options", {}).values()
-    return "" if all(isinstance(value, PLAIN_OPTIONS) for value in given) else KEEPS_STATE
+def _can_begin_anew(guider: comfy.samplers.CFGGuider, sampler: comfy.samplers.Sampler) -> bool:
+    """Tell whether guider and sampler are ComfyUI's own and were given nothing that goes on with each draw."""
+    if any(map(code_owner, (type(guider), type(sampler), getattr(sampler, "sampler_function", sampler)))):
+        return False
+    return all(isinstance(value, PLAIN_OPTIONS) for value in getattr(sampler, "extra_options", {}).values())

@@ -6,14 +6,7 @@ import pytest
 import torch
 from halfsafe.precision.guard.verdicts import NonFinite
 from support import families
-from support.guarding import (
-    Counted,
-    core,
-    guarded,
-    is_finite,
-    plain_fp16,
-    report_of,
-)
+from support.guarding import Counted, core, guarded, is_finite, plain_fp16, report_of
 
 MOST_CALLS = 4
 

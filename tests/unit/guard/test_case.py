@@ -89,6 +89,7 @@ class Fake(FailedCall):
         self.kept.append(step)
         return ""
 
+
 def resolve(call: Fake, on_nan: str = "retry_higher", most: int | None = 8, given=None):
     """(log, result, error) of a case."""
     log, call.given = GuardLog(on_nan), given or call.given
@@ -188,7 +189,7 @@ def test_beside_a_pack_nothing_starts_again_without_a_step_or_a_repeat_left(abou
 
 def test_beside_a_pack_where_the_sampling_cannot_start_again_no_verdict_is_given_on_precision():
     call = Beside(finite_at())
-    call.obstacle = "its sampler is of another pack"
+    call.can_start_again = False
     _, _, error = resolve(call)
     assert call.ran == ["watched", "fp16_safe", "fp32"] and error.verdict == "stopped" and "leave its node out" in str(error)
 
