@@ -9,6 +9,8 @@ const MEASURE = "HalfsafeMeasurePrecisions";
 const GAP = 40;
 /** The workflows' columns are as wide, in pixels at scale 1. */
 const WIDTH = 320;
+/** The least scale at which a node is read. */
+const READABLE = 0.5;
 const OURS = "Halfsafe";
 
 /** @param {any} app @param {() => void} change */
@@ -161,10 +163,21 @@ export function showNodes(app, all, sidebar) {
   if (canvas.graph !== all[0].graph) canvas.setGraph(all[0].graph);
   canvas.deselectAll();
   canvas.selectItems(nodes);
+  if (areInSight(canvas, nodes, sidebar)) return;
   const { scale, offset } = wholeBeside(app, nodes, sidebar);
   canvas.ds.scale = scale;
   [canvas.ds.offset[0], canvas.ds.offset[1]] = offset;
   canvas.setDirty(true, true);
+}
+
+/** Whether nodes are seen whole, and large enough to be read. @param {any} canvas @param {any[]} nodes @param {HTMLElement | null} sidebar what covers the canvas at its left */
+function areInSight({ canvas, ds }, nodes, sidebar) {
+  const page = canvas.getBoundingClientRect();
+  const least = Math.max(page.left, sidebar?.getBoundingClientRect().right ?? 0);
+  return ds.scale >= READABLE && nodes.every(({ pos: [x, y], size: [width, height] }) => {
+    const [left, right, top, bottom] = [x, x + width, y, y + height].map((at, place) => (at + ds.offset[place < 2 ? 0 : 1]) * ds.scale);
+    return page.left + left >= least && page.left + right <= page.right && top >= GAP && page.top + bottom <= page.bottom;
+  });
 }
 
 /**

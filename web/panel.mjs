@@ -1,6 +1,6 @@
 // @ts-check
 /** The report on its node: head, shares, guard, remarks and the table of layers. */
-import { el, firstOf, modeText, paint, shareBar, swatch, verdictOf, verdictPill } from "./dom.mjs";
+import { el, firstOf, modeText, nameOf, paint, shareBar, swatch, verdictOf, verdictPill } from "./dom.mjs";
 import { checkText, controlText, deviceText, filterLayers, happenedText, outcomeText, rowsOf, saidText, sortRows } from "./report.mjs";
 import { said, t } from "./words.mjs";
 
@@ -185,12 +185,6 @@ function detailRows(row, several, modes) {
       return element;
     }),
   ];
-}
-
-/** A layer's name, which may go on in another line after a dot, but for a mere number or star. @param {string} name */
-function nameOf(name) {
-  const [first, ...rest] = name.split(/(?<=\.)(?=[^.]{2})/);
-  return el("bdi", {}, first, ...rest.flatMap((part) => [el("wbr"), part]));
 }
 
 /** @param {Layer} layer @param {HTMLElement} label @param {Report["modes"]} modes @param {boolean} escalated */

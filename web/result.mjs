@@ -1,7 +1,7 @@
 // @ts-check
 /** What a node shows of its result: a sentence, a table, two pictures, the whole text. */
 import { api } from "../../scripts/api.js";
-import { el } from "./dom.mjs";
+import { el, nameOf } from "./dom.mjs";
 import { said, t } from "./words.mjs";
 
 /** @typedef {{sentence: string, values: Record<string, string | number>, tone: string, head: string[], rows: string[][], marked: number | null, text: string, toast: boolean, pictures: Record<string, string>[]}} Result */
@@ -61,7 +61,7 @@ function partsOf(result) {
 function tableOf({ head, rows, marked }) {
   const body = rows.map((row, place) => {
     const [name, ...cells] = row.slice(0, head.length);
-    const settings = name.split(" = ").flatMap((setting, number) => [number ? " = " : "", el("span", { class: "hs-whole", text: setting })]);
+    const settings = name.split(" = ").flatMap((setting, number) => [number ? " = " : "", nameOf(setting)]);
     return el("tr", { "data-marked": String(place === marked), title: said(row[head.length] ?? "") || null }, el("td", {}, ...settings), ...cells.map((text) => el("td", { text: said(text) })));
   });
   const heads = head.map((text) => el("th", { scope: "col", title: meanings()[text], text: t(text) }));

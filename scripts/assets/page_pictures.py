@@ -23,18 +23,19 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
 Image = shapes.Image
-GUARDED = "Halfsafe with Z-Image Turbo"
+GUARDED = "Halfsafe with Krea 2 Turbo"
 WORKFLOW = "Halfsafe 2 - Find the layer that turns black"
 VIEW = {"width": 1840, "height": 1000}
 SETTINGS = {"Comfy.Minimap.Visible": False, "Comfy.Graph.CanvasMenu": False, "Comfy.RightSidePanel.IsOpen": False}
-REPORT, REPORT_SIZE, MARGIN = "HalfsafeReport", (588, 690), 12
+REPORT, REPORT_SIZE, MARGIN = "HalfsafeReport", (588, 780), 12
 TOGGLE_TAB = "async () => { await app.extensionManager.command.execute('Workspace.ToggleSidebarTab.halfsafe'); }"
 TOAST = "li[role=alert]:has-text('Halfsafe: ')"
 KEEP_TOASTS = """() => { const { toast } = app.extensionManager; const kept = []; const add = toast.add;
-    toast.add = (message) => kept.push(message); window.showToast = () => add.call(toast, { ...kept[0], life: 60000 }); }"""
+    toast.success = (summary, { description: detail }) => kept.push({ severity: "success", summary, detail });
+    window.showToast = () => add.call(toast, { ...kept[0], life: 60000 }); }"""
 SHOW_GRAPH = """() => { const { ds } = app.canvas; const nodes = app.graph.nodes;
     const [left, top] = [Math.min(...nodes.map((n) => n.pos[0])), Math.min(...nodes.map((n) => n.pos[1]))];
-    ds.scale = 0.65; ds.offset[0] = 115 - left; ds.offset[1] = 200 - top; app.canvas.setDirty(true, true); }"""
+    ds.scale = 0.85; ds.offset[0] = 118 - left; ds.offset[1] = 176 - top; app.canvas.setDirty(true, true); }"""
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Box:
     height: float
 
 
+MORE_ROOM = (40, 430)
 GESTURE = Box(0, 38, 1300, 860)
 
 
@@ -82,7 +84,7 @@ def _take_graph(studio: Studio, browser: Browser) -> None:
     page.page.wait_for_selector(".hs-guard .hs-event", state="attached")
     page.page.wait_for_timeout(6000)
     page.evaluate(SHOW_GRAPH)
-    _save(page, Box(60, 44, 1260, 620), "graph")
+    _save(page, Box(60, 44, 1200, 730), "graph")
 
 
 def _take_gesture(studio: Studio, browser: Browser) -> None:
@@ -92,7 +94,7 @@ def _take_gesture(studio: Studio, browser: Browser) -> None:
     button = page.page.locator(".hs-actions button", has_text="Guard this workflow")
     button.wait_for()
     page.page.wait_for_timeout(2500)
-    page.evaluate("() => { const { ds } = app.canvas; ds.scale = 0.58; ds.offset[0] = 440; ds.offset[1] = 180; app.canvas.setDirty(true, true); }")
+    page.evaluate("() => { const { ds } = app.canvas; ds.scale = 0.6; ds.offset[0] = 720; ds.offset[1] = 170; app.canvas.setDirty(true, true); }")
     frames = [_frame(page)]
     button.hover()
     frames.append(_frame(page))
@@ -104,15 +106,17 @@ def _take_gesture(studio: Studio, browser: Browser) -> None:
 
 
 def _without_the_node(workflow: dict) -> dict:
-    """The workflow without its Halfsafe node: what was connected to it goes on to where it led."""
+    """The workflow without its Halfsafe node, whose place stays free: what was connected to it goes on to where it led."""
     (node,) = [node for node in workflow["nodes"] if node["type"] == "HalfsafeAutoPrecision"]
     origins = {link[0]: link[1:3] for link in workflow["links"] if link[3] == node["id"]}
     before = [origins[slot["link"]] for slot in node["inputs"] if slot["link"]]
     links = [[link[0], *before[link[2]], *link[3:]] if link[1] == node["id"] else link for link in workflow["links"] if link[3] != node["id"]]
     others = [one for one in workflow["nodes"] if one is not node and one["type"] != "MarkdownNote"]
     nodes = [{**one, "outputs": [{**slot, "links": []} for slot in one["outputs"]]} for one in others]
+    left = node["pos"][0]
     for one in nodes:
-        one["pos"] = [one["pos"][0] - (node["size"][0] if one["pos"][0] > node["pos"][0] else 0), one["pos"][1]]
+        x, y = one["pos"]
+        one["pos"] = [x + MORE_ROOM[0] * (x > left), y + MORE_ROOM[1] * (x == left)]
     by_id = {one["id"]: one for one in nodes}
     for number, origin, slot, *_ in links:
         by_id[origin]["outputs"][slot]["links"].append(number)

@@ -77,12 +77,11 @@ def main() -> None:
 
 @contextlib.contextmanager
 def open_studio(pack_name: str = "Halfsafe-Pack", extra_args: Iterable[str] = ()) -> Iterator[Studio]:
-    """A ComfyUI with this pack and the shapes model; under the name of Z-Image too, whose workflow is photographed and not run."""
+    """A ComfyUI with this pack and the shapes model."""
     with tempfile.TemporaryDirectory() as folder:
         base = make_base_directory(Path(folder), ROOT, pack_name)
         models = base / "models"
-        for name in (shapes.MODEL.name, "z_image.safetensors"):
-            (models / "diffusion_models" / name).symlink_to(shapes.MODEL)
+        (models / "diffusion_models" / shapes.MODEL.name).symlink_to(shapes.MODEL)
         (models / "vae" / shapes.VAE.name).symlink_to(shapes.VAE)
         tiny_models.clip_l(models / "text_encoders" / "clip_l.safetensors")
         with Server(Path(os.environ["COMFYUI_DIR"]), base, extra_args) as server:
@@ -104,7 +103,7 @@ def _thumbnail(studio: Studio, title: str) -> shapes.Image.Image:
     if number in SKETCHES:
         return SKETCHES[number]()
     if number == "6":
-        return thumbnails.pictures(list(zip(studio.draw(title, SHOWN[5]), ("original", "fp8", "difference"), strict=True)))
+        return thumbnails.pictures(list(zip(studio.draw(title, SHOWN[5]), ("original", "fp8"), strict=True)))
     if number == "3":
         kept = [studio.draw(title, SHOWN[4], storage=storage, compute="bf16")[0] for storage in ("as_file", "fp8_e4m3fn")]
         return thumbnails.pictures(list(zip(kept, ("16 bits", "8 bits: half"), strict=True)))

@@ -18,7 +18,7 @@ WIDGETS = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO", "COMFY_DYNAMICCOMBO_V3"
 GAP, TITLE = 24, 30
 COLUMNS = ((0, 300), (320, 300), (640, 320), (980, 320))
 """Left and width of each: what is 1,300 wide and 750 high, a page of 1366 x 768 opens at three quarters of its size or larger."""
-WIDE_THIRD = ((0, 300), (314, 262), (590, 420), (1024, 276))
+WIDE_THIRD = ((0, 300), (310, 300), (620, 420), (1050, 250))
 WIDE_LAST = ((0, 300), (314, 270), (598, 270), (882, 418))
 """For the table of a result in the third or last column, which it is wide enough for."""
 NARROW = ((0, 250), (262, 250), (524, 250), (786, 250), (1048, 252))

@@ -243,7 +243,7 @@ def save_calibrated(sheet: Sheet) -> None:
     model = _load(sheet, "as_file", "auto")
     clip, vae = _load_text_and_vae(sheet, folded=True)
     asked = _prompts(sheet, clip) | {"latent_image": _frame(sheet)}
-    calibration = Output(sheet.add("HalfsafeCalibrate", 2, 290, SEED, "", model=model, **asked))
+    calibration = Output(sheet.add("HalfsafeCalibrate", 2, 330, SEED, "", model=model, **asked))
     sheet.add("HalfsafeSaveModel", 2, 240, "diffusion_models/halfsafe-calibrated", "int8", model=model, calibration=calibration)
     trial = _load(sheet, "as_file", "auto")
     sheet.leave(3, 320)
