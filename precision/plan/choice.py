@@ -36,7 +36,6 @@ class LoadRecord:
         reasons: layer name -> why it is stored as it is.
         kept: layer name -> why it is not in fp8 though fp8 was asked for.
         asked: layer name -> the storage that was decided, for the layers that are not left as in the file.
-        metadata: the file's own texts that stay true of the weights however they are stored.
     """
 
     file: str
@@ -47,4 +46,3 @@ class LoadRecord:
     asked: Mapping[str, str] = field(default_factory=dict)
     without_effect: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
-    metadata: Mapping[str, str] = field(default_factory=dict)

@@ -13,10 +13,9 @@ from support import tiny_models
 HEADS = 2
 
 
-def sd15(path: Path, dtype: torch.dtype = torch.float16, prefix: str = "") -> Path:
-    """Write a ControlNet for SD 1.5, in the names of the first ControlNets with ``prefix`` ``control_model.``."""
-    shapes = _cldm(tiny_models.sd15_unet_config())
-    return tiny_models._save(path, {prefix + name: shape for name, shape in shapes.items()}, dtype, 0)
+def sd15(path: Path, dtype: torch.dtype = torch.float16) -> Path:
+    """Write a ControlNet for SD 1.5."""
+    return tiny_models._save(path, _cldm(tiny_models.sd15_unet_config()), dtype, 0)
 
 
 def sd15_diffusers(path: Path, dtype: torch.dtype = torch.float16) -> Path:

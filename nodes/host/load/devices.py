@@ -33,23 +33,13 @@ def current_device() -> Device:
         return device
     kitchen = getattr(comfy.quant_ops, "ck", None)  # absent where ComfyUI could not import comfy-kitchen
     backends = kitchen.list_backends() if kitchen else {}
-    why = no_int8_kernel(backends, "hip" if device.profile.vendor == "amd" else "cuda")
-    return device.without("int8_matmul_gains", why) if why else device
-
-
-def no_int8_kernel(backends: Mapping[str, dict], expected: str) -> str:
-    """Say why comfy-kitchen has no kernel of its own for int8 products; "" where it has one.
-
-    ``backends``: of its ``list_backends()``; ``expected``: the backend that is made for the device.
-    """
     usable = {name for name, state in backends.items() if state["available"] and not state["disabled"]}
     if any("int8_linear" in backends[name]["capabilities"] for name in usable - {"eager"}):
-        return ""
+        return device
+    expected = "hip" if device.profile.vendor == "amd" else "cuda"
     reason = backends.get(expected, {}).get("unavailable_reason") or "turned off or too old"
-    return (
-        "torch's general operations run int8 products here: "
-        f"comfy-kitchen's {expected} backend has no kernel ({reason})."
-    )
+    problem = f"comfy-kitchen's {expected} backend has no kernel ({reason})"
+    return device.without("int8_matmul_gains", f"torch's general operations run int8 products here: {problem}.")
 
 
 def require_held_by_device(storages: Iterable[str], where: torch.device) -> None:

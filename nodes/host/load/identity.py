@@ -69,10 +69,9 @@ def metadata_of(patcher: ModelPatcher, prompt: dict | None, extra: dict | None) 
     ComfyUI's detection reads it: the ``config`` of LTX-Video, LTX-2, Wan and MiniMax H3 (``comfy/model_detection.py``).
     The workflow is left out where ComfyUI's user switched that off.
     """
-    record = patcher.attachments.get(ATTACHMENT)
-    file = None if record else _source(patcher)
-    known = record.metadata if record else lasting_metadata(file.metadata) if file else {}
-    source = {key: value for key, value in known.items() if key not in WORKFLOW_KEYS}
+    file = _source(patcher)
+    lasting = lasting_metadata(file.metadata) if file else {}
+    source = {key: value for key, value in lasting.items() if key not in WORKFLOW_KEYS}
     workflow = {} if args.disable_metadata else {"prompt": prompt, **(extra or {})}
     written = {key: json.dumps(value) for key, value in workflow.items() if value is not None}
     return {"format": "pt", **source, **written}
