@@ -4,8 +4,6 @@ import re
 
 import torch
 
-from .errors import HalfsafeError
-
 
 def torch_version() -> tuple[int, int]:
     """Return (major, minor) of the running torch."""
@@ -36,10 +34,7 @@ FP8_DTYPES = frozenset(DTYPES[name] for name in DTYPES if name.startswith("fp8")
 
 def dtype_named(name: str) -> torch.dtype:
     """Return the torch dtype of a storage or compute name such as ``fp8_e4m3fn`` or ``bf16``."""
-    try:
-        return DTYPES[name]
-    except KeyError:
-        raise HalfsafeError(f"'{name}' is not a dtype name.", f"Use one of: {', '.join(DTYPES)}.") from None
+    return DTYPES[name]
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -48,7 +48,9 @@ def group_name(pattern: str, members: list[str], total: int) -> str:
         return members[0]
     if len(members) == total or pattern.count("*") != 1:
         return pattern
-    return pattern.replace("*", f"[{number_ranges(_numbers(pattern, members))}]")
+    number = re.compile(re.escape(pattern).replace(r"\*", r"(\d+)"))
+    numbers = (int(found[1]) for member in members if (found := number.fullmatch(member)))
+    return pattern.replace("*", f"[{number_ranges(numbers)}]")
 
 
 def grouped(names: Iterable[str], totals: Counter[str]) -> list[str]:
@@ -62,11 +64,6 @@ def _counted(pattern: str, members: list[str], total: int) -> str:
     if len(members) == 1:
         return name
     return f"{name} x{len(members)}" + (f" of {total}" if name == pattern and len(members) < total else "")
-
-
-def _numbers(pattern: str, members: list[str]) -> list[int]:
-    number = re.compile(re.escape(pattern).replace(r"\*", r"(\d+)"))
-    return [int(found[1]) for member in members if (found := number.fullmatch(member))]
 
 
 def number_ranges(numbers: Iterable[int]) -> str:

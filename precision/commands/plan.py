@@ -6,12 +6,12 @@ from pathlib import Path
 
 from ..devices.detect import Device
 from ..files.safetensors_file import open_checkpoint
-from ..formats.checkpoint import Checkpoint, dialect_text, read_checkpoint
-from ..formats.families import Family, family_of
+from ..formats.checkpoint import dialect_text, read_checkpoint
+from ..formats.families import family_of
 from ..formats.registry import FORMAT_OF_STORAGE
-from ..plan.facts import LayerSpec, ModelFacts, facts_of, layer_specs
+from ..plan.facts import LayerSpec, facts_of, layer_specs
 from ..plan.goal import plan_for_goal, storage_for_goal
-from ..plan.memory import MemoryPlan, plan_model
+from ..plan.memory import plan_model
 from ..plan.rules import rules_from
 from ..plan.storage import LoadPlan, plan_load
 from ..report.schema import KeptHigh, LayerReport, ModelReport, Report, WithoutEffect, device_section
@@ -43,25 +43,9 @@ def plan_file(
     compute, reason = plan_for_goal(facts, device, goal, storages)
     choice = replace(plan.storage, reason=f"{why} {plan.storage.reason}".strip())
     plan = replace(plan, compute=compute, storage=choice)
-    return _report(checkpoint, names, family, facts, device, plan, memory, reason)
-
-
-def _report(
-    checkpoint: Checkpoint,
-    names: dict[str, str],
-    family: Family,
-    facts: ModelFacts,
-    device: Device,
-    plan: LoadPlan,
-    memory: MemoryPlan,
-    reason: str,
-) -> Report:
     model = ModelReport(family.name, facts.parameters, memory.bytes)
     report = Report(device_section(device), model)
-    report.layers = [
-        _layer(layer, memory.storage_of(checkpoint.weights[name]), plan)
-        for name, layer in zip(names, facts.layers, strict=True)
-    ]
+    report.layers = [_layer(layer, storages[layer.name], plan) for layer in facts.layers]
     report.kept_high = [KeptHigh(name, decision.reason) for name, decision in plan.decisions.items() if decision.kept]
     problems = [*plan.without_effect, *plan.compute.without_effect]
     report.without_effect = [WithoutEffect(setting, why) for setting, why in problems]

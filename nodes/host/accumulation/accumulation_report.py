@@ -54,9 +54,9 @@ def _sums_of(run: AccumulationRun) -> dict[str, tuple[str, str]]:
 
 def _state_text(run: AccumulationRun) -> str:
     """Say in one line how many layers accumulate in fp16; empty before the first call."""
-    used = run.used()
-    if not run.plan.proving or run.calibration.calibrating:
+    if run.calibration.calibrating:
         return ""
+    used = run.used()
     proven = [op.sums for op in used if op.sums.proven]
     scaled = sum(sums.exponent > 0 for sums in proven)
     line = f"{len(proven)} of {len(used)} fp16 layers are proven ({scaled} with their input scaled)"
@@ -75,8 +75,8 @@ def _inert_rules(patcher) -> list[tuple[str, str]]:
     return [(f"accumulation={sums}", f"{NO_SWITCH}: {_named(names)}") for sums, names in layers.items()]
 
 
-def _named(names: list[str], separator: str = ", ") -> str:
-    return separator.join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+def _named(names: list[str]) -> str:
+    return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
 
 
 def layer_accumulation(patcher) -> dict[str, tuple[str, str]]:
@@ -154,12 +154,7 @@ def remarks_of(patcher) -> tuple[list[tuple[str, str]], dict[str, str], list[str
         without_effect.append(("fp8_fast_accumulation=on", NO_FP8_OF_OURS))
     summary = run.attention.summary() if run and run.attention else ""
     decisions = {"attention": f"{plan.request.attention}: {summary}"} if summary else {}
-    return without_effect, decisions, _notes(run) if run and plan.naming else []
-
-
-def _notes(run: AccumulationRun) -> list[str]:
-    """Describe the layers that sum in fp16 because it was asked for, though their bound passes fp16's range."""
-    used = run.used() if not run.calibration.calibrating else []
-    lines = [f"{op.sums.name} ({described(op, True)[1].partition(': ')[2]})" for op in used if not op.sums.proven]
-    named = _named(lines, "; ")
-    return [f"fp16_accumulation=on, not proven safe in {len(lines)} layers: {named}"] if lines else []
+    looked_at = run.used() if run and plan.naming and not run.calibration.calibrating else []
+    unproven = [operation.sums.name for operation in looked_at if not operation.sums.proven]
+    note = f"fp16_accumulation=on, not proven safe in {len(unproven)} layers: {_named(unproven)}"
+    return without_effect, decisions, [note] if unproven else []

@@ -3,6 +3,7 @@ call."""
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
@@ -84,6 +85,7 @@ class AccumulationRun:
         self.modules = {name: operation.module for name, operation in self.operations.items()}
         auto = plan.attention == "auto"
         self.attention = BoundedAttention(self.calibration, not auto) if plan.attention in ("auto", "fp32") else None
+        self.attend = partial(_attend, self.attention) if self.attention else None
         self.watches = bool(self.operations) or auto
         self.refused_fp8: Refused = {}
         self._names = list(modules_of(model))
@@ -146,14 +148,10 @@ class AccumulationRun:
         """Return the layers that met fp16 inputs, and those whose weight is out of reach."""
         return [op for op in self.operations.values() if op.sums.terms or not op.weights]
 
-    @property
-    def attend(self) -> Callable | None:
-        """Return bounded attention, to stand around whatever override is there already; None where none was asked
-        for."""
-        return self._attend if self.attention else None
 
-    def _attend(self, function: Callable, attention: Callable, *args, **kwargs) -> torch.Tensor:
-        return self.attention(kernels_of(function, attention), *args, **kwargs)
+def _attend(bounded: BoundedAttention, function: Callable, attention: Callable, *args, **kwargs) -> torch.Tensor:
+    """Stand around whatever override of attention is there already."""
+    return bounded(kernels_of(function, attention), *args, **kwargs)
 
 
 def _planned(request: Request, patcher) -> AccumulationPlan:
