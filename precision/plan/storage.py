@@ -20,7 +20,6 @@ EIGHT_BITS = ("int8", "fp8_e4m3fn")
 PREDICTED_ERROR = {"int8": 0.0089, "w6a8": 0.0184, "w4a8": 0.0617}
 """Relative error of a layer's int8 product with weights rounded to nearest: MiniLM in benchmarks/README.md."""
 FEWER_BITS = ("w6a8", "w4a8")
-"""Storages with fewer bits than 8, which pack a weight's columns."""
 # ComfyUI tells SD, SDXL and LTX-Video by the columns of this weight (comfy/model_detection.py).
 _TELLS_MODEL = re.compile(r"(^|\.)transformer_blocks\.0\.attn2\.to_k$")
 TOLD_BY = "ComfyUI tells the model by how many columns this weight has, which fewer bits than 8 pack"

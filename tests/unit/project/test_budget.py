@@ -15,15 +15,15 @@ MOST_LINES = {
     "precision/base": 844,
     "precision/files": 535,
     "precision/formats": 1915,
-    "precision/devices": 892,
+    "precision/devices": 839,
     "precision/make": 506,
-    "precision/plan": 1891,
+    "precision/plan": 1828,
     "precision/arithmetic": 1691,
     "precision/guard": 1553,
     "precision/check": 172,
-    "precision/study": 1041,
-    "precision/report": 887,
-    "precision/commands": 864,
+    "precision/study": 955,
+    "precision/report": 833,
+    "precision/commands": 863,
     "nodes/host/comfyui": 1002,
     "nodes/host/replay": 382,
     "nodes/host/compute": 1264,
@@ -32,11 +32,11 @@ MOST_LINES = {
     "nodes/host/load": 1596,
     "nodes/host/guard": 1313,
     "nodes/host/check": 240,
-    "nodes/host/reporting": 485,
-    "nodes/host/study": 591,
+    "nodes/host/reporting": 465,
+    "nodes/host/study": 568,
     "nodes": 1117,
 }
-MOST = {"product": 21697, "tests": 31810, "tests/support": 4746, "benchmarks": 2442, "scripts": 3_400}
+MOST = {"product": 21397, "tests": 31660, "tests/support": 4746, "benchmarks": 2442, "scripts": 3_400}
 MOST_WORDS, MOST_RESULTS, MOST_SMALL, SMALL = 30_000, 12, 15, 40
 MOST_RIDDLES = 0.05
 LONGEST, MOST_FILES = 400, 14
