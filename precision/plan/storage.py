@@ -148,7 +148,8 @@ def _fitted(
         used, decisions = fitting, smaller[fitting]
     else:
         why = f"{slow} storage={fitting} makes it fit." if fitting else "Fewer bits do not make it fit either."
-        reason = f"In {used} the model does not fit either: ComfyUI moves {moved} in and out. {why.strip()}"
+        held = used.split("_")[0]
+        reason = f"In {held} the model does not fit either: ComfyUI moves {moved} in and out. {why.strip()}"
     return replace(choice, used=used, reason=f"{choice.reason} {reason}".strip()), decisions
 
 

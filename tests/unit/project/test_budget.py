@@ -17,7 +17,7 @@ MOST_LINES = {
     "precision/formats": 1915,
     "precision/devices": 839,
     "precision/make": 506,
-    "precision/plan": 1828,
+    "precision/plan": 1829,
     "precision/arithmetic": 1691,
     "precision/guard": 1553,
     "precision/check": 172,
@@ -36,7 +36,7 @@ MOST_LINES = {
     "nodes/host/study": 568,
     "nodes": 1117,
 }
-MOST = {"product": 21397, "tests": 31660, "tests/support": 4746, "benchmarks": 2442, "scripts": 3_400}
+MOST = {"product": 21398, "tests": 31660, "tests/support": 4746, "benchmarks": 2442, "scripts": 3_400}
 MOST_WORDS, MOST_RESULTS, MOST_SMALL, SMALL = 30_000, 12, 15, 40
 MOST_RIDDLES = 0.05
 LONGEST, MOST_FILES = 400, 14
