@@ -14,7 +14,6 @@ from ..base.oom import is_oom
 
 PROBE_ERRORS = (RuntimeError, TypeError, AttributeError, ValueError, AssertionError)
 GEMM_TOLERANCE = {"fp16": 1e-2, "bf16": 2e-2, "fp32": 5e-3}
-X86 = ("x86_64", "amd64")
 NO_MEMORY = "not enough free memory to try"
 _leaves_flags = ContextVar("halfsafe_probes_leave_flags", default=False)
 
@@ -182,7 +181,7 @@ def cpu_bf16() -> bool:
         return False
     # oneDNN alone says yes from plain AVX512, where bf16 is emulated.
     instructions = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
-    if supported and instructions and platform.machine().lower() in X86:
+    if supported and instructions and platform.machine().lower() in ("x86_64", "amd64"):
         return bool(instructions())
     return supported
 

@@ -20,7 +20,6 @@ EIGHT_BITS = ("int8", "fp8_e4m3fn")
 PREDICTED_ERROR = {"int8": 0.0089, "w6a8": 0.0184, "w4a8": 0.0617}
 """Relative error of a layer's int8 product with weights rounded to nearest: MiniLM in benchmarks/README.md."""
 FEWER_BITS = ("w6a8", "w4a8")
-"""Storages with fewer bits than 8, which pack a weight's columns."""
 # ComfyUI tells SD, SDXL and LTX-Video by the columns of this weight (comfy/model_detection.py).
 _TELLS_MODEL = re.compile(r"(^|\.)transformer_blocks\.0\.attn2\.to_k$")
 TOLD_BY = "ComfyUI tells the model by how many columns this weight has, which fewer bits than 8 pack"
@@ -149,7 +148,8 @@ def _fitted(
         used, decisions = fitting, smaller[fitting]
     else:
         why = f"{slow} storage={fitting} makes it fit." if fitting else "Fewer bits do not make it fit either."
-        reason = f"In {used} the model does not fit either: ComfyUI moves {moved} in and out. {why.strip()}"
+        held = used.split("_")[0]
+        reason = f"In {held} the model does not fit either: ComfyUI moves {moved} in and out. {why.strip()}"
     return replace(choice, used=used, reason=f"{choice.reason} {reason}".strip()), decisions
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from ..base.dtypes import COMPUTE_OPTIONS, QUANTIZED_NAMES, STORAGE_OPTIONS
 from ..base.errors import HalfsafeError
 from ..devices.detect import Device, why_no_fp8
+from ..plan.auto import INT8_COMPUTE
 from ..plan.compute import SAFE
 from ..plan.facts import LayerSpec
 from ..plan.goal import GOALS
@@ -21,15 +22,12 @@ as_file/fp16
 int8/auto
 fp8_e4m3fn/auto
 fp8_e4m3fn/fp8"""
-FORM = "Write: <storage>/<compute>, e.g. int8/auto."
 FLOORS = {"balanced": 25.0, "speed": 20.0, "memory": 20.0}
 """Goal -> the SNR in dB that a setting needs for it: an error of 5.6 % or 10 %."""
 NOISE = 0.2
 """The spread of a row's timed steps, as a share of their median, above which its time ranks nothing."""
 CLOSE_DB = 1.0
 CLOSE = 1.03
-BY_ITSELF = ("auto", "int8")
-"""Compute options that a loader on ``auto`` follows by itself, given the weights."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,7 @@ def settings_from(text: str) -> list[Setting]:
     if problems:
         raise HalfsafeError(" ".join(problems), " ".join(dict.fromkeys(advice)))
     if not found:
-        raise HalfsafeError("There is no candidate to measure.", FORM)
+        raise HalfsafeError("There is no candidate to measure.", "Write: <storage>/<compute>, e.g. int8/auto.")
     return list(dict.fromkeys(found))
 
 
@@ -190,8 +188,8 @@ def rules_for(row: Tradeoff, automatic: str, layers: Sequence[LayerSpec]) -> Rul
     line asks for 8 bits, lines for the sensitive layers of this model follow, as it would win over the preset's.
     """
     compute = row.setting.compute
-    computed = "" if compute in BY_ITSELF else f" compute={compute}"
-    computed += "" if compute in (*BY_ITSELF, "fp8", automatic) else " stream=fp32"
+    computed = "" if compute in INT8_COMPUTE else f" compute={compute}"
+    computed += "" if compute in (*INT8_COMPUTE, "fp8", automatic) else " stream=fp32"
     lines = [f"* storage={row.storage}{computed}  # measured: {row.setting}"]
     if row.storage in QUANTIZED_NAMES:
         preset = rules_from().on(layers)

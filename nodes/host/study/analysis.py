@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
 STEPS = 4
-IMAGE_DENOISE = 0.75
 
 
 def analyze_model(
@@ -54,7 +53,7 @@ def analyze_model(
     clone = bare_clone(patcher)
 
     def run() -> list[torch.Tensor]:
-        return sample(clone, positive, negative, latent, seed, STEPS, IMAGE_DENOISE)
+        return sample(clone, positive, negative, latent, seed, STEPS, image_denoise=0.75)
 
     def begin_step(executor, *args):
         doing = session.begin_step()
