@@ -6,6 +6,7 @@ from comfy_api.latest import ComfyExtension, io
 
 from ..precision.devices.detect import drop_wrong_profile
 from . import accumulation, analysis, calibrate, compare, compute, guard, loaders, measure, report, rules, save
+from .host.comfyui.kernels import warn_once
 from .host.reporting.routes import serve_page
 from .host.reporting.watch import watch_every_run
 
@@ -17,6 +18,7 @@ class HalfsafeExtension(ComfyExtension):
     async def on_load(self) -> None:
         if problem := drop_wrong_profile():
             logging.error("Halfsafe: %s", problem)
+        warn_once()
         watch_every_run()
         serve_page()
 

@@ -56,8 +56,11 @@ def _print(options: argparse.Namespace, data: dict, text: str) -> None:
     try:
         sys.stdout.write(f"{json.dumps(data, indent=2) if options.json else text}\n")
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader, such as head, has seen enough; Python writes the rest as it exits
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where Python writes the rest as it exits
+        if not isinstance(error, BrokenPipeError):  # the reader of a pipe, such as head, has seen enough
+            problem = f"Standard output cannot be written ({error.strerror})."
+            raise HalfsafeError(problem, "The command is done; only what it prints is lost.") from None
 
 
 def _parser() -> argparse.ArgumentParser:

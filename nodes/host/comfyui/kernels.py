@@ -1,9 +1,11 @@
-"""comfy-kitchen: the kernel that multiplies a quantized weight.
+"""comfy-kitchen: the kernel that multiplies a quantized weight, and its warnings once each.
 
 A kernel is the device's own for a format, torch's general operations, or neither where the weight is dequantized.
 """
 
 from __future__ import annotations
+
+import logging
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -18,6 +20,8 @@ from ....precision.formats.registry import FORMAT_OF_STORAGE, Format
 
 NATIVE, EAGER, DEQUANTIZED = "native", "eager", "dequantized"
 ROWS = 32
+_warned: set[str] = set()
+LOGGERS = ("comfy_kitchen.tensor.fp8", "comfy_kitchen.tensor.mxfp8", "comfy_kitchen.tensor.nvfp4")
 
 
 def kernel_of_product(row: Format | None, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:
@@ -54,3 +58,20 @@ def _int8_call(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> d
             "convrot_groupsize": 256,
             "input_act": None,
         }
+
+
+def is_new(record: logging.LogRecord) -> bool:
+    """Let each message through the first time."""
+    text = record.getMessage()
+    new = text not in _warned
+    _warned.add(text)
+    return new
+
+
+def warn_once() -> None:
+    """Pass on the warnings of comfy-kitchen's ``scaled_mm`` fallbacks (``tensor/fp8.py`` and others) once each.
+
+    It warns at every product: some hundred times a step where a profile of another device is simulated.
+    """
+    for name in LOGGERS:
+        logging.getLogger(name).addFilter(is_new)

@@ -2,12 +2,16 @@
 
 import operator
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
+import folder_paths
 import torch
 
 from ....precision.arithmetic.linear import kind_of
+from ....precision.base.errors import CheckpointError
 from ....precision.base.nested import tensors_in
 from ....precision.base.patching import Patch
+from ....precision.files.safetensors_file import open_checkpoint
 from ....precision.guard.inputs import (
     SAMPLER,
     SIGMA,
@@ -22,13 +26,18 @@ from ....precision.guard.localize import Origin, stored
 from ....precision.guard.verdicts import CONTROL_ADVICE
 from ....precision.plan.choice import ATTACHMENT
 from ..comfyui.layers import DIFFUSION_MODEL
+from ..comfyui.page import running_prompt
 from ..comfyui.weights import dequantized, weights_of
+from ..load.files import open_model
 from ..replay.call import Call
 
 CONDITIONINGS = {0: "positive conditioning", 1: "negative conditioning"}
 CONTROL = "ControlNet output"
 BAD_COPY = "The weight '{}' is finite in memory, and NaN or Inf as the device multiplies by it."
-BAD_PATCH = "A LoRA or other patch of '{}' holds NaN or Inf. Leave LoRAs out one by one, and get the bad one again."
+FINITE_IN_FILE = (
+    "The weight '{}' holds NaN or Inf in memory, and in {} it is finite: it went bad after it was read, "
+    "or the file was replaced since. Free the model and node cache, so that it is read again, and run again."
+)
 CALL_PATCHES = ("patches", "patches_replace")
 
 
@@ -129,14 +138,19 @@ class LoadedWeights:
                 f"With its LoRA the weight '{name}' passes the range of {weight.dtype}: "
                 "lower the strength, or load the model with storage bf16 or fp32."
             )
-        file = _file_of(self._patcher) or "the model"
-        return f"The weight '{name}' of {file} holds NaN or Inf. {_advice_on(weight)}"
+        file = _file_of(self._patcher)
+        if _is_finite_in(file, name, stored(weight).dtype):
+            return FINITE_IN_FILE.format(name, Path(file).name)
+        return f"The weight '{name}' of {file or 'the model'} holds NaN or Inf. {_advice_on(weight)}"
 
     def patch_sentence(self, layer: str) -> str:
         for key, patches in self._patches():
             bad = any(not is_finite(tensor) for patch in patches for tensor in _patch_tensors(patch))
             if bad and layer and key.startswith(f"{self._prefix}{layer}."):
-                return BAD_PATCH.format(key.removeprefix(self._prefix))
+                files = _bad_lora_files()
+                where = f" It is in {files}." if files else ""
+                problem = f"A LoRA or other patch of '{key.removeprefix(self._prefix)}' holds NaN or Inf.{where}"
+                return f"{problem} Leave that LoRA out, or get it again."
         return ""
 
     def _patches(self) -> list[tuple[str, list]]:
@@ -151,10 +165,29 @@ def _advice_on(weight: torch.Tensor) -> str:
             "If the file is fine, the cast to fp8 made it so: ComfyUI's own loaders cast without a scale "
             "and take scaled e5m2 for e4m3fn. Load Diffusion Model (Halfsafe) does neither. Else get the file again."
         )
-    return (
-        "Free the model and node cache, as it may have gone bad in memory, then get the file again. "
-        "If its own value is only too large for fp16, load it with storage bf16 or fp32."
-    )
+    return "Get the file again. If its own value is only too large for fp16, load it with storage bf16 or fp32."
+
+
+def _is_finite_in(file: str, name: str, dtype: torch.dtype) -> bool:
+    """Tell whether a weight is finite in its file, and stays finite in the dtype of the loaded weight."""
+    try:
+        weights = open_model(file).weights if file else {}
+    except (CheckpointError, OSError):
+        return False
+    found = [name] if name in weights else [key for key in weights if key.endswith(f".{name}")]
+    return len(found) == 1 and weights[found[0]].amax <= torch.finfo(dtype).max
+
+
+def _bad_lora_files() -> str:
+    """Name the LoRA files of the running prompt that hold NaN or Inf, with their first such tensor."""
+    given = (value for node in running_prompt().values() for value in node.get("inputs", {}).values())
+    names = {value for value in given if isinstance(value, str)}
+    known = sorted(names & set(folder_paths.get_filename_list("loras")))
+    found = []
+    for file in (name for name in known if name.endswith((".safetensors", ".sft"))):
+        tensors = open_checkpoint(folder_paths.get_full_path("loras", file)).items()
+        found += [f"{file} (tensor '{name}')" for name, tensor in tensors if not is_finite(tensor)][:1]
+    return ", ".join(found)
 
 
 def _patch_tensors(patch: tuple) -> list[torch.Tensor]:

@@ -138,10 +138,15 @@ def _from_diffusers_unet(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Te
 
 def facts_of_modules(checkpoint: Checkpoint, modules: dict, names: dict[str, str], prefix: str, config) -> ModelFacts:
     weights = {layer: checkpoint.weights[name] for name, layer in names.items() if layer in modules}
-    layers = [LayerSpec(name, type(modules[name]).__name__, weight.shape) for name, weight in weights.items()]
+    layers = [LayerSpec(name, _class_of(modules[name]), weight.shape) for name, weight in weights.items()]
     formats = {layer: weight.storage for layer, weight in weights.items() if weight.format is not None}
     supported = [name_of(dtype) for dtype in config.supported_inference_dtypes]
     return facts_of(checkpoint, prefix, layers, supported, formats)
+
+
+def _class_of(module: torch.nn.Module) -> str:
+    """Name a module's class; torch's own Linear, which cannot hold a quantized weight, with its package."""
+    return "torch.nn.Linear" if type(module) is torch.nn.Linear else type(module).__name__
 
 
 def _layer_names(config, checkpoint: Checkpoint, prefix: str) -> dict[str, str]:

@@ -8,7 +8,7 @@ import comfy.utils
 import folder_paths
 import torch
 
-from ....precision.base.errors import CheckpointError
+from ....precision.base.errors import CheckpointError, HalfsafeError
 from ....precision.files.safetensors_file import open_checkpoint
 from ....precision.files.tensor_file import TensorFile
 from ....precision.formats.checkpoint import Checkpoint, read_checkpoint
@@ -80,8 +80,13 @@ class MappedByCore(TensorFile):
 def output_path(filename_prefix: str) -> tuple[str, str]:
     """Return (path of a new file, name below the output folder) for a prefix such as ``diffusion_models/halfsafe``.
 
-    ComfyUI refuses a prefix that leaves the output folder.
+    Raises:
+        HalfsafeError: the prefix leaves the output folder.
     """
+    output = os.path.abspath(folder_paths.get_output_directory())
+    if not Path(os.path.abspath(os.path.join(output, filename_prefix))).is_relative_to(output):
+        problem = f"The filename prefix '{filename_prefix}' leaves ComfyUI's output folder {output}."
+        raise HalfsafeError(problem, "Give a name below it, such as diffusion_models/my_model.")
     folder, name, counter, subfolder, _ = folder_paths.get_save_image_path(
         filename_prefix, folder_paths.get_output_directory()
     )

@@ -135,9 +135,8 @@ def named_if_lacking(*paths: str) -> Iterator[None]:
     model's; other errors pass."""
     try:
         yield
-    except KeyError as error:
-        name = error.args[0] if error.args else None
-        if not (isinstance(name, str) and TENSOR_NAME.fullmatch(name)):
+    except (KeyError, UnboundLocalError) as error:
+        if not (name := _looked_for(error)):
             raise
         problem = f"lacks {name}, by which ComfyUI tells the model"
         raise CheckpointError(", ".join(paths), problem, advice=AGAIN) from error
@@ -147,6 +146,14 @@ def named_if_lacking(*paths: str) -> Iterator[None]:
             raise
         shape, expected = ([int(size) for size in re.findall(r"\d+", sizes)] for sizes in found.groups()[1:])
         raise _misfit(paths, found[1], shape, expected) from error
+
+
+def _looked_for(error: KeyError | UnboundLocalError) -> str:
+    """Return the name of the tensor that ComfyUI looked for in a state dict; empty for an error of another kind."""
+    if isinstance(error, UnboundLocalError):  # comfy/text_encoders/long_clipl.py tells a CLIP by this layer
+        return "text_model.encoder.layers.1.mlp.fc1.weight" if "'model_name'" in str(error) else ""
+    key = error.args[0] if error.args else None
+    return key if isinstance(key, str) and TENSOR_NAME.fullmatch(key) else ""
 
 
 def _misfit(paths: Sequence[str], tensor: str, shape: Sequence[int], expected: Sequence[int]) -> CheckpointError:

@@ -96,6 +96,8 @@ def save_model(
         raise HalfsafeError(
             "A bypass LoRA acts while the model runs and has no merged weights.", "Use a normal LoRA loader."
         )
+    if not filename_prefix.strip("/ "):
+        raise HalfsafeError("The filename prefix is empty.", "Give the file a name, such as diffusion_models/my_model.")
     path, name = output_path(filename_prefix)
     _refuse_foreign(patcher)
     weights = LiveWeights(patcher)

@@ -180,3 +180,22 @@ def test_a_lora_in_bypass_mode_is_multiplied_in_16_bit(comfy, wan, call, with_fp
     expected = "fp16" if base == "fp8" else "bf16"  # bf16 between fp32 values
     assert modes["blocks.0.ffn.0"] == expected and expected in products.made["blocks.0.ffn.0"]
     assert modes["blocks.1.ffn.0"] == "fp8" and set(products.made["blocks.1.ffn.0"]) == {"fp8"}
+
+
+def test_a_product_that_cannot_run_in_fp8_is_told_once(comfy, wan, call, monkeypatch, caplog):
+    import comfy_kitchen.tensor.fp8 as kitchen
+    from halfsafe.nodes.host.comfyui.kernels import _warned, warn_once
+    from halfsafe.nodes.host.compute import fp8_product
+
+    def refused(*args, **options):
+        raise RuntimeError("no such product on this device")
+
+    _warned.clear()
+    warn_once()
+    monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_89")
+    monkeypatch.setattr(kitchen, "_fp8_scaled_mm", refused)
+    monkeypatch.setattr(fp8_product, "scaled_mm_v2", refused)
+    model = families.load(comfy, wan, "fp8_e4m3fn", "fp8")
+    for _ in range(2):
+        families.replay(model, call)
+    assert sum("no such product" in record.getMessage() for record in caplog.records) == 1

@@ -4,7 +4,9 @@ import math
 
 import pytest
 import torch
+from halfsafe.nodes.host.guard import causes
 from halfsafe.precision.guard.verdicts import NonFinite
+from safetensors.torch import save_file
 from support import families
 from support.guarding import Counted, core, guarded, is_finite, plain_fp16, report_of
 
@@ -20,11 +22,19 @@ def stopped_by(model, most: int = MOST_CALLS, **options) -> NonFinite:
     return error.value
 
 
-def test_a_lora_with_nan_is_named_by_its_weight(comfy, wan):
+def test_a_lora_with_nan_is_named_with_its_file(comfy, wan, models_dir, monkeypatch):
+    delta = torch.zeros(256, 1024)
+    delta[0, 0] = math.nan
+    save_file({"diffusion_model.blocks.0.ffn.2.diff": delta}, str(models_dir / "loras" / "broken_lora.safetensors"))
+    save_file({"fine": torch.zeros(2)}, str(models_dir / "loras" / "fine_lora.safetensors"))
+    prompt = {"7": {"inputs": {"lora_name": "broken_lora.safetensors"}}, "8": {"inputs": {"lora_name": "fine_lora.safetensors"}}}
+    monkeypatch.setattr(causes, "running_prompt", lambda: prompt)
     model = plain_fp16(comfy, wan).clone()
-    model.add_patches({"diffusion_model.blocks.0.ffn.2.weight": ("diff", (torch.full((256, 1024), math.nan),))}, 1.0)
+    model.add_patches({"diffusion_model.blocks.0.ffn.2.weight": ("diff", (delta,))}, 1.0)
     error = stopped_by(guarded(comfy, model))
-    assert error.verdict == "bad_weights" and "LoRA" in str(error) and "blocks.0.ffn.2.weight" in str(error)
+    assert error.verdict == "bad_weights"
+    assert "blocks.0.ffn.2.weight" in str(error) and "broken_lora.safetensors" in str(error)
+    assert "fine_lora" not in str(error)
 
 
 @pytest.mark.parametrize(("positive", "name"), [(True, "positive conditioning"), (False, "negative conditioning")])

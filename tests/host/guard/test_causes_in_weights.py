@@ -1,11 +1,11 @@
-"""A weight that is NaN or Inf in memory is told; one whose copy on the device alone is bad is the device's fault."""
+"""A weight that is NaN or Inf in memory is told with what its file holds; one whose copy on the device alone is bad is the device's fault."""
 
 import math
 
 import pytest
 import torch
 from halfsafe.precision.guard.verdicts import NonFinite
-from support import families
+from support import families, model_files
 from support.dynamic_vram import dynamic_vram
 from support.families import load
 from support.guarding import guarded, report_of
@@ -28,16 +28,34 @@ def spoiled(model, value: float = math.nan):
     return model
 
 
+def by_core(comfy, path, dtype="default"):
+    return comfy.core["UNETLoader"]().load_unet(path.name, dtype)[0]
+
+
+LOADS = {
+    "UNETLoader": by_core,
+    "fp16": lambda comfy, path: load(comfy, path, "fp16", "fp16"),
+    "fp8": lambda comfy, path: load(comfy, path, "fp8_e4m3fn", "fp16"),
+}
+
+
 @pytest.mark.parametrize("on_nan", ["retry_higher", "stop"])
-@pytest.mark.parametrize("storage", ["fp16", "fp8_e4m3fn"])
-def test_a_weight_that_went_bad_in_memory_is_named_with_what_to_do(comfy, wan, storage, on_nan):
-    error = stopped(guarded(comfy, spoiled(load(comfy, wan, storage, "fp16")), on_nan))
-    assert error.verdict == "bad_weights" and NAME in str(error) and wan.name in str(error)
+@pytest.mark.parametrize("loaded", LOADS)
+def test_a_weight_that_is_fine_in_its_file_is_bad_weights_with_words_that_the_file_is_finite(comfy, wan, loaded, on_nan):
+    error = stopped(guarded(comfy, spoiled(LOADS[loaded](comfy, wan)), on_nan))
+    assert error.verdict == "bad_weights" and NAME in str(error) and f"in {wan.name} it is finite" in str(error)
 
 
-def test_an_infinite_weight_may_have_gone_bad_in_memory(comfy, wan):
-    error = stopped(guarded(comfy, spoiled(comfy.core["UNETLoader"]().load_unet(wan.name, "default")[0], math.inf)))
-    assert error.verdict == "bad_weights" and "Free the model" in str(error)
+def test_infinity_is_told_too(comfy, wan):
+    assert "it is finite" in str(stopped(guarded(comfy, spoiled(by_core(comfy, wan), math.inf))))
+
+
+def test_a_file_that_is_gone_is_not_said_to_be_finite(comfy, wan, models_dir):
+    path = model_files.changed(wan, models_dir / "diffusion_models" / "gone.safetensors", lambda tensors: None)
+    model = guarded(comfy, spoiled(load(comfy, path, "as_file", "bf16")))
+    path.unlink()
+    error = stopped(model)
+    assert error.verdict == "bad_weights" and "it is finite" not in str(error)
 
 
 @pytest.mark.parametrize("way", ["resident", "transferred"])

@@ -61,7 +61,7 @@ def clip_l(models_dir):
 @pytest.mark.parametrize(
     ("name", "storage"),
     [
-        ("text_model.encoder.layers.0.mlp.fc2.weight", "fp8_e4m3fn"), ("text_model.encoder.layers.1.layer_norm1.weight", "as_file"),
+        ("text_model.encoder.layers.0.mlp.fc2.weight", "fp8_e4m3fn"), ("text_model.encoder.layers.1.mlp.fc1.weight", "as_file"), ("text_model.encoder.layers.1.layer_norm1.weight", "as_file"),
         ("text_model.encoder.layers.0.self_attn.q_proj.bias", "int8"), ("text_model.final_layer_norm.bias", "fp16"),
     ],
 )  # fmt: skip
@@ -121,7 +121,7 @@ def test_connectors_that_a_text_encoder_of_ltx_2_brings_are_not_lacking(comfy, m
     assert report_of(model).layers
 
 
-@pytest.mark.parametrize("error", [KeyError("blocks"), KeyError(3), KeyError()])
+@pytest.mark.parametrize("error", [KeyError("blocks"), KeyError(3), KeyError(), UnboundLocalError("local variable 'x'")])
 def test_an_error_of_another_kind_is_not_called_a_lacking_tensor(error):
     with pytest.raises(type(error)) as raised, named_if_lacking("wan.safetensors"):
         raise error

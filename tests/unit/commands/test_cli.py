@@ -249,3 +249,12 @@ def test_a_source_that_is_replaced_meanwhile_is_read_as_it_was(tmp_path, capsys,
     monkeypatch.setattr(convert, "read_checkpoint", replaced)
     assert run(capsys, "convert", source, target, "--storage", "bf16")[0] == 0
     assert load_file(target)["blocks.0.ffn.0.weight"].unique().tolist() == [1.0]
+
+
+@posix
+def test_output_that_cannot_be_written_is_told_and_the_work_is_done(tmp_path):
+    source, target = plain(tmp_path / "in.safetensors"), tmp_path / "out.safetensors"
+    with open("/dev/full", "wb") as full:
+        done = in_a_process("convert", source, target, "--storage", "bf16", stdout=full)
+    assert done.returncode == 2 and target.exists() and b"Traceback" not in done.stderr
+    assert b"halfsafe: Standard output cannot be written (No space left on device)" in done.stderr

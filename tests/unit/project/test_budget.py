@@ -23,20 +23,20 @@ MOST_LINES = {
     "precision/check": 172,
     "precision/study": 955,
     "precision/report": 833,
-    "precision/commands": 765,
-    "nodes/host/comfyui": 884,
+    "precision/commands": 768,
+    "nodes/host/comfyui": 905,
     "nodes/host/replay": 361,
     "nodes/host/compute": 1234,
     "nodes/host/accumulation": 345,
     "nodes/host/lora": 511,
-    "nodes/host/load": 1466,
-    "nodes/host/guard": 1231,
+    "nodes/host/load": 1485,
+    "nodes/host/guard": 1264,
     "nodes/host/check": 240,
     "nodes/host/reporting": 467,
     "nodes/host/study": 568,
-    "nodes": 1111,
+    "nodes": 1113,
 }
-MOST = {"product": 20549, "tests": 31326, "tests/support": 4588, "benchmarks": 2400, "scripts": 3_400}
+MOST = {"product": 20627, "tests": 31382, "tests/support": 4588, "benchmarks": 2400, "scripts": 3_400}
 MOST_WORDS, MOST_RESULTS, MOST_SMALL, SMALL = 30_000, 12, 15, 40
 MOST_RIDDLES = 0.05
 LONGEST, MOST_FILES = 400, 14
