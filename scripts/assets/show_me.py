@@ -84,8 +84,8 @@ def main() -> None:
     both = {"inputs": [("As it is", "MODEL"), ("Through Halfsafe", "MODEL")], "outputs": [("As it is", "IMAGE"), ("Through Halfsafe", "IMAGE")]}
     nodes = [
         node(1, "HalfsafeLoadDiffusionModel", (0, 440), (270, 120), "A small model that overflows in fp16", [FILE, "fp16", "fp16"], outputs=[model]),
-        node(2, "HalfsafeNaNGuard", (280, 440), (200, 120), "", ["retry_higher", 8, "off"], inputs=[("model", "MODEL")], outputs=[model]),
-        node(3, DRAWING, (490, 440), (200, 120), "Draw a heart with both", [], **both) | {"flags": {"collapsed": True}},
+        node(2, "HalfsafeNaNGuard", (280, 440), (225, 120), "", ["retry_higher", 8, "off"], inputs=[("model", "MODEL")], outputs=[model]),
+        node(3, DRAWING, (520, 440), (170, 120), "Draw a heart with both", [], **both) | {"flags": {"collapsed": True}},
         node(4, "PreviewImage", (0, 0), (340, 380), "As it is", [], inputs=[("images", "IMAGE")]),
         node(5, "PreviewImage", (350, 0), (340, 380), "Through Halfsafe", [], inputs=[("images", "IMAGE")]),
     ]

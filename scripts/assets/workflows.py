@@ -203,18 +203,18 @@ def fp8_against_the_original(sheet: Sheet) -> None:
         "# What does fp8 cost?\n\n## Press Run, and compare both pictures.\n\nThe same prompt, seed and steps twice: with the weights as in the file, then in scaled fp8.\n\n"
         "**Compare Images** gives the difference: PSNR (above about 40 dB it is hard to see), the largest error and SSIM. Pull the line in its panel from one picture to the other.\n\n"
         "Change `storage` or `compute` of the second loader to compare anything else.", 260)  # fmt: skip
-    sheet.leave(1, 260)
-    sheet.leave(2, 260)
-    sheet.leave(3, 360)
+    sheet.leave(1, 310)
+    sheet.leave(2, 310)
+    sheet.leave(3, 390)
     original = _load(sheet, "as_file", "auto")
     changed = _load(sheet, "fp8_e4m3fn", "auto")
     clip, vae = _load_text_and_vae(sheet, 0, folded=True)
     asked = _prompts(sheet, clip, 1, True) | {"latent_image": _frame(sheet, 2, True)}
     first = _sample(sheet, original, asked, 1, "fixed", "Original")
-    image = _picture(sheet, first, vae, "original", 3, 1, 260, "Original")
+    image = _picture(sheet, first, vae, "original", 3, 1, 310, "Original")
     second = _sample(sheet, changed, asked, 2, "fixed", "fp8")
-    candidate = _picture(sheet, second, vae, "fp8", 3, 2, 260, "fp8")
-    sheet.add("HalfsafeCompareImages", 3, 360, top=0, reference=image, candidate=candidate)
+    candidate = _picture(sheet, second, vae, "fp8", 3, 2, 310, "fp8")
+    sheet.add("HalfsafeCompareImages", 3, 390, top=0, reference=image, candidate=candidate)
 
 
 def save_fp8(sheet: Sheet) -> None:

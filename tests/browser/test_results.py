@@ -46,6 +46,8 @@ ROOM = """(group) => { const of = (type) => app.graph.nodes.filter((n) => n.type
     for (const type of ["HalfsafeLoadCLIP", "HalfsafeLoadVAE", "CLIPTextEncode", "EmptyHunyuanLatentVideo", "HalfsafeReport", "VAEDecode", "SaveImage"]) for (const node of of(type)) node.pos = [node.pos[0], node.pos[1] + 1500];
     if (group) { const box = new LiteGraph.LGraphGroup("Mine"); box.pos = [760, -100]; box.size = [900, 700]; app.graph.add(box); } }"""
 BEFORE = """() => { const [sampler] = app.graph.nodes.filter((n) => n.type === "KSampler"); sampler.pos = [-400, 0]; }"""
+GUARD_IN_A_WIDE_VIEW = """async () => { const { ds } = app.canvas; ds.scale = 0.5; ds.offset[0] = 300; ds.offset[1] = 160;
+    (await import("/extensions/Halfsafe-Pack/graph.mjs")).guardWorkflow(app); return [ds.scale, ...ds.offset]; }"""
 GUARD = "async () => { const { guardWorkflow } = await import('/extensions/Halfsafe-Pack/graph.mjs'); return guardWorkflow(app); }"
 
 
@@ -183,6 +185,11 @@ def test_the_sidebar_greets_and_guards_and_measures_the_open_graph(small: ComfyP
             small.evaluate(UNDO)
         small.page.wait_for_function("(count) => app.graph.nodes.length === count", arg=len(before))
     small.evaluate(TAB)
+
+
+def test_a_new_node_that_is_in_sight_leaves_the_view(small: ComfyPage) -> None:
+    assert small.evaluate(GUARD_IN_A_WIDE_VIEW) == [0.5, 300, 160]
+    small.evaluate(UNDO)
 
 
 @pytest.mark.parametrize(("layout", "argument", "expected"), [
