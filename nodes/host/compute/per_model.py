@@ -98,8 +98,7 @@ class PerModel(Generic[Run]):
         return next(iter(self.runs_of(patcher)), None)
 
     def runs_of(self, patcher: "ModelPatcher") -> list[Run]:
-        """Return the runs of a patcher's branch, the last first; then those of its clones on other devices
-        (MultiGPU)."""
+        """Return the runs of a patcher's branch, the last first; then of its clones on other devices (MultiGPU)."""
         return [kept.run for runs in self._by_device(patcher) for kept in runs]
 
     def by_device(self, patcher: "ModelPatcher") -> dict[str, Run]:
@@ -146,8 +145,7 @@ def branch_of(patcher: "ModelPatcher") -> tuple[int, int]:
 
 
 def patches_of(patcher: "ModelPatcher") -> int:
-    """Hash a patcher's weight patches by their tensors: ComfyUI assigns a new ``patches_uuid`` per run when hooks are
-    active."""
+    """Hash a patcher's weight patches by their tensors: with hooks ComfyUI assigns a ``patches_uuid`` per run."""
     known = _patches_known.get(patcher)
     if known is None or known[0] != patcher.patches_uuid:
         pairs = [(key, patch) for key, patches in patcher.patches.items() for patch in patches]

@@ -41,10 +41,7 @@ class StartAgain(BaseException):
 
 
 class Sampling:
-    """One run of a sampler, an OUTER_SAMPLE wrapper's arguments.
-
-    ``obstacle``: why it cannot be started again; empty where it can.
-    """
+    """One run of a sampler. ``obstacle``: why it cannot be started again; empty where it can."""
 
     def __init__(self, guider: comfy.samplers.CFGGuider, sampler: comfy.samplers.Sampler):
         self.obstacle = _obstacle(guider, sampler)
