@@ -61,7 +61,6 @@ class BoundedAttention:
         self._index = 0
 
     def begin(self) -> None:
-        """Call before each model call."""
         self._index = 0
 
     def __call__(self, kernels: Kernels, q: torch.Tensor, k, v, heads: int, *args, **kwargs) -> torch.Tensor:
@@ -150,7 +149,6 @@ class SafeAttention:
         self.index = 0
 
     def begin(self) -> None:
-        """Call before each model call."""
         self.index = 0
         if self.calibration.calibrating:
             self.fp16_flops = 0

@@ -179,7 +179,9 @@ class Calibration:
                 self._buffers[device] = AmaxBuffer(ends[-1], device), placed
                 for first, proof in placed.items():
                     proof.entries = self._buffers[device][0].entries[first : first + proof.width]
-            self._buffers[device][0].set_exponents([proof.exponent for proof in proofs for _ in range(proof.width)])
+            exponents = [proof.exponent for proof in proofs for _ in range(proof.width)]
+            pairs = [[2.0**-exponent for exponent in exponents], [2.0**exponent for exponent in exponents]]
+            self._buffers[device][0].scales.copy_(torch.tensor(pairs, dtype=torch.float32))
 
     def _holds(self, result: object) -> bool:
         if self._result.device is not None:

@@ -60,7 +60,6 @@ class HidingCode(TorchDispatchMode):
         self.begin()
 
     def begin(self) -> None:
-        """Start a call."""
         self.paused = 0
         self._recent: list[tuple[str, Looked]] = []
         self._ends: list[Looked] = []

@@ -149,7 +149,6 @@ class SafeOperation:
         return result.select(-1 if self.kind == "linear" else -1 - len(self.module.kernel_size), 0)
 
     def _calibrate(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-        """Calibrate and multiply with the same weight, asked for once."""
         # ComfyUI adds a LoRA in place to a weight that it prefetched (comfy/ops.py, resolve_cast_module_with_vbar):
         # asked for twice, the weight has the LoRA twice. A quantized weight, which no LoRA is added to in place, is
         # asked for in fp16 as in later calls, so that it is rounded alike and the first run of a seed equals the next.

@@ -12,7 +12,6 @@ the number: a place whose index is an input takes a kernel more.
 
 import math
 import sys
-from collections.abc import Sequence
 
 import torch
 
@@ -58,11 +57,6 @@ class AmaxBuffer:
         self.records.fill_(NOTHING)
         if self.has_graphs:
             torch._foreach_copy_(self.graph_records, [self.records[0]] * len(self.entries))
-
-    def set_exponents(self, exponents: Sequence[float]) -> None:
-        """Set the exponent of each record, from which ``Entry.scale`` is had."""
-        pairs = [[2.0**-exponent for exponent in exponents], [2.0**exponent for exponent in exponents]]
-        self.scales.copy_(torch.tensor(pairs, dtype=torch.float32))
 
     def read(self) -> list[float]:
         """Return every record, ``NOTHING`` where the operation did not run: one transfer and one synchronization."""
