@@ -64,8 +64,10 @@ class AttentionCall(NamedTuple):
         return self.score_factor() * (MASK_FACTOR if self.is_masked() else 1.0)
 
     def is_masked(self) -> bool:
-        masks = (*self.args, self.kwargs.get("mask"))
-        return any(isinstance(mask, torch.Tensor) and mask.is_floating_point() for mask in masks)
+        for mask in (*self.args, self.kwargs.get("mask")):  # a generator takes a call more in each attention
+            if isinstance(mask, torch.Tensor) and mask.is_floating_point():
+                return True
+        return False
 
     def score_bound(self) -> torch.Tensor:
         """Compute the largest number the scores can reach, 0-dim fp32."""

@@ -82,7 +82,7 @@ class SumBound(ScaledOperand):
 
 
 def needed_exponent(bound: float) -> float:
-    """Return 0 where the bound fits with its margin, else the power of two by which it fits twice over, to grow."""
+    """Return 0 where the bound fits with its margin, else the power of two for twice the margin, to grow."""
     if bound * MARGIN <= FP16_MAX:
         return 0
     return math.ceil(math.log2(bound * 2 * MARGIN / FP16_MAX)) if math.isfinite(bound) else math.inf

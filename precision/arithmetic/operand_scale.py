@@ -125,7 +125,7 @@ class OperandScale(ScaledOperand):
         return x.to(torch.float16) if self.fits_result else super().scaled(x)
 
     def unscaled(self, product: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Return ``product`` times ``2**exponent``, plus ``bias``, in fp32 and one pass that may write to the first."""
+        """Return ``product`` times ``2**exponent``, plus ``bias``, in fp32 and in a pass; may write to ``product``."""
         if torch.compiler.is_compiling() and self.entry is not None:
             product = product.float() * self.entry.scale()[1]
             return product if bias is None else product + bias

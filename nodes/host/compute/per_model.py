@@ -89,12 +89,12 @@ class PerModel(Generic[Run]):
         return _Kept(self._state(model, attributes), run, attributes)
 
     def last(self, model: torch.nn.Module) -> Run | None:
-        """Return the run of the model's last call, if it made one, whichever patcher it was of."""
+        """Return the run of the model's last call, whichever patcher made the call; None before any."""
         runs = self._runs.get(model)
         return runs[0].run if runs else None
 
     def last_of(self, patcher: "ModelPatcher") -> Run | None:
-        """Return the run of the last call made with a patcher or a clone that runs as it does, if there was one."""
+        """Return the run of the last call made with a patcher or with a clone of its branch; None before any."""
         return next(iter(self.runs_of(patcher)), None)
 
     def runs_of(self, patcher: "ModelPatcher") -> list[Run]:

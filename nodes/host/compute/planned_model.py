@@ -48,6 +48,8 @@ class PlannedModel:
         self._safe, self._mixes = plan.is_safe, plan.mixes_fp32_in  # a graph breaks where it reads the plan's mappings
         self._holds_sums = holds_sums(plan)
         self._model = weakref.ref(model)
+        # Whether flags are switched by layer is found by a walk over the model: asked where the answer matters.
+        self._has_rules = any(plan.decisions[name].sums for name in self.modules)
         self._is_wide = any(decision.mode == FP16_WIDE.name for decision in plan.decisions.values())
         in_int8 = {
             name: module
@@ -89,8 +91,9 @@ class PlannedModel:
 
     def call(self, call: Call | Make):
         """Make a call of the model, or of its text adapter, its patches set; again when a proof does not hold."""
-        self.layers.switches_flags = switches_by_layer(self._model().current_patcher)
-        off = self._holds_sums or (self._is_wide and not self.layers.switches_flags)
+        patcher = self._model().current_patcher
+        off = self._holds_sums or (self._is_wide and not switches_by_layer(patcher))
+        self.layers.switches_flags = not self._has_rules or switches_by_layer(patcher)
         self.calibration.by_layer = not off
 
         def once():

@@ -15,7 +15,7 @@ NO_ATTENTION = "no attention of ComfyUI ran in {}"
 
 
 def blocks_of(rules: Sequence[Rule], modules: Mapping[str, torch.nn.Module]) -> dict[str, list[Rule]]:
-    """Map the modules that hold others to the rules that match them, if any. A module that is never called itself, as a
+    """Map the modules with others in them to the matching rules, if any. A module that is never called itself, as a
     list of blocks or a UNet's block, stands for all in it."""
     found: dict[str, list[Rule]] = {}
     passed_on: dict[str, list[Rule]] = {}
