@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from ..base.amax import amax
-from .attention_bounds import AttentionBound, AttentionCall, AttentionRange, ScoreBound
+from .attention_bounds import LARGEST_SCORE, AttentionBound, AttentionCall, AttentionRange
 from .calibration import Calibration
 from .proofs import Proof
 
@@ -43,19 +43,17 @@ class Kernels(NamedTuple):
 class AttentionState:
     """Describe one attention of a model call: its mode, and the largest score it can reach."""
 
-    name: str
     mode: str = AS_IS
     bound: float = 0.0
 
 
 class BoundedAttention:
-    """Run every fp16 attention of a model so that its scores fit, distinguished by their order in a call; or every one
-    in fp32, without calibration."""
+    """Run every fp16 attention of a model, by their order in a call, so that its scores fit; or all in fp32."""
 
     def __init__(self, calibration: Calibration, always_fp32: bool = False):
         self.calibration = calibration
         self.always_fp32 = always_fp32
-        self.scores = calibration.add(ScoreBound("attention"))
+        self.scores = calibration.add(Proof("attention", below=LARGEST_SCORE))
         self.states: list[AttentionState] = []
         self.changed = False
         self.met: set[torch.dtype] = set()
@@ -63,7 +61,6 @@ class BoundedAttention:
         self._index = 0
 
     def begin(self) -> None:
-        """Call before each model call."""
         self._index = 0
 
     def __call__(self, kernels: Kernels, q: torch.Tensor, k, v, heads: int, *args, **kwargs) -> torch.Tensor:
@@ -79,7 +76,7 @@ class BoundedAttention:
         index, self._index = self._index, self._index + 1
         if self.calibration.calibrating:
             if index == len(self.states):
-                self.states.append(AttentionState(f"attention {index}"))
+                self.states.append(AttentionState())
             self.scores.device = q.device
             result = self._in_first_mode_that_fits(self.states[index], kernels, call)
             self.changed = self.changed or self.states[index].mode != AS_IS
@@ -112,18 +109,17 @@ class BoundedAttention:
         return run_in_fp32(kernels, call)
 
     def summary(self) -> str:
-        """Say in a line how many attentions run how, and name the changed attentions with their bound; empty before
-        a call."""
-        if self.always_fp32:
-            return "all fp16 attentions in fp32" if self.met else ""
+        """Count the attentions by how they run, and name the changed with their bound; empty before a call."""
         if not self.met:
             return ""
+        if self.always_fp32:
+            return "all fp16 attentions in fp32"
         if not self.states:
             met = sorted(str(dtype).removeprefix("torch.") for dtype in self.met)
             return f"nothing to do: attention runs in {', '.join(met)}"
         counts = [f"{sum(state.mode == mode for state in self.states)} {mode}" for mode in MODES]
-        changed = [state for state in self.states if state.mode != AS_IS]
-        lines = [f"; {state.name}: {state.mode}, score bound {state.bound:.3g}" for state in changed[:8]]
+        changed = [(index, state) for index, state in enumerate(self.states) if state.mode != AS_IS]
+        lines = [f"; attention {n}: {state.mode}, score bound {state.bound:.3g}" for n, state in changed[:8]]
         return f"{len(self.states)} in fp16: {', '.join(counts)}" + "".join(lines)
 
 
@@ -133,13 +129,12 @@ def run_in_fp32(kernels: Kernels, call: AttentionCall) -> torch.Tensor:
 
 
 class SafeAttention:
-    """Run attention with fp16 operands wherever neither an operand nor a score can pass fp16's range, in fp32
-    elsewhere.
+    """Run attention with fp16 operands where neither an operand nor a score can pass fp16's range, else in fp32.
 
     Attentions are distinguished by their order in a model call; one that was never measured runs in fp32. The layers
     before one with large scores return fp32: q and k are rounded once and not twice. The result of a foreign kernel is
     looked at: its own arithmetic may overflow. ``asked``: tell whether the attention that is called now is to run in
-    fp32 whatever its scores are.
+    fp32 whatever its scores are. ``fp16_flops``: floating-point operations of a call that had fp16 operands.
     """
 
     def __init__(self, calibration: Calibration, asked: Callable[[], bool] = lambda: False):
@@ -150,19 +145,13 @@ class SafeAttention:
         self.bounds: list[AttentionBound] = []
         self.calls_in_fp32: list[bool] = []
         self.any_in_fp32 = False
-        self.fp32_flops = 0
+        self.fp16_flops = 0
         self.index = 0
-
-    @property
-    def fp16_flops(self) -> int:
-        """The floating-point operations of a call that had fp16 operands."""
-        return self.calibration.flops[self.range.name] - self.fp32_flops
 
     def begin(self) -> None:
-        """Call before each model call."""
         self.index = 0
         if self.calibration.calibrating:
-            self.fp32_flops = 0
+            self.fp16_flops = 0
 
     def __call__(self, kernels: Kernels, q: torch.Tensor, k, v, heads: int, *args, **kwargs) -> torch.Tensor:
         """Run one attention with ComfyUI's arguments. Returns the dtype of ``q``, or fp16 where other results are."""
@@ -200,15 +189,15 @@ class SafeAttention:
         flops = 4 * call.q.numel() * call.k.shape[-2]
         self.calibration.flops[self.range.name] += flops
         if in_fp32 or result is None:
-            self.fp32_flops += flops
             return call.in_dtype(torch.float32).run(kernels.fp32)
+        self.fp16_flops += flops
         self.bounds[index].calibrate(call, amax_of_q, largest)
         self.calibration.in_fp16 = True
         results.any_returned = results.any_returned or dtype == torch.float16
         return result
 
     def _note(self, call: AttentionCall) -> tuple[float, float]:
-        """Note the operands; return the amax of q, and the largest number that the attention can hold."""
+        """Return the amax of q, and the largest number that the attention can hold."""
         self.range.device = self.finite.device = call.q.device
         *operands, largest = torch.stack([*map(amax, (call.q, call.k, call.v)), call.largest()]).tolist()
         for tensor, magnitude in zip((call.q, call.k, call.v), operands, strict=True):

@@ -19,8 +19,7 @@ SMALLEST_VALUE = 2.0**-10
 
 
 class AttentionCall(NamedTuple):
-    """Hold the arguments of one of ComfyUI's attentions: q, k and v of (..., tokens, channels), and what follows
-    ``heads``.
+    """Hold the arguments of an attention of ComfyUI: q, k, v of (..., tokens, channels), and all after ``heads``.
 
     ``fused``: its scores are kept in fp32 and scaled before they are rounded.
     """
@@ -34,7 +33,6 @@ class AttentionCall(NamedTuple):
     fused: bool = True
 
     def run(self, attention: Callable) -> torch.Tensor:
-        """Run an attention on these arguments."""
         return attention(self.q, self.k, self.v, self.heads, *self.args, **self.kwargs)
 
     def in_dtype(self, dtype: torch.dtype) -> "AttentionCall":
@@ -44,8 +42,9 @@ class AttentionCall(NamedTuple):
         return AttentionCall(self.q.to(dtype), self.k.to(dtype), self.v.to(dtype), self.heads, args, kwargs, self.fused)
 
     def smoothed(self) -> "AttentionCall":
-        """Return the same attention over keys less their mean."""
-        return self._replace(k=smoothed(self.k))
+        """Return the same attention over keys less their mean over tokens."""
+        # Any vector would do: the mean's rounding is no error.
+        return self._replace(k=self.k - self.k.mean(-2, keepdim=True, dtype=torch.float32).to(self.k.dtype))
 
     def norms(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute the largest 2-norm of a head's rows of q and of k, each 0-dim fp32."""
@@ -65,9 +64,10 @@ class AttentionCall(NamedTuple):
         return self.score_factor() * (MASK_FACTOR if self.is_masked() else 1.0)
 
     def is_masked(self) -> bool:
-        """Tell whether a mask is added to the scores."""
-        masks = (*self.args, self.kwargs.get("mask"))
-        return any(isinstance(mask, torch.Tensor) and mask.is_floating_point() for mask in masks)
+        for mask in (*self.args, self.kwargs.get("mask")):  # a generator takes a call more in each attention
+            if isinstance(mask, torch.Tensor) and mask.is_floating_point():
+                return True
+        return False
 
     def score_bound(self) -> torch.Tensor:
         """Compute the largest number the scores can reach, 0-dim fp32."""
@@ -75,22 +75,12 @@ class AttentionCall(NamedTuple):
         return of_q * of_k * self.score_factor()
 
     def largest(self) -> torch.Tensor:
-        """Compute the largest number the attention can hold, 0-dim fp32: a norm of a row of q or k, a score, an element
-        of v.
-
-        Values so small that fp16 would round them away count as too large.
-        """
+        """Compute the largest norm of a row of q or k, score, or element of v, 0-dim fp32. Values so small that fp16
+        would round them away count as too large."""
         of_q, of_k = self.norms()
         of_v = amax(self.v)
         score = of_q * of_k * self.masked_factor()
         return torch.stack([of_q, of_k, score, of_v, SMALLEST_VALUE * FP16_MAX / of_v]).amax()
-
-
-class ScoreBound(Proof):
-    """Prove that no score of a model's fp16 attentions passes fp16's range, from the norms of their q and k."""
-
-    def holds(self, magnitude: float) -> bool:
-        return magnitude <= LARGEST_SCORE
 
 
 class AttentionRange(Proof):
@@ -113,12 +103,9 @@ class AttentionBound(AttentionRange):
     """
 
     width = 2
-
-    def __init__(self, name: str):
-        super().__init__(name)
-        self.factor = 1.0
-        self.limit = 0.0
-        self.by_norm = False
+    factor = 1.0
+    limit = 0.0
+    by_norm = False
 
     def calibrate(self, call: AttentionCall, amax_of_q: float, largest: float) -> None:
         """Choose the numbers to record. ``largest``: the largest number of the attention."""
@@ -144,12 +131,6 @@ class AttentionBound(AttentionRange):
         if not self.by_norm:
             return FP16_MAX * of_q / self.limit * (1 - 2.0**-12) if self.limit else math.nan
         return max(of_q, of_k, of_q * of_k * self.factor)
-
-
-def smoothed(k: torch.Tensor) -> torch.Tensor:
-    """Subtract from the keys their mean over tokens (dimension -2). Any one vector would do, so its rounding is no
-    error."""
-    return k - k.mean(-2, keepdim=True, dtype=torch.float32).to(k.dtype)
 
 
 def _mask_in(dtype: torch.dtype, mask: object) -> object:

@@ -32,9 +32,7 @@ AnyProof = TypeVar("AnyProof", bound=Proof)
 class InputRange(Proof):
     """State the range of an input of the model that was measured, with room on both sides."""
 
-    def __init__(self, name: str):
-        super().__init__(name)
-        self.range = math.inf, 0.0
+    range = math.inf, 0.0
 
     def forget(self) -> None:
         super().forget()
@@ -90,12 +88,11 @@ class Calibration:
         return self.add(self.results.scales[-1])
 
     def largest(self) -> dict[str, float]:
-        """Return operation -> the largest magnitude of its operands; operations without any are left out."""
+        """Return operation -> the largest magnitude of its operands, if any."""
         return {name: proof.largest for name, proof in self.proofs.items() if proof.largest}
 
     def watch_inputs(self, inputs: Mapping[str, object]) -> None:
-        """Measure the model's inputs, by name: the floating tensors of more than one dimension among them, which a text
-        and a latent are and a timestep is not."""
+        """Measure the model's inputs, by name: a text and a latent, which have more than one dimension, no timestep."""
         for key, x in inputs.items():
             if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.dim() < 2:
                 continue
@@ -107,8 +104,7 @@ class Calibration:
                 proof.measure(amax(x).item())
 
     def recalibrate(self) -> None:
-        """Calibrate in the next call, as in the first one. What was compiled stays as it is where the outcome is the
-        same."""
+        """Calibrate in the next call, as in the first. What was compiled stays where the outcome is the same."""
         self.calibrating = True
         for proof in self.proofs.values():
             proof.forget()
@@ -183,11 +179,11 @@ class Calibration:
                 self._buffers[device] = AmaxBuffer(ends[-1], device), placed
                 for first, proof in placed.items():
                     proof.entries = self._buffers[device][0].entries[first : first + proof.width]
-            self._buffers[device][0].set_exponents([proof.exponent for proof in proofs for _ in range(proof.width)])
+            exponents = [proof.exponent for proof in proofs for _ in range(proof.width)]
+            pairs = [[2.0**-exponent for exponent in exponents], [2.0**exponent for exponent in exponents]]
+            self._buffers[device][0].scales.copy_(torch.tensor(pairs, dtype=torch.float32))
 
     def _holds(self, result: object) -> bool:
-        """Tell whether the result of a call is finite and each record in its range; note the largest magnitudes on the
-        way."""
         if self._result.device is not None:
             for x in floats_in([result]):
                 self._result.record_amax(x)

@@ -37,19 +37,17 @@ class SumBound(ScaledOperand):
     decided that in words, empty until measured.
     """
 
-    def __init__(self, name: str):
-        super().__init__(name)
-        self.gain = 0.0
-        self.terms = 0
-        self.scales = False
-        self.by = "amax"
-        self.proven = False
-        self.evidence = ""
-        self._largest = {"amax": 0.0, "norm": 0.0}
+    gain = 0.0
+    terms = 0
+    scales = False
+    by = "amax"
+    proven = False
+    evidence = ""
+    _largest_amax = _largest_norm = 0.0
 
     def forget(self) -> None:
         super().forget()
-        self.proven, self._largest = False, dict.fromkeys(self._largest, 0.0)
+        self.proven, self._largest_amax, self._largest_norm = False, 0.0, 0.0
 
     @property
     def limit(self) -> float:
@@ -68,13 +66,12 @@ class SumBound(ScaledOperand):
         if not math.isfinite(largest) or not math.isfinite(norm):
             return
         self.terms = terms
-        self._largest = {"amax": max(largest, self._largest["amax"]), "norm": max(norm, self._largest["norm"])}
-        gains = {"amax": row_sum, "norm": row_norm}
-        self.by = min(gains, key=lambda by: self._largest[by] * gains[by])
-        self.gain = gains[self.by]
-        of_input = self._largest[self.by]
+        self._largest_amax, self._largest_norm = max(largest, self._largest_amax), max(norm, self._largest_norm)
+        pairs = {"amax": (self._largest_amax, row_sum), "norm": (self._largest_norm, row_norm)}
+        self.by = min(pairs, key=lambda by: math.prod(pairs[by]))
+        of_input, self.gain = pairs[self.by]
         self.exponent = needed_exponent(of_input * self.gain)
-        scalable = can_scale and self._largest["amax"] >= 2.0 ** (self.exponent - FLOOR_BITS)
+        scalable = can_scale and self._largest_amax >= 2.0 ** (self.exponent - FLOOR_BITS)
         self.scales = self.exponent != 0
         self.proven = self.exponent == 0 or (self.exponent <= MAX_EXPONENT and scalable)
         input_norm, weight_norm = LABELS[self.by]
@@ -85,8 +82,7 @@ class SumBound(ScaledOperand):
 
 
 def needed_exponent(bound: float) -> float:
-    """Return 0 where the bound fits with its margin, else the power of two that makes it fit twice over, so that it may
-    grow."""
+    """Return 0 where the bound fits with its margin, else the power of two for twice the margin, to grow."""
     if bound * MARGIN <= FP16_MAX:
         return 0
     return math.ceil(math.log2(bound * 2 * MARGIN / FP16_MAX)) if math.isfinite(bound) else math.inf

@@ -42,13 +42,11 @@ REPLACING = {"nan_to_num", "clip", "clamp", "clamp_min", "clamp_max", "minimum",
 
 
 class Looked(Protocol):
-    """Stand for a layer whose result can be looked at."""
+    """Stand for a layer whose result can be looked at in every later call, or be fp32 from now on."""
 
-    def look(self) -> None:
-        """Look at the result in every later call."""
+    def look(self) -> None: ...
 
-    def widen(self) -> None:
-        """Return fp32 from now on."""
+    def widen(self) -> None: ...
 
 
 class HidingCode(TorchDispatchMode):
@@ -62,7 +60,6 @@ class HidingCode(TorchDispatchMode):
         self.begin()
 
     def begin(self) -> None:
-        """Start a call."""
         self.paused = 0
         self._recent: list[tuple[str, Looked]] = []
         self._ends: list[Looked] = []

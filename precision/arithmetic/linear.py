@@ -1,13 +1,12 @@
 """Matmuls and convolutions with fp16 operands, fp32 accumulation and results that cannot overflow.
 
-``fp16``: the result is proven to fit fp16 and may be returned in it, which costs no more than a plain fp16 model's
-layer but the cast and the amax of an operand. Otherwise results are fp32. ``fp16_wide``: the operand fits fp16 and the
-result is fp32. ``fp16_scaled``: the operand is first scaled by an exact power of two. Where the device can only return
-fp16, as for every convolution, the scale also keeps the result in range: a sum of products is at most ``amax(x) *
-max_row ||w||_1``. That proves the result of every algorithm that adds up these products: direct, as a matrix product,
-implicit or not. It proves nothing of a convolution by Winograd's algorithm that keeps transformed inputs in fp16: 4
-times larger for F(2x2, 3x3), which the two bits left at the measurement hold until the input grows, and 100 times for
-F(4x4, 3x3) (Lavin and Gray, arXiv:1509.09308). What overflows there gives Inf or NaN, not a wrong number.
+``fp16``: the result is proven to fit fp16 and returned in it. ``fp16_wide``: the operand fits fp16, the result is fp32.
+``fp16_scaled``: the operand is first scaled by an exact power of two. Where the device can only return fp16, as for
+every convolution, the scale also keeps the result in range: a sum of products is at most ``amax(x) * max_row ||w||_1``.
+That proves the result of every algorithm that adds up these products. It proves nothing of a convolution by Winograd's
+algorithm that keeps transformed inputs in fp16: 4 times larger for F(2x2, 3x3), which the two bits left at the
+measurement hold until the input grows, and 100 times for F(4x4, 3x3) (Lavin and Gray, arXiv:1509.09308). What overflows
+there gives Inf or NaN, not a wrong number.
 """
 
 import math
@@ -52,8 +51,7 @@ def has_wide_output(device: torch.device, kind: str) -> bool:
 
 
 def is_emulated(device: torch.device) -> bool:
-    """Tell whether rounded operands are multiplied in fp32, the same arithmetic: a CPU has no fp16 units to gain
-    from."""
+    """Tell whether rounded operands are multiplied in fp32, the same arithmetic, as on a CPU without fp16 units."""
     return device.type == "cpu"
 
 
@@ -96,10 +94,8 @@ class SafeOperation:
             return self._calibrate(input, *args, **kwargs)
         if self.scale.in_fp32:
             return self._in_fp32(input, *args, **kwargs)
-        operand = self.calibration.operands.of(self.scale, input)
-        if self.scale.fits_result:
-            bias_dtype: torch.dtype | None = torch.float16
-        else:
+        operand, bias_dtype = self.calibration.operands.of(self.scale, input), torch.float16
+        if not self.scale.fits_result:
             bias_dtype = None if self._is_wide(operand) else torch.float32
         with self.weights(self.module, operand, torch.float16, bias_dtype) as (weight, bias):
             multiply = self._in_fp16 if self.calibration.by_layer else self._multiplied
@@ -124,7 +120,6 @@ class SafeOperation:
             return multiplied(self.module, self.kind, x.float(), weight, bias, *args, **kwargs)
 
     def _in_fp16(self, operand, weight, bias, *args, **kwargs) -> torch.Tensor:
-        """Multiply in fp16, with fp16 accumulation held off around this layer."""
         with fp32_accumulation():
             return self._multiplied(operand, weight, bias, *args, **kwargs)
 
@@ -154,7 +149,6 @@ class SafeOperation:
         return result.select(-1 if self.kind == "linear" else -1 - len(self.module.kernel_size), 0)
 
     def _calibrate(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-        """Calibrate and multiply with the same weight, asked for once."""
         # ComfyUI adds a LoRA in place to a weight that it prefetched (comfy/ops.py, resolve_cast_module_with_vbar):
         # asked for twice, the weight has the LoRA twice. A quantized weight, which no LoRA is added to in place, is
         # asked for in fp16 as in later calls, so that it is rounded alike and the first run of a seed equals the next.
@@ -204,8 +198,7 @@ class SafeOperation:
 def multiplied(
     module: torch.nn.Module, kind: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *args, **how
 ) -> torch.Tensor:
-    """Multiply as a module of a kind does, by a weight and bias of the same dtype; other arguments as of its
-    forward."""
+    """Multiply as a module of a kind does, by a weight and bias of one dtype; the rest is as of its forward."""
     if kind == "linear":
         return F.linear(x, weight, bias)
     if kind == "conv":
@@ -220,8 +213,7 @@ def multiplied(
 
 
 def _row_sum(weight: torch.Tensor, kind: str) -> torch.Tensor:
-    """Compute ``max ||w||_1`` over the output channels, 0-dim fp32: the largest factor by which a layer can raise
-    ``amax`` of its input."""
+    """Compute ``max ||w||_1`` over the output channels, 0-dim fp32: the most by which ``amax`` of an input can grow."""
     outputs = weight.transpose(0, 1) if kind == "transposed" else weight
     return torch.linalg.vector_norm(outputs.reshape(outputs.shape[0], -1), 1, dim=1, dtype=torch.float32).amax()
 

@@ -22,8 +22,7 @@ class ScaledOperand(Proof):
     """Bound the operand of an operation after it was multiplied by ``2**-exponent``."""
 
     def scaled(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x`` times ``2**-exponent`` in fp16, exact. A compiled graph multiplies by a tensor, whatever the
-        exponent is."""
+        """Return ``x`` times ``2**-exponent`` in fp16, exact. A compiled graph multiplies by a tensor, even by 1."""
         if torch.compiler.is_compiling() and self.entry is not None:
             return (x * self.entry.scale()[0]).to(torch.float16)
         return self.scaled_eagerly(x)
@@ -112,8 +111,8 @@ class OperandScale(ScaledOperand):
         self.fits_result, self.is_refuted = False, True
 
     def record_operand(self, x: torch.Tensor, operand: torch.Tensor) -> None:
-        """Record the amax of ``operand``, the fp16 form of ``x``. Zeros may be what fp16 leaves of small numbers: an
-        operation that has met zeros records ``x``."""
+        """Record the amax of ``operand``, the fp16 form of ``x``."""
+        # Zeros may be all that fp16 leaves of small numbers.
         self.record_amax(x if self.meets_zeros else operand)
 
     def magnitude(self, numbers: list[float]) -> float:
@@ -126,8 +125,7 @@ class OperandScale(ScaledOperand):
         return x.to(torch.float16) if self.fits_result else super().scaled(x)
 
     def unscaled(self, product: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Return ``product`` times ``2**exponent``, plus ``bias``, in fp32 and in one pass; ``product`` may be written
-        to."""
+        """Return ``product`` times ``2**exponent``, plus ``bias``, in fp32 and in a pass; may write to ``product``."""
         if torch.compiler.is_compiling() and self.entry is not None:
             product = product.float() * self.entry.scale()[1]
             return product if bias is None else product + bias
@@ -177,8 +175,7 @@ class SharedOperands:
         self._made = None
 
     def of(self, scale: OperandScale, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x`` in fp16, scaled, and recorded where it is watched. A compiled graph records every operand, in
-        the kernel that makes it."""
+        """Return ``x`` in fp16, scaled, and recorded where watched; a compiled graph does so in the kernel it has."""
         if torch.compiler.is_compiling():
             operand = scale.scaled(x)
             scale.record_operand(x, operand)

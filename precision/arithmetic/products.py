@@ -43,8 +43,7 @@ def _(x, weight):
 
 @torch.compiler.assume_constant_result
 def can_be_traced() -> bool:
-    """Tell whether torch's compiler knows the shape of ``mm(out_dtype=...)``; asked while it compiles, as the first
-    time takes a second."""
+    """Tell whether torch's compiler knows the shape of ``mm(out_dtype=...)``, which takes a second the first time."""
     half = torch.empty(1, 1, dtype=torch.float16, device="meta")
     try:
         return torch.mm(half, half, out_dtype=torch.float32).dtype == torch.float32

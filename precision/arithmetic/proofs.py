@@ -12,7 +12,6 @@ the number: a place whose index is an input takes a kernel more.
 
 import math
 import sys
-from collections.abc import Sequence
 
 import torch
 
@@ -27,8 +26,7 @@ NOTHING = -1.0
 
 
 def largest_row_norm(x: torch.Tensor) -> torch.Tensor:
-    """Compute the largest 2-norm of the rows of ``x`` (..., K), 0-dim fp32 and without a synchronisation; 0 where it is
-    empty."""
+    """Compute the largest 2-norm of the rows of ``x`` (..., K), 0-dim fp32 and on its device; 0 without rows."""
     if x.numel() == 0:
         return x.new_zeros((), dtype=torch.float32)
     return torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).amax()
@@ -49,7 +47,6 @@ class AmaxBuffer:
         self._is_marked = False
 
     def clear(self) -> None:
-        """Forget what was recorded."""
         self.call += 1
         if not self._is_marked and "torch._dynamo" in sys.modules:  # importing it takes seconds
             # Inductor makes no CUDA graph of one that writes to an input at any other address ("skipping cudagraphs due
@@ -60,11 +57,6 @@ class AmaxBuffer:
         self.records.fill_(NOTHING)
         if self.has_graphs:
             torch._foreach_copy_(self.graph_records, [self.records[0]] * len(self.entries))
-
-    def set_exponents(self, exponents: Sequence[float]) -> None:
-        """Set the exponent of each record, from which ``Entry.scale`` is had."""
-        pairs = [[2.0**-exponent for exponent in exponents], [2.0**exponent for exponent in exponents]]
-        self.scales.copy_(torch.tensor(pairs, dtype=torch.float32))
 
     def read(self) -> list[float]:
         """Return every record, ``NOTHING`` where the operation did not run: one transfer and one synchronization."""
@@ -116,14 +108,15 @@ class Proof:
 
     ``exponent``: its operand is multiplied by ``2**-exponent``. ``largest``: the largest magnitude of all calls so far.
     ``device``: where the operation was measured, None before. ``entries``: its records there. ``missed``: the
-    calibration's.
+    calibration's. ``below``: the magnitude from which on the proof does not hold.
     """
 
     width = 1
     """How many numbers it records in a call."""
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, below: float = math.inf):
         self.name = name
+        self.below = below
         self.exponent: float = 0
         self.largest = 0.0
         self.device: torch.device | None = None
@@ -136,7 +129,7 @@ class Proof:
 
     def holds(self, magnitude: float) -> bool:
         """Tell whether the proof holds for a magnitude; never for NaN, nor before it was measured."""
-        return magnitude < math.inf
+        return magnitude < self.below
 
     def forget(self) -> None:
         """Begin anew, for a model with other operands."""
@@ -144,7 +137,6 @@ class Proof:
 
     @property
     def entry(self) -> Entry | None:
-        """The first record."""
         return self.entries[0] if self.entries else None
 
     def record(self, magnitude: torch.Tensor, place: int = 0) -> None:

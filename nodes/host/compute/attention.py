@@ -118,8 +118,7 @@ def kernels_of(function: Callable, attention: Callable) -> Kernels:
 
 
 def full_precision_attention(function: Callable) -> Callable:
-    """Return an attention that takes fp32 and keeps its precision: itself, or ComfyUI's default for a kernel of 16 bit
-    or less."""
+    """Return an attention that keeps fp32: itself, or ComfyUI's default for a kernel of 16 bit or less."""
     if function.__name__ in (*UNFUSED, "attention_pytorch"):
         return function
     return comfy.ldm.modules.attention.attention_pytorch

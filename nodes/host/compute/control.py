@@ -28,11 +28,8 @@ OPTIONS = "transformer_options"
 
 
 def plan_control(control: ControlNet, plan: ComputePlan, dtype: torch.dtype) -> None:
-    """Make a ControlNet that was just loaded, and all of its later copies, run as planned with activations in
-    ``dtype``.
-
-    ComfyUI's copies share the model and its ModelPatcher, so both hold the plan.
-    """
+    """Make a ControlNet that was just loaded run as planned, with activations in ``dtype``; its later copies too, which
+    share the model and its ModelPatcher."""
     set_control_dtype(control, dtype)
     control.control_model.dtype = dtype  # ComfyUI casts inputs to it (``get_control`` in comfy/controlnet.py)
     patcher = control.control_model_wrapped
@@ -47,8 +44,7 @@ def planned_control(control: Any) -> PlannedControl | None:
 
 
 class PlannedControl:
-    """Run a ControlNet's model in place of its forward. Plans and reports take it for a model of ComfyUI's
-    ``BaseModel``.
+    """Run a ControlNet's model in place of its forward. Plans and reports take it for ComfyUI's ``BaseModel``.
 
     It holds neither the model nor its patcher, as it is among the model's attributes: it keeps neither in memory. The
     ControlNet object itself is in a cycle (``_follow`` in ``load/controlnet.py``), so all three are freed by the
@@ -107,8 +103,7 @@ class ControlPatcher:
         self.model = model
 
     @property
-    def is_multigpu_base_clone(self) -> bool:
-        """Read by ``is_on_several_devices``: threads run a ControlNet's copies side by side."""
+    def is_multigpu_base_clone(self) -> bool:  # threads run a ControlNet's copies side by side
         return self.model.has_copies
 
     def __getattr__(self, name: str):

@@ -37,7 +37,7 @@ class PlannedLayers:
         self.operations: dict[str, SafeOperation] = {}
         self.casts: dict[str, CastOperation] = {}
         self.patches: list[Patch] = []
-        self._activations = plan.activation_dtype
+        self._activations, holds = plan.activation_dtype, holds_sums(plan)
         self._decisions: dict[str, ComputeDecision] = {}
         for name, layer in layers.items():
             decision = self._decisions[name] = plan.decisions[name]
@@ -48,7 +48,7 @@ class PlannedLayers:
                 forward = CastResult(forward, torch.float32 if decision.stream == FP32.name else None).__call__
             if decision.sums:
                 forward = SumsByRule(decision.sums, forward, self).__call__
-            self.patches += exchanged(layer, forward, fp16_sums=not holds_sums(plan))
+            self.patches += exchanged(layer, forward, fp16_sums=not holds)
             if name not in self.operations:
                 self.patches += casting(layer)
 

@@ -184,9 +184,10 @@ class Compute:
     def fp16_share_text(self, patcher: "ModelPatcher") -> str:
         """Say in one line what share of the matmul FLOPs has fp16 operands; empty before a call and without any."""
         run = self.runs.last_of(patcher)
-        share = run.fp16_share() if run else None
-        if share is None:
+        total = sum(run.calibration.flops.values()) if run else 0
+        if not run or not total:
             return ""
+        share = (run.layers.fp16_flops + run.attention.fp16_flops) / total
         in_int8 = any(decision.mode == INT8.name for decision in self.plan.decisions.values())
         work = "matrix work outside of int8 layers" if in_int8 else "matrix work"
         return f"{share:.1%} of the {work} has fp16 operands; {run.calibration.repeats} calls were repeated"

@@ -24,8 +24,7 @@ _refused: ContextVar[Refused | None] = ContextVar("halfsafe_fp8_fast_accumulatio
 
 @contextlib.contextmanager
 def fast_accumulation(refused: Refused) -> Iterator[None]:
-    """Let this thread's :func:`fp8_product` accumulate fast; products that torch refuses run as they are, and are noted
-    in ``refused``."""
+    """Let this thread's :func:`fp8_product` accumulate fast; what torch refuses runs as it is, told in ``refused``."""
     token = _refused.set(refused)
     try:
         yield

@@ -70,10 +70,9 @@ def _mode(patcher, name: str, module: torch.nn.Module, activations: str, decided
 
 
 def kernels_of(patcher, modes: dict[str, str]) -> dict[str, str]:
-    """Return layer -> the report's kernel, of the layers whose weights are quantized. ``modes``: of
-    :func:`observed_modes_of`."""
-    quantized = {name: module for name, module in layers_of(patcher) if is_quantized(module)}
-    return {name: _kernel(patcher, name, module, modes[name]) for name, module in quantized.items()}
+    """Return quantized layer -> the report's kernel. ``modes``: of :func:`observed_modes_of`."""
+    layers = layers_of(patcher)
+    return {name: _kernel(patcher, name, layer, modes[name]) for name, layer in layers if is_quantized(layer)}
 
 
 def _kernel(patcher, name: str, module: torch.nn.Module, mode: str) -> str:
@@ -91,8 +90,7 @@ def _format(module: torch.nn.Module) -> Format | None:
 
 
 def _multiplies_as_stored(patcher, name: str, module: torch.nn.Module, activations: str, kept: bool) -> bool:
-    """Tell whether ComfyUI's own forward multiplies a quantized weight as it is. ``kept``: whatever the model's compute
-    dtype.
+    """Tell whether ComfyUI's forward multiplies a quantized weight as it is. ``kept``: whatever the compute dtype.
 
     Up to ComfyUI 0.33 a weight whose input stays unquantized, as int8, is not dequantized where fp8 ones are: if its
     dtype is the activation dtype. Since 0.38, whose layers have ``can_use_quantized_matmul``, ``_full_precision_mm``

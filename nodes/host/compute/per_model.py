@@ -89,17 +89,16 @@ class PerModel(Generic[Run]):
         return _Kept(self._state(model, attributes), run, attributes)
 
     def last(self, model: torch.nn.Module) -> Run | None:
-        """Return the run of the model's last call, if it made one, whichever patcher it was of."""
+        """Return the run of the model's last call, whichever patcher made the call; None before any."""
         runs = self._runs.get(model)
         return runs[0].run if runs else None
 
     def last_of(self, patcher: "ModelPatcher") -> Run | None:
-        """Return the run of the last call made with a patcher or a clone that runs as it does, if there was one."""
+        """Return the run of the last call made with a patcher or with a clone of its branch; None before any."""
         return next(iter(self.runs_of(patcher)), None)
 
     def runs_of(self, patcher: "ModelPatcher") -> list[Run]:
-        """Return the runs of a patcher's branch, the last first; then those of its clones on other devices
-        (MultiGPU)."""
+        """Return the runs of a patcher's branch, the last first; then of its clones on other devices (MultiGPU)."""
         return [kept.run for runs in self._by_device(patcher) for kept in runs]
 
     def by_device(self, patcher: "ModelPatcher") -> dict[str, Run]:
@@ -146,8 +145,7 @@ def branch_of(patcher: "ModelPatcher") -> tuple[int, int]:
 
 
 def patches_of(patcher: "ModelPatcher") -> int:
-    """Hash a patcher's weight patches by their tensors: ComfyUI assigns a new ``patches_uuid`` per run when hooks are
-    active."""
+    """Hash a patcher's weight patches by their tensors: with hooks ComfyUI assigns a ``patches_uuid`` per run."""
     known = _patches_known.get(patcher)
     if known is None or known[0] != patcher.patches_uuid:
         pairs = [(key, patch) for key, patches in patcher.patches.items() for patch in patches]

@@ -48,7 +48,9 @@ class PlannedModel:
         self._safe, self._mixes = plan.is_safe, plan.mixes_fp32_in  # a graph breaks where it reads the plan's mappings
         self._holds_sums = holds_sums(plan)
         self._model = weakref.ref(model)
+        # Whether flags are switched by layer is found by a walk over the model: asked where the answer matters.
         self._has_rules = any(plan.decisions[name].sums for name in self.modules)
+        self._is_wide = any(decision.mode == FP16_WIDE.name for decision in plan.decisions.values())
         in_int8 = {
             name: module
             for name, module in self.modules.items()
@@ -88,12 +90,11 @@ class PlannedModel:
             self.calibration.recalibrate()
 
     def call(self, call: Call | Make):
-        """Make one call of the model, or of its text adapter, its patches set; it is repeated with calibration when a
-        proof does not hold."""
+        """Make a call of the model, or of its text adapter, its patches set; again when a proof does not hold."""
         patcher = self._model().current_patcher
-        off = self._holds_sums or needs_fp32_accumulation(self.plan, patcher)
-        self.calibration.by_layer = not off
+        off = self._holds_sums or (self._is_wide and not switches_by_layer(patcher))
         self.layers.switches_flags = not self._has_rules or switches_by_layer(patcher)
+        self.calibration.by_layer = not off
 
         def once():
             self.attention.begin()
@@ -116,8 +117,7 @@ class PlannedModel:
 
     @property
     def attend(self) -> Callable | None:
-        """This plan's attention, to stand in front of whatever override is there already; None for a plan without
-        one."""
+        """This plan's attention, to stand in front of an earlier override; None for a plan without attention."""
         return self._attend if self._safe or self._mixes or self.ruled.rules else None
 
     @property
@@ -137,11 +137,6 @@ class PlannedModel:
             return attention(q, k, v, heads, *args, **kwargs)
         return in_one_dtype(attention, q, k, v, heads, *args, **kwargs)
 
-    def fp16_share(self) -> float | None:
-        """Return the share of floating-point operations with fp16 operands; None before a call and without any."""
-        total = sum(self.calibration.flops.values())
-        return (self.layers.fp16_flops + self.attention.fp16_flops) / total if total else None
-
 
 def in_fp32(model) -> list[Patch]:
     """Cast a model's entry to fp32 and clone its input."""
@@ -154,7 +149,6 @@ def in_fp32(model) -> list[Patch]:
 
 def needs_fp32_accumulation(plan: ComputePlan, patcher: "ModelPatcher") -> bool:
     """Tell whether to hold fp16 accumulation off for whole calls: some layer has fp32 results, and either no layer
-    could accumulate in fp16 or the flag cannot be switched by layer. Otherwise each ``SafeOperation`` holds it off for
-    itself."""
+    could accumulate in fp16 or the flag cannot be switched by layer. Else each ``SafeOperation`` holds it off."""
     wide = any(decision.mode == FP16_WIDE.name for decision in plan.decisions.values())
     return holds_sums(plan) or (wide and not switches_by_layer(patcher))

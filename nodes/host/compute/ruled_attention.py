@@ -15,10 +15,8 @@ NO_ATTENTION = "no attention of ComfyUI ran in {}"
 
 
 def blocks_of(rules: Sequence[Rule], modules: Mapping[str, torch.nn.Module]) -> dict[str, list[Rule]]:
-    """Map the modules that hold others to the rules that match them; modules without a rule are left out.
-
-    A module that is never called itself, as a list of blocks or a UNet's block, stands for those in it.
-    """
+    """Map the modules with others in them to the matching rules, if any. A module that is never called itself, as a
+    list of blocks or a UNet's block, stands for all in it."""
     found: dict[str, list[Rule]] = {}
     passed_on: dict[str, list[Rule]] = {}
     for name, module in modules.items() if rules else ():
@@ -35,10 +33,7 @@ def blocks_of(rules: Sequence[Rule], modules: Mapping[str, torch.nn.Module]) -> 
 
 
 class RuledAttention:
-    """The blocks of a model whose attention rules put in fp32.
-
-    ``ran_in``: block -> its rules, of the outermost that an attention ran in.
-    """
+    """The blocks of a model whose attention rules put in fp32. ``ran_in``: block -> its rules, where one ran."""
 
     def __init__(self, rules: Sequence[Rule], modules: Mapping[str, torch.nn.Module]):
         self.rules = blocks_of(rules, modules)
@@ -65,11 +60,9 @@ class RuledAttention:
         return run
 
     def is_inside(self) -> bool:
-        """Tell whether one of the blocks is running."""
         return self._depth > 0
 
     def begin(self) -> None:
-        """Call before each model call."""
         self._seen = 0
 
     def note(self) -> None:

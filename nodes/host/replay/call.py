@@ -49,8 +49,7 @@ class Call:
         return self.again(options)
 
     def again(self, options: dict) -> torch.Tensor:
-        """Make the call as it was made first, without ComfyUI's model compiler; a repeat that is broken off leaves
-        ComfyUI's state as it was before the call."""
+        """Make the call as it was made first, without ComfyUI's model compiler; one broken off is put back too."""
         self.forget()
         try:
             with model_compiler.compiler_off():

@@ -33,8 +33,7 @@ FUNCTION_WRAPPER = "model_function_wrapper"
 
 
 def code_owner(code: object) -> str:
-    """Return the name of the pack that a function, method, class or object is of; "" for ComfyUI, torch, Python and
-    Halfsafe."""
+    """Return the name of the pack that a piece of code is of; "" for ComfyUI, torch, Python and Halfsafe."""
     if isinstance(code, functools.partial):
         return code_owner(code.func)
     if isinstance(code, MethodType):
@@ -65,10 +64,7 @@ def _owner(filename: str, module: str) -> str:
 
 
 def packs_on(call: Call) -> list[str]:
-    """Name the packs whose code runs in a call and may keep state between calls.
-
-    Looks at every module: for calls that failed or are checked.
-    """
+    """Name the packs whose code runs in a call that failed or is checked, and may keep state between calls."""
     return sorted(set(map(code_owner, _code_on(call))) - {""})
 
 

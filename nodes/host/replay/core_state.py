@@ -28,7 +28,6 @@ class CoreState:
         self._cells = [(cell, copied(cell.cell_contents)) for each in found for cell in _core_cells(each)]
 
     def put_back(self) -> None:
-        """Put the whole state back."""
         random.setstate(self._random_numbers[0])
         numpy.random.set_state(self._random_numbers[1])
         for each, attributes in self._objects:

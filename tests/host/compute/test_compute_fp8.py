@@ -93,12 +93,6 @@ def test_sizes_that_are_no_multiple_of_16_run_in_16_bit_and_are_named(comfy, mod
     assert len(named) == 4 and any("blocks.1.ffn.2" in reason and "256 x 1000" in reason for reason in named)
 
 
-def test_a_rule_on_a_layer_that_is_not_stored_in_fp8_is_named(comfy, wan, with_fp8_units):
-    model = load(comfy, wan, "as_file", "bf16", rules_from("blocks.0.ffn.0 compute=fp8"))
-    entry = next(e for e in families.report(comfy, model)["without_effect"] if e["setting"].startswith("blocks.0.ffn.0"))
-    assert "not in fp8" in entry["reason"]
-
-
 def test_without_fp8_units_weights_are_widened_and_the_report_says_so(comfy, wan, call, monkeypatch):
     monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_86")
     model = load(comfy, wan, "fp8_e4m3fn", "fp8")

@@ -4,8 +4,7 @@ import pytest
 import torch
 from comfy import ops as comfy_ops
 from comfy.quant_ops import QuantizedTensor
-from comfy.sd import load_bypass_lora_for_models, load_diffusion_model
-from halfsafe.nodes.host.compute.executor import compute_of
+from comfy.sd import load_diffusion_model
 from halfsafe.nodes.host.guard.model import guard_of
 from halfsafe.precision.guard.policy import Escalation
 from halfsafe.precision.plan.rules import rules_from
@@ -159,29 +158,6 @@ def test_the_guard_repeats_without_int8_and_reports_it(comfy, models_dir, overfl
     guard_of(model).states.last(model.model).grow(Escalation(whole=True))
     products = made(model, call)
     assert set(products.values()) == {"fp32"} and products == reported(comfy, model)
-
-
-@pytest.mark.parametrize("compute", ["auto", "fp32"])
-@torch.inference_mode()
-def test_a_bypass_lora_does_not_bring_int8_back(comfy, file, call, compute):
-    tensors = model_files.lora({"blocks.0.ffn.0": (1024, 256)}, size=0.1)
-    model = load_bypass_lora_for_models(load(comfy, file, "as_file", compute), None, tensors, 1.0, 0.0)[0]
-    families.replay(model, call)
-    with Products(layers_of(model)) as products:
-        families.replay(model, call)
-    assert ("int8" in products.made["blocks.0.ffn.0"]) == (compute == "auto")
-
-
-def test_comfyuis_own_function_is_back_when_the_last_of_several_threads_has_left(comfy, file):
-    before = comfy_ops.linear_input_act
-    models = [load(comfy, file, "as_file", "fp32") for _ in range(2)]
-    one, two = (compute_of(model).runs.of(model.model).calling for model in models)
-    one.__enter__()
-    two.__enter__()
-    one.__exit__(None, None, None)
-    assert comfy_ops.linear_input_act is not before
-    two.__exit__(None, None, None)
-    assert comfy_ops.linear_input_act is before
 
 
 @torch.inference_mode()
