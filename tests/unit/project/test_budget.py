@@ -25,7 +25,7 @@ MOST_LINES = {
     "precision/report": 833,
     "precision/commands": 768,
     "nodes/host/comfyui": 905,
-    "nodes/host/replay": 533,
+    "nodes/host/replay": 355,
     "nodes/host/compute": 1211,
     "nodes/host/accumulation": 345,
     "nodes/host/lora": 511,
@@ -36,7 +36,7 @@ MOST_LINES = {
     "nodes/host/study": 568,
     "nodes": 1113,
 }
-MOST = {"product": 20715, "tests": 31634, "tests/support": 4588, "benchmarks": 2400, "scripts": 3_400}
+MOST = {"product": 20537, "tests": 31347, "tests/support": 4588, "benchmarks": 2400, "scripts": 3_400}
 MOST_WORDS, MOST_RESULTS, MOST_SMALL, SMALL = 30_000, 12, 15, 40
 MOST_RIDDLES = 0.05
 LONGEST, MOST_FILES = 400, 14
