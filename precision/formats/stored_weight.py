@@ -5,15 +5,12 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..base.amax import amax_value, host_amax
 from ..base.dtypes import FP8_DTYPES, name_of
-
-if TYPE_CHECKING:
-    from .format import Format
 
 Tensors = dict[str, torch.Tensor]
 """Tensors of a layer by the last part of their names: ``weight``, ``weight_scale``."""
@@ -54,7 +51,7 @@ class StoredWeight:
     granularity: str = "none"
     input_scale: torch.Tensor | None = None
     full_precision: bool = False
-    format: "Format | None" = None
+    format: Any = None
     tensors: Tensors = field(default_factory=dict)
     settings: dict = field(default_factory=dict)
     outputs: int | None = None
