@@ -64,7 +64,8 @@ export function said(text) {
 /** A text that is known, with or without the full stop at its end. @param {string} text @returns {string | null} */
 function worded(text) {
   const words = languages[language()].halfsafe ?? {};
-  if (words[text]) return words[text];
+  const begun = text.charAt(0).toLowerCase() + text.slice(1); // a sentence may begin with what is known within one
+  if (words[text] ?? words[begun]) return words[text] ?? words[begun];
   const open = text.endsWith(STOP) && words[text.slice(0, -STOP.length)];
   return open ? open + t(".") : byPattern(text);
 }

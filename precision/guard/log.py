@@ -57,12 +57,14 @@ def event_of(
 def sentence(event: GuardEvent, origin: Origin | None) -> str:
     """Describe an event in one line, for the log, the page and errors."""
     when = f"Step {event.step}, sigma {event.sigma:.4g}: " if math.isfinite(event.sigma) else ""
-    what = f"{FAILURES.get(event.kind, 'the result became NaN or Inf')} in {event.layer or 'the model'}{_op(event)}"
+    failure = FAILURES.get(event.kind, "the result became NaN or Inf")
+    place = f"first in {event.layer}{_op(event)}" if event.layer and not when else ""
+    what = f"{failure} in {event.layer or 'the model'}{_op(event)}" if when else failure
     what = f"NaN or Inf in the {event.layer}" if event.kind == "input" else what
     given = f"largest input {origin.largest:.4g}" if origin and math.isfinite(origin.largest) else ""
     mode = f"computed in {event.from_mode}" if event.from_mode else ""
     rows = f"batch rows {', '.join(map(str, event.batch_rows))}" if event.batch_rows else ""
-    line = when + ", ".join(filter(None, [what, mode, given, rows])) + "."
+    line = when + ", ".join(filter(None, [what, place, mode, given, rows])) + "."
     repeated = f"Repeated in {event.to_mode}: finite." if event.recovered else ""
     return " ".join(filter(None, [line[0].upper() + line[1:], repeated, event.evidence]))
 

@@ -48,7 +48,7 @@ def _watched(function: Callable, name: str) -> Callable:
 
 @contextlib.contextmanager
 def _hiding_is_seen() -> Iterator[None]:
-    own = [(owner, name, vars(owner).get(name)) for owner, name in WATCHED]
+    own = [(owner, name, owner.__dict__.get(name)) for owner, name in WATCHED]
     for owner, name, function in own:
         setattr(owner, name, _watched(function or getattr(owner, name), name))
     try:

@@ -95,7 +95,7 @@ def _modes_elsewhere(
 ) -> Iterator[str]:
     for setting in (one for one in settings if one):
         for device, found in setting.modes_by_device(patcher).items():
-            differing = [f"{name} runs in {mode}" for name, mode in found.items() if here.get(name) != mode]
+            differing = [f"{name} runs in {mode}" for name, mode in found.items() if here.get(name, mode) != mode]
             if differing and device != str(patcher.load_device):
                 others = f"{len(differing)} layers run in another mode than here ({differing[0]} ...)"
                 yield f"On {device} {others}: each device widens what its own calls need."

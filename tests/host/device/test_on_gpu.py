@@ -15,24 +15,33 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
 GIB = 1024**3
+ROTATING = (aten.mm.default, aten.matmul.default)
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 STORAGES = ("fp8_e4m3fn", "fp8_e5m2", "int8")
 WEIGHTS = {f"{number}.weight": torch.arange(64 * 256).reshape(64, 256).sin() / number for number in (1, 2, 3, 4)}
 IN_INT8 = dict.fromkeys(WEIGHTS, "int8")
 
 
+def is_rotation(func, args: tuple, most: int = 1 << 13) -> bool:
+    """Whether an operation rotates a weight: probes of a device multiply fewer numbers."""
+    return func in ROTATING and args[0].numel() > most and args[1].shape in ((256, 256), (64, 64), (16, 16))
+
+
 class Quantizing(TorchDispatchMode):
-    """``where``: the devices of each multiplication by a scale (``mul``) and each rotation to int8 (``mm``); ``tf32``: whether it was on for a rotation on a card."""
+    """``where``: the devices of each cast to fp8 (``cast``) and each rotation to int8 (``mm``); ``tf32``: whether it was on for a rotation on a card."""
 
     def __init__(self):
         super().__init__()
-        self.where: dict[str, list[str]] = {"mul": [], "mm": []}
+        self.where: dict[str, list[str]] = {"cast": [], "mm": []}
         self.tf32: list[bool] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func in (aten.mul.out, aten.mm.out):
-            self.where[func.overloadpacket.__name__].append(args[0].device.type)
-        if func is aten.mm.out and args[0].device.type == "cuda":
-            self.tf32.append(torch.backends.cuda.matmul.allow_tf32)
+        if func is aten.copy_.default and args[0].dtype in FP8 and args[1].dtype not in FP8:
+            self.where["cast"].append(args[0].device.type)
+        if is_rotation(func, args, 1 << 15):  # fewer rows are a sample, for the error of what is written
+            self.where["mm"].append(args[0].device.type)
+        if is_rotation(func, args):
+            self.tf32 += [torch.backends.cuda.matmul.allow_tf32] if args[0].device.type == "cuda" else []
         return func(*args, **(kwargs or {}))
 
 
@@ -67,7 +76,7 @@ def both(device, weights, storages, free=8 * GIB, **options) -> OnGpu:
     return there
 
 
-@pytest.mark.parametrize(("storage", "operation"), [("fp8_e4m3fn", "mul"), ("int8", "mm")])
+@pytest.mark.parametrize(("storage", "operation"), [("fp8_e4m3fn", "cast"), ("int8", "mm")])
 def test_a_model_is_quantized_there_and_is_as_the_cpus(comfy, wan, on, storage, operation):
     expected = parts_of(load(comfy, wan, storage, "fp32"))
     device = on("cuda")
@@ -93,8 +102,8 @@ def full(device, kind=torch.OutOfMemoryError, says="CUDA out of memory. Tried to
     refuse, calls = device.book.operation, []
 
     def operation(func, args, kwargs):
-        calls.extend([func] * (func is aten.mm.out))
-        if func is aten.mm.out and len(calls) == 2:
+        calls.extend([func] * is_rotation(func, args))
+        if is_rotation(func, args) and len(calls) == 2:
             raise kind(says)
         refuse(func, args, kwargs)
 

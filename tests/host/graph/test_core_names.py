@@ -35,7 +35,7 @@ IF_THERE = {
     "comfy.ldm.qwen_image21.model.*.reset_prefix_cache", "comfy.cli_args.*.disable_comfy_compiler", "comfy.model_prefetch.*.cleanup_malloc_graph",
 }  # fmt: skip
 """What the code asks for before it uses it."""
-NOT_COMFYS = {*dir(torch.nn.Module), "by_key", "set_strengths", "forwards", "sorted_patches"}
+NOT_COMFYS = {*dir(torch.nn.Module), "by_key", "plan_for", "set_strengths", "forwards", "sorted_patches"}
 """Attributes that torch gives a model, and those of our own patcher of LoRAs."""
 PROBES = ("getattr", "hasattr", "setattr")
 

@@ -234,7 +234,7 @@ def test_a_device_that_holds_no_fp8_says_so_before_a_call(comfy, wan, monkeypatc
     """torch before 2.15 on Apple: "Trying to convert Float8_e4m3fn to the MPS backend but it does not have support"."""
     without = current_device().without("fp8_storage", "MPS has no fp8 tensors.")
     monkeypatch.setattr(host, "current_device", lambda: without)
-    monkeypatch.setattr(host, "sample", lambda *_: pytest.fail("called"))
+    monkeypatch.setattr(host, "sample", lambda *_, **__: pytest.fail("called"))
     model = families.load(comfy, wan)
     with pytest.raises(HalfsafeError, match=r"Layers in fp8_e5m2 cannot be measured: not on .*MPS has no fp8 tensors\. .*int8"):
         analyzed(comfy, model, candidate="fp8_e5m2")

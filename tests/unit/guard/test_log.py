@@ -58,7 +58,7 @@ def test_a_verdict_is_told_once_with_the_counts():
 def test_an_encoder_is_told_of_by_its_dtypes():
     overflow = Origin("VAE decode", "", "overflow", "fp16", math.nan)
     text = sentence(event_of(CallPosition(1), overflow, "fp16", "bf16", True), overflow)
-    assert text == "The result became NaN or Inf in VAE decode, computed in fp16. Repeated in bf16: finite."
+    assert text == "The result became NaN or Inf, first in VAE decode, computed in fp16. Repeated in bf16: finite."
 
 
 EMPTY = re.compile(r"\bnan\b|computed in[,.]|computed in  |, ,|\(\)|\bin [,.]|  |, \.|None")

@@ -19,7 +19,7 @@ MOST_LINES = {
     "precision/make": 506,
     "precision/plan": 1827,
     "precision/arithmetic": 1561,
-    "precision/guard": 1416,
+    "precision/guard": 1418,
     "precision/check": 172,
     "precision/study": 955,
     "precision/report": 833,
@@ -36,7 +36,7 @@ MOST_LINES = {
     "nodes/host/study": 568,
     "nodes": 1113,
 }
-MOST = {"product": 20534, "tests": 31347, "tests/support": 4588, "benchmarks": 2400, "scripts": 3_400}
+MOST = {"product": 20536, "tests": 31357, "tests/support": 4588, "benchmarks": 2400, "scripts": 3_400}
 MOST_WORDS, MOST_RESULTS, MOST_SMALL, SMALL = 30_000, 12, 15, 40
 MOST_RIDDLES = 0.05
 LONGEST, MOST_FILES = 400, 14
