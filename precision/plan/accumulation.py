@@ -137,8 +137,11 @@ def _reason(setting: str, asked: str | None, problem: str | None, device: Device
         return f"No effect here: {problem}."
     if asked == "auto":
         return "fp16 sums in the layers whose bound proves them, fp32 sums in the others."
-    no_gain = setting == "fp16_accumulation" and asked == "on" and not device.capabilities[setting]
-    more = device.reason(setting) if no_gain else ""
+    more = ""
+    if setting == "fp16_accumulation" and asked == "on" and not device.capabilities[setting]:
+        more = device.reason(setting)
+    elif setting == "reduced_precision_reduction" and asked == "off":
+        more = "Sums may still be split over K: their parts are added in fp32."
     return f"Held {asked} while this model runs. {more}".strip()
 
 
@@ -186,10 +189,22 @@ def flag_report(
     ``in_scope``: what it is while the model runs; None where that is what it is outside. States in the entry are true
     when any part of the setting is on, null when torch has no such flag.
     """
-    parts = [flags.outside(name) for name in PARTS[setting]]
-    value = None if parts and set(parts) == {None} else any(parts)
+    parts = {name: flags.outside(name) for name in PARTS[setting]}
+    told = [on for on in parts.values() if on is not None]
+    value = any(told) if told or not parts else None
     inside = value if in_scope is None or value is None else in_scope
-    return {"requested": requested, "in_scope": inside, "outside": value, "reason": reason}
+    return {"requested": requested, "in_scope": inside, "outside": value, "reason": _with_parts(reason, parts)}
+
+
+def _with_parts(reason: str, parts: dict[str, bool | None]) -> str:
+    if not parts:
+        return f"{reason} It is no torch flag but an argument of each fp8 matmul, off unless asked for."
+    missing = f"; torch {torch.__version__} has no such flag" if None in parts.values() else ""
+    if len(parts) == 1 and not missing:
+        return reason
+    words = {None: "not known", True: "on", False: "off"}
+    states = [f"{part.removeprefix('tf32_').split('_')[0]} {words[on]}" for part, on in parts.items()]
+    return f"{reason} Outside: {', '.join(states)}{missing}.".strip()
 
 
 def flag_reports() -> dict[str, dict]:

@@ -50,8 +50,8 @@ class EscalatedLayers:
         modules, own = modules_of(model), dict.fromkeys(modes, FP32.name) if escalation.whole else modes
         widened = {name: escalation.layers.get(name, mode) for name, mode in own.items() if self._widens(name)}
         decisions = {name: _decision(mode, modules[name]) for name, mode in widened.items()}
-        beside = {name: FP32.name for name in modules if self._widens(name)}  # whose code multiplies what it is given
-        self.decided = beside | {name: decision.mode for name, decision in decisions.items()}
+        others = (name for name in modules if name not in decisions and self._widens(name))  # as their code has it
+        self.decided = {name: decision.mode for name, decision in decisions.items()} | dict.fromkeys(others, FP32.name)
         self.planned = PlannedModel(ComputePlan.of_layers(decisions), model, self._widens)
         self.whole = escalation.whole
         self._inside = 0

@@ -42,6 +42,7 @@ PATCHED_BY = (
     "A model patch ({}) runs inside of this model's calls: "
     "they are checked and repeated with it, its own layers are in no plan."
 )
+LISTED = 3
 CALLED_IN_FP32 = "the model's own code casts its input to fp32"
 WIDENED = "widened by the guard"
 Reasons = dict[str, list[str]]
@@ -93,12 +94,21 @@ def report_of(patcher: ModelPatcher, encoders: Sequence[EncoderReport] = ()) -> 
 def _modes_elsewhere(
     patcher: ModelPatcher, here: dict[str, str], *settings: Compute | Guard | None
 ) -> Iterator[str]:
-    for setting in (one for one in settings if one):
+    """Describe the layers that run in another mode on other devices (MultiGPU), where calls there need another mode."""
+    modes: dict[str, dict[str, str]] = {}
+    for setting in (setting for setting in settings if setting):
         for device, found in setting.modes_by_device(patcher).items():
-            differing = [f"{name} runs in {mode}" for name, mode in found.items() if here.get(name, mode) != mode]
-            if differing and device != str(patcher.load_device):
-                others = f"{len(differing)} layers run in another mode than here ({differing[0]} ...)"
-                yield f"On {device} {others}: each device widens what its own calls need."
+            modes[device] = modes.get(device, here) | found
+    for device, found in modes.items():
+        differing = {name: mode for name, mode in found.items() if here.get(name, mode) != mode}
+        if differing and device != str(patcher.load_device):
+            yield f"On {device} {_listed(differing)}: each device widens what its own calls need."
+
+
+def _listed(modes: dict[str, str]) -> str:
+    named = sorted(modes.items(), key=lambda item: item[1] == FP32.name)  # norms and the like follow what was widened
+    first = ", ".join(f"{name} runs in {mode}" for name, mode in named[:LISTED])
+    return first + (f" and {len(modes) - LISTED} more layers in another mode than here" if len(modes) > LISTED else "")
 
 
 def _layers(patcher: ModelPatcher) -> tuple[list[LayerReport], Reasons]:

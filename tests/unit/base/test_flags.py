@@ -260,10 +260,16 @@ def test_tf32_is_read_by_its_new_name_where_the_old_one_refuses(value, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("start", "on"),
-    [("tf32 on, new name", True), ("ieee, new name", True), ("tf32 on, old name", True), ("convolution ieee, new name", False)],
+    ("start", "told", "on"),
+    [
+        ("tf32 on, new name", "matmul on", True),
+        ("ieee, new name", "matmul off", True),
+        ("tf32 on, old name", "matmul on", True),
+        ("convolution ieee, new name", "convolution off", False),
+    ],
 )
-def test_tf32_is_reported_by_whatever_name_it_was_set(start, on):
+def test_tf32_is_reported_by_whatever_name_it_was_set(start, told, on):
     begin(start)
     entry = flag_report("tf32", "unchanged", "Why.")
+    assert told in entry["reason"] and "not known" not in entry["reason"]
     assert entry["outside"] is entry["in_scope"] is on
