@@ -168,7 +168,7 @@ def _convert(options: argparse.Namespace) -> int:
     rules = rules_from(_rules_text(options.rules), options.preset)
     calibration = options.calibration and read_calibration(options.calibration)
     progress = _progress(open_checkpoint(options.source).data_bytes, "converted")
-    summary = convert_file(options.source, target, options.storage, rules, progress, calibration)
+    summary = convert_file(options.source, target, options.storage, rules, progress, calibration, options.force)
     _print(options, asdict(summary), conversion_text(summary))
     return 0
 

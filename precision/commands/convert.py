@@ -47,6 +47,7 @@ def convert_file(
     rules: Rules,
     progress: Callable[[int], None] | None = None,
     calibration: Calibration | None = None,
+    overwrite: bool = True,
 ) -> ConvertSummary:
     """Convert a file, or the parts of a sharded set into a single file, weight by weight. Every weight is checked for
     NaN/Inf.
@@ -54,6 +55,7 @@ def convert_file(
     Args:
         progress: called with the bytes of the source just dealt with, :attr:`TensorFile.data_bytes` in all.
         calibration: of this very file; its weights are rounded by it, on a GPU where there is one.
+        overwrite: False to leave a target as it is that appears meanwhile.
 
     Raises:
         CheckpointError: source unreadable, damaged, cut while it is read, or a LoRA; target not writable, the same
@@ -76,7 +78,7 @@ def convert_file(
     metadata = {"format": "pt"} | checkpoint.metadata | card
     made = (rounding.made if rounding else made_here)(checkpoint.weights, plans, source)
     specs = [spec for plan in plans.values() for spec in plan.specs]
-    write_safetensors(target, specs, tensors_made(made, _done(file, progress)), metadata)
+    write_safetensors(target, specs, tensors_made(made, _done(file, progress)), metadata, overwrite)
     if progress:
         progress(file.data_bytes - sum(weight.data.nbytes for weight in checkpoint.weights.values()))
     return ConvertSummary(

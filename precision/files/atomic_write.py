@@ -35,7 +35,7 @@ def os_errors_as(path: Path, verb: str) -> Iterator[None]:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
+def replacing(path: Path, overwrite: bool) -> Iterator[BinaryIO]:
     """Open a file in the folder of ``path`` that takes its name when the block ends, flushed to the disk.
 
     An exception removes the file; a killed process leaves ``<name>.<letters>.part`` behind.
@@ -46,6 +46,9 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())
+        if not overwrite and path.exists():
+            advice = "Give another name, or --force to overwrite it."
+            raise CheckpointError(path, "appeared while it was being written, and is left as it is", advice=advice)
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)

@@ -85,14 +85,15 @@ def write_safetensors(
     specs: Sequence[TensorSpec],
     tensors: Iterable[tuple[str, torch.Tensor]],
     metadata: dict[str, str],
+    overwrite: bool = True,
 ) -> None:
     """Write the announced tensors, a single tensor in memory at a time. ``tensors`` may come in any order.
 
     Wide dtypes lie first, as safetensors' own writer lays them. Until everything is on the disk an existing file stays
-    as it is, and no new one appears under this name.
+    as it is, and no new one appears under this name. ``overwrite=False`` leaves a file of that name as it is.
 
     Raises:
-        CheckpointError: the disk is too small or full, or the folder cannot be written to.
+        CheckpointError: the disk is too small or full, the folder cannot be written to, or a file is to be left.
         ValueError: ``tensors`` are not those that ``specs`` announce.
     """
     path = Path(os.path.realpath(path))
@@ -100,7 +101,7 @@ def write_safetensors(
     header = header_bytes(waiting, metadata)
     with os_errors_as(path, "written"):
         require_space(path, len(header) + sum(spec.bytes for spec in specs))
-        with replacing(path) as file:
+        with replacing(path, overwrite) as file:
             file.write(header)
             for name, tensor in tensors:
                 spec, start = waiting.pop(name, (None, 0))

@@ -258,3 +258,17 @@ def test_output_that_cannot_be_written_is_told_and_the_work_is_done(tmp_path):
         done = in_a_process("convert", source, target, "--storage", "bf16", stdout=full)
     assert done.returncode == 2 and target.exists() and b"Traceback" not in done.stderr
     assert b"halfsafe: Standard output cannot be written (No space left on device)" in done.stderr
+
+
+def test_a_target_that_appears_meanwhile_is_left_as_it_is(tmp_path, capsys, monkeypatch):
+    source, target = plain(tmp_path / "in.safetensors"), tmp_path / "out.safetensors"
+    original = convert.read_checkpoint
+
+    def appearing(*arguments):
+        target.write_bytes(b"of another program")
+        return original(*arguments)
+
+    monkeypatch.setattr(convert, "read_checkpoint", appearing)
+    assert run(capsys, "convert", source, target, "--storage", "bf16")[0] == 2
+    assert target.read_bytes() == b"of another program"
+    assert run(capsys, "convert", source, target, "--storage", "bf16", "--force")[0] == 0
