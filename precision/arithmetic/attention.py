@@ -171,7 +171,7 @@ class SafeAttention:
         result = call.run(kernels.attention)
         if kernels.foreign:
             self.finite.record_amax(result)
-        return result.to(dtype)
+        return result if result.dtype == dtype else result.to(dtype)
 
     def _calibrated(self, index: int, kernels: Kernels, call: AttentionCall, dtype: torch.dtype) -> torch.Tensor:
         if index == len(self.calls_in_fp32):

@@ -37,6 +37,8 @@ class AttentionCall(NamedTuple):
 
     def in_dtype(self, dtype: torch.dtype) -> "AttentionCall":
         """Return the same attention over operands and masks in ``dtype``."""
+        if self.q.dtype == self.k.dtype == self.v.dtype == dtype and not self.is_masked():
+            return self
         args = tuple(_mask_in(dtype, mask) for mask in self.args)
         kwargs = {**self.kwargs, "mask": _mask_in(dtype, self.kwargs["mask"])} if "mask" in self.kwargs else self.kwargs
         return AttentionCall(self.q.to(dtype), self.k.to(dtype), self.v.to(dtype), self.heads, args, kwargs, self.fused)

@@ -196,7 +196,8 @@ class Calibration:
         return hold
 
     def _is_held(self, proof: Proof, magnitude: float) -> bool:
-        proofs = (proof, *self.operands.sharing.get(proof, ()))  # type: ignore[call-overload]  # scales alone share
-        for each in proofs:
+        hold = True
+        for each in (proof, *self.operands.sharing.get(proof, ())):  # type: ignore[call-overload]  # scales alone share
             each.largest = max(each.largest, magnitude)
-        return all(each.holds(magnitude) for each in proofs)
+            hold = each.holds(magnitude) and hold
+        return hold

@@ -134,7 +134,7 @@ class SafeOperation:
         elif is_emulated(operand.device) or needs_gradient:
             product = multiplied(self.module, self.kind, operand.float(), weight.float(), None, *args, **kwargs)
         else:
-            product = wide_product(operand.flatten(0, -2), weight.t()).unflatten(0, operand.shape[:-1])
+            product = wide_product(operand.flatten(0, -2), weight.t()).view(*operand.shape[:-1], weight.shape[0])
         if bias is not None and self.kind != "linear":
             bias = bias.reshape(-1, *[1] * len(self.module.kernel_size))
         return self.scale.unscaled(product, bias)

@@ -4,7 +4,7 @@ that are given the same tensor."""
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 
@@ -143,7 +143,8 @@ def converts_results(device: torch.device) -> bool:
     return device.type in ("cpu", "cuda")
 
 
-class MadeOperand(NamedTuple):
+@dataclass(slots=True)
+class MadeOperand:
     """Hold the last operand with its tensor and scale, and the number of layers still to take the operand."""
 
     x: torch.Tensor
@@ -183,7 +184,9 @@ class SharedOperands:
         made = self._made
         alike = made is not None and made.x is x and made.scale.exponent == scale.exponent
         if alike and self._first.get(scale) is made.scale:
-            self._made = made._replace(left=made.left - 1) if made.left > 1 else None
+            made.left -= 1
+            if not made.left:
+                self._made = None
             return made.operand
         operand = scale.scaled_eagerly(x)
         if scale.gain is None:

@@ -1,4 +1,4 @@
-"""comfy-kitchen: the kernel that multiplies a quantized weight, and its warnings once each.
+"""comfy-kitchen: the kernel that multiplies or unpacks a quantized weight, and its warnings once each.
 
 A kernel is the device's own for a format, torch's general operations, or neither where the weight is dequantized.
 """
@@ -6,12 +6,15 @@ A kernel is the device's own for a format, torch's general operations, or neithe
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import torch
+from comfy.quant_ops import QuantizedTensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 try:
     from comfy_kitchen.registry import registry
+    from comfy_kitchen.tensor.fp8 import TensorCoreFP8Layout
 except ImportError:
     registry = None
 
@@ -21,6 +24,7 @@ from ....precision.formats.registry import FORMAT_OF_STORAGE, Format
 NATIVE, EAGER, DEQUANTIZED = "native", "eager", "dequantized"
 ROWS = 32
 _warned: set[str] = set()
+_unpacking: dict[tuple[torch.device, torch.dtype, torch.dtype], Callable] = {}
 LOGGERS = ("comfy_kitchen.tensor.fp8", "comfy_kitchen.tensor.mxfp8", "comfy_kitchen.tensor.nvfp4")
 
 
@@ -58,6 +62,26 @@ def _int8_call(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> d
             "convrot_groupsize": 256,
             "input_act": None,
         }
+
+
+def is_plain_fp8(weight: QuantizedTensor) -> bool:
+    """Tell whether a quantized weight is fp8 with a scale for all of the weight, and no graph is being compiled."""
+    plain = registry is not None and issubclass(weight.layout_cls, TensorCoreFP8Layout)
+    return plain and not torch.compiler.is_compiling()
+
+
+def unpacked_fp8(weight: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return an fp8 weight in a dtype, by the kernel that comfy-kitchen's registry names for its device and dtypes.
+
+    The registry is asked once: comfy-kitchen's operator asks it at each call, which takes longer on the host than the
+    kernel does on a GPU.
+    """
+    data, scale = weight.layout_cls.get_plain_tensors(weight)
+    key = data.device, data.dtype, dtype
+    if key not in _unpacking:
+        arguments = {"x": data, "scale": scale, "output_type": dtype}
+        _unpacking[key] = registry.get_implementation("dequantize_per_tensor_fp8", kwargs=arguments)
+    return _unpacking[key](data, scale, dtype)
 
 
 def is_new(record: logging.LogRecord) -> bool:

@@ -23,6 +23,7 @@ from .attributes import (
     lie_ready,
     weight_functions,
 )
+from .kernels import is_plain_fp8, unpacked_fp8
 from .layers import is_quantized
 
 if TYPE_CHECKING:
@@ -41,16 +42,19 @@ def has_own_forward(module: torch.nn.Module) -> bool:
     return forward is not None and getattr(forward, "__func__", None) is not type(module).forward
 
 
-def exchanged(module: torch.nn.Module, forward: Callable, fp16_sums: bool = True) -> list[Patch]:
+def exchanged(
+    module: torch.nn.Module, forward: Callable, fp16_sums: bool = True, calls_own: bool = True
+) -> list[Patch]:
     """Route all of a layer's matmuls through ``forward``.
 
     ``_full_precision_mm`` also turns off the two paths of ``comfy/ops.py`` that bypass ``forward``: its own fp8 matmul
     and, since ComfyUI 0.38, an fp16 matmul taken while fp16 accumulation is on. ``fp16_sums``: it may be on.
+    ``calls_own``: ``forward`` calls the layer's own.
     """
     patches: list[Patch] = [(module, "forward", forward)]
     if fp16_sums or is_quantized(module):
         patches.append((module, FULL_PRECISION, True))
-    return [*patches, (module, PRODUCT, _dequantized_linear)] if is_quantized(module) else patches
+    return [*patches, (module, PRODUCT, _dequantized_linear)] if calls_own and is_quantized(module) else patches
 
 
 @contextlib.contextmanager
@@ -111,9 +115,12 @@ def _dequantized_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tenso
     return F.linear(x, dequantized(weight), bias)
 
 
-def dequantized(weight: torch.Tensor) -> torch.Tensor:
-    """Return a weight as plain numbers, in the dtype it has."""
-    return weight.dequantize() if isinstance(weight, QuantizedTensor) else weight
+def dequantized(weight: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return a weight as plain numbers in a dtype; None for its own."""
+    if not isinstance(weight, QuantizedTensor):
+        return weight if dtype is None else weight.to(dtype)
+    dtype = dtype or weight.params.orig_dtype
+    return unpacked_fp8(weight, dtype) if is_plain_fp8(weight) else weight.to(dtype).dequantize()
 
 
 def only_multiplies(module: torch.nn.Module) -> bool:
@@ -162,12 +169,15 @@ def core_weights(
     if dtype is None:
         dtype = _dtype_to_measure(module)
     weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
-    if type(weight) is not torch.nn.Parameter or not lie_ready(module, weight, bias, x.device):
+    quantized = isinstance(weight, QuantizedTensor)
+    if not (quantized or type(weight) is torch.nn.Parameter) or not lie_ready(module, weight, bias, x.device):
         return cast_weights(module, x, dtype, bias_dtype or _dtype_of_bias(module))
     comfy.ops.run_every_op()
     if bias is not None and bias.dtype != bias_dtype:
         bias = bias.to(bias_dtype or (bias.dtype if bias.dtype in HALF else torch.float32))
-    return contextlib.nullcontext((weight if weight.dtype == dtype else weight.to(dtype), bias))
+    if quantized or weight.dtype != dtype:
+        weight = dequantized(weight, dtype)
+    return contextlib.nullcontext((weight, bias))
 
 
 def _dtype_to_measure(module: torch.nn.Module) -> torch.dtype:

@@ -48,7 +48,7 @@ class PlannedLayers:
                 forward = CastResult(forward, torch.float32 if decision.stream == FP32.name else None).__call__
             if decision.sums:
                 forward = SumsByRule(decision.sums, forward, self).__call__
-            self.patches += exchanged(layer, forward, fp16_sums=not holds)
+            self.patches += exchanged(layer, forward, fp16_sums=not holds, calls_own=name in self.casts)
             if name not in self.operations:
                 self.patches += casting(layer)
 

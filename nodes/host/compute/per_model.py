@@ -24,7 +24,8 @@ KEPT = 4
 class ModelRun(Protocol):
     """Keep what a wrapper learned of one model. ``modules``: the modules it patches by name."""
 
-    modules: dict[str, torch.nn.Module]
+    @property
+    def modules(self) -> dict[str, torch.nn.Module]: ...
 
 
 Run = TypeVar("Run", bound=ModelRun)
@@ -32,12 +33,11 @@ Run = TypeVar("Run", bound=ModelRun)
 
 @dataclass
 class _Kept(Generic[Run]):
-    """Keep the run of one state. ``attributes``: each of its modules and what is set on it; ``branches``: those of the
-    patchers that made its calls; ``device``: where they are made."""
+    """Keep the run of one state. ``branches``: those of the patchers that made its calls; ``device``: where they are
+    made."""
 
     state: tuple
     run: Run
-    attributes: list[tuple[torch.nn.Module, dict]]
     device: str = ""
     branches: set[tuple] = field(default_factory=set)
 
@@ -74,7 +74,7 @@ class PerModel(Generic[Run]):
 
     def _found(self, model: torch.nn.Module) -> Run:
         runs = self._runs.setdefault(model, [])
-        index = next((i for i, kept in enumerate(runs) if kept.state == self._state(model, kept.attributes)), None)
+        index = next((i for i, kept in enumerate(runs) if kept.state == self._state(model, kept.run)), None)
         kept = self._made(model) if index is None else runs.pop(index)
         if model.current_patcher is not None:  # detached from its last patcher, as between two prompts
             kept.branches.add(self._branch(model.current_patcher))
@@ -85,8 +85,7 @@ class PerModel(Generic[Run]):
 
     def _made(self, model: torch.nn.Module) -> _Kept[Run]:
         run = self._make(model)
-        attributes = [(module, vars(module)) for module in run.modules.values()]
-        return _Kept(self._state(model, attributes), run, attributes)
+        return _Kept(self._state(model, run), run)
 
     def last(self, model: torch.nn.Module) -> Run | None:
         """Return the run of the model's last call, whichever patcher made the call; None before any."""
@@ -113,12 +112,12 @@ class PerModel(Generic[Run]):
     def _branch(self, patcher: "ModelPatcher") -> tuple:
         return *branch_of(patcher), *self._settings(patcher)
 
-    def _state(self, model: torch.nn.Module, attributes: list[tuple[torch.nn.Module, dict]]) -> tuple:
+    def _state(self, model: torch.nn.Module, run: Run) -> tuple:
         patcher = model.current_patcher
         # By identity: they belong to a wrapper around this one or to a LoRA in bypass mode
         # (comfy/weight_adapter/bypass.py).
-        exchanged = [(module, own["forward"]) for module, own in attributes if "forward" in own]
-        forwards = [id(forward) for module, forward in exchanged if has_own_forward(module)]
+        exchanged = [module for module in run.modules.values() if "forward" in module.__dict__]
+        forwards = [id(module.__dict__["forward"]) for module in exchanged if has_own_forward(module)]
         unmerged = getattr(patcher, "leaves_weights_alone", None)
         weights = None if unmerged and unmerged() else weight_state(model)
         return weights, hooks_of(patcher), *self._settings(patcher), forwards

@@ -224,7 +224,6 @@ class Guarded:
     def __init__(self, model: "BaseModel", recall: bool):
         patcher = model.current_patcher
         self.model = weakref.ref(model)
-        self.modules = dict(model.diffusion_model.named_modules())
         multiplying = {name for name, _ in matrix_layers(model)}
         self.modes = {name: mode for name, mode in planned_modes_of(patcher).items() if name in multiplying}
         self.stream = name_of(stream_dtype(patcher))
@@ -234,6 +233,11 @@ class Guarded:
         self.layers: EscalatedLayers | None = None
         if recall:
             self.grow(learned_of(model).get(_known_as(model), self.escalation))
+
+    @property
+    def modules(self) -> dict[str, torch.nn.Module]:
+        """The layers that are patched: none before an escalation."""
+        return self.layers.planned.modules if self.layers else {}
 
     def grow(self, escalation: Escalation) -> None:
         """Run with this escalation from now on."""

@@ -151,14 +151,15 @@ def test_quiet_fp16_activations_are_no_nan(comfy, wan, with_fp8_units, amax):
     assert (result - reference).norm() <= 0.04 * reference.norm() + 1e-3 * module.bias.float().norm()
 
 
+@pytest.mark.parametrize("storage", ["fp8_e4m3fn", "fp8_e5m2", "int8"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @torch.inference_mode()
-def test_weights_are_handed_out_as_plain_numbers(comfy, wan, dtype):
+def test_weights_are_handed_out_as_plain_numbers(comfy, wan, storage, dtype):
     """A quantized one would be transposed a byte at a time, in every product."""
-    module = load(comfy, wan, "fp8_e4m3fn", "fp16_safe").model.diffusion_model.blocks[0].ffn[0]
+    module = load(comfy, wan, storage, "fp16_safe").model.diffusion_model.blocks[0].ffn[0]
     with core_weights(module, torch.zeros(1), dtype) as (weight, bias):
         assert not isinstance(weight, QuantizedTensor) and weight.dtype == dtype and bias.dtype == torch.float32
-        assert torch.equal(weight, module.weight.dequantize().to(dtype))
+        assert torch.equal(weight, module.weight.to(dtype).dequantize())
 
 
 @pytest.mark.parametrize("base", ["fp8", "fp16_safe"])

@@ -18,25 +18,25 @@ MOST_LINES = {
     "precision/devices": 856,
     "precision/make": 506,
     "precision/plan": 1842,
-    "precision/arithmetic": 1561,
+    "precision/arithmetic": 1567,
     "precision/guard": 1418,
     "precision/check": 172,
     "precision/study": 955,
     "precision/report": 833,
     "precision/commands": 770,
-    "nodes/host/comfyui": 905,
+    "nodes/host/comfyui": 939,
     "nodes/host/replay": 355,
-    "nodes/host/compute": 1211,
+    "nodes/host/compute": 1210,
     "nodes/host/accumulation": 345,
     "nodes/host/lora": 511,
     "nodes/host/load": 1485,
-    "nodes/host/guard": 1264,
+    "nodes/host/guard": 1268,
     "nodes/host/check": 240,
     "nodes/host/reporting": 477,
     "nodes/host/study": 568,
     "nodes": 1113,
 }
-MOST = {"product": 20567, "tests": 31377, "tests/support": 4588, "benchmarks": 2400, "scripts": 3_400}
+MOST = {"product": 20610, "tests": 31380, "tests/support": 4588, "benchmarks": 2400, "scripts": 3_400}
 MOST_WORDS, MOST_RESULTS, MOST_SMALL, SMALL = 30_000, 12, 15, 40
 MOST_RIDDLES = 0.05
 LONGEST, MOST_FILES = 400, 14
