@@ -39,18 +39,12 @@ def main() -> int:
 def measured(comfy, family: str) -> dict:
     """The number of layers of a family's model, and its check in each arithmetic that rounds."""
     from support import clean_runs
+    from support.guarding import modes_of
 
     path = clean_runs.write(family, comfy.folder)
     models = {name: clean_runs.checked(comfy, family, path, name, STEPS) for name in clean_runs.ARITHMETICS if name != "fp32"}
     path.unlink()
-    return {"layers": layers_of(models["bf16"]), "arithmetics": {name: lowest(model) for name, model in models.items()}}
-
-
-def layers_of(model) -> int:
-    """The number of layers that thresholds are made for."""
-    from support.guarding import modes_of
-
-    return len(modes_of(model))
+    return {"layers": len(modes_of(models["bf16"])), "arithmetics": {name: lowest(model) for name, model in models.items()}}
 
 
 def lowest(model) -> dict:

@@ -1,10 +1,10 @@
 """Host time of a model call: CPU time of the thread in each setting against ComfyUI's own call, in the same process.
 
 Toys of real structure (SDXL with 70 transformer blocks, Flux with 19 and 38, Wan with 40), narrow, and every product, convolution and attention
-replaced by a constant of the right shape, so that arithmetic costs nothing and what is left is Python; layers multiply as on CUDA. A GPU that waits
-for the host waits for this. "ready": weights lie in fp16 as they are multiplied; "cast": in bf16, cast to fp16 in each call, as under dynamic VRAM;
-"fp8": stored in fp8, beside ComfyUI's fp8 without scales. "gap": from the last product of a call to the first of the next, while a GPU has nothing
-to do. Ratios of medians of pairs; functions of Python are counted, which no other work on the machine disturbs.
+replaced by a constant of the right shape, so that what is left is Python; layers multiply as on CUDA. A GPU that waits for the host waits for this.
+"ready": weights lie in fp16 as they are multiplied; "cast": in bf16, cast to fp16 in each call, as under dynamic VRAM; "fp8": stored in fp8, beside
+ComfyUI's own run of the same weights and scales. "gap": from the last product of a call to the first of the next, while a GPU has nothing to do.
+Ratios of medians of pairs; functions of Python are counted, which no other work on the machine disturbs.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _rows(comfy, name: str, weights: str) -> Iterator[dict]:
 
     storage, dtype, plain = WEIGHTS[weights]
     family, path = write(comfy, name, getattr(torch, dtype))
-    core = cores_own(path, torch.float8_e4m3fn if weights == "fp8" else getattr(torch, dtype))
+    core = cores_own(scaled(comfy, path) if weights == "fp8" else path, None if weights == "fp8" else getattr(torch, dtype))
     call = families.capture(core, family)
     for setting in TARGETS:
         model = families.load(comfy, path, storage, "fp16_safe" if "fp16_safe" in setting else plain)
@@ -88,6 +88,19 @@ def write(comfy, name: str, dtype) -> tuple[str, object]:
     config |= {"transformer_depth_output": [0, 0, 0, 2, 2, 2, 10, 10, 10], "transformer_depth_middle": 10}
     metadata = tiny.sized(sizes, {key: config[key] for key in sizes})
     return "sdxl", tiny._save(path, tiny._shapes_of(tiny._unet(config | sizes)), dtype, 0, metadata=metadata)
+
+
+def scaled(comfy, path):
+    """Write a model's fp8 weights and scales as ComfyUI itself saves them."""
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+    from support import families
+
+    weights = families.load(comfy, path, "fp8_e4m3fn", "fp16").model.diffusion_model.state_dict()
+    target = path.with_name(f"scaled_{path.name}")
+    with safe_open(str(path), "pt") as file:
+        save_file({name: weight.contiguous() for name, weight in weights.items()}, target, file.metadata())
+    return target
 
 
 def cores_own(path, dtype):
@@ -192,7 +205,3 @@ def as_text(result: dict) -> str:
     keys = ("model", "weights", "setting", "ms", "core_ms", "to_core", "functions_to_core", "gap_above_core_ms")
     lines = ["| " + " | ".join(keys).replace("_", " ") + " |", "|---" * len(keys) + "|"]
     return "\n".join([*lines, *("| " + " | ".join(str(row[key]) for key in keys) + " |" for row in result["rows"])])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

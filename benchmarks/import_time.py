@@ -70,14 +70,9 @@ def _import_once(python: Path, comfyui: Path, base: Path, pack: Path) -> dict:
 
 def main() -> int:
     parser = reporting.parser(__doc__)
-    parser.add_argument("--runs", type=int, default=5, help="measured imports (default: 5)")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     options = parser.parse_args()
-    result = figures(Path(sys.executable), options.comfyui, options.runs)
-    if options.save:
-        reporting.save(result)
-    print(json.dumps(result, indent=2) if options.json else _as_text(result))
-    return reporting.exit_code(result)
+    return reporting.told(figures(Path(sys.executable), options.comfyui), options, _as_text)
 
 
 def _as_text(result: dict) -> str:
