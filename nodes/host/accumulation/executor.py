@@ -25,7 +25,7 @@ from ..compute.attention import attending, kernels_of
 from ..compute.executor import compute_of
 from ..compute.fp8_product import Refused, fast_accumulation
 from ..compute.layer_modes import planned_modes_of, settings_of
-from ..compute.per_model import PerModel
+from ..compute.per_model import PerModel, forwards_on
 from ..replay.call import Call
 from ..replay.model_compiler import compiler_off
 
@@ -83,6 +83,7 @@ class AccumulationRun:
         if plan.proving or plan.naming:
             self.operations = dict(self._operations(patcher))
         self.modules = {name: operation.module for name, operation in self.operations.items()}
+        self.forwards = forwards_on(self.modules)
         auto = plan.attention == "auto"
         self.attention = BoundedAttention(self.calibration, not auto) if plan.attention in ("auto", "fp32") else None
         self.attend = partial(_attend, self.attention) if self.attention else None

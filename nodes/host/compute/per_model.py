@@ -22,10 +22,14 @@ KEPT = 4
 
 
 class ModelRun(Protocol):
-    """Keep what a wrapper learned of one model. ``modules``: the modules it patches by name."""
+    """Keep what a wrapper learned of one model. ``modules``: the modules it patches by name; ``forwards``: what
+    :func:`forwards_on` them gave when it was made to patch them."""
 
     @property
     def modules(self) -> dict[str, torch.nn.Module]: ...
+
+    @property
+    def forwards(self) -> list[int]: ...
 
 
 Run = TypeVar("Run", bound=ModelRun)
@@ -73,19 +77,15 @@ class PerModel(Generic[Run]):
         return run
 
     def _found(self, model: torch.nn.Module) -> Run:
-        runs = self._runs.setdefault(model, [])
-        index = next((i for i, kept in enumerate(runs) if kept.state == self._state(model, kept.run)), None)
-        kept = self._made(model) if index is None else runs.pop(index)
+        runs, state = self._runs.setdefault(model, []), self._state(model)
+        index = next((i for i, kept in enumerate(runs) if kept.state == state and _is_as_made(kept.run)), None)
+        kept = _Kept(state, self._make(model)) if index is None else runs.pop(index)
         if model.current_patcher is not None:  # detached from its last patcher, as between two prompts
             kept.branches.add(self._branch(model.current_patcher))
             kept.device = str(model.current_patcher.load_device)
         runs.insert(0, kept)
         del runs[KEPT:]
         return kept.run
-
-    def _made(self, model: torch.nn.Module) -> _Kept[Run]:
-        run = self._make(model)
-        return _Kept(self._state(model, run), run)
 
     def last(self, model: torch.nn.Module) -> Run | None:
         """Return the run of the model's last call, whichever patcher made the call; None before any."""
@@ -112,15 +112,22 @@ class PerModel(Generic[Run]):
     def _branch(self, patcher: "ModelPatcher") -> tuple:
         return *branch_of(patcher), *self._settings(patcher)
 
-    def _state(self, model: torch.nn.Module, run: Run) -> tuple:
+    def _state(self, model: torch.nn.Module) -> tuple:
         patcher = model.current_patcher
-        # By identity: they belong to a wrapper around this one or to a LoRA in bypass mode
-        # (comfy/weight_adapter/bypass.py).
-        exchanged = [module for module in run.modules.values() if "forward" in module.__dict__]
-        forwards = [id(module.__dict__["forward"]) for module in exchanged if has_own_forward(module)]
         unmerged = getattr(patcher, "leaves_weights_alone", None)
         weights = None if unmerged and unmerged() else weight_state(model)
-        return weights, hooks_of(patcher), *self._settings(patcher), forwards
+        return weights, hooks_of(patcher), *self._settings(patcher)
+
+
+def forwards_on(modules: dict[str, torch.nn.Module]) -> list[int]:
+    """Identify the forwards that something else than their classes gave modules: a wrapper around this one, or a LoRA
+    in bypass mode (comfy/weight_adapter/bypass.py)."""
+    exchanged = [module for module in modules.values() if "forward" in module.__dict__]
+    return [id(module.__dict__["forward"]) for module in exchanged if has_own_forward(module)]
+
+
+def _is_as_made(run: ModelRun) -> bool:
+    return run.forwards == forwards_on(run.modules)
 
 
 def hooks_of(patcher) -> weakref.ref | None:

@@ -23,6 +23,7 @@ from ..replay.call import Call
 from ..replay.model_compiler import compiler_off
 from .attention import in_one_dtype, kernels_of
 from .core_layers import PlannedLayers, holds_sums, int8_patches
+from .per_model import forwards_on
 from .ruled_attention import RuledAttention
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class PlannedModel:
     ):
         named = modules_of(model)
         self.modules = {name: module for name, module in named.items() if name in plan.decisions}
+        self.forwards = forwards_on(self.modules)
         self.plan = plan
         self._safe, self._mixes = plan.is_safe, plan.mixes_fp32_in  # a graph breaks where it reads the plan's mappings
         self._holds_sums = holds_sums(plan)

@@ -239,6 +239,10 @@ class Guarded:
         """The layers that are patched: none before an escalation."""
         return self.layers.planned.modules if self.layers else {}
 
+    @property
+    def forwards(self) -> list[int]:
+        return self.layers.planned.forwards if self.layers else []
+
     def grow(self, escalation: Escalation) -> None:
         """Run with this escalation from now on."""
         if escalation != self.escalation:

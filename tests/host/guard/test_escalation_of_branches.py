@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from comfy.sd import load_bypass_lora_for_models
 from comfy_execution.utils import CurrentNodeContext
 from halfsafe.nodes.host.compute.layer_modes import observed_modes_of, planned_modes_of
 from halfsafe.nodes.host.guard.model import guard_of
-from support import families
+from support import families, model_files
 from support.guarding import core, guarded, is_finite, modes_of, plain_fp16, report_of
+from support.measures import relative_error
 
 
 def with_lora(model):
@@ -54,6 +56,22 @@ def test_a_report_behind_another_node_is_that_of_the_model_that_ran(comfy, wan):
     families.sample(sampled, "wan", steps=2)
     assert report_of(model).verdict == report_of(sampled).verdict == report_of(model.clone()).verdict == "recovered"
     assert modes_of(model)["blocks.1.ffn.2"] == "fp16_wide"
+
+
+def test_what_overflowed_under_a_lora_in_bypass_mode_runs_without_it_once_it_is_gone(comfy, overflowing):
+    """Its forwards are on the layers while it is used, and the wider layers are made to call them."""
+    lora = model_files.lora({"blocks.0.ffn.0": (1024, 256)}, size=1.0)
+
+    def with_and_without(model):
+        return load_bypass_lora_for_models(model, None, lora, 1.0, 0.0)[0], model
+
+    fp32, fp16 = (families.load(comfy, overflowing, "as_file", compute) for compute in ("fp32", "fp16"))
+    references = [families.sample(model, "wan", steps=2) for model in with_and_without(fp32)]
+    models = with_and_without(guarded(comfy, fp16))
+    assert relative_error(*references) > 0.01
+    for index in (0, 1, 0):
+        assert relative_error(references[index], families.sample(models[index], "wan", steps=2)) < 2e-3
+    assert report_of(models[1]).verdict == "clean"
 
 
 def test_what_a_clone_on_another_device_saw_is_in_the_report(comfy, overflowing):
