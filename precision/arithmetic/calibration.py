@@ -9,8 +9,8 @@ costs a few reductions and one small synchronisation, and no value that overflow
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from itertools import accumulate
 from typing import TypeVar
 
@@ -57,6 +57,7 @@ class Calibration:
     ``flops``: floating-point operations of each operation in the call that calibrated. ``repeats``: calls made twice.
     ``in_fp16``: an operation or an attention multiplies in fp16, so that results are looked at.
     ``error``: what model code said when it failed with fp16 results, and not in the repeat without them.
+    ``spares_memory``: layers are measured with what later calls need and no more, as measuring ran out of memory once.
     ``by_layer``: each product holds fp16 accumulation off by itself, as nothing holds it off for the call.
     """
 
@@ -69,6 +70,7 @@ class Calibration:
         self.calibrating = True
         self.in_fp16 = False
         self.by_layer = True
+        self.spares_memory = self._ran_short = False
         self.repeats = 0
         self.error = ""
         self._result = Proof("result of the call")
@@ -147,7 +149,30 @@ class Calibration:
             self.repeats += 1
         return self._calibrated(call)
 
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Measure a layer: where memory runs out, the call is measured again with less, once."""
+        try:
+            yield
+        except RuntimeError as error:
+            self._ran_short = is_oom(error)
+            raise
+
     def _calibrated(self, call: Callable[[], Result]) -> Result:
+        self._ran_short = False
+        try:
+            return self._concluded(call)
+        except RuntimeError:
+            if self.spares_memory or not self._ran_short:
+                raise
+        self.spares_memory = True  # after the handler: the error's frames hold what the layer had made
+        try:
+            return self._concluded(call)
+        except BaseException:
+            self.spares_memory = False  # the call does not fit without measuring either
+            raise
+
+    def _concluded(self, call: Callable[[], Result]) -> Result:
         self.calibrating = True
         result = self._measured(call)
         while self.results.conclude():

@@ -152,17 +152,24 @@ class SafeOperation:
         # ComfyUI adds a LoRA in place to a weight that it prefetched (comfy/ops.py, resolve_cast_module_with_vbar):
         # asked for twice, the weight has the LoRA twice. A quantized weight, which no LoRA is added to in place, is
         # asked for in fp16 as in later calls, so that it is rounded alike and the first run of a seed equals the next.
+        # Where memory is short any weight is asked for so.
+        spares, asked = self.calibration.spares_memory, None
+        if spares:
+            asked = torch.float32 if self.scale.in_fp32 else torch.float16
         plain = type(self.module.weight) in (torch.Tensor, torch.nn.Parameter)
         self.scale.device = x.device
         result = None
-        with self.calibration.hiding.pause():
-            with self.weights(self.module, x, None) as (weight, bias):
+        with self.calibration.measuring(), self.calibration.hiding.pause():
+            with self.weights(self.module, x, asked) as (weight, bias):
                 half = weight.to(torch.float16)
                 self._choose(x, half, bias)
                 if not self.scale.in_fp32:
-                    operand = self.calibration.operands.measured(self.scale, x)
+                    operands = self.calibration.operands
+                    operand = self.scale.scaled_eagerly(x) if spares else operands.measured(self.scale, x)
                     result = self._first_product(operand, half, bias, *args, **kwargs)
                 elif plain:
+                    if asked == torch.float16:  # the weight was rounded to it
+                        self.calibration.results.give_up(self.scale)
                     result = multiplied(self.module, self.kind, x.float(), weight.float(), bias, *args, **kwargs)
             if result is None:
                 result = self._in_fp32(x, *args, **kwargs)
@@ -192,6 +199,7 @@ class SafeOperation:
                 self.calibration.results.note_result(self.scale)
                 return result
             self.scale.refute_result()
+            del result  # before another is made
         return self._in_fp16(operand, weight, bias, *args, **kwargs)
 
 

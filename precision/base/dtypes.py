@@ -1,6 +1,7 @@
 """Names and limits of the formats weights are stored and computed in."""
 
 import re
+from functools import cache
 
 import torch
 
@@ -37,11 +38,13 @@ def dtype_named(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
+@cache
 def name_of(dtype: torch.dtype) -> str:
     """Return the name used in nodes, rules and reports; torch's own name for dtypes that store no weights."""
     return NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
+@cache
 def max_of(dtype: torch.dtype) -> float:
     """Return the largest finite value of a floating dtype (448 for e4m3fn, 240 for e4m3fnuz, 65504 for fp16)."""
     return torch.finfo(dtype).max

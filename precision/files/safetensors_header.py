@@ -6,10 +6,9 @@ Format: 8 bytes little-endian header length, a JSON header, then the tensors bac
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -57,8 +56,7 @@ _STARTS = (
 """How files of other kinds begin, what they are, and what to do."""
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """Where a tensor lies: absolute byte offsets in ``file``; ``dtype`` is the safetensors code (``BF16``)."""
 
     file: Path
@@ -72,8 +70,7 @@ class Entry:
         return TORCH_DTYPES[self.dtype]
 
 
-@dataclass(frozen=True)
-class TensorSpec:
+class TensorSpec(NamedTuple):
     """Name, dtype and shape of a tensor that will be written."""
 
     name: str

@@ -36,12 +36,12 @@ class TensorFile(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         entry = self.entries[name]
-        _require_whole(entry.file, self.maps[entry.file])
+        _require_whole(entry.file, pages := self.maps[entry.file])
         dtype = entry.torch_dtype
         if entry.start == entry.end:
             return torch.empty(entry.shape, dtype=dtype)
         count = (entry.end - entry.start) // dtype.itemsize
-        return torch.frombuffer(self.maps[entry.file], dtype=dtype, count=count, offset=entry.start).view(entry.shape)
+        return torch.frombuffer(pages, dtype=dtype, count=count, offset=entry.start).view(entry.shape)
 
     def __contains__(self, name: object) -> bool:
         return name in self.entries

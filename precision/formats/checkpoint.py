@@ -5,6 +5,7 @@ NVIDIA ModelOpt and vLLM (``weight_scale``, ``input_scale``, ``k_scale``); DeepS
 (``weight_scale_inv``, which despite its name multiplies) and ``inference/convert.py`` (the same as ``scale``).
 """
 
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -130,7 +131,9 @@ class _Reader:
         }
         self._check_leftovers(quantized)
         weights = {
-            name: replace(quantized.get(name) or StoredWeight(name, tensor), file=self._file_of(name))
+            name: replace(quantized[name], file=self._file_of(name))
+            if name in quantized
+            else StoredWeight(name, tensor, file=self._file_of(name))
             for name, tensor in self.tensors.items()
             if name not in self.taken
         }
@@ -154,7 +157,7 @@ class _Reader:
             if name.endswith(".comfy_quant"):
                 self.taken.add(name)
                 layer = name.removesuffix(".comfy_quant")
-                text = bytes(self.tensors[name].flatten().to(torch.uint8).tolist())
+                text = self.tensors[name].to(torch.uint8).numpy().tobytes()
                 settings[layer] = self._json(text, name)
                 if f"{layer}.weight" not in self.tensors:
                     raise CheckpointError(self.path, "describes a weight that is not in the file", name)
@@ -278,10 +281,11 @@ class _Reader:
         if tensor.is_complex():
             raise NonFiniteWeight(self._file_of(key), "a scale of complex numbers", key, _DAMAGED)
         scale = tensor.float()
-        if not torch.isfinite(scale).all():
+        lowest, largest = (bound.item() for bound in torch.aminmax(scale))
+        if not (math.isfinite(lowest) and math.isfinite(largest)):
             raise NonFiniteWeight(self._file_of(key), "a scale that is NaN or infinite", key, _DAMAGED)
-        if scale.min() <= 0:
-            raise NonFiniteWeight(self._file_of(key), f"a scale of {scale.min().item():g}", key, _DAMAGED)
+        if lowest <= 0:
+            raise NonFiniteWeight(self._file_of(key), f"a scale of {lowest:g}", key, _DAMAGED)
         return scale
 
     def _check_leftovers(self, quantized: dict[str, StoredWeight]) -> None:

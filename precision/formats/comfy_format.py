@@ -8,6 +8,7 @@ A quantized layer is ``<layer>.weight`` (fp8 or int8), ``<layer>.weight_scale`` 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -166,14 +167,19 @@ def tensors_of(weight: StoredWeight, storage: str, path, read: bool = True) -> d
 
 def _settings(weight: StoredWeight, storage: str) -> dict[str, torch.Tensor]:
     """Make a quantized weight's ``comfy_quant``, and the scale of the layer's fp8 input if the file has that."""
-    format = FORMAT_OF_STORAGE[storage]
-    settings = {"format": format.name} | format.settings(weight.shape[1])
-    if storage in FP8_NAMES and weight.full_precision:
-        settings["full_precision_matrix_mult"] = True
-    tensors = {f"{weight.layer}.comfy_quant": comfy_quant_tensor(settings)}
+    full = storage in FP8_NAMES and weight.full_precision
+    tensors = {f"{weight.layer}.comfy_quant": _comfy_quant(storage, weight.shape[1], full)}
     if storage in FP8_NAMES and weight.input_scale is not None:
         tensors[f"{weight.layer}.input_scale"] = weight.input_scale
     return tensors
+
+
+@lru_cache
+def _comfy_quant(storage: str, columns: int, full_precision: bool) -> torch.Tensor:
+    """Make the settings of all weights of a storage and as many columns: one tensor, which nothing writes to."""
+    format = FORMAT_OF_STORAGE[storage]
+    more = {"full_precision_matrix_mult": True} if full_precision else {}
+    return comfy_quant_tensor({"format": format.name} | format.settings(columns) | more)
 
 
 def _encoded(weight: StoredWeight, format: Format, bound: float) -> Tensors:

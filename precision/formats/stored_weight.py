@@ -301,4 +301,4 @@ def block_sizes(shape: Sequence[int], counts: Sequence[int]) -> tuple[int, int] 
 
 def comfy_quant_tensor(settings: dict) -> torch.Tensor:
     """Make ComfyUI's ``<layer>.comfy_quant``: JSON as uint8."""
-    return torch.tensor(list(json.dumps(settings).encode()), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(json.dumps(settings), "utf-8"), dtype=torch.uint8)

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import NamedTuple
 
 from ..base.dtypes import FP8_DTYPES, name_of
 from ..formats.checkpoint import Checkpoint, StoredWeight
@@ -22,8 +23,7 @@ _ROUTER = re.compile(r"(^|\.)(gate|router)$")
 INPUTS_PER_EXPERT = 8
 
 
-@dataclass(frozen=True)
-class LayerSpec:
+class LayerSpec(NamedTuple):
     """A module with a weight: its name inside the model, its class and its weight's shape."""
 
     name: str
@@ -38,7 +38,7 @@ class LayerSpec:
 
 def multiplies(cls: str) -> bool:
     """Tell by its class name whether a layer is a matmul or a convolution."""
-    return any(word in cls for word in ("Linear", "Conv"))
+    return "Linear" in cls or "Conv" in cls
 
 
 @dataclass(frozen=True)

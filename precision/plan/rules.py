@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import translate
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from ..base.dtypes import COMPUTE_OPTIONS, STORAGE_OPTIONS
 from ..base.errors import HalfsafeError, RuleError
@@ -82,15 +82,22 @@ class Rules:
 
     def setting(self, key: str, name: str, cls: str) -> tuple[str, Rule] | None:
         """Look up the value of ``key`` for a layer and its rule; None where no rule sets the key."""
-        setting = ((dict(rule.settings).get(key), rule) for rule in reversed(self.matching(name, cls)))
-        return next(((value, rule) for value, rule in setting if value is not None), None)
+        for rule in reversed(self.matching(name, cls)):
+            if value := dict(rule.settings).get(key):
+                return value, rule
+        return None
 
     def matching(self, name: str, cls: str) -> tuple[Rule, ...]:
         """List the rules that match a layer."""
         layer = name, cls
         if layer not in self.found:
-            self.found[layer] = tuple(rule for rule in self.all if rule.matches(name, cls, self.roles.get(name, "")))
+            about = name, cls, self.roles.get(name, "")
+            self.found[layer] = tuple(rule for rule, (place, test) in self._tests if test(about[place]))
         return self.found[layer]
+
+    @cached_property
+    def _tests(self) -> list[tuple[Rule, tuple[int, Callable[[str], object]]]]:
+        return [(rule, _test_of(rule.pattern)) for rule in self.all]
 
     def without_match(self, layers: Iterable[tuple[str, str]]) -> list[Rule]:
         """List the user's own rules that match none of the ``(name, class)`` pairs."""
@@ -177,22 +184,23 @@ def _parse_setting(number: int, setting: str) -> tuple[str, str]:
     return key, value
 
 
-@lru_cache(4096)
 def compile_pattern(pattern: str) -> Callable[..., object]:
     """Compile a test on (layer name, module class, role).
 
     A pattern is a glob over names, ``re:<regex>`` (searched in the name), ``class:<glob>`` or ``role:<role>``.
     """
+    place, test = _test_of(pattern)
+    return lambda name, cls, role="": test((name, cls, role)[place])
+
+
+@lru_cache(4096)
+def _test_of(pattern: str) -> tuple[int, Callable[[str], object]]:
+    """Return the place of name, class or role that a pattern is about, and a test that runs no Python."""
     if pattern.startswith("re:"):
-        search = re.compile(pattern[3:]).search
-        return lambda name, cls, role="": search(name)
+        return 0, re.compile(pattern[3:]).search
     if pattern.startswith("class:"):
-        match = re.compile(translate(pattern[6:])).match
-        return lambda name, cls, role="": match(cls)
-    if pattern.startswith("role:"):
-        return lambda name, cls, role="": role == pattern[5:]
-    match = re.compile(translate(pattern)).match
-    return lambda name, cls, role="": match(name)
+        return 1, re.compile(translate(pattern[6:])).match
+    return (2, pattern[5:].__eq__) if pattern.startswith("role:") else (0, re.compile(translate(pattern)).match)
 
 
 def patterns(names: Iterable[str], others: Iterable[str]) -> list[tuple[str, list[str]]]:

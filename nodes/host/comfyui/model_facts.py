@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import comfy.quant_ops
@@ -53,9 +54,13 @@ def storage_of(tensor: torch.Tensor) -> str:
         return PACKED if kind is None else f"gguf {kind.name}"
     if not isinstance(tensor, comfy.quant_ops.QuantizedTensor):
         return name_of(tensor.dtype)
-    found = (name for name in comfy.quant_ops.QUANT_ALGOS if _layout(name) is tensor.layout_cls)
-    name = next(found, "quantized")
+    name = _name_of_layout(tensor.layout_cls)
     return format_of(name, tensor.nbytes, tensor.numel()).storage if name in FORMATS else name
+
+
+@cache
+def _name_of_layout(layout: type) -> str:
+    return next((name for name in comfy.quant_ops.QUANT_ALGOS if _layout(name) is layout), "quantized")
 
 
 def held_storages() -> frozenset[str]:

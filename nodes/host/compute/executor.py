@@ -30,6 +30,10 @@ FAILED_ONCE = (
     "Model code failed with '{}', and not in a repeat whose layers return fp32, "
     "as they do as long as the model is loaded."
 )
+SPARED = (
+    "The model was measured with less memory, as its first call ran out of it: layers share no operands, "
+    "which takes a little longer."
+)
 _fell_back: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 """The models whose plans run in their fallback: not told on the model, whose attributes a repeat puts back."""
 
@@ -176,10 +180,10 @@ class Compute:
                 yield str(rule), NO_ATTENTION.format(", ".join(matched[:LISTED]))
 
     def notes(self, patcher: "ModelPatcher") -> list[str]:
-        """List the notes of the plan, and on an error of model code that a repeat did not meet."""
+        """List the notes of the plan, on an error of model code that a repeat did not meet, and on short memory."""
         run = self.runs.last_of(patcher)
-        error = run.calibration.error if run else ""
-        return [*self.plan.notes, *([FAILED_ONCE.format(error)] if error else [])]
+        error, spares = (run.calibration.error, run.calibration.spares_memory) if run else ("", False)
+        return [*self.plan.notes, *([FAILED_ONCE.format(error)] if error else []), *([SPARED] if spares else [])]
 
     def fp16_share_text(self, patcher: "ModelPatcher") -> str:
         """Say in one line what share of the matmul FLOPs has fp16 operands; empty before a call and without any."""

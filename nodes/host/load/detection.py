@@ -22,7 +22,8 @@ from .lacking import named_if_lacking
 class Detected:
     """A checkpoint that ComfyUI knows, with ComfyUI's ``config`` of its architecture.
 
-    ``layer_names``: the layer inside the model that each ``.weight`` tensor of the file belongs to.
+    ``layer_names``: the layer inside the model that each ``.weight`` tensor of the file belongs to. ``complete``: the
+    file has a tensor for each parameter.
     """
 
     checkpoint: Checkpoint
@@ -30,6 +31,7 @@ class Detected:
     config: Any
     facts: ModelFacts
     layer_names: dict[str, str]
+    complete: bool = False
 
 
 def detect_model(checkpoint: Checkpoint, only_diffusion_model: bool) -> Detected:
@@ -43,9 +45,17 @@ def detect_model(checkpoint: Checkpoint, only_diffusion_model: bool) -> Detected
     checkpoint, prefix, config = recognised(checkpoint, only_diffusion_model)
     with named_if_lacking(checkpoint.path):
         modules = _modules(config, checkpoint, prefix)
-    names = _layer_names(config, checkpoint, prefix)
+    inside = {name: weight.data for name, weight in checkpoint.weights.items() if name.startswith(prefix)}
+    renamed = config.process_unet_state_dict({name[len(prefix) :]: tensor for name, tensor in inside.items()})
+    names = _layer_names(inside, renamed)
     facts = facts_of_modules(checkpoint, modules, names, prefix, config)
-    return Detected(checkpoint, prefix, config, facts, names)
+    complete = all(
+        (f"{name}.{leaf}" if name else leaf) in renamed
+        for name, module in modules.items()
+        for leaf, parameter in module._parameters.items()
+        if parameter is not None
+    )
+    return Detected(checkpoint, prefix, config, facts, names, complete)
 
 
 def recognised(checkpoint: Checkpoint, only_diffusion_model: bool = False) -> tuple[Checkpoint, str, Any]:
@@ -66,6 +76,8 @@ def recognised(checkpoint: Checkpoint, only_diffusion_model: bool = False) -> tu
 def _stripped(checkpoint: Checkpoint, prefix: str) -> Checkpoint:
     """Keep the tensors below ``prefix``, as ComfyUI detected it, or else below a prefix of all names."""
     for start in (prefix, checkpoint.prefix):
+        if not start:
+            return checkpoint
         inside = {name[len(start) :]: weight for name, weight in checkpoint.weights.items() if name.startswith(start)}
         if inside:
             weights = {name: replace(weight, name=name) for name, weight in inside.items()}
@@ -84,7 +96,8 @@ def stored_tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     """Return every tensor by name, as the file holds it, with the scales of ComfyUI's own formats."""
     tensors = {name: weight.data for name, weight in checkpoint.weights.items()}
     for weight in checkpoint.weights.values():
-        tensors.update(weight.auxiliary)
+        if weight.format is not None:
+            tensors.update(weight.auxiliary)
     return tensors
 
 
@@ -149,10 +162,8 @@ def _class_of(module: torch.nn.Module) -> str:
     return "torch.nn.Linear" if type(module) is torch.nn.Linear else type(module).__name__
 
 
-def _layer_names(config, checkpoint: Checkpoint, prefix: str) -> dict[str, str]:
+def _layer_names(inside: dict[str, torch.Tensor], renamed: dict[str, torch.Tensor]) -> dict[str, str]:
     """Map each ``.weight`` of the file to its layer, named as ComfyUI names this family's tensors while loading."""
-    inside = {name: weight.data for name, weight in checkpoint.weights.items() if name.startswith(prefix)}
-    renamed = config.process_unet_state_dict({name[len(prefix) :]: tensor for name, tensor in inside.items()})
     by_tensor = {id(tensor): name for name, tensor in renamed.items()}
     targets = ((name, by_tensor.get(id(tensor), "")) for name, tensor in inside.items())
     return {name: target.removesuffix(".weight") for name, target in targets if target.endswith(".weight")}

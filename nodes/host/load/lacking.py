@@ -54,10 +54,11 @@ class Lacking(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        if func in EMPTY or (func in COPIES and self._is_unwritten(args[0])):
+        makes, copies, written = _effect(func)
+        if makes or (copies and self._is_unwritten(args[0])):
             self._unwritten.update(_storages(result))
         elif self._unwritten:
-            for place in _written(func):
+            for place in written:
                 self._unwritten.difference_update(_storages(args[place]))
         return result
 
@@ -88,7 +89,7 @@ class Lacking(TorchDispatchMode):
 
     def _names(self, module: torch.nn.Module) -> list[str]:
         """List the parameters of a module that the file had nothing for."""
-        none = []
+        none, unwritten = [], []
         for name, part in module.named_modules():
             weight = getattr(part, "weight", part)
             # ComfyUI's quantized layers take a weight of any shape, and have none before they are given one
@@ -98,15 +99,18 @@ class Lacking(TorchDispatchMode):
             quantized = isinstance(weight, QuantizedTensor) and quantization_format(part).startswith(("float8", "int8"))
             if quantized and weight.storage_shape != weight.shape:
                 raise _misfit(self._paths, f"{name}.weight", weight.storage_shape, weight.shape)
-        unwritten = [name for name, parameter in module.named_parameters() if self._is_unwritten(parameter)]
+            own = part._parameters.items() if self._unwritten else ()
+            unwritten += [f"{name}.{leaf}".lstrip(".") for leaf, tensor in own if self._is_unwritten(tensor)]
         return none + [name for name in unwritten if f"{name.rpartition('.')[0]}.weight" not in none]
 
 
-@functools.cache
-def _written(func: torch._ops.OpOverload) -> list[int]:
-    """List the places of the arguments that an operation writes to; those given by name are results."""
+@functools.cache  # torch hashes an operation in Python, which takes longer than all else here
+def _effect(func: torch._ops.OpOverload) -> tuple[bool, bool, list[int]]:
+    """Tell whether an operation makes memory, whether it copies, and the places of the arguments that it writes to;
+    those given by name are results."""
     arguments = (argument.alias_info for argument in func._schema.arguments if not argument.kwarg_only)
-    return [place for place, alias in enumerate(arguments) if alias is not None and alias.is_write]
+    written = [place for place, alias in enumerate(arguments) if alias is not None and alias.is_write]
+    return func in EMPTY, func in COPIES, written
 
 
 def _fill(layer: torch.nn.Module, leaf: str, fill: float) -> None:
@@ -123,9 +127,11 @@ def _storages(value: object) -> list[StorageWeakRef]:
 
 
 @contextlib.contextmanager
-def lacking_tensors(*paths: str) -> Iterator[Lacking]:
-    """Watch ComfyUI load a model of these files."""
-    with named_if_lacking(*paths), (lacking := Lacking(paths)):
+def lacking_tensors(*paths: str, complete: bool = False) -> Iterator[Lacking]:
+    """Watch ComfyUI load a model of these files. ``complete``: they have a tensor for each parameter, so that no
+    operation is watched."""
+    lacking = Lacking(paths)
+    with named_if_lacking(*paths), contextlib.nullcontext() if complete else lacking:
         yield lacking
 
 

@@ -72,7 +72,7 @@ def load_weights(
     tensors, plan, metadata = dict(load.tensors), load.plan.compute, detected.checkpoint.metadata
     options = {"metadata": metadata, "disable_dynamic": disable_dynamic}
     options["model_options"] = {"dtype": load.dtype, "custom_operations": operations_for(detected, load)}
-    with lacking_tensors(detected.checkpoint.path) as lacking:
+    with lacking_tensors(detected.checkpoint.path, complete=detected.complete) as lacking:
         if whole:
             patcher, *_ = comfy.sd.load_state_dict_guess_config(
                 tensors, output_vae=False, output_clip=False, **options
@@ -120,8 +120,8 @@ def prepare(detected: Detected, storage: str, compute: str, rules: Rules, stream
 
 
 def quantized_layers(tensors: dict[str, torch.Tensor], prefix: str) -> list[str]:
-    names = (name[len(prefix) :] for name in tensors if name.startswith(prefix))
-    return [name.removesuffix(".comfy_quant") for name in names if name.endswith(".comfy_quant")]
+    names = [name for name in tensors if name.endswith(".comfy_quant") and name.startswith(prefix)]
+    return [name[len(prefix) :].removesuffix(".comfy_quant") for name in names]
 
 
 def operations_for(detected: Detected, load: PreparedLoad) -> Any:
@@ -140,20 +140,19 @@ def settle_quantized(model: torch.nn.Module, detected: Detected, load: PreparedL
     Raises:
         CheckpointError: ComfyUI does not hold a weight quantized that was given to it so.
     """
-    modules = dict(model.named_modules())
-    for layer in quantized_layers(load.tensors, detected.prefix):
-        module = modules.get(detected.layer_names.get(f"{detected.prefix}{layer}.weight", ""))
-        if not isinstance(getattr(module, "weight", None), comfy.quant_ops.QuantizedTensor):
+    layers, dtype = quantized_layers(load.tensors, detected.prefix), dtype_named(unpacked_to)
+    modules = dict(model.named_modules()) if layers else {}
+    for layer in layers:
+        module = modules.get(detected.layer_names.get(f"{detected.prefix}{layer}.weight", ""), model)
+        weight = getattr(module, "weight", None)
+        if not isinstance(weight, comfy.quant_ops.QuantizedTensor):
             problem = "is quantized, but ComfyUI did not load it as such"
             advice = "Keep this layer in 16 bit with a rule."
             raise CheckpointError(detected.checkpoint.path, problem, f"{layer}.weight", advice)
-    dtype = dtype_named(unpacked_to)
-    for module in modules.values():
         # ComfyUI's fp8 matmul clips activations at 448 where a file has no scale for them.
         if quantization_format(module).startswith("float8"):
             setattr(module, FULL_PRECISION, True)
-        weight = getattr(module, "weight", None)
-        if isinstance(weight, comfy.quant_ops.QuantizedTensor) and weight.dtype != dtype:
+        if weight.dtype != dtype:
             module.weight = torch.nn.Parameter(weight.to(dtype=dtype), requires_grad=False)
 
 

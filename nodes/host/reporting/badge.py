@@ -59,9 +59,11 @@ def _computed(model) -> str:
     """Name the compute options of a twentieth of the layers or more, the model's own and those of rules."""
     compute = compute_of(model)
     used = "fp8" if compute and compute.plan.fp8_matmul else compute_name(model)
-    ruled = Counter(MODES[mode].rule.removeprefix("compute=") for mode in (compute.plan.ruled if compute else ()))
+    if not compute or not compute.plan.ruled:
+        return used
+    ruled = Counter(MODES[mode].rule.removeprefix("compute=") for mode in compute.plan.ruled)
     own = Counter({used: sum(1 for _ in matrix_layers(model.model)) - ruled.total()})
-    return " + ".join(_shown(own + ruled) or [used])
+    return " + ".join(_shown(own + ruled))
 
 
 def control_words(control) -> tuple[str, ...]:

@@ -6,9 +6,10 @@ import tracemalloc
 import pytest
 import torch
 from halfsafe.nodes.host.comfyui.wrappers import COMPUTE
-from halfsafe.nodes.host.compute.executor import compute_of
+from halfsafe.nodes.host.compute.executor import SPARED, compute_of
 from support import families
 from support.families import denoise, load
+from support.leaf_operations import LeafOperations
 from support.measures import relative_error
 
 
@@ -46,6 +47,44 @@ def test_an_overflow_of_a_later_call_in_one_row_repeats_that_call_once(comfy, wa
     assert relative_error(families.replay(fp32, call_of_two), families.replay(model, call_of_two)) < 2e-3
     assert repeats(model) == 1, "what the large call taught was forgotten"
     assert "; 1 calls were repeated" in families.report(comfy, model)["decisions"]["work"]
+
+
+class Full(LeafOperations):
+    """A device that runs out of memory in an operation, so many times."""
+
+    def __init__(self, times, is_meant):
+        super().__init__()
+        self.left, self.is_meant = times, is_meant
+
+    def leaf(self, func, args, kwargs):
+        if self.left and self.is_meant(func.overloadpacket.__name__, *args):
+            self.left -= 1
+            raise torch.OutOfMemoryError("on purpose")
+        return func(*args, **kwargs)
+
+
+def is_sum_of_rows(name, x=None, ord=None, *_):
+    return name == "linalg_vector_norm" and ord == 1
+
+
+def test_measuring_that_runs_out_of_memory_takes_less_of_it_and_says_so(comfy, overflowing, fp32, call_of_two):
+    model, reference = load(comfy, overflowing, "as_file", "fp16_safe"), families.replay(fp32, call_of_two)
+    with Full(1, is_sum_of_rows) as full:
+        results = [families.replay(model, call_of_two)]
+    results += [families.replay(model, call_of_two) for _ in range(2)]
+    assert full.left == 0 and repeats(model) == 0
+    assert max(relative_error(reference, result) for result in results) < 2e-3
+    assert families.report(comfy, model)["notes"].count(SPARED) == 1
+
+
+def test_a_product_that_runs_out_of_memory_is_comfyuis_to_handle(comfy, overflowing, fp32, call_of_two):
+    model = load(comfy, overflowing, "as_file", "fp16_safe")
+    with pytest.raises(torch.OutOfMemoryError, match="on purpose"), Full(9, lambda name, *args: name in ("mm", "addmm")) as full:
+        families.replay(model, call_of_two)
+    assert full.left == 7, "once, and once with less"
+    result = families.replay(model, call_of_two)
+    assert relative_error(families.replay(fp32, call_of_two), result) < 2e-3
+    assert SPARED not in families.report(comfy, model)["notes"]
 
 
 def test_through_the_sampler_twice_in_one_prompt(comfy, overflowing):

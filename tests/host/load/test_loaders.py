@@ -4,9 +4,11 @@ import logging
 
 import pytest
 import torch
+from halfsafe.precision.commands.convert import convert_file
+from halfsafe.precision.plan.rules import rules_from
 from support import dialects, model_files, tiny_models
 from support.families import denoise
-from support.measures import relative_error
+from support.measures import functions_run, relative_error
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +38,19 @@ def test_what_comfyui_says_of_a_model_is_said_once(comfy, wan, caplog):
     caplog.set_level(logging.INFO)
     comfy.run("HalfsafeLoadDiffusionModel", model_name=wan.name, storage="as_file", compute="bf16")
     assert sum("model weight dtype" in message for message in caplog.messages) == 1
+
+
+@pytest.mark.parametrize(("held", "storage", "most"), [("fp8_e4m3fn", "as_file", 3.6), ("int8", "as_file", 3.7), ("bf16", "fp8_e4m3fn", 4.2), ("bf16", "int8", 4.3)])
+def test_a_load_runs_at_most_so_many_functions_for_one_of_comfyuis(comfy, models_dir, held, storage, most):
+    """With these a model of 1,300 tensors takes about 0.1 s of Python more than ComfyUI takes for the file."""
+    path = tiny_models.wan(models_dir / "diffusion_models" / "functions.safetensors", dim=128, ffn=256, blocks=12, text_dim=256)
+    if held != "bf16":
+        whole, path = path, path.with_stem(f"functions_{held}")
+        convert_file(whole, path, held, rules_from())
+    ours = functions_run(lambda: comfy.run("HalfsafeLoadDiffusionModel", model_name=path.name, storage=storage, compute="auto"))
+    theirs = functions_run(lambda: comfy.core["UNETLoader"]().load_unet(path.name, storage if storage == "fp8_e4m3fn" else "default"))
+    print(f"{held} to {storage}: {ours['call'] / theirs['call']:.2f} of {theirs['call']}")
+    assert ours["call"] <= most * theirs["call"]
 
 
 @pytest.fixture(scope="module")

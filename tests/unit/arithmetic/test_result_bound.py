@@ -155,6 +155,27 @@ def test_running_out_of_memory_is_no_reason_to_try_again(error):
     assert len(calls) == 1
 
 
+def test_a_weight_without_room_beside_its_fp16_form_is_measured_in_that():
+    """As one that is cast on the device; a weight past fp16's range is then asked for in fp32, and each once a call."""
+    modules, asked = [linear(), linear(scale=1e6)], []
+    calibration, operations = layers(*modules)
+
+    def weights(module, x, dtype, bias_dtype=torch.float32):
+        asked.append(dtype)
+        if dtype is None:
+            raise torch.OutOfMemoryError("on purpose")
+        return plain_weights(module, x, dtype, bias_dtype)
+
+    for operation in operations:
+        operation.weights = weights
+    x = torch.randn(4, 64)
+    for _ in range(2):
+        results = calibration.run(lambda: [operation(x) for operation in operations])
+        assert all(relative_error(module(x), result) < 2e-3 for module, result in zip(modules, results, strict=True))
+    half, whole = torch.float16, torch.float32
+    assert asked == [None, half, half, half, whole, half, whole] and calibration.spares_memory
+
+
 def test_a_shared_input_is_held_to_the_narrowest_range():
     modules = [linear(), linear(scale=500.0)]
     calibration, operations = layers(*modules)
