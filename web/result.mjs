@@ -31,7 +31,7 @@ export function sentenceOf({ sentence, values }) {
 /** What a node that was executed is told of in messages. @param {Result | null} result @param {string[]} [unmatched] rules that match no layer */
 export function toastsOf(result, unmatched) {
   const severity = result?.tone === "good" ? "success" : "warn";
-  const told = result?.toast ? [{ severity, summary: `Halfsafe: ${sentenceOf(result)}`, life: 12000 }] : [];
+  const told = result?.toast ? [{ severity, summary: `Halfsafe: ${sentenceOf(result)}`, life: 6000 }] : [];
   return unmatched ? [...told, { severity: "warn", summary: `Halfsafe: ${t("rules that match no layer of this model")}`, detail: unmatched.join("\n"), life: 20000 }] : told;
 }
 

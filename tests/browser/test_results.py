@@ -71,6 +71,7 @@ def test_results_are_on_their_nodes_and_a_saved_file_is_told(small: ComfyPage, p
     assert any(text.startswith("Best here: ") for text in found) and "Finite: no NaN and no Inf." in found
     assert any("auto computes in" in text for text in found)
     assert sorted(toast["summary"].split()[1] for toast in shown()) == ["Best", "Saved", "rules"]
+    assert all(toast.get("life", 0) <= 6000 for toast in shown() if toast["severity"] == "success"), "it covers a corner of what was drawn"
     assert [toast["detail"] for toast in shown() if "match no layer" in toast["summary"]] == ["blocks.77.* storage=bf16"]
     assert small.found("() => [...document.querySelectorAll('.hs-pictures img')].map((image) => image.naturalWidth)", [64, 64]) == [64, 64]
     small.zoom_to("HalfsafeCompareImages")
