@@ -25,7 +25,7 @@ export function resultIn(output) {
 
 /** @param {Result} result */
 export function sentenceOf({ sentence, values }) {
-  return t(sentence, values);
+  return t(sentence, Object.fromEntries(Object.entries(values).map(([name, value]) => [name, typeof value === "string" ? said(value) : value])));
 }
 
 /** What a node that was executed is told of in messages. @param {Result | null} result @param {string[]} [unmatched] rules that match no layer */
