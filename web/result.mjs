@@ -61,8 +61,8 @@ function partsOf(result) {
 function tableOf({ head, rows, marked }) {
   const body = rows.map((row, place) => {
     const [name, ...cells] = row.slice(0, head.length);
-    const settings = name.split(" = ").flatMap((setting, number) => [number ? " = " : "", nameOf(setting)]);
-    return el("tr", { "data-marked": String(place === marked), title: said(row[head.length] ?? "") || null }, el("td", {}, ...settings), ...cells.map((text) => el("td", { text: said(text) })));
+    const words = name.split(" ").flatMap((word, number) => [number ? " " : "", nameOf(word)]);
+    return el("tr", { "data-marked": String(place === marked), title: said(row[head.length] ?? "") || null }, el("td", {}, ...words), ...cells.map((text) => el("td", { text: said(text) })));
   });
   const heads = head.map((text) => el("th", { scope: "col", title: meanings()[text], text: t(text) }));
   return el("table", { class: "hs-figures" }, el("thead", {}, el("tr", {}, ...heads)), el("tbody", {}, ...body));

@@ -97,7 +97,7 @@ def _report(sheet: Sheet, model: Output, after: Output, height: int) -> None:
 
 
 def _one_node(sheet: Sheet, column: int = 1, **given: Output) -> tuple[Output, Output, Output]:
-    node = sheet.add("HalfsafeAutoPrecision", column, 446, "balanced", "retry_higher", "off", **given)
+    node = sheet.add("HalfsafeAutoPrecision", column, 472, "balanced", "retry_higher", "off", **given)
     return Output(node, 0), Output(node, 1), Output(node, 2)
 
 
@@ -298,7 +298,7 @@ def with_z_image(sheet: Sheet) -> None:
     _with(sheet, "Z-Image Turbo", 21, "In fp16 ComfyUI clamps what overflows in it; `fp16_safe` has nothing to clamp.\n\n", 210)
     loaded = _stock(sheet, "z_image_turbo_bf16.safetensors"), _stock_text(sheet, "qwen_3_4b.safetensors", "lumina2"), _stock_vae(sheet, "ae.safetensors")
     model, clip, vae = _one_node(sheet, **dict(zip(("model", "clip", "vae"), loaded, strict=True)))
-    shifted = Output(sheet.add("ModelSamplingAuraFlow", 1, 62, 3.0, model=model))
+    shifted = Output(sheet.add("ModelSamplingAuraFlow", 1, 62, 3.0, folded=True, model=model))
     asked = _prompt_alone(sheet, clip, 2)
     latent = _sample_stock(sheet, shifted, asked, _empty(sheet, "EmptySD3LatentImage", 1024), 8, 1.0, "res_multistep")
     _picture(sheet, latent, vae, "z-image-turbo", height=340)
@@ -309,7 +309,7 @@ def with_qwen_image(sheet: Sheet) -> None:
     model = _stock(sheet, "qwen_image_fp8_e4m3fn.safetensors")
     clip = _stock_text(sheet, "qwen_2.5_vl_7b_fp8_scaled.safetensors", "qwen_image")
     model, clip, vae = _one_node(sheet, model=model, clip=clip, vae=_stock_vae(sheet, "qwen_image_vae.safetensors"))
-    shifted = Output(sheet.add("ModelSamplingAuraFlow", 1, 62, 3.1, model=model))
+    shifted = Output(sheet.add("ModelSamplingAuraFlow", 1, 62, 3.1, folded=True, model=model))
     asked = _prompts(sheet, clip, 2, 160)
     latent = _sample_stock(sheet, shifted, asked, _empty(sheet, "EmptySD3LatentImage", 1328), 20, 4.0)
     _picture(sheet, latent, vae, "qwen-image", height=340)

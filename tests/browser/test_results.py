@@ -36,7 +36,7 @@ IN_SIGHT = """() => { const { ds, canvas, selectedItems } = app.canvas, page = c
     return [...selectedItems].filter(({ pos, size }) => { const [[left, top], [right, bottom]] = [seen(pos), seen([pos[0] + size[0], pos[1] + size[1]])];
         return left >= side.right && top >= page.top && right <= page.right && bottom <= page.bottom; }).map((node) => node.type); }"""
 PLACE = """() => { const one = app.graph.nodes.find((n) => n.type === "HalfsafeAutoPrecision"), title = LiteGraph.NODE_TITLE_HEIGHT;
-    const box = ({ pos, size }, top) => ({ left: pos[0], top: pos[1] - top, right: pos[0] + size[0], bottom: pos[1] + size[1] }), mine = box(one, title);
+    const box = ({ pos, size, flags }, top) => ({ left: pos[0], top: pos[1] - top, right: pos[0] + size[0], bottom: pos[1] + (flags?.collapsed ? 0 : size[1]) }), mine = box(one, title);
     const boxes = [...app.graph.nodes.filter((n) => n !== one).map((n) => [n.type, box(n, title)]), ...app.graph.groups.map((g) => [g.title, box(g, 0)])];
     const meets = boxes.filter(([, b]) => b.left < mine.right && mine.left < b.right && b.top < mine.bottom && mine.top < b.bottom).map(([name]) => name);
     const [loader, sampler] = ["HalfsafeLoadDiffusionModel", "KSampler"].map((type) => boxes.find(([name]) => name === type)[1]);
