@@ -5,6 +5,9 @@ import { t } from "./words.mjs";
 
 const RULES = "HalfsafeLayerRules";
 const ONE = "HalfsafeAutoPrecision";
+const PLANNERS = [ONE, "HalfsafeComputeDtype"];
+/** The mode of a node that is neither muted nor bypassed. */
+const RUNS = 0;
 const MEASURE = "HalfsafeMeasurePrecisions";
 const GAP = 40;
 /** The workflows' columns are as wide, in pixels at scale 1. */
@@ -73,6 +76,12 @@ export function upstream(node) {
     for (const slot of (next.inputs ?? []).keys()) open.push(next.getInputNode(slot));
   }
   return found;
+}
+
+/** Whether all that a node's model goes to plans its arithmetic anew. @param {any} node @returns {boolean} */
+export function isPlannedAnew(node) {
+  const next = (node.outputs ?? []).flatMap((/** @type {any} */ { type }, /** @type {number} */ slot) => (type === "MODEL" ? node.getOutputNodes(slot) ?? [] : []));
+  return next.length > 0 && next.every((/** @type {any} */ one) => (PLANNERS.includes(one.comfyClass) && one.mode === RUNS) || isPlannedAnew(one));
 }
 
 /** The places where a node uses something up: inputs of a type in nodes that do not pass it on. @param {any[]} nodes @param {string} type */

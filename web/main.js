@@ -8,7 +8,7 @@ import { reportIn } from "./report.mjs";
 import { ResultPanel, resultIn, sentenceOf, toastsOf } from "./result.mjs";
 import { RulesNote } from "./rules.mjs";
 import { errorOf, RunLog, toastFor } from "./run.mjs";
-import { allNodes, guardWorkflow, keepRules, measureWorkflow, showMe, showNodes, unguardWorkflow, upstream } from "./graph.mjs";
+import { allNodes, guardWorkflow, isPlannedAnew, keepRules, measureWorkflow, showMe, showNodes, unguardWorkflow, upstream } from "./graph.mjs";
 import { drawSidebar } from "./sidebar.mjs";
 import { Toasts } from "./toasts.mjs";
 import { loadWords, t } from "./words.mjs";
@@ -69,7 +69,8 @@ let watched = { revision: 0, tooltip: "" };
 /** A badge's words, those with a translation in the page's language. @param {any} node @param {any} output */
 function badgeText(node, output) {
   const words = (output?.halfsafe_badge?.[0] ?? "").split(BETWEEN_WORDS);
-  if (words[1] && fellBack.has(placeOf(node))) words[1] = "fp16_safe";
+  if (isPlannedAnew(node)) words.splice(1, 1);
+  else if (words[1] && fellBack.has(placeOf(node))) words[1] = "fp16_safe";
   else if (words[1] && log.run?.state === "running" && node.comfyClass !== SUMS) words[1] = t("plans {mode}", { mode: words[1] });
   return words.map((/** @type {string} */ word) => t(word)).join(BETWEEN_WORDS);
 }

@@ -25,13 +25,13 @@ export function resultIn(output) {
 
 /** @param {Result} result */
 export function sentenceOf({ sentence, values }) {
-  return t(sentence, values);
+  return t(sentence, Object.fromEntries(Object.entries(values).map(([name, value]) => [name, typeof value === "string" ? said(value) : value])));
 }
 
 /** What a node that was executed is told of in messages. @param {Result | null} result @param {string[]} [unmatched] rules that match no layer */
 export function toastsOf(result, unmatched) {
   const severity = result?.tone === "good" ? "success" : "warn";
-  const told = result?.toast ? [{ severity, summary: `Halfsafe: ${sentenceOf(result)}`, life: 12000 }] : [];
+  const told = result?.toast ? [{ severity, summary: `Halfsafe: ${sentenceOf(result)}`, life: 6000 }] : [];
   return unmatched ? [...told, { severity: "warn", summary: `Halfsafe: ${t("rules that match no layer of this model")}`, detail: unmatched.join("\n"), life: 20000 }] : told;
 }
 
@@ -61,8 +61,8 @@ function partsOf(result) {
 function tableOf({ head, rows, marked }) {
   const body = rows.map((row, place) => {
     const [name, ...cells] = row.slice(0, head.length);
-    const settings = name.split(" = ").flatMap((setting, number) => [number ? " = " : "", nameOf(setting)]);
-    return el("tr", { "data-marked": String(place === marked), title: said(row[head.length] ?? "") || null }, el("td", {}, ...settings), ...cells.map((text) => el("td", { text: said(text) })));
+    const words = name.split(" ").flatMap((word, number) => [number ? " " : "", nameOf(word)]);
+    return el("tr", { "data-marked": String(place === marked), title: said(row[head.length] ?? "") || null }, el("td", {}, ...words), ...cells.map((text) => el("td", { text: said(text) })));
   });
   const heads = head.map((text) => el("th", { scope: "col", title: meanings()[text], text: t(text) }));
   return el("table", { class: "hs-figures" }, el("thead", {}, el("tr", {}, ...heads)), el("tbody", {}, ...body));

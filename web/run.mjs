@@ -79,7 +79,7 @@ export function toastFor(message, first) {
   const drift = event?.kind === "drift";
   const name = /** @type {keyof ReturnType<typeof causes>} */ (drift ? "drift" : verdict);
   const summary = `Halfsafe: ${causes()[name] ?? verdictText(verdict)}`;
-  if (verdict === "recovered" && event && !drift) return { severity: "success", summary, detail: [curedText(event), said(event.evidence)].filter(Boolean).join(" "), life: 8000 };
+  if (verdict === "recovered" && event && !drift) return { severity: "success", summary, detail: [curedText(event), said(event.evidence)].filter(Boolean).join(" "), life: 5000 };
   const what = saidText(message);
   const detail = [drift && event ? whatIn(event) : isTranslated() ? what : firstSentence(what), said(message.advice)].filter(Boolean).join(" ");
   return { severity: drift ? "warn" : "error", summary, detail, life: 20000 };

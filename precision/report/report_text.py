@@ -32,7 +32,7 @@ def _head(report: dict) -> list[str]:
             ", ".join(name for name, on in device["capabilities"].items() if on is wanted) or "nothing"
             for wanted in (True, False)
         )
-        lines += wrapped(f"can: {can}; cannot: {cannot}", "        ")
+        lines += wrapped(f"in hardware: {can}; emulated or absent: {cannot}", "        ")
     size = f"{count_text(model['parameters'])} parameters, {size_text(model['weight_bytes'])}"
     lines += hanging("Model   ", f"{model['class'] or 'unknown class'}, {size} of weights")
     return lines + paragraph((f"{name}: {why}" for name, why in report["decisions"].items()), "        ")

@@ -15,6 +15,7 @@ from .sensitivity import BARRED, CHOSEN, KEPT, PINNED, UNUSED, Analysis, LayerRe
 
 HEAD = ("layer", "weight dB", "output dB", "channel dB", "outcome")
 WORST = 16
+NO_ERROR = "no error"
 
 
 def rules_of(analysis: Analysis) -> Rules:
@@ -83,10 +84,8 @@ def decibel_text(value: float | None, lost: str = "overflow") -> str:
 
 
 def whole_decibel_text(value: float) -> str:
-    """Write the SNR of a final latent, with its unit: "31.5 dB", "no error at all", "NaN or Inf"."""
-    if math.isfinite(value):
-        return f"{value:.1f} dB"
-    return "no error at all" if value > 0 else "NaN or Inf"
+    """Write the SNR of a final latent, with its unit: "31.5 dB", "no error", "NaN or Inf"."""
+    return f"{value:.1f} dB" if math.isfinite(value) else NO_ERROR if value > 0 else "NaN or Inf"
 
 
 def outcome(analysis: Analysis) -> list[str]:

@@ -4,7 +4,7 @@ import math
 
 from ..base.text import paragraph, size_text, table
 from ..plan.goal import GOALS
-from ..report.result import BAD, BEST, GOOD, NONE_WORKS, WARN, Result
+from ..report.result import BAD, BEST, GOOD, NONE_WORKS, UNRANKED, WARN, Result
 from ..report.view import shares
 from .analysis_text import decibel_text, whole_decibel_text
 from .tradeoffs import CLOSE, FLOORS, Measurements, Tradeoff
@@ -41,7 +41,8 @@ def result_of(found: Measurements, text: str) -> Result:
         "memory": size_text(best.bytes),
         "snr": whole_decibel_text(best.snr_db),
     }
-    return Result(BEST, values, WARN if best.is_noisy else GOOD, TABLE, rows, 0, text, toast=True)
+    sentence, tone, marked = (UNRANKED, WARN, None) if best.is_noisy else (BEST, GOOD, 0)
+    return Result(sentence, values, tone, TABLE, rows, marked, text, toast=True)
 
 
 def _cells(row: Tradeoff, name: str) -> list[str]:
@@ -93,5 +94,6 @@ def _best(found: Measurements) -> list[str]:
 
 def _choice(row: Tradeoff, goal: str) -> str:
     short = "" if row.snr_db >= FLOORS.get(goal, -math.inf) else ", below what the goal asks: the closest there is"
+    short += f", {NOISY}" if row.is_noisy else ""
     figures = f"{seconds_text(row.seconds)} s/step, {size_text(row.bytes)}, {whole_decibel_text(row.snr_db)}{short}"
     return f"storage {row.storage}, compute {row.setting.compute} ({figures})"

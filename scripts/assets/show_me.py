@@ -83,11 +83,11 @@ def main() -> None:
     model = ("MODEL", "MODEL")
     both = {"inputs": [("As it is", "MODEL"), ("Through Halfsafe", "MODEL")], "outputs": [("As it is", "IMAGE"), ("Through Halfsafe", "IMAGE")]}
     nodes = [
-        node(1, "HalfsafeLoadDiffusionModel", (0, 440), (270, 120), "A small model that overflows in fp16", [FILE, "fp16", "fp16"], outputs=[model]),
-        node(2, "HalfsafeNaNGuard", (280, 440), (225, 120), "", ["retry_higher", 8, "off"], inputs=[("model", "MODEL")], outputs=[model]),
-        node(3, DRAWING, (520, 440), (170, 120), "Draw a heart with both", [], **both) | {"flags": {"collapsed": True}},
-        node(4, "PreviewImage", (0, 0), (340, 380), "As it is", [], inputs=[("images", "IMAGE")]),
-        node(5, "PreviewImage", (350, 0), (340, 380), "Through Halfsafe", [], inputs=[("images", "IMAGE")]),
+        node(1, "HalfsafeLoadDiffusionModel", (0, 400), (276, 120), "A small model that overflows in fp16", [FILE, "fp16", "fp16"], outputs=[model]),
+        node(2, "HalfsafeNaNGuard", (286, 400), (225, 120), "", ["retry_higher", 8, "off"], inputs=[("model", "MODEL")], outputs=[model]),
+        node(3, DRAWING, (620, 290), (170, 120), "Draw a heart with both", [], **both) | {"flags": {"collapsed": True}},
+        node(4, "PreviewImage", (0, 0), (300, 340), "As it is", [], inputs=[("images", "IMAGE")]),
+        node(5, "PreviewImage", (310, 0), (300, 340), "Through Halfsafe", [], inputs=[("images", "IMAGE")]),
     ]
     links = linked(nodes, [(1, 0, 2, 0), (1, 0, 3, 0), (2, 0, 3, 1), (3, 0, 4, 0), (3, 1, 5, 0)], 1)
     rows = [[link[key] for key in ("id", "origin_id", "origin_slot", "target_id", "target_slot", "type")] for link in links]

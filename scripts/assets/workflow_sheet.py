@@ -15,13 +15,14 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 PACK = {"cnr_id": PROJECT["name"], "ver": PROJECT["version"]}
 CORE = {"cnr_id": "comfy-core", "ver": "0.29.0"}
 WIDGETS = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO", "COMFY_DYNAMICCOMBO_V3"}
-GAP, TITLE = 24, 30
-COLUMNS = ((0, 300), (320, 300), (640, 320), (980, 320))
-"""Left and width of each: what is 1,300 wide and 750 high, a page of 1366 x 768 opens at three quarters of its size or larger."""
-WIDE_THIRD = ((0, 300), (310, 300), (620, 420), (1050, 250))
-WIDE_LAST = ((0, 300), (314, 270), (598, 270), (882, 418))
-"""For the table of a result in the third or last column, which it is wide enough for."""
-NARROW = ((0, 250), (262, 250), (524, 250), (786, 250), (1048, 252))
+TITLE, GAP, BADGE, FOLDED = 30, 12, 12, 1
+"""Heights in pixels at scale 1: a badge is drawn above the title of the pack's own nodes."""
+COLUMNS = ((0, 240), (250, 225), (485, 313), (808, 250))
+"""Left and width of each. ComfyUI fits a template into three quarters of the page: what is 1,058 wide and 586 high, 1366 x 768 pixels show at 95 %."""
+WIDE_SECOND = ((0, 250), (260, 278), (548, 250), (808, 250))
+TWO_NODES = ((0, 226), (236, 276), (522, 276), (808, 250))
+WIDE_LAST = ((0, 240), (250, 250), (510, 250), (770, 288))
+"""For the result of the one node in the second column, of two, or of a comparison in the last."""
 
 
 class Output(NamedTuple):
@@ -49,7 +50,7 @@ class Sheet:
 
     def leave(self, column: int, height: int) -> None:
         """Keep the top of a column free for a picture, which is added when what draws it is."""
-        self.ends[column] = height + TITLE + GAP
+        self.ends[column] = height
 
     def add(self, kind: str, column: int, height: int, *values: object, title: str = "", top: int | None = None, folded: bool = False, **sources: Output) -> int:
         """Put a node below the others of its column, or at its ``top``. Returns its id.
@@ -96,10 +97,11 @@ class Sheet:
         number = len(self.nodes) + 1
         left, width = self.columns[column]
         if top is None:
-            top = self.ends.get(column, 0)
-            self.ends[column] = top + (0 if folded else height) + TITLE + GAP
+            badge = BADGE if kind.startswith("Halfsafe") else 0
+            top = self.ends[column] + GAP + badge + TITLE if column in self.ends else 0
+            self.ends[column] = top + (0 if folded else height)
         self.nodes.append({
-            "id": number, "type": kind, "pos": [left, top], "size": [width, height], "flags": {"collapsed": True} if folded else {}, "order": number - 1, "mode": 0,
+            "id": number, "type": kind, "pos": [left, top], "size": [width, FOLDED if folded else height], "flags": {"collapsed": True} if folded else {}, "order": number - 1, "mode": 0,
             "inputs": inputs,
             "outputs": [{"name": name, "type": slot, "links": []} for name, slot in outputs],
             "properties": {**properties, "Node name for S&R": kind},

@@ -19,7 +19,7 @@ sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "scripts" / "assets")]
 
 from setup.comfyui_server import Server, make_base_directory  # noqa: E402
 from workflow_models import FILES  # noqa: E402
-from workflow_sheet import NARROW, WIDE_LAST, WIDE_THIRD, Output, Sheet  # noqa: E402
+from workflow_sheet import TWO_NODES, WIDE_LAST, WIDE_SECOND, Output, Sheet  # noqa: E402
 
 FP16 = "wan2.1_t2v_1.3B_fp16.safetensors"
 TEXT, WAN_VAE = "umt5_xxl_fp8_e4m3fn_scaled.safetensors", "wan_2.1_vae.safetensors"
@@ -52,121 +52,121 @@ def _object_info() -> dict:
         return server.object_info()
 
 
-def _load(sheet: Sheet, storage: str, compute: str, column: int = 0, file: str = FP16, title: str = "", **sources: Output) -> Output:
-    return Output(sheet.add("HalfsafeLoadDiffusionModel", column, 140, file, storage, compute, title=title, **sources))
+def _load(sheet: Sheet, storage: str, compute: str, column: int = 0, file: str = FP16, title: str = "Load Model (Halfsafe)", folded: bool = False, **sources: Output) -> Output:
+    return Output(sheet.add("HalfsafeLoadDiffusionModel", column, 142, file, storage, compute, title=title, folded=folded, **sources))
 
 
-def _load_text_and_vae(sheet: Sheet, text: int = 1, folded: bool = False) -> tuple[Output, Output]:
-    """The prompt's column has the text encoder, the first one the VAE."""
-    clip = sheet.add("HalfsafeLoadCLIP", text, 240, TEXT, "wan", "auto", "auto", "none", "none", "none", folded=folded)
-    return Output(clip), Output(sheet.add("HalfsafeLoadVAE", 0, 80, WAN_VAE, "auto", folded=folded))
+def _load_text(sheet: Sheet, column: int = 0, file: str = TEXT, kind: str = "wan") -> Output:
+    return Output(sheet.add("HalfsafeLoadCLIP", column, 240, file, kind, "auto", "auto", "none", "none", "none", folded=True))
 
 
-def _prompts(sheet: Sheet, clip: Output, column: int = 1, aside: bool = False) -> dict[str, Output]:
-    """Both prompts; ``aside`` folds the negative one into the next column."""
-    positive = sheet.add("CLIPTextEncode", column, 80 if aside else 100, ASKED, title="Prompt", clip=clip)
-    negative = sheet.add("CLIPTextEncode", column + aside, 80, UNWANTED, title="Negative prompt", folded=aside, clip=clip)
+def _load_vae(sheet: Sheet, column: int = 0, file: str = WAN_VAE) -> Output:
+    return Output(sheet.add("HalfsafeLoadVAE", column, 80, file, "auto", folded=True))
+
+
+def _prompts(sheet: Sheet, clip: Output, column: int = 1, height: int = 102) -> dict[str, Output]:
+    positive = sheet.add("CLIPTextEncode", column, height, ASKED, title="Prompt", clip=clip)
+    negative = sheet.add("CLIPTextEncode", column, 80, UNWANTED, title="Negative prompt", folded=True, clip=clip)
     return {"positive": Output(positive), "negative": Output(negative)}
 
 
 def _prompt_alone(sheet: Sheet, clip: Output, column: int) -> dict[str, Output]:
     """For a model that was made for cfg 1: what is not wanted is empty."""
     positive = Output(sheet.add("CLIPTextEncode", column, 160, ASKED, title="Prompt", clip=clip))
-    return {"positive": positive, "negative": Output(sheet.add("ConditioningZeroOut", column, 30, conditioning=positive))}
+    return {"positive": positive, "negative": Output(sheet.add("ConditioningZeroOut", column, 30, folded=True, conditioning=positive))}
 
 
-def _frame(sheet: Sheet, column: int = 1, folded: bool = False) -> Output:
-    return Output(sheet.add("EmptyHunyuanLatentVideo", column, 130, 832, 480, 1, 1, folded=folded))
+def _frame(sheet: Sheet, column: int = 1, width: int = 832, height: int = 480) -> Output:
+    return Output(sheet.add("EmptyHunyuanLatentVideo", column, 130, width, height, 1, 1, title="Empty latent", folded=True))
 
 
-def _sample(sheet: Sheet, model: Output, asked: dict[str, Output], column: int = 2, control: str = "randomize", title: str = "") -> Output:
+def _sample(sheet: Sheet, model: Output, asked: dict[str, Output], column: int, control: str = "fixed", title: str = "", folded: bool = True) -> Output:
     values = (SEED, control, 20, 6.0, "euler", "simple", 1.0)
-    return Output(sheet.add("KSampler", column, 270, *values, title=title, model=model, **asked))
+    return Output(sheet.add("KSampler", column, 262, *values, title=title, folded=folded, model=model, **asked))
 
 
-def _picture(sheet: Sheet, latent: Output, vae: Output, name: str, decoded: int = 3, column: int = 3, height: int = 320, title: str = "") -> Output:
+def _picture(sheet: Sheet, latent: Output, vae: Output, name: str, column: int = 3, height: int = 276, title: str = "", decoded: int = 3) -> Output:
     """A picture at the top of its column, where neither the page's map nor its edge covers it."""
     image = Output(sheet.add("VAEDecode", decoded, 50, folded=True, samples=latent, vae=vae))
     sheet.add("SaveImage", column, height, f"halfsafe/{name}", title=title, top=0, images=image)
     return image
 
 
-def _report(sheet: Sheet, model: Output, after: Output, column: int = 2) -> None:
-    sheet.add("HalfsafeReport", column, 380, model=model, after=after)
+def _report(sheet: Sheet, model: Output, after: Output, height: int) -> None:
+    sheet.add("HalfsafeReport", 2, height, model=model, after=after)
 
 
-def _one_node(sheet: Sheet, height: int = 440, column: int = 1, **given: Output) -> tuple[Output, Output, Output]:
-    node = sheet.add("HalfsafeAutoPrecision", column, height, "balanced", "retry_higher", "off", **given)
+def _one_node(sheet: Sheet, column: int = 1, **given: Output) -> tuple[Output, Output, Output]:
+    node = sheet.add("HalfsafeAutoPrecision", column, 472, "balanced", "retry_higher", "off", **given)
     return Output(node, 0), Output(node, 1), Output(node, 2)
 
 
-def _built_in(sheet: Sheet, compute: str, text: int) -> tuple[Output, Output, Output, Output]:
-    """The pack's own model, which overflows in fp16 and draws a red heart whatever is asked for, and its size."""
-    model = _load(sheet, "auto", compute, 0, BUILT_IN, "A small built-in model")
-    clip = sheet.add("HalfsafeLoadCLIP", text, 240, BUILT_IN, "sd3", "auto", "auto", "none", "none", "none")
-    vae = sheet.add("HalfsafeLoadVAE", 0, 80, BUILT_IN, "auto", folded=True)
-    return model, Output(clip), Output(vae), Output(sheet.add("EmptyHunyuanLatentVideo", 0, 130, 128, 128, 1, 1, folded=True))
+def _built_in(sheet: Sheet, compute: str) -> Output:
+    """The pack's own model, which overflows in fp16 and draws a red heart whatever is asked for."""
+    return _load(sheet, "auto", compute, 0, BUILT_IN, "A small built-in model")
 
 
 def _heart(sheet: Sheet, clip: Output, column: int) -> dict[str, Output]:
-    positive = Output(sheet.add("CLIPTextEncode", column, 90, "a red heart", title="Prompt", clip=clip))
+    positive = Output(sheet.add("CLIPTextEncode", column, 102, "a red heart", title="Prompt", clip=clip))
     return {"positive": positive, "negative": positive}
 
 
-def _sample_built_in(sheet: Sheet, model: Output, asked: dict[str, Output], column: int, title: str = "") -> Output:
+def _sample_built_in(sheet: Sheet, model: Output, asked: dict[str, Output], column: int = 1, title: str = "", folded: bool = False) -> Output:
     values = (7, "fixed", 16, 1.0, "euler", "simple", 1.0)
-    return Output(sheet.add("KSampler", column, 270, *values, title=title, model=model, **asked))
+    return Output(sheet.add("KSampler", column, 262, *values, title=title, folded=folded, model=model, **asked))
 
 
-def _enlarged(sheet: Sheet, latent: Output, vae: Output, column: int, folder: str, shown: int = 3, height: int = 320, title: str = "") -> Output:
-    """The picture of 128 x 128, large enough to be seen."""
-    image = Output(sheet.add("VAEDecode", column, 50, folded=True, samples=latent, vae=vae))
-    large = Output(sheet.add("ImageScale", column, 130, "lanczos", 384, 384, "disabled", title="Enlarge", folded=True, image=image))
-    sheet.add("SaveImage", shown, height, f"halfsafe/{folder}", title=title, top=0, images=large)
+def _enlarged(sheet: Sheet, latent: Output, vae: Output, folder: str, column: int = 3, title: str = "", decoded: int = 3) -> Output:
+    """The picture of 128 x 128 at the top of its column, large enough to be seen."""
+    image = Output(sheet.add("VAEDecode", decoded, 50, folded=True, samples=latent, vae=vae))
+    large = Output(sheet.add("ImageScale", 3, 130, "lanczos", 384, 384, "disabled", title="Enlarge", folded=True, image=image))
+    sheet.add("SaveImage", column, 310, f"halfsafe/{folder}", title=title, top=0, images=large)
     return large
 
 
 def fix_black_images(sheet: Sheet) -> None:
+    sheet.columns = WIDE_SECOND
     sheet.note(
         "# No more black images\n\n## Press Run: black without Halfsafe, right with it.\n\nThe small model that comes with Halfsafe overflows in fp16. "
         "The **Halfsafe** node picks arithmetic for your device, repeats a step that would come out black, and lists what it did on itself.\n\n"
-        "**Your own graph:** open it, then click *Guard this workflow* in the Halfsafe sidebar. That adds this one node. Nothing is downloaded here.", 300)  # fmt: skip
-    sheet.leave(1, 310)
+        "**Your own graph:** open it, then click *Guard this workflow* in the Halfsafe sidebar. That adds this one node. Nothing is downloaded here.", 262)  # fmt: skip
     sheet.leave(2, 310)
-    model, clip, vae, frame = _built_in(sheet, "fp16", 1)
-    guarded, safe_clip, safe_vae = _one_node(sheet, 350, 2, model=model, clip=clip, vae=vae)
-    asked = _heart(sheet, safe_clip, 1) | {"latent_image": frame}
-    without = _sample_built_in(sheet, model, asked, 3, "Without Halfsafe")
-    _enlarged(sheet, without, vae, 0, "without", 1, 310, "Without Halfsafe")
-    repaired = _sample_built_in(sheet, guarded, asked, 3, "With Halfsafe")
-    _enlarged(sheet, repaired, safe_vae, 3, "with", 2, 310, "With Halfsafe")
+    sheet.leave(3, 310)
+    model, vae, frame = _built_in(sheet, "fp16"), _load_vae(sheet, 0, BUILT_IN), _frame(sheet, 0, 128, 128)
+    clip = _load_text(sheet, 2, BUILT_IN, "sd3")
+    guarded, safe_clip, safe_vae = _one_node(sheet, model=model, clip=clip, vae=vae)
+    asked = _heart(sheet, safe_clip, 2) | {"latent_image": frame}
+    without = _sample_built_in(sheet, model, asked, 1, "Without Halfsafe", folded=True)
+    repaired = _sample_built_in(sheet, guarded, asked, 1, "With Halfsafe", folded=True)
+    _enlarged(sheet, without, vae, "without", 2, "Without Halfsafe", 2)
+    _enlarged(sheet, repaired, safe_vae, "with", 3, "With Halfsafe")
 
 
 def find_the_layer(sheet: Sheet) -> None:
     sheet.note(
         "# Which layer turns it black?\n\n## Press Run, then read *Guard* in the report.\n\nThis small built-in model computes in **fp16**, whose largest "
         "number is 65504. It exceeds that, and its picture would be black. **NaN Guard** finds the layer, repeats the step with that layer in a wider format, and tells you. "
-        "**Guard VAE** does so for the decoder.\n\nThe report says which step and layer, and from which format to which. "
-        "Ctrl+B on NaN Guard shows the black picture.\n\nIn your own graph: NaN Guard behind the model's loader.", 320)  # fmt: skip
-    model, clip, vae, frame = _built_in(sheet, "fp16", 1)
-    asked = _heart(sheet, clip, 1) | {"latent_image": frame}
-    guarded = Output(sheet.add("HalfsafeNaNGuard", 1, 110, "retry_higher", 8, "off", model=model))
-    safe_vae = Output(sheet.add("HalfsafeGuardVAE", 1, 60, "retry_higher", vae=vae))
-    latent = _sample_built_in(sheet, guarded, asked, 2)
-    sheet.leave(3, 320)
-    _report(sheet, guarded, _enlarged(sheet, latent, safe_vae, 3, "rescued"))
+        "**Guard VAE** does so for the decoder.\n\nCtrl+B on NaN Guard shows the black picture.\n\n"
+        "In your own graph: NaN Guard behind the model's loader.", 300)  # fmt: skip
+    model, vae, clip = _built_in(sheet, "fp16"), _load_vae(sheet, 0, BUILT_IN), _load_text(sheet, 1, BUILT_IN, "sd3")
+    guarded = Output(sheet.add("HalfsafeNaNGuard", 2, 138, "retry_higher", 8, "off", model=model))
+    latent = _sample_built_in(sheet, guarded, _heart(sheet, clip, 1) | {"latent_image": _frame(sheet, 1, 128, 128)})
+    safe_vae = Output(sheet.add("HalfsafeGuardVAE", 1, 60, "retry_higher", folded=True, vae=vae))
+    sheet.leave(3, 310)
+    _report(sheet, guarded, _enlarged(sheet, latent, safe_vae, "rescued"), 364)
 
 
 def half_the_memory(sheet: Sheet) -> None:
     sheet.note(
         "# Half the memory\n\n## Press Run: the report lists each layer's format, and why.\n\n**Load Diffusion Model** keeps the weights in scaled fp8: half of 16 bit (0.6 to 0.7 for Flux and Qwen-Image). "
         "Layers that do not stand 8 bits stay as they are in the file.\n\nTry `storage` = **int8**: the error is smaller, and on RTX 20 and newer "
-        "it can be faster. `auto` goes below 16 bit only if the model does not fit.", 280)  # fmt: skip
+        "it can be faster. `auto` goes below 16 bit only if the model does not fit.", 290)  # fmt: skip
     model = _load(sheet, "fp8_e4m3fn", "auto")
-    clip, vae = _load_text_and_vae(sheet)
-    latent = _sample(sheet, model, _prompts(sheet, clip) | {"latent_image": _frame(sheet)})
-    sheet.leave(3, 320)
-    _report(sheet, model, _picture(sheet, latent, vae, "quick-fp8"))
+    vae, clip = _load_vae(sheet), _load_text(sheet, 1)
+    asked = _prompts(sheet, clip) | {"latent_image": _frame(sheet)}
+    latent = _sample(sheet, model, asked, 1, "randomize", folded=False)
+    sheet.leave(3, 276)
+    _report(sheet, model, _picture(sheet, latent, vae, "quick-fp8"), 550)
 
 
 def old_gpu(sheet: Sheet) -> None:
@@ -175,151 +175,153 @@ def old_gpu(sheet: Sheet) -> None:
         "and turn black; ComfyUI then falls back to slow fp32.\n\n`compute` = **fp16_safe** multiplies in fp16 and keeps everything between the "
         "products in fp32. The small built-in model here is black in `fp16`: try it.\n\nGTX 16 computes wrongly in fp16: choose `auto` there.\n\n"
         "Real models: *Halfsafe with Qwen-Image*, *with Z-Image Turbo*.", 350)  # fmt: skip
-    model, clip, vae, frame = _built_in(sheet, "fp16_safe", 1)
-    latent = _sample_built_in(sheet, model, _heart(sheet, clip, 1) | {"latent_image": frame}, 2)
-    sheet.leave(3, 320)
-    _report(sheet, model, _enlarged(sheet, latent, vae, 3, "old-gpu"))
+    model = _built_in(sheet, "fp16_safe")
+    clip, vae = _load_text(sheet, 1, BUILT_IN, "sd3"), _load_vae(sheet, 1, BUILT_IN)
+    latent = _sample_built_in(sheet, model, _heart(sheet, clip, 1) | {"latent_image": _frame(sheet, 1, 128, 128)})
+    sheet.leave(3, 310)
+    _report(sheet, model, _enlarged(sheet, latent, vae, "old-gpu"), 550)
 
 
 def which_precision(sheet: Sheet) -> None:
-    sheet.columns = WIDE_THIRD
     sheet.note(
-        "# Which precision for this card?\n\n## Press Run: four steps of your sampler for each candidate and the reference, 32 at most.\n\n**Measure Precisions** runs your prompt with each of its candidates and writes down the time of a "
-        "step, the memory and the error against fp32. Its first line names the best. Making the weights takes time too.\n\n"
-        "The second loader takes the best for *balanced* and draws with it.\n\nNumbers hold for this model, "
-        "size and card. Keep `as_file` in the first loader: what is quantized already cannot be compared with the original.", 390)  # fmt: skip
+        "# Which precision for this card?\n\n## Press Run: four steps of your sampler for each candidate and the reference, 32 at most.\n\n**Measure Precisions** runs your prompt in each candidate and writes down a "
+        "step's time, the memory and the error against fp32. Its first line names the best, which the second loader takes and draws with.\n\n"
+        "It holds for this model, size and card. The first loader stays on `as_file`, to compare with the original.", 300)  # fmt: skip
     original = _load(sheet, "as_file", "auto")
-    clip, vae = _load_text_and_vae(sheet, folded=True)
-    asked = _prompts(sheet, clip) | {"latent_image": _frame(sheet)}
-    measured = sheet.add("HalfsafeMeasurePrecisions", 2, 620, SEED, CANDIDATES, model=original, **asked)
+    asked = _prompts(sheet, _load_text(sheet), height=150) | {"latent_image": _frame(sheet)}
+    measured = sheet.add("HalfsafeMeasurePrecisions", 2, 546, SEED, CANDIDATES, model=original, **asked)
+    vae = _load_vae(sheet, 1)
     best = _load(sheet, "auto", "auto", 1, rules=Output(measured, 1))
-    sheet.leave(3, 320)
-    _picture(sheet, _sample(sheet, best, asked, 3, "fixed"), vae, "which-precision")
+    sheet.leave(3, 276)
+    _picture(sheet, _sample(sheet, best, asked, 3), vae, "which-precision")
 
 
 def fp8_against_the_original(sheet: Sheet) -> None:
     sheet.columns = WIDE_LAST
     sheet.note(
         "# What does fp8 cost?\n\n## Press Run, and compare both pictures.\n\nThe same prompt, seed and steps twice: with the weights as in the file, then in scaled fp8.\n\n"
-        "**Compare Images** gives the difference: PSNR (above about 40 dB it is hard to see), the largest error and SSIM. Pull the line in its panel from one picture to the other.\n\n"
-        "Change `storage` or `compute` of the second loader to compare anything else.", 260)  # fmt: skip
-    sheet.leave(1, 310)
-    sheet.leave(2, 310)
-    sheet.leave(3, 390)
+        "**Compare Images** says how far apart they are: above about 40 dB it is hard to see. Pull its line from one picture to the other.\n\n"
+        "Change the second loader to compare anything else.", 252)  # fmt: skip
+    for column, height in ((1, 276), (2, 276), (3, 390)):
+        sheet.leave(column, height)
     original = _load(sheet, "as_file", "auto")
-    changed = _load(sheet, "fp8_e4m3fn", "auto")
-    clip, vae = _load_text_and_vae(sheet, 0, folded=True)
-    asked = _prompts(sheet, clip, 1, True) | {"latent_image": _frame(sheet, 2, True)}
-    first = _sample(sheet, original, asked, 1, "fixed", "Original")
-    image = _picture(sheet, first, vae, "original", 3, 1, 310, "Original")
-    second = _sample(sheet, changed, asked, 2, "fixed", "fp8")
-    candidate = _picture(sheet, second, vae, "fp8", 3, 2, 310, "fp8")
+    changed = _load(sheet, "fp8_e4m3fn", "auto", 2)
+    clip, vae = _load_text(sheet), _load_vae(sheet)
+    asked = _prompts(sheet, clip) | {"latent_image": _frame(sheet)}
+    first = _sample(sheet, original, asked, 1, title="Original")
+    image = _picture(sheet, first, vae, "original", 1, title="Original")
+    second = _sample(sheet, changed, asked, 2, title="fp8")
+    candidate = _picture(sheet, second, vae, "fp8", 2, title="fp8", decoded=2)
     sheet.add("HalfsafeCompareImages", 3, 390, top=0, reference=image, candidate=candidate)
 
 
 def save_fp8(sheet: Sheet) -> None:
-    sheet.columns = WIDE_THIRD
     sheet.note(
-        "# Save your own fp8 file\n\n## Press Run: 8 to 52 steps of your sampler, about 24 on average.\n\n**Analyze Layers** runs the model on your prompt and measures, layer by layer, what fp8 would change. "
+        "# Save your own fp8 file\n\n## Press Run: 8 to 52 steps of your sampler, about 24 on average.\n\n**Analyze Layers** measures on your prompt what fp8 would change in each layer. "
         "Layers below the target become rules that keep them high.\n\n"
-        "**Save Model** writes a file with those rules, which ComfyUI's own loader reads too. Press R to find it among the diffusion models.\n\n"
-        "The second loader shows at once what the picture becomes. Raise `target_snr_db` to keep more layers, lower it for a smaller file.", 310)  # fmt: skip
+        "**Save Model** writes a file with those rules, which ComfyUI's own loader reads too: press R to find it.\n\n"
+        "Lower `target_snr_db` for a smaller file.", 264)  # fmt: skip
     model = _load(sheet, "as_file", "auto")
-    clip, vae = _load_text_and_vae(sheet, folded=True)
-    asked = _prompts(sheet, clip) | {"latent_image": _frame(sheet, folded=True)}
-    rules = Output(sheet.add("HalfsafeAnalyzeLayers", 2, 500, SEED, "fp8_e4m3fn", 25.0, "keep high", model=model, **asked))
-    sheet.add("HalfsafeSaveModel", 1, 240, "diffusion_models/halfsafe", "fp8_e4m3fn", model=model, rules=rules)
-    trial = _load(sheet, "fp8_e4m3fn", "auto", rules=rules)
-    sheet.leave(3, 320)
-    _picture(sheet, _sample(sheet, trial, asked, 3, "fixed"), vae, "analysed-fp8")
+    clip, frame = _load_text(sheet), _frame(sheet, 0)
+    sheet.leave(1, 286)
+    asked = _prompts(sheet, clip) | {"latent_image": frame}
+    rules = Output(sheet.add("HalfsafeAnalyzeLayers", 2, 546, SEED, "fp8_e4m3fn", 25.0, "keep high", model=model, **asked))
+    sheet.add("HalfsafeSaveModel", 1, 286, "diffusion_models/halfsafe", "fp8_e4m3fn", top=0, model=model, rules=rules)
+    vae = _load_vae(sheet, 1)
+    sheet.leave(3, 276)
+    trial = _load(sheet, "fp8_e4m3fn", "auto", 3, title="Load with the rules", folded=True, rules=rules)
+    _picture(sheet, _sample(sheet, trial, asked, 3), vae, "analysed-fp8")
 
 
 def save_calibrated(sheet: Sheet) -> None:
     sheet.note(
-        "# Save a calibrated int8 file\n\n## Press Run: 8 steps of your sampler, then a long save.\n\n**Calibrate** samples the model once on your prompt and sums what each layer meets. "
-        "**Save Model** rounds the weights by that: an int8 file closer to the original, of the same size and speed, that any ComfyUI loads.\n\n"
-        "The picture is the original's. Press R after the run and choose the saved file in the second loader to compare.\n\n"
-        "Several prompts: a **Calibrate** for each, chained by `previous`.", 310)  # fmt: skip
+        "# Save a calibrated int8 file\n\n## Press Run: 8 steps of your sampler, then a long save.\n\n**Calibrate** samples the model on your prompt and sums what each layer meets. "
+        "**Save Model** rounds the weights by that: an int8 file closer to the original, as small and fast, that any ComfyUI loads.\n\n"
+        "The picture is the original's. Press R after the run and choose the saved file in the second loader.", 264)  # fmt: skip
     model = _load(sheet, "as_file", "auto")
-    clip, vae = _load_text_and_vae(sheet, folded=True)
-    asked = _prompts(sheet, clip) | {"latent_image": _frame(sheet)}
+    clip, frame = _load_text(sheet), _frame(sheet, 0)
+    sheet.leave(1, 286)
+    asked = _prompts(sheet, clip) | {"latent_image": frame}
     calibration = Output(sheet.add("HalfsafeCalibrate", 2, 330, SEED, "", model=model, **asked))
-    sheet.add("HalfsafeSaveModel", 2, 240, "diffusion_models/halfsafe-calibrated", "int8", model=model, calibration=calibration)
-    trial = _load(sheet, "as_file", "auto")
-    sheet.leave(3, 320)
-    _picture(sheet, _sample(sheet, trial, asked, 3, "fixed"), vae, "calibrated")
+    sheet.add("HalfsafeSaveModel", 1, 286, "diffusion_models/halfsafe-calibrated", "int8", top=0, model=model, calibration=calibration)
+    vae = _load_vae(sheet, 1)
+    trial = _load(sheet, "as_file", "auto", 2)
+    sheet.leave(3, 276)
+    _picture(sheet, _sample(sheet, trial, asked, 3), vae, "calibrated")
 
 
 def faster_sums(sheet: Sheet) -> None:
     sheet.note(
         "# fp16 sums, where they are safe\n\n## Press Run: the report says which layers sum in fp16.\n\nRTX 20 to 50 multiply fp16 up to twice as fast if the sums are fp16 too. ComfyUI's `--fast "
         "fp16_accumulation` turns that on for everything.\n\n**Accumulation** does it for this model only, in layers whose sums are proven to fit into "
-        "fp16. The others keep fp32 sums, and the report names them. After each call torch's own switches are back as they were.\n\n"
-        "It acts on fp16 compute only, so the loader's `compute` is fp16.", 320)  # fmt: skip
+        "fp16. The others keep fp32 sums, and the report names them.\n\nIt acts on fp16 compute only.", 300)  # fmt: skip
     model = _load(sheet, "auto", "fp16")
-    fast = Output(sheet.add("HalfsafeAccumulation", 1, 160, "auto", "unchanged", "unchanged", "auto", "auto", model=model))
-    clip, vae = _load_text_and_vae(sheet, folded=True)
-    asked = _prompts(sheet, clip) | {"latent_image": _frame(sheet)}
-    latent = _sample(sheet, fast, asked)
-    sheet.leave(3, 320)
-    _report(sheet, fast, _picture(sheet, latent, vae, "accumulation"))
+    fast = Output(sheet.add("HalfsafeAccumulation", 2, 154, "auto", "unchanged", "unchanged", "auto", "auto", model=model))
+    sheet.leave(3, 276)
+    asked = _prompts(sheet, _load_text(sheet, 1)) | {"latent_image": _frame(sheet, 0)}
+    latent = _sample(sheet, fast, asked, 1, "randomize", folded=False)
+    vae = _load_vae(sheet, 3)
+    _report(sheet, fast, _picture(sheet, latent, vae, "accumulation"), 348)
 
 
-def _stock(sheet: Sheet, file: str, title: str = "") -> Output:
-    return Output(sheet.add("UNETLoader", 0, 90, file, "default", title=title))
+def _stock(sheet: Sheet, file: str, title: str = "", folded: bool = False) -> Output:
+    return Output(sheet.add("UNETLoader", 0, 86, file, "default", title=title, folded=folded))
 
 
-def _stock_text(sheet: Sheet, file: str, kind: str) -> Output:
-    return Output(sheet.add("CLIPLoader", 0, 110, file, kind, "default"))
+def _stock_text(sheet: Sheet, file: str, kind: str, folded: bool = False) -> Output:
+    return Output(sheet.add("CLIPLoader", 0, 114, file, kind, "default", folded=folded))
 
 
-def _stock_vae(sheet: Sheet, file: str, title: str = "", folded: bool = False) -> Output:
-    return Output(sheet.add("VAELoader", 0, 60, file, title=title, folded=folded))
+def _stock_vae(sheet: Sheet, file: str, title: str = "", column: int = 0) -> Output:
+    return Output(sheet.add("VAELoader", column, 60, file, title=title, folded=True))
 
 
 def _empty(sheet: Sheet, kind: str, size: int) -> Output:
-    return Output(sheet.add(kind, 1, 110, size, size, 1))
+    return Output(sheet.add(kind, 2, 110, size, size, 1, folded=True))
 
 
-def _with(sheet: Sheet, name: str, size: int, more: str = "", height: int = 200) -> None:
+def _sample_stock(sheet: Sheet, model: Output, asked: dict[str, Output], latent: Output, steps: int, cfg: float, sampler: str = "euler") -> Output:
+    values = (SEED, "randomize", steps, cfg, sampler, "simple", 1.0)
+    return Output(sheet.add("KSampler", 2, 262, *values, model=model, latent_image=latent, **asked))
+
+
+def _with(sheet: Sheet, name: str, size: int, more: str = "", height: int = 190, columns: tuple = WIDE_SECOND) -> None:
+    sheet.columns = columns
     sheet.note(
         f"# {name}\n\nComfyUI's own loaders and settings for this model, and one **Halfsafe** node behind them. It picks the arithmetic for "
         f"your device, repeats a step that would come out black, and shows what it did.\n\n{more}ComfyUI offers to download the files that are missing "
         f"(about {size} GB).", height)  # fmt: skip
+    sheet.leave(3, 340)
 
 
 def with_z_image(sheet: Sheet) -> None:
     _with(sheet, "Z-Image Turbo", 21, "In fp16 ComfyUI clamps what overflows in it; `fp16_safe` has nothing to clamp.\n\n", 210)
     loaded = _stock(sheet, "z_image_turbo_bf16.safetensors"), _stock_text(sheet, "qwen_3_4b.safetensors", "lumina2"), _stock_vae(sheet, "ae.safetensors")
     model, clip, vae = _one_node(sheet, **dict(zip(("model", "clip", "vae"), loaded, strict=True)))
-    shifted = Output(sheet.add("ModelSamplingAuraFlow", 1, 60, 3.0, model=model))
-    asked = _prompt_alone(sheet, clip, 2) | {"latent_image": _empty(sheet, "EmptySD3LatentImage", 1024)}
-    latent = sheet.add("KSampler", 2, 270, SEED, "randomize", 8, 1.0, "res_multistep", "simple", 1.0, model=shifted, **asked)
-    sheet.leave(3, 420)
-    _picture(sheet, Output(latent), vae, "z-image-turbo", height=420)
+    shifted = Output(sheet.add("ModelSamplingAuraFlow", 1, 62, 3.0, folded=True, model=model))
+    asked = _prompt_alone(sheet, clip, 2)
+    latent = _sample_stock(sheet, shifted, asked, _empty(sheet, "EmptySD3LatentImage", 1024), 8, 1.0, "res_multistep")
+    _picture(sheet, latent, vae, "z-image-turbo", height=340)
 
 
 def with_qwen_image(sheet: Sheet) -> None:
-    _with(sheet, "Qwen-Image", 30, "Black in plain fp16; on a GPU without bf16 it runs as `fp16_safe` here instead of in fp32.\n\n", 220)
+    _with(sheet, "Qwen-Image", 30, "Black in plain fp16; on a GPU without bf16 it runs as `fp16_safe` here instead of in fp32.\n\n", 210)
     model = _stock(sheet, "qwen_image_fp8_e4m3fn.safetensors")
     clip = _stock_text(sheet, "qwen_2.5_vl_7b_fp8_scaled.safetensors", "qwen_image")
     model, clip, vae = _one_node(sheet, model=model, clip=clip, vae=_stock_vae(sheet, "qwen_image_vae.safetensors"))
-    shifted = Output(sheet.add("ModelSamplingAuraFlow", 1, 60, 3.1, model=model))
-    asked = _prompts(sheet, clip, 2) | {"latent_image": _empty(sheet, "EmptySD3LatentImage", 1328)}
-    latent = sheet.add("KSampler", 2, 270, SEED, "randomize", 20, 4.0, "euler", "simple", 1.0, model=shifted, **asked)
-    sheet.leave(3, 420)
-    _picture(sheet, Output(latent), vae, "qwen-image", height=420)
+    shifted = Output(sheet.add("ModelSamplingAuraFlow", 1, 62, 3.1, folded=True, model=model))
+    asked = _prompts(sheet, clip, 2, 160)
+    latent = _sample_stock(sheet, shifted, asked, _empty(sheet, "EmptySD3LatentImage", 1328), 20, 4.0)
+    _picture(sheet, latent, vae, "qwen-image", height=340)
 
 
 def with_flux(sheet: Sheet) -> None:
-    _with(sheet, "Flux.1 dev", 34, "The file is 23.8 GB in bf16. To hold it in 8 bits use Halfsafe's Load Diffusion Model instead of the first loader.\n\n", 230)
+    _with(sheet, "Flux.1 dev", 34, "The file is 23.8 GB in bf16: Halfsafe's Load Diffusion Model holds it in 8 bits.\n\n", 200)
     model = _stock(sheet, "flux1-dev.safetensors")
-    clip = Output(sheet.add("DualCLIPLoader", 0, 140, "clip_l.safetensors", "t5xxl_fp16.safetensors", "flux", "default"))
+    clip = Output(sheet.add("DualCLIPLoader", 0, 142, "clip_l.safetensors", "t5xxl_fp16.safetensors", "flux", "default"))
     model, clip, vae = _one_node(sheet, model=model, clip=clip, vae=_stock_vae(sheet, "ae.safetensors"))
-    asked = _prompt_alone(sheet, clip, 2) | {"latent_image": _empty(sheet, "EmptySD3LatentImage", 1024)}
-    latent = sheet.add("KSampler", 2, 270, SEED, "randomize", 20, 1.0, "euler", "simple", 1.0, model=model, **asked)
-    sheet.leave(3, 420)
-    _picture(sheet, Output(latent), vae, "flux-1-dev", height=420)
+    latent = _sample_stock(sheet, model, _prompt_alone(sheet, clip, 2), _empty(sheet, "EmptySD3LatentImage", 1024), 20, 1.0)
+    _picture(sheet, latent, vae, "flux-1-dev", height=340)
 
 
 def with_krea(sheet: Sheet) -> None:
@@ -327,51 +329,46 @@ def with_krea(sheet: Sheet) -> None:
     model = _stock(sheet, "krea2_turbo_fp8_scaled.safetensors")
     clip = _stock_text(sheet, "qwen3vl_4b_fp8_scaled.safetensors", "krea2")
     model, clip, vae = _one_node(sheet, model=model, clip=clip, vae=_stock_vae(sheet, "qwen_image_vae.safetensors"))
-    asked = _prompt_alone(sheet, clip, 2) | {"latent_image": _empty(sheet, "EmptyLatentImage", 1024)}
-    latent = sheet.add("KSampler", 2, 270, SEED, "randomize", 8, 1.0, "euler", "simple", 1.0, model=model, **asked)
-    sheet.leave(3, 420)
-    _picture(sheet, Output(latent), vae, "krea-2-turbo", height=420)
+    latent = _sample_stock(sheet, model, _prompt_alone(sheet, clip, 2), _empty(sheet, "EmptyLatentImage", 1024), 8, 1.0)
+    _picture(sheet, latent, vae, "krea-2-turbo", height=340)
 
 
 def with_wan22(sheet: Sheet) -> None:
-    sheet.columns = NARROW
-    _with(sheet, "Wan 2.2, 14B", 35, "It is two models: one for high noise, one for low noise. Each has its own Halfsafe node.\n\n", 230)
-    high = _stock(sheet, "wan2.2_t2v_high_noise_14B_fp8_scaled.safetensors", "High noise")
-    low = _stock(sheet, "wan2.2_t2v_low_noise_14B_fp8_scaled.safetensors", "Low noise")
-    clip, vae = _stock_text(sheet, TEXT, "wan"), _stock_vae(sheet, WAN_VAE, folded=True)
-    model, clip, vae = _one_node(sheet, 420, model=high, clip=clip, vae=vae)
-    other = _one_node(sheet, 420, 2, model=low)[0]
-    first, second = (Output(sheet.add("ModelSamplingSD3", 2, 60, 5.0, model=one)) for one in (model, other))
-    asked = _prompts(sheet, clip, 1)
-    sheet.leave(4, 340)
-    empty = Output(sheet.add("EmptyHunyuanLatentVideo", 4, 130, 640, 640, 81, 1))
+    _with(sheet, "Wan 2.2, 14B", 35, "Two models, for high and for low noise: each has its own Halfsafe node.\n\n", 212, TWO_NODES)
+    high = _stock(sheet, "wan2.2_t2v_high_noise_14B_fp8_scaled.safetensors", "High noise", folded=True)
+    low = _stock(sheet, "wan2.2_t2v_low_noise_14B_fp8_scaled.safetensors", "Low noise", folded=True)
+    clip, vae = _stock_text(sheet, TEXT, "wan", folded=True), _stock_vae(sheet, WAN_VAE)
+    model, clip, vae = _one_node(sheet, model=high, clip=clip, vae=vae)
+    other = _one_node(sheet, 2, model=low)[0]
+    first, second = (Output(sheet.add("ModelSamplingSD3", column, 60, 5.0, folded=True, model=one)) for column, one in ((1, model), (2, other)))
+    asked = _prompts(sheet, clip, 0, 90)
+    empty = Output(sheet.add("EmptyHunyuanLatentVideo", 1, 130, 640, 640, 81, 1, folded=True))
     values = (SEED, "randomize", 20, 3.5, "euler", "simple")
-    begun = Output(sheet.add("KSamplerAdvanced", 3, 330, "enable", *values, 0, 10, "enable", model=first, latent_image=empty, **asked))
+    begun = Output(sheet.add("KSamplerAdvanced", 2, 334, "enable", *values, 0, 10, "enable", folded=True, model=first, latent_image=empty, **asked))
     values = (0, "fixed", 20, 3.5, "euler", "simple")
-    latent = Output(sheet.add("KSamplerAdvanced", 3, 330, "disable", *values, 10, 10000, "disable", model=second, latent_image=begun, **asked))
-    images = Output(sheet.add("VAEDecode", 4, 50, folded=True, samples=latent, vae=vae))
-    video = Output(sheet.add("CreateVideo", 4, 110, 16.0, folded=True, images=images))
-    sheet.add("SaveVideo", 4, 340, "video/halfsafe-wan-2.2", "auto", "auto", top=0, video=video)
+    latent = Output(sheet.add("KSamplerAdvanced", 3, 334, "disable", *values, 10, 10000, "disable", folded=True, model=second, latent_image=begun, **asked))
+    images = Output(sheet.add("VAEDecode", 3, 50, folded=True, samples=latent, vae=vae))
+    video = Output(sheet.add("CreateVideo", 3, 110, 16.0, folded=True, images=images))
+    sheet.add("SaveVideo", 3, 340, "video/halfsafe-wan-2.2", "auto", "auto", top=0, video=video)
 
 
 def with_minimax_h3(sheet: Sheet) -> None:
     _with(sheet, "MiniMax H3", 57, "Video with sound, two seconds. In fp16 it is known to give NaN on GPUs without bf16.\n\n", 200)
     model = _stock(sheet, "minimax_h3_fl2va_pruned_int8_convrot.safetensors")
     clip = _stock_text(sheet, "qwen3vl_32b_minimax_h3_nvfp4_awq.safetensors", "minimax")
-    vae, sound = _stock_vae(sheet, "minimax_h3_video_vae_fp16.safetensors"), _stock_vae(sheet, "minimax_h3_audio_vae_fp32.safetensors", "Load VAE (sound)")
-    model, clip, vae = _one_node(sheet, 400, model=model, clip=clip, vae=vae)
-    asked = sheet.add("MiniMaxH3ImageToVideo", 1, 270, ASKED, 832, 480, 56, clip=clip, vae=vae)
-    noise = Output(sheet.add("RandomNoise", 2, 90, SEED, "randomize"))
-    sampler = Output(sheet.add("KSamplerSelect", 2, 60, "res_multistep"))
-    sigmas = Output(sheet.add("BasicScheduler", 2, 110, "simple", 20, 1.0, model=model))
-    guider = Output(sheet.add("BasicGuider", 2, 50, model=model, conditioning=Output(asked)))
+    model, clip, vae = _one_node(sheet, model=model, clip=clip, vae=_stock_vae(sheet, "minimax_h3_video_vae_fp16.safetensors"))
+    sound = _stock_vae(sheet, "minimax_h3_audio_vae_fp32.safetensors", "Load VAE (sound)", 1)
+    asked = sheet.add("MiniMaxH3ImageToVideo", 2, 246, ASKED, 832, 480, 56, clip=clip, vae=vae)
+    noise = Output(sheet.add("RandomNoise", 2, 82, SEED, "randomize"))
+    sampler = Output(sheet.add("KSamplerSelect", 2, 60, "res_multistep", folded=True))
+    sigmas = Output(sheet.add("BasicScheduler", 2, 110, "simple", 20, 1.0, folded=True, model=model))
+    guider = Output(sheet.add("BasicGuider", 1, 50, folded=True, model=model, conditioning=Output(asked)))
     parts = {"noise": noise, "guider": guider, "sampler": sampler, "sigmas": sigmas, "latent_image": Output(asked, 1)}
-    latent = Output(sheet.add("SamplerCustomAdvanced", 2, 110, **parts))
+    latent = Output(sheet.add("SamplerCustomAdvanced", 2, 110, folded=True, **parts))
     images = Output(sheet.add("VAEDecode", 2, 50, folded=True, samples=latent, vae=vae))
-    audio = Output(sheet.add("VAEDecodeAudio", 2, 50, folded=True, samples=latent, vae=sound))
-    sheet.leave(3, 400)
-    video = Output(sheet.add("CreateVideo", 3, 110, 24.0, images=images, audio=audio))
-    sheet.add("SaveVideo", 3, 400, "video/halfsafe-minimax-h3", "auto", "auto", top=0, video=video)
+    audio = Output(sheet.add("VAEDecodeAudio", 3, 50, folded=True, samples=latent, vae=sound))
+    video = Output(sheet.add("CreateVideo", 3, 110, 24.0, folded=True, images=images, audio=audio))
+    sheet.add("SaveVideo", 3, 340, "video/halfsafe-minimax-h3", "auto", "auto", top=0, video=video)
 
 
 WORKFLOWS: dict[str, Callable[[Sheet], None]] = {

@@ -15,6 +15,8 @@ from halfsafe.precision.guard.localize import Origin
 from halfsafe.precision.guard.log import CallPosition, event_of, sentence
 from halfsafe.precision.guard.verdicts import ADVICE, ENCODERS, FAILS_IN_FP32, NonFinite
 from halfsafe.precision.plan.rules import parse
+from halfsafe.precision.report.result import BEST
+from halfsafe.precision.study.analysis_text import NO_ERROR
 from support.served_sentences import served_sentences
 
 WORDS = json.loads((Path(__file__).absolute().parents[2] / "locales" / "zh" / "main.json").read_text(encoding="utf-8"))["halfsafe"]
@@ -79,6 +81,12 @@ def test_the_error_of_a_guard_is_told_as_its_event(comfy: ComfyPage) -> None:
     comfy.evaluate(SEND, ["execution_error", detail])
     (toast,) = shown()
     assert toast["detail"].endswith(WORDS[ADVICE["stopped"]]) and english_in(toast["detail"]) == [] and "decoder.mid" in toast["detail"], toast
+
+
+def test_a_value_that_is_words_is_told_in_chinese(comfy: ComfyPage) -> None:
+    values = {"storage": "int8", "compute": "auto", "seconds": "1.00", "memory": "50.00 MiB", "snr": NO_ERROR}
+    sentence = "async (result) => (await import('/extensions/Halfsafe-Pack/result.mjs')).sentenceOf(result)"
+    assert comfy.evaluate(sentence, {"sentence": BEST, "values": values}) == WORDS[BEST].format(**values | {"snr": WORDS[NO_ERROR]})
 
 
 def test_guards_of_encoders_speak_chinese(comfy: ComfyPage) -> None:

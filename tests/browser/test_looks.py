@@ -18,8 +18,6 @@ EVENT = {
     "from": "fp16", "to": "fp16_wide", "recovered": True, "evidence": "", "advice": "",
 }  # fmt: skip
 FIT = """async () => { await app.extensionManager.command.execute("Comfy.Canvas.FitView"); }"""
-FITTED = """() => { const xs = app.graph.nodes.flatMap((n) => [n.pos[0], n.pos[0] + n.size[0]]);
-    return { wide: Math.max(...xs) - Math.min(...xs), blurred: app.canvas.low_quality, scale: app.canvas.ds.scale }; }"""
 pytestmark = pytest.mark.paired  # the pack's own styles and the nodes' sizes: what a renderer adds to them is the same in both pages
 
 
@@ -46,18 +44,17 @@ def test_the_sidebar_and_a_message_can_be_read(comfy: ComfyPage, theme: str, lan
     assert message["x"] >= 0 and message["x"] + message["width"] <= width
 
 
-def fitted(comfy: ComfyPage, path: Path) -> dict:
-    """How wide a workflow is, and how it is drawn where all of it is seen."""
+def fitted(comfy: ComfyPage, path: Path) -> float:
+    """The scale at which all of a workflow is seen."""
     comfy.load(json.loads(path.read_text(encoding="utf-8")))
     comfy.settle()
     comfy.evaluate(FIT)
     comfy.settle()
-    return comfy.evaluate(FITTED)
+    return comfy.evaluate("() => app.canvas.ds.scale")
 
 
-def test_a_workflow_fits_a_small_page_and_its_text_is_drawn(comfy: ComfyPage) -> None:
+def test_a_workflow_fits_a_small_page_unzoomed(comfy: ComfyPage) -> None:
     comfy.page.set_viewport_size({"width": 1366, "height": 768})
     found = {path.stem: fitted(comfy, path) for path in WORKFLOWS}
     assert len(found) == 15
-    assert max(one["wide"] for one in found.values()) <= 1760
-    assert {name for name, one in found.items() if one["blurred"]} <= {"Halfsafe with Wan 2.2"}, "that one has two models, one above the other"
+    assert min(found.values()) > 0.92, found

@@ -71,3 +71,11 @@ def test_panel_badge_and_sidebar_follow_the_pages_language_without_a_reload(comf
         assert comfy.badges()["HalfsafeAccumulation"] == f"{speak('fp16 sums')} \u00b7 tf32"
         tab = comfy.evaluate("() => app.extensionManager.getSidebarTabs().find((tab) => tab.id === 'halfsafe').tooltip")
         assert tab == speak("Halfsafe: guards and precision reports")
+
+
+def test_badges_stay_within_a_narrow_node(comfy: ComfyPage) -> None:
+    (node,) = comfy.add("HalfsafeNaNGuard")
+    comfy.show({str(node): {"halfsafe_badge": ["fp8_e4m3fn \u00b7 bf16 \u00b7 guarded"]}})
+    comfy.settle()
+    edges = "() => [...document.querySelectorAll('.lg-node')].map((e) => { const end = e.getBoundingClientRect().right; return [...e.querySelectorAll('[style*=\"rgb(29, 92, 82)\"]')].map((badge) => badge.getBoundingClientRect().right < end); }).flat()"
+    assert comfy.evaluate(edges) == [True] * comfy.vue, "a canvas has no elements: it draws badges above the node"

@@ -44,7 +44,12 @@ def test_it_shows_what_ran(one: ComfyPage, pictures: Path, cell: str) -> None:
     text = one.page.inner_text(".hs-panel")
     assert re.search(r"No NaN and no Inf in \d+ calls\.", text) and "WAN21" in text
     assert one.page.locator(VERDICT).first.inner_text() == "clean"
-    assert "guarded" in one.badges()[NODE]
+    badges = one.badges()
+    assert "guarded" in badges[NODE] and badges["HalfsafeLoadDiffusionModel"] == "fp16", "what the one node computes in is its own to say"
+    loader = one.evaluate("""() => { const of = (type) => app.graph.nodes.find((n) => n.type === type), loader = of("HalfsafeLoadDiffusionModel");
+        loader.connect(0, of("KSampler"), "model"); return String(loader.id); }""")
+    one.show({loader: {"halfsafe_badge": ["fp16 \u00b7 fp16"]}})
+    assert one.badges()["HalfsafeLoadDiffusionModel"] == "fp16 \u00b7 fp16", "past the one node its own plan runs"
 
 
 def test_rules_are_kept_in_the_graph_and_undone(one: ComfyPage, pictures: Path, cell: str) -> None:

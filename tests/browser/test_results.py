@@ -36,7 +36,7 @@ IN_SIGHT = """() => { const { ds, canvas, selectedItems } = app.canvas, page = c
     return [...selectedItems].filter(({ pos, size }) => { const [[left, top], [right, bottom]] = [seen(pos), seen([pos[0] + size[0], pos[1] + size[1]])];
         return left >= side.right && top >= page.top && right <= page.right && bottom <= page.bottom; }).map((node) => node.type); }"""
 PLACE = """() => { const one = app.graph.nodes.find((n) => n.type === "HalfsafeAutoPrecision"), title = LiteGraph.NODE_TITLE_HEIGHT;
-    const box = ({ pos, size }, top) => ({ left: pos[0], top: pos[1] - top, right: pos[0] + size[0], bottom: pos[1] + size[1] }), mine = box(one, title);
+    const box = ({ pos, size, flags }, top) => ({ left: pos[0], top: pos[1] - top, right: pos[0] + size[0], bottom: pos[1] + (flags?.collapsed ? 0 : size[1]) }), mine = box(one, title);
     const boxes = [...app.graph.nodes.filter((n) => n !== one).map((n) => [n.type, box(n, title)]), ...app.graph.groups.map((g) => [g.title, box(g, 0)])];
     const meets = boxes.filter(([, b]) => b.left < mine.right && mine.left < b.right && b.top < mine.bottom && mine.top < b.bottom).map(([name]) => name);
     const [loader, sampler] = ["HalfsafeLoadDiffusionModel", "KSampler"].map((type) => boxes.find(([name]) => name === type)[1]);
@@ -71,6 +71,7 @@ def test_results_are_on_their_nodes_and_a_saved_file_is_told(small: ComfyPage, p
     assert any(text.startswith("Best here: ") for text in found) and "Finite: no NaN and no Inf." in found
     assert any("auto computes in" in text for text in found)
     assert sorted(toast["summary"].split()[1] for toast in shown()) == ["Best", "Saved", "rules"]
+    assert all(toast.get("life", 0) <= 6000 for toast in shown() if toast["severity"] == "success"), "it covers a corner of what was drawn"
     assert [toast["detail"] for toast in shown() if "match no layer" in toast["summary"]] == ["blocks.77.* storage=bf16"]
     assert small.found("() => [...document.querySelectorAll('.hs-pictures img')].map((image) => image.naturalWidth)", [64, 64]) == [64, 64]
     small.zoom_to("HalfsafeCompareImages")

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.paired  # the browser of templates is the page's own; t
 
 
 def test_the_search_finds_every_workflow_and_one_opens_readable_and_offers_its_files(comfy, pictures, cell):
+    comfy.page.set_viewport_size({"width": 1366, "height": 768})
     comfy.set("Comfy.Workflow.ShowMissingModelsWarning", True)
     comfy.evaluate("() => { app.extensionManager.command.execute('Comfy.BrowseTemplates'); }")
     comfy.page.wait_for_selector('[data-testid="template-workflows-content"]')
@@ -31,5 +32,5 @@ def test_the_search_finds_every_workflow_and_one_opens_readable_and_offers_its_f
     if details.count():
         details.first.click()
     comfy.page.locator("button", has_text="Download all").first.wait_for()
-    assert comfy.evaluate("() => [app.canvas.ds.scale > 0.55, app.canvas.low_quality]") == [True, False], "text is not drawn"
+    assert comfy.evaluate("() => app.canvas.ds.scale") > 0.94
     comfy.screenshot(pictures, f"template-opened-{cell}")

@@ -25,8 +25,8 @@ BUILT_IN = {path.name for path in (ROOT / "builtin_model").glob("*/*.safetensors
 WORKFLOWS = sorted((ROOT / "workflows").glob("*.json"))
 NUMBERED = [path for path in WORKFLOWS if re.match(r"Halfsafe \d - ", path.stem)]
 OF_THE_PACK = [path for path in NUMBERED if path.stem[9] in "124"]
-WIDEST, HIGHEST = 1300, 800  # graph units: ComfyUI fits them into three quarters of a page, 1,366 x 768 pixels at a scale of 0.7 or more
-MAP = (1100, 480)  # from where on the page's map covers what is at the bottom right then
+WIDEST, HIGHEST = 1058, 586  # graph units: ComfyUI fits them into three quarters of a page, 1,366 x 768 pixels at a scale of 0.95
+MAP = (973, 391)  # from where on the page's map covers what is at the bottom right then
 SEEN = ("SaveImage", "SaveVideo", "PreviewImage", "HalfsafeReport", "HalfsafeCompareImages")
 ASKED = shapes.Shape("blue", "star", "pink")
 HEART = shapes.Shape("red", "heart")
@@ -141,6 +141,7 @@ def test_show_me_has_two_large_pictures_first_and_says_which_pack_to_install() -
     pictures = [one for one in graph["nodes"] if one["type"] == "PreviewImage"]
     assert [one["pos"][1] for one in pictures] == [0, 0] and all(min(one["size"]) >= 300 for one in pictures)
     assert all(one["pos"][1] > 0 for one in graph["nodes"] if one not in pictures)
+    assert all(one["pos"][0] + one["size"][0] <= 690 for one in pictures), "beside the sidebar the page's map covers what is right of it"
     (inner,) = graph["definitions"]["subgraphs"]
     assert all(one["properties"].get("cnr_id") for one in graph["nodes"] + inner["nodes"] if one["type"] != inner["id"])
 

@@ -130,7 +130,7 @@ def test_the_text_tells_guard_flags_and_settings_without_effect():
     assert "step 2, sigma 0.75, call 4: overflow in blocks.0.ffn.2 (add), batch rows 0, fp16 -> fp16_wide" in " ".join(text.split())
     assert RULE in text and "Nothing to do." in text
     assert "tf32: bf16 model" in text
-    assert "NVIDIA GeForce RTX 3090, profile sm_86" in text and "can: bf16; cannot: fp8_matmul" in text
+    assert "NVIDIA GeForce RTX 3090, profile sm_86" in text and "in hardware: bf16; emulated or absent: fp8_matmul" in text
     flag = next(line for line in text.splitlines() if line.startswith("  fp16_accumulation"))
     assert flag.split()[:4] == ["fp16_accumulation", "auto", "off", "off"]
 
