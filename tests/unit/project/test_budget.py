@@ -17,26 +17,26 @@ MOST_LINES = {
     "precision/formats": 1848,
     "precision/devices": 856,
     "precision/make": 506,
-    "precision/plan": 1842,
-    "precision/arithmetic": 1567,
+    "precision/plan": 1850,
+    "precision/arithmetic": 1600,
     "precision/guard": 1418,
     "precision/check": 172,
-    "precision/study": 957,
+    "precision/study": 956,
     "precision/report": 834,
     "precision/commands": 770,
-    "nodes/host/comfyui": 940,
+    "nodes/host/comfyui": 945,
     "nodes/host/replay": 355,
-    "nodes/host/compute": 1219,
+    "nodes/host/compute": 1223,
     "nodes/host/accumulation": 346,
     "nodes/host/lora": 511,
-    "nodes/host/load": 1485,
+    "nodes/host/load": 1501,
     "nodes/host/guard": 1272,
     "nodes/host/check": 240,
     "nodes/host/reporting": 479,
     "nodes/host/study": 568,
     "nodes": 1113,
 }
-MOST = {"product": 20625, "tests": 31398, "tests/support": 4588, "benchmarks": 2398, "scripts": 3_400}
+MOST = {"product": 20718, "tests": 31497, "tests/support": 4588, "benchmarks": 2398, "scripts": 3_400}
 MOST_WORDS, MOST_RESULTS, MOST_SMALL, SMALL = 30_000, 12, 15, 40
 MOST_RIDDLES = 0.05
 LONGEST, MOST_FILES = 400, 14
