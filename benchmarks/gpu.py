@@ -15,6 +15,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -90,7 +91,7 @@ def _rows(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], dict]]]:
 
 def run_tests(args: argparse.Namespace) -> dict:
     """Run tests/gpu; outcome of each test, of one that hung too."""
-    lines = (args.out or Path("gpu.json")).absolute().with_suffix(".tests.jsonl")
+    lines = (args.out or Path(tempfile.gettempdir()) / "gpu.json").absolute().with_suffix(".tests.jsonl")
     lines.write_text("", encoding="utf-8")
     more = {"COMFYUI_DIR": str(args.comfyui.resolve()), "HALFSAFE_TEST_LINES": str(lines), "HALFSAFE_TEST_SECONDS": str(TEST_SECONDS * (8 if args.dry_run else 1))}
     environ = os.environ | more | ({"HALFSAFE_DRY_RUN": "1"} if args.dry_run else {}) | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}

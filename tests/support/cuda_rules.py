@@ -64,8 +64,8 @@ def wide_products_of_fp16_sums(a: torch.Tensor, out_dtype: torch.dtype) -> None:
         raise RuntimeError(NO_WIDE)
 
 
-def _mm(a, b) -> None:
-    products_of_fp8("addmm_cuda", a, b)
+def _mm(a, b, name="addmm_cuda") -> None:
+    products_of_fp8(name, a, b)
     products_of_two_dtypes(a, b)
     half_products_without_split_k(a)
 
@@ -92,9 +92,7 @@ def _addmm_wide(total, a, b, out_dtype, *, beta=1, alpha=1, out=None) -> None:
 
 
 def _bmm(a, b) -> None:
-    products_of_fp8("baddbmm_cuda", a, b)
-    products_of_two_dtypes(a, b)
-    half_products_without_split_k(a)
+    _mm(a, b, "baddbmm_cuda")
 
 
 def _bmm_wide(a, b, out_dtype) -> None:

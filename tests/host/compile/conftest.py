@@ -23,15 +23,3 @@ def shared_files(models_dir: Path) -> tuple[Path, Path]:
     folder = models_dir / "diffusion_models"
     clean = tiny_models.wan(folder / "wan_one_block.safetensors", blocks=1)
     return clean, tiny_models.wan_overflowing(folder / "wan_one_block_overflowing.safetensors", blocks=1)
-
-
-@pytest.fixture(scope="session")
-def wan(shared_files: tuple[Path, Path]) -> Path:
-    """A Wan model of one block that is finite in fp16."""
-    return shared_files[0]
-
-
-@pytest.fixture(scope="session")
-def overflowing(shared_files: tuple[Path, Path]) -> Path:
-    """The same with a feed-forward scaled, so that it is NaN in fp16 and finite in bf16 and fp32."""
-    return shared_files[1]

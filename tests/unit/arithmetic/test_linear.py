@@ -87,6 +87,18 @@ def test_the_input_is_never_written_to():
     assert torch.equal(x, before)
 
 
+def check_partial_sums(module, x, columns_of):
+    """``columns_of``: the scaled operand's numbers (..., 1, inputs, places) that a row of the weight is multiplied by."""
+    operation, calibration = safe(module, wide=False)
+    with torch.inference_mode():
+        calibration.run(lambda: operation(x))
+    if not operation.scale.in_fp32:
+        scaled = x.double() * 2.0**-operation.scale.exponent
+        rows = module.weight.double().flatten(1).unsqueeze(-1)
+        partial = (rows * columns_of(scaled).unsqueeze(1)).cumsum(-2)
+        assert partial.abs().max() <= 65504 and scaled.abs().max() <= 65504
+
+
 @given(st.integers(1, 40), st.integers(1, 20), st.floats(1e-3, 1e4), st.integers(0, 2**31))
 @settings(max_examples=100, deadline=None)
 def test_no_partial_sum_of_a_scaled_product_passes_fp16(inputs, outputs, size, seed):
@@ -95,14 +107,7 @@ def test_no_partial_sum_of_a_scaled_product_passes_fp16(inputs, outputs, size, s
     module.weight.data = torch.randn(outputs, inputs, generator=generator) * size
     x = torch.randn(3, inputs, generator=generator) * size
     x[0] = x.abs().max() * module.weight[0].sign()
-    operation, calibration = safe(module, wide=False)
-    with torch.inference_mode():
-        calibration.run(lambda: operation(x))
-    if operation.scale.in_fp32:
-        return
-    scaled = x.double() * 2.0**-operation.scale.exponent
-    partial = (scaled.unsqueeze(1) * module.weight.double().unsqueeze(0)).cumsum(-1)
-    assert partial.abs().max() <= 65504 and scaled.abs().max() <= 65504
+    check_partial_sums(module, x, lambda scaled: scaled.unsqueeze(-1))
 
 
 @given(st.integers(1, 8), st.integers(1, 5), st.integers(1, 3), st.floats(1e-3, 1e4), st.integers(0, 2**31))
@@ -113,15 +118,7 @@ def test_no_partial_sum_of_a_scaled_convolution_passes_fp16(inputs, outputs, ker
     module.weight.data = torch.randn(module.weight.shape, generator=generator) * size
     x = torch.randn(2, inputs, 5, 4, generator=generator) * size
     x[0, :, :kernel, :kernel] = x.abs().max() * module.weight[0].sign()
-    operation, calibration = safe(module, wide=False)
-    with torch.inference_mode():
-        calibration.run(lambda: operation(x))
-    if operation.scale.in_fp32:
-        return
-    scaled = x.double() * 2.0**-operation.scale.exponent
-    columns = F.unfold(scaled, kernel, padding=1)
-    partial = (module.weight.double().reshape(outputs, -1, 1) * columns.unsqueeze(1)).cumsum(2)
-    assert partial.abs().max() <= 65504 and scaled.abs().max() <= 65504
+    check_partial_sums(module, x, lambda scaled: F.unfold(scaled, kernel, padding=1))
 
 
 @pytest.mark.parametrize("wide", [True, False])
