@@ -11,7 +11,7 @@ import { errorOf, RunLog, toastFor } from "./run.mjs";
 import { allNodes, guardWorkflow, isPlannedAnew, keepRules, measureWorkflow, showMe, showNodes, unguardWorkflow, upstream } from "./graph.mjs";
 import { drawSidebar } from "./sidebar.mjs";
 import { Toasts } from "./toasts.mjs";
-import { loadWords, t } from "./words.mjs";
+import { loadWords, progressOf, sayProgress, t } from "./words.mjs";
 
 const PREFIX = "Halfsafe";
 const ONE_NODE = "HalfsafeAutoPrecision";
@@ -31,9 +31,6 @@ const WATCH = "Halfsafe.WatchEveryRun";
 const WATCHED = /^halfsafe_(.+)_\d+$/;
 const BADGE_COLORS = { fgColor: "#ffffff", bgColor: "#1d5c52" };
 const BETWEEN_WORDS = " \u00b7 ";
-const PROGRESS_TEXT = "$$node-text-preview";
-/** What `show_progress` of page.py begins with. */
-const OUR_PROGRESS = "Halfsafe: ";
 const PANEL_SIZE = [460, 480];
 const PANEL_MIN_HEIGHT = 240;
 const RESULT_SIZE = [420, 300];
@@ -300,14 +297,15 @@ function withSetting(options) {
 /** Take the pack's words on what a node is doing away once it is done: the page lets them stand. @param {string} [running] the node that goes on */
 function clearProgress(running = "") {
   for (const node of allNodes(app)) {
-    const text = node.widgets?.find((/** @type {any} */ widget) => widget.name === PROGRESS_TEXT);
-    if (text?.value?.startsWith(OUR_PROGRESS) && locatorOf(node) !== running) node.removeWidget(text);
+    const text = progressOf(node);
+    if (text && locatorOf(node) !== running) node.removeWidget(text);
   }
 }
 
 function listen() {
   on("halfsafe.guard", onGuard);
   on("halfsafe.report", noteRan);
+  on("progress_text", () => sayProgress(allNodes(app)));
   on("execution_start", noteStart);
   on("executing", (node) => clearProgress(String(node ?? "")));
   on("execution_success", (detail) => noteEnd(detail, "done"));

@@ -61,7 +61,7 @@ function partsOf(result) {
 function tableOf({ head, rows, marked }) {
   const body = rows.map((row, place) => {
     const [name, ...cells] = row.slice(0, head.length);
-    const words = name.split(" ").flatMap((word, number) => [number ? " " : "", nameOf(word)]);
+    const words = name.split(" ").flatMap((word, number) => [number ? " " : "", nameOf(t(word))]);
     return el("tr", { "data-marked": String(place === marked), title: said(row[head.length] ?? "") || null }, el("td", {}, ...words), ...cells.map((text) => el("td", { text: said(text) })));
   });
   const heads = head.map((text) => el("th", { scope: "col", title: meanings()[text], text: t(text) }));

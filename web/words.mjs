@@ -20,6 +20,9 @@ const SENTENCE_LAST = /\.\s*\{\w+\}$/;
 /** What joins the sentences, or parts of one, in a text of the server, and what joins them in the page's language. @returns {[string, string][]} */
 const joints = () => [["; ", t("; ")], [". ", " "], [": ", t(": ")], [", ", t(", ")]];
 const STOP = ".";
+/** What `show_progress` of page.py begins with. */
+const OUR_PROGRESS = "Halfsafe: ";
+const PROGRESS_TEXT = "$$node-text-preview";
 /** @typedef {{fits: RegExp, names: string[], quoted: Set<string>, text: string, telling: boolean, begins: boolean}} Pattern @type {Map<string, Pattern[]>} */
 const patterns = new Map();
 /** What was worded in a language already: a table of layers asks for the same reasons at each drawing. @type {Map<string, Map<string, string>>} */
@@ -59,6 +62,16 @@ export function said(text) {
   kept.set(language(), words);
   if (!words.has(text)) words.set(text, worded(text) ?? inLines(text) ?? inParts(text) ?? text);
   return words.get(text);
+}
+
+/** The widget with our text of running work on a node. @param {any} node */
+export function progressOf(node) {
+  return node.widgets?.find((/** @type {any} */ widget) => widget.name === PROGRESS_TEXT && widget.value?.startsWith(OUR_PROGRESS));
+}
+
+/** Put our text of running work, which ComfyUI's page has drawn as it was sent, into the page's language. @param {any[]} nodes */
+export function sayProgress(nodes) {
+  for (const widget of nodes.map(progressOf).filter(Boolean)) widget.value = OUR_PROGRESS + said(widget.value.slice(OUR_PROGRESS.length));
 }
 
 /** A text that is known, with or without the full stop at its end. @param {string} text @returns {string | null} */

@@ -13,6 +13,14 @@ NOT_FINITE = "NaN or Inf in {names}."
 CHOSEN = "{chosen} of {free} layers may be in {candidate}: {snr} from the original."
 UNREACHED = "No layer may be in {candidate}: the target of {target} dB cannot be reached."
 BEST = "Best here: storage {storage}, compute {compute}: {seconds} s/step, {memory}, {snr} from fp32."
+BEST_SMALL = (
+    "Best here: storage {storage}, compute {compute}: {less} less memory, as fast within the spread "
+    "({seconds} s/step, {memory}, {snr} from fp32)."
+)
+CLOSEST = (
+    "No setting reaches {floor}. The closest: storage {storage}, compute {compute}: "
+    "{seconds} s/step, {memory}, {snr} from fp32."
+)
 UNRANKED = "No setting stands out: the times were too noisy to rank. Run it again on a quiet machine."
 NONE_WORKS = "No setting gave a finite result."
 DEVICE = "{device}: auto computes in {compute}. Faster in {fast}."
@@ -23,8 +31,8 @@ HARD_TO_SEE = "The difference is hard to see: {psnr}."
 VISIBLE = "The difference can be seen side by side: {psnr}."
 PLAIN = "The pictures differ plainly: {psnr}."
 SENTENCES = (
-    SAVED, UNLISTED, FINITE, NOT_FINITE, CHOSEN, UNREACHED, BEST, UNRANKED, NONE_WORKS, DEVICE, DEVICE_PLAIN,
-    CALIBRATED, IDENTICAL, HARD_TO_SEE, VISIBLE, PLAIN,
+    SAVED, UNLISTED, FINITE, NOT_FINITE, CHOSEN, UNREACHED, BEST, BEST_SMALL, CLOSEST, UNRANKED, NONE_WORKS,
+    DEVICE, DEVICE_PLAIN, CALIBRATED, IDENTICAL, HARD_TO_SEE, VISIBLE, PLAIN,
 )  # fmt: skip
 
 

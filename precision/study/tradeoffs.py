@@ -150,6 +150,14 @@ class Measurements:
         return {goal: row for goal, row in found.items() if row is not None}
 
     @property
+    def less_memory(self) -> float:
+        """The share of memory that the best for balanced saves where that decided: it is not the fastest. Else 0."""
+        best = self.best.get("balanced")
+        fastest = min(_ranked("balanced", self.rows), key=lambda row: row.seconds, default=best)
+        saved = 1 - best.bytes / fastest.bytes if best and fastest.bytes else 0.0
+        return saved if saved > 1 - 1 / CLOSE else 0.0
+
+    @property
     def rules(self) -> Rules:
         """The best row for balanced as rules, see :func:`rules_for`; the default preset's where nothing works."""
         best = self.best.get("balanced")
@@ -159,25 +167,41 @@ class Measurements:
 def best_for(goal: str, rows: Iterable[Tradeoff]) -> Tradeoff | None:
     """Choose the best row for a goal; None where no row works.
 
-    quality: the fastest of those within 1 dB of the highest SNR. speed: the closest of those within 3 % of the fastest.
-    memory: the fastest of those within 3 % of the smallest. balanced: the smallest product of time and memory. All but
-    quality among the rows that reach the goal's SNR (``FLOORS``); where none does, the choice is quality's. Rows too
-    noisy to rank are left out, unless all are.
+    quality: the fastest of those within 1 dB of the highest SNR. speed: the closest of those as fast as the fastest,
+    within 3 % or the larger spread of both. memory: the fastest of those within 3 % of the smallest. balanced: the
+    smallest of those as fast as the fastest, the closest where several are within 3 %. All but quality among the rows
+    that reach the goal's SNR (``FLOORS``); where none does, the choice is quality's. Rows too noisy to rank are left
+    out, unless all are.
     """
-    all_working = [row for row in rows if row.works]
-    working = [row for row in all_working if not row.is_noisy] or all_working
-    fair = [row for row in working if row.snr_db >= FLOORS.get(goal, math.inf)]
+    working, fair = _rankable(rows), _ranked(goal, rows)
     if goal == "quality" or not fair:
         highest = max((row.snr_db for row in working), default=0.0)
         closest = (row for row in working if row.snr_db >= highest - CLOSE_DB)
         return min(closest, key=lambda row: row.seconds, default=None)
-    if goal == "speed":
-        fastest = CLOSE * min(row.seconds for row in fair)
-        return max((row for row in fair if row.seconds <= fastest), key=lambda row: row.snr_db)
     if goal == "memory":
-        smallest = CLOSE * min(row.bytes for row in fair)
-        return min((row for row in fair if row.bytes <= smallest), key=lambda row: row.seconds)
-    return min(fair, key=lambda row: row.seconds * row.bytes)
+        return min(_smallest(fair), key=lambda row: row.seconds)
+    fastest = min(fair, key=lambda row: row.seconds)
+    level = [row for row in fair if _as_fast(row, fastest)]
+    return max(level if goal == "speed" else _smallest(level), key=lambda row: row.snr_db)
+
+
+def _rankable(rows: Iterable[Tradeoff]) -> list[Tradeoff]:
+    working = [row for row in rows if row.works]
+    return [row for row in working if not row.is_noisy] or working
+
+
+def _ranked(goal: str, rows: Iterable[Tradeoff]) -> list[Tradeoff]:
+    """List the rows that reach the SNR of a goal."""
+    return [row for row in _rankable(rows) if row.snr_db >= FLOORS.get(goal, math.inf)]
+
+
+def _smallest(rows: Sequence[Tradeoff]) -> list[Tradeoff]:
+    most = CLOSE * min(row.bytes for row in rows)
+    return [row for row in rows if row.bytes <= most]
+
+
+def _as_fast(row: Tradeoff, fastest: Tradeoff) -> bool:
+    return row.seconds <= max(CLOSE * fastest.seconds, fastest.seconds + max(row.spread, fastest.spread))
 
 
 def rules_for(row: Tradeoff, automatic: str, layers: Sequence[LayerSpec]) -> Rules:

@@ -4,12 +4,13 @@ import math
 
 from ..base.text import paragraph, size_text, table
 from ..plan.goal import GOALS
-from ..report.result import BAD, BEST, GOOD, NONE_WORKS, UNRANKED, WARN, Result
+from ..report.result import BAD, BEST, BEST_SMALL, CLOSEST, GOOD, NONE_WORKS, UNRANKED, WARN, Result
 from ..report.view import shares
 from .analysis_text import decibel_text, whole_decibel_text
 from .tradeoffs import CLOSE, FLOORS, Measurements, Tradeoff
 
 TABLE = ("setting", "s/step", "memory", "SNR dB")
+REFERENCE = "(reference)"
 NOISY = "too noisy to rank"
 HEADER = ("  setting", "s/step", "memory", "weights", "SNR dB", "what ran")
 
@@ -22,7 +23,7 @@ def table_text(found: Measurements) -> str:
     size = " x ".join(map(str, found.shape))
     head = f"{found.device}: {found.model}, weights loaded in {found.storage}; latent {size}, seed {found.seed}"
     rows = [_cells(row, f"{number} {row.names}") for number, row in enumerate(found.rows, 1)]
-    rows.append(_cells(found.reference, f"  {found.reference.setting} (reference)"))
+    rows.append(_cells(found.reference, f"  {found.reference.setting} {REFERENCE}"))
     written = table(rows, HEADER, math.inf)
     return "\n".join(["Halfsafe: precisions measured", head, "", written, "", *_notes(found), "", *_best(found)])
 
@@ -31,7 +32,7 @@ def result_of(found: Measurements, text: str) -> Result:
     """Sum the measurements up: the best for balanced in a sentence, and a table of all with the best first."""
     best = found.best.get("balanced")
     rows = [_shown(row, row.names) for row in sorted(found.rows, key=lambda row: row is not best)]
-    rows.append(_shown(found.reference, f"{found.reference.setting} (reference)"))
+    rows.append(_shown(found.reference, f"{found.reference.setting} {REFERENCE}"))
     if best is None:
         return Result(NONE_WORKS, {}, BAD, TABLE, rows, text=text)
     values = {
@@ -41,8 +42,13 @@ def result_of(found: Measurements, text: str) -> Result:
         "memory": size_text(best.bytes),
         "snr": whole_decibel_text(best.snr_db),
     }
-    sentence, tone, marked = (UNRANKED, WARN, None) if best.is_noisy else (BEST, GOOD, 0)
-    return Result(sentence, values, tone, TABLE, rows, marked, text, toast=True)
+    if best.is_noisy:
+        return Result(UNRANKED, values, WARN, TABLE, rows, None, text, toast=True)
+    if best.snr_db < FLOORS["balanced"]:
+        values["floor"] = f"{FLOORS['balanced']:g} dB"
+        return Result(CLOSEST, values, WARN, TABLE, rows, 0, text, toast=True)
+    values["less"] = f"{100 * found.less_memory:.0f} %"
+    return Result(BEST_SMALL if found.less_memory else BEST, values, GOOD, TABLE, rows, 0, text, toast=True)
 
 
 def _cells(row: Tradeoff, name: str) -> list[str]:
@@ -84,7 +90,7 @@ def _best(found: Measurements) -> list[str]:
         return ["No setting gave a finite result."]
     floors = ", ".join(f"{goal} {floor:g} dB" for goal, floor in FLOORS.items())
     return [
-        f"best per goal (at least {floors}; within {100 * (CLOSE - 1):.0f} % counts as equal):",
+        f"best per goal (at least {floors}; within {100 * (CLOSE - 1):.0f} % or the spread counts as equal):",
         *(f"  {goal + ':':10}{_choice(best[goal], goal)}" for goal in GOALS),
         "",
         "# balanced as rules, for a loader or Compute Dtype with options on auto:",

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -15,14 +16,18 @@ from halfsafe.precision.guard.localize import Origin
 from halfsafe.precision.guard.log import CallPosition, event_of, sentence
 from halfsafe.precision.guard.verdicts import ADVICE, ENCODERS, FAILS_IN_FP32, NonFinite
 from halfsafe.precision.plan.rules import parse
-from halfsafe.precision.report.result import BEST
+from halfsafe.precision.report.result import BEST, Result
 from halfsafe.precision.study.analysis_text import NO_ERROR
+from halfsafe.precision.study.tradeoffs_text import REFERENCE
 from support.served_sentences import served_sentences
 
 WORDS = json.loads((Path(__file__).absolute().parents[2] / "locales" / "zh" / "main.json").read_text(encoding="utf-8"))["halfsafe"]
 TAB = "async () => { await app.extensionManager.command.execute('Workspace.ToggleSidebarTab.halfsafe'); }"
 SEND = """async ([name, detail]) => { const { api } = await import("/scripts/api.js"); api.dispatchCustomEvent(name, detail); }"""
 SAID = """async (texts) => { const { said } = await import("/extensions/Halfsafe-Pack/words.mjs"); return texts.map(said); }"""
+SHOWN = """async (result) => { const { ResultPanel } = await import("/extensions/Halfsafe-Pack/result.mjs"); const panel = new ResultPanel(1); panel.show(result);
+    return [...panel.element.querySelectorAll(".hs-sentence, td")].map((part) => part.textContent); }"""
+DRAWN = """() => app.graph.nodes[0].widgets.find((widget) => widget.name === "$$node-text-preview")?.value"""
 TOLD = """async (texts) => { const { errorOf } = await import("/extensions/Halfsafe-Pack/run.mjs");
     return texts.map((text) => { const { message, advice } = errorOf({ node_id: 1, exception_type: "halfsafe.HalfsafeError", exception_message: text }, null); return `${message} ${advice}`; }); }"""
 pytestmark = [pytest.mark.language("zh"), pytest.mark.paired]  # words and what becomes of them; test_results draws errors everywhere
@@ -85,8 +90,12 @@ def test_the_error_of_a_guard_is_told_as_its_event(comfy: ComfyPage) -> None:
 
 def test_a_value_that_is_words_is_told_in_chinese(comfy: ComfyPage) -> None:
     values = {"storage": "int8", "compute": "auto", "seconds": "1.00", "memory": "50.00 MiB", "snr": NO_ERROR}
-    sentence = "async (result) => (await import('/extensions/Halfsafe-Pack/result.mjs')).sentenceOf(result)"
-    assert comfy.evaluate(sentence, {"sentence": BEST, "values": values}) == WORDS[BEST].format(**values | {"snr": WORDS[NO_ERROR]})
+    result = Result(BEST, values, head=["setting"], rows=[[f"fp32 {REFERENCE}"]])
+    assert comfy.evaluate(SHOWN, asdict(result)) == [WORDS[BEST].format(**values | {"snr": WORDS[NO_ERROR]}), f"fp32 {WORDS[REFERENCE]}"]
+    progress = "step 3 of 8 to 60: measuring 40 layers"
+    comfy.add("HalfsafeAnalyzeLayers")
+    comfy.evaluate(SEND, ["progress_text", {"nodeId": "1", "text": f"Halfsafe: {progress}"}])
+    assert comfy.found(DRAWN, f"Halfsafe: {comfy.evaluate(SAID, [progress])[0]}") != f"Halfsafe: {progress}"
 
 
 def test_guards_of_encoders_speak_chinese(comfy: ComfyPage) -> None:

@@ -74,7 +74,7 @@ def measure_model(patcher: ModelPatcher, inputs: Inputs, settings: Sequence[Sett
     if is_on_several_devices(patcher):
         raise HalfsafeError("The model is spread over several devices.", "Measure it before MultiGPU, on one of them.")
     bar = comfy.utils.ProgressBar((len(settings) + 1) * STEPS)
-    show_progress(f"measuring takes about as long as {bar.total} steps of your sampler")
+    show_progress(f"measuring takes about {bar.total} steps of your sampler, plus making each set of weights")
     runner = SettingRunner(patcher, inputs)
     _clear_device()
     reference = runner.reference(advancing(bar))

@@ -12,6 +12,7 @@ from halfsafe.precision.devices.detect import detect
 from halfsafe.precision.plan.facts import LayerSpec
 from halfsafe.precision.plan.rules import parse, rules_from
 from halfsafe.precision.plan.storage import plan_storage
+from halfsafe.precision.report.result import BEST, BEST_SMALL, CLOSEST
 from halfsafe.precision.study.charts import COLOURS, tradeoffs_chart
 from halfsafe.precision.study.tradeoffs import (
     Measurements,
@@ -34,10 +35,10 @@ LAYERS = [
 ]
 
 
-def row(text: str, seconds=1.0, mib=100, snr=40.0, extra=None) -> Tradeoff:
+def row(text: str, seconds=1.0, mib=100, snr=40.0, extra=None, spread=0.0) -> Tradeoff:
     (setting,) = settings_from(text)
     storage = "as_file" if setting.storage == "auto" else setting.storage
-    return Tradeoff(setting, storage, seconds, mib * MIB, extra, snr, {storage: mib * MIB}, {setting.compute: 3})
+    return Tradeoff(setting, storage, seconds, mib * MIB, extra, snr, {storage: mib * MIB}, {setting.compute: 3}, spread=spread)
 
 
 REFERENCE = row("as_file/fp32", 4.0, snr=None)
@@ -65,7 +66,8 @@ def test_each_goal_gets_its_best():
     ("speed", [row("as_file/bf16", 1.0, snr=50.0), row("as_file/fp16", 0.1, snr=19.9)], 0),
     ("memory", [row("int8/auto", 2.0, 101), row("fp8_e5m2/auto", 1.0, 103)], 1),
     ("memory", [row("int8/auto", 2.0, 90, extra=20 * MIB), row("fp8_e5m2/auto", 1.0, 100, extra=0)], 1),
-    ("balanced", [row("int8/auto", 2.0, 60), row("as_file/bf16", 1.0, 100)], 1),
+    ("balanced", [row("int8/auto", 1.06, 10, spread=0.05), row("as_file/bf16", 1.0, 100, spread=0.05)], 1),
+    ("balanced", [row("int8/auto", 1.04, 80, spread=0.01), row("as_file/bf16", 1.0, 100, spread=0.05), row("fp8_e5m2/auto", 1.0, 79, snr=30.0)], 0),
     ("balanced", [row("int8/auto", 0.1, 10, snr=24.9), row("as_file/bf16", 1.0, 100, snr=25.0)], 1),
     ("balanced", [row("int8/auto", 0.1, 10, snr=9.0), row("as_file/bf16", 1.0, 100, snr=19.0)], 1),
     ("speed", [BAD, row("as_file/bf16", 1.0, snr=math.inf)], 1),
@@ -123,6 +125,12 @@ def test_a_table_without_any_result_says_so():
     text = table_text(none)
     assert "No setting gave a finite result." in text and "rules" not in text and none.rules == rules_from() and not none.best
     assert result_of(none, text).tone == "bad" and result_of(found(), "").marked == 0
+
+
+def test_the_first_line_says_what_its_setting_is_for():
+    here, smaller = (row("as_file/bf16", 1.0, 100), row("int8/auto", 1.02, 81))
+    told = {result.sentence: result.values for result in (result_of(found(rows), "") for rows in ([here], [here, smaller], [FAST]))}
+    assert [*told] == [BEST, BEST_SMALL, CLOSEST] and told[BEST_SMALL]["less"] == "19 %" and told[CLOSEST]["floor"] == "25 dB"
 
 
 def test_the_best_row_comes_first_and_a_noisy_one_is_not_ranked():
