@@ -104,11 +104,11 @@ export function controlText(control) {
 }
 
 /** What a run was like in one sentence; empty before a run and without a guard. @param {Report} report */
-export function happenedText({ guard }) {
+export function happenedText({ guard, decisions }) {
   if (!guard.calls || guard.verdict === "off") return "";
   const layer = guard.events.find((event) => event.recovered)?.layer;
   if (guard.verdict === "recovered") return layer ? t("Black image prevented: {layer} was repeated in a higher precision.", { layer }) : t("Black image prevented: a step was repeated in a higher precision.");
-  return guard.verdict === "clean" ? t("No NaN and no Inf in {calls} calls.", { calls: guard.calls }) : "";
+  return guard.verdict === "clean" ? [t("No NaN and no Inf in {calls} calls.", { calls: guard.calls }), said(decisions?.instead ?? "")].filter(Boolean).join(" ") : "";
 }
 
 /** @param {number | null} value */

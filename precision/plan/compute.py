@@ -49,6 +49,7 @@ class ComputePlan:
         decisions: layer name -> decision, for the layers that do not simply follow ``activation_dtype``.
         attention: rules that ask for fp32 in the attention of blocks, which no plan knows by name.
         fallback: the plan from the first result on that is not finite, where ``auto`` took plain fp16.
+        instead: why the model does not compute in fp16, in which it came; empty where it came in another dtype.
     """
 
     choice: Choice
@@ -58,6 +59,7 @@ class ComputePlan:
     notes: tuple[str, ...] = ()
     attention: tuple[Rule, ...] = ()
     fallback: "ComputePlan | None" = None
+    instead: str = ""
 
     @classmethod
     def of_layers(cls, decisions: Mapping[str, ComputeDecision]) -> "ComputePlan":

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ..base.dtypes import FP8_NAMES
+from ..base.modes import FP16
 from ..devices.detect import Device
 from .accumulation import Request
 from .auto import UNQUANTIZED, smallest_storage
@@ -68,12 +69,15 @@ def _compute_for(facts: ModelFacts, device: Device, goal: str, stored: frozenset
     return "auto", "" if storage == "auto" else f"Load the model with storage {storage} to {gain}. {reason}"
 
 
-def on_loaded(plan: ComputePlan, facts: ModelFacts, rules: Rules, foreign: Mapping[str, str]) -> ComputePlan:
+def on_loaded(
+    plan: ComputePlan, facts: ModelFacts, rules: Rules, foreign: Mapping[str, str], came_in: str = ""
+) -> ComputePlan:
     """Return a plan for a model in memory, with a list of the rules too late for a loaded model.
 
     ``foreign``: layer name -> the Python module of its class, for layers of another loader: fp32, not ``fp16_safe``.
+    ``came_in``: the dtype that the model computes in without the plan.
     """
-    fallback = plan.fallback and on_loaded(plan.fallback, facts, rules, foreign)
+    fallback = plan.fallback and on_loaded(plan.fallback, facts, rules, foreign, came_in)
     late = ((str(rule), STORAGE_RULE) for rule in rules.own if "storage" in dict(rule.settings))
     idle = [*plan.without_effect, *rules_without_effect(facts.layers, rules), *late]
     moved = {
@@ -86,4 +90,12 @@ def on_loaded(plan: ComputePlan, facts: ModelFacts, rules: Rules, foreign: Mappi
         why = f"{count} layers ({first} ...) belong to another loader, which multiplies in its own way: run in fp32"
         idle.append((f"compute={SAFE}", why))
     decisions = frozen({**plan.decisions, **moved})
-    return replace(plan, decisions=decisions, without_effect=tuple(idle), fallback=fallback)
+    instead = _instead_of_fp16(plan.choice.used, facts) if came_in == FP16.name != plan.choice.used else ""
+    return replace(plan, decisions=decisions, without_effect=tuple(idle), fallback=fallback, instead=instead)
+
+
+def _instead_of_fp16(used: str, facts: ModelFacts) -> str:
+    if FP16.name in facts.supported:
+        return f"Computed in {used} instead of the fp16 that the model came in, which overflows above 65504."
+    why = "ComfyUI does not list fp16 for this model: its activations may overflow."
+    return f"Computed in {used} instead of the fp16 that the model came in. {why}"

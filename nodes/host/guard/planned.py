@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ....precision.base.dtypes import dtype_named
+from ....precision.base.dtypes import dtype_named, name_of
 from ....precision.plan.compute import ComputePlan, plan_compute
+from ....precision.plan.facts import ModelFacts
 from ....precision.plan.goal import SUMS, on_loaded, plan_for_goal
 from ....precision.plan.rules import Rules
 from ..accumulation.executor import with_accumulation
@@ -30,7 +31,7 @@ def with_compute(patcher: ModelPatcher, compute: str, rules: Rules) -> ModelPatc
     """Return a clone of the model that computes as asked."""
     facts = model_facts(patcher)
     plan = plan_compute(facts, current_device(), compute, rules, storages(patcher))
-    return _planned(patcher, on_loaded(plan, facts, rules, _foreign(patcher)))
+    return _planned(patcher, _on_loaded(patcher, plan, facts, rules))
 
 
 def with_goal(
@@ -39,7 +40,7 @@ def with_goal(
     """Return (model, VAE, why) for a goal of the one node."""
     device, facts = current_device(), model_facts(patcher)
     found, reason = plan_for_goal(facts, device, goal, storages(patcher), rules)
-    plan = on_loaded(found, facts, rules, _foreign(patcher))
+    plan = _on_loaded(patcher, found, facts, rules)
     model = _planned(patcher, plan)
     lines = [f"{device.label}, goal {goal}", f"model: {_runs_in(model, plan, reason)}"]
     lines += [f"without effect: {setting}: {why}" for setting, why in plan.without_effect]
@@ -60,8 +61,12 @@ def _runs_in(model: ModelPatcher, plan: ComputePlan, reason: str) -> str:
     """Say what a planned model runs in, and why: for the plan's ``reason``, or as it has fallen back already."""
     acting = compute_of(model)
     if acting is None or acting.plan is plan:
-        return f"{plan.choice.used}. {reason}"
+        return f"{plan.choice.used}. {reason} {plan.instead}".strip()
     return f"{acting.plan.choice.used}. {acting.plan.choice.reason}"
+
+
+def _on_loaded(patcher: ModelPatcher, plan: ComputePlan, facts: ModelFacts, rules: Rules) -> ComputePlan:
+    return on_loaded(plan, facts, rules, _foreign(patcher), name_of(activation_dtype(patcher)))
 
 
 def _planned(patcher: ModelPatcher, plan: ComputePlan) -> ModelPatcher:

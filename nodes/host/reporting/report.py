@@ -182,6 +182,8 @@ def _add_plan(report: Report | ControlReport, compute: Compute, patcher: ModelPa
     by_rules = [f"{mode} in {count} of {total} layers by rules" for mode, count in ruled.most_common()]
     choice = str(compute.plan.choice)
     report.decisions["compute"] = "; ".join([*by_rules, f"all else: {choice}"]) if by_rules else choice
+    if compute.plan.instead:
+        report.decisions["instead"] = compute.plan.instead
     if blocks := compute.attention_in_fp32(patcher):
         report.decisions["attention by rule"] = f"fp32 in {', '.join(blocks)}"
     if share := compute.fp16_share_text(patcher):

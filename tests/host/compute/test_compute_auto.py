@@ -70,7 +70,8 @@ def test_no_model_is_black_on_any_device(comfy, monkeypatch, model_of, name, pro
     result, products = counted(model, call)
     used = {product.operands for product in products}
     rounded = [product.rounded or "fp16" in product.operands for product in products]
-    modes = {layer["mode"] for layer in families.report(comfy, model)["layers"]} & {"fp32", "fp16_wide", "fp16", "bf16"}
+    report = families.report(comfy, model)
+    modes, instead = {layer["mode"] for layer in report["layers"]} & {"fp32", "fp16_wide", "fp16", "bf16"}, report["decisions"].get("instead", "")
     if profile in NO_HALF:
         expected, error = "fp32", 1e-5
     elif name == "listed and in range" and profile.startswith("sm_"):
@@ -81,6 +82,7 @@ def test_no_model_is_black_on_any_device(comfy, monkeypatch, model_of, name, pro
         expected, error = "bf16", 5e-2
     assert relative_error(reference, result) < error
     assert expected in modes and len(products) > 10
+    assert bool(instead) is (expected != "fp16") and ("ComfyUI does not list fp16" in instead) is (name == "not listed"), instead
     assert (("bf16", "bf16") in used) is (expected == "bf16")
     assert (sum(rounded) / len(rounded) > 0.8) is (expected in ("fp16", "fp16_wide"))
 
