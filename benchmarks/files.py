@@ -1,7 +1,8 @@
 """Loading and converting a large file, against ComfyUI's loader and against reading all: `python -m benchmarks load`, or `convert`.
 
 Each measurement is a process of its own; the alternatives take turns; the file is in the page cache. Prints median seconds, the highest
-memory, ratios and targets, which are judged by seconds of computing: other work on the machine lengthens the rest.
+memory, ratios and targets, which are judged by seconds of computing: other work on the machine lengthens the rest. Threads that wait
+for others of their process take none (`OMP_WAIT_POLICY`). `again`: the same load once more in the process.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ BENCHES = {
 }
 OTHER = {"load": "UNETLoader, fp8_e4m3fn", "convert": "read all, quantize to fp8, save"}
 TARGETS = {
-    "load": {"cpu_seconds": 1.3, "memory_to_weights": 1.1, "int8_to_fp8": 2.0, "int8_memory_to_weights": 1.1},
+    "load": {"cpu_seconds": 1.4, "again_cpu_seconds": 1.25, "memory_to_weights": 1.1, "int8_to_fp8": 2.0, "int8_memory_to_weights": 1.1},
     "convert": {"memory_to_largest_tensor": 3.0, "int8_to_fp8": 2.0, "int8_memory_to_largest_tensor": 3.0},
 }
 MODEL = "wan_1_3b_shaped"
@@ -51,10 +52,7 @@ def main() -> int:
         about = machine.conditions(environment) | {"model": MODELS[name], "load_average": load}
         result = about | _compare(options.name, environment, model, base, options.runs)
         result["benchmark"] += "_small" if options.small else ""
-    if options.save:
-        reporting.save(result)
-    print(json.dumps(result, indent=2) if options.json else _as_text(result))
-    return reporting.exit_code(result)
+    return reporting.told(result, options, _as_text)
 
 
 def _parse() -> argparse.Namespace:
@@ -91,7 +89,7 @@ def _compare(name: str, environment: Environment, model: Path, base: Path, runs:
 
 def _measure(environment: Environment, measurement: str, model: Path, base: Path) -> dict:
     command = [str(environment.python), "-m", "benchmarks.measure", measurement, str(model), str(base)]
-    environ = clean_environ(COMFYUI_DIR=str(environment.comfyui), PYTHONDONTWRITEBYTECODE="1")
+    environ = clean_environ(COMFYUI_DIR=str(environment.comfyui), PYTHONDONTWRITEBYTECODE="1", OMP_WAIT_POLICY="passive")
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environ, check=False)
     if done.returncode:
         raise SystemExit(f"{measurement} failed:\n{done.stderr}")
@@ -113,8 +111,9 @@ def _ratios(taken: dict[str, list[dict]], summary: dict[str, dict], ours: str, o
 
 
 def _targets(name: str, summary: dict[str, dict]) -> dict[str, dict]:
-    computing = {side: found["cpu_seconds"] for side, found in summary.items()}
-    measured = {"cpu_seconds": computing["halfsafe"] / computing["other"], "int8_to_fp8": computing["int8"] / computing["halfsafe"]}
+    ours, other = summary["halfsafe"], summary["other"]
+    measured = {key: ours[key] / other[key] for key in other if key.endswith("cpu_seconds")}
+    measured["int8_to_fp8"] = summary["int8"]["cpu_seconds"] / ours["cpu_seconds"]
     for prefix, side in (("", "halfsafe"), ("int8_", "int8")):
         memory = summary[side]["anonymous_bytes"]
         measured[f"{prefix}memory_to_weights"] = memory and memory / summary[side].get("weight_bytes", memory)

@@ -62,10 +62,7 @@ def main() -> int:
     peers = {name: _commit(folder) for name, folder in given.items()}
     rows = [{"name": name, **_summary(found)} for name, found in taken.items()]
     result = {**about, "peers": peers, "runs": options.runs, "rows": rows, "targets": {}}
-    if options.save:
-        reporting.save(result)
-    print(json.dumps(result, indent=2) if options.json else as_text(result))
-    return 0
+    return reporting.told(result, options, as_text)
 
 
 def _parse():

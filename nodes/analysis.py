@@ -27,6 +27,7 @@ class AnalyzeLayers(io.ComfyNode):
                 "layer analysis", "sensitivity", "mixed precision", "layer quality", "which layers", "snr",
                 "quantization error",
             ],
+            has_intermediate_output=True,
             inputs=[
                 io.Model.Input(
                     "model", tooltip="The model to compare with, from any loader, LoRAs included. It is not changed."

@@ -22,6 +22,7 @@ class Calibrate(io.ComfyNode):
             search_aliases=[
                 "gptq", "calibration", "better int8", "quantize quality", "hessian", "w4a8", "calibrated quantization",
             ],
+            has_intermediate_output=True,
             inputs=[
                 io.Model.Input(
                     "model", tooltip="The model to save, LoRAs included, best in 16 bit. It is not changed."

@@ -105,6 +105,7 @@ class CheckFinite(io.ComfyNode):
             category=GUARD,
             description="Look for NaN and Inf in a latent, image or conditioning at any place of the graph.",
             search_aliases=["nan check", "isnan", "black image", "debug latent", "find nan", "is finite"],
+            has_intermediate_output=True,
             inputs=[
                 io.MatchType.Input("value", template=value, tooltip="What to look at. It is passed on as it is."),
                 io.Combo.Input(

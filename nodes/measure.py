@@ -26,6 +26,7 @@ class MeasurePrecisions(io.ComfyNode):
                 "benchmark", "which precision", "fastest dtype", "speed test", "vram", "snr", "pareto",
                 "compare dtypes",
             ],
+            has_intermediate_output=True,
             inputs=[
                 io.Model.Input(
                     "model", tooltip="The model, LoRAs included, loaded as_file to compare storages. It is not changed."

@@ -69,9 +69,9 @@ export function eventText(event) {
 
 /** One line on a guard event and what became of it. @param {GuardEvent} event */
 export function outcomeText(event) {
-  if (event.kind === "drift") return `${eventText(event)}. ${said(event.evidence)}`;
-  const change = event.from && event.to ? ` ${modeText(event.from)} \u2192 ${modeText(event.to)},` : "";
-  return `${eventText(event)},${change} ${event.recovered ? t("recovered") : t("not recovered")}`;
+  if (event.kind === "drift") return `${eventText(event)}${t(".")} ${said(event.evidence)}`;
+  const change = event.from && event.to ? `${modeText(event.from)} \u2192 ${modeText(event.to)}${t(", ")}` : "";
+  return `${eventText(event)}${t(", ")}${change}${event.recovered ? t("recovered") : t("not recovered")}`;
 }
 
 /** What of a guard's message in ComfyUI's log is no help to most: the noise level, the operation, its largest input, rows of the batch, tokens. */
@@ -83,7 +83,7 @@ const MODE = /\bfp16_(wide|scaled|acc16)\b/g;
 export function saidText({ event, verdict, message }) {
   if (!isTranslated()) return message.replace(DETAILS, "").replace(MODE, modeText);
   if (!event) return t("Guard: {verdict}", { verdict: verdictText(verdict) });
-  return event.kind === "drift" || !event.evidence ? outcomeText(event) : `${outcomeText(event)}. ${said(event.evidence)}`;
+  return event.kind === "drift" || !event.evidence ? outcomeText(event) : `${outcomeText(event)}${t(".")} ${said(event.evidence)}`;
 }
 
 /** One line on a call that was compared with fp32; an SNR of null is infinite. @param {Check} check */

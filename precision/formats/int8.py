@@ -10,13 +10,13 @@ step where they nearly tie; so do codes of comfy-kitchen for a bf16 or fp16 weig
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache, lru_cache
-from threading import get_ident
+from functools import cache
 
 import torch
 
 from ..base.modes import INT8
 from .format import Format
+from .fp8 import room
 from .stored_weight import StoredWeight, Tensors
 
 GROUPS = (256, 64, 16)
@@ -46,14 +46,6 @@ def rotated(rows: torch.Tensor, group: int) -> torch.Tensor:
     return torch.matmul(rows.reshape(-1, group), hadamard(group).to(rows.device).T).reshape(rows.shape)
 
 
-@lru_cache(1)
-def _room(thread: int, size: int) -> torch.Tensor:
-    """Make room for two blocks, which a thread keeps: tensors that come and go leave holes in the heap, in every second
-    load half as large as the codes."""
-    with torch.inference_mode(False):
-        return torch.empty(2, size)
-
-
 @torch.no_grad()
 def quantize_rows(rows: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize rows ``(n, K)`` of any float dtype: int8 codes of the rotated rows, and their scales ``(n, 1)`` in fp32.
@@ -66,10 +58,9 @@ def quantize_rows(rows: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.T
     scale = rows.new_empty(len(rows), 1, dtype=torch.float32)
     count = -(-len(rows) // max(1, BLOCK // rows.shape[1])) or 1
     turn = hadamard(group).to(rows.device).T
-    size, on_cpu = max(BLOCK, rows.shape[1]), rows.device.type == "cpu"
-    room = _room(get_ident(), size) if on_cpu else torch.empty(2, size, device=rows.device)
+    blocks = room(2 * max(BLOCK, rows.shape[1]), torch.float32, rows.device).view(2, -1)
     for block, code, s in zip(*(tensor.tensor_split(count) for tensor in (rows, codes, scale)), strict=True):
-        values, result = (each[: block.numel()].view(block.shape) for each in room)
+        values, result = (each[: block.numel()].view(block.shape) for each in blocks)
         torch.mm(values.copy_(block).view(-1, group), turn, out=result.view(-1, group))
         torch.div(torch.abs(result, out=values).amax(1, keepdim=True), LARGEST_CODE, out=s).clamp_(min=SMALLEST_SCALE)
         code.copy_(result.div_(s).round_())

@@ -52,7 +52,7 @@ def _object_info() -> dict:
         return server.object_info()
 
 
-def _load(sheet: Sheet, storage: str, compute: str, column: int = 0, file: str = FP16, title: str = "Load Model (Halfsafe)", folded: bool = False, **sources: Output) -> Output:
+def _load(sheet: Sheet, storage: str, compute: str, column: int = 0, file: str = FP16, title: str = "Load Diffusion Model", folded: bool = False, **sources: Output) -> Output:
     return Output(sheet.add("HalfsafeLoadDiffusionModel", column, 142, file, storage, compute, title=title, folded=folded, **sources))
 
 

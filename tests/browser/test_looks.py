@@ -17,7 +17,7 @@ EVENT = {
     "call": 1, "step": 3, "sigma": 0.7031, "layer": "transformer_blocks.17.attn.to_add_out", "op": "", "kind": "overflow", "batch_rows": [0],
     "from": "fp16", "to": "fp16_wide", "recovered": True, "evidence": "", "advice": "",
 }  # fmt: skip
-FIT = """async () => { await app.extensionManager.command.execute("Comfy.Canvas.FitView"); }"""
+OPEN = """async (workflow) => { await app.loadGraphData(workflow, true, true, null, { openSource: "template" }); }"""
 pytestmark = pytest.mark.paired  # the pack's own styles and the nodes' sizes: what a renderer adds to them is the same in both pages
 
 
@@ -44,17 +44,15 @@ def test_the_sidebar_and_a_message_can_be_read(comfy: ComfyPage, theme: str, lan
     assert message["x"] >= 0 and message["x"] + message["width"] <= width
 
 
-def fitted(comfy: ComfyPage, path: Path) -> float:
-    """The scale at which all of a workflow is seen."""
-    comfy.load(json.loads(path.read_text(encoding="utf-8")))
-    comfy.settle()
-    comfy.evaluate(FIT)
+def scale_of(comfy: ComfyPage, path: Path) -> float:
+    """The scale at which the page opens a template."""
+    comfy.evaluate(OPEN, json.loads(path.read_text(encoding="utf-8")))
     comfy.settle()
     return comfy.evaluate("() => app.canvas.ds.scale")
 
 
-def test_a_workflow_fits_a_small_page_unzoomed(comfy: ComfyPage) -> None:
+def test_a_template_opens_unzoomed_in_a_small_page(comfy: ComfyPage) -> None:
     comfy.page.set_viewport_size({"width": 1366, "height": 768})
-    found = {path.stem: fitted(comfy, path) for path in WORKFLOWS}
+    found = {path.stem: scale_of(comfy, path) for path in WORKFLOWS}
     assert len(found) == 15
-    assert min(found.values()) > 0.92, found
+    assert min(found.values()) > 0.94, found

@@ -68,9 +68,10 @@ def test_results_are_on_their_nodes_and_a_saved_file_is_told(small: ComfyPage, p
     small.page.wait_for_function("() => document.querySelectorAll('.hs-panel .hs-sentence').length === 5")
     found = small.evaluate(SENTENCES)
     assert any(text.startswith("Saved diffusion_models/halfsafe") and text.endswith("MiB.") for text in found), found
-    assert any(text.startswith("Best here: ") for text in found) and "Finite: no NaN and no Inf." in found
+    (measured,) = (text for text in found if text.startswith(("Best here: ", "No setting stands out")))  # on a busy machine no time can be ranked
+    assert "Finite: no NaN and no Inf." in found
     assert any("auto computes in" in text for text in found)
-    assert sorted(toast["summary"].split()[1] for toast in shown()) == ["Best", "Saved", "rules"]
+    assert sorted(toast["summary"].split()[1] for toast in shown()) == [measured.split()[0], "Saved", "rules"]
     assert all(toast.get("life", 0) <= 6000 for toast in shown() if toast["severity"] == "success"), "it covers a corner of what was drawn"
     assert [toast["detail"] for toast in shown() if "match no layer" in toast["summary"]] == ["blocks.77.* storage=bf16"]
     assert small.found("() => [...document.querySelectorAll('.hs-pictures img')].map((image) => image.naturalWidth)", [64, 64]) == [64, 64]
@@ -79,11 +80,11 @@ def test_results_are_on_their_nodes_and_a_saved_file_is_told(small: ComfyPage, p
     small.page.mouse.click(box["x"] + box["width"] * 0.9, box["y"] + 40)
     assert int(small.page.locator(".hs-pictures input").input_value()) > 80, "the slider follows the mouse"
     small.evaluate(TAB)
-    assert "Best here: " in small.page.inner_text(".hs-sidebar") and "No guard reported" not in small.page.inner_text(".hs-sidebar")
+    assert measured in small.page.inner_text(".hs-sidebar") and "No guard reported" not in small.page.inner_text(".hs-sidebar")
     assert small.evaluate("() => app.graph.nodes.flatMap((n) => n.widgets ?? []).filter((w) => w.name === '$$node-text-preview')") == [], "progress ends with the node"
     rows = small.evaluate("() => [...document.querySelectorAll('.hs-figures tbody tr')].map((row) => row.cells[0].textContent)")
     assert len(rows) == 3 and any(" = " in row for row in rows), rows
-    assert small.evaluate("() => document.querySelector('.hs-figures tbody tr').dataset.marked") == "true", "the best comes first"
+    assert small.evaluate("() => document.querySelector('.hs-figures tbody tr').dataset.marked") == str(measured.startswith("Best")).lower(), "the best comes first"
     small.zoom_to("HalfsafeMeasurePrecisions", 620, 560)
     small.screenshot(pictures, f"measured-{cell}")
     small.zoom_to("HalfsafeDeviceInfo", 620, 560)

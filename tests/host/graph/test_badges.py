@@ -62,9 +62,10 @@ def test_sums_that_cannot_act_here_are_not_on_the_badge(comfy, files):
     assert run(comfy, "HalfsafeAccumulation", model=model, fp16_accumulation="unchanged", tf32="unchanged", **SUMS)[1] == ""
 
 
-def test_a_cached_node_sends_its_badge_again(comfy):
+def test_a_cached_node_sends_its_badge_or_result_again(comfy):
     ids = [node_id for node_id, node in comfy.nodes.items() if node_id.startswith("HalfsafeLoad")]
     assert len(ids) == 5
+    ids += ["HalfsafeAnalyzeLayers", "HalfsafeCalibrate", "HalfsafeMeasurePrecisions", "HalfsafeCheckFinite"]
     assert all(comfy.nodes[node_id].GET_SCHEMA().has_intermediate_output for node_id in ids)
 
 

@@ -15,11 +15,11 @@ from support.measures import relative_error
 from support.plain_weights import plain_weights
 
 
-def layers(*modules, largest=FP16_MAX):
+def layers(*modules, largest=FP16_MAX, weights=plain_weights):
     calibration = Calibration()
     calibration.results.allowed = True
     named = enumerate(modules)
-    return calibration, [SafeOperation(m, calibration.scale(f"blocks.0.{i}"), calibration, plain_weights, largest_fp16=largest) for i, m in named]
+    return calibration, [SafeOperation(m, calibration.scale(f"blocks.0.{i}"), calibration, weights, largest_fp16=largest) for i, m in named]
 
 
 def linear(inputs=64, outputs=64, bias=True, scale=1.0):
@@ -158,7 +158,6 @@ def test_running_out_of_memory_is_no_reason_to_try_again(error):
 def test_a_weight_without_room_beside_its_fp16_form_is_measured_in_that():
     """As one that is cast on the device; a weight past fp16's range is then asked for in fp32, and each once a call."""
     modules, asked = [linear(), linear(scale=1e6)], []
-    calibration, operations = layers(*modules)
 
     def weights(module, x, dtype, bias_dtype=torch.float32):
         asked.append(dtype)
@@ -166,14 +165,12 @@ def test_a_weight_without_room_beside_its_fp16_form_is_measured_in_that():
             raise torch.OutOfMemoryError("on purpose")
         return plain_weights(module, x, dtype, bias_dtype)
 
-    for operation in operations:
-        operation.weights = weights
+    calibration, operations = layers(*modules, weights=weights)
     x = torch.randn(4, 64)
     for _ in range(2):
         results = calibration.run(lambda: [operation(x) for operation in operations])
         assert all(relative_error(module(x), result) < 2e-3 for module, result in zip(modules, results, strict=True))
-    half, whole = torch.float16, torch.float32
-    assert asked == [None, half, half, half, whole, half, whole] and calibration.spares_memory
+    assert [dtype and dtype.itemsize for dtype in asked] == [None, 2, 2, 2, 4, 2, 4]
 
 
 def test_a_shared_input_is_held_to_the_narrowest_range():
