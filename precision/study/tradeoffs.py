@@ -151,11 +151,17 @@ class Measurements:
 
     @property
     def less_memory(self) -> float:
-        """The share of memory that the best for balanced saves where that decided: it is not the fastest. Else 0."""
-        best = self.best.get("balanced")
-        fastest = min(_ranked("balanced", self.rows), key=lambda row: row.seconds, default=best)
-        saved = 1 - best.bytes / fastest.bytes if best and fastest.bytes else 0.0
-        return saved if saved > 1 - 1 / CLOSE else 0.0
+        """The share of memory that the best for balanced saves over the closest of those as fast."""
+        best, fair = self.best.get("balanced"), _ranked("balanced", self.rows)
+        most = max(_level(fair), key=lambda row: row.snr_db).bytes if fair else 0
+        return 1 - best.bytes / most if best and most > CLOSE * best.bytes else 0.0
+
+    @property
+    def is_ranked(self) -> bool:
+        """Tell whether the best for balanced stands: no row too noisy to rank may be better."""
+        best, floor = self.best["balanced"], FLOORS["balanced"]
+        noisy = [row for row in self.rows if row.works and row.is_noisy and row.snr_db >= floor]
+        return not best.is_noisy and not any(row.seconds <= best.seconds or best.snr_db < floor for row in noisy)
 
     @property
     def rules(self) -> Rules:
@@ -180,8 +186,7 @@ def best_for(goal: str, rows: Iterable[Tradeoff]) -> Tradeoff | None:
         return min(closest, key=lambda row: row.seconds, default=None)
     if goal == "memory":
         return min(_smallest(fair), key=lambda row: row.seconds)
-    fastest = min(fair, key=lambda row: row.seconds)
-    level = [row for row in fair if _as_fast(row, fastest)]
+    level = _level(fair)
     return max(level if goal == "speed" else _smallest(level), key=lambda row: row.snr_db)
 
 
@@ -200,8 +205,11 @@ def _smallest(rows: Sequence[Tradeoff]) -> list[Tradeoff]:
     return [row for row in rows if row.bytes <= most]
 
 
-def _as_fast(row: Tradeoff, fastest: Tradeoff) -> bool:
-    return row.seconds <= max(CLOSE * fastest.seconds, fastest.seconds + max(row.spread, fastest.spread))
+def _level(rows: Sequence[Tradeoff]) -> list[Tradeoff]:
+    """List the rows as fast as the fastest, within 3 % or the larger spread of both."""
+    fastest = min(rows, key=lambda row: row.seconds)
+    margins = ((row, max(row.spread, fastest.spread, (CLOSE - 1) * fastest.seconds)) for row in rows)
+    return [row for row, margin in margins if row.seconds <= fastest.seconds + margin]
 
 
 def rules_for(row: Tradeoff, automatic: str, layers: Sequence[LayerSpec]) -> Rules:

@@ -42,7 +42,7 @@ def result_of(found: Measurements, text: str) -> Result:
         "memory": size_text(best.bytes),
         "snr": whole_decibel_text(best.snr_db),
     }
-    if best.is_noisy:
+    if not found.is_ranked:
         return Result(UNRANKED, values, WARN, TABLE, rows, None, text, toast=True)
     if best.snr_db < FLOORS["balanced"]:
         values["floor"] = f"{FLOORS['balanced']:g} dB"

@@ -12,7 +12,7 @@ from halfsafe.precision.devices.detect import detect
 from halfsafe.precision.plan.facts import LayerSpec
 from halfsafe.precision.plan.rules import parse, rules_from
 from halfsafe.precision.plan.storage import plan_storage
-from halfsafe.precision.report.result import BEST, BEST_SMALL, CLOSEST
+from halfsafe.precision.report.result import BEST, BEST_SMALL, CLOSEST, UNRANKED
 from halfsafe.precision.study.charts import COLOURS, tradeoffs_chart
 from halfsafe.precision.study.tradeoffs import (
     Measurements,
@@ -63,6 +63,7 @@ def test_each_goal_gets_its_best():
     ("quality", [row("as_file/bf16", 3.0, snr=50.9), row("as_file/fp16", 1.0, snr=50.0)], 1),
     ("quality", [row("as_file/bf16", 3.0, snr=51.1), row("as_file/fp16", 1.0, snr=50.0)], 0),
     ("speed", [row("as_file/bf16", 1.02, snr=50.0), row("as_file/fp16", 1.0, snr=30.0)], 0),
+    ("speed", [row("as_file/bf16", 1.04, snr=50.0), row("as_file/fp16", 1.0, snr=30.0, spread=0.05)], 0),
     ("speed", [row("as_file/bf16", 1.0, snr=50.0), row("as_file/fp16", 0.1, snr=19.9)], 0),
     ("memory", [row("int8/auto", 2.0, 101), row("fp8_e5m2/auto", 1.0, 103)], 1),
     ("memory", [row("int8/auto", 2.0, 90, extra=20 * MIB), row("fp8_e5m2/auto", 1.0, 100, extra=0)], 1),
@@ -128,9 +129,13 @@ def test_a_table_without_any_result_says_so():
 
 
 def test_the_first_line_says_what_its_setting_is_for():
-    here, smaller = (row("as_file/bf16", 1.0, 100), row("int8/auto", 1.02, 81))
-    told = {result.sentence: result.values for result in (result_of(found(rows), "") for rows in ([here], [here, smaller], [FAST]))}
-    assert [*told] == [BEST, BEST_SMALL, CLOSEST] and told[BEST_SMALL]["less"] == "19 %" and told[CLOSEST]["floor"] == "25 dB"
+    here, smaller = row("as_file/bf16", 1.0, 100, 50.0), row("int8/auto", 1.01, 81)
+    as_small = row("fp8_e5m2/auto", 0.99, 80, 30.0)  # the fastest is no larger: what is as fast and closer is
+    noisy = (row("as_file/bf16", seconds, snr=50.0, spread=0.5) for seconds in (0.9, 1.1))
+    tables = ([here], [here, smaller, as_small], [FAST], *([here, one] for one in noisy), [FAST, replace(SLOW, spread=1.0)])
+    told = [result_of(found(rows), "") for rows in tables]
+    assert [result.sentence for result in told] == [BEST, BEST_SMALL, CLOSEST, UNRANKED, BEST, UNRANKED]
+    assert told[1].values["less"] == "19 %" and told[2].values["floor"] == "25 dB"
 
 
 def test_the_best_row_comes_first_and_a_noisy_one_is_not_ranked():
