@@ -148,3 +148,14 @@ def fresh_probes() -> Iterator[None]:
     forget_probes()
     yield
     forget_probes()
+
+
+@pytest.fixture
+def as_on_mps(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """CPU tensors stand for those of a Mac: the infinity norm loses NaN, and the device is known for it."""
+    from halfsafe.precision.base import amax
+    from support.broken_arithmetic import NormsLoseNaN
+
+    monkeypatch.setattr(amax, "norm_loses_nan", lambda device: True)
+    with NormsLoseNaN():
+        yield

@@ -3,7 +3,15 @@
 import torch
 from halfsafe.precision.formats.checkpoint import Checkpoint, StoredWeight
 from halfsafe.precision.formats.comfy_format import WeightPlan, made_here, tensors_made, tensors_of
+from halfsafe.precision.plan.facts import LayerSpec
 from halfsafe.precision.plan.weights import plan_weights
+
+LAYERS = [
+    LayerSpec("blocks.0.ffn.0", "Linear", (64, 32)),
+    LayerSpec("blocks.0.norm3", "LayerNorm", (32,)),
+    LayerSpec("time_embedding.0", "Linear", (32, 32)),
+    LayerSpec("patch_embedding", "Conv3d", (32, 16, 1, 2, 2)),
+]
 
 
 def plan_of(weight: StoredWeight, storage: str) -> WeightPlan:

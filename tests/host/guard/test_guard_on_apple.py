@@ -10,10 +10,8 @@ import torch
 from comfy import model_management
 from halfsafe.nodes.host.comfyui.execution import is_oom
 from halfsafe.nodes.host.guard.clamps import ClampWatch
-from halfsafe.precision.base import amax as amax_module
 from halfsafe.precision.guard.verdicts import NonFinite
 from support import families
-from support.broken_arithmetic import NormsLoseNaN
 from support.families import load
 from support.guarding import guarded, inside, nan_at, plain_fp16, raising_at, report_of
 
@@ -24,13 +22,6 @@ class AcceleratorError(RuntimeError):
     """As torch raises it where CUDA itself, not torch's allocator, had no memory."""
 
     error_code = 2
-
-
-@pytest.fixture
-def as_on_mps(monkeypatch):
-    monkeypatch.setattr(amax_module, "norm_loses_nan", lambda device: True)
-    with NormsLoseNaN():
-        yield
 
 
 def test_a_call_that_gives_nan_is_seen_where_norms_lose_it(comfy, wan, as_on_mps):

@@ -17,14 +17,6 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 HALVES_AND_FLOAT = [torch.float16, torch.bfloat16, torch.float32]
 
 
-@pytest.fixture
-def as_on_mps(monkeypatch):
-    """CPU tensors stand for those of a Mac: the infinity norm loses NaN, and the device is known for it."""
-    monkeypatch.setattr(amax_module, "norm_loses_nan", lambda device: True)
-    with NormsLoseNaN():
-        yield
-
-
 @pytest.fixture(params=["norm keeps NaN", "norm loses NaN"])
 def either_norm(request):
     if request.param == "norm loses NaN":

@@ -8,15 +8,10 @@ from halfsafe.precision.plan import storage as plan
 from halfsafe.precision.plan.facts import LayerSpec, ModelFacts, file_dtype, layer_specs
 from halfsafe.precision.plan.rules import rules_from
 from halfsafe.precision.plan.storage import plan_load, plan_storage, quantized_bytes
+from support.storing import LAYERS as FEW_LAYERS
 from support.storing import normal_weight
 
-LAYERS = [
-    LayerSpec("blocks.0.ffn.0", "Linear", (64, 32)),
-    LayerSpec("blocks.0.norm3", "LayerNorm", (32,)),
-    LayerSpec("time_embedding.0", "Linear", (32, 32)),
-    LayerSpec("patch_embedding", "Conv3d", (32, 16, 1, 2, 2)),
-    LayerSpec("img_emb.table", "Embedding", (10, 32)),
-]
+LAYERS = [*FEW_LAYERS, LayerSpec("img_emb.table", "Embedding", (10, 32))]
 
 
 def facts(parameters=10**9, file_dtype="bf16", supported=("bf16", "fp32"), has_input_scales=False):

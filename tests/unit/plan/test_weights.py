@@ -8,19 +8,14 @@ from halfsafe.precision.devices import detect as devices
 from halfsafe.precision.formats.checkpoint import Checkpoint, StoredWeight
 from halfsafe.precision.formats.registry import FORMAT_OF_STORAGE, weight_in_format
 from halfsafe.precision.plan.choice import Choice
-from halfsafe.precision.plan.facts import LayerSpec, ModelFacts
+from halfsafe.precision.plan.facts import ModelFacts
 from halfsafe.precision.plan.memory import plan_encoder, plan_model, unpacked_dtype
 from halfsafe.precision.plan.rules import Rules, rules_from
 from halfsafe.precision.plan.storage import plan_load, plan_storage
 from halfsafe.precision.plan.weights import Memory, plan_weights
 from support import dialects
+from support.storing import LAYERS
 
-LAYERS = [
-    LayerSpec("blocks.0.ffn.0", "Linear", (64, 32)),
-    LayerSpec("blocks.0.norm3", "LayerNorm", (32,)),
-    LayerSpec("time_embedding.0", "Linear", (32, 32)),
-    LayerSpec("patch_embedding", "Conv3d", (32, 16, 1, 2, 2)),
-]
 FFN, KEPT = 64 * 32, 32 + 32 * 32 + 32 * 16 * 4
 
 
