@@ -79,7 +79,7 @@ def test_results_are_on_their_nodes_and_a_saved_file_is_told(small: ComfyPage, p
     small.page.mouse.click(box["x"] + box["width"] * 0.9, box["y"] + 40)
     assert int(small.page.locator(".hs-pictures input").input_value()) > 80, "the slider follows the mouse"
     small.evaluate(TAB)
-    assert "Best here: " in small.page.inner_text(".hs-sidebar") and "No guard reported" not in small.page.inner_text(".hs-sidebar")
+    assert "Best here: " in small.page.inner_text(".hs-sidebar") and "This workflow has no guard" not in small.page.inner_text(".hs-sidebar"), "it is there to measure"
     assert small.evaluate("() => app.graph.nodes.flatMap((n) => n.widgets ?? []).filter((w) => w.name === '$$node-text-preview')") == [], "progress ends with the node"
     rows = small.evaluate("() => [...document.querySelectorAll('.hs-figures tbody tr')].map((row) => row.cells[0].textContent)")
     assert len(rows) == 3 and any(" = " in row for row in rows), rows
@@ -106,11 +106,14 @@ def test_a_result_is_drawn_as_a_sentence_and_a_table(opened_page: ComfyPage, nod
 @pytest.mark.paired  # what the page makes of a message, whatever it draws nodes with
 def test_a_cached_save_is_not_told_again(small: ComfyPage) -> None:
     small.evaluate("""() => { const save = LiteGraph.createNode("HalfsafeSaveModel"); app.graph.add(save);
-        app.graph.nodes.find((n) => n.type === "HalfsafeLoadDiffusionModel").connect(0, save, "model"); }""")
+        app.graph.nodes.find((n) => n.type === "HalfsafeLoadDiffusionModel").connect(0, save, "model");
+        app.graph.nodes.find((n) => n.type === "KSampler").widgets[1].value = "fixed"; }""")
     small.run()
     shown = small.record_toasts()
     small.run()
     assert shown() == []
+    small.evaluate(TAB)
+    assert "Nothing was computed: " in small.page.inner_text(".hs-sidebar")
 
 
 def test_another_workflow_shows_nothing_of_a_run(small: ComfyPage) -> None:
@@ -136,10 +139,12 @@ def test_an_error_is_told_by_its_first_sentence(small: ComfyPage, pictures: Path
     small.page.wait_for_selector(".hs-sidebar .hs-error")
     small.screenshot(pictures, f"sidebar-error-{cell}")
     assert "x.safetensors: the file is cut short." in small.page.inner_text(".hs-sidebar .hs-error")
-    small.evaluate(TAB)
+    sampler = small.evaluate("() => String(app.graph.nodes.find((n) => n.type === 'KSampler').id)")
     small.evaluate(SEND, ["execution_start", {"prompt_id": "other"}])
-    small.evaluate(SEND, ["execution_error", {**error, "prompt_id": "other", "exception_type": "ValueError", "exception_message": "Not ours."}])
+    small.evaluate(SEND, ["execution_error", {**error, "prompt_id": "other", "node_id": sampler, "exception_type": "ValueError", "exception_message": "Not ours.\n"}])
     assert len(shown()) == 1
+    assert small.page.inner_text(".hs-sidebar .hs-error").split() == ["KSampler", "stopped", "Not", "ours."]
+    assert "This workflow has no guard" not in small.page.inner_text(".hs-sidebar"), "none would have helped"
 
 
 @pytest.mark.paired  # what is opened and run differs by page and by renderer, each for itself
