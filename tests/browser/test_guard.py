@@ -64,10 +64,6 @@ def tell(comfy: ComfyPage, prompt_id: str, count: int = 1, **message: object) ->
         comfy.send_guard(**{"node_id": guard_id(comfy), "prompt_id": prompt_id, "message": text, "event": event, **message})
 
 
-def send(comfy: ComfyPage, event: str, prompt_id: str, **detail: object) -> None:
-    comfy.evaluate("async ([event, detail]) => { (await import('/scripts/api.js')).api.dispatchCustomEvent(event, detail); }", [event, {"prompt_id": prompt_id, **detail}])
-
-
 def test_an_event_shows_a_toast_and_a_line_until_run_is_pressed(comfy: ComfyPage, pictures: Path, cell: str) -> None:
     comfy.zoom_to("HalfsafeReport", 460, 480)
     tell(comfy, "one")
@@ -78,7 +74,7 @@ def test_an_event_shows_a_toast_and_a_line_until_run_is_pressed(comfy: ComfyPage
     tell(comfy, "one", kind="verdict", verdict="stopped", event=None, message="Told.")
     messages = comfy.page.locator("li[role=alert], .p-toast-message", has_text="Halfsafe: ")
     messages.nth(1).wait_for()
-    send(comfy, "execution_success", "one")
+    comfy.send("execution_success", prompt_id="one")
     messages.nth(2).wait_for(state="detached")
     assert messages.count() == 2, "what is told again takes its own place"
     comfy.evaluate(REFUSED)
@@ -101,7 +97,8 @@ def test_a_cause_is_told_once_and_lines_are_all_there(comfy: ComfyPage) -> None:
     assert "and 13 more" in comfy.page.inner_text(".hs-guard"), "what was unfolded stays so"
     comfy.set("halfsafe.toasts", False)
     tell(comfy, "four", count=2)
-    assert len(shown()) == 2 and comfy.page.locator(".hs-guard .hs-event").count() == 2
+    tell(comfy, "four", node_id=comfy.evaluate("() => { const node = LiteGraph.createNode('HalfsafeNaNGuard'); app.graph.add(node); return String(node.id); }"))
+    assert len(shown()) == 2 and comfy.page.locator(".hs-guard .hs-event").count() == 2, "another model's guard is not shown"
 
 
 def test_a_badge_says_what_a_model_fell_back_to_until_its_node_runs_anew(comfy: ComfyPage) -> None:
@@ -109,7 +106,7 @@ def test_a_badge_says_what_a_model_fell_back_to_until_its_node_runs_anew(comfy: 
 
     def badge_after(*cached: str, end: str = "execution_success") -> str:
         for event, detail in (("execution_start", {}), ("execution_cached", {"nodes": list(cached)}), (end, {})):
-            send(comfy, event, "b", **detail)
+            comfy.send(event, prompt_id="b", **detail)
         comfy.show({node: {"halfsafe_badge": ["fp32 \u00b7 fp16 \u00b7 guarded"]}})
         return comfy.badges()["HalfsafeNaNGuard"]
 
@@ -121,26 +118,6 @@ def test_a_badge_says_what_a_model_fell_back_to_until_its_node_runs_anew(comfy: 
     assert badge_after() == "fp32 \u00b7 fp16 \u00b7 guarded"
     tell(comfy, "b", kind="verdict", verdict="clean", event=None, message="Began wider, as an earlier run showed: blocks.0.")
     assert comfy.badges()["HalfsafeNaNGuard"] == badge_after(node) == "fp32 \u00b7 fp16, parts wider \u00b7 guarded"
-
-
-def test_another_models_guard_is_not_shown_on_a_report(comfy: ComfyPage) -> None:
-    other = comfy.evaluate("() => { const node = LiteGraph.createNode('HalfsafeNaNGuard'); app.graph.add(node); return String(node.id); }")
-    tell(comfy, "five", node_id=other)
-    assert comfy.page.locator(".hs-guard .hs-event").count() == 0
-
-
-def test_the_sidebar_tells_the_last_run(comfy: ComfyPage, pictures: Path, cell: str) -> None:
-    tell(comfy, "six", count=2)
-    tell(comfy, "six", kind="verdict", event=None, message="2 events in 2 layers, all recovered.", advice="Nothing to do.")
-    comfy.evaluate(TOGGLE_TAB)
-    comfy.page.wait_for_selector(".hs-sidebar .hs-card")
-    comfy.screenshot(pictures, f"sidebar-guard-{cell}")
-    text = comfy.page.inner_text(".hs-sidebar")
-    assert "recovered" in text and "blocks.1.ffn.2 overflowed" in text and "Nothing to do." in text
-    comfy.page.click(".hs-sidebar .hs-link")
-    assert comfy.evaluate("() => [...app.canvas.selectedItems].map((n) => n.type)") == ["HalfsafeNaNGuard"]
-    comfy.evaluate(TOGGLE_TAB)
-    comfy.page.wait_for_selector(".hs-sidebar", state="detached")
 
 
 @pytest.mark.paired  # a run is the server's; what a page draws of it the tests above show in each
@@ -201,22 +178,29 @@ def test_a_drift_is_told_and_stays_on_the_report_when_the_language_changes(opene
     comfy.page.wait_for_function("(text) => [...document.querySelectorAll('.hs-guard')].some((guard) => guard.innerText === text)", arg=text)
 
 
-def test_a_rescue_is_told_beside_its_picture_and_during_the_next_run_of_its_queue(comfy: ComfyPage) -> None:
+def test_the_sidebar_tells_the_last_run_and_a_rescue_before_it_in_its_queue(comfy: ComfyPage, pictures: Path, cell: str) -> None:
     comfy.evaluate(TOGGLE_TAB)
     shown, cured = comfy.record_toasts(), "Step 0 was repeated in fp16, fp32 results: blocks.0.ffn.2 overflowed in fp16."
-    send(comfy, "execution_start", "first")
-    tell(comfy, "first")
+    comfy.send("execution_start", prompt_id="first")
+    tell(comfy, "first", count=2)
+    tell(comfy, "first", kind="verdict", event=None, message="2 events in 2 layers, all recovered.", advice="Nothing to do.")
+    comfy.page.wait_for_selector(".hs-sidebar .hs-card")
+    comfy.screenshot(pictures, f"sidebar-guard-{cell}")
     for prompt in ("second", "third"):
-        send(comfy, "execution_success", "first")
-        send(comfy, "execution_start", prompt)
+        comfy.send("execution_success", prompt_id="first")
+        comfy.send("execution_start", prompt_id=prompt)
         tell(comfy, prompt, kind="verdict", verdict="clean", event=None, message="Began wider, as an earlier run showed: blocks.0.")
         assert [toast["detail"] for toast in shown()] == [cured, cured, f"The run before: {cured}"]
-        text = comfy.page.inner_text(".hs-sidebar")
-        assert "Began wider" in text.split("Earlier in this queue")[0] and "recovered" in text.split("Earlier in this queue")[1]
-    send(comfy, "execution_success", "third")
+        last, before = comfy.page.inner_text(".hs-sidebar").split("Earlier in this queue")
+        assert "Began wider" in last and "recovered" in before and "blocks.1.ffn.2 overflowed" in before and "Nothing to do." in before
+    comfy.page.click(".hs-sidebar .hs-link")
+    assert comfy.evaluate("() => [...app.canvas.selectedItems].map((n) => n.type)") == ["HalfsafeNaNGuard"]
+    comfy.send("execution_success", prompt_id="third")
     comfy.evaluate(REFUSED)
-    send(comfy, "execution_start", "fourth")
+    comfy.send("execution_start", prompt_id="fourth")
     assert "Earlier in this queue" not in comfy.page.inner_text(".hs-sidebar"), "it was not queued behind one"
+    comfy.evaluate(TOGGLE_TAB)
+    comfy.page.wait_for_selector(".hs-sidebar", state="detached")
 
 
 @pytest.mark.paired  # a run is the server's; the setting is the page's

@@ -15,7 +15,6 @@ TAB = "async () => { await app.extensionManager.command.execute('Workspace.Toggl
 UNDO = "async () => { await app.extensionManager.command.execute('Comfy.Undo'); }"
 TYPES = "() => app.graph.nodes.map((n) => n.type)"
 SENTENCES = "() => [...document.querySelectorAll('.hs-panel .hs-sentence')].map((e) => e.textContent)"
-SEND = """async ([name, detail]) => { const { api } = await import("/scripts/api.js"); api.dispatchCustomEvent(name, detail); }"""
 PUT_RESULTS_IN = """() => { const of = (type) => app.graph.nodes.find((n) => n.type === type), put = (type) => { const node = LiteGraph.createNode(type); app.graph.add(node); return node; };
     const compare = put("HalfsafeCompareImages"), rules = put("HalfsafeLayerRules"), decoded = of("VAEDecode");
     decoded.connect(0, compare, "reference"); decoded.connect(0, compare, "candidate"); rules.connect(0, of("HalfsafeLoadDiffusionModel"), "rules");
@@ -96,7 +95,7 @@ def test_a_result_is_drawn_as_a_sentence_and_a_table(opened_page: ComfyPage, nod
     values = {"chosen": 3, "free": 4, "candidate": "int8", "snr": "31.0 dB"}
     result = Result(CHOSEN, values, head=["layer", "output dB"], rows=[["blocks.0.ffn.0", "31.0"], ["blocks.0.ffn.2", "12.0"]], marked=1, text="All of it.")
     sent = {"node": opened_page.evaluate("() => String(app.graph.nodes[0].id)"), "prompt_id": "p", "output": result.ui()}
-    opened_page.evaluate(SEND, ["executed", {**sent, "display_node": sent["node"]}])
+    opened_page.send("executed", **{**sent, "display_node": sent["node"]})
     opened_page.page.wait_for_selector(".hs-figures")
     assert opened_page.evaluate(SENTENCES) == ["3 of 4 layers may be in int8: 31.0 dB from the original."]
     marked = opened_page.page.locator('.hs-figures tbody tr[data-marked="true"]')
@@ -131,8 +130,8 @@ def test_an_error_is_told_by_its_first_sentence(small: ComfyPage, pictures: Path
     shown = small.record_toasts()
     node = small.evaluate("() => String(app.graph.nodes.find((n) => n.type === 'HalfsafeLoadDiffusionModel').id)")
     error = {"prompt_id": "bad", "node_id": node, "node_type": "HalfsafeLoadDiffusionModel", "traceback": [], "executed": [], "exception_type": "halfsafe.CheckpointError"}
-    small.evaluate(SEND, ["execution_start", {"prompt_id": "bad"}])
-    small.evaluate(SEND, ["execution_error", {**error, "exception_message": "/models/unet/x.safetensors: the file is cut short. Get it again."}])
+    small.send("execution_start", prompt_id="bad")
+    small.send("execution_error", **{**error, "exception_message": "/models/unet/x.safetensors: the file is cut short. Get it again."})
     (toast,) = shown()
     assert (toast["summary"], toast["detail"]) == ("Halfsafe: x.safetensors: the file is cut short.", "Get it again.")
     small.evaluate(TAB)
@@ -140,8 +139,8 @@ def test_an_error_is_told_by_its_first_sentence(small: ComfyPage, pictures: Path
     small.screenshot(pictures, f"sidebar-error-{cell}")
     assert "x.safetensors: the file is cut short." in small.page.inner_text(".hs-sidebar .hs-error")
     sampler = small.evaluate("() => String(app.graph.nodes.find((n) => n.type === 'KSampler').id)")
-    small.evaluate(SEND, ["execution_start", {"prompt_id": "other"}])
-    small.evaluate(SEND, ["execution_error", {**error, "prompt_id": "other", "node_id": sampler, "exception_type": "ValueError", "exception_message": "Not ours.\n"}])
+    small.send("execution_start", prompt_id="other")
+    small.send("execution_error", **{**error, "prompt_id": "other", "node_id": sampler, "exception_type": "ValueError", "exception_message": "Not ours.\n"})
     assert len(shown()) == 1
     assert small.page.inner_text(".hs-sidebar .hs-error").split() == ["KSampler", "stopped", "Not", "ours."]
     assert "This workflow has no guard" not in small.page.inner_text(".hs-sidebar"), "none would have helped"
