@@ -7,7 +7,7 @@ import { ReportPanel } from "./panel.mjs";
 import { reportIn } from "./report.mjs";
 import { ResultPanel, resultIn, sentenceOf, toastsOf } from "./result.mjs";
 import { RulesNote } from "./rules.mjs";
-import { errorOf, RunLog, toastFor } from "./run.mjs";
+import { errorOf, isWider, RunLog, toastFor, withSetting } from "./run.mjs";
 import { allNodes, guardWorkflow, isPlannedAnew, keepRules, measureWorkflow, showMe, showNodes, unguardWorkflow, upstream } from "./graph.mjs";
 import { drawSidebar } from "./sidebar.mjs";
 import { Toasts } from "./toasts.mjs";
@@ -22,7 +22,6 @@ const WITH_RESULT = {
   HalfsafeDeviceInfo: 120, HalfsafeCheckFinite: 120, HalfsafeSaveModel: 120, HalfsafeCalibrate: 120,
   HalfsafeAnalyzeLayers: 300, HalfsafeMeasurePrecisions: 300, HalfsafeCompareImages: 300,
 };
-const GUARDS = ["HalfsafeNaNGuard", "HalfsafeGuardVAE", "HalfsafeGuardCLIP", ONE_NODE];
 const RULES = "rules";
 const TOASTS = "halfsafe.toasts";
 const BADGES = "halfsafe.badges";
@@ -48,9 +47,9 @@ let cached = new Set();
 /** The token of a node's result -> the report of its last run, which takes the place of the one as planned.
  * @type {Map<string, string>} */
 const ran = new Map();
-/** The nodes whose plan fell back, until they run anew: what the server sends of a cached one says what was planned.
- * @type {Set<string>} */
-const fellBack = new Set();
+/** A node whose model ran otherwise than planned -> in what, until it runs anew: what the server sends of a cached one says what was planned.
+ * @type {Map<string, (mode: string) => string>} */
+const ranIn = new Map();
 const toasts = new Toasts(() => app.extensionManager, TOASTS);
 /** @type {WeakMap<any, string>} */
 const badgeTexts = new WeakMap();
@@ -65,9 +64,9 @@ let watched = { revision: 0, tooltip: "" };
 
 /** A badge's words, those with a translation in the page's language. @param {any} node @param {any} output */
 function badgeText(node, output) {
-  const words = (output?.halfsafe_badge?.[0] ?? "").split(BETWEEN_WORDS);
+  const words = (output?.halfsafe_badge?.[0] ?? "").split(BETWEEN_WORDS), other = ranIn.get(placeOf(node));
   if (isPlannedAnew(node)) words.splice(1, 1);
-  else if (words[1] && fellBack.has(placeOf(node))) words[1] = "fp16_safe";
+  else if (words[1] && other) words[1] = other(words[1]);
   else if (words[1] && log.run?.state === "running" && node.comfyClass !== SUMS) words[1] = t("plans {mode}", { mode: words[1] });
   return words.map((/** @type {string} */ word) => t(word)).join(BETWEEN_WORDS);
 }
@@ -164,7 +163,7 @@ function reportText(output) {
 /** @param {any} detail of an `executed` event */
 function noteExecuted(detail) {
   const node = isOfThisWorkflow() ? nodeById(String(detail.node)) : null;
-  if (node && !cached.has(detail.node)) fellBack.delete(placeOf(node));
+  if (node && !cached.has(detail.node)) ranIn.delete(placeOf(node));
   const result = resultIn(detail.output);
   if (node && result) log.run?.results.set(String(detail.node), result);
   if (!cached.has(detail.node)) for (const toast of toastsOf(result, detail.output?.halfsafe_unmatched)) toasts.show(toast);
@@ -190,7 +189,7 @@ function noteStart(detail) {
   toasts.clear();
   did.textContent = "";
   cached = new Set();
-  log.start(detail.prompt_id, workflowId());
+  log.start(detail.prompt_id, workflowId()).forEach((toast) => toasts.show(toast));
 }
 
 /** What the open workflow is known by. @returns {string} */
@@ -223,7 +222,7 @@ function drawRun() {
 function nodeById(id) {
   const [, watched] = WATCHED.exec(id) ?? [];
   if (watched) return allNodes(app).find((node) => String(node.id) === watched);
-  return ownNodes().find((node) => locatorOf(node) === id) ?? ownNodes().find((node) => String(node.id) === id.split(":").at(-1));
+  return allNodes(app).find((node) => locatorOf(node) === id) ?? allNodes(app).find((node) => locatorOf(node).endsWith(`:${id.split(":").at(-1)}`));
 }
 
 function drawTab() {
@@ -233,11 +232,10 @@ function drawTab() {
     return report ? [{ id: locatorOf(node), title: node.title, report }] : [];
   });
   const watching = app.extensionManager.setting.get(WATCH) ?? "off";
-  const types = ownNodes().map(({ comfyClass }) => comfyClass);
-  const guarded = watching !== "off" || types.some((type) => GUARDS.includes(type));
-  const unguard = types.includes(ONE_NODE) ? () => unguardWorkflow(app) : null;
+  const nodes = allNodes(app);
+  const unguard = nodes.some(({ comfyClass }) => comfyClass === ONE_NODE) ? () => unguardWorkflow(app) : null;
   const actions = { showMe: () => showMe(app, sidebar), guard: () => guardWorkflow(app, sidebar), unguard, measure: () => measureWorkflow(app, sidebar) };
-  drawSidebar(sidebar, isOfThisWorkflow() ? log.run : null, reports, { device, did, watching, guarded, elsewhere: !isOfThisWorkflow(), redraw: drawTab, ...actions }, {
+  drawSidebar(sidebar, isOfThisWorkflow() ? log.run : null, reports, { device, did, watching, nodes, elsewhere: !isOfThisWorkflow(), redraw: drawTab, ...actions }, {
     titleOf: (id) => nodeById(id)?.title ?? t("Guard"),
     goTo: (id) => {
       const node = nodeById(id);
@@ -249,21 +247,25 @@ function drawTab() {
 /** @param {any} message a `halfsafe.guard` event's detail */
 function onGuard(message) {
   const toast = toastFor(message, log.add(message));
-  if (toast) toasts.show(toast);
-  if (message.fell_back) showFallback(message.fell_back);
+  if (toast) {
+    log.run?.toasts.push(toast);
+    toasts.show(toast);
+  }
+  if (message.fell_back) showRanIn(message.fell_back, () => "fp16_safe");
+  else if (isWider(message)) showRanIn(String(message.node_id), (mode) => t("{mode}, parts wider", { mode }));
 }
 
-/** Let the badge of the node whose plan fell back say what its model goes on in. @param {string} id */
-function showFallback(id) {
+/** Let a node's badge say what its model goes on in. @param {string} id @param {(planned: string) => string} mode */
+function showRanIn(id, mode) {
   const node = isOfThisWorkflow() ? nodeById(id) : null;
   if (!node) return;
-  fellBack.add(placeOf(node));
+  ranIn.set(placeOf(node), mode);
   showOutputs();
 }
 
 /** @param {any} detail of the event that ends a run @param {"done" | "failed"} state @param {import("./run.mjs").RunError | null} [error] */
 function noteEnd(detail, state, error = null) {
-  log.end(detail.prompt_id, state, error);
+  log.end(detail.prompt_id, state, error).forEach((toast) => toasts.show(toast));
   clearProgress();
   showOutputs();
 }
@@ -272,7 +274,7 @@ function noteEnd(detail, state, error = null) {
 function onError(detail) {
   const error = errorOf(detail, log.run);
   noteEnd(detail, "failed", error);
-  if (error && !error.told) toasts.show({ severity: "error", summary: `Halfsafe: ${error.message}`, detail: error.advice, life: 20000 });
+  if (!error.told) toasts.show({ severity: "error", summary: `Halfsafe: ${error.message}`, detail: error.advice, life: 20000 });
 }
 
 /** @param {string} event @param {(detail: any) => void} act */
@@ -280,18 +282,14 @@ function on(event, act) {
   api.addEventListener(event, (/** @type {CustomEvent} */ { detail }) => act(detail));
 }
 
-/** Send the setting with each prompt that the page queues: the server looks at prompts without knowing whose they are. */
-function sendSetting() {
+/** With each prompt that the page queues, take away what is told of the past and send the setting: the server does not know whose prompts are. */
+function watchQueue() {
   const send = api.fetchApi;
-  api.fetchApi = (/** @type {string} */ route, /** @type {any} */ options) => send.call(api, route, route === "/prompt" && options?.body ? withSetting(options) : options);
-}
-
-/** @param {any} options of the request that queues a prompt */
-function withSetting(options) {
-  const watch = app.extensionManager.setting.get(WATCH);
-  if (!watch || watch === "off") return options;
-  const request = JSON.parse(options.body);
-  return { ...options, body: JSON.stringify({ ...request, extra_data: { ...request.extra_data, halfsafe_watch: watch } }) };
+  api.fetchApi = (/** @type {string} */ route, /** @type {any} */ options) => {
+    const queues = route === "/prompt" && options?.body;
+    if (queues && log.press()) toasts.clear();
+    return send.call(api, route, queues ? withSetting(options, app.extensionManager.setting.get(WATCH)) : options);
+  };
 }
 
 /** Take the pack's words on what a node is doing away once it is done: the page lets them stand. @param {string} [running] the node that goes on */
@@ -307,7 +305,10 @@ function listen() {
   on("halfsafe.report", noteRan);
   on("progress_text", () => sayProgress(allNodes(app)));
   on("execution_start", noteStart);
-  on("executing", (node) => clearProgress(String(node ?? "")));
+  on("executing", (node) => {
+    if (node && log.run) log.run.computed = true;
+    clearProgress(String(node ?? ""));
+  });
   on("execution_success", (detail) => noteEnd(detail, "done"));
   on("execution_error", onError);
   on("execution_cached", (detail) => { cached = new Set(detail.nodes.map(String)); });
@@ -380,7 +381,7 @@ app.registerExtension({
     document.head.append(el("link", { rel: "stylesheet", href: new URL("./halfsafe.css", import.meta.url).href }));
     await loadWords(api, () => app.extensionManager.setting.get("Comfy.Locale"));
     listen();
-    sendSetting();
+    watchQueue();
     addSidebarTab();
   },
   nodeCreated(/** @type {any} */ node) {

@@ -4,15 +4,18 @@ import { saidText, whatIn } from "./report.mjs";
 import { isTranslated, said, t } from "./words.mjs";
 
 /**
- * What the guards said in the last run. One run is kept: the newest.
+ * What the guards said in the last run, and in the last one before it of which they told something, if that was queued before it ended.
  * @typedef {import("./report.mjs").GuardEvent} GuardEvent
  * @typedef {{node_id: string | null, prompt_id: string, workflow?: string, kind: "event" | "verdict", verdict: string, message: string, advice: string, event: GuardEvent | null}} GuardMessage
  * @typedef {{verdict: string, message: string, advice: string, events: GuardMessage[]}} GuardState
  * @typedef {{node: string, message: string, advice: string, told: boolean}} RunError
- * @typedef {{promptId: string, workflow: string, error: RunError | null, causes: Set<string>, state: "running" | "done" | "failed", guards: Map<string, GuardState>, events: GuardMessage[], results: Map<string, import("./result.mjs").Result>}} Run
+ * @typedef {import("./toasts.mjs").Toast} Toast
+ * @typedef {{promptId: string, workflow: string, before: Run | null, computed: boolean, toasts: Toast[], error: RunError | null, causes: Set<string>, state: "running" | "done" | "failed", guards: Map<string, GuardState>, events: GuardMessage[], results: Map<string, import("./result.mjs").Result>}} Run
  */
 
 const OURS = "halfsafe.";
+/** How long a rescue is told beside the picture that it saved, in milliseconds. */
+const BESIDE_THE_PICTURE = 8000;
 /** The folders before the file that a message begins with. */
 const FOLDERS = /^(?:[A-Za-z]:)?[\\/](?:[^\\/:]+[\\/])*/;
 
@@ -20,23 +23,37 @@ export class RunLog {
   /** @type {Run | null} */
   run = null;
   #onChange;
+  /** Whether Run was pressed since the last run ended: the next was not queued behind it. */
+  #pressed = false;
 
   /** @param {() => void} onChange called on every change */
   constructor(onChange) {
     this.#onChange = onChange;
   }
 
-  /** @param {string} promptId @param {string} [workflow] the id of the workflow that was queued */
-  start(promptId, workflow = "") {
-    this.run = { promptId, workflow, error: null, causes: new Set(), state: "running", guards: new Map(), events: [], results: new Map() };
-    this.#onChange();
+  /** Note that Run was pressed. @returns {boolean} whether nothing runs, so that what was told is of the past */
+  press() {
+    this.#pressed = this.run?.state !== "running";
+    return this.#pressed;
   }
 
-  /** @param {string} promptId @param {"done" | "failed"} state @param {RunError | null} [error] */
+  /** @param {string} promptId @param {string} [workflow] the id of the workflow that was queued @returns {Toast[]} what to tell yet of the run that this one was queued behind */
+  start(promptId, workflow = "") {
+    const last = this.#pressed || this.run?.workflow !== workflow ? null : this.run;
+    const before = last?.events.length ? { ...last, before: null } : last?.before ?? null;
+    this.#pressed = false;
+    this.run = { promptId, workflow, before, computed: false, toasts: [], error: null, causes: new Set(), state: "running", guards: new Map(), events: [], results: new Map() };
+    this.#onChange();
+    return (last?.toasts ?? []).map((toast) => ({ ...toast, detail: t("The run before: {what}", { what: toast.detail ?? "" }), life: BESIDE_THE_PICTURE }));
+  }
+
+  /** @param {string} promptId @param {"done" | "failed"} state @param {RunError | null} [error] @returns {Toast[]} the rescues, to tell once more beside the picture */
   end(promptId, state, error = null) {
-    if (this.run?.promptId !== promptId) return;
+    if (this.run?.promptId !== promptId) return [];
     Object.assign(this.run, { state, error });
     this.#onChange();
+    const rescues = this.run.toasts.filter(({ severity }) => state === "done" && severity === "success");
+    return rescues.map((toast) => ({ ...toast, life: BESIDE_THE_PICTURE }));
   }
 
   /** Add a message. @param {GuardMessage} message @returns {boolean} whether it is the first of its cause in this run */
@@ -91,10 +108,22 @@ function curedText(event) {
   return t("Step {step} was repeated in {to}: {layer} overflowed in {from}.", values);
 }
 
-/** What an error of the pack says, and whether its guard told it before; null for the error of another. @param {any} detail of an `execution_error` event @param {Run | null} run @returns {RunError | null} */
+/** The request that queues a prompt, with the setting that guards every run. @param {any} options @param {string | undefined} watch */
+export function withSetting(options, watch) {
+  if (!watch || watch === "off") return options;
+  const request = JSON.parse(options.body);
+  return { ...options, body: JSON.stringify({ ...request, extra_data: { ...request.extra_data, halfsafe_watch: watch } }) };
+}
+
+/** Whether a guard's message says that parts of its model run wider from here on. @param {any} message @returns {boolean} */
+export function isWider({ event, verdict, of }) {
+  return !of && (event ? event.recovered && event.kind !== "drift" : verdict === "clean");
+}
+
+/** What an error says, and whether it was told before: by a guard, or by ComfyUI where it is not of the pack. @param {any} detail of an `execution_error` event @param {Run | null} run @returns {RunError} */
 export function errorOf({ node_id: id, exception_type: type, exception_message: text }, run) {
-  if (!String(type).startsWith(OURS)) return null;
   const [plain, node] = [text.replace(FOLDERS, ""), String(id)];
+  if (!String(type).startsWith(OURS)) return { node, message: text.trim().split("\n")[0], advice: "", told: true };
   const guards = run?.events.find(({ message }) => message && text.startsWith(message));
   if (guards) return { node, message: saidText(guards), advice: said(guards.advice), told: true };
   const message = firstSentence(plain);

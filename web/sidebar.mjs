@@ -12,10 +12,13 @@ import { said, t } from "./words.mjs";
  * @typedef {import("./run.mjs").GuardState} GuardState
  * @typedef {{id: string, title: string, report: Report}} NamedReport
  * @typedef {() => string | Promise<string>} Action what it did, in words
- * @typedef {{device: string, did: HTMLElement, showMe: Action, guard: Action, unguard: Action | null, measure: Action, redraw: () => void, watching: string, guarded: boolean, elsewhere: boolean}} Greeting
- *   what this device can do, what to do first, and where it is said what that did; the setting that guards every run, whether anything guards this workflow, and
+ * @typedef {{device: string, did: HTMLElement, showMe: Action, guard: Action, unguard: Action | null, measure: Action, redraw: () => void, watching: string, nodes: any[], elsewhere: boolean}} Greeting
+ *   what this device can do, what to do first, and where it is said what that did; the setting that guards every run, the workflow's nodes, and
  *   whether the last run was of another one
  */
+const GUARDS = ["HalfsafeNaNGuard", "HalfsafeGuardVAE", "HalfsafeGuardCLIP", "HalfsafeAutoPrecision"];
+/** A workflow with one of these is there to measure or to make a file: a guard is no part of that. */
+const TOOLS = ["HalfsafeMeasurePrecisions", "HalfsafeAnalyzeLayers", "HalfsafeCalibrate", "HalfsafeSaveModel", "HalfsafeCompareImages"];
 const states = () => ({ running: t("running"), done: t("finished"), failed: t("stopped") });
 
 /**
@@ -35,6 +38,7 @@ export function drawSidebar(root, run, reports, greeting, graph) {
     ...(run?.error ? [errorCard(run.error, graph)] : []),
     ...[...(run?.results ?? [])].map(([id, result]) => resultCard(id, result, graph)),
     ...(guards.length ? guards.map(([id, guard]) => guardCard(id, guard, graph)) : quiet(run, greeting)),
+    ...(run?.before ? [el("h3", { text: t("Earlier in this queue") }), ...[...run.before.guards].map(([id, guard]) => guardCard(id, guard, graph))] : []),
     el("h3", { text: t("Reports") }),
     ...(reports.length ? reports.map((entry) => reportCard(entry, graph)) : [hint(t("Add a Precision Report node and run the workflow."))]),
     ...(run ? first : []),
@@ -73,7 +77,12 @@ function button({ did, redraw }, act, ...children) {
 function quiet(run, greeting) {
   if (greeting.elsewhere) return [hint(t("It was of another workflow."))];
   if (!run) return [hint(t("Nothing was run since this page was opened."))];
-  return greeting.guarded ? [hint(t("No guard reported anything."))] : [el("div", { class: "hs-title hs-card" }, t("This workflow has no guard."), button(greeting, greeting.guard, t("Guard this workflow")))];
+  if (run.state === "done" && !run.computed) return [hint(t("Nothing was computed: ComfyUI kept the results of an earlier run."))];
+  const has = (/** @type {string[]} */ types) => greeting.nodes.some(({ comfyClass }) => types.includes(comfyClass));
+  if (greeting.watching !== "off" || has(GUARDS)) return [hint(t("No guard reported anything."))];
+  const samples = greeting.nodes.some(({ inputs }) => inputs?.some((/** @type {any} */ { type, link }) => type === "MODEL" && link !== null));
+  if (run.state !== "done" || !samples || has(TOOLS)) return [];
+  return [el("div", { class: "hs-title hs-card" }, t("This workflow has no guard."), button(greeting, greeting.guard, t("Guard this workflow")))];
 }
 
 /** @param {string} id @param {GuardState} guard @param {{titleOf: (id: string) => string, goTo: (id: string) => void}} graph */

@@ -1,10 +1,10 @@
 // @ts-check
-/** The pack's messages on the page, which go when a run starts: they are about the one before. */
+/** The pack's messages on the page, which go when Run is pressed and when a run starts: they are about the one before. */
 /** @typedef {{severity: string, summary: string, detail?: string, life: number}} Toast */
 
 export class Toasts {
-  /** What takes away each message that is shown. @type {(() => void)[]} */
-  #shown = [];
+  /** A message that is shown -> what takes it away. @type {Map<string, () => void>} */
+  #shown = new Map();
 
   /** @param {() => any} manager the page's, from its setup on @param {string} wanted the setting that lets them be shown */
   constructor(manager, wanted) {
@@ -12,22 +12,25 @@ export class Toasts {
     this.wanted = wanted;
   }
 
-  /** @param {Toast} toast */
+  /** Show a message, in the place of the same one where that is shown yet. @param {Toast} toast */
   show(toast) {
     const { setting, toast: page } = this.manager();
     if (!setting.get(this.wanted)) return;
+    const { severity, summary, detail, life } = toast;
+    const text = `${summary}\n${detail}`;
+    this.#shown.get(text)?.();
     if (page.remove) {
       page.add(toast);
-      this.#shown.push(() => page.remove(toast));
+      this.#shown.set(text, () => page.remove(toast));
       return;
     }
     // The newest page's `add` gives no id, by which alone a message can be taken away.
-    const { severity, summary, detail, life } = toast;
     const id = page[severity === "warn" ? "warning" : severity](summary, { description: detail, duration: life });
-    this.#shown.push(() => page.dismiss(id));
+    this.#shown.set(text, () => page.dismiss(id));
   }
 
   clear() {
-    for (const take of this.#shown.splice(0)) take();
+    for (const take of this.#shown.values()) take();
+    this.#shown.clear();
   }
 }

@@ -149,12 +149,14 @@ class GuardLog:
         self.lost.clear()
         self.checked.clear()
 
-    def notify_verdict(self) -> None:
-        """Sum up a sampler's run, unless there is nothing to tell."""
+    def notify_verdict(self, escalation: Escalation) -> None:
+        """Sum up a sampler's run that ended with ``escalation``, unless there is nothing to tell."""
         if self.verdict != verdicts.CLEAN:
             events, repeats = _count(len(self.events), "event"), _count(self.extra_calls, "repeated call")
             became = "told" if self.verdict == verdicts.STOPPED and self.on_nan == "report" else self.verdict
             self.notify("verdict", self.verdict, f"Guard: {became}, {events}, {repeats}.", self.advice)
+        elif escalation:
+            self.notify("verdict", self.verdict, verdicts.BEGAN_WITH.format(parts=", ".join(escalation.parts())), "")
 
     def report(self, escalation: Escalation) -> GuardReport:
         """Give the log as the report's section, with what runs wider now; a run that is clean with that says so."""

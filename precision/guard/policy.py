@@ -55,6 +55,12 @@ class Escalation:
         parts = [STREAM] if self.stream else self.blocks - named
         return {**self.layers, **dict.fromkeys(parts, FP32.name)}
 
+    def parts(self) -> list[str]:
+        """List what the page names: the model, the stream, or top-level parts and the layers outside of them."""
+        if self.whole or self.stream:
+            return [WHOLE_MODEL if self.whole else STREAM]
+        return sorted({enclosing_block(layer, self.blocks) or layer for layer in self.layers} | self.blocks)
+
     def rules(self) -> str:
         """Write the same as lines for Layer Rules, for a model that is given to Compute Dtype."""
         if self.whole:

@@ -53,6 +53,7 @@ MAY_BE_KEPT = "In fp32 the repeated call is NaN or Inf too, or was given a resul
 LEAVE_OUT = "The sampling could not start again beside {}: leave its node out, or let it begin after this step."
 GOES_ON = "The model goes on in fp16_safe as long as it is loaded."
 SAME_SEED = "Later runs begin that way, so the same seed may give a slightly different picture."
+BEGAN_WITH = "Began wider, as an earlier run showed: {parts}."
 BEGAN_WIDER = (
     "Nothing to do. This run began in the higher precision that an earlier run needed, which the rules in the report "
     "repeat: without it NaN or Inf may come again."

@@ -172,11 +172,14 @@ class ComfyPage:
             .map((n) => [n.type, n.badges.map((b) => (typeof b === "function" ? b() : b).text).at(-1)]))"""
         return self.evaluate(code)
 
+    def send(self, event: str, /, **detail: object) -> None:
+        """Let the page receive an event, as from the server."""
+        self.evaluate("async ([event, detail]) => { (await import('/scripts/api.js')).api.dispatchCustomEvent(event, detail); }", [event, detail])
+
     def show(self, outputs: dict[str, dict]) -> None:
-        """Let the page receive outputs of nodes, by their ids, as from the server."""
-        code = """async (outputs) => { const { api } = await import("/scripts/api.js");
-            for (const [node, output] of Object.entries(outputs)) api.dispatchCustomEvent("executed", { node, display_node: node, prompt_id: "shown", output }); }"""
-        self.evaluate(code, outputs)
+        """Let the page receive outputs of nodes, by their ids."""
+        for node, output in outputs.items():
+            self.send("executed", node=node, display_node=node, prompt_id="shown", output=output)
 
     def show_report(self, report: dict) -> None:
         """Let the page receive a report as the output of its report node."""
@@ -194,10 +197,9 @@ class ComfyPage:
         return lambda: self.evaluate("() => window.toasts")
 
     def send_guard(self, **message: object) -> None:
-        """Let the page receive a guard's message, as from the server."""
+        """Let the page receive a guard's message."""
         whole = {"node_id": None, "prompt_id": "p", "kind": "event", "verdict": "recovered", "message": "", "advice": "", "event": None}
-        code = """async (detail) => { const { api } = await import("/scripts/api.js"); api.dispatchCustomEvent("halfsafe.guard", detail); }"""
-        self.evaluate(code, whole | message)
+        self.send("halfsafe.guard", **whole | message)
 
     def zoom_to(self, node_type: str, width: int | None = None, height: int | None = None) -> None:
         """Size a node and bring it to the left top of the canvas at scale 1."""

@@ -23,7 +23,6 @@ from support.served_sentences import served_sentences
 
 WORDS = json.loads((Path(__file__).absolute().parents[2] / "locales" / "zh" / "main.json").read_text(encoding="utf-8"))["halfsafe"]
 TAB = "async () => { await app.extensionManager.command.execute('Workspace.ToggleSidebarTab.halfsafe'); }"
-SEND = """async ([name, detail]) => { const { api } = await import("/scripts/api.js"); api.dispatchCustomEvent(name, detail); }"""
 SAID = """async (texts) => { const { said } = await import("/extensions/Halfsafe-Pack/words.mjs"); return texts.map(said); }"""
 SHOWN = """async (result) => { const { ResultPanel } = await import("/extensions/Halfsafe-Pack/result.mjs"); const panel = new ResultPanel(1); panel.show(result);
     return [...panel.element.querySelectorAll(".hs-sentence, td")].map((part) => part.textContent); }"""
@@ -63,8 +62,8 @@ def test_an_error_is_a_toast_and_a_card_in_chinese(comfy: ComfyPage, pictures: P
     shown = comfy.record_toasts()
     comfy.add("HalfsafeLayerRules")
     error = {"node_id": "1", "prompt_id": "bad", "node_type": "HalfsafeLayerRules", "traceback": [], "executed": [], "exception_type": "halfsafe.RuleError"}
-    comfy.evaluate(SEND, ["execution_start", {"prompt_id": "bad"}])
-    comfy.evaluate(SEND, ["execution_error", {**error, "exception_message": rules}])
+    comfy.send("execution_start", prompt_id="bad")
+    comfy.send("execution_error", **{**error, "exception_message": rules})
     (toast,) = shown()
     assert toast["summary"].startswith("Halfsafe: \u89c4\u5219\uff0c\u7b2c 1 \u884c"), toast
     comfy.evaluate(TAB)
@@ -78,12 +77,12 @@ def test_the_error_of_a_guard_is_told_as_its_event(comfy: ComfyPage) -> None:
     position = CallPosition(1, 3, 0.7, [0])
     event = event_of(position, ORIGIN, "fp16", "fp16", False)
     error = NonFinite(sentence(event, ORIGIN), "stopped")
-    comfy.evaluate(SEND, ["execution_start", {"prompt_id": "nan"}])
+    comfy.send("execution_start", prompt_id="nan")
     told = {"call": 1, "step": 3, "sigma": 0.7, "layer": ORIGIN.layer, "op": "", "kind": "overflow", "batch_rows": [0], "from": "fp16", "to": "fp16", "recovered": False}
     shown = comfy.record_toasts()
     comfy.send_guard(prompt_id="nan", verdict="stopped", message=sentence(event, ORIGIN), advice=error.advice, event=told)
     detail = {"node_id": "1", "prompt_id": "nan", "exception_type": "halfsafe.NonFinite", "exception_message": str(error)}
-    comfy.evaluate(SEND, ["execution_error", detail])
+    comfy.send("execution_error", **detail)
     (toast,) = shown()
     assert toast["detail"].endswith(WORDS[ADVICE["stopped"]]) and english_in(toast["detail"]) == [] and "decoder.mid" in toast["detail"], toast
 

@@ -23,6 +23,7 @@ PUT_GUARD_IN = """() => { const of = (type) => app.graph.nodes.find((n) => n.typ
     app.graph.add(guard);
     loader.connect(0, guard, "model"); guard.connect(0, of("KSampler"), "model"); guard.connect(0, of("HalfsafeReport"), "model"); }"""
 
+REFUSED = "async () => { await (await import('/scripts/api.js')).api.fetchApi('/prompt', { method: 'POST', body: '{}' }); }"
 PLAIN_FP16 = """() => { const loader = app.graph.nodes.find((n) => n.type === "HalfsafeLoadDiffusionModel");
     const values = { model_name: "wan_overflowing.safetensors", storage: "fp16", compute: "fp16" };
     for (const widget of loader.widgets) widget.value = values[widget.name] ?? widget.value; }"""
@@ -63,13 +64,21 @@ def tell(comfy: ComfyPage, prompt_id: str, count: int = 1, **message: object) ->
         comfy.send_guard(**{"node_id": guard_id(comfy), "prompt_id": prompt_id, "message": text, "event": event, **message})
 
 
-def test_an_event_shows_a_toast_and_a_line(comfy: ComfyPage, pictures: Path, cell: str) -> None:
+def test_an_event_shows_a_toast_and_a_line_until_run_is_pressed(comfy: ComfyPage, pictures: Path, cell: str) -> None:
     comfy.zoom_to("HalfsafeReport", 460, 480)
     tell(comfy, "one")
     comfy.page.wait_for_selector("text=Halfsafe: Black image prevented")
     comfy.page.wait_for_selector(".hs-guard .hs-event")
     comfy.screenshot(pictures, f"toast-{cell}")
     assert "repeated in fp16, fp32 results" in comfy.page.inner_text(".hs-guard"), "nobody can choose fp16_wide"
+    tell(comfy, "one", kind="verdict", verdict="stopped", event=None, message="Told.")
+    messages = comfy.page.locator("li[role=alert], .p-toast-message", has_text="Halfsafe: ")
+    messages.nth(1).wait_for()
+    comfy.send("execution_success", prompt_id="one")
+    messages.nth(2).wait_for(state="detached")
+    assert messages.count() == 2, "what is told again takes its own place"
+    comfy.evaluate(REFUSED)
+    messages.first.wait_for(state="detached")
 
 
 def test_a_cause_is_told_once_and_lines_are_all_there(comfy: ComfyPage) -> None:
@@ -86,14 +95,10 @@ def test_a_cause_is_told_once_and_lines_are_all_there(comfy: ComfyPage) -> None:
     tell(comfy, "two", count=50)
     assert comfy.page.locator(".hs-guard .hs-event").count() == 50
     assert "and 13 more" in comfy.page.inner_text(".hs-guard"), "what was unfolded stays so"
-
-
-def test_toasts_can_be_turned_off(comfy: ComfyPage) -> None:
-    shown = comfy.record_toasts()
     comfy.set("halfsafe.toasts", False)
     tell(comfy, "four", count=2)
-    assert shown() == []
-    assert comfy.page.locator(".hs-guard .hs-event").count() == 2
+    tell(comfy, "four", node_id=comfy.evaluate("() => { const node = LiteGraph.createNode('HalfsafeNaNGuard'); app.graph.add(node); return String(node.id); }"))
+    assert len(shown()) == 2 and comfy.page.locator(".hs-guard .hs-event").count() == 2, "another model's guard is not shown"
 
 
 def test_a_badge_says_what_a_model_fell_back_to_until_its_node_runs_anew(comfy: ComfyPage) -> None:
@@ -101,7 +106,7 @@ def test_a_badge_says_what_a_model_fell_back_to_until_its_node_runs_anew(comfy: 
 
     def badge_after(*cached: str, end: str = "execution_success") -> str:
         for event, detail in (("execution_start", {}), ("execution_cached", {"nodes": list(cached)}), (end, {})):
-            comfy.evaluate("async ([event, detail]) => { (await import('/scripts/api.js')).api.dispatchCustomEvent(event, { ...detail, prompt_id: 'b' }); }", [event, detail])
+            comfy.send(event, prompt_id="b", **detail)
         comfy.show({node: {"halfsafe_badge": ["fp32 \u00b7 fp16 \u00b7 guarded"]}})
         return comfy.badges()["HalfsafeNaNGuard"]
 
@@ -111,26 +116,8 @@ def test_a_badge_says_what_a_model_fell_back_to_until_its_node_runs_anew(comfy: 
     assert comfy.badges()["HalfsafeNaNGuard"] == "fp32 \u00b7 fp16_safe \u00b7 guarded"
     assert badge_after(node) == "fp32 \u00b7 fp16_safe \u00b7 guarded", "the server sends a cached node's badge again as it was planned"
     assert badge_after() == "fp32 \u00b7 fp16 \u00b7 guarded"
-
-
-def test_another_models_guard_is_not_shown_on_a_report(comfy: ComfyPage) -> None:
-    other = comfy.evaluate("() => { const node = LiteGraph.createNode('HalfsafeNaNGuard'); app.graph.add(node); return String(node.id); }")
-    tell(comfy, "five", node_id=other)
-    assert comfy.page.locator(".hs-guard .hs-event").count() == 0
-
-
-def test_the_sidebar_tells_the_last_run(comfy: ComfyPage, pictures: Path, cell: str) -> None:
-    tell(comfy, "six", count=2)
-    tell(comfy, "six", kind="verdict", event=None, message="2 events in 2 layers, all recovered.", advice="Nothing to do.")
-    comfy.evaluate(TOGGLE_TAB)
-    comfy.page.wait_for_selector(".hs-sidebar .hs-card")
-    comfy.screenshot(pictures, f"sidebar-guard-{cell}")
-    text = comfy.page.inner_text(".hs-sidebar")
-    assert "recovered" in text and "blocks.1.ffn.2 overflowed" in text and "Nothing to do." in text
-    comfy.page.click(".hs-sidebar .hs-link")
-    assert comfy.evaluate("() => [...app.canvas.selectedItems].map((n) => n.type)") == ["HalfsafeNaNGuard"]
-    comfy.evaluate(TOGGLE_TAB)
-    comfy.page.wait_for_selector(".hs-sidebar", state="detached")
+    tell(comfy, "b", kind="verdict", verdict="clean", event=None, message="Began wider, as an earlier run showed: blocks.0.")
+    assert comfy.badges()["HalfsafeNaNGuard"] == badge_after(node) == "fp32 \u00b7 fp16, parts wider \u00b7 guarded"
 
 
 @pytest.mark.paired  # a run is the server's; what a page draws of it the tests above show in each
@@ -191,13 +178,29 @@ def test_a_drift_is_told_and_stays_on_the_report_when_the_language_changes(opene
     comfy.page.wait_for_function("(text) => [...document.querySelectorAll('.hs-guard')].some((guard) => guard.innerText === text)", arg=text)
 
 
-def test_the_messages_of_a_run_go_when_another_starts(comfy: ComfyPage) -> None:
-    for severity in ("stopped", "recovered"):
-        tell(comfy, "old", kind="verdict", verdict=severity, event=None, message="Told.")
-    messages = comfy.page.locator("li[role=alert], .p-toast-message", has_text="Halfsafe: ")
-    messages.nth(1).wait_for()
-    comfy.evaluate("async () => { (await import('/scripts/api.js')).api.dispatchCustomEvent('execution_start', { prompt_id: 'new' }); }")
-    messages.first.wait_for(state="detached")
+def test_the_sidebar_tells_the_last_run_and_a_rescue_before_it_in_its_queue(comfy: ComfyPage, pictures: Path, cell: str) -> None:
+    comfy.evaluate(TOGGLE_TAB)
+    shown, cured = comfy.record_toasts(), "Step 0 was repeated in fp16, fp32 results: blocks.0.ffn.2 overflowed in fp16."
+    comfy.send("execution_start", prompt_id="first")
+    tell(comfy, "first", count=2)
+    tell(comfy, "first", kind="verdict", event=None, message="2 events in 2 layers, all recovered.", advice="Nothing to do.")
+    comfy.page.wait_for_selector(".hs-sidebar .hs-card")
+    comfy.screenshot(pictures, f"sidebar-guard-{cell}")
+    for prompt in ("second", "third"):
+        comfy.send("execution_success", prompt_id="first")
+        comfy.send("execution_start", prompt_id=prompt)
+        tell(comfy, prompt, kind="verdict", verdict="clean", event=None, message="Began wider, as an earlier run showed: blocks.0.")
+        assert [toast["detail"] for toast in shown()] == [cured, cured, f"The run before: {cured}"]
+        last, before = comfy.page.inner_text(".hs-sidebar").split("Earlier in this queue")
+        assert "Began wider" in last and "recovered" in before and "blocks.1.ffn.2 overflowed" in before and "Nothing to do." in before
+    comfy.page.click(".hs-sidebar .hs-link")
+    assert comfy.evaluate("() => [...app.canvas.selectedItems].map((n) => n.type)") == ["HalfsafeNaNGuard"]
+    comfy.send("execution_success", prompt_id="third")
+    comfy.evaluate(REFUSED)
+    comfy.send("execution_start", prompt_id="fourth")
+    assert "Earlier in this queue" not in comfy.page.inner_text(".hs-sidebar"), "it was not queued behind one"
+    comfy.evaluate(TOGGLE_TAB)
+    comfy.page.wait_for_selector(".hs-sidebar", state="detached")
 
 
 @pytest.mark.paired  # a run is the server's; the setting is the page's
@@ -209,13 +212,13 @@ def test_the_setting_alone_guards_every_run(opened_page: ComfyPage) -> None:
     comfy.evaluate("() => { app.graph.nodes.find((n) => n.type === 'KSampler').widgets.find((w) => w.name === 'seed').value += 70; }")
     comfy.evaluate(TOGGLE_TAB)
     shown = comfy.record_toasts()
-    runs = (("off", [], "This workflow has no guard."), ("report", ["Halfsafe: NaN or Inf found"], "not cured"), ("retry_higher", ["Halfsafe: Black image prevented"], "recovered"))
+    runs = (("off", [], "This workflow has no guard."), ("report", ["Halfsafe: NaN or Inf found"], "not cured"), ("retry_higher", ["Halfsafe: Black image prevented"] * 2, "recovered"))
     for setting, told, said in runs:
         comfy.set("Halfsafe.WatchEveryRun", setting)
         with comfy.page.expect_request(lambda request: request.method == "POST" and request.url.endswith("/prompt")) as sent:
             comfy.run()
         assert sent.value.post_data_json["extra_data"].get("halfsafe_watch", "off") == setting
-        assert [toast["summary"] for toast in shown()] == told, "one cause is one message"
+        assert [toast["summary"] for toast in shown()] == told, "one cause is one message, and a rescue is told once more beside the picture"
         comfy.evaluate("() => { window.toasts.length = 0; }")
         text = comfy.page.inner_text(".hs-sidebar")
         assert said in text and ("Guard every run is on" in text) == (setting != "off") and "stopped" not in text

@@ -15,7 +15,6 @@ TAB = "async () => { await app.extensionManager.command.execute('Workspace.Toggl
 UNDO = "async () => { await app.extensionManager.command.execute('Comfy.Undo'); }"
 TYPES = "() => app.graph.nodes.map((n) => n.type)"
 SENTENCES = "() => [...document.querySelectorAll('.hs-panel .hs-sentence')].map((e) => e.textContent)"
-SEND = """async ([name, detail]) => { const { api } = await import("/scripts/api.js"); api.dispatchCustomEvent(name, detail); }"""
 PUT_RESULTS_IN = """() => { const of = (type) => app.graph.nodes.find((n) => n.type === type), put = (type) => { const node = LiteGraph.createNode(type); app.graph.add(node); return node; };
     const compare = put("HalfsafeCompareImages"), rules = put("HalfsafeLayerRules"), decoded = of("VAEDecode");
     decoded.connect(0, compare, "reference"); decoded.connect(0, compare, "candidate"); rules.connect(0, of("HalfsafeLoadDiffusionModel"), "rules");
@@ -80,7 +79,7 @@ def test_results_are_on_their_nodes_and_a_saved_file_is_told(small: ComfyPage, p
     small.page.mouse.click(box["x"] + box["width"] * 0.9, box["y"] + 40)
     assert int(small.page.locator(".hs-pictures input").input_value()) > 80, "the slider follows the mouse"
     small.evaluate(TAB)
-    assert measured in small.page.inner_text(".hs-sidebar") and "No guard reported" not in small.page.inner_text(".hs-sidebar")
+    assert measured in small.page.inner_text(".hs-sidebar") and "This workflow has no guard" not in small.page.inner_text(".hs-sidebar"), "it is there to measure"
     assert small.evaluate("() => app.graph.nodes.flatMap((n) => n.widgets ?? []).filter((w) => w.name === '$$node-text-preview')") == [], "progress ends with the node"
     rows = small.evaluate("() => [...document.querySelectorAll('.hs-figures tbody tr')].map((row) => row.cells[0].textContent)")
     assert len(rows) == 3 and any(" = " in row for row in rows), rows
@@ -97,7 +96,7 @@ def test_a_result_is_drawn_as_a_sentence_and_a_table(opened_page: ComfyPage, nod
     values = {"chosen": 3, "free": 4, "candidate": "int8", "snr": "31.0 dB"}
     result = Result(CHOSEN, values, head=["layer", "output dB"], rows=[["blocks.0.ffn.0", "31.0"], ["blocks.0.ffn.2", "12.0"]], marked=1, text="All of it.")
     sent = {"node": opened_page.evaluate("() => String(app.graph.nodes[0].id)"), "prompt_id": "p", "output": result.ui()}
-    opened_page.evaluate(SEND, ["executed", {**sent, "display_node": sent["node"]}])
+    opened_page.send("executed", **{**sent, "display_node": sent["node"]})
     opened_page.page.wait_for_selector(".hs-figures")
     assert opened_page.evaluate(SENTENCES) == ["3 of 4 layers may be in int8: 31.0 dB from the original."]
     marked = opened_page.page.locator('.hs-figures tbody tr[data-marked="true"]')
@@ -107,11 +106,14 @@ def test_a_result_is_drawn_as_a_sentence_and_a_table(opened_page: ComfyPage, nod
 @pytest.mark.paired  # what the page makes of a message, whatever it draws nodes with
 def test_a_cached_save_is_not_told_again(small: ComfyPage) -> None:
     small.evaluate("""() => { const save = LiteGraph.createNode("HalfsafeSaveModel"); app.graph.add(save);
-        app.graph.nodes.find((n) => n.type === "HalfsafeLoadDiffusionModel").connect(0, save, "model"); }""")
+        app.graph.nodes.find((n) => n.type === "HalfsafeLoadDiffusionModel").connect(0, save, "model");
+        app.graph.nodes.find((n) => n.type === "KSampler").widgets[1].value = "fixed"; }""")
     small.run()
     shown = small.record_toasts()
     small.run()
     assert shown() == []
+    small.evaluate(TAB)
+    assert "Nothing was computed: " in small.page.inner_text(".hs-sidebar")
 
 
 def test_another_workflow_shows_nothing_of_a_run(small: ComfyPage) -> None:
@@ -129,18 +131,20 @@ def test_an_error_is_told_by_its_first_sentence(small: ComfyPage, pictures: Path
     shown = small.record_toasts()
     node = small.evaluate("() => String(app.graph.nodes.find((n) => n.type === 'HalfsafeLoadDiffusionModel').id)")
     error = {"prompt_id": "bad", "node_id": node, "node_type": "HalfsafeLoadDiffusionModel", "traceback": [], "executed": [], "exception_type": "halfsafe.CheckpointError"}
-    small.evaluate(SEND, ["execution_start", {"prompt_id": "bad"}])
-    small.evaluate(SEND, ["execution_error", {**error, "exception_message": "/models/unet/x.safetensors: the file is cut short. Get it again."}])
+    small.send("execution_start", prompt_id="bad")
+    small.send("execution_error", **{**error, "exception_message": "/models/unet/x.safetensors: the file is cut short. Get it again."})
     (toast,) = shown()
     assert (toast["summary"], toast["detail"]) == ("Halfsafe: x.safetensors: the file is cut short.", "Get it again.")
     small.evaluate(TAB)
     small.page.wait_for_selector(".hs-sidebar .hs-error")
     small.screenshot(pictures, f"sidebar-error-{cell}")
     assert "x.safetensors: the file is cut short." in small.page.inner_text(".hs-sidebar .hs-error")
-    small.evaluate(TAB)
-    small.evaluate(SEND, ["execution_start", {"prompt_id": "other"}])
-    small.evaluate(SEND, ["execution_error", {**error, "prompt_id": "other", "exception_type": "ValueError", "exception_message": "Not ours."}])
+    sampler = small.evaluate("() => String(app.graph.nodes.find((n) => n.type === 'KSampler').id)")
+    small.send("execution_start", prompt_id="other")
+    small.send("execution_error", **{**error, "prompt_id": "other", "node_id": sampler, "exception_type": "ValueError", "exception_message": "Not ours.\n"})
     assert len(shown()) == 1
+    assert small.page.inner_text(".hs-sidebar .hs-error").split() == ["KSampler", "stopped", "Not", "ours."]
+    assert "This workflow has no guard" not in small.page.inner_text(".hs-sidebar"), "none would have helped"
 
 
 @pytest.mark.paired  # what is opened and run differs by page and by renderer, each for itself

@@ -157,7 +157,7 @@ class Guard:
                 blame_memory(log)
             raise
         finally:
-            log.notify_verdict()
+            log.notify_verdict(self._escalation(guider.model_patcher))
 
     def report(self, patcher: "ModelPatcher") -> GuardReport:
         """Report on the last prompt of a patcher, or of a clone with the same arithmetic.
@@ -166,9 +166,11 @@ class Guard:
         """
         if self.on_nan == OFF and not self._log(patcher).events:
             return GuardReport()
+        return self._log(patcher).report(self._escalation(patcher))
+
+    def _escalation(self, patcher: "ModelPatcher") -> Escalation:
         escalations = (run.escalation for run in self.states.runs_of(patcher))
-        escalation = functools.reduce(operator.or_, escalations, Escalation())
-        return self._log(patcher).report(escalation)
+        return functools.reduce(operator.or_, escalations, Escalation())
 
     def remarks(self, patcher: "ModelPatcher") -> list[str]:
         """List remarks on what ran beside the model."""

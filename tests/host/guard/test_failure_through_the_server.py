@@ -42,10 +42,10 @@ def test_retry_higher_gives_the_picture_and_tells_the_page(running: Server) -> N
     assert json.loads(report)["guard"]["verdict"] == "recovered"
 
 
-def test_the_next_prompt_starts_wide_and_says_nothing(running: Server) -> None:
+def test_the_next_prompt_starts_wide_and_says_so(running: Server) -> None:
     told(running, graph("retry_higher"))
     events, entry = told(running, graph("retry_higher", seed=2))
-    assert not events
+    assert [(event["kind"], event["verdict"], event["message"]) for event in events] == [("verdict", "clean", "Began wider, as an earlier run showed: residual stream.")]
     assert max(brightness(picture(running, entry))) > 4
 
 

@@ -8,6 +8,7 @@ import pytest
 from halfsafe.precision.guard.inputs import Diagnosis
 from halfsafe.precision.guard.localize import Origin
 from halfsafe.precision.guard.log import CallPosition, GuardLog, event_of, sentence
+from halfsafe.precision.guard.policy import Escalation
 from halfsafe.precision.guard.verdicts import ADVICE, NonFinite
 
 ORIGIN = Origin("blocks.0.down", "matmul", "overflow", "fp16", 489.2)
@@ -43,15 +44,17 @@ def test_a_run_ends_where_nothing_is_left_to_save_or_the_node_says_so(on_nan, sp
 def test_a_verdict_is_told_once_with_the_counts():
     told = Told()
     log = GuardLog(notify=told)
-    log.notify_verdict()
+    log.notify_verdict(Escalation())
     assert told == []
+    log.notify_verdict(Escalation({"blocks.0.down": "fp32", "head": "fp32"}, frozenset({"blocks.0"})))
+    assert told.pop() == ("verdict", "clean", "Began wider, as an earlier run showed: blocks.0, head.", "")
     log.note(event_of(CallPosition(1), ORIGIN, "fp16", "fp16_wide", True), ORIGIN, "recovered")
     log.extra_calls = 2
-    log.notify_verdict()
+    log.notify_verdict(Escalation())
     assert told[1] == ("verdict", "recovered", "Guard: recovered, 1 event, 2 repeated calls.", ADVICE["recovered"])
     only_told = GuardLog("report", told)
     only_told.note(event_of(CallPosition(1), ORIGIN, "fp16", "fp16", False), ORIGIN, "stopped")
-    only_told.notify_verdict()
+    only_told.notify_verdict(Escalation())
     assert told[-1][:3] == ("verdict", "stopped", "Guard: told, 1 event, 0 repeated calls."), "nothing was stopped"
 
 

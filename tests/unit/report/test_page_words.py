@@ -36,7 +36,7 @@ def words_of_the_page() -> set[str]:
 def guards_sentences() -> set[str]:
     """The fixed sentences of guards: what to do, and what a verdict rests on; those with values filled in are not."""
     found = {text for text in sentences_in([*(value for name, value in vars(verdicts).items() if not name.startswith("__"))]) if text.endswith((".", ":"))}
-    return {text for text in found if "{" not in text}
+    return {text for text in found if "{}" not in text and "{0}" not in text}
 
 
 def sentences_in(value: object) -> set[str]:
