@@ -13,7 +13,7 @@ const GAP = 40;
 /** The workflows' columns are as wide, in pixels at scale 1. */
 const WIDTH = 320;
 /** Where the chart of Measure Precisions is read. */
-const CHART = [460, 400];
+const CHART = [520, 300];
 /** The least scale at which the page writes words on a node: in 8 pixels of its 14. */
 const READABLE = 8 / 14;
 /** How high the page's bars are at the top of the canvas. */

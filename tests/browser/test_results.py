@@ -186,7 +186,7 @@ def test_the_sidebar_greets_and_guards_and_measures_the_open_graph(small: ComfyP
             small.page.locator(".hs-sidebar .hs-button", has_text="Take the guard out").click()
             assert sorted(small.evaluate(LINKS)) == sorted(links) and small.found(VIEW, view) == view
         else:
-            assert small.evaluate("() => app.graph.nodes.at(-1).size[0]") >= 400, "a chart is read"
+            assert small.evaluate("() => app.graph.nodes.at(-1).size[0]") >= 500, "a chart is read"
             small.evaluate(UNDO)
         small.page.wait_for_function("(count) => app.graph.nodes.length === count", arg=len(before))
     small.evaluate(TAB)
