@@ -139,7 +139,7 @@ export async function guardWorkflow(app) {
       }
     }
   });
-  await showNodes(app, added, added[0].graph.nodes);
+  await showAmong(app, added, added[0].graph.nodes);
   views = { left, made: viewNow(app) };
   return toldOf(added);
 }
@@ -187,11 +187,16 @@ export async function showMe(app) {
   return t("Press Run: one picture as it is, black, and one where NaN Guard repeats the step that overflows.");
 }
 
+/** Select nodes and bring them into view. @param {any} app @param {any[]} nodes */
+export function showNodes(app, nodes) {
+  return showAmong(app, nodes, nodes);
+}
+
 /**
- * Select nodes and bring them into view: those of the first one's graph, as a page shows one graph.
- * @param {any} app @param {any[]} all @param {any[]} [wanted] the nodes whose sight leaves the view as it is
+ * Select nodes and bring them into view, unless all that is wanted is seen: those of the first one's graph, as a page shows one graph.
+ * @param {any} app @param {any[]} all @param {any[]} wanted
  */
-export async function showNodes(app, all, wanted = all) {
+async function showAmong(app, all, wanted) {
   const [{ graph }] = all;
   const { canvas } = app;
   const nodes = all.filter((node) => node.graph === graph);
@@ -306,6 +311,6 @@ export async function measureWorkflow(app) {
     }
     link(measure, 2, show, 0);
   });
-  await showNodes(app, added, sampler.graph.nodes);
+  await showAmong(app, added, sampler.graph.nodes);
   return toldOf(added);
 }
