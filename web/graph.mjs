@@ -1,5 +1,5 @@
 // @ts-check
-import { placeBetween } from "./room.mjs";
+import { boxOf, isApart, isIn, placeBetween } from "./room.mjs";
 import { t } from "./words.mjs";
 /** Changes of the open workflow, each of them one step of the page's undo. */
 
@@ -12,9 +12,17 @@ const MEASURE = "HalfsafeMeasurePrecisions";
 const GAP = 40;
 /** The workflows' columns are as wide, in pixels at scale 1. */
 const WIDTH = 320;
-/** The least scale at which a node is read. */
-const READABLE = 0.5;
+/** Where the chart of Measure Precisions is read. */
+const CHART = [520, 300];
+/** The least scale at which the page writes words on a node: in 8 pixels of its 14. */
+const READABLE = 8 / 14;
+/** How high the page's bars are at the top of the canvas. */
+const BARS = 92;
+/** What is left free around nodes in a view, in pixels. */
+const MARGIN = 12;
 const OURS = "Halfsafe";
+/** The view that the last *Guard this workflow* left, and the one it made. @type {{left: {graph: any, view: View}, made: View} | null} */
+let views = null;
 
 /** @param {any} app @param {() => void} change */
 export function undoable(app, change) {
@@ -107,13 +115,14 @@ function bySource(uses) {
   return [...groups.values()];
 }
 
-/** Put the one node between what samplers, VAEs and prompts use and where that comes from. @param {any} app @param {HTMLElement | null} sidebar what covers the canvas at its left @returns {string} what was done, in words */
-export function guardWorkflow(app, sidebar) {
+/** Put the one node between what samplers, VAEs and prompts use and where that comes from. @param {any} app @returns {Promise<string>} what was done, in words */
+export async function guardWorkflow(app) {
   const nodes = allNodes(app);
   const models = bySource(usesOf(nodes, "MODEL").filter(({ source }) => source.comfyClass !== ONE));
   if (!models.length) return t("There is no model without a guard in this workflow.");
   /** @type {any[]} */
   const added = [];
+  const left = { graph: app.canvas.graph, view: viewNow(app) };
   undoable(app, () => {
     for (const [place, uses] of models.entries()) {
       const { source } = uses[0];
@@ -130,12 +139,20 @@ export function guardWorkflow(app, sidebar) {
       }
     }
   });
-  showNodes(app, added, sidebar);
-  return added.length > 1 ? t("{count} nodes were added: run the workflow.", { count: added.length }) : t("1 node was added: run the workflow.");
+  await showAmong(app, added, added[0].graph.nodes);
+  views = { left, made: viewNow(app) };
+  return toldOf(added);
 }
 
-/** Take the one node out again, wherever it is: links lead past it. @param {any} app @returns {string} what was done, in words */
-export function unguardWorkflow(app) {
+/** What was added, and inside what: the page enters a subgraph without a word. @param {any[]} added */
+function toldOf(added) {
+  const [{ graph }] = added;
+  const done = added.length > 1 ? t("{count} nodes were added: run the workflow.", { count: added.length }) : t("1 node was added: run the workflow.");
+  return graph.isRootGraph ? done : `${done} ${t("The page shows the inside of {name}.", { name: graph.name })}`;
+}
+
+/** Take the one node out again, wherever it is: links lead past it. The view before it is back, unless it was moved since. @param {any} app @returns {Promise<string>} what was done, in words */
+export async function unguardWorkflow(app) {
   const ones = allNodes(app).filter(({ comfyClass }) => comfyClass === ONE);
   undoable(app, () => {
     for (const one of ones) {
@@ -143,6 +160,10 @@ export function unguardWorkflow(app) {
       one.graph.remove(one);
     }
   });
+  if (views && JSON.stringify(views.made) === JSON.stringify(viewNow(app))) {
+    await enter(app, views.left.graph);
+    setView(app, views.left.view);
+  }
   return t("The Halfsafe node was taken out.");
 }
 
@@ -152,74 +173,144 @@ function put(one, name, output, uses) {
   for (const { node, slot } of uses) link(one, output, node, slot);
 }
 
-/** Open five nodes on the pack's own small model in a workflow of their own. @param {any} app @param {HTMLElement | null} sidebar what covers the canvas at its left @returns {Promise<string>} what was done, in words */
-export async function showMe(app, sidebar) {
+/** Open five nodes on the pack's own small model in a workflow of their own. @param {any} app @returns {Promise<string>} what was done, in words */
+export async function showMe(app) {
   const graph = await (await fetch(new URL("./show_me.json", import.meta.url))).json();
   const ours = new Set(graph.definitions.subgraphs.map((/** @type {any} */ one) => one.id));
   for (const node of graph.nodes) {
     if (node.title) node.title = t(node.title);
     if (ours.has(node.type)) for (const slot of [...node.inputs, ...node.outputs]) slot.label = t(slot.name);
   }
-  graph.extra = { ...graph.extra, ds: wholeBeside(app, graph.nodes, sidebar) };
   await app.loadGraphData(graph, true, true, t("Halfsafe, shown"));
+  await enter(app, app.graph);
+  setView(app, viewAround(app, app.graph.nodes, 1.5));
   return t("Press Run: one picture as it is, black, and one where NaN Guard repeats the step that overflows.");
 }
 
-/** Select nodes and bring them into view: those of the first one's graph, as a page shows one graph. @param {any} app @param {any[]} all @param {HTMLElement | null} sidebar */
-export function showNodes(app, all, sidebar) {
+/** Select nodes and bring them into view. @param {any} app @param {any[]} nodes */
+export function showNodes(app, nodes) {
+  return showAmong(app, nodes, nodes);
+}
+
+/**
+ * Select nodes and bring them into view, unless all that is wanted is seen: those of the first one's graph, as a page shows one graph.
+ * @param {any} app @param {any[]} all @param {any[]} wanted
+ */
+async function showAmong(app, all, wanted) {
+  const [{ graph }] = all;
   const { canvas } = app;
-  const nodes = all.filter(({ graph }) => graph === all[0].graph);
-  if (canvas.graph !== all[0].graph) canvas.setGraph(all[0].graph);
+  const nodes = all.filter((node) => node.graph === graph);
+  const entered = enter(app, graph);
   canvas.deselectAll();
   canvas.selectItems(nodes);
-  if (areInSight(canvas, nodes, sidebar)) return;
-  const { scale, offset } = wholeBeside(app, nodes, sidebar);
+  await entered;
+  const view = viewNow(app);
+  if (view.scale < READABLE || !areInSight(wanted, view, sightOf(app))) setView(app, viewAround(app, nodes));
+}
+
+/** Show a graph, once the page has fitted a view of its own to it: 1.47 does so in the next frame. @param {any} app @param {any} graph */
+async function enter({ canvas }, graph) {
+  if (canvas.graph !== graph) canvas.setGraph(graph);
+  for (let frame = 0; frame < 2; frame++) await new Promise(requestAnimationFrame);
+}
+
+/** @typedef {import("./room.mjs").Box} Box */
+/** @typedef {{scale: number, offset: number[]}} View */
+
+/** @param {any} app @returns {View} */
+function viewNow({ canvas: { ds } }) {
+  return { scale: ds.scale, offset: [...ds.offset] };
+}
+
+/** @param {any} app @param {View} view */
+function setView({ canvas }, { scale, offset }) {
   canvas.ds.scale = scale;
   [canvas.ds.offset[0], canvas.ds.offset[1]] = offset;
   canvas.setDirty(true, true);
 }
 
-/** Whether nodes are seen whole, and large enough to be read. @param {any} canvas @param {any[]} nodes @param {HTMLElement | null} sidebar what covers the canvas at its left */
-function areInSight({ canvas, ds }, nodes, sidebar) {
-  const page = canvas.getBoundingClientRect();
-  const least = Math.max(page.left, sidebar?.getBoundingClientRect().right ?? 0);
-  return ds.scale >= READABLE && nodes.every(({ pos: [x, y], size: [width, height] }) => {
-    const [left, right, top, bottom] = [x, x + width, y, y + height].map((at, place) => (at + ds.offset[place < 2 ? 0 : 1]) * ds.scale);
-    return page.left + left >= least && page.left + right <= page.right && top >= GAP && page.top + bottom <= page.bottom;
+/** Where the canvas is seen, in its pixels: between the page's bars, and what lies over that. @param {any} app @returns {{page: Box, covers: Box[]}} */
+function sightOf({ canvas: { canvas } }) {
+  const origin = canvas.getBoundingClientRect();
+  const boxOn = (/** @type {Element} */ element) => {
+    const { left, top, right, bottom } = element.getBoundingClientRect();
+    return { left: left - origin.left, top: top - origin.top, right: right - origin.left, bottom: bottom - origin.top };
+  };
+  const covers = [...document.querySelectorAll(".minimap-main-container, [data-testid=error-overlay]")].map(boxOn);
+  return { page: { ...boxOn(document.querySelector(".graph-canvas-panel") ?? canvas), top: BARS }, covers };
+}
+
+/** Whether nodes are seen whole in a view. @param {any[]} nodes @param {View} view @param {ReturnType<typeof sightOf>} sight */
+function areInSight(nodes, { scale, offset: [x, y] }, { page, covers }) {
+  return nodes.map(boxOf).every(({ left, top, right, bottom }) => {
+    const seen = { left: (left + x) * scale, top: (top + y) * scale, right: (right + x) * scale, bottom: (bottom + y) * scale };
+    return isIn(seen, page) && covers.every((cover) => isApart(seen, cover, 0));
   });
 }
 
-/**
- * The view that shows all nodes where the canvas can be seen, as workflows keep it: a page fits a view of its own to those without one.
- * @param {any} app @param {{pos: number[], size: number[]}[]} nodes @param {HTMLElement | null} sidebar what covers the canvas at its left
- */
-function wholeBeside(app, nodes, sidebar) {
-  const page = app.canvas.canvas.getBoundingClientRect();
-  const [first, last] = [0, 1].map((end) => [0, 1].map((side) => Math[end ? "max" : "min"](...nodes.map(({ pos, size }) => pos[side] + end * size[side]))));
-  const covered = Math.max((sidebar?.getBoundingClientRect().right ?? 0) - page.left, 0);
-  const scale = Math.min(1, (page.width - covered - 2 * GAP) / (last[0] - first[0]), (page.height - 4 * GAP) / (last[1] - first[1]));
-  return { scale, offset: [(covered + GAP) / scale - first[0], 3 * GAP / scale - first[1]] };
+/** The view of nodes and of as many around them, the nearest first, as are read beside them. @param {any} app @param {any[]} nodes @param {number} [largest] scale */
+function viewAround(app, nodes, largest = 1) {
+  const sight = sightOf(app);
+  const [x, y] = middleOf(boundsOf(nodes));
+  const far = (/** @type {any} */ node) => Math.hypot(middleOf(boxOf(node))[0] - x, middleOf(boxOf(node))[1] - y);
+  let [shown, view] = [nodes, largestView(nodes, sight, largest)];
+  for (const other of [...nodes[0].graph.nodes].sort((a, b) => far(a) - far(b))) {
+    const wider = largestView([...shown, other], sight, largest);
+    if (wider.scale >= READABLE) [shown, view] = [[...shown, other], wider];
+  }
+  return view;
 }
 
-/** Put Measure Precisions beside the first sampler, on what that one is given. @param {any} app @param {HTMLElement | null} sidebar @returns {string} what was done, in words */
-export function measureWorkflow(app, sidebar) {
+/** @param {any[]} nodes @returns {Box} */
+function boundsOf(nodes) {
+  const boxes = nodes.map(boxOf);
+  const [left, top] = [Math.min(...boxes.map((box) => box.left)), Math.min(...boxes.map((box) => box.top))];
+  return { left, top, right: Math.max(...boxes.map((box) => box.right)), bottom: Math.max(...boxes.map((box) => box.bottom)) };
+}
+
+/** @param {Box} box */
+function middleOf({ left, top, right, bottom }) {
+  return [(left + right) / 2, (top + bottom) / 2];
+}
+
+/** The largest view in which nodes are seen whole, in the middle of a part of the page. @param {any[]} nodes @param {ReturnType<typeof sightOf>} sight @param {number} largest @returns {View} */
+function largestView(nodes, sight, largest) {
+  const { page, covers } = sight;
+  const bounds = boundsOf(nodes);
+  const ends = (/** @type {"left" | "top" | "bottom"} */ side, /** @type {number} */ end) => [end, ...covers.map((cover) => cover[side])];
+  const parts = ends("left", page.right).flatMap((right) => ends("bottom", page.top).flatMap((top) => ends("top", page.bottom).map((bottom) => ({ left: page.left, top, right, bottom }))));
+  const [whole, ...others] = parts.map((part) => {
+    const [width, height] = [part.right - part.left - 2 * MARGIN, part.bottom - part.top - 2 * MARGIN];
+    const scale = Math.min(largest, width / (bounds.right - bounds.left), height / (bounds.bottom - bounds.top));
+    return { scale, offset: middleOf(part).map((middle, axis) => middle / scale - middleOf(bounds)[axis]) };
+  });
+  const [best] = [whole, ...others].filter((view) => view.scale > 0 && areInSight(nodes, view, sight)).sort((a, b) => b.scale - a.scale);
+  return best ?? whole;
+}
+
+/** Put Measure Precisions beside the first sampler, on what that one is given. @param {any} app @returns {Promise<string>} what was done, in words */
+export async function measureWorkflow(app) {
   const wanted = ["model", "positive", "negative", "latent_image"];
   const linked = (/** @type {any} */ node, /** @type {string} */ name) => node.inputs?.findIndex((/** @type {any} */ input) => input.name === name && input.link !== null) ?? -1;
   const sampler = allNodes(app).find((node) => ["model", "positive", "latent_image"].every((name) => linked(node, name) >= 0) && node.comfyClass !== MEASURE);
   if (!sampler) return t("There is no sampler with a model, a prompt and a latent in this workflow.");
-  /** @type {any} */
-  let measure = null;
+  /** @type {any[]} */
+  const added = [];
   undoable(app, () => {
-    const below = Math.max(...sampler.graph.nodes.map((/** @type {any} */ other) => other.pos[1] + other.size[1]));
-    measure = addNode(sampler.graph, MEASURE, [sampler.pos[0], below + GAP * 2]);
+    const [measure, show] = [MEASURE, "PreviewImage"].map((type) => window.LiteGraph.createNode(type));
+    show.setSize(CHART);
+    const size = [measure.size[0] + GAP + show.size[0], Math.max(measure.size[1], show.size[1])];
+    measure.pos = placeBetween({ size, graph: sampler.graph }, sampler, sampler);
+    show.pos = [measure.pos[0] + measure.size[0] + GAP, measure.pos[1]];
+    for (const node of [measure, show]) sampler.graph.add(node);
+    added.push(measure, show);
     for (const name of wanted) {
       const slot = linked(sampler, name);
       if (slot < 0) continue;
       link(sampler.getInputNode(slot), sampler.getInputLink(slot).origin_slot, measure, measure.inputs.findIndex((/** @type {any} */ input) => input.name === name));
     }
-    const show = addNode(sampler.graph, "PreviewImage", [sampler.pos[0] + measure.size[0] + GAP, below + GAP * 2]);
     link(measure, 2, show, 0);
   });
-  showNodes(app, [measure], sidebar);
-  return t("{count} nodes were added: run the workflow.", { count: 2 });
+  await showAmong(app, added, sampler.graph.nodes);
+  return toldOf(added);
 }

@@ -6,7 +6,7 @@ const GAP = 20;
 /** @typedef {{left: number, top: number, right: number, bottom: number}} Box */
 
 /** The place of a node with its title. @param {any} node @returns {Box} */
-function boxOf({ pos: [x, y], size: [width, height], flags }) {
+export function boxOf({ pos: [x, y], size: [width, height], flags }) {
   return { left: x, top: y - window.LiteGraph.NODE_TITLE_HEIGHT, right: x + width, bottom: flags?.collapsed ? y : y + height };
 }
 
@@ -16,17 +16,17 @@ function boxOfGroup({ pos: [x, y], size: [width, height] }) {
 }
 
 /** @param {Box} inner @param {Box} outer */
-function isIn(inner, outer) {
+export function isIn(inner, outer) {
   return inner.left >= outer.left && inner.right <= outer.right && inner.top >= outer.top && inner.bottom <= outer.bottom;
 }
 
-/** @param {Box} a @param {Box} b */
-function isApart(a, b) {
-  return a.right + GAP <= b.left || b.right + GAP <= a.left || a.bottom + GAP <= b.top || b.bottom + GAP <= a.top;
+/** @param {Box} a @param {Box} b @param {number} [gap] */
+export function isApart(a, b, gap = GAP) {
+  return a.right + gap <= b.left || b.right + gap <= a.left || a.bottom + gap <= b.top || b.bottom + gap <= a.top;
 }
 
 /**
- * The position at which a node lies free between two others, with the shortest way from one to the other: between them where there is room, else below what is there.
+ * The position at which a node lies free between two others, with the shortest way from one to the other: between them where there is room, else above or below what is there.
  * @param {any} node in the graph of both @param {any} from @param {any} to @returns {[number, number]}
  */
 export function placeBetween(node, from, to) {
@@ -39,7 +39,7 @@ export function placeBetween(node, from, to) {
   const least = start.left;
   const most = Math.max(least, end.left - GAP - width);
   const lefts = [least, most, start.right + GAP, ...taken.flatMap(({ left, right }) => [right + GAP, left - GAP - width])].filter((left) => left >= least && left <= most);
-  const tops = [start.top, end.top, ...taken.map(({ bottom }) => bottom + GAP)].filter((top) => top >= Math.min(start.top, end.top));
+  const tops = [start.top, end.top, ...taken.flatMap(({ top, bottom }) => [top - GAP - height, bottom + GAP])];
   const way = (/** @type {Box} */ { left, right, top }) => Math.abs(left - start.right) + Math.abs(end.left - right) + Math.abs(top - start.top) + Math.abs(top - end.top);
   const free = lefts.flatMap((left) => tops.map((top) => ({ left, top, right: left + width, bottom: top + height }))).filter((box) => taken.every((other) => isApart(box, other)));
   const [best] = free.sort((a, b) => way(a) - way(b));

@@ -85,7 +85,7 @@ def main() -> None:
     nodes = [
         node(1, "HalfsafeLoadDiffusionModel", (0, 400), (276, 120), "A small model that overflows in fp16", [FILE, "fp16", "fp16"], outputs=[model]),
         node(2, "HalfsafeNaNGuard", (286, 400), (225, 120), "", ["retry_higher", 8, "off"], inputs=[("model", "MODEL")], outputs=[model]),
-        node(3, DRAWING, (620, 290), (170, 120), "Draw a heart with both", [], **both) | {"flags": {"collapsed": True}},
+        node(3, DRAWING, (530, 430), (200, 120), "Draw a heart twice", [], **both) | {"flags": {"collapsed": True}},
         node(4, "PreviewImage", (0, 0), (300, 340), "As it is", [], inputs=[("images", "IMAGE")]),
         node(5, "PreviewImage", (310, 0), (300, 340), "Through Halfsafe", [], inputs=[("images", "IMAGE")]),
     ]

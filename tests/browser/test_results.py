@@ -25,15 +25,15 @@ PUT_RESULTS_IN = """() => { const of = (type) => app.graph.nodes.find((n) => n.t
     sampler.getInputNode(1).connect(0, measure, "positive"); sampler.getInputNode(3).connect(0, measure, "latent_image"); measure.connect(2, preview, "images");
     measure.widgets.find((w) => w.name === "candidates").value = "as_file/auto\\nas_file/bf16\\nas_file/fp32";
     sampler.connect(0, check, "value"); check.connect(0, of("VAEDecode"), "samples"); }"""
-
-UNCOVERED = """() => { const { ds, canvas } = app.canvas, page = canvas.getBoundingClientRect(), side = document.querySelector(".hs-sidebar").getBoundingClientRect();
-    return app.graph.nodes.every(({ pos, size }) => { const [left, right] = [pos[0], pos[0] + size[0]].map((x) => page.left + (x + ds.offset[0]) * ds.scale);
-        return left >= side.right && right <= page.right; }); }"""
+SEEN = """() => { const { ds, canvas, graph } = app.canvas, page = canvas.getBoundingClientRect(), boxes = (name) => [...document.querySelectorAll(name)].map((e) => e.getBoundingClientRect());
+    const covers = boxes(".hs-sidebar, .minimap-main-container"), at = ([x, y]) => [page.left + (x + ds.offset[0]) * ds.scale, page.top + (y + ds.offset[1]) * ds.scale];
+    return graph.nodes.filter(({ pos, size, flags }) => { const [left, top] = at([pos[0], pos[1] - LiteGraph.NODE_TITLE_HEIGHT]), [right, bottom] = at([pos[0] + size[0], pos[1] + (flags?.collapsed ? 0 : size[1])]);
+        return left >= page.left && top >= page.top && right <= page.right && bottom <= page.bottom && covers.every((c) => right <= c.left || c.right <= left || bottom <= c.top || c.bottom <= top); })
+        .map(({ type }) => type).sort(); }"""
 LINKS = "() => app.graph.serialize().links.map((link) => link.slice(1).join(' '))"
-IN_SIGHT = """() => { const { ds, canvas, selectedItems } = app.canvas, page = canvas.getBoundingClientRect(), side = document.querySelector(".hs-sidebar").getBoundingClientRect();
-    const seen = ([x, y]) => [page.left + (x + ds.offset[0]) * ds.scale, page.top + (y + ds.offset[1]) * ds.scale];
-    return [...selectedItems].filter(({ pos, size }) => { const [[left, top], [right, bottom]] = [seen(pos), seen([pos[0] + size[0], pos[1] + size[1]])];
-        return left >= side.right && top >= page.top && right <= page.right && bottom <= page.bottom; }).map((node) => node.type); }"""
+SHOWN = "() => app.canvas.graph.nodes.map((n) => n.type).sort()"
+VIEW = "() => { const { graph, ds } = app.canvas; return [graph.id, ds.scale, ...ds.offset]; }"
+SUBGRAPH = """() => { const { subgraph } = app.graph.convertToSubgraph(new Set(app.graph.nodes.filter(({ type }) => type !== "SaveImage"))); subgraph.name = "Drawing"; }"""
 PLACE = """() => { const one = app.graph.nodes.find((n) => n.type === "HalfsafeAutoPrecision"), title = LiteGraph.NODE_TITLE_HEIGHT;
     const box = ({ pos, size, flags }, top) => ({ left: pos[0], top: pos[1] - top, right: pos[0] + size[0], bottom: pos[1] + (flags?.collapsed ? 0 : size[1]) }), mine = box(one, title);
     const boxes = [...app.graph.nodes.filter((n) => n !== one).map((n) => [n.type, box(n, title)]), ...app.graph.groups.map((g) => [g.title, box(g, 0)])];
@@ -45,8 +45,7 @@ ROOM = """(group) => { const of = (type) => app.graph.nodes.filter((n) => n.type
     for (const type of ["HalfsafeLoadCLIP", "HalfsafeLoadVAE", "CLIPTextEncode", "EmptyHunyuanLatentVideo", "HalfsafeReport", "VAEDecode", "SaveImage"]) for (const node of of(type)) node.pos = [node.pos[0], node.pos[1] + 1500];
     if (group) { const box = new LiteGraph.LGraphGroup("Mine"); box.pos = [760, -100]; box.size = [900, 700]; app.graph.add(box); } }"""
 BEFORE = """() => { const [sampler] = app.graph.nodes.filter((n) => n.type === "KSampler"); sampler.pos = [-400, 0]; }"""
-GUARD_IN_A_WIDE_VIEW = """async () => { const { ds } = app.canvas; ds.scale = 0.5; ds.offset[0] = 300; ds.offset[1] = 160;
-    (await import("/extensions/Halfsafe-Pack/graph.mjs")).guardWorkflow(app); return [ds.scale, ...ds.offset]; }"""
+ON_TOP = """() => { for (const node of app.graph.nodes) if (!["HalfsafeLoadDiffusionModel", "KSampler"].includes(node.type)) node.pos = [node.pos[0], node.pos[1] + 700]; }"""
 GUARD = "async () => { const { guardWorkflow } = await import('/extensions/Halfsafe-Pack/graph.mjs'); return guardWorkflow(app); }"
 
 
@@ -152,17 +151,20 @@ def test_show_me_opens_five_nodes_and_draws_a_black_and_a_repaired_picture(small
     workflows = "() => app.extensionManager.workflow.openWorkflows.map((one) => one.path)"
     before, nodes = len(small.evaluate(workflows)), sorted(small.evaluate(TYPES))
     first = small.evaluate("() => app.extensionManager.workflow.activeWorkflow.path")
+    small.page.set_viewport_size({"width": 1920, "height": 1080} if small.vue else {"width": 1366, "height": 768})
     small.evaluate(TAB)
     small.page.locator(".hs-sidebar .hs-button", has_text="Show me").click()
     small.page.wait_for_function("() => app.graph.nodes.length === 5 && app.graph.nodes.some((n) => n.title === 'As it is')")
     assert len(small.evaluate(workflows)) == before + 1
-    small.page.wait_for_function(UNCOVERED)
+    small.settle()
+    assert small.evaluate(SEEN) == small.evaluate(SHOWN)
     small.run()
     shown = "() => ['As it is', 'Through Halfsafe'].map((title) => app.nodeOutputs[app.graph.nodes.find((n) => n.title === title).id]?.images?.[0])"
     small.page.wait_for_function(f"() => ({shown})().every(Boolean)")
     black, drawn = (small.server.view(image) for image in small.evaluate(shown))
     assert not shapes.pixels_of(black).any()
     assert shapes.read_picture(drawn) == shapes.Shape("red", "heart")
+    assert small.evaluate("() => app.canvas.ds.scale * 300 / innerWidth") > 0.19, "the pictures are large on any page"
     small.screenshot(pictures, f"show-me-{cell}")
     assert small.page.locator(".hs-sidebar .hs-button").count() == 3  # after a run too
     small.evaluate(TAB)
@@ -171,7 +173,7 @@ def test_show_me_opens_five_nodes_and_draws_a_black_and_a_repaired_picture(small
 
 
 def test_the_sidebar_greets_and_guards_and_measures_the_open_graph(small: ComfyPage, pictures: Path, cell: str) -> None:
-    before, links = sorted(small.evaluate(TYPES)), small.evaluate(LINKS)
+    before, links, view = sorted(small.evaluate(TYPES)), small.evaluate(LINKS), small.evaluate(VIEW)
     small.evaluate(TAB)
     small.page.wait_for_function("() => document.querySelector('.hs-sidebar .hs-sentence')?.textContent.includes('auto computes in')")
     small.screenshot(pictures, f"sidebar-greeting-{cell}")
@@ -180,22 +182,29 @@ def test_the_sidebar_greets_and_guards_and_measures_the_open_graph(small: ComfyP
         assert sorted(small.evaluate(TYPES)) == sorted([*before, *added])
         small.settle()  # what the graph's change draws
         assert "added: run the workflow" in small.page.inner_text(".hs-sidebar [role=status]")
-        assert small.evaluate(IN_SIGHT) == [added[0]], name
+        assert small.evaluate(SEEN) == small.evaluate(SHOWN) and small.evaluate(VIEW)[1] >= 0.5, name
+        assert small.evaluate("() => [...app.canvas.selectedItems].map((n) => n.type)") == added
         if name == "Guard this workflow":
             linked = small.evaluate("""() => { const one = app.graph.nodes.find((n) => n.type === "HalfsafeAutoPrecision");
                 return [one.inputs.filter((i) => i.link !== null).map((i) => i.name), one.outputs.map((o) => o.links?.length ?? 0)]; }""")
             assert linked == [["model", "clip", "vae"], [1, 2, 1, 0]]
             small.page.locator(".hs-sidebar .hs-button", has_text="Take the guard out").click()
-            assert sorted(small.evaluate(LINKS)) == sorted(links)
+            assert sorted(small.evaluate(LINKS)) == sorted(links) and small.found(VIEW, view) == view
         else:
+            assert small.evaluate("() => app.graph.nodes.at(-1).size[0]") >= 500, "a chart is read"
             small.evaluate(UNDO)
         small.page.wait_for_function("(count) => app.graph.nodes.length === count", arg=len(before))
     small.evaluate(TAB)
 
 
-def test_a_new_node_that_is_in_sight_leaves_the_view(small: ComfyPage) -> None:
-    assert small.evaluate(GUARD_IN_A_WIDE_VIEW) == [0.5, 300, 160]
-    small.evaluate(UNDO)
+def test_a_node_in_a_subgraph_is_in_sight_and_the_view_before_comes_back(small: ComfyPage) -> None:
+    small.evaluate(SUBGRAPH)
+    before = small.evaluate(VIEW)
+    assert small.evaluate(GUARD).endswith(": run the workflow. The page shows the inside of Drawing.")
+    small.settle()
+    assert small.evaluate(SEEN) == small.evaluate(SHOWN) and small.evaluate(VIEW)[1] >= 0.5
+    small.evaluate(GUARD.replace("guardW", "unguardW"))
+    assert small.evaluate(VIEW) == before
 
 
 @pytest.mark.parametrize(("layout", "argument", "expected"), [
@@ -203,10 +212,13 @@ def test_a_new_node_that_is_in_sight_leaves_the_view(small: ComfyPage) -> None:
     (ROOM, False, {"between": True, "beside": True}),
     (ROOM, True, {"between": True, "beside": True}),
     (BEFORE, None, {"below": True}),
-], ids=["narrow", "wide", "beside a group", "sampler first"])  # fmt: skip
+    (ON_TOP, None, {"between": True, "below": False}),
+], ids=["narrow", "wide", "beside a group", "sampler first", "both on top"])  # fmt: skip
 def test_the_node_is_put_where_there_is_room(small: ComfyPage, layout: str, argument: object, expected: dict) -> None:
     small.evaluate(layout, argument)
+    small.evaluate("() => { const { ds } = app.canvas; ds.scale = 0.6; ds.offset[0] = ds.offset[1] = 200; }")
     small.evaluate(GUARD)
+    assert layout != "() => {}" or small.evaluate(VIEW)[1:] == [0.6, 200, 200], "all is in sight as it was"
     if small.vue:
         small.page.wait_for_function("() => document.querySelectorAll('.lg-node .hs-panel').length >= 1")
     small.settle()
