@@ -234,12 +234,12 @@ function drawTab() {
   const watching = app.extensionManager.setting.get(WATCH) ?? "off";
   const nodes = allNodes(app);
   const unguard = nodes.some(({ comfyClass }) => comfyClass === ONE_NODE) ? () => unguardWorkflow(app) : null;
-  const actions = { showMe: () => showMe(app, sidebar), guard: () => guardWorkflow(app, sidebar), unguard, measure: () => measureWorkflow(app, sidebar) };
+  const actions = { showMe: () => showMe(app), guard: () => guardWorkflow(app), unguard, measure: () => measureWorkflow(app) };
   drawSidebar(sidebar, isOfThisWorkflow() ? log.run : null, reports, { device, did, watching, nodes, elsewhere: !isOfThisWorkflow(), redraw: drawTab, ...actions }, {
     titleOf: (id) => nodeById(id)?.title ?? t("Guard"),
     goTo: (id) => {
       const node = nodeById(id);
-      if (node) showNodes(app, [node], sidebar);
+      if (node) showNodes(app, [node]);
     },
   });
 }

@@ -93,7 +93,7 @@ def test_a_value_that_is_words_is_told_in_chinese(comfy: ComfyPage) -> None:
     assert comfy.evaluate(SHOWN, asdict(result)) == [WORDS[BEST].format(**values | {"snr": WORDS[NO_ERROR]}), f"fp32 {WORDS[REFERENCE]}"]
     progress = "step 3 of 8 to 60: measuring 40 layers"
     comfy.add("HalfsafeAnalyzeLayers")
-    comfy.evaluate(SEND, ["progress_text", {"nodeId": "1", "text": f"Halfsafe: {progress}"}])
+    comfy.send("progress_text", nodeId="1", text=f"Halfsafe: {progress}")
     assert comfy.found(DRAWN, f"Halfsafe: {comfy.evaluate(SAID, [progress])[0]}") != f"Halfsafe: {progress}"
 
 

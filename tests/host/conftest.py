@@ -20,6 +20,7 @@ import torch
 from setup.comfyui_server import MODEL_FOLDERS, Server, make_base_directory
 from support import families, inprocess, second_device, tiny_models
 from support.cuda_rules import CudaRules, HostReads
+from support.guarded_runs import MODEL
 from torch._C import DispatchKey, DispatchKeySet
 
 CPU = DispatchKeySet(DispatchKey.CPU)
@@ -226,6 +227,13 @@ def server(comfyui_dir: Path, small_models: Path, tmp_path_factory: pytest.TempP
     base = make_base_directory(tmp_path_factory.mktemp("base"), ROOT)
     with Server(comfyui_dir, base, ["--models-directory", str(small_models)]) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def running(server: Server, small_models: Path) -> Server:
+    """The server with a Wan model that overflows in fp16; a new file, of which no guard has learned."""
+    tiny_models.wan_overflowing(small_models / "diffusion_models" / MODEL)
+    return server
 
 
 @pytest.fixture(scope="session")

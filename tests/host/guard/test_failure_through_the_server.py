@@ -4,19 +4,11 @@ from __future__ import annotations
 
 import json
 
-import pytest
 from safetensors.torch import load_file, save_file
 from setup.comfyui_server import Server, error_text
 from setup.workflow import node
 from support import tiny_models
-from support.guarded_runs import MODEL, brightness, graph, picture, told
-
-
-@pytest.fixture(scope="module")
-def running(server: Server, small_models) -> Server:
-    """A server that has a Wan model which overflows in fp16."""
-    tiny_models.wan_overflowing(small_models / "diffusion_models" / MODEL)
-    return server
+from support.guarded_runs import brightness, graph, picture, told
 
 
 def test_without_the_guard_the_picture_is_black(running: Server) -> None:

@@ -11,8 +11,7 @@ from halfsafe.nodes.host.reporting import watch
 from halfsafe.nodes.host.reporting.watch import ASKED_BY, watched, with_guards
 from PIL import Image
 from setup.comfyui_server import Server
-from support import tiny_models
-from support.guarded_runs import MODEL, brightness, graph, picture, told
+from support.guarded_runs import brightness, graph, picture, told
 
 
 def unguarded(seed: int = 1) -> dict:
@@ -20,13 +19,6 @@ def unguarded(seed: int = 1) -> dict:
     prompt["6"]["inputs"]["model"] = ["1", 0]
     del prompt["9"], prompt["10"]
     return prompt
-
-
-@pytest.fixture(scope="module")
-def running(server: Server, small_models) -> Server:
-    """A server that has a Wan model which overflows in fp16."""
-    tiny_models.wan_overflowing(small_models / "diffusion_models" / MODEL)
-    return server
 
 
 def test_every_run_is_guarded_and_pictures_and_history_are_as_asked(running: Server) -> None:
