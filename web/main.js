@@ -252,7 +252,7 @@ function onGuard(message) {
     toasts.show(toast);
   }
   if (message.fell_back) showRanIn(message.fell_back, () => "fp16_safe");
-  else if (isWider(message)) showRanIn(String(message.node_id), (mode) => t("{mode}, parts wider", { mode }));
+  else if (isWider(message) && !WATCHED.test(message.node_id)) showRanIn(String(message.node_id), (mode) => t("{mode}, parts wider", { mode }));
 }
 
 /** Let a node's badge say what its model goes on in. @param {string} id @param {(planned: string) => string} mode */
