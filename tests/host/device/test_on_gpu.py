@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
 GIB = 1024**3
-ROTATING = (aten.mm.default, aten.matmul.default)
+ROTATING = (aten.mm.out, aten.matmul.default)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 STORAGES = ("fp8_e4m3fn", "fp8_e5m2", "int8")
 WEIGHTS = {f"{number}.weight": torch.arange(64 * 256).reshape(64, 256).sin() / number for number in (1, 2, 3, 4)}

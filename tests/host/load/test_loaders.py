@@ -46,7 +46,7 @@ def test_a_load_runs_at_most_so_many_functions_for_one_of_comfyuis(comfy, models
     path = tiny_models.wan(models_dir / "diffusion_models" / "functions.safetensors", dim=128, ffn=256, blocks=12, text_dim=256)
     if held != "bf16":
         convert_file(path, path := path.with_stem(f"functions_{held}"), held, rules_from())
-    ours = functions_run(lambda: comfy.run("HalfsafeLoadDiffusionModel", model_name=path.name, storage=storage, compute="auto"))["call"]
+    ours = functions_run(lambda: comfy.run("HalfsafeLoadDiffusionModel", model_name=path.name, storage=storage, compute="bf16"))["call"]
     assert ours <= most * functions_run(lambda: comfy.core["UNETLoader"]().load_unet(path.name, storage if storage == "fp8_e4m3fn" else "default"))["call"]
 
 

@@ -89,7 +89,7 @@ def as_the_row_says(row: Tradeoff, products: dict) -> bool:
 
 SETTINGS = {
     "as_file/bf16": (torch.bfloat16, "bf16"), "fp16/fp16": (torch.float16, "fp16"), "fp32/fp32": (torch.float32, "fp32"),
-    "as_file/fp16_safe": (torch.bfloat16, "fp16"), "int8/int8": (torch.int8, "int8"), "fp8_e4m3fn/auto": (torch.float8_e4m3fn, "bf16"),
+    "as_file/fp16_safe": (torch.bfloat16, "fp16"), "int8/int8": (torch.int8, "int8"), "fp8_e4m3fn/bf16": (torch.float8_e4m3fn, "bf16"),
 }  # fmt: skip
 """Setting -> the dtype its weights are held in, and the mode of most layers: inside of blocks fp16_safe's results are fp16."""
 
@@ -160,7 +160,7 @@ def test_what_the_device_cannot_is_a_row_with_the_reason(comfy, model, monkeypat
 
 def test_a_model_loaded_in_fp8_is_compared_with_its_own_weights(comfy, path):
     model = families.load(comfy, path, "fp8_e4m3fn", "auto")
-    found, *_ = measured(comfy, model, "as_file/fp32", "fp8_e4m3fn/auto", "bf16/fp32", "fp8_e5m2/auto")
+    found, *_ = measured(comfy, model, "as_file/fp32", "fp8_e4m3fn/bf16", "bf16/fp32", "fp8_e5m2/bf16")
     assert found.storage == "fp8_e4m3fn" and "fp8_e4m3fn" in found.reference.storages
     same, loaded, unpacked, other = found.rows
     assert same.snr_db == math.inf and unpacked.snr_db > 60 and set(unpacked.storages) <= {"bf16", "fp32"}
