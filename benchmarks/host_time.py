@@ -205,3 +205,7 @@ def as_text(result: dict) -> str:
     keys = ("model", "weights", "setting", "ms", "core_ms", "to_core", "functions_to_core", "gap_above_core_ms")
     lines = ["| " + " | ".join(keys).replace("_", " ") + " |", "|---" * len(keys) + "|"]
     return "\n".join([*lines, *("| " + " | ".join(str(row[key]) for key in keys) + " |" for row in result["rows"])])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

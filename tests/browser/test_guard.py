@@ -31,6 +31,7 @@ PLAIN_FP16 = """() => { const loader = app.graph.nodes.find((n) => n.type === "H
 PUT_STALE_CACHE_IN = """() => { const of = (type) => app.graph.nodes.find((n) => n.type === type);
     const guard = LiteGraph.createNode("HalfsafeNaNGuard"), cache = LiteGraph.createNode("EasyCache");
     const put = (node, values) => { for (const widget of node.widgets) widget.value = values[widget.name] ?? widget.value; };
+    put(of("HalfsafeLoadDiffusionModel"), { compute: "bf16" });
     put(guard, { check: "every 5th step" }); put(of("KSampler"), { steps: 6, cfg: 6 });
     put(cache, { reuse_threshold: 3.0, start_percent: 0.0, end_percent: 1.0 });
     app.graph.add(guard); app.graph.add(cache);
