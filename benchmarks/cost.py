@@ -1,4 +1,4 @@
-"""What `fp16_safe` and fp16 sums cost beside plain fp16, counted on fake CUDA tensors at the shapes of large models.
+"""What `fp16_safe` costs beside plain fp16, counted on fake CUDA tensors at the shapes of large models.
 
 `python -m benchmarks cost --comfyui DIR [--json] [--save] [--models NAME ...]`; no GPU, no weights. Counted: every kernel of one
 denoiser call of ComfyUI's own model, its bytes, and each read by the host, by layer. The counted state is a clean model's, whose
@@ -11,7 +11,7 @@ ranges all fit, in eager code; in a compiled graph the amax of an operand is fou
   launch; `server` is the CPU that measured it, `desktop` half of it.
   `on the device` is the estimate without the host, as of a CUDA graph.
 - A read by the host takes 20 microseconds and empties the queue: the device waits for the gap that was measured there.
-- Peaks in TFLOPS for fp16 with fp32 sums, with fp16 sums, for fp32, and GB/s, from NVIDIA's data sheets of each card;
+- Peaks in TFLOPS for fp16 with fp32 sums, for fp32, and GB/s, from NVIDIA's data sheets of each card;
   efficiencies of matmuls and of attention are round figures of published measurements. fp32 runs at 0.85 and 0.55 of its peak.
 - Counts are of two blocks of each kind (Flux: one and two) with the model's ends, but of all of SDXL. Times are of the whole model: what twice as many
   blocks add is taken as often as the model has it, the ends once.
@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import json
 import sys
 from collections import Counter
@@ -36,7 +35,6 @@ from .cost_cards import CARDS, CPUS, DRIVER, READ, TOYS, Card, Kernel
 from .host import conditions, load_comfy
 from .large_models import BUILD, TWICE
 
-SUMS_GAIN = ("2080 Ti", "3090", "4090")
 NEED_IT = ("T4", "V100", "2080 Ti", "RX 6800", "M1 Max")
 """The cards that have no bf16, or none that is fast."""
 LIMITS = {
@@ -46,8 +44,7 @@ LIMITS = {
     "Qwen-Image": dict.fromkeys(NEED_IT, 1.04),
     "SDXL": dict.fromkeys(NEED_IT, 1.11) | {"V100": 1.115},
 }
-WAYS = ("fp16", "fp16_safe", "fp32", "fp16 sums", "fp16 sums, scaled")
-WITH_SUMS = ("Wan 1.3B", "Wan 14B", "Flux")
+WAYS = ("fp16", "fp16_safe", "fp32")
 WHOLE = {"Wan 1.3B": 15, "Wan 14B": 20, "Flux": 19, "Qwen-Image": 30}
 """How many times the blocks that are counted a model has."""
 WITHOUT_BF16 = ("T4", "V100", "2080 Ti")
@@ -86,7 +83,7 @@ def run_cost(args: argparse.Namespace) -> dict:
 
 
 def _model_rows(name: str) -> dict:
-    counted = {way: _whole(name, way) for way in WAYS if name in WITH_SUMS or "sums" not in way}
+    counted = {way: _whole(name, way) for way in WAYS}
     print(name, file=sys.stderr, flush=True)
     plain = counted["fp16"]
     ways = {way: _way(found, plain) for way, found in counted.items()}
@@ -99,9 +96,8 @@ def _model_rows(name: str) -> dict:
     guard = {card: round(guarded.seconds(CARDS[card]) / of["fp16"], 3) for card, of in estimates.items()}
     host_bound = [f"{name}, {cpu}" for cpu in CPUS for name, card in CARDS.items() if plain.on_host(cpu) > plain.on_device(card)]
     of_fp32 = {card: round(of["fp32"] / of["fp16_safe"], 2) for card, of in estimates.items()}
-    kept = {way: {card: _kept(counted, way, CARDS[card]) for card in SUMS_GAIN} for way in counted if "sums" in way}
     ratios = {"to_fp16": to_fp16, "beside": beside, "on_device": device, "guard": guard, "bound_by_host": host_bound}
-    return {"counts": ways, "seconds": estimates, **ratios, "fp32_to_safe": of_fp32, "gain_kept": kept}
+    return {"counts": ways, "seconds": estimates, **ratios, "fp32_to_safe": of_fp32}
 
 
 def _host_of(name: str, setting: str) -> dict[str, float]:
@@ -112,14 +108,6 @@ def _host_of(name: str, setting: str) -> dict[str, float]:
     found = ready.get(setting, {"ms": 0.0, "core_ms": 0.0, "gap_above_core_ms": 0.0})
     host = cast["plain"]["core_ms"] + max(0.0, found["ms"] - found["core_ms"])
     return {"host": blocks * host / 1e3, "gap": max(0.0, found["gap_above_core_ms"]) / 1e3}
-
-
-def _kept(counted: dict[str, Counted], way: str, card: Card) -> float:
-    """The share of the gain of fp16 sums in every layer that is left of it when bounds are watched and inputs scaled."""
-    fp16 = counted["fp16"]
-    kernels, repeated = ([Kernel(**{**vars(k), "fp16_sums": k.kind == "product"}) for k in of] for of in (fp16.kernels, fp16.repeated))
-    free = replace(fp16, kernels=kernels, repeated=repeated).seconds(card)
-    return round((fp16.seconds(card) - counted[way].seconds(card)) / (fp16.seconds(card) - free), 3)
 
 
 def _way(found: Counted, plain: Counted) -> dict:
@@ -154,8 +142,6 @@ def _targets(rows: dict) -> dict:
         if name.startswith(("Wan", "Flux")):
             slowest = min(row["fp32_to_safe"][card] for card in WITHOUT_BF16)
             targets[f"{name}: fp32 to fp16_safe"] = reporting.target(slowest, 3.0, at_least=True)
-            least = min(min(of.values()) for of in row["gain_kept"].values())
-            targets[f"{name}: gain of fp16 sums kept"] = reporting.target(least, 0.45, at_least=True)
     return targets
 
 
@@ -234,7 +220,7 @@ class _executed:
 
     def __init__(self, model, way: str):
         self.model, self.way = model, way
-        self.wrapper = {"fp16_safe": _safe, "fp16 sums": _sums, "fp16 sums, scaled": _sums}.get(way, lambda *_: None)(model, way)
+        self.wrapper = _safe(model) if way == "fp16_safe" else None
 
     def __call__(self, x, t, **given):
         call = _Executor(self.model, given, self.model.diffusion_model)
@@ -255,7 +241,7 @@ class _Executor:
         return self.forward(x, t, **self.given, transformer_options=transformer_options)
 
 
-def _safe(model, way: str):
+def _safe(model):
     from halfsafe.nodes.host.comfyui.layers import matrix_layers
     from halfsafe.nodes.host.compute.executor import Compute
     from halfsafe.precision.plan.choice import Choice
@@ -263,38 +249,6 @@ def _safe(model, way: str):
 
     decisions = {name: ComputeDecision("fp16_wide", "same", "") for name, _ in matrix_layers(model)}
     return Compute(ComputePlan(Choice("fp16_safe", "fp16_safe"), decisions))
-
-
-class _sums:
-    """Every Linear with fp16 sums that its bound proves, its input scaled or not."""
-
-    def __init__(self, model, way: str):
-        from halfsafe.nodes.host.comfyui.layers import matrix_layers
-        from halfsafe.nodes.host.comfyui.weights import exchanged, weights_of
-        from halfsafe.precision.arithmetic.calibration import Calibration
-        from halfsafe.precision.arithmetic.fp16_accumulation import WORTH_SCALING, Fp16AccumulationLinear, SumBound
-        from halfsafe.precision.arithmetic.linear import kind_of
-
-        self.calibration, self.patches = Calibration(), []
-        scaled = way.endswith("scaled")
-        size, fewest = (2.0**10, WORTH_SCALING) if scaled else (1.0, 0)
-        for name, module in matrix_layers(model):
-            if kind_of(module) == "linear" and module.out_features >= fewest:
-                sums = self.calibration.add(SumBound(name))
-                sums.prove = functools.partial(_proven_with, sums.prove, size)
-                operation = Fp16AccumulationLinear(module, module.forward, sums, self.calibration, weights_of(module))
-                self.patches += exchanged(module, operation.__call__)
-
-    def __call__(self, call, *args):
-        from halfsafe.precision.base.flags import flags_set
-        from halfsafe.precision.base.patching import patched
-
-        with patched(self.patches), flags_set({"fp16_accumulation": False}):
-            return self.calibration.run(lambda: call(*args))
-
-
-def _proven_with(prove: Callable, size: float, *_, **how) -> None:
-    prove(largest=size, norm=1e9, row_sum=300.0, row_norm=1e9, **how)
 
 
 @contextlib.contextmanager
@@ -329,7 +283,7 @@ def as_text(result: dict) -> str:
             lines.append(f"| {way} | {found['kernels']} | {found['kernels_beyond_fp16']:+} | {found['bytes_to_fp16']} | {found['reads']} | {fp16} |")
         lines.append(f"bound by the host: {', '.join(row['bound_by_host']) or 'no card'}")
         lines += [f"{cpu}: " + ", ".join(f"{card} {value}" for card, value in of.items()) for cpu, of in row["beside"].items()]
-        for key in ("to_fp16", "on_device", "guard", "fp32_to_safe", "gain_kept"):
+        for key in ("to_fp16", "on_device", "guard", "fp32_to_safe"):
             lines.append(f"{key}: " + ", ".join(f"{name} {value}" for name, value in row[key].items()))
     for key, held in result["targets"].items():
         lines.append(f"target {key}: {held['measured']} against {held['limit']} {'met' if held['met'] else 'MISSED'}")

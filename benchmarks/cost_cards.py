@@ -15,10 +15,9 @@ TOYS = {"Wan 1.3B": ("Wan", 0.75), "Wan 14B": ("Wan", 1.0), "Flux": ("Flux", 1.0
 
 @dataclass(frozen=True)
 class Card:
-    """``fp16``, ``fp16_sums``, ``fp32``: peaks in TFLOPS; ``bandwidth``: GB/s; ``matmul``, ``attention``: share of the peak."""
+    """``fp16``, ``fp32``: peaks in TFLOPS; ``bandwidth``: GB/s; ``matmul``, ``attention``: share of the peak."""
 
     fp16: float
-    fp16_sums: float
     fp32: float
     bandwidth: float
     matmul: float
@@ -26,17 +25,17 @@ class Card:
 
 
 CARDS = {
-    "T4": Card(65, 65, 8.1, 320, 0.45, 0.30),
-    "V100": Card(112, 112, 15.7, 900, 0.80, 0.35),
-    "2080 Ti": Card(53.8, 107.6, 13.4, 616, 0.85, 0.40),
-    "RX 6800": Card(32.3, 32.3, 16.2, 512, 0.25, 0.20),
-    "M1 Max": Card(20.8, 20.8, 10.4, 400, 0.30, 0.20),
-    "A100": Card(312, 312, 19.5, 2039, 0.80, 0.60),
-    "3090": Card(71, 142, 35.6, 936, 0.85, 0.60),
-    "4090": Card(165, 330, 82.6, 1008, 0.80, 0.65),
-    "5090": Card(209.5, 419, 104.8, 1792, 0.80, 0.65),
-    "H100": Card(989, 989, 67, 3350, 0.70, 0.50),
-    "B200": Card(2250, 2250, 75, 8000, 0.65, 0.45),
+    "T4": Card(65, 8.1, 320, 0.45, 0.30),
+    "V100": Card(112, 15.7, 900, 0.80, 0.35),
+    "2080 Ti": Card(53.8, 13.4, 616, 0.85, 0.40),
+    "RX 6800": Card(32.3, 16.2, 512, 0.25, 0.20),
+    "M1 Max": Card(20.8, 10.4, 400, 0.30, 0.20),
+    "A100": Card(312, 19.5, 2039, 0.80, 0.60),
+    "3090": Card(71, 35.6, 936, 0.85, 0.60),
+    "4090": Card(165, 82.6, 1008, 0.80, 0.65),
+    "5090": Card(209.5, 104.8, 1792, 0.80, 0.65),
+    "H100": Card(989, 67, 3350, 0.70, 0.50),
+    "B200": Card(2250, 75, 8000, 0.65, 0.45),
 }
 
 
@@ -52,7 +51,6 @@ class Kernel:
     flops: int
     read: int
     written: int
-    fp16_sums: bool
     launches: int = 1
 
     def seconds(self, card: Card) -> float:
@@ -62,6 +60,5 @@ class Kernel:
         if self.dtype == "fp32":
             speed = card.fp32 * (0.85 if self.kind == "product" else 0.55)
         else:
-            peak = card.fp16_sums if self.fp16_sums and self.kind == "product" else card.fp16
-            speed = peak * (card.matmul if self.kind == "product" else card.attention)
+            speed = card.fp16 * (card.matmul if self.kind == "product" else card.attention)
         return max(self.flops / (speed * 1e12), moved) + LAUNCH

@@ -80,10 +80,9 @@ def _kernel(func, args, kwargs, result) -> Kernel:
     kind = "product" if func in PRODUCTS else "attention" if func in ATTENTIONS else "other"
     first = args[PRODUCTS.get(func, 0)] if args else None
     dtype = NAMES.get(getattr(first, "dtype", None), "")
-    sums = torch.backends.cuda.matmul.allow_fp16_accumulation and func is not aten.convolution.default and dtype == "fp16"
     read, written = _bytes([args, {name: value for name, value in kwargs.items() if name != "out"}]), _bytes(result)
     launches = 2 if _reduces_all(func, result) else 1
-    return Kernel(_layers[-1] if _layers else "", kind, dtype, _flops(func, args, result), read, written, sums, launches)
+    return Kernel(_layers[-1] if _layers else "", kind, dtype, _flops(func, args, result), read, written, launches)
 
 
 def _reduces_all(func, result) -> bool:

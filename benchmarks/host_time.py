@@ -1,9 +1,10 @@
 """Host time of a model call: CPU time of the thread in each setting against ComfyUI's own call, in the same process.
 
 Toys of real structure (SDXL with 70 transformer blocks, Flux with 19 and 38, Wan with 40), narrow, and every product, convolution and attention
-replaced by a constant of the right shape, so that what is left is Python; layers multiply as on CUDA. A GPU that waits for the host waits for this.
+replaced by a constant of the right shape, and the operand of each look by one number, so that what is left is Python; layers multiply as on CUDA. A GPU that waits for the host waits for this.
 "ready": weights lie in fp16 as they are multiplied; "cast": in bf16, cast to fp16 in each call, as under dynamic VRAM; "fp8": stored in fp8, beside
-ComfyUI's own run of the same weights and scales. "gap": from the last product of a call to the first of the next, while a GPU has nothing to do.
+ComfyUI's own run of the same weights and scales. "gap": what a GPU waits for between two calls: from where the host has waited for a call, or from
+its last product where nothing waits, to the first product of the next.
 Ratios of medians of pairs; functions of Python are counted, which no other work on the machine disturbs.
 """
 
@@ -155,7 +156,7 @@ def prepared(model, call) -> Callable[[], object]:
 
 
 def _timed(run: Callable[[], object], clock: list[float]) -> tuple[float, float]:
-    """Return CPU seconds of a call, and of its part before the first and after the last product."""
+    """Return CPU seconds of a call, and of its part before the first product and after the wait for the last."""
     seconds, gaps = [], []
     for _ in range(CALLS):
         clock.clear()
@@ -169,15 +170,25 @@ def _timed(run: Callable[[], object], clock: list[float]) -> tuple[float, float]
 
 @contextlib.contextmanager
 def stubbed() -> Iterator[list[float]]:
-    """Replace torch's products by constants of their shape; yield the times at which they were asked for."""
+    """Replace torch's products by constants of their shape; yield the times at which they were asked for and waited for."""
     import torch
     import torch.nn.functional as F
 
     clock: list[float] = []
 
+    read, waits = torch.Tensor.tolist, []
+
     def constant(shape: tuple, dtype) -> torch.Tensor:
+        waits.clear()
         clock.append(time.thread_time())
         return torch.full(shape, 0.01, dtype=dtype)
+
+    def tolist(tensor):
+        found = read(tensor)
+        if clock and not waits:
+            waits.append(tensor)
+            clock.append(time.thread_time())
+        return found
 
     def linear(x, weight, bias=None):
         if type(weight) not in (torch.Tensor, torch.nn.Parameter):
@@ -194,6 +205,9 @@ def stubbed() -> Iterator[list[float]]:
 
     stubs = {(F, "linear"): linear, (F, "conv2d"): conv2d, (F, "scaled_dot_product_attention"): attention}
     stubs[torch, "mm"] = lambda x, y, out_dtype=None: constant((x.shape[0], y.shape[1]), out_dtype or x.dtype)
+    stubs[torch.Tensor, "tolist"] = tolist
+    norm, one = torch.linalg.vector_norm, torch.full((1,), 0.01, dtype=torch.float16)
+    stubs[torch.linalg, "vector_norm"] = lambda x, *args, **kwargs: norm(one if x.dtype == one.dtype else x, *args, **kwargs)
     with contextlib.ExitStack() as undo:
         for place, stub in stubs.items():
             undo.enter_context(mock.patch.object(*place, stub))

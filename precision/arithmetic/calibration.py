@@ -17,6 +17,7 @@ from typing import TypeVar
 import torch
 
 from ..base.amax import amax
+from ..base.dtypes import FP16_MAX
 from ..base.nested import floats_in
 from ..base.oom import is_oom
 from ..base.patching import compile_disabled
@@ -204,6 +205,8 @@ class Calibration:
                 self._buffers[device] = AmaxBuffer(ends[-1], device), placed
                 for first, proof in placed.items():
                     proof.entries = self._buffers[device][0].entries[first : first + proof.width]
+            for proof in proofs:
+                proof.least, proof.most = math.inf, -math.inf
             exponents = [proof.exponent for proof in proofs for _ in range(proof.width)]
             pairs = [[2.0**-exponent for exponent in exponents], [2.0**exponent for exponent in exponents]]
             self._buffers[device][0].scales.copy_(torch.tensor(pairs, dtype=torch.float32))
@@ -215,14 +218,17 @@ class Calibration:
         hold = not self._missed.any
         for buffer, proofs in self._buffers.values():
             records = buffer.read()
-            for first in [place for place, record in enumerate(records) if record != NOTHING and place in proofs]:
-                proof = proofs[first]
-                hold = self._is_held(proof, proof.magnitude(records[first : first + proof.width])) and hold
+            for place in [place for place, record in enumerate(records) if record != NOTHING and place in proofs]:
+                proof = proofs[place]
+                if not proof.least <= records[place] <= proof.most:
+                    hold = self._is_held(proof, records[place : place + proof.width]) and hold
         return hold
 
-    def _is_held(self, proof: Proof, magnitude: float) -> bool:
-        hold = True
+    def _is_held(self, proof: Proof, numbers: list[float]) -> bool:
+        magnitude, hold = proof.magnitude(numbers), True
         for each in (proof, *self.operands.sharing.get(proof, ())):  # type: ignore[call-overload]  # scales alone share
             each.largest = max(each.largest, magnitude)
             hold = each.holds(magnitude) and hold
+        if hold and 0 < magnitude < FP16_MAX and numbers[1:] in ([], [NOTHING]):
+            proof.least, proof.most = min(proof.least, numbers[0]), max(proof.most, numbers[0])
         return hold

@@ -16,7 +16,7 @@ from ..base import flags
 from ..base.amax import amax
 from ..base.dtypes import FP16_MAX
 from .calibration import Calibration
-from .linear import WeightProvider
+from .linear import WeightProvider, lent
 from .operand_scale import ScaledOperand
 from .proofs import FLOOR_BITS, MARGIN, largest_row_norm
 
@@ -127,7 +127,7 @@ class Fp16AccumulationLinear:
 
     def _calibrate(self, x: torch.Tensor) -> torch.Tensor:
         # Asked for once, for the reason at ``SafeOperation._calibrate`` (comfy/ops.py, resolve_cast_module_with_vbar).
-        with self.weights(self.module, x, torch.float16) as (weight, bias):
+        with lent(self.weights(self.module, x, torch.float16)) as (weight, bias):
             norms = [torch.linalg.vector_norm(weight, n, dim=-1, dtype=torch.float32).amax() for n in (1, 2)]
             numbers = torch.stack([amax(x), largest_row_norm(x), *norms]).tolist()
             self.sums.prove(*numbers, terms=weight.shape[-1], can_scale=weight.shape[0] >= WORTH_SCALING)
@@ -135,7 +135,7 @@ class Fp16AccumulationLinear:
 
     def _scaled(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply a scaled input. Scaling back and the bias are part of the matmul, but in a compiled graph."""
-        with self.weights(self.module, x, torch.float16, torch.float16) as (weight, bias):
+        with lent(self.weights(self.module, x, torch.float16, torch.float16)) as (weight, bias):
             scaled = self.sums.scaled(x)
             if torch.compiler.is_compiling() and self.sums.entry is not None:
                 product = F.linear(scaled, weight).mul_(self.sums.entry.scale()[1])

@@ -11,7 +11,7 @@ there gives Inf or NaN, not a wrong number.
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -24,12 +24,19 @@ from .operand_scale import OperandScale
 from .products import HAS_WIDE_PRODUCT, wide_product
 from .proofs import Proof
 
-WeightProvider = Callable[..., AbstractContextManager]
-"""``provider(module, x, dtype, bias_dtype=fp32)`` yields a layer's ``(weight, bias)`` on the device of ``x``. ``dtype``
-None: that of the stored weight where it is a plain one of 16 or 32 bit, fp32 with a LoRA added, else fp16.
-``bias_dtype`` None: fp32, or the stored dtype where it takes no cast and torch adds it to fp32."""
+Provided = tuple | AbstractContextManager[tuple]
+WeightProvider = Callable[..., Provided]
+"""``provider(module, x, dtype, bias_dtype=fp32)`` gives a layer's ``(weight, bias)`` on the device of ``x``, within a
+context where they are to be given back. ``dtype`` None: that of the stored weight where it is a plain one of 16 or 32
+bit, fp32 with a LoRA added, else fp16. ``bias_dtype`` None: fp32, or the stored dtype where it takes no cast and torch
+adds it to fp32."""
 SMALLEST_WEIGHT = 2.0**-12
 TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
+
+
+def lent(weights: Provided) -> AbstractContextManager[tuple]:
+    """Have what a provider gives for the length of a context."""
+    return nullcontext(weights) if isinstance(weights, tuple) else weights
 
 
 def kind_of(module: torch.nn.Module) -> str | None:
@@ -97,9 +104,13 @@ class SafeOperation:
         operand, bias_dtype = self.calibration.operands.of(self.scale, input), torch.float16
         if not self.scale.fits_result:
             bias_dtype = None if self._is_wide(operand) else torch.float32
-        with self.weights(self.module, operand, torch.float16, bias_dtype) as (weight, bias):
-            multiply = self._in_fp16 if self.calibration.by_layer else self._multiplied
-            result = multiply(operand, weight, bias, *args, **kwargs)
+        multiply = self._in_fp16 if self.calibration.by_layer else self._multiplied
+        weights = self.weights(self.module, operand, torch.float16, bias_dtype)
+        if isinstance(weights, tuple):  # a context takes three functions more in each layer of each call
+            result = multiply(operand, *weights, *args, **kwargs)
+        else:
+            with weights as (weight, bias):
+                result = multiply(operand, weight, bias, *args, **kwargs)
         if self.finite is not None:
             self.finite.record_amax(self._column(result))
         return result
@@ -116,7 +127,7 @@ class SafeOperation:
             self.calibration.results.give_up(self.scale)
 
     def _in_fp32(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-        with self.weights(self.module, x, torch.float32) as (weight, bias):
+        with lent(self.weights(self.module, x, torch.float32)) as (weight, bias):
             return multiplied(self.module, self.kind, x.float(), weight, bias, *args, **kwargs)
 
     def _in_fp16(self, operand, weight, bias, *args, **kwargs) -> torch.Tensor:
@@ -160,7 +171,7 @@ class SafeOperation:
         self.scale.device = x.device
         result = None
         with self.calibration.measuring(), self.calibration.hiding.pause():
-            with self.weights(self.module, x, asked) as (weight, bias):
+            with lent(self.weights(self.module, x, asked)) as (weight, bias):
                 half = weight.to(torch.float16)
                 self._choose(x, half, bias)
                 if not self.scale.in_fp32:

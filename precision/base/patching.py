@@ -14,33 +14,24 @@ Patch = tuple[object, str, Any]
 
 @contextmanager
 def patched(patches: Iterable[Patch]) -> Iterator[None]:
-    """Set ``(module, attribute, value)`` on modules, or other objects, for as long as the context lasts."""
-    done: list[Patch] = []
+    """Set ``(module, attribute, value)`` on modules, or other objects, for as long as the context lasts.
+
+    Goes past ``nn.Module.__setattr__``, and in lists of their own objects: this runs around every model call, for every
+    layer, while a GPU has nothing to do.
+    """
+    patches = list(patches)
+    places = [module.__dict__ for module, _, _ in patches]
+    before = [place.get(name, _ABSENT) for place, (_, name, _) in zip(places, patches, strict=True)]
     try:
-        exchange(patches, done)
+        for place, (_, name, value) in zip(places, patches, strict=True):
+            place[name] = value
         yield
     finally:
-        put_back(done)
-
-
-def exchange(patches: Iterable[Patch], done: list[Patch]) -> None:
-    """Set ``(module, attribute, value)`` on the module instances; add to ``done`` what :func:`put_back` is to restore.
-
-    Goes past ``nn.Module.__setattr__``: this runs around every model call, for every layer.
-    """
-    for module, name, value in patches:
-        done.append((module, name, module.__dict__.get(name, _ABSENT)))
-        module.__dict__[name] = value
-
-
-def put_back(done: list[Patch]) -> None:
-    """Restore or delete the attributes, the last one first, and empty the list."""
-    while done:
-        module, name, value = done.pop()
-        if value is _ABSENT:
-            del module.__dict__[name]
-        else:
-            module.__dict__[name] = value
+        for place, (_, name, _), value in zip(places, patches, before, strict=True):
+            if value is _ABSENT:
+                place.pop(name, None)
+            else:
+                place[name] = value
 
 
 class SharedScope:

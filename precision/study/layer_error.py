@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..arithmetic.linear import WeightProvider, kind_of, matmul_flops
+from ..arithmetic.linear import WeightProvider, kind_of, lent, matmul_flops
 from ..base.amax import amax_value, decibels
 from .candidates import Candidate, multiply, parts
 
@@ -58,7 +58,7 @@ class MeasuredForward:
             return result
         layer = self.layer
         layer.flops += matmul_flops(result, self.module, kind_of(self.module))
-        with self.weights(self.module, x, x.dtype) as (weight, bias):
+        with lent(self.weights(self.module, x, x.dtype)) as (weight, bias):
             if layer.weight_db is None:
                 layer.weight_db = weight_error(weight, self.candidate)
             output_db, channel_db = output_error(self.module, sample(self.module, x), weight, bias, self.candidate)

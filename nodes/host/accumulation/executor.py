@@ -60,11 +60,10 @@ class Accumulation:
         run, call = self.runs.of(executor.class_obj), Call(executor, *args, **kwargs)
 
         def once():
-            with run.scope():
+            with patched(run.patches), attending(executor.class_obj, call, run.attend), run.scope():
                 return call()
 
-        with patched(run.patches), attending(executor.class_obj, call, run.attend):
-            return run.calibration.run(once) if run.watches else once()
+        return run.calibration.run(once) if run.watches else once()
 
     def plan_for(self, patcher) -> AccumulationPlan:
         """Return the plan its calls followed, else the one the next call will."""

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from comfy.quant_ops import QuantizedTensor
 
-from ....precision.arithmetic.linear import WeightProvider, kind_of
+from ....precision.arithmetic.linear import Provided, WeightProvider, kind_of
 from ....precision.base.patching import Patch, SharedScope, patched
 from .attributes import (
     FORWARDS,
@@ -141,18 +141,17 @@ def weights_of(module: torch.nn.Module) -> WeightProvider:
     return core_weights if casts_weights(module) else torch_weights
 
 
-@contextlib.contextmanager
 def torch_weights(
     module: torch.nn.Module,
     x: torch.Tensor,
     dtype: torch.dtype | None,
     bias_dtype: torch.dtype | None = torch.float32,
-) -> Iterator[tuple]:
+) -> tuple:
     """Provide the weight and bias of a layer of torch's own classes on its input's device, each rounded once.
     ``bias_dtype``: None for fp32."""
     bias = module.bias
     weight = module.weight.to(x.device, dtype or module.weight.dtype)
-    yield weight, None if bias is None else bias.to(x.device, bias_dtype or torch.float32)
+    return weight, None if bias is None else bias.to(x.device, bias_dtype or torch.float32)
 
 
 def core_weights(
@@ -160,7 +159,7 @@ def core_weights(
     x: torch.Tensor,
     dtype: torch.dtype | None,
     bias_dtype: torch.dtype | None = torch.float32,
-) -> contextlib.AbstractContextManager[tuple]:
+) -> Provided:
     """Provide a module's weight in ``dtype`` and its bias in ``bias_dtype``, as ``WeightProvider`` says: torch's own
     cast of the parameters where they lie ready, else ``cast_weights``.
 
@@ -177,7 +176,7 @@ def core_weights(
         bias = bias.to(bias_dtype or (bias.dtype if bias.dtype in HALF else torch.float32))
     if quantized or weight.dtype != dtype:
         weight = dequantized(weight, dtype)
-    return contextlib.nullcontext((weight, bias))
+    return weight, bias
 
 
 def _dtype_to_measure(module: torch.nn.Module) -> torch.dtype:

@@ -52,9 +52,12 @@ def attending(
     if run is None:
         yield
         return
-    call.options = overridden(call.options, run)
-    with patched(_entries(model.diffusion_model, call.options[OVERRIDE], inputs)):
-        yield
+    options, call.options = call.options, overridden(call.options, run)
+    try:
+        with patched(_entries(model.diffusion_model, call.options[OVERRIDE], inputs)):
+            yield
+    finally:
+        call.options = options
 
 
 def _entries(model: torch.nn.Module, override: Callable, inputs: Callable | None) -> Iterator[Patch]:

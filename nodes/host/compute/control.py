@@ -91,8 +91,8 @@ class PlannedControl:
         # Qwen-Image Fun's calls layers of the model it runs with (comfy/ldm/qwen_image/controlnet.py), with activations
         # in a dtype of its own.
         casts = [patch for part in (base.modules() if base else ()) for patch in casting(part)]
-        with patched([*casts, *run.patches, *_attending(module, run.attend)]):
-            return run.call(functools.partial(type(module).forward, module, *args, **kwargs))
+        patches = [*casts, *run.patches, *_attending(module, run.attend)]
+        return run.call(functools.partial(type(module).forward, module, *args, **kwargs), lambda: patched(patches))
 
 
 class ControlPatcher:

@@ -9,7 +9,7 @@ import torch
 from comfy.patcher_extension import WrappersMP
 
 from ....precision.base.modes import INT8
-from ....precision.base.patching import patched
+from ....precision.base.patching import Patch, patched
 from ....precision.plan.compute import ComputePlan
 from ..comfyui.attributes import cast_dtype
 from ..comfyui.execution import Make, adapts_text, conditions_through
@@ -111,9 +111,16 @@ class Compute:
 
     def run(self, call: Call) -> torch.Tensor:
         """Make a call with the plan's forwards and attention in place of the model's."""
-        with self._between(call.model, self.runs) as run, attending(call.model, call, run.attend, run.inputs):
-            run.hand_out(fp32=has_attention_patch(call.options))
-            return run.call(call)
+        run = self.runs.of(call.model)
+        run.hand_out(fp32=has_attention_patch(call.options))
+
+        @contextmanager
+        def planned() -> Iterator[None]:
+            patches = self._patches(call.model, run)
+            with patched(patches), attending(call.model, call, run.attend, run.inputs):
+                yield
+
+        return run.call(call, planned)
 
     def planned_modes(self, patcher: "ModelPatcher") -> dict[str, str]:
         """Return layer -> planned mode; what layers cannot do is known from the first call on."""
@@ -146,18 +153,14 @@ class Compute:
         """Make a text's conditions as the plan has it."""
         if not self.plan.exchanges:
             return make()
-        with self._between(model, self.adapters) as run:
-            # The text's one call in a run returns objects of ComfyUI's, which no look sees through.
-            run.calibration.recalibrate()
-            return run.call(make)
+        run = self.adapters.of(model)
+        # The text's one call in a run returns objects of ComfyUI's, which no look sees through.
+        run.calibration.recalibrate()
+        return run.call(make, lambda: patched(self._patches(model, run)))
 
-    @contextmanager
-    def _between(self, model, runs: "PerModel[PlannedModel]") -> "Iterator[PlannedModel]":
+    def _patches(self, model, run: PlannedModel) -> list[Patch]:
         uncast = self.plan.is_safe and cast_dtype(model) != torch.float32
-        with patched(in_fp32(model) if uncast else []):
-            run = runs.of(model)
-            with patched([*run.patches, *(run.casting if uncast else [])]):
-                yield run
+        return [*in_fp32(model), *run.patches, *run.casting] if uncast else run.patches
 
     def ranges(self, patcher: "ModelPatcher") -> dict[str, float]:
         """Return layer -> the largest magnitude of its operands, of the layers that met any."""

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import comfy.ldm.lumina.model
@@ -91,8 +91,11 @@ class PlannedModel:
             self.calibration.results.allowed = self._fp16_results and not fp32
             self.calibration.recalibrate()
 
-    def call(self, call: Call | Make):
-        """Make a call of the model, or of its text adapter, its patches set; again when a proof does not hold."""
+    def call(self, call: Call | Make, around: Callable[[], AbstractContextManager] = nullcontext):
+        """Make a call of the model, or of its text adapter, inside of ``around``; again when a proof does not hold.
+
+        A GPU is waited for outside of ``around``: it computes while patches are taken off.
+        """
         patcher = self._model().current_patcher
         off = self._holds_sums or (self._is_wide and not switches_by_layer(patcher))
         self.layers.switches_flags = not self._has_rules or switches_by_layer(patcher)
@@ -102,7 +105,7 @@ class PlannedModel:
             self.attention.begin()
             self.ruled.begin()
             free = nullcontext() if self._allocates_alike() else compiler_off()
-            with fp32_accumulation() if off else nullcontext(), free, self.calling, self._clamping:
+            with around(), fp32_accumulation() if off else nullcontext(), free, self.calling, self._clamping:
                 return call()
 
         return self.calibration.run(once)

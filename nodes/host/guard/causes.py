@@ -7,7 +7,7 @@ from pathlib import Path
 import folder_paths
 import torch
 
-from ....precision.arithmetic.linear import kind_of
+from ....precision.arithmetic.linear import kind_of, lent
 from ....precision.base.errors import CheckpointError
 from ....precision.base.nested import tensors_in
 from ....precision.base.patching import Patch
@@ -123,7 +123,8 @@ class LoadedWeights:
             return ""
         if not is_finite(stored(module.weight)):
             return ""
-        with weights_of(module)(module, torch.zeros(1, device=self._patcher.load_device), torch.float32) as (copied, _):
+        there = torch.zeros(1, device=self._patcher.load_device)
+        with lent(weights_of(module)(module, there, torch.float32)) as (copied, _):
             return "" if is_finite(copied) else BAD_COPY.format(name)
 
     def _is_patched(self, name: str) -> bool:

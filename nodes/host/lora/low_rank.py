@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from comfy.model_patcher import ModelPatcher
 from comfy.weight_adapter import LoHaAdapter, LoKrAdapter, LoRAAdapter, WeightAdapterBase
 
-from ....precision.arithmetic.linear import kind_of
+from ....precision.arithmetic.linear import kind_of, lent
 from ....precision.arithmetic.products import normalized, rows_in_fp16
 from ....precision.base.flags import fp32_accumulation
 from ....precision.base.layer_names import plain_name
@@ -166,13 +166,13 @@ class LowRankLayer(torch.nn.Module):
         size, sums = None, cast(AbstractContextManager, nullcontext())
         if x.dtype == torch.float32 and not self.in_fp32 and not x.requires_grad:
             (x, size), sums = rows_in_fp16(x), fp32_accumulation()
-        with core_weights(self.held, x, x.dtype) as (held, _), sums:
-            for change, factors, strength in zip(self.changes, self._factors(held), self.strengths, strict=True):
+        with lent(core_weights(self.held, x, x.dtype)) as (flat, _), sums:
+            for change, factors, strength in zip(self.changes, self._factors(flat), self.strengths, strict=True):
                 result = _added(result, change, factors, x, strength if size is None else strength * size)
         return result
 
-    def _factors(self, held: torch.Tensor) -> Iterator[dict[int, torch.Tensor]]:
-        parts = iter(held.view(-1).split([shape.numel() for shapes in self.shapes for shape in shapes.values()]))
+    def _factors(self, flat: torch.Tensor) -> Iterator[dict[int, torch.Tensor]]:
+        parts = iter(flat.view(-1).split([shape.numel() for shapes in self.shapes for shape in shapes.values()]))
         for shapes in self.shapes:
             yield {place: next(parts).view(shape) for place, shape in shapes.items()}
 

@@ -22,7 +22,7 @@ from ....precision.base.dtypes import name_of
 from ....precision.base.errors import HalfsafeError
 from ....precision.base.layer_names import plain_name
 from ....precision.base.modes import FP32
-from ....precision.base.patching import Patch, exchange, patched
+from ....precision.base.patching import Patch, patched
 from ..comfyui.attributes import CAST_DTYPE
 from ..comfyui.execution import adapts_text, conditions_through
 from ..comfyui.layers import DIFFUSION_MODEL, is_quantized
@@ -229,14 +229,17 @@ def _with_low_rank(patcher: "ModelPatcher", call: Callable):
 
 
 def _inject(patcher: AddsLowRank) -> None:
-    exchange(patcher.forwards(), vars(patcher.model).setdefault(INJECTED, []))
+    forwards = patcher.forwards()
+    vars(patcher.model).setdefault(INJECTED, []).extend(module for module, _, _ in forwards)
+    for module, name, forward in forwards:
+        module.__dict__[name] = forward
 
 
 def _eject(patcher: "ModelPatcher") -> None:
     """Take off what was injected, also by another clone of the model."""
     # A clone of an injected patcher counts as injected too (``clone`` in comfy/model_patcher.py).
-    for owner, name, _ in vars(patcher.model).pop(INJECTED, []):
-        owner.__dict__.pop(name, None)
+    for module in vars(patcher.model).pop(INJECTED, []):
+        module.__dict__.pop("forward", None)
 
 
 def layer_name(key: str) -> str:

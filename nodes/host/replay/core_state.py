@@ -23,7 +23,7 @@ class CoreState:
 
     def __init__(self, options: dict):
         self._random_numbers = random.getstate(), numpy.random.get_state()
-        found = [value for _, value in leaves({**options, "sample_sigmas": None})]
+        found = [value for _, value in leaves(options) if type(value) not in DATA]
         self._objects = [(each, copied(vars(each))) for each in found if _is_core_object(each)]
         self._cells = [(cell, copied(cell.cell_contents)) for each in found for cell in _core_cells(each)]
 

@@ -8,7 +8,7 @@ import comfy.utils
 import torch
 from comfy.patcher_extension import WrappersMP
 
-from ....precision.arithmetic.linear import kind_of
+from ....precision.arithmetic.linear import kind_of, lent
 from ....precision.base.errors import HalfsafeError
 from ....precision.base.modes import INT8
 from ....precision.base.patching import Patch
@@ -115,7 +115,7 @@ def change(module: torch.nn.Module, candidate: Candidate) -> list[Patch]:
     def call(x, *args, **kwargs):
         if not candidate.sums_in_fp16 or kind_of(module) != "linear":
             return type(module).forward(module, x.to(candidate.dtype), *args, **kwargs).to(x.dtype)
-        with core_weights(module, x, candidate.dtype) as (weight, bias):
+        with lent(core_weights(module, x, candidate.dtype)) as (weight, bias):
             return with_fp16_sums(x.to(candidate.dtype), weight, bias).to(x.dtype)
 
     return [*exchanged(module, call), *casting(module)]

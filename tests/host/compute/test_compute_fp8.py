@@ -9,7 +9,7 @@ from comfy.quant_ops import QuantizedTensor
 from comfy.sd import load_bypass_lora_for_models
 from halfsafe.nodes.host.comfyui.weights import core_weights
 from halfsafe.nodes.host.compute.core_layers import Fp8Linear
-from halfsafe.precision.arithmetic.linear import kind_of
+from halfsafe.precision.arithmetic.linear import kind_of, lent
 from halfsafe.precision.plan.rules import rules_from
 from support import families, model_files, tiny_models
 from support.families import load, with_compute
@@ -157,7 +157,7 @@ def test_quiet_fp16_activations_are_no_nan(comfy, wan, with_fp8_units, amax):
 def test_weights_are_handed_out_as_plain_numbers(comfy, wan, storage, dtype):
     """A quantized one would be transposed a byte at a time, in every product."""
     module = load(comfy, wan, storage, "fp16_safe").model.diffusion_model.blocks[0].ffn[0]
-    with core_weights(module, torch.zeros(1), dtype) as (weight, bias):
+    with lent(core_weights(module, torch.zeros(1), dtype)) as (weight, bias):
         assert not isinstance(weight, QuantizedTensor) and weight.dtype == dtype and bias.dtype == torch.float32
         assert torch.equal(weight, module.weight.to(dtype).dequantize())
 

@@ -6,6 +6,7 @@ from comfy.ops import manual_cast
 from halfsafe.nodes.host.comfyui.attributes import is_bias_patched
 from halfsafe.nodes.host.comfyui.weights import core_weights
 from halfsafe.nodes.host.compute.executor import compute_of
+from halfsafe.precision.arithmetic.linear import lent
 from safetensors.torch import save_file
 from support import families
 from support.families import load, with_compute
@@ -135,7 +136,7 @@ def test_a_wide_layer_is_given_its_bias_as_torch_can_add_it(held, patched, given
     if patched:
         layer.bias_function = [lambda bias: bias * 3]
     x = torch.ones(2, 32)
-    with torch.inference_mode(), core_weights(layer, x, torch.float16, None) as (weight, bias):
+    with torch.inference_mode(), lent(core_weights(layer, x, torch.float16, None)) as (weight, bias):
         assert weight.dtype == torch.float16 and bias.dtype == given
         assert torch.equal(bias.float(), torch.full((16,), 3.0 if patched else 1.0))
 

@@ -9,6 +9,7 @@ from comfy.lora import calculate_weight
 from comfy.model_patcher import LowVramPatch
 from comfy.sd import load_lora_for_models
 from halfsafe.nodes.host.comfyui.weights import core_weights
+from halfsafe.precision.arithmetic.linear import lent
 from halfsafe.precision.plan.rules import rules_from
 from support import families, model_files
 from support.dynamic_vram import WAYS, dynamic_vram
@@ -98,10 +99,10 @@ def test_a_lora_is_added_in_fp32(comfy, wan, way, size):
     assert torch.isfinite(expected).all()
     if way == "offloaded":
         module.weight_function = [LowVramPatch(key, patches)]
-        with core_weights(module, x, torch.float16) as (weight, _):
+        with lent(core_weights(module, x, torch.float16)) as (weight, _):
             assert torch.equal(weight, expected)
         return
-    with dynamic_vram(model, way, patches), core_weights(module, x, torch.float16) as (weight, _):
+    with dynamic_vram(model, way, patches), lent(core_weights(module, x, torch.float16)) as (weight, _):
         assert weight.dtype == torch.float16 and torch.equal(weight, expected)
 
 
