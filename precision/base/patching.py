@@ -16,8 +16,8 @@ Patch = tuple[object, str, Any]
 def patched(patches: Iterable[Patch]) -> Iterator[None]:
     """Set ``(module, attribute, value)`` on modules, or other objects, for as long as the context lasts.
 
-    Goes past ``nn.Module.__setattr__``, and in lists of their own objects: this runs around every model call, for every
-    layer, while a GPU has nothing to do.
+    Goes past ``nn.Module.__setattr__`` and makes no object for a patch: this runs around every model call, for every
+    layer.
     """
     patches = list(patches)
     places = [module.__dict__ for module, _, _ in patches]
