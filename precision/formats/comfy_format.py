@@ -106,7 +106,8 @@ def requantization_error(weight: StoredWeight, storage: str, path) -> float:
     Raises:
         NonFiniteWeight: it holds NaN or Inf.
     """
-    largest, squares, rows = _fp8_amax(weight, finite_bound(weight, path)), 0.0, 0
+    bound, squares, rows = finite_bound(weight, path), 0.0, 0
+    largest = bound if weight.format is None else weight.amax  # the bound of what is unpacked is loose
     for _, part in weight.parts(sample=ERROR_SAMPLE):
         data, scale = quantize(part, dtype_named(storage), largest)
         error = (data.float() * scale - part).square().sum(1)
@@ -160,7 +161,7 @@ def tensors_of(weight: StoredWeight, storage: str, path, read: bool = True) -> d
     if storage not in QUANTIZED_NAMES:
         return {weight.name: weight.dequantize(dtype_named(storage))}
     made = _encoded(weight, FORMAT_OF_STORAGE[storage], largest)
-    if not all(torch.isfinite(tensor.float()).all() for leaf, tensor in made.items() if leaf != "weight"):
+    if storage not in FP8_NAMES and not all(made[leaf].float().isfinite().all() for leaf in made if leaf != "weight"):
         raise _damaged(weight, path, "exceeds the range of fp32 once rotated")
     return {**{f"{weight.layer}.{leaf}": tensor for leaf, tensor in made.items()}, **_settings(weight, storage)}
 
@@ -189,7 +190,7 @@ def _encoded(weight: StoredWeight, format: Format, bound: float) -> Tensors:
         scale = torch.tensor(1.0) if weight.scale is None else weight.scale
         return {"weight": weight.data.to(format.dtype), "weight_scale": scale}
     if isinstance(format, Fp8):
-        shared = format.scale_for(_fp8_amax(weight, bound))
+        shared = format.scale_for(bound if weight.format is None else weight.amax)
     else:
         shared = format.shared(part for _, part in weight.parts(sample=SHARED_SAMPLE))
     if weight.plain and not format.writer:
@@ -201,11 +202,6 @@ def _encoded(weight: StoredWeight, format: Format, bound: float) -> Tensors:
         for leaf, tensor in format.encode(rows, shared).items():
             made[leaf][part] = tensor
     return {**made, **shared}
-
-
-def _fp8_amax(weight: StoredWeight, bound: float) -> float:
-    """Return the amax to make the fp8 scale for. The bound of a weight that is unpacked is loose."""
-    return bound if weight.format is None else weight.amax
 
 
 def _is_same_fp8(weight: StoredWeight, storage: str) -> bool:

@@ -38,9 +38,8 @@ def test_never_nan_and_never_beyond_the_largest_value(values, dtype, source):
     data, scale = q.quantize(weight, dtype, host_amax(weight))
     assert torch.isfinite(data.float()).all()
     assert math.frexp(scale.item())[0] == 0.5, "the scale is no power of two"
-    restored = data.double() * scale
-    half_step = torch.finfo(dtype).eps / 2
-    assert restored.abs().max() <= (1 + half_step) * weight.double().abs().max() + 2.0**-30
+    largest = (1 + torch.finfo(dtype).eps / 2) * weight.double().abs().max()
+    assert (data.double() * scale).abs().max() <= largest + 2.0**-30
 
 
 @given(st.floats(1e-20, 1e35), st.sampled_from([E4M3, E5M2]))
@@ -53,11 +52,15 @@ def test_scale_is_the_smallest_power_of_two_that_fits(amax, dtype):
     assert scale == 2.0**-24 or amax / (scale / 2) > largest
 
 
-def test_quantizing_twice_changes_nothing_and_zeros_stay():
-    once = round_trip(torch.randn(64, 64) * 0.02, E4M3)
-    assert torch.equal(round_trip(once, E4M3), once)
-    data, scale = q.quantize(torch.zeros(4, 4), E4M3, 0.0)
-    assert scale.item() == 1.0 and not data.float().any()
+@pytest.mark.parametrize(("source", "dtype"), [(torch.bfloat16, E4M3), (torch.bfloat16, E5M2), (torch.float16, E4M3)])
+def test_every_number_becomes_the_fp8_number_of_its_quotient_in_fp32(source, dtype):
+    """At each scale, and at one that makes numbers smaller: so what is on an fp8 grid stays, and a zero keeps its sign."""
+    numbers = torch.arange(1 << 16).to(torch.int16).view(source)
+    for expected in [2.0**exponent for exponent in range(-24, 2)]:
+        held = numbers[numbers.abs().float() <= expected * torch.finfo(dtype).max]
+        data, scale = q.quantize(held, dtype, host_amax(held))
+        assert scale == expected and torch.equal(data.view(torch.uint8), (held.float() / scale).to(dtype).view(torch.uint8))
+    assert q.quantize(torch.zeros(4, 4), dtype, 0.0)[1] == 1
 
 
 def test_every_part_of_a_strided_weight_is_written_in_any_grad_mode(monkeypatch):
