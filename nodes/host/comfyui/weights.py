@@ -34,6 +34,7 @@ PATCHES_IN_FP32 = {"compute_dtype": torch.float32} if "compute_dtype" in CAST_PA
 """LoRAs of dynamic VRAM are added in fp32, as ComfyUI adds them in an fp32 model; its own default is the weight's
 dtype."""
 HALF = (torch.float16, torch.bfloat16)
+Dtype = torch.dtype | None
 
 
 def has_own_forward(module: torch.nn.Module) -> bool:
@@ -142,10 +143,7 @@ def weights_of(module: torch.nn.Module) -> WeightProvider:
 
 
 def torch_weights(
-    module: torch.nn.Module,
-    x: torch.Tensor,
-    dtype: torch.dtype | None,
-    bias_dtype: torch.dtype | None = torch.float32,
+    module: torch.nn.Module, x: torch.Tensor, dtype: Dtype, bias_dtype: Dtype = torch.float32
 ) -> tuple:
     """Provide the weight and bias of a layer of torch's own classes on its input's device, each rounded once.
     ``bias_dtype``: None for fp32."""
@@ -155,10 +153,7 @@ def torch_weights(
 
 
 def core_weights(
-    module: torch.nn.Module,
-    x: torch.Tensor,
-    dtype: torch.dtype | None,
-    bias_dtype: torch.dtype | None = torch.float32,
+    module: torch.nn.Module, x: torch.Tensor, dtype: Dtype, bias_dtype: Dtype = torch.float32
 ) -> Provided:
     """Provide a module's weight in ``dtype`` and its bias in ``bias_dtype``, as ``WeightProvider`` says: torch's own
     cast of the parameters where they lie ready, else ``cast_weights``.

@@ -229,10 +229,10 @@ def _with_low_rank(patcher: "ModelPatcher", call: Callable):
 
 
 def _inject(patcher: AddsLowRank) -> None:
-    forwards = patcher.forwards()
-    vars(patcher.model).setdefault(INJECTED, []).extend(module for module, _, _ in forwards)
-    for module, name, forward in forwards:
+    injected = vars(patcher.model).setdefault(INJECTED, [])
+    for module, name, forward in patcher.forwards():
         module.__dict__[name] = forward
+        injected.append(module)
 
 
 def _eject(patcher: "ModelPatcher") -> None:

@@ -27,7 +27,6 @@ def checked(comfy, plain, check="first step", steps=1, **options):
     """(the check's events, its checks) of a run."""
     model = guarded(comfy, plain, check=check)
     families.sample(model, "wan", steps=steps, **options)
-    print("\nchecked", [(one.arithmetic, one.step, one.snr_db, one.repeats, one.left_out) for one in report_of(model).checks])
     return report_of(model).events, report_of(model).checks
 
 
@@ -131,6 +130,5 @@ def test_models_that_predict_something_else_than_the_noise(comfy, models_dir, fa
         model = guarded(comfy, one, check="every 5th step")
         rare_families.sample(model, family, steps=6)
         report = report_of(model)
-        print(family, [(check.arithmetic, check.snr_db, check.threshold_db, check.left_out) for check in report.checks])
         assert [check.step for check in report.checks] == [0, 5] and not any(check.left_out for check in report.checks)
         assert [event.step for event in report.events] == steps and all(event.layer and event.kind == "drift" for event in report.events)

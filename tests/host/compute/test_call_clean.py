@@ -38,7 +38,6 @@ def test_it_looks_at_no_module_of_the_model(comfy, files):
         call = families.capture(plain, "wan")
         counts.append([functions_run(partial(families.replay, model, call))["call"] for model in (plain, guarded(comfy, plain))])
     (plain, with_guard), (more_plain, more_with_guard) = counts
-    print(f"2 blocks: {with_guard - plain} Python functions beside {plain}; 6 blocks: {more_with_guard - more_plain} beside {more_plain}")
     assert more_with_guard - more_plain == with_guard - plain
 
 

@@ -51,7 +51,6 @@ def test_no_check_shows_in_the_picture(comfy, models, name):
     model = guarded(comfy, plain, check="every 5th step")
     latents.append(sampled(name, model, steps))
     checks = report_of(model).checks
-    print(name, [(one.arithmetic, one.snr_db, one.left_out) for one in checks])
     assert torch.equal(latents[0], latents[1]) and torch.equal(latents[0], latents[2])
     assert checks[0].left_out == "" and checks[0].snr_db > 25
 
@@ -65,7 +64,6 @@ def test_an_overflow_is_cured_by_a_repeat_of_the_call_alone(comfy, models, name)
     model = guarded(comfy, plain)
     found = sampled(name, model, steps)
     report = report_of(model)
-    print(name, f"{relative_error(expected, found):.5f}", report.verdict, [event.evidence for event in report.events])
     assert is_finite(found) and relative_error(expected, found) < 0.05
     assert report.verdict == "recovered" and not any("started again" in event.evidence for event in report.events)
 

@@ -49,7 +49,6 @@ def test_an_overflow_starts_the_sampling_again_and_gives_the_bits_of_a_run_in_th
     model, steps = guarded(comfy, PACKS[name](models("wan", "ffn", "fp16"))), []
     found = run(model, callback=lambda step, *_: steps.append(step))
     report = report_of(model)
-    print(name, f"{relative_error(expected, found):.5f}", report.verdict, report.extra_calls, [event.layer for event in report.events])
     assert relative_error(expected, found) < 0.02 and report.verdict == "recovered"
     (event,) = report.events
     assert event.evidence == STARTED.format("fp16_safe") and steps == [*range(STEPS)]
