@@ -3,7 +3,7 @@
 import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import comfy.ops
 import torch
@@ -34,7 +34,7 @@ PATCHES_IN_FP32 = {"compute_dtype": torch.float32} if "compute_dtype" in CAST_PA
 """LoRAs of dynamic VRAM are added in fp32, as ComfyUI adds them in an fp32 model; its own default is the weight's
 dtype."""
 HALF = (torch.float16, torch.bfloat16)
-Dtype = torch.dtype | None
+Dtype: TypeAlias = torch.dtype | None
 
 
 def has_own_forward(module: torch.nn.Module) -> bool:
