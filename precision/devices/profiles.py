@@ -158,7 +158,7 @@ ROWS = (
     ),
     DeviceProfile(
         "sm_80", "A100, A30 (Ampere)", "nvidia",
-        called=r"a100|a800|a30", fp16_safe_cost="3 to 18 %", **INT8,
+        called=r"a100|a800|a30", fp16_safe_cost="3 to 25 %", **INT8,
         notes={"fp16_accumulation": NO_GAIN},
     ),
     DeviceProfile(
@@ -188,7 +188,7 @@ ROWS = (
                "fp8_fast_accumulation": "On keeps about 14 bits of the sums; off promotes them to fp32."},
     ),
     DeviceProfile(
-        "sm_100", "B200 (Blackwell)", fp16_safe_cost="4 to 25 %", called=r"g?b[123]00",
+        "sm_100", "B200 (Blackwell)", fp16_safe_cost="4 to 26 %", called=r"g?b[123]00",
         **FP8_NVIDIA,
         notes={"fp16_accumulation": "fp16 accumulation is not expected to be faster here."},
     ),
