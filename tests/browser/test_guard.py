@@ -174,7 +174,7 @@ def test_a_drift_is_told_and_stays_on_the_report_when_the_language_changes(opene
     assert comfy.evaluate(NOT_SAID, {english: WORDS[english] for english in served_sentences()}) == []
     tell(comfy, "zh", kind="verdict", verdict="bad_weights", event=None, message="A weight holds NaN.", advice=ADVICE)
     (toast,) = [toast for toast in shown() if toast["summary"].startswith("Halfsafe: ")][1:]
-    assert (toast["summary"], toast["detail"]) == (f"Halfsafe: {WORDS['Bad weights']}", f"\u9632\u62a4\uff1a{WORDS['bad weights']} {WORDS[ADVICE]}")
+    assert (toast["summary"], toast["detail"]) == (f"Halfsafe: {WORDS['Bad weights']}", f"\u9632\u62a4\uff1a{WORDS['bad weights']}\u3002{WORDS[ADVICE]}")
     comfy.speak("en")
     comfy.page.wait_for_function("(text) => [...document.querySelectorAll('.hs-guard')].some((guard) => guard.innerText === text)", arg=text)
 
@@ -210,7 +210,8 @@ def test_the_setting_alone_guards_every_run(opened_page: ComfyPage) -> None:
     comfy.load(json.loads(WORKFLOW.read_text(encoding="utf-8")))
     comfy.make_small()
     comfy.evaluate(PLAIN_FP16)
-    comfy.evaluate("() => { app.graph.nodes.find((n) => n.type === 'KSampler').widgets.find((w) => w.name === 'seed').value += 70; }")
+    comfy.evaluate("""() => { app.graph.nodes.find((n) => n.type === 'KSampler').widgets.find((w) => w.name === 'seed').value += 70;
+        const bypassed = LiteGraph.createNode("HalfsafeNaNGuard"); bypassed.mode = 4; app.graph.add(bypassed); }""")
     comfy.evaluate(TOGGLE_TAB)
     shown = comfy.record_toasts()
     runs = (("off", [], "This workflow has no guard."), ("report", ["Halfsafe: NaN or Inf found"], "not cured"), ("retry_higher", ["Halfsafe: Black image prevented"] * 2, "recovered"))

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from browser.comfy_page import ComfyPage
 from browser.test_report import CONTRAST
+from browser.test_results import SEEN, SHOWN
 
 WORKFLOWS = sorted((Path(__file__).absolute().parents[2] / "workflows").glob("*.json"))
 TAB = "async () => { await app.extensionManager.command.execute('Workspace.ToggleSidebarTab.halfsafe'); }"
@@ -44,15 +45,13 @@ def test_the_sidebar_and_a_message_can_be_read(comfy: ComfyPage, theme: str, lan
     assert message["x"] >= 0 and message["x"] + message["width"] <= width
 
 
-def scale_of(comfy: ComfyPage, path: Path) -> float:
-    """The scale at which the page opens a template."""
-    comfy.evaluate(OPEN, json.loads(path.read_text(encoding="utf-8")))
-    comfy.settle()
-    return comfy.evaluate("() => app.canvas.ds.scale")
-
-
-def test_a_template_opens_unzoomed_in_a_small_page(comfy: ComfyPage) -> None:
+@pytest.mark.parametrize(("tab", "least"), [(None, 0.99), ("halfsafe", 0.93)])
+def test_a_template_opens_whole_and_unzoomed_in_a_small_page(comfy: ComfyPage, tab: str | None, least: float) -> None:
     comfy.page.set_viewport_size({"width": 1366, "height": 768})
-    found = {path.stem: scale_of(comfy, path) for path in WORKFLOWS}
-    assert len(found) == 15
-    assert min(found.values()) > 0.94, found
+    comfy.evaluate("(tab) => { app.extensionManager.sidebarTab.activeSidebarTabId = tab; }", tab)
+    comfy.settle()
+    assert len(WORKFLOWS) == 15
+    for path in WORKFLOWS:
+        comfy.evaluate(OPEN, json.loads(path.read_text(encoding="utf-8")))
+        assert comfy.evaluate(SEEN) == comfy.evaluate(SHOWN) and comfy.evaluate("() => app.canvas.ds.scale") > least, path.stem
+    assert "halfsafe" not in comfy.saved()["extra"], "what is saved has a view of its own"

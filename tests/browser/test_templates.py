@@ -32,5 +32,4 @@ def test_the_search_finds_every_workflow_and_one_opens_readable_and_offers_its_f
     if details.count():
         details.first.click()
     comfy.page.locator("button", has_text="Download all").first.wait_for()
-    assert comfy.evaluate("() => app.canvas.ds.scale") > 0.94
     comfy.screenshot(pictures, f"template-opened-{cell}")
