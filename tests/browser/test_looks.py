@@ -1,4 +1,4 @@
-"""What is drawn can be read: in both themes and languages, on narrow and wide pages."""
+"""What is drawn can be read: in both themes and languages, on narrow and wide pages; the template browser finds the workflows and offers their files."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ EVENT = {
     "from": "fp16", "to": "fp16_wide", "recovered": True, "evidence": "", "advice": "",
 }  # fmt: skip
 OPEN = """async (workflow) => { await app.loadGraphData(workflow, true, true, null, { openSource: "template" }); }"""
+OPENED = "Halfsafe 3 - Half the memory"
+CARDS = '[data-testid^="template-workflow-Halfsafe"]'
 pytestmark = pytest.mark.paired  # the pack's own styles and the nodes' sizes: what a renderer adds to them is the same in both pages
 
 
@@ -55,3 +57,26 @@ def test_a_template_opens_whole_and_unzoomed_in_a_small_page(comfy: ComfyPage, t
         comfy.evaluate(OPEN, json.loads(path.read_text(encoding="utf-8")))
         assert comfy.evaluate(SEEN) == comfy.evaluate(SHOWN) and comfy.evaluate("() => app.canvas.ds.scale") > least, path.stem
     assert "halfsafe" not in comfy.saved()["extra"], "what is saved has a view of its own"
+
+
+def test_the_search_finds_every_workflow_and_one_opens_readable_and_offers_its_files(comfy: ComfyPage, pictures: Path, cell: str) -> None:
+    comfy.page.set_viewport_size({"width": 1366, "height": 768})
+    comfy.set("Comfy.Workflow.ShowMissingModelsWarning", True)
+    comfy.evaluate("() => { app.extensionManager.command.execute('Comfy.BrowseTemplates'); }")
+    comfy.page.wait_for_selector('[data-testid="template-workflows-content"]')
+    comfy.page.get_by_placeholder("Search").last.fill("halfsafe")
+    comfy.page.wait_for_function("([cards, count]) => document.querySelectorAll(cards).length === count", arg=[CARDS, len(WORKFLOWS)])
+    found = comfy.evaluate("(cards) => [...document.querySelectorAll(cards)].map((card) => card.dataset.testid)", CARDS)
+    assert sorted(name.removeprefix("template-workflow-") for name in found) == [path.stem for path in WORKFLOWS]
+    loaded = "(cards) => [...document.querySelectorAll(`${cards} img`)].some((image) => image.naturalWidth === 512)"
+    comfy.page.wait_for_function(loaded, arg=CARDS)
+    comfy.screenshot(pictures, f"templates-{cell}")
+    comfy.page.get_by_test_id(f"template-workflow-{OPENED}").click()
+    comfy.page.wait_for_function("() => app.graph.nodes.some((node) => node.type === 'HalfsafeReport')")
+    details = comfy.page.get_by_text("View details")
+    shown = comfy.page.locator("button", has_text="Download all").or_(details).first
+    shown.wait_for()
+    if details.count():
+        details.first.click()
+    comfy.page.locator("button", has_text="Download all").first.wait_for()
+    comfy.screenshot(pictures, f"template-opened-{cell}")

@@ -11,7 +11,6 @@ from halfsafe.precision.report.result import CHOSEN, Result
 from halfsafe.precision.study.analysis_text import HEAD
 from support import shapes
 
-WORKFLOW = Path(__file__).absolute().parents[2] / "workflows" / "Halfsafe 3 - Half the memory.json"
 TAB = "async () => { await app.extensionManager.command.execute('Workspace.ToggleSidebarTab.halfsafe'); }"
 UNDO = "async () => { await app.extensionManager.command.execute('Comfy.Undo'); }"
 TYPES = "() => app.graph.nodes.map((n) => n.type)"
@@ -32,7 +31,6 @@ SEEN = """() => { const { ds, canvas, graph } = app.canvas, page = canvas.getBou
     return graph.nodes.filter(({ id, pos, size, flags }) => { const [left, top] = at([pos[0], pos[1] - LiteGraph.NODE_TITLE_HEIGHT]), [right, bottom] = at([pos[0] + size[0], pos[1] + (flags?.collapsed ? 0 : size[1])]);
         return left >= page.left && top >= page.top && right <= page.right && Math.max(bottom, drawn(id)) <= page.bottom && covers.every((c) => right <= c.left || c.right <= left || bottom <= c.top || c.bottom <= top); })
         .map(({ type }) => type).sort(); }"""
-HEIGHT = "() => Math.round(app.graph.nodes[0].size[1])"
 LINKS = "() => app.graph.serialize().links.map((link) => link.slice(1).join(' '))"
 SHOWN = "() => app.canvas.graph.nodes.map((n) => n.type).sort()"
 VIEW = "() => { const { graph, ds } = app.canvas; return [graph.id, ds.scale, ...ds.offset]; }"
@@ -51,15 +49,31 @@ BEFORE = """() => { const [sampler] = app.graph.nodes.filter((n) => n.type === "
 ON_TOP = """() => { for (const node of app.graph.nodes) if (!["HalfsafeLoadDiffusionModel", "KSampler"].includes(node.type)) node.pos = [node.pos[0], node.pos[1] + 700]; }"""
 ROOM_BESIDE_BADGES = """() => { const context = document.createElement("canvas").getContext("2d"), ours = app.graph.nodes.filter((n) => n.type.startsWith("Halfsafe"));
     return ours.map((n) => n.size[0] - n.badges.at(-1)().getWidth(context)); }"""
+DROP = """(text) => { const files = new DataTransfer(); files.items.add(new File([text], "dropped.json", { type: "application/json" }));
+    const options = { dataTransfer: files, bubbles: true, cancelable: true, clientX: 700, clientY: 400 };
+    document.querySelector("#graph-canvas").dispatchEvent(new DragEvent("drop", options)); }"""
 GUARD = "async () => { const { guardWorkflow } = await import('/extensions/Halfsafe-Pack/graph.mjs'); return guardWorkflow(app); }"
 
 
 @pytest.fixture
 def small(opened_page: ComfyPage) -> ComfyPage:
     """The page with the shared workflow and small models."""
-    opened_page.load(json.loads(WORKFLOW.read_text(encoding="utf-8")))
-    opened_page.make_small()
+    opened_page.load_small()
     return opened_page
+
+
+@pytest.mark.paired  # what is dropped and what is drawn differ by page and by renderer, each for itself
+def test_dropped_workflow_runs_to_a_picture_and_a_report(small: ComfyPage, pictures: Path, cell: str) -> None:
+    text = json.dumps(small.saved())
+    small.evaluate("() => app.graph.clear()")
+    small.load_by(DROP, text)
+    small.page.get_by_test_id("queue-button").click()
+    small.page.wait_for_selector(".hs-table tbody tr", state="attached")
+    code = "() => { const node = app.graph.nodes.find((n) => n.type === 'SaveImage'); return app.nodeOutputs[node.id]?.images?.[0]; }"
+    small.page.wait_for_function(code)
+    small.screenshot(pictures, f"end-to-end-{cell}")
+    width = "async (file) => { const image = new Image(); image.src = `/view?${new URLSearchParams(file)}`; await image.decode(); return image.naturalWidth; }"
+    assert small.evaluate(width, small.evaluate(code)) == 64
 
 
 @pytest.mark.paired  # a run is the server's; the next test draws results in each renderer of each page
@@ -112,16 +126,14 @@ def test_a_result_is_drawn_as_a_sentence_and_a_table(opened_page: ComfyPage, nod
 
 def test_a_node_is_as_high_as_before_when_its_words_are_gone(opened_page: ComfyPage) -> None:
     opened_page.add("HalfsafeMeasurePrecisions")
-    begins = "async (id) => { (await import('/scripts/api.js')).api.dispatchCustomEvent('executing', id); }"
-    opened_page.settle()
-    before = opened_page.evaluate(HEIGHT)
-    opened_page.evaluate(begins, "1")
-    opened_page.send("progress_text", nodeId="1", text="Halfsafe: measuring")
-    opened_page.settle()
-    assert opened_page.evaluate(HEIGHT) > before or opened_page.vue
-    opened_page.evaluate(begins, None)
-    opened_page.settle()
-    assert opened_page.evaluate(HEIGHT) == before
+    heights = []
+    for node in (None, "1", None):
+        opened_page.evaluate("async (id) => { (await import('/scripts/api.js')).api.dispatchCustomEvent('executing', id); }", node)
+        if node:
+            opened_page.send("progress_text", nodeId=node, text="Halfsafe: measuring")
+        opened_page.settle()
+        heights.append(opened_page.evaluate("() => Math.round(app.graph.nodes[0].size[1])"))
+    assert heights[0] == heights[2] and (heights[1] > heights[0] or opened_page.vue)
 
 
 @pytest.mark.paired  # the toast is the pack's own
