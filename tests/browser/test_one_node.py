@@ -53,10 +53,10 @@ def test_rules_are_kept_in_the_graph_and_undone(one: ComfyPage, pictures: Path, 
     one.evaluate("""() => { const node = app.graph.nodes.find((n) => n.type === "HalfsafeAutoPrecision"), rules = LiteGraph.createNode("HalfsafeLayerRules");
         app.graph.add(rules); rules.widgets.find((w) => w.name === "rules").value = "* compute=fp16 stream=same"; rules.widgets.find((w) => w.name === "preset").value = "none";
         rules.connect(0, node, "rules"); }""")
+    one.zoom_to(NODE, 520, 700)
     one.run()
     one.page.wait_for_selector(".hs-happened")
     assert one.page.locator(VERDICT).first.inner_text() == "recovered"
-    one.zoom_to(NODE, 520, 700)
     one.screenshot(pictures, f"one-node-recovered-{cell}")
     assert "Black image prevented: blocks.0.ffn" in one.page.inner_text(".hs-panel")
     before = one.saved()
