@@ -63,7 +63,7 @@ class Calibrate(io.ComfyNode):
         if path:
             found.save(path)
             text += f"\nKept in {name}."
-        result = Result(CALIBRATED, {"layers": len(found.layers)}, text=text, toast=True)
+        result = Result(CALIBRATED, {"layers": len(found.layers)}, text=text)
         return io.NodeOutput(found, text, ui=result.ui())
 
 

@@ -7,7 +7,7 @@ const RULES = "HalfsafeLayerRules";
 const ONE = "HalfsafeAutoPrecision";
 const PLANNERS = [ONE, "HalfsafeComputeDtype"];
 /** The mode of a node that is neither muted nor bypassed. */
-const RUNS = 0;
+export const RUNS = 0;
 const MEASURE = "HalfsafeMeasurePrecisions";
 const GAP = 40;
 /** The workflows' columns are as wide, in pixels at scale 1. */
@@ -21,6 +21,10 @@ const BARS = 92;
 /** What is left free around nodes in a view, in pixels. */
 const MARGIN = 12;
 const OURS = "Halfsafe";
+/** The scale at which a workflow of a few nodes is shown at most. */
+const LARGEST = 1.5;
+/** What the pack's own workflows ask for in their `extra`. */
+const WHOLE = "whole";
 /** The view that the last *Guard this workflow* left, and the one it made. @type {{left: {graph: any, view: View}, made: View} | null} */
 let views = null;
 
@@ -183,8 +187,17 @@ export async function showMe(app) {
   }
   await app.loadGraphData(graph, true, true, t("Halfsafe, shown"));
   await enter(app, app.graph);
-  setView(app, viewAround(app, app.graph.nodes, 1.5));
+  setView(app, viewAround(app, app.graph.nodes, LARGEST));
   return t("Press Run: one picture as it is, black, and one where NaN Guard repeats the step that overflows.");
+}
+
+/** Show a workflow of the pack whole where it is opened as it came: the page's own view leaves parts behind its sidebar and map. @param {any} app */
+export async function showWhole(app) {
+  const { graph } = app;
+  if (graph?.extra?.halfsafe !== WHOLE) return;
+  delete graph.extra.halfsafe; // what is saved has a view of its own
+  await enter(app, graph);
+  if (app.canvas.graph === graph) setView(app, viewAround(app, graph.nodes, LARGEST));
 }
 
 /** Select nodes and bring them into view. @param {any} app @param {any[]} nodes */
@@ -273,16 +286,17 @@ function middleOf({ left, top, right, bottom }) {
   return [(left + right) / 2, (top + bottom) / 2];
 }
 
-/** The largest view in which nodes are seen whole, in the middle of a part of the page. @param {any[]} nodes @param {ReturnType<typeof sightOf>} sight @param {number} largest @returns {View} */
+/** The largest view in which nodes are seen whole, in the middle or at the top of a part of the page. @param {any[]} nodes @param {ReturnType<typeof sightOf>} sight @param {number} largest @returns {View} */
 function largestView(nodes, sight, largest) {
   const { page, covers } = sight;
   const bounds = boundsOf(nodes);
   const ends = (/** @type {"left" | "top" | "bottom"} */ side, /** @type {number} */ end) => [end, ...covers.map((cover) => cover[side])];
   const parts = ends("left", page.right).flatMap((right) => ends("bottom", page.top).flatMap((top) => ends("top", page.bottom).map((bottom) => ({ left: page.left, top, right, bottom }))));
-  const [whole, ...others] = parts.map((part) => {
+  const [whole, ...others] = parts.flatMap((part) => {
     const [width, height] = [part.right - part.left - 2 * MARGIN, part.bottom - part.top - 2 * MARGIN];
     const scale = Math.min(largest, width / (bounds.right - bounds.left), height / (bounds.bottom - bounds.top));
-    return { scale, offset: middleOf(part).map((middle, axis) => middle / scale - middleOf(bounds)[axis]) };
+    const [x, y] = middleOf(part).map((middle, axis) => middle / scale - middleOf(bounds)[axis]);
+    return [y, (part.top + MARGIN) / scale - bounds.top].map((down) => ({ scale, offset: [x, down] }));
   });
   const [best] = [whole, ...others].filter((view) => view.scale > 0 && areInSight(nodes, view, sight)).sort((a, b) => b.scale - a.scale);
   return best ?? whole;

@@ -4,14 +4,15 @@ import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 import { el } from "./dom.mjs";
 import { ReportPanel } from "./panel.mjs";
+import { clearProgress, noteSize, sayProgress } from "./progress.mjs";
 import { reportIn } from "./report.mjs";
 import { ResultPanel, resultIn, sentenceOf, toastsOf } from "./result.mjs";
 import { RulesNote } from "./rules.mjs";
-import { errorOf, isWider, RunLog, toastFor, withSetting } from "./run.mjs";
-import { allNodes, guardWorkflow, isPlannedAnew, keepRules, measureWorkflow, showMe, showNodes, unguardWorkflow, upstream } from "./graph.mjs";
+import { errorOf, isWider, refusalsIn, RunLog, toastFor, toastOf, withSetting } from "./run.mjs";
+import { allNodes, guardWorkflow, isPlannedAnew, keepRules, measureWorkflow, showMe, showNodes, showWhole, unguardWorkflow, upstream } from "./graph.mjs";
 import { drawSidebar } from "./sidebar.mjs";
 import { Toasts } from "./toasts.mjs";
-import { loadWords, progressOf, sayProgress, t } from "./words.mjs";
+import { loadWords, t } from "./words.mjs";
 
 const PREFIX = "Halfsafe";
 const ONE_NODE = "HalfsafeAutoPrecision";
@@ -266,7 +267,7 @@ function showRanIn(id, mode) {
 /** @param {any} detail of the event that ends a run @param {"done" | "failed"} state @param {import("./run.mjs").RunError | null} [error] */
 function noteEnd(detail, state, error = null) {
   log.end(detail.prompt_id, state, error).forEach((toast) => toasts.show(toast));
-  clearProgress();
+  clearProgress(allNodes(app));
   showOutputs();
 }
 
@@ -274,7 +275,7 @@ function noteEnd(detail, state, error = null) {
 function onError(detail) {
   const error = errorOf(detail, log.run);
   noteEnd(detail, "failed", error);
-  if (!error.told) toasts.show({ severity: "error", summary: `Halfsafe: ${error.message}`, detail: error.advice, life: 20000 });
+  if (!error.told) toasts.show(toastOf(error));
 }
 
 /** @param {string} event @param {(detail: any) => void} act */
@@ -285,19 +286,13 @@ function on(event, act) {
 /** With each prompt that the page queues, take away what is told of the past and send the setting: the server does not know whose prompts are. */
 function watchQueue() {
   const send = api.fetchApi;
-  api.fetchApi = (/** @type {string} */ route, /** @type {any} */ options) => {
+  api.fetchApi = async (/** @type {string} */ route, /** @type {any} */ options) => {
     const queues = route === "/prompt" && options?.body;
     if (queues && log.press()) toasts.clear();
-    return send.call(api, route, queues ? withSetting(options, app.extensionManager.setting.get(WATCH)) : options);
+    const response = await send.call(api, route, queues ? withSetting(options, app.extensionManager.setting.get(WATCH)) : options);
+    if (queues && !response.ok) refusalsIn(await response.clone().json()).forEach((toast) => toasts.show(toast));
+    return response;
   };
-}
-
-/** Take the pack's words on what a node is doing away once it is done: the page lets them stand. @param {string} [running] the node that goes on */
-function clearProgress(running = "") {
-  for (const node of allNodes(app)) {
-    const text = progressOf(node);
-    if (text && locatorOf(node) !== running) node.removeWidget(text);
-  }
 }
 
 function listen() {
@@ -305,9 +300,10 @@ function listen() {
   on("halfsafe.report", noteRan);
   on("progress_text", () => sayProgress(allNodes(app)));
   on("execution_start", noteStart);
-  on("executing", (node) => {
-    if (node && log.run) log.run.computed = true;
-    clearProgress(String(node ?? ""));
+  on("executing", (id) => {
+    if (id && log.run) log.run.computed = true;
+    clearProgress(allNodes(app).filter((node) => locatorOf(node) !== String(id)));
+    noteSize(id && nodeById(String(id)));
   });
   on("execution_success", (detail) => noteEnd(detail, "done"));
   on("execution_error", onError);
@@ -391,6 +387,9 @@ app.registerExtension({
     if (node.widgets?.some((/** @type {any} */ widget) => widget.name === RULES)) new RulesNote(node, api, () => app.graph?.setDirtyCanvas(true, true));
     addBadge(node);
   },
-  afterConfigureGraph: showOutputs,
+  afterConfigureGraph: () => {
+    showOutputs();
+    return showWhole(app);
+  },
   onNodeOutputsUpdated: showOutputs,
 });

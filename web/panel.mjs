@@ -2,7 +2,7 @@
 /** The report on its node: head, shares, guard, remarks and the table of layers. */
 import { el, firstOf, modeText, nameOf, paint, shareBar, swatch, verdictOf, verdictPill } from "./dom.mjs";
 import { checkText, controlText, deviceText, filterLayers, happenedText, outcomeText, rowsOf, saidText, sortRows } from "./report.mjs";
-import { said, t } from "./words.mjs";
+import { following, said, t, together } from "./words.mjs";
 
 /**
  * @typedef {import("./report.mjs").Report} Report
@@ -266,7 +266,7 @@ function detailOf({ sigma, op }) {
 /** @param {boolean} recovered @param {string} text @param {string} advice @param {string} title */
 function eventLine(recovered, text, advice, title) {
   const mark = el("span", { class: "hs-mark", "data-recovered": String(recovered), "aria-hidden": "true" });
-  return el("div", { class: "hs-event", title: title || null }, mark, el("span", {}, text, advice ? el("span", { class: "hs-dim", text: ` ${said(advice)}` }) : null));
+  return el("div", { class: "hs-event", title: title || null }, mark, el("span", {}, text, advice ? el("span", { class: "hs-dim", text: following(text, said(advice)) }) : null));
 }
 
 /** @param {Report} report */
@@ -287,7 +287,7 @@ function remarksOf(report) {
 
 /** @param {import("./report.mjs").Encoder} encoder */
 function encoderLine({ kind, node, verdict, messages, advice }) {
-  return el("li", {}, `${said(kind)} (${t("node {node}", { node })}) `, verdictPill(verdict), ` ${[...messages, advice].map(said).join(" ")}`);
+  return el("li", {}, `${said(kind)} (${t("node {node}", { node })}) `, verdictPill(verdict), ` ${together([...messages, advice].map(said))}`);
 }
 
 /** @param {string} title @param {HTMLElement[]} items */

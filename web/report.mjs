@@ -1,6 +1,6 @@
 // @ts-check
 import { modeText, verdictText } from "./dom.mjs";
-import { isTranslated, said, t } from "./words.mjs";
+import { isTranslated, said, t, together } from "./words.mjs";
 
 /**
  * What the page derives from a report of version 1; no DOM here.
@@ -69,7 +69,7 @@ export function eventText(event) {
 
 /** One line on a guard event and what became of it. @param {GuardEvent} event */
 export function outcomeText(event) {
-  if (event.kind === "drift") return `${eventText(event)}${t(".")} ${said(event.evidence)}`;
+  if (event.kind === "drift") return together([eventText(event) + t("."), said(event.evidence)]);
   const change = event.from && event.to ? `${modeText(event.from)} \u2192 ${modeText(event.to)}${t(", ")}` : "";
   return `${eventText(event)}${t(", ")}${change}${event.recovered ? t("recovered") : t("not recovered")}`;
 }
@@ -83,7 +83,7 @@ const MODE = /\bfp16_(wide|scaled|acc16)\b/g;
 export function saidText({ event, verdict, message }) {
   if (!isTranslated()) return message.replace(DETAILS, "").replace(MODE, modeText);
   if (!event) return verdict === "clean" ? said(message) : t("Guard: {verdict}", { verdict: verdictText(verdict) });
-  return event.kind === "drift" || !event.evidence ? outcomeText(event) : `${outcomeText(event)}${t(".")} ${said(event.evidence)}`;
+  return event.kind === "drift" || !event.evidence ? outcomeText(event) : together([outcomeText(event) + t("."), said(event.evidence)]);
 }
 
 /** One line on a call that was compared with fp32; an SNR of null is infinite. @param {Check} check */
@@ -108,7 +108,7 @@ export function happenedText({ guard, decisions }) {
   if (!guard.calls || guard.verdict === "off") return "";
   const layer = guard.events.find((event) => event.recovered)?.layer;
   if (guard.verdict === "recovered") return layer ? t("Black image prevented: {layer} was repeated in a higher precision.", { layer }) : t("Black image prevented: a step was repeated in a higher precision.");
-  return guard.verdict === "clean" ? [t("No NaN and no Inf in {calls} calls.", { calls: guard.calls }), said(decisions?.instead ?? "")].filter(Boolean).join(" ") : "";
+  return guard.verdict === "clean" ? together([t("No NaN and no Inf in {calls} calls.", { calls: guard.calls }), said(decisions?.instead ?? "")]) : "";
 }
 
 /** @param {number | null} value */

@@ -52,8 +52,8 @@ export class ResultPanel {
 /** @param {Result} result */
 function partsOf(result) {
   const { rows, pictures, text, tone } = result;
-  const whole = el("pre", { class: "hs-text", text });
-  const details = rows.length || pictures.length ? el("details", {}, el("summary", { text: t("Details") }), whole) : text.includes("\n") || tone === "bad" ? whole : "";
+  const folds = rows.length > 0 || pictures.length > 0, whole = el("pre", { class: "hs-text", text: folds ? text : said(text) });
+  const details = folds ? el("details", {}, el("summary", { text: t("Details") }), whole) : text.includes("\n") || tone === "bad" ? whole : "";
   return [el("p", { class: "hs-sentence", "data-tone": tone, text: sentenceOf(result) }), rows.length ? tableOf(result) : "", pictures.length ? sliderOf(pictures) : "", details];
 }
 
@@ -62,7 +62,7 @@ function tableOf({ head, rows, marked }) {
   const body = rows.map((row, place) => {
     const [name, ...cells] = row.slice(0, head.length);
     const words = name.split(" ").flatMap((word, number) => [number ? " " : "", nameOf(t(word))]);
-    return el("tr", { "data-marked": String(place === marked), title: said(row[head.length] ?? "") || null }, el("td", {}, ...words), ...cells.map((text) => el("td", { text: said(text) })));
+    return el("tr", { "data-marked": String(place === marked), title: said(row[head.length] ?? "") || null }, el("td", {}, ...words), ...cells.map((text) => el("td", { text: said(text).replaceAll(" %", "\u00a0%") })));
   });
   const heads = head.map((text) => el("th", { scope: "col", title: meanings()[text], text: t(text) }));
   return el("table", { class: "hs-figures" }, el("thead", {}, el("tr", {}, ...heads)), el("tbody", {}, ...body));

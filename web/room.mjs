@@ -5,9 +5,11 @@ const GAP = 20;
 
 /** @typedef {{left: number, top: number, right: number, bottom: number}} Box */
 
-/** The place of a node with its title. @param {any} node @returns {Box} */
-export function boxOf({ pos: [x, y], size: [width, height], flags }) {
-  return { left: x, top: y - window.LiteGraph.NODE_TITLE_HEIGHT, right: x + width, bottom: flags?.collapsed ? y : y + height };
+/** The place of a node with its title. Nodes 2.0 may draw it higher than its size says. @param {any} node @returns {Box} */
+export function boxOf({ id, pos: [x, y], size: [width, height], flags }) {
+  const top = y - window.LiteGraph.NODE_TITLE_HEIGHT;
+  const drawn = /** @type {HTMLElement | null} */ (document.querySelector(`.lg-node[data-node-id="${id}"]`));
+  return { left: x, top, right: x + width, bottom: flags?.collapsed ? y : Math.max(y + height, top + (drawn?.offsetHeight ?? 0)) };
 }
 
 /** @param {any} group @returns {Box} */

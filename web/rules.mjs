@@ -1,7 +1,7 @@
 // @ts-check
 /** What is wrong with the rules in a node's text, told while they are written, as the server reads them. */
 import { el } from "./dom.mjs";
-import { said, t } from "./words.mjs";
+import { following, said, t } from "./words.mjs";
 
 /** @typedef {{line: number, mistake: string, advice: string}} Mistake @typedef {{count: number, mistakes: Mistake[]}} Reading */
 
@@ -93,7 +93,8 @@ export class RulesNote {
   #line({ line, mistake, advice }) {
     const mark = el("span", { class: "hs-mark", "aria-hidden": "true" });
     const where = el("b", { text: t("Line {line}", { line }) });
-    const text = el("span", {}, where, ` ${t("{mistake}.", { mistake: said(mistake) })}`, advice ? el("span", { class: "hs-dim", text: ` ${said(advice)}` }) : null);
+    const told = t("{mistake}.", { mistake: said(mistake) });
+    const text = el("span", {}, where, ` ${told}`, advice ? el("span", { class: "hs-dim", text: following(told, said(advice)) }) : null);
     return el("button", { type: "button", class: "hs-mistake", title: t("Select this line"), onclick: () => this.#select(line) }, mark, text);
   }
 

@@ -1,7 +1,7 @@
 // @ts-check
 import { modeText, verdictText } from "./dom.mjs";
 import { saidText, whatIn } from "./report.mjs";
-import { isTranslated, said, t } from "./words.mjs";
+import { isTranslated, said, t, together } from "./words.mjs";
 
 /**
  * What the guards said in the last run, and in the last one before it of which they told something, if that was queued before it ended.
@@ -96,9 +96,9 @@ export function toastFor(message, first) {
   const drift = event?.kind === "drift";
   const name = /** @type {keyof ReturnType<typeof causes>} */ (drift ? "drift" : verdict);
   const summary = `Halfsafe: ${causes()[name] ?? verdictText(verdict)}`;
-  if (verdict === "recovered" && event && !drift) return { severity: "success", summary, detail: [curedText(event), said(event.evidence)].filter(Boolean).join(" "), life: 5000 };
+  if (verdict === "recovered" && event && !drift) return { severity: "success", summary, detail: together([curedText(event), said(event.evidence)]), life: 5000 };
   const what = saidText(message);
-  const detail = [drift && event ? whatIn(event) : isTranslated() ? what : firstSentence(what), said(message.advice)].filter(Boolean).join(" ");
+  const detail = together([drift && event ? whatIn(event) : isTranslated() ? what : firstSentence(what), said(message.advice)]);
   return { severity: drift ? "warn" : "error", summary, detail, life: 20000 };
 }
 
@@ -126,8 +126,25 @@ export function errorOf({ node_id: id, exception_type: type, exception_message: 
   if (!String(type).startsWith(OURS)) return { node, message: text.trim().split("\n")[0], advice: "", told: true };
   const guards = run?.events.find(({ message }) => message && text.startsWith(message));
   if (guards) return { node, message: saidText(guards), advice: said(guards.advice), told: true };
-  const message = firstSentence(plain);
-  return { node, message: said(message), advice: said(plain.slice(message.length).trim()), told: false };
+  return { node, ...inTwo(plain), told: false };
+}
+
+/** The reasons why values of the pack's nodes were refused, which the page keeps behind three clicks. @param {any} answer of the server to a prompt @returns {Toast[]} */
+export function refusalsIn({ node_errors: nodes = {} }) {
+  const ours = Object.values(nodes).filter(({ class_type: name }) => name.startsWith("Halfsafe"));
+  const refused = ours.flatMap(({ errors }) => errors).filter(({ type }) => type === "custom_validation_failed");
+  return refused.map(({ details }) => inTwo(details.replace(/^\w+ - /, ""))).map(toastOf);
+}
+
+/** @param {{message: string, advice: string}} error @returns {Toast} */
+export function toastOf({ message, advice }) {
+  return { severity: "error", summary: `Halfsafe: ${message}`, detail: advice, life: 20000 };
+}
+
+/** A problem and what to do about it. @param {string} text */
+function inTwo(text) {
+  const message = firstSentence(text);
+  return { message: said(message), advice: said(text.slice(message.length).trim()) };
 }
 
 /** @param {string} text */

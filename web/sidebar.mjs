@@ -1,10 +1,11 @@
 // @ts-check
 /** The sidebar tab: what the guards of the last run said, and the reports of this workflow in short. */
 import { el, firstOf, paint, verdictOf, verdictPill } from "./dom.mjs";
+import { RUNS } from "./graph.mjs";
 import { adviceLine, headOf } from "./panel.mjs";
 import { saidText } from "./report.mjs";
 import { sentenceOf } from "./result.mjs";
-import { said, t } from "./words.mjs";
+import { following, said, t } from "./words.mjs";
 
 /**
  * @typedef {import("./report.mjs").Report} Report
@@ -17,6 +18,7 @@ import { said, t } from "./words.mjs";
  *   whether the last run was of another one
  */
 const GUARDS = ["HalfsafeNaNGuard", "HalfsafeGuardVAE", "HalfsafeGuardCLIP", "HalfsafeAutoPrecision"];
+const REPORTING = ["HalfsafeReport", "HalfsafeAutoPrecision"];
 /** A workflow with one of these is there to measure or to make a file: a guard is no part of that. */
 const TOOLS = ["HalfsafeMeasurePrecisions", "HalfsafeAnalyzeLayers", "HalfsafeCalibrate", "HalfsafeSaveModel", "HalfsafeCompareImages"];
 const states = () => ({ running: t("running"), done: t("finished"), failed: t("stopped") });
@@ -32,6 +34,7 @@ export function drawSidebar(root, run, reports, greeting, graph) {
   const guards = [...(run?.guards ?? [])];
   const state = run ? el("span", { class: "hs-dim", text: states()[run.state] }) : null;
   const first = greet(greeting);
+  const withReport = greeting.nodes.some(({ comfyClass }) => REPORTING.includes(comfyClass));
   root.replaceChildren(
     ...(run ? [] : first),
     el("h3", {}, t("Last run"), " ", state),
@@ -40,7 +43,7 @@ export function drawSidebar(root, run, reports, greeting, graph) {
     ...(guards.length ? guards.map(([id, guard]) => guardCard(id, guard, graph)) : quiet(run, greeting)),
     ...(run?.before ? [el("h3", { text: t("Earlier in this queue") }), ...[...run.before.guards].map(([id, guard]) => guardCard(id, guard, graph))] : []),
     el("h3", { text: t("Reports") }),
-    ...(reports.length ? reports.map((entry) => reportCard(entry, graph)) : [hint(t("Add a Precision Report node and run the workflow."))]),
+    ...(reports.length ? reports.map((entry) => reportCard(entry, graph)) : [hint(withReport ? t("Run the workflow to see what each layer is stored in and computed in, and why.") : t("Add a Precision Report node and run the workflow."))]),
     ...(run ? first : []),
   );
 }
@@ -78,7 +81,7 @@ function quiet(run, greeting) {
   if (greeting.elsewhere) return [hint(t("It was of another workflow."))];
   if (!run) return [hint(t("Nothing was run since this page was opened."))];
   if (run.state === "done" && !run.computed) return [hint(t("Nothing was computed: ComfyUI kept the results of an earlier run."))];
-  const has = (/** @type {string[]} */ types) => greeting.nodes.some(({ comfyClass }) => types.includes(comfyClass));
+  const has = (/** @type {string[]} */ types) => greeting.nodes.some(({ comfyClass, mode }) => types.includes(comfyClass) && mode === RUNS);
   if (greeting.watching !== "off" || has(GUARDS)) return [hint(t("No guard reported anything."))];
   const samples = greeting.nodes.some(({ inputs }) => inputs?.some((/** @type {any} */ { type, link }) => type === "MODEL" && link !== null));
   if (run.state !== "done" || !samples || has(TOOLS)) return [];
@@ -87,7 +90,8 @@ function quiet(run, greeting) {
 
 /** @param {string} id @param {GuardState} guard @param {{titleOf: (id: string) => string, goTo: (id: string) => void}} graph */
 function guardCard(id, guard, graph) {
-  const summary = guard.message ? el("p", {}, saidText({ ...guard, event: null }), guard.advice ? el("span", { class: "hs-dim", text: ` ${said(guard.advice)}` }) : null) : null;
+  const text = guard.message && saidText({ ...guard, event: null });
+  const summary = text ? el("p", {}, text, guard.advice ? el("span", { class: "hs-dim", text: following(text, said(guard.advice)) }) : null) : null;
   const events = el("div", { class: "hs-events" }, ...firstOf(guard.events.map((event) => adviceLine(event, guard.advice))));
   const pill = verdictPill(verdictOf(guard.verdict, guard.events.map((message) => message.event)));
   return el("article", { class: "hs-card" }, cardTitle(id, graph.titleOf(id), graph, pill), summary, events);

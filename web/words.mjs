@@ -20,9 +20,6 @@ const SENTENCE_LAST = /\.\s*\{\w+\}$/;
 /** What joins the sentences, or parts of one, in a text of the server, and what joins them in the page's language. @returns {[string, string][]} */
 const joints = () => [["; ", t("; ")], [". ", " "], [": ", t(": ")], [", ", t(", ")]];
 const STOP = ".";
-/** What `show_progress` of page.py begins with. */
-const OUR_PROGRESS = "Halfsafe: ";
-const PROGRESS_TEXT = "$$node-text-preview";
 /** @typedef {{fits: RegExp, names: string[], quoted: Set<string>, text: string, telling: boolean, begins: boolean}} Pattern @type {Map<string, Pattern[]>} */
 const patterns = new Map();
 /** What was worded in a language already: a table of layers asks for the same reasons at each drawing. @type {Map<string, Map<string, string>>} */
@@ -64,14 +61,14 @@ export function said(text) {
   return words.get(text);
 }
 
-/** The widget with our text of running work on a node. @param {any} node */
-export function progressOf(node) {
-  return node.widgets?.find((/** @type {any} */ widget) => widget.name === PROGRESS_TEXT && widget.value?.startsWith(OUR_PROGRESS));
+/** A sentence with the space that is due before it: none after a full-width stop. @param {string} before @param {string} sentence */
+export function following(before, sentence) {
+  return /[\u3002\uff01\uff1f]$/.test(before) ? sentence : ` ${sentence}`;
 }
 
-/** Put our text of running work, which ComfyUI's page has drawn as it was sent, into the page's language. @param {any[]} nodes */
-export function sayProgress(nodes) {
-  for (const widget of nodes.map(progressOf).filter(Boolean)) widget.value = OUR_PROGRESS + said(widget.value.slice(OUR_PROGRESS.length));
+/** Sentences one after another. @param {string[]} sentences */
+export function together(sentences) {
+  return sentences.filter(Boolean).reduce((text, sentence) => (text ? text + following(text, sentence) : sentence), "");
 }
 
 /** A text that is known, with or without the full stop at its end. @param {string} text @returns {string | null} */

@@ -15,7 +15,7 @@ from .sensitivity import BARRED, CHOSEN, KEPT, PINNED, UNUSED, Analysis, LayerRe
 
 HEAD = ("layer", "weight dB", "output dB", "channel dB", "outcome")
 WORST = 16
-NO_ERROR = "no error"
+NO_ERROR, EXACT = "no error", "exact"
 
 
 def rules_of(analysis: Analysis) -> Rules:
@@ -80,7 +80,7 @@ def decibel_text(value: float | None, lost: str = "overflow") -> str:
     """Write an SNR: 31.5, "exact" for no error, ``lost`` for a result that is not finite, "-" for none."""
     if value is None:
         return "-"
-    return f"{value:.1f}" if math.isfinite(value) else "exact" if value > 0 else lost
+    return f"{value:.1f}" if math.isfinite(value) else EXACT if value > 0 else lost
 
 
 def whole_decibel_text(value: float) -> str:

@@ -48,7 +48,7 @@ class Box:
     height: float
 
 
-MORE_ROOM = (40, 430)
+MORE_ROOM = (90, 430)
 GESTURE = Box(0, 38, 1300, 860)
 
 
@@ -84,7 +84,7 @@ def _take_graph(studio: Studio, browser: Browser) -> None:
     page.page.wait_for_selector(".hs-guard .hs-event", state="attached")
     page.page.wait_for_timeout(6000)
     page.evaluate(SHOW_GRAPH)
-    _save(page, Box(60, 44, 1200, 730), "graph")
+    _save(page, Box(60, 44, 950, 660), "graph")
 
 
 def _take_gesture(studio: Studio, browser: Browser) -> None:

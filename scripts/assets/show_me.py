@@ -83,9 +83,9 @@ def main() -> None:
     model = ("MODEL", "MODEL")
     both = {"inputs": [("As it is", "MODEL"), ("Through Halfsafe", "MODEL")], "outputs": [("As it is", "IMAGE"), ("Through Halfsafe", "IMAGE")]}
     nodes = [
-        node(1, "HalfsafeLoadDiffusionModel", (0, 400), (276, 120), "A small model that overflows in fp16", [FILE, "fp16", "fp16"], outputs=[model]),
-        node(2, "HalfsafeNaNGuard", (286, 400), (225, 120), "", ["retry_higher", 8, "off"], inputs=[("model", "MODEL")], outputs=[model]),
-        node(3, DRAWING, (530, 430), (200, 120), "Draw a heart twice", [], **both) | {"flags": {"collapsed": True}},
+        node(1, "HalfsafeLoadDiffusionModel", (0, 400), (250, 120), "Overflows in fp16", [FILE, "fp16", "fp16"], outputs=[model]),
+        node(2, "HalfsafeNaNGuard", (260, 400), (275, 120), "", ["retry_higher", 8, "off"], inputs=[("model", "MODEL")], outputs=[model]),
+        node(3, DRAWING, (545, 430), (200, 120), "Draw a heart twice", [], **both) | {"flags": {"collapsed": True}},
         node(4, "PreviewImage", (0, 0), (300, 340), "As it is", [], inputs=[("images", "IMAGE")]),
         node(5, "PreviewImage", (310, 0), (300, 340), "Through Halfsafe", [], inputs=[("images", "IMAGE")]),
     ]

@@ -17,11 +17,11 @@ CORE = {"cnr_id": "comfy-core", "ver": "0.29.0"}
 WIDGETS = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO", "COMFY_DYNAMICCOMBO_V3"}
 TITLE, GAP, BADGE, FOLDED = 30, 12, 12, 1
 """Heights in pixels at scale 1: a badge is drawn above the title of the pack's own nodes."""
-COLUMNS = ((0, 240), (250, 225), (485, 313), (808, 250))
-"""Left and width of each. ComfyUI fits a template into three quarters of the page: what is 1,058 wide and 586 high, 1366 x 768 pixels show at 95 %."""
-WIDE_SECOND = ((0, 250), (260, 278), (548, 250), (808, 250))
-TWO_NODES = ((0, 226), (236, 276), (522, 276), (808, 250))
-WIDE_LAST = ((0, 240), (250, 250), (510, 250), (770, 288))
+COLUMNS = ((0, 225), (233, 225), (466, 296), (770, 250))
+"""Left and width of each: 1,020 are what 1366 x 768 pixels show in full size beside the page's map, 225 the least that Nodes 2.0 draws."""
+WIDE_SECOND = ((0, 230), (238, 266), (512, 250), (770, 250))
+TWO_NODES = ((0, 225), (233, 261), (502, 260), (770, 250))
+WIDE_LAST = ((0, 225), (232, 250), (489, 250), (746, 274))
 """For the result of the one node in the second column, of two, or of a comparison in the last."""
 
 
@@ -89,7 +89,7 @@ class Sheet:
             "links": self.links,
             "groups": [],
             "config": {},
-            "extra": {"ds": {"scale": 0.8, "offset": [80, 120]}},
+            "extra": {"ds": {"scale": 0.8, "offset": [80, 120]}, "halfsafe": "whole"},
             "version": 0.4,
         }
 

@@ -85,7 +85,7 @@ def _sample(sheet: Sheet, model: Output, asked: dict[str, Output], column: int, 
     return Output(sheet.add("KSampler", column, 262, *values, title=title, folded=folded, model=model, **asked))
 
 
-def _picture(sheet: Sheet, latent: Output, vae: Output, name: str, column: int = 3, height: int = 276, title: str = "", decoded: int = 3) -> Output:
+def _picture(sheet: Sheet, latent: Output, vae: Output, name: str, column: int = 3, height: int = 304, title: str = "", decoded: int = 3) -> Output:
     """A picture at the top of its column, where neither the page's map nor its edge covers it."""
     image = Output(sheet.add("VAEDecode", decoded, 50, folded=True, samples=latent, vae=vae))
     sheet.add("SaveImage", column, height, f"halfsafe/{name}", title=title, top=0, images=image)
@@ -97,7 +97,7 @@ def _report(sheet: Sheet, model: Output, after: Output, height: int) -> None:
 
 
 def _one_node(sheet: Sheet, column: int = 1, **given: Output) -> tuple[Output, Output, Output]:
-    node = sheet.add("HalfsafeAutoPrecision", column, 472, "balanced", "retry_higher", "off", **given)
+    node = sheet.add("HalfsafeAutoPrecision", column, 516, "balanced", "retry_higher", "off", **given)
     return Output(node, 0), Output(node, 1), Output(node, 2)
 
 
@@ -119,7 +119,7 @@ def _sample_built_in(sheet: Sheet, model: Output, asked: dict[str, Output], colu
 def _enlarged(sheet: Sheet, latent: Output, vae: Output, folder: str, column: int = 3, title: str = "", decoded: int = 3) -> Output:
     """The picture of 128 x 128 at the top of its column, large enough to be seen."""
     image = Output(sheet.add("VAEDecode", decoded, 50, folded=True, samples=latent, vae=vae))
-    large = Output(sheet.add("ImageScale", 3, 130, "lanczos", 384, 384, "disabled", title="Enlarge", folded=True, image=image))
+    large = Output(sheet.add("ImageScale", decoded, 130, "lanczos", 384, 384, "disabled", title="Enlarge", folded=True, image=image))
     sheet.add("SaveImage", column, 310, f"halfsafe/{folder}", title=title, top=0, images=large)
     return large
 
@@ -149,11 +149,11 @@ def find_the_layer(sheet: Sheet) -> None:
         "**Guard VAE** does so for the decoder.\n\nCtrl+B on NaN Guard shows the black picture.\n\n"
         "In your own graph: NaN Guard behind the model's loader.", 300)  # fmt: skip
     model, vae, clip = _built_in(sheet, "fp16"), _load_vae(sheet, 0, BUILT_IN), _load_text(sheet, 1, BUILT_IN, "sd3")
-    guarded = Output(sheet.add("HalfsafeNaNGuard", 2, 138, "retry_higher", 8, "off", model=model))
+    guarded = Output(sheet.add("HalfsafeNaNGuard", 2, 176, "retry_higher", 8, "off", model=model))
     latent = _sample_built_in(sheet, guarded, _heart(sheet, clip, 1) | {"latent_image": _frame(sheet, 1, 128, 128)})
     safe_vae = Output(sheet.add("HalfsafeGuardVAE", 1, 60, "retry_higher", folded=True, vae=vae))
     sheet.leave(3, 310)
-    _report(sheet, guarded, _enlarged(sheet, latent, safe_vae, "rescued"), 364)
+    _report(sheet, guarded, _enlarged(sheet, latent, safe_vae, "rescued"), 380)
 
 
 def half_the_memory(sheet: Sheet) -> None:
@@ -165,7 +165,7 @@ def half_the_memory(sheet: Sheet) -> None:
     vae, clip = _load_vae(sheet), _load_text(sheet, 1)
     asked = _prompts(sheet, clip) | {"latent_image": _frame(sheet)}
     latent = _sample(sheet, model, asked, 1, "randomize", folded=False)
-    sheet.leave(3, 276)
+    sheet.leave(3, 304)
     _report(sheet, model, _picture(sheet, latent, vae, "quick-fp8"), 550)
 
 
@@ -192,7 +192,7 @@ def which_precision(sheet: Sheet) -> None:
     measured = sheet.add("HalfsafeMeasurePrecisions", 2, 546, SEED, CANDIDATES, model=original, **asked)
     vae = _load_vae(sheet, 1)
     best = _load(sheet, "auto", "auto", 1, rules=Output(measured, 1))
-    sheet.leave(3, 276)
+    sheet.leave(3, 304)
     _picture(sheet, _sample(sheet, best, asked, 3), vae, "which-precision")
 
 
@@ -202,14 +202,14 @@ def fp8_against_the_original(sheet: Sheet) -> None:
         "# What does fp8 cost?\n\n## Press Run, and compare both pictures.\n\nThe same prompt, seed and steps twice: with the weights as in the file, then in scaled fp8.\n\n"
         "**Compare Images** says how far apart they are: above about 40 dB it is hard to see. Pull its line from one picture to the other.\n\n"
         "Change the second loader to compare anything else.", 252)  # fmt: skip
-    for column, height in ((1, 276), (2, 276), (3, 390)):
+    for column, height in ((1, 304), (2, 304), (3, 390)):
         sheet.leave(column, height)
     original = _load(sheet, "as_file", "auto")
     changed = _load(sheet, "fp8_e4m3fn", "auto", 2)
     clip, vae = _load_text(sheet), _load_vae(sheet)
     asked = _prompts(sheet, clip) | {"latent_image": _frame(sheet)}
     first = _sample(sheet, original, asked, 1, title="Original")
-    image = _picture(sheet, first, vae, "original", 1, title="Original")
+    image = _picture(sheet, first, vae, "original", 1, title="Original", decoded=0)
     second = _sample(sheet, changed, asked, 2, title="fp8")
     candidate = _picture(sheet, second, vae, "fp8", 2, title="fp8", decoded=2)
     sheet.add("HalfsafeCompareImages", 3, 390, top=0, reference=image, candidate=candidate)
@@ -220,7 +220,7 @@ def save_fp8(sheet: Sheet) -> None:
         "# Save your own fp8 file\n\n## Press Run: 8 to 52 steps of your sampler, about 24 on average.\n\n**Analyze Layers** measures on your prompt what fp8 would change in each layer. "
         "Layers below the target become rules that keep them high.\n\n"
         "**Save Model** writes a file with those rules, which ComfyUI's own loader reads too: press R to find it.\n\n"
-        "Lower `target_snr_db` for a smaller file.", 264)  # fmt: skip
+        "Lower `target_snr_db` for a smaller file.", 290)  # fmt: skip
     model = _load(sheet, "as_file", "auto")
     clip, frame = _load_text(sheet), _frame(sheet, 0)
     sheet.leave(1, 286)
@@ -228,8 +228,8 @@ def save_fp8(sheet: Sheet) -> None:
     rules = Output(sheet.add("HalfsafeAnalyzeLayers", 2, 546, SEED, "fp8_e4m3fn", 25.0, "keep high", model=model, **asked))
     sheet.add("HalfsafeSaveModel", 1, 286, "diffusion_models/halfsafe", "fp8_e4m3fn", top=0, model=model, rules=rules)
     vae = _load_vae(sheet, 1)
-    sheet.leave(3, 276)
-    trial = _load(sheet, "fp8_e4m3fn", "auto", 3, title="Load with the rules", folded=True, rules=rules)
+    sheet.leave(3, 304)
+    trial = _load(sheet, "fp8_e4m3fn", "auto", 1, title="Load with the rules", folded=True, rules=rules)
     _picture(sheet, _sample(sheet, trial, asked, 3), vae, "analysed-fp8")
 
 
@@ -242,11 +242,11 @@ def save_calibrated(sheet: Sheet) -> None:
     clip, frame = _load_text(sheet), _frame(sheet, 0)
     sheet.leave(1, 286)
     asked = _prompts(sheet, clip) | {"latent_image": frame}
-    calibration = Output(sheet.add("HalfsafeCalibrate", 2, 330, SEED, "", model=model, **asked))
+    calibration = Output(sheet.add("HalfsafeCalibrate", 2, 350, SEED, "", model=model, **asked))
     sheet.add("HalfsafeSaveModel", 1, 286, "diffusion_models/halfsafe-calibrated", "int8", top=0, model=model, calibration=calibration)
     vae = _load_vae(sheet, 1)
     trial = _load(sheet, "as_file", "auto", 2)
-    sheet.leave(3, 276)
+    sheet.leave(3, 304)
     _picture(sheet, _sample(sheet, trial, asked, 3), vae, "calibrated")
 
 
@@ -257,10 +257,10 @@ def faster_sums(sheet: Sheet) -> None:
         "fp16. The others keep fp32 sums, and the report names them.\n\nIt acts on fp16 compute only.", 300)  # fmt: skip
     model = _load(sheet, "auto", "fp16")
     fast = Output(sheet.add("HalfsafeAccumulation", 2, 154, "auto", "unchanged", "unchanged", "auto", "auto", model=model))
-    sheet.leave(3, 276)
+    sheet.leave(3, 304)
     asked = _prompts(sheet, _load_text(sheet, 1)) | {"latent_image": _frame(sheet, 0)}
     latent = _sample(sheet, fast, asked, 1, "randomize", folded=False)
-    vae = _load_vae(sheet, 3)
+    vae = _load_vae(sheet)
     _report(sheet, fast, _picture(sheet, latent, vae, "accumulation"), 348)
 
 
@@ -335,6 +335,7 @@ def with_krea(sheet: Sheet) -> None:
 
 def with_wan22(sheet: Sheet) -> None:
     _with(sheet, "Wan 2.2, 14B", 35, "Two models, for high and for low noise: each has its own Halfsafe node.\n\n", 212, TWO_NODES)
+    sheet.leave(3, 268)
     high = _stock(sheet, "wan2.2_t2v_high_noise_14B_fp8_scaled.safetensors", "High noise", folded=True)
     low = _stock(sheet, "wan2.2_t2v_low_noise_14B_fp8_scaled.safetensors", "Low noise", folded=True)
     clip, vae = _stock_text(sheet, TEXT, "wan", folded=True), _stock_vae(sheet, WAN_VAE)
@@ -349,11 +350,12 @@ def with_wan22(sheet: Sheet) -> None:
     latent = Output(sheet.add("KSamplerAdvanced", 3, 334, "disable", *values, 10, 10000, "disable", folded=True, model=second, latent_image=begun, **asked))
     images = Output(sheet.add("VAEDecode", 3, 50, folded=True, samples=latent, vae=vae))
     video = Output(sheet.add("CreateVideo", 3, 110, 16.0, folded=True, images=images))
-    sheet.add("SaveVideo", 3, 340, "video/halfsafe-wan-2.2", "auto", "auto", top=0, video=video)
+    sheet.add("SaveVideo", 3, 268, "video/halfsafe-wan-2.2", "auto", "auto", top=0, video=video)
 
 
 def with_minimax_h3(sheet: Sheet) -> None:
     _with(sheet, "MiniMax H3", 57, "Video with sound, two seconds. In fp16 it is known to give NaN on GPUs without bf16.\n\n", 200)
+    sheet.leave(3, 268)
     model = _stock(sheet, "minimax_h3_fl2va_pruned_int8_convrot.safetensors")
     clip = _stock_text(sheet, "qwen3vl_32b_minimax_h3_nvfp4_awq.safetensors", "minimax")
     model, clip, vae = _one_node(sheet, model=model, clip=clip, vae=_stock_vae(sheet, "minimax_h3_video_vae_fp16.safetensors"))
@@ -368,7 +370,7 @@ def with_minimax_h3(sheet: Sheet) -> None:
     images = Output(sheet.add("VAEDecode", 2, 50, folded=True, samples=latent, vae=vae))
     audio = Output(sheet.add("VAEDecodeAudio", 3, 50, folded=True, samples=latent, vae=sound))
     video = Output(sheet.add("CreateVideo", 3, 110, 24.0, folded=True, images=images, audio=audio))
-    sheet.add("SaveVideo", 3, 340, "video/halfsafe-minimax-h3", "auto", "auto", top=0, video=video)
+    sheet.add("SaveVideo", 3, 268, "video/halfsafe-minimax-h3", "auto", "auto", top=0, video=video)
 
 
 WORKFLOWS: dict[str, Callable[[Sheet], None]] = {

@@ -14,6 +14,7 @@ from setup.comfyui_server import Server
 if TYPE_CHECKING:
     from playwright.sync_api import BrowserContext, ConsoleMessage, Page, Response
 
+WORKFLOWS = Path(__file__).absolute().parents[2] / "workflows"
 PACK = "/extensions/Halfsafe-Pack/"
 REGISTRY = "https://api.comfy.org/"  # ComfyUI looks up there the packs that a workflow names; nothing outside is reached here
 LONGEST = 120_000
@@ -127,6 +128,11 @@ class ComfyPage:
         """Open a workflow, as dropping its file would."""
         self.evaluate("async (workflow) => { await app.loadGraphData(workflow); }", workflow)
         self.page.wait_for_function(MOUNTED)
+
+    def load_small(self) -> None:
+        """Open a workflow with a report, on the small models."""
+        self.load(json.loads((WORKFLOWS / "Halfsafe 3 - Half the memory.json").read_text(encoding="utf-8")))
+        self.make_small()
 
     def saved(self) -> dict:
         """The workflow as the page would save it."""

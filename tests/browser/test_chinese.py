@@ -85,6 +85,7 @@ def test_the_error_of_a_guard_is_told_as_its_event(comfy: ComfyPage) -> None:
     comfy.send("execution_error", **detail)
     (toast,) = shown()
     assert toast["detail"].endswith(WORDS[ADVICE["stopped"]]) and english_in(toast["detail"]) == [] and "decoder.mid" in toast["detail"], toast
+    assert "\u3002 " not in toast["detail"], "a full-width stop has its space in itself"
 
 
 def test_a_value_that_is_words_is_told_in_chinese(comfy: ComfyPage) -> None:

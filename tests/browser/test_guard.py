@@ -6,14 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-from browser.comfy_page import ComfyPage
+from browser.comfy_page import WORKFLOWS, ComfyPage
 from support.served_sentences import served_sentences
 
 EVENT = {
     "call": 1, "step": 3, "sigma": 0.7031, "layer": "blocks.0.ffn.2", "op": "", "kind": "overflow", "batch_rows": [0],
     "from": "fp16", "to": "fp16_wide", "recovered": True,
 }  # fmt: skip
-WORKFLOW = Path(__file__).absolute().parents[2] / "workflows" / "Halfsafe 3 - Half the memory.json"
 TOGGLE_TAB = "async () => { await app.extensionManager.command.execute('Workspace.ToggleSidebarTab.halfsafe'); }"
 PUT_GUARD_IN = """() => { const of = (type) => app.graph.nodes.find((n) => n.type === type);
     const loader = of("HalfsafeLoadDiffusionModel"), guard = LiteGraph.createNode("HalfsafeNaNGuard");
@@ -38,7 +37,7 @@ PUT_STALE_CACHE_IN = """() => { const of = (type) => app.graph.nodes.find((n) =>
     of("HalfsafeLoadDiffusionModel").connect(0, cache, "model"); cache.connect(0, guard, "model");
     guard.connect(0, of("KSampler"), "model"); guard.connect(0, of("HalfsafeReport"), "model"); }"""
 
-WORDS = json.loads((WORKFLOW.parents[1] / "locales" / "zh" / "main.json").read_text(encoding="utf-8"))["halfsafe"]
+WORDS = json.loads((WORKFLOWS.parent / "locales" / "zh" / "main.json").read_text(encoding="utf-8"))["halfsafe"]
 ADVICE = "Get the file again or leave it out: no precision repairs a weight that is NaN or Inf."
 ENGLISH = """(selector) => [...document.querySelectorAll(selector)].flatMap((e) => e.textContent.match(/[a-z]+ [a-z]+ [a-z]+ [a-z]+/g) ?? [])"""
 NOT_SAID = """async (expected) => { const { said } = await import("/extensions/Halfsafe-Pack/words.mjs");
@@ -124,8 +123,7 @@ def test_a_badge_says_what_a_model_fell_back_to_until_its_node_runs_anew(comfy: 
 @pytest.mark.paired  # a run is the server's; what a page draws of it the tests above show in each
 def test_a_real_overflow_is_told_while_it_runs_and_in_the_report(opened_page: ComfyPage, pictures: Path, cell: str) -> None:
     comfy = opened_page
-    comfy.load(json.loads(WORKFLOW.read_text(encoding="utf-8")))
-    comfy.make_small()
+    comfy.load_small()
     comfy.evaluate(PUT_GUARD_IN)
     comfy.load(comfy.saved())
     shown = comfy.record_toasts()
@@ -149,8 +147,7 @@ def test_a_real_overflow_is_told_while_it_runs_and_in_the_report(opened_page: Co
 @pytest.mark.paired  # a run is the server's; what a page draws of it the tests above show in each
 def test_a_drift_is_told_and_stays_on_the_report_when_the_language_changes(opened_page: ComfyPage, pictures: Path, cell: str) -> None:
     comfy = opened_page
-    comfy.load(json.loads(WORKFLOW.read_text(encoding="utf-8")))
-    comfy.make_small()
+    comfy.load_small()
     comfy.evaluate(PUT_STALE_CACHE_IN)
     comfy.load(comfy.saved())
     shown = comfy.record_toasts()
@@ -174,7 +171,7 @@ def test_a_drift_is_told_and_stays_on_the_report_when_the_language_changes(opene
     assert comfy.evaluate(NOT_SAID, {english: WORDS[english] for english in served_sentences()}) == []
     tell(comfy, "zh", kind="verdict", verdict="bad_weights", event=None, message="A weight holds NaN.", advice=ADVICE)
     (toast,) = [toast for toast in shown() if toast["summary"].startswith("Halfsafe: ")][1:]
-    assert (toast["summary"], toast["detail"]) == (f"Halfsafe: {WORDS['Bad weights']}", f"\u9632\u62a4\uff1a{WORDS['bad weights']} {WORDS[ADVICE]}")
+    assert (toast["summary"], toast["detail"]) == (f"Halfsafe: {WORDS['Bad weights']}", f"\u9632\u62a4\uff1a{WORDS['bad weights']}\u3002{WORDS[ADVICE]}")
     comfy.speak("en")
     comfy.page.wait_for_function("(text) => [...document.querySelectorAll('.hs-guard')].some((guard) => guard.innerText === text)", arg=text)
 
@@ -207,10 +204,10 @@ def test_the_sidebar_tells_the_last_run_and_a_rescue_before_it_in_its_queue(comf
 @pytest.mark.paired  # a run is the server's; the setting is the page's
 def test_the_setting_alone_guards_every_run(opened_page: ComfyPage) -> None:
     comfy = opened_page
-    comfy.load(json.loads(WORKFLOW.read_text(encoding="utf-8")))
-    comfy.make_small()
+    comfy.load_small()
     comfy.evaluate(PLAIN_FP16)
-    comfy.evaluate("() => { app.graph.nodes.find((n) => n.type === 'KSampler').widgets.find((w) => w.name === 'seed').value += 70; }")
+    comfy.evaluate("""() => { app.graph.nodes.find((n) => n.type === 'KSampler').widgets.find((w) => w.name === 'seed').value += 70;
+        const bypassed = LiteGraph.createNode("HalfsafeNaNGuard"); bypassed.mode = 4; app.graph.add(bypassed); }""")
     comfy.evaluate(TOGGLE_TAB)
     shown = comfy.record_toasts()
     runs = (("off", [], "This workflow has no guard."), ("report", ["Halfsafe: NaN or Inf found"], "not cured"), ("retry_higher", ["Halfsafe: Black image prevented"] * 2, "recovered"))

@@ -1,4 +1,4 @@
-"""What is drawn can be read: in both themes and languages, on narrow and wide pages."""
+"""What is drawn can be read: in both themes and languages, on narrow and wide pages; the template browser finds the workflows and offers their files."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from browser.comfy_page import ComfyPage
 from browser.test_report import CONTRAST
+from browser.test_results import SEEN, SHOWN
 
 WORKFLOWS = sorted((Path(__file__).absolute().parents[2] / "workflows").glob("*.json"))
 TAB = "async () => { await app.extensionManager.command.execute('Workspace.ToggleSidebarTab.halfsafe'); }"
@@ -18,6 +19,8 @@ EVENT = {
     "from": "fp16", "to": "fp16_wide", "recovered": True, "evidence": "", "advice": "",
 }  # fmt: skip
 OPEN = """async (workflow) => { await app.loadGraphData(workflow, true, true, null, { openSource: "template" }); }"""
+OPENED = "Halfsafe 3 - Half the memory"
+CARDS = '[data-testid^="template-workflow-Halfsafe"]'
 pytestmark = pytest.mark.paired  # the pack's own styles and the nodes' sizes: what a renderer adds to them is the same in both pages
 
 
@@ -44,15 +47,36 @@ def test_the_sidebar_and_a_message_can_be_read(comfy: ComfyPage, theme: str, lan
     assert message["x"] >= 0 and message["x"] + message["width"] <= width
 
 
-def scale_of(comfy: ComfyPage, path: Path) -> float:
-    """The scale at which the page opens a template."""
-    comfy.evaluate(OPEN, json.loads(path.read_text(encoding="utf-8")))
-    comfy.settle()
-    return comfy.evaluate("() => app.canvas.ds.scale")
-
-
-def test_a_template_opens_unzoomed_in_a_small_page(comfy: ComfyPage) -> None:
+@pytest.mark.parametrize(("tab", "least"), [(None, 0.99), ("halfsafe", 0.93)])
+def test_a_template_opens_whole_and_unzoomed_in_a_small_page(comfy: ComfyPage, tab: str | None, least: float) -> None:
     comfy.page.set_viewport_size({"width": 1366, "height": 768})
-    found = {path.stem: scale_of(comfy, path) for path in WORKFLOWS}
-    assert len(found) == 15
-    assert min(found.values()) > 0.94, found
+    comfy.evaluate("(tab) => { app.extensionManager.sidebarTab.activeSidebarTabId = tab; }", tab)
+    comfy.settle()
+    assert len(WORKFLOWS) == 15
+    for path in WORKFLOWS:
+        comfy.evaluate(OPEN, json.loads(path.read_text(encoding="utf-8")))
+        assert comfy.evaluate(SEEN) == comfy.evaluate(SHOWN) and comfy.evaluate("() => app.canvas.ds.scale") > least, path.stem
+    assert "halfsafe" not in comfy.saved()["extra"], "what is saved has a view of its own"
+
+
+def test_the_search_finds_every_workflow_and_one_opens_readable_and_offers_its_files(comfy: ComfyPage, pictures: Path, cell: str) -> None:
+    comfy.page.set_viewport_size({"width": 1366, "height": 768})
+    comfy.set("Comfy.Workflow.ShowMissingModelsWarning", True)
+    comfy.evaluate("() => { app.extensionManager.command.execute('Comfy.BrowseTemplates'); }")
+    comfy.page.wait_for_selector('[data-testid="template-workflows-content"]')
+    comfy.page.get_by_placeholder("Search").last.fill("halfsafe")
+    comfy.page.wait_for_function("([cards, count]) => document.querySelectorAll(cards).length === count", arg=[CARDS, len(WORKFLOWS)])
+    found = comfy.evaluate("(cards) => [...document.querySelectorAll(cards)].map((card) => card.dataset.testid)", CARDS)
+    assert sorted(name.removeprefix("template-workflow-") for name in found) == [path.stem for path in WORKFLOWS]
+    loaded = "(cards) => [...document.querySelectorAll(`${cards} img`)].some((image) => image.naturalWidth === 512)"
+    comfy.page.wait_for_function(loaded, arg=CARDS)
+    comfy.screenshot(pictures, f"templates-{cell}")
+    comfy.page.get_by_test_id(f"template-workflow-{OPENED}").click()
+    comfy.page.wait_for_function("() => app.graph.nodes.some((node) => node.type === 'HalfsafeReport')")
+    details = comfy.page.get_by_text("View details")
+    shown = comfy.page.locator("button", has_text="Download all").or_(details).first
+    shown.wait_for()
+    if details.count():
+        details.first.click()
+    comfy.page.locator("button", has_text="Download all").first.wait_for()
+    comfy.screenshot(pictures, f"template-opened-{cell}")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
 import pytest
 from browser.comfy_page import ComfyPage
 
-WORKFLOW = Path(__file__).absolute().parents[2] / "workflows" / "Halfsafe 3 - Half the memory.json"
 NODE = "HalfsafeAutoPrecision"
 PUT_IN = """() => { const of = (type) => app.graph.nodes.find((n) => n.type === type), one = LiteGraph.createNode("HalfsafeAutoPrecision");
     const loader = of("HalfsafeLoadDiffusionModel"), values = { model_name: "wan_overflowing.safetensors", storage: "fp16", compute: "fp16" };
@@ -29,8 +27,7 @@ pytestmark = pytest.mark.paired  # both run the whole workflow; what a report dr
 @pytest.fixture
 def one(opened_page: ComfyPage) -> ComfyPage:
     """A page with the one node before the sampler of a model that overflows in fp16."""
-    opened_page.load(json.loads(WORKFLOW.read_text(encoding="utf-8")))
-    opened_page.make_small()
+    opened_page.load_small()
     opened_page.evaluate(PUT_IN)
     opened_page.load(opened_page.saved())
     return opened_page
@@ -56,10 +53,10 @@ def test_rules_are_kept_in_the_graph_and_undone(one: ComfyPage, pictures: Path, 
     one.evaluate("""() => { const node = app.graph.nodes.find((n) => n.type === "HalfsafeAutoPrecision"), rules = LiteGraph.createNode("HalfsafeLayerRules");
         app.graph.add(rules); rules.widgets.find((w) => w.name === "rules").value = "* compute=fp16 stream=same"; rules.widgets.find((w) => w.name === "preset").value = "none";
         rules.connect(0, node, "rules"); }""")
+    one.zoom_to(NODE, 520, 700)
     one.run()
     one.page.wait_for_selector(".hs-happened")
     assert one.page.locator(VERDICT).first.inner_text() == "recovered"
-    one.zoom_to(NODE, 520, 700)
     one.screenshot(pictures, f"one-node-recovered-{cell}")
     assert "Black image prevented: blocks.0.ffn" in one.page.inner_text(".hs-panel")
     before = one.saved()

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from browser.comfy_page import ComfyPage
 from halfsafe.precision.report.result import CHOSEN, Result
+from halfsafe.precision.study.analysis_text import HEAD
 from support import shapes
 
-WORKFLOW = Path(__file__).absolute().parents[2] / "workflows" / "Halfsafe 3 - Half the memory.json"
 TAB = "async () => { await app.extensionManager.command.execute('Workspace.ToggleSidebarTab.halfsafe'); }"
 UNDO = "async () => { await app.extensionManager.command.execute('Comfy.Undo'); }"
 TYPES = "() => app.graph.nodes.map((n) => n.type)"
@@ -27,8 +27,9 @@ PUT_RESULTS_IN = """() => { const of = (type) => app.graph.nodes.find((n) => n.t
     sampler.connect(0, check, "value"); check.connect(0, of("VAEDecode"), "samples"); }"""
 SEEN = """() => { const { ds, canvas, graph } = app.canvas, page = canvas.getBoundingClientRect(), boxes = (name) => [...document.querySelectorAll(name)].map((e) => e.getBoundingClientRect());
     const covers = boxes(".hs-sidebar, .minimap-main-container"), at = ([x, y]) => [page.left + (x + ds.offset[0]) * ds.scale, page.top + (y + ds.offset[1]) * ds.scale];
-    return graph.nodes.filter(({ pos, size, flags }) => { const [left, top] = at([pos[0], pos[1] - LiteGraph.NODE_TITLE_HEIGHT]), [right, bottom] = at([pos[0] + size[0], pos[1] + (flags?.collapsed ? 0 : size[1])]);
-        return left >= page.left && top >= page.top && right <= page.right && bottom <= page.bottom && covers.every((c) => right <= c.left || c.right <= left || bottom <= c.top || c.bottom <= top); })
+    const drawn = (id) => boxes(`.lg-node[data-node-id="${id}"]`)[0]?.bottom ?? 0;
+    return graph.nodes.filter(({ id, pos, size, flags }) => { const [left, top] = at([pos[0], pos[1] - LiteGraph.NODE_TITLE_HEIGHT]), [right, bottom] = at([pos[0] + size[0], pos[1] + (flags?.collapsed ? 0 : size[1])]);
+        return left >= page.left && top >= page.top && right <= page.right && Math.max(bottom, drawn(id)) <= page.bottom && covers.every((c) => right <= c.left || c.right <= left || bottom <= c.top || c.bottom <= top); })
         .map(({ type }) => type).sort(); }"""
 LINKS = "() => app.graph.serialize().links.map((link) => link.slice(1).join(' '))"
 SHOWN = "() => app.canvas.graph.nodes.map((n) => n.type).sort()"
@@ -46,15 +47,33 @@ ROOM = """(group) => { const of = (type) => app.graph.nodes.filter((n) => n.type
     if (group) { const box = new LiteGraph.LGraphGroup("Mine"); box.pos = [760, -100]; box.size = [900, 700]; app.graph.add(box); } }"""
 BEFORE = """() => { const [sampler] = app.graph.nodes.filter((n) => n.type === "KSampler"); sampler.pos = [-400, 0]; }"""
 ON_TOP = """() => { for (const node of app.graph.nodes) if (!["HalfsafeLoadDiffusionModel", "KSampler"].includes(node.type)) node.pos = [node.pos[0], node.pos[1] + 700]; }"""
+ROOM_BESIDE_BADGES = """() => { const context = document.createElement("canvas").getContext("2d"), ours = app.graph.nodes.filter((n) => n.type.startsWith("Halfsafe"));
+    return ours.map((n) => n.size[0] - n.badges.at(-1)().getWidth(context)); }"""
+DROP = """(text) => { const files = new DataTransfer(); files.items.add(new File([text], "dropped.json", { type: "application/json" }));
+    const options = { dataTransfer: files, bubbles: true, cancelable: true, clientX: 700, clientY: 400 };
+    document.querySelector("#graph-canvas").dispatchEvent(new DragEvent("drop", options)); }"""
 GUARD = "async () => { const { guardWorkflow } = await import('/extensions/Halfsafe-Pack/graph.mjs'); return guardWorkflow(app); }"
 
 
 @pytest.fixture
 def small(opened_page: ComfyPage) -> ComfyPage:
     """The page with the shared workflow and small models."""
-    opened_page.load(json.loads(WORKFLOW.read_text(encoding="utf-8")))
-    opened_page.make_small()
+    opened_page.load_small()
     return opened_page
+
+
+@pytest.mark.paired  # what is dropped and what is drawn differ by page and by renderer, each for itself
+def test_dropped_workflow_runs_to_a_picture_and_a_report(small: ComfyPage, pictures: Path, cell: str) -> None:
+    text = json.dumps(small.saved())
+    small.evaluate("() => app.graph.clear()")
+    small.load_by(DROP, text)
+    small.page.get_by_test_id("queue-button").click()
+    small.page.wait_for_selector(".hs-table tbody tr", state="attached")
+    code = "() => { const node = app.graph.nodes.find((n) => n.type === 'SaveImage'); return app.nodeOutputs[node.id]?.images?.[0]; }"
+    small.page.wait_for_function(code)
+    small.screenshot(pictures, f"end-to-end-{cell}")
+    width = "async (file) => { const image = new Image(); image.src = `/view?${new URLSearchParams(file)}`; await image.decode(); return image.naturalWidth; }"
+    assert small.evaluate(width, small.evaluate(code)) == 64
 
 
 @pytest.mark.paired  # a run is the server's; the next test draws results in each renderer of each page
@@ -93,13 +112,37 @@ def test_results_are_on_their_nodes_and_a_saved_file_is_told(small: ComfyPage, p
 def test_a_result_is_drawn_as_a_sentence_and_a_table(opened_page: ComfyPage, node: str) -> None:
     opened_page.add(node)
     values = {"chosen": 3, "free": 4, "candidate": "int8", "snr": "31.0 dB"}
-    result = Result(CHOSEN, values, head=["layer", "output dB"], rows=[["blocks.0.ffn.0", "31.0"], ["blocks.0.ffn.2", "12.0"]], marked=1, text="All of it.")
+    rows = [["blocks.0.individual_token_refiner.0", "31.0", "30.9", "31.0", "pinned"], ["blocks.0.ffn.2", "12.0", "±12 %", "12.0", "chosen"]]
+    result = Result(CHOSEN, values, head=HEAD, rows=rows, marked=1, text="All of it.")
     sent = {"node": opened_page.evaluate("() => String(app.graph.nodes[0].id)"), "prompt_id": "p", "output": result.ui()}
     opened_page.send("executed", **{**sent, "display_node": sent["node"]})
     opened_page.page.wait_for_selector(".hs-figures")
     assert opened_page.evaluate(SENTENCES) == ["3 of 4 layers may be in int8: 31.0 dB from the original."]
     marked = opened_page.page.locator('.hs-figures tbody tr[data-marked="true"]')
-    assert marked.all_text_contents() == ["blocks.0.ffn.212.0"] and opened_page.page.locator(".hs-figures tbody tr").count() == 2
+    assert marked.all_text_contents() == ["blocks.0.ffn.212.0±12\u00a0%12.0chosen"] and opened_page.page.locator(".hs-figures tbody tr").count() == 2
+    opened_page.zoom_to(node, 296)  # as narrow as in a template
+    assert opened_page.evaluate("() => { const { scrollWidth, clientWidth } = document.querySelector('.hs-result'); return scrollWidth - clientWidth; }") <= 0
+
+
+def test_a_node_is_as_high_as_before_when_its_words_are_gone(opened_page: ComfyPage) -> None:
+    opened_page.add("HalfsafeMeasurePrecisions")
+    heights = []
+    for node in (None, "1", None):
+        opened_page.evaluate("async (id) => { (await import('/scripts/api.js')).api.dispatchCustomEvent('executing', id); }", node)
+        if node:
+            opened_page.send("progress_text", nodeId=node, text="Halfsafe: measuring")
+        opened_page.settle()
+        heights.append(opened_page.evaluate("() => Math.round(app.graph.nodes[0].size[1])"))
+    assert heights[0] == heights[2] and (heights[1] > heights[0] or opened_page.vue)
+
+
+@pytest.mark.paired  # the toast is the pack's own
+def test_why_a_value_is_refused_is_told(small: ComfyPage) -> None:
+    shown = small.record_toasts()
+    small.evaluate("""async () => { const rules = LiteGraph.createNode("HalfsafeLayerRules"); app.graph.add(rules); rules.connect(0, app.graph.nodes.find((n) => n.type === "HalfsafeLoadDiffusionModel"), "rules");
+        rules.widgets.find((w) => w.name === "rules").value = "a storage=fp4\\nb compte=fp16"; await app.queuePrompt(0, 1); }""")
+    (toast,) = shown()
+    assert toast["summary"].startswith("Halfsafe: Rules, line 1") and "line 2" in toast["detail"], toast
 
 
 @pytest.mark.paired  # what the page makes of a message, whatever it draws nodes with
@@ -167,6 +210,7 @@ def test_show_me_opens_five_nodes_and_draws_a_black_and_a_repaired_picture(small
     assert small.evaluate("() => app.canvas.ds.scale * 300 / innerWidth") > 0.19, "the pictures are large on any page"
     small.screenshot(pictures, f"show-me-{cell}")
     assert small.page.locator(".hs-sidebar .hs-button").count() == 3  # after a run too
+    assert min(small.evaluate(ROOM_BESIDE_BADGES)) > 70, "each badge keeps to its node, with the pack's name before it"
     small.evaluate(TAB)
     kept = "(path) => app.extensionManager.workflow.getWorkflowByPath(path).activeState.nodes.map((n) => n.type)"
     assert sorted(small.evaluate(kept, first)) == nodes

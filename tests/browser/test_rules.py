@@ -112,7 +112,7 @@ def test_mistakes_are_told_in_chinese(writing: Writing, pictures: Path, cell: st
     writing.waits_for("第 6 行")
     lines = writing.page.locator(".hs-mistake").all_inner_texts()
     assert [line.split(" ")[:3] for line in lines] == [["第", str(number), "行"] for number in range(2, 7)]
-    assert "“fp4”不是“storage”的有效值。 请使用其中之一" in lines[0]
+    assert "“fp4”不是“storage”的有效值。请使用其中之一" in lines[0]
     writing.comfy.screenshot(pictures, f"rules-zh-{cell}")
     words = writing.comfy.evaluate("() => document.querySelector('.hs-note').innerText.match(/\\b[A-Za-z]+ [a-z]+ [a-z]+ [a-z]+\\b/g)")
     assert words is None or words == ["unterminated subpattern at position"], "Python words what is wrong with an expression"

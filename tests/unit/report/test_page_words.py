@@ -9,7 +9,7 @@ import pytest
 from halfsafe.precision.base.modes import MODES
 from halfsafe.precision.guard import verdicts
 from halfsafe.precision.report.result import SENTENCES
-from halfsafe.precision.study.analysis_text import HEAD, NO_ERROR
+from halfsafe.precision.study.analysis_text import EXACT, HEAD, NO_ERROR
 from halfsafe.precision.study.sensitivity import BARRED, CHOSEN, KEPT, PINNED, UNUSED
 from halfsafe.precision.study.tradeoffs_text import NOISY, REFERENCE, TABLE
 from support.served_sentences import served_sentences, texts_of
@@ -27,7 +27,7 @@ def words_of_the_page() -> set[str]:
     """Texts spelled in the page's code, and those it takes from the server: verdicts, kinds of events, modes, badges, reasons."""
     code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "web").iterdir() if path.suffix in (".js", ".mjs"))
     shown = {verdict.replace("_", " ") for verdict in (verdicts.CLEAN, *verdicts.ADVICE)}
-    tables = {*HEAD, *TABLE, NOISY, REFERENCE, NO_ERROR, BARRED, CHOSEN, KEPT, PINNED, UNUSED}
+    tables = {*HEAD, *TABLE, NOISY, REFERENCE, NO_ERROR, EXACT, BARRED, CHOSEN, KEPT, PINNED, UNUSED}
     given = {*verdicts.ENCODER_INPUTS, *(name for name, _ in verdicts.ENCODER_INPUTS.values())} | INPUTS
     fixed = tables | given | KINDS | BADGE_WORDS | {*SENTENCES} | {mode.label for mode in MODES.values()}
     return set(CALL.findall(code)) | shown | fixed | guards_sentences() | served_sentences() | titles_of_the_demo()
