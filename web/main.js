@@ -27,6 +27,8 @@ const RULES = "rules";
 const TOASTS = "halfsafe.toasts";
 const BADGES = "halfsafe.badges";
 const WATCH = "Halfsafe.WatchEveryRun";
+/** The status with which ComfyUI refuses a prompt; other failures may be of a proxy, and no JSON. */
+const REFUSED = 400;
 /** The id of a guard that the setting puts behind a node, as watch.py names it. */
 const WATCHED = /^halfsafe_(.+)_\d+$/;
 const BADGE_COLORS = { fgColor: "#ffffff", bgColor: "#1d5c52" };
@@ -290,7 +292,7 @@ function watchQueue() {
     const queues = route === "/prompt" && options?.body;
     if (queues && log.press()) toasts.clear();
     const response = await send.call(api, route, queues ? withSetting(options, app.extensionManager.setting.get(WATCH)) : options);
-    if (queues && !response.ok) refusalsIn(await response.clone().json()).forEach((toast) => toasts.show(toast));
+    if (queues && response.status === REFUSED) refusalsIn(await response.clone().json()).forEach((toast) => toasts.show(toast));
     return response;
   };
 }
