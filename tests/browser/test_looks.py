@@ -31,10 +31,9 @@ def test_the_sidebar_and_a_message_can_be_read(comfy: ComfyPage, theme: str, lan
     comfy.speak(language)
     comfy.add("HalfsafeNaNGuard", "HalfsafeLayerRules")
     comfy.evaluate("() => { const note = app.graph.nodes[1]; note.widgets.find((w) => w.name === 'rules').value = 'a storage=fp4'; note.onConfigure({}); }")
-    guard = comfy.evaluate("() => String(app.graph.nodes[0].id)")
     comfy.evaluate(TAB)
     comfy.page.wait_for_function("() => document.querySelector('.hs-sidebar .hs-sentence')?.textContent.includes('auto')")
-    comfy.send_guard(node_id=guard, prompt_id=f"{theme}{language}{width}", message="Step 3: overflow.", event=EVENT)
+    comfy.send_guard(node_id=comfy.evaluate("() => String(app.graph.nodes[0].id)"), prompt_id=f"{theme}{language}{width}", message="Step 3: overflow.", event=EVENT)
     comfy.page.wait_for_selector(".hs-sidebar .hs-card .hs-event")
     comfy.page.wait_for_selector(".hs-mistake", state="attached")
     comfy.settle()
@@ -68,15 +67,16 @@ def test_the_search_finds_every_workflow_and_one_opens_readable_and_offers_its_f
     comfy.page.wait_for_function("([cards, count]) => document.querySelectorAll(cards).length === count", arg=[CARDS, len(WORKFLOWS)])
     found = comfy.evaluate("(cards) => [...document.querySelectorAll(cards)].map((card) => card.dataset.testid)", CARDS)
     assert sorted(name.removeprefix("template-workflow-") for name in found) == [path.stem for path in WORKFLOWS]
-    loaded = "(cards) => [...document.querySelectorAll(`${cards} img`)].some((image) => image.naturalWidth === 512)"
-    comfy.page.wait_for_function(loaded, arg=CARDS)
+    comfy.page.wait_for_function("(cards) => [...document.querySelectorAll(`${cards} img`)].some((image) => image.naturalWidth === 512)", arg=CARDS)
     comfy.screenshot(pictures, f"templates-{cell}")
     comfy.page.get_by_test_id(f"template-workflow-{OPENED}").click()
     comfy.page.wait_for_function("() => app.graph.nodes.some((node) => node.type === 'HalfsafeReport')")
-    details = comfy.page.get_by_text("View details")
-    shown = comfy.page.locator("button", has_text="Download all").or_(details).first
-    shown.wait_for()
-    if details.count():
-        details.first.click()
-    comfy.page.locator("button", has_text="Download all").first.wait_for()
+    details, download = comfy.page.get_by_text("View details").first, comfy.page.locator("button", has_text="Download all").first
+    for _ in range(20):  # a busy page may not have yet what the details are of
+        download.or_(details).first.wait_for()
+        if download.is_visible():
+            break
+        details.click()
+        comfy.page.wait_for_timeout(1000)
+    assert download.is_visible()
     comfy.screenshot(pictures, f"template-opened-{cell}")
