@@ -60,8 +60,8 @@ const badgeTexts = new WeakMap();
 let sidebar = null;
 /** What the sidebar's last action did. The page makes the tab anew when the graph changes; this stays. */
 const did = el("p", { class: "hs-hint", role: "status" });
-/** What this device can do, in a sentence. */
-let device = "";
+/** What this device can do, to be said in the page's language. @type {import("./result.mjs").Result | null} */
+let device = null;
 /** Our sidebar tab as the page keeps it: Nodes 2.0 draws a badge again when what the badge read from here changes. */
 let watched = { revision: 0, tooltip: "" };
 
@@ -238,7 +238,7 @@ function drawTab() {
   const nodes = allNodes(app);
   const unguard = nodes.some(({ comfyClass }) => comfyClass === ONE_NODE) ? () => unguardWorkflow(app) : null;
   const actions = { showMe: () => showMe(app), guard: () => guardWorkflow(app), unguard, measure: () => measureWorkflow(app) };
-  drawSidebar(sidebar, isOfThisWorkflow() ? log.run : null, reports, { device, did, watching, nodes, elsewhere: !isOfThisWorkflow(), redraw: drawTab, ...actions }, {
+  drawSidebar(sidebar, isOfThisWorkflow() ? log.run : null, reports, { device: device ? sentenceOf(device) : "", did, watching, nodes, elsewhere: !isOfThisWorkflow(), redraw: drawTab, ...actions }, {
     titleOf: (id) => nodeById(id)?.title ?? t("Guard"),
     goTo: (id) => {
       const node = nodeById(id);
@@ -316,7 +316,7 @@ function listen() {
 
 async function askDevice() {
   const response = await api.fetchApi("/halfsafe/device");
-  device = response.ok ? sentenceOf(await response.json()) : "";
+  device = response.ok ? await response.json() : null;
   drawTab();
 }
 
