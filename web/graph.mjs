@@ -21,8 +21,6 @@ const BARS = 92;
 /** What is left free around nodes in a view, in pixels. */
 const MARGIN = 12;
 const OURS = "Halfsafe";
-/** The scale at which a workflow of a few nodes is shown at most. */
-const LARGEST = 1.5;
 /** What the pack's own workflows ask for in their `extra`. */
 const WHOLE = "whole";
 /** The view that the last *Guard this workflow* left, and the one it made. @type {{left: {graph: any, view: View}, made: View} | null} */
@@ -187,7 +185,7 @@ export async function showMe(app) {
   }
   await app.loadGraphData(graph, true, true, t("Halfsafe, shown"));
   await enter(app, app.graph);
-  setView(app, viewAround(app, app.graph.nodes, LARGEST));
+  setView(app, viewAround(app, app.graph.nodes, 1.5));
   return t("Press Run: one picture as it is, black, and one where NaN Guard repeats the step that overflows.");
 }
 
@@ -197,7 +195,7 @@ export async function showWhole(app) {
   if (graph?.extra?.halfsafe !== WHOLE) return;
   delete graph.extra.halfsafe; // what is saved has a view of its own
   await enter(app, graph);
-  if (app.canvas.graph === graph) setView(app, viewAround(app, graph.nodes, LARGEST));
+  if (app.canvas.graph === graph) setView(app, viewAround(app, graph.nodes));
 }
 
 /** Select nodes and bring them into view. @param {any} app @param {any[]} nodes */

@@ -9,7 +9,7 @@ const GAP = 20;
 export function boxOf({ id, pos: [x, y], size: [width, height], flags }) {
   const top = y - window.LiteGraph.NODE_TITLE_HEIGHT;
   const drawn = /** @type {HTMLElement | null} */ (document.querySelector(`.lg-node[data-node-id="${id}"]`));
-  return { left: x, top, right: x + width, bottom: flags?.collapsed ? y : Math.max(y + height, top + (drawn?.offsetHeight ?? 0)) };
+  return { left: x, top, right: x + width, bottom: Math.max(flags?.collapsed ? y : y + height, top + (drawn?.offsetHeight ?? 0)) };
 }
 
 /** @param {any} group @returns {Box} */
