@@ -88,8 +88,9 @@ def test_zeros_are_held_once_they_were_met(placed):
     """A zero may be what fp16 leaves of a small number: only a calibration sees the difference."""
     calibration, (a, _) = placed
     calibration.run(lambda: a.calibrate(0.0) if calibration.calibrating else recorded(a, 0.0))
-    calibration.run(lambda: recorded(a, 0.0))
-    assert calibration.repeats == 1
+    for magnitude, repeats in ((0.0, 1), (1.0, 1), (2.0**-20, 2)):  # between a zero and a number that held may be what is too small
+        calibration.run(lambda magnitude=magnitude: recorded(a, magnitude))
+        assert calibration.repeats == repeats
 
 
 def test_a_record_that_needs_no_gradient_is_kept_of_one_that_does(placed):

@@ -36,7 +36,7 @@ MOST_LINES = {
     "nodes/host/study": 568,
     "nodes": 1117,
 }
-MOST = {"product": 20827, "tests": 31495, "tests/support": 4594, "benchmarks": 2365, "scripts": 3_400}
+MOST = {"product": 20827, "tests": 31496, "tests/support": 4594, "benchmarks": 2365, "scripts": 3_400}
 MOST_WORDS, MOST_RESULTS, MOST_SMALL, SMALL = 30_000, 12, 15, 40
 MOST_RIDDLES = 0.05
 LONGEST, MOST_FILES = 400, 14
