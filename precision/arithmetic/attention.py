@@ -178,7 +178,7 @@ class SafeAttention:
             self.calls_in_fp32.append(False)
             self.bounds.append(self.calibration.add(AttentionBound(f"attention {index}")))
         results, result = self.calibration.results, None
-        amax_of_q, largest = self._note(call)
+        amax_of_q, largest, most_of_q = self._note(call)
         in_fp32 = self.asked() or self.calls_in_fp32[index] or not self.range.holds(largest * 2.0)
         results.close_block(coarse=self.asked() or largest > COARSE_SCORE)
         if not in_fp32:
@@ -191,15 +191,16 @@ class SafeAttention:
         if in_fp32 or result is None:
             return call.in_dtype(torch.float32).run(kernels.fp32)
         self.fp16_flops += flops
-        self.bounds[index].calibrate(call, amax_of_q, largest)
+        self.bounds[index].calibrate(call, amax_of_q, largest, most_of_q)
         self.calibration.in_fp16 = True
         results.any_returned = results.any_returned or dtype == torch.float16
         return result
 
-    def _note(self, call: AttentionCall) -> tuple[float, float]:
-        """Return the amax of q, and the largest number that the attention can hold."""
+    def _note(self, call: AttentionCall) -> tuple[float, float, float]:
+        """Return the amax of q, the largest number that the attention can hold, and the most that q can hold."""
         self.range.device = self.finite.device = call.q.device
-        *operands, largest = torch.stack([*map(amax, (call.q, call.k, call.v)), call.largest()]).tolist()
+        bound = self.calibration.hiding.norms.of(call.q)
+        *operands, largest, most = torch.stack([*map(amax, (call.q, call.k, call.v)), call.largest(), bound]).tolist()
         for tensor, magnitude in zip((call.q, call.k, call.v), operands, strict=True):
             self.calibration.results.note_operand(magnitude, tensor.dtype)
-        return operands[0], largest
+        return operands[0], largest, most

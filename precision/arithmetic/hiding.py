@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..base.layer_names import block_of
 from ..base.nested import plain_alias
+from .norm_bounds import NormBounds
 
 SATURATING = {
     *("tanh", "sigmoid", "hardsigmoid", "hardtanh", "relu", "relu6", "softmax", "_softmax", "_safe_softmax", "exp"),
@@ -52,7 +53,7 @@ class Looked(Protocol):
 class HidingCode(TorchDispatchMode):
     """Find the layers whose overflow model code can hide, in a call that calibrates.
 
-    ``paused``: what runs is no model code.
+    ``paused``: what runs is no model code. ``norms``: what model code bounds.
     """
 
     def __init__(self) -> None:
@@ -61,6 +62,7 @@ class HidingCode(TorchDispatchMode):
 
     def begin(self) -> None:
         self.paused = 0
+        self.norms = NormBounds()
         self._recent: list[tuple[str, Looked]] = []
         self._ends: list[Looked] = []
 
@@ -87,7 +89,9 @@ class HidingCode(TorchDispatchMode):
             x = next((each for each in args if isinstance(each, torch.Tensor)), None)
             if x is not None and x.is_floating_point():
                 self._hide(name, x.dtype)
-        return plain_alias(func, func(*args, **(kwargs or {})))
+        result = func(*args, **(kwargs or {}))
+        self.norms.follow(func, args, kwargs or {}, result)
+        return plain_alias(func, result)
 
     def _hide(self, name: str, dtype: torch.dtype) -> None:
         layers = [layer for _, layer in self._recent]

@@ -173,11 +173,12 @@ class SafeOperation:
         with self.calibration.measuring(), self.calibration.hiding.pause():
             with lent(self.weights(self.module, x, asked)) as (weight, bias):
                 half = weight.to(torch.float16)
-                self._choose(x, half, bias)
+                most = self._choose(x, half, bias)
                 if not self.scale.in_fp32:
                     operands = self.calibration.operands
                     operand = self.scale.scaled_eagerly(x) if spares else operands.measured(self.scale, x)
                     result = self._first_product(operand, half, bias, *args, **kwargs)
+                    self.calibration.hiding.norms.set(result, most)
                 elif plain:
                     if asked == torch.float16:  # the weight was rounded to it
                         self.calibration.results.give_up(self.scale)
@@ -189,17 +190,20 @@ class SafeOperation:
             self.calibration.hiding.ran(self.scale.name, self)
         return result
 
-    def _choose(self, x: torch.Tensor, half: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """Choose the scale of the input, and whether the result is proven to fit fp16; one read of the device."""
+    def _choose(self, x: torch.Tensor, half: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Choose the scale of the input, and whether the result is proven to fit fp16; one read of the device. Return
+        the most that any input of the model makes of the result."""
         numbers = [amax(x), amax(half), _row_sum(half, self.kind), *([] if bias is None else [amax(bias)])]
+        most = sum([self.calibration.hiding.norms.of(x) * numbers[2], *numbers[3:]])
         magnitude, of_weight, row_sum, *of_bias = torch.stack(numbers).tolist()
         self.calibration.results.note_operand(magnitude, x.dtype)
         self.scale.in_fp32 = self.scale.in_fp32 or not SMALLEST_WEIGHT <= of_weight < math.inf
         if self.scale.in_fp32:
-            return
+            return most
         self.scale.calibrate(magnitude, 1.0 if self._is_wide(x) else max(1.0, row_sum))
         if self.largest_fp16 is not None and self.calibration.results.allowed:
             self.scale.prove_result(magnitude, max(1.0, row_sum), *of_bias or [0.0])
+        return most
 
     def _first_product(self, operand, weight, bias, *args, **kwargs) -> torch.Tensor:
         """Multiply in a call that calibrates: in fp16 only if it is not larger there than allowed."""

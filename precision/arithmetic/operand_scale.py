@@ -30,7 +30,7 @@ class ScaledOperand(Proof):
     def scaled_eagerly(self, x: torch.Tensor) -> torch.Tensor:
         """Scale ``x`` in eager code, in a single kernel where the device has such a kernel."""
         if not self.exponent:
-            return x if x.dtype == torch.float16 else x.to(torch.float16)
+            return x if x.dtype is torch.float16 else x.half()  # faster on the host than ``to``
         recorded = x.requires_grad and torch.is_grad_enabled()
         if torch.compiler.is_compiling() or recorded or not converts_results(x.device):
             return (x * 2.0**-self.exponent).to(torch.float16)

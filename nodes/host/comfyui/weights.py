@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import comfy.ops
 import torch
 import torch.nn.functional as F
+from torch.nn import Parameter
 from comfy.quant_ops import QuantizedTensor
 
 from ....precision.arithmetic.linear import Provided, WeightProvider, kind_of
@@ -82,7 +83,7 @@ def uncast_norm(module: torch.nn.Module) -> list[Patch]:
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         weight = module._parameters["weight"]
-        if weight.dtype != x.dtype or not lie_ready(module, weight, module._parameters.get("bias"), x.device):
+        if weight.dtype != x.dtype or not lie_ready(module, weight, module._parameters.get("bias"), x):
             return type(module).forward(module, x)
         comfy.ops.run_every_op()
         return kind.forward(module, x)
@@ -160,11 +161,16 @@ def core_weights(
 
     ComfyUI's cast takes longer on the host than a small matmul does on a GPU.
     """
+    parameters = module._parameters
+    weight, bias = parameters.get("weight"), parameters.get("bias")
+    plain = type(weight) is Parameter
+    if plain and weight.dtype is dtype and (bias is None or bias.dtype is bias_dtype) and lie_ready(module, weight, bias, x):
+        comfy.ops.run_every_op()
+        return weight, bias
     if dtype is None:
         dtype = _dtype_to_measure(module)
-    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
     quantized = isinstance(weight, QuantizedTensor)
-    if not (quantized or type(weight) is torch.nn.Parameter) or not lie_ready(module, weight, bias, x.device):
+    if not (quantized or plain) or not lie_ready(module, weight, bias, x):
         return cast_weights(module, x, dtype, bias_dtype or _dtype_of_bias(module))
     comfy.ops.run_every_op()
     if bias is not None and bias.dtype != bias_dtype:
@@ -210,7 +216,7 @@ def cast_weights(
 def quantized_weights(module: torch.nn.Module, x: torch.Tensor) -> contextlib.AbstractContextManager[tuple]:
     """Provide a quantized layer's weight as stored, LoRA merged, and its bias in the dtype of the input ``x``."""
     weight, bias = module.weight, module.bias
-    if not lie_ready(module, weight, bias, x.device):
+    if not lie_ready(module, weight, bias, x):
         # Asked for in its own dtype: ``cast_bias_weight`` dequantizes it in any other.
         return cast_weights(module, x, weight.dtype, x.dtype, want_requant=True)
     comfy.ops.run_every_op()

@@ -1,0 +1,56 @@
+"""Tensors that no input of the model makes large: results of norms, and of rotations and layers of such results.
+
+Attention whose query is one of them needs no look at it in later calls (``attention_bounds.py``). An element of a row
+of N that a norm divides by the row's deviation or mean square is at most ``sqrt(N)``.
+"""
+
+import math
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ..base.amax import amax
+from ..base.nested import tensors_in
+
+NORMS = {"layer_norm": 4, "native_layer_norm": 4, "rms_norm": 3, "_fused_rms_norm": 3}
+"""Operation -> where its weight and bias end among its arguments: they follow the input and the shape of a row."""
+
+
+class NormBounds:
+    """Hold a bound on the magnitudes of each such tensor, by its storage, in a call that calibrates.
+
+    A storage is forgotten where model code writes to it.
+    """
+
+    def __init__(self) -> None:
+        self.bounds: dict[StorageWeakRef, torch.Tensor] = {}
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the bound of a tensor, 0-dim fp32 and on its device; Inf without one."""
+        bound = self.bounds.get(_storage_of(x))
+        return x.new_full((), math.inf, dtype=torch.float32) if bound is None else bound
+
+    def set(self, x: torch.Tensor, bound: torch.Tensor) -> None:
+        self.bounds[_storage_of(x)] = bound
+
+    def follow(self, func: torch._ops.OpOverload, args: tuple, kwargs: dict, result) -> None:
+        """Bound the result of an operation that is a norm, a rotation or ``cat``."""
+        name = func.overloadpacket.__name__
+        if func._schema.is_mutable:
+            for x in tensors_in([args, kwargs]):
+                self.bounds.pop(_storage_of(x), None)
+        elif name in NORMS:
+            weight, bias = (*args[2 : NORMS[name]], None, None)[:2]
+            of_weight = args[0].new_ones((), dtype=torch.float32) if weight is None else amax(weight)
+            bound = math.sqrt(math.prod(args[1])) * of_weight
+            self.set(result[0] if isinstance(result, tuple) else result, bound if bias is None else bound + amax(bias))
+        elif name.startswith("apply_rope"):  # comfy-kitchen's: pairs of each argument by matrices of 2 x 2, the last
+            of_matrices = 2.0 * amax(args[-1])
+            for x, rotated in zip(args[:-1], result if isinstance(result, tuple) else (result,), strict=True):
+                self.set(rotated, of_matrices * self.of(x))
+        elif name == "cat":
+            self.set(result, torch.stack([self.of(x) for x in args[0]]).amax())
+
+
+def _storage_of(x: torch.Tensor) -> StorageWeakRef:
+    return StorageWeakRef(x.untyped_storage())
