@@ -206,8 +206,14 @@ def stubbed() -> Iterator[list[float]]:
     stubs = {(F, "linear"): linear, (F, "conv2d"): conv2d, (F, "scaled_dot_product_attention"): attention}
     stubs[torch, "mm"] = lambda x, y, out_dtype=None: constant((x.shape[0], y.shape[1]), out_dtype or x.dtype)
     stubs[torch.Tensor, "tolist"] = tolist
-    norm, one = torch.linalg.vector_norm, torch.full((1,), 0.01, dtype=torch.float16)
-    stubs[torch.linalg, "vector_norm"] = lambda x, *args, **kwargs: norm(one if x.dtype == one.dtype else x, *args, **kwargs)
+    norm, numbers = torch.linalg.vector_norm, {}
+
+    def norm_of_one(x, *args, **kwargs):
+        if (key := (x.shape, x.dtype)) not in numbers:
+            numbers[key] = x.abs().amax().reshape(1)
+        return norm(numbers[key], *args, **kwargs)
+
+    stubs[torch.linalg, "vector_norm"] = norm_of_one
     with contextlib.ExitStack() as undo:
         for place, stub in stubs.items():
             undo.enter_context(mock.patch.object(*place, stub))

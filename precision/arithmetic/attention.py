@@ -15,9 +15,10 @@ from typing import NamedTuple
 import torch
 
 from ..base.amax import amax
+from ..base.dtypes import FP16_MAX
 from .attention_bounds import LARGEST_SCORE, AttentionBound, AttentionCall, AttentionRange
 from .calibration import Calibration
-from .proofs import Proof
+from .proofs import MARGIN, Proof
 
 AS_IS, SMOOTH, FP32 = "unchanged", "smooth-K", "fp32"
 MODES = (AS_IS, SMOOTH, FP32)
@@ -135,6 +136,8 @@ class SafeAttention:
     before one with large scores return fp32: q and k are rounded once and not twice. The result of a foreign kernel is
     looked at: its own arithmetic may overflow. ``asked``: tell whether the attention that is called now is to run in
     fp32 whatever its scores are. ``fp16_flops``: floating-point operations of a call that had fp16 operands.
+    ``bounded``: the attentions in fp16 whose q no input of the model can bring past its range, so that nothing is
+    looked at where their kernel is ComfyUI's and fused and no mask is added.
     """
 
     def __init__(self, calibration: Calibration, asked: Callable[[], bool] = lambda: False):
@@ -145,6 +148,7 @@ class SafeAttention:
         self.bounds: list[AttentionBound] = []
         self.calls_in_fp32: list[bool] = []
         self.any_in_fp32 = False
+        self.bounded: set[int] = set()
         self.fp16_flops = 0
         self.index = 0
 
@@ -152,11 +156,21 @@ class SafeAttention:
         self.index = 0
         if self.calibration.calibrating:
             self.fp16_flops = 0
+            self.bounded.clear()
 
     def __call__(self, kernels: Kernels, q: torch.Tensor, k, v, heads: int, *args, **kwargs) -> torch.Tensor:
         """Run one attention with ComfyUI's arguments. Returns the dtype of ``q``, or fp16 where other results are."""
-        call = AttentionCall(q, k, v, heads, args, kwargs, kernels.fused)
         index, self.index = self.index, self.index + 1
+        if (
+            (args[0] if args else kwargs.get("mask")) is None
+            and not torch.compiler.is_compiling()
+            and index in self.bounded
+            and kernels.fused
+            and not kernels.foreign
+            and q.dtype is k.dtype is v.dtype is torch.float16
+        ):
+            return kernels.attention(q, k, v, heads, *args, **kwargs)
+        call = AttentionCall(q, k, v, heads, args, kwargs, kernels.fused)
         dtype = torch.float16 if self.calibration.results.allowed else q.dtype
         if self.calibration.calibrating:
             with self.calibration.hiding.pause():
@@ -166,7 +180,7 @@ class SafeAttention:
         call = call.in_dtype(torch.float16)
         if torch.compiler.is_compiling():
             self.range.record(call.largest())
-        else:
+        elif index not in self.bounded or not call.fused or call.is_masked():
             self.bounds[index].record_call(call)
         result = call.run(kernels.attention)
         if kernels.foreign:
@@ -191,7 +205,9 @@ class SafeAttention:
         if in_fp32 or result is None:
             return call.in_dtype(torch.float32).run(kernels.fp32)
         self.fp16_flops += flops
-        self.bounds[index].calibrate(call, amax_of_q, largest, most_of_q)
+        self.bounds[index].calibrate(call, amax_of_q, largest)
+        if most_of_q * MARGIN < FP16_MAX:
+            self.bounded.add(index)
         self.calibration.in_fp16 = True
         results.any_returned = results.any_returned or dtype == torch.float16
         return result

@@ -66,10 +66,8 @@ class AttentionCall(NamedTuple):
         return self.score_factor() * (MASK_FACTOR if self.is_masked() else 1.0)
 
     def is_masked(self) -> bool:
-        for mask in (*self.args, self.kwargs.get("mask")):  # a generator takes a call more in each attention
-            if isinstance(mask, torch.Tensor) and mask.is_floating_point():
-                return True
-        return False
+        masks = (mask for mask in (*self.args, self.kwargs.get("mask")) if isinstance(mask, torch.Tensor))
+        return any(mask.is_floating_point() for mask in masks)
 
     def score_bound(self) -> torch.Tensor:
         """Compute the largest number the scores can reach, 0-dim fp32."""
@@ -97,33 +95,29 @@ class AttentionBound(AttentionRange):
 
     A kernel that is fused has no such number but in q, k and v. Inf in v makes Inf or NaN of the result, and Inf in k
     either NaN or a score of -Inf, whose weight is the 0 that it should be. Of q it may leave zeros behind, so that the
-    amax of q is recorded, in one kernel, unless norms of the model bound it. With a mask that is added, or scores in
+    amax of q is recorded, in one kernel. With a mask that is added, or scores in
     fp16, the norms of the rows of q and k are recorded, and their product is bounded.
 
     ``factor``: of a score, the mask's included; ``limit``: the largest amax of q, which also keeps scores from becoming
-    coarse; ``by_norm``: record the norms; ``is_bounded``: no q can pass fp16's range.
+    coarse; ``by_norm``: record the norms.
     """
 
     width = 2
     factor = 1.0
     limit = 0.0
     by_norm = False
-    is_bounded = False
 
-    def calibrate(self, call: AttentionCall, amax_of_q: float, largest: float, most_of_q: float) -> None:
-        """Choose the numbers to record. ``largest``: the largest number of the attention; ``most_of_q``: the largest
-        that any input of the model makes of q."""
+    def calibrate(self, call: AttentionCall, amax_of_q: float, largest: float) -> None:
+        """Choose the numbers to record. ``largest``: the largest number of the attention."""
         self.device = call.q.device
         self.factor, self.by_norm = call.masked_factor(), not call.fused or call.is_masked()
-        self.is_bounded = most_of_q * MARGIN < FP16_MAX
         self.limit = min(math.sqrt(LARGEST_SCORE / largest), 2.0**HEADROOM_BITS) * amax_of_q
 
     def record_call(self, call: AttentionCall) -> None:
         """Record the numbers of an attention. A call may bring a mask, or another kernel, where the measured one had
         none: the larger factor counts."""
         if not (self.by_norm or not call.fused or call.is_masked()):
-            if not self.is_bounded:
-                self.record_amax(call.q)
+            self.record_amax(call.q)
             return
         if not self.by_norm:
             self.missed.any = True

@@ -17,7 +17,6 @@ from typing import TypeVar
 import torch
 
 from ..base.amax import amax
-from ..base.dtypes import FP16_MAX
 from ..base.nested import floats_in
 from ..base.oom import is_oom
 from ..base.patching import compile_disabled
@@ -186,7 +185,6 @@ class Calibration:
         self.flops.clear()
         self.operands.begin()
         self.results.begin()
-        self.hiding.begin()
         with compile_disabled(), self.hiding if self.in_fp16 else nullcontext():
             return call()
 
@@ -205,8 +203,6 @@ class Calibration:
                 self._buffers[device] = AmaxBuffer(ends[-1], device), placed
                 for first, proof in placed.items():
                     proof.entries = self._buffers[device][0].entries[first : first + proof.width]
-            for proof in proofs:
-                proof.least, proof.most = math.inf, -math.inf
             exponents = [proof.exponent for proof in proofs for _ in range(proof.width)]
             pairs = [[2.0**-exponent for exponent in exponents], [2.0**exponent for exponent in exponents]]
             self._buffers[device][0].scales.copy_(torch.tensor(pairs, dtype=torch.float32))
@@ -219,9 +215,7 @@ class Calibration:
         for buffer, proofs in self._buffers.values():
             records = buffer.read()
             for place in [place for place, record in enumerate(records) if record != NOTHING and place in proofs]:
-                proof = proofs[place]
-                if not proof.least <= records[place] <= proof.most:
-                    hold = self._is_held(proof, records[place : place + proof.width]) and hold
+                hold = self._is_held(proofs[place], records[place : place + proofs[place].width]) and hold
         return hold
 
     def _is_held(self, proof: Proof, numbers: list[float]) -> bool:
@@ -229,6 +223,4 @@ class Calibration:
         for each in (proof, *self.operands.sharing.get(proof, ())):  # type: ignore[call-overload]  # scales alone share
             each.largest = max(each.largest, magnitude)
             hold = each.holds(magnitude) and hold
-        if hold and 0 < magnitude < FP16_MAX and numbers[1:] in ([], [NOTHING]):
-            proof.least, proof.most = min(proof.least, numbers[0]), max(proof.most, numbers[0])
         return hold

@@ -60,6 +60,10 @@ class HidingCode(TorchDispatchMode):
         super().__init__()
         self.begin()
 
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        self.begin()
+
     def begin(self) -> None:
         self.paused = 0
         self.norms = NormBounds()

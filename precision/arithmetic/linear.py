@@ -67,7 +67,7 @@ class SafeOperation:
 
     ``scale``: how the operand is scaled, and what is proven of it. ``largest_fp16``: return fp16 while the result is
     proven to fit it and no larger than this when measured; None: always fp32. ``finite``: checks the result in every
-    later call, where model code may hide an overflow of the layer.
+    later call, where model code may hide an overflow of the layer. ``is_wide``: the device gives an fp32 result.
     """
 
     def __init__(
@@ -85,6 +85,7 @@ class SafeOperation:
         self.weights = weights
         self.largest_fp16 = largest_fp16
         self.finite: Proof | None = None
+        self.is_wide = False
 
     @property
     def observed_mode(self) -> str:
@@ -97,20 +98,22 @@ class SafeOperation:
 
     def __call__(self, input: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         """Run the layer on ``input``, of any float dtype; return fp32, or fp16 where that is proven."""
-        if self.calibration.calibrating:
+        calibration, scale = self.calibration, self.scale
+        if calibration.calibrating:
             return self._calibrate(input, *args, **kwargs)
-        if self.scale.in_fp32:
+        if scale.in_fp32:
             return self._in_fp32(input, *args, **kwargs)
-        operand, bias_dtype = self.calibration.operands.of(self.scale, input), torch.float16
-        if not self.scale.fits_result:
-            bias_dtype = None if self._is_wide(operand) else torch.float32
-        multiply = self._in_fp16 if self.calibration.by_layer else self._multiplied
+        operand = calibration.operands.of(scale, input)
+        bias_dtype = torch.float16 if scale.fits_result else None if self.is_wide else torch.float32
         weights = self.weights(self.module, operand, torch.float16, bias_dtype)
-        if isinstance(weights, tuple):  # a context takes three functions more in each layer of each call
-            result = multiply(operand, *weights, *args, **kwargs)
-        else:
+        multiply = self._in_fp16 if calibration.by_layer else self._multiplied
+        if not isinstance(weights, tuple):
             with weights as (weight, bias):
                 result = multiply(operand, weight, bias, *args, **kwargs)
+        elif scale.fits_result and self.kind == "linear" and not calibration.by_layer:
+            result = F.linear(operand, *weights)
+        else:
+            result = multiply(operand, *weights, *args, **kwargs)
         if self.finite is not None:
             self.finite.record_amax(self._column(result))
         return result
@@ -140,7 +143,7 @@ class SafeOperation:
             return multiplied(self.module, self.kind, operand, weight, bias, *args, **kwargs)
         # ``torch.mm`` with ``out_dtype`` has no derivative (torch 2.8 to 2.11).
         needs_gradient = torch.is_grad_enabled() and (operand.requires_grad or weight.requires_grad)
-        if not self._is_wide(operand):
+        if not self.is_wide:
             product = multiplied(self.module, self.kind, operand, weight, None, *args, **kwargs)
         elif is_emulated(operand.device) or needs_gradient:
             product = multiplied(self.module, self.kind, operand.float(), weight.float(), None, *args, **kwargs)
@@ -168,8 +171,7 @@ class SafeOperation:
         if spares:
             asked = torch.float32 if self.scale.in_fp32 else torch.float16
         plain = type(self.module.weight) in (torch.Tensor, torch.nn.Parameter)
-        self.scale.device = x.device
-        result = None
+        self.scale.device, self.is_wide, result = x.device, self._is_wide(x), None
         with self.calibration.measuring(), self.calibration.hiding.pause():
             with lent(self.weights(self.module, x, asked)) as (weight, bias):
                 half = weight.to(torch.float16)
@@ -200,7 +202,7 @@ class SafeOperation:
         self.scale.in_fp32 = self.scale.in_fp32 or not SMALLEST_WEIGHT <= of_weight < math.inf
         if self.scale.in_fp32:
             return most
-        self.scale.calibrate(magnitude, 1.0 if self._is_wide(x) else max(1.0, row_sum))
+        self.scale.calibrate(magnitude, 1.0 if self.is_wide else max(1.0, row_sum))
         if self.largest_fp16 is not None and self.calibration.results.allowed:
             self.scale.prove_result(magnitude, max(1.0, row_sum), *of_bias or [0.0])
         return most

@@ -4,7 +4,6 @@ that are given the same tensor."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 
@@ -143,16 +142,6 @@ def converts_results(device: torch.device) -> bool:
     return device.type in ("cpu", "cuda")
 
 
-@dataclass(slots=True)
-class MadeOperand:
-    """Hold the last operand with its tensor and scale, and the number of layers still to take the operand."""
-
-    x: torch.Tensor
-    scale: OperandScale
-    operand: torch.Tensor
-    left: int = 0
-
-
 class SharedOperands:
     """Make the operands of a model's operations.
 
@@ -162,18 +151,21 @@ class SharedOperands:
     """
 
     def __init__(self) -> None:
-        self._made: MadeOperand | None = None
-        self._calls: dict[OperandScale, int] = {}
-        self._first: dict[OperandScale, OperandScale] = {}
-        self.sharing: dict[OperandScale, list[OperandScale]] = {}
+        self.begin()
 
     def begin(self) -> None:
         """Start a call that calibrates: who shares an operand is found out anew."""
-        self._made, self._calls, self._first, self.sharing = None, {}, {}, {}
+        self._calls: dict[OperandScale, int] = {}
+        self._first: dict[OperandScale, OperandScale] = {}
+        self.sharing: dict[OperandScale, list[OperandScale]] = {}
+        self.end()
 
     def end(self) -> None:
         """Let go of the call's tensors."""
-        self._made = None
+        self._x: torch.Tensor | None = None
+        self._operand: torch.Tensor | None = None
+        self._scale: OperandScale | None = None
+        self._left = 0
 
     def of(self, scale: OperandScale, x: torch.Tensor) -> torch.Tensor:
         """Return ``x`` in fp16, scaled, and recorded where watched; a compiled graph does so in the kernel it has."""
@@ -181,35 +173,34 @@ class SharedOperands:
             operand = scale.scaled(x)
             scale.record_operand(x, operand)
             return operand
-        made = self._made
-        alike = made is not None and made.x is x and made.scale.exponent == scale.exponent
-        if alike and self._first.get(scale) is made.scale:
-            made.left -= 1
-            if not made.left:
-                self._made = None
-            return made.operand
+        if self._x is x and self._first.get(scale) is self._scale and self._scale.exponent == scale.exponent:
+            operand, self._left = self._operand, self._left - 1
+            if not self._left:
+                self._x = self._operand = None
+            return operand
         operand = scale.scaled_eagerly(x)
         if scale.gain is None:
             scale.missed.any = True
         elif scale.is_watched:
             scale.record_operand(x, operand)
-        takers = self.sharing.get(scale)
-        self._made = MadeOperand(x, scale, operand, len(takers)) if takers else None
+        if takers := self.sharing.get(scale):
+            self._x, self._scale, self._operand, self._left = x, scale, operand, len(takers)
+        elif self._x is not None:
+            self._x = self._operand = None
         return operand
 
     def measured(self, scale: OperandScale, x: torch.Tensor) -> torch.Tensor:
         """Return ``x`` in fp16, scaled, in a call that calibrates."""
-        operand, made = scale.scaled_eagerly(x), self._made
+        operand, first = scale.scaled_eagerly(x), self._scale
         self._calls[scale] = self._calls.get(scale, 0) + 1
-        if self._calls[scale] == 1 and made is not None and made.x is x and _is_same(made, scale, operand):
-            self._first[scale] = made.scale
-            self.sharing.setdefault(made.scale, []).append(scale)
+        if self._calls[scale] == 1 and self._x is x and first is not scale and self._is_same(scale, operand):
+            self._first[scale] = first
+            self.sharing.setdefault(first, []).append(scale)
         else:
             self._first.pop(scale, None)
-            self._made = MadeOperand(x, scale, operand)
+            self._x, self._scale, self._operand = x, scale, operand
         return operand
 
-
-def _is_same(made: MadeOperand, scale: OperandScale, operand: torch.Tensor) -> bool:
-    in_one_block = made.scale is not scale and block_of(made.scale.name) == block_of(scale.name)
-    return in_one_block and made.scale.exponent == scale.exponent and torch.equal(made.operand, operand)
+    def _is_same(self, scale: OperandScale, operand: torch.Tensor) -> bool:
+        in_one_block = block_of(self._scale.name) == block_of(scale.name)
+        return in_one_block and self._scale.exponent == scale.exponent and torch.equal(self._operand, operand)

@@ -107,7 +107,6 @@ class Proof:
     before (``hiding.py``).
 
     ``exponent``: its operand is multiplied by ``2**-exponent``. ``largest``: the largest magnitude of all calls so far.
-    ``least``, ``most``: numbers that held since it was measured; so does a number between them.
     ``device``: where the operation was measured, None before. ``entries``: its records there. ``missed``: the
     calibration's. ``below``: the magnitude from which on the proof does not hold.
     """
@@ -120,7 +119,6 @@ class Proof:
         self.below = below
         self.exponent: float = 0
         self.largest = 0.0
-        self.least, self.most = math.inf, -math.inf
         self.device: torch.device | None = None
         self.entries: list[Entry] = []
         self.missed = Missed()

@@ -16,18 +16,17 @@ Patch = tuple[object, str, Any]
 def patched(patches: Iterable[Patch]) -> Iterator[None]:
     """Set ``(module, attribute, value)`` on modules, or other objects, for as long as the context lasts.
 
-    Goes past ``nn.Module.__setattr__`` and makes no object for a patch: this runs around every model call, for every
-    layer.
+    Goes past ``nn.Module.__setattr__``, and over the patches once: this runs around every model call, for every layer.
     """
-    patches = list(patches)
-    places = [module.__dict__ for module, _, _ in patches]
-    before = [place.get(name, _ABSENT) for place, (_, name, _) in zip(places, patches, strict=True)]
+    before = []
     try:
-        for place, (_, name, value) in zip(places, patches, strict=True):
+        for module, name, value in patches:
+            place = module.__dict__
+            before.append((place, name, place.get(name, _ABSENT)))
             place[name] = value
         yield
     finally:
-        for place, (_, name, _), value in zip(places, patches, before, strict=True):
+        for place, name, value in reversed(before):
             if value is _ABSENT:
                 place.pop(name, None)
             else:

@@ -87,11 +87,6 @@ def is_checked(setting: str, step: int, seen: Collection[int]) -> bool:
     return step % every == 0 if every else step == 0
 
 
-def arithmetic_named(mode: str) -> str:
-    """Name the arithmetic of a layer's mode, as ``THRESHOLDS`` does."""
-    return ARITHMETIC_OF.get(mode, mode)
-
-
 def coarsest(arithmetics: Iterable[str]) -> str:
     """Return the arithmetic of a model: the one among its layers' that is expected to be the farthest from fp32."""
     finest_first = list(THRESHOLDS)

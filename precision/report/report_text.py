@@ -71,8 +71,10 @@ def _layers(layers: list[dict]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(HEADINGS, *(_cells(setup) for setup in setups), strict=True)]
     lines = [_row(f"Layers ({len(layers)})", HEADINGS, widths)]
     for setup, names in setups.items():
-        for group in grouped(names, totals):
-            lines += _layer_lines(group, _cells(setup), widths)
+        for name in grouped(names, totals):
+            fits = len(name) + 3 <= WIDTH - sum(widths) - len(widths)
+            lines += [] if fits else [f"  {name}"]
+            lines.append(_row(f"  {name}" if fits else "", _cells(setup), widths))
         lines += wrapped(setup[-1], "      ")
     return lines
 
@@ -84,11 +86,6 @@ def _cells(setup: tuple) -> list[str]:
 def _row(name: str, cells: Iterable[str], widths: Sequence[int]) -> str:
     columns = " ".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True))
     return f"{name:<{WIDTH - len(columns)}}{columns}".rstrip()
-
-
-def _layer_lines(name: str, cells: Sequence[str], widths: Sequence[int]) -> list[str]:
-    fits = len(name) + 3 <= WIDTH - sum(widths) - len(widths)
-    return [_row(f"  {name}", cells, widths)] if fits else [f"  {name}", _row("", cells, widths)]
 
 
 def _kept(report: dict) -> list[str]:

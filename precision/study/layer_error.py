@@ -103,7 +103,8 @@ def output_error(module: torch.nn.Module, x: torch.Tensor, weight, bias, candida
         error = candidate.error(module, x, part.float(), part_bias, largest, exact)
         signals.append(_by_channel(module, exact))
         noises.append(_by_channel(module, error))
-        random.append(_random_power(module, x, part.float()))
+        squares = x.square().sum(0, keepdim=True) if part.dim() == 2 else x.square()
+        random.append(_by_channel(module, multiply(module, squares, part.float().square(), None).sqrt()))
     signal, noise = torch.cat(signals), torch.cat(noises)
     whole = decibels(noise.sum().item(), signal.sum().item())
     if not math.isfinite(whole):
@@ -123,8 +124,3 @@ def _pieces(module: torch.nn.Module, weight: torch.Tensor, bias) -> Iterator[tup
 def _by_channel(module: torch.nn.Module, output: torch.Tensor) -> torch.Tensor:
     channel = -1 if module.weight.dim() == 2 else 1
     return output.square().transpose(0, channel).flatten(1).sum(1)
-
-
-def _random_power(module: torch.nn.Module, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    squares = x.square().sum(0, keepdim=True) if weight.dim() == 2 else x.square()
-    return _by_channel(module, multiply(module, squares, weight.square(), None).sqrt())

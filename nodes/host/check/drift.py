@@ -198,7 +198,7 @@ def _arithmetic(patcher: ModelPatcher, guarded: Guarded) -> str:
     modes = observed_modes_of(patcher)
     sums = layer_accumulation(patcher)
     modes |= {name: FP16_ACC16.name for name, (kind, _) in sums.items() if kind == "fp16" and name in modes}
-    found = {drift.arithmetic_named(mode) for mode in [guarded.stream, *(modes[name] for name in guarded.modes)]}
+    found = {drift.ARITHMETIC_OF.get(mode, mode) for mode in [guarded.stream, *(modes[name] for name in guarded.modes)]}
     kernels = kernels_of(patcher, modes).items()
     other = any(kernel != DEQUANTIZED and modes[name] not in QUANTIZED_OPS for name, kernel in kernels)
     return drift.coarsest(found | ({"4-bit products"} if other else set()))

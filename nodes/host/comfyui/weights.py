@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, TypeAlias
 import comfy.ops
 import torch
 import torch.nn.functional as F
-from torch.nn import Parameter
 from comfy.quant_ops import QuantizedTensor
+from torch.nn import Parameter
 
 from ....precision.arithmetic.linear import Provided, WeightProvider, kind_of
 from ....precision.base.patching import Patch, SharedScope, patched
@@ -159,13 +159,14 @@ def core_weights(
     """Provide a module's weight in ``dtype`` and its bias in ``bias_dtype``, as ``WeightProvider`` says: torch's own
     cast of the parameters where they lie ready, else ``cast_weights``.
 
-    ComfyUI's cast takes longer on the host than a small matmul does on a GPU.
+    ComfyUI's cast takes longer on the host than a small matmul does on a GPU. What needs no cast does not ask for an
+    interrupt: the norms between such layers do.
     """
     parameters = module._parameters
     weight, bias = parameters.get("weight"), parameters.get("bias")
     plain = type(weight) is Parameter
-    if plain and weight.dtype is dtype and (bias is None or bias.dtype is bias_dtype) and lie_ready(module, weight, bias, x):
-        comfy.ops.run_every_op()
+    needs_no_cast = plain and weight.dtype is dtype and (bias is None or bias.dtype is (bias_dtype or dtype))
+    if needs_no_cast and lie_ready(module, weight, bias, x):
         return weight, bias
     if dtype is None:
         dtype = _dtype_to_measure(module)

@@ -17,9 +17,9 @@ from ..replay.call import Call
 _parts: weakref.WeakKeyDictionary[torch.nn.Module, list[weakref.ref]] = weakref.WeakKeyDictionary()
 OVERRIDE = "optimized_attention_override"
 ATTENTION_PATCHES = {"attn1_output_patch", "attn2_output_patch", "attn1", "attn2"}
-EXACT = ("attention_pytorch", "attention_basic", "attention_split", "attention_sub_quad")
-"""ComfyUI's attentions that neither quantize nor keep sums in fp16."""
 UNFUSED = ("attention_basic", "attention_split", "attention_sub_quad")
+EXACT = ("attention_pytorch", *UNFUSED)
+"""ComfyUI's attentions that neither quantize nor keep sums in fp16, and so keep fp32."""
 
 
 def overridden(options: dict, run: Callable) -> dict:
@@ -116,15 +116,13 @@ def scores_in_fp32(function: Callable, attention: Callable, *args, **kwargs) -> 
 
 def kernels_of(function: Callable, attention: Callable) -> Kernels:
     """Describe an attention of ComfyUI's, ``function``, in whose place ``attention`` would run."""
-    foreign = attention is not function or function.__name__ not in EXACT
-    return Kernels(attention, full_precision_attention(function), function.__name__ not in UNFUSED, foreign)
+    name, fp32 = function.__name__, full_precision_attention(function)
+    return Kernels(attention, fp32, name not in UNFUSED, attention is not function or name not in EXACT)
 
 
 def full_precision_attention(function: Callable) -> Callable:
     """Return an attention that keeps fp32: itself, or ComfyUI's default for a kernel of 16 bit or less."""
-    if function.__name__ in (*UNFUSED, "attention_pytorch"):
-        return function
-    return comfy.ldm.modules.attention.attention_pytorch
+    return function if function.__name__ in EXACT else comfy.ldm.modules.attention.attention_pytorch
 
 
 def in_one_dtype(attention: Callable, q, k, v, *args, **kwargs) -> torch.Tensor:

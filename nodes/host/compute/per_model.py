@@ -78,13 +78,12 @@ class PerModel(Generic[Run]):
 
     def _found(self, model: torch.nn.Module) -> Run:
         runs, state = self._runs.setdefault(model, []), self._state(model)
-        index = next((i for i, kept in enumerate(runs) if kept.state == state and _is_as_made(kept.run)), None)
-        kept = _Kept(state, self._make(model)) if index is None else runs.pop(index)
+        alike = (kept for kept in runs if kept.state == state and kept.run.forwards == forwards_on(kept.run.modules))
+        kept = next(alike, None) or _Kept(state, self._make(model))
         if model.current_patcher is not None:  # detached from its last patcher, as between two prompts
             kept.branches.add(self._branch(model.current_patcher))
             kept.device = str(model.current_patcher.load_device)
-        runs.insert(0, kept)
-        del runs[KEPT:]
+        runs[:] = [kept, *(each for each in runs if each is not kept)][:KEPT]
         return kept.run
 
     def last(self, model: torch.nn.Module) -> Run | None:
@@ -124,10 +123,6 @@ def forwards_on(modules: dict[str, torch.nn.Module]) -> list[int]:
     in bypass mode (comfy/weight_adapter/bypass.py)."""
     exchanged = [module for module in modules.values() if "forward" in module.__dict__]
     return [id(module.__dict__["forward"]) for module in exchanged if has_own_forward(module)]
-
-
-def _is_as_made(run: ModelRun) -> bool:
-    return run.forwards == forwards_on(run.modules)
 
 
 def hooks_of(patcher) -> weakref.ref | None:

@@ -66,7 +66,10 @@ def look_at_results(patcher: "ModelPatcher") -> None:
     if guard and guard.on_nan != OFF:
         return
     if guard:
-        _take_off(patcher)
+        for kind in (WrappersMP.APPLY_MODEL, WrappersMP.OUTER_SAMPLE):
+            for key in (GUARD, GUARDED_LAYERS):
+                patcher.remove_wrappers_with_key(kind, key)
+        del patcher.attachments[GUARD]
     if compute and compute.fallback:
         _put(patcher, Guard(OFF, 0, running_node_id()))
 
@@ -76,13 +79,6 @@ def _put(patcher: "ModelPatcher", guard: "Guard") -> None:
     set_wrapper(patcher, GUARDED_LAYERS, guard.inside)
     set_wrapper(patcher, GUARD, guard.sampling, WrappersMP.OUTER_SAMPLE)
     patcher.set_attachments(GUARD, guard)
-
-
-def _take_off(patcher: "ModelPatcher") -> None:
-    for kind in (WrappersMP.APPLY_MODEL, WrappersMP.OUTER_SAMPLE):
-        for key in (GUARD, GUARDED_LAYERS):
-            patcher.remove_wrappers_with_key(kind, key)
-    del patcher.attachments[GUARD]
 
 
 def guard_of(patcher) -> "Guard | None":

@@ -66,7 +66,8 @@ def _runs_in(model: ModelPatcher, plan: ComputePlan, reason: str) -> str:
 
 
 def _on_loaded(patcher: ModelPatcher, plan: ComputePlan, facts: ModelFacts, rules: Rules) -> ComputePlan:
-    return on_loaded(plan, facts, rules, _foreign(patcher), name_of(activation_dtype(patcher)))
+    foreign = {name: type(module).__module__ for name, module in layers_of(patcher) if not only_multiplies(module)}
+    return on_loaded(plan, facts, rules, foreign, name_of(activation_dtype(patcher)))
 
 
 def _planned(patcher: ModelPatcher, plan: ComputePlan) -> ModelPatcher:
@@ -77,8 +78,3 @@ def _planned(patcher: ModelPatcher, plan: ComputePlan) -> ModelPatcher:
     look_at_results(clone)
     keep_low_rank_unmerged(clone)
     return clone
-
-
-def _foreign(patcher: ModelPatcher) -> dict[str, str]:
-    """Map layers that do more than cast and multiply, as another loader's do, to the Python module of their class."""
-    return {name: type(module).__module__ for name, module in layers_of(patcher) if not only_multiplies(module)}

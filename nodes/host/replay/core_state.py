@@ -4,7 +4,6 @@ import random
 from collections.abc import Iterator
 from types import CellType, FunctionType, MethodType
 
-import numpy
 import torch
 
 from ....precision.base.nested import leaves
@@ -14,7 +13,7 @@ DATA = (torch.Tensor, bool, int, float, str, dict, list, type(None))
 
 
 class CoreState:
-    """Python's and numpy's random numbers, and what objects and functions of ComfyUI's nodes in a call's options keep:
+    """Python's random numbers, and what objects and functions of ComfyUI's nodes in a call's options keep:
     EasyCache, LazyCache, Self-Attention Guidance.
 
     A ControlNet's lists and the prefix cache of Qwen-Image 2.1 are ``call.Call``'s own affair, torch's random numbers
@@ -22,14 +21,13 @@ class CoreState:
     """
 
     def __init__(self, options: dict):
-        self._random_numbers = random.getstate(), numpy.random.get_state()
+        self._random_numbers = random.getstate()
         found = [value for _, value in leaves(options) if type(value) not in DATA]
         self._objects = [(each, copied(vars(each))) for each in found if _is_core_object(each)]
         self._cells = [(cell, copied(cell.cell_contents)) for each in found for cell in _core_cells(each)]
 
     def put_back(self) -> None:
-        random.setstate(self._random_numbers[0])
-        numpy.random.set_state(self._random_numbers[1])
+        random.setstate(self._random_numbers)
         for each, attributes in self._objects:
             vars(each).clear()
             vars(each).update(copied(attributes))

@@ -99,7 +99,7 @@ def test_a_bound_that_is_passed_is_compiled_once_and_repeated_once(comfy, plain,
     for _ in range(2):
         families.replay(bounded, call)
     run, graphs = run_of(bounded), counters["stats"]["unique_graphs"]
-    run.attention.scores.below = run.attention.scores.most = 1e-6  # as if no number above had held yet
+    run.attention.scores.below = 1e-6
     monkeypatch.setattr(attention_bounds, "LARGEST_SCORE", 1e-6)
     for _ in range(4):
         operands.clear()

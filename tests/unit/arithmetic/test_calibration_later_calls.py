@@ -11,6 +11,8 @@ from halfsafe.precision.base.dtypes import FP16_MAX
 from support.measures import relative_error
 from support.plain_weights import plain_weights
 
+kitchen = pytest.importorskip("comfy_kitchen")
+
 HIDDEN = {
     "tanh": torch.tanh,
     "sigmoid": torch.sigmoid,
@@ -135,6 +137,69 @@ def test_an_element_of_an_attention_that_overflows_later_changes_no_result(which
     for size in (FP16_MAX * 1.01, 1e6):
         given[which][0, 2, 5] = sign * size
         assert relative_error(sdpa(*given.values(), 2), calibration.run(call)) < 2e-3
+
+
+TURNS = torch.eye(2).expand(1, 6, 1, 16, 2, 2)
+BOUNDED = {
+    "a norm": lambda x: F.layer_norm(x, (32,)),
+    "a norm with a weight and a bias": lambda x: F.layer_norm(x, (32,), torch.full((32,), 100.0), torch.ones(32)),
+    "a mean square's": lambda x: F.rms_norm(x, (32,), torch.ones(32)),
+    "two norms": lambda x: torch.cat([F.rms_norm(x[:, :2], (32,)), F.layer_norm(x[:, 2:], (32,))], 1),
+    "rotated": lambda x: kitchen.apply_rope1(F.rms_norm(x, (32,)).view(1, 6, 1, 32), TURNS).view(1, 6, 32),
+}
+UNBOUNDED = {
+    "scaled": lambda x, loud: F.layer_norm(x, (32,)) * loud,
+    "in place": lambda x, loud: F.layer_norm(x, (32,)).mul_(loud),
+    "a view in place": lambda x, loud: _written(F.layer_norm(x, (32,)), lambda q: q.view(-1)[5::32].mul_(loud[5])),
+    "into it": lambda x, loud: _written(F.layer_norm(x, (32,)), lambda q: torch.mul(q, loud, out=q)),
+    "one norm of two": lambda x, loud: torch.cat([F.layer_norm(x, (32,)), x * loud], 1),
+    "by no rotation": lambda x, loud: kitchen.apply_rope1((x * loud).view(1, 6, 1, 32), TURNS).view(1, 6, 32),
+}
+
+
+def _written(q, write):
+    write(q)
+    return q
+
+
+def later(query, monkeypatch):
+    """Attention to ``query()``, measured, and the tensors that its later calls look at."""
+    calibration, looked, norm = Calibration(), [], torch.linalg.vector_norm
+    attention, calibration.in_fp16 = SafeAttention(calibration), True  # as layers beside it make it
+    k = torch.randn(1, 12, 32).abs()
+
+    def call():
+        attention.begin()
+        return attention(Kernels(sdpa, sdpa), query(), k, k, 2)
+
+    with torch.inference_mode():
+        calibration.run(call)
+        monkeypatch.setattr(torch.linalg, "vector_norm", lambda x, *args, **kwargs: looked.append(x.shape) or norm(x, *args, **kwargs))
+    return lambda: calibration.run(call), looked, lambda: sdpa(query(), k, k, 2)
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+def test_a_query_that_norms_bound_is_not_looked_at(name, monkeypatch):
+    x = torch.randn(1, 6, 32)
+    run, looked, expected = later(lambda: BOUNDED[name](x), monkeypatch)
+    with torch.inference_mode():
+        x[0, 2, 5] = 1e15
+        result = run()
+        assert len(looked) == 1, "the result"
+        assert relative_error(expected(), result) < 2e-3
+
+
+@pytest.mark.parametrize("name", UNBOUNDED)
+def test_a_query_that_overflows_behind_its_norm_changes_no_result(name, monkeypatch):
+    """All keys have the sign in its channel that leaves zeros behind."""
+    x, loud = torch.randn(1, 6, 32), torch.ones(32)
+    x[..., 5] = -3.0
+    run, looked, expected = later(lambda: UNBOUNDED[name](x, loud), monkeypatch)
+    with torch.inference_mode():
+        loud[5] = 1e6
+        result = run()
+        assert len(looked) > 2, "measured again"
+        assert relative_error(expected(), result) < 2e-3
 
 
 def overflows(q, k, v, heads, **kwargs):

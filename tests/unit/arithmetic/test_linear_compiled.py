@@ -49,6 +49,7 @@ def safe(module, calibration, wide=None):
             operation = SafeOperation(layer, calibration.scale(name), calibration, plain_weights)
             if wide is not None:
                 operation._is_wide = lambda x: wide
+            operation.is_wide = operation._is_wide(layer.weight)
             layer.forward = operation.__call__
     return module
 
