@@ -39,7 +39,8 @@ def main() -> int:
     from support.tiny_models import small_sizes
 
     torch.set_num_threads(1)
-    with small_sizes(), as_nvidia():
+    # Decided as on an NVIDIA card: on a CPU ``auto`` is fp32.
+    with small_sizes(), mock.patch.dict(os.environ, HALFSAFE_DEVICE_PROFILE="sm_86"):
         rows = [row for name in args.models for weights in args.weights for row in _rows(comfy, name, weights)]
     named = {", ".join(row[key] for key in ("model", "weights", "setting")): row for row in rows}
     targets = {name: reporting.target(row["to_core"], TARGETS[row["setting"]]) for name, row in named.items()}
@@ -115,16 +116,6 @@ def cores_own(path, dtype):
     if dtype != torch.float16:
         model.set_model_compute_dtype(torch.float16)
     return model
-
-
-@contextlib.contextmanager
-def as_nvidia() -> Iterator[None]:
-    """Decide as on an NVIDIA card: on a CPU ``auto`` is fp32."""
-    os.environ["HALFSAFE_DEVICE_PROFILE"] = "sm_86"
-    try:
-        yield
-    finally:
-        del os.environ["HALFSAFE_DEVICE_PROFILE"]
 
 
 @contextlib.contextmanager

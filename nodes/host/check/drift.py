@@ -8,10 +8,10 @@ import functools
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
 import comfy.model_management
 import torch
+from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 
 from ....precision.base.modes import FP16_ACC16, FP32
@@ -36,9 +36,6 @@ from ..replay.call import Call
 from ..replay.code_owner import packs_on
 from ..replay.core_state import CoreState
 from ..replay.model_compiler import compiler_off
-
-if TYPE_CHECKING:
-    from comfy.model_patcher import ModelPatcher
 
 logger = logging.getLogger("halfsafe")
 OTHER_DEVICES = "The model runs on several devices side by side, whose calls share torch's flags."

@@ -109,8 +109,7 @@ def dequantizes_any_format(layer: Layer) -> bool:
 
 
 def lie_ready(layer: Layer, weight: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor) -> bool:
-    """Tell whether a layer's parameters are on its input's device, and ComfyUI does nothing to them at a call but a
-    cast."""
+    """Tell whether a layer's parameters are on its input's device, and ComfyUI does nothing to them but cast them."""
     device = x.get_device()  # a number is compared in half of the time of a ``torch.device``
     if weight.get_device() != device or (bias is not None and bias.get_device() != device):
         return False

@@ -5,17 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 import comfy.model_management
+from comfy.model_base import BaseModel
+from comfy.model_patcher import ModelPatcher
 
 from ....precision.base.oom import is_oom as is_oom_of_torch
 from ....precision.base.patching import patched
 from .attributes import EXTRA_CONDITIONS, TEXT_ADAPTER
-
-if TYPE_CHECKING:
-    from comfy.model_base import BaseModel
-    from comfy.model_patcher import ModelPatcher
 
 COMPILE_KWARGS = "torch_compile_kwargs"
 Make = Callable[[], dict]

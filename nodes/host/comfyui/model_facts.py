@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import inspect
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import comfy.quant_ops
 import torch
+from comfy.model_patcher import ModelPatcher
 
 from ....precision.base.dtypes import name_of
 from ....precision.formats.registry import FORMAT_OF_STORAGE, FORMATS, Format, format_of
 from ....precision.plan.facts import LayerSpec, ModelFacts, most
 from .layers import layers_of
-
-if TYPE_CHECKING:
-    from comfy.model_patcher import ModelPatcher
 
 PACKED = "packed"
 """The storage of weights that another loader keeps as bytes in a format of its own."""

@@ -3,11 +3,12 @@
 import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import comfy.ops
 import torch
 import torch.nn.functional as F
+from comfy.model_patcher import ModelPatcher
 from comfy.quant_ops import QuantizedTensor
 from torch.nn import Parameter
 
@@ -26,9 +27,6 @@ from .attributes import (
 )
 from .kernels import is_plain_fp8, unpacked_fp8
 from .layers import is_quantized
-
-if TYPE_CHECKING:
-    from comfy.model_patcher import ModelPatcher
 
 CAST_PARAMETERS = inspect.signature(comfy.ops.cast_bias_weight).parameters
 PATCHES_IN_FP32 = {"compute_dtype": torch.float32} if "compute_dtype" in CAST_PARAMETERS else {}
@@ -103,7 +101,7 @@ def calling_layers(modules: Iterable[torch.nn.Module]) -> contextlib.AbstractCon
     return _input_act
 
 
-def ask_for_plain_products(patcher: "ModelPatcher") -> None:
+def ask_for_plain_products(patcher: ModelPatcher) -> None:
     """Make the quantized layers of a patcher's model dequantize their weights for as long as it is loaded."""
     for name, module in patcher.model.named_modules():
         if is_quantized(module) and hasattr(module, PRODUCT):
@@ -157,10 +155,9 @@ def core_weights(
     module: torch.nn.Module, x: torch.Tensor, dtype: Dtype, bias_dtype: Dtype = torch.float32
 ) -> Provided:
     """Provide a module's weight in ``dtype`` and its bias in ``bias_dtype``, as ``WeightProvider`` says: torch's own
-    cast of the parameters where they lie ready, else ``cast_weights``.
+    cast of the parameters where they lie ready, else ``cast_weights``, which takes longer than a small matmul does.
 
-    ComfyUI's cast takes longer on the host than a small matmul does on a GPU. What needs no cast does not ask for an
-    interrupt: the norms between such layers do.
+    What needs no cast does not ask for an interrupt: the norms between such layers do.
     """
     parameters = module._parameters
     weight, bias = parameters.get("weight"), parameters.get("bias")

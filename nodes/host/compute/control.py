@@ -8,21 +8,18 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import comfy.utils
 import torch
+from comfy.controlnet import ControlNet
+from comfy.model_patcher import ModelPatcher
 
 from ....precision.base.patching import Patch, patched
+from ....precision.plan.compute import ComputePlan
 from ..comfyui.attributes import casting, set_control_dtype, weight_state
 from .attention import OVERRIDE, overridden
 from .executor import Compute, set_compute
-
-if TYPE_CHECKING:
-    from comfy.controlnet import ControlNet
-    from comfy.model_patcher import ModelPatcher
-
-    from ....precision.plan.compute import ComputePlan
 
 OPTIONS = "transformer_options"
 

@@ -3,9 +3,9 @@
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
+from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 
 from ....precision.base.modes import INT8
@@ -21,9 +21,6 @@ from .attention import attending, fuses_by_default, has_attention_patch, scores_
 from .per_model import PerModel
 from .planned_model import PlannedModel, in_fp32
 from .ruled_attention import NO_ATTENTION, NO_BLOCK, blocks_of, outermost
-
-if TYPE_CHECKING:
-    from comfy.model_patcher import ModelPatcher
 
 LISTED = 3
 FAILED_ONCE = (
@@ -122,13 +119,13 @@ class Compute:
 
         return run.call(call, planned)
 
-    def planned_modes(self, patcher: "ModelPatcher") -> dict[str, str]:
+    def planned_modes(self, patcher: ModelPatcher) -> dict[str, str]:
         """Return layer -> planned mode; what layers cannot do is known from the first call on."""
         run = self.runs.last_of(patcher)
         modes = {name: decision.mode for name, decision in self.plan.decisions.items()}
         return modes | run.layers.planned_modes() if run else modes
 
-    def observed_modes(self, patcher: "ModelPatcher") -> dict[str, str]:
+    def observed_modes(self, patcher: ModelPatcher) -> dict[str, str]:
         """Return layer -> mode, as found in the calls made so far; planned before that."""
         run, adapter = self.runs.last_of(patcher), self.adapters.last_of(patcher)
         modes = self.planned_modes(patcher) | (run.layers.observed_modes() if run else {})
@@ -137,7 +134,7 @@ class Compute:
         ran = adapter.calibration.flops
         return modes | {name: mode for name, mode in adapter.layers.observed_modes().items() if ran[name]}
 
-    def modes_by_device(self, patcher: "ModelPatcher") -> dict[str, dict[str, str]]:
+    def modes_by_device(self, patcher: ModelPatcher) -> dict[str, dict[str, str]]:
         """Return device -> layer -> mode, as found in the calls of each device that made some (MultiGPU)."""
         return {device: run.layers.observed_modes() for device, run in self.runs.by_device(patcher).items()}
 
@@ -162,17 +159,17 @@ class Compute:
         uncast = self.plan.is_safe and cast_dtype(model) != torch.float32
         return [*in_fp32(model), *run.patches, *run.casting] if uncast else run.patches
 
-    def ranges(self, patcher: "ModelPatcher") -> dict[str, float]:
+    def ranges(self, patcher: ModelPatcher) -> dict[str, float]:
         """Return layer -> the largest magnitude of its operands, of the layers that met any."""
         run = self.runs.last_of(patcher)
         return run.calibration.largest() if run else {}
 
-    def attention_in_fp32(self, patcher: "ModelPatcher") -> list[str]:
+    def attention_in_fp32(self, patcher: ModelPatcher) -> list[str]:
         """List the blocks whose attention ran in fp32 by a rule in the calls made so far."""
         run = self.runs.last_of(patcher)
         return outermost(run.ruled.ran_in) if run else []
 
-    def idle_attention_rules(self, patcher: "ModelPatcher") -> Iterator[tuple[str, str]]:
+    def idle_attention_rules(self, patcher: ModelPatcher) -> Iterator[tuple[str, str]]:
         """Yield (rule, reason) for the rules on attention that match no block, or only blocks that made none."""
         blocks, run = blocks_of(self.plan.attention, modules_of(patcher.model)), self.runs.last_of(patcher)
         for rule in self.plan.attention:
@@ -182,13 +179,13 @@ class Compute:
             elif run and not any(rule in rules for rules in run.ruled.ran_in.values()):
                 yield str(rule), NO_ATTENTION.format(", ".join(matched[:LISTED]))
 
-    def notes(self, patcher: "ModelPatcher") -> list[str]:
+    def notes(self, patcher: ModelPatcher) -> list[str]:
         """List the notes of the plan, on an error of model code that a repeat did not meet, and on short memory."""
         run = self.runs.last_of(patcher)
         error, spares = (run.calibration.error, run.calibration.spares_memory) if run else ("", False)
         return [*self.plan.notes, *([FAILED_ONCE.format(error)] if error else []), *([SPARED] if spares else [])]
 
-    def fp16_share_text(self, patcher: "ModelPatcher") -> str:
+    def fp16_share_text(self, patcher: ModelPatcher) -> str:
         """Say in one line what share of the matmul FLOPs has fp16 operands; empty before a call and without any."""
         run = self.runs.last_of(patcher)
         total = sum(run.calibration.flops.values()) if run else 0

@@ -5,18 +5,16 @@ import itertools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
+from comfy.model_patcher import ModelPatcher
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ....precision.base.nested import tensors_in
 from ..comfyui.attributes import weight_state
 from ..comfyui.weights import has_own_forward
 from .attention import OVERRIDE
-
-if TYPE_CHECKING:
-    from comfy.model_patcher import ModelPatcher
 
 KEPT = 4
 
@@ -56,7 +54,7 @@ class PerModel(Generic[Run]):
     """
 
     def __init__(
-        self, make: Callable[[torch.nn.Module], Run], settings: Callable[["ModelPatcher"], tuple] = lambda _: ()
+        self, make: Callable[[torch.nn.Module], Run], settings: Callable[[ModelPatcher], tuple] = lambda _: ()
     ):
         self._make = make
         self._settings = settings
@@ -91,24 +89,24 @@ class PerModel(Generic[Run]):
         runs = self._runs.get(model)
         return runs[0].run if runs else None
 
-    def last_of(self, patcher: "ModelPatcher") -> Run | None:
+    def last_of(self, patcher: ModelPatcher) -> Run | None:
         """Return the run of the last call made with a patcher or with a clone of its branch; None before any."""
         return next(iter(self.runs_of(patcher)), None)
 
-    def runs_of(self, patcher: "ModelPatcher") -> list[Run]:
+    def runs_of(self, patcher: ModelPatcher) -> list[Run]:
         """Return the runs of a patcher's branch, the last first; then of its clones on other devices (MultiGPU)."""
         return [kept.run for runs in self._by_device(patcher) for kept in runs]
 
-    def by_device(self, patcher: "ModelPatcher") -> dict[str, Run]:
+    def by_device(self, patcher: ModelPatcher) -> dict[str, Run]:
         """Return device -> the last run of a patcher's branch there, its own first."""
         return {runs[0].device: runs[0].run for runs in self._by_device(patcher) if runs}
 
-    def _by_device(self, patcher: "ModelPatcher") -> list[list[_Kept[Run]]]:
+    def _by_device(self, patcher: ModelPatcher) -> list[list[_Kept[Run]]]:
         branch, own = self._branch(patcher), self._runs.get(patcher.model, [])
         others = [runs for model, runs in list(self._runs.items()) if model is not patcher.model]
         return [[kept for kept in runs if branch in kept.branches] for runs in [own, *others]]
 
-    def _branch(self, patcher: "ModelPatcher") -> tuple:
+    def _branch(self, patcher: ModelPatcher) -> tuple:
         return *branch_of(patcher), *self._settings(patcher)
 
     def _state(self, model: torch.nn.Module) -> tuple:
@@ -133,10 +131,10 @@ def hooks_of(patcher) -> weakref.ref | None:
 
 _count = itertools.count()
 _numbers = WeakTensorKeyDictionary()
-_patches_known: weakref.WeakKeyDictionary["ModelPatcher", tuple] = weakref.WeakKeyDictionary()
+_patches_known: weakref.WeakKeyDictionary[ModelPatcher, tuple] = weakref.WeakKeyDictionary()
 
 
-def branch_of(patcher: "ModelPatcher") -> tuple[int, int]:
+def branch_of(patcher: ModelPatcher) -> tuple[int, int]:
     """Tell a patcher from the others of its model: by its weight patches and by the attention that was put on it.
 
     ComfyUI clones patchers in every node, so clones with the same of both are one branch.
@@ -145,7 +143,7 @@ def branch_of(patcher: "ModelPatcher") -> tuple[int, int]:
     return patches_of(patcher), id(override)
 
 
-def patches_of(patcher: "ModelPatcher") -> int:
+def patches_of(patcher: ModelPatcher) -> int:
     """Hash a patcher's weight patches by their tensors: with hooks ComfyUI assigns a ``patches_uuid`` per run."""
     known = _patches_known.get(patcher)
     if known is None or known[0] != patcher.patches_uuid:

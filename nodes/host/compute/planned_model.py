@@ -3,10 +3,10 @@
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
 
 import comfy.ldm.lumina.model
 import torch
+from comfy.model_patcher import ModelPatcher
 
 from ....precision.arithmetic.attention import SafeAttention, run_in_fp32
 from ....precision.arithmetic.attention_bounds import AttentionCall
@@ -25,9 +25,6 @@ from .attention import in_one_dtype, kernels_of
 from .core_layers import PlannedLayers, holds_sums, int8_patches
 from .per_model import forwards_on
 from .ruled_attention import RuledAttention
-
-if TYPE_CHECKING:
-    from comfy.model_patcher import ModelPatcher
 
 _unclamped = SharedScope(lambda: patched([(comfy.ldm.lumina.model, "clamp_fp16", lambda x: x)]))
 """Lumina and Z-Image put 65504 in place of what overflows in fp16, where a look at the result is to find it."""
@@ -152,7 +149,7 @@ def in_fp32(model) -> list[Patch]:
     return [with_cast_dtype(model, torch.float32), cloning]
 
 
-def needs_fp32_accumulation(plan: ComputePlan, patcher: "ModelPatcher") -> bool:
+def needs_fp32_accumulation(plan: ComputePlan, patcher: ModelPatcher) -> bool:
     """Tell whether to hold fp16 accumulation off for whole calls: some layer has fp32 results, and either no layer
     could accumulate in fp16 or the flag cannot be switched by layer. Else each ``SafeOperation`` holds it off."""
     wide = any(decision.mode == FP16_WIDE.name for decision in plan.decisions.values())

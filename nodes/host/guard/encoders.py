@@ -3,9 +3,10 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from comfy.model_patcher import ModelPatcher
 
 from ....precision.base.amax import amax_value
 from ....precision.base.dtypes import name_of
@@ -28,9 +29,6 @@ from ..load.encoders import vae_in
 from .causes import LoadedWeights
 from .failure import notifier
 
-if TYPE_CHECKING:
-    from comfy.model_patcher import ModelPatcher
-
 ATTRIBUTE = "halfsafe_guard"
 OF = {"VAE": "vae", "Text encoder": "clip"}
 Make = Callable[[torch.dtype | None, Any], tuple[Any, float]]
@@ -43,7 +41,7 @@ class EncoderGuard:
         self.kind = kind
         self.log = GuardLog(on_nan, notifier(node_id, of=OF[kind]))
 
-    def run(self, action: str, make: Make, patcher: "ModelPatcher", dtype: torch.dtype, given: Any) -> Any:
+    def run(self, action: str, make: Make, patcher: ModelPatcher, dtype: torch.dtype, given: Any) -> Any:
         """Return ``make(None, given)``, or the result in a higher dtype where that is not finite.
 
         ``make``: makes (result, largest magnitude before any clamp) in a dtype, None for as it is.

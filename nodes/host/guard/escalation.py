@@ -4,9 +4,9 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
+from comfy.model_base import BaseModel
 
 from ....precision.base.amax import amax
 from ....precision.base.dtypes import name_of
@@ -29,10 +29,7 @@ from ..replay.call import Call
 from ..replay.model_compiler import compiler_off
 from .causes import with_patches
 
-if TYPE_CHECKING:
-    from comfy.model_base import BaseModel
-
-_learned: weakref.WeakKeyDictionary["BaseModel", dict[tuple, Escalation]] = weakref.WeakKeyDictionary()
+_learned: weakref.WeakKeyDictionary[BaseModel, dict[tuple, Escalation]] = weakref.WeakKeyDictionary()
 CAST = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -42,7 +39,7 @@ class EscalatedLayers:
     ``modes``: layer -> mode without the escalation, for the layers that multiply.
     """
 
-    def __init__(self, escalation: Escalation, model: "BaseModel", modes: dict[str, str]):
+    def __init__(self, escalation: Escalation, model: BaseModel, modes: dict[str, str]):
         self.parts = top_level_parts(model.diffusion_model)
         self.everywhere = escalation.stream or escalation.whole
         blocks = () if self.everywhere else escalation.blocks
@@ -198,7 +195,7 @@ def _decision(mode: str, module: torch.nn.Module) -> ComputeDecision:
 
 
 @contextlib.contextmanager
-def text_adapter_in_fp32(model: "BaseModel", ran: set[str]) -> Iterator[None]:
+def text_adapter_in_fp32(model: BaseModel, ran: set[str]) -> Iterator[None]:
     """Run the text adapter of a model in fp32 while the context lasts, and add the layers of its calls to ``ran``.
 
     A text adapter is small and runs once per prompt, and an overflow in it would pass for a bad text.
@@ -212,7 +209,7 @@ def text_adapter_in_fp32(model: "BaseModel", ran: set[str]) -> Iterator[None]:
     ran.update(layers.planned.calibration.flops)
 
 
-def learned_of(model: "BaseModel") -> dict[tuple, Escalation]:
+def learned_of(model: BaseModel) -> dict[tuple, Escalation]:
     """Return the findings of guards on a model: state of the model -> escalation. They live as long as the model, as a
     guard lasts no longer than its node's result."""
     return _learned.setdefault(model, {})
@@ -221,7 +218,7 @@ def learned_of(model: "BaseModel") -> dict[tuple, Escalation]:
 class Guarded:
     """A model in a state of its weights. ``recall``: begin with what any guard has learned of the model."""
 
-    def __init__(self, model: "BaseModel", recall: bool):
+    def __init__(self, model: BaseModel, recall: bool):
         patcher = model.current_patcher
         self.model = weakref.ref(model)
         multiplying = {name for name, _ in matrix_layers(model)}
@@ -270,6 +267,6 @@ class Guarded:
         return own, self.layers.modes().get(layer, own) if self.layers else own
 
 
-def _known_as(model: "BaseModel") -> tuple:
+def _known_as(model: BaseModel) -> tuple:
     patcher = model.current_patcher
     return patches_of(patcher), hooks_of(patcher), *settings_of(patcher)

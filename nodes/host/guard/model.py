@@ -5,9 +5,9 @@ import functools
 import math
 import operator
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
+from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 
 from ....precision.base.amax import amax
@@ -39,9 +39,6 @@ from .clamps import ClampWatch
 from .escalation import Guarded, text_adapter_in_fp32
 from .failure import INSIDE, REPEATED_BESIDE, ModelCall, notifier, sigma_of
 
-if TYPE_CHECKING:
-    from comfy.model_patcher import ModelPatcher
-
 LOGS_KEPT = 8
 MAX_RETRIES = 8
 CONTROLNET = (
@@ -60,7 +57,7 @@ def with_guard(patcher, on_nan: str, max_retries: int, node_id: str | None = Non
     return clone
 
 
-def look_at_results(patcher: "ModelPatcher") -> None:
+def look_at_results(patcher: ModelPatcher) -> None:
     """Look at each result of a patcher that may fall back, which a guard of its own does already; at no other's."""
     guard, compute = guard_of(patcher), planned_on(patcher)
     if guard and guard.on_nan != OFF:
@@ -74,7 +71,7 @@ def look_at_results(patcher: "ModelPatcher") -> None:
         _put(patcher, Guard(OFF, 0, running_node_id()))
 
 
-def _put(patcher: "ModelPatcher", guard: "Guard") -> None:
+def _put(patcher: ModelPatcher, guard: "Guard") -> None:
     set_wrapper(patcher, GUARD, guard)
     set_wrapper(patcher, GUARDED_LAYERS, guard.inside)
     set_wrapper(patcher, GUARD, guard.sampling, WrappersMP.OUTER_SAMPLE)
@@ -155,7 +152,7 @@ class Guard:
         finally:
             log.notify_verdict(self._escalation(guider.model_patcher))
 
-    def report(self, patcher: "ModelPatcher") -> GuardReport:
+    def report(self, patcher: ModelPatcher) -> GuardReport:
         """Report on the last prompt of a patcher, or of a clone with the same arithmetic.
 
         Its escalations are those of all devices that ran it, as its rules are for all of them.
@@ -164,38 +161,38 @@ class Guard:
             return GuardReport()
         return self._log(patcher).report(self._escalation(patcher))
 
-    def _escalation(self, patcher: "ModelPatcher") -> Escalation:
+    def _escalation(self, patcher: ModelPatcher) -> Escalation:
         escalations = (run.escalation for run in self.states.runs_of(patcher))
         return functools.reduce(operator.or_, escalations, Escalation())
 
-    def remarks(self, patcher: "ModelPatcher") -> list[str]:
+    def remarks(self, patcher: ModelPatcher) -> list[str]:
         """List remarks on what ran beside the model."""
         return sorted(self._log(patcher).remarks)
 
-    def modes(self, patcher: "ModelPatcher") -> dict[str, str]:
+    def modes(self, patcher: ModelPatcher) -> dict[str, str]:
         """Map the layers that run wider now to their modes."""
         adapted = dict.fromkeys(self._log(patcher).adapted, FP32.name)
         return next(iter(self.modes_by_device(patcher).values()), {}) | adapted
 
-    def modes_by_device(self, patcher: "ModelPatcher") -> dict[str, dict[str, str]]:
+    def modes_by_device(self, patcher: ModelPatcher) -> dict[str, dict[str, str]]:
         """Map each device, the patcher's own first, to the modes of the layers that run wider there."""
         runs = self.states.by_device(patcher).items()
         return {device: run.layers.modes() if run.layers else {} for device, run in runs}
 
-    def ranges(self, patcher: "ModelPatcher") -> dict[str, float]:
+    def ranges(self, patcher: ModelPatcher) -> dict[str, float]:
         """Map the layers that run wider to the largest magnitude each was given."""
         guarded = self.states.last_of(patcher)
         return guarded.layers.planned.calibration.largest() if guarded and guarded.layers else {}
 
-    def _log(self, patcher: "ModelPatcher") -> GuardLog:
+    def _log(self, patcher: ModelPatcher) -> GuardLog:
         return self._logs.get(self._branch(patcher)) or self._begin(patcher)
 
-    def _branch(self, patcher: "ModelPatcher") -> tuple:
+    def _branch(self, patcher: ModelPatcher) -> tuple:
         """Return a log's key: MultiGPU's clones of a patcher on other devices have the same, and so has one that fell
         back."""
         return *branch_of(patcher), planned_on(patcher), activation_dtype(patcher)
 
-    def _begin(self, patcher: "ModelPatcher") -> GuardLog:
+    def _begin(self, patcher: ModelPatcher) -> GuardLog:
         """Return the log of a sampler's run: a new one, unless the last is of the same prompt. The logs of the last few
         other branches are kept."""
         branch, prompt, planned = self._branch(patcher), running_prompt_id(), planned_on(patcher)
@@ -222,6 +219,6 @@ class Guard:
             guarded.remember(ALL_IN_FP32)
 
 
-def _settings(patcher: "ModelPatcher") -> tuple:
+def _settings(patcher: ModelPatcher) -> tuple:
     """Return what else than weights a guard's findings depend on: unmerged LoRAs change what overflows."""
     return patches_of(patcher), *settings_of(patcher)

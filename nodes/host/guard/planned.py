@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from comfy.model_patcher import ModelPatcher
+from comfy.sd import CLIP, VAE
 
 from ....precision.base.dtypes import dtype_named, name_of
 from ....precision.plan.compute import ComputePlan, plan_compute
@@ -21,10 +21,6 @@ from ..load.encoders import vae_in
 from ..lora.patcher import keep_low_rank_unmerged
 from .encoders import unguarded
 from .model import look_at_results
-
-if TYPE_CHECKING:
-    from comfy.model_patcher import ModelPatcher
-    from comfy.sd import CLIP, VAE
 
 
 def with_compute(patcher: ModelPatcher, compute: str, rules: Rules) -> ModelPatcher:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import comfy.controlnet
 import comfy.model_management
@@ -17,6 +17,8 @@ import comfy.model_patcher
 import comfy.ops
 import comfy.supported_models
 import torch
+from comfy.controlnet import ControlBase, ControlNet
+from comfy.model_base import BaseModel
 from comfy_execution.progress import get_progress_state
 
 from ....precision.base.dtypes import dtype_named
@@ -33,10 +35,6 @@ from . import detection, models
 from .devices import free_host_memory
 from .files import open_model
 from .lacking import lacking_tensors
-
-if TYPE_CHECKING:
-    from comfy.controlnet import ControlBase, ControlNet
-    from comfy.model_base import BaseModel
 
 DIFFERENCE = "difference"
 AS_IT_IS = ("auto", "as_file")

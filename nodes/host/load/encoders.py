@@ -7,7 +7,6 @@ import functools
 import re
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import TYPE_CHECKING
 
 import comfy.model_management
 import comfy.sd
@@ -15,6 +14,8 @@ import comfy.utils
 import folder_paths
 import nodes
 import torch
+from comfy.model_patcher import ModelPatcher
+from comfy.sd import CLIP, VAE
 
 from ....precision.base.dtypes import QUANTIZED_NAMES, dtype_named, name_of
 from ....precision.base.errors import CheckpointError
@@ -32,10 +33,6 @@ from .files import open_model
 from .lacking import lacking_tensors
 from .models import attach
 from .tensors import load_tensors
-
-if TYPE_CHECKING:
-    from comfy.model_patcher import ModelPatcher
-    from comfy.sd import CLIP, VAE
 
 FP32_ACTIVATIONS = "ComfyUI runs text encoders with fp32 activations"
 OPEN_CLIP = "transformer.resblocks.0.ln_1.weight"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
 
 import comfy.model_base
 import comfy.model_sampling
 import torch
 from comfy.cli_args import args
+from comfy.model_patcher import ModelPatcher
 
 from ....precision.base.errors import CheckpointError
 from ....precision.files.safetensors_file import open_checkpoint
@@ -17,9 +17,6 @@ from ....precision.formats.card import source_of
 from ....precision.formats.checkpoint import lasting_metadata
 from ....precision.formats.stored_weight import StoredWeight
 from ....precision.plan.choice import ATTACHMENT
-
-if TYPE_CHECKING:
-    from comfy.model_patcher import ModelPatcher
 
 # Modules of a model outside its denoiser -> their names in a file; get_model of Stable Audio 1 and 3 and of Stable
 # Zero123 (comfy/supported_models.py) reads them there.

@@ -7,12 +7,13 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import comfy.ops
 import comfy.quant_ops
 import comfy.sd
 import torch
+from comfy.model_patcher import ModelPatcher
 
 from ....precision.base.dtypes import dtype_named
 from ....precision.base.errors import CheckpointError
@@ -37,9 +38,6 @@ from .devices import (
 from .files import open_model
 from .lacking import lacking_tensors
 from .tensors import load_tensors
-
-if TYPE_CHECKING:
-    from comfy.model_patcher import ModelPatcher
 
 CONNECTOR = re.compile(r"^(audio|video)_embeddings_connector\.")
 """Parts of LTX-2 that some publishers put into a file for its text encoder, which runs them

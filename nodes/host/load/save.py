@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
 
 import comfy.lora
 import comfy.quant_ops
 import torch
+from comfy.model_patcher import ModelPatcher
 
 from ....precision.base.errors import HalfsafeError
 from ....precision.base.layer_names import plain_name
@@ -30,9 +30,6 @@ from .devices import compute_device
 from .files import output_path
 from .identity import marks_of, metadata_of, source_of_model
 from .tensors import byte_progress
-
-if TYPE_CHECKING:
-    from comfy.model_patcher import ModelPatcher
 
 BYPASS = "bypass_lora"
 logger = logging.getLogger("halfsafe")

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import comfy.model_base
 import torch
+from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP, PatcherInjection, WrappersMP
 from comfy.utils import get_attr
 
@@ -31,9 +32,6 @@ from ..comfyui.wrappers import LOW_RANK, LOW_RANK_OF_TEXT, set_wrapper
 from ..compute.executor import Compute, compute_of
 from .low_rank import SortedPatches, change_of, is_8bit_matrix, low_rank_patcher, sort_patches
 
-if TYPE_CHECKING:
-    from comfy.model_patcher import ModelPatcher
-
 INJECTED = "halfsafe_low_rank"
 
 
@@ -48,7 +46,7 @@ class AddsLowRank:
     _sorted: tuple[tuple, SortedPatches] | None = None
     _all_patches: dict | None = None
     _strengths: tuple[tuple, dict] | None = None
-    _low_rank: "ModelPatcher | None" = None
+    _low_rank: ModelPatcher | None = None
 
     def sorted_patches(self) -> SortedPatches:
         """Sort the patches of 8-bit weights; anew where patches were added, and not while weights are loaded."""
@@ -61,7 +59,7 @@ class AddsLowRank:
         """Tell whether no patch is merged into any weight."""
         return self.patches.keys() <= self.sorted_patches().added
 
-    def low_rank_patcher(self) -> "ModelPatcher | None":
+    def low_rank_patcher(self) -> ModelPatcher | None:
         """Return the ModelPatcher of the LoRAs, if there are any."""
         changes = self.sorted_patches().low_rank
         if changes and self._low_rank is None:
@@ -162,7 +160,7 @@ class AddsLowRank:
         return state
 
 
-def keep_low_rank_unmerged(patcher: "ModelPatcher") -> None:
+def keep_low_rank_unmerged(patcher: ModelPatcher) -> None:
     """Make a patcher and all of its later clones add LoRAs of 8-bit weights to results.
 
     ``patcher``: a clone, or of a model just loaded.
@@ -182,7 +180,7 @@ def keep_low_rank_unmerged(patcher: "ModelPatcher") -> None:
         patcher.set_injections(LOW_RANK, [PatcherInjection(_inject, _eject)])
 
 
-def _extend(patcher: "ModelPatcher") -> None:
+def _extend(patcher: ModelPatcher) -> None:
     if not isinstance(patcher, AddsLowRank):
         patcher.__class__ = _extended(type(patcher))  # type: ignore[arg-type]  # a class is hashable
 
@@ -220,7 +218,7 @@ def _around_sampling(executor, *args, **kwargs):
         return executor(*args, **kwargs)
 
 
-def _with_low_rank(patcher: "ModelPatcher", call: Callable):
+def _with_low_rank(patcher: ModelPatcher, call: Callable):
     forwards = patcher.forwards() if isinstance(patcher, AddsLowRank) else []
     if not forwards:
         return call()
@@ -235,7 +233,7 @@ def _inject(patcher: AddsLowRank) -> None:
         injected.append(module)
 
 
-def _eject(patcher: "ModelPatcher") -> None:
+def _eject(patcher: ModelPatcher) -> None:
     """Take off what was injected, also by another clone of the model."""
     # A clone of an injected patcher counts as injected too (``clone`` in comfy/model_patcher.py).
     for module in vars(patcher.model).pop(INJECTED, []):
@@ -247,7 +245,7 @@ def layer_name(key: str) -> str:
     return plain_name(key.removeprefix(DIFFUSION_MODEL)).removesuffix(".weight")
 
 
-def low_rank_reasons(extended: "ModelPatcher") -> dict[str, str]:
+def low_rank_reasons(extended: ModelPatcher) -> dict[str, str]:
     """Say by layer what was done with the patches of its 8-bit weight; nothing for ComfyUI's own ModelPatcher."""
     if not isinstance(extended, AddsLowRank):
         return {}

@@ -2,17 +2,14 @@
 
 import copy
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
+from comfy.model_base import BaseModel
 
 from ....precision.base.nested import replaced
 from ..comfyui.attributes import PREFIX_CACHE, STEP_METADATA, empty_prefix_cache
 from . import model_compiler
 from .core_state import CoreState
-
-if TYPE_CHECKING:
-    from comfy.model_base import BaseModel
 
 PREFIX_CACHE_OFF = {PREFIX_CACHE: {"device": "off"}}
 """The option with which Qwen-Image 2.1 (``comfy/ldm/qwen_image21/model.py``, ComfyUI 0.37) neither reads nor fills its

@@ -6,9 +6,9 @@ import json
 import uuid
 from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import torch
+from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 
 from ....precision.base.dtypes import name_of
@@ -25,9 +25,6 @@ from ..compute.control import planned_control
 from ..compute.executor import compute_of
 from ..compute.layer_modes import compute_name
 from .report import report_of
-
-if TYPE_CHECKING:
-    from comfy.model_patcher import ModelPatcher
 
 BADGE_KEY = "halfsafe_badge"
 REPORT_KEY = "halfsafe_report"

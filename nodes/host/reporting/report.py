@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from comfy.model_patcher import ModelPatcher
 
 from ....precision.base.dtypes import name_of
 from ....precision.base.modes import FP16_ACC16, FP32, INT8
@@ -34,9 +35,6 @@ from ..load.controlnet import LoadedControl, controls_of
 from ..load.devices import current_device
 from ..lora.low_rank import LowRankModel
 from ..lora.patcher import low_rank_reasons
-
-if TYPE_CHECKING:
-    from comfy.model_patcher import ModelPatcher
 
 PATCHED_BY = (
     "A model patch ({}) runs inside of this model's calls: "

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import comfy.utils
 import torch
+from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 
 from ....precision.arithmetic.linear import kind_of, lent
@@ -30,9 +29,6 @@ from ..compute.executor import compute_of
 from ..load.devices import current_device
 from ..load.tensors import advancing
 from .sampling import bare_clone, sample
-
-if TYPE_CHECKING:
-    from comfy.model_patcher import ModelPatcher
 
 STEPS = 4
 

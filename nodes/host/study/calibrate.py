@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import comfy.utils
 import torch
+from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 from comfy.quant_ops import QuantizedTensor
 
@@ -29,9 +29,6 @@ from ..load.devices import free_host_memory
 from ..load.identity import source_of_model
 from ..load.tensors import advancing
 from .sampling import bare_clone, sample
-
-if TYPE_CHECKING:
-    from comfy.model_patcher import ModelPatcher
 
 STEPS = 8
 MOST_MEMORY = 8 << 30

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import comfy.sample
 import torch
+from comfy.model_patcher import ModelPatcher
 
 from ....precision.base.patching import compile_disabled
 from ..accumulation.executor import accumulation_of, with_accumulation
@@ -13,9 +12,6 @@ from ..comfyui.execution import COMPILE_KWARGS
 from ..comfyui.wrappers import GUARD
 from ..compute.executor import compute_of, set_compute
 from ..replay.model_compiler import compiler_off
-
-if TYPE_CHECKING:
-    from comfy.model_patcher import ModelPatcher
 
 CFG = 4.0
 RATIOS = ("downscale_ratio_spacial", "downscale_ratio_temporal")

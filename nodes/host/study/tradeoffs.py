@@ -7,11 +7,11 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import comfy.model_management
 import comfy.utils
 import torch
+from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 
 from ....precision.base.errors import HalfsafeError
@@ -42,9 +42,6 @@ from ..lora.patcher import keep_low_rank_unmerged
 from ..reporting.report import report_of
 from .sampling import bare_clone, sample
 from .step_timer import StepTimer
-
-if TYPE_CHECKING:
-    from comfy.model_patcher import ModelPatcher
 
 STEPS = 4
 LOADED = "as_file"

@@ -7,7 +7,6 @@ first call is not compared with later ones: MiniMax H3 has one timestep in it, o
 """
 
 import contextlib
-import threading
 from dataclasses import dataclass, field
 
 import comfy.cli_args
@@ -401,26 +400,6 @@ def test_what_is_measured_is_not_compiled(comfy, minimax, what):
         else:
             measure_model(model, Inputs(*given), settings_from("as_file/fp16_safe\nint8/auto"))
     assert recorder.calls == 0
-
-
-def test_the_compiler_stays_off_until_the_last_thread_has_left(monkeypatch):
-    monkeypatch.setattr(comfy.cli_args.args, "disable_comfy_compiler", False, raising=False)
-    entered, leave, seen = threading.Event(), threading.Event(), []
-
-    def other():
-        with compiler_off():
-            entered.set()
-            leave.wait(10)
-            seen.append(comfy.cli_args.args.disable_comfy_compiler)
-
-    thread = threading.Thread(target=other)
-    with compiler_off():
-        thread.start()
-        entered.wait(10)
-    assert comfy.cli_args.args.disable_comfy_compiler is True
-    leave.set()
-    thread.join()
-    assert seen == [True] and comfy.cli_args.args.disable_comfy_compiler is False
 
 
 def test_a_compiler_that_the_user_turned_off_stays_off(monkeypatch):

@@ -47,9 +47,7 @@ def safe(module, calibration, wide=None):
     for name, layer in module.named_modules():
         if operations.kind_of(layer):
             operation = SafeOperation(layer, calibration.scale(name), calibration, plain_weights)
-            if wide is not None:
-                operation._is_wide = lambda x: wide
-            operation.is_wide = operation._is_wide(layer.weight)
+            operation.is_wide = operation._is_wide(layer.weight) if wide is None else wide
             layer.forward = operation.__call__
     return module
 

@@ -17,11 +17,6 @@ def operands_of(names: list[str]) -> list[torch.Tensor]:
     return [calibration.operands.of(scale, x) for scale in scales]
 
 
-def test_operations_of_one_block_share_an_operand():
-    first, second, third = operands_of(["blocks.0.q", "blocks.0.k", "blocks.0.v"])
-    assert first is second is third
-
-
-def test_operations_of_two_blocks_share_none():
+def test_operations_of_one_block_share_an_operand_and_those_of_two_blocks_none():
     first, second, third = operands_of(["blocks.0.q", "blocks.0.k", "blocks.1.q"])
     assert first is second and third is not first and torch.equal(first, third)

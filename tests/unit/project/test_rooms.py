@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.shipped import ROOT, tracked_files
+from support.shipped import ROOT
 
 FLOORS = (
     {"base"},
@@ -99,10 +99,3 @@ def _plain_imports(path: Path) -> Iterator[str]:
             yield from (base, *(f"{base}.{alias.name}" for alias in node.names))
         elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-
-
-def test_no_source_file_outside_the_tests_is_longer_than_400_lines() -> None:
-    """Whoever opens one reads it whole."""
-    sources = [path for path in tracked_files() if path.suffix in (".py", ".js") and path.parts[0] != "tests"]
-    lengths = {str(path): len((ROOT / path).read_text(encoding="utf-8").splitlines()) for path in sources}
-    assert len(lengths) > 150 and {name: lines for name, lines in lengths.items() if lines > 400} == {}
