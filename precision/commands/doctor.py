@@ -56,6 +56,9 @@ def describe(profile: str) -> dict:
 
 def _description(device: Device) -> dict:
     row = device.profile
+    # What ``auto`` takes where 16-bit weights do not fit.
+    no_room = ("as_file", "There is no separate GPU memory to fit weights into.")
+    storage, reason = no_room if row.type in ("cpu", "mps") else smallest_storage(device)
     return {
         "device": {**device_section(device), "vendor": row.vendor, "type": row.type},
         "capabilities": {
@@ -67,7 +70,7 @@ def _description(device: Device) -> dict:
         "remarks": row.remarks,
         "probes": [asdict(probe) for probe in device.probes],
         "auto": [_auto(device, model) for model in TYPICAL_MODELS],
-        "too_large": dict(zip(("storage", "reason"), _too_large(device), strict=True)),
+        "too_large": {"storage": storage, "reason": reason},
     }
 
 
@@ -75,13 +78,6 @@ def _auto(device: Device, model: str) -> dict:
     family, file_dtype = TYPICAL_MODELS[model]
     compute, reason = auto_compute(device, family_named(family).supported, file_dtype)
     return {"model": model, "file": file_dtype, "compute": compute, "reason": reason}
-
-
-def _too_large(device: Device) -> tuple[str, str]:
-    """Choose the storage that ``auto`` takes where 16-bit weights do not fit, and say why."""
-    if device.profile.type in ("cpu", "mps"):
-        return "as_file", "There is no separate GPU memory to fit weights into."
-    return smallest_storage(device)
 
 
 def to_text(diagnosis: dict) -> str:

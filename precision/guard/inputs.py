@@ -17,11 +17,6 @@ MADE_WHILE_SAMPLING = (SIGMA, SIGMAS, SAMPLER)
 """Inputs that no node of the graph gave: the sampler or its scheduler made them."""
 
 
-def input_origin(name: str) -> Origin:
-    """Return the origin of what a call was given."""
-    return Origin(name, "", "input", "", math.nan)
-
-
 @dataclass(frozen=True)
 class NotFiniteInput:
     """An input of a call with NaN or Inf, in the tensors ``values``.
@@ -47,7 +42,7 @@ class NotFiniteInput:
     def diagnosis(self, evidence: str) -> "Diagnosis":
         """Blame it for the failure."""
         evidence = BETWEEN_CALLS if self.name == SAMPLER else evidence
-        return Diagnosis(input_origin(self.name), self.verdict, self.advice, evidence)
+        return Diagnosis(Origin(self.name, "", "input", "", math.nan), self.verdict, self.advice, evidence)
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 
 import torch
 from torch.nn import functional
@@ -26,11 +26,8 @@ WATCHED = (
 )
 """(owner, name); ``Tensor.norm`` and ``normalize`` call ``torch.norm``."""
 _largest_of = torch.maximum
-_of_thread = threading.local()
-
-
-def _watches_here() -> list["ClampWatch"]:
-    return _of_thread.__dict__.setdefault("watches", [])
+_watches: ContextVar[tuple["ClampWatch", ...]] = ContextVar("halfsafe_clamp_watches", default=())
+"""Those of this thread."""
 
 
 @functools.lru_cache(maxsize=256)
@@ -39,7 +36,7 @@ def _watched(function: Callable, name: str) -> Callable:
 
     def run(*args, **kwargs):
         made = function(*args, **kwargs) if name == "norm" else None
-        for watch in _watches_here():
+        for watch in _watches.get():
             watch.see(made if name == "norm" else args[0] if args else kwargs.get("input"))
         return made if name == "norm" else function(*args, **kwargs)
 
@@ -61,7 +58,9 @@ def _hiding_is_seen() -> Iterator[None]:
                 delattr(owner, name)
 
 
-_seen = SharedScope(_hiding_is_seen)
+seen = SharedScope(_hiding_is_seen)
+"""Entered for a run of a sampler, and by each watch. CPython 3.13 caches no attribute of a class that was changed a
+thousand times (``MAX_VERSIONS_PER_CLASS`` in Objects/typeobject.c), to which two changes a call would come."""
 
 
 class ClampWatch:
@@ -75,13 +74,13 @@ class ClampWatch:
         self.largest = torch.zeros((), device=device)
 
     def __enter__(self) -> "ClampWatch":
-        _seen.__enter__()
-        _watches_here().append(self)
+        seen.__enter__()
+        self._outside = _watches.set((*_watches.get(), self))
         return self
 
     def __exit__(self, *error) -> None:
-        _watches_here().remove(self)
-        _seen.__exit__(*error)
+        _watches.reset(self._outside)
+        seen.__exit__(*error)
 
     def see(self, values: object) -> None:
         """Keep the largest magnitude."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from comfy.model_base import BaseModel
+from comfy.model_patcher import ModelPatcher
 
 from ....precision.base.amax import amax
 from ....precision.base.dtypes import name_of
@@ -215,6 +216,11 @@ def learned_of(model: BaseModel) -> dict[tuple, Escalation]:
     return _learned.setdefault(model, {})
 
 
+def watches_clamps(patcher: ModelPatcher) -> bool:
+    """Tell whether operations of a model's code may hide an overflow in fp16, and can be watched."""
+    return stream_dtype(patcher) == torch.float16 and not is_compiled(patcher)
+
+
 class Guarded:
     """A model in a state of its weights. ``recall``: begin with what any guard has learned of the model."""
 
@@ -224,7 +230,7 @@ class Guarded:
         multiplying = {name for name, _ in matrix_layers(model)}
         self.modes = {name: mode for name, mode in planned_modes_of(patcher).items() if name in multiplying}
         self.stream = name_of(stream_dtype(patcher))
-        self.watches_clamps = self.stream == "fp16" and not is_compiled(patcher)
+        self.watches_clamps = watches_clamps(patcher)
         self.device = patcher.load_device
         self.escalation = Escalation()
         self.layers: EscalatedLayers | None = None

@@ -35,8 +35,8 @@ from ..compute.per_model import PerModel, branch_of, patches_of
 from ..replay.call import Call
 from ..replay.restart import SAMPLING, Sampling
 from .causes import sampler_inputs
-from .clamps import ClampWatch
-from .escalation import Guarded, text_adapter_in_fp32
+from .clamps import ClampWatch, seen
+from .escalation import Guarded, text_adapter_in_fp32, watches_clamps
 from .failure import INSIDE, REPEATED_BESIDE, ModelCall, notifier, sigma_of
 
 LOGS_KEPT = 8
@@ -139,7 +139,8 @@ class Guard:
         try:
             if self.on_nan != OFF:
                 blame_inputs(log, sampler_inputs(noise, latent_image, sigmas, denoise_mask, guider.conds), len(noise))
-            with text_adapter_in_fp32(guider.model_patcher.model, log.adapted):
+            hiding = seen if watches_clamps(guider.model_patcher) else contextlib.nullcontext()
+            with text_adapter_in_fp32(guider.model_patcher.model, log.adapted), hiding:
                 again = Sampling(guider, sampler)
                 result = again.run(executor, noise, latent_image, sampler, sigmas, denoise_mask, *args, **kwargs)
             if self.on_nan != OFF:
