@@ -136,8 +136,8 @@ class SafeAttention:
     before one with large scores return fp32: q and k are rounded once and not twice. The result of a foreign kernel is
     looked at: its own arithmetic may overflow. ``asked``: tell whether the attention that is called now is to run in
     fp32 whatever its scores are. ``fp16_flops``: floating-point operations of a call that had fp16 operands.
-    ``bounded``: the attentions in fp16 whose q no input of the model can bring past its range, so that nothing is
-    looked at where their kernel is ComfyUI's and fused and no mask is added.
+    ``all_bounded``: no input of the model can bring any q past fp16's range, so that none is looked at where a fused
+    kernel takes it without a mask. All or none, as a later call may have the attentions in another order.
     """
 
     def __init__(self, calibration: Calibration, asked: Callable[[], bool] = lambda: False):
@@ -148,7 +148,7 @@ class SafeAttention:
         self.bounds: list[AttentionBound] = []
         self.calls_in_fp32: list[bool] = []
         self.any_in_fp32 = False
-        self.bounded: set[int] = set()
+        self.all_bounded = False
         self.fp16_flops = 0
         self.index = 0
 
@@ -156,7 +156,7 @@ class SafeAttention:
         self.index = 0
         if self.calibration.calibrating:
             self.fp16_flops = 0
-            self.bounded.clear()
+            self.all_bounded = True
 
     def __call__(self, kernels: Kernels, q: torch.Tensor, k, v, heads: int, *args, **kwargs) -> torch.Tensor:
         """Run one attention with ComfyUI's arguments. Returns the dtype of ``q``, or fp16 where other results are."""
@@ -164,7 +164,8 @@ class SafeAttention:
         if (
             (args[0] if args else kwargs.get("mask")) is None
             and not torch.compiler.is_compiling()
-            and index in self.bounded
+            and self.all_bounded
+            and not (self.any_in_fp32 or self.calibration.calibrating or index >= len(self.bounds))
             and kernels.fused
             and not kernels.foreign
             and q.dtype is k.dtype is v.dtype is torch.float16
@@ -180,7 +181,7 @@ class SafeAttention:
         call = call.in_dtype(torch.float16)
         if torch.compiler.is_compiling():
             self.range.record(call.largest())
-        elif index not in self.bounded or not call.fused or call.is_masked():
+        elif not (self.all_bounded and call.fused) or call.is_masked():
             self.bounds[index].record_call(call)
         result = call.run(kernels.attention)
         if kernels.foreign:
@@ -193,6 +194,7 @@ class SafeAttention:
             self.bounds.append(self.calibration.add(AttentionBound(f"attention {index}")))
         results, result = self.calibration.results, None
         amax_of_q, largest, most_of_q = self._note(call)
+        self.all_bounded = self.all_bounded and most_of_q * MARGIN < FP16_MAX
         in_fp32 = self.asked() or self.calls_in_fp32[index] or not self.range.holds(largest * 2.0)
         results.close_block(coarse=self.asked() or largest > COARSE_SCORE)
         if not in_fp32:
@@ -206,8 +208,6 @@ class SafeAttention:
             return call.in_dtype(torch.float32).run(kernels.fp32)
         self.fp16_flops += flops
         self.bounds[index].calibrate(call, amax_of_q, largest)
-        if most_of_q * MARGIN < FP16_MAX:
-            self.bounded.add(index)
         self.calibration.in_fp16 = True
         results.any_returned = results.any_returned or dtype == torch.float16
         return result

@@ -95,8 +95,8 @@ class AttentionBound(AttentionRange):
 
     A kernel that is fused has no such number but in q, k and v. Inf in v makes Inf or NaN of the result, and Inf in k
     either NaN or a score of -Inf, whose weight is the 0 that it should be. Of q it may leave zeros behind, so that the
-    amax of q is recorded, in one kernel. With a mask that is added, or scores in
-    fp16, the norms of the rows of q and k are recorded, and their product is bounded.
+    amax of q is recorded, in one kernel. With a mask that is added, or scores in fp16, the norms of the rows of q and k
+    are recorded, and their product is bounded.
 
     ``factor``: of a score, the mask's included; ``limit``: the largest amax of q, which also keeps scores from becoming
     coarse; ``by_norm``: record the norms.

@@ -15,7 +15,7 @@ clamp, nan_to_num    an fp16 result that overflowed by      results of those lay
 of fp16              itself
 the same saturating  nothing: Inf is what the number        none is needed
 of an fp16 result    saturates to
-attention            -Inf among its scores                  its own bound (``attention.py``)
+attention            -Inf among its scores                  a look at q, or the norms before it (``attention.py``)
 ===================  =====================================  ==========================================================
 
 Model code is watched in the calls that calibrate alone, where time does not count.

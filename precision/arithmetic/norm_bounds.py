@@ -1,6 +1,6 @@
 """Tensors that no input of the model makes large: results of norms, and of rotations and layers of such results.
 
-Attention whose query is one of them needs no look at it in later calls (``attention_bounds.py``). An element of a row
+Attention whose query is one of them needs no look at it in later calls (``attention.py``). An element of a row
 of N that a norm divides by the row's deviation or mean square is at most ``sqrt(N)``.
 """
 

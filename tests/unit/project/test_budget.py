@@ -1,6 +1,5 @@
-"""The budget of lines: each room of the product, and all else in one sum each. A sum here only falls, and a room
-grows by less than others shrink: whoever adds says in the CHANGELOG or the commit what went for it. The aim is
-21,000 lines of product, 31,500 of tests and 4,600 of their support."""
+"""The budget of lines. A sum here only falls, and a room grows by less than others shrink: whoever adds says in the CHANGELOG or the
+commit what went for it. The aim is 21,000 lines of product, 31,500 of tests and 4,600 of their support."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ MOST_LINES = {
     "nodes/host/study": 554,
     "nodes": 1117,
 }
-MOST = {"product": 20797, "tests": 31496, "tests/support": 4594, "benchmarks": 2364, "scripts": 3_400}
+MOST = {"product": 20797, "tests": 31493, "tests/support": 4594, "benchmarks": 2364, "scripts": 3_400}
 MOST_WORDS, MOST_RESULTS, MOST_SMALL, SMALL = 30_000, 12, 15, 40
 MOST_RIDDLES = 0.05
 LONGEST, MOST_FILES = 400, 14
