@@ -44,7 +44,7 @@ def _watched(function: Callable, name: str) -> Callable:
 
 
 @contextlib.contextmanager
-def _hiding_is_seen() -> Iterator[None]:
+def _functions_exchanged() -> Iterator[None]:
     own = [(owner, name, owner.__dict__.get(name)) for owner, name in WATCHED]
     for owner, name, function in own:
         setattr(owner, name, _watched(function or getattr(owner, name), name))
@@ -58,7 +58,7 @@ def _hiding_is_seen() -> Iterator[None]:
                 delattr(owner, name)
 
 
-seen = SharedScope(_hiding_is_seen)
+hiding_is_seen = SharedScope(_functions_exchanged)
 """Entered for a run of a sampler, and by each watch. CPython 3.13 caches no attribute of a class that was changed a
 thousand times (``MAX_VERSIONS_PER_CLASS`` in Objects/typeobject.c), to which two changes a call would come."""
 
@@ -74,13 +74,13 @@ class ClampWatch:
         self.largest = torch.zeros((), device=device)
 
     def __enter__(self) -> "ClampWatch":
-        seen.__enter__()
+        hiding_is_seen.__enter__()
         self._outside = _watches.set((*_watches.get(), self))
         return self
 
     def __exit__(self, *error) -> None:
         _watches.reset(self._outside)
-        seen.__exit__(*error)
+        hiding_is_seen.__exit__(*error)
 
     def see(self, values: object) -> None:
         """Keep the largest magnitude."""

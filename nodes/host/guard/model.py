@@ -35,7 +35,7 @@ from ..compute.per_model import PerModel, branch_of, patches_of
 from ..replay.call import Call
 from ..replay.restart import SAMPLING, Sampling
 from .causes import sampler_inputs
-from .clamps import ClampWatch, seen
+from .clamps import ClampWatch, hiding_is_seen
 from .escalation import Guarded, text_adapter_in_fp32, watches_clamps
 from .failure import INSIDE, REPEATED_BESIDE, ModelCall, notifier, sigma_of
 
@@ -139,7 +139,7 @@ class Guard:
         try:
             if self.on_nan != OFF:
                 blame_inputs(log, sampler_inputs(noise, latent_image, sigmas, denoise_mask, guider.conds), len(noise))
-            hiding = seen if watches_clamps(guider.model_patcher) else contextlib.nullcontext()
+            hiding = hiding_is_seen if watches_clamps(guider.model_patcher) else contextlib.nullcontext()
             with text_adapter_in_fp32(guider.model_patcher.model, log.adapted), hiding:
                 again = Sampling(guider, sampler)
                 result = again.run(executor, noise, latent_image, sampler, sigmas, denoise_mask, *args, **kwargs)

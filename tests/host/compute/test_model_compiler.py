@@ -402,11 +402,14 @@ def test_what_is_measured_is_not_compiled(comfy, minimax, what):
     assert recorder.calls == 0
 
 
-def test_a_compiler_that_the_user_turned_off_stays_off(monkeypatch):
-    monkeypatch.setattr(comfy.cli_args.args, "disable_comfy_compiler", True, raising=False)
-    with compiler_off():
-        pass
+@pytest.mark.parametrize("before", [False, True])
+def test_the_compiler_is_off_until_the_last_has_left_and_then_as_the_user_has_it(monkeypatch, before):
+    monkeypatch.setattr(comfy.cli_args.args, "disable_comfy_compiler", before, raising=False)
+    first, last = compiler_off(), compiler_off()
+    first.__enter__(), last.__enter__(), first.__exit__()
     assert comfy.cli_args.args.disable_comfy_compiler is True
+    last.__exit__()
+    assert comfy.cli_args.args.disable_comfy_compiler is before
 
 
 def test_a_comfyui_without_it_gets_no_setting(monkeypatch):

@@ -91,8 +91,8 @@ def test_an_overflow_that_model_code_hides_is_seen_by_its_watch_alone(comfy, pat
 
 
 def test_what_is_watched_is_exchanged_once_in_a_run_and_then_as_it_was(comfy, path, monkeypatch):
-    before, entered, make = [dict(vars(owner)) for owner in (torch, torch.Tensor, F)], [], clamps.seen._make
-    monkeypatch.setattr(clamps.seen, "_make", lambda: entered.append(1) or make())
+    before, entered, make = [dict(vars(owner)) for owner in (torch, torch.Tensor, F)], [], clamps.hiding_is_seen._make
+    monkeypatch.setattr(clamps.hiding_is_seen, "_make", lambda: entered.append(1) or make())
     families.sample(with_compute(comfy, load(comfy, path, "as_file", "fp16"), "auto"), "wan", steps=3)
     assert [dict(vars(owner)) for owner in (torch, torch.Tensor, F)] == before and entered == [1]
 
