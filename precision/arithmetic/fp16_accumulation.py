@@ -111,19 +111,19 @@ class Fp16AccumulationLinear:
         self.weights = weights
         self.by_layer = by_layer
 
-    def __call__(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if x.dtype != torch.float16 or self.weights is None:
-            return self.inner(x, *args, **kwargs)
+            return self.inner(x)
         if self.calibration.calibrating:
             self.sums.device = x.device
             return self._calibrate(x)
         if not self.sums.proven:
             if not self.by_layer and not self.sums.terms:
                 self.sums.record(x.new_full((), math.inf, dtype=torch.float32))
-            return self.inner(x, *args, **kwargs)
+            return self.inner(x)
         self.sums.record(amax(x) if self.sums.by == "amax" else largest_row_norm(x))
         with flags.switched(FP16_ACCUMULATION, True) if self.by_layer else nullcontext():
-            return self._scaled(x) if self.sums.scales else self.inner(x, *args, **kwargs)
+            return self._scaled(x) if self.sums.scales else self.inner(x)
 
     def _calibrate(self, x: torch.Tensor) -> torch.Tensor:
         # Asked for once, for the reason at ``SafeOperation._calibrate`` (comfy/ops.py, resolve_cast_module_with_vbar).

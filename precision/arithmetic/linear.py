@@ -111,7 +111,7 @@ class SafeOperation:
             with weights as (weight, bias):
                 result = multiply(operand, weight, bias, *args, **kwargs)
         elif scale.fits_result and self.kind == "linear" and not calibration.by_layer:
-            result = F.linear(operand, *weights)
+            result = F.linear(operand, *weights, *args, **kwargs)
         else:
             result = multiply(operand, *weights, *args, **kwargs)
         if self.finite is not None:
@@ -148,7 +148,7 @@ class SafeOperation:
         elif is_emulated(operand.device) or needs_gradient:
             product = multiplied(self.module, self.kind, operand.float(), weight.float(), None, *args, **kwargs)
         else:
-            product = wide_product(operand.flatten(0, -2), weight.t()).view(*operand.shape[:-1], weight.shape[0])
+            product = _wide_linear(operand, weight, *args, **kwargs)
         if bias is not None and self.kind != "linear":
             bias = bias.reshape(-1, *[1] * len(self.module.kernel_size))
         return self.scale.unscaled(product, bias)
@@ -225,7 +225,7 @@ def multiplied(
 ) -> torch.Tensor:
     """Multiply as a module of a kind does, by a weight and bias of one dtype; the rest is as of its forward."""
     if kind == "linear":
-        return F.linear(x, weight, bias)
+        return F.linear(x, weight, bias, *args, **how)  # takes no more: an argument that is not known raises
     if kind == "conv":
         return module._conv_forward(x, weight, bias, *args, **how)
     dimensions = weight.dim() - 2
@@ -235,6 +235,11 @@ def multiplied(
     )
     convolve = TRANSPOSED[dimensions]
     return convolve(x, weight, bias, module.stride, module.padding, padding, module.groups, module.dilation)
+
+
+def _wide_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Multiply by an fp16 weight ``(outputs, inputs)`` with an fp32 result."""
+    return wide_product(x.flatten(0, -2), weight.t()).view(*x.shape[:-1], weight.shape[0])
 
 
 def _row_sum(weight: torch.Tensor, kind: str) -> torch.Tensor:

@@ -10,6 +10,13 @@ import torch
 
 _ABSENT = ...  # copied and pickled as itself
 Patch = tuple[object, str, Any]
+Entering = Callable[[torch.nn.Module, Callable], Callable]
+"""``entering(module, forward)`` returns what to put on ``module.forward``: ``forward`` is given the plain input."""
+
+
+def taken_as_called(module: torch.nn.Module, forward: Callable) -> Callable:
+    """Return ``forward``: the :data:`Entering` of modules whose calls fold nothing into the layer."""
+    return forward
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from ..base.amax import amax_value
 from ..base.dtypes import name_of
 from ..base.layer_names import plain_name
 from ..base.nested import PLAIN, plain_alias, tensors_in
-from ..base.patching import patched
+from ..base.patching import Entering, patched, taken_as_called
 
 FACTORY_OPS = (
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided",
@@ -69,11 +69,13 @@ class _Frame:
 class Localizer(TorchDispatchMode):
     """Watches one call of ``model``; use :meth:`watching`, then :meth:`origin`.
 
+    ``entering``: returns what to put on a module's forward in place of a function that takes its plain input.
     Every watched operation waits for the device, so this is for a call that has failed already.
     """
 
-    def __init__(self, model: torch.nn.Module):
+    def __init__(self, model: torch.nn.Module, entering: Entering = taken_as_called):
         super().__init__()
+        self._entering = entering
         self._named = {plain_name(name): module for name, module in model.named_modules()}
         self._weights = _storages(model)
         self._stack: list[_Frame] = []
@@ -85,7 +87,8 @@ class Localizer(TorchDispatchMode):
     def watching(self) -> Iterator["Localizer"]:
         """Let the model's forwards report to this object while the context lasts; they are restored after it."""
         modules = {id(module): (name, module) for name, module in self._named.items()}
-        forwards = [(module, "forward", self._framed(name, module)) for name, module in modules.values()]
+        framed = [(module, self._framed(name, module)) for name, module in modules.values()]
+        forwards = [(module, "forward", self._entering(module, forward)) for module, forward in framed]
         with patched(forwards), self:
             yield self
 

@@ -15,7 +15,7 @@ import torch
 from ..arithmetic.linear import WeightProvider
 from ..base.amax import decibels
 from ..base.errors import HalfsafeError
-from ..base.patching import Patch, patched
+from ..base.patching import Entering, Patch, patched, taken_as_called
 from .candidates import Candidate
 from .layer_error import LayerResult, MeasuredForward
 
@@ -67,6 +67,7 @@ class Session:
         subjects: each layer, ``KEPT`` or ``BARRED``, and its module.
         run: samples with the model, each call of which is inside of :meth:`inside`.
         change: returns the patches that make a module compute as the candidate.
+        entering: returns what to put on a layer's forward in place of a function that takes its plain input.
 
     Raises:
         HalfsafeError: the model was not called, or its own result is not finite.
@@ -79,6 +80,7 @@ class Session:
         run: Run,
         weights: WeightProvider,
         change: Callable[[torch.nn.Module, Candidate], list[Patch]],
+        entering: Entering = taken_as_called,
     ):
         self.candidate = candidate
         self.layers = [layer for layer, _ in subjects]
@@ -88,6 +90,7 @@ class Session:
         self._run = run
         self._weights = weights
         self._change = change
+        self._entering = entering
         self._changed: frozenset[str] | None = None
         self._final: Sequence[torch.Tensor] = ()
         self._snrs: dict[frozenset[str], float] = {frozenset(): math.inf}
@@ -133,7 +136,8 @@ class Session:
         for layer in self.layers if self._changed is None else ():
             if layer.status != BARRED:
                 module = self._modules[layer.name]
-                yield module, "forward", MeasuredForward(module, layer, self.candidate, self._weights)
+                measured = MeasuredForward(module, layer, self.candidate, self._weights)
+                yield module, "forward", self._entering(module, measured)
 
 
 def snr_db(reference: torch.Tensor, result: torch.Tensor) -> float:

@@ -54,8 +54,8 @@ class OnlyCalled:
     def __init__(self, layer: torch.nn.Module):
         self._layer = layer
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._layer(x)
+    def __call__(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        return self._layer(x, *args, **kwargs)
 
 
 def casts_weights(layer: Layer) -> bool:

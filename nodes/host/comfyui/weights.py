@@ -25,6 +25,7 @@ from .attributes import (
     lie_ready,
     weight_functions,
 )
+from .gate import entering
 from .kernels import is_plain_fp8, unpacked_fp8
 from .layers import is_quantized
 
@@ -45,13 +46,13 @@ def has_own_forward(module: torch.nn.Module) -> bool:
 def exchanged(
     module: torch.nn.Module, forward: Callable, fp16_sums: bool = True, calls_own: bool = True
 ) -> list[Patch]:
-    """Route all of a layer's matmuls through ``forward``.
+    """Route all of a layer's matmuls through ``forward``, which the gate gives the plain input.
 
     ``_full_precision_mm`` also turns off the two paths of ``comfy/ops.py`` that bypass ``forward``: its own fp8 matmul
     and, since ComfyUI 0.38, an fp16 matmul taken while fp16 accumulation is on. ``fp16_sums``: it may be on.
     ``calls_own``: ``forward`` calls the layer's own.
     """
-    patches: list[Patch] = [(module, "forward", forward)]
+    patches: list[Patch] = [(module, "forward", entering(module, forward))]
     if fp16_sums or is_quantized(module):
         patches.append((module, FULL_PRECISION, True))
     return [*patches, (module, PRODUCT, _dequantized_linear)] if calls_own and is_quantized(module) else patches

@@ -16,6 +16,7 @@ from ....precision.base.patching import Patch
 from ....precision.formats.fp8 import activation_scale
 from ....precision.plan.compute import ComputeDecision, ComputePlan
 from ..comfyui.attributes import bias_functions, casting, not_forced_to_cast, weight_functions
+from ..comfyui.gate import entering
 from ..comfyui.layers import is_quantized
 from ..comfyui.weights import exchanged, has_own_forward, only_multiplies, quantized_weights, weights_of
 from .fp8_product import fp8_product
@@ -188,4 +189,6 @@ def int8_patches(module: torch.nn.Module, decision: ComputeDecision) -> list[Pat
     """
     kept = [not_forced_to_cast(module)]
     forward = module.forward
-    return [*kept, (module, "forward", lambda x: forward(x.float()))] if decision.stream == FP32.name else kept
+    if decision.stream != FP32.name:
+        return kept
+    return [*kept, (module, "forward", entering(module, lambda x: forward(x.float())))]

@@ -22,6 +22,7 @@ from ....precision.guard.random_start import RandomStart
 from ....precision.guard.verdicts import ENCODER_INPUTS, ENCODERS
 from ..comfyui.attributes import CAST_DTYPE
 from ..comfyui.execution import is_oom
+from ..comfyui.gate import entering
 from ..comfyui.page import show_progress
 from ..comfyui.weights import ask_for_plain_products
 from ..load.devices import current_device
@@ -85,7 +86,7 @@ class EncoderCall(FailedCall):
         return Attempt(*self.make(None, given))
 
     def watched(self, given: Any) -> tuple[Attempt, Origin | None]:
-        localizer = Localizer(self.weights.model)
+        localizer = Localizer(self.weights.model, entering)
         with localizer.watching():
             attempt = self.run(given)
         found = [localizer.origin(tensor) for tensor in tensors_in(attempt.result)]

@@ -20,6 +20,7 @@ from ....precision.guard.localize import Origin
 from ....precision.guard.policy import ALL_IN_FP32, Escalation, ObservedRanges, enclosing_block
 from ....precision.plan.compute import ComputeDecision, ComputePlan
 from ..comfyui.execution import Make, adapts_text, conditions_through, is_compiled
+from ..comfyui.gate import product_of
 from ..comfyui.layers import matrix_layers, modules_of, top_level_parts
 from ..comfyui.weights import only_multiplies
 from ..compute.attention import attending, forward_of, full_precision_attention, in_one_dtype, kernels_of
@@ -144,10 +145,10 @@ class RangeObserver:
         """Watch layers and parts while the context lasts."""
         return hooked(self._named)
 
-    def _layer(self, name: str, module: torch.nn.Module, args: tuple, result) -> None:
-        self._note(self._layers, name, (args[:1], result))
+    def _layer(self, name: str, module: torch.nn.Module, args: tuple, kwargs: dict, result) -> None:
+        self._note(self._layers, name, product_of(module, args, kwargs, result))
 
-    def _part(self, name: str, module: torch.nn.Module, args: tuple, result) -> None:
+    def _part(self, name: str, module: torch.nn.Module, args: tuple, kwargs: dict, result) -> None:
         self._note(self._blocks, name, result)
         first, self._seen = self._seen, self._attention.index
         if any(self._attention.calls_in_fp32[first : self._seen]):
@@ -169,9 +170,11 @@ def _numbers(kept: dict[str, torch.Tensor]) -> dict[str, float]:
 
 @contextlib.contextmanager
 def hooked(watched: Iterable[tuple[str, torch.nn.Module, Callable]]) -> Iterator[None]:
-    """Tell functions of (name, module, arguments, result) of each run of their modules while the context lasts, by
-    hooks: the modules' forwards, which others look at, stay."""
-    handles = [module.register_forward_hook(functools.partial(note, name)) for name, module, note in watched]
+    """Tell functions of (name, module, arguments, named arguments, result) of each run of their modules while the
+    context lasts, by hooks: the modules' forwards, which others look at, stay."""
+    handles = [
+        module.register_forward_hook(functools.partial(note, name), with_kwargs=True) for name, module, note in watched
+    ]
     try:
         yield
     finally:

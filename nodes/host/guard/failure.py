@@ -18,6 +18,7 @@ from ....precision.guard.random_start import RandomStart
 from ....precision.guard.verdicts import GOES_ON, MODEL, SAME_SEED
 from ....precision.report.schema import GuardEvent
 from ..comfyui.execution import is_compiled, is_on_several_devices, is_oom
+from ..comfyui.gate import entering
 from ..comfyui.page import running_prompt_id, send_to_page, show_progress
 from ..compute.attention import OVERRIDE, overridden
 from ..compute.executor import fall_back, fallen_back, may_fall_back
@@ -90,7 +91,7 @@ class ModelCall(FailedCall):
         return self._attempt(given, self._as_it_was)
 
     def watched(self, given: Call) -> tuple[Attempt, Origin | None]:
-        localizer = Localizer(self.model.diffusion_model)
+        localizer = Localizer(self.model.diffusion_model, entering)
 
         def run(call: Call) -> torch.Tensor:
             call.executor = functools.partial(_watched, localizer, call.executor)

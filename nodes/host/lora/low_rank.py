@@ -23,6 +23,7 @@ from ....precision.arithmetic.products import normalized, rows_in_fp16
 from ....precision.base.flags import fp32_accumulation
 from ....precision.base.layer_names import plain_name
 from ....precision.base.patching import Patch
+from ..comfyui.gate import entering
 from ..comfyui.layers import is_quantized
 from ..comfyui.weights import core_weights
 
@@ -142,6 +143,7 @@ class LowRankLayer(torch.nn.Module):
     def __init__(self, changes: Sequence[LowRank], dtype: torch.dtype):
         super().__init__()
         self.changes, self.in_fp32, self.inner = changes, False, None
+        self.entrance: Callable | None = None
         made = [{place: normalized(factor, dtype) for place, factor in change.factors().items()} for change in changes]
         self.shapes = [{place: factor.shape for place, (factor, _) in parts.items()} for parts in made]
         powers = [math.prod(power for _, power in parts.values()) for parts in made]
@@ -155,11 +157,12 @@ class LowRankLayer(torch.nn.Module):
         # A graph that was compiled with it holds for as long as that forward is the same.
         if self.inner != module.forward:
             self.inner = module.forward
-        return module, "forward", self.run
+            self.entrance = entering(module, self.run)
+        return module, "forward", self.entrance
 
-    def run(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+    def run(self, x: torch.Tensor) -> torch.Tensor:
         """Stand in for the layer's forward."""
-        return self(x, self.inner(x, *args, **kwargs))
+        return self(x, self.inner(x))
 
     def forward(self, x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
         """Add the LoRAs' products with ``x`` to the layer's ``result``; in fp32 where ``x`` is."""

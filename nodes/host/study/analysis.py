@@ -20,6 +20,7 @@ from ....precision.study.candidates import Candidate, with_fp16_sums
 from ....precision.study.layer_error import LayerResult
 from ....precision.study.sensitivity import BARRED, KEPT, MAX_TRIALS, Analysis, Session, analyze
 from ..comfyui.attributes import WEIGHT_FUNCTIONS, casting, casts_weights, weight_functions
+from ..comfyui.gate import entering
 from ..comfyui.layers import matrix_layers
 from ..comfyui.model_facts import model_facts
 from ..comfyui.page import show_progress
@@ -61,7 +62,7 @@ def analyze_model(
         with session.inside():
             return executor(*args, **kwargs)
 
-    session = Session(subjects_of(patcher, wanted), wanted, run, core_weights, change)
+    session = Session(subjects_of(patcher, wanted), wanted, run, core_weights, change, entering)
     clone.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, ANALYSIS, begin_step)
     set_wrapper(clone, ANALYSIS, inside)
     analysis = analyze(session, target_db, pin)
@@ -105,7 +106,8 @@ def change(module: torch.nn.Module, candidate: Candidate) -> list[Patch]:
     if candidate.stores:
         exact = module.forward
         stored = [(module, WEIGHT_FUNCTIONS, [*weight_functions(module), candidate.weight])]
-        rounding = (module, "forward", lambda x, *args, **kwargs: exact(candidate.input(x), *args, **kwargs))
+        rounded = entering(module, lambda x, *args, **kwargs: exact(candidate.input(x), *args, **kwargs))
+        rounding = (module, "forward", rounded)
         return [*stored, rounding] if candidate.rounds_inputs else stored
 
     def call(x, *args, **kwargs):

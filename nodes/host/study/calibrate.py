@@ -21,6 +21,7 @@ from ....precision.files.atomic_write import require_space
 from ....precision.formats.comfy_format import can_be_quantized
 from ....precision.make.calibration import WIDTHS, Calibration, Products, products_bytes
 from ..comfyui.execution import is_on_several_devices
+from ..comfyui.gate import entering
 from ..comfyui.layers import matrix_layers
 from ..comfyui.page import show_progress
 from ..comfyui.weights import calling_layers
@@ -96,14 +97,15 @@ def _sampled(
 
     def call(executor, *args, **kwargs):
         next(calls)
-        watched = ((module, "forward", partial(summed, module.forward, sums[name])) for name, module in modules.items())
+        forwards = {name: partial(summed, module.forward, sums[name]) for name, module in modules.items()}
+        watched = ((module, "forward", entering(module, forwards[name])) for name, module in modules.items())
         with patched(watched), calling_layers(modules.values()):
             return executor(*args, **kwargs)
 
-    def summed(forward: Callable, own: Products, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+    def summed(forward: Callable, own: Products, x: torch.Tensor, **kwargs) -> torch.Tensor:
         advance(0)
         own.add(x.dequantize() if isinstance(x, QuantizedTensor) else x)
-        return forward(x, *args, **kwargs)
+        return forward(x, **kwargs)
 
     set_wrapper(clone, ANALYSIS, call)
     clone.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, ANALYSIS, step)
