@@ -1,0 +1,177 @@
+"""The ComfyUI after 0.39, which folds an activation and a residual into a layer's call: each setting is as near to fp32 there as on the pinned one."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from comfy.sd import load_lora_for_models
+from halfsafe.nodes.host.comfyui import gate
+from halfsafe.precision.plan.rules import rules_from
+from support import families, model_files, next_core, tiny_models
+from support.families import load, with_compute
+from support.guarding import guarded, inside, left_on, report_of
+from support.matmul_spy import Products
+from support.measures import relative_error
+from support.summing import accumulation
+
+FFN = {f"blocks.{block}.ffn.2": (256, 1024) for block in (0, 1)}
+
+
+@pytest.fixture(autouse=True)
+def _device(monkeypatch):
+    monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_89")
+
+
+@pytest.fixture(scope="module")
+def lora():
+    return model_files.lora(FFN, rank=8)
+
+
+def with_lora(model, lora):
+    return load_lora_for_models(model, None, dict(lora), 4.0, 0.0)[0]
+
+
+SETTINGS = {
+    "fp32": lambda comfy, path, lora: load(comfy, path, "fp32", "fp32"),
+    "fp16_safe": lambda comfy, path, lora: load(comfy, path, "fp16", "fp16_safe"),
+    "bf16": lambda comfy, path, lora: load(comfy, path, "bf16", "bf16"),
+    "fp16 sums": lambda comfy, path, lora: accumulation(comfy, load(comfy, path, "fp16", "fp16"), fp16_accumulation="on"),
+    "fp8 in bf16": lambda comfy, path, lora: load(comfy, path, "fp8_e4m3fn", "bf16"),
+    "fp8 in fp8": lambda comfy, path, lora: load(comfy, path, "fp8_e4m3fn", "fp8"),
+    "fp8 in fp16_safe": lambda comfy, path, lora: load(comfy, path, "fp8_e4m3fn", "fp16_safe"),
+    "int8 in int8": lambda comfy, path, lora: load(comfy, path, "int8", "int8"),
+    "int8 in fp16_safe": lambda comfy, path, lora: load(comfy, path, "int8", "fp16_safe"),
+    "LoRA beside int8": lambda comfy, path, lora: with_lora(load(comfy, path, "int8", "int8"), lora),
+    "LoRA beside fp8": lambda comfy, path, lora: with_lora(load(comfy, path, "fp8_e4m3fn", "bf16"), lora),
+    "LoRA in fp16_safe": lambda comfy, path, lora: with_lora(load(comfy, path, "fp16", "fp16_safe"), lora),
+}
+
+
+def errors_of(comfy, path, lora, call, setting: str) -> list[float]:
+    """The relative errors to fp32 of the first and the second call."""
+    exact = load(comfy, path, "fp32", "fp32")
+    exact = with_lora(exact, lora) if "LoRA" in setting else exact
+    reference = families.replay(exact, call)
+    model = SETTINGS[setting](comfy, path, lora)
+    return [relative_error(reference, families.replay(model, call)) for _ in range(2)]
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_each_setting_is_as_near_to_fp32_as_on_the_pinned_core(comfy, wan, call, lora, setting):
+    pinned = errors_of(comfy, wan, lora, call, setting)
+    with next_core.installed():
+        following = errors_of(comfy, wan, lora, call, setting)
+    print(f"{setting}: pinned {pinned}, next {following}")
+    assert all(after <= 1.1 * before + 1e-5 for before, after in zip(pinned, following, strict=True))
+
+
+def test_a_guarded_model_that_overflows_ends_as_on_the_pinned_core(comfy, overflowing, call):
+    reference = families.replay(load(comfy, overflowing, "fp32", "fp32"), call)
+    seen = {}
+    for name, core in {"pinned": contextlib.nullcontext(), "next": next_core.installed()}.items():
+        with core:
+            model = guarded(comfy, load(comfy, overflowing, "fp16", "fp16"))
+            result = families.replay(model, call)
+            guard = report_of(model)
+        seen[name] = SimpleNamespace(
+            error=relative_error(reference, result),
+            verdict=guard.verdict,
+            layers={event.layer for event in guard.events},
+        )
+    print(seen)
+    assert seen["next"].error <= 1.1 * seen["pinned"].error + 1e-5
+    assert (seen["next"].verdict, seen["next"].layers) == (seen["pinned"].verdict, seen["pinned"].layers)
+
+
+def test_a_folded_activation_sees_the_fp32_of_a_wide_stream_and_its_product_is_that_of_the_pinned_core(comfy, wan, call, monkeypatch):
+    given = []
+    activated = gate.activated
+    monkeypatch.setattr(gate, "activated", lambda x, folded: given.append(x.dtype) or activated(x, folded))
+
+    def modes() -> dict[str, str]:
+        model = load(comfy, wan, "fp16", "fp16_safe", rules=rules_from(text="*ffn.0 stream=fp32"))
+        families.replay(model, call)
+        given.clear()
+        with Products({name: model.model.diffusion_model.get_submodule(name) for name in FFN}) as products:
+            families.replay(model, call)
+        return products.modes()
+
+    pinned = modes()
+    with next_core.installed():
+        assert modes() == pinned
+    assert len(given) >= len(FFN) and set(given) == {torch.float32}
+
+
+def test_an_int8_layer_of_which_nothing_is_changed_keeps_the_fused_kernel(comfy, wan, call):
+    """In int8 with a 16-bit stream no forward of ours is on a layer, so that ComfyUI's own runs with its folded activation."""
+    with next_core.installed():
+        model = load(comfy, wan, "int8", "auto")
+        exchanged: list[str] = []
+
+        def look(executor, args, kwargs):
+            exchanged.extend(name for name, has in left_on(model.model.diffusion_model).items() if "forward" in has)
+            return executor(*args, **kwargs)
+
+        families.replay(inside(model, look), call)
+    assert not set(exchanged) & set(FFN)
+
+
+def test_calibration_sums_what_the_layer_multiplies(comfy, models_dir):
+    """The sums of squares of each layer's inputs, next core and pinned."""
+    path = tiny_models.wan(models_dir / "diffusion_models" / "calibrated_next.safetensors", dim=128, ffn=512)
+
+    def sums() -> dict[str, torch.Tensor]:
+        model = load(comfy, path, "as_file", "fp32")
+        latent = {"samples": torch.zeros_like(families.noise(model, size=8))}
+        found, _ = comfy.run("HalfsafeCalibrate", model=model, latent_image=latent, positive=families.conditioning("wan"), seed=1)
+        return {name: products.blocks for name, products in found.layers.items()}
+
+    pinned = sums()
+    with next_core.installed():
+        following = sums()
+    assert following.keys() == pinned.keys()
+    errors = {name: relative_error(pinned[name], following[name]) for name in pinned}
+    assert max(errors.values()) < 1e-4, errors
+
+
+def test_analysis_measures_what_the_layer_multiplies(comfy, wan):
+    """The SNR in dB of each layer of ``ffn.2``, next core and pinned."""
+
+    def analysed() -> str:
+        model = load(comfy, wan, "fp32", "fp32")
+        latent = {"samples": torch.zeros_like(families.noise(model, size=8))}
+        inputs = {"latent_image": latent, "positive": families.conditioning("wan"), "seed": 1, "candidate": "fp8_e4m3fn", "target_snr_db": 10.0}
+        return comfy.run("HalfsafeAnalyzeLayers", model=model, **inputs)[1]
+
+    pinned = analysed()
+    with next_core.installed():
+        assert analysed() == pinned
+
+
+@pytest.mark.parametrize("given", [{"input_act": "gelu_tanh"}, {"residual": 1.0}, {"residual": 1.0, "residual_scale": 0.5}, {"input_act": "rms_norm"}])
+def test_the_gate_computes_what_the_layer_itself_does(given):
+    from comfy.ops import manual_cast
+
+    with next_core.installed():
+        layer = manual_cast.Linear(8, 8)
+        x = torch.randn(3, 8)
+        arguments = {name: torch.full((3, 8), value) if isinstance(value, float) else value for name, value in given.items()}
+        if "rms_norm" in given.values():
+            arguments["act_weight"] = manual_cast.RMSNorm(8, device="cpu", dtype=torch.float32)
+            torch.nn.init.uniform_(arguments["act_weight"].weight)
+        expected = layer(x, **arguments)
+        entered = gate.entering(layer, functools.partial(type(layer).forward, layer))
+        torch.testing.assert_close(entered(x, **arguments), expected)
+        in_order = {name: arguments.get(name) for name in next_core.FOLDED}
+        torch.testing.assert_close(entered(x, *in_order.values()), expected)
+
+
+def test_a_layer_is_never_given_an_argument_that_nobody_takes(comfy, wan, call):
+    model = load(comfy, wan, "fp16", "fp16_safe")
+    layer = model.model.diffusion_model.blocks[0].ffn[2]
+    with pytest.raises(TypeError, match="unheard_of"):
+        families.replay(inside(model, lambda *args: layer(torch.zeros(1, 1024), unheard_of=1)), call)
