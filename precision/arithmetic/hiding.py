@@ -1,22 +1,23 @@
-"""Model code that can hide an overflow: operations that make a finite number of Inf or NaN.
+"""Operations of model code that turn Inf or NaN into a finite number, and so can hide an overflow.
 
 An operand that passes fp16's range makes Inf or NaN of a whole row of its layer's result, and norms make NaN of that.
-It reaches the result of the call, unless one of these operations stands in between:
+It reaches the result of the call, unless one of the operations of ``HIDING`` stands in between:
 
-===================  =====================================  ==========================================================
-operation            hides                                  what sees the overflow instead
-===================  =====================================  ==========================================================
-tanh, sigmoid, relu  Inf of an operand, by a wrong number   a look at one column of the result of each layer of the
-softmax, exp, clamp                                         block that ran before (the block, as NaN passes through)
-min, max, sort
-nan_to_num, a test   Inf and NaN                            the same, and a look at the last layer of each block before
-for NaN or Inf
-clamp, nan_to_num    an fp16 result that overflowed by      results of those layers are returned in fp32
-of fp16              itself
-the same saturating  nothing: Inf is what the number        none is needed
-of an fp16 result    saturates to
-attention            -Inf among its scores                  a look at q, or the norms before it (``attention.py``)
-===================  =====================================  ==========================================================
+=====================  =====================================  ========================================================
+operation              hides                                  what sees the overflow instead
+=====================  =====================================  ========================================================
+tanh, relu, softmax,   Inf of an operand, by a wrong number   a look at one column of the result of each layer of the
+exp, clamp, sort ...                                          block that ran before (the block, as NaN passes through)
+a division, rsqrt,     Inf below the fraction bar, by 0       the same
+a negative power
+nan_to_num, a test     Inf and NaN                            the same, and a look at the last layer of each block
+for NaN or Inf                                                before
+clamp, nan_to_num      an fp16 result that overflowed by      results of those layers are returned in fp32
+of fp16                itself
+the same saturating    nothing: Inf is what the number        none is needed
+of an fp16 result      saturates to
+attention              -Inf among its scores                  a look at q, or the norms before it (``attention.py``)
+=====================  =====================================  ========================================================
 
 Model code is watched in the calls that calibrate alone, where time does not count.
 """
@@ -24,7 +25,9 @@ Model code is watched in the calls that calibrate alone, where time does not cou
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -34,12 +37,61 @@ from ..base.layer_names import block_of
 from ..base.nested import plain_alias
 from .norm_bounds import NormBounds
 
-SATURATING = {
-    *("tanh", "sigmoid", "hardsigmoid", "hardtanh", "relu", "relu6", "softmax", "_softmax", "_safe_softmax", "exp"),
-    *("clip", "clamp", "clamp_min", "clamp_max", "minimum", "maximum", "sort", "topk", "argmax", "sign", "reciprocal"),
+
+@dataclass(frozen=True)
+class Hides:
+    """How an operation hides an overflow.
+
+    ``argument``: the place of the operand whose Inf it hides. ``nan``: it hides NaN too. ``replaces``: it puts another
+    number in the place of what overflows in fp16. ``is_tested``: model code gives the operation no Inf on purpose, as
+    masks give to ``softmax`` and to comparisons, so that the operand itself can be tested in plain fp16
+    (``nodes/host/guard/clamps.py``).
+    """
+
+    argument: int = 0
+    nan: bool = False
+    replaces: bool = False
+    is_tested: bool = True
+
+
+SATURATING = (
+    *("tanh", "sigmoid", "hardsigmoid", "hardtanh", "relu", "relu6", "elu", "selu", "celu", "softplus", "softsign"),
+    *("erf", "atan", "rsqrt", "reciprocal", "pow", "__pow__", "expm1", "exp2", "float_power"),
+)
+DIVISIONS = ("div", "divide", "true_divide", "floor_divide", "__truediv__", "__itruediv__")
+REPLACING = ("clip", "clamp", "clamp_min", "clamp_max", "minimum", "maximum", "fmin", "fmax")
+OF_MASKS = ("softmax", "_softmax", "_safe_softmax", "exp", "sort", "topk", "argmax", "sign")
+COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+HIDING = {
+    **dict.fromkeys(SATURATING, Hides()),
+    **dict.fromkeys(DIVISIONS, Hides(argument=1)),
+    **dict.fromkeys(REPLACING, Hides(replaces=True)),
+    **dict.fromkeys(OF_MASKS, Hides(is_tested=False)),
+    **dict.fromkeys(COMPARISONS, Hides(nan=True, is_tested=False)),
+    **dict.fromkeys(("isnan", "isinf", "isfinite"), Hides(nan=True)),
+    "nan_to_num": Hides(nan=True, replaces=True),
 }
-TESTING = {"nan_to_num", "isnan", "isinf", "isfinite", "eq", "ne", "lt", "le", "gt", "ge"}
-REPLACING = {"nan_to_num", "clip", "clamp", "clamp_min", "clamp_max", "minimum", "maximum"}
+"""Operation, as torch dispatches or exports it -> how it hides an overflow."""
+
+
+def hidden_operand(name: str, args: Sequence, kwargs: Mapping) -> torch.Tensor | None:
+    """Return the tensor of floats whose overflow an operation of ``HIDING`` would hide; None if it hides none."""
+    place = HIDING[name].argument
+    operand = args[place] if len(args) > place else kwargs.get("other" if place else "input")
+    if not isinstance(operand, torch.Tensor) or not operand.is_floating_point():
+        return None
+    if "pow" in name and isinstance(args[-1], (int, float)) and args[-1] >= 0:
+        return None
+    return operand
+
+
+_watching = threading.local()
+
+
+def own_arithmetic() -> contextlib.AbstractContextManager:
+    """Run operations of ours inside, which no :class:`HidingCode` of this thread takes for model code."""
+    mode = getattr(_watching, "mode", None)
+    return mode.pause() if mode else contextlib.nullcontext()
 
 
 class Looked(Protocol):
@@ -60,8 +112,13 @@ class HidingCode(TorchDispatchMode):
         super().__init__()
         self.begin()
 
+    def __enter__(self):
+        _watching.mode = self
+        return super().__enter__()
+
     def __exit__(self, *error):
         super().__exit__(*error)
+        _watching.mode = None
         self.begin()
 
     def begin(self) -> None:
@@ -89,18 +146,18 @@ class HidingCode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__.removesuffix("_")
-        if not self.paused and (name in SATURATING or name in TESTING):
-            x = next((each for each in args if isinstance(each, torch.Tensor)), None)
-            if x is not None and x.is_floating_point():
-                self._hide(name, x.dtype)
+        if not self.paused and name in HIDING:
+            operand = hidden_operand(name, args, kwargs or {})
+            if operand is not None:
+                self._hide(HIDING[name], operand.dtype)
         result = func(*args, **(kwargs or {}))
         self.norms.follow(func, args, kwargs or {}, result)
         return plain_alias(func, result)
 
-    def _hide(self, name: str, dtype: torch.dtype) -> None:
+    def _hide(self, how: Hides, dtype: torch.dtype) -> None:
         layers = [layer for _, layer in self._recent]
-        for layer in layers + (self._ends if name in TESTING else []):
+        for layer in layers + (self._ends if how.nan else []):
             layer.look()
-        if name in REPLACING and dtype == torch.float16:
+        if how.replaces and dtype == torch.float16:
             for layer in layers:
                 layer.widen()

@@ -12,6 +12,7 @@ import math
 
 import torch
 
+from .hiding import own_arithmetic
 from .operand_scale import converts_results
 
 HAS_WIDE_PRODUCT = hasattr(torch.ops.aten.mm, "dtype")
@@ -62,6 +63,9 @@ def normalized(factor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, 
 def rows_in_fp16(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return an fp32 input in fp16, each row divided by its amax, and those ``(..., 1)`` in fp32."""
     size = torch.linalg.vector_norm(x.detach(), math.inf, dim=-1, keepdim=True) + SMALLEST_SIZE
-    if torch.compiler.is_compiling() or not converts_results(x.device):
+    if torch.compiler.is_compiling():
         return (x / size).to(torch.float16), size
-    return torch.div(x, size, out=torch.empty_like(x, dtype=torch.float16)), size
+    with own_arithmetic():
+        if not converts_results(x.device):
+            return (x / size).to(torch.float16), size
+        return torch.div(x, size, out=torch.empty_like(x, dtype=torch.float16)), size

@@ -1,4 +1,4 @@
-"""Operations of model code that make a finite value of one past fp16's range, so that a result hides an overflow."""
+"""Torch functions that can hide an fp16 overflow (``HIDING``: clamp, tanh, ...), exchanged while a sampler runs."""
 
 import contextlib
 import functools
@@ -8,23 +8,19 @@ from contextvars import ContextVar
 import torch
 from torch.nn import functional
 
+from ....precision.arithmetic.hiding import HIDING, hidden_operand
 from ....precision.base.amax import amax
 from ....precision.base.patching import SharedScope
 
-GIVEN = (
-    *("nan_to_num", "clamp", "clamp_min", "clamp_max", "clip", "minimum", "maximum"),
-    *("isfinite", "isnan", "isinf", "tanh", "sigmoid", "relu", "rsqrt"),
+WATCHED = tuple(
+    (owner, each, name)
+    for name, how in HIDING.items()
+    if how.is_tested
+    for owner in (torch, functional, torch.Tensor)
+    for each in (name, f"{name}_")
+    if hasattr(owner, each)
 )
-"""Functions and methods of torch that bound what they are given, or ask whether it is finite to put something else in
-its place."""
-BOUNDING = ("hardtanh", "relu6", "hardsigmoid", "softsign", "softplus", "elu", "selu")
-"""Functions of ``torch.nn.functional`` that bound it by themselves."""
-WATCHED = (
-    *((torch, name) for name in (*GIVEN, "norm")),
-    *((functional, name) for name in BOUNDING),
-    *((torch.Tensor, name) for given in GIVEN for name in (given, f"{given}_") if hasattr(torch.Tensor, name)),
-)
-"""(owner, name); ``Tensor.norm`` and ``normalize`` call ``torch.norm``."""
+"""(owner, function, operation) of each function that is exchanged."""
 _largest_of = torch.maximum
 _watches: ContextVar[tuple["ClampWatch", ...]] = ContextVar("halfsafe_clamp_watches", default=())
 """Those of this thread."""
@@ -32,30 +28,31 @@ _watches: ContextVar[tuple["ClampWatch", ...]] = ContextVar("halfsafe_clamp_watc
 
 @functools.lru_cache(maxsize=256)
 def _watched(function: Callable, name: str) -> Callable:
-    """Wrap a function that hides an overflow: of what it is given, or a norm of its own, by which a division is 0."""
+    """Wrap a function that hides an overflow of an operand: its watches test the operand first."""
 
     def run(*args, **kwargs):
-        made = function(*args, **kwargs) if name == "norm" else None
-        for watch in _watches.get():
-            watch.see(made if name == "norm" else args[0] if args else kwargs.get("input"))
-        return made if name == "norm" else function(*args, **kwargs)
+        operand = hidden_operand(name, args, kwargs)
+        if operand is not None and operand.dtype == torch.float16:
+            for watch in _watches.get():
+                watch.see(operand)
+        return function(*args, **kwargs)
 
     return run
 
 
 @contextlib.contextmanager
 def _functions_exchanged() -> Iterator[None]:
-    own = [(owner, name, owner.__dict__.get(name)) for owner, name in WATCHED]
-    for owner, name, function in own:
-        setattr(owner, name, _watched(function or getattr(owner, name), name))
+    own = [(owner, each, owner.__dict__.get(each), name) for owner, each, name in WATCHED]
+    for owner, each, function, name in own:
+        setattr(owner, each, _watched(function or getattr(owner, each), name))
     try:
         yield
     finally:
-        for owner, name, function in own:
+        for owner, each, function, _ in own:
             if function:
-                setattr(owner, name, function)
+                setattr(owner, each, function)
             else:
-                delattr(owner, name)
+                delattr(owner, each)
 
 
 hiding_is_seen = SharedScope(_functions_exchanged)
@@ -82,7 +79,6 @@ class ClampWatch:
         _watches.reset(self._outside)
         hiding_is_seen.__exit__(*error)
 
-    def see(self, values: object) -> None:
-        """Keep the largest magnitude."""
-        if isinstance(values, torch.Tensor) and values.dtype == torch.float16:
-            _largest_of(self.largest, amax(values), out=self.largest)
+    def see(self, operand: torch.Tensor) -> None:
+        """Keep the largest magnitude of an fp16 tensor."""
+        _largest_of(self.largest, amax(operand), out=self.largest)

@@ -12,7 +12,7 @@ from comfy.sd import load_lora_for_models
 from halfsafe.nodes.host.comfyui import gate
 from halfsafe.precision.plan.rules import rules_from
 from support import families, model_files, next_core, tiny_models
-from support.families import load, with_compute
+from support.families import load
 from support.guarding import guarded, inside, left_on, report_of
 from support.matmul_spy import Products
 from support.measures import relative_error
@@ -158,6 +158,8 @@ def test_the_gate_computes_what_the_layer_itself_does(given):
 
     with next_core.installed():
         layer = manual_cast.Linear(8, 8)
+        torch.nn.init.normal_(layer.weight)
+        torch.nn.init.normal_(layer.bias)
         x = torch.randn(3, 8)
         arguments = {name: torch.full((3, 8), value) if isinstance(value, float) else value for name, value in given.items()}
         if "rms_norm" in given.values():

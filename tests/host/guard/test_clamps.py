@@ -44,7 +44,15 @@ WAYS = {
     "gate of sigmoid()": (lambda x: F.sigmoid(x * LOUD * 1e-5), "sigmoid"),
     "relu": (lambda x: F.relu(-x.abs() * LOUD), "relu"),
     "norm by hand": (norm_by_hand, "rsqrt"),
-    "division by a norm": (divided_by_a_norm, "norm"),
+    "division by a norm": (divided_by_a_norm, "__truediv__"),
+    "torch.div": (lambda x: torch.div(torch.full_like(x, BOUND), 1 + (x * LOUD).abs()), "div"),
+    "a scalar divided": (lambda x: 1e4 / (1 + (x * LOUD).abs()), "reciprocal"),
+    "a negative power": (lambda x: (1 + (x * LOUD).abs()) ** -1.0, "__pow__"),
+    "erf": (lambda x: torch.erf(x * LOUD * 1e-5), "erf"),
+    "atan": (lambda x: torch.atan(x * LOUD * 1e-5), "atan"),
+    "elu": (lambda x: F.elu(-x.abs() * LOUD), "elu"),
+    "selu": (lambda x: F.selu(-x.abs() * LOUD), "selu"),
+    "softplus": (lambda x: F.softplus(-x.abs() * LOUD), "softplus"),
 }
 
 

@@ -10,6 +10,15 @@ from halfsafe.precision.base.dtypes import FP16_MAX
 from support.measures import relative_error
 from support.plain_weights import plain_weights
 
+LARGE = 3e4
+"""A numerator that makes a quotient by an overflowing result matter."""
+
+
+def size(x):
+    """The mean magnitude of each row and one: near no zero, so that a quotient by it is well conditioned."""
+    return x.abs().mean(-1, keepdim=True) + 1
+
+
 HIDDEN = {
     "tanh": torch.tanh,
     "sigmoid": torch.sigmoid,
@@ -28,7 +37,23 @@ HIDDEN = {
     "where not NaN": lambda x: torch.where(x == x, x, torch.zeros_like(x)).clamp(-1e4, 1e4),
     "the best two": lambda x: x.topk(2, -1).values.sign() * x.mean(),
     "masked": lambda x: x.masked_fill(x.isnan() | x.isinf(), 0.0),
-    "divided": lambda x: torch.reciprocal(x.abs().mean(-1, keepdim=True) + 1),
+    "reciprocal": lambda x: torch.reciprocal(size(x)) * LARGE,
+    "below a fraction bar": lambda x: torch.full_like(x, LARGE) / size(x),
+    "a scalar divided": lambda x: LARGE / size(x),
+    "div": lambda x: torch.div(torch.full_like(x, LARGE), size(x)),
+    "div_": lambda x: torch.full_like(x, LARGE).div_(size(x)),
+    "a negative power": lambda x: size(x) ** -1.0 * LARGE,
+    "rsqrt": lambda x: torch.rsqrt(size(x)) * LARGE,
+    "erf": torch.erf,
+    "atan": torch.atan,
+    "elu": lambda x: F.elu(-x.abs()),
+    "selu": lambda x: F.selu(-x.abs()),
+    "celu": lambda x: F.celu(-x.abs()),
+    "softplus": lambda x: F.softplus(-x.abs()),
+    "log_sigmoid": lambda x: F.logsigmoid(x.abs()),
+    "expm1": lambda x: torch.expm1(-x.abs()),
+    "exp2": lambda x: torch.exp2(-x.abs()),
+    "fmin": lambda x: torch.fmin(x, torch.full_like(x, 50.0)),
 }
 
 
@@ -70,6 +95,19 @@ def test_an_operand_that_overflows_later_is_seen_behind_what_hides_it(how, resul
             result = calibration.run(lambda loud=loud: model(x, loud))
             assert relative_error(exact(x, loud), result) < 5e-3, loud
     assert calibration.repeats >= 1
+
+
+@pytest.mark.parametrize("how", HIDDEN)
+def test_one_element_that_overflows_later_is_seen_behind_what_hides_it(how):
+    """It makes Inf of a row and no NaN, so that nothing behind a division tells of it."""
+    exact, model = Gated(HIDDEN[how]), Gated(HIDDEN[how])
+    calibration, x = planned(model), torch.randn(1, 64)
+    loud = torch.ones(1, 64)
+    with torch.inference_mode():
+        calibration.run(lambda: model(x, loud))
+        loud[0, 5] = 1e5 / x[0, 5].abs()
+        result = calibration.run(lambda: model(x, loud))
+        assert relative_error(exact(x, loud), result) < 5e-3
 
 
 @pytest.mark.parametrize("how", [how for how in HIDDEN if "nan" in how or "finite" in how or "mask" in how])
