@@ -18,7 +18,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from setup.comfyui_server import MODEL_FOLDERS, Server, make_base_directory
-from support import families, inprocess, second_device, tiny_models
+from support import families, inprocess, next_core, second_device, tiny_models
 from support.cuda_rules import CudaRules, HostReads
 from support.guarded_runs import MODEL
 from torch._C import DispatchKey, DispatchKeySet
@@ -79,6 +79,13 @@ def pytest_sessionfinish() -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "not_as_on_cuda(reason): outside of CUDA's rules and of inference mode")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def core_under_test() -> Iterator[None]:
+    """The imported ComfyUI; where HALFSAFE_NEXT_CORE is set, with the layer call of the one after 0.39."""
+    with next_core.installed() if os.environ.get("HALFSAFE_NEXT_CORE") else contextlib.nullcontext():
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,7 +1,7 @@
 """A stand-in for the ComfyUI after 0.39, whose layers are called with more than an input (Comfy-Org/ComfyUI#16816): the pinned core, given that call.
 
 ``Linear.forward(input, input_act, act_weight, residual, residual_scale)`` is ``residual + residual_scale * linear(act(input))``. The model code of
-Wan, of MiniMax H3 and of every ``Sequential`` of two linear layers with a GELU or SiLU between them calls it so here, and ``linear_input_act`` is gone.
+Wan, of MiniMax H3 and of every ``Sequential`` of two linear layers with a GELU between them calls it so here, and ``linear_input_act`` is gone.
 The parameters are those that four independent adapters to that ComfyUI name; ``act_weight`` is the norm whose weight the activation multiplies by.
 """
 
@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from functools import partial
 
 import torch
 
 FOLDED = ("input_act", "act_weight", "residual", "residual_scale")
-ACTIVATIONS = {torch.nn.GELU: "gelu_tanh", torch.nn.SiLU: "silu"}
 
 
 def folding(plain: Callable, fused: Callable) -> Callable:
@@ -46,10 +44,10 @@ def folded_sequence(self, input):
     """Run a ``Sequential``; of two linear layers with an activation between them, the activation is folded into the second."""
     from comfy.ops import disable_weight_init
 
-    if len(self) == 3 and isinstance(self[0], disable_weight_init.Linear) and isinstance(self[2], disable_weight_init.Linear):
-        name = ACTIVATIONS.get(type(self[1]))
-        if name == "silu" or (name and self[1].approximate == "tanh"):
-            return self[2](self[0](input), input_act=name)
+    kinds = (disable_weight_init.Linear, torch.nn.GELU, disable_weight_init.Linear)
+    of_these = len(self) == 3 and all(map(isinstance, self, kinds))
+    if of_these and self[1].approximate == "tanh":
+        return self[2](self[0](input), input_act="gelu_tanh")
     for module in self:
         input = module(input)
     return input
@@ -79,6 +77,9 @@ def installed() -> Iterator[None]:
     import comfy.ldm.wan.model
     import comfy.ops
 
+    if not hasattr(comfy.ops, "linear_input_act"):  # installed already
+        yield
+        return
     with contextlib.ExitStack() as undo:
 
         def exchange(owner, name: str, value) -> None:
@@ -94,8 +95,6 @@ def installed() -> Iterator[None]:
 
         comfy.ops._eager_input_act = eager_input_act
         undo.callback(delattr, comfy.ops, "_eager_input_act")
-        comfy.ops.INPUT_ACT_EAGER["silu"] = torch.nn.functional.silu
-        undo.callback(comfy.ops.INPUT_ACT_EAGER.pop, "silu")
         exchange(comfy.ops.disable_weight_init.Linear, "forward", folding(comfy.ops.disable_weight_init.Linear.forward, fused))
         exchange(comfy.ops, "mixed_precision_ops", mixed_precision_ops)
         exchange(torch.nn.Sequential, "forward", folded_sequence)
@@ -104,10 +103,3 @@ def installed() -> Iterator[None]:
         undo.callback(setattr, comfy.ops, "linear_input_act", fused)
         del comfy.ops.linear_input_act
         yield
-
-
-def in_this_process() -> Callable[[], None]:
-    """Install the stand-in until the returned function is called."""
-    context = installed()
-    context.__enter__()
-    return partial(context.__exit__, None, None, None)

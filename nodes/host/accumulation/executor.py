@@ -18,6 +18,7 @@ from ....precision.base.patching import Patch, compile_disabled, patched
 from ....precision.devices.detect import detect
 from ....precision.plan.accumulation import AccumulationPlan, MatmulProfile, Request, plan_accumulation
 from ..comfyui.execution import COMPILE_KWARGS, is_compiled, is_on_several_devices, switches_by_layer
+from ..comfyui.known_calls import Feature, why_off
 from ..comfyui.layers import modules_of
 from ..comfyui.weights import exchanged, only_multiplies, weights_of
 from ..comfyui.wrappers import ACCUMULATION, set_wrapper
@@ -34,7 +35,7 @@ def with_accumulation(patcher, request: Request):
     """Return a clone of the model that runs as requested; what the request leaves unchanged is as an earlier node
     asked."""
     clone = patcher.clone()
-    if request == Request():
+    if request == Request() or why_off(Feature.LAYERS):
         return clone
     earlier = accumulation_of(patcher)
     accumulation = Accumulation(request.over(earlier.request) if earlier else request)

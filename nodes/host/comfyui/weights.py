@@ -5,6 +5,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeAlias
 
+import comfy.ldm.lumina.model
 import comfy.ops
 import torch
 import torch.nn.functional as F
@@ -58,19 +59,36 @@ def exchanged(
     return [*patches, (module, PRODUCT, _dequantized_linear)] if calls_own and is_quantized(module) else patches
 
 
-@contextlib.contextmanager
-def _input_act_calls_layers() -> Iterator[None]:
-    original = comfy.ops.linear_input_act
+def _calls_layers() -> contextlib.AbstractContextManager[None]:
+    """Have the functions of ComfyUI that multiply by an int8 weight past its layer's forward call the layer instead."""
+    past_forward: list[Patch] = []
+    if hasattr(comfy.ops, "linear_input_act"):
+        past_forward.append((comfy.ops, "linear_input_act", _input_act_calling(comfy.ops.linear_input_act)))
+    if hasattr(comfy.ldm.lumina.model, "_int8_convrot_linear"):
+        fuses = _fuses_no_exchanged(comfy.ldm.lumina.model._int8_convrot_linear)
+        past_forward.append((comfy.ldm.lumina.model, "_int8_convrot_linear", fuses))
+    return patched(past_forward)
 
+
+def _input_act_calling(original: Callable) -> Callable:
     def run(linear, x, *args, **kwargs):
         of_other_dtype = is_quantized(linear) and linear.weight.dtype != x.dtype
         return original(OnlyCalled(linear) if has_own_forward(linear) or of_other_dtype else linear, x, *args, **kwargs)
 
-    with patched([(comfy.ops, "linear_input_act", run)]):
-        yield
+    return run
 
 
-_input_act = SharedScope(_input_act_calls_layers)
+def _fuses_no_exchanged(original: Callable) -> Callable:
+    """Wrap the test by which Lumina and Z-Image multiply by an int8 weight in a fused kernel after ComfyUI 0.33
+    (Comfy-Org/ComfyUI#15928): it fails for a layer with a forward of ours, such as a LoRA's."""
+
+    def run(linear):
+        return not has_own_forward(linear) and original(linear)
+
+    return run
+
+
+_layers_called = SharedScope(_calls_layers)
 
 
 def uncast_norm(module: torch.nn.Module) -> list[Patch]:
@@ -91,15 +109,14 @@ def uncast_norm(module: torch.nn.Module) -> list[Patch]:
 
 
 def calling_layers(modules: Iterable[torch.nn.Module]) -> contextlib.AbstractContextManager:
-    """Have ``linear_input_act`` of ``comfy/ops.py`` call layers whose forward we exchanged, on every thread.
+    """Have ComfyUI call a layer whose forward we exchanged where it multiplies by an int8 weight itself.
 
-    ComfyUI's own multiplies by a layer's int8 weight itself (MiniMax; from 0.33 on the MLPs of Wan and LTX-Video too),
-    and dequantizes it where its dtype is not the input's, as in an fp32 stream: there the layer is called, which keeps
-    int8. Changes nothing where no module is quantized.
+    ``linear_input_act`` of ``comfy/ops.py`` does (MiniMax; from 0.33 to 0.39 the MLPs of Wan and LTX-Video too), and
+    dequantizes a weight whose dtype is not the input's, as in an fp32 stream: there the layer is called, which keeps
+    int8. Lumina and Z-Image do after 0.33. Holds on every thread; changes nothing if no module
+    is quantized.
     """
-    if not hasattr(comfy.ops, "linear_input_act") or not any(map(is_quantized, modules)):
-        return contextlib.nullcontext()
-    return _input_act
+    return _layers_called if any(map(is_quantized, modules)) else contextlib.nullcontext()
 
 
 def ask_for_plain_products(patcher: ModelPatcher) -> None:

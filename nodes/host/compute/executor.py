@@ -13,6 +13,7 @@ from ....precision.base.patching import Patch, patched
 from ....precision.plan.compute import ComputePlan
 from ..comfyui.attributes import cast_dtype
 from ..comfyui.execution import Make, adapts_text, conditions_through
+from ..comfyui.known_calls import Feature, why_off
 from ..comfyui.layers import modules_of
 from ..comfyui.page import running_node_id
 from ..comfyui.wrappers import COMPUTE, set_wrapper
@@ -38,8 +39,11 @@ _fell_back: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 def set_compute(patcher, plan: ComputePlan) -> None:
     """Make ``patcher``, a clone or a model just loaded, run as planned. An earlier plan is replaced.
 
-    A plan that exchanges nothing and has nothing to fall back to adds no wrapper.
+    A plan that exchanges nothing and has nothing to fall back to adds no wrapper. Nor does one of a ComfyUI whose calls
+    are not known (``known_calls.py``): the model runs as ComfyUI has it, in the plan's activation dtype.
     """
+    reason = why_off(Feature.LAYERS) if plan.exchanges or plan.fallback else ""
+    plan = plan.refused(reason) if reason else plan
     for kind in (WrappersMP.APPLY_MODEL, WrappersMP.OUTER_SAMPLE):
         patcher.remove_wrappers_with_key(kind, COMPUTE)
     compute = Compute(plan)

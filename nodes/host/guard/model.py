@@ -26,6 +26,7 @@ from ....precision.guard.policy import ALL_IN_FP32, OFF, Escalation
 from ....precision.guard.random_start import RandomStart
 from ....precision.report.schema import GuardReport
 from ..comfyui.execution import is_oom
+from ..comfyui.known_calls import Feature, why_off
 from ..comfyui.layers import activation_dtype
 from ..comfyui.page import running_node_id, running_prompt_id
 from ..comfyui.wrappers import GUARD, GUARDED_LAYERS, set_wrapper
@@ -50,9 +51,12 @@ CONTROLNET = (
 def with_guard(patcher, on_nan: str, max_retries: int, node_id: str | None = None, check: Callable | None = None):
     """Return a clone of the model whose calls are guarded, in place of an earlier guard.
 
-    ``check``: ``check.drift.checking``, which gives what compares a call with fp32.
+    ``check``: ``check.drift.checking``, which gives what compares a call with fp32. No guard is put on a model of a
+    ComfyUI whose calls are not known (``known_calls.py``).
     """
     clone = patcher.clone()
+    if why_off(Feature.LAYERS):
+        return clone
     _put(clone, Guard(on_nan, max_retries, node_id, check))
     return clone
 

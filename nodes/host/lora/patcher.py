@@ -26,6 +26,7 @@ from ....precision.base.modes import FP32
 from ....precision.base.patching import Patch, patched
 from ..comfyui.attributes import CAST_DTYPE
 from ..comfyui.execution import adapts_text, conditions_through
+from ..comfyui.known_calls import Feature, why_off
 from ..comfyui.layers import DIFFUSION_MODEL, is_quantized
 from ..comfyui.weights import calling_layers, dequantized
 from ..comfyui.wrappers import LOW_RANK, LOW_RANK_OF_TEXT, set_wrapper
@@ -165,6 +166,8 @@ def keep_low_rank_unmerged(patcher: ModelPatcher) -> None:
 
     ``patcher``: a clone, or of a model just loaded.
     """
+    if why_off(Feature.LORAS):
+        return
     if isinstance(patcher, AddsLowRank) or not any(is_8bit_matrix(module) for module in patcher.model.modules()):
         return
     _extend(patcher)

@@ -17,6 +17,7 @@ from ....precision.plan.auto import UNQUANTIZED
 from ....precision.plan.choice import ATTACHMENT
 from ....precision.plan.compute import NO_LAYER
 from ..accumulation.executor import accumulation_of
+from ..comfyui.known_calls import Feature, why_off
 from ..comfyui.layers import matrix_layers
 from ..comfyui.model_facts import storage_of
 from ..comfyui.page import encoder_reports, send_report
@@ -31,6 +32,7 @@ REPORT_KEY = "halfsafe_report"
 TOKEN = "halfsafe_token"
 UNMATCHED_KEY = "halfsafe_unmatched"
 SHOWN = 20
+OFF = "off: this ComfyUI is newer"
 
 
 def badge(*words: str | None) -> dict[str, list[str]] | None:
@@ -44,7 +46,8 @@ def model_ui(model, *more: str | None) -> dict[str, list[str]]:
     record, compute = model.attachments.get(ATTACHMENT), compute_of(model)
     idle = [*(record.without_effect if record else ()), *(compute.plan.without_effect if compute else ())]
     rules = list(dict.fromkeys(rule for rule, why in idle if why == NO_LAYER))
-    return (badge(*model_words(model), *more) or {}) | ({UNMATCHED_KEY: rules} if rules else {})
+    words = (OFF,) if why_off(Feature.LAYERS) else more
+    return (badge(*model_words(model), *words) or {}) | ({UNMATCHED_KEY: rules} if rules else {})
 
 
 def model_words(model) -> tuple[str, str]:

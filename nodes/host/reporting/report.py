@@ -26,6 +26,7 @@ from ....precision.report.schema import (
 )
 from ..accumulation.accumulation_report import flags_of, layer_accumulation, remarks_of
 from ..comfyui.kernels import DEQUANTIZED
+from ..comfyui.known_calls import reasons_off
 from ..comfyui.layers import activation_dtype, layers_of, matrix_layers
 from ..comfyui.model_facts import bytes_by_storage, foreign_layers, parameter_count, storage_of
 from ..compute.executor import Compute, compute_of
@@ -77,7 +78,7 @@ def report_of(patcher: ModelPatcher, encoders: Sequence[EncoderReport] = ()) -> 
     foreign = Counter(foreign_layers(patcher).values())
     what = "layers are packed in a format of another loader"
     packed = (f"{count} {what} ({cls}); Save Model cannot read them." for cls, count in foreign.items())
-    report.notes += [*notes, *_int8_notes(layers), *packed]
+    report.notes += [*dict.fromkeys(reasons_off().values()), *notes, *_int8_notes(layers), *packed]
     patches = (type(patch.model) for patch in patcher.model_patches_models())
     report.notes += [PATCHED_BY.format(cls.__name__) for cls in patches if not issubclass(cls, LowRankModel)]
     report.notes += _modes_elsewhere(patcher, {layer.name: layer.mode for layer in layers}, compute, guard)

@@ -9,6 +9,7 @@ from server import PromptServer
 from ....precision.commands import doctor
 from ....precision.devices.probes import flags_left_alone
 from ....precision.plan.rules import read
+from ..comfyui.known_calls import reasons_off
 from ..load.devices import current_device
 
 
@@ -22,7 +23,8 @@ def serve_page() -> None:
 async def _device(_: web.Request) -> web.Response:
     with flags_left_alone():
         found = await asyncio.to_thread(lambda: doctor.diagnose(current_device()))
-    return web.json_response(asdict(doctor.diagnosis_result(found)))
+    refused = list(dict.fromkeys(reasons_off().values()))
+    return web.json_response({**asdict(doctor.diagnosis_result(found)), "refused": refused})
 
 
 async def _rules(request: web.Request) -> web.Response:

@@ -21,10 +21,11 @@ from ....precision.study.layer_error import LayerResult
 from ....precision.study.sensitivity import BARRED, KEPT, MAX_TRIALS, Analysis, Session, analyze
 from ..comfyui.attributes import WEIGHT_FUNCTIONS, casting, casts_weights, weight_functions
 from ..comfyui.gate import entering
+from ..comfyui.known_calls import Feature, require
 from ..comfyui.layers import matrix_layers
 from ..comfyui.model_facts import model_facts
 from ..comfyui.page import show_progress
-from ..comfyui.weights import core_weights, exchanged, only_multiplies
+from ..comfyui.weights import calling_layers, core_weights, exchanged, only_multiplies
 from ..comfyui.wrappers import ANALYSIS, set_wrapper
 from ..compute.executor import compute_of
 from ..load.devices import current_device
@@ -42,6 +43,7 @@ def analyze_model(
     Raises:
         HalfsafeError: the device cannot hold what the candidate stores, or the model's own output is not finite.
     """
+    require(Feature.LAYERS)
     if why := why_no_fp8(candidate, current_device()):
         raise HalfsafeError(f"Layers in {candidate} cannot be measured: {why}", "Choose another, such as int8.")
     wanted = Candidate(candidate, _multiplies_in_int8(patcher))
@@ -59,10 +61,11 @@ def analyze_model(
         return executor(*args)
 
     def inside(executor, *args, **kwargs):
-        with session.inside():
+        with session.inside(), calling_layers(layer for _, layer in subjects):
             return executor(*args, **kwargs)
 
-    session = Session(subjects_of(patcher, wanted), wanted, run, core_weights, change, entering)
+    subjects = subjects_of(patcher, wanted)
+    session = Session(subjects, wanted, run, core_weights, change, entering)
     clone.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, ANALYSIS, begin_step)
     set_wrapper(clone, ANALYSIS, inside)
     analysis = analyze(session, target_db, pin)

@@ -22,6 +22,7 @@ from ....precision.formats.comfy_format import can_be_quantized
 from ....precision.make.calibration import WIDTHS, Calibration, Products, products_bytes
 from ..comfyui.execution import is_on_several_devices
 from ..comfyui.gate import entering
+from ..comfyui.known_calls import Feature, require
 from ..comfyui.layers import matrix_layers
 from ..comfyui.page import show_progress
 from ..comfyui.weights import calling_layers
@@ -53,6 +54,7 @@ def calibrate_model(
         CheckpointError: they do not fit on the disk of ``path``.
         HalfsafeError: ``previous`` is of another model, the model is spread over several devices, or it was not called.
     """
+    require(Feature.LAYERS)
     if is_on_several_devices(patcher):
         problem = "The model is spread over several devices."
         raise HalfsafeError(problem, "Calibrate it before MultiGPU, on one of them.")
