@@ -19,7 +19,9 @@ def folding(plain: Callable, fused: Callable) -> Callable:
     """Give a Linear's forward the arguments of the next ComfyUI. ``fused``: its ``linear_input_act``, with int8 kernels."""
 
     def forward(self, input, input_act=None, act_weight=None, residual=None, residual_scale=None):
-        if input_act in (None, "rms_norm") or getattr(self, "_full_precision_mm", False) or len(self.weight_function):
+        is_int8 = getattr(self, "quant_format", None) == "int8_tensorwise"
+        unfused = input_act in (None, "rms_norm") or getattr(self, "_full_precision_mm", False) or len(self.weight_function)
+        if unfused or not is_int8:
             result = plain(self, eager_input_act(input, input_act, act_weight))
         else:
             result = fused(self, input, input_act)
@@ -38,6 +40,27 @@ def eager_input_act(x, input_act, act_weight=None):
     if input_act is None:
         return x
     return act_weight(x) if input_act == "rms_norm" else INPUT_ACT_EAGER[input_act](x)
+
+
+def operand_of(args: tuple, kwargs: dict) -> torch.Tensor:
+    """What a layer that is called with these arguments multiplies."""
+    x, *more = args
+    folded = {**dict(zip(FOLDED, more, strict=False)), **kwargs}
+    return eager_input_act(x, folded.get("input_act"), folded.get("act_weight"))
+
+
+def bypass(plain: Callable) -> Callable:
+    """ComfyUI's LoRA in bypass mode, which multiplies the activated input (Comfy-Org/ComfyUI#16862)."""
+
+    def _bypass_forward(self, x, *args, **kwargs):
+        folded = {**dict(zip(FOLDED, args, strict=False)), **kwargs}
+        result = plain(self, operand_of((x, *args), kwargs))
+        residual, scale = folded.get("residual"), folded.get("residual_scale")
+        if residual is None:
+            return result
+        return residual + result if scale is None else torch.addcmul(residual, result, scale)
+
+    return _bypass_forward
 
 
 def folded_sequence(self, input):
@@ -76,6 +99,7 @@ def installed() -> Iterator[None]:
     import comfy.ldm.minimax.model
     import comfy.ldm.wan.model
     import comfy.ops
+    import comfy.weight_adapter.bypass
 
     if not hasattr(comfy.ops, "linear_input_act"):  # installed already
         yield
@@ -100,6 +124,8 @@ def installed() -> Iterator[None]:
         exchange(torch.nn.Sequential, "forward", folded_sequence)
         exchange(comfy.ldm.wan.model.WanAttentionBlock, "forward", wan_block)
         exchange(comfy.ldm.minimax.model.MLP, "forward", lambda self, x: self.fc2(self.fc1(x), input_act="swiglu"))
+        hook = comfy.weight_adapter.bypass.BypassForwardHook
+        exchange(hook, "_bypass_forward", bypass(hook._bypass_forward))
         undo.callback(setattr, comfy.ops, "linear_input_act", fused)
         del comfy.ops.linear_input_act
         yield

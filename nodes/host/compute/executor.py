@@ -189,6 +189,15 @@ class Compute:
         error, spares = (run.calibration.error, run.calibration.spares_memory) if run else ("", False)
         return [*self.plan.notes, *([FAILED_ONCE.format(error)] if error else []), *([SPARED] if spares else [])]
 
+    def not_called(self, patcher: ModelPatcher) -> frozenset[str]:
+        """Return the layers with a plan that the call which measured ranges did not call; none before such a call."""
+        run, adapter = self.runs.last_of(patcher), self.adapters.last_of(patcher)
+        if run is None or not run.calibration.flops:
+            return frozenset()
+        of_adapter = adapter.calibration.flops if adapter else {}
+        called = {name for flops in (run.calibration.flops, of_adapter) for name, count in flops.items() if count}
+        return frozenset({*run.layers.operations, *run.layers.casts} - called)
+
     def fp16_share_text(self, patcher: ModelPatcher) -> str:
         """Say in one line what share of the matmul FLOPs has fp16 operands; empty before a call and without any."""
         run = self.runs.last_of(patcher)

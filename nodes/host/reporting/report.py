@@ -44,6 +44,7 @@ PATCHED_BY = (
 LISTED = 3
 CALLED_IN_FP32 = "the model's own code casts its input to fp32"
 WIDENED = "widened by the guard"
+NOT_CALLED = "not called: the call that measured ranges did not run this layer, so its mode is planned and not observed"
 Reasons = dict[str, list[str]]
 """Layer name -> why it is as it is, a text each; they are joined when the report is made."""
 
@@ -114,6 +115,7 @@ def _layers(patcher: ModelPatcher) -> tuple[list[LayerReport], Reasons]:
     """Report on each layer, and list the reasons of its storage, mode and sums; a choice without one gives no text."""
     record, compute = patcher.attachments.get(ATTACHMENT), compute_of(patcher)
     modes, stream = observed_modes_of(patcher), name_of(stream_dtype(patcher))
+    not_called = compute.not_called(patcher) if compute else frozenset()
     kernels, sums, layers, reasons = kernels_of(patcher, modes), layer_accumulation(patcher), [], {}
     for name, module in layers_of(patcher):
         decision = compute.plan.decisions.get(name) if compute else None
@@ -132,6 +134,8 @@ def _layers(patcher: ModelPatcher) -> tuple[list[LayerReport], Reasons]:
         )
         layers.append(layer)
         of_storage, of_mode = record.reasons.get(name, "") if record else "", decision.reason if decision else ""
+        if name in not_called:
+            of_mode = NOT_CALLED
         reasons[name] = [of_storage, of_mode, why, CALLED_IN_FP32 if by_code else ""]
     return layers, reasons
 

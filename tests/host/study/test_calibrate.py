@@ -11,7 +11,7 @@ from halfsafe.nodes.host.study.sampling import sample
 from halfsafe.precision.base.errors import HalfsafeError, MemoryShortage
 from halfsafe.precision.make.calibration import read_calibration
 from safetensors.torch import save_file
-from support import families, tiny_models
+from support import families, next_core, tiny_models
 from support.model_files import lora
 
 NODE = "HalfsafeCalibrate"
@@ -47,7 +47,12 @@ def inputs_of(model, layer: str, **inputs) -> list[torch.Tensor]:
     """What a layer meets in the same sampling, by a hook of torch."""
     met = []
     module = model.model.get_submodule(f"diffusion_model.{layer}")
-    hook = module.register_forward_pre_hook(lambda _, args: met.append(args[0].flatten(0, -2).float()))
+
+
+    def note(module, args, kwargs) -> None:
+        met.append(next_core.operand_of(args, kwargs).flatten(0, -2).float())
+
+    hook = module.register_forward_pre_hook(note, with_kwargs=True)
     try:
         given = {"positive": families.conditioning("wan"), "negative": None, "latent": latent(model, 16), "seed": 1, **inputs}
         sample(model, **given, steps=host.STEPS)
@@ -122,7 +127,7 @@ def test_a_lora_is_in_what_the_layers_meet(comfy, models_dir, model):
 
 
 def test_inputs_with_nan_are_left_out_and_told(comfy, model):
-    module = model.model.get_submodule("diffusion_model.blocks.0.ffn.1")
+    module = model.model.get_submodule("diffusion_model.blocks.0.ffn.0")
     calls = []
 
     def spoil(module, args, result):

@@ -81,7 +81,9 @@ class Watched:
 
 def as_the_row_says(row: Tradeoff, products: dict) -> bool:
     """Whether as many layers multiplied in each mode as a row says; a CPU's products with rounded operands can be several."""
-    possible = [set.intersection(*(product.modes for product in made)) for made in products.values()]
+    # An int8 layer's rotation of its input is a product of its own in comfy-kitchen.
+    own = [[product for product in made if "int8" in product.modes] or made for made in products.values()]
+    possible = [set.intersection(*(product.modes for product in made)) for made in own]
     sure = {mode: sum(modes == {mode} for modes in possible) for mode in row.modes}
     most = {mode: sum(mode in modes for modes in possible) for mode in row.modes}
     return sum(row.modes.values()) == len(products) and all(sure[mode] <= count <= most[mode] for mode, count in row.modes.items())
