@@ -29,6 +29,7 @@ from setup.progress import run_shown
 TIERS = {
     "unit": "tests/unit",
     "host": "tests/host",
+    "next": "tests/host",  # the same tests under the layer call of the ComfyUI after 0.39
     "compile": "tests/host/compile",  # counts graphs: in a process that has compiled nothing else
     "browser": "tests/browser",
     "gpu": "tests/gpu",
@@ -36,8 +37,14 @@ TIERS = {
 # How a tier's tests are shared out between two processes: each begins with a half, and the one that ends first takes tests from
 # the end of the other's. A page's tests share its server.
 STEALING = ("--dist", "worksteal")
-IN_TWO_PROCESSES = {"unit": STEALING, "host": STEALING, "compile": STEALING, "browser": ("--dist", "loadgroup", "--no-loadscope-reorder")}
-ONE_THREAD_EACH = ("unit", "host", "compile")
+NEXT_CORE = (
+    *("compute/test_gate.py", "compute/test_compute.py", "compute/test_compute_fp8.py", "compute/test_int8.py"),
+    *("guard/test_guard.py", "guard/test_int8.py", "accumulation", "lora/test_encoders_saving_merging.py"),
+    *("load/test_loaders.py", "study/test_calibrate.py"),
+)
+"""What of the host tests runs under the next ComfyUI's layer call too: compute, guard, sums, LoRAs, loading and calibration."""
+IN_TWO_PROCESSES = {"unit": STEALING, "host": STEALING, "next": STEALING, "compile": STEALING, "browser": ("--dist", "loadgroup", "--no-loadscope-reorder")}
+ONE_THREAD_EACH = ("unit", "host", "next", "compile")
 
 
 @dataclass(frozen=True)
@@ -78,7 +85,7 @@ def _tiers(wanted: str | None, environment: Environment) -> list[str]:
     if wanted:
         return [wanted]
     has_gpu_tests = (ROOT / TIERS["gpu"]).is_dir()
-    return ["unit", "host", "compile", "browser"] + (["gpu"] if has_gpu_tests and accelerator(environment.python) == "cuda" else [])
+    return ["unit", "host", "next", "compile", "browser"] + (["gpu"] if has_gpu_tests and accelerator(environment.python) == "cuda" else [])
 
 
 @contextlib.contextmanager
@@ -113,13 +120,17 @@ def _run_tier(tier: str, environment: Environment, pytest_args: list[str]) -> Re
     started = time.monotonic()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:  # pytest keeps gigabytes of three runs
         junit = Path(folder) / "junit.xml"
-        command = [str(environment.python), "-m", "pytest", TIERS[tier], f"--junitxml={junit}", "--durations=5", *_color(), *_workers(tier)]
+        command = [str(environment.python), "-m", "pytest", *_paths(tier), f"--junitxml={junit}", "--durations=5", *_color(), *_workers(tier)]
         try:
             environ = _tier_environ(tier, environment)
         except SetupError as error:
             return Result(tier, None, str(error), time.monotonic() - started)
         code = run_shown([*command, *pytest_args], ROOT, {**environ, **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), folder)})
         return Result(tier, code == 0, counts_of(junit), time.monotonic() - started)
+
+
+def _paths(tier: str) -> list[str]:
+    return [f"{TIERS[tier]}/{path}" for path in NEXT_CORE] if tier == "next" else [TIERS[tier]]
 
 
 def _color() -> list[str]:
@@ -134,6 +145,8 @@ def _workers(tier: str) -> list[str]:
 
 def _tier_environ(tier: str, environment: Environment) -> dict[str, str]:
     more = {"OMP_NUM_THREADS": "1"} if tier in ONE_THREAD_EACH else {}
+    if tier == "next":
+        more["HALFSAFE_NEXT_CORE"] = "1"
     if tier == "browser":
         more = {"CHROMIUM": str(chromium.provide_chromium(environment.python)), "HALFSAFE_FRONTEND": str(newest_frontend(environment.python))}
     return clean_environ(PYTHONUNBUFFERED="1", HALFSAFE_STRICT="1", COMFYUI_DIR=str(environment.comfyui), **more)

@@ -12,7 +12,7 @@ import { errorOf, isWider, refusalsIn, RunLog, toastFor, toastOf, withSetting } 
 import { allNodes, guardWorkflow, isPlannedAnew, keepRules, measureWorkflow, showMe, showNodes, showWhole, unguardWorkflow, upstream } from "./graph.mjs";
 import { drawSidebar } from "./sidebar.mjs";
 import { Toasts } from "./toasts.mjs";
-import { loadWords, t } from "./words.mjs";
+import { loadWords, said, t, together } from "./words.mjs";
 
 const PREFIX = "Halfsafe";
 const ONE_NODE = "HalfsafeAutoPrecision";
@@ -238,7 +238,7 @@ function drawTab() {
   const nodes = allNodes(app);
   const unguard = nodes.some(({ comfyClass }) => comfyClass === ONE_NODE) ? () => unguardWorkflow(app) : null;
   const actions = { showMe: () => showMe(app), guard: () => guardWorkflow(app), unguard, measure: () => measureWorkflow(app) };
-  drawSidebar(sidebar, isOfThisWorkflow() ? log.run : null, reports, { device: device ? sentenceOf(device) : "", did, watching, nodes, elsewhere: !isOfThisWorkflow(), redraw: drawTab, ...actions }, {
+  drawSidebar(sidebar, isOfThisWorkflow() ? log.run : null, reports, { device: device ? together([...device.refused.map(said), sentenceOf(device)]) : "", did, watching, nodes, elsewhere: !isOfThisWorkflow(), redraw: drawTab, ...actions }, {
     titleOf: (id) => nodeById(id)?.title ?? t("Guard"),
     goTo: (id) => {
       const node = nodeById(id);

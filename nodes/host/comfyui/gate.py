@@ -100,7 +100,8 @@ class Gate:
     def sort_arguments(self, args: tuple, kwargs: dict) -> tuple[dict, dict]:
         """Sort the arguments of a call after its input into what the gate computes, and what the forward is given."""
         if len(args) > len(self.names):
-            raise TypeError(f"{type(self.module).__name__} was called with {len(args)} arguments after its input.")
+            layer = type(self.module).__name__
+            raise TypeError(f"{layer} takes {len(self.names)} arguments more, and got {len(args)}.")
         given = dict(zip(self.names, args, strict=False)) | kwargs
         folded = {name: given.pop(name) for name in FOLDED if name in given}
         return folded, given

@@ -25,6 +25,12 @@ from .self_test import unequal_layer
 logger = logging.getLogger("halfsafe")
 
 
+UNKNOWN = "This ComfyUI gives {} `{}`, which Halfsafe {} does not know: {} are off. Update Halfsafe."
+UNEQUAL = (
+    "A layer of this ComfyUI ({}) gives another result through Halfsafe {} than by itself: {} are off. Update Halfsafe."
+)
+
+
 class Feature(StrEnum):
     """What is off if a call has an argument that we do not know; the value names it in a sentence."""
 
@@ -99,10 +105,7 @@ def reasons_off() -> dict[Feature, str]:
         for name in unknown_parameters(call):
             reasons.setdefault(call.feature, _unknown(call, name))
     if Feature.LAYERS not in reasons and (unequal := unequal_layer()):
-        reasons[Feature.LAYERS] = (
-            f"A layer of this ComfyUI ({unequal}) gives another result through Halfsafe {VERSION} than by itself: "
-            f"{Feature.LAYERS} are off. Update Halfsafe."
-        )
+        reasons[Feature.LAYERS] = UNEQUAL.format(unequal, VERSION, Feature.LAYERS)
     if Feature.LAYERS in reasons:
         reasons.setdefault(Feature.LORAS, reasons[Feature.LAYERS])
     for reason in dict.fromkeys(reasons.values()):
@@ -127,8 +130,7 @@ def unknown_parameters(call: KnownCall) -> list[str]:
 def _unknown(call: KnownCall, name: str) -> str:
     is_layer = call.path.startswith("comfy.ops.") and call.path[-1] != "t"
     whom = "its layers" if is_layer else f"`{call.path}`"
-    known = f"which Halfsafe {VERSION} does not know"
-    return f"This ComfyUI gives {whom} `{name}`, {known}: {call.feature} are off. Update Halfsafe."
+    return UNKNOWN.format(whom, name, VERSION, call.feature)
 
 
 def _installed(path: str) -> Callable | type | None:
