@@ -51,4 +51,5 @@ class PastForward(torch.nn.Module):
         self.__dict__["fc2"] = fc2
 
     def forward(self, x):
-        return comfy_ops.linear_input_act(self.fc2, x, "gelu_tanh")
+        fused = getattr(comfy_ops, "linear_input_act", None)
+        return fused(self.fc2, x, "gelu_tanh") if fused else self.fc2(x, input_act="gelu_tanh")

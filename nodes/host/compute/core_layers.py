@@ -180,15 +180,17 @@ def has_changed_weight(module: torch.nn.Module) -> bool:
     return not is_quantized(module) or bool(weight_functions(module) or bias_functions(module))
 
 
-def int8_patches(module: torch.nn.Module, decision: ComputeDecision) -> list[Patch]:
+def int8_patches(module: torch.nn.Module, decision: ComputeDecision, activations: str) -> list[Patch]:
     """Make ComfyUI's int8 layer multiply in int8 though the model's compute dtype was changed, which would else
-    dequantize it (``comfy_force_cast_weights``).
+    dequantize it (``comfy_force_cast_weights``). ``activations``: the dtype between layers.
 
     With an fp32 result its input is cast: a result in the dtype of a 16-bit input would be rounded, or past fp16's
-    range, before it is widened.
+    range, before it is widened. ComfyUI's kernel with a folded activation dequantizes a weight whose dtype is not the
+    input's, so the activation is then computed by the gate; else the kernel is ComfyUI's own.
     """
     kept = [not_forced_to_cast(module)]
     forward = module.forward
-    if decision.stream != FP32.name:
-        return kept
-    return [*kept, (module, "forward", entering(module, lambda x: forward(x.float())))]
+    if decision.stream == FP32.name:
+        return [*kept, (module, "forward", entering(module, lambda x: forward(x.float())))]
+    unfused = forward if name_of(module.weight.dtype) == activations else entering(module, forward)
+    return kept if unfused == forward else [*kept, (module, "forward", unfused)]

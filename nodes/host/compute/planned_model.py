@@ -67,7 +67,7 @@ class PlannedModel:
         self.attention = SafeAttention(self.calibration, self.ruled.is_inside)
         self._patches = list(self.layers.patches)
         for name, module in in_int8.items():
-            self._patches += int8_patches(module, plan.decisions[name])
+            self._patches += int8_patches(module, plan.decisions[name], plan.activation_dtype)
         self.calling = calling_layers(self.modules.values())
         if plan.is_safe:
             self._patches += [patch for module in named.values() for patch in uncast_norm(module)]
