@@ -25,6 +25,7 @@ Control = Annotated[Any, "comfy.controlnet"]
 StepCacheAttribute = Annotated[str, "comfy_extras.nodes_easycache"]
 PrefixModel = Annotated[torch.nn.Module, "comfy.ldm.qwen_image21.model"]
 PrefixOption = Annotated[str, "comfy.ldm.qwen_image21.model"]
+FileAttention = Annotated[torch.nn.Module, "comfy.ldm.modules.attention"]
 CommandLine = Annotated[Any, "comfy.cli_args"]
 PrefetchingAttribute = Annotated[str, "comfy.model_prefetch"]
 
@@ -163,6 +164,14 @@ def empty_prefix_cache(diffusion_model: PrefixModel) -> None:
     """Empty the keys and values of the text that a diffusion model keeps between steps; others keep none."""
     if hasattr(diffusion_model, "reset_prefix_cache"):
         diffusion_model.reset_prefix_cache(diffusion_model.prefix_cache_enabled)
+
+
+def kernel_of_file(attention: FileAttention) -> tuple[str, bool] | None:
+    """Return the kernel that a model's file asks for in an attention, and whether ComfyUI has it on this device; None
+    for other modules, and where the file asks for none."""
+    if type(attention).__name__ != "ComfyAttention" or attention.config is None:
+        return None
+    return attention.config["attention"], attention.function is not None
 
 
 def without_compiler(arguments: CommandLine) -> list[Patch]:
