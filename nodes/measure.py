@@ -7,6 +7,7 @@ from ..precision.base.errors import HalfsafeError
 from ..precision.study.charts import tradeoffs_chart
 from ..precision.study.tradeoffs import DEFAULT_SETTINGS, settings_from
 from ..precision.study.tradeoffs_text import result_of, table_text
+from .host.comfyui.page import refusal
 from .host.study import tradeoffs as host
 from .inputs import MEASURE, RulesType, seed_input
 
@@ -61,7 +62,7 @@ class MeasurePrecisions(io.ComfyNode):
         try:
             settings_from(candidates)
         except HalfsafeError as error:
-            return str(error)
+            return refusal(error)
         return True
 
     @classmethod

@@ -5,6 +5,7 @@ from comfy_api.latest import io
 from ..precision.base.errors import HalfsafeError
 from ..precision.plan.presets import DEFAULT_PRESET, PRESETS
 from ..precision.plan.rules import rules_from
+from .host.comfyui.page import refusal
 from .inputs import EXPERT, RulesType, checked_rules
 
 
@@ -40,7 +41,7 @@ class LayerRules(io.ComfyNode):
         try:
             rules_from(rules or "")
         except HalfsafeError as error:
-            return str(error)
+            return refusal(error)
         return True
 
     @classmethod

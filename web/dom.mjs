@@ -23,6 +23,13 @@ export function el(tag, attributes = {}, ...children) {
   return element;
 }
 
+/** Put the pack's styles into the page, which has no hook for that. Each of them names a class or a colour of the pack's own. */
+export async function addStyles() {
+  const sheet = new CSSStyleSheet(), response = await fetch(new URL("./halfsafe.css", import.meta.url));
+  sheet.replaceSync(await response.text());
+  document.adoptedStyleSheets.push(sheet);
+}
+
 /** Give an element the report's colours, for the swatches and bars in it. @param {HTMLElement} element @param {import("./report.mjs").Report} report */
 export function paint(element, { storages, modes }) {
   for (const [dtype, { colour }] of Object.entries({ ...storages, ...modes })) element.style.setProperty(`--hs-dtype-${dtype}`, colour);

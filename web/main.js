@@ -2,18 +2,19 @@
 /** Halfsafe in ComfyUI's page: the report on its node, badges, toasts and a sidebar tab. */
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
-import { el } from "./dom.mjs";
+import { addStyles, el } from "./dom.mjs";
 import { ReportPanel } from "./panel.mjs";
 import { clearProgress, noteSize, sayProgress } from "./progress.mjs";
 import { reportIn } from "./report.mjs";
 import { ResultPanel, resultIn, sentenceOf, toastsOf } from "./result.mjs";
 import { RulesNote } from "./rules.mjs";
-import { errorOf, isWider, refusalsIn, RunLog, toastFor, toastOf, withSetting } from "./run.mjs";
+import { errorOf, isWider, refusedToast, RunLog, toastFor, toastOf } from "./run.mjs";
 import { allNodes, guardWorkflow, isPlannedAnew, keepRules, measureWorkflow, showMe, showNodes, showWhole, unguardWorkflow, upstream } from "./graph.mjs";
 import { drawSidebar } from "./sidebar.mjs";
 import { Toasts } from "./toasts.mjs";
 import { loadWords, said, t, together } from "./words.mjs";
 
+const EXTENSION = "halfsafe.page";
 const PREFIX = "Halfsafe";
 const ONE_NODE = "HalfsafeAutoPrecision";
 const SUMS = "HalfsafeAccumulation";
@@ -27,8 +28,6 @@ const RULES = "rules";
 const TOASTS = "halfsafe.toasts";
 const BADGES = "halfsafe.badges";
 const WATCH = "Halfsafe.WatchEveryRun";
-/** The status with which ComfyUI refuses a prompt; other failures may be of a proxy, and no JSON. */
-const REFUSED = 400;
 /** The id of a guard that the setting puts behind a node, as watch.py names it. */
 const WATCHED = /^halfsafe_(.+)_\d+$/;
 const BADGE_COLORS = { fgColor: "#ffffff", bgColor: "#1d5c52" };
@@ -285,21 +284,23 @@ function on(event, act) {
   api.addEventListener(event, (/** @type {CustomEvent} */ { detail }) => act(detail));
 }
 
-/** With each prompt that the page queues, take away what is told of the past and send the setting: the server does not know whose prompts are. */
-function watchQueue() {
-  const send = api.fetchApi;
-  api.fetchApi = async (/** @type {string} */ route, /** @type {any} */ options) => {
-    const queues = route === "/prompt" && options?.body;
-    if (queues && log.press()) toasts.clear();
-    const response = await send.call(api, route, queues ? withSetting(options, app.extensionManager.setting.get(WATCH)) : options);
-    if (queues && response.status === REFUSED) refusalsIn(await response.clone().json()).forEach((toast) => toasts.show(toast));
-    return response;
-  };
+/** Tell the server the setting that guards every run, for the prompts that this page queues. @param {string} watch */
+function sendSetting(watch) {
+  const told = { client_id: api.clientId, on_nan: watch };
+  if (api.clientId) api.fetchApi("/halfsafe/watch", { method: "POST", body: JSON.stringify(told) });
+}
+
+/** Take away what is told of the past, and tell a server that may have been started since the last time. */
+function notePress() {
+  if (log.press()) toasts.clear();
+  sendSetting(app.extensionManager.setting.get(WATCH));
 }
 
 function listen() {
   on("halfsafe.guard", onGuard);
   on("halfsafe.report", noteRan);
+  on("halfsafe.refused", ({ message }) => toasts.show(refusedToast(message)));
+  on("promptQueueing", notePress);
   on("progress_text", () => sayProgress(allNodes(app)));
   on("execution_start", noteStart);
   on("executing", (id) => {
@@ -342,7 +343,7 @@ function addSidebarTab() {
 }
 
 app.registerExtension({
-  name: "halfsafe.page",
+  name: EXTENSION,
   settings: [
     {
       id: TOASTS,
@@ -364,6 +365,7 @@ app.registerExtension({
         { value: "retry_higher", text: "retry_higher: repeat what fails in a higher precision" },
       ],
       defaultValue: "off",
+      onChange: sendSetting,
     },
     {
       id: BADGES,
@@ -376,10 +378,9 @@ app.registerExtension({
     },
   ],
   async setup() {
-    document.head.append(el("link", { rel: "stylesheet", href: new URL("./halfsafe.css", import.meta.url).href }));
+    await addStyles();
     await loadWords(api, () => app.extensionManager.setting.get("Comfy.Locale"));
     listen();
-    watchQueue();
     addSidebarTab();
   },
   nodeCreated(/** @type {any} */ node) {

@@ -108,13 +108,6 @@ function curedText(event) {
   return t("Step {step} was repeated in {to}: {layer} overflowed in {from}.", values);
 }
 
-/** The request that queues a prompt, with the setting that guards every run. @param {any} options @param {string | undefined} watch */
-export function withSetting(options, watch) {
-  if (!watch || watch === "off") return options;
-  const request = JSON.parse(options.body);
-  return { ...options, body: JSON.stringify({ ...request, extra_data: { ...request.extra_data, halfsafe_watch: watch } }) };
-}
-
 /** Whether a guard's message says that parts of its model run wider from here on. @param {any} message @returns {boolean} */
 export function isWider({ event, verdict, of }) {
   return !of && (event ? event.recovered && event.kind !== "drift" : verdict === "clean");
@@ -129,11 +122,9 @@ export function errorOf({ node_id: id, exception_type: type, exception_message: 
   return { node, ...inTwo(plain), told: false };
 }
 
-/** The reasons why values of the pack's nodes were refused, which the page keeps behind three clicks. @param {any} answer of the server to a prompt @returns {Toast[]} */
-export function refusalsIn({ node_errors: nodes = {} }) {
-  const ours = Object.values(nodes).filter(({ class_type: name }) => name.startsWith("Halfsafe"));
-  const refused = ours.flatMap(({ errors }) => errors).filter(({ type }) => type === "custom_validation_failed");
-  return refused.map(({ details }) => inTwo(details.replace(/^\w+ - /, ""))).map(toastOf);
+/** Why a value of one of the pack's nodes was refused, which the page keeps behind three clicks. @param {string} text @returns {Toast} */
+export function refusedToast(text) {
+  return toastOf(inTwo(text));
 }
 
 /** @param {{message: string, advice: string}} error @returns {Toast} */

@@ -42,6 +42,10 @@ class NonFiniteWeight(CheckpointError):
     """A weight or scale holds NaN or Inf."""
 
 
+class ModelNotPermitted(CheckpointError):
+    """A model file that the policy of a governed ComfyUI does not list."""
+
+
 class UnconsumedScale(CheckpointError):
     """A tensor that looks like a quantization scale belongs to no weight."""
 

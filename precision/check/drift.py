@@ -56,7 +56,8 @@ ADVICE = {
 }  # fmt: skip
 OTHERWISE = (
     "Compute Dtype with fp32 tells whether it is precision, then fp16_safe or the rule {block}* compute=fp32 cures it. "
-    "Else leave out what other nodes put on the model, attention kernels and LoRAs in 8-bit weights first."
+    "Else leave out what other nodes put on the model, attention kernels and LoRAs in 8-bit weights first; "
+    "what is left is a kernel that is wrong on this device: update comfy-kitchen."
 )
 
 

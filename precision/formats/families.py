@@ -30,8 +30,10 @@ _FLUX_LINEAR = "single_blocks.0.linear1.weight"
 _FLUX = ("double_blocks.0.img_attn.qkv.weight", _FLUX_LINEAR)
 _REFINER = "txt_in.individual_token_refiner.blocks.0.norm1.weight"
 _SD = ("input_blocks.0.0.weight", "middle_block.0.in_layers.2.weight")
+_MOT = "language_model.model.layers.0.self_attn.q_proj_mot_gen.weight"
 # The first that fits is it. The names are those that ComfyUI's ``model_detection.py`` looks for, or next to them. Rarer
-# families that are not safe in fp16 are not here: an unknown one is taken for such.
+# families that are not safe in fp16 are not here: an unknown one is taken for such. Wan-Animate-2 has Wan's tensors and
+# is told by the file's metadata; Ming-Image has those of Z-Image.
 FAMILIES = (
     Family("Wan", ALL, ("head.modulation", "blocks.0.ffn.0.weight")),
     Family("Hunyuan Video 1.5", ALL, ("vision_in.proj.0.weight", _REFINER)),
@@ -42,7 +44,8 @@ FAMILIES = (
     Family("Flux.2", BF16_FIRST, (*_FLUX, "double_stream_modulation_img.lin.weight")),
     Family("Flux", BF16_FIRST, _FLUX),
     Family("Qwen-Image", NO_FP16, ("txt_norm.weight", "transformer_blocks.0.img_mod.1.weight")),
-    Family("Z-Image or Lumina 2", NO_FP16, ("cap_embedder.1.weight", "layers.0.attention.qkv.weight")),
+    Family("Qwen-Image 2.1", NO_FP16, ("txt_in.text_norm.weight", "modulation.1.weight")),
+    Family("Z-Image, Ming-Image or Lumina 2", NO_FP16, ("cap_embedder.1.weight", "layers.0.attention.qkv.weight")),
     Family("LTX Video", NO_FP16, ("patchify_proj.weight", "adaln_single.linear.weight")),
     Family("Krea 2", BF16_FIRST, ("txtfusion.projector.weight",)),
     Family("HiDream", NO_FP16, ("caption_projection.0.linear.weight",)),
@@ -51,6 +54,12 @@ FAMILIES = (
     Family("Cosmos", BF16_FIRST, ("blocks.block0.blocks.0.block.attn.to_q.0.weight",)),
     Family("CogVideoX", BF16_FIRST, ("blocks.0.norm1.linear.weight", "patch_embed.text_proj.weight")),
     Family("SeedVR2", BF16_FIRST, ("emb_in.proj_hid.weight", "vid_in.proj.weight")),
+    Family("MiniMax H3", NO_FP16, ("video_patch_proj.weight", "audio_patch_proj.weight")),
+    Family("MiniMax Music 3", ALL, ("cond_layer_logits", "latent_conditioners.0.weight")),
+    Family("SenseNova U1.5", NO_FP16, ("fm_modules.vision_model_mot_gen.embeddings.patch_embedding.weight", _MOT)),
+    Family("Trellis 2", NO_FP16, ("img2shape.t_embedder.mlp.0.weight",)),
+    Family("Trellis 2", NO_FP16, ("shape2txt.t_embedder.mlp.0.weight",)),
+    Family("YuE 2", NO_FP16, ("vae2llm.weight", "llm2vae.weight", "latent_pos_embed.pe")),
     Family("AuraFlow", ALL, ("double_layers.0.attn.w1q.weight",)),
     Family("HunyuanDiT", ALL, ("mlp_t5.0.weight",)),
     Family("Hunyuan3D 2.1", ALL, ("t_embedder.mlp.2.weight", "blocks.0.attn1.k_norm.weight")),

@@ -46,7 +46,8 @@ def stacks_of(layers: Iterable[LayerSpec]) -> list[Stack]:
 
     Blocks are the elements of a numbered container (``blocks.0``, ``blocks.block0``, ``input_blocks.4``) that hold two
     layers or more and share names with another of its elements, whatever their widths. The only such element is a
-    block where it is no mere MLP of two layers, as the projection of a text (``mlp_t5``) or of the time is.
+    block where it is no mere MLP of two layers, as the projection of a text (``mlp_t5``) or of the time is, and no
+    model with blocks of its own (``img2shape_512`` of Trellis 2).
     Blocks in blocks do not count.
     """
     return _stacks([(layer.name.split("."), layer) for layer in layers])
@@ -77,7 +78,8 @@ def _containers(paths: Sequence[Path]) -> Iterable[dict[str, list[Path]]]:
 def _alike(elements: Mapping[str, list[Path]]) -> list[str]:
     large = [name for name, paths in elements.items() if len(paths) > 1 and _NUMBERED.fullmatch(name)]
     if len(large) == 1:
-        return large if len(elements[large[0]]) > MLP_LAYERS else []
+        only = elements[large[0]]
+        return large if len(only) > MLP_LAYERS and not _stacks(only) else []
     contents = {name: frozenset(_NUMBER.sub("", ".".join(path)) for path, _ in elements[name]) for name in large}
     kinds = set(contents.values())
     repeated = {kind for kind in kinds if list(contents.values()).count(kind) > 1}

@@ -26,7 +26,7 @@ from ..accumulation.accumulation_report import layer_accumulation
 from ..accumulation.executor import accumulation_of
 from ..comfyui.attributes import DENOISED
 from ..comfyui.execution import is_compiled, is_on_several_devices, is_oom
-from ..comfyui.kernels import DEQUANTIZED
+from ..comfyui.kernels import DEQUANTIZED, general_operations
 from ..comfyui.layers import top_level_parts
 from ..compute.executor import compute_of
 from ..compute.layer_modes import kernels_of, observed_modes_of, stream_dtype
@@ -184,7 +184,7 @@ class DriftCheck:
             with drift.CastsToFp32():
                 return layers.call(call)
 
-        with self.start.again():
+        with self.start.again(), general_operations():
             return call.again({INSIDE: inside})
 
 

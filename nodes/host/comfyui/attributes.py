@@ -25,6 +25,9 @@ Control = Annotated[Any, "comfy.controlnet"]
 StepCacheAttribute = Annotated[str, "comfy_extras.nodes_easycache"]
 PrefixModel = Annotated[torch.nn.Module, "comfy.ldm.qwen_image21.model"]
 PrefixOption = Annotated[str, "comfy.ldm.qwen_image21.model"]
+PoseCache = Annotated[Any, "comfy.ldm.wan.model_animate2"]
+PoseOption = Annotated[str, "comfy.ldm.wan.model_animate2"]
+FileAttention = Annotated[torch.nn.Module, "comfy.ldm.modules.attention"]
 CommandLine = Annotated[Any, "comfy.cli_args"]
 PrefetchingAttribute = Annotated[str, "comfy.model_prefetch"]
 
@@ -43,6 +46,7 @@ DENOISED: SamplingAttribute = "calculate_denoised"
 STEP_METADATA: StepCacheAttribute = "state_metadata"
 CLOSE_GRAPH: PrefetchingAttribute = "cleanup_malloc_graph"
 PREFIX_CACHE: PrefixOption = "qwen_image21_cache"
+POSE_CACHE: PoseOption = "animate2_cache"
 
 
 class OnlyCalled:
@@ -163,6 +167,20 @@ def empty_prefix_cache(diffusion_model: PrefixModel) -> None:
     """Empty the keys and values of the text that a diffusion model keeps between steps; others keep none."""
     if hasattr(diffusion_model, "reset_prefix_cache"):
         diffusion_model.reset_prefix_cache(diffusion_model.prefix_cache_enabled)
+
+
+def empty_pose_cache(cache: PoseCache | None) -> None:
+    """Empty what the blocks of Wan-Animate-2 keep of the pose video between steps."""
+    if cache is not None:
+        cache.free()
+
+
+def kernel_of_file(attention: FileAttention) -> tuple[str, bool] | None:
+    """Return the kernel that a model's file asks for in an attention, and whether ComfyUI has it on this device; None
+    for other modules, and where the file asks for none."""
+    if type(attention).__name__ != "ComfyAttention" or attention.config is None:
+        return None
+    return attention.config["attention"], attention.function is not None
 
 
 def without_compiler(arguments: CommandLine) -> list[Patch]:

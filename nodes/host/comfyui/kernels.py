@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from comfy.quant_ops import QuantizedTensor
@@ -26,6 +27,14 @@ ROWS = 32
 _warned: set[str] = set()
 _unpacking: dict[tuple[torch.device, torch.dtype, torch.dtype], Callable] = {}
 LOGGERS = ("comfy_kitchen.tensor.fp8", "comfy_kitchen.tensor.mxfp8", "comfy_kitchen.tensor.nvfp4")
+
+
+def general_operations() -> AbstractContextManager:
+    """Run comfy-kitchen's operations as torch's general ones while the context lasts, where it has them as such.
+
+    A kernel of a device may be finite and wrong, as its RoPE is on Blackwell (``comfy/ldm/sensenova/model.py``).
+    """
+    return registry.use_backend(EAGER) if registry else nullcontext()
 
 
 def kernel_of_product(row: Format | None, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:

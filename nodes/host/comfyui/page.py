@@ -1,6 +1,7 @@
 """Send the open page what guards and long work say while a prompt runs, and keep what guards say for its report."""
 
 import weakref
+from contextvars import ContextVar
 
 from comfy_execution.progress import ProgressRegistry, get_progress_state
 from comfy_execution.utils import get_executing_context
@@ -11,11 +12,14 @@ from ....precision.guard.verdicts import CURED
 from ....precision.report.schema import EncoderReport, GuardEvent, plain
 
 REPORT_EVENT = "halfsafe.report"
+REFUSED_EVENT = "halfsafe.refused"
 ENCODER_KINDS = {"vae": "VAE", "clip": "text encoder"}
 ENCODER_GUARDS = {
     "HalfsafeGuardVAE": ("vae",), "HalfsafeGuardCLIP": ("clip",), "HalfsafeAutoPrecision": ("vae", "clip"),
 }  # fmt: skip
 """A node that guards encoders -> its inputs that it guards, where they are connected."""
+queued_by: ContextVar[str | None] = ContextVar("halfsafe_queued_by", default=None)
+"""The id of the page that queues the prompt which the server is checking; None where no page does."""
 # ComfyUI makes a registry for each prompt and drops it with the next one: what is kept with it is the prompt's own.
 _sent: weakref.WeakKeyDictionary[ProgressRegistry, list[dict]] = weakref.WeakKeyDictionary()
 
@@ -89,6 +93,13 @@ def send_to_page(
 def send_report(node_id: str | None, token: str, report: str) -> None:
     """Send the report of a run to the page that queued the prompt; ``token`` names the node's result."""
     _send(REPORT_EVENT, {"node_id": node_id, "prompt_id": running_prompt_id(), "token": token, "report": report})
+
+
+def refusal(error: Exception) -> str:
+    """Return what a node says of a value that it refuses, and send it to the page that queues it."""
+    if page := queued_by.get():
+        PromptServer.instance.send_sync(REFUSED_EVENT, {"message": str(error)}, page)
+    return str(error)
 
 
 def _workflow_id() -> str:

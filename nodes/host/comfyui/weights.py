@@ -151,7 +151,7 @@ def only_computes(module: torch.nn.Module) -> bool:
     if has_own_forward(module):
         return False
     methods = filter(None, (getattr(type(module), name, None) for name in FORWARDS))
-    return all(method.__module__.startswith((comfy.ops.__name__, "torch.nn.")) for method in methods)
+    return all(method.__module__.startswith(("comfy.ops", "torch.nn.")) for method in methods)
 
 
 def weights_of(module: torch.nn.Module) -> WeightProvider:

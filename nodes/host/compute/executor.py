@@ -168,6 +168,12 @@ class Compute:
         run = self.runs.last_of(patcher)
         return run.calibration.largest() if run else {}
 
+    @property
+    def overrides_attention(self) -> bool:
+        """Whether attention runs through an override of this plan's, past a kernel that the model's file asks for."""
+        attends = self.plan.is_safe or self.plan.mixes_fp32_in or bool(self.plan.attention)
+        return attends or (self.fallback is not None and not fuses_by_default())
+
     def attention_in_fp32(self, patcher: ModelPatcher) -> list[str]:
         """List the blocks whose attention ran in fp32 by a rule in the calls made so far."""
         run = self.runs.last_of(patcher)

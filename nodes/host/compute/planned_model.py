@@ -60,7 +60,7 @@ class PlannedModel:
         self.calibration = self.layers.calibration
         self._fp16_results = self.calibration.results.allowed = fp16_results
         self._hands_out_fp32 = False
-        clamps = plan.is_safe and any(type(m).__module__ == comfy.ldm.lumina.model.__name__ for m in named.values())
+        clamps = plan.is_safe and any(type(m).__module__ == "comfy.ldm.lumina.model" for m in named.values())
         self._clamping = _unclamped if clamps else nullcontext()
         self._alike: bool | None = None
         self.ruled = RuledAttention(plan.attention, named)

@@ -11,7 +11,7 @@ from ..comfyui.layers import is_called_by_items
 from .attention import forward_of, holds_modules
 
 NO_BLOCK = "the pattern matches no block of this model, which holds layers"
-NO_ATTENTION = "no attention of ComfyUI ran in {}"
+NO_ATTENTION = "no attention of ComfyUI ran in a forward of {}"
 
 
 def blocks_of(rules: Sequence[Rule], modules: Mapping[str, torch.nn.Module]) -> dict[str, list[Rule]]:
@@ -39,12 +39,17 @@ class RuledAttention:
         self.rules = blocks_of(rules, modules)
         self.ran_in: dict[str, list[Rule]] = {}
         self._blocks = {name: modules[name] for name in self.rules}
+        self._others = {name: _other_forwards(block) for name, block in self._blocks.items()}
         self._depth = 0
         self._seen = 0
 
     def patches(self) -> list[Patch]:
         """Return what notes that a block is running."""
-        return [(block, "forward", self._noted(name, forward_of(block))) for name, block in self._blocks.items()]
+        found = [(block, "forward", self._noted(name, forward_of(block))) for name, block in self._blocks.items()]
+        for name, methods in self._others.items():
+            block = self._blocks[name]
+            found += [(block, method, self._noted(name, getattr(block, method))) for method in methods]
+        return found
 
     def _noted(self, name: str, forward: Callable) -> Callable:
         def run(*args, **kwargs):
@@ -68,6 +73,12 @@ class RuledAttention:
     def note(self) -> None:
         """Note that an attention runs. A compiled graph would be made anew for each count: call it in no graph."""
         self._seen += 1
+
+
+def _other_forwards(block: torch.nn.Module) -> list[str]:
+    """List the methods that a model may call of a block in place of ``forward``: ``forward_gen`` of Wan-Animate-2's,
+    ``forward_generation`` of SenseNova's (``wan/model_animate2.py``, ``sensenova/model.py`` of ``comfy/ldm``)."""
+    return [name for name in dir(type(block)) if name.startswith("forward_")]
 
 
 def outermost(blocks: Collection[str]) -> list[str]:

@@ -8,7 +8,12 @@ import comfy.utils
 import folder_paths
 import torch
 
-from ....precision.base.errors import CheckpointError, HalfsafeError
+try:
+    from app import governance
+except ImportError:  # before the ComfyUI that follows 0.39
+    governance = None
+
+from ....precision.base.errors import CheckpointError, HalfsafeError, ModelNotPermitted
 from ....precision.files.safetensors_file import open_checkpoint
 from ....precision.files.tensor_file import TensorFile
 from ....precision.formats.checkpoint import Checkpoint, read_checkpoint
@@ -53,11 +58,24 @@ def version_of(folder: str, *names: str) -> str:
 
 
 def open_model(path: str) -> Checkpoint:
-    """Read a model file's header, check it, and map its tensors; nothing is loaded yet."""
+    """Read a model file's header, check it, and map its tensors; nothing is loaded yet.
+
+    Raises:
+        CheckpointError: the file, or a shard of it, cannot be read.
+        ModelNotPermitted: the policy of this ComfyUI does not list it.
+    """
     file = open_checkpoint(path)
+    _check_policy(file)
     if getattr(comfy.memory_management, "aimdo_enabled", False) and _is_mapped(file):
         file = MappedByCore(file)
     return read_checkpoint(file, file.metadata, path)
+
+
+def _check_policy(file: TensorFile) -> None:
+    """Ask a governed ComfyUI (PR #16167) about each file, as its own ``load_torch_file`` does."""
+    for part in file.files if governance else ():
+        if not governance.model_allowed(str(part)):
+            raise ModelNotPermitted(part, "not permitted by the policy of this ComfyUI")
 
 
 def _is_mapped(file: TensorFile) -> bool:

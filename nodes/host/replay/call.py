@@ -7,13 +7,14 @@ import torch
 from comfy.model_base import BaseModel
 
 from ....precision.base.nested import replaced
-from ..comfyui.attributes import PREFIX_CACHE, STEP_METADATA, empty_prefix_cache
+from ..comfyui.attributes import POSE_CACHE, PREFIX_CACHE, STEP_METADATA, empty_pose_cache, empty_prefix_cache
 from . import model_compiler
 from .core_state import CoreState
 
-PREFIX_CACHE_OFF = {PREFIX_CACHE: {"device": "off"}}
-"""The option with which Qwen-Image 2.1 (``comfy/ldm/qwen_image21/model.py``, ComfyUI 0.37) neither reads nor fills its
-keys and values of the text, whose key has no dtype."""
+CACHES_OFF = {PREFIX_CACHE: {"device": "off"}, POSE_CACHE: None}
+"""The options with which Qwen-Image 2.1 (``comfy/ldm/qwen_image21/model.py``, ComfyUI 0.37) neither reads nor fills its
+keys and values of the text, and Wan-Animate-2 (``comfy/ldm/wan/model_animate2.py``, 0.33) what it keeps of the pose
+video: no key of theirs has a dtype, and either may be kept in int8 or int4."""
 
 
 class Call:
@@ -50,15 +51,16 @@ class Call:
         self.forget()
         try:
             with model_compiler.compiler_off():
-                return self.make({**PREFIX_CACHE_OFF, **options})
+                return self.make({**CACHES_OFF, **options})
         except BaseException:
             self.forget()
             raise
 
     def forget(self) -> None:
         """Put back what ComfyUI kept before the call."""
-        # It holds pinned memory, which it frees by itself only.
+        # They hold pinned memory, which they free by themselves only.
         empty_prefix_cache(self.model.diffusion_model)
+        empty_pose_cache(self.options.get(POSE_CACHE))
         if self.before is not None:
             self.before.put_back()
         self.forget_dtype()

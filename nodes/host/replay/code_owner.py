@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from .call import Call
 
 HALFSAFE = Path(__file__).absolute().parents[3]
-COMFYUI = Path(comfy.model_management.__file__).absolute().parents[1]
+COMFYUI = Path(inspect.getfile(comfy.model_management)).absolute().parents[1]
 PACKS = "custom_nodes"
 INSTALLED = tuple(Path(sysconfig.get_path(name)) for name in ("purelib", "platlib"))
 PYTHON = tuple(Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib"))

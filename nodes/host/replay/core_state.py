@@ -7,6 +7,7 @@ from types import CellType, FunctionType, MethodType
 import torch
 
 from ....precision.base.nested import leaves
+from ..comfyui.attributes import POSE_CACHE
 
 CORES = ("comfy.", "comfy_extras.")
 DATA = (torch.Tensor, bool, int, float, str, dict, list, type(None))
@@ -16,13 +17,13 @@ class CoreState:
     """Python's random numbers, and what objects and functions of ComfyUI's nodes in a call's options keep:
     EasyCache, LazyCache, Self-Attention Guidance.
 
-    A ControlNet's lists and the prefix cache of Qwen-Image 2.1 are ``call.Call``'s own affair, torch's random numbers
-    are of ``precision/guard/random_start.py``.
+    A ControlNet's lists and the caches of Qwen-Image 2.1 and Wan-Animate-2 are ``call.Call``'s own affair, torch's
+    random numbers are of ``precision/guard/random_start.py``.
     """
 
     def __init__(self, options: dict):
         self._random_numbers = random.getstate()
-        found = [value for _, value in leaves(options) if type(value) not in DATA]
+        found = [value for name, value in leaves(options) if type(value) not in DATA and name != POSE_CACHE]
         self._objects = [(each, copied(vars(each))) for each in found if _is_core_object(each)]
         self._cells = [(cell, copied(cell.cell_contents)) for each in found for cell in _core_cells(each)]
 

@@ -25,9 +25,10 @@ from ....precision.report.schema import (
     device_section,
 )
 from ..accumulation.accumulation_report import flags_of, layer_accumulation, remarks_of
+from ..comfyui.attributes import kernel_of_file
 from ..comfyui.kernels import DEQUANTIZED
 from ..comfyui.known_calls import reasons_off
-from ..comfyui.layers import activation_dtype, layers_of, matrix_layers
+from ..comfyui.layers import activation_dtype, layers_of, matrix_layers, modules_of
 from ..comfyui.model_facts import bytes_by_storage, foreign_layers, parameter_count, storage_of
 from ..compute.executor import Compute, compute_of
 from ..compute.layer_modes import is_called_in_fp32, kernels_of, observed_modes_of, stream_dtype
@@ -45,6 +46,10 @@ LISTED = 3
 CALLED_IN_FP32 = "the model's own code casts its input to fp32"
 WIDENED = "widened by the guard"
 NOT_CALLED = "not called: the call that measured ranges did not run this layer, so its mode is planned and not observed"
+OF_FILE = "attention of the file"
+KERNEL_RUNS = "{} in {} attentions"
+KERNEL_REPLACED = "the file asks for {} in {} attentions, in whose place this compute dtype runs ComfyUI's own"
+NO_KERNEL = "the file asks for {} in {} attentions, which this device does not have: ComfyUI's own runs"
 Reasons = dict[str, list[str]]
 """Layer name -> why it is as it is, a text each; they are joined when the report is made."""
 
@@ -73,6 +78,7 @@ def report_of(patcher: ModelPatcher, encoders: Sequence[EncoderReport] = ()) -> 
         report.attention_in_fp32 = compute.attention_in_fp32(patcher)
     else:
         report.decisions["compute"] = f"{name_of(activation_dtype(patcher))}: as its loader chose"
+    _add_attention(report, patcher, compute)
     without_effect, decisions, notes = remarks_of(patcher)
     report.without_effect += [WithoutEffect(*entry) for entry in without_effect]
     report.decisions |= decisions
@@ -192,6 +198,18 @@ def _add_plan(report: Report | ControlReport, compute: Compute, patcher: ModelPa
     if share := compute.fp16_share_text(patcher):
         report.decisions["work"] = share
     report.notes += compute.notes(patcher)
+
+
+def _add_attention(report: Report, patcher: ModelPatcher, compute: Compute | None) -> None:
+    """Report on the attention kernels that the model's file asks for (``ComfyAttention``, since ComfyUI 0.38)."""
+    asked = Counter(filter(None, map(kernel_of_file, modules_of(patcher.model).values())))
+    for (kernel, is_there), count in asked.items():
+        if not is_there:
+            report.without_effect.append(WithoutEffect(OF_FILE, NO_KERNEL.format(kernel, count)))
+        elif compute and compute.overrides_attention:
+            report.without_effect.append(WithoutEffect(OF_FILE, KERNEL_REPLACED.format(kernel, count)))
+        else:
+            report.decisions[OF_FILE] = KERNEL_RUNS.format(kernel, count)
 
 
 def _escalate(layers: list[LayerReport], reasons: Reasons, modes: dict[str, str]) -> None:

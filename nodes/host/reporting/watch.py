@@ -1,58 +1,80 @@
 """Guards put into every prompt that the page queues, where its setting asks for it."""
 
-import copy
 from collections.abc import Callable
-from contextvars import ContextVar
 from typing import Any
 
 import nodes
+from aiohttp import web
 from comfy_execution.graph import DynamicPrompt
-from execution import PromptExecutor
+from server import PromptServer
 
 from ....precision.guard.policy import ON_NAN
+from ..comfyui.page import queued_by
 
 ASKED_BY = "halfsafe_watch"
-"""The entry of a prompt's ``extra_data`` with which the page sends its setting."""
+"""The entry of a prompt's ``extra_data`` that asks for guards, for prompts that no page queues."""
 GUARDS = {"MODEL": ("HalfsafeNaNGuard", "model"), "VAE": ("HalfsafeGuardVAE", "vae")}
 OURS = "Halfsafe"
-_asked: ContextVar[dict | None] = ContextVar("halfsafe_asked", default=None)
-"""The nodes of the prompt that runs, as they were asked for; None where none were added."""
+_settings: dict[str | None, str] = {}
+"""The id of a page -> its setting."""
 
 
 def watch_every_run() -> None:
-    """Let ComfyUI run guards with a prompt whose queue, history and pictures keep the nodes as they were asked for."""
-    PromptExecutor.execute_async = _guarding(PromptExecutor.execute_async)
-    DynamicPrompt.get_original_prompt = _as_asked(DynamicPrompt.get_original_prompt)
+    """Let ComfyUI's server put guards into the prompts of the pages whose setting asks for them."""
+    if server := getattr(PromptServer, "instance", None):
+        server.routes.post("/halfsafe/watch")(_keep_setting)
+        server.add_on_prompt_handler(watched)
 
 
-def _guarding(execute: Callable) -> Callable:
-    async def execute_async(self, prompt: dict, prompt_id: str, extra_data: dict, *args, **kwargs) -> None:
-        running = watched(prompt, extra_data)
-        # ComfyUI writes fingerprints of nodes into the prompt that runs (IsChangedCache in execution.py).
-        token = _asked.set(copy.deepcopy(prompt) if running is not prompt else None)
-        try:
-            await execute(self, running, prompt_id, extra_data, *args, **kwargs)
-        finally:
-            _asked.reset(token)
-
-    return execute_async
+async def _keep_setting(request: web.Request) -> web.Response:
+    told = await request.json()
+    _settings[told["client_id"]] = told["on_nan"]
+    return web.Response()
 
 
-def _as_asked(original_prompt: Callable) -> Callable:
-    """Give nodes that write the prompt into a picture the nodes that were asked for."""
+def watched(request: dict) -> dict:
+    """Return a request that queues a prompt: with guards if its page's setting or its ``extra_data`` asks for them."""
+    client = request.get("client_id")
+    queued_by.set(client)
+    on_nan = request.get("extra_data", {}).get(ASKED_BY, _settings.get(client))
+    if on_nan not in ON_NAN:
+        return request
+    if DynamicPrompt.get_original_prompt.__module__ != __name__:
+        DynamicPrompt.get_original_prompt = _without_guards(DynamicPrompt.get_original_prompt)
+    return {**request, "prompt": with_guards(request["prompt"], on_nan)}
+
+
+def _without_guards(original_prompt: Callable) -> Callable:
+    """Give nodes that write the prompt into a picture the nodes as asked for: ComfyUI has no other way to that."""
 
     def get_original_prompt(self) -> dict:
-        asked = _asked.get()
-        return original_prompt(self) if asked is None else asked
+        return as_asked(original_prompt(self))
 
     return get_original_prompt
 
 
-def watched(prompt: dict, extra_data: dict) -> dict:
-    """Return the nodes to run for a prompt: with guards if its ``extra_data`` asks for them, else itself."""
-    on_nan = extra_data.get(ASKED_BY)
-    running = with_guards(prompt, on_nan) if on_nan in ON_NAN else prompt
-    return prompt if running == prompt else running
+def as_asked(prompt: dict) -> dict:
+    """Return the nodes of a prompt without the guards that :func:`with_guards` added."""
+    names = dict(GUARDS.values())
+    given = {node_id: node["inputs"].get(names.get(node["class_type"])) for node_id, node in prompt.items()}
+    behind = {_guard_id(link): link for node_id, link in given.items() if link and node_id == _guard_id(link)}
+    asked = {}
+    for node_id, node in prompt.items():
+        if node_id not in behind:
+            inputs = {name: _behind(value, behind) for name, value in node["inputs"].items()}
+            asked[node_id] = {**node, "inputs": inputs}
+    return asked
+
+
+def _behind(value: Any, behind: dict) -> Any:
+    """Return an input's value, or for a link to a guard the link that the guard has."""
+    links_to = [link for guard_id, link in behind.items() if value == [guard_id, 0]]
+    return links_to[0] if links_to else value
+
+
+def _guard_id(link: list) -> str:
+    """Return the id of the guard behind a node's output."""
+    return f"halfsafe_{link[0]}_{link[1]}"
 
 
 def with_guards(prompt: dict, on_nan: str) -> dict:
@@ -74,7 +96,7 @@ def _through_guard(running: dict, prompt: dict, node: dict, value: Any, on_nan: 
     if (value[0], kind) in guarded:
         return value
     cls, name = GUARDS[kind]
-    guard_id = f"halfsafe_{value[0]}_{value[1]}"
+    guard_id = _guard_id(value)
     retries = {"max_retries": 8} if kind == "MODEL" else {}
     running[guard_id] = {"class_type": cls, "inputs": {name: value, "on_nan": on_nan, **retries}}
     return [guard_id, 0]
@@ -100,7 +122,7 @@ def _guarded(prompt: dict) -> set[tuple[str, str]]:
 
 def _kind(prompt: dict, value: object) -> str:
     """Return the type that a link carries; empty for what is no link to a known node."""
-    if not isinstance(value, list) or len(value) != 2 or value[0] not in prompt:
+    if not isinstance(value, list) or len(value) != 2 or not isinstance(value[0], str) or value[0] not in prompt:
         return ""
     returned = _returned(prompt[value[0]])
     return returned[value[1]] if isinstance(value[1], int) and value[1] < len(returned) else ""

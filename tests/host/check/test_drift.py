@@ -1,5 +1,7 @@
 """Finite and wrong: what the guard's check finds, which blocks it names, and what it is silent on."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from comfy.sd import load_lora_for_models
@@ -56,6 +58,19 @@ def test_a_coarse_attention_kernel_of_another_pack(comfy, files):
     assert checked(comfy, plain)[0] == []
     event = found(comfy, with_attention(plain, int8_attention))
     assert event.layer in ("blocks.1", "head") and "blocks.1" in event.evidence and "attention kernels" in event.advice
+
+
+def test_a_kernel_of_comfy_kitchen_that_is_finite_and_wrong(comfy, files, monkeypatch):
+    """As its RoPE for Blackwell, which model code in fp32 calls as well."""
+    registry = core("comfy_kitchen.registry").registry
+    plain = load(comfy, files("wan"), "bf16", "bf16")
+    wrong = SimpleNamespace(apply_rope1=lambda x, freqs_cis: x.clone())
+    monkeypatch.setitem(registry._backends, "wrong", wrong)
+    monkeypatch.setitem(registry._capabilities, "wrong", {"apply_rope1"})
+    monkeypatch.setitem(registry._constraints, ("wrong", "apply_rope1"), registry._constraints["eager", "apply_rope1"])
+    monkeypatch.setattr(registry, "_priority", ["wrong", *registry._priority])
+    event = found(comfy, plain)
+    assert "blocks.0" in event.evidence and "kernel" in event.advice
 
 
 def test_positions_made_in_the_models_dtype(comfy, files):

@@ -72,6 +72,19 @@ def test_a_block_that_is_never_called_itself_stands_for_what_is_in_it(comfy, mod
     assert found["without_effect"] == [] and all(block.startswith(f"{name}.") for block in found["attention_in_fp32"])
 
 
+def test_the_attention_of_a_block_that_is_called_by_another_forward(comfy, model_of, monkeypatch):
+    """As those of Wan-Animate-2 and SenseNova, whose models call ``forward_gen`` and the like of their blocks."""
+    path, call = model_of("wan")
+    model = load(comfy, path, "as_file", "bf16", rules_from("blocks.1 attention=fp32"))
+    cls = type(model.model.diffusion_model.blocks[1])
+    monkeypatch.setattr(cls, "forward_gen", cls.forward, raising=False)
+    monkeypatch.setattr(cls, "__call__", lambda block, *args, **kwargs: block.forward_gen(*args, **kwargs))
+    _, met = attentions(model, call)
+    assert dtypes_in(met, "blocks.1") == ({"fp32"}, {"bf16"})
+    found = report(comfy, model)
+    assert found["without_effect"] == [] and found["attention_in_fp32"] == ["blocks.1"]
+
+
 @pytest.mark.parametrize("compute", ["fp16", "bf16", "fp16_safe"])
 def test_in_every_arithmetic(comfy, model_of, compute):
     path, call = model_of("wan")
@@ -95,7 +108,7 @@ def test_a_rule_that_cannot_act_is_listed_with_its_reason(comfy, model_of):
     families.replay(model, call)
     found = {entry["setting"]: entry["reason"] for entry in report(comfy, model)["without_effect"]}
     assert set(found) == {*lines} - {"blocks.0 attention=fp32"}
-    assert "matches no block" in found[lines[0]] and found["blocks.0.ffn attention=fp32"] == "no attention of ComfyUI ran in blocks.0.ffn"
+    assert "matches no block" in found[lines[0]] and found["blocks.0.ffn attention=fp32"] == "no attention of ComfyUI ran in a forward of blocks.0.ffn"
 
 
 def test_by_class_and_with_settings_of_its_layers(comfy, model_of):

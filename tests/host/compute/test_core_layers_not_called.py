@@ -3,10 +3,13 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from comfy.ops import mixed_precision_ops
+from halfsafe.nodes.host.compute.executor import compute_of
 from halfsafe.precision.base import flags
+from halfsafe.precision.base.dtypes import name_of
 from halfsafe.precision.plan.rules import rules_from
 from support import families
-from support.families import load, with_compute
+from support.families import load, report, with_compute
 from support.measures import relative_error
 from support.summing import FP16_ACCUMULATION, accumulation
 
@@ -58,3 +61,27 @@ def test_layers_whose_sums_are_measured_are_called(comfy, went_past, call, amper
     assert not past, "the first call names the layers whose sums may overflow"
     families.replay(ours, call)
     assert len(past) == len(LAYERS), "later calls are as fast as ComfyUI makes them"
+
+
+@pytest.mark.parametrize("compute", ["bf16", "fp16_safe", "fp32"])
+def test_of_a_bank_of_experts_no_plan_is_claimed(comfy, wan, monkeypatch, compute):
+    """`MoEExperts` multiplies without its forward: it runs in the dtype that it is given, and the report says that dtype."""
+    loaded, given = load(comfy, wan, "fp16", "fp16"), []
+    bank = mixed_precision_ops({}, torch.float16).MoEExperts(4, 64, 64, bias=False)
+    bank.weight = torch.nn.Parameter(torch.randn(4, 64, 64).half(), requires_grad=False)
+    block = loaded.model.diffusion_model.blocks[0]
+    block.experts, forward = bank, type(block).forward
+
+    def with_experts(self, *args, **kwargs):
+        out = forward(self, *args, **kwargs)
+        if self is block:
+            rows = out[..., :64].reshape(-1, 64)
+            given.append(self.experts.expert_linear(rows, 0).dtype)
+        return out
+
+    monkeypatch.setattr(type(block), "forward", with_experts)
+    model = with_compute(comfy, loaded, compute)
+    families.sample(model, "wan", steps=2)
+    assert not {name for name in compute_of(model).plan.decisions if "experts" in name}
+    (row,) = (layer for layer in report(comfy, model)["layers"] if layer["name"] == "blocks.0.experts")
+    assert {name_of(dtype) for dtype in given} == {row["mode"]} and row["reason"] == ""

@@ -33,6 +33,8 @@ IF_THERE = {
     "comfy.model_patcher.ModelPatcher.additional_models", "comfy.model_patcher.ModelPatcher.is_multigpu_base_clone", "comfy.ops.*.pre_quant_scale",
     "comfy.ldm.qwen_image21.model.*.prefix_cache_enabled", "comfy.ldm.qwen_image21.model.*.qwen_image21_cache",
     "comfy.ldm.qwen_image21.model.*.reset_prefix_cache", "comfy.cli_args.*.disable_comfy_compiler", "comfy.model_prefetch.*.cleanup_malloc_graph",
+    "comfy.ldm.wan.model_animate2.*.animate2_cache", "comfy.ldm.wan.model_animate2.*.free",
+    "comfy.ldm.modules.attention.*.config", "comfy.ldm.modules.attention.*.function",
 }  # fmt: skip
 """What the code asks for before it uses it."""
 NOT_COMFYS = {*dir(torch.nn.Module), "by_key", "plan_for", "set_strengths", "forwards", "sorted_patches"}

@@ -7,8 +7,10 @@ import json
 import time
 
 import pytest
+from comfy_execution.graph import DynamicPrompt
+from execution import PromptExecutor
 from halfsafe.nodes.host.reporting import watch
-from halfsafe.nodes.host.reporting.watch import ASKED_BY, watched, with_guards
+from halfsafe.nodes.host.reporting.watch import ASKED_BY, as_asked, watched, with_guards
 from PIL import Image
 from setup.comfyui_server import Server
 from support.guarded_runs import brightness, graph, picture, told
@@ -21,14 +23,29 @@ def unguarded(seed: int = 1) -> dict:
     return prompt
 
 
-def test_every_run_is_guarded_and_pictures_and_history_are_as_asked(running: Server) -> None:
+def metadata(png: bytes) -> dict:
+    """The nodes in a picture, without what ComfyUI's own executor writes into them: a node's fingerprint."""
+    nodes = json.loads(Image.open(io.BytesIO(png)).text["prompt"])
+    for held in nodes.values():
+        held.pop("is_changed", None)
+    return nodes
+
+
+def test_every_run_is_guarded_and_pictures_are_as_asked(running: Server) -> None:
     prompt = unguarded(seed=41)
     events, entry = told(running, prompt, {ASKED_BY: "retry_higher"})
     assert [event["kind"] for event in events] == ["event", "verdict"] and events[0]["verdict"] == "recovered"
     png = picture(running, entry)
     assert max(brightness(png)) > 4
-    assert b"halfsafe_1_0" not in png and b"tEXtprompt\0" + json.dumps(prompt).encode() in png
-    assert json.dumps(entry["prompt"][2]) == json.dumps(prompt)
+    assert metadata(png) == prompt
+    assert {"halfsafe_1_0", "halfsafe_3_0"} < {*entry["prompt"][2]}, "the history tells what ran"
+
+
+def test_the_setting_of_a_page_guards_what_that_page_queues(running: Server) -> None:
+    for told_by, setting, seed, guarded in (("page", "report", 45, True), ("another", "off", 46, True), ("page", "off", 47, False)):
+        running.post("/halfsafe/watch", {"client_id": told_by, "on_nan": setting})
+        events, _ = told(running, unguarded(seed=seed))
+        assert bool(events) is guarded
 
 
 def test_what_ran_already_is_cached_and_off_leaves_the_prompt_alone(running: Server) -> None:
@@ -40,16 +57,24 @@ def test_what_ran_already_is_cached_and_off_leaves_the_prompt_alone(running: Ser
     events, entry = told(running, prompt)
     png = picture(running, entry)
     assert not events and max(brightness(png)) <= 4
-    held = json.loads(Image.open(io.BytesIO(png)).text["prompt"])
-    for node in held.values():
-        node.pop("is_changed", None)  # ComfyUI keeps there what a node's fingerprint was
-    assert held == prompt
+    assert metadata(png) == prompt
 
 
 @pytest.mark.parametrize("asked", [{}, {ASKED_BY: "off"}, {ASKED_BY: "nonsense"}, {ASKED_BY: None}])
-def test_a_prompt_that_asks_for_nothing_runs_as_it_is(comfy, asked: dict) -> None:
+def test_a_prompt_that_asks_for_nothing_is_left_alone(comfy, asked: dict) -> None:
+    before = PromptExecutor.execute_async, DynamicPrompt.get_original_prompt
+    request = {"prompt": unguarded(), "client_id": "nobody", "extra_data": asked}
+    assert watched(request) is request
+    assert (PromptExecutor.execute_async, DynamicPrompt.get_original_prompt) == before
+    assert {method.__module__ for method in before} == {"execution", "comfy_execution.graph"}
+
+
+def test_a_node_that_is_called_as_a_guard_is_not_taken_for_one(comfy) -> None:
     prompt = unguarded()
-    assert watched(prompt, asked) is prompt
+    prompt["halfsafe_9_0"] = {"class_type": "HalfsafeNaNGuard", "inputs": {"model": ["1", 0]}}
+    prompt["halfsafe_loader"] = {"class_type": "VAELoader", "inputs": {"vae_name": "a", "of": [["1", 0], 0]}}
+    assert as_asked(prompt) == prompt
+    assert as_asked(with_guards(prompt, "report")) == prompt != with_guards(prompt, "report")
 
 
 def test_report_only_tells(running: Server) -> None:

@@ -1,6 +1,8 @@
 """What ComfyUI itself keeps of one call for the next, in repeats and checks: EasyCache, LazyCache, prefix caches, attention
 that is recorded, random numbers."""
 
+import contextlib
+import functools
 import random
 
 import pytest
@@ -110,6 +112,71 @@ def test_a_check_runs_what_a_prefix_cache_would_give_it(comfy, wan):
     families.sample(model, "wan", steps=1)
     (check,) = report_of(model).checks
     assert check.left_out == "" and 48 < check.snr_db < 80
+
+
+class PoseCache:
+    """What Wan-Animate-2's cache does, for cores before 0.33: slots of the tensors that blocks were given."""
+
+    def __init__(self):
+        self.slots, self.slot = [], None
+
+    def select(self, key):
+        self.slot = self.slots[0] if self.slots else {"blocks": {}}
+        self.slots = [self.slot]
+
+    def filled(self, count):
+        return len(self.slot["blocks"]) == count
+
+    def put(self, index, x):
+        self.slot["blocks"][index] = x
+
+    def take(self, index, device, dtype, batch_size):
+        return self.slot["blocks"][index].to(dtype)
+
+    def free(self):
+        self.slots, self.slot = [], None
+
+
+PoseCache.__module__ = "comfy.ldm.wan.model_animate2"  # as what CoreState looks at
+CACHES = {"stand-in": PoseCache}
+with contextlib.suppress(ImportError):
+    CACHES |= {dtype: functools.partial(core("comfy.ldm.wan.model_animate2").PoseBranchCache, dtype=dtype) for dtype in ("default", "int8", "int4")}
+
+
+def posed(model, cache):
+    """A clone that keeps the whole result of a call in the cache of Wan-Animate-2, as its model code keeps its pose branch."""
+
+    def run(executor, args, kwargs):
+        options = args[5]
+        assert options.get("animate2_cache") in (cache, None)
+        if options.get("animate2_cache") is None:
+            return executor(*args, **kwargs)
+        cache.select(torch.ones(1, 2))
+        if not cache.filled(1):
+            cache.put(0, executor(*args, **kwargs).reshape(1, -1, 64))  # tokens, of a width that 4 bits ask for
+        return cache.take(0, args[0].device, args[0].dtype, 1).reshape(args[0].shape)
+
+    clone = inside(model, run)
+    clone.model_options["transformer_options"]["animate2_cache"] = cache
+    return clone
+
+
+@pytest.mark.parametrize("dtype", CACHES)
+def test_a_pose_cache_that_the_failed_call_filled_is_read_by_no_repeat_and_no_later_call(comfy, overflowing, dtype):
+    model = guarded(comfy, posed(plain_fp16(comfy, overflowing), CACHES[dtype]()))
+    assert is_finite(families.sample(model, "wan", steps=3))
+    assert report_of(model).verdict == "recovered" and len(report_of(model).events) == 1
+
+
+@pytest.mark.parametrize("dtype", CACHES)
+def test_a_check_runs_what_a_pose_cache_would_give_it(comfy, wan, dtype):
+    cache = CACHES[dtype]()
+    model = guarded(comfy, posed(families.load(comfy, wan, "fp16", "fp16"), cache), check="first step")
+    families.sample(model, "wan", steps=1)
+    (check,) = report_of(model).checks
+    assert check.left_out == "" and check.snr_db < 80
+    assert (check.snr_db > 48) is (dtype in ("stand-in", "default")), "what is kept in fewer bits is farther from fp32"
+    assert cache.slots == [], "no slot of the past is put back: its pinned memory is free"
 
 
 def test_a_check_draws_no_random_numbers_of_pythons(comfy, wan):

@@ -11,12 +11,19 @@ REAL = [
     ("Hunyuan Video", "Hunyuan Video 1.5", {"byt5_in.fc1.weight": (2048, 1472), "vision_in.proj.0.weight": (1152,)}),
     ("SD 1.x or 2.x", "SDXL", {"label_emb.0.0.weight": (1280, 2816)}),
     ("Qwen-Image", "Qwen-Image", {}),
+    ("Qwen-Image 2.1", "Qwen-Image 2.1", {"img_in.weight": (4096, 64), "transformer_blocks.0.attn.norm_q.weight": (128,)}),
 ]
 
 
 @pytest.mark.parametrize(("family", "name", "shapes"), REAL, ids=[row[1] for row in REAL])
 def test_a_model_is_called_as_people_call_it(family, name, shapes):
     assert family_of(FAMILY_TENSORS[family] | shapes).name == name
+
+
+def test_each_family_is_found_by_its_own_tensors():
+    assert {name: family_of(tensors).name for name, tensors in FAMILY_TENSORS.items() if name != "Flux.1 Fill"} == {
+        name: name for name in FAMILY_TENSORS if name != "Flux.1 Fill"
+    }
 
 
 def test_what_is_no_diffusion_model_has_no_name():

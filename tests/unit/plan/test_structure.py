@@ -181,3 +181,46 @@ def test_what_shapes_cannot_tell_is_left_to_the_names():
     fused_like_qkv = stack("blocks", 4, modulation__lin=(3 * WIDTH, WIDTH))
     as_large_as_the_mlp = stack("blocks", 4, adaLN__1=(4 * WIDTH, 16))
     assert named(MODULATION, fused_like_qkv) == named(MODULATION, as_large_as_the_mlp) == set()
+
+
+NEWER = {
+    "qwen_image21": (
+        {"img_in": (4096, 64), "proj_out": (64, 4096), "modulation.1": (16384, 4096), "norm_out.linear": (4096, 4096),
+         "txt_in.in_layer": (4096, 4096), "time_text_embed.timestep_embedder.linear_1": (4096, 256)},
+        {"transformer_blocks.#.attn.to_q": (4096, 4096), "transformer_blocks.#.attn.to_out.0": (4096, 4096),
+         "transformer_blocks.#.img_mlp.gate_up": (24576, 4096), "transformer_blocks.#.img_mlp.out": (4096, 12288)},
+    ),
+    "sensenova_u15": (
+        {"language_model.lm_head": (151936, 4096), "fm_modules.timestep_embedder.mlp.0": (4096, 256),
+         "fm_modules.timestep_embedder.mlp.2": (4096, 4096)},
+        {f"language_model.model.layers.#.{name}{twin}": shape for twin in ("", "_mot_gen") for name, shape in {
+            "self_attn.q_proj": (4096, 4096), "self_attn.k_proj": (1024, 4096), "self_attn.o_proj": (4096, 4096)}.items()}
+        | {f"language_model.model.layers.#.mlp{twin}.{name}": shape for twin in ("", "_mot_gen") for name, shape in {
+            "gate_proj": (12288, 4096), "up_proj": (12288, 4096), "down_proj": (4096, 12288)}.items()},
+    ),
+    "yue2": (
+        {"vae2llm": (2048, 64), "llm2vae": (64, 2048), "time_embedder.mlp.0": (2048, 256)},
+        {"model.layers.#.self_attn.qkv_proj": (4096, 2048), "model.layers.#.self_attn.o_proj": (2048, 2048),
+         "model.layers.#.mlp.gate_up_proj": (12288, 2048), "model.layers.#.mlp.down_proj": (2048, 6144)},
+    ),
+    "minimax_music3": (
+        {"latent_conditioners.0": (2048, 4096), "diffusion_transformer.transformer.project_in": (2048, 2304),
+         "diffusion_transformer.to_timestep_embed.0": (2048, 256)},
+        {f"diffusion_transformer.transformer.layers.#.{name}": shape for name, shape in {
+            "self_attn.to_qkv": (6144, 2048), "self_attn.to_out": (2048, 2048), "ff.ff.0.proj": (16384, 2048), "ff.ff.2": (2048, 8192)}.items()},
+    ),
+    "trellis2": (
+        {f"{model}.{name}": shape for model in ("img2shape", "img2shape_512", "structure_model") for name, shape in {
+            "input_layer": (1536, 32), "out_layer": (32, 1536), "adaLN_modulation.1": (9216, 1536), "t_embedder.mlp.0": (1536, 256)}.items()},
+        {f"{model}.blocks.#.{name}": shape for model in ("img2shape", "img2shape_512", "structure_model") for name, shape in {
+            "self_attn.to_qkv": (4608, 1536), "cross_attn.to_kv": (3072, 1024), "mlp.mlp.0": (8192, 1536), "mlp.mlp.2": (1536, 8192)}.items()},
+    ),
+}  # fmt: skip
+"""Families since ComfyUI 0.30 as its source has them: the layers that stay high, and those of a block."""
+
+
+@pytest.mark.parametrize("family", NEWER)
+def test_what_stays_high_in_families_of_later_comfyuis(family):
+    high, low = NEWER[family]
+    blocks = {name.replace("#", str(index)): shape for index in range(30) for name, shape in low.items()}
+    assert set(roles_of(linears(high | blocks))) == set(high)

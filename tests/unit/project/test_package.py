@@ -47,6 +47,12 @@ def test_version_has_three_numbers_and_a_changelog_entry(metadata: dict) -> None
     assert re.fullmatch(r"\d+\.\d+\.\d+", version) and f"## {version}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
+def test_the_page_exchanges_nothing_that_all_packs_share() -> None:
+    """An exchanged ``api.fetchApi``, a write to ``window`` and the like may undo another pack's, as `comfy-test lint` says."""
+    code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "web").rglob("*.*js"))
+    assert "promptQueueing" in code and not re.findall(r"\b(?:api|app|window|LiteGraph|LGraph\w*)\.[\w.]+ = .*|document\.(?:head|body)\..*", code)
+
+
 def test_pack_adds_no_requirement(metadata: dict) -> None:
     assert metadata["project"]["dependencies"] == [] and not (ROOT / "requirements.txt").exists()
 

@@ -18,7 +18,7 @@ from halfsafe.precision.plan.rules import VALUES
 ROOT = Path(__file__).absolute().parents[3]
 DEVICES = ["docs/devices.md", "docs/devices.zh.md"]
 BLACK_IMAGES = ["docs/black-images.md", "docs/black-images.zh.md"]
-FAMILIES = (("Wan", "SDXL"), ("Flux",), ("Qwen-Image", "Z-Image or Lumina 2"))  # of the columns for compute
+FAMILIES = (("Wan", "SDXL"), ("Flux",), ("Qwen-Image", "Z-Image, Ming-Image or Lumina 2"))  # of the columns for compute
 CODE = re.compile(r"\(`(\w+)`\)$")
 YES, NO = ("yes", "有"), ("no", "无")
 
