@@ -29,7 +29,9 @@ the outermost as it is the innermost here, but for the report, which is made whe
 
 The order of wrappers decides the order of a layer's forwards the other way round. Each wrapper patches
 ``module.forward`` for the length of the call, around the forward it finds, so what an outer wrapper puts on a module
-runs inside of what an inner one puts there. From the outside in, these run a layer:
+runs inside of what an inner one puts there. Each is behind a gate (``gate.py``) where ComfyUI folds more than an input
+into a layer's call: the outermost gate computes what is folded, and all behind it take the plain input. From the
+outside in, these run a layer:
 
 0. ``LowRankLayer``, the LoRAs of an 8-bit weight (``lora/low_rank.py``), which calls the next one and adds to its
    result;
