@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
+import pytest
 import torch
 
 FOLDED = ("input_act", "act_weight", "residual", "residual_scale")
@@ -96,6 +97,7 @@ def wan_block(self, x, e, freqs, context, context_img_len=257, transformer_optio
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
     """Have the pinned ComfyUI call its layers as the next one does while the context lasts."""
+    pytest.importorskip("comfy.ldm.minimax.model", reason="ComfyUI 0.29 computes no activation of a layer, which the stand-in calls")
     import comfy.ldm.minimax.model
     import comfy.ldm.wan.model
     import comfy.ops

@@ -29,7 +29,8 @@ OBJECTS = {
 }  # fmt: skip
 """Variables that hold the same class of ComfyUI's wherever they stand in `nodes/`; the longest name counts."""
 IF_THERE = {
-    "comfy.ops.linear_input_act", "comfy.ops._eager_input_act", "comfy.ldm.lumina.model._int8_convrot_linear", "comfy.memory_management.aimdo_enabled", "comfy.quant_ops.ck", "comfy.ops.*.can_use_quantized_matmul",
+    "comfy.ops.linear_input_act", "comfy.ops._eager_input_act", "comfy.ops.INPUT_ACT_EAGER",
+    "comfy.ldm.lumina.model._int8_convrot_linear", "comfy.memory_management.aimdo_enabled", "comfy.quant_ops.ck", "comfy.ops.*.can_use_quantized_matmul",
     "comfy.model_patcher.ModelPatcher.additional_models", "comfy.model_patcher.ModelPatcher.is_multigpu_base_clone", "comfy.ops.*.pre_quant_scale",
     "comfy.ldm.qwen_image21.model.*.prefix_cache_enabled", "comfy.ldm.qwen_image21.model.*.qwen_image21_cache",
     "comfy.ldm.qwen_image21.model.*.reset_prefix_cache", "comfy.cli_args.*.disable_comfy_compiler", "comfy.model_prefetch.*.cleanup_malloc_graph",
