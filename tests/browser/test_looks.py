@@ -46,6 +46,31 @@ def test_the_sidebar_and_a_message_can_be_read(comfy: ComfyPage, theme: str, lan
     assert message["x"] >= 0 and message["x"] + message["width"] <= width
 
 
+REFUSED = "This ComfyUI gives its layers `unheard_of`, which Halfsafe 1.1.0 does not know: LoRAs beside 8-bit weights are off. Update Halfsafe."
+"""A sentence that the server adds to the device's facts, as ``tests/host/compute/test_known_calls.py`` makes it."""
+
+
+@pytest.mark.parametrize(("language", "begins"), [("en", REFUSED), ("zh", "此 ComfyUI 向它的层传入 `unheard_of`")])
+def test_the_sidebar_begins_with_what_is_off_in_a_newer_comfyui(comfy: ComfyPage, language: str, begins: str, pictures: Path, cell: str) -> None:
+    def with_refusal(route) -> None:
+        answer = route.fetch()
+        route.fulfill(response=answer, json={**answer.json(), "refused": [REFUSED]})
+
+    comfy.page.route("**/halfsafe/device", with_refusal)
+    try:
+        comfy.page.reload()
+        comfy.wait_ready()
+        comfy.speak(language)
+        comfy.evaluate(TAB)
+        comfy.page.wait_for_function("() => document.querySelector('.hs-sidebar .hs-sentence')?.textContent.includes('unheard_of')")
+        comfy.screenshot(pictures, f"refused-{language}-{cell}")
+        assert comfy.evaluate("() => document.querySelector('.hs-sidebar .hs-sentence').textContent").startswith(begins)
+    finally:
+        comfy.page.unroute("**/halfsafe/device")
+        comfy.page.reload()
+        comfy.wait_ready()
+
+
 @pytest.mark.parametrize(("tab", "least"), [(None, 0.99), ("halfsafe", 0.93)])
 def test_a_template_opens_whole_and_unzoomed_in_a_small_page(comfy: ComfyPage, tab: str | None, least: float) -> None:
     comfy.page.set_viewport_size({"width": 1366, "height": 768})
