@@ -18,6 +18,9 @@ LACKS_OF_MEMORY = [
     torch.OutOfMemoryError("Allocation on device"),
     RuntimeError("MPS backend out of memory (MPS allocated: 19.13 GiB)"),
     RuntimeError("CUDA error: out of memory"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
 ]
 
 
@@ -97,13 +100,17 @@ def test_a_raising_op_is_a_failed_probe_with_the_first_line(error, monkeypatch):
 
 @pytest.mark.parametrize("error", LACKS_OF_MEMORY)
 def test_a_lack_of_memory_says_nothing_and_is_not_remembered(monkeypatch, error):
+    """In each probe, wherever it first asks the device: a page opened on a full card would plan all later loads without fp16."""
+    first = {probe.name: probe.ok for probe in probes.run_probes(CPU)}
+    probes._kept.clear()
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "_scaled_mm", raising(error))
-        result = named(probes.run_probes(CPU), "fp8_matmul")
-        patch.setattr(torch.Tensor, "__matmul__", raising(error))
+        for owner, name in ((torch.Tensor, "to"), (torch.Tensor, "__matmul__"), (torch, "_scaled_mm"), (torch, "_int_mm")):
+            patch.setattr(owner, name, raising(error))
+        without = {probe.name: (probe.ok, probe.detail) for probe in probes.run_probes(CPU)}
         assert probes.canary(CPU, "fp32") == (True, "not enough free memory to try")
-    assert (result.ok, result.detail) == (None, "not enough free memory to try")
-    assert named(probes.run_probes(CPU), "fp8_matmul").ok is True
+    asks = set(first) - {"bf16_native", "fp16_accumulation", "int8_kernels"}
+    assert {without[name] for name in asks} == {(None, "not enough free memory to try")}
+    assert {probe.name: probe.ok for probe in probes.run_probes(CPU)} == first
 
 
 def test_fp8_matmul_zeros_are_caught(monkeypatch):
