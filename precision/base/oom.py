@@ -5,8 +5,8 @@ import re
 import torch
 
 CUDA_OUT_OF_MEMORY = 2
-# Not of torch's allocators: MPS raises a plain RuntimeError (aten/src/ATen/mps/MPSAllocator.mm), and so do cuBLAS and cuDNN
-# and their ROCm twins, where ``cublasCreate`` without memory says ALLOC_FAILED or NOT_INITIALIZED.
+# Not of torch's allocators: MPS raises a plain RuntimeError (aten/src/ATen/mps/MPSAllocator.mm), and so do cuBLAS and
+# cuDNN and their ROCm twins, where ``cublasCreate`` without memory says ALLOC_FAILED or NOT_INITIALIZED.
 LACK = re.compile(
     r"out of memory|(BLAS|CUDNN)_STATUS_\w*ALLOC\w*_FAILED|BLAS_STATUS_NOT_INITIALIZED|miopenStatusAllocFailed", re.I
 )

@@ -29,6 +29,7 @@ CommandLine = Annotated[Any, "comfy.cli_args"]
 PrefetchingAttribute = Annotated[str, "comfy.model_prefetch"]
 
 WEIGHT_FUNCTIONS: LayerAttribute = "weight_function"
+BIAS_FUNCTIONS: LayerAttribute = "bias_function"
 FULL_PRECISION: LayerAttribute = "_full_precision_mm"
 PRODUCT: LayerAttribute = "_forward"
 """The matmul of a quantized Linear, as a method of its own."""
