@@ -31,6 +31,7 @@ PrefetchingAttribute = Annotated[str, "comfy.model_prefetch"]
 WEIGHT_FUNCTIONS: LayerAttribute = "weight_function"
 BIAS_FUNCTIONS: LayerAttribute = "bias_function"
 FULL_PRECISION: LayerAttribute = "_full_precision_mm"
+FILE_ASKS_FULL_PRECISION: LayerAttribute = "_full_precision_mm_config"
 PRODUCT: LayerAttribute = "_forward"
 """The matmul of a quantized Linear, as a method of its own."""
 FORWARDS = ("forward", "forward_comfy_cast_weights", PRODUCT)
