@@ -68,7 +68,7 @@ def _tf32(
     def read() -> _Tf32State:
         # Once the new names were written, the old ones may refuse to be read (PyTorch #164766, #166387).
         state = _Tf32State(_get(old_owner, "allow_tf32"), _get(new_owner, "fp32_precision"), word())
-        if state.old is state.new is None:
+        if state.old is None and state.new is None:
             raise AttributeError(f"torch {torch.__version__} has no TF32 flag")
         return state
 
