@@ -18,6 +18,9 @@ from ..formats.int8 import Int8, rotated
 PROBE_ERRORS = (RuntimeError, TypeError, AttributeError, ValueError, AssertionError)
 GEMM_TOLERANCE = {"fp16": 1e-2, "bf16": 2e-2, "fp32": 5e-3}
 INT8_TOLERANCE = 2e-2
+UNSPLIT = 1024
+"""Rows and columns of a product whose tiles occupy a large card: of a smaller one cuBLAS splits the inner dimension,
+and the sums of its parts do not pass fp16's range."""
 NO_MEMORY = "not enough free memory to try"
 _leaves_flags = ContextVar("halfsafe_probes_leave_flags", default=False)
 
@@ -228,13 +231,13 @@ def fp16_accumulation(device: torch.device) -> tuple[bool | None, str]:
         return False, f"torch {torch.__version__} has no such flag"
     if _leaves_flags.get():
         return None, "not tried while a model may run: the flag is the whole process's"
-    return _overflows_in_fp16(*accumulation_operands(device))
+    return _overflows_in_fp16(*accumulation_operands(device, UNSPLIT))
 
 
-def accumulation_operands(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return fp16 operands (64, 4096) and (4096, 64) whose product is 0 and whose partial sums reach 524288."""
-    left = torch.full((64, 4096), 16.0, dtype=torch.float16, device=device)
-    right = torch.full((4096, 64), 16.0, dtype=torch.float16, device=device)
+def accumulation_operands(device: torch.device, size: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return fp16 operands (size, 4096) and (4096, size) whose product is 0 and whose partial sums reach 524288."""
+    left = torch.full((size, 4096), 16.0, dtype=torch.float16, device=device)
+    right = torch.full((4096, size), 16.0, dtype=torch.float16, device=device)
     right[2048:] = -16.0
     return left, right
 

@@ -210,6 +210,16 @@ def test_the_accumulation_flag_is_seen_to_act_and_put_back(before, monkeypatch):
     assert torch.backends.cuda.matmul.allow_fp16_accumulation is before
 
 
+def test_the_accumulation_probe_multiplies_what_no_card_splits_over_its_inner_dimension(monkeypatch):
+    """Of 64 x 4096 x 64 cuBLAS gives 128 multiprocessors a part of the inner dimension each, and no part overflows."""
+    asked = []
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(probes, "_overflows_in_fp16", lambda left, right: asked.append((left.shape, right.shape)) or (True, ""))
+    monkeypatch.setattr(torch, "full", lambda shape, *given, full=torch.full, **options: full(shape, *given, **options | {"device": "cpu"}))
+    assert probes.fp16_accumulation(torch.device("cuda", 0))[0]
+    assert asked == [((1024, 4096), (4096, 1024))]
+
+
 def test_the_accumulation_probe_turns_nothing_on_while_a_model_holds_it_off(monkeypatch):
     seen, found = [], []
     monkeypatch.setattr(torch.Tensor, "__matmul__", lambda *_: seen.append(flags.is_on("fp16_accumulation")) or torch.zeros(1))
@@ -223,7 +233,7 @@ def test_the_accumulation_probe_turns_nothing_on_while_a_model_holds_it_off(monk
 def test_what_a_page_asks_for_switches_no_flag_and_is_tried_again_at_a_load(monkeypatch):
     cuda, seen = torch.device("cuda", 0), []
     monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(probes, "accumulation_operands", lambda _: (torch.zeros(1), torch.zeros(1)))
+    monkeypatch.setattr(probes, "accumulation_operands", lambda *_: (torch.zeros(1), torch.zeros(1)))
     monkeypatch.setattr(torch.Tensor, "__matmul__", lambda *_: seen.append(flags.is_on("fp16_accumulation")) or torch.zeros(1))
     with probes.flags_left_alone():
         assert probes._once("fp16_accumulation", probes.fp16_accumulation, cuda).ok is None
