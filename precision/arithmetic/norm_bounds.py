@@ -34,7 +34,7 @@ class NormBounds:
         self.bounds[_storage_of(x)] = bound
 
     def follow(self, func: torch._ops.OpOverload, args: tuple, kwargs: dict, result) -> None:
-        """Bound the result of an operation that is a norm, a rotation or ``cat``."""
+        """Bound the result of an operation that is a norm, a rotation, both in one, or ``cat``."""
         name = func.overloadpacket.__name__
         if func._schema.is_mutable:
             for x in tensors_in([args, kwargs]):
@@ -48,6 +48,12 @@ class NormBounds:
             of_matrices = 2.0 * amax(args[-1])
             for x, rotated in zip(args[:-1], result if isinstance(result, tuple) else (result,), strict=True):
                 self.set(rotated, of_matrices * self.of(x))
+        elif name.startswith("rms_rope"):  # comfy-kitchen's: a norm of each row, with its weight, then that rotation
+            count = 1 if name.endswith("1") else 2
+            weights = [weight for weight in args[count + 1 : 2 * count + 1] if weight is not None]  # of both or each
+            most = math.sqrt(args[0].shape[-1]) * (2.0 * amax(args[count])).clamp(min=1.0)  # 1: what is not rotated
+            for rotated, weight in zip(tensors_in(result), (weights[0], weights[-1]), strict=False):
+                self.set(rotated, most * amax(weight))
         elif name == "cat":
             self.set(result, torch.stack([self.of(x) for x in args[0]]).amax())
 

@@ -4,6 +4,7 @@ that are given the same tensor."""
 from __future__ import annotations
 
 import math
+import weakref
 
 import torch
 
@@ -146,8 +147,9 @@ class SharedOperands:
     """Make the operands of a model's operations.
 
     A call that calibrates finds out who shares an operand: who is given the very same tensor next, not written to in
-    between, in the same block. Nothing is left for a later block: ComfyUI's model compiler lends the next one the
-    memory of the one before (``nodes/host/replay/model_compiler.py``).
+    between, in the same block. It holds an operand no longer than the model holds that tensor. Nothing is left for a
+    later block: ComfyUI's model compiler lends the next one the memory of the one before
+    (``nodes/host/replay/model_compiler.py``).
     """
 
     def __init__(self) -> None:
@@ -163,6 +165,7 @@ class SharedOperands:
     def end(self) -> None:
         """Let go of the call's tensors."""
         self._x: torch.Tensor | None = None
+        self._measured: weakref.ref | None = None
         self._operand: torch.Tensor | None = None
         self._scale: OperandScale | None = None
         self._left = 0
@@ -193,14 +196,22 @@ class SharedOperands:
         """Return ``x`` in fp16, scaled, in a call that calibrates."""
         operand, first = scale.scaled_eagerly(x), self._scale
         self._calls[scale] = self._calls.get(scale, 0) + 1
-        if self._calls[scale] == 1 and self._x is x and first is not scale and self._is_same(scale, operand):
+        last = self._measured() if self._measured else None
+        if self._calls[scale] == 1 and last is x and first is not scale and self._is_same(scale, operand):
             self._first[scale] = first
             self.sharing.setdefault(first, []).append(scale)
         else:
             self._first.pop(scale, None)
-            self._x, self._scale, self._operand = x, scale, operand
+            self._measured, self._scale = weakref.ref(x, self._let_go), scale
+            self._operand = None if operand is x else operand
         return operand
+
+    def _let_go(self, measured: weakref.ref) -> None:
+        if measured is self._measured:
+            self._operand = None
 
     def _is_same(self, scale: OperandScale, operand: torch.Tensor) -> bool:
         in_one_block = block_of(self._scale.name) == block_of(scale.name)
-        return in_one_block and self._scale.exponent == scale.exponent and torch.equal(self._operand, operand)
+        if not in_one_block or self._scale.exponent != scale.exponent:
+            return False
+        return self._operand is None or torch.equal(self._operand, operand)

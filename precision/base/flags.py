@@ -47,17 +47,28 @@ def _pair(name: str) -> FlagSetting:
 @dataclass(frozen=True)
 class _Tf32State:
     """``old``: the legacy bool, None where it refuses to be read; ``new``: fp32_precision, None where torch has
-    none."""
+    none; ``word``: what ``set_float32_matmul_precision`` was given, None where it refuses to be read or is another
+    setting's."""
 
     old: bool | None
     new: str | None
+    word: str | None = None
 
 
-def _tf32(name: str, old_owner: Callable[[], Any], new_owner: Callable[[], Any]) -> FlagSetting:
+def _word_of_matmuls() -> str | None:
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # where what it sets was set in parts
+        return None
+
+
+def _tf32(
+    name: str, old_owner: Callable[[], Any], new_owner: Callable[[], Any], word: Callable[[], str | None] = lambda: None
+) -> FlagSetting:
     def read() -> _Tf32State:
         # Once the new names were written, the old ones may refuse to be read (PyTorch #164766, #166387).
-        state = _Tf32State(_get(old_owner, "allow_tf32"), _get(new_owner, "fp32_precision"))
-        if state == _Tf32State(None, None):
+        state = _Tf32State(_get(old_owner, "allow_tf32"), _get(new_owner, "fp32_precision"), word())
+        if state.old is None and state.new is None:
             raise AttributeError(f"torch {torch.__version__} has no TF32 flag")
         return state
 
@@ -66,6 +77,9 @@ def _tf32(name: str, old_owner: Callable[[], Any], new_owner: Callable[[], Any])
             value = _Tf32State(value, None) if read().old is not None else _Tf32State(None, "tf32" if value else "ieee")
         if value.old is not None:
             old_owner().allow_tf32 = value.old
+        # Writing it also takes the word "medium" apart, which torch then refuses to read.
+        if value.word is not None and word() != value.word:
+            torch.set_float32_matmul_precision(value.word)
         # Writing ``allow_tf32`` has moved ``fp32_precision`` from "none" to "ieee" (torch 2.11).
         if value.new is not None and _get(new_owner, "fp32_precision") != value.new:
             new_owner().fp32_precision = value.new
@@ -86,7 +100,7 @@ SETTINGS = {
         _pair("fp16_accumulation"),
         _pair("fp16_reduced_precision_reduction"),
         _pair("bf16_reduced_precision_reduction"),
-        _tf32("tf32_matmul", _matmul, _matmul),
+        _tf32("tf32_matmul", _matmul, _matmul, _word_of_matmuls),
         _tf32("tf32_convolution", lambda: torch.backends.cudnn, lambda: torch.backends.cudnn.conv),
     )
 }

@@ -1,15 +1,21 @@
 """Tell errors that mean a lack of memory on a device from others."""
 
+import re
+
 import torch
 
 CUDA_OUT_OF_MEMORY = 2
+# Not of torch's allocators: MPS raises a plain RuntimeError (aten/src/ATen/mps/MPSAllocator.mm), and so do cuBLAS and
+# cuDNN and their ROCm twins, where ``cublasCreate`` without memory says ALLOC_FAILED or NOT_INITIALIZED.
+LACK = re.compile(
+    r"out of memory|(BLAS|CUDNN)_STATUS_\w*ALLOC\w*_FAILED|BLAS_STATUS_NOT_INITIALIZED|miopenStatusAllocFailed", re.I
+)
 
 
 def is_oom(error: BaseException) -> bool:
     """Tell whether an error means that a device has no memory left."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
-    # Not of torch's allocators: CUDA itself raises an AcceleratorError with ``cudaErrorMemoryAllocation``, and MPS a
-    # plain RuntimeError (aten/src/ATen/mps/MPSAllocator.mm).
-    no_memory = getattr(error, "error_code", None) == CUDA_OUT_OF_MEMORY or "out of memory" in str(error).lower()
+    # CUDA itself raises an AcceleratorError with ``cudaErrorMemoryAllocation``.
+    no_memory = getattr(error, "error_code", None) == CUDA_OUT_OF_MEMORY or LACK.search(str(error)) is not None
     return isinstance(error, RuntimeError) and no_memory

@@ -80,6 +80,12 @@ def _widened(value):
     return torch.float32 if isinstance(value, torch.dtype) and value in NARROW else value
 
 
+def may_be_checked(setting: str, seen: Collection[int]) -> bool:
+    """Tell whether a call that is still to come may be checked, which its step would tell. ``seen``: as for
+    :func:`is_checked`."""
+    return EVERY[setting] > 0 or not seen
+
+
 def is_checked(setting: str, step: int, seen: Collection[int]) -> bool:
     """Tell whether to check a call of a step. ``seen``: the steps that were checked in this run of the sampler."""
     if step in seen:

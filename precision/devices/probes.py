@@ -7,13 +7,20 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from ..base.dtypes import DTYPES, dtype_named
 from ..base.flags import flags_set, is_on
 from ..base.oom import is_oom
+from ..formats.format import kitchen_function
+from ..formats.int8 import Int8, rotated
 
 PROBE_ERRORS = (RuntimeError, TypeError, AttributeError, ValueError, AssertionError)
 GEMM_TOLERANCE = {"fp16": 1e-2, "bf16": 2e-2, "fp32": 5e-3}
+INT8_TOLERANCE = 2e-2
+UNSPLIT = 1024
+"""Rows and columns of a product whose tiles occupy a large card: of a smaller one cuBLAS splits the inner dimension,
+and the sums of its parts do not pass fp16's range."""
 NO_MEMORY = "not enough free memory to try"
 _leaves_flags = ContextVar("halfsafe_probes_leave_flags", default=False)
 
@@ -112,24 +119,37 @@ def fp8_matmul(device: torch.device, fmt: str) -> tuple[bool, str]:
 
 
 def scaled_mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Compute ``left @ right`` in bf16 for fp8 operands with scale 1:
+    """Compute ``left @ right`` in bf16 for fp8 operands with scale 1 by the function that comfy-kitchen calls:
     left (M, K) row-major, right (K, N) column-major."""
     one = torch.ones((), dtype=torch.float32, device=left.device)
-    if left.device.type == "mps":
-        tensorwise = torch.nn.functional.ScalingType.TensorWise
-        return torch.nn.functional.scaled_mm(left, right, one, tensorwise, one, tensorwise)
-    return torch._scaled_mm(left, right, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+    if left.device.type == "cpu" or not hasattr(F, "scaled_mm"):  # a CPU lacks it
+        return torch._scaled_mm(left, right, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+    tensorwise = F.ScalingType.TensorWise
+    return F.scaled_mm(left, right, one, tensorwise, one, tensorwise)
 
 
 def int8_matmul(device: torch.device) -> tuple[bool, str]:
-    """Try a 32x64x32 int8 matmul over the whole range of int8."""
-    # cuBLASLt needs M > 16, and K and N that are multiples of 8.
-    codes = torch.arange(32 * 64).remainder(256).sub(128).to(torch.int8)
-    left, right = codes.reshape(32, 64), codes.flip(0).reshape(64, 32)
-    result = torch._int_mm(left.to(device), right.to(device))
-    if not torch.equal(result.cpu(), (left.int() @ right.int())):
+    """Try an int8 matmul of 32x256 by 256x32 over the whole range of int8."""
+    codes = torch.arange(32 * 256).remainder(255).sub(127).to(torch.int8)
+    left, weight = codes.reshape(32, 256), codes.flip(0).reshape(32, 256)
+    error = relative_error(int8_product(left, weight, device).cpu(), left.double() @ weight.double().t())
+    if not error < INT8_TOLERANCE:
         return False, "int8 matmul ran and gave wrong values"
-    return True, "int8 matmul runs, values exact"
+    return True, "int8 matmul runs, values right"
+
+
+def int8_product(left: torch.Tensor, weight: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Compute ``left @ weight.T`` of int8 codes (M, 256) and (N, 256) on a device as a layer does: by comfy-kitchen's
+    function, which rotates and quantizes its input, and by torch's own where comfy-kitchen is missing."""
+    linear = kitchen_function(Int8.product)
+    if linear is None:
+        # cuBLASLt takes M > 16, K and N that are multiples of 8, and under CUDA 13 no right operand that is row-major
+        # (PyTorch #169956).
+        return torch._int_mm(left.to(device), weight.to(device).t())
+    x = rotated(left.float(), left.shape[1]).half()
+    scale = torch.full((len(weight), 1), 2.0**-8, device=device)  # so that 256 * 127 * 127 is within fp16's range
+    rotation = {"convrot": True, "convrot_groupsize": left.shape[1]}
+    return linear(x.to(device), weight.to(device), scale, out_dtype=x.dtype, **rotation).float() / scale.t()
 
 
 def int8_kernels(device: torch.device) -> tuple[bool | None, str]:
@@ -147,8 +167,7 @@ def gemm(device: torch.device, name: str) -> tuple[bool, str]:
     left = torch.arange(32 * 256, dtype=torch.float64).sin().reshape(32, 256).to(dtype)
     right = torch.arange(256 * 32, dtype=torch.float64).cos().reshape(256, 32).to(dtype)
     exact = left.double() @ right.double()
-    result = (left.to(device) @ right.to(device)).cpu().double()
-    error = ((result - exact).norm() / exact.norm()).item()
+    error = relative_error((left.to(device) @ right.to(device)).cpu(), exact)
     if not error < GEMM_TOLERANCE[name]:
         return False, f"{name} matmul is wrong here: relative error {error:.2g}"
     if name == "fp16" and device.type not in ("cuda", "cpu"):  # CUDA adds in fp32 unless the flag for fp16 sums is on
@@ -156,6 +175,11 @@ def gemm(device: torch.device, name: str) -> tuple[bool, str]:
         if not torch.isfinite((left @ right).cpu()).all():
             return False, "fp16 matmul adds in fp16 here: sums overflow whose result is small"
     return True, f"relative error {error:.1e}"
+
+
+def relative_error(result: torch.Tensor, exact: torch.Tensor) -> float:
+    """Return the norm of the error over the norm of the exact result, both on the CPU."""
+    return ((result.double() - exact).norm() / exact.norm()).item()
 
 
 def bf16_native(device: torch.device) -> tuple[bool | None, str]:
@@ -207,13 +231,13 @@ def fp16_accumulation(device: torch.device) -> tuple[bool | None, str]:
         return False, f"torch {torch.__version__} has no such flag"
     if _leaves_flags.get():
         return None, "not tried while a model may run: the flag is the whole process's"
-    return _overflows_in_fp16(*accumulation_operands(device))
+    return _overflows_in_fp16(*accumulation_operands(device, UNSPLIT))
 
 
-def accumulation_operands(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return fp16 operands (64, 4096) and (4096, 64) whose product is 0 and whose partial sums reach 524288."""
-    left = torch.full((64, 4096), 16.0, dtype=torch.float16, device=device)
-    right = torch.full((4096, 64), 16.0, dtype=torch.float16, device=device)
+def accumulation_operands(device: torch.device, size: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return fp16 operands (size, 4096) and (4096, size) whose product is 0 and whose partial sums reach 524288."""
+    left = torch.full((size, 4096), 16.0, dtype=torch.float16, device=device)
+    right = torch.full((4096, size), 16.0, dtype=torch.float16, device=device)
     right[2048:] = -16.0
     return left, right
 

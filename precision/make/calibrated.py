@@ -15,6 +15,8 @@ from dataclasses import replace
 
 import torch
 
+from ..base.flags import flags_set
+from ..base.oom import is_oom
 from ..formats.card import Provenance, card_entry
 from ..formats.comfy_format import UNMEASURED, Made, WeightPlan, made_here
 from ..formats.format import Format
@@ -88,10 +90,21 @@ class CalibratedRounding:
         """
         for weight, tensors in made_here(weights, plans, path):
             if weight.name in self._work:
-                tensors[weight.name] = self._data(weight, plans[weight.name], tensors)
+                with flags_set({"tf32_matmul": False}):  # which rounds what is rotated to 10 bits
+                    tensors[weight.name] = self._data(weight, plans[weight.name], tensors)
             yield weight, tensors
 
     def _data(self, weight: StoredWeight, plan: WeightPlan, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Choose a weight's codes: on the device, and on the CPU from the first weight on that it has no memory for."""
+        try:
+            return self._chosen(weight, plan, tensors)
+        except RuntimeError as error:
+            if not is_oom(error):
+                raise
+        self._device = torch.device("cpu")
+        return self._chosen(weight, plan, tensors)
+
+    def _chosen(self, weight: StoredWeight, plan: WeightPlan, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Choose a weight's codes some rows at a time; its scales stay as they are."""
         format, (rows, columns), sums = FORMAT_OF_STORAGE[plan.storage], weight.shape, self._work[weight.name]
         blocks = turned_products(sums.blocks, format)

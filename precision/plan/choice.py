@@ -1,6 +1,6 @@
 """Settings as asked for and as resolved, and what one load came to: kept with the model, read by the report."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TypeVar
@@ -36,6 +36,7 @@ class LoadRecord:
         reasons: layer name -> why it is stored as it is.
         kept: layer name -> why it is not in fp8 though fp8 was asked for.
         asked: layer name -> the storage that was decided, for the layers that are not left as in the file.
+        native_fp8: as of :class:`~halfsafe.precision.plan.facts.ModelFacts`.
     """
 
     file: str
@@ -46,3 +47,4 @@ class LoadRecord:
     asked: Mapping[str, str] = field(default_factory=dict)
     without_effect: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
+    native_fp8: Container[str] = frozenset()

@@ -1,6 +1,6 @@
 """From rules, device and model to the arithmetic of each layer, and why."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..base.dtypes import FP8_NAMES, QUANTIZED_NAMES
@@ -18,9 +18,16 @@ WEIGHTS_FOR = {
     mode.name: tuple(name for name in QUANTIZED_NAMES if FORMAT_OF_STORAGE[name].mode is mode) for mode in (FP8, INT8)
 }
 """Compute options that multiply quantized weights as they are stored -> the storages of such weights."""
+AUTOMATIC = ("auto", INT8.name)
+"""Compute options that leave fp8 products to ``auto``."""
 LEAVES_QUANTIZED = ("auto", *WEIGHTS_FOR)
 """Compute options that ask for no dtype: weights in other formats multiply by themselves."""
 OVERFLOWED = "A result in plain fp16 was NaN or Inf: the model goes on in fp16_safe as long as it is loaded."
+NATIVE_FP8 = (
+    "Weights that the file has in fp8 multiply in fp8, as in ComfyUI, but with a scale taken from each input: "
+    "1.4 times the error of unpacked ones."
+)
+UNPACKED_FP8 = "fp8 weights are unpacked in each call: compute=fp8 multiplies them as stored, at 1.4 times the error."
 NO_LAYER = "the pattern matches no layer of this model"
 NOT_LOOKED_AT = "Nothing looks at these results, so plain fp16 is not taken: fp16_safe cannot overflow."
 
@@ -151,13 +158,13 @@ def _planned(
     facts: ModelFacts, device: Device, choice: Choice, rules: Rules, storages: Mapping[str, str] | None
 ) -> ComputePlan:
     rules, compute, stored = rules.on(facts.layers), choice.requested, storages or {}
-    fp8_matmul = _multiplies_in_fp8(facts, device, compute)
+    in_fp8 = _multiplied_in_fp8(facts, device, compute)
     decisions: dict[str, ComputeDecision] = {}
     without_effect = rules_on_other_layers(facts.layers, rules)
     if compute in WEIGHTS_FOR and not device.capabilities[f"{compute}_matmul"]:
         without_effect.insert(0, (f"compute={compute}", choose_compute(facts, device, compute).reason))
     for layer in facts.layers:
-        decision, problem = _decide(layer, choice, fp8_matmul, device, rules, stored.get(layer.name, ""))
+        decision, problem = _decide(layer, choice, layer.name in in_fp8, device, rules, stored.get(layer.name, ""))
         following = decision or ComputeDecision(MODE_OF[choice.used], "same", "")
         sums = rules.setting("accumulation", layer.name, layer.cls) if layer.multiplies else None
         inert = fp16_sums_inert(device, MatmulProfile({following.mode})) if sums else None
@@ -175,33 +182,36 @@ def _planned(
         followers = (layer.name for layer in facts.layers if layer.multiplies and layer.name not in decisions)
         decisions |= {name: ComputeDecision(MODE_OF[choice.used], "same", "") for name in followers}
     attention = tuple(rule for rule in rules.all if "attention" in dict(rule.settings))
+    multiplies = any(decision.mode == FP8.name for decision in decisions.values())
+    if compute in AUTOMATIC and device.capabilities["fp8_matmul_gains"] and {*FP8_NAMES} & {*stored.values()}:
+        choice = replace(choice, reason=f"{choice.reason} {NATIVE_FP8 if multiplies else UNPACKED_FP8}".strip())
     unlisted = compute not in (*LEAVES_QUANTIZED, *facts.supported, SAFE, "fp32")
     risk = f"ComfyUI does not list {compute} for this model: its activations may overflow. fp16_safe cannot."
     return ComputePlan(
-        choice, frozen(decisions), fp8_matmul, tuple(without_effect), (risk,) if unlisted else (), attention
+        choice, frozen(decisions), multiplies, tuple(without_effect), (risk,) if unlisted else (), attention
     )
 
 
-def _multiplies_in_fp8(facts: ModelFacts, device: Device, compute: str) -> bool:
-    possible = device.capabilities["fp8_matmul"]
-    if compute in ("auto", INT8.name):
-        return possible and device.capabilities["fp8_matmul_gains"] and facts.has_input_scales
-    return possible and compute == "fp8"
+def _multiplied_in_fp8(facts: ModelFacts, device: Device, compute: str) -> Container[str]:
+    """Return the layers that multiply in fp8 where their weights are in it and no rule says otherwise."""
+    if compute == FP8.name and device.capabilities["fp8_matmul"]:
+        return {layer.name for layer in facts.layers}
+    return facts.native_fp8 if compute in AUTOMATIC and device.capabilities["fp8_matmul_gains"] else ()
 
 
 def _decide(
-    layer: LayerSpec, choice: Choice, fp8_matmul: bool, device: Device, rules: Rules, storage: str
+    layer: LayerSpec, choice: Choice, in_fp8: bool, device: Device, rules: Rules, storage: str
 ) -> tuple[ComputeDecision | None, tuple[str, str] | None]:
     if not layer.multiplies:
         return None, None
     compute, stream = (rules.setting(key, layer.name, layer.cls) for key in ("compute", "stream"))
-    wanted = compute[0] if compute else _product_of(storage, choice, fp8_matmul) or choice.used
+    wanted = compute[0] if compute else _product_of(storage, choice, in_fp8) or choice.used
     found = compute or stream
     reason = found[1].reason or str(found[1]) if found else ""
     problem = None
     if wanted in WEIGHTS_FOR and (why := _why_no_product(wanted, layer, device, storage)):
         # What nobody asked for is no setting without effect: int8 weights on a device that has no int8 matmul.
-        if compute or wanted == FP8.name:
+        if compute or choice.requested == FP8.name:
             problem = (str(compute[1]) if compute else "compute=fp8", f"{layer.name}: {why}")
         wanted, reason, compute = _without(wanted, layer, choice, device, storage), why, None
     row, follows = FORMAT_OF_STORAGE.get(storage), wanted == choice.used != SAFE and not problem
@@ -215,11 +225,11 @@ def _decide(
     return ComputeDecision(MODE_OF[wanted], stream[0] if stream else "same", reason), problem
 
 
-def _product_of(storage: str, choice: Choice, fp8_matmul: bool) -> str:
+def _product_of(storage: str, choice: Choice, in_fp8: bool) -> str:
     """Name the quantized product that a layer makes without a rule; empty where it makes none."""
     if storage in WEIGHTS_FOR[INT8.name] and choice.requested in LEAVES_QUANTIZED:
         return INT8.name
-    return FP8.name if fp8_matmul and storage in FP8_NAMES else ""
+    return FP8.name if in_fp8 and storage in FP8_NAMES else ""
 
 
 def _without(product: str, layer: LayerSpec, choice: Choice, device: Device, storage: str) -> str:

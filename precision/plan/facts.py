@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
@@ -46,15 +46,16 @@ class ModelFacts:
     """What a plan needs to know of a model.
 
     ``file_dtype``: the storage name most weights have; ``supported``: compute dtypes it is known to work in, best
-    first; ``has_input_scales``: its fp8 layers bring the activation scales an fp8 matmul needs; ``formats``: layer ->
-    the quantization format that its weight stays in, whatever storage is asked for.
+    first; ``native_fp8``: the layers that ComfyUI itself multiplies in fp8 where the device can: the file has their
+    weights in fp8 with a scale, and asks for no full precision; ``formats``: layer -> the quantization format that its
+    weight stays in, whatever storage is asked for.
     """
 
     layers: Sequence[LayerSpec]
     parameters: int
     file_dtype: str
     supported: tuple[str, ...]
-    has_input_scales: bool = False
+    native_fp8: Container[str] = frozenset()
     formats: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -64,13 +65,19 @@ def facts_of(
     layers: Sequence[LayerSpec],
     supported: Sequence[str],
     formats: Mapping[str, str] | None = None,
+    names: Mapping[str, str] | None = None,
 ) -> ModelFacts:
-    """Collect the facts of the model below ``prefix`` of a file, with the arguments of :class:`ModelFacts`."""
+    """Collect the facts of the model below ``prefix`` of a file, with the arguments of :class:`ModelFacts`.
+
+    ``names``: the tensors of layers that are called otherwise than in the file -> the layer.
+    """
     inside = [weight for name, weight in checkpoint.weights.items() if name.startswith(prefix)]
     parameters, dtype = sum(prod(weight.shape) for weight in inside), file_dtype(checkpoint, prefix)
-    fp8 = [weight for weight in inside if weight.data.dtype in FP8_DTYPES and weight.data.dim() == 2]
-    has_input_scales = bool(fp8) and all(weight.input_scale is not None for weight in fp8)
-    return ModelFacts(tuple(layers), parameters, dtype, tuple(supported), has_input_scales, dict(formats or {}))
+    native = (weight for weight in inside if weight.data.dtype in FP8_DTYPES and weight.scale is not None)
+    native_fp8 = frozenset(
+        (names or {}).get(weight.name) or weight.layer[len(prefix) :] for weight in native if not weight.full_precision
+    )
+    return ModelFacts(tuple(layers), parameters, dtype, tuple(supported), native_fp8, dict(formats or {}))
 
 
 def layer_specs(checkpoint: Checkpoint, prefix: str = "") -> list[LayerSpec]:

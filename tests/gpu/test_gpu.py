@@ -24,6 +24,7 @@ from support.compiling import COMPILER, compiled
 from support.families import load
 from support.guarding import guarded, is_finite, plain_fp16, report_of
 from support.measures import relative_error
+from support.probing import missed_expectations
 from support.summing import FP16_ACCUMULATION, accumulation, products, spied, started_with, states
 from torch._dynamo.utils import counters
 
@@ -70,9 +71,7 @@ def error(reference, model) -> float:
 
 
 def test_the_probes_agree_with_the_profile(device):
-    found = detect(device)
-    for probe in probes.run_probes(device):
-        assert probe.ok is not False or not found.capabilities.get(probe.name, False), f"{probe.name}: {probe.detail}"
+    assert missed_expectations(device) == []
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"])

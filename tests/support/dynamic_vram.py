@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+import comfy.model_prefetch
 import comfy.ops
 import pytest
 import torch
@@ -75,6 +76,7 @@ class DynamicVram:
             setattr(module, f"{name}_lowvram_function", found)
 
     def end(self) -> None:
+        comfy.model_prefetch.PREFETCH_QUEUES.clear()
         for module in self._modules.values():
             module.comfy_cast_weights = module.was_cast
             for name in ("_v", "_v_signature", "_v_weight", "_v_bias", "_prefetch", "was_cast"):
@@ -125,9 +127,11 @@ class DynamicVram:
         }
 
     def prefetch(self, block: torch.nn.Module) -> None:
-        for module in block.modules():
-            if hasattr(module, "_v"):
-                self._transfer(module, torch.empty(_size(module), dtype=torch.uint8))
+        modules = [module for module in block.modules() if hasattr(module, "_v")]
+        assert not any(hasattr(module, "_prefetch") for module in modules), "the pages of an earlier call are still pinned"
+        for module in modules:
+            self._transfer(module, torch.empty(_size(module), dtype=torch.uint8))
+        comfy.model_prefetch.PREFETCH_QUEUES.append([(None, (block, modules))])
 
     def end_prefetch(self, block: torch.nn.Module) -> None:
         for module in block.modules():

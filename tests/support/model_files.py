@@ -1,7 +1,7 @@
 """Model files for the host tests: tensors of a file, files damaged on purpose, a Wan model in another tool's format."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -33,11 +33,11 @@ def in_parts(source: Path, folder: Path, stem: str) -> list[Path]:
     return paths
 
 
-def in_dialect(source: Path, target: Path, write: Callable, prefix: str = "", **options) -> Path:
+def in_dialect(source: Path, target: Path, write: Callable, prefix: str = "", layers: Sequence[str] = WAN_LINEARS, **options) -> Path:
     """The Wan model of ``source`` with the layers of its blocks as ``write``, of `support.dialects`, stores them."""
     tensors = load_file(source)
-    weights = {layer: tensors.pop(f"{layer}.weight") for layer in WAN_LINEARS}
-    write(target, weights, {layer: tensors.pop(f"{layer}.bias") for layer in WAN_LINEARS}, **options)
+    weights = {layer: tensors.pop(f"{layer}.weight") for layer in layers}
+    write(target, weights, {layer: tensors.pop(f"{layer}.bias") for layer in layers}, **options)
     file = open_checkpoint(target)
     whole = {prefix + name: tensor.clone() for name, tensor in file.items()} | {
         prefix + name: tensor for name, tensor in tensors.items()

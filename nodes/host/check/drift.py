@@ -63,6 +63,8 @@ def check_of(setting: str, call: Call, number: int, guarded: Guarded, log: Guard
 
     ``number``: the call's among those of the log.
     """
+    if not drift.may_be_checked(setting, log.checked):
+        return None
     step = step_of(call)
     if not drift.is_checked(setting, step, log.checked):
         return None

@@ -32,7 +32,9 @@ CommandLine = Annotated[Any, "comfy.cli_args"]
 PrefetchingAttribute = Annotated[str, "comfy.model_prefetch"]
 
 WEIGHT_FUNCTIONS: LayerAttribute = "weight_function"
+BIAS_FUNCTIONS: LayerAttribute = "bias_function"
 FULL_PRECISION: LayerAttribute = "_full_precision_mm"
+FILE_ASKS_FULL_PRECISION: LayerAttribute = "_full_precision_mm_config"
 PRODUCT: LayerAttribute = "_forward"
 """The matmul of a quantized Linear, as a method of its own."""
 FORWARDS = ("forward", "forward_comfy_cast_weights", PRODUCT)
@@ -41,6 +43,7 @@ INPUT_SCALE: LayerAttribute = "pre_quant_scale"
 STREAMED: LayerAttribute = "_v"
 CAST_DTYPE: ModelAttribute = "manual_cast_dtype"
 EXTRA_CONDITIONS: ModelAttribute = "extra_conds"
+MEMORY_ESTIMATE: ModelAttribute = "memory_required"
 TEXT_ADAPTER: ModelAttribute = "preprocess_text_embeds"
 DENOISED: SamplingAttribute = "calculate_denoised"
 STEP_METADATA: StepCacheAttribute = "state_metadata"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Container
 from functools import cache
 from typing import Any
 
@@ -12,7 +13,9 @@ from comfy.model_patcher import ModelPatcher
 
 from ....precision.base.dtypes import name_of
 from ....precision.formats.registry import FORMAT_OF_STORAGE, FORMATS, Format, format_of
+from ....precision.plan.choice import ATTACHMENT
 from ....precision.plan.facts import LayerSpec, ModelFacts, most
+from .attributes import FILE_ASKS_FULL_PRECISION, quantization_format
 from .layers import layers_of
 
 PACKED = "packed"
@@ -25,7 +28,16 @@ def model_facts(patcher: ModelPatcher) -> ModelFacts:
         LayerSpec(name, type(module).__name__, tuple(module.weight.shape)) for name, module in layers_of(patcher)
     )
     supported = tuple(name_of(dtype) for dtype in patcher.model.model_config.supported_inference_dtypes)
-    return ModelFacts(layers, parameter_count(patcher), most(bytes_by_storage(patcher)), supported)
+    held = most(bytes_by_storage(patcher))
+    return ModelFacts(layers, parameter_count(patcher), held, supported, _native_fp8(patcher))
+
+
+def _native_fp8(patcher: ModelPatcher) -> Container[str]:
+    """Return the layers whose weights ComfyUI multiplies in fp8, by the file that this package loaded, or by itself."""
+    if record := patcher.attachments.get(ATTACHMENT):
+        return record.native_fp8
+    layers = ((name, module) for name, module in layers_of(patcher) if quantization_format(module).startswith("float8"))
+    return frozenset(name for name, module in layers if not getattr(module, FILE_ASKS_FULL_PRECISION, False))
 
 
 def storages(patcher: ModelPatcher) -> dict[str, str]:

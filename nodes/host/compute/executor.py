@@ -20,7 +20,7 @@ from ..comfyui.wrappers import COMPUTE, set_wrapper
 from ..replay.call import Call
 from .attention import attending, fuses_by_default, has_attention_patch, scores_in_fp32
 from .per_model import PerModel
-from .planned_model import PlannedModel, in_fp32
+from .planned_model import PlannedModel, estimated_in_fp32, in_fp32
 from .ruled_attention import NO_ATTENTION, NO_BLOCK, blocks_of, outermost
 
 LISTED = 3
@@ -143,12 +143,15 @@ class Compute:
         return {device: run.layers.observed_modes() for device, run in self.runs.by_device(patcher).items()}
 
     def sampling(self, executor, *args, **kwargs):
-        """Wrap a sampler's run: what the model does with its text before its calls follows the plan too."""
+        """Wrap a sampler's run: what the model does with its text before its calls follows the plan too, and so does
+        the memory that ComfyUI makes room for."""
         model = executor.class_obj.model_patcher.model
-        if not adapts_text(model):
-            return executor(*args, **kwargs)
-        with conditions_through(model, lambda make: self.acting(model).conditions(model, make)):
-            return executor(*args, **kwargs)
+        estimate = estimated_in_fp32(model) if self.acting(model).plan.is_safe else []
+        with patched(estimate):
+            if not adapts_text(model):
+                return executor(*args, **kwargs)
+            with conditions_through(model, lambda make: self.acting(model).conditions(model, make)):
+                return executor(*args, **kwargs)
 
     def conditions(self, model, make: Make) -> dict:
         """Make a text's conditions as the plan has it."""

@@ -15,7 +15,7 @@ from ....precision.base.layer_names import are_alike
 from ....precision.base.modes import FP16_WIDE, INT8
 from ....precision.base.patching import Patch, SharedScope, patched
 from ....precision.plan.compute import ComputePlan
-from ..comfyui.attributes import casting, scaled_input, with_cast_dtype, with_scaled_input
+from ..comfyui.attributes import MEMORY_ESTIMATE, casting, scaled_input, with_cast_dtype, with_scaled_input
 from ..comfyui.execution import Make, switches_by_layer
 from ..comfyui.layers import is_quantized, modules_of
 from ..comfyui.weights import calling_layers, uncast_norm
@@ -147,6 +147,17 @@ def in_fp32(model) -> list[Patch]:
     entry = scaled_input(model.model_sampling)
     cloning = with_scaled_input(model.model_sampling, lambda sigma, noise: entry(sigma, noise).clone())
     return [with_cast_dtype(model, torch.float32), cloning]
+
+
+def estimated_in_fp32(model) -> list[Patch]:
+    """Have ComfyUI estimate the memory of a model's activations for fp32: it asks the dtype that it casts to."""
+    own = getattr(model, MEMORY_ESTIMATE)
+
+    def estimate(*args, **kwargs) -> float:
+        with patched([with_cast_dtype(model, torch.float32)]):
+            return own(*args, **kwargs)
+
+    return [(model, MEMORY_ESTIMATE, estimate)]
 
 
 def needs_fp32_accumulation(plan: ComputePlan, patcher: ModelPatcher) -> bool:

@@ -25,6 +25,7 @@ from ....precision.guard.inputs import (
 from ....precision.guard.localize import Origin, stored
 from ....precision.guard.verdicts import CONTROL_ADVICE
 from ....precision.plan.choice import ATTACHMENT
+from ..comfyui.attributes import BIAS_FUNCTIONS, WEIGHT_FUNCTIONS, casts_weights
 from ..comfyui.layers import DIFFUSION_MODEL
 from ..comfyui.page import running_prompt
 from ..comfyui.weights import dequantized, weights_of
@@ -39,6 +40,7 @@ FINITE_IN_FILE = (
     "or the file was replaced since. Free the model and node cache, so that it is read again, and run again."
 )
 CALL_PATCHES = ("patches", "patches_replace")
+FUNCTIONS = {"weight": WEIGHT_FUNCTIONS, "bias": BIAS_FUNCTIONS}
 
 
 def call_inputs(call: Call, first: bool) -> list[NotFiniteInput]:
@@ -110,8 +112,17 @@ class LoadedWeights:
 
     def zeroed(self, names: Sequence[str]) -> list[Patch]:
         """Return what gives modules their weights of these names with a zero for each NaN and Inf."""
-        places = ((self.model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names)
-        return [(module, name, zeroed(dequantized(getattr(module, name).data).float())) for module, name in places]
+        patches: list[Patch] = []
+        for name in names:
+            layer, _, own = name.rpartition(".")
+            module = self.model.get_submodule(layer)
+            if own in FUNCTIONS and casts_weights(module):
+                # Dynamic VRAM multiplies by a copy of the weight, to which ComfyUI applies these functions too.
+                functions = FUNCTIONS[own]
+                patches.append((module, functions, [*getattr(module, functions), zeroed]))
+            else:
+                patches.append((module, own, zeroed(dequantized(getattr(module, own).data).float())))
+        return patches
 
     def has_nan(self, name: str) -> bool:
         return bool(torch.isnan(stored(operator.attrgetter(name)(self.model)).float()).any())

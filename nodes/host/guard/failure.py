@@ -175,13 +175,18 @@ def _opaque_attention(localizer: Localizer, options: dict) -> dict:
 
 def sigma_of(call: Call) -> float:
     """Read the noise level of a call back from the device."""
-    return float(call.options.get("sigmas", call.t).flatten()[0])
+    return float(_sigma(call))
+
+
+def _sigma(call: Call) -> torch.Tensor:
+    return call.options.get("sigmas", call.t).flatten()[0].float()
 
 
 def step_of(call: Call) -> int:
-    """Find the step of the sampler's schedule that a call belongs to; 0 where it has none."""
-    schedule = call.options.get("sample_sigmas")
-    return int((schedule.float().cpu() - sigma_of(call)).abs().argmin()) if schedule is not None else 0
+    """Find the step of the sampler's schedule that a call belongs to, with one read of the device; 0 where it has
+    none."""
+    schedule, sigma = call.options.get("sample_sigmas"), _sigma(call)
+    return int((schedule.to(sigma) - sigma).abs().argmin()) if schedule is not None else 0
 
 
 def images_of(call: Call, result: torch.Tensor) -> int:

@@ -154,7 +154,7 @@ def facts_of_modules(checkpoint: Checkpoint, modules: dict, names: dict[str, str
     layers = [LayerSpec(name, _class_of(modules[name]), weight.shape) for name, weight in weights.items()]
     formats = {layer: weight.storage for layer, weight in weights.items() if weight.format is not None}
     supported = [name_of(dtype) for dtype in config.supported_inference_dtypes]
-    return facts_of(checkpoint, prefix, layers, supported, formats)
+    return facts_of(checkpoint, prefix, layers, supported, formats, names)
 
 
 def _class_of(module: torch.nn.Module) -> str:

@@ -79,6 +79,12 @@ def free_device_memory() -> int | None:
     return int(comfy.model_management.get_free_memory(device)) + sum(entry.model_loaded_memory() for entry in loaded)
 
 
+def make_room_to_quantize() -> None:
+    """Have ComfyUI free memory of the compute device for weights that are quantized there, one after another."""
+    if not comfy.model_management.is_device_cpu(compute_device()):
+        comfy.model_management.free_memory(QUANTIZING, compute_device())
+
+
 @contextmanager
 def quantizing_device() -> Iterator[OnGpu | None]:
     """Give the maker of quantized weights on the compute device; None where the CPU makes them.
@@ -89,7 +95,7 @@ def quantizing_device() -> Iterator[OnGpu | None]:
     if device.type != "cuda" or requested_profile():
         yield None
         return
-    comfy.model_management.free_memory(QUANTIZING, device)
+    make_room_to_quantize()
     maker = OnGpu(device, int(comfy.model_management.get_free_memory(device)))
     try:
         yield maker

@@ -178,6 +178,7 @@ def record_of(detected: Detected, load: PreparedLoad, notes: Sequence[str] = ())
         asked=frozen({name: decision.storage for name, decision in decisions if decision.storage != "as_file"}),
         without_effect=load.plan.without_effect,
         notes=(*detected.checkpoint.notes, *load.notes, *notes),
+        native_fp8=detected.facts.native_fp8,
     )
 
 

@@ -26,7 +26,7 @@ from ....precision.plan.weights import plan_weights, require_held
 from ..comfyui.layers import DIFFUSION_MODEL, modules_of
 from ..comfyui.model_facts import foreign_layers, held_storages
 from ..comfyui.page import show_progress
-from .devices import compute_device
+from .devices import compute_device, make_room_to_quantize
 from .files import output_path
 from .identity import marks_of, metadata_of, source_of_model
 from .tensors import byte_progress
@@ -97,6 +97,8 @@ def save_model(
         raise HalfsafeError("The filename prefix is empty.", "Give the file a name, such as diffusion_models/my_model.")
     path, name = output_path(filename_prefix)
     _refuse_foreign(patcher)
+    if calibration:
+        make_room_to_quantize()
     weights = LiveWeights(patcher)
     decisions = plan_storage(_layers(patcher, weights), "as_file" if storage == "auto" else storage, rules)
     require_held((decision.storage for decision in decisions.values()), held_storages())

@@ -23,5 +23,7 @@ def compiler_off() -> SharedScope:
 
 def after_failure() -> None:
     """Clean up after a call that raised: models leave their graph open (``forward`` of comfy/ldm/minimax/model.py),
-    in which a repeat would begin another."""
+    in which a repeat would begin another, and weights of the next block prefetched, whose pages a repeat would pin
+    anew; ComfyUI does so after a node."""
+    comfy.model_prefetch.cleanup_prefetch_queues()
     getattr(comfy.model_prefetch, CLOSE_GRAPH, lambda: None)()

@@ -8,6 +8,7 @@ from comfy.sd import load_lora_for_models
 from halfsafe.nodes.host.compute import core_layers
 from halfsafe.precision.devices import probes
 from support import families, model_files, rare_families
+from support.cuda_rules import HostReads
 from support.families import load
 from support.guarding import core, guarded, inside, int8_attention, report_of
 
@@ -40,6 +41,16 @@ def with_attention(model, attend):
     clone = model.clone()
     clone.model_options["transformer_options"]["optimized_attention_override"] = attend
     return clone
+
+
+@pytest.mark.parametrize(("check", "most"), [("first step", 2), ("every 5th step", 5)])
+def test_a_run_waits_for_the_device_no_oftener_than_a_step_may_be_checked(comfy, wan, check, most):
+    """The step of a call is on the device: one read tells it, and none once nothing is left to check. One more is for the report."""
+    model = guarded(comfy, load(comfy, wan, "fp16", "fp16"), check=check)
+    with HostReads() as reads:
+        families.sample(model, "wan", steps=4)
+    assert 1 <= sum(place.startswith("guard/failure.") for place in reads.places) <= most
+    assert len(report_of(model).checks) == 1
 
 
 def test_fp8_activations_clipped_at_448(comfy, files, monkeypatch):

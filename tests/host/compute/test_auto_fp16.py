@@ -6,6 +6,7 @@ import torch
 from comfy import model_management
 from comfy.ldm.modules import attention
 from comfy.ldm.wan import model as wan
+from comfy.model_base import BaseModel
 from halfsafe.nodes.host.comfyui import page
 from halfsafe.nodes.host.compute import executor
 from halfsafe.nodes.host.guard.model import guard_of
@@ -212,6 +213,21 @@ def test_another_dtype_takes_the_look_away_and_a_guard_stays(comfy, loud):
     assert guard_of(with_compute(comfy, model, "bf16")) is None and guard_of(with_compute(comfy, model, "fp16")) is None
     assert guard_of(with_compute(comfy, guarded(comfy, model), "bf16")).on_nan == "retry_higher"
     assert not is_finite(families.sample(with_compute(comfy, model, "fp16"), "wan")), "an fp16 that is asked for stays"
+
+
+def test_memory_is_asked_for_fp32_activations_once_a_model_fell_back(comfy, loud, monkeypatch):
+    """ComfyUI estimates them by the dtype that it casts to, which stays fp16 on the model: half of what is taken."""
+    monkeypatch.setattr(model_management, "pytorch_attention_flash_attention", lambda: True)
+    estimates, own = [], BaseModel.memory_required
+    monkeypatch.setattr(BaseModel, "memory_required", lambda self, *given, **options: estimates.append(own(self, *given, **options)) or estimates[-1])
+    model = of_node(comfy, loud)
+    asked = []
+    for _ in range(2):
+        families.sample(model, "wan", steps=1)
+        asked.append(estimates[0])
+        estimates.clear()
+    assert model_words(model)[1] == "fp16_safe" and asked[1] == 2 * asked[0]
+    assert model.model.manual_cast_dtype != torch.float32 and "memory_required" not in vars(model.model)
 
 
 @pytest.mark.parametrize("order", ["compiled last", "compiled first"])

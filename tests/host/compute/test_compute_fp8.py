@@ -1,5 +1,6 @@
 """fp8 matrix products with a dynamic activation scale, as on a device that has them (simulated: kernels are the CPU's)."""
 
+import contextlib
 import logging
 
 import pytest
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 from comfy.quant_ops import QuantizedTensor
 from comfy.sd import load_bypass_lora_for_models
 from halfsafe.nodes.host.comfyui.weights import core_weights
+from halfsafe.nodes.host.compute import fp8_product
 from halfsafe.nodes.host.compute.core_layers import Fp8Linear
 from halfsafe.precision.arithmetic.linear import kind_of, lent
 from halfsafe.precision.plan.rules import rules_from
@@ -175,6 +177,25 @@ def test_a_lora_in_bypass_mode_is_multiplied_in_16_bit(comfy, wan, call, with_fp
     expected = "fp16" if base == "fp8" else "bf16"  # bf16 between fp32 values
     assert modes["blocks.0.ffn.0"] == expected and expected in products.made["blocks.0.ffn.0"]
     assert modes["blocks.1.ffn.0"] == "fp8" and set(products.made["blocks.1.ffn.0"]) == {"fp8"}
+
+
+@pytest.mark.parametrize("fast", [False, True])
+@torch.inference_mode()
+def test_a_product_that_lacks_memory_is_asked_once(comfy, wan, monkeypatch, fast):
+    """Its fallback dequantizes the weight, which takes more."""
+    _, module = fp8_layer(comfy, wan)
+    asked = []
+
+    def lacking(*operands, **options):
+        asked.append(operands)
+        raise torch.OutOfMemoryError("Allocation on device")
+
+    monkeypatch.setattr(fp8_product, "scaled_mm_v2", lacking)
+    monkeypatch.setattr(torch, "_scaled_mm", lacking)
+    refused = {}
+    with fp8_product.fast_accumulation(refused) if fast else contextlib.nullcontext(), pytest.raises(torch.OutOfMemoryError):
+        Fp8Linear(module)(outliers())
+    assert len(asked) == 1 and not refused
 
 
 def test_a_product_that_cannot_run_in_fp8_is_told_once(comfy, wan, call, monkeypatch, caplog):

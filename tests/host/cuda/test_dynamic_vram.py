@@ -5,6 +5,7 @@ import logging
 
 import pytest
 import torch
+from comfy import ops as core_ops
 from comfy.lora import calculate_weight
 from comfy.model_patcher import LowVramPatch
 from comfy.sd import load_lora_for_models
@@ -67,6 +68,29 @@ def test_a_guard_that_repeats_gives_its_weights_back(comfy, overflowing, fp32, c
         model = guarded(comfy, plain_fp16(comfy, overflowing))
         with dynamic_vram(model, way) as lender:
             assert all(relative_error(reference, result) < 0.02 for result in twice(model, call)) and not lender.out
+
+
+@pytest.mark.parametrize("name", ["fp16_safe", "fp8 stored", "guard"])
+@torch.inference_mode()
+def test_a_call_that_raises_pins_no_page_for_the_next_one(comfy, wan, call, monkeypatch, name):
+    """ComfyUI takes the pins of prefetched weights back after a node; a call that is made again meets them before."""
+    expected, model = families.replay(MODELS[name](comfy, wan), call), MODELS[name](comfy, wan)
+    with dynamic_vram(model, "prefetched") as lender:
+        third = model.model.diffusion_model.blocks[0].self_attn.v
+        cast, asked = core_ops.cast_bias_weight, []
+
+        def lacking(module, *given, **options):
+            if module is third and not asked:
+                asked.append(module)
+                raise torch.OutOfMemoryError("Allocation on device")
+            return cast(module, *given, **options)
+
+        monkeypatch.setattr(core_ops, "cast_bias_weight", lacking)
+        if name == "guard":  # which ends in it: the next run is the repeat
+            with pytest.raises(torch.OutOfMemoryError):
+                families.replay(model, call)
+        assert relative_error(expected, families.replay(model, call)) < 1e-6 and asked and not lender.out
+        assert not any(hasattr(module, "_prefetch") for module in model.model.diffusion_model.modules())
 
 
 def lora(model):

@@ -46,6 +46,15 @@ def test_the_guard_cures_and_the_check_finds_the_cure_right(comfy, overflowing, 
     assert report.verdict == "recovered" and report.escalations["blocks.0.ffn.2"] == "fp16_wide"
 
 
+def test_an_nvidia_card_has_what_is_expected_of_it(on, monkeypatch):
+    """Each probe of the device is one that CUDA takes, on the device's tensors too; the rate of fp16 sums alone is not emulated."""
+    on("cuda")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    found = detect()
+    expected = found.profile.capabilities | {"fp16_accumulation": False}
+    assert found.capabilities == expected, found.reasons
+
+
 WAYS = [
     ("mps", "int8", "fp16_safe", 6e-3), ("cuda", "int8", "int8", 1e-2), ("cuda", "fp8_e4m3fn", "fp8", 3e-2),
     ("xpu", "fp8_e4m3fn", "auto", 3e-2), ("privateuseone", "int8", "fp16_safe", 6e-3),

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from halfsafe.precision.devices.detect import detect
 from halfsafe.precision.formats.checkpoint import StoredWeight
 from halfsafe.precision.formats.comfy_format import made_here, tensors_made
 from halfsafe.precision.make import on_gpu
@@ -80,11 +81,13 @@ def both(device, weights, storages, free=8 * GIB, **options) -> OnGpu:
 def test_a_model_is_quantized_there_and_is_as_the_cpus(comfy, wan, on, storage, operation):
     expected = parts_of(load(comfy, wan, storage, "fp32"))
     device = on("cuda")
+    detect(device.device())
+    before = device.used(device.device())  # comfy-kitchen keeps the matrix that its int8 product rotates by
     with Quantizing() as spy:
         found = parts_of(load(comfy, wan, storage, "fp32"))
     assert spy.where[operation].count("cuda") >= 20 and "cpu" not in spy.where[operation]
     assert_same(found, expected)
-    assert device.used(device.device()) == 0
+    assert device.used(device.device()) == before
 
 
 @pytest.mark.parametrize(("storage", "dtype"), [*zip(STORAGES, (torch.bfloat16, torch.float16, torch.float32), strict=True)], ids=str)

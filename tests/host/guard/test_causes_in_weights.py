@@ -1,12 +1,13 @@
 """A weight that is NaN or Inf in memory is told with what its file holds; one whose copy on the device alone is bad is the device's fault."""
 
+import contextlib
 import math
 
 import pytest
 import torch
 from halfsafe.precision.guard.verdicts import NonFinite
 from support import families, model_files
-from support.dynamic_vram import dynamic_vram
+from support.dynamic_vram import WAYS, dynamic_vram
 from support.families import load
 from support.guarding import guarded, report_of
 
@@ -20,9 +21,9 @@ def stopped(model) -> NonFinite:
     return error.value
 
 
-def spoiled(model, value: float = math.nan):
+def spoiled(model, value: float = math.nan, own: str = "weight"):
     """A patcher whose weight has a bad value in memory, as of a copy that failed."""
-    weight = model.model.diffusion_model.get_submodule(LAYER).weight
+    weight = getattr(model.model.diffusion_model.get_submodule(LAYER), own)
     data = weight._qdata if hasattr(weight, "_qdata") else weight.data
     data.view(torch.uint8).reshape(-1)[: data.element_size()] = torch.tensor([value], dtype=data.dtype).view(torch.uint8)
     return model
@@ -48,6 +49,17 @@ def test_a_weight_that_is_fine_in_its_file_is_bad_weights_with_words_that_the_fi
 
 def test_infinity_is_told_too(comfy, wan):
     assert "it is finite" in str(stopped(guarded(comfy, spoiled(by_core(comfy, wan), math.inf))))
+
+
+@pytest.mark.parametrize("own", ["weight", "bias"])
+@pytest.mark.parametrize("way", ["static", *WAYS])
+@pytest.mark.parametrize("storage", ["fp16", "fp8_e5m2"])
+def test_infinity_is_told_however_the_weights_reach_the_device(comfy, wan, storage, way, own):
+    """Dynamic VRAM multiplies by copies, also by those that lie in its pages since an earlier call."""
+    model = guarded(comfy, spoiled(load(comfy, wan, storage, "bf16"), math.inf, own))
+    with contextlib.nullcontext() if way == "static" else dynamic_vram(model, way):
+        error = stopped(model)
+    assert error.verdict == "bad_weights" and f"{LAYER}.{own}" in str(error)
 
 
 def test_a_file_that_is_gone_is_not_said_to_be_finite(comfy, wan, models_dir):

@@ -4,18 +4,24 @@ import re
 
 import pytest
 import torch
+from comfy import model_management
 from halfsafe.nodes.host.comfyui.model_facts import held_storages
 from halfsafe.nodes.host.load import save as host
+from halfsafe.nodes.host.load.devices import QUANTIZING
 from halfsafe.precision.base.errors import HalfsafeError
 from halfsafe.precision.files.safetensors_file import open_checkpoint
 from halfsafe.precision.formats.card import card_in
 from halfsafe.precision.formats.checkpoint import read_checkpoint
+from halfsafe.precision.make import calibrated as rounding
 from safetensors import safe_open
 from safetensors.torch import load_file
 from support import families, tiny_models
 from support.families import denoise
 from support.measures import relative_error
 from support.saved_models import load, save, stock, with_lora
+from support.summing import started_with
+
+MATMUL = torch.backends.cuda.matmul
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +72,27 @@ def test_a_calibrated_file_is_closer_and_stock_computes_the_same(comfy, calibrat
     assert card["calibration"]["method"] == "GPTQ" and card["calibration"]["layers"] == sum(
         tensors[f"{layer}.weight"].dtype in (torch.int8, torch.float8_e4m3fn) for layer in calibration.layers if calibration.usable(layer)
     )
+
+
+def test_on_a_device_room_is_asked_for_tf32_is_off_and_the_cpu_rounds_what_finds_no_memory(comfy, calibrated, saved_folder, monkeypatch):
+    model, calibration = calibrated
+    expected = load_file(save_calibrated(comfy, model, calibration, "int8", saved_folder))
+    asked, own, freed = [], rounding.rounded, []
+
+    def lacking(*given):
+        asked.append(MATMUL.allow_tf32)
+        if len(asked) == 3:
+            raise torch.OutOfMemoryError("Allocation on device")
+        return own(*given)
+
+    monkeypatch.setattr(rounding, "rounded", lacking)
+    with monkeypatch.context() as as_on_a_device, started_with(["tf32_matmul"], True):
+        as_on_a_device.setattr(model_management, "is_device_cpu", lambda device: False)
+        as_on_a_device.setattr(model_management, "free_memory", lambda size, device, **options: freed.append(size))
+        found = load_file(save_calibrated(comfy, model, calibration, "int8", saved_folder))
+        assert MATMUL.allow_tf32
+    assert len(asked) > 3 and not any(asked) and freed == [QUANTIZING]
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 @pytest.mark.parametrize("storage", ["w6a8", "w4a8"])

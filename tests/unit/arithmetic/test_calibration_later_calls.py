@@ -179,7 +179,17 @@ def rotated(q):
     return pytest.importorskip("comfy_kitchen").apply_rope1(q.view(1, 6, 1, 32), turns).view(1, 6, 32)
 
 
+def normed_and_rotated(name, q, weight=100.0):
+    """By one of comfy-kitchen's operations that are a norm and a rotation in one."""
+    kitchen, q = pytest.importorskip("comfy_kitchen"), q.view(1, 6, 1, 32)
+    turns, weights = torch.eye(2).expand(1, 6, 1, 16, 2, 2), torch.full((32,), weight)
+    given = (q, turns, weights) if name.endswith("1") else (q, torch.ones_like(q), turns, weights, None)
+    result = getattr(kitchen, name)(*given)
+    return (result if name.endswith("1") else result[0]).view(1, 6, 32)
+
+
 BOUNDED = {
+    **{f"of {name}": lambda x, loud, name=name: normed_and_rotated(name, x * loud) for name in ("rms_rope", "rms_rope1", "rms_rope_split_half", "rms_rope_split_half1")},
     "of a norm": lambda x, loud: F.layer_norm(x * loud, (32,)),
     "of a norm with a weight and a bias": lambda x, loud: F.layer_norm(x * loud, (32,), torch.full((32,), 100.0), torch.ones(32)),
     "of a mean square's": lambda x, loud: F.rms_norm(x * loud, (32,), torch.ones(32)),
@@ -193,6 +203,7 @@ UNBOUNDED = {
     "written into": lambda x, loud: [q := F.layer_norm(x, (32,)), torch.mul(q, loud, out=q)][0],
     "of one norm and no norm": lambda x, loud: torch.cat([F.layer_norm(x, (32,)), x * loud], 1),
     "rotated, of no norm": lambda x, loud: rotated(x * loud),
+    "of a norm with a large weight, rotated": lambda x, loud: normed_and_rotated("rms_rope", x * loud, weight=2e4),
 }
 
 

@@ -49,6 +49,7 @@ def as_before():
     if before["conv new"] != "absent":
         torch.backends.cudnn.conv.fp32_precision = before["conv new"]
     torch.backends.cudnn.allow_tf32 = before["cudnn"]
+    torch.set_float32_matmul_precision(before["float32"])
     MATMUL.allow_tf32 = before["tf32"]
     if before["matmul new"] != "absent":
         MATMUL.fp32_precision = before["matmul new"]
@@ -77,6 +78,8 @@ STARTS = {
     "tf32 off, old name": lambda: setattr(MATMUL, "allow_tf32", False),
     "tf32 on, new name": lambda: setattr(MATMUL, "fp32_precision", "tf32"),
     "ieee, new name": lambda: setattr(MATMUL, "fp32_precision", "ieee"),
+    **{f"{word}, by the word": lambda word=word: torch.set_float32_matmul_precision(word) for word in ("highest", "high", "medium")},
+    "medium, then in part": lambda: [torch.set_float32_matmul_precision("medium"), setattr(MATMUL, "allow_tf32", False)],
     "convolution off, old name": lambda: setattr(torch.backends.cudnn, "allow_tf32", False),
     "convolution ieee, new name": lambda: setattr(torch.backends.cudnn.conv, "fp32_precision", "ieee"),
 }

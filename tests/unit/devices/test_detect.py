@@ -11,6 +11,7 @@ from halfsafe.precision.base.errors import UnknownProfile
 from halfsafe.precision.devices import detect as devices
 from halfsafe.precision.devices import hardware, probes, profiles
 from halfsafe.precision.plan import auto
+from support.probing import missed_expectations
 from support.shipped import ROOT
 
 # fp16 fast, bf16 native, fp8 storage, e4m3fn matmul, fp8 matmul gains, fp16 accumulation gains, fast accumulation,
@@ -261,8 +262,9 @@ def test_the_variable_takes_a_name_and_a_profile_asked_for_beats_it(monkeypatch)
     ],
 )
 def test_a_failing_probe_turns_its_capabilities_off_and_says_so(failing, off, cuda):
-    result = probes.Probe(failing, False, "gave zeros")
-    device = devices.detect(cuda((8, 9), "NVIDIA GeForce RTX 4090", results=(result,)))
+    card = cuda((8, 9), "NVIDIA GeForce RTX 4090", results=(probes.Probe(failing, False, "gave zeros"),))
+    device = devices.detect(card)
+    assert sorted(missed_expectations(card)) == sorted(f"{name}: {failing}: gave zeros" for name in off), "the GPU tier's test sees it"
     assert {name for name, on in device.capabilities.items() if not on} == off
     for capability in off:
         assert failing in device.reason(capability) and "gave zeros" in device.reason(capability)

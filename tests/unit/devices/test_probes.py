@@ -9,6 +9,7 @@ import pytest
 import torch
 from halfsafe.precision.base import flags
 from halfsafe.precision.devices import probes
+from support.cuda_rules import CudaRules
 
 pytestmark = pytest.mark.usefixtures("fresh_probes")
 
@@ -17,6 +18,9 @@ LACKS_OF_MEMORY = [
     torch.OutOfMemoryError("Allocation on device"),
     RuntimeError("MPS backend out of memory (MPS allocated: 19.13 GiB)"),
     RuntimeError("CUDA error: out of memory"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
 ]
 
 
@@ -40,6 +44,26 @@ def test_all_probes_run_on_a_cpu():
     assert named(results, "fp8_cast").ok and named(results, "fp16_gemm").ok and named(results, "bf16_gemm").ok
     assert named(results, "fp16_accumulation").ok is None
     assert named(results, "int8_kernels").ok is None
+
+
+KITCHEN = pytest.param(True, marks=pytest.mark.skipif(probes.kitchen_function("int8_linear") is None, reason="needs comfy-kitchen"))
+
+
+@pytest.fixture(params=[KITCHEN, False], ids=["by comfy-kitchen", "by torch"])
+def kitchen(request, monkeypatch):
+    """With comfy-kitchen, which multiplies int8 weights in ComfyUI, and without it."""
+    if not request.param:
+        monkeypatch.setattr(probes, "kitchen_function", lambda name: None)
+    return request.param
+
+
+def test_no_probe_asks_for_what_cuda_refuses(kitchen):
+    """What a probe is refused the plan takes for missing: int8 was off on every card under CUDA 13."""
+    with CudaRules():
+        asked = [*probes.run_probes(CPU), *(probes.probe(name, probes.gemm, CPU, name) for name in ("fp16", "bf16", "fp32"))]
+        _, sums = probes._overflows_in_fp16(*probes.accumulation_operands(CPU))
+    outcome = {probe.name: probe.detail for probe in asked if probe.ok is False}
+    assert set(outcome) <= {"bf16_native"} and "does not act" in sums, outcome
 
 
 def test_the_probe_of_int8_products_tells_whether_they_are_right_here():
@@ -76,13 +100,17 @@ def test_a_raising_op_is_a_failed_probe_with_the_first_line(error, monkeypatch):
 
 @pytest.mark.parametrize("error", LACKS_OF_MEMORY)
 def test_a_lack_of_memory_says_nothing_and_is_not_remembered(monkeypatch, error):
+    """In each probe, wherever it first asks the device: a page opened on a full card would plan all later loads without fp16."""
+    first = {probe.name: probe.ok for probe in probes.run_probes(CPU)}
+    probes._kept.clear()
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "_scaled_mm", raising(error))
-        result = named(probes.run_probes(CPU), "fp8_matmul")
-        patch.setattr(torch.Tensor, "__matmul__", raising(error))
+        for owner, name in ((torch.Tensor, "to"), (torch.Tensor, "__matmul__"), (torch, "_scaled_mm"), (torch, "_int_mm")):
+            patch.setattr(owner, name, raising(error))
+        without = {probe.name: (probe.ok, probe.detail) for probe in probes.run_probes(CPU)}
         assert probes.canary(CPU, "fp32") == (True, "not enough free memory to try")
-    assert (result.ok, result.detail) == (None, "not enough free memory to try")
-    assert named(probes.run_probes(CPU), "fp8_matmul").ok is True
+    asks = set(first) - {"bf16_native", "fp16_accumulation", "int8_kernels"}
+    assert {without[name] for name in asks} == {(None, "not enough free memory to try")}
+    assert {probe.name: probe.ok for probe in probes.run_probes(CPU)} == first
 
 
 def test_fp8_matmul_zeros_are_caught(monkeypatch):
@@ -91,8 +119,8 @@ def test_fp8_matmul_zeros_are_caught(monkeypatch):
     assert ok is False and "wrong values" in detail
 
 
-@pytest.mark.parametrize("wrong", [lambda x: x * 0, lambda x: x + 1, lambda x: x.clamp(-(2**15), 2**15 - 1)])
-def test_int8_products_that_are_not_exact_are_caught(wrong, monkeypatch):
+@pytest.mark.parametrize("wrong", [lambda x: x * 0, lambda x: x.roll(1, 0), lambda x: x.clamp(-(2**15), 2**15 - 1)])
+def test_int8_products_with_wrong_values_are_caught(wrong, kitchen, monkeypatch):
     real = torch._int_mm
     monkeypatch.setattr(torch, "_int_mm", lambda left, right: wrong(real(left, right)))
     ok, detail = probes.int8_matmul(CPU)
@@ -105,17 +133,23 @@ def test_kernels_of_comfy_kitchen_need_a_torch_built_for_cuda_13(monkeypatch):
         assert probes.int8_kernels(torch.device("cuda", 0))[0] is ok and probes.int8_kernels(CPU)[0] is None
 
 
-def test_operands_are_laid_out_as_cuda_demands(monkeypatch):
+def test_int8_products_are_those_of_a_layer(monkeypatch):
+    """Its input rotated by 256, a scale for each row of the weight, and a result in the input's dtype."""
+    calls, real = [], probes.kitchen_function("int8_linear") or pytest.skip("needs comfy-kitchen")
+    monkeypatch.setattr(probes, "kitchen_function", lambda name: lambda *given, **options: calls.append((given, options)) or real(*given, **options))
+    assert probes.int8_matmul(CPU)[0]
+    (x, weight, scale), options = calls[0]
+    assert (x.dtype, weight.dtype, scale.shape) == (torch.float16, torch.int8, (len(weight), 1))
+    assert options == {"out_dtype": torch.float16, "convrot": True, "convrot_groupsize": 256}
+
+
+def test_operands_of_fp8_are_laid_out_as_cuda_demands(monkeypatch):
     seen, result = [], torch.zeros(32, 32)
     monkeypatch.setattr(torch, "_scaled_mm", lambda *operands, **options: seen.append((*operands, options)) or result)
-    monkeypatch.setattr(torch, "_int_mm", lambda *operands: seen.append(operands) or result)
     probes.fp8_matmul(CPU, "fp8_e4m3fn")
-    probes.int8_matmul(CPU)
-    (left, right, options), (codes, others) = seen
+    ((left, right, options),) = seen
     assert (left.stride(), right.stride(), options["out_dtype"]) == ((32, 1), (1, 32), torch.bfloat16)
     assert options["scale_a"].dtype == options["scale_b"].dtype == torch.float32
-    assert codes.dtype == others.dtype == torch.int8 and {codes.min().item(), others.max().item()} == {-128, 127}
-    assert codes.shape[0] > 16 and codes.shape[1] % 8 == others.shape[1] % 8 == 0
 
 
 @pytest.mark.parametrize("name", ["fp16", "bf16"])
@@ -176,6 +210,16 @@ def test_the_accumulation_flag_is_seen_to_act_and_put_back(before, monkeypatch):
     assert torch.backends.cuda.matmul.allow_fp16_accumulation is before
 
 
+def test_the_accumulation_probe_multiplies_what_no_card_splits_over_its_inner_dimension(monkeypatch):
+    """Of 64 x 4096 x 64 cuBLAS gives 128 multiprocessors a part of the inner dimension each, and no part overflows."""
+    asked = []
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(probes, "_overflows_in_fp16", lambda left, right: asked.append((left.shape, right.shape)) or (True, ""))
+    monkeypatch.setattr(torch, "full", lambda shape, *given, full=torch.full, **options: full(shape, *given, **options | {"device": "cpu"}))
+    assert probes.fp16_accumulation(torch.device("cuda", 0))[0]
+    assert asked == [((1024, 4096), (4096, 1024))]
+
+
 def test_the_accumulation_probe_turns_nothing_on_while_a_model_holds_it_off(monkeypatch):
     seen, found = [], []
     monkeypatch.setattr(torch.Tensor, "__matmul__", lambda *_: seen.append(flags.is_on("fp16_accumulation")) or torch.zeros(1))
@@ -189,7 +233,7 @@ def test_the_accumulation_probe_turns_nothing_on_while_a_model_holds_it_off(monk
 def test_what_a_page_asks_for_switches_no_flag_and_is_tried_again_at_a_load(monkeypatch):
     cuda, seen = torch.device("cuda", 0), []
     monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(probes, "accumulation_operands", lambda _: (torch.zeros(1), torch.zeros(1)))
+    monkeypatch.setattr(probes, "accumulation_operands", lambda *_: (torch.zeros(1), torch.zeros(1)))
     monkeypatch.setattr(torch.Tensor, "__matmul__", lambda *_: seen.append(flags.is_on("fp16_accumulation")) or torch.zeros(1))
     with probes.flags_left_alone():
         assert probes._once("fp16_accumulation", probes.fp16_accumulation, cuda).ok is None

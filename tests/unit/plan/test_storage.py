@@ -14,8 +14,8 @@ from support.storing import normal_weight
 LAYERS = [*FEW_LAYERS, LayerSpec("img_emb.table", "Embedding", (10, 32))]
 
 
-def facts(parameters=10**9, file_dtype="bf16", supported=("bf16", "fp32"), has_input_scales=False):
-    return ModelFacts(LAYERS, parameters, file_dtype, supported, has_input_scales)
+def facts(parameters=10**9, file_dtype="bf16", supported=("bf16", "fp32"), native_fp8=()):
+    return ModelFacts(LAYERS, parameters, file_dtype, supported, native_fp8)
 
 
 def planned(profile, storage="auto", compute="auto", text="", free=None, host=None, **model):
@@ -58,9 +58,27 @@ def test_fp8_compute_with_units():
     assert {name: d.mode for name, d in result.compute.decisions.items()} == {"blocks.0.ffn.0": "fp8"}
 
 
-@pytest.mark.parametrize(("profile", "calibrated", "expected"), [("sm_89", True, True), ("sm_89", False, False), ("sm_86", True, False)])
-def test_auto_multiplies_in_fp8_only_with_the_files_own_activation_scales(profile, calibrated, expected):
-    assert planned(profile, has_input_scales=calibrated, file_dtype="fp8_e4m3fn").compute.fp8_matmul is expected
+FFN = "blocks.0.ffn.0"
+
+
+@pytest.mark.parametrize("profile", ["sm_89", "sm_90", "sm_120", "gfx1201"])
+def test_auto_multiplies_in_fp8_what_comfyui_does_where_the_device_gains_and_says_what_that_costs(profile):
+    result = planned(profile, native_fp8={FFN}, file_dtype="fp8_e4m3fn").compute
+    assert result.fp8_matmul and {name: d.mode for name, d in result.decisions.items()} == {FFN: "fp8"}
+    assert "multiply in fp8" in result.choice.reason and "1.4 times the error" in result.choice.reason and result.without_effect == ()
+
+
+@pytest.mark.parametrize(
+    ("profile", "options", "told"),
+    [
+        ("sm_86", {}, False), ("sm_75", {}, False), ("xpu", {}, False), ("sm_89", {"storage": "bf16"}, False),
+        ("sm_89", {"compute": "bf16"}, False), ("sm_89", {"compute": "fp16_safe"}, False), ("sm_89", {"native_fp8": ()}, True),
+    ],
+)  # fmt: skip
+def test_auto_unpacks_fp8_weights_elsewhere_and_where_the_file_asks_for_full_precision(profile, options, told):
+    result = planned(profile, **{"native_fp8": {FFN}, "file_dtype": "fp8_e4m3fn"} | options).compute
+    assert not result.fp8_matmul and "fp8" not in {decision.mode for decision in result.decisions.values()}
+    assert ("compute=fp8 multiplies them as stored" in result.choice.reason) is told
 
 
 @pytest.mark.parametrize(

@@ -80,12 +80,20 @@ def test_fp8_sizes_that_are_no_multiple_of_16_raise():
 @pytest.mark.parametrize(("rows", "inner", "columns"), [(16, 16, 16), (32, 12, 16), (32, 16, 12)])
 def test_sizes_that_int8_products_refuse_raise(rows, inner, columns):
     def multiply(m, k, n):
-        return torch._int_mm(torch.ones(m, k, dtype=torch.int8), torch.ones(k, n, dtype=torch.int8))
+        return torch._int_mm(torch.ones(m, k, dtype=torch.int8), torch.ones(n, k, dtype=torch.int8).t())
 
     with CudaRules():
         assert (multiply(17, 16, 8) == 16).all()
         with pytest.raises(RuntimeError, match="self.size|mat2.size"):
             multiply(rows, inner, columns)
+
+
+def test_an_int8_product_whose_right_operand_is_row_major_raises():
+    codes = torch.ones(32, 32, dtype=torch.int8)
+    with CudaRules():
+        assert (torch._int_mm(codes, codes.t()) == 32).all()
+        with pytest.raises(RuntimeError, match="CUBLAS_STATUS_NOT_SUPPORTED when calling cublasLtMatmul"):
+            torch._int_mm(codes, codes)
 
 
 HALF_PRODUCTS = {
