@@ -2,12 +2,14 @@
 
 import itertools
 import logging
+from unittest.mock import Mock
 
 import pytest
 import torch
 from comfy.lora import calculate_weight
 from comfy.model_patcher import LowVramPatch
 from comfy.sd import load_lora_for_models
+from halfsafe.nodes.host.comfyui import weights
 from halfsafe.nodes.host.comfyui.weights import core_weights
 from halfsafe.precision.arithmetic.linear import lent
 from halfsafe.precision.plan.rules import rules_from
@@ -67,6 +69,27 @@ def test_a_guard_that_repeats_gives_its_weights_back(comfy, overflowing, fp32, c
         model = guarded(comfy, plain_fp16(comfy, overflowing))
         with dynamic_vram(model, way) as lender:
             assert all(relative_error(reference, result) < 0.02 for result in twice(model, call)) and not lender.out
+
+
+@torch.inference_mode()
+def test_pages_that_were_lent_to_another_model_are_filled_anew(comfy, wan, call):
+    model = MODELS["fp16_safe"](comfy, wan)
+    with dynamic_vram(model, "resident") as lender:
+        expected = twice(model, call)[1]
+        lender.evict()
+        assert torch.equal(families.replay(model, call), expected) and not lender.out
+
+
+@torch.inference_mode()
+def test_a_weight_that_cannot_be_unpacked_is_given_back(comfy, wan, call, monkeypatch):
+    model = MODELS["fp8 stored"](comfy, wan)
+    module, x = model.model.diffusion_model.blocks[0].ffn[0], torch.zeros(1)
+    with dynamic_vram(model, "resident") as lender:
+        twice(model, call)
+        monkeypatch.setattr(weights, "dequantized", Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory.")))
+        with pytest.raises(torch.OutOfMemoryError), core_weights(module, x, torch.float16):
+            pass
+        assert not lender.out
 
 
 def lora(model):
