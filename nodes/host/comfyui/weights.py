@@ -196,12 +196,11 @@ def _dtype_of_bias(module: torch.nn.Module) -> torch.dtype:
 
 
 class CastWeights:
-    """Lend a module's weight in ``dtype`` and its bias in ``bias_dtype``: from its pages in VRAM, else through ComfyUI's
-    cast, which knows offload, LoRA and quantization. ``want_requant``: a quantized weight stays quantized, its LoRA
-    merged.
+    """Lend a module's weight in ``dtype`` and its bias in ``bias_dtype``: from its pages in VRAM, else through
+    ComfyUI's cast: offload, LoRA, quantization. ``want_requant``: a quantized weight stays quantized, its LoRA merged.
 
     A LoRA added at each call is added in fp32: ``cast_bias_weight`` adds it in the dtype it is asked for. A class, as a
-    generator takes twice as long, which counts in each layer of each call under dynamic VRAM.
+    generator runs twice as many functions of Python, which counts in each layer of each call under dynamic VRAM.
     """
 
     __slots__ = ("bias_dtype", "device", "dtype", "lent", "module", "want_requant")
