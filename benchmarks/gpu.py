@@ -236,7 +236,6 @@ class Model:
 
     def row(self, setting: str) -> dict:
         """Measure ComfyUI's own call, or that of a setting in turns with ComfyUI's."""
-        import torch
         from support import families
 
         if not self._cores:
@@ -252,7 +251,7 @@ class Model:
         model = families.load(self.comfy, self._scaled() if of_a_file else self.path, *SETTINGS[setting])
         if "guard" in setting:
             model = self.comfy.run("HalfsafeNaNGuard", model=model, on_nan="retry_higher", max_retries=8)[0]
-        with torch.inference_mode(), self._lying(core, model):
+        with self._lying(core, model):
             return self._row(model, start, {"plain": core, "ours": model})
 
     def _row(self, model, start: float, sides: dict) -> dict:
