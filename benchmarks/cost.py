@@ -7,8 +7,8 @@ ranges all fit, in eager code; in a compiled graph the amax of an operand is fou
 - A product takes its operations at the card's peak times an efficiency, any other kernel its bytes at 0.85 of the memory's
   bandwidth, and each launch 2 microseconds more. No cache, no overlap on the device.
 - The host runs ahead of the device: a call takes the longer of the two (`to fp16`: beside the CPU where that is worse). The host's time is
-  host_time.py's of ComfyUI with weights cast in each call, as under dynamic VRAM, what a setting adds where they lie ready, and 2.5 microseconds a
-  launch; `server` is the CPU that measured it, `desktop` half of it.
+  host_time.py's with weights as they lie by default (on NVIDIA in VRAM under dynamic VRAM, elsewhere ready; no LoRA) and 2.5 microseconds a launch;
+  `server` is the CPU that measured it, `desktop` half of it.
   `on the device` is the estimate without the host, as of a CUDA graph.
 - A read by the host takes 20 microseconds and empties the queue: the device waits for the gap that was measured there.
 - Peaks in TFLOPS for fp16 with fp32 sums, for fp32, and GB/s, from NVIDIA's data sheets of each card;
@@ -60,19 +60,19 @@ class Counted:
     repeated: list[Kernel] = field(default_factory=list)
     times: int = 0
     """How often the whole model has ``repeated``, the kernels of as many blocks as were counted, beyond them."""
-    host: float = 0.0
-    gap: float = 0.0
-    """Seconds of the host, as measured: of a call, and from one call's last product to the next one's first beyond ComfyUI's."""
+    host: dict[str, float] = field(default_factory=dict)
+    gap: dict[str, float] = field(default_factory=dict)
+    """How weights lie -> seconds of the host, as measured: of a call, and from one call's last product to the next one's first beyond ComfyUI's."""
 
     def on_device(self, card: Card) -> float:
         return sum(kernel.seconds(card) for kernel in self.kernels) + self.times * sum(kernel.seconds(card) for kernel in self.repeated)
 
-    def on_host(self, cpu: str) -> float:
-        return CPUS[cpu] * self.host + DRIVER * (len(self.kernels) + self.times * len(self.repeated))
+    def on_host(self, card: Card, cpu: str) -> float:
+        return CPUS[cpu] * self.host[card.weights] + DRIVER * (len(self.kernels) + self.times * len(self.repeated))
 
     def seconds(self, card: Card, cpu: str = "server") -> float:
         """The longer of both, and what reads add to it; see the module's assumptions."""
-        return max(self.on_device(card) + CPUS[cpu] * self.gap, self.on_host(cpu)) + READ * self.reads
+        return max(self.on_device(card) + CPUS[cpu] * self.gap[card.weights], self.on_host(card, cpu)) + READ * self.reads
 
 
 def run_cost(args: argparse.Namespace) -> dict:
@@ -94,20 +94,23 @@ def _model_rows(name: str) -> dict:
     device = {card: round(safe.on_device(CARDS[card]) / plain.on_device(CARDS[card]), 3) for card in CARDS}
     guarded = replace(plain, reads=1, **_host_of(name, "plain, guard"))
     guard = {card: round(guarded.seconds(CARDS[card]) / of["fp16"], 3) for card, of in estimates.items()}
-    host_bound = [f"{name}, {cpu}" for cpu in CPUS for name, card in CARDS.items() if plain.on_host(cpu) > plain.on_device(card)]
+    host_bound = [f"{name}, {cpu}" for cpu in CPUS for name, card in CARDS.items() if plain.on_host(card, cpu) > plain.on_device(card)]
     of_fp32 = {card: round(of["fp32"] / of["fp16_safe"], 2) for card, of in estimates.items()}
     ratios = {"to_fp16": to_fp16, "beside": beside, "on_device": device, "guard": guard, "bound_by_host": host_bound}
     return {"counts": ways, "seconds": estimates, **ratios, "fp32_to_safe": of_fp32}
 
 
-def _host_of(name: str, setting: str) -> dict[str, float]:
-    """What host_time.py measured of a setting: seconds of a call and of its gap; of ComfyUI's own call without one."""
+def _host_of(name: str, setting: str) -> dict[str, dict[str, float]]:
+    """What host_time.py measured of a setting by how weights lie: seconds of a call and of its gap; of ComfyUI's own call without one."""
     toy, blocks = TOYS[name]
     rows = json.loads((reporting.FOLDER / "host_time.json").read_text(encoding="utf-8"))["rows"]
-    cast, ready = ({row["setting"]: row for row in rows if (row["model"], row["weights"]) == (toy, weights)} for weights in ("cast", "ready"))
-    found = ready.get(setting, {"ms": 0.0, "core_ms": 0.0, "gap_above_core_ms": 0.0})
-    host = cast["plain"]["core_ms"] + max(0.0, found["ms"] - found["core_ms"])
-    return {"host": blocks * host / 1e3, "gap": max(0.0, found["gap_above_core_ms"]) / 1e3}
+    host, gap = {}, {}
+    for weights in {card.weights for card in CARDS.values()}:
+        measured = {row["setting"]: row for row in rows if (row["model"], row["weights"]) == (toy, weights)}
+        found = measured.get(setting, {"to_core": 1.0, "gap_above_core_ms": 0.0})
+        host[weights] = blocks * measured["plain"]["core_ms"] * found["to_core"] / 1e3
+        gap[weights] = max(0.0, found["gap_above_core_ms"]) / 1e3
+    return {"host": host, "gap": gap}
 
 
 def _way(found: Counted, plain: Counted) -> dict:

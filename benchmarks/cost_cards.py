@@ -15,21 +15,23 @@ TOYS = {"Wan 1.3B": ("Wan", 0.75), "Wan 14B": ("Wan", 1.0), "Flux": ("Flux", 1.0
 
 @dataclass(frozen=True)
 class Card:
-    """``fp16``, ``fp32``: peaks in TFLOPS; ``bandwidth``: GB/s; ``matmul``, ``attention``: share of the peak."""
+    """``fp16``, ``fp32``: peaks in TFLOPS; ``bandwidth``: GB/s; ``matmul``, ``attention``: share of the peak; ``weights``: how
+    they lie by default, in host_time.py's words: ComfyUI has dynamic VRAM on NVIDIA alone."""
 
     fp16: float
     fp32: float
     bandwidth: float
     matmul: float
     attention: float
+    weights: str = "dynamic VRAM, resident"
 
 
 CARDS = {
     "T4": Card(65, 8.1, 320, 0.45, 0.30),
     "V100": Card(112, 15.7, 900, 0.80, 0.35),
     "2080 Ti": Card(53.8, 13.4, 616, 0.85, 0.40),
-    "RX 6800": Card(32.3, 16.2, 512, 0.25, 0.20),
-    "M1 Max": Card(20.8, 10.4, 400, 0.30, 0.20),
+    "RX 6800": Card(32.3, 16.2, 512, 0.25, 0.20, "ready"),
+    "M1 Max": Card(20.8, 10.4, 400, 0.30, 0.20, "ready"),
     "A100": Card(312, 19.5, 2039, 0.80, 0.60),
     "3090": Card(71, 35.6, 936, 0.85, 0.60),
     "4090": Card(165, 82.6, 1008, 0.80, 0.65),

@@ -67,5 +67,5 @@ def _qwen_image(layers: int = 2) -> Callable:
 BUILD = {"Wan 1.3B": _wan(1536, 8960, 12, 2), "Wan 14B": _wan(5120, 13824, 40, 2), "Flux": _flux(), "SDXL": _sdxl(), "Qwen-Image": _qwen_image()}
 TWICE = {"Wan 1.3B": _wan(1536, 8960, 12, 4), "Wan 14B": _wan(5120, 13824, 40, 4), "Flux": _flux(double=2, single=4), "Qwen-Image": _qwen_image(4)}
 """The same with twice as many blocks."""
-ON_A_GPU = {"SDXL": BUILD["SDXL"], "Flux": TWICE["Flux"]}
+ON_A_GPU = {"SDXL": BUILD["SDXL"], "Flux": TWICE["Flux"], "Wan 1.3B": _wan(1536, 8960, 12, 30)}
 """What a GPU measures with weights of its own: Flux with as many blocks as make a call of milliseconds."""

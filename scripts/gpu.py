@@ -46,7 +46,8 @@ def main() -> int:
     running = commands.add_parser("run")
     running.add_argument("folder", type=Path)
     running.add_argument("--out", type=Path, required=True)
-    running.add_argument("--seconds", default="480", help="begin no row after this time (default: 480)")
+    running.add_argument("--seconds", default="480", help="begin no row after this time, and end one that lasts (default: 480)")
+    running.add_argument("--only", nargs="+", default=(), metavar="ROW", help='only rows whose name begins so: "SDXL, dynamic VRAM"')
     running.add_argument("--dry-run", action="store_true", help="on a CPU, with small models")
     options = parser.parse_args()
     try:
@@ -118,10 +119,11 @@ def run(options: argparse.Namespace) -> int:
             tar.extractall(work / "comfyui", **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
         environ = {key: value for key, value in os.environ.items() if key not in ("PYTHONHOME", "HALFSAFE_DEVICE_PROFILE")}
         environ |= {"PYTHONPATH": os.pathsep.join(map(str, (work / "stubs", work / "site", ROOT, ROOT / "scripts"))), "PYTHONUTF8": "1"}
-        # ComfyUI's main.py turns this allocator on by default (cuda_malloc.py).
+        # ComfyUI's main.py turns this allocator on by default (cuda_malloc.py); tests that capture graphs have torch's own.
         environ |= {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
         command = [sys.executable, "-m", "benchmarks.gpu", "--comfyui", str(work / "comfyui"), "--out", str((options.out / "gpu.json").absolute())]
         command += ["--dry-run"] if options.dry_run else ["--seconds", options.seconds]
+        command += ["--only", *options.only] if options.only else []
         return subprocess.run(command, cwd=ROOT, env=environ, check=False).returncode
 
 

@@ -64,7 +64,8 @@ class DeviceProfile:
         fp16 to int8_matmul_gains: the capabilities, see ``CAPABILITIES``; ``gains``: faster than 16 bit.
         fp8_formats: storage names ``torch._scaled_mm`` takes here; MI300 has fnuz only.
         fp16_safe_cost: how much longer than fp16 ``fp16_safe`` takes, least and most of the models of
-            benchmarks/results/cost.json on cards of this kind; "" where it was not estimated.
+            benchmarks/results/cost.json on cards of this kind, with weights in VRAM under dynamic VRAM; "" where it was
+            not estimated.
         needs_torch: capability -> first (major, minor) of torch that has it on this device.
         notes: capability -> one sentence; other keys are remarks about the device.
     """
@@ -158,7 +159,7 @@ ROWS = (
     ),
     DeviceProfile(
         "sm_80", "A100, A30 (Ampere)", "nvidia",
-        called=r"a100|a800|a30", fp16_safe_cost="2 to 15 %", **INT8,
+        called=r"a100|a800|a30", fp16_safe_cost="2 to 16 %", **INT8,
         notes={"fp16_accumulation": NO_GAIN},
     ),
     DeviceProfile(
@@ -173,7 +174,7 @@ ROWS = (
     DeviceProfile(
         "sm_89", "RTX 40xx, L4, L40 (Ada)",
         called=r"rtx40[5-9]0(super|tisuper|ti|d)?|rtx[2-6]\d00ada(generation)?|l4|l40s?",
-        fp16_safe_cost="3 to 15 %", fp8_fast_accumulation=True, **GEFORCE, **FP8_NVIDIA,
+        fp16_safe_cost="3 to 16 %", fp8_fast_accumulation=True, **GEFORCE, **FP8_NVIDIA,
         notes={"fp16_accumulation": GEFORCE_GAIN,
                "fp8_matmul": "fp8 matmul units, which add in about 22 bits.",
                "fp8_fast_accumulation": "torch takes the switch; its documented effect is on Hopper.",
@@ -182,19 +183,19 @@ ROWS = (
     ),
     DeviceProfile(
         "sm_90", "H100, H200 (Hopper)",
-        called=r"h20|h100(nvl)?|h200(nvl)?|h800|gh200", fp16_safe_cost="4 to 22 %", fp8_fast_accumulation=True,
+        called=r"h20|h100(nvl)?|h200(nvl)?|h800|gh200", fp16_safe_cost="4 to 23 %", fp8_fast_accumulation=True,
         **FP8_NVIDIA,
         notes={"fp16_accumulation": NO_GAIN,
                "fp8_fast_accumulation": "On keeps about 14 bits of the sums; off promotes them to fp32."},
     ),
     DeviceProfile(
-        "sm_100", "B200 (Blackwell)", fp16_safe_cost="3 to 14 %", called=r"g?b[123]00",
+        "sm_100", "B200 (Blackwell)", fp16_safe_cost="3 to 8 %", called=r"g?b[123]00",
         **FP8_NVIDIA,
         notes={"fp16_accumulation": "fp16 accumulation is not expected to be faster here."},
     ),
     DeviceProfile(
         "sm_120", "RTX 50xx (Blackwell)",
-        called=r"rtx50[5-9]0(ti|d)?|rtxpro\d000(blackwell)?", fp16_safe_cost="2 to 12 %",
+        called=r"rtx50[5-9]0(ti|d)?|rtxpro\d000(blackwell)?", fp16_safe_cost="2 to 13 %",
         **GEFORCE, **FP8_NVIDIA,
         notes={"fp16_accumulation": GEFORCE_GAIN,
                "int8_matmul_gains": "An RTX 5060 is 1.20x as fast with int8 as with fp8 (ComfyUI-INT8-Fast #69)."},

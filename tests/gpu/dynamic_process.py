@@ -16,28 +16,6 @@ LAYERS = {"blocks.0.ffn.0": (1024, 256), "blocks.1.ffn.2": (256, 1024), "blocks.
 WAYS = {"fp32": "as_file", "bf16": "as_file", "fp16": "fp16", "fp16_safe": "fp32", "fp8": "fp8_e4m3fn"}
 
 
-def turn_on() -> bool:
-    """As ``main.py`` of ComfyUI 0.30 does; whether comfy-aimdo works here."""
-    import comfy_aimdo.control
-
-    comfy_aimdo.control.init()
-    import comfy.memory_management
-    import comfy.model_management
-    import comfy.model_patcher
-
-    devices = [device for device in comfy.model_management.get_all_torch_devices() if device.type == "cuda"]
-    if not devices:
-        return False
-    try:
-        works = comfy_aimdo.control.init_devices((device.index, 0) for device in devices)
-    except TypeError:  # comfy-aimdo 0.4.9
-        works = comfy_aimdo.control.init_devices(device.index for device in devices)
-    if works:
-        comfy.model_patcher.CoreModelPatcher = comfy.model_patcher.ModelPatcherDynamic
-        comfy.memory_management.aimdo_enabled = True
-    return bool(works)
-
-
 def errors(models: Path) -> dict:
     """Way of computing -> relative errors of two runs with a LoRA, against static fp32 of the same storage."""
     from comfy.sd import load_lora_for_models
@@ -64,7 +42,7 @@ def errors(models: Path) -> dict:
 def main(comfyui: Path, folder: Path) -> None:
     make_base_directory(folder, ROOT)
     inprocess.setup_comfyui(comfyui, folder, *(["--cpu"] if os.environ.get("HALFSAFE_DRY_RUN") else []))
-    if not turn_on():
+    if not inprocess.turn_on_dynamic_vram():
         print(json.dumps({"unavailable": "comfy-aimdo lends CUDA memory, and does not work with this driver or device"}))
         return
     inprocess.node_classes(inprocess.load_pack())

@@ -238,6 +238,7 @@ def test_the_whole_model_is_one_graph(comfy, overflowing, reference, fresh_graph
 
 def test_fp16_safe_with_cuda_graphs_of_single_blocks(comfy, overflowing, reference, fresh_graphs):
     """What a graph records outlives its results, which the next replay overwrites."""
+    assert "cudaMallocAsync" not in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""), "torch captures no graph under it (PyTorch #158641)"
     from comfy_api.torch_helpers import set_torch_compile_wrapper
 
     model = load(comfy, overflowing, "as_file", "fp16_safe").clone(disable_dynamic=True)

@@ -3,6 +3,8 @@
 The protocol is that of ``comfy/ops.py`` (``cast_bias_weight``, ``cast_modules_with_vbar``, ``uncast_bias_weight``) and
 ``comfy/model_prefetch.py``; a weight is made of what was transferred by ComfyUI's own ``resolve_cast_module_with_vbar``,
 which adds LoRAs in place. What was given back is overwritten with NaN.
+
+``aimdo_stubbed`` is for counting functions: all of ComfyUI's own code runs, and comfy-aimdo's calls return at once.
 """
 
 from __future__ import annotations
@@ -10,8 +12,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+import comfy.memory_management
+import comfy.model_management
 import comfy.model_prefetch
 import comfy.ops
+import comfy_aimdo.torch
 import pytest
 import torch
 from comfy.memory_management import interpret_gathered_like, tensors_to_geometries, vram_aligned_size
@@ -20,7 +25,7 @@ from comfy.quant_ops import QuantizedTensor
 
 POISON = 255  # NaN in fp32, bf16, fp16 and fp8
 WAYS = ("transferred", "prefetched", "resident")
-SIGNATURE = (1,)
+SIGNATURE = b"1"
 
 
 @contextlib.contextmanager
@@ -54,6 +59,7 @@ class DynamicVram:
 
     def __init__(self, model, way: str, patches: dict):
         self.resident = way == "resident"
+        self.signature = SIGNATURE if self.resident else None
         self.lent = 0
         self.out: list[torch.nn.Module] = []
         self._core = comfy.ops.cast_bias_weight, comfy.ops.uncast_bias_weight
@@ -69,7 +75,7 @@ class DynamicVram:
 
     def _set_up(self, key: str, module, patches: dict) -> None:
         """As ``ModelPatcherDynamic.load`` does."""
-        module.__dict__.update(_v="vbar", _v_signature=None, seed_key=key, was_cast=module.comfy_cast_weights)
+        module.__dict__.update(_v=(self, module, _size(module)), _v_signature=None, seed_key=key, was_cast=module.comfy_cast_weights)
         module.comfy_cast_weights = True
         for name in ("weight", "bias"):
             found = LowVramPatch(f"{key}.{name}", patches) if f"{key}.{name}" in patches else None
@@ -103,6 +109,16 @@ class DynamicVram:
         self.out.append(module)
         return weight, bias, (self, prefetched)
 
+    def fault(self, module, size: int) -> bytes | None:
+        """As ``vbar_fault`` of comfy-aimdo, whoever asks it in ComfyUI's place."""
+        if self.resident:
+            self.lent += 1
+            self.out.append(module)
+        return self.signature
+
+    def unpin(self, module, size: int) -> None:
+        self.out.remove(module)
+
     def uncast(self, module, weight, bias, token) -> None:
         if not (isinstance(token, tuple) and token and token[0] is self):
             return self._core[1](module, weight, bias, token)
@@ -111,9 +127,15 @@ class DynamicVram:
             self._buffer.fill_(POISON)
         return None
 
+    def evict(self) -> None:
+        """Give the pages of all layers to another model in between."""
+        self.signature = b"2"
+        for module in self._modules.values():
+            module._v_weight.view(torch.uint8).fill_(POISON)
+
     def _transfer(self, module, buffer: torch.Tensor) -> None:
-        signature = SIGNATURE if self.resident else None
-        if module._v_signature is not None:
+        signature = self.signature
+        if signature is not None and module._v_signature == signature:
             module._prefetch = {"signature": signature, "resident": True}
             return
         source = [module.weight, module.bias]
@@ -142,3 +164,94 @@ class DynamicVram:
 
 def _size(module) -> int:
     return vram_aligned_size([module.weight, module.bias])
+
+
+STATES = ("resident", "streamed")
+
+
+@contextlib.contextmanager
+def aimdo_stubbed(*models, state: str) -> Iterator[None]:
+    """ComfyUI's own functions run as under dynamic VRAM, for the matrices of models that are loaded and have no patches,
+    those that are not quantized; smaller weights lie on the device, as ``ModelPatcherDynamic.load`` puts them there.
+
+    Args:
+        state: ``resident``: weights stay in VRAM once a call has copied them there; ``streamed``: there is no VRAM to
+            spare, and each layer copies its weights from pinned memory in each call.
+    """
+    stream, buffer = _Stream(), _Buffer()
+    management = comfy.model_management
+    with pytest.MonkeyPatch.context() as patch:
+        for model in models:
+            for module in model.model.diffusion_model.modules():
+                weight = getattr(module, "weight", None) if isinstance(module, comfy.ops.CastWeightBiasOp) else None
+                if weight is not None and weight.dim() > 1 and not isinstance(weight, QuantizedTensor):
+                    _lend_by_aimdo(module, state, buffer, patch)
+        # A CPU stands for the device, beside weights elsewhere.
+        patch.setattr(management, "is_device_cpu", lambda device: management.is_device_type(device, "no device"))
+        patch.setattr(comfy.ops, "materialize_meta_param", lambda module, names: None)
+        patch.setattr(comfy_aimdo.torch, "aimdo_to_tensor", lambda allocation, device: buffer.bytes[: allocation[2]])
+        patch.setattr(management, "NUM_STREAMS", 2)
+        patch.setattr(management, "STREAMS", {torch.device("cpu"): [stream, stream]})
+        patch.setattr(management, "STREAM_AIMDO_CAST_BUFFERS", {stream: buffer})
+        patch.setattr(management, "current_stream", lambda device: stream)
+        yield
+
+
+def _lend_by_aimdo(module, state: str, buffer: _Buffer, patch: pytest.MonkeyPatch) -> None:
+    kept = [module.weight, module.bias]
+    size = _size(module)
+    buffer.reserve(size)
+    own = {"_v": (_Pages(state), 0, size), "_v_signature": None, "seed_key": "", "comfy_cast_weights": True}
+    if state == "resident":
+        own |= {"_v_signature": SIGNATURE, "_v_weight": kept[0].data, "_v_bias": None if kept[1] is None else kept[1].data}
+    else:
+        pin = torch.empty(size, dtype=torch.uint8)
+        for tensor, place in zip(kept, comfy.memory_management.interpret_gathered_like(kept, pin), strict=True):
+            if tensor is not None:
+                place.copy_(tensor)
+        own["_pins"] = {"weights": {"pin": pin, "registered": True}}
+    for name, value in (own | {"weight_lowvram_function": None, "bias_lowvram_function": None}).items():
+        patch.setitem(module.__dict__, name, value)
+    for name, tensor in zip(("weight", "bias"), kept, strict=True):
+        if tensor is not None:
+            patch.setitem(module._parameters, name, torch.nn.Parameter(tensor.to("meta"), requires_grad=False))
+
+
+class _Pages:
+    """Pages of VRAM that are there, or that there is no room for."""
+
+    def __init__(self, state: str):
+        self.signature = SIGNATURE if state == "resident" else None
+
+    def fault(self, allocation, size: int) -> bytes | None:
+        return self.signature
+
+    def unpin(self, allocation, size: int) -> None:
+        pass
+
+
+class _Stream:
+    def wait_stream(self, other) -> None:
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_) -> None:
+        pass
+
+
+class _Buffer:
+    """The buffer that weights are streamed through."""
+
+    def __init__(self):
+        self.bytes = torch.empty(0, dtype=torch.uint8)
+
+    def reserve(self, size: int) -> None:
+        self.bytes = self.bytes if size <= len(self.bytes) else torch.empty(size, dtype=torch.uint8)
+
+    def size(self) -> int:
+        return len(self.bytes)
+
+    def get(self, size: int, offset: int) -> tuple:
+        return self, offset, size

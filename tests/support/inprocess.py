@@ -28,6 +28,37 @@ def setup_comfyui(comfyui: Path, base: Path, *extra_args: str) -> None:
     _use_base_directory(base)
 
 
+def turn_on_dynamic_vram() -> bool:
+    """Do what ``main.py`` of ComfyUI 0.30 does, before anything touches CUDA; tell whether comfy-aimdo works here."""
+    import comfy_aimdo.control
+
+    comfy_aimdo.control.init()
+    import comfy.memory_management
+    import comfy.model_management
+    import comfy.model_patcher
+
+    devices = [device for device in comfy.model_management.get_all_torch_devices() if device.type == "cuda"]
+    if not devices:
+        return False
+    try:
+        works = comfy_aimdo.control.init_devices((device.index, 0) for device in devices)
+    except TypeError:  # comfy-aimdo 0.4.9
+        works = comfy_aimdo.control.init_devices(device.index for device in devices)
+    if works:
+        comfy.model_patcher.CoreModelPatcher = comfy.model_patcher.ModelPatcherDynamic
+        comfy.memory_management.aimdo_enabled = True
+    return bool(works)
+
+
+def benchmark(name: str) -> ModuleType:
+    """A file of `benchmarks/`, whose folder's parent is on no path: it holds a `nodes` beside ComfyUI's."""
+    if "benchmarks" not in sys.modules:
+        folder = ROOT / "benchmarks"
+        spec = importlib.util.spec_from_file_location("benchmarks", folder / "__init__.py", submodule_search_locations=[str(folder)])
+        sys.modules["benchmarks"] = importlib.util.module_from_spec(spec)
+    return importlib.import_module(f"benchmarks.{name}")
+
+
 def load_pack() -> ModuleType:
     """Run the pack's `__init__.py` as `halfsafe`, so that tests and nodes share one copy of every module."""
     spec = importlib.util.spec_from_file_location(

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 import torch
+from comfy_aimdo.model_vbar import vbar_fault, vbar_signature_compare, vbar_unpin
 
 from ....precision.base.patching import Patch
 
@@ -40,7 +41,9 @@ PRODUCT: LayerAttribute = "_forward"
 FORWARDS = ("forward", "forward_comfy_cast_weights", PRODUCT)
 INPUT_SCALE: LayerAttribute = "pre_quant_scale"
 """What a layer multiplies its input by before the matmul, as AWQ's do."""
-STREAMED: LayerAttribute = "_v"
+DYNAMIC: LayerAttribute = "_v"
+"""A layer's pages in comfy-aimdo's virtual memory, as (owner, address, bytes)."""
+PREFETCHED: LayerAttribute = "_prefetch"
 CAST_DTYPE: ModelAttribute = "manual_cast_dtype"
 EXTRA_CONDITIONS: ModelAttribute = "extra_conds"
 MEMORY_ESTIMATE: ModelAttribute = "memory_required"
@@ -121,7 +124,29 @@ def lie_ready(layer: Layer, weight: torch.Tensor, bias: torch.Tensor | None, x: 
     if weight.get_device() != device or (bias is not None and bias.get_device() != device):
         return False
     # nn.Module's own look-up of a name that is not there raises an exception inside, which takes a microsecond.
-    return not (STREAMED in layer.__dict__ or layer.weight_function or layer.bias_function)
+    return not (DYNAMIC in layer.__dict__ or layer.weight_function or layer.bias_function)
+
+
+def resident_weights(layer: Layer, device: torch.device) -> tuple | None:
+    """Return the weight, the bias and the token of a layer whose pages are in VRAM, pinned until
+    ``uncast_bias_weight``; None where ComfyUI has more to do than to find them.
+
+    It finds them as ``cast_modules_with_vbar`` in comfy/ops.py does ("FIXME: add n=1 cache hit fast path"), in a third
+    of the functions that ``cast_bias_weight`` runs for it.
+    """
+    own = layer.__dict__
+    kept = own.get("_v_signature")
+    if kept is None or layer.weight_function or layer.bias_function or own.get(PREFETCHED) is not None:
+        return None
+    weight = layer._v_weight
+    if weight.device != device:  # a custom node moved the layer to a CPU
+        return None
+    found = vbar_fault(layer._v)
+    if vbar_signature_compare(found, kept):
+        return weight, layer._v_bias, (None, device, None)
+    if found is not None:
+        vbar_unpin(layer._v)
+    return None
 
 
 def hold_in_dtype(layer: Layer, name: str, dtype: torch.dtype) -> None:

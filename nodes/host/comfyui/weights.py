@@ -2,7 +2,7 @@
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
 import comfy.ldm.lumina.model
@@ -16,14 +16,17 @@ from torch.nn import Parameter
 from ....precision.arithmetic.linear import Provided, WeightProvider, kind_of
 from ....precision.base.patching import Patch, SharedScope, patched
 from .attributes import (
+    DYNAMIC,
     FORWARDS,
     FULL_PRECISION,
     INPUT_SCALE,
     PRODUCT,
+    WEIGHT_FUNCTIONS,
     OnlyCalled,
     casts_weights,
     is_bias_patched,
     lie_ready,
+    resident_weights,
     weight_functions,
 )
 from .gate import entering
@@ -173,10 +176,12 @@ def core_weights(
     module: torch.nn.Module, x: torch.Tensor, dtype: Dtype, bias_dtype: Dtype = torch.float32
 ) -> Provided:
     """Provide a module's weight in ``dtype`` and its bias in ``bias_dtype``, as ``WeightProvider`` says: torch's own
-    cast of the parameters where they lie ready, else ``cast_weights``, which takes longer than a small matmul does.
+    cast of the parameters where they lie ready, else ``CastWeights``.
 
-    What needs no cast does not ask for an interrupt: the norms between such layers do.
+    What needs no cast, or is lent, does not ask for an interrupt: the norms between such layers do.
     """
+    if DYNAMIC in module.__dict__:
+        return CastWeights(module, x, dtype or _dtype_to_measure(module), bias_dtype or _dtype_of_bias(module))
     parameters = module._parameters
     weight, bias = parameters.get("weight"), parameters.get("bias")
     plain = type(weight) is Parameter
@@ -187,7 +192,7 @@ def core_weights(
         dtype = _dtype_to_measure(module)
     quantized = isinstance(weight, QuantizedTensor)
     if not (quantized or plain) or not lie_ready(module, weight, bias, x):
-        return cast_weights(module, x, dtype, bias_dtype or _dtype_of_bias(module))
+        return CastWeights(module, x, dtype, bias_dtype or _dtype_of_bias(module))
     comfy.ops.run_every_op()
     if bias is not None and bias.dtype != bias_dtype:
         bias = bias.to(bias_dtype or (bias.dtype if bias.dtype in HALF else torch.float32))
@@ -208,25 +213,43 @@ def _dtype_of_bias(module: torch.nn.Module) -> torch.dtype:
     return held if held in HALF else torch.float32
 
 
-@contextlib.contextmanager
-def cast_weights(
-    module: torch.nn.Module, x: torch.Tensor, dtype: torch.dtype, bias_dtype: torch.dtype, want_requant: bool = False
-) -> Iterator[tuple]:
-    """Provide a module's weight in ``dtype`` and its bias in ``bias_dtype`` through ComfyUI's cast: offload, LoRA,
-    quantization. ``want_requant``: a quantized weight stays quantized, its LoRA merged.
+class CastWeights:
+    """Lend a module's weight in ``dtype`` and its bias in ``bias_dtype``: from its pages in VRAM, else through
+    ComfyUI's cast: offload, LoRA, quantization. ``want_requant``: a quantized weight stays quantized, its LoRA merged.
 
-    A LoRA added at each call is added in fp32: ``cast_bias_weight`` adds it in the dtype it is asked for.
+    A LoRA added at each call is added in fp32: ``cast_bias_weight`` adds it in the dtype it is asked for. A class, as a
+    generator runs twice as many functions of Python, which counts in each layer of each call under dynamic VRAM.
     """
-    comfy.ops.run_every_op()
-    asked = torch.float32 if weight_functions(module) and not want_requant else dtype
-    weight, bias, cuda_stream = comfy.ops.cast_bias_weight(
-        module, dtype=asked, device=x.device, bias_dtype=bias_dtype, offloadable=True, want_requant=want_requant,
-        **PATCHES_IN_FP32,
-    )  # fmt: skip
-    try:
-        yield (weight if want_requant else dequantized(weight).to(dtype)), bias
-    finally:
-        comfy.ops.uncast_bias_weight(module, weight, bias, cuda_stream)
+
+    __slots__ = ("bias_dtype", "device", "dtype", "lent", "module", "want_requant")
+
+    def __init__(
+        self, module: torch.nn.Module, x: torch.Tensor, dtype: torch.dtype, bias_dtype: torch.dtype, want_requant=False
+    ):
+        self.module, self.device = module, x.device
+        self.dtype, self.bias_dtype, self.want_requant = dtype, bias_dtype, want_requant
+
+    def __enter__(self) -> tuple:
+        module, dtype = self.module, self.dtype
+        lent = resident_weights(module, self.device)
+        if lent is None:
+            asked = torch.float32 if getattr(module, WEIGHT_FUNCTIONS) and not self.want_requant else dtype
+            lent = comfy.ops.cast_bias_weight(
+                module, dtype=asked, device=self.device, bias_dtype=self.bias_dtype, offloadable=True,
+                want_requant=self.want_requant, **PATCHES_IN_FP32,
+            )  # fmt: skip
+        self.lent = lent
+        weight, bias, _ = lent
+        try:
+            if not self.want_requant and (weight.dtype is not dtype or isinstance(weight, QuantizedTensor)):
+                weight = dequantized(weight, dtype)
+            return weight, bias if bias is None else bias.to(self.bias_dtype)
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *_) -> None:
+        comfy.ops.uncast_bias_weight(self.module, *self.lent)
 
 
 def quantized_weights(module: torch.nn.Module, x: torch.Tensor) -> contextlib.AbstractContextManager[tuple]:
@@ -234,6 +257,6 @@ def quantized_weights(module: torch.nn.Module, x: torch.Tensor) -> contextlib.Ab
     weight, bias = module.weight, module.bias
     if not lie_ready(module, weight, bias, x):
         # Asked for in its own dtype: ``cast_bias_weight`` dequantizes it in any other.
-        return cast_weights(module, x, weight.dtype, x.dtype, want_requant=True)
+        return CastWeights(module, x, weight.dtype, x.dtype, want_requant=True)
     comfy.ops.run_every_op()
     return contextlib.nullcontext((weight, None if bias is None else bias.to(x.dtype)))

@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from comfy import ops as core_ops
 from comfy.lora import calculate_weight
 from comfy.model_patcher import LowVramPatch
 from comfy.sd import load_lora_for_models
+from halfsafe.nodes.host.comfyui import weights
 from halfsafe.nodes.host.comfyui.weights import core_weights
 from halfsafe.precision.arithmetic.linear import lent
 from halfsafe.precision.plan.rules import rules_from
@@ -91,6 +93,27 @@ def test_a_call_that_raises_pins_no_page_for_the_next_one(comfy, wan, call, monk
                 families.replay(model, call)
         assert relative_error(expected, families.replay(model, call)) < 1e-6 and asked and not lender.out
         assert not any(hasattr(module, "_prefetch") for module in model.model.diffusion_model.modules())
+
+
+@torch.inference_mode()
+def test_pages_that_were_lent_to_another_model_are_filled_anew(comfy, wan, call):
+    model = MODELS["fp16_safe"](comfy, wan)
+    with dynamic_vram(model, "resident") as lender:
+        expected = twice(model, call)[1]
+        lender.evict()
+        assert torch.equal(families.replay(model, call), expected) and not lender.out
+
+
+@torch.inference_mode()
+def test_a_weight_that_cannot_be_unpacked_is_given_back(comfy, wan, call, monkeypatch):
+    model = MODELS["fp8 stored"](comfy, wan)
+    module, x = model.model.diffusion_model.blocks[0].ffn[0], torch.zeros(1)
+    with dynamic_vram(model, "resident") as lender:
+        twice(model, call)
+        monkeypatch.setattr(weights, "dequantized", Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory.")))
+        with pytest.raises(torch.OutOfMemoryError), core_weights(module, x, torch.float16):
+            pass
+        assert not lender.out
 
 
 def lora(model):
