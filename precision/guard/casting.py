@@ -8,18 +8,19 @@ from torch.overrides import TorchFunctionMode
 from ..base.nested import replaced, tensors_in
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+CASTS = (torch.Tensor.to, torch.Tensor.type_as)
 
 
 class PromotesFloats(TorchFunctionMode):
     """Give operations with arguments of several float dtypes all of them in fp32, while the mode is on.
 
-    What writes into one of its arguments is left alone: that has a dtype already.
+    What writes into one of its arguments is left alone, as that has a dtype already, and so is a cast to another's.
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         dtypes = {tensor.dtype for tensor in tensors_in((args, kwargs))}
-        if len(dtypes.intersection(FLOATS)) < 2 or _writes(func, kwargs):
+        if len(dtypes.intersection(FLOATS)) < 2 or func in CASTS or _writes(func, kwargs):
             return func(*args, **kwargs)
         # torch's products, convolutions, norms and attention refuse to mix dtypes; elementwise operations promote.
         return func(*replaced(tuple(args), _float), **replaced(kwargs, _float))
