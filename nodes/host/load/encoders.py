@@ -208,9 +208,10 @@ def vae_in(vae: VAE, dtype: torch.dtype) -> VAE:
     clone.patcher = vae.patcher.clone()
     clone.patcher.set_model_compute_dtype(dtype)
     # ComfyUI casts the weights of its own operations alone, and not those with parameters below them (``_load_list`` in
-    # comfy/model_patcher.py), such as convolutions with a weight norm.
+    # comfy/model_patcher.py), such as convolutions with a weight norm; SeedVR2's code casts to its weights' dtype.
     for name in VAE_CALLS:
         if hasattr(vae.first_stage_model, name):
-            clone.patcher.add_object_patch(name, promoting(vae.patcher.get_model_object(name)))
+            method = vae.patcher.get_model_object(name)
+            clone.patcher.add_object_patch(name, promoting(method, casts=dtype != torch.float32))
     clone.vae_dtype = dtype
     return clone
