@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import comfy.model_management
 import torch
 from comfy.model_patcher import ModelPatcher
+from comfy.sd import VAE
 from torch.overrides import TorchFunctionMode
 
 from ....precision.base.amax import amax_value
@@ -45,6 +47,11 @@ CLIP_METHODS = {
     "generate": "generate",
 }
 CHOICES = ("argmax", "topk", "multinomial")
+MISSING = (
+    "The file that was loaded holds no {0} that ComfyUI knows: there is none to guard, and the rest is. "
+    "Load a {0} of its own."
+)
+logger = logging.getLogger("halfsafe")
 Make = Callable[[EncoderStep | None, Any], Attempt]
 
 class EncoderGuard:
@@ -164,8 +171,15 @@ class TokenChoice(TorchFunctionMode):
                 raise NonFinite(NO_CHOICE)
 
 
+def is_missing(encoder) -> bool:
+    """Tell whether a loader found no VAE or text encoder in its file: ComfyUI gives None, or a VAE without a module."""
+    return encoder is None or (isinstance(encoder, VAE) and encoder.first_stage_model is None)
+
+
 def guard_vae(vae, on_nan: str, node_id: str | None = None):
-    """Return a copy of the VAE whose results are checked. The original stays as it is."""
+    """Return a copy of the VAE whose results are checked. The original stays as it is; a missing one is passed on."""
+    if is_missing(vae):
+        return _passed_on(vae, "VAE")
     guarded = _as(_guarded_class(_plain_class(vae), _GuardedVAE), vae)
     guarded.patcher = vae.patcher.clone()
     setattr(guarded, ATTRIBUTE, EncoderGuard("VAE", on_nan, node_id))
@@ -173,10 +187,17 @@ def guard_vae(vae, on_nan: str, node_id: str | None = None):
 
 
 def guard_clip(clip, on_nan: str, node_id: str | None = None):
-    """Return a clone of the text encoder whose results are checked."""
+    """Return a clone of the text encoder whose results are checked; a missing one is passed on."""
+    if is_missing(clip):
+        return _passed_on(clip, "text encoder")
     guarded = _as(_guarded_class(_plain_class(clip), _GuardedCLIP), clip.clone())
     setattr(guarded, ATTRIBUTE, EncoderGuard("Text encoder", on_nan, node_id))
     return guarded
+
+
+def _passed_on(encoder, kind: str):
+    logger.warning("Halfsafe guard: %s", MISSING.format(kind))
+    return encoder
 
 
 def unguarded(guarded):

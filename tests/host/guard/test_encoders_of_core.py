@@ -2,12 +2,10 @@
 
 import contextlib
 import functools
-import inspect
 
 import pytest
 import torch
-from halfsafe.nodes.host.guard.encoders import ATTRIBUTE, CLIP_METHODS, VAE_METHODS, guard_vae
-from halfsafe.nodes.host.load.encoders import vae_in
+from halfsafe.nodes.host.guard.encoders import ATTRIBUTE, guard_vae
 from support import tiny_vaes
 from support.guarding import is_finite
 from support.measures import relative_error
