@@ -94,14 +94,15 @@ class AutoPrecision(io.ComfyNode):
 
     @classmethod
     def execute(
-        cls, model, goal, clip=None, vae=None, rules=None, guard="retry_higher", check=OFF
+        cls, model, goal, rules=None, guard="retry_higher", check=OFF, **encoders
     ) -> io.NodeOutput:
-        node_id = node_id_of(cls)
-        model, vae, why = planned.with_goal(model, goal, clip, vae, checked_rules(rules) or NO_RULES)
+        # What a loader did not find is None; an input without a link is not given at all.
+        node_id, clip, vae = node_id_of(cls), encoders.get("clip"), encoders.get("vae")
+        model, vae, why = planned.with_goal(model, goal, clip, vae, checked_rules(rules) or NO_RULES, encoders)
         if guard != OFF:
             model = with_guard(model, guard, MAX_RETRIES, node_id, checking(check))
-            clip = guard_clip(clip, guard, node_id) if clip is not None else None
-            vae = guard_vae(vae, guard, node_id) if vae is not None else None
+            clip = guard_clip(clip, guard, node_id) if "clip" in encoders else None
+            vae = guard_vae(vae, guard, node_id) if "vae" in encoders else None
         model, shown = with_live_report(model, node_id)
         words = model_ui(model, "guarded" if guard != OFF else None)
         return io.NodeOutput(model, clip, vae, why, ui=shown | words)

@@ -98,12 +98,13 @@ class GuardCLIP(io.ComfyNode):
 class CheckFinite(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        value = io.MatchType.Template("value", [io.Latent, io.Image, io.Conditioning])
+        kinds = [io.Latent, io.Image, io.Conditioning, io.Audio, io.Video, io.Mask, io.ClipVisionOutput]
+        value = io.MatchType.Template("value", kinds)
         return io.Schema(
             node_id="HalfsafeCheckFinite",
             display_name="Check Finite (Halfsafe)",
             category=GUARD,
-            description="Look for NaN and Inf in a latent, image or conditioning at any place of the graph.",
+            description="Look for NaN and Inf in a latent, image, conditioning, sound, video or mask.",
             search_aliases=["nan check", "isnan", "black image", "debug latent", "find nan", "is finite"],
             has_intermediate_output=True,
             inputs=[
@@ -124,15 +125,30 @@ class CheckFinite(io.ComfyNode):
 
     @classmethod
     def execute(cls, value, on_nan) -> io.NodeOutput:
-        if not isinstance(value, (torch.Tensor, dict, list)):
-            raise HalfsafeError(
-                f"Check Finite was given a {type(value).__name__}.", "Connect a LATENT, IMAGE or CONDITIONING."
-            )
-        found = not_finite(value)
+        found = not_finite(_looked_at(value))
         text = "\n".join(map(str, found)) or "Finite: no NaN and no Inf."
         if found and on_nan == "stop":
             raise NonFinite(text, advice=CHECK_ADVICE)
         return io.NodeOutput(value, not found, text, ui=_result(found, text).ui())
+
+
+def _looked_at(value):
+    """Return the tensors of an output, under names that people know them by."""
+    if hasattr(value, "get_components"):
+        parts = value.get_components()
+        return {"video": parts.images} | ({"audio": parts.audio["waveform"]} if parts.audio else {})
+    if hasattr(value, "last_hidden_state"):  # a CLIP_VISION_OUTPUT
+        return vars(value)
+    if isinstance(value, dict) and "waveform" in value:
+        return {"audio": value["waveform"]}
+    if isinstance(value, dict) and getattr(value.get("samples"), "is_nested", False):
+        parts = value["samples"].unbind()
+        sounds = len(parts) == 2 and parts[0].dim() == 5  # LTX-Video, MiniMax: of a video, and of its sound
+        return dict(zip(("video", "audio"), parts, strict=True)) if sounds else value
+    if not isinstance(value, (torch.Tensor, dict, list)):
+        advice = "Connect a LATENT, IMAGE, CONDITIONING, AUDIO, VIDEO, MASK or CLIP_VISION_OUTPUT."
+        raise HalfsafeError(f"Check Finite was given a {type(value).__name__}.", advice)
+    return value
 
 
 def _result(found: list[NotFiniteTensor], text: str) -> Result:

@@ -8,11 +8,10 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from ..base import amax
 from ..base.modes import FP16_ACC16, FP16_SCALED, FP16_WIDE
-from ..base.nested import PLAIN, floats_in
+from ..base.nested import floats_in
 from ..report.schema import BlockDrift, CheckReport, GuardEvent
 
 CHECKS = ("off", "first step", "every 5th step")
@@ -37,8 +36,6 @@ USUAL_LAYERS = 32
 LOWEST_DB = -300.0
 STEP_CACHE = "step cache"
 ARITHMETIC_OF = {FP16_WIDE.name: "fp16_safe", FP16_SCALED.name: "fp16_safe", FP16_ACC16.name: "fp16 sums"}
-CAST_METHODS = (torch.Tensor.half, torch.Tensor.bfloat16)
-NARROW = (torch.float16, torch.bfloat16)
 ADVICE = {
     STEP_CACHE: (
         "The layers did not run at this step: lower the threshold of the step cache, let it start later, "
@@ -59,25 +56,6 @@ OTHERWISE = (
     "Else leave out what other nodes put on the model, attention kernels and LoRAs in 8-bit weights first; "
     "what is left is a kernel that is wrong on this device: update comfy-kitchen."
 )
-
-
-class CastsToFp32(TorchFunctionMode):
-    """Give model code fp32 for its casts to fp16 or bf16, and for tensors made in them: positions, timesteps, masks.
-
-    Tensor classes of others, as of quantized weights, are left alone, and so is ``view``, which reads bits anew.
-    """
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func is torch.Tensor.view or any(kind not in PLAIN for kind in types):
-            return func(*args, **kwargs)
-        if func in CAST_METHODS:
-            return args[0].float()
-        return func(*map(_widened, args), **{name: _widened(value) for name, value in kwargs.items()})
-
-
-def _widened(value):
-    return torch.float32 if isinstance(value, torch.dtype) and value in NARROW else value
 
 
 def may_be_checked(setting: str, seen: Collection[int]) -> bool:

@@ -12,9 +12,10 @@ from .inputs import Diagnosis, NotFiniteInput, changed, rows_not_finite, with_na
 from .localize import Origin
 from .log import CallPosition, GuardLog, event_of, sentence
 from .policy import OFF
-from .verdicts import BAD_WEIGHTS, CLEAN, DEVICE_FAULT, NOT_PRECISION, RECOVERED, STOPPED
+from .verdicts import BAD_WEIGHTS, CLEAN, DEVICE_FAULT, NOT_PRECISION, RECOVERED, STOPPED, NonFinite
 
 MOST_INPUTS = 4
+NARROW = ("fp16", "bf16")
 
 
 class Case:
@@ -46,6 +47,14 @@ class Case:
         Raises:
             NonFinite: there is none, or the guard is to stop.
         """
+        try:
+            return self._resolved()
+        except NonFinite:
+            raise
+        except Exception as error:  # a repeat runs code in a dtype that it may never have met, and needs more memory
+            return self._broken_off(error)
+
+    def _resolved(self) -> Any:
         call = self.call
         if not call.hidden:
             self._lose({row for row in self.rows if row % call.images in self.log.lost})
@@ -56,6 +65,15 @@ class Case:
         self.inputs = call.inputs(self.given)
         result = self._as_asked()
         return result if result is call.result or not self.lost else with_nan(result, self.lost)
+
+    def _broken_off(self, error: Exception) -> Any:
+        """Give the first result back, as the run would have gone on with it."""
+        if self.call.is_out_of_memory(error):
+            found = Diagnosis(self._place, STOPPED, self.call.wording.no_memory)
+        else:
+            reason = verdicts.BROKEN_OFF.format(f"{type(error).__name__}: {error}")
+            found = Diagnosis(self._place, STOPPED, self.call.wording.broken_off, reason)
+        return self._give_up(found, goes_on=True)
 
     def _lose(self, rows: set[int]) -> None:
         self.rows = self.rows - rows
@@ -72,11 +90,11 @@ class Case:
 
     def _as_asked(self) -> Any:
         """Do what the plan promises, then follow the node's setting, for a call whose failure no NaN input explains."""
-        promised = self._repeated(self._in_promised) if self.call.promised else None
+        promised = self._in_promised() if self.call.promised else None
         if promised is not None:
             return promised
         if self.log.on_nan == "retry_higher":
-            return self._repeated(self._in_higher_precision)
+            return self._in_higher_precision()
         if self.log.on_nan == OFF:
             self.log.given_up = True
             return self.call.result
@@ -86,25 +104,8 @@ class Case:
         if self.call.hidden:
             self._note(False, STOPPED)
             return self.call.result
-        return self._give_up(self._explained() or Diagnosis(self._place, STOPPED))
-
-    def _explained(self) -> Diagnosis | None:
-        """Find the cause of a failure under a setting without repeats; a lack of memory for the search is told too."""
-        try:
-            return self._weight_at_fault() or self._input_at_fault()
-        except RuntimeError as error:
-            if not self.call.is_out_of_memory(error):
-                raise
-            return Diagnosis(self._place, STOPPED, self.call.wording.no_memory)
-
-    def _repeated(self, cure: Callable[[], Any]) -> Any:
-        """Cure the call, and say so where a repeat, which needs more memory than the call did, finds none."""
-        try:
-            return cure()
-        except RuntimeError as error:
-            if self.call.is_out_of_memory(error):
-                self._note_unchanged(False, STOPPED, self.call.wording.no_memory)
-            raise
+        diagnosis = self._weight_at_fault() or self._input_at_fault()
+        return self._give_up(diagnosis or Diagnosis(self._place, STOPPED))
 
     def _in_promised(self) -> Any:
         """Repeat the call at the step that the model's plan promises; None where its result is not finite either."""
@@ -198,7 +199,31 @@ class Case:
         ok, detail = probes.canary(self.call.device, "fp32")
         if not ok:
             diagnosis = Diagnosis(self._place, DEVICE_FAULT, f"{detail}.", verdicts.WRONG_IN_FP32)
+        diagnosis = diagnosis or self._finite_before() or self._not_widened()
         return self._give_up(diagnosis or Diagnosis(self._place, NOT_PRECISION, None, verdicts.FAILS_IN_FP32))
+
+    def _finite_before(self) -> Diagnosis | None:
+        """Tell whether earlier inputs, with which the result was finite, are not finite now."""
+        known = self.call.was_finite
+        if known is None or not self._may_repeat():
+            return None
+        if self._again("with an earlier input", self.call.run, known).finite:
+            return None
+        return Diagnosis(self._place, DEVICE_FAULT, None, verdicts.WAS_FINITE)
+
+    def _not_widened(self) -> Diagnosis | None:
+        """Find the layer that computes in 16 bit where all of the call was to run in fp32."""
+        origin = self.origin
+        if self.call.steps:
+            if not self._may_repeat():
+                return self._untried()
+            origin = self._again("in fp32, to find what fails", self.call.watched_at, self.call.in_fp32, self.given)
+        made_by = self.call.maker(origin.layer) if origin else ""
+        if origin is None or not (origin.result in NARROW or (made_by and origin.kind == "unknown")):
+            return None
+        sentence = verdicts.STAYS_LOW_OF if made_by else verdicts.STAYS_LOW
+        evidence = sentence.format(origin.layer or "The model", made_by)
+        return Diagnosis(origin, STOPPED, verdicts.OF_ITS_OWN, evidence)
 
     def _untried(self) -> Diagnosis:
         return Diagnosis(self._place, STOPPED, f"max_retries is {self.most}, which left repeats untried: raise it.")
@@ -286,10 +311,10 @@ class Case:
         spoils_all = len(self.log.lost | images) >= self.call.images
         return replace(self.call.position, batch_rows=sorted(images), spoils_all=spoils_all)
 
-    def _give_up(self, found: Diagnosis, position: CallPosition | None = None) -> Any:
+    def _give_up(self, found: Diagnosis, position: CallPosition | None = None, goes_on: bool = False) -> Any:
         mode, _ = self.call.modes(found.origin)
         advice = self._advice(found.verdict) if found.advice is None else found.advice
-        self.log.give_up(position or self._position(self.rows), replace(found, advice=advice), mode)
+        self.log.give_up(position or self._position(self.rows), replace(found, advice=advice), mode, goes_on)
         return self.call.result
 
     def _advice(self, verdict: str) -> str | None:

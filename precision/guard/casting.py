@@ -1,35 +1,63 @@
 """Let code that holds 16-bit tensors of its own run on activations that were widened to fp32."""
 
+import contextlib
 from collections.abc import Callable
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ..base.nested import replaced, tensors_in
+from ..base.nested import PLAIN, replaced, tensors_in
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+NARROW = (torch.float16, torch.bfloat16)
+CASTS = (torch.Tensor.to, torch.Tensor.type_as)
+NARROW_CASTS = (torch.Tensor.half, torch.Tensor.bfloat16)
 
 
 class PromotesFloats(TorchFunctionMode):
     """Give operations with arguments of several float dtypes all of them in fp32, while the mode is on.
 
-    What writes into one of its arguments is left alone: that has a dtype already.
+    What writes into one of its arguments is left alone, as that has a dtype already, and so is a cast to another's.
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         dtypes = {tensor.dtype for tensor in tensors_in((args, kwargs))}
-        if len(dtypes.intersection(FLOATS)) < 2 or _writes(func, kwargs):
+        if len(dtypes.intersection(FLOATS)) < 2 or func in CASTS or _writes(func, kwargs):
             return func(*args, **kwargs)
         # torch's products, convolutions, norms and attention refuse to mix dtypes; elementwise operations promote.
         return func(*replaced(tuple(args), _float), **replaced(kwargs, _float))
 
 
-def promoting(function: Callable) -> Callable:
-    """Wrap a function so that its operations promote to fp32 and its 16-bit results become fp32."""
+class CastsToFp32(TorchFunctionMode):
+    """Give model code fp32 for its casts to fp16 or bf16, and for tensors made in them: positions, timesteps, masks.
+
+    Tensor classes of others, as of quantized weights, are left alone, and so is ``view``, which reads bits anew.
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.Tensor.view or any(kind not in PLAIN for kind in types):
+            return func(*args, **kwargs)
+        if func in NARROW_CASTS:
+            return args[0].float()
+        if func in CASTS and len(args) == 2 and isinstance(args[1], torch.Tensor) and args[1].dtype in NARROW:
+            return args[0].to(args[1].device, torch.float32)
+        return func(*map(_widened, args), **{name: _widened(value) for name, value in kwargs.items()})
+
+
+def _widened(value):
+    return torch.float32 if isinstance(value, torch.dtype) and value in NARROW else value
+
+
+def promoting(function: Callable, casts: bool = True) -> Callable:
+    """Wrap a function so that its operations promote to fp32 and its 16-bit results become fp32.
+
+    ``casts``: its casts to fp16 or bf16 stay; else they are to fp32.
+    """
 
     def run(*args, **kwargs):
-        with PromotesFloats():
+        with contextlib.nullcontext() if casts else CastsToFp32(), PromotesFloats():
             return replaced(function(*args, **kwargs), _float)
 
     return run

@@ -22,10 +22,18 @@ Step = Any
 
 @dataclass(frozen=True)
 class Attempt:
-    """One result of a call. ``largest``: its largest magnitude before any clamp, NaN or inf where it is not finite."""
+    """One result of a call.
+
+    Args:
+        largest: its largest magnitude before any clamp, NaN or inf where it is not finite.
+        judged: the tensors that were found finite or not, where they are not those of the result.
+        error: what ended the call, for numbers that are not finite; it has no result then.
+    """
 
     result: Any
     largest: float
+    judged: Sequence[torch.Tensor] = ()
+    error: Exception | None = None
 
     @property
     def finite(self) -> bool:
@@ -54,6 +62,7 @@ class FailedCall(ABC):
         promised: the step that the model's plan falls back to, whatever the guard is to do; None where it has none.
         default_origin: the origin in events that blame no operation.
         packs: those that may keep state between steps, so that the whole sampling starts again instead of the call.
+        was_finite: earlier inputs, with which the result was finite; None where none are known.
     """
 
     given: Any
@@ -77,6 +86,7 @@ class FailedCall(ABC):
     default_origin: Origin | None = None
     packs: str = ""
     can_start_again: bool = True
+    was_finite: Any = None
 
     @abstractmethod
     def run(self, given: Any) -> Attempt:
@@ -89,6 +99,14 @@ class FailedCall(ABC):
     @abstractmethod
     def run_at(self, step: Step, given: Any, zeroed: Sequence[str] = ()) -> Attempt:
         """Make the call again at a step of the ladder. ``zeroed``: weights that get a zero for each NaN and Inf."""
+
+    @abstractmethod
+    def watched_at(self, step: Step, given: Any) -> Origin | None:
+        """Make the call again at a step of the ladder with every operation watched. Returns what failed."""
+
+    def maker(self, layer: str) -> str:
+        """Name the pack whose code a layer is; empty for ComfyUI's and torch's own."""
+        return ""
 
     @abstractmethod
     def modes(self, origin: Origin | None, step: Step | None = None) -> tuple[str, str]:

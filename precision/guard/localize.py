@@ -46,6 +46,7 @@ class Origin:
         largest: the largest finite magnitude it was given; NaN where that is not known.
         multiplies: the module is a matrix product or convolution, and this its own product.
         hidden: a clamp in the model's own code replaced the value afterwards.
+        result: the dtype of the non-finite value.
     """
 
     layer: str
@@ -55,7 +56,7 @@ class Origin:
     largest: float
     multiplies: bool = False
     hidden: bool = False
-
+    result: str = ""
 
 @dataclass
 class _Frame:
@@ -134,7 +135,7 @@ class Localizer(TorchDispatchMode):
             elif bad:
                 self._made[_key(tensor)] = self._source_of(bad, op, inputs)
             else:
-                self._made[_key(tensor)] = self._made_by(op, inputs, size)
+                self._made[_key(tensor)] = replace(self._made_by(op, inputs, size), result=name_of(tensor.dtype))
 
     def _kind(self) -> str | None:
         return kind_of(self._stack[-1].module) if self._stack else None
@@ -182,7 +183,8 @@ class Localizer(TorchDispatchMode):
             sizes = [amax_value(tensor) for tensor in frame.inputs]
             if all(map(math.isfinite, sizes)):
                 made = [self._made[_key(tensor)] for tensor in bad if _key(tensor) in self._made]
-                unknown = Origin(frame.name, "", "unknown", name_of(bad[0].dtype), max(sizes, default=math.nan))
+                dtype, largest = name_of(bad[0].dtype), max(sizes, default=math.nan)
+                unknown = Origin(frame.name, "", "unknown", dtype, largest, result=dtype)
                 self._first_bad = made[0] if made else self._bad_weight(frame) or unknown
 
     def _bad_weight(self, frame: _Frame) -> Origin | None:

@@ -125,8 +125,11 @@ class GuardLog:
         self.notify("event", verdict, message, advice, event)
         return NonFinite(message, verdict, advice)
 
-    def give_up(self, position: CallPosition, found: Diagnosis, mode: str = "") -> None:
+    def give_up(self, position: CallPosition, found: Diagnosis, mode: str = "", goes_on: bool = False) -> None:
         """Note what repeats cannot cure: the images of ``position``, or the run where it names none or spoils all.
+
+        Args:
+            goes_on: the run goes on unless the guard is to stop.
 
         Raises:
             NonFinite: nothing is left to save, or the guard is to stop; never where it only reports.
@@ -135,7 +138,8 @@ class GuardLog:
         error = self.note(event, found.origin, found.verdict, found.advice)
         self.lost.update(position.batch_rows)
         self.given_up = position.spoils_all or not position.batch_rows
-        if self.on_nan == "stop" or (self.on_nan == "retry_higher" and position.spoils_all):
+        ends = self.on_nan == "retry_higher" and position.spoils_all and not goes_on
+        if self.on_nan == "stop" or ends:
             raise error
 
     def note_drift(self, event: GuardEvent, message: str) -> None:

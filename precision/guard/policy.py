@@ -112,15 +112,26 @@ def safe_escalation(modes: Mapping[str, str]) -> Escalation:
     return Escalation(dict.fromkeys(modes, FP16_WIDE.name), stream=True)
 
 
-def encoder_steps(dtype: torch.dtype, has_bf16: bool) -> list[torch.dtype]:
-    """List the dtypes to repeat a VAE or text encoder in, that is in ``dtype``.
+@dataclass(frozen=True)
+class EncoderStep:
+    """In what a VAE or text encoder runs. ``unpacked``: its quantized weights are dequantized before each product."""
 
-    The first is ``dtype`` itself, but for fp16, which overflows again. bf16 loses precision:
-    only where the device has it.
+    dtype: torch.dtype
+    unpacked: bool = False
+
+
+def encoder_steps(dtype: torch.dtype, has_bf16: bool, quantized: bool = False) -> list[EncoderStep]:
+    """List the steps to repeat a VAE or text encoder at, that is in ``dtype``.
+
+    The first is as it was, but for fp16, which overflows again. bf16 loses precision: only where the device has it.
+    ``quantized``: its weights are, and all further steps have them dequantized.
     """
-    if dtype == torch.float16:
-        return [torch.bfloat16, torch.float32] if has_bf16 else [torch.float32]
-    return [dtype, torch.float32] if dtype != torch.float32 else [dtype]
+    wider = [torch.float32] if dtype != torch.float32 else []
+    if dtype == torch.float16 and has_bf16:
+        wider = [torch.bfloat16, *wider]
+    as_it_was = [EncoderStep(dtype)] if dtype != torch.float16 else []
+    unpacked = [EncoderStep(dtype, True)] if quantized else []
+    return [*as_it_was, *unpacked, *(EncoderStep(one, quantized) for one in wider)]
 
 
 def escalation_after(

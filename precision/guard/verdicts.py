@@ -26,8 +26,8 @@ ADVICE = {
     BAD_WEIGHTS: "Get the file again or leave it out: no precision repairs a weight that is NaN or Inf.",
     BAD_INPUT: "Look at the node that made it; Check Finite behind that node names the first one that is not finite.",
     NOT_PRECISION: (
-        "No dtype cures this: try another sampler or scheduler, more steps, a lower cfg, "
-        "and the model without what other nodes put on it."
+        "No higher precision cures this: try another sampler or scheduler, more steps, a lower cfg, the model without "
+        "what other nodes put on it, and Compute Dtype with a lower dtype, as a device's fp32 may be at fault."
     ),
     DEVICE_FAULT: (
         "The device or its driver gave a wrong result, not the model: try another driver or torch, "
@@ -49,6 +49,19 @@ WEIGHTS_MADE_FINITE = "In fp32 the call is NaN or Inf too, and finite with a zer
 FAILS_IN_FP32 = "In fp32 the call is NaN or Inf too."
 WRONG_IN_FP32 = "A test product in fp32 is wrong."
 
+STAYS_LOW = "{0} computes in a dtype of its own, which Halfsafe does not change."
+STAYS_LOW_OF = "{0} is made by {1} and computes in a dtype of its own, which Halfsafe does not change."
+OF_ITS_OWN = (
+    "Choose bf16 or fp32 where it is loaded, or leave its node out: its fp16 is what no setting of Halfsafe reaches."
+)
+UNPACKED = (
+    "Its quantized weights were dequantized before each product, so the device's product of 8 bits is at fault: "
+    "load it with Load VAE (Halfsafe), which unpacks it, or take its 16-bit file."
+)
+NO_CHOICE = "The text encoder is to choose a token by numbers that are NaN or Inf."
+WAS_FINITE = "An earlier input, with which the result was finite, gives NaN or Inf now."
+BROKEN_OFF = "Its repeat ended with an error, and the first result is given back: {0}"
+
 MAY_BE_KEPT = "In fp32 the repeated call is NaN or Inf too, or was given a result that was kept of the failed one."
 LEAVE_OUT = "The sampling could not start again beside {}: leave its node out, or let it begin after this step."
 GOES_ON = "The model goes on in fp16_safe as long as it is loaded."
@@ -68,6 +81,7 @@ COMPILED = (
     "torch.compile runs this model, and without it the same call is finite: leave the compile node out, "
     "or compile with another backend. Otherwise it is the device or its driver."
 )
+EMBEDDING = "A textual inversion embedding in the prompt holds NaN or Inf: leave it out, or get it again."
 ENCODER_INPUTS = {
     "VAE decode": (
         "latent",
@@ -75,10 +89,8 @@ ENCODER_INPUTS = {
         "or Check Finite behind the node that made it.",
     ),
     "VAE encode": ("image", "It was so before the VAE: put Check Finite behind the node that made it."),
-    "Text encoder encode": (
-        "tokens",
-        "A textual inversion embedding in the prompt holds NaN or Inf: leave it out, or get it again.",
-    ),
+    "Text encoder encode": ("tokens", EMBEDDING),
+    "Text encoder generate": ("tokens", EMBEDDING),
 }
 """What a VAE or text encoder does -> (what it was given, what to do where that is not finite)."""
 
@@ -96,6 +108,7 @@ class Wording:
     """The sentences on a kind of call, where kinds differ; ``advice``: verdict -> what to do instead of ``ADVICE``."""
 
     no_memory: str
+    broken_off: str
     input_made_finite: str = (
         "In fp32 the call is NaN or Inf with it, and finite with a zero for each of its NaN and Inf."
     )
@@ -104,7 +117,9 @@ class Wording:
 
 MODEL = Wording(
     "There was not enough memory to repeat it in a higher precision: put Compute Dtype with fp16_safe "
-    "(or bf16, where the device has it) before the sampler, or take a smaller picture or batch."
+    "(or bf16, where the device has it) before the sampler, or take a smaller picture or batch.",
+    "Put Compute Dtype with fp16_safe (or bf16, where the device has it) before the sampler, "
+    "or leave out what other nodes put on the model.",
 )
 
 
@@ -112,12 +127,14 @@ def encoder_wording(kind: str, without_cure: str, without_retries: str) -> Wordi
     """Word the sentences on a VAE or text encoder, named ``kind``: without a cure, and without repeats."""
     advice = {
         RECOVERED: "",
-        NOT_PRECISION: f"No dtype cures this {kind}: {without_cure}.",
+        NOT_PRECISION: f"No higher precision cures this {kind}: {without_cure}.",
+        DEVICE_FAULT: f"{ADVICE[DEVICE_FAULT]} Or run the {kind} on the CPU.",
         STOPPED: f"Set on_nan, or the setting Guard every run, to retry_higher, or {without_retries}.",
     }
     return Wording(
         f"There was not enough memory to repeat it in a higher precision: {without_retries}, "
         "or take a smaller picture or batch.",
+        f"Instead, {without_retries}.",
         input_made_finite=(
             "In fp32 the result is NaN or Inf with it, and finite with a zero for each of its NaN and Inf."
         ),
@@ -133,7 +150,7 @@ ENCODERS = {
     ),
     "Text encoder": encoder_wording(
         "Text encoder",
-        "try another file, or leave LoRAs and embeddings out one by one",
+        "try another file, leave LoRAs and embeddings out one by one, or run it on the CPU (device cpu of Load CLIP)",
         "look for the node or pack that runs it in fp16: by itself ComfyUI runs it with fp32 activations",
     ),
 }

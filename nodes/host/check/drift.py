@@ -17,6 +17,7 @@ from comfy.patcher_extension import WrappersMP
 from ....precision.base.modes import FP16_ACC16, FP32
 from ....precision.base.patching import compile_disabled, patched
 from ....precision.check import drift
+from ....precision.guard.casting import CastsToFp32
 from ....precision.guard.log import GuardLog
 from ....precision.guard.policy import ALL_IN_FP32
 from ....precision.guard.random_start import RandomStart
@@ -183,7 +184,7 @@ class DriftCheck:
         self.log.extra_calls += 1
 
         def inside(call: Call) -> torch.Tensor:
-            with drift.CastsToFp32():
+            with CastsToFp32():
                 return layers.call(call)
 
         with self.start.again(), general_operations():

@@ -1,12 +1,17 @@
 """Guarded VAEs and text encoders: copies whose results are checked, and made again in a higher precision if need be."""
 
+import contextlib
 import functools
+import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import comfy.model_management
 import torch
 from comfy.model_patcher import ModelPatcher
+from comfy.sd import VAE
+from torch.overrides import TorchFunctionMode
 
 from ....precision.base.amax import amax_value
 from ....precision.base.dtypes import name_of
@@ -17,23 +22,38 @@ from ....precision.guard.failed_call import Attempt, FailedCall
 from ....precision.guard.inputs import NotFiniteInput, inputs_not_finite
 from ....precision.guard.localize import Localizer, Origin
 from ....precision.guard.log import CallPosition, GuardLog
-from ....precision.guard.policy import encoder_steps
+from ....precision.guard.policy import EncoderStep, encoder_steps
 from ....precision.guard.random_start import RandomStart
-from ....precision.guard.verdicts import ENCODER_INPUTS, ENCODERS
+from ....precision.guard.verdicts import ENCODER_INPUTS, ENCODERS, NO_CHOICE, UNPACKED, NonFinite
 from ..comfyui.attributes import CAST_DTYPE
 from ..comfyui.execution import is_oom
 from ..comfyui.gate import entering
+from ..comfyui.layers import is_quantized
 from ..comfyui.page import show_progress
 from ..comfyui.weights import ask_for_plain_products
 from ..load.devices import current_device
 from ..load.encoders import vae_in
+from ..replay.code_owner import code_owner
 from .causes import LoadedWeights
 from .failure import notifier
 
 ATTRIBUTE = "halfsafe_guard"
 OF = {"VAE": "vae", "Text encoder": "clip"}
-Make = Callable[[torch.dtype | None, Any], tuple[Any, float]]
-
+VAE_METHODS = tuple(
+    f"{action}{how}" for action in ("decode", "encode") for how in ("", "_tiled", "_tiled_", "_tiled_1d", "_tiled_3d")
+)
+CLIP_METHODS = {
+    "encode_from_tokens": "encode",
+    "encode_from_tokens_scheduled": "encode",
+    "generate": "generate",
+}
+CHOICES = ("argmax", "topk", "multinomial")
+MISSING = (
+    "The file that was loaded holds no {0} that ComfyUI knows: there is none to guard, and the rest is. "
+    "Load a {0} of its own."
+)
+logger = logging.getLogger("halfsafe")
+Make = Callable[[EncoderStep | None, Any], Attempt]
 
 class EncoderGuard:
     """How one VAE or text encoder, named ``kind``, is guarded, and its log."""
@@ -41,11 +61,12 @@ class EncoderGuard:
     def __init__(self, kind: str, on_nan: str, node_id: str | None):
         self.kind = kind
         self.log = GuardLog(on_nan, notifier(node_id, of=OF[kind]))
+        self._was_finite: dict[str, Any] = {}
 
     def run(self, action: str, make: Make, patcher: ModelPatcher, dtype: torch.dtype, given: Any) -> Any:
-        """Return ``make(None, given)``, or the result in a higher dtype where that is not finite.
+        """Return ``make(None, given)``, or the result of a higher step where that is not finite.
 
-        ``make``: makes (result, largest magnitude before any clamp) in a dtype, None for as it is.
+        ``make``: makes an attempt at a step, None for as it is.
 
         Raises:
             NonFinite: there is no finite result, or the guard is to stop.
@@ -53,62 +74,113 @@ class EncoderGuard:
         number = self.log.begin_call()
         self.log.begin_run()
         start = RandomStart.of(patcher.load_device)
-        result, largest = make(None, given)
-        if math.isfinite(largest):
-            return result
+        attempt = make(None, given)
+        if attempt.finite:
+            if self.kind == "Text encoder":  # its tokens are small
+                self._was_finite[action] = given
+            return attempt.result
+        quantized = any(map(is_quantized, patcher.model.modules()))
         call = EncoderCall(
             given,
-            result,
+            attempt.result,
             start,
             CallPosition(number),
-            images=next(map(len, tensors_in(result)), 1),
+            images=next(map(len, tensors_in(attempt.result)), 1),
             device=patcher.load_device,
             weights=LoadedWeights(patcher),
             wording=ENCODERS[self.kind],
-            steps=encoder_steps(dtype, current_device().capabilities["bf16"]),
-            in_fp32=torch.float32,
+            steps=encoder_steps(dtype, current_device().capabilities["bf16"], quantized),
+            in_fp32=EncoderStep(torch.float32, quantized),
             tell=show_progress,
             is_out_of_memory=is_oom,
-            present=dtype,
+            present=EncoderStep(dtype),
             locates_first=False,
             default_origin=Origin(f"{self.kind} {action}", "", "overflow", name_of(dtype), math.nan),
+            was_finite=self._was_finite.get(action),
         )
         call.make = make
-        return Case(call, self.log).resolved()
+        result = Case(call, self.log).resolved()
+        if attempt.error and result is attempt.result:
+            raise attempt.error
+        return result
 
 
 class EncoderCall(FailedCall):
-    """A call of a VAE or text encoder in the dtype ``present``. Methods do what ``FailedCall`` says of them."""
+    """A call of a VAE or text encoder at the step ``present``. Methods do what ``FailedCall`` says of them."""
 
     make: Make
 
     def run(self, given: Any) -> Attempt:
-        return Attempt(*self.make(None, given))
+        return self.make(None, given)
 
     def watched(self, given: Any) -> tuple[Attempt, Origin | None]:
+        return self._watched(functools.partial(self.run, given))
+
+    def watched_at(self, step: EncoderStep, given: Any) -> Origin | None:
+        return self._watched(functools.partial(self.run_at, step, given))[1]
+
+    def _watched(self, run: Callable[[], Attempt]) -> tuple[Attempt, Origin | None]:
         localizer = Localizer(self.weights.model, entering)
         with localizer.watching():
-            attempt = self.run(given)
-        found = [localizer.origin(tensor) for tensor in tensors_in(attempt.result)]
+            attempt = run()
+        found = [localizer.origin(tensor) for tensor in attempt.judged or tensors_in(attempt.result)]
         return attempt, next(filter(None, found), None)
 
-    def run_at(self, step: torch.dtype, given: Any, zeroed: Sequence[str] = ()) -> Attempt:
+    def run_at(self, step: EncoderStep, given: Any, zeroed: Sequence[str] = ()) -> Attempt:
         with patched(self.weights.zeroed(zeroed)):
-            return Attempt(*self.make(None if step == self.present else step, given))
+            return self.make(None if step == self.present else step, given)
+
+    def maker(self, layer: str) -> str:
+        return code_owner(self.weights.model.get_submodule(layer).forward)
 
     def inputs(self, given: Any) -> list[NotFiniteInput]:
         name, advice = ENCODER_INPUTS[self.default_origin.layer]
         return inputs_not_finite([(name, given)], {name: advice})
 
-    def modes(self, origin: Origin | None, step: torch.dtype | None = None) -> tuple[str, str]:
-        return name_of(self.present), name_of(step or self.present)
+    def modes(self, origin: Origin | None, step: EncoderStep | None = None) -> tuple[str, str]:
+        return name_of(self.present.dtype), name_of((step or self.present).dtype)
 
-    def named(self, step: torch.dtype) -> str:
-        return name_of(step)
+    def keep(self, step: EncoderStep, origin: Origin | None) -> str:
+        return UNPACKED if step == EncoderStep(self.present.dtype, unpacked=True) else ""
+
+    def named(self, step: EncoderStep) -> str:
+        return f"{name_of(step.dtype)} with dequantized weights" if step.unpacked else name_of(step.dtype)
+
+
+class TokenChoice(TorchFunctionMode):
+    """Look at the numbers by which a text encoder chooses its next token, before it does: by NaN, torch chooses the
+    first token, raises an error, or fails an assertion that ends all use of a CUDA device.
+
+    ``goes_on``: it chooses nevertheless. ``failed``: the first numbers that are not finite.
+    """
+
+    def __init__(self, goes_on: bool):
+        super().__init__()
+        self.goes_on = goes_on
+        self.failed: torch.Tensor | None = None
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if self.failed is None and getattr(func, "__name__", "") in CHOICES:
+            self._look(next(iter(tensors_in((args, kwargs)))))
+        return func(*args, **(kwargs or {}))
+
+    def _look(self, numbers: torch.Tensor) -> None:
+        largest = numbers.amax()  # a token that may not be chosen has -inf
+        if not math.isfinite(largest.item()):
+            self.failed = largest
+            if not self.goes_on:
+                raise NonFinite(NO_CHOICE)
+
+
+def is_missing(encoder) -> bool:
+    """Tell whether a loader found no VAE or text encoder in its file: ComfyUI gives None, or a VAE without a module."""
+    return encoder is None or (isinstance(encoder, VAE) and encoder.first_stage_model is None)
 
 
 def guard_vae(vae, on_nan: str, node_id: str | None = None):
-    """Return a copy of the VAE whose results are checked. The original stays as it is."""
+    """Return a copy of the VAE whose results are checked. The original stays as it is; a missing one is passed on."""
+    if is_missing(vae):
+        return _passed_on(vae, "VAE")
     guarded = _as(_guarded_class(_plain_class(vae), _GuardedVAE), vae)
     guarded.patcher = vae.patcher.clone()
     setattr(guarded, ATTRIBUTE, EncoderGuard("VAE", on_nan, node_id))
@@ -116,10 +188,17 @@ def guard_vae(vae, on_nan: str, node_id: str | None = None):
 
 
 def guard_clip(clip, on_nan: str, node_id: str | None = None):
-    """Return a clone of the text encoder whose results are checked."""
+    """Return a clone of the text encoder whose results are checked; a missing one is passed on."""
+    if is_missing(clip):
+        return _passed_on(clip, "text encoder")
     guarded = _as(_guarded_class(_plain_class(clip), _GuardedCLIP), clip.clone())
     setattr(guarded, ATTRIBUTE, EncoderGuard("Text encoder", on_nan, node_id))
     return guarded
+
+
+def _passed_on(encoder, kind: str):
+    logger.warning("Halfsafe guard: %s", MISSING.format(kind))
+    return encoder
 
 
 def unguarded(guarded):
@@ -148,13 +227,15 @@ def _plain_class(encoder) -> type:
 
 
 def _run_vae(vae, name: str, *args, **kwargs):
-    def make(dtype: torch.dtype | None, given):
-        one = vae_in(unguarded(vae), dtype) if dtype else unguarded(vae)
+    def make(step: EncoderStep | None, given) -> Attempt:
+        one = vae_in(unguarded(vae), step.dtype) if step else unguarded(vae)
+        if step and step.unpacked:
+            ask_for_plain_products(one.patcher)
         sizes = _watched_output(one)
         result = getattr(one, name)(*given[0], **given[1])
-        return result, _worst([*sizes, *map(amax_value, tensors_in(result))])
+        return Attempt(result, _worst([*sizes, *map(amax_value, tensors_in(result))]))
 
-    action = name.removesuffix("_tiled")
+    action = name.partition("_")[0]
     return getattr(vae, ATTRIBUTE).run(action, make, vae.patcher, vae.vae_dtype, [list(args), kwargs])
 
 
@@ -171,28 +252,52 @@ def _watched_output(vae) -> list[float]:
 
 
 def _run_clip(clip, name: str, tokens, *args, **kwargs):
-    def make(dtype: torch.dtype | None, given):
-        one = unguarded(clip.clone() if dtype else clip)
-        if dtype:
-            one.patcher.set_model_compute_dtype(dtype)
-            ask_for_plain_products(one.patcher)
-        result = getattr(one, name)(given, *args, **kwargs)
-        return result, _worst(map(amax_value, tensors_in(result)))
+    guard, action = getattr(clip, ATTRIBUTE), CLIP_METHODS[name]
 
-    dtype = clip.patcher.object_patches.get(CAST_DTYPE) or torch.float32
-    return getattr(clip, ATTRIBUTE).run("encode", make, clip.patcher, dtype, tokens)
+    def make(step: EncoderStep | None, given) -> Attempt:
+        one = unguarded(clip.clone() if step else clip)
+        if step:
+            one.patcher.set_model_compute_dtype(step.dtype)
+            if step.unpacked:
+                ask_for_plain_products(one.patcher)
+        choice = TokenChoice(goes_on=guard.log.on_nan == "report")
+        try:
+            with choice, _generating_in(step):
+                result = getattr(one, name)(given, *args, **kwargs)
+        except Exception as error:
+            if choice.failed is None:
+                raise
+            return Attempt(None, math.nan, [choice.failed], error)
+        if choice.failed is not None:
+            return Attempt(result, math.nan, [choice.failed])
+        return Attempt(result, _worst(map(amax_value, tensors_in(result))))
+
+    device = clip.patcher.load_device
+    bf16 = action == "generate" and comfy.model_management.should_use_bf16(device)
+    dtype = torch.bfloat16 if bf16 else clip.patcher.object_patches.get(CAST_DTYPE) or torch.float32
+    return guard.run(action, make, clip.patcher, dtype, tokens)
+
+
+def _generating_in(step: EncoderStep | None) -> contextlib.AbstractContextManager:
+    """Let a text encoder generate in fp32 at that step: ``BaseGenerate`` in comfy/text_encoders/llama.py asks the
+    device alone for its dtype."""
+    if step is None or step.dtype != torch.float32:
+        return contextlib.nullcontext()
+    return patched([(comfy.model_management, "should_use_bf16", lambda *args, **kwargs: False)])
 
 
 class _GuardedVAE(_Guarded):
-    decode = functools.partialmethod(_run_vae, "decode")
-    decode_tiled = functools.partialmethod(_run_vae, "decode_tiled")
-    encode = functools.partialmethod(_run_vae, "encode")
-    encode_tiled = functools.partialmethod(_run_vae, "encode_tiled")
+    """A VAE each of whose methods that compute is guarded."""
+
+
+for _name in VAE_METHODS:
+    setattr(_GuardedVAE, _name, functools.partialmethod(_run_vae, _name))
 
 
 class _GuardedCLIP(_Guarded):
     encode_from_tokens = functools.partialmethod(_run_clip, "encode_from_tokens")
     encode_from_tokens_scheduled = functools.partialmethod(_run_clip, "encode_from_tokens_scheduled")
+    generate = functools.partialmethod(_run_clip, "generate")
 
     def clone(self, *args, **kwargs):
         clone = _as(type(self), super().clone(*args, **kwargs))

@@ -23,7 +23,7 @@ from ..comfyui.page import running_prompt_id, send_to_page, show_progress
 from ..compute.attention import OVERRIDE, overridden
 from ..compute.executor import fall_back, fallen_back, may_fall_back
 from ..replay.call import Call
-from ..replay.code_owner import packs_on
+from ..replay.code_owner import code_owner, packs_on
 from ..replay.restart import SAMPLING, Sampling, StartAgain
 from .causes import LoadedWeights, call_inputs
 from .escalation import EscalatedLayers, Guarded, RangeObserver
@@ -91,14 +91,23 @@ class ModelCall(FailedCall):
         return self._attempt(given, self._as_it_was)
 
     def watched(self, given: Call) -> tuple[Attempt, Origin | None]:
+        return self._watched(given, self._as_it_was)
+
+    def watched_at(self, step: Escalation, given: Call) -> Origin | None:
+        return self._watched(given, EscalatedLayers(step, self.model, self.guarded.modes).call)[1]
+
+    def maker(self, layer: str) -> str:
+        return code_owner(self.model.diffusion_model.get_submodule(layer).forward)
+
+    def _watched(self, given: Call, run: Callable[[Call], torch.Tensor]) -> tuple[Attempt, Origin | None]:
         localizer = Localizer(self.model.diffusion_model, entering)
 
-        def run(call: Call) -> torch.Tensor:
+        def watched(call: Call) -> torch.Tensor:
             call.executor = functools.partial(_watched, localizer, call.executor)
-            return self._as_it_was(call)
+            return run(call)
 
         with compile_disabled():
-            attempt = self._attempt(given, run)
+            attempt = self._attempt(given, watched)
         return attempt, localizer.origin(attempt.result)
 
     def run_at(self, step: Escalation, given: Call, zeroed: Sequence[str] = ()) -> Attempt:

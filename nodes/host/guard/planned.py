@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.sd import CLIP, VAE
@@ -19,7 +21,7 @@ from ..compute.executor import compute_of, set_compute
 from ..load.devices import current_device
 from ..load.encoders import vae_in
 from ..lora.patcher import keep_low_rank_unmerged
-from .encoders import unguarded
+from .encoders import MISSING, is_missing, unguarded
 from .model import look_at_results
 
 
@@ -31,21 +33,25 @@ def with_compute(patcher: ModelPatcher, compute: str, rules: Rules) -> ModelPatc
 
 
 def with_goal(
-    patcher: ModelPatcher, goal: str, clip: CLIP | None, vae: VAE | None, rules: Rules
+    patcher: ModelPatcher, goal: str, clip: CLIP | None, vae: VAE | None, rules: Rules, connected: Collection[str] = ()
 ) -> tuple[ModelPatcher, VAE | None, str]:
-    """Return (model, VAE, why) for a goal of the one node."""
+    """Return (model, VAE, why) for a goal of the one node. ``connected``: which of "clip" and "vae" are to be there."""
     device, facts = current_device(), model_facts(patcher)
     found, reason = plan_for_goal(facts, device, goal, storages(patcher), rules)
     plan = _on_loaded(patcher, found, facts, rules)
     model = _planned(patcher, plan)
     lines = [f"{device.label}, goal {goal}", f"model: {_runs_in(model, plan, reason)}"]
     lines += [f"without effect: {setting}: {why}" for setting, why in plan.without_effect]
-    if clip is not None:
+    if not is_missing(clip):
         lines.append("text encoder: unchanged; ComfyUI runs it with fp32 activations, once per prompt")
-    if vae is not None and goal == "quality":
+    elif "clip" in connected:
+        lines.append(f"text encoder: {MISSING.format('text encoder')}")
+    if is_missing(vae):
+        lines += [f"VAE: {MISSING.format('VAE')}"] if "vae" in connected else []
+    elif goal == "quality":
         vae = vae_in(unguarded(vae), torch.float32)
         lines.append("VAE: fp32")
-    elif vae is not None:
+    else:
         lines.append(f"VAE: unchanged, {str(vae.vae_dtype).removeprefix('torch.')}")
     if goal in SUMS:
         model = with_accumulation(model, SUMS[goal][0])

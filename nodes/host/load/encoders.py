@@ -21,6 +21,7 @@ from ....precision.base.dtypes import QUANTIZED_NAMES, dtype_named, name_of
 from ....precision.base.errors import CheckpointError
 from ....precision.formats import comfy_format
 from ....precision.formats.checkpoint import Checkpoint
+from ....precision.guard.casting import promoting
 from ....precision.plan.choice import Choice, LoadRecord
 from ....precision.plan.facts import file_dtype, layer_specs
 from ....precision.plan.memory import plan_encoder
@@ -42,6 +43,8 @@ VISION = re.compile(r"(^|\.)(visual|vision_\w+|audio_(model|projector)|multi_mod
 """Parts of a text encoder that texts do without."""
 ENCODER = re.compile(r"^(encoder|quant_conv)\.")
 """Parts of a VAE that decoding does without."""
+VAE_CALLS = ("decode", "encode", "decode_tiled", "encode_tiled")
+"""The methods of a VAE's module that ComfyUI's ``VAE`` and nodes call."""
 
 
 def text_encoder_types() -> list[str]:
@@ -204,5 +207,11 @@ def vae_in(vae: VAE, dtype: torch.dtype) -> VAE:
     clone = copy.copy(vae)
     clone.patcher = vae.patcher.clone()
     clone.patcher.set_model_compute_dtype(dtype)
+    # ComfyUI casts the weights of its own operations alone, and not those with parameters below them (``_load_list`` in
+    # comfy/model_patcher.py), such as convolutions with a weight norm; SeedVR2's code casts to its weights' dtype.
+    for name in VAE_CALLS:
+        if hasattr(vae.first_stage_model, name):
+            method = vae.patcher.get_model_object(name)
+            clone.patcher.add_object_patch(name, promoting(method, casts=dtype != torch.float32))
     clone.vae_dtype = dtype
     return clone

@@ -1,15 +1,19 @@
 """What ComfyUI itself keeps of one call of a model for the next, taken by name and put back before a repeat."""
 
+import functools
 import random
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import CellType, FunctionType, MethodType
 
 import torch
 
 from ....precision.base.nested import leaves
 from ..comfyui.attributes import POSE_CACHE
+from .code_owner import COMFYUI
 
-CORES = ("comfy.", "comfy_extras.")
+CORES = ("comfy", "comfy_extras")
 DATA = (torch.Tensor, bool, int, float, str, dict, list, type(None))
 
 
@@ -44,13 +48,20 @@ def copied(value):
 
 
 def _is_core_object(value: object) -> bool:
-    own = type(value)
-    return own.__module__.startswith(CORES) and hasattr(value, "__dict__") and not isinstance(value, torch.nn.Module)
+    file = getattr(sys.modules.get(type(value).__module__), "__file__", None) or ""
+    return _is_core_file(file) and hasattr(value, "__dict__") and not isinstance(value, torch.nn.Module)
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_core_file(name: str) -> bool:
+    """Tell whether a file is ComfyUI's. Its server names the modules of ``comfy_extras`` after their paths
+    (``load_custom_node`` in nodes.py)."""
+    return any(Path(name).absolute().is_relative_to(COMFYUI / folder) for folder in CORES)
 
 
 def _core_cells(value: object) -> Iterator[CellType]:
     function = value.__func__ if isinstance(value, MethodType) else value
-    if not isinstance(function, FunctionType) or not (function.__module__ or "").startswith(CORES):
+    if not isinstance(function, FunctionType) or not _is_core_file(function.__code__.co_filename):
         return
     for cell in function.__closure__ or ():
         try:

@@ -189,8 +189,11 @@ def test_a_repeat_that_is_broken_off_leaves_nothing(comfy, loud, reference, erro
     model = inside(of_node(comfy, loud), raising_at(error, 2))
     model_management.load_models_gpu([model])
     before = left_on(model.model)
-    with pytest.raises(type(error)):
-        families.sample(model, "wan")
+    if isinstance(error, Exception):
+        assert not is_finite(families.sample(model, "wan")), "the first result is given back"
+    else:
+        with pytest.raises(type(error)):
+            families.sample(model, "wan")
     assert left_on(model.model) == before
     assert model_words(model)[1] == "fp16"
     assert relative_error(reference, families.sample(model, "wan")) < 2e-3

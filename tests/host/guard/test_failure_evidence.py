@@ -10,7 +10,7 @@ from support.families import load
 from support.guarding import core, guarded, is_finite, plain_fp16, report_of
 from support.measures import relative_error
 
-MOST_REPEATS = 4
+MOST_REPEATS = 5
 
 
 class StyleModel:
@@ -175,3 +175,30 @@ def test_what_is_advised_of_a_control_net_can_be_done(comfy, models_dir, value):
     start = families.noise(model)
     with pytest.raises(NonFinite, match=r"ControlNet output.*bad_input\. Load the ControlNet with compute fp32"):
         core("comfy.sample").sample(model, start, 1, 1.0, "euler", "simple", text, text, torch.zeros_like(start), seed=1)
+
+
+class OfAnotherPack(torch.nn.Module):
+    """A layer whose product is in fp16 whatever it is given, as of a pack with kernels of its own."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        weight, bias = self.layer.weight.half(), self.layer.bias.half()
+        return torch.nn.functional.linear(x.half(), weight, bias).to(x.dtype)
+
+
+OfAnotherPack.forward.__code__ = OfAnotherPack.forward.__code__.replace(co_filename="/custom_nodes/SomePack/layers.py")
+
+
+def test_a_layer_of_another_pack_that_overflows_in_a_dtype_of_its_own_is_no_verdict_on_precision(comfy, overflowing):
+    model = families.load(comfy, overflowing, "fp16", "fp16")
+    ffn = model.model.diffusion_model.blocks[1].ffn
+    loud, ffn[2] = ffn[2], OfAnotherPack(ffn[2])
+    with torch.no_grad():
+        loud.weight.mul_(30000 / loud.weight.abs().amax().float().item())
+    with pytest.raises(NonFinite) as error:
+        families.sample(guarded(comfy, model), "wan", steps=1)
+    assert error.value.verdict == "stopped" and "No higher precision" not in str(error.value)
+    assert "blocks.1.ffn.2 is made by SomePack and computes in a dtype of its own, which Halfsafe does not change" in str(error.value)

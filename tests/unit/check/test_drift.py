@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 from halfsafe.precision.check import drift
+from halfsafe.precision.guard.casting import CastsToFp32
 from halfsafe.precision.guard.log import GuardLog
 from halfsafe.precision.plan.rules import parse
 from halfsafe.precision.report.schema import BlockDrift, CheckReport
@@ -52,7 +53,7 @@ def test_the_coarsest_arithmetic_does_not_depend_on_the_order_of_a_set(names):
 def test_casts_to_16_bit_give_fp32_and_bits_are_read_as_they_are():
     x = torch.tensor([4001.0])
     bits = torch.tensor([1.0], dtype=torch.bfloat16).view(torch.int16)
-    with drift.CastsToFp32():
+    with CastsToFp32():
         made = [x.bfloat16(), x.half(), x.to(torch.bfloat16), x.to(dtype=torch.float16), x.type(torch.bfloat16), torch.full((1,), 4001.0, dtype=torch.bfloat16)]
         read = bits.view(torch.bfloat16)
     assert all(tensor.dtype == torch.float32 and tensor.item() == 4001.0 for tensor in made)

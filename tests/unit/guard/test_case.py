@@ -58,6 +58,7 @@ class Fake(FailedCall):
         self.made, self.origin = made, origin
         self.ran: list[str] = []
         self.kept: list[str] = []
+        self.origin_at_step: Origin | None = None
         cpu = torch.device("cpu")
         values = {"given": {"text": GOOD}, "result": BAD, "steps": ["fp16_safe", "fp32"], "in_fp32": "fp32"} | about
         super().__init__(
@@ -78,6 +79,13 @@ class Fake(FailedCall):
 
     def run_at(self, step, given, zeroed=()):
         return self._made(step, given, zeroed)
+
+    def watched_at(self, step, given):
+        self._made(step, given)
+        return self.origin_at_step
+
+    def maker(self, layer):
+        return "SomePack" if layer == "blocks.0" else ""
 
     def inputs(self, given):
         return inputs_not_finite(given.items())
@@ -122,7 +130,7 @@ def test_every_repeat_draws_what_the_call_drew_and_leaves_the_random_numbers():
 
     before = torch.get_rng_state()
     resolve(Fake(result))
-    assert len(drawn) == 3 and len(set(drawn)) == 1 and torch.equal(torch.get_rng_state(), before)
+    assert len(drawn) == 4 and len(set(drawn)) == 1 and torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize(
@@ -133,8 +141,8 @@ def test_every_repeat_draws_what_the_call_drew_and_leaves_the_random_numbers():
         (["watched", "fp32"], {}, "recovered", ["watched", "as it was", "fp16_safe", "fp32"]),
         (["bf16"], {"locates_first": False, "steps": ["bf16", "fp32"], "present": "bf16"}, "device_fault", ["bf16"]),
         (["fp32"], {"locates_first": False, "steps": ["bf16", "fp32"], "present": "bf16"}, "recovered", ["bf16", "fp32"]),
-        ([], {"locates_first": False}, "not_precision", ["fp16_safe", "fp32", "watched"]),
-        ([], {}, "not_precision", ["watched", "fp16_safe", "fp32"]),
+        ([], {"locates_first": False}, "not_precision", ["fp16_safe", "fp32", "watched", "fp32"]),
+        ([], {}, "not_precision", ["watched", "fp16_safe", "fp32", "fp32"]),
         ([], {"steps": []}, "not_precision", ["watched"]),
     ],
 )
@@ -157,7 +165,7 @@ def test_a_weight_whose_copy_on_the_device_is_bad_is_the_devices_fault(about):
     assert error.verdict == "device_fault" and "finite in memory" in str(error) and "driver" in log.advice
 
 
-class StartsAgain(Exception):
+class StartsAgain(BaseException):
     pass
 
 
@@ -194,13 +202,13 @@ def test_beside_a_pack_where_the_sampling_cannot_start_again_no_verdict_is_given
     assert call.ran == ["watched", "fp16_safe", "fp32"] and error.verdict == "stopped" and "leave its node out" in str(error)
 
 
-@pytest.mark.parametrize("most", [0, 1, 2, 3, 8])
+@pytest.mark.parametrize("most", [0, 1, 2, 3, 4, 8])
 def test_no_more_repeats_are_made_than_allowed_and_without_them_no_verdict_is_given(most):
     call = Fake(finite_at())
     _, _, error = resolve(call, most=most)
     assert len(call.ran) <= most
-    assert error.verdict == ("not_precision" if most >= 3 else "stopped")
-    assert ("max_retries" in str(error)) == (most < 3)
+    assert error.verdict == ("not_precision" if most >= 4 else "stopped")
+    assert ("max_retries" in str(error)) == (most < 4)
 
 
 def test_nan_in_one_row_is_blamed_for_that_row_and_the_other_is_cured():
@@ -274,21 +282,51 @@ def test_without_retries_the_layer_is_named_and_the_result_stays(on_nan, raised)
     assert bool(error) == raised and (raised or result is BAD)
 
 
+BREAKING = {"memory": torch.OutOfMemoryError("no memory"), "dtypes": RuntimeError("expected Float but found Half"), "code": KeyError("img")}
+
+
+@pytest.mark.parametrize("error", BREAKING)
+@pytest.mark.parametrize("how", ["watched", "fp16_safe", "fp32"])
 @pytest.mark.parametrize("on_nan", ["retry_higher", "stop", "report"])
-def test_without_memory_for_a_repeat_no_verdict_is_given(on_nan):
-    def result(given, how, zeroed):
-        if how == "fp32":
-            raise torch.OutOfMemoryError("no memory")
+def test_a_repeat_that_raises_ends_no_run_that_would_have_gone_on(on_nan, how, error):
+    def result(given, run, zeroed):
+        if run == how:
+            raise BREAKING[error]
         return BAD
 
-    log = GuardLog(on_nan)
-    case = Case(Fake(result, UNKNOWN, given={"text": torch.full((1,), math.inf)}), log, 8)
-    if on_nan == "report":
-        assert case.resolved() is BAD
-    else:
-        with pytest.raises((NonFinite, torch.OutOfMemoryError)):
-            case.resolved()
-    assert log.verdict == "stopped" and "memory" in log.advice
+    origin, given = (OVERFLOW, GOOD) if how == "fp16_safe" else (UNKNOWN, torch.full((1,), math.inf))
+    log, given, raised = resolve(Fake(result, origin), on_nan, given={"text": given})
+    assert (given is None if on_nan == "stop" else given is BAD) and bool(raised) == (on_nan == "stop")
+    assert log.verdict == "stopped" and not log.events[0].recovered
+    if on_nan == "retry_higher" or how == "watched":
+        assert ("memory" in log.advice) == (error == "memory") and (error == "memory" or str(BREAKING[error]) in log.events[0].evidence)
+    assert log.given_up
+
+
+OWN = Origin("blocks.0", "matmul", "overflow", "fp16", 400.0, result="fp16")
+OF_PACK, OF_OTHERS = "blocks.0 is made by SomePack and computes in a dtype of its own", "blocks.1 computes in a dtype of its own"
+UNREACHED = {
+    "a pack's layer in fp16": (OWN, "stopped", OF_PACK), "what core's code casts": (Origin("blocks.1", "cast", "overflow", "fp32", 1e6, result="fp16"), "stopped", OF_OTHERS),
+    "a pack's kernel unseen": (Origin("blocks.0", "", "unknown", "fp32", 1.0, result="fp32"), "stopped", OF_PACK),
+    "fp32": (Origin("blocks.0", "div", "nan", "fp32", 0.0, result="fp32"), "not_precision", "In fp32"), "nothing": (None, "not_precision", "In fp32"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNREACHED)
+def test_fp32_is_no_evidence_on_a_layer_that_was_not_widened(name):
+    origin, verdict, evidence = UNREACHED[name]
+    call = Fake(finite_at(), OVERFLOW)
+    call.origin_at_step = origin
+    log, _, error = resolve(call)
+    assert (log.verdict, error.verdict) == (verdict, verdict) and evidence in log.events[0].evidence
+    assert ("dtype" in log.advice) or verdict == "stopped"
+
+
+@pytest.mark.parametrize(("finite", "verdict"), [(True, "not_precision"), (False, "device_fault")])
+def test_inputs_that_were_finite_before_tell_whether_it_is_the_input_or_the_device(finite, verdict):
+    earlier = {"text": GOOD.clone()}
+    log, _, error = resolve(Fake(lambda given, how, zeroed: GOOD if finite and given is earlier else BAD, was_finite=earlier))
+    assert error.verdict == verdict and ("An earlier input" in log.events[0].evidence) != finite
 
 
 def test_what_a_clamp_hid_is_told_once_and_the_result_stays():

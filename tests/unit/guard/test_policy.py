@@ -9,6 +9,7 @@ from halfsafe.precision.guard.localize import Origin
 from halfsafe.precision.guard.log import CallPosition, GuardLog, event_of, sentence
 from halfsafe.precision.guard.policy import (
     ALL_IN_FP32,
+    EncoderStep,
     Escalation,
     ObservedRanges,
     enclosing_block,
@@ -118,7 +119,14 @@ def test_a_model_is_repeated_safely_in_fp16_then_in_fp32(modes, stream, present,
     [(F16, True, [BF16, F32]), (F16, False, [F32]), (BF16, True, [BF16, F32]), (F32, True, [F32])],
 )
 def test_an_encoder_is_repeated_as_it_is_unless_it_overflows_again(dtype, has_bf16, steps):
-    assert encoder_steps(dtype, has_bf16) == steps
+    assert encoder_steps(dtype, has_bf16) == [EncoderStep(step) for step in steps]
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16, F32])
+def test_an_encoder_with_quantized_weights_is_repeated_with_them_dequantized_before_it_is_wider(dtype):
+    steps = encoder_steps(dtype, True, quantized=True)
+    unpacked = [step.dtype for step in steps if step.unpacked]
+    assert unpacked[0] == dtype and unpacked[-1] == F32 and [step for step in steps if not step.unpacked] == ([EncoderStep(dtype)] if dtype != F16 else [])
 
 
 @pytest.mark.parametrize(
