@@ -10,6 +10,7 @@ therefore sees what the stream holds, fp32 in a wide stream, and the residual is
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable
 
 import comfy.ops
@@ -24,6 +25,7 @@ ACTIVATION = "input_act"
 OF_ACTIVATION = ("act_weight", "act_eps")
 RESIDUAL = "residual"
 OF_RESIDUAL = "residual_scale"
+_unfused: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 FOLDED = (ACTIVATION, *OF_ACTIVATION, RESIDUAL, OF_RESIDUAL)
 """The parameters of a layer's call that the gate computes by itself."""
 
@@ -74,6 +76,17 @@ def _parameters(methods: tuple[Callable | None, ...]) -> tuple[str, ...]:
     return tuple(names)
 
 
+def note_unfused(module: torch.nn.Module) -> None:
+    """Note that the activation of a layer is computed before its product, not in ComfyUI's fused kernel."""
+    if not torch.compiler.is_compiling():
+        _unfused.add(module)
+
+
+def is_unfused(module: torch.nn.Module) -> bool:
+    """Tell whether some call computed the activation of a layer before its product."""
+    return module in _unfused
+
+
 class Gate:
     """Call a forward of ours with the plain input, inside of what ComfyUI folds into the layer.
 
@@ -91,6 +104,8 @@ class Gate:
         if not args and not kwargs:
             return self.forward(input)
         folded, others = self.sort_arguments(args, kwargs)
+        if folded.get(ACTIVATION) is not None:
+            note_unfused(self.module)
         result = self.forward(activated(input, folded), **others)
         return with_residual(result, folded)
 

@@ -29,7 +29,7 @@ from .attributes import (
     resident_weights,
     weight_functions,
 )
-from .gate import entering
+from .gate import entering, note_unfused
 from .kernels import is_plain_fp8, unpacked_fp8
 from .layers import is_quantized
 
@@ -76,7 +76,10 @@ def _calls_layers() -> contextlib.AbstractContextManager[None]:
 def _input_act_calling(original: Callable) -> Callable:
     def run(linear, x, *args, **kwargs):
         of_other_dtype = is_quantized(linear) and linear.weight.dtype != x.dtype
-        return original(OnlyCalled(linear) if has_own_forward(linear) or of_other_dtype else linear, x, *args, **kwargs)
+        if has_own_forward(linear) or of_other_dtype:
+            note_unfused(linear)
+            return original(OnlyCalled(linear), x, *args, **kwargs)
+        return original(linear, x, *args, **kwargs)
 
     return run
 

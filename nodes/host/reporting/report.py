@@ -26,6 +26,7 @@ from ....precision.report.schema import (
 )
 from ..accumulation.accumulation_report import flags_of, layer_accumulation, remarks_of
 from ..comfyui.attributes import kernel_of_file
+from ..comfyui.gate import is_unfused
 from ..comfyui.kernels import DEQUANTIZED
 from ..comfyui.known_calls import reasons_off
 from ..comfyui.layers import activation_dtype, layers_of, matrix_layers, modules_of
@@ -45,6 +46,10 @@ PATCHED_BY = (
 LISTED = 3
 CALLED_IN_FP32 = "the model's own code casts its input to fp32"
 WIDENED = "widened by the guard"
+UNFUSED = (
+    "ComfyUI's fused int8 kernel is not used in {} layers: "
+    "their activation is computed before the product, in the stream's dtype or beside a LoRA."
+)
 NOT_CALLED = "not called: the call that measured ranges did not run this layer, so its mode is planned and not observed"
 OF_FILE = "attention of the file"
 KERNEL_RUNS = "{} in {} attentions"
@@ -85,6 +90,8 @@ def report_of(patcher: ModelPatcher, encoders: Sequence[EncoderReport] = ()) -> 
     foreign = Counter(foreign_layers(patcher).values())
     what = "layers are packed in a format of another loader"
     packed = (f"{count} {what} ({cls}); Save Model cannot read them." for cls, count in foreign.items())
+    unfused = sum(is_unfused(module) and storage_of(module.weight) == INT8.name for _, module in layers_of(patcher))
+    report.notes += [UNFUSED.format(unfused)] if unfused else []
     report.notes += [*dict.fromkeys(reasons_off().values()), *notes, *_int8_notes(layers), *packed]
     patches = (type(patch.model) for patch in patcher.model_patches_models())
     report.notes += [PATCHED_BY.format(cls.__name__) for cls in patches if not issubclass(cls, LowRankModel)]
