@@ -42,13 +42,13 @@ from .norm_bounds import NormBounds
 class Hides:
     """How an operation hides an overflow.
 
-    ``argument``: the place of the operand whose Inf it hides. ``nan``: it hides NaN too. ``replaces``: it puts another
+    ``places``: the places of the operands whose Inf it hides. ``nan``: it hides NaN too. ``replaces``: it puts another
     number in the place of what overflows in fp16. ``is_tested``: model code gives the operation no Inf on purpose, as
     masks give to ``softmax`` and to comparisons, so that the operand itself can be tested in plain fp16
     (``nodes/host/guard/clamps.py``).
     """
 
-    argument: int = 0
+    places: tuple[int, ...] = (0,)
     nan: bool = False
     replaces: bool = False
     is_tested: bool = True
@@ -56,16 +56,21 @@ class Hides:
 
 SATURATING = (
     *("tanh", "sigmoid", "hardsigmoid", "hardtanh", "relu", "relu6", "elu", "selu", "celu", "softplus", "softsign"),
-    *("erf", "atan", "rsqrt", "reciprocal", "pow", "__pow__", "expm1", "exp2", "float_power"),
+    *("erf", "atan", "rsqrt", "reciprocal", "glu", "logsigmoid", "log_sigmoid_forward"),
 )
-DIVISIONS = ("div", "divide", "true_divide", "floor_divide", "__truediv__", "__itruediv__")
-REPLACING = ("clip", "clamp", "clamp_min", "clamp_max", "minimum", "maximum", "fmin", "fmax")
-OF_MASKS = ("softmax", "_softmax", "_safe_softmax", "exp", "sort", "topk", "argmax", "sign")
+POWERS = ("pow", "__pow__", "__ipow__")
+DIVISIONS = ("div", "__truediv__", "__itruediv__")
+REPLACING = ("clip", "clamp", "clamp_min", "clamp_max")
+OF_TWO = ("minimum", "maximum", "fmin", "fmax", "min", "max")
+OF_MASKS = ("softmax", "_softmax", "_safe_softmax", "exp", "exp2", "expm1", "sort", "topk", "argmax", "sign")
 COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 HIDING = {
     **dict.fromkeys(SATURATING, Hides()),
-    **dict.fromkeys(DIVISIONS, Hides(argument=1)),
+    **dict.fromkeys(POWERS, Hides(places=(0, 1))),
+    **dict.fromkeys(DIVISIONS, Hides(places=(1,))),
+    "addcdiv": Hides(places=(2,)),
     **dict.fromkeys(REPLACING, Hides(replaces=True)),
+    **dict.fromkeys(OF_TWO, Hides(places=(0, 1), replaces=True)),
     **dict.fromkeys(OF_MASKS, Hides(is_tested=False)),
     **dict.fromkeys(COMPARISONS, Hides(nan=True, is_tested=False)),
     **dict.fromkeys(("isnan", "isinf", "isfinite"), Hides(nan=True)),
@@ -74,15 +79,27 @@ HIDING = {
 """Operation, as torch dispatches or exports it -> how it hides an overflow."""
 
 
-def hidden_operand(name: str, args: Sequence, kwargs: Mapping) -> torch.Tensor | None:
-    """Return the tensor of floats whose overflow an operation of ``HIDING`` would hide; None if it hides none."""
-    place = HIDING[name].argument
-    operand = args[place] if len(args) > place else kwargs.get("other" if place else "input")
-    if not isinstance(operand, torch.Tensor) or not operand.is_floating_point():
-        return None
-    if "pow" in name and isinstance(args[-1], (int, float)) and args[-1] >= 0:
-        return None
-    return operand
+NAMES = ({"input", "self"}, {"other", "exponent", "tensor1"}, {"tensor2"})
+"""What torch calls the operands, by their places."""
+
+
+def hidden_operands(name: str, args: Sequence, kwargs: Mapping) -> list[torch.Tensor]:
+    """List the tensors of floats whose overflow an operation of ``HIDING`` would hide."""
+    if name in POWERS:
+        exponent = args[1] if len(args) > 1 else kwargs.get("exponent")
+        if isinstance(exponent, (int, float)) and exponent > 0:
+            return []
+    operands = [_argument(place, args, kwargs) for place in HIDING[name].places]
+    if name in ("min", "max") and not isinstance(operands[1], torch.Tensor):  # of the elements of one tensor
+        return []
+    # A single number, such as a step's sigma, is no layer's result, which has a row for each token.
+    return [each for each in operands if isinstance(each, torch.Tensor) and each.is_floating_point() and each.dim()]
+
+
+def _argument(place: int, args: Sequence, kwargs: Mapping) -> object:
+    if len(args) > place:
+        return args[place]
+    return next((value for key, value in kwargs.items() if key in NAMES[place]), None)
 
 
 _watching = threading.local()
@@ -147,8 +164,7 @@ class HidingCode(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__.removesuffix("_")
         if not self.paused and name in HIDING:
-            operand = hidden_operand(name, args, kwargs or {})
-            if operand is not None:
+            for operand in hidden_operands(name, args, kwargs or {}):
                 self._hide(HIDING[name], operand.dtype)
         result = func(*args, **(kwargs or {}))
         self.norms.follow(func, args, kwargs or {}, result)

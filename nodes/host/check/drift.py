@@ -89,7 +89,7 @@ class BlockOutputs:
         """Watch the blocks while the context lasts."""
         return hooked((name, part, self._note) for name, part in self._parts.items())
 
-    def _note(self, name: str, module: torch.nn.Module, args: tuple, kwargs: dict, result) -> None:
+    def _note(self, name: str, module: torch.nn.Module, args: tuple, result) -> None:
         taken = drift.sampled(result)
         if taken is not None:
             self.samples.setdefault(name, []).append(taken)

@@ -8,10 +8,12 @@ therefore sees what the stream holds, fp32 in a wide stream, and the residual is
     ComfyUI's call -> gate: act(x) -> forward of ours(act(x)) -> gate: residual + residual_scale * result
 """
 
+import contextlib
 import functools
 import inspect
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import comfy.ops
 import torch
@@ -25,6 +27,7 @@ ACTIVATION = "input_act"
 OF_ACTIVATION = ("act_weight", "act_eps")
 RESIDUAL = "residual"
 OF_RESIDUAL = "residual_scale"
+_noted = threading.local()
 _unfused: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 FOLDED = (ACTIVATION, *OF_ACTIVATION, RESIDUAL, OF_RESIDUAL)
 """The parameters of a layer's call that the gate computes by itself."""
@@ -33,47 +36,61 @@ FOLDED = (ACTIVATION, *OF_ACTIVATION, RESIDUAL, OF_RESIDUAL)
 def entering(module: torch.nn.Module, forward: Forward) -> Forward:
     """Return what to put on ``module.forward`` in place of ``forward``, which takes the input alone.
 
-    ``forward`` itself where neither the module's class nor ComfyUI's own Linear folds anything into the layer.
+    ``forward`` itself if this ComfyUI folds nothing into a linear layer, or the module is none.
     """
-    folds = folded_parameters(type(module))
-    if not folds and kind_of(module) == "linear":
-        folds = folded_parameters(comfy.ops.manual_cast.Linear)  # a layer of another pack, which ComfyUI calls alike
-    return Gate(module, forward, folds).__call__ if folds else forward
+    return _entering(module, forward, notes=True)
 
 
-def product_of(module: torch.nn.Module, args: tuple, kwargs: dict, result: torch.Tensor) -> tuple:
-    """Return ``(input, result)`` of the product in a layer's call: what the layer multiplied, and what that gave.
+def measuring(module: torch.nn.Module, forward: Forward) -> Forward:
+    """Return the same for a ``forward`` that measures and calls the layer's own."""
+    return _entering(module, forward, notes=False)
 
-    Where something is folded into the layer, its forward is called again with the activated input alone.
-    """
-    gate = getattr(module.forward, "__self__", None)
-    if not isinstance(gate, Gate) or (len(args) < 2 and not kwargs):
-        return args[:1], result
-    folded, others = gate.sort_arguments(args[1:], kwargs)
-    operand = activated(args[0], folded)
-    return operand, gate.forward(operand, **others)
+
+def _entering(module: torch.nn.Module, forward: Forward, notes: bool) -> Forward:
+    if kind_of(module) != "linear" or not folded_parameters(comfy.ops.manual_cast.Linear):
+        return forward
+    cls = type(module)
+    if cls.forward.__module__ == comfy.ops.manual_cast.Linear.forward.__module__:
+        return Gate(module, forward, parameters_of(cls)[1:], FOLDED, notes).__call__
+    # A layer of another pack may mean something else by a name or a place: what ComfyUI gives it by name is folded.
+    folds = tuple(name for name in FOLDED if name not in parameters_of(cls))
+    return Gate(module, forward, (), folds, notes).__call__
 
 
 def folded_parameters(cls: type) -> tuple[str, ...]:
-    """Return the parameters of a class's forward after its input, by their places, if one of them is folded."""
-    names = parameters_of(cls)[1:]
-    return names if set(names) & set(FOLDED) else ()
+    """Return the parameters of a class's forward after its input that are folded, in their order."""
+    return tuple(name for name in parameters_of(cls)[1:] if name in FOLDED)
+
+
+@contextlib.contextmanager
+def products_noted() -> Iterator[None]:
+    """Have gates of this thread keep ``(input, result)`` of their products for :func:`product_of`."""
+    _noted.products = {}
+    try:
+        yield
+    finally:
+        _noted.products = None
+
+
+def product_of(module: torch.nn.Module, args: tuple, result: torch.Tensor) -> tuple:
+    """Return ``(input, result)`` of the product in a layer's call that just ended, inside :func:`products_noted`."""
+    return _noted.products.pop(module, (args[:1], result))
 
 
 def parameters_of(cls: type) -> tuple[str, ...]:
-    """Return the parameters by name that a layer class of ComfyUI's takes in a call, over the methods that carry the
-    call out: its ``forward`` may take ``*args, **kwargs`` and hand them on."""
+    """Return the parameters by name that a layer class of ComfyUI's takes in a call: those of ``forward``, or of the
+    method that a ``forward`` of ``*args, **kwargs`` hands them on to."""
     return _parameters(tuple(getattr(cls, name, None) for name in FORWARDS[:2]))
 
 
 @functools.cache
 def _parameters(methods: tuple[Callable | None, ...]) -> tuple[str, ...]:
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    names: dict[str, None] = {}
     for method in filter(None, methods):
         parameters = list(inspect.signature(method).parameters.values())[1:]
-        names |= {each.name: None for each in parameters if each.kind not in variadic}
-    return tuple(names)
+        if names := tuple(each.name for each in parameters if each.kind not in variadic):
+            return names
+    return ()
 
 
 def note_unfused(module: torch.nn.Module) -> None:
@@ -90,36 +107,43 @@ def is_unfused(module: torch.nn.Module) -> bool:
 class Gate:
     """Call a forward of ours with the plain input, inside of what ComfyUI folds into the layer.
 
-    ``names``: the parameters of the layer's call after its input, by their places.
+    ``names``: the parameters of the layer's call after its input, by their places; none for a layer of another pack,
+    whose places stay. ``folds``: those that are folded. ``notes``: note that no fused kernel runs.
     """
 
-    __slots__ = ("forward", "module", "names")
+    __slots__ = ("folds", "forward", "module", "names", "notes")
 
-    def __init__(self, module: torch.nn.Module, forward: Forward, names: tuple[str, ...]):
+    def __init__(
+        self, module: torch.nn.Module, forward: Forward, names: tuple[str, ...], folds: tuple[str, ...], notes: bool
+    ):
         self.module = module
         self.forward = forward
         self.names = names
+        self.folds = folds
+        self.notes = notes
 
     def __call__(self, input: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         if not args and not kwargs:
             return self.forward(input)
-        folded, others = self.sort_arguments(args, kwargs)
-        if folded.get(ACTIVATION) is not None:
+        if self.names:
+            args, kwargs = (), self._named(args) | kwargs
+        folded = {name: kwargs.pop(name) for name in self.folds if name in kwargs}
+        if self.notes and folded.get(ACTIVATION) is not None:
             note_unfused(self.module)
-        result = self.forward(activated(input, folded), **others)
+        operand = activated(input, folded)
+        result = self.forward(operand, *args, **kwargs)
+        if folded and getattr(_noted, "products", None) is not None:
+            _noted.products[self.module] = operand, result
         return with_residual(result, folded)
 
     def __repr__(self) -> str:
         return f"Gate({getattr(self.forward, '__self__', self.forward)!r})"
 
-    def sort_arguments(self, args: tuple, kwargs: dict) -> tuple[dict, dict]:
-        """Sort the arguments of a call after its input into what the gate computes, and what the forward is given."""
+    def _named(self, args: tuple) -> dict:
         if len(args) > len(self.names):
             layer = type(self.module).__name__
             raise TypeError(f"{layer} takes {len(self.names)} arguments more, and got {len(args)}.")
-        given = dict(zip(self.names, args, strict=False)) | kwargs
-        folded = {name: given.pop(name) for name in FOLDED if name in given}
-        return folded, given
+        return dict(zip(self.names, args, strict=False))
 
 
 def activated(x: torch.Tensor, folded: dict) -> torch.Tensor:
@@ -133,7 +157,7 @@ def activated(x: torch.Tensor, folded: dict) -> torch.Tensor:
         return x
     of_core = getattr(comfy.ops, "_eager_input_act", None)
     if of_core is not None:
-        return of_core(x, name, *(folded[each] for each in OF_ACTIVATION if each in folded))
+        return of_core(x, name, **{each: folded[each] for each in OF_ACTIVATION if each in folded})
     if name not in comfy.ops.INPUT_ACT_EAGER:
         raise HalfsafeError(
             f"ComfyUI folds the activation '{name}' into a layer, and Halfsafe finds no function for it in comfy.ops. "
@@ -149,4 +173,6 @@ def with_residual(result: torch.Tensor, folded: dict) -> torch.Tensor:
         return result
     if scale is None:
         return residual + result
-    return torch.addcmul(residual, result, scale) if isinstance(scale, torch.Tensor) else residual + result * scale
+    if isinstance(scale, torch.Tensor):
+        return torch.addcmul(residual, result, scale)
+    return torch.add(residual, result, alpha=scale)

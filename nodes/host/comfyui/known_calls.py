@@ -50,15 +50,16 @@ class KnownCall:
     feature: Feature = Feature.LAYERS
 
 
-CAST = ("compute_dtype", "want_requant", "weight_only_quant")
 ATTENTION = (
     *("q", "k", "v", "heads", "mask", "attn_precision", "skip_reshape", "skip_output_reshape", "transformer_options"),
     *("scale", "enable_gqa", "low_precision_attention", "preferred_attention", "low_precision"),
 )
 APPLY = ("x", "t", "c_concat", "c_crossattn", "control", "transformer_options")
+SAMPLINGS = ("EPS", "V_PREDICTION_DDPM", "CONST", "IMG_TO_IMG", "COSMOS_RFLOW")
 KNOWN = (
     KnownCall("comfy.ops.manual_cast.Linear", ("input", *FOLDED)),
-    KnownCall("comfy.ops.mixed_precision_ops.Linear", ("input", *CAST, *FOLDED)),
+    KnownCall("comfy.ops.mixed_precision_ops.Linear", ("input", *FOLDED)),
+    KnownCall("comfy.ops.mixed_precision_ops.Linear._forward", ("input", "weight", "bias")),
     KnownCall("comfy.ops.manual_cast.Conv1d", ("input",)),
     KnownCall("comfy.ops.manual_cast.Conv2d", ("input",)),
     KnownCall("comfy.ops.manual_cast.Conv3d", ("input", "autopad")),
@@ -72,7 +73,7 @@ KNOWN = (
     KnownCall("comfy.ldm.lumina.model._int8_convrot_linear", ("linear",)),
     KnownCall("comfy.ldm.modules.attention.attention_pytorch", ATTENTION),
     KnownCall("comfy.model_base.BaseModel.apply_model", APPLY),
-    KnownCall("comfy.model_sampling.EPS.calculate_input", ("sigma", "noise")),
+    *(KnownCall(f"comfy.model_sampling.{sampling}.calculate_input", ("sigma", "noise")) for sampling in SAMPLINGS),
     KnownCall("comfy.model_patcher.ModelPatcher.inject_model", (), Feature.LORAS),
     KnownCall("comfy.model_patcher.ModelPatcher.get_combined_hook_patches", ("hooks",), Feature.LORAS),
     KnownCall("comfy.model_patcher.ModelPatcher.model_patches_models", (), Feature.LORAS),
@@ -134,12 +135,16 @@ def _unknown(call: KnownCall, name: str) -> str:
 
 
 def _installed(path: str) -> Callable | type | None:
-    if path == "comfy.ops.mixed_precision_ops.Linear":  # a class that is made anew for each model
-        return comfy.ops.mixed_precision_ops({}, torch.float32).Linear
+    found: Any
+    if path.startswith("comfy.ops.mixed_precision_ops."):  # whose classes are made anew for each model
+        found = comfy.ops.mixed_precision_ops({}, torch.float32)
+        for name in path.split(".")[3:]:
+            found = getattr(found, name, None)
+        return found
     names = path.split(".")
     for count in range(len(names) - 1, 0, -1):
         try:
-            found: Any = importlib.import_module(".".join(names[:count]))
+            found = importlib.import_module(".".join(names[:count]))
         except ImportError:
             continue
         for name in names[count:]:

@@ -8,51 +8,64 @@ from contextvars import ContextVar
 import torch
 from torch.nn import functional
 
-from ....precision.arithmetic.hiding import HIDING, hidden_operand
+from ....precision.arithmetic.hiding import HIDING, hidden_operands
 from ....precision.base.amax import amax
 from ....precision.base.patching import SharedScope
 
-WATCHED = tuple(
-    (owner, each, name)
-    for name, how in HIDING.items()
-    if how.is_tested
-    for owner in (torch, functional, torch.Tensor)
-    for each in (name, f"{name}_")
-    if hasattr(owner, each)
+_TESTED = tuple(name for name, how in HIDING.items() if how.is_tested)
+WATCHED = (
+    *((torch, name, name) for name in _TESTED if hasattr(torch, name)),
+    # Those of ``functional`` that torch has too call torch's or the method.
+    *((functional, name, name) for name in _TESTED if hasattr(functional, name) and not hasattr(torch, name)),
+    *((torch.Tensor, each, name) for name in _TESTED for each in (name, f"{name}_") if hasattr(torch.Tensor, each)),
 )
 """(owner, function, operation) of each function that is exchanged."""
+_OWN = [(vars(owner).get, each) for owner, each, _ in WATCHED]
 _largest_of = torch.maximum
 _watches: ContextVar[tuple["ClampWatch", ...]] = ContextVar("halfsafe_clamp_watches", default=())
 """Those of this thread."""
 
 
-@functools.lru_cache(maxsize=256)
 def _watched(function: Callable, name: str) -> Callable:
     """Wrap a function that hides an overflow of an operand: its watches test the operand first."""
 
+    places = HIDING[name].places
+    place = places[0] if len(places) == 1 else None
+
     def run(*args, **kwargs):
-        operand = hidden_operand(name, args, kwargs)
-        if operand is not None and operand.dtype == torch.float16:
-            for watch in _watches.get():
-                watch.see(operand)
+        if watches := _watches.get():
+            # The operand is nearly always at its place: a look-up there takes no call of a function.
+            is_there = place is not None and len(args) > place
+            operands = (args[place],) if is_there else hidden_operands(name, args, kwargs)
+            for operand in operands:
+                if isinstance(operand, torch.Tensor) and operand.dtype == torch.float16:
+                    for watch in watches:
+                        watch.see(operand)
         return function(*args, **kwargs)
 
     return run
 
 
+@functools.lru_cache(maxsize=1)
+def _stand_ins(own: tuple) -> list[tuple]:
+    """List (owner, function, what the owner has of its own, what stands in for it) of all that is exchanged."""
+    found = zip(WATCHED, own, strict=True)
+    return [(owner, each, has, _watched(has or getattr(owner, each), name)) for (owner, each, name), has in found]
+
+
 @contextlib.contextmanager
 def _functions_exchanged() -> Iterator[None]:
-    own = [(owner, each, owner.__dict__.get(each), name) for owner, each, name in WATCHED]
-    for owner, each, function, name in own:
-        setattr(owner, each, _watched(function or getattr(owner, each), name))
+    exchanged = _stand_ins(tuple([get(each) for get, each in _OWN]))
+    for owner, each, _, watched in exchanged:
+        setattr(owner, each, watched)
     try:
         yield
     finally:
-        for owner, each, function, _ in own:
-            if function:
-                setattr(owner, each, function)
-            else:
+        for owner, each, has, _ in exchanged:
+            if has is None:
                 delattr(owner, each)
+            else:
+                setattr(owner, each, has)
 
 
 hiding_is_seen = SharedScope(_functions_exchanged)

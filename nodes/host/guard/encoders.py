@@ -27,7 +27,7 @@ from ....precision.guard.random_start import RandomStart
 from ....precision.guard.verdicts import ENCODER_INPUTS, ENCODERS, NO_CHOICE, UNPACKED, NonFinite
 from ..comfyui.attributes import CAST_DTYPE
 from ..comfyui.execution import is_oom
-from ..comfyui.gate import entering
+from ..comfyui.gate import measuring
 from ..comfyui.layers import is_quantized
 from ..comfyui.page import show_progress
 from ..comfyui.weights import ask_for_plain_products
@@ -120,7 +120,7 @@ class EncoderCall(FailedCall):
         return self._watched(functools.partial(self.run_at, step, given))[1]
 
     def _watched(self, run: Callable[[], Attempt]) -> tuple[Attempt, Origin | None]:
-        localizer = Localizer(self.weights.model, entering)
+        localizer = Localizer(self.weights.model, measuring)
         with localizer.watching():
             attempt = run()
         found = [localizer.origin(tensor) for tensor in attempt.judged or tensors_in(attempt.result)]

@@ -20,7 +20,7 @@ from ....precision.guard.localize import Origin
 from ....precision.guard.policy import ALL_IN_FP32, Escalation, ObservedRanges, enclosing_block
 from ....precision.plan.compute import ComputeDecision, ComputePlan
 from ..comfyui.execution import Make, adapts_text, conditions_through, is_compiled
-from ..comfyui.gate import product_of
+from ..comfyui.gate import product_of, products_noted
 from ..comfyui.layers import matrix_layers, modules_of, top_level_parts
 from ..comfyui.weights import only_multiplies
 from ..compute.attention import attending, forward_of, full_precision_attention, in_one_dtype, kernels_of
@@ -141,14 +141,16 @@ class RangeObserver:
         self._seen = 0
         self._with_full_attention: set[str] = set()
 
-    def watching(self) -> contextlib.AbstractContextManager:
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
         """Watch layers and parts while the context lasts."""
-        return hooked(self._named)
+        with hooked(self._named), products_noted():
+            yield
 
-    def _layer(self, name: str, module: torch.nn.Module, args: tuple, kwargs: dict, result) -> None:
-        self._note(self._layers, name, product_of(module, args, kwargs, result))
+    def _layer(self, name: str, module: torch.nn.Module, args: tuple, result) -> None:
+        self._note(self._layers, name, product_of(module, args, result))
 
-    def _part(self, name: str, module: torch.nn.Module, args: tuple, kwargs: dict, result) -> None:
+    def _part(self, name: str, module: torch.nn.Module, args: tuple, result) -> None:
         self._note(self._blocks, name, result)
         first, self._seen = self._seen, self._attention.index
         if any(self._attention.calls_in_fp32[first : self._seen]):
@@ -170,11 +172,9 @@ def _numbers(kept: dict[str, torch.Tensor]) -> dict[str, float]:
 
 @contextlib.contextmanager
 def hooked(watched: Iterable[tuple[str, torch.nn.Module, Callable]]) -> Iterator[None]:
-    """Tell functions of (name, module, arguments, named arguments, result) of each run of their modules while the
-    context lasts, by hooks: the modules' forwards, which others look at, stay."""
-    handles = [
-        module.register_forward_hook(functools.partial(note, name), with_kwargs=True) for name, module, note in watched
-    ]
+    """Tell functions of (name, module, arguments, result) of each run of their modules while the context lasts, by
+    hooks: the modules' forwards, which others look at, stay."""
+    handles = [module.register_forward_hook(functools.partial(note, name)) for name, module, note in watched]
     try:
         yield
     finally:

@@ -18,7 +18,7 @@ from ....precision.guard.random_start import RandomStart
 from ....precision.guard.verdicts import GOES_ON, MODEL, SAME_SEED
 from ....precision.report.schema import GuardEvent
 from ..comfyui.execution import is_compiled, is_on_several_devices, is_oom
-from ..comfyui.gate import entering
+from ..comfyui.gate import measuring
 from ..comfyui.page import running_prompt_id, send_to_page, show_progress
 from ..compute.attention import OVERRIDE, overridden
 from ..compute.executor import fall_back, fallen_back, may_fall_back
@@ -100,7 +100,7 @@ class ModelCall(FailedCall):
         return code_owner(self.model.diffusion_model.get_submodule(layer).forward)
 
     def _watched(self, given: Call, run: Callable[[Call], torch.Tensor]) -> tuple[Attempt, Origin | None]:
-        localizer = Localizer(self.model.diffusion_model, entering)
+        localizer = Localizer(self.model.diffusion_model, measuring)
 
         def watched(call: Call) -> torch.Tensor:
             call.executor = functools.partial(_watched, localizer, call.executor)

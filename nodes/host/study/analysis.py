@@ -20,7 +20,7 @@ from ....precision.study.candidates import Candidate, with_fp16_sums
 from ....precision.study.layer_error import LayerResult
 from ....precision.study.sensitivity import BARRED, KEPT, MAX_TRIALS, Analysis, Session, analyze
 from ..comfyui.attributes import WEIGHT_FUNCTIONS, casting, casts_weights, weight_functions
-from ..comfyui.gate import entering
+from ..comfyui.gate import measuring
 from ..comfyui.known_calls import Feature, require
 from ..comfyui.layers import matrix_layers
 from ..comfyui.model_facts import model_facts
@@ -65,7 +65,7 @@ def analyze_model(
             return executor(*args, **kwargs)
 
     subjects = subjects_of(patcher, wanted)
-    session = Session(subjects, wanted, run, core_weights, change, entering)
+    session = Session(subjects, wanted, run, core_weights, change, measuring)
     clone.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, ANALYSIS, begin_step)
     set_wrapper(clone, ANALYSIS, inside)
     analysis = analyze(session, target_db, pin)
@@ -109,7 +109,7 @@ def change(module: torch.nn.Module, candidate: Candidate) -> list[Patch]:
     if candidate.stores:
         exact = module.forward
         stored = [(module, WEIGHT_FUNCTIONS, [*weight_functions(module), candidate.weight])]
-        rounded = entering(module, lambda x, *args, **kwargs: exact(candidate.input(x), *args, **kwargs))
+        rounded = measuring(module, lambda x, *args, **kwargs: exact(candidate.input(x), *args, **kwargs))
         rounding = (module, "forward", rounded)
         return [*stored, rounding] if candidate.rounds_inputs else stored
 

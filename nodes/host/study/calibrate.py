@@ -21,7 +21,7 @@ from ....precision.files.atomic_write import require_space
 from ....precision.formats.comfy_format import can_be_quantized
 from ....precision.make.calibration import WIDTHS, Calibration, Products, products_bytes
 from ..comfyui.execution import is_on_several_devices
-from ..comfyui.gate import entering
+from ..comfyui.gate import measuring
 from ..comfyui.known_calls import Feature, require
 from ..comfyui.layers import matrix_layers
 from ..comfyui.page import show_progress
@@ -100,7 +100,7 @@ def _sampled(
     def call(executor, *args, **kwargs):
         next(calls)
         forwards = {name: partial(summed, module.forward, sums[name]) for name, module in modules.items()}
-        watched = ((module, "forward", entering(module, forwards[name])) for name, module in modules.items())
+        watched = ((module, "forward", measuring(module, forwards[name])) for name, module in modules.items())
         with patched(watched), calling_layers(modules.values()):
             return executor(*args, **kwargs)
 

@@ -9,6 +9,7 @@ from comfy.ldm.wan import model as wan
 from comfy.model_base import BaseModel
 from halfsafe.nodes.host.comfyui import page
 from halfsafe.nodes.host.compute import executor
+from halfsafe.nodes.host.guard import clamps
 from halfsafe.nodes.host.guard.model import guard_of
 from halfsafe.nodes.host.reporting.badge import model_words
 from halfsafe.precision.guard.verdicts import NonFinite
@@ -263,6 +264,7 @@ def test_a_call_runs_at_most_so_many_functions_for_one_of_comfyuis_own(comfy, mo
     path = tiny_models.wan(models_dir / "diffusion_models" / "host_time.safetensors", torch.float16, blocks=12)
     plain = load(comfy, path, storage, "fp16")
     call = families.capture(plain, "wan")
-    counts = [functions_run(lambda model=model: families.replay(model, call)) for model in (plain, with_compute(comfy, plain, compute))]
+    with clamps.hiding_is_seen:  # as in a sampler's run, which exchanges torch's functions once
+        counts = [functions_run(lambda model=model: families.replay(model, call)) for model in (plain, with_compute(comfy, plain, compute))]
     of_plain, of_ours = (count["call"] + (count["c_call"] if compute == "auto" else 0) for count in counts)
     assert of_ours <= most * of_plain, of_ours / of_plain

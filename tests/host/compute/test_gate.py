@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from comfy.sd import load_lora_for_models
 from halfsafe.nodes.host.comfyui import gate
 from halfsafe.nodes.host.reporting.report import UNFUSED
@@ -180,6 +181,29 @@ def test_the_gate_computes_what_the_layer_itself_does(given):
         torch.testing.assert_close(entered(x, **arguments), expected)
         in_order = {name: arguments.get(name) for name in next_core.FOLDED}
         torch.testing.assert_close(entered(x, *in_order.values()), expected)
+
+
+class OfAPack(torch.nn.Linear):
+    """A layer of another pack, which means its own by a name of ComfyUI's and by its first place."""
+
+    def forward(self, x, scale=1.0, residual=None):
+        result = super().forward(x) * scale
+        return result if residual is None else (result + residual).relu()
+
+
+def test_a_layer_of_another_pack_keeps_what_it_means_by_names_and_places():
+    layer, x = OfAPack(8, 8), torch.randn(3, 8)
+    with next_core.installed():
+        entered = gate.entering(layer, layer.forward)
+        torch.testing.assert_close(entered(x, 0.5, residual=x), layer(x, 0.5, residual=x))
+        torch.testing.assert_close(entered(x, input_act="gelu_tanh"), layer(F.gelu(x, approximate="tanh")))
+    assert gate.entering(layer, layer.forward) == layer.forward, "the pinned core folds nothing"
+
+
+def test_a_result_of_fp16_is_scaled_in_the_dtype_of_the_residual():
+    result, residual = torch.full((2,), 3e4).half(), torch.ones(2)
+    for scale in (4.0, torch.full((2,), 4.0).half()):
+        assert gate.with_residual(result, {"residual": residual, "residual_scale": scale}).tolist() == pytest.approx([1.2e5 + 1] * 2, rel=1e-3)
 
 
 def test_a_layer_is_never_given_an_argument_that_nobody_takes(comfy, wan, call):

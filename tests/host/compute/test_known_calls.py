@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from types import SimpleNamespace
 
 import comfy.ops
 import pytest
@@ -11,12 +12,16 @@ import torch
 from comfy.sd import load_lora_for_models
 from halfsafe.nodes.host.comfyui import gate, known_calls, self_test
 from halfsafe.nodes.host.comfyui.known_calls import KNOWN, Feature, KnownCall
+from halfsafe.nodes.host.compute import control
 from halfsafe.nodes.host.lora.patcher import AddsLowRank
 from halfsafe.nodes.host.reporting.badge import OFF
 from halfsafe.precision.base.errors import HalfsafeError
+from halfsafe.precision.plan.choice import Choice
+from halfsafe.precision.plan.compute import ComputePlan
 from support import families, model_files, next_core
 from support.families import load
 from support.guarding import guarded, inside, left_on
+from support.matmul_spy import Products
 from support.measures import relative_error
 from support.summing import accumulation
 
@@ -144,12 +149,47 @@ def test_a_gate_that_drops_what_is_folded_is_found_by_the_self_test(monkeypatch,
     assert "gives another result through Halfsafe" in reason and str(Feature.LAYERS) in reason
 
 
+def test_the_self_test_multiplies_quantized_layers_as_comfyui_does():
+    """A core whose quantized path folds a residual in otherwise is seen: the layers run in their format."""
+    spy = Products({})
+    with next_core.installed(), spy:
+        assert self_test.unequal_layer() == ""
+    assert any(product.operands == ("int8", "int8") for product in spy.seen)
+
+
+def test_a_self_test_that_raises_turns_the_feature_off(monkeypatch):
+    with next_core.installed():
+        monkeypatch.setitem(comfy.ops.INPUT_ACT_EAGER, "unheard_of", lambda x: x @ torch.zeros(3, 3))
+        assert "unheard_of: RuntimeError" in known_calls.why_off(Feature.LAYERS)
+
+
+class Attached:
+    """What a plan is put on."""
+
+    def __init__(self):
+        self.attachments: dict[str, object] = {}
+        self.set_attachments = self.attachments.__setitem__
+
+    def remove_wrappers_with_key(self, kind, key) -> None:
+        pass
+
+
+def test_a_refused_plan_runs_on_no_controlnet(comfy, monkeypatch, newer):
+    """Neither the wrapper nor the forward that stands in for a ControlNet's has the plan."""
+    plan = ComputePlan(Choice("fp16_safe", "fp16_safe"), {})
+    module = torch.nn.Linear(2, 2)
+    patcher = Attached()
+    net = SimpleNamespace(control_model=module, control_model_wrapped=patcher, manual_cast_dtype=None)
+    control.plan_control(net, plan, torch.float16)
+    assert not module.__dict__["forward"].compute.plan.exchanges
+
+
 def test_lumina_s_fused_int8_is_not_asked_past_a_forward_of_ours(comfy, monkeypatch):
     """The predicate by which ComfyUI after 0.33 multiplies `attention.qkv` past its layer."""
     from comfy.ldm.lumina import model as lumina
     from halfsafe.nodes.host.comfyui.weights import calling_layers
 
-    layer = next(layer for name, layer in self_test._layers() if name == "int8")
+    layer = next(layer for name, layer in self_test._layers() if name == "int8_tensorwise")
     monkeypatch.setattr(lumina, "_int8_convrot_linear", lambda linear: True, raising=False)
     with calling_layers([layer]):
         assert lumina._int8_convrot_linear(layer)
