@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import NamedTuple
 
 import comfy.lora
 import comfy.quant_ops
+import comfy.utils
 import torch
 from comfy.model_patcher import ModelPatcher
 
@@ -16,7 +20,8 @@ from ....precision.base.layer_names import plain_name
 from ....precision.files.safetensors_file import write_safetensors
 from ....precision.formats.card import Provenance, card_entry
 from ....precision.formats.checkpoint import StoredWeight, read_checkpoint
-from ....precision.formats.comfy_format import WeightPlan, made_here, tensors_made
+from ....precision.formats.comfy_format import AS_FILE, WeightPlan, made_here, tensors_made
+from ....precision.formats.registry import FORMAT_OF_STORAGE
 from ....precision.make.calibrated import CalibratedRounding
 from ....precision.make.calibration import Calibration
 from ....precision.plan.facts import LayerSpec
@@ -35,18 +40,30 @@ BYPASS = "bypass_lora"
 logger = logging.getLogger("halfsafe")
 
 
+class Saved(NamedTuple):
+    """A file that was written: its name below the output folder, its bytes, and those of its weights by storage."""
+
+    name: str
+    bytes: int
+    by_storage: Mapping[str, int]
+
+
 class LiveWeights(Mapping[str, StoredWeight]):
-    """The weights of a model in memory; a patched weight is computed in fp32 at each access."""
+    """The weights of a model in memory; a patched weight is computed in fp32 at each access.
+
+    ``patched``: the names of those.
+    """
 
     def __init__(self, patcher: ModelPatcher):
         self._patcher = patcher
         self.stored = read_checkpoint(_unpatched(patcher), {}, type(patcher.model).__name__).weights
         self.stored.update(marks_of(patcher))
+        self.patched = {name for name in self.stored if DIFFUSION_MODEL + name in patcher.patches}
 
     def __getitem__(self, name: str) -> StoredWeight:
         weight, key = self.stored[name], DIFFUSION_MODEL + name
         weight = weight.moved("cpu")
-        if key not in self._patcher.patches:
+        if name not in self.patched:
             return weight
         base = weight.dequantize(torch.float32).clone()
         return StoredWeight(name, comfy.lora.calculate_weight(self._patcher.patches[key], base, key))
@@ -56,6 +73,23 @@ class LiveWeights(Mapping[str, StoredWeight]):
 
     def __len__(self) -> int:
         return len(self.stored)
+
+    def keep_storage(self, name: str, quantizable: bool) -> str:
+        """Return what to ask for, for a patched weight that stays in the storage that it has in the model.
+
+        What nothing here writes is rounded by comfy-kitchen now.
+        """
+        weight = self.stored[name]
+        if weight.format is None or weight.format.can_write:
+            fits = quantizable and weight.storage in FORMAT_OF_STORAGE
+            return weight.storage if fits or not weight.quantized else "bf16"
+        held = comfy.utils.get_attr(self._patcher.model, DIFFUSION_MODEL + name)
+        merged = self[name].data.to(compute_device(), held.dtype)
+        parts = held.requantize_from_float(merged, scale="recalculate").state_dict(name)
+        tensors = {leaf: parts.get(f"{weight.layer}.{leaf}", tensor) for leaf, tensor in weight.tensors.items()}
+        self.stored[name] = replace(weight, data=parts[name], tensors=tensors).moved("cpu")
+        self.patched.remove(name)
+        return AS_FILE
 
 
 def _unpatched(patcher: ModelPatcher) -> dict[str, torch.Tensor]:
@@ -80,8 +114,8 @@ def save_model(
     prompt: dict | None,
     extra: dict | None,
     calibration: Calibration | None = None,
-) -> tuple[str, int]:
-    """Save the diffusion model below ComfyUI's output folder and return the file's name there, and its bytes.
+) -> Saved:
+    """Save the diffusion model below ComfyUI's output folder.
 
     ``calibration``: of this model; its quantized weights are rounded by it.
 
@@ -100,7 +134,12 @@ def save_model(
     weights = LiveWeights(patcher)
     decisions = plan_storage(_layers(patcher, weights), "as_file" if storage == "auto" else storage, rules)
     require_held((decision.storage for decision in decisions.values()), held_storages())
-    plans = plan_weights(weights, {f"{layer}.weight": decision.storage for layer, decision in decisions.items()}, name)
+    asked = {f"{layer}.weight": decision.storage for layer, decision in decisions.items()}
+    quantizable = {f"{layer}.weight" for layer, decision in decisions.items() if decision.quantizable}
+    # Merged weights are in fp32: as_file would write them so, at up to four times the size.
+    kept = [name for name in weights.patched if asked.get(name, AS_FILE) == AS_FILE]
+    asked |= {name: weights.keep_storage(name, name in quantizable) for name in kept}
+    plans = plan_weights(weights, asked, name)
     metadata = metadata_of(patcher, prompt, extra)
     patched = sum(name.startswith(DIFFUSION_MODEL) for name in patcher.patches)
     lines = [str(rule) for rule in rules.own]
@@ -112,7 +151,10 @@ def save_model(
     write_safetensors(path, specs, tensors_made(made, lambda name, size: progress(size)), metadata)
     if rounding:
         logger.info("Halfsafe: %s: %s", name, rounding.text())
-    return name, os.path.getsize(path)
+    by_storage: Counter[str] = Counter()
+    for plan in plans.values():
+        by_storage[plan.stored] += plan.bytes
+    return Saved(name, os.path.getsize(path), dict(by_storage.most_common()))
 
 
 def _rounding(
