@@ -31,6 +31,8 @@ from ....precision.plan.weights import plan_weights, require_held
 from ..comfyui.layers import DIFFUSION_MODEL, modules_of
 from ..comfyui.model_facts import foreign_layers, held_storages
 from ..comfyui.page import show_progress
+from ..lora.low_rank import is_left_out
+from ..lora.patcher import listed
 from .devices import compute_device
 from .files import output_path
 from .identity import marks_of, metadata_of, source_of_model
@@ -51,14 +53,21 @@ class Saved(NamedTuple):
 class LiveWeights(Mapping[str, StoredWeight]):
     """The weights of a model in memory; a patched weight is computed in fp32 at each access.
 
-    ``patched``: the names of those.
+    ``patched``: the names of those, and ``unfit``: of those that all or some patches do not fit.
     """
 
     def __init__(self, patcher: ModelPatcher):
         self._patcher = patcher
         self.stored = read_checkpoint(_unpatched(patcher), {}, type(patcher.model).__name__).weights
         self.stored.update(marks_of(patcher))
-        self.patched = {name for name in self.stored if DIFFUSION_MODEL + name in patcher.patches}
+        self.patched, self.unfit = set[str](), list[str]()
+        for name, weight in self.stored.items():
+            patches = patcher.patches.get(DIFFUSION_MODEL + name, [])
+            left_out = [is_left_out(patch, weight.shape) for patch in patches]
+            if any(left_out):
+                self.unfit.append(name)
+            if not all(left_out):
+                self.patched.add(name)
 
     def __getitem__(self, name: str) -> StoredWeight:
         weight, key = self.stored[name], DIFFUSION_MODEL + name
@@ -132,6 +141,10 @@ def save_model(
     path, name = output_path(filename_prefix)
     _refuse_foreign(patcher)
     weights = LiveWeights(patcher)
+    patched = len(weights.patched)
+    if weights.unfit:
+        unfit = len(weights.unfit), listed(weights.unfit)
+        logger.warning("Halfsafe: %s: patches that do not fit %d weights are left out: %s", name, *unfit)
     decisions = plan_storage(_layers(patcher, weights), "as_file" if storage == "auto" else storage, rules)
     require_held((decision.storage for decision in decisions.values()), held_storages())
     asked = {f"{layer}.weight": decision.storage for layer, decision in decisions.items()}
@@ -141,9 +154,8 @@ def save_model(
     asked |= {name: weights.keep_storage(name, name in quantizable) for name in kept}
     plans = plan_weights(weights, asked, name)
     metadata = metadata_of(patcher, prompt, extra)
-    patched = sum(name.startswith(DIFFUSION_MODEL) for name in patcher.patches)
     lines = [str(rule) for rule in rules.own]
-    provenance = Provenance(source_of_model(patcher), storage, rules.names, lines, patched)
+    provenance = Provenance(source_of_model(patcher), storage, rules.names, lines, patched, unfit=weights.unfit)
     rounding = _rounding(patcher, calibration, weights, plans, provenance.source) if calibration else None
     metadata |= rounding.card_entry(provenance, plans) if rounding else card_entry(provenance, plans.values())
     made = (rounding.made if rounding else made_here)(weights, plans, name)

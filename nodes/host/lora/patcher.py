@@ -8,9 +8,10 @@ result (``low_rank.py``). It stays in ``patches``, where clones, savers and merg
 
 import contextlib
 import functools
+import logging
 import uuid
 from collections import Counter
-from collections.abc import Callable, ItemsView, Iterator, Mapping, ValuesView
+from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence, ValuesView
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,8 @@ from ..compute.executor import Compute, compute_of
 from .low_rank import SortedPatches, change_of, is_8bit_matrix, low_rank_patcher, sort_patches
 
 INJECTED = "halfsafe_low_rank"
+SOME = 5
+logger = logging.getLogger("halfsafe")
 PATCHED = "comfy_patched_weights"
 """ComfyUI's mark of a layer whose weights are loaded, and patched (``load`` in comfy/model_patcher.py)."""
 
@@ -57,6 +60,7 @@ class AddsLowRank:
         state = self.patches_uuid, len(self.patches), tuple(map(id, self.hook_patches))
         if self._sorted is None or (self._all_patches is None and self._sorted[0] != state):
             self._sorted, self._low_rank = (state, sort_patches(self)), None
+            _tell_left_out(tuple(map(layer_name, self._sorted[1].unfit)))
         return self._sorted[1]
 
     def leaves_weights_alone(self) -> bool:
@@ -325,4 +329,20 @@ def low_rank_reasons(extended: ModelPatcher) -> dict[str, str]:
     patches = extended.sorted_patches()
     texts = {key: f"LoRAs added to the layer's result: {len(of_key)}" for key, of_key in patches.low_rank.items()}
     texts |= {key: f"weight quantized anew with {why} merged into it" for key, why in patches.merged.items()}
+    for key, count in patches.unfit.items():
+        own = [texts[key]] if key in texts else []
+        texts[key] = "; ".join([*own, f"LoRAs left out, which do not fit the weight: {count}"])
     return {layer_name(key): text for key, text in texts.items()}
+
+
+@functools.cache
+def _tell_left_out(layers: tuple[str, ...]) -> None:
+    """Log once which layers have LoRAs that do not fit them."""
+    if layers:
+        logger.warning("Halfsafe: LoRAs do not fit %d layers and are left out: %s", len(layers), listed(layers))
+
+
+def listed(names: Sequence[str]) -> str:
+    """Write some names, and how many more there are."""
+    more = len(names) - SOME
+    return ", ".join(names[:SOME]) + (f" and {more} more" if more > 0 else "")
