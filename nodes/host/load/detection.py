@@ -1,7 +1,7 @@
 """Tell which model a state dict is, by ComfyUI's own detection, and the module class of each of its layers."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,8 @@ from ....precision.formats.checkpoint import Checkpoint, StoredWeight
 from ....precision.formats.comfy_format import finite_bound
 from ....precision.plan.facts import LayerSpec, ModelFacts, facts_of
 from .lacking import named_if_lacking
+
+NAMED = 8
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,11 @@ def detect_model(checkpoint: Checkpoint, only_diffusion_model: bool) -> Detected
     inside = {name: weight.data for name, weight in checkpoint.weights.items() if name.startswith(prefix)}
     renamed = config.process_unet_state_dict({name[len(prefix) :]: tensor for name, tensor in inside.items()})
     names = _layer_names(inside, renamed)
+    # ComfyUI leaves out what its model lacks, too.
+    lacking = [name for name in names if names[name] not in modules and checkpoint.weights[name].quantized]
+    if lacking:
+        checkpoint = _without(checkpoint, lacking)
+        names = {name: layer for name, layer in names.items() if name not in lacking}
     facts = facts_of_modules(checkpoint, modules, names, prefix, config)
     complete = all(
         (f"{name}.{leaf}" if name else leaf) in renamed
@@ -56,6 +63,14 @@ def detect_model(checkpoint: Checkpoint, only_diffusion_model: bool) -> Detected
         if parameter is not None
     )
     return Detected(checkpoint, prefix, config, facts, names, complete)
+
+
+def _without(checkpoint: Checkpoint, names: Sequence[str]) -> Checkpoint:
+    weights = {name: weight for name, weight in checkpoint.weights.items() if name not in names}
+    layers = ", ".join(name.removesuffix(".weight") for name in names[:NAMED])
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    note = f"Quantized layers that the model does not have were left out: {layers}{more}."
+    return replace(checkpoint, weights=weights, notes=[*checkpoint.notes, note])
 
 
 def recognised(checkpoint: Checkpoint, only_diffusion_model: bool = False) -> tuple[Checkpoint, str, Any]:
