@@ -67,9 +67,7 @@ def detect_model(checkpoint: Checkpoint, only_diffusion_model: bool) -> Detected
 
 def _without(checkpoint: Checkpoint, names: Sequence[str]) -> Checkpoint:
     weights = {name: weight for name, weight in checkpoint.weights.items() if name not in names}
-    layers = ", ".join(name.removesuffix(".weight") for name in names[:NAMED])
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    note = f"Quantized layers that the model does not have were left out: {layers}{more}."
+    note = f"Quantized layers that the model does not have were left out: {_some(names)}."
     return replace(checkpoint, weights=weights, notes=[*checkpoint.notes, note])
 
 
@@ -78,6 +76,7 @@ def recognised(checkpoint: Checkpoint, only_diffusion_model: bool = False) -> tu
     prefix = comfy.model_detection.unet_prefix_from_state_dict(checkpoint.weights)
     if only_diffusion_model:
         checkpoint, prefix = _stripped(checkpoint, prefix), ""
+    checkpoint = _with_true_shapes(checkpoint, prefix)
     original, config = checkpoint, _config(checkpoint, prefix)
     if config is None and only_diffusion_model:
         checkpoint = _from_diffusers(checkpoint)
@@ -86,6 +85,55 @@ def recognised(checkpoint: Checkpoint, only_diffusion_model: bool = False) -> tu
         advice = _hint(original, only_diffusion_model)
         raise CheckpointError(checkpoint.path, "ComfyUI does not know this architecture", advice=advice)
     return checkpoint, prefix, config
+
+
+class _Reads(dict):
+    """Tensors that keep the names of those that were ``read``."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]):
+        super().__init__(tensors)
+        self.read: set[str] = set()
+
+    def __getitem__(self, name):
+        self.read.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name, default=None):
+        self.read.add(name)
+        return super().get(name, default)
+
+
+def _with_true_shapes(checkpoint: Checkpoint, prefix: str) -> Checkpoint:
+    """Unpack to bf16 the weights by whose shapes ComfyUI tells a model, where several values lie in a byte: it takes
+    the shapes of the bytes for those of the layers.
+
+    Raises:
+        CheckpointError: such a weight cannot be unpacked here, or the file does not tell its shape.
+    """
+    packed = {name: it for name, it in checkpoint.weights.items() if it.quantized and it.shape != tuple(it.data.shape)}
+    if not packed:
+        return checkpoint
+    shapes = {name: torch.empty(weight.shape, device="meta") for name, weight in packed.items()}
+    tensors = _Reads(stored_tensors(checkpoint) | shapes)
+    with named_if_lacking(checkpoint.path):
+        comfy.model_detection.model_config_from_unet(tensors, prefix, metadata=checkpoint.metadata)
+    weights = dict(checkpoint.weights)
+    names = [name for name in packed if name in tensors.read]
+    for name in names:
+        weight = packed[name]
+        why = weight.doubt if weight.format.unpacks else "which this comfy-kitchen cannot unpack"
+        if why:
+            problem = f"in {weight.storage}, {why}, and ComfyUI tells the model by its shape"
+            raise CheckpointError(weight.file or checkpoint.path, problem, name, "Use a file that has it in 16 bit.")
+        weights[name] = StoredWeight(name, weight.dequantize(torch.bfloat16), file=weight.file)
+    note = f"Unpacked to bf16, because ComfyUI tells the model by their shapes: {_some(names)}."
+    return replace(checkpoint, weights=weights, notes=[*checkpoint.notes, note]) if names else checkpoint
+
+
+def _some(names: Sequence[str]) -> str:
+    """Write the layers of the first of some weights, and how many more there are."""
+    layers = ", ".join(name.removesuffix(".weight") for name in names[:NAMED])
+    return layers + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
 
 
 def _stripped(checkpoint: Checkpoint, prefix: str) -> Checkpoint:
