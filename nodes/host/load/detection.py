@@ -124,7 +124,8 @@ def _with_true_shapes(checkpoint: Checkpoint, prefix: str) -> Checkpoint:
         why = weight.doubt if weight.format.unpacks else "which this comfy-kitchen cannot unpack"
         if why:
             problem = f"in {weight.storage}, {why}, and ComfyUI tells the model by its shape"
-            raise CheckpointError(weight.file or checkpoint.path, problem, name, "Use a file that has it in 16 bit.")
+            advice = f"Use ComfyUI {weight.format.since} or later, or another version of the model."
+            raise CheckpointError(weight.file or checkpoint.path, problem, name, advice)
         weights[name] = StoredWeight(name, weight.dequantize(torch.bfloat16), file=weight.file)
     note = f"Unpacked to bf16, because ComfyUI tells the model by their shapes: {_some(names)}."
     return replace(checkpoint, weights=weights, notes=[*checkpoint.notes, note]) if names else checkpoint
