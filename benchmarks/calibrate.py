@@ -66,7 +66,7 @@ def _saved(comfy, model, storage: str, calibration):
     from halfsafe.nodes.host.load.save import save_model
     from halfsafe.precision.plan.rules import rules_from
 
-    name, _ = save_model(model, "calibrate", storage, rules_from(), None, None, calibration)
+    name = save_model(model, "calibrate", storage, rules_from(), None, None, calibration).name
     return Path(shutil.move(f"{folder_paths.get_output_directory()}/{name}", comfy.folder / name))
 
 

@@ -47,10 +47,11 @@ class SaveModel(io.ComfyNode):
     @classmethod
     def execute(cls, model, filename_prefix, storage, rules=None, calibration=None) -> io.NodeOutput:
         given, workflow = checked_rules(rules) or rules_from(), (cls.hidden.prompt, cls.hidden.extra_pnginfo)
-        name, size = save_model(model, filename_prefix, storage, given, *workflow, checked_calibration(calibration))
-        sentence, tone = (SAVED, GOOD) if name.startswith("diffusion_models/") else (UNLISTED, WARN)
-        saved = {"file": name, "size": size_text(size)}
-        return io.NodeOutput(name, ui=Result(sentence, saved, tone, text=f"Saved {name}", toast=True).ui())
+        saved = save_model(model, filename_prefix, storage, given, *workflow, checked_calibration(calibration))
+        sentence, tone = (SAVED, GOOD) if saved.name.startswith("diffusion_models/") else (UNLISTED, WARN)
+        formats = ", ".join(f"{storage} {size_text(size)}" for storage, size in saved.by_storage.items())
+        told = {"file": saved.name, "size": size_text(saved.bytes), "formats": formats}
+        return io.NodeOutput(saved.name, ui=Result(sentence, told, tone, text=f"Saved {saved.name}", toast=True).ui())
 
 
 NODES = [SaveModel]

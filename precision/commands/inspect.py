@@ -69,7 +69,7 @@ class Inspection:
 
 @dataclass(frozen=True)
 class FileFinding:
-    """A fault that makes a file unsafe to run. ``kind``: nan, inf, scale, fp16_range or unreadable."""
+    """A fault that makes a file unsafe to run. ``kind``: nan, inf, scale, fp16_range, undecided or unreadable."""
 
     tensor: str
     kind: str
@@ -180,7 +180,9 @@ def scan_file(path, progress: Callable[[int], None] | None = None) -> Scan:
     file = open_checkpoint(path)
     problems: list[FileFinding] = []
     try:
-        weights = read_checkpoint(file, file.metadata, path).weights
+        checkpoint = read_checkpoint(file, file.metadata, path)
+        weights = checkpoint.weights
+        problems += [FileFinding(name, "undecided", text) for name, text in checkpoint.undecided.items()]
     except CheckpointError as error:
         weights = {}
         problems.append(FileFinding(error.tensor or "", "scale" if error.tensor else "unreadable", str(error)))

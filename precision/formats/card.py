@@ -32,6 +32,7 @@ class Provenance:
         patched: how many weights had LoRAs or other patches merged.
         card: the source's own card, which stays as it is where no weight changes.
         calibration: what codes were chosen by; empty where all are rounded to nearest.
+        unfit: the weights that patches of theirs do not fit, which are not merged.
     """
 
     source: Mapping[str, object] = field(default_factory=dict)
@@ -41,6 +42,7 @@ class Provenance:
     patched: int = 0
     card: str = ""
     calibration: Mapping[str, object] = field(default_factory=dict)
+    unfit: Sequence[str] = ()
 
 
 def source_of(file: TensorFile) -> dict[str, object]:
@@ -67,6 +69,7 @@ def card_entry(provenance: Provenance, plans: Iterable[WeightPlan]) -> dict[str,
         "weights": dict(sorted(Counter(plan.stored for plan in plans).items())),
         "rules": {"presets": list(dict.fromkeys(provenance.presets)), "lines": list(provenance.rules)},
         "merged_patches": provenance.patched,
+        **({"weights_that_patches_do_not_fit": list(provenance.unfit)} if provenance.unfit else {}),
         "source": dict(provenance.source),
         **({"calibration": dict(provenance.calibration)} if provenance.calibration else {}),
         **({WHAT_ERROR: errors} if errors else {}),

@@ -9,7 +9,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -17,8 +17,9 @@ from ..base.dtypes import FP8_DTYPES, name_of
 from ..base.errors import CheckpointError, NonFiniteWeight, UnconsumedScale
 from ..files.safetensors_header import read_object
 from ..files.tensor_file import TensorFile
+from .int8 import rotation_group
 from .registry import FORMATS, weight_in_format
-from .stored_weight import EIGHT_BIT, NUMBERS, NonFiniteScale, StoredWeight, granularity_of
+from .stored_weight import EIGHT_BIT, NUMBERS, NonFiniteScale, StoredWeight, block_sizes, granularity_of
 
 COMFY_QUANT, SCALED_FP8 = "comfy_quant", "scaled_fp8"
 QUANTIZATION_KEY = "_quantization_metadata"
@@ -26,9 +27,19 @@ CARD_KEY = "halfsafe"
 MODEL_PREFIXES = ("model.diffusion_model.", "model.model.", "net.")
 WHOLE_PREFIXES = ("diffusion_model.", "model.", "transformer.")
 READS_UP_TO = "0.38"
+ROTATED_OR_NOT = (
+    "int8 without comfy_quant, which says whether inputs are rotated; read as not rotated, and noise if they are: "
+    "get the file of the model's publisher"
+)
+TILED_OR_NOT = (
+    "a scale for each 32 inputs without comfy_quant, which says whether scales lie in tiles; read as rows, and noise "
+    "if they lie in tiles: get the file of the model's publisher"
+)
+MX_BLOCK = 32
 _DAMAGED = "The file is damaged: get it again."
 _SCALE_LEAF = re.compile(r"(^|_)scales?(_|$)")
 _WEIGHT_SCALES = ("weight_scale", "weight_scale_inv", "scale_weight", "weight_scale_2", "scale_input")
+_PARTS = frozenset(leaf for format in FORMATS.values() for leaf in format.needs)
 _INPUT_SCALES = ("input_scale", "scale_input")
 _CACHE_SCALES = ("q_scale", "k_scale", "v_scale", "kv_scale", "prob_scale", "prob_output_scale", "output_scale")
 
@@ -54,6 +65,7 @@ class Checkpoint:
     Attributes:
         dialects: the quantization formats of the file, in the order found; none in one that is not quantized.
         notes: what was repaired or assumed while reading, one sentence each.
+        undecided: name of a weight -> what the file does not tell of it, and how it was read.
     """
 
     path: str
@@ -61,6 +73,7 @@ class Checkpoint:
     metadata: dict[str, str]
     weights: dict[str, StoredWeight]
     notes: list[str]
+    undecided: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def prefix(self) -> str:
@@ -121,6 +134,7 @@ class _Reader:
         self.taken: set[str] = set()
         self.dialects: Counter[str] = Counter()
         self.remarks: Counter[str] = Counter()
+        self.undecided: dict[str, str] = {}
 
     def read(self) -> Checkpoint:
         self.settings = self._settings()
@@ -138,7 +152,9 @@ class _Reader:
             if name not in self.taken
         }
         notes = [f"{count} tensor{'s' * (count > 1)}: {remark}" for remark, count in self.remarks.items()]
-        return Checkpoint(str(self.path), tuple(self.dialects), lasting_metadata(self.metadata), weights, notes)
+        notes += [f"{count} tensors: {what}" for what, count in Counter(self.undecided.values()).items()]
+        metadata = lasting_metadata(self.metadata)
+        return Checkpoint(str(self.path), tuple(self.dialects), metadata, weights, notes, self.undecided)
 
     def _file_of(self, name: str) -> str:
         return str(self.entries[name].file if name in self.entries else self.path)
@@ -200,6 +216,8 @@ class _Reader:
         scale, granularity, dialect = self._weight_scale(name, data)
         if settings is None and data.dtype in EIGHT_BIT:
             self.dialects[dialect] += 1
+            if what := _undecided(data, scale, granularity):
+                self.undecided[name] = what
         full = bool(settings and settings.get("full_precision_matrix_mult"))
         if dialect == SCALED_FP8:
             prefix = max((prefix for prefix in self.full_precision if name.startswith(prefix)), key=len, default="")
@@ -290,7 +308,8 @@ class _Reader:
 
     def _check_leftovers(self, quantized: dict[str, StoredWeight]) -> None:
         for name in self.tensors:
-            if name not in self.taken and name not in quantized and looks_like_scale(name):
+            is_part = looks_like_scale(name) or name.rpartition(".")[2] in _PARTS
+            if name not in self.taken and name not in quantized and is_part:
                 self._check_leftover(name, quantized)
 
     def _check_leftover(self, name: str, quantized: dict[str, StoredWeight]) -> None:
@@ -310,6 +329,15 @@ class _Reader:
             raise UnconsumedScale(self.path, problem, name, advice)
         elif leaf in _WEIGHT_SCALES:
             self.remarks["named like weight scales, next to weights that are not quantized; kept as they are"] += 1
+
+
+def _undecided(data: torch.Tensor, scale: torch.Tensor | None, granularity: str) -> str:
+    """Say what 8-bit data without marks leave open, where tools write the same tensors for other numbers."""
+    if data.dtype == torch.int8 and granularity in ("tensor", "row") and rotation_group(data.shape[-1]):
+        return ROTATED_OR_NOT
+    if scale is not None and granularity == "block" and block_sizes(data.shape, scale.shape) == (1, MX_BLOCK):
+        return TILED_OR_NOT
+    return ""
 
 
 def _layer(name: str) -> str | None:

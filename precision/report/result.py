@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass, field
 
 RESULT_KEY = "halfsafe_result"
 GOOD, WARN, BAD = "good", "warn", "bad"
-SAVED = "Saved {file}, {size}."
-UNLISTED = "Saved {file}, {size}. No loader lists files there: begin the prefix with diffusion_models/."
+SAVED = "Saved {file}, {size}: {formats}."
+UNLISTED = "Saved {file}, {size}: {formats}. No loader lists files there: begin the prefix with diffusion_models/."
 FINITE = "Finite: no NaN and no Inf."
 NOT_FINITE = "NaN or Inf in {names}."
 CHOSEN = "{chosen} of {free} layers may be in {candidate}: {snr} from the original."

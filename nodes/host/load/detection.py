@@ -1,7 +1,7 @@
 """Tell which model a state dict is, by ComfyUI's own detection, and the module class of each of its layers."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,8 @@ from ....precision.formats.checkpoint import Checkpoint, StoredWeight
 from ....precision.formats.comfy_format import finite_bound
 from ....precision.plan.facts import LayerSpec, ModelFacts, facts_of
 from .lacking import named_if_lacking
+
+NAMED = 8
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,11 @@ def detect_model(checkpoint: Checkpoint, only_diffusion_model: bool) -> Detected
     inside = {name: weight.data for name, weight in checkpoint.weights.items() if name.startswith(prefix)}
     renamed = config.process_unet_state_dict({name[len(prefix) :]: tensor for name, tensor in inside.items()})
     names = _layer_names(inside, renamed)
+    # ComfyUI leaves out what its model lacks, too.
+    lacking = [name for name in names if names[name] not in modules and checkpoint.weights[name].quantized]
+    if lacking:
+        checkpoint = _without(checkpoint, lacking)
+        names = {name: layer for name, layer in names.items() if name not in lacking}
     facts = facts_of_modules(checkpoint, modules, names, prefix, config)
     complete = all(
         (f"{name}.{leaf}" if name else leaf) in renamed
@@ -58,11 +65,18 @@ def detect_model(checkpoint: Checkpoint, only_diffusion_model: bool) -> Detected
     return Detected(checkpoint, prefix, config, facts, names, complete)
 
 
+def _without(checkpoint: Checkpoint, names: Sequence[str]) -> Checkpoint:
+    weights = {name: weight for name, weight in checkpoint.weights.items() if name not in names}
+    note = f"Quantized layers that the model does not have were left out: {_some(names)}."
+    return replace(checkpoint, weights=weights, notes=[*checkpoint.notes, note])
+
+
 def recognised(checkpoint: Checkpoint, only_diffusion_model: bool = False) -> tuple[Checkpoint, str, Any]:
     """Return a checkpoint as :func:`detect_model` names its tensors, the model's prefix and ComfyUI's config."""
     prefix = comfy.model_detection.unet_prefix_from_state_dict(checkpoint.weights)
     if only_diffusion_model:
         checkpoint, prefix = _stripped(checkpoint, prefix), ""
+    checkpoint = _with_true_shapes(checkpoint, prefix)
     original, config = checkpoint, _config(checkpoint, prefix)
     if config is None and only_diffusion_model:
         checkpoint = _from_diffusers(checkpoint)
@@ -71,6 +85,56 @@ def recognised(checkpoint: Checkpoint, only_diffusion_model: bool = False) -> tu
         advice = _hint(original, only_diffusion_model)
         raise CheckpointError(checkpoint.path, "ComfyUI does not know this architecture", advice=advice)
     return checkpoint, prefix, config
+
+
+class _Reads(dict):
+    """Tensors that keep the names of those that were ``read``."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]):
+        super().__init__(tensors)
+        self.read: set[str] = set()
+
+    def __getitem__(self, name):
+        self.read.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name, default=None):
+        self.read.add(name)
+        return super().get(name, default)
+
+
+def _with_true_shapes(checkpoint: Checkpoint, prefix: str) -> Checkpoint:
+    """Unpack to bf16 the weights by whose shapes ComfyUI tells a model, where several values lie in a byte: it takes
+    the shapes of the bytes for those of the layers.
+
+    Raises:
+        CheckpointError: such a weight cannot be unpacked here, or the file does not tell its shape.
+    """
+    packed = {name: it for name, it in checkpoint.weights.items() if it.quantized and it.shape != tuple(it.data.shape)}
+    if not packed:
+        return checkpoint
+    shapes = {name: torch.empty(weight.shape, device="meta") for name, weight in packed.items()}
+    tensors = _Reads(stored_tensors(checkpoint) | shapes)
+    with named_if_lacking(checkpoint.path):
+        comfy.model_detection.model_config_from_unet(tensors, prefix, metadata=checkpoint.metadata)
+    weights = dict(checkpoint.weights)
+    names = [name for name in packed if name in tensors.read]
+    for name in names:
+        weight = packed[name]
+        why = weight.doubt if weight.format.unpacks else "which this comfy-kitchen cannot unpack"
+        if why:
+            problem = f"in {weight.storage}, {why}, and ComfyUI tells the model by its shape"
+            advice = f"Use ComfyUI {weight.format.since} or later, or another version of the model."
+            raise CheckpointError(weight.file or checkpoint.path, problem, name, advice)
+        weights[name] = StoredWeight(name, weight.dequantize(torch.bfloat16), file=weight.file)
+    note = f"Unpacked to bf16, because ComfyUI tells the model by their shapes: {_some(names)}."
+    return replace(checkpoint, weights=weights, notes=[*checkpoint.notes, note]) if names else checkpoint
+
+
+def _some(names: Sequence[str]) -> str:
+    """Write the layers of the first of some weights, and how many more there are."""
+    layers = ", ".join(name.removesuffix(".weight") for name in names[:NAMED])
+    return layers + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
 
 
 def _stripped(checkpoint: Checkpoint, prefix: str) -> Checkpoint:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import NamedTuple
 
 import comfy.lora
 import comfy.quant_ops
+import comfy.utils
 import torch
 from comfy.model_patcher import ModelPatcher
 
@@ -16,7 +20,8 @@ from ....precision.base.layer_names import plain_name
 from ....precision.files.safetensors_file import write_safetensors
 from ....precision.formats.card import Provenance, card_entry
 from ....precision.formats.checkpoint import StoredWeight, read_checkpoint
-from ....precision.formats.comfy_format import WeightPlan, made_here, tensors_made
+from ....precision.formats.comfy_format import AS_FILE, WeightPlan, made_here, tensors_made
+from ....precision.formats.registry import FORMAT_OF_STORAGE
 from ....precision.make.calibrated import CalibratedRounding
 from ....precision.make.calibration import Calibration
 from ....precision.plan.facts import LayerSpec
@@ -26,6 +31,8 @@ from ....precision.plan.weights import plan_weights, require_held
 from ..comfyui.layers import DIFFUSION_MODEL, modules_of
 from ..comfyui.model_facts import foreign_layers, held_storages
 from ..comfyui.page import show_progress
+from ..lora.low_rank import is_left_out
+from ..lora.patcher import listed
 from .devices import compute_device, make_room_to_quantize
 from .files import output_path
 from .identity import marks_of, metadata_of, source_of_model
@@ -35,18 +42,37 @@ BYPASS = "bypass_lora"
 logger = logging.getLogger("halfsafe")
 
 
+class Saved(NamedTuple):
+    """A file that was written: its name below the output folder, its bytes, and those of its weights by storage."""
+
+    name: str
+    bytes: int
+    by_storage: Mapping[str, int]
+
+
 class LiveWeights(Mapping[str, StoredWeight]):
-    """The weights of a model in memory; a patched weight is computed in fp32 at each access."""
+    """The weights of a model in memory; a patched weight is computed in fp32 at each access.
+
+    ``patched``: the names of those, and ``unfit``: of those that all or some patches do not fit.
+    """
 
     def __init__(self, patcher: ModelPatcher):
         self._patcher = patcher
         self.stored = read_checkpoint(_unpatched(patcher), {}, type(patcher.model).__name__).weights
         self.stored.update(marks_of(patcher))
+        self.patched, self.unfit = set[str](), list[str]()
+        for name, weight in self.stored.items():
+            patches = patcher.patches.get(DIFFUSION_MODEL + name, [])
+            left_out = [is_left_out(patch, weight.shape) for patch in patches]
+            if any(left_out):
+                self.unfit.append(name)
+            if not all(left_out):
+                self.patched.add(name)
 
     def __getitem__(self, name: str) -> StoredWeight:
         weight, key = self.stored[name], DIFFUSION_MODEL + name
         weight = weight.moved("cpu")
-        if key not in self._patcher.patches:
+        if name not in self.patched:
             return weight
         base = weight.dequantize(torch.float32).clone()
         return StoredWeight(name, comfy.lora.calculate_weight(self._patcher.patches[key], base, key))
@@ -56,6 +82,23 @@ class LiveWeights(Mapping[str, StoredWeight]):
 
     def __len__(self) -> int:
         return len(self.stored)
+
+    def keep_storage(self, name: str, quantizable: bool) -> str:
+        """Return what to ask for, for a patched weight that stays in the storage that it has in the model.
+
+        What nothing here writes is rounded by comfy-kitchen now.
+        """
+        weight = self.stored[name]
+        if weight.format is None or weight.format.can_write:
+            fits = quantizable and weight.storage in FORMAT_OF_STORAGE
+            return weight.storage if fits or not weight.quantized else "bf16"
+        held = comfy.utils.get_attr(self._patcher.model, DIFFUSION_MODEL + name)
+        merged = self[name].data.to(compute_device(), held.dtype)
+        parts = held.requantize_from_float(merged, scale="recalculate").state_dict(name)
+        tensors = {leaf: parts.get(f"{weight.layer}.{leaf}", tensor) for leaf, tensor in weight.tensors.items()}
+        self.stored[name] = replace(weight, data=parts[name], tensors=tensors).moved("cpu")
+        self.patched.remove(name)
+        return AS_FILE
 
 
 def _unpatched(patcher: ModelPatcher) -> dict[str, torch.Tensor]:
@@ -80,8 +123,8 @@ def save_model(
     prompt: dict | None,
     extra: dict | None,
     calibration: Calibration | None = None,
-) -> tuple[str, int]:
-    """Save the diffusion model below ComfyUI's output folder and return the file's name there, and its bytes.
+) -> Saved:
+    """Save the diffusion model below ComfyUI's output folder.
 
     ``calibration``: of this model; its quantized weights are rounded by it.
 
@@ -100,13 +143,21 @@ def save_model(
     if calibration:
         make_room_to_quantize()
     weights = LiveWeights(patcher)
+    patched = len(weights.patched)
+    if weights.unfit:
+        unfit = len(weights.unfit), listed(weights.unfit)
+        logger.warning("Halfsafe: %s: patches that do not fit %d weights are left out: %s", name, *unfit)
     decisions = plan_storage(_layers(patcher, weights), "as_file" if storage == "auto" else storage, rules)
     require_held((decision.storage for decision in decisions.values()), held_storages())
-    plans = plan_weights(weights, {f"{layer}.weight": decision.storage for layer, decision in decisions.items()}, name)
+    asked = {f"{layer}.weight": decision.storage for layer, decision in decisions.items()}
+    quantizable = {f"{layer}.weight" for layer, decision in decisions.items() if decision.quantizable}
+    # Merged weights are in fp32: as_file would write them so, at up to four times the size.
+    kept = [name for name in weights.patched if asked.get(name, AS_FILE) == AS_FILE]
+    asked |= {name: weights.keep_storage(name, name in quantizable) for name in kept}
+    plans = plan_weights(weights, asked, name)
     metadata = metadata_of(patcher, prompt, extra)
-    patched = sum(name.startswith(DIFFUSION_MODEL) for name in patcher.patches)
     lines = [str(rule) for rule in rules.own]
-    provenance = Provenance(source_of_model(patcher), storage, rules.names, lines, patched)
+    provenance = Provenance(source_of_model(patcher), storage, rules.names, lines, patched, unfit=weights.unfit)
     rounding = _rounding(patcher, calibration, weights, plans, provenance.source) if calibration else None
     metadata |= rounding.card_entry(provenance, plans) if rounding else card_entry(provenance, plans.values())
     made = (rounding.made if rounding else made_here)(weights, plans, name)
@@ -114,7 +165,10 @@ def save_model(
     write_safetensors(path, specs, tensors_made(made, lambda name, size: progress(size)), metadata)
     if rounding:
         logger.info("Halfsafe: %s: %s", name, rounding.text())
-    return name, os.path.getsize(path)
+    by_storage: Counter[str] = Counter()
+    for plan in plans.values():
+        by_storage[plan.stored] += plan.bytes
+    return Saved(name, os.path.getsize(path), dict(by_storage.most_common()))
 
 
 def _rounding(

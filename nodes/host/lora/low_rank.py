@@ -3,7 +3,9 @@
 ComfyUI loads, offloads and counts that model; patches other than LoRAs are merged into weights by ComfyUI.
 """
 
+import logging
 import math
+import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import cast
 
+import comfy.lora
 import comfy.model_patcher
 import comfy.ops
 import torch
@@ -65,6 +68,7 @@ class SortedPatches:
 
     ``low_rank``: the changes that are added to the layer's result, those of hooks included. ``merged``: why ComfyUI
     merges the patches. ``added``: weights whose own patches are all added; ``hooks``: whose patches by hooks are.
+    ``unfit``: how many patches are left out because they do not fit the weight.
     """
 
     modules: dict[str, torch.nn.Module]
@@ -72,6 +76,7 @@ class SortedPatches:
     merged: dict[str, str] = field(default_factory=dict)
     added: set[str] = field(default_factory=set)
     hooks: set[str] = field(default_factory=set)
+    unfit: dict[str, int] = field(default_factory=dict)
 
 
 def sort_patches(patcher: ModelPatcher) -> SortedPatches:
@@ -87,12 +92,46 @@ def sort_patches(patcher: ModelPatcher) -> SortedPatches:
             if key not in result.modules:
                 continue
             shape = tuple(result.modules[key].weight.shape)
-            if reason := next(filter(None, (why_merged(patch, shape) for patch in patches)), ""):
+            fitting = [patch for patch in patches if not is_left_out(patch, shape)]
+            if left_out := len(patches) - len(fitting):
+                result.unfit[key] = result.unfit.get(key, 0) + left_out
+            if reason := next(filter(None, (why_merged(patch, shape) for patch in fitting)), ""):
                 result.merged[key] = reason
-            else:
-                added.add(key)
-                result.low_rank[key] = list(dict.fromkeys([*result.low_rank.get(key, ()), *map(change_of, patches)]))
+                continue
+            added.add(key)
+            if fitting:
+                result.low_rank[key] = list(dict.fromkeys([*result.low_rank.get(key, ()), *map(change_of, fitting)]))
     return result
+
+
+def is_left_out(patch: tuple, shape: Sequence[int]) -> bool:
+    """Tell whether ComfyUI leaves out a patch because its shape does not fit that of the weight: it logs that alone.
+
+    LoRAs, LoHas, LoKrs, differences and other models' weights are looked at; the rest counts as fitting.
+    """
+    strength, value, strength_model, offset, function = patch
+    if isinstance(value, list):
+        value = (torch.empty(value[0][0].shape, device="meta"),)
+    is_difference = isinstance(value, tuple) and (len(value) == 1 or value[0] == "diff")
+    if type(value) not in RANKED and not is_difference:
+        return False
+    told: list[logging.LogRecord] = []
+    root, thread = logging.getLogger(), threading.get_ident()
+
+    def keep(record: logging.LogRecord) -> bool:
+        if record.thread == thread:
+            told.append(record)
+        return record.thread != thread
+
+    root.addFilter(keep)
+    try:
+        weight = torch.empty(tuple(shape), device="meta")
+        comfy.lora.calculate_weight([(strength, value, strength_model, offset, function)], weight, "")
+    except RuntimeError:  # it fails where the offset lies outside of the weight
+        return True
+    finally:
+        root.removeFilter(keep)
+    return any(record.levelno >= logging.WARNING for record in told)
 
 
 def change_of(patch: tuple) -> LowRank:

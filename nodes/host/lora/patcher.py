@@ -8,16 +8,18 @@ result (``low_rank.py``). It stays in ``patches``, where clones, savers and merg
 
 import contextlib
 import functools
+import logging
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence, ValuesView
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
+import comfy.lora
 import comfy.model_base
 import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP, PatcherInjection, WrappersMP
-from comfy.utils import get_attr
 
 from ....precision.base.dtypes import name_of
 from ....precision.base.errors import HalfsafeError
@@ -34,6 +36,10 @@ from ..compute.executor import Compute, compute_of
 from .low_rank import SortedPatches, change_of, is_8bit_matrix, low_rank_patcher, sort_patches
 
 INJECTED = "halfsafe_low_rank"
+SOME = 5
+logger = logging.getLogger("halfsafe")
+PATCHED = "comfy_patched_weights"
+"""ComfyUI's mark of a layer whose weights are loaded, and patched (``load`` in comfy/model_patcher.py)."""
 
 
 class AddsLowRank:
@@ -54,6 +60,7 @@ class AddsLowRank:
         state = self.patches_uuid, len(self.patches), tuple(map(id, self.hook_patches))
         if self._sorted is None or (self._all_patches is None and self._sorted[0] != state):
             self._sorted, self._low_rank = (state, sort_patches(self)), None
+            _tell_left_out(tuple(map(layer_name, self._sorted[1].unfit)))
         return self._sorted[1]
 
     def leaves_weights_alone(self) -> bool:
@@ -145,17 +152,41 @@ class AddsLowRank:
         return [*super().model_patches_models(), *([patcher] if patcher else [])]
 
     def model_state_dict(self, filter_prefix=None):
-        """Leave out the names that a quantized layer gives its scales."""
-        # They are no attributes, and ``get_key_patches`` of comfy/model_patcher.py reads them as such.
+        """Give quantized weights as numbers, and leave out the names of their scales.
+
+        A loaded weight has the LoRAs of its layer in it, as in ComfyUI.
+        """
+        # The scales are no attributes, and ``get_key_patches`` of comfy/model_patcher.py reads them as such.
         state, layers = super().model_state_dict(filter_prefix), dict(self.model.named_modules())
-        named = ((name, layers.get(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in state)
-        return {name: state[name] for name, layer, own in named if not is_quantized(layer) or hasattr(layer, own)}
+        named = {name: layers.get(name.rpartition(".")[0]) for name in state}
+        kept = {name: state[name] for name, layer in named.items() if not is_quantized(layer) or _has_leaf(layer, name)}
+        own = {name for name in kept if name.endswith(".weight")}
+        read = {name for name in own if is_quantized(named[name]) or name in self.sorted_patches().added}
+        return Numbers(kept, {name: functools.partial(self._numbers, name, named[name]) for name in read})
+
+    def _numbers(self, key: str, layer: torch.nn.Module) -> torch.Tensor:
+        weight = dequantized(layer.weight.data)
+        if key not in self.sorted_patches().added or not getattr(layer, PATCHED, False):
+            return weight
+        return comfy.lora.calculate_weight(self.patches[key], weight.float(), key).to(weight.dtype)
+
+    def patch_weight_to_device(self, key, *args, return_weight=False, **kwargs):
+        """Return numbers where the patched weight is asked for."""
+        # ComfyUI's LoraSave writes the codes of a quantized tensor as if they were numbers.
+        weight = super().patch_weight_to_device(key, *args, return_weight=return_weight, **kwargs)
+        return dequantized(weight) if return_weight else weight
 
     def model_state_dict_for_saving(self, model=None, prefix=""):
         state, patches = super().model_state_dict_for_saving(model, prefix), self.sorted_patches()
+        patched_whole = super().patch_weight_to_device
+        whole = SimpleNamespace(load_device=self.load_device, patch_weight_to_device=patched_whole)
+        for tensor in state.values():  # what is patched as it is written asks for it
+            caster = getattr(tensor, "caster", tensor)
+            if hasattr(caster, "model"):
+                caster.model = whole
         # ComfyUI takes a weight that is loaded for one that is patched, and fails on others in int8.
         for key in patches.added:
-            weight, name = self.patch_weight_to_device(key, self.load_device, return_weight=True), key[len(prefix) :]
+            weight, name = patched_whole(key, self.load_device, return_weight=True), key[len(prefix) :]
             parts = weight.state_dict(name) if is_quantized(patches.modules[key]) else {name: weight}
             state |= {part: tensor.to("cpu") for part, tensor in parts.items() if part in state}
         return state
@@ -193,16 +224,59 @@ def _extended(base: type) -> type:
     return type(base.__name__, (AddsLowRank, base), {"__module__": base.__module__})
 
 
-class _Numbers(dict):
-    """A state dict that is read dequantized: ComfyUI's ControlLora copies quantized weights without their scales."""
+class Numbers(dict):
+    """A state dict that makes some weights as they are read: codes of a quantized weight say nothing without its scale.
 
-    def __init__(self, network: torch.nn.Module, state: dict):
+    ``made``: what returns each of those, by name.
+    """
+
+    def __init__(self, state: dict, made: Mapping[str, Callable[[], torch.Tensor]]):
         super().__init__(state)
-        self._network = network
+        self._made = dict(made)
 
     def __getitem__(self, name):
-        is_quantized_weight = name.endswith(".weight") and f"{name.removesuffix('weight')}comfy_quant" in self
-        return dequantized(get_attr(self._network, name).data) if is_quantized_weight else super().__getitem__(name)
+        return self._made[name]() if name in self._made else super().__getitem__(name)
+
+    def __setitem__(self, name, tensor):
+        self._made.pop(name, None)
+        super().__setitem__(name, tensor)
+
+    def __iter__(self):  # without it, dict(numbers) copies the codes
+        return super().__iter__()
+
+    def __or__(self, other):
+        return {**self, **other}
+
+    def get(self, name, default=None):
+        return self[name] if name in self.keys() else default
+
+    def pop(self, name, *default):
+        if name not in self:
+            return super().pop(name, *default)
+        weight = self[name]
+        del self[name]
+        return weight
+
+    def copy(self):
+        return dict(self)
+
+    def items(self):
+        return ItemsView(self)
+
+    def values(self):
+        return ValuesView(self)
+
+
+def _has_leaf(module: torch.nn.Module | None, name: str) -> bool:
+    """Tell whether a module has the attribute that the last part of a name says."""
+    return hasattr(module, name.rpartition(".")[2])
+
+
+def _numbers_of(network: torch.nn.Module, state: dict) -> Numbers:
+    """Make the state dict of a network to be read dequantized: ComfyUI's ControlLora copies weights without scales."""
+    named = {f"{name}.weight": module for name, module in network.named_modules() if is_quantized(module)}
+    made = {name: functools.partial(lambda module: dequantized(module.weight.data), named[name]) for name in named}
+    return Numbers(state, made)
 
 
 def _around_call(executor, *args, **kwargs):
@@ -213,7 +287,7 @@ def _around_sampling(executor, *args, **kwargs):
     """Wrap sampling (ComfyUI's OUTER_SAMPLE): layers that run on the text before the model's calls have LoRAs too."""
     patcher, network = executor.class_obj.model_patcher, executor.class_obj.model_patcher.model.diffusion_model
     original = network.state_dict
-    numbers = network, "state_dict", lambda *args, **kwargs: _Numbers(network, original(*args, **kwargs))
+    numbers = network, "state_dict", lambda *args, **kwargs: _numbers_of(network, original(*args, **kwargs))
     with contextlib.ExitStack() as held:
         held.enter_context(patched([numbers]))
         if adapts_text(patcher.model):
@@ -255,4 +329,20 @@ def low_rank_reasons(extended: ModelPatcher) -> dict[str, str]:
     patches = extended.sorted_patches()
     texts = {key: f"LoRAs added to the layer's result: {len(of_key)}" for key, of_key in patches.low_rank.items()}
     texts |= {key: f"weight quantized anew with {why} merged into it" for key, why in patches.merged.items()}
+    for key, count in patches.unfit.items():
+        own = [texts[key]] if key in texts else []
+        texts[key] = "; ".join([*own, f"LoRAs left out, which do not fit the weight: {count}"])
     return {layer_name(key): text for key, text in texts.items()}
+
+
+@functools.cache
+def _tell_left_out(layers: tuple[str, ...]) -> None:
+    """Log once which layers have LoRAs that do not fit them."""
+    if layers:
+        logger.warning("Halfsafe: LoRAs do not fit %d layers and are left out: %s", len(layers), listed(layers))
+
+
+def listed(names: Sequence[str]) -> str:
+    """Write some names, and how many more there are."""
+    more = len(names) - SOME
+    return ", ".join(names[:SOME]) + (f" and {more} more" if more > 0 else "")

@@ -108,7 +108,7 @@ def stock_model(path):
 def run_saver(model):
     from halfsafe.nodes.host.load.save import save_model
 
-    return save_model(model, "diffusion_models/saved", "as_file", rules_from(), None, None)[0]
+    return save_model(model, "diffusion_models/saved", "as_file", rules_from(), None, None).name
 
 
 def test_v_prediction_is_kept(comfy, models_dir, saved_folder):
@@ -128,7 +128,7 @@ def test_v_prediction_is_kept(comfy, models_dir, saved_folder):
 def test_workflow_is_in_the_metadata(comfy, wan, saved_folder):
     from halfsafe.nodes.host.load.save import save_model
 
-    name, _ = save_model(load(comfy, wan.name), "diffusion_models/saved", "as_file", rules_from(), {"1": {}}, {"workflow": {"a": 1}})
+    name = save_model(load(comfy, wan.name), "diffusion_models/saved", "as_file", rules_from(), {"1": {}}, {"workflow": {"a": 1}}).name
     with safe_open(saved_folder.parent / name, "pt") as file:
         assert {**file.metadata(), CARD_KEY: ""} == {CARD_KEY: "", "format": "pt", "prompt": '{"1": {}}', "workflow": '{"a": 1}'}
 

@@ -136,7 +136,7 @@ def test_a_kill_at_any_point_of_saving_a_model_leaves_no_half_file(comfy, wan):
     output = Path(folder_paths.get_output_directory())
 
     def save(prefix):
-        return save_model(model, f"faults/{prefix}", "as_file", rules_from(), None, None)[0]
+        return save_model(model, f"faults/{prefix}", "as_file", rules_from(), None, None).name
 
     whole = (output / save("whole")).read_bytes()
     points = faults.count(lambda: save("counted"))
