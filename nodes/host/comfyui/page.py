@@ -97,8 +97,9 @@ def send_report(node_id: str | None, token: str, report: str) -> None:
 
 def refusal(error: Exception) -> str:
     """Return what a node says of a value that it refuses, and send it to the page that queues it."""
-    if page := queued_by.get():
-        PromptServer.instance.send_sync(REFUSED_EVENT, {"message": str(error)}, page)
+    page, server = queued_by.get(), getattr(PromptServer, "instance", None)
+    if page and server is not None:
+        server.send_sync(REFUSED_EVENT, {"message": str(error)}, page)
     return str(error)
 
 
