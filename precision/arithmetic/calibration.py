@@ -18,7 +18,7 @@ import torch
 
 from ..base.amax import amax
 from ..base.nested import floats_in
-from ..base.oom import is_oom
+from ..base.oom import is_of_compiler, is_oom
 from ..base.patching import compile_disabled
 from .hiding import HidingCode
 from .operand_scale import OperandScale, SharedOperands
@@ -121,7 +121,7 @@ class Calibration:
         try:
             return self._run(call)
         except RuntimeError as error:
-            if is_oom(error) or not self.results.any_returned:
+            if is_oom(error) or is_of_compiler(error) or not self.results.any_returned:
                 raise
             self.results.allowed = False
             try:
@@ -144,7 +144,7 @@ class Calibration:
                 if self._holds(result):
                     return result
             except RuntimeError as error:
-                if is_oom(error) or not self._missed.any:
+                if is_oom(error) or is_of_compiler(error) or not self._missed.any:
                     raise  # model code that meets a result in fp16 for the first time may fail on it
             self.repeats += 1
         return self._calibrated(call)

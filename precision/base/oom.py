@@ -1,4 +1,4 @@
-"""Tell errors that mean a lack of memory on a device from others."""
+"""Tell errors that mean a lack of memory on a device, or come of a compiler's backend, from others."""
 
 import re
 
@@ -11,6 +11,8 @@ LACK = re.compile(
     r"out of memory|(BLAS|CUDNN)_STATUS_\w*ALLOC\w*_FAILED|BLAS_STATUS_NOT_INITIALIZED|miopenStatusAllocFailed", re.I
 )
 
+COMPILERS = ("torch._inductor", "triton.")
+
 
 def is_oom(error: BaseException) -> bool:
     """Tell whether an error means that a device has no memory left."""
@@ -19,3 +21,12 @@ def is_oom(error: BaseException) -> bool:
     # CUDA itself raises an AcceleratorError with ``cudaErrorMemoryAllocation``.
     no_memory = getattr(error, "error_code", None) == CUDA_OUT_OF_MEMORY or LACK.search(str(error)) is not None
     return isinstance(error, RuntimeError) and no_memory
+
+
+def is_of_compiler(error: BaseException | None) -> bool:
+    """Tell whether a kernel compiler of torch raised an error, or one that it was raised from: Inductor or Triton."""
+    while error is not None:
+        if any(cls.__module__.startswith(COMPILERS) for cls in type(error).__mro__):
+            return True
+        error = error.__cause__
+    return False

@@ -271,3 +271,33 @@ def test_what_follows_an_attention_alone_may_refute_its_fp16_result():
     for _ in range(2):
         assert relative_error(module(sdpa(q, q, q * 300, 2) ** 2), calibration.run(call)) < 2e-3
     assert not calibration.results.allowed
+
+
+class OfInductor(RuntimeError):
+    """An error of torch's kernel compiler."""
+
+    __module__ = "torch._inductor.exc"
+
+
+@pytest.mark.parametrize(("kind", "wrapped", "calls"), [(RuntimeError, False, 2), (OfInductor, False, 1), (OfInductor, True, 1)])
+def test_an_error_of_a_kernel_compiler_is_not_taken_for_model_code_that_fails_on_fp16(kind, wrapped, calls):
+    """The first is made again with fp32 results, which cures it; a compiler's is raised at once and blames nothing."""
+    model = Gated(torch.tanh)
+    calibration, x, made = planned(model), torch.randn(4, 64), []
+
+    def call():
+        made.append(1)
+        result = model(x, 1.0)
+        if not calibration.results.any_returned:
+            return result
+        if wrapped:
+            raise RuntimeError("the backend failed") from kind("no kernel")
+        raise kind("no kernel")
+
+    with torch.inference_mode():
+        if kind is RuntimeError:
+            calibration.run(call)
+        else:
+            with pytest.raises(RuntimeError):
+                calibration.run(call)
+    assert len(made) == calls and bool(calibration.error) == (kind is RuntimeError)
