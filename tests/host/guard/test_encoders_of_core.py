@@ -104,10 +104,14 @@ def outcome(vae, run, reference, bound):
     return f"{log.verdict if error < bound else 'wrong'} in {log.events[0].to_mode}: {error:.1e} {log.events[0].evidence}"
 
 
-@pytest.mark.parametrize("profile", ["sm_75", pytest.param("sm_86", marks=pytest.mark.slow)])
+RAISED = ("svd", "seedvr2", "oobleck", "stage_a")
+"""Some of the classes that raised in every dtype but their own."""
+
+
+@pytest.mark.parametrize("profile", ["sm_75", "sm_86"])
 def test_every_vae_that_overflows_comes_out_finite_and_right(comfy, monkeypatch, profile):
     monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", profile)
-    table = {name: outcomes(name, profile) for name in filter(tiny_vaes.is_known, tiny_vaes.VAES)}
+    table = {name: outcomes(name, profile) for name in filter(tiny_vaes.is_known, tiny_vaes.VAES if profile == "sm_75" else RAISED)}
     text = "\n".join(f"{name:22}{action:14}{found}" for name, row in table.items() for action, found in row.items())
     print(text)
     assert all(found.startswith("recovered") for name, row in table.items() for found in row.values() if name != "pixel_space"), text

@@ -149,7 +149,8 @@ def test_four_bit_weights_are_dequantized_when_they_are_escalated(comfy, wan, mo
     with Products(packed) as products:
         after = families.replay(model, call)
     # The last product of each is the layer's own; those before it undo rotations, as a part of dequantizing.
-    assert {made[-1] for made in products.made.values()} == {"fp32"} and len(products.made) == 20
+    assert {made[-1] for made in products.made.values()} == {"fp32"}
+    assert len(products.made) == 19, "all but ffn.0 of the first block, whose shape ComfyUI's detection reads: it is loaded in bf16"
     layers = {layer["name"]: layer for layer in families.report(comfy, model)["layers"]}
     assert {(layers[name]["mode"], layers[name]["kernel"]) for name in packed} == {("fp32", "dequantized")}
     assert 0 < relative_error(after, before) < 0.5
