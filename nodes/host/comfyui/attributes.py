@@ -100,6 +100,12 @@ def quantization_format(layer: Layer) -> str:
     return getattr(layer, "quant_format", None) or ""
 
 
+def set_quantization_format(layer: Layer, name: str, layout: str) -> None:
+    """Set the quantization format that a layer multiplies in, and the layout of its weight, as loading does."""
+    layer.quant_format = name
+    layer.layout_type = layout
+
+
 def is_forced_to_cast(layer: Layer) -> bool:
     """Tell whether the model's compute dtype was changed, for which ComfyUI dequantizes the weights of its layers."""
     return getattr(layer, "comfy_force_cast_weights", False)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from ....precision.arithmetic.linear import lent
 from ....precision.base.patching import patched
-from .attributes import casting
+from .attributes import casting, set_quantization_format
 from .gate import ACTIVATION, OF_RESIDUAL, RESIDUAL, activated, folded_parameters
 from .weights import core_weights, exchanged
 
@@ -45,7 +45,7 @@ def _layers() -> Iterator[tuple[str, torch.nn.Module]]:
         if name in comfy.quant_ops.QUANT_ALGOS and hasattr(comfy.quant_ops.QuantizedTensor, "from_float"):
             weight = comfy.quant_ops.QuantizedTensor.from_float(_numbers(SIZE, SIZE), layout)
             layer = _with_weight(quantized, weight)
-            layer.quant_format, layer.layout_type = name, layout
+            set_quantization_format(layer, name, layout)
             yield name, layer
 
 
