@@ -32,16 +32,6 @@ def floats_in(values) -> list[torch.Tensor]:
     return [leaf for _, leaf in leaves(values) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
 
 
-def cast_arguments(values, dtypes: tuple[torch.dtype, ...], dtype: torch.dtype):
-    """Cast the tensors in one of ``dtypes`` to ``dtype``, in nested tuples and lists;
-    dicts, which may be written to, stay."""
-    if isinstance(values, torch.Tensor):
-        return values.to(dtype) if values.dtype in dtypes else values
-    if type(values) not in (tuple, list):
-        return values
-    return type(values)(cast_arguments(value, dtypes, dtype) for value in values)
-
-
 def replaced(values, function):
     """Copy nested lists, tuples and dicts with ``function`` of each tensor of torch's own classes in its place."""
     if type(values) in PLAIN:

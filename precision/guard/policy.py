@@ -4,7 +4,7 @@ Nothing here runs a model. A failed call is retried in ``fp16_safe``: fp16 matmu
 cannot overflow and reveals every layer's amax; later calls upcast only the layers that need it.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -27,67 +27,51 @@ class Escalation:
 
     Args:
         layers: layer -> mode it runs in.
-        blocks: the top-level parts of the model whose values between layers are fp32; they return the stream's dtype.
         stream: all values between layers are fp32.
         whole: everything is fp32.
     """
 
     layers: Mapping[str, str] = field(default_factory=dict)
-    blocks: frozenset[str] = frozenset()
     stream: bool = False
     whole: bool = False
 
     def __bool__(self) -> bool:
-        return bool(self.layers or self.blocks or self.stream or self.whole)
+        return bool(self.layers or self.everywhere)
 
     def __or__(self, other: "Escalation") -> "Escalation":
         """Merge what runs wider in either: of a layer that both name, the mode that is nearer to fp32."""
         order = list(MODES).index
         nearer = {layer: max(self.layers.get(layer, mode), mode, key=order) for layer, mode in other.layers.items()}
-        blocks = self.blocks | other.blocks
-        return Escalation({**self.layers, **nearer}, blocks, self.stream or other.stream, self.whole or other.whole)
+        return Escalation({**self.layers, **nearer}, self.stream or other.stream, self.whole or other.whole)
+
+    @property
+    def everywhere(self) -> bool:
+        """Tell whether all values between layers are fp32."""
+        return self.stream or self.whole
 
     def named(self) -> dict[str, str]:
-        """Return what the report lists: layers with their modes, or the block, stream or model as a whole."""
+        """Return what the report lists: layers with their modes, and the stream or the model as a whole."""
         if self.whole:
             return {WHOLE_MODEL: FP32.name}
-        named = {enclosing_block(layer, self.blocks) for layer in self.layers}
-        parts = [STREAM] if self.stream else self.blocks - named
-        return {**self.layers, **dict.fromkeys(parts, FP32.name)}
+        return {**self.layers, STREAM: FP32.name} if self.stream else dict(self.layers)
 
     def parts(self) -> list[str]:
-        """List what the page names: the model, the stream, or top-level parts and the layers outside of them."""
-        if self.whole or self.stream:
+        """List what the page names: the model, the stream, or the layers."""
+        if self.everywhere:
             return [WHOLE_MODEL if self.whole else STREAM]
-        return sorted({enclosing_block(layer, self.blocks) or layer for layer in self.layers} | self.blocks)
+        return sorted(self.layers)
 
     def rules(self) -> str:
         """Write the same as lines for Layer Rules, for a model that is given to Compute Dtype."""
         if self.whole:
             return "* compute=fp32 stream=fp32"
-        inner = sorted(self.blocks - self.layers.keys())
-        lines = ["* stream=fp32"] if self.stream else [f"{block}.* stream=fp32" for block in inner]
-        return "\n".join([*lines, *(f"{layer} {MODES[mode].rule} stream=fp32" for layer, mode in self.layers.items())])
+        lines = ["* stream=fp32"] if self.stream else []
+        return "\n".join([*lines, *(f"{layer} {MODES[mode].rule}" for layer, mode in self.layers.items())])
 
 
 ALL_IN_FP32 = Escalation(whole=True)
 AS_PLANNED = Escalation(stream=True)
-"""The fallback of a model's compute plan in the place of that plan, ``fp16_safe``."""
-
-
-@dataclass(frozen=True)
-class ObservedRanges:
-    """The largest magnitudes met in a call in which nothing could overflow.
-
-    Args:
-        layers: layer -> the larger of its largest input and result.
-        blocks: top-level part -> its largest result.
-        attention: the top-level parts with an attention whose bound passes fp16's range.
-    """
-
-    layers: Mapping[str, float] = field(default_factory=dict)
-    blocks: Mapping[str, float] = field(default_factory=dict)
-    attention: frozenset[str] = frozenset()
+"""Run the fallback of a model's compute plan, ``fp16_safe``, instead of the plan."""
 
 
 def model_steps(modes: Mapping[str, str], stream: str, present: Escalation) -> list[Escalation]:
@@ -137,57 +121,31 @@ def encoder_steps(dtype: torch.dtype, has_bf16: bool, quantized: bool = False) -
 def escalation_after(
     repeat: Escalation,
     present: Escalation,
-    observed: ObservedRanges,
+    largest: Mapping[str, float],
     origin: Origin | None,
     modes: Mapping[str, str],
-    stream: str,
 ) -> Escalation:
     """Decide what runs wider from now on, after ``repeat`` gave a finite result.
 
+    A repeat with nothing in fp16 but the operands of products has shown the largest values. If one of them passes half
+    of fp16's range, or if no magnitude explains the failure, all values between layers become fp32. A layer whose own
+    values all fit fp16 fails by its sums or its 8-bit operands: that layer alone is widened.
+
     Args:
+        repeat: the escalation of the finite repeat.
         present: the escalation the call failed in.
-        observed: the magnitudes met in the repeat.
+        largest: layer or top-level part -> the largest magnitude of its inputs and results in the repeat.
         modes: layer -> mode so far, of those that multiply.
-        stream: the dtype of the values between layers; in fp16 ``safe_escalation`` was tried before fp32.
     """
-    if not repeat.whole:
-        return _escalate(present, observed, origin, modes)
-    block = enclosing_block(origin.layer, observed.blocks) if origin else ""
-    if stream == "fp16" or not block or block in present.blocks:
+    if repeat.whole:
         return ALL_IN_FP32
-    inside = {name: FP32.name for name in modes if enclosing_block(name, [block])}
-    return Escalation({**present.layers, **inside}, present.blocks | {block}, present.stream)
-
-
-def _escalate(
-    present: Escalation, observed: ObservedRanges, origin: Origin | None, modes: Mapping[str, str]
-) -> Escalation:
-    """Return the escalation after a failed call that came out finite with nothing in fp16 but the operands of products.
-
-    A layer is made wide if a value it met passes half of fp16's range; if a value between the top-level parts does, the
-    stream is. Where no magnitude explains the failure, the part it happened in is widened, then the stream, then all.
-    """
-    wide = {name: FP16_WIDE.name for name, size in observed.layers.items() if size > LIMIT}
+    too_large = {name for name, size in largest.items() if size > LIMIT}
+    wide = {name: FP16_WIDE.name for name in modes if name in too_large}
     culprit = origin.layer if origin else ""
     if culprit in modes and origin.multiplies and culprit not in wide:
-        # All its values fit fp16: it is its sums or its 8-bit operands that do not.
         lowered = any(mode.sums_in_fp16 or mode.is_8bit for mode in modes_named([modes[culprit]]))
         wide[culprit] = (FP16 if lowered else FP16_WIDE).name
-    blocks = {block for block in (enclosing_block(name, observed.blocks) for name in [*wide, culprit]) if block}
-    if origin and "attention" in origin.op:
-        blocks |= observed.attention
-    grown = Escalation(
-        {**present.layers, **wide},
-        present.blocks | blocks,
-        present.stream or any(size > LIMIT for size in observed.blocks.values()) or not (wide or blocks),
-        present.whole,
-    )
+    grown = Escalation({**present.layers, **wide}, present.stream or bool(too_large) or not wide)
     if grown != present:
         return grown
-    return Escalation(grown.layers, grown.blocks, True, present.stream)
-
-
-def enclosing_block(layer: str, blocks: Collection[str]) -> str:
-    """Return the top-level part a module is in; empty where it is in none."""
-    inside = (block for block in blocks if layer == block or layer.startswith(f"{block}."))
-    return max(inside, key=len, default="")
+    return Escalation(grown.layers, stream=True, whole=present.stream)

@@ -44,7 +44,7 @@ CALIBRATING = {
     "arithmetic/attention._in_first_mode_that_fits",
 }  # fmt: skip
 IN_A_CHECK = {"check/drift"}
-AFTER_A_FAILURE = {"guard/localize", "guard/failure", "guard/inputs", "guard/causes", "guard/escalation._numbers"}
+AFTER_A_FAILURE = {"guard/localize", "guard/failure", "guard/inputs", "guard/causes", "guard/escalation.ranges"}
 ONCE_PER_DEVICE = {"devices/probes", "base/amax._drops_nan"}
 HOST_MEMORY = {"base/amax._fp8_amax", "base/amax.host_amax", "formats/stored_weight.amax", "formats/checkpoint._scale"}
 ANALYSIS = {"study/sensitivity", "study/layer_error", "study/candidates", "formats/fp8"}

@@ -33,13 +33,10 @@ _unclamped = SharedScope(lambda: patched([(comfy.ldm.lumina.model, "clamp_fp16",
 class PlannedModel:
     """Run the calls of a model of ComfyUI under a plan, and record their modes and ranges.
 
-    ``inside``: tell whether one of the other modules can be given fp32 activations, where the plan mixes them in.
     ``fp16_results``: layers between a block's norms and its residual stream may return fp16.
     """
 
-    def __init__(
-        self, plan: ComputePlan, model, inside: Callable[[str], bool] = lambda name: True, fp16_results: bool = False
-    ):
+    def __init__(self, plan: ComputePlan, model, fp16_results: bool = False):
         named = modules_of(model)
         self.modules = {name: module for name, module in named.items() if name in plan.decisions}
         self.forwards = forwards_on(self.modules)
@@ -73,7 +70,7 @@ class PlannedModel:
             self._patches += [patch for module in named.values() for patch in uncast_norm(module)]
         self.casting = [patch for module in named.values() for patch in casting(module)]
         if self._mixes:
-            self._patches += [patch for name, module in named.items() if inside(name) for patch in casting(module)]
+            self._patches += self.casting
 
     @property
     def patches(self) -> list[Patch]:

@@ -13,70 +13,61 @@ from ....precision.base.amax import amax
 from ....precision.base.dtypes import name_of
 from ....precision.base.flags import fp32_accumulation
 from ....precision.base.modes import FP8, FP16_WIDE, FP32, modes_named
-from ....precision.base.nested import cast_arguments, floats_in
+from ....precision.base.nested import floats_in
 from ....precision.base.patching import Patch, patched
 from ....precision.guard.casting import promoting
 from ....precision.guard.localize import Origin
-from ....precision.guard.policy import ALL_IN_FP32, Escalation, ObservedRanges, enclosing_block
+from ....precision.guard.policy import ALL_IN_FP32, Escalation
 from ....precision.plan.compute import ComputeDecision, ComputePlan
 from ..comfyui.execution import Make, adapts_text, conditions_through, is_compiled
 from ..comfyui.gate import product_of, products_noted
 from ..comfyui.layers import matrix_layers, modules_of, top_level_parts
 from ..comfyui.weights import only_multiplies
-from ..compute.attention import attending, forward_of, full_precision_attention, in_one_dtype, kernels_of
+from ..compute.attention import attending, full_precision_attention, in_one_dtype, kernels_of
 from ..compute.layer_modes import planned_modes_of, settings_of, stream_dtype
 from ..compute.per_model import hooks_of, patches_of
 from ..compute.planned_model import PlannedModel, in_fp32
 from ..replay.call import Call
-from ..replay.model_compiler import compiler_off
 from .causes import with_patches
 
 _learned: weakref.WeakKeyDictionary[BaseModel, dict[tuple, Escalation]] = weakref.WeakKeyDictionary()
-CAST = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class EscalatedLayers:
-    """A bare model under an escalation.
+    """A model whose layers run as an escalation asks.
 
     ``modes``: layer -> mode without the escalation, for the layers that multiply.
     """
 
     def __init__(self, escalation: Escalation, model: BaseModel, modes: dict[str, str]):
+        self.escalation = escalation
+        self.everywhere = escalation.everywhere
         self.parts = top_level_parts(model.diffusion_model)
-        self.everywhere = escalation.stream or escalation.whole
-        blocks = () if self.everywhere else escalation.blocks
-        self.blocks = {name: part for name, part in self.parts.items() if name in blocks}
-        modules, own = modules_of(model), dict.fromkeys(modes, FP32.name) if escalation.whole else modes
-        widened = {name: escalation.layers.get(name, mode) for name, mode in own.items() if self._widens(name)}
-        decisions = {name: _decision(mode, modules[name]) for name, mode in widened.items()}
-        others = (name for name in modules if name not in decisions and self._widens(name))  # as their code has it
-        self.decided = {name: decision.mode for name, decision in decisions.items()} | dict.fromkeys(others, FP32.name)
-        self.planned = PlannedModel(ComputePlan.of_layers(decisions), model, self._widens)
-        self.whole = escalation.whole
-        self._inside = 0
-        self._model = model if self.everywhere else None
-
-    def _widens(self, name: str) -> bool:
-        return self.everywhere or bool(enclosing_block(name, self.blocks))
+        modules = modules_of(model)
+        own = dict.fromkeys(modes, FP32.name) if escalation.whole else modes
+        wide = {name: escalation.layers.get(name, mode) for name, mode in own.items()}
+        if not self.everywhere:
+            wide = {name: mode for name, mode in wide.items() if name in escalation.layers}
+        stream = FP32.name if self.everywhere else "same"
+        decisions = {name: _decision(mode, modules[name], stream) for name, mode in wide.items()}
+        self.decided = {name: decision.mode for name, decision in decisions.items()}
+        if self.everywhere:  # other layers run as their code has it, on fp32 activations
+            self.decided |= dict.fromkeys(modules.keys() - decisions.keys(), FP32.name)
+        self.planned = PlannedModel(ComputePlan.of_layers(decisions), model)
+        self._entry = in_fp32(model) if self.everywhere else []
 
     def call(self, call: Call, zeroed: Sequence[Patch] = ()) -> torch.Tensor:
         """Make a call inside of whatever wrappers others have, with the weights ``zeroed`` in place of the model's."""
-        attend = self._attend if self.everywhere or self.blocks else None
-        free = compiler_off() if self.blocks else contextlib.nullcontext()
+        attend = self._attend if self.everywhere else None
         # torch.compile makes a graph anew for each function it has not met.
         if attend and not is_compiled(call.model.current_patcher):
-            call.options = with_patches(call.options, self._promoting)
-        with (
-            free,
-            patched([*self._patches(), *zeroed]),
-            attending(call.model, call, attend),
-            _sums_in_fp32(self.everywhere),
-        ):
+            call.options = with_patches(call.options, promoting)
+        with patched([*self._patches(), *zeroed]), attending(call.model, call, attend), self._sums():
             return self.planned.call(call)
 
     def adapted(self, make: Make) -> dict:
         """Make conditions, which calls layers of the model outside of its calls: a text adapter."""
-        with patched(self._patches()), _sums_in_fp32(self.everywhere):
+        with patched(self._patches()), self._sums():
             return self.planned.call(make)
 
     def modes(self) -> dict[str, str]:
@@ -84,62 +75,29 @@ class EscalatedLayers:
         return self.decided | self.planned.layers.observed_modes()
 
     def _patches(self) -> list[Patch]:
-        own = {id(module): value for module, name, value in self.planned.patches if name == "forward"}
-        given = {name: own.get(id(part), forward_of(part)) for name, part in self.blocks.items()}
-        blocks = [(part, "forward", self._widened_block(given[name])) for name, part in self.blocks.items()]
-        entry = in_fp32(self._model) if self._model else []
-        return [*entry, *self.planned.patches, *blocks]
+        return [*self._entry, *self.planned.patches]
 
-    def _widened_block(self, forward: Callable) -> Callable:
-        """Wrap a part's forward with fp32 between its layers; its result is in the dtype it was given."""
-
-        def run(*args, **kwargs):
-            floats = floats_in([value for value in [*args, *kwargs.values()] if not isinstance(value, dict)])
-            given = next((value.dtype for value in floats if value.dtype != torch.float32), None)
-            args = cast_arguments(args, CAST, torch.float32)
-            kwargs = {key: cast_arguments(value, CAST, torch.float32) for key, value in kwargs.items()}
-            self._inside += 1
-            try:
-                with _sums_in_fp32(True):
-                    result = forward(*args, **kwargs)
-            finally:
-                self._inside -= 1
-            return result if given is None else cast_arguments(result, CAST, given)
-
-        return run
-
-    def _promoting(self, function: Callable) -> Callable:
-        """Wrap a node's function: its operations promote inside of widened blocks, and nowhere else."""
-        promoted = promoting(function)
-
-        def run(*args, **kwargs):
-            return (promoted if self.everywhere or self._inside else function)(*args, **kwargs)
-
-        return run
+    def _sums(self) -> contextlib.AbstractContextManager:
+        return fp32_accumulation() if self.everywhere else contextlib.nullcontext()
 
     def _attend(self, function: Callable, attention: Callable, *args, **kwargs) -> torch.Tensor:
-        if not (self.everywhere or self._inside):
-            return attention(*args, **kwargs)
         plain = full_precision_attention(function)
-        if self.whole:
+        if self.escalation.whole:
             return in_one_dtype(plain, *args, **kwargs)
         return self.planned.attention(kernels_of(plain, plain), *args, **kwargs)
 
 
 class RangeObserver:
-    """Measure the largest magnitudes of a call, of each layer that multiplies and of each top-level part.
+    """Measure the largest magnitudes of a call: of the inputs and results of each layer that multiplies, and of the
+    results of each top-level part.
 
-    Finds the parts with an attention that fp16 could not hold, too. Enter :meth:`watching` around the call.
+    Enter :meth:`watching` around the call.
     """
 
     def __init__(self, layers: EscalatedLayers):
         self._named = [(name, module, self._layer) for name, module in layers.planned.modules.items()]
         self._named += [(name, part, self._part) for name, part in layers.parts.items()]
-        self._layers: dict[str, torch.Tensor] = {}
-        self._blocks: dict[str, torch.Tensor] = {}
-        self._attention = layers.planned.attention
-        self._seen = 0
-        self._with_full_attention: set[str] = set()
+        self._largest: dict[str, torch.Tensor] = {}
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -148,26 +106,20 @@ class RangeObserver:
             yield
 
     def _layer(self, name: str, module: torch.nn.Module, args: tuple, result) -> None:
-        self._note(self._layers, name, product_of(module, args, result))
+        self._note(name, product_of(module, args, result))
 
     def _part(self, name: str, module: torch.nn.Module, args: tuple, result) -> None:
-        self._note(self._blocks, name, result)
-        first, self._seen = self._seen, self._attention.index
-        if any(self._attention.calls_in_fp32[first : self._seen]):
-            self._with_full_attention.add(name)
+        self._note(name, result)
 
-    def _note(self, kept: dict[str, torch.Tensor], name: str, values) -> None:
+    def _note(self, name: str, values) -> None:
         for value in floats_in(values):
             size = amax(value)
-            kept[name] = torch.maximum(kept[name], size) if name in kept else size
+            self._largest[name] = torch.maximum(self._largest[name], size) if name in self._largest else size
 
-    def ranges(self) -> ObservedRanges:
-        """Read the magnitudes back from the device."""
-        return ObservedRanges(_numbers(self._layers), _numbers(self._blocks), frozenset(self._with_full_attention))
-
-
-def _numbers(kept: dict[str, torch.Tensor]) -> dict[str, float]:
-    return dict(zip(kept, map(torch.Tensor.item, kept.values()), strict=True))
+    def ranges(self) -> dict[str, float]:
+        """Return layer or part -> its largest magnitude, read back from the device."""
+        sizes = torch.stack([*self._largest.values()]).tolist() if self._largest else []
+        return dict(zip(self._largest, sizes, strict=True))
 
 
 @contextlib.contextmanager
@@ -182,11 +134,7 @@ def hooked(watched: Iterable[tuple[str, torch.nn.Module, Callable]]) -> Iterator
             handle.remove()
 
 
-def _sums_in_fp32(here: bool) -> contextlib.AbstractContextManager:
-    return fp32_accumulation() if here else contextlib.nullcontext()
-
-
-def _decision(mode: str, module: torch.nn.Module) -> ComputeDecision:
+def _decision(mode: str, module: torch.nn.Module, stream: str) -> ComputeDecision:
     """Decide the arithmetic of a layer with a mode under an escalation.
 
     A custom layer of another loader, which does more than multiply, runs in fp32 where it would have to be wide; fp8
@@ -195,7 +143,7 @@ def _decision(mode: str, module: torch.nn.Module) -> ComputeDecision:
     """
     if any(known.is_wide for known in modes_named([mode])):
         mode = FP16_WIDE.name if only_multiplies(module) else FP32.name
-    return ComputeDecision(FP16_WIDE.name if mode == FP8.name else mode, "fp32", "escalated by the guard")
+    return ComputeDecision(FP16_WIDE.name if mode == FP8.name else mode, stream, "escalated by the guard")
 
 
 @contextlib.contextmanager

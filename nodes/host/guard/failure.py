@@ -135,7 +135,7 @@ class ModelCall(FailedCall):
             fall_back(self.model)
             return f"{GOES_ON} {SAME_SEED}"
         guarded, ranges = self.guarded, self._observer.ranges()
-        guarded.remember(escalation_after(step, guarded.escalation, ranges, origin, guarded.modes, guarded.stream))
+        guarded.remember(escalation_after(step, guarded.escalation, ranges, origin, guarded.modes))
         return SAME_SEED
 
     def widened(self, step: Escalation) -> StartAgain:

@@ -1,7 +1,7 @@
 """Finding tensors in what models are given and return."""
 
 import torch
-from halfsafe.precision.base.nested import cast_arguments, floats_in, leaves, tensors_in
+from halfsafe.precision.base.nested import floats_in, leaves, tensors_in
 
 A, B, INTEGERS = torch.zeros(1), torch.ones(2), torch.ones(3, dtype=torch.int64)
 
@@ -27,10 +27,3 @@ def test_tensors_are_found_in_lists_tuples_dicts_and_nested_tensors():
 def test_tensors_of_other_classes_are_told_from_torchs_own():
     other = torch.zeros(1).as_subclass(Other)
     assert tensors_in([other, A]) == [A] and len(floats_in([other, A])) == 2
-
-
-def test_a_cast_changes_named_dtypes_and_leaves_dicts_as_they_are():
-    options = {"sigmas": A.half()}
-    tensor, (inner, integers), same = cast_arguments([A.half(), (B.half(), INTEGERS), options], (torch.float16,), torch.float32)
-    assert tensor.dtype == inner.dtype == torch.float32
-    assert integers is INTEGERS and same is options and options["sigmas"].dtype == torch.float16

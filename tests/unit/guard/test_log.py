@@ -46,8 +46,8 @@ def test_a_verdict_is_told_once_with_the_counts():
     log = GuardLog(notify=told)
     log.notify_verdict(Escalation())
     assert told == []
-    log.notify_verdict(Escalation({"blocks.0.down": "fp32", "head": "fp32"}, frozenset({"blocks.0"})))
-    assert told.pop() == ("verdict", "clean", "Began wider, as an earlier run showed: blocks.0, head.", "")
+    log.notify_verdict(Escalation({"blocks.0.down": "fp32", "head": "fp32"}))
+    assert told.pop() == ("verdict", "clean", "Began wider, as an earlier run showed: blocks.0.down, head.", "")
     log.note(event_of(CallPosition(1), ORIGIN, "fp16", "fp16_wide", True), ORIGIN, "recovered")
     log.extra_calls = 2
     log.notify_verdict(Escalation())
