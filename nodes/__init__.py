@@ -4,6 +4,7 @@ import logging
 
 from comfy_api.latest import ComfyExtension, io
 
+from ..precision.base.debug_log import set_log_level
 from ..precision.devices.detect import drop_wrong_profile
 from . import accumulation, analysis, calibrate, compare, compute, guard, loaders, measure, report, rules, save
 from .host.comfyui.kernels import warn_once
@@ -16,7 +17,7 @@ NODES: list[type[io.ComfyNode]] = [node for file in FILES for node in file.NODES
 
 class HalfsafeExtension(ComfyExtension):
     async def on_load(self) -> None:
-        if problem := drop_wrong_profile():
+        for problem in filter(None, (drop_wrong_profile(), set_log_level())):
             logging.error("Halfsafe: %s", problem)
         warn_once()
         watch_every_run()

@@ -37,7 +37,7 @@ if COMFYUI:
     inprocess.setup_comfyui(COMFYUI, Path(_base.name), "--cpu")
 
 
-ONCE_PER_CALL = {"arithmetic/proofs.read", "guard/model.__call__"}
+ONCE_PER_CALL = {"arithmetic/proofs.read", "guard/model.around_call"}
 CALIBRATING = {
     "arithmetic/linear._choose", "arithmetic/linear._first_product", "arithmetic/operand_scale._is_same", "arithmetic/calibration.watch_inputs",
     "arithmetic/fp16_accumulation._calibrate", "arithmetic/attention._note", "arithmetic/attention._calibrated",

@@ -21,13 +21,13 @@ from ..comfyui.execution import COMPILE_KWARGS, is_compiled, is_on_several_devic
 from ..comfyui.known_calls import Feature, why_off
 from ..comfyui.layers import modules_of
 from ..comfyui.weights import exchanged, only_multiplies, weights_of
-from ..comfyui.wrappers import ACCUMULATION, set_wrapper
 from ..compute.attention import attending, kernels_of
 from ..compute.executor import compute_of
 from ..compute.fp8_product import Refused, fast_accumulation
 from ..compute.layer_modes import planned_modes_of, settings_of
 from ..compute.per_model import PerModel, forwards_on
 from ..replay.call import Call
+from ..replay.interceptor import ACCUMULATION, Run, Stage, put_stage
 from ..replay.model_compiler import compiler_off
 
 
@@ -39,7 +39,7 @@ def with_accumulation(patcher, request: Request):
         return clone
     earlier = accumulation_of(patcher)
     accumulation = Accumulation(request.over(earlier.request) if earlier else request)
-    set_wrapper(clone, ACCUMULATION, accumulation)
+    put_stage(clone, ACCUMULATION, accumulation)
     clone.set_attachments(ACCUMULATION, accumulation)
     return clone
 
@@ -49,22 +49,25 @@ def accumulation_of(patcher) -> "Accumulation | None":
     return patcher.attachments.get(ACCUMULATION)
 
 
-class Accumulation:
-    """Wrap the calls of models (ComfyUI's APPLY_MODEL) for one request. It keeps what it learns of each model it runs,
-    not the model."""
+class Accumulation(Stage):
+    """Run the calls of models under one request. It keeps what it learns of each model it runs, not the model."""
 
     def __init__(self, request: Request):
         self.request = request
         self.runs: PerModel[AccumulationRun] = PerModel(lambda model: AccumulationRun(request, model), _settings)
 
-    def __call__(self, executor, *args, **kwargs):
-        run, call = self.runs.of(executor.class_obj), Call(executor, *args, **kwargs)
+    def around_call(self, run: Run, call: Call) -> torch.Tensor:
+        """Make a call with sums as asked; under a rung that decides about every layer, torch's flags alone are set."""
+        sums = self.runs.of(call.model)
+        if call.rung and call.rung.everywhere:
+            with flags.flags_set(sums.plan.flags):
+                return run(call)
 
-        def once():
-            with patched(run.patches), attending(executor.class_obj, call, run.attend), run.scope():
-                return call()
+        def once() -> torch.Tensor:
+            with patched(sums.patches), attending(call.model, call, sums.attend), sums.scope():
+                return run(call)
 
-        return run.calibration.run(once) if run.watches else once()
+        return sums.calibration.run(once) if sums.watches else once()
 
     def plan_for(self, patcher) -> AccumulationPlan:
         """Return the plan its calls followed, else the one the next call will."""

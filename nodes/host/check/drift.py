@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import logging
 from collections.abc import Callable, Iterator
@@ -15,7 +14,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 
 from ....precision.base.modes import FP16_ACC16, FP32
-from ....precision.base.patching import compile_disabled, patched
+from ....precision.base.patching import compile_disabled
 from ....precision.check import drift
 from ....precision.guard.casting import CastsToFp32
 from ....precision.guard.log import GuardLog
@@ -24,18 +23,17 @@ from ....precision.guard.random_start import RandomStart
 from ....precision.report.report_text import check_text
 from ....precision.report.schema import CheckReport
 from ..accumulation.accumulation_report import layer_accumulation
-from ..accumulation.executor import accumulation_of
 from ..comfyui.attributes import DENOISED
 from ..comfyui.execution import is_compiled, is_on_several_devices, is_oom
 from ..comfyui.kernels import DEQUANTIZED, general_operations
 from ..comfyui.layers import top_level_parts
-from ..compute.executor import compute_of
 from ..compute.layer_modes import kernels_of, observed_modes_of, stream_dtype
 from ..guard.escalation import EscalatedLayers, Guarded, hooked
-from ..guard.failure import INSIDE, images_of, sigma_of, step_of
+from ..guard.failure import images_of, sigma_of, step_of
 from ..replay.call import Call
 from ..replay.code_owner import packs_on
 from ..replay.core_state import CoreState
+from ..replay.interceptor import Run
 from ..replay.model_compiler import compiler_off
 
 logger = logging.getLogger("halfsafe")
@@ -117,12 +115,12 @@ class DriftCheck:
         with compiler_off(), blocks:  # torch.compile compiles a module with hooks anew
             yield
 
-    def compare(self, result: torch.Tensor) -> None:
+    def compare(self, run: Run, result: torch.Tensor) -> None:
         """Compare the call's result with the same call in fp32; whatever goes wrong is logged, and the run goes on."""
         after, left_out = CoreState(self.call.options), ""
         try:
-            with learning_apart(self.patcher), compile_disabled():
-                left_out = self._compare(result)
+            with compile_disabled():
+                left_out = self._compare(run, result)
         except comfy.model_management.InterruptProcessingException:
             comfy.model_management.interrupt_current_processing()  # the user's, and the sampler's to act on
             left_out = INTERRUPTED
@@ -143,13 +141,13 @@ class DriftCheck:
         self.log.checks.append(self.report)
         logger.info("Halfsafe check: %s", check_text(asdict(self.report)))
 
-    def _compare(self, result: torch.Tensor) -> str:
+    def _compare(self, run: Run, result: torch.Tensor) -> str:
         """Compare the call with fp32. Returns why that was not possible; empty where it was."""
         if is_on_several_devices(self.patcher):
             return OTHER_DEVICES
         blocks = BlockOutputs(self.model.diffusion_model)
         with blocks.watched():
-            exact = self._in_fp32()
+            exact = self._in_fp32(run)
         if not blocks.samples or not torch.isfinite(exact).all():
             return NOT_FINITE if blocks.samples else NOTHING_RAN
         skipped = not is_compiled(self.patcher) and blocks.samples.keys() - self.blocks.samples.keys()
@@ -173,22 +171,17 @@ class DriftCheck:
             event = drift.drift_event(self.report, min(decibels), threshold, sorted(rows))
             self.log.note_drift(event, drift.drift_sentence(event))
 
-    def _in_fp32(self) -> torch.Tensor:
+    def _in_fp32(self, run: Run) -> torch.Tensor:
         """Make the call once more in fp32, in and between its layers, with the random numbers it had."""
-        layers = EscalatedLayers(ALL_IN_FP32, self.model, self.guarded.modes)
-        widened = self.guarded.escalation
-        given = torch.float32 if widened.stream or widened.whole else stream_dtype(self.patcher)
-        call = with_rounded_guidance(without_step_cache(self.call), given)
+        call = self.call.again(EscalatedLayers(ALL_IN_FP32, self.model, self.guarded.modes))
+        call.options = without_step_cache(call.options)
+        given = torch.float32 if self.guarded.escalation.everywhere else stream_dtype(self.patcher)
+        call.extra = with_rounded_guidance(call.extra, given)
         call.x = self.latent.clone()
         self.report.repeats += 1
         self.log.extra_calls += 1
-
-        def inside(call: Call) -> torch.Tensor:
-            with CastsToFp32():
-                return layers.call(call)
-
-        with self.start.again(), general_operations():
-            return call.again({INSIDE: inside})
+        with self.start.again(), general_operations(), CastsToFp32():
+            return run(call)
 
 
 def _arithmetic(patcher: ModelPatcher, guarded: Guarded) -> str:
@@ -204,33 +197,19 @@ def _arithmetic(patcher: ModelPatcher, guarded: Guarded) -> str:
     return drift.coarsest(found | ({"4-bit products"} if other else set()))
 
 
-@contextlib.contextmanager
-def learning_apart(patcher: ModelPatcher) -> Iterator[None]:
-    """Give the model a compute plan and accumulation that learn apart from its own while the context lasts.
-
-    No later call depends on what they measure.
-    """
-    compute, accumulation = compute_of(patcher), accumulation_of(patcher)
-    fresh: list[tuple] = [(compute, "runs", type(compute)(compute.plan).runs)] if compute else []
-    fresh += [(accumulation, "runs", type(accumulation)(accumulation.request).runs)] if accumulation else []
-    with patched(fresh):
-        yield
-
-
-def without_step_cache(call: Call) -> Call:
-    """Copy a call past the wrapper of ComfyUI's EasyCache, which keeps results of steps."""
-    copied, wrappers = copy.copy(call), dict(call.options.get("wrappers", {}))
+def without_step_cache(options: dict) -> dict:
+    """Copy ``transformer_options`` without the wrapper of ComfyUI's EasyCache, which keeps results of steps."""
+    wrappers = dict(options.get("wrappers", {}))
     inner = wrappers.get(WrappersMP.DIFFUSION_MODEL, {})
     wrappers[WrappersMP.DIFFUSION_MODEL] = {key: group for key, group in inner.items() if key != STEP_CACHE_KEY}
-    copied.options = {**call.options, "wrappers": wrappers}
-    return copied
+    return {**options, "wrappers": wrappers}
 
 
-def with_rounded_guidance(call: Call, dtype: torch.dtype) -> Call:
-    """Copy a call with its embedded guidance rounded as the model's own code rounds it."""
+def with_rounded_guidance(arguments: dict, dtype: torch.dtype) -> dict:
+    """Copy a call's arguments with the embedded guidance rounded as the model's own code rounds it."""
     # Flux and Hunyuan Video multiply it by 1000 in the dtype of the values between layers (``timestep_embedding`` in
     # comfy/ldm/flux/layers.py): 6.0 becomes 6016 in bf16.
-    copied, guidance = copy.copy(call), call.extra.get("guidance")
-    if isinstance(guidance, torch.Tensor) and guidance.is_floating_point():
-        copied.extra = {**call.extra, "guidance": (guidance.to(dtype) * GUIDANCE_FACTOR).float() / GUIDANCE_FACTOR}
-    return copied
+    guidance = arguments.get("guidance")
+    if not isinstance(guidance, torch.Tensor) or not guidance.is_floating_point():
+        return arguments
+    return {**arguments, "guidance": (guidance.to(dtype) * GUIDANCE_FACTOR).float() / GUIDANCE_FACTOR}

@@ -72,6 +72,20 @@ class PlannedLayers:
             mode = FP8_RESULT if self._activations == FP32.name else self._activations
         return torch.float32 if mode == FP16_WIDE.name else dtype_named(mode)
 
+    def __repr__(self) -> str:
+        """Write a line for each layer: what runs it, in which mode, how its operand is scaled, why."""
+        modes = self.observed_modes()
+        lines = [f"{name}: {modes[name]}, {self._runner(name)}. {self._decisions[name].reason}" for name in modes]
+        return "\n".join([f"{len(lines)} layers with a plan", *lines])
+
+    def _runner(self, name: str) -> str:
+        if name not in self.operations:
+            return type(self.casts[name]).__name__ if name in self.casts else Fp8Linear.__name__
+        operation = self.operations[name]
+        watched = "result looked at in each call" if operation.finite else "result not looked at"
+        scale = operation.scale
+        return f"operand times 2^-{scale.exponent}, largest {scale.largest:.3g}, {watched}"
+
     def planned_modes(self) -> dict[str, str]:
         """Return layer -> the mode its forward was made for, the same before and after any call."""
         modes = {name: decision.mode for name, decision in self._decisions.items()}
@@ -106,7 +120,8 @@ def holds_sums(plan: ComputePlan) -> bool:
 class CastOperation:
     """Cast a layer's input and call the forward that is on the layer now: ComfyUI's classes cast their weights to that.
 
-    It is read inside of accumulation's wrapper, so it is accumulation's where that has one (``wrappers.PLACES``).
+    It is read inside of accumulation's stage, so it is accumulation's forward where a layer has one
+    (``interceptor.AROUND_CALLS``).
     """
 
     def __init__(self, name: str, layer: torch.nn.Module, dtype: torch.dtype, calibration: Calibration):

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 
 import torch
 from comfy.model_patcher import ModelPatcher
-from comfy.patcher_extension import WrappersMP
 
 from ....precision.base.modes import INT8
 from ....precision.base.patching import Patch, patched
@@ -16,8 +15,8 @@ from ..comfyui.execution import Make, adapts_text, conditions_through
 from ..comfyui.known_calls import Feature, why_off
 from ..comfyui.layers import modules_of
 from ..comfyui.page import running_node_id
-from ..comfyui.wrappers import COMPUTE, set_wrapper
 from ..replay.call import Call
+from ..replay.interceptor import COMPUTE, Run, Stage, put_stage, take_stages
 from .attention import attending, fuses_by_default, has_attention_patch, scores_in_fp32
 from .per_model import PerModel
 from .planned_model import PlannedModel, estimated_in_fp32, in_fp32
@@ -44,13 +43,12 @@ def set_compute(patcher, plan: ComputePlan) -> None:
     """
     reason = why_off(Feature.LAYERS) if plan.exchanges or plan.fallback else ""
     plan = plan.refused(reason) if reason else plan
-    for kind in (WrappersMP.APPLY_MODEL, WrappersMP.OUTER_SAMPLE):
-        patcher.remove_wrappers_with_key(kind, COMPUTE)
     compute = Compute(plan)
     patcher.set_attachments(COMPUTE, compute)
     if plan.exchanges or plan.fallback:
-        set_wrapper(patcher, COMPUTE, compute)
-        set_wrapper(patcher, COMPUTE, compute.sampling, WrappersMP.OUTER_SAMPLE)
+        put_stage(patcher, COMPUTE, compute)
+    else:
+        take_stages(patcher, COMPUTE)
 
 
 def planned_on(patcher) -> "Compute | None":
@@ -85,9 +83,8 @@ def fall_back(model) -> None:
     _fell_back.add(model)
 
 
-class Compute:
-    """Wrap the calls of models (ComfyUI's APPLY_MODEL) for one plan. It keeps what it learns of each model it runs, not
-    the model.
+class Compute(Stage):
+    """Run the calls of models under one plan. It keeps what it learns of each model it runs, not the model.
 
     ``node_id``: the node that planned, whose badge says what the plan became.
     """
@@ -103,25 +100,30 @@ class Compute:
         """Return what runs a model now: the fallback after an overflow, else this."""
         return self.fallback if self.fallback and model in _fell_back else self
 
-    def __call__(self, executor, *args, **kwargs):
-        call = Call(executor, *args, **kwargs)
+    def around_call(self, run: Run, call: Call) -> torch.Tensor:
+        """Make a call under the plan, or under its fallback after an overflow; a rung that decides about every layer
+        takes the plan's place."""
+        if call.rung and call.rung.everywhere:
+            return run(call)
         acting = self.acting(call.model)
-        watched = self.fallback and acting is self
-        with attending(call.model, call, scores_in_fp32 if watched and not fuses_by_default() else None):
-            return acting.run(call) if acting.plan.exchanges else call.make({})
+        if acting.plan.exchanges:
+            return acting._exchanged(run, call)
+        in_fp16 = self.fallback and acting is self and not fuses_by_default()
+        with attending(call.model, call, scores_in_fp32 if in_fp16 else None):
+            return run(call)
 
-    def run(self, call: Call) -> torch.Tensor:
+    def _exchanged(self, run: Run, call: Call) -> torch.Tensor:
         """Make a call with the plan's forwards and attention in place of the model's."""
-        run = self.runs.of(call.model)
-        run.hand_out(fp32=has_attention_patch(call.options))
+        planned = self.runs.of(call.model)
+        planned.hand_out(fp32=has_attention_patch(call.options))
 
         @contextmanager
-        def planned() -> Iterator[None]:
-            patches = self._patches(call.model, run)
-            with patched(patches), attending(call.model, call, run.attend, run.inputs):
+        def exchanged() -> Iterator[None]:
+            patches = self._patches(call.model, planned)
+            with patched(patches), attending(call.model, call, planned.attend, planned.inputs):
                 yield
 
-        return run.call(call, planned)
+        return planned.call(lambda: run(call), exchanged)
 
     def planned_modes(self, patcher: ModelPatcher) -> dict[str, str]:
         """Return layer -> planned mode; what layers cannot do is known from the first call on."""
@@ -142,8 +144,8 @@ class Compute:
         """Return device -> layer -> mode, as found in the calls of each device that made some (MultiGPU)."""
         return {device: run.layers.observed_modes() for device, run in self.runs.by_device(patcher).items()}
 
-    def sampling(self, executor, *args, **kwargs):
-        """Wrap a sampler's run: what the model does with its text before its calls follows the plan too, and so does
+    def around_sampling(self, executor, *args, **kwargs):
+        """Run a sampler: what the model does with its text before its calls follows the plan too, and so does
         the memory that ComfyUI makes room for."""
         model = executor.class_obj.model_patcher.model
         estimate = estimated_in_fp32(model) if self.acting(model).plan.is_safe else []

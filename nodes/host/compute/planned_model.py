@@ -1,5 +1,6 @@
 """Run one model of ComfyUI under a compute plan: what is set on it during a call, and what its calls show."""
 
+import logging
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -16,16 +17,16 @@ from ....precision.base.modes import FP16_WIDE, INT8
 from ....precision.base.patching import Patch, SharedScope, patched
 from ....precision.plan.compute import ComputePlan
 from ..comfyui.attributes import MEMORY_ESTIMATE, casting, scaled_input, with_cast_dtype, with_scaled_input
-from ..comfyui.execution import Make, switches_by_layer
+from ..comfyui.execution import switches_by_layer
 from ..comfyui.layers import is_quantized, modules_of
 from ..comfyui.weights import calling_layers, uncast_norm
-from ..replay.call import Call
 from ..replay.model_compiler import compiler_off
 from .attention import in_one_dtype, kernels_of
 from .core_layers import PlannedLayers, holds_sums, int8_patches
 from .per_model import forwards_on
 from .ruled_attention import RuledAttention
 
+logger = logging.getLogger("halfsafe.compute")
 _unclamped = SharedScope(lambda: patched([(comfy.ldm.lumina.model, "clamp_fp16", lambda x: x)]))
 """Lumina and Z-Image put 65504 in place of what overflows in fp16, where a look at the result is to find it."""
 
@@ -60,6 +61,7 @@ class PlannedModel:
         clamps = plan.is_safe and any(type(m).__module__ == "comfy.ldm.lumina.model" for m in named.values())
         self._clamping = _unclamped if clamps else nullcontext()
         self._alike: bool | None = None
+        self._repeats = 0
         self.ruled = RuledAttention(plan.attention, named)
         self.attention = SafeAttention(self.calibration, self.ruled.is_inside)
         self._patches = list(self.layers.patches)
@@ -85,7 +87,7 @@ class PlannedModel:
             self.calibration.results.allowed = self._fp16_results and not fp32
             self.calibration.recalibrate()
 
-    def call(self, call: Call | Make, around: Callable[[], AbstractContextManager] = nullcontext):
+    def call(self, call: Callable, around: Callable[[], AbstractContextManager] = nullcontext):
         """Make a call of the model, or of its text adapter, inside of ``around``; again when a proof does not hold.
 
         A GPU is waited for outside of ``around``: it computes while patches are taken off.
@@ -102,7 +104,12 @@ class PlannedModel:
             with around(), fp32_accumulation() if off else nullcontext(), free, self.calling, self._clamping:
                 return call()
 
-        return self.calibration.run(once)
+        measures = self.calibration.calibrating
+        result = self.calibration.run(once)
+        if measures or self.calibration.repeats != self._repeats:
+            self._repeats = self.calibration.repeats
+            logger.debug("Halfsafe: %s", self.layers)
+        return result
 
     def _allocates_alike(self) -> bool:
         if self.calibration.calibrating:

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from comfy.model_base import BaseModel
@@ -24,17 +24,19 @@ from ..comfyui.gate import product_of, products_noted
 from ..comfyui.layers import matrix_layers, modules_of, top_level_parts
 from ..comfyui.weights import only_multiplies
 from ..compute.attention import attending, full_precision_attention, in_one_dtype, kernels_of
+from ..compute.executor import compute_of
 from ..compute.layer_modes import planned_modes_of, settings_of, stream_dtype
 from ..compute.per_model import hooks_of, patches_of
 from ..compute.planned_model import PlannedModel, in_fp32
 from ..replay.call import Call
+from ..replay.interceptor import Run
 from .causes import with_patches
 
 _learned: weakref.WeakKeyDictionary[BaseModel, dict[tuple, Escalation]] = weakref.WeakKeyDictionary()
 
 
 class EscalatedLayers:
-    """A model whose layers run as an escalation asks.
+    """A rung: a model whose layers run as an escalation asks.
 
     ``modes``: layer -> mode without the escalation, for the layers that multiply.
     """
@@ -48,22 +50,26 @@ class EscalatedLayers:
         wide = {name: escalation.layers.get(name, mode) for name, mode in own.items()}
         if not self.everywhere:
             wide = {name: mode for name, mode in wide.items() if name in escalation.layers}
-        stream = FP32.name if self.everywhere else "same"
-        decisions = {name: _decision(mode, modules[name], stream) for name, mode in wide.items()}
+        compute = compute_of(model.current_patcher)
+        planned = compute.plan.decisions if compute else {}
+        decisions = {}
+        for name, mode in wide.items():
+            keeps_stream = not self.everywhere and not (name in planned and planned[name].stream == FP32.name)
+            decisions[name] = _decision(mode, modules[name], "same" if keeps_stream else FP32.name)
         self.decided = {name: decision.mode for name, decision in decisions.items()}
         if self.everywhere:  # other layers run as their code has it, on fp32 activations
             self.decided |= dict.fromkeys(modules.keys() - decisions.keys(), FP32.name)
         self.planned = PlannedModel(ComputePlan.of_layers(decisions), model)
         self._entry = in_fp32(model) if self.everywhere else []
 
-    def call(self, call: Call, zeroed: Sequence[Patch] = ()) -> torch.Tensor:
-        """Make a call inside of whatever wrappers others have, with the weights ``zeroed`` in place of the model's."""
+    def around_call(self, run: Run, call: Call) -> torch.Tensor:
+        """Make a call with these layers in place of the model's."""
         attend = self._attend if self.everywhere else None
         # torch.compile makes a graph anew for each function it has not met.
         if attend and not is_compiled(call.model.current_patcher):
             call.options = with_patches(call.options, promoting)
-        with patched([*self._patches(), *zeroed]), attending(call.model, call, attend), self._sums():
-            return self.planned.call(call)
+        with patched(self._patches()), attending(call.model, call, attend), self._sums():
+            return self.planned.call(lambda: run(call))
 
     def adapted(self, make: Make) -> dict:
         """Make conditions, which calls layers of the model outside of its calls: a text adapter."""

@@ -8,7 +8,7 @@ import torch
 
 from ....precision.base.amax import amax_value
 from ....precision.base.modes import FP16_WIDE
-from ....precision.base.patching import compile_disabled
+from ....precision.base.patching import Patch, compile_disabled, patched
 from ....precision.guard.failed_call import Attempt, FailedCall
 from ....precision.guard.inputs import NotFiniteInput
 from ....precision.guard.localize import Localizer, Origin
@@ -24,12 +24,11 @@ from ..compute.attention import OVERRIDE, overridden
 from ..compute.executor import fall_back, fallen_back, may_fall_back
 from ..replay.call import Call
 from ..replay.code_owner import code_owner, packs_on
-from ..replay.restart import SAMPLING, Sampling, StartAgain
+from ..replay.interceptor import Run
+from ..replay.restart import StartAgain
 from .causes import LoadedWeights, call_inputs
 from .escalation import EscalatedLayers, Guarded, RangeObserver
 
-INSIDE = "halfsafe_guard"
-"""The entry of ``transformer_options`` that says how the guard's innermost wrapper runs a call; no model gets it."""
 REPEATED_BESIDE = (
     "A failed call was repeated beside {0}, as the sampling could not start again: "
     "what {0} keeps between steps may be of the failed call."
@@ -59,13 +58,19 @@ class ModelCall(FailedCall):
     """One call of a diffusion model, the ``number``th of its run. Methods do what ``FailedCall`` says of them."""
 
     def __init__(
-        self, call: Call, number: int, start: RandomStart, result: torch.Tensor, guarded: Guarded, hidden: bool
+        self,
+        run: Run,
+        call: Call,
+        number: int,
+        start: RandomStart,
+        result: torch.Tensor,
+        guarded: Guarded,
+        hidden: bool,
     ):
-        self.model, self.guarded = call.model, guarded
+        self.model, self.guarded, self._run = call.model, guarded, run
         patcher = call.model.current_patcher
         promised = AS_PLANNED if may_fall_back(patcher) and not guarded.escalation else None
-        self._sampling: Sampling | None = call.options.get(SAMPLING)
-        can_start_again = self._sampling is not None and self._sampling.can_start_again
+        can_start_again = call.sampling is not None and call.sampling.can_start_again
         self._last: Attempt | None = None
         super().__init__(
             call,
@@ -88,36 +93,35 @@ class ModelCall(FailedCall):
         )
 
     def run(self, given: Call) -> Attempt:
-        return self._attempt(given, self._as_it_was)
+        return self._attempt(given.again(self.guarded.layers))
 
     def watched(self, given: Call) -> tuple[Attempt, Origin | None]:
-        return self._watched(given, self._as_it_was)
+        return self._watched(given.again(self.guarded.layers))
 
     def watched_at(self, step: Escalation, given: Call) -> Origin | None:
-        return self._watched(given, EscalatedLayers(step, self.model, self.guarded.modes).call)[1]
+        return self._watched(given.again(EscalatedLayers(step, self.model, self.guarded.modes)))[1]
 
     def maker(self, layer: str) -> str:
         return code_owner(self.model.diffusion_model.get_submodule(layer).forward)
 
-    def _watched(self, given: Call, run: Callable[[Call], torch.Tensor]) -> tuple[Attempt, Origin | None]:
+    def _watched(self, again: Call) -> tuple[Attempt, Origin | None]:
         localizer = Localizer(self.model.diffusion_model, measuring)
-
-        def watched(call: Call) -> torch.Tensor:
-            call.executor = functools.partial(_watched, localizer, call.executor)
-            return run(call)
-
+        again.executor = functools.partial(_watched, localizer, again.executor)
         with compile_disabled():
-            attempt = self._attempt(given, watched)
+            attempt = self._attempt(again)
         return attempt, localizer.origin(attempt.result)
 
     def run_at(self, step: Escalation, given: Call, zeroed: Sequence[str] = ()) -> Attempt:
         if step == AS_PLANNED:
             with fallen_back(self.model):
-                return self._attempt(given, lambda call: call.make({}))
+                return self._attempt(given.again(None))
         layers = EscalatedLayers(step, self.model, self.guarded.modes)
         self._observer = RangeObserver(layers)
+        again = given.again(layers)
+        if zeroed:
+            again.executor = functools.partial(_with_weights, self.weights.zeroed(zeroed), again.executor)
         with self._observer.watching():
-            return self._attempt(given, lambda call: layers.call(call, self.weights.zeroed(zeroed)))
+            return self._attempt(again)
 
     def inputs(self, given: Call) -> list[NotFiniteInput]:
         return call_inputs(given, first=self.position.call == 1)
@@ -141,8 +145,8 @@ class ModelCall(FailedCall):
     def widened(self, step: Escalation) -> StartAgain:
         if step == AS_PLANNED:
             fall_back(self.model)
-            return StartAgain(self._sampling)
-        return StartAgain(self._sampling, self.guarded.remember(self.guarded.escalation | step))
+            return StartAgain(self.given.sampling)
+        return StartAgain(self.given.sampling, self.guarded.remember(self.guarded.escalation | step))
 
     def settle(self) -> None:
         """Leave ComfyUI's state of the repeat that cured the call, or its state before the call, to later calls."""
@@ -153,21 +157,23 @@ class ModelCall(FailedCall):
         else:
             self.given.forget()
 
-    def _as_it_was(self, call: Call) -> torch.Tensor:
-        return self.guarded.layers.call(call) if self.guarded.layers else call()
-
-    def _attempt(self, given: Call, run: Callable[[Call], torch.Tensor]) -> Attempt:
-        """Make a call with ``run`` in the place of the model, inside of all wrappers."""
-        result = given(**{INSIDE: run})
+    def _attempt(self, again: Call) -> Attempt:
+        result = self._run(again)
         self._last = Attempt(result, amax_value(result))
         return self._last
 
 
 def _watched(localizer: Localizer, executor: Callable, *args, **kwargs) -> torch.Tensor:
-    call = Call(executor, *args, **kwargs)
-    call.options = _opaque_attention(localizer, call.options)
+    """Run a model with every operation watched. Its ``transformer_options`` are the last of ComfyUI's positional
+    arguments (``Call.run``)."""
+    *others, options = args
     with localizer.watching():
-        return call()
+        return executor(*others, _opaque_attention(localizer, options), **kwargs)
+
+
+def _with_weights(weights: Sequence[Patch], executor: Callable, *args, **kwargs) -> torch.Tensor:
+    with patched(weights):
+        return executor(*args, **kwargs)
 
 
 def _opaque_attention(localizer: Localizer, options: dict) -> dict:

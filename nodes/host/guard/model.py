@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 import torch
 from comfy.model_patcher import ModelPatcher
-from comfy.patcher_extension import WrappersMP
 
 from ....precision.base.amax import amax
 from ....precision.base.modes import FP32
@@ -29,16 +28,16 @@ from ..comfyui.execution import is_oom
 from ..comfyui.known_calls import Feature, why_off
 from ..comfyui.layers import activation_dtype
 from ..comfyui.page import running_node_id, running_prompt_id
-from ..comfyui.wrappers import GUARD, GUARDED_LAYERS, set_wrapper
 from ..compute.executor import planned_on
 from ..compute.layer_modes import settings_of
 from ..compute.per_model import PerModel, branch_of, patches_of
 from ..replay.call import Call
-from ..replay.restart import SAMPLING, Sampling
+from ..replay.interceptor import GUARD, RUNGS, Run, Stage, put_stage, take_stages
+from ..replay.restart import Sampling
 from .causes import sampler_inputs
 from .clamps import ClampWatch, hiding_is_seen
 from .escalation import Guarded, text_adapter_in_fp32, watches_clamps
-from .failure import INSIDE, REPEATED_BESIDE, ModelCall, notifier, sigma_of
+from .failure import REPEATED_BESIDE, ModelCall, notifier, sigma_of
 
 LOGS_KEPT = 8
 MAX_RETRIES = 8
@@ -67,18 +66,15 @@ def look_at_results(patcher: ModelPatcher) -> None:
     if guard and guard.on_nan != OFF:
         return
     if guard:
-        for kind in (WrappersMP.APPLY_MODEL, WrappersMP.OUTER_SAMPLE):
-            for key in (GUARD, GUARDED_LAYERS):
-                patcher.remove_wrappers_with_key(kind, key)
+        take_stages(patcher, GUARD, RUNGS)
         del patcher.attachments[GUARD]
     if compute and compute.fallback:
         _put(patcher, Guard(OFF, 0, running_node_id()))
 
 
 def _put(patcher: ModelPatcher, guard: "Guard") -> None:
-    set_wrapper(patcher, GUARD, guard)
-    set_wrapper(patcher, GUARDED_LAYERS, guard.inside)
-    set_wrapper(patcher, GUARD, guard.sampling, WrappersMP.OUTER_SAMPLE)
+    put_stage(patcher, GUARD, guard)
+    put_stage(patcher, RUNGS, Rungs())
     patcher.set_attachments(GUARD, guard)
 
 
@@ -87,8 +83,15 @@ def guard_of(patcher) -> "Guard | None":
     return patcher.attachments.get(GUARD)
 
 
-class Guard:
-    """ComfyUI's wrappers for one guard node: around each call, inside of all others, and around each sampler run.
+class Rungs(Stage):
+    """Run a call in the arithmetic that the guard, or a check, asks for."""
+
+    def around_call(self, run: Run, call: Call) -> torch.Tensor:
+        return call.rung.around_call(run, call) if call.rung else run(call)
+
+
+class Guard(Stage):
+    """Look at the result of each call of a model, and repeat a call whose result is not finite.
 
     With ``on_nan`` off it does what the compute plan promises, and nothing else.
     """
@@ -101,8 +104,8 @@ class Guard:
         self.states: PerModel[Guarded] = PerModel(lambda model: Guarded(model, on_nan == "retry_higher"), _settings)
         self._logs: dict[tuple, GuardLog] = {}
 
-    def __call__(self, executor, *args, **kwargs):
-        call = Call(executor, *args, **kwargs)
+    def around_call(self, run: Run, call: Call) -> torch.Tensor:
+        """Make a call; repeat it, or tell of it, if its result is NaN or Inf."""
         guarded, log = self.states.of(call.model), self._log(call.model.current_patcher)
         number = log.begin_call()
         if self.on_nan != OFF:
@@ -113,14 +116,15 @@ class Guard:
         watching = check.watching() if check else contextlib.nullcontext()
         clamps = ClampWatch(call.x.device) if guarded.watches_clamps else contextlib.nullcontext()
         with clamps as watch, watching:
-            result = call(**{INSIDE: guarded.layers and guarded.layers.call})
+            call.rung = guarded.layers
+            result = run(call)
         sizes = torch.stack([amax(result), *([watch.largest] if watch else [])]).tolist()
         finite = all(map(math.isfinite, sizes))
         if check:
-            check.compare(result) if finite else check.leave_out()
+            check.compare(run, result) if finite else check.leave_out()
         if finite or log.given_up:
             return result
-        failed = ModelCall(call, number, start, result, guarded, hidden=math.isfinite(sizes[0]))
+        failed = ModelCall(run, call, number, start, result, guarded, hidden=math.isfinite(sizes[0]))
         if failed.packs and not failed.can_start_again:
             log.remarks.add(REPEATED_BESIDE.format(failed.packs))
         try:
@@ -128,15 +132,7 @@ class Guard:
         finally:
             failed.settle()
 
-    def inside(self, executor, *args, **kwargs):
-        """Make a call inside of all other wrappers, as the guard's outermost one asked for in the call's options."""
-        call = Call(executor, *args, **kwargs)
-        call.options = dict(call.options)
-        call.options.pop(SAMPLING, None)
-        run = call.options.pop(INSIDE, None)
-        return run(call) if run else call.make({})  # the outermost wrapper repeats it
-
-    def sampling(self, executor, noise, latent_image, sampler, sigmas, denoise_mask=None, *args, **kwargs):
+    def around_sampling(self, executor, noise, latent_image, sampler, sigmas, denoise_mask=None, *args, **kwargs):
         """Check the inputs and the result of a sampler's run."""
         guider = executor.class_obj
         log = self._begin(guider.model_patcher)

@@ -19,7 +19,7 @@ import comfy.lora
 import comfy.model_base
 import torch
 from comfy.model_patcher import ModelPatcher
-from comfy.patcher_extension import CallbacksMP, PatcherInjection, WrappersMP
+from comfy.patcher_extension import CallbacksMP, PatcherInjection
 
 from ....precision.base.dtypes import name_of
 from ....precision.base.errors import HalfsafeError
@@ -31,8 +31,9 @@ from ..comfyui.execution import adapts_text, conditions_through
 from ..comfyui.known_calls import Feature, why_off
 from ..comfyui.layers import DIFFUSION_MODEL, is_quantized
 from ..comfyui.weights import calling_layers, dequantized
-from ..comfyui.wrappers import LOW_RANK, LOW_RANK_OF_TEXT, set_wrapper
 from ..compute.executor import Compute, compute_of
+from ..replay.call import Call
+from ..replay.interceptor import LOW_RANK, Run, Stage, put_stage
 from .low_rank import SortedPatches, change_of, is_8bit_matrix, low_rank_patcher, sort_patches
 
 INJECTED = "halfsafe_low_rank"
@@ -208,8 +209,7 @@ def keep_low_rank_unmerged(patcher: ModelPatcher) -> None:
     # A static clone of a dynamic model is of ComfyUI's own class.
     patcher.add_callback_with_key(CallbacksMP.ON_CLONE, LOW_RANK, lambda _, clone: _extend(clone))
     if isinstance(patcher.model, comfy.model_base.BaseModel):
-        set_wrapper(patcher, LOW_RANK, _around_call)
-        set_wrapper(patcher, LOW_RANK_OF_TEXT, _around_sampling, WrappersMP.OUTER_SAMPLE)
+        put_stage(patcher, LOW_RANK, LowRankStage())
     else:  # ComfyUI calls text encoders past all wrappers (``encode_from_tokens`` in comfy/sd.py).
         patcher.set_injections(LOW_RANK, [PatcherInjection(_inject, _eject)])
 
@@ -279,20 +279,23 @@ def _numbers_of(network: torch.nn.Module, state: dict) -> Numbers:
     return Numbers(state, made)
 
 
-def _around_call(executor, *args, **kwargs):
-    return _with_low_rank(executor.class_obj.current_patcher, functools.partial(executor, *args, **kwargs))
+class LowRankStage(Stage):
+    """Run calls with the LoRAs of 8-bit weights added to the results of their layers."""
 
+    def around_call(self, run: Run, call: Call) -> torch.Tensor:
+        return _with_low_rank(call.model.current_patcher, lambda: run(call))
 
-def _around_sampling(executor, *args, **kwargs):
-    """Wrap sampling (ComfyUI's OUTER_SAMPLE): layers that run on the text before the model's calls have LoRAs too."""
-    patcher, network = executor.class_obj.model_patcher, executor.class_obj.model_patcher.model.diffusion_model
-    original = network.state_dict
-    numbers = network, "state_dict", lambda *args, **kwargs: _numbers_of(network, original(*args, **kwargs))
-    with contextlib.ExitStack() as held:
-        held.enter_context(patched([numbers]))
-        if adapts_text(patcher.model):
-            held.enter_context(conditions_through(patcher.model, functools.partial(_with_low_rank, patcher)))
-        return executor(*args, **kwargs)
+    def around_sampling(self, executor: Callable, *args, **kwargs):
+        """Run a sampler: layers that run on the text before the model's calls have LoRAs too."""
+        patcher = executor.class_obj.model_patcher
+        network = patcher.model.diffusion_model
+        original = network.state_dict
+        numbers = network, "state_dict", lambda *args, **kwargs: _numbers_of(network, original(*args, **kwargs))
+        with contextlib.ExitStack() as held:
+            held.enter_context(patched([numbers]))
+            if adapts_text(patcher.model):
+                held.enter_context(conditions_through(patcher.model, functools.partial(_with_low_rank, patcher)))
+            return executor(*args, **kwargs)
 
 
 def _with_low_rank(patcher: ModelPatcher, call: Callable):

@@ -1,7 +1,10 @@
-"""Repeat one call of the denoiser, each time with what ComfyUI kept of the call before put back."""
+"""Run one call of the denoiser, each later time with what ComfyUI kept before it put back."""
+
+from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from comfy.model_base import BaseModel
@@ -10,6 +13,7 @@ from ....precision.base.nested import replaced
 from ..comfyui.attributes import POSE_CACHE, PREFIX_CACHE, STEP_METADATA, empty_pose_cache, empty_prefix_cache
 from . import model_compiler
 from .core_state import CoreState
+from .restart import SAMPLING, Sampling
 
 CACHES_OFF = {PREFIX_CACHE: {"device": "off"}, POSE_CACHE: None}
 """The options with which Qwen-Image 2.1 (``comfy/ldm/qwen_image21/model.py``, ComfyUI 0.37) neither reads nor fills its
@@ -17,11 +21,21 @@ keys and values of the text, and Wan-Animate-2 (``comfy/ldm/wan/model_animate2.p
 video: no key of theirs has a dtype, and either may be kept in int8 or int4."""
 
 
-class Call:
-    """Hold the arguments of an APPLY_MODEL wrapper, those of ``BaseModel.apply_model``; calling it runs the model.
+class Rung(Protocol):
+    """Another arithmetic for one call than the model was planned in. ``everywhere``: it decides about every layer."""
 
-    ``options``: ``transformer_options``; ``model``: the model it runs; ``before``: what ComfyUI kept before it, which
-    each repeat finds again.
+    everywhere: bool
+
+    def around_call(self, run: Callable[[Call], torch.Tensor], call: Call) -> torch.Tensor:
+        """Make a call with ``run``, under this arithmetic."""
+
+
+class Call:
+    """Hold the arguments of an APPLY_MODEL wrapper, those of ``BaseModel.apply_model``; :meth:`run` runs the model.
+
+    ``options``: ``transformer_options``, without what is Halfsafe's; ``model``: the model it runs; ``sampling``: the
+    sampler's run that the call is of, if a guard is on the model; ``before``: what ComfyUI kept before the call, which
+    each repeat finds again; ``rung``: the arithmetic to run in; None for the planned one.
     """
 
     # The arguments of ComfyUI's APPLY_MODEL wrappers, by its names (``apply_model`` in comfy/model_base.py).
@@ -35,23 +49,25 @@ class Call:
         self.c_concat: torch.Tensor | None = c_concat
         self.c_crossattn: torch.Tensor | None = c_crossattn
         self.control: dict | None = control
-        self.options: dict = transformer_options or {}
+        self.options: dict = dict(transformer_options or {})
         self.extra: dict = extra
+        self.sampling: Sampling | None = self.options.pop(SAMPLING, None)
         self.before: CoreState | None = None
+        self.rung: Rung | None = None
 
-    def __call__(self, **options) -> torch.Tensor:
-        """Make the call, with ``options`` added to its ``transformer_options``."""
+    def run(self) -> torch.Tensor:
+        """Run the model, inside of the wrappers of other packs.
+
+        The first time, what ComfyUI keeps between calls is noted. Each later time it is put back, and ComfyUI's model
+        compiler is off; what a run that is broken off has changed is put back too.
+        """
         if self.before is None:
             self.before = CoreState(self.options)
-            return self.make(options)
-        return self.again(options)
-
-    def again(self, options: dict) -> torch.Tensor:
-        """Make the call as it was made first, without ComfyUI's model compiler; one broken off is put back too."""
+            return self._execute(self.options)
         self.forget()
         try:
             with model_compiler.compiler_off():
-                return self.make({**CACHES_OFF, **options})
+                return self._execute({**self.options, **CACHES_OFF})
         except BaseException:
             self.forget()
             raise
@@ -65,16 +81,21 @@ class Call:
             self.before.put_back()
         self.forget_dtype()
 
-    def make(self, options: dict) -> torch.Tensor:
-        """Make the call without a snapshot: nothing is put back before a repeat."""
-        arguments = (self.x, self.t, self.c_concat, self.c_crossattn, _fresh(self.control), {**self.options, **options})
+    def _execute(self, options: dict) -> torch.Tensor:
+        arguments = self.x, self.t, self.c_concat, self.c_crossattn, _fresh(self.control), dict(options)
         try:
             return self.executor(*arguments, **self.extra)
         except BaseException:
             model_compiler.after_failure()
             raise
 
-    def replaced(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Call":
+    def again(self, rung: Rung | None) -> Call:
+        """Return a copy of the call, to be run in an arithmetic."""
+        call = copy.copy(self)
+        call.rung = rung
+        return call
+
+    def replaced(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Call:
         """Return a copy of the call with ``function`` of each tensor that the model is given in its place."""
         call = copy.copy(self)
         for name in ("x", "t", "c_concat", "c_crossattn", "control", "extra"):

@@ -9,7 +9,6 @@ from collections.abc import Iterable
 
 import torch
 from comfy.model_patcher import ModelPatcher
-from comfy.patcher_extension import WrappersMP
 
 from ....precision.base.dtypes import name_of
 from ....precision.base.modes import MODES
@@ -21,10 +20,10 @@ from ..comfyui.known_calls import Feature, why_off
 from ..comfyui.layers import matrix_layers
 from ..comfyui.model_facts import storage_of
 from ..comfyui.page import encoder_reports, send_report
-from ..comfyui.wrappers import REPORT, set_wrapper
 from ..compute.control import planned_control
 from ..compute.executor import compute_of
 from ..compute.layer_modes import compute_name
+from ..replay.interceptor import REPORT, Stage, put_stage
 from .report import report_of
 
 BADGE_KEY = "halfsafe_badge"
@@ -118,11 +117,20 @@ def with_live_report(patcher: ModelPatcher, node_id: str | None) -> tuple[ModelP
     """
     clone, token = patcher.clone(), uuid.uuid4().hex
 
-    def sampling(executor, *args, **kwargs):
+    put_stage(clone, REPORT, LiveReport(node_id, token))
+    return clone, {REPORT_KEY: [report_json(clone)], TOKEN: [token]}
+
+
+class LiveReport(Stage):
+    """Send the page a report after each run of a sampler. ``token``: how the page knows the result of the node."""
+
+    def __init__(self, node_id: str | None, token: str):
+        self.node_id = node_id
+        self.token = token
+
+    def around_sampling(self, executor, *args, **kwargs):
+        """Run a sampler, then report; also on a run that was stopped."""
         try:
             return executor(*args, **kwargs)
         finally:
-            send_report(node_id, token, report_json(executor.class_obj.model_patcher))
-
-    set_wrapper(clone, REPORT, sampling, WrappersMP.OUTER_SAMPLE)
-    return clone, {REPORT_KEY: [report_json(clone)], TOKEN: [token]}
+            send_report(self.node_id, self.token, report_json(executor.class_obj.model_patcher))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import comfy.utils
 import torch
 from comfy.model_patcher import ModelPatcher
-from comfy.patcher_extension import WrappersMP
 
 from ....precision.arithmetic.linear import kind_of, lent
 from ....precision.base.errors import HalfsafeError
@@ -26,11 +28,10 @@ from ..comfyui.layers import matrix_layers
 from ..comfyui.model_facts import model_facts
 from ..comfyui.page import show_progress
 from ..comfyui.weights import calling_layers, core_weights, exchanged, only_multiplies
-from ..comfyui.wrappers import ANALYSIS, set_wrapper
 from ..compute.executor import compute_of
 from ..load.devices import current_device
 from ..load.tensors import advancing
-from .sampling import bare_clone, sample
+from .sampling import bare_clone, sample, watch_sampling
 
 STEPS = 4
 
@@ -60,14 +61,14 @@ def analyze_model(
         advance()
         return executor(*args)
 
-    def inside(executor, *args, **kwargs):
+    @contextmanager
+    def inside() -> Iterator[None]:
         with session.inside(), calling_layers(layer for _, layer in subjects):
-            return executor(*args, **kwargs)
+            yield
 
     subjects = subjects_of(patcher, wanted)
     session = Session(subjects, wanted, run, core_weights, change, measuring)
-    clone.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, ANALYSIS, begin_step)
-    set_wrapper(clone, ANALYSIS, inside)
+    watch_sampling(clone, begin_step, inside)
     analysis = analyze(session, target_db, pin)
     bar.update_absolute(bar.total)
     return analysis

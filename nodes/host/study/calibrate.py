@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -10,7 +11,6 @@ from pathlib import Path
 import comfy.utils
 import torch
 from comfy.model_patcher import ModelPatcher
-from comfy.patcher_extension import WrappersMP
 from comfy.quant_ops import QuantizedTensor
 
 from ....precision.base.errors import HalfsafeError
@@ -26,11 +26,10 @@ from ..comfyui.known_calls import Feature, require
 from ..comfyui.layers import matrix_layers
 from ..comfyui.page import show_progress
 from ..comfyui.weights import calling_layers
-from ..comfyui.wrappers import ANALYSIS, set_wrapper
 from ..load.devices import free_host_memory
 from ..load.identity import source_of_model
 from ..load.tensors import advancing
-from .sampling import bare_clone, sample
+from .sampling import bare_clone, sample, watch_sampling
 
 STEPS = 8
 MOST_MEMORY = 8 << 30
@@ -97,20 +96,20 @@ def _sampled(
         show_progress(f"step {min(next(steps), STEPS)} of {STEPS}")
         return executor(*args)
 
-    def call(executor, *args, **kwargs):
+    @contextmanager
+    def inside() -> Iterator[None]:
         next(calls)
         forwards = {name: partial(summed, module.forward, sums[name]) for name, module in modules.items()}
         watched = ((module, "forward", measuring(module, forwards[name])) for name, module in modules.items())
         with patched(watched), calling_layers(modules.values()):
-            return executor(*args, **kwargs)
+            yield
 
     def summed(forward: Callable, own: Products, x: torch.Tensor, **kwargs) -> torch.Tensor:
         advance(0)
         own.add(x.dequantize() if isinstance(x, QuantizedTensor) else x)
         return forward(x, **kwargs)
 
-    set_wrapper(clone, ANALYSIS, call)
-    clone.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, ANALYSIS, step)
+    watch_sampling(clone, step, inside)
     sample(clone, *inputs)
     bar.update_absolute(STEPS)
     return next(calls)

@@ -2,21 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
 import comfy.sample
 import torch
 from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import WrappersMP
 
 from ....precision.base.patching import compile_disabled
 from ..accumulation.executor import accumulation_of, with_accumulation
 from ..comfyui.execution import COMPILE_KWARGS
-from ..comfyui.wrappers import GUARD
 from ..compute.executor import compute_of, set_compute
+from ..replay.call import Call
+from ..replay.interceptor import ANALYSIS, GUARD, RUNGS, Run, Stage, put_stage, take_stages
 from ..replay.model_compiler import compiler_off
 
 CFG = 4.0
 RATIOS = ("downscale_ratio_spacial", "downscale_ratio_temporal")
 COMPILE_KEY = "torch.compile"
 """The key of ComfyUI's TorchCompileModel's wrapper on a model (``comfy_api/torch_helpers/torch_compile.py``)."""
+
+
+class CallsInside(Stage):
+    """Make each call of a model inside of a context."""
+
+    def __init__(self, context: Callable[[], AbstractContextManager]):
+        self._context = context
+
+    def around_call(self, run: Run, call: Call) -> torch.Tensor:
+        with self._context():
+            return run(call)
+
+
+def watch_sampling(patcher: ModelPatcher, step: Callable, calls: Callable[[], AbstractContextManager]) -> None:
+    """Call ``step`` around each step of a sampler, with ComfyUI's executor of it, and make each call of the model
+    inside of ``calls``."""
+    patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, ANALYSIS, step)
+    put_stage(patcher, ANALYSIS, CallsInside(calls))
 
 
 def bare_clone(patcher: ModelPatcher) -> ModelPatcher:
@@ -29,9 +52,9 @@ def bare_clone(patcher: ModelPatcher) -> ModelPatcher:
         clone = with_accumulation(clone, accumulation.request)
     if compute:
         set_compute(clone, compute.plan.unwatched)
-    for kind, found in clone.wrappers.items():
-        for key in [key for key in found if str(key).startswith(GUARD) or key == COMPILE_KEY]:
-            clone.remove_wrappers_with_key(kind, key)
+    take_stages(clone, GUARD, RUNGS)
+    for kind in list(clone.wrappers):
+        clone.remove_wrappers_with_key(kind, COMPILE_KEY)
     clone.model_options.pop(COMPILE_KWARGS, None)
     return clone
 

@@ -31,7 +31,6 @@ from ..comfyui.execution import is_on_several_devices, is_oom
 from ..comfyui.known_calls import Feature, require
 from ..comfyui.model_facts import held_storages, model_facts, storages
 from ..comfyui.page import show_progress
-from ..comfyui.wrappers import ANALYSIS
 from ..compute.executor import compute_of, set_compute
 from ..guard.planned import with_compute
 from ..load.devices import current_device, free_device_memory
@@ -40,6 +39,7 @@ from ..load.models import load_weights
 from ..load.save import BYPASS, LiveWeights
 from ..load.tensors import advancing
 from ..lora.patcher import keep_low_rank_unmerged
+from ..replay.interceptor import ANALYSIS
 from ..reporting.report import report_of
 from .sampling import bare_clone, sample
 from .step_timer import StepTimer

@@ -3,7 +3,7 @@
 
 import pytest
 from halfsafe.nodes.host.accumulation.executor import accumulation_of
-from halfsafe.nodes.host.comfyui.wrappers import ACCUMULATION
+from halfsafe.nodes.host.replay.interceptor import ACCUMULATION, interceptor_of
 from halfsafe.precision.base import flags
 from halfsafe.precision.plan.accumulation import PARTS
 from support import families
@@ -114,4 +114,4 @@ def test_unchanged_adds_nothing(comfy, wan):
     assert ours is not model and ours.wrappers == model.wrappers and ours.attachments.keys() == model.attachments.keys()
     assert report(comfy, ours)["flags"] == report(comfy, model)["flags"]
     accumulation(comfy, model, tf32="on")
-    assert ACCUMULATION not in model.attachments and not any(ACCUMULATION in wrappers for wrappers in model.wrappers.values())
+    assert ACCUMULATION not in model.attachments and ACCUMULATION not in interceptor_of(model).stages

@@ -5,8 +5,8 @@ import tracemalloc
 
 import pytest
 import torch
-from halfsafe.nodes.host.comfyui.wrappers import COMPUTE
 from halfsafe.nodes.host.compute.executor import SPARED, compute_of
+from halfsafe.nodes.host.replay.interceptor import COMPUTE, interceptor_of
 from support import families
 from support.families import denoise, load
 from support.leaf_operations import LeafOperations
@@ -93,10 +93,8 @@ def test_through_the_sampler_twice_in_one_prompt(comfy, overflowing):
 
 
 def test_a_plan_that_changes_nothing_adds_nothing(comfy, wan):
-    from comfy.patcher_extension import WrappersMP
-
     for model in (load(comfy, wan, "as_file", "bf16"), load(comfy, wan, "as_file", "fp16")):
-        assert not model.get_wrappers(WrappersMP.APPLY_MODEL, COMPUTE)
+        assert COMPUTE not in interceptor_of(model).stages
         assert compute_of(model).runs.of(model.model).patches == []
 
 

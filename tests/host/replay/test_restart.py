@@ -1,11 +1,13 @@
 """Beside packs that may keep state between steps: a failed call starts its sampling again, and a check is left out."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 from halfsafe.nodes.host.guard.escalation import learned_of
 from halfsafe.nodes.host.replay.code_owner import code_owner
+from halfsafe.nodes.host.replay.restart import MOST_RESTARTS, Sampling, StartAgain
 from halfsafe.precision.guard.verdicts import BEGINS_SAFE, GOES_ON
 from support import families
 from support.custom_nodes import step_caches
@@ -155,3 +157,16 @@ def test_the_code_on_a_model_is_told_apart_by_the_file_it_stands_in(comfy, model
         assert code_owner(own) == ""
     for other in (step_caches.teacache, step_caches.CacheDiT().call, step_caches.Kept, step_caches.Adapter(torch.float32)):
         assert code_owner(other) == "step_caches"
+
+
+def test_a_sampling_starts_again_at_most_three_times(models):
+    guider = SimpleNamespace(conds={}, model_patcher=models("wan", None, "bf16"), model_options={})
+    sampling, runs = Sampling(guider, SimpleNamespace()), []
+
+    def fails_as_long_as_it_may(*args):
+        runs.append(args)
+        if sampling.can_start_again:
+            raise StartAgain(sampling)
+
+    sampling.run(fails_as_long_as_it_may, torch.zeros(1), None, None, torch.zeros(STEPS + 1))
+    assert (MOST_RESTARTS, len(runs)) == (3, 4)

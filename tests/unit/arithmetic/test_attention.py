@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from halfsafe.precision.arithmetic.attention import AS_IS, FP32, BoundedAttention, Kernels
+import torch.nn.functional as F
+from halfsafe.precision.arithmetic.attention import AS_IS, FP32, SMOOTH, BoundedAttention, Kernels, SafeAttention
 from halfsafe.precision.arithmetic.calibration import Calibration
 from support.measures import relative_error
 
@@ -115,3 +116,40 @@ def test_fp32_means_always_and_wider_attention_is_left_alone():
         watching(Kernels(attention, attention), *(tensor.to(dtype) for tensor in tensors), 4)
         assert not watching.states and "nothing to do" in watching.summary()
     assert dtypes == [torch.float32, torch.bfloat16, torch.float32]
+
+
+@pytest.mark.parametrize(("offset", "mode"), [(3.0, AS_IS), (30.0, SMOOTH)])
+def test_coarse_scores_are_smoothed_only_if_that_makes_them_four_times_smaller(offset, mode):
+    """Scores above 512 are rounded to halves in fp16. Keys that share an offset lose it; others gain nothing."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 4, 48, 64) for _ in range(3))
+    tensors = (q * 6).half(), (k * 6 + offset).half(), v.half()
+    (first, later), bound, calibration = attend(tensors)
+    errors = [relative_error(exact_attention(*tensors), result) for result in (first, later)]
+    assert bound.states[0].mode == mode, f"score bound {bound.states[0].bound:.4g}"
+    assert calibration.repeats == 0 and max(errors) < 0.05, f"errors {errors}, score bound {bound.states[0].bound:.4g}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mask_in_another_dtype_beside_fp16_operands_hides_its_tokens(dtype):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 16, 64) for _ in range(3))
+    mask = torch.zeros(16, 16, dtype=dtype)
+    mask[:, 8:] = -1e30
+    calibration = Calibration()
+    attention = SafeAttention(calibration)
+    seen = []
+
+    def kernel(q, k, v, heads, mask=None, **kwargs):
+        seen.append((q.dtype, mask.dtype))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    def call():
+        attention.begin()
+        return attention(Kernels(kernel, kernel, fused=True), q, k, v, 1, mask=mask)
+
+    with torch.inference_mode():
+        results = [calibration.run(call) for _ in range(2)]
+    errors = [relative_error(exact_attention(q, k[:, :8], v[:, :8]), result) for result in results]
+    assert max(errors) < 2e-3, f"errors {errors}, operands and masks {seen}"
+    assert (torch.float16, torch.float16) in seen, seen

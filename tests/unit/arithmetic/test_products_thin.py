@@ -37,3 +37,12 @@ def test_a_row_that_is_not_finite_leaves_the_others():
     x[1, 2], x[2, 3] = float("inf"), float("nan")
     half, size = rows_in_fp16(x)
     assert torch.isfinite(half[0] * size[0]).all() and not any(torch.isfinite(half[row] * size[row]).all() for row in (1, 2))
+
+
+def test_a_factor_of_few_columns_keeps_its_numbers_above_those_that_matrix_units_flush_to_zero():
+    """Units that flush subnormal fp16 numbers lose what is below 6e-5: a factor may sum to its columns / 64 and no less."""
+    factor = torch.randn(16, 4096, generator=torch.Generator().manual_seed(3)) / 64
+    made, power = normalized(factor, torch.float16)
+    flushed = torch.where(made.float().abs() < torch.finfo(torch.float16).smallest_normal, 0.0, made.float())
+    error = relative_error(factor, flushed.double() * power)
+    assert error < 1e-3, f"error {error:.2g} with numbers below 6.1e-5 flushed, largest {made.abs().max():.3g}"

@@ -1,12 +1,12 @@
-"""The order in which our wrappers' forwards run one layer in a call."""
+"""The order in which the forwards of our stages run one layer in a call, and what stands around a call."""
 
 from pathlib import Path
 
 import pytest
 import torch
 from comfy.sd import load_lora_for_models
-from halfsafe.nodes.host.comfyui import wrappers
 from halfsafe.nodes.host.guard.model import guard_of
+from halfsafe.nodes.host.replay import interceptor
 from halfsafe.precision.plan.rules import rules_from
 from support import families, model_files
 from support.families import load
@@ -46,13 +46,13 @@ def with_everything(comfy, wan):
     return load_lora_for_models(model, None, model_files.lora({LAYER: (OUTPUTS, INPUTS)}, rank=4), 1.0, 0.0)[0]
 
 
-def test_the_chain_of_a_layer_is_the_one_that_the_wrappers_document(comfy, wan, call, ampere):
+def test_the_chain_of_a_layer_is_the_one_that_the_interceptor_documents(comfy, wan, call, ampere):
     model = with_everything(comfy, wan)
     chain = chain_in_a_call(model, call)
     assert chain == ["LowRankLayer", "CastResult float32", "CastOperation float16", "Fp16AccumulationLinear", "Linear"]
-    text = Path(wrappers.__file__).read_text(encoding="utf-8")
+    text = Path(interceptor.__file__).read_text(encoding="utf-8")
     places = [text.index(f"``{step.partition(' ')[0]}``") for step in chain[:4]]
-    assert places == sorted(places), "the list in wrappers.py has another order"
+    assert places == sorted(places), "the list in interceptor.py has another order"
 
 
 def test_an_escalated_layer_runs_neither_compute_nor_accumulation(comfy, wan, call, ampere, monkeypatch):
