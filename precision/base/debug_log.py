@@ -12,8 +12,7 @@ def set_log_level() -> str | None:
     level = os.environ.get(LOG_VARIABLE, "").upper()
     if not level:
         return None
-    known = logging.getLevelNamesMapping()
-    if level not in known:
+    if not isinstance(logging.getLevelName(level), int):
         return f"{LOG_VARIABLE}={level} is no level of Python's logging: set it to debug, info, warning or error."
-    logging.getLogger("halfsafe").setLevel(known[level])
+    logging.getLogger("halfsafe").setLevel(level)
     return None

@@ -63,7 +63,6 @@ class AccumulationPlan:
     Args:
         flags: settings of ``flags.SETTINGS`` to hold while the model runs.
         proving: fp16 sums wherever a layer's bound proves them; ``whole``: in all layers or none.
-        naming: measure once, to name the layers that fp16 sums are not proven for.
         without_effect: (setting=value, reason).
     """
 
@@ -71,7 +70,6 @@ class AccumulationPlan:
     flags: Mapping[str, bool] = field(default_factory=dict)
     proving: bool = False
     whole: bool = False
-    naming: bool = False
     fp8_fast: bool = False
     attention: str = UNCHANGED
     reasons: Mapping[str, str] = field(default_factory=dict)
@@ -101,7 +99,6 @@ def plan_accumulation(request: Request, device: Device, matmuls: MatmulProfile) 
         flags=frozen(held),
         proving=("fp16_accumulation", "auto") in acting,
         whole=matmuls.whole,
-        naming=("fp16_accumulation", "on") in acting,
         fp8_fast=("fp8_fast_accumulation", "on") in acting,
         attention=request.attention if in_fp16 else UNCHANGED,
         reasons=frozen({name: _reason(name, asked.get(name), problems.get(name), device) for name in PARTS}),

@@ -89,6 +89,9 @@ def is_docstring(node: ast.AST) -> bool:
 
 
 def is_log(node: ast.AST) -> bool:
+    """Whether this is written to the log alone: what ``logger`` is given, and a ``__repr__``, which the log at debug prints."""
+    if isinstance(node, ast.FunctionDef):
+        return node.name in ("__repr__", "repr_of")
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name) and node.func.value.id == "logger"
 
 

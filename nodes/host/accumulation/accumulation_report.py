@@ -29,10 +29,10 @@ NO_FP8_OF_OURS = "ComfyUI multiplies these fp8 layers by itself: set compute=fp8
 HOW = {
     (True, True): "fp16 sums",
     (False, False): "fp32 sums",
-    (False, True): "fp16 sums as asked, not proven",
     (True, False): "fp32 sums, as not all layers are proven",
 }
 """(a layer is proven, its sums are in fp16) -> how the reason begins."""
+AS_ASKED = "fp16 sums as asked, not proven"
 NOT_MEASURED = "fp32 sums until a call has proven more"
 
 
@@ -46,10 +46,7 @@ def described(operation: Fp16AccumulationLinear, in_fp16: bool) -> tuple[str, st
 def _sums_of(run: AccumulationRun) -> dict[str, tuple[str, str]]:
     """Return layer -> (accumulation, reason) of a run's fp16 layers."""
     whole = run.all_in_fp16 if run.plan.whole else True
-    return {
-        name: described(operation, run.plan.naming or (operation.sums.proven and whole))
-        for name, operation in run.operations.items()
-    }
+    return {name: described(operation, operation.sums.proven and whole) for name, operation in run.operations.items()}
 
 
 def _state_text(run: AccumulationRun) -> str:
@@ -92,9 +89,9 @@ def _planned_accumulation(patcher) -> dict[str, tuple[str, str]]:
     sums = {name: ("fp32", EXACT_SUMS) for name, mode in modes.items() if mode == INT8.name}
     if run and run.operations:
         sums |= _sums_of(run)
-    elif plan.naming or _is_fp16_by_default(patcher, plan):
+    elif plan.flags.get(FP16_ACCUMULATION) or _is_fp16_by_default(patcher, plan):
         half = (name for name, mode in modes.items() if mode == FP16.name and kind_of(modules[name]) == "linear")
-        sums |= dict.fromkeys(half, ("fp16", ""))
+        sums |= dict.fromkeys(half, ("fp16", AS_ASKED if plan.flags else ""))
     refused = run.refused_fp8 if run else {}
     return sums | {name: _fp8_fast(modules[name], refused) for name in _fp8_layers(patcher) if plan.fp8_fast}
 
@@ -143,18 +140,15 @@ def flags_of(patcher) -> dict[str, dict]:
     return {name: flag_report(name, getattr(plan.request, name), reasons[name], inside.get(name)) for name in PARTS}
 
 
-def remarks_of(patcher) -> tuple[list[tuple[str, str]], dict[str, str], list[str]]:
-    """Return what the report adds for a request: settings without effect, decisions, notes."""
+def remarks_of(patcher) -> tuple[list[tuple[str, str]], dict[str, str]]:
+    """Return what the report adds for a request: settings without effect, and decisions."""
     accumulation = accumulation_of(patcher)
     if accumulation is None:
-        return _inert_rules(patcher), {}, []
+        return _inert_rules(patcher), {}
     plan, run = accumulation.plan_for(patcher), accumulation.runs.last_of(patcher)
     without_effect = [*plan.without_effect, *_inert_rules(patcher)]
     if plan.fp8_fast and not _fp8_layers(patcher):
         without_effect.append(("fp8_fast_accumulation=on", NO_FP8_OF_OURS))
     summary = run.attention.summary() if run and run.attention else ""
     decisions = {"attention": f"{plan.request.attention}: {summary}"} if summary else {}
-    looked_at = run.used() if run and plan.naming and not run.calibration.calibrating else []
-    unproven = [operation.sums.name for operation in looked_at if not operation.sums.proven]
-    note = f"fp16_accumulation=on, not proven safe in {len(unproven)} layers: {_named(unproven)}"
-    return without_effect, decisions, [note] if unproven else []
+    return without_effect, decisions

@@ -83,7 +83,7 @@ class AccumulationRun:
         self.plan = plan = _planned(request, patcher)
         self.calibration = Calibration()
         self.operations: dict[str, Fp16AccumulationLinear] = {}
-        if plan.proving or plan.naming:
+        if plan.proving:
             self.operations = dict(self._operations(patcher))
         self.modules = {name: operation.module for name, operation in self.operations.items()}
         self.forwards = forwards_on(self.modules)
@@ -95,7 +95,7 @@ class AccumulationRun:
         self._names = list(modules_of(model))
         self._alike: bool | None = None
         patches = (exchanged(operation.module, operation.__call__) for operation in self.operations.values())
-        self._patches: list[Patch] = [patch for of_one in patches for patch in of_one]
+        self.patches: list[Patch] = [patch for of_one in patches for patch in of_one]
 
     def _operations(self, patcher) -> Iterator[tuple[str, Fp16AccumulationLinear]]:
         modes, ruled = planned_modes_of(patcher), sums_by_rule(patcher)
@@ -105,10 +105,6 @@ class AccumulationRun:
                 weights = weights_of(module) if only_multiplies(module) else None
                 by_layer = not self.plan.whole
                 yield name, Fp16AccumulationLinear(module, module.forward, sums, self.calibration, weights, by_layer)
-
-    @property
-    def patches(self) -> list[Patch]:
-        return self._patches if self.plan.proving or self.calibration.calibrating else []
 
     @contextlib.contextmanager
     def scope(self):

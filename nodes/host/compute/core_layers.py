@@ -75,10 +75,11 @@ class PlannedLayers:
     def __repr__(self) -> str:
         """Write a line for each layer: what runs it, in which mode, how its operand is scaled, why."""
         modes = self.observed_modes()
-        lines = [f"{name}: {modes[name]}, {self._runner(name)}. {self._decisions[name].reason}" for name in modes]
+        lines = [f"{name}: {modes[name]}, {self.repr_of(name)}. {self._decisions[name].reason}" for name in modes]
         return "\n".join([f"{len(lines)} layers with a plan", *lines])
 
-    def _runner(self, name: str) -> str:
+    def repr_of(self, name: str) -> str:
+        """Say what runs a layer, for the log."""
         if name not in self.operations:
             return type(self.casts[name]).__name__ if name in self.casts else Fp8Linear.__name__
         operation = self.operations[name]

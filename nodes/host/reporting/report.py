@@ -84,7 +84,7 @@ def report_of(patcher: ModelPatcher, encoders: Sequence[EncoderReport] = ()) -> 
     else:
         report.decisions["compute"] = f"{name_of(activation_dtype(patcher))}: as its loader chose"
     _add_attention(report, patcher, compute)
-    without_effect, decisions, notes = remarks_of(patcher)
+    without_effect, decisions = remarks_of(patcher)
     report.without_effect += [WithoutEffect(*entry) for entry in without_effect]
     report.decisions |= decisions
     foreign = Counter(foreign_layers(patcher).values())
@@ -92,7 +92,7 @@ def report_of(patcher: ModelPatcher, encoders: Sequence[EncoderReport] = ()) -> 
     packed = (f"{count} {what} ({cls}); Save Model cannot read them." for cls, count in foreign.items())
     unfused = sum(is_unfused(module) and storage_of(module.weight) == INT8.name for _, module in layers_of(patcher))
     report.notes += [UNFUSED.format(unfused)] if unfused else []
-    report.notes += [*dict.fromkeys(reasons_off().values()), *notes, *_int8_notes(layers), *packed]
+    report.notes += [*dict.fromkeys(reasons_off().values()), *_int8_notes(layers), *packed]
     patches = (type(patch.model) for patch in patcher.model_patches_models())
     report.notes += [PATCHED_BY.format(cls.__name__) for cls in patches if not issubclass(cls, LowRankModel)]
     report.notes += _modes_elsewhere(patcher, {layer.name: layer.mode for layer in layers}, compute, guard)

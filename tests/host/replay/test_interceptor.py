@@ -1,5 +1,7 @@
 """The order in which the forwards of our stages run one layer in a call, and what stands around a call."""
 
+import sys
+import traceback
 from pathlib import Path
 
 import pytest
@@ -7,12 +9,14 @@ import torch
 from comfy.sd import load_lora_for_models
 from halfsafe.nodes.host.guard.model import guard_of
 from halfsafe.nodes.host.replay import interceptor
+from halfsafe.nodes.host.replay.core_state import CoreState
 from halfsafe.precision.plan.rules import rules_from
 from support import families, model_files
 from support.families import load
 from support.guarding import guarded
 from support.summing import accumulation
 
+PACKAGE = interceptor.__name__.partition(".nodes.")[0]
 LAYER, OUTPUTS, INPUTS = "blocks.0.ffn.0", 1024, 256
 
 
@@ -76,3 +80,42 @@ def test_an_escalated_layer_runs_neither_compute_nor_accumulation(comfy, wan, ca
 def test_layers_that_multiply_by_themselves_end_the_chain(comfy, wan, call, monkeypatch, storage, compute, expected):
     monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_89")
     assert chain_in_a_call(load(comfy, wan, storage, compute), call) == expected
+
+
+def functions_of_ours_to_the_layer(model, call):
+    """The functions of Halfsafe on the stack from the interceptor to the layer's own forward, from the outside in, in the second call."""
+    module, seen = model.model.diffusion_model.get_submodule(LAYER), []
+
+    def note(module, args):
+        frames = traceback.walk_stack(sys._getframe())
+        seen.append([frame.f_code.co_qualname for frame, _ in frames if PACKAGE in frame.f_globals.get("__name__", "")])
+
+    hook = module.register_forward_pre_hook(note)
+    try:
+        for _ in range(2):
+            seen.clear()
+            families.replay(model, call)
+    finally:
+        hook.remove()
+    return [name for name in reversed(seen[0]) if "_wrapped_call" not in name]
+
+
+def test_at_most_ten_functions_lead_from_the_interceptor_to_a_layer(comfy, wan, call, ampere):
+    model = guarded(comfy, with_everything(comfy, wan))
+    functions = functions_of_ours_to_the_layer(model, call)
+    print(functions)
+    assert "Interceptor.__call__" in functions and len(functions) <= 10, functions
+
+
+def test_the_interceptor_prints_its_stages_in_their_order(comfy, wan):
+    model = guarded(comfy, with_everything(comfy, wan))
+    expected = "Interceptor(calls: {0}.guard > {0}.accumulation > {0}.compute > {0}.rungs > {0}.low_rank; sampling: {0}.low_rank > {0}.guard > {0}.compute)"
+    assert repr(interceptor.interceptor_of(model)) == expected.format("halfsafe")
+
+
+def test_a_call_under_every_stage_takes_one_snapshot_of_what_comfyui_keeps(comfy, wan, call, ampere, monkeypatch):
+    made = []
+    own = CoreState.__init__
+    monkeypatch.setattr(CoreState, "__init__", lambda self, options: (made.append(1), own(self, options))[1])
+    families.replay(guarded(comfy, with_everything(comfy, wan)), call)
+    assert len(made) == 1

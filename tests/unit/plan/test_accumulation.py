@@ -254,7 +254,7 @@ def test_fp16_sums_by_device_and_compute(profile, modes):
     auto, on, off = (plan(profile, modes, fp16_accumulation=value) for value in ("auto", "on", "off"))
     helps, acts = profile in GAINING and "fp16" in modes, profile in CUBLAS and "fp16" in modes
     assert auto.proving is helps and auto.flags == off.flags == {FP16_ACCUMULATION: False}
-    assert on.flags == ({FP16_ACCUMULATION: True} if acts else {}) and on.naming is acts
+    assert on.flags == ({FP16_ACCUMULATION: True} if acts else {})
     assert bool(on.without_effect) is bool(off.without_effect) is not acts
     assert bool(auto.without_effect) is not helps
     assert auto.reasons[FP16_ACCUMULATION].startswith("fp16 sums in the layers") is helps
@@ -285,7 +285,7 @@ def test_tf32_reduction_and_fp8_by_device(profile):
 @pytest.mark.parametrize("value", ["auto", "on"])
 def test_fp32_results_rule_out_fp16_sums_where_they_cannot_be_switched_by_layer(value, execution):
     found = plan("sm_86", ("fp16", "fp16_wide"), fp16_accumulation=value, **execution)
-    assert (found.proving or found.naming) is not bool(execution)
+    assert found.proving is (value == "auto" and not execution)
     assert (True in found.flags.values()) is (value == "on" and not execution)
     assert any("leave no way to switch" in why for _, why in found.without_effect) is bool(execution)
 
@@ -293,7 +293,7 @@ def test_fp32_results_rule_out_fp16_sums_where_they_cannot_be_switched_by_layer(
 def test_auto_keeps_fp8_sums_full_and_unchanged_holds_nothing():
     assert not plan("sm_89", ("fp8",), fp8_fast_accumulation="auto").fp8_fast
     found = plan("sm_86", ("fp16",))
-    assert (found.flags, found.proving, found.naming, found.without_effect) == ({}, False, False, ())
+    assert (found.flags, found.proving, found.without_effect) == ({}, False, ())
 
 
 @pytest.mark.parametrize(("modes", "acts"), [(("fp16",), True), (("fp16_wide",), True), (("bf16",), False), (("fp32",), False)])
@@ -313,7 +313,7 @@ def test_a_flag_this_torch_lacks_is_said_not_raised(monkeypatch, name):
     setting = next(setting for setting, parts in PARTS.items() if name in parts)
     found = plan("sm_86", ("fp16", "fp32"), **{setting: "on"})
     assert any(asked == f"{setting}=on" and "has no" in why for asked, why in found.without_effect)
-    assert not found.proving and not found.naming
+    assert not found.proving
     with flags.flags_set(found.flags):
         pass
 

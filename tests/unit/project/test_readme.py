@@ -49,7 +49,7 @@ def test_no_link_leads_nowhere() -> None:
 
 
 def test_the_readme_leads_to_every_page_of_docs() -> None:
-    assert {path.name for path in ROOT.glob("docs/internals/*.md")} == {"calibration.md", "drift.md", "failure-classes.md", "scaling.md"}
+    assert {path.name for path in ROOT.glob("docs/internals/*.md")} == {"calibration.md", "decisions.md", "drift.md", "failure-classes.md", "how-a-call-runs.md", "scaling.md"}
     for readme in SYMPTOMS:
         led = set(LINK.findall((ROOT / readme).read_text(encoding="utf-8")))
         pages = {re.sub(r"(\.zh)?\.md$", "", link) for link in led if link.startswith("docs/") and link.endswith(".md")}
