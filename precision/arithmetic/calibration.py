@@ -72,7 +72,8 @@ class Calibration:
         self.by_layer = True
         self.spares_memory = self._ran_short = False
         self.repeats = 0
-        self.error = ""
+        self.error = self._error = ""
+        self._spared = False
         self._result = Proof("result of the call")
         self._missed = self._result.missed
         self._buffers: dict[torch.device, tuple[AmaxBuffer, dict[int, Proof]]] = {}
@@ -112,42 +113,91 @@ class Calibration:
             proof.forget()
 
     def run(self, call: Callable[[], Result]) -> Result:
-        """Make one model call; repeat it with calibration when a look at it failed, and without fp16 results where
-        those are what model code fails on: not every operation of torch takes fp16 together with fp32.
+        """Make one model call; again as long as a look at it fails.
 
         Raises:
             Whatever ``call`` raises.
         """
+        with self.one_call():
+            while True:
+                try:
+                    with self.attempt():
+                        result = call()
+                except RuntimeError as error:
+                    if not self.goes_on_after(error):
+                        raise
+                    continue
+                if self.stands(result):
+                    return result
+
+    @contextmanager
+    def one_call(self) -> Iterator[None]:
+        """Hold what one model call shares among its attempts; a call that fails leaves nothing changed by them."""
+        self._error, self._spared = "", False
         try:
-            return self._run(call)
-        except RuntimeError as error:
-            if is_oom(error) or is_of_compiler(error) or not self.results.any_returned:
-                raise
-            self.results.allowed = False
-            try:
-                result = self._calibrated(call)
-            except BaseException:
-                self.results.allowed = True  # they are not what fails
-                raise
-            self.error = str(error)
-            return result
+            yield
+        except BaseException:
+            if self._error:
+                self.results.allowed = True  # results in fp16 are not what fails
+            if self._spared:
+                self.spares_memory = False  # the call does not fit without measuring either
+            raise
         finally:
             self.operands.end()
+        self.error = self._error or self.error
 
-    def _run(self, call: Callable[[], Result]) -> Result:
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Make an attempt at a call inside; nothing compiled runs in one that calibrates."""
         if not self.calibrating:
             self._missed.any = False
             for buffer, _ in self._buffers.values():
                 buffer.clear()
-            try:
-                result = call()
-                if self._holds(result):
-                    return result
-            except RuntimeError as error:
-                if is_oom(error) or is_of_compiler(error) or not self._missed.any:
-                    raise  # model code that meets a result in fp16 for the first time may fail on it
+            yield
+            return
+        self._ran_short = False
+        self.flops.clear()
+        self.operands.begin()
+        self.results.begin()
+        with compile_disabled(), self.hiding if self.in_fp16 else nullcontext():
+            yield
+
+    def stands(self, result: object) -> bool:
+        """Look at what an attempt computed. Returns whether its result may be used; else the call is made again."""
+        if self.calibrating:
+            if self.results.conclude():
+                return False
+            self._place(result)
+            self.calibrating = False
+            return True
+        if self._holds(result):
+            return True
+        self.repeats += 1
+        self.calibrating = True
+        return False
+
+    def goes_on_after(self, error: RuntimeError) -> bool:
+        """Tell whether a call is made again after an attempt that raised an error.
+
+        It is, once for each reason: with calibration if it had met an operation that was never measured, with less
+        memory if measuring ran out of it, and without fp16 results if it had any, as not every operation of torch takes
+        fp16 together with fp32.
+        """
+        if self.calibrating and self._ran_short and not self.spares_memory:
+            self.spares_memory = self._spared = True
+            return True
+        if is_oom(error) or is_of_compiler(error):
+            return False
+        if not self.calibrating and self._missed.any:
             self.repeats += 1
-        return self._calibrated(call)
+            self.calibrating = True
+            return True
+        if not (self.results.any_returned and self.results.allowed):
+            return False
+        self.results.allowed = False
+        self._error = str(error) or type(error).__name__
+        self.calibrating = True
+        return True
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
@@ -157,36 +207,6 @@ class Calibration:
         except RuntimeError as error:
             self._ran_short = is_oom(error)
             raise
-
-    def _calibrated(self, call: Callable[[], Result]) -> Result:
-        self._ran_short = False
-        try:
-            return self._concluded(call)
-        except RuntimeError:
-            if self.spares_memory or not self._ran_short:
-                raise
-        self.spares_memory = True  # after the handler: the error's frames hold what the layer had made
-        try:
-            return self._concluded(call)
-        except BaseException:
-            self.spares_memory = False  # the call does not fit without measuring either
-            raise
-
-    def _concluded(self, call: Callable[[], Result]) -> Result:
-        self.calibrating = True
-        result = self._measured(call)
-        while self.results.conclude():
-            result = self._measured(call)
-        self._place(result)
-        self.calibrating = False
-        return result
-
-    def _measured(self, call: Callable[[], Result]) -> Result:
-        self.flops.clear()
-        self.operands.begin()
-        self.results.begin()
-        with compile_disabled(), self.hiding if self.in_fp16 else nullcontext():
-            return call()
 
     def _place(self, result: object) -> None:
         """Give every measured proof its records on its device, and the graphs the exponents."""

@@ -27,7 +27,7 @@ from ..compute.fp8_product import Refused, fast_accumulation
 from ..compute.layer_modes import planned_modes_of, settings_of
 from ..compute.per_model import PerModel, forwards_on
 from ..replay.call import Call
-from ..replay.interceptor import ACCUMULATION, Run, Stage, put_stage
+from ..replay.interceptor import ACCUMULATION, Acting, Stage, put_stage
 from ..replay.model_compiler import compiler_off
 
 
@@ -56,18 +56,10 @@ class Accumulation(Stage):
         self.request = request
         self.runs: PerModel[AccumulationRun] = PerModel(lambda model: AccumulationRun(request, model), _settings)
 
-    def around_call(self, run: Run, call: Call) -> torch.Tensor:
-        """Make a call with sums as asked; under a rung that decides about every layer, torch's flags alone are set."""
+    def in_call(self, call: Call) -> Acting:
+        """Return the model's sums as asked; under a rung that decides about every layer, torch's flags alone."""
         sums = self.runs.of(call.model)
-        if call.rung and call.rung.everywhere:
-            with flags.flags_set(sums.plan.flags):
-                return run(call)
-
-        def once() -> torch.Tensor:
-            with patched(sums.patches), attending(call.model, call, sums.attend), sums.scope():
-                return run(call)
-
-        return sums.calibration.run(once) if sums.watches else once()
+        return FlagsAlone(sums.plan) if call.rung and call.rung.everywhere else sums
 
     def plan_for(self, patcher) -> AccumulationPlan:
         """Return the plan its calls followed, else the one the next call will."""
@@ -75,7 +67,17 @@ class Accumulation(Stage):
         return run.plan if run else _planned(self.request, patcher)
 
 
-class AccumulationRun:
+class FlagsAlone(Acting):
+    """Hold the flags of a plan, and measure nothing."""
+
+    def __init__(self, plan: AccumulationPlan):
+        self.plan = plan
+
+    def attempt(self, call: Call) -> contextlib.AbstractContextManager:
+        return flags.flags_set(self.plan.flags)
+
+
+class AccumulationRun(Acting):
     """Keep one model under a request: its plan, its patches and what its calls have shown."""
 
     def __init__(self, request: Request, model):
@@ -106,8 +108,23 @@ class AccumulationRun:
                 by_layer = not self.plan.whole
                 yield name, Fp16AccumulationLinear(module, module.forward, sums, self.calibration, weights, by_layer)
 
+    def one_call(self) -> contextlib.AbstractContextManager:
+        return self.calibration.one_call() if self.watches else contextlib.nullcontext()
+
     @contextlib.contextmanager
-    def scope(self):
+    def attempt(self, call: Call) -> Iterator[None]:
+        measuring = self.calibration.attempt() if self.watches else contextlib.nullcontext()
+        with measuring, patched(self.patches), attending(call.model, call, self.attend), self.scope():
+            yield
+
+    def stands(self, result: torch.Tensor) -> bool:
+        return not self.watches or self.calibration.stands(result)
+
+    def goes_on_after(self, error: RuntimeError) -> bool:
+        return self.watches and self.calibration.goes_on_after(error)
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
         """Hold the flags for the length of one call of the model."""
         if self.attention:
             self.attention.begin()

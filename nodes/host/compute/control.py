@@ -15,7 +15,7 @@ import torch
 from comfy.controlnet import ControlNet
 from comfy.model_patcher import ModelPatcher
 
-from ....precision.base.patching import Patch, patched
+from ....precision.base.patching import Patch
 from ....precision.plan.compute import ComputePlan
 from ..comfyui.attributes import casting, set_control_dtype, weight_state
 from .attention import OVERRIDE, overridden
@@ -90,7 +90,7 @@ class PlannedControl:
         # in a dtype of its own.
         casts = [patch for part in (base.modules() if base else ()) for patch in casting(part)]
         patches = [*casts, *run.patches, *_attending(module, run.attend)]
-        return run.call(functools.partial(type(module).forward, module, *args, **kwargs), lambda: patched(patches))
+        return run.run(functools.partial(type(module).forward, module, *args, **kwargs), lambda: patches)
 
 
 class ControlPatcher:

@@ -2,24 +2,23 @@
 
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from comfy.model_patcher import ModelPatcher
 
 from ....precision.base.modes import INT8
-from ....precision.base.patching import Patch, patched
+from ....precision.base.patching import patched
 from ....precision.plan.compute import ComputePlan
-from ..comfyui.attributes import cast_dtype
 from ..comfyui.execution import Make, adapts_text, conditions_through
 from ..comfyui.known_calls import Feature, why_off
 from ..comfyui.layers import modules_of
 from ..comfyui.page import running_node_id
 from ..replay.call import Call
-from ..replay.interceptor import COMPUTE, Run, Stage, put_stage, take_stages
+from ..replay.interceptor import COMPUTE, Acting, Stage, put_stage, take_stages
 from .attention import attending, fuses_by_default, has_attention_patch, scores_in_fp32
 from .per_model import PerModel
-from .planned_model import PlannedModel, estimated_in_fp32, in_fp32
+from .planned_model import PlannedModel, estimated_in_fp32
 from .ruled_attention import NO_ATTENTION, NO_BLOCK, blocks_of, outermost
 
 LISTED = 3
@@ -83,6 +82,13 @@ def fall_back(model) -> None:
     _fell_back.add(model)
 
 
+class ScoresInFp32(Acting):
+    """Run unfused attentions with their scores in fp32, as plain fp16 of ``auto`` needs it."""
+
+    def attempt(self, call: Call) -> AbstractContextManager:
+        return attending(call.model, call, scores_in_fp32)
+
+
 class Compute(Stage):
     """Run the calls of models under one plan. It keeps what it learns of each model it runs, not the model.
 
@@ -100,30 +106,18 @@ class Compute(Stage):
         """Return what runs a model now: the fallback after an overflow, else this."""
         return self.fallback if self.fallback and model in _fell_back else self
 
-    def around_call(self, run: Run, call: Call) -> torch.Tensor:
-        """Make a call under the plan, or under its fallback after an overflow; a rung that decides about every layer
-        takes the plan's place."""
+    def in_call(self, call: Call) -> Acting | None:
+        """Return the model under the plan, or under its fallback after an overflow; a rung that decides about every
+        layer takes the plan's place."""
         if call.rung and call.rung.everywhere:
-            return run(call)
+            return None
         acting = self.acting(call.model)
         if acting.plan.exchanges:
-            return acting._exchanged(run, call)
+            planned = acting.runs.of(call.model)
+            planned.hand_out(fp32=has_attention_patch(call.options))
+            return planned
         in_fp16 = self.fallback and acting is self and not fuses_by_default()
-        with attending(call.model, call, scores_in_fp32 if in_fp16 else None):
-            return run(call)
-
-    def _exchanged(self, run: Run, call: Call) -> torch.Tensor:
-        """Make a call with the plan's forwards and attention in place of the model's."""
-        planned = self.runs.of(call.model)
-        planned.hand_out(fp32=has_attention_patch(call.options))
-
-        @contextmanager
-        def exchanged() -> Iterator[None]:
-            patches = self._patches(call.model, planned)
-            with patched(patches), attending(call.model, call, planned.attend, planned.inputs):
-                yield
-
-        return planned.call(lambda: run(call), exchanged)
+        return ScoresInFp32() if in_fp16 else None
 
     def planned_modes(self, patcher: ModelPatcher) -> dict[str, str]:
         """Return layer -> planned mode; what layers cannot do is known from the first call on."""
@@ -162,11 +156,7 @@ class Compute(Stage):
         run = self.adapters.of(model)
         # The text's one call in a run returns objects of ComfyUI's, which no look sees through.
         run.calibration.recalibrate()
-        return run.call(make, lambda: patched(self._patches(model, run)))
-
-    def _patches(self, model, run: PlannedModel) -> list[Patch]:
-        uncast = self.plan.is_safe and cast_dtype(model) != torch.float32
-        return [*in_fp32(model), *run.patches, *run.casting] if uncast else run.patches
+        return run.run(make, run.patches_of_call)
 
     def ranges(self, patcher: ModelPatcher) -> dict[str, float]:
         """Return layer -> the largest magnitude of its operands, of the layers that met any."""

@@ -2,8 +2,8 @@
 
 import logging
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import comfy.ldm.lumina.model
 import torch
@@ -16,12 +16,14 @@ from ....precision.base.layer_names import are_alike
 from ....precision.base.modes import FP16_WIDE, INT8
 from ....precision.base.patching import Patch, SharedScope, patched
 from ....precision.plan.compute import ComputePlan
-from ..comfyui.attributes import MEMORY_ESTIMATE, casting, scaled_input, with_cast_dtype, with_scaled_input
+from ..comfyui.attributes import MEMORY_ESTIMATE, cast_dtype, casting, scaled_input, with_cast_dtype, with_scaled_input
 from ..comfyui.execution import switches_by_layer
 from ..comfyui.layers import is_quantized, modules_of
 from ..comfyui.weights import calling_layers, uncast_norm
+from ..replay.call import Call
+from ..replay.interceptor import Acting
 from ..replay.model_compiler import compiler_off
-from .attention import in_one_dtype, kernels_of
+from .attention import attending, in_one_dtype, kernels_of
 from .core_layers import PlannedLayers, holds_sums, int8_patches
 from .per_model import forwards_on
 from .ruled_attention import RuledAttention
@@ -31,7 +33,7 @@ _unclamped = SharedScope(lambda: patched([(comfy.ldm.lumina.model, "clamp_fp16",
 """Lumina and Z-Image put 65504 in place of what overflows in fp16, where a look at the result is to find it."""
 
 
-class PlannedModel:
+class PlannedModel(Acting):
     """Run the calls of a model of ComfyUI under a plan, and record their modes and ranges.
 
     ``fp16_results``: layers between a block's norms and its residual stream may return fp16.
@@ -61,7 +63,7 @@ class PlannedModel:
         clamps = plan.is_safe and any(type(m).__module__ == "comfy.ldm.lumina.model" for m in named.values())
         self._clamping = _unclamped if clamps else nullcontext()
         self._alike: bool | None = None
-        self._repeats = 0
+        self._sums_off = False
         self.ruled = RuledAttention(plan.attention, named)
         self.attention = SafeAttention(self.calibration, self.ruled.is_inside)
         self._patches = list(self.layers.patches)
@@ -79,6 +81,13 @@ class PlannedModel:
         """What to set on the model's modules for the length of a call."""
         return [*self._patches, *self.ruled.patches()]
 
+    def patches_of_call(self) -> list[Patch]:
+        """What to set for a call of a diffusion model: its entry in fp32 too, where a safe plan needs that."""
+        model = self._model()
+        if self._safe and cast_dtype(model) != torch.float32:
+            return [*in_fp32(model), *self.patches, *self.casting]
+        return self.patches
+
     def hand_out(self, fp32: bool) -> None:
         """Return fp32 from every layer and attention, for nodes whose code takes the results of attentions: what is
         made of them there may overflow in fp16 and be finite (a 1-norm, in comfy_extras/nodes_nag.py)."""
@@ -87,29 +96,52 @@ class PlannedModel:
             self.calibration.results.allowed = self._fp16_results and not fp32
             self.calibration.recalibrate()
 
-    def call(self, call: Callable, around: Callable[[], AbstractContextManager] = nullcontext):
-        """Make a call of the model, or of its text adapter, inside of ``around``; again when a proof does not hold.
-
-        A GPU is waited for outside of ``around``: it computes while patches are taken off.
-        """
-        patcher = self._model().current_patcher
-        off = self._holds_sums or (self._is_wide and not switches_by_layer(patcher))
-        self.layers.switches_flags = not self._has_rules or switches_by_layer(patcher)
-        self.calibration.by_layer = not off
+    def run(self, make: Callable, patches: Callable[[], Sequence[Patch]]):
+        """Make a call of the model's text adapter, or of a ControlNet, with ``patches`` on it; again when a look at it
+        fails."""
+        self._begin()
 
         def once():
-            self.attention.begin()
-            self.ruled.begin()
-            free = nullcontext() if self._allocates_alike() else compiler_off()
-            with around(), fp32_accumulation() if off else nullcontext(), free, self.calling, self._clamping:
-                return call()
+            with self.running(), patched(patches()):
+                return make()
 
+        return self.calibration.run(once)
+
+    def one_call(self) -> AbstractContextManager:
+        self._begin()
+        return self.calibration.one_call()
+
+    @contextmanager
+    def attempt(self, call: Call) -> Iterator[None]:
+        attention = attending(call.model, call, self.attend, self.inputs)
+        with self.calibration.attempt(), self.running(), patched(self.patches_of_call()), attention:
+            yield
+
+    def stands(self, result: torch.Tensor) -> bool:
         measures = self.calibration.calibrating
-        result = self.calibration.run(once)
-        if measures or self.calibration.repeats != self._repeats:
-            self._repeats = self.calibration.repeats
+        stands = self.calibration.stands(result)
+        if measures and stands:
             logger.debug("Halfsafe: %s", self.layers)
-        return result
+        return stands
+
+    def goes_on_after(self, error: RuntimeError) -> bool:
+        return self.calibration.goes_on_after(error)
+
+    def _begin(self) -> None:
+        patcher = self._model().current_patcher
+        self._sums_off = self._holds_sums or (self._is_wide and not switches_by_layer(patcher))
+        self.layers.switches_flags = not self._has_rules or switches_by_layer(patcher)
+        self.calibration.by_layer = not self._sums_off
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Hold what is not on the model while an attempt at a call lasts: flags, ComfyUI's compiler, its clamps."""
+        self.attention.begin()
+        self.ruled.begin()
+        sums = fp32_accumulation() if self._sums_off else nullcontext()
+        compiler = nullcontext() if self._allocates_alike() else compiler_off()
+        with sums, compiler, self.calling, self._clamping:
+            yield
 
     def _allocates_alike(self) -> bool:
         if self.calibration.calibrating:

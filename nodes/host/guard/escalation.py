@@ -29,13 +29,13 @@ from ..compute.layer_modes import planned_modes_of, settings_of, stream_dtype
 from ..compute.per_model import hooks_of, patches_of
 from ..compute.planned_model import PlannedModel, in_fp32
 from ..replay.call import Call
-from ..replay.interceptor import Run
+from ..replay.interceptor import Acting
 from .causes import with_patches
 
 _learned: weakref.WeakKeyDictionary[BaseModel, dict[tuple, Escalation]] = weakref.WeakKeyDictionary()
 
 
-class EscalatedLayers:
+class EscalatedLayers(Acting):
     """A rung: a model whose layers run as an escalation asks.
 
     ``modes``: layer -> mode without the escalation, for the layers that multiply.
@@ -62,19 +62,32 @@ class EscalatedLayers:
         self.planned = PlannedModel(ComputePlan.of_layers(decisions), model)
         self._entry = in_fp32(model) if self.everywhere else []
 
-    def around_call(self, run: Run, call: Call) -> torch.Tensor:
-        """Make a call with these layers in place of the model's."""
-        attend = self._attend if self.everywhere else None
+    def one_call(self) -> contextlib.AbstractContextManager:
+        return self.planned.one_call()
+
+    @contextlib.contextmanager
+    def attempt(self, call: Call) -> Iterator[None]:
+        attend, options = self._attend if self.everywhere else None, call.options
         # torch.compile makes a graph anew for each function it has not met.
         if attend and not is_compiled(call.model.current_patcher):
-            call.options = with_patches(call.options, promoting)
-        with patched(self._patches()), attending(call.model, call, attend), self._sums():
-            return self.planned.call(lambda: run(call))
+            call.options = with_patches(options, promoting)
+        measuring, running = self.planned.calibration.attempt(), self.planned.running()
+        try:
+            with measuring, running, patched(self._patches()), attending(call.model, call, attend), self._sums():
+                yield
+        finally:
+            call.options = options
+
+    def stands(self, result: torch.Tensor) -> bool:
+        return self.planned.stands(result)
+
+    def goes_on_after(self, error: RuntimeError) -> bool:
+        return self.planned.goes_on_after(error)
 
     def adapted(self, make: Make) -> dict:
         """Make conditions, which calls layers of the model outside of its calls: a text adapter."""
-        with patched(self._patches()), self._sums():
-            return self.planned.call(make)
+        with self._sums():
+            return self.planned.run(make, self._patches)
 
     def modes(self) -> dict[str, str]:
         """Map layers to the modes they run in now."""

@@ -32,7 +32,7 @@ from ..compute.executor import planned_on
 from ..compute.layer_modes import settings_of
 from ..compute.per_model import PerModel, branch_of, patches_of
 from ..replay.call import Call
-from ..replay.interceptor import GUARD, RUNGS, Run, Stage, put_stage, take_stages
+from ..replay.interceptor import GUARD, Run, Stage, put_stage, take_stages
 from ..replay.restart import Sampling
 from .causes import sampler_inputs
 from .clamps import ClampWatch, hiding_is_seen
@@ -66,7 +66,7 @@ def look_at_results(patcher: ModelPatcher) -> None:
     if guard and guard.on_nan != OFF:
         return
     if guard:
-        take_stages(patcher, GUARD, RUNGS)
+        take_stages(patcher, GUARD)
         del patcher.attachments[GUARD]
     if compute and compute.fallback:
         _put(patcher, Guard(OFF, 0, running_node_id()))
@@ -74,20 +74,12 @@ def look_at_results(patcher: ModelPatcher) -> None:
 
 def _put(patcher: ModelPatcher, guard: "Guard") -> None:
     put_stage(patcher, GUARD, guard)
-    put_stage(patcher, RUNGS, Rungs())
     patcher.set_attachments(GUARD, guard)
 
 
 def guard_of(patcher) -> "Guard | None":
     """Return the guard on a patcher; None for a patcher without a guard."""
     return patcher.attachments.get(GUARD)
-
-
-class Rungs(Stage):
-    """Run a call in the arithmetic that the guard, or a check, asks for."""
-
-    def around_call(self, run: Run, call: Call) -> torch.Tensor:
-        return call.rung.around_call(run, call) if call.rung else run(call)
 
 
 class Guard(Stage):

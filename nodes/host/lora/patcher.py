@@ -33,7 +33,7 @@ from ..comfyui.layers import DIFFUSION_MODEL, is_quantized
 from ..comfyui.weights import calling_layers, dequantized
 from ..compute.executor import Compute, compute_of
 from ..replay.call import Call
-from ..replay.interceptor import LOW_RANK, Run, Stage, put_stage
+from ..replay.interceptor import LOW_RANK, Acting, Stage, put_stage
 from .low_rank import SortedPatches, change_of, is_8bit_matrix, low_rank_patcher, sort_patches
 
 INJECTED = "halfsafe_low_rank"
@@ -279,11 +279,14 @@ def _numbers_of(network: torch.nn.Module, state: dict) -> Numbers:
     return Numbers(state, made)
 
 
-class LowRankStage(Stage):
+class LowRankStage(Stage, Acting):
     """Run calls with the LoRAs of 8-bit weights added to the results of their layers."""
 
-    def around_call(self, run: Run, call: Call) -> torch.Tensor:
-        return _with_low_rank(call.model.current_patcher, lambda: run(call))
+    def in_call(self, call: Call) -> Acting:
+        return self
+
+    def attempt(self, call: Call) -> contextlib.AbstractContextManager:
+        return _low_rank(call.model.current_patcher)
 
     def around_sampling(self, executor: Callable, *args, **kwargs):
         """Run a sampler: layers that run on the text before the model's calls have LoRAs too."""
@@ -298,12 +301,19 @@ class LowRankStage(Stage):
             return executor(*args, **kwargs)
 
 
-def _with_low_rank(patcher: ModelPatcher, call: Callable):
+@contextlib.contextmanager
+def _low_rank(patcher: ModelPatcher) -> Iterator[None]:
     forwards = patcher.forwards() if isinstance(patcher, AddsLowRank) else []
     if not forwards:
-        return call()
+        yield
+        return
     with patched(forwards), calling_layers(patcher.sorted_patches().modules.values()):
-        return call()
+        yield
+
+
+def _with_low_rank(patcher: ModelPatcher, make: Callable):
+    with _low_rank(patcher):
+        return make()
 
 
 def _inject(patcher: AddsLowRank) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Protocol
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
 import torch
 from comfy.model_base import BaseModel
@@ -15,19 +16,13 @@ from . import model_compiler
 from .core_state import CoreState
 from .restart import SAMPLING, Sampling
 
+if TYPE_CHECKING:
+    from .interceptor import Acting
+
 CACHES_OFF = {PREFIX_CACHE: {"device": "off"}, POSE_CACHE: None}
 """The options with which Qwen-Image 2.1 (``comfy/ldm/qwen_image21/model.py``, ComfyUI 0.37) neither reads nor fills its
 keys and values of the text, and Wan-Animate-2 (``comfy/ldm/wan/model_animate2.py``, 0.33) what it keeps of the pose
 video: no key of theirs has a dtype, and either may be kept in int8 or int4."""
-
-
-class Rung(Protocol):
-    """Another arithmetic for one call than the model was planned in. ``everywhere``: it decides about every layer."""
-
-    everywhere: bool
-
-    def around_call(self, run: Callable[[Call], torch.Tensor], call: Call) -> torch.Tensor:
-        """Make a call with ``run``, under this arithmetic."""
 
 
 class Call:
@@ -53,7 +48,7 @@ class Call:
         self.extra: dict = extra
         self.sampling: Sampling | None = self.options.pop(SAMPLING, None)
         self.before: CoreState | None = None
-        self.rung: Rung | None = None
+        self.rung: Acting | None = None
 
     def run(self) -> torch.Tensor:
         """Run the model, inside of the wrappers of other packs.
@@ -61,15 +56,20 @@ class Call:
         The first time, what ComfyUI keeps between calls is noted. Each later time it is put back, and ComfyUI's model
         compiler is off; what a run that is broken off has changed is put back too.
         """
-        if self.before is None:
-            self.before = CoreState(self.options)
-            return self._execute(self.options)
-        self.forget()
-        try:
-            with model_compiler.compiler_off():
-                return self._execute({**self.options, **CACHES_OFF})
-        except BaseException:
+        again = self.before is not None
+        if again:
             self.forget()
+        else:
+            self.before = CoreState(self.options)
+        options = {**self.options, **CACHES_OFF} if again else dict(self.options)
+        arguments = self.x, self.t, self.c_concat, self.c_crossattn, _fresh(self.control), options
+        try:
+            with model_compiler.compiler_off() if again else nullcontext():
+                return self.executor(*arguments, **self.extra)
+        except BaseException:
+            model_compiler.after_failure()
+            if again:
+                self.forget()
             raise
 
     def forget(self) -> None:
@@ -81,15 +81,7 @@ class Call:
             self.before.put_back()
         self.forget_dtype()
 
-    def _execute(self, options: dict) -> torch.Tensor:
-        arguments = self.x, self.t, self.c_concat, self.c_crossattn, _fresh(self.control), dict(options)
-        try:
-            return self.executor(*arguments, **self.extra)
-        except BaseException:
-            model_compiler.after_failure()
-            raise
-
-    def again(self, rung: Rung | None) -> Call:
+    def again(self, rung: Acting | None) -> Call:
         """Return a copy of the call, to be run in an arithmetic."""
         call = copy.copy(self)
         call.rung = rung

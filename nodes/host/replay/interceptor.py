@@ -6,7 +6,7 @@ See docs/internals/how-a-call-runs.md for a picture.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import torch
 from comfy.model_patcher import ModelPatcher
@@ -19,11 +19,12 @@ REPORT = "halfsafe.report"
 GUARD = "halfsafe.guard"
 ACCUMULATION = "halfsafe.accumulation"
 COMPUTE = "halfsafe.compute"
-RUNGS = "halfsafe.rungs"
+RUNG = "halfsafe.rung"
 ANALYSIS = "halfsafe.analysis"
 LOW_RANK = "halfsafe.low_rank"
-AROUND_CALLS = (GUARD, ACCUMULATION, COMPUTE, RUNGS, ANALYSIS, LOW_RANK)
-"""The stages around a model's call, from the outermost in; wrappers of other packs stand inside of all of them.
+IN_CALLS = (ACCUMULATION, COMPUTE, RUNG, ANALYSIS, LOW_RANK)
+"""The stages that act in a call, from the outermost in. The guard is around all of them, wrappers of other packs
+are inside of all of them. ``RUNG`` is the arithmetic that a call carries.
 
 A stage that stands further in exchanges a layer's forward later, around the forward that it finds, and what a stage
 finds is behind a gate (``gate.py``) where ComfyUI folds more than an input into a layer's call. From the outside in,
@@ -47,16 +48,47 @@ AROUND_SAMPLING = (REPORT, LOW_RANK, GUARD, COMPUTE)
 Run = Callable[[Call], torch.Tensor]
 
 
+class Acting:
+    """What a stage does in one call of a model; by itself nothing. ``everywhere``: it decides about every layer."""
+
+    everywhere = False
+
+    def one_call(self) -> AbstractContextManager:
+        """Hold what the attempts at a call share."""
+        return nullcontext()
+
+    def attempt(self, call: Call) -> AbstractContextManager:
+        """Put on layers and attention what the stage exchanges, for the length of one attempt."""
+        return nullcontext()
+
+    def stands(self, result: torch.Tensor) -> bool:
+        """Look at what an attempt computed. Returns False if the call is to be made again."""
+        return True
+
+    def goes_on_after(self, error: RuntimeError) -> bool:
+        """Tell whether the call is to be made again after an attempt that raised an error."""
+        return False
+
+
 class Stage:
-    """What one node of Halfsafe does around the calls of a model and around a sampler's run."""
+    """What one node of Halfsafe does around the calls of a model and around a sampler's run; by itself nothing."""
 
     def around_call(self, run: Run, call: Call) -> torch.Tensor:
-        """Make a call of the model with ``run``, which is the next stage; it may be run again."""
+        """Make a call with ``run``, which may be called again. The guard alone stands around calls."""
         return run(call)
+
+    def in_call(self, call: Call) -> Acting | None:
+        """Return what acts in a call; asked for with the outer stages' forwards on the layers."""
+        return None
 
     def around_sampling(self, executor: Callable, *args, **kwargs):
         """Run a sampler with ``executor``, the next stage; the arguments are those of ``CFGGuider.outer_sample``."""
         return executor(*args, **kwargs)
+
+
+class _RungStage(Stage):
+    def in_call(self, call: Call) -> Acting | None:
+        return call.rung
 
 
 class Interceptor:
@@ -64,28 +96,52 @@ class Interceptor:
 
     def __init__(self, stages: Mapping[str, Stage]):
         self.stages = dict(stages)
-        self._run: Run = Call.run
-        for name in reversed(self._defining("around_call", AROUND_CALLS)):
-            self._run = partial(self.stages[name].around_call, self._run)
-
-    def _defining(self, method: str, order: tuple[str, ...]) -> list[str]:
-        defined = (name for name in order if name in self.stages)
-        return [name for name in defined if getattr(type(self.stages[name]), method) is not getattr(Stage, method)]
+        self._guard = self.stages.get(GUARD, Stage())
+        known = {RUNG: _RungStage(), **self.stages} if GUARD in self.stages else self.stages
+        self._in_calls = {name: known[name] for name in IN_CALLS if name in known}
+        self._sampling = {name: self.stages[name] for name in AROUND_SAMPLING if name in self.stages}
 
     def __call__(self, executor: Callable, *args, **kwargs) -> torch.Tensor:
         """Wrap a model's call (ComfyUI's APPLY_MODEL)."""
-        return self._run(Call(executor, *args, **kwargs))
+        if not self._in_calls:
+            return executor(*args, **kwargs)
+        return self._guard.around_call(self.run, Call(executor, *args, **kwargs))
+
+    def run(self, call: Call) -> torch.Tensor:
+        """Make a call under all stages, again as long as one of them asks for it, the innermost first.
+
+        A GPU is waited for after an attempt: it computes while forwards are put back.
+        """
+        acting: list[Acting] = []
+        with ExitStack() as of_call:
+            while True:
+                try:
+                    with ExitStack() as of_attempt:
+                        self._put_on(call, acting, of_call, of_attempt)
+                        result = call.run()
+                except RuntimeError as error:
+                    if not any(each.goes_on_after(error) for each in reversed(acting)):
+                        raise
+                    continue
+                if all(each.stands(result) for each in reversed(acting)):
+                    return result
+
+    def _put_on(self, call: Call, acting: list[Acting], of_call: ExitStack, of_attempt: ExitStack) -> None:
+        for place, stage in enumerate(self._in_calls.values()):
+            if place == len(acting):
+                acting.append(stage.in_call(call) or Acting())
+                of_call.enter_context(acting[place].one_call())
+            of_attempt.enter_context(acting[place].attempt(call))
 
     def sampling(self, executor: Callable, *args, **kwargs):
         """Wrap a sampler's run (ComfyUI's OUTER_SAMPLE)."""
-        for name in reversed(self._defining("around_sampling", AROUND_SAMPLING)):
-            executor = _Executor(self.stages[name].around_sampling, executor)
+        for stage in reversed(self._sampling.values()):
+            executor = _Executor(stage.around_sampling, executor)
         return executor(*args, **kwargs)
 
     def __repr__(self) -> str:
-        calls = " > ".join(self._defining("around_call", AROUND_CALLS))
-        sampling = " > ".join(self._defining("around_sampling", AROUND_SAMPLING))
-        return f"Interceptor(calls: {calls}; sampling: {sampling})"
+        around = [name for name in self.stages if name == GUARD]
+        return f"Interceptor(calls: {' > '.join([*around, *self._in_calls])}; sampling: {' > '.join(self._sampling)})"
 
 
 class _Executor:
@@ -93,10 +149,10 @@ class _Executor:
 
     def __init__(self, around: Callable, executor: Callable):
         self.class_obj = executor.class_obj  # type: ignore[attr-defined]
-        self._run = partial(around, executor)
+        self._around, self._executor = around, executor
 
     def __call__(self, *args, **kwargs):
-        return self._run(*args, **kwargs)
+        return self._around(self._executor, *args, **kwargs)
 
 
 def interceptor_of(patcher: ModelPatcher) -> Interceptor:

@@ -15,7 +15,7 @@ from ..accumulation.executor import accumulation_of, with_accumulation
 from ..comfyui.execution import COMPILE_KWARGS
 from ..compute.executor import compute_of, set_compute
 from ..replay.call import Call
-from ..replay.interceptor import ANALYSIS, GUARD, RUNGS, Run, Stage, put_stage, take_stages
+from ..replay.interceptor import ANALYSIS, GUARD, Acting, Stage, put_stage, take_stages
 from ..replay.model_compiler import compiler_off
 
 CFG = 4.0
@@ -24,15 +24,17 @@ COMPILE_KEY = "torch.compile"
 """The key of ComfyUI's TorchCompileModel's wrapper on a model (``comfy_api/torch_helpers/torch_compile.py``)."""
 
 
-class CallsInside(Stage):
+class CallsInside(Stage, Acting):
     """Make each call of a model inside of a context."""
 
     def __init__(self, context: Callable[[], AbstractContextManager]):
         self._context = context
 
-    def around_call(self, run: Run, call: Call) -> torch.Tensor:
-        with self._context():
-            return run(call)
+    def in_call(self, call: Call) -> Acting:
+        return self
+
+    def attempt(self, call: Call) -> AbstractContextManager:
+        return self._context()
 
 
 def watch_sampling(patcher: ModelPatcher, step: Callable, calls: Callable[[], AbstractContextManager]) -> None:
@@ -52,7 +54,7 @@ def bare_clone(patcher: ModelPatcher) -> ModelPatcher:
         clone = with_accumulation(clone, accumulation.request)
     if compute:
         set_compute(clone, compute.plan.unwatched)
-    take_stages(clone, GUARD, RUNGS)
+    take_stages(clone, GUARD)
     for kind in list(clone.wrappers):
         clone.remove_wrappers_with_key(kind, COMPILE_KEY)
     clone.model_options.pop(COMPILE_KWARGS, None)

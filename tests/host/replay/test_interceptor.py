@@ -109,7 +109,7 @@ def test_at_most_ten_functions_lead_from_the_interceptor_to_a_layer(comfy, wan, 
 
 def test_the_interceptor_prints_its_stages_in_their_order(comfy, wan):
     model = guarded(comfy, with_everything(comfy, wan))
-    expected = "Interceptor(calls: {0}.guard > {0}.accumulation > {0}.compute > {0}.rungs > {0}.low_rank; sampling: {0}.low_rank > {0}.guard > {0}.compute)"
+    expected = "Interceptor(calls: {0}.guard > {0}.accumulation > {0}.compute > {0}.rung > {0}.low_rank; sampling: {0}.low_rank > {0}.guard > {0}.compute)"
     assert repr(interceptor.interceptor_of(model)) == expected.format("halfsafe")
 
 
