@@ -1,29 +1,21 @@
-"""Attention in fp16 whose scores cannot overflow. ``BoundedAttention`` leaves each call alone, smooths its keys or runs
-it in fp32 (Accumulation's ``attention``); ``SafeAttention`` runs a call in fp16 where all of it fits (``fp16_safe``).
+"""Attention in fp16 whose scores cannot overflow: an attention that does not fit fp16 runs in fp32.
 
-A score is at most ``max ||q|| * max ||k|| * scale``. Keys that share a large offset (OneDiff #454: SVD) pass fp16's
-range though their scores differ little: subtracting one vector from every key changes all scores of a query alike,
-which leaves the softmax as it was (smooth-K, SageAttention, arXiv:2411.10958). What is still too large is computed in
-fp32.
+A score is at most ``max ||q|| * max ||k|| * scale``.
 """
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from ..base.amax import amax
 from ..base.dtypes import FP16_MAX
-from .attention_bounds import LARGEST_SCORE, AttentionBound, AttentionCall, AttentionRange
+from .attention_bounds import AttentionBound, AttentionCall, AttentionRange
 from .calibration import Calibration
 from .proofs import MARGIN, Proof
 
-AS_IS, SMOOTH, FP32 = "unchanged", "smooth-K", "fp32"
-MODES = (AS_IS, SMOOTH, FP32)
 COARSE_SCORE = 512.0
-WORTH_SMOOTHING = 0.25
 
 
 class Kernels(NamedTuple):
@@ -38,90 +30,6 @@ class Kernels(NamedTuple):
     fp32: Callable
     fused: bool = True
     foreign: bool = False
-
-
-@dataclass
-class AttentionState:
-    """Describe one attention of a model call: its mode, and the largest score it can reach."""
-
-    mode: str = AS_IS
-    bound: float = 0.0
-
-
-class BoundedAttention:
-    """Run every fp16 attention of a model, by their order in a call, so that its scores fit; or all in fp32."""
-
-    def __init__(self, calibration: Calibration, always_fp32: bool = False):
-        self.calibration = calibration
-        self.always_fp32 = always_fp32
-        self.scores = calibration.add(Proof("attention", below=LARGEST_SCORE))
-        self.states: list[AttentionState] = []
-        self.changed = False
-        self.met: set[torch.dtype] = set()
-        self.unfused = False
-        self._index = 0
-
-    def begin(self) -> None:
-        self._index = 0
-
-    def __call__(self, kernels: Kernels, q: torch.Tensor, k, v, heads: int, *args, **kwargs) -> torch.Tensor:
-        """Run one attention with ComfyUI's arguments. Returns the dtype of ``q``."""
-        call = AttentionCall(q, k, v, heads, args, kwargs, kernels.fused)
-        if self.calibration.calibrating:
-            self.met.add(q.dtype)
-        self.unfused = self.unfused or not kernels.fused
-        if q.dtype != torch.float16:
-            return call.run(kernels.attention)
-        if self.always_fp32:
-            return run_in_fp32(kernels, call)
-        index, self._index = self._index, self._index + 1
-        if self.calibration.calibrating:
-            if index == len(self.states):
-                self.states.append(AttentionState())
-            self.scores.device = q.device
-            result = self._in_first_mode_that_fits(self.states[index], kernels, call)
-            self.changed = self.changed or self.states[index].mode != AS_IS
-            return result
-        mode = self.states[index % len(self.states)].mode if self.changed else AS_IS
-        if mode == FP32:
-            return run_in_fp32(kernels, call)
-        if mode == SMOOTH:
-            call = call.smoothed()
-        result, bound = call.run(kernels.attention), call.score_bound()
-        self.scores.record(bound + 0 * amax(result) if kernels.foreign else bound)
-        return result
-
-    def _in_first_mode_that_fits(self, state: AttentionState, kernels: Kernels, call: AttentionCall) -> torch.Tensor:
-        for mode in MODES[MODES.index(state.mode) : -1]:
-            tried = call.smoothed() if mode == SMOOTH else call
-            bound = tried.score_bound().item()
-            if mode == AS_IS:
-                state.bound = bound if math.isfinite(bound) else state.bound
-            if math.isfinite(bound) and not self.scores.holds(bound):
-                continue
-            is_coarse = mode == AS_IS and not call.fused and COARSE_SCORE < bound < math.inf
-            if is_coarse and call.smoothed().score_bound().item() < WORTH_SMOOTHING * bound:
-                continue  # all keys share an offset
-            result = tried.run(kernels.attention)
-            if not math.isfinite(bound) or torch.isfinite(amax(result)):
-                state.mode = mode
-                return result
-        state.mode = FP32
-        return run_in_fp32(kernels, call)
-
-    def summary(self) -> str:
-        """Count the attentions by how they run, and name the changed with their bound; empty before a call."""
-        if not self.met:
-            return ""
-        if self.always_fp32:
-            return "all fp16 attentions in fp32"
-        if not self.states:
-            met = sorted(str(dtype).removeprefix("torch.") for dtype in self.met)
-            return f"nothing to do: attention runs in {', '.join(met)}"
-        counts = [f"{sum(state.mode == mode for state in self.states)} {mode}" for mode in MODES]
-        changed = [(index, state) for index, state in enumerate(self.states) if state.mode != AS_IS]
-        lines = [f"; attention {n}: {state.mode}, score bound {state.bound:.3g}" for n, state in changed[:8]]
-        return f"{len(self.states)} in fp16: {', '.join(counts)}" + "".join(lines)
 
 
 def run_in_fp32(kernels: Kernels, call: AttentionCall) -> torch.Tensor:

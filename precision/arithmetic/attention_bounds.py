@@ -43,11 +43,6 @@ class AttentionCall(NamedTuple):
         kwargs = {**self.kwargs, "mask": _mask_in(dtype, self.kwargs["mask"])} if "mask" in self.kwargs else self.kwargs
         return AttentionCall(self.q.to(dtype), self.k.to(dtype), self.v.to(dtype), self.heads, args, kwargs, self.fused)
 
-    def smoothed(self) -> "AttentionCall":
-        """Return the same attention over keys less their mean over tokens."""
-        # Any vector would do: the mean's rounding is no error.
-        return self._replace(k=self.k - self.k.mean(-2, keepdim=True, dtype=torch.float32).to(self.k.dtype))
-
     def norms(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute the largest 2-norm of a head's rows of q and of k, each 0-dim fp32."""
         by_head = (-1, self.head_size())
@@ -68,11 +63,6 @@ class AttentionCall(NamedTuple):
     def is_masked(self) -> bool:
         masks = (mask for mask in (*self.args, self.kwargs.get("mask")) if isinstance(mask, torch.Tensor))
         return any(mask.is_floating_point() for mask in masks)
-
-    def score_bound(self) -> torch.Tensor:
-        """Compute the largest number the scores can reach, 0-dim fp32."""
-        of_q, of_k = self.norms()
-        return of_q * of_k * self.score_factor()
 
     def largest(self) -> torch.Tensor:
         """Compute the largest norm of a row of q or k, score, or element of v, 0-dim fp32. Values so small that fp16

@@ -51,6 +51,7 @@ class InputRange(Proof):
 class Calibration:
     """Hold the proofs of one model's operations, and make its calls.
 
+    ``looks_at_result``: the result of each call is looked at, as its products are made so that they cannot overflow.
     ``calibrating``: this call may read numbers back from the device, to fix how operands are scaled; nothing compiled
     runs in it. A compiled graph depends on what a proof decides, such as ``in_fp32``, and not on the number of
     measurements.
@@ -61,7 +62,8 @@ class Calibration:
     ``by_layer``: each product holds fp16 accumulation off by itself, as nothing holds it off for the call.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, looks_at_result: bool = True) -> None:
+        self.looks_at_result = looks_at_result
         self.proofs: dict[str, Proof] = {}
         self.flops: Counter[str] = Counter()
         self.operands = SharedOperands()
@@ -159,7 +161,7 @@ class Calibration:
         self.flops.clear()
         self.operands.begin()
         self.results.begin()
-        with compile_disabled(), self.hiding if self.in_fp16 else nullcontext():
+        with compile_disabled(), self.hiding if self.in_fp16 and self.looks_at_result else nullcontext():
             yield
 
     def stands(self, result: object) -> bool:
@@ -210,7 +212,7 @@ class Calibration:
 
     def _place(self, result: object) -> None:
         """Give every measured proof its records on its device, and the graphs the exponents."""
-        found = floats_in([result]) if self.in_fp16 else []
+        found = floats_in([result]) if self.in_fp16 and self.looks_at_result else []
         self._result.device = found[0].device if found else None
         devices: dict[torch.device, list[Proof]] = {}
         for proof in (*self.proofs.values(), self._result):

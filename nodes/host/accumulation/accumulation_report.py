@@ -149,6 +149,6 @@ def remarks_of(patcher) -> tuple[list[tuple[str, str]], dict[str, str]]:
     without_effect = [*plan.without_effect, *_inert_rules(patcher)]
     if plan.fp8_fast and not _fp8_layers(patcher):
         without_effect.append(("fp8_fast_accumulation=on", NO_FP8_OF_OURS))
-    summary = run.attention.summary() if run and run.attention else ""
+    summary = run.attention_text() if run else ""
     decisions = {"attention": f"{plan.request.attention}: {summary}"} if summary else {}
     return without_effect, decisions

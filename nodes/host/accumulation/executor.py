@@ -3,11 +3,11 @@ call."""
 
 import contextlib
 from collections.abc import Callable, Iterator
-from functools import partial
 
 import torch
 
-from ....precision.arithmetic.attention import BoundedAttention
+from ....precision.arithmetic.attention import SafeAttention, run_in_fp32
+from ....precision.arithmetic.attention_bounds import AttentionCall
 from ....precision.arithmetic.calibration import Calibration
 from ....precision.arithmetic.fp16_accumulation import FP16_ACCUMULATION, Fp16AccumulationLinear, SumBound
 from ....precision.arithmetic.linear import kind_of
@@ -83,16 +83,16 @@ class AccumulationRun(Acting):
     def __init__(self, request: Request, model):
         patcher = model.current_patcher
         self.plan = plan = _planned(request, patcher)
-        self.calibration = Calibration()
+        self.calibration = Calibration(looks_at_result=False)
         self.operations: dict[str, Fp16AccumulationLinear] = {}
         if plan.proving:
             self.operations = dict(self._operations(patcher))
         self.modules = {name: operation.module for name, operation in self.operations.items()}
         self.forwards = forwards_on(self.modules)
-        auto = plan.attention == "auto"
-        self.attention = BoundedAttention(self.calibration, not auto) if plan.attention in ("auto", "fp32") else None
-        self.attend = partial(_attend, self.attention) if self.attention else None
-        self.watches = bool(self.operations) or auto
+        self.attention = SafeAttention(self.calibration) if plan.attention == "auto" else None
+        self.attend = {"auto": self._attend_safely, "fp32": _attend_in_fp32}.get(plan.attention)
+        self.attends_unfused = False
+        self.watches = bool(self.operations) or self.attention is not None
         self.refused_fp8: Refused = {}
         self._names = list(modules_of(model))
         self._alike: bool | None = None
@@ -146,8 +146,8 @@ class AccumulationRun(Acting):
             return False
         if self._alike is None:
             scaled = {name: (op.sums.proven, op.sums.exponent) for name, op in self.operations.items()}
-            modes = {state.mode for state in getattr(self.attention, "states", ())}
-            self._alike = len(modes) < 2 and are_alike(scaled, self._names)
+            in_fp32 = {*self.attention.calls_in_fp32} if self.attention else set()
+            self._alike = len(in_fp32) < 2 and are_alike(scaled, self._names)
         return self._alike
 
     @property
@@ -159,16 +159,36 @@ class AccumulationRun(Acting):
 
     @property
     def attention_is_bounded(self) -> bool:
-        return self.attention is not None and not self.attention.unfused
+        return self.attention is not None and not self.attends_unfused
+
+    def _attend_safely(self, function: Callable, attention: Callable, q: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        """Run an fp16 attention so that it cannot overflow, in front of whatever override is there already."""
+        kernels = kernels_of(function, attention)
+        self.attends_unfused = self.attends_unfused or not kernels.fused
+        if q.dtype != torch.float16:
+            return attention(q, *args, **kwargs)
+        return self.attention(kernels, q, *args, **kwargs).to(q.dtype)
+
+    def attention_text(self) -> str:
+        """Say how the attentions of a call ran; empty before a call, and for a plan that leaves them alone."""
+        if self.attention is None:
+            return "all fp16 attentions run in fp32" if self.attend else ""
+        in_fp32 = self.attention.calls_in_fp32
+        if not in_fp32:
+            return ""
+        return f"{in_fp32.count(False)} attentions run in fp16, {in_fp32.count(True)} in fp32, as fp16 cannot hold them"
 
     def used(self) -> list[Fp16AccumulationLinear]:
         """Return the layers that met fp16 inputs, and those whose weight is out of reach."""
         return [op for op in self.operations.values() if op.sums.terms or not op.weights]
 
 
-def _attend(bounded: BoundedAttention, function: Callable, attention: Callable, *args, **kwargs) -> torch.Tensor:
-    """Stand around whatever override of attention is there already."""
-    return bounded(kernels_of(function, attention), *args, **kwargs)
+def _attend_in_fp32(
+    function: Callable, attention: Callable, q: torch.Tensor, k, v, heads: int, *args, **kwargs
+) -> torch.Tensor:
+    if q.dtype != torch.float16:
+        return attention(q, k, v, heads, *args, **kwargs)
+    return run_in_fp32(kernels_of(function, attention), AttentionCall(q, k, v, heads, args, kwargs))
 
 
 def _planned(request: Request, patcher) -> AccumulationPlan:

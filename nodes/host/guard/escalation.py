@@ -50,7 +50,8 @@ class EscalatedLayers(Acting):
         wide = {name: escalation.layers.get(name, mode) for name, mode in own.items()}
         if not self.everywhere:
             wide = {name: mode for name, mode in wide.items() if name in escalation.layers}
-        compute = compute_of(model.current_patcher)
+        patcher = model.current_patcher  # None between two prompts
+        compute = compute_of(patcher) if patcher else None
         planned = compute.plan.decisions if compute else {}
         decisions = {}
         for name, mode in wide.items():

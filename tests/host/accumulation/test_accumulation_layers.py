@@ -181,7 +181,7 @@ def test_on_several_devices_all_or_none(comfy, base, call, ampere, monkeypatch):
 def test_a_reason_says_how_a_layer_sums_and_by_which_numbers(norm, in_fp16, how):
     module, sums = torch.nn.Linear(2, 2), SumBound("layer")
     operation = Fp16AccumulationLinear(module, module.forward, sums, Calibration(), weights=lambda *args: None)
-    assert described(operation, in_fp16)[1] == "fp32 sums until a call has proven more"
+    assert described(operation, False)[1] == "fp32 sums until a call has proven more"
     sums.prove(largest=norm, norm=1e12, row_sum=1.0, row_norm=1.0, terms=2, can_scale=True)
     accumulation, reason = described(operation, in_fp16)
     assert accumulation == ("fp16" if in_fp16 else "fp32") and reason.startswith(how)

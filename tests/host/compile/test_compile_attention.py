@@ -4,7 +4,7 @@ import pytest
 import torch
 from halfsafe.nodes.host.accumulation.executor import accumulation_of
 from halfsafe.nodes.host.compute.executor import compute_of
-from halfsafe.precision.arithmetic import attention_bounds
+from halfsafe.precision.arithmetic.attention_bounds import AttentionRange
 from halfsafe.precision.plan.rules import rules_from
 from support import families, tiny_models
 from support.compiling import compiled
@@ -88,10 +88,10 @@ def test_every_compiled_attention_is_watched(comfy, plain, call):
     bounded = accumulation(comfy, plain, attention="auto")
     families.replay(bounded, call)
     run = run_of(bounded)
-    run.attention.scores.largest = 0.0
+    measured, run.attention.range.largest = run.attention.range.largest, 0.0
     families.replay(bounded, call)
     assert run.calibration.repeats == 0
-    assert run.attention.scores.largest == pytest.approx(max(state.bound for state in run.attention.states), rel=1e-2)
+    assert run.attention.range.largest == pytest.approx(measured, rel=1e-2)
 
 
 def test_a_bound_that_is_passed_is_compiled_once_and_repeated_once(comfy, plain, call, operands, monkeypatch):
@@ -99,13 +99,12 @@ def test_a_bound_that_is_passed_is_compiled_once_and_repeated_once(comfy, plain,
     for _ in range(2):
         families.replay(bounded, call)
     run, graphs = run_of(bounded), counters["stats"]["unique_graphs"]
-    run.attention.scores.below = 1e-6
-    monkeypatch.setattr(attention_bounds, "LARGEST_SCORE", 1e-6)
+    monkeypatch.setattr(AttentionRange, "holds", lambda self, magnitude: magnitude < 1e-6)
     for _ in range(4):
         operands.clear()
         families.replay(bounded, call)
     assert run.calibration.repeats == 1
-    assert {state.mode for state in run.attention.states} == {"fp32"} and set(operands) == {torch.float32}
+    assert set(run.attention.calls_in_fp32) == {True} and set(operands) == {torch.float32}
     assert counters["stats"]["unique_graphs"] == graphs + 1
 
 
@@ -129,7 +128,7 @@ def test_compute_and_accumulation_share_the_attention_of_a_compiled_model(comfy,
     model = accumulation(comfy, compiled(load(comfy, overflowing, "as_file", "fp16_safe"), KEYS[keys]), attention="auto")
     for _ in range(3):
         assert relative_error(reference, families.replay(model, call)) < 2e-3
-    assert run_of(model).attention.states and compute_of(model).runs.last(model.model).attention.range.largest > 0
+    assert run_of(model).attention.calls_in_fp32 and compute_of(model).runs.last(model.model).attention.range.largest > 0
     assert not any("forward" in module.__dict__ for module in model.model.diffusion_model.modules())
 
 

@@ -121,7 +121,7 @@ def test_a_step_cache_does_not_stand_in_for_a_repeat_that_measures_attention(com
     with scaled_from(3, model, model.model.diffusion_model.blocks[0].self_attn.norm_q, 1000.0) as loud:
         families.sample(cached(loud), "wan", steps=8)
     run = accumulation_of(model).runs.last(model.model)
-    assert run.attention.states[0].mode == "fp32" and run.calibration.repeats == 1
+    assert run.attention.calls_in_fp32[0] and run.calibration.repeats == 1
 
 
 def test_a_step_cache_does_not_stand_in_for_a_repeat_that_measures_escalated_layers(comfy, overflowing):

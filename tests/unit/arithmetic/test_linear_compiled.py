@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from halfsafe.precision.arithmetic import linear as operations
-from halfsafe.precision.arithmetic.attention import BoundedAttention, Kernels, SafeAttention
+from halfsafe.precision.arithmetic.attention import Kernels, SafeAttention
 from halfsafe.precision.arithmetic.calibration import Calibration
 from halfsafe.precision.arithmetic.fp16_accumulation import Fp16AccumulationLinear, SumBound
 from halfsafe.precision.arithmetic.linear import SafeOperation
@@ -121,7 +121,8 @@ def test_bounded_sums_and_attention_on_cuda(exponent):
             module, x = torch.nn.Linear(32, 32, dtype=torch.float16), torch.empty(1, 8, 32, dtype=torch.float16)
         sums = calibration.add(SumBound("sums"))
         module.forward = Fp16AccumulationLinear(module, module.forward, sums, calibration, plain_weights, by_layer=False).__call__
-        bounded = BoundedAttention(calibration)
+        bounded = SafeAttention(calibration)
+        bounded.calls_in_fp32 = [False]
         measured(calibration, x.device, exponent)
 
         def run(x):
@@ -145,7 +146,7 @@ def test_what_a_graph_writes_to_is_at_a_static_address(bounded):
 
     calibration, x = Calibration(), torch.randn(1, 8, 32)
     module = torch.nn.Linear(32, 32) if bounded else safe(torch.nn.Linear(32, 32), calibration)
-    of_all = BoundedAttention(calibration) if bounded else SafeAttention(calibration)
+    of_all = SafeAttention(calibration)
 
     def run(x):
         of_all.begin()
