@@ -14,7 +14,7 @@ from ....precision.base.dtypes import name_of
 from ....precision.base.flags import fp32_accumulation
 from ....precision.base.modes import FP8, FP16_WIDE, FP32, modes_named
 from ....precision.base.nested import floats_in
-from ....precision.base.patching import Patch, patched
+from ....precision.base.patching import Patch
 from ....precision.guard.casting import promoting
 from ....precision.guard.localize import Origin
 from ....precision.guard.policy import ALL_IN_FP32, Escalation
@@ -23,19 +23,18 @@ from ..comfyui.execution import Make, adapts_text, conditions_through, is_compil
 from ..comfyui.gate import product_of, products_noted
 from ..comfyui.layers import matrix_layers, modules_of, top_level_parts
 from ..comfyui.weights import only_multiplies
-from ..compute.attention import attending, full_precision_attention, in_one_dtype, kernels_of
+from ..compute.attention import full_precision_attention, in_one_dtype, kernels_of
 from ..compute.executor import compute_of
 from ..compute.layer_modes import planned_modes_of, settings_of, stream_dtype
 from ..compute.per_model import hooks_of, patches_of
 from ..compute.planned_model import PlannedModel, in_fp32
 from ..replay.call import Call
-from ..replay.interceptor import Acting
 from .causes import with_patches
 
 _learned: weakref.WeakKeyDictionary[BaseModel, dict[tuple, Escalation]] = weakref.WeakKeyDictionary()
 
 
-class EscalatedLayers(Acting):
+class EscalatedLayers(PlannedModel):
     """A rung: a model whose layers run as an escalation asks.
 
     ``modes``: layer -> mode without the escalation, for the layers that multiply.
@@ -60,51 +59,50 @@ class EscalatedLayers(Acting):
         self.decided = {name: decision.mode for name, decision in decisions.items()}
         if self.everywhere:  # other layers run as their code has it, on fp32 activations
             self.decided |= dict.fromkeys(modules.keys() - decisions.keys(), FP32.name)
-        self.planned = PlannedModel(ComputePlan.of_layers(decisions), model)
+        super().__init__(ComputePlan.of_layers(decisions), model)
         self._entry = in_fp32(model) if self.everywhere else []
-
-    def one_call(self) -> contextlib.AbstractContextManager:
-        return self.planned.one_call()
 
     @contextlib.contextmanager
     def attempt(self, call: Call) -> Iterator[None]:
-        attend, options = self._attend if self.everywhere else None, call.options
+        options = call.options
         # torch.compile makes a graph anew for each function it has not met.
-        if attend and not is_compiled(call.model.current_patcher):
+        if self.everywhere and not is_compiled(call.model.current_patcher):
             call.options = with_patches(options, promoting)
-        measuring, running = self.planned.calibration.attempt(), self.planned.running()
         try:
-            with measuring, running, patched(self._patches()), attending(call.model, call, attend), self._sums():
+            with super().attempt(call):
                 yield
         finally:
             call.options = options
 
-    def stands(self, result: torch.Tensor) -> bool:
-        return self.planned.stands(result)
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        with super().running(), fp32_accumulation() if self.everywhere else contextlib.nullcontext():
+            yield
 
-    def goes_on_after(self, error: RuntimeError) -> bool:
-        return self.planned.goes_on_after(error)
+    def patches_of_call(self) -> list[Patch]:
+        return [*self._entry, *self.patches]
 
     def adapted(self, make: Make) -> dict:
         """Make conditions, which calls layers of the model outside of its calls: a text adapter."""
-        with self._sums():
-            return self.planned.run(make, self._patches)
+        return self.run(make, self.patches_of_call)
 
     def modes(self) -> dict[str, str]:
         """Map layers to the modes they run in now."""
-        return self.decided | self.planned.layers.observed_modes()
+        return self.decided | self.layers.observed_modes()
 
-    def _patches(self) -> list[Patch]:
-        return [*self._entry, *self.planned.patches]
+    @property
+    def attend(self) -> Callable | None:
+        return self._attend if self.everywhere else None
 
-    def _sums(self) -> contextlib.AbstractContextManager:
-        return fp32_accumulation() if self.everywhere else contextlib.nullcontext()
+    @property
+    def inputs(self) -> None:
+        return None
 
     def _attend(self, function: Callable, attention: Callable, *args, **kwargs) -> torch.Tensor:
         plain = full_precision_attention(function)
         if self.escalation.whole:
             return in_one_dtype(plain, *args, **kwargs)
-        return self.planned.attention(kernels_of(plain, plain), *args, **kwargs)
+        return self.attention(kernels_of(plain, plain), *args, **kwargs)
 
 
 class RangeObserver:
@@ -115,7 +113,7 @@ class RangeObserver:
     """
 
     def __init__(self, layers: EscalatedLayers):
-        self._named = [(name, module, self._layer) for name, module in layers.planned.modules.items()]
+        self._named = [(name, module, self._layer) for name, module in layers.modules.items()]
         self._named += [(name, part, self._part) for name, part in layers.parts.items()]
         self._largest: dict[str, torch.Tensor] = {}
 
@@ -178,7 +176,7 @@ def text_adapter_in_fp32(model: BaseModel, ran: set[str]) -> Iterator[None]:
     layers = EscalatedLayers(ALL_IN_FP32, model, {name: FP32.name for name, _ in matrix_layers(model)})
     with conditions_through(model, layers.adapted):
         yield
-    ran.update(layers.planned.calibration.flops)
+    ran.update(layers.calibration.flops)
 
 
 def learned_of(model: BaseModel) -> dict[tuple, Escalation]:
@@ -211,11 +209,11 @@ class Guarded:
     @property
     def modules(self) -> dict[str, torch.nn.Module]:
         """The layers that are patched: none before an escalation."""
-        return self.layers.planned.modules if self.layers else {}
+        return self.layers.modules if self.layers else {}
 
     @property
     def forwards(self) -> list[int]:
-        return self.layers.planned.forwards if self.layers else []
+        return self.layers.forwards if self.layers else []
 
     def grow(self, escalation: Escalation) -> None:
         """Run with this escalation from now on."""

@@ -175,7 +175,7 @@ class Guard(Stage):
     def ranges(self, patcher: ModelPatcher) -> dict[str, float]:
         """Map the layers that run wider to the largest magnitude each was given."""
         guarded = self.states.last_of(patcher)
-        return guarded.layers.planned.calibration.largest() if guarded and guarded.layers else {}
+        return guarded.layers.calibration.largest() if guarded and guarded.layers else {}
 
     def _log(self, patcher: ModelPatcher) -> GuardLog:
         return self._logs.get(self._branch(patcher)) or self._begin(patcher)
