@@ -171,7 +171,9 @@ class SafeOperation:
         if spares:
             asked = torch.float32 if self.scale.in_fp32 else torch.float16
         plain = type(self.module.weight) in (torch.Tensor, torch.nn.Parameter)
-        self.scale.device, self.is_wide, result = x.device, self._is_wide(x), None
+        self.scale.device = x.device
+        self.is_wide = self._is_wide(x)
+        result = None
         with self.calibration.measuring(), self.calibration.hiding.pause():
             with lent(self.weights(self.module, x, asked)) as (weight, bias):
                 half = weight.to(torch.float16)
@@ -195,16 +197,19 @@ class SafeOperation:
     def _choose(self, x: torch.Tensor, half: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Choose the scale of the input, and whether the result is proven to fit fp16; one read of the device. Return
         the most that any input of the model makes of the result."""
-        numbers = [amax(x), amax(half), _row_sum(half, self.kind), *([] if bias is None else [amax(bias)])]
-        most = sum([self.calibration.hiding.norms.of(x) * numbers[2], *numbers[3:]])
-        magnitude, of_weight, row_sum, *of_bias = torch.stack(numbers).tolist()
+        largest_bias = x.new_zeros((), dtype=torch.float32) if bias is None else amax(bias)
+        largest_sum = _row_sum(half, self.kind)
+        most = self.calibration.hiding.norms.of(x) * largest_sum + largest_bias
+        numbers = torch.stack([amax(x), amax(half), largest_sum, largest_bias])
+        magnitude, of_weight, row_sum, of_bias = numbers.tolist()
         self.calibration.results.note_operand(magnitude, x.dtype)
-        self.scale.in_fp32 = self.scale.in_fp32 or not SMALLEST_WEIGHT <= of_weight < math.inf
+        if of_weight < SMALLEST_WEIGHT or not math.isfinite(of_weight):
+            self.scale.in_fp32 = True
         if self.scale.in_fp32:
             return most
         self.scale.calibrate(magnitude, 1.0 if self.is_wide else max(1.0, row_sum))
         if self.largest_fp16 is not None and self.calibration.results.allowed:
-            self.scale.prove_result(magnitude, max(1.0, row_sum), *of_bias or [0.0])
+            self.scale.prove_result(magnitude, max(1.0, row_sum), of_bias)
         return most
 
     def _first_product(self, operand, weight, bias, *args, **kwargs) -> torch.Tensor:

@@ -79,8 +79,10 @@ class Fp16Results:
 
     def close_block(self, coarse: bool) -> None:
         """End the block of operations that ran. ``coarse``: fp16 is too coarse for what is made of their results."""
-        for scale in self._block if coarse else ():
-            scale.is_refuted = self._widened = True
+        if coarse and self._block:
+            self._widened = True
+            for scale in self._block:
+                scale.is_refuted = True
         self._block = []
 
     def conclude(self) -> bool:

@@ -110,9 +110,10 @@ def unheld_storages(device: Device) -> Mapping[str, str]:
 def why_no_fp8(storage: str, device: Device) -> str:
     """Say what a device lacks for a storage of fp8; empty where it lacks nothing."""
     dtypes = fp8_dtypes(storage)
-    # Apple's GPUs hold e4m3 from torch 2.15, and no e5m2
-    errors = ((name, why_not_held(device.torch_device, name)) for name in (() if device.simulated else dtypes))
-    why = next((f"It cannot hold {name} ({error})." for name, error in errors if error), "")
+    why = ""
+    if not device.simulated:  # Apple's GPUs hold e4m3 from torch 2.15, and no e5m2
+        errors = ((name, why_not_held(device.torch_device, name)) for name in dtypes)
+        why = next((f"It cannot hold {name} ({error})." for name, error in errors if error), "")
     if dtypes and not device.capabilities["fp8_storage"]:
         why = device.reason("fp8_storage")
     return why and f"not on {device.label}: {why}"

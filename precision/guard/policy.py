@@ -87,7 +87,9 @@ def model_steps(modes: Mapping[str, str], stream: str, present: Escalation) -> l
     """
     if present.whole:
         return []
-    steps = [*([safe_escalation(modes)] if stream == "fp16" else []), ALL_IN_FP32]
+    steps = [ALL_IN_FP32]
+    if stream == "fp16":
+        steps = [safe_escalation(modes), ALL_IN_FP32]
     return [step for step in steps if step | present != present]
 
 

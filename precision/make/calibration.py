@@ -137,9 +137,10 @@ class Calibration:
         tokens = [sums.tokens for sums in self.layers.values() if sums.tokens]
         seen = f"{min(tokens):,} to {max(tokens):,} tokens each" if tokens else "none of them called"
         size = size_text(sum(sums.blocks.nbytes for sums in self.layers.values()))
+        plural = "" if self.runs == 1 else "s"
         lines = [
             f"Calibration of {self.name} ({self.cls})",
-            f"{len(tokens)} layers, {seen}, in {self.calls} model calls of {self.runs} run{'s' * (self.runs != 1)}; "
+            f"{len(tokens)} layers, {seen}, in {self.calls} model calls of {self.runs} run{plural}; "
             f"{size} in memory, blocks of up to {self.width} inputs.",
         ]
         if unreached := [name for name in self.layers if self.usable(name) is None]:

@@ -157,7 +157,9 @@ def plan_compute(
 def _planned(
     facts: ModelFacts, device: Device, choice: Choice, rules: Rules, storages: Mapping[str, str] | None
 ) -> ComputePlan:
-    rules, compute, stored = rules.on(facts.layers), choice.requested, storages or {}
+    rules = rules.on(facts.layers)
+    compute = choice.requested
+    stored = storages or {}
     in_fp8 = _multiplied_in_fp8(facts, device, compute)
     decisions: dict[str, ComputeDecision] = {}
     without_effect = rules_on_other_layers(facts.layers, rules)
@@ -213,8 +215,11 @@ def _decide(
         # What nobody asked for is no setting without effect: int8 weights on a device that has no int8 matmul.
         if compute or choice.requested == FP8.name:
             problem = (str(compute[1]) if compute else "compute=fp8", f"{layer.name}: {why}")
-        wanted, reason, compute = _without(wanted, layer, choice, device, storage), why, None
-    row, follows = FORMAT_OF_STORAGE.get(storage), wanted == choice.used != SAFE and not problem
+        wanted = _without(wanted, layer, choice, device, storage)
+        reason = why
+        compute = None
+    row = FORMAT_OF_STORAGE.get(storage)
+    follows = wanted == choice.used and choice.used != SAFE and not problem
     if row and row.quantizes_operands and row.mode is not FP8 and wanted != INT8.name:
         follows = storage not in WEIGHTS_FOR[INT8.name] and not compute and choice.requested in LEAVES_QUANTIZED
         reason = reason or f"its {storage} weight is dequantized, as {choice.requested} was asked for"

@@ -90,7 +90,8 @@ def on_loaded(
         why = f"{count} layers ({first} ...) belong to another loader, which multiplies in its own way: run in fp32"
         idle.append((f"compute={SAFE}", why))
     decisions = frozen({**plan.decisions, **moved})
-    instead = _instead_of_fp16(plan.choice.used, facts) if came_in == FP16.name != plan.choice.used else ""
+    leaves_fp16 = came_in == FP16.name and plan.choice.used != FP16.name
+    instead = _instead_of_fp16(plan.choice.used, facts) if leaves_fp16 else ""
     return replace(plan, decisions=decisions, without_effect=tuple(idle), fallback=fallback, instead=instead)
 
 

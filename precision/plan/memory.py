@@ -110,7 +110,10 @@ def common_dtype(weights: Mapping[str, StoredWeight], plans: Mapping[str, Weight
     use.
     """
     by_layer = {decision.storage for decision in plan.decisions.values()}
-    for asked in [*(by_layer if len(by_layer) == 1 else ()), plan.storage.used]:
+    candidates = [plan.storage.used]
+    if len(by_layer) == 1:
+        candidates = [*by_layer, *candidates]
+    for asked in candidates:
         if asked not in (AS_FILE, *QUANTIZED_NAMES):
             return asked
     sizes: Counter[str] = Counter()

@@ -116,7 +116,8 @@ def _modulation(block: Block) -> list[LayerSpec]:
     """
     linears = [layer for layer in block if layer.cls == "Linear"]
     outputs, inputs = {layer.shape[0] for layer in linears}, {layer.shape[1] for layer in linears}
-    widths = {layer.shape[1] for layer in linears if layer.shape[0] >= layer.shape[1] > 0} & outputs
+    widening = [layer for layer in linears if layer.shape[0] >= layer.shape[1] and layer.shape[1] > 0]
+    widths = {layer.shape[1] for layer in widening} & outputs
     return [layer for layer in linears if _makes_vectors(layer, widths) and not _is_taken(layer, inputs, outputs)]
 
 

@@ -131,9 +131,11 @@ class Session:
             yield
 
     def _patches(self) -> Iterator[Patch]:
-        for name in self._changed or ():
-            yield from self._change(self._modules[name], self.candidate)
-        for layer in self.layers if self._changed is None else ():
+        if self._changed is not None:
+            for name in self._changed:
+                yield from self._change(self._modules[name], self.candidate)
+            return
+        for layer in self.layers:
             if layer.status != BARRED:
                 module = self._modules[layer.name]
                 measured = MeasuredForward(module, layer, self.candidate, self._weights)

@@ -61,7 +61,9 @@ class PlannedControl:
         """Copy the plan for a copy of the model on another device (``deepclone_multigpu`` in comfy/controlnet.py)."""
         module = copy.deepcopy(self.diffusion_model, memo)
         copied = PlannedControl(module, self._patcher(), self.compute.plan, self.manual_cast_dtype)
-        copied._calls, copied.has_copies, self.has_copies = self._calls, True, True
+        copied._calls = self._calls
+        copied.has_copies = True
+        self.has_copies = True
         return copied
 
     @property
@@ -85,11 +87,15 @@ class PlannedControl:
 
     def __call__(self, *args, **kwargs):
         self._calls[0] += 1
-        module, run, base = self.diffusion_model, self.compute.runs.of(self), kwargs.get("base_model")
-        # Qwen-Image Fun's calls layers of the model it runs with (comfy/ldm/qwen_image/controlnet.py), with activations
-        # in a dtype of its own.
-        casts = [patch for part in (base.modules() if base else ()) for patch in casting(part)]
-        patches = [*casts, *run.patches, *_attending(module, run.attend)]
+        module = self.diffusion_model
+        run = self.compute.runs.of(self)
+        patches = [*run.patches]
+        if run.attend:
+            patches += _attending(module, run.attend)
+        if base := kwargs.get("base_model"):
+            # Qwen-Image Fun's calls layers of the model it runs with (comfy/ldm/qwen_image/controlnet.py), with
+            # activations in a dtype of its own.
+            patches += [patch for part in base.modules() for patch in casting(part)]
         return run.run(functools.partial(type(module).forward, module, *args, **kwargs), lambda: patches)
 
 
@@ -111,9 +117,9 @@ class ControlPatcher:
         return comfy.utils.get_attr(self.model, name)
 
 
-def _attending(module: torch.nn.Module, attend: Callable | None) -> Iterator[Patch]:
+def _attending(module: torch.nn.Module, attend: Callable) -> Iterator[Patch]:
     # ComfyUI passes the blocks of a ControlNet's model no options (``get_control`` in comfy/controlnet.py).
-    for part in module.modules() if attend else ():
+    for part in module.modules():
         if part is not module and OPTIONS in _signature(type(part).forward).parameters:
             yield part, "forward", _with_attention(part, attend)
 

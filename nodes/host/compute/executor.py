@@ -187,8 +187,12 @@ class Compute(Stage):
     def notes(self, patcher: ModelPatcher) -> list[str]:
         """List the notes of the plan, on an error of model code that a repeat did not meet, and on short memory."""
         run = self.runs.last_of(patcher)
-        error, spares = (run.calibration.error, run.calibration.spares_memory) if run else ("", False)
-        return [*self.plan.notes, *([FAILED_ONCE.format(error)] if error else []), *([SPARED] if spares else [])]
+        notes = list(self.plan.notes)
+        if run and run.calibration.error:
+            notes.append(FAILED_ONCE.format(run.calibration.error))
+        if run and run.calibration.spares_memory:
+            notes.append(SPARED)
+        return notes
 
     def not_called(self, patcher: ModelPatcher) -> frozenset[str]:
         """Return the layers with a plan that the call which measured ranges did not call; none before such a call."""

@@ -40,7 +40,9 @@ def fp8_product(
     the dtype of ``rows``, which the bias has too."""
     # ComfyUI's QuantizedTensor takes longer on the host than a small product on a GPU; a graph has it for nothing.
     if scaled_mm_v2 and not torch.compiler.is_compiling():
-        left, right, other = quantize_per_tensor_fp8(rows, scale), stored(weight).t(), weight.params.scale
+        left = quantize_per_tensor_fp8(rows, scale)
+        right = stored(weight).t()
+        other = weight.params.scale
         refused = _refused.get()
         if refused is not None:
             try:

@@ -76,7 +76,9 @@ def kernels_of(patcher, modes: dict[str, str]) -> dict[str, str]:
 
 
 def _kernel(patcher, name: str, module: torch.nn.Module, mode: str) -> str:
-    row, compute, dtype = _format(module), compute_of(patcher), stream_dtype(patcher)
+    row = _format(module)
+    compute = compute_of(patcher)
+    dtype = stream_dtype(patcher)
     if row is not None and row.mode is not None:
         as_stored = mode == row.mode.name
     else:

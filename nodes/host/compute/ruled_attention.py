@@ -18,8 +18,10 @@ def blocks_of(rules: Sequence[Rule], modules: Mapping[str, torch.nn.Module]) -> 
     """Map the modules with others in them to the matching rules, if any. A module that is never called itself, as a
     list of blocks or a UNet's block, stands for all in it."""
     found: dict[str, list[Rule]] = {}
+    if not rules:
+        return found
     passed_on: dict[str, list[Rule]] = {}
-    for name, module in modules.items() if rules else ():
+    for name, module in modules.items():
         if not name or not holds_modules(module) or kind_of(module) is not None:
             continue
         holder, _, own = name.rpartition(".")

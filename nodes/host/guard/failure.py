@@ -67,7 +67,9 @@ class ModelCall(FailedCall):
         guarded: Guarded,
         hidden: bool,
     ):
-        self.model, self.guarded, self._run = call.model, guarded, run
+        self.model = call.model
+        self.guarded = guarded
+        self._run = run
         patcher = call.model.current_patcher
         promised = AS_PLANNED if may_fall_back(patcher) and not guarded.escalation else None
         can_start_again = call.sampling is not None and call.sampling.can_start_again

@@ -110,13 +110,16 @@ class Guard(Stage):
         with clamps as watch, watching:
             call.rung = guarded.layers
             result = run(call)
-        sizes = torch.stack([amax(result), *([watch.largest] if watch else [])]).tolist()
-        finite = all(map(math.isfinite, sizes))
+        sizes = [amax(result)]
+        if watch:
+            sizes.append(watch.largest)
+        numbers = torch.stack(sizes).tolist()
+        finite = all(map(math.isfinite, numbers))
         if check:
             check.compare(run, result) if finite else check.leave_out()
         if finite or log.given_up:
             return result
-        failed = ModelCall(run, call, number, start, result, guarded, hidden=math.isfinite(sizes[0]))
+        failed = ModelCall(run, call, number, start, result, guarded, hidden=math.isfinite(numbers[0]))
         if failed.packs and not failed.can_start_again:
             log.remarks.add(REPEATED_BESIDE.format(failed.packs))
         try:
@@ -188,7 +191,9 @@ class Guard(Stage):
     def _begin(self, patcher: ModelPatcher) -> GuardLog:
         """Return the log of a sampler's run: a new one, unless the last is of the same prompt. The logs of the last few
         other branches are kept."""
-        branch, prompt, planned = self._branch(patcher), running_prompt_id(), planned_on(patcher)
+        branch = self._branch(patcher)
+        prompt = running_prompt_id()
+        planned = planned_on(patcher)
         log = self._logs.pop(branch, None)
         if log is None or prompt is None or log.prompt != prompt:
             notify = notifier(self.node_id, prompt, planner=planned.node_id if planned else None)

@@ -58,6 +58,8 @@ class StepTimer:
     def _now(self) -> float:
         if self._memory is None:
             torch.zeros((), device=self._device).item()  # a read waits for what was asked before it
+        elif self._device.type == "mps":
+            self._memory.synchronize()
         else:
-            self._memory.synchronize(*[self._device] * (self._device.type != "mps"))  # torch.mps takes no device
+            self._memory.synchronize(self._device)
         return time.perf_counter()
