@@ -166,14 +166,20 @@ class AddsLowRank:
 
     def _numbers(self, key: str, layer: torch.nn.Module) -> torch.Tensor:
         weight = dequantized(layer.weight.data)
-        if key not in self.sorted_patches().added or not getattr(layer, PATCHED, False):
-            return weight
-        return comfy.lora.calculate_weight(self.patches[key], weight.float(), key).to(weight.dtype)
+        added = key in self.sorted_patches().added and getattr(layer, PATCHED, False)
+        return self._merged(key, weight) if added else weight
 
-    def patch_weight_to_device(self, key, *args, return_weight=False, **kwargs):
-        """Return numbers where the patched weight is asked for."""
+    def _merged(self, key: str, weight: torch.Tensor) -> torch.Tensor:
+        whole = weight.to(torch.float32, copy=True)
+        return comfy.lora.calculate_weight(self.patches.get(key, []), whole, key).to(weight.dtype)
+
+    def patch_weight_to_device(self, key, device_to=None, *args, return_weight=False, **kwargs):
+        """Return numbers, patched once, where the patched weight is asked for."""
+        if return_weight and key in self.backup:
+            # ComfyUI patches a loaded weight, which is patched, again.
+            return self._merged(key, dequantized(self.backup[key].weight).to(device=device_to))
         # ComfyUI's LoraSave writes the codes of a quantized tensor as if they were numbers.
-        weight = super().patch_weight_to_device(key, *args, return_weight=return_weight, **kwargs)
+        weight = super().patch_weight_to_device(key, device_to, *args, return_weight=return_weight, **kwargs)
         return dequantized(weight) if return_weight else weight
 
     def model_state_dict_for_saving(self, model=None, prefix=""):
