@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import comfy.lora
 import comfy.model_base
+import comfy.utils
 import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP, PatcherInjection, WrappersMP
@@ -30,7 +31,7 @@ from ..comfyui.attributes import CAST_DTYPE
 from ..comfyui.execution import adapts_text, conditions_through
 from ..comfyui.known_calls import Feature, why_off
 from ..comfyui.layers import DIFFUSION_MODEL, is_quantized
-from ..comfyui.weights import calling_layers, dequantized
+from ..comfyui.weights import calling_layers, dequantized, is_divided_by_zero
 from ..comfyui.wrappers import LOW_RANK, LOW_RANK_OF_TEXT, set_wrapper
 from ..compute.executor import Compute, compute_of
 from .low_rank import SortedPatches, change_of, is_8bit_matrix, low_rank_patcher, sort_patches
@@ -179,20 +180,31 @@ class AddsLowRank:
             # ComfyUI patches a loaded weight, which is patched, again.
             return self._merged(key, dequantized(self.backup[key].weight).to(device=device_to))
         # ComfyUI's LoraSave writes the codes of a quantized tensor as if they were numbers.
-        weight = super().patch_weight_to_device(key, device_to, *args, return_weight=return_weight, **kwargs)
+        weight = self._patched_whole(key, device_to, *args, return_weight=return_weight, **kwargs)
         return dequantized(weight) if return_weight else weight
+
+    def _patched_whole(self, key: str, *args, return_weight=False, **kwargs):
+        """Patch a weight as ComfyUI does; one that becomes 0 everywhere stays finite."""
+        patched_weight = super().patch_weight_to_device(key, *args, return_weight=return_weight, **kwargs)  # type: ignore[misc]
+        weight = patched_weight if return_weight else comfy.utils.get_attr(self.model, key)
+        if key not in self.patches or not is_divided_by_zero(weight):
+            return patched_weight
+        zeros = torch.zeros(weight.shape, dtype=weight.params.orig_dtype, device=weight.device)
+        finite = weight.requantize_from_float(zeros, scale=1.0)
+        if return_weight:
+            return finite
+        comfy.utils.set_attr_param(self.model, key, finite)
 
     def model_state_dict_for_saving(self, model=None, prefix=""):
         state, patches = super().model_state_dict_for_saving(model, prefix), self.sorted_patches()
-        patched_whole = super().patch_weight_to_device
-        whole = SimpleNamespace(load_device=self.load_device, patch_weight_to_device=patched_whole)
+        whole = SimpleNamespace(load_device=self.load_device, patch_weight_to_device=self._patched_whole)
         for tensor in state.values():  # what is patched as it is written asks for it
             caster = getattr(tensor, "caster", tensor)
             if hasattr(caster, "model"):
                 caster.model = whole
         # ComfyUI takes a weight that is loaded for one that is patched, and fails on others in int8.
         for key in patches.added:
-            weight, name = patched_whole(key, self.load_device, return_weight=True), key[len(prefix) :]
+            weight, name = self._patched_whole(key, self.load_device, return_weight=True), key[len(prefix) :]
             parts = weight.state_dict(name) if is_quantized(patches.modules[key]) else {name: weight}
             state |= {part: tensor.to("cpu") for part, tensor in parts.items() if part in state}
         return state
