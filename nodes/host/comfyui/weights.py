@@ -147,6 +147,18 @@ def dequantized(weight: torch.Tensor, dtype: torch.dtype | None = None) -> torch
     return unpacked_fp8(weight, dtype) if is_plain_fp8(weight) else weight.to(dtype).dequantize()
 
 
+def is_quantized_bank(module: torch.nn.Module) -> bool:
+    """Tell whether a module holds quantized weights of experts, ``(experts, outputs, inputs)``."""
+    return is_quantized(module) and hasattr(module, "expert_weight")
+
+
+def numbers_of(module: torch.nn.Module) -> torch.Tensor:
+    """Return a module's weight as plain numbers, those of experts each by its own scale."""
+    if not is_quantized_bank(module):
+        return dequantized(module.weight.data)
+    return torch.stack([dequantized(module.expert_weight(i)) for i in range(module.num_experts)])
+
+
 def is_divided_by_zero(weight: torch.Tensor) -> bool:
     """Tell whether all numbers of a quantized weight were divided by a scale of 0, which makes them NaN."""
     # ``quantize`` of comfy/quant_ops.py makes such a scale for fp8 and NVFP4 weights that are 0 everywhere.

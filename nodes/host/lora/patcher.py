@@ -31,7 +31,7 @@ from ..comfyui.attributes import CAST_DTYPE
 from ..comfyui.execution import adapts_text, conditions_through
 from ..comfyui.known_calls import Feature, why_off
 from ..comfyui.layers import DIFFUSION_MODEL, is_quantized
-from ..comfyui.weights import calling_layers, dequantized, is_divided_by_zero
+from ..comfyui.weights import calling_layers, dequantized, is_divided_by_zero, is_quantized_bank, numbers_of
 from ..comfyui.wrappers import LOW_RANK, LOW_RANK_OF_TEXT, set_wrapper
 from ..compute.executor import Compute, compute_of
 from .low_rank import SortedPatches, change_of, is_8bit_matrix, low_rank_patcher, sort_patches
@@ -166,7 +166,7 @@ class AddsLowRank:
         return Numbers(kept, {name: functools.partial(self._numbers, name, named[name]) for name in read})
 
     def _numbers(self, key: str, layer: torch.nn.Module) -> torch.Tensor:
-        weight = dequantized(layer.weight.data)
+        weight = numbers_of(layer)
         added = key in self.sorted_patches().added and getattr(layer, PATCHED, False)
         return self._merged(key, weight) if added else weight
 
@@ -176,24 +176,30 @@ class AddsLowRank:
 
     def patch_weight_to_device(self, key, device_to=None, *args, return_weight=False, **kwargs):
         """Return numbers, patched once, where the patched weight is asked for."""
-        if return_weight and key in self.backup:
-            # ComfyUI patches a loaded weight, which is patched, again.
+        if not return_weight:
+            return self._patched_whole(key, device_to, *args, **kwargs)
+        if key in self.backup:  # ComfyUI patches a loaded weight, which is patched, again.
             return self._merged(key, dequantized(self.backup[key].weight).to(device=device_to))
         # ComfyUI's LoraSave writes the codes of a quantized tensor as if they were numbers.
-        weight = self._patched_whole(key, device_to, *args, return_weight=return_weight, **kwargs)
-        return dequantized(weight) if return_weight else weight
+        if key not in self.patches and is_quantized(layer := self._layer(key)):
+            return numbers_of(layer)
+        return dequantized(self._patched_whole(key, device_to, *args, return_weight=True, **kwargs))
+
+    def _layer(self, key: str) -> torch.nn.Module:
+        return comfy.utils.get_attr(self.model, key.rpartition(".")[0])
 
     def _patched_whole(self, key: str, *args, return_weight=False, **kwargs):
         """Patch a weight as ComfyUI does; one that becomes 0 everywhere stays finite."""
-        patched_weight = super().patch_weight_to_device(key, *args, return_weight=return_weight, **kwargs)  # type: ignore[misc]
+        if key in self.patches and is_quantized_bank(self._layer(key)):
+            problem = f"A LoRA or a merge changes '{key}', quantized weights of experts, which ComfyUI cannot change."
+            raise HalfsafeError(problem, "Load the model with storage bf16, or leave the LoRA out.")
+        patched_weight = super().patch_weight_to_device(key, *args, return_weight=return_weight, **kwargs)
         weight = patched_weight if return_weight else comfy.utils.get_attr(self.model, key)
         if key not in self.patches or not is_divided_by_zero(weight):
             return patched_weight
         zeros = torch.zeros(weight.shape, dtype=weight.params.orig_dtype, device=weight.device)
         finite = weight.requantize_from_float(zeros, scale=1.0)
-        if return_weight:
-            return finite
-        comfy.utils.set_attr_param(self.model, key, finite)
+        return finite if return_weight else comfy.utils.set_attr_param(self.model, key, finite)
 
     def model_state_dict_for_saving(self, model=None, prefix=""):
         state, patches = super().model_state_dict_for_saving(model, prefix), self.sorted_patches()
@@ -217,7 +223,9 @@ def keep_low_rank_unmerged(patcher: ModelPatcher) -> None:
     """
     if why_off(Feature.LORAS):
         return
-    if isinstance(patcher, AddsLowRank) or not any(is_8bit_matrix(module) for module in patcher.model.modules()):
+    if isinstance(patcher, AddsLowRank) or not any(
+        is_8bit_matrix(module) or is_quantized(module) for module in patcher.model.modules()
+    ):
         return
     _extend(patcher)
     if patcher.patches or patcher.hook_patches:
@@ -293,7 +301,7 @@ def _has_leaf(module: torch.nn.Module | None, name: str) -> bool:
 def _numbers_of(network: torch.nn.Module, state: dict) -> Numbers:
     """Make the state dict of a network to be read dequantized: ComfyUI's ControlLora copies weights without scales."""
     named = {f"{name}.weight": module for name, module in network.named_modules() if is_quantized(module)}
-    made = {name: functools.partial(lambda module: dequantized(module.weight.data), named[name]) for name in named}
+    made = {name: functools.partial(numbers_of, named[name]) for name in named}
     return Numbers(state, made)
 
 
