@@ -1,12 +1,13 @@
-"""Every VAE class of ComfyUI that overflows in fp16, guarded: its result is finite and right, or a verdict comes with a cure."""
+"""Every VAE class and the text encoder classes of ComfyUI that overflow in fp16, guarded: results are finite and right, or a verdict comes with a cure."""
 
 import contextlib
 import functools
 
+import comfy.model_management
 import pytest
 import torch
-from halfsafe.nodes.host.guard.encoders import ATTRIBUTE, guard_vae
-from support import tiny_vaes
+from halfsafe.nodes.host.guard.encoders import ATTRIBUTE, guard_clip, guard_vae
+from support import tiny_encoders, tiny_vaes
 from support.guarding import is_finite
 from support.measures import relative_error
 
@@ -115,3 +116,75 @@ def test_every_vae_that_overflows_comes_out_finite_and_right(comfy, monkeypatch,
     text = "\n".join(f"{name:22}{action:14}{found}" for name, row in table.items() for action, found in row.items())
     print(text)
     assert all(found.startswith("recovered") for name, row in table.items() for found in row.values() if name != "pixel_space"), text
+
+
+def run_in_half(clip, monkeypatch):
+    """Have a text encoder compute as packs run it: in fp16 unless it was told to compute in fp32, and generate in fp16 where ComfyUI takes bf16."""
+    model = clip.cond_stage_model
+    network = model.tiny.transformer
+    forward = network.forward
+    monkeypatch.setattr(comfy.model_management, "should_use_bf16", lambda *args, **options: True)
+
+    def encode(ids, mask, embeds, **options):
+        dtype = getattr(model, "manual_cast_dtype", torch.float32)
+        return forward(ids, mask, embeds=embeds.to(dtype), **options | {"dtype": dtype})
+
+    network.forward = encode
+    if hasattr(network, "generate"):
+        generate = network.generate
+
+        def generated(*args, **options):
+            halved = comfy.model_management.should_use_bf16(None) and model.manual_cast_dtype == torch.float16
+            dtype = torch.float16 if halved else torch.float32
+            return generate(*args, execution_dtype=dtype, **options)
+
+        network.generate = generated
+    half = clip.clone()
+    half.patcher.set_model_compute_dtype(torch.float16)
+    return half
+
+
+def chosen(clip, tokens):
+    return torch.tensor([clip.generate(tokens, max_length=2, do_sample=False)], dtype=torch.float32)
+
+
+def calls_of_text(name):
+    """Action -> the call, and whether its result is finite: by NaN, the first token is chosen."""
+    tiny, tokens = tiny_encoders.ENCODERS[name], tiny_encoders.tokens()
+    found = {"generate": (lambda clip: chosen(clip, tokens), torch.any)} if tiny.generates else {}
+    if tiny.encodes:
+        found["encode"] = lambda clip: clip.encode_from_tokens(tokens), is_finite
+        found["scheduled"] = lambda clip: clip.encode_from_tokens_scheduled(tokens)[0][0], is_finite
+    return found
+
+
+def layers_of_text(clip):
+    """The layers of a text encoder, from the middle one on."""
+    layers = [module for module in clip.cond_stage_model.modules() if getattr(module, "weight", None) is not None and module.weight.dim() == 2]
+    return layers[len(layers) // 2 :] + layers[: len(layers) // 2]
+
+
+@contextlib.contextmanager
+def as_loud_as_fp16(module):
+    kept = module.weight.clone()
+    module.weight.copy_(kept.float() * (tiny_vaes.LARGEST / kept.float().abs().amax()))
+    yield
+    module.weight.copy_(kept)
+
+
+@pytest.mark.parametrize("name", [name for name in tiny_encoders.ENCODERS if tiny_encoders.is_known(name)])
+def test_text_encoders_that_overflow_come_out_finite_and_right(comfy, monkeypatch, name):
+    monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_75")
+    clip = tiny_encoders.build(name)
+    half, layers, found = run_in_half(clip, monkeypatch), layers_of_text(clip), {}
+    for action, (run, finite) in calls_of_text(name).items():
+        for layer in list(layers):
+            with as_loud_as_fp16(layer):
+                if finite(run(half)) or not finite(exact := run(clip)):
+                    continue
+                guarded = guard_clip(half, "retry_higher")
+                result, log = run(guarded), getattr(guarded, ATTRIBUTE).log
+                found[action] = log.verdict, log.events[0].to_mode, relative_error(exact, result) < 0.001
+                layers.sort(key=lambda each: each is not layer)
+                break
+    assert set(found) == set(calls_of_text(name)) and set(found.values()) == {("recovered", "fp32", True)}, found
