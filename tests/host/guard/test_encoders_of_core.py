@@ -3,9 +3,10 @@
 import contextlib
 import functools
 
-import comfy.model_management
 import pytest
 import torch
+from comfy import model_management
+from comfy.text_encoders import gpt_oss
 from halfsafe.nodes.host.guard.encoders import ATTRIBUTE, guard_clip, guard_vae
 from support import tiny_encoders, tiny_vaes
 from support.guarding import is_finite
@@ -118,12 +119,14 @@ def test_every_vae_that_overflows_comes_out_finite_and_right(comfy, monkeypatch,
     assert all(found.startswith("recovered") for name, row in table.items() for found in row.values() if name != "pixel_space"), text
 
 
-def run_in_half(clip, monkeypatch):
+def run_in_half(clip):
     """Have a text encoder compute as packs run it: in fp16 unless it was told to compute in fp32, and generate in fp16 where ComfyUI takes bf16."""
     model = clip.cond_stage_model
     network = model.tiny.transformer
-    forward = network.forward
-    monkeypatch.setattr(comfy.model_management, "should_use_bf16", lambda *args, **options: True)
+    half, forward = clip.clone(), network.forward
+    half.patcher.set_model_compute_dtype(torch.float16)
+    if isinstance(network, gpt_oss.GptOssModel):
+        return half  # in the dtype of its weights as it is
 
     def encode(ids, mask, embeds, **options):
         dtype = getattr(model, "manual_cast_dtype", torch.float32)
@@ -134,14 +137,19 @@ def run_in_half(clip, monkeypatch):
         generate = network.generate
 
         def generated(*args, **options):
-            halved = comfy.model_management.should_use_bf16(None) and model.manual_cast_dtype == torch.float16
-            dtype = torch.float16 if halved else torch.float32
+            dtype = torch.float16 if model_management.should_use_bf16(None) else torch.float32
             return generate(*args, execution_dtype=dtype, **options)
 
         network.generate = generated
-    half = clip.clone()
-    half.patcher.set_model_compute_dtype(torch.float16)
     return half
+
+
+@contextlib.contextmanager
+def in_fp32(clip, monkeypatch):
+    with monkeypatch.context() as each:
+        each.setattr(model_management, "should_use_bf16", lambda *args, **options: False)
+        each.setattr(clip.cond_stage_model.tiny.transformer, "dtype", torch.float32, raising=False)
+        yield
 
 
 def chosen(clip, tokens):
@@ -176,11 +184,16 @@ def as_loud_as_fp16(module):
 def test_text_encoders_that_overflow_come_out_finite_and_right(comfy, monkeypatch, name):
     monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_75")
     clip = tiny_encoders.build(name)
-    half, layers, found = run_in_half(clip, monkeypatch), layers_of_text(clip), {}
+    half, layers, found = run_in_half(clip), layers_of_text(clip), {}
+    monkeypatch.setattr(model_management, "should_use_bf16", lambda *args, **options: True)
     for action, (run, finite) in calls_of_text(name).items():
         for layer in list(layers):
             with as_loud_as_fp16(layer):
-                if finite(run(half)) or not finite(exact := run(clip)):
+                if finite(run(half)):
+                    continue
+                with in_fp32(clip, monkeypatch):
+                    exact = run(clip)
+                if not finite(exact):
                     continue
                 guarded = guard_clip(half, "retry_higher")
                 result, log = run(guarded), getattr(guarded, ATTRIBUTE).log
