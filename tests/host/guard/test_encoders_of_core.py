@@ -75,14 +75,9 @@ def layers_of(vae, run):
 def outcomes(name, profile):
     """Action -> what the guard made of a call of it that overflows."""
     exact, half, found = tiny_vaes.build(name, torch.float32), tiny_vaes.build(name, torch.float16), {}
-    loudest = {}
+    loudest = {action: layer for (each, action), layer in LOUDEST.items() if each == name}
     for action, run in calls(name).items():
         found[action] = "no overflow"
-        try:
-            run(half)
-        except Exception as error:
-            found[action] = f"core raises {error}"
-            continue
         known = loudest.get(action.partition("_")[0])
         for layer in [known] if known else layers_of(exact, run):
             loudest[action] = layer
@@ -106,6 +101,8 @@ def outcome(vae, run, reference, bound):
     return f"{log.verdict if error < bound else 'wrong'} in {log.events[0].to_mode}: {error:.1e} {log.events[0].evidence}"
 
 
+LOUDEST = {("ace", "decode"): "vocoder.head.ups.1"}
+"""The first of its layers that overflows, of 88."""
 RAISED = ("svd", "seedvr2", "oobleck", "stage_a")
 """Some of the classes that raised in every dtype but their own."""
 
