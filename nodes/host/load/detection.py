@@ -67,8 +67,12 @@ def detect_model(checkpoint: Checkpoint, only_diffusion_model: bool) -> Detected
 
 def _without(checkpoint: Checkpoint, names: Sequence[str]) -> Checkpoint:
     weights = {name: weight for name, weight in checkpoint.weights.items() if name not in names}
-    note = f"Quantized layers that the model does not have were left out: {_some(names)}."
-    return replace(checkpoint, weights=weights, notes=[*checkpoint.notes, note])
+    return replace(checkpoint, weights=weights, notes=[*checkpoint.notes, left_out_note(names)])
+
+
+def left_out_note(names: Sequence[str]) -> str:
+    """Say which quantized weights belong to no layer of the model."""
+    return f"Quantized layers that the model does not have were left out: {_some(names)}."
 
 
 def recognised(checkpoint: Checkpoint, only_diffusion_model: bool = False) -> tuple[Checkpoint, str, Any]:
