@@ -34,9 +34,9 @@ from ..comfyui.layers import DIFFUSION_MODEL, is_quantized
 from ..comfyui.weights import calling_layers, dequantized, is_divided_by_zero, is_quantized_bank, numbers_of
 from ..comfyui.wrappers import LOW_RANK, LOW_RANK_OF_TEXT, set_wrapper
 from ..compute.executor import Compute, compute_of
-from .low_rank import SortedPatches, change_of, is_8bit_matrix, low_rank_patcher, sort_patches
+from .low_rank import SortedPatches, change_of, is_8bit_matrix, is_left_out, low_rank_patcher, sort_patches
 
-INJECTED = "halfsafe_low_rank"
+INJECTED, UNFIT = "halfsafe_low_rank", "halfsafe_unfit"
 SOME = 5
 logger = logging.getLogger("halfsafe")
 PATCHED = "comfy_patched_weights"
@@ -348,17 +348,31 @@ def layer_name(key: str) -> str:
     return plain_name(key.removeprefix(DIFFUSION_MODEL)).removesuffix(".weight")
 
 
-def low_rank_reasons(extended: ModelPatcher) -> dict[str, str]:
-    """Say by layer what was done with the patches of its 8-bit weight; nothing for ComfyUI's own ModelPatcher."""
-    if not isinstance(extended, AddsLowRank):
-        return {}
-    patches = extended.sorted_patches()
-    texts = {key: f"LoRAs added to the layer's result: {len(of_key)}" for key, of_key in patches.low_rank.items()}
-    texts |= {key: f"weight quantized anew with {why} merged into it" for key, why in patches.merged.items()}
-    for key, count in patches.unfit.items():
+def low_rank_reasons(patcher: ModelPatcher) -> dict[str, str]:
+    """Say by layer what was done with the patches of its 8-bit weight, and how many do not fit its weight."""
+    texts: dict[str, str] = {}
+    unfit = dict(_unfit(patcher))
+    if isinstance(patcher, AddsLowRank):
+        patches = patcher.sorted_patches()
+        texts = {key: f"LoRAs added to the layer's result: {len(of_key)}" for key, of_key in patches.low_rank.items()}
+        texts |= {key: f"weight quantized anew with {why} merged into it" for key, why in patches.merged.items()}
+        unfit |= patches.unfit
+    for key, count in unfit.items():
         own = [texts[key]] if key in texts else []
         texts[key] = "; ".join([*own, f"LoRAs left out, which do not fit the weight: {count}"])
     return {layer_name(key): text for key, text in texts.items()}
+
+
+def _unfit(patcher: ModelPatcher) -> dict[str, int]:
+    """Count by key the patches that do not fit their weight; anew where patches were added."""
+    known = vars(patcher).get(UNFIT)
+    if known is None or known[0] != patcher.patches_uuid:
+        weights = (key for key in patcher.patches if key.endswith(".weight"))
+        shapes = {key: tuple(comfy.utils.get_attr(patcher.model, key).shape) for key in weights}
+        counts = {key: sum(is_left_out(patch, shapes[key]) for patch in patcher.patches[key]) for key in shapes}
+        known = patcher.patches_uuid, {key: count for key, count in counts.items() if count}
+        setattr(patcher, UNFIT, known)
+    return known[1]
 
 
 @functools.cache
