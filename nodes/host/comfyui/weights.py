@@ -153,9 +153,11 @@ def is_quantized_bank(module: torch.nn.Module) -> bool:
 
 
 def numbers_of(module: torch.nn.Module) -> torch.Tensor:
-    """Return a module's weight as plain numbers, those of experts each by its own scale."""
+    """Return a module's weight as plain numbers: with the scale for inputs that it may have, and those of experts each
+    by its own scale."""
     if not is_quantized_bank(module):
-        return dequantized(module.weight.data)
+        weight = dequantized(module.weight.data)
+        return weight * getattr(module, INPUT_SCALE).to(weight) if hasattr(module, INPUT_SCALE) else weight
     return torch.stack([dequantized(module.expert_weight(i)) for i in range(module.num_experts)])
 
 

@@ -27,7 +27,7 @@ from ....precision.base.errors import HalfsafeError
 from ....precision.base.layer_names import plain_name
 from ....precision.base.modes import FP32
 from ....precision.base.patching import Patch, patched
-from ..comfyui.attributes import CAST_DTYPE
+from ..comfyui.attributes import CAST_DTYPE, INPUT_SCALE
 from ..comfyui.execution import adapts_text, conditions_through
 from ..comfyui.known_calls import Feature, why_off
 from ..comfyui.layers import DIFFUSION_MODEL, is_quantized
@@ -181,25 +181,43 @@ class AddsLowRank:
         if key in self.backup:  # ComfyUI patches a loaded weight, which is patched, again.
             return self._merged(key, dequantized(self.backup[key].weight).to(device=device_to))
         # ComfyUI's LoraSave writes the codes of a quantized tensor as if they were numbers.
-        if key not in self.patches and is_quantized(layer := self._layer(key)):
-            return numbers_of(layer)
+        layer = self._layer(key) if key.endswith(".weight") else None
+        if layer is not None and is_quantized(layer) and (key not in self.patches or hasattr(layer, INPUT_SCALE)):
+            return self._merged(key, numbers_of(layer))
         return dequantized(self._patched_whole(key, device_to, *args, return_weight=True, **kwargs))
 
     def _layer(self, key: str) -> torch.nn.Module:
         return comfy.utils.get_attr(self.model, key.rpartition(".")[0])
 
     def _patched_whole(self, key: str, *args, return_weight=False, **kwargs):
-        """Patch a weight as ComfyUI does; one that becomes 0 everywhere stays finite."""
-        if key in self.patches and is_quantized_bank(self._layer(key)):
+        """Patch a weight as ComfyUI does; the patches of a weight with a scale for inputs are meant for their product,
+        and a weight that becomes 0 everywhere stays finite."""
+        layer = self._layer(key) if key.endswith(".weight") and key in self.patches else None
+        if layer is None or not is_quantized(layer):
+            return super().patch_weight_to_device(key, *args, return_weight=return_weight, **kwargs)
+        if is_quantized_bank(layer):
             problem = f"A LoRA or a merge changes '{key}', quantized weights of experts, which ComfyUI cannot change."
             raise HalfsafeError(problem, "Load the model with storage bf16, or leave the LoRA out.")
+        whole, smoothing = numbers_of(layer) if hasattr(layer, INPUT_SCALE) else None, getattr(layer, INPUT_SCALE, None)
         patched_weight = super().patch_weight_to_device(key, *args, return_weight=return_weight, **kwargs)
-        weight = patched_weight if return_weight else comfy.utils.get_attr(self.model, key)
-        if key not in self.patches or not is_divided_by_zero(weight):
-            return patched_weight
-        zeros = torch.zeros(weight.shape, dtype=weight.params.orig_dtype, device=weight.device)
-        finite = weight.requantize_from_float(zeros, scale=1.0)
-        return finite if return_weight else comfy.utils.set_attr_param(self.model, key, finite)
+        weight = patched_weight if return_weight else layer.weight
+        if whole is not None:
+            merged = (self._merged(key, whole) / smoothing).to(weight.device)
+            weight = weight.requantize_from_float(merged, scale="recalculate")
+        elif is_divided_by_zero(weight):
+            zeros = torch.zeros(weight.shape, dtype=weight.params.orig_dtype, device=weight.device)
+            weight = weight.requantize_from_float(zeros, scale=1.0)
+        return weight if return_weight else comfy.utils.set_attr_param(self.model, key, weight)
+
+    def get_key_patches(self, filter_prefix=None):
+        """Give a weight with a scale for inputs as their product: merges read it here."""
+        patches = super().get_key_patches(filter_prefix)
+        for name, layer in self.model.named_modules():
+            key = f"{name}.weight"
+            if hasattr(layer, INPUT_SCALE) and key in patches:
+                (weight, convert), *own = patches[key]
+                patches[key] = [(weight, functools.partial(_smoothed, convert, layer)), *own]
+        return patches
 
     def model_state_dict_for_saving(self, model=None, prefix=""):
         state, patches = super().model_state_dict_for_saving(model, prefix), self.sorted_patches()
@@ -291,6 +309,12 @@ class Numbers(dict):
 
     def values(self):
         return ValuesView(self)
+
+
+def _smoothed(convert: Callable, layer: torch.nn.Module, weight: torch.Tensor, **kwargs) -> torch.Tensor:
+    """Convert a weight of a layer as ComfyUI does, and multiply it by the layer's scale for inputs."""
+    numbers = convert(weight, **kwargs)
+    return numbers * getattr(layer, INPUT_SCALE).to(numbers)
 
 
 def _has_leaf(module: torch.nn.Module | None, name: str) -> bool:

@@ -14,7 +14,7 @@ from halfsafe.nodes.host.comfyui.model_facts import held_storages
 from halfsafe.precision.base.errors import HalfsafeError
 from halfsafe.precision.files.safetensors_file import open_checkpoint
 from halfsafe.precision.formats.checkpoint import read_checkpoint
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support import dialects, families, model_files, tiny_models
 from support.guarding import core
 from support.measures import relative_error
@@ -228,3 +228,31 @@ def test_experts_are_read_and_no_patch_is_lost(comfy, wan, experts):
     for use in (families.denoise, lambda model: written("ModelSave", model), lambda model: model.patch_weight_to_device(key, return_weight=True)):
         with pytest.raises(HalfsafeError, match="quantized weights of experts"):
             use(patched)
+
+
+@pytest.mark.skipif("nvfp4" not in held_storages(), reason="this ComfyUI does not hold NVFP4")
+def test_a_weight_with_a_scale_for_inputs_is_its_product(comfy, wan, tmp_path):
+    """`pre_quant_scale`, of AWQ: ComfyUI multiplies inputs by it, and reads and merges the weight without it."""
+    tensors, scale = load_file(wan), torch.linspace(0.25, 4, 256)
+    exact = tensors.pop(f"{LAYER}.weight").float()
+    made = load_file(dialects.in_format(tmp_path / "one.safetensors", {LAYER: exact / scale}, {}, "nvfp4"))
+    path = wan.with_name("awq.safetensors")
+    save_file(tensors | made | {f"{LAYER}.pre_quant_scale": scale.bfloat16()}, path)
+    model, other = families.load(comfy, path, "as_file", "bf16"), families.load(comfy, wan, "bf16", "bf16")
+    lora, key = model_files.lora({LAYER: (256, 256)}, size=0.1), f"diffusion_model.{LAYER}.weight"
+    with_lora, merge = load_lora_for_models(model, None, lora, 1.0, 0.0)[0], core("comfy_extras.nodes_model_merging").ModelMergeSimple().merge
+    changed = exact + model_files.lora_delta(lora, LAYER)
+    assert hasattr(model.get_model_object(f"diffusion_model.{LAYER}"), "pre_quant_scale")
+    errors = {
+        "read": relative_error(exact, model.model_state_dict()[key].float()),
+        "patched": relative_error(changed, with_lora.patch_weight_to_device(key, return_weight=True).float()),
+        "into it": relative_error(exact, merge(model, other, 0.5)[0].patch_weight_to_device(key, return_weight=True).float()),
+        "into another": relative_error(exact, merge(other, model, 0.5)[0].patch_weight_to_device(key, return_weight=True).float()),
+    }
+    for name, each in {"saved": with_lora, "merged and saved": merge(model, other, 0.5)[0]}.items():
+        for run in ("unloaded", "loaded"):
+            if run == "loaded":
+                families.denoise(each)
+            weight = read(written("ModelSave", each))[f"model.{key}"].dequantize(torch.float32)
+            errors[f"{name}, {run}"] = relative_error(changed if each is with_lora else exact, weight)
+    assert all(error < 0.22 for error in errors.values()), errors
