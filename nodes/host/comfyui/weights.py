@@ -152,13 +152,13 @@ def is_quantized_bank(module: torch.nn.Module) -> bool:
     return is_quantized(module) and hasattr(module, "expert_weight")
 
 
-def numbers_of(module: torch.nn.Module) -> torch.Tensor:
+def numbers_of(module: torch.nn.Module, held: torch.Tensor | None = None) -> torch.Tensor:
     """Return a module's weight as plain numbers: with the scale for inputs that it may have, and those of experts each
-    by its own scale."""
-    if not is_quantized_bank(module):
-        weight = dequantized(module.weight.data)
-        return weight * getattr(module, INPUT_SCALE).to(weight) if hasattr(module, INPUT_SCALE) else weight
-    return torch.stack([dequantized(module.expert_weight(i)) for i in range(module.num_experts)])
+    by its own scale. ``held``: another weight of the module; None for its present one."""
+    if is_quantized_bank(module):
+        return torch.stack([dequantized(module.expert_weight(i)) for i in range(module.num_experts)])
+    weight = dequantized(module.weight.data if held is None else held)
+    return weight * getattr(module, INPUT_SCALE).to(weight) if hasattr(module, INPUT_SCALE) else weight
 
 
 def is_divided_by_zero(weight: torch.Tensor) -> bool:

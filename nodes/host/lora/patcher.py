@@ -178,40 +178,40 @@ class AddsLowRank:
         """Return numbers, patched once, where the patched weight is asked for."""
         if not return_weight:
             return self._patched_whole(key, device_to, *args, **kwargs)
-        if key in self.backup:  # ComfyUI patches a loaded weight, which is patched, again.
-            return self._merged(key, dequantized(self.backup[key].weight).to(device=device_to))
+        layer, held = self._layer_of_weight(key), self.backup.get(key)
+        if held is not None and layer is not None:  # ComfyUI patches a loaded weight, which is patched, again.
+            return self._merged(key, numbers_of(layer, held.weight).to(device=device_to))
         # ComfyUI's LoraSave writes the codes of a quantized tensor as if they were numbers.
-        layer = self._layer(key) if key.endswith(".weight") else None
         if layer is not None and is_quantized(layer) and (key not in self.patches or hasattr(layer, INPUT_SCALE)):
             return self._merged(key, numbers_of(layer))
         return dequantized(self._patched_whole(key, device_to, *args, return_weight=True, **kwargs))
 
-    def _layer(self, key: str) -> torch.nn.Module:
-        return comfy.utils.get_attr(self.model, key.rpartition(".")[0])
+    def _layer_of_weight(self, key: str) -> torch.nn.Module | None:
+        return comfy.utils.get_attr(self.model, key.removesuffix(".weight")) if key.endswith(".weight") else None
 
     def _patched_whole(self, key: str, *args, return_weight=False, **kwargs):
         """Patch a weight as ComfyUI does; the patches of a weight with a scale for inputs are meant for their product,
         and a weight that becomes 0 everywhere stays finite."""
-        layer = self._layer(key) if key.endswith(".weight") and key in self.patches else None
-        if layer is None or not is_quantized(layer):
-            return super().patch_weight_to_device(key, *args, return_weight=return_weight, **kwargs)
-        if is_quantized_bank(layer):
+        layer = self._layer_of_weight(key)
+        if key in self.patches and layer is not None and is_quantized_bank(layer):
             problem = f"A LoRA or a merge changes '{key}', quantized weights of experts, which ComfyUI cannot change."
             raise HalfsafeError(problem, "Load the model with storage bf16, or leave the LoRA out.")
-        whole, smoothing = numbers_of(layer) if hasattr(layer, INPUT_SCALE) else None, getattr(layer, INPUT_SCALE, None)
-        patched_weight = super().patch_weight_to_device(key, *args, return_weight=return_weight, **kwargs)
-        weight = patched_weight if return_weight else layer.weight
-        if whole is not None:
-            merged = (self._merged(key, whole) / smoothing).to(weight.device)
-            weight = weight.requantize_from_float(merged, scale="recalculate")
-        elif is_divided_by_zero(weight):
+        smoothed = key in self.patches and layer is not None and hasattr(layer, INPUT_SCALE)
+        merged = self._merged(key, numbers_of(layer)) / getattr(layer, INPUT_SCALE) if smoothed else None
+        done = super().patch_weight_to_device(key, *args, return_weight=return_weight, **kwargs)
+        weight = done if return_weight else comfy.utils.get_attr(self.model, key)
+        if merged is not None:
+            weight = weight.requantize_from_float(merged.to(weight.device), scale="recalculate")
+        elif key in self.patches and is_divided_by_zero(weight):
             zeros = torch.zeros(weight.shape, dtype=weight.params.orig_dtype, device=weight.device)
             weight = weight.requantize_from_float(zeros, scale=1.0)
+        else:
+            return done
         return weight if return_weight else comfy.utils.set_attr_param(self.model, key, weight)
 
-    def get_key_patches(self, filter_prefix=None):
+    def get_key_patches(self, *args, **kwargs):
         """Give a weight with a scale for inputs as their product: merges read it here."""
-        patches = super().get_key_patches(filter_prefix)
+        patches = super().get_key_patches(*args, **kwargs)
         for name, layer in self.model.named_modules():
             key = f"{name}.weight"
             if hasattr(layer, INPUT_SCALE) and key in patches:
@@ -391,10 +391,12 @@ def _unfit(patcher: ModelPatcher) -> dict[str, int]:
     """Count by key the patches that do not fit their weight; anew where patches were added."""
     known = vars(patcher).get(UNFIT)
     if known is None or known[0] != patcher.patches_uuid:
-        weights = (key for key in patcher.patches if key.endswith(".weight"))
-        shapes = {key: tuple(comfy.utils.get_attr(patcher.model, key).shape) for key in weights}
-        counts = {key: sum(is_left_out(patch, shapes[key]) for patch in patcher.patches[key]) for key in shapes}
-        known = patcher.patches_uuid, {key: count for key, count in counts.items() if count}
+        counts = {}
+        for key, patches in patcher.patches.items():
+            shape = comfy.utils.get_attr(patcher.model, key).shape
+            if key.endswith(".weight") and (unfit := sum(is_left_out(patch, shape) for patch in patches)):
+                counts[key] = unfit
+        known = patcher.patches_uuid, counts
         setattr(patcher, UNFIT, known)
     return known[1]
 

@@ -255,4 +255,6 @@ def test_a_weight_with_a_scale_for_inputs_is_its_product(comfy, wan, tmp_path):
                 families.denoise(each)
             weight = read(written("ModelSave", each))[f"model.{key}"].dequantize(torch.float32)
             errors[f"{name}, {run}"] = relative_error(changed if each is with_lora else exact, weight)
+            patched = each.patch_weight_to_device(key, return_weight=True).float()
+            errors[f"{name}, {run}, read"] = relative_error(changed if each is with_lora else exact, patched)
     assert all(error < 0.22 for error in errors.values()), errors
