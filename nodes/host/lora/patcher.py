@@ -112,7 +112,8 @@ class AddsLowRank:
     def _merging(self) -> Iterator[None]:
         """Leave only what is merged into weights among the patches while the context lasts."""
         added, whole = self.sorted_patches().added, self.patches
-        self._all_patches, self.patches = whole, {key: whole[key] for key in whole if key not in added}
+        merged = {key: self._of_quantized(key, whole[key]) for key in whole if key not in added}
+        self._all_patches, self.patches = whole, merged
         try:
             yield
         finally:
@@ -190,24 +191,33 @@ class AddsLowRank:
         return comfy.utils.get_attr(self.model, key.removesuffix(".weight")) if key.endswith(".weight") else None
 
     def _patched_whole(self, key: str, *args, return_weight=False, **kwargs):
-        """Patch a weight as ComfyUI does; the patches of a weight with a scale for inputs are meant for their product,
-        and a weight that becomes 0 everywhere stays finite."""
+        """Patch a weight as ComfyUI does; one that becomes 0 everywhere stays finite."""
         layer = self._layer_of_weight(key)
         if key in self.patches and layer is not None and is_quantized_bank(layer):
             problem = f"A LoRA or a merge changes '{key}', quantized weights of experts, which ComfyUI cannot change."
             raise HalfsafeError(problem, "Load the model with storage bf16, or leave the LoRA out.")
-        smoothed = key in self.patches and layer is not None and hasattr(layer, INPUT_SCALE)
-        merged = self._merged(key, numbers_of(layer)) / getattr(layer, INPUT_SCALE) if smoothed else None
-        done = super().patch_weight_to_device(key, *args, return_weight=return_weight, **kwargs)
+        kept = self.patches
+        if self._all_patches is None and key in kept:
+            self.patches = kept | {key: self._of_quantized(key, kept[key])}
+        try:
+            done = super().patch_weight_to_device(key, *args, return_weight=return_weight, **kwargs)
+        finally:
+            self.patches = kept
         weight = done if return_weight else comfy.utils.get_attr(self.model, key)
-        if merged is not None:
-            weight = weight.requantize_from_float(merged.to(weight.device), scale="recalculate")
-        elif key in self.patches and is_divided_by_zero(weight):
+        if key in self.patches and is_divided_by_zero(weight):
             zeros = torch.zeros(weight.shape, dtype=weight.params.orig_dtype, device=weight.device)
             weight = weight.requantize_from_float(zeros, scale=1.0)
-        else:
-            return done
-        return weight if return_weight else comfy.utils.set_attr_param(self.model, key, weight)
+            return weight if return_weight else comfy.utils.set_attr_param(self.model, key, weight)
+        return done
+
+    def _of_quantized(self, key: str, patches: list) -> list:
+        """Divide what patches of a weight with a scale for inputs change by that scale: they are meant for the product,
+        and ComfyUI adds them to the weight without it."""
+        layer = self._layer_of_weight(key)
+        if layer is None or not hasattr(layer, INPUT_SCALE):
+            return patches
+        divided = functools.partial(_divided, getattr(layer, INPUT_SCALE))
+        return [(*rest, offset, functools.partial(divided, offset, own)) for *rest, offset, own in patches]
 
     def get_key_patches(self, *args, **kwargs):
         """Give a weight with a scale for inputs as their product: merges read it here."""
@@ -309,6 +319,12 @@ class Numbers(dict):
 
     def values(self):
         return ValuesView(self)
+
+
+def _divided(scale: torch.Tensor, offset: tuple | None, own: Callable | None, change: torch.Tensor) -> torch.Tensor:
+    """Divide a change of the columns ``offset`` of a weight by a scale for inputs, after the change's own function."""
+    columns = scale.narrow(0, *offset[1:]) if offset and offset[0] == 1 else scale
+    return (own(change) if own else change) / columns.to(change)
 
 
 def _smoothed(convert: Callable, layer: torch.nn.Module, weight: torch.Tensor, **kwargs) -> torch.Tensor:
