@@ -50,7 +50,9 @@ class Memory:
 
     def lacks(self, weight: StoredWeight) -> bool:
         """Tell whether a weight cannot be held as it is."""
-        return weight.storage in self.unheld or self.is_unknown(weight)
+        # Inputs of experts are not rotated (``_expert_qt_from`` of comfy/ops.py leaves ``convrot`` out).
+        rotated_experts = bool(weight.experts) and weight.group is not None
+        return weight.storage in self.unheld or self.is_unknown(weight) or rotated_experts
 
     def is_unknown(self, weight: StoredWeight) -> bool:
         """Tell whether a weight is in a format unknown to the ComfyUI."""

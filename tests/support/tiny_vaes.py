@@ -18,7 +18,7 @@ ENGINE = "comfy.ldm.modules.diffusionmodules.model"
 CONSTANTS = ("wavelets",)
 HUNYUAN, REFINER, MOCHI = "comfy.ldm.hunyuan_video.vae", "comfy.ldm.hunyuan_video.vae_refiner", "comfy.ldm.genmo.vae.model"
 NARROW_KL = {f"{ENGINE}:Encoder": {"ch": 32}, f"{ENGINE}:Decoder": {"ch": 32}}
-BLOCKS = {"block_out_channels": [64, 64, 64, 64, 64]}
+BLOCKS, DECODER = {"block_out_channels": [64] * 5}, {"block_out_channels": [32] * 5}
 LTX = {
     "dims": 3, "in_channels": 3, "out_channels": 3, "latent_channels": 128, "patch_size": 4, "norm_layer": "pixel_norm",
     "latent_log_var": "uniform", "causal_decoder": False, "encoder_base_channels": 16, "decoder_base_channels": 16,
@@ -37,6 +37,14 @@ class TinyVAE:
     sizes: dict[str, dict] = field(default_factory=dict)
     constants: dict[str, object] = field(default_factory=dict)
     options: dict[str, object] = field(default_factory=dict)
+
+
+def _efficientnet() -> torch.nn.Module:
+    """An EfficientNet with a block for each halving of the picture."""
+    from torchvision.models import efficientnet
+
+    blocks = [efficientnet.FusedMBConvConfig(1, 3, 1, 16, 16, 1), *(efficientnet.MBConvConfig(2, 3, 2, 16, 16, 1) for _ in range(4))]
+    return efficientnet.EfficientNet(blocks, dropout=0.0, last_channel=1280)
 
 
 SD = {"decoder.conv_in.weight": (512, 4, 3, 3), "encoder.down.2.downsample.conv.weight": (1,)}
@@ -58,8 +66,8 @@ VAES = {
         {"comfy.sd:StageA": {"c_hidden": 32, "bottleneck_blocks": 1, "codebook_size": 16}},
     ),
     "stage_c": TinyVAE(
-        {"encoder.backbone.1.0.block.0.1.num_batches_tracked": ()}, (1, 16, 2, 2), (1, 64, 64, 3),
-        {"comfy.ldm.cascade.stage_c_coder:Previewer": {"c_hidden": 32}},
+        {"encoder.backbone.1.0.block.0.1.num_batches_tracked": ()}, (1, 16, 2, 2), IMAGE,
+        {"comfy.ldm.cascade.stage_c_coder:Previewer": {"c_hidden": 32}}, {"torchvision.models:efficientnet_v2_s": _efficientnet},
     ),
     "seedvr2": TinyVAE(
         {"decoder.up_blocks.2.upsamplers.0.upscale_conv.weight": (1,)}, (1, 16, 2, 4, 4), VIDEO,
@@ -77,10 +85,10 @@ VAES = {
         {f"{HUNYUAN}:Encoder": {"block_out_channels": [128] * 6}, f"{HUNYUAN}:Decoder": {"block_out_channels": [128] * 6}},
     ),
     "hunyuan_image_refiner": TinyVAE(
-        {"decoder.conv_in.weight": (1, 32, 1, 1, 1)}, (1, 32, 1, 2, 2), IMAGE, {f"{REFINER}:Encoder": BLOCKS, f"{REFINER}:Decoder": BLOCKS},
+        {"decoder.conv_in.weight": (1, 32, 1, 1, 1)}, (1, 32, 1, 2, 2), IMAGE, {f"{REFINER}:Encoder": BLOCKS, f"{REFINER}:Decoder": DECODER},
     ),
     "hunyuan_video15": TinyVAE(
-        {"decoder.conv_in.conv.weight": (1, 32, 1, 1, 1)}, (1, 32, 2, 2, 2), VIDEO, {f"{REFINER}:Encoder": BLOCKS, f"{REFINER}:Decoder": BLOCKS},
+        {"decoder.conv_in.conv.weight": (1, 32, 1, 1, 1)}, (1, 32, 2, 2, 2), VIDEO, {f"{REFINER}:Encoder": BLOCKS, f"{REFINER}:Decoder": DECODER},
     ),
     "hunyuan_video": TinyVAE(
         {"decoder.conv_in.conv.weight": (1, 16, 1, 1, 1), "post_quant_conv.weight": (16, 16, 1, 1, 1)}, (1, 16, 2, 4, 4), VIDEO, NARROW_KL,

@@ -147,6 +147,26 @@ def dequantized(weight: torch.Tensor, dtype: torch.dtype | None = None) -> torch
     return unpacked_fp8(weight, dtype) if is_plain_fp8(weight) else weight.to(dtype).dequantize()
 
 
+def is_quantized_bank(module: torch.nn.Module) -> bool:
+    """Tell whether a module holds quantized weights of experts, ``(experts, outputs, inputs)``."""
+    return is_quantized(module) and hasattr(module, "expert_weight")
+
+
+def numbers_of(module: torch.nn.Module, held: torch.Tensor | None = None) -> torch.Tensor:
+    """Return a module's weight as plain numbers: with the scale for inputs that it may have, and those of experts each
+    by its own scale. ``held``: another weight of the module; None for its present one."""
+    if is_quantized_bank(module):
+        return torch.stack([dequantized(module.expert_weight(i)) for i in range(module.num_experts)])
+    weight = dequantized(module.weight.data if held is None else held)
+    return weight * getattr(module, INPUT_SCALE).to(weight) if hasattr(module, INPUT_SCALE) else weight
+
+
+def is_divided_by_zero(weight: torch.Tensor) -> bool:
+    """Tell whether all numbers of a quantized weight were divided by a scale of 0, which makes them NaN."""
+    # ``quantize`` of comfy/quant_ops.py makes such a scale for fp8 and NVFP4 weights that are 0 everywhere.
+    return isinstance(weight, QuantizedTensor) and not weight.params.scale.dim() and not weight.params.scale
+
+
 def only_multiplies(module: torch.nn.Module) -> bool:
     """Tell whether the module does no more than cast its weights and multiply: ComfyUI's and torch's own classes."""
     return not hasattr(module, INPUT_SCALE) and kind_of(module) is not None and only_computes(module)

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from ....precision.base.amax import amax_value
 from ....precision.base.dtypes import name_of
 from ....precision.base.nested import tensors_in
-from ....precision.base.patching import patched
+from ....precision.base.patching import Patch, patched
 from ....precision.guard.case import Case
 from ....precision.guard.failed_call import Attempt, FailedCall
 from ....precision.guard.inputs import NotFiniteInput, inputs_not_finite
@@ -30,7 +30,7 @@ from ..comfyui.execution import is_oom
 from ..comfyui.gate import measuring
 from ..comfyui.layers import is_quantized
 from ..comfyui.page import show_progress
-from ..comfyui.weights import ask_for_plain_products
+from ..comfyui.weights import HALF, ask_for_plain_products
 from ..load.devices import current_device
 from ..load.encoders import vae_in
 from ..replay.code_owner import code_owner
@@ -262,7 +262,7 @@ def _run_clip(clip, name: str, tokens, *args, **kwargs):
                 ask_for_plain_products(one.patcher)
         choice = TokenChoice(goes_on=guard.log.on_nan == "report")
         try:
-            with choice, _generating_in(step):
+            with choice, _generating_in(step), patched(_own_dtypes(one.cond_stage_model, step)):
                 result = getattr(one, name)(given, *args, **kwargs)
         except Exception as error:
             if choice.failed is None:
@@ -284,6 +284,13 @@ def _generating_in(step: EncoderStep | None) -> contextlib.AbstractContextManage
     if step is None or step.dtype != torch.float32:
         return contextlib.nullcontext()
     return patched([(comfy.model_management, "should_use_bf16", lambda *args, **kwargs: False)])
+
+
+def _own_dtypes(model: torch.nn.Module, step: EncoderStep | None) -> list[Patch]:
+    """Make patches of the dtypes that modules of a text encoder keep: gpt-oss computes in its own (``GptOssModel`` in
+    comfy/text_encoders/gpt_oss.py)."""
+    keeping = [module for module in model.modules() if vars(module).get("dtype") in HALF] if step else []
+    return [(module, "dtype", step.dtype) for module in keeping]
 
 
 class _GuardedVAE(_Guarded):

@@ -67,8 +67,12 @@ def detect_model(checkpoint: Checkpoint, only_diffusion_model: bool) -> Detected
 
 def _without(checkpoint: Checkpoint, names: Sequence[str]) -> Checkpoint:
     weights = {name: weight for name, weight in checkpoint.weights.items() if name not in names}
-    note = f"Quantized layers that the model does not have were left out: {_some(names)}."
-    return replace(checkpoint, weights=weights, notes=[*checkpoint.notes, note])
+    return replace(checkpoint, weights=weights, notes=[*checkpoint.notes, left_out_note(names)])
+
+
+def left_out_note(names: Sequence[str]) -> str:
+    """Say which quantized weights belong to no layer of the model."""
+    return f"Quantized layers that the model does not have were left out: {_some(names)}."
 
 
 def recognised(checkpoint: Checkpoint, only_diffusion_model: bool = False) -> tuple[Checkpoint, str, Any]:
@@ -116,9 +120,11 @@ def _with_true_shapes(checkpoint: Checkpoint, prefix: str) -> Checkpoint:
     shapes = {name: torch.empty(weight.shape, device="meta") for name, weight in packed.items()}
     tensors = _Reads(stored_tensors(checkpoint) | shapes)
     with named_if_lacking(checkpoint.path):
-        comfy.model_detection.model_config_from_unet(tensors, prefix, metadata=checkpoint.metadata)
+        config = comfy.model_detection.model_config_from_unet(tensors, prefix, metadata=checkpoint.metadata)
     weights = dict(checkpoint.weights)
     names = [name for name in packed if name in tensors.read]
+    if not names or _is_same_model(config, _config(checkpoint, prefix)):  # it counts the rows, which are not packed
+        return checkpoint
     for name in names:
         weight = packed[name]
         why = weight.doubt if weight.format.unpacks else "which this comfy-kitchen cannot unpack"
@@ -128,7 +134,12 @@ def _with_true_shapes(checkpoint: Checkpoint, prefix: str) -> Checkpoint:
             raise CheckpointError(weight.file or checkpoint.path, problem, name, advice)
         weights[name] = StoredWeight(name, weight.dequantize(torch.bfloat16), file=weight.file)
     note = f"Unpacked to bf16, because ComfyUI tells the model by their shapes: {_some(names)}."
-    return replace(checkpoint, weights=weights, notes=[*checkpoint.notes, note]) if names else checkpoint
+    return replace(checkpoint, weights=weights, notes=[*checkpoint.notes, note])
+
+
+def _is_same_model(one, other) -> bool:
+    """Tell whether two of ComfyUI's configs, None for an unknown model, are of one model of the same sizes."""
+    return type(one) is type(other) and (one is None or one.unet_config == other.unet_config)
 
 
 def _some(names: Sequence[str]) -> str:

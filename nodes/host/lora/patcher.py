@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import comfy.lora
 import comfy.model_base
+import comfy.utils
 import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP, PatcherInjection
@@ -26,17 +27,17 @@ from ....precision.base.errors import HalfsafeError
 from ....precision.base.layer_names import plain_name
 from ....precision.base.modes import FP32
 from ....precision.base.patching import Patch, patched
-from ..comfyui.attributes import CAST_DTYPE
+from ..comfyui.attributes import CAST_DTYPE, INPUT_SCALE
 from ..comfyui.execution import adapts_text, conditions_through
 from ..comfyui.known_calls import Feature, why_off
 from ..comfyui.layers import DIFFUSION_MODEL, is_quantized
-from ..comfyui.weights import calling_layers, dequantized
+from ..comfyui.weights import calling_layers, dequantized, is_divided_by_zero, is_quantized_bank, numbers_of
 from ..compute.executor import Compute, compute_of
 from ..replay.call import Call
 from ..replay.interceptor import LOW_RANK, Acting, Stage, put_stage
-from .low_rank import SortedPatches, change_of, is_8bit_matrix, low_rank_patcher, sort_patches
+from .low_rank import SortedPatches, change_of, is_8bit_matrix, is_left_out, low_rank_patcher, sort_patches
 
-INJECTED = "halfsafe_low_rank"
+INJECTED, UNFIT = "halfsafe_low_rank", "halfsafe_unfit"
 SOME = 5
 logger = logging.getLogger("halfsafe")
 PATCHED = "comfy_patched_weights"
@@ -112,7 +113,8 @@ class AddsLowRank:
     def _merging(self) -> Iterator[None]:
         """Leave only what is merged into weights among the patches while the context lasts."""
         added, whole = self.sorted_patches().added, self.patches
-        self._all_patches, self.patches = whole, {key: whole[key] for key in whole if key not in added}
+        merged = {key: self._of_quantized(key, whole[key]) for key in whole if key not in added}
+        self._all_patches, self.patches = whole, merged
         try:
             yield
         finally:
@@ -166,28 +168,78 @@ class AddsLowRank:
         return Numbers(kept, {name: functools.partial(self._numbers, name, named[name]) for name in read})
 
     def _numbers(self, key: str, layer: torch.nn.Module) -> torch.Tensor:
-        weight = dequantized(layer.weight.data)
-        if key not in self.sorted_patches().added or not getattr(layer, PATCHED, False):
-            return weight
-        return comfy.lora.calculate_weight(self.patches[key], weight.float(), key).to(weight.dtype)
+        weight = numbers_of(layer)
+        added = key in self.sorted_patches().added and getattr(layer, PATCHED, False)
+        return self._merged(key, weight) if added else weight
 
-    def patch_weight_to_device(self, key, *args, return_weight=False, **kwargs):
-        """Return numbers where the patched weight is asked for."""
+    def _merged(self, key: str, weight: torch.Tensor) -> torch.Tensor:
+        whole = weight.to(torch.float32, copy=True)
+        return comfy.lora.calculate_weight(self.patches.get(key, []), whole, key).to(weight.dtype)
+
+    def patch_weight_to_device(self, key, device_to=None, *args, return_weight=False, **kwargs):
+        """Return numbers, patched once, where the patched weight is asked for."""
+        if not return_weight:
+            return self._patched_whole(key, device_to, *args, **kwargs)
+        layer, held = self._layer_of_weight(key), self.backup.get(key)
+        if held is not None and layer is not None:  # ComfyUI patches a loaded weight, which is patched, again.
+            return self._merged(key, numbers_of(layer, held.weight).to(device=device_to))
         # ComfyUI's LoraSave writes the codes of a quantized tensor as if they were numbers.
-        weight = super().patch_weight_to_device(key, *args, return_weight=return_weight, **kwargs)
-        return dequantized(weight) if return_weight else weight
+        if layer is not None and is_quantized(layer) and (key not in self.patches or hasattr(layer, INPUT_SCALE)):
+            return self._merged(key, numbers_of(layer))
+        return dequantized(self._patched_whole(key, device_to, *args, return_weight=True, **kwargs))
+
+    def _layer_of_weight(self, key: str) -> torch.nn.Module | None:
+        return comfy.utils.get_attr(self.model, key.removesuffix(".weight")) if key.endswith(".weight") else None
+
+    def _patched_whole(self, key: str, *args, return_weight=False, **kwargs):
+        """Patch a weight as ComfyUI does; one that becomes 0 everywhere stays finite."""
+        layer = self._layer_of_weight(key)
+        if key in self.patches and layer is not None and is_quantized_bank(layer):
+            problem = f"A LoRA or a merge changes '{key}', quantized weights of experts, which ComfyUI cannot change."
+            raise HalfsafeError(problem, "Load the model with storage bf16, or leave the LoRA out.")
+        kept = self.patches
+        if self._all_patches is None and key in kept:
+            self.patches = kept | {key: self._of_quantized(key, kept[key])}
+        try:
+            done = super().patch_weight_to_device(key, *args, return_weight=return_weight, **kwargs)
+        finally:
+            self.patches = kept
+        weight = done if return_weight else comfy.utils.get_attr(self.model, key)
+        if key in self.patches and is_divided_by_zero(weight):
+            zeros = torch.zeros(weight.shape, dtype=weight.params.orig_dtype, device=weight.device)
+            weight = weight.requantize_from_float(zeros, scale=1.0)
+            return weight if return_weight else comfy.utils.set_attr_param(self.model, key, weight)
+        return done
+
+    def _of_quantized(self, key: str, patches: list) -> list:
+        """Divide what patches of a weight with a scale for inputs change by that scale: they are meant for the product,
+        and ComfyUI adds them to the weight without it."""
+        layer = self._layer_of_weight(key)
+        if layer is None or not hasattr(layer, INPUT_SCALE):
+            return patches
+        divided = functools.partial(_divided, getattr(layer, INPUT_SCALE))
+        return [(*rest, offset, functools.partial(divided, offset, own)) for *rest, offset, own in patches]
+
+    def get_key_patches(self, *args, **kwargs):
+        """Give a weight with a scale for inputs as their product: merges read it here."""
+        patches = super().get_key_patches(*args, **kwargs)
+        for name, layer in self.model.named_modules():
+            key = f"{name}.weight"
+            if hasattr(layer, INPUT_SCALE) and key in patches:
+                (weight, convert), *own = patches[key]
+                patches[key] = [(weight, functools.partial(_smoothed, convert, layer)), *own]
+        return patches
 
     def model_state_dict_for_saving(self, model=None, prefix=""):
         state, patches = super().model_state_dict_for_saving(model, prefix), self.sorted_patches()
-        patched_whole = super().patch_weight_to_device
-        whole = SimpleNamespace(load_device=self.load_device, patch_weight_to_device=patched_whole)
+        whole = SimpleNamespace(load_device=self.load_device, patch_weight_to_device=self._patched_whole)
         for tensor in state.values():  # what is patched as it is written asks for it
             caster = getattr(tensor, "caster", tensor)
             if hasattr(caster, "model"):
                 caster.model = whole
         # ComfyUI takes a weight that is loaded for one that is patched, and fails on others in int8.
         for key in patches.added:
-            weight, name = patched_whole(key, self.load_device, return_weight=True), key[len(prefix) :]
+            weight, name = self._patched_whole(key, self.load_device, return_weight=True), key[len(prefix) :]
             parts = weight.state_dict(name) if is_quantized(patches.modules[key]) else {name: weight}
             state |= {part: tensor.to("cpu") for part, tensor in parts.items() if part in state}
         return state
@@ -200,7 +252,9 @@ def keep_low_rank_unmerged(patcher: ModelPatcher) -> None:
     """
     if why_off(Feature.LORAS):
         return
-    if isinstance(patcher, AddsLowRank) or not any(is_8bit_matrix(module) for module in patcher.model.modules()):
+    if isinstance(patcher, AddsLowRank) or not any(
+        is_8bit_matrix(module) or is_quantized(module) for module in patcher.model.modules()
+    ):
         return
     _extend(patcher)
     if patcher.patches or patcher.hook_patches:
@@ -267,6 +321,18 @@ class Numbers(dict):
         return ValuesView(self)
 
 
+def _divided(scale: torch.Tensor, offset: tuple | None, own: Callable | None, change: torch.Tensor) -> torch.Tensor:
+    """Divide a change of the columns ``offset`` of a weight by a scale for inputs, after the change's own function."""
+    columns = scale.narrow(0, *offset[1:]) if offset and offset[0] == 1 else scale
+    return (own(change) if own else change) / columns.to(change)
+
+
+def _smoothed(convert: Callable, layer: torch.nn.Module, weight: torch.Tensor, **kwargs) -> torch.Tensor:
+    """Convert a weight of a layer as ComfyUI does, and multiply it by the layer's scale for inputs."""
+    numbers = convert(weight, **kwargs)
+    return numbers * getattr(layer, INPUT_SCALE).to(numbers)
+
+
 def _has_leaf(module: torch.nn.Module | None, name: str) -> bool:
     """Tell whether a module has the attribute that the last part of a name says."""
     return hasattr(module, name.rpartition(".")[2])
@@ -275,7 +341,7 @@ def _has_leaf(module: torch.nn.Module | None, name: str) -> bool:
 def _numbers_of(network: torch.nn.Module, state: dict) -> Numbers:
     """Make the state dict of a network to be read dequantized: ComfyUI's ControlLora copies weights without scales."""
     named = {f"{name}.weight": module for name, module in network.named_modules() if is_quantized(module)}
-    made = {name: functools.partial(lambda module: dequantized(module.weight.data), named[name]) for name in named}
+    made = {name: functools.partial(numbers_of, named[name]) for name in named}
     return Numbers(state, made)
 
 
@@ -335,17 +401,33 @@ def layer_name(key: str) -> str:
     return plain_name(key.removeprefix(DIFFUSION_MODEL)).removesuffix(".weight")
 
 
-def low_rank_reasons(extended: ModelPatcher) -> dict[str, str]:
-    """Say by layer what was done with the patches of its 8-bit weight; nothing for ComfyUI's own ModelPatcher."""
-    if not isinstance(extended, AddsLowRank):
-        return {}
-    patches = extended.sorted_patches()
-    texts = {key: f"LoRAs added to the layer's result: {len(of_key)}" for key, of_key in patches.low_rank.items()}
-    texts |= {key: f"weight quantized anew with {why} merged into it" for key, why in patches.merged.items()}
-    for key, count in patches.unfit.items():
+def low_rank_reasons(patcher: ModelPatcher) -> dict[str, str]:
+    """Say by layer what was done with the patches of its 8-bit weight, and how many do not fit its weight."""
+    texts: dict[str, str] = {}
+    unfit = dict(_unfit(patcher))
+    if isinstance(patcher, AddsLowRank):
+        patches = patcher.sorted_patches()
+        texts = {key: f"LoRAs added to the layer's result: {len(of_key)}" for key, of_key in patches.low_rank.items()}
+        texts |= {key: f"weight quantized anew with {why} merged into it" for key, why in patches.merged.items()}
+        unfit |= patches.unfit
+    for key, count in unfit.items():
         own = [texts[key]] if key in texts else []
         texts[key] = "; ".join([*own, f"LoRAs left out, which do not fit the weight: {count}"])
     return {layer_name(key): text for key, text in texts.items()}
+
+
+def _unfit(patcher: ModelPatcher) -> dict[str, int]:
+    """Count by key the patches that do not fit their weight; anew where patches were added."""
+    known = vars(patcher).get(UNFIT)
+    if known is None or known[0] != patcher.patches_uuid:
+        counts = {}
+        for key, patches in patcher.patches.items():
+            shape = comfy.utils.get_attr(patcher.model, key).shape
+            if key.endswith(".weight") and (unfit := sum(is_left_out(patch, shape) for patch in patches)):
+                counts[key] = unfit
+        known = patcher.patches_uuid, counts
+        setattr(patcher, UNFIT, known)
+    return known[1]
 
 
 @functools.cache

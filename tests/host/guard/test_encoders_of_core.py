@@ -1,12 +1,14 @@
-"""Every VAE class of ComfyUI that overflows in fp16, guarded: its result is finite and right, or a verdict comes with a cure."""
+"""Every VAE class and the text encoder classes of ComfyUI that overflow in fp16, guarded: results are finite and right, or a verdict comes with a cure."""
 
 import contextlib
 import functools
 
 import pytest
 import torch
-from halfsafe.nodes.host.guard.encoders import ATTRIBUTE, guard_vae
-from support import tiny_vaes
+from comfy import model_management
+from comfy.text_encoders import gpt_oss
+from halfsafe.nodes.host.guard.encoders import ATTRIBUTE, guard_clip, guard_vae
+from support import tiny_encoders, tiny_vaes
 from support.guarding import is_finite
 from support.measures import relative_error
 
@@ -73,14 +75,9 @@ def layers_of(vae, run):
 def outcomes(name, profile):
     """Action -> what the guard made of a call of it that overflows."""
     exact, half, found = tiny_vaes.build(name, torch.float32), tiny_vaes.build(name, torch.float16), {}
-    loudest = {}
+    loudest = {action: layer for (each, action), layer in LOUDEST.items() if each == name}
     for action, run in calls(name).items():
         found[action] = "no overflow"
-        try:
-            run(half)
-        except Exception as error:
-            found[action] = f"core raises {error}"
-            continue
         known = loudest.get(action.partition("_")[0])
         for layer in [known] if known else layers_of(exact, run):
             loudest[action] = layer
@@ -104,6 +101,8 @@ def outcome(vae, run, reference, bound):
     return f"{log.verdict if error < bound else 'wrong'} in {log.events[0].to_mode}: {error:.1e} {log.events[0].evidence}"
 
 
+LOUDEST = {("ace", "decode"): "vocoder.head.ups.1"}
+"""The first of its layers that overflows, of 88."""
 RAISED = ("svd", "seedvr2", "oobleck", "stage_a")
 """Some of the classes that raised in every dtype but their own."""
 
@@ -115,3 +114,87 @@ def test_every_vae_that_overflows_comes_out_finite_and_right(comfy, monkeypatch,
     text = "\n".join(f"{name:22}{action:14}{found}" for name, row in table.items() for action, found in row.items())
     print(text)
     assert all(found.startswith("recovered") for name, row in table.items() for found in row.values() if name != "pixel_space"), text
+
+
+def run_in_half(clip):
+    """Have a text encoder compute as packs run it: in fp16 unless it was told to compute in fp32, and generate in fp16 where ComfyUI takes bf16."""
+    model = clip.cond_stage_model
+    network = model.tiny.transformer
+    half, forward = clip.clone(), network.forward
+    half.patcher.set_model_compute_dtype(torch.float16)
+    if isinstance(network, gpt_oss.GptOssModel):
+        return half  # in the dtype of its weights as it is
+
+    def encode(ids, mask, embeds, **options):
+        dtype = getattr(model, "manual_cast_dtype", torch.float32)
+        return forward(ids, mask, embeds=embeds.to(dtype), **options | {"dtype": dtype})
+
+    network.forward = encode
+    if hasattr(network, "generate"):
+        generate = network.generate
+
+        def generated(*args, **options):
+            dtype = torch.float16 if model_management.should_use_bf16(None) else torch.float32
+            return generate(*args, execution_dtype=dtype, **options)
+
+        network.generate = generated
+    return half
+
+
+@contextlib.contextmanager
+def in_fp32(clip, monkeypatch):
+    with monkeypatch.context() as each:
+        each.setattr(model_management, "should_use_bf16", lambda *args, **options: False)
+        each.setattr(clip.cond_stage_model.tiny.transformer, "dtype", torch.float32, raising=False)
+        yield
+
+
+def chosen(clip, tokens):
+    return torch.tensor([clip.generate(tokens, max_length=2, do_sample=False)], dtype=torch.float32)
+
+
+def calls_of_text(name):
+    """Action -> the call, and whether its result is finite: by NaN, the first token is chosen."""
+    tiny, tokens = tiny_encoders.ENCODERS[name], tiny_encoders.tokens()
+    found = {"generate": (lambda clip: chosen(clip, tokens), torch.any)} if tiny.generates else {}
+    if tiny.encodes:
+        found["encode"] = lambda clip: clip.encode_from_tokens(tokens), is_finite
+        found["scheduled"] = lambda clip: clip.encode_from_tokens_scheduled(tokens)[0][0], is_finite
+    return found
+
+
+def layers_of_text(clip):
+    """The layers of a text encoder, from the middle one on."""
+    layers = [module for module in clip.cond_stage_model.modules() if getattr(module, "weight", None) is not None and module.weight.dim() == 2]
+    return layers[len(layers) // 2 :] + layers[: len(layers) // 2]
+
+
+@contextlib.contextmanager
+def as_loud_as_fp16(module):
+    kept = module.weight.clone()
+    module.weight.copy_(kept.float() * (tiny_vaes.LARGEST / kept.float().abs().amax()))
+    yield
+    module.weight.copy_(kept)
+
+
+@pytest.mark.parametrize("name", [name for name in tiny_encoders.ENCODERS if tiny_encoders.is_known(name)])
+def test_text_encoders_that_overflow_come_out_finite_and_right(comfy, monkeypatch, name):
+    monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_75")
+    clip = tiny_encoders.build(name)
+    half, layers, found = run_in_half(clip), layers_of_text(clip), {}
+    monkeypatch.setattr(model_management, "should_use_bf16", lambda *args, **options: True)
+    for action, (run, finite) in calls_of_text(name).items():
+        for layer in list(layers):
+            with as_loud_as_fp16(layer):
+                if finite(run(half)):
+                    continue
+                with in_fp32(clip, monkeypatch):
+                    exact = run(clip)
+                if not finite(exact):
+                    continue
+                guarded = guard_clip(half, "retry_higher")
+                result, log = run(guarded), getattr(guarded, ATTRIBUTE).log
+                found[action] = log.verdict, log.events[0].to_mode, relative_error(exact, result) < 0.001
+                layers.sort(key=lambda each: each is not layer)
+                break
+    assert set(found) == set(calls_of_text(name)) and set(found.values()) == {("recovered", "fp32", True)}, found

@@ -14,6 +14,7 @@ from halfsafe.nodes.host.guard.encoders import ATTRIBUTE, CLIP_METHODS, VAE_METH
 from halfsafe.precision.guard.verdicts import NonFinite
 from support import tiny_models, tiny_vaes
 from support.guarding import is_finite
+from support.measures import relative_error
 
 
 def test_every_method_that_computes_is_guarded():
@@ -113,6 +114,20 @@ def test_quantized_weights_are_dequantized_before_anything_is_wider(comfy, monke
     (event,) = getattr(guarded, ATTRIBUTE).log.events
     assert event.recovered and "dequantized" in event.evidence and (event.from_mode, event.to_mode) == ("fp32", "fp32")
     assert module.unpacked is False or not math.isnan(float(expected.abs().max()))
+
+
+def test_so_are_those_of_a_text_encoder(comfy, models_dir, monkeypatch):
+    tiny_models.narrow_clip_l(models_dir / "text_encoders" / "others_int8.safetensors")
+    clip = comfy.run("HalfsafeLoadCLIP", clip_name1="others_int8.safetensors", type="stable_diffusion", storage="int8", compute="auto")[0]
+    module = clip.cond_stage_model.clip_l.transformer.text_model.encoder.layers[2].mlp.fc1
+    expected, forward = clip.encode_from_tokens(clip.tokenize("a")), type(module).forward
+    monkeypatch.setattr(module, "_full_precision_mm", False)
+    broken = types.MethodType(lambda self, x: forward(self, x) * (1.0 if self._full_precision_mm else math.nan), module)
+    monkeypatch.setattr(module, "forward", broken, raising=False)
+    guarded = guard_clip(clip, "retry_higher")
+    assert relative_error(expected, guarded.encode_from_tokens(guarded.tokenize("a"))) < 0.01
+    (event,) = getattr(guarded, ATTRIBUTE).log.events
+    assert event.recovered and "dequantized" in event.evidence
 
 
 def no_vae():

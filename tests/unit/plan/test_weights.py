@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from halfsafe.precision.devices import detect as devices
-from halfsafe.precision.formats.checkpoint import Checkpoint, StoredWeight
+from halfsafe.precision.formats.checkpoint import Checkpoint, StoredWeight, read_checkpoint
 from halfsafe.precision.formats.registry import FORMAT_OF_STORAGE, weight_in_format
 from halfsafe.precision.plan.choice import Choice
 from halfsafe.precision.plan.facts import ModelFacts
@@ -156,6 +156,17 @@ def test_without_reading_nothing_is_known_of_values():
     assert plan_weights({"a.weight": weight}, asked, "m", memory, read=False)["a.weight"].storage == "as_file"
     for read, storage in ((False, "fp16"), (True, "bf16")):
         assert plan_weights({"a.weight": quantized}, asked, "m", memory, read)["a.weight"].storage == storage
+
+
+@pytest.mark.parametrize("rotated", [True, False])
+def test_experts_in_rotated_int8_are_unpacked(rotated):
+    """ComfyUI multiplies by the weight of an expert as if it were not rotated."""
+    made = [dialects.NATIVE["int8"](torch.randn(64, 64)) for _ in range(2)]
+    settings = {"format": "int8_tensorwise", "num_experts": 2} | ({"convrot": True, "convrot_groupsize": 64} if rotated else {})
+    tensors = {f"a.{leaf}": torch.stack([each[leaf] for each in made]) for leaf in made[0] if leaf != "comfy_quant"}
+    checkpoint = read_checkpoint(tensors | {"a.comfy_quant": dialects.comfy_quant_bytes(settings)}, {}, "m")
+    (found,) = plan_weights(checkpoint.weights, {}, "m", Memory(FORMAT_OF_STORAGE, "bf16")).values()
+    assert found.storage == ("bf16" if rotated else "as_file")
 
 
 @pytest.mark.parametrize("storage", ["int8", "fp8_e4m3fn"])
