@@ -32,10 +32,11 @@ export function isApart(a, b, gap = GAP) {
  * @param {any} node in the graph of both @param {any} from @param {any} to @returns {[number, number]}
  */
 export function placeBetween(node, from, to) {
-  const { nodes, groups = [] } = node.graph;
+  const { nodes, groups = [], inputNode, outputNode } = node.graph;
   const [start, end] = [boxOf(from), boxOf(to)];
   const around = groups.map(boxOfGroup).filter((/** @type {Box} */ group) => !isIn(start, group) || !isIn(end, group));
-  const taken = [...nodes.filter((/** @type {any} */ other) => other !== node).map(boxOf), ...around];
+  const others = [...nodes, inputNode, outputNode].filter((other) => other && other !== node);
+  const taken = [...others.map(boxOf), ...around];
   const size = boxOf({ pos: [0, 0], size: node.size });
   const [width, height] = [size.right, size.bottom - size.top];
   const least = start.left;
