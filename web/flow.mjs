@@ -22,7 +22,11 @@ const MODEL_FILE = /\.(safetensors|sft|gguf|ckpt|pt|pth|bin)$/i;
 export async function readFlow(app) {
   const { output } = await app.graphToPrompt();
   /** @type {Step[]} */
-  const steps = Object.entries(output).map(([id, { class_type: type, inputs, _meta: meta }]) => ({ id, type, title: meta?.title ?? type, given: inputs, ...onPage(rootOf(app), id) }));
+  const steps = Object.entries(output).map(([id, { class_type: type, inputs, _meta: meta }]) => {
+    const place = onPage(rootOf(app), id);
+    const known = type ?? place.node?.type ?? ""; // a pack that is absent
+    return { id, type: known, title: meta?.title ?? known, given: inputs, ...place };
+  });
   const runs = idsThatRun(steps);
   return new Map(steps.filter(({ id }) => runs.has(id)).map((step) => [step.id, step]));
 }

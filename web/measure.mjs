@@ -57,9 +57,11 @@ export async function measureWorkflow(app, chosen) {
 /** What can be measured, by the name of the model: the first sampling of each. @param {Flow} flow @returns {Map<string, Sampling>} */
 function samplingsByModel(flow) {
   const models = new Map();
-  for (const sampling of [...flow.values()].flatMap((step) => samplingsOf(flow, step))) {
-    const name = nameOf(flow, sampling.model);
-    if (isLinked(sampling) && !models.has(name)) models.set(name, sampling);
+  const all = [...flow.values()].flatMap((step) => samplingsOf(flow, step)).filter(isLinked);
+  for (const sampling of all) {
+    const copies = all.filter(({ model }) => model.step.node === sampling.model.step.node && model.slot === sampling.model.slot); // of its subgraph
+    const name = [...new Set(copies.map(({ model }) => nameOf(flow, model)))].join(" + ");
+    if (!models.has(name)) models.set(name, sampling);
   }
   return models;
 }

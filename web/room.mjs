@@ -2,14 +2,18 @@
 /** Where a new node fits into a graph. */
 
 const GAP = 20;
+/** How much higher than its size says Nodes 2.0 may draw a node, in pixels: 42 for Measure Precisions. */
+const HIGHER = 50;
 
 /** @typedef {{left: number, top: number, right: number, bottom: number}} Box */
 
-/** The place of a node with its title. Nodes 2.0 may draw it higher than its size says. @param {any} node @returns {Box} */
+/** The place of a node with its title, as high as it is drawn or will be drawn at most. @param {any} node @returns {Box} */
 export function boxOf({ id, pos: [x, y], size: [width, height], flags }) {
   const top = y - window.LiteGraph.NODE_TITLE_HEIGHT;
   const drawn = /** @type {HTMLElement | null} */ (document.querySelector(`.lg-node[data-node-id="${id}"]`));
-  return { left: x, top, right: x + width, bottom: Math.max(flags?.collapsed ? y : y + height, top + (drawn?.offsetHeight ?? 0)) };
+  const undrawn = window.LiteGraph.vueNodesMode && !drawn ? HIGHER : 0;
+  const bottom = flags?.collapsed ? y : y + height + undrawn;
+  return { left: x, top, right: x + width, bottom: Math.max(bottom, top + (drawn?.offsetHeight ?? 0)) };
 }
 
 /** @param {any} group @returns {Box} */

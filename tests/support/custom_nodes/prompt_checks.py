@@ -13,7 +13,7 @@ async def check_prompts(request: web.Request) -> web.Response:
 
 
 async def _errors_of(prompt: dict) -> dict[str, list[str]]:
-    """Return what is wrong with each node of a prompt; files that are absent are left out."""
+    """Return what is wrong with each node of a prompt."""
     _, error, _, nodes = await execution.validate_prompt("checked", prompt, None)
     found = {node: [f"{one['type']}: {one['details']}" for one in told["errors"]] for node, told in nodes.items()}
     return found or ({"": [error["message"]]} if error else {})
