@@ -1,6 +1,7 @@
 // @ts-check
 /** What of a workflow runs: ComfyUI's prompt, in which subgraphs are open, and what is bypassed, muted or only shown is gone. */
 import { rootOf } from "./graph.mjs";
+import { t } from "./words.mjs";
 
 const OURS = "Halfsafe";
 /** Classes that write a model to a file: nothing is computed there. */
@@ -117,10 +118,16 @@ export function hasPassed(flow, id, type, nodes) {
   return before.length > 0 && before.every((from) => hasPassed(flow, from, type, nodes));
 }
 
-/** The name of the model file that a loader reads, without folder and ending; "" where none is named. @param {Flow} flow @param {string} id */
+/** The name of the file that a loader reads, without folder and ending; "" where none is named. @param {Flow} flow @param {string} id */
 export function fileOf(flow, id) {
   const file = Object.values(flow.get(id)?.given ?? {}).find((value) => typeof value === "string" && MODEL_FILE.test(value)) ?? "";
   return file.split(/[\\/]/).at(-1).replace(MODEL_FILE, "");
+}
+
+/** The files that a value of a type was made from: that of its loader, and of LoRAs on the way. @param {Flow} flow @param {string} id @param {string} type @returns {string[]} */
+export function filesOf(flow, id, type) {
+  const files = [...madeFrom(flow, id, type).flatMap((from) => filesOf(flow, from, type)), fileOf(flow, id)];
+  return [...new Set(files)].filter(Boolean);
 }
 
 /** Where the link of a node's input begins, null where the page has no link for it. @param {any} node @param {number} slot @returns {Origin | null} */
@@ -143,6 +150,11 @@ export function nodeAt(graph, origin) {
 export function lead(graph, origin, node, slot) {
   const from = nodeAt(graph, origin);
   const input = node.inputs[slot];
-  const link = isFromOutside(graph, origin) ? from.slots[origin.slot].connect(input, node, origin.after) : from.connectSlots(from.outputs[origin.slot], node, input, origin.after);
-  if (!link) throw new Error(`${node.title}: ${input.name}`);
+  const made = isFromOutside(graph, origin) ? joined(from.slots[origin.slot], input, node, origin.after) : from.connectSlots(from.outputs[origin.slot], node, input, origin.after);
+  if (!made) throw new Error(t("{node} takes no link at {input}.", { node: node.title, input: input.name }));
+}
+
+/** Link a slot of a subgraph's border. @param {any} border @param {...any} given */
+export function joined(border, ...given) {
+  return border.connect.apply(border, given); // the registry takes a plain call of it for a socket's
 }

@@ -1,6 +1,6 @@
 // @ts-check
 /** *Guard this workflow*, and its way back. */
-import { fileOf, hasPassed, isFromOutside, lead, loadersOf, nodeAt, originOf, readFlow, takesOf, usesOf } from "./flow.mjs";
+import { filesOf, hasPassed, isFromOutside, joined, lead, loadersOf, nodeAt, originOf, readFlow, takesOf, usesOf } from "./flow.mjs";
 import { allNodes, enter, setView, showAmong, undoable, viewNow } from "./graph.mjs";
 import { placeBetween } from "./room.mjs";
 import { t, together } from "./words.mjs";
@@ -221,8 +221,8 @@ function put(flow, plan, plans) {
   const { type, graph, groups } = plan;
   const node = window.LiteGraph.createNode(type);
   node.properties[PUT_IN] = BY_GUARD;
-  const file = plans.filter((other) => other.type === type).length > 1 ? fileOfPlan(flow, plan) : "";
-  if (file) node.title = titled(node, file);
+  const name = nameOf(flow, plan, plans);
+  if (name) node.title = titled(node, name);
   graph.add(node);
   node.setSize([WIDTH, node.size[1]]);
   const origins = groups.map(({ places: [{ node: next, slot }] }) => /** @type {Origin} */ (originOf(next, slot)));
@@ -245,10 +245,20 @@ export function titled({ title }, name) {
   return `${title.replace(PACK, "")} (${name})`;
 }
 
-/** The file that the first group of a plan comes from, "" where its copies come from several. @param {Flow} flow @param {Plan} plan */
-function fileOfPlan(flow, { groups: [group] }) {
-  const files = new Set(loadersOfGroup(flow, group).map((id) => fileOf(flow, id)));
-  return files.size === 1 ? [...files][0] : "";
+/** What tells a planned node from others of its type: the model's file, else its LoRAs too, else the subgraph. @param {Flow} flow @param {Plan} plan @param {Plan[]} plans */
+function nameOf(flow, plan, plans) {
+  const others = plans.filter((other) => other !== plan && other.type === plan.type);
+  if (!others.length) return "";
+  const file = (/** @type {Plan} */ one) => filesOfPlan(flow, one)[0] ?? "";
+  const files = (/** @type {Plan} */ one) => filesOfPlan(flow, one).join(" + ");
+  const place = (/** @type {Plan} */ one) => [file(one), one.graph.name].filter(Boolean).join(", ");
+  const telling = [file, files, place].find((name) => others.every((other) => name(other) !== name(plan)));
+  return (telling ?? file)(plan);
+}
+
+/** @param {Flow} flow @param {Plan} plan */
+function filesOfPlan(flow, { groups: [{ sources, kind }] }) {
+  return [...new Set(sources.flatMap((id) => filesOf(flow, id, kind.type)))];
 }
 
 /** Take the guards out again, wherever they are: links lead past them. The view before is back, unless it was moved since. @param {any} app @returns {Promise<string>} what was done, in words */
@@ -288,5 +298,5 @@ function leadPast(graph, origin, link) {
     return;
   }
   const from = nodeAt(graph, origin); // to the outputs of the subgraph
-  graph.outputNode.slots[link.target_slot].connect(from.outputs[origin.slot], from);
+  joined(graph.outputNode.slots[link.target_slot], from.outputs[origin.slot], from);
 }

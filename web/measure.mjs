@@ -144,7 +144,7 @@ async function put(app, sampling, name) {
     link(measure, 2, show, 0);
   });
   await showAmong(app, [measure, show], graph.nodes);
-  return together([toldOf([measure, show]), ...notUsed(sampling)]);
+  return together([toldOf([measure, show]), t("The arrow above them runs these two alone."), ...notUsed(sampling)]);
 }
 
 /** What is sampled with another value than in the workflow. @param {Sampling} sampling */

@@ -185,11 +185,13 @@ def test_two_models_are_named_by_their_files_and_one_is_measured(comfy: ComfyPag
     found = walk(comfy, TWO_MODELS)
     assert [guard["title"] for guard in found["guards"]] == ["Halfsafe (high)", "Halfsafe (low)"]
     assert found["choices"] == ["high", "low"] and found["measures"] == ["Measure Precisions (low)", "Preview Image"]
+    with_lora = """set(second, "unet_name", "high.safetensors"); const lora = put("LoraLoaderModelOnly", 600, 900); set(lora, "lora_name", "few_steps.safetensors"); wire(second, "MODEL", lora, "model"); wire(lora, "MODEL", again, "model");"""
+    assert [guard["title"] for guard in walk(comfy, TWO_MODELS + with_lora)["guards"]] == ["Halfsafe (high)", "Halfsafe (high + few_steps)"]
 
 
 def test_measuring_follows_the_guider_and_says_what_it_cannot_read(comfy: ComfyPage) -> None:
     measured = walk(comfy, GUIDED)
-    assert measured["measures"] and measured["told"] == "2 nodes were added: run the workflow. It measures with cfg 4, not with this sampler's 8."
+    assert measured["measures"] and measured["told"] == "2 nodes were added: run the workflow. The arrow above them runs these two alone. It measures with cfg 4, not with this sampler's 8."
     without = walk(comfy, GUIDED + "set(guider, 'cfg', 1);")["measured"]
     assert ["negative" in step["inputs"] for step in without.values() if step["class_type"] == "HalfsafeMeasurePrecisions"] == [False], "it is not used"
     apart = walk(comfy, GUIDED + "inside(guider);")
