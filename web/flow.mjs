@@ -85,12 +85,23 @@ export function typeOf(flow, { step, slot, from, output }) {
 
 /** Whether a step hands a value of a type on to others. @param {Step} step @param {string} type */
 function passesOn(step, type) {
-  return (step.node?.outputs ?? []).some((/** @type {any} */ output) => output.type === type || output.type === "*");
+  return outputsOf(step).some((output) => output === type || output === "*");
 }
 
-/** The places where a value of a type is used up. @param {Flow} flow @param {string} type @returns {Take[]} */
+/** Whether a step samples: some samplers hand their model and VAE on too. @param {Step} step */
+function samples(step) {
+  const inputs = (step.node?.inputs ?? []).map((/** @type {any} */ { type }) => type);
+  return ["MODEL", "CONDITIONING", "LATENT"].every((type) => inputs.includes(type)) && outputsOf(step).includes("LATENT");
+}
+
+/** The types of a step's outputs. @param {Step} step @returns {string[]} */
+export function outputsOf(step) {
+  return (step.node?.outputs ?? []).map((/** @type {any} */ { type }) => type);
+}
+
+/** The places where a value of a type is used. @param {Flow} flow @param {string} type @returns {Take[]} */
 export function usesOf(flow, type) {
-  const steps = [...flow.values()].filter((step) => !step.type.startsWith(OURS) && !SAVES.test(step.type) && !passesOn(step, type));
+  const steps = [...flow.values()].filter((step) => !step.type.startsWith(OURS) && !SAVES.test(step.type) && (samples(step) || !passesOn(step, type)));
   return steps.flatMap(takesOf).filter((take) => {
     const own = take.step.node?.inputs?.[take.slot]?.type;
     return own === type || ((own === undefined || BROADCASTS.test(take.step.type)) && typeOf(flow, take) === type);
@@ -111,11 +122,12 @@ export function loadersOf(flow, id, type) {
   return [...new Set(before.flatMap((from) => loadersOf(flow, from, type)))];
 }
 
-/** Whether a value passed one of some nodes, on every way that leads to it. @param {Flow} flow @param {string} id @param {string} type @param {string[]} nodes @returns {boolean} */
-export function hasPassed(flow, id, type, nodes) {
-  if (nodes.includes(flow.get(id)?.type ?? "")) return true;
+/** Whether a value passed a wanted step, on every way that leads to it. @param {Flow} flow @param {string} id @param {string} type @param {(step: Step) => boolean} wanted @returns {boolean} */
+export function hasPassed(flow, id, type, wanted) {
+  const step = flow.get(id);
+  if (step && wanted(step)) return true;
   const before = madeFrom(flow, id, type);
-  return before.length > 0 && before.every((from) => hasPassed(flow, from, type, nodes));
+  return before.length > 0 && before.every((from) => hasPassed(flow, from, type, wanted));
 }
 
 /** The name of the file that a loader reads, without folder and ending; "" where none is named. @param {Flow} flow @param {string} id */

@@ -1,6 +1,6 @@
 // @ts-check
 /** *Guard this workflow*, and its way back. */
-import { filesOf, hasPassed, isFromOutside, joined, lead, loadersOf, nodeAt, originOf, readFlow, takesOf, usesOf } from "./flow.mjs";
+import { filesOf, hasPassed, isFromOutside, joined, lead, loadersOf, nodeAt, originOf, outputsOf, readFlow, takesOf, usesOf } from "./flow.mjs";
 import { allNodes, enter, setView, showAmong, undoable, viewNow } from "./graph.mjs";
 import { placeBetween } from "./room.mjs";
 import { t, together } from "./words.mjs";
@@ -16,6 +16,7 @@ const PACK = / ?[(\uff08]Halfsafe[)\uff09]/;
 
 /**
  * @typedef {import("./flow.mjs").Flow} Flow
+ * @typedef {import("./flow.mjs").Step} Step
  * @typedef {import("./flow.mjs").Take} Take
  * @typedef {import("./flow.mjs").Origin} Origin
  * @typedef {{type: string, name: string, guards: string[], alone: string}} Kind what is guarded: its type; the input of guards
@@ -95,7 +96,7 @@ function planOf(flow) {
     const plan = open.find((one) => sharesLoader(flow, one, group)) ?? open[0];
     if (plan) {
       plan.groups.push(group);
-      for (const step of plan.groups.flatMap(({ steps }) => steps)) plan.groups.forEach(({ sources }) => sources.forEach((id) => needs.get(step)?.add(id)));
+      makeWait(needs, plan.groups);
     } else {
       plans.push({ type: group.kind.alone, graph: group.graph, groups: [group] });
     }
@@ -105,13 +106,13 @@ function planOf(flow) {
 
 /** Whether any step of a group calls the model: a scheduler only asks for its noise levels. @param {Flow} flow @returns {(group: Group) => boolean} */
 function isComputed(flow) {
-  const types = (/** @type {string} */ id) => (flow.get(id)?.node?.outputs ?? []).map((/** @type {any} */ { type }) => type);
-  return ({ steps }) => steps.some((id) => !types(id).length || types(id).some((/** @type {string} */ type) => type !== "SIGMAS"));
+  const asks = (/** @type {Step} */ step) => outputsOf(step).length > 0 && outputsOf(step).every((type) => type === "SIGMAS");
+  return ({ steps }) => steps.some((id) => !asks(/** @type {Step} */ (flow.get(id))));
 }
 
 /** The VAE that makes pictures comes first, the one that makes sound last. @param {Flow} flow @param {Group} group */
 function rankOf(flow, { steps }) {
-  const makes = steps.flatMap((id) => (flow.get(id)?.node?.outputs ?? []).map((/** @type {any} */ { type }) => type));
+  const makes = steps.flatMap((id) => outputsOf(/** @type {Step} */ (flow.get(id))));
   if (makes.includes("IMAGE")) return 0;
   return makes.includes("AUDIO") ? 2 : 1;
 }
@@ -137,6 +138,14 @@ function isCircular(needs, groups) {
   return false;
 }
 
+/** Let each use behind one node wait for all that goes into that node. @param {Map<string, Set<string>>} needs @param {Group[]} groups */
+function makeWait(needs, groups) {
+  const sources = groups.flatMap((group) => group.sources);
+  for (const step of groups.flatMap(({ steps }) => steps)) {
+    for (const source of sources) needs.get(step)?.add(source);
+  }
+}
+
 /** @param {Flow} flow @param {Plan} plan @param {Group} group */
 function sharesLoader(flow, plan, group) {
   const loaders = plan.groups.flatMap((one) => loadersOfGroup(flow, one));
@@ -150,7 +159,9 @@ function loadersOfGroup(flow, { sources, kind }) {
 
 /** The places where a kind is used without a guard, by what they are given. @param {Flow} flow @param {Kind} kind @returns {{groups: Group[], without: Take[]}} */
 function groupsOf(flow, kind) {
-  const uses = usesOf(flow, kind.type).filter(({ from }) => !hasPassed(flow, from, kind.type, kind.guards));
+  const all = usesOf(flow, kind.type);
+  const users = new Set(all.map(({ step }) => step.id)); // what a sampler hands on is guarded before that sampler
+  const uses = all.filter(({ from }) => !hasPassed(flow, from, kind.type, ({ id, type }) => kind.guards.includes(type) || users.has(id)));
   const [linked, without] = [uses.filter(hasLink), uses.filter((use) => !hasLink(use))];
   const used = new Set(linked.map(({ step, slot }) => keyOf(step.node, slot)));
   /** @type {Map<string, Place>} */

@@ -1,6 +1,6 @@
 // @ts-check
 /** *Measure my card*, and its way back. */
-import { fileOf, lead, loadersOf, originOf, readFlow, takesOf, typeOf } from "./flow.mjs";
+import { fileOf, lead, loadersOf, originOf, outputsOf, readFlow, takesOf, typeOf } from "./flow.mjs";
 import { allNodes, link, RUNS, showAmong, showNodes, undoable } from "./graph.mjs";
 import { PUT_IN, titled, toldOf } from "./guard.mjs";
 import { placeBetween } from "./room.mjs";
@@ -83,11 +83,6 @@ function samplingsOf(flow, step) {
   if (!second) return [{ model, positive, negative: cfg === 1 ? null : negative, latent_image: latent, left, cfg }];
   const alone = { latent_image: latent, left, cfg, negative: null }; // DualModelGuider: a prompt for each model
   return [{ ...alone, model, positive }, ...(negative ? [{ ...alone, model: second, positive: negative }] : [])];
-}
-
-/** @param {Step} step @returns {string[]} */
-function outputsOf(step) {
-  return (step.node?.outputs ?? []).map((/** @type {any} */ { type }) => type);
 }
 
 /** The inputs of a sampling that Measure Precisions has too. @param {Sampling} sampling */

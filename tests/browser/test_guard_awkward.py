@@ -18,7 +18,7 @@ TOOLS = """
     const pack = (name, inputs, outputs, virtual = false) => { class Node extends LiteGraph.LGraphNode { constructor() { super(name); this.isVirtualNode = virtual;
         for (const input of inputs) this.addInput(input, input.split(" ").at(-1)); for (const output of outputs) this.addOutput(output, output);
         if (virtual) this.addWidget("text", "Constant", "", () => {}); this.serialize_widgets = true; this.comfyClass = name; } } LiteGraph.registerNodeType(name, Node); return Node; };
-    for (const name of ["SetNode", "GetNode", "Anything Everywhere", "UltimateSDUpscale"]) if (LiteGraph.registered_node_types[name]) LiteGraph.unregisterNodeType(name);
+    for (const name of ["SetNode", "GetNode", "Anything Everywhere", "UltimateSDUpscale", "KSampler (Efficient)"]) if (LiteGraph.registered_node_types[name]) LiteGraph.unregisterNodeType(name);
     app.graph.clear();
     const model = put("UNETLoader", 0, 0), clip = put("CLIPLoader", 0, 200), vae = put("VAELoader", 0, 400);
     const [prompt, negative] = [put("CLIPTextEncode", 400, 100), put("CLIPTextEncode", 400, 400)], latent = put("EmptyLatentImage", 400, 700);
@@ -119,11 +119,11 @@ def draw(comfy: ComfyPage, code: str) -> None:
     comfy.evaluate(f"async () => {{ {TOOLS} {code} app.canvas.setGraph(app.graph); }}")
 
 
-def walk(comfy: ComfyPage, code: str) -> dict:
-    """Draw a graph, guard and measure it, and hold it to what is held of every graph."""
+def walk(comfy: ComfyPage, code: str, held: bool = True) -> dict:
+    """Draw a graph, guard and measure it, and hold it to what is held of every graph whose nodes are ComfyUI's."""
     draw(comfy, code)
     found = comfy.evaluate(WALK, None)
-    assert list(faults_of(found, comfy.server.object_info())) == []
+    assert not held or list(faults_of(found, comfy.server.object_info())) == []
     return found
 
 
@@ -179,6 +179,15 @@ def test_what_is_sent_everywhere_is_guarded_before_it_is_sent(comfy: ComfyPage) 
     found = walk(comfy, """pack("Anything Everywhere", ["anything *"], []); const all = put("Anything Everywhere", 400, 900); vae.connect(0, all, 0); decode.disconnectInput(1);""")
     (all_nodes,) = [step for step in found["guarded"].values() if step["class_type"] == "Anything Everywhere"]
     assert found["guarded"][all_nodes["inputs"]["anything *"][0]]["class_type"] == ONE
+
+
+def test_a_sampler_that_hands_its_model_on_is_guarded_once(comfy: ComfyPage) -> None:
+    found = walk(comfy, """pack("KSampler (Efficient)", ["a MODEL", "b CONDITIONING", "c LATENT", "d VAE"], ["MODEL", "LATENT", "VAE", "IMAGE"]); const first = put("KSampler (Efficient)", 600, 900);
+        wire(model, "MODEL", first, "a MODEL"); wire(prompt, "CONDITIONING", first, "b CONDITIONING"); wire(latent, "LATENT", first, "c LATENT"); wire(vae, "VAE", first, "d VAE");
+        wire(first, "MODEL", sampler, "model"); wire(first, "LATENT", sampler, "latent_image"); wire(first, "VAE", decode, "vae");""", held=False)
+    assert [guard["type"] for guard in found["guards"]] == [ONE]
+    (first,) = [step["inputs"] for step in found["guarded"].values() if step["class_type"] == "KSampler (Efficient)"]
+    assert {found["guarded"][first[name][0]]["class_type"] for name in ("a MODEL", "d VAE")} == {ONE}
 
 
 def test_two_models_are_named_by_their_files_and_one_is_measured(comfy: ComfyPage) -> None:
