@@ -101,8 +101,9 @@ export function outputsOf(step) {
 
 /** The places where a value of a type is used. @param {Flow} flow @param {string} type @returns {Take[]} */
 export function usesOf(flow, type) {
-  const steps = [...flow.values()].filter((step) => !step.type.startsWith(OURS) && !SAVES.test(step.type) && (samples(step) || !passesOn(step, type)));
-  return steps.flatMap(takesOf).filter((take) => {
+  const uses = (/** @type {Step} */ step) => samples(step) || !passesOn(step, type);
+  const steps = [...flow.values()].filter((step) => !step.type.startsWith(OURS) && !SAVES.test(step.type));
+  return steps.filter(uses).flatMap(takesOf).filter((take) => {
     const own = take.step.node?.inputs?.[take.slot]?.type;
     return own === type || ((own === undefined || BROADCASTS.test(take.step.type)) && typeOf(flow, take) === type);
   });

@@ -206,7 +206,6 @@ function outermost(node, slot, hosts, used) {
 /** @param {any} graph @param {any} link @param {Set<string>} used @returns {boolean} */
 function endsInUses(graph, link, used) {
   const node = graph.getNodeById(link.target_id);
-  if (!node) return false; // the outputs of the subgraph
   if (!node.subgraph) return used.has(keyOf(node, link.target_slot));
   return node.subgraph.inputNode.slots[link.target_slot].getLinks().every((/** @type {any} */ inner) => endsInUses(node.subgraph, inner, used));
 }

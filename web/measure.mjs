@@ -101,8 +101,8 @@ function whyNone(flow) {
   const steps = [...flow.values()];
   const unlinked = steps.find((step) => samplingsOf(flow, step).length);
   if (unlinked) return t("{sampler} is given its model, prompt or latent without a link in its own graph, which Measure cannot read.", { sampler: unlinked.type });
-  const samples = (/** @type {Step} */ step) => takesOf(step).some((take) => ["MODEL", "GUIDER"].includes(typeOf(flow, take))) && outputsOf(step).some((type) => MADE.includes(type));
-  const sampler = steps.find(samples);
+  const calls = (/** @type {Step} */ step) => takesOf(step).some((take) => ["MODEL", "GUIDER"].includes(typeOf(flow, take)));
+  const sampler = steps.find((step) => calls(step) && outputsOf(step).some((type) => MADE.includes(type)));
   return sampler ? t("This workflow samples with {sampler}, which Measure cannot read.", { sampler: sampler.type }) : t("Nothing here samples with a model.");
 }
 

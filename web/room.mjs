@@ -42,13 +42,25 @@ export function placeBetween(node, from, to) {
   const others = [...nodes, inputNode, outputNode].filter((other) => other && other !== node);
   const taken = [...others.map(boxOf), ...around];
   const size = boxOf({ pos: [0, 0], size: node.size });
-  const [width, height] = [size.right, size.bottom - size.top];
+  const width = size.right;
+  const height = size.bottom - size.top;
   const least = start.left;
   const most = Math.max(least, end.left - GAP - width);
-  const lefts = [least, most, start.right + GAP, ...taken.flatMap(({ left, right }) => [right + GAP, left - GAP - width])].filter((left) => left >= least && left <= most);
-  const tops = [start.top, end.top, ...taken.flatMap(({ top, bottom }) => [top - GAP - height, bottom + GAP])];
-  const way = (/** @type {Box} */ { left, right, top }) => Math.abs(left - start.right) + Math.abs(end.left - right) + Math.abs(top - start.top) + Math.abs(top - end.top);
-  const free = lefts.flatMap((left) => tops.map((top) => ({ left, top, right: left + width, bottom: top + height }))).filter((box) => taken.every((other) => isApart(box, other)));
-  const [best] = free.sort((a, b) => way(a) - way(b));
+  const lefts = [least, most, start.right + GAP];
+  const tops = [start.top, end.top];
+  for (const { left, top, right, bottom } of taken) {
+    lefts.push(right + GAP, left - GAP - width);
+    tops.push(bottom + GAP, top - GAP - height);
+  }
+  const across = (/** @type {number} */ left) => Math.abs(left - start.right) + Math.abs(end.left - left - width);
+  const down = (/** @type {number} */ top) => Math.abs(top - start.top) + Math.abs(top - end.top);
+  let best = { left: least, top: Infinity, way: Infinity }; // below all that is taken there is always room
+  for (const left of lefts.filter((one) => one >= least && one <= most)) {
+    for (const top of tops) {
+      const way = across(left) + down(top);
+      const box = { left, top, right: left + width, bottom: top + height };
+      if (way < best.way && taken.every((other) => isApart(box, other))) best = { left, top, way };
+    }
+  }
   return [best.left, best.top - size.top];
 }
