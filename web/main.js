@@ -9,7 +9,9 @@ import { reportIn } from "./report.mjs";
 import { ResultPanel, resultIn, sentenceOf, toastsOf } from "./result.mjs";
 import { RulesNote } from "./rules.mjs";
 import { errorOf, isWider, refusedToast, RunLog, toastFor, toastOf } from "./run.mjs";
-import { allNodes, guardWorkflow, isPlannedAnew, keepRules, measureWorkflow, showMe, showNodes, showWhole, unguardWorkflow, upstream } from "./graph.mjs";
+import { allNodes, isPlannedAnew, keepRules, showMe, showNodes, showWhole, upstream } from "./graph.mjs";
+import { guardWorkflow, isGuard, unguardWorkflow } from "./guard.mjs";
+import { isMeasure, measureWorkflow, unmeasureWorkflow } from "./measure.mjs";
 import { drawSidebar } from "./sidebar.mjs";
 import { Toasts } from "./toasts.mjs";
 import { loadWords, said, t, together } from "./words.mjs";
@@ -235,8 +237,9 @@ function drawTab() {
   });
   const watching = app.extensionManager.setting.get(WATCH) ?? "off";
   const nodes = allNodes(app);
-  const unguard = nodes.some(({ comfyClass }) => comfyClass === ONE_NODE) ? () => unguardWorkflow(app) : null;
-  const actions = { showMe: () => showMe(app), guard: () => guardWorkflow(app), unguard, measure: () => measureWorkflow(app) };
+  const unguard = nodes.some(isGuard) ? () => unguardWorkflow(app) : null;
+  const unmeasure = nodes.some(isMeasure) ? () => unmeasureWorkflow(app) : null;
+  const actions = { showMe: () => showMe(app), guard: () => guardWorkflow(app), unguard, measure: () => measureWorkflow(app), unmeasure };
   drawSidebar(sidebar, isOfThisWorkflow() ? log.run : null, reports, { device: device ? together([...device.refused.map(said), sentenceOf(device)]) : "", did, watching, nodes, elsewhere: !isOfThisWorkflow(), redraw: drawTab, ...actions }, {
     titleOf: (id) => nodeById(id)?.title ?? t("Guard"),
     goTo: (id) => {

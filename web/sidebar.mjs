@@ -12,8 +12,8 @@ import { following, said, t } from "./words.mjs";
  * @typedef {import("./run.mjs").Run} Run
  * @typedef {import("./run.mjs").GuardState} GuardState
  * @typedef {{id: string, title: string, report: Report}} NamedReport
- * @typedef {() => string | Promise<string>} Action what it did, in words
- * @typedef {{device: string, did: HTMLElement, showMe: Action, guard: Action, unguard: Action | null, measure: Action, redraw: () => void, watching: string, nodes: any[], elsewhere: boolean}} Greeting
+ * @typedef {() => string | Promise<import("./measure.mjs").Told>} Action what it did, in words, or a question
+ * @typedef {{device: string, did: HTMLElement, showMe: Action, guard: Action, unguard: Action | null, measure: Action, unmeasure: Action | null, redraw: () => void, watching: string, nodes: any[], elsewhere: boolean}} Greeting
  *   what this device can do, what to do first, and where it is said what that did; the setting that guards every run, the workflow's nodes, and
  *   whether the last run was of another one
  */
@@ -56,24 +56,30 @@ const watches = () => ({
 
 /** @param {Greeting} greeting */
 function greet(greeting) {
-  const { device, did, showMe, guard, unguard, measure, watching } = greeting;
+  const { device, did, showMe, guard, unguard, measure, unmeasure, watching } = greeting;
   /** @param {string} title @param {string} text @param {Action} act */
   const action = (title, text, act) => button(greeting, act, el("b", { text: title }), text);
   const showing = action(t("Show me"), t("Opens five nodes on a small built-in model that overflows in fp16: its black picture, and the same one, where NaN Guard repeats the step that overflowed. No download."), showMe);
   const guarding = unguard ? action(t("Take the guard out"), t("Takes the Halfsafe node out and links what was linked before."), unguard)
     : action(t("Guard this workflow"), t("Puts the Halfsafe node between loaders and sampler. Another click takes it out."), guard);
-  const measuring = action(t("Measure my card"), t("Puts Measure Precisions beside the sampler: a run takes as long as about 30 of its steps and says what is fastest here."), measure);
+  const measuring = unmeasure ? action(t("Take Measure out"), t("Takes Measure Precisions and its chart out."), unmeasure)
+    : action(t("Measure my card"), t("Puts Measure Precisions beside the sampler: a run takes as long as about 30 of its steps and says what is fastest here."), measure);
   const watched = watches()[watching] ? [el("p", { class: "hs-sentence", text: watches()[watching] })] : [];
   return [el("p", { class: "hs-sentence", text: device || t("Looking at this device ...") }), ...watched, el("div", { class: "hs-actions" }, showing, guarding, measuring), did];
 }
 
-/** A button that says what it did. @param {Greeting} greeting @param {Action} act @param {...(Node | string)} children */
+/** A button that says what it did. @param {Pick<Greeting, "did" | "redraw">} greeting @param {Action} act @param {...(Node | string)} children */
 function button({ did, redraw }, act, ...children) {
   const onclick = async () => {
-    did.textContent = await act();
+    did.replaceChildren(...answerOf(await act(), { did, redraw }));
     redraw();
   };
   return el("button", { type: "button", class: "hs-button", onclick }, ...children);
+}
+
+/** What an action said, with a button for each answer to a question. @param {import("./measure.mjs").Told} told @param {Pick<Greeting, "did" | "redraw">} greeting */
+function answerOf(told, greeting) {
+  return typeof told === "string" ? [told] : [told.text, ...told.choices.map(({ name, act }) => button(greeting, act, name))];
 }
 
 /** What there is to say where no guard said anything. @param {Run | null} run @param {Greeting} greeting */

@@ -8,6 +8,7 @@ take a busy machine for a fault.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,6 +76,7 @@ def browser() -> Iterator:
 def server(request: pytest.FixtureRequest, small_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A real ComfyUI that serves one of the two pages."""
     base = make_base_directory(tmp_path_factory.mktemp("base"), ROOT)
+    shutil.copy(ROOT / "tests" / "support" / "custom_nodes" / "prompt_checks.py", base / "custom_nodes")
     extra = ["--models-directory", str(small_models)]
     if request.param == "newest":
         extra += ["--front-end-root", os.environ["HALFSAFE_FRONTEND"]]

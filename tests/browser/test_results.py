@@ -52,7 +52,7 @@ ROOM_BESIDE_BADGES = """() => { const context = document.createElement("canvas")
 DROP = """(text) => { const files = new DataTransfer(); files.items.add(new File([text], "dropped.json", { type: "application/json" }));
     const options = { dataTransfer: files, bubbles: true, cancelable: true, clientX: 700, clientY: 400 };
     document.querySelector("#graph-canvas").dispatchEvent(new DragEvent("drop", options)); }"""
-GUARD = "async () => { const { guardWorkflow } = await import('/extensions/Halfsafe-Pack/graph.mjs'); return guardWorkflow(app); }"
+GUARD = "async () => { const { guardWorkflow } = await import('/extensions/Halfsafe-Pack/guard.mjs'); return guardWorkflow(app); }"
 
 
 @pytest.fixture

@@ -1,0 +1,71 @@
+"""Guard this workflow and Measure my card on ComfyUI's own workflow templates: all that load a local model and whose nodes this ComfyUI has."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import comfyui_workflow_templates_json
+import pytest
+from browser.comfy_page import VIEW, ComfyPage
+from browser.graph_walk import HIDE, WALK, faults_of
+from setup.comfyui_server import Server
+
+FOLDER = Path(comfyui_workflow_templates_json.__file__).parent / "templates"
+OF_THE_PAGE = {"Note", "MarkdownNote", "Reroute", "PrimitiveNode"}
+DRAWN = ("image_flux2_klein_image_edit_9b_base", "templates-6-key-frames", "video_ltx2_t2v")
+"""Templates that had a node on another, eight nodes of one name, and the VAE of sound guarded alone."""
+AT_ONCE = 20
+NO_OUTPUTS = {"": ["Prompt has no outputs"]}
+
+
+def templates(info: dict) -> dict[str, dict]:
+    """Name -> workflow."""
+    loaders = {name for name, node in info.items() if "Loader" in name and {"MODEL", "CLIP", "VAE"} & {str(output) for output in node["output"]}}
+    found = {}
+    for path in sorted(FOLDER.glob("*.json")):
+        workflow = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(workflow, dict) or "nodes" not in workflow:
+            continue  # an index
+        subgraphs = workflow.get("definitions", {}).get("subgraphs", [])
+        types = {node["type"] for graph in (workflow, *subgraphs) for node in graph["nodes"]} - {graph["id"] for graph in subgraphs} - OF_THE_PAGE
+        if types & loaders and types <= info.keys():
+            found[path.stem] = workflow
+    return found
+
+
+def check(found: dict[str, dict], server: Server, info: dict) -> None:
+    """Hold what was found in templates to the rules, and each prompt to ComfyUI's own check: it finds nothing that it did not find before."""
+    faults = {name: list(faults_of(one, info)) for name, one in found.items()}
+    for start in range(0, len(found), AT_ONCE):
+        part = dict(list(found.items())[start : start + AT_ONCE])
+        before, *others = (server.post("/prompt_checks", [one[kind] for one in part.values()])["errors"] for kind in ("before", "guarded", "measured"))
+        for errors in others:
+            for name, was, now in zip(part, before, errors, strict=True):
+                faults[name] += [f"refused: {now}"] if now != was != NO_OUTPUTS else []
+    assert {name: wrong for name, wrong in faults.items() if wrong} == {}
+
+
+@pytest.mark.parametrize(("server", "vue"), [("pinned", "canvas")], indirect=True)
+def test_every_template_is_guarded_and_measured(browser, server: Server) -> None:
+    info = server.object_info()
+    context = browser.new_context(viewport=VIEW)
+    comfy = ComfyPage(context, server, vue=False).open()
+    comfy.evaluate(HIDE)
+    found = {name: comfy.evaluate(WALK, workflow) for name, workflow in templates(info).items()}
+    assert comfy.problems == []
+    context.close()
+    check(found, server, info)
+    assert len(found) > 200
+    assert sum(bool(one["guards"]) for one in found.values()) > 0.98 * len(found)
+    assert sum(bool(one["measures"]) for one in found.values()) > 0.93 * len(found), "the others sample nothing: of text, masks and poses"
+
+
+def test_templates_are_guarded_and_measured_where_they_are_drawn(comfy: ComfyPage, pictures: Path, cell: str) -> None:
+    info = comfy.server.object_info()
+    chosen = templates(info)
+    found = {name: comfy.evaluate(WALK, chosen[name]) for name in DRAWN}
+    check(found, comfy.server, info)
+    for name in ("guard", "measure"):
+        comfy.evaluate("(name) => import(`/extensions/Halfsafe-Pack/${name}.mjs`).then((made) => made[`${name}Workflow`](app))", name)
+        comfy.screenshot(pictures, f"template-{name}-{cell}")
