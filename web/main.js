@@ -10,6 +10,7 @@ import { ResultPanel, resultIn, sentenceOf, toastsOf } from "./result.mjs";
 import { RulesNote } from "./rules.mjs";
 import { errorOf, isWider, refusedToast, RunLog, toastFor, toastOf } from "./run.mjs";
 import { allNodes, guardWorkflow, isPlannedAnew, keepRules, measureWorkflow, showMe, showNodes, showWhole, unguardWorkflow, upstream } from "./graph.mjs";
+import { canBeHalved, halveMemory, isHalved, putLoadersBack } from "./memory.mjs";
 import { drawSidebar } from "./sidebar.mjs";
 import { Toasts } from "./toasts.mjs";
 import { loadWords, said, t, together } from "./words.mjs";
@@ -152,6 +153,7 @@ function showOutputs() {
 function showResult(node, output) {
   const entry = results.get(node);
   const data = output?.halfsafe_result?.[0];
+  panels.get(node)?.panel.tell(resultIn(output));
   if (!entry || entry.output === data) return;
   entry.output = data;
   entry.panel.show(resultIn(output));
@@ -236,7 +238,8 @@ function drawTab() {
   const watching = app.extensionManager.setting.get(WATCH) ?? "off";
   const nodes = allNodes(app);
   const unguard = nodes.some(({ comfyClass }) => comfyClass === ONE_NODE) ? () => unguardWorkflow(app) : null;
-  const actions = { showMe: () => showMe(app), guard: () => guardWorkflow(app), unguard, measure: () => measureWorkflow(app) };
+  const unhalve = nodes.some(isHalved) ? () => putLoadersBack(app) : null;
+  const actions = { showMe: () => showMe(app), guard: () => guardWorkflow(app), unguard, measure: () => measureWorkflow(app), halve: () => halveMemory(app, api), unhalve };
   drawSidebar(sidebar, isOfThisWorkflow() ? log.run : null, reports, { device: device ? together([...device.refused.map(said), sentenceOf(device)]) : "", did, watching, nodes, elsewhere: !isOfThisWorkflow(), redraw: drawTab, ...actions }, {
     titleOf: (id) => nodeById(id)?.title ?? t("Guard"),
     goTo: (id) => {
@@ -321,6 +324,13 @@ async function askDevice() {
   drawTab();
 }
 
+/** What the context menu of a loader offers. @param {any} node */
+function loaderMenu(node) {
+  const item = (/** @type {string} */ content, /** @type {() => Promise<string>} */ act) => ({ content, callback: async () => toasts.show({ severity: "success", summary: `Halfsafe: ${await act()}`, life: 6000 }) });
+  if (isHalved(node)) return [item(t("Put ComfyUI's loader back"), () => putLoadersBack(app, node))];
+  return canBeHalved(node) ? [item(t("Halve the memory"), () => halveMemory(app, api, node))] : [];
+}
+
 function addSidebarTab() {
   app.extensionManager.registerSidebarTab({
     id: "halfsafe",
@@ -390,6 +400,7 @@ app.registerExtension({
     if (node.widgets?.some((/** @type {any} */ widget) => widget.name === RULES)) new RulesNote(node, api, () => app.graph?.setDirtyCanvas(true, true));
     addBadge(node);
   },
+  getNodeMenuItems: loaderMenu,
   afterConfigureGraph: () => {
     showOutputs();
     return showWhole(app);
