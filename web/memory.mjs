@@ -26,6 +26,8 @@ const EXCHANGES = {
 };
 /** The property of our node that says what it was. */
 const BEFORE = "halfsafe_before";
+/** What is left free below a loader that grew, in pixels. */
+const GAP = 24;
 /** What the page notes of a node's pack: another pack's after the exchange. */
 const OF_THE_PACK = ["cnr_id", "aux_id", "ver", "Node name for S&R"];
 
@@ -43,7 +45,26 @@ export function isHalved({ properties }) {
  * Exchange ComfyUI's loaders that run, or one of them, for ours.
  * @param {any} app @param {{fetchApi: (route: string, options: object) => Promise<Response>}} api @param {any} [only] this node @returns {Promise<string>} what was done, in words
  */
-export async function halveMemory(app, api, only = null) {
+export function halveMemory(app, api, only = null) {
+  return orUnchanged(() => halve(app, api, only));
+}
+
+/** Put ComfyUI's loaders back, or one of them. @param {any} app @param {any} [only] this node @returns {Promise<string>} what was done, in words */
+export function putLoadersBack(app, only = null) {
+  return orUnchanged(() => putBack(app, only));
+}
+
+/** Say what was done, or why nothing was: the graph is changed last, and by the page. @param {() => Promise<string>} act */
+async function orUnchanged(act) {
+  try {
+    return await act();
+  } catch (error) {
+    return t("The workflow is as it was: {why}", { why: error instanceof Error ? error.message : String(error) });
+  }
+}
+
+/** @param {any} app @param {any} api @param {any} only @returns {Promise<string>} */
+async function halve(app, api, only) {
   const workflow = saved(app);
   const loaders = (await runningLoaders(app, workflow)).filter(({ live }) => !only || live === only);
   if (!loaders.length) return t("There is no loader of ComfyUI's that runs in this workflow.");
@@ -56,6 +77,7 @@ export async function halveMemory(app, api, only = null) {
     if (reason) leftOut.push(`${loader.live.title} (${said(reason)})`);
     else {
       exchange(loader, ...oursFor(loader, advice));
+      makeRoom(loader);
       count += 1;
     }
   }
@@ -63,14 +85,14 @@ export async function halveMemory(app, api, only = null) {
   return told(count, leftOut);
 }
 
-/** Put ComfyUI's loaders back, or one of them. @param {any} app @param {any} [only] this node @returns {Promise<string>} what was done, in words */
-export async function putLoadersBack(app, only = null) {
+/** @param {any} app @param {any} only @returns {Promise<string>} */
+async function putBack(app, only) {
   const workflow = saved(app);
   const places = placesIn(app, workflow).filter(({ live }) => isHalved(live) && (!only || live === only));
   /** @type {string[]} */
   const leftOut = [];
   let count = 0;
-  for (const place of places) {
+  for (const place of places.reverse()) { // what two loaders moved goes back in two steps, the last one first
     const before = place.node.properties[BEFORE];
     const { names } = EXCHANGES[before.type];
     const back = Object.fromEntries(Object.entries(names).map(([core, ours]) => [ours, core]));
@@ -78,6 +100,7 @@ export async function putLoadersBack(app, only = null) {
     if (reason) leftOut.push(`${place.live.title} (${reason})`);
     else {
       exchange(place, before.type, back, { ...before.values, ...renamed(valuesOf(place.live), back) }, before);
+      moveBack(place.graph, before.moved);
       count += 1;
     }
   }
@@ -189,6 +212,35 @@ function exchange({ graph, node }, type, names, values, { properties, title, siz
   if (title !== undefined) node.title = title;
 }
 
+/** Let one of our nodes be as high as it needs, and move down what it would cover, and what that would. Its record keeps where that was. @param {Loader} loader */
+function makeRoom({ graph, node }) {
+  const was = node.size[1];
+  const [width, height] = window.LiteGraph.createNode(node.type).computeSize();
+  node.size = [Math.max(node.size[0], width), Math.max(was, height)];
+  /** @type {Record<string, {from: number, to: number}>} node id -> where its top was, and is */
+  const moved = {};
+  const grown = [{ upper: node, bottomWas: node.pos[1] + was }];
+  const topOf = (/** @type {any} */ one) => one.pos[1] - window.LiteGraph.NODE_TITLE_HEIGHT;
+  const shareColumn = (/** @type {any} */ a, /** @type {any} */ b) => a.pos[0] < b.pos[0] + b.size[0] && b.pos[0] < a.pos[0] + a.size[0];
+  for (const lower of [...graph.nodes].sort((a, b) => topOf(a) - topOf(b))) { // each is moved once, after all above it
+    const over = grown.filter(({ upper, bottomWas }) => topOf(lower) >= bottomWas && shareColumn(upper, lower));
+    const way = Math.max(0, ...over.map(({ upper }) => upper.pos[1] + upper.size[1] + GAP - topOf(lower)));
+    if (way === 0) continue;
+    grown.push({ upper: lower, bottomWas: lower.pos[1] + lower.size[1] });
+    moved[lower.id] = { from: lower.pos[1], to: lower.pos[1] + way };
+    lower.pos[1] += way;
+  }
+  node.properties[BEFORE].moved = moved;
+}
+
+/** Move up what *Halve the memory* moved down, unless it was moved since. @param {any} graph @param {Record<string, {from: number, to: number}>} moved */
+function moveBack(graph, moved) {
+  for (const node of graph.nodes) {
+    const way = moved[node.id];
+    if (way && node.pos[1] === way.to) node.pos[1] = way.from;
+  }
+}
+
 /** A node of a type with values, as the page saves it. @param {string} type @param {Record<string, any>} values */
 function madeOf(type, values) {
   const node = window.LiteGraph.createNode(type);
@@ -237,7 +289,7 @@ async function open(app, workflow) {
   await changeTracker.redo();
   if (isOpen(app, workflow)) return;
   await app.loadGraphData(before, false, false, activeWorkflow);
-  throw new Error(t("ComfyUI's page could not open the changed workflow: it is as it was."));
+  throw new Error(t("ComfyUI's page could not open the changed one."));
 }
 
 /** Whether the page has every node of a workflow, each of its type. @param {any} app @param {any} workflow */
