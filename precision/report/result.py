@@ -33,10 +33,10 @@ HALVED = (
 LESS = "{file}: {before} (16 bit) -> {after}."
 AS_IT_IS = "{file}: nothing is held in 8 bits: {reasons}."
 MEMORY_LATER = (
-    "Computes as balanced does: the {held} of a loaded model stay. "
+    "Computes as balanced does: a loaded model keeps its {held}. "
     "Halve the memory, in the sidebar, loads them in {storage}, about {after}."
 )
-MEMORY_LESS = "Computes as balanced does: the {held} of a loaded model stay. {why}"
+MEMORY_LESS = "Computes as balanced does: a loaded model keeps its {held}. {why}"
 IDENTICAL = "Identical: no pixel differs."
 HARD_TO_SEE = "The difference is hard to see: {psnr}."
 VISIBLE = "The difference can be seen side by side: {psnr}."
