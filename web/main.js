@@ -53,6 +53,8 @@ const ran = new Map();
 /** A node whose model ran otherwise than planned -> in what, until it runs anew: what the server sends of a cached one says what was planned.
  * @type {Map<string, (mode: string) => string>} */
 const ranIn = new Map();
+/** The place of a node -> the element of ours that was last shown there. @type {Map<string, HTMLElement>} */
+const shownAt = new Map();
 const toasts = new Toasts(() => app.extensionManager, TOASTS);
 /** @type {WeakMap<any, string>} */
 const badgeTexts = new WeakMap();
@@ -137,6 +139,7 @@ function showOutputs() {
       watched.revision += 1;
     }
     showResult(node, output);
+    putInPage(node);
     const entry = panels.get(node);
     const data = reportText(output);
     const hasRun = ran.has(output?.halfsafe_token?.[0]) || node.inputs.some((/** @type {any} */ { name, link }) => name === "after" && link !== null);
@@ -147,6 +150,15 @@ function showOutputs() {
   }
   app.graph?.setDirtyCanvas(true, true);
   drawRun();
+}
+
+/** Put a node's element into the page: Nodes 2.0 keeps that of the node which had the same id before the workflow was opened anew, as by undo. @param {any} node */
+function putInPage(node) {
+  const element = (panels.get(node) ?? results.get(node))?.panel.element;
+  if (!element) return;
+  const before = shownAt.get(placeOf(node));
+  if (before !== element && before?.isConnected) before.replaceWith(element);
+  shownAt.set(placeOf(node), element);
 }
 
 /** @param {any} node @param {any} output */

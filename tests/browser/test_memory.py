@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import comfyui_workflow_templates_json
 import pytest
+import safetensors
 from browser.comfy_page import ComfyPage
 
 TEMPLATES = Path(comfyui_workflow_templates_json.__file__).parent / "templates"
@@ -176,3 +178,47 @@ def test_what_fails_midway_leaves_the_graph_as_it_was(awkward: ComfyPage, fails:
     said = in_page(awkward, code)
     assert said.startswith("The workflow is as it was: ") and in_page(awkward, "return prompt();") == before
     awkward.problems.clear()
+
+
+RUNNABLE = """async () => { app.graph.clear(); app.canvas.ds.reset(); await new Promise(requestAnimationFrame);
+    const [loader, one, report] = ["UNETLoader", "HalfsafeAutoPrecision", "HalfsafeReport"].map((type, place) => { const node = LiteGraph.createNode(type);
+        node.pos = [100 + 420 * place, 100]; app.graph.add(node); return node; });
+    loader.widgets[0].value = "wan.safetensors";
+    one.widgets.find((widget) => widget.name === "goal").value = "memory";
+    loader.connect(0, one, 0); one.connect(0, report, 0);
+    app.canvas.emitBeforeChange(); app.canvas.emitAfterChange(); }"""
+SEARCH = """(words) => document.querySelector("#vue-app").__vue_app__.config.globalProperties.$pinia._s.get("nodeDef").nodeSearchService
+    .searchNode(words).map(({ name }) => name)"""
+TOGGLE_TAB = "async () => { await app.extensionManager.command.execute('Workspace.ToggleSidebarTab.halfsafe'); }"
+ON_THE_NODE = "() => [...document.querySelectorAll('.hs-panel > .hs-scroll > .hs-sentence')].map((e) => e.textContent)"
+
+
+def test_a_run_tells_the_bytes_in_a_card_and_a_message_and_the_goal_on_its_node(comfy: ComfyPage, small_models: Path, pictures: Path, cell: str) -> None:
+    comfy.evaluate(RUNNABLE)
+    toasts = comfy.record_toasts()
+    comfy.run()
+    comfy.page.wait_for_function(f"() => ({ON_THE_NODE})().some((text) => text.includes('keeps its 14.44 MiB. Halve the memory'))")
+    assert toasts() == []
+    comfy.evaluate(TOGGLE_TAB)
+    comfy.page.locator(".hs-sidebar button", has_text="Halve the memory").click()
+    comfy.page.locator(".hs-sidebar", has_text="1 loader is Halfsafe's now: run the workflow.").wait_for()
+    comfy.run()
+    card = comfy.page.locator(".hs-sidebar article", has_text="wan.safetensors: ").first
+    card.wait_for()
+    told = card.inner_text()
+    with safetensors.safe_open(small_models / "diffusion_models" / "wan.safetensors", "np") as file:
+        numbers = sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())
+    assert f"{2 * numbers / 2**20:.2f} MiB (16 bit) -> 5." in told and "kept in bf16" in told and "text and caption projection: 2.12 MiB" in told
+    assert [toast["summary"].removeprefix("Halfsafe: ") in told for toast in toasts()] == [True]
+    comfy.page.wait_for_function(f"() => ({ON_THE_NODE})().some((text) => text.includes('nothing to halve'))")
+    comfy.screenshot(pictures, f"halved-{cell}")
+    comfy.page.locator(".hs-sidebar button", has_text="Put ComfyUI's loaders back").click()
+    comfy.page.locator(".hs-sidebar", has_text="ComfyUI's loader is back.").wait_for()
+
+
+@pytest.mark.paired
+def test_the_search_finds_the_loader_first(comfy: ComfyPage) -> None:
+    """ComfyUI ranks short names and what is used often before an exact alias: of ours it is the first, of all for words that no other node is like."""
+    found = {words: comfy.evaluate(SEARCH, words) for words in ("out of memory", "low vram", "vram", "oom")}
+    assert [found[words][0] for words in ("out of memory", "low vram")] == ["HalfsafeLoadDiffusionModel"] * 2
+    assert [next(name for name in found[words] if name.startswith("Halfsafe")) for words in ("vram", "oom")] == ["HalfsafeLoadDiffusionModel"] * 2
