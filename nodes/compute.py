@@ -69,7 +69,8 @@ class AutoPrecision(io.ComfyNode):
                     "goal",
                     options=list(GOALS),
                     default="balanced",
-                    tooltip="balanced: fast and safe. quality: closest to fp32. speed: 8-bit products. memory: says what Halve the memory would do.",
+                    tooltip="balanced: fast and safe. quality: closest to fp32. speed: 8-bit products. "
+                    "memory: says what Halve the memory would do.",
                 ),
                 io.Clip.Input(
                     "clip",

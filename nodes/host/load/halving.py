@@ -1,4 +1,4 @@
-"""What *Halve the memory* asks before it exchanges loaders: the 8-bit storages of this device, and which files are left."""
+"""What *Halve the memory* asks before it exchanges loaders: this device's 8-bit storages, and which files are left."""
 
 import comfy.model_management
 import folder_paths
@@ -21,8 +21,8 @@ def halving(files: list[tuple[str, str]]) -> dict:
     """Answer for model files, each (folder of ComfyUI's, name): the storages to load them in, and which are left out.
 
     ``storage``: of models and ControlNets, ``as_file`` where the device holds no 8-bit weights, and ``why``;
-    ``clip_storage``: of text encoders; ``files``: for each why it would not be halved, empty where it would, and whether
-    our loaders read it.
+    ``clip_storage``: of text encoders; ``files``: for each why it would not be halved, empty where it would, and
+    whether our loaders read it.
     """
     storage, why = smallest_storage(current_device())
     unheld = unheld_on(comfy.model_management.text_encoder_device())

@@ -1,4 +1,4 @@
-"""What loaded weights take, measured in the tensors in memory, beside what they take in 16 bit; and what could be halved."""
+"""What loaded weights take, measured in the tensors in memory, beside 16 bit; and what could be halved."""
 
 from collections import Counter
 
@@ -44,7 +44,7 @@ def memory_ui(file: str, *loaded: ModelPatcher) -> dict[str, tuple[str]]:
                     reasons[_why_kept(record, name, type(module).__name__, parameter)] += size
     told = {"file": file, "before": size_text(in_16_bit), "after": size_text(held), "kept": size_text(kept.total())}
     told["formats"] = " + ".join(storage for storage, _ in kept.most_common())
-    told["reasons"] = ", ".join(f"{reason}: {size_text(size)}" for reason, size in reasons.most_common(SHOWN))
+    told["reasons"] = "; ".join(f"{reason}: {size_text(size)}" for reason, size in reasons.most_common(SHOWN))
     sentence, tone = (AS_IT_IS, WARN) if kept.total() == held else (HALVED, GOOD) if kept else (LESS, GOOD)
     return Result(sentence, told, tone, text=sentence.format(**told), toast=True).ui()
 
@@ -73,7 +73,7 @@ def _why_kept(record: LoadRecord, name: str, cls: str, parameter: torch.Tensor) 
 
 
 def goal_ui(patcher: ModelPatcher) -> dict[str, tuple[str]]:
-    """Make the ui output of goal ``memory`` on a loaded model: what its weights take, and what *Halve the memory* does."""
+    """Make the ui output of goal ``memory``: what a model's weights take, and what *Halve the memory* would do."""
     held, facts, device = size_text(sum(bytes_by_storage(patcher).values())), model_facts(patcher), current_device()
     storage, _ = storage_for_goal(device, "memory", frozenset(storages(patcher).values()))
     if storage == "auto":
