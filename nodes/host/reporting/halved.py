@@ -3,7 +3,7 @@
 from collections import Counter
 
 import torch
-from comfy.controlnet import ControlBase
+from comfy.controlnet import ControlNet
 from comfy.model_patcher import ModelPatcher
 
 from ....precision.base.dtypes import QUANTIZED_NAMES
@@ -49,7 +49,7 @@ def memory_ui(file: str, *loaded: ModelPatcher) -> dict[str, tuple[str]]:
     return Result(sentence, told, tone, text=sentence.format(**told), toast=True).ui()
 
 
-def control_memory_ui(file: str, control: ControlBase) -> dict[str, tuple[str]]:
+def control_memory_ui(file: str, control: ControlNet) -> dict[str, tuple[str]]:
     """Make the ui output of :func:`memory_ui` for a ControlNet; some kinds are loaded as ComfyUI does it."""
     record = loaded_control(control).record
     if planned_control(control):
