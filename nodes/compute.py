@@ -10,6 +10,7 @@ from .host.guard import planned
 from .host.guard.encoders import guard_clip, guard_vae
 from .host.guard.model import MAX_RETRIES, with_guard
 from .host.reporting.badge import model_ui, with_live_report
+from .host.reporting.halved import goal_ui
 from .inputs import CATEGORY, EXPERT, RulesType, check_input, checked_rules, compute_input, node_id_of, on_nan_input
 
 
@@ -57,8 +58,7 @@ class AutoPrecision(io.ComfyNode):
                 "guards model, VAE and CLIP against black images, and shows what ran."
             ),
             search_aliases=[
-                "black image", "nan", "oom", "out of memory", "auto precision", "auto dtype", "low vram", "halfsafe",
-                "best precision", "noise",
+                "black image", "nan", "auto precision", "auto dtype", "halfsafe", "best precision", "noise",
             ],
             has_intermediate_output=True,
             inputs=[
@@ -69,7 +69,8 @@ class AutoPrecision(io.ComfyNode):
                     "goal",
                     options=list(GOALS),
                     default="balanced",
-                    tooltip="balanced: fast and safe. quality: closest to fp32. speed: 8-bit products. memory: least.",
+                    tooltip="balanced: fast and safe. quality: closest to fp32. speed: 8-bit products. "
+                    "memory: says what Halve the memory would do.",
                 ),
                 io.Clip.Input(
                     "clip",
@@ -105,7 +106,8 @@ class AutoPrecision(io.ComfyNode):
             vae = guard_vae(vae, guard, node_id) if "vae" in encoders else None
         model, shown = with_live_report(model, node_id)
         words = model_ui(model, "guarded" if guard != OFF else None)
-        return io.NodeOutput(model, clip, vae, why, ui=shown | words)
+        memory = goal_ui(model) if goal == "memory" else {}
+        return io.NodeOutput(model, clip, vae, why, ui=shown | words | memory)
 
 
 NODES = [ComputeDtype, AutoPrecision]

@@ -6,6 +6,7 @@ from ..precision.plan.rules import rules_from
 from .host.guard.model import look_at_results
 from .host.load import controlnet, encoders, files, models
 from .host.reporting.badge import badge, clip_word, control_words, model_ui, vae_word
+from .host.reporting.halved import control_memory_ui, memory_ui
 from .inputs import LOAD, checked_rules, compute_input, rules_input, storage_input
 
 NO_FILE = "none"
@@ -45,8 +46,8 @@ class LoadDiffusionModel(Loader):
             category=LOAD,
             description="Load a diffusion model in scaled fp8, int8 or another dtype, sensitive layers kept high.",
             search_aliases=[
-                "fp8 loader", "oom", "out of memory", "unet loader", "dtype", "low vram", "quantize", "fp8",
-                "fp8 scaled", "int8", "precision", "bf16", "fp16",
+                "out of memory", "oom", "low vram", "vram", "halve the memory", "fp8 loader", "unet loader", "dtype",
+                "quantize", "fp8", "fp8 scaled", "int8", "precision", "bf16", "fp16",
             ],
             has_intermediate_output=True,
             inputs=[
@@ -67,7 +68,7 @@ class LoadDiffusionModel(Loader):
         path = files.model_path(cls.FOLDER, model_name)
         model = models.load_diffusion_model(path, storage, compute, checked_rules(rules) or rules_from())
         look_at_results(model)
-        return io.NodeOutput(model, ui=model_ui(model))
+        return io.NodeOutput(model, ui=model_ui(model) | memory_ui(model_name, model))
 
 
 class LoadCheckpoint(Loader):
@@ -103,7 +104,8 @@ class LoadCheckpoint(Loader):
         look_at_results(model)
         clip = encoders.load_checkpoint_text_encoder(path, clip_storage)
         vae = encoders.load_vae(path, vae_dtype, whole=True)
-        return io.NodeOutput(model, clip, vae, ui=model_ui(model))
+        held = memory_ui(ckpt_name, model, *([clip.patcher] if clip else []))
+        return io.NodeOutput(model, clip, vae, ui=model_ui(model) | held)
 
 
 class LoadCLIP(Loader):
@@ -150,7 +152,7 @@ class LoadCLIP(Loader):
         names = [name for name in (clip_name1, clip_name2, clip_name3, clip_name4) if name != NO_FILE]
         paths = [files.model_path(cls.FOLDER, name) for name in names]
         clip = encoders.load_text_encoder(paths, type, storage, compute)
-        return io.NodeOutput(clip, ui=badge(clip_word(clip)))
+        return io.NodeOutput(clip, ui=badge(clip_word(clip)) | memory_ui(" + ".join(names), clip.patcher))
 
 
 class LoadControlNet(Loader):
@@ -164,8 +166,7 @@ class LoadControlNet(Loader):
             category=LOAD,
             description="Load a ControlNet in scaled fp8, int8 or another dtype, sensitive layers kept high.",
             search_aliases=[
-                "control net", "controlnet fp8", "int8", "quantize", "dtype", "low vram", "controlnet", "fp8",
-                "precision",
+                "control net", "controlnet fp8", "int8", "quantize", "dtype", "controlnet", "fp8", "precision",
             ],
             has_intermediate_output=True,
             inputs=[
@@ -185,7 +186,8 @@ class LoadControlNet(Loader):
     def execute(cls, control_net_name, storage, compute, rules=None) -> io.NodeOutput:
         path = files.model_path(cls.FOLDER, control_net_name)
         control = controlnet.load_control_net(path, storage, compute, checked_rules(rules) or rules_from())
-        return io.NodeOutput(control, ui=badge(*control_words(control)))
+        shown = badge(*control_words(control)) | control_memory_ui(control_net_name, control)
+        return io.NodeOutput(control, ui=shown)
 
 
 class LoadVAE(Loader):

@@ -24,7 +24,7 @@ class MeasurePrecisions(io.ComfyNode):
                 "time per step, memory and error of each, and the best for a goal."
             ),
             search_aliases=[
-                "benchmark", "which precision", "fastest dtype", "speed test", "vram", "snr", "pareto",
+                "benchmark", "which precision", "fastest dtype", "speed test", "snr", "pareto",
                 "compare dtypes",
             ],
             has_intermediate_output=True,

@@ -12,6 +12,7 @@ import { errorOf, isWider, refusedToast, RunLog, toastFor, toastOf } from "./run
 import { allNodes, isPlannedAnew, keepRules, showMe, showNodes, showWhole, upstream } from "./graph.mjs";
 import { guardWorkflow, isGuard, unguardWorkflow } from "./guard.mjs";
 import { isMeasure, measureWorkflow, unmeasureWorkflow } from "./measure.mjs";
+import { canBeHalved, halveMemory, isHalved, putLoadersBack } from "./memory.mjs";
 import { drawSidebar } from "./sidebar.mjs";
 import { Toasts } from "./toasts.mjs";
 import { loadWords, said, t, together } from "./words.mjs";
@@ -54,6 +55,8 @@ const ran = new Map();
 /** A node whose model ran otherwise than planned -> in what, until it runs anew: what the server sends of a cached one says what was planned.
  * @type {Map<string, (mode: string) => string>} */
 const ranIn = new Map();
+/** The place of a node -> the element of ours that was last shown there. @type {Map<string, HTMLElement>} */
+const shownAt = new Map();
 const toasts = new Toasts(() => app.extensionManager, TOASTS);
 /** @type {WeakMap<any, string>} */
 const badgeTexts = new WeakMap();
@@ -138,6 +141,7 @@ function showOutputs() {
       watched.revision += 1;
     }
     showResult(node, output);
+    putInPage(node);
     const entry = panels.get(node);
     const data = reportText(output);
     const hasRun = ran.has(output?.halfsafe_token?.[0]) || node.inputs.some((/** @type {any} */ { name, link }) => name === "after" && link !== null);
@@ -150,10 +154,20 @@ function showOutputs() {
   drawRun();
 }
 
+/** Put a node's element into the page: Nodes 2.0 keeps that of the node which had the same id before the workflow was opened anew, as by undo. @param {any} node */
+function putInPage(node) {
+  const element = (panels.get(node) ?? results.get(node))?.panel.element;
+  if (!element) return;
+  const before = shownAt.get(placeOf(node));
+  if (before !== element && before?.isConnected) before.replaceWith(element);
+  shownAt.set(placeOf(node), element);
+}
+
 /** @param {any} node @param {any} output */
 function showResult(node, output) {
   const entry = results.get(node);
   const data = output?.halfsafe_result?.[0];
+  panels.get(node)?.panel.tell(resultIn(output));
   if (!entry || entry.output === data) return;
   entry.output = data;
   entry.panel.show(resultIn(output));
@@ -239,7 +253,8 @@ function drawTab() {
   const nodes = allNodes(app);
   const unguard = nodes.some(isGuard) ? () => unguardWorkflow(app) : null;
   const unmeasure = nodes.some(isMeasure) ? () => unmeasureWorkflow(app) : null;
-  const actions = { showMe: () => showMe(app), guard: () => guardWorkflow(app), unguard, measure: () => measureWorkflow(app), unmeasure };
+  const unhalve = nodes.some(isHalved) ? () => putLoadersBack(app) : null;
+  const actions = { showMe: () => showMe(app), guard: () => guardWorkflow(app), unguard, measure: () => measureWorkflow(app), unmeasure, halve: () => halveMemory(app, api), unhalve };
   drawSidebar(sidebar, isOfThisWorkflow() ? log.run : null, reports, { device: device ? together([...device.refused.map(said), sentenceOf(device)]) : "", did, watching, nodes, elsewhere: !isOfThisWorkflow(), redraw: drawTab, ...actions }, {
     titleOf: (id) => nodeById(id)?.title ?? t("Guard"),
     goTo: (id) => {
@@ -324,6 +339,13 @@ async function askDevice() {
   drawTab();
 }
 
+/** What the context menu of a loader offers. @param {any} node */
+function loaderMenu(node) {
+  const item = (/** @type {string} */ content, /** @type {() => Promise<string>} */ act) => ({ content, callback: async () => toasts.show({ severity: "success", summary: `Halfsafe: ${await act()}`, life: 6000 }) });
+  if (isHalved(node)) return [item(t("Put ComfyUI's loader back"), () => putLoadersBack(app, node))];
+  return canBeHalved(node) ? [item(t("Halve the memory"), () => halveMemory(app, api, node))] : [];
+}
+
 function addSidebarTab() {
   app.extensionManager.registerSidebarTab({
     id: "halfsafe",
@@ -393,6 +415,7 @@ app.registerExtension({
     if (node.widgets?.some((/** @type {any} */ widget) => widget.name === RULES)) new RulesNote(node, api, () => app.graph?.setDirtyCanvas(true, true));
     addBadge(node);
   },
+  getNodeMenuItems: loaderMenu,
   afterConfigureGraph: () => {
     showOutputs();
     return showWhole(app);

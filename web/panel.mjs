@@ -1,6 +1,7 @@
 // @ts-check
 /** The report on its node: head, shares, guard, remarks and the table of layers. */
 import { el, firstOf, modeText, nameOf, paint, shareBar, swatch, verdictOf, verdictPill } from "./dom.mjs";
+import { sentenceOf } from "./result.mjs";
 import { checkText, controlText, deviceText, filterLayers, happenedText, outcomeText, rowsOf, saidText, sortRows } from "./report.mjs";
 import { following, said, t, together } from "./words.mjs";
 
@@ -43,7 +44,8 @@ export class ReportPanel {
     this.copied = el("span", { class: "hs-copied", role: "status" });
     this.tools = this.#makeTools();
     this.table = el("table", { class: "hs-table", role: "table", "aria-label": t("Layers") });
-    this.body.append(this.head, this.guard, this.remarks, this.tools, this.table);
+    this.told = el("p", { class: "hs-sentence", hidden: true });
+    this.body.append(this.told, this.head, this.guard, this.remarks, this.tools, this.table);
     this.#drawAll();
   }
 
@@ -51,6 +53,13 @@ export class ReportPanel {
   show(report) {
     this.#report = report;
     this.#drawAll();
+  }
+
+  /** What the node says beside the report; null where there is nothing. @param {import("./result.mjs").Result | null} result */
+  tell(result) {
+    this.told.hidden = !result;
+    this.told.textContent = result ? sentenceOf(result) : "";
+    this.told.dataset.tone = result?.tone ?? "";
   }
 
   /** What the guard says while a run goes on; null once the report has it. @param {GuardMessage[] | null} messages */

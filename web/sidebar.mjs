@@ -13,7 +13,7 @@ import { following, said, t } from "./words.mjs";
  * @typedef {import("./run.mjs").GuardState} GuardState
  * @typedef {{id: string, title: string, report: Report}} NamedReport
  * @typedef {() => string | Promise<import("./measure.mjs").Told>} Action what it did, in words, or a question
- * @typedef {{device: string, did: HTMLElement, showMe: Action, guard: Action, unguard: Action | null, measure: Action, unmeasure: Action | null, redraw: () => void, watching: string, nodes: any[], elsewhere: boolean}} Greeting
+ * @typedef {{device: string, did: HTMLElement, showMe: Action, guard: Action, unguard: Action | null, measure: Action, unmeasure: Action | null, halve: Action, unhalve: Action | null, redraw: () => void, watching: string, nodes: any[], elsewhere: boolean}} Greeting
  *   what this device can do, what to do first, and where it is said what that did; the setting that guards every run, the workflow's nodes, and
  *   whether the last run was of another one
  */
@@ -56,7 +56,7 @@ const watches = () => ({
 
 /** @param {Greeting} greeting */
 function greet(greeting) {
-  const { device, did, showMe, guard, unguard, measure, unmeasure, watching } = greeting;
+  const { device, did, showMe, guard, unguard, measure, unmeasure, halve, unhalve, watching } = greeting;
   /** @param {string} title @param {string} text @param {Action} act */
   const action = (title, text, act) => button(greeting, act, el("b", { text: title }), text);
   const showing = action(t("Show me"), t("Opens five nodes on a small built-in model that overflows in fp16: its black picture, and the same one, where NaN Guard repeats the step that overflowed. No download."), showMe);
@@ -64,8 +64,10 @@ function greet(greeting) {
     : action(t("Guard this workflow"), t("Puts the Halfsafe node between loaders and sampler. Another click takes it out."), guard);
   const measuring = unmeasure ? action(t("Take Measure out"), t("Takes Measure Precisions and its chart out."), unmeasure)
     : action(t("Measure my card"), t("Puts Measure Precisions beside the sampler: a run takes as long as about 30 of its steps and says what is fastest here."), measure);
+  const halving = unhalve ? action(t("Put ComfyUI's loaders back"), t("Each loader is as it was before Halve the memory."), unhalve)
+    : action(t("Halve the memory"), t("Loads models and text encoders in 8 bits: ComfyUI's loaders become Halfsafe's, with the same files and links. Another click puts them back."), halve);
   const watched = watches()[watching] ? [el("p", { class: "hs-sentence", text: watches()[watching] })] : [];
-  return [el("p", { class: "hs-sentence", text: device || t("Looking at this device ...") }), ...watched, el("div", { class: "hs-actions" }, showing, guarding, measuring), did];
+  return [el("p", { class: "hs-sentence", text: device || t("Looking at this device ...") }), ...watched, el("div", { class: "hs-actions" }, showing, guarding, halving, measuring), did];
 }
 
 /** A button that says what it did. @param {Pick<Greeting, "did" | "redraw">} greeting @param {Action} act @param {...(Node | string)} children */

@@ -132,11 +132,11 @@ def _fitted(
 
     Where fp8 was chosen, int8 products gain nothing or are not what runs, and those of fewer bits are int8 products.
     """
-    room, size = free - ACTIVATION_ROOM, _bytes_stored(facts, decisions)
+    room, size = free - ACTIVATION_ROOM, bytes_stored(facts, decisions)
     if size <= room:
         return choice, decisions
     smaller = {name: plan_storage(facts.layers, name, rules) for name in FEWER_BITS if name in formats}
-    sizes = {name: _bytes_stored(facts, own) for name, own in smaller.items()}
+    sizes = {name: bytes_stored(facts, own) for name, own in smaller.items()}
     fitting = next((name for name in smaller if sizes[name] <= room), None)
     used, moved, slow = choice.used, size_text(size - room), why_low_bits_are_slow(device)
     if fitting and not slow and used == "int8":
@@ -153,7 +153,8 @@ def _fitted(
     return replace(choice, used=used, reason=f"{choice.reason} {reason}".strip()), decisions
 
 
-def _bytes_stored(facts: ModelFacts, decisions: Mapping[str, StorageDecision]) -> int:
+def bytes_stored(facts: ModelFacts, decisions: Mapping[str, StorageDecision]) -> int:
+    """Count the bytes of a model's weights as decided; what is not quantized counts as 16 bit."""
     quantized = [layer for layer in facts.layers if decisions[layer.name].storage in QUANTIZED_NAMES]
     size = sum(quantized_bytes(decisions[layer.name].storage, *layer.shape) for layer in quantized)
     return size + 2 * (facts.parameters - sum(prod(layer.shape) for layer in quantized))

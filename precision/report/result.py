@@ -26,13 +26,25 @@ NONE_WORKS = "No setting gave a finite result."
 DEVICE = "{device}: auto computes in {compute}. Faster in {fast}."
 DEVICE_PLAIN = "{device}: auto computes in {compute}. 8 bit saves memory, not time."
 CALIBRATED = "Calibrated {layers} layers, for Save Model to round by."
+HALVED = (
+    "{file}: {before} (16 bit) -> {after}; {kept} of it kept in {formats}, "
+    "because 8 bits lose too much there or cannot hold it: {reasons}."
+)
+LESS = "{file}: {before} (16 bit) -> {after}."
+AS_IT_IS = "{file}: nothing is held in 8 bits: {reasons}."
+MEMORY_LATER = (
+    "Computes as balanced does: a loaded model keeps its {held}. "
+    "Halve the memory, in the sidebar, loads them in {storage}, about {after}."
+)
+MEMORY_LESS = "Computes as balanced does: a loaded model keeps its {held}. {why}"
 IDENTICAL = "Identical: no pixel differs."
 HARD_TO_SEE = "The difference is hard to see: {psnr}."
 VISIBLE = "The difference can be seen side by side: {psnr}."
 PLAIN = "The pictures differ plainly: {psnr}."
 SENTENCES = (
     SAVED, UNLISTED, FINITE, NOT_FINITE, CHOSEN, UNREACHED, BEST, BEST_SMALL, CLOSEST, UNRANKED, NONE_WORKS,
-    DEVICE, DEVICE_PLAIN, CALIBRATED, IDENTICAL, HARD_TO_SEE, VISIBLE, PLAIN,
+    DEVICE, DEVICE_PLAIN, CALIBRATED, HALVED, LESS, AS_IT_IS, MEMORY_LATER, MEMORY_LESS, IDENTICAL, HARD_TO_SEE,
+    VISIBLE, PLAIN,
 )  # fmt: skip
 
 

@@ -73,6 +73,13 @@ def _name_of_layout(layout: type) -> str:
     return next((name for name in comfy.quant_ops.QUANT_ALGOS if _layout(name) is layout), "quantized")
 
 
+def held_bytes(tensor: torch.Tensor) -> int:
+    """Count the bytes of a weight in memory, of a quantized one with its scales."""
+    if not isinstance(tensor, comfy.quant_ops.QuantizedTensor):
+        return tensor.nbytes
+    return sum(part.nbytes for part in tensor.state_dict().values())
+
+
 def held_storages() -> frozenset[str]:
     """Return the quantized storages of this ComfyUI, by their names in options."""
     return frozenset(format.storage for format in FORMAT_OF_STORAGE.values() if _holds(format))

@@ -22,7 +22,7 @@ from ....precision.base.errors import CheckpointError
 from ....precision.formats import comfy_format
 from ....precision.formats.checkpoint import Checkpoint
 from ....precision.guard.casting import promoting
-from ....precision.plan.choice import Choice, LoadRecord
+from ....precision.plan.choice import Choice, LoadRecord, frozen
 from ....precision.plan.facts import file_dtype, layer_specs
 from ....precision.plan.memory import plan_encoder
 from ....precision.plan.storage import plan_text_encoder
@@ -126,14 +126,15 @@ def _loaded(
     files: Sequence[Checkpoint], make: Callable, storage: str, compute: str, disable_dynamic: bool, again: tuple
 ) -> CLIP:
     paths = list(dict.fromkeys(file.path for file in files))
-    tensors, notes, choices = zip(*(_converted(file, storage, disable_dynamic) for file in files), strict=True)
+    tensors, notes, choices, kept = zip(*(_converted(file, storage, disable_dynamic) for file in files), strict=True)
     with lacking_tensors(*paths) as lacking:
         clip = make(list(tensors), _options(tensors, choices[0].used))
     lacks = lacking.refuse(clip.cond_stage_model, VISION, "images in a prompt give NaN")
     lacks += _left_out(files, clip.cond_stage_model)
     without_effect = () if compute in ("auto", "fp32") else ((f"compute={compute}", FP32_ACTIVATIONS),)
     said = [note for of_file in notes for note in of_file] + lacks
-    attach(clip.patcher, LoadRecord(paths[0], (), choices[0], without_effect=without_effect, notes=tuple(said)))
+    why = frozen({layer: reason for of_file in kept for layer, reason in of_file.items()})
+    attach(clip.patcher, LoadRecord(paths[0], (), choices[0], {}, why, {}, without_effect, tuple(said)))
     clip.patcher.cached_patcher_init = (_reloaded, again)
     if compute == "fp32":
         ask_for_plain_products(clip.patcher)
@@ -158,7 +159,7 @@ def _reloaded(load: Callable, *arguments, disable_dynamic: bool = False) -> Mode
     return load(*arguments, disable_dynamic=disable_dynamic).patcher
 
 
-def _converted(checkpoint: Checkpoint, storage: str, disable_dynamic: bool) -> tuple[dict, list[str], Choice]:
+def _converted(checkpoint: Checkpoint, storage: str, disable_dynamic: bool) -> tuple[dict, list[str], Choice, dict]:
     device = comfy.model_management.text_encoder_device()
     default = name_of(comfy.model_management.text_encoder_dtype(device))
     in_16_bit = sum(2 * prod(weight.shape) for weight in checkpoint.weights.values())
@@ -171,7 +172,8 @@ def _converted(checkpoint: Checkpoint, storage: str, disable_dynamic: bool) -> t
     require_held_by_device((decision.storage for decision in decisions.values()), device)
     planned = plan_encoder(checkpoint, choice, decisions, default, held_storages(), streamed, unheld)
     tensors, notes = load_tensors(checkpoint, planned, read=not streamed)
-    return tensors | _missing_projections(tensors), [*planned.notes, *notes], choice
+    kept = {name: decision.reason for name, decision in decisions.items() if decision.kept}
+    return tensors | _missing_projections(tensors), [*planned.notes, *notes], choice, kept
 
 
 def _missing_projections(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -34,10 +34,10 @@ SHOWN = 20
 OFF = "off: this ComfyUI is newer"
 
 
-def badge(*words: str | None) -> dict[str, list[str]] | None:
-    """Make a node's ui output that puts the words on its badge; None where there is none to show."""
+def badge(*words: str | None) -> dict[str, list[str]]:
+    """Make a node's ui output that puts the words on its badge; empty where there is none to show."""
     shown = list(filter(None, words))
-    return {BADGE_KEY: [" \u00b7 ".join(shown)]} if shown else None
+    return {BADGE_KEY: [" \u00b7 ".join(shown)]} if shown else {}
 
 
 def model_ui(model, *more: str | None) -> dict[str, list[str]]:
@@ -46,7 +46,7 @@ def model_ui(model, *more: str | None) -> dict[str, list[str]]:
     idle = [*(record.without_effect if record else ()), *(compute.plan.without_effect if compute else ())]
     rules = list(dict.fromkeys(rule for rule, why in idle if why == NO_LAYER))
     words = (OFF,) if why_off(Feature.LAYERS) else more
-    return (badge(*model_words(model), *words) or {}) | ({UNMATCHED_KEY: rules} if rules else {})
+    return badge(*model_words(model), *words) | ({UNMATCHED_KEY: rules} if rules else {})
 
 
 def model_words(model) -> tuple[str, str]:

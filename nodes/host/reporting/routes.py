@@ -1,4 +1,4 @@
-"""What the page asks ComfyUI's server for: this device in a sentence, and the lines of rules that cannot be read."""
+"""What the page asks ComfyUI's server for: this device in a sentence, how loaders halve memory, lines of rules."""
 
 import asyncio
 from dataclasses import asdict
@@ -11,6 +11,7 @@ from ....precision.devices.probes import flags_left_alone
 from ....precision.plan.rules import read
 from ..comfyui.known_calls import reasons_off
 from ..load.devices import current_device
+from ..load.halving import halving
 
 
 def serve_page() -> None:
@@ -18,6 +19,7 @@ def serve_page() -> None:
     if server := getattr(PromptServer, "instance", None):
         server.routes.get("/halfsafe/device")(_device)
         server.routes.post("/halfsafe/rules")(_rules)
+        server.routes.post("/halfsafe/halving")(_halving)
 
 
 async def _device(_: web.Request) -> web.Response:
@@ -25,6 +27,12 @@ async def _device(_: web.Request) -> web.Response:
         found = await asyncio.to_thread(lambda: doctor.diagnose(current_device()))
     refused = list(dict.fromkeys(reasons_off().values()))
     return web.json_response({**asdict(doctor.diagnosis_result(found)), "refused": refused})
+
+
+async def _halving(request: web.Request) -> web.Response:
+    files = await request.json()
+    with flags_left_alone():
+        return web.json_response(await asyncio.to_thread(halving, files))
 
 
 async def _rules(request: web.Request) -> web.Response:

@@ -1,0 +1,83 @@
+"""What loaded weights take, measured in the tensors in memory, beside 16 bit; and what could be halved."""
+
+from collections import Counter
+
+import torch
+from comfy.controlnet import ControlNet
+from comfy.model_patcher import ModelPatcher
+
+from ....precision.base.dtypes import QUANTIZED_NAMES
+from ....precision.base.text import size_text
+from ....precision.plan.choice import ATTACHMENT, LoadRecord
+from ....precision.plan.goal import storage_for_goal
+from ....precision.plan.rules import rules_from
+from ....precision.plan.storage import bytes_stored, plan_storage, why_not_quantized
+from ....precision.report.result import AS_IT_IS, GOOD, HALVED, LESS, MEMORY_LATER, MEMORY_LESS, WARN, Result
+from ..comfyui.model_facts import bytes_by_storage, held_bytes, model_facts, storage_of, storages
+from ..compute.control import planned_control
+from ..load.controlnet import loaded_control
+from ..load.devices import current_device
+
+NO_MATRIX = "norms and biases"
+NOT_IN_FILE = "layers that ComfyUI makes or renames"
+ALREADY = "Some of it is in 8 bits or fewer already: there is nothing to halve."
+SHOWN = 3
+
+
+def memory_ui(file: str, *loaded: ModelPatcher) -> dict[str, tuple[str]]:
+    """Make the ui output of a loader that was to keep weights in 8 bits or fewer: what they take, the others, and why.
+
+    ``file``: what was loaded; ``loaded``: the models in it. Empty where no 8 bits were asked for.
+    """
+    records = [patcher.attachments[ATTACHMENT] for patcher in loaded]
+    if not any(_is_asked(record) for record in records):
+        return {}
+    in_16_bit, held, kept, reasons = 0, 0, Counter(), Counter()
+    for record, patcher in zip(records, loaded, strict=True):
+        model = getattr(patcher.model, "diffusion_model", patcher.model)
+        for name, module in model.named_modules():
+            for parameter in module.parameters(recurse=False):
+                size, storage = held_bytes(parameter), storage_of(parameter)
+                in_16_bit, held = in_16_bit + 2 * parameter.numel(), held + size
+                if storage not in QUANTIZED_NAMES:
+                    kept[storage] += size
+                    reasons[_why_kept(record, name, type(module).__name__, parameter)] += size
+    told = {"file": file, "before": size_text(in_16_bit), "after": size_text(held), "kept": size_text(kept.total())}
+    told["formats"] = " + ".join(storage for storage, _ in kept.most_common())
+    told["reasons"] = "; ".join(f"{reason}: {size_text(size)}" for reason, size in reasons.most_common(SHOWN))
+    sentence, tone = (AS_IT_IS, WARN) if kept.total() == held else (HALVED, GOOD) if kept else (LESS, GOOD)
+    return Result(sentence, told, tone, text=sentence.format(**told), toast=True).ui()
+
+
+def control_memory_ui(file: str, control: ControlNet) -> dict[str, tuple[str]]:
+    """Make the ui output of :func:`memory_ui` for a ControlNet; some kinds are loaded as ComfyUI does it."""
+    record = loaded_control(control).record
+    if planned_control(control):
+        return memory_ui(file, control.control_model_wrapped)
+    told = {"file": file, "reasons": record.storage.reason}
+    return Result(AS_IT_IS, told, WARN, toast=True).ui() if _is_asked(record) else {}
+
+
+def _is_asked(record: LoadRecord) -> bool:
+    return record.storage.requested in QUANTIZED_NAMES or record.storage.used in QUANTIZED_NAMES
+
+
+def _why_kept(record: LoadRecord, name: str, cls: str, parameter: torch.Tensor) -> str:
+    """Say why a weight is not in 8 bits. The layers of text encoders have longer names than in their files."""
+    if parameter.dim() < 2:
+        return NO_MATRIX
+    if record.storage.used not in QUANTIZED_NAMES:
+        return record.storage.reason
+    planned = (reason for layer, reason in record.kept.items() if name == layer or name.endswith(f".{layer}"))
+    return next(planned, "") or why_not_quantized(record.storage.used, parameter.shape, cls) or NOT_IN_FILE
+
+
+def goal_ui(patcher: ModelPatcher) -> dict[str, tuple[str]]:
+    """Make the ui output of goal ``memory``: what a model's weights take, and what *Halve the memory* would do."""
+    held, facts, device = size_text(sum(bytes_by_storage(patcher).values())), model_facts(patcher), current_device()
+    storage, _ = storage_for_goal(device, "memory", frozenset(storages(patcher).values()))
+    if storage == "auto":
+        why = "" if device.capabilities["fp8_storage"] else device.reason("fp8_storage")
+        return Result(MEMORY_LESS, {"held": held, "why": why or ALREADY}, WARN).ui()
+    after = bytes_stored(facts, plan_storage(facts.layers, storage, rules_from()))
+    return Result(MEMORY_LATER, {"held": held, "storage": storage, "after": size_text(after)}, WARN).ui()

@@ -1,0 +1,232 @@
+"""*Halve the memory*: ComfyUI's loaders become the pack's in their places, on ComfyUI's own templates and on awkward graphs, and back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import comfyui_workflow_templates_json
+import pytest
+from browser.comfy_page import ComfyPage
+from safetensors.torch import load_file
+
+TEMPLATES = Path(comfyui_workflow_templates_json.__file__).parent / "templates"
+ENOUGH = {False: 32, True: 9}
+"""How many templates are tried, by whether nodes are drawn as elements: 40 together, and the nested one in both."""
+NESTED = "flux_depth_lora_example"
+FILES = {
+    "UNETLoader": ("HalfsafeLoadDiffusionModel", {"unet_name": "model_name"}),
+    "CheckpointLoaderSimple": ("HalfsafeLoadCheckpoint", {"ckpt_name": "ckpt_name"}),
+    "ControlNetLoader": ("HalfsafeLoadControlNet", {"control_net_name": "control_net_name"}),
+    "CLIPLoader": ("HalfsafeLoadCLIP", {"clip_name": "clip_name1", "type": "type"}),
+    "DualCLIPLoader": ("HalfsafeLoadCLIP", {"clip_name1": "clip_name1", "clip_name2": "clip_name2", "type": "type"}),
+    "QuadrupleCLIPLoader": ("HalfsafeLoadCLIP", {f"clip_name{number}": f"clip_name{number}" for number in (1, 2, 3, 4)}),
+}  # fmt: skip
+"""A loader of ComfyUI's -> ours, and our names of its inputs that stay."""
+PAGE = """const halve = async (only = null) => (await import("/extensions/Halfsafe-Pack/memory.mjs")).halveMemory(app, (await import("/scripts/api.js")).api, only);
+    const putBack = async () => (await import("/extensions/Halfsafe-Pack/memory.mjs")).putLoadersBack(app);
+    const prompt = async () => (await app.graphToPrompt()).output;
+    const undo = () => app.extensionManager.workflow.activeWorkflow.changeTracker.undo();
+    const errors = async (prompt) => { const answer = await (await fetch("/prompt", { method: "POST", body: JSON.stringify({ prompt }) })).json();
+        return { error: answer.error, nodes: answer.node_errors ?? {} }; };"""
+THERE_AND_BACK = f"""async ([workflow, undone]) => {{ {PAGE}
+    await app.loadGraphData(workflow, true, true, app.extensionManager.workflow.activeWorkflow);
+    const before = await prompt(), said = await halve(), after = await prompt();
+    const found = [await errors(before), await errors(after)];
+    await (undone ? undo() : putBack());
+    return {{ before, said, after, found, back: await prompt() }}; }}"""
+AWKWARD = """async () => { app.graph.clear(); app.canvas.ds.reset(); await new Promise(requestAnimationFrame);
+    let x = 0;
+    const add = (type, values = {}, more = {}) => { const node = LiteGraph.createNode(type); node.pos = [x += 400, 100]; app.graph.add(node);
+        for (const widget of node.widgets ?? []) widget.value = values[widget.name] ?? widget.value;
+        return Object.assign(node, more); };
+    const slot = (node, name) => node.inputs.findIndex((input) => input.name === name);
+    const promote = (subgraph, node, name) => subgraph.addInput("file", "COMBO").connect(node.inputs[slot(node, name)], node);
+    const plain = add("UNETLoader", { unet_name: "wan.safetensors" }, { title: "The one I named", color: "#223322" });
+    for (const use of [add("ModelSamplingSD3"), add("ModelSamplingSD3")]) plain.connect(0, use, 0);
+    const below = add("Note"); below.pos = [plain.pos[0], plain.pos[1] + plain.size[1] + 40];
+    add("UNETLoader", { unet_name: "wan.safetensors" }, { title: "Bypassed", mode: 4 }).connect(0, add("ModelSamplingSD3"), 0);
+    add("UNETLoader", { unet_name: "wan.safetensors", weight_dtype: "fp8_e4m3fn" }, { title: "Fp8" });
+    const linked = add("UNETLoader", { unet_name: "wan.safetensors" }, { title: "Linked" });
+    add("PrimitiveNode").connect(0, linked, slot(linked, "weight_dtype"));
+    add("CLIPLoader", { clip_name: "clip_l.safetensors", type: "sd3", device: "cpu" }, { title: "On the CPU" });
+    const inner = add("CLIPLoader", { clip_name: "clip_l.safetensors", type: "sd3" }), text = add("CLIPTextEncode");
+    inner.connect(0, text, 0);
+    const once = app.graph.convertToSubgraph(new Set([inner, text]));
+    promote(once.subgraph, once.subgraph.nodes.find((node) => node.type === "CLIPLoader"), "clip_name");
+    const twice = app.graph.convertToSubgraph(new Set([once.node]));
+    promote(twice.subgraph, twice.subgraph.nodes[0], "file");
+    twice.node.widgets.find((widget) => widget.name === "file").value = "clip_l.safetensors";
+    app.canvas.emitBeforeChange(); app.canvas.emitAfterChange(); }"""
+LOOKS = """() => Object.fromEntries([app.graph, ...app.graph.subgraphs.values()].flatMap((graph) => graph.nodes).map(({ id, title, color, pos }) => [id, [title, color ?? null, [...pos]]]))"""
+
+
+def loaders_in(prompt: dict) -> dict[str, str]:
+    """Node id -> type, of ComfyUI's loaders in a prompt."""
+    return {node_id: node["class_type"] for node_id, node in prompt.items() if node["class_type"] in FILES}
+
+
+def missing_files(found: dict, prompt: dict, names: bool = False) -> set[tuple] | None:
+    """What ComfyUI's validation says of files that are not here, by node and input (of loaders, under our name); None for any other complaint."""
+    if found["error"] and found["error"]["type"] != "prompt_outputs_failed_validation":
+        return None
+    absent = set()
+    for node_id, node in found["nodes"].items():
+        for error in node["errors"]:
+            if error["type"] not in ("value_not_in_list", "custom_validation_failed"):
+                return None
+            name = error["extra_info"]["input_name"]
+            renamed = FILES.get(prompt[node_id]["class_type"], ("", {}))[1]
+            absent.add((node_id, renamed.get(name, name), error["type"]))
+    return absent
+
+
+def workflows(vue: bool) -> list[tuple[str, dict]]:
+    """ComfyUI's templates with loaders, the small ones first: a fifth of them where nodes are drawn as elements, the others where not."""
+    texts = {path.stem: path.read_text(encoding="utf-8") for path in TEMPLATES.glob("*.json")}
+    chosen = sorted((name for name, text in texts.items() if any(f'"{loader}"' in text for loader in FILES)), key=lambda name: len(texts[name]))
+    return [(name, json.loads(texts[name])) for place, name in enumerate([NESTED, *chosen]) if place == 0 or (place % 5 == 0) == vue]
+
+
+def changes(before: dict, after: dict) -> set[str]:
+    """The nodes of a prompt that are not as before."""
+    assert before.keys() == after.keys()
+    return {node_id for node_id in before if {k: before[node_id][k] for k in ("class_type", "inputs")} != {k: after[node_id][k] for k in ("class_type", "inputs")}}
+
+
+def judge(name: str, run: dict) -> None:
+    """Only loaders were changed, each into ours with its files; what was done was taken back."""
+    before, after = run["before"], run["after"]
+    changed = changes(before, after)
+    assert changed and changed <= loaders_in(before).keys(), name
+    for node_id in changed:
+        ours, names = FILES[before[node_id]["class_type"]]
+        now = after[node_id]
+        assert now["class_type"] == ours and now["inputs"]["storage"] == "fp8_e4m3fn", (name, now)
+        assert {new: now["inputs"][new] for new in names.values()} == {new: before[node_id]["inputs"][old] for old, new in names.items()}, name
+    kept = loaders_in(before).keys() - changed
+    assert len(kept) == run["said"].count("its weight_dtype is fp8"), (name, run["said"])
+    assert missing_files(run["found"][1], after) == missing_files(run["found"][0], before), name
+    assert run["back"] == before, name
+
+
+@pytest.mark.paired
+def test_on_comfyuis_own_templates_only_loaders_change_and_come_back(comfy: ComfyPage) -> None:
+    done, seen = 0, set()
+    for name, workflow in workflows(comfy.vue):
+        run = comfy.evaluate(THERE_AND_BACK, [workflow, done % 2 == 0])
+        loaders = loaders_in(run["before"])
+        if not loaders or missing_files(run["found"][0], run["before"]) is None:
+            continue  # all bypassed, or of a newer ComfyUI
+        judge(name, run)
+        seen |= {*loaders.values()}
+        done += 1
+        if done == ENOUGH[comfy.vue]:
+            break
+    assert done == ENOUGH[comfy.vue] and len(seen) >= 3
+
+
+def in_page(comfy: ComfyPage, code: str) -> object:
+    return comfy.evaluate(f"async () => {{ {PAGE} {code} }}")
+
+
+@pytest.fixture
+def awkward(comfy: ComfyPage) -> ComfyPage:
+    """Loaders with two consumers, bypassed, in fp8, with a linked dtype, on the CPU, and two subgraphs deep with their file on each face."""
+    comfy.evaluate(AWKWARD)
+    return comfy
+
+
+def by_title(prompt: dict, title: str) -> dict:
+    return next(node for node in prompt.values() if node["_meta"]["title"] == title)
+
+
+@pytest.mark.paired
+def test_awkward_loaders_are_exchanged_in_place_or_left_out_by_name(awkward: ComfyPage) -> None:
+    before, looks = in_page(awkward, "return prompt();"), awkward.evaluate(LOOKS)
+    said = in_page(awkward, "return halve();")
+    after, now = in_page(awkward, "return prompt();"), awkward.evaluate(LOOKS)
+    assert said == (
+        "2 loaders are Halfsafe's now: run the workflow. Left out: Fp8 (its weight_dtype is fp8_e4m3fn), "
+        "Linked (its weight_dtype is linked), On the CPU (its device is cpu)."
+    )
+    changed = changes(before, after)
+    assert {after[node_id]["class_type"] for node_id in changed} == {"HalfsafeLoadDiffusionModel", "HalfsafeLoadCLIP"}
+    assert by_title(after, "The one I named")["inputs"]["model_name"] == "wan.safetensors"
+    assert next(after[node_id]["inputs"]["clip_name1"] for node_id in changed if node_id.count(":") == 2) == "clip_l.safetensors"
+    awkward.evaluate("() => { for (const node of app.graph.nodes) for (const widget of node.widgets ?? []) if (widget.name === 'file') widget.value = 'other.safetensors'; }")
+    assert "other.safetensors" in [node["inputs"].get("clip_name1") for node in in_page(awkward, "return prompt();").values()], "the face's file counts"
+    note = next(node_id for node_id, (title, _, _) in now.items() if title == "Note")
+    ours = {node_id.split(":")[-1] for node_id in changed}
+    assert now[note][2][1] > looks[note][2][1], "what the higher node would cover is moved down"
+    assert {k: v[1:] for k, v in now.items() if k != note} == {k: v[1:] for k, v in looks.items() if k != note}
+    assert {k: v[0] for k, v in now.items() if k not in ours} == {k: v[0] for k, v in looks.items() if k not in ours}
+    in_page(awkward, "await undo();")
+    assert (in_page(awkward, "return prompt();"), awkward.evaluate(LOOKS)) == (before, looks), "one undo"
+    in_page(awkward, "await halve(); await putBack();")
+    assert (in_page(awkward, "return prompt();"), awkward.evaluate(LOOKS)) == (before, looks)
+
+
+@pytest.mark.paired
+def test_a_loaders_context_menu_exchanges_it_alone_and_back(awkward: ComfyPage) -> None:
+    before = in_page(awkward, "return prompt();")
+    press = """const node = app.graph.nodes.find(({ title }) => title === "The one I named");
+        await app.collectNodeMenuItems(node).find((item) => item?.content === "%s").callback(); return prompt();"""
+    halved = in_page(awkward, press % "Halve the memory")
+    assert [halved[node_id]["_meta"]["title"] for node_id in changes(before, halved)] == ["The one I named"]
+    assert in_page(awkward, press % "Put ComfyUI's loader back") == before
+
+
+@pytest.mark.parametrize("fails", ["LiteGraph.createNode", "app.graph.configure"])
+def test_what_fails_midway_leaves_the_graph_as_it_was(awkward: ComfyPage, fails: str) -> None:
+    before = in_page(awkward, "return prompt();")
+    holder = fails.rpartition(".")[0]
+    code = f"""const own = {fails}; let calls = 0; {fails} = function (...given) {{ calls += 1;
+        if (calls === ({holder} === app.graph ? 1 : 3)) throw new Error("as asked"); return own.apply(this, given); }};
+        try {{ return await halve(); }} finally {{ {fails} = own; }}"""
+    said = in_page(awkward, code)
+    assert said.startswith("The workflow is as it was: ") and in_page(awkward, "return prompt();") == before
+    awkward.problems.clear()
+
+
+RUNNABLE = """async () => { app.graph.clear(); app.canvas.ds.reset(); await new Promise(requestAnimationFrame);
+    const [loader, one, report] = ["UNETLoader", "HalfsafeAutoPrecision", "HalfsafeReport"].map((type, place) => { const node = LiteGraph.createNode(type);
+        node.pos = [100 + 420 * place, 100]; app.graph.add(node); return node; });
+    loader.widgets[0].value = "wan.safetensors";
+    one.widgets.find((widget) => widget.name === "goal").value = "memory";
+    loader.connect(0, one, 0); one.connect(0, report, 0);
+    app.canvas.emitBeforeChange(); app.canvas.emitAfterChange(); }"""
+SEARCH = """(words) => document.querySelector("#vue-app").__vue_app__.config.globalProperties.$pinia._s.get("nodeDef").nodeSearchService
+    .searchNode(words).map(({ name }) => name)"""
+TOGGLE_TAB = "async () => { await app.extensionManager.command.execute('Workspace.ToggleSidebarTab.halfsafe'); }"
+ON_THE_NODE = "() => [...document.querySelectorAll('.hs-panel > .hs-scroll > .hs-sentence')].map((e) => e.textContent)"
+
+
+def test_a_run_tells_the_bytes_in_a_card_and_a_message_and_the_goal_on_its_node(comfy: ComfyPage, small_models: Path, pictures: Path, cell: str) -> None:
+    comfy.evaluate(RUNNABLE)
+    toasts = comfy.record_toasts()
+    comfy.run()
+    comfy.page.wait_for_function(f"() => ({ON_THE_NODE})().some((text) => text.includes('keeps its 14.44 MiB. Halve the memory'))")
+    assert toasts() == []
+    comfy.evaluate(TOGGLE_TAB)
+    comfy.page.locator(".hs-sidebar button", has_text="Halve the memory").click()
+    comfy.page.locator(".hs-sidebar", has_text="1 loader is Halfsafe's now: run the workflow.").wait_for()
+    comfy.run()
+    card = comfy.page.locator(".hs-sidebar article", has_text="wan.safetensors: ").first
+    card.wait_for()
+    told = card.inner_text()
+    numbers = sum(tensor.numel() for tensor in load_file(small_models / "diffusion_models" / "wan.safetensors").values())
+    assert f"{2 * numbers / 2**20:.2f} MiB (16 bit) -> 5." in told and "kept in bf16" in told and "text and caption projection: 2.12 MiB" in told
+    assert [toast["summary"].removeprefix("Halfsafe: ") in told for toast in toasts()] == [True]
+    comfy.page.wait_for_function(f"() => ({ON_THE_NODE})().some((text) => text.includes('nothing to halve'))")
+    comfy.screenshot(pictures, f"halved-{cell}")
+    comfy.page.locator(".hs-sidebar button", has_text="Put ComfyUI's loaders back").click()
+    comfy.page.locator(".hs-sidebar", has_text="ComfyUI's loader is back.").wait_for()
+
+
+@pytest.mark.paired
+def test_the_search_finds_the_loader_first(comfy: ComfyPage) -> None:
+    """ComfyUI ranks short names and what is used often before an exact alias: of ours it is the first, of all for words that no other node is like."""
+    found = {words: comfy.evaluate(SEARCH, words) for words in ("out of memory", "low vram", "vram", "oom")}
+    assert [found[words][0] for words in ("out of memory", "low vram")] == ["HalfsafeLoadDiffusionModel"] * 2
+    assert [next(name for name in found[words] if name.startswith("Halfsafe")) for words in ("vram", "oom")] == ["HalfsafeLoadDiffusionModel"] * 2
