@@ -9,7 +9,7 @@ from comfy.model_patcher import ModelPatcher
 from ....precision.base.patching import compile_disabled
 from ..accumulation.executor import accumulation_of, with_accumulation
 from ..comfyui.execution import COMPILE_KWARGS
-from ..comfyui.wrappers import GUARD
+from ..comfyui.wrappers import GUARD, REPORT
 from ..compute.executor import compute_of, set_compute
 from ..replay.model_compiler import compiler_off
 
@@ -20,7 +20,7 @@ COMPILE_KEY = "torch.compile"
 
 
 def bare_clone(patcher: ModelPatcher) -> ModelPatcher:
-    """Clone a model without guards, which would hide overflows, and without torch.compile.
+    """Clone a model without guards, which would hide overflows, without a report on its runs, and without torch.compile.
 
     Its compute plan and accumulation are made anew, so that those of the model learn nothing from what is measured.
     """
@@ -30,7 +30,7 @@ def bare_clone(patcher: ModelPatcher) -> ModelPatcher:
     if compute:
         set_compute(clone, compute.plan.unwatched)
     for kind, found in clone.wrappers.items():
-        for key in [key for key in found if str(key).startswith(GUARD) or key == COMPILE_KEY]:
+        for key in [key for key in found if str(key).startswith(GUARD) or key in (REPORT, COMPILE_KEY)]:
             clone.remove_wrappers_with_key(kind, key)
     clone.model_options.pop(COMPILE_KWARGS, None)
     return clone
