@@ -96,6 +96,6 @@ def on_loaded(
 
 def _instead_of_fp16(used: str, facts: ModelFacts) -> str:
     if FP16.name in facts.supported:
-        return f"Computed in {used} instead of the fp16 that the model came in, which overflows above 65504."
-    why = "ComfyUI does not list fp16 for this model: its activations may overflow."
-    return f"Computed in {used} instead of the fp16 that the model came in. {why}"
+        return f"Computed in {used}, not in the fp16 that the model came in. fp16 overflows above 65504: black pictures."
+    why = "ComfyUI does not list fp16 for this model: its activations may overflow, which gives black pictures."
+    return f"Computed in {used}, not in the fp16 that the model came in. {why}"

@@ -2,7 +2,9 @@
 
 import math
 
+from ..base.modes import label_of
 from ..base.text import paragraph, size_text, table
+from ..formats.comfy_format import AS_FILE
 from ..plan.goal import GOALS
 from ..report.result import BAD, BEST, BEST_SMALL, CLOSEST, GOOD, NONE_WORKS, UNRANKED, WARN, Result
 from ..report.view import shares
@@ -36,11 +38,11 @@ def result_of(found: Measurements, text: str) -> Result:
     if best is None:
         return Result(NONE_WORKS, {}, BAD, TABLE, rows, text=text)
     values = {
-        "storage": best.storage,
-        "compute": best.setting.compute,
+        "weights": "weights as loaded" if best.storage in (AS_FILE, found.storage) else f"weights in {best.storage}",
+        "computed": best.computed,
         "seconds": seconds_text(best.seconds),
         "memory": size_text(best.bytes),
-        "snr": whole_decibel_text(best.snr_db),
+        "close": _closeness(best.snr_db),
     }
     if not found.is_ranked:
         return Result(UNRANKED, values, WARN, TABLE, rows, None, text, toast=True)
@@ -51,17 +53,23 @@ def result_of(found: Measurements, text: str) -> Result:
     return Result(BEST_SMALL if found.less_memory else BEST, values, GOOD, TABLE, rows, 0, text, toast=True)
 
 
+def _closeness(snr_db: float) -> str:
+    return "the same picture as fp32" if snr_db == math.inf else f"{whole_decibel_text(snr_db)} from fp32"
+
+
 def _cells(row: Tradeoff, name: str) -> list[str]:
     if not row.modes:
         return [name, "-", "-", "-", "-", row.problem]
     weights = ", ".join(f"{storage} {100 * share:.0f} %" for storage, share, _ in shares(row.storages))
-    modes = ", ".join(f"{mode} {count}" for mode, _, count in shares(row.modes))
+    modes = ", ".join(f"{count} in {label_of(mode)}" for mode, _, count in shares(row.modes))
     snr, ran = decibel_text(row.snr_db, "NaN"), row.problem or f"weights {weights}; layers {modes}"
     return [name, seconds_text(row.seconds), size_text(row.bytes), size_text(row.weight_bytes), snr, ran]
 
 
 def _shown(row: Tradeoff, name: str) -> list[str]:
     """Return the cells that the page shows: without the weights' size, with how far the timed steps lie apart."""
+    if "auto" in (row.setting.storage, row.setting.compute) and row.modes:
+        name = f"{name} = {row.storage}/{row.computed_by}"
     name, seconds, memory, _, snr, ran = _cells(row, name)
     share = row.spread / row.seconds if row.seconds else 0.0
     spread = f" \u00b1{share * 100:.0f} %" if share >= 0.01 else ""
@@ -102,4 +110,5 @@ def _choice(row: Tradeoff, goal: str) -> str:
     short = "" if row.snr_db >= FLOORS.get(goal, -math.inf) else ", below what the goal asks: the closest there is"
     short += f", {NOISY}" if row.is_noisy else ""
     figures = f"{seconds_text(row.seconds)} s/step, {size_text(row.bytes)}, {whole_decibel_text(row.snr_db)}{short}"
-    return f"storage {row.storage}, compute {row.setting.compute} ({figures})"
+    compute = " = ".join(dict.fromkeys((row.setting.compute, row.computed_by)))
+    return f"storage {row.storage}, compute {compute} ({figures})"

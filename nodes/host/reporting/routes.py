@@ -1,4 +1,5 @@
-"""What the page asks ComfyUI's server for: this device in a sentence, and the lines of rules that cannot be read."""
+"""What the page asks ComfyUI's server for: this device in a sentence, what ComfyUI does here, and the lines of rules that
+cannot be read."""
 
 import asyncio
 from dataclasses import asdict
@@ -11,12 +12,14 @@ from ....precision.devices.probes import flags_left_alone
 from ....precision.plan.rules import read
 from ..comfyui.known_calls import reasons_off
 from ..load.devices import current_device
+from .here import facts_here
 
 
 def serve_page() -> None:
     """Let ComfyUI's server answer the page."""
     if server := getattr(PromptServer, "instance", None):
         server.routes.get("/halfsafe/device")(_device)
+        server.routes.get("/halfsafe/here")(_here)
         server.routes.post("/halfsafe/rules")(_rules)
 
 
@@ -25,6 +28,10 @@ async def _device(_: web.Request) -> web.Response:
         found = await asyncio.to_thread(lambda: doctor.diagnose(current_device()))
     refused = list(dict.fromkeys(reasons_off().values()))
     return web.json_response({**asdict(doctor.diagnosis_result(found)), "refused": refused})
+
+
+async def _here(_: web.Request) -> web.Response:
+    return web.json_response([asdict(fact) for fact in facts_here()])
 
 
 async def _rules(request: web.Request) -> web.Response:
