@@ -2,8 +2,9 @@
 
 from comfy_api.latest import io
 
+from ..precision.base.options import GOALS
 from ..precision.guard.policy import OFF, ON_NAN
-from ..precision.plan.goal import GOALS, NO_RULES
+from ..precision.plan.goal import NO_RULES
 from ..precision.plan.rules import Rules
 from .host.check.drift import checking
 from .host.guard import planned

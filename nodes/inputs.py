@@ -2,8 +2,8 @@
 
 from comfy_api.latest import io
 
-from ..precision.base.dtypes import COMPUTE_OPTIONS, STORAGE_OPTIONS
 from ..precision.base.errors import HalfsafeError
+from ..precision.base.options import COMPUTE_OPTIONS, STORAGE_OPTIONS
 from ..precision.check.drift import CHECKS
 from ..precision.guard.policy import ON_NAN
 from ..precision.make.calibration import Calibration

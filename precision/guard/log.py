@@ -167,8 +167,10 @@ class GuardLog:
         if self.verdict == verdicts.RECOVERED:
             steps = len({(event.call, event.step) for event in self.events if event.recovered})
             return "Repaired: 1 step was repeated." if steps == 1 else f"Repaired: {steps} steps were repeated."
-        if self.verdict == verdicts.STOPPED and self.on_nan != "retry_higher":
-            return "Stopped, as the guard is set to." if self.on_nan == "stop" else "Told alone, as the guard is set to."
+        if self.verdict == verdicts.STOPPED and self.on_nan == "stop":
+            return "Stopped, as the guard is set to."
+        if self.verdict == verdicts.STOPPED and self.on_nan == "report":
+            return "Told and not repaired, as the guard is set to."
         return f"Guard: {verdict_shown(self.verdict)}."
 
     def report(self, escalation: Escalation) -> GuardReport:

@@ -4,14 +4,14 @@ import math
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..base.dtypes import COMPUTE_OPTIONS, QUANTIZED_NAMES, STORAGE_OPTIONS
+from ..base.dtypes import QUANTIZED_NAMES
 from ..base.errors import HalfsafeError
 from ..base.modes import MODES, label_of
+from ..base.options import COMPUTE_OPTIONS, GOALS, STORAGE_OPTIONS
 from ..devices.detect import Device, why_no_fp8
 from ..plan.auto import INT8_COMPUTE
 from ..plan.compute import SAFE
 from ..plan.facts import LayerSpec
-from ..plan.goal import GOALS
 from ..plan.rules import Rules, numbered_lines, rules_from
 from ..plan.weights import why_not_held
 

@@ -3,9 +3,9 @@
 import math
 
 from ..base.modes import label_of
+from ..base.options import GOALS
 from ..base.text import paragraph, size_text, table
 from ..formats.comfy_format import AS_FILE
-from ..plan.goal import GOALS
 from ..report.result import BAD, BEST, BEST_SMALL, CLOSEST, GOOD, NONE_WORKS, UNRANKED, WARN, Result
 from ..report.view import shares
 from .analysis_text import decibel_text, whole_decibel_text

@@ -1,4 +1,4 @@
-"""What the page asks ComfyUI's server for: this device in a sentence, what ComfyUI does here, and the lines of rules that
+"""What the page asks ComfyUI's server for: this device in a sentence, what ComfyUI does here, and which lines of rules
 cannot be read."""
 
 import asyncio

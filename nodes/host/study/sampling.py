@@ -20,7 +20,7 @@ COMPILE_KEY = "torch.compile"
 
 
 def bare_clone(patcher: ModelPatcher) -> ModelPatcher:
-    """Clone a model without guards, which would hide overflows, without a report on its runs, and without torch.compile.
+    """Clone a model without torch.compile, guards, which would hide overflows, and a report on its runs.
 
     Its compute plan and accumulation are made anew, so that those of the model learn nothing from what is measured.
     """
