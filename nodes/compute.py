@@ -70,7 +70,10 @@ class AutoPrecision(io.ComfyNode):
                     "goal",
                     options=list(GOALS),
                     default="balanced",
-                    tooltip="balanced: fast and safe. quality: closest to fp32. speed: 8-bit products. memory: least.",
+                    tooltip=(
+                        "balanced: fast and safe. quality: closest to fp32. speed: 8-bit maths where the weights are "
+                        "8 bit. memory: as balanced; the loader's storage halves it."
+                    ),
                 ),
                 io.Clip.Input(
                     "clip",

@@ -6,7 +6,6 @@ import torch
 
 from .options import STORAGE_OPTIONS
 
-
 DTYPES = {
     "fp8_e4m3fn": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,

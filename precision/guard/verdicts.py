@@ -96,7 +96,7 @@ class NonFinite(HalfsafeError):
     """A model, VAE or text encoder gave NaN or Inf, and the run was stopped."""
 
     def __init__(self, problem: str, verdict: str = STOPPED, advice: str = ""):
-        found, cure = f"{problem} Verdict: {verdict}.", advice or ADVICE[verdict]
+        found, cure = " ".join((problem, f"Verdict: {verdict}.")), advice or ADVICE[verdict]
         if verdict == BAD_WEIGHTS:  # whose advice names the file
             found, cure = cure, found
         super().__init__(found, cure)

@@ -9,10 +9,14 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 from math import prod
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .facts import LayerSpec
+
+    Block = Sequence[LayerSpec]
+    Stack = Sequence[Block]
+    Path = tuple[list[str], LayerSpec]
 
 OUTSIDE = "outside"
 MODULATION = "modulation"
@@ -24,9 +28,6 @@ MLP_LAYERS = 2
 _NUMBERED = re.compile(r"(.*?)\d+")
 _NUMBER = re.compile(r"\d+")
 
-Block: TypeAlias = "Sequence[LayerSpec]"
-Stack: TypeAlias = "Sequence[Block]"
-Path: TypeAlias = "tuple[list[str], LayerSpec]"
 
 
 def roles_of(layers: Iterable[LayerSpec]) -> Mapping[str, str]:

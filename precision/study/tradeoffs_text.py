@@ -6,7 +6,21 @@ from ..base.modes import label_of
 from ..base.options import GOALS
 from ..base.text import paragraph, size_text, table
 from ..formats.comfy_format import AS_FILE
-from ..report.result import BAD, BEST, BEST_SMALL, CLOSEST, GOOD, NONE_WORKS, UNRANKED, WARN, Result
+from ..report.result import (
+    AS_LOADED,
+    BAD,
+    BEST,
+    BEST_SMALL,
+    CLOSEST,
+    FROM_FP32,
+    GOOD,
+    HELD_IN,
+    NONE_WORKS,
+    SAME_AS_FP32,
+    UNRANKED,
+    WARN,
+    Result,
+)
 from ..report.view import shares
 from .analysis_text import decibel_text, whole_decibel_text
 from .tradeoffs import CLOSE, FLOORS, Measurements, Tradeoff
@@ -38,7 +52,7 @@ def result_of(found: Measurements, text: str) -> Result:
     if best is None:
         return Result(NONE_WORKS, {}, BAD, TABLE, rows, text=text)
     values = {
-        "weights": "weights as loaded" if best.storage in (AS_FILE, found.storage) else f"weights in {best.storage}",
+        "weights": AS_LOADED if best.storage in (AS_FILE, found.storage) else HELD_IN.format(best.storage),
         "computed": best.computed,
         "seconds": seconds_text(best.seconds),
         "memory": size_text(best.bytes),
@@ -54,7 +68,7 @@ def result_of(found: Measurements, text: str) -> Result:
 
 
 def _closeness(snr_db: float) -> str:
-    return "the same picture as fp32" if snr_db == math.inf else f"{whole_decibel_text(snr_db)} from fp32"
+    return SAME_AS_FP32 if snr_db == math.inf else FROM_FP32.format(whole_decibel_text(snr_db))
 
 
 def _cells(row: Tradeoff, name: str) -> list[str]:

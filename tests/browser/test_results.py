@@ -111,13 +111,13 @@ def test_results_are_on_their_nodes_and_a_saved_file_is_told(small: ComfyPage, p
 @pytest.mark.parametrize("node", ["HalfsafeAnalyzeLayers", "HalfsafeMeasurePrecisions"])
 def test_a_result_is_drawn_as_a_sentence_and_a_table(opened_page: ComfyPage, node: str) -> None:
     opened_page.add(node)
-    values = {"chosen": 3, "free": 4, "candidate": "int8", "snr": "31.0 dB"}
+    values = {"chosen": 3, "free": 4, "candidate": "int8", "snr": "31.0 dB", "error": "2.8 %"}
     rows = [["blocks.0.individual_token_refiner.0", "31.0", "30.9", "31.0", "pinned"], ["blocks.0.ffn.2", "12.0", "±12 %", "12.0", "chosen"]]
     result = Result(CHOSEN, values, head=HEAD, rows=rows, marked=1, text="All of it.")
     sent = {"node": opened_page.evaluate("() => String(app.graph.nodes[0].id)"), "prompt_id": "p", "output": result.ui()}
     opened_page.send("executed", **{**sent, "display_node": sent["node"]})
     opened_page.page.wait_for_selector(".hs-figures")
-    assert opened_page.evaluate(SENTENCES) == ["3 of 4 layers may be in int8: 31.0 dB from the original."]
+    assert opened_page.evaluate(SENTENCES) == ["3 of 4 layers stand int8: error about 2.8 % (31.0 dB)."]
     marked = opened_page.page.locator('.hs-figures tbody tr[data-marked="true"]')
     assert marked.all_text_contents() == ["blocks.0.ffn.212.0±12\u00a0%12.0chosen"] and opened_page.page.locator(".hs-figures tbody tr").count() == 2
     opened_page.zoom_to(node, 296)  # as narrow as in a template

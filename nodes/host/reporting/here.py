@@ -26,7 +26,10 @@ ATTENTIONS = {
     "attention_basic": "basic",
 }
 """ComfyUI's function -> what people call it."""
-ALL_ON, PART_ON, NONE_ON = "{0}, all of {1} on the device", "{0}, {2} of {1} on the device", "{0}, {1}, not on the device"
+FILES_OWN = "{0} in {1} attentions of {2}, as its file asks"
+NOT_HERE = "the file of {2} asks for {0} in {1} attentions, which this device does not have"
+ALL_ON, PART_ON = "{0}, all of {1} on the device", "{0}, {2} of {1} on the device"
+NONE_ON = "{0}, {1}, not on the device"
 
 
 @dataclass(frozen=True)
@@ -41,12 +44,12 @@ class Fact:
 def facts_here() -> list[Fact]:
     """List the five facts, as ComfyUI runs at this moment."""
     return [
-        Fact("kernels", _kernels(), "A torch for CUDA 13, --enable-triton-backend"),
+        Fact("kernels", _kernels(), "a torch for CUDA 13, --enable-triton-backend"),
         Fact("compiler", _compiler(), "--disable-comfy-compiler"),
-        Fact("dynamic VRAM", _dynamic_vram(), "--enable-dynamic-vram, --disable-dynamic-vram, --vram-headroom, --fast-disk"),
-        Fact("attention", "; ".join(_attention()), "--use-pytorch-cross-attention, --use-sage-attention, --use-flash-attention"),
+        Fact("dynamic VRAM", "; ".join(_dynamic_vram()), "--disable-dynamic-vram, --vram-headroom, --fast-disk"),
+        Fact("attention", "; ".join(_attention()), "--use-pytorch-cross-attention, --use-sage-attention"),
         Fact("loaded", "; ".join(_loaded()) or "nothing yet", "--reserve-vram, --lowvram, --highvram"),
-    ]  # fmt: skip
+    ]
 
 
 def _kernels() -> str:
@@ -65,26 +68,24 @@ def _compiler() -> str:
     return "off" if args.disable_comfy_compiler else "on"
 
 
-def _dynamic_vram() -> str:
-    if not comfy.memory_management.aimdo_enabled:
-        return f"off: what is loaded is decided by estimates, with {size_text(_reserved())} left free"
-    headroom = size_text(args.vram_headroom * 2**30)
-    return f"on, {headroom} of headroom" + (", fast disk" if args.fast_disk else "")
-
-
-def _reserved() -> int:
-    return int(comfy.model_management.extra_reserved_memory())
+def _dynamic_vram() -> Iterator[str]:
+    if comfy.memory_management.aimdo_enabled:
+        yield f"on, {size_text(args.vram_headroom * 2**30)} of headroom"
+        if args.fast_disk:
+            yield "weights are read from a fast disk at use"
+    else:
+        reserved = size_text(comfy.model_management.extra_reserved_memory())
+        yield f"off: what is loaded is decided by estimates, with {reserved} left free"
 
 
 def _attention() -> Iterator[str]:
-    """Name ComfyUI's attention, and what the files of loaded models ask for (``ComfyAttention``, since ComfyUI 0.38)."""
+    """Name ComfyUI's attention, and what the files of loaded models ask for (``ComfyAttention``, ComfyUI 0.38)."""
     name = optimized_attention.__name__
     yield ATTENTIONS.get(name, name)
     for model in _models():
         asked = Counter(filter(None, map(kernel_of_file, model.modules())))
         for (kernel, is_there), count in asked.items():
-            runs = "" if is_there else ", which this device does not have"
-            yield f"the file of {type(model).__name__} asks for {kernel} in {count} attentions{runs}"
+            yield (FILES_OWN if is_there else NOT_HERE).format(kernel, count, type(model).__name__)
 
 
 def _models() -> list[torch.nn.Module]:
