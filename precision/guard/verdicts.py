@@ -20,7 +20,7 @@ ADVICE = {
         "whose check also finds wrong numbers that are not NaN."
     ),
     STOPPED: "Set the guard to retry_higher: it repeats what fails in a higher precision.",
-    BAD_WEIGHTS: "Leave the file out or download it again: no precision repairs a weight that is NaN or Inf.",
+    BAD_WEIGHTS: "Leave the file out or download it again, as no precision repairs a weight that is NaN or Inf.",
     BAD_INPUT: "Look at the node that made it; Check Finite behind that node names the first one that is not finite.",
     NOT_PRECISION: (
         "No higher precision cures this: try another sampler or scheduler, more steps, a lower cfg, the model without "
