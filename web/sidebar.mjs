@@ -140,10 +140,12 @@ function guardedText({ state }, reports) {
 
 /** @param {string} id @param {GuardState} guard @param {{titleOf: (id: string) => string, goTo: (id: string) => void}} graph */
 function guardCard(id, guard, graph) {
-  const { culprit, cure } = culpritOf({ ...guard, event: guard.events[0]?.event });
+  const [first] = guard.events;
+  const advice = guard.advice || (first?.advice ?? "");
+  const { culprit, cure } = culpritOf({ ...guard, advice, event: first?.event });
   const text = guard.message && saidText({ ...guard, event: null });
-  const summary = text ? el("p", {}, text, cure && !culprit ? el("span", { class: "hs-dim", text: following(text, cure) }) : null) : null;
-  const events = el("div", { class: "hs-events" }, ...firstOf(guard.events.map((event) => adviceLine(event, guard.advice))));
+  const summary = text ? el("p", {}, text, cure ? el("span", { class: "hs-dim", text: following(text, cure) }) : null) : null;
+  const events = el("div", { class: "hs-events" }, ...firstOf(guard.events.map((event) => adviceLine(event, culprit || summary ? advice : ""))));
   const pill = verdictPill(verdictOf(guard.verdict, guard.events.map((message) => message.event)));
   const named = culprit ? [el("p", { class: "hs-sentence", "data-tone": "bad", text: culprit }), el("p", { text: cure })] : [summary];
   return el("article", { class: "hs-card" }, cardTitle(id, graph.titleOf(id), graph, pill), ...named, events);

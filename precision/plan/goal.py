@@ -95,7 +95,7 @@ def on_loaded(
 
 def _instead_of_fp16(used: str, facts: ModelFacts) -> str:
     if FP16.name in facts.supported:
-        why = "fp16 overflows above 65504, which gives black pictures."
+        why = "Above 65504 fp16 overflows, which gives black pictures."
         return f"Computed in {used}, not in the fp16 that the model came in. {why}"
     why = "ComfyUI does not list fp16 for this model: its activations may overflow, which gives black pictures."
     return f"Computed in {used}, not in the fp16 that the model came in. {why}"

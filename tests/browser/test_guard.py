@@ -232,8 +232,9 @@ def test_a_run_that_ends_is_told_once_by_the_name_of_what_is_at_fault(comfy: Com
 def test_the_sidebar_keeps_what_messages_told(comfy: ComfyPage) -> None:
     comfy.evaluate(TOGGLE_TAB)
     shown = comfy.record_toasts()
+    comfy.send("promptQueueing", requestId=1, batchCount=1)
     comfy.send("execution_start", prompt_id="kept")
-    instead = "Computed in fp32, not in the fp16 that the model came in. fp16 overflows above 65504, which gives black pictures."
+    instead = "Computed in fp32, not in the fp16 that the model came in. Above 65504 fp16 overflows, which gives black pictures."
     output = {"halfsafe_badge": ["fp16 \u00b7 fp32"], "halfsafe_instead": [instead], "halfsafe_unmatched": ["blocks.77.* storage=bf16"]}
     comfy.send("executed", node=guard_id(comfy), display_node=guard_id(comfy), prompt_id="kept", output=output)
     comfy.send("execution_success", prompt_id="kept")

@@ -45,8 +45,8 @@ def facts_here() -> list[Fact]:
     """List the five facts, as ComfyUI runs at this moment."""
     return [
         Fact("kernels", _kernels(), "a torch for CUDA 13, --enable-triton-backend"),
-        Fact("compiler", _compiler(), "--disable-comfy-compiler"),
-        Fact("dynamic VRAM", "; ".join(_dynamic_vram()), "--disable-dynamic-vram, --vram-headroom, --fast-disk"),
+        _compiler(),
+        _dynamic_vram(),
         Fact("attention", "; ".join(_attention()), "--use-pytorch-cross-attention, --use-sage-attention"),
         Fact("loaded", "; ".join(_loaded()) or "nothing yet", "--reserve-vram, --lowvram, --highvram"),
     ]
@@ -62,20 +62,20 @@ def _kernels() -> str:
     return f"{', '.join(built)}; {kernels}. {why_int8_is_slow(current_device())}".strip()
 
 
-def _compiler() -> str:
+def _compiler() -> Fact:
     if not hasattr(args, "disable_comfy_compiler"):
-        return "this ComfyUI has none"
-    return "off" if args.disable_comfy_compiler else "on"
+        return Fact("compiler", "this ComfyUI has none", "it came with ComfyUI 0.34")
+    return Fact("compiler", "off" if args.disable_comfy_compiler else "on", "--disable-comfy-compiler")
 
 
-def _dynamic_vram() -> Iterator[str]:
-    if comfy.memory_management.aimdo_enabled:
-        yield f"on, {size_text(args.vram_headroom * 2**30)} of headroom"
-        if args.fast_disk:
-            yield "weights are read from a fast disk at use"
-    else:
+def _dynamic_vram() -> Fact:
+    if not comfy.memory_management.aimdo_enabled:
         reserved = size_text(comfy.model_management.extra_reserved_memory())
-        yield f"off: what is loaded is decided by estimates, with {reserved} left free"
+        estimated = f"off: what is loaded is decided by estimates, with {reserved} left free"
+        return Fact("dynamic VRAM", estimated, "--enable-dynamic-vram, --reserve-vram")
+    running = f"on, {size_text(args.vram_headroom * 2**30)} of headroom"
+    read = f"{running}; weights are read from a fast disk at use" if args.fast_disk else running
+    return Fact("dynamic VRAM", read, "--disable-dynamic-vram, --vram-headroom, --fast-disk")
 
 
 def _attention() -> Iterator[str]:
