@@ -13,7 +13,7 @@ from comfy.ldm.modules.attention import optimized_attention
 
 from ....precision.base.text import size_text
 from ....precision.plan.auto import why_int8_is_slow
-from ..comfyui.attributes import kernel_of_file
+from ..comfyui.attributes import compiler_is_off, kernel_of_file
 from ..load.devices import current_device
 
 ATTENTIONS = {
@@ -63,9 +63,10 @@ def _kernels() -> str:
 
 
 def _compiler() -> Fact:
-    if not hasattr(args, "disable_comfy_compiler"):
+    off = compiler_is_off(args)
+    if off is None:
         return Fact("compiler", "this ComfyUI has none", "it came with ComfyUI 0.34")
-    return Fact("compiler", "off" if args.disable_comfy_compiler else "on", "--disable-comfy-compiler")
+    return Fact("compiler", "off" if off else "on", "--disable-comfy-compiler")
 
 
 def _dynamic_vram() -> Fact:
