@@ -36,8 +36,8 @@ CONDITIONINGS = {0: "positive conditioning", 1: "negative conditioning"}
 CONTROL = "ControlNet output"
 BAD_COPY = "The weight '{}' is finite in memory, and NaN or Inf as the device multiplies by it."
 FINITE_IN_FILE = (
-    "The weight '{}' holds NaN or Inf in memory alone: free the model and node cache, and run again. In {} it is "
-    "finite: it went bad after it was read, or the file was replaced since."
+    "The weight '{}' holds NaN or Inf in memory, and in {} it is finite: free the model and node cache, and run again. "
+    "It went bad after it was read, or the file was replaced since."
 )
 CALL_PATCHES = ("patches", "patches_replace")
 FUNCTIONS = {"weight": WEIGHT_FUNCTIONS, "bias": BIAS_FUNCTIONS}
