@@ -73,7 +73,7 @@ function tableOf({ head, rows, marked }) {
   const body = rows.map((row, place) => {
     const [name, ...cells] = row.slice(0, head.length);
     const words = name.split(" ").flatMap((word, number) => [number ? " " : "", nameOf(t(word))]);
-    const [why] = row.slice(head.length), left = cells.every((text) => text === NOTHING);
+    const [why] = row.slice(head.length), left = cells[0] === NOTHING && cells.every((text) => text === NOTHING);
     const figures = left ? [el("td", { class: "hs-left-out", colspan: cells.length, text: said(why) })] : cells.map((text) => el("td", { text: said(text).replaceAll(" %", "\u00a0%") }));
     return el("tr", { "data-marked": String(place === marked), title: said(why ?? "") || null }, el("td", {}, ...words), ...figures);
   });
