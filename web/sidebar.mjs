@@ -7,7 +7,7 @@ import { saidText } from "./report.mjs";
 import { sentenceOf } from "./result.mjs";
 import { culpritOf } from "./run.mjs";
 import { saidIn } from "./toasts.mjs";
-import { following, said, t, together } from "./words.mjs";
+import { following, said, t } from "./words.mjs";
 
 /**
  * @typedef {import("./report.mjs").Report} Report
@@ -75,8 +75,8 @@ const facts = () => ({ kernels: t("8-bit kernels"), compiler: t("Comfy Compiler"
 /** @param {Greeting} greeting */
 function factsOf({ here, took }) {
   const lines = here.map((fact) => {
-    const also = fact.what === "loaded" && took ? took + t(".") : "";
-    return [el("dt", { text: facts()[fact.what] ?? fact.what }), el("dd", {}, together([said(fact.here), also]), el("code", { text: said(fact.switch) }))];
+    const text = [said(fact.here), fact.what === "loaded" ? took : ""].filter(Boolean).join(t("; "));
+    return [el("dt", { text: facts()[fact.what] ?? fact.what }), el("dd", {}, text, el("code", { text: said(fact.switch) }))];
   });
   return el("dl", { class: "hs-facts" }, ...lines.flat());
 }

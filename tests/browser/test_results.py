@@ -191,6 +191,17 @@ def test_an_error_is_told_by_its_first_sentence(small: ComfyPage, pictures: Path
     assert "This workflow has no guard" not in small.page.inner_text(".hs-sidebar"), "none would have helped"
 
 
+def test_a_run_tells_how_long_loading_took(opened_page: ComfyPage) -> None:
+    code = """async () => { const { Timing } = await import("/extensions/Halfsafe-Pack/timing.mjs"), timing = new Timing(), told = [timing.text];
+        timing.begin("CLIPTextEncode", 0); timing.begin("UNETLoader", 1000); timing.begin("KSampler", 13000);
+        for (const step of [1, 2, 3]) { timing.step(step, 33600 + 400 * step); told.push(timing.text); }
+        timing.begin("VAEDecode", 40000);
+        return [...told, timing.text]; }"""
+    before, first, _, last, ended = opened_page.evaluate(code)
+    assert before == "" and first == "12 s in nodes that load; 21 s to the end of the first step"
+    assert last == ended == f"{first}, 0.4 s for each later one: what is more of it was loading"
+
+
 @pytest.mark.paired  # what is opened and run differs by page and by renderer, each for itself
 def test_show_me_opens_five_nodes_and_draws_a_black_and_a_repaired_picture(small: ComfyPage, pictures: Path, cell: str) -> None:
     workflows = "() => app.extensionManager.workflow.openWorkflows.map((one) => one.path)"
