@@ -6,21 +6,8 @@ from ..base.modes import label_of
 from ..base.options import GOALS
 from ..base.text import paragraph, size_text, table
 from ..formats.comfy_format import AS_FILE
-from ..report.result import (
-    AS_LOADED,
-    BAD,
-    BEST,
-    BEST_SMALL,
-    CLOSEST,
-    FROM_FP32,
-    GOOD,
-    HELD_IN,
-    NONE_WORKS,
-    SAME_AS_FP32,
-    UNRANKED,
-    WARN,
-    Result,
-)
+from ..report import result
+from ..report.result import BAD, GOOD, WARN, Result
 from ..report.view import shares
 from .analysis_text import decibel_text, whole_decibel_text
 from .tradeoffs import CLOSE, FLOORS, Measurements, Tradeoff
@@ -50,25 +37,27 @@ def result_of(found: Measurements, text: str) -> Result:
     rows = [_shown(row, row.names) for row in sorted(found.rows, key=lambda row: row is not best)]
     rows.append(_shown(found.reference, f"{found.reference.setting} {REFERENCE}"))
     if best is None:
-        return Result(NONE_WORKS, {}, BAD, TABLE, rows, text=text)
+        return Result(result.NONE_WORKS, {}, BAD, TABLE, rows, text=text)
+    as_loaded = best.storage in (AS_FILE, found.storage)
     values = {
-        "weights": AS_LOADED if best.storage in (AS_FILE, found.storage) else HELD_IN.format(best.storage),
+        "weights": result.AS_LOADED if as_loaded else result.HELD_IN.format(best.storage),
         "computed": best.computed,
         "seconds": seconds_text(best.seconds),
         "memory": size_text(best.bytes),
         "close": _closeness(best.snr_db),
     }
     if not found.is_ranked:
-        return Result(UNRANKED, values, WARN, TABLE, rows, None, text, toast=True)
+        return Result(result.UNRANKED, values, WARN, TABLE, rows, None, text, toast=True)
     if best.snr_db < FLOORS["balanced"]:
         values["floor"] = f"{FLOORS['balanced']:g} dB"
-        return Result(CLOSEST, values, WARN, TABLE, rows, 0, text, toast=True)
+        return Result(result.CLOSEST, values, WARN, TABLE, rows, 0, text, toast=True)
     values["less"] = f"{100 * found.less_memory:.0f} %"
-    return Result(BEST_SMALL if found.less_memory else BEST, values, GOOD, TABLE, rows, 0, text, toast=True)
+    sentence = result.BEST_SMALL if found.less_memory else result.BEST
+    return Result(sentence, values, GOOD, TABLE, rows, 0, text, toast=True)
 
 
 def _closeness(snr_db: float) -> str:
-    return SAME_AS_FP32 if snr_db == math.inf else FROM_FP32.format(whole_decibel_text(snr_db))
+    return result.SAME_AS_FP32 if snr_db == math.inf else result.FROM_FP32.format(whole_decibel_text(snr_db))
 
 
 def _cells(row: Tradeoff, name: str) -> list[str]:
