@@ -2,8 +2,9 @@
 
 from comfy_api.latest import io
 
+from ..precision.base.options import GOALS
 from ..precision.guard.policy import OFF, ON_NAN
-from ..precision.plan.goal import GOALS, NO_RULES
+from ..precision.plan.goal import NO_RULES
 from ..precision.plan.rules import Rules
 from .host.check.drift import checking
 from .host.guard import planned
@@ -69,8 +70,10 @@ class AutoPrecision(io.ComfyNode):
                     "goal",
                     options=list(GOALS),
                     default="balanced",
-                    tooltip="balanced: fast and safe. quality: closest to fp32. speed: 8-bit products. "
-                    "memory: says what Halve the memory would do.",
+                    tooltip=(
+                        "balanced: fast and safe. quality: closest to fp32. speed: 8-bit maths where the weights are "
+                        "8 bit. memory: as balanced, and says what Halve the memory would do."
+                    ),
                 ),
                 io.Clip.Input(
                     "clip",

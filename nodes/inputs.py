@@ -2,8 +2,8 @@
 
 from comfy_api.latest import io
 
-from ..precision.base.dtypes import COMPUTE_OPTIONS, STORAGE_OPTIONS
 from ..precision.base.errors import HalfsafeError
+from ..precision.base.options import COMPUTE_OPTIONS, STORAGE_OPTIONS
 from ..precision.check.drift import CHECKS
 from ..precision.guard.policy import ON_NAN
 from ..precision.make.calibration import Calibration
@@ -15,7 +15,7 @@ RulesType = io.Custom("HALFSAFE_RULES")
 CalibrationType = io.Custom("HALFSAFE_CALIBRATION")
 STORAGE_TOOLTIP = (
     "How weights are kept. auto: as in the file; 8 bit where 16 does not fit. "
-    "fp8, int8: half of 16 bit. w4a8, w6a8: ComfyUI 0.31, 0.38. Sensitive layers stay high."
+    "fp8, int8: half the memory. w4a8: ComfyUI 0.31, w6a8: 0.38. Sensitive layers stay high."
 )
 COMPUTE_TOOLTIP = (
     "The dtype of the maths. auto: what is fast and safe on this device. "
@@ -31,8 +31,8 @@ ON_NAN_TOOLTIP = (
 )
 GUARD_OFF = " off: no guard."
 CHECK_TOOLTIP = (
-    "Compare a step with fp32 to find what is finite and wrong. Costs one call a compared step; "
-    "left out beside nodes of packs that may keep state between steps."
+    "Also compares steps with fp32, one more call each. "
+    "Off beside nodes of packs that may keep state between steps."
 )
 
 

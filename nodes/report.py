@@ -1,6 +1,7 @@
 """See what really runs."""
 
 import json
+from dataclasses import asdict
 
 import torch
 from comfy_api.latest import io
@@ -12,6 +13,7 @@ from .host.comfyui.page import encoder_reports
 from .host.load.devices import current_device
 from .host.reporting import report as host
 from .host.reporting.badge import REPORT_KEY
+from .host.reporting.here import facts_here
 from .inputs import MEASURE
 
 
@@ -75,6 +77,8 @@ class DeviceInfo(io.ComfyNode):
     @classmethod
     def execute(cls, profile) -> io.NodeOutput:
         found = doctor.diagnose(current_device()) if profile == cls.THIS_DEVICE else doctor.describe(profile)
+        if profile == cls.THIS_DEVICE:
+            found["comfyui"] = [asdict(fact) for fact in facts_here()]
         text = doctor.to_text(found)
         return io.NodeOutput(text, json.dumps(found, allow_nan=False), ui=doctor.diagnosis_result(found).ui())
 

@@ -68,7 +68,7 @@ export function verdictText(verdict) {
 
 /** What a mode is called where nobody can choose it by its name. @param {string} mode */
 export function modeText(mode) {
-  const texts = { fp16_wide: t("fp16, fp32 results"), fp16_scaled: t("fp16 scaled, fp32 results"), fp16_acc16: t("fp16, fp16 sums") };
+  const texts = { fp16_wide: t("fp16 with fp32 results"), fp16_scaled: t("scaled fp16 with fp32 results"), fp16_acc16: t("fp16 with fp16 sums") };
   return texts[/** @type {keyof typeof texts} */ (mode)] ?? mode;
 }
 

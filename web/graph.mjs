@@ -115,7 +115,7 @@ export async function showMe(app) {
   await app.loadGraphData(graph, true, true, t("Halfsafe, shown"));
   await enter(app, app.graph);
   setView(app, viewAround(app, app.graph.nodes, 1.5));
-  return t("Press Run: one picture as it is, black, and one where NaN Guard repeats the step that overflows.");
+  return t("Press Run: left black, right repaired.");
 }
 
 /** Show a workflow of the pack whole where it is opened as it came: the page's own view leaves parts behind its sidebar and map. @param {any} app */

@@ -6,14 +6,15 @@ import { addStyles, el } from "./dom.mjs";
 import { ReportPanel } from "./panel.mjs";
 import { clearProgress, noteSize, sayProgress } from "./progress.mjs";
 import { reportIn } from "./report.mjs";
-import { ResultPanel, resultIn, sentenceOf, toastsOf } from "./result.mjs";
+import { noticesOf, ResultPanel, resultIn, sentenceOf, toastsOf } from "./result.mjs";
 import { RulesNote } from "./rules.mjs";
-import { errorOf, isWider, refusedToast, RunLog, toastFor, toastOf } from "./run.mjs";
+import { errorOf, isWider, RunLog, toastFor, toastOf } from "./run.mjs";
 import { allNodes, isPlannedAnew, keepRules, showMe, showNodes, showWhole, upstream } from "./graph.mjs";
 import { guardWorkflow, isGuard, unguardWorkflow } from "./guard.mjs";
 import { isMeasure, measureWorkflow, unmeasureWorkflow } from "./measure.mjs";
 import { canBeHalved, halveMemory, isHalved, putLoadersBack } from "./memory.mjs";
 import { drawSidebar } from "./sidebar.mjs";
+import { Timing } from "./timing.mjs";
 import { Toasts } from "./toasts.mjs";
 import { loadWords, said, t, together } from "./words.mjs";
 
@@ -66,6 +67,9 @@ let sidebar = null;
 const did = el("p", { class: "hs-hint", role: "status" });
 /** What this device can do, to be said in the page's language. @type {import("./result.mjs").Result | null} */
 let device = null;
+/** What ComfyUI does here, as the server said when the sidebar was opened or a run ended. @type {import("./sidebar.mjs").Fact[]} */
+let here = [];
+let timing = new Timing();
 /** Our sidebar tab as the page keeps it: Nodes 2.0 draws a badge again when what the badge read from here changes. */
 let watched = { revision: 0, tooltip: "" };
 
@@ -184,7 +188,9 @@ function noteExecuted(detail) {
   if (node && !cached.has(detail.node)) ranIn.delete(placeOf(node));
   const result = resultIn(detail.output);
   if (node && result) log.run?.results.set(String(detail.node), result);
-  if (!cached.has(detail.node)) for (const toast of toastsOf(result, detail.output?.halfsafe_unmatched)) toasts.show(toast);
+  const notices = node ? noticesOf(detail.output) : [];
+  if (notices.length) log.run?.notices.set(String(detail.node), notices);
+  if (!cached.has(detail.node)) for (const toast of [...toastsOf(result), ...notices]) toasts.show(toast);
   if (!detail.output?.halfsafe_token) noteTold(detail.prompt_id, detail.output?.halfsafe_report?.[0]);
   showOutputs();
 }
@@ -207,6 +213,7 @@ function noteStart(detail) {
   toasts.clear();
   did.textContent = "";
   cached = new Set();
+  timing = new Timing();
   log.start(detail.prompt_id, workflowId()).forEach((toast) => toasts.show(toast));
 }
 
@@ -245,17 +252,21 @@ function nodeById(id) {
 
 function drawTab() {
   if (!sidebar) return;
+  const run = isOfThisWorkflow() ? log.run : null;
   const reports = ownNodes().flatMap((node) => {
-    const report = panels.get(node)?.report;
-    return report ? [{ id: locatorOf(node), title: node.title, report }] : [];
+    const { report = null, output } = panels.get(node) ?? {};
+    const isOfBefore = run?.state === "failed" && !told.has(output);
+    return report && !isOfBefore ? [{ id: locatorOf(node), title: node.title, report }] : [];
   });
   const watching = app.extensionManager.setting.get(WATCH) ?? "off";
   const nodes = allNodes(app);
   const unguard = nodes.some(isGuard) ? () => unguardWorkflow(app) : null;
   const unmeasure = nodes.some(isMeasure) ? () => unmeasureWorkflow(app) : null;
   const unhalve = nodes.some(isHalved) ? () => putLoadersBack(app) : null;
-  const actions = { showMe: () => showMe(app), guard: () => guardWorkflow(app), unguard, measure: () => measureWorkflow(app), unmeasure, halve: () => halveMemory(app, api), unhalve };
-  drawSidebar(sidebar, isOfThisWorkflow() ? log.run : null, reports, { device: device ? together([...device.refused.map(said), sentenceOf(device)]) : "", did, watching, nodes, elsewhere: !isOfThisWorkflow(), redraw: drawTab, ...actions }, {
+  const actions = { showMe: () => showMe(app), guard: () => guardWorkflow(app), unguard, measure: () => measureWorkflow(app), unmeasure, halve: () => halveMemory(app, api), unhalve, watch: (/** @type {string} */ value) => app.extensionManager.setting.set(WATCH, value) };
+  const about = { device: device ? together([...device.refused.map(said), t("Your device: {what}", { what: sentenceOf(device) })]) : "", here, took: timing.text };
+  const waiting = { refused: log.refused, isWaiting: log.isWaiting };
+  drawSidebar(sidebar, run, reports, { ...about, ...waiting, did, watching, nodes, elsewhere: !isOfThisWorkflow(), redraw: drawTab, ...actions }, {
     titleOf: (id) => nodeById(id)?.title ?? t("Guard"),
     goTo: (id) => {
       const node = nodeById(id);
@@ -287,7 +298,9 @@ function showRanIn(id, mode) {
 function noteEnd(detail, state, error = null) {
   log.end(detail.prompt_id, state, error).forEach((toast) => toasts.show(toast));
   clearProgress(allNodes(app));
+  timing.begin("");
   showOutputs();
+  if (sidebar) askHere();
 }
 
 /** @param {any} detail of an `execution_error` event */
@@ -317,7 +330,7 @@ function notePress() {
 function listen() {
   on("halfsafe.guard", onGuard);
   on("halfsafe.report", noteRan);
-  on("halfsafe.refused", ({ message }) => toasts.show(refusedToast(message)));
+  on("halfsafe.refused", ({ message }) => toasts.show(log.refuse(message)));
   on("promptQueueing", notePress);
   on("progress_text", () => sayProgress(allNodes(app)));
   on("execution_start", noteStart);
@@ -325,7 +338,9 @@ function listen() {
     if (id && log.run) log.run.computed = true;
     clearProgress(allNodes(app).filter((node) => locatorOf(node) !== String(id)));
     noteSize(id && nodeById(String(id)));
+    timing.begin((id && nodeById(String(id))?.comfyClass) ?? "");
   });
+  on("progress", ({ value }) => timing.step(value));
   on("execution_success", (detail) => noteEnd(detail, "done"));
   on("execution_error", onError);
   on("execution_cached", (detail) => { cached = new Set(detail.nodes.map(String)); });
@@ -346,6 +361,12 @@ function loaderMenu(node) {
   return canBeHalved(node) ? [item(t("Halve the memory"), () => halveMemory(app, api, node))] : [];
 }
 
+async function askHere() {
+  const response = await api.fetchApi("/halfsafe/here");
+  here = response.ok ? await response.json() : [];
+  drawTab();
+}
+
 function addSidebarTab() {
   app.extensionManager.registerSidebarTab({
     id: "halfsafe",
@@ -359,6 +380,7 @@ function addSidebarTab() {
       container.replaceChildren(/** @type {HTMLElement} */ (sidebar));
       drawTab();
       if (!device) askDevice();
+      askHere();
     },
     destroy: () => {
       sidebar = null;
@@ -387,10 +409,13 @@ app.registerExtension({
       options: [
         { value: "off", text: "off" },
         { value: "report", text: "report: tell of NaN and Inf; a black picture stays black" },
-        { value: "retry_higher", text: "retry_higher: repeat what fails in a higher precision" },
+        { value: "retry_higher", text: "retry_higher: repeat what fails in a higher precision; stop where that cannot help" },
       ],
       defaultValue: "off",
-      onChange: sendSetting,
+      onChange: (/** @type {string} */ value) => {
+        sendSetting(value);
+        drawTab();
+      },
     },
     {
       id: BADGES,

@@ -15,7 +15,7 @@ import { following, said, t, together } from "./words.mjs";
 
 /** Each with its head and what that means. @returns {[Column, string, string | null][]} */
 const columns = () => [
-  ["name", t("layer"), null], ["class", t("class"), null], ["storage", t("storage"), t("What the weights are kept in.")], ["mode", t("mode"), t("What the layer multiplies in.")],
+  ["name", t("layer"), null], ["class", t("class"), null], ["storage", t("stored"), t("What the weights are kept in.")], ["mode", t("computed"), t("What the layer multiplies in.")],
   ["accumulation", t("sums"), t("What products are added up in.")], ["stream", t("activations"), t("What goes from layer to layer.")],
   ["kernel", t("kernel"), t("Of quantized weights: native runs on the device's own, dequantized unpacks them first.")],
 ];
@@ -66,6 +66,8 @@ export class ReportPanel {
   showLive(messages) {
     this.#live = messages;
     this.#drawGuard();
+    const [pill] = this.head.querySelectorAll(".hs-verdict"); // of the run before
+    if (pill) pill.hidden = Boolean(messages);
   }
 
   #drawAll() {

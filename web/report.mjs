@@ -82,7 +82,7 @@ const MODE = /\bfp16_(wide|scaled|acc16)\b/g;
  * @param {{event: GuardEvent | null, verdict: string, message: string}} message */
 export function saidText({ event, verdict, message }) {
   if (!isTranslated()) return message.replace(DETAILS, "").replace(MODE, modeText);
-  if (!event) return verdict === "clean" ? said(message) : t("Guard: {verdict}", { verdict: verdictText(verdict) });
+  if (!event) return said(message);
   return event.kind === "drift" || !event.evidence ? outcomeText(event) : together([outcomeText(event) + t("."), said(event.evidence)]);
 }
 

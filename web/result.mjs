@@ -2,9 +2,13 @@
 /** What a node shows of its result: a sentence, a table, two pictures, the whole text. */
 import { api } from "../../scripts/api.js";
 import { el, nameOf } from "./dom.mjs";
-import { said, t } from "./words.mjs";
+import { ourToast } from "./toasts.mjs";
+import { inTwo, said, t } from "./words.mjs";
 
 /** @typedef {{sentence: string, values: Record<string, string | number>, tone: string, head: string[], rows: string[][], marked: number | null, text: string, toast: boolean, pictures: Record<string, string>[]}} Result */
+
+/** What stands in a table where there is no number. */
+const NOTHING = "-";
 
 /** What the heads of tables mean. @returns {Record<string, string>} */
 const meanings = () => ({
@@ -28,11 +32,18 @@ export function sentenceOf({ sentence, values }) {
   return t(sentence, Object.fromEntries(Object.entries(values).map(([name, value]) => [name, typeof value === "string" ? said(value) : value])));
 }
 
-/** What a node that was executed is told of in messages. @param {Result | null} result @param {string[]} [unmatched] rules that match no layer */
-export function toastsOf(result, unmatched) {
-  const severity = result?.tone === "good" ? "success" : "warn";
-  const told = result?.toast ? [{ severity, summary: `Halfsafe: ${sentenceOf(result)}`, life: 6000 }] : [];
-  return unmatched ? [...told, { severity: "warn", summary: `Halfsafe: ${t("rules that match no layer of this model")}`, detail: unmatched.join("\n"), life: 20000 }] : told;
+/** What a result that asks for a message says in one. @param {Result | null} result */
+export function toastsOf(result) {
+  return result?.toast ? [ourToast(result.tone === "good" ? "success" : "warn", sentenceOf(result), "", 6000)] : [];
+}
+
+/** What a node's output tells beside its result: rules that match no layer, and that the model left the fp16 that it came in. @param {any} output */
+export function noticesOf(output) {
+  const { halfsafe_unmatched: unmatched, halfsafe_instead: instead } = output ?? {};
+  const told = unmatched ? [ourToast("warn", t("rules that match no layer of this model"), unmatched.join("\n"), 20000)] : [];
+  if (!instead) return told;
+  const { message, advice } = inTwo(instead[0]);
+  return [...told, ourToast("success", message, advice, 8000)];
 }
 
 export class ResultPanel {
@@ -62,7 +73,9 @@ function tableOf({ head, rows, marked }) {
   const body = rows.map((row, place) => {
     const [name, ...cells] = row.slice(0, head.length);
     const words = name.split(" ").flatMap((word, number) => [number ? " " : "", nameOf(t(word))]);
-    return el("tr", { "data-marked": String(place === marked), title: said(row[head.length] ?? "") || null }, el("td", {}, ...words), ...cells.map((text) => el("td", { text: said(text).replaceAll(" %", "\u00a0%") })));
+    const [why] = row.slice(head.length), left = cells[0] === NOTHING && cells.every((text) => text === NOTHING);
+    const figures = left ? [el("td", { class: "hs-left-out", colspan: cells.length, text: said(why) })] : cells.map((text) => el("td", { text: said(text).replaceAll(" %", "\u00a0%") }));
+    return el("tr", { "data-marked": String(place === marked), title: said(why ?? "") || null }, el("td", {}, ...words), ...figures);
   });
   const heads = head.map((text) => el("th", { scope: "col", title: meanings()[text], text: t(text) }));
   return el("table", { class: "hs-figures" }, el("thead", {}, el("tr", {}, ...heads)), el("tbody", {}, ...body));

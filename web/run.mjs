@@ -1,16 +1,17 @@
 // @ts-check
 import { modeText, verdictText } from "./dom.mjs";
 import { saidText, whatIn } from "./report.mjs";
-import { isTranslated, said, t, together } from "./words.mjs";
+import { ourToast } from "./toasts.mjs";
+import { firstSentence, inTwo, isTranslated, said, t, together } from "./words.mjs";
 
 /**
  * What the guards said in the last run, and in the last one before it of which they told something, if that was queued before it ended.
  * @typedef {import("./report.mjs").GuardEvent} GuardEvent
  * @typedef {{node_id: string | null, prompt_id: string, workflow?: string, kind: "event" | "verdict", verdict: string, message: string, advice: string, event: GuardEvent | null}} GuardMessage
  * @typedef {{verdict: string, message: string, advice: string, events: GuardMessage[]}} GuardState
- * @typedef {{node: string, message: string, advice: string, told: boolean}} RunError
+ * @typedef {{node: string, message: string, advice: string, told: boolean, guard?: string}} RunError an error that a guard raised, whose id is ``guard``, is told on the guard's card
  * @typedef {import("./toasts.mjs").Toast} Toast
- * @typedef {{promptId: string, workflow: string, before: Run | null, computed: boolean, toasts: Toast[], error: RunError | null, causes: Set<string>, state: "running" | "done" | "failed", guards: Map<string, GuardState>, events: GuardMessage[], results: Map<string, import("./result.mjs").Result>}} Run
+ * @typedef {{promptId: string, workflow: string, before: Run | null, computed: boolean, toasts: Toast[], error: RunError | null, causes: Set<string>, state: "running" | "done" | "failed", guards: Map<string, GuardState>, events: GuardMessage[], results: Map<string, import("./result.mjs").Result>, notices: Map<string, Toast[]>}} Run
  */
 
 const OURS = "halfsafe.";
@@ -25,16 +26,33 @@ export class RunLog {
   #onChange;
   /** Whether Run was pressed since the last run ended: the next was not queued behind it. */
   #pressed = false;
+  /** Why what was pressed last does not start. @type {{message: string, advice: string} | null} */
+  refused = null;
 
   /** @param {() => void} onChange called on every change */
   constructor(onChange) {
     this.#onChange = onChange;
   }
 
+  /** Whether Run was pressed, and nothing has begun yet. */
+  get isWaiting() {
+    return this.#pressed;
+  }
+
   /** Note that Run was pressed. @returns {boolean} whether nothing runs, so that what was told is of the past */
   press() {
     this.#pressed = this.run?.state !== "running";
+    if (this.#pressed) this.run = null;
+    this.refused = null;
+    this.#onChange();
     return this.#pressed;
+  }
+
+  /** Note why what was pressed does not start. @param {string} text @returns {Toast} the message */
+  refuse(text) {
+    this.refused = inTwo(text);
+    this.#onChange();
+    return toastOf(this.refused);
   }
 
   /** @param {string} promptId @param {string} [workflow] the id of the workflow that was queued @returns {Toast[]} what to tell yet of the run that this one was queued behind */
@@ -42,7 +60,8 @@ export class RunLog {
     const last = this.#pressed || this.run?.workflow !== workflow ? null : this.run;
     const before = last?.events.length ? { ...last, before: null } : last?.before ?? null;
     this.#pressed = false;
-    this.run = { promptId, workflow, before, computed: false, toasts: [], error: null, causes: new Set(), state: "running", guards: new Map(), events: [], results: new Map() };
+    this.run = { promptId, workflow, before, computed: false, toasts: [], error: null, causes: new Set(), state: "running", guards: new Map(), events: [], results: new Map(), notices: new Map() };
+    this.refused = null;
     this.#onChange();
     return (last?.toasts ?? []).map((toast) => ({ ...toast, detail: t("The run before: {what}", { what: toast.detail ?? "" }), life: BESIDE_THE_PICTURE }));
   }
@@ -82,7 +101,7 @@ export class RunLog {
 const causes = () => ({
   recovered: t("Black image prevented"),
   stopped: t("NaN or Inf found"),
-  bad_weights: t("Bad weights"),
+  bad_weights: t("A weight is NaN"),
   bad_input: t("The model was given NaN or Inf"),
   not_precision: t("NaN or Inf that no precision cures"),
   device_fault: t("The device calculates wrongly"),
@@ -95,11 +114,19 @@ export function toastFor(message, first) {
   const { event, verdict } = message;
   const drift = event?.kind === "drift";
   const name = /** @type {keyof ReturnType<typeof causes>} */ (drift ? "drift" : verdict);
-  const summary = `Halfsafe: ${causes()[name] ?? verdictText(verdict)}`;
-  if (verdict === "recovered" && event && !drift) return { severity: "success", summary, detail: together([curedText(event), said(event.evidence)]), life: 5000 };
-  const what = saidText(message);
-  const detail = together([drift && event ? whatIn(event) : isTranslated() ? what : firstSentence(what), said(message.advice)]);
-  return { severity: drift ? "warn" : "error", summary, detail, life: 20000 };
+  const cause = causes()[name] ?? verdictText(verdict);
+  if (verdict === "recovered" && event && !drift) return ourToast("success", cause, together([curedText(event), said(event.evidence)]), 5000);
+  const what = drift && event ? whatIn(event) : isTranslated() ? saidText(message) : firstSentence(saidText(message));
+  const { culprit, cure } = culpritOf(message);
+  if (culprit) return ourToast("error", culprit, together([cure, what]), 20000);
+  return ourToast(drift ? "warn" : "error", cause, together([what, cure]), 20000);
+}
+
+/** What is at fault and what to do about it: a guard's advice on weights, and what it says of an input, begin with that name. @param {{verdict: string, advice: string, event?: GuardEvent | null}} message */
+export function culpritOf({ verdict, advice, event }) {
+  const text = said(advice), [named, ...rest] = text.split(t(": "));
+  if (verdict === "bad_weights" && rest.length) return { culprit: named, cure: rest.join(t(": ")) };
+  return { culprit: verdict === "bad_input" && event?.layer ? t("NaN or Inf in the {input}", { input: said(event.layer) }) : "", cure: text };
 }
 
 /** "Step 3 was repeated in fp32: blocks.0.ffn.2 overflowed in fp16." @param {GuardEvent} event */
@@ -117,28 +144,12 @@ export function isWider({ event, verdict, of }) {
 export function errorOf({ node_id: id, exception_type: type, exception_message: text }, run) {
   const [plain, node] = [text.replace(FOLDERS, ""), String(id)];
   if (!String(type).startsWith(OURS)) return { node, message: text.trim().split("\n")[0], advice: "", told: true };
-  const guards = run?.events.find(({ message }) => message && text.startsWith(message));
-  if (guards) return { node, message: saidText(guards), advice: said(guards.advice), told: true };
+  const guards = run?.events.find(({ message }) => message && text.includes(message));
+  if (guards) return { node, message: saidText(guards), advice: said(guards.advice), told: true, guard: String(guards.node_id ?? "") };
   return { node, ...inTwo(plain), told: false };
-}
-
-/** Why a value of one of the pack's nodes was refused, which the page keeps behind three clicks. @param {string} text @returns {Toast} */
-export function refusedToast(text) {
-  return toastOf(inTwo(text));
 }
 
 /** @param {{message: string, advice: string}} error @returns {Toast} */
 export function toastOf({ message, advice }) {
-  return { severity: "error", summary: `Halfsafe: ${message}`, detail: advice, life: 20000 };
-}
-
-/** A problem and what to do about it. @param {string} text */
-function inTwo(text) {
-  const message = firstSentence(text);
-  return { message: said(message), advice: said(text.slice(message.length).trim()) };
-}
-
-/** @param {string} text */
-function firstSentence(text) {
-  return /^[^]*?[.!?](?=\s+[A-Z]|\s*$)/.exec(text)?.[0] ?? text;
+  return ourToast("error", message, advice, 20000);
 }

@@ -2,6 +2,19 @@
 /** The pack's messages on the page, which go when Run is pressed and when a run starts: they are about the one before. */
 /** @typedef {{severity: string, summary: string, detail?: string, life: number}} Toast */
 
+/** What the pack's messages begin with. */
+const OURS = "Halfsafe: ";
+
+/** A message of the pack's. @param {string} severity @param {string} summary @param {string} detail @param {number} life in milliseconds @returns {Toast} */
+export function ourToast(severity, summary, detail, life) {
+  return { severity, summary: OURS + summary, detail, life };
+}
+
+/** What a message says without the pack's name. @param {Toast} toast */
+export function saidIn({ summary }) {
+  return summary.slice(OURS.length);
+}
+
 export class Toasts {
   /** A message that is shown -> what takes it away. @type {Map<string, () => void>} */
   #shown = new Map();

@@ -71,6 +71,17 @@ export function together(sentences) {
   return sentences.filter(Boolean).reduce((text, sentence) => (text ? text + following(text, sentence) : sentence), "");
 }
 
+/** A problem and what to do about it: the first sentence of a text of the server, and the others. @param {string} text */
+export function inTwo(text) {
+  const message = firstSentence(text);
+  return { message: said(message), advice: said(text.slice(message.length).trim()) };
+}
+
+/** @param {string} text */
+export function firstSentence(text) {
+  return /^[^]*?[.!?](?=\s+[A-Z]|\s*$)/.exec(text)?.[0] ?? text;
+}
+
 /** A text that is known, with or without the full stop at its end. @param {string} text @returns {string | null} */
 function worded(text) {
   const words = languages[language()].halfsafe ?? {};

@@ -25,21 +25,27 @@ SMALLEST_SIZE = 2.0**-120
 def wide_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Multiply ``x`` (M, K) by ``weight`` (K, N), both fp16 on CUDA, into fp32."""
     if torch.compiler.is_compiling() and not can_be_traced():
-        return _opaque(x, weight)
+        return torch.ops.halfsafe.wide_product(x, weight)
     # Never ``addmm`` or ``baddbmm`` in a graph: with ``out_dtype`` they cannot be traced (PyTorch #163880).
     return torch.mm(x, weight, out_dtype=torch.float32)
 
 
-# torch 2.8 and 2.9 break the graph at each product: "meta_mm() takes 2 positional arguments but 3 were given" (PyTorch
-# #163275). A custom operator is one node to the compiler, and the same product.
-@torch.library.custom_op("halfsafe::wide_product", mutates_args=())
 def _opaque(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.mm(x, weight, out_dtype=torch.float32)
 
 
-@_opaque.register_fake
-def _(x, weight):
+def _without_numbers(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x.new_empty(x.shape[0], weight.shape[1], dtype=torch.float32)
+
+
+# torch 2.8 and 2.9 break the graph at each product: "meta_mm() takes 2 positional arguments but 3 were given" (PyTorch
+# #163275). An operator of ours is one node to the compiler, and the same product. ``torch.library.custom_op`` would ask
+# ``inspect`` for each module that was ever imported, in whole ComfyUI: a third of the pack's import.
+_library = torch.library.Library("halfsafe", "FRAGMENT")
+if not hasattr(torch.ops.halfsafe, "wide_product"):  # of the same pack under another name
+    _library.define("wide_product(Tensor x, Tensor weight) -> Tensor")
+    _library.impl("wide_product", _opaque, "CompositeExplicitAutograd")
+    _library.impl("wide_product", _without_numbers, "Meta")
 
 
 @torch.compiler.assume_constant_result

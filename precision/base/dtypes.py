@@ -1,19 +1,10 @@
 """Names and limits of the formats weights are stored and computed in."""
 
-import re
 from functools import cache
 
 import torch
 
-
-def torch_version() -> tuple[int, int]:
-    """Return (major, minor) of the running torch."""
-    major, minor = re.findall(r"\d+", str(torch.__version__))[:2]
-    return int(major), int(minor)
-
-
-STORAGE_OPTIONS = ("auto", "as_file", "fp8_e4m3fn", "fp8_e5m2", "fp16", "bf16", "fp32", "int8", "w6a8", "w4a8")
-COMPUTE_OPTIONS = ("auto", "fp8", "fp16", "fp16_safe", "bf16", "fp32", "int8")
+from .options import STORAGE_OPTIONS
 
 DTYPES = {
     "fp8_e4m3fn": torch.float8_e4m3fn,

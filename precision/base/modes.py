@@ -48,24 +48,29 @@ class Mode:
 
 
 _E4M3, _FP16, _BF16, _FP32 = torch.float8_e4m3fn, torch.float16, torch.bfloat16, torch.float32
-FP8 = Mode("fp8", "fp8 matmul", "compute=fp8", _E4M3, None, (238, 165, 42))
-INT8 = Mode("int8", "int8 matmul, a scale per token", "compute=int8", torch.int8, None, (150, 200, 74))
+FP8 = Mode("fp8", "fp8", "compute=fp8", _E4M3, None, (238, 165, 42))
+INT8 = Mode("int8", "int8 with a scale per token", "compute=int8", torch.int8, None, (150, 200, 74))
 FP16_ACC16 = Mode(
-    "fp16_acc16", "fp16 matmul, fp16 accumulation", "compute=fp16 accumulation=fp16",
+    "fp16_acc16", "fp16 with fp16 sums", "compute=fp16 accumulation=fp16",
     _FP16, _FP16, (214, 120, 172), True,
 )  # fmt: skip
-FP16 = Mode("fp16", "fp16 matmul", "compute=fp16", _FP16, _FP16, (92, 178, 238))
-FP16_WIDE = Mode("fp16_wide", "fp16 matmul, fp32 result", "compute=fp16_safe", _FP16, _FP32, (62, 116, 216))
+FP16 = Mode("fp16", "fp16", "compute=fp16", _FP16, _FP16, (92, 178, 238))
+FP16_WIDE = Mode("fp16_wide", "fp16 with fp32 results", "compute=fp16_safe", _FP16, _FP32, (62, 116, 216))
 FP16_SCALED = Mode(
-    "fp16_scaled", "fp16 matmul of scaled operands, fp32 result", "compute=fp16_safe", _FP16, _FP32, (146, 112, 224)
+    "fp16_scaled", "scaled fp16 with fp32 results", "compute=fp16_safe", _FP16, _FP32, (146, 112, 224)
 )
-BF16 = Mode("bf16", "bf16 matmul", "compute=bf16", _BF16, _BF16, (54, 178, 132))
-FP32 = Mode("fp32", "fp32 matmul", "compute=fp32", _FP32, _FP32, (126, 134, 148))
+BF16 = Mode("bf16", "bf16", "compute=bf16", _BF16, _BF16, (54, 178, 132))
+FP32 = Mode("fp32", "fp32", "compute=fp32", _FP32, _FP32, (126, 134, 148))
 
 MODES = {mode.name: mode for mode in (FP8, INT8, FP16_ACC16, FP16, FP16_WIDE, FP16_SCALED, BF16, FP32)}
 
 MODE_OF = {mode.rule.removeprefix("compute="): mode.name for mode in reversed(MODES.values()) if " " not in mode.rule}
 """Compute option -> the first mode whose rule is that option alone."""
+
+
+def label_of(name: str) -> str:
+    """Return the label of a mode, or the name of a dtype that is no mode."""
+    return MODES[name].label if name in MODES else name
 
 
 def modes_named(names: Iterable[str]) -> list[Mode]:

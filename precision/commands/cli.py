@@ -1,31 +1,28 @@
 """The commands ``inspect``, ``scan``, ``convert``, ``plan`` and ``doctor``: arguments, output, exit codes.
 
+torch, which takes seconds to import, is imported once a command has all that it needs.
 Exit code 0: done; 1: ``scan`` found problems; 2: an error, in one line on stderr; 130: interrupted.
 """
 
 import argparse
+import errno
 import json
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ..base.dtypes import STORAGE_OPTIONS
 from ..base.errors import CheckpointError, HalfsafeError, UnknownProfile
+from ..base.options import GOALS, STORAGE_OPTIONS
 from ..base.text import size_text
-from ..devices.detect import detect
 from ..devices.profiles import NAME_EXAMPLES, profile_named
-from ..files.safetensors_file import open_checkpoint
-from ..make.calibration import read_calibration
-from ..plan.goal import GOALS
 from ..plan.presets import DEFAULT_PRESET, PRESETS
-from ..plan.rules import rules_from
-from . import doctor
-from .convert import conversion_text, convert_file
-from .inspect import Scan, inspect_file, inspection_text, scan_file, scan_text
-from .plan import plan_file
+
+if TYPE_CHECKING:
+    from .inspect import Scan
 
 STORAGES = STORAGE_OPTIONS[1:]
 
@@ -35,11 +32,24 @@ def main(arguments: list[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a name that the terminal's encoding lacks is printed with escapes
             stream.reconfigure(errors="backslashreplace")
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.run is None:
+        parser.print_help()
+        return 0
     try:
+        _require_some(getattr(options, name) for name in ("file", "files", "source") if name in options)
         return options.run(options)
     except HalfsafeError as error:
         return _fail(error)
+
+
+def _require_some(named: Iterable[Path | list[Path]]) -> None:
+    """Raise :class:`CheckpointError` for the first file that a command is to read, if none of them exists."""
+    paths = [path for value in named for path in (value if isinstance(value, list) else [value])]
+    if paths and not any(map(os.path.lexists, paths)):
+        problem = f"cannot be opened ({os.strerror(errno.ENOENT)})"
+        raise CheckpointError(paths[0], problem, advice="Check the path.")
 
 
 def _fail(error: HalfsafeError) -> int:
@@ -65,8 +75,10 @@ def _print(options: argparse.Namespace, data: dict, text: str) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="halfsafe", description="Look at, check and convert model files.")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    inspect = _command(commands, "inspect", _inspect, "what a model file holds, and what ComfyUI would do with it")
+    parser.set_defaults(run=None)
+    commands = parser.add_subparsers(metavar="COMMAND")
+    described = "what a model file holds, and what ComfyUI would do with its quantized layers"
+    inspect = _command(commands, "inspect", _inspect, described)
     inspect.add_argument("file", type=Path)
     scan = _command(commands, "scan", _scan, "read every number: NaN, Inf, out of range, lost scales")
     scan.add_argument("files", type=Path, nargs="+", metavar="file")
@@ -122,6 +134,8 @@ def device(text: str) -> str:
 
 
 def _inspect(options: argparse.Namespace) -> int:
+    from .inspect import inspect_file, inspection_text
+
     inspection = inspect_file(options.file)
     _print(options, asdict(inspection), inspection_text(inspection))
     return 0
@@ -129,6 +143,9 @@ def _inspect(options: argparse.Namespace) -> int:
 
 def _scan(options: argparse.Namespace) -> int:
     """Scan the files in turn, a sharded set once; a file that cannot be read does not stop the others."""
+    from ..files.safetensors_file import open_checkpoint
+    from .inspect import scan_file, scan_text
+
     scans: list[Scan] = []
     done: set[Path] = set()
     failed = 0
@@ -137,7 +154,7 @@ def _scan(options: argparse.Namespace) -> int:
             file = open_checkpoint(path)
             if not done.issuperset(file.files):
                 done.update(file.files)
-                scans.append(scan_file(path, _progress(file.data_bytes, "read")))
+                scans.append(scan_file(path, _progress(file.data_bytes, "read", path.name)))
         except CheckpointError as error:
             failed = _fail(error)
     if scans:
@@ -146,7 +163,7 @@ def _scan(options: argparse.Namespace) -> int:
     return failed or int(any(scan.problems for scan in scans))
 
 
-def _progress(total: int, verb: str) -> Callable[[int], None]:
+def _progress(total: int, verb: str, name: str) -> Callable[[int], None]:
     """Return a function that is called with the bytes just dealt with, and prints a line at every tenth of all."""
     done = 0
 
@@ -154,12 +171,17 @@ def _progress(total: int, verb: str) -> Callable[[int], None]:
         nonlocal done
         before, done = done, done + count
         if count and 10 * before // total < 10 * done // total:
-            _tell(f"{100 * done // total:3d} % {verb} of {size_text(total)}")
+            _tell(f"{100 * done // total:3d} % {verb} of {name}, {size_text(total)}")
 
     return advance
 
 
 def _convert(options: argparse.Namespace) -> int:
+    from ..files.safetensors_file import open_checkpoint
+    from ..make.calibration import read_calibration
+    from ..plan.rules import rules_from
+    from .convert import conversion_text, convert_file
+
     target = options.target
     if target.suffix not in (".safetensors", ".sft") or os.path.isdir(target):
         raise HalfsafeError(f"{target} is not the name of a .safetensors file.", "Give the target that ending.")
@@ -167,7 +189,7 @@ def _convert(options: argparse.Namespace) -> int:
         raise HalfsafeError(f"{target} exists.", "Add --force to overwrite it.")
     rules = rules_from(_rules_text(options.rules), options.preset)
     calibration = options.calibration and read_calibration(options.calibration)
-    progress = _progress(open_checkpoint(options.source).data_bytes, "converted")
+    progress = _progress(open_checkpoint(options.source).data_bytes, "converted", options.source.name)
     summary = convert_file(options.source, target, options.storage, rules, progress, calibration, options.force)
     _print(options, asdict(summary), conversion_text(summary))
     return 0
@@ -184,12 +206,17 @@ def _rules_text(path: Path | None) -> str:
 
 
 def _plan(options: argparse.Namespace) -> int:
+    from ..devices.detect import detect
+    from .plan import plan_file
+
     report = plan_file(options.file, detect(profile=options.device), options.goal, options.memory)
     _print(options, report.to_json(), report.to_text())
     return 0
 
 
 def _doctor(options: argparse.Namespace) -> int:
+    from . import doctor
+
     diagnosis = doctor.diagnose()
     _print(options, diagnosis, doctor.to_text(diagnosis))
     return 0

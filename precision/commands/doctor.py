@@ -6,7 +6,7 @@ from dataclasses import asdict
 import torch
 
 from ..base.flags import SETTINGS, is_on
-from ..base.text import on_off, table, wrapped
+from ..base.text import on_off, paragraph, table, wrapped
 from ..devices.detect import Device, detect
 from ..devices.profiles import CAPABILITIES
 from ..formats.families import family_named
@@ -97,8 +97,14 @@ def to_text(diagnosis: dict) -> str:
         "Compute dtype auto chooses\n" + table(autos),
         "Storage auto chooses where 16 bit does not fit the GPU\n" + table(stored),
         "Backend flags\n" + table(flags) if flags else "",
+        _comfyui(diagnosis.get("comfyui", [])),
     ]
     return "\n\n".join(filter(None, sections)) + "\n"
+
+
+def _comfyui(facts: list[dict]) -> str:
+    lines = [f"{fact['what']}: {fact['here']}. ({fact['switch']})" for fact in facts]
+    return "\n".join(["What ComfyUI does here", *paragraph(lines, "  ")]) if facts else ""
 
 
 def diagnosis_result(diagnosis: dict) -> Result:

@@ -9,9 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
-from ..base.dtypes import torch_version
 from ..base.errors import UnknownProfile
 
 CAPABILITIES = {
@@ -99,7 +96,7 @@ class DeviceProfile:
         needed = self.needs_torch.get(capability)
         if not needed or torch_version() >= needed:
             return None
-        return f"Needs torch {needed[0]}.{needed[1]}; this is {torch.__version__}."
+        return f"Needs torch {needed[0]}.{needed[1]}; this is {'.'.join(map(str, torch_version()))}."
 
     def reason(self, capability: str) -> str:
         """Say why the capability is expected to be on or off, as a sentence."""
@@ -244,7 +241,7 @@ ROWS = (
         notes={"bf16": "No bf16 instructions (AVX512-BF16, AMX): bf16 is emulated.",
                "fp16": "fp16 math is emulated or slow on a CPU.",
                "fp16_accumulation": NO_CUBLAS,
-               "fp8_matmul": "torch._scaled_mm runs on a CPU, emulated: good for tests, not for speed.",
+               "fp8_matmul": "It is only emulated here, for tests.",
                "int8_matmul": "int8 matmul runs on a CPU, exact: good for tests, not for speed.",
                "int8_matmul_gains": "comfy-kitchen has no CPU kernels: torch's general operations run int8 products."},
     ),
@@ -255,20 +252,32 @@ _VENDORS = re.compile(
     r"(workstation|server)?\s*edition|max-q|[^a-z0-9]"
 )
 _MEMORY = re.compile(r"\b\d+ ?gi?b\b")
-NAME_EXAMPLES = "rtx 3060, rtx 4090, gtx 1080, t4, v100, a100, h100, rx 7900, arc b580, m2"
+_BARE = re.compile(r"\d(?!000)\d{3}")
+"""A number that one series alone has: 3060, and not 4000, which is of two."""
+NAME_EXAMPLES = "2080 ti, 3060, rtx 4090, gtx 1080, t4, v100, a100, h100, rx 7900, arc b580, m2"
 PROFILES = {row.name: row for row in ROWS}
 PROFILE_NAMES = tuple(PROFILES)
 
 
+def torch_version() -> tuple[int, int]:
+    """Return (major, minor) of the running torch."""
+    import torch  # not above: the command line asks for names of devices before it has to wait for torch
+
+    major, minor = re.findall(r"\d+", str(torch.__version__))[:2]
+    return int(major), int(minor)
+
+
 def profile_named(name: str) -> DeviceProfile:
-    """Find the row of a code such as ``sm_86``, or of a device's name such as ``RTX 3060 12GB``.
+    """Find the row of a code such as ``sm_86``, or of a device's name such as ``RTX 3060 12GB`` or ``3060``.
 
     Raises:
         UnknownProfile: no row is called so; names the codes and some names.
     """
     plain = _VENDORS.sub("", _MEMORY.sub("", name.lower()))
-    row = PROFILES.get(name.strip()) or next((row for row in ROWS if re.fullmatch(row.called, plain)), None)
+    spelled = [plain, *(f"{series}{plain}" for series in ("rtx", "gtx", "rx") if _BARE.match(plain))]
+    named = (row for row in ROWS if any(re.fullmatch(row.called, spelling) for spelling in spelled))
+    row = PROFILES.get(name.strip()) or next(named, None)
     if row is None or not plain:
-        advice = f"Use a code ({', '.join(PROFILE_NAMES)}) or a device's name, such as {NAME_EXAMPLES}."
+        advice = f"Use a device's name, such as {NAME_EXAMPLES}, or a code: {', '.join(PROFILE_NAMES)}."
         raise UnknownProfile(f"There is no device profile '{name}'.", advice)
     return row

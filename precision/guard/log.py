@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ..base.modes import label_of
 from ..base.nested import tensors_in
+from ..report.report_text import verdict_shown
 from ..report.schema import CheckReport, GuardEvent, GuardReport
 from . import verdicts
 from .inputs import Diagnosis, NotFiniteInput, is_finite, rows_not_finite
@@ -65,7 +67,7 @@ def sentence(event: GuardEvent, origin: Origin | None) -> str:
     mode = f"computed in {event.from_mode}" if event.from_mode else ""
     rows = f"batch rows {', '.join(map(str, event.batch_rows))}" if event.batch_rows else ""
     line = when + ", ".join(filter(None, [what, place, mode, given, rows])) + "."
-    repeated = f"Repeated in {event.to_mode}: finite." if event.recovered else ""
+    repeated = f"Repeated in {label_of(event.to_mode)}: no NaN." if event.recovered else ""
     return " ".join(filter(None, [line[0].upper() + line[1:], repeated, event.evidence]))
 
 
@@ -156,11 +158,20 @@ class GuardLog:
     def notify_verdict(self, escalation: Escalation) -> None:
         """Sum up a sampler's run that ended with ``escalation``, unless there is nothing to tell."""
         if self.verdict != verdicts.CLEAN:
-            events, repeats = _count(len(self.events), "event"), _count(self.extra_calls, "repeated call")
-            became = "told" if self.verdict == verdicts.STOPPED and self.on_nan == "report" else self.verdict
-            self.notify("verdict", self.verdict, f"Guard: {became}, {events}, {repeats}.", self.advice)
+            self.notify("verdict", self.verdict, self._became(), self.advice)
         elif escalation:
             self.notify("verdict", self.verdict, verdicts.BEGAN_WITH.format(parts=", ".join(escalation.parts())), "")
+
+    def _became(self) -> str:
+        """Say in a sentence what became of a run with NaN or Inf."""
+        if self.verdict == verdicts.RECOVERED:
+            steps = len({(event.call, event.step) for event in self.events if event.recovered})
+            return "Repaired: 1 step was repeated." if steps == 1 else f"Repaired: {steps} steps were repeated."
+        if self.verdict == verdicts.STOPPED and self.on_nan == "stop":
+            return "Stopped, as the guard is set to."
+        if self.verdict == verdicts.STOPPED and self.on_nan == "report":
+            return "Told and not repaired, as the guard is set to."
+        return f"Guard: {verdict_shown(self.verdict)}."
 
     def report(self, escalation: Escalation) -> GuardReport:
         """Give the log as the report's section, with what runs wider now; a run that is clean with that says so."""
@@ -169,10 +180,6 @@ class GuardLog:
             self.verdict, self.calls, self.extra_calls, escalation.named(), list(self.events), escalation.rules(),
             advice, list(self.checks),
         )  # fmt: skip
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" + ("" if number == 1 else "s")
 
 
 def blame_inputs(log: GuardLog, inputs: Sequence[NotFiniteInput], batch: int) -> None:

@@ -16,14 +16,11 @@ DEVICE_FAULT = "device_fault"
 CURED = (CLEAN, RECOVERED)
 ADVICE = {
     RECOVERED: (
-        "NaN and Inf are cured; whether other values are right was not looked at, unless check is on. "
-        "Rules in the report of a Halfsafe or Precision Report node make the next run start that way."
+        "No NaN and no Inf is left. To keep this after a restart, click Keep for next run on the Halfsafe node, "
+        "whose check also finds wrong numbers that are not NaN."
     ),
-    STOPPED: (
-        "Set on_nan, or the setting Guard every run, to retry_higher, or put Compute Dtype with fp16_safe (or bf16, "
-        "where the device has it) before the sampler."
-    ),
-    BAD_WEIGHTS: "Get the file again or leave it out: no precision repairs a weight that is NaN or Inf.",
+    STOPPED: "Set the guard to retry_higher: it repeats what fails in a higher precision.",
+    BAD_WEIGHTS: "Leave the file out or download it again, as no precision repairs a weight that is NaN or Inf.",
     BAD_INPUT: "Look at the node that made it; Check Finite behind that node names the first one that is not finite.",
     NOT_PRECISION: (
         "No higher precision cures this: try another sampler or scheduler, more steps, a lower cfg, the model without "
@@ -44,7 +41,7 @@ STARTED_AGAIN = "The sampling was started again in {}, as {} may keep state betw
 SAME_AGAIN = "The same call, in the same arithmetic and with the same random numbers, is finite."
 EAGER_IS_FINITE = "The compiled call is NaN or Inf each time; without torch.compile it is finite."
 PATCH_READ = "The first operation whose result is NaN or Inf reads this patch."
-NAN_READ = "The weight holds NaN, and the first operation whose result is NaN or Inf reads it."
+NAN_READ = "The weight itself is NaN."
 WEIGHTS_MADE_FINITE = "In fp32 the call is NaN or Inf too, and finite with a zero for each NaN and Inf of the weights."
 FAILS_IN_FP32 = "In fp32 the call is NaN or Inf too."
 WRONG_IN_FP32 = "A test product in fp32 is wrong."
@@ -65,7 +62,7 @@ BROKEN_OFF = "Its repeat ended with an error, and the first result is given back
 MAY_BE_KEPT = "In fp32 the repeated call is NaN or Inf too, or was given a result that was kept of the failed one."
 LEAVE_OUT = "The sampling could not start again beside {}: leave its node out, or let it begin after this step."
 GOES_ON = "The model goes on in fp16_safe as long as it is loaded."
-SAME_SEED = "Later runs begin that way, so the same seed may give a slightly different picture."
+SAME_SEED = "Until a restart later runs begin that way, so the same seed may give a slightly different picture."
 BEGAN_WITH = "Began wider, as an earlier run showed: {parts}."
 BEGAN_WIDER = (
     "Nothing to do. This run began in the higher precision that an earlier run needed, which the rules in the report "
@@ -75,13 +72,13 @@ BEGINS_SAFE = "Nothing to do. With Compute Dtype at fp16_safe it begins that way
 
 CONTROL_ADVICE = (
     "Load the ControlNet with compute fp32 or fp16_safe in Load ControlNet (Halfsafe), lower its strength, "
-    "or look at its picture with Check Finite. If its file holds NaN, get it again."
+    "or look at its picture with Check Finite. If its file holds NaN, download it again."
 )
 COMPILED = (
     "torch.compile runs this model, and without it the same call is finite: leave the compile node out, "
     "or compile with another backend. Otherwise it is the device or its driver."
 )
-EMBEDDING = "A textual inversion embedding in the prompt holds NaN or Inf: leave it out, or get it again."
+EMBEDDING = "A textual inversion embedding in the prompt holds NaN or Inf: leave it out or download it again."
 ENCODER_INPUTS = {
     "VAE decode": (
         "latent",
@@ -99,7 +96,10 @@ class NonFinite(HalfsafeError):
     """A model, VAE or text encoder gave NaN or Inf, and the run was stopped."""
 
     def __init__(self, problem: str, verdict: str = STOPPED, advice: str = ""):
-        super().__init__(" ".join((problem, f"Verdict: {verdict}.")), advice or ADVICE[verdict])
+        found, cure = " ".join((problem, f"Verdict: {verdict}.")), advice or ADVICE[verdict]
+        if verdict == BAD_WEIGHTS:  # whose advice names the file
+            found, cure = cure, found
+        super().__init__(found, cure)
         self.verdict = verdict
 
 
@@ -129,7 +129,7 @@ def encoder_wording(kind: str, without_cure: str, without_retries: str) -> Wordi
         RECOVERED: "",
         NOT_PRECISION: f"No higher precision cures this {kind}: {without_cure}.",
         DEVICE_FAULT: f"{ADVICE[DEVICE_FAULT]} Or run the {kind} on the CPU.",
-        STOPPED: f"Set on_nan, or the setting Guard every run, to retry_higher, or {without_retries}.",
+        STOPPED: f"Set the guard to retry_higher, or {without_retries}.",
     }
     return Wording(
         f"There was not enough memory to repeat it in a higher precision: {without_retries}, "

@@ -16,7 +16,6 @@ from .rules import Rules
 
 NO_RULES = Rules()
 STORAGE_RULE = "the model is loaded already: give rules on storage to a loader or to Save Model"
-GOALS = ("balanced", "quality", "speed", "memory")
 SUMS = {
     "quality": (
         Request(fp16_accumulation="off", reduced_precision_reduction="off", tf32="off"),
@@ -97,6 +96,7 @@ def on_loaded(
 
 def _instead_of_fp16(used: str, facts: ModelFacts) -> str:
     if FP16.name in facts.supported:
-        return f"Computed in {used} instead of the fp16 that the model came in, which overflows above 65504."
-    why = "ComfyUI does not list fp16 for this model: its activations may overflow."
-    return f"Computed in {used} instead of the fp16 that the model came in. {why}"
+        why = "Above 65504 fp16 overflows, which gives black pictures."
+        return f"Computed in {used}, not in the fp16 that the model came in. {why}"
+    why = "ComfyUI does not list fp16 for this model: its activations may overflow, which gives black pictures."
+    return f"Computed in {used}, not in the fp16 that the model came in. {why}"

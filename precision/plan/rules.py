@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from fnmatch import translate
 from functools import cached_property, lru_cache
 
-from ..base.dtypes import COMPUTE_OPTIONS, STORAGE_OPTIONS
 from ..base.errors import HalfsafeError, RuleError
 from ..base.layer_names import by_pattern
+from ..base.options import COMPUTE_OPTIONS, STORAGE_OPTIONS
 from .facts import LayerSpec
 from .presets import DEFAULT_PRESET, PRESETS, TEXT_ENCODER
 from .structure import ROLES, roles_of

@@ -3,12 +3,20 @@
 Names and shapes are all it needs: of a file's header, of a loaded model, of a model on the meta device.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 from math import prod
+from typing import TYPE_CHECKING
 
-from .facts import LayerSpec
+if TYPE_CHECKING:
+    from .facts import LayerSpec
+
+    Block = Sequence[LayerSpec]
+    Stack = Sequence[Block]
+    Path = tuple[list[str], LayerSpec]
 
 OUTSIDE = "outside"
 MODULATION = "modulation"
@@ -20,9 +28,6 @@ MLP_LAYERS = 2
 _NUMBERED = re.compile(r"(.*?)\d+")
 _NUMBER = re.compile(r"\d+")
 
-Block = Sequence[LayerSpec]
-Stack = Sequence[Block]
-Path = tuple[list[str], LayerSpec]
 
 
 def roles_of(layers: Iterable[LayerSpec]) -> Mapping[str, str]:

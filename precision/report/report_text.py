@@ -132,9 +132,12 @@ def _guard(guard: dict) -> list[str]:
     return [*lines, *wrapped(guard["advice"], "  ")] if guard["advice"] else lines
 
 
-def verdict_shown(verdict: str, kinds: Iterable[str]) -> str:
-    """Return what people read as the verdict: "drift" where nothing was NaN and an event's kind is drift."""
-    return "drift" if verdict == "clean" and "drift" in kinds else verdict
+def verdict_shown(verdict: str, kinds: Iterable[str] = ()) -> str:
+    """Return what people read as the verdict: "drift" where nothing was NaN and an event's kind is drift, and "not
+    cured" where a guard may have been to tell alone, and nothing was stopped."""
+    if verdict == "clean" and "drift" in kinds:
+        return "drift"
+    return "not cured" if verdict == "stopped" else verdict.replace("_", " ")
 
 
 def _encoders(encoders: list[dict]) -> list[str]:

@@ -73,6 +73,7 @@ def result_of(analysis: Analysis, text: str) -> Result:
     free = len(chosen) + len(analysis.named(KEPT))
     snr = whole_decibel_text(analysis.snr_db)
     values: dict[str, str | int] = {"chosen": len(chosen), "free": free, "candidate": name, "snr": snr}
+    values["error"] = f"{100 * 10 ** (-analysis.snr_db / 20):.2g} %"
     return Result(result.CHOSEN, values, head=HEAD, rows=rows, text=text, toast=True)
 
 

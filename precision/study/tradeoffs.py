@@ -4,13 +4,14 @@ import math
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..base.dtypes import COMPUTE_OPTIONS, QUANTIZED_NAMES, STORAGE_OPTIONS
+from ..base.dtypes import QUANTIZED_NAMES
 from ..base.errors import HalfsafeError
+from ..base.modes import MODES, label_of
+from ..base.options import COMPUTE_OPTIONS, GOALS, STORAGE_OPTIONS
 from ..devices.detect import Device, why_no_fp8
 from ..plan.auto import INT8_COMPUTE
 from ..plan.compute import SAFE
 from ..plan.facts import LayerSpec
-from ..plan.goal import GOALS
 from ..plan.rules import Rules, numbered_lines, rules_from
 from ..plan.weights import why_not_held
 
@@ -106,6 +107,20 @@ class Tradeoff:
     def names(self) -> str:
         """Name the setting and its equals."""
         return " = ".join(map(str, (self.setting, *self.same)))
+
+    @property
+    def computed(self) -> str:
+        """Name in words what most layers multiplied in."""
+        return label_of(self._mode)
+
+    @property
+    def computed_by(self) -> str:
+        """Return the compute option that asks for it."""
+        return MODES[self._mode].rule.removeprefix("compute=") if self._mode in MODES else self._mode
+
+    @property
+    def _mode(self) -> str:
+        return max(self.modes, key=self.modes.__getitem__)
 
     @property
     def bytes(self) -> int:

@@ -2,9 +2,12 @@
 
 import math
 
+from ..base.modes import label_of
+from ..base.options import GOALS
 from ..base.text import paragraph, size_text, table
-from ..plan.goal import GOALS
-from ..report.result import BAD, BEST, BEST_SMALL, CLOSEST, GOOD, NONE_WORKS, UNRANKED, WARN, Result
+from ..formats.comfy_format import AS_FILE
+from ..report import result
+from ..report.result import BAD, GOOD, WARN, Result
 from ..report.view import shares
 from .analysis_text import decibel_text, whole_decibel_text
 from .tradeoffs import CLOSE, FLOORS, Measurements, Tradeoff
@@ -34,34 +37,42 @@ def result_of(found: Measurements, text: str) -> Result:
     rows = [_shown(row, row.names) for row in sorted(found.rows, key=lambda row: row is not best)]
     rows.append(_shown(found.reference, f"{found.reference.setting} {REFERENCE}"))
     if best is None:
-        return Result(NONE_WORKS, {}, BAD, TABLE, rows, text=text)
+        return Result(result.NONE_WORKS, {}, BAD, TABLE, rows, text=text)
+    as_loaded = best.storage in (AS_FILE, found.storage)
     values = {
-        "storage": best.storage,
-        "compute": best.setting.compute,
+        "weights": result.AS_LOADED if as_loaded else result.HELD_IN.format(best.storage),
+        "computed": best.computed,
         "seconds": seconds_text(best.seconds),
         "memory": size_text(best.bytes),
-        "snr": whole_decibel_text(best.snr_db),
+        "close": _closeness(best.snr_db),
     }
     if not found.is_ranked:
-        return Result(UNRANKED, values, WARN, TABLE, rows, None, text, toast=True)
+        return Result(result.UNRANKED, values, WARN, TABLE, rows, None, text, toast=True)
     if best.snr_db < FLOORS["balanced"]:
         values["floor"] = f"{FLOORS['balanced']:g} dB"
-        return Result(CLOSEST, values, WARN, TABLE, rows, 0, text, toast=True)
+        return Result(result.CLOSEST, values, WARN, TABLE, rows, 0, text, toast=True)
     values["less"] = f"{100 * found.less_memory:.0f} %"
-    return Result(BEST_SMALL if found.less_memory else BEST, values, GOOD, TABLE, rows, 0, text, toast=True)
+    sentence = result.BEST_SMALL if found.less_memory else result.BEST
+    return Result(sentence, values, GOOD, TABLE, rows, 0, text, toast=True)
+
+
+def _closeness(snr_db: float) -> str:
+    return result.SAME_AS_FP32 if snr_db == math.inf else result.FROM_FP32.format(whole_decibel_text(snr_db))
 
 
 def _cells(row: Tradeoff, name: str) -> list[str]:
     if not row.modes:
         return [name, "-", "-", "-", "-", row.problem]
     weights = ", ".join(f"{storage} {100 * share:.0f} %" for storage, share, _ in shares(row.storages))
-    modes = ", ".join(f"{mode} {count}" for mode, _, count in shares(row.modes))
+    modes = ", ".join(f"{count} in {label_of(mode)}" for mode, _, count in shares(row.modes))
     snr, ran = decibel_text(row.snr_db, "NaN"), row.problem or f"weights {weights}; layers {modes}"
     return [name, seconds_text(row.seconds), size_text(row.bytes), size_text(row.weight_bytes), snr, ran]
 
 
 def _shown(row: Tradeoff, name: str) -> list[str]:
     """Return the cells that the page shows: without the weights' size, with how far the timed steps lie apart."""
+    if "auto" in (row.setting.storage, row.setting.compute) and row.modes:
+        name = f"{name} = {row.storage}/{row.computed_by}"
     name, seconds, memory, _, snr, ran = _cells(row, name)
     share = row.spread / row.seconds if row.seconds else 0.0
     spread = f" \u00b1{share * 100:.0f} %" if share >= 0.01 else ""
@@ -102,4 +113,5 @@ def _choice(row: Tradeoff, goal: str) -> str:
     short = "" if row.snr_db >= FLOORS.get(goal, -math.inf) else ", below what the goal asks: the closest there is"
     short += f", {NOISY}" if row.is_noisy else ""
     figures = f"{seconds_text(row.seconds)} s/step, {size_text(row.bytes)}, {whole_decibel_text(row.snr_db)}{short}"
-    return f"storage {row.storage}, compute {row.setting.compute} ({figures})"
+    compute = " = ".join(dict.fromkeys((row.setting.compute, row.computed_by)))
+    return f"storage {row.storage}, compute {compute} ({figures})"

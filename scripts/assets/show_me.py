@@ -1,4 +1,4 @@
-"""Write web/show_me.json, the five nodes that the sidebar's *Show me* opens: one picture black, and the same where NaN Guard repeats what overflowed.
+"""Write web/show_me.json, the five nodes that the sidebar's *Show me* opens: one picture black, and the same behind the one node, which repairs it.
 
     .venv/bin/python scripts/assets/show_me.py
 """
@@ -82,12 +82,14 @@ def drawing() -> dict:
 def main() -> None:
     model = ("MODEL", "MODEL")
     both = {"inputs": [("As it is", "MODEL"), ("Through Halfsafe", "MODEL")], "outputs": [("As it is", "IMAGE"), ("Through Halfsafe", "IMAGE")]}
+    guarded = [("model", "MODEL"), ("clip", "CLIP"), ("vae", "VAE"), ("rules", "HALFSAFE_RULES")]
+    given = [model, ("CLIP", "CLIP"), ("VAE", "VAE"), ("why", "STRING")]
     nodes = [
-        node(1, "HalfsafeLoadDiffusionModel", (0, 400), (250, 120), "Overflows in fp16", [FILE, "fp16", "fp16"], outputs=[model]),
-        node(2, "HalfsafeNaNGuard", (260, 400), (275, 120), "", ["retry_higher", 8, "off"], inputs=[("model", "MODEL")], outputs=[model]),
-        node(3, DRAWING, (545, 430), (200, 120), "Draw a heart twice", [], **both) | {"flags": {"collapsed": True}},
-        node(4, "PreviewImage", (0, 0), (300, 340), "As it is", [], inputs=[("images", "IMAGE")]),
-        node(5, "PreviewImage", (310, 0), (300, 340), "Through Halfsafe", [], inputs=[("images", "IMAGE")]),
+        node(1, "HalfsafeLoadDiffusionModel", (0, 0), (330, 120), "Overflows in fp16", [FILE, "fp16", "fp16"], outputs=[model]),
+        node(2, "HalfsafeAutoPrecision", (0, 165), (330, 440), "", ["balanced", "retry_higher", "off"], inputs=guarded, outputs=given),
+        node(3, DRAWING, (345, 420), (200, 120), "Draw a heart twice", [], **both) | {"flags": {"collapsed": True}},
+        node(4, "PreviewImage", (345, 0), (300, 340), "As it is", [], inputs=[("images", "IMAGE")]),
+        node(5, "PreviewImage", (655, 0), (300, 340), "Through Halfsafe", [], inputs=[("images", "IMAGE")]),
     ]
     links = linked(nodes, [(1, 0, 2, 0), (1, 0, 3, 0), (2, 0, 3, 1), (3, 0, 4, 0), (3, 1, 5, 0)], 1)
     rows = [[link[key] for key in ("id", "origin_id", "origin_slot", "target_id", "target_slot", "type")] for link in links]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from browser.comfy_page import WORKFLOWS, ComfyPage
+from halfsafe.precision.report.schema import GuardReport, LayerReport, ModelReport, Report
 from support.served_sentences import served_sentences
 
 EVENT = {
@@ -36,8 +37,10 @@ PUT_STALE_CACHE_IN = """() => { const of = (type) => app.graph.nodes.find((n) =>
     of("HalfsafeLoadDiffusionModel").connect(0, cache, "model"); cache.connect(0, guard, "model");
     guard.connect(0, of("KSampler"), "model"); guard.connect(0, of("HalfsafeReport"), "model"); }"""
 
+DEVICE = {"name": "CPU", "profile": "cpu", "simulated": False, "capabilities": {}}
+REPORT = Report(DEVICE, ModelReport("WAN21", 1, 2, {"bf16": 2}), [LayerReport("blocks.0", "Linear", "bf16", "bf16", "fp32", "bf16")], guard=GuardReport("recovered", 2)).to_json()
 WORDS = json.loads((WORKFLOWS.parent / "locales" / "zh" / "main.json").read_text(encoding="utf-8"))["halfsafe"]
-ADVICE = "Get the file again or leave it out: no precision repairs a weight that is NaN or Inf."
+ADVICE = "Leave the file out or download it again, as no precision repairs a weight that is NaN or Inf."
 ENGLISH = """(selector) => [...document.querySelectorAll(selector)].flatMap((e) => e.textContent.match(/[a-z]+ [a-z]+ [a-z]+ [a-z]+/g) ?? [])"""
 NOT_SAID = """async (expected) => { const { said } = await import("/extensions/Halfsafe-Pack/words.mjs");
     const fill = (text) => text.replace(/\\{(\\w+)\\}/g, (_, name) => `<${name}>`);
@@ -69,7 +72,7 @@ def test_an_event_shows_a_toast_and_a_line_until_run_is_pressed(comfy: ComfyPage
     comfy.page.wait_for_selector("text=Halfsafe: Black image prevented")
     comfy.page.wait_for_selector(".hs-guard .hs-event")
     comfy.screenshot(pictures, f"toast-{cell}")
-    assert "repeated in fp16, fp32 results" in comfy.page.inner_text(".hs-guard"), "nobody can choose fp16_wide"
+    assert "repeated in fp16 with fp32 results" in comfy.page.inner_text(".hs-guard"), "nobody can choose fp16_wide"
     tell(comfy, "one", kind="verdict", verdict="stopped", event=None, message="Told.")
     messages = comfy.page.locator("li[role=alert], .p-toast-message", has_text="Halfsafe: ")
     messages.nth(1).wait_for()
@@ -88,7 +91,7 @@ def test_a_cause_is_told_once_and_lines_are_all_there(comfy: ComfyPage) -> None:
     comfy.page.locator(".hs-guard .hs-rest").evaluate("(rest) => { rest.open = true; }")
     tell(comfy, "two", kind="verdict", event=None, message="12 events, all recovered.")
     (toast,) = shown()
-    assert toast["detail"] == "Step 0 was repeated in fp16, fp32 results: blocks.0.ffn.2 overflowed in fp16."
+    assert toast["detail"] == "Step 0 was repeated in fp16 with fp32 results: blocks.0.ffn.2 overflowed in fp16."
     tell(comfy, "two", verdict="not_precision")
     assert len(shown()) == 2
     tell(comfy, "two", count=50)
@@ -168,16 +171,16 @@ def test_a_drift_is_told_and_stays_on_the_report_when_the_language_changes(opene
     for selector in (".hs-guard", ".hs-remark", ".hs-sidebar"):
         assert (found := comfy.evaluate(ENGLISH, selector)) == [], found
     assert comfy.evaluate(NOT_SAID, {english: WORDS[english] for english in served_sentences()}) == []
-    tell(comfy, "zh", kind="verdict", verdict="bad_weights", event=None, message="A weight holds NaN.", advice=ADVICE)
+    tell(comfy, "zh", kind="verdict", verdict="bad_weights", event=None, message="Guard: bad weights.", advice=ADVICE)
     (toast,) = [toast for toast in shown() if toast["summary"].startswith("Halfsafe: ")][1:]
-    assert (toast["summary"], toast["detail"]) == (f"Halfsafe: {WORDS['Bad weights']}", f"\u9632\u62a4\uff1a{WORDS['bad weights']}\u3002{WORDS[ADVICE]}")
+    assert (toast["summary"], toast["detail"]) == (f"Halfsafe: {WORDS['A weight is NaN']}", f"\u9632\u62a4\uff1a{WORDS['bad weights']}\u3002{WORDS[ADVICE]}")
     comfy.speak("en")
     comfy.page.wait_for_function("(text) => [...document.querySelectorAll('.hs-guard')].some((guard) => guard.innerText === text)", arg=text)
 
 
 def test_the_sidebar_tells_the_last_run_and_a_rescue_before_it_in_its_queue(comfy: ComfyPage, pictures: Path, cell: str) -> None:
     comfy.evaluate(TOGGLE_TAB)
-    shown, cured = comfy.record_toasts(), "Step 0 was repeated in fp16, fp32 results: blocks.0.ffn.2 overflowed in fp16."
+    shown, cured = comfy.record_toasts(), "Step 0 was repeated in fp16 with fp32 results: blocks.0.ffn.2 overflowed in fp16."
     comfy.send("execution_start", prompt_id="first")
     tell(comfy, "first", count=2)
     tell(comfy, "first", kind="verdict", event=None, message="2 events in 2 layers, all recovered.", advice="Nothing to do.")
@@ -200,6 +203,52 @@ def test_the_sidebar_tells_the_last_run_and_a_rescue_before_it_in_its_queue(comf
     comfy.page.wait_for_selector(".hs-sidebar", state="detached")
 
 
+def test_a_run_that_ends_is_told_once_by_the_name_of_what_is_at_fault(comfy: ComfyPage, pictures: Path, cell: str) -> None:
+    """The report of the run before says nothing of it, and the error that ComfyUI shows is on the guard's card."""
+    comfy.evaluate(TOGGLE_TAB)
+    shown, sentence = comfy.record_toasts(), "Step 0, sigma 1: a weight is not finite in blocks.0.ffn.2, computed in fp16."
+    comfy.send("execution_start", prompt_id="clean")
+    comfy.show_report(REPORT)
+    comfy.send("execution_success", prompt_id="clean")
+    assert "blocks" in comfy.page.inner_text(".hs-table") and comfy.page.locator(".hs-sidebar .hs-bar").count() > 0
+    cure = "leave it out or download it again. (tensor 'lora_up.weight')"
+    event = {**EVENT, "recovered": False, "layer": "blocks.0.ffn.2", "evidence": "The weight itself is NaN."}
+    comfy.send("promptQueueing", requestId=1, batchCount=1)
+    assert "Nothing has begun yet." in comfy.page.inner_text(".hs-sidebar")
+    comfy.send("execution_start", prompt_id="bad")
+    comfy.send_guard(node_id=guard_id(comfy), prompt_id="bad", verdict="bad_weights", message=sentence, advice=f"nan_lora.safetensors holds NaN or Inf: {cure}", event=event)
+    error = {"exception_type": "halfsafe.NonFinite", "exception_message": f"nan_lora.safetensors holds NaN or Inf: {cure} {sentence} Verdict: bad_weights."}
+    comfy.send("execution_error", prompt_id="bad", node_id="9", **error)
+    (toast,) = shown()
+    assert toast["summary"] == "Halfsafe: nan_lora.safetensors holds NaN or Inf" and toast["detail"].startswith(cure)
+    text = comfy.page.inner_text(".hs-sidebar")
+    comfy.screenshot(pictures, f"sidebar-bad-weights-{cell}")
+    assert text.count("nan_lora.safetensors") == text.count("download it again") == 1 and "Verdict" not in text
+    assert text.index("nan_lora.safetensors") < text.index("leave it out") < text.index("blocks.0.ffn.2")
+    assert comfy.page.locator(".hs-sidebar .hs-card").count() == 1 and comfy.page.locator(".hs-sidebar .hs-bar").count() == 0, "the report is of the run before"
+    comfy.evaluate(TOGGLE_TAB)
+
+
+def test_the_sidebar_keeps_what_messages_told(comfy: ComfyPage) -> None:
+    comfy.evaluate(TOGGLE_TAB)
+    shown = comfy.record_toasts()
+    comfy.send("promptQueueing", requestId=1, batchCount=1)
+    comfy.send("execution_start", prompt_id="kept")
+    instead = "Computed in fp32, not in the fp16 that the model came in. Above 65504 fp16 overflows, which gives black pictures."
+    output = {"halfsafe_badge": ["fp16 \u00b7 fp32"], "halfsafe_instead": [instead], "halfsafe_unmatched": ["blocks.77.* storage=bf16"]}
+    comfy.send("executed", node=guard_id(comfy), display_node=guard_id(comfy), prompt_id="kept", output=output)
+    comfy.send("execution_success", prompt_id="kept")
+    told = {toast["summary"].removeprefix("Halfsafe: "): toast["detail"] for toast in shown()}
+    assert told == {instead.partition(". ")[0] + ".": instead.partition(". ")[2], "rules that match no layer of this model": "blocks.77.* storage=bf16"}
+    text = comfy.page.inner_text(".hs-sidebar")
+    assert all(what in text for both in told.items() for what in both)
+    comfy.send("promptQueueing", requestId=1, batchCount=1)
+    comfy.send("halfsafe.refused", message="Candidates, line 1, int9/auto: 'int9' is not a storage option. Use one of: auto, int8 as storage.")
+    text = comfy.page.inner_text(".hs-sidebar")
+    assert "The run did not start." in text and "'int9' is not a storage option" in text and "Use one of" in text and "blocks.77" not in text
+    comfy.evaluate(TOGGLE_TAB)
+
+
 @pytest.mark.paired  # a run is the server's; the setting is the page's
 def test_the_setting_alone_guards_every_run(opened_page: ComfyPage) -> None:
     comfy = opened_page
@@ -218,4 +267,5 @@ def test_the_setting_alone_guards_every_run(opened_page: ComfyPage) -> None:
         assert [toast["summary"] for toast in shown()] == told, "one cause is one message, and a rescue is told once more beside the picture"
         comfy.evaluate("() => { window.toasts.length = 0; }")
         text = comfy.page.inner_text(".hs-sidebar")
-        assert said in text and ("Guard every run is on" in text) == (setting != "off") and "stopped" not in text
+        assert said in text and "stopped" not in text
+        assert comfy.evaluate("() => document.querySelector('.hs-sidebar .hs-watch select').value") == setting

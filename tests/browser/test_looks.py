@@ -32,7 +32,7 @@ def test_the_sidebar_and_a_message_can_be_read(comfy: ComfyPage, theme: str, lan
     comfy.add("HalfsafeNaNGuard", "HalfsafeLayerRules")
     comfy.evaluate("() => { const note = app.graph.nodes[1]; note.widgets.find((w) => w.name === 'rules').value = 'a storage=fp4'; note.onConfigure({}); }")
     comfy.evaluate(TAB)
-    comfy.page.wait_for_function("() => document.querySelector('.hs-sidebar .hs-sentence')?.textContent.includes('auto')")
+    comfy.page.wait_for_function("() => document.querySelector('.hs-sidebar .hs-sentence')?.textContent.includes('CPU')")
     comfy.send_guard(node_id=comfy.evaluate("() => String(app.graph.nodes[0].id)"), prompt_id=f"{theme}{language}{width}", message="Step 3: overflow.", event=EVENT)
     comfy.page.wait_for_selector(".hs-sidebar .hs-card .hs-event")
     comfy.page.wait_for_selector(".hs-mistake", state="attached")

@@ -100,9 +100,9 @@ def test_what_a_test_leaves_is_put_back(comfy: ComfyPage) -> None:
     comfy.begin()
     assert comfy.found(STATE, BEGINS) == BEGINS and comfy.page.viewport_size == VIEW
     comfy.send_guard(prompt_id="told", kind="verdict", verdict="bad_weights", message="A weight holds NaN.")
-    comfy.page.get_by_text("Halfsafe: Bad weights").first.wait_for()
+    comfy.page.get_by_text("Halfsafe: A weight is NaN").first.wait_for()
     comfy.begin()
-    comfy.page.get_by_text("Halfsafe: Bad weights").first.wait_for(state="detached")
+    comfy.page.get_by_text("Halfsafe: A weight is NaN").first.wait_for(state="detached")
     comfy.evaluate("() => { app.extensionManager.command.execute('Comfy.ShowSettingsDialog'); }")
     comfy.page.locator("[role=dialog]").first.wait_for()
     comfy.begin()

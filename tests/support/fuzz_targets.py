@@ -7,8 +7,9 @@ from pathlib import Path
 from random import Random
 
 import torch
-from halfsafe.precision.base.dtypes import QUANTIZED_NAMES, STORAGE_OPTIONS
+from halfsafe.precision.base.dtypes import QUANTIZED_NAMES
 from halfsafe.precision.base.errors import CheckpointError, HalfsafeError, StorageNotHeld
+from halfsafe.precision.base.options import STORAGE_OPTIONS
 from halfsafe.precision.commands.convert import conversion_text, convert_file, decide
 from halfsafe.precision.commands.inspect import inspect_file, inspection_text, scan_file, scan_text
 from halfsafe.precision.commands.plan import plan_file

@@ -23,8 +23,8 @@ WORD = re.compile(r"(?<![\w=.])[A-Za-z][a-z]+(?![\w=])")
 WORDS = 2
 CODE = re.compile(r"\\\S|\||\(\?|^[^ ]*$")
 """Regular expressions, paths and names."""
-UNSAID = {"Schema", "compile"}
-"""What takes texts that the page has from nodeDefs.json, or that are patterns."""
+UNSAID = {"Schema", "compile", "define"}
+"""What takes texts that the page has from nodeDefs.json, or that are patterns or an operator's types."""
 
 
 def served_sentences() -> set[str]:

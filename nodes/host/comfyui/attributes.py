@@ -217,6 +217,11 @@ def kernel_of_file(attention: FileAttention) -> tuple[str, bool] | None:
     return attention.config["attention"], attention.function is not None
 
 
+def compiler_is_off(arguments: CommandLine) -> bool | None:
+    """Tell whether ComfyUI's model compiler is turned off; None where this ComfyUI has none."""
+    return getattr(arguments, "disable_comfy_compiler", None)
+
+
 def without_compiler(arguments: CommandLine) -> list[Patch]:
     """Return what turns off ComfyUI's model compiler, if there is one; each model asks it as its call begins."""
     return [(arguments, "disable_comfy_compiler", True)] if hasattr(arguments, "disable_comfy_compiler") else []

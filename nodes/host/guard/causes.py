@@ -36,8 +36,8 @@ CONDITIONINGS = {0: "positive conditioning", 1: "negative conditioning"}
 CONTROL = "ControlNet output"
 BAD_COPY = "The weight '{}' is finite in memory, and NaN or Inf as the device multiplies by it."
 FINITE_IN_FILE = (
-    "The weight '{}' holds NaN or Inf in memory, and in {} it is finite: it went bad after it was read, "
-    "or the file was replaced since. Free the model and node cache, so that it is read again, and run again."
+    "The weight '{}' holds NaN or Inf in memory, and in {} it is finite: free the model and node cache, and run again. "
+    "It went bad after it was read, or the file was replaced since."
 )
 CALL_PATCHES = ("patches", "patches_replace")
 FUNCTIONS = {"weight": WEIGHT_FUNCTIONS, "bias": BIAS_FUNCTIONS}
@@ -153,16 +153,18 @@ class LoadedWeights:
         file = _file_of(self._patcher)
         if _is_finite_in(file, name, stored(weight).dtype):
             return FINITE_IN_FILE.format(name, Path(file).name)
-        return f"The weight '{name}' of {file or 'the model'} holds NaN or Inf. {_advice_on(weight)}"
+        return f"{Path(file).name or 'The model'} holds NaN or Inf: {_advice_on(weight)} (weight '{name}')"
 
     def patch_sentence(self, layer: str) -> str:
         for key, patches in self._patches():
             bad = any(not is_finite(tensor) for patch in patches for tensor in _patch_tensors(patch))
             if bad and layer and key.startswith(f"{self._prefix}{layer}."):
-                files = _bad_lora_files()
-                where = f" It is in {files}." if files else ""
-                problem = f"A LoRA or other patch of '{key.removeprefix(self._prefix)}' holds NaN or Inf.{where}"
-                return f"{problem} Leave that LoRA out, or get it again."
+                weight = key.removeprefix(self._prefix)
+                found = _bad_lora_files()
+                if not found:
+                    return f"A LoRA or other patch of '{weight}' holds NaN or Inf: leave it out or download it again."
+                files, first = ", ".join(found), next(iter(found.values()))
+                return f"{files} holds NaN or Inf: leave it out or download it again. (tensor '{first}')"
         return ""
 
     def _patches(self) -> list[tuple[str, list]]:
@@ -174,10 +176,10 @@ class LoadedWeights:
 def _advice_on(weight: torch.Tensor) -> str:
     if stored(weight).dtype.itemsize == 1:
         return (
-            "If the file is fine, the cast to fp8 made it so: ComfyUI's own loaders cast without a scale "
-            "and take scaled e5m2 for e4m3fn. Load Diffusion Model (Halfsafe) does neither. Else get the file again."
+            "load it with Load Diffusion Model (Halfsafe), or download it again. ComfyUI's own loaders cast to fp8 "
+            "without a scale and take scaled e5m2 for e4m3fn."
         )
-    return "Get the file again. If its own value is only too large for fp16, load it with storage bf16 or fp32."
+    return "download it again. If its own value is only too large for fp16, load it with storage bf16 or fp32."
 
 
 def _is_finite_in(file: str, name: str, dtype: torch.dtype) -> bool:
@@ -190,16 +192,17 @@ def _is_finite_in(file: str, name: str, dtype: torch.dtype) -> bool:
     return len(found) == 1 and weights[found[0]].amax <= torch.finfo(dtype).max
 
 
-def _bad_lora_files() -> str:
-    """Name the LoRA files of the running prompt that hold NaN or Inf, with their first such tensor."""
+def _bad_lora_files() -> dict[str, str]:
+    """Map the LoRA files of the running prompt that hold NaN or Inf to their first such tensor."""
     given = (value for node in running_prompt().values() for value in node.get("inputs", {}).values())
     names = {value for value in given if isinstance(value, str)}
     known = sorted(names & set(folder_paths.get_filename_list("loras")))
-    found = []
+    found: dict[str, str] = {}
     for file in (name for name in known if name.endswith((".safetensors", ".sft"))):
         tensors = open_checkpoint(folder_paths.get_full_path("loras", file)).items()
-        found += [f"{file} (tensor '{name}')" for name, tensor in tensors if not is_finite(tensor)][:1]
-    return ", ".join(found)
+        if bad := next((name for name, tensor in tensors if not is_finite(tensor)), ""):
+            found[file] = bad
+    return found
 
 
 def _patch_tensors(patch: tuple) -> list[torch.Tensor]:

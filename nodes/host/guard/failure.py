@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ....precision.base.amax import amax_value
-from ....precision.base.modes import FP16_WIDE
+from ....precision.base.modes import FP16_WIDE, label_of
 from ....precision.base.patching import Patch, compile_disabled, patched
 from ....precision.guard.failed_call import Attempt, FailedCall
 from ....precision.guard.inputs import NotFiniteInput
@@ -46,7 +46,7 @@ def notifier(node_id: str | None, prompt: str | None = None, of: str = "", plann
     def notify(kind: str, verdict: str, message: str, advice: str, event: GuardEvent | None = None) -> None:
         if event:
             if event.recovered and event.to_mode:
-                show_progress(f"{event.layer or 'the model'}: repeated in {event.to_mode}, finite")
+                show_progress(f"{event.layer or 'the model'}: repeated in {label_of(event.to_mode)}, no NaN")
             logger.warning("Halfsafe guard: %s %s", message, advice)
         fell_back = planner if event and GOES_ON in event.evidence else None
         send_to_page(node_id, prompt or running_prompt_id(), kind, verdict, message, advice, event, of, fell_back)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 
 import torch
 from comfy.model_patcher import ModelPatcher
@@ -29,7 +30,8 @@ def with_compute(patcher: ModelPatcher, compute: str, rules: Rules) -> ModelPatc
     """Return a clone of the model that computes as asked."""
     facts = model_facts(patcher)
     plan = plan_compute(facts, current_device(), compute, rules, storages(patcher))
-    return _planned(patcher, _on_loaded(patcher, plan, facts, rules))
+    plan = _on_loaded(patcher, plan, facts, rules)
+    return _planned(patcher, plan if compute == "auto" else replace(plan, instead=""))
 
 
 def with_goal(

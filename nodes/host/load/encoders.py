@@ -192,11 +192,11 @@ def _options(encoders: Sequence[dict[str, torch.Tensor]], storage: str) -> dict:
     return {**options, "quantization_metadata": {"mixed_ops": True}} if quantized else options
 
 
-def load_vae(path: str, dtype: str, whole: bool = False, disable_dynamic: bool = False) -> VAE | None:
+def load_vae(path: str, dtype: str, whole: bool = False, disable_dynamic: bool = False) -> VAE:
     """Load the VAE in a file, computed in ``dtype`` (``auto``: ComfyUI's choice for the device).
 
-    ``whole``: the file is a full checkpoint; None where that holds none. ``disable_dynamic`` is ComfyUI's and changes
-    nothing here.
+    ``whole``: the file is a full checkpoint; where that holds no VAE, what ComfyUI's loader gives: a VAE without a
+    module, whose use raises an error that says so. ``disable_dynamic`` is ComfyUI's and changes nothing here.
     """
     checkpoint, config = open_model(path), None
     if whole:
@@ -205,7 +205,7 @@ def load_vae(path: str, dtype: str, whole: bool = False, disable_dynamic: bool =
         inside = functools.partial(comfy.utils.state_dict_prefix_replace, replace_prefix=prefixes, filter_keys=True)
         checkpoint = renamed_by(checkpoint, inside)
         if not checkpoint.weights:
-            return None
+            return comfy.sd.VAE(sd={})
     tensors = stored_tensors(unpacked(checkpoint))
     tensors = config.process_vae_state_dict(tensors) if config else tensors
     comfy_format.check_finite(tensors, path)

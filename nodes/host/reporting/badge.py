@@ -30,6 +30,7 @@ BADGE_KEY = "halfsafe_badge"
 REPORT_KEY = "halfsafe_report"
 TOKEN = "halfsafe_token"
 UNMATCHED_KEY = "halfsafe_unmatched"
+INSTEAD_KEY = "halfsafe_instead"
 SHOWN = 20
 OFF = "off: this ComfyUI is newer"
 
@@ -41,12 +42,14 @@ def badge(*words: str | None) -> dict[str, list[str]]:
 
 
 def model_ui(model, *more: str | None) -> dict[str, list[str]]:
-    """Make the ui output of a node that gives out a model: its badge, and the rules that match no layer."""
+    """Make the ui output of a node that gives out a model: its badge, the rules that match no layer, and why the model
+    does not compute in the fp16 that it came in."""
     record, compute = model.attachments.get(ATTACHMENT), compute_of(model)
     idle = [*(record.without_effect if record else ()), *(compute.plan.without_effect if compute else ())]
     rules = list(dict.fromkeys(rule for rule, why in idle if why == NO_LAYER))
     words = (OFF,) if why_off(Feature.LAYERS) else more
-    return badge(*model_words(model), *words) | ({UNMATCHED_KEY: rules} if rules else {})
+    told = {UNMATCHED_KEY: rules, INSTEAD_KEY: [compute.plan.instead] if compute and compute.plan.instead else []}
+    return badge(*model_words(model), *words) | {key: texts for key, texts in told.items() if texts}
 
 
 def model_words(model) -> tuple[str, str]:

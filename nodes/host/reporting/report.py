@@ -46,6 +46,7 @@ PATCHED_BY = (
 LISTED = 3
 CALLED_IN_FP32 = "the model's own code casts its input to fp32"
 WIDENED = "widened by the guard"
+STREAM_WIDENED = "its activations are fp32, by the guard"
 UNFUSED = (
     "ComfyUI's fused int8 kernel is not used in {} layers: "
     "their activation is computed before the product, in the stream's dtype or beside a LoRA."
@@ -222,10 +223,11 @@ def _add_attention(report: Report, patcher: ModelPatcher, compute: Compute | Non
 def _escalate(layers: list[LayerReport], reasons: Reasons, modes: dict[str, str]) -> None:
     for layer in layers:
         if layer.name in modes and (layer.mode, layer.stream) != (modes[layer.name], FP32.name):
+            why = STREAM_WIDENED if layer.mode == modes[layer.name] else WIDENED
             layer.mode, layer.accumulation, layer.stream = modes[layer.name], "fp32", "fp32"
             stays_int8 = layer.mode == INT8.name
             kept = [reason for reason in reasons[layer.name] if stays_int8 or reason != EXACT_SUMS]
-            reasons[layer.name] = [*kept, WIDENED]
+            reasons[layer.name] = [*kept, why]
             layer.kernel = layer.kernel if stays_int8 else layer.kernel and DEQUANTIZED
 
 

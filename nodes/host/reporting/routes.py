@@ -1,4 +1,5 @@
-"""What the page asks ComfyUI's server for: this device in a sentence, how loaders halve memory, lines of rules."""
+"""What the page asks ComfyUI's server for: this device in a sentence, what ComfyUI does here, how loaders halve memory,
+and which lines of rules cannot be read."""
 
 import asyncio
 from dataclasses import asdict
@@ -12,12 +13,14 @@ from ....precision.plan.rules import read
 from ..comfyui.known_calls import reasons_off
 from ..load.devices import current_device
 from ..load.halving import halving
+from .here import facts_here
 
 
 def serve_page() -> None:
     """Let ComfyUI's server answer the page."""
     if server := getattr(PromptServer, "instance", None):
         server.routes.get("/halfsafe/device")(_device)
+        server.routes.get("/halfsafe/here")(_here)
         server.routes.post("/halfsafe/rules")(_rules)
         server.routes.post("/halfsafe/halving")(_halving)
 
@@ -33,6 +36,10 @@ async def _halving(request: web.Request) -> web.Response:
     files = await request.json()
     with flags_left_alone():
         return web.json_response(await asyncio.to_thread(halving, files))
+
+
+async def _here(_: web.Request) -> web.Response:
+    return web.json_response([asdict(fact) for fact in facts_here()])
 
 
 async def _rules(request: web.Request) -> web.Response:

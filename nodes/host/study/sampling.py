@@ -15,7 +15,7 @@ from ..accumulation.executor import accumulation_of, with_accumulation
 from ..comfyui.execution import COMPILE_KWARGS
 from ..compute.executor import compute_of, set_compute
 from ..replay.call import Call
-from ..replay.interceptor import ANALYSIS, GUARD, Acting, Stage, put_stage, take_stages
+from ..replay.interceptor import ANALYSIS, GUARD, REPORT, Acting, Stage, put_stage, take_stages
 from ..replay.model_compiler import compiler_off
 
 CFG = 4.0
@@ -45,7 +45,7 @@ def watch_sampling(patcher: ModelPatcher, step: Callable, calls: Callable[[], Ab
 
 
 def bare_clone(patcher: ModelPatcher) -> ModelPatcher:
-    """Clone a model without guards, which would hide overflows, and without torch.compile.
+    """Clone a model without torch.compile, guards, which would hide overflows, and a report on its runs.
 
     Its compute plan and accumulation are made anew, so that those of the model learn nothing from what is measured.
     """
@@ -54,7 +54,7 @@ def bare_clone(patcher: ModelPatcher) -> ModelPatcher:
         clone = with_accumulation(clone, accumulation.request)
     if compute:
         set_compute(clone, compute.plan.unwatched)
-    take_stages(clone, GUARD)
+    take_stages(clone, GUARD, REPORT)
     for kind in list(clone.wrappers):
         clone.remove_wrappers_with_key(kind, COMPILE_KEY)
     clone.model_options.pop(COMPILE_KWARGS, None)

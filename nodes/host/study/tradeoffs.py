@@ -16,6 +16,7 @@ from comfy.patcher_extension import WrappersMP
 
 from ....precision.base.errors import HalfsafeError
 from ....precision.formats.checkpoint import Checkpoint
+from ....precision.formats.comfy_format import AS_FILE
 from ....precision.plan.auto import UNQUANTIZED
 from ....precision.plan.choice import ATTACHMENT
 from ....precision.plan.compute import SAFE
@@ -45,7 +46,6 @@ from .sampling import bare_clone, sample
 from .step_timer import StepTimer
 
 STEPS = 4
-LOADED = "as_file"
 NO_MEMORY = "out of memory"
 
 
@@ -83,7 +83,7 @@ def measure_model(patcher: ModelPatcher, inputs: Inputs, settings: Sequence[Sett
         show_progress(f"measuring {setting} ({place} of {len(settings)})")
         rows.append(replace(runner.row(setting, advancing(bar)), same=same))
     bar.update_absolute(bar.total)
-    automatic = _planned(patcher, Setting(LOADED, "auto")).compute.choice.used
+    automatic = _planned(patcher, Setting(AS_FILE, "auto")).compute.choice.used
     layers = model_facts(patcher).layers
     shape = tuple(inputs.latent["samples"].shape)
     device, name = current_device().label, type(patcher.model).__name__
@@ -96,7 +96,7 @@ def _alike(patcher: ModelPatcher, settings: Sequence[Setting]) -> list[list[Sett
         comes_to: object = setting
         if not why_not(setting, current_device()):
             plan = _planned(patcher, setting)
-            storage = _stored_as(patcher) if plan.storage.used == LOADED else plan.storage.used
+            storage = _stored_as(patcher) if plan.storage.used == AS_FILE else plan.storage.used
             compute = plan.compute
             comes_to = storage, compute.choice.used, compute.fp8_matmul, tuple(sorted(compute.decisions.items()))
         groups.setdefault(comes_to, []).append(setting)
@@ -113,9 +113,9 @@ class SettingRunner:
 
     def reference(self, advance: Callable[[], object]) -> Tradeoff:
         """Sample the reference, in fp32, or in fp16_safe where fp32 does not fit."""
-        row = self.row(Setting(LOADED, "fp32"), advance)
+        row = self.row(Setting(AS_FILE, "fp32"), advance)
         if row.problem == NO_MEMORY and current_device().capabilities["fp16"]:
-            row = self.row(Setting(LOADED, SAFE), lambda: None)
+            row = self.row(Setting(AS_FILE, SAFE), lambda: None)
         if row.problem:
             problem = f"The reference, {row.setting}, cannot be compared with: {row.problem.removesuffix('.')}."
             raise HalfsafeError(problem, "Choose a smaller latent, and check the model with the report or NaN Guard.")
@@ -162,9 +162,9 @@ def _clear_device() -> None:
 
 def _prepared(patcher: ModelPatcher, setting: Setting) -> tuple[ModelPatcher, str]:
     bare, wanted = bare_clone(patcher), _planned(patcher, setting).storage.used
-    if wanted in (LOADED, _stored_as(patcher)):
+    if wanted in (AS_FILE, _stored_as(patcher)):
         record = patcher.attachments.get(ATTACHMENT)
-        return with_compute(bare, setting.compute, Rules()), record.storage.used if record else LOADED
+        return with_compute(bare, setting.compute, Rules()), record.storage.used if record else AS_FILE
     if BYPASS in patcher.injections:
         raise HalfsafeError("A bypass LoRA acts on the loaded weights alone.")
     return _on_other_weights(bare, load_weights(_checkpoint(patcher), wanted, setting.compute, rules_from())), wanted

@@ -5,7 +5,7 @@ import torch
 from comfy.sd import load_bypass_lora_for_models, load_lora_for_models
 from halfsafe.nodes.host.comfyui.layers import modules_of
 from halfsafe.nodes.host.compute.executor import compute_of
-from halfsafe.precision.base.dtypes import COMPUTE_OPTIONS
+from halfsafe.precision.base.options import COMPUTE_OPTIONS
 from halfsafe.precision.base.patching import patched
 from halfsafe.precision.plan.rules import rules_from
 from support import families, model_files

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from halfsafe.precision.base.dtypes import name_of
 from support import tiny_models
 
@@ -44,6 +45,21 @@ def test_compute_nodes_say_what_they_chose_on_any_model(comfy, files):
     assert run(comfy, "HalfsafeComputeDtype", model=model, compute="fp16_safe")[1] == f"{held} \u00b7 fp16_safe"
     (chosen, *_), words = run(comfy, "HalfsafeAutoPrecision", model=model, goal="quality")
     assert words.startswith(f"{held} \u00b7 ") and chosen is not model
+
+
+def test_a_node_that_leaves_the_fp16_a_model_came_in_says_so_unless_it_was_asked_to(comfy, files, monkeypatch):
+    """Whoever chose the fp16: its file, or ComfyUI's own ModelComputeDtype."""
+    monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "cpu")
+    (of_file,), _ = load(comfy, "fp16", "fp16")
+    of_node = comfy.core["UNETLoader"]().load_unet("badge_wan.safetensors", "default")[0].clone()
+    of_node.set_model_compute_dtype(torch.float16)
+    for model in (of_file, of_node):
+        told = [comfy.nodes[name].execute(model=model, **inputs).ui.get("halfsafe_instead") for name, inputs in (
+            ("HalfsafeAutoPrecision", {"goal": "balanced"}), ("HalfsafeComputeDtype", {"compute": "auto"}), ("HalfsafeComputeDtype", {"compute": "fp32"}),
+        )]
+        assert told[0] == told[1] and told[0][0].startswith("Computed in fp32, not in the fp16 that the model came in. ") and told[2] is None
+    (plain,), _ = load(comfy, "as_file", "fp32")
+    assert "halfsafe_instead" not in comfy.nodes["HalfsafeAutoPrecision"].execute(model=plain, goal="balanced").ui
 
 
 def test_badge_and_head_say_what_rules_run_and_a_rule_for_no_layer_is_told(comfy, files):

@@ -28,6 +28,10 @@ def hook(event, args):
 threads = {{t.name for t in __import__("threading").enumerate()}}
 sys.addaudithook(hook)
 imported = set(sys.modules)
+import inspect
+searches = []
+find_module = inspect.getmodule
+inspect.getmodule = lambda *args, **kwargs: searches.append(str(args)[:200]) or find_module(*args, **kwargs)
 loaded = asyncio.run(nodes.load_custom_node({pack!r}, module_parent="custom_nodes"))
 names = {{name.partition(".")[0] for name in set(sys.modules) - imported if {pack!r} not in name}}
 ours = sorted(name for name in nodes.NODE_CLASS_MAPPINGS if name.startswith("Halfsafe"))
@@ -36,7 +40,8 @@ asyncio_own = ("socket.__new__", "socket.bind") if os.name == "nt" else ("socket
 seen = [entry for entry in seen if entry[0] not in asyncio_own]
 with open(os.path.join({base!r}, "probe"), "w"):
     pass
-print(json.dumps({{"loaded": loaded, "nodes": ours, "seen": seen, "threads": started, "others": sorted(names - set(sys.stdlib_module_names) - {{"custom_nodes"}})}}))
+commands = sorted(name for name in set(sys.modules) - imported if ".precision.commands." in name)
+print(json.dumps({{"searches": searches, "commands": [name.rpartition(".")[2] for name in commands], "loaded": loaded, "nodes": ours, "seen": seen, "threads": started, "others": sorted(names - set(sys.stdlib_module_names) - {{"custom_nodes"}})}}))
 """
 
 
@@ -57,6 +62,8 @@ def test_import_from_a_read_only_folder_imports_writes_and_starts_nothing(comfyu
     result = json.loads(done.stdout.splitlines()[-1])
     golden = json.loads((ROOT / "tests" / "golden" / "object_info.json").read_text(encoding="utf-8"))
     assert result["loaded"] and result["nodes"] == sorted(golden)
+    assert result["searches"] == [], "inspect looks through every module that was ever imported: seconds, in a ComfyUI with many packs"
+    assert result["commands"] == ["doctor"], "what the command line alone runs is imported there"
     assert result["seen"] == [["open", str(base / "probe")]], "what is not the probe came from the import"
     assert result["threads"] == []
     assert result["others"] == [], "packages that ComfyUI had not imported slow its start"

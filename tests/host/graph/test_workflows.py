@@ -126,21 +126,23 @@ def unpacked(graph: dict) -> dict:
 def test_show_me_draws_a_black_picture_and_one_that_the_guard_repaired(server: Server) -> None:
     graph = load(SHOW_ME)
     prompt = to_prompt(unpacked(graph), server.object_info())
-    guard = next(number for number, one in prompt.items() if one["class_type"] == "HalfsafeNaNGuard")
+    guard = next(number for number, one in prompt.items() if one["class_type"] == "HalfsafeAutoPrecision")
     latent = next(number for number, one in prompt.items() if one["class_type"] == "KSampler" and one["inputs"]["model"][0] == guard)
     prompt["98"] = api_node("HalfsafeReport", model=[guard, 0], after=[latent, 0])
     prompt["99"] = api_node("PreviewAny", source=["98", 1])
     outputs = server.prompt(prompt, timeout=300)
     shown = {one["title"]: outputs[str(one["id"])]["images"][0] for one in graph["nodes"] if one["type"] == "PreviewImage"}
     assert {title: seen(server.view(image)) for title, image in shown.items()} == {"As it is": None, "Through Halfsafe": HEART}
-    assert json.loads(outputs["99"]["text"][0])["guard"]["verdict"] == "recovered"
+    report = json.loads(outputs["99"]["text"][0])
+    assert report["guard"]["verdict"] == "clean" and "not in the fp16 that the model came in" in report["decisions"]["instead"]
 
 
 def test_show_me_has_two_large_pictures_first_and_says_which_pack_to_install() -> None:
     graph = load(SHOW_ME)
     pictures = [one for one in graph["nodes"] if one["type"] == "PreviewImage"]
     assert [one["pos"][1] for one in pictures] == [0, 0] and all(min(one["size"]) >= 300 for one in pictures)
-    assert all(one["pos"][1] > 0 for one in graph["nodes"] if one not in pictures)
+    left = min(one["pos"][0] for one in pictures)
+    assert all(one["pos"][0] + one["size"][0] < left or one["pos"][1] > 340 for one in graph["nodes"] if one not in pictures)
     (inner,) = graph["definitions"]["subgraphs"]
     assert all(one["properties"].get("cnr_id") for one in graph["nodes"] + inner["nodes"] if one["type"] != inner["id"])
 

@@ -15,6 +15,7 @@ from halfsafe.precision.guard.verdicts import NonFinite
 from support import tiny_models, tiny_vaes
 from support.guarding import is_finite
 from support.measures import relative_error
+from support.model_files import changed
 
 
 def test_every_method_that_computes_is_guarded():
@@ -145,3 +146,46 @@ def test_parts_that_a_checkpoint_lacks_are_passed_on_and_the_rest_is_guarded(com
     assert none is None and "holds no" not in why and hasattr(guarded, ATTRIBUTE) == (on_nan != "off")
     assert comfy.run("HalfsafeGuardVAE", vae=vae, on_nan="stop")[0] is vae and comfy.run("HalfsafeGuardVAE", vae=None, on_nan="stop")[0] is None
     assert comfy.run("HalfsafeGuardCLIP", clip=None, on_nan="stop")[0] is None and "there is none to guard" in caplog.text
+
+
+USES = {
+    "VAEDecode": lambda node, vae: node.decode(vae, {"samples": torch.zeros(1, 4, 8, 8)}),
+    "VAEDecodeTiled": lambda node, vae: node.decode(vae, {"samples": torch.zeros(1, 4, 8, 8)}, 512),
+    "VAEEncode": lambda node, vae: node.encode(vae, torch.zeros(1, 64, 64, 3)),
+    "VAEEncodeTiled": lambda node, vae: node.encode(vae, torch.zeros(1, 64, 64, 3), 512, 64),
+    "VAEEncodeForInpaint": lambda node, vae: node.encode(vae, torch.zeros(1, 64, 64, 3), torch.zeros(1, 64, 64)),
+}
+
+
+@pytest.fixture(scope="module")
+def without_encoders(models_dir, wan):
+    def inside(tensors: dict) -> None:
+        for name in list(tensors):
+            tensors[f"model.diffusion_model.{name}"] = tensors.pop(name)
+
+    return changed(wan, models_dir / "checkpoints" / "no_encoders.safetensors", inside)
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_checkpoint_without_a_vae_is_told_in_comfyuis_words(comfy, without_encoders, use):
+    def words(vae) -> str:
+        with pytest.raises(Exception) as error:
+            USES[use](comfy.core[use](), vae)
+        return str(error.value)
+
+    model, _, stock = comfy.core["CheckpointLoaderSimple"]().load_checkpoint(without_encoders.name)
+    options = {"storage": "auto", "compute": "auto", "clip_storage": "auto", "vae_dtype": "auto"}
+    given = {
+        "Load Checkpoint": comfy.run("HalfsafeLoadCheckpoint", ckpt_name=without_encoders.name, **options)[2],
+        "Halfsafe": comfy.run("HalfsafeAutoPrecision", model=model, goal="quality", vae=stock)[2],
+        "Guard VAE": comfy.run("HalfsafeGuardVAE", vae=stock, on_nan="retry_higher")[0],
+    }
+    assert "VAE is invalid" in words(stock) or use not in ("VAEDecode", "VAEEncode")
+    assert {name: words(vae) for name, vae in given.items()} == dict.fromkeys(given, words(stock))
+
+
+def test_a_checkpoint_without_a_text_encoder_is_told_in_comfyuis_words(comfy, without_encoders):
+    _, clip, _ = comfy.run("HalfsafeLoadCheckpoint", ckpt_name=without_encoders.name, storage="auto", compute="auto", clip_storage="auto", vae_dtype="auto")
+    for given in (clip, comfy.run("HalfsafeGuardCLIP", clip=None, on_nan="stop")[0]):
+        with pytest.raises(RuntimeError, match="clip input is invalid: None"):
+            comfy.core["CLIPTextEncode"]().encode(given, "a cat")

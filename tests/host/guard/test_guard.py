@@ -6,6 +6,7 @@ import pytest
 import torch
 from halfsafe.nodes.host.guard import failure
 from halfsafe.nodes.host.guard.model import Guard, guard_of
+from halfsafe.precision.base.modes import label_of
 from halfsafe.precision.guard.policy import Escalation
 from halfsafe.precision.plan.rules import rules_from
 from support import families
@@ -70,7 +71,7 @@ def test_each_repeat_is_told_where_the_model_runs(comfy, files, monkeypatch):
     model = guarded(comfy, plain_fp16(comfy, files("wan", "ffn")))
     families.sample(model, "wan")
     (event,) = report_of(model).events
-    last = f"{event.layer}: repeated in {event.to_mode}, finite"
+    last = f"{event.layer}: repeated in {label_of(event.to_mode)}, no NaN"
     assert said == ["Repeating step 0 to find what fails", "Repeating step 0 in fp16_safe", last]
 
 

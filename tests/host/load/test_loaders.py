@@ -97,7 +97,7 @@ def storages(model):
     return {storage_of(parameter) for parameter in model.parameters()}
 
 
-def test_checkpoint_without_encoder_and_vae_gives_none(comfy, checkpoint, models_dir):
+def test_checkpoint_without_encoder_and_vae_gives_what_comfyui_gives(comfy, checkpoint, models_dir):
     def only_the_unet(tensors):
         for name in [name for name in tensors if not name.startswith("model.diffusion_model.")]:
             del tensors[name]
@@ -106,7 +106,7 @@ def test_checkpoint_without_encoder_and_vae_gives_none(comfy, checkpoint, models
     settings = {"storage": "auto", "compute": "auto", "clip_storage": "auto", "vae_dtype": "auto"}
     model, clip, vae = comfy.run("HalfsafeLoadCheckpoint", ckpt_name=path.name, **settings)
     assert model is not None
-    assert clip is None and vae is None
+    assert clip is None and vae.first_stage_model is None
 
 
 @pytest.fixture(scope="module")

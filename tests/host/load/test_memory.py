@@ -7,7 +7,7 @@ import pytest
 import torch
 from comfy.quant_ops import QuantizedTensor
 from halfsafe.nodes.host.comfyui.model_facts import held_storages
-from halfsafe.precision.base.dtypes import COMPUTE_OPTIONS, STORAGE_OPTIONS
+from halfsafe.precision.base.options import COMPUTE_OPTIONS, STORAGE_OPTIONS
 from halfsafe.precision.devices.profiles import PROFILE_NAMES
 from halfsafe.precision.plan.weights import why_not_held
 from safetensors.torch import load_file, save_file

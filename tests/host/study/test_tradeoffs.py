@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 from halfsafe.nodes.host.comfyui.model_facts import model_facts
+from halfsafe.nodes.host.reporting import badge
 from halfsafe.nodes.host.study import tradeoffs as host
 from halfsafe.nodes.host.study.step_timer import StepTimer
 from halfsafe.precision.base.errors import HalfsafeError
@@ -220,6 +221,23 @@ def test_nothing_is_left_on_the_model(comfy, model, path, monkeypatch, error, st
     assert after.keys() == weights.keys() and all(torch.equal(after[name], weights[name]) for name in weights)
     assert not any("forward" in vars(module) for module in model.model.modules())
     assert {kind: dict(values) for kind, values in model.wrappers.items()} == wrappers and not model.backup
+
+
+@pytest.mark.parametrize("study", ["HalfsafeMeasurePrecisions", "HalfsafeAnalyzeLayers", "HalfsafeCalibrate"])
+def test_no_report_tells_of_a_run_that_only_measures(comfy, model, monkeypatch, study):
+    """The report of the one node is of the user's model and of the user's runs."""
+    told = []
+    monkeypatch.setattr(badge, "send_report", lambda node_id, token, report: told.append(token))
+    planned = comfy.run("HalfsafeAutoPrecision", model=model, goal="balanced")[0]
+    before = badge.report_json(planned)
+    options = {
+        "HalfsafeMeasurePrecisions": {"candidates": "fp8_e4m3fn/auto"},
+        "HalfsafeAnalyzeLayers": {"candidate": "fp8_e4m3fn", "target_snr_db": 25.0, "sensitive_layers": "keep high"},
+    }
+    comfy.run(study, model=planned, latent_image=latent(model), positive=families.conditioning("wan"), seed=1, **options.get(study, {}))
+    assert told == [] and badge.report_json(planned) == before
+    final(planned)
+    assert len(told) == 1
 
 
 def failing(monkeypatch, error: Exception, *calls: int) -> None:

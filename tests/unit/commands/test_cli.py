@@ -113,7 +113,7 @@ def test_errors_are_one_line_and_exit_two(capsys, tmp_path, command):
 @pytest.mark.parametrize(
     "arguments",
     [
-        [], ["inspect"], ["convert", "a", "b"], ["convert", "a", "b", "--storage", "fp4"],
+        ["inspct"], ["inspect"], ["convert", "a", "b"], ["convert", "a", "b", "--storage", "fp4"],
         *(["plan", "a", f"--memory={size}"] for size in ("nan", "1e400", "-1", "much")),
     ],
 )  # fmt: skip
@@ -123,12 +123,20 @@ def test_wrong_usage_exits_two(arguments):
     assert exit.value.code == 2
 
 
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["plan", "--help"], ["inspct"], ["plan", "no", "--device", "2080ti"], ["plan", "no", "--device", "voodoo"], ["scan", "no"]])
+def test_what_needs_no_file_is_answered_before_torch_is_imported(arguments):
+    code = "import runpy, sys; sys.argv[0] = sys.argv.pop(1)\ntry: runpy.run_path(sys.argv[0], run_name='__main__')\nexcept SystemExit: pass\nfinally: sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, str(ROOT / "__main__.py"), *arguments], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert bool(done.stdout) == ("--help" in arguments or not arguments)
+
+
 def test_progress_is_a_line_every_tenth(capsys):
-    progress = cli._progress(1000, "read")
+    progress = cli._progress(1000, "read", "wan.safetensors")
     for _ in range(1000):
         progress(1)
     assert [line[:5] for line in capsys.readouterr().err.splitlines()] == [f"{n:3d} %" for n in range(10, 101, 10)]
-    cli._progress(0, "read")(0)
+    cli._progress(0, "read", "none")(0)
     assert capsys.readouterr().err == ""
 
 

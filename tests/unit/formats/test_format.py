@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from halfsafe.precision.base.dtypes import COMPUTE_OPTIONS, FP8_NAMES, QUANTIZED_NAMES, STORAGE_OPTIONS
+from halfsafe.precision.base.dtypes import FP8_NAMES, QUANTIZED_NAMES
 from halfsafe.precision.base.errors import CheckpointError, NonFiniteWeight, StorageNotHeld, UnconsumedScale
 from halfsafe.precision.base.modes import FP8, INT8
+from halfsafe.precision.base.options import COMPUTE_OPTIONS, STORAGE_OPTIONS
 from halfsafe.precision.commands.convert import convert_file
 from halfsafe.precision.commands.inspect import inspect_file, scan_file
 from halfsafe.precision.devices.detect import detect

@@ -51,17 +51,17 @@ def test_a_verdict_is_told_once_with_the_counts():
     log.note(event_of(CallPosition(1), ORIGIN, "fp16", "fp16_wide", True), ORIGIN, "recovered")
     log.extra_calls = 2
     log.notify_verdict(Escalation())
-    assert told[1] == ("verdict", "recovered", "Guard: recovered, 1 event, 2 repeated calls.", ADVICE["recovered"])
+    assert told[1] == ("verdict", "recovered", "Repaired: 1 step was repeated.", ADVICE["recovered"])
     only_told = GuardLog("report", told)
     only_told.note(event_of(CallPosition(1), ORIGIN, "fp16", "fp16", False), ORIGIN, "stopped")
     only_told.notify_verdict(Escalation())
-    assert told[-1][:3] == ("verdict", "stopped", "Guard: told, 1 event, 0 repeated calls."), "nothing was stopped"
+    assert told[-1][:3] == ("verdict", "stopped", "Told and not repaired, as the guard is set to."), "nothing was stopped"
 
 
 def test_an_encoder_is_told_of_by_its_dtypes():
     overflow = Origin("VAE decode", "", "overflow", "fp16", math.nan)
     text = sentence(event_of(CallPosition(1), overflow, "fp16", "bf16", True), overflow)
-    assert text == "The result became NaN or Inf, first in VAE decode, computed in fp16. Repeated in bf16: finite."
+    assert text == "The result became NaN or Inf, first in VAE decode, computed in fp16. Repeated in bf16: no NaN."
 
 
 EMPTY = re.compile(r"\bnan\b|computed in[,.]|computed in  |, ,|\(\)|\bin [,.]|  |, \.|None")
@@ -83,6 +83,6 @@ def test_a_sentence_has_no_empty_or_meaningless_field(kind, recovered, evidence)
 def test_an_event_of_no_known_origin_is_told_as_the_models():
     event = event_of(CallPosition(1, 0, 1.0, [0]), None, "fp16", "fp16", True, "The same again.")
     assert sentence(event, None) == (
-        "Step 0, sigma 1: the result became NaN or Inf in the model, computed in fp16, batch rows 0. Repeated in fp16: finite. "
+        "Step 0, sigma 1: the result became NaN or Inf in the model, computed in fp16, batch rows 0. Repeated in fp16: no NaN. "
         "The same again."
     )

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from halfsafe.precision.base.options import GOALS
 from halfsafe.precision.devices.detect import detect
 from halfsafe.precision.devices.profiles import PROFILE_NAMES
 from halfsafe.precision.plan.compute import plan_compute
 from halfsafe.precision.plan.facts import LayerSpec, ModelFacts
-from halfsafe.precision.plan.goal import GOALS, on_loaded, plan_for_goal
+from halfsafe.precision.plan.goal import on_loaded, plan_for_goal
 from halfsafe.precision.plan.rules import rules_from
 
 LAYERS = [

@@ -51,7 +51,7 @@ def test_shares_are_largest_first_and_count_layers_that_multiply():
 def test_every_mode_and_storage_has_a_colour_for_the_page():
     data = json.loads(json.dumps(Report().to_json()))
     assert list(data["modes"]) == list(MODES)
-    assert data["modes"]["fp16_wide"] == {"label": "fp16 matmul, fp32 result", "colour": "#3e74d8"}
+    assert data["modes"]["fp16_wide"] == {"label": "fp16 with fp32 results", "colour": "#3e74d8"}
     assert data["storages"]["fp8_e4m3fn"] == {"colour": "#eea52a"}
 
 

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from halfsafe.precision.base.dtypes import COMPUTE_OPTIONS, STORAGE_OPTIONS
 from halfsafe.precision.base.errors import HalfsafeError
+from halfsafe.precision.base.modes import MODE_OF
+from halfsafe.precision.base.options import COMPUTE_OPTIONS, STORAGE_OPTIONS
 from halfsafe.precision.devices.detect import detect
 from halfsafe.precision.plan.facts import LayerSpec
 from halfsafe.precision.plan.rules import parse, rules_from
@@ -38,7 +39,7 @@ LAYERS = [
 def row(text: str, seconds=1.0, mib=100, snr=40.0, extra=None, spread=0.0) -> Tradeoff:
     (setting,) = settings_from(text)
     storage = "as_file" if setting.storage == "auto" else setting.storage
-    return Tradeoff(setting, storage, seconds, mib * MIB, extra, snr, {storage: mib * MIB}, {setting.compute: 3}, spread=spread)
+    return Tradeoff(setting, storage, seconds, mib * MIB, extra, snr, {storage: mib * MIB}, {MODE_OF.get(setting.compute, "bf16"): 3}, spread=spread)
 
 
 REFERENCE = row("as_file/fp32", 4.0, snr=None)
@@ -106,7 +107,7 @@ def cells(text: str) -> list[list[str]]:
 def test_the_table_has_the_figures_of_every_row():
     header, *body = cells(table_text(found()))
     assert header == ["setting", "s/step", "memory", "weights", "SNR dB", "what ran"]
-    assert body[0] == ["1 as_file/bf16", "2.00", "100.00 MiB", "100.00 MiB", "50.0", "weights as_file 100 %; layers bf16 3"]
+    assert body[0] == ["1 as_file/bf16", "2.00", "100.00 MiB", "100.00 MiB", "50.0", "weights as_file 100 %; layers 3 in bf16"]
     assert body[4] == ["5 as_file/fp16", "-", "-", "-", "-", BAD.problem]
     assert body[6][:2] == ["as_file/fp32 (reference)", "4.00"]
 
@@ -115,7 +116,7 @@ def test_the_table_ends_with_the_rules_and_says_what_memory_is():
     text = table_text(found())
     rules = text.partition("# balanced as rules")[2].partition("\n")[2]
     assert tuple(parse(rules)) == found().rules.own == rules_for(SMALL, "bf16", LAYERS).own
-    assert "balanced: storage int8, compute auto (1.00 s/step, 50.00 MiB, 38.0 dB)" in text
+    assert "balanced: storage int8, compute auto = bf16 (1.00 s/step, 50.00 MiB, 38.0 dB)" in text
     assert "memory: weights alone" in text
     told = table_text(found([replace(SMALL, extra_bytes=10 * MIB)]))
     assert "weights alone" not in told and "60.00 MiB" in told
@@ -134,6 +135,7 @@ def test_the_first_line_says_what_its_setting_is_for():
     noisy = (row("as_file/bf16", seconds, snr=50.0, spread=0.5) for seconds in (0.9, 1.1))
     tables = ([here], [here, smaller, as_small], [FAST], *([here, one] for one in noisy), [FAST, replace(SLOW, spread=1.0)])
     told = [result_of(found(rows), "") for rows in tables]
+    assert "auto" not in {value for result in told for value in result.values.values()}, "formats answer, not an option that chooses"
     assert [result.sentence for result in told] == [BEST, BEST_SMALL, CLOSEST, UNRANKED, BEST, UNRANKED]
     assert told[1].values["less"] == "19 %" and told[2].values["floor"] == "25 dB"
 
@@ -141,11 +143,11 @@ def test_the_first_line_says_what_its_setting_is_for():
 def test_the_best_row_comes_first_and_a_noisy_one_is_not_ranked():
     noisy = replace(SMALL, spread=0.21)
     rows = result_of(found([SLOW, noisy, FAST]), "").rows
-    assert [(row[0], NOISY in row[1]) for row in rows] == [("as_file/bf16", False), ("int8/auto", True), ("fp8_e4m3fn/fp8", False), ("as_file/fp32 (reference)", False)]
+    assert [(row[0], NOISY in row[1]) for row in rows] == [("as_file/bf16", False), ("int8/auto = int8/bf16", True), ("fp8_e4m3fn/fp8", False), ("as_file/fp32 (reference)", False)]
     none_ranks = result_of(found([noisy]), "")
     assert none_ranks.sentence.startswith("No setting stands out") and none_ranks.marked is None and none_ranks.tone == "warn"
     assert "38.0 dB, too noisy to rank)" in table_text(found([noisy]))
-    assert result_of(found(), "").rows[0][0] == "int8/auto" and best_for("balanced", [noisy]) is noisy, "rather that than none"
+    assert result_of(found(), "").rows[0][0] == "int8/auto = int8/bf16" and best_for("balanced", [noisy]) is noisy, "rather that than none"
 
 
 def pixels(chart: np.ndarray, colour) -> int:

@@ -1,0 +1,102 @@
+"""What ComfyUI does here: the facts that decide how fast a run is, each with the switch that changes it."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import comfy.memory_management
+import comfy.model_management
+import comfy.quant_ops
+import torch
+from comfy.cli_args import args
+from comfy.ldm.modules.attention import optimized_attention
+
+from ....precision.base.text import size_text
+from ....precision.plan.auto import why_int8_is_slow
+from ..comfyui.attributes import compiler_is_off, kernel_of_file
+from ..load.devices import current_device
+
+ATTENTIONS = {
+    "attention_pytorch": "PyTorch's",
+    "attention_sage": "SageAttention's",
+    "attention_flash": "FlashAttention's",
+    "attention_xformers": "xformers'",
+    "attention_sub_quad": "sub-quadratic",
+    "attention_split": "split",
+    "attention_basic": "basic",
+}
+"""ComfyUI's function -> what people call it."""
+FILES_OWN = "{0} in {1} attentions of {2}, as its file asks"
+NOT_HERE = "the file of {2} asks for {0} in {1} attentions, which this device does not have"
+ALL_ON, PART_ON = "{0}, all of {1} on the device", "{0}, {2} of {1} on the device"
+NONE_ON = "{0}, {1}, not on the device"
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One fact. ``what`` it is about, what is so ``here``, and the ``switch`` that changes it: text for people."""
+
+    what: str
+    here: str
+    switch: str
+
+
+def facts_here() -> list[Fact]:
+    """List the five facts, as ComfyUI runs at this moment."""
+    return [
+        Fact("kernels", _kernels(), "a torch for CUDA 13, --enable-triton-backend"),
+        _compiler(),
+        _dynamic_vram(),
+        Fact("attention", "; ".join(_attention()), "--use-pytorch-cross-attention, --use-sage-attention"),
+        Fact("loaded", "; ".join(_loaded()) or "nothing yet", "--reserve-vram, --lowvram, --highvram"),
+    ]
+
+
+def _kernels() -> str:
+    kitchen = getattr(comfy.quant_ops, "ck", None)  # absent where ComfyUI could not import comfy-kitchen
+    backends = kitchen.list_backends() if kitchen else {}
+    own = [name for name, state in backends.items() if state["available"] and not state["disabled"] and name != "eager"]
+    toolkits = {"CUDA": torch.version.cuda, "HIP": torch.version.hip}
+    built = [f"torch {torch.__version__}", *(f"{name} {version}" for name, version in toolkits.items() if version)]
+    kernels = f"comfy-kitchen's kernels: {', '.join(own)}" if own else "no kernels of the device's own for 8 bits"
+    return f"{', '.join(built)}; {kernels}. {why_int8_is_slow(current_device())}".strip()
+
+
+def _compiler() -> Fact:
+    off = compiler_is_off(args)
+    if off is None:
+        return Fact("compiler", "this ComfyUI has none", "it came with ComfyUI 0.34")
+    return Fact("compiler", "off" if off else "on", "--disable-comfy-compiler")
+
+
+def _dynamic_vram() -> Fact:
+    if not comfy.memory_management.aimdo_enabled:
+        reserved = size_text(comfy.model_management.extra_reserved_memory())
+        estimated = f"off: what is loaded is decided by estimates, with {reserved} left free"
+        return Fact("dynamic VRAM", estimated, "--enable-dynamic-vram, --reserve-vram")
+    running = f"on, {size_text(args.vram_headroom * 2**30)} of headroom"
+    read = f"{running}; weights are read from a fast disk at use" if args.fast_disk else running
+    return Fact("dynamic VRAM", read, "--disable-dynamic-vram, --vram-headroom, --fast-disk")
+
+
+def _attention() -> Iterator[str]:
+    """Name ComfyUI's attention, and what the files of loaded models ask for (``ComfyAttention``, ComfyUI 0.38)."""
+    name = optimized_attention.__name__
+    yield ATTENTIONS.get(name, name)
+    for model in _models():
+        asked = Counter(filter(None, map(kernel_of_file, model.modules())))
+        for (kernel, is_there), count in asked.items():
+            yield (FILES_OWN if is_there else NOT_HERE).format(kernel, count, type(model).__name__)
+
+
+def _models() -> list[torch.nn.Module]:
+    return [loaded.model.model for loaded in comfy.model_management.current_loaded_models if loaded.model is not None]
+
+
+def _loaded() -> Iterator[str]:
+    for loaded in comfy.model_management.current_loaded_models:
+        if loaded.model is None:  # it was freed since
+            continue
+        there, size = loaded.model_loaded_memory(), loaded.model_memory()
+        sentence = ALL_ON if there >= size else PART_ON if there else NONE_ON
+        yield sentence.format(type(loaded.model.model).__name__, size_text(size), size_text(there))
