@@ -10,8 +10,8 @@ from pathlib import Path
 
 from support.shipped import ROOT, tracked_files
 
-MOST_LINES = 15_220
-MOST_TOKENS_A_LINE = 10.7
+MOST_LINES = 15_540
+MOST_TOKENS_A_LINE = 10.6
 NOT_CODE = {
     tokenize.COMMENT,
     tokenize.NL,
