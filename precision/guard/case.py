@@ -116,7 +116,7 @@ class Case:
         if not attempt.finite:
             return None
         later = self.call.keep(step, None)
-        self._note(True, RECOVERED, step, later, verdicts.BEGINS_SAFE)
+        self._note(True, RECOVERED, step, later, verdicts.BEGINS_SAFE, fell_back=True)
         return attempt.result
 
     def _in_higher_precision(self) -> Any:
@@ -177,6 +177,7 @@ class Case:
         if promised:
             evidence = f"{evidence} {verdicts.GOES_ON}"
         event = event_of(self._position(self.rows), self._place, *self.call.modes(self._place, step), True, evidence)
+        event.fell_back = promised
         message = sentence(replace(event, recovered=False), self._place)
         advice = verdicts.BEGINS_SAFE if promised else self._advice(RECOVERED)
         self.log.note(event, self._place, RECOVERED, advice, message)
@@ -321,10 +322,17 @@ class Case:
         return self.call.wording.advice.get(verdict)
 
     def _note(
-        self, recovered: bool, verdict: str, step: Step | None = None, evidence: str = "", advice: str | None = None
+        self,
+        recovered: bool,
+        verdict: str,
+        step: Step | None = None,
+        evidence: str = "",
+        advice: str | None = None,
+        fell_back: bool = False,
     ) -> None:
         modes = self.call.modes(self._place, step)
         event = event_of(self._position(self.rows), self._place, *modes, recovered, evidence)
+        event.fell_back = fell_back
         self.log.note(event, self._place, verdict, self._advice(verdict) if advice is None else advice)
 
     def _note_unchanged(self, recovered: bool, verdict: str, advice: str | None, evidence: str = "") -> None:

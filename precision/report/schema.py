@@ -65,7 +65,8 @@ class KeptHigh:
 class GuardEvent:
     """A result with NaN or Inf, or farther from fp32 than its arithmetic explains (``kind`` drift, with an SNR).
 
-    ``from_mode`` and ``to_mode``: names in ``modes.MODES``; ``evidence``: what the verdict rests on.
+    ``from_mode`` and ``to_mode``: names in ``modes.MODES``; ``evidence``: what the verdict rests on; ``fell_back``: the
+    model's plan runs in its fallback from this event on.
     """
 
     call: int
@@ -82,6 +83,7 @@ class GuardEvent:
     snr_db: float | None = None
     threshold_db: float | None = None
     advice: str = ""
+    fell_back: bool = False
 
 
 @dataclass

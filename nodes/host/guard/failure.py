@@ -48,7 +48,7 @@ def notifier(node_id: str | None, prompt: str | None = None, of: str = "", plann
             if event.recovered and event.to_mode:
                 show_progress(f"{event.layer or 'the model'}: repeated in {label_of(event.to_mode)}, no NaN")
             logger.warning("Halfsafe guard: %s %s", message, advice)
-        fell_back = planner if event and GOES_ON in event.evidence else None
+        fell_back = planner if event and event.fell_back else None
         send_to_page(node_id, prompt or running_prompt_id(), kind, verdict, message, advice, event, of, fell_back)
 
     return notify
