@@ -104,7 +104,8 @@ class LoadCheckpoint(Loader):
         look_at_results(model)
         clip = encoders.load_checkpoint_text_encoder(path, clip_storage)
         vae = encoders.load_vae(path, vae_dtype, whole=True)
-        held = memory_ui(ckpt_name, model, *([clip.patcher] if clip else []))
+        loaded = [model, clip.patcher] if clip else [model]
+        held = memory_ui(ckpt_name, *loaded)
         return io.NodeOutput(model, clip, vae, ui=model_ui(model) | held)
 
 

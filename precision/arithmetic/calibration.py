@@ -101,7 +101,8 @@ class Calibration:
         for key, x in inputs.items():
             if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.dim() < 2:
                 continue
-            proof = self.proofs.get(name := f"input {key}") or self.add(InputRange(name))
+            name = f"input {key}"
+            proof = self.proofs.get(name) or self.add(InputRange(name))
             if not self.calibrating:
                 proof.record_amax(x)
             else:

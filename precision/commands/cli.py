@@ -46,7 +46,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _require_some(named: Iterable[Path | list[Path]]) -> None:
     """Raise :class:`CheckpointError` for the first file that a command is to read, if none of them exists."""
-    paths = [path for value in named for path in (value if isinstance(value, list) else [value])]
+    paths: list[Path] = []
+    for value in named:
+        paths += value if isinstance(value, list) else [value]
     if paths and not any(map(os.path.lexists, paths)):
         problem = f"cannot be opened ({os.strerror(errno.ENOENT)})"
         raise CheckpointError(paths[0], problem, advice="Check the path.")
@@ -120,7 +122,7 @@ def _add_plan(commands) -> None:
 def gigabytes(text: str) -> int:
     """Parse an amount of memory to bytes; argparse puts this function's name into its error."""
     count = float(text) * 1e9
-    if not 0 <= count < math.inf:
+    if count < 0 or not math.isfinite(count):
         raise ValueError
     return int(count)
 

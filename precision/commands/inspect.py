@@ -239,7 +239,7 @@ def inspection_text(inspection: Inspection) -> str:
 def scan_text(scan: Scan) -> str:
     """List the problems of a file, one line each."""
     count = len(scan.problems)
-    verdict = f"{count} problem{'s' * (count > 1)}" if count else "no problem found"
+    verdict = f"{count} problem{'' if count == 1 else 's'}" if count else "no problem found"
     lines = wrapped(f"{scan.file}: {scan.tensors} tensors, {verdict}", "")
     return "\n".join(lines + section("problems", [_line(finding) for finding in scan.problems]))
 

@@ -19,6 +19,7 @@ MAX_HEADER = 100_000_000
 MAX_NAME = 1000
 MAX_DIMENSIONS = 64
 MAX_ELEMENTS = 1 << 62
+PRINTABLE = frozenset([*range(32, 127), *b"\t\r\n"])
 AGAIN = "Download it again."
 CODES = {
     "BOOL": "bool",
@@ -116,7 +117,7 @@ def _describe_other_format(head: bytes) -> tuple[str, str]:
     text = head.lstrip(b"\xef\xbb\xbf \t\r\n")
     if text[:1] == b"<":
         return "a web page (HTML), not a model", f"{AGAIN} The site may ask you to log in or to accept a licence."
-    if len(text) > 3 and all(32 <= byte < 127 or byte in b"\t\r\n" for byte in text[:64]):
+    if len(text) > 3 and all(byte in PRINTABLE for byte in text[:64]):
         shown = text[:60].decode("ascii").splitlines()[0]
         advice = f"{AGAIN} The site may have answered with an error."
         return f"a text file that begins {shown!r}, not a model", advice

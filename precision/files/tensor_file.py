@@ -36,7 +36,8 @@ class TensorFile(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         entry = self.entries[name]
-        _require_whole(entry.file, pages := self.maps[entry.file])
+        pages = self.maps[entry.file]
+        _require_whole(entry.file, pages)
         dtype = entry.torch_dtype
         if entry.start == entry.end:
             return torch.empty(entry.shape, dtype=dtype)

@@ -151,7 +151,7 @@ class _Reader:
             for name, tensor in self.tensors.items()
             if name not in self.taken
         }
-        notes = [f"{count} tensor{'s' * (count > 1)}: {remark}" for remark, count in self.remarks.items()]
+        notes = [f"{count} tensor{'' if count == 1 else 's'}: {remark}" for remark, count in self.remarks.items()]
         notes += [f"{count} tensors: {what}" for what, count in Counter(self.undecided.values()).items()]
         metadata = lasting_metadata(self.metadata)
         return Checkpoint(str(self.path), tuple(self.dialects), metadata, weights, notes, self.undecided)

@@ -207,7 +207,8 @@ def _encoded(weight: StoredWeight, format: Format, bound: float) -> Tensors:
 def _is_same_fp8(weight: StoredWeight, storage: str) -> bool:
     """Tell whether a weight is in an fp8 storage with one scale, or in its fnuz sibling."""
     own = OF_FNUZ.get(name_of(weight.data.dtype), name_of(weight.data.dtype))
-    return weight.format is None and weight.granularity in ("none", "tensor") and own == storage in FP8_NAMES
+    has_one_scale = weight.format is None and weight.granularity in ("none", "tensor")
+    return has_one_scale and storage in FP8_NAMES and own == storage
 
 
 def specs_of(weight: StoredWeight, storage: str) -> list[TensorSpec]:

@@ -42,4 +42,4 @@ def _values(title: str, values: list[str], colours: Mapping[str, str]) -> Iterat
         yield Row(title)
         yield Row("in model order", [(1 / len(values), colours.get(value, OTHER)) for value in values])
     for name, count in Counter(values).most_common():
-        yield Row(name, [(count / len(values), colours.get(name, OTHER))], f"{count} layer{'s' * (count > 1)}")
+        yield Row(name, [(count / len(values), colours.get(name, OTHER))], f"{count} layer{'' if count == 1 else 's'}")

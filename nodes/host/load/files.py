@@ -73,7 +73,9 @@ def open_model(path: str) -> Checkpoint:
 
 def _check_policy(file: TensorFile) -> None:
     """Ask a governed ComfyUI (PR #16167) about each file, as its own ``load_torch_file`` does."""
-    for part in file.files if governance else ():
+    if governance is None:
+        return
+    for part in file.files:
         if not governance.model_allowed(str(part)):
             raise ModelNotPermitted(part, "not permitted by the policy of this ComfyUI")
 

@@ -176,7 +176,8 @@ def _rounding(
 ) -> CalibratedRounding:
     name = str(source.get("file") or type(patcher.model).__name__)
     rounding = CalibratedRounding(calibration, weights.stored, plans, source, name, device=compute_device())
-    logger.info("Halfsafe: %s", started := rounding.start())
+    started = rounding.start()
+    logger.info("Halfsafe: %s", started)
     show_progress(started)
     return rounding
 

@@ -98,15 +98,17 @@ class AddsLowRank:
         return [layer.around(modules[key]) for key, layer in patcher.model.by_key.items()]
 
     def _strengths_now(self) -> Mapping:
-        patches, hooks = self.sorted_patches(), self.current_hooks.hooks if self.current_hooks else []
+        patches = self.sorted_patches()
+        hooks = self.current_hooks.hooks if self.current_hooks else []
         state = patches, [(hook.hook_ref, hook.strength) for hook in hooks]
         if self._strengths is None or self._strengths[0] != state:
             own, hooked = self._all_patches or self.patches, super().get_combined_hook_patches(self.current_hooks)
             pairs = [(key, patch) for key in patches.added for patch in own[key]]
             pairs += [(key, patch) for key in patches.hooks & hooked.keys() for patch in hooked[key]]
-            self._strengths = state, (made := Counter())
+            strengths: Counter = Counter()
             for key, patch in pairs:
-                made[key, change_of(patch)] += patch[0]
+                strengths[key, change_of(patch)] += patch[0]
+            self._strengths = state, strengths
         return self._strengths[1]
 
     @contextlib.contextmanager
@@ -151,8 +153,10 @@ class AddsLowRank:
         super().patch_hook_weight_to_device(hooks, combined_patches, key, *args, **kwargs)
 
     def model_patches_models(self):
-        patcher = self.low_rank_patcher()
-        return [*super().model_patches_models(), *([patcher] if patcher else [])]
+        models = list(super().model_patches_models())
+        if patcher := self.low_rank_patcher():
+            models.append(patcher)
+        return models
 
     def model_state_dict(self, filter_prefix=None):
         """Give quantized weights as numbers, and leave out the names of their scales.

@@ -44,11 +44,16 @@ def badge(*words: str | None) -> dict[str, list[str]]:
 def model_ui(model, *more: str | None) -> dict[str, list[str]]:
     """Make the ui output of a node that gives out a model: its badge, the rules that match no layer, and why the model
     does not compute in the fp16 that it came in."""
-    record, compute = model.attachments.get(ATTACHMENT), compute_of(model)
-    idle = [*(record.without_effect if record else ()), *(compute.plan.without_effect if compute else ())]
+    record = model.attachments.get(ATTACHMENT)
+    compute = compute_of(model)
+    idle = list(record.without_effect) if record else []
+    instead = []
+    if compute:
+        idle += compute.plan.without_effect
+        instead = list(filter(None, [compute.plan.instead]))
     rules = list(dict.fromkeys(rule for rule, why in idle if why == NO_LAYER))
     words = (OFF,) if why_off(Feature.LAYERS) else more
-    told = {UNMATCHED_KEY: rules, INSTEAD_KEY: [compute.plan.instead] if compute and compute.plan.instead else []}
+    told = {UNMATCHED_KEY: rules, INSTEAD_KEY: instead}
     return badge(*model_words(model), *words) | {key: texts for key, texts in told.items() if texts}
 
 
