@@ -117,7 +117,7 @@ class SafeAttention:
         self.fp16_flops += flops
         self.bounds[index].calibrate(call, amax_of_q, largest)
         self.calibration.in_fp16 = True
-        results.any_returned = results.any_returned or dtype == torch.float16
+        results.any_returned = results.any_returned or results.allowed
         return result
 
     def _note(self, call: AttentionCall) -> tuple[float, float, float]:

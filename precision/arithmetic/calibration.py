@@ -10,7 +10,7 @@ costs a few reductions and one small synchronisation, and no value that overflow
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import accumulate
 from typing import TypeVar
 
@@ -27,6 +27,7 @@ from .result_bound import Fp16Results
 
 Result = TypeVar("Result")
 AnyProof = TypeVar("AnyProof", bound=Proof)
+NOTHING_ELSE = nullcontext()
 
 
 class InputRange(Proof):
@@ -121,7 +122,8 @@ class Calibration:
         Raises:
             Whatever ``call`` raises.
         """
-        with self.one_call():
+        self.begin_call()
+        try:
             while True:
                 try:
                     with self.attempt():
@@ -132,38 +134,46 @@ class Calibration:
                     continue
                 if self.stands(result):
                     return result
-
-    @contextmanager
-    def one_call(self) -> Iterator[None]:
-        """Hold what one model call shares among its attempts; a call that fails leaves nothing changed by them."""
-        self._error, self._spared = "", False
-        try:
-            yield
         except BaseException:
-            if self._error:
-                self.results.allowed = True  # results in fp16 are not what fails
-            if self._spared:
-                self.spares_memory = False  # the call does not fit without measuring either
+            self.take_back()
             raise
         finally:
-            self.operands.end()
+            self.end_call()
+
+    def begin_call(self) -> None:
+        """Begin a model call, which may take several attempts."""
+        self._error = ""
+        self._spared = False
+
+    def take_back(self) -> None:
+        """Take back what the attempts at a call have changed in vain: the call failed."""
+        if self._error:
+            self.results.allowed = True  # results in fp16 are not what fails
+        if self._spared:
+            self.spares_memory = False  # the call does not fit without measuring either
+        self._error = ""
+
+    def end_call(self) -> None:
+        """End a model call, whether it failed or not."""
+        self.operands.end()
         self.error = self._error or self.error
 
-    @contextmanager
-    def attempt(self) -> Iterator[None]:
-        """Make an attempt at a call inside; nothing compiled runs in one that calibrates."""
+    def attempt(self) -> AbstractContextManager:
+        """Begin an attempt, to be made inside of the context; nothing compiled runs in one that calibrates."""
         if not self.calibrating:
             self._missed.any = False
             for buffer, _ in self._buffers.values():
                 buffer.clear()
-            yield
-            return
+            return NOTHING_ELSE
         self._ran_short = False
         self.flops.clear()
         self.operands.begin()
         self.results.begin()
-        with compile_disabled(), self.hiding if self.in_fp16 and self.looks_at_result else nullcontext():
-            yield
+        held = ExitStack()
+        held.enter_context(compile_disabled())
+        if self.in_fp16 and self.looks_at_result:
+            held.enter_context(self.hiding)
+        return held
 
     def stands(self, result: object) -> bool:
         """Look at what an attempt computed. Returns whether its result may be used; else the call is made again."""

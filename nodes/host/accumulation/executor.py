@@ -84,6 +84,7 @@ class AccumulationRun(Acting):
         patcher = model.current_patcher
         self.plan = plan = _planned(request, patcher)
         self.calibration = Calibration(looks_at_result=False)
+        self.calibration.results.allowed = False  # the model's own results are fp16
         self.operations: dict[str, Fp16AccumulationLinear] = {}
         if plan.proving:
             self.operations = dict(self._operations(patcher))
@@ -108,8 +109,14 @@ class AccumulationRun(Acting):
                 by_layer = not self.plan.whole
                 yield name, Fp16AccumulationLinear(module, module.forward, sums, self.calibration, weights, by_layer)
 
-    def one_call(self) -> contextlib.AbstractContextManager:
-        return self.calibration.one_call() if self.watches else contextlib.nullcontext()
+    def begin_call(self) -> None:
+        self.calibration.begin_call()
+
+    def take_back(self) -> None:
+        self.calibration.take_back()
+
+    def end_call(self) -> None:
+        self.calibration.end_call()
 
     @contextlib.contextmanager
     def attempt(self, call: Call) -> Iterator[None]:

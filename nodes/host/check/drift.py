@@ -27,7 +27,7 @@ from ..comfyui.attributes import DENOISED
 from ..comfyui.execution import is_compiled, is_on_several_devices, is_oom
 from ..comfyui.kernels import DEQUANTIZED, general_operations
 from ..comfyui.layers import top_level_parts
-from ..compute.layer_modes import kernels_of, observed_modes_of, stream_dtype
+from ..compute.layer_modes import kernels_of, planned_modes_of, stream_dtype
 from ..guard.escalation import EscalatedLayers, Guarded, hooked
 from ..guard.failure import images_of, sigma_of, step_of
 from ..replay.call import Call
@@ -188,7 +188,7 @@ def _arithmetic(patcher: ModelPatcher, guarded: Guarded) -> str:
     """Name the arithmetic of a model, as thresholds do: the coarsest of its layers' and of the values between them."""
     if guarded.escalation.whole:
         return FP32.name
-    modes = observed_modes_of(patcher)
+    modes = planned_modes_of(patcher)  # fp16_safe is one arithmetic, though some of its results are fp16
     sums = layer_accumulation(patcher)
     modes |= {name: FP16_ACC16.name for name, (kind, _) in sums.items() if kind == "fp16" and name in modes}
     found = {drift.ARITHMETIC_OF.get(mode, mode) for mode in [guarded.stream, *(modes[name] for name in guarded.modes)]}

@@ -99,22 +99,31 @@ class PlannedModel(Acting):
     def run(self, make: Callable, patches: Callable[[], Sequence[Patch]]):
         """Make a call of the model's text adapter, or of a ControlNet, with ``patches`` on it; again when a look at it
         fails."""
-        self._begin()
+        self._settle_flags()
 
         def once():
-            with self.running(), patched(patches()):
+            sums, compiler = self._scopes()
+            with sums, compiler, self.calling, self._clamping, patched(patches()):
                 return make()
 
         return self.calibration.run(once)
 
-    def one_call(self) -> AbstractContextManager:
-        self._begin()
-        return self.calibration.one_call()
+    def begin_call(self) -> None:
+        self._settle_flags()
+        self.calibration.begin_call()
+
+    def take_back(self) -> None:
+        self.calibration.take_back()
+
+    def end_call(self) -> None:
+        self.calibration.end_call()
 
     @contextmanager
     def attempt(self, call: Call) -> Iterator[None]:
+        measuring = self.calibration.attempt()
+        sums, compiler = self._scopes()
         attention = attending(call.model, call, self.attend, self.inputs)
-        with self.calibration.attempt(), self.running(), patched(self.patches_of_call()), attention:
+        with measuring, sums, compiler, self.calling, self._clamping, patched(self.patches_of_call()), attention:
             yield
 
     def stands(self, result: torch.Tensor) -> bool:
@@ -127,21 +136,19 @@ class PlannedModel(Acting):
     def goes_on_after(self, error: RuntimeError) -> bool:
         return self.calibration.goes_on_after(error)
 
-    def _begin(self) -> None:
+    def _settle_flags(self) -> None:
+        """Decide whether fp16 accumulation is off for the call, or layer by layer."""
         patcher = self._model().current_patcher
         self._sums_off = self._holds_sums or (self._is_wide and not switches_by_layer(patcher))
         self.layers.switches_flags = not self._has_rules or switches_by_layer(patcher)
         self.calibration.by_layer = not self._sums_off
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Hold what is not on the model while an attempt at a call lasts: flags, ComfyUI's compiler, its clamps."""
+    def _scopes(self) -> tuple[AbstractContextManager, AbstractContextManager]:
+        """Begin an attempt. Returns the scopes of accumulation and of ComfyUI's compiler for it."""
         self.attention.begin()
         self.ruled.begin()
         sums = fp32_accumulation() if self._sums_off else nullcontext()
-        compiler = nullcontext() if self._allocates_alike() else compiler_off()
-        with sums, compiler, self.calling, self._clamping:
-            yield
+        return sums, nullcontext() if self._allocates_alike() else compiler_off()
 
     def _allocates_alike(self) -> bool:
         if self.calibration.calibrating:

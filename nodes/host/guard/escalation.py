@@ -11,7 +11,6 @@ from comfy.model_patcher import ModelPatcher
 
 from ....precision.base.amax import amax
 from ....precision.base.dtypes import name_of
-from ....precision.base.flags import fp32_accumulation
 from ....precision.base.modes import FP8, FP16_WIDE, FP32, modes_named
 from ....precision.base.nested import floats_in
 from ....precision.base.patching import Patch
@@ -74,10 +73,10 @@ class EscalatedLayers(PlannedModel):
         finally:
             call.options = options
 
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        with super().running(), fp32_accumulation() if self.everywhere else contextlib.nullcontext():
-            yield
+    def _settle_flags(self) -> None:
+        super()._settle_flags()
+        if self.everywhere:
+            self._sums_off = True
 
     def patches_of_call(self) -> list[Patch]:
         return [*self._entry, *self.patches]

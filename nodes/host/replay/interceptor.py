@@ -53,9 +53,14 @@ class Acting:
 
     everywhere = False
 
-    def one_call(self) -> AbstractContextManager:
-        """Hold what the attempts at a call share."""
-        return nullcontext()
+    def begin_call(self) -> None:
+        """Begin a call, which may take several attempts."""
+
+    def take_back(self) -> None:
+        """Take back what the attempts at a call have changed in vain: the call failed."""
+
+    def end_call(self) -> None:
+        """End a call, whether it failed or not."""
 
     def attempt(self, call: Call) -> AbstractContextManager:
         """Put on layers and attention what the stage exchanges, for the length of one attempt."""
@@ -112,26 +117,38 @@ class Interceptor:
 
         A GPU is waited for after an attempt: it computes while forwards are put back.
         """
-        acting: list[Acting] = []
-        with ExitStack() as of_call:
+        acting: dict[str, Acting] = {}
+        try:
             while True:
                 try:
-                    with ExitStack() as of_attempt:
-                        self._put_on(call, acting, of_call, of_attempt)
+                    with ExitStack() as on:
+                        self._put_on(call, acting, on)
                         result = call.run()
                 except RuntimeError as error:
-                    if not any(each.goes_on_after(error) for each in reversed(acting)):
+                    if not any(each.goes_on_after(error) for each in reversed(acting.values())):
                         raise
                     continue
-                if all(each.stands(result) for each in reversed(acting)):
+                if all(each.stands(result) for each in reversed(acting.values())):
                     return result
+        except BaseException:
+            for each in acting.values():
+                each.take_back()
+            raise
+        finally:
+            for each in acting.values():
+                each.end_call()
 
-    def _put_on(self, call: Call, acting: list[Acting], of_call: ExitStack, of_attempt: ExitStack) -> None:
-        for place, stage in enumerate(self._in_calls.values()):
-            if place == len(acting):
-                acting.append(stage.in_call(call) or Acting())
-                of_call.enter_context(acting[place].one_call())
-            of_attempt.enter_context(acting[place].attempt(call))
+    def _put_on(self, call: Call, acting: dict[str, Acting], on: ExitStack) -> None:
+        """Put on the model what each stage exchanges, from the outermost in: a stage is asked for what acts with the
+        forwards of the outer ones on the layers."""
+        for name, stage in self._in_calls.items():
+            if name not in acting:
+                found = stage.in_call(call)
+                if found is None:
+                    continue
+                found.begin_call()
+                acting[name] = found
+            on.enter_context(acting[name].attempt(call))
 
     def sampling(self, executor: Callable, *args, **kwargs):
         """Wrap a sampler's run (ComfyUI's OUTER_SAMPLE)."""

@@ -170,6 +170,9 @@ class Attached:
         self.attachments: dict[str, object] = {}
         self.set_attachments = self.attachments.__setitem__
 
+    def get_wrappers(self, kind, key) -> list:
+        return []
+
     def remove_wrappers_with_key(self, kind, key) -> None:
         pass
 

@@ -153,7 +153,7 @@ def test_a_clean_run_of_a_pack_costs_no_call(comfy, models):
 def test_the_code_on_a_model_is_told_apart_by_the_file_it_stands_in(comfy, models):
     easycache = core("comfy_extras.nodes_easycache")
     ours = guarded(comfy, models("wan", None, "bf16")).attachments["halfsafe.guard"]
-    for own in (easycache.easycache_forward_wrapper, easycache.EasyCacheHolder, ours, ours.inside, torch.relu, random.random, print):
+    for own in (easycache.easycache_forward_wrapper, easycache.EasyCacheHolder, ours, ours.around_call, torch.relu, random.random, print):
         assert code_owner(own) == ""
     for other in (step_caches.teacache, step_caches.CacheDiT().call, step_caches.Kept, step_caches.Adapter(torch.float32)):
         assert code_owner(other) == "step_caches"
