@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Container
 from functools import cache
 from typing import Any
@@ -77,7 +78,7 @@ def held_bytes(tensor: torch.Tensor) -> int:
     """Count the bytes of a weight in memory, of a quantized one with its scales."""
     if not isinstance(tensor, comfy.quant_ops.QuantizedTensor):
         return tensor.nbytes
-    return sum(part.nbytes for part in tensor.state_dict().values())
+    return sum(map(operator.attrgetter("nbytes"), tensor.state_dict().values()))
 
 
 def held_storages() -> frozenset[str]:

@@ -34,14 +34,21 @@ def memory_ui(file: str, *loaded: ModelPatcher) -> dict[str, tuple[str]]:
         return {}
     in_16_bit, held, kept, reasons = 0, 0, Counter(), Counter()
     for record, patcher in zip(records, loaded, strict=True):
-        model = getattr(patcher.model, "diffusion_model", patcher.model)
-        for name, module in model.named_modules():
-            for parameter in module.parameters(recurse=False):
+        # ``named_modules`` and ``parameters`` of torch call ten functions for each module.
+        modules = [("", getattr(patcher.model, "diffusion_model", patcher.model))]
+        for name, module in modules:
+            inside = f"{name}." if name else ""
+            modules += [(inside + child, part) for child, part in module._modules.items() if part is not None]
+            for parameter in module._parameters.values():
+                if parameter is None:
+                    continue
                 size, storage = held_bytes(parameter), storage_of(parameter)
                 in_16_bit, held = in_16_bit + 2 * parameter.numel(), held + size
                 if storage not in QUANTIZED_NAMES:
                     kept[storage] += size
-                    reasons[_why_kept(record, name, type(module).__name__, parameter)] += size
+                    is_matrix = parameter.dim() > 1
+                    why = _why_kept(record, name, type(module).__name__, parameter) if is_matrix else NO_MATRIX
+                    reasons[why] += size
     told = {"file": file, "before": size_text(in_16_bit), "after": size_text(held), "kept": size_text(kept.total())}
     told["formats"] = " + ".join(storage for storage, _ in kept.most_common())
     told["reasons"] = "; ".join(f"{reason}: {size_text(size)}" for reason, size in reasons.most_common(SHOWN))
@@ -63,9 +70,7 @@ def _is_asked(record: LoadRecord) -> bool:
 
 
 def _why_kept(record: LoadRecord, name: str, cls: str, parameter: torch.Tensor) -> str:
-    """Say why a weight is not in 8 bits. The layers of text encoders have longer names than in their files."""
-    if parameter.dim() < 2:
-        return NO_MATRIX
+    """Say why a matrix is not in 8 bits. The layers of text encoders have longer names than in their files."""
     if record.storage.used not in QUANTIZED_NAMES:
         return record.storage.reason
     planned = (reason for layer, reason in record.kept.items() if name == layer or name.endswith(f".{layer}"))
