@@ -124,7 +124,7 @@ pytestmark = pytest.mark.paired  # what a page makes of links, whatever it draws
 
 
 def draw(comfy: ComfyPage, code: str) -> None:
-    comfy.evaluate(f"async () => {{ {TOOLS} {code} app.canvas.setGraph(app.graph); }}")
+    comfy.evaluate(f"async () => {{ app.nodeOutputs = {{}}; {TOOLS} {code} app.canvas.setGraph(app.graph); }}")
 
 
 def walk(comfy: ComfyPage, code: str, held: bool = True) -> dict:
