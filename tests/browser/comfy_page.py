@@ -140,7 +140,7 @@ class ComfyPage:
 
     def add(self, *types: str) -> list[int]:
         """Put nodes side by side on an empty canvas and return their ids."""
-        code = """async (types) => { app.graph.clear(); app.canvas.ds.reset(); await new Promise(requestAnimationFrame); let x = 0; return types.map((type) => {
+        code = """async (types) => { app.canvas.setGraph(app.graph); app.graph.clear(); app.canvas.ds.reset(); await new Promise(requestAnimationFrame); let x = 0; return types.map((type) => {
             const node = LiteGraph.createNode(type); node.pos = [x, 100]; x += node.size[0] + 40;
             app.graph.add(node); return node.id; }); }"""
         ids = self.evaluate(code, list(types))
