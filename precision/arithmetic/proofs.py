@@ -108,15 +108,14 @@ class Proof:
 
     ``exponent``: its operand is multiplied by ``2**-exponent``. ``largest``: the largest magnitude of all calls so far.
     ``device``: where the operation was measured, None before. ``entries``: its records there. ``missed``: the
-    calibration's. ``below``: the magnitude from which on the proof does not hold.
+    calibration's.
     """
 
     width = 1
     """How many numbers it records in a call."""
 
-    def __init__(self, name: str, below: float = math.inf):
+    def __init__(self, name: str):
         self.name = name
-        self.below = below
         self.exponent: float = 0
         self.largest = 0.0
         self.device: torch.device | None = None
@@ -128,8 +127,8 @@ class Proof:
         return numbers[0]
 
     def holds(self, magnitude: float) -> bool:
-        """Tell whether the proof holds for a magnitude; never for NaN, nor before it was measured."""
-        return magnitude < self.below
+        """Tell whether the proof holds for a magnitude: for any that is finite."""
+        return magnitude < math.inf
 
     def forget(self) -> None:
         """Begin anew, for a model with other operands."""

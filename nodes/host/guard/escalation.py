@@ -53,8 +53,8 @@ class EscalatedLayers(PlannedModel):
         planned = compute.plan.decisions if compute else {}
         decisions = {}
         for name, mode in wide.items():
-            keeps_stream = not self.everywhere and not (name in planned and planned[name].stream == FP32.name)
-            decisions[name] = _decision(mode, modules[name], "same" if keeps_stream else FP32.name)
+            stream = planned[name].stream if name in planned else "same"
+            decisions[name] = _decision(mode, modules[name], FP32.name if self.everywhere else stream)
         self.decided = {name: decision.mode for name, decision in decisions.items()}
         if self.everywhere:  # other layers run as their code has it, on fp32 activations
             self.decided |= dict.fromkeys(modules.keys() - decisions.keys(), FP32.name)

@@ -1,5 +1,6 @@
 """The order in which the forwards of our stages run one layer in a call, and what stands around a call."""
 
+import logging
 import sys
 import traceback
 from pathlib import Path
@@ -30,10 +31,10 @@ def chain_of(forward):
     return steps
 
 
-def chain_in_a_call(model, call):
-    """What runs the layer in the second call of a model, after the one that measures."""
+def in_the_second_call(model, call, seen_of):
+    """What ``seen_of`` returns as the layer is called in the second call of a model, after the one that measures."""
     module, seen = model.model.diffusion_model.get_submodule(LAYER), []
-    hook = module.register_forward_pre_hook(lambda module, args: seen.append(chain_of(module.forward)))
+    hook = module.register_forward_pre_hook(lambda module, args: seen.append(seen_of(module)))
     try:
         for _ in range(2):
             seen.clear()
@@ -41,6 +42,11 @@ def chain_in_a_call(model, call):
     finally:
         hook.remove()
     return seen[0]
+
+
+def chain_in_a_call(model, call):
+    """What runs the layer, from the outside in."""
+    return in_the_second_call(model, call, lambda module: chain_of(module.forward))
 
 
 def with_everything(comfy, wan):
@@ -82,29 +88,23 @@ def test_layers_that_multiply_by_themselves_end_the_chain(comfy, wan, call, monk
     assert chain_in_a_call(load(comfy, wan, storage, compute), call) == expected
 
 
-def functions_of_ours_to_the_layer(model, call):
-    """The functions of Halfsafe on the stack from the interceptor to the layer's own forward, from the outside in, in the second call."""
-    module, seen = model.model.diffusion_model.get_submodule(LAYER), []
-
-    def note(module, args):
-        frames = traceback.walk_stack(sys._getframe())
-        seen.append([frame.f_code.co_qualname for frame, _ in frames if PACKAGE in frame.f_globals.get("__name__", "")])
-
-    hook = module.register_forward_pre_hook(note)
-    try:
-        for _ in range(2):
-            seen.clear()
-            families.replay(model, call)
-    finally:
-        hook.remove()
-    return [name for name in reversed(seen[0]) if "_wrapped_call" not in name]
+def functions_of_ours(module):
+    """The functions of Halfsafe on the stack, from the outside in."""
+    frames = [frame for frame, _ in traceback.walk_stack(sys._getframe(1))]
+    return [frame.f_code.co_name for frame in reversed(frames) if PACKAGE in frame.f_globals.get("__name__", "")]
 
 
 def test_at_most_ten_functions_lead_from_the_interceptor_to_a_layer(comfy, wan, call, ampere):
     model = guarded(comfy, with_everything(comfy, wan))
-    functions = functions_of_ours_to_the_layer(model, call)
-    print(functions)
-    assert "Interceptor.__call__" in functions and len(functions) <= 10, functions
+    functions = in_the_second_call(model, call, functions_of_ours)
+    assert functions[0] == "__call__" and "around_call" in functions and len(functions) <= 10, functions
+
+
+def test_the_log_at_debug_tells_each_layers_arithmetic_after_the_call_that_measures(comfy, wan, call, caplog):
+    caplog.set_level(logging.DEBUG, "halfsafe.compute")
+    families.replay(load(comfy, wan, "fp16", "fp16_safe"), call)
+    (message,) = [record.getMessage() for record in caplog.records if record.name == "halfsafe.compute"]
+    assert f"{LAYER}: fp16" in message and "operand times 2^-" in message, message
 
 
 def test_the_interceptor_prints_its_stages_in_their_order(comfy, wan):
