@@ -77,8 +77,9 @@ class Ladder:
                 position = call.position_of(rows, self.log.lost)
                 self._lose(rows)
                 self._log_given_up(one.diagnosis(verdicts.NAN_GIVEN), position)
-        zeros_for_nan, self.evidence.inputs = without_nan(call.inputs)
-        self.evidence.given = call.replaced(call.given, zeros_for_nan)
+        if call.inputs:
+            zeros_for_nan, self.evidence.inputs = without_nan(call.inputs)
+            self.evidence.given = call.replaced(call.given, zeros_for_nan)
 
     def _lose(self, rows: set[int]) -> None:
         self.rows = self.rows - rows
