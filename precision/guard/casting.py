@@ -1,4 +1,4 @@
-"""Let code that holds 16-bit tensors of its own run on activations that were widened to fp32."""
+"""Run model code that creates 16-bit tensors itself on activations that were widened to fp32."""
 
 import contextlib
 from collections.abc import Callable
@@ -15,9 +15,9 @@ NARROW_CASTS = (torch.Tensor.half, torch.Tensor.bfloat16)
 
 
 class PromotesFloats(TorchFunctionMode):
-    """Give operations with arguments of several float dtypes all of them in fp32, while the mode is on.
+    """Cast the float arguments of an operation to fp32 if their dtypes differ, while the mode is on.
 
-    What writes into one of its arguments is left alone, as that has a dtype already, and so is a cast to another's.
+    In-place operations and casts to the dtype of another tensor are not changed.
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -30,9 +30,10 @@ class PromotesFloats(TorchFunctionMode):
 
 
 class CastsToFp32(TorchFunctionMode):
-    """Give model code fp32 for its casts to fp16 or bf16, and for tensors made in them: positions, timesteps, masks.
+    """Replace casts to fp16 or bf16 in model code by casts to fp32, and create its 16-bit tensors in fp32.
 
-    Tensor classes of others, as of quantized weights, are left alone, and so is ``view``, which reads bits anew.
+    Such tensors are positions, timesteps and masks. Tensor subclasses (quantized weights) are not changed, and
+    neither is ``view``, which reinterprets bits.
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -53,7 +54,7 @@ def _widened(value):
 def promoting(function: Callable, casts: bool = True) -> Callable:
     """Wrap a function so that its operations promote to fp32 and its 16-bit results become fp32.
 
-    ``casts``: its casts to fp16 or bf16 stay; else they are to fp32.
+    ``casts``: keep its casts to fp16 or bf16; otherwise they become casts to fp32.
     """
 
     def run(*args, **kwargs):

@@ -1,4 +1,4 @@
-"""What holds NaN or Inf: nested values of a graph, and what a call was given, with the verdict if it is the cause."""
+"""Find NaN and Inf in nested values of a graph and in the inputs of a call."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -21,7 +21,8 @@ MADE_WHILE_SAMPLING = (SIGMA, SIGMAS, SAMPLER)
 class NotFiniteInput:
     """An input of a call with NaN or Inf, in the tensors ``values``.
 
-    ``verdict``: of the run if it is the cause, and ``advice`` what to do then; None for what the verdict has.
+    ``verdict``: of the run if this input is the cause. ``advice``: for the user then; None for the verdict's own
+    advice.
     """
 
     name: str
@@ -30,7 +31,7 @@ class NotFiniteInput:
     advice: str | None = None
 
     def nan_rows(self, batch: int) -> set[int]:
-        """List the rows of a batch that were given NaN: all of them, where a value has no row for each."""
+        """List the rows of a batch whose input holds NaN; all rows if a value has no batch dimension."""
         rows: set[int] = set()
         for value in self.values:
             bad = torch.isnan(value if value.dim() else value[None])
@@ -40,14 +41,14 @@ class NotFiniteInput:
         return rows
 
     def diagnosis(self, evidence: str) -> "Diagnosis":
-        """Blame it for the failure."""
+        """Return the diagnosis that blames this input."""
         evidence = BETWEEN_CALLS if self.name == SAMPLER else evidence
         return Diagnosis(Origin(self.name, "", "input", "", math.nan), self.verdict, self.advice, evidence)
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """A verdict beyond the reach of repeats, with its evidence. ``advice``: None for what the verdict has."""
+    """A verdict on a call that no repeat cures, with its evidence. ``advice``: None for the verdict's own advice."""
 
     origin: Origin | None
     verdict: str
@@ -67,22 +68,22 @@ def inputs_not_finite(
 
 
 def nan_inputs(named: Iterable[tuple[str, object]]) -> list[NotFiniteInput]:
-    """List the inputs with NaN among (name, nested values). What is infinite may be meant, or may not matter."""
+    """List the inputs with NaN among (name, nested values). Inf may be intended (a mask) or harmless."""
     return [one for one in inputs_not_finite(named) if any(torch.isnan(value).any() for value in one.values)]
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor holds neither NaN nor Inf, which waits for its device."""
+    """Return whether a tensor holds neither NaN nor Inf. Synchronizes with its device."""
     return math.isfinite(amax_value(tensor))
 
 
 def rows_not_finite(tensor: torch.Tensor) -> list[int]:
-    """List the places along the first dimension that hold NaN or Inf."""
+    """List the indices along the first dimension that hold NaN or Inf."""
     return (~torch.isfinite(tensor.flatten(1))).any(1).nonzero().flatten().tolist()
 
 
 def with_nan(values, rows: Iterable[int]):
-    """Return a copy of nested values with NaN in these rows."""
+    """Return a copy of nested values with these rows set to NaN."""
     index = torch.tensor(sorted(rows))
     return replaced(values, lambda value: value.index_fill(0, index.to(value.device), math.nan))
 
@@ -94,8 +95,8 @@ def changed(chosen: Iterable[NotFiniteInput], change: Callable[[torch.Tensor], t
 
 
 def without_nan(inputs: Iterable[NotFiniteInput]) -> tuple[Callable, list[NotFiniteInput]]:
-    """Return (a function that gives a tensor of these inputs with a zero for each NaN, and any other tensor as it is;
-    the inputs that hold Inf then)."""
+    """Return (function, inputs): the function replaces each NaN by a zero in tensors of these inputs and returns other
+    tensors unchanged; the inputs are those that hold Inf afterwards."""
     zeros: dict[int, torch.Tensor] = {}
     infinite = []
     for one in inputs:
@@ -108,7 +109,7 @@ def without_nan(inputs: Iterable[NotFiniteInput]) -> tuple[Callable, list[NotFin
 
 @dataclass(frozen=True)
 class NotFiniteTensor:
-    """A tensor that holds NaN or Inf. ``rows``: the places along its first dimension that do."""
+    """A tensor that holds NaN or Inf. ``rows``: the indices along its first dimension."""
 
     name: str
     nan: int
@@ -124,12 +125,13 @@ class NotFiniteTensor:
 
 
 def zeroed(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy with a zero for each NaN and Inf: it shows a cause and is never a cure."""
+    """Return a copy with a zero for each NaN and Inf. For evidence only: results of it are never returned to the
+    user."""
     return torch.where(torch.isfinite(tensor), tensor, torch.zeros_like(tensor))
 
 
 def not_finite(values) -> list[NotFiniteTensor]:
-    """List the tensors with NaN or Inf in nested lists, tuples and dicts, named by their places."""
+    """List the tensors with NaN or Inf in nested lists, tuples and dicts, named by their path."""
     found = (_check(leaf, name) for name, leaf in leaves(values) if isinstance(leaf, torch.Tensor))
     return [finding for finding in found if finding]
 

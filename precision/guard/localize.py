@@ -1,7 +1,7 @@
-"""Where a model's call first became non-finite: the operation, the module it ran in, and what it was given.
+"""Locate the first operation of a model's call whose result is not finite, with its module and its operands.
 
-One call is run with every operation watched. Each non-finite result is traced back to the operation that made it out of
-finite values, so a mask of -inf that does no harm is not blamed for a sum that overflowed elsewhere.
+One call is run with every operation watched. Each non-finite result is traced back to the operation that computed it
+from finite operands, so a harmless mask of -inf is not blamed for a sum that overflowed elsewhere.
 """
 
 import math
@@ -35,16 +35,16 @@ PLAIN_NAMES = {
 
 @dataclass(frozen=True)
 class Origin:
-    """The operation that made a non-finite value.
+    """The operation that computed a non-finite value.
 
     Args:
-        layer: the innermost module it ran in; empty outside of the model.
-        op: its name: matmul, add, mul, attention ... or the weight it read, for ``kind`` "weights".
-        kind: "overflow" (inf or NaN out of finite values), "nan" (NaN out of finite values), "weights", or "unknown"
-            where no watched operation made it.
-        dtype: what it worked in.
-        largest: the largest finite magnitude it was given; NaN where that is not known.
-        multiplies: the module is a matrix product or convolution, and this its own product.
+        layer: the innermost module that ran it; empty outside of the model.
+        op: its name (matmul, add, mul, attention, ...), or the weight that it read if ``kind`` is "weights".
+        kind: "overflow" (Inf or NaN from finite operands), "nan" (NaN from finite operands below 1), "weights", or
+            "unknown" if no watched operation computed it.
+        dtype: the narrowest float dtype of its operands.
+        largest: the largest finite magnitude of its operands; NaN if unknown.
+        multiplies: the module is a matrix product or convolution, and the operation is its product.
         hidden: a clamp in the model's own code replaced the value afterwards.
         result: the dtype of the non-finite value.
     """
@@ -60,7 +60,7 @@ class Origin:
 
 @dataclass
 class _Frame:
-    """A module whose forward runs."""
+    """A module whose forward is running."""
 
     name: str
     module: torch.nn.Module
@@ -68,10 +68,10 @@ class _Frame:
 
 
 class Localizer(TorchDispatchMode):
-    """Watches one call of ``model``; use :meth:`watching`, then :meth:`origin`.
+    """Watch one call of ``model``: run it inside of :meth:`watching`, then ask :meth:`origin`.
 
-    ``entering``: returns what to put on a module's forward in place of a function that takes its plain input.
-    Every watched operation waits for the device, so this is for a call that has failed already.
+    ``entering``: adapts a function of a layer's plain input to the forward of the module. Every watched operation
+    synchronizes with the device: use it for a call that has failed already.
     """
 
     def __init__(self, model: torch.nn.Module, entering: Entering = taken_as_called):
@@ -86,7 +86,7 @@ class Localizer(TorchDispatchMode):
 
     @contextmanager
     def watching(self) -> Iterator["Localizer"]:
-        """Let the model's forwards report to this object while the context lasts; they are restored after it."""
+        """Watch the forwards of the model inside of the context."""
         modules = {id(module): (name, module) for name, module in self._named.items()}
         framed = [(module, self._framed(name, module)) for name, module in modules.values()]
         forwards = [(module, "forward", self._entering(module, forward)) for module, forward in framed]
@@ -94,14 +94,14 @@ class Localizer(TorchDispatchMode):
             yield self
 
     def origin(self, result: torch.Tensor) -> Origin | None:
-        """Find the origin of NaN and Inf in ``result``, or of what a clamp hid."""
+        """Return the origin of NaN and Inf in ``result``, or of a value that a clamp hid; None if there is neither."""
         if math.isfinite(amax_value(result)):
             return self.hidden[0] if self.hidden else None
         unknown = Origin("", "", "unknown", name_of(result.dtype), math.nan)
         return self._made.get(_key(result)) or self._first_bad or unknown
 
     def opaque(self, op: str, call: Callable, *args, **kwargs):
-        """Run something whose inside cannot be watched, such as another pack's attention kernel, as one operation."""
+        """Run code that cannot be watched inside, such as another pack's attention kernel, as one operation."""
         with torch.utils._python_dispatch._disable_current_modes():
             inputs = _with_reach((args, kwargs))
             result = call(*args, **kwargs)
@@ -175,7 +175,7 @@ class Localizer(TorchDispatchMode):
         return run
 
     def _leave(self, frame: _Frame, outputs: list[torch.Tensor]) -> None:
-        """Blame a module with finite inputs and another result, if no operation inside was seen to fail."""
+        """Blame a module with finite inputs and a non-finite result if no operation inside of it was seen to fail."""
         with torch.utils._python_dispatch._disable_current_modes():
             bad = [tensor for tensor in outputs if not math.isfinite(amax_value(tensor))]
             if self._first_bad or not bad:
@@ -201,7 +201,7 @@ def first_bad_weight(module: torch.nn.Module) -> str | None:
 
 
 def stored(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the data of a quantized weight as it is stored, without its scales; any other tensor as it is."""
+    """Return the stored data of a quantized weight without its scales; any other tensor unchanged."""
     # comfy-kitchen's ``QuantizedTensor`` gives its layout, and that its plain tensors (comfy_kitchen/tensor/base.py).
     layout = getattr(tensor, "layout_cls", None)
     return tensor if layout is None else layout.get_plain_tensors(tensor)[0]

@@ -1,6 +1,6 @@
-"""What the guard says of one model, VAE or text encoder: its events, its verdict, and when a run is stopped.
+"""Log the guard's events and verdict for one model, VAE or text encoder, and decide when a run is stopped.
 
-Failures around a model's calls are blamed here: on what a run was given or returned, and on its device and memory.
+Failures outside of a model's calls are blamed here: on inputs and results of a run, on its device and memory.
 """
 
 import math
@@ -23,10 +23,10 @@ from .verdicts import NonFinite
 
 @dataclass
 class CallPosition:
-    """The place of a failed call in the sampler's run, and the spoiled images of the batch.
+    """The place of a failed call in the sampler's run, and the images of the batch that failed.
 
     Args:
-        call: its number, from 1.
+        call: number of the call, from 1.
         batch_rows: the images that hold NaN or Inf.
         spoils_all: no image of the batch is finite.
     """
@@ -84,12 +84,12 @@ class GuardLog:
     """The events of one model, VAE or text encoder; the user is notified of each as it happens.
 
     Args:
-        given_up: nothing cures this run, so no call is repeated.
-        lost: the images of the batch that nothing cures; the others go on.
-        remarks: what ran next to the model.
-        devices: those that made calls; MultiGPU has a thread for each.
-        checks: the calls that were compared with fp32, and ``checked`` their steps in this run of the sampler.
-        adapted: the layers that ran in the model's text adapter, in fp32.
+        given_up: no repeat cures this run, so no further call is repeated.
+        lost: the images of the batch that no repeat cures; the others continue.
+        remarks: remarks for the report on other nodes' code that ran with the model.
+        devices: devices that made calls; MultiGPU has a thread for each.
+        checks: reports on calls that were compared with fp32; ``checked``: their steps in this run of the sampler.
+        adapted: layers of the model's text adapter that ran, in fp32.
     """
 
     on_nan: str = "report"
@@ -118,7 +118,7 @@ class GuardLog:
     def note(
         self, event: GuardEvent, origin: Origin | None, verdict: str, advice: str | None = None, message: str = ""
     ) -> NonFinite:
-        """Add an event, whose verdict replaces no worse verdict. Returns the error with which to end the run."""
+        """Add an event. Its verdict does not replace a worse one. Returns the error to end the run with."""
         message = message or sentence(event, origin)
         advice = verdicts.ADVICE[verdict] if advice is None else advice
         self.events.append(event)
@@ -128,13 +128,13 @@ class GuardLog:
         return NonFinite(message, verdict, advice)
 
     def give_up(self, position: CallPosition, found: Diagnosis, mode: str = "", goes_on: bool = False) -> None:
-        """Note what repeats cannot cure: the images of ``position``, or the run where it names none or spoils all.
+        """Give up the images of ``position``, or the whole run if it names no image or all of them.
 
         Args:
-            goes_on: the run goes on unless the guard is to stop.
+            goes_on: continue the run unless the guard is set to stop.
 
         Raises:
-            NonFinite: nothing is left to save, or the guard is to stop; never where it only reports.
+            NonFinite: no image is left, or the guard is set to stop; never if it is set to report.
         """
         event = event_of(position, found.origin, mode, mode, False, found.evidence)
         error = self.note(event, found.origin, found.verdict, found.advice)
@@ -145,25 +145,26 @@ class GuardLog:
             raise error
 
     def note_drift(self, event: GuardEvent, message: str) -> None:
-        """Add that a finite call is off and notify the user. The verdict stays: it is on NaN and Inf."""
+        """Add an event for a finite result that drifts from fp32 and notify the user. The verdict, on NaN and Inf,
+        stays."""
         self.events.append(event)
         self.notify("event", self.verdict, message, event.advice, event)
 
     def begin_run(self) -> None:
-        """Forget what was given up in an earlier run of a sampler."""
+        """Clear what an earlier run of a sampler gave up."""
         self.given_up = False
         self.lost.clear()
         self.checked.clear()
 
     def notify_verdict(self, escalation: Escalation) -> None:
-        """Sum up a sampler's run that ended with ``escalation``, unless there is nothing to tell."""
+        """Notify the user of the verdict of a sampler's run that ended with ``escalation``, if there is one."""
         if self.verdict != verdicts.CLEAN:
             self.notify("verdict", self.verdict, self._became(), self.advice)
         elif escalation:
             self.notify("verdict", self.verdict, verdicts.BEGAN_WITH.format(parts=", ".join(escalation.parts())), "")
 
     def _became(self) -> str:
-        """Say in a sentence what became of a run with NaN or Inf."""
+        """Return one sentence on how a run with NaN or Inf ended."""
         if self.verdict == verdicts.RECOVERED:
             steps = len({(event.call, event.step) for event in self.events if event.recovered})
             return "Repaired: 1 step was repeated." if steps == 1 else f"Repaired: {steps} steps were repeated."
@@ -174,7 +175,7 @@ class GuardLog:
         return f"Guard: {verdict_shown(self.verdict)}."
 
     def report(self, escalation: Escalation) -> GuardReport:
-        """Give the log as the report's section, with what runs wider now; a run that is clean with that says so."""
+        """Return the guard's section of the report, with the parts that run wider now."""
         advice = verdicts.BEGAN_WIDER if escalation and self.verdict == verdicts.CLEAN else self.advice
         return GuardReport(
             self.verdict, self.calls, self.extra_calls, escalation.named(), list(self.events), escalation.rules(),
@@ -186,7 +187,7 @@ def blame_inputs(log: GuardLog, inputs: Sequence[NotFiniteInput], batch: int) ->
     """Blame the inputs with NaN of a sampler's run of ``batch`` images.
 
     Raises:
-        NonFinite: no image is left, or the guard is to stop.
+        NonFinite: no image is left, or the guard is set to stop.
     """
     for one in inputs:
         rows = one.nan_rows(batch)
@@ -195,10 +196,10 @@ def blame_inputs(log: GuardLog, inputs: Sequence[NotFiniteInput], batch: int) ->
 
 
 def blame_between_calls(log: GuardLog, result: torch.Tensor, sigmas: torch.Tensor) -> None:
-    """Blame the code between a model's calls for images with NaN or Inf of which no call failed.
+    """Blame the code between a model's calls for images with NaN or Inf if no call of theirs failed.
 
     Raises:
-        NonFinite: no image is left, or the guard is to stop.
+        NonFinite: no image is left, or the guard is set to stop.
     """
     bad = [] if log.given_up else [tensor for tensor in tensors_in(result) if not is_finite(tensor)]
     rows = sorted(set(rows_not_finite(bad[0])) - log.lost) if bad else []
@@ -214,7 +215,7 @@ def blame_device(log: GuardLog, position: CallPosition, device: torch.device, mo
     """Blame a device for a wrong test product in ``mode``. Returns whether to run all in fp32 from now on.
 
     Raises:
-        NonFinite: the guard is to stop.
+        NonFinite: the guard is set to stop.
     """
     cured = log.on_nan == "retry_higher"
     origin = Origin("", "matmul", "canary", mode, math.nan)
@@ -227,7 +228,7 @@ def blame_device(log: GuardLog, position: CallPosition, device: torch.device, mo
 
 
 def blame_memory(log: GuardLog) -> None:
-    """Take back that a run was cured whose sampling found no memory to run in a higher precision."""
+    """Revoke the verdict ``recovered`` of a run that ran out of memory in the higher precision."""
     if log.verdict == verdicts.RECOVERED:
         event = event_of(CallPosition(log.calls), None, "", "", False)
         log.note(event, None, verdicts.STOPPED, verdicts.MODEL.no_memory)

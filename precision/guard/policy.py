@@ -21,11 +21,11 @@ EVENT = "halfsafe.guard"
 
 @dataclass(frozen=True)
 class Escalation:
-    """What runs wider than the model would by itself.
+    """The parts of a model that run in a wider dtype than planned.
 
     Args:
-        layers: layer -> mode it runs in.
-        stream: all values between layers are fp32.
+        layers: layer -> mode.
+        stream: the residual stream (all values between layers) is fp32.
         whole: everything is fp32.
     """
 
@@ -37,30 +37,30 @@ class Escalation:
         return bool(self.layers or self.everywhere)
 
     def __or__(self, other: "Escalation") -> "Escalation":
-        """Merge what runs wider in either: of a layer that both name, the mode that is nearer to fp32."""
+        """Return the union. A layer that both name gets the mode nearer to fp32."""
         order = list(MODES).index
         nearer = {layer: max(self.layers.get(layer, mode), mode, key=order) for layer, mode in other.layers.items()}
         return Escalation({**self.layers, **nearer}, self.stream or other.stream, self.whole or other.whole)
 
     @property
     def everywhere(self) -> bool:
-        """Tell whether all values between layers are fp32."""
+        """True if all values between layers are fp32."""
         return self.stream or self.whole
 
     def named(self) -> dict[str, str]:
-        """Return what the report lists: layers with their modes, and the stream or the model as a whole."""
+        """Return part -> mode for the report: layers, and the residual stream or the whole model."""
         if self.whole:
             return {WHOLE_MODEL: FP32.name}
         return {**self.layers, STREAM: FP32.name} if self.stream else dict(self.layers)
 
     def parts(self) -> list[str]:
-        """List what the page names: the model, the stream, or the layers."""
+        """List the names of the parts for the page: the model, the stream, or the layers."""
         if self.everywhere:
             return [WHOLE_MODEL if self.whole else STREAM]
         return sorted(self.layers)
 
     def rules(self) -> str:
-        """Write the same as lines for Layer Rules, for a model that is given to Compute Dtype."""
+        """Return the escalation as lines for Layer Rules."""
         if self.whole:
             return "* compute=fp32 stream=fp32"
         lines = ["* stream=fp32"] if self.stream else []
@@ -71,7 +71,7 @@ ALL_IN_FP32 = Escalation(whole=True)
 
 
 def safe_escalation(modes: Mapping[str, str]) -> Escalation:
-    """Return the escalation that cannot overflow: fp32 between layers, products with fp16 operands scaled to fit."""
+    """Return the escalation that cannot overflow: fp32 between layers, products of fp16 operands scaled to fit."""
     return Escalation(dict.fromkeys(modes, FP16_WIDE.name), stream=True)
 
 
@@ -82,17 +82,18 @@ def escalation_after(
     origin: Origin | None,
     modes: Mapping[str, str],
 ) -> Escalation:
-    """Decide what runs wider from now on, after ``repeat`` gave a finite result.
+    """Return the escalation of later calls after a repeat with escalation ``repeat`` was finite.
 
-    A repeat with nothing in fp16 but the operands of products has shown the largest values. If one of them passes half
-    of fp16's range, or if no magnitude explains the failure, all values between layers become fp32. A layer whose own
-    values all fit fp16 fails by its sums or its 8-bit operands: that layer alone is widened.
+    The repeat had fp16 operands of products and nothing else in fp16, so it shows every amax. If one exceeds half of
+    fp16's range, or if no magnitude explains the failure, all values between layers become fp32. A layer whose values
+    all fit fp16 failed by its sums or its 8-bit operands: that layer alone is widened.
 
     Args:
         repeat: the escalation of the finite repeat.
         present: the escalation the call failed in.
-        largest: layer or top-level part -> the largest magnitude of its inputs and results in the repeat.
-        modes: layer -> mode so far, of those that multiply.
+        largest: layer or top-level part -> amax of its inputs and results in the repeat.
+        origin: the operation that failed; None if unknown.
+        modes: layer -> mode of the failed call, for layers that multiply.
     """
     if repeat.whole:
         return ALL_IN_FP32

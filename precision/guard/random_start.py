@@ -1,4 +1,4 @@
-"""torch's random numbers as a call found them, for its repeats."""
+"""Restore torch's random number generators, so that a repeated call draws the same numbers."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from ..devices.hardware import device_module
 
 @dataclass(frozen=True)
 class RandomStart:
-    """The state of the generators before a call: a repeat from there draws what the call drew."""
+    """The state of the generators before a call."""
 
     device: torch.device
     cpu: torch.Tensor
@@ -20,13 +20,14 @@ class RandomStart:
 
     @classmethod
     def of(cls, device: torch.device) -> "RandomStart":
-        """Take the present state; nothing is read back from a GPU, whose generator counts on the CPU."""
+        """Return the present state, without a read from a GPU (its generator's state is on the CPU)."""
         generators = _generators(device)
         return cls(device, torch.get_rng_state(), generators.get_rng_state(device) if generators else None)
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Draw from there on, and leave the random numbers of the CPU and of this kind of device as they were."""
+        """Restore the state inside of the context; afterwards the generators of the CPU and this kind of device are
+        as before."""
         generators = _generators(self.device)
         kept = (range(generators.device_count()), self.device.type) if generators else ([], "cuda")
         with torch.random.fork_rng(kept[0], device_type=kept[1]):
@@ -34,7 +35,7 @@ class RandomStart:
             yield
 
     def put_back(self) -> None:
-        """Draw from there on."""
+        """Restore the state."""
         torch.set_rng_state(self.cpu)
         generators = _generators(self.device)
         if generators and self.own is not None:
@@ -42,7 +43,7 @@ class RandomStart:
 
 
 def _generators(device: torch.device) -> ModuleType | None:
-    """Return the module with the random numbers of a device in use; None for a CPU, and where torch has none."""
+    """Return torch's module with the generators of a device that is in use; None for a CPU or if there is none."""
     module = device_module(device)
     is_in_use = getattr(module, "is_initialized", lambda: True)
     return module if hasattr(module, "get_rng_state") and is_in_use() else None

@@ -1,4 +1,4 @@
-"""Name the verdicts of a run, what to try after each, and the sentences that a verdict rests on."""
+"""The verdicts of a run, the advice for each, and the sentences of their evidence."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -93,7 +93,7 @@ ENCODER_INPUTS = {
 
 
 class NonFinite(HalfsafeError):
-    """A model, VAE or text encoder gave NaN or Inf, and the run was stopped."""
+    """A model, VAE or text encoder returned NaN or Inf, and the run was stopped."""
 
     def __init__(self, problem: str, verdict: str = STOPPED, advice: str = ""):
         found, cure = " ".join((problem, f"Verdict: {verdict}.")), advice or ADVICE[verdict]
@@ -105,7 +105,8 @@ class NonFinite(HalfsafeError):
 
 @dataclass(frozen=True)
 class Wording:
-    """The sentences on a kind of call, where kinds differ; ``advice``: verdict -> what to do instead of ``ADVICE``."""
+    """The sentences that differ between kinds of call. ``advice``: verdict -> advice that replaces that of
+    ``ADVICE``."""
 
     no_memory: str
     broken_off: str
@@ -124,7 +125,9 @@ MODEL = Wording(
 
 
 def encoder_wording(kind: str, without_cure: str, without_retries: str) -> Wording:
-    """Word the sentences on a VAE or text encoder, named ``kind``: without a cure, and without repeats."""
+    """Return the sentences for a VAE or text encoder, named ``kind``.
+
+    ``without_cure``: advice if no precision helps. ``without_retries``: what to do instead of a repeat."""
     advice = {
         RECOVERED: "",
         NOT_PRECISION: f"No higher precision cures this {kind}: {without_cure}.",

@@ -1,4 +1,4 @@
-"""Check what ComfyUI gives a call, and the weights it runs with: causes of NaN that no precision cures."""
+"""Check the inputs and weights of a call for NaN and Inf, which no precision cures."""
 
 import operator
 from collections.abc import Callable, Sequence
@@ -46,7 +46,7 @@ FUNCTIONS = {"weight": WEIGHT_FUNCTIONS, "bias": BIAS_FUNCTIONS}
 def call_inputs(call: Call, first: bool) -> list[NotFiniteInput]:
     """List the inputs of a denoiser's call with NaN or Inf.
 
-    ``first``: nothing of this run was computed by the model yet.
+    ``first``: it is the first call of the run, so its latent is the node's and not computed by the sampler.
     """
     named = [
         (SIGMA, call.t),
@@ -82,7 +82,8 @@ def _conditioning(context: torch.Tensor | None, options: dict) -> str:
 
 
 def with_patches(options: dict, change: Callable[[Callable], Callable]) -> dict:
-    """Copy ``transformer_options`` with ``change`` of each function that nodes have put into the model's blocks."""
+    """Copy ``transformer_options`` with ``change`` applied to each function that nodes patched into the model's
+    blocks."""
     return options | {key: _each(options[key], change) for key in CALL_PATCHES if options.get(key)}
 
 
@@ -95,9 +96,9 @@ def _each(value: object, change: Callable[[Callable], Callable]) -> object:
 
 
 class LoadedWeights:
-    """The ``Weights`` of what a patcher runs: a diffusion model, a VAE or a text encoder.
+    """The weights and patches of a diffusion model, VAE or text encoder.
 
-    ``model``: the module that names are relative to.
+    ``model``: the module that names of weights are relative to.
     """
 
     def __init__(self, patcher):
@@ -111,7 +112,7 @@ class LoadedWeights:
         return {name: value for name, value in named if not is_finite(stored(value))}
 
     def zeroed(self, names: Sequence[str]) -> list[Patch]:
-        """Return what gives modules their weights of these names with a zero for each NaN and Inf."""
+        """Return patches that replace each NaN and Inf in these weights by a zero."""
         patches: list[Patch] = []
         for name in names:
             layer, _, own = name.rpartition(".")
@@ -183,7 +184,7 @@ def _advice_on(weight: torch.Tensor) -> str:
 
 
 def _is_finite_in(file: str, name: str, dtype: torch.dtype) -> bool:
-    """Tell whether a weight is finite in its file, and stays finite in the dtype of the loaded weight."""
+    """Return whether a weight is finite in its file and in the dtype of the loaded weight."""
     try:
         weights = open_model(file).weights if file else {}
     except (CheckpointError, OSError):

@@ -1,4 +1,4 @@
-"""Torch functions that can hide an fp16 overflow (``HIDING``: clamp, tanh, ...), exchanged while a sampler runs."""
+"""Torch functions that can hide an fp16 overflow (clamp, tanh, isfinite, ...), wrapped while a sampler runs."""
 
 import contextlib
 import functools
@@ -27,7 +27,7 @@ _watches: ContextVar[tuple["ClampWatch", ...]] = ContextVar("halfsafe_clamp_watc
 
 
 def _watched(function: Callable, name: str) -> Callable:
-    """Wrap a function that hides an overflow of an operand: its watches test the operand first."""
+    """Wrap a function that can hide an overflow: the watches of the thread test its operand first."""
 
     places = HIDING[name].places
     place = places[0] if len(places) == 1 else None
@@ -48,7 +48,7 @@ def _watched(function: Callable, name: str) -> Callable:
 
 @functools.lru_cache(maxsize=1)
 def _stand_ins(own: tuple) -> list[tuple]:
-    """List (owner, function, what the owner has of its own, what stands in for it) of all that is exchanged."""
+    """List (owner, name, own attribute of the owner, wrapper) for each function that is exchanged."""
     found = zip(WATCHED, own, strict=True)
     return [(owner, each, has, _watched(has or getattr(owner, each), name)) for (owner, each, name), has in found]
 
@@ -74,10 +74,9 @@ thousand times (``MAX_VERSIONS_PER_CLASS`` in Objects/typeobject.c), to which tw
 
 
 class ClampWatch:
-    """Record the largest magnitude, inf or NaN, that operations which hide it meet in fp16 on this thread; reads
-    nothing back.
+    """Record the amax, Inf or NaN of the fp16 operands of hiding operations on this thread, without a synchronization.
 
-    It keeps nothing that a block allocates: its one number is made before the call, on ``device``.
+    The record is one number on ``device``, allocated before the call, so blocks allocate as they do without it.
     """
 
     def __init__(self, device: torch.device):
@@ -93,5 +92,5 @@ class ClampWatch:
         hiding_is_seen.__exit__(*error)
 
     def see(self, operand: torch.Tensor) -> None:
-        """Keep the largest magnitude of an fp16 tensor."""
+        """Update the record with the amax of an fp16 tensor."""
         _largest_of(self.largest, amax(operand), out=self.largest)

@@ -1,4 +1,5 @@
-"""Guarded VAEs and text encoders: copies whose results are checked, and made again in a higher precision if need be."""
+"""Guarded VAEs and text encoders: copies whose results are checked and, if not finite, computed again in higher
+precision."""
 
 import contextlib
 import functools
@@ -57,7 +58,7 @@ logger = logging.getLogger("halfsafe")
 Make = Callable[[EncoderStep | None, Any], Attempt]
 
 class EncoderGuard:
-    """How one VAE or text encoder, named ``kind``, is guarded, and its log."""
+    """The guard of one VAE or text encoder, named ``kind``, with its log."""
 
     def __init__(self, kind: str, on_nan: str, node_id: str | None):
         self.kind = kind
@@ -65,12 +66,12 @@ class EncoderGuard:
         self._was_finite: dict[str, Any] = {}
 
     def run(self, action: str, make: Make, patcher: ModelPatcher, dtype: torch.dtype, given: Any) -> Any:
-        """Return ``make(None, given)``, or the result of a higher step where that is not finite.
+        """Return ``make(None, given)``, or the result of a wider step if that is not finite.
 
-        ``make``: makes an attempt at a step, None for as it is.
+        ``make``: makes an attempt at a step; None for the encoder's own dtype.
 
         Raises:
-            NonFinite: there is no finite result, or the guard is to stop.
+            NonFinite: there is no finite result, or the guard is set to stop.
         """
         number = self.log.begin_call()
         self.log.begin_run()
@@ -138,10 +139,10 @@ class EncoderCall(FailedCall):
 
 
 class TokenChoice(TorchFunctionMode):
-    """Look at the numbers by which a text encoder chooses its next token, before it does: by NaN, torch chooses the
-    first token, raises an error, or fails an assertion that ends all use of a CUDA device.
+    """Check the logits of a text encoder before it samples the next token from them. With NaN logits torch returns the
+    first token, raises an error, or fails an assertion that makes the CUDA device unusable.
 
-    ``goes_on``: it chooses nevertheless. ``failed``: the first numbers that are not finite.
+    ``goes_on``: sample nevertheless. ``failed``: the first logits that are not finite.
     """
 
     def __init__(self, goes_on: bool):
@@ -163,12 +164,13 @@ class TokenChoice(TorchFunctionMode):
 
 
 def is_missing(encoder) -> bool:
-    """Tell whether a loader found no VAE or text encoder in its file: ComfyUI gives None, or a VAE without a module."""
+    """Return whether a loader found no VAE or text encoder in its file: ComfyUI returns None, or a VAE without a
+    module."""
     return encoder is None or (isinstance(encoder, VAE) and encoder.first_stage_model is None)
 
 
 def guard_vae(vae, on_nan: str, node_id: str | None = None):
-    """Return a copy of the VAE whose results are checked. The original stays as it is; a missing one is passed on."""
+    """Return a copy of the VAE whose results are checked; the original is not changed. A missing VAE is returned."""
     if is_missing(vae):
         return _passed_on(vae, "VAE")
     guarded = _as(_guarded_class(_plain_class(vae), _GuardedVAE), vae)
@@ -178,7 +180,7 @@ def guard_vae(vae, on_nan: str, node_id: str | None = None):
 
 
 def guard_clip(clip, on_nan: str, node_id: str | None = None):
-    """Return a clone of the text encoder whose results are checked; a missing one is passed on."""
+    """Return a clone of the text encoder whose results are checked. A missing one is returned."""
     if is_missing(clip):
         return _passed_on(clip, "text encoder")
     guarded = _as(_guarded_class(_plain_class(clip), _GuardedCLIP), clip.clone())
@@ -204,7 +206,7 @@ def _as(kind: type, encoder):
 
 
 class _Guarded:
-    """Comes before ComfyUI's class in a guarded object's class."""
+    """Base of the mixins that precede ComfyUI's class in a guarded object's class."""
 
 
 @functools.cache
@@ -230,7 +232,7 @@ def _run_vae(vae, name: str, *args, **kwargs):
 
 
 def _watched_output(vae) -> list[float]:
-    """Note in a list the largest magnitude that a VAE's output clamp is given at each call: after it, inf is white."""
+    """Return a list that receives the amax before a VAE's output clamp at each call: the clamp turns Inf into white."""
     sizes, process = [], vae.process_output
 
     def watch(image):
@@ -269,22 +271,22 @@ def _run_clip(clip, name: str, tokens, *args, **kwargs):
 
 
 def _generating_in(step: EncoderStep | None) -> contextlib.AbstractContextManager:
-    """Let a text encoder generate in fp32 at that step: ``BaseGenerate`` in comfy/text_encoders/llama.py asks the
-    device alone for its dtype."""
+    """Generate in fp32 at that step: ``BaseGenerate`` in comfy/text_encoders/llama.py takes its dtype from the device
+    alone."""
     if step is None or step.dtype != torch.float32:
         return contextlib.nullcontext()
     return patched([(comfy.model_management, "should_use_bf16", lambda *args, **kwargs: False)])
 
 
 def _own_dtypes(model: torch.nn.Module, step: EncoderStep | None) -> list[Patch]:
-    """Make patches of the dtypes that modules of a text encoder keep: gpt-oss computes in its own (``GptOssModel`` in
-    comfy/text_encoders/gpt_oss.py)."""
+    """Return patches of the ``dtype`` attributes in modules of a text encoder: gpt-oss computes in its own
+    (``GptOssModel`` in comfy/text_encoders/gpt_oss.py)."""
     keeping = [module for module in model.modules() if vars(module).get("dtype") in HALF] if step else []
     return [(module, "dtype", step.dtype) for module in keeping]
 
 
 class _GuardedVAE(_Guarded):
-    """A VAE each of whose methods that compute is guarded."""
+    """A VAE whose encode and decode methods are guarded."""
 
 
 for _name in VAE_METHODS:

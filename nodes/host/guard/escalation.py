@@ -1,4 +1,4 @@
-"""Run a model with some parts wider than by themselves, and remember what earlier runs showed to be needed."""
+"""Run a model with some parts in wider dtypes, and remember what earlier runs needed."""
 
 import contextlib
 import functools
@@ -34,9 +34,9 @@ _learned: weakref.WeakKeyDictionary[BaseModel, dict[tuple, Escalation]] = weakre
 
 
 class EscalatedLayers(PlannedModel):
-    """A rung: a model whose layers run as an escalation asks.
+    """A model whose layers run under an escalation: the arithmetic of a rung.
 
-    ``modes``: layer -> mode without the escalation, for the layers that multiply.
+    ``modes``: layer -> mode without the escalation, for layers that multiply.
     """
 
     def __init__(self, escalation: Escalation, model: BaseModel, modes: dict[str, str]):
@@ -82,11 +82,11 @@ class EscalatedLayers(PlannedModel):
         return [*self._entry, *self.patches]
 
     def adapted(self, make: Make) -> dict:
-        """Make conditions, which calls layers of the model outside of its calls: a text adapter."""
+        """Run a text adapter, which calls layers of the model outside of its calls."""
         return self.run(make, self.patches_of_call)
 
     def modes(self) -> dict[str, str]:
-        """Map layers to the modes they run in now."""
+        """Map each layer to the mode that it runs in now."""
         return self.decided | self.layers.observed_modes()
 
     @property
@@ -105,10 +105,9 @@ class EscalatedLayers(PlannedModel):
 
 
 class RangeObserver:
-    """Measure the largest magnitudes of a call: of the inputs and results of each layer that multiplies, and of the
-    results of each top-level part.
+    """Measure the amax of inputs and results of each layer that multiplies, and of the results of each top-level part.
 
-    Enter :meth:`watching` around the call.
+    Run the call inside of :meth:`watching`.
     """
 
     def __init__(self, layers: EscalatedLayers):
@@ -118,7 +117,7 @@ class RangeObserver:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch layers and parts while the context lasts."""
+        """Watch layers and parts inside of the context."""
         with hooked(self._named), products_noted():
             yield
 
@@ -134,15 +133,15 @@ class RangeObserver:
             self._largest[name] = torch.maximum(self._largest[name], size) if name in self._largest else size
 
     def ranges(self) -> dict[str, float]:
-        """Return layer or part -> its largest magnitude, read back from the device."""
+        """Return layer or part -> amax. Synchronizes with the device once."""
         sizes = torch.stack([*self._largest.values()]).tolist() if self._largest else []
         return dict(zip(self._largest, sizes, strict=True))
 
 
 @contextlib.contextmanager
 def hooked(watched: Iterable[tuple[str, torch.nn.Module, Callable]]) -> Iterator[None]:
-    """Tell functions of (name, module, arguments, result) of each run of their modules while the context lasts, by
-    hooks: the modules' forwards, which others look at, stay."""
+    """Call a function with (name, module, arguments, result) after each run of its module, by forward hooks: the
+    forwards, which other code inspects, are not exchanged."""
     handles = [module.register_forward_hook(functools.partial(note, name)) for name, module, note in watched]
     try:
         yield
@@ -152,11 +151,10 @@ def hooked(watched: Iterable[tuple[str, torch.nn.Module, Callable]]) -> Iterator
 
 
 def _decision(mode: str, module: torch.nn.Module, stream: str) -> ComputeDecision:
-    """Decide the arithmetic of a layer with a mode under an escalation.
+    """Return the decision for a layer with this mode under an escalation.
 
-    A custom layer of another loader, which does more than multiply, runs in fp32 where it would have to be wide; fp8
-    operands become fp16. An int8 layer that is not escalated itself stays in int8: between fp32 values its product
-    cannot overflow.
+    A custom layer of another loader, which does more than multiply, runs in fp32 instead of fp16_wide; fp8 operands
+    become fp16. An int8 layer that is not escalated itself stays int8: its product of fp32 activations cannot overflow.
     """
     if any(known.is_wide for known in modes_named([mode])):
         mode = FP16_WIDE.name if only_multiplies(module) else FP32.name
@@ -165,9 +163,9 @@ def _decision(mode: str, module: torch.nn.Module, stream: str) -> ComputeDecisio
 
 @contextlib.contextmanager
 def text_adapter_in_fp32(model: BaseModel, ran: set[str]) -> Iterator[None]:
-    """Run the text adapter of a model in fp32 while the context lasts, and add the layers of its calls to ``ran``.
+    """Run the text adapter of a model in fp32 inside of the context, and add the names of its layers to ``ran``.
 
-    A text adapter is small and runs once per prompt, and an overflow in it would pass for a bad text.
+    A text adapter is small, runs once per prompt, and an overflow in it would be blamed on the conditioning.
     """
     if not adapts_text(model):
         yield
@@ -179,18 +177,18 @@ def text_adapter_in_fp32(model: BaseModel, ran: set[str]) -> Iterator[None]:
 
 
 def learned_of(model: BaseModel) -> dict[tuple, Escalation]:
-    """Return the findings of guards on a model: state of the model -> escalation. They live as long as the model, as a
-    guard lasts no longer than its node's result."""
+    """Return state of the model -> escalation, as learned by guards. It lives as long as the model: a guard is replaced
+    whenever its node runs again."""
     return _learned.setdefault(model, {})
 
 
 def watches_clamps(patcher: ModelPatcher) -> bool:
-    """Tell whether operations of a model's code may hide an overflow in fp16, and can be watched."""
+    """Return whether operations of a model's code may hide an fp16 overflow and can be watched."""
     return stream_dtype(patcher) == torch.float16 and not is_compiled(patcher)
 
 
 class Guarded:
-    """A model in a state of its weights. ``recall``: begin with what any guard has learned of the model."""
+    """What a guard knows of a model in one state of its weights. ``recall``: start with what earlier guards learned."""
 
     def __init__(self, model: BaseModel, recall: bool):
         patcher = model.current_patcher
@@ -207,7 +205,7 @@ class Guarded:
 
     @property
     def modules(self) -> dict[str, torch.nn.Module]:
-        """The layers that are patched: none before an escalation."""
+        """The layers that are patched; empty before an escalation."""
         return self.layers.modules if self.layers else {}
 
     @property
@@ -220,7 +218,7 @@ class Guarded:
             self.escalation, self.layers = escalation, EscalatedLayers(escalation, self.model(), self.modes)
 
     def remember(self, escalation: Escalation) -> Callable[[], None]:
-        """Run with this escalation from now on, in later runs of the model too. Returns a function to take it back."""
+        """Run with this escalation from now on, in later runs of the model too. Returns a function that undoes this."""
         model, before = self.model(), (self.escalation, self.layers)
         learned, state = learned_of(model), _known_as(model)
         self.grow(escalation)
@@ -233,7 +231,7 @@ class Guarded:
         return take_back
 
     def modes_at(self, origin: Origin | None) -> tuple[str, str]:
-        """Return (mode by itself, mode now) of the layer that failed, or of the values between layers."""
+        """Return (mode without the escalation, mode now) of the layer that failed, or of the values between layers."""
         layer = origin.layer if origin else ""
         own = self.modes.get(layer, self.stream)
         if layer not in self.modes:

@@ -1,4 +1,4 @@
-"""A call that gave NaN or Inf, as ComfyUI can make it again; whom to notify of it."""
+"""Repeat a diffusion model's call that returned NaN or Inf, and notify the user."""
 
 import functools
 import logging
@@ -42,7 +42,8 @@ logger = logging.getLogger("halfsafe")
 def notifier(node_id: str | None, prompt: str | None = None, of: str = "", planner: str | None = None) -> Notify:
     """Return a function to notify the user of a node's events, in ``prompt`` or else in the running prompt.
 
-    ``of``: what is guarded, as for :func:`send_to_page`. ``planner``: the node that planned what the model computes in.
+    ``of``: the guarded object, as for :func:`send_to_page`. ``planner``: id of the node whose plan the model runs
+    under.
     """
 
     def notify(kind: str, verdict: str, message: str, advice: str, event: GuardEvent | None = None) -> None:
@@ -116,7 +117,7 @@ class ModelCall(FailedCall):
             return self._attempt(again)
 
     def _layers(self, rung: Rung[Escalation]) -> EscalatedLayers | None:
-        """Return the layers that a repeat at a rung carries; None for those of the plan."""
+        """Return the layers that a repeat at a rung runs; None for those of the plan."""
         if rung.as_it_was:
             return self.guarded.layers
         return None if rung.of_plan else EscalatedLayers(rung.arithmetic, self.model, self.guarded.modes)
@@ -155,7 +156,7 @@ class ModelCall(FailedCall):
         return StartAgain(self.given.sampling, rung.name, take_back)
 
     def settle(self) -> None:
-        """Leave ComfyUI's state of the repeat that cured the call, or its state before the call, to later calls."""
+        """Keep ComfyUI's state after the repeat that cured the call, else restore its state before the call."""
         if self._last is None:
             return
         if self._last.finite:
@@ -170,8 +171,8 @@ class ModelCall(FailedCall):
 
 
 def _watched(localizer: Localizer, executor: Callable, *args, **kwargs) -> torch.Tensor:
-    """Run a model with every operation watched. Its ``transformer_options`` are the last of ComfyUI's positional
-    arguments (``Call.run``)."""
+    """Run a model with every operation watched. ``transformer_options`` is the last positional argument
+    (``Call.run``)."""
     *others, options = args
     with localizer.watching():
         return executor(*others, _opaque_attention(localizer, options), **kwargs)
@@ -183,7 +184,7 @@ def _with_weights(weights: Sequence[Patch], executor: Callable, *args, **kwargs)
 
 
 def _opaque_attention(localizer: Localizer, options: dict) -> dict:
-    """Return ``transformer_options`` whose attention is watched as one operation, named after its kernel."""
+    """Return ``transformer_options`` with attention watched as one operation, named after its kernel."""
     previous = options.get(OVERRIDE)
     others = previous is not None and not getattr(previous, "__module__", "").startswith(OUR_PACKAGE)
 
@@ -195,7 +196,7 @@ def _opaque_attention(localizer: Localizer, options: dict) -> dict:
 
 
 def sigma_of(call: Call) -> float:
-    """Read the noise level of a call back from the device."""
+    """Return the noise level of a call. Synchronizes with the device."""
     return float(_sigma(call))
 
 
@@ -204,12 +205,12 @@ def _sigma(call: Call) -> torch.Tensor:
 
 
 def step_of(call: Call) -> int:
-    """Find the step of the sampler's schedule that a call belongs to, with one read of the device; 0 where it has
-    none."""
+    """Return the index of a call's step in the sampler's schedule; 0 without a schedule. Synchronizes with the
+    device."""
     schedule, sigma = call.options.get("sample_sigmas"), _sigma(call)
     return int((schedule.to(sigma) - sigma).abs().argmin()) if schedule is not None else 0
 
 
 def images_of(call: Call, result: torch.Tensor) -> int:
-    """Count the images of a call, whose batch has a row of each for every conditioning."""
+    """Return the number of images of a call. Its batch has one row per image and conditioning."""
     return max(1, result.shape[0] // max(1, len(call.options.get("cond_or_uncond") or [0])))

@@ -1,4 +1,4 @@
-"""The NaN guard on a ModelPatcher: each call's result is checked, explained where it is not finite, and repeated."""
+"""The NaN guard on a ModelPatcher: check the result of each call, and go up the ladder if it is not finite."""
 
 import contextlib
 import functools
@@ -48,10 +48,10 @@ CONTROLNET = (
 
 
 def with_guard(patcher, on_nan: str, max_retries: int, node_id: str | None = None, check: Callable | None = None):
-    """Return a clone of the model whose calls are guarded, in place of an earlier guard.
+    """Return a clone of the model with a guard on its calls, which replaces an earlier guard.
 
-    ``check``: ``check.drift.checking``, which gives what compares a call with fp32. No guard is put on a model of a
-    ComfyUI whose calls are not known (``known_calls.py``).
+    ``check``: makes the comparison of a call with fp32 (``check.drift.checking``). On a ComfyUI whose calls are not
+    known (``known_calls.py``) the clone has no guard.
     """
     clone = patcher.clone()
     if why_off(Feature.LAYERS):
@@ -61,7 +61,8 @@ def with_guard(patcher, on_nan: str, max_retries: int, node_id: str | None = Non
 
 
 def look_at_results(patcher: ModelPatcher) -> None:
-    """Look at each result of a patcher that may fall back, which a guard of its own does already; at no other's."""
+    """Check the results of a patcher whose plan has a fallback, unless a guard does already; remove the check
+    otherwise."""
     guard, compute = guard_of(patcher), planned_on(patcher)
     if guard and guard.on_nan != OFF:
         return
@@ -83,9 +84,9 @@ def guard_of(patcher) -> "Guard | None":
 
 
 class Guard(Stage):
-    """Look at the result of each call of a model, and repeat a call whose result is not finite.
+    """Check the result of each call of a model, and repeat a call whose result is not finite.
 
-    With ``on_nan`` off it does what the compute plan promises, and nothing else.
+    With ``on_nan`` off only the fallback of the compute plan is tried.
     """
 
     def __init__(self, on_nan: str, max_retries: int, node_id: str | None, check: Callable | None = None):
@@ -97,7 +98,7 @@ class Guard(Stage):
         self._logs: dict[tuple, GuardLog] = {}
 
     def around_call(self, run: Run, call: Call) -> torch.Tensor:
-        """Make a call; repeat it, or tell of it, if its result is NaN or Inf."""
+        """Make a call; repeat or report it if its result is NaN or Inf."""
         guarded, log = self.states.of(call.model), self._log(call.model.current_patcher)
         number = log.begin_call()
         if self.on_nan != OFF:
@@ -151,7 +152,7 @@ class Guard(Stage):
     def report(self, patcher: ModelPatcher) -> GuardReport:
         """Report on the last prompt of a patcher, or of a clone with the same arithmetic.
 
-        Its escalations are those of all devices that ran it, as its rules are for all of them.
+        Escalations of all devices are merged, because rules apply to all of them.
         """
         if self.on_nan == OFF and not self._log(patcher).events:
             return GuardReport()
@@ -162,21 +163,21 @@ class Guard(Stage):
         return functools.reduce(operator.or_, escalations, Escalation())
 
     def remarks(self, patcher: ModelPatcher) -> list[str]:
-        """List remarks on what ran beside the model."""
+        """List remarks on other nodes' code that ran with the model."""
         return sorted(self._log(patcher).remarks)
 
     def modes(self, patcher: ModelPatcher) -> dict[str, str]:
-        """Map the layers that run wider now to their modes."""
+        """Map each layer that runs wider now to its mode."""
         adapted = dict.fromkeys(self._log(patcher).adapted, FP32.name)
         return next(iter(self.modes_by_device(patcher).values()), {}) | adapted
 
     def modes_by_device(self, patcher: ModelPatcher) -> dict[str, dict[str, str]]:
-        """Map each device, the patcher's own first, to the modes of the layers that run wider there."""
+        """Map each device (the patcher's own first) to layer -> mode for the layers that run wider there."""
         runs = self.states.by_device(patcher).items()
         return {device: run.layers.modes() if run.layers else {} for device, run in runs}
 
     def ranges(self, patcher: ModelPatcher) -> dict[str, float]:
-        """Map the layers that run wider to the largest magnitude each was given."""
+        """Map each layer that runs wider to the amax of its operands."""
         guarded = self.states.last_of(patcher)
         return guarded.layers.calibration.largest() if guarded and guarded.layers else {}
 
@@ -184,13 +185,13 @@ class Guard(Stage):
         return self._logs.get(self._branch(patcher)) or self._begin(patcher)
 
     def _branch(self, patcher: ModelPatcher) -> tuple:
-        """Return a log's key: MultiGPU's clones of a patcher on other devices have the same, and so has one that fell
-        back."""
+        """Return the key of a patcher's log. MultiGPU clones on other devices and a patcher that fell back have the
+        same key."""
         return *branch_of(patcher), planned_on(patcher), activation_dtype(patcher)
 
     def _begin(self, patcher: ModelPatcher) -> GuardLog:
-        """Return the log of a sampler's run: a new one, unless the last is of the same prompt. The logs of the last few
-        other branches are kept."""
+        """Return the log for a sampler's run: the last one if it is of the same prompt, else a new one. The logs of
+        the last ``LOGS_KEPT`` branches are kept."""
         branch = self._branch(patcher)
         prompt = running_prompt_id()
         planned = planned_on(patcher)
@@ -205,7 +206,7 @@ class Guard(Stage):
         return log
 
     def _check_device(self, call: Call, guarded: Guarded, log: GuardLog) -> None:
-        """Check a product in the model's dtype, for which some devices give zeros, once per device and process."""
+        """Check a test product in the model's dtype once per device: some devices return zeros."""
         device, mode = guarded.device, guarded.stream
         if str(device) in log.devices:
             return
@@ -218,5 +219,5 @@ class Guard(Stage):
 
 
 def _settings(patcher: ModelPatcher) -> tuple:
-    """Return what else than weights a guard's findings depend on: unmerged LoRAs change what overflows."""
+    """Return what a guard's findings depend on besides weights: unmerged LoRAs change which layers overflow."""
     return patches_of(patcher), *settings_of(patcher)

@@ -27,7 +27,7 @@ from .model import look_at_results
 
 
 def with_compute(patcher: ModelPatcher, compute: str, rules: Rules) -> ModelPatcher:
-    """Return a clone of the model that computes as asked."""
+    """Return a clone of the model with a compute plan for ``compute`` and ``rules``."""
     facts = model_facts(patcher)
     plan = plan_compute(facts, current_device(), compute, rules, storages(patcher))
     plan = _on_loaded(patcher, plan, facts, rules)
@@ -37,7 +37,8 @@ def with_compute(patcher: ModelPatcher, compute: str, rules: Rules) -> ModelPatc
 def with_goal(
     patcher: ModelPatcher, goal: str, clip: CLIP | None, vae: VAE | None, rules: Rules, connected: Collection[str] = ()
 ) -> tuple[ModelPatcher, VAE | None, str]:
-    """Return (model, VAE, why) for a goal of the one node. ``connected``: which of "clip" and "vae" are to be there."""
+    """Return (model, VAE, reasons) for a goal of the node *Halfsafe*. ``connected``: which of "clip" and "vae" have a
+    link."""
     device, facts = current_device(), model_facts(patcher)
     found, reason = plan_for_goal(facts, device, goal, storages(patcher), rules)
     plan = _on_loaded(patcher, found, facts, rules)
@@ -62,7 +63,7 @@ def with_goal(
 
 
 def _runs_in(model: ModelPatcher, plan: ComputePlan, reason: str) -> str:
-    """Say what a planned model runs in, and why: for the plan's ``reason``, or as it has fallen back already."""
+    """Return the dtype that a planned model runs in and the reason: the plan's, or that of its fallback in use."""
     acting = compute_of(model)
     if acting is None or acting.plan is plan:
         return f"{plan.choice.used}. {reason} {plan.instead}".strip()
