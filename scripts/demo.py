@@ -22,6 +22,7 @@ MODELS = {"model_name": "diffusion_models", "clip_name1": "text_encoders", "vae_
 STOCK_NAMES = {"unet_name": "model_name", "clip_name": "clip_name1"}  # of the same files in ComfyUI's own loaders
 SHAPES = ROOT / "tests" / "support" / "shapes.py"
 GUARDS = ("HalfsafeNaNGuard", "HalfsafeGuardVAE")
+FILLED = "Halfsafe [1-58] - *.json"
 ASKED, BUILT_IN = "a blue star on a pink background", "a red heart"
 SMALL = {"width": 128, "height": 128, "steps": 16}
 FEW_STEPS = {"width": 256, "height": 256, "steps": 6}
@@ -200,10 +201,10 @@ def _prompt_of(stage: Stage, scene: Scene, asked: str | None) -> dict:
 def _open(stage: Stage, base: Path) -> None:
     """Tell the page's address, its templates filled with this demo's models so that Run works as they are."""
     templates = base / "custom_nodes" / PACK_NAME / "workflows"
-    for path in templates.glob("Halfsafe [0-9]*.json"):  # the others are of models that this demo has no small one of
+    for path in templates.glob(FILLED):  # the others are of models that this demo has no small one of
         path.write_text(json.dumps(_filled(stage, path)), encoding="utf-8")
     print(
-        f"ComfyUI is open at {stage.server.url}. Its templates Halfsafe 1 to 9, under {PACK_NAME}, have the demo's models: open one and press Run.",
+        f"ComfyUI is open at {stage.server.url}. Its templates Halfsafe 1 to 5 and 8, under {PACK_NAME}, have the demo's models: open one and press Run.",
         flush=True,
     )
 

@@ -35,9 +35,10 @@ SHOWN = (
 )  # fmt: skip
 SKETCHES = {
     "5": lambda: thumbnails.bars("which is fastest here?", (("fp32", 1.0, thumbnails.BAD), ("bf16", 0.6, thumbnails.COOL), ("fp8", 0.5, thumbnails.COOL), ("int8", 0.33, thumbnails.GOOD))),
-    "7": lambda: thumbnails.layers("which layers stand fp8?", (0.9, 0.2, 0.15, 0.3, 0.1, 0.72, 0.2, 0.25, 0.12, 0.18, 0.3, 0.22, 0.8), 0.5),
+    "6": lambda: thumbnails.chain("MiniMax H3", "on an RTX 20 or V100"),
+    "7": lambda: thumbnails.chain("Qwen-Image 2.1", "without bf16"),
     "8": lambda: thumbnails.bars("int8, closer to the original", (("nearest", 1.0, thumbnails.BAD), ("calibrated", 0.6, thumbnails.GOOD))),
-    "9": lambda: thumbnails.bars("sums in fp16, where safe", (("fp32 sums", 1.0, thumbnails.COOL), ("fp16 sums", 0.5, thumbnails.GOOD))),
+    "9": lambda: thumbnails.chain("Z-Image", "in int8, with a LoRA"),
 }  # fmt: skip
 
 
@@ -102,8 +103,6 @@ def _thumbnail(studio: Studio, title: str) -> shapes.Image.Image:
         return thumbnails.chain(title.removeprefix("Halfsafe with "))
     if number in SKETCHES:
         return SKETCHES[number]()
-    if number == "6":
-        return thumbnails.pictures(list(zip(studio.draw(title, SHOWN[5]), ("original", "fp8"), strict=True)))
     if number == "3":
         kept = [studio.draw(title, SHOWN[4], storage=storage, compute="bf16")[0] for storage in ("as_file", "fp8_e4m3fn")]
         return thumbnails.pictures(list(zip(kept, ("16 bits", "8 bits: half"), strict=True)))

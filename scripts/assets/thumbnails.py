@@ -39,24 +39,7 @@ def bars(heading: str, rows: Sequence[tuple[str, float, str]]) -> Image.Image:
     return card
 
 
-def layers(heading: str, errors: Sequence[float], target: float) -> Image.Image:
-    """A sketch: a column per layer, those above the target marked as kept."""
-    card, draw = _card()
-    _text(draw, (SIZE[0] / 2, 44), heading, 30)
-    width = (SIZE[0] - 2 * MARGIN) / len(errors)
-    floor, room = SIZE[1] - 64, SIZE[1] - 150
-    for index, error in enumerate(errors):
-        left = MARGIN + index * width
-        draw.rectangle((left + 3, floor - error * room, left + width - 3, floor), fill=BAD if error > target else GOOD)
-    draw.line((MARGIN, floor - target * room, SIZE[0] - MARGIN, floor - target * room), fill=INK, width=2)
-    draw.rectangle((MARGIN + 60, SIZE[1] - 42, MARGIN + 80, SIZE[1] - 22), fill=GOOD)
-    _text(draw, (MARGIN + 92, SIZE[1] - 32), "8 bits", 24, "lm")
-    draw.rectangle((MARGIN + 230, SIZE[1] - 42, MARGIN + 250, SIZE[1] - 22), fill=BAD)
-    _text(draw, (MARGIN + 262, SIZE[1] - 32), "kept in 16 bits", 24, "lm")
-    return card
-
-
-def chain(name: str) -> Image.Image:
+def chain(name: str, below: str = "one node added") -> Image.Image:
     """A sketch: loader, Halfsafe, sampler, under the model's name."""
     card, draw = _card()
     _text(draw, (SIZE[0] / 2, 92), name, 46)
@@ -67,7 +50,7 @@ def chain(name: str) -> Image.Image:
         _text(draw, (left + width / 2, middle), label, 28, colour=GROUND if index == 1 else INK)
         if index:
             draw.line((left - gap, middle, left, middle), fill=INK, width=4)
-    _text(draw, (SIZE[0] / 2, 332), "one node added", 24, colour=DIM)
+    _text(draw, (SIZE[0] / 2, 332), below, 24, colour=DIM)
     return card
 
 

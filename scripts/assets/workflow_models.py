@@ -1,9 +1,13 @@
-"""The models that the workflows name: their folder in `models/` and where they are, as in ComfyUI's own templates (0.11.27)."""
+"""The models that the workflows name: their folder in `models/` and where they are, as in ComfyUI's own templates (0.11.27; of Qwen-Image 2.1 0.11.97).
+
+Qwen-Image 2.1 is newer than the ComfyUI that the workflows are written with.
+"""
 
 from __future__ import annotations
 
 WAN21, WAN22 = "Comfy-Org/Wan_2.1_ComfyUI_repackaged", "Comfy-Org/Wan_2.2_ComfyUI_Repackaged"
 QWEN, KREA, H3, Z_IMAGE = "Comfy-Org/Qwen-Image_ComfyUI", "Comfy-Org/Krea-2", "Comfy-Org/MiniMax-H3", "Comfy-Org/z_image_turbo"
+QWEN_21, PIXEL_ART = "Comfy-Org/Qwen-Image-2.1", "tarn59/pixel_art_style_lora_z_image_turbo"
 FLUX_TEXT, LUMINA = "comfyanonymous/flux_text_encoders", "Comfy-Org/Lumina_Image_2.0_Repackaged"
 
 
@@ -24,6 +28,10 @@ FILES = dict((
     _model(Z_IMAGE, "diffusion_models", "z_image_turbo_bf16.safetensors"),
     _model(Z_IMAGE, "text_encoders", "qwen_3_4b.safetensors"),
     _model(LUMINA, "vae", "ae.safetensors"),
+    _model(PIXEL_ART, "loras", "pixel_art_style_z_image_turbo.safetensors", ""),
+    _model(QWEN_21, "diffusion_models", "qwen_image_2.1_int8_convrot.safetensors", "{folder}/"),
+    _model(QWEN_21, "text_encoders", "qwen3vl_8b_int8_convrot.safetensors", "{folder}/"),
+    _model(QWEN_21, "vae", "qwen_image_2.1_vae_bf16.safetensors", "{folder}/"),
     _model("Comfy-Org/flux1-dev", "diffusion_models", "flux1-dev.safetensors", ""),
     _model(FLUX_TEXT, "text_encoders", "clip_l.safetensors", ""),
     _model(FLUX_TEXT, "text_encoders", "t5xxl_fp16.safetensors", ""),
@@ -34,3 +42,6 @@ FILES = dict((
     _model(H3, "vae", "minimax_h3_video_vae_fp16.safetensors", "{folder}/"),
     _model(H3, "vae", "minimax_h3_audio_vae_fp32.safetensors", "{folder}/"),
 ))  # fmt: skip
+
+NEWER_NODES = dict.fromkeys(("TextEncodeQwenImage21", "QwenImage21Cache"), "0.37.2")
+"""Node type -> the ComfyUI that its template asks for, where that is newer than what a workflow needs otherwise."""

@@ -15,14 +15,14 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 PACK = {"cnr_id": PROJECT["name"], "ver": PROJECT["version"]}
 CORE = {"cnr_id": "comfy-core", "ver": "0.29.0"}
 WIDGETS = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO", "COMFY_DYNAMICCOMBO_V3"}
+GROWING = "COMFY_AUTOGROW_V3"  # the page adds its slots
 TITLE, GAP, BADGE, FOLDED = 30, 12, 12, 1
 """Heights in pixels at scale 1: a badge is drawn above the title of the pack's own nodes."""
 COLUMNS = ((0, 225), (233, 225), (466, 296), (770, 250))
 """Left and width of each: 1,020 are what 1366 x 768 pixels show in full size beside the page's map, 225 the least that Nodes 2.0 draws."""
 WIDE_SECOND = ((0, 230), (238, 266), (512, 250), (770, 250))
 TWO_NODES = ((0, 225), (233, 261), (502, 260), (770, 250))
-WIDE_LAST = ((0, 225), (232, 250), (489, 250), (746, 274))
-"""For the result of the one node in the second column, of two, or of a comparison in the last."""
+"""For the result of the one node in the second column, or of two."""
 
 
 class Output(NamedTuple):
@@ -34,11 +34,12 @@ class Output(NamedTuple):
 
 @dataclass
 class Sheet:
-    """A workflow under way. `files`: name -> (folder in `models/`, address) of every model that it may name."""
+    """A workflow under way. `files`: name -> (folder in `models/`, address) of every model that it may name; `newer`: node type -> the ComfyUI it needs."""
 
     title: str
     info: dict
     files: dict[str, tuple[str, str]]
+    newer: dict[str, str]
     columns: tuple[tuple[int, int], ...] = COLUMNS
     nodes: list[dict] = field(default_factory=list)
     links: list[list] = field(default_factory=list)
@@ -62,12 +63,12 @@ class Sheet:
         """
         definition = self.info[kind]
         declared = definition["input"].get("required", {}) | definition["input"].get("optional", {})
-        slots = {name: kinds[0] for name, kinds in declared.items() if not _is_widget(kinds)}
+        slots = {name: kinds[0] for name, kinds in declared.items() if not _is_widget(kinds) and kinds[0] != GROWING}
         unknown = sources.keys() - slots.keys()
         if unknown:
             raise KeyError(f"{kind} has no input {', '.join(unknown)}")
         named = [value for value in values if value in self.files]
-        properties = PACK if kind.startswith("Halfsafe") else CORE
+        properties = PACK if kind.startswith("Halfsafe") else CORE | {"ver": self.newer.get(kind, CORE["ver"])}
         if named:
             entries = [{"name": name, "url": self.files[name][1], "directory": self.files[name][0]} for name in named]
             properties = {**properties, "models": entries}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable
@@ -18,8 +19,8 @@ ROOT = Path(__file__).absolute().parents[2]
 sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "scripts" / "assets")]
 
 from setup.comfyui_server import Server, make_base_directory  # noqa: E402
-from workflow_models import FILES  # noqa: E402
-from workflow_sheet import TWO_NODES, WIDE_LAST, WIDE_SECOND, Output, Sheet  # noqa: E402
+from workflow_models import FILES, NEWER_NODES  # noqa: E402
+from workflow_sheet import TWO_NODES, WIDE_SECOND, Output, Sheet  # noqa: E402
 
 FP16 = "wan2.1_t2v_1.3B_fp16.safetensors"
 TEXT, WAN_VAE = "umt5_xxl_fp8_e4m3fn_scaled.safetensors", "wan_2.1_vae.safetensors"
@@ -41,15 +42,18 @@ def made(info: dict) -> dict[str, dict]:
     """Title -> workflow, in the order of their numbers; ``info`` is the answer of ComfyUI's `/object_info`."""
     workflows = {}
     for title, fill in WORKFLOWS.items():
-        sheet = Sheet(title, info, FILES)
+        sheet = Sheet(title, info, FILES, NEWER_NODES)
         fill(sheet)
         workflows[title] = sheet.workflow()
     return workflows
 
 
 def _object_info() -> dict:
-    with tempfile.TemporaryDirectory() as folder, Server(Path(os.environ["COMFYUI_DIR"]), make_base_directory(Path(folder), ROOT)) as server:
-        return server.object_info()
+    with tempfile.TemporaryDirectory() as folder:
+        base = make_base_directory(Path(folder), ROOT)
+        shutil.copy(ROOT / "tests" / "support" / "custom_nodes" / "qwen_image_21.py", base / "custom_nodes")
+        with Server(Path(os.environ["COMFYUI_DIR"]), base) as server:
+            return server.object_info()
 
 
 def _load(sheet: Sheet, storage: str, compute: str, column: int = 0, file: str = FP16, title: str = "Load Diffusion Model", folded: bool = False, **sources: Output) -> Output:
@@ -70,9 +74,9 @@ def _prompts(sheet: Sheet, clip: Output, column: int = 1, height: int = 102) -> 
     return {"positive": Output(positive), "negative": Output(negative)}
 
 
-def _prompt_alone(sheet: Sheet, clip: Output, column: int) -> dict[str, Output]:
+def _prompt_alone(sheet: Sheet, clip: Output, column: int, text: str = ASKED) -> dict[str, Output]:
     """For a model that was made for cfg 1: what is not wanted is empty."""
-    positive = Output(sheet.add("CLIPTextEncode", column, 160, ASKED, title="Prompt", clip=clip))
+    positive = Output(sheet.add("CLIPTextEncode", column, 160, text, title="Prompt", clip=clip))
     return {"positive": positive, "negative": Output(sheet.add("ConditioningZeroOut", column, 30, folded=True, conditioning=positive))}
 
 
@@ -196,43 +200,6 @@ def which_precision(sheet: Sheet) -> None:
     _picture(sheet, _sample(sheet, best, asked, 3), vae, "which-precision")
 
 
-def fp8_against_the_original(sheet: Sheet) -> None:
-    sheet.columns = WIDE_LAST
-    sheet.note(
-        "# What does fp8 cost?\n\n## Press Run, and compare both pictures.\n\nThe same prompt, seed and steps twice: with the weights as in the file, then in scaled fp8.\n\n"
-        "**Compare Images** says how far apart they are: above about 40 dB it is hard to see. Pull its line from one picture to the other.\n\n"
-        "Change the second loader to compare anything else.", 252)  # fmt: skip
-    for column, height in ((1, 304), (2, 304), (3, 390)):
-        sheet.leave(column, height)
-    original = _load(sheet, "as_file", "auto")
-    changed = _load(sheet, "fp8_e4m3fn", "auto", 2)
-    clip, vae = _load_text(sheet), _load_vae(sheet)
-    asked = _prompts(sheet, clip) | {"latent_image": _frame(sheet)}
-    first = _sample(sheet, original, asked, 1, title="Original")
-    image = _picture(sheet, first, vae, "original", 1, title="Original", decoded=0)
-    second = _sample(sheet, changed, asked, 2, title="fp8")
-    candidate = _picture(sheet, second, vae, "fp8", 2, title="fp8", decoded=2)
-    sheet.add("HalfsafeCompareImages", 3, 390, top=0, reference=image, candidate=candidate)
-
-
-def save_fp8(sheet: Sheet) -> None:
-    sheet.note(
-        "# Save your own fp8 file\n\n## Press Run: 8 to 52 steps of your sampler, about 24 on average.\n\n**Analyze Layers** measures on your prompt what fp8 would change in each layer. "
-        "Layers below the target become rules that keep them high.\n\n"
-        "**Save Model** writes a file with those rules, which ComfyUI's own loader reads too: press R to find it.\n\n"
-        "Lower `target_snr_db` for a smaller file.", 290)  # fmt: skip
-    model = _load(sheet, "as_file", "auto")
-    clip, frame = _load_text(sheet), _frame(sheet, 0)
-    sheet.leave(1, 286)
-    asked = _prompts(sheet, clip) | {"latent_image": frame}
-    rules = Output(sheet.add("HalfsafeAnalyzeLayers", 2, 546, SEED, "fp8_e4m3fn", 25.0, "keep high", model=model, **asked))
-    sheet.add("HalfsafeSaveModel", 1, 286, "diffusion_models/halfsafe", "fp8_e4m3fn", top=0, model=model, rules=rules)
-    vae = _load_vae(sheet, 1)
-    sheet.leave(3, 304)
-    trial = _load(sheet, "fp8_e4m3fn", "auto", 1, title="Load with the rules", folded=True, rules=rules)
-    _picture(sheet, _sample(sheet, trial, asked, 3), vae, "analysed-fp8")
-
-
 def save_calibrated(sheet: Sheet) -> None:
     sheet.note(
         "# Save a calibrated int8 file\n\n## Press Run: 8 steps of your sampler, then a long save.\n\n**Calibrate** samples the model on your prompt and sums what each layer meets. "
@@ -248,20 +215,6 @@ def save_calibrated(sheet: Sheet) -> None:
     trial = _load(sheet, "as_file", "auto", 2)
     sheet.leave(3, 304)
     _picture(sheet, _sample(sheet, trial, asked, 3), vae, "calibrated")
-
-
-def faster_sums(sheet: Sheet) -> None:
-    sheet.note(
-        "# fp16 sums, where they are safe\n\n## Press Run: the report says which layers sum in fp16.\n\nRTX 20 to 50 multiply fp16 up to twice as fast if the sums are fp16 too. ComfyUI's `--fast "
-        "fp16_accumulation` turns that on for everything.\n\n**Accumulation** does it for this model only, in layers whose sums are proven to fit into "
-        "fp16. The others keep fp32 sums, and the report names them.\n\nIt acts on fp16 compute only.", 300)  # fmt: skip
-    model = _load(sheet, "auto", "fp16")
-    fast = Output(sheet.add("HalfsafeAccumulation", 2, 154, "auto", "unchanged", "unchanged", "auto", "auto", model=model))
-    sheet.leave(3, 304)
-    asked = _prompts(sheet, _load_text(sheet, 1)) | {"latent_image": _frame(sheet, 0)}
-    latent = _sample(sheet, fast, asked, 1, "randomize", folded=False)
-    vae = _load_vae(sheet)
-    _report(sheet, fast, _picture(sheet, latent, vae, "accumulation"), 348)
 
 
 def _stock(sheet: Sheet, file: str, title: str = "", folded: bool = False) -> Output:
@@ -285,6 +238,87 @@ def _sample_stock(sheet: Sheet, model: Output, asked: dict[str, Output], latent:
     return Output(sheet.add("KSampler", 2, 262, *values, model=model, latent_image=latent, **asked))
 
 
+def _sample_z_image(sheet: Sheet, model: Output, clip: Output, text: str = ASKED) -> Output:
+    shifted = Output(sheet.add("ModelSamplingAuraFlow", 1, 62, 3.0, folded=True, model=model))
+    asked = _prompt_alone(sheet, clip, 2, text)
+    return _sample_stock(sheet, shifted, asked, _empty(sheet, "EmptySD3LatentImage", 1024), 8, 1.0, "res_multistep")
+
+
+def _sample_h3(sheet: Sheet, model: Output, asked: int, noise: Output, column: int) -> Output:
+    """Sample MiniMax H3 for what its node ``asked`` for; ``column``: that of the guider."""
+    sampler = Output(sheet.add("KSamplerSelect", 2, 60, "res_multistep", folded=True))
+    sigmas = Output(sheet.add("BasicScheduler", 2, 110, "simple", 20, 1.0, folded=True, model=model))
+    guider = Output(sheet.add("BasicGuider", column, 50, folded=True, model=model, conditioning=Output(asked)))
+    parts = {"noise": noise, "guider": guider, "sampler": sampler, "sigmas": sigmas, "latent_image": Output(asked, 1)}
+    return Output(sheet.add("SamplerCustomAdvanced", 2, 110, folded=True, **parts))
+
+
+def _save_h3(sheet: Sheet, latent: Output, vae: Output, sound: Output, name: str) -> Output:
+    images = Output(sheet.add("VAEDecode", 3, 50, folded=True, samples=latent, vae=vae))
+    audio = Output(sheet.add("VAEDecodeAudio", 3, 50, folded=True, samples=latent, vae=sound))
+    video = Output(sheet.add("CreateVideo", 3, 110, 24.0, folded=True, images=images, audio=audio))
+    sheet.add("SaveVideo", 3, 268, name, "auto", "auto", top=0, video=video)
+    return images
+
+
+def _guards(sheet: Sheet, compute: str, model: Output, clip: Output, vae: Output, folded: bool = False) -> tuple[Output, Output, Output]:
+    """The arithmetic chosen by hand, then a guard for each part. ``folded``: that of the model."""
+    chosen = Output(sheet.add("HalfsafeComputeDtype", 1, 82, compute, model=model))
+    guarded = sheet.add("HalfsafeNaNGuard", 1, 176, "retry_higher", 8, "off", folded=folded, model=chosen)
+    safe_clip = sheet.add("HalfsafeGuardCLIP", 1, 60, "retry_higher", folded=True, clip=clip)
+    safe_vae = sheet.add("HalfsafeGuardVAE", 1, 60, "retry_higher", folded=True, vae=vae)
+    return Output(guarded), Output(safe_clip), Output(safe_vae)
+
+
+def minimax_h3_on_old_cards(sheet: Sheet) -> None:
+    sheet.note(
+        "# MiniMax H3 on an RTX 20 or V100\n\n## Press Run: 16 bit without NaN.\n\nThese cards have no bf16, and in fp16 this model is known to give NaN. "
+        "**Compute Dtype** = `auto` takes int8 products on an RTX 20 with a torch built for CUDA 13, else `fp16_safe`: fp16 that cannot overflow. "
+        "**NaN Guard**, **Guard CLIP** and **Guard VAE** repeat what comes out as NaN.\n\nComfyUI's own files and settings, two seconds with sound (about 57 GB).", 290)  # fmt: skip
+    sheet.leave(3, 268)
+    model = _stock(sheet, "minimax_h3_fl2va_pruned_int8_convrot.safetensors")
+    clip = _stock_text(sheet, "qwen3vl_32b_minimax_h3_nvfp4_awq.safetensors", "minimax", folded=True)
+    vae, sound = _stock_vae(sheet, "minimax_h3_video_vae_fp16.safetensors"), _stock_vae(sheet, "minimax_h3_audio_vae_fp32.safetensors", "Load VAE (sound)")
+    model, clip, vae = _guards(sheet, "auto", model, clip, vae, folded=True)
+    asked = sheet.add("MiniMaxH3ImageToVideo", 1, 246, ASKED, 864, 480, 56, clip=clip, vae=vae)
+    noise = Output(sheet.add("RandomNoise", 2, 82, SEED, "randomize", folded=True))
+    latent = _sample_h3(sheet, model, asked, noise, 2)
+    images = _save_h3(sheet, latent, vae, sound, "video/halfsafe-minimax-h3-old-card")
+    _report(sheet, model, images, 350)
+
+
+def qwen_image_21(sheet: Sheet) -> None:
+    sheet.columns = WIDE_SECOND
+    sheet.note(
+        "# Qwen-Image 2.1 without bf16\n\n## It needs ComfyUI 0.37.2 or newer. Then press Run.\n\nRTX 20, V100, RX 6000, Apple M1 and M2 have no bf16. "
+        "**Compute Dtype** = `fp16_safe` multiplies in fp16 and keeps everything between the products in fp32: no overflow, and no slow fp32 products. "
+        "**NaN Guard**, **Guard CLIP** and **Guard VAE** repeat what comes out as NaN.\n\nOn an RTX 20 with a torch built for CUDA 13, `auto` multiplies in int8.\n\n"
+        "ComfyUI's own files and settings (about 17 GB).", 320)  # fmt: skip
+    model = _stock(sheet, "qwen_image_2.1_int8_convrot.safetensors")
+    clip = _stock_text(sheet, "qwen3vl_8b_int8_convrot.safetensors", "qwen_image", folded=True)
+    vae = _stock_vae(sheet, "qwen_image_2.1_vae_bf16.safetensors")
+    model, clip, vae = _guards(sheet, "fp16_safe", model, clip, vae)
+    cached = Output(sheet.add("QwenImage21Cache", 1, 82, "auto", "default", folded=True, model=model))
+    asked = sheet.add("TextEncodeQwenImage21", 2, 240, ASKED, "", 1024, clip=clip)
+    parts = {"positive": Output(asked), "negative": Output(asked, 1)}
+    latent = _sample_stock(sheet, cached, parts, _empty(sheet, "EmptyLatentImage", 1024), 25, 1.0)
+    sheet.leave(3, 340)
+    _picture(sheet, latent, vae, "qwen-image-2.1", height=340)
+
+
+def z_image_with_a_lora(sheet: Sheet) -> None:
+    sheet.columns = WIDE_SECOND
+    sheet.note(
+        "# Z-Image int8 + LoRA\n\n## Press Run: the node lists each layer's format.\n\n**Load Diffusion Model** makes int8 of the file as it loads: "
+        "about half the memory. The LoRA is added beside the int8 weights, not rounded into them.\n\nComfyUI's own files and settings (about 21 GB).", 192)  # fmt: skip
+    model = _load(sheet, "int8", "auto", file="z_image_turbo_bf16.safetensors")
+    with_lora = Output(sheet.add("LoraLoaderModelOnly", 0, 82, "pixel_art_style_z_image_turbo.safetensors", 1.0, model=model))
+    clip, vae = _stock_text(sheet, "qwen_3_4b.safetensors", "lumina2", folded=True), _stock_vae(sheet, "ae.safetensors")
+    model, clip, vae = _one_node(sheet, model=with_lora, clip=clip, vae=vae)
+    sheet.leave(3, 340)
+    _picture(sheet, _sample_z_image(sheet, model, clip, f"Pixel art style, {ASKED}"), vae, "z-image-int8-lora", height=340)
+
+
 def _with(sheet: Sheet, name: str, size: int, more: str = "", height: int = 190, columns: tuple = WIDE_SECOND) -> None:
     sheet.columns = columns
     sheet.note(
@@ -298,10 +332,7 @@ def with_z_image(sheet: Sheet) -> None:
     _with(sheet, "Z-Image Turbo", 21, "In fp16 ComfyUI clamps what overflows in it; `fp16_safe` has nothing to clamp.\n\n", 210)
     loaded = _stock(sheet, "z_image_turbo_bf16.safetensors"), _stock_text(sheet, "qwen_3_4b.safetensors", "lumina2"), _stock_vae(sheet, "ae.safetensors")
     model, clip, vae = _one_node(sheet, **dict(zip(("model", "clip", "vae"), loaded, strict=True)))
-    shifted = Output(sheet.add("ModelSamplingAuraFlow", 1, 62, 3.0, folded=True, model=model))
-    asked = _prompt_alone(sheet, clip, 2)
-    latent = _sample_stock(sheet, shifted, asked, _empty(sheet, "EmptySD3LatentImage", 1024), 8, 1.0, "res_multistep")
-    _picture(sheet, latent, vae, "z-image-turbo", height=340)
+    _picture(sheet, _sample_z_image(sheet, model, clip), vae, "z-image-turbo", height=340)
 
 
 def with_qwen_image(sheet: Sheet) -> None:
@@ -362,15 +393,8 @@ def with_minimax_h3(sheet: Sheet) -> None:
     sound = _stock_vae(sheet, "minimax_h3_audio_vae_fp32.safetensors", "Load VAE (sound)", 1)
     asked = sheet.add("MiniMaxH3ImageToVideo", 2, 246, ASKED, 832, 480, 56, clip=clip, vae=vae)
     noise = Output(sheet.add("RandomNoise", 2, 82, SEED, "randomize"))
-    sampler = Output(sheet.add("KSamplerSelect", 2, 60, "res_multistep", folded=True))
-    sigmas = Output(sheet.add("BasicScheduler", 2, 110, "simple", 20, 1.0, folded=True, model=model))
-    guider = Output(sheet.add("BasicGuider", 1, 50, folded=True, model=model, conditioning=Output(asked)))
-    parts = {"noise": noise, "guider": guider, "sampler": sampler, "sigmas": sigmas, "latent_image": Output(asked, 1)}
-    latent = Output(sheet.add("SamplerCustomAdvanced", 2, 110, folded=True, **parts))
-    images = Output(sheet.add("VAEDecode", 2, 50, folded=True, samples=latent, vae=vae))
-    audio = Output(sheet.add("VAEDecodeAudio", 3, 50, folded=True, samples=latent, vae=sound))
-    video = Output(sheet.add("CreateVideo", 3, 110, 24.0, folded=True, images=images, audio=audio))
-    sheet.add("SaveVideo", 3, 268, "video/halfsafe-minimax-h3", "auto", "auto", top=0, video=video)
+    latent = _sample_h3(sheet, model, asked, noise, 1)
+    _save_h3(sheet, latent, vae, sound, "video/halfsafe-minimax-h3")
 
 
 WORKFLOWS: dict[str, Callable[[Sheet], None]] = {
@@ -379,10 +403,10 @@ WORKFLOWS: dict[str, Callable[[Sheet], None]] = {
     "Halfsafe 3 - Half the memory": half_the_memory,
     "Halfsafe 4 - Old GPU without bf16": old_gpu,
     "Halfsafe 5 - Which precision suits my card": which_precision,
-    "Halfsafe 6 - fp8 against the original": fp8_against_the_original,
-    "Halfsafe 7 - Save your own fp8 file": save_fp8,
+    "Halfsafe 6 - MiniMax H3 on an RTX 20 or V100": minimax_h3_on_old_cards,
+    "Halfsafe 7 - Qwen-Image 2.1 without bf16": qwen_image_21,
     "Halfsafe 8 - Save a calibrated int8 file": save_calibrated,
-    "Halfsafe 9 - Faster fp16 sums": faster_sums,
+    "Halfsafe 9 - Z-Image in int8 with a LoRA": z_image_with_a_lora,
     "Halfsafe with Flux 1 dev": with_flux,
     "Halfsafe with Krea 2 Turbo": with_krea,
     "Halfsafe with MiniMax H3": with_minimax_h3,

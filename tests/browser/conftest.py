@@ -76,7 +76,8 @@ def browser() -> Iterator:
 def server(request: pytest.FixtureRequest, small_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A real ComfyUI that serves one of the two pages."""
     base = make_base_directory(tmp_path_factory.mktemp("base"), ROOT)
-    shutil.copy(ROOT / "tests" / "support" / "custom_nodes" / "prompt_checks.py", base / "custom_nodes")
+    for pack in ("prompt_checks", "qwen_image_21"):
+        shutil.copy(ROOT / "tests" / "support" / "custom_nodes" / f"{pack}.py", base / "custom_nodes")
     extra = ["--models-directory", str(small_models)]
     if request.param == "newest":
         extra += ["--front-end-root", os.environ["HALFSAFE_FRONTEND"]]

@@ -13,8 +13,13 @@ from setup.comfyui_server import Server
 
 FOLDER = Path(comfyui_workflow_templates_json.__file__).parent / "templates"
 OF_THE_PAGE = {"Note", "MarkdownNote", "Reroute", "PrimitiveNode"}
-DRAWN = ("image_flux2_klein_image_edit_9b_base", "templates-6-key-frames", "video_ltx2_t2v")
-"""Templates that had a node on another, eight nodes of one name, and the VAE of sound guarded alone."""
+DRAWN = (
+    "01_get_started_text_to_image", "3d_hunyuan3d_multiview_to_model", "audio_ace_step1_5_xl_turbo", "audio_stable_audio_3_medium", "flux_redux_model_example",
+    "hidream_e1_1", "image_flux2_klein_9b_kv_image_edit", "image_flux2_klein_image_edit_9b_base", "image_lens_t2i", "image_netayume_lumina_t2i",
+    "image_qwen_image_edit_2511", "image_z_image_turbo_int8", "llm_qwen3_5_text_gen", "sd3.5_large_depth", "sdxl_simple_example", "templates-6-key-frames",
+    "video_hunyuan_video_1.5_720p_t2v", "video_minimax_h3_t2v", "video_wan2_2_14B_fun_camera", "video_ltx2_t2v",
+)  # fmt: skip
+"""Templates of each family and kind of sampler; among them those that had a lost link, a node on another or where nothing runs, and the VAE of sound guarded alone."""
 AT_ONCE = 20
 NO_OUTPUTS = {"": ["Prompt has no outputs"]}
 

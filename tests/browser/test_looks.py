@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ EVENT = {
 }  # fmt: skip
 OPEN = """async (workflow) => { await app.loadGraphData(workflow, true, true, null, { openSource: "template" }); }"""
 OPENED = "Halfsafe 3 - Half the memory"
+ABSENT_FILE = r"value_not_in_list: \w+: '[\w.-]+\.safetensors' not in .*"
 CARDS = '[data-testid^="template-workflow-Halfsafe"]'
 pytestmark = pytest.mark.paired  # the pack's own styles and the nodes' sizes: what a renderer adds to them is the same in both pages
 
@@ -77,10 +79,14 @@ def test_a_template_opens_whole_and_unzoomed_in_a_small_page(comfy: ComfyPage, t
     comfy.evaluate("(tab) => { app.extensionManager.sidebarTab.activeSidebarTabId = tab; }", tab)
     comfy.settle()
     assert len(WORKFLOWS) == 15
+    prompts = []
     for path in WORKFLOWS:
         comfy.evaluate(OPEN, json.loads(path.read_text(encoding="utf-8")))
+        prompts.append(comfy.evaluate("async () => (await app.graphToPrompt()).output"))
         assert comfy.evaluate(SEEN) == comfy.evaluate(SHOWN) and comfy.evaluate("() => app.canvas.ds.scale") > least, path.stem
     assert "halfsafe" not in comfy.saved()["extra"], "what is saved has a view of its own"
+    refused = [error for errors in comfy.server.post("/prompt_checks", prompts)["errors"] for told in errors.values() for error in told]
+    assert [error for error in refused if not re.fullmatch(ABSENT_FILE, error)] == []
 
 
 def test_the_search_finds_every_workflow_and_one_opens_readable_and_offers_its_files(comfy: ComfyPage, pictures: Path, cell: str) -> None:

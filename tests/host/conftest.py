@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import shutil
 import tempfile
 import threading
 import warnings
@@ -232,6 +233,7 @@ def small_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(comfyui_dir: Path, small_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A real ComfyUI process that serves the small models, with the pack in `custom_nodes/Halfsafe-Pack`."""
     base = make_base_directory(tmp_path_factory.mktemp("base"), ROOT)
+    shutil.copy(ROOT / "tests" / "support" / "custom_nodes" / "qwen_image_21.py", base / "custom_nodes")
     with Server(comfyui_dir, base, ["--models-directory", str(small_models)]) as running:
         yield running
 

@@ -36,7 +36,7 @@ def served(stage: demo.Stage, name: str) -> dict:
     return json.loads(stage.server.get(f"/api/workflow_templates/{PACK_NAME}/{quote(name)}.json"))
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "workflows").glob("Halfsafe [0-9]*.json")))
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "workflows").glob(demo.FILLED)))
 def test_every_template_names_files_that_are_there(stage: demo.Stage, name: str) -> None:
     info = stage.server.object_info()
     prompt = to_prompt(served(stage, name), info)

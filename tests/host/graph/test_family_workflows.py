@@ -1,7 +1,7 @@
-"""The workflows of other models than Wan 2.1 run on a small model of their family: the fields, the links and the Halfsafe node.
+"""The workflows of other models than Wan 2.1 run on a small model of their family: the fields, the links and the pack's nodes.
 
 Text encoders of these families are too large to make small: their conditioning is random, of the family's shape. Pictures are decoded by the
-small Wan VAE, whose latent most of them share.
+small Wan VAE, whose latent most of them share. Qwen-Image 2.1 is newer than this ComfyUI: a small Qwen-Image goes through its workflow.
 """
 
 from __future__ import annotations
@@ -12,10 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from setup.workflow import shrink, to_prompt
-from support import families, rare_families, tiny_models
+from support import families, model_files, rare_families, tiny_models
 
 WORKFLOWS = Path(__file__).absolute().parents[3] / "workflows"
+GUARDS = ("HalfsafeAutoPrecision", "HalfsafeNaNGuard")
+OLD_CARDS = {"Halfsafe 6 - MiniMax H3 on an RTX 20 or V100": "sm_70", "Halfsafe 7 - Qwen-Image 2.1 without bf16": "sm_75"}
+"""Title -> a card that it is for."""
 EXTRAS = ("model_advanced", "sd3", "hunyuan", "custom_sampler", "minimax_h3", "video", "audio", "flux")
 SMALL = {"width": 64, "height": 64, "length": 5, "start_at_step": 1}
 
@@ -25,6 +29,9 @@ def _minimax(path: Path) -> Path:
 
 
 WRITERS = {
+    "Halfsafe 6 - MiniMax H3 on an RTX 20 or V100": ("minimax_h3", _minimax),
+    "Halfsafe 7 - Qwen-Image 2.1 without bf16": ("qwen_image", tiny_models.narrow_qwen_image),
+    "Halfsafe 9 - Z-Image in int8 with a LoRA": ("z_image", tiny_models.narrow_z_image),
     "Halfsafe with Flux 1 dev": ("flux", tiny_models.flux),
     "Halfsafe with Krea 2 Turbo": ("krea2", tiny_models.krea2),
     "Halfsafe with MiniMax H3": ("minimax_h3", _minimax),
@@ -39,11 +46,13 @@ CLASSES = {"flux": "Flux", "krea2": "Krea2", "minimax_h3": "MiniMaxH3", "qwen_im
 def core(comfy) -> dict:
     """ComfyUI's nodes by id, with those of its extras that the workflows use."""
     import nodes
+    from support.custom_nodes import qwen_image_21
 
     folder = Path(nodes.__file__).parent / "comfy_extras"
     for name in EXTRAS:
         assert asyncio.run(nodes.load_custom_node(str(folder / f"nodes_{name}.py"), module_parent="comfy_extras"))
-    return {**nodes.NODE_CLASS_MAPPINGS, **comfy.nodes}
+    newer = (qwen_image_21.TextEncodeQwenImage21, qwen_image_21.QwenImage21Cache)
+    return {**{node.__name__: node for node in newer}, **nodes.NODE_CLASS_MAPPINGS, **comfy.nodes}
 
 
 @pytest.fixture(scope="module")
@@ -103,32 +112,56 @@ def stand_ins(family: str, model, parts: dict, seen: list) -> dict:
 
     def asked(inputs: dict) -> tuple:
         assert inputs["clip"] is not parts["clip"], "the prompt's text encoder is not the guarded one"
-        return (positive,)
+        return positive, positive
 
     text = dict.fromkeys(("CLIPLoader", "DualCLIPLoader"), lambda inputs: (parts["clip"],))
     ends = dict.fromkeys(("SaveImage", "SaveVideo", "CreateVideo", "VAEDecodeAudio"), lambda inputs: (inputs,))
     made = {"UNETLoader": lambda inputs: (model.clone(),), "VAELoader": lambda inputs: (parts["vae"],), "VAEDecode": decoded}
     latent = {"samples": rare_families.latent(family, model) * 0.0}
-    return made | {"CLIPTextEncode": asked, "MiniMaxH3ImageToVideo": lambda inputs: (*asked(inputs), latent), **text, **ends}
+    of_21 = {"TextEncodeQwenImage21": asked, "QwenImage21Cache": lambda inputs: (inputs["model"],)}
+    return made | {"CLIPTextEncode": asked, "MiniMaxH3ImageToVideo": lambda inputs: (positive, latent), **of_21, **text, **ends}
+
+
+def read(title: str, core: dict, **files: str) -> dict:
+    """The prompt of a workflow, small, with other ``files`` by input name."""
+    workflow = json.loads((WORKFLOWS / f"{title}.json").read_text(encoding="utf-8"))
+    prompt = shrink(to_prompt(workflow, info(core)), **SMALL)
+    return {node: {**step, "inputs": {name: files.get(name, value) for name, value in step["inputs"].items()}} for node, step in prompt.items()}
+
+
+def nodes_of(prompt: dict, *kinds: str) -> list[str]:
+    return [node for node, step in prompt.items() if step["class_type"] in kinds]
+
+
+def reports(comfy, run: Run) -> list[dict]:
+    """Run a whole prompt and return what each node that guards a model reports of it."""
+    for node in run.prompt:
+        run.output(node)
+    guarded = [run.results[node][0] for node in nodes_of(run.prompt, *GUARDS)]
+    return [json.loads(comfy.run("HalfsafeReport", model=one)[1]) for one in guarded]
 
 
 def test_every_workflow_of_another_model_is_run() -> None:
-    assert set(WRITERS) == {path.stem for path in WORKFLOWS.glob("*.json") if not path.stem[9].isdigit()}
+    numbered_of_wan_and_the_pack = {path.stem for path in WORKFLOWS.glob("Halfsafe [1-58] - *.json")}
+    assert set(WRITERS) == {path.stem for path in WORKFLOWS.glob("*.json")} - numbered_of_wan_and_the_pack
 
 
 @pytest.mark.parametrize("title", WRITERS)
-def test_it_runs_and_the_node_reports_the_family(title, comfy, core, parts, models_dir):
+def test_it_runs_and_the_node_reports_the_family(title, comfy, core, parts, models_dir, monkeypatch):
     family, write = WRITERS[title]
     path = write(models_dir / "diffusion_models" / f"template_{family}.safetensors")
+    lora = {f"layers.{layer}.attention.qkv": (768, 256) for layer in range(2)}
+    save_file(model_files.lora(lora), str(models_dir / "loras" / "template.safetensors"))
     model, seen = families.stock(path), []
-    workflow = json.loads((WORKFLOWS / f"{title}.json").read_text(encoding="utf-8"))
-    prompt = shrink(to_prompt(workflow, info(core)), **SMALL)
-    run = Run(core, prompt, stand_ins(family, model, parts, seen))
-    for node_id in prompt:
-        run.output(node_id)
+    prompt = read(title, core, model_name=path.name, lora_name="template.safetensors")
+    monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", OLD_CARDS.get(title, ""))
+    found = reports(comfy, Run(core, prompt, stand_ins(family, model, parts, seen)))
     assert seen and all(part.isfinite().all() for result in seen for part in result.unbind())
-    guarded = [run.results[node_id][0] for node_id, node in prompt.items() if node["class_type"] == "HalfsafeAutoPrecision"]
-    for one in guarded:
-        report = json.loads(comfy.run("HalfsafeReport", model=one)[1])
+    for report in found:
+        if title in OLD_CARDS:
+            assert {layer["stream"] for layer in report["layers"]} == {"fp32"} and "fp16_wide" in {layer["mode"] for layer in report["layers"]}
+        if "LoRA" in title:
+            (layer,) = [layer for layer in report["layers"] if layer["name"] == "layers.0.attention.qkv"]
+            assert layer["mode"] == "int8" and "LoRA" in layer["reason"], layer
         assert report["model"]["class"] == CLASSES[family] and report["guard"]["verdict"] == "clean"
         assert report["guard"]["calls"] > 0, "the node is not between the loader and the sampler"
