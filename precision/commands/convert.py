@@ -120,7 +120,7 @@ def _done(file: TensorFile, progress: Callable[[int], None] | None = None) -> Ca
 def _notes(checkpoint: Checkpoint, rules: Rules, plans: Mapping[str, WeightPlan]) -> list[str]:
     idle = rules_without_effect(layer_specs(checkpoint, checkpoint.prefix), rules)
     otherwise = [f"{name}: {plan.reason}" for name, plan in plans.items() if plan.reason]
-    return [*checkpoint.notes, *(f"{rule}: {why}" for rule, why in idle), *otherwise]
+    return [*checkpoint.notes, *(f"{rule.setting}: {rule.reason}" for rule in idle), *otherwise]
 
 
 def decide(checkpoint: Checkpoint, storage: str, rules: Rules) -> dict[str, StorageDecision]:

@@ -14,7 +14,7 @@ from ..plan.goal import plan_for_goal, storage_for_goal
 from ..plan.memory import plan_model
 from ..plan.rules import rules_from
 from ..plan.storage import LoadPlan, plan_load
-from ..report.schema import KeptHigh, LayerReport, ModelReport, Report, WithoutEffect, device_section
+from ..report.schema import KeptHigh, LayerReport, ModelReport, Report, device_section
 
 
 def plan_file(
@@ -47,8 +47,7 @@ def plan_file(
     report = Report(device_section(device), model)
     report.layers = [_layer(layer, storages[layer.name], plan) for layer in facts.layers]
     report.kept_high = [KeptHigh(name, decision.reason) for name, decision in plan.decisions.items() if decision.kept]
-    problems = [*plan.without_effect, *plan.compute.without_effect]
-    report.without_effect = [WithoutEffect(setting, why) for setting, why in problems]
+    report.without_effect = [*plan.without_effect, *plan.compute.without_effect]
     report.decisions = {
         "file": f"{Path(checkpoint.path).name}, {dialect_text(checkpoint.dialects)}",
         "storage": str(plan.storage),

@@ -137,11 +137,12 @@ class GuardLog:
             NonFinite: nothing is left to save, or the guard is to stop; never where it only reports.
         """
         event = event_of(position, found.origin, mode, mode, False, found.evidence)
+        nothing_left = self.on_nan == "retry_higher" and position.spoils_all and not goes_on
+        event.ended = self.on_nan == "stop" or nothing_left
         error = self.note(event, found.origin, found.verdict, found.advice)
         self.lost.update(position.batch_rows)
         self.given_up = position.spoils_all or not position.batch_rows
-        ends = self.on_nan == "retry_higher" and position.spoils_all and not goes_on
-        if self.on_nan == "stop" or ends:
+        if event.ended:
             raise error
 
     def note_drift(self, event: GuardEvent, message: str) -> None:
@@ -219,9 +220,10 @@ def blame_device(log: GuardLog, position: CallPosition, device: torch.device, mo
     cured = log.on_nan == "retry_higher"
     origin = Origin("", "matmul", "canary", mode, math.nan)
     event = event_of(position, origin, mode, "fp32" if cured else mode, cured)
+    event.ended = log.on_nan == "stop"
     message, advice = f"A test product on {device} is wrong.", f"{detail}. {verdicts.ADVICE[verdicts.DEVICE_FAULT]}"
     error = log.note(event, origin, verdicts.DEVICE_FAULT, advice, message)
-    if log.on_nan == "stop":
+    if event.ended:
         raise error
     return cured
 

@@ -9,7 +9,7 @@ import torch
 from ..base import flags
 from ..base.modes import FP8, FP32, Mode, modes_named
 from ..devices.detect import Device
-from .choice import frozen
+from .choice import WithoutEffect, frozen
 
 UNCHANGED = "unchanged"
 FP16_OPTIONS = ("auto", "on", "off", UNCHANGED)
@@ -63,7 +63,6 @@ class AccumulationPlan:
     Args:
         flags: settings of ``flags.SETTINGS`` to hold while the model runs.
         proving: fp16 sums wherever a layer's bound proves them; ``whole``: in all layers or none.
-        without_effect: (setting=value, reason).
     """
 
     request: Request
@@ -73,7 +72,7 @@ class AccumulationPlan:
     fp8_fast: bool = False
     attention: str = UNCHANGED
     reasons: Mapping[str, str] = field(default_factory=dict)
-    without_effect: tuple[tuple[str, str], ...] = ()
+    without_effect: tuple[WithoutEffect, ...] = ()
 
 
 def plan_accumulation(request: Request, device: Device, matmuls: MatmulProfile) -> AccumulationPlan:
@@ -83,17 +82,17 @@ def plan_accumulation(request: Request, device: Device, matmuls: MatmulProfile) 
     problems = {setting: _problem(setting, value, device, matmuls) for setting, value in asked.items()}
     acting = {(setting, value) for setting, value in asked.items() if not problems[setting]}
     held: dict[str, bool] = {}
-    idle = []
+    idle: list[WithoutEffect] = []
     for setting, value in asked.items():
         if (setting, value) in acting or value != "on":
             held |= dict.fromkeys(PARTS[setting], value == "on")
         reasons = dict.fromkeys((problems[setting], *map(_missing, PARTS[setting])))
-        idle += [(f"{setting}={value}", why) for why in reasons if why]
+        idle += [WithoutEffect(f"{setting}={value}", why) for why in reasons if why]
     in_fp16 = any(mode.operand == torch.float16 for mode in modes_named(matmuls.modes))
     if request.attention != UNCHANGED and not in_fp16:
         modes = _listed(matmuls.modes)
         why = f"attention runs in fp16 nowhere: layers compute in {modes}, where scores cannot overflow"
-        idle.append((f"attention={request.attention}", why))
+        idle.append(WithoutEffect(f"attention={request.attention}", why))
     return AccumulationPlan(
         request=request,
         flags=frozen(held),

@@ -29,6 +29,20 @@ class Choice:
 
 
 @dataclass(frozen=True)
+class WithoutEffect:
+    """A setting that cannot act on a model here, and why.
+
+    Attributes:
+        setting: as it is written: ``tf32=on``, or a line of the rules.
+        unmatched: it is a rule whose pattern matches no layer.
+    """
+
+    setting: str
+    reason: str
+    unmatched: bool = field(default=False, metadata={"json": False})
+
+
+@dataclass(frozen=True)
 class LoadRecord:
     """One load.
 
@@ -45,6 +59,6 @@ class LoadRecord:
     reasons: Mapping[str, str] = field(default_factory=dict)
     kept: Mapping[str, str] = field(default_factory=dict)
     asked: Mapping[str, str] = field(default_factory=dict)
-    without_effect: tuple[tuple[str, str], ...] = ()
+    without_effect: tuple[WithoutEffect, ...] = ()
     notes: tuple[str, ...] = ()
     native_fp8: Container[str] = frozenset()

@@ -9,7 +9,7 @@ from ..devices.detect import Device
 from ..formats.registry import FORMAT_OF_STORAGE
 from .accumulation import MatmulProfile, fp16_sums_inert
 from .auto import auto_compute
-from .choice import Choice, frozen
+from .choice import Choice, WithoutEffect, frozen
 from .facts import LayerSpec, ModelFacts
 from .rules import Rule, Rules
 
@@ -62,7 +62,7 @@ class ComputePlan:
     choice: Choice
     decisions: Mapping[str, ComputeDecision]
     fp8_matmul: bool = False
-    without_effect: tuple[tuple[str, str], ...] = ()
+    without_effect: tuple[WithoutEffect, ...] = ()
     notes: tuple[str, ...] = ()
     attention: tuple[Rule, ...] = ()
     fallback: "ComputePlan | None" = None
@@ -90,7 +90,7 @@ class ComputePlan:
             choice=Choice(self.choice.requested, self.activation_dtype, reason),
             decisions={},
             fp8_matmul=False,
-            without_effect=(*self.without_effect, (f"compute={self.choice.requested}", reason)),
+            without_effect=(*self.without_effect, WithoutEffect(f"compute={self.choice.requested}", reason)),
             attention=(),
             fallback=None,
         )
@@ -164,7 +164,8 @@ def _planned(
     decisions: dict[str, ComputeDecision] = {}
     without_effect = rules_on_other_layers(facts.layers, rules)
     if compute in WEIGHTS_FOR and not device.capabilities[f"{compute}_matmul"]:
-        without_effect.insert(0, (f"compute={compute}", choose_compute(facts, device, compute).reason))
+        reason = choose_compute(facts, device, compute).reason
+        without_effect.insert(0, WithoutEffect(f"compute={compute}", reason))
     for layer in facts.layers:
         decision, problem = _decide(layer, choice, layer.name in in_fp8, device, rules, stored.get(layer.name, ""))
         following = decision or ComputeDecision(MODE_OF[choice.used], "same", "")
@@ -174,12 +175,12 @@ def _planned(
             decision = replace(following, sums=sums[0])
         if decision:
             decisions[layer.name] = decision
-        entries = (problem, (str(sums[1]), inert) if sums and inert else None)
+        entries = (problem, WithoutEffect(str(sums[1]), inert) if sums and inert else None)
         without_effect += [entry for entry in entries if entry and entry not in without_effect]
     kinds = WEIGHTS_FOR.get(compute)
     if storages is not None and not without_effect and kinds and not {*kinds} & {*stored.values()}:
         why = f"no weight of this model is stored in {compute}: load it with storage {kinds[0]}"
-        without_effect.append((f"compute={compute}", why))
+        without_effect.append(WithoutEffect(f"compute={compute}", why))
     if any(decision.stream == "fp32" for decision in decisions.values()):
         followers = (layer.name for layer in facts.layers if layer.multiplies and layer.name not in decisions)
         decisions |= {name: ComputeDecision(MODE_OF[choice.used], "same", "") for name in followers}
@@ -203,7 +204,7 @@ def _multiplied_in_fp8(facts: ModelFacts, device: Device, compute: str) -> Conta
 
 def _decide(
     layer: LayerSpec, choice: Choice, in_fp8: bool, device: Device, rules: Rules, storage: str
-) -> tuple[ComputeDecision | None, tuple[str, str] | None]:
+) -> tuple[ComputeDecision | None, WithoutEffect | None]:
     if not layer.multiplies:
         return None, None
     compute, stream = (rules.setting(key, layer.name, layer.cls) for key in ("compute", "stream"))
@@ -214,7 +215,7 @@ def _decide(
     if wanted in WEIGHTS_FOR and (why := _why_no_product(wanted, layer, device, storage)):
         # What nobody asked for is no setting without effect: int8 weights on a device that has no int8 matmul.
         if compute or choice.requested == FP8.name:
-            problem = (str(compute[1]) if compute else "compute=fp8", f"{layer.name}: {why}")
+            problem = WithoutEffect(str(compute[1]) if compute else "compute=fp8", f"{layer.name}: {why}")
         wanted = _without(wanted, layer, choice, device, storage)
         reason = why
         compute = None
@@ -243,19 +244,19 @@ def _without(product: str, layer: LayerSpec, choice: Choice, device: Device, sto
     return own if own and not _why_no_product(own, layer, device, storage) else choice.used
 
 
-def rules_on_other_layers(layers: Sequence[LayerSpec], rules: Rules) -> list[tuple[str, str]]:
-    """List (rule, reason) for the user's own compute and stream rules that match only layers without a matmul."""
+def rules_on_other_layers(layers: Sequence[LayerSpec], rules: Rules) -> list[WithoutEffect]:
+    """List the user's own compute and stream rules that match only layers without a matmul."""
     found, rules = [], rules.on(layers)
     for rule in (rule for rule in rules.own if {"compute", "stream"} & dict(rule.settings).keys()):
         matched = [layer for layer in layers if rule in rules.matching(layer.name, layer.cls)]
         if matched and not any(layer.multiplies for layer in matched):
             classes = ", ".join(sorted({layer.cls for layer in matched}))
-            found.append((str(rule), f"{classes} multiplies no matrices: it follows the stream"))
+            found.append(WithoutEffect(str(rule), f"{classes} multiplies no matrices: it follows the stream"))
     return found
 
 
-def rules_without_effect(layers: Sequence[LayerSpec], rules: Rules) -> list[tuple[str, str]]:
-    """List (rule, reason) for the user's own rules that match none of these layers.
+def rules_without_effect(layers: Sequence[LayerSpec], rules: Rules) -> list[WithoutEffect]:
+    """List the user's own rules that match none of these layers.
 
     What they set of attention is left out, as it is about blocks.
     """
@@ -263,7 +264,7 @@ def rules_without_effect(layers: Sequence[LayerSpec], rules: Rules) -> list[tupl
     for rule in rules.on(layers).without_match((layer.name, layer.cls) for layer in layers):
         settings = tuple(setting for setting in rule.settings if setting[0] != "attention")
         if settings:
-            found.append((str(replace(rule, settings=settings)), NO_LAYER))
+            found.append(WithoutEffect(str(replace(rule, settings=settings)), NO_LAYER, unmatched=True))
     return found
 
 

@@ -9,7 +9,7 @@ from ..base.modes import FP16
 from ..devices.detect import Device
 from .accumulation import Request
 from .auto import UNQUANTIZED, smallest_storage
-from .choice import frozen
+from .choice import WithoutEffect, frozen
 from .compute import MODE_OF, SAFE, WEIGHTS_FOR, ComputeDecision, ComputePlan, plan_compute, rules_without_effect
 from .facts import ModelFacts
 from .rules import Rules
@@ -77,7 +77,7 @@ def on_loaded(
     ``came_in``: the dtype that the model computes in without the plan.
     """
     fallback = plan.fallback and on_loaded(plan.fallback, facts, rules, foreign, came_in)
-    late = ((str(rule), STORAGE_RULE) for rule in rules.own if "storage" in dict(rule.settings))
+    late = (WithoutEffect(str(rule), STORAGE_RULE) for rule in rules.own if "storage" in dict(rule.settings))
     idle = [*plan.without_effect, *rules_without_effect(facts.layers, rules), *late]
     moved = {
         name: ComputeDecision("fp32", decision.stream, f"{foreign[name]} multiplies in its own way: run in fp32")
@@ -87,7 +87,7 @@ def on_loaded(
     if moved:
         count, first = len(moved), next(iter(moved))
         why = f"{count} layers ({first} ...) belong to another loader, which multiplies in its own way: run in fp32"
-        idle.append((f"compute={SAFE}", why))
+        idle.append(WithoutEffect(f"compute={SAFE}", why))
     decisions = frozen({**plan.decisions, **moved})
     leaves_fp16 = came_in == FP16.name and plan.choice.used != FP16.name
     instead = _instead_of_fp16(plan.choice.used, facts) if leaves_fp16 else ""

@@ -11,7 +11,7 @@ from ..devices.detect import Device, unheld_storages, why_no_bf16
 from ..formats.comfy_format import can_be_quantized
 from ..formats.registry import FORMAT_OF_STORAGE
 from .auto import ACTIVATION_ROOM, auto_storage, held_storage, why_low_bits_are_slow
-from .choice import Choice, frozen
+from .choice import Choice, WithoutEffect, frozen
 from .compute import SAFE, ComputePlan, choose_compute, plan_compute, rules_without_effect
 from .facts import LayerSpec, ModelFacts
 from .rules import TEXT_ENCODER_RULES, Rules
@@ -53,7 +53,7 @@ class LoadPlan:
     storage: Choice
     compute: ComputePlan
     decisions: Mapping[str, StorageDecision]
-    without_effect: tuple[tuple[str, str], ...] = ()
+    without_effect: tuple[WithoutEffect, ...] = ()
     no_bf16: str = ""
     unheld: Mapping[str, str] = field(default_factory=lambda: frozen({}))
 

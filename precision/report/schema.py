@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 
 from ..base.modes import MODES
 from ..devices.detect import Device
+from ..plan.choice import WithoutEffect
 from .report_text import report_text
 from .view import MODE_COLOURS, STORAGE_COLOURS, rules_text, view_of
 
@@ -46,14 +47,6 @@ class ModelReport:
 
 
 @dataclass
-class WithoutEffect:
-    """A setting that cannot act here, and why."""
-
-    setting: str
-    reason: str
-
-
-@dataclass
 class KeptHigh:
     """A layer that was not stored in fp8 though fp8 was asked for, and why."""
 
@@ -66,7 +59,7 @@ class GuardEvent:
     """A result with NaN or Inf, or farther from fp32 than its arithmetic explains (``kind`` drift, with an SNR).
 
     ``from_mode`` and ``to_mode``: names in ``modes.MODES``; ``evidence``: what the verdict rests on; ``fell_back``: the
-    model's plan runs in its fallback from this event on.
+    model's plan runs in its fallback from this event on; ``ended``: the guard ended the run with this event's error.
     """
 
     call: int
@@ -84,6 +77,7 @@ class GuardEvent:
     threshold_db: float | None = None
     advice: str = ""
     fell_back: bool = False
+    ended: bool = False
 
 
 @dataclass

@@ -89,6 +89,7 @@ class Tradeoff:
         storages: storage -> bytes of weights; ``modes``: mode -> number of layers that multiplied so.
         problem: why it was not measured, or what is wrong with its result; empty where nothing is.
         same: other settings that come to the same here, and are not measured again.
+        out_of_memory: the problem is that the device or host had no memory for it.
     """
 
     setting: Setting
@@ -102,6 +103,7 @@ class Tradeoff:
     problem: str = ""
     spread: float = 0.0
     same: Sequence[Setting] = ()
+    out_of_memory: bool = False
 
     @property
     def names(self) -> str:
@@ -116,7 +118,7 @@ class Tradeoff:
     @property
     def computed_by(self) -> str:
         """Return the compute option that asks for it."""
-        return MODES[self._mode].rule.removeprefix("compute=") if self._mode in MODES else self._mode
+        return MODES[self._mode].compute if self._mode in MODES else self._mode
 
     @property
     def _mode(self) -> str:

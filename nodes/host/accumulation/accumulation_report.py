@@ -15,6 +15,7 @@ from ....precision.plan.accumulation import (
     flag_report,
     flag_reports,
 )
+from ....precision.plan.choice import WithoutEffect
 from ..comfyui.execution import switches_by_layer
 from ..comfyui.layers import modules_of
 from ..compute.executor import compute_of
@@ -65,11 +66,11 @@ def _state_text(run: AccumulationRun) -> str:
     return f"{line} Under torch.compile or on several devices it cannot be switched layer by layer: {outcome}."
 
 
-def _inert_rules(patcher) -> list[tuple[str, str]]:
-    """Return (setting, reason) of the rules on accumulation of a model whose layers cannot differ in it."""
+def _inert_rules(patcher) -> list[WithoutEffect]:
+    """Return the rules on accumulation of a model whose layers cannot differ in it."""
     asked = {} if switches_by_layer(patcher) else asked_by_rule(patcher)
     layers = {sums: [name for name in asked if asked[name] == sums] for sums in asked.values()}
-    return [(f"accumulation={sums}", f"{NO_SWITCH}: {_named(names)}") for sums, names in layers.items()]
+    return [WithoutEffect(f"accumulation={sums}", f"{NO_SWITCH}: {_named(names)}") for sums, names in layers.items()]
 
 
 def _named(names: list[str]) -> str:
@@ -140,7 +141,7 @@ def flags_of(patcher) -> dict[str, dict]:
     return {name: flag_report(name, getattr(plan.request, name), reasons[name], inside.get(name)) for name in PARTS}
 
 
-def remarks_of(patcher) -> tuple[list[tuple[str, str]], dict[str, str]]:
+def remarks_of(patcher) -> tuple[list[WithoutEffect], dict[str, str]]:
     """Return what the report adds for a request: settings without effect, and decisions."""
     accumulation = accumulation_of(patcher)
     if accumulation is None:
@@ -148,7 +149,7 @@ def remarks_of(patcher) -> tuple[list[tuple[str, str]], dict[str, str]]:
     plan, run = accumulation.plan_for(patcher), accumulation.runs.last_of(patcher)
     without_effect = [*plan.without_effect, *_inert_rules(patcher)]
     if plan.fp8_fast and not _fp8_layers(patcher):
-        without_effect.append(("fp8_fast_accumulation=on", NO_FP8_OF_OURS))
+        without_effect.append(WithoutEffect("fp8_fast_accumulation=on", NO_FP8_OF_OURS))
     summary = run.attention_text() if run else ""
     decisions = {"attention": f"{plan.request.attention}: {summary}"} if summary else {}
     return without_effect, decisions

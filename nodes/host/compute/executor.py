@@ -9,6 +9,7 @@ from comfy.model_patcher import ModelPatcher
 
 from ....precision.base.modes import INT8
 from ....precision.base.patching import patched
+from ....precision.plan.choice import WithoutEffect
 from ....precision.plan.compute import ComputePlan
 from ..comfyui.execution import Make, adapts_text, conditions_through
 from ..comfyui.known_calls import Feature, why_off
@@ -174,15 +175,15 @@ class Compute(Stage):
         run = self.runs.last_of(patcher)
         return outermost(run.ruled.ran_in) if run else []
 
-    def idle_attention_rules(self, patcher: ModelPatcher) -> Iterator[tuple[str, str]]:
-        """Yield (rule, reason) for the rules on attention that match no block, or only blocks that made none."""
+    def idle_attention_rules(self, patcher: ModelPatcher) -> Iterator[WithoutEffect]:
+        """Yield the rules on attention that match no block, or only blocks that made none."""
         blocks, run = blocks_of(self.plan.attention, modules_of(patcher.model)), self.runs.last_of(patcher)
         for rule in self.plan.attention:
             matched = outermost([name for name, rules in blocks.items() if rule in rules])
             if not matched:
-                yield str(rule), NO_BLOCK
+                yield WithoutEffect(str(rule), NO_BLOCK)
             elif run and not any(rule in rules for rules in run.ruled.ran_in.values()):
-                yield str(rule), NO_ATTENTION.format(", ".join(matched[:LISTED]))
+                yield WithoutEffect(str(rule), NO_ATTENTION.format(", ".join(matched[:LISTED])))
 
     def notes(self, patcher: ModelPatcher) -> list[str]:
         """List the notes of the plan, on an error of model code that a repeat did not meet, and on short memory."""

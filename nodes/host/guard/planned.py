@@ -43,7 +43,7 @@ def with_goal(
     plan = _on_loaded(patcher, found, facts, rules)
     model = _planned(patcher, plan)
     lines = [f"{device.label}, goal {goal}", f"model: {_runs_in(model, plan, reason)}"]
-    lines += [f"without effect: {setting}: {why}" for setting, why in plan.without_effect]
+    lines += [f"without effect: {idle.setting}: {idle.reason}" for idle in plan.without_effect]
     if not is_missing(clip):
         lines.append("text encoder: unchanged; ComfyUI runs it with fp32 activations, once per prompt")
     elif "clip" in connected:

@@ -27,7 +27,7 @@ from ....precision.devices.memory import require_memory
 from ....precision.formats.checkpoint import Checkpoint
 from ....precision.formats.comfy_format import check_finite
 from ....precision.formats.stored_weight import StoredWeight
-from ....precision.plan.choice import Choice, LoadRecord
+from ....precision.plan.choice import Choice, LoadRecord, WithoutEffect
 from ....precision.plan.facts import file_dtype
 from ....precision.plan.rules import Rules
 from ..compute.control import PlannedControl, plan_control, planned_control
@@ -124,10 +124,11 @@ def _unknown(checkpoint: Checkpoint, why: str = "") -> CheckpointError:
 
 
 def _own_record(checkpoint: Checkpoint, why: str, storage: str, compute: str) -> LoadRecord:
-    asked = (f"{name}={value}" for name, value in (("storage", storage), ("compute", compute)) if value not in AS_IT_IS)
-    idle, choice = tuple((setting, why) for setting in asked), Choice(storage, "as_file", why)
+    asked = {"storage": storage, "compute": compute}
+    idle = [WithoutEffect(f"{name}={value}", why) for name, value in asked.items() if value not in AS_IT_IS]
+    choice = Choice(storage, "as_file", why)
     return LoadRecord(
-        checkpoint.path, checkpoint.dialects, choice, without_effect=idle, notes=tuple(checkpoint.notes)
+        checkpoint.path, checkpoint.dialects, choice, without_effect=tuple(idle), notes=tuple(checkpoint.notes)
     )
 
 

@@ -22,7 +22,7 @@ from ....precision.base.errors import CheckpointError
 from ....precision.formats import comfy_format
 from ....precision.formats.checkpoint import Checkpoint
 from ....precision.guard.casting import promoting
-from ....precision.plan.choice import Choice, LoadRecord, frozen
+from ....precision.plan.choice import Choice, LoadRecord, WithoutEffect, frozen
 from ....precision.plan.facts import file_dtype, layer_specs
 from ....precision.plan.memory import plan_encoder
 from ....precision.plan.storage import plan_text_encoder
@@ -131,10 +131,10 @@ def _loaded(
         clip = make(list(tensors), _options(tensors, choices[0].used))
     lacks = lacking.refuse(clip.cond_stage_model, VISION, "images in a prompt give NaN")
     lacks += _left_out(files, clip.cond_stage_model)
-    without_effect = () if compute in ("auto", "fp32") else ((f"compute={compute}", FP32_ACTIVATIONS),)
+    idle = [] if compute in ("auto", "fp32") else [WithoutEffect(f"compute={compute}", FP32_ACTIVATIONS)]
     said = [note for of_file in notes for note in of_file] + lacks
     why = frozen({layer: reason for of_file in kept for layer, reason in of_file.items()})
-    attach(clip.patcher, LoadRecord(paths[0], (), choices[0], {}, why, {}, without_effect, tuple(said)))
+    attach(clip.patcher, LoadRecord(paths[0], (), choices[0], {}, why, {}, tuple(idle), tuple(said)))
     clip.patcher.cached_patcher_init = (_reloaded, again)
     if compute == "fp32":
         ask_for_plain_products(clip.patcher)

@@ -195,5 +195,5 @@ def tell(record: LoadRecord, compute: Choice | None = None) -> None:
     logger.info("Halfsafe: %s: storage %s%s", record.file, storage, arithmetic)
     for note in record.notes:
         logger.info("Halfsafe: %s: %s", record.file, note)
-    for setting, reason in record.without_effect:
-        logger.warning("Halfsafe: %s: %s has no effect: %s", record.file, setting, reason)
+    for idle in record.without_effect:
+        logger.warning("Halfsafe: %s: %s has no effect: %s", record.file, idle.setting, idle.reason)

@@ -79,7 +79,7 @@ def test_json_is_the_contracts_key_for_key_in_its_order():
     assert list(found["guard"]) == [*contract["guard"], "rules", "advice", "checks"]
     found["guard"] = {key: found["guard"][key] for key in contract["guard"]}
     for event in found["guard"]["events"]:
-        assert [event.pop(key) for key in list(event)[-5:]] == ["", None, None, "", False]
+        assert [event.pop(key) for key in list(event)[-6:]] == ["", None, None, "", False, False]
     assert json.dumps({key: found[key] for key in contract}) == json.dumps(contract)
 
 
