@@ -14,7 +14,7 @@ def _choice(
     return io.Combo.Input(name, options=list(options), default=default, tooltip=tooltip, advanced=advanced)
 
 
-class Accumulation(io.ComfyNode):
+class AccumulationNode(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         return io.Schema(
@@ -64,4 +64,4 @@ class Accumulation(io.ComfyNode):
         return io.NodeOutput(model, ui=badge(*sums_words(model)))
 
 
-NODES = [Accumulation]
+NODES = [AccumulationNode]

@@ -107,7 +107,7 @@ def _powers(tensor: torch.Tensor) -> list[float]:
     return torch.linalg.vector_norm(tensor.float().flatten(1), dim=1).square().tolist()
 
 
-def decibels(error: float, signal: float) -> float:
+def finite_decibels(error: float, signal: float) -> float:
     """Compute the SNR of two powers: inf without an error, and never below ``LOWEST_DB``, as JSON has no -inf."""
     return max(LOWEST_DB, amax.decibels(error, signal))
 
@@ -121,7 +121,7 @@ def worst_blocks(
         exact = reference.get(name, [])
         if [part.shape for part in taken] == [part.shape for part in exact]:
             error, signal = torch.cat(taken) - torch.cat(exact), torch.cat(exact)
-            found[name] = decibels(error.square().sum().item(), signal.square().sum().item())
+            found[name] = finite_decibels(error.square().sum().item(), signal.square().sum().item())
     return [BlockDrift(name, found[name]) for name in sorted(found, key=lambda name: found[name])[:WORST_BLOCKS]]
 
 

@@ -31,7 +31,7 @@ def table_text(found: Measurements) -> str:
     return "\n".join(["Halfsafe: precisions measured", head, "", written, "", *_notes(found), "", *_best(found)])
 
 
-def result_of(found: Measurements, text: str) -> Result:
+def tradeoffs_result(found: Measurements, text: str) -> Result:
     """Sum the measurements up: the best for balanced in a sentence, and a table of all with the best first."""
     best = found.best.get("balanced")
     rows = [_shown(row, row.names) for row in sorted(found.rows, key=lambda row: row is not best)]

@@ -32,7 +32,7 @@ from ..comfyui.known_calls import reasons_off
 from ..comfyui.layers import activation_dtype, layers_of, matrix_layers, modules_of
 from ..comfyui.model_facts import bytes_by_storage, foreign_layers, parameter_count, storage_of
 from ..compute.executor import Compute, compute_of
-from ..compute.layer_modes import is_called_in_fp32, kernels_of, observed_modes_of, stream_dtype
+from ..compute.layer_modes import is_called_in_fp32, layer_kernels, observed_modes_of, stream_dtype
 from ..guard.model import Guard, guard_of
 from ..load.controlnet import LoadedControl, controls_of
 from ..load.devices import current_device
@@ -130,7 +130,7 @@ def _layers(patcher: ModelPatcher) -> tuple[list[LayerReport], Reasons]:
     record, compute = patcher.attachments.get(ATTACHMENT), compute_of(patcher)
     modes, stream = observed_modes_of(patcher), name_of(stream_dtype(patcher))
     not_called = compute.not_called(patcher) if compute else frozenset()
-    kernels, sums, layers, reasons = kernels_of(patcher, modes), layer_accumulation(patcher), [], {}
+    kernels, sums, layers, reasons = layer_kernels(patcher, modes), layer_accumulation(patcher), [], {}
     for name, module in layers_of(patcher):
         decision = compute.plan.decisions.get(name) if compute else None
         accumulation, why = sums.get(name, ("fp32", ""))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from halfsafe.precision.base.oom import is_oom
+from halfsafe.precision.base.oom import is_torch_oom
 from halfsafe.precision.devices import probes
 from halfsafe.precision.guard.case import Case
 from halfsafe.precision.guard.failed_call import Attempt, FailedCall
@@ -63,7 +63,7 @@ class Fake(FailedCall):
         values = {"given": {"text": GOOD}, "result": BAD, "steps": ["fp16_safe", "fp32"], "in_fp32": "fp32"} | about
         super().__init__(
             start=RandomStart.of(cpu), position=CallPosition(1, 3, 0.5), images=2, device=cpu, wording=MODEL,
-            weights=weights or OneWeight(), tell=str, is_out_of_memory=is_oom, **values,
+            weights=weights or OneWeight(), tell=str, is_out_of_memory=is_torch_oom, **values,
         )  # fmt: skip
 
     def _made(self, how: str, given: dict, zeroed=()) -> Attempt:
