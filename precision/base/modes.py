@@ -2,8 +2,13 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
+
+from .options import RuledCompute
+
+ModeName = Literal["fp8", "int8", "fp16_acc16", "fp16", "fp16_wide", "fp16_scaled", "bf16", "fp32"]
 
 
 @dataclass(frozen=True)
@@ -20,9 +25,9 @@ class Mode:
         sums_in_fp16: products are accumulated in fp16.
     """
 
-    name: str
+    name: ModeName
     label: str
-    compute: str
+    compute: RuledCompute
     operand: torch.dtype
     result: torch.dtype | None
     colour: tuple[int, int, int]
@@ -62,9 +67,9 @@ FP16_SCALED = Mode("fp16_scaled", "scaled fp16 with fp32 results", "fp16_safe", 
 BF16 = Mode("bf16", "bf16", "bf16", _BF16, _BF16, (54, 178, 132))
 FP32 = Mode("fp32", "fp32", "fp32", _FP32, _FP32, (126, 134, 148))
 
-MODES = {mode.name: mode for mode in (FP8, INT8, FP16_ACC16, FP16, FP16_WIDE, FP16_SCALED, BF16, FP32)}
+MODES: dict[str, Mode] = {mode.name: mode for mode in (FP8, INT8, FP16_ACC16, FP16, FP16_WIDE, FP16_SCALED, BF16, FP32)}
 
-MODE_OF = {mode.compute: mode.name for mode in reversed(MODES.values()) if not mode.sums_in_fp16}
+MODE_OF: dict[str, ModeName] = {mode.compute: mode.name for mode in reversed(MODES.values()) if not mode.sums_in_fp16}
 """Compute option -> the first mode that the option alone asks for."""
 
 

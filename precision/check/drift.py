@@ -6,6 +6,7 @@ Nothing here runs a model. Errors are powers, sums of squares: those of independ
 
 import math
 from collections.abc import Collection, Iterable, Mapping
+from typing import Final
 
 import torch
 
@@ -18,8 +19,8 @@ CHECKS = ("off", "first step", "every 5th step")
 EVERY = {"first step": 0, "every 5th step": 5}
 SAMPLES = 4096
 WORST_BLOCKS = 3
-KIND = "drift"
-THRESHOLDS = {
+KIND: Final = "drift"
+THRESHOLDS: dict[str, float] = {
     "fp32": 50.0,
     "fp16_safe": 50.0,
     "fp16": 48.0,
@@ -35,7 +36,9 @@ worst of clean runs (docs/internals/drift.md). An fp32 model may multiply in TF3
 USUAL_LAYERS = 32
 LOWEST_DB = -300.0
 STEP_CACHE = "step cache"
-ARITHMETIC_OF = {FP16_WIDE.name: "fp16_safe", FP16_SCALED.name: "fp16_safe", FP16_ACC16.name: "fp16 sums"}
+ARITHMETIC_OF: dict[str, str] = {
+    FP16_WIDE.name: "fp16_safe", FP16_SCALED.name: "fp16_safe", FP16_ACC16.name: "fp16 sums",
+}  # fmt: skip
 ADVICE = {
     STEP_CACHE: (
         "The layers did not run at this step: lower the threshold of the step cache, let it start later, "

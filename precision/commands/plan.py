@@ -4,6 +4,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+from ..base.options import Goal
 from ..devices.detect import Device
 from ..files.safetensors_file import open_checkpoint
 from ..formats.checkpoint import dialect_text, read_checkpoint
@@ -18,7 +19,7 @@ from ..report.schema import KeptHigh, LayerReport, ModelReport, Report, device_s
 
 
 def plan_file(
-    path: str | os.PathLike, device: Device, goal: str = "balanced", device_memory: int | None = None
+    path: str | os.PathLike, device: Device, goal: Goal = "balanced", device_memory: int | None = None
 ) -> Report:
     """Plan a file for a device, and return the report the loaded model would give, each layer with its reason.
 

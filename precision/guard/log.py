@@ -13,11 +13,11 @@ import torch
 from ..base.modes import label_of
 from ..base.nested import tensors_in
 from ..report.report_text import verdict_shown
-from ..report.schema import CheckReport, GuardEvent, GuardReport
+from ..report.schema import CheckReport, EventKind, GuardEvent, GuardReport, Verdict
 from . import verdicts
 from .inputs import Diagnosis, NotFiniteInput, is_finite, rows_not_finite
 from .localize import Origin
-from .policy import Escalation
+from .policy import Escalation, OnNan
 from .verdicts import NonFinite
 
 
@@ -48,7 +48,8 @@ def event_of(
     position: CallPosition, origin: Origin | None, from_mode: str, to_mode: str, recovered: bool, evidence: str = ""
 ) -> GuardEvent:
     """Build the report's entry for one failed call."""
-    layer, op, kind = (origin.layer, origin.op, origin.kind) if origin else ("", "", "unknown")
+    layer, op = (origin.layer, origin.op) if origin else ("", "")
+    kind: EventKind = origin.kind if origin else "unknown"
     kind = "saturation" if origin and origin.hidden else kind
     return GuardEvent(
         position.call, position.step, position.sigma, layer, op, kind, position.batch_rows, from_mode, to_mode,
@@ -92,12 +93,12 @@ class GuardLog:
         adapted: the layers that ran in the model's text adapter, in fp32.
     """
 
-    on_nan: str = "report"
+    on_nan: OnNan = "report"
     notify: Notify = lambda *message: None
     prompt: str | None = None
     calls: int = 0
     extra_calls: int = 0
-    verdict: str = verdicts.CLEAN
+    verdict: Verdict = verdicts.CLEAN
     events: list[GuardEvent] = field(default_factory=list)
     advice: str = ""
     given_up: bool = False
@@ -123,7 +124,8 @@ class GuardLog:
         advice = verdicts.ADVICE[verdict] if advice is None else advice
         self.events.append(event)
         if self.verdict in verdicts.CURED:
-            self.verdict, self.advice = verdict, advice
+            self.verdict = verdict  # type: ignore[assignment]  # FailedCall and Case say str
+            self.advice = advice
         self.notify("event", verdict, message, advice, event)
         return NonFinite(message, verdict, advice)
 

@@ -6,15 +6,18 @@ cannot overflow and reveals every layer's amax; later calls upcast only the laye
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Final, Literal, get_args
 
 import torch
 
 from ..base.dtypes import FP16_MAX
-from ..base.modes import FP16, FP16_WIDE, FP32, MODES, modes_named
+from ..base.modes import FP16, FP16_WIDE, FP32, MODES, ModeName, modes_named
 from .localize import Origin
 
-ON_NAN = ("retry_higher", "stop", "report")
-OFF = "off"
+OnNan = Literal["retry_higher", "stop", "report", "off"]
+OFF: Final = "off"
+ON_NAN: tuple[OnNan, ...] = get_args(OnNan)[:-1]
+"""What a guard can do: all but ``OFF``."""
 LIMIT = FP16_MAX / 2
 STREAM = "residual stream"
 WHOLE_MODEL = "whole model"
@@ -31,7 +34,7 @@ class Escalation:
         whole: everything is fp32.
     """
 
-    layers: Mapping[str, str] = field(default_factory=dict)
+    layers: Mapping[str, ModeName] = field(default_factory=dict)
     stream: bool = False
     whole: bool = False
 

@@ -2,19 +2,20 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from ..base.errors import HalfsafeError
 
-CLEAN = "clean"
-RECOVERED = "recovered"
-STOPPED = "stopped"
-BAD_WEIGHTS = "bad_weights"
-BAD_INPUT = "bad_input"
-NOT_PRECISION = "not_precision"
-DEVICE_FAULT = "device_fault"
+CLEAN: Final = "clean"
+RECOVERED: Final = "recovered"
+STOPPED: Final = "stopped"
+BAD_WEIGHTS: Final = "bad_weights"
+BAD_INPUT: Final = "bad_input"
+NOT_PRECISION: Final = "not_precision"
+DEVICE_FAULT: Final = "device_fault"
 
 CURED = (CLEAN, RECOVERED)
-ADVICE = {
+ADVICE: dict[str, str] = {
     RECOVERED: (
         "No NaN and no Inf is left. To keep this after a restart, click Keep for next run on the Halfsafe node, "
         "whose check also finds wrong numbers that are not NaN."

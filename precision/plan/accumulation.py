@@ -3,6 +3,7 @@
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Final, Literal
 
 import torch
 
@@ -11,10 +12,10 @@ from ..base.modes import FP8, FP32, Mode, modes_named
 from ..devices.detect import Device
 from .choice import WithoutEffect, frozen
 
-UNCHANGED = "unchanged"
-FP16_OPTIONS = ("auto", "on", "off", UNCHANGED)
-SWITCH_OPTIONS = ("on", "off", UNCHANGED)
-ATTENTION_OPTIONS = ("auto", "fp32", UNCHANGED)
+Fp16Option = Literal["auto", "on", "off", "unchanged"]
+SwitchOption = Literal["on", "off", "unchanged"]
+AttentionOption = Literal["auto", "fp32", "unchanged"]
+UNCHANGED: Final = "unchanged"
 PARTS = {
     "fp16_accumulation": ("fp16_accumulation",),
     "reduced_precision_reduction": ("fp16_reduced_precision_reduction", "bf16_reduced_precision_reduction"),
@@ -31,11 +32,11 @@ NO_SWITCH = "torch.compile or several devices leave no way to switch it from lay
 class Request:
     """The node's settings, as asked for."""
 
-    fp16_accumulation: str = UNCHANGED
-    reduced_precision_reduction: str = UNCHANGED
-    tf32: str = UNCHANGED
-    fp8_fast_accumulation: str = UNCHANGED
-    attention: str = UNCHANGED
+    fp16_accumulation: Fp16Option = UNCHANGED
+    reduced_precision_reduction: SwitchOption = UNCHANGED
+    tf32: SwitchOption = UNCHANGED
+    fp8_fast_accumulation: Fp16Option = UNCHANGED
+    attention: AttentionOption = UNCHANGED
 
     def over(self, earlier: "Request") -> "Request":
         """Return the request, with unchanged settings as an earlier node asked for them."""
@@ -70,7 +71,7 @@ class AccumulationPlan:
     proving: bool = False
     whole: bool = False
     fp8_fast: bool = False
-    attention: str = UNCHANGED
+    attention: AttentionOption = UNCHANGED
     reasons: Mapping[str, str] = field(default_factory=dict)
     without_effect: tuple[WithoutEffect, ...] = ()
 

@@ -3,11 +3,12 @@
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 ATTACHMENT = "halfsafe"
 """The key of a loaded model's :class:`LoadRecord` in ComfyUI's ``attachments``."""
 Value = TypeVar("Value")
+Option = TypeVar("Option", bound=str)
 
 
 def frozen(values: Mapping[str, Value]) -> Mapping[str, Value]:
@@ -16,11 +17,11 @@ def frozen(values: Mapping[str, Value]) -> Mapping[str, Value]:
 
 
 @dataclass(frozen=True)
-class Choice:
+class Choice(Generic[Option]):
     """A setting as asked for, as resolved on this device, and why."""
 
-    requested: str
-    used: str
+    requested: Option
+    used: Option
     reason: str = ""
 
     def __str__(self) -> str:

@@ -2,9 +2,11 @@
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Final, Literal
 
 from ..base.dtypes import FP8_NAMES, QUANTIZED_NAMES
-from ..base.modes import FP8, FP16, INT8, MODE_OF, MODES
+from ..base.modes import FP8, FP16, INT8, MODE_OF, MODES, ModeName
+from ..base.options import ComputeOption, RuledCompute, RuledSums, Stream
 from ..devices.detect import Device
 from ..formats.registry import FORMAT_OF_STORAGE
 from .accumulation import MatmulProfile, fp16_sums_inert
@@ -13,12 +15,13 @@ from .choice import Choice, WithoutEffect, frozen
 from .facts import LayerSpec, ModelFacts
 from .rules import Rule, Rules
 
-SAFE = "fp16_safe"
-WEIGHTS_FOR = {
-    mode.name: tuple(name for name in QUANTIZED_NAMES if FORMAT_OF_STORAGE[name].mode is mode) for mode in (FP8, INT8)
+SAFE: Final = "fp16_safe"
+WEIGHTS_FOR: dict[str, tuple[str, ...]] = {
+    mode.compute: tuple(name for name in QUANTIZED_NAMES if FORMAT_OF_STORAGE[name].mode is mode)
+    for mode in (FP8, INT8)
 }
 """Compute options that multiply quantized weights as they are stored -> the storages of such weights."""
-AUTOMATIC = ("auto", INT8.name)
+AUTOMATIC = ("auto", INT8.compute)
 """Compute options that leave fp8 products to ``auto``."""
 LEAVES_QUANTIZED = ("auto", *WEIGHTS_FOR)
 """Compute options that ask for no dtype: weights in other formats multiply by themselves."""
@@ -42,10 +45,10 @@ class ComputeDecision:
             where no rule does.
     """
 
-    mode: str
-    stream: str
+    mode: ModeName
+    stream: Stream
     reason: str
-    sums: str = ""
+    sums: RuledSums | Literal[""] = ""
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class ComputePlan:
         instead: why the model does not compute in fp16, in which it came; empty where it came in another dtype.
     """
 
-    choice: Choice
+    choice: Choice[ComputeOption]
     decisions: Mapping[str, ComputeDecision]
     fp8_matmul: bool = False
     without_effect: tuple[WithoutEffect, ...] = ()
@@ -71,7 +74,7 @@ class ComputePlan:
     @classmethod
     def of_layers(cls, decisions: Mapping[str, ComputeDecision]) -> "ComputePlan":
         """Plan these layers alone, whatever the model around them was planned to compute in."""
-        return cls(Choice(FP16.name, FP16.name), decisions)
+        return cls(Choice(FP16.compute, FP16.compute), decisions)
 
     @property
     def is_safe(self) -> bool:
@@ -114,17 +117,17 @@ class ComputePlan:
         return [mode.name for mode in modes if not mode.is_8bit and mode.operand != own.operand]
 
     @property
-    def activation_dtype(self) -> str:
+    def activation_dtype(self) -> ComputeOption:
         """The dtype of activations between layers."""
         return "fp32" if self.is_safe else self.choice.used
 
     @property
-    def weight_dtype(self) -> str:
+    def weight_dtype(self) -> ComputeOption:
         """The best dtype of weights without quantization."""
         return "fp16" if self.is_safe else self.choice.used
 
 
-def choose_compute(facts: ModelFacts, device: Device, compute: str) -> Choice:
+def choose_compute(facts: ModelFacts, device: Device, compute: ComputeOption) -> Choice[ComputeOption]:
     """Resolve ``compute`` for a model as a whole, without its layers."""
     automatic, reason = auto_compute(device, facts.supported, facts.file_dtype)
     if compute == "auto":
@@ -139,7 +142,7 @@ def choose_compute(facts: ModelFacts, device: Device, compute: str) -> Choice:
 
 
 def plan_compute(
-    facts: ModelFacts, device: Device, compute: str, rules: Rules, storages: Mapping[str, str] | None = None
+    facts: ModelFacts, device: Device, compute: ComputeOption, rules: Rules, storages: Mapping[str, str] | None = None
 ) -> ComputePlan:
     """Resolve ``compute`` for a model on a device, layer by layer.
 
@@ -148,14 +151,14 @@ def plan_compute(
     """
     choice = choose_compute(facts, device, compute)
     plan = _planned(facts, device, choice, rules, storages)
-    if choice.requested not in LEAVES_QUANTIZED or choice.used != FP16.name:
+    if choice.requested not in LEAVES_QUANTIZED or choice.used != FP16.compute:
         return plan
     safe = replace(choice, used=SAFE, reason=OVERFLOWED)
     return replace(plan, fallback=_planned(facts, device, safe, rules, storages))
 
 
 def _planned(
-    facts: ModelFacts, device: Device, choice: Choice, rules: Rules, storages: Mapping[str, str] | None
+    facts: ModelFacts, device: Device, choice: Choice[ComputeOption], rules: Rules, storages: Mapping[str, str] | None
 ) -> ComputePlan:
     rules = rules.on(facts.layers)
     compute = choice.requested
@@ -195,15 +198,15 @@ def _planned(
     )
 
 
-def _multiplied_in_fp8(facts: ModelFacts, device: Device, compute: str) -> Container[str]:
+def _multiplied_in_fp8(facts: ModelFacts, device: Device, compute: ComputeOption) -> Container[str]:
     """Return the layers that multiply in fp8 where their weights are in it and no rule says otherwise."""
-    if compute == FP8.name and device.capabilities["fp8_matmul"]:
+    if compute == FP8.compute and device.capabilities["fp8_matmul"]:
         return {layer.name for layer in facts.layers}
     return facts.native_fp8 if compute in AUTOMATIC and device.capabilities["fp8_matmul_gains"] else ()
 
 
 def _decide(
-    layer: LayerSpec, choice: Choice, in_fp8: bool, device: Device, rules: Rules, storage: str
+    layer: LayerSpec, choice: Choice[ComputeOption], in_fp8: bool, device: Device, rules: Rules, storage: str
 ) -> tuple[ComputeDecision | None, WithoutEffect | None]:
     if not layer.multiplies:
         return None, None
@@ -214,15 +217,15 @@ def _decide(
     problem = None
     if wanted in WEIGHTS_FOR and (why := _why_no_product(wanted, layer, device, storage)):
         # What nobody asked for is no setting without effect: int8 weights on a device that has no int8 matmul.
-        if compute or choice.requested == FP8.name:
+        if compute or choice.requested == FP8.compute:
             problem = WithoutEffect(str(compute[1]) if compute else "compute=fp8", f"{layer.name}: {why}")
         wanted = _without(wanted, layer, choice, device, storage)
         reason = why
         compute = None
     row = FORMAT_OF_STORAGE.get(storage)
     follows = wanted == choice.used and choice.used != SAFE and not problem
-    if row and row.quantizes_operands and row.mode is not FP8 and wanted != INT8.name:
-        follows = storage not in WEIGHTS_FOR[INT8.name] and not compute and choice.requested in LEAVES_QUANTIZED
+    if row and row.quantizes_operands and row.mode is not FP8 and wanted != INT8.compute:
+        follows = storage not in WEIGHTS_FOR[INT8.compute] and not compute and choice.requested in LEAVES_QUANTIZED
         reason = reason or f"its {storage} weight is dequantized, as {choice.requested} was asked for"
     elif stream and stream[0] != "same":
         follows = False
@@ -231,16 +234,18 @@ def _decide(
     return ComputeDecision(MODE_OF[wanted], stream[0] if stream else "same", reason), problem
 
 
-def _product_of(storage: str, choice: Choice, in_fp8: bool) -> str:
+def _product_of(storage: str, choice: Choice[ComputeOption], in_fp8: bool) -> RuledCompute | Literal[""]:
     """Name the quantized product that a layer makes without a rule; empty where it makes none."""
-    if storage in WEIGHTS_FOR[INT8.name] and choice.requested in LEAVES_QUANTIZED:
-        return INT8.name
-    return FP8.name if in_fp8 and storage in FP8_NAMES else ""
+    if storage in WEIGHTS_FOR[INT8.compute] and choice.requested in LEAVES_QUANTIZED:
+        return INT8.compute
+    return FP8.compute if in_fp8 and storage in FP8_NAMES else ""
 
 
-def _without(product: str, layer: LayerSpec, choice: Choice, device: Device, storage: str) -> str:
+def _without(
+    product: str, layer: LayerSpec, choice: Choice[ComputeOption], device: Device, storage: str
+) -> ComputeOption:
     """Name the arithmetic of a layer without the product asked for: int8 where its weight is, else the model's."""
-    own = _product_of(storage, choice, False) if product != INT8.name else ""
+    own = _product_of(storage, choice, False) if product != INT8.compute else ""
     return own if own and not _why_no_product(own, layer, device, storage) else choice.used
 
 
@@ -274,7 +279,7 @@ def _why_no_product(product: str, layer: LayerSpec, device: Device, storage: str
     if not device.capabilities[f"{product}_matmul"]:
         why = device.reason(f"{product}_matmul")
         return f"{device.profile.name} has no {product} matmul, so the weight is dequantized: {why}"
-    if product == FP8.name and any(size % 16 for size in layer.shape):
+    if product == FP8.compute and any(size % 16 for size in layer.shape):
         shape = " x ".join(map(str, layer.shape))
         return f"fp8 matmul needs sizes that are multiples of 16, this is {shape}"
     return None

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from ..base.dtypes import FP8_NAMES
 from ..base.modes import FP16
+from ..base.options import ComputeOption, Goal, StorageOption
 from ..devices.detect import Device
 from .accumulation import Request
 from .auto import UNQUANTIZED, smallest_storage
@@ -16,7 +17,7 @@ from .rules import Rules
 
 NO_RULES = Rules()
 STORAGE_RULE = "the model is loaded already: give rules on storage to a loader or to Save Model"
-SUMS = {
+SUMS: dict[Goal, tuple[Request, str]] = {
     "quality": (
         Request(fp16_accumulation="off", reduced_precision_reduction="off", tf32="off"),
         "fp32 throughout, no TF32",
@@ -30,7 +31,7 @@ SUMS = {
 
 
 def plan_for_goal(
-    facts: ModelFacts, device: Device, goal: str, storages: Mapping[str, str], rules: Rules = NO_RULES
+    facts: ModelFacts, device: Device, goal: Goal, storages: Mapping[str, str], rules: Rules = NO_RULES
 ) -> tuple[ComputePlan, str]:
     """Resolve a goal (balanced, quality, speed, memory) for a model whose weights stay as loaded: plan and reason.
 
@@ -41,7 +42,7 @@ def plan_for_goal(
     return plan, f"{reason} {plan.choice.reason}".strip()
 
 
-def storage_for_goal(device: Device, goal: str, stored: frozenset[str]) -> tuple[str, str]:
+def storage_for_goal(device: Device, goal: Goal, stored: frozenset[str]) -> tuple[StorageOption, str]:
     """Choose the storage that a goal is best loaded with, and say why; ``auto`` where it asks for none.
 
     ``stored``: the storages of the weights as they are: what is quantized already is not quantized again.
@@ -54,7 +55,9 @@ def storage_for_goal(device: Device, goal: str, stored: frozenset[str]) -> tuple
     return "auto", ""
 
 
-def _compute_for(facts: ModelFacts, device: Device, goal: str, stored: frozenset[str]) -> tuple[str, str]:
+def _compute_for(
+    facts: ModelFacts, device: Device, goal: Goal, stored: frozenset[str]
+) -> tuple[ComputeOption, str]:
     if goal == "quality":
         if device.capabilities["fp16"]:
             return SAFE, "fp16 products with fp32 sums and fp32 between layers are closer to fp32 than bf16 is."
@@ -89,7 +92,7 @@ def on_loaded(
         why = f"{count} layers ({first} ...) belong to another loader, which multiplies in its own way: run in fp32"
         idle.append(WithoutEffect(f"compute={SAFE}", why))
     decisions = frozen({**plan.decisions, **moved})
-    leaves_fp16 = came_in == FP16.name and plan.choice.used != FP16.name
+    leaves_fp16 = came_in == FP16.name and plan.choice.used != FP16.compute
     instead = _instead_of_fp16(plan.choice.used, facts) if leaves_fp16 else ""
     return replace(plan, decisions=decisions, without_effect=tuple(idle), fallback=fallback, instead=instead)
 

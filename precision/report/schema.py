@@ -4,6 +4,7 @@ import math
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from typing import Literal
 
 from ..base.modes import MODES
 from ..devices.detect import Device
@@ -12,6 +13,9 @@ from .report_text import report_text
 from .view import MODE_COLOURS, STORAGE_COLOURS, rules_text, view_of
 
 VERSION = 1
+Sums = Literal["fp32", "fp16", "fp8_fast"]
+EventKind = Literal["overflow", "nan", "weights", "unknown", "input", "saturation", "canary", "drift"]
+Verdict = Literal["clean", "recovered", "stopped", "bad_weights", "bad_input", "not_precision", "device_fault"]
 JSON_NAMES = {"cls": "class", "from_mode": "from", "to_mode": "to"}
 
 
@@ -29,7 +33,7 @@ class LayerReport:
     cls: str
     storage: str
     mode: str
-    accumulation: str
+    accumulation: Sums
     stream: str
     reason: str = ""
     kernel: str = ""
@@ -67,7 +71,7 @@ class GuardEvent:
     sigma: float
     layer: str
     op: str
-    kind: str
+    kind: EventKind
     batch_rows: list[int]
     from_mode: str
     to_mode: str
@@ -110,7 +114,7 @@ class CheckReport:
 class GuardReport:
     """What the guard saw; ``verdict``: of ``guard/verdicts.py``, "off" when no guard is attached."""
 
-    verdict: str = "off"
+    verdict: Verdict | Literal["off"] = "off"
     calls: int = 0
     extra_calls: int = 0
     escalations: dict[str, str] = field(default_factory=dict)
@@ -126,7 +130,7 @@ class EncoderReport:
 
     node: str
     kind: str
-    verdict: str = "clean"
+    verdict: Verdict = "clean"
     messages: list[str] = field(default_factory=list)
     advice: str = ""
 

@@ -3,7 +3,7 @@
 import math
 
 from ..base.modes import label_of
-from ..base.options import GOALS
+from ..base.options import GOALS, Goal
 from ..base.text import paragraph, size_text, table
 from ..formats.comfy_format import AS_FILE
 from ..report import result
@@ -109,7 +109,7 @@ def _best(found: Measurements) -> list[str]:
     ]
 
 
-def _choice(row: Tradeoff, goal: str) -> str:
+def _choice(row: Tradeoff, goal: Goal) -> str:
     short = "" if row.snr_db >= FLOORS.get(goal, -math.inf) else ", below what the goal asks: the closest there is"
     short += f", {NOISY}" if row.is_noisy else ""
     figures = f"{seconds_text(row.seconds)} s/step, {size_text(row.bytes)}, {whole_decibel_text(row.snr_db)}{short}"

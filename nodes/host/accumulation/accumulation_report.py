@@ -16,6 +16,7 @@ from ....precision.plan.accumulation import (
     flag_reports,
 )
 from ....precision.plan.choice import WithoutEffect
+from ....precision.report.schema import Sums
 from ..comfyui.execution import switches_by_layer
 from ..comfyui.layers import modules_of
 from ..compute.executor import compute_of
@@ -37,14 +38,14 @@ AS_ASKED = "fp16 sums as asked, not proven"
 NOT_MEASURED = "fp32 sums until a call has proven more"
 
 
-def described(operation: Fp16AccumulationLinear, in_fp16: bool) -> tuple[str, str]:
+def described(operation: Fp16AccumulationLinear, in_fp16: bool) -> tuple[Sums, str]:
     """Return (accumulation, reason) of a layer."""
     unknown = "" if operation.weights else f"{type(operation.module).__name__} multiplies in its own way"
     why, how = unknown or operation.sums.evidence, HOW[operation.sums.proven, in_fp16]
     return "fp16" if in_fp16 else "fp32", f"{how}: {why}" if why else NOT_MEASURED
 
 
-def _sums_of(run: AccumulationRun) -> dict[str, tuple[str, str]]:
+def _sums_of(run: AccumulationRun) -> dict[str, tuple[Sums, str]]:
     """Return layer -> (accumulation, reason) of a run's fp16 layers."""
     whole = run.all_in_fp16 if run.plan.whole else True
     return {name: described(operation, operation.sums.proven and whole) for name, operation in run.operations.items()}
@@ -77,17 +78,18 @@ def _named(names: list[str]) -> str:
     return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
 
 
-def layer_accumulation(patcher) -> dict[str, tuple[str, str]]:
+def layer_accumulation(patcher) -> dict[str, tuple[Sums, str]]:
     """Return layer -> (accumulation, reason) of the layers whose products can sum in anything but fp32, and of int8
     layers: exact int32 sums, scaled in fp32, are listed as fp32."""
     return _planned_accumulation(patcher) | sums_by_rule(patcher)
 
 
-def _planned_accumulation(patcher) -> dict[str, tuple[str, str]]:
+def _planned_accumulation(patcher) -> dict[str, tuple[Sums, str]]:
     accumulation, modes, modules = accumulation_of(patcher), planned_modes_of(patcher), modules_of(patcher.model)
     run = accumulation.runs.last_of(patcher) if accumulation else None
     plan = accumulation.plan_for(patcher) if accumulation else AccumulationPlan(Request())
-    sums = {name: ("fp32", EXACT_SUMS) for name, mode in modes.items() if mode == INT8.name}
+    in_int8 = (name for name, mode in modes.items() if mode == INT8.name)
+    sums: dict[str, tuple[Sums, str]] = dict.fromkeys(in_int8, ("fp32", EXACT_SUMS))
     if run and run.operations:
         sums |= _sums_of(run)
     elif plan.flags.get(FP16_ACCUMULATION) or _is_fp16_by_default(patcher, plan):
@@ -103,7 +105,7 @@ def _fp8_layers(patcher) -> list[str]:
     return [name for name, mode in planned_modes_of(patcher).items() if mode == FP8.name and name in decisions]
 
 
-def _fp8_fast(module: torch.nn.Module, refused: Refused) -> tuple[str, str]:
+def _fp8_fast(module: torch.nn.Module, refused: Refused) -> tuple[Sums, str]:
     problem = refused.get(tuple(module.weight.shape))
     return ("fp32", f"torch refuses fast accumulation here: {problem}") if problem else ("fp8_fast", "")
 

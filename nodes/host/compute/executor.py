@@ -123,7 +123,7 @@ class Compute(Stage):
     def planned_modes(self, patcher: ModelPatcher) -> dict[str, str]:
         """Return layer -> planned mode; what layers cannot do is known from the first call on."""
         run = self.runs.last_of(patcher)
-        modes = {name: decision.mode for name, decision in self.plan.decisions.items()}
+        modes: dict[str, str] = {name: decision.mode for name, decision in self.plan.decisions.items()}
         return modes | run.layers.planned_modes() if run else modes
 
     def observed_modes(self, patcher: ModelPatcher) -> dict[str, str]:

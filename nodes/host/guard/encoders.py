@@ -22,7 +22,7 @@ from ....precision.guard.failed_call import Attempt, FailedCall
 from ....precision.guard.inputs import NotFiniteInput, inputs_not_finite
 from ....precision.guard.localize import Localizer, Origin
 from ....precision.guard.log import CallPosition, GuardLog
-from ....precision.guard.policy import EncoderStep, encoder_steps
+from ....precision.guard.policy import EncoderStep, OnNan, encoder_steps
 from ....precision.guard.random_start import RandomStart
 from ....precision.guard.verdicts import ENCODER_INPUTS, ENCODERS, NO_CHOICE, UNPACKED, NonFinite
 from ..comfyui.attributes import CAST_DTYPE
@@ -58,7 +58,7 @@ Make = Callable[[EncoderStep | None, Any], Attempt]
 class EncoderGuard:
     """How one VAE or text encoder, named ``kind``, is guarded, and its log."""
 
-    def __init__(self, kind: str, on_nan: str, node_id: str | None):
+    def __init__(self, kind: str, on_nan: OnNan, node_id: str | None):
         self.kind = kind
         self.log = GuardLog(on_nan, notifier(node_id, of=OF[kind]))
         self._was_finite: dict[str, Any] = {}
@@ -177,7 +177,7 @@ def is_missing(encoder) -> bool:
     return encoder is None or (isinstance(encoder, VAE) and encoder.first_stage_model is None)
 
 
-def guard_vae(vae, on_nan: str, node_id: str | None = None):
+def guard_vae(vae, on_nan: OnNan, node_id: str | None = None):
     """Return a copy of the VAE whose results are checked. The original stays as it is; a missing one is passed on."""
     if is_missing(vae):
         return _passed_on(vae, "VAE")
@@ -187,7 +187,7 @@ def guard_vae(vae, on_nan: str, node_id: str | None = None):
     return guarded
 
 
-def guard_clip(clip, on_nan: str, node_id: str | None = None):
+def guard_clip(clip, on_nan: OnNan, node_id: str | None = None):
     """Return a clone of the text encoder whose results are checked; a missing one is passed on."""
     if is_missing(clip):
         return _passed_on(clip, "text encoder")

@@ -10,6 +10,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy.sd import CLIP, VAE
 
 from ....precision.base.dtypes import dtype_named, name_of
+from ....precision.base.options import ComputeOption, Goal
 from ....precision.plan.compute import ComputePlan, plan_compute
 from ....precision.plan.facts import ModelFacts
 from ....precision.plan.goal import SUMS, on_loaded, plan_for_goal
@@ -26,7 +27,7 @@ from .encoders import MISSING, is_missing, unguarded
 from .model import look_at_results
 
 
-def with_compute(patcher: ModelPatcher, compute: str, rules: Rules) -> ModelPatcher:
+def with_compute(patcher: ModelPatcher, compute: ComputeOption, rules: Rules) -> ModelPatcher:
     """Return a clone of the model that computes as asked."""
     facts = model_facts(patcher)
     plan = plan_compute(facts, current_device(), compute, rules, storages(patcher))
@@ -35,7 +36,7 @@ def with_compute(patcher: ModelPatcher, compute: str, rules: Rules) -> ModelPatc
 
 
 def with_goal(
-    patcher: ModelPatcher, goal: str, clip: CLIP | None, vae: VAE | None, rules: Rules, connected: Collection[str] = ()
+    patcher: ModelPatcher, goal: Goal, clip: CLIP | None, vae: VAE | None, rules: Rules, connected: Collection[str] = ()
 ) -> tuple[ModelPatcher, VAE | None, str]:
     """Return (model, VAE, why) for a goal of the one node. ``connected``: which of "clip" and "vae" are to be there."""
     device, facts = current_device(), model_facts(patcher)

@@ -3,6 +3,7 @@
 import json
 import platform
 import types
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -92,7 +93,7 @@ def test_every_value_becomes_json():
 
 def test_verdict_words_are_the_contracts():
     contracts = {"clean", "recovered", "stopped", "bad_weights", "bad_input", "not_precision", "device_fault"}
-    assert {verdicts.CLEAN, *verdicts.ADVICE} == contracts
+    assert {verdicts.CLEAN, *verdicts.ADVICE} == contracts == {*get_args(report.Verdict)}
 
 
 def test_the_device_section_is_what_the_device_can_do():
