@@ -103,7 +103,9 @@ class Calibration:
             if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.dim() < 2:
                 continue
             name = f"input {key}"
-            proof = self.proofs.get(name) or self.add(InputRange(name))
+            proof = self.proofs.get(name)
+            if not isinstance(proof, InputRange):
+                proof = self.add(InputRange(name))
             if not self.calibrating:
                 proof.record_amax(x)
             else:

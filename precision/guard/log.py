@@ -124,8 +124,7 @@ class GuardLog:
         advice = verdicts.ADVICE[verdict] if advice is None else advice
         self.events.append(event)
         if self.verdict in verdicts.CURED:
-            self.verdict = verdict  # type: ignore[assignment]  # FailedCall and Case say str
-            self.advice = advice
+            self.verdict, self.advice = verdict, advice  # type: ignore[assignment]  # FailedCall and Case say str
         self.notify("event", verdict, message, advice, event)
         return NonFinite(message, verdict, advice)
 

@@ -146,10 +146,9 @@ def escalation_after(
         return ALL_IN_FP32
     too_large = {name for name, size in largest.items() if size > LIMIT}
     wide = {name: FP16_WIDE.name for name in modes if name in too_large}
-    culprit = origin.layer if origin else ""
-    if culprit in modes and origin.multiplies and culprit not in wide:
-        lowered = any(mode.sums_in_fp16 or mode.is_8bit for mode in modes_named([modes[culprit]]))
-        wide[culprit] = (FP16 if lowered else FP16_WIDE).name
+    if origin and origin.multiplies and origin.layer in modes and origin.layer not in wide:
+        lowered = any(mode.sums_in_fp16 or mode.is_8bit for mode in modes_named([modes[origin.layer]]))
+        wide[origin.layer] = (FP16 if lowered else FP16_WIDE).name
     grown = Escalation({**present.layers, **wide}, present.stream or bool(too_large) or not wide)
     if grown != present:
         return grown

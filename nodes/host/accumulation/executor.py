@@ -173,7 +173,7 @@ class AccumulationRun(Acting):
         """Run an fp16 attention so that it cannot overflow, in front of whatever override is there already."""
         kernels = kernels_of(function, attention)
         self.attends_unfused = self.attends_unfused or not kernels.fused
-        if q.dtype != torch.float16:
+        if q.dtype != torch.float16 or self.attention is None:
             return attention(q, *args, **kwargs)
         return self.attention(kernels, q, *args, **kwargs).to(q.dtype)
 
@@ -205,8 +205,9 @@ def _planned(request: Request, patcher) -> AccumulationPlan:
 
 def _matmul_profile(patcher) -> MatmulProfile:
     modes = planned_modes_of(patcher)
-    multiplying = {modes.get(name) for name, module in modules_of(patcher.model).items() if kind_of(module)}
-    return MatmulProfile(frozenset(multiplying - {None}), is_compiled(patcher), is_on_several_devices(patcher))
+    modules = modules_of(patcher.model).items()
+    multiplying = frozenset(modes[name] for name, module in modules if name in modes and kind_of(module))
+    return MatmulProfile(multiplying, is_compiled(patcher), is_on_several_devices(patcher))
 
 
 def _settings(patcher) -> tuple:

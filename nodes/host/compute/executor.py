@@ -35,8 +35,8 @@ _fell_back: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 """The models whose plans run in their fallback: not told on the model, whose attributes a repeat puts back."""
 
 
-def set_compute(patcher, plan: ComputePlan) -> None:
-    """Make ``patcher``, a clone or a model just loaded, run as planned. An earlier plan is replaced.
+def set_compute(patcher, plan: ComputePlan) -> ComputePlan:
+    """Make ``patcher``, a clone or a model just loaded, run as planned, in place of an earlier plan. Return the plan.
 
     A plan that exchanges nothing and has nothing to fall back to adds no wrapper. Nor does one of a ComfyUI whose calls
     are not known (``known_calls.py``): the model runs as ComfyUI has it, in the plan's activation dtype.
@@ -49,6 +49,7 @@ def set_compute(patcher, plan: ComputePlan) -> None:
         put_stage(patcher, COMPUTE, compute)
     else:
         take_stages(patcher, COMPUTE)
+    return plan
 
 
 def planned_on(patcher) -> "Compute | None":
