@@ -9,10 +9,10 @@ costs a few reductions and one small synchronisation, and no value that overflow
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import accumulate
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -28,6 +28,45 @@ from .result_bound import Fp16Results
 Result = TypeVar("Result")
 AnyProof = TypeVar("AnyProof", bound=Proof)
 NOTHING_ELSE = nullcontext()
+
+
+class Looks(Protocol):
+    """What looks at the attempts of a call: :class:`Calibration` says what each method does."""
+
+    def take_back(self) -> None: ...
+
+    def end_call(self) -> None: ...
+
+    def stands(self, result: Any) -> bool: ...
+
+    def goes_on_after(self, error: RuntimeError) -> bool: ...
+
+
+def until_it_stands(looks: Collection[Looks], attempt: Callable[[], Result]) -> Result:
+    """Make attempts at a call until every look lets the result stand, the last one asked first.
+
+    ``looks`` may grow during the first attempt.
+
+    Raises:
+        Whatever an attempt raises, if no look goes on after it.
+    """
+    try:
+        while True:
+            try:
+                result = attempt()
+            except RuntimeError as error:
+                if not any(each.goes_on_after(error) for each in reversed([*looks])):
+                    raise
+                continue
+            if all(each.stands(result) for each in reversed([*looks])):
+                return result
+    except BaseException:
+        for each in looks:
+            each.take_back()
+        raise
+    finally:
+        for each in looks:
+            each.end_call()
 
 
 class InputRange(Proof):
@@ -125,22 +164,12 @@ class Calibration:
             Whatever ``call`` raises.
         """
         self.begin_call()
-        try:
-            while True:
-                try:
-                    with self.attempt():
-                        result = call()
-                except RuntimeError as error:
-                    if not self.goes_on_after(error):
-                        raise
-                    continue
-                if self.stands(result):
-                    return result
-        except BaseException:
-            self.take_back()
-            raise
-        finally:
-            self.end_call()
+
+        def attempt() -> Result:
+            with self.attempt():
+                return call()
+
+        return until_it_stands([self], attempt)
 
     def begin_call(self) -> None:
         """Begin a model call, which may take several attempts."""

@@ -81,7 +81,7 @@ class SafeOperation:
         self.module = module
         kind = kind_of(module)
         if kind is None:
-            raise TypeError(f"{type(module).__name__} multiplies no matrices.")
+            raise TypeError(module)
         self.kind = kind
         self.scale = scale
         self.calibration = calibration

@@ -1,23 +1,20 @@
-"""A call that gave NaN or Inf, as its maker can repeat it: what :mod:`case` decides over."""
+"""A call that returned NaN or Inf, as its maker can repeat it: what :mod:`ladder` climbs with."""
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 import torch
 
 from ..base import nested
-from ..base.modes import FP32
 from .inputs import NotFiniteInput
 from .localize import Origin
 from .log import CallPosition
 from .random_start import RandomStart
+from .rungs import AS_IT_WAS, Rung
 from .verdicts import Wording
-
-Step = Any
-"""An entry of the ladder: what runs wider of a diffusion model, the dtype of a VAE or text encoder."""
 
 
 @dataclass(frozen=True)
@@ -25,19 +22,21 @@ class Attempt:
     """One result of a call.
 
     Args:
-        largest: its largest magnitude before any clamp, NaN or inf where it is not finite.
-        judged: the tensors that were found finite or not, where they are not those of the result.
-        error: what ended the call, for numbers that are not finite; it has no result then.
+        largest: its largest magnitude before any clamp; NaN or inf if it is not finite.
+        judged: the tensors that decide whether it is finite, if they are not those of the result.
+        error: the exception that ended the call because of numbers that are not finite; there is no result then.
+        origin: what failed in a watched repeat; None if it is finite or was not watched.
     """
 
     result: Any
     largest: float
     judged: Sequence[torch.Tensor] = ()
     error: Exception | None = None
+    origin: Origin | None = None
 
     @property
     def finite(self) -> bool:
-        """Tell whether it holds neither NaN nor Inf."""
+        """True if it holds neither NaN nor Inf."""
         return math.isfinite(self.largest)
 
 
@@ -47,22 +46,24 @@ class FailedCall(ABC):
 
     Args:
         given: the inputs of the call, and ``result`` its return value.
-        start: the random numbers of its beginning, with which each repeat is made.
+        start: the random numbers of its beginning; each repeat draws them again.
         position: its place in its run.
-        images: how many images the result has; row r of the result is of image r modulo ``images``.
+        images: number of images of the result; row r of the result belongs to image r modulo ``images``.
+        inputs: the inputs that hold NaN or Inf.
         weights: the weights and patches of the model, VAE or text encoder (``LoadedWeights`` of the host).
-        wording: the sentences on its kind of call.
-        steps: the entries of the ladder to repeat it at, the last all in fp32; the first may be ``present``.
-            Empty where it was in fp32 already.
-        in_fp32: the step at which all of it runs in fp32.
-        tell: tells whoever waits for the call what is being done, in words.
-        present: the step it failed at, where it may be repeated so before others.
-        locates_first: the operation is looked for before higher steps are tried, as a call costs little of its run.
-        hidden: the result is finite, but the model's own code clamped what was not.
-        promised: the step that the model's plan falls back to, whatever the guard is to do; None where it has none.
-        default_origin: the origin in events that blame no operation.
-        packs: those that may keep state between steps, so that the whole sampling starts again instead of the call.
-        was_finite: earlier inputs, with which the result was finite; None where none are known.
+        wording: the sentences for its kind of call.
+        rungs: what it is repeated in, the last one in fp32; empty if it ran in fp32 already.
+        fp32: the rung in which everything runs in fp32.
+        is_out_of_memory: tells an error for lack of memory from others.
+        as_it_was: the rung that the call failed in.
+        locates_first: the failed operation is looked for before the first rung: a call costs little of its run.
+        hidden: the result is finite, but the model's own code clamped a value that was not.
+        promised: the rung of the model's plan, tried whatever the guard is set to; None if the plan has no fallback.
+        compiled: torch.compile runs the call.
+        default_origin: the origin of events that blame no operation.
+        packs: the packs that may keep state between steps, so that the sampling starts again and not the call.
+        can_start_again: the sampling can start again.
+        was_finite: earlier inputs, with which the result was finite; None if none are known.
     """
 
     given: Any
@@ -70,18 +71,18 @@ class FailedCall(ABC):
     start: RandomStart
     position: CallPosition
     images: int
+    inputs: list[NotFiniteInput]
     device: torch.device
     weights: Any
     wording: Wording
-    steps: Sequence[Step]
-    in_fp32: Step
-    tell: Callable[[str], None]
+    rungs: Sequence[Rung]
+    fp32: Rung
     is_out_of_memory: Callable[[BaseException], bool]
     _: KW_ONLY
-    present: Step | None = None
+    as_it_was: Rung = AS_IT_WAS
     locates_first: bool = True
     hidden: bool = False
-    promised: Step | None = None
+    promised: Rung | None = None
     compiled: bool = False
     default_origin: Origin | None = None
     packs: str = ""
@@ -89,46 +90,43 @@ class FailedCall(ABC):
     was_finite: Any = None
 
     @abstractmethod
-    def run(self, given: Any) -> Attempt:
-        """Make the call again as it was."""
+    def repeat(self, rung: Rung, given: Any, why: str, zeroed: Sequence[str] = (), watched: bool = False) -> Attempt:
+        """Make the call again.
+
+        Args:
+            rung: the arithmetic to run in.
+            given: the inputs.
+            why: what for, in words, for whoever waits for the call.
+            zeroed: names of weights that get a zero for each NaN and Inf.
+            watched: watch every operation, and return the attempt with its origin.
+        """
 
     @abstractmethod
-    def watched(self, given: Any) -> tuple[Attempt, Origin | None]:
-        """Make the call again as it was with every operation watched: (attempt, what failed)."""
+    def modes(self, origin: Origin | None, rung: Rung | None = None) -> tuple[str, str]:
+        """Return (mode of the operation that failed, its mode after ``rung`` cured the call)."""
 
     @abstractmethod
-    def run_at(self, step: Step, given: Any, zeroed: Sequence[str] = ()) -> Attempt:
-        """Make the call again at a step of the ladder. ``zeroed``: weights that get a zero for each NaN and Inf."""
-
-    @abstractmethod
-    def watched_at(self, step: Step, given: Any) -> Origin | None:
-        """Make the call again at a step of the ladder with every operation watched. Returns what failed."""
-
     def maker(self, layer: str) -> str:
         """Name the pack whose code a layer is; empty for ComfyUI's and torch's own."""
-        return ""
 
     @abstractmethod
-    def modes(self, origin: Origin | None, step: Step | None = None) -> tuple[str, str]:
-        """Return (mode of the operation that failed, its mode after ``step``)."""
+    def keep(self, rung: Rung, origin: Origin | None) -> None:
+        """Run later calls as the last repeat, which was finite at ``rung``, showed to be needed."""
 
-    def keep(self, step: Step, origin: Origin | None) -> str:
-        """Run later calls as the last attempt, which was finite at a step, showed to be needed. Returns the sentence on
-        later runs; empty where they begin as this one did."""
-        return ""
-
-    def widened(self, step: Step) -> BaseException:
-        """Run at a step from now on. Returns the exception that starts the sampling of the call again."""
+    def start_again(self, rung: Rung) -> BaseException:
+        """Run at ``rung`` from now on. Returns the exception that starts the sampling of the call again."""
         raise NotImplementedError
 
-    def named(self, step: Step) -> str:
-        """Name the precision of a step."""
-        return FP32.name if step == self.in_fp32 else "fp16_safe"
-
-    def inputs(self, given: Any) -> list[NotFiniteInput]:
-        """List the inputs of the call with NaN or Inf."""
-        return []
-
     def replaced(self, given: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-        """Return a copy of what the call was given with ``function`` of each tensor in its place."""
+        """Return a copy of inputs with ``function`` applied to each tensor."""
         return nested.replaced(given, function)
+
+    def position_of(self, rows: set[int], lost: set[int]) -> CallPosition:
+        """Return the place of the call with the images of failed rows. ``lost``: images given up before."""
+        images = {row % self.images for row in rows}
+        return replace(self.position, batch_rows=sorted(images), spoils_all=len(lost | images) >= self.images)
+
+    @property
+    def restarts(self) -> bool:
+        """True if the sampling starts again and the call is not repeated."""
+        return bool(self.packs) and self.can_start_again

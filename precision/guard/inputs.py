@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -94,9 +94,17 @@ def changed(chosen: Iterable[NotFiniteInput], change: Callable[[torch.Tensor], t
     return lambda value: change(value) if id(value) in wanted else value
 
 
-def zero_for_nan(value: torch.Tensor) -> torch.Tensor:
-    """Return a copy with a zero for each NaN."""
-    return torch.where(torch.isnan(value), torch.zeros_like(value), value)
+def without_nan(inputs: Iterable[NotFiniteInput]) -> tuple[Callable, list[NotFiniteInput]]:
+    """Return (a function that gives a tensor of these inputs with a zero for each NaN, and any other tensor as it is;
+    the inputs that hold Inf then)."""
+    zeros: dict[int, torch.Tensor] = {}
+    infinite = []
+    for one in inputs:
+        zeros |= {id(value): torch.where(torch.isnan(value), torch.zeros_like(value), value) for value in one.values}
+        left = tuple(zeros[id(value)] for value in one.values if not is_finite(zeros[id(value)]))
+        if left:
+            infinite.append(replace(one, values=left))
+    return (lambda value: zeros.get(id(value), value)), infinite
 
 
 @dataclass(frozen=True)

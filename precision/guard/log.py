@@ -117,14 +117,14 @@ class GuardLog:
             return self.calls
 
     def note(
-        self, event: GuardEvent, origin: Origin | None, verdict: str, advice: str | None = None, message: str = ""
+        self, event: GuardEvent, origin: Origin | None, verdict: Verdict, advice: str | None = None, message: str = ""
     ) -> NonFinite:
         """Add an event, whose verdict replaces no worse verdict. Returns the error with which to end the run."""
         message = message or sentence(event, origin)
         advice = verdicts.ADVICE[verdict] if advice is None else advice
         self.events.append(event)
         if self.verdict in verdicts.CURED:
-            self.verdict, self.advice = verdict, advice  # type: ignore[assignment]  # FailedCall and Case say str
+            self.verdict, self.advice = verdict, advice
         self.notify("event", verdict, message, advice, event)
         return NonFinite(message, verdict, advice)
 

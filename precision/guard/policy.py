@@ -1,14 +1,12 @@
-"""Decide in what a failed call is repeated, and what runs in higher precision after a repeat that was finite.
+"""Decide what runs in higher precision after a repeat that was finite. Nothing here runs a model.
 
-Nothing here runs a model. A failed call is retried in ``fp16_safe``: fp16 matmul operands, everything else fp32. It
-cannot overflow and reveals every layer's amax; later calls upcast only the layers that need it.
+A repeat in ``fp16_safe`` (fp16 matmul operands, everything else fp32) cannot overflow and shows the amax of every
+layer; later calls upcast only the layers that need it.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal, get_args
-
-import torch
 
 from ..base.dtypes import FP16_MAX
 from ..base.modes import FP16, FP16_WIDE, FP32, MODES, ModeName, modes_named
@@ -73,54 +71,11 @@ class Escalation:
 
 
 ALL_IN_FP32 = Escalation(whole=True)
-AS_PLANNED = Escalation(stream=True)
-"""Run the fallback of a model's compute plan, ``fp16_safe``, instead of the plan."""
-
-
-def model_steps(modes: Mapping[str, str], stream: str, present: Escalation) -> list[Escalation]:
-    """List the escalations to repeat a diffusion model's call in, each wider than ``present``, the last all in fp32;
-    none where all of it was already.
-
-    A model whose layers are in fp32 is repeated too: its attention may be a kernel of 16 or 8 bits.
-
-    Args:
-        modes: layer -> mode by itself, of the layers that multiply.
-        stream: the dtype of the values between layers.
-        present: the escalation the call failed in.
-    """
-    if present.whole:
-        return []
-    steps = [ALL_IN_FP32]
-    if stream == "fp16":
-        steps = [safe_escalation(modes), ALL_IN_FP32]
-    return [step for step in steps if step | present != present]
 
 
 def safe_escalation(modes: Mapping[str, str]) -> Escalation:
     """Return the escalation that cannot overflow: fp32 between layers, products with fp16 operands scaled to fit."""
     return Escalation(dict.fromkeys(modes, FP16_WIDE.name), stream=True)
-
-
-@dataclass(frozen=True)
-class EncoderStep:
-    """In what a VAE or text encoder runs. ``unpacked``: its quantized weights are dequantized before each product."""
-
-    dtype: torch.dtype
-    unpacked: bool = False
-
-
-def encoder_steps(dtype: torch.dtype, has_bf16: bool, quantized: bool = False) -> list[EncoderStep]:
-    """List the steps to repeat a VAE or text encoder at, that is in ``dtype``.
-
-    The first is as it was, but for fp16, which overflows again. bf16 loses precision: only where the device has it.
-    ``quantized``: its weights are, and all further steps have them dequantized.
-    """
-    wider = [torch.float32] if dtype != torch.float32 else []
-    if dtype == torch.float16 and has_bf16:
-        wider = [torch.bfloat16, *wider]
-    as_it_was = [EncoderStep(dtype)] if dtype != torch.float16 else []
-    unpacked = [EncoderStep(dtype, True)] if quantized else []
-    return [*as_it_was, *unpacked, *(EncoderStep(one, quantized) for one in wider)]
 
 
 def escalation_after(

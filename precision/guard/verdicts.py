@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from ..base.errors import HalfsafeError
+from ..report.schema import Verdict
 
 CLEAN: Final = "clean"
 RECOVERED: Final = "recovered"
@@ -15,7 +16,7 @@ NOT_PRECISION: Final = "not_precision"
 DEVICE_FAULT: Final = "device_fault"
 
 CURED = (CLEAN, RECOVERED)
-ADVICE: dict[str, str] = {
+ADVICE: dict[Verdict, str] = {
     RECOVERED: (
         "No NaN and no Inf is left. To keep this after a restart, click Keep for next run on the Halfsafe node, "
         "whose check also finds wrong numbers that are not NaN."
@@ -96,7 +97,7 @@ ENCODER_INPUTS = {
 class NonFinite(HalfsafeError):
     """A model, VAE or text encoder gave NaN or Inf, and the run was stopped."""
 
-    def __init__(self, problem: str, verdict: str = STOPPED, advice: str = ""):
+    def __init__(self, problem: str, verdict: Verdict = STOPPED, advice: str = ""):
         found, cure = " ".join((problem, f"Verdict: {verdict}.")), advice or ADVICE[verdict]
         if verdict == BAD_WEIGHTS:  # whose advice names the file
             found, cure = cure, found
@@ -113,7 +114,7 @@ class Wording:
     input_made_finite: str = (
         "In fp32 the call is NaN or Inf with it, and finite with a zero for each of its NaN and Inf."
     )
-    advice: Mapping[str, str] = field(default_factory=dict)
+    advice: Mapping[Verdict, str] = field(default_factory=dict)
 
 
 MODEL = Wording(
@@ -126,7 +127,7 @@ MODEL = Wording(
 
 def encoder_wording(kind: str, without_cure: str, without_retries: str) -> Wording:
     """Word the sentences on a VAE or text encoder, named ``kind``: without a cure, and without repeats."""
-    advice = {
+    advice: dict[Verdict, str] = {
         RECOVERED: "",
         NOT_PRECISION: f"No higher precision cures this {kind}: {without_cure}.",
         DEVICE_FAULT: f"{ADVICE[DEVICE_FAULT]} Or run the {kind} on the CPU.",

@@ -129,7 +129,7 @@ class LoadedWeights:
 
     def bad_copy(self, origin: Origin) -> str:
         name = f"{origin.layer}.weight"
-        module = dict(self.model.named_modules()).get(origin.layer) if origin.kind in ("weights", "unknown") else None
+        module = dict(self.model.named_modules()).get(origin.layer)
         if module is None or kind_of(module) is None or self._is_patched(name):
             return ""
         if not is_finite(stored(module.weight)):

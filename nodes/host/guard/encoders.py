@@ -5,6 +5,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import comfy.model_management
@@ -17,14 +18,15 @@ from ....precision.base.amax import amax_value
 from ....precision.base.dtypes import name_of
 from ....precision.base.nested import tensors_in
 from ....precision.base.patching import Patch, patched
-from ....precision.guard.case import Case
 from ....precision.guard.failed_call import Attempt, FailedCall
-from ....precision.guard.inputs import NotFiniteInput, inputs_not_finite
+from ....precision.guard.inputs import inputs_not_finite
+from ....precision.guard.ladder import Ladder
 from ....precision.guard.localize import Localizer, Origin
 from ....precision.guard.log import CallPosition, GuardLog
-from ....precision.guard.policy import EncoderStep, OnNan, encoder_steps
+from ....precision.guard.policy import OnNan
 from ....precision.guard.random_start import RandomStart
-from ....precision.guard.verdicts import ENCODER_INPUTS, ENCODERS, NO_CHOICE, UNPACKED, NonFinite
+from ....precision.guard.rungs import EncoderStep, Rung, encoder_rungs
+from ....precision.guard.verdicts import ENCODER_INPUTS, ENCODERS, NO_CHOICE, NonFinite
 from ..comfyui.attributes import CAST_DTYPE
 from ..comfyui.execution import is_oom
 from ..comfyui.gate import measuring
@@ -80,71 +82,60 @@ class EncoderGuard:
                 self._was_finite[action] = given
             return attempt.result
         quantized = any(map(is_quantized, patcher.model.modules()))
+        kind = f"{self.kind} {action}"
+        name, advice = ENCODER_INPUTS[kind]
+        rungs = encoder_rungs(dtype, current_device().capabilities["bf16"], quantized)
         call = EncoderCall(
             given,
             attempt.result,
             start,
             CallPosition(number),
             images=next(map(len, tensors_in(attempt.result)), 1),
+            inputs=inputs_not_finite([(name, given)], {name: advice}),
             device=patcher.load_device,
             weights=LoadedWeights(patcher),
             wording=ENCODERS[self.kind],
-            steps=encoder_steps(dtype, current_device().capabilities["bf16"], quantized),
-            in_fp32=EncoderStep(torch.float32, quantized),
-            tell=show_progress,
+            rungs=rungs,
+            fp32=rungs[-1],
             is_out_of_memory=is_oom,
-            present=EncoderStep(dtype),
             locates_first=False,
-            default_origin=Origin(f"{self.kind} {action}", "", "overflow", name_of(dtype), math.nan),
+            default_origin=Origin(kind, "", "overflow", name_of(dtype), math.nan),
             was_finite=self._was_finite.get(action),
         )
-        call.make = make
-        result = Case(call, self.log).resolved()
+        call.make, call.dtype = make, dtype
+        result = Ladder(call, self.log).resolved()
         if attempt.error and result is attempt.result:
             raise attempt.error
         return result
 
 
 class EncoderCall(FailedCall):
-    """A call of a VAE or text encoder at the step ``present``. Methods do what ``FailedCall`` says of them."""
+    """A call of a VAE or text encoder that ran in ``dtype``. Methods do what ``FailedCall`` says of them."""
 
     make: Make
+    dtype: torch.dtype
 
-    def run(self, given: Any) -> Attempt:
-        return self.make(None, given)
-
-    def watched(self, given: Any) -> tuple[Attempt, Origin | None]:
-        return self._watched(functools.partial(self.run, given))
-
-    def watched_at(self, step: EncoderStep, given: Any) -> Origin | None:
-        return self._watched(functools.partial(self.run_at, step, given))[1]
-
-    def _watched(self, run: Callable[[], Attempt]) -> tuple[Attempt, Origin | None]:
-        localizer = Localizer(self.weights.model, measuring)
-        with localizer.watching():
-            attempt = run()
+    def repeat(
+        self, rung: Rung[EncoderStep], given: Any, why: str, zeroed: Sequence[str] = (), watched: bool = False
+    ) -> Attempt:
+        show_progress(f"Repeating {self.default_origin.layer} {why}")
+        localizer = Localizer(self.weights.model, measuring) if watched else None
+        with patched(self.weights.zeroed(zeroed)), localizer.watching() if localizer else contextlib.nullcontext():
+            attempt = self.make(rung.arithmetic, given)
+        if localizer is None:
+            return attempt
         found = [localizer.origin(tensor) for tensor in attempt.judged or tensors_in(attempt.result)]
-        return attempt, next(filter(None, found), None)
-
-    def run_at(self, step: EncoderStep, given: Any, zeroed: Sequence[str] = ()) -> Attempt:
-        with patched(self.weights.zeroed(zeroed)):
-            return self.make(None if step == self.present else step, given)
+        return replace(attempt, origin=next(filter(None, found), None))
 
     def maker(self, layer: str) -> str:
         return code_owner(self.weights.model.get_submodule(layer).forward)
 
-    def inputs(self, given: Any) -> list[NotFiniteInput]:
-        name, advice = ENCODER_INPUTS[self.default_origin.layer]
-        return inputs_not_finite([(name, given)], {name: advice})
+    def modes(self, origin: Origin | None, rung: Rung[EncoderStep] | None = None) -> tuple[str, str]:
+        after = rung.arithmetic.dtype if rung and rung.arithmetic else self.dtype
+        return name_of(self.dtype), name_of(after)
 
-    def modes(self, origin: Origin | None, step: EncoderStep | None = None) -> tuple[str, str]:
-        return name_of(self.present.dtype), name_of((step or self.present).dtype)
-
-    def keep(self, step: EncoderStep, origin: Origin | None) -> str:
-        return UNPACKED if step == EncoderStep(self.present.dtype, unpacked=True) else ""
-
-    def named(self, step: EncoderStep) -> str:
-        return f"{name_of(step.dtype)} with dequantized weights" if step.unpacked else name_of(step.dtype)
+    def keep(self, rung: Rung, origin: Origin | None) -> None:
+        """Keep nothing: the next call begins in the dtype that the encoder was loaded in."""
 
 
 class TokenChoice(TorchFunctionMode):

@@ -3,6 +3,8 @@
 import functools
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 
@@ -10,12 +12,12 @@ from ....precision.base.amax import amax_value
 from ....precision.base.modes import FP16_WIDE, label_of
 from ....precision.base.patching import Patch, compile_disabled, patched
 from ....precision.guard.failed_call import Attempt, FailedCall
-from ....precision.guard.inputs import NotFiniteInput
 from ....precision.guard.localize import Localizer, Origin
 from ....precision.guard.log import CallPosition, Notify
-from ....precision.guard.policy import ALL_IN_FP32, AS_PLANNED, Escalation, escalation_after, model_steps
+from ....precision.guard.policy import Escalation, escalation_after
 from ....precision.guard.random_start import RandomStart
-from ....precision.guard.verdicts import GOES_ON, MODEL, SAME_SEED
+from ....precision.guard.rungs import ALL_FP32, PLAN_FALLBACK, Rung, model_rungs
+from ....precision.guard.verdicts import MODEL
 from ....precision.report.schema import GuardEvent
 from ..comfyui.execution import is_compiled, is_on_several_devices, is_oom
 from ..comfyui.gate import measuring
@@ -71,21 +73,22 @@ class ModelCall(FailedCall):
         self.guarded = guarded
         self._run = run
         patcher = call.model.current_patcher
-        promised = AS_PLANNED if may_fall_back(patcher) and not guarded.escalation else None
+        promised = PLAN_FALLBACK if may_fall_back(patcher) and not guarded.escalation else None
         can_start_again = call.sampling is not None and call.sampling.can_start_again
         self._last: Attempt | None = None
+        self._observer: RangeObserver | None = None
         super().__init__(
             call,
             result,
             start,
             CallPosition(number, step_of(call), sigma_of(call)),
             images=images_of(call, result),
+            inputs=call_inputs(call, first=number == 1),
             device=call.x.device,
             weights=LoadedWeights(patcher),
             wording=MODEL,
-            steps=[ALL_IN_FP32] if promised else model_steps(guarded.modes, guarded.stream, guarded.escalation),
-            in_fp32=ALL_IN_FP32,
-            tell=show_progress,
+            rungs=[ALL_FP32] if promised else model_rungs(guarded.modes, guarded.stream, guarded.escalation),
+            fp32=ALL_FP32,
             is_out_of_memory=is_oom,
             hidden=hidden,
             promised=promised,
@@ -94,61 +97,62 @@ class ModelCall(FailedCall):
             can_start_again=can_start_again and not is_on_several_devices(patcher),
         )
 
-    def run(self, given: Call) -> Attempt:
-        return self._attempt(given.again(self.guarded.layers))
+    def repeat(
+        self, rung: Rung[Escalation], given: Call, why: str, zeroed: Sequence[str] = (), watched: bool = False
+    ) -> Attempt:
+        step = f"step {self.position.step}"
+        show_progress(f"Repeating {step} {why}")
+        layers = self._layers(rung)
+        again = given.again(layers)
+        if zeroed:
+            again.executor = functools.partial(_with_weights, self.weights.zeroed(zeroed), again.executor)
+        if watched:
+            return self._watched(again)
+        falls_back = fallen_back(self.model) if rung.of_plan else nullcontext()
+        self._observer = None
+        if rung.arithmetic is not None and not rung.is_fp32:  # after fp32 nothing is left to widen
+            self._observer = RangeObserver(layers)
+        with falls_back, self._observer.watching() if self._observer else nullcontext():
+            return self._attempt(again)
 
-    def watched(self, given: Call) -> tuple[Attempt, Origin | None]:
-        return self._watched(given.again(self.guarded.layers))
+    def _layers(self, rung: Rung[Escalation]) -> EscalatedLayers | None:
+        """Return the layers that a repeat at a rung carries; None for those of the plan."""
+        if rung.as_it_was:
+            return self.guarded.layers
+        return None if rung.of_plan else EscalatedLayers(rung.arithmetic, self.model, self.guarded.modes)
 
-    def watched_at(self, step: Escalation, given: Call) -> Origin | None:
-        return self._watched(given.again(EscalatedLayers(step, self.model, self.guarded.modes)))[1]
-
-    def maker(self, layer: str) -> str:
-        return code_owner(self.model.diffusion_model.get_submodule(layer).forward)
-
-    def _watched(self, again: Call) -> tuple[Attempt, Origin | None]:
+    def _watched(self, again: Call) -> Attempt:
         localizer = Localizer(self.model.diffusion_model, measuring)
         again.executor = functools.partial(_watched, localizer, again.executor)
         with compile_disabled():
             attempt = self._attempt(again)
-        return attempt, localizer.origin(attempt.result)
+        return replace(attempt, origin=localizer.origin(attempt.result))
 
-    def run_at(self, step: Escalation, given: Call, zeroed: Sequence[str] = ()) -> Attempt:
-        if step == AS_PLANNED:
-            with fallen_back(self.model):
-                return self._attempt(given.again(None))
-        layers = EscalatedLayers(step, self.model, self.guarded.modes)
-        self._observer = RangeObserver(layers)
-        again = given.again(layers)
-        if zeroed:
-            again.executor = functools.partial(_with_weights, self.weights.zeroed(zeroed), again.executor)
-        with self._observer.watching():
-            return self._attempt(again)
-
-    def inputs(self, given: Call) -> list[NotFiniteInput]:
-        return call_inputs(given, first=self.position.call == 1)
+    def maker(self, layer: str) -> str:
+        return code_owner(self.model.diffusion_model.get_submodule(layer).forward)
 
     def replaced(self, given: Call, function: Callable[[torch.Tensor], torch.Tensor]) -> Call:
         return given.replaced(function)
 
-    def modes(self, origin: Origin | None, step: Escalation | None = None) -> tuple[str, str]:
-        if step == AS_PLANNED:
+    def modes(self, origin: Origin | None, rung: Rung | None = None) -> tuple[str, str]:
+        if rung and rung.of_plan:
             return self.guarded.stream, FP16_WIDE.name
         return ("", "") if origin and origin.kind == "input" else self.guarded.modes_at(origin)
 
-    def keep(self, step: Escalation, origin: Origin | None) -> str:
-        if step == AS_PLANNED:
+    def keep(self, rung: Rung[Escalation], origin: Origin | None) -> None:
+        if rung.of_plan:
             fall_back(self.model)
-            return f"{GOES_ON} {SAME_SEED}"
-        guarded, ranges = self.guarded, self._observer.ranges()
-        guarded.remember(escalation_after(step, guarded.escalation, ranges, origin, guarded.modes))
-        return SAME_SEED
+            return
+        guarded = self.guarded
+        ranges = self._observer.ranges() if self._observer else {}
+        guarded.remember(escalation_after(rung.arithmetic, guarded.escalation, ranges, origin, guarded.modes))
 
-    def widened(self, step: Escalation) -> StartAgain:
-        if step == AS_PLANNED:
+    def start_again(self, rung: Rung[Escalation]) -> StartAgain:
+        if rung.of_plan:
             fall_back(self.model)
-            return StartAgain(self.given.sampling)
-        return StartAgain(self.given.sampling, self.guarded.remember(self.guarded.escalation | step))
+            return StartAgain(self.given.sampling, rung.name)
+        take_back = self.guarded.remember(self.guarded.escalation | rung.arithmetic)
+        return StartAgain(self.given.sampling, rung.name, take_back)
 
     def settle(self) -> None:
         """Leave ComfyUI's state of the repeat that cured the call, or its state before the call, to later calls."""

@@ -12,7 +12,7 @@ from comfy.model_patcher import ModelPatcher
 from ....precision.base.amax import amax
 from ....precision.base.modes import FP32
 from ....precision.devices import probes
-from ....precision.guard.case import Case
+from ....precision.guard.ladder import Ladder
 from ....precision.guard.log import (
     CallPosition,
     GuardLog,
@@ -123,7 +123,7 @@ class Guard(Stage):
         if failed.packs and not failed.can_start_again:
             log.remarks.add(REPEATED_BESIDE.format(failed.packs))
         try:
-            return Case(failed, log, self.max_retries).resolved()
+            return Ladder(failed, log, self.max_retries).resolved()
         finally:
             failed.settle()
 

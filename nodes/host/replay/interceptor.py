@@ -12,6 +12,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 
+from ....precision.arithmetic.calibration import until_it_stands
 from .call import Call
 
 HALFSAFE = "halfsafe"
@@ -118,25 +119,13 @@ class Interceptor:
         A GPU is waited for after an attempt: it computes while forwards are put back.
         """
         acting: dict[str, Acting] = {}
-        try:
-            while True:
-                try:
-                    with ExitStack() as on:
-                        self._put_on(call, acting, on)
-                        result = call.run()
-                except RuntimeError as error:
-                    if not any(each.goes_on_after(error) for each in reversed(acting.values())):
-                        raise
-                    continue
-                if all(each.stands(result) for each in reversed(acting.values())):
-                    return result
-        except BaseException:
-            for each in acting.values():
-                each.take_back()
-            raise
-        finally:
-            for each in acting.values():
-                each.end_call()
+
+        def attempt() -> torch.Tensor:
+            with ExitStack() as on:
+                self._put_on(call, acting, on)
+                return call.run()
+
+        return until_it_stands(acting.values(), attempt)
 
     def _put_on(self, call: Call, acting: dict[str, Acting], on: ExitStack) -> None:
         """Put on the model what each stage exchanges, from the outermost in: a stage is asked for what acts with the

@@ -15,6 +15,7 @@ import comfy.utils
 import torch
 
 from ....precision.guard.random_start import RandomStart
+from ..comfyui.page import show_progress
 from .code_owner import code_owner
 from .core_state import CoreState
 
@@ -27,12 +28,15 @@ PLAIN_OPTIONS = (bool, int, float, str, torch.Tensor, type(None))
 class StartAgain(BaseException):
     """Raised out of a model's call: its sampling starts again. No ``except Exception`` of a pack may take it.
 
-    ``undo``: takes back what was changed for the new run, if that run does not come to its end.
+    ``precision``: the name of what the new run computes in. ``undo``: takes back what was changed for the new run, if
+    that run does not come to its end.
     """
 
-    def __init__(self, sampling: Sampling, undo: Callable[[], None] = lambda: None):
+    def __init__(self, sampling: Sampling, precision: str, undo: Callable[[], None] = lambda: None):
         super().__init__()
-        self.sampling, self.undo = sampling, undo
+        self.sampling = sampling
+        self.precision = precision
+        self.undo = undo
 
 
 class Sampling:
@@ -69,6 +73,7 @@ class Sampling:
                 if again.sampling is not self:
                     raise
                 self._undo.append(again.undo)
+                show_progress(f"Starting the sampling again in {again.precision}")
             self._times += 1
             self.can_start_again = self._times < MOST_RESTARTS
             start.put_back()

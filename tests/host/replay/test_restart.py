@@ -166,7 +166,7 @@ def test_a_sampling_starts_again_at_most_three_times(models):
     def fails_as_long_as_it_may(*args):
         runs.append(args)
         if sampling.can_start_again:
-            raise StartAgain(sampling)
+            raise StartAgain(sampling, "fp32")
 
     sampling.run(fails_as_long_as_it_may, torch.zeros(1), None, None, torch.zeros(STEPS + 1))
     assert (MOST_RESTARTS, len(runs)) == (3, 4)

@@ -1,19 +1,15 @@
-"""In what a failed call is repeated, and what the guard decides from what a repeat has shown."""
+"""What the guard decides from the magnitudes that a repeat has shown."""
 
 import math
 
 import pytest
-import torch
 from halfsafe.precision.base.dtypes import FP16_MAX
 from halfsafe.precision.guard.localize import Origin
 from halfsafe.precision.guard.log import CallPosition, GuardLog, event_of, sentence
 from halfsafe.precision.guard.policy import (
     ALL_IN_FP32,
-    EncoderStep,
     Escalation,
-    encoder_steps,
     escalation_after,
-    model_steps,
     safe_escalation,
 )
 from halfsafe.precision.plan.rules import rules_from
@@ -21,8 +17,6 @@ from halfsafe.precision.plan.rules import rules_from
 MODES = {"embed": "fp16", "blocks.0.up": "fp16", "blocks.0.down": "fp16", "blocks.1.up": "fp16", "blocks.1.down": "fp16"}
 SMALL = dict.fromkeys([*MODES, "blocks.0", "blocks.1"], 10.0)
 
-TWO = {"blocks.0.up": "fp16", "blocks.0.down": "fp16"}
-F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 
 
 def escalate(present, largest, origin, modes=MODES):
@@ -75,35 +69,6 @@ def test_it_always_goes_up_and_ends(origin):
 
 def test_the_whole_model_runs_in_fp32_if_only_fp32_helped():
     assert escalation_after(ALL_IN_FP32, Escalation(), SMALL, product("blocks.1.up", "fp8"), MODES) == ALL_IN_FP32
-
-
-@pytest.mark.parametrize(
-    ("modes", "stream", "present", "steps"),
-    [
-        (TWO, "fp16", Escalation(), [safe_escalation(TWO), ALL_IN_FP32]),
-        (TWO, "fp16", Escalation(stream=True), [safe_escalation(TWO), ALL_IN_FP32]),
-        (TWO, "fp16", ALL_IN_FP32, []),
-        ({"up": "fp8"}, "bf16", Escalation(), [ALL_IN_FP32]),
-        ({"up": "fp32"}, "fp32", Escalation(), [ALL_IN_FP32]),
-    ],
-)
-def test_a_model_is_repeated_safely_in_fp16_then_in_fp32(modes, stream, present, steps):
-    assert model_steps(modes, stream, present) == steps
-
-
-@pytest.mark.parametrize(
-    ("dtype", "has_bf16", "steps"),
-    [(F16, True, [BF16, F32]), (F16, False, [F32]), (BF16, True, [BF16, F32]), (F32, True, [F32])],
-)
-def test_an_encoder_is_repeated_as_it_is_unless_it_overflows_again(dtype, has_bf16, steps):
-    assert encoder_steps(dtype, has_bf16) == [EncoderStep(step) for step in steps]
-
-
-@pytest.mark.parametrize("dtype", [F16, BF16, F32])
-def test_an_encoder_with_quantized_weights_is_repeated_with_them_dequantized_before_it_is_wider(dtype):
-    steps = encoder_steps(dtype, True, quantized=True)
-    unpacked = [step.dtype for step in steps if step.unpacked]
-    assert unpacked[0] == dtype and unpacked[-1] == F32 and [step for step in steps if not step.unpacked] == ([EncoderStep(dtype)] if dtype != F16 else [])
 
 
 @pytest.mark.parametrize(

@@ -10,17 +10,19 @@ import pytest
 import torch
 from halfsafe.precision.base.oom import is_torch_oom
 from halfsafe.precision.devices import probes
-from halfsafe.precision.guard.case import Case
 from halfsafe.precision.guard.failed_call import Attempt, FailedCall
 from halfsafe.precision.guard.inputs import inputs_not_finite
+from halfsafe.precision.guard.ladder import Ladder
 from halfsafe.precision.guard.localize import Origin
 from halfsafe.precision.guard.log import CallPosition, GuardLog
 from halfsafe.precision.guard.random_start import RandomStart
+from halfsafe.precision.guard.rungs import AS_IT_WAS, EncoderStep, Rung
 from halfsafe.precision.guard.verdicts import MODEL, NonFinite
 
 BAD = torch.full((2, 3), math.inf)
 GOOD = torch.ones(2, 3)
 OVERFLOW = Origin("blocks.0", "matmul", "overflow", "fp16", 400.0)
+FP32 = Rung("fp32", EncoderStep(torch.float32), is_fp32=True)
 UNKNOWN = Origin("blocks.0", "add", "unknown", "fp16", math.nan)
 
 
@@ -51,59 +53,50 @@ class OneWeight:
 class Fake(FailedCall):
     """A call of a dict of tensors; ``made`` gives what it returns, of what it is given, how it is run and what is zeroed.
 
-    ``ran``: how it was run: "as it was", "watched" or a step, in this order.
+    ``rungs``: their names, the last one in fp32. ``ran``: how it was run: "as it was", "watched" or a rung, in this order.
     """
 
-    def __init__(self, made: Callable, origin: Origin | None = OVERFLOW, weights: OneWeight | None = None, **about):
+    def __init__(
+        self, made: Callable, origin: Origin | None = OVERFLOW, weights: OneWeight | None = None, rungs=("fp16_safe", "fp32"), **about
+    ):
         self.made, self.origin = made, origin
         self.ran: list[str] = []
         self.kept: list[str] = []
-        self.origin_at_step: Origin | None = None
+        self.origin_in_fp32: Origin | None = None
         cpu = torch.device("cpu")
-        values = {"given": {"text": GOOD}, "result": BAD, "steps": ["fp16_safe", "fp32"], "in_fp32": "fp32"} | about
+        ladder = [AS_IT_WAS if name == "as it was" else Rung(name, EncoderStep(torch.float32), name == "fp32") for name in rungs]
+        about["given"] = about.get("given", {"text": GOOD})
+        values = {"inputs": inputs_not_finite(about["given"].items()), "result": BAD, "rungs": ladder, "fp32": FP32} | about
         super().__init__(
             start=RandomStart.of(cpu), position=CallPosition(1, 3, 0.5), images=2, device=cpu, wording=MODEL,
-            weights=weights or OneWeight(), tell=str, is_out_of_memory=is_torch_oom, **values,
+            weights=weights or OneWeight(), is_out_of_memory=is_torch_oom, **values,
         )  # fmt: skip
 
-    def _made(self, how: str, given: dict, zeroed=()) -> Attempt:
-        self.ran.append(how)
-        result = self.made(given, how, zeroed)
-        return Attempt(result, result.abs().amax().item())
-
-    def run(self, given):
-        return self._made("as it was", given)
-
-    def watched(self, given):
-        return self._made("watched", given), self.origin
-
-    def run_at(self, step, given, zeroed=()):
-        return self._made(step, given, zeroed)
-
-    def watched_at(self, step, given):
-        self._made(step, given)
-        return self.origin_at_step
+    def repeat(self, rung, given, why, zeroed=(), watched=False):
+        how = "as it was" if rung.as_it_was else rung.name
+        self.ran.append("watched" if watched and rung.as_it_was else how)
+        result = self.made(given, self.ran[-1], zeroed)
+        origin = self.origin if rung.as_it_was else self.origin_in_fp32
+        return Attempt(result, result.abs().amax().item(), origin=origin if watched else None)
 
     def maker(self, layer):
         return "SomePack" if layer == "blocks.0" else ""
 
-    def inputs(self, given):
-        return inputs_not_finite(given.items())
-
-    def modes(self, origin, step=None):
+    def modes(self, origin, rung=None):
         return "fp16", self.kept[-1] if self.kept else "fp16"
 
-    def keep(self, step, origin):
-        self.kept.append(step)
-        return ""
+    def keep(self, rung, origin):
+        self.kept.append(rung.name)
 
 
 def resolve(call: Fake, on_nan: str = "retry_higher", most: int | None = 8, given=None):
-    """(log, result, error) of a case."""
-    log, call.given = GuardLog(on_nan), given or call.given
-    case = Case(call, log, most)
+    """(log, result, error) of a ladder."""
+    log = GuardLog(on_nan)
+    if given is not None:
+        call.given, call.inputs = given, inputs_not_finite(given.items())
+    ladder = Ladder(call, log, most)
     try:
-        return log, case.resolved(), None
+        return log, ladder.resolved(), None
     except NonFinite as error:
         return log, None, error
 
@@ -139,11 +132,11 @@ def test_every_repeat_draws_what_the_call_drew_and_leaves_the_random_numbers():
         (["watched", "as it was"], {}, "device_fault", ["watched", "as it was"]),
         (["watched"], {"compiled": True}, "device_fault", ["watched", "as it was"]),
         (["watched", "fp32"], {}, "recovered", ["watched", "as it was", "fp16_safe", "fp32"]),
-        (["bf16"], {"locates_first": False, "steps": ["bf16", "fp32"], "present": "bf16"}, "device_fault", ["bf16"]),
-        (["fp32"], {"locates_first": False, "steps": ["bf16", "fp32"], "present": "bf16"}, "recovered", ["bf16", "fp32"]),
+        (["as it was"], {"locates_first": False, "rungs": ["as it was", "fp32"]}, "device_fault", ["as it was"]),
+        (["fp32"], {"locates_first": False, "rungs": ["as it was", "fp32"]}, "recovered", ["as it was", "fp32"]),
         ([], {"locates_first": False}, "not_precision", ["fp16_safe", "fp32", "watched", "fp32"]),
         ([], {}, "not_precision", ["watched", "fp16_safe", "fp32", "fp32"]),
-        ([], {"steps": []}, "not_precision", ["watched"]),
+        ([], {"rungs": []}, "not_precision", ["watched"]),
     ],
 )
 def test_a_verdict_follows_from_what_is_finite(finite, about, verdict, ran):
@@ -158,10 +151,10 @@ def test_a_device_whose_product_in_fp32_is_wrong_is_blamed_before_the_model(monk
     assert error.verdict == "device_fault" and log.events[0].evidence == "A test product in fp32 is wrong."
 
 
-@pytest.mark.parametrize("about", [{}, {"locates_first": False}, {"steps": []}])
+@pytest.mark.parametrize("about", [{}, {"locates_first": False}, {"rungs": []}])
 def test_a_weight_whose_copy_on_the_device_is_bad_is_the_devices_fault(about):
     weights = OneWeight(torch.tensor([torch.nan]), patch="A LoRA of 'blocks.0' holds NaN.", copied="The weight is finite in memory.")
-    log, _, error = resolve(Fake(finite_at(), weights=weights, **about))
+    log, _, error = resolve(Fake(finite_at(), UNKNOWN, weights, **about))
     assert error.verdict == "device_fault" and "finite in memory" in str(error) and "driver" in log.advice
 
 
@@ -175,22 +168,22 @@ class Beside(Fake):
     def __init__(self, made, **about):
         super().__init__(made, packs="ComfyUI-Cache", **about)
 
-    def widened(self, step):
-        self.kept.append(step)
+    def start_again(self, rung):
+        self.kept.append(rung.name)
         return StartsAgain()
 
 
 def test_beside_a_pack_the_sampling_starts_again_at_the_first_step_of_the_ladder():
     call, log = Beside(finite_at("fp16_safe")), GuardLog("retry_higher")
     with pytest.raises(StartsAgain):
-        Case(call, log, 8).resolved()
+        Ladder(call, log, 8).resolved()
     assert call.ran == ["watched"] and call.kept == ["fp16_safe"] and log.extra_calls == 2
     (event,) = log.events
     assert log.verdict == "recovered" and event.recovered and event.layer == "blocks.0"
     assert event.evidence == "The sampling was started again in fp16_safe, as ComfyUI-Cache may keep state between steps."
 
 
-@pytest.mark.parametrize(("about", "most", "verdict"), [({"steps": []}, 8, "not_precision"), ({}, 0, "stopped")])
+@pytest.mark.parametrize(("about", "most", "verdict"), [({"rungs": []}, 8, "not_precision"), ({}, 0, "stopped")])
 def test_beside_a_pack_nothing_starts_again_without_a_step_or_a_repeat_left(about, most, verdict):
     assert resolve(Beside(finite_at(), **about), most=most)[2].verdict == verdict
 
@@ -230,7 +223,7 @@ def test_a_row_that_was_lost_before_is_not_told_again():
     log = GuardLog("retry_higher", lost={1})
     result = torch.cat([GOOD[:1], BAD[:1]])
     call = Fake(finite_at(), result=result)
-    assert Case(call, log, 8).resolved() is result
+    assert Ladder(call, log, 8).resolved() is result
     assert not log.events and not call.ran
 
 
@@ -316,7 +309,7 @@ UNREACHED = {
 def test_fp32_is_no_evidence_on_a_layer_that_was_not_widened(name):
     origin, verdict, evidence = UNREACHED[name]
     call = Fake(finite_at(), OVERFLOW)
-    call.origin_at_step = origin
+    call.origin_in_fp32 = origin
     log, _, error = resolve(call)
     assert (log.verdict, error.verdict) == (verdict, verdict) and evidence in log.events[0].evidence
     assert ("dtype" in log.advice) or verdict == "stopped"
@@ -332,7 +325,7 @@ def test_inputs_that_were_finite_before_tell_whether_it_is_the_input_or_the_devi
 def test_what_a_clamp_hid_is_told_once_and_the_result_stays():
     log = GuardLog("report")
     for _ in range(2):
-        case = Case(Fake(finite_at(), hidden=True, result=GOOD), log, 8)
-        assert case.resolved() is GOOD
+        ladder = Ladder(Fake(finite_at(), hidden=True, result=GOOD), log, 8)
+        assert ladder.resolved() is GOOD
     assert len(log.events) == 1 and log.verdict == "stopped"
 

@@ -1,0 +1,236 @@
+"""What is known of a failed call, and the table of what explains its failure."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ..devices import probes
+from ..report.schema import Verdict
+from . import verdicts
+from .failed_call import Attempt, FailedCall
+from .inputs import Diagnosis, NotFiniteInput, changed, zeroed
+from .localize import Origin
+from .log import GuardLog
+from .rungs import Rung
+from .verdicts import BAD_INPUT, BAD_WEIGHTS, DEVICE_FAULT, NOT_PRECISION, STOPPED
+
+MOST_INPUTS = 4
+NARROW = ("fp16", "bf16")
+
+
+class Evidence:
+    """What is known of a failed call. A question that needs a repeat of the call makes the repeat.
+
+    The methods that :data:`EXPLANATIONS` lists return what they found, as a text for its sentences; empty if nothing.
+
+    Args:
+        most: how many repeats may be made to cure the call; None for as many as there are rungs.
+
+    Attributes:
+        given: the inputs of each repeat: those of the call, without the NaN that rows were blamed for.
+        inputs: those of ``given`` that hold NaN or Inf.
+        origin: the operation that failed; None until :meth:`locate` found one.
+        fails_in_fp32: whether the call is NaN or Inf in fp32 too; None until known.
+        exhausted: no rung cured the call, so all weights are searched, not only those of the located operation.
+    """
+
+    def __init__(self, call: FailedCall, log: GuardLog, most: int | None = None):
+        self.call = call
+        self.log = log
+        self.most = most
+        self.given = call.given
+        self.inputs = call.inputs
+        self.origin: Origin | None = None
+        self.fails_in_fp32: bool | None = None if call.rungs else True
+        self.exhausted = False
+        self._repeats = 0
+
+    @property
+    def place(self) -> Origin | None:
+        """The origin for an event: the operation that failed, else what the kind of call has."""
+        return self.origin or self.call.default_origin
+
+    def may_repeat(self, times: int = 1) -> bool:
+        """True if so many more repeats are allowed."""
+        return self.most is None or self._repeats + times <= self.most
+
+    def repeat(
+        self, rung: Rung, why: str, given: Any = None, zeroed: Sequence[str] = (), watched: bool = False
+    ) -> Attempt:
+        """Make the call again with its random numbers, and count it. ``given``: other inputs than :attr:`given`."""
+        self.log.extra_calls += 1
+        self._repeats += 1
+        with self.call.start.again():
+            return self.call.repeat(rung, self.given if given is None else given, why, zeroed, watched)
+
+    def at(self, rung: Rung) -> Attempt:
+        """Make the call at a rung, however many repeats are allowed."""
+        attempt = self.repeat(rung, "as it was" if rung.as_it_was else f"in {rung.name}")
+        if rung.is_fp32:
+            self.fails_in_fp32 = not attempt.finite
+        return attempt
+
+    def locate(self) -> Attempt:
+        """Make the call as it was with every operation watched, to find the one that failed."""
+        attempt = self.repeat(self.call.as_it_was, "to find what fails", watched=True)
+        self.origin = attempt.origin
+        return attempt
+
+    @property
+    def comes_from_inputs(self) -> bool:
+        """True if no watched operation produced the Inf and an input holds one."""
+        return self._is_unknown and bool(self.inputs) and not self.call.hidden
+
+    @property
+    def _is_unknown(self) -> bool:
+        return self.origin is not None and self.origin.kind == "unknown"
+
+    def _may_search(self) -> bool:
+        """True if a repeat for evidence is allowed: ``most`` limits those for a cure alone."""
+        return self.log.on_nan != "retry_higher" or self.may_repeat()
+
+    def _is_not_finite_in_fp32(self) -> bool:
+        if self.fails_in_fp32 is None and self._may_search():
+            self.at(self.call.fp32)
+        return bool(self.fails_in_fp32)
+
+    def _finite_in_fp32(self, given: Any = None, zeroed: Sequence[str] = ()) -> bool:
+        why = "in fp32, to find the cause"
+        return self._may_search() and self.repeat(self.call.fp32, why, given, zeroed).finite
+
+    def untried(self) -> str:
+        """Return how many repeats were allowed, if that left fp32 untried."""
+        return str(self.most) if self.fails_in_fp32 is None else ""
+
+    def unexplained(self) -> str:
+        """Return how many repeats were allowed, if more could tell whether an input or a weight is at fault."""
+        if self.may_repeat() or not (self.inputs or self._weights_not_finite):
+            return ""
+        return str(self.most)
+
+    def kept_state(self) -> str:
+        """Name the packs whose state of the failed call each repeat was given."""
+        return "" if self.call.can_start_again else self.call.packs
+
+    def wrong_in_fp32(self) -> str:
+        """Describe a wrong test product of the device in fp32."""
+        ok, detail = probes.canary(self.call.device, "fp32")
+        return "" if ok else detail
+
+    def bad_copy(self) -> str:
+        """Describe a weight that is finite in host memory, and not in its copy on the device."""
+        origin = self.origin
+        return self.call.weights.bad_copy(origin) if origin and origin.kind in ("weights", "unknown") else ""
+
+    def bad_patch(self) -> str:
+        """Describe the patch with NaN or Inf that the failed operation reads."""
+        return self.call.weights.patch_sentence(self.origin.layer) if self._is_unknown else ""
+
+    def nan_weight(self) -> str:
+        """Describe the weight with NaN that the failed operation reads."""
+        weights, name = self.call.weights, self.origin.op if self.origin else ""
+        return weights.sentence(name) if name in self._bad_weights() and weights.has_nan(name) else ""
+
+    def bad_weight(self) -> str:
+        """Describe the weight with NaN or Inf, if a zero for each of these makes the call finite in fp32."""
+        bad = self._bad_weights()
+        if not bad or not self._is_not_finite_in_fp32() or not self._finite_in_fp32(zeroed=list(bad)):
+            return ""
+        name = self.origin.op if self.origin and self.origin.op in bad else next(iter(bad))
+        return self.call.weights.sentence(name)
+
+    def _bad_weights(self) -> dict[str, torch.Tensor]:
+        searched = self.exhausted or (self.origin is not None and self.origin.kind == "weights")
+        return self._weights_not_finite if searched else {}
+
+    @functools.cached_property
+    def _weights_not_finite(self) -> dict[str, torch.Tensor]:
+        return self.call.weights.not_finite()
+
+    def bad_input(self) -> NotFiniteInput | None:
+        """Return the input without whose infinite values the call is finite in fp32; with them it is not."""
+        may_matter = self.fails_in_fp32 is not None or self.comes_from_inputs
+        if not self.inputs or not may_matter or not self._is_not_finite_in_fp32():
+            return None
+        for one in self.inputs[:MOST_INPUTS]:
+            if self._finite_in_fp32(self.call.replaced(self.given, changed([one], zeroed))):
+                return one
+        return None
+
+    def was_finite(self) -> str:
+        """Return yes if earlier inputs, with which the result was finite, make it NaN or Inf now."""
+        known = self.call.was_finite
+        if known is None or not self.may_repeat():
+            return ""
+        return "" if self.repeat(self.call.as_it_was, "with an earlier input", known).finite else "yes"
+
+    def unlocated(self) -> str:
+        """Return how many repeats were allowed, if that leaves unknown which layer fails in fp32."""
+        return str(self.most) if self.call.rungs and not self.may_repeat() else ""
+
+    def own_dtype(self) -> str:
+        """Describe the layer that computes in 16 bit although all of the call was to run in fp32."""
+        origin = self.origin
+        if self.call.rungs:
+            origin = self.repeat(self.call.fp32, "in fp32, to find what fails", watched=True).origin
+        made_by = self.call.maker(origin.layer) if origin else ""
+        if origin is None or not (origin.result in NARROW or (made_by and origin.kind == "unknown")):
+            return ""
+        self.origin = origin
+        sentence = verdicts.STAYS_LOW_OF if made_by else verdicts.STAYS_LOW
+        return sentence.format(origin.layer or "The model", made_by)
+
+
+class Row(NamedTuple):
+    """One explanation of a failed call.
+
+    Args:
+        condition: the question that finds it.
+        verdict: of the run, if the condition found something. A bad input has a verdict of its own.
+        advice: with what was found in place of {}; None for the advice of the verdict.
+        evidence: with what was found in place of {}.
+    """
+
+    condition: Callable[[Evidence], object]
+    verdict: Verdict
+    advice: str | None = None
+    evidence: str = ""
+
+
+RAISE_RETRIES = "max_retries is {}, which left repeats untried: raise it."
+BY_INPUTS = (Row(Evidence.bad_input, BAD_INPUT),)
+BY_WEIGHTS = (
+    Row(Evidence.bad_copy, DEVICE_FAULT, None, "{}"),
+    Row(Evidence.bad_patch, BAD_WEIGHTS, "{}", verdicts.PATCH_READ),
+    Row(Evidence.nan_weight, BAD_WEIGHTS, "{}", verdicts.NAN_READ),
+    Row(Evidence.bad_weight, BAD_WEIGHTS, "{}", verdicts.WEIGHTS_MADE_FINITE),
+)
+BEYOND_RUNGS = (
+    Row(Evidence.untried, STOPPED, RAISE_RETRIES),
+    Row(Evidence.kept_state, STOPPED, verdicts.LEAVE_OUT, verdicts.MAY_BE_KEPT),
+    Row(Evidence.wrong_in_fp32, DEVICE_FAULT, "{}.", verdicts.WRONG_IN_FP32),
+    *BY_INPUTS,
+)
+"""The first explanations of a call that no rung cured, in order."""
+LAST = (
+    Row(Evidence.unexplained, STOPPED, RAISE_RETRIES),
+    Row(Evidence.was_finite, DEVICE_FAULT, None, verdicts.WAS_FINITE),
+    Row(Evidence.unlocated, STOPPED, RAISE_RETRIES),
+    Row(Evidence.own_dtype, STOPPED, verdicts.OF_ITS_OWN, "{}"),
+    Row(lambda evidence: "always", NOT_PRECISION, None, verdicts.FAILS_IN_FP32),
+)
+"""The explanations of a call whose inputs and weights are not at fault either, in order."""
+
+
+def explained(evidence: Evidence, rows: Sequence[Row]) -> Diagnosis | None:
+    """Return the first of these explanations that holds; None if none does."""
+    for condition, verdict, advice, text in rows:
+        found = condition(evidence)
+        if isinstance(found, NotFiniteInput):
+            return found.diagnosis(evidence.call.wording.input_made_finite)
+        if found:
+            advice = None if advice is None else advice.format(found)
+            return Diagnosis(evidence.place, verdict, advice, text.format(found))
+    return None

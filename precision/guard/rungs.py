@@ -1,0 +1,98 @@
+"""The rungs of the ladder: in which arithmetic a failed call is repeated, and in which order."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+
+from ..base.dtypes import name_of
+from ..base.modes import FP16, FP32
+from .policy import ALL_IN_FP32, Escalation, safe_escalation
+from .verdicts import GOES_ON, SAME_SEED, UNPACKED
+
+
+@dataclass(frozen=True)
+class EncoderStep:
+    """The arithmetic of a VAE or text encoder. ``unpacked``: quantized weights are dequantized before each product."""
+
+    dtype: torch.dtype
+    unpacked: bool = False
+
+    @property
+    def name(self) -> str:
+        """Name the precision for users."""
+        return f"{name_of(self.dtype)} with dequantized weights" if self.unpacked else name_of(self.dtype)
+
+
+Arithmetic = TypeVar("Arithmetic", Escalation, EncoderStep)
+
+
+@dataclass(frozen=True)
+class Rung(Generic[Arithmetic]):
+    """One arithmetic to repeat a failed call in.
+
+    Args:
+        name: its precision, for users.
+        arithmetic: what the call runs in: an escalation of a diffusion model, a step of an encoder; None for what it
+            failed in.
+        is_fp32: everything runs in fp32.
+        of_plan: the call runs under the fallback of the model's compute plan, and ``arithmetic`` is None.
+        later: what the user is told about later runs after this rung cured a call.
+    """
+
+    name: str
+    arithmetic: Arithmetic | None = None
+    is_fp32: bool = False
+    of_plan: bool = False
+    later: str = ""
+
+    @property
+    def as_it_was(self) -> bool:
+        """True if the call is repeated in the arithmetic it failed in."""
+        return self.arithmetic is None and not self.of_plan
+
+
+AS_IT_WAS: Rung = Rung("as it was")
+PLAN_FALLBACK: Rung[Escalation] = Rung("fp16_safe", of_plan=True, later=f"{GOES_ON} {SAME_SEED}")
+ALL_FP32 = Rung(FP32.name, ALL_IN_FP32, is_fp32=True, later=SAME_SEED)
+"""The last rung of a diffusion model."""
+
+
+def model_rungs(modes: Mapping[str, str], stream: str, present: Escalation) -> list[Rung[Escalation]]:
+    """List the rungs for a call of a diffusion model, each wider than ``present``; empty if it ran in fp32 already.
+
+    A model whose layers are in fp32 is repeated too: its attention may be a kernel of 16 or 8 bits.
+
+    Args:
+        modes: layer -> mode without an escalation, of the layers that multiply.
+        stream: the dtype of the values between layers.
+        present: the escalation that the call failed in.
+    """
+    if present.whole:
+        return []
+    safe = safe_escalation(modes)
+    if stream == FP16.name and safe | present != present:
+        return [Rung("fp16_safe", safe, later=SAME_SEED), ALL_FP32]
+    return [ALL_FP32]
+
+
+def encoder_rungs(dtype: torch.dtype, has_bf16: bool, quantized: bool = False) -> list[Rung[EncoderStep]]:
+    """List the rungs for a VAE or text encoder that runs in ``dtype``, the last one in fp32.
+
+    The first one repeats the call as it was, except in fp16, which overflows again. bf16, which loses precision, is
+    tried only if the device has it. ``quantized``: the weights are quantized; all further rungs dequantize them.
+    """
+    wider = [torch.float32] if dtype != torch.float32 else []
+    if dtype == torch.float16 and has_bf16:
+        wider = [torch.bfloat16, *wider]
+    rungs: list[Rung[EncoderStep]] = []
+    if dtype != torch.float16:
+        rungs.append(Rung(name_of(dtype), is_fp32=dtype == torch.float32 and not quantized))
+    if quantized:
+        step = EncoderStep(dtype, unpacked=True)
+        rungs.append(Rung(step.name, step, is_fp32=dtype == torch.float32, later=UNPACKED))
+    for each in wider:
+        step = EncoderStep(each, quantized)
+        rungs.append(Rung(step.name, step, is_fp32=each == torch.float32))
+    return rungs
