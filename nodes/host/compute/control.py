@@ -19,7 +19,7 @@ from ....precision.base.patching import Patch
 from ....precision.plan.compute import ComputePlan
 from ..comfyui.attributes import casting, set_control_dtype, weight_state
 from .attention import OVERRIDE, overridden
-from .executor import Compute, planned_on, set_compute
+from .executor import Compute, set_compute
 
 OPTIONS = "transformer_options"
 
@@ -30,8 +30,7 @@ def plan_control(control: ControlNet, plan: ComputePlan, dtype: torch.dtype) -> 
     set_control_dtype(control, dtype)
     control.control_model.dtype = dtype  # ComfyUI casts inputs to it (``get_control`` in comfy/controlnet.py)
     patcher = control.control_model_wrapped
-    set_compute(patcher, plan)
-    runs = planned_on(patcher).plan  # refused on a ComfyUI whose calls are not known
+    runs = set_compute(patcher, plan)  # refused on a ComfyUI whose calls are not known
     control.control_model.__dict__["forward"] = PlannedControl(control.control_model, patcher, runs, dtype)
 
 

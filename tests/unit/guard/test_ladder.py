@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from halfsafe.precision.base.oom import is_oom
+from halfsafe.precision.base.oom import is_torch_oom
 from halfsafe.precision.devices import probes
 from halfsafe.precision.guard.failed_call import Attempt, FailedCall
 from halfsafe.precision.guard.inputs import inputs_not_finite
@@ -80,7 +80,7 @@ class Fake(FailedCall):
         values = {"inputs": inputs_not_finite(about["given"].items()), "result": BAD, "rungs": ladder, "fp32": FP32, "wording": MODEL} | about
         super().__init__(
             start=RandomStart.of(cpu), position=CallPosition(1, 3, 0.5), images=2, device=cpu,
-            weights=weights or OneWeight(), is_out_of_memory=is_oom, **values,
+            weights=weights or OneWeight(), is_out_of_memory=is_torch_oom, **values,
         )  # fmt: skip
 
     def repeat(self, rung, given, why, zeroed=(), watched=False):
