@@ -189,3 +189,74 @@ def test_a_buffer_that_a_result_is_written_to_is_no_input(held):
     with localizer.watching():
         result = model(torch.full((2, 4), 1e6))
     assert localizer.origin(result).kind == "overflow"
+
+
+class Divides(torch.nn.Module):
+    """Divides zero by zero: NaN from operands below 1."""
+
+    def forward(self, x):
+        zero = x * 0
+        return zero / zero
+
+
+class Attends(torch.nn.Module):
+    def forward(self, x):
+        return torch.nn.functional.scaled_dot_product_attention(x, x, x.sign() * 6e4 * 2)
+
+
+class Unseen(torch.nn.Module):
+    """Makes NaN by no operation of torch."""
+
+    def forward(self, x):
+        y = x.clone()
+        with torch.utils._python_dispatch._disable_current_modes():
+            y.fill_(math.nan)
+        return y
+
+
+class Copies(torch.nn.Linear):
+    """Multiplies by a copy of its weight, as ComfyUI does under dynamic VRAM."""
+
+    def forward(self, x):
+        with torch.utils._python_dispatch._disable_current_modes():
+            weight = self.weight.clone()
+        return linear(x, weight, self.bias)
+
+
+def test_nan_of_small_operands_is_no_overflow(x):
+    origin = located(torch.nn.Sequential(Divides()), x)
+    assert (origin.layer, origin.op, origin.kind, origin.dtype, origin.result) == ("0", "div", "nan", "fp16", "fp16")
+    assert origin.largest == 0.0 and not origin.multiplies
+
+
+def test_an_attention_of_torch_is_named_as_one(x):
+    origin = located(torch.nn.Sequential(Attends()), x[:, None])
+    assert (origin.layer, origin.op, origin.result, origin.multiplies) == ("0", "attention", "fp16", False)
+
+
+def test_a_module_whose_failure_no_operation_shows_is_blamed_with_what_it_was_given(x):
+    origin = located(torch.nn.Sequential(torch.nn.Identity(), Unseen()), x)
+    assert (origin.layer, origin.op, origin.kind, origin.dtype, origin.result) == ("1", "", "unknown", "fp16", "fp16")
+    assert origin.largest == x.abs().amax().item()
+
+
+def test_a_weight_is_named_though_the_layer_multiplies_by_a_copy_of_it(x):
+    layer = Copies(16, 16).half()
+    with torch.no_grad():
+        layer.weight[0, 0] = math.nan
+    origin = located(torch.nn.Sequential(layer), x)
+    assert (origin.layer, origin.op, origin.kind) == ("0", "0.weight", "weights")
+
+
+def test_a_result_that_no_module_made_is_of_unknown_origin(toy, x):
+    localizer = Localizer(toy)
+    with torch.inference_mode(), localizer.watching():
+        toy(x)
+    origin = localizer.origin(torch.full((2,), math.nan, dtype=torch.bfloat16))
+    assert (origin.layer, origin.op, origin.kind, origin.dtype) == ("", "", "unknown", "bf16") and math.isnan(origin.largest)
+
+
+def test_a_kernel_is_given_all_of_its_arguments(toy, x):
+    localizer = Localizer(toy)
+    with localizer.watching():
+        assert localizer.opaque("kernel", lambda a, *, scale: a * scale, x, scale=2).equal(x * 2)

@@ -5,11 +5,21 @@ import math
 import re
 
 import pytest
-from halfsafe.precision.guard.inputs import Diagnosis
+import torch
+from halfsafe.precision.guard.inputs import Diagnosis, NotFiniteInput
 from halfsafe.precision.guard.localize import Origin
-from halfsafe.precision.guard.log import CallPosition, GuardLog, event_of, sentence
+from halfsafe.precision.guard.log import (
+    CallPosition,
+    GuardLog,
+    blame_between_calls,
+    blame_device,
+    blame_inputs,
+    blame_memory,
+    event_of,
+    sentence,
+)
 from halfsafe.precision.guard.policy import Escalation
-from halfsafe.precision.guard.verdicts import ADVICE, NonFinite
+from halfsafe.precision.guard.verdicts import ADVICE, BEGAN_WIDER, BETWEEN_CALLS, MODEL, NonFinite
 
 ORIGIN = Origin("blocks.0.down", "matmul", "overflow", "fp16", 489.2)
 
@@ -86,3 +96,100 @@ def test_an_event_of_no_known_origin_is_told_as_the_models():
         "Step 0, sigma 1: the result became NaN or Inf in the model, computed in fp16, batch rows 0. Repeated in fp16: no NaN. "
         "The same again."
     )
+
+
+def test_a_failure_that_is_given_up_keeps_the_mode_it_had():
+    log = GuardLog("report")
+    log.give_up(CallPosition(1, batch_rows=[1]), Diagnosis(ORIGIN, "stopped", evidence="Why."), "fp16")
+    (event,) = log.events
+    assert (event.from_mode, event.to_mode, event.recovered, event.evidence) == ("fp16", "fp16", False, "Why.")
+    assert log.lost == {1} and not log.given_up
+
+
+@pytest.mark.parametrize(("on_nan", "verdict", "steps", "expected"), [
+    ("retry_higher", "recovered", 1, "Repaired: 1 step was repeated."),
+    ("retry_higher", "recovered", 2, "Repaired: 2 steps were repeated."),
+    ("stop", "stopped", 1, "set to"),
+    ("report", "stopped", 1, "set to"),
+    ("retry_higher", "stopped", 1, "Guard: "),
+    ("stop", "bad_weights", 1, "Guard: "),
+])  # fmt: skip
+def test_a_run_with_nan_is_summed_up_by_what_became_of_it(on_nan, verdict, steps, expected):
+    told = Told()
+    log = GuardLog(on_nan, told)
+    for step in range(steps):
+        event = event_of(CallPosition(1 + step, step), ORIGIN, "fp16", "fp32", verdict == "recovered")
+        log.note(event, ORIGIN, verdict)
+    told.clear()
+    log.notify_verdict(Escalation())
+    ((kind, of, message, advice),) = told
+    assert (kind, of, advice) == ("verdict", verdict, ADVICE[verdict]) and expected in message
+    assert ("set to" in message) == (expected == "set to"), message
+
+
+def test_the_report_of_a_clean_run_says_that_it_began_wider():
+    log, wider = GuardLog(), Escalation({"a": "fp32"})
+    assert (log.report(wider).advice, log.report(Escalation()).advice) == (BEGAN_WIDER, "")
+    assert log.report(wider).rules == "a compute=fp32"
+    log.calls, log.extra_calls = 3, 2
+    log.note(event_of(CallPosition(1), ORIGIN, "fp16", "fp32", True), ORIGIN, "recovered")
+    report = log.report(wider)
+    assert (report.verdict, report.calls, report.extra_calls, report.advice) == ("recovered", 3, 2, ADVICE["recovered"])
+
+
+@pytest.mark.parametrize(("rows", "on_nan", "raised"), [([0], "retry_higher", False), ([0, 1], "retry_higher", True), ([0], "stop", True), ([0, 1], "report", False)])
+def test_an_input_with_nan_of_a_sampling_is_blamed_for_its_rows(rows, on_nan, raised):
+    value = torch.zeros(2, 3)
+    value[rows] = math.nan
+    log, given = GuardLog(on_nan), NotFiniteInput("latent image", (value,))
+    if raised:
+        with pytest.raises(NonFinite) as error:
+            blame_inputs(log, [given], 2)
+        assert error.value.verdict == "bad_input"
+    else:
+        blame_inputs(log, [given], 2)
+    (event,) = log.events
+    assert (event.layer, event.kind, event.batch_rows) == ("latent image", "input", rows) and log.lost == set(rows)
+
+
+@pytest.mark.parametrize(("bad", "lost", "blamed"), [([], set(), []), ([1], set(), [1]), ([1], {1}, []), ([0, 1], {0}, [1])])
+def test_what_arises_between_calls_is_blamed_on_no_layer_and_once(bad, lost, blamed):
+    log, result = GuardLog("report", lost=set(lost), calls=4), torch.zeros(2, 3)
+    result[bad] = math.nan
+    blame_between_calls(log, result, torch.tensor([1.0, 0.25]))
+    assert [event.batch_rows for event in log.events] == ([blamed] if blamed else [])
+    for event in log.events:
+        assert (event.layer, event.kind, event.call, event.step, event.sigma) == ("sampler", "nan", 4, 1, 0.25)
+        assert event.evidence == BETWEEN_CALLS and log.verdict == "not_precision" and log.given_up == (lost == {0})
+
+
+def test_between_calls_nothing_is_blamed_on_a_run_that_was_given_up():
+    log = GuardLog("report", given_up=True)
+    blame_between_calls(log, torch.full((1, 2), math.nan), torch.tensor([1.0]))
+    assert not log.events
+
+
+@pytest.mark.parametrize(("on_nan", "cured"), [("retry_higher", True), ("report", False), ("stop", False)])
+def test_a_device_whose_product_is_wrong_runs_in_fp32_if_the_guard_is_to_repair(on_nan, cured):
+    log = GuardLog(on_nan)
+    def blamed():
+        return blame_device(log, CallPosition(1), torch.device("cpu"), "fp16", "fp16 matmul gives zeros")
+    if on_nan == "stop":
+        with pytest.raises(NonFinite, match="test product on cpu"):
+            blamed()
+    else:
+        assert blamed() is cured
+    (event,) = log.events
+    assert (event.op, event.kind, event.from_mode, event.to_mode, event.recovered) == ("matmul", "canary", "fp16", "fp32" if cured else "fp16", cured)
+    assert log.verdict == "device_fault" and log.advice == f"fp16 matmul gives zeros. {ADVICE['device_fault']}"
+
+
+@pytest.mark.parametrize("verdict", ["recovered", "clean", "bad_input"])
+def test_a_cured_run_that_found_no_memory_is_not_cured(verdict):
+    log = GuardLog("retry_higher", calls=7)
+    if verdict != "clean":
+        log.note(event_of(CallPosition(1), ORIGIN, "fp16", "fp32", True), ORIGIN, verdict)
+    blame_memory(log)
+    assert log.verdict == ("stopped" if verdict == "recovered" else verdict)
+    if verdict == "recovered":
+        assert (log.events[-1].call, log.advice) == (7, MODEL.no_memory)
