@@ -199,11 +199,6 @@ class Divides(torch.nn.Module):
         return zero / zero
 
 
-class Attends(torch.nn.Module):
-    def forward(self, x):
-        return torch.nn.functional.scaled_dot_product_attention(x, x, x.sign() * 6e4 * 2)
-
-
 class Unseen(torch.nn.Module):
     """Makes NaN by no operation of torch."""
 
@@ -227,11 +222,6 @@ def test_nan_of_small_operands_is_no_overflow(x):
     origin = located(torch.nn.Sequential(Divides()), x)
     assert (origin.layer, origin.op, origin.kind, origin.dtype, origin.result) == ("0", "div", "nan", "fp16", "fp16")
     assert origin.largest == 0.0 and not origin.multiplies
-
-
-def test_an_attention_of_torch_is_named_as_one(x):
-    origin = located(torch.nn.Sequential(Attends()), x[:, None])
-    assert (origin.layer, origin.op, origin.result, origin.multiplies) == ("0", "attention", "fp16", False)
 
 
 def test_a_module_whose_failure_no_operation_shows_is_blamed_with_what_it_was_given(x):
