@@ -47,15 +47,15 @@ class Fp16Results:
 
     def __init__(self) -> None:
         self.allowed = False
-        self.any_returned = False
         self.scales: list[OperandScale] = []
-        self._block: list[OperandScale] = []
-        self._overflowed = False
-        self._widened = False
+        self.begin()
 
     def begin(self) -> None:
         """Start a call that calibrates, with nothing proven yet."""
-        self._overflowed, self._widened, self.any_returned, self._block = False, False, False, []
+        self.any_returned = False
+        self._block: list[OperandScale] = []
+        self._overflowed = False
+        self._widened = False
         for scale in self.scales:
             scale.fits_result = False
 

@@ -71,8 +71,9 @@ def convert_file(
     provenance = Provenance(source_of(file), storage, rules.names, lines, card=file.metadata.get(CARD_KEY, ""))
     card, rounding = card_entry(provenance, plans.values()), None
     if calibration:
-        origin, prefix, device = provenance.source, checkpoint.prefix, default_device()
+        origin = provenance.source
         name = str(origin["file"])
+        prefix, device = checkpoint.prefix, default_device()
         rounding = CalibratedRounding(calibration, checkpoint.weights, plans, origin, name, prefix, device)
         card = rounding.card_entry(provenance, plans)
     metadata = {"format": "pt"} | checkpoint.metadata | card

@@ -106,11 +106,13 @@ class CalibratedRounding:
 
     def _chosen(self, weight: StoredWeight, plan: WeightPlan, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Choose a weight's codes some rows at a time; its scales stay as they are."""
-        format, (rows, columns), sums = FORMAT_OF_STORAGE[plan.storage], weight.shape, self._work[weight.name]
+        format, sums = FORMAT_OF_STORAGE[plan.storage], self._work[weight.name]
+        rows, columns = weight.shape
         blocks = turned_products(sums.blocks, format)
         params = {name.rpartition(".")[2]: tensor.to(self._device) for name, tensor in tensors.items()}
         by_row = [leaf for leaf, (shape, _) in format.specs(rows, columns).items() if shape[:1] == (rows,)]
-        data, before, after = torch.empty_like(tensors[weight.name]), 0.0, 0.0
+        data = torch.empty_like(tensors[weight.name])
+        before, after = 0.0, 0.0
         count = -(-rows * columns // VALUES)
         for i in range(count):
             part = slice(rows * i // count, rows * (i + 1) // count)

@@ -139,7 +139,9 @@ def _fitted(
     smaller = {name: plan_storage(facts.layers, name, rules) for name in FEWER_BITS if name in formats}
     sizes = {name: bytes_stored(facts, own) for name, own in smaller.items()}
     fitting = next((name for name in smaller if sizes[name] <= room), None)
-    used, moved, slow = choice.used, size_text(size - room), why_low_bits_are_slow(device)
+    used = choice.used
+    moved = size_text(size - room)
+    slow = why_low_bits_are_slow(device)
     if fitting and not slow and used == "int8":
         reason = (
             f"In int8 {size_text(size)} do not fit either: {fitting} takes {size_text(sizes[fitting])}, with an error "
@@ -205,8 +207,9 @@ def _choose_storage(
         return Choice(storage, used, reason if used != storage else "")
     if storage != "auto":
         return Choice(storage, storage)
-    size, own, asked = 2 * facts.parameters, facts.file_dtype, compute.requested
-    used, reason = auto_storage(device, size, own, free, asked, streamed_from)
+    size = 2 * facts.parameters
+    own = facts.file_dtype
+    used, reason = auto_storage(device, size, own, free, compute.requested, streamed_from)
     enough: StorageOption = "fp16" if compute.used == SAFE else compute.used
     if used == "as_file" and own == "fp32" and enough != "fp32":
         used, reason = enough, f"an fp32 file computed in {compute.used} needs no more than {enough}"

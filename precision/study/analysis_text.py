@@ -91,16 +91,17 @@ def whole_decibel_text(value: float) -> str:
 
 def outcome(analysis: Analysis) -> list[str]:
     """Say in sentences which share of the layers was chosen, and how close the final latent stays."""
-    name, chosen, free = analysis.candidate.name, analysis.chosen, [*analysis.chosen, *analysis.named(KEPT)]
+    chosen = analysis.chosen
+    free = [*chosen, *analysis.named(KEPT)]
     if chosen:
         share = f"{len(chosen)} of {len(free)} layers"
         if analysis.candidate.stores:
             sizes = (size_text(sum(layer.size for layer in layers)) for layers in (chosen, free))
-            share += f", {' of '.join(sizes)} in {name.partition('_')[0]}"
+            share += f", {' of '.join(sizes)} in {analysis.candidate.name.partition('_')[0]}"
         said = f"Chosen: {share}; {whole_decibel_text(analysis.snr_db)} at the final latent."
     else:
         none = "The target cannot be reached: no layer" if analysis.complete else "No layer was found that"
-        said = f"{none} may be in {name}, so all are kept."
+        said = f"{none} may be in {analysis.candidate.name}, so all are kept."
     plain = f"all {analysis.all_count} layers that the preset '{DEFAULT_PRESET}' does not keep"
     return [said, f"For comparison, {plain}: {whole_decibel_text(analysis.all_db)}."]
 

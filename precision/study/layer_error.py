@@ -83,7 +83,8 @@ def sample_of(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 def weight_error(weight: torch.Tensor, candidate: Candidate) -> float:
     """Compute the SNR in dB of a weight as the candidate stores it: inf when exact, -inf when it is not finite."""
-    largest, noise, signal = amax_value(weight), 0.0, 0.0
+    largest = amax_value(weight)
+    noise, signal = 0.0, 0.0
     for part in parts(weight):
         exact = part.float()
         noise += (candidate.rounded(part, largest).float() - exact).square().sum().item()

@@ -70,8 +70,9 @@ def load_weights(
     """Make a model of the weights of a file, which are not changed; see :func:`load_diffusion_model`."""
     detected = detect_model(checkpoint, only_diffusion_model=not whole)
     load = prepare(detected, storage, compute, rules, streams_weights(compute_device(), disable_dynamic))
-    tensors, plan, metadata = dict(load.tensors), load.plan.compute, detected.checkpoint.metadata
-    options = {"metadata": metadata, "disable_dynamic": disable_dynamic}
+    tensors = dict(load.tensors)
+    plan = load.plan.compute
+    options = {"metadata": detected.checkpoint.metadata, "disable_dynamic": disable_dynamic}
     options["model_options"] = {"dtype": load.dtype, "custom_operations": operations_for(detected, load)}
     with lacking_tensors(detected.checkpoint.path, complete=detected.complete) as lacking:
         if whole:

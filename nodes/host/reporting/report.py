@@ -65,7 +65,8 @@ def report_of(patcher: ModelPatcher, encoders: Sequence[EncoderReport] = ()) -> 
 
     ``encoders``: what the guards of VAEs and text encoders have reported in the same prompt.
     """
-    record, compute, (layers, reasons) = patcher.attachments.get(ATTACHMENT), compute_of(patcher), _layers(patcher)
+    record, compute = patcher.attachments.get(ATTACHMENT), compute_of(patcher)
+    layers, reasons = _layers(patcher)
     for name, reason in low_rank_reasons(patcher).items():
         reasons.setdefault(name, []).append(reason)
     sizes = bytes_by_storage(patcher)
@@ -130,7 +131,9 @@ def _layers(patcher: ModelPatcher) -> tuple[list[LayerReport], Reasons]:
     record, compute = patcher.attachments.get(ATTACHMENT), compute_of(patcher)
     modes, stream = observed_modes_of(patcher), name_of(stream_dtype(patcher))
     not_called = compute.not_called(patcher) if compute else frozenset()
-    kernels, sums, layers, reasons = layer_kernels(patcher, modes), layer_accumulation(patcher), [], {}
+    kernels, sums = layer_kernels(patcher, modes), layer_accumulation(patcher)
+    layers: list[LayerReport] = []
+    reasons: Reasons = {}
     for name, module in layers_of(patcher):
         decision = compute.plan.decisions.get(name) if compute else None
         accumulation, why = sums.get(name, ("fp32", ""))

@@ -88,8 +88,10 @@ def _sampled(
     patcher: ModelPatcher, modules: Mapping[str, torch.nn.Module], sums: Mapping[str, Products], inputs: tuple
 ) -> int:
     """Run the sampler with every layer's inputs summed; return how many calls the model had."""
-    bar, steps, calls = comfy.utils.ProgressBar(STEPS), count(1), count()
-    advance, clone = advancing(bar), bare_clone(patcher)
+    steps, calls = count(1), count()
+    bar = comfy.utils.ProgressBar(STEPS)
+    advance = advancing(bar)
+    clone = bare_clone(patcher)
 
     def step(executor, *args):
         advance()

@@ -12,6 +12,7 @@ from .test_size import product
 
 BRANCHES = (ast.IfExp, ast.BoolOp)
 TRUTHS = (ast.Compare, ast.BoolOp)
+MOST_OF_THREE = 37
 
 
 def conditions(tree: ast.AST) -> set[int]:
@@ -55,3 +56,15 @@ def test_no_step_of_the_product_is_packed_into_another():
         for line, what in packed(ast.parse(path.read_text(encoding="utf-8")))
     ]
     assert not found, "\n".join(found)
+
+
+def test_assignments_of_three_values_on_one_line_become_fewer():
+    """Some name one thing in parts: a decision and its reason, the words of a scale. A new one has a line for each value."""
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in product()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple)
+        if len(node.value.elts) > 2
+    ]
+    assert len(found) <= MOST_OF_THREE, "\n".join(found)
