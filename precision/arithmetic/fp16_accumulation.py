@@ -76,7 +76,7 @@ class SumBound(ScaledOperand):
         self.proven = self.exponent == 0 or (self.exponent <= MAX_EXPONENT and scalable)
         input_norm, weight_norm = LABELS[self.by]
         numbers = f"{input_norm} {of_input:.3g}, {weight_norm} {self.gain:.3g}, K {terms}"
-        few = "" if can_scale or self.proven else f", too few outputs to gain by scaling ({WORTH_SCALING})"
+        few = "" if can_scale or self.proven else f", unscaled: fewer than {WORTH_SCALING} outputs gain nothing"
         scaled = f", input scaled by 2^-{self.exponent}" if self.proven and self.scales else ""
         self.evidence = f"bound {of_input * self.gain:.4g} of {FP16_MAX:.0f} ({numbers}){few}{scaled}"
 

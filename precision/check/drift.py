@@ -38,23 +38,22 @@ STEP_CACHE = "step cache"
 ARITHMETIC_OF = {FP16_WIDE.name: "fp16_safe", FP16_SCALED.name: "fp16_safe", FP16_ACC16.name: "fp16 sums"}
 ADVICE = {
     STEP_CACHE: (
-        "The layers did not run at this step: lower the threshold of the step cache, let it start later, "
-        "or leave it out."
+        "The layers did not run at this step: lower the threshold of the step cache, start it later, or remove it."
     ),
     "fp8": (
-        "Compute Dtype with fp8 scales activations as they come and clips none; "
-        "else the rule {block}* compute=bf16."
+        "Set compute to fp8 in Compute Dtype: it computes the scale of activations from each input and clips none. Or "
+        "add the rule {block}* compute=bf16."
     ),
     "int8": (
-        "The rule {block}* compute=bf16 (or fp16) dequantizes it; if every int8 layer is wrong, "
-        "it is the device's kernel: set compute to bf16, fp16 or fp16_safe."
+        "Add the rule {block}* compute=bf16 (or fp16), which dequantizes this block. If every int8 layer is wrong, "
+        "the device's int8 kernel is at fault: set compute to bf16, fp16 or fp16_safe."
     ),
     "fp16 sums": "Set fp16_accumulation to auto or off in Accumulation, or the rule {block}* accumulation=fp32.",
 }  # fmt: skip
 OTHERWISE = (
-    "Compute Dtype with fp32 tells whether it is precision, then fp16_safe or the rule {block}* compute=fp32 cures it. "
-    "Else leave out what other nodes put on the model, attention kernels and LoRAs in 8-bit weights first; "
-    "what is left is a kernel that is wrong on this device: update comfy-kitchen."
+    "Compute Dtype with fp32 shows whether precision is the cause; then fp16_safe or the rule {block}* compute=fp32 "
+    "cures it. Otherwise remove patches of other nodes from the model, attention kernels and LoRAs on 8-bit weights "
+    "first. If it remains, a kernel is wrong on this device: update comfy-kitchen."
 )
 
 
@@ -129,10 +128,7 @@ def drift_event(check: CheckReport, snr_db: float, threshold_db: float, batch_ro
     """Build the report's entry for a call that is farther from fp32 than its arithmetic explains."""
     skipped = check.arithmetic == STEP_CACHE
     worst = "" if skipped or not check.blocks else check.blocks[0].name
-    evidence = (
-        f"{snr_db:.1f} dB from the same call in fp32, "
-        f"where {check.arithmetic} gives at least {threshold_db:.0f}."
-    )
+    evidence = f"{snr_db:.1f} dB from the same call in fp32; {check.arithmetic} gives at least {threshold_db:.0f}."
     if worst:
         blocks = ", ".join(f"{block.name} {block.snr_db:.1f} dB" for block in check.blocks)
         evidence += f" Farthest: {blocks}."

@@ -95,7 +95,7 @@ def read_header(path: Path, file: BinaryIO, size: int) -> tuple[dict[str, str], 
         problem, advice = _describe_other_format(head)
         raise CheckpointError(path, problem, advice=advice)
     if length > size - 8:
-        problem = f"truncated in its header: {8 + length - size} more bytes of header are missing, and the tensors"
+        problem = f"truncated in its header: {8 + length - size} bytes of the header and all tensors are missing"
         raise CheckpointError(path, problem, advice=AGAIN)
     file.seek(8)
     text = file.read(length)
@@ -124,7 +124,7 @@ def _describe_other_format(head: bytes) -> tuple[str, str]:
     if len(head) < 9:
         return f"only {len(head)} bytes long" if head else "empty, 0 bytes", AGAIN
     length = int.from_bytes(head[:8], "little")
-    return f"no safetensors file (a header of {length} bytes is impossible, or does not begin with '{{')", AGAIN
+    return f"not a safetensors file (a header of {length} bytes is impossible, or does not begin with '{{')", AGAIN
 
 
 def _refusal(path: Path, text: bytes, data: int, error: SafetensorError) -> CheckpointError:
@@ -202,7 +202,7 @@ def read_object(text: str | bytes) -> dict:
         if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode()  # fails on half of a surrogate pair, which no file can hold
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"no valid JSON ({ascii(str(error))[1:-1]})") from None
+        raise ValueError(f"not valid JSON ({ascii(str(error))[1:-1]})") from None
     if not isinstance(value, dict):
-        raise ValueError("no JSON object")
+        raise ValueError("not a JSON object")
     return value

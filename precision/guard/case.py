@@ -218,7 +218,7 @@ class Case:
         if self.call.steps:
             if not self._may_repeat():
                 return self._untried()
-            origin = self._again("in fp32, to find what fails", self.call.watched_at, self.call.in_fp32, self.given)
+            origin = self._again("in fp32, to locate the NaN", self.call.watched_at, self.call.in_fp32, self.given)
         made_by = self.call.maker(origin.layer) if origin else ""
         if origin is None or not (origin.result in NARROW or (made_by and origin.kind == "unknown")):
             return None
@@ -227,7 +227,7 @@ class Case:
         return Diagnosis(origin, STOPPED, verdicts.OF_ITS_OWN, evidence)
 
     def _untried(self) -> Diagnosis:
-        return Diagnosis(self._place, STOPPED, f"max_retries is {self.most}, which left repeats untried: raise it.")
+        return Diagnosis(self._place, STOPPED, f"max_retries is {self.most}, which left repeats untried: increase it.")
 
     def _may_repeat(self, times: int = 1) -> bool:
         return self.most is None or self._repeats + times <= self.most
@@ -241,7 +241,7 @@ class Case:
             return run(*args)
 
     def _locate(self) -> Attempt:
-        again, self.origin = self._again("to find what fails", self.call.watched, self.given)
+        again, self.origin = self._again("to locate the NaN", self.call.watched, self.given)
         return again
 
     def _at(self, step: Step) -> Attempt:

@@ -37,15 +37,15 @@ from ..replay.interceptor import Run
 from ..replay.model_compiler import compiler_off
 
 logger = logging.getLogger("halfsafe")
-OTHER_DEVICES = "The model runs on several devices side by side, whose calls share torch's flags."
-NO_MEMORY = "There was not enough memory for the call in fp32: take a smaller picture or batch for the check."
-INTERRUPTED = "It was interrupted."
-NOT_A_RESULT = "It went wrong, which the events tell of."
-NOT_FINITE = "The call in fp32 is NaN or Inf itself."
-NOTHING_RAN = "No layer ran in the call in fp32 either: something that keeps results stands in front of the model."
+OTHER_DEVICES = "The model runs on several devices in parallel, and their calls share torch's flags."
+NO_MEMORY = "Not enough memory for the fp32 call: use a smaller picture or batch for the check."
+INTERRUPTED = "The comparison was interrupted."
+NOT_A_RESULT = "The call itself failed; see the events."
+NOT_FINITE = "The fp32 call is NaN or Inf as well."
+NOTHING_RAN = "No layer ran in the fp32 call either: another node returns cached results instead of running the model."
 MAY_KEEP_STATE = (
-    "{} has code on this model that may keep state between calls, so that a call made once more could change the "
-    "picture: leave its node out for the check."
+    "{} has code on this model that may keep state between calls, so an extra call could change the picture: remove "
+    "its node to use the check."
 )
 QUANTIZED_OPS = ("fp8", "int8")
 GUIDANCE_FACTOR = 1000.0

@@ -25,9 +25,9 @@ from .self_test import unequal_layer
 logger = logging.getLogger("halfsafe")
 
 
-UNKNOWN = "This ComfyUI gives {} `{}`, which Halfsafe {} does not know: {} are off. Update Halfsafe."
+UNKNOWN = "This ComfyUI calls {} with `{}`, which Halfsafe {} does not support: {} are off. Update Halfsafe."
 UNEQUAL = (
-    "A layer of this ComfyUI ({}) gives another result through Halfsafe {} than by itself: {} are off. Update Halfsafe."
+    "A layer of this ComfyUI ({}) returns another result through Halfsafe {} than alone: {} are off. Update Halfsafe."
 )
 
 

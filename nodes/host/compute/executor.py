@@ -23,12 +23,12 @@ from .ruled_attention import NO_ATTENTION, NO_BLOCK, blocks_of, outermost
 
 LISTED = 3
 FAILED_ONCE = (
-    "Model code failed with '{}', and not in a repeat whose layers return fp32, "
-    "as they do as long as the model is loaded."
+    "Model code failed with '{}'. A repeat whose layers return fp32 did not fail, so they return fp32 until the model "
+    "is unloaded."
 )
 SPARED = (
-    "The model was measured with less memory, as its first call ran out of it: layers share no operands, "
-    "which takes a little longer."
+    "The first call ran out of memory, so the model was measured with less: layers do not share operands, which is "
+    "slightly slower."
 )
 _fell_back: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 """The models whose plans run in their fallback: not told on the model, whose attributes a repeat puts back."""
@@ -211,5 +211,5 @@ class Compute(Stage):
             return ""
         share = (run.layers.fp16_flops + run.attention.fp16_flops) / total
         in_int8 = any(decision.mode == INT8.name for decision in self.plan.decisions.values())
-        work = "matrix work outside of int8 layers" if in_int8 else "matrix work"
+        work = "matrix work outside int8 layers" if in_int8 else "matrix work"
         return f"{share:.1%} of the {work} has fp16 operands; {run.calibration.repeats} calls were repeated"

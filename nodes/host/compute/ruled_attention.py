@@ -10,8 +10,8 @@ from ....precision.plan.rules import Rule
 from ..comfyui.layers import is_called_by_items
 from .attention import forward_of, holds_modules
 
-NO_BLOCK = "the pattern matches no block of this model, which holds layers"
-NO_ATTENTION = "no attention of ComfyUI ran in a forward of {}"
+NO_BLOCK = "the pattern matches no block of layers in this model"
+NO_ATTENTION = "no attention of ComfyUI ran inside {}"
 
 
 def blocks_of(rules: Sequence[Rule], modules: Mapping[str, torch.nn.Module]) -> dict[str, list[Rule]]:

@@ -176,4 +176,4 @@ def test_a_rule_on_sums_that_cannot_act_is_reported_so(comfy, wan, call, monkeyp
     found = families.report(comfy, model)
     assert {layer["name"]: layer["accumulation"] for layer in found["layers"]}[LAYER] == "fp32"
     (entry,) = (entry for entry in found["without_effect"] if entry["setting"] == "accumulation=fp16")
-    assert "from layer to layer" in entry["reason"] and LAYER in entry["reason"]
+    assert "per layer" in entry["reason"] and LAYER in entry["reason"]

@@ -146,7 +146,7 @@ def test_a_gate_that_drops_what_is_folded_is_found_by_the_self_test(monkeypatch,
         monkeypatch.setattr(gate, broken, lambda x, folded: x[..., : self_test.SIZE])
         assert self_test.unequal_layer()
         reason = known_calls.why_off(Feature.LAYERS)
-    assert "gives another result through Halfsafe" in reason and str(Feature.LAYERS) in reason
+    assert "returns another result through Halfsafe" in reason and str(Feature.LAYERS) in reason
 
 
 def test_the_self_test_multiplies_quantized_layers_as_comfyui_does():

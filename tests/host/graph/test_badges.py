@@ -57,7 +57,7 @@ def test_a_node_that_leaves_the_fp16_a_model_came_in_says_so_unless_it_was_asked
         told = [comfy.nodes[name].execute(model=model, **inputs).ui.get("halfsafe_instead") for name, inputs in (
             ("HalfsafeAutoPrecision", {"goal": "balanced"}), ("HalfsafeComputeDtype", {"compute": "auto"}), ("HalfsafeComputeDtype", {"compute": "fp32"}),
         )]
-        assert told[0] == told[1] and told[0][0].startswith("Computed in fp32, not in the fp16 that the model came in. ") and told[2] is None
+        assert told[0] == told[1] and told[0][0].startswith("Computed in fp32, not in the fp16 that the model was set to. ") and told[2] is None
     (plain,), _ = load(comfy, "as_file", "fp32")
     assert "halfsafe_instead" not in comfy.nodes["HalfsafeAutoPrecision"].execute(model=plain, goal="balanced").ui
 

@@ -85,7 +85,7 @@ def test_a_copy_in_dynamic_vram_that_differs_from_host_memory_is_the_devices_fau
 
         monkeypatch.setattr(lender, "_transfer", transfer)
         error = stopped(model)
-    assert error.verdict == "device_fault" and NAME in str(error) and "finite in memory" in str(error) and torch.isfinite(module.weight).all()
+    assert error.verdict == "device_fault" and NAME in str(error) and "finite in host memory" in str(error) and torch.isfinite(module.weight).all()
 
 
 def test_an_overflow_in_dynamic_vram_is_no_fault_of_the_device(comfy, overflowing):

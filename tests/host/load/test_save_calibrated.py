@@ -110,7 +110,7 @@ def test_the_node_says_what_it_rounds(comfy, calibrated, saved_folder, monkeypat
     said = []
     monkeypatch.setattr(host, "show_progress", said.append)
     save_calibrated(comfy, *calibrated, "int8", saved_folder)
-    assert len(said) == 1 and re.fullmatch(r"rounding \d+ layers by the calibration", said[0])
+    assert len(said) == 1 and re.fullmatch(r"rounding \d+ layers with the calibration", said[0])
 
 
 def test_a_merged_lora_is_what_a_calibration_rounds(comfy, calibrated, saved_folder, lora_file):

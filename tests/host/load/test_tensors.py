@@ -87,7 +87,7 @@ GIB = 1024**3
 
 
 @pytest.mark.parametrize(
-    ("host", "quantized", "said"), [(64 * GIB, False, "streams the rest"), (1_000_000, True, "read from the disk at each step")]
+    ("host", "quantized", "said"), [(64 * GIB, False, "streams the remaining"), (1_000_000, True, "read from disk at each step")]
 )
 def test_auto_says_what_is_streamed(comfy, in_file, monkeypatch, host, quantized, said):
     from dataclasses import replace
