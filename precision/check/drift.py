@@ -1,7 +1,8 @@
-"""Tell how far a finite call is from the same call in fp32, whether that is more than its arithmetic explains,
-and which blocks are the farthest.
+"""Compute the SNR of a finite call against the same call in fp32, compare it with the threshold of its arithmetic, and
+find the blocks with the largest error.
 
-Nothing here runs a model. Errors are powers, sums of squares: those of independent roundings add up.
+Nothing here runs a model. Errors are powers (sums of squares), because the powers of independent rounding errors add
+up.
 """
 
 import math
@@ -30,8 +31,9 @@ THRESHOLDS = {
     "4-bit products": 10.0,
     "step cache": 8.0,
 }
-"""Arithmetic, finest first -> SNR in dB below which a model of ``USUAL_LAYERS`` is said to drift: about 7 below the
-worst of clean runs (docs/internals/drift.md). An fp32 model may multiply in TF32. 4-bit products are not measured."""
+"""Arithmetic, finest first -> SNR in dB below which a model of ``USUAL_LAYERS`` layers is reported as drift: about 7 dB
+below the worst clean run (docs/internals/drift.md). An fp32 model may multiply in TF32. 4-bit products are not
+measured."""
 USUAL_LAYERS = 32
 LOWEST_DB = -300.0
 STEP_CACHE = "step cache"
@@ -58,13 +60,12 @@ OTHERWISE = (
 
 
 def may_be_checked(setting: str, seen: Collection[int]) -> bool:
-    """Tell whether a call that is still to come may be checked, which its step would tell. ``seen``: as for
-    :func:`is_checked`."""
+    """True if a call whose step is not known yet may be checked. ``seen``: as for :func:`is_checked`."""
     return EVERY[setting] > 0 or not seen
 
 
 def is_checked(setting: str, step: int, seen: Collection[int]) -> bool:
-    """Tell whether to check a call of a step. ``seen``: the steps that were checked in this run of the sampler."""
+    """True if a call of this step is to be checked. ``seen``: steps already checked in this sampler run."""
     if step in seen:
         return False
     every = EVERY[setting]
@@ -72,19 +73,20 @@ def is_checked(setting: str, step: int, seen: Collection[int]) -> bool:
 
 
 def coarsest(arithmetics: Iterable[str]) -> str:
-    """Return the arithmetic of a model: the one among its layers' that is expected to be the farthest from fp32."""
+    """Return the arithmetic of a model: of its layers' arithmetics, the one with the lowest threshold."""
     finest_first = list(THRESHOLDS)
     return max((name for name in arithmetics if name in THRESHOLDS), key=finest_first.index, default="fp32")
 
 
 def threshold_of(arithmetic: str, layers: int) -> float:
-    """Return the least SNR in dB of a clean model with so many layers: the powers of their roundings add up."""
+    """Return the lowest SNR in dB of a clean model with this number of layers; the powers of rounding errors add up."""
     depth = 0.0 if arithmetic == STEP_CACHE else 10 * math.log10(max(1.0, layers / USUAL_LAYERS))
     return round(THRESHOLDS[arithmetic] - depth, 1)
 
 
 def sampled(values) -> torch.Tensor | None:
-    """Take at most ``SAMPLES`` evenly spread numbers of each floating tensor, in fp32; None where there is none."""
+    """Take at most ``SAMPLES`` evenly spaced numbers of each floating tensor, in fp32; None without floating
+    tensors."""
     floats = [tensor.detach().flatten() for tensor in floats_in(values) if tensor.numel()]
     taken = [flat[:: -(-flat.numel() // SAMPLES)].float() for flat in floats]
     return torch.cat([part.clone() for part in taken]) if taken else None
@@ -95,9 +97,9 @@ def row_errors(
 ) -> tuple[list[float], list[float]]:
     """Compute (power of the error, power of the signal) of each row of a batch, against a reference.
 
-    The signal is what the network adds to the result: its difference from the result ``without``, that of a network
-    which gives zeros. A sampler's parametrization is linear in what the network gives (EDM, v, noise, flow, x0), so
-    that the ratio of both is the network's own, however much of the noisy latent the result holds.
+    The signal is the network's contribution to the result: the difference from the result ``without``, computed from a
+    network output of zeros. A sampler's parametrization is linear in the network output (EDM, v, noise, flow, x0), so
+    the ratio of both powers is the network's own, however much of the noisy latent the result contains.
     """
     return _powers(result.float() - reference), _powers(reference - without)
 
@@ -107,14 +109,15 @@ def _powers(tensor: torch.Tensor) -> list[float]:
 
 
 def decibels(error: float, signal: float) -> float:
-    """Compute the SNR of two powers: inf without an error, and never below ``LOWEST_DB``, as JSON has no -inf."""
+    """Compute the SNR in dB of two powers: inf without an error, and at least ``LOWEST_DB``, because JSON has no
+    -inf."""
     return max(LOWEST_DB, amax.decibels(error, signal))
 
 
 def worst_blocks(
     samples: Mapping[str, list[torch.Tensor]], reference: Mapping[str, list[torch.Tensor]]
 ) -> list[BlockDrift]:
-    """Find the blocks whose results are the farthest from the reference's, the worst first."""
+    """Find the blocks with the lowest SNR against the reference, worst first."""
     found: dict[str, float] = {}
     for name, taken in samples.items():
         exact = reference.get(name, [])
@@ -125,7 +128,7 @@ def worst_blocks(
 
 
 def drift_event(check: CheckReport, snr_db: float, threshold_db: float, batch_rows: list[int]) -> GuardEvent:
-    """Build the report's entry for a call that is farther from fp32 than its arithmetic explains."""
+    """Build the report's entry for a call whose SNR is below the threshold of its arithmetic."""
     skipped = check.arithmetic == STEP_CACHE
     worst = "" if skipped or not check.blocks else check.blocks[0].name
     evidence = f"{snr_db:.1f} dB from the same call in fp32; {check.arithmetic} gives at least {threshold_db:.0f}."
