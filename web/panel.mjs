@@ -226,7 +226,7 @@ function emptyRow() {
 }
 
 function emptyHint() {
-  return el("p", { class: "hs-hint", text: t("Run the workflow to see what each layer is stored in and computed in, and why.") });
+  return el("p", { class: "hs-hint", text: t("Run the workflow to see the storage and compute dtype of each layer, with the reason.") });
 }
 
 /** @param {Report} report */

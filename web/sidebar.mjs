@@ -66,7 +66,7 @@ function guardCards({ guards }, graph) {
 function whyNoReport(run, { nodes }) {
   const withReport = nodes.some(({ comfyClass }) => REPORTING.includes(comfyClass));
   if (!withReport) return t("No report yet: Guard this workflow adds one.");
-  return run?.state === "failed" ? t("The last run ended before its report.") : t("Run the workflow to see what each layer is stored in and computed in, and why.");
+  return run?.state === "failed" ? t("The last run ended before its report.") : t("Run the workflow to see the storage and compute dtype of each layer, with the reason.");
 }
 
 /** What each fact is called. @returns {Record<string, string>} */

@@ -14,7 +14,7 @@ from ..base.errors import UnknownProfile
 CAPABILITIES = {
     "fp16": ("fp16 matmuls are fast.", "fp16 math is slow.", "fp16_gemm"),
     "bf16": (
-        "bf16 is native.", "There is no native bf16; torch emulates it, slower than fp32.", "bf16_native", "bf16_gemm",
+        "bf16 is native.", "No native bf16; torch emulates it, slower than fp32.", "bf16_native", "bf16_gemm",
     ),
     "fp8_storage": (
         "Weights can be kept in fp8 and widened when used.", "fp8 tensors do not work here.", "fp8_cast",
@@ -127,7 +127,7 @@ APPLE: dict[str, Any] = {
 }  # fmt: skip
 GEFORCE: dict[str, Any] = {"fp16_accumulation": True, "needs_torch": {"fp16_accumulation": (2, 7)}}
 INT8: dict[str, Any] = {"int8_matmul": True, "int8_matmul_gains": True}
-NO_INT8_UNITS = "No int8 tensor cores; comfy-kitchen's int8 kernels begin at compute capability 7.5."
+NO_INT8_UNITS = "No int8 tensor cores; comfy-kitchen's int8 kernels need compute capability 7.5."
 CDNA_INT8 = "comfy-kitchen's HIP kernels are for RDNA: on CDNA, torch's general operations run int8 products."
 FP8_NVIDIA: dict[str, Any] = {
     "vendor": "nvidia", "fp8_matmul": True, "fp8_formats": OCP_FP8, "fp8_matmul_gains": True, **INT8,
@@ -213,8 +213,9 @@ ROWS = (
         "gfx1100", "RX 7000 (RDNA3)", "amd",
         called=r"rx7\d00(xtx|xt|gre)?|(pro)?w7\d00", int8_matmul=True,
         notes={"fp16_accumulation": NO_CUBLAS, "fp8_matmul": "No fp8 units: fp8 weights are widened to bf16.",
-               "int8_matmul_gains": "No gain is measured on RDNA3; 2-3x slower than fp8 without the HIP backend "
-                                    "(ComfyUI #14777)."},
+               "int8_matmul_gains": (
+                   "No speedup was measured on RDNA3; 2-3x slower than fp8 without the HIP backend (ComfyUI #14777)."
+               )},
     ),
     DeviceProfile(
         "gfx1201", "RX 9000 (RDNA4)", "amd",

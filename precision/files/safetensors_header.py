@@ -49,8 +49,8 @@ _CONVERT = "Load it with ComfyUI's own loader and save it as .safetensors, or us
 _STARTS = (
     (b"version https://git-lfs", "a git-LFS pointer, not the model itself", "Run 'git lfs pull', or download it."),
     (b"GGUF", "a GGUF file", "Load it with ComfyUI-GGUF and connect its MODEL to any Halfsafe node."),
-    (b"PK\x03\x04", "a zip archive, as PyTorch's .ckpt, .pt and .pth files are", _CONVERT),
-    (b"\x80\x02", "a Python pickle, as old .ckpt and .pt files are", _CONVERT),
+    (b"PK\x03\x04", "a zip archive, the format of PyTorch's .ckpt, .pt and .pth files", _CONVERT),
+    (b"\x80\x02", "a Python pickle, the format of old .ckpt and .pt files", _CONVERT),
     (b"\x1f\x8b", "a gzip archive", "Unpack it."),
     (b"\x89HDF", "an HDF5 file", "Use a .safetensors version."),
 )

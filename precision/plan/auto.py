@@ -104,7 +104,7 @@ def smallest_storage(device: Device, compute: str = "auto") -> tuple[str, str]:
         return "int8", f"{device.reason('int8_matmul_gains')} Its error is a third of fp8's."
     if device.capabilities["fp8_storage"]:
         if compute not in INT8_COMPUTE:
-            return "fp8_e4m3fn", f"Not int8, because compute={compute} does not multiply in int8."
+            return "fp8_e4m3fn", f"Not int8: compute={compute} does not multiply in int8."
         return "fp8_e4m3fn", f"Not int8: {why_int8_is_slow(device)}"
     return "as_file", device.reason("fp8_storage")
 

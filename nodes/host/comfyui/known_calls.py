@@ -35,7 +35,7 @@ class Feature(StrEnum):
     """What is off if a call has an argument that we do not know; the value names it in a sentence."""
 
     LAYERS = "fp16_safe and all other compute settings, the guard of models, fp16 accumulation and calibration"
-    LORAS = "LoRAs beside 8-bit weights"
+    LORAS = "LoRAs on 8-bit weights"
 
 
 @dataclass(frozen=True)

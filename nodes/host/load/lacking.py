@@ -31,7 +31,7 @@ COPIES = {aten._to_copy.default, aten.clone.default}
 SHOWN = 5
 TENSOR_NAME = re.compile(r"\w+(\.[\w-]+)+")
 AGAIN = "Download it again, or use another file."
-MISFIT = "Parts of two models with the same file names? Download the model again, into a folder of its own."
+MISFIT = "Are these parts of two models with the same file names? Download the model again, into an empty folder."
 _MISMATCH = re.compile(r"size mismatch for (\S+): .*?Size\(\[(.*?)\]\) from checkpoint, .*?Size\(\[(.*?)\]\)")
 logger = logging.getLogger("halfsafe")
 

@@ -76,7 +76,7 @@ def test_a_load_says_what_a_saved_file_would_save(comfy, in_file, saved_folder, 
     with mapped_loading() if mapped else contextlib.nullcontext():
         model = families.load(comfy, path, "fp8_e4m3fn", "bf16")
     (said,) = (note for note in families.report(comfy, model)["notes"] if "Save Model" in note)
-    assert re.match(r"[0-9.]+ MiB of weights were made from the file\.", said)
+    assert re.match(r"[0-9.]+ MiB of weights were converted while loading\.", said)
     written = saved_models.save(comfy, model, saved_folder, prefix=f"diffusion_models/mapped_{mapped}")
     with mapped_loading():
         again = families.load(comfy, written, "as_file", "bf16")
