@@ -119,7 +119,7 @@ def test_a_badge_says_what_a_model_fell_back_to_until_its_node_runs_anew(comfy: 
     assert badge_after(node) == "fp32 \u00b7 fp16_safe \u00b7 guarded", "the server sends a cached node's badge again as it was planned"
     assert badge_after() == "fp32 \u00b7 fp16 \u00b7 guarded"
     tell(comfy, "b", kind="verdict", verdict="clean", event=None, message="Started in a higher precision that an earlier run needed: blocks.0.")
-    assert comfy.badges()["HalfsafeNaNGuard"] == badge_after(node) == "fp32 \u00b7 fp16, parts wider \u00b7 guarded"
+    assert comfy.badges()["HalfsafeNaNGuard"] == badge_after(node) == "fp32 \u00b7 fp16, some layers wider \u00b7 guarded"
 
 
 @pytest.mark.paired  # a run is the server's; what a page draws of it the tests above show in each

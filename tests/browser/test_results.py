@@ -222,7 +222,7 @@ def test_show_me_opens_five_nodes_and_draws_a_black_and_a_repaired_picture(small
     black, drawn = (small.server.view(image) for image in small.evaluate(shown))
     assert not shapes.pixels_of(black).any()
     (cure,) = (toast["summary"] for toast in told())
-    assert re.fullmatch(r"Halfsafe: Computed in \w+, not in the fp16 that the model came in\.", cure)
+    assert re.fullmatch(r"Halfsafe: Computed in \w+, not in the fp16 that the model was set to\.", cure)
     assert cure.removeprefix("Halfsafe: ") in small.page.inner_text(".hs-sidebar .hs-card")
     assert shapes.read_picture(drawn) == shapes.Shape("red", "heart")
     assert small.evaluate("() => app.canvas.ds.scale * 300 / innerWidth") > 0.19, "the pictures are large on any page"

@@ -94,7 +94,7 @@ def test_a_call_with_a_parameter_that_is_not_known_is_refused_by_name(monkeypatc
 def newer(monkeypatch):
     """A ComfyUI whose layers take an argument that is not known."""
     with_parameter(monkeypatch, KNOWN[0], "unheard_of")
-    return "This ComfyUI gives its layers `unheard_of`, which Halfsafe"
+    return "This ComfyUI calls its layers with `unheard_of`, which Halfsafe"
 
 
 def test_a_model_runs_as_comfyui_has_it_and_report_badge_and_log_say_why(comfy, wan, call, newer, caplog):

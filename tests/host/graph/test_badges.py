@@ -68,7 +68,7 @@ def test_badge_and_head_say_what_rules_run_and_a_rule_for_no_layer_is_told(comfy
     output = comfy.nodes["HalfsafeLoadDiffusionModel"].execute(**inputs)
     assert (output.ui["halfsafe_badge"], output.ui["halfsafe_unmatched"]) == (["bf16 \u00b7 fp16"], ["blocks.77.* compute=fp32"])
     report = json.loads(comfy.run("HalfsafeReport", model=output.args[0])[1])
-    count, total = report["decisions"]["compute"].removeprefix("fp16 in ").partition(" layers by rules; all else: bf16")[0].split(" of ")
+    count, total = report["decisions"]["compute"].removeprefix("fp16 in ").partition(" layers by rules; all other layers: bf16")[0].split(" of ")
     assert count == total == str(sum(layer["mode"] == "fp16" for layer in report["layers"]))
 
 

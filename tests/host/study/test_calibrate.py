@@ -167,7 +167,7 @@ def test_memory_is_asked_for_before_it_starts(comfy, model, monkeypatch):
 
 def test_it_is_kept_in_a_file(comfy, model):
     found, text = calibrated(comfy, model, filename_prefix="calibrations/wan")
-    file = text.rpartition("Kept in ")[2].rstrip(".").removesuffix(".safetensors") + ".safetensors"
+    file = text.rpartition("Saved to ")[2].rstrip(".").removesuffix(".safetensors") + ".safetensors"
     again = read_calibration(output_path("x")[0].rpartition("/")[0] + "/" + file)
     assert again.model == found.model and again.calls == found.calls
     for name, products in found.layers.items():
