@@ -22,8 +22,7 @@ class AccumulationNode(io.ComfyNode):
             display_name="Accumulation (Halfsafe)",
             category=EXPERT,
             description=(
-                "How products are summed while this model runs. "
-                "torch's own switches are back as they were after each call."
+                "Choose how products are summed while this model runs. torch's flags are restored after each call."
             ),
             search_aliases=[
                 "fp16 accumulation", "fast fp16", "tf32", "fp16_fast", "black image", "torch settings", "noise",
@@ -33,23 +32,23 @@ class AccumulationNode(io.ComfyNode):
             inputs=[
                 io.Model.Input("model", tooltip="The model; it is not changed, the output is a patched clone."),
                 _choice("fp16_accumulation", Fp16Option, "auto", (
-                    "Add up fp16 products in fp16: faster on RTX 20 to 50, acts on fp16 compute. "
-                    "auto: only where proven not to overflow. on: in all layers."
+                    "Accumulate fp16 products in fp16: faster on RTX 20 to 50, for fp16 compute. auto: in layers "
+                    "proven not to overflow. on: in all layers."
                 )),
                 _choice("reduced_precision_reduction", SwitchOption, UNCHANGED, (
-                    "Partial results of fp16 and bf16 products in 16 bit. "
-                    "torch allows it by default; off is a little slower and more precise."
+                    "Allow 16-bit partial sums of fp16 and bf16 products. torch allows it by default; off is slightly "
+                    "slower and more precise."
                 ), advanced=True),
                 _choice("tf32", SwitchOption, UNCHANGED, (
-                    "fp32 products and convolutions rounded to TF32: faster and less precise. "
-                    "Needs RTX 30 or newer and fp32 compute."
+                    "Round fp32 products and convolutions to TF32: faster and less precise. Needs RTX 30 or newer and "
+                    "fp32 compute."
                 ), advanced=True),
                 _choice("fp8_fast_accumulation", Fp16Option, "auto", (
-                    "Add up fp8 products with fewer bits, RTX 40 and Hopper. auto: off, for quality."
+                    "Accumulate fp8 products with fewer bits, on RTX 40 and Hopper. auto: off, for quality."
                 ), advanced=True),
                 _choice("attention", AttentionOption, "auto", (
-                    "Attention in fp16. auto: repaired where its scores would overflow, else left alone. "
-                    "fp32: all of it in fp32, slower."
+                    "Attention that runs in fp16. auto: changed only if its scores would overflow. fp32: all "
+                    "attention in fp32, slower."
                 )),
             ],
             outputs=[io.Model.Output()],

@@ -21,7 +21,8 @@ class AnalyzeLayers(io.ComfyNode):
             display_name="Analyze Layers (Halfsafe)",
             category=MEASURE,
             description=(
-                "Measure on your own prompt which layers survive a lower precision, and get rules that keep the others."
+                "Measure on your own prompt which layers tolerate a lower precision, and return rules that keep the "
+                "others."
             ),
             search_aliases=[
                 "layer analysis", "sensitivity", "mixed precision", "layer quality", "which layers", "snr",
@@ -33,7 +34,7 @@ class AnalyzeLayers(io.ComfyNode):
                     "model", tooltip="The model to compare with, from any loader, LoRAs included. It is not changed."
                 ),
                 io.Conditioning.Input(
-                    "positive", tooltip="A prompt like those you use: layers are measured on what they meet with it."
+                    "positive", tooltip="A typical prompt: layers are measured on the inputs it produces."
                 ),
                 io.Latent.Input(
                     "latent_image",
@@ -44,7 +45,7 @@ class AnalyzeLayers(io.ComfyNode):
                     "candidate",
                     options=list(CANDIDATES),
                     default="fp8_e4m3fn",
-                    tooltip="fp8, int8: weights stored so. fp16, bf16, fp16_acc16: products in it, for Compute Dtype.",
+                    tooltip="fp8, int8: stored weights. fp16, bf16, fp16_acc16: products, for Compute Dtype.",
                 ),
                 io.Float.Input(
                     "target_snr_db",
@@ -52,9 +53,9 @@ class AnalyzeLayers(io.ComfyNode):
                     min=0.0,
                     max=120.0,
                     step=0.5,
-                    tooltip="How close the final latent stays: 20 dB is an error of 10 %, 25 of 5.6 %, 40 of 1 %.",
+                    tooltip="The SNR of the final latent: 20 dB is an error of 10 %, 25 of 5.6 %, 40 of 1 %.",
                 ),
-                io.Conditioning.Input("negative", optional=True, tooltip="Measured too when given, at twice the time."),
+                io.Conditioning.Input("negative", optional=True, tooltip="Measured if connected, at twice the time."),
                 io.Combo.Input(
                     "sensitive_layers",
                     options=[cls.KEEP, "measure"],

@@ -16,8 +16,8 @@ class Calibrate(io.ComfyNode):
             display_name="Calibrate (Halfsafe)",
             category=MEASURE,
             description=(
-                "Learn in one short sampling what each layer meets, so that Save Model rounds its weights by that: "
-                "int8, fp8, w6a8 and w4a8 come closer to the original, at no cost when the file is used."
+                "Record the inputs of each layer in one short sampling. Save Model then rounds int8, fp8, w6a8 and "
+                "w4a8 weights with less error; the saved file runs as fast as without."
             ),
             search_aliases=[
                 "gptq", "calibration", "better int8", "quantize quality", "hessian", "w4a8", "calibrated quantization",
@@ -27,13 +27,13 @@ class Calibrate(io.ComfyNode):
                 io.Model.Input(
                     "model", tooltip="The model to save, LoRAs included, best in 16 bit. It is not changed."
                 ),
-                io.Conditioning.Input("positive", tooltip="A prompt like those you use."),
+                io.Conditioning.Input("positive", tooltip="A typical prompt."),
                 io.Latent.Input(
                     "latent_image",
-                    tooltip="The size to sample at, as for a sampler: eight steps. 1024x1024 is enough by itself.",
+                    tooltip="The size to sample at, for eight steps. One run at 1024x1024 is enough.",
                 ),
                 seed_input("The noise. The same seed gives the same calibration."),
-                io.Conditioning.Input("negative", optional=True, tooltip="Sampled too when given, at twice the time."),
+                io.Conditioning.Input("negative", optional=True, tooltip="Sampled if connected, at twice the time."),
                 CalibrationType.Input(
                     "previous",
                     optional=True,
@@ -43,7 +43,7 @@ class Calibrate(io.ComfyNode):
                     "filename_prefix",
                     default="",
                     optional=True,
-                    tooltip="Below ComfyUI's output folder, kept for convert --calibration. Empty: nowhere.",
+                    tooltip="A path in ComfyUI's output folder, for convert --calibration. Empty: not saved.",
                 ),
             ],
             outputs=[
@@ -62,7 +62,7 @@ class Calibrate(io.ComfyNode):
         text = found.text()
         if path:
             found.save(path)
-            text += f"\nKept in {name}."
+            text += f"\nSaved to {name}."
         result = Result(CALIBRATED, {"layers": len(found.layers)}, text=text)
         return io.NodeOutput(found, text, ui=result.ui())
 

@@ -23,7 +23,7 @@ class CompareImages(io.ComfyNode):
             inputs=[
                 io.Image.Input(
                     "reference",
-                    tooltip="The image to compare with, such as that of bf16. One, or as many as candidates.",
+                    tooltip="The image to compare with, for example from bf16. One image, or as many as candidates.",
                 ),
                 io.Image.Input(
                     "candidate", tooltip="The image to judge, of the same size, made with the same seed and settings."

@@ -22,9 +22,7 @@ class ComputeDtype(io.ComfyNode):
             node_id="HalfsafeComputeDtype",
             display_name="Compute Dtype (Halfsafe)",
             category=EXPERT,
-            description=(
-                "Choose the dtype a model computes in, for all layers or by rules. Works on any loader's model."
-            ),
+            description="Choose the dtype a model computes in, for all layers or by rules. Works with any loader.",
             search_aliases=[
                 "bf16", "fp16 safe", "black image", "old gpu", "manual cast", "compute dtype", "fp16", "precision",
             ],
@@ -71,18 +69,18 @@ class AutoPrecision(io.ComfyNode):
                     options=list(GOALS),
                     default="balanced",
                     tooltip=(
-                        "balanced: fast and safe. quality: closest to fp32. speed: 8-bit maths where the weights are "
-                        "8 bit. memory: as balanced, and says what Halve the memory would do."
+                        "balanced: fast and safe. quality: closest to fp32. speed: 8-bit products if the weights are "
+                        "8 bit. memory: like balanced; reports what Halve the memory saves."
                     ),
                 ),
                 io.Clip.Input(
                     "clip",
                     optional=True,
-                    tooltip="Guarded. Its precision stays: ComfyUI runs text encoders with fp32 activations.",
+                    tooltip="Guarded. Its precision is not changed: ComfyUI runs text encoders with fp32 activations.",
                 ),
-                io.Vae.Input("vae", optional=True, tooltip="Guarded. With goal quality: a copy that works in fp32."),
+                io.Vae.Input("vae", optional=True, tooltip="Guarded. With goal quality: a copy that computes in fp32."),
                 RulesType.Input(
-                    "rules", optional=True, tooltip="Exceptions per layer, such as the ones that its report keeps."
+                    "rules", optional=True, tooltip="Exceptions per layer, such as those of Keep for next run."
                 ),
                 on_nan_input("guard", (*ON_NAN, OFF), optional=True),
                 check_input(),

@@ -14,8 +14,8 @@ from .host.reporting.badge import badge, model_words
 from .inputs import GUARD, check_input, node_id_of, on_nan_input
 
 CHECK_ADVICE = (
-    "The node before this one made it, or was given it: "
-    "put Check Finite before that node too, or NaN Guard on the model."
+    "The node before this one made the NaN or Inf, or received it: add Check Finite before that node too, or NaN "
+    "Guard to the model."
 )
 
 
@@ -27,8 +27,8 @@ class NaNGuard(io.ComfyNode):
             display_name="NaN Guard (Halfsafe)",
             category=GUARD,
             description=(
-                "Check every step for NaN and Inf: "
-                "find the layer, repeat it in a higher precision, or say what else is wrong."
+                "Check every step for NaN and Inf: find the layer, repeat it in a higher precision, or report another "
+                "cause."
             ),
             search_aliases=[
                 "black image", "inf", "overflow", "invalid value encountered in cast", "fp16 fix", "nan", "no half",
@@ -42,7 +42,7 @@ class NaNGuard(io.ComfyNode):
                     min=0,
                     max=64,
                     advanced=True,
-                    tooltip="How often one step may be repeated. A cure takes three at most.",
+                    tooltip="The most repeats of one step. A repair takes three at most.",
                 ),
                 check_input(),
             ],
@@ -64,7 +64,7 @@ class GuardVAE(io.ComfyNode):
             node_id="HalfsafeGuardVAE",
             display_name="Guard VAE (Halfsafe)",
             category=GUARD,
-            description="Decode and encode again in bf16, then fp32, where the result is NaN or Inf.",
+            description="Repeat decoding or encoding in bf16, then fp32, if the result is NaN or Inf.",
             search_aliases=["black image", "nan in vae", "no half vae", "vae fp32", "vae overflow", "black tiles"],
             inputs=[io.Vae.Input("vae", tooltip="The VAE; the output is a guarded copy."), on_nan_input()],
             outputs=[io.Vae.Output()],
@@ -83,7 +83,7 @@ class GuardCLIP(io.ComfyNode):
             node_id="HalfsafeGuardCLIP",
             display_name="Guard CLIP (Halfsafe)",
             category=GUARD,
-            description="Encode a prompt again in bf16, then fp32, where its conditioning is NaN or Inf.",
+            description="Encode a prompt again in bf16, then fp32, if its conditioning is NaN or Inf.",
             search_aliases=["nan conditioning", "black image", "t5 fp16", "text encoder nan", "empty prompt result"],
             inputs=[io.Clip.Input("clip", tooltip="The text encoder; the output is a guarded clone."), on_nan_input()],
             outputs=[io.Clip.Output()],
@@ -104,16 +104,16 @@ class CheckFinite(io.ComfyNode):
             node_id="HalfsafeCheckFinite",
             display_name="Check Finite (Halfsafe)",
             category=GUARD,
-            description="Look for NaN and Inf in a latent, image, conditioning, sound, video or mask.",
+            description="Check a latent, image, conditioning, sound, video or mask for NaN and Inf.",
             search_aliases=["nan check", "isnan", "black image", "debug latent", "find nan", "is finite"],
             has_intermediate_output=True,
             inputs=[
-                io.MatchType.Input("value", template=value, tooltip="What to look at. It is passed on as it is."),
+                io.MatchType.Input("value", template=value, tooltip="The value to check. It is passed on unchanged."),
                 io.Combo.Input(
                     "on_nan",
                     options=["stop", "report"],
                     default="stop",
-                    tooltip="stop: raise an error that tells how much of it is NaN, and where. report: only tell.",
+                    tooltip="stop: raise an error with the number of NaN values and their place. report: only show it.",
                 ),
             ],
             outputs=[
@@ -147,7 +147,7 @@ def _looked_at(value):
         return dict(zip(("video", "audio"), parts, strict=True)) if sounds else value
     if not isinstance(value, (torch.Tensor, dict, list)):
         advice = "Connect a LATENT, IMAGE, CONDITIONING, AUDIO, VIDEO, MASK or CLIP_VISION_OUTPUT."
-        raise HalfsafeError(f"Check Finite was given a {type(value).__name__}.", advice)
+        raise HalfsafeError(f"Check Finite cannot check a {type(value).__name__}.", advice)
     return value
 
 

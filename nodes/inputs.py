@@ -14,25 +14,22 @@ LOAD, GUARD, MEASURE, EXPERT = (f"{CATEGORY}/{name}" for name in ("load", "guard
 RulesType = io.Custom("HALFSAFE_RULES")
 CalibrationType = io.Custom("HALFSAFE_CALIBRATION")
 STORAGE_TOOLTIP = (
-    "How weights are kept. auto: as in the file; 8 bit where 16 does not fit. "
-    "fp8, int8: half the memory. w4a8: ComfyUI 0.31, w6a8: 0.38. Sensitive layers stay high."
+    "Dtype of the weights. auto: as in the file, 8 bit if 16 does not fit. fp8, int8: half the memory. w4a8: ComfyUI "
+    "0.31, w6a8: 0.38. Sensitive layers stay 16 bit."
 )
 COMPUTE_TOOLTIP = (
-    "The dtype of the maths. auto: what is fast and safe on this device. "
-    "fp16_safe: fp16 that cannot overflow. fp8: RTX 40/50, Hopper, RX 9000."
+    "The dtype of the matrix products. auto: fast and safe on this device. fp16_safe: fp16 that cannot overflow. fp8: "
+    "RTX 40/50, Hopper, RX 9000."
 )
-RULES_TOOLTIP = (
-    "Exceptions per layer, from Halfsafe Layer Rules. Without it the preset 'keep sensitive layers' applies."
-)
+RULES_TOOLTIP = "Exceptions per layer, from Layer Rules. If not connected, the preset 'keep sensitive layers' applies."
 
 ON_NAN_TOOLTIP = (
-    "On NaN or Inf: retry_higher repeats what failed in a higher precision; stop ends the run and says why; "
-    "report only tells."
+    "On NaN or Inf: retry_higher repeats the failed call in a higher precision; stop ends the run with the reason; "
+    "report only shows it."
 )
 GUARD_OFF = " off: no guard."
 CHECK_TOOLTIP = (
-    "Also compares steps with fp32, one more call each. "
-    "Off beside nodes of packs that may keep state between steps."
+    "Also compares steps with fp32, one extra call each. Skipped beside nodes that may keep state between steps."
 )
 
 
@@ -70,13 +67,13 @@ def node_id_of(cls: type[io.ComfyNode]) -> str | None:
 def checked_rules(rules: object, name: str = "rules") -> Rules | None:
     """Return what an input of rules was given; None where nothing is connected."""
     problem = f"The input '{name}' takes the output of Layer Rules (Halfsafe), not a {type(rules).__name__}."
-    return _checked(rules, Rules, problem, "Connect that node to it; lines of rules go into its own text.")
+    return _checked(rules, Rules, problem, "Connect a Layer Rules node and write the rules into its text box.")
 
 
 def checked_calibration(calibration: object) -> CalibrationData | None:
     """Return what an input of a calibration was given; None where nothing is connected."""
     problem = f"This takes the output of Calibrate (Halfsafe), not a {type(calibration).__name__}."
-    advice = "Connect that node to it; a kept file goes to convert --calibration."
+    advice = "Connect a Calibrate node; a saved calibration file is for convert --calibration."
     return _checked(calibration, CalibrationData, problem, advice)
 
 

@@ -11,8 +11,8 @@ from .inputs import LOAD, checked_rules, compute_input, rules_input, storage_inp
 
 NO_FILE = "none"
 VAE_DTYPE_TOOLTIP = (
-    "The dtype the VAE works in. "
-    "auto: ComfyUI's choice. fp32 usually cures black images from a VAE, at twice the memory."
+    "The dtype the VAE computes in. auto: ComfyUI's choice. fp32 usually cures black images from a VAE, at twice the "
+    "memory."
 )
 
 
@@ -44,7 +44,7 @@ class LoadDiffusionModel(Loader):
             node_id="HalfsafeLoadDiffusionModel",
             display_name="Load Diffusion Model fp8/int8 (Halfsafe)",
             category=LOAD,
-            description="Load a diffusion model in scaled fp8, int8 or another dtype, sensitive layers kept high.",
+            description="Load a diffusion model in scaled fp8, int8 or another dtype. Sensitive layers stay in 16 bit.",
             search_aliases=[
                 "out of memory", "oom", "low vram", "vram", "halve the memory", "fp8 loader", "unet loader", "dtype",
                 "quantize", "fp8", "fp8 scaled", "int8", "precision", "bf16", "fp16",
@@ -54,7 +54,7 @@ class LoadDiffusionModel(Loader):
                 file_input(
                     "model_name",
                     cls.FOLDER,
-                    "A .safetensors file in models/diffusion_models, of any of ComfyUI's formats, sharded too.",
+                    "A .safetensors file in models/diffusion_models, in any ComfyUI format, also sharded.",
                 ),
                 storage_input(),
                 compute_input(),
@@ -80,7 +80,7 @@ class LoadCheckpoint(Loader):
             node_id="HalfsafeLoadCheckpoint",
             display_name="Load Checkpoint (Halfsafe)",
             category=LOAD,
-            description="Load a full checkpoint with a dtype of its own for the model, the text encoder and the VAE.",
+            description="Load a full checkpoint with separate dtypes for the model, the text encoder and the VAE.",
             search_aliases=["fp8 checkpoint", "ckpt", "sdxl fp8", "dtype", "precision", "vae fp32", "no-half-vae"],
             has_intermediate_output=True,
             inputs=[
@@ -89,7 +89,7 @@ class LoadCheckpoint(Loader):
                 compute_input(),
                 storage_input(
                     "clip_storage",
-                    "How the text encoder's weights are kept. auto: as ComfyUI does, fp8 if memory is short.",
+                    "The dtype of the text encoder's weights. auto: ComfyUI's choice, fp8 if memory is short.",
                 ),
                 vae_dtype_input("vae_dtype"),
                 rules_input(),
@@ -121,7 +121,7 @@ class LoadCLIP(Loader):
                 options=[NO_FILE, *names],
                 default=NO_FILE,
                 optional=True,
-                tooltip="A further encoder, for types that use several.",
+                tooltip="Another encoder file, for types that use several.",
             )
             for number in (2, 3, 4)
         ]
@@ -129,7 +129,7 @@ class LoadCLIP(Loader):
             node_id="HalfsafeLoadCLIP",
             display_name="Load CLIP (Halfsafe)",
             category=LOAD,
-            description="Load one to four text encoder files with a storage dtype of their own.",
+            description="Load one to four text encoder files in a chosen storage dtype.",
             search_aliases=["text encoder", "t5 fp8", "clip fp8", "dual clip loader", "umt5", "dtype", "precision"],
             has_intermediate_output=True,
             inputs=[
@@ -138,7 +138,7 @@ class LoadCLIP(Loader):
                     "type", options=encoders.text_encoder_types(), tooltip="The model family the encoder is for."
                 ),
                 storage_input(
-                    tooltip="auto: as ComfyUI does, fp8 if memory is short. fp8 and int8 save memory, not time."
+                    tooltip="auto: ComfyUI's choice, fp8 if memory is short. fp8 and int8 save memory, not time."
                 ),
                 compute_input(),
                 *more,
@@ -165,7 +165,7 @@ class LoadControlNet(Loader):
             node_id="HalfsafeLoadControlNet",
             display_name="Load ControlNet (Halfsafe)",
             category=LOAD,
-            description="Load a ControlNet in scaled fp8, int8 or another dtype, sensitive layers kept high.",
+            description="Load a ControlNet in scaled fp8, int8 or another dtype. Sensitive layers stay in 16 bit.",
             search_aliases=[
                 "control net", "controlnet fp8", "int8", "quantize", "dtype", "controlnet", "fp8", "precision",
             ],
@@ -174,7 +174,7 @@ class LoadControlNet(Loader):
                 file_input(
                     "control_net_name",
                     cls.FOLDER,
-                    "A .safetensors file in models/controlnet, of any kind that ComfyUI knows; quantized too.",
+                    "A .safetensors file in models/controlnet, of any kind that ComfyUI supports, also quantized.",
                 ),
                 storage_input(),
                 compute_input(),
@@ -200,7 +200,7 @@ class LoadVAE(Loader):
             node_id="HalfsafeLoadVAE",
             display_name="Load VAE (Halfsafe)",
             category=LOAD,
-            description="Load a VAE in a dtype of its own, for this workflow only.",
+            description="Load a VAE in a chosen dtype, for this workflow only.",
             search_aliases=["vae fp32", "vae dtype", "no-half-vae", "fp32-vae", "precision"],
             has_intermediate_output=True,
             inputs=[

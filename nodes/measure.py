@@ -32,10 +32,10 @@ class MeasurePrecisions(io.ComfyNode):
                 io.Model.Input(
                     "model", tooltip="The model, LoRAs included, loaded as_file to compare storages. It is not changed."
                 ),
-                io.Conditioning.Input("positive", tooltip="A prompt like those you use."),
+                io.Conditioning.Input("positive", tooltip="A typical prompt."),
                 io.Latent.Input(
                     "latent_image",
-                    tooltip="The size to measure at: time and memory hold for it. Each candidate costs four steps.",
+                    tooltip="Time and memory are measured at this size. Each candidate costs four steps.",
                 ),
                 seed_input("The noise, the same for every candidate."),
                 io.String.Input(
@@ -45,7 +45,7 @@ class MeasurePrecisions(io.ComfyNode):
                     tooltip="One <storage>/<compute> per line, such as int8/auto; # comments. as_file: as loaded.",
                 ),
                 io.Conditioning.Input(
-                    "negative", optional=True, tooltip="Sampled too when given, with cfg 4, at twice the time."
+                    "negative", optional=True, tooltip="Sampled if connected, with cfg 4, at twice the time."
                 ),
             ],
             outputs=[

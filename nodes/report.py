@@ -24,7 +24,7 @@ class ReportNode(io.ComfyNode):
             node_id="HalfsafeReport",
             display_name="Precision Report (Halfsafe)",
             category=MEASURE,
-            description="What each layer is stored in and computed in, on which device, and why.",
+            description="Show the storage and compute dtype of each layer, the device, and the reason.",
             search_aliases=["dtype", "precision", "report", "used dtype", "manual cast", "weight dtype", "debug"],
             is_output_node=True,
             inputs=[
@@ -32,7 +32,7 @@ class ReportNode(io.ComfyNode):
                 io.AnyType.Input(
                     "after",
                     optional=True,
-                    tooltip="Anything, for example the sampled latent: the report then runs after it.",
+                    tooltip="Any input, for example the sampled latent: the report runs after it.",
                 ),
             ],
             outputs=[
@@ -60,7 +60,7 @@ class DeviceInfo(io.ComfyNode):
             node_id="HalfsafeDeviceInfo",
             display_name="Device Info (Halfsafe)",
             category=MEASURE,
-            description="What this device, or another profile, can do, is fast at, and what auto would choose there.",
+            description="Show what this device or another profile supports, what is fast on it, and what auto chooses.",
             search_aliases=["gpu info", "gpu support", "bf16 support", "capabilities", "doctor"],
             is_output_node=True,
             inputs=[
@@ -68,7 +68,7 @@ class DeviceInfo(io.ComfyNode):
                     "profile",
                     options=[cls.THIS_DEVICE, *PROFILE_NAMES],
                     default=cls.THIS_DEVICE,
-                    tooltip="This device, probed; or what is expected of another one.",
+                    tooltip="This device, tested now, or the expected values of another one.",
                 )
             ],
             outputs=[io.String.Output(display_name="text"), io.String.Output(display_name="json")],

@@ -16,7 +16,7 @@ class LayerRules(io.ComfyNode):
             node_id="HalfsafeLayerRules",
             display_name="Layer Rules (Halfsafe)",
             category=EXPERT,
-            description="Which layers are stored and computed differently. One rule per line; later lines win.",
+            description="Choose layers to store or compute differently. One rule per line; later lines win.",
             search_aliases=["keep layers", "exclude layers", "mixed precision", "layer dtype", "skip layers", "preset"],
             inputs=[
                 io.String.Input(
@@ -29,9 +29,9 @@ class LayerRules(io.ComfyNode):
                     "preset",
                     options=list(PRESETS),
                     default=DEFAULT_PRESET,
-                    tooltip="Layers to keep as in the file, before your own lines; the family presets keep more.",
+                    tooltip="Layers to keep as in the file. Your lines override it; family presets keep more.",
                 ),
-                RulesType.Input("previous", optional=True, tooltip="Rules to build on; lines here win over them."),
+                RulesType.Input("previous", optional=True, tooltip="Rules to extend. Lines here override them."),
             ],
             outputs=[RulesType.Output(display_name="rules"), io.String.Output(display_name="text")],
         )

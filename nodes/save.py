@@ -8,7 +8,7 @@ from ..precision.report.result import GOOD, SAVED, UNLISTED, WARN, Result
 from .host.load.save import save_model
 from .inputs import LOAD, CalibrationType, checked_calibration, checked_rules, rules_input, storage_input
 
-STORAGE_TOOLTIP = "How the weights are stored. auto and as_file keep what the model is loaded in."
+STORAGE_TOOLTIP = "The dtype of the saved weights. auto and as_file keep the dtypes of the loaded model."
 
 
 class SaveModel(io.ComfyNode):
@@ -18,8 +18,10 @@ class SaveModel(io.ComfyNode):
             node_id="HalfsafeSaveModel",
             display_name="Save Model (Halfsafe)",
             category=LOAD,
-            description="Save a model with its LoRAs merged, in scaled fp8, int8 or another dtype, closer to it "
-            "with a calibration; stock loaders read the file.",
+            description=(
+                "Save a model with its LoRAs merged, in scaled fp8, int8 or another dtype, for ComfyUI's own loaders. "
+                "A calibration lowers the error."
+            ),
             search_aliases=[
                 "save fp8", "save int8", "quantize model", "convert fp8", "merge lora", "export", "precision",
             ],
@@ -30,15 +32,14 @@ class SaveModel(io.ComfyNode):
                 io.String.Input(
                     "filename_prefix",
                     default="diffusion_models/halfsafe",
-                    tooltip="Below ComfyUI's output folder. "
-                    "Files under diffusion_models/ appear in the loaders at once.",
+                    tooltip="A path in ComfyUI's output folder. Files under diffusion_models/ appear in the loaders.",
                 ),
                 storage_input(tooltip=STORAGE_TOOLTIP, default="fp8_e4m3fn"),
                 rules_input(),
                 CalibrationType.Input(
                     "calibration",
                     optional=True,
-                    tooltip="From Calibrate, of this model: weights are rounded closer to the original, in minutes.",
+                    tooltip="A calibration of this model, from Calibrate: rounds weights with less error.",
                 ),
             ],
             outputs=[io.String.Output(display_name="path")],

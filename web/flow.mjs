@@ -164,7 +164,7 @@ export function lead(graph, origin, node, slot) {
   const from = nodeAt(graph, origin);
   const input = node.inputs[slot];
   const made = isFromOutside(graph, origin) ? joined(from.slots[origin.slot], input, node, origin.after) : from.connectSlots(from.outputs[origin.slot], node, input, origin.after);
-  if (!made) throw new Error(t("{node} takes no link at {input}.", { node: node.title, input: input.name }));
+  if (!made) throw new Error(t("{node} accepts no link at {input}.", { node: node.title, input: input.name }));
 }
 
 /** Link a slot of a subgraph's border. @param {any} border @param {...any} given */

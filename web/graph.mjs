@@ -112,7 +112,7 @@ export async function showMe(app) {
     if (node.title) node.title = t(node.title);
     if (ours.has(node.type)) for (const slot of [...node.inputs, ...node.outputs]) slot.label = t(slot.name);
   }
-  await app.loadGraphData(graph, true, true, t("Halfsafe, shown"));
+  await app.loadGraphData(graph, true, true, t("Halfsafe demo"));
   await enter(app, app.graph);
   setView(app, viewAround(app, app.graph.nodes, 1.5));
   return t("Press Run: left black, right repaired.");

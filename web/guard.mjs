@@ -63,7 +63,7 @@ export async function guardWorkflow(app) {
 /** @param {Flow} flow */
 function whyNothing(flow) {
   const used = [MODEL, CLIP, VAE].some(({ type }) => usesOf(flow, type).length > 0);
-  return used ? t("Every model here is guarded already.") : t("Nothing here runs a model, a VAE or a text encoder.");
+  return used ? t("Every model here is guarded already.") : t("This workflow runs no model, VAE or text encoder.");
 }
 
 /** What was added, and inside of what: the page enters a subgraph without a word. @param {any[]} added */
@@ -75,13 +75,13 @@ export function toldOf(added) {
   if (inside.size && isAlsoOutside) return t("{count} nodes were added, some of them inside of subgraphs: run the workflow.", { count });
   if (inside.size > 1) return t("{count} nodes were added in {subgraphs} subgraphs: run the workflow.", { count, subgraphs: inside.size });
   const done = count > 1 ? t("{count} nodes were added: run the workflow.", { count }) : t("1 node was added: run the workflow.");
-  return inside.size ? together([done, t("The page shows the inside of {name}.", { name: graph.name })]) : done;
+  return inside.size ? together([done, t("The page now shows the subgraph {name}.", { name: graph.name })]) : done;
 }
 
 /** @param {Take[]} without */
 function toldOfLeft(without) {
   const names = [...new Set(without.map(({ step, name }) => `${step.title} (${name})`))];
-  return names.length ? t("Not guarded, as the page has no link there to put a guard into: {names}.", { names: names.join(", ") }) : "";
+  return names.length ? t("Not guarded, because there is no link to put a guard into: {names}.", { names: names.join(", ") }) : "";
 }
 
 /** Plan the nodes to put in, the one for the picture first. @param {Flow} flow @returns {{plans: Plan[], without: Take[]}} and what no node can guard */
@@ -283,7 +283,7 @@ export async function unguardWorkflow(app) {
     await enter(app, views.left.graph);
     setView(app, views.left.view);
   }
-  return guards.length > 1 ? t("{count} nodes were taken out.", { count: guards.length }) : t("The Halfsafe node was taken out.");
+  return guards.length > 1 ? t("{count} nodes were removed.", { count: guards.length }) : t("The Halfsafe node was removed.");
 }
 
 /** @param {any} node */

@@ -283,7 +283,7 @@ function onGuard(message) {
     toasts.show(toast);
   }
   if (message.fell_back) showRanIn(message.fell_back, () => "fp16_safe");
-  else if (isWider(message) && !WATCHED.test(message.node_id)) showRanIn(String(message.node_id), (mode) => t("{mode}, parts wider", { mode }));
+  else if (isWider(message) && !WATCHED.test(message.node_id)) showRanIn(String(message.node_id), (mode) => t("{mode}, some layers wider", { mode }));
 }
 
 /** Let a node's badge say what its model goes on in. @param {string} id @param {(planned: string) => string} mode */
@@ -408,8 +408,8 @@ app.registerExtension({
       type: "combo",
       options: [
         { value: "off", text: "off" },
-        { value: "report", text: "report: tell of NaN and Inf; a black picture stays black" },
-        { value: "retry_higher", text: "retry_higher: repeat what fails in a higher precision; stop where that cannot help" },
+        { value: "report", text: "report: show NaN and Inf; a black picture stays black" },
+        { value: "retry_higher", text: "retry_higher: repeat failed calls in a higher precision; stop if that cannot help" },
       ],
       defaultValue: "off",
       onChange: (/** @type {string} */ value) => {

@@ -100,10 +100,10 @@ function isLinked(sampling) {
 function whyNone(flow) {
   const steps = [...flow.values()];
   const unlinked = steps.find((step) => samplingsOf(flow, step).length);
-  if (unlinked) return t("{sampler} is given its model, prompt or latent without a link in its own graph, which Measure cannot read.", { sampler: unlinked.type });
+  if (unlinked) return t("Measure cannot read {sampler}: its model, prompt or latent is not linked in the same graph.", { sampler: unlinked.type });
   const calls = (/** @type {Step} */ step) => takesOf(step).some((take) => ["MODEL", "GUIDER"].includes(typeOf(flow, take)));
   const sampler = steps.find((step) => calls(step) && outputsOf(step).some((type) => MADE.includes(type)));
-  return sampler ? t("This workflow samples with {sampler}, which Measure cannot read.", { sampler: sampler.type }) : t("Nothing here samples with a model.");
+  return sampler ? t("Measure does not support {sampler}, the sampler of this workflow.", { sampler: sampler.type }) : t("This workflow has no sampler with a model.");
 }
 
 /** The files that a model was loaded from. @param {Flow} flow @param {Take} model */
@@ -114,7 +114,7 @@ function nameOf(flow, { from }) {
 /** @param {any} app @param {string[]} models @returns {Question} */
 function questionOf(app, models) {
   const choices = models.map((name) => ({ name, act: () => measureWorkflow(app, name) }));
-  return { text: t("{count} models are sampled here. Which one is to be measured?", { count: models.length }), choices };
+  return { text: t("{count} models are sampled here. Which one should be measured?", { count: models.length }), choices };
 }
 
 /** @param {any} app @param {Sampling} sampling @param {string} name of the model, where there are several */
@@ -139,14 +139,14 @@ async function put(app, sampling, name) {
     link(measure, 2, show, 0);
   });
   await showAmong(app, [measure, show], graph.nodes);
-  return together([toldOf([measure, show]), t("The arrow above them runs these two alone."), ...notUsed(sampling)]);
+  return together([toldOf([measure, show]), t("The arrow above these two nodes runs only them."), ...notUsed(sampling)]);
 }
 
 /** What is sampled with another value than in the workflow. @param {Sampling} sampling */
 function notUsed({ negative, cfg, left }) {
   const told = [];
   if (negative && typeof cfg === "number" && cfg !== CFG) told.push(t("It measures with cfg {used}, not with this sampler's {cfg}.", { used: CFG, cfg }));
-  if (left.length) told.push(t("It leaves out {names}.", { names: left.map(({ name }) => name).join(", ") }));
+  if (left.length) told.push(t("It does not include {names}.", { names: left.map(({ name }) => name).join(", ") }));
   return told;
 }
 
@@ -155,5 +155,5 @@ export async function unmeasureWorkflow(app) {
   await undoable(app, () => {
     for (const node of allNodes(app).filter(isMeasure)) node.graph.remove(node);
   });
-  return t("Measure Precisions was taken out.");
+  return t("Measure Precisions was removed.");
 }

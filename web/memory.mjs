@@ -59,7 +59,7 @@ async function orUnchanged(act) {
   try {
     return await act();
   } catch (error) {
-    return t("The workflow is as it was: {why}", { why: error instanceof Error ? error.message : String(error) });
+    return t("The workflow was not changed: {why}", { why: error instanceof Error ? error.message : String(error) });
   }
 }
 
@@ -67,7 +67,7 @@ async function orUnchanged(act) {
 async function halve(app, api, only) {
   const workflow = saved(app);
   const loaders = (await runningLoaders(app, workflow)).filter(({ live }) => !only || live === only);
-  if (!loaders.length) return t("There is no loader of ComfyUI's that runs in this workflow.");
+  if (!loaders.length) return t("No loader of ComfyUI runs in this workflow.");
   const advice = await advise(api, loaders);
   /** @type {string[]} */
   const leftOut = [];
@@ -105,7 +105,7 @@ async function putBack(app, only) {
     }
   }
   if (count) await open(app, workflow);
-  const done = count === 1 ? t("ComfyUI's loader is back.") : t("{count} of ComfyUI's loaders are back.", { count });
+  const done = count === 1 ? t("ComfyUI's loader was restored.") : t("{count} of ComfyUI's loaders were restored.", { count });
   return leftOut.length ? `${done} ${t("Left out: {names}.", { names: leftOut.join(", ") })}` : done;
 }
 
@@ -289,7 +289,7 @@ async function open(app, workflow) {
   await changeTracker.redo();
   if (isOpen(app, workflow)) return;
   await app.loadGraphData(before, false, false, activeWorkflow);
-  throw new Error(t("ComfyUI's page could not open the changed one."));
+  throw new Error(t("The page could not open the changed workflow."));
 }
 
 /** Whether the page has every node of a workflow, each of its type. @param {any} app @param {any} workflow */
@@ -302,6 +302,6 @@ function isOpen(app, workflow) {
 
 /** @param {number} count of loaders that are ours now @param {string[]} leftOut */
 function told(count, leftOut) {
-  const done = !count ? t("No loader was changed.") : count === 1 ? t("1 loader is Halfsafe's now: run the workflow.") : t("{count} loaders are Halfsafe's now: run the workflow.", { count });
+  const done = !count ? t("No loader was changed.") : count === 1 ? t("1 loader was replaced: run the workflow.") : t("{count} loaders were replaced: run the workflow.", { count });
   return leftOut.length ? `${done} ${t("Left out: {names}.", { names: leftOut.join(", ") })}` : done;
 }

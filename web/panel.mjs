@@ -15,9 +15,9 @@ import { following, said, t, together } from "./words.mjs";
 
 /** Each with its head and what that means. @returns {[Column, string, string | null][]} */
 const columns = () => [
-  ["name", t("layer"), null], ["class", t("class"), null], ["storage", t("stored"), t("What the weights are kept in.")], ["mode", t("computed"), t("What the layer multiplies in.")],
-  ["accumulation", t("sums"), t("What products are added up in.")], ["stream", t("activations"), t("What goes from layer to layer.")],
-  ["kernel", t("kernel"), t("Of quantized weights: native runs on the device's own, dequantized unpacks them first.")],
+  ["name", t("layer"), null], ["class", t("class"), null], ["storage", t("stored"), t("The dtype of the weights in memory.")], ["mode", t("computed"), t("The arithmetic of the layer's matrix product.")],
+  ["accumulation", t("sums"), t("The dtype in which products are summed.")], ["stream", t("activations"), t("The dtype of values between layers.")],
+  ["kernel", t("kernel"), t("For quantized weights. native: the device's own kernel. dequantized: unpacked before the product.")],
 ];
 const COPIED_MS = 2500;
 const BUILT_IN = "halfsafe_example.safetensors";
@@ -106,7 +106,7 @@ export class ReportPanel {
   #keep() {
     if (!this.#report) return;
     this.keepRules?.(rulesText(this.#report));
-    this.#say(t("Kept: Ctrl+Z takes it back"));
+    this.#say(t("Rules added: Ctrl+Z undoes it"));
   }
 
   /** @param {string} text */
@@ -136,10 +136,10 @@ export class ReportPanel {
     const rows = sortRows(rowsOf(report, layers), this.#order);
     const [count, total] = [layers.length, report.layers.length];
     this.count.textContent = count < total ? t("{count} of {total}", { count, total }) : t("{count} layers", { count });
-    const none = report.rules ? "" : t("All layers run as most do: there is no exception to copy");
+    const none = report.rules ? "" : t("All layers run the same way: there is no exception to copy");
     this.copy.disabled = this.keep.disabled = !report.rules;
-    this.copy.title = none || t("Copies the layers that run otherwise than most, as lines for the Layer Rules node");
-    this.keep.title = none || t("Puts the layers that run otherwise than most into a Layer Rules node before this one");
+    this.copy.title = none || t("Copies the layers that differ from the majority as lines for a Layer Rules node");
+    this.keep.title = none || t("Writes the layers that differ from the majority into a Layer Rules node before this one");
     const body = el("tbody", { role: "rowgroup" }, ...rows.flatMap((row) => this.#rowElements(row, report)));
     if (!rows.length) body.append(emptyRow());
     this.table.replaceChildren(this.#headRow(), body);
@@ -187,7 +187,7 @@ export class ReportPanel {
 
 /** @param {Row} row @param {boolean} several @param {Report["modes"]} modes */
 function detailRows(row, several, modes) {
-  const reason = el("td", { role: "cell", colspan: columns().length, text: said(row.reason) || t("As the model's own dtype says.") });
+  const reason = el("td", { role: "cell", colspan: columns().length, text: said(row.reason) || t("The model's own dtype.") });
   return [
     el("tr", { role: "row", class: "hs-reason" }, reason),
     ...(several ? row.members : []).map((layer) => {
@@ -226,7 +226,7 @@ function emptyRow() {
 }
 
 function emptyHint() {
-  return el("p", { class: "hs-hint", text: t("Run the workflow to see what each layer is stored in and computed in, and why.") });
+  return el("p", { class: "hs-hint", text: t("Run the workflow to see the storage and compute dtype of each layer, with the reason.") });
 }
 
 /** @param {Report} report */

@@ -12,13 +12,13 @@ const NOTHING = "-";
 
 /** What the heads of tables mean. @returns {Record<string, string>} */
 const meanings = () => ({
-  "s/step": t("Seconds a step of the sampler takes, and how far the timed steps lie apart."),
-  memory: t("The weights, and what the device held beyond them at most."),
-  "SNR dB": t("How close the last latent comes to fp32's: 20 dB is an error of 10 %, 40 dB of 1 %."),
-  "weight dB": t("How close the layer's weights stay."),
-  "output dB": t("How close the layer's output stays: 20 dB is an error of 10 %, 40 dB of 1 %."),
-  "channel dB": t("The same as a mean over channels, which shows an error that larger channels hide."),
-  outcome: t("chosen: may be in it. kept: better not. pinned: a first, last or embedding layer, which stays."),
+  "s/step": t("Seconds per sampler step, and the spread of the timed steps."),
+  memory: t("Weights plus the peak of all other memory on the device."),
+  "SNR dB": t("SNR of the last latent against fp32: 20 dB is an error of 10 %, 40 dB of 1 %."),
+  "weight dB": t("SNR of the layer's weights."),
+  "output dB": t("SNR of the layer's output: 20 dB is an error of 10 %, 40 dB of 1 %."),
+  "channel dB": t("Mean SNR over channels: shows errors of small channels that larger ones hide."),
+  outcome: t("chosen: can use the candidate. kept: stays high. pinned: a first, last or embedding layer, which stays high."),
 });
 
 /** The result in a node's output; null where there is none. @param {any} output @returns {Result | null} */

@@ -65,7 +65,7 @@ export class RunLog {
     this.run = { promptId, workflow, before, computed: false, toasts: [], error: null, causes: new Set(), state: "running", guards: new Map(), events: [], results: new Map(), notices: new Map() };
     this.refused = null;
     this.#onChange();
-    return (last?.toasts ?? []).map((toast) => ({ ...toast, detail: t("The run before: {what}", { what: toast.detail ?? "" }), life: BESIDE_THE_PICTURE }));
+    return (last?.toasts ?? []).map((toast) => ({ ...toast, detail: t("Previous run: {what}", { what: toast.detail ?? "" }), life: BESIDE_THE_PICTURE }));
   }
 
   /** @param {string} promptId @param {"done" | "failed"} state @param {RunError | null} [error] @returns {Toast[]} the rescues, to tell once more beside the picture */

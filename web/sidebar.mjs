@@ -66,7 +66,7 @@ function guardCards({ guards }, graph) {
 function whyNoReport(run, { nodes }) {
   const withReport = nodes.some(({ comfyClass }) => REPORTING.includes(comfyClass));
   if (!withReport) return t("No report yet: Guard this workflow adds one.");
-  return run?.state === "failed" ? t("The last run ended before its report.") : t("Run the workflow to see what each layer is stored in and computed in, and why.");
+  return run?.state === "failed" ? t("The last run ended before its report.") : t("Run the workflow to see the storage and compute dtype of each layer, with the reason.");
 }
 
 /** What each fact is called. @returns {Record<string, string>} */
@@ -82,7 +82,7 @@ function factsOf({ here, took }) {
 }
 
 /** The values of the setting that guards every run, and what each does. @returns {[string, string][]} */
-const watches = () => [["off", t("off")], ["report", t("tell of NaN and Inf")], ["retry_higher", t("repeat what fails, in a higher precision")]];
+const watches = () => [["off", t("off")], ["report", t("report NaN and Inf")], ["retry_higher", t("repeat failed calls in a higher precision")]];
 
 /** @param {Greeting} greeting */
 function greet(greeting) {
@@ -90,15 +90,15 @@ function greet(greeting) {
   /** @param {string} title @param {string} text @param {Action} act */
   const action = (title, text, act) => button(greeting, act, el("b", { text: title }), text);
   const showing = action(t("Show me"), t("A black picture, and the same one repaired. Nothing to download."), showMe);
-  const guarding = unguard ? action(t("Take the guard out"), t("Takes the Halfsafe node out and links what was linked before."), unguard)
-    : action(t("Guard this workflow"), t("Puts the Halfsafe node between loaders and sampler. Another click takes it out."), guard);
-  const measuring = unmeasure ? action(t("Take Measure out"), t("Takes Measure Precisions and its chart out."), unmeasure)
-    : action(t("Measure my card"), t("Puts Measure Precisions beside the sampler: a run takes as long as about 30 of its steps and says what is fastest here."), measure);
-  const halving = unhalve ? action(t("Put ComfyUI's loaders back"), t("Each loader is as it was before Halve the memory."), unhalve)
-    : action(t("Halve the memory"), t("Loads models and text encoders in 8 bits: ComfyUI's loaders become Halfsafe's, with the same files and links. Another click puts them back."), halve);
+  const guarding = unguard ? action(t("Take the guard out"), t("Removes the Halfsafe node and restores the links."), unguard)
+    : action(t("Guard this workflow"), t("Adds the Halfsafe node between loaders and sampler. Click again to remove it."), guard);
+  const measuring = unmeasure ? action(t("Take Measure out"), t("Removes Measure Precisions and its chart."), unmeasure)
+    : action(t("Measure my card"), t("Adds a node that measures this workflow's model: about 30 sampler steps, then it names the best setting for this card."), measure);
+  const halving = unhalve ? action(t("Put ComfyUI's loaders back"), t("Restores each loader to its state before Halve the memory."), unhalve)
+    : action(t("Halve the memory"), t("Loads models and text encoders in 8 bits: replaces ComfyUI's loaders with Halfsafe's, with the same files and links. Click again to undo it."), halve);
   return [
     el("h2", { text: "Halfsafe" }),
-    el("p", { class: "hs-sentence", text: device || t("Looking at this device ...") }),
+    el("p", { class: "hs-sentence", text: device || t("Detecting the device ...") }),
     el("div", { class: "hs-actions" }, showing, guarding, halving, measuring),
     did,
     watchSwitch(greeting),
@@ -130,7 +130,7 @@ function answerOf(told, greeting) {
 function quiet(run, reports, greeting) {
   if (greeting.elsewhere) return [hint(t("The last run was of another workflow."))];
   if (greeting.isWaiting) return [hint(t("Nothing has begun yet. If ComfyUI refused the run, its own message says why."))];
-  if (!run) return [hint(t("Nothing was run since this page was opened."))];
+  if (!run) return [hint(t("Nothing has run since this page was opened."))];
   if (run.state === "done" && !run.computed) return [hint(t("Nothing was computed: ComfyUI kept the results of an earlier run."))];
   const has = (/** @type {string[]} */ types) => greeting.nodes.some(({ comfyClass, mode }) => types.includes(comfyClass) && mode === RUNS);
   if (greeting.watching !== "off" || has(GUARDS)) return [hint(guardedText(run, reports))];
@@ -143,7 +143,7 @@ function quiet(run, reports, greeting) {
 function guardedText({ state }, reports) {
   const calls = reports.reduce((sum, { report }) => sum + (report.guard.verdict === "clean" ? report.guard.calls : 0), 0);
   if (state === "running") return t("Guarded: no NaN so far.");
-  return calls ? t("Guarded: {calls} calls of the model looked at, no NaN.", { calls }) : t("Guarded: no NaN.");
+  return calls ? t("Guarded: {calls} calls of the model checked, no NaN.", { calls }) : t("Guarded: no NaN.");
 }
 
 /** @param {string} id @param {GuardState} guard @param {{titleOf: (id: string) => string, goTo: (id: string) => void}} graph */

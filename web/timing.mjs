@@ -28,11 +28,11 @@ export class Timing {
 
   /** What took how long; empty where nothing was loaded or sampled. */
   get text() {
-    const loading = this.#loading ? t("{seconds} s in nodes that load", { seconds: inSeconds(this.#loading) }) : "";
+    const loading = this.#loading ? t("{seconds} s in loader nodes", { seconds: inSeconds(this.#loading) }) : "";
     if (!this.#steps) return loading;
     const { first, later } = this.#steps;
     const steps = later === null ? t("{first} s to the end of the first step", { first: inSeconds(first) })
-      : t("{first} s to the end of the first step, {later} s for each later one: what is more of it was loading", { first: inSeconds(first), later: inSeconds(later) });
+      : t("{first} s to the end of the first step, {later} s for each later step: the difference is loading", { first: inSeconds(first), later: inSeconds(later) });
     return [loading, steps].filter(Boolean).join(t("; "));
   }
 }

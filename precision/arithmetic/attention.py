@@ -19,11 +19,11 @@ COARSE_SCORE = 512.0
 
 
 class Kernels(NamedTuple):
-    """Name the functions that can compute an attention of ComfyUI: what would run, and what runs in fp32 in its place,
-    which kernels of 16 bit or less cannot take.
+    """Functions that can compute an attention of ComfyUI: ``attention``, the function to call, and ``fp32``, a
+    replacement that accepts fp32, which kernels of 16 bits or less do not.
 
-    ``fused``: ``attention`` keeps its scores in fp32 registers and scales before it rounds. ``foreign``: it is
-    somebody's override, whose result is checked too.
+    ``fused``: ``attention`` keeps its scores in fp32 registers and scales them before rounding. ``foreign``:
+    ``attention`` is another pack's override, whose result is checked too.
     """
 
     attention: Callable
@@ -38,14 +38,14 @@ def run_in_fp32(kernels: Kernels, call: AttentionCall) -> torch.Tensor:
 
 
 class SafeAttention:
-    """Run attention with fp16 operands where neither an operand nor a score can pass fp16's range, else in fp32.
+    """Run attention with fp16 operands if no operand and no score can exceed fp16's range, else in fp32.
 
-    Attentions are distinguished by their order in a model call; one that was never measured runs in fp32. The layers
-    before one with large scores return fp32: q and k are rounded once and not twice. The result of a foreign kernel is
-    looked at: its own arithmetic may overflow. ``asked``: tell whether the attention that is called now is to run in
-    fp32 whatever its scores are. ``fp16_flops``: floating-point operations of a call that had fp16 operands.
-    ``all_bounded``: no input of the model can bring any q past fp16's range, so that none is looked at where a fused
-    kernel takes it without a mask. All or none, as a later call may have the attentions in another order.
+    Attentions are identified by their order in a model call; an attention that was never measured runs in fp32. The
+    layers before an attention with large scores return fp32, so that q and k are rounded once instead of twice. The
+    result of a foreign kernel is checked, because its own arithmetic may overflow. ``asked``: returns True if the
+    current attention has to run in fp32 whatever its scores are. ``fp16_flops``: floating-point operations with fp16
+    operands in a call. ``all_bounded``: no model input can bring any q above fp16's range, so q is not checked for a
+    fused kernel without a mask. It covers all attentions or none, because a later call may run them in another order.
     """
 
     def __init__(self, calibration: Calibration, asked: Callable[[], bool] = lambda: False):
@@ -67,7 +67,7 @@ class SafeAttention:
             self.all_bounded = True
 
     def __call__(self, kernels: Kernels, q: torch.Tensor, k, v, heads: int, *args, **kwargs) -> torch.Tensor:
-        """Run one attention with ComfyUI's arguments. Returns the dtype of ``q``, or fp16 where other results are."""
+        """Run one attention with ComfyUI's arguments. Returns the dtype of ``q``, or fp16 if other results are fp16."""
         index, self.index = self.index, self.index + 1
         if (
             (args[0] if args else kwargs.get("mask")) is None
@@ -121,7 +121,7 @@ class SafeAttention:
         return result
 
     def _note(self, call: AttentionCall) -> tuple[float, float, float]:
-        """Return the amax of q, the largest number that the attention can hold, and the most that q can hold."""
+        """Return the amax of q, the largest number in the attention, and the upper bound of q for every model input."""
         self.range.device = self.finite.device = call.q.device
         bound = self.calibration.hiding.norms.of(call.q)
         *operands, largest, most = torch.stack([*map(amax, (call.q, call.k, call.v)), call.largest(), bound]).tolist()

@@ -1,6 +1,6 @@
-"""How large the numbers of an attention can be: bounds from its operands, and what is proven from them.
+"""Bounds of the numbers in an attention, computed from its operands.
 
-A score is at most ``max ||q|| * max ||k|| * scale`` (Cauchy-Schwarz); a result is a mean of rows of v.
+A score is at most ``max ||q|| * max ||k|| * scale`` (Cauchy-Schwarz); a result is a weighted mean of the rows of v.
 """
 
 import math
@@ -19,9 +19,10 @@ SMALLEST_VALUE = 2.0**-10
 
 
 class AttentionCall(NamedTuple):
-    """Hold the arguments of an attention of ComfyUI: q, k, v of (..., tokens, channels), and all after ``heads``.
+    """Arguments of an attention of ComfyUI: q, k, v of shape (..., tokens, channels), and all arguments after
+    ``heads``.
 
-    ``fused``: its scores are kept in fp32 and scaled before they are rounded.
+    ``fused``: scores are kept in fp32 and scaled before rounding.
     """
 
     q: torch.Tensor
@@ -57,7 +58,7 @@ class AttentionCall(NamedTuple):
         return scale if self.fused else max(scale, 1.0)
 
     def masked_factor(self) -> float:
-        """Return the score factor, eightfold with a mask, so that no score outweighs a masked score."""
+        """Return the score factor, times 8 with a mask, so that no score outweighs a masked score."""
         return self.score_factor() * (MASK_FACTOR if self.is_masked() else 1.0)
 
     def is_masked(self) -> bool:
@@ -65,8 +66,8 @@ class AttentionCall(NamedTuple):
         return any(mask.is_floating_point() for mask in masks)
 
     def largest(self) -> torch.Tensor:
-        """Compute the largest norm of a row of q or k, score, or element of v, 0-dim fp32. Values so small that fp16
-        would round them away count as too large."""
+        """Compute the largest of: norm of a row of q or k, score, element of v; 0-dim fp32. Values of v so small that
+        fp16 rounds them to zero count as too large."""
         of_q, of_k = self.norms()
         of_v = amax(self.v)
         score = of_q * of_k * self.masked_factor()
@@ -74,22 +75,23 @@ class AttentionCall(NamedTuple):
 
 
 class AttentionRange(Proof):
-    """Prove that attentions over fp16 operands stay in its range, from the largest number they can hold."""
+    """Proof that attentions with fp16 operands stay in fp16's range, from the largest number in them."""
 
     def holds(self, magnitude: float) -> bool:
+        """True if the largest number in the attention fits fp16."""
         return fits_range(magnitude)
 
 
 class AttentionBound(AttentionRange):
-    """Prove that an attention over fp16 operands stays in fp16's range.
+    """Proof that one attention with fp16 operands stays in fp16's range.
 
-    A kernel that is fused has no such number but in q, k and v. Inf in v makes Inf or NaN of the result, and Inf in k
-    either NaN or a score of -Inf, whose weight is the 0 that it should be. Of q it may leave zeros behind, so that the
-    amax of q is recorded, in one kernel. With a mask that is added, or scores in fp16, the norms of the rows of q and k
-    are recorded, and their product is bounded.
+    A fused kernel keeps its scores in fp32, so only q, k and v can overflow. Inf in v gives Inf or NaN in the result.
+    Inf in k gives NaN, or a score of -Inf, whose weight is correctly 0. Inf in q may leave zeros, so the amax of q is
+    recorded, in one kernel. With an additive mask, or with scores in fp16, the norms of the rows of q and k are
+    recorded, which bound their product.
 
-    ``factor``: of a score, the mask's included; ``limit``: the largest amax of q, which also keeps scores from becoming
-    coarse; ``by_norm``: record the norms.
+    ``factor``: factor of a score, including the mask's. ``limit``: largest amax of q, which also keeps scores from
+    becoming coarse. ``by_norm``: record the norms.
     """
 
     width = 2
@@ -98,14 +100,14 @@ class AttentionBound(AttentionRange):
     by_norm = False
 
     def calibrate(self, call: AttentionCall, amax_of_q: float, largest: float) -> None:
-        """Choose the numbers to record. ``largest``: the largest number of the attention."""
+        """Choose the numbers to record. ``largest``: the largest number in the attention."""
         self.device = call.q.device
         self.factor, self.by_norm = call.masked_factor(), not call.fused or call.is_masked()
         self.limit = min(math.sqrt(LARGEST_SCORE / largest), 2.0**HEADROOM_BITS) * amax_of_q
 
     def record_call(self, call: AttentionCall) -> None:
-        """Record the numbers of an attention. A call may bring a mask, or another kernel, where the measured one had
-        none: the larger factor counts."""
+        """Record the numbers of an attention. If this call has a mask, or another kernel, and the measured call had
+        none, the larger factor is used."""
         if not (self.by_norm or not call.fused or call.is_masked()):
             self.record_amax(call.q)
             return
@@ -116,7 +118,8 @@ class AttentionBound(AttentionRange):
             self.record(norm, place)
 
     def magnitude(self, numbers: list[float]) -> float:
-        """Return the largest number of the attention, from its records; of q alone, its growth to fp16's range."""
+        """Return the largest number in the attention, from its records; if only q is recorded, the growth of q in units
+        of fp16's range."""
         of_q, of_k = numbers
         if not self.by_norm:
             return FP16_MAX * of_q / self.limit * (1 - 2.0**-12) if self.limit else math.nan

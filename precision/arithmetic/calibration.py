@@ -1,10 +1,10 @@
-"""Measure a model's operations in its first call, run later calls by that plan, and look at what they computed.
+"""Calibrate a model's operations in its first call, run later calls with that plan, and check their results.
 
-The first call calibrates: it fixes how each operand is scaled and which results are fp16. A product of fp16 operands
-with sums in fp32 is right where its result is finite, so later calls look at their own result, and measure no more than
-scaled operands, the model's inputs, attention in fp16 and layers whose overflow model code may hide (``hiding.py``).
-Where a look finds Inf or NaN, or a number has left its range, the call is repeated with calibration. So a clean call
-costs a few reductions and one small synchronisation, and no value that overflows is ever used.
+The first call calibrates: it chooses the scale of each operand and the layers that return fp16. A product of fp16
+operands with fp32 sums is correct if its result is finite, so later calls only check their own result and measure
+scaled operands, the inputs of the model, attention in fp16, and layers whose overflow model code may hide
+(``hiding.py``). If a check finds Inf or NaN, or a number left its range, the call is repeated with calibration. A clean
+call costs a few reductions and one small synchronisation, and a value that overflowed is never used.
 """
 
 import math
@@ -70,7 +70,7 @@ def until_it_stands(looks: Collection[Looks], attempt: Callable[[], Result]) -> 
 
 
 class InputRange(Proof):
-    """State the range of an input of the model that was measured, with room on both sides."""
+    """Proof that an input of the model stays in its measured range, with ``HEADROOM_BITS`` of room on both sides."""
 
     range = math.inf, 0.0
 
@@ -79,27 +79,26 @@ class InputRange(Proof):
         self.range = math.inf, 0.0
 
     def measure(self, magnitude: float) -> None:
-        """Widen the range to a magnitude, Inf too, as of a mask; to no NaN."""
+        """Widen the range to include a magnitude. Inf, as of a mask, is included; NaN is ignored."""
         self.range = min(self.range[0], magnitude or math.inf), max(self.range[1], magnitude)
 
     def holds(self, magnitude: float) -> bool:
-        """Tell whether a magnitude is 0 or inside of the range and its room."""
+        """True for 0 and for magnitudes within ``2**HEADROOM_BITS`` (4) times the calibrated range."""
         room = 2.0**HEADROOM_BITS
         return magnitude == 0 or self.range[0] / room <= magnitude <= self.range[1] * room
 
 
 class Calibration:
-    """Hold the proofs of one model's operations, and make its calls.
+    """The proofs of one model's operations, and the loop that runs its calls.
 
-    ``looks_at_result``: the result of each call is looked at, as its products are made so that they cannot overflow.
-    ``calibrating``: this call may read numbers back from the device, to fix how operands are scaled; nothing compiled
-    runs in it. A compiled graph depends on what a proof decides, such as ``in_fp32``, and not on the number of
-    measurements.
-    ``flops``: floating-point operations of each operation in the call that calibrated. ``repeats``: calls made twice.
-    ``in_fp16``: an operation or an attention multiplies in fp16, so that results are looked at.
-    ``error``: what model code said when it failed with fp16 results, and not in the repeat without them.
-    ``spares_memory``: layers are measured with what later calls need and no more, as measuring ran out of memory once.
-    ``by_layer``: each product holds fp16 accumulation off by itself, as nothing holds it off for the call.
+    ``looks_at_result``: check the result of each call; it is set if the products themselves cannot overflow.
+    ``calibrating``: this call may read numbers back from the device to choose scales, and runs no compiled code. A
+    compiled graph depends on the decisions of a proof, such as ``in_fp32``, but not on the number of measurements.
+    ``flops``: floating-point operations of each operation in the calibrating call. ``repeats``: number of calls that
+    ran twice. ``in_fp16``: some operation or attention multiplies in fp16, so results are checked. ``error``: message
+    of the error that model code raised with fp16 results and not in the repeat without them. ``spares_memory``:
+    calibrate without a second copy of the weight and without shared operands, after an out-of-memory error.
+    ``by_layer``: each product switches fp16 accumulation off itself, because it is not switched off for the whole call.
     """
 
     def __init__(self, looks_at_result: bool = True) -> None:
@@ -121,23 +120,23 @@ class Calibration:
         self._buffers: dict[torch.device, tuple[AmaxBuffer, dict[int, Proof]]] = {}
 
     def add(self, proof: AnyProof) -> AnyProof:
-        """Hold a proof under its name, in place of an earlier one."""
+        """Register a proof under its name. A proof with the same name is replaced."""
         self.proofs[proof.name] = proof
         proof.missed = self._missed
         return proof
 
     def scale(self, name: str) -> OperandScale:
-        """Make the operand scale of an operation."""
+        """Create and register the operand scale of an operation."""
         self.in_fp16 = True
         self.results.scales.append(OperandScale(name))
         return self.add(self.results.scales[-1])
 
     def largest(self) -> dict[str, float]:
-        """Return operation -> the largest magnitude of its operands, if any."""
+        """Return operation name -> largest magnitude of its operands, for operations with a measured operand."""
         return {name: proof.largest for name, proof in self.proofs.items() if proof.largest}
 
     def watch_inputs(self, inputs: Mapping[str, object]) -> None:
-        """Measure the model's inputs, by name: a text and a latent, which have more than one dimension, no timestep."""
+        """Measure the model's inputs, by name. Tensors of fewer than 2 dimensions, such as timesteps, are skipped."""
         for key, x in inputs.items():
             if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.dim() < 2:
                 continue
@@ -152,16 +151,16 @@ class Calibration:
                 proof.measure(amax(x).item())
 
     def recalibrate(self) -> None:
-        """Calibrate in the next call, as in the first. What was compiled stays where the outcome is the same."""
+        """Calibrate in the next call, as in the first one. Compiled graphs are kept if the decisions are the same."""
         self.calibrating = True
         for proof in self.proofs.values():
             proof.forget()
 
     def run(self, call: Callable[[], Result]) -> Result:
-        """Make one model call; again as long as a look at it fails.
+        """Run one model call, and repeat it until its check succeeds. Returns the result of ``call``.
 
         Raises:
-            Whatever ``call`` raises.
+            Any exception of ``call`` for which :meth:`goes_on_after` is False.
         """
         self.begin_call()
 
@@ -172,12 +171,12 @@ class Calibration:
         return until_it_stands([self], attempt)
 
     def begin_call(self) -> None:
-        """Begin a model call, which may take several attempts."""
+        """Start a model call, which may take several attempts."""
         self._error = ""
         self._spared = False
 
     def take_back(self) -> None:
-        """Take back what the attempts at a call have changed in vain: the call failed."""
+        """Undo the changes of the attempts at a call that failed."""
         if self._error:
             self.results.allowed = True  # results in fp16 are not what fails
         if self._spared:
@@ -185,12 +184,12 @@ class Calibration:
         self._error = ""
 
     def end_call(self) -> None:
-        """End a model call, whether it failed or not."""
+        """Finish a model call, also a failed one: release its operands and store its error."""
         self.operands.end()
         self.error = self._error or self.error
 
     def attempt(self) -> AbstractContextManager:
-        """Begin an attempt, to be made inside of the context; nothing compiled runs in one that calibrates."""
+        """Prepare one attempt and return the context to run it in. A calibrating attempt runs no compiled code."""
         if not self.calibrating:
             self._missed.any = False
             for buffer, _ in self._buffers.values():
@@ -207,7 +206,7 @@ class Calibration:
         return held
 
     def stands(self, result: object) -> bool:
-        """Look at what an attempt computed. Returns whether its result may be used; else the call is made again."""
+        """Check an attempt. Returns True if its result may be used, False if the call has to be repeated."""
         if self.calibrating:
             if self.results.conclude():
                 return False
@@ -221,11 +220,11 @@ class Calibration:
         return False
 
     def goes_on_after(self, error: RuntimeError) -> bool:
-        """Tell whether a call is made again after an attempt that raised an error.
+        """True if a call is repeated after an attempt that raised ``error``.
 
-        It is, once for each reason: with calibration if it had met an operation that was never measured, with less
-        memory if measuring ran out of it, and without fp16 results if it had any, as not every operation of torch takes
-        fp16 together with fp32.
+        A call is repeated at most once for each reason: with calibration, if an operation ran that was never measured;
+        with less memory, if measuring ran out of memory; and without fp16 results, if there were any, because not every
+        torch operation accepts fp16 together with fp32.
         """
         if self.calibrating and self._ran_short and not self.spares_memory:
             self.spares_memory = self._spared = True
@@ -245,7 +244,8 @@ class Calibration:
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """Measure a layer: where memory runs out, the call is measured again with less, once."""
+        """Context for measuring a layer. After an out-of-memory error the call is measured again with less memory,
+        once."""
         try:
             yield
         except RuntimeError as error:
@@ -253,7 +253,8 @@ class Calibration:
             raise
 
     def _place(self, result: object) -> None:
-        """Give every measured proof its records on its device, and the graphs the exponents."""
+        """Allocate one record buffer per device, assign slots to the measured proofs, and upload the scales that
+        compiled graphs read."""
         found = floats_in([result]) if self.in_fp16 and self.looks_at_result else []
         self._result.device = found[0].device if found else None
         devices: dict[torch.device, list[Proof]] = {}
@@ -272,6 +273,8 @@ class Calibration:
             self._buffers[device][0].scales.copy_(torch.tensor(pairs, dtype=torch.float32))
 
     def _holds(self, result: object) -> bool:
+        """Read the records of every device and check each proof that ran. Returns False if a proof failed or an
+        operation had no record. Also updates ``largest`` of the proofs."""
         if self._result.device is not None:
             for x in floats_in([result]):
                 self._result.record_amax(x)
@@ -283,6 +286,8 @@ class Calibration:
         return hold
 
     def _is_held(self, proof: Proof, numbers: list[float]) -> bool:
+        """Check one proof, and the proofs that share its operand, against the ``numbers`` recorded in this call.
+        Updates ``largest``."""
         magnitude, hold = proof.magnitude(numbers), True
         for each in (proof, *self.operands.sharing.get(proof, ())):  # type: ignore[call-overload]  # scales alone share
             each.largest = max(each.largest, magnitude)

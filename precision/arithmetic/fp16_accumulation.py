@@ -1,8 +1,8 @@
-"""Which linear layers may keep their sums in fp16: those whose partial sums are proven to stay in its range.
+"""Linear layers with fp16 accumulation: layers whose partial sums are proven to stay in fp16's range.
 
 Every partial sum of ``x . w`` is at most ``amax(x) * max_row ||w||_1`` and at most ``max ||x_row|| * max ||w_row||_2``
-(Cauchy-Schwarz), in whatever order the products are added. Rounding is covered by the margin of 2: adding ``p`` to a
-sum moves the rounded sum by at most ``2 |p|``, for if ``|p|`` is below half a unit in the last place the sum stays.
+(Cauchy-Schwarz), in whatever order the products are added. The margin of 2 covers rounding: adding ``p`` to a sum moves
+the rounded sum by at most ``2 |p|``, because the sum does not change if ``|p|`` is below half a unit in its last place.
 """
 
 import math
@@ -22,19 +22,19 @@ from .proofs import FLOOR_BITS, MARGIN, largest_row_norm
 
 MAX_EXPONENT = 6
 WORTH_SCALING = 1024
-"""Outputs below which a scaled layer gains less by fp16 sums than the pass that scales its input costs: 6 bytes per
-input element against 2 operations per output at twice the speed. An RTX 4090 breaks even at 924, a 3090 at 455
+"""Outputs from which fp16 sums save more time than the pass that scales the input costs: 6 bytes per input element
+against 2 operations per output at twice the speed. An RTX 4090 breaks even at 924, a 3090 at 455
 (benchmarks/cost.py)."""
 FP16_ACCUMULATION = "fp16_accumulation"
 LABELS = {"amax": ("amax", "||w||1"), "norm": ("||x||", "||w||2")}
 
 
 class SumBound(ScaledOperand):
-    """Prove that no partial sum of a Linear's products passes fp16's range, from norms of its input and of its weight.
+    """Proof that no partial sum of a Linear exceeds fp16's range, from norms of its input and of its weight.
 
-    ``terms``: products per sum (K), 0 until measured. ``gain``: the weight's norm in the smaller of the two bounds,
-    ``by`` which that is. ``proven``: it fits, or does with the input scaled, which ``scales``. ``evidence``: what
-    decided that in words, empty until measured.
+    ``terms``: products per sum (K), 0 until measured. ``gain``: the weight's norm in the smaller of the two bounds.
+    ``by``: the name of that bound. ``proven``: the sums fit, if ``scales`` is set with a scaled input. ``evidence``:
+    the numbers behind the decision as text, empty until measured.
     """
 
     gain = 0.0
@@ -51,17 +51,17 @@ class SumBound(ScaledOperand):
 
     @property
     def limit(self) -> float:
-        """The largest magnitude the proof holds for."""
+        """Largest magnitude of the input for which the proof holds."""
         return FP16_MAX * 2.0**self.exponent / (MARGIN * self.gain) if self.gain else math.inf
 
     def holds(self, magnitude: float) -> bool:
         return self.proven and magnitude <= self.limit
 
     def prove(self, largest: float, norm: float, row_sum: float, row_norm: float, terms: int, can_scale: bool) -> None:
-        """Decide from the largest input met so far and the weight; a NaN or inf input teaches nothing.
+        """Decide from the largest input so far and the weight; an input with NaN or Inf is ignored.
 
-        ``largest``, ``norm``: the largest magnitude of the input and norm of its rows. ``row_sum``, ``row_norm``: the
-        largest 1-norm and 2-norm of the weight's rows. ``can_scale``: it pays to scale the input.
+        ``largest``, ``norm``: amax of the input and the largest 2-norm of its rows. ``row_sum``, ``row_norm``: largest
+        1-norm and 2-norm of the weight's rows. ``can_scale``: scaling the input saves time.
         """
         if not math.isfinite(largest) or not math.isfinite(norm):
             return
@@ -76,23 +76,24 @@ class SumBound(ScaledOperand):
         self.proven = self.exponent == 0 or (self.exponent <= MAX_EXPONENT and scalable)
         input_norm, weight_norm = LABELS[self.by]
         numbers = f"{input_norm} {of_input:.3g}, {weight_norm} {self.gain:.3g}, K {terms}"
-        few = "" if can_scale or self.proven else f", too few outputs to gain by scaling ({WORTH_SCALING})"
+        few = "" if can_scale or self.proven else f", unscaled: fewer than {WORTH_SCALING} outputs gain nothing"
         scaled = f", input scaled by 2^-{self.exponent}" if self.proven and self.scales else ""
         self.evidence = f"bound {of_input * self.gain:.4g} of {FP16_MAX:.0f} ({numbers}){few}{scaled}"
 
 
 def needed_exponent(bound: float) -> float:
-    """Return 0 where the bound fits with its margin, else the power of two for twice the margin, to grow."""
+    """Return 0 if the bound fits with its margin, else the power of two that leaves twice the margin."""
     if bound * MARGIN <= FP16_MAX:
         return 0
     return math.ceil(math.log2(bound * 2 * MARGIN / FP16_MAX)) if math.isfinite(bound) else math.inf
 
 
 class Fp16AccumulationLinear:
-    """Run a Linear with fp16 accumulation where its sums are proven to fit, inside a scope in which the flag is off.
+    """Run a Linear with fp16 accumulation if its sums are proven to fit, in a scope in which the flag is off.
 
-    ``inner``: what the module runs otherwise. ``weights``: None where the module's weight cannot be had, and so no
-    proof. ``by_layer``: switch the flag around this layer; else it is as the scope has it.
+    ``inner``: the forward to use otherwise. ``weights``: weight provider, or None if the module's weight is not
+    accessible, so there is no proof. ``by_layer``: switch the flag around this layer; else the flag of the scope
+    applies.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class Fp16AccumulationLinear:
             return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
 
     def _scaled(self, x: torch.Tensor, weights: WeightProvider) -> torch.Tensor:
-        """Multiply a scaled input. Scaling back and the bias are part of the matmul, but in a compiled graph."""
+        """Multiply a scaled input. Unscaling and bias are part of the matmul in eager code."""
         with lent(weights(self.module, x, torch.float16, torch.float16)) as (weight, bias):
             scaled = self.sums.scaled(x)
             if torch.compiler.is_compiling() and self.sums.entry is not None:

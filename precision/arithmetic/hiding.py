@@ -1,25 +1,25 @@
 """Operations of model code that turn Inf or NaN into a finite number, and so can hide an overflow.
 
 An operand that passes fp16's range makes Inf or NaN of a whole row of its layer's result, and norms make NaN of that.
-It reaches the result of the call, unless one of the operations of ``HIDING`` stands in between:
+NaN reaches the result of the call, unless an operation of ``HIDING`` comes between:
 
 =====================  =====================================  ========================================================
-operation              hides                                  what sees the overflow instead
+operation              hides                                  what detects the overflow instead
 =====================  =====================================  ========================================================
-tanh, relu, softmax,   Inf of an operand, by a wrong number   a look at one column of the result of each layer of the
-exp, clamp, sort ...                                          block that ran before (the block, as NaN passes through)
-a division, rsqrt,     Inf below the fraction bar, by 0       the same
+tanh, relu, softmax,   Inf of an operand, by a wrong number   the check of one column of the result of each layer of
+exp, clamp, sort ...                                          the preceding block (NaN passes through, so one block)
+a division, rsqrt,     Inf in the denominator, by 0           the same
 a negative power
-nan_to_num, a test     Inf and NaN                            the same, and a look at the last layer of each block
-for NaN or Inf                                                before
+nan_to_num, a test     Inf and NaN                            the same, and the check of the last layer of each
+for NaN or Inf                                                earlier block
 clamp, nan_to_num      an fp16 result that overflowed by      results of those layers are returned in fp32
 of fp16                itself
-the same saturating    nothing: Inf is what the number        none is needed
-of an fp16 result      saturates to
-attention              -Inf among its scores                  a look at q, or the norms before it (``attention.py``)
+the same saturating    nothing: the function has the same     none is needed
+of an fp16 result      limit at Inf
+attention              -Inf among its scores                  the check of q, or a norm before it (``attention.py``)
 =====================  =====================================  ========================================================
 
-Model code is watched in the calls that calibrate alone, where time does not count.
+Model code is watched in calibrating calls only, whose time does not matter.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from .norm_bounds import NormBounds
 class Hides:
     """How an operation hides an overflow.
 
-    ``places``: the places of the operands whose Inf it hides. ``nan``: it hides NaN too. ``replaces``: it puts another
-    number in the place of what overflows in fp16. ``is_tested``: model code gives the operation no Inf on purpose, as
-    masks give to ``softmax`` and to comparisons, so that the operand itself can be tested in plain fp16
+    ``places``: indices of the operands whose Inf it hides. ``nan``: it hides NaN too. ``replaces``: it substitutes
+    another number for a value that overflowed in fp16. ``is_tested``: model code passes no intended Inf to the
+    operation, as masks do to ``softmax`` and to comparisons, so the operand itself can be tested in plain fp16
     (``nodes/host/guard/clamps.py``).
     """
 
@@ -76,15 +76,15 @@ HIDING = {
     **dict.fromkeys(("isnan", "isinf", "isfinite"), Hides(nan=True)),
     "nan_to_num": Hides(nan=True, replaces=True),
 }
-"""Operation, as torch dispatches or exports it -> how it hides an overflow."""
+"""Operation name, as torch dispatches or exports it -> how it hides an overflow."""
 
 
 NAMES = ({"input", "self"}, {"other", "exponent", "tensor1"}, {"tensor2"})
-"""What torch calls the operands, by their places."""
+"""torch's keyword names of the operands, by their index."""
 
 
 def hidden_operands(name: str, args: Sequence, kwargs: Mapping) -> list[torch.Tensor]:
-    """List the tensors of floats whose overflow an operation of ``HIDING`` would hide."""
+    """List the float tensors whose overflow an operation of ``HIDING`` would hide."""
     if name in POWERS:
         exponent = args[1] if len(args) > 1 else kwargs.get("exponent")
         if isinstance(exponent, (int, float)) and exponent > 0:
@@ -106,13 +106,13 @@ _watching = threading.local()
 
 
 def own_arithmetic() -> contextlib.AbstractContextManager:
-    """Run operations of ours inside, which no :class:`HidingCode` of this thread takes for model code."""
+    """Context for operations of this pack, which a :class:`HidingCode` of this thread does not treat as model code."""
     mode = getattr(_watching, "mode", None)
     return mode.pause() if mode else contextlib.nullcontext()
 
 
 class Looked(Protocol):
-    """Stand for a layer whose result can be looked at in every later call, or be fp32 from now on."""
+    """A layer whose result can be checked in every later call, or returned in fp32 from now on."""
 
     def look(self) -> None: ...
 
@@ -120,9 +120,9 @@ class Looked(Protocol):
 
 
 class HidingCode(TorchDispatchMode):
-    """Find the layers whose overflow model code can hide, in a call that calibrates.
+    """Find the layers whose overflow model code can hide, in a calibrating call.
 
-    ``paused``: what runs is no model code. ``norms``: what model code bounds.
+    ``paused``: above 0 while no model code runs. ``norms``: the tensors that norms bound.
     """
 
     def __init__(self) -> None:
@@ -146,7 +146,7 @@ class HidingCode(TorchDispatchMode):
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Watch no operation inside."""
+        """Context in which no operation is watched."""
         self.paused += 1
         try:
             yield
@@ -154,7 +154,7 @@ class HidingCode(TorchDispatchMode):
             self.paused -= 1
 
     def ran(self, name: str, layer: Looked) -> None:
-        """Note a layer that has just run. Of the blocks before the present one only the last layer is remembered."""
+        """Note a layer that has just run. Of earlier blocks only the last layer is remembered."""
         block = block_of(name)
         if block and self._recent and (last := self._recent[-1])[0] not in ("", block):
             self._ends.append(last[1])

@@ -1,12 +1,12 @@
 """Matmuls and convolutions with fp16 operands, fp32 accumulation and results that cannot overflow.
 
-``fp16``: the result is proven to fit fp16 and returned in it. ``fp16_wide``: the operand fits fp16, the result is fp32.
-``fp16_scaled``: the operand is first scaled by an exact power of two. Where the device can only return fp16, as for
+``fp16``: the result is proven to fit fp16 and is returned in fp16. ``fp16_wide``: the operand fits fp16, the result is
+fp32. ``fp16_scaled``: the operand is first scaled by an exact power of two. If the device can only return fp16, as for
 every convolution, the scale also keeps the result in range: a sum of products is at most ``amax(x) * max_row ||w||_1``.
-That proves the result of every algorithm that adds up these products. It proves nothing of a convolution by Winograd's
-algorithm that keeps transformed inputs in fp16: 4 times larger for F(2x2, 3x3), which the two bits left at the
-measurement hold until the input grows, and 100 times for F(4x4, 3x3) (Lavin and Gray, arXiv:1509.09308). What overflows
-there gives Inf or NaN, not a wrong number.
+This bound holds for every algorithm that adds up these products. It does not hold for a convolution by Winograd's
+algorithm with transformed inputs in fp16: these are 4 times larger for F(2x2, 3x3), which the two bits of headroom
+cover until the input grows, and 100 times larger for F(4x4, 3x3) (Lavin and Gray, arXiv:1509.09308). An overflow there
+gives Inf or NaN, not a wrong number.
 """
 
 import math
@@ -35,12 +35,12 @@ TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3
 
 
 def lent(weights: Provided) -> AbstractContextManager[tuple]:
-    """Have what a provider gives for the length of a context."""
+    """Yield ``(weight, bias)``, whether the provider returned a tuple or a context manager."""
     return nullcontext(weights) if isinstance(weights, tuple) else weights
 
 
 def kind_of(module: torch.nn.Module) -> str | None:
-    """Return ``linear``, ``conv`` or ``transposed``; None for a module that multiplies no matrices."""
+    """Return ``linear``, ``conv`` or ``transposed``; None for a module without a matrix product."""
     if hasattr(module, "in_features") and hasattr(module, "out_features"):
         return "linear"
     if isinstance(module, torch.nn.modules.conv._ConvTransposeNd):
@@ -49,7 +49,7 @@ def kind_of(module: torch.nn.Module) -> str | None:
 
 
 def has_wide_output(device: torch.device, kind: str) -> bool:
-    """Tell whether fp16 operands can give an fp32 result: on CUDA for matrix products, and where they are emulated."""
+    """True if fp16 operands can give an fp32 result: matrix products on CUDA, and emulated products."""
     if is_emulated(device):
         return True
     # ROCm and XPU have taken ``mm(out_dtype=...)`` lately, in versions that nobody has tried it with here, and scale
@@ -58,16 +58,16 @@ def has_wide_output(device: torch.device, kind: str) -> bool:
 
 
 def is_emulated(device: torch.device) -> bool:
-    """Tell whether rounded operands are multiplied in fp32, the same arithmetic, as on a CPU without fp16 units."""
+    """True if fp16 operands are multiplied in fp32 after rounding, as on a CPU without fp16 units."""
     return device.type == "cpu"
 
 
 class SafeOperation:
-    """Run one module's forward with fp16 operands: finite wherever fp32 is.
+    """Forward of one module with fp16 operands: finite whenever the fp32 forward is.
 
-    ``scale``: how the operand is scaled, and what is proven of it. ``largest_fp16``: return fp16 while the result is
-    proven to fit it and no larger than this when measured; None: always fp32. ``finite``: checks the result in every
-    later call, where model code may hide an overflow of the layer. ``is_wide``: the device gives an fp32 result.
+    ``scale``: scale of the operand and the proof about it. ``largest_fp16``: return fp16 if the result is proven to fit
+    and its measured amax is at most this; None: always return fp32. ``finite``: proof that the result is finite, set if
+    later model code could hide an overflow. ``is_wide``: the device returns fp32.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class SafeOperation:
 
     @property
     def observed_mode(self) -> str:
-        """The mode of the layer in its last calibration; planned is ``fp16_wide``."""
+        """Mode of the layer in its last calibration; the planned mode is ``fp16_wide``."""
         if self.scale.in_fp32:
             return FP32.name
         if self.scale.fits_result:
@@ -100,7 +100,7 @@ class SafeOperation:
         return FP16_SCALED.name if self.scale.exponent else FP16_WIDE.name
 
     def __call__(self, input: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-        """Run the layer on ``input``, of any float dtype; return fp32, or fp16 where that is proven."""
+        """Run the layer on ``input`` (any float dtype); return fp32, or fp16 if the result is proven to fit."""
         calibration, scale = self.calibration, self.scale
         if calibration.calibrating:
             return self._calibrate(input, *args, **kwargs)
@@ -122,13 +122,13 @@ class SafeOperation:
         return result
 
     def look(self) -> None:
-        """Look at the result in every later call."""
+        """Check the result in every later call."""
         if self.finite is None:
             self.finite = self.calibration.add(Proof(f"{self.scale.name} result"))
         self.finite.device = self.scale.device
 
     def widen(self) -> None:
-        """Return fp32 from now on: model code replaces what overflows in fp16."""
+        """Return fp32 from now on, because model code replaces values that overflowed in fp16."""
         if self.scale.fits_result:
             self.calibration.results.give_up(self.scale)
 
@@ -137,11 +137,12 @@ class SafeOperation:
             return multiplied(self.module, self.kind, x.float(), weight, bias, *args, **kwargs)
 
     def _in_fp16(self, operand, weight, bias, *args, **kwargs) -> torch.Tensor:
+        """Multiply with fp16 accumulation switched off around the product."""
         with fp32_accumulation():
             return self._multiplied(operand, weight, bias, *args, **kwargs)
 
     def _multiplied(self, operand, weight, bias, *args, **kwargs) -> torch.Tensor:
-        """Multiply in fp16. A result that is not proven is fp32, or made so from a scaled one."""
+        """Multiply in fp16. A result that is not proven to fit is returned in fp32, and unscaled."""
         if self.scale.fits_result:
             return multiplied(self.module, self.kind, operand, weight, bias, *args, **kwargs)
         # ``torch.mm`` with ``out_dtype`` has no derivative (torch 2.8 to 2.11).
@@ -160,12 +161,16 @@ class SafeOperation:
         return has_wide_output(x.device, self.kind)
 
     def _column(self, result: torch.Tensor) -> torch.Tensor:
-        """Return a channel of the result, in whose sums each element of the operand is; all channels of groups."""
+        """Return one output channel, whose sums contain every element of the operand; all channels if the module has
+        groups."""
         if getattr(self.module, "groups", 1) > 1:
             return result
         return result.select(-1 if self.kind == "linear" else -1 - len(self.module.kernel_size), 0)
 
     def _calibrate(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        """Run the layer in a calibrating call: measure input and weight, choose the scale, and return the first
+        product, in fp32 if the scale moved the layer to fp32. Reads the device once. Counts the layer's flops and notes
+        that it ran."""
         # ComfyUI adds a LoRA in place to a weight that it prefetched (comfy/ops.py, resolve_cast_module_with_vbar):
         # asked for twice, the weight has the LoRA twice. A quantized weight, which no LoRA is added to in place, is
         # asked for in fp16 as in later calls, so that it is rounded alike and the first run of a seed equals the next.
@@ -198,8 +203,8 @@ class SafeOperation:
         return result
 
     def _choose(self, x: torch.Tensor, half: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Choose the scale of the input, and whether the result is proven to fit fp16; one read of the device. Return
-        the most that any input of the model makes of the result."""
+        """Choose the scale of the input and whether the result fits fp16, with one read of the device. Return an upper
+        bound of the result that holds for every model input, 0-dim fp32."""
         largest_bias = x.new_zeros((), dtype=torch.float32) if bias is None else amax(bias)
         largest_sum = _row_sum(half, self.kind)
         most = self.calibration.hiding.norms.of(x) * largest_sum + largest_bias
@@ -216,7 +221,8 @@ class SafeOperation:
         return most
 
     def _first_product(self, operand, weight, bias, *args, **kwargs) -> torch.Tensor:
-        """Multiply in a call that calibrates: in fp16 only if it is not larger there than allowed."""
+        """First product during calibration. Keep the fp16 result if its amax is at most ``largest_fp16``, else multiply
+        again into fp32."""
         if self.scale.fits_result:
             half_bias = None if bias is None else bias.to(torch.float16)
             result = self._in_fp16(operand, weight, half_bias, *args, **kwargs)
@@ -231,7 +237,8 @@ class SafeOperation:
 def multiplied(
     module: torch.nn.Module, kind: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *args, **how
 ) -> torch.Tensor:
-    """Multiply as a module of a kind does, by a weight and bias of one dtype; the rest is as of its forward."""
+    """Multiply as a module of ``kind`` does, with a weight and bias of one dtype; further arguments as in its
+    forward."""
     if kind == "linear":
         return F.linear(x, weight, bias, *args, **how)  # takes no more: an argument that is not known raises
     if kind == "conv":
@@ -251,13 +258,15 @@ def _wide_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _row_sum(weight: torch.Tensor, kind: str) -> torch.Tensor:
-    """Compute ``max ||w||_1`` over the output channels, 0-dim fp32: the most by which ``amax`` of an input can grow."""
+    """Compute ``max ||w||_1`` over the output channels, 0-dim fp32: the largest factor from the input's amax to the
+    result's."""
     outputs = weight.transpose(0, 1) if kind == "transposed" else weight
     return torch.linalg.vector_norm(outputs.reshape(outputs.shape[0], -1), 1, dim=1, dtype=torch.float32).amax()
 
 
 def matmul_flops(result: torch.Tensor, module: torch.nn.Module, kind: str) -> int:
-    """Count the floating-point operations of the matmul or convolution that gave ``result``, a multiply-add as two."""
+    """Count the floating-point operations of the matmul or convolution that returned ``result``; a multiply-add counts
+    as two."""
     weight = module.weight
     if kind == "transposed":
         return 2 * result.numel() * weight.numel() // (module.out_channels * math.prod(module.stride))

@@ -1,7 +1,7 @@
-"""Tensors that no input of the model makes large: results of norms, and of rotations and layers of such results.
+"""Tensors bounded for every model input: outputs of norms, and of rotary embeddings or linear layers applied to them.
 
-Attention whose query is one of them needs no look at it in later calls (``attention.py``). An element of a row
-of N that a norm divides by the row's deviation or mean square is at most ``sqrt(N)``.
+Attention with such a query needs no check of it in later calls (``attention.py``). An element of a row of N numbers
+that a norm divides by the row's deviation or root mean square is at most ``sqrt(N)``.
 """
 
 import math
@@ -13,20 +13,21 @@ from ..base.amax import amax
 from ..base.nested import tensors_in
 
 NORMS = {"layer_norm": 4, "native_layer_norm": 4, "rms_norm": 3, "_fused_rms_norm": 3}
-"""Operation -> where its weight and bias end among its arguments: they follow the input and the shape of a row."""
+"""Operation name -> index after its weight and bias among its arguments: they follow the input and the shape of a
+row."""
 
 
 class NormBounds:
-    """Hold a bound on the magnitudes of each such tensor, by its storage, in a call that calibrates.
+    """Bound of the magnitudes of each such tensor, by its storage, in a calibrating call.
 
-    A storage is forgotten where model code writes to it.
+    A storage is removed if model code writes to it.
     """
 
     def __init__(self) -> None:
         self.bounds: dict[StorageWeakRef, torch.Tensor] = {}
 
     def of(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the bound of a tensor, 0-dim fp32 and on its device; Inf without one."""
+        """Return the bound of a tensor, 0-dim fp32 on its device; Inf for a tensor without a bound."""
         bound = self.bounds.get(_storage_of(x))
         return x.new_full((), math.inf, dtype=torch.float32) if bound is None else bound
 
@@ -34,7 +35,7 @@ class NormBounds:
         self.bounds[_storage_of(x)] = bound
 
     def follow(self, func: torch._ops.OpOverload, args: tuple, kwargs: dict, result) -> None:
-        """Bound the result of an operation that is a norm, a rotation, both in one, or ``cat``."""
+        """Compute the bound of the result if the operation is a norm, a rotation, both in one, or ``cat``."""
         name = func.overloadpacket.__name__
         if func._schema.is_mutable:
             for x in tensors_in([args, kwargs]):

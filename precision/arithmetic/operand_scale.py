@@ -1,5 +1,5 @@
-"""Operands in fp16: scaled by a power of two so that they and their products fit, and shared by the layers of a block
-that are given the same tensor."""
+"""Scale operands by powers of two so that they and their products fit fp16, and share an operand among the layers of a
+block with the same input tensor."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ SMALLEST_UNWATCHED = 2.0 ** (6 - FLOOR_BITS)
 
 
 class ScaledOperand(Proof):
-    """Bound the operand of an operation after it was multiplied by ``2**-exponent``."""
+    """Proof about the operand of an operation after it was multiplied by ``2**-exponent``."""
 
     def scaled(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x`` times ``2**-exponent`` in fp16, exact. A compiled graph multiplies by a tensor, even by 1."""
+        """Return ``x * 2**-exponent`` in fp16, exact. A compiled graph multiplies by a tensor, even if the factor is
+        1."""
         if torch.compiler.is_compiling() and self.entry is not None:
             return (x * self.entry.scale()[0]).to(torch.float16)
         return self.scaled_eagerly(x)
 
     def scaled_eagerly(self, x: torch.Tensor) -> torch.Tensor:
-        """Scale ``x`` in eager code, in a single kernel where the device has such a kernel."""
+        """Scale ``x`` in eager code, in a single kernel if the device has one that also casts."""
         if not self.exponent:
             return x if x.dtype is torch.float16 else x.half()  # faster on the host than ``to``
         recorded = x.requires_grad and torch.is_grad_enabled()
@@ -38,15 +39,15 @@ class ScaledOperand(Proof):
 
 
 class OperandScale(ScaledOperand):
-    """Prove that an operand times ``2**-exponent`` fits fp16, and its product too where the device returns fp16.
+    """Proof that an operand times ``2**-exponent`` fits fp16, and its product too if the device returns fp16.
 
-    It holds for operands whose amax is from ``floor`` to ``limit``: a sum of products is at most ``gain`` times that
-    amax, where ``gain`` is the largest 1-norm of the weight's rows, or 1 where the device returns fp32.
+    It holds for operands with an amax between ``floor`` and ``limit``: a sum of products is at most ``gain`` times that
+    amax. ``gain`` is the largest 1-norm of the weight's rows, or 1 if the device returns fp32.
 
-    ``gain``: None until measured. ``in_fp32``: the operation runs in fp32. ``meets_zeros``: its operand was nothing but
-    zeros once. ``is_watched``: the operand is measured in every call, as it is scaled or was nearly too small for fp16;
-    an overflow of any other shows in the result, as Inf or NaN. ``fits_result``: the result may be fp16, with room to
-    grow; ``is_refuted``: once it did not fit, or fp16 was too coarse for it.
+    ``gain``: None until measured. ``in_fp32``: the operation runs in fp32. ``meets_zeros``: the operand was all zeros
+    in some call. ``is_watched``: the operand is measured in every call, because it is scaled or was nearly too small
+    for fp16; the overflow of an unwatched operand shows as Inf or NaN in the result. ``fits_result``: the layer may
+    return fp16, with headroom. ``is_refuted``: the fp16 result was once too large or too coarse.
     """
 
     def __init__(self, name: str):
@@ -66,22 +67,22 @@ class OperandScale(ScaledOperand):
 
     @property
     def limit(self) -> float:
-        """The largest amax that stays finite; below any before the first measurement."""
+        """Largest amax for which the product stays finite; -1 before the first measurement."""
         return -1.0 if self.gain is None else FP16_MAX * 2.0**self.exponent / self.gain
 
     @property
     def floor(self) -> float:
-        """The amax below which an operand loses more to fp16's subnormal numbers than bf16 rounds away."""
+        """Smallest amax for which fp16's subnormal numbers lose less than rounding to bf16."""
         return 2.0 ** (self.exponent - FLOOR_BITS)
 
     def holds(self, magnitude: float) -> bool:
         return fits_range(magnitude, self.limit, self.floor)
 
     def calibrate(self, magnitude: float, gain: float = 1.0) -> None:
-        """Choose the exponent that keeps ``magnitude * gain`` two bits below fp16's largest number (``gain`` >= 1).
+        """Choose the exponent that keeps ``magnitude * gain`` two bits below 65504 (``gain`` >= 1).
 
-        Left to fp32: an operand whose amax keeps falling out of the range that its larger ones need, and a gain so
-        large that scaling for it costs the operand its precision.
+        The operation moves to fp32 if its amax keeps falling out of the range that larger operands need
+        (``MAX_FALLS``), or if ``gain`` is so large that scaling costs the operand its precision (``MAX_GAIN``).
         """
         measured, self.gain = self.gain is not None, gain
         self.largest = max(self.largest, magnitude)
@@ -101,31 +102,32 @@ class OperandScale(ScaledOperand):
         self.exponent = needed
 
     def prove_result(self, magnitude: float, row_sum: float, bias: float) -> None:
-        """Decide whether the result fits fp16: at most ``row_sum`` times the amax of the operand, plus ``bias``."""
+        """Decide whether the layer may return fp16: its result is at most ``magnitude * row_sum + bias``."""
         finite = math.isfinite(magnitude)
         self.is_refuted |= finite and 2.0**HEADROOM_BITS * magnitude * row_sum + 2.0 * bias > FP16_MAX
         self.fits_result = finite and not (self.is_refuted or self.in_fp32 or self.exponent)
 
     def refute_result(self) -> None:
-        """Return fp32 until the model's operands are others."""
+        """Return fp32 until the model is calibrated for other operands."""
         self.fits_result, self.is_refuted = False, True
 
     def record_operand(self, x: torch.Tensor, operand: torch.Tensor) -> None:
-        """Record the amax of ``operand``, the fp16 form of ``x``."""
+        """Record the amax of ``operand``, the fp16 form of ``x``; of ``x`` itself if the operand has been all zeros."""
         # Zeros may be all that fp16 leaves of small numbers.
         self.record_amax(x if self.meets_zeros else operand)
 
     def magnitude(self, numbers: list[float]) -> float:
+        """Return the amax of the unscaled operand from its record; NaN if fp16 rounded all of it to zero."""
         if self.meets_zeros:
             return numbers[0]
         return numbers[0] * 2.0**self.exponent if numbers[0] else math.nan
 
     def scaled(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x`` times ``2**-exponent`` in fp16; there is no exponent where the result is fp16."""
+        """Return ``x * 2**-exponent`` in fp16; the exponent is 0 if the result is fp16."""
         return x.to(torch.float16) if self.fits_result else super().scaled(x)
 
     def unscaled(self, product: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Return ``product`` times ``2**exponent``, plus ``bias``, in fp32 and in a pass; may write to ``product``."""
+        """Return ``product * 2**exponent + bias`` in fp32, in one pass; may overwrite ``product``."""
         if torch.compiler.is_compiling() and self.entry is not None:
             product = product.float() * self.entry.scale()[1]
             return product if bias is None else product + bias
@@ -137,18 +139,18 @@ class OperandScale(ScaledOperand):
 
 
 def converts_results(device: torch.device) -> bool:
-    """Tell whether an element-wise kernel of a device writes a result in another dtype than its operands'."""
+    """True if an element-wise kernel of a device can write its result in another dtype than its operands."""
     # Metal has kernels for operands and results of one dtype, from torch 2.8 on for ``mul`` too (PyTorch #152515):
     # "Failed to create function state object for: mul_dense_scalar_half_float". Nobody has tried the other devices.
     return device.type in ("cpu", "cuda")
 
 
 class SharedOperands:
-    """Make the operands of a model's operations.
+    """Operands of a model's operations, computed once for consecutive layers with the same input.
 
-    A call that calibrates finds out who shares an operand: who is given the very same tensor next, not written to in
-    between, in the same block. It holds an operand no longer than the model holds that tensor. Nothing is left for a
-    later block: ComfyUI's model compiler lends the next one the memory of the one before
+    A calibrating call records which operations share an operand: the next operation of the same block that receives the
+    same tensor, not written to in between. An operand is released no later than the model releases its tensor, and
+    never kept for a later block, because ComfyUI's model compiler reuses a block's memory for the next one
     (``nodes/host/replay/model_compiler.py``).
     """
 
@@ -156,14 +158,14 @@ class SharedOperands:
         self.begin()
 
     def begin(self) -> None:
-        """Start a call that calibrates: who shares an operand is found out anew."""
+        """Start a calibrating call: forget which operations share an operand."""
         self._calls: dict[OperandScale, int] = {}
         self._first: dict[OperandScale, OperandScale] = {}
         self.sharing: dict[OperandScale, list[OperandScale]] = {}
         self.end()
 
     def end(self) -> None:
-        """Let go of the call's tensors."""
+        """Release the tensors of the call."""
         self._x: torch.Tensor | None = None
         self._measured: weakref.ref | None = None
         self._operand: torch.Tensor | None = None
@@ -171,7 +173,8 @@ class SharedOperands:
         self._left = 0
 
     def of(self, scale: OperandScale, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x`` in fp16, scaled, and recorded where watched; a compiled graph does so in the kernel it has."""
+        """Return ``x`` scaled in fp16, and record its amax if it is watched. Under torch.compile, cast and record are
+        fused into the producing kernel."""
         if torch.compiler.is_compiling():
             operand = scale.scaled(x)
             scale.record_operand(x, operand)
@@ -194,7 +197,8 @@ class SharedOperands:
         return operand
 
     def measured(self, scale: OperandScale, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x`` in fp16, scaled, in a call that calibrates."""
+        """Return ``x`` scaled in fp16, in a calibrating call, and note whether the operation shares the operand of the
+        one before."""
         operand, first = scale.scaled_eagerly(x), self._scale
         calls = self._calls[scale] = self._calls.get(scale, 0) + 1
         last = self._measured() if self._measured else None

@@ -1,11 +1,12 @@
-"""Products in fp16 besides a layer's own: with an fp32 result on CUDA, and thin ones for the factors of a LoRA.
+"""fp16 products besides a layer's own: matmuls with an fp32 result on CUDA, and the low-rank products of a LoRA.
 
-A LoRA is added to the result of its layer instead of to an 8-bit weight: ``y = W x + s * up (down x)``. The sum of both
-weights, rounded to the 8-bit grid again, would have moved by whole steps of that grid.
+A LoRA is added to the output of its layer instead of to an 8-bit weight: ``y = W x + s * up (down x)``. Rounding the
+sum of both weights to the 8-bit grid again would move it by whole steps of that grid.
 
-No number in between passes fp16's range: the magnitudes of a factor's row add up to at most 1, or to 1/64 a column in
-wide factors, and those of an fp32 input's row are at most 1. Both are scaled; what they were scaled by multiplies the
-result in fp32. With 12,288 columns that is at most 192 for a LoRA, and 192 * 192 for a LoHa, which multiplies two.
+No intermediate value exceeds fp16's range. The magnitudes in a factor's row add up to at most 1, or to 1/64 per column
+in wide factors, and the magnitudes in a row of an fp32 input are at most 1. Both are scaled, and the scales multiply
+the result in fp32. With 12,288 columns an intermediate value is at most 192 for a LoRA, and 192 * 192 for a LoHa, which
+multiplies two.
 """
 
 import math
@@ -18,7 +19,8 @@ from .operand_scale import converts_results
 HAS_WIDE_PRODUCT = hasattr(torch.ops.aten.mm, "dtype")
 """torch has ``mm(out_dtype=...)``, from 2.8 on (PyTorch #150812)."""
 COLUMNS = 64
-"""From so many columns on their mean magnitude is held instead of their sum: MI200 reads numbers below 6e-5 as zero."""
+"""Number of columns from which the mean magnitude of a row is bounded instead of its sum: MI200 reads numbers below
+6e-5 as zero."""
 SMALLEST_SIZE = 2.0**-120
 
 
@@ -50,7 +52,7 @@ if not hasattr(torch.ops.halfsafe, "wide_product"):  # of the same pack under an
 
 @torch.compiler.assume_constant_result
 def can_be_traced() -> bool:
-    """Tell whether torch's compiler knows the shape of ``mm(out_dtype=...)``, which takes a second the first time."""
+    """True if torch's compiler can trace ``mm(out_dtype=...)``; the first call takes a second."""
     half = torch.empty(1, 1, dtype=torch.float16, device="meta")
     try:
         return torch.mm(half, half, out_dtype=torch.float32).dtype == torch.float32
@@ -59,7 +61,7 @@ def can_be_traced() -> bool:
 
 
 def normalized(factor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, float]:
-    """Divide a factor ``(rows, columns)`` by a power of two; return it in ``dtype``, and the power."""
+    """Divide a factor ``(rows, columns)`` by a power of two. Returns the factor in ``dtype``, and the power."""
     factor = factor.float()
     largest_sum = factor.abs().sum(1).amax().item() / max(1.0, factor.shape[1] / COLUMNS)
     exponent = math.frexp(largest_sum)[1] if math.isfinite(largest_sum) else 0
@@ -67,7 +69,7 @@ def normalized(factor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, 
 
 
 def rows_in_fp16(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return an fp32 input in fp16, each row divided by its amax, and those ``(..., 1)`` in fp32."""
+    """Divide each row of an fp32 input by its amax. Returns the rows in fp16, and the amax ``(..., 1)`` in fp32."""
     size = torch.linalg.vector_norm(x.detach(), math.inf, dim=-1, keepdim=True) + SMALLEST_SIZE
     if torch.compiler.is_compiling():
         return (x / size).to(torch.float16), size

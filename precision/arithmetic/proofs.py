@@ -1,13 +1,13 @@
-"""Bounds on the numbers of one operation, which hold while the numbers recorded in each call stay in a range.
+"""Bounds on the numbers of one operation, valid while the numbers recorded in each call stay in a range.
 
-``Calibration`` holds the proofs of a model and checks each one after every call that recorded a number for it.
+``Calibration`` owns the proofs of a model and checks each one after every call that recorded a number for it.
 
-Their numbers are recorded on the device at fixed addresses and read back once per model call. A CUDA graph overwrites
-its results when it runs again ("accessing tensor output of CUDAGraphs that has been overwritten"), so graphs write to
-tensors made outside of them; and a number read from a tensor is no constant of the graph: how an operand is scaled can
-change without a new compilation, and blocks of a model can share one graph. Eager code writes to its place in one
-tensor of records. A graph writes to a tensor of its own for each record, which inductor does in the kernel that finds
-the number: a place whose index is an input takes a kernel more.
+Numbers are recorded on the device at fixed addresses and read back once per model call. A CUDA graph overwrites its
+results when it runs again ("accessing tensor output of CUDAGraphs that has been overwritten"), so graphs write to
+tensors allocated outside of them. A number read from a tensor is not a constant of the graph: scales can change without
+a new compilation, and blocks of a model can share one graph. Eager code writes to its slot in one tensor of records. A
+graph writes to a separate tensor for each record, which inductor fuses into the kernel that computes the number: a slot
+whose index is an input would take another kernel.
 """
 
 import math
@@ -21,19 +21,20 @@ from ..base.dtypes import FP16_MAX
 HEADROOM_BITS = 2
 FLOOR_BITS = 12
 MARGIN = 2.0
-"""What a bound on a sum must leave: rounding moves a sum by less than it is (``fp16_accumulation``)."""
+"""Factor that a bound on a sum must leave free: rounding moves a sum by less than its own size
+(``fp16_accumulation``)."""
 NOTHING = -1.0
 
 
 def largest_row_norm(x: torch.Tensor) -> torch.Tensor:
-    """Compute the largest 2-norm of the rows of ``x`` (..., K), 0-dim fp32 and on its device; 0 without rows."""
+    """Compute the largest 2-norm of the rows of ``x`` (..., K), 0-dim fp32 on its device; 0 without rows."""
     if x.numel() == 0:
         return x.new_zeros((), dtype=torch.float32)
     return torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).amax()
 
 
 class AmaxBuffer:
-    """Hold a record and a power of two for each operation on a device."""
+    """One record and one power of two for each operation on a device."""
 
     def __init__(self, count: int, device: torch.device):
         # Only a tensor made outside of inference mode can be written to both inside and outside of it.
@@ -47,6 +48,7 @@ class AmaxBuffer:
         self._is_marked = False
 
     def clear(self) -> None:
+        """Reset all records to ``NOTHING`` at the start of a call."""
         self.call += 1
         if not self._is_marked and "torch._dynamo" in sys.modules:  # importing it takes seconds
             # Inductor makes no CUDA graph of one that writes to an input at any other address ("skipping cudagraphs due
@@ -59,15 +61,16 @@ class AmaxBuffer:
             torch._foreach_copy_(self.graph_records, [self.records[0]] * len(self.entries))
 
     def read(self) -> list[float]:
-        """Return every record, ``NOTHING`` where the operation did not run: one transfer and one synchronization."""
+        """Return all records, with ``NOTHING`` for operations that did not run: one transfer and one
+        synchronization."""
         if self.has_graphs:
             torch.maximum(self.records, torch.stack(self.graph_records), out=self.records)
         return self.records.tolist()
 
 
 class AmaxEntry:
-    """Address one record of a buffer. A graph is given tensors, so that it holds for every operation: ``graph_record``
-    and, for what it reads, the index."""
+    """Slot of one record in a buffer. A graph receives tensors, so that one graph serves all operations:
+    ``graph_record`` to write to, and the index ``at`` to read the scale."""
 
     def __init__(self, buffer: AmaxBuffer, index: int):
         self.buffer = buffer
@@ -78,7 +81,7 @@ class AmaxEntry:
         self.written = -1
 
     def record(self, magnitude: torch.Tensor) -> None:
-        """Record the larger of ``magnitude`` (0-dim fp32) and the present record; NaN stays."""
+        """Record the maximum of ``magnitude`` (0-dim fp32) and the present record; NaN stays."""
         magnitude = magnitude.detach()
         if torch.compiler.is_compiling():
             self.buffer.has_graphs = True
@@ -93,22 +96,22 @@ class AmaxEntry:
 
 
 class Missed:
-    """Say whether an operation of the call had no valid record: never measured, or on another device."""
+    """``any``: set if a layer runs that has no record on this device; the call is then calibrated again."""
 
     any = False
 
 
 class Proof:
-    """State a bound on the numbers of an operation, from a call that calibrates, and record them in every other call
-    without a synchronisation. By itself: from the amax of a result, no number up to there was Inf or NaN.
+    """Bound on the numbers of an operation, from a calibrating call, and their record in every other call without a
+    synchronisation. The base class checks the amax of a result: if it is finite, no number up to there was Inf or NaN.
 
-    An operand that is Inf or NaN times any weight is Inf or NaN, and so is each sum with it: every result of its row. A
-    product past fp16's range is Inf itself. So a finite result is right, unless model code has hidden an overflow
+    An operand that is Inf or NaN gives Inf or NaN times any weight, and so does each sum with it: every result of its
+    row. A product above fp16's range is Inf itself. So a finite result is correct, unless model code hid an overflow
     before (``hiding.py``).
 
-    ``exponent``: its operand is multiplied by ``2**-exponent``. ``largest``: the largest magnitude of all calls so far.
-    ``device``: where the operation was measured, None before. ``entries``: its records there. ``missed``: the
-    calibration's.
+    ``exponent``: the operand is multiplied by ``2**-exponent``. ``largest``: largest magnitude of all calls so far.
+    ``device``: device of the measurement, None before it. ``entries``: the records on that device. ``missed``: the
+    calibration's :class:`Missed`.
     """
 
     width = 1
@@ -123,15 +126,15 @@ class Proof:
         self.missed = Missed()
 
     def magnitude(self, numbers: list[float]) -> float:
-        """Return the magnitude to be checked, from the ``width`` numbers recorded in a call."""
+        """Return the magnitude to check, from the ``width`` numbers recorded in a call."""
         return numbers[0]
 
     def holds(self, magnitude: float) -> bool:
-        """Tell whether the proof holds for a magnitude: for any that is finite."""
+        """True if the proof covers a magnitude: every finite one."""
         return magnitude < math.inf
 
     def forget(self) -> None:
-        """Begin anew, for a model with other operands."""
+        """Reset the measurements, for a model with other operands."""
         self.largest = 0.0
 
     @property
@@ -139,14 +142,14 @@ class Proof:
         return self.entries[0] if self.entries else None
 
     def record(self, magnitude: torch.Tensor, place: int = 0) -> None:
-        """Record the larger of ``magnitude`` (0-dim fp32) and the record of this call so far; NaN stays."""
+        """Record the maximum of ``magnitude`` (0-dim fp32) and this call's record; NaN stays."""
         if self.entry is None or self.entry.device != magnitude.device:
             self.missed.any = True
         else:
             self.entries[place].record(magnitude)
 
     def record_amax(self, tensor: torch.Tensor) -> None:
-        """Record the amax of a tensor: one kernel where it is the first record of a call of eager code, else two."""
+        """Record the amax of a tensor: one kernel for the first record of an eager call, else two."""
         if (
             (entry := self.entry) is None
             or torch.compiler.is_compiling()
@@ -162,9 +165,9 @@ class Proof:
 
 
 def fits_range(magnitude: float, limit: float = FP16_MAX, floor: float = 2.0**-FLOOR_BITS) -> bool:
-    """Tell whether a magnitude is 0 or from ``floor`` to ``limit``; no NaN is.
+    """True for 0 and for magnitudes from ``floor`` to ``limit``; False for NaN.
 
-    Below ``floor`` fp16's subnormal numbers lose more than bf16 rounds away.
+    Below ``floor`` fp16's subnormal numbers lose more than rounding to bf16.
     """
     # fp16's largest number is what model code's own clamp leaves of an overflow (``clamp_fp16`` in
     # comfy/ldm/lumina/model.py).

@@ -1,9 +1,8 @@
-"""Which results may be fp16: those proven to fit it, as long as what model code makes of them fits it too.
+"""Decide which layers may return fp16: their result is bounded, and the operations that consume it have not overflowed.
 
-Inside of a block a stream in fp32 passes a norm and then a chain of layers whose result is added to it, in fp32 since
-one of the two is. What the chain holds in between may be fp16. A layer that begins a stream, such as an embedder or
-SDXL's ``proj_in``, must return fp32: ComfyUI clamps fp16 streams in silence (``nan_to_num`` in
-``comfy/ldm/flux/layers.py``).
+In a block, an fp32 stream passes a norm and then a chain of layers whose result is added to the stream, in fp32 because
+one summand is fp32. Values inside the chain may be fp16. A layer that starts a stream, such as an embedder or SDXL's
+``proj_in``, must return fp32: ComfyUI clamps fp16 streams silently (``nan_to_num`` in ``comfy/ldm/flux/layers.py``).
 """
 
 import math
@@ -15,8 +14,8 @@ from ..base.dtypes import FP16_MAX
 from .operand_scale import OperandScale
 
 LARGEST_FACTOR = 128.0
-"""Results that model code may multiply with each other, as gated MLPs do:
-twice this squared is fp16's largest number."""
+"""Largest results that model code may multiply with each other, as gated MLPs do: with a headroom factor of 2 each,
+their product is 2**16, the end of fp16's range."""
 
 _BLOCK = r"(?:.*\.)?(?:\w*blocks|layers|\w*refiner)\.\d+\.(?:.*\.)?"
 _ATTENTION = r"\w*att(?:n|ention)\d?\."
@@ -31,18 +30,18 @@ _SUMMANDS = re.compile(
 
 
 def largest_fp16_result(name: str) -> float | None:
-    """Return the largest result that the layer of this name may return in fp16; None where it must be fp32."""
+    """Return the largest result that the layer of this name may return in fp16; None if it must return fp32."""
     if _FACTORS.fullmatch(name):
         return LARGEST_FACTOR
     return FP16_MAX if _SUMMANDS.fullmatch(name) else None
 
 
 class Fp16Results:
-    """Choose the operations of a model to return fp16, in calls that calibrate.
+    """Choose the operations of a model that return fp16, in calibrating calls.
 
-    What model code makes of two fp16 results can still overflow, and is then the operand of a later operation: fp16
-    results are given up for the model. ``allowed``: any result may be fp16. ``any_returned``: a layer or an attention
-    has returned fp16 in this call. ``scales``: those of all operations.
+    Model code can still overflow when it combines two fp16 results; the overflow is then the operand of a later
+    operation, and fp16 results are disabled for the model. ``allowed``: results may be fp16. ``any_returned``: a layer
+    or an attention returned fp16 in this call. ``scales``: the scales of all operations.
     """
 
     def __init__(self) -> None:
@@ -51,7 +50,7 @@ class Fp16Results:
         self.begin()
 
     def begin(self) -> None:
-        """Start a call that calibrates, with nothing proven yet."""
+        """Start a calibrating call, without any proven result."""
         self.any_returned = False
         self._block: list[OperandScale] = []
         self._overflowed = False
@@ -60,17 +59,17 @@ class Fp16Results:
             scale.fits_result = False
 
     def note_result(self, scale: OperandScale) -> None:
-        """Count an operation with an fp16 result to the block of operations that runs."""
+        """Add an operation with an fp16 result to the current block."""
         self.any_returned = True
         self._block.append(scale)
 
     def give_up(self, scale: OperandScale) -> None:
-        """Refute the proof of an operation whose result must be fp32 after all; the call is made again."""
+        """Refute the proof of an operation whose result must be fp32; the call is repeated."""
         scale.refute_result()
         self._widened = True
 
     def note_operand(self, magnitude: float, dtype: torch.dtype) -> None:
-        """Look for an overflow in an operand, by its amax: an fp16 result may be the reason."""
+        """Check the amax of an operand for an overflow, which fp16 results may have caused."""
         if self.any_returned:
             # ComfyUI clamps what overflows in some models (``clamp_fp16`` in comfy/ldm/lumina/model.py): fp16's largest
             # number counts as not finite.
@@ -78,7 +77,8 @@ class Fp16Results:
             self._overflowed = self._overflowed or not magnitude < limit
 
     def close_block(self, coarse: bool) -> None:
-        """End the block of operations that ran. ``coarse``: fp16 is too coarse for what is made of their results."""
+        """End the current block of operations. ``coarse``: fp16 is too coarse for the values computed from their
+        results."""
         if coarse and self._block:
             self._widened = True
             for scale in self._block:
@@ -86,6 +86,6 @@ class Fp16Results:
         self._block = []
 
     def conclude(self) -> bool:
-        """Give up what the call has refuted; return whether that was anything, so that the call must be made again."""
+        """Apply the refutations of this call. Returns True if there were any, so that the call has to be repeated."""
         self.allowed = self.allowed and not self._overflowed
         return self._overflowed or self._widened

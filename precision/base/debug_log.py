@@ -13,6 +13,6 @@ def set_log_level() -> str | None:
     if not level:
         return None
     if not isinstance(logging.getLevelName(level), int):
-        return f"{LOG_VARIABLE}={level} is no level of Python's logging: set it to debug, info, warning or error."
+        return f"{LOG_VARIABLE}={level} is not a Python logging level: set it to debug, info, warning or error."
     logging.getLogger("halfsafe").setLevel(level)
     return None

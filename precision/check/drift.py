@@ -1,7 +1,8 @@
-"""Tell how far a finite call is from the same call in fp32, whether that is more than its arithmetic explains,
-and which blocks are the farthest.
+"""Compute the SNR of a finite call against the same call in fp32, compare it with the threshold of its arithmetic, and
+find the blocks with the largest error.
 
-Nothing here runs a model. Errors are powers, sums of squares: those of independent roundings add up.
+Nothing here runs a model. Errors are powers (sums of squares), because the powers of independent rounding errors add
+up.
 """
 
 import math
@@ -29,8 +30,9 @@ THRESHOLDS: dict[str, float] = {
     "4-bit products": 10.0,
     "step cache": 8.0,
 }
-"""Arithmetic, finest first -> SNR in dB below which a model of ``USUAL_LAYERS`` is said to drift: about 7 below the
-worst of clean runs (docs/internals/drift.md). An fp32 model may multiply in TF32. 4-bit products are not measured."""
+"""Arithmetic, finest first -> SNR in dB below which a model of ``USUAL_LAYERS`` layers is reported as drift: about 7 dB
+below the worst clean run (docs/internals/drift.md). An fp32 model may multiply in TF32. 4-bit products are not
+measured."""
 USUAL_LAYERS = 32
 LOWEST_DB = -300.0
 STEP_CACHE = "step cache"
@@ -39,34 +41,32 @@ ARITHMETIC_OF: dict[str, str] = {
 }  # fmt: skip
 ADVICE = {
     STEP_CACHE: (
-        "The layers did not run at this step: lower the threshold of the step cache, let it start later, "
-        "or leave it out."
+        "The layers did not run at this step: lower the threshold of the step cache, start it later, or remove it."
     ),
     "fp8": (
-        "Compute Dtype with fp8 scales activations as they come and clips none; "
-        "else the rule {block}* compute=bf16."
+        "Set compute to fp8 in Compute Dtype: it computes the scale of activations from each input and clips none. Or "
+        "add the rule {block}* compute=bf16."
     ),
     "int8": (
-        "The rule {block}* compute=bf16 (or fp16) dequantizes it; if every int8 layer is wrong, "
-        "it is the device's kernel: set compute to bf16, fp16 or fp16_safe."
+        "Add the rule {block}* compute=bf16 (or fp16), which dequantizes this block. If every int8 layer is wrong, "
+        "the device's int8 kernel is at fault: set compute to bf16, fp16 or fp16_safe."
     ),
     "fp16 sums": "Set fp16_accumulation to auto or off in Accumulation, or the rule {block}* accumulation=fp32.",
 }  # fmt: skip
 OTHERWISE = (
-    "Compute Dtype with fp32 tells whether it is precision, then fp16_safe or the rule {block}* compute=fp32 cures it. "
-    "Else leave out what other nodes put on the model, attention kernels and LoRAs in 8-bit weights first; "
-    "what is left is a kernel that is wrong on this device: update comfy-kitchen."
+    "Compute Dtype with fp32 shows whether precision is the cause; then fp16_safe or the rule {block}* compute=fp32 "
+    "cures it. Otherwise remove patches of other nodes from the model, attention kernels and LoRAs on 8-bit weights "
+    "first. If it remains, a kernel is wrong on this device: update comfy-kitchen."
 )
 
 
 def may_be_checked(setting: str, seen: Collection[int]) -> bool:
-    """Tell whether a call that is still to come may be checked, which its step would tell. ``seen``: as for
-    :func:`is_checked`."""
+    """True if a call whose step is not known yet may be checked. ``seen``: as for :func:`is_checked`."""
     return EVERY[setting] > 0 or not seen
 
 
 def is_checked(setting: str, step: int, seen: Collection[int]) -> bool:
-    """Tell whether to check a call of a step. ``seen``: the steps that were checked in this run of the sampler."""
+    """True if a call of this step is to be checked. ``seen``: steps already checked in this sampler run."""
     if step in seen:
         return False
     every = EVERY[setting]
@@ -74,19 +74,20 @@ def is_checked(setting: str, step: int, seen: Collection[int]) -> bool:
 
 
 def coarsest(arithmetics: Iterable[str]) -> str:
-    """Return the arithmetic of a model: the one among its layers' that is expected to be the farthest from fp32."""
+    """Return the arithmetic of a model: of its layers' arithmetics, the one with the lowest threshold."""
     finest_first = list(THRESHOLDS)
     return max((name for name in arithmetics if name in THRESHOLDS), key=finest_first.index, default="fp32")
 
 
 def threshold_of(arithmetic: str, layers: int) -> float:
-    """Return the least SNR in dB of a clean model with so many layers: the powers of their roundings add up."""
+    """Return the lowest SNR in dB of a clean model with this number of layers; the powers of rounding errors add up."""
     depth = 0.0 if arithmetic == STEP_CACHE else 10 * math.log10(max(1.0, layers / USUAL_LAYERS))
     return round(THRESHOLDS[arithmetic] - depth, 1)
 
 
 def sampled(values) -> torch.Tensor | None:
-    """Take at most ``SAMPLES`` evenly spread numbers of each floating tensor, in fp32; None where there is none."""
+    """Take at most ``SAMPLES`` evenly spaced numbers of each floating tensor, in fp32; None without floating
+    tensors."""
     floats = [tensor.detach().flatten() for tensor in floats_in(values) if tensor.numel()]
     taken = [flat[:: -(-flat.numel() // SAMPLES)].float() for flat in floats]
     return torch.cat([part.clone() for part in taken]) if taken else None
@@ -97,9 +98,9 @@ def row_errors(
 ) -> tuple[list[float], list[float]]:
     """Compute (power of the error, power of the signal) of each row of a batch, against a reference.
 
-    The signal is what the network adds to the result: its difference from the result ``without``, that of a network
-    which gives zeros. A sampler's parametrization is linear in what the network gives (EDM, v, noise, flow, x0), so
-    that the ratio of both is the network's own, however much of the noisy latent the result holds.
+    The signal is the network's contribution to the result: the difference from the result ``without``, computed from a
+    network output of zeros. A sampler's parametrization is linear in the network output (EDM, v, noise, flow, x0), so
+    the ratio of both powers is the network's own, however much of the noisy latent the result contains.
     """
     return _powers(result.float() - reference), _powers(reference - without)
 
@@ -109,14 +110,15 @@ def _powers(tensor: torch.Tensor) -> list[float]:
 
 
 def finite_decibels(error: float, signal: float) -> float:
-    """Compute the SNR of two powers: inf without an error, and never below ``LOWEST_DB``, as JSON has no -inf."""
+    """Compute the SNR in dB of two powers: inf without an error, and at least ``LOWEST_DB``, because JSON has no
+    -inf."""
     return max(LOWEST_DB, amax.decibels(error, signal))
 
 
 def worst_blocks(
     samples: Mapping[str, list[torch.Tensor]], reference: Mapping[str, list[torch.Tensor]]
 ) -> list[BlockDrift]:
-    """Find the blocks whose results are the farthest from the reference's, the worst first."""
+    """Find the blocks with the lowest SNR against the reference, worst first."""
     found: dict[str, float] = {}
     for name, taken in samples.items():
         exact = reference.get(name, [])
@@ -127,20 +129,17 @@ def worst_blocks(
 
 
 def drift_event(check: CheckReport, snr_db: float, threshold_db: float, batch_rows: list[int]) -> GuardEvent:
-    """Build the report's entry for a call that is farther from fp32 than its arithmetic explains."""
+    """Build the report's entry for a call whose SNR is below the threshold of its arithmetic."""
     skipped = check.arithmetic == STEP_CACHE
     worst = "" if skipped or not check.blocks else check.blocks[0].name
-    evidence = (
-        f"{snr_db:.1f} dB from the same call in fp32, "
-        f"where {check.arithmetic} gives at least {threshold_db:.0f}."
-    )
+    evidence = f"{snr_db:.1f} dB from the same call in fp32; {check.arithmetic} gives at least {threshold_db:.0f}."
     if worst:
         blocks = ", ".join(f"{block.name} {block.snr_db:.1f} dB" for block in check.blocks)
         evidence += f" Farthest: {blocks}."
     advice = ADVICE.get(check.arithmetic, OTHERWISE).format(block=f"{worst}." if worst else "")
     return GuardEvent(
-        check.call, check.step, check.sigma, worst, STEP_CACHE if skipped else "", "drift", batch_rows, check.arithmetic,
-        "fp32", False, evidence, snr_db, threshold_db, advice,
+        check.call, check.step, check.sigma, worst, STEP_CACHE if skipped else "", "drift", batch_rows,
+        check.arithmetic, "fp32", False, evidence, snr_db, threshold_db, advice,
     )  # fmt: skip
 
 

@@ -72,21 +72,21 @@ def _print(options: argparse.Namespace, data: dict, text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where Python writes the rest as it exits
         if not isinstance(error, BrokenPipeError):  # the reader of a pipe, such as head, has seen enough
             problem = f"Standard output cannot be written ({error.strerror})."
-            raise HalfsafeError(problem, "The command is done; only what it prints is lost.") from None
+            raise HalfsafeError(problem, "The command finished; only its output is lost.") from None
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="halfsafe", description="Look at, check and convert model files.")
+    parser = argparse.ArgumentParser(prog="halfsafe", description="Inspect, check and convert model files.")
     parser.set_defaults(run=None)
     commands = parser.add_subparsers(metavar="COMMAND")
-    described = "what a model file holds, and what ComfyUI would do with its quantized layers"
+    described = "show the contents of a model file, and how ComfyUI reads its quantized layers"
     inspect = _command(commands, "inspect", _inspect, described)
     inspect.add_argument("file", type=Path)
-    scan = _command(commands, "scan", _scan, "read every number: NaN, Inf, out of range, lost scales")
+    scan = _command(commands, "scan", _scan, "check every number: NaN, Inf, out of range, lost scales")
     scan.add_argument("files", type=Path, nargs="+", metavar="file")
     _add_convert(commands)
     _add_plan(commands)
-    _command(commands, "doctor", _doctor, "what this device and this torch can do")
+    _command(commands, "doctor", _doctor, "show what this device and this torch support")
     return parser
 
 
@@ -103,20 +103,20 @@ def _add_convert(commands) -> None:
     convert.add_argument("target", type=Path, help=".safetensors file to write")
     convert.add_argument("--storage", choices=STORAGES, required=True, metavar="DTYPE", help=", ".join(STORAGES))
     convert.add_argument("--rules", type=Path, help="file with one rule per line, e.g. 'blocks.0.* storage=bf16'")
-    presets = f"{', '.join(PRESETS)}; {DEFAULT_PRESET} without it"
+    presets = f"{', '.join(PRESETS)}; default: {DEFAULT_PRESET}"
     convert.add_argument("--preset", choices=PRESETS, default=DEFAULT_PRESET, metavar="NAME", help=presets)
-    calibration = "round by this file, which Calibrate (Halfsafe) wrote"
+    calibration = "a file that Calibrate (Halfsafe) wrote: round with less error"
     convert.add_argument("--calibration", type=Path, metavar="FILE", help=calibration)
     convert.add_argument("--force", action="store_true", help="overwrite the target")
 
 
 def _add_plan(commands) -> None:
-    plan = _command(commands, "plan", _plan, "what would run on a device, layer by layer, and why")
+    plan = _command(commands, "plan", _plan, "show what would run on a device, layer by layer, and why")
     plan.add_argument("file", type=Path)
-    devices = f"decide as on this device ({NAME_EXAMPLES}, or a code such as sm_86); this one without it"
+    devices = f"decide as on this device ({NAME_EXAMPLES}, or a code such as sm_86); default: this one"
     plan.add_argument("--device", type=device, metavar="NAME", help=devices)
     plan.add_argument("--goal", choices=GOALS, default="balanced")
-    plan.add_argument("--memory", type=gigabytes, metavar="GB", help="free memory of that device, to decide storage by")
+    plan.add_argument("--memory", type=gigabytes, metavar="GB", help="free memory of that device, for storage auto")
 
 
 def gigabytes(text: str) -> int:
@@ -186,7 +186,7 @@ def _convert(options: argparse.Namespace) -> int:
 
     target = options.target
     if target.suffix not in (".safetensors", ".sft") or os.path.isdir(target):
-        raise HalfsafeError(f"{target} is not the name of a .safetensors file.", "Give the target that ending.")
+        raise HalfsafeError(f"{target} is not the name of a .safetensors file.", "End the name in .safetensors.")
     if os.path.exists(target) and not options.force:
         raise HalfsafeError(f"{target} exists.", "Add --force to overwrite it.")
     rules = rules_from(_rules_text(options.rules), options.preset)
@@ -204,7 +204,7 @@ def _rules_text(path: Path | None) -> str:
         return path.read_text(encoding="utf-8-sig")  # Notepad begins a file with a byte order mark
     except (OSError, ValueError) as error:
         problem = f"{path}: the rules cannot be read ({error})."
-        raise HalfsafeError(problem, "Give a text file with one rule per line.") from None
+        raise HalfsafeError(problem, "Use a text file with one rule per line.") from None
 
 
 def _plan(options: argparse.Namespace) -> int:

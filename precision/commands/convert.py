@@ -99,7 +99,7 @@ def _read(source: str | os.PathLike, target: Path) -> tuple[TensorFile, Checkpoi
     """Open a file that can be converted into ``target``."""
     file = open_checkpoint(source)
     if os.path.exists(target) and any(target.samefile(part) for part in file.files):
-        raise CheckpointError(target, "source and target are the same file", advice="Give the result another name.")
+        raise CheckpointError(target, "source and target are the same file", advice="Choose another name for it.")
     checkpoint = read_checkpoint(file, file.metadata, source)
     checkpoint.refuse_lora()
     return file, checkpoint

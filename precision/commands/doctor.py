@@ -22,7 +22,7 @@ TYPICAL_MODELS = {
     "Flux": ("Flux", "bf16"),
 }
 YES_NO = {True: "yes", False: "no"}
-NOT_PROBED = "Simulated profile: the table decides, nothing was probed."
+NOT_PROBED = "Simulated profile: its expected values are used, and nothing was probed."
 
 
 def diagnose(device: torch.device | Device | None = None) -> dict:
@@ -94,8 +94,8 @@ def to_text(diagnosis: dict) -> str:
         _device(diagnosis),
         table(capabilities, ("Capability", "here", "table", "")),
         _probes(diagnosis["probes"]),
-        "Compute dtype auto chooses\n" + table(autos),
-        "Storage auto chooses where 16 bit does not fit the GPU\n" + table(stored),
+        "Compute dtype that auto chooses\n" + table(autos),
+        "Storage that auto chooses if 16 bit does not fit the GPU\n" + table(stored),
         "Backend flags\n" + table(flags) if flags else "",
         _comfyui(diagnosis.get("comfyui", [])),
     ]
@@ -127,7 +127,7 @@ def _device(diagnosis: dict) -> str:
     device, fp8, slow = diagnosis["device"], diagnosis["fp8"], diagnosis["int8"]["slow"]
     where = "simulated on" if device["simulated"] else "on"
     remarks = [f"fp8 matmul: {', '.join(fp8['formats'])}"] if fp8["formats"] else []
-    remarks += [f"int8 models gain no speed here: {slow}"] if slow else []
+    remarks += [f"int8 models are not faster here: {slow}"] if slow else []
     lines = wrapped(f"Profile {device['profile']}: {device['label']}, {where} {device['name']}", "")
     return "\n".join([*lines, *(line for text in (*remarks, *diagnosis["remarks"]) for line in wrapped(text, "  "))])
 

@@ -26,10 +26,10 @@ from ..formats.families import UNKNOWN, family_of
 from ..formats.stored_weight import StoredWeight
 
 _CHUNK = 1 << 22
-PAST_FP16 = "values past 65504: infinite once cast to fp16"
+PAST_FP16 = "values above 65504: Inf once cast to fp16"
 ATTENTION = (
-    "{1} attentions: ComfyUI 0.38 or later runs them in {0}, where the device has that kernel. "
-    "fp16_safe and rules on attention run ComfyUI's own attention in its place."
+    "{1} attentions: ComfyUI 0.38 or later runs them in {0} if the device has that kernel. "
+    "fp16_safe and rules on attention run ComfyUI's own attention instead."
 )
 COMFYUI_READS = frozenset({COMFY_QUANT, QUANTIZATION_KEY, SCALED_FP8})
 MOST_ITEMS = 30
@@ -160,9 +160,9 @@ def _in_comfyui(checkpoint: Checkpoint) -> list[str]:
     e5m2 = [w for w in scaled if SCALED_FP8 in checkpoint.dialects and w.data.dtype == torch.float8_e5m2]
     statements = (
         ([] if known else scaled, "the scale is dropped: the weight is wrong by that factor and the image is noise"),
-        (e5m2, "read as e4m3fn: values past 448 become NaN and the image is black"),
-        ([w for w in scaled if known and w.granularity != "tensor"], "a scale per row or block is not understood"),
-        ([w for w in quantized if "fnuz" in name_of(w.data.dtype)], "fnuz weights are not understood"),
+        (e5m2, "read as e4m3fn: values above 448 become NaN and the image is black"),
+        ([w for w in scaled if known and w.granularity != "tensor"], "a scale per row or block is not supported"),
+        ([w for w in quantized if "fnuz" in name_of(w.data.dtype)], "fnuz weights are not supported"),
         (clipped, "no input scale: where the GPU multiplies in fp8, activations are clipped at 448"),
     )
     found = [f"{len(weights)} layers: {text}." for weights, text in statements if weights]

@@ -113,7 +113,7 @@ def why_no_fp8(storage: str, device: Device) -> str:
     why = ""
     if not device.simulated:  # Apple's GPUs hold e4m3 from torch 2.15, and no e5m2
         errors = ((name, why_dtype_not_held(device.torch_device, name)) for name in dtypes)
-        why = next((f"It cannot hold {name} ({error})." for name, error in errors if error), "")
+        why = next((f"It does not support {name} ({error})." for name, error in errors if error), "")
     if dtypes and not device.capabilities["fp8_storage"]:
         why = device.reason("fp8_storage")
     return why and f"not on {device.label}: {why}"

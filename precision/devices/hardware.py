@@ -19,8 +19,8 @@ FAULTY_FP16 = (
 FULL_RATE = re.compile(r"\b(Quadro|Tesla|TITAN RTX|T4|A2|A10G?|A16|A40|A\d[05]00|L4|L40S?|RTX PRO|Ada Generation)\b")
 B300_INT8 = "B300 multiplies int8 at a fifteenth of its fp16 rate: 0.15 against 2.25 POPS (NVIDIA Blackwell brief)."
 
-FAULTY_INT8 = "No tensor cores: int8 gains against fp32, the only other arithmetic here (INT8-Fast PR #61)."
-FULL_RATE_SUMS = "Workstation and server cards add in fp32 at full rate: fp16 accumulation is risk without gain."
+FAULTY_INT8 = "No tensor cores: int8 is faster than fp32, the only other arithmetic on this card (INT8-Fast PR #61)."
+FULL_RATE_SUMS = "Workstation and server cards add in fp32 at full rate: fp16 accumulation adds a risk and no speed."
 NO_DML = "DirectML has no {} (microsoft/DirectML #688)."
 # What its list of types lacks (DML_TENSOR_DATA_TYPE).
 DIRECTML_NOTES = {
@@ -28,7 +28,7 @@ DIRECTML_NOTES = {
     **{name: NO_DML.format(name.split("_")[0]) for name in ("bf16", "fp8_storage", "fp8_matmul", "fp8_matmul_gains")},
     "int8_matmul": "torch-directml has no int8 matmul: int8 weights are widened before the matmul.",
     "int8_matmul_gains": "torch-directml has no int8 matmul.",
-    "match": "DirectML has no row; the CPU's is used with fp16, without fp8 and int8 matmul. Not run on such a device.",
+    "match": "DirectML uses the CPU's profile with fp16, without fp8 and int8 matmul. Not tested on such a device.",
 }
 DIRECTML = {
     "label": "DirectML", "type": "privateuseone", "fp16": True, "fp8_storage": False, "int8_matmul": False,
@@ -93,7 +93,7 @@ def profile_of(device: torch.device) -> DeviceProfile:
         return adapted(PROFILES["cpu"], DIRECTML_NOTES, **DIRECTML)
     if device.type == "cpu" and cpu_bf16():
         return adapted(PROFILES["cpu"], {"bf16": "This CPU has bf16 instructions."}, bf16=True)
-    unmatched = {"match": f"torch device type '{device.type}' has no row; the safest row is used."}
+    unmatched = {"match": f"torch device type '{device.type}' has no device profile; the safest one is used."}
     return PROFILES.get(device.type) or adapted(PROFILES["cpu"], unmatched)
 
 
@@ -123,9 +123,9 @@ def nvidia_row(capability: tuple[int, int]) -> DeviceProfile:
     major, minor = max((row for row in capabilities if row <= capability), default=capabilities[0])
     row = PROFILES[f"sm_{major}{minor}"]
     if capability < (6, 0):
-        return adapted(row, {"match": f"Compute capability {capability[0]}.{capability[1]} is older than every row."})
+        return adapted(row, {"match": f"sm_{capability[0]}{capability[1]} is older than every device profile."})
     if capability[0] > capabilities[-1][0]:
-        return adapted(row, {"match": f"Compute capability {capability[0]}.{capability[1]} is newer than every row."})
+        return adapted(row, {"match": f"sm_{capability[0]}{capability[1]} is newer than every device profile."})
     return row
 
 
@@ -136,23 +136,23 @@ def amd_row(arch: str) -> DeviceProfile:
         notes = {
             "bf16": f"{arch} has no bf16; torch emulates it.",
             "int8_matmul": f"{arch} has no int8 matrix units.",
-            "match": f"{arch} has no row; RDNA3's is used without bf16.",
+            "match": f"{arch} has no device profile; RDNA3's is used, without bf16.",
         }
         return adapted(PROFILES["gfx1100"], notes, label="RX 6000 and older", bf16=False, int8_matmul=False)
     if row == "gfx950":
         notes = {
             "fp8_matmul": "fp8 matmul units for the OCP formats; needs ROCm 6.5 or later.",
-            "match": f"{arch} has no row; MI300's is used with e4m3fn and e5m2 in place of fnuz.",
+            "match": f"{arch} has no device profile; MI300's is used, with e4m3fn and e5m2 instead of fnuz.",
         }
         fp8 = {"fp8_matmul": True, "fp8_matmul_gains": True, "fp8_formats": OCP_FP8}
         return adapted(PROFILES["gfx942"], notes, label="MI350 (CDNA4)", **fp8)
-    nearest = {"match": f"{arch} has no row; the nearest safe one is used."}
+    nearest = {"match": f"{arch} has no device profile; the nearest safe one is used."}
     return PROFILES.get(row) or adapted(PROFILES["gfx1100"], nearest)
 
 
 def _apple_profile(name: str) -> DeviceProfile:
     generation = re.search(r"\bM(\d+)\b", name)
     if not generation:
-        note = "torch does not tell the chip's generation; the oldest row is used."
+        note = "torch does not report the chip's generation; the oldest profile is used."
         return adapted(PROFILES["mps_m1"], {"match": note})
     return PROFILES["mps_m3" if int(generation[1]) >= 3 else "mps_m1"]

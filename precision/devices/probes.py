@@ -97,11 +97,11 @@ def fp8_cast(device: torch.device, fmt: str) -> tuple[bool, str]:
     values = torch.arange(256, dtype=torch.uint8).view(dtype).float()
     values = values[torch.isfinite(values)]
     if not torch.equal(_round_trip(values, device, dtype), values):
-        return False, f"a cast to {fmt} and back changed values that {fmt} can hold"
+        return False, f"a cast to {fmt} and back changed values that {fmt} can represent"
     past, nan = _round_trip(torch.tensor([1e6, float("nan")]), device, dtype).tolist()
     if nan == nan:
         return False, f"a cast to {fmt} turned NaN into {nan:g}"
-    return True, f"exact up to {torch.finfo(dtype).max:g}; past it {'NaN' if past != past else f'{past:g}'}"
+    return True, f"exact up to {torch.finfo(dtype).max:g}; above that {'NaN' if past != past else f'{past:g}'}"
 
 
 def _round_trip(values: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
@@ -173,7 +173,7 @@ def gemm(device: torch.device, name: str) -> tuple[bool, str]:
     if name == "fp16" and device.type not in ("cuda", "cpu"):  # CUDA adds in fp32 unless the flag for fp16 sums is on
         left, right = accumulation_operands(device)
         if not torch.isfinite((left @ right).cpu()).all():
-            return False, "fp16 matmul adds in fp16 here: sums overflow whose result is small"
+            return False, "fp16 matmul accumulates in fp16 here: sums overflow even if the result is small"
     return True, f"relative error {error:.1e}"
 
 
@@ -226,11 +226,11 @@ def fp16_accumulation(device: torch.device) -> tuple[bool | None, str]:
     The true result is 0. An fp16 sum passes 65504 on the way and becomes inf or NaN; an fp32 sum does not.
     """
     if device.type != "cuda" or torch.version.hip:
-        return None, "the flag acts on NVIDIA's cuBLAS only"
+        return None, "the flag affects NVIDIA's cuBLAS only"
     if is_on("fp16_accumulation") is None:
         return False, f"torch {torch.__version__} has no such flag"
     if _leaves_flags.get():
-        return None, "not tried while a model may run: the flag is the whole process's"
+        return None, "not tried while a model may run, because the flag applies to the whole process"
     return _overflows_in_fp16(*accumulation_operands(device, UNSPLIT))
 
 
@@ -245,8 +245,8 @@ def accumulation_operands(device: torch.device, size: int = 64) -> tuple[torch.T
 def _overflows_in_fp16(left: torch.Tensor, right: torch.Tensor) -> tuple[bool | None, str]:
     with flags_set({"fp16_accumulation": True}):
         if not is_on("fp16_accumulation"):
-            return None, "a model that runs at the moment holds the flag off"
+            return None, "a running model keeps the flag off"
         result = left @ right
     if torch.isfinite(result).all():
-        return False, "the flag is accepted and does not act: sums stay in fp32"
-    return True, "the flag acts: sums are kept in fp16"
+        return False, "the flag is accepted but has no effect: sums stay in fp32"
+    return True, "the flag works: sums are kept in fp16"

@@ -14,7 +14,7 @@ from ..base.errors import UnknownProfile
 CAPABILITIES = {
     "fp16": ("fp16 matmuls are fast.", "fp16 math is slow.", "fp16_gemm"),
     "bf16": (
-        "bf16 is native.", "There is no native bf16; torch emulates it, slower than fp32.", "bf16_native", "bf16_gemm",
+        "bf16 is native.", "No native bf16; torch emulates it, slower than fp32.", "bf16_native", "bf16_gemm",
     ),
     "fp8_storage": (
         "Weights can be kept in fp8 and widened when used.", "fp8 tensors do not work here.", "fp8_cast",
@@ -32,11 +32,11 @@ CAPABILITIES = {
         "fp16 accumulation brings no speed here, only the risk of overflow.", "fp16_gemm", "fp16_accumulation",
     ),
     "fp8_fast_accumulation": (
-        "The fp8 fast accumulation switch can act.", "The fp8 fast accumulation switch has no effect here.",
+        "The fp8 fast accumulation switch has an effect here.", "The fp8 fast accumulation switch has no effect here.",
         "fp8_cast", "fp8_matmul",
     ),
     "int8_matmul": (
-        "int8 matmul units, which add exactly in int32.",
+        "int8 matmul units, which accumulate exactly in int32.",
         "No int8 matmul units; int8 weights are widened before the matmul.", "int8_matmul",
     ),
     "int8_matmul_gains": (
@@ -110,9 +110,9 @@ class DeviceProfile:
         return [note for key, note in self.notes.items() if key not in CAPABILITIES]
 
 
-NO_GAIN = "fp16 accumulation runs at the rate of fp32 accumulation here: risk without gain."
-GEFORCE_GAIN = "GeForce cards run fp16 accumulation at twice the rate; used where the overflow bound proves it safe."
-NO_CUBLAS = "The fp16 accumulation flag acts on NVIDIA's cuBLAS only."
+NO_GAIN = "fp16 accumulation is no faster than fp32 accumulation here and adds the risk of overflow."
+GEFORCE_GAIN = "GeForce cards run fp16 accumulation at twice the rate; used in layers with a safe overflow bound."
+NO_CUBLAS = "The fp16 accumulation flag affects NVIDIA's cuBLAS only."
 APPLE_NOTES = {
     "fp8_storage": "torch has e4m3fn on MPS from 2.15 (PyTorch #194074), and no e5m2.",
     "fp8_matmul": "torch has tensor and row scaled fp8 matmul on MPS from 2.15 (PyTorch #194074).",
@@ -127,7 +127,7 @@ APPLE: dict[str, Any] = {
 }  # fmt: skip
 GEFORCE: dict[str, Any] = {"fp16_accumulation": True, "needs_torch": {"fp16_accumulation": (2, 7)}}
 INT8: dict[str, Any] = {"int8_matmul": True, "int8_matmul_gains": True}
-NO_INT8_UNITS = "No int8 tensor cores; comfy-kitchen's int8 kernels begin at compute capability 7.5."
+NO_INT8_UNITS = "No int8 tensor cores; comfy-kitchen's int8 kernels need compute capability 7.5."
 CDNA_INT8 = "comfy-kitchen's HIP kernels are for RDNA: on CDNA, torch's general operations run int8 products."
 FP8_NVIDIA: dict[str, Any] = {
     "vendor": "nvidia", "fp8_matmul": True, "fp8_formats": OCP_FP8, "fp8_matmul_gains": True, **INT8,
@@ -173,7 +173,7 @@ ROWS = (
         called=r"rtx40[5-9]0(super|tisuper|ti|d)?|rtx[2-6]\d00ada(generation)?|l4|l40s?",
         fp16_safe_cost="3 to 16 %", fp8_fast_accumulation=True, **GEFORCE, **FP8_NVIDIA,
         notes={"fp16_accumulation": GEFORCE_GAIN,
-               "fp8_matmul": "fp8 matmul units, which add in about 22 bits.",
+               "fp8_matmul": "fp8 matmul units, which accumulate in about 22 bits.",
                "fp8_fast_accumulation": "torch takes the switch; its documented effect is on Hopper.",
                "int8_matmul_gains": "An L40S is 2.06x as fast with int8 as with bf16, 1.27x with fp8 "
                                     "(comfyui-quant-bench)."},
@@ -207,14 +207,15 @@ ROWS = (
         "gfx942", "MI300 (CDNA3)", "amd",
         called=r"mi300[ax]?|mi325x", fp8_formats=FNUZ_FP8, int8_matmul=True,
         notes={"fp16_accumulation": NO_CUBLAS, "int8_matmul_gains": CDNA_INT8,
-               "fp8_matmul": "Multiplies the fnuz formats only: e4m3fn weights are widened to 16 bit."},
+               "fp8_matmul": "fp8 matmul units for the fnuz formats only: e4m3fn weights are widened to 16 bit."},
     ),
     DeviceProfile(
         "gfx1100", "RX 7000 (RDNA3)", "amd",
         called=r"rx7\d00(xtx|xt|gre)?|(pro)?w7\d00", int8_matmul=True,
         notes={"fp16_accumulation": NO_CUBLAS, "fp8_matmul": "No fp8 units: fp8 weights are widened to bf16.",
-               "int8_matmul_gains": "No gain is measured on RDNA3; 2-3x slower than fp8 without the HIP backend "
-                                    "(ComfyUI #14777)."},
+               "int8_matmul_gains": (
+                   "No speedup was measured on RDNA3; 2-3x slower than fp8 without the HIP backend (ComfyUI #14777)."
+               )},
     ),
     DeviceProfile(
         "gfx1201", "RX 9000 (RDNA4)", "amd",
@@ -242,7 +243,7 @@ ROWS = (
                "fp16": "fp16 math is emulated or slow on a CPU.",
                "fp16_accumulation": NO_CUBLAS,
                "fp8_matmul": "It is only emulated here, for tests.",
-               "int8_matmul": "int8 matmul runs on a CPU, exact: good for tests, not for speed.",
+               "int8_matmul": "int8 matmul is exact on a CPU, but not fast: for tests.",
                "int8_matmul_gains": "comfy-kitchen has no CPU kernels: torch's general operations run int8 products."},
     ),
 )  # fmt: skip

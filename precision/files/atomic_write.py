@@ -48,7 +48,7 @@ def replacing(path: Path, overwrite: bool) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
         if not overwrite and path.exists():
             advice = "Give another name, or --force to overwrite it."
-            raise CheckpointError(path, "appeared while it was being written, and is left as it is", advice=advice)
+            raise CheckpointError(path, "was created by another program and is not overwritten", advice=advice)
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)

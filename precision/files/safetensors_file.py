@@ -30,11 +30,11 @@ def open_checkpoint(path: str | os.PathLike) -> TensorFile:
     files = dict.fromkeys(path.with_name(part) for name in shards.values() or [path.name] for part in _set_of(name))
     missing = next((file.name for file in files if not os.path.isfile(file)), None)
     if missing is not None and (shards or len(files) > 1):
-        raise CheckpointError(path, f"a set whose file {missing[:200]} is missing", advice="Download all parts.")
+        raise CheckpointError(path, f"one file of the set is missing: {missing[:200]}", advice="Download all parts.")
     whole = _open_files(path, list(files))
     missing = next((name for name in shards if name not in whole.entries), None)
     if missing is not None:
-        problem = f"not in {shards[missing]}, where the index places it"
+        problem = f"not in {shards[missing]}, where the index lists it"
         raise CheckpointError(path, problem, missing, "Download it again.")
     return whole
 

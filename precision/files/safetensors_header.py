@@ -49,8 +49,8 @@ _CONVERT = "Load it with ComfyUI's own loader and save it as .safetensors, or us
 _STARTS = (
     (b"version https://git-lfs", "a git-LFS pointer, not the model itself", "Run 'git lfs pull', or download it."),
     (b"GGUF", "a GGUF file", "Load it with ComfyUI-GGUF and connect its MODEL to any Halfsafe node."),
-    (b"PK\x03\x04", "a zip archive, as PyTorch's .ckpt, .pt and .pth files are", _CONVERT),
-    (b"\x80\x02", "a Python pickle, as old .ckpt and .pt files are", _CONVERT),
+    (b"PK\x03\x04", "a zip archive, the format of PyTorch's .ckpt, .pt and .pth files", _CONVERT),
+    (b"\x80\x02", "a Python pickle, the format of old .ckpt and .pt files", _CONVERT),
     (b"\x1f\x8b", "a gzip archive", "Unpack it."),
     (b"\x89HDF", "an HDF5 file", "Use a .safetensors version."),
 )
@@ -95,7 +95,7 @@ def read_header(path: Path, file: BinaryIO, size: int) -> tuple[dict[str, str], 
         problem, advice = _describe_other_format(head)
         raise CheckpointError(path, problem, advice=advice)
     if length > size - 8:
-        problem = f"truncated in its header: {8 + length - size} more bytes of header are missing, and the tensors"
+        problem = f"truncated in its header: {8 + length - size} bytes of the header and all tensors are missing"
         raise CheckpointError(path, problem, advice=AGAIN)
     file.seek(8)
     text = file.read(length)
@@ -124,7 +124,7 @@ def _describe_other_format(head: bytes) -> tuple[str, str]:
     if len(head) < 9:
         return f"only {len(head)} bytes long" if head else "empty, 0 bytes", AGAIN
     length = int.from_bytes(head[:8], "little")
-    return f"no safetensors file (a header of {length} bytes is impossible, or does not begin with '{{')", AGAIN
+    return f"not a safetensors file (a header of {length} bytes is impossible, or does not begin with '{{')", AGAIN
 
 
 def _refusal(path: Path, text: bytes, data: int, error: SafetensorError) -> CheckpointError:
@@ -202,7 +202,7 @@ def read_object(text: str | bytes) -> dict:
         if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode()  # fails on half of a surrogate pair, which no file can hold
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"no valid JSON ({ascii(str(error))[1:-1]})") from None
+        raise ValueError(f"not valid JSON ({ascii(str(error))[1:-1]})") from None
     if not isinstance(value, dict):
-        raise ValueError("no JSON object")
+        raise ValueError("not a JSON object")
     return value

@@ -82,8 +82,8 @@ class TensorFile(Mapping[str, Tensor]):
 def _require_whole(path: Path, pages: mmap.mmap) -> None:
     # The system ends a process that reads a page past the end of its file (SIGBUS), which Python cannot catch.
     if pages.size() < len(pages):
-        problem = f"cut to {pages.size()} bytes while it was read; it had {len(pages)}"
-        raise CheckpointError(path, problem, advice="Start again when nothing else writes to it.")
+        problem = f"truncated to {pages.size()} bytes while it was read; it had {len(pages)}"
+        raise CheckpointError(path, problem, advice="Try again when no other program writes to it.")
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -95,7 +95,7 @@ def open_regular(path: Path) -> BinaryIO:
     try:
         mode = os.stat(path).st_mode
         if stat.S_ISDIR(mode):
-            advice = "Give the .safetensors or .index.json file in it."
+            advice = "Choose the .safetensors or .index.json file in it."
             raise CheckpointError(path, "a folder, not a file", advice=advice)
         if not stat.S_ISREG(mode):
             raise CheckpointError(path, "not a regular file")

@@ -28,15 +28,15 @@ MODEL_PREFIXES = ("model.diffusion_model.", "model.model.", "net.")
 WHOLE_PREFIXES = ("diffusion_model.", "model.", "transformer.")
 READS_UP_TO = "0.38"
 ROTATED_OR_NOT = (
-    "int8 without comfy_quant, which says whether inputs are rotated; read as not rotated, and noise if they are: "
-    "get the file of the model's publisher"
+    "int8 without comfy_quant, so whether the inputs are rotated is unknown; they are read as not rotated, which "
+    "gives noise if they are: get the file from the model's publisher"
 )
 TILED_OR_NOT = (
-    "a scale for each 32 inputs without comfy_quant, which says whether scales lie in tiles; read as rows, and noise "
-    "if they lie in tiles: get the file of the model's publisher"
+    "a scale for each 32 inputs without comfy_quant, so whether the scales are tiled is unknown; they are read as "
+    "rows, which gives noise if they are tiled: get the file from the model's publisher"
 )
 MX_BLOCK = 32
-_DAMAGED = "The file is damaged: get it again."
+_DAMAGED = "The file is damaged: download it again."
 _SCALE_LEAF = re.compile(r"(^|_)scales?(_|$)")
 _WEIGHT_SCALES = ("weight_scale", "weight_scale_inv", "scale_weight", "weight_scale_2", "scale_input")
 _PARTS = frozenset(leaf for format in FORMATS.values() for leaf in format.needs)
@@ -236,7 +236,7 @@ class _Reader:
         fp8 = declared.startswith("float8_") and data.dtype in FP8_DTYPES and "num_experts" not in settings
         if declared not in FORMATS and not fp8:
             advice = "Update ComfyUI and Halfsafe, or use another version of the model."
-            unknown = f"which no ComfyUI up to {READS_UP_TO} reads and Halfsafe does not know"
+            unknown = f"which neither ComfyUI up to {READS_UP_TO} nor Halfsafe can read"
             raise CheckpointError(self.path, f"in the format {declared[:80]!r}, {unknown}", name, advice)
         if fp8 and not declared.startswith(str(data.dtype).removeprefix("torch.")):
             self.remarks[f"declared as {declared}, stored and read as {name_of(data.dtype)}"] += 1
@@ -268,11 +268,11 @@ class _Reader:
                 raise UnconsumedScale(self.path, f"a scale {values}next to a weight in {name_of(data.dtype)}", key)
             if scale.item() == 1:
                 return None, "none", dialect
-            self.remarks["16-bit weights with a scale_weight, which was applied"] += 1
+            self.remarks["16-bit weights with a scale_weight: the scale was applied"] += 1
         granularity = granularity_of(scale, data.shape)
         if granularity is None:
-            shapes = f"{tuple(scale.shape)} fits no layout of a weight of shape {tuple(data.shape)}"
-            raise UnconsumedScale(self.path, f"a scale of shape {shapes}", key, "Report the tool that wrote this file.")
+            shapes = f"{tuple(scale.shape)} does not fit a weight of shape {tuple(data.shape)}"
+            raise UnconsumedScale(self.path, f"a scale of shape {shapes}", key, "Report it to the tool's authors.")
         if dialect == SCALED_FP8 and data.dtype == torch.float8_e5m2:
             self.remarks["e5m2 under a scaled_fp8 marker, which ComfyUI reads as e4m3fn; read as e5m2"] += 1
         shape = {"tensor": (), "row": (-1, 1), "block": scale.shape}[granularity]
@@ -284,7 +284,7 @@ class _Reader:
             return None
         scale = self._scale(key)
         if scale.numel() > 1:
-            self.remarks["input scales of many values, which ComfyUI cannot hold, were left out"] += 1
+            self.remarks["input scales with several values, which ComfyUI does not support, were ignored"] += 1
             return None
         is_default = key.endswith(".scale_input") and scale.item() == 1
         return None if is_default else scale.reshape(())
@@ -317,18 +317,18 @@ class _Reader:
         weight = self.tensors.get(f"{layer}.weight")
         if leaf in _CACHE_SCALES and self.tensors[name].numel() == 1 and quantized:
             self.taken.add(name)
-            self.remarks["attention cache or output scales, which ComfyUI has no use for, were left out"] += 1
+            self.remarks["attention cache and output scales, which ComfyUI does not use, were ignored"] += 1
         elif leaf in _INPUT_SCALES and weight is not None and weight.dtype not in EIGHT_BIT:
             self.taken.add(name)
-            self.remarks["input scales of layers that are not quantized were left out"] += 1
+            self.remarks["input scales of layers that are not quantized were ignored"] += 1
         elif (weight is not None and weight.dtype in EIGHT_BIT | {torch.uint8}) or (
             leaf in _WEIGHT_SCALES and (weight is None or f"{layer}.weight" in quantized)
         ):
-            problem = "looks like a quantization scale and belongs to no weight that can be read"
-            advice = "The file without it would give noise. ComfyUI can load this model from a comfy_quant file."
+            problem = "looks like a quantization scale, but no readable weight uses it"
+            advice = "Without the scale it would give noise. ComfyUI can load this model from a comfy_quant file."
             raise UnconsumedScale(self.path, problem, name, advice)
         elif leaf in _WEIGHT_SCALES:
-            self.remarks["named like weight scales, next to weights that are not quantized; kept as they are"] += 1
+            self.remarks["named like weight scales, next to weights that are not quantized; kept unchanged"] += 1
 
 
 def _undecided(data: torch.Tensor, scale: torch.Tensor | None, granularity: str) -> str:

@@ -104,7 +104,7 @@ class Format:
         """
         found = kitchen_function(name)
         if found is None:
-            problem = f"{self.title} needs the comfy-kitchen of ComfyUI {self.since}, which this Python lacks."
+            problem = f"{self.title} needs the comfy-kitchen of ComfyUI {self.since}, which is not installed."
             raise StorageNotHeld(problem, "Update ComfyUI and the packages that it requires, or use storage=int8.")
         return found
 

@@ -81,7 +81,7 @@ class Rotated(Format):
     def why_not(self, columns: int) -> str:
         if rotation_group(columns):
             return ""
-        return f"no rotation of 256, 64 or 16 divides its {columns} inputs, and int8 without one fails on outliers"
+        return f"its {columns} inputs are not a multiple of 16, and int8 without a rotation fails on outliers"
 
     def turned(self, rows: torch.Tensor) -> torch.Tensor:
         return rotated(rows.float(), rotation_group(rows.shape[1]))

@@ -57,7 +57,7 @@ class Blocks(Format):
         parts = (weight.rows(slice(start, min(start + LOOKED_AT, rows))) for start in range(0, rows, LOOKED_AT))
         open_columns = not any(part[:, -1].any() for part in parts)
         what = " and ".join(name for name, is_open in (("rows", open_rows), ("columns", open_columns)) if is_open)
-        return f"its last {what} are zero, which may be padding that the file does not tell from values" if what else ""
+        return f"its last {what} are zero, which may be padding" if what else ""
 
 
 class Nvfp4(Blocks):

@@ -128,14 +128,14 @@ class StoredWeight:
         """Raise ValueError unless the tensors of a weight fit its format."""
         dimensions = 3 if "num_experts" in self.settings else 2
         if self.data.dim() != dimensions or not self.data.numel():
-            raise ValueError(f"a weight of shape {tuple(self.data.shape)}, where {dimensions} dimensions are meant")
+            raise ValueError(f"a weight of shape {tuple(self.data.shape)}, expected {dimensions} dimensions")
         for expert in self.experts:
             expert.check()
         if self.experts:
             return
         if self.data.dtype not in self.format.dtypes:
             meant = name_of(self.format.dtypes[0])
-            raise ValueError(f"stored in {name_of(self.data.dtype)}, where {meant} is meant")
+            raise ValueError(f"stored in {name_of(self.data.dtype)}, expected {meant}")
         for name in self.tensors:
             if self.tensors[name].is_complex():
                 raise NonFiniteScale(name)
@@ -161,7 +161,7 @@ class StoredWeight:
         """Raise ValueError unless a tensor has one of these shapes."""
         if tuple(self.tensors[name].shape) not in shapes:
             meant = " or ".join(map(str, shapes))
-            raise ValueError(f"its {name} has the shape {tuple(self.tensors[name].shape)}, where {meant} is meant")
+            raise ValueError(f"its {name} has shape {tuple(self.tensors[name].shape)}, expected {meant}")
 
     def setting(self, key: str, default: Any) -> Any:
         """Return a value of ``comfy_quant``, at the top or under ``params``, as ComfyUI does."""

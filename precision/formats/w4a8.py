@@ -44,9 +44,9 @@ class W4a8(Rotated):
             weight.require_shape(name, shapes[name])
         bits = weight.data.shape[1] * 8 // max(columns, 1)
         if bits not in (4, 6) or weight.data.shape[1] * 8 != columns * bits:
-            raise ValueError(f"{weight.data.shape[1]} bytes a row for {columns} inputs")
+            raise ValueError(f"{weight.data.shape[1]} bytes per row for {columns} inputs")
         if bits == 6 and len(weight.tensors) > 2:
-            raise ValueError("a codebook or correction beside 6-bit codes")
+            raise ValueError("6-bit codes with a codebook or correction, which the format does not have")
 
     def rows(self, weight: StoredWeight, part: slice) -> torch.Tensor:
         tensors = weight.tensors
@@ -65,7 +65,7 @@ class W4a8(Rotated):
     def why_not(self, columns: int) -> str:
         odd = self.bits == 6 and columns % 32
         return super().why_not(columns) or (
-            f"ComfyUI's 6-bit codes need a multiple of 32 inputs, and it has {columns}" if odd else ""
+            f"ComfyUI's 6-bit codes need a multiple of 32 inputs; this layer has {columns}" if odd else ""
         )
 
     def specs(self, rows: int, columns: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

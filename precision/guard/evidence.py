@@ -74,7 +74,7 @@ class Evidence:
 
     def locate(self) -> Attempt:
         """Make the call as it was with every operation watched, to find the one that failed."""
-        attempt = self.repeat(self.call.as_it_was, "to find what fails", watched=True)
+        attempt = self.repeat(self.call.as_it_was, "to locate the NaN", watched=True)
         self.origin = attempt.origin
         return attempt
 
@@ -174,7 +174,7 @@ class Evidence:
         """Describe the layer that computes in 16 bit although all of the call was to run in fp32."""
         origin = self.origin
         if self.call.rungs:
-            origin = self.repeat(self.call.fp32, "in fp32, to find what fails", watched=True).origin
+            origin = self.repeat(self.call.fp32, "in fp32, to locate the NaN", watched=True).origin
         made_by = self.call.maker(origin.layer) if origin else ""
         if origin is None or not (origin.result in NARROW or (made_by and origin.kind == "unknown")):
             return ""
@@ -199,7 +199,7 @@ class Row(NamedTuple):
     evidence: str = ""
 
 
-RAISE_RETRIES = "max_retries is {}, which left repeats untried: raise it."
+RAISE_RETRIES = "max_retries is {}, which left repeats untried: increase it."
 BY_INPUTS = (Row(Evidence.bad_input, BAD_INPUT),)
 BY_WEIGHTS = (
     Row(Evidence.bad_copy, DEVICE_FAULT, None, "{}"),

@@ -171,9 +171,9 @@ class GuardLog:
             steps = len({(event.call, event.step) for event in self.events if event.recovered})
             return "Repaired: 1 step was repeated." if steps == 1 else f"Repaired: {steps} steps were repeated."
         if self.verdict == verdicts.STOPPED and self.on_nan == "stop":
-            return "Stopped, as the guard is set to."
+            return "Stopped, because the guard is set to stop."
         if self.verdict == verdicts.STOPPED and self.on_nan == "report":
-            return "Told and not repaired, as the guard is set to."
+            return "Not repaired, because the guard is set to report."
         return f"Guard: {verdict_shown(self.verdict)}."
 
     def report(self, escalation: Escalation) -> GuardReport:

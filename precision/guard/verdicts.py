@@ -18,15 +18,15 @@ DEVICE_FAULT: Final = "device_fault"
 CURED = (CLEAN, RECOVERED)
 ADVICE: dict[Verdict, str] = {
     RECOVERED: (
-        "No NaN and no Inf is left. To keep this after a restart, click Keep for next run on the Halfsafe node, "
-        "whose check also finds wrong numbers that are not NaN."
+        "No NaN or Inf is left. To keep this after a restart, click Keep for next run on the Halfsafe node. Its check "
+        "setting also finds wrong numbers that are not NaN."
     ),
-    STOPPED: "Set the guard to retry_higher: it repeats what fails in a higher precision.",
-    BAD_WEIGHTS: "Leave the file out or download it again, as no precision repairs a weight that is NaN or Inf.",
-    BAD_INPUT: "Look at the node that made it; Check Finite behind that node names the first one that is not finite.",
+    STOPPED: "Set the guard to retry_higher: it repeats a failed call in a higher precision.",
+    BAD_WEIGHTS: "Remove the file or download it again. No precision repairs a weight that is NaN or Inf.",
+    BAD_INPUT: "Check the node that made this input; Check Finite after it shows where the NaN begins.",
     NOT_PRECISION: (
-        "No higher precision cures this: try another sampler or scheduler, more steps, a lower cfg, the model without "
-        "what other nodes put on it, and Compute Dtype with a lower dtype, as a device's fp32 may be at fault."
+        "No higher precision cures this: try another sampler or scheduler, more steps, a lower cfg, or no patches of "
+        "other nodes. Also try a lower dtype in Compute Dtype, because the device's fp32 may be at fault."
     ),
     DEVICE_FAULT: (
         "The device or its driver gave a wrong result, not the model: try another driver or torch, "
@@ -34,60 +34,60 @@ ADVICE: dict[Verdict, str] = {
     ),
 }
 
-NAN_GIVEN = "It holds NaN, and what is computed of NaN is NaN in every precision."
+NAN_GIVEN = "This input holds NaN, and NaN stays NaN in every precision."
 BETWEEN_CALLS = (
-    "The model's results were finite: it arose between its calls, in the sampler, "
-    "the guidance (cfg) or a patch of either."
+    "Every result of the model was finite: the NaN or Inf arose between its calls, in the sampler, in the guidance "
+    "(cfg) or in a patch of either."
 )
-STARTED_AGAIN = "The sampling was started again in {}, as {} may keep state between steps."
-SAME_AGAIN = "The same call, in the same arithmetic and with the same random numbers, is finite."
+STARTED_AGAIN = "The sampling was restarted in {}, because {} may keep state between steps."
+SAME_AGAIN = "A repeat of the call, in the same arithmetic and with the same random numbers, is finite."
 EAGER_IS_FINITE = "The compiled call is NaN or Inf each time; without torch.compile it is finite."
-PATCH_READ = "The first operation whose result is NaN or Inf reads this patch."
+PATCH_READ = "The first operation that returned NaN or Inf uses this patch."
 NAN_READ = "The weight itself is NaN."
-WEIGHTS_MADE_FINITE = "In fp32 the call is NaN or Inf too, and finite with a zero for each NaN and Inf of the weights."
+WEIGHTS_MADE_FINITE = "In fp32 the call is NaN or Inf too, but finite if each NaN and Inf in the weights is set to 0."
 FAILS_IN_FP32 = "In fp32 the call is NaN or Inf too."
 WRONG_IN_FP32 = "A test product in fp32 is wrong."
 
-STAYS_LOW = "{0} computes in a dtype of its own, which Halfsafe does not change."
-STAYS_LOW_OF = "{0} is made by {1} and computes in a dtype of its own, which Halfsafe does not change."
-OF_ITS_OWN = (
-    "Choose bf16 or fp32 where it is loaded, or leave its node out: its fp16 is what no setting of Halfsafe reaches."
-)
+STAYS_LOW = "{0} computes in its own dtype, which Halfsafe does not change."
+STAYS_LOW_OF = "{0} is created by {1} and computes in its own dtype, which Halfsafe does not change."
+OF_ITS_OWN = "Choose bf16 or fp32 in its loader, or remove its node: no setting of Halfsafe changes its dtype."
 UNPACKED = (
-    "Its quantized weights were dequantized before each product, so the device's product of 8 bits is at fault: "
-    "load it with Load VAE (Halfsafe), which unpacks it, or take its 16-bit file."
+    "With its quantized weights dequantized before each product the result is finite, so the device's 8-bit product "
+    "is at fault: load it with Load VAE (Halfsafe), which unpacks it, or use its 16-bit file."
 )
-NO_CHOICE = "The text encoder is to choose a token by numbers that are NaN or Inf."
-WAS_FINITE = "An earlier input, with which the result was finite, gives NaN or Inf now."
-BROKEN_OFF = "Its repeat ended with an error, and the first result is given back: {0}"
+NO_CHOICE = "The text encoder cannot choose a token, because its scores are NaN or Inf."
+WAS_FINITE = "An earlier input gave a finite result before, and gives NaN or Inf now."
+BROKEN_OFF = "The repeat raised an error, so the first result is returned: {0}"
 
-MAY_BE_KEPT = "In fp32 the repeated call is NaN or Inf too, or was given a result that was kept of the failed one."
-LEAVE_OUT = "The sampling could not start again beside {}: leave its node out, or let it begin after this step."
-GOES_ON = "The model goes on in fp16_safe as long as it is loaded."
-SAME_SEED = "Until a restart later runs begin that way, so the same seed may give a slightly different picture."
-BEGAN_WITH = "Began wider, as an earlier run showed: {parts}."
-BEGAN_WIDER = (
-    "Nothing to do. This run began in the higher precision that an earlier run needed, which the rules in the report "
-    "repeat: without it NaN or Inf may come again."
+MAY_BE_KEPT = "The retry in fp32 is NaN or Inf as well, or it was fed a value cached from the failed call."
+LEAVE_OUT = "The sampling could not restart because of {}: remove its node, or let it start after this step."
+GOES_ON = "The model uses fp16_safe until it is unloaded."
+SAME_SEED = (
+    "Until a restart later runs start in that precision, so the same seed may give a slightly different picture."
 )
-BEGINS_SAFE = "Nothing to do. With Compute Dtype at fp16_safe it begins that way, and no call is repeated."
+BEGAN_WITH = "Started in a higher precision that an earlier run needed: {parts}."
+BEGAN_WIDER = (
+    "Nothing to do. This run started in the higher precision that an earlier run needed; the rules in the report keep "
+    "it. Without it NaN or Inf may return."
+)
+BEGINS_SAFE = "Nothing to do. With Compute Dtype set to fp16_safe the model starts that way, and no call is repeated."
 
 CONTROL_ADVICE = (
-    "Load the ControlNet with compute fp32 or fp16_safe in Load ControlNet (Halfsafe), lower its strength, "
-    "or look at its picture with Check Finite. If its file holds NaN, download it again."
+    "Load the ControlNet with compute fp32 or fp16_safe in Load ControlNet (Halfsafe), lower its strength, or check "
+    "its input picture with Check Finite. If its file holds NaN, download it again."
 )
 COMPILED = (
-    "torch.compile runs this model, and without it the same call is finite: leave the compile node out, "
-    "or compile with another backend. Otherwise it is the device or its driver."
+    "Without torch.compile the same call is finite: remove the compile node, or compile with another backend. If that "
+    "does not help, the device or its driver is at fault."
 )
 EMBEDDING = "A textual inversion embedding in the prompt holds NaN or Inf: leave it out or download it again."
 ENCODER_INPUTS = {
     "VAE decode": (
         "latent",
-        "It was so before the VAE: see what NaN Guard on the model says, or put one there; "
-        "or Check Finite behind the node that made it.",
+        "The latent held NaN before the VAE: read the message of NaN Guard on the model, or add NaN Guard there, or "
+        "add Check Finite after the node that made the latent.",
     ),
-    "VAE encode": ("image", "It was so before the VAE: put Check Finite behind the node that made it."),
+    "VAE encode": ("image", "The image held NaN before the VAE: add Check Finite after the node that made it."),
     "Text encoder encode": ("tokens", EMBEDDING),
     "Text encoder generate": ("tokens", EMBEDDING),
 }
@@ -113,16 +113,16 @@ class Wording:
     no_memory: str
     broken_off: str
     input_made_finite: str = (
-        "In fp32 the call is NaN or Inf with it, and finite with a zero for each of its NaN and Inf."
+        "In fp32 the call is NaN or Inf with this input, but finite if its NaN and Inf are set to 0."
     )
     advice: Mapping[Verdict, str] = field(default_factory=dict)
 
 
 MODEL = Wording(
-    "There was not enough memory to repeat it in a higher precision: put Compute Dtype with fp16_safe "
-    "(or bf16, where the device has it) before the sampler, or take a smaller picture or batch.",
-    "Put Compute Dtype with fp16_safe (or bf16, where the device has it) before the sampler, "
-    "or leave out what other nodes put on the model.",
+    "Not enough memory to repeat this in a higher precision: add Compute Dtype with fp16_safe (or bf16, if the "
+    "device supports it) before the sampler, or use a smaller picture or batch.",
+    "Add Compute Dtype with fp16_safe (or bf16, if the device supports it) before the sampler, or remove patches of "
+    "other nodes from the model.",
 )
 
 
@@ -137,11 +137,11 @@ def encoder_wording(kind: str, without_cure: str, without_retries: str) -> Wordi
         STOPPED: f"Set the guard to retry_higher, or {without_retries}.",
     }
     return Wording(
-        f"There was not enough memory to repeat it in a higher precision: {without_retries}, "
-        "or take a smaller picture or batch.",
+        f"Not enough memory to repeat this in a higher precision: {without_retries}, or use a smaller picture or "
+        "batch.",
         f"Instead, {without_retries}.",
         input_made_finite=(
-            "In fp32 the result is NaN or Inf with it, and finite with a zero for each of its NaN and Inf."
+            "In fp32 the result is NaN or Inf with this input, but finite if its NaN and Inf are set to 0."
         ),
         advice=advice,
     )
@@ -150,12 +150,12 @@ def encoder_wording(kind: str, without_cure: str, without_retries: str) -> Wordi
 ENCODERS = {
     "VAE": encoder_wording(
         "VAE",
-        "try another file, another tile size, or its decode on the CPU",
+        "try another file, another tile size, or decode on the CPU",
         "load the VAE with dtype bf16 or fp32",
     ),
     "Text encoder": encoder_wording(
         "Text encoder",
-        "try another file, leave LoRAs and embeddings out one by one, or run it on the CPU (device cpu of Load CLIP)",
-        "look for the node or pack that runs it in fp16: by itself ComfyUI runs it with fp32 activations",
+        "try another file, remove LoRAs and embeddings one by one, or run it on the CPU (device = cpu in Load CLIP)",
+        "find the node or pack that runs it in fp16 (ComfyUI itself uses fp32 activations)",
     ),
 }

@@ -127,16 +127,18 @@ class CalibratedRounding:
     def start(self) -> str:
         """Say how many layers will be rounded by the calibration."""
         if not self._work:
-            return "the calibration rounds no layer: none that it knows is written anew in int8, fp8, w6a8 or w4a8"
-        return f"rounding {len(self._work)} layers by the calibration"
+            return "the calibration was not used: none of its layers is newly quantized to int8, fp8, w6a8 or w4a8"
+        return f"rounding {len(self._work)} layers with the calibration"
 
     def text(self) -> str:
         """Tell the gain: the error on the calibration's own inputs, as a share of rounding to nearest."""
         shares = [math.sqrt(after / before) for before, after in self.errors.values() if before]
         if not shares:
-            return "no layer was rounded by the calibration"
+            return "no layer was rounded with the calibration"
         share = sum(shares) / len(shares)
-        return f"{len(self.errors)} layers rounded by the calibration: error of their results {share:.2f} of nearest"
+        return (
+            f"{len(self.errors)} layers rounded with the calibration: output error {share:.2f} of rounding to nearest"
+        )
 
 
 def turned_products(blocks: torch.Tensor, format: Format) -> torch.Tensor:

@@ -128,14 +128,14 @@ class CalibrationData:
         odd = next((layer for layer, sums in self.layers.items() if columns.get(layer) != sums.columns), None)
         if odd is None and (mine == other or not mine or not other):
             return
-        problem = f"The calibration is of another model: of {self.name}, not of {name}"
-        why = "their files differ" if odd is None else f"layer '{odd}' is not in both with as many inputs"
-        raise HalfsafeError(f"{problem} ({why}).", "Calibrate the very file whose model is saved or converted.")
+        problem = f"The calibration was made on another model: {self.name}, not {name}"
+        why = "their files differ" if odd is None else f"layer '{odd}' is missing or has another number of inputs"
+        raise HalfsafeError(f"{problem} ({why}).", "Calibrate the same file that you save or convert.")
 
     def text(self) -> str:
         """Describe the calibration: layers, tokens, calls, memory, and inputs left out."""
         tokens = [sums.tokens for sums in self.layers.values() if sums.tokens]
-        seen = f"{min(tokens):,} to {max(tokens):,} tokens each" if tokens else "none of them called"
+        seen = f"{min(tokens):,} to {max(tokens):,} tokens each" if tokens else "none was called"
         size = size_text(sum(sums.blocks.nbytes for sums in self.layers.values()))
         plural = "" if self.runs == 1 else "s"
         lines = [
@@ -144,9 +144,9 @@ class CalibrationData:
             f"{size} in memory, blocks of up to {self.width} inputs.",
         ]
         if unreached := [name for name in self.layers if self.usable(name) is None]:
-            lines.append(f"Rounded to nearest, as they were not called: {_named(unreached)}.")
+            lines.append(f"Rounded to nearest because they were not called: {_named(unreached)}.")
         if left_out := [f"{name} ({sums.left_out})" for name, sums in self.layers.items() if sums.left_out]:
-            lines.append(f"Inputs with NaN or Inf were left out: {_named(left_out)}. Attach NaN Guard to learn why.")
+            lines.append(f"Inputs with NaN or Inf were skipped: {_named(left_out)}. Add NaN Guard to find the cause.")
         return "\n".join(lines)
 
     def save(self, path: str | os.PathLike) -> None:
@@ -188,8 +188,8 @@ def read_calibration(path: str | os.PathLike) -> CalibrationData:
         width, runs, calls = (int(values[key]) for key in ("width", "runs", "calls"))
         layers = {name: _products(file, path, name, *numbers) for name, numbers in names.items()}
     except (KeyError, ValueError, TypeError, AttributeError):
-        advice = "Give the file that Calibrate (Halfsafe) wrote."
-        raise CheckpointError(path, "no calibration of this pack", advice=advice) from None
+        advice = "Use a file that Calibrate (Halfsafe) wrote."
+        raise CheckpointError(path, "not a Halfsafe calibration", advice=advice) from None
     return CalibrationData(model, cls, width, layers, runs, calls)
 
 

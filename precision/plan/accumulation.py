@@ -23,9 +23,9 @@ PARTS = {
     "fp8_fast_accumulation": (),
 }
 NO_NODE = "No accumulation node is attached."
-EXACT_SUMS = "int8 products are added exactly, in int32"
-FP32_RESULTS = "fp16_safe takes fp32 results from its products, which fp16 sums cannot give"
-NO_SWITCH = "torch.compile or several devices leave no way to switch it from layer to layer"
+EXACT_SUMS = "int8 products are accumulated exactly, in int32"
+FP32_RESULTS = "products of fp16_safe return fp32, which fp16 sums cannot produce"
+NO_SWITCH = "under torch.compile or on several devices it cannot be switched per layer"
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def plan_accumulation(request: Request, device: Device, matmuls: MatmulProfile) 
     in_fp16 = any(mode.operand == torch.float16 for mode in modes_named(matmuls.modes))
     if request.attention != UNCHANGED and not in_fp16:
         modes = _listed(matmuls.modes)
-        why = f"attention runs in fp16 nowhere: layers compute in {modes}, where scores cannot overflow"
+        why = f"no attention runs in fp16: layers compute in {modes}, whose scores cannot overflow"
         idle.append(WithoutEffect(f"attention={request.attention}", why))
     return AccumulationPlan(
         request=request,
@@ -116,7 +116,7 @@ def _problem(setting: str, value: str, device: Device, matmuls: MatmulProfile) -
         if not device.capabilities[setting]:
             return device.reason(setting).rstrip(".")
         if matmuls.compiled:
-            return "a compiled graph multiplies fp8 as ComfyUI does"
+            return "under torch.compile ComfyUI's own fp8 matmul runs, which this setting does not reach"
         return _without_layer(FP8, matmuls)
     if problem := _needs_nvidia(device, 80 if setting == "tf32" else 0):
         return problem
@@ -124,22 +124,22 @@ def _problem(setting: str, value: str, device: Device, matmuls: MatmulProfile) -
         return _without_layer(FP32, matmuls)
     if any(mode.is_16bit for mode in modes_named(matmuls.modes)):
         return None
-    return f"it acts on 16-bit products only, and these layers multiply in {_listed(matmuls.modes)}"
+    return f"it affects 16-bit products only, and these layers multiply in {_listed(matmuls.modes)}"
 
 
 def _reason(setting: str, asked: str | None, problem: str | None, device: Device) -> str:
     if asked is None:
-        return "Left as it is."
+        return "Not changed."
     if problem:
         return f"No effect here: {problem}."
     if asked == "auto":
-        return "fp16 sums in the layers whose bound proves them, fp32 sums in the others."
+        return "fp16 sums in the layers whose overflow bound proves them safe, fp32 sums in the others."
     more = ""
     if setting == "fp16_accumulation" and asked == "on" and not device.capabilities[setting]:
         more = device.reason(setting)
     elif setting == "reduced_precision_reduction" and asked == "off":
         more = "Sums may still be split over K: their parts are added in fp32."
-    return f"Held {asked} while this model runs. {more}".strip()
+    return f"Switched {asked} while this model runs. {more}".strip()
 
 
 def fp16_sums_inert(device: Device, matmuls: MatmulProfile) -> str | None:
@@ -152,19 +152,19 @@ def fp16_sums_inert(device: Device, matmuls: MatmulProfile) -> str | None:
         return f"{FP32_RESULTS}, and {NO_SWITCH}" if wide and matmuls.whole else None
     if wide:
         return FP32_RESULTS
-    return f"it acts on fp16 products only, and these layers multiply in {_listed(matmuls.modes)}"
+    return f"it affects fp16 products only, and these layers multiply in {_listed(matmuls.modes)}"
 
 
 def _without_layer(mode: Mode, matmuls: MatmulProfile) -> str | None:
-    layers = f"no layer multiplies in {mode.name}, but in {_listed(matmuls.modes)}"
+    layers = f"no layer multiplies in {mode.name}; layers multiply in {_listed(matmuls.modes)}"
     return None if mode.name in matmuls.modes else layers
 
 
 def _needs_nvidia(device: Device, first: int) -> str | None:
     if device.profile.vendor != "nvidia":
-        return f"it acts on NVIDIA's libraries only, this is {device.label}"
+        return f"it affects NVIDIA's libraries only; this is {device.label}"
     number = re.fullmatch(r"sm_(\d+)", device.profile.name)
-    return f"{device.label} does not have it" if number and int(number[1]) < first else None
+    return f"{device.label} does not support it" if number and int(number[1]) < first else None
 
 
 def _missing(name: str) -> str | None:
@@ -195,7 +195,7 @@ def flag_report(
 
 def _with_parts(reason: str, parts: dict[str, bool | None]) -> str:
     if not parts:
-        return f"{reason} It is no torch flag but an argument of each fp8 matmul, off unless asked for."
+        return f"{reason} It is not a torch flag but an argument of each fp8 matmul, off by default."
     missing = f"; torch {torch.__version__} has no such flag" if None in parts.values() else ""
     if len(parts) == 1 and not missing:
         return reason

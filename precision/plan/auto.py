@@ -30,19 +30,19 @@ def auto_compute(device: Device, supported: Sequence[str], file_dtype: str) -> t
     why = _why_not(device, supported)
     if "bf16" in supported and device.capabilities["fp16"] and not device.capabilities["bf16"]:
         return "fp16_safe", f"{why} fp16 matmuls with an fp32 stream are fast here and cannot overflow."
-    return "fp32", f"{why} fp32 is what remains."
+    return "fp32", f"{why} That leaves fp32."
 
 
 def _instead_of_fp16(device: Device, supported: Sequence[str], file_dtype: str) -> tuple[RuledCompute, str]:
     reason, cost = f"ComfyUI lists fp16 for this model and it is fast on {device.label}.", device.profile.fp16_safe_cost
     if cost and (file_dtype == "fp16" or supported[0] == "fp16"):
-        after = f"after one that is NaN or Inf the model goes on in fp16_safe, which takes {cost} longer by estimate."
-        return "fp16", f"{reason} Each result is looked at: {after}"
+        after = f"after a NaN or Inf the model uses fp16_safe, which is estimated to take {cost} longer."
+        return "fp16", f"{reason} Each result is checked: {after}"
     if "bf16" in supported and device.capabilities["bf16"]:
-        return "bf16", f"{reason} bf16 is native too and has the range of fp32. What fp16_safe costs here is not known."
+        return "bf16", f"{reason} bf16 is native too and has the range of fp32. The cost of fp16_safe is not known."
     if cost:
-        return "fp16_safe", f"{reason} fp16_safe cannot overflow and takes {cost} longer by estimate."
-    return "fp16_safe", f"{reason} fp16_safe cannot overflow; what it costs here is not known."
+        return "fp16_safe", f"{reason} fp16_safe cannot overflow; it is estimated to take {cost} longer."
+    return "fp16_safe", f"{reason} fp16_safe cannot overflow; its cost here is not known."
 
 
 def _why_not(device: Device, supported: Sequence[str]) -> str:
@@ -70,13 +70,13 @@ def auto_storage(
     if file_dtype not in UNQUANTIZED:
         return held_storage(device, file_dtype)
     if free_device_bytes is None:
-        return "as_file", "Kept as in the file: no GPU memory is told to fit it into."
+        return "as_file", "Kept as in the file: no GPU memory limit is known."
     as_file_bytes = weight_bytes_16bit * {"fp32": 2, "fp64": 4}.get(file_dtype, 1)
     room = free_device_bytes - ACTIVATION_ROOM
     if as_file_bytes <= room:
-        return "as_file", f"The file's {size_text(as_file_bytes)} fit in {size_text(free_device_bytes)} free."
+        return "as_file", f"The file's {size_text(as_file_bytes)} fit in {size_text(free_device_bytes)} of free memory."
     if weight_bytes_16bit <= room:
-        return _half(device), f"{_shortage(file_dtype, as_file_bytes, free_device_bytes)} 16 bit does."
+        return _half(device), f"{_shortage(file_dtype, as_file_bytes, free_device_bytes)} In 16 bit they fit."
     shortage = _shortage("16 bit", weight_bytes_16bit, free_device_bytes)
     storage, reason = smallest_storage(device, compute)
     if storage == "as_file":
@@ -87,10 +87,10 @@ def auto_storage(
         return storage, reason
     rest = as_file_bytes - room
     if rest > streamed_from:
-        slow = f"It would be read from the disk at each step: {size_text(streamed_from)} of the host's memory are free."
-        return storage, f"{reason} ComfyUI's dynamic VRAM could stream the rest, {size_text(rest)}. {slow}"
+        slow = f"It would be read from disk at each step: only {size_text(streamed_from)} of host memory are free."
+        return storage, f"{reason} ComfyUI's dynamic VRAM could stream the remaining {size_text(rest)}. {slow}"
     kept = "as_file" if as_file_bytes == weight_bytes_16bit else _half(device)
-    streams = f"ComfyUI's dynamic VRAM streams the rest, {size_text(rest)}, at each step, so that nothing is quantized."
+    streams = f"ComfyUI's dynamic VRAM streams the remaining {size_text(rest)} at each step, so nothing is quantized."
     halves = f"storage={storage} halves the weights to {half}."
     return kept, f"{shortage} {streams} {halves}"
 
@@ -105,7 +105,7 @@ def smallest_storage(device: Device, compute: ComputeOption = "auto") -> tuple[R
         return "int8", f"{device.reason('int8_matmul_gains')} Its error is a third of fp8's."
     if device.capabilities["fp8_storage"]:
         if compute not in INT8_COMPUTE:
-            return "fp8_e4m3fn", f"Not int8: compute={compute} asks for other products."
+            return "fp8_e4m3fn", f"Not int8: compute={compute} does not multiply in int8."
         return "fp8_e4m3fn", f"Not int8: {why_int8_is_slow(device)}"
     return "as_file", device.reason("fp8_storage")
 
@@ -134,7 +134,7 @@ def held_storage(device: Device, file_dtype: str) -> tuple[RuledStorage, str]:
 
 def _shortage(what: str, weight_bytes: int, free_bytes: int) -> str:
     needed, free, room = map(size_text, (weight_bytes, free_bytes, ACTIVATION_ROOM))
-    return f"{what} weights take {needed}; {free} are free, of which {room} are left for activations."
+    return f"{what} weights take {needed}; {free} are free, of which {room} are reserved for activations."
 
 
 def _half(device: Device) -> RuledStorage:

@@ -25,14 +25,14 @@ AUTOMATIC = ("auto", INT8.compute)
 """Compute options that leave fp8 products to ``auto``."""
 LEAVES_QUANTIZED = ("auto", *WEIGHTS_FOR)
 """Compute options that ask for no dtype: weights in other formats multiply by themselves."""
-OVERFLOWED = "A result in plain fp16 was NaN or Inf: the model goes on in fp16_safe as long as it is loaded."
+OVERFLOWED = "A result in plain fp16 was NaN or Inf: the model uses fp16_safe until it is unloaded."
 NATIVE_FP8 = (
-    "Weights that the file has in fp8 multiply in fp8, as in ComfyUI, but with a scale taken from each input: "
-    "1.4 times the error of unpacked ones."
+    "fp8 weights of the file multiply in fp8, as in ComfyUI, but with a scale computed from each input: 1.4 times the "
+    "error of unpacked weights."
 )
 UNPACKED_FP8 = "fp8 weights are unpacked in each call: compute=fp8 multiplies them as stored, at 1.4 times the error."
 NO_LAYER = "the pattern matches no layer of this model"
-NOT_LOOKED_AT = "Nothing looks at these results, so plain fp16 is not taken: fp16_safe cannot overflow."
+NOT_LOOKED_AT = "These results are not checked for NaN, so fp16_safe is used instead of plain fp16: it cannot overflow."
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ def _planned(
     if compute in AUTOMATIC and device.capabilities["fp8_matmul_gains"] and {*FP8_NAMES} & {*stored.values()}:
         choice = replace(choice, reason=f"{choice.reason} {NATIVE_FP8 if multiplies else UNPACKED_FP8}".strip())
     unlisted = compute not in (*LEAVES_QUANTIZED, *facts.supported, SAFE, "fp32")
-    risk = f"ComfyUI does not list {compute} for this model: its activations may overflow. fp16_safe cannot."
+    risk = f"ComfyUI does not list {compute} for this model: its activations may overflow. With fp16_safe they cannot."
     return ComputePlan(
         choice, frozen(decisions), multiplies, tuple(without_effect), (risk,) if unlisted else (), attention
     )
@@ -226,7 +226,7 @@ def _decide(
     follows = wanted == choice.used and choice.used != SAFE and not problem
     if row and row.quantizes_operands and row.mode is not FP8 and wanted != INT8.compute:
         follows = storage not in WEIGHTS_FOR[INT8.compute] and not compute and choice.requested in LEAVES_QUANTIZED
-        reason = reason or f"its {storage} weight is dequantized, as {choice.requested} was asked for"
+        reason = reason or f"its {storage} weight is dequantized because {choice.requested} was requested"
     elif stream and stream[0] != "same":
         follows = False
     if follows:
@@ -256,7 +256,7 @@ def rules_on_other_layers(layers: Sequence[LayerSpec], rules: Rules) -> list[Wit
         matched = [layer for layer in layers if rule in rules.matching(layer.name, layer.cls)]
         if matched and not any(layer.multiplies for layer in matched):
             classes = ", ".join(sorted({layer.cls for layer in matched}))
-            found.append(WithoutEffect(str(rule), f"{classes} multiplies no matrices: it follows the stream"))
+            found.append(WithoutEffect(str(rule), f"{classes} has no matrix product: it follows the stream"))
     return found
 
 
@@ -281,5 +281,5 @@ def _why_no_product(product: str, layer: LayerSpec, device: Device, storage: str
         return f"{device.profile.name} has no {product} matmul, so the weight is dequantized: {why}"
     if product == FP8.compute and any(size % 16 for size in layer.shape):
         shape = " x ".join(map(str, layer.shape))
-        return f"fp8 matmul needs sizes that are multiples of 16, this is {shape}"
+        return f"fp8 matmul needs sizes that are multiples of 16; this layer is {shape}"
     return None

@@ -16,7 +16,7 @@ from .facts import ModelFacts
 from .rules import Rules
 
 NO_RULES = Rules()
-STORAGE_RULE = "the model is loaded already: give rules on storage to a loader or to Save Model"
+STORAGE_RULE = "the model is already loaded: connect rules on storage to a loader or to Save Model"
 SUMS: dict[Goal, tuple[Request, str]] = {
     "quality": (
         Request(fp16_accumulation="off", reduced_precision_reduction="off", tf32="off"),
@@ -24,7 +24,7 @@ SUMS: dict[Goal, tuple[Request, str]] = {
     ),
     "speed": (
         Request(fp16_accumulation="auto", tf32="on"),
-        "fp16 where it is proven not to overflow, TF32 for fp32 products",
+        "fp16 sums in layers proven not to overflow, TF32 for fp32 products",
     ),
 }
 """Goal -> the accumulation that belongs to it, and what that is in words."""
@@ -83,13 +83,13 @@ def on_loaded(
     late = (WithoutEffect(str(rule), STORAGE_RULE) for rule in rules.own if "storage" in dict(rule.settings))
     idle = [*plan.without_effect, *rules_without_effect(facts.layers, rules), *late]
     moved = {
-        name: ComputeDecision("fp32", decision.stream, f"{foreign[name]} multiplies in its own way: run in fp32")
+        name: ComputeDecision("fp32", decision.stream, f"{foreign[name]} has its own matmul: runs in fp32")
         for name, decision in plan.decisions.items()
         if name in foreign and decision.mode == MODE_OF[SAFE]
     }
     if moved:
         count, first = len(moved), next(iter(moved))
-        why = f"{count} layers ({first} ...) belong to another loader, which multiplies in its own way: run in fp32"
+        why = f"{count} layers ({first} ...) belong to another loader, which has its own matmul: they run in fp32"
         idle.append(WithoutEffect(f"compute={SAFE}", why))
     decisions = frozen({**plan.decisions, **moved})
     leaves_fp16 = came_in == FP16.name and plan.choice.used != FP16.compute
@@ -100,6 +100,6 @@ def on_loaded(
 def _instead_of_fp16(used: str, facts: ModelFacts) -> str:
     if FP16.name in facts.supported:
         why = "Above 65504 fp16 overflows, which gives black pictures."
-        return f"Computed in {used}, not in the fp16 that the model came in. {why}"
+        return f"Computed in {used}, not in the fp16 that the model was set to. {why}"
     why = "ComfyUI does not list fp16 for this model: its activations may overflow, which gives black pictures."
-    return f"Computed in {used}, not in the fp16 that the model came in. {why}"
+    return f"Computed in {used}, not in the fp16 that the model was set to. {why}"

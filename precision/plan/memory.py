@@ -137,7 +137,7 @@ def _memory_plan(
 ) -> MemoryPlan:
     lacking = Counter(weight.format for weight in inside.values() if weight.format and memory.is_unknown(weight))
     unpacked = [
-        f"{count} layers in {kind.title}, which ComfyUI has from {kind.since} on, were unpacked to {memory.unpacked}."
+        (f"{count} layers in {kind.title}, which needs ComfyUI {kind.since}, were unpacked to {memory.unpacked}.")
         for kind, count in lacking.items()
     ]
     as_file = (weight for name, weight in inside.items() if asked.get(name, AS_FILE) == AS_FILE)

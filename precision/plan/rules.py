@@ -162,16 +162,16 @@ def _parse_line(number: int, words: list[str], reason: str) -> Rule:
     pattern, *settings = words
     if not settings:
         advice = "Write: <pattern> <key>=<value>, e.g. blocks.0.* storage=bf16."
-        raise RuleError(number, f"'{pattern}' sets nothing for its layers", advice)
+        raise RuleError(number, f"'{pattern}' has no setting", advice)
     if "=" in pattern and not pattern.startswith("re:"):
-        raise RuleError(number, f"'{pattern}' stands where the pattern should be", "Write: <pattern> <key>=<value>.")
+        raise RuleError(number, f"'{pattern}' is a setting, not a pattern", "Write: <pattern> <key>=<value>.")
     if pattern.startswith("role:") and pattern[5:] not in ROLES:
-        raise RuleError(number, f"'{pattern[5:]}' is no role of a layer", f"The known roles are: {', '.join(ROLES)}.")
+        raise RuleError(number, f"'{pattern[5:]}' is not a layer role", f"The known roles are: {', '.join(ROLES)}.")
     try:
         if pattern.startswith("re:"):
             compile_pattern(pattern)
     except re.error as error:
-        advice = "Write \\ before a character such as ( or [ that is meant as itself."
+        advice = "Write \\ before a literal character such as ( or [."
         raise RuleError(number, f"'{pattern}' is not a regular expression ({error})", advice) from None
     return Rule(pattern, tuple(_parse_setting(number, setting) for setting in settings), reason)
 
@@ -179,7 +179,7 @@ def _parse_line(number: int, words: list[str], reason: str) -> Rule:
 def _parse_setting(number: int, setting: str) -> tuple[str, str]:
     key, _, value = setting.lower().partition("=")
     if key not in VALUES:
-        raise RuleError(number, f"'{setting}' sets no known key", f"The known keys are: {', '.join(VALUES)}.")
+        raise RuleError(number, f"'{setting}' has an unknown key", f"The known keys are: {', '.join(VALUES)}.")
     if value not in VALUES[key]:
         raise RuleError(number, f"'{value}' is not a valid value for '{key}'", f"Use one of: {', '.join(VALUES[key])}.")
     return key, value

@@ -23,7 +23,7 @@ PREDICTED_ERROR = {"int8": 0.0089, "w6a8": 0.0184, "w4a8": 0.0617}
 FEWER_BITS: tuple[StorageOption, ...] = ("w6a8", "w4a8")
 # ComfyUI tells SD, SDXL and LTX-Video by the columns of this weight (comfy/model_detection.py).
 _TELLS_MODEL = re.compile(r"(^|\.)transformer_blocks\.0\.attn2\.to_k$")
-TOLD_BY = "ComfyUI tells the model by how many columns this weight has, which fewer bits than 8 pack"
+TOLD_BY = "ComfyUI detects the architecture from this weight's width, which storages below 8 bits change"
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,8 @@ def why_not_quantized(storage: str, shape: Sequence[int], cls: str = "") -> str:
     """
     kind = "fp8" if storage in FP8_NAMES else storage
     if not can_be_quantized(cls or "Linear", len(shape)):
-        where = f"{cls}: only Linear weights are held in {kind}"
-        return where if cls else f"ComfyUI holds only the weights of Linear layers in {kind}"
+        where = f"{cls}: only Linear weights can be {kind}"
+        return where if cls else f"ComfyUI supports {kind} only for the weights of Linear layers"
     return FORMAT_OF_STORAGE[storage].why_not(shape[1])
 
 
@@ -144,15 +144,15 @@ def _fitted(
     slow = why_low_bits_are_slow(device)
     if fitting and not slow and used == "int8":
         reason = (
-            f"In int8 {size_text(size)} do not fit either: {fitting} takes {size_text(sizes[fitting])}, with an error "
-            f"of {PREDICTED_ERROR[fitting]:.1%} predicted for a layer's result where int8 has "
-            f"{PREDICTED_ERROR['int8']:.1%}. With storage=int8 ComfyUI moves {moved} in and out at each step."
+            f"{size_text(size)} in int8 do not fit either: {fitting} takes {size_text(sizes[fitting])}. The predicted "
+            f"error of a layer's output is {PREDICTED_ERROR[fitting]:.1%}, against {PREDICTED_ERROR['int8']:.1%} in "
+            f"int8. With storage=int8 ComfyUI moves {moved} in and out at each step."
         )
         used, decisions = fitting, smaller[fitting]
     else:
         why = f"{slow} storage={fitting} makes it fit." if fitting else "Fewer bits do not make it fit either."
         held = used.split("_")[0]
-        reason = f"In {held} the model does not fit either: ComfyUI moves {moved} in and out. {why.strip()}"
+        reason = f"The model does not fit in {held} either: ComfyUI moves {moved} in and out. {why.strip()}"
     return replace(choice, used=used, reason=f"{choice.reason} {reason}".strip()), decisions
 
 
@@ -191,7 +191,7 @@ def plan_text_encoder(
         choice = Choice(storage, "as_file", "the file is quantized already")
     elif storage == "auto" and free_bytes is not None and needed > free_bytes:
         smaller = "int8" if "fp8_e4m3fn" in unheld else "fp8_e4m3fn"
-        choice = Choice(storage, smaller, f"{size_text(needed)} in 16 bit, {size_text(free_bytes)} of memory are free")
+        choice = Choice(storage, smaller, f"{size_text(needed)} are needed in 16 bit, {size_text(free_bytes)} are free")
     elif storage == "auto":
         choice = Choice(storage, default, "ComfyUI's default for text encoders")
     return choice, plan_storage(layers, choice.used, Rules(presets=TEXT_ENCODER_RULES))
@@ -212,7 +212,7 @@ def _choose_storage(
     used, reason = auto_storage(device, size, own, free, compute.requested, streamed_from)
     enough: StorageOption = "fp16" if compute.used == SAFE else compute.used
     if used == "as_file" and own == "fp32" and enough != "fp32":
-        used, reason = enough, f"an fp32 file computed in {compute.used} needs no more than {enough}"
+        used, reason = enough, f"an fp32 file computed in {compute.used} needs only {enough} weights"
     fits = free is None or streamed_from is None or size <= free - ACTIVATION_ROOM
     if used == "as_file" and own == "bf16" and enough == "fp16" and fits:
         used, reason = enough, f"{compute.used} multiplies in {enough}: converted once, not at every step"

@@ -87,7 +87,7 @@ def plan_weights(
     for name, weight in weights.items():
         storage, reason = _decide(weight, asked.get(name, AS_FILE), path, memory, read)
         if storage in QUANTIZED_NAMES and not weight.quantized and weight.layer in with_scales:
-            storage, reason = _not_quantized(weight), "a tensor beside it is named like a scale"
+            storage, reason = _not_quantized(weight), "another tensor of the layer is named like a scale"
         error = sampled_error(weight, storage) if memory is None else UNMEASURED
         plans[name] = _plan(weight, storage, reason, error)
         if done:
@@ -166,7 +166,7 @@ def _quantized(weight: StoredWeight, storage: str, path, read: bool) -> tuple[st
         error = requantization_error(weight, storage, path)
         if error > REQUANTIZATION_LIMIT[storage]:
             scales = weight.storage if weight.scale is None else str(weight.scale.numel())
-            return "bf16", f"kept in bf16: one scale instead of {scales} costs {error:.1%}"
+            return "bf16", f"kept in bf16: a single scale instead of {scales} would cost an error of {error:.1%}"
     return storage, ""
 
 

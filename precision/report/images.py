@@ -52,7 +52,7 @@ def _pairs(reference: torch.Tensor, candidate: torch.Tensor) -> list[tuple[torch
         raise HalfsafeError(problem, "Compare images made at the same size; scaling one would hide the difference.")
     if a[0] != b[0] and 1 not in (a[0], b[0]):
         problem = f"The batches differ: {a[0]} reference images, {b[0]} candidate images."
-        raise HalfsafeError(problem, "Give batches of the same length, or one image to compare all others with.")
+        raise HalfsafeError(problem, "Connect batches of equal length, or one image to compare all others with.")
     if 0 in a or 0 in b:
         raise HalfsafeError("There is no image to compare: one input is empty.", "Check the node before it.")
     left, right = reference.detach().cpu(), candidate.detach().cpu()

@@ -50,7 +50,7 @@ def analysis_text(analysis: Analysis, model: str = "", computed_in: str = "") ->
     """Write the analysis in the form of Layer Rules: comments, then the rules."""
     target = f"{analysis.candidate.name}, target {analysis.target_db:g} dB"
     sets = f"{analysis.trials} sets of layers tried, {analysis.steps} steps of the sampler"
-    more = "" if analysis.complete else " The search stopped at its bound: more layers may be possible."
+    more = "" if analysis.complete else " The search stopped at its limit: more layers may be possible."
     paragraphs = [
         ["Halfsafe layer analysis", f"{model}, {target}" if model else target],
         paragraph([*outcome(analysis), f"Measured: {len(analysis.layers)} layers, {sets}.{more}"]),
@@ -101,7 +101,7 @@ def outcome(analysis: Analysis) -> list[str]:
         said = f"Chosen: {share}; {whole_decibel_text(analysis.snr_db)} at the final latent."
     else:
         none = "The target cannot be reached: no layer" if analysis.complete else "No layer was found that"
-        said = f"{none} may be in {analysis.candidate.name}, so all are kept."
+        said = f"{none} can be in {analysis.candidate.name}, so all are kept."
     plain = f"all {analysis.all_count} layers that the preset '{DEFAULT_PRESET}' does not keep"
     return [said, f"For comparison, {plain}: {whole_decibel_text(analysis.all_db)}."]
 
@@ -130,13 +130,13 @@ def _left_out(analysis: Analysis) -> list[str]:
 
 def _use(analysis: Analysis, computed_in: str) -> str:
     candidate = analysis.candidate
-    how = f"Give these rules to Compute Dtype with compute = {computed_in or 'what the model computes in'}."
+    how = f"Connect these rules to Compute Dtype with compute = {computed_in or 'the dtype of the model'}."
     if candidate.name == INT8.name:
         alone = f"int8 weights alone, multiplied in {computed_in}"
         how = (
             f"Measured with {'products in int8' if candidate.products else alone}. "
-            "Give these rules to a Halfsafe loader with storage = int8 and the compute of this model."
+            "Connect these rules to a Halfsafe loader with storage = int8 and this model's compute."
         )
     elif candidate.stores:
-        how = f"Give these rules to a Halfsafe loader or Save Model with storage = {candidate.name}."
+        how = f"Connect these rules to a Halfsafe loader or Save Model with storage = {candidate.name}."
     return f"{how} Or paste this text into Layer Rules."

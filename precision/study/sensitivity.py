@@ -112,7 +112,7 @@ class Session:
         self._final = self._run()
         if not self.steps:
             problem = "The model was not called, so nothing could be measured."
-            raise HalfsafeError(problem, "Give it a latent and a prompt.")
+            raise HalfsafeError(problem, "Connect a latent and a prompt.")
         if not all(torch.isfinite(latent).all() for latent in self._final):
             problem = "The model gives NaN or Inf before anything is changed, so there is nothing to compare with."
             raise HalfsafeError(problem, "Compute it in fp16_safe, bf16 or fp32, and check its weights.")
@@ -161,7 +161,7 @@ def analyze(session: Session, target_db: float, pin: bool = True) -> Analysis:
         if layer.status == KEPT and layer.sensitive and pin:
             layer.status = PINNED
         elif layer.status == KEPT and not layer.flops:
-            layer.status, layer.reason = UNUSED, "not met in the steps measured"
+            layer.status, layer.reason = UNUSED, "not called in the measured steps"
     free = [layer for layer in layers if layer.status == KEPT]
     plain = frozenset(layer.name for layer in free if not layer.sensitive)
     analysis = Analysis(session.candidate, target_db, layers, all_db=session.snr(plain), all_count=len(plain))

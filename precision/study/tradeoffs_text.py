@@ -87,10 +87,10 @@ def seconds_text(seconds: float | None) -> str:
 
 def _notes(found: Measurements) -> list[str]:
     has_peak = any(row.extra_bytes is not None for row in (found.reference, *found.rows))
-    beyond = "and the peak of the device beyond them" if has_peak else "alone: this device does not tell its peak"
+    beyond = "plus the peak of other device memory" if has_peak else "alone: this device reports no peak"
     return paragraph((
-        "s/step: the median of three euler steps; the first of four, which prepares, is not timed.",
-        f"memory: weights {beyond}. as_file: the weights as they are loaded.",
+        "s/step: the median of three euler steps; the first of four is a warm-up and is not timed.",
+        f"memory: weights {beyond}. as_file: the weights as loaded.",
         f"SNR: of the final latent against {found.reference.setting}; 20 dB is an error of 10 %, 30 dB of 3.2 %.",
     ))  # fmt: skip
 
@@ -110,7 +110,7 @@ def _best(found: Measurements) -> list[str]:
 
 
 def _choice(row: Tradeoff, goal: Goal) -> str:
-    short = "" if row.snr_db >= FLOORS.get(goal, -math.inf) else ", below what the goal asks: the closest there is"
+    short = "" if row.snr_db >= FLOORS.get(goal, -math.inf) else ", below the goal's minimum: the closest setting"
     short += f", {NOISY}" if row.is_noisy else ""
     figures = f"{seconds_text(row.seconds)} s/step, {size_text(row.bytes)}, {whole_decibel_text(row.snr_db)}{short}"
     compute = " = ".join(dict.fromkeys((row.setting.compute, row.computed_by)))

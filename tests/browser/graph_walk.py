@@ -146,7 +146,9 @@ def picture_faults(guarded: dict, info: dict) -> Iterator[str]:
 def measure_faults(before: dict, measured: dict, told: str) -> Iterator[str]:
     new = [measured[node] for node in measured.keys() - before.keys()]
     measures = [step["inputs"] for step in new if step["class_type"] == "HalfsafeMeasurePrecisions"]
-    if not measures and (new or not (told == "Nothing here samples with a model." or any(step["class_type"] in told for step in before.values()))):
+    if not measures and (new or not (told == (
+        "This workflow has no sampler with a model."
+    ) or any(step["class_type"] in told for step in before.values()))):
         yield f"nothing is measured, and told was: {told}"
     for given in measures:  # one in each copy of its subgraph
         yield from (f"the measured {name} is missing" for name in MEASURED if not is_link(given.get(name)))

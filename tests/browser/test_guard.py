@@ -40,7 +40,7 @@ PUT_STALE_CACHE_IN = """() => { const of = (type) => app.graph.nodes.find((n) =>
 DEVICE = {"name": "CPU", "profile": "cpu", "simulated": False, "capabilities": {}}
 REPORT = Report(DEVICE, ModelReport("WAN21", 1, 2, {"bf16": 2}), [LayerReport("blocks.0", "Linear", "bf16", "bf16", "fp32", "bf16")], guard=GuardReport("recovered", 2)).to_json()
 WORDS = json.loads((WORKFLOWS.parent / "locales" / "zh" / "main.json").read_text(encoding="utf-8"))["halfsafe"]
-ADVICE = "Leave the file out or download it again, as no precision repairs a weight that is NaN or Inf."
+ADVICE = "Remove the file or download it again. No precision repairs a weight that is NaN or Inf."
 ENGLISH = """(selector) => [...document.querySelectorAll(selector)].flatMap((e) => e.textContent.match(/[a-z]+ [a-z]+ [a-z]+ [a-z]+/g) ?? [])"""
 NOT_SAID = """async (expected) => { const { said } = await import("/extensions/Halfsafe-Pack/words.mjs");
     const fill = (text) => text.replace(/\\{(\\w+)\\}/g, (_, name) => `<${name}>`);
@@ -118,8 +118,8 @@ def test_a_badge_says_what_a_model_fell_back_to_until_its_node_runs_anew(comfy: 
     assert comfy.badges()["HalfsafeNaNGuard"] == "fp32 \u00b7 fp16_safe \u00b7 guarded"
     assert badge_after(node) == "fp32 \u00b7 fp16_safe \u00b7 guarded", "the server sends a cached node's badge again as it was planned"
     assert badge_after() == "fp32 \u00b7 fp16 \u00b7 guarded"
-    tell(comfy, "b", kind="verdict", verdict="clean", event=None, message="Began wider, as an earlier run showed: blocks.0.")
-    assert comfy.badges()["HalfsafeNaNGuard"] == badge_after(node) == "fp32 \u00b7 fp16, parts wider \u00b7 guarded"
+    tell(comfy, "b", kind="verdict", verdict="clean", event=None, message="Started in a higher precision that an earlier run needed: blocks.0.")
+    assert comfy.badges()["HalfsafeNaNGuard"] == badge_after(node) == "fp32 \u00b7 fp16, some layers wider \u00b7 guarded"
 
 
 @pytest.mark.paired  # a run is the server's; what a page draws of it the tests above show in each
@@ -190,10 +190,10 @@ def test_the_sidebar_tells_the_last_run_and_a_rescue_before_it_in_its_queue(comf
     for prompt in ("second", "third"):
         comfy.send("execution_success", prompt_id="first")
         comfy.send("execution_start", prompt_id=prompt)
-        tell(comfy, prompt, kind="verdict", verdict="clean", event=None, message="Began wider, as an earlier run showed: blocks.0.")
-        assert [toast["detail"] for toast in shown()] == [cured, cured, f"The run before: {cured}"]
+        tell(comfy, prompt, kind="verdict", verdict="clean", event=None, message="Started in a higher precision that an earlier run needed: blocks.0.")
+        assert [toast["detail"] for toast in shown()] == [cured, cured, f"Previous run: {cured}"]
         last, before = comfy.page.inner_text(".hs-sidebar").split("Earlier in this queue")
-        assert "Began wider" in last and "recovered" in before and "blocks.1.ffn.2 overflowed" in before and "Nothing to do." in before
+        assert "Started in a higher precision" in last and "recovered" in before and "blocks.1.ffn.2 overflowed" in before and "Nothing to do." in before
     comfy.page.click(".hs-sidebar .hs-link")
     assert comfy.evaluate("() => [...app.canvas.selectedItems].map((n) => n.type)") == ["HalfsafeNaNGuard"]
     comfy.send("execution_success", prompt_id="third")
@@ -235,7 +235,7 @@ def test_the_sidebar_keeps_what_messages_told(comfy: ComfyPage) -> None:
     shown = comfy.record_toasts()
     comfy.send("promptQueueing", requestId=1, batchCount=1)
     comfy.send("execution_start", prompt_id="kept")
-    instead = "Computed in fp32, not in the fp16 that the model came in. Above 65504 fp16 overflows, which gives black pictures."
+    instead = "Computed in fp32, not in the fp16 that the model was set to. Above 65504 fp16 overflows, which gives black pictures."
     output = {"halfsafe_badge": ["fp16 \u00b7 fp32"], "halfsafe_instead": [instead], "halfsafe_unmatched": ["blocks.77.* storage=bf16"]}
     comfy.send("executed", node=guard_id(comfy), display_node=guard_id(comfy), prompt_id="kept", output=output)
     comfy.send("execution_success", prompt_id="kept")

@@ -144,7 +144,7 @@ def test_an_awkward_graph_is_guarded(comfy: ComfyPage, name: str) -> None:
 
 def test_what_is_not_guarded_is_told(comfy: ComfyPage) -> None:
     said = {name: walk(comfy, GRAPHS[name][0])["said"] for name in ("nothing that runs", "no output", "guarded by hand", "a second VAE inside")}
-    nothing = "Nothing here runs a model, a VAE or a text encoder."
+    nothing = "This workflow runs no model, VAE or text encoder."
     assert said["nothing that runs"] == said["no output"] == nothing
     assert said["guarded by hand"] == "Every model here is guarded already."
     assert said["a second VAE inside"] == "2 nodes were added, some of them inside of subgraphs: run the workflow."
@@ -208,14 +208,14 @@ def test_two_models_are_named_by_their_files_and_one_is_measured(comfy: ComfyPag
 
 def test_measuring_follows_the_guider_and_says_what_it_cannot_read(comfy: ComfyPage) -> None:
     measured = walk(comfy, GUIDED)
-    assert measured["measures"] and measured["told"] == "2 nodes were added: run the workflow. The arrow above them runs these two alone. It measures with cfg 4, not with this sampler's 8."
+    assert measured["measures"] and measured["told"] == "2 nodes were added: run the workflow. The arrow above these two nodes runs only them. It measures with cfg 4, not with this sampler's 8."
     without = walk(comfy, GUIDED + "set(guider, 'cfg', 1);")["measured"]
     assert ["negative" in step["inputs"] for step in without.values() if step["class_type"] == "HalfsafeMeasurePrecisions"] == [False], "it is not used"
     apart = walk(comfy, GUIDED + "inside(guider);")
-    assert apart["told"] == "SamplerCustomAdvanced is given its model, prompt or latent without a link in its own graph, which Measure cannot read."
+    assert apart["told"] == "Measure cannot read SamplerCustomAdvanced: its model, prompt or latent is not linked in the same graph."
     other = """pack("UltimateSDUpscale", ["image IMAGE", "model MODEL"], ["IMAGE"]); const upscale = put("UltimateSDUpscale", 1600, 400); wire(model, "MODEL", upscale, "model MODEL");
         wire(upscale, "IMAGE", put("SaveImage", 2000, 400), "images"); app.graph.remove(sampler);"""
-    assert walk(comfy, other)["told"] == "This workflow samples with UltimateSDUpscale, which Measure cannot read."
+    assert walk(comfy, other)["told"] == "Measure does not support UltimateSDUpscale, the sampler of this workflow."
 
 
 def test_what_fails_midway_changes_nothing_and_what_does_not_is_one_step_of_undo(comfy: ComfyPage) -> None:
@@ -244,7 +244,7 @@ def test_the_sidebar_asks_which_model_and_takes_measure_out(comfy: ComfyPage, pi
     comfy.evaluate(CLICK, "Measure my card")
     comfy.page.wait_for_selector("[role=status] .hs-button >> nth=1")
     comfy.screenshot(pictures, f"measure-which-{cell}")
-    assert comfy.page.inner_text("[role=status]").startswith("2 models are sampled here. Which one is to be measured?")
+    assert comfy.page.inner_text("[role=status]").startswith("2 models are sampled here. Which one should be measured?")
     comfy.evaluate(CLICK, "low")
     comfy.page.wait_for_function(f"() => ({BUTTONS})().includes('Take Measure out')")
     assert "Measure my card" not in comfy.evaluate(BUTTONS)

@@ -147,7 +147,7 @@ def test_awkward_loaders_are_exchanged_in_place_or_left_out_by_name(awkward: Com
     said = in_page(awkward, "return halve();")
     after, now = in_page(awkward, "return prompt();"), awkward.evaluate(LOOKS)
     assert said == (
-        "2 loaders are Halfsafe's now: run the workflow. Left out: Fp8 (its weight_dtype is fp8_e4m3fn), "
+        "2 loaders were replaced: run the workflow. Left out: Fp8 (its weight_dtype is fp8_e4m3fn), "
         "Linked (its weight_dtype is linked), On the CPU (its device is cpu)."
     )
     changed = changes(before, after)
@@ -185,7 +185,7 @@ def test_what_fails_midway_leaves_the_graph_as_it_was(awkward: ComfyPage, fails:
         if (calls === ({holder} === app.graph ? 1 : 3)) throw new Error("as asked"); return own.apply(this, given); }};
         try {{ return await halve(); }} finally {{ {fails} = own; }}"""
     said = in_page(awkward, code)
-    assert said.startswith("The workflow is as it was: ") and in_page(awkward, "return prompt();") == before
+    assert said.startswith("The workflow was not changed: ") and in_page(awkward, "return prompt();") == before
     awkward.problems.clear()
 
 
@@ -210,7 +210,7 @@ def test_a_run_tells_the_bytes_in_a_card_and_a_message_and_the_goal_on_its_node(
     assert toasts() == []
     comfy.evaluate(TOGGLE_TAB)
     comfy.page.locator(".hs-sidebar button", has_text="Halve the memory").click()
-    comfy.page.locator(".hs-sidebar", has_text="1 loader is Halfsafe's now: run the workflow.").wait_for()
+    comfy.page.locator(".hs-sidebar", has_text="1 loader was replaced: run the workflow.").wait_for()
     comfy.run()
     card = comfy.page.locator(".hs-sidebar article", has_text="wan.safetensors: ").first
     card.wait_for()
@@ -221,7 +221,7 @@ def test_a_run_tells_the_bytes_in_a_card_and_a_message_and_the_goal_on_its_node(
     comfy.page.wait_for_function(f"() => ({ON_THE_NODE})().some((text) => text.includes('nothing to halve'))")
     comfy.screenshot(pictures, f"halved-{cell}")
     comfy.page.locator(".hs-sidebar button", has_text="Put ComfyUI's loaders back").click()
-    comfy.page.locator(".hs-sidebar", has_text="ComfyUI's loader is back.").wait_for()
+    comfy.page.locator(".hs-sidebar", has_text="ComfyUI's loader was restored.").wait_for()
 
 
 @pytest.mark.paired

@@ -63,7 +63,7 @@ def words_in(language: str) -> dict[str, dict[str, str]]:
 
 def test_panel_badge_and_sidebar_follow_the_pages_language_without_a_reload(comfy: ComfyPage) -> None:
     words = words_in("zh")["halfsafe"]
-    hint = "Run the workflow to see what each layer is stored in and computed in, and why."
+    hint = "Run the workflow to see the storage and compute dtype of each layer, with the reason."
     comfy.add("HalfsafeReport", "HalfsafeAccumulation")
     comfy.load(comfy.saved())
     node = comfy.evaluate("() => String(app.graph.nodes.find((n) => n.type === 'HalfsafeAccumulation').id)")

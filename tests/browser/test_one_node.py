@@ -39,7 +39,7 @@ def test_it_shows_what_ran(one: ComfyPage, pictures: Path, cell: str) -> None:
     one.page.wait_for_selector(".hs-happened")
     one.screenshot(pictures, f"one-node-{cell}")
     text = one.page.inner_text(".hs-panel")
-    assert re.search(r"No NaN and no Inf in \d+ calls\. Computed in \w+, not in the fp16 that the model came in\. Above 65504 fp16 overflows", text) and "WAN21" in text
+    assert re.search(r"No NaN and no Inf in \d+ calls\. Computed in \w+, not in the fp16 that the model was set to\. Above 65504 fp16 overflows", text) and "WAN21" in text
     assert one.page.locator(VERDICT).first.inner_text() == "clean"
     badges = one.badges()
     assert "guarded" in badges[NODE] and badges["HalfsafeLoadDiffusionModel"] == "fp16", "what the one node computes in is its own to say"

@@ -110,7 +110,7 @@ def test_rows_open_by_keyboard_and_say_why(ran: ComfyPage, report: dict) -> None
     button.focus()
     ran.page.keyboard.press("Enter")
     reason = next(layer["reason"] for layer in report["layers"] if layer["name"] == "blocks.0.ffn.0")
-    assert ran.page.inner_text(".hs-reason").strip() == (reason or "As the model's own dtype says.")
+    assert ran.page.inner_text(".hs-reason").strip() == (reason or "The model's own dtype.")
     assert {"blocks.0.ffn.0", "blocks.1.ffn.0"} <= {row["name"] for row in ran.evaluate(CELLS)}
     ran.page.keyboard.press("Enter")
     assert ran.page.locator(".hs-reason").count() == 0

@@ -98,7 +98,7 @@ def test_what_was_read_is_not_asked_again(writing: Writing) -> None:
 
 def test_text_that_another_node_gives_is_not_judged(writing: Writing) -> None:
     writing.write("nonsense")
-    writing.waits_for("'nonsense' sets nothing")
+    writing.waits_for("'nonsense' has no setting")
     writing.comfy.evaluate("""() => { const [rules] = app.graph.nodes, other = LiteGraph.createNode("PrimitiveStringMultiline"); other.pos = [900, 100];
         app.graph.add(other); other.connect(0, rules, rules.inputs.findIndex((input) => input.name === "rules")); }""")
     writing.page.wait_for_function("() => !document.querySelector('.hs-note').textContent")

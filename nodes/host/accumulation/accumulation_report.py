@@ -26,21 +26,21 @@ from ..compute.planned_model import needs_fp32_accumulation
 from .executor import AccumulationRun, accumulation_of, asked_by_rule, sums_by_rule
 
 NAMED = 8
-HELD_OFF = "Held off while this model runs: its fp16 products have fp32 results, which fp16 sums cannot give."
-NO_FP8_OF_OURS = "ComfyUI multiplies these fp8 layers by itself: set compute=fp8 with Compute Dtype (Halfsafe)"
+HELD_OFF = "Kept off while this model runs: its fp16 products return fp32, which fp16 sums cannot produce."
+NO_FP8_OF_OURS = "ComfyUI runs these fp8 products itself: set compute=fp8 in Compute Dtype (Halfsafe)"
 HOW = {
     (True, True): "fp16 sums",
     (False, False): "fp32 sums",
-    (True, False): "fp32 sums, as not all layers are proven",
+    (True, False): "fp32 sums, because not all layers are proven safe",
 }
 """(a layer is proven, its sums are in fp16) -> how the reason begins."""
-AS_ASKED = "fp16 sums as asked, not proven"
-NOT_MEASURED = "fp32 sums until a call has proven more"
+AS_ASKED = "fp16 sums as requested, not proven safe"
+NOT_MEASURED = "fp32 sums until a call proves fp16 sums safe"
 
 
 def described(operation: Fp16AccumulationLinear, in_fp16: bool) -> tuple[Sums, str]:
     """Return (accumulation, reason) of a layer."""
-    unknown = "" if operation.weights else f"{type(operation.module).__name__} multiplies in its own way"
+    unknown = "" if operation.weights else f"{type(operation.module).__name__} has its own matmul"
     why, how = unknown or operation.sums.evidence, HOW[operation.sums.proven, in_fp16]
     return "fp16" if in_fp16 else "fp32", f"{how}: {why}" if why else NOT_MEASURED
 
@@ -58,12 +58,12 @@ def _state_text(run: AccumulationRun) -> str:
     used = run.used()
     proven = [op.sums for op in used if op.sums.proven]
     scaled = sum(sums.exponent > 0 for sums in proven)
-    line = f"{len(proven)} of {len(used)} fp16 layers are proven ({scaled} with their input scaled)"
+    line = f"{len(proven)} of {len(used)} fp16 layers are proven safe for fp16 sums ({scaled} with a scaled input)"
     line += f"; {run.calibration.repeats} calls were repeated."
     if not run.plan.whole:
         return line
     outcome = "on for all" if run.all_in_fp16 else "off"
-    outcome += "" if run.attention_is_bounded else ", as attention's own products are not bounded"
+    outcome += "" if run.attention_is_bounded else ", because the products inside attention have no overflow bound"
     return f"{line} Under torch.compile or on several devices it cannot be switched layer by layer: {outcome}."
 
 

@@ -184,7 +184,7 @@ class AccumulationRun(Acting):
         in_fp32 = self.attention.calls_in_fp32
         if not in_fp32:
             return ""
-        return f"{in_fp32.count(False)} attentions run in fp16, {in_fp32.count(True)} in fp32, as fp16 cannot hold them"
+        return f"{in_fp32.count(False)} attentions run in fp16, {in_fp32.count(True)} in fp32 to avoid overflow"
 
     def used(self) -> list[Fp16AccumulationLinear]:
         """Return the layers that met fp16 inputs, and those whose weight is out of reach."""

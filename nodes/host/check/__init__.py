@@ -1,4 +1,4 @@
-"""Make a guarded call once more in fp32, and tell how far it was from that.
+"""Repeat a guarded call in fp32, and measure the error of the original call.
 
-May import ``replay``, ``compute`` and ``guard``; the nodes hand a check to the guard, which does not import it.
+May import ``replay``, ``compute`` and ``guard``; the nodes pass a check to the guard, which does not import it.
 """

@@ -1,4 +1,4 @@
-"""Compare a guarded call with itself in fp32, and name the blocks that are the farthest where it drifts."""
+"""Compare a guarded call with the same call in fp32, and name the blocks with the largest error if it drifts."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ from ..replay.interceptor import Run
 from ..replay.model_compiler import compiler_off
 
 logger = logging.getLogger("halfsafe")
-OTHER_DEVICES = "The model runs on several devices side by side, whose calls share torch's flags."
-NO_MEMORY = "There was not enough memory for the call in fp32: take a smaller picture or batch for the check."
-INTERRUPTED = "It was interrupted."
-NOT_A_RESULT = "It went wrong, which the events tell of."
-NOT_FINITE = "The call in fp32 is NaN or Inf itself."
-NOTHING_RAN = "No layer ran in the call in fp32 either: something that keeps results stands in front of the model."
+OTHER_DEVICES = "The model runs on several devices in parallel, and their calls share torch's flags."
+NO_MEMORY = "Not enough memory for the fp32 call: use a smaller picture or batch for the check."
+INTERRUPTED = "The comparison was interrupted."
+NOT_A_RESULT = "The call itself failed; see the events."
+NOT_FINITE = "The fp32 call is NaN or Inf as well."
+NOTHING_RAN = "No layer ran in the fp32 call either: another node returns cached results instead of running the model."
 MAY_KEEP_STATE = (
-    "{} has code on this model that may keep state between calls, so that a call made once more could change the "
-    "picture: leave its node out for the check."
+    "{} has code on this model that may keep state between calls, so an extra call could change the picture: remove "
+    "its node to use the check."
 )
 QUANTIZED_OPS = ("fp8", "int8")
 GUIDANCE_FACTOR = 1000.0
@@ -53,14 +53,14 @@ STEP_CACHE_KEY = "easycache"
 
 
 def checking(setting: str) -> Callable[..., DriftCheck | None] | None:
-    """Return what gives the guard the check of a call, as a node's ``check`` input asks for; None for off."""
+    """Return the factory of checks for a node's ``check`` input; None for off."""
     return None if setting == "off" else functools.partial(check_of, setting)
 
 
 def check_of(setting: str, call: Call, number: int, guarded: Guarded, log: GuardLog) -> DriftCheck | None:
-    """Return the check of a call about to be made, if its step is to be checked and a call more changes nothing.
+    """Return the check of the next call, if its step is to be checked and an extra call has no side effects; else None.
 
-    ``number``: the call's among those of the log.
+    ``number``: index of the call among those of the log.
     """
     if not drift.may_be_checked(setting, log.checked):
         return None
@@ -77,14 +77,14 @@ def check_of(setting: str, call: Call, number: int, guarded: Guarded, log: Guard
 
 
 class BlockOutputs:
-    """Samples of the results of a model's blocks in a call: name -> a sample for each run of the block."""
+    """Samples of the results of a model's blocks in a call: name -> one sample per run of the block."""
 
     def __init__(self, model: torch.nn.Module):
         self.samples: dict[str, list[torch.Tensor]] = {}
         self._parts = top_level_parts(model)
 
     def watched(self) -> contextlib.AbstractContextManager:
-        """Watch the blocks while the context lasts."""
+        """Context in which the results of the blocks are sampled."""
         return hooked((name, part, self._note) for name, part in self._parts.items())
 
     def _note(self, name: str, module: torch.nn.Module, args: tuple, result) -> None:
@@ -94,9 +94,8 @@ class BlockOutputs:
 
 
 class DriftCheck:
-    """One call, compared with itself. Enter :meth:`watching` around the call, then give its result to :meth:`compare`,
-    or :meth:`leave_out` one that is not finite.
-    """
+    """Comparison of one call with the same call in fp32. Enter :meth:`watching` around the call, then pass its result
+    to :meth:`compare`, or call :meth:`leave_out` for a result that is not finite."""
 
     def __init__(self, call: Call, number: int, guarded: Guarded, log: GuardLog, step: int):
         self.call = call
@@ -110,13 +109,13 @@ class DriftCheck:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch the call itself, unless torch.compile runs it."""
+        """Sample the blocks of the call itself, unless torch.compile runs it."""
         blocks = contextlib.nullcontext() if is_compiled(self.patcher) else self.blocks.watched()
         with compiler_off(), blocks:  # torch.compile compiles a module with hooks anew
             yield
 
     def compare(self, run: Run, result: torch.Tensor) -> None:
-        """Compare the call's result with the same call in fp32; whatever goes wrong is logged, and the run goes on."""
+        """Compare the call's result with the same call in fp32. Errors are logged, and the run continues."""
         after, left_out = CoreState(self.call.options), ""
         try:
             with compile_disabled():
@@ -131,18 +130,18 @@ class DriftCheck:
         self.tell(left_out)
 
     def leave_out(self) -> None:
-        """Log that a call went wrong and is not compared; the next call of its step is."""
+        """Log that a call failed and is not compared; the next call of its step is checked instead."""
         self.log.checked.discard(self.report.step)
         self.tell(NOT_A_RESULT)
 
     def tell(self, left_out: str) -> None:
-        """Log the check, or why the call was not compared."""
+        """Log the check, or the reason for which the call was not compared."""
         self.report.left_out = left_out
         self.log.checks.append(self.report)
         logger.info("Halfsafe check: %s", check_text(asdict(self.report)))
 
     def _compare(self, run: Run, result: torch.Tensor) -> str:
-        """Compare the call with fp32. Returns why that was not possible; empty where it was."""
+        """Compare the call with fp32. Returns the reason if that was not possible, else ""."""
         if is_on_several_devices(self.patcher):
             return OTHER_DEVICES
         blocks = BlockOutputs(self.model.diffusion_model)
@@ -157,7 +156,8 @@ class DriftCheck:
         return ""
 
     def _judge(self, result: torch.Tensor, exact: torch.Tensor) -> None:
-        """Compare each row with its row of the call in fp32, and log an event if a row drifts."""
+        """Compare each row with the same row of the fp32 call, and log an event if the SNR of a row is below the
+        threshold."""
         # What the parametrization makes of the noisy latent where the network gives zeros.
         zeros = torch.zeros_like(exact)
         without_network = getattr(self.model.model_sampling, DENOISED)(self.call.t, zeros, self.latent)
@@ -172,7 +172,7 @@ class DriftCheck:
             self.log.note_drift(event, drift.drift_sentence(event))
 
     def _in_fp32(self, run: Run) -> torch.Tensor:
-        """Make the call once more in fp32, in and between its layers, with the random numbers it had."""
+        """Run the call again in fp32, in and between its layers, with the same random numbers."""
         call = self.call.again(EscalatedLayers(ALL_IN_FP32, self.model, self.guarded.modes))
         call.options = without_step_cache(call.options)
         given = torch.float32 if self.guarded.escalation.everywhere else stream_dtype(self.patcher)
@@ -185,7 +185,8 @@ class DriftCheck:
 
 
 def _arithmetic(patcher: ModelPatcher, guarded: Guarded) -> str:
-    """Name the arithmetic of a model, as thresholds do: the coarsest of its layers' and of the values between them."""
+    """Return the arithmetic of a model, by the names of the thresholds: the coarsest of its layers and of the values
+    between them."""
     if guarded.escalation.whole:
         return FP32.name
     modes = planned_modes_of(patcher)  # fp16_safe is one arithmetic, though some of its results are fp16
@@ -198,7 +199,8 @@ def _arithmetic(patcher: ModelPatcher, guarded: Guarded) -> str:
 
 
 def without_step_cache(options: dict) -> dict:
-    """Copy ``transformer_options`` without the wrapper of ComfyUI's EasyCache, which keeps results of steps."""
+    """Copy ``transformer_options`` without the wrapper of ComfyUI's EasyCache, which reuses results of earlier
+    steps."""
     wrappers = dict(options.get("wrappers", {}))
     inner = wrappers.get(WrappersMP.DIFFUSION_MODEL, {})
     wrappers[WrappersMP.DIFFUSION_MODEL] = {key: group for key, group in inner.items() if key != STEP_CACHE_KEY}
@@ -206,7 +208,7 @@ def without_step_cache(options: dict) -> dict:
 
 
 def with_rounded_guidance(arguments: dict, dtype: torch.dtype) -> dict:
-    """Copy a call's arguments with the embedded guidance rounded as the model's own code rounds it."""
+    """Copy a call's arguments with the embedded guidance rounded as in the model's own code."""
     # Flux and Hunyuan Video multiply it by 1000 in the dtype of the values between layers (``timestep_embedding`` in
     # comfy/ldm/flux/layers.py): 6.0 becomes 6016 in bf16.
     guidance = arguments.get("guidance")

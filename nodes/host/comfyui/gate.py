@@ -142,7 +142,7 @@ class Gate:
     def _named(self, args: tuple) -> dict:
         if len(args) > len(self.names):
             layer = type(self.module).__name__
-            raise TypeError(f"{layer} takes {len(self.names)} arguments more, and got {len(args)}.")
+            raise TypeError(f"{layer} takes {len(self.names)} more arguments, but got {len(args)}.")
         return dict(zip(self.names, args, strict=False))
 
 
@@ -160,8 +160,8 @@ def activated(x: torch.Tensor, folded: dict) -> torch.Tensor:
         return of_core(x, name, **{each: folded[each] for each in OF_ACTIVATION if each in folded})
     if name not in comfy.ops.INPUT_ACT_EAGER:
         raise HalfsafeError(
-            f"ComfyUI folds the activation '{name}' into a layer, and Halfsafe finds no function for it in comfy.ops. "
-            f"Update Halfsafe, or take its nodes out of this model."
+            f"ComfyUI fuses the activation '{name}' into a layer, and Halfsafe finds no function for it in comfy.ops. "
+            "Update Halfsafe, or remove its nodes from this model."
         )
     return comfy.ops.INPUT_ACT_EAGER[name](x)
 

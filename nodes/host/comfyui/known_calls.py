@@ -25,9 +25,9 @@ from .self_test import unequal_layer
 logger = logging.getLogger("halfsafe")
 
 
-UNKNOWN = "This ComfyUI gives {} `{}`, which Halfsafe {} does not know: {} are off. Update Halfsafe."
+UNKNOWN = "This ComfyUI calls {} with `{}`, which Halfsafe {} does not support: {} are off. Update Halfsafe."
 UNEQUAL = (
-    "A layer of this ComfyUI ({}) gives another result through Halfsafe {} than by itself: {} are off. Update Halfsafe."
+    "A layer of this ComfyUI ({}) returns another result through Halfsafe {} than alone: {} are off. Update Halfsafe."
 )
 
 
@@ -35,7 +35,7 @@ class Feature(StrEnum):
     """What is off if a call has an argument that we do not know; the value names it in a sentence."""
 
     LAYERS = "fp16_safe and all other compute settings, the guard of models, fp16 accumulation and calibration"
-    LORAS = "LoRAs beside 8-bit weights"
+    LORAS = "LoRAs on 8-bit weights"
 
 
 @dataclass(frozen=True)

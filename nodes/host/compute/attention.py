@@ -1,4 +1,5 @@
-"""Override a model's attention through ComfyUI's ``optimized_attention_override``, in front of an earlier override."""
+"""Override a model's attention through ComfyUI's ``optimized_attention_override``; an earlier override is called by
+ours."""
 
 import contextlib
 import functools
@@ -19,14 +20,14 @@ OVERRIDE = "optimized_attention_override"
 ATTENTION_PATCHES = {"attn1_output_patch", "attn2_output_patch", "attn1", "attn2"}
 UNFUSED = ("attention_basic", "attention_split", "attention_sub_quad")
 EXACT = ("attention_pytorch", *UNFUSED)
-"""ComfyUI's attentions that neither quantize nor keep sums in fp16, and so keep fp32."""
+"""ComfyUI's attentions that compute in fp32 for fp32 inputs: they neither quantize nor accumulate in fp16."""
 
 
 def overridden(options: dict, run: Callable) -> dict:
     """Return ``transformer_options`` whose attentions are ``run(function, attention, *args, **kwargs)``.
 
-    ``function`` is ComfyUI's own; ``attention`` is what would run in its place otherwise: itself, or an earlier
-    override.
+    ``function``: ComfyUI's attention function. ``attention``: the function that would run without the override:
+    ``function`` itself, or an earlier override.
     """
     previous = options.get(OVERRIDE)
 
@@ -41,12 +42,12 @@ def overridden(options: dict, run: Callable) -> dict:
 def attending(
     model: torch.nn.Module, call: Call, run: Callable | None, inputs: Callable[[dict], None] | None = None
 ) -> Iterator[None]:
-    """Give a model's call ``run`` as its attention, as ``overridden`` does; None changes nothing. ``inputs``: is told
-    the arguments of the model's forward, by their place or name.
+    """Context in which ``run`` is the attention of a model's call, as in :func:`overridden`; None changes nothing.
+    ``inputs``: called with the arguments of the model's forward, by index or name.
 
     ComfyUI's TorchCompileModel drops every guard on ``transformer_options`` (comfy_extras/nodes_torch_compile.py): a
-    graph compiled without an override would run with one, and one compiled with it would never see what it depends on
-    change. So the parts that may be compiled have a forward of our own for the length of the call, which holds the
+    graph compiled without an override would run for a call with one, and a graph compiled with an override would miss
+    later changes. So the parts that may be compiled get a forward of this pack during the call, which contains the
     override itself.
     """
     if run is None:
@@ -74,12 +75,12 @@ def _compilable_parts(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def holds_modules(module: torch.nn.Module) -> bool:
-    """Tell whether a module has others in it; a compiled one among them refuses ``len``, and so ``bool``."""
+    """True if a module has child modules. A compiled child refuses ``len``, and so ``bool``."""
     return next(module.children(), None) is not None
 
 
 def forward_of(part: torch.nn.Module) -> Callable:
-    """Return a part's forward, past an entry that holds the attention of an outer wrapper."""
+    """Return the forward of a part without the attention entry of an outer wrapper."""
     return getattr(part.forward, "behind", part.forward)
 
 
@@ -96,36 +97,38 @@ def _entry(forward: Callable, override: Callable, inputs: Callable | None) -> Ca
 
 
 def has_attention_patch(options: dict) -> bool:
-    """Tell whether a node's code is given the results of a model's attentions, or replaces attentions."""
+    """True if another node's code receives the results of a model's attentions, or replaces attentions."""
     patches = options.get("patches", {}).keys() | options.get("patches_replace", {}).keys()
     return not patches.isdisjoint(ATTENTION_PATCHES)
 
 
 def fuses_by_default() -> bool:
-    """Tell whether the attention that ComfyUI was started with keeps its scores in fp32 registers."""
+    """True if the attention that ComfyUI was started with keeps its scores in fp32 registers."""
     attention = comfy.ldm.modules.attention
     functions = attention.optimized_attention, attention.optimized_attention_masked
     return all(function.__name__ not in UNFUSED for function in functions)
 
 
 def scores_in_fp32(function: Callable, attention: Callable, *args, **kwargs) -> torch.Tensor:
-    """Run attention with the scores of an unfused kernel in fp32: one of -inf in fp16 leaves its token out unseen."""
+    """Run attention with the scores of an unfused kernel in fp32: a score of -inf in fp16 would drop its token
+    silently."""
     kwargs |= {"attn_precision": torch.float32} if function.__name__ in UNFUSED else {}
     return attention(*args, **kwargs)
 
 
 def kernels_of(function: Callable, attention: Callable) -> Kernels:
-    """Describe an attention of ComfyUI's, ``function``, in whose place ``attention`` would run."""
+    """Describe a ComfyUI attention ``function`` that would run as ``attention``."""
     name, fp32 = function.__name__, full_precision_attention(function)
     return Kernels(attention, fp32, name not in UNFUSED, attention is not function or name not in EXACT)
 
 
 def full_precision_attention(function: Callable) -> Callable:
-    """Return an attention that keeps fp32: itself, or ComfyUI's default for a kernel of 16 bit or less."""
+    """Return an attention that computes in fp32: ``function`` itself, or ComfyUI's default for a kernel of 16 bits or
+    less."""
     return function if function.__name__ in EXACT else comfy.ldm.modules.attention.attention_pytorch
 
 
 def in_one_dtype(attention: Callable, q, k, v, *args, **kwargs) -> torch.Tensor:
-    """Run attention in the widest dtype among q, k and v, where only some of them come from fp32 activations."""
+    """Run attention in the widest dtype among q, k and v, if only some of them come from fp32 activations."""
     widest = max((q.dtype, k.dtype, v.dtype), key=lambda dtype: dtype.itemsize)
     return attention(q.to(widest), k.to(widest), v.to(widest), *args, **kwargs)

@@ -1,5 +1,5 @@
-"""A compute plan on the model of a ControlNet: ComfyUI calls that past all wrappers, so its own forward sets and resets
-it."""
+"""Compute plan on the model of a ControlNet. ComfyUI calls this model without wrappers, so its forward applies and
+removes the plan."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ OPTIONS = "transformer_options"
 
 
 def plan_control(control: ControlNet, plan: ComputePlan, dtype: torch.dtype) -> None:
-    """Make a ControlNet that was just loaded run as planned, with activations in ``dtype``; its later copies too, which
-    share the model and its ModelPatcher."""
+    """Run a newly loaded ControlNet under a plan, with activations in ``dtype``. Later copies share its model and
+    ModelPatcher."""
     set_control_dtype(control, dtype)
     control.control_model.dtype = dtype  # ComfyUI casts inputs to it (``get_control`` in comfy/controlnet.py)
     patcher = control.control_model_wrapped
@@ -35,18 +35,18 @@ def plan_control(control: ControlNet, plan: ComputePlan, dtype: torch.dtype) -> 
 
 
 def planned_control(control: Any) -> PlannedControl | None:
-    """Return the planned model of a control net; None where ComfyUI loaded it or runs it as it is."""
+    """Return the planned model of a ControlNet; None if ComfyUI loaded it or runs it unchanged."""
     forward = vars(getattr(control, "control_model", None) or control).get("forward")
     return forward if isinstance(forward, PlannedControl) else None
 
 
 class PlannedControl:
-    """Run a ControlNet's model in place of its forward. Plans and reports take it for ComfyUI's ``BaseModel``.
+    """Forward of a ControlNet's model under a plan. Plans and reports use it in place of ComfyUI's ``BaseModel``.
 
-    It holds neither the model nor its patcher, as it is among the model's attributes: it keeps neither in memory. The
-    ControlNet object itself is in a cycle (``_follow`` in ``load/controlnet.py``), so all three are freed by the
-    garbage collection after ComfyUI drops it.
-    ``calls``: how often the ControlNet ran, its copies on other devices included.
+    It is an attribute of the model, so it keeps only weak references to the model and its patcher. The ControlNet
+    object itself is in a cycle (``_follow`` in ``load/controlnet.py``), so all three are freed by garbage collection
+    after ComfyUI drops it.
+    ``calls``: number of runs of the ControlNet, including its copies on other devices.
     """
 
     def __init__(self, module: torch.nn.Module, patcher: ModelPatcher, plan: ComputePlan, dtype: torch.dtype):
@@ -99,7 +99,7 @@ class PlannedControl:
 
 
 class ControlPatcher:
-    """Stand for the ModelPatcher of a planned ControlNet, with ``model`` as a diffusion model's has it."""
+    """ModelPatcher of a planned ControlNet, with a ``model`` like that of a diffusion model."""
 
     def __init__(self, patcher: ModelPatcher, model: PlannedControl):
         self._patcher = patcher

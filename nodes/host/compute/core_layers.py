@@ -1,4 +1,4 @@
-"""Carry out a plan on a model's layers: which forward stands in for each layer's own, and what runs inside of it."""
+"""Apply a plan to a model's layers: the forward that replaces each layer's own, and the operations in it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -23,11 +23,11 @@ from .fp8_product import fp8_product
 
 Forward = Callable[..., torch.Tensor]
 FP8_RESULT = "bf16"
-"""What fp8 products give an fp32 stream: torch has none with an fp32 result and a bias."""
+"""Dtype of fp8 products in an fp32 stream: torch has none with an fp32 result and a bias."""
 
 
 class PlannedLayers:
-    """Exchange the forwards of a model's layers for others that follow a plan, and record the modes of their calls.
+    """Replace the forwards of a model's layers according to a plan, and record the modes of their calls.
 
     ``switches_flags``: torch's flags are switched layer by layer in the calls of the model.
     """
@@ -54,7 +54,7 @@ class PlannedLayers:
                 self.patches += casting(layer)
 
     def _product(self, name: str, layer: torch.nn.Module, decision: ComputeDecision) -> Forward:
-        """Make what multiplies: a method and not an object, for which torch.compile would make a graph of its own."""
+        """Create the layer's product as a bound method; torch.compile would compile a separate graph for an object."""
         if decision.mode == FP8.name and not has_own_forward(layer):
             return Fp8Linear(layer).__call__
         if decision.mode == FP16_WIDE.name and only_multiplies(layer):
@@ -73,13 +73,13 @@ class PlannedLayers:
         return torch.float32 if mode == FP16_WIDE.name else dtype_named(mode)
 
     def __repr__(self) -> str:
-        """Write a line for each layer: what runs it, in which mode, how its operand is scaled, why."""
+        """One line per layer: its operation, mode, operand scale and reason."""
         modes = self.observed_modes()
         lines = [f"{name}: {modes[name]}, {self.repr_of(name)}. {self._decisions[name].reason}" for name in modes]
         return "\n".join([f"{len(lines)} layers with a plan", *lines])
 
     def repr_of(self, name: str) -> str:
-        """Say what runs a layer, for the log."""
+        """Describe the operation of a layer, for the log."""
         if name not in self.operations:
             return type(self.casts[name]).__name__ if name in self.casts else Fp8Linear.__name__
         operation = self.operations[name]
@@ -88,17 +88,18 @@ class PlannedLayers:
         return f"operand times 2^-{scale.exponent}, largest {scale.largest:.3g}, {watched}"
 
     def planned_modes(self) -> dict[str, str]:
-        """Return layer -> the mode its forward was made for, the same before and after any call."""
+        """Return layer -> the mode its forward was created for; the same before and after any call."""
         modes = {name: decision.mode for name, decision in self._decisions.items()}
         return modes | {name: name_of(cast.dtype) for name, cast in self.casts.items()}
 
     def observed_modes(self) -> dict[str, str]:
-        """Return layer -> the mode it was last found to run in."""
+        """Return layer -> the mode it ran in at its last calibration."""
         found = {name: operation.observed_mode for name, operation in self.operations.items()}
         return self.planned_modes() | found
 
     def allocations(self) -> dict[str, object]:
-        """Return layer -> what its allocations depend on: the mode it runs in, and what becomes of its operand."""
+        """Return layer -> everything its allocations depend on: its mode, and whether its operand is watched and
+        shared."""
         sharing = self.calibration.operands.sharing
         found: dict[str, object] = {**self.planned_modes()}
         for name, each in self.operations.items():
@@ -108,21 +109,22 @@ class PlannedLayers:
 
     @property
     def fp16_flops(self) -> int:
-        """The floating-point operations of a call that had fp16 operands and could not overflow."""
+        """Floating-point operations of a call with fp16 operands that cannot overflow."""
         return sum(self.calibration.flops[name] for name, each in self.operations.items() if not each.scale.in_fp32)
 
 
 def holds_sums(plan: ComputePlan) -> bool:
-    """Tell whether fp16 accumulation is off for whole calls: no layer of a safe plan could have such sums."""
+    """True if fp16 accumulation is switched off for whole calls, because no layer of a safe plan could accumulate in
+    fp16."""
     modes = {decision.mode for decision in plan.decisions.values()}
     return plan.is_safe and FP16_WIDE.name in modes and FP16.name not in modes
 
 
 class CastOperation:
-    """Cast a layer's input and call the forward that is on the layer now: ComfyUI's classes cast their weights to that.
+    """Cast the input and call the layer's current forward; ComfyUI layers cast their weights to the input's dtype.
 
-    It is read inside of accumulation's stage, so it is accumulation's forward where a layer has one
-    (``interceptor.AROUND_CALLS``).
+    The forward is read after accumulation's stage was applied, so it is accumulation's forward if the layer has one
+    (``interceptor.IN_CALLS``).
     """
 
     def __init__(self, name: str, layer: torch.nn.Module, dtype: torch.dtype, calibration: Calibration):
@@ -140,7 +142,7 @@ class CastOperation:
 
 
 class CastResult:
-    """Cast the result of another forward to ``dtype``; None for its first argument's."""
+    """Cast the result of another forward to ``dtype``; None: to the dtype of its first argument."""
 
     def __init__(self, inner: Forward, dtype: torch.dtype | None):
         self.inner = inner
@@ -151,9 +153,9 @@ class CastResult:
 
 
 class Fp8Linear:
-    """Run ComfyUI's fp8 Linear with the activation scale taken from the activation, instead of 1.0 or the file's.
+    """Run ComfyUI's fp8 Linear with a scale computed from the activation, instead of 1.0 or the file's scale.
 
-    Activations are in e4m3fn with weights in either format: CUDA multiplies no e5m2 by e5m2 ("Multiplication of two
+    Activations are e4m3fn for weights in either format: CUDA does not multiply e5m2 by e5m2 ("Multiplication of two
     Float8_e5m2 matrices is not supported", ``aten/src/ATen/native/cuda/ScaledBlas.cpp``).
     """
 
@@ -161,7 +163,8 @@ class Fp8Linear:
         self.module = module
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Multiply the module's input; fp32 is multiplied into bf16 (``FP8_RESULT``)."""
+        """Multiply the module's input (..., K). The result has the dtype of ``x``, or bf16 for fp32
+        (``FP8_RESULT``)."""
         module = self.module
         dtype = dtype_named(FP8_RESULT) if x.dtype == torch.float32 else x.dtype
         if has_changed_weight(module):
@@ -173,10 +176,10 @@ class Fp8Linear:
 
 
 class SumsByRule:
-    """Run a forward with the accumulation that a rule asks for.
+    """Run a forward with the accumulation that a rule requests.
 
-    Not where flags are switched for whole calls: they are the whole process's, so that another thread's layers would
-    have it too, and a compiled graph cannot switch them.
+    It has no effect if flags are switched for whole calls: flags apply to the whole process, so another thread's layers
+    would use them too, and a compiled graph cannot switch them.
     """
 
     def __init__(self, sums: str, inner: Forward, layers: PlannedLayers):
@@ -192,17 +195,17 @@ class SumsByRule:
 
 
 def has_changed_weight(module: torch.nn.Module) -> bool:
-    """Tell whether a LoRA is added at each call, or has left the weight in 16 bit."""
+    """True if a LoRA is added at each call, or has left the weight in 16 bit."""
     return not is_quantized(module) or bool(weight_functions(module) or bias_functions(module))
 
 
 def int8_patches(module: torch.nn.Module, decision: ComputeDecision, activations: str) -> list[Patch]:
-    """Make ComfyUI's int8 layer multiply in int8 though the model's compute dtype was changed, which would else
-    dequantize it (``comfy_force_cast_weights``). ``activations``: the dtype between layers.
+    """Patches that let ComfyUI's int8 layer multiply in int8 although the model's compute dtype was changed, which
+    would dequantize it (``comfy_force_cast_weights``). ``activations``: the dtype between layers.
 
-    With an fp32 result its input is cast: a result in the dtype of a 16-bit input would be rounded, or past fp16's
-    range, before it is widened. ComfyUI's kernel with a folded activation dequantizes a weight whose dtype is not the
-    input's, so the activation is then computed by the gate; else the kernel is ComfyUI's own.
+    For an fp32 result the input is cast to fp32: a result in the dtype of a 16-bit input would be rounded, or overflow
+    fp16, before it is widened. ComfyUI's kernel with a fused activation dequantizes a weight whose dtype differs from
+    the input's, so the gate then computes the activation; otherwise ComfyUI's own kernel runs.
     """
     kept = [not_forced_to_cast(module)]
     forward = module.forward

@@ -1,4 +1,4 @@
-"""A compute plan on a ModelPatcher: module forwards and attention are exchanged for the length of each model call."""
+"""Compute plan on a ModelPatcher: module forwards and attention are replaced during each model call."""
 
 import weakref
 from collections.abc import Iterator
@@ -24,22 +24,22 @@ from .ruled_attention import NO_ATTENTION, NO_BLOCK, blocks_of, outermost
 
 LISTED = 3
 FAILED_ONCE = (
-    "Model code failed with '{}', and not in a repeat whose layers return fp32, "
-    "as they do as long as the model is loaded."
+    "Model code failed with '{}'. A repeat whose layers return fp32 did not fail, so they return fp32 until the model "
+    "is unloaded."
 )
 SPARED = (
-    "The model was measured with less memory, as its first call ran out of it: layers share no operands, "
-    "which takes a little longer."
+    "The first call ran out of memory, so the model was measured with less: layers do not share operands, which is "
+    "slightly slower."
 )
 _fell_back: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-"""The models whose plans run in their fallback: not told on the model, whose attributes a repeat puts back."""
+"""Models whose plans run in their fallback. Not stored on the model, whose attributes are restored before a repeat."""
 
 
 def set_compute(patcher, plan: ComputePlan) -> ComputePlan:
-    """Make ``patcher``, a clone or a model just loaded, run as planned, in place of an earlier plan. Return the plan.
+    """Run ``patcher``, a clone or a newly loaded model, under a plan, which replaces an earlier one. Return the plan.
 
-    A plan that exchanges nothing and has nothing to fall back to adds no wrapper. Nor does one of a ComfyUI whose calls
-    are not known (``known_calls.py``): the model runs as ComfyUI has it, in the plan's activation dtype.
+    No wrapper is added for a plan that replaces nothing and has no fallback, or on a ComfyUI whose calls are unknown
+    (``known_calls.py``): the model then runs ComfyUI's own code, in the plan's activation dtype.
     """
     reason = why_off(Feature.LAYERS) if plan.exchanges or plan.fallback else ""
     plan = plan.refused(reason) if reason else plan
@@ -53,25 +53,25 @@ def set_compute(patcher, plan: ComputePlan) -> ComputePlan:
 
 
 def planned_on(patcher) -> "Compute | None":
-    """Return the plan's executor on a patcher as it was put there; None without a plan."""
+    """Return the plan's executor on a patcher, not its fallback; None without a plan."""
     return patcher.attachments.get(COMPUTE)
 
 
 def compute_of(patcher) -> "Compute | None":
-    """Return the plan's executor that runs a patcher now, if it has one: its fallback's after an overflow."""
+    """Return the executor that runs a patcher now, which is the fallback after an overflow; None without a plan."""
     compute = planned_on(patcher)
     return compute and compute.acting(patcher.model)
 
 
 def may_fall_back(patcher) -> bool:
-    """Tell whether a patcher's plan has a fallback, and its model does not run in that yet."""
+    """True if a patcher's plan has a fallback, and its model does not run in it yet."""
     compute = planned_on(patcher)
     return compute is not None and compute.acting(patcher.model) is not compute.fallback is not None
 
 
 @contextmanager
 def fallen_back(model) -> Iterator[None]:
-    """Run the plans of a model in their fallback while the context lasts."""
+    """Context in which the plans of a model run in their fallback."""
     _fell_back.add(model)
     try:
         yield
@@ -80,21 +80,21 @@ def fallen_back(model) -> Iterator[None]:
 
 
 def fall_back(model) -> None:
-    """Run the plans of a model in their fallback for as long as the model is loaded, whichever patcher it has."""
+    """Run the plans of a model in their fallback until the model is unloaded, whatever patcher it has."""
     _fell_back.add(model)
 
 
 class ScoresInFp32(Acting):
-    """Run unfused attentions with their scores in fp32, as plain fp16 of ``auto`` needs it."""
+    """Run unfused attentions with fp32 scores, as needed by the plain fp16 of ``auto``."""
 
     def attempt(self, call: Call) -> AbstractContextManager:
         return attending(call.model, call, scores_in_fp32)
 
 
 class Compute(Stage):
-    """Run the calls of models under one plan. It keeps what it learns of each model it runs, not the model.
+    """Run the calls of models under one plan. It stores measurements per model, and no reference to the model.
 
-    ``node_id``: the node that planned, whose badge says what the plan became.
+    ``node_id``: the node that made the plan; its badge shows the dtypes in use.
     """
 
     def __init__(self, plan: ComputePlan):
@@ -105,12 +105,12 @@ class Compute(Stage):
         self.adapters: PerModel[PlannedModel] = PerModel(lambda model: PlannedModel(plan, model))
 
     def acting(self, model) -> "Compute":
-        """Return what runs a model now: the fallback after an overflow, else this."""
+        """Return the executor of a model now: the fallback after an overflow, else this one."""
         return self.fallback if self.fallback and model in _fell_back else self
 
     def in_call(self, call: Call) -> Acting | None:
-        """Return the model under the plan, or under its fallback after an overflow; a rung that decides about every
-        layer takes the plan's place."""
+        """Return the planned model, or its fallback after an overflow; None if the call's rung decides about every
+        layer."""
         if call.rung and call.rung.everywhere:
             return None
         acting = self.acting(call.model)
@@ -122,13 +122,13 @@ class Compute(Stage):
         return ScoresInFp32() if in_fp16 else None
 
     def planned_modes(self, patcher: ModelPatcher) -> dict[str, str]:
-        """Return layer -> planned mode; what layers cannot do is known from the first call on."""
+        """Return layer -> planned mode. From the first call on, modes that a layer does not support are replaced."""
         run = self.runs.last_of(patcher)
         modes: dict[str, str] = {name: decision.mode for name, decision in self.plan.decisions.items()}
         return modes | run.layers.planned_modes() if run else modes
 
     def observed_modes(self, patcher: ModelPatcher) -> dict[str, str]:
-        """Return layer -> mode, as found in the calls made so far; planned before that."""
+        """Return layer -> mode in the calls so far; the planned mode before any call."""
         run, adapter = self.runs.last_of(patcher), self.adapters.last_of(patcher)
         modes = self.planned_modes(patcher) | (run.layers.observed_modes() if run else {})
         if adapter is None:
@@ -137,12 +137,11 @@ class Compute(Stage):
         return modes | {name: mode for name, mode in adapter.layers.observed_modes().items() if ran[name]}
 
     def modes_by_device(self, patcher: ModelPatcher) -> dict[str, dict[str, str]]:
-        """Return device -> layer -> mode, as found in the calls of each device that made some (MultiGPU)."""
+        """Return device -> layer -> mode, for each device with calls (MultiGPU)."""
         return {device: run.layers.observed_modes() for device, run in self.runs.by_device(patcher).items()}
 
     def around_sampling(self, executor, *args, **kwargs):
-        """Run a sampler: what the model does with its text before its calls follows the plan too, and so does
-        the memory that ComfyUI makes room for."""
+        """Run a sampler with the plan also applied to the model's text adapters, and to ComfyUI's memory estimate."""
         model = executor.class_obj.model_patcher.model
         estimate = estimated_in_fp32(model) if self.acting(model).plan.is_safe else []
         with patched(estimate):
@@ -152,7 +151,7 @@ class Compute(Stage):
                 return executor(*args, **kwargs)
 
     def conditions(self, model, make: Make) -> dict:
-        """Make a text's conditions as the plan has it."""
+        """Compute the conditions of a text under the plan."""
         if not self.plan.exchanges:
             return make()
         run = self.adapters.of(model)
@@ -161,23 +160,24 @@ class Compute(Stage):
         return run.run(make, run.patches_of_call)
 
     def ranges(self, patcher: ModelPatcher) -> dict[str, float]:
-        """Return layer -> the largest magnitude of its operands, of the layers that met any."""
+        """Return layer -> largest magnitude of its operands, for layers with a measured operand."""
         run = self.runs.last_of(patcher)
         return run.calibration.largest() if run else {}
 
     @property
     def overrides_attention(self) -> bool:
-        """Whether attention runs through an override of this plan's, past a kernel that the model's file asks for."""
+        """True if attention runs through this plan's override, and so not in a kernel that the model's file
+        requests."""
         attends = self.plan.is_safe or self.plan.mixes_fp32_in or bool(self.plan.attention)
         return attends or (self.fallback is not None and not fuses_by_default())
 
     def attention_in_fp32(self, patcher: ModelPatcher) -> list[str]:
-        """List the blocks whose attention ran in fp32 by a rule in the calls made so far."""
+        """List the blocks whose attention ran in fp32 because of a rule, in the calls so far."""
         run = self.runs.last_of(patcher)
         return outermost(run.ruled.ran_in) if run else []
 
     def idle_attention_rules(self, patcher: ModelPatcher) -> Iterator[WithoutEffect]:
-        """Yield the rules on attention that match no block, or only blocks that made none."""
+        """Yield the attention rules that match no block, or only blocks without an attention."""
         blocks, run = blocks_of(self.plan.attention, modules_of(patcher.model)), self.runs.last_of(patcher)
         for rule in self.plan.attention:
             matched = outermost([name for name, rules in blocks.items() if rule in rules])
@@ -187,7 +187,7 @@ class Compute(Stage):
                 yield WithoutEffect(str(rule), NO_ATTENTION.format(", ".join(matched[:LISTED])))
 
     def notes(self, patcher: ModelPatcher) -> list[str]:
-        """List the notes of the plan, on an error of model code that a repeat did not meet, and on short memory."""
+        """List the notes of the plan, an error of model code that a repeat avoided, and a shortage of memory."""
         run = self.runs.last_of(patcher)
         notes = list(self.plan.notes)
         if run and run.calibration.error:
@@ -197,7 +197,7 @@ class Compute(Stage):
         return notes
 
     def not_called(self, patcher: ModelPatcher) -> frozenset[str]:
-        """Return the layers with a plan that the call which measured ranges did not call; none before such a call."""
+        """Return the layers with a plan that did not run in the calibrating call; empty before that call."""
         run, adapter = self.runs.last_of(patcher), self.adapters.last_of(patcher)
         if run is None or not run.calibration.flops:
             return frozenset()
@@ -206,12 +206,12 @@ class Compute(Stage):
         return frozenset({*run.layers.operations, *run.layers.casts} - called)
 
     def fp16_share_text(self, patcher: ModelPatcher) -> str:
-        """Say in one line what share of the matmul FLOPs has fp16 operands; empty before a call and without any."""
+        """Describe the share of matmul FLOPs with fp16 operands in one line; empty before a call or without matmuls."""
         run = self.runs.last_of(patcher)
         total = sum(run.calibration.flops.values()) if run else 0
         if not run or not total:
             return ""
         share = (run.layers.fp16_flops + run.attention.fp16_flops) / total
         in_int8 = any(decision.mode == INT8.name for decision in self.plan.decisions.values())
-        work = "matrix work outside of int8 layers" if in_int8 else "matrix work"
+        work = "matrix work outside int8 layers" if in_int8 else "matrix work"
         return f"{share:.1%} of the {work} has fp16 operands; {run.calibration.repeats} calls were repeated"

@@ -1,4 +1,4 @@
-"""fp8 products of ComfyUI's quantized tensors, with fast accumulation where a scope of this thread asks for it."""
+"""fp8 products of ComfyUI's quantized tensors, with fast accumulation if a scope of this thread requests it."""
 
 import contextlib
 from collections.abc import Iterator
@@ -19,13 +19,14 @@ from ....precision.guard.localize import stored
 
 LAYOUT = "TensorCoreFP8E4M3Layout"
 Refused = dict[tuple[int, ...], str]
-"""Weight shape (outputs, K) -> why torch refused its matmul with fast accumulation."""
+"""Weight shape (outputs, K) -> torch's reason for refusing its matmul with fast accumulation."""
 _refused: ContextVar[Refused | None] = ContextVar("halfsafe_fp8_fast_accumulation", default=None)
 
 
 @contextlib.contextmanager
 def fast_accumulation(refused: Refused) -> Iterator[None]:
-    """Let this thread's :func:`fp8_product` accumulate fast; what torch refuses runs as it is, told in ``refused``."""
+    """Context in which this thread's :func:`fp8_product` uses fast accumulation. Products that torch refuses run
+    without it, and are listed in ``refused``."""
     token = _refused.set(refused)
     try:
         yield
@@ -36,8 +37,8 @@ def fast_accumulation(refused: Refused) -> Iterator[None]:
 def fp8_product(
     rows: torch.Tensor, scale: torch.Tensor, weight: QuantizedTensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """Multiply 16-bit ``rows`` (M, K), quantized to e4m3 by a 0-dim fp32 ``scale``, by an fp8 ``weight`` (N, K); return
-    the dtype of ``rows``, which the bias has too."""
+    """Multiply 16-bit ``rows`` (M, K), quantized to e4m3 with a 0-dim fp32 ``scale``, by an fp8 ``weight`` (N, K).
+    Returns (M, N) in the dtype of ``rows`` and of the bias."""
     # ComfyUI's QuantizedTensor takes longer on the host than a small product on a GPU; a graph has it for nothing.
     if scaled_mm_v2 and not torch.compiler.is_compiling():
         left = quantize_per_tensor_fp8(rows, scale)

@@ -1,4 +1,4 @@
-"""How each layer of a model in memory multiplies, from its plan and its calls."""
+"""Mode in which each layer of a loaded model multiplies, from its plan and its calls."""
 
 import comfy.quant_ops
 import torch
@@ -22,30 +22,31 @@ from .executor import compute_of
 
 
 def compute_name(patcher) -> str:
-    """Return the compute option a model runs with."""
+    """Return the compute option in use for a model."""
     compute = compute_of(patcher)
     return compute.plan.choice.used if compute else name_of(activation_dtype(patcher))
 
 
 def stream_dtype(patcher) -> torch.dtype:
-    """Return the dtype between a model's layers as it runs now: fp32 in ``fp16_safe``, whatever the model casts to."""
+    """Return the dtype between a model's layers: fp32 in ``fp16_safe``, whatever dtype the model casts to."""
     compute = compute_of(patcher)
     return torch.float32 if compute and compute.plan.is_safe else activation_dtype(patcher)
 
 
 def settings_of(patcher) -> tuple:
-    """Return what a call's arithmetic depends on besides the weights: the compute plan and the activation dtype."""
+    """Return the settings that a call's arithmetic depends on besides the weights: compute plan and activation
+    dtype."""
     return compute_of(patcher), name_of(activation_dtype(patcher))
 
 
 def planned_modes_of(patcher) -> dict[str, str]:
-    """Return layer -> the mode it was planned in; of those that no plan decides, the one ComfyUI runs them in."""
+    """Return layer -> planned mode; for layers without a decision, the mode ComfyUI runs them in."""
     compute = compute_of(patcher)
     return _modes(patcher, compute.planned_modes(patcher) if compute else {})
 
 
 def observed_modes_of(patcher) -> dict[str, str]:
-    """Return layer -> the report's mode: what its calls have shown, and what is planned before that."""
+    """Return layer -> mode for the report: as observed in calls, or as planned before any call."""
     compute = compute_of(patcher)
     return _modes(patcher, compute.observed_modes(patcher) if compute else {})
 
@@ -70,7 +71,7 @@ def _mode(patcher, name: str, module: torch.nn.Module, activations: str, decided
 
 
 def layer_kernels(patcher, modes: dict[str, str]) -> dict[str, str]:
-    """Return quantized layer -> the report's kernel. ``modes``: of :func:`observed_modes_of`."""
+    """Return quantized layer -> kernel for the report. ``modes``: from :func:`observed_modes_of`."""
     layers = layers_of(patcher)
     return {name: _kernel(patcher, name, layer, modes[name]) for name, layer in layers if is_quantized(layer)}
 
@@ -92,11 +93,11 @@ def _format(module: torch.nn.Module) -> Format | None:
 
 
 def _multiplies_as_stored(patcher, name: str, module: torch.nn.Module, activations: str, kept: bool) -> bool:
-    """Tell whether ComfyUI's forward multiplies a quantized weight as it is. ``kept``: whatever the compute dtype.
+    """True if ComfyUI's forward multiplies a quantized weight without dequantizing it. ``kept``: in any compute dtype.
 
-    Up to ComfyUI 0.33 a weight whose input stays unquantized, as int8, is not dequantized where fp8 ones are: if its
-    dtype is the activation dtype. Since 0.38, whose layers have ``can_use_quantized_matmul``, ``_full_precision_mm``
-    holds for all.
+    Up to ComfyUI 0.33 a weight whose input is not quantized, such as int8, is multiplied as stored in cases in which
+    fp8 weights are dequantized: if its dtype is the activation dtype. Since 0.38, whose layers have
+    ``can_use_quantized_matmul``, ``_full_precision_mm`` applies to all formats.
     """
     if kind_of(module) is None or weight_functions(module):
         return False
@@ -111,5 +112,5 @@ def _multiplies_as_stored(patcher, name: str, module: torch.nn.Module, activatio
 
 
 def is_called_in_fp32(model: torch.nn.Module, name: str) -> bool:
-    """Tell whether model code casts a layer's input to fp32 itself; the layer then casts its weight to that."""
+    """True if model code itself casts a layer's input to fp32; the layer then casts its weight to fp32."""
     return own_cast(model, name) == CAST_TO_FP32

@@ -1,5 +1,4 @@
-"""Keep what a wrapper learns of each model it runs, for as long as the model lives, apart for each state of the
-model."""
+"""Cache the state that a wrapper learns of each model, for the lifetime of the model and per state of the model."""
 
 import itertools
 import weakref
@@ -20,8 +19,8 @@ KEPT = 4
 
 
 class ModelRun(Protocol):
-    """Keep what a wrapper learned of one model. ``modules``: the modules it patches by name; ``forwards``: what
-    :func:`forwards_on` them gave when it was made to patch them."""
+    """State that a wrapper learned of one model. ``modules``: the modules it patches, by name. ``forwards``: ids of the
+    foreign forwards found on these modules when this run was created."""
 
     @property
     def modules(self) -> dict[str, torch.nn.Module]: ...
@@ -35,8 +34,8 @@ Run = TypeVar("Run", bound=ModelRun)
 
 @dataclass
 class _Kept(Generic[Run]):
-    """Keep the run of one state. ``branches``: those of the patchers that made its calls; ``device``: where they are
-    made."""
+    """Run of one model state. ``branches``: branches of the patchers that made its calls. ``device``: device of its
+    calls."""
 
     state: tuple
     run: Run
@@ -48,9 +47,9 @@ class PerModel(Generic[Run]):
     """Cache the runs of one wrapper by the state of the model.
 
     Args:
-        make: builds the run of a model as it is now.
+        make: creates the run of a model in its present state.
         settings: extra cache key of a ModelPatcher, compared for equality. Patches of weights, active hooks and the
-            forwards found on the run's modules are always part of the key.
+            foreign forwards on the run's modules are always part of the key.
     """
 
     def __init__(
@@ -62,9 +61,10 @@ class PerModel(Generic[Run]):
         self._patches: weakref.WeakKeyDictionary[Run, object] = weakref.WeakKeyDictionary()
 
     def of(self, model: torch.nn.Module) -> Run:
-        """Return the run for the model as it is now; the last few states are remembered.
+        """Return the run for the model's present state; the last ``KEPT`` states are cached.
 
-        It measures anew where unmerged LoRAs are others now: they change no weight but what layers are given.
+        It is recalibrated if the unmerged LoRAs have changed: they do not change weights, but they change the layers'
+        inputs.
         """
         run, state = self._found(model), weight_state(model)
         if self._patches.setdefault(run, state) != state:
@@ -85,20 +85,21 @@ class PerModel(Generic[Run]):
         return kept.run
 
     def last(self, model: torch.nn.Module) -> Run | None:
-        """Return the run of the model's last call, whichever patcher made the call; None before any."""
+        """Return the run of the model's last call, by any patcher; None before any call."""
         runs = self._runs.get(model)
         return runs[0].run if runs else None
 
     def last_of(self, patcher: ModelPatcher) -> Run | None:
-        """Return the run of the last call made with a patcher or with a clone of its branch; None before any."""
+        """Return the run of the last call with a patcher or a clone of its branch; None before any call."""
         return next(iter(self.runs_of(patcher)), None)
 
     def runs_of(self, patcher: ModelPatcher) -> list[Run]:
-        """Return the runs of a patcher's branch, the last first; then of its clones on other devices (MultiGPU)."""
+        """Return the runs of a patcher's branch, most recent first, then those of its clones on other devices
+        (MultiGPU)."""
         return [kept.run for runs in self._by_device(patcher) for kept in runs]
 
     def by_device(self, patcher: ModelPatcher) -> dict[str, Run]:
-        """Return device -> the last run of a patcher's branch there, its own first."""
+        """Return device -> last run of a patcher's branch on it, the patcher's own device first."""
         return {runs[0].device: runs[0].run for runs in self._by_device(patcher) if runs}
 
     def _by_device(self, patcher: ModelPatcher) -> list[list[_Kept[Run]]]:
@@ -117,14 +118,14 @@ class PerModel(Generic[Run]):
 
 
 def forwards_on(modules: dict[str, torch.nn.Module]) -> list[int]:
-    """Identify the forwards that something else than their classes gave modules: a wrapper around this one, or a LoRA
+    """Return ids of the forwards that modules did not get from their classes: those of an outer wrapper, or of a LoRA
     in bypass mode (comfy/weight_adapter/bypass.py)."""
     exchanged = [module for module in modules.values() if "forward" in module.__dict__]
     return [id(module.__dict__["forward"]) for module in exchanged if has_own_forward(module)]
 
 
 def hooks_of(patcher) -> weakref.ref | None:
-    """Return a weak reference to the active hooks: they hold a LoRA's weights, and the key outlives them."""
+    """Return a weak reference to the active hooks: they own a LoRA's weights, and the key outlives them."""
     hooks = getattr(patcher, "current_hooks", None)
     return hooks and weakref.ref(hooks)
 
@@ -135,16 +136,16 @@ _patches_known: weakref.WeakKeyDictionary[ModelPatcher, tuple] = weakref.WeakKey
 
 
 def branch_of(patcher: ModelPatcher) -> tuple[int, int]:
-    """Tell a patcher from the others of its model: by its weight patches and by the attention that was put on it.
+    """Key of a patcher among those of its model: hash of its weight patches and id of its attention override.
 
-    ComfyUI clones patchers in every node, so clones with the same of both are one branch.
+    ComfyUI clones patchers in every node; clones with the same key belong to one branch.
     """
     override = patcher.model_options.get("transformer_options", {}).get(OVERRIDE)
     return patches_of(patcher), id(override)
 
 
 def patches_of(patcher: ModelPatcher) -> int:
-    """Hash a patcher's weight patches by their tensors: with hooks ComfyUI assigns a ``patches_uuid`` per run."""
+    """Hash a patcher's weight patches by their tensors; with hooks, ComfyUI assigns a new ``patches_uuid`` per run."""
     known = _patches_known.get(patcher)
     if known is None or known[0] != patcher.patches_uuid:
         pairs = [(key, patch) for key, patches in patcher.patches.items() for patch in patches]
@@ -154,6 +155,6 @@ def patches_of(patcher: ModelPatcher) -> int:
 
 
 def _number_of(patch) -> int:
-    """Return a number that no other patch's tensors ever have: object ids are used again once a LoRA is freed."""
+    """Return a number unique to a patch's tensors; ids of objects are reused after a LoRA is freed."""
     tensors = tensors_in([getattr(patch, "weights", patch)])
     return _numbers.setdefault(tensors[0], next(_count)) if tensors else id(patch)

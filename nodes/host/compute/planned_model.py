@@ -1,4 +1,4 @@
-"""Run one model of ComfyUI under a compute plan: what is set on it during a call, and what its calls show."""
+"""Run one model of ComfyUI under a compute plan: the patches of a call, and the measurements of its calls."""
 
 import logging
 import weakref
@@ -31,7 +31,7 @@ from .ruled_attention import RuledAttention
 
 logger = logging.getLogger("halfsafe.compute")
 _unclamped = SharedScope(lambda: patched([(comfy.ldm.lumina.model, "clamp_fp16", lambda x: x)]))
-"""Lumina and Z-Image put 65504 in place of what overflows in fp16, where a look at the result is to find it."""
+"""Lumina and Z-Image replace fp16 overflows by 65504, which a check of the result would not detect."""
 
 
 class PlannedModel(Acting):
@@ -79,27 +79,27 @@ class PlannedModel(Acting):
 
     @property
     def patches(self) -> list[Patch]:
-        """What to set on the model's modules for the length of a call."""
+        """Patches of the model's modules during a call."""
         return [*self._patches, *self.ruled.patches()]
 
     def patches_of_call(self) -> list[Patch]:
-        """What to set for a call of a diffusion model: its entry in fp32 too, where a safe plan needs that."""
+        """Patches for a call of a diffusion model, including its entry in fp32 if a safe plan needs it."""
         model = self._model()
         if self._safe and cast_dtype(model) != torch.float32:
             return [*in_fp32(model), *self.patches, *self.casting]
         return self.patches
 
     def hand_out(self, fp32: bool) -> None:
-        """Return fp32 from every layer and attention, for nodes whose code takes the results of attentions: what is
-        made of them there may overflow in fp16 and be finite (a 1-norm, in comfy_extras/nodes_nag.py)."""
+        """Return fp32 from every layer and attention. Used while another node post-processes attention outputs, whose
+        fp16 arithmetic may overflow without an Inf (a 1-norm, in comfy_extras/nodes_nag.py)."""
         if fp32 != self._hands_out_fp32:
             self._hands_out_fp32 = fp32
             self.calibration.results.allowed = self._fp16_results and not fp32
             self.calibration.recalibrate()
 
     def run(self, make: Callable, patches: Callable[[], Sequence[Patch]]):
-        """Make a call of the model's text adapter, or of a ControlNet, with ``patches`` on it; again when a look at it
-        fails."""
+        """Run a call of the model's text adapter, or of a ControlNet, with ``patches``, and repeat it until its check
+        succeeds."""
         self._settle_flags()
 
         def once():
@@ -138,20 +138,22 @@ class PlannedModel(Acting):
         return self.calibration.goes_on_after(error)
 
     def _settle_flags(self) -> None:
-        """Decide whether fp16 accumulation is off for the call, or layer by layer."""
+        """Decide whether fp16 accumulation is switched off for the whole call or layer by layer."""
         patcher = self._model().current_patcher
         self._sums_off = self._holds_sums or (self._is_wide and not switches_by_layer(patcher))
         self.layers.switches_flags = not self._has_rules or switches_by_layer(patcher)
         self.calibration.by_layer = not self._sums_off
 
     def _scopes(self) -> tuple[AbstractContextManager, AbstractContextManager]:
-        """Begin an attempt. Returns the scopes of accumulation and of ComfyUI's compiler for it."""
+        """Prepare an attempt. Returns the scopes of accumulation and of ComfyUI's compiler for it."""
         self.attention.begin()
         self.ruled.begin()
         sums = fp32_accumulation() if self._sums_off else nullcontext()
         return sums, nullcontext() if self._allocates_alike() else compiler_off()
 
     def _allocates_alike(self) -> bool:
+        """True if all blocks of the model allocate alike under the plan, so that ComfyUI's compiler may run; False in a
+        calibrating call."""
         if self.calibration.calibrating:
             self._alike = None
             return False
@@ -163,12 +165,12 @@ class PlannedModel(Acting):
 
     @property
     def attend(self) -> Callable | None:
-        """This plan's attention, to stand in front of an earlier override; None for a plan without attention."""
+        """This plan's attention override; None for a plan that does not change attention."""
         return self._attend if self._safe or self._mixes or self.ruled.rules else None
 
     @property
     def inputs(self) -> Callable | None:
-        """Return what is told the model's inputs in each call; None for a plan that multiplies nothing in fp16."""
+        """Callback for the model's inputs in each call; None for a plan without fp16 products."""
         return self.calibration.watch_inputs if self.layers.operations else None
 
     def _attend(self, function: Callable, attention: Callable, q, k, v, heads: int, *args, **kwargs) -> torch.Tensor:
@@ -185,7 +187,7 @@ class PlannedModel(Acting):
 
 
 def in_fp32(model) -> list[Patch]:
-    """Cast a model's entry to fp32 and clone its input."""
+    """Patches that cast a model's entry to fp32 and clone its input."""
     # In fp16 that cast copies the input; in fp32 it is a no-op, and EasyCache (comfy_extras/nodes_easycache.py) would
     # add to the sampler's own latent in place.
     entry = scaled_input(model.model_sampling)
@@ -194,7 +196,8 @@ def in_fp32(model) -> list[Patch]:
 
 
 def estimated_in_fp32(model) -> list[Patch]:
-    """Have ComfyUI estimate the memory of a model's activations for fp32: it asks the dtype that it casts to."""
+    """Patches that let ComfyUI estimate the memory of a model's activations for fp32: its estimate uses the cast
+    dtype."""
     own = getattr(model, MEMORY_ESTIMATE)
 
     def estimate(*args, **kwargs) -> float:
@@ -205,7 +208,7 @@ def estimated_in_fp32(model) -> list[Patch]:
 
 
 def needs_fp32_accumulation(plan: ComputePlan, patcher: ModelPatcher) -> bool:
-    """Tell whether to hold fp16 accumulation off for whole calls: some layer has fp32 results, and either no layer
-    could accumulate in fp16 or the flag cannot be switched by layer. Else each ``SafeOperation`` holds it off."""
+    """True if fp16 accumulation has to be off for whole calls: some layer returns fp32, and either no layer could
+    accumulate in fp16 or the flag cannot be switched per layer. Else each ``SafeOperation`` switches it off."""
     wide = any(decision.mode == FP16_WIDE.name for decision in plan.decisions.values())
     return holds_sums(plan) or (wide and not switches_by_layer(patcher))

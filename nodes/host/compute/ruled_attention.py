@@ -1,4 +1,4 @@
-"""Attention in fp32 in the blocks that rules name, told by the block that is running."""
+"""Attention in fp32 inside the blocks that rules name; the running block is tracked by its forward."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
@@ -10,13 +10,13 @@ from ....precision.plan.rules import Rule
 from ..comfyui.layers import is_called_by_items
 from .attention import forward_of, holds_modules
 
-NO_BLOCK = "the pattern matches no block of this model, which holds layers"
-NO_ATTENTION = "no attention of ComfyUI ran in a forward of {}"
+NO_BLOCK = "the pattern matches no block of layers in this model"
+NO_ATTENTION = "no attention of ComfyUI ran inside {}"
 
 
 def blocks_of(rules: Sequence[Rule], modules: Mapping[str, torch.nn.Module]) -> dict[str, list[Rule]]:
-    """Map the modules with others in them to the matching rules, if any. A module that is never called itself, as a
-    list of blocks or a UNet's block, stands for all in it."""
+    """Map modules with children to their matching rules; modules without a match are omitted. The rules of a module
+    that is never called itself, such as a list of blocks or a UNet's block, apply to its children."""
     found: dict[str, list[Rule]] = {}
     if not rules:
         return found
@@ -35,7 +35,8 @@ def blocks_of(rules: Sequence[Rule], modules: Mapping[str, torch.nn.Module]) -> 
 
 
 class RuledAttention:
-    """The blocks of a model whose attention rules put in fp32. ``ran_in``: block -> its rules, where one ran."""
+    """Blocks of a model whose attention runs in fp32 by rule. ``ran_in``: block -> its rules, for blocks in which an
+    attention ran."""
 
     def __init__(self, rules: Sequence[Rule], modules: Mapping[str, torch.nn.Module]):
         self.rules = blocks_of(rules, modules)
@@ -46,7 +47,7 @@ class RuledAttention:
         self._seen = 0
 
     def patches(self) -> list[Patch]:
-        """Return what notes that a block is running."""
+        """Return the patches that track whether a block is running."""
         found = [(block, "forward", self._noted(name, forward_of(block))) for name, block in self._blocks.items()]
         for name, methods in self._others.items():
             block = self._blocks[name]
@@ -73,17 +74,17 @@ class RuledAttention:
         self._seen = 0
 
     def note(self) -> None:
-        """Note that an attention runs. A compiled graph would be made anew for each count: call it in no graph."""
+        """Count an attention. Not for compiled graphs, which would be recompiled for each count."""
         self._seen += 1
 
 
 def _other_forwards(block: torch.nn.Module) -> list[str]:
-    """List the methods that a model may call of a block in place of ``forward``: ``forward_gen`` of Wan-Animate-2's,
-    ``forward_generation`` of SenseNova's (``wan/model_animate2.py``, ``sensenova/model.py`` of ``comfy/ldm``)."""
+    """List the methods that a model may call on a block instead of ``forward``: ``forward_gen`` in Wan-Animate-2,
+    ``forward_generation`` in SenseNova (``wan/model_animate2.py``, ``sensenova/model.py`` of ``comfy/ldm``)."""
     return [name for name in dir(type(block)) if name.startswith("forward_")]
 
 
 def outermost(blocks: Collection[str]) -> list[str]:
-    """Leave out the blocks that are inside of others."""
+    """Omit the blocks inside other blocks of the list."""
     names = set(blocks)
     return [name for name in blocks if not any(name.startswith(f"{other}.") for other in names)]

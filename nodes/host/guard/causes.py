@@ -34,10 +34,10 @@ from ..replay.call import Call
 
 CONDITIONINGS = {0: "positive conditioning", 1: "negative conditioning"}
 CONTROL = "ControlNet output"
-BAD_COPY = "The weight '{}' is finite in memory, and NaN or Inf as the device multiplies by it."
+BAD_COPY = "Weight '{}' is finite in host memory, but its copy on the device holds NaN or Inf."
 FINITE_IN_FILE = (
-    "The weight '{}' holds NaN or Inf in memory, and in {} it is finite: free the model and node cache, and run again. "
-    "It went bad after it was read, or the file was replaced since."
+    "Weight '{}' holds NaN or Inf in memory, but is finite in {}: free the model and node cache, and run again. It "
+    "was damaged after it was loaded, or the file was replaced since."
 )
 CALL_PATCHES = ("patches", "patches_replace")
 FUNCTIONS = {"weight": WEIGHT_FUNCTIONS, "bias": BIAS_FUNCTIONS}
@@ -148,8 +148,8 @@ class LoadedWeights:
         weight = operator.attrgetter(name)(self.model)
         if self._is_patched(name) and not self.has_nan(name):
             return (
-                f"With its LoRA the weight '{name}' passes the range of {weight.dtype}: "
-                "lower the strength, or load the model with storage bf16 or fp32."
+                f"With its LoRA, weight '{name}' exceeds the range of {weight.dtype}: lower the strength, or load the "
+                "model with storage bf16 or fp32."
             )
         file = _file_of(self._patcher)
         if _is_finite_in(file, name, stored(weight).dtype):
@@ -178,7 +178,7 @@ def _advice_on(weight: torch.Tensor) -> str:
     if stored(weight).dtype.itemsize == 1:
         return (
             "load it with Load Diffusion Model (Halfsafe), or download it again. ComfyUI's own loaders cast to fp8 "
-            "without a scale and take scaled e5m2 for e4m3fn."
+            "without a scale and read scaled e5m2 as e4m3fn."
         )
     return "download it again. If its own value is only too large for fp16, load it with storage bf16 or fp32."
 

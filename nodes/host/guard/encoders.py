@@ -52,8 +52,8 @@ CLIP_METHODS = {
 }
 CHOICES = ("argmax", "topk", "multinomial")
 MISSING = (
-    "The file that was loaded holds no {0} that ComfyUI knows: there is none to guard, and the rest is. "
-    "Load a {0} of its own."
+    "The loaded file contains no {0} that ComfyUI recognises, so none is guarded; the rest is. Load a {0} from a file "
+    "of its own."
 )
 logger = logging.getLogger("halfsafe")
 Make = Callable[[EncoderStep | None, Any], Attempt]

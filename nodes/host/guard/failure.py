@@ -32,8 +32,8 @@ from .causes import LoadedWeights, call_inputs
 from .escalation import EscalatedLayers, Guarded, RangeObserver
 
 REPEATED_BESIDE = (
-    "A failed call was repeated beside {0}, as the sampling could not start again: "
-    "what {0} keeps between steps may be of the failed call."
+    "A failed call was repeated beside {0}, because the sampling could not restart: {0} may have kept state from the "
+    "failed call."
 )
 OUR_PACKAGE = __name__.partition(".nodes.")[0]
 logger = logging.getLogger("halfsafe")

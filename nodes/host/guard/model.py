@@ -42,8 +42,8 @@ from .failure import REPEATED_BESIDE, ModelCall, notifier, sigma_of
 LOGS_KEPT = 8
 MAX_RETRIES = 8
 CONTROLNET = (
-    "A ControlNet ran beside this model: "
-    "what it gives is checked, but no repeat of the guard runs it, and it follows the plan of Load ControlNet alone."
+    "A ControlNet was active. Its output is checked, but the guard's retries reuse it and do not run it again. It "
+    "follows the plan of Load ControlNet only."
 )
 
 

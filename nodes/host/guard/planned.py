@@ -59,7 +59,7 @@ def with_goal(
         lines.append(f"VAE: unchanged, {str(vae.vae_dtype).removeprefix('torch.')}")
     if goal in SUMS:
         model = with_accumulation(model, SUMS[goal][0])
-        lines.append(f"sums: {SUMS[goal][1]}; the report tells which could act")
+        lines.append(f"sums: {SUMS[goal][1]}; the report lists which took effect")
     return model, vae, "\n".join(lines)
 
 

@@ -40,8 +40,8 @@ from .lacking import lacking_tensors
 DIFFERENCE = "difference"
 AS_IT_IS = ("auto", "as_file")
 WHY_OWN = {
-    "ControlLora": "a ControlLora takes the layers of the model it is used with, in the dtype they have there",
-    "T2IAdapter": "a T2I adapter is small, runs once per image and has no layers that ComfyUI can hold quantized",
+    "ControlLora": "a ControlLora uses the layers of the model it is applied to, in their dtype",
+    "T2IAdapter": "a T2I adapter is small, runs once per image and has no layers that ComfyUI can quantize",
 }
 SHUFFLE = ("_shuffle", "_shuffle_fp16")
 FROM_THE_MODEL = re.compile(r"^(x_embedder|orig_y_embedder)\.")
@@ -81,7 +81,7 @@ def load_control_net(path: str, storage: StorageOption, compute: ComputeOption, 
     """
     checkpoint = open_model(path)
     if DIFFERENCE in checkpoint.weights:
-        problem = "a ControlNet that holds the differences to a model's weights"
+        problem = "a ControlNet stored as differences to a model's weights"
         raise CheckpointError(path, problem, DIFFERENCE, "Load it with ComfyUI's DiffControlNetLoader.")
     control = _made_by_core(checkpoint)
     cls = type(control).__name__
@@ -111,7 +111,7 @@ def _made_by_core(checkpoint: Checkpoint) -> ControlBase:
     except CheckpointError:
         raise
     except Exception as error:  # a file of another kind fails in as many ways as the loader has lines
-        raise _unknown(checkpoint, f", which fails on it ({type(error).__name__}: {error})") from error
+        raise _unknown(checkpoint, f", it raised {type(error).__name__}: {error}") from error
     if control is None:
         raise _unknown(checkpoint)
     if hasattr(control, "control_model"):
@@ -121,7 +121,7 @@ def _made_by_core(checkpoint: Checkpoint) -> ControlBase:
 
 def _unknown(checkpoint: Checkpoint, why: str = "") -> CheckpointError:
     advice = "Check that it is a ControlNet, ControlLora or T2I adapter, and whether a newer ComfyUI supports it."
-    return CheckpointError(checkpoint.path, f"no control file that ComfyUI's loader knows{why}", advice=advice)
+    return CheckpointError(checkpoint.path, f"ComfyUI's loader does not know this ControlNet{why}", advice=advice)
 
 
 def _own_record(checkpoint: Checkpoint, why: str, storage: StorageOption, compute: ComputeOption) -> LoadRecord:
@@ -162,7 +162,7 @@ def _detected(checkpoint: Checkpoint, module: torch.nn.Module) -> detection.Dete
         weights[name] = own if own.quantized else StoredWeight(name, tensor)
     notes = checkpoint.notes
     if any(weight.quantized and name not in weights for name, weight in stored.items()):
-        notes = [*notes, "The file has diffusers' names: it was converted to ComfyUI's."]
+        notes = [*notes, "The file uses diffusers' layer names; they were converted to ComfyUI's."]
     checkpoint = replace(checkpoint, weights=weights, notes=notes)
     family = next((family for start, family in FAMILIES.items() if type(module).__module__.startswith(start)), None)
     supported = family.supported_inference_dtypes if family else [dtype_named(name) for name in PLAIN]

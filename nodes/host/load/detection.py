@@ -72,7 +72,7 @@ def _without(checkpoint: Checkpoint, names: Sequence[str]) -> Checkpoint:
 
 def left_out_note(names: Sequence[str]) -> str:
     """Say which quantized weights belong to no layer of the model."""
-    return f"Quantized layers that the model does not have were left out: {_some(names)}."
+    return f"Quantized layers of the file that the model does not have were ignored: {_some(names)}."
 
 
 def recognised(checkpoint: Checkpoint, only_diffusion_model: bool = False) -> tuple[Checkpoint, str, Any]:
@@ -87,7 +87,7 @@ def recognised(checkpoint: Checkpoint, only_diffusion_model: bool = False) -> tu
         config = _config(checkpoint, "")
     if config is None:
         advice = _hint(original, only_diffusion_model)
-        raise CheckpointError(checkpoint.path, "ComfyUI does not know this architecture", advice=advice)
+        raise CheckpointError(checkpoint.path, "ComfyUI does not recognise this architecture", advice=advice)
     return checkpoint, prefix, config
 
 
@@ -129,11 +129,11 @@ def _with_true_shapes(checkpoint: Checkpoint, prefix: str) -> Checkpoint:
         weight = packed[name]
         why = weight.doubt if weight.format.unpacks else "which this comfy-kitchen cannot unpack"
         if why:
-            problem = f"in {weight.storage}, {why}, and ComfyUI tells the model by its shape"
+            problem = f"in {weight.storage}, {why}, and ComfyUI detects the architecture from its shape"
             advice = f"Use ComfyUI {weight.format.since} or later, or another version of the model."
             raise CheckpointError(weight.file or checkpoint.path, problem, name, advice)
         weights[name] = StoredWeight(name, weight.dequantize(torch.bfloat16), file=weight.file)
-    note = f"Unpacked to bf16, because ComfyUI tells the model by their shapes: {_some(names)}."
+    note = f"Unpacked to bf16, because ComfyUI detects the architecture from their shapes: {_some(names)}."
     return replace(checkpoint, weights=weights, notes=[*checkpoint.notes, note])
 
 
@@ -180,7 +180,7 @@ def _from_diffusers(checkpoint: Checkpoint) -> Checkpoint:
     """Rename a model to ComfyUI's names. Fused layers mix the weights of several, so quantized ones become bf16."""
     if not _renamed({name: tensor.to("meta") for name, tensor in stored_tensors(checkpoint).items()}):
         return checkpoint
-    note = "The file has diffusers' names: it was converted to ComfyUI's."
+    note = "The file uses diffusers' layer names; they were converted to ComfyUI's."
     plain = unpacked(checkpoint)
     converted = renamed_by(plain, _renamed)
     kept = {id(weight.data) for weight in converted.weights.values()}
@@ -270,5 +270,5 @@ def _hint(checkpoint: Checkpoint, only_diffusion_model: bool) -> str:
     if any(name.startswith(("decoder.conv", "decoder.mid", "decoder.middle")) for name in checkpoint.weights):
         return "It looks like a VAE: load it with Load VAE."
     if not only_diffusion_model:
-        return "If it holds a diffusion model alone, put it in models/diffusion_models and load it from there."
+        return "If it contains only a diffusion model, put it in models/diffusion_models and load it from there."
     return "Check that it is a diffusion model, and whether a newer ComfyUI supports it."

@@ -64,7 +64,7 @@ def load_text_encoder(
     files = [_open_clip_split(open_model(path)) for path in paths]
     if not any(comfy.sd.detect_te_model(stored_tensors(file)) for file in files):
         raise CheckpointError(
-            paths[0], "ComfyUI knows no text encoder like this", advice="Check that it is a text encoder."
+            paths[0], "ComfyUI does not recognise this text encoder", advice="Check that it is a text encoder."
         )
 
     def make(tensors: list[dict], options: dict) -> CLIP:
@@ -216,7 +216,7 @@ def load_vae(path: str, dtype: str, whole: bool = False, disable_dynamic: bool =
             sd=tensors, metadata=checkpoint.metadata, dtype=None if dtype == "auto" else dtype_named(dtype)
         )
     if vae.first_stage_model is None:
-        raise CheckpointError(path, "ComfyUI knows no VAE like this", advice="Check that the file is a VAE.")
+        raise CheckpointError(path, "ComfyUI does not recognise this VAE", advice="Check that the file is a VAE.")
     lacking.refuse(vae.first_stage_model, ENCODER, "encoding gives NaN")
     vae.patcher.cached_patcher_init = (_reloaded, (load_vae, path, dtype, whole))
     return vae

@@ -13,7 +13,7 @@ from .devices import current_device, unheld_on
 
 READ = (".safetensors", ".sft", ".index.json")
 NOT_READ = "Halfsafe's loaders read .safetensors files only"
-DIFFERENCES = "it holds the differences to a model's weights"
+DIFFERENCES = "it stores differences to a model's weights"
 NOT_16_BIT = "its weights are in 8 bits or fewer already"
 
 

@@ -31,7 +31,7 @@ COPIES = {aten._to_copy.default, aten.clone.default}
 SHOWN = 5
 TENSOR_NAME = re.compile(r"\w+(\.[\w-]+)+")
 AGAIN = "Download it again, or use another file."
-MISFIT = "Parts of two models with the same file names? Download the model again, into a folder of its own."
+MISFIT = "Are these parts of two models with the same file names? Download the model again, into an empty folder."
 _MISMATCH = re.compile(r"size mismatch for (\S+): .*?Size\(\[(.*?)\]\) from checkpoint, .*?Size\(\[(.*?)\]\)")
 logger = logging.getLogger("halfsafe")
 
@@ -76,14 +76,14 @@ class Lacking(TorchDispatchMode):
         names = self._names(module)
         filled = [name for name in names if unless and unless.search(name)]
         if lacking := [name for name in names if name not in filled]:
-            problem = f"lacks {', '.join(lacking[:SHOWN])}, without which the model computes nothing"
+            problem = f"lacks {', '.join(lacking[:SHOWN])}, without which the model cannot run"
             raise CheckpointError(", ".join(self._paths), problem, advice=AGAIN)
         for name in filled:
             layer, _, leaf = name.rpartition(".")
             _fill(module.get_submodule(layer), leaf, fill)
         if not filled or not without:
             return []
-        note = f"The file lacks {len(filled)} tensors, {filled[0]} first: {without}."
+        note = f"The file lacks {len(filled)} tensors (first: {filled[0]}): {without}."
         logger.warning("Halfsafe: %s: %s", self._paths[0], note)
         return [note]
 
@@ -144,7 +144,7 @@ def named_if_lacking(*paths: str) -> Iterator[None]:
     except (KeyError, UnboundLocalError) as error:
         if not (name := _looked_for(error)):
             raise
-        problem = f"lacks {name}, by which ComfyUI tells the model"
+        problem = f"lacks {name}, which ComfyUI needs to recognise the architecture"
         raise CheckpointError(", ".join(paths), problem, advice=AGAIN) from error
     except RuntimeError as error:
         found = _MISMATCH.search(str(error))
@@ -170,5 +170,5 @@ def _misfit(paths: Sequence[str], tensor: str, shape: Sequence[int], expected: S
     opened = ((file, name) for path in paths for file in [open_checkpoint(path)] for name in file)
     alike = ((file, name) for file, name in opened if file.entries[name].shape == tuple(shape))
     files = {str(file.entries[name].file) for file, name in alike if name.endswith(tensor) or tensor.endswith(name)}
-    problem = f"of shape {'x'.join(map(str, shape))}, where the model has {'x'.join(map(str, expected))}"
+    problem = f"of shape {'x'.join(map(str, shape))}, but the model has {'x'.join(map(str, expected))}"
     return CheckpointError(files.pop() if len(files) == 1 else ", ".join(paths), problem, tensor, MISFIT)

@@ -134,7 +134,7 @@ def save_model(
     """
     if BYPASS in patcher.injections:
         raise HalfsafeError(
-            "A bypass LoRA acts while the model runs and has no merged weights.", "Use a normal LoRA loader."
+            ("A bypass LoRA is applied at run time, so there is nothing merged to save."), "Use a normal LoRA loader."
         )
     if not filename_prefix.strip("/ "):
         raise HalfsafeError("The filename prefix is empty.", "Give the file a name, such as diffusion_models/my_model.")
@@ -185,7 +185,7 @@ def _rounding(
 def _refuse_foreign(patcher: ModelPatcher) -> None:
     if foreign := foreign_layers(patcher):
         first, cls = next(iter(foreign.items()))
-        problem = f"Layer '{first}' and {len(foreign) - 1} more are packed in a format of another loader ({cls})."
+        problem = f"Layer '{first}' and {len(foreign) - 1} more are packed in another loader's format ({cls})."
         raise HalfsafeError(problem, "Load the model from a .safetensors file and save that.")
 
 

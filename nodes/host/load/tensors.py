@@ -16,7 +16,7 @@ from .devices import free_host_memory, quantizing_device
 
 WORTH_TELLING = 1 << 30
 """Bytes of weights made anew, which take seconds."""
-SAVED = "Save Model with storage=as_file writes a file that every later load maps instead."
+SAVED = "Save Model with storage=as_file writes them to a file that later loads map directly."
 
 
 def load_tensors(
@@ -42,9 +42,9 @@ def load_tensors(
 
 
 def _notes(made: int, device: OnGpu | None) -> list[str]:
-    notes = [f"{size_text(made)} of weights were made from the file. {SAVED}"] if made >= WORTH_TELLING else []
+    notes = [f"{size_text(made)} of weights were converted while loading. {SAVED}"] if made >= WORTH_TELLING else []
     if device and device.without_room:
-        notes.append(f"{size_text(device.without_room)} were quantized on the CPU: the GPU had no room for them.")
+        notes.append(f"{size_text(device.without_room)} were quantized on the CPU: the GPU had too little memory.")
     return notes
 
 

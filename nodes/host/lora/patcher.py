@@ -148,7 +148,7 @@ class AddsLowRank:
         patches = self.sorted_patches()
         if key in patches.merged and is_quantized(patches.modules[key]):
             reason = patches.merged[key]
-            problem = f"A hook changes '{key}' by {reason}, which an 8-bit weight cannot take while the model runs."
+            problem = f"A hook applies {reason} to '{key}', which 8-bit weights do not support while the model runs."
             raise HalfsafeError(problem, "Load the model with storage bf16, or use a LoRA of another kind.")
         super().patch_hook_weight_to_device(hooks, combined_patches, key, *args, **kwargs)
 
@@ -199,7 +199,7 @@ class AddsLowRank:
         """Patch a weight as ComfyUI does; one that becomes 0 everywhere stays finite."""
         layer = self._layer_of_weight(key)
         if key in self.patches and layer is not None and is_quantized_bank(layer):
-            problem = f"A LoRA or a merge changes '{key}', quantized weights of experts, which ComfyUI cannot change."
+            problem = f"A LoRA or a merge changes '{key}', quantized expert weights, which ComfyUI cannot patch."
             raise HalfsafeError(problem, "Load the model with storage bf16, or leave the LoRA out.")
         kept = self.patches
         if self._all_patches is None and key in kept:
@@ -411,12 +411,12 @@ def low_rank_reasons(patcher: ModelPatcher) -> dict[str, str]:
     unfit = dict(_unfit(patcher))
     if isinstance(patcher, AddsLowRank):
         patches = patcher.sorted_patches()
-        texts = {key: f"LoRAs added to the layer's result: {len(of_key)}" for key, of_key in patches.low_rank.items()}
-        texts |= {key: f"weight quantized anew with {why} merged into it" for key, why in patches.merged.items()}
+        texts = {key: f"LoRAs added to the layer's output: {len(of_key)}" for key, of_key in patches.low_rank.items()}
+        texts |= {key: f"weight quantized again with {why} merged into it" for key, why in patches.merged.items()}
         unfit |= patches.unfit
     for key, count in unfit.items():
         own = [texts[key]] if key in texts else []
-        texts[key] = "; ".join([*own, f"LoRAs left out, which do not fit the weight: {count}"])
+        texts[key] = "; ".join([*own, f"LoRAs ignored because they do not fit the weight: {count}"])
     return {layer_name(key): text for key, text in texts.items()}
 
 

@@ -1,4 +1,4 @@
-"""Run one call of the denoiser, each later time with what ComfyUI kept before it put back."""
+"""Run one call of the denoiser; before each repeat, restore the state that ComfyUI had before the first run."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from .interceptor import Acting
 
 CACHES_OFF = {PREFIX_CACHE: {"device": "off"}, POSE_CACHE: None}
-"""The options with which Qwen-Image 2.1 (``comfy/ldm/qwen_image21/model.py``, ComfyUI 0.37) neither reads nor fills its
-keys and values of the text, and Wan-Animate-2 (``comfy/ldm/wan/model_animate2.py``, 0.33) what it keeps of the pose
-video: no key of theirs has a dtype, and either may be kept in int8 or int4."""
+"""Options that disable the text key and value cache of Qwen-Image 2.1 (``comfy/ldm/qwen_image21/model.py``, ComfyUI
+0.37) and the pose video cache of Wan-Animate-2 (``comfy/ldm/wan/model_animate2.py``, 0.33): their keys contain no
+dtype, and both caches may be in int8 or int4."""
 
 
 class Call:
-    """Hold the arguments of an APPLY_MODEL wrapper, those of ``BaseModel.apply_model``; :meth:`run` runs the model.
+    """Arguments of an APPLY_MODEL wrapper, those of ``BaseModel.apply_model``; :meth:`run` runs the model.
 
-    ``options``: ``transformer_options``, without what is Halfsafe's; ``model``: the model it runs; ``sampling``: the
-    sampler's run that the call is of, if a guard is on the model; ``before``: what ComfyUI kept before the call, which
-    each repeat finds again; ``rung``: the arithmetic to run in; None for the planned one.
+    ``options``: ``transformer_options`` without Halfsafe's entries. ``model``: the model. ``sampling``: the sampler run
+    of this call, if a guard is on the model. ``before``: ComfyUI's state before the call, restored before each repeat.
+    ``rung``: the arithmetic to run in; None for the planned one.
     """
 
     # The arguments of ComfyUI's APPLY_MODEL wrappers, by its names (``apply_model`` in comfy/model_base.py).
@@ -51,10 +51,10 @@ class Call:
         self.rung: Acting | None = None
 
     def run(self) -> torch.Tensor:
-        """Run the model, inside of the wrappers of other packs.
+        """Run the model, inside the wrappers of other packs.
 
-        The first time, what ComfyUI keeps between calls is noted. Each later time it is put back, and ComfyUI's model
-        compiler is off; what a run that is broken off has changed is put back too.
+        The first run stores the state that ComfyUI keeps between calls. Each later run restores it and disables
+        ComfyUI's model compiler; a repeat that fails restores it too.
         """
         again = self.before is not None
         if again:
@@ -73,7 +73,7 @@ class Call:
             raise
 
     def forget(self) -> None:
-        """Put back what ComfyUI kept before the call."""
+        """Restore the state that ComfyUI had before the call."""
         # They hold pinned memory, which they free by themselves only.
         empty_prefix_cache(self.model.diffusion_model)
         empty_pose_cache(self.options.get(POSE_CACHE))
@@ -82,23 +82,23 @@ class Call:
         self.forget_dtype()
 
     def again(self, rung: Acting | None) -> Call:
-        """Return a copy of the call, to be run in an arithmetic."""
+        """Return a copy of the call, to run in another arithmetic."""
         call = copy.copy(self)
         call.rung = rung
         return call
 
     def replaced(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Call:
-        """Return a copy of the call with ``function`` of each tensor that the model is given in its place."""
+        """Return a copy of the call with ``function`` applied to each input tensor of the model."""
         call = copy.copy(self)
         for name in ("x", "t", "c_concat", "c_crossattn", "control", "extra"):
             setattr(call, name, replaced(getattr(self, name), function))
         return call
 
     def forget_dtype(self) -> None:
-        """Let the next call be in another dtype.
+        """Allow the next call to use another dtype.
 
-        EasyCache (``comfy_extras/nodes_easycache.py``) resets itself when its input's dtype changes, and that reset
-        leaves it skipping all later steps. Without metadata it compares neither dtypes nor sizes.
+        EasyCache (``comfy_extras/nodes_easycache.py``) resets itself if its input's dtype changes, and after that reset
+        it skips all later steps. Without metadata it compares neither dtypes nor sizes.
         """
         cache = self.options.get("easycache")
         if cache is not None:

@@ -1,4 +1,4 @@
-"""Tell whose code hangs on a model: ComfyUI's and Halfsafe's, or another pack's."""
+"""Find the pack that owns code on a model: ComfyUI, Halfsafe, or another pack."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ INSTALLED = tuple(Path(sysconfig.get_path(name)) for name in ("purelib", "platli
 PYTHON = tuple(Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib"))
 FRAMEWORK = ("torch", "numpy", "einops", "comfy_kitchen", "comfy_aimdo")
 RUN_AGAIN = (WrappersMP.APPLY_MODEL, WrappersMP.DIFFUSION_MODEL)
-"""The wrappers that a repeat of a call runs again; all others stand around calls."""
+"""Wrappers that run again in a repeat of a call; all others run outside calls."""
 NO_PATCHES = ("wrappers", "callbacks", "optimized_attention_override")
-"""Options that hold no patch of the model. An attention override is a kernel, and both a repeat in a higher precision
-and a check run ComfyUI's own in its place."""
+"""Options that contain no patch of the model. An attention override is a kernel; repeats in a higher precision and
+checks run ComfyUI's own kernel instead."""
 FUNCTION_WRAPPER = "model_function_wrapper"
 
 
 def code_owner(code: object) -> str:
-    """Return the name of the pack that a piece of code is of; "" for ComfyUI, torch, Python and Halfsafe."""
+    """Return the name of the pack that owns a piece of code; "" for ComfyUI, torch, Python and Halfsafe."""
     if isinstance(code, functools.partial):
         return code_owner(code.func)
     if isinstance(code, MethodType):
@@ -65,7 +65,7 @@ def _owner(filename: str, module: str) -> str:
 
 
 def packs_on(call: Call) -> list[str]:
-    """Name the packs whose code runs in a call that failed or is checked, and may keep state between calls."""
+    """List the packs whose code runs in a failed or checked call and may keep state between calls."""
     return sorted(set(map(code_owner, _code_on(call))) - {""})
 
 

@@ -1,4 +1,4 @@
-"""What ComfyUI itself keeps of one call of a model for the next, taken by name and put back before a repeat."""
+"""State that ComfyUI itself keeps between calls of a model, collected by name and restored before a repeat."""
 
 import functools
 import random
@@ -18,11 +18,11 @@ DATA = (torch.Tensor, bool, int, float, str, dict, list, type(None))
 
 
 class CoreState:
-    """Python's random numbers, and what objects and functions of ComfyUI's nodes in a call's options keep:
+    """Python's random numbers, and the state in objects and functions of ComfyUI's nodes in a call's options:
     EasyCache, LazyCache, Self-Attention Guidance.
 
-    A ControlNet's lists and the caches of Qwen-Image 2.1 and Wan-Animate-2 are ``call.Call``'s own affair, torch's
-    random numbers are of ``precision/guard/random_start.py``.
+    :class:`call.Call` restores a ControlNet's lists and the caches of Qwen-Image 2.1 and Wan-Animate-2;
+    ``precision/guard/random_start.py`` restores torch's random numbers.
     """
 
     def __init__(self, options: dict):
@@ -32,6 +32,7 @@ class CoreState:
         self._cells = [(cell, copied(cell.cell_contents)) for each in found for cell in _core_cells(each)]
 
     def put_back(self) -> None:
+        """Restore the state as it was when this object was created."""
         random.setstate(self._random_numbers)
         for each, attributes in self._objects:
             vars(each).clear()
@@ -41,7 +42,7 @@ class CoreState:
 
 
 def copied(value):
-    """Copy dicts and lists, those in them too; what else is in them stays the same object."""
+    """Copy nested dicts and lists; their other values stay the same objects."""
     if type(value) is dict:
         return {key: copied(each) for key, each in value.items()}
     return [copied(each) for each in value] if type(value) is list else value
@@ -54,7 +55,7 @@ def _is_core_object(value: object) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _is_core_file(name: str) -> bool:
-    """Tell whether a file is ComfyUI's. Its server names the modules of ``comfy_extras`` after their paths
+    """True if a file is ComfyUI's. Its server names the modules of ``comfy_extras`` after their paths
     (``load_custom_node`` in nodes.py)."""
     return any(Path(name).absolute().is_relative_to(COMFYUI / folder) for folder in CORES)
 

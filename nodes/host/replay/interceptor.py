@@ -1,4 +1,4 @@
-"""The one wrapper around a model's calls and the one around a sampler's run, for whatever nodes of Halfsafe are on it.
+"""The single wrapper around a model's calls and the one around a sampler's run, for all Halfsafe nodes on the model.
 
 See docs/internals/how-a-call-runs.md for a picture.
 """
@@ -24,67 +24,66 @@ RUNG = "halfsafe.rung"
 ANALYSIS = "halfsafe.analysis"
 LOW_RANK = "halfsafe.low_rank"
 IN_CALLS = (ACCUMULATION, COMPUTE, RUNG, ANALYSIS, LOW_RANK)
-"""The stages that act in a call, from the outermost in. The guard is around all of them, wrappers of other packs
-are inside of all of them. ``RUNG`` is the arithmetic that a call carries.
+"""The stages that act in a call, outermost first. The guard wraps all of them, and wrappers of other packs run inside
+all of them. ``RUNG`` is the arithmetic that a call carries.
 
-A stage that stands further in exchanges a layer's forward later, around the forward that it finds, and what a stage
-finds is behind a gate (``gate.py``) where ComfyUI folds more than an input into a layer's call. From the outside in,
-these run a layer:
+An inner stage replaces a layer's forward later, around the forward that it finds, which is behind a gate (``gate.py``)
+if ComfyUI fuses more than an input into a layer's call. From the outside in, a layer runs:
 
 1. ``LowRankLayer``, the LoRAs of an 8-bit weight, which calls the next one and adds to its result;
 2. ``CastResult`` of a rung (``guard/escalation.py``) or of compute, around ``SafeOperation`` or ``Fp8Linear``, which
-   multiply by themselves, or around ``CastOperation``, which casts the input and calls
-3. ``Fp16AccumulationLinear`` of accumulation, so an fp16 bound is checked on the input as it is multiplied; and that
-   calls
-4. the layer's own: ComfyUI's, or one that a LoRA in bypass mode put on it.
+   multiply themselves, or around ``CastOperation``, which casts the input and calls
+3. ``Fp16AccumulationLinear`` of accumulation, so that an fp16 bound is checked on the input of the product; it calls
+4. the layer's own forward: ComfyUI's, or that of a LoRA in bypass mode.
 
 A rung that decides about a layer calls neither compute's forward nor accumulation's. Compute and accumulation read a
-layer's forward once, when they are made: when a forward below is exchanged later, ``per_model.PerModel`` finds another
-state and makes another run.
+layer's forward once, when they are created: if a forward below is replaced later, ``per_model.PerModel`` finds another
+state and creates another run.
 """
 AROUND_SAMPLING = (REPORT, LOW_RANK, GUARD, COMPUTE)
-"""The stages around a sampler's run, from the outermost in. Where several exchange how a text becomes conditions
-(``execution.conditions_through``), what is set first runs last: LoRAs are innermost there too."""
+"""The stages around a sampler's run, outermost first. If several change how a text becomes conditions
+(``execution.conditions_through``), the first one set runs last: LoRAs are innermost in this case too."""
 
 Run = Callable[[Call], torch.Tensor]
 
 
 class Acting:
-    """What a stage does in one call of a model; by itself nothing. ``everywhere``: it decides about every layer."""
+    """Part of a stage in one call of a model; the base class does nothing. ``everywhere``: it decides about every
+    layer."""
 
     everywhere = False
 
     def begin_call(self) -> None:
-        """Begin a call, which may take several attempts."""
+        """Start a call, which may take several attempts."""
 
     def take_back(self) -> None:
-        """Take back what the attempts at a call have changed in vain: the call failed."""
+        """Undo the changes of the attempts at a call that failed."""
 
     def end_call(self) -> None:
-        """End a call, whether it failed or not."""
+        """Finish a call, also a failed one."""
 
     def attempt(self, call: Call) -> AbstractContextManager:
-        """Put on layers and attention what the stage exchanges, for the length of one attempt."""
+        """Return the context with the stage's patches of layers and attention for one attempt."""
         return nullcontext()
 
     def stands(self, result: torch.Tensor) -> bool:
-        """Look at what an attempt computed. Returns False if the call is to be made again."""
+        """Check the result of an attempt. Returns False if the call has to be repeated."""
         return True
 
     def goes_on_after(self, error: RuntimeError) -> bool:
-        """Tell whether the call is to be made again after an attempt that raised an error."""
+        """True if the call is repeated after an attempt that raised ``error``."""
         return False
 
 
 class Stage:
-    """What one node of Halfsafe does around the calls of a model and around a sampler's run; by itself nothing."""
+    """Part of one Halfsafe node around the calls of a model and around a sampler's run; the base class does nothing."""
 
     def around_call(self, run: Run, call: Call) -> torch.Tensor:
-        """Make a call with ``run``, which may be called again. The guard alone stands around calls."""
+        """Run a call with ``run``, which may be called several times. Only the guard overrides this."""
         return run(call)
 
     def in_call(self, call: Call) -> Acting | None:
-        """Return what acts in a call; asked for with the outer stages' forwards on the layers."""
+        """Return the acting part for a call, or None; called after the outer stages patched the layers."""
         return None
 
     def around_sampling(self, executor: Callable, *args, **kwargs):
@@ -98,7 +97,7 @@ class _RungStage(Stage):
 
 
 class Interceptor:
-    """ComfyUI's wrappers for all stages of one patcher. It is not changed after it is made: clones share it."""
+    """ComfyUI's wrappers for all stages of one patcher. Immutable, because clones share it."""
 
     def __init__(self, stages: Mapping[str, Stage]):
         self.stages = dict(stages)
@@ -114,9 +113,9 @@ class Interceptor:
         return self._guard.around_call(self.run, Call(executor, *args, **kwargs))
 
     def run(self, call: Call) -> torch.Tensor:
-        """Make a call under all stages, again as long as one of them asks for it, the innermost first.
+        """Run a call under all stages, and repeat it while one of them requests it; the innermost stage is asked first.
 
-        A GPU is waited for after an attempt: it computes while forwards are put back.
+        The check of an attempt waits for the GPU only after the forwards were restored.
         """
         acting: dict[str, Acting] = {}
 
@@ -128,8 +127,8 @@ class Interceptor:
         return until_it_stands(acting.values(), attempt)
 
     def _put_on(self, call: Call, acting: dict[str, Acting], on: ExitStack) -> None:
-        """Put on the model what each stage exchanges, from the outermost in: a stage is asked for what acts with the
-        forwards of the outer ones on the layers."""
+        """Apply the patches of each stage, outermost first: a stage is asked for its acting part after the outer stages
+        patched the layers."""
         for name, stage in self._in_calls.items():
             if name not in acting:
                 found = stage.in_call(call)
@@ -151,7 +150,7 @@ class Interceptor:
 
 
 class _Executor:
-    """ComfyUI's executor of the wrappers further in, or a stage around it. ``class_obj``: the guider."""
+    """ComfyUI's executor of the inner wrappers, or a stage around it. ``class_obj``: the guider."""
 
     def __init__(self, around: Callable, executor: Callable):
         self.class_obj = executor.class_obj  # type: ignore[attr-defined]
@@ -162,18 +161,18 @@ class _Executor:
 
 
 def interceptor_of(patcher: ModelPatcher) -> Interceptor:
-    """Return the interceptor on a patcher; one without stages for a patcher that has none."""
+    """Return the interceptor of a patcher; one without stages if it has none."""
     found = patcher.get_wrappers(WrappersMP.APPLY_MODEL, HALFSAFE)
     return found[0] if found else Interceptor({})
 
 
 def put_stage(patcher: ModelPatcher, name: str, stage: Stage) -> None:
-    """Put a stage on a patcher, instead of an earlier one with that name."""
+    """Add a stage to a patcher; it replaces a stage with the same name."""
     _put(patcher, {**interceptor_of(patcher).stages, name: stage})
 
 
 def take_stages(patcher: ModelPatcher, *names: str) -> None:
-    """Take the stages with these names off a patcher."""
+    """Remove the stages with these names from a patcher."""
     _put(patcher, {name: stage for name, stage in interceptor_of(patcher).stages.items() if name not in names})
 
 

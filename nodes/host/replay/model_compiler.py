@@ -1,7 +1,8 @@
-"""Keep calls of ours apart from ComfyUI's model compiler, the "Comfy Compiler" (``comfy/model_prefetch.py``, 0.34).
+"""Keep calls of this pack apart from ComfyUI's model compiler, the "Comfy Compiler" (``comfy/model_prefetch.py``,
+0.34).
 
-It records what a model's blocks allocate and gives the next blocks and calls the same memory: each has to allocate what
-the one before it did, and to free it before it ends.
+The compiler records the allocations of a model's blocks and reuses their memory for the next blocks and calls: each
+block has to allocate as the one before, and to free its memory before it ends.
 """
 
 import comfy.model_prefetch
@@ -14,16 +15,17 @@ _off = SharedScope(lambda: patched(without_compiler(args)))
 
 
 def compiler_off() -> SharedScope:
-    """Run calls that allocate otherwise than the model's other calls inside, on every thread without the compiler.
+    """Context without the compiler, on every thread, for calls that allocate differently from the model's other calls.
 
-    It has to be off before ComfyUI calls the diffusion model: MiniMax H3 begins its graph before all wrappers in it.
+    The compiler has to be off before ComfyUI calls the diffusion model: MiniMax H3 starts its graph before all inner
+    wrappers.
     """
     return _off
 
 
 def after_failure() -> None:
-    """Clean up after a call that raised: models leave their graph open (``forward`` of comfy/ldm/minimax/model.py),
-    in which a repeat would begin another, and weights of the next block prefetched, whose pages a repeat would pin
-    anew; ComfyUI does so after a node."""
+    """Clean up after a call that raised: the model's graph is still open (``forward`` of comfy/ldm/minimax/model.py),
+    and a repeat would start another inside it; weights of the next block are prefetched, and a repeat would pin their
+    pages again. ComfyUI does the same after a node."""
     comfy.model_prefetch.cleanup_prefetch_queues()
     getattr(comfy.model_prefetch, CLOSE_GRAPH, lambda: None)()

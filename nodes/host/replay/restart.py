@@ -1,8 +1,8 @@
-"""Start a run of a sampler again from its first step, in the midst of it.
+"""Restart a sampler's run from its first step, in the middle of the run.
 
-Around everything that ComfyUI does once per run (``CFGGuider.outer_sample`` in comfy/samplers.py), so that what packs
-do there is done again too: the conditionings are processed anew, each sampler makes its own state anew, and noise,
-latent image and seed are those of the run.
+The restart wraps everything that ComfyUI does once per run (``CFGGuider.outer_sample`` in comfy/samplers.py), so the
+work of other packs there is repeated too: conditionings are processed again, each sampler creates its state again, and
+noise, latent image and seed stay those of the run.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from .code_owner import code_owner
 from .core_state import CoreState
 
 SAMPLING = "halfsafe_sampling"
-"""The entry of ``transformer_options`` with the :class:`Sampling` that a call is of."""
+"""Entry of ``transformer_options`` with the :class:`Sampling` of a call."""
 MOST_RESTARTS = 3
 PLAIN_OPTIONS = (bool, int, float, str, torch.Tensor, type(None))
 
 
 class StartAgain(BaseException):
-    """Raised out of a model's call: its sampling starts again. No ``except Exception`` of a pack may take it.
+    """Raised from a model's call to restart its sampling. Not an ``Exception``, so that no pack's ``except Exception``
+    catches it.
 
-    ``precision``: the name of what the new run computes in. ``undo``: takes back what was changed for the new run, if
-    that run does not come to its end.
+    ``precision``: name of the precision of the new run. ``undo``: undoes the changes made for the new run, if that run
+    fails.
     """
 
     def __init__(self, sampling: Sampling, precision: str, undo: Callable[[], None] = lambda: None):
@@ -40,7 +41,7 @@ class StartAgain(BaseException):
 
 
 class Sampling:
-    """One run of a sampler, an OUTER_SAMPLE wrapper's arguments."""
+    """One run of a sampler: the arguments of an OUTER_SAMPLE wrapper, and its restarts."""
 
     def __init__(self, guider: comfy.samplers.CFGGuider, sampler: comfy.samplers.Sampler):
         self.can_start_again = _can_begin_anew(guider, sampler)
@@ -52,7 +53,7 @@ class Sampling:
         return self
 
     def run(self, executor: Callable, *args, **kwargs):
-        """Run the sampler, from its first step for as often as a call asks for it."""
+        """Run the sampler, and restart it from its first step whenever a call requests it."""
         try:
             return self._run(executor, *args, **kwargs)
         except BaseException:
@@ -82,7 +83,7 @@ class Sampling:
 
 
 def _can_begin_anew(guider: comfy.samplers.CFGGuider, sampler: comfy.samplers.Sampler) -> bool:
-    """Tell whether guider and sampler are ComfyUI's own and were given nothing that goes on with each draw."""
+    """True if guider and sampler are ComfyUI's own and received no object whose state advances with each draw."""
     if any(map(code_owner, (type(guider), type(sampler), getattr(sampler, "sampler_function", sampler)))):
         return False
     return all(isinstance(value, PLAIN_OPTIONS) for value in getattr(sampler, "extra_options", {}).values())

@@ -19,8 +19,8 @@ from ..load.controlnet import loaded_control
 from ..load.devices import current_device
 
 NO_MATRIX = "norms and biases"
-NOT_IN_FILE = "layers that ComfyUI makes or renames"
-ALREADY = "Some of it is in 8 bits or fewer already: there is nothing to halve."
+NOT_IN_FILE = "layers that ComfyUI creates or renames"
+ALREADY = "The model is already in 8 bits or fewer, at least in part: there is nothing to halve."
 SHOWN = 3
 
 

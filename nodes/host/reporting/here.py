@@ -26,8 +26,8 @@ ATTENTIONS = {
     "attention_basic": "basic",
 }
 """ComfyUI's function -> what people call it."""
-FILES_OWN = "{0} in {1} attentions of {2}, as its file asks"
-NOT_HERE = "the file of {2} asks for {0} in {1} attentions, which this device does not have"
+FILES_OWN = "{0} in {1} attentions of {2}, as its file requests"
+NOT_HERE = "the file of {2} requests {0} in {1} attentions, which this device does not support"
 ALL_ON, PART_ON = "{0}, all of {1} on the device", "{0}, {2} of {1} on the device"
 NONE_ON = "{0}, {1}, not on the device"
 
@@ -58,7 +58,7 @@ def _kernels() -> str:
     own = [name for name, state in backends.items() if state["available"] and not state["disabled"] and name != "eager"]
     toolkits = {"CUDA": torch.version.cuda, "HIP": torch.version.hip}
     built = [f"torch {torch.__version__}", *(f"{name} {version}" for name, version in toolkits.items() if version)]
-    kernels = f"comfy-kitchen's kernels: {', '.join(own)}" if own else "no kernels of the device's own for 8 bits"
+    kernels = f"comfy-kitchen's kernels: {', '.join(own)}" if own else "no native 8-bit kernels"
     return f"{', '.join(built)}; {kernels}. {why_int8_is_slow(current_device())}".strip()
 
 
@@ -72,10 +72,10 @@ def _compiler() -> Fact:
 def _dynamic_vram() -> Fact:
     if not comfy.memory_management.aimdo_enabled:
         reserved = size_text(comfy.model_management.extra_reserved_memory())
-        estimated = f"off: what is loaded is decided by estimates, with {reserved} left free"
+        estimated = f"off: ComfyUI estimates how much to load and leaves {reserved} free"
         return Fact("dynamic VRAM", estimated, "--enable-dynamic-vram, --reserve-vram")
     running = f"on, {size_text(args.vram_headroom * 2**30)} of headroom"
-    read = f"{running}; weights are read from a fast disk at use" if args.fast_disk else running
+    read = f"{running}; weights are read from a fast disk when used" if args.fast_disk else running
     return Fact("dynamic VRAM", read, "--disable-dynamic-vram, --vram-headroom, --fast-disk")
 
 

@@ -40,22 +40,22 @@ from ..lora.low_rank import LowRankModel
 from ..lora.patcher import low_rank_reasons
 
 PATCHED_BY = (
-    "A model patch ({}) runs inside of this model's calls: "
-    "they are checked and repeated with it, its own layers are in no plan."
+    "A model patch ({}) runs inside this model's calls. It is checked and repeated with them, but its own layers are "
+    "in no compute plan."
 )
 LISTED = 3
 CALLED_IN_FP32 = "the model's own code casts its input to fp32"
 WIDENED = "widened by the guard"
-STREAM_WIDENED = "its activations are fp32, by the guard"
+STREAM_WIDENED = "its activations were widened to fp32 by the guard"
 UNFUSED = (
-    "ComfyUI's fused int8 kernel is not used in {} layers: "
-    "their activation is computed before the product, in the stream's dtype or beside a LoRA."
+    "{} layers do not use ComfyUI's fused int8 kernel: their activation function runs before the product, in the "
+    "stream's dtype or because of a LoRA."
 )
-NOT_CALLED = "not called: the call that measured ranges did not run this layer, so its mode is planned and not observed"
+NOT_CALLED = "not called: this layer did not run in the calibrating call, so its mode is planned, not observed"
 OF_FILE = "attention of the file"
 KERNEL_RUNS = "{} in {} attentions"
-KERNEL_REPLACED = "the file asks for {} in {} attentions, in whose place this compute dtype runs ComfyUI's own"
-NO_KERNEL = "the file asks for {} in {} attentions, which this device does not have: ComfyUI's own runs"
+KERNEL_REPLACED = "the file requests {} in {} attentions; this compute dtype runs ComfyUI's own instead"
+NO_KERNEL = "the file requests {} in {} attentions, which this device does not support: ComfyUI's own runs instead"
 Reasons = dict[str, list[str]]
 """Layer name -> why it is as it is, a text each; they are joined when the report is made."""
 
@@ -84,13 +84,13 @@ def report_of(patcher: ModelPatcher, encoders: Sequence[EncoderReport] = ()) -> 
         report.ranges |= compute.ranges(patcher)
         report.attention_in_fp32 = compute.attention_in_fp32(patcher)
     else:
-        report.decisions["compute"] = f"{name_of(activation_dtype(patcher))}: as its loader chose"
+        report.decisions["compute"] = f"{name_of(activation_dtype(patcher))}: chosen by its loader"
     _add_attention(report, patcher, compute)
     without_effect, decisions = remarks_of(patcher)
     report.without_effect += without_effect
     report.decisions |= decisions
     foreign = Counter(foreign_layers(patcher).values())
-    what = "layers are packed in a format of another loader"
+    what = "layers are packed in another loader's format"
     packed = (f"{count} {what} ({cls}); Save Model cannot read them." for cls, count in foreign.items())
     unfused = sum(is_unfused(module) and storage_of(module.weight) == INT8.name for _, module in layers_of(patcher))
     report.notes += [UNFUSED.format(unfused)] if unfused else []
@@ -117,13 +117,13 @@ def _modes_elsewhere(
     for device, found in modes.items():
         differing = {name: mode for name, mode in found.items() if here.get(name, mode) != mode}
         if differing and device != str(patcher.load_device):
-            yield f"On {device} {_listed(differing)}: each device widens what its own calls need."
+            yield f"On {device} {_listed(differing)}, because each device widens layers by its own calls."
 
 
 def _listed(modes: dict[str, str]) -> str:
     named = sorted(modes.items(), key=lambda item: item[1] == FP32.name)  # norms and the like follow what was widened
     first = ", ".join(f"{name} runs in {mode}" for name, mode in named[:LISTED])
-    return first + (f" and {len(modes) - LISTED} more layers in another mode than here" if len(modes) > LISTED else "")
+    return first + (f" and {len(modes) - LISTED} more layers in other modes" if len(modes) > LISTED else "")
 
 
 def _layers(patcher: ModelPatcher) -> tuple[list[LayerReport], Reasons]:
@@ -191,7 +191,7 @@ def control_report(control: LoadedControl) -> ControlReport:
 def _int8_notes(layers: list[LayerReport]) -> list[str]:
     why = why_int8_is_slow(current_device())
     multiply = any(layer.mode == INT8.name for layer in layers)
-    return [f"Layers that multiply in int8 gain no speed here: {why}"] if why and multiply else []
+    return [f"Layers that multiply in int8 are not faster here: {why}"] if why and multiply else []
 
 
 def _add_plan(report: Report | ControlReport, compute: Compute, patcher: ModelPatcher) -> None:
@@ -199,7 +199,7 @@ def _add_plan(report: Report | ControlReport, compute: Compute, patcher: ModelPa
     ruled, total = Counter(compute.plan.ruled), sum(1 for _ in matrix_layers(patcher.model))
     by_rules = [f"{mode} in {count} of {total} layers by rules" for mode, count in ruled.most_common()]
     choice = str(compute.plan.choice)
-    report.decisions["compute"] = "; ".join([*by_rules, f"all else: {choice}"]) if by_rules else choice
+    report.decisions["compute"] = "; ".join([*by_rules, f"all other layers: {choice}"]) if by_rules else choice
     if compute.plan.instead:
         report.decisions["instead"] = compute.plan.instead
     if blocks := compute.attention_in_fp32(patcher):
@@ -236,5 +236,5 @@ def _unmet(record: LoadRecord, layers: list[LayerReport]) -> Iterator[WithoutEff
     asked = Counter((record.asked.get(layer.name, layer.storage), layer.storage) for layer in layers)
     for (wanted, held), count in asked.items():
         if wanted != held:
-            why = f"{count} layers are in {held}: ComfyUI holds what is not quantized in one dtype"
+            why = f"{count} layers are in {held}: ComfyUI keeps unquantized weights in one dtype"
             yield WithoutEffect(f"storage={wanted}", why)

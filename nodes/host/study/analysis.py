@@ -95,13 +95,13 @@ def subjects_of(patcher: ModelPatcher, candidate: Candidate) -> list[tuple[Layer
 
 def _why_barred(module: torch.nn.Module, candidate: Candidate) -> str:
     if candidate.stores and not can_be_quantized(type(module).__name__, module.weight.dim()):
-        return f"of other classes than Linear, which ComfyUI does not hold in {candidate.name.partition('_')[0]}"
+        return f"of classes other than Linear, which ComfyUI does not support in {candidate.name.partition('_')[0]}"
     if candidate.name == INT8.name and rotation_group(module.weight.shape[1]) is None:
-        return "with a number of inputs that no rotation of 256, 64 or 16 divides"
+        return "with a number of inputs that is not a multiple of 16"
     if kind_of(module) == "transposed":
         return "transposed convolutions, which are not analysed"
     if not casts_weights(module) or not only_multiplies(module):
-        return "of another node or loader, which multiply in their own way"
+        return "of another node or loader, which has its own matmul"
     return ""
 
 

@@ -56,7 +56,7 @@ def calibrate_model(
     require(Feature.LAYERS)
     if is_on_several_devices(patcher):
         problem = "The model is spread over several devices."
-        raise HalfsafeError(problem, "Calibrate it before MultiGPU, on one of them.")
+        raise HalfsafeError(problem, "Calibrate on one device, before MultiGPU.")
     modules = {name: module for name, module in matrix_layers(patcher.model) if can_be_quantized(type(module).__name__)}
     columns = {name: module.in_features for name, module in modules.items()}
     source, cls = source_of_model(patcher), type(patcher.model).__name__
@@ -69,7 +69,7 @@ def calibrate_model(
     sums |= previous.copied() if previous else {}
     calls = _sampled(patcher, modules, sums, (positive, negative, latent, seed, STEPS))
     if not calls:
-        raise HalfsafeError("The model was not called, so nothing was calibrated.", "Give it a latent and a prompt.")
+        raise HalfsafeError("The model was not called, so nothing was calibrated.", "Connect a latent and a prompt.")
     runs, earlier = (previous.runs, previous.calls) if previous else (0, 0)
     return CalibrationData(source, cls, width, sums, runs + 1, earlier + calls)
 
@@ -79,8 +79,8 @@ def _width(columns: Mapping[str, int], cls: str, widths: Sequence[int]) -> int:
     free = free_host_memory()
     sizes = {width: products_bytes(columns.values(), width) for width in widths}
     width = next((width for width, size in sizes.items() if size <= min(free // 2, MOST_MEMORY)), widths[-1])
-    require_memory(sizes[width], f"Calibrating {cls}", free, "Free some: close other programs, unload other models.")
-    show_progress(f"calibrating takes {STEPS} steps of your sampler and {size_text(sizes[width])} of memory")
+    require_memory(sizes[width], f"Calibrating {cls}", free, "Free some memory: close other programs, unload models.")
+    show_progress(f"calibrating takes {STEPS} sampler steps and {size_text(sizes[width])} of memory")
     return width
 
 

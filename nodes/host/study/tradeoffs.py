@@ -71,9 +71,9 @@ def measure_model(patcher: ModelPatcher, inputs: Inputs, settings: Sequence[Sett
     """
     require(Feature.LAYERS)
     if is_on_several_devices(patcher):
-        raise HalfsafeError("The model is spread over several devices.", "Measure it before MultiGPU, on one of them.")
+        raise HalfsafeError("The model is spread over several devices.", "Measure on one device, before MultiGPU.")
     bar = comfy.utils.ProgressBar((len(settings) + 1) * STEPS)
-    show_progress(f"measuring takes about {bar.total} steps of your sampler, plus making each set of weights")
+    show_progress(f"measuring takes about {bar.total} sampler steps, plus the time to make each set of weights")
     runner = SettingRunner(patcher, inputs)
     _clear_device()
     reference = runner.reference(advancing(bar))
@@ -117,7 +117,7 @@ class SettingRunner:
         if row.out_of_memory and current_device().capabilities["fp16"]:
             row = self.row(Setting(AS_FILE, SAFE), lambda: None)
         if row.problem:
-            problem = f"The reference, {row.setting}, cannot be compared with: {row.problem.removesuffix('.')}."
+            problem = f"The reference {row.setting} gave no result to compare with: {row.problem.removesuffix('.')}."
             raise HalfsafeError(problem, "Choose a smaller latent, and check the model with the report or NaN Guard.")
         return replace(row, snr_db=None)
 
@@ -143,7 +143,7 @@ class SettingRunner:
         latents = sample(model, given.positive, given.negative, given.latent, given.seed, STEPS)
         if len(timer.seconds) != STEPS:
             called = f"{len(timer.seconds)} of {STEPS} steps called the model."
-            raise HalfsafeError(called, "Leave step caches out.")
+            raise HalfsafeError(called, "Remove step caches.")
         self.latents = self.latents or latents
         report, timed = report_of(model), timer.seconds[1:]
         seconds, snr = statistics.median(timed), min(map(snr_db, self.latents, latents))
@@ -167,7 +167,7 @@ def _prepared(patcher: ModelPatcher, setting: Setting) -> tuple[ModelPatcher, st
         record = patcher.attachments.get(ATTACHMENT)
         return with_compute(bare, setting.compute, Rules()), record.storage.used if record else AS_FILE
     if BYPASS in patcher.injections:
-        raise HalfsafeError("A bypass LoRA acts on the loaded weights alone.")
+        raise HalfsafeError("A bypass LoRA works on the loaded weights only: measure without it.")
     return _on_other_weights(bare, load_weights(_checkpoint(patcher), wanted, setting.compute, rules_from())), wanted
 
 

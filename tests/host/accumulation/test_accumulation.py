@@ -77,17 +77,17 @@ def test_set_inside_and_exactly_as_before_outside(comfy, of_dtype, call, ampere,
 @pytest.mark.parametrize(
     ("profile", "compute", "setting", "value", "why"),
     [
-        ("sm_86", "bf16", FP16_ACCUMULATION, "on", "acts on fp16 products only"),
-        ("sm_86", "fp32", FP16_ACCUMULATION, "auto", "acts on fp16 products only"),
-        ("sm_90", "fp16", FP16_ACCUMULATION, "auto", "risk without gain"),
+        ("sm_86", "bf16", FP16_ACCUMULATION, "on", "affects fp16 products only"),
+        ("sm_86", "fp32", FP16_ACCUMULATION, "auto", "affects fp16 products only"),
+        ("sm_90", "fp16", FP16_ACCUMULATION, "auto", "adds the risk of overflow"),
         ("gfx1100", "fp16", FP16_ACCUMULATION, "on", "NVIDIA"),
         ("mps_m1", "fp16", FP16_ACCUMULATION, "auto", "NVIDIA"),
         ("xpu", "fp16", FP16_ACCUMULATION, "on", "NVIDIA"),
         ("cpu", "fp16", FP16_ACCUMULATION, "auto", "NVIDIA"),
-        ("sm_75", "fp32", "tf32", "on", "does not have it"),
+        ("sm_75", "fp32", "tf32", "on", "does not support it"),
         ("sm_89", "bf16", "fp8_fast_accumulation", "on", "no layer multiplies in fp8"),
         ("sm_86", "bf16", "fp8_fast_accumulation", "auto", ""),
-        ("sm_86", "bf16", "attention", "fp32", "attention runs in fp16 nowhere"),
+        ("sm_86", "bf16", "attention", "fp32", "no attention runs in fp16"),
     ],
 )
 def test_a_setting_that_cannot_act_says_why(comfy, wan, call, monkeypatch, profile, compute, setting, value, why):

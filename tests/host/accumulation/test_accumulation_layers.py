@@ -111,7 +111,7 @@ def test_on_is_obeyed_and_measures_nothing(comfy, mixed, ampere):
         seen, _ = products(ours, call)
         assert seen and all(on for _, on in seen)
     layer = layers_of(comfy, ours)[UNPROVEN]
-    assert layer["accumulation"] == "fp16" and "fp16 sums as asked, not proven" in layer["reason"]
+    assert layer["accumulation"] == "fp16" and "fp16 sums as requested, not proven safe" in layer["reason"]
     assert not accumulation_of(ours).runs.last(ours.model).operations
 
 
@@ -134,7 +134,7 @@ def test_fp16_safe_has_fp32_results_and_says_so(comfy, wan, call, ampere):
     ours = accumulation(comfy, model, fp16_accumulation="auto", attention="auto")
     assert torch.equal(families.replay(ours, call), families.replay(model, call))
     found = report(comfy, ours)
-    assert any(e["setting"] == "fp16_accumulation=auto" and "fp32 results" in e["reason"] for e in found["without_effect"])
+    assert any(e["setting"] == "fp16_accumulation=auto" and "return fp32" in e["reason"] for e in found["without_effect"])
     assert found["flags"][FP16_ACCUMULATION]["in_scope"] is False
 
 
@@ -165,7 +165,7 @@ def test_on_several_devices_all_or_none(comfy, base, call, ampere, monkeypatch):
     ours.is_multigpu_base_clone = True
     families.replay(ours, call)
     assert not any(on for _, on in products(ours, call)[0]), "attention that sums on its own was trusted"
-    assert "attention's own products are not bounded" in report(comfy, ours)["flags"][FP16_ACCUMULATION]["reason"]
+    assert "the products inside attention have no overflow bound" in report(comfy, ours)["flags"][FP16_ACCUMULATION]["reason"]
     monkeypatch.setattr(wan_model, "optimized_attention", attention.attention_pytorch)
     ours = accumulation(comfy, base, fp16_accumulation="auto", attention="auto")
     ours.is_multigpu_base_clone = True
@@ -175,15 +175,15 @@ def test_on_several_devices_all_or_none(comfy, base, call, ampere, monkeypatch):
 
 
 @pytest.mark.parametrize(("norm", "in_fp16", "how"), [
-    (1.0, True, "fp16 sums: bound 1 of"), (1.0, False, "fp32 sums, as not all layers are proven: bound 1 of"),
+    (1.0, True, "fp16 sums: bound 1 of"), (1.0, False, "fp32 sums, because not all layers are proven safe: bound 1 of"),
     (1e9, False, "fp32 sums: bound 1e+09 of"),
 ])  # fmt: skip
 def test_a_reason_says_how_a_layer_sums_and_by_which_numbers(norm, in_fp16, how):
     module, sums = torch.nn.Linear(2, 2), SumBound("layer")
     operation = Fp16AccumulationLinear(module, module.forward, sums, Calibration(), weights=lambda *args: None)
-    assert described(operation, False)[1] == "fp32 sums until a call has proven more"
+    assert described(operation, False)[1] == "fp32 sums until a call proves fp16 sums safe"
     sums.prove(largest=norm, norm=1e12, row_sum=1.0, row_norm=1.0, terms=2, can_scale=True)
     accumulation, reason = described(operation, in_fp16)
     assert accumulation == ("fp16" if in_fp16 else "fp32") and reason.startswith(how)
     unknown = Fp16AccumulationLinear(module, module.forward, SumBound("own"), Calibration(), weights=None)
-    assert described(unknown, False) == ("fp32", "fp32 sums: Linear multiplies in its own way")
+    assert described(unknown, False) == ("fp32", "fp32 sums: Linear has its own matmul")

@@ -129,7 +129,7 @@ def test_an_int8_product_that_is_wrong(comfy, files, monkeypatch):
     product = torch._int_mm
     monkeypatch.setattr(torch, "_int_mm", lambda a, b, **options: product(a, b, **options) * 3 // 2)
     event = found(comfy, plain)
-    assert event.from_mode == "int8" and "dequantizes it" in event.advice
+    assert event.from_mode == "int8" and "dequantizes this block" in event.advice
 
 
 def test_a_step_cache_gone_stale(comfy, files):

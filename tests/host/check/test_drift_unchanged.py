@@ -98,7 +98,7 @@ def test_a_check_without_memory_is_left_out(comfy, wan, flags_as_before, caplog)
     with caplog.at_level("INFO", "halfsafe"):
         assert torch.equal(expected, families.sample(model, "wan", steps=2))
     (check,) = report_of(model).checks
-    assert "not enough memory" in check.left_out and "not enough memory" in caplog.text
+    assert "Not enough memory" in check.left_out and "Not enough memory" in caplog.text
     assert not any("forward" in own for own in left_on(model.model.diffusion_model).values())
 
 
@@ -119,7 +119,7 @@ def test_an_interrupt_in_a_check_ends_the_check_and_stays_an_interrupt(comfy, wa
         assert comfy_management().processing_interrupted()
     finally:
         comfy_management().interrupt_current_processing(False)
-    assert report_of(model).checks[0].left_out == "It was interrupted."
+    assert report_of(model).checks[0].left_out == "The comparison was interrupted."
 
 
 def comfy_management():

@@ -22,7 +22,7 @@ from support.leaf_operations import LeafOperations
 from support.measures import functions_run, relative_error
 
 STEPS = 4
-GOES_ON = "goes on in fp16_safe as long as it is loaded"
+GOES_ON = "uses fp16_safe until it is unloaded"
 
 
 class Reductions(LeafOperations):
@@ -158,8 +158,8 @@ def test_beside_a_step_cache_the_sampling_starts_again_and_is_that_of_fp16_safe(
     (event,) = report.events
     assert (report.verdict, report.extra_calls, model_words(model)[1]) == ("recovered", 1, "fp16_safe")
     assert event.evidence == (
-        "The sampling was started again in fp16_safe, as step_caches may keep state between steps. "
-        "The model goes on in fp16_safe as long as it is loaded."
+        "The sampling was restarted in fp16_safe, because step_caches may keep state between steps. "
+        "The model uses fp16_safe until it is unloaded."
     )
 
 

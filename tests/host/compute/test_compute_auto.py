@@ -98,7 +98,7 @@ def test_the_loader_decides_as_the_node_does(comfy, monkeypatch, model_of, profi
     planned, *_, why = comfy.run("HalfsafeAutoPrecision", model=loaded, goal="balanced")
     assert "model: fp16_safe." in why and torch.equal(result, counted(planned, call)[0])
     text = comfy.run("HalfsafeDeviceInfo", profile=profile)[0]
-    assert "fp16_safe" in text and "longer by estimate" in " ".join(text.split())
+    assert "fp16_safe" in text and "estimated to take" in " ".join(text.split())
 
 
 def test_a_lora_that_leaves_the_range_of_fp16_makes_no_picture_black(comfy, monkeypatch, models_dir):

@@ -114,7 +114,7 @@ def test_rules_that_cannot_act_are_named(comfy, wan, node):
     else:
         model = with_compute(comfy, load(comfy, wan, "as_file", "bf16"), "bf16", rules_from(text))
     reasons = {entry["setting"]: entry["reason"] for entry in families.report(comfy, model)["without_effect"]}
-    assert "LayerNorm multiplies no matrices" in reasons["class:LayerNorm compute=fp32"]
+    assert "LayerNorm has no matrix product" in reasons["class:LayerNorm compute=fp32"]
     assert "follows the stream" in reasons["blocks.0.norm3 stream=fp32"]
     assert "matches no layer" in reasons["nowhere.* compute=fp32"]
     assert "blocks.0.* compute=fp32" not in reasons, "it does act on the Linear layers"
@@ -176,4 +176,4 @@ def test_a_rule_on_sums_that_cannot_act_is_reported_so(comfy, wan, call, monkeyp
     found = families.report(comfy, model)
     assert {layer["name"]: layer["accumulation"] for layer in found["layers"]}[LAYER] == "fp32"
     (entry,) = (entry for entry in found["without_effect"] if entry["setting"] == "accumulation=fp16")
-    assert "from layer to layer" in entry["reason"] and LAYER in entry["reason"]
+    assert "per layer" in entry["reason"] and LAYER in entry["reason"]

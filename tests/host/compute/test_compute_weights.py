@@ -86,7 +86,7 @@ def test_a_loader_with_its_own_classes_runs_them_in_fp32_and_says_so(comfy, over
         assert relative_error(reference, families.replay(planned, call)) < 2e-3
     report = families.report(comfy, planned)
     layer = next(layer for layer in report["layers"] if layer["name"] == "blocks.0.ffn.0")
-    assert layer["mode"] == "fp32" and "its own way" in layer["reason"]
+    assert layer["mode"] == "fp32" and "its own matmul" in layer["reason"]
     assert any(entry["setting"] == "compute=fp16_safe" and "another loader" in entry["reason"] for entry in report["without_effect"])
     assert float(report["decisions"]["work"].split("%")[0]) < 20
 

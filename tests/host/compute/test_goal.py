@@ -41,7 +41,7 @@ def test_a_goal_is_carried_out_on_this_model(comfy, model, reference, monkeypatc
     before = denoise(model)
     planned, _, _, why = with_goal(comfy, model, goal)
     overruled = with_goal(comfy, comfy.run("HalfsafeComputeDtype", model=model, compute="fp16", rules=None)[0], goal)[3]
-    assert f"model: {used}." in why and "came in" not in why and f"Computed in {used}, not in the fp16 that the model came in." in overruled
+    assert f"model: {used}." in why and "was set to" not in why and f"Computed in {used}, not in the fp16 that the model was set to." in overruled
     assert relative_error(reference, denoise(planned)) < 2e-3
     assert torch.equal(denoise(model), before)
 

@@ -94,7 +94,7 @@ def test_a_call_with_a_parameter_that_is_not_known_is_refused_by_name(monkeypatc
 def newer(monkeypatch):
     """A ComfyUI whose layers take an argument that is not known."""
     with_parameter(monkeypatch, KNOWN[0], "unheard_of")
-    return "This ComfyUI gives its layers `unheard_of`, which Halfsafe"
+    return "This ComfyUI calls its layers with `unheard_of`, which Halfsafe"
 
 
 def test_a_model_runs_as_comfyui_has_it_and_report_badge_and_log_say_why(comfy, wan, call, newer, caplog):
@@ -146,7 +146,7 @@ def test_a_gate_that_drops_what_is_folded_is_found_by_the_self_test(monkeypatch,
         monkeypatch.setattr(gate, broken, lambda x, folded: x[..., : self_test.SIZE])
         assert self_test.unequal_layer()
         reason = known_calls.why_off(Feature.LAYERS)
-    assert "gives another result through Halfsafe" in reason and str(Feature.LAYERS) in reason
+    assert "returns another result through Halfsafe" in reason and str(Feature.LAYERS) in reason
 
 
 def test_the_self_test_multiplies_quantized_layers_as_comfyui_does():

@@ -142,7 +142,7 @@ def test_nothing_is_computed_in_fp16_where_sums_are_in_fp16_too(comfy, wan, on, 
     forget_probes()
     device.book = replace(device.book, answers={torch.ops.aten.mm.default: in_half})
     found = detect(device.device())
-    assert not found.capabilities["fp16"] and "adds in fp16 here" in found.reason("fp16")
+    assert not found.capabilities["fp16"] and "accumulates in fp16 here" in found.reason("fp16")
     assert load(comfy, wan, "as_file", "auto").attachments[ATTACHMENT].storage.used == "as_file"
     assert compute_of(load(comfy, wan, "as_file", "auto")).plan.choice.used == "fp32"
 

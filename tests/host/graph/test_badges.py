@@ -58,7 +58,7 @@ def test_a_node_that_leaves_the_fp16_a_model_came_in_says_so_unless_it_was_asked
         told = [comfy.nodes[name].execute(model=model, **inputs).ui.get("halfsafe_instead") for name, inputs in (
             ("HalfsafeAutoPrecision", {"goal": "balanced"}), ("HalfsafeComputeDtype", {"compute": "auto"}), ("HalfsafeComputeDtype", {"compute": "fp32"}),
         )]
-        assert told[0] == told[1] and told[0][0].startswith("Computed in fp32, not in the fp16 that the model came in. ") and told[2] is None
+        assert told[0] == told[1] and told[0][0].startswith("Computed in fp32, not in the fp16 that the model was set to. ") and told[2] is None
     (plain,), _ = load(comfy, "as_file", "fp32")
     assert "halfsafe_instead" not in comfy.nodes["HalfsafeAutoPrecision"].execute(model=plain, goal="balanced").ui
 
@@ -70,7 +70,7 @@ def test_badge_and_head_say_what_rules_run_and_a_rule_for_no_layer_is_told(comfy
     output = comfy.nodes["HalfsafeLoadDiffusionModel"].execute(**inputs)
     assert (output.ui["halfsafe_badge"], output.ui["halfsafe_unmatched"]) == (["bf16 \u00b7 fp16"], ["blocks.77.* compute=fp32"])
     report = json.loads(comfy.run("HalfsafeReport", model=output.args[0])[1])
-    count, total = report["decisions"]["compute"].removeprefix("fp16 in ").partition(" layers by rules; all else: bf16")[0].split(" of ")
+    count, total = report["decisions"]["compute"].removeprefix("fp16 in ").partition(" layers by rules; all other layers: bf16")[0].split(" of ")
     assert count == total == str(sum(layer["mode"] == "fp16" for layer in report["layers"]))
 
 

@@ -32,7 +32,7 @@ def test_a_switch_shows_in_its_fact(pack, monkeypatch):
     assert fact("dynamic VRAM").here.startswith("off: ")
     monkeypatch.setattr(comfy.memory_management, "aimdo_enabled", True)
     monkeypatch.setattr(here, "args", SimpleNamespace(vram_headroom=1.5, fast_disk=True, disable_comfy_compiler=False))
-    assert fact("dynamic VRAM").here == "on, 1.50 GiB of headroom; weights are read from a fast disk at use" and fact("compiler").here == "on"
+    assert fact("dynamic VRAM").here == "on, 1.50 GiB of headroom; weights are read from a fast disk when used" and fact("compiler").here == "on"
     here.args.disable_comfy_compiler = True
     assert fact("compiler").here == "off"
 
@@ -44,7 +44,7 @@ def test_what_is_loaded_is_told_with_its_size_and_what_its_file_asks_for(comfy, 
     load_models_gpu([model])
     assert fact("loaded").here.startswith("WAN21, all of ") and fact("loaded").here.endswith(" on the device")
     monkeypatch.setattr(here, "kernel_of_file", lambda module: ("kitchen int8", False) if module is model.model.diffusion_model else None)
-    assert fact("attention").here.endswith("the file of WAN21 asks for kitchen int8 in 1 attentions, which this device does not have")
+    assert fact("attention").here.endswith("the file of WAN21 requests kitchen int8 in 1 attentions, which this device does not support")
     families.unload_models()
 
 

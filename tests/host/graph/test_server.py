@@ -89,7 +89,7 @@ def test_a_calibration_is_kept_until_one_of_its_inputs_changes(server: Server) -
     assert {"11", "12"} <= cached_nodes(server, graph)
     graph["12"]["inputs"]["storage"] = "fp8_e4m3fn"
     assert {"11", "12"} & cached_nodes(server, graph) == {"11"}
-    assert server.log()[before:].count(" layers rounded by the calibration: error of their results 0.") == 2
+    assert server.log()[before:].count(" layers rounded with the calibration: output error 0.") == 2
     graph["11"]["inputs"]["seed"] = 2
     assert not {"11", "12"} & cached_nodes(server, graph)
 

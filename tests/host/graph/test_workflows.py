@@ -135,7 +135,7 @@ def test_show_me_draws_a_black_picture_and_one_that_the_guard_repaired(server: S
     shown = {one["title"]: outputs[str(one["id"])]["images"][0] for one in graph["nodes"] if one["type"] == "PreviewImage"}
     assert {title: seen(server.view(image)) for title, image in shown.items()} == {"As it is": None, "Through Halfsafe": HEART}
     report = json.loads(outputs["99"]["text"][0])
-    assert report["guard"]["verdict"] == "clean" and "not in the fp16 that the model came in" in report["decisions"]["instead"]
+    assert report["guard"]["verdict"] == "clean" and "not in the fp16 that the model was set to" in report["decisions"]["instead"]
 
 
 def test_show_me_has_two_large_pictures_first_and_says_which_pack_to_install() -> None:

@@ -61,7 +61,7 @@ def test_a_bad_latent_is_named_before_any_call(comfy, wan):
     assert calls.count == 0 and error.value.verdict == "bad_input"
 
 
-@pytest.mark.parametrize(("value", "words"), [(math.nan, "A LoRA or other patch of 'blocks.0.ffn.2.weight'"), (1e6, "With its LoRA the weight")])
+@pytest.mark.parametrize(("value", "words"), [(math.nan, "A LoRA or other patch of 'blocks.0.ffn.2.weight'"), (1e6, "With its LoRA, weight")])
 def test_a_lora_of_a_hook_is_not_blamed_on_the_model_s_file(comfy, wan, value, words):
     hooks, delta = core("comfy.hooks"), torch.zeros(256, 1024)
     delta[0, 0] = value

@@ -141,11 +141,11 @@ def test_parts_that_a_checkpoint_lacks_are_passed_on_and_the_rest_is_guarded(com
     model, vae = comfy.core["UNETLoader"]().load_unet(wan.name, "default")[0], no_vae()
     settings = {"model": model, "goal": goal, "guard": on_nan}
     _, passed_clip, passed_vae, why = comfy.run("HalfsafeAutoPrecision", clip=None, vae=vae, **settings)
-    assert passed_clip is None and passed_vae is vae and "VAE: The file that was loaded holds no VAE" in why and "no text encoder" in why
+    assert passed_clip is None and passed_vae is vae and "VAE: The loaded file contains no VAE" in why and "contains no text encoder" in why
     _, guarded, none, why = comfy.run("HalfsafeAutoPrecision", clip=clip, **settings)
     assert none is None and "holds no" not in why and hasattr(guarded, ATTRIBUTE) == (on_nan != "off")
     assert comfy.run("HalfsafeGuardVAE", vae=vae, on_nan="stop")[0] is vae and comfy.run("HalfsafeGuardVAE", vae=None, on_nan="stop")[0] is None
-    assert comfy.run("HalfsafeGuardCLIP", clip=None, on_nan="stop")[0] is None and "there is none to guard" in caplog.text
+    assert comfy.run("HalfsafeGuardCLIP", clip=None, on_nan="stop")[0] is None and "none is guarded" in caplog.text
 
 
 USES = {

@@ -72,7 +72,7 @@ def test_each_repeat_is_told_where_the_model_runs(comfy, files, monkeypatch):
     families.sample(model, "wan")
     (event,) = report_of(model).events
     last = f"{event.layer}: repeated in {label_of(event.to_mode)}, no NaN"
-    assert said == ["Repeating step 0 to find what fails", "Repeating step 0 in fp16_safe", last]
+    assert said == ["Repeating step 0 to locate the NaN", "Repeating step 0 in fp16_safe", last]
 
 
 @pytest.mark.parametrize("kind", ["ffn", "residual", "attention", "embedding"])

@@ -55,11 +55,11 @@ def test_a_lack_of_memory_for_a_repeat_is_told_whatever_its_class(comfy, overflo
     model = inside(guarded(comfy, plain_fp16(comfy, overflowing)), raising_at(error, 3))
     assert not is_finite(families.sample(model, "wan"))
     assert report_of(model).verdict == "stopped" and "memory" in report_of(model).advice
-    assert "not enough memory to repeat" in caplog.text
+    assert "Not enough memory to repeat" in caplog.text
 
 
 def test_another_error_of_a_repeat_is_not_told_as_a_lack_of_memory(comfy, overflowing, caplog):
     model = inside(guarded(comfy, plain_fp16(comfy, overflowing)), raising_at(RuntimeError("shapes differ"), 3))
     assert not is_finite(families.sample(model, "wan")), "as without the guard"
     assert report_of(model).verdict == "stopped" and "RuntimeError: shapes differ" in report_of(model).events[0].evidence
-    assert "not enough memory" not in caplog.text and not is_oom(RuntimeError("shapes differ"))
+    assert "Not enough memory" not in caplog.text and not is_oom(RuntimeError("shapes differ"))

@@ -100,7 +100,7 @@ def test_comfyuis_formats_are_handed_to_it_and_too_new_ones_are_unpacked_or_refu
     for name in dialects.NATIVE.keys() - held:
         row, path = FORMAT_OF_STORAGE[name], model_files.in_dialect(wan, folder / f"{name}.safetensors", dialects.native, names=[name])
         if row.unpacks:
-            assert f"layers in {row.title}, which ComfyUI has from" in " ".join(load(comfy, path).attachments["halfsafe"].notes)
+            assert f"layers in {row.title}, which needs ComfyUI" in " ".join(load(comfy, path).attachments["halfsafe"].notes)
         else:
             with pytest.raises(CheckpointError, match=rf"{name}\.safetensors: tensor .*comfy-kitchen cannot unpack.*ComfyUI {row.since}"):
                 load(comfy, path)

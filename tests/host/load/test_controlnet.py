@@ -155,9 +155,9 @@ def add_scale(tensors):
     ("change", "words"),
     [
         (change_to_nan, "NaN"),
-        (change_shape, "of shape 64x320, where the model has 320x320"),
+        (change_shape, "of shape 64x320, but the model has 320x320"),
         (add_scale, "scale"),
-        (lambda tensors: tensors.pop("input_hint_block.0.weight"), "lacks input_hint_block.0.weight, by which ComfyUI tells the model"),
+        (lambda tensors: tensors.pop("input_hint_block.0.weight"), "lacks input_hint_block.0.weight, which ComfyUI needs to recognise the architecture"),
         (lambda tensors: tensors.update(difference=torch.zeros(1)), "DiffControlNetLoader"),
     ],
 )

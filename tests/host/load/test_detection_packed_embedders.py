@@ -30,7 +30,7 @@ def test_the_model_is_told_by_true_shapes(comfy, models_dir, tmp_path, family):
                 model = families.load(comfy, file, asked, "fp32")
                 results[asked] = families.sample(model, family, steps=1)
                 error = relative_error(results["bf16"], results[asked])
-                unpacks = any("ComfyUI tells the model by their shapes" in note for note in model.attachments[ATTACHMENT].notes)
+                unpacks = any("ComfyUI detects the architecture from their shapes" in note for note in model.attachments[ATTACHMENT].notes)
                 if unpacks != (family == "flux"):  # of a packed weight of the others, ComfyUI reads the rows alone
                     error = f"unpacks: {unpacks}"
             except Exception as failure:

@@ -73,10 +73,10 @@ BAD = {
     "nan": (poisoned(float("nan")), f"{WEIGHT}.*NaN or Inf"),
     "nan_scale": (with_scale("weight_scale", float("nan")), r"blocks\.0\.ffn\.0\.weight_scale.*NaN"),
     "zero_scale": (with_scale("weight_scale", 0.0), r"blocks\.0\.ffn\.0\.weight_scale.*a scale of 0"),
-    "lonely_scale": (with_scale("weight_scale", torch.ones(7, 3)), r"blocks\.0\.ffn\.0\.weight_scale.*fits no layout"),
+    "lonely_scale": (with_scale("weight_scale", torch.ones(7, 3)), r"blocks\.0\.ffn\.0\.weight_scale.*does not fit a weight"),
     "strange_scale": (with_scale("blockwise_scale", torch.ones(2)), r"blocks\.0\.ffn\.0\.blockwise_scale"),
-    "narrowed": (narrowed, r"tensor 'blocks\.0\.ffn\.0\.weight': of shape 1024x240, where the model has 1024x256"),
-    "unknown_architecture": (unknown_architecture, "does not know this architecture"),
+    "narrowed": (narrowed, r"tensor 'blocks\.0\.ffn\.0\.weight': of shape 1024x240, but the model has 1024x256"),
+    "unknown_architecture": (unknown_architecture, "does not recognise this architecture"),
     "lora": (lora, "LoRA"),
 }
 IN_A_WEIGHT = {"nan", "narrowed"}
@@ -158,7 +158,7 @@ def test_an_encoder_s_weight_that_does_not_fit_is_named(comfy, models_dir, tmp_p
     name = "text_model.encoder.layers.5.mlp.fc1.weight"
     path = models_dir / "text_encoders" / "bad-narrow.safetensors"
     model_files.changed(tiny_models.clip_l(tmp_path / "clip.safetensors"), path, narrow)
-    with pytest.raises(CheckpointError, match=f"{path.name}: .*{name}': of shape 3072x704, where the model has 3072x768"):
+    with pytest.raises(CheckpointError, match=f"{path.name}: .*{name}': of shape 3072x704, but the model has 3072x768"):
         comfy.run("HalfsafeLoadCLIP", clip_name1=path.name, type="sdxl", storage=storage, compute="auto")
 
 

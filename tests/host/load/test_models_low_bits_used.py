@@ -94,5 +94,5 @@ def test_the_weight_that_comfyui_tells_the_model_by_is_not_packed(comfy, files, 
     layers = layers_in(comfy, model)
     told = [name for name in layers if name.endswith(TOLD)]
     assert told and {layers[name]["storage"] for name in told} == {"int8"}
-    assert "ComfyUI tells the model by" in layers[told[0]]["reason"]
+    assert "ComfyUI detects the architecture from" in layers[told[0]]["reason"]
     assert storage in {layers[name]["storage"] for name in layers if "transformer_blocks.0.attn1" in name}

@@ -110,7 +110,7 @@ def test_the_node_says_what_it_rounds(comfy, calibrated, saved_folder, monkeypat
     said = []
     monkeypatch.setattr(host, "show_progress", said.append)
     save_calibrated(comfy, *calibrated, "int8", saved_folder)
-    assert len(said) == 1 and re.fullmatch(r"rounding \d+ layers by the calibration", said[0])
+    assert len(said) == 1 and re.fullmatch(r"rounding \d+ layers with the calibration", said[0])
 
 
 def test_a_merged_lora_is_what_a_calibration_rounds(comfy, calibrated, saved_folder, lora_file):
@@ -125,7 +125,7 @@ def test_a_merged_lora_is_what_a_calibration_rounds(comfy, calibrated, saved_fol
 def test_a_calibration_of_another_model_is_refused_before_anything_is_written(comfy, calibrated, saved_folder, models_dir):
     other = tiny_models.wan(models_dir / "diffusion_models" / "other_model.safetensors", seed=4)
     before = set(saved_folder.iterdir())
-    with pytest.raises(HalfsafeError, match=r"not of other_model\.safetensors"):
+    with pytest.raises(HalfsafeError, match=r"not other_model\.safetensors"):
         save_calibrated(comfy, load(comfy, other.name, "as_file"), calibrated[1], "int8", saved_folder)
     assert set(saved_folder.iterdir()) == before
 

@@ -42,7 +42,7 @@ def test_they_are_left_out_and_told(comfy, wan, saved_folder, storage, caplog):
         "log": all(any(name.removesuffix(".bias") in line for line in told) for name in (UNFIT, HALF)),
         "report": {name: [part for part in layers[name].split("; ") if "LoRA" in part or "anew" in part] for name in (FITS, UNFIT, HALF, "blocks.1.ffn.0")},
     }
-    left_out, added = "LoRAs left out, which do not fit the weight: 1", "LoRAs added to the layer's result: 1"
+    left_out, added = "LoRAs ignored because they do not fit the weight: 1", "LoRAs added to the layer's output: 1"
     reasons = {FITS: [added], UNFIT: [left_out], HALF: [added, left_out], "blocks.1.ffn.0": [left_out]}
     if storage == "bf16":  # ComfyUI merges LoRAs into such weights
         reasons = {name: [text for text in texts if text != added] for name, texts in reasons.items()}

@@ -76,7 +76,7 @@ def test_a_load_says_what_a_saved_file_would_save(comfy, in_file, saved_folder, 
     with mapped_loading() if mapped else contextlib.nullcontext():
         model = families.load(comfy, path, "fp8_e4m3fn", "bf16")
     (said,) = (note for note in families.report(comfy, model)["notes"] if "Save Model" in note)
-    assert re.match(r"[0-9.]+ MiB of weights were made from the file\.", said)
+    assert re.match(r"[0-9.]+ MiB of weights were converted while loading\.", said)
     written = saved_models.save(comfy, model, saved_folder, prefix=f"diffusion_models/mapped_{mapped}")
     with mapped_loading():
         again = families.load(comfy, written, "as_file", "bf16")
@@ -87,7 +87,7 @@ GIB = 1024**3
 
 
 @pytest.mark.parametrize(
-    ("host", "quantized", "said"), [(64 * GIB, False, "streams the rest"), (1_000_000, True, "read from the disk at each step")]
+    ("host", "quantized", "said"), [(64 * GIB, False, "streams the remaining"), (1_000_000, True, "read from disk at each step")]
 )
 def test_auto_says_what_is_streamed(comfy, in_file, monkeypatch, host, quantized, said):
     from dataclasses import replace

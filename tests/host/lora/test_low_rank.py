@@ -118,7 +118,7 @@ def test_the_layers_own_product_stays_what_it_was(comfy, wan, call, lora, way, m
     assert seen.beside == {name: [thin, thin] for name in LAYERS if "ffn.0" in name}
     layers = {layer["name"]: layer for layer in families.report(comfy, model)["layers"]}
     assert layers[FFN]["mode"].replace("scaled", "wide") == OWN[way]
-    assert "LoRAs added to the layer's result: 1" in layers[FFN]["reason"]
+    assert "LoRAs added to the layer's output: 1" in layers[FFN]["reason"]
     assert "LoRA" not in layers["blocks.0.ffn.2"]["reason"]
     assert torch.equal(families.replay(model, call), plain)
 
@@ -206,7 +206,7 @@ def test_what_cannot_be_added_is_merged_and_named(comfy, wan, call, lora, storag
     assert isinstance(held, QuantizedTensor)
     assert relative_error(exact, held.to(torch.float32).dequantize()) < 0.05
     reasons = {layer["name"]: layer["reason"] for layer in families.report(comfy, both)["layers"]}
-    assert "quantized anew" in reasons[FFN] and "other than a plain LoRA" in reasons[FFN]
+    assert "quantized again" in reasons[FFN] and "other than a plain LoRA" in reasons[FFN]
     assert "LoRAs added" in reasons["blocks.0.ffn.2"]
 
 
@@ -347,7 +347,7 @@ def test_loras_by_hooks(comfy, wan, models_dir, lora, storage):
 def test_a_hook_that_cannot_be_added_is_refused(comfy, wan, lora):
     model = load(comfy, wan, "int8", "auto")
     model.hook_patches["hook"] = {KEY: [(1.0, dora(lora), 1.0, None, None)]}
-    with pytest.raises(HalfsafeError, match="A hook changes '.*ffn.0.weight' by a patch"):
+    with pytest.raises(HalfsafeError, match="A hook applies a patch .* to '.*ffn.0.weight'"):
         model.patch_hook_weight_to_device(None, {}, KEY)
 
 

@@ -67,7 +67,7 @@ def test_an_overflow_is_cured_by_a_repeat_of_the_call_alone(comfy, models, name)
     found = sampled(name, model, steps)
     report = report_of(model)
     assert is_finite(found) and relative_error(expected, found) < 0.05
-    assert report.verdict == "recovered" and not any("started again" in event.evidence for event in report.events)
+    assert report.verdict == "recovered" and not any("restarted" in event.evidence for event in report.events)
 
 
 def test_easycache_skips_the_steps_of_a_cured_run_that_it_skips_of_the_next_which_nothing_is_repeated_in(comfy, models, caplog):

@@ -17,7 +17,7 @@ from support.measures import relative_error
 
 STEPS = 4
 pytestmark = pytest.mark.not_as_on_cuda("packs read noise levels back by themselves")
-STARTED = "The sampling was started again in {}, as step_caches may keep state between steps."
+STARTED = "The sampling was restarted in {}, because step_caches may keep state between steps."
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,7 @@ def test_a_sampling_without_memory_to_start_again_is_stopped_and_says_so(comfy, 
     with pytest.raises(torch.OutOfMemoryError):
         run(model)
     report = report_of(model)
-    assert report.verdict == "stopped" and "not enough memory" in report.advice and report.escalations == {}
+    assert report.verdict == "stopped" and "Not enough memory" in report.advice and report.escalations == {}
 
 
 def test_an_interrupt_after_autos_own_start_again_is_an_interrupt_and_the_event_tells_no_rules(comfy, models, monkeypatch):
@@ -141,7 +141,7 @@ def test_a_sampler_of_a_pack_is_not_started_again_and_the_call_alone_repeated(co
         found = core("comfy.sample").sample_custom(model, start, 1.0, sampler, sigmas, cond, cond, torch.zeros_like(start), seed=1)
     report = families.report(comfy, model)
     assert is_finite(found) and report["guard"]["verdict"] == "recovered"
-    assert any("the sampling could not start again" in note for note in report["notes"])
+    assert any("the sampling could not restart" in note for note in report["notes"])
 
 
 def test_a_clean_run_of_a_pack_costs_no_call(comfy, models):

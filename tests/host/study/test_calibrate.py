@@ -140,7 +140,7 @@ def test_inputs_with_nan_are_left_out_and_told(comfy, model):
     finally:
         hook.remove()
     assert found.layers[LAYER].left_out == 1 and found.layers["blocks.0.ffn.0"].left_out == 0 and torch.isfinite(found.layers[LAYER].blocks).all()
-    assert "NaN or Inf were left out" in text and LAYER in text
+    assert "NaN or Inf were skipped" in text and LAYER in text
 
 
 def test_layers_that_are_called_once_a_step_count_and_those_never_called_are_named(comfy, path, model):
@@ -167,7 +167,7 @@ def test_memory_is_asked_for_before_it_starts(comfy, model, monkeypatch):
 
 def test_it_is_kept_in_a_file(comfy, model):
     found, text = calibrated(comfy, model, filename_prefix="calibrations/wan")
-    file = text.rpartition("Kept in ")[2].rstrip(".").removesuffix(".safetensors") + ".safetensors"
+    file = text.rpartition("Saved to ")[2].rstrip(".").removesuffix(".safetensors") + ".safetensors"
     again = read_calibration(output_path("x")[0].rpartition("/")[0] + "/" + file)
     assert again.model == found.model and again.calls == found.calls
     for name, products in found.layers.items():

@@ -138,7 +138,7 @@ def test_a_source_that_is_cut_while_it_is_planned_is_an_error(tmp_path, monkeypa
         return comfy_format.UNMEASURED
 
     monkeypatch.setattr(plan_of_weights, "sampled_error", sampled)
-    with pytest.raises(CheckpointError, match=r"in\.safetensors.*cut to 4096 bytes"):
+    with pytest.raises(CheckpointError, match=r"in\.safetensors.*truncated to 4096 bytes"):
         convert_file(source, tmp_path / "out.safetensors", "fp8_e4m3fn", NO_RULES)
     assert sorted(os.listdir(tmp_path)) == ["in.safetensors"]
 

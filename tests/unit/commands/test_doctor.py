@@ -52,7 +52,7 @@ def test_a_simulated_profile_is_said_to_be_one(monkeypatch):
     diagnosis = doctor.diagnose(torch.device("cpu"))
     text = doctor.to_text(diagnosis)
     assert diagnosis["probes"] == [] and "simulated on" in text
-    assert "Simulated profile: the table decides, nothing was probed." in text
+    assert "Simulated profile: its expected values are used, and nothing was probed." in text
 
 
 def test_every_profile_is_described_in_eighty_columns():
@@ -85,8 +85,8 @@ def test_what_auto_chooses_for_typical_models(name, computes):
 def test_the_text_says_what_storage_auto_takes_and_why_int8_is_slow(name, storage):
     description = doctor.describe(name)
     text, slow = " ".join(doctor.to_text(description).split()), description["int8"]["slow"]
-    assert ("int8 models gain no speed here" in text) is bool(slow) and slow in text
-    assert f"where 16 bit does not fit the GPU {storage} {description['too_large']['reason']}" in text
+    assert ("int8 models are not faster here" in text) is bool(slow) and slow in text
+    assert f"if 16 bit does not fit the GPU {storage} {description['too_large']['reason']}" in text
 
 
 def test_the_doctor_changes_no_flag_and_starts_no_process(monkeypatch):

@@ -50,7 +50,7 @@ def test_where_fp8_is_taken_fewer_bits_are_named_and_not_taken(wan, goal):
     device = devices.detect(profile="sm_89").without("int8_matmul_gains", "torch is built for CUDA 12.8.")
     report = plan_file(wan, device, goal, device_memory=2 * 2**30 + 4852)
     assert layers(report)["blocks.0.ffn.0"][0] == layers(report)["blocks.0.ffn.2"][0] == "fp8_e4m3fn"
-    assert "In fp8 the model does not fit either" in report.decisions["storage"] and "makes it fit" in report.decisions["storage"]
+    assert "The model does not fit in fp8 either" in report.decisions["storage"] and "makes it fit" in report.decisions["storage"]
 
 
 @pytest.mark.parametrize("profile", ["sm_75", "sm_89", "cpu"])
@@ -95,7 +95,7 @@ def test_speed_on_a_device_that_gains_from_fp8_only(wan):
 def test_balanced_keeps_the_file_when_it_fits(wan):
     report = plan_file(wan, devices.detect(profile="sm_86"), device_memory=24 * 2**30)
     assert {*layers(report).values()} == {("fp16", "fp16")}
-    assert "converted once" in report.decisions["storage"] and "Each result is looked at" in report.decisions["compute"]
+    assert "converted once" in report.decisions["storage"] and "Each result is checked" in report.decisions["compute"]
     assert report.model.weight_bytes == 2 * report.model.parameters
 
 

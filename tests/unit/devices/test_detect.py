@@ -136,7 +136,7 @@ def test_names_lead_to_their_row_and_an_unknown_name_lists_those_that_exist():
 )  # fmt: skip
 def test_compute_capabilities_go_to_the_nearest_row_and_those_outside_the_table_are_told(capability, row):
     found = hardware.nvidia_row(capability)
-    told = {(5, 2): "5.2 is older than", (13, 0): "13.0 is newer than"}.get(capability, "")
+    told = {(5, 2): "sm_52 is older than", (13, 0): "sm_130 is newer than"}.get(capability, "")
     assert found.name == row and told in " ".join(found.remarks) and (bool(told) or not found.remarks or row == "sm_86")
 
 
@@ -364,5 +364,5 @@ def test_each_fp8_dtype_that_a_device_cannot_hold_is_asked_of_it(monkeypatch):
     monkeypatch.setattr(devices, "why_dtype_not_held", lambda device, name: "no such dtype" if name in ("float8_e5m2", "float8_e8m0fnu") else "")
     here = dataclasses.replace(devices.detect(profile="cpu"), simulated=False)
     found = devices.unheld_storages(here)
-    assert set(found) == {"fp8_e5m2", "mxfp8"} and found["mxfp8"] == f"not on {here.label}: It cannot hold float8_e8m0fnu (no such dtype)."
+    assert set(found) == {"fp8_e5m2", "mxfp8"} and found["mxfp8"] == f"not on {here.label}: It does not support float8_e8m0fnu (no such dtype)."
     assert auto.held_storage(here, "mxfp8")[0] in ("fp16", "bf16") and auto.held_storage(here, "nvfp4")[0] == "as_file"

@@ -63,7 +63,7 @@ def test_no_probe_asks_for_what_cuda_refuses(kitchen):
         asked = [*probes.run_probes(CPU), *(probes.probe(name, probes.gemm, CPU, name) for name in ("fp16", "bf16", "fp32"))]
         _, sums = probes._overflows_in_fp16(*probes.accumulation_operands(CPU))
     outcome = {probe.name: probe.detail for probe in asked if probe.ok is False}
-    assert set(outcome) <= {"bf16_native"} and "does not act" in sums, outcome
+    assert set(outcome) <= {"bf16_native"} and "has no effect" in sums, outcome
 
 
 def test_the_probe_of_int8_products_tells_whether_they_are_right_here():
@@ -227,7 +227,7 @@ def test_the_accumulation_probe_turns_nothing_on_while_a_model_holds_it_off(monk
         thread = threading.Thread(target=lambda: found.extend(probes._overflows_in_fp16(*probes.accumulation_operands(CPU))))
         thread.start()
         thread.join()
-    assert True not in seen and found[0] is None and "holds the flag off" in found[1]
+    assert True not in seen and found[0] is None and "keeps the flag off" in found[1]
 
 
 def test_what_a_page_asks_for_switches_no_flag_and_is_tried_again_at_a_load(monkeypatch):

@@ -123,7 +123,7 @@ def test_a_set_is_whole_or_its_missing_part_is_named_whatever_its_index_leaves_o
     assert len(open_checkpoint(index)) == 3
     (tmp_path / names[2]).unlink()
     for opened in (index, tmp_path / names[0]):
-        with pytest.raises(CheckpointError, match=rf"a set whose file {names[2]} is missing.*Download all parts"):
+        with pytest.raises(CheckpointError, match=rf"one file of the set is missing: {names[2]}.*Download all parts"):
             open_checkpoint(opened)
 
 
@@ -168,7 +168,7 @@ DAMAGED = {
     "lfs": (b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 1\n", "git-LFS"),
     "text": (b"Access to model black-forest-labs/FLUX is restricted", "Access to model"),
     "huge header": ((1 << 60).to_bytes(8, "little") + b"{" + b"\0" * 20, "header of 1152921504606846976"),
-    "header past the end": ((1000).to_bytes(8, "little") + b"{}", "998 more bytes"),
+    "header past the end": ((1000).to_bytes(8, "little") + b"{}", "998 bytes of the header"),
     "no header": (b"\0" * 8, "only 8 bytes"),
 }
 
@@ -272,7 +272,7 @@ def test_a_file_that_was_cut_since_it_was_opened_is_told_and_not_read(tmp_path):
     file = open_checkpoint(tmp_path / "a.safetensors")
     os.truncate(tmp_path / "a.safetensors", 500_000)
     for use in (lambda: file["b"].sum(), file.require_whole):
-        with pytest.raises(CheckpointError, match=r"a\.safetensors: cut to 500000 bytes while it was read"):
+        with pytest.raises(CheckpointError, match=r"a\.safetensors: truncated to 500000 bytes while it was read"):
             use()
 
 

@@ -242,7 +242,7 @@ def test_a_scale_that_the_format_has_no_use_for_is_an_error():
 @pytest.mark.parametrize("settings", [{"format": "svdquant_w4a4"}, {"format": "x" * 500}, {"format": "float8_x", "num_experts": 1}])
 def test_an_unknown_format_is_refused_with_the_comfyui_it_may_need(settings):
     tensors = in_format("int8") | {"comfy_quant": dialects.comfy_quant_bytes(settings)}
-    with pytest.raises(CheckpointError, match=r"no ComfyUI up to.*Update ComfyUI"):
+    with pytest.raises(CheckpointError, match=r"neither ComfyUI up to.*Update ComfyUI"):
         read(tensors)
 
 

@@ -211,9 +211,9 @@ def test_a_device_whose_product_in_fp32_is_wrong_is_blamed_before_the_model(monk
 
 @pytest.mark.parametrize("about", [{}, {"locates_first": False}, {"rungs": []}])
 def test_a_weight_whose_copy_on_the_device_is_bad_is_the_devices_fault(about):
-    weights = OneWeight(torch.tensor([torch.nan]), patch="A LoRA of 'blocks.0' holds NaN.", copied="The weight is finite in memory.")
+    weights = OneWeight(torch.tensor([torch.nan]), patch="A LoRA of 'blocks.0' holds NaN.", copied="The weight is finite in host memory.")
     log, _, error = resolve(Fake(finite_at(), UNKNOWN, weights, **about))
-    assert error.verdict == "device_fault" and "finite in memory" in str(error) and "driver" in log.advice
+    assert error.verdict == "device_fault" and "finite in host memory" in str(error) and "driver" in log.advice
 
 
 class StartsAgain(BaseException):
@@ -239,7 +239,7 @@ def test_beside_a_pack_the_sampling_starts_again_at_the_first_step_of_the_ladder
     (event,) = log.events
     assert log.verdict == "recovered" and event.recovered and event.layer == "blocks.0" and not event.fell_back
     assert (event.from_mode, event.to_mode, log.advice) == ("fp16 of blocks.0", "fp16_safe", ADVICE["recovered"])
-    assert event.evidence == "The sampling was started again in fp16_safe, as ComfyUI-Cache may keep state between steps."
+    assert event.evidence == "The sampling was restarted in fp16_safe, because ComfyUI-Cache may keep state between steps."
 
 
 def test_a_sampling_that_starts_again_under_the_fallback_of_its_plan_says_so():
@@ -261,7 +261,7 @@ def test_beside_a_pack_where_the_sampling_cannot_start_again_no_verdict_is_given
     call = Beside(finite_at())
     call.can_start_again = False
     _, _, error = resolve(call)
-    assert call.ran == ["watched", "fp16_safe", "fp32"] and error.verdict == "stopped" and "leave its node out" in str(error)
+    assert call.ran == ["watched", "fp16_safe", "fp32"] and error.verdict == "stopped" and "remove its node" in str(error)
 
 
 @pytest.mark.parametrize("most", [0, 1, 2, 3, 4, 8])
@@ -301,7 +301,7 @@ def test_of_two_infinite_inputs_the_one_without_which_it_is_finite_is_named(on_n
     given = {"mask": torch.full((1,), -math.inf), "text": torch.full((1,), math.inf)}
     call = Fake(lambda given, how, zeroed: GOOD if torch.isfinite(given["text"]).all() else BAD, UNKNOWN)
     log, _, _ = resolve(call, on_nan, given=given)
-    assert log.verdict == "bad_input" and log.events[0].layer == "text" and "finite with a zero" in log.events[0].evidence
+    assert log.verdict == "bad_input" and log.events[0].layer == "text" and "but finite if" in log.events[0].evidence
     assert "fp16_safe" not in call.ran, "what came in with the inputs is tried in fp32 alone"
 
 
@@ -340,7 +340,7 @@ def test_a_weight_with_inf_is_blamed_where_a_zero_for_it_cures_and_not_else():
     weights = OneWeight(torch.tensor([math.inf]))
     call = Fake(lambda given, how, zeroed: GOOD if zeroed == ["blocks.0.weight"] else BAD, weights=weights)
     _, _, error = resolve(call)
-    assert error.verdict == "bad_weights" and "zero for each" in str(error)
+    assert error.verdict == "bad_weights" and "set to 0" in str(error)
     assert resolve(Fake(finite_at(), weights=weights))[2].verdict == "not_precision"
 
 
@@ -378,7 +378,7 @@ def test_a_repeat_that_raises_ends_no_run_that_would_have_gone_on(on_nan, how, e
 
 
 OWN = Origin("blocks.0", "matmul", "overflow", "fp16", 400.0, result="fp16")
-OF_PACK, OF_OTHERS = "blocks.0 is made by SomePack and computes in a dtype of its own", "blocks.1 computes in a dtype of its own"
+OF_PACK, OF_OTHERS = "blocks.0 is created by SomePack and computes in its own dtype", "blocks.1 computes in its own dtype"
 UNREACHED = {
     "a pack's layer in fp16": (OWN, "stopped", OF_PACK), "what core's code casts": (Origin("blocks.1", "cast", "overflow", "fp32", 1e6, result="fp16"), "stopped", OF_OTHERS),
     "a pack's kernel unseen": (Origin("blocks.0", "", "unknown", "fp32", 1.0, result="fp32"), "stopped", OF_PACK),

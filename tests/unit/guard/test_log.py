@@ -57,7 +57,7 @@ def test_a_verdict_is_told_once_with_the_counts():
     log.notify_verdict(Escalation())
     assert told == []
     log.notify_verdict(Escalation({"blocks.0.down": "fp32", "head": "fp32"}))
-    assert told.pop() == ("verdict", "clean", "Began wider, as an earlier run showed: blocks.0.down, head.", "")
+    assert told.pop() == ("verdict", "clean", "Started in a higher precision that an earlier run needed: blocks.0.down, head.", "")
     log.note(event_of(CallPosition(1), ORIGIN, "fp16", "fp16_wide", True), ORIGIN, "recovered")
     log.extra_calls = 2
     log.notify_verdict(Escalation())
@@ -65,7 +65,9 @@ def test_a_verdict_is_told_once_with_the_counts():
     only_told = GuardLog("report", told)
     only_told.note(event_of(CallPosition(1), ORIGIN, "fp16", "fp16", False), ORIGIN, "stopped")
     only_told.notify_verdict(Escalation())
-    assert told[-1][:3] == ("verdict", "stopped", "Told and not repaired, as the guard is set to."), "nothing was stopped"
+    assert told[-1][:3] == ("verdict", "stopped", (
+        "Not repaired, because the guard is set to report."
+    )), "nothing was stopped"
 
 
 def test_an_encoder_is_told_of_by_its_dtypes():

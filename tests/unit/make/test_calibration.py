@@ -65,7 +65,7 @@ def test_a_file_is_converted_closer(tmp_path, monkeypatch, storage, prefix):
         assert scale is None or torch.equal(scale, found[f"{prefix}{layer}.weight"].scale)
     unseen = f"{prefix}blocks.1.mlp.weight"
     assert torch.equal(load_file(tmp_path / "near.safetensors")[unseen].float(), load_file(tmp_path / "found.safetensors")[unseen].float())
-    assert any("3 layers rounded by the calibration" in note for note in summary.notes)
+    assert any("3 layers rounded with the calibration" in note for note in summary.notes)
 
 
 def test_the_card_says_what_was_rounded_by_what(tmp_path):
@@ -81,12 +81,12 @@ def test_the_card_says_what_was_rounded_by_what(tmp_path):
 
 def test_another_model_s_calibration_is_an_error_that_names_both(tmp_path):
     source, other = model_file(tmp_path / "model.safetensors"), model_file(tmp_path / "finetune.safetensors", seed=1)
-    with pytest.raises(HalfsafeError, match=r"of model\.safetensors, not of finetune\.safetensors"):
+    with pytest.raises(HalfsafeError, match=r"model\.safetensors, not finetune\.safetensors"):
         converted(other, tmp_path / "found.safetensors", "int8", calibrated(source))
     assert not (tmp_path / "found.safetensors").exists()
     calibration = calibrated(source)
     calibration.layers["blocks.7.attn"] = Products.empty(256, 256)
-    with pytest.raises(HalfsafeError, match=r"layer 'blocks\.7\.attn' is not in both"):
+    with pytest.raises(HalfsafeError, match=r"layer 'blocks\.7\.attn' is missing or has another"):
         converted(source, tmp_path / "found.safetensors", "int8", calibration)
 
 
@@ -137,9 +137,9 @@ def test_a_damaged_file_is_an_error_that_names_it(tmp_path, change):
 def test_layers_that_met_nothing_are_named_and_rounded_to_nearest(tmp_path):
     source = model_file(tmp_path / "model.safetensors")
     found = calibrated(source, tokens=0)
-    assert "none of them called" in found.text() and "not called: blocks.0.attn, blocks.0.mlp" in found.text()
+    assert "none was called" in found.text() and "not called: blocks.0.attn, blocks.0.mlp" in found.text()
     _, summary = converted(source, tmp_path / "found.safetensors", "int8", found)
-    assert "no layer was rounded by the calibration" in summary.notes
+    assert "no layer was rounded with the calibration" in summary.notes
 
 
 @pytest.mark.parametrize("storage", ["bf16", "as_file"])

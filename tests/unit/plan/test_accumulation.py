@@ -260,7 +260,7 @@ def test_fp16_sums_by_device_and_compute(profile, modes):
     assert auto.reasons[FP16_ACCUMULATION].startswith("fp16 sums in the layers") is helps
     if acts and not helps:
         device = detect(torch.device("cpu"), profile)
-        assert on.reasons[FP16_ACCUMULATION] == f"Held on while this model runs. {device.reason(FP16_ACCUMULATION)}"
+        assert on.reasons[FP16_ACCUMULATION] == f"Switched on while this model runs. {device.reason(FP16_ACCUMULATION)}"
 
 
 @pytest.mark.parametrize("profile", PROFILE_NAMES)
@@ -287,7 +287,7 @@ def test_fp32_results_rule_out_fp16_sums_where_they_cannot_be_switched_by_layer(
     found = plan("sm_86", ("fp16", "fp16_wide"), fp16_accumulation=value, **execution)
     assert found.proving is (value == "auto" and not execution)
     assert (True in found.flags.values()) is (value == "on" and not execution)
-    assert any("leave no way to switch" in entry.reason for entry in found.without_effect) is bool(execution)
+    assert any("cannot be switched per layer" in entry.reason for entry in found.without_effect) is bool(execution)
 
 
 def test_auto_keeps_fp8_sums_full_and_unchanged_holds_nothing():

@@ -52,14 +52,14 @@ def test_auto_on_every_device(profile):
     [
         ("sm_61", WAN, "1/64"),
         ("sm_75", QWEN_IMAGE, "cannot overflow"),
-        ("sm_75", WAN, "lists fp16 for this model and it is fast on RTX 20xx, T4 (Turing). Each result is looked at"),
-        ("sm_90", WAN, "longer by estimate"),
-        ("sm_75", FLUX, "fp16_safe cannot overflow and takes 1 to 11 % longer by estimate"),
+        ("sm_75", WAN, "lists fp16 for this model and it is fast on RTX 20xx, T4 (Turing). Each result is checked"),
+        ("sm_90", WAN, "longer"),
+        ("sm_75", FLUX, "fp16_safe cannot overflow; it is estimated to take 1 to 11 % longer"),
         ("gfx1100", WAN, "bf16 is native too and has the range of fp32"),
-        ("mps_m1", WAN, "fp16_safe cannot overflow; what it costs here is not known"),
+        ("mps_m1", WAN, "fp16_safe cannot overflow; its cost here is not known"),
         ("sm_86", FLUX, "it is native"),
         ("mps_m1", QWEN_IMAGE, "emulated"),
-        ("cpu", FLUX, "fp32 is what remains"),
+        ("cpu", FLUX, "That leaves fp32"),
     ],
 )
 def test_the_reason_names_the_cause(profile, models, words):
@@ -241,7 +241,7 @@ def test_the_stream_is_fp32_without_bf16(profile, stream):
 def test_a_dtype_that_is_asked_for_dequantizes(compute):
     found = plan_stored("sm_89", compute)
     assert "int8" not in modes(found).values()
-    assert f"as {compute} was asked for" in found.decisions["int8"].reason
+    assert f"because {compute} was requested" in found.decisions["int8"].reason
 
 
 def test_a_rule_that_cannot_act_leaves_the_layer_as_it_is_without_it():
@@ -277,7 +277,7 @@ def loaded(compute="fp16_safe", text="", foreign=()):
 def test_layers_of_another_loader_run_in_fp32_and_are_named_once():
     found = loaded(foreign=("a", "norm"))
     assert {name: (d.mode, d.stream) for name, d in found.decisions.items()} == {"a": ("fp32", "same"), "b": ("fp16_wide", "same")}
-    assert found.decisions["a"].reason == "other.pack multiplies in its own way: run in fp32"
+    assert found.decisions["a"].reason == "other.pack has its own matmul: runs in fp32"
     assert [entry.setting for entry in found.without_effect] == ["compute=fp16_safe"]
 
 

@@ -73,12 +73,12 @@ def test_comments_and_blank_lines():
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("blocks.0.*", "sets nothing"),
+        ("blocks.0.*", "has no setting"),
         ("a colour=red", "colour=red"),
         ("a storage=fp4", "'fp4' is not a valid value for 'storage'"),
         ("a storage=auto", "'auto' is not a valid value for 'storage'"),
-        ("storage=bf16 a", "where the pattern should be"),
-        ("role:inside storage=bf16", "'inside' is no role.*outside, modulation"),
+        ("storage=bf16 a", "not a pattern"),
+        ("role:inside storage=bf16", "'inside' is not a layer role.*outside, modulation"),
         ("re:( storage=bf16", "not a regular expression"),
         ("a storage=bf16 nonsense", "nonsense"),
     ],

@@ -122,7 +122,7 @@ def test_a_format_that_comfyui_lacks_is_unpacked_with_a_note_for_models_and_enco
         encoder = plan_encoder(checkpoint, choice, decisions, "bf16", formats)
         assert model.plans[weight.name].storage == encoder.plans[weight.name].storage == storage
         assert model.notes == encoder.notes and len(model.notes) == (storage == "bf16")
-    assert f"1 layers in {row.title}, which ComfyUI has from {row.since} on, were unpacked to bf16." in model.notes
+    assert f"1 layers in {row.title}, which needs ComfyUI {row.since}, were unpacked to bf16." in model.notes
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])

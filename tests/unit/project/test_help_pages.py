@@ -11,7 +11,7 @@ PAGES = sorted(path.stem for path in FOLDER.glob("*.md"))
 ONE_NODE = "HalfsafeAutoPrecision"
 MOST_WORDS = 450
 SHAPES = {
-    "": re.compile(r"Use it (when|first)\b[^.]*(\.\d[^.]*)*\. Not (needed|for)\b.+\."),
+    "": re.compile(r"Use it (if|to|first)\b[^.]*(\.\d[^.]*)*\. Not (needed|for)\b.+\."),
     "zh": re.compile(r"适用于.[^。]+。.*不.*。"),
 }
 

@@ -80,7 +80,7 @@ def test_images_that_do_not_go_together_are_refused():
 
 
 @pytest.mark.parametrize(("shift", "words"), [
-    (0, "Identical"), (0.005, "hard to see: 46.0 dB"), (0.02, "side by side: 34.0 dB"), (0.1, "plainly: 20.0 dB"), (math.nan, "NaN or Inf in candidate."),
+    (0, "Identical"), (0.005, "hard to see: 46.0 dB"), (0.02, "side by side: 34.0 dB"), (0.1, "clearly: 20.0 dB"), (math.nan, "NaN or Inf in candidate."),
 ])  # fmt: skip
 def test_the_eye_is_told_what_the_figures_mean(shift, words):
     a = torch.full((2, 16, 16, 3), 0.5)
