@@ -6,7 +6,6 @@ Nothing here runs a model. Errors are powers, sums of squares: those of independ
 
 import math
 from collections.abc import Collection, Iterable, Mapping
-from typing import Final
 
 import torch
 
@@ -19,7 +18,6 @@ CHECKS = ("off", "first step", "every 5th step")
 EVERY = {"first step": 0, "every 5th step": 5}
 SAMPLES = 4096
 WORST_BLOCKS = 3
-KIND: Final = "drift"
 THRESHOLDS: dict[str, float] = {
     "fp32": 50.0,
     "fp16_safe": 50.0,
@@ -141,8 +139,8 @@ def drift_event(check: CheckReport, snr_db: float, threshold_db: float, batch_ro
         evidence += f" Farthest: {blocks}."
     advice = ADVICE.get(check.arithmetic, OTHERWISE).format(block=f"{worst}." if worst else "")
     return GuardEvent(
-        check.call, check.step, check.sigma, worst, STEP_CACHE if skipped else "", KIND, batch_rows, check.arithmetic,
-        "fp32", False, evidence, snr_db, threshold_db, advice,
+        check.call, check.step, check.sigma, worst, STEP_CACHE if skipped else "", "drift", batch_rows,
+        check.arithmetic, "fp32", False, evidence, snr_db, threshold_db, advice,
     )  # fmt: skip
 
 
