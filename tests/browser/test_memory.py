@@ -216,7 +216,7 @@ def test_a_run_tells_the_bytes_in_a_card_and_a_message_and_the_goal_on_its_node(
     card.wait_for()
     told = card.inner_text()
     numbers = sum(tensor.numel() for tensor in load_file(small_models / "diffusion_models" / "wan.safetensors").values())
-    assert f"{2 * numbers / 2**20:.2f} MiB (16 bit) -> 5." in told and "kept in bf16" in told and "text and caption projection: 2.12 MiB" in told
+    assert f"{2 * numbers / 2**20:.2f} MiB (16 bit) -> 5." in told and "stay in bf16" in told and "text and caption projection: 2.12 MiB" in told
     assert [toast["summary"].removeprefix("Halfsafe: ") in told for toast in toasts()] == [True]
     comfy.page.wait_for_function(f"() => ({ON_THE_NODE})().some((text) => text.includes('nothing to halve'))")
     comfy.screenshot(pictures, f"halved-{cell}")
