@@ -251,6 +251,16 @@ def shared_files(models_dir: Path) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="module", autouse=True)
+def what_stays_is_not_collected() -> Iterator[None]:
+    """After a module, leave what it has imported and compiled out of later collections: a study, an unloading and several tests begin with
+    one, and torch's compiler alone made each of them take a quarter of a second."""
+    yield
+    families.unload_models()  # a model that is frozen stays
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
 def files_of_a_module(shared_files: tuple[Path, Path]) -> Iterator[None]:
     """All other files that a module's tests write end with it: those of all modules, 17 GB, filled a disk."""
     before = _files()
