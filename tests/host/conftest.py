@@ -69,8 +69,11 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist shares them out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the tests that need the server or its models first: the process that begins with them keeps them, and the other takes tests from the end."""
-    items.sort(key=lambda item: {"server", "small_models"}.isdisjoint(item.fixturenames))
+    """Put the tests that need the server or its models first: the process that begins with them keeps them, and the other takes tests from the end.
+
+    The slow ones come next: one that began last would leave the other process without work.
+    """
+    items.sort(key=lambda item: ({"server", "small_models"}.isdisjoint(item.fixturenames), item.get_closest_marker("slow") is None))
 
 
 def pytest_sessionfinish() -> None:
