@@ -1,4 +1,4 @@
-"""Run every test on a fresh machine: set up, check the style, then each tier. `python scripts/test.py --help`."""
+"""Run every test on a fresh machine: set up, check the style, then each tier, the browser's beside the others. `python scripts/test.py --help`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from setup.environment import (
     provide_kitchen,
 )
 from setup.machine import counts_of
-from setup.progress import run_shown
+from setup.progress import last_line, run_shown, stage
 
 TIERS = {
     "unit": "tests/unit",
@@ -66,10 +67,10 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 1
     tiers = _tiers(options.tier, environment)
-    with _fetching_browser(environment, tiers):
+    with _browser_beside(environment, tiers, pytest_args) as browser:
         results = _check_style(environment) if options.tier is None else []
         for tier in tiers:
-            results.append(_run_tier(tier, environment, pytest_args))
+            results.append(browser() if tier == "browser" and tiers[1:] else _run_tier(tier, environment, pytest_args))
     return _report(results, required=options.tier)
 
 
@@ -89,18 +90,28 @@ def _tiers(wanted: str | None, environment: Environment) -> list[str]:
 
 
 @contextlib.contextmanager
-def _fetching_browser(environment: Environment, tiers: list[str]) -> Iterator[None]:
-    """Fetch the browser and the newest page while other tiers run. Its tier fetches what this could not, and tells why."""
-    if "browser" not in tiers[1:]:
-        yield
-        return
+def _browser_beside(environment: Environment, tiers: list[str], pytest_args: list[str]) -> Iterator[Callable[[], Result]]:
+    """Run the browser's tier while other tiers run, as it waits for its pages half of the time; yield what waits for it and shows its output."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, ThreadPoolExecutor(1) as thread:
+        log = Path(folder) / "browser.log"
+        log.touch()
+        running = thread.submit(_fetch_and_run, environment, pytest_args, log) if "browser" in tiers[1:] else None
+
+        def wait_and_show() -> Result:
+            with stage("\n== browser, which began with the first", lambda: last_line(log)):
+                result = running.result()
+            print(log.read_text(encoding="utf-8", errors="replace"), flush=True)
+            return result
+
+        yield wait_and_show
+
+
+def _fetch_and_run(environment: Environment, pytest_args: list[str], log: Path) -> Result:
+    """Fetch the browser and the newest page without a word, and run their tier. It fetches what this could not, and tells why."""
     command = [sys.executable, "-m", chromium.__name__, str(environment.python)]
     quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    process = subprocess.Popen(command, cwd=ROOT / "scripts", env=clean_environ(), **quiet)
-    try:
-        yield
-    finally:
-        process.wait()
+    subprocess.run(command, cwd=ROOT / "scripts", env=clean_environ(), **quiet)
+    return _run_tier("browser", environment, pytest_args, log)
 
 
 def _check_style(environment: Environment) -> list[Result]:
@@ -115,8 +126,10 @@ def _check(name: str, command: list[str]) -> Result:
     return Result(name, code == 0, "clean" if code == 0 else "failed", time.monotonic() - started)
 
 
-def _run_tier(tier: str, environment: Environment, pytest_args: list[str]) -> Result:
-    print(f"\n== {tier}", flush=True)
+def _run_tier(tier: str, environment: Environment, pytest_args: list[str], log: Path | None = None) -> Result:
+    """Run a tier and show its output, or keep it in ``log``."""
+    if log is None:
+        print(f"\n== {tier}", flush=True)
     started = time.monotonic()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:  # pytest keeps gigabytes of three runs
         junit = Path(folder) / "junit.xml"
@@ -125,8 +138,14 @@ def _run_tier(tier: str, environment: Environment, pytest_args: list[str]) -> Re
             environ = _tier_environ(tier, environment)
         except SetupError as error:
             return Result(tier, None, str(error), time.monotonic() - started)
-        code = run_shown([*command, *pytest_args], ROOT, {**environ, **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), folder)})
+        command, environ = [*command, *pytest_args], environ | dict.fromkeys(("TMPDIR", "TEMP", "TMP"), folder)
+        code = run_shown(command, ROOT, environ) if log is None else _run_logged(command, environ, log)
         return Result(tier, code == 0, counts_of(junit), time.monotonic() - started)
+
+
+def _run_logged(command: list[str], environ: dict[str, str], log: Path) -> int:
+    with log.open("wb") as output:
+        return subprocess.run(command, cwd=ROOT, env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT).returncode
 
 
 def _paths(tier: str) -> list[str]:

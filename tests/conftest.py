@@ -105,6 +105,16 @@ def own_draws(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Iterator[None]:
+    """No garbage is looked for while modules and tests are made, which stay."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Refuse to go on where pytest-xdist does not see the groups: it would share out every test by itself, with a server for each process.

@@ -20,9 +20,10 @@ import pytest
 import torch
 from setup.comfyui_server import MODEL_FOLDERS, Server, make_base_directory
 from support import families, inprocess, next_core, second_device, tiny_models
-from support.cuda_rules import CudaRules, HostReads
+from support.cuda_rules import RULES, CudaRules, HostReads, rules_in_kernels, with_rules
 from support.guarded_runs import MODEL
 from torch._C import DispatchKey, DispatchKeySet
+from torch._subclasses.fake_tensor import FakeTensor
 
 CPU = DispatchKeySet(DispatchKey.CPU)
 PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")
@@ -70,8 +71,11 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist shares them out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the tests that need the server or its models first: the process that begins with them keeps them, and the other takes tests from the end."""
-    items.sort(key=lambda item: {"server", "small_models"}.isdisjoint(item.fixturenames))
+    """Put the tests that need the server or its models first: the process that begins with them keeps them, and the other takes tests from the end.
+
+    The slow ones come next: one that began last would leave the other process without work.
+    """
+    items.sort(key=lambda item: ({"server", "small_models"}.isdisjoint(item.fixturenames), item.get_closest_marker("slow") is None))
 
 
 def pytest_sessionfinish() -> None:
@@ -109,6 +113,9 @@ def fast_matmuls() -> Iterator[None]:
     library = torch.library.Library("aten", "IMPL")
     kernels = {"_scaled_mm": _scaled_mm(_own("_scaled_mm")), **{name: _convolution(_own(name)) for name in CONVOLUTIONS}}
     kernels |= {name: _product(_own(name)) for name in PRODUCTS}
+    for operation in RULES:
+        name = operation.name().removeprefix("aten::")
+        kernels[name] = with_rules(operation, kernels.get(name) or _own_if_any(name))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of an operator that has a kernel already
         for name, kernel in kernels.items():
@@ -121,6 +128,10 @@ def _own(name: str) -> Callable:
     """Return torch's own kernel of an operation."""
     kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
     return lambda *args, **kwargs: kernel.call_boxed(CPU, *args, **kwargs)
+
+
+def _own_if_any(name: str) -> Callable | None:
+    return _own(name) if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CPU") else None
 
 
 def _scaled_mm(own: Callable) -> Callable:
@@ -171,7 +182,7 @@ def _ruled(apply_model: Callable) -> Callable:
     watched = threading.Lock()
 
     def call(*args, **kwargs):
-        rules = contextlib.nullcontext() if second_device.is_present() else CudaRules()  # it has a rule book of its own
+        rules = _rules(args[1])
         if not watched.acquire(blocking=False):  # reads are watched in the whole process: not by two threads at once
             with rules:
                 return apply_model(*args, **kwargs)
@@ -182,6 +193,14 @@ def _ruled(apply_model: Callable) -> Callable:
             watched.release()
 
     return call
+
+
+def _rules(x: torch.Tensor) -> contextlib.AbstractContextManager:
+    """CUDA's rules for a call of a model: in the kernels, or as a mode where tensors without values reach no kernel."""
+    if second_device.is_present():
+        return contextlib.nullcontext()  # it has a rule book of its own
+    in_kernels = hasattr(torch.library, "get_kernel") and not isinstance(x, FakeTensor) and torch._C._len_torch_dispatch_stack() == 0
+    return rules_in_kernels() if in_kernels else CudaRules()
 
 
 @pytest.fixture(scope="session")
@@ -250,6 +269,16 @@ def shared_files(models_dir: Path) -> tuple[Path, Path]:
     """The files that every module has: ``wan`` and ``overflowing``."""
     folder = models_dir / "diffusion_models"
     return tiny_models.wan(folder / "wan_clean.safetensors"), tiny_models.wan_overflowing(folder / "wan_overflowing.safetensors")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def what_stays_is_not_collected() -> Iterator[None]:
+    """After a module, leave what it has imported and compiled out of later collections: a study, an unloading and several tests begin with
+    one, and torch's compiler alone made each of them take a quarter of a second."""
+    yield
+    families.unload_models()  # a model that is frozen stays
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)

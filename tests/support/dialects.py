@@ -174,12 +174,11 @@ def tiled(scales: torch.Tensor) -> torch.Tensor:
     """Block scales as cuBLAS wants them: padded to 128 x 4; the tile of row r, column c holds them at (r % 32, r // 32, c)."""
     rows, columns = scales.shape
     down, across = -(-rows // 128), -(-columns // 4)
-    flat = torch.zeros(down * across * 512, dtype=scales.dtype)
-    for r in range(rows):
-        for c in range(columns):
-            tile, inside = (r // 128) * across + c // 4, (r % 32) * 16 + (r % 128) // 32 * 4 + c % 4
-            flat[tile * 512 + inside] = scales[r, c]
-    return flat.reshape(down * 128, across * 4)
+    r, c = torch.arange(rows)[:, None], torch.arange(columns)
+    tile, inside = (r // 128) * across + c // 4, (r % 32) * 16 + (r % 128) // 32 * 4 + c % 4
+    flat = torch.zeros(down * across * 512, dtype=torch.uint8)
+    flat[tile * 512 + inside] = scales.view(torch.uint8)
+    return flat.view(scales.dtype).reshape(down * 128, across * 4)
 
 
 def _two_a_byte(numbers: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ family by the numbers in ``published``: so are the models of `NARROW` and of `ra
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import json
 import math
@@ -128,7 +129,7 @@ def ltxv(path: Path, dtype: torch.dtype = torch.bfloat16, head_dim: int = 8, lay
 
 
 def anima(path: Path, dtype: torch.dtype = torch.bfloat16, hidden: int = 256, seed: int = 0) -> Path:
-    """Write an Anima model; its text adapter has its real size, 130 million parameters, which ComfyUI fixes."""
+    """Write an Anima model; its text adapter has its real size, 130 million parameters, which ComfyUI fixes; half of its blocks under `small_sizes`."""
     from comfy.ldm.anima.model import Anima
 
     config = {
@@ -196,9 +197,11 @@ def sized(sizes: dict, published: dict | None = None) -> dict[str, str]:
 
 @contextlib.contextmanager
 def small_sizes() -> Iterator[None]:
-    """What ComfyUI detects has the sizes that a file's metadata names."""
+    """What ComfyUI detects has the sizes that a file's metadata names, and Anima's text adapter half of its blocks."""
     from comfy import model_detection
+    from comfy.ldm.anima import model as of_anima
 
+    adapter = of_anima.LLMAdapter
     detect_config, detect_class = model_detection.detect_unet_config, model_detection.model_config_from_unet
 
     def published(state_dict, prefix, metadata=None):
@@ -212,9 +215,11 @@ def small_sizes() -> Iterator[None]:
         return found
 
     model_detection.detect_unet_config, model_detection.model_config_from_unet = published, small
+    of_anima.LLMAdapter = functools.partial(adapter, num_layers=3)
     try:
         yield
     finally:
+        of_anima.LLMAdapter = adapter
         model_detection.detect_unet_config, model_detection.model_config_from_unet = detect_config, detect_class
 
 

@@ -14,6 +14,7 @@ from halfsafe.nodes.host.compute.fp8_product import fast_accumulation
 from halfsafe.precision.commands.convert import convert_file
 from halfsafe.precision.plan.rules import rules_from
 from support import families
+from support.cuda_rules import rules_in_kernels
 from support.dynamic_vram import dynamic_vram
 from support.families import load, report
 from support.measures import relative_error
@@ -29,15 +30,8 @@ def _device(monkeypatch):
 @pytest.fixture(autouse=True)
 def _products_of_a_gpu():
     """A CPU has no ``_scaled_mm_v2``, which ``torch.nn.functional.scaled_mm`` calls; on a GPU it is ``_scaled_mm``."""
-    library = torch.library.Library("aten", "IMPL")
-    if hasattr(torch.ops.aten, "_scaled_mm_v2"):
-        library.impl("_scaled_mm_v2", scaled_mm, "CPU")
-    yield
-    library._destroy()
-
-
-def scaled_mm(left, right, scale_a, recipe_a, swizzle_a, scale_b, recipe_b, swizzle_b, bias, out_dtype, *others, **options):
-    return torch._scaled_mm(left, right, scale_a=scale_a[0], scale_b=scale_b[0], bias=bias, out_dtype=out_dtype)
+    with rules_in_kernels():
+        yield
 
 
 def rows_of(dtype=torch.bfloat16):
@@ -94,10 +88,14 @@ def test_the_switch_reaches_the_products_of_its_thread_inside_of_its_scope(layer
         given.append(use_fast_accum)
         return real(*args, **kwargs)
 
+    def in_a_thread():
+        with torch.inference_mode(), rules_in_kernels():
+            Fp8Linear(layer)(rows)
+
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
     with fast_accumulation({}):
         Fp8Linear(layer)(rows)
-        thread = threading.Thread(target=torch.inference_mode()(lambda: Fp8Linear(layer)(rows)))
+        thread = threading.Thread(target=in_a_thread)
         thread.start()
         thread.join()
     Fp8Linear(layer)(rows)

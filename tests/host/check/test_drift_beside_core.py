@@ -69,22 +69,21 @@ def sampled(family, model, lengths):
 def test_no_check_shows_in_a_picture_made_beside_a_node_of_comfyui(comfy, models, check):
     table = {}
     for name, (family, *_) in NODES.items():
+        plain = models(family, None, "bf16")
+        expected = sampled(family, patched(name, plain), (None, None))
         for order in ("before", "behind"):
-            table[name, order] = outcome(comfy, models(family, None, "bf16"), name, family, order, check)
+            table[name, order] = outcome(comfy, plain, name, family, order, check, expected)
     text = "\n".join(f"{name:20} guard {order}: {found}" for (name, order), found in table.items())
     print(text)
     assert all(found.startswith(("same bits", "left out")) for found in table.values()), text
 
 
-def outcome(comfy, plain, name, family, order, check):
-    def guard(model, check):
-        return guarded(comfy, model, check=check)
-
-    def make(check):
-        return patched(name, guard(plain, check)) if order == "before" else guard(patched(name, plain), check)
-
-    model = make(check)
-    found, expected = sampled(family, model, (None, None)), sampled(family, make("off"), (None, None))
+def outcome(comfy, plain, name, family, order, check, expected):
+    if order == "before":
+        model = patched(name, guarded(comfy, plain, check=check))
+    else:
+        model = guarded(comfy, patched(name, plain), check=check)
+    found = sampled(family, model, (None, None))
     checks = report_of(model).checks
     left_out = {each.left_out for each in checks}
     if not checks or not torch.equal(expected, found):

@@ -21,12 +21,15 @@ def test_a_clean_run_is_silent(comfy, models_dir, family, arithmetic):
     path.unlink()
 
 
+@pytest.fixture(scope="module")
+def wide(models_dir):
+    return families.write("qwen_image", models_dir / "diffusion_models")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("arithmetic", ["bf16", "fp8 storage", "int8"])
-def test_a_clean_run_at_the_width_of_the_published_model_is_silent(comfy, models_dir, arithmetic):
-    path = families.write("qwen_image", models_dir / "diffusion_models")
-    silent(clean_runs.checked(comfy, "qwen_image", path, arithmetic), arithmetic)
-    path.unlink()
+def test_a_clean_run_at_the_width_of_the_published_model_is_silent(comfy, wide, arithmetic):
+    silent(clean_runs.checked(comfy, "qwen_image", wide, arithmetic), arithmetic)
 
 
 def silent(model, arithmetic):

@@ -60,8 +60,10 @@ def test_an_operand_of_any_layer_that_overflows_later_is_seen(model_of, family):
             reference = families.replay(exact, call)
             later = relative_error(reference, families.replay(safe, call))
             compute_of(safe).runs.of(safe.model).calibration.recalibrate()
+            if not reference.isfinite().all() or later <= 2e-3:
+                continue
             measured = relative_error(reference, families.replay(safe, call))
-        if reference.isfinite().all() and not later <= max(2e-3, 1.2 * measured):
+        if not later <= 1.2 * measured:
             wrong.append((name, later, measured))
     assert not wrong
 

@@ -155,7 +155,7 @@ def test_stop_and_report(comfy, files):
 
 @pytest.fixture(scope="module")
 def clip(comfy, models_dir):
-    tiny_models.clip_l(models_dir / "text_encoders" / "guard_clip.safetensors")
+    tiny_models.narrow_clip_l(models_dir / "text_encoders" / "guard_clip.safetensors")
     return comfy.run("HalfsafeLoadCLIP", clip_name1="guard_clip.safetensors", type="stable_diffusion", storage="auto", compute="auto")[0]
 
 
@@ -206,7 +206,7 @@ def test_a_clean_conditioning_is_the_same(comfy, clip):
 def test_an_embedding_with_nan_is_bad_input(comfy, clip):
     tokens = clip.tokenize("a")
     name = next(iter(tokens))
-    tokens[name][0][1] = (torch.full((768,), math.nan), 1.0)
+    tokens[name][0][1] = (torch.full((256,), math.nan), 1.0)
     with pytest.raises(NonFinite, match="textual inversion") as error:
         guard_clip(comfy, clip).encode_from_tokens_scheduled(tokens)
     assert error.value.verdict == "bad_input"

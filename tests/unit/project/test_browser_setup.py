@@ -6,6 +6,8 @@ import importlib.util
 import os
 import sys
 import tempfile
+import time
+import types
 from pathlib import Path
 
 import pytest
@@ -102,6 +104,24 @@ def test_a_tier_leaves_no_files_in_the_machine_s_temporary_folder(tmp_path: Path
     monkeypatch.setitem(test_script.TIERS, "one", str(tmp_path / "test_one.py"))
     assert test_script._run_tier("one", environment.Environment(PYTHON, tmp_path), ["-p", "no:cacheprovider"]).passed
     assert list((tmp_path / "machine").iterdir()) == []
+
+
+def test_the_browser_s_tier_runs_beside_the_others_and_is_shown_after_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    ran = tmp_path / "ran"
+    (tmp_path / "test_page.py").write_text(f"def test_page(): open({str(ran)!r}, 'w').close(); assert 'seen' == 'wanted'\n")
+    monkeypatch.setattr(test_script, "chromium", types.ModuleType("this"))
+    monkeypatch.setattr(test_script, "_tier_environ", lambda *_: dict(os.environ))
+    monkeypatch.setattr(test_script, "IN_TWO_PROCESSES", {})
+    monkeypatch.setitem(test_script.TIERS, "browser", str(tmp_path / "test_page.py"))
+    beside = test_script._browser_beside(environment.Environment(PYTHON, tmp_path), ["unit", "browser"], ["-p", "no:cacheprovider"])
+    with beside as wait_and_show:
+        deadline = time.monotonic() + 120
+        while not ran.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert ran.exists() and capsys.readouterr().out == "", "it runs without a word between the lines of another tier"
+        result = wait_and_show()
+    assert (result.name, result.passed, result.summary) == ("browser", False, "0 passed, 1 failed, 0 errors, 0 skipped")
+    assert "AssertionError: assert 'seen' == 'wanted'" in capsys.readouterr().out
 
 
 def test_without_a_network_the_page_of_an_earlier_run_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
