@@ -48,7 +48,7 @@ def test_the_sidebar_and_a_message_can_be_read(comfy: ComfyPage, theme: str, lan
     assert message["x"] >= 0 and message["x"] + message["width"] <= width
 
 
-REFUSED = "This ComfyUI calls its layers with `unheard_of`, which Halfsafe 1.1.0 does not support: LoRAs on 8-bit weights are off. Update Halfsafe."
+REFUSED = "This ComfyUI calls its layers with `unheard_of`, which Halfsafe 1.2.0 does not support: LoRAs on 8-bit weights are off. Update Halfsafe."
 """A sentence that the server adds to the device's facts, as ``tests/host/compute/test_known_calls.py`` makes it."""
 
 
