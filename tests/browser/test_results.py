@@ -119,7 +119,7 @@ def test_a_result_is_drawn_as_a_sentence_and_a_table(opened_page: ComfyPage, nod
     sent = {"node": opened_page.evaluate("() => String(app.graph.nodes[0].id)"), "prompt_id": "p", "output": result.ui()}
     opened_page.send("executed", **{**sent, "display_node": sent["node"]})
     opened_page.page.wait_for_selector(".hs-figures")
-    assert opened_page.evaluate(SENTENCES) == ["3 of 4 layers stand int8: error about 2.8 % (31.0 dB)."]
+    assert opened_page.evaluate(SENTENCES) == ["3 of 4 layers can use int8: error about 2.8 % (31.0 dB)."]
     marked = opened_page.page.locator('.hs-figures tbody tr[data-marked="true"]')
     assert marked.all_text_contents() == ["blocks.0.ffn.212.0±12\u00a0%12.0chosen"] and opened_page.page.locator(".hs-figures tbody tr").count() == 2
     opened_page.zoom_to(node, 296)  # as narrow as in a template
