@@ -2,7 +2,7 @@
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import comfy.ldm.lumina.model
@@ -96,7 +96,7 @@ class PlannedModel(Acting):
             self.calibration.results.allowed = self._fp16_results and not fp32
             self.calibration.recalibrate()
 
-    def run(self, make: Callable, patches: Callable[[], Sequence[Patch]]):
+    def run(self, make: Callable, patches: Callable[[], Iterable[Patch]]):
         """Make a call of the model's text adapter, or of a ControlNet, with ``patches`` on it; again when a look at it
         fails."""
         self._settle_flags()

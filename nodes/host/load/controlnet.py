@@ -8,17 +8,16 @@ import weakref
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import comfy.controlnet
 import comfy.model_management
-import comfy.model_patcher
 import comfy.ops
 import comfy.supported_models
 import torch
 from comfy.controlnet import ControlBase, ControlNet
 from comfy.model_base import BaseModel
+from comfy.supported_models_base import BASE
 from comfy_execution.progress import get_progress_state
 
 from ....precision.base.dtypes import dtype_named
@@ -27,10 +26,12 @@ from ....precision.devices.memory import require_memory
 from ....precision.formats.checkpoint import Checkpoint
 from ....precision.formats.comfy_format import check_finite
 from ....precision.formats.stored_weight import StoredWeight
+from ....precision.plan.auto import UNQUANTIZED
 from ....precision.plan.choice import Choice, LoadRecord
 from ....precision.plan.facts import file_dtype
 from ....precision.plan.rules import Rules
-from ..compute.control import PlannedControl, plan_control, planned_control
+from ..comfyui.attributes import set_control_dtype
+from ..compute.control import PlannedControl
 from . import detection, models
 from .devices import free_host_memory
 from .files import open_model
@@ -48,11 +49,8 @@ FROM_THE_MODEL = re.compile(r"^(x_embedder|orig_y_embedder)\.")
 FAMILIES = {
     "comfy.ldm.qwen_image.": comfy.supported_models.QwenImage,
     "comfy.ldm.flux.": comfy.supported_models.Flux,
-    "comfy.ldm.hydit.": comfy.supported_models.HunyuanDiT,
-    "comfy.cldm.mmdit": comfy.supported_models.SD3,
 }
-"""The module of a ControlNet's model -> the family whose dtypes it works in; others work in all."""
-PLAIN = ("fp16", "bf16", "fp32")
+"""The module of a ControlNet's model -> the family whose dtypes it works in; others work in all, fp16 first."""
 _runs: weakref.WeakKeyDictionary[BaseModel, tuple[weakref.ref, weakref.WeakKeyDictionary]] = weakref.WeakKeyDictionary()
 """A model -> the prompt of its last runs, as ComfyUI's progress registry of it, and the ControlNets of those runs."""
 
@@ -85,18 +83,18 @@ def load_control_net(path: str, storage: str, compute: str, rules: Rules) -> Con
     control = _made_by_core(checkpoint)
     cls = type(control).__name__
     if cls in WHY_OWN:
-        record = _own_record(checkpoint, WHY_OWN[cls], storage, compute)
-        models.tell(record)
+        loaded = LoadedControl(cls, _own_record(checkpoint, WHY_OWN[cls], storage, compute), None)
+        models.tell(loaded.record)
     else:
-        record = _plan(control, checkpoint, storage, compute, rules)
-    return _follow(control, LoadedControl(cls, record, planned_control(control)))
+        loaded = _plan(control, checkpoint, storage, compute, rules)
+    return _follow(control, loaded)
 
 
 def _made_by_core(checkpoint: Checkpoint) -> ControlBase:
     """Have ComfyUI load a file, quantized weights unpacked to 16 bit."""
     dtype = file_dtype(checkpoint)
     options = {
-        "dtype": dtype_named(dtype) if dtype in PLAIN else torch.bfloat16,
+        "dtype": dtype_named(dtype) if dtype in UNQUANTIZED else torch.bfloat16,
         "custom_operations": comfy.ops.manual_cast,
         "global_average_pooling": Path(checkpoint.path).stem.endswith(SHUFFLE),
     }
@@ -131,20 +129,20 @@ def _own_record(checkpoint: Checkpoint, why: str, storage: str, compute: str) ->
     )
 
 
-def _plan(control: ControlNet, checkpoint: Checkpoint, storage: str, compute: str, rules: Rules) -> LoadRecord:
+def _plan(control: ControlNet, checkpoint: Checkpoint, storage: str, compute: str, rules: Rules) -> LoadedControl:
     module = control.control_model
     detected = _detected(checkpoint, module)
     load = models.prepare(detected, storage, compute, rules)
-    arithmetic = load.plan.compute.unwatched
+    plan = load.plan.compute.unwatched
     _store(module, detected, load)
-    models.settle_quantized(module, detected, load, arithmetic.weight_dtype)
-    patcher, offload_device = comfy.model_patcher.CoreModelPatcher, comfy.model_management.unet_offload_device()
-    control.control_model_wrapped = patcher(module, load_device=control.load_device, offload_device=offload_device)
-    plan_control(control, arithmetic, dtype_named(arithmetic.activation_dtype))
+    models.settle_quantized(module, detected, load, plan.weight_dtype)
+    module.dtype = dtype_named(plan.activation_dtype)  # ComfyUI casts inputs to it (``get_control``)
+    set_control_dtype(control, module.dtype)
+    planned = PlannedControl(module, plan, module.dtype, control.load_device)
     record = models.record_of(detected, load)
-    control.control_model_wrapped.set_attachments(models.ATTACHMENT, record)
-    models.tell(record, arithmetic.choice)
-    return record
+    planned.current_patcher.set_attachments(models.ATTACHMENT, record)
+    models.tell(record, plan.choice)
+    return LoadedControl(type(module).__name__, record, planned)
 
 
 def _detected(checkpoint: Checkpoint, module: torch.nn.Module) -> detection.Detected:
@@ -160,12 +158,11 @@ def _detected(checkpoint: Checkpoint, module: torch.nn.Module) -> detection.Dete
     if any(weight.quantized and name not in weights for name, weight in stored.items()):
         notes = [*notes, "The file has diffusers' names: it was converted to ComfyUI's."]
     checkpoint = replace(checkpoint, weights=weights, notes=notes)
-    family = next((family for start, family in FAMILIES.items() if type(module).__module__.startswith(start)), None)
-    supported = family.supported_inference_dtypes if family else [dtype_named(name) for name in PLAIN]
+    made_of = type(module).__module__
+    family = next((family for start, family in FAMILIES.items() if made_of.startswith(start)), BASE)
     names = {name: name.removesuffix(".weight") for name in weights if name.endswith(".weight")}
-    config = SimpleNamespace(supported_inference_dtypes=supported)
-    facts = detection.facts_of_modules(checkpoint, dict(module.named_modules()), names, "", config)
-    return detection.Detected(checkpoint, "", config, facts, names)
+    facts = detection.facts_of_modules(checkpoint, dict(module.named_modules()), names, "", family)
+    return detection.Detected(checkpoint, "", family, facts, names)
 
 
 def _store(module: torch.nn.Module, detected: detection.Detected, load: models.PreparedLoad) -> None:
