@@ -75,11 +75,11 @@ def _attending(module: torch.nn.Module, attend: Callable) -> Iterator[Patch]:
     for part in module.modules():
         signature = _signature(type(part).forward)
         if OPTIONS in signature.parameters and part is not module:
-            yield part, "forward", functools.partial(_call, part.forward, signature, attend)
+            yield part, "forward", functools.partial(_call, part.forward, signature.bind, attend)
 
 
-def _call(forward: Callable, signature: inspect.Signature, attend: Callable, *args, **kwargs):
-    bound = signature.bind(None, *args, **kwargs)  # of the class: None stands for ``self``
+def _call(forward: Callable, arguments: Callable, attend: Callable, *args, **kwargs):
+    bound = arguments(None, *args, **kwargs)  # of the class's function: None stands for ``self``
     options = bound.arguments.get(OPTIONS) or {}
     if OVERRIDE not in options:
         bound.arguments[OPTIONS] = overridden(options, attend)
