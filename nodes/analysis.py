@@ -3,7 +3,7 @@
 import torch
 from comfy_api.latest import io
 
-from ..precision.study.analysis_text import analysis_text, result_of, rules_of
+from ..precision.study.analysis_text import analysis_result, analysis_text, rules_of
 from ..precision.study.candidates import CANDIDATES
 from ..precision.study.charts import analysis_chart
 from .host.compute.layer_modes import compute_name
@@ -80,7 +80,7 @@ class AnalyzeLayers(io.ComfyNode):
         name = type(model.model).__name__
         text = analysis_text(found, name, compute_name(model))
         chart = torch.from_numpy(analysis_chart(found, name)).unsqueeze(0)
-        return io.NodeOutput(rules_of(found), text, chart, ui=result_of(found, text).ui())
+        return io.NodeOutput(rules_of(found), text, chart, ui=analysis_result(found, text).ui())
 
 
 NODES = [AnalyzeLayers]

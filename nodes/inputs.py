@@ -6,7 +6,7 @@ from ..precision.base.errors import HalfsafeError
 from ..precision.base.options import COMPUTE_OPTIONS, STORAGE_OPTIONS
 from ..precision.check.drift import CHECKS
 from ..precision.guard.policy import ON_NAN
-from ..precision.make.calibration import Calibration
+from ..precision.make.calibration import CalibrationData
 from ..precision.plan.rules import Rules
 
 CATEGORY = "precision"
@@ -73,11 +73,11 @@ def checked_rules(rules: object, name: str = "rules") -> Rules | None:
     return _checked(rules, Rules, problem, "Connect that node to it; lines of rules go into its own text.")
 
 
-def checked_calibration(calibration: object) -> Calibration | None:
+def checked_calibration(calibration: object) -> CalibrationData | None:
     """Return what an input of a calibration was given; None where nothing is connected."""
     problem = f"This takes the output of Calibrate (Halfsafe), not a {type(calibration).__name__}."
     advice = "Connect that node to it; a kept file goes to convert --calibration."
-    return _checked(calibration, Calibration, problem, advice)
+    return _checked(calibration, CalibrationData, problem, advice)
 
 
 def _checked(value, cls: type, problem: str, advice: str):

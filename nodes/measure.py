@@ -6,7 +6,7 @@ from comfy_api.latest import io
 from ..precision.base.errors import HalfsafeError
 from ..precision.study.charts import tradeoffs_chart
 from ..precision.study.tradeoffs import DEFAULT_SETTINGS, settings_from
-from ..precision.study.tradeoffs_text import result_of, table_text
+from ..precision.study.tradeoffs_text import table_text, tradeoffs_result
 from .host.comfyui.page import refusal
 from .host.study import tradeoffs as host
 from .inputs import MEASURE, RulesType, seed_input
@@ -71,7 +71,7 @@ class MeasurePrecisions(io.ComfyNode):
         found = host.measure_model(model, inputs, settings_from(candidates))
         text = table_text(found)
         chart = torch.from_numpy(tradeoffs_chart(found)).unsqueeze(0)
-        return io.NodeOutput(text, found.rules, chart, ui=result_of(found, text).ui())
+        return io.NodeOutput(text, found.rules, chart, ui=tradeoffs_result(found, text).ui())
 
 
 NODES = [MeasurePrecisions]

@@ -17,7 +17,7 @@ from .host.reporting.here import facts_here
 from .inputs import MEASURE
 
 
-class Report(io.ComfyNode):
+class ReportNode(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         return io.Schema(
@@ -83,4 +83,4 @@ class DeviceInfo(io.ComfyNode):
         return io.NodeOutput(text, json.dumps(found, allow_nan=False), ui=doctor.diagnosis_result(found).ui())
 
 
-NODES = [Report, DeviceInfo]
+NODES = [ReportNode, DeviceInfo]

@@ -5,7 +5,7 @@ import { isTranslated, said, t, together } from "./words.mjs";
 /**
  * What the page derives from a report of version 1; no DOM here.
  * @typedef {{name: string, class: string, storage: string, mode: string, accumulation: string, stream: string, reason: string, kernel: string}} Layer
- * @typedef {{call: number, step: number, sigma: number | null, layer: string, op: string, kind: string, from: string, to: string, recovered: boolean, evidence: string, advice: string}} GuardEvent
+ * @typedef {{call: number, step: number, sigma: number | null, layer: string, op: string, kind: string, from: string, to: string, recovered: boolean, evidence: string, advice: string, ended?: boolean}} GuardEvent
  * @typedef {{step: number, sigma: number | null, arithmetic: string, snr_db: number | null, threshold_db: number | null, blocks: {name: string, snr_db: number | null}[], left_out: string}} Check
  * @typedef {{verdict: string, calls: number, extra_calls: number, escalations: Record<string, string>, events: GuardEvent[], checks: Check[]}} Guard
  * @typedef {{node: string, kind: string, verdict: string, messages: string[], advice: string}} Encoder

@@ -15,6 +15,8 @@ import { firstSentence, inTwo, isTranslated, said, t, together } from "./words.m
  */
 
 const OURS = "halfsafe.";
+/** The class of the error with which a guard ends a run. */
+const OF_GUARD = "halfsafe.NonFinite";
 /** How long a rescue is told beside the picture that it saved, in milliseconds. */
 const BESIDE_THE_PICTURE = 8000;
 /** The folders before the file that a message begins with. */
@@ -144,7 +146,7 @@ export function isWider({ event, verdict, of }) {
 export function errorOf({ node_id: id, exception_type: type, exception_message: text }, run) {
   const [plain, node] = [text.replace(FOLDERS, ""), String(id)];
   if (!String(type).startsWith(OURS)) return { node, message: text.trim().split("\n")[0], advice: "", told: true };
-  const guards = run?.events.find(({ message }) => message && text.includes(message));
+  const guards = type === OF_GUARD ? run?.events.find(({ event }) => event?.ended) : undefined;
   if (guards) return { node, message: saidText(guards), advice: said(guards.advice), told: true, guard: String(guards.node_id ?? "") };
   return { node, ...inTwo(plain), told: false };
 }

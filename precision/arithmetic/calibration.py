@@ -18,7 +18,7 @@ import torch
 
 from ..base.amax import amax
 from ..base.nested import floats_in
-from ..base.oom import is_of_compiler, is_oom
+from ..base.oom import is_of_compiler, is_torch_oom
 from ..base.patching import compile_disabled
 from .hiding import HidingCode
 from .operand_scale import OperandScale, SharedOperands
@@ -142,7 +142,9 @@ class Calibration:
             if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.dim() < 2:
                 continue
             name = f"input {key}"
-            proof = self.proofs.get(name) or self.add(InputRange(name))
+            proof = self.proofs.get(name)
+            if not isinstance(proof, InputRange):
+                proof = self.add(InputRange(name))
             if not self.calibrating:
                 proof.record_amax(x)
             else:
@@ -228,7 +230,7 @@ class Calibration:
         if self.calibrating and self._ran_short and not self.spares_memory:
             self.spares_memory = self._spared = True
             return True
-        if is_oom(error) or is_of_compiler(error):
+        if is_torch_oom(error) or is_of_compiler(error):
             return False
         if not self.calibrating and self._missed.any:
             self.repeats += 1
@@ -247,7 +249,7 @@ class Calibration:
         try:
             yield
         except RuntimeError as error:
-            self._ran_short = is_oom(error)
+            self._ran_short = is_torch_oom(error)
             raise
 
     def _place(self, result: object) -> None:

@@ -116,26 +116,28 @@ class Fp16AccumulationLinear:
             return self.inner(x)
         if self.calibration.calibrating:
             self.sums.device = x.device
-            return self._calibrate(x)
+            return self._calibrate(x, self.weights)
         if not self.sums.proven:
             if not self.by_layer and not self.sums.terms:
                 self.sums.record(x.new_full((), math.inf, dtype=torch.float32))
             return self.inner(x)
         self.sums.record(amax(x) if self.sums.by == "amax" else largest_row_norm(x))
         with flags.switched(FP16_ACCUMULATION, True) if self.by_layer else nullcontext():
-            return self._scaled(x) if self.sums.scales else self.inner(x)
+            return self._scaled(x, self.weights) if self.sums.scales else self.inner(x)
 
-    def _calibrate(self, x: torch.Tensor) -> torch.Tensor:
+    def _calibrate(self, x: torch.Tensor, weights: WeightProvider) -> torch.Tensor:
         # Asked for once, for the reason at ``SafeOperation._calibrate`` (comfy/ops.py, resolve_cast_module_with_vbar).
-        with lent(self.weights(self.module, x, torch.float16)) as (weight, bias):
+        with lent(weights(self.module, x, torch.float16)) as (weight, bias):
             norms = [torch.linalg.vector_norm(weight, n, dim=-1, dtype=torch.float32).amax() for n in (1, 2)]
-            numbers = torch.stack([amax(x), largest_row_norm(x), *norms]).tolist()
-            self.sums.prove(*numbers, terms=weight.shape[-1], can_scale=weight.shape[0] >= WORTH_SCALING)
+            numbers = torch.stack([amax(x), largest_row_norm(x), *norms])
+            largest, norm, row_sum, row_norm = numbers.tolist()
+            rows, terms = weight.shape
+            self.sums.prove(largest, norm, row_sum, row_norm, terms=terms, can_scale=rows >= WORTH_SCALING)
             return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
 
-    def _scaled(self, x: torch.Tensor) -> torch.Tensor:
+    def _scaled(self, x: torch.Tensor, weights: WeightProvider) -> torch.Tensor:
         """Multiply a scaled input. Scaling back and the bias are part of the matmul, but in a compiled graph."""
-        with lent(self.weights(self.module, x, torch.float16, torch.float16)) as (weight, bias):
+        with lent(weights(self.module, x, torch.float16, torch.float16)) as (weight, bias):
             scaled = self.sums.scaled(x)
             if torch.compiler.is_compiling() and self.sums.entry is not None:
                 product = F.linear(scaled, weight).mul_(self.sums.entry.scale()[1])

@@ -79,7 +79,10 @@ class SafeOperation:
         largest_fp16: float | None = None,
     ):
         self.module = module
-        self.kind = kind_of(module)
+        kind = kind_of(module)
+        if kind is None:
+            raise TypeError(module)
+        self.kind = kind
         self.scale = scale
         self.calibration = calibration
         self.weights = weights

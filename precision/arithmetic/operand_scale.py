@@ -176,7 +176,8 @@ class SharedOperands:
             operand = scale.scaled(x)
             scale.record_operand(x, operand)
             return operand
-        if self._x is x and self._first.get(scale) is self._scale and self._scale.exponent == scale.exponent:
+        first = self._scale
+        if self._x is x and first and self._first.get(scale) is first and first.exponent == scale.exponent:
             operand, self._left = self._operand, self._left - 1
             if not self._left:
                 self._x = self._operand = None
@@ -195,9 +196,9 @@ class SharedOperands:
     def measured(self, scale: OperandScale, x: torch.Tensor) -> torch.Tensor:
         """Return ``x`` in fp16, scaled, in a call that calibrates."""
         operand, first = scale.scaled_eagerly(x), self._scale
-        self._calls[scale] = self._calls.get(scale, 0) + 1
+        calls = self._calls[scale] = self._calls.get(scale, 0) + 1
         last = self._measured() if self._measured else None
-        if self._calls[scale] == 1 and last is x and first is not scale and self._is_same(scale, operand):
+        if first and calls == 1 and last is x and first is not scale and self._is_same(first, scale, operand):
             self._first[scale] = first
             self.sharing.setdefault(first, []).append(scale)
         else:
@@ -210,8 +211,7 @@ class SharedOperands:
         if measured is self._measured:
             self._operand = None
 
-    def _is_same(self, scale: OperandScale, operand: torch.Tensor) -> bool:
-        in_one_block = block_of(self._scale.name) == block_of(scale.name)
-        if not in_one_block or self._scale.exponent != scale.exponent:
+    def _is_same(self, first: OperandScale, scale: OperandScale, operand: torch.Tensor) -> bool:
+        if block_of(first.name) != block_of(scale.name) or first.exponent != scale.exponent:
             return False
         return self._operand is None or torch.equal(self._operand, operand)

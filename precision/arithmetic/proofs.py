@@ -40,7 +40,7 @@ class AmaxBuffer:
         with torch.inference_mode(False):
             self.records = torch.full((count,), NOTHING, dtype=torch.float32, device=device)
             self.scales = torch.ones((2, count), dtype=torch.float32, device=device)
-            self.entries = [Entry(self, index) for index in range(count)]
+            self.entries = [AmaxEntry(self, index) for index in range(count)]
         self.graph_records = [entry.graph_record for entry in self.entries]
         self.has_graphs = False
         self.call = 0
@@ -65,7 +65,7 @@ class AmaxBuffer:
         return self.records.tolist()
 
 
-class Entry:
+class AmaxEntry:
     """Address one record of a buffer. A graph is given tensors, so that it holds for every operation: ``graph_record``
     and, for what it reads, the index."""
 
@@ -119,7 +119,7 @@ class Proof:
         self.exponent: float = 0
         self.largest = 0.0
         self.device: torch.device | None = None
-        self.entries: list[Entry] = []
+        self.entries: list[AmaxEntry] = []
         self.missed = Missed()
 
     def magnitude(self, numbers: list[float]) -> float:
@@ -135,7 +135,7 @@ class Proof:
         self.largest = 0.0
 
     @property
-    def entry(self) -> Entry | None:
+    def entry(self) -> AmaxEntry | None:
         return self.entries[0] if self.entries else None
 
     def record(self, magnitude: torch.Tensor, place: int = 0) -> None:

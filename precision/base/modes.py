@@ -1,9 +1,14 @@
-"""The arithmetic modes of a layer: what its matmul multiplies and returns, the rule that asks for it, its colour."""
+"""The arithmetic modes of a layer: what its matmul multiplies and returns, the option that asks for it, its colour."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
+
+from .options import RuledCompute
+
+ModeName = Literal["fp8", "int8", "fp16_acc16", "fp16", "fp16_wide", "fp16_scaled", "bf16", "fp32"]
 
 
 @dataclass(frozen=True)
@@ -13,20 +18,25 @@ class Mode:
     Args:
         name: as reports, rules and the guard name it.
         label: the same in plain words.
-        rule: the settings of a Layer Rules line that ask for it.
+        compute: the compute option that asks for it.
         operand: the dtype both operands are multiplied in.
         result: the dtype the matmul returns; None for the activation dtype.
         colour: RGB, in pictures and on the page.
         sums_in_fp16: products are accumulated in fp16.
     """
 
-    name: str
+    name: ModeName
     label: str
-    rule: str
+    compute: RuledCompute
     operand: torch.dtype
     result: torch.dtype | None
     colour: tuple[int, int, int]
     sums_in_fp16: bool = False
+
+    @property
+    def rule(self) -> str:
+        """The settings of a Layer Rules line that ask for this mode."""
+        return f"compute={self.compute}" + (" accumulation=fp16" if self.sums_in_fp16 else "")
 
     @property
     def is_8bit(self) -> bool:
@@ -48,24 +58,19 @@ class Mode:
 
 
 _E4M3, _FP16, _BF16, _FP32 = torch.float8_e4m3fn, torch.float16, torch.bfloat16, torch.float32
-FP8 = Mode("fp8", "fp8", "compute=fp8", _E4M3, None, (238, 165, 42))
-INT8 = Mode("int8", "int8 with a scale per token", "compute=int8", torch.int8, None, (150, 200, 74))
-FP16_ACC16 = Mode(
-    "fp16_acc16", "fp16 with fp16 sums", "compute=fp16 accumulation=fp16",
-    _FP16, _FP16, (214, 120, 172), True,
-)  # fmt: skip
-FP16 = Mode("fp16", "fp16", "compute=fp16", _FP16, _FP16, (92, 178, 238))
-FP16_WIDE = Mode("fp16_wide", "fp16 with fp32 results", "compute=fp16_safe", _FP16, _FP32, (62, 116, 216))
-FP16_SCALED = Mode(
-    "fp16_scaled", "scaled fp16 with fp32 results", "compute=fp16_safe", _FP16, _FP32, (146, 112, 224)
-)
-BF16 = Mode("bf16", "bf16", "compute=bf16", _BF16, _BF16, (54, 178, 132))
-FP32 = Mode("fp32", "fp32", "compute=fp32", _FP32, _FP32, (126, 134, 148))
+FP8 = Mode("fp8", "fp8", "fp8", _E4M3, None, (238, 165, 42))
+INT8 = Mode("int8", "int8 with a scale per token", "int8", torch.int8, None, (150, 200, 74))
+FP16_ACC16 = Mode("fp16_acc16", "fp16 with fp16 sums", "fp16", _FP16, _FP16, (214, 120, 172), True)
+FP16 = Mode("fp16", "fp16", "fp16", _FP16, _FP16, (92, 178, 238))
+FP16_WIDE = Mode("fp16_wide", "fp16 with fp32 results", "fp16_safe", _FP16, _FP32, (62, 116, 216))
+FP16_SCALED = Mode("fp16_scaled", "scaled fp16 with fp32 results", "fp16_safe", _FP16, _FP32, (146, 112, 224))
+BF16 = Mode("bf16", "bf16", "bf16", _BF16, _BF16, (54, 178, 132))
+FP32 = Mode("fp32", "fp32", "fp32", _FP32, _FP32, (126, 134, 148))
 
-MODES = {mode.name: mode for mode in (FP8, INT8, FP16_ACC16, FP16, FP16_WIDE, FP16_SCALED, BF16, FP32)}
+MODES: dict[str, Mode] = {mode.name: mode for mode in (FP8, INT8, FP16_ACC16, FP16, FP16_WIDE, FP16_SCALED, BF16, FP32)}
 
-MODE_OF = {mode.rule.removeprefix("compute="): mode.name for mode in reversed(MODES.values()) if " " not in mode.rule}
-"""Compute option -> the first mode whose rule is that option alone."""
+MODE_OF: dict[str, ModeName] = {mode.compute: mode.name for mode in reversed(MODES.values()) if not mode.sums_in_fp16}
+"""Compute option -> the first mode that the option alone asks for."""
 
 
 def label_of(name: str) -> str:

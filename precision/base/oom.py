@@ -14,7 +14,7 @@ LACK = re.compile(
 COMPILERS = ("torch._inductor", "triton.")
 
 
-def is_oom(error: BaseException) -> bool:
+def is_torch_oom(error: BaseException) -> bool:
     """Tell whether an error means that a device has no memory left."""
     if isinstance(error, torch.OutOfMemoryError):
         return True

@@ -6,6 +6,7 @@ Nothing here runs a model. Errors are powers, sums of squares: those of independ
 
 import math
 from collections.abc import Collection, Iterable, Mapping
+from typing import Final
 
 import torch
 
@@ -18,8 +19,8 @@ CHECKS = ("off", "first step", "every 5th step")
 EVERY = {"first step": 0, "every 5th step": 5}
 SAMPLES = 4096
 WORST_BLOCKS = 3
-KIND = "drift"
-THRESHOLDS = {
+KIND: Final = "drift"
+THRESHOLDS: dict[str, float] = {
     "fp32": 50.0,
     "fp16_safe": 50.0,
     "fp16": 48.0,
@@ -35,7 +36,9 @@ worst of clean runs (docs/internals/drift.md). An fp32 model may multiply in TF3
 USUAL_LAYERS = 32
 LOWEST_DB = -300.0
 STEP_CACHE = "step cache"
-ARITHMETIC_OF = {FP16_WIDE.name: "fp16_safe", FP16_SCALED.name: "fp16_safe", FP16_ACC16.name: "fp16 sums"}
+ARITHMETIC_OF: dict[str, str] = {
+    FP16_WIDE.name: "fp16_safe", FP16_SCALED.name: "fp16_safe", FP16_ACC16.name: "fp16 sums",
+}  # fmt: skip
 ADVICE = {
     STEP_CACHE: (
         "The layers did not run at this step: lower the threshold of the step cache, let it start later, "
@@ -107,7 +110,7 @@ def _powers(tensor: torch.Tensor) -> list[float]:
     return torch.linalg.vector_norm(tensor.float().flatten(1), dim=1).square().tolist()
 
 
-def decibels(error: float, signal: float) -> float:
+def finite_decibels(error: float, signal: float) -> float:
     """Compute the SNR of two powers: inf without an error, and never below ``LOWEST_DB``, as JSON has no -inf."""
     return max(LOWEST_DB, amax.decibels(error, signal))
 
@@ -121,7 +124,7 @@ def worst_blocks(
         exact = reference.get(name, [])
         if [part.shape for part in taken] == [part.shape for part in exact]:
             error, signal = torch.cat(taken) - torch.cat(exact), torch.cat(exact)
-            found[name] = decibels(error.square().sum().item(), signal.square().sum().item())
+            found[name] = finite_decibels(error.square().sum().item(), signal.square().sum().item())
     return [BlockDrift(name, found[name]) for name in sorted(found, key=lambda name: found[name])[:WORST_BLOCKS]]
 
 

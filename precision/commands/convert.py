@@ -16,7 +16,7 @@ from ..formats.card import Provenance, card_entry, source_of
 from ..formats.checkpoint import CARD_KEY, Checkpoint, dialect_text, read_checkpoint
 from ..formats.comfy_format import WeightPlan, made_here, tensors_made
 from ..make.calibrated import CalibratedRounding
-from ..make.calibration import Calibration
+from ..make.calibration import CalibrationData
 from ..plan.compute import rules_without_effect
 from ..plan.facts import layer_specs
 from ..plan.rules import Rules
@@ -46,7 +46,7 @@ def convert_file(
     storage: str,
     rules: Rules,
     progress: Callable[[int], None] | None = None,
-    calibration: Calibration | None = None,
+    calibration: CalibrationData | None = None,
     overwrite: bool = True,
 ) -> ConvertSummary:
     """Convert a file, or the parts of a sharded set into a single file, weight by weight. Every weight is checked for
@@ -120,7 +120,7 @@ def _done(file: TensorFile, progress: Callable[[int], None] | None = None) -> Ca
 def _notes(checkpoint: Checkpoint, rules: Rules, plans: Mapping[str, WeightPlan]) -> list[str]:
     idle = rules_without_effect(layer_specs(checkpoint, checkpoint.prefix), rules)
     otherwise = [f"{name}: {plan.reason}" for name, plan in plans.items() if plan.reason]
-    return [*checkpoint.notes, *(f"{rule}: {why}" for rule, why in idle), *otherwise]
+    return [*checkpoint.notes, *(f"{rule.setting}: {rule.reason}" for rule in idle), *otherwise]
 
 
 def decide(checkpoint: Checkpoint, storage: str, rules: Rules) -> dict[str, StorageDecision]:

@@ -4,6 +4,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+from ..base.options import Goal
 from ..devices.detect import Device
 from ..files.safetensors_file import open_checkpoint
 from ..formats.checkpoint import dialect_text, read_checkpoint
@@ -14,11 +15,11 @@ from ..plan.goal import plan_for_goal, storage_for_goal
 from ..plan.memory import plan_model
 from ..plan.rules import rules_from
 from ..plan.storage import LoadPlan, plan_load
-from ..report.schema import KeptHigh, LayerReport, ModelReport, Report, WithoutEffect, device_section
+from ..report.schema import KeptHigh, LayerReport, ModelReport, Report, device_section
 
 
 def plan_file(
-    path: str | os.PathLike, device: Device, goal: str = "balanced", device_memory: int | None = None
+    path: str | os.PathLike, device: Device, goal: Goal = "balanced", device_memory: int | None = None
 ) -> Report:
     """Plan a file for a device, and return the report the loaded model would give, each layer with its reason.
 
@@ -47,8 +48,7 @@ def plan_file(
     report = Report(device_section(device), model)
     report.layers = [_layer(layer, storages[layer.name], plan) for layer in facts.layers]
     report.kept_high = [KeptHigh(name, decision.reason) for name, decision in plan.decisions.items() if decision.kept]
-    problems = [*plan.without_effect, *plan.compute.without_effect]
-    report.without_effect = [WithoutEffect(setting, why) for setting, why in problems]
+    report.without_effect = [*plan.without_effect, *plan.compute.without_effect]
     report.decisions = {
         "file": f"{Path(checkpoint.path).name}, {dialect_text(checkpoint.dialects)}",
         "storage": str(plan.storage),

@@ -11,7 +11,7 @@ from ..base.dtypes import DTYPES
 from ..base.errors import UnknownProfile
 from ..formats.registry import FORMAT_OF_STORAGE, fp8_dtypes
 from .hardware import default_device, hardware_name, indexed, profile_of
-from .probes import Probe, run_probes, why_not_held
+from .probes import Probe, run_probes, why_dtype_not_held
 from .profiles import CAPABILITIES, OCP_FP8, DeviceProfile, profile_named
 
 PROFILE_VARIABLE = "HALFSAFE_DEVICE_PROFILE"
@@ -112,7 +112,7 @@ def why_no_fp8(storage: str, device: Device) -> str:
     dtypes = fp8_dtypes(storage)
     why = ""
     if not device.simulated:  # Apple's GPUs hold e4m3 from torch 2.15, and no e5m2
-        errors = ((name, why_not_held(device.torch_device, name)) for name in dtypes)
+        errors = ((name, why_dtype_not_held(device.torch_device, name)) for name in dtypes)
         why = next((f"It cannot hold {name} ({error})." for name, error in errors if error), "")
     if dtypes and not device.capabilities["fp8_storage"]:
         why = device.reason("fp8_storage")
@@ -121,5 +121,5 @@ def why_no_fp8(storage: str, device: Device) -> str:
 
 def why_no_bf16(device: Device) -> str:
     """Say why a device cannot hold numbers in bf16, as under DirectML (microsoft/DirectML #688); empty where it can."""
-    why = "" if device.simulated else why_not_held(device.torch_device, "bf16")
+    why = "" if device.simulated else why_dtype_not_held(device.torch_device, "bf16")
     return f"{device.name} cannot hold bf16 ({why})" if why else ""

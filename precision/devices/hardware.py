@@ -90,14 +90,14 @@ def profile_of(device: torch.device) -> DeviceProfile:
     if device.type == "mps":
         return _apple_profile(metal_name())
     if device.type == "privateuseone":
-        return changed(PROFILES["cpu"], DIRECTML_NOTES, **DIRECTML)
+        return adapted(PROFILES["cpu"], DIRECTML_NOTES, **DIRECTML)
     if device.type == "cpu" and cpu_bf16():
-        return changed(PROFILES["cpu"], {"bf16": "This CPU has bf16 instructions."}, bf16=True)
+        return adapted(PROFILES["cpu"], {"bf16": "This CPU has bf16 instructions."}, bf16=True)
     unmatched = {"match": f"torch device type '{device.type}' has no row; the safest row is used."}
-    return PROFILES.get(device.type) or changed(PROFILES["cpu"], unmatched)
+    return PROFILES.get(device.type) or adapted(PROFILES["cpu"], unmatched)
 
 
-def changed(profile: DeviceProfile, notes: Mapping[str, str], **changes) -> DeviceProfile:
+def adapted(profile: DeviceProfile, notes: Mapping[str, str], **changes) -> DeviceProfile:
     """Return a row with changed entries and more notes; ``match`` says how it was chosen."""
     return replace(profile, notes={**profile.notes, **notes}, **changes)
 
@@ -106,13 +106,13 @@ def _nvidia_profile(device: torch.device) -> DeviceProfile:
     capability = tuple(torch.cuda.get_device_capability(device))
     row, name = nvidia_row(capability), torch.cuda.get_device_name(device)
     if capability == (10, 3):
-        return changed(row, {"int8_matmul_gains": B300_INT8}, label="B300 (Blackwell Ultra)", int8_matmul_gains=False)
+        return adapted(row, {"int8_matmul_gains": B300_INT8}, label="B300 (Blackwell Ultra)", int8_matmul_gains=False)
     if row.name == "sm_75" and any(chip in name for chip in FAULTY_FP16):
         wrong = f"{name} gives wrong or NaN fp16 results, so nothing is computed in fp16."
         notes = {"fp16": wrong, "fp16_accumulation": wrong, "int8_matmul_gains": FAULTY_INT8}
-        return changed(row, notes, label="GTX 16xx (Turing)", fp16=False, fp16_accumulation=False)
+        return adapted(row, notes, label="GTX 16xx (Turing)", fp16=False, fp16_accumulation=False)
     if row.fp16_accumulation and FULL_RATE.search(name):
-        return changed(row, {"fp16_accumulation": FULL_RATE_SUMS}, fp16_accumulation=False)
+        return adapted(row, {"fp16_accumulation": FULL_RATE_SUMS}, fp16_accumulation=False)
     return row
 
 
@@ -123,9 +123,9 @@ def nvidia_row(capability: tuple[int, int]) -> DeviceProfile:
     major, minor = max((row for row in capabilities if row <= capability), default=capabilities[0])
     row = PROFILES[f"sm_{major}{minor}"]
     if capability < (6, 0):
-        return changed(row, {"match": f"Compute capability {capability[0]}.{capability[1]} is older than every row."})
+        return adapted(row, {"match": f"Compute capability {capability[0]}.{capability[1]} is older than every row."})
     if capability[0] > capabilities[-1][0]:
-        return changed(row, {"match": f"Compute capability {capability[0]}.{capability[1]} is newer than every row."})
+        return adapted(row, {"match": f"Compute capability {capability[0]}.{capability[1]} is newer than every row."})
     return row
 
 
@@ -138,21 +138,21 @@ def amd_row(arch: str) -> DeviceProfile:
             "int8_matmul": f"{arch} has no int8 matrix units.",
             "match": f"{arch} has no row; RDNA3's is used without bf16.",
         }
-        return changed(PROFILES["gfx1100"], notes, label="RX 6000 and older", bf16=False, int8_matmul=False)
+        return adapted(PROFILES["gfx1100"], notes, label="RX 6000 and older", bf16=False, int8_matmul=False)
     if row == "gfx950":
         notes = {
             "fp8_matmul": "fp8 matmul units for the OCP formats; needs ROCm 6.5 or later.",
             "match": f"{arch} has no row; MI300's is used with e4m3fn and e5m2 in place of fnuz.",
         }
         fp8 = {"fp8_matmul": True, "fp8_matmul_gains": True, "fp8_formats": OCP_FP8}
-        return changed(PROFILES["gfx942"], notes, label="MI350 (CDNA4)", **fp8)
+        return adapted(PROFILES["gfx942"], notes, label="MI350 (CDNA4)", **fp8)
     nearest = {"match": f"{arch} has no row; the nearest safe one is used."}
-    return PROFILES.get(row) or changed(PROFILES["gfx1100"], nearest)
+    return PROFILES.get(row) or adapted(PROFILES["gfx1100"], nearest)
 
 
 def _apple_profile(name: str) -> DeviceProfile:
     generation = re.search(r"\bM(\d+)\b", name)
     if not generation:
         note = "torch does not tell the chip's generation; the oldest row is used."
-        return changed(PROFILES["mps_m1"], {"match": note})
+        return adapted(PROFILES["mps_m1"], {"match": note})
     return PROFILES["mps_m3" if int(generation[1]) >= 3 else "mps_m1"]

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from ..base.dtypes import DTYPES, dtype_named
 from ..base.flags import flags_set, is_on
-from ..base.oom import is_oom
+from ..base.oom import is_torch_oom
 from ..formats.format import kitchen_function
 from ..formats.int8 import Int8, rotated
 
@@ -66,7 +66,7 @@ def canary(device: torch.device, name: str) -> tuple[bool, str]:
     return result.ok is not False, result.detail
 
 
-def why_not_held(device: torch.device, name: str) -> str:
+def why_dtype_not_held(device: torch.device, name: str) -> str:
     """Give the error of a device that cannot hold numbers of a dtype; empty where it can. Once per process."""
     result = _once(f"{name}_held", _held, device, name)
     return result.detail if result.ok is False else ""
@@ -84,7 +84,7 @@ def probe(name: str, check: Callable[..., tuple[bool | None, str]], *args) -> Pr
     try:
         ok, detail = check(*args)
     except PROBE_ERRORS as error:
-        if is_oom(error):
+        if is_torch_oom(error):
             return Probe(name, None, NO_MEMORY)
         line = next(iter(str(error).splitlines()), "")
         return Probe(name, False, f"{type(error).__name__}: {line[:160]}")

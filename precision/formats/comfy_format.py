@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Final
 
 import torch
 
@@ -24,7 +25,7 @@ LARGEST_ROUNDED = max_of(torch.float32) / 2
 ERROR_SAMPLE = 8
 SHARED_SAMPLE = 4
 SAMPLED_ROWS = 16
-AS_FILE = "as_file"
+AS_FILE: Final = "as_file"
 OF_FNUZ = {"fp8_e4m3fnuz": "fp8_e4m3fn", "fp8_e5m2fnuz": "fp8_e5m2"}
 UNMEASURED = (0.0, 0.0)
 Made = tuple[StoredWeight, dict[str, torch.Tensor]]

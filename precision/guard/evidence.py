@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..devices import probes
+from ..report.schema import Verdict
 from . import verdicts
 from .failed_call import Attempt, FailedCall
 from .inputs import Diagnosis, NotFiniteInput, changed, zeroed
@@ -193,7 +194,7 @@ class Row(NamedTuple):
     """
 
     condition: Callable[[Evidence], object]
-    verdict: str
+    verdict: Verdict
     advice: str | None = None
     evidence: str = ""
 

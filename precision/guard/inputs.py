@@ -8,6 +8,7 @@ import torch
 
 from ..base.amax import amax_value
 from ..base.nested import leaves, replaced, tensors_in
+from ..report.schema import Verdict
 from .localize import Origin
 from .verdicts import BAD_INPUT, BETWEEN_CALLS, NOT_PRECISION
 
@@ -27,7 +28,7 @@ class NotFiniteInput:
 
     name: str
     values: tuple[torch.Tensor, ...]
-    verdict: str = BAD_INPUT
+    verdict: Verdict = BAD_INPUT
     advice: str | None = None
 
     def nan_rows(self, batch: int) -> set[int]:
@@ -51,7 +52,7 @@ class Diagnosis:
     """A verdict on a call that no repeat cures, with its evidence. ``advice``: None for the verdict's own advice."""
 
     origin: Origin | None
-    verdict: str
+    verdict: Verdict
     advice: str | None = None
     evidence: str = ""
 
@@ -61,7 +62,7 @@ def inputs_not_finite(
 ) -> list[NotFiniteInput]:
     """List the inputs with NaN or Inf among (name, nested values). ``advice``: name -> what to do."""
     found = ((name, tuple(tensor for tensor in tensors_in(values) if not is_finite(tensor))) for name, values in named)
-    verdicts = dict.fromkeys(MADE_WHILE_SAMPLING, NOT_PRECISION)
+    verdicts: dict[str, Verdict] = dict.fromkeys(MADE_WHILE_SAMPLING, NOT_PRECISION)
     return [
         NotFiniteInput(name, bad, verdicts.get(name, BAD_INPUT), (advice or {}).get(name)) for name, bad in found if bad
     ]

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..base.nested import tensors_in
+from ..report.schema import Verdict
 from . import verdicts
 from .evidence import BEYOND_RUNGS, BY_INPUTS, BY_WEIGHTS, LAST, Evidence, explained
 from .failed_call import Attempt, FailedCall
@@ -182,7 +183,7 @@ class Ladder:
     def _position(self) -> CallPosition:
         return self.call.position_of(self.rows, self.log.lost)
 
-    def _advice(self, verdict: str) -> str | None:
+    def _advice(self, verdict: Verdict) -> str | None:
         return self.call.wording.advice.get(verdict)
 
     def _give_up(self, found: Diagnosis, goes_on: bool = False) -> Any:
@@ -194,7 +195,7 @@ class Ladder:
         advice = self._advice(found.verdict) if found.advice is None else found.advice
         self.log.give_up(position, replace(found, advice=advice), mode, goes_on)
 
-    def _note(self, recovered: bool, verdict: str, rung: Rung | None = None, advice: str | None = None) -> None:
+    def _note(self, recovered: bool, verdict: Verdict, rung: Rung | None = None, advice: str | None = None) -> None:
         place = self.evidence.place
         event = event_of(self._position, place, *self.call.modes(place, rung), recovered, rung.later if rung else "")
         event.fell_back = bool(rung and rung.of_plan)

@@ -18,6 +18,7 @@ from ..base.dtypes import name_of
 from ..base.layer_names import plain_name
 from ..base.nested import PLAIN, plain_alias, tensors_in
 from ..base.patching import Entering, patched, taken_as_called
+from ..report.schema import EventKind
 
 FACTORY_OPS = (
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided",
@@ -51,7 +52,7 @@ class Origin:
 
     layer: str
     op: str
-    kind: str
+    kind: EventKind
     dtype: str
     largest: float
     multiplies: bool = False
@@ -156,7 +157,7 @@ class Localizer(TorchDispatchMode):
         finite = [magnitude for _, magnitude in inputs if math.isfinite(magnitude)]
         floats = [tensor.dtype for tensor, _ in inputs if tensor.is_floating_point()]
         dtype = name_of(min(floats, key=lambda kind: kind.itemsize)) if floats else ""
-        kind = "nan" if math.isnan(size) and max(finite, default=0.0) < 1.0 else "overflow"
+        kind: EventKind = "nan" if math.isnan(size) and max(finite, default=0.0) < 1.0 else "overflow"
         largest = max(finite, default=math.nan)
         return Origin(frame.name if frame else "", op, kind, dtype, largest, self._kind() is not None)
 

@@ -13,11 +13,11 @@ import torch
 from ..base.modes import label_of
 from ..base.nested import tensors_in
 from ..report.report_text import verdict_shown
-from ..report.schema import CheckReport, GuardEvent, GuardReport
+from ..report.schema import CheckReport, EventKind, GuardEvent, GuardReport, Verdict
 from . import verdicts
 from .inputs import Diagnosis, NotFiniteInput, is_finite, rows_not_finite
 from .localize import Origin
-from .policy import Escalation
+from .policy import Escalation, OnNan
 from .verdicts import NonFinite
 
 
@@ -48,7 +48,8 @@ def event_of(
     position: CallPosition, origin: Origin | None, from_mode: str, to_mode: str, recovered: bool, evidence: str = ""
 ) -> GuardEvent:
     """Build the report's entry for one failed call."""
-    layer, op, kind = (origin.layer, origin.op, origin.kind) if origin else ("", "", "unknown")
+    layer, op = (origin.layer, origin.op) if origin else ("", "")
+    kind: EventKind = origin.kind if origin else "unknown"
     kind = "saturation" if origin and origin.hidden else kind
     return GuardEvent(
         position.call, position.step, position.sigma, layer, op, kind, position.batch_rows, from_mode, to_mode,
@@ -92,12 +93,12 @@ class GuardLog:
         adapted: layers of the model's text adapter that ran, in fp32.
     """
 
-    on_nan: str = "report"
+    on_nan: OnNan = "report"
     notify: Notify = lambda *message: None
     prompt: str | None = None
     calls: int = 0
     extra_calls: int = 0
-    verdict: str = verdicts.CLEAN
+    verdict: Verdict = verdicts.CLEAN
     events: list[GuardEvent] = field(default_factory=list)
     advice: str = ""
     given_up: bool = False
@@ -116,7 +117,7 @@ class GuardLog:
             return self.calls
 
     def note(
-        self, event: GuardEvent, origin: Origin | None, verdict: str, advice: str | None = None, message: str = ""
+        self, event: GuardEvent, origin: Origin | None, verdict: Verdict, advice: str | None = None, message: str = ""
     ) -> NonFinite:
         """Add an event. Its verdict does not replace a worse one. Returns the error to end the run with."""
         message = message or sentence(event, origin)
@@ -137,11 +138,12 @@ class GuardLog:
             NonFinite: no image is left, or the guard is set to stop; never if it is set to report.
         """
         event = event_of(position, found.origin, mode, mode, False, found.evidence)
+        nothing_left = self.on_nan == "retry_higher" and position.spoils_all and not goes_on
+        event.ended = self.on_nan == "stop" or nothing_left
         error = self.note(event, found.origin, found.verdict, found.advice)
         self.lost.update(position.batch_rows)
         self.given_up = position.spoils_all or not position.batch_rows
-        ends = self.on_nan == "retry_higher" and position.spoils_all and not goes_on
-        if self.on_nan == "stop" or ends:
+        if event.ended:
             raise error
 
     def note_drift(self, event: GuardEvent, message: str) -> None:
@@ -220,9 +222,10 @@ def blame_device(log: GuardLog, position: CallPosition, device: torch.device, mo
     cured = log.on_nan == "retry_higher"
     origin = Origin("", "matmul", "canary", mode, math.nan)
     event = event_of(position, origin, mode, "fp32" if cured else mode, cured)
+    event.ended = log.on_nan == "stop"
     message, advice = f"A test product on {device} is wrong.", f"{detail}. {verdicts.ADVICE[verdicts.DEVICE_FAULT]}"
     error = log.note(event, origin, verdicts.DEVICE_FAULT, advice, message)
-    if log.on_nan == "stop":
+    if event.ended:
         raise error
     return cured
 

@@ -6,13 +6,16 @@ layer; later calls upcast only the layers that need it.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Final, Literal, get_args
 
 from ..base.dtypes import FP16_MAX
-from ..base.modes import FP16, FP16_WIDE, FP32, MODES, modes_named
+from ..base.modes import FP16, FP16_WIDE, FP32, MODES, ModeName, modes_named
 from .localize import Origin
 
-ON_NAN = ("retry_higher", "stop", "report")
-OFF = "off"
+OnNan = Literal["retry_higher", "stop", "report", "off"]
+OFF: Final = "off"
+ON_NAN: tuple[OnNan, ...] = get_args(OnNan)[:-1]
+"""What a guard can do: all but ``OFF``."""
 LIMIT = FP16_MAX / 2
 STREAM = "residual stream"
 WHOLE_MODEL = "whole model"
@@ -29,7 +32,7 @@ class Escalation:
         whole: everything is fp32.
     """
 
-    layers: Mapping[str, str] = field(default_factory=dict)
+    layers: Mapping[str, ModeName] = field(default_factory=dict)
     stream: bool = False
     whole: bool = False
 
@@ -99,10 +102,9 @@ def escalation_after(
         return ALL_IN_FP32
     too_large = {name for name, size in largest.items() if size > LIMIT}
     wide = {name: FP16_WIDE.name for name in modes if name in too_large}
-    culprit = origin.layer if origin else ""
-    if culprit in modes and origin.multiplies and culprit not in wide:
-        lowered = any(mode.sums_in_fp16 or mode.is_8bit for mode in modes_named([modes[culprit]]))
-        wide[culprit] = (FP16 if lowered else FP16_WIDE).name
+    if origin and origin.multiplies and origin.layer in modes and origin.layer not in wide:
+        lowered = any(mode.sums_in_fp16 or mode.is_8bit for mode in modes_named([modes[origin.layer]]))
+        wide[origin.layer] = (FP16 if lowered else FP16_WIDE).name
     grown = Escalation({**present.layers, **wide}, present.stream or bool(too_large) or not wide)
     if grown != present:
         return grown

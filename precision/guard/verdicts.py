@@ -2,19 +2,21 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from ..base.errors import HalfsafeError
+from ..report.schema import Verdict
 
-CLEAN = "clean"
-RECOVERED = "recovered"
-STOPPED = "stopped"
-BAD_WEIGHTS = "bad_weights"
-BAD_INPUT = "bad_input"
-NOT_PRECISION = "not_precision"
-DEVICE_FAULT = "device_fault"
+CLEAN: Final = "clean"
+RECOVERED: Final = "recovered"
+STOPPED: Final = "stopped"
+BAD_WEIGHTS: Final = "bad_weights"
+BAD_INPUT: Final = "bad_input"
+NOT_PRECISION: Final = "not_precision"
+DEVICE_FAULT: Final = "device_fault"
 
 CURED = (CLEAN, RECOVERED)
-ADVICE = {
+ADVICE: dict[Verdict, str] = {
     RECOVERED: (
         "No NaN and no Inf is left. To keep this after a restart, click Keep for next run on the Halfsafe node, "
         "whose check also finds wrong numbers that are not NaN."
@@ -95,7 +97,7 @@ ENCODER_INPUTS = {
 class NonFinite(HalfsafeError):
     """A model, VAE or text encoder returned NaN or Inf, and the run was stopped."""
 
-    def __init__(self, problem: str, verdict: str = STOPPED, advice: str = ""):
+    def __init__(self, problem: str, verdict: Verdict = STOPPED, advice: str = ""):
         found, cure = " ".join((problem, f"Verdict: {verdict}.")), advice or ADVICE[verdict]
         if verdict == BAD_WEIGHTS:  # whose advice names the file
             found, cure = cure, found
@@ -113,7 +115,7 @@ class Wording:
     input_made_finite: str = (
         "In fp32 the call is NaN or Inf with it, and finite with a zero for each of its NaN and Inf."
     )
-    advice: Mapping[str, str] = field(default_factory=dict)
+    advice: Mapping[Verdict, str] = field(default_factory=dict)
 
 
 MODEL = Wording(
@@ -128,7 +130,7 @@ def encoder_wording(kind: str, without_cure: str, without_retries: str) -> Wordi
     """Return the sentences for a VAE or text encoder, named ``kind``.
 
     ``without_cure``: advice if no precision helps. ``without_retries``: what to do instead of a repeat."""
-    advice = {
+    advice: dict[Verdict, str] = {
         RECOVERED: "",
         NOT_PRECISION: f"No higher precision cures this {kind}: {without_cure}.",
         DEVICE_FAULT: f"{ADVICE[DEVICE_FAULT]} Or run the {kind} on the CPU.",

@@ -16,13 +16,13 @@ from dataclasses import replace
 import torch
 
 from ..base.flags import flags_set
-from ..base.oom import is_oom
+from ..base.oom import is_torch_oom
 from ..formats.card import Provenance, card_entry
 from ..formats.comfy_format import UNMEASURED, Made, WeightPlan, made_here
 from ..formats.format import Format
 from ..formats.registry import FORMAT_OF_STORAGE
 from ..formats.stored_weight import StoredWeight
-from .calibration import Calibration, Products
+from .calibration import CalibrationData, Products
 
 VALUES = 1 << 24
 DAMPING = 0.01
@@ -53,7 +53,7 @@ class CalibratedRounding:
 
     def __init__(
         self,
-        calibration: Calibration,
+        calibration: CalibrationData,
         weights: Mapping[str, StoredWeight],
         plans: Mapping[str, WeightPlan],
         source: Mapping[str, object],
@@ -99,7 +99,7 @@ class CalibratedRounding:
         try:
             return self._chosen(weight, plan, tensors)
         except RuntimeError as error:
-            if not is_oom(error):
+            if not is_torch_oom(error):
                 raise
         self._device = torch.device("cpu")
         return self._chosen(weight, plan, tensors)

@@ -83,7 +83,7 @@ class Products:
 
 
 @dataclass(frozen=True)
-class Calibration:
+class CalibrationData:
     """Sums over the inputs of one model's layers.
 
     Attributes:
@@ -174,7 +174,7 @@ def _named(layers: Sequence[str]) -> str:
     return first if len(layers) <= NAMED else f"{first} and {len(layers) - NAMED} more"
 
 
-def read_calibration(path: str | os.PathLike) -> Calibration:
+def read_calibration(path: str | os.PathLike) -> CalibrationData:
     """Read a calibration file; its tensors are copied.
 
     Raises:
@@ -190,7 +190,7 @@ def read_calibration(path: str | os.PathLike) -> Calibration:
     except (KeyError, ValueError, TypeError, AttributeError):
         advice = "Give the file that Calibrate (Halfsafe) wrote."
         raise CheckpointError(path, "no calibration of this pack", advice=advice) from None
-    return Calibration(model, cls, width, layers, runs, calls)
+    return CalibrationData(model, cls, width, layers, runs, calls)
 
 
 def _products(file: TensorFile, path, name: str, width: int, tokens: int, left_out: int) -> Products:

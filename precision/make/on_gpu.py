@@ -10,7 +10,7 @@ import torch
 
 from ..base.dtypes import QUANTIZED_NAMES
 from ..base.flags import flags_set
-from ..base.oom import is_oom
+from ..base.oom import is_torch_oom
 from ..formats.comfy_format import Made, WeightPlan, stays, tensors_of
 from ..formats.stored_weight import StoredWeight
 
@@ -56,7 +56,7 @@ class OnGpu:
                 self.made += plan.bytes
                 return tensors
             except RuntimeError as error:
-                if not is_oom(error):
+                if not is_torch_oom(error):
                     raise
         self.without_room += plan.bytes
         return None

@@ -3,18 +3,19 @@
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Final, Literal
 
 import torch
 
 from ..base import flags
 from ..base.modes import FP8, FP32, Mode, modes_named
 from ..devices.detect import Device
-from .choice import frozen
+from .choice import WithoutEffect, frozen
 
-UNCHANGED = "unchanged"
-FP16_OPTIONS = ("auto", "on", "off", UNCHANGED)
-SWITCH_OPTIONS = ("on", "off", UNCHANGED)
-ATTENTION_OPTIONS = ("auto", "fp32", UNCHANGED)
+Fp16Option = Literal["auto", "on", "off", "unchanged"]
+SwitchOption = Literal["on", "off", "unchanged"]
+AttentionOption = Literal["auto", "fp32", "unchanged"]
+UNCHANGED: Final = "unchanged"
 PARTS = {
     "fp16_accumulation": ("fp16_accumulation",),
     "reduced_precision_reduction": ("fp16_reduced_precision_reduction", "bf16_reduced_precision_reduction"),
@@ -31,11 +32,11 @@ NO_SWITCH = "torch.compile or several devices leave no way to switch it from lay
 class Request:
     """The node's settings, as asked for."""
 
-    fp16_accumulation: str = UNCHANGED
-    reduced_precision_reduction: str = UNCHANGED
-    tf32: str = UNCHANGED
-    fp8_fast_accumulation: str = UNCHANGED
-    attention: str = UNCHANGED
+    fp16_accumulation: Fp16Option = UNCHANGED
+    reduced_precision_reduction: SwitchOption = UNCHANGED
+    tf32: SwitchOption = UNCHANGED
+    fp8_fast_accumulation: Fp16Option = UNCHANGED
+    attention: AttentionOption = UNCHANGED
 
     def over(self, earlier: "Request") -> "Request":
         """Return the request, with unchanged settings as an earlier node asked for them."""
@@ -63,7 +64,6 @@ class AccumulationPlan:
     Args:
         flags: settings of ``flags.SETTINGS`` to hold while the model runs.
         proving: fp16 sums wherever a layer's bound proves them; ``whole``: in all layers or none.
-        without_effect: (setting=value, reason).
     """
 
     request: Request
@@ -71,9 +71,9 @@ class AccumulationPlan:
     proving: bool = False
     whole: bool = False
     fp8_fast: bool = False
-    attention: str = UNCHANGED
+    attention: AttentionOption = UNCHANGED
     reasons: Mapping[str, str] = field(default_factory=dict)
-    without_effect: tuple[tuple[str, str], ...] = ()
+    without_effect: tuple[WithoutEffect, ...] = ()
 
 
 def plan_accumulation(request: Request, device: Device, matmuls: MatmulProfile) -> AccumulationPlan:
@@ -83,17 +83,17 @@ def plan_accumulation(request: Request, device: Device, matmuls: MatmulProfile) 
     problems = {setting: _problem(setting, value, device, matmuls) for setting, value in asked.items()}
     acting = {(setting, value) for setting, value in asked.items() if not problems[setting]}
     held: dict[str, bool] = {}
-    idle = []
+    idle: list[WithoutEffect] = []
     for setting, value in asked.items():
         if (setting, value) in acting or value != "on":
             held |= dict.fromkeys(PARTS[setting], value == "on")
         reasons = dict.fromkeys((problems[setting], *map(_missing, PARTS[setting])))
-        idle += [(f"{setting}={value}", why) for why in reasons if why]
+        idle += [WithoutEffect(f"{setting}={value}", why) for why in reasons if why]
     in_fp16 = any(mode.operand == torch.float16 for mode in modes_named(matmuls.modes))
     if request.attention != UNCHANGED and not in_fp16:
         modes = _listed(matmuls.modes)
         why = f"attention runs in fp16 nowhere: layers compute in {modes}, where scores cannot overflow"
-        idle.append((f"attention={request.attention}", why))
+        idle.append(WithoutEffect(f"attention={request.attention}", why))
     return AccumulationPlan(
         request=request,
         flags=frozen(held),

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from ..base.options import ComputeOption, RuledCompute, RuledStorage
 from ..base.text import size_text
 from ..devices.detect import Device, why_no_fp8
 
@@ -11,7 +12,7 @@ INT8_COMPUTE = ("auto", "int8")
 """Compute options under which weights held in int8 multiply in int8."""
 
 
-def auto_compute(device: Device, supported: Sequence[str], file_dtype: str) -> tuple[str, str]:
+def auto_compute(device: Device, supported: Sequence[str], file_dtype: str) -> tuple[RuledCompute, str]:
     """Choose the compute option that ``auto`` stands for, and say why.
 
     Plain fp16 is taken on NVIDIA cards, for models that ComfyUI lists for fp16 before bf16, and for fp16 files: a LoRA
@@ -32,7 +33,7 @@ def auto_compute(device: Device, supported: Sequence[str], file_dtype: str) -> t
     return "fp32", f"{why} fp32 is what remains."
 
 
-def _instead_of_fp16(device: Device, supported: Sequence[str], file_dtype: str) -> tuple[str, str]:
+def _instead_of_fp16(device: Device, supported: Sequence[str], file_dtype: str) -> tuple[RuledCompute, str]:
     reason, cost = f"ComfyUI lists fp16 for this model and it is fast on {device.label}.", device.profile.fp16_safe_cost
     if cost and (file_dtype == "fp16" or supported[0] == "fp16"):
         after = f"after one that is NaN or Inf the model goes on in fp16_safe, which takes {cost} longer by estimate."
@@ -55,9 +56,9 @@ def auto_storage(
     weight_bytes_16bit: int,
     file_dtype: str,
     free_device_bytes: int | None,
-    compute: str = "auto",
+    compute: ComputeOption = "auto",
     streamed_from: int | None = None,
-) -> tuple[str, str]:
+) -> tuple[RuledStorage, str]:
     """Choose the storage option that ``auto`` stands for, and say why.
 
     Args:
@@ -94,7 +95,7 @@ def auto_storage(
     return kept, f"{shortage} {streams} {halves}"
 
 
-def smallest_storage(device: Device, compute: str = "auto") -> tuple[str, str]:
+def smallest_storage(device: Device, compute: ComputeOption = "auto") -> tuple[RuledStorage, str]:
     """Choose the 8-bit storage for a model, or as_file where there is none, and say why in a sentence.
 
     int8 and fp8 take the same bytes. int8 has a third of fp8's error, but its weights are dear to unpack: it is chosen
@@ -122,7 +123,7 @@ def why_low_bits_are_slow(device: Device) -> str:
     return slow or (kernel if oldest else "")
 
 
-def held_storage(device: Device, file_dtype: str) -> tuple[str, str]:
+def held_storage(device: Device, file_dtype: str) -> tuple[RuledStorage, str]:
     """Choose the storage of a quantized file: as_file where the device can hold its weights, else 16 bit, and why."""
     if file_dtype in UNQUANTIZED:
         return "as_file", ""
@@ -136,5 +137,5 @@ def _shortage(what: str, weight_bytes: int, free_bytes: int) -> str:
     return f"{what} weights take {needed}; {free} are free, of which {room} are left for activations."
 
 
-def _half(device: Device) -> str:
+def _half(device: Device) -> RuledStorage:
     return "bf16" if device.capabilities["bf16"] else "fp16"

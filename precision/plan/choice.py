@@ -3,11 +3,12 @@
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 ATTACHMENT = "halfsafe"
 """The key of a loaded model's :class:`LoadRecord` in ComfyUI's ``attachments``."""
 Value = TypeVar("Value")
+Option = TypeVar("Option", bound=str)
 
 
 def frozen(values: Mapping[str, Value]) -> Mapping[str, Value]:
@@ -16,16 +17,30 @@ def frozen(values: Mapping[str, Value]) -> Mapping[str, Value]:
 
 
 @dataclass(frozen=True)
-class Choice:
+class Choice(Generic[Option]):
     """A setting as asked for, as resolved on this device, and why."""
 
-    requested: str
-    used: str
+    requested: Option
+    used: Option
     reason: str = ""
 
     def __str__(self) -> str:
         asked = "" if self.requested == self.used else f" (asked: {self.requested})"
         return f"{self.used}{asked}" + (f": {self.reason}" if self.reason else "")
+
+
+@dataclass(frozen=True)
+class WithoutEffect:
+    """A setting that cannot act on a model here, and why.
+
+    Attributes:
+        setting: as it is written: ``tf32=on``, or a line of the rules.
+        unmatched: it is a rule whose pattern matches no layer.
+    """
+
+    setting: str
+    reason: str
+    unmatched: bool = field(default=False, metadata={"json": False})
 
 
 @dataclass(frozen=True)
@@ -45,6 +60,6 @@ class LoadRecord:
     reasons: Mapping[str, str] = field(default_factory=dict)
     kept: Mapping[str, str] = field(default_factory=dict)
     asked: Mapping[str, str] = field(default_factory=dict)
-    without_effect: tuple[tuple[str, str], ...] = ()
+    without_effect: tuple[WithoutEffect, ...] = ()
     notes: tuple[str, ...] = ()
     native_fp8: Container[str] = frozenset()

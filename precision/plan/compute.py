@@ -2,23 +2,26 @@
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Final, Literal
 
 from ..base.dtypes import FP8_NAMES, QUANTIZED_NAMES
-from ..base.modes import FP8, FP16, INT8, MODE_OF, MODES
+from ..base.modes import FP8, FP16, INT8, MODE_OF, MODES, ModeName
+from ..base.options import ComputeOption, RuledCompute, RuledSums, Stream
 from ..devices.detect import Device
 from ..formats.registry import FORMAT_OF_STORAGE
 from .accumulation import MatmulProfile, fp16_sums_inert
 from .auto import auto_compute
-from .choice import Choice, frozen
+from .choice import Choice, WithoutEffect, frozen
 from .facts import LayerSpec, ModelFacts
 from .rules import Rule, Rules
 
-SAFE = "fp16_safe"
-WEIGHTS_FOR = {
-    mode.name: tuple(name for name in QUANTIZED_NAMES if FORMAT_OF_STORAGE[name].mode is mode) for mode in (FP8, INT8)
+SAFE: Final = "fp16_safe"
+WEIGHTS_FOR: dict[str, tuple[str, ...]] = {
+    mode.compute: tuple(name for name in QUANTIZED_NAMES if FORMAT_OF_STORAGE[name].mode is mode)
+    for mode in (FP8, INT8)
 }
 """Compute options that multiply quantized weights as they are stored -> the storages of such weights."""
-AUTOMATIC = ("auto", INT8.name)
+AUTOMATIC = ("auto", INT8.compute)
 """Compute options that leave fp8 products to ``auto``."""
 LEAVES_QUANTIZED = ("auto", *WEIGHTS_FOR)
 """Compute options that ask for no dtype: weights in other formats multiply by themselves."""
@@ -42,10 +45,10 @@ class ComputeDecision:
             where no rule does.
     """
 
-    mode: str
-    stream: str
+    mode: ModeName
+    stream: Stream
     reason: str
-    sums: str = ""
+    sums: RuledSums | Literal[""] = ""
 
 
 @dataclass(frozen=True)
@@ -59,10 +62,10 @@ class ComputePlan:
         instead: why the model does not compute in fp16, in which it came; empty where it came in another dtype.
     """
 
-    choice: Choice
+    choice: Choice[ComputeOption]
     decisions: Mapping[str, ComputeDecision]
     fp8_matmul: bool = False
-    without_effect: tuple[tuple[str, str], ...] = ()
+    without_effect: tuple[WithoutEffect, ...] = ()
     notes: tuple[str, ...] = ()
     attention: tuple[Rule, ...] = ()
     fallback: "ComputePlan | None" = None
@@ -71,7 +74,7 @@ class ComputePlan:
     @classmethod
     def of_layers(cls, decisions: Mapping[str, ComputeDecision]) -> "ComputePlan":
         """Plan these layers alone, whatever the model around them was planned to compute in."""
-        return cls(Choice(FP16.name, FP16.name), decisions)
+        return cls(Choice(FP16.compute, FP16.compute), decisions)
 
     @property
     def is_safe(self) -> bool:
@@ -90,7 +93,7 @@ class ComputePlan:
             choice=Choice(self.choice.requested, self.activation_dtype, reason),
             decisions={},
             fp8_matmul=False,
-            without_effect=(*self.without_effect, (f"compute={self.choice.requested}", reason)),
+            without_effect=(*self.without_effect, WithoutEffect(f"compute={self.choice.requested}", reason)),
             attention=(),
             fallback=None,
         )
@@ -114,17 +117,17 @@ class ComputePlan:
         return [mode.name for mode in modes if not mode.is_8bit and mode.operand != own.operand]
 
     @property
-    def activation_dtype(self) -> str:
+    def activation_dtype(self) -> ComputeOption:
         """The dtype of activations between layers."""
         return "fp32" if self.is_safe else self.choice.used
 
     @property
-    def weight_dtype(self) -> str:
+    def weight_dtype(self) -> ComputeOption:
         """The best dtype of weights without quantization."""
         return "fp16" if self.is_safe else self.choice.used
 
 
-def choose_compute(facts: ModelFacts, device: Device, compute: str) -> Choice:
+def choose_compute(facts: ModelFacts, device: Device, compute: ComputeOption) -> Choice[ComputeOption]:
     """Resolve ``compute`` for a model as a whole, without its layers."""
     automatic, reason = auto_compute(device, facts.supported, facts.file_dtype)
     if compute == "auto":
@@ -139,7 +142,7 @@ def choose_compute(facts: ModelFacts, device: Device, compute: str) -> Choice:
 
 
 def plan_compute(
-    facts: ModelFacts, device: Device, compute: str, rules: Rules, storages: Mapping[str, str] | None = None
+    facts: ModelFacts, device: Device, compute: ComputeOption, rules: Rules, storages: Mapping[str, str] | None = None
 ) -> ComputePlan:
     """Resolve ``compute`` for a model on a device, layer by layer.
 
@@ -148,14 +151,14 @@ def plan_compute(
     """
     choice = choose_compute(facts, device, compute)
     plan = _planned(facts, device, choice, rules, storages)
-    if choice.requested not in LEAVES_QUANTIZED or choice.used != FP16.name:
+    if choice.requested not in LEAVES_QUANTIZED or choice.used != FP16.compute:
         return plan
     safe = replace(choice, used=SAFE, reason=OVERFLOWED)
     return replace(plan, fallback=_planned(facts, device, safe, rules, storages))
 
 
 def _planned(
-    facts: ModelFacts, device: Device, choice: Choice, rules: Rules, storages: Mapping[str, str] | None
+    facts: ModelFacts, device: Device, choice: Choice[ComputeOption], rules: Rules, storages: Mapping[str, str] | None
 ) -> ComputePlan:
     rules = rules.on(facts.layers)
     compute = choice.requested
@@ -164,7 +167,8 @@ def _planned(
     decisions: dict[str, ComputeDecision] = {}
     without_effect = rules_on_other_layers(facts.layers, rules)
     if compute in WEIGHTS_FOR and not device.capabilities[f"{compute}_matmul"]:
-        without_effect.insert(0, (f"compute={compute}", choose_compute(facts, device, compute).reason))
+        reason = choose_compute(facts, device, compute).reason
+        without_effect.insert(0, WithoutEffect(f"compute={compute}", reason))
     for layer in facts.layers:
         decision, problem = _decide(layer, choice, layer.name in in_fp8, device, rules, stored.get(layer.name, ""))
         following = decision or ComputeDecision(MODE_OF[choice.used], "same", "")
@@ -174,12 +178,12 @@ def _planned(
             decision = replace(following, sums=sums[0])
         if decision:
             decisions[layer.name] = decision
-        entries = (problem, (str(sums[1]), inert) if sums and inert else None)
+        entries = (problem, WithoutEffect(str(sums[1]), inert) if sums and inert else None)
         without_effect += [entry for entry in entries if entry and entry not in without_effect]
     kinds = WEIGHTS_FOR.get(compute)
     if storages is not None and not without_effect and kinds and not {*kinds} & {*stored.values()}:
         why = f"no weight of this model is stored in {compute}: load it with storage {kinds[0]}"
-        without_effect.append((f"compute={compute}", why))
+        without_effect.append(WithoutEffect(f"compute={compute}", why))
     if any(decision.stream == "fp32" for decision in decisions.values()):
         followers = (layer.name for layer in facts.layers if layer.multiplies and layer.name not in decisions)
         decisions |= {name: ComputeDecision(MODE_OF[choice.used], "same", "") for name in followers}
@@ -194,16 +198,16 @@ def _planned(
     )
 
 
-def _multiplied_in_fp8(facts: ModelFacts, device: Device, compute: str) -> Container[str]:
+def _multiplied_in_fp8(facts: ModelFacts, device: Device, compute: ComputeOption) -> Container[str]:
     """Return the layers that multiply in fp8 where their weights are in it and no rule says otherwise."""
-    if compute == FP8.name and device.capabilities["fp8_matmul"]:
+    if compute == FP8.compute and device.capabilities["fp8_matmul"]:
         return {layer.name for layer in facts.layers}
     return facts.native_fp8 if compute in AUTOMATIC and device.capabilities["fp8_matmul_gains"] else ()
 
 
 def _decide(
-    layer: LayerSpec, choice: Choice, in_fp8: bool, device: Device, rules: Rules, storage: str
-) -> tuple[ComputeDecision | None, tuple[str, str] | None]:
+    layer: LayerSpec, choice: Choice[ComputeOption], in_fp8: bool, device: Device, rules: Rules, storage: str
+) -> tuple[ComputeDecision | None, WithoutEffect | None]:
     if not layer.multiplies:
         return None, None
     compute, stream = (rules.setting(key, layer.name, layer.cls) for key in ("compute", "stream"))
@@ -213,15 +217,15 @@ def _decide(
     problem = None
     if wanted in WEIGHTS_FOR and (why := _why_no_product(wanted, layer, device, storage)):
         # What nobody asked for is no setting without effect: int8 weights on a device that has no int8 matmul.
-        if compute or choice.requested == FP8.name:
-            problem = (str(compute[1]) if compute else "compute=fp8", f"{layer.name}: {why}")
+        if compute or choice.requested == FP8.compute:
+            problem = WithoutEffect(str(compute[1]) if compute else "compute=fp8", f"{layer.name}: {why}")
         wanted = _without(wanted, layer, choice, device, storage)
         reason = why
         compute = None
     row = FORMAT_OF_STORAGE.get(storage)
     follows = wanted == choice.used and choice.used != SAFE and not problem
-    if row and row.quantizes_operands and row.mode is not FP8 and wanted != INT8.name:
-        follows = storage not in WEIGHTS_FOR[INT8.name] and not compute and choice.requested in LEAVES_QUANTIZED
+    if row and row.quantizes_operands and row.mode is not FP8 and wanted != INT8.compute:
+        follows = storage not in WEIGHTS_FOR[INT8.compute] and not compute and choice.requested in LEAVES_QUANTIZED
         reason = reason or f"its {storage} weight is dequantized, as {choice.requested} was asked for"
     elif stream and stream[0] != "same":
         follows = False
@@ -230,32 +234,34 @@ def _decide(
     return ComputeDecision(MODE_OF[wanted], stream[0] if stream else "same", reason), problem
 
 
-def _product_of(storage: str, choice: Choice, in_fp8: bool) -> str:
+def _product_of(storage: str, choice: Choice[ComputeOption], in_fp8: bool) -> RuledCompute | Literal[""]:
     """Name the quantized product that a layer makes without a rule; empty where it makes none."""
-    if storage in WEIGHTS_FOR[INT8.name] and choice.requested in LEAVES_QUANTIZED:
-        return INT8.name
-    return FP8.name if in_fp8 and storage in FP8_NAMES else ""
+    if storage in WEIGHTS_FOR[INT8.compute] and choice.requested in LEAVES_QUANTIZED:
+        return INT8.compute
+    return FP8.compute if in_fp8 and storage in FP8_NAMES else ""
 
 
-def _without(product: str, layer: LayerSpec, choice: Choice, device: Device, storage: str) -> str:
+def _without(
+    product: str, layer: LayerSpec, choice: Choice[ComputeOption], device: Device, storage: str
+) -> ComputeOption:
     """Name the arithmetic of a layer without the product asked for: int8 where its weight is, else the model's."""
-    own = _product_of(storage, choice, False) if product != INT8.name else ""
+    own = _product_of(storage, choice, False) if product != INT8.compute else ""
     return own if own and not _why_no_product(own, layer, device, storage) else choice.used
 
 
-def rules_on_other_layers(layers: Sequence[LayerSpec], rules: Rules) -> list[tuple[str, str]]:
-    """List (rule, reason) for the user's own compute and stream rules that match only layers without a matmul."""
+def rules_on_other_layers(layers: Sequence[LayerSpec], rules: Rules) -> list[WithoutEffect]:
+    """List the user's own compute and stream rules that match only layers without a matmul."""
     found, rules = [], rules.on(layers)
     for rule in (rule for rule in rules.own if {"compute", "stream"} & dict(rule.settings).keys()):
         matched = [layer for layer in layers if rule in rules.matching(layer.name, layer.cls)]
         if matched and not any(layer.multiplies for layer in matched):
             classes = ", ".join(sorted({layer.cls for layer in matched}))
-            found.append((str(rule), f"{classes} multiplies no matrices: it follows the stream"))
+            found.append(WithoutEffect(str(rule), f"{classes} multiplies no matrices: it follows the stream"))
     return found
 
 
-def rules_without_effect(layers: Sequence[LayerSpec], rules: Rules) -> list[tuple[str, str]]:
-    """List (rule, reason) for the user's own rules that match none of these layers.
+def rules_without_effect(layers: Sequence[LayerSpec], rules: Rules) -> list[WithoutEffect]:
+    """List the user's own rules that match none of these layers.
 
     What they set of attention is left out, as it is about blocks.
     """
@@ -263,7 +269,7 @@ def rules_without_effect(layers: Sequence[LayerSpec], rules: Rules) -> list[tupl
     for rule in rules.on(layers).without_match((layer.name, layer.cls) for layer in layers):
         settings = tuple(setting for setting in rule.settings if setting[0] != "attention")
         if settings:
-            found.append((str(replace(rule, settings=settings)), NO_LAYER))
+            found.append(WithoutEffect(str(replace(rule, settings=settings)), NO_LAYER, unmatched=True))
     return found
 
 
@@ -273,7 +279,7 @@ def _why_no_product(product: str, layer: LayerSpec, device: Device, storage: str
     if not device.capabilities[f"{product}_matmul"]:
         why = device.reason(f"{product}_matmul")
         return f"{device.profile.name} has no {product} matmul, so the weight is dequantized: {why}"
-    if product == FP8.name and any(size % 16 for size in layer.shape):
+    if product == FP8.compute and any(size % 16 for size in layer.shape):
         shape = " x ".join(map(str, layer.shape))
         return f"fp8 matmul needs sizes that are multiples of 16, this is {shape}"
     return None

@@ -6,17 +6,18 @@ from dataclasses import replace
 
 from ..base.dtypes import FP8_NAMES
 from ..base.modes import FP16
+from ..base.options import ComputeOption, Goal, StorageOption
 from ..devices.detect import Device
 from .accumulation import Request
 from .auto import UNQUANTIZED, smallest_storage
-from .choice import frozen
+from .choice import WithoutEffect, frozen
 from .compute import MODE_OF, SAFE, WEIGHTS_FOR, ComputeDecision, ComputePlan, plan_compute, rules_without_effect
 from .facts import ModelFacts
 from .rules import Rules
 
 NO_RULES = Rules()
 STORAGE_RULE = "the model is loaded already: give rules on storage to a loader or to Save Model"
-SUMS = {
+SUMS: dict[Goal, tuple[Request, str]] = {
     "quality": (
         Request(fp16_accumulation="off", reduced_precision_reduction="off", tf32="off"),
         "fp32 throughout, no TF32",
@@ -30,7 +31,7 @@ SUMS = {
 
 
 def plan_for_goal(
-    facts: ModelFacts, device: Device, goal: str, storages: Mapping[str, str], rules: Rules = NO_RULES
+    facts: ModelFacts, device: Device, goal: Goal, storages: Mapping[str, str], rules: Rules = NO_RULES
 ) -> tuple[ComputePlan, str]:
     """Resolve a goal (balanced, quality, speed, memory) for a model whose weights stay as loaded: plan and reason.
 
@@ -41,7 +42,7 @@ def plan_for_goal(
     return plan, f"{reason} {plan.choice.reason}".strip()
 
 
-def storage_for_goal(device: Device, goal: str, stored: frozenset[str]) -> tuple[str, str]:
+def storage_for_goal(device: Device, goal: Goal, stored: frozenset[str]) -> tuple[StorageOption, str]:
     """Choose the storage that a goal is best loaded with, and say why; ``auto`` where it asks for none.
 
     ``stored``: the storages of the weights as they are: what is quantized already is not quantized again.
@@ -54,7 +55,9 @@ def storage_for_goal(device: Device, goal: str, stored: frozenset[str]) -> tuple
     return "auto", ""
 
 
-def _compute_for(facts: ModelFacts, device: Device, goal: str, stored: frozenset[str]) -> tuple[str, str]:
+def _compute_for(
+    facts: ModelFacts, device: Device, goal: Goal, stored: frozenset[str]
+) -> tuple[ComputeOption, str]:
     if goal == "quality":
         if device.capabilities["fp16"]:
             return SAFE, "fp16 products with fp32 sums and fp32 between layers are closer to fp32 than bf16 is."
@@ -77,7 +80,7 @@ def on_loaded(
     ``came_in``: the dtype that the model computes in without the plan.
     """
     fallback = plan.fallback and on_loaded(plan.fallback, facts, rules, foreign, came_in)
-    late = ((str(rule), STORAGE_RULE) for rule in rules.own if "storage" in dict(rule.settings))
+    late = (WithoutEffect(str(rule), STORAGE_RULE) for rule in rules.own if "storage" in dict(rule.settings))
     idle = [*plan.without_effect, *rules_without_effect(facts.layers, rules), *late]
     moved = {
         name: ComputeDecision("fp32", decision.stream, f"{foreign[name]} multiplies in its own way: run in fp32")
@@ -87,9 +90,9 @@ def on_loaded(
     if moved:
         count, first = len(moved), next(iter(moved))
         why = f"{count} layers ({first} ...) belong to another loader, which multiplies in its own way: run in fp32"
-        idle.append((f"compute={SAFE}", why))
+        idle.append(WithoutEffect(f"compute={SAFE}", why))
     decisions = frozen({**plan.decisions, **moved})
-    leaves_fp16 = came_in == FP16.name and plan.choice.used != FP16.name
+    leaves_fp16 = came_in == FP16.name and plan.choice.used != FP16.compute
     instead = _instead_of_fp16(plan.choice.used, facts) if leaves_fp16 else ""
     return replace(plan, decisions=decisions, without_effect=tuple(idle), fallback=fallback, instead=instead)
 

@@ -110,7 +110,7 @@ def common_dtype(weights: Mapping[str, StoredWeight], plans: Mapping[str, Weight
     use.
     """
     by_layer = {decision.storage for decision in plan.decisions.values()}
-    candidates = [plan.storage.used]
+    candidates: list[str] = [plan.storage.used]
     if len(by_layer) == 1:
         candidates = [*by_layer, *candidates]
     for asked in candidates:

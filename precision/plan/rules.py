@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import translate
 from functools import cached_property, lru_cache
+from typing import Any, get_args
 
 from ..base.errors import HalfsafeError, RuleError
 from ..base.layer_names import by_pattern
-from ..base.options import COMPUTE_OPTIONS, STORAGE_OPTIONS
+from ..base.options import RuledCompute, RuledStorage, RuledSums, Stream
 from .facts import LayerSpec
 from .presets import DEFAULT_PRESET, PRESETS, TEXT_ENCODER
 from .structure import ROLES, roles_of
@@ -20,10 +21,10 @@ from .structure import ROLES, roles_of
 ANYTHING = "(any layer)"
 KEEP = (("storage", "as_file"),)
 VALUES = {
-    "storage": STORAGE_OPTIONS[1:],
-    "compute": COMPUTE_OPTIONS[1:],
-    "accumulation": ("fp32", "fp16"),
-    "stream": ("fp32", "same"),
+    "storage": get_args(RuledStorage),
+    "compute": get_args(RuledCompute),
+    "accumulation": get_args(RuledSums),
+    "stream": get_args(Stream),
     "attention": ("fp32",),
 }
 
@@ -80,8 +81,8 @@ class Rules:
             self.models[layers] = replace(self, roles=roles_of(layers)) if asked else self
         return self.models[layers]
 
-    def setting(self, key: str, name: str, cls: str) -> tuple[str, Rule] | None:
-        """Look up the value of ``key`` for a layer and its rule; None where no rule sets the key."""
+    def setting(self, key: str, name: str, cls: str) -> tuple[Any, Rule] | None:
+        """Look up the value of ``key``, one of its ``VALUES``, for a layer and its rule; None if no rule sets it."""
         for rule in reversed(self.matching(name, cls)):
             if value := dict(rule.settings).get(key):
                 return value, rule

@@ -6,12 +6,13 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from ..base.dtypes import FP8_NAMES, QUANTIZED_NAMES
+from ..base.options import ComputeOption, StorageOption
 from ..base.text import size_text
 from ..devices.detect import Device, unheld_storages, why_no_bf16
 from ..formats.comfy_format import can_be_quantized
 from ..formats.registry import FORMAT_OF_STORAGE
 from .auto import ACTIVATION_ROOM, auto_storage, held_storage, why_low_bits_are_slow
-from .choice import Choice, frozen
+from .choice import Choice, WithoutEffect, frozen
 from .compute import SAFE, ComputePlan, choose_compute, plan_compute, rules_without_effect
 from .facts import LayerSpec, ModelFacts
 from .rules import TEXT_ENCODER_RULES, Rules
@@ -19,7 +20,7 @@ from .rules import TEXT_ENCODER_RULES, Rules
 EIGHT_BITS = ("int8", "fp8_e4m3fn")
 PREDICTED_ERROR = {"int8": 0.0089, "w6a8": 0.0184, "w4a8": 0.0617}
 """Relative error of a layer's int8 product with weights rounded to nearest: MiniLM in benchmarks/README.md."""
-FEWER_BITS = ("w6a8", "w4a8")
+FEWER_BITS: tuple[StorageOption, ...] = ("w6a8", "w4a8")
 # ComfyUI tells SD, SDXL and LTX-Video by the columns of this weight (comfy/model_detection.py).
 _TELLS_MODEL = re.compile(r"(^|\.)transformer_blocks\.0\.attn2\.to_k$")
 TOLD_BY = "ComfyUI tells the model by how many columns this weight has, which fewer bits than 8 pack"
@@ -50,10 +51,10 @@ class LoadPlan:
     cannot hold -> why.
     """
 
-    storage: Choice
+    storage: Choice[StorageOption]
     compute: ComputePlan
     decisions: Mapping[str, StorageDecision]
-    without_effect: tuple[tuple[str, str], ...] = ()
+    without_effect: tuple[WithoutEffect, ...] = ()
     no_bf16: str = ""
     unheld: Mapping[str, str] = field(default_factory=lambda: frozen({}))
 
@@ -92,8 +93,8 @@ def why_not_quantized(storage: str, shape: Sequence[int], cls: str = "") -> str:
 def plan_load(
     facts: ModelFacts,
     device: Device,
-    storage: str,
-    compute: str,
+    storage: StorageOption,
+    compute: ComputeOption,
     rules: Rules,
     free_device_bytes: int | None,
     formats: Container[str] = QUANTIZED_NAMES,
@@ -122,12 +123,12 @@ def plan_load(
 def _fitted(
     facts: ModelFacts,
     device: Device,
-    choice: Choice,
+    choice: Choice[StorageOption],
     decisions: Mapping[str, StorageDecision],
     rules: Rules,
     free: int,
     formats: Container[str],
-) -> tuple[Choice, Mapping[str, StorageDecision]]:
+) -> tuple[Choice[StorageOption], Mapping[str, StorageDecision]]:
     """Store the model in w6a8, else in w4a8, where int8 does not fit and the smaller one does, and say so.
 
     Where fp8 was chosen, int8 products gain nothing or are not what runs, and those of fewer bits are int8 products.
@@ -174,7 +175,7 @@ def plan_text_encoder(
     needed: int,
     free_bytes: int | None,
     unheld: Mapping[str, str] = frozen({}),
-) -> tuple[Choice, Mapping[str, StorageDecision]]:
+) -> tuple[Choice[str], Mapping[str, StorageDecision]]:
     """Resolve the storage of a text encoder that takes ``needed`` bytes in 16 bit.
 
     ``default``: the dtype ComfyUI keeps text encoders in; ``free_bytes``: of the host, None where its weights are
@@ -195,8 +196,10 @@ def plan_text_encoder(
 
 
 def _choose_storage(
-    facts: ModelFacts, device: Device, storage: str, compute: Choice, free: int | None, streamed_from: int | None
-) -> Choice:
+    facts: ModelFacts, device: Device, storage: StorageOption, compute: Choice,
+    free: int | None, streamed_from: int | None,
+) -> Choice[StorageOption]:  # fmt: skip
+    used: StorageOption
     if storage == "as_file":
         used, reason = held_storage(device, facts.file_dtype)
         return Choice(storage, used, reason if used != storage else "")
@@ -204,7 +207,7 @@ def _choose_storage(
         return Choice(storage, storage)
     size, own, asked = 2 * facts.parameters, facts.file_dtype, compute.requested
     used, reason = auto_storage(device, size, own, free, asked, streamed_from)
-    enough = "fp16" if compute.used == SAFE else compute.used
+    enough: StorageOption = "fp16" if compute.used == SAFE else compute.used
     if used == "as_file" and own == "fp32" and enough != "fp32":
         used, reason = enough, f"an fp32 file computed in {compute.used} needs no more than {enough}"
     fits = free is None or streamed_from is None or size <= free - ACTIVATION_ROOM

@@ -21,7 +21,7 @@ MUTED = (154, 160, 170)
 
 
 @dataclass(frozen=True)
-class Row:
+class Bar:
     """A bar of a chart, or a heading where ``parts`` is empty.
 
     ``parts``: (share of the whole bar, colour), drawn one after the other from the left; ``text`` stands at the right.
@@ -32,7 +32,7 @@ class Row:
     text: str = ""
 
 
-def bar_chart(title: str, rows: Sequence[Row], notes: Sequence[str] = ()) -> np.ndarray:
+def bar_chart(title: str, rows: Sequence[Bar], notes: Sequence[str] = ()) -> np.ndarray:
     """Draw bars below a title, and notes below the bars: uint8 array (height, 1024, 3)."""
     first = MARGIN - 8 + TITLE_HEIGHT
     below = first + ROW_HEIGHT * len(rows) + ROW_HEIGHT // 2
@@ -46,7 +46,7 @@ def bar_chart(title: str, rows: Sequence[Row], notes: Sequence[str] = ()) -> np.
     return np.array(image)
 
 
-def _draw_row(drawing: ImageDraw.ImageDraw, y: int, row: Row) -> None:
+def _draw_row(drawing: ImageDraw.ImageDraw, y: int, row: Bar) -> None:
     if not row.parts:
         write_text(drawing, MARGIN, y, row.label, INNER, 16)
         return

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from ..base.text import count_text, size_text
-from .draw import Row, bar_chart
+from .draw import Bar, bar_chart
 from .report_text import verdict_shown
 from .schema import Report
 from .view import MODE_COLOURS, OTHER, STORAGE_COLOURS, SUM_COLOURS, shares
@@ -30,16 +30,16 @@ def chart(report: Report) -> np.ndarray:
     return bar_chart(f"{model.cls or 'model'}: {size}", rows, where)
 
 
-def _bytes(by_storage: Mapping[str, int]) -> Iterator[Row]:
+def _bytes(by_storage: Mapping[str, int]) -> Iterator[Bar]:
     if by_storage:
-        yield Row(f"weight bytes by storage, {size_text(sum(by_storage.values()))} in all")
+        yield Bar(f"weight bytes by storage, {size_text(sum(by_storage.values()))} in all")
     for name, share, size in shares(by_storage):
-        yield Row(name, [(share, STORAGE_COLOURS.get(name, OTHER))], f"{size_text(size)}, {share:.1%}")
+        yield Bar(name, [(share, STORAGE_COLOURS.get(name, OTHER))], f"{size_text(size)}, {share:.1%}")
 
 
-def _values(title: str, values: list[str], colours: Mapping[str, str]) -> Iterator[Row]:
+def _values(title: str, values: list[str], colours: Mapping[str, str]) -> Iterator[Bar]:
     if values:
-        yield Row(title)
-        yield Row("in model order", [(1 / len(values), colours.get(value, OTHER)) for value in values])
+        yield Bar(title)
+        yield Bar("in model order", [(1 / len(values), colours.get(value, OTHER)) for value in values])
     for name, count in Counter(values).most_common():
-        yield Row(name, [(count / len(values), colours.get(name, OTHER))], f"{count} layer{'' if count == 1 else 's'}")
+        yield Bar(name, [(count / len(values), colours.get(name, OTHER))], f"{count} layer{'' if count == 1 else 's'}")

@@ -4,13 +4,18 @@ import math
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from typing import Literal
 
 from ..base.modes import MODES
 from ..devices.detect import Device
+from ..plan.choice import WithoutEffect
 from .report_text import report_text
 from .view import MODE_COLOURS, STORAGE_COLOURS, rules_text, view_of
 
 VERSION = 1
+Sums = Literal["fp32", "fp16", "fp8_fast"]
+EventKind = Literal["overflow", "nan", "weights", "unknown", "input", "saturation", "canary", "drift"]
+Verdict = Literal["clean", "recovered", "stopped", "bad_weights", "bad_input", "not_precision", "device_fault"]
 JSON_NAMES = {"cls": "class", "from_mode": "from", "to_mode": "to"}
 
 
@@ -28,7 +33,7 @@ class LayerReport:
     cls: str
     storage: str
     mode: str
-    accumulation: str
+    accumulation: Sums
     stream: str
     reason: str = ""
     kernel: str = ""
@@ -46,14 +51,6 @@ class ModelReport:
 
 
 @dataclass
-class WithoutEffect:
-    """A setting that cannot act here, and why."""
-
-    setting: str
-    reason: str
-
-
-@dataclass
 class KeptHigh:
     """A layer that was not stored in fp8 though fp8 was asked for, and why."""
 
@@ -66,7 +63,7 @@ class GuardEvent:
     """A result with NaN or Inf, or farther from fp32 than its arithmetic explains (``kind`` drift, with an SNR).
 
     ``from_mode`` and ``to_mode``: names in ``modes.MODES``; ``evidence``: what the verdict rests on; ``fell_back``: the
-    model's plan runs in its fallback from this event on.
+    model's plan runs in its fallback from this event on; ``ended``: the guard ended the run with this event's error.
     """
 
     call: int
@@ -74,7 +71,7 @@ class GuardEvent:
     sigma: float
     layer: str
     op: str
-    kind: str
+    kind: EventKind
     batch_rows: list[int]
     from_mode: str
     to_mode: str
@@ -84,6 +81,7 @@ class GuardEvent:
     threshold_db: float | None = None
     advice: str = ""
     fell_back: bool = False
+    ended: bool = False
 
 
 @dataclass
@@ -116,7 +114,7 @@ class CheckReport:
 class GuardReport:
     """What the guard saw; ``verdict``: of ``guard/verdicts.py``, "off" when no guard is attached."""
 
-    verdict: str = "off"
+    verdict: Verdict | Literal["off"] = "off"
     calls: int = 0
     extra_calls: int = 0
     escalations: dict[str, str] = field(default_factory=dict)
@@ -132,7 +130,7 @@ class EncoderReport:
 
     node: str
     kind: str
-    verdict: str = "clean"
+    verdict: Verdict = "clean"
     messages: list[str] = field(default_factory=list)
     advice: str = ""
 

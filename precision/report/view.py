@@ -80,7 +80,7 @@ def rules_text(report: Mapping, fixed: Collection[str] = ()) -> str:
 def _mode_lines(modes: Mapping[str, str], names: list[str]) -> list[str]:
     ruled: dict[str, list[str]] = defaultdict(list)
     for name, mode in modes.items():
-        if mode in MODES and MODES[mode].rule:
+        if mode in MODES:
             ruled[MODES[mode].rule].append(name)
     found = ((rule, patterns(members, {*names} - {*members})) for rule, members in ruled.items())
     return [f"{pattern} {rule}" for rule, several in found for pattern, _ in several]

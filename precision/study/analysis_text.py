@@ -61,7 +61,7 @@ def analysis_text(analysis: Analysis, model: str = "", computed_in: str = "") ->
     return "\n".join([f"# {line}".rstrip() for line in lines] + rule_lines(analysis)) + "\n"
 
 
-def result_of(analysis: Analysis, text: str) -> Result:
+def analysis_result(analysis: Analysis, text: str) -> Result:
     """Sum the analysis up in a sentence and the table of its weakest layers."""
     name, chosen = analysis.candidate.name, analysis.chosen
     rows = _rows(analysis)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from ..base.text import size_text
-from ..report.draw import Row, bar_chart
+from ..report.draw import Bar, bar_chart
 from .analysis_text import decibel_text, outcome
 from .sensitivity import Analysis
 from .tradeoffs import Measurements, Tradeoff
@@ -32,11 +32,11 @@ def analysis_chart(analysis: Analysis, model: str = "") -> np.ndarray:
     layers = analysis.weakest_first
     top = _highest(layer.worst_db for layer in layers)
     rows = [
-        Row(layer.name, [(_share(layer.worst_db, top), COLOURS[layer.status])], decibel_text(layer.worst_db))
+        Bar(layer.name, [(_share(layer.worst_db, top), COLOURS[layer.status])], decibel_text(layer.worst_db))
         for layer in layers[:MOST_ROWS]
     ]
-    rest = [Row(f"and {len(layers) - MOST_ROWS} more")] if len(layers) > MOST_ROWS else []
-    head = [Row("SNR of each layer's output in dB, the weakest first:")]
+    rest = [Bar(f"and {len(layers) - MOST_ROWS} more")] if len(layers) > MOST_ROWS else []
+    head = [Bar("SNR of each layer's output in dB, the weakest first:")]
     legend = _legend(layer.status for layer in layers)
     title = f"{model or 'model'} in {analysis.candidate.name}"
     return bar_chart(title, [*legend, *head, *rows, *rest], outcome(analysis)).astype(np.float32) / 255
@@ -54,19 +54,19 @@ def tradeoffs_chart(found: Measurements) -> np.ndarray:
     return bar_chart(f"{found.model} on {found.device}", [*legend, *rows], notes).astype(np.float32) / 255
 
 
-def _legend(names: Iterable[str]) -> list[Row]:
-    return [Row(name, [(LEGEND, COLOURS[name])]) for name in dict.fromkeys(names)]
+def _legend(names: Iterable[str]) -> list[Bar]:
+    return [Bar(name, [(LEGEND, COLOURS[name])]) for name in dict.fromkeys(names)]
 
 
-def _lines(label: str, row: Tradeoff, most: tuple[float, int, float]) -> list[Row]:
+def _lines(label: str, row: Tradeoff, most: tuple[float, int, float]) -> list[Bar]:
     if row.problem:
-        return [Row(f"{label}: {row.problem}")]
+        return [Bar(f"{label}: {row.problem}")]
     lines = [
-        Row(label, [(row.seconds / most[0], COLOURS["time"])], f"{seconds_text(row.seconds)} s/step"),
-        Row("", [(row.bytes / most[1], COLOURS["memory"])], size_text(row.bytes)),
+        Bar(label, [(row.seconds / most[0], COLOURS["time"])], f"{seconds_text(row.seconds)} s/step"),
+        Bar("", [(row.bytes / most[1], COLOURS["memory"])], size_text(row.bytes)),
     ]
     if row.snr_db is not None:
-        lines.append(Row("", [(_share(row.snr_db, most[2]), COLOURS["SNR"])], f"SNR {decibel_text(row.snr_db)}"))
+        lines.append(Bar("", [(_share(row.snr_db, most[2]), COLOURS["SNR"])], f"SNR {decibel_text(row.snr_db)}"))
     return lines
 
 

@@ -61,13 +61,13 @@ class MeasuredForward:
         with lent(self.weights(self.module, x, x.dtype)) as (weight, bias):
             if layer.weight_db is None:
                 layer.weight_db = weight_error(weight, self.candidate)
-            output_db, channel_db = output_error(self.module, sample(self.module, x), weight, bias, self.candidate)
+            output_db, channel_db = output_error(self.module, sample_of(self.module, x), weight, bias, self.candidate)
         layer.output_db = min(output_db, math.inf if layer.output_db is None else layer.output_db)
         layer.channel_db = min(channel_db, math.inf if layer.channel_db is None else layer.channel_db)
         return result
 
 
-def sample(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+def sample_of(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Take rows spread evenly over a Linear's input, or the middle of a convolution's first item, in fp32."""
     if module.weight.dim() == 2:
         rows = x.reshape(-1, x.shape[-1])

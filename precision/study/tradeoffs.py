@@ -1,13 +1,14 @@
 """Settings to try on a model, what each costs and how close it comes, the best for a goal, and its rules."""
 
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..base.dtypes import QUANTIZED_NAMES
 from ..base.errors import HalfsafeError
 from ..base.modes import MODES, label_of
-from ..base.options import COMPUTE_OPTIONS, GOALS, STORAGE_OPTIONS
+from ..base.options import COMPUTE_OPTIONS, GOALS, STORAGE_OPTIONS, ComputeOption, Goal, StorageOption
 from ..devices.detect import Device, why_no_fp8
 from ..plan.auto import INT8_COMPUTE
 from ..plan.compute import SAFE
@@ -23,7 +24,7 @@ as_file/fp16
 int8/auto
 fp8_e4m3fn/auto
 fp8_e4m3fn/fp8"""
-FLOORS = {"balanced": 25.0, "speed": 20.0, "memory": 20.0}
+FLOORS: dict[Goal, float] = {"balanced": 25.0, "speed": 20.0, "memory": 20.0}
 """Goal -> the SNR in dB that a setting needs for it: an error of 5.6 % or 10 %."""
 NOISE = 0.2
 """The spread of a row's timed steps, as a share of their median, above which its time ranks nothing."""
@@ -35,8 +36,8 @@ CLOSE = 1.03
 class Setting:
     """A loader's two options: what weights are stored in, and what is computed in."""
 
-    storage: str
-    compute: str
+    storage: StorageOption
+    compute: ComputeOption
 
     def __str__(self) -> str:
         return f"{self.storage}/{self.compute}"
@@ -51,7 +52,8 @@ def settings_from(text: str) -> list[Setting]:
     lines = ((number, line.partition("#")[0].strip()) for number, line in numbered_lines(text))
     found, problems, advice = [], [], []
     for number, line in ((number, line) for number, line in lines if line):
-        storage, _, compute = (part.strip().lower() for part in line.partition("/"))
+        words: Iterator[Any] = (part.strip().lower() for part in line.partition("/"))
+        storage, _, compute = words
         found.append(Setting(storage, compute))
         for value, options, kind in ((storage, STORAGE_OPTIONS, "storage"), (compute, COMPUTE_OPTIONS, "compute")):
             if value not in options:
@@ -89,6 +91,7 @@ class Tradeoff:
         storages: storage -> bytes of weights; ``modes``: mode -> number of layers that multiplied so.
         problem: why it was not measured, or what is wrong with its result; empty where nothing is.
         same: other settings that come to the same here, and are not measured again.
+        out_of_memory: the problem is that the device or host had no memory for it.
     """
 
     setting: Setting
@@ -102,6 +105,7 @@ class Tradeoff:
     problem: str = ""
     spread: float = 0.0
     same: Sequence[Setting] = ()
+    out_of_memory: bool = False
 
     @property
     def names(self) -> str:
@@ -116,7 +120,7 @@ class Tradeoff:
     @property
     def computed_by(self) -> str:
         """Return the compute option that asks for it."""
-        return MODES[self._mode].rule.removeprefix("compute=") if self._mode in MODES else self._mode
+        return MODES[self._mode].compute if self._mode in MODES else self._mode
 
     @property
     def _mode(self) -> str:
@@ -159,7 +163,7 @@ class Measurements:
     rows: Sequence[Tradeoff]
 
     @property
-    def best(self) -> dict[str, Tradeoff]:
+    def best(self) -> dict[Goal, Tradeoff]:
         """Goal -> its best row; empty where nothing works."""
         found = {goal: best_for(goal, self.rows) for goal in GOALS}
         return {goal: row for goal, row in found.items() if row is not None}
@@ -185,7 +189,7 @@ class Measurements:
         return rules_for(best, self.automatic, self.layers) if best else rules_from()
 
 
-def best_for(goal: str, rows: Iterable[Tradeoff]) -> Tradeoff | None:
+def best_for(goal: Goal, rows: Iterable[Tradeoff]) -> Tradeoff | None:
     """Choose the best row for a goal; None where no row works.
 
     quality: the fastest of those within 1 dB of the highest SNR. speed: the closest of those as fast as the fastest,
@@ -210,7 +214,7 @@ def _rankable(rows: Iterable[Tradeoff]) -> list[Tradeoff]:
     return [row for row in working if not row.is_noisy] or working
 
 
-def _ranked(goal: str, rows: Iterable[Tradeoff]) -> list[Tradeoff]:
+def _ranked(goal: Goal, rows: Iterable[Tradeoff]) -> list[Tradeoff]:
     """List the rows that reach the SNR of a goal."""
     return [row for row in _rankable(rows) if row.snr_db >= FLOORS.get(goal, math.inf)]
 

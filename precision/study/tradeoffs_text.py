@@ -3,7 +3,7 @@
 import math
 
 from ..base.modes import label_of
-from ..base.options import GOALS
+from ..base.options import GOALS, Goal
 from ..base.text import paragraph, size_text, table
 from ..formats.comfy_format import AS_FILE
 from ..report import result
@@ -31,7 +31,7 @@ def table_text(found: Measurements) -> str:
     return "\n".join(["Halfsafe: precisions measured", head, "", written, "", *_notes(found), "", *_best(found)])
 
 
-def result_of(found: Measurements, text: str) -> Result:
+def tradeoffs_result(found: Measurements, text: str) -> Result:
     """Sum the measurements up: the best for balanced in a sentence, and a table of all with the best first."""
     best = found.best.get("balanced")
     rows = [_shown(row, row.names) for row in sorted(found.rows, key=lambda row: row is not best)]
@@ -109,7 +109,7 @@ def _best(found: Measurements) -> list[str]:
     ]
 
 
-def _choice(row: Tradeoff, goal: str) -> str:
+def _choice(row: Tradeoff, goal: Goal) -> str:
     short = "" if row.snr_db >= FLOORS.get(goal, -math.inf) else ", below what the goal asks: the closest there is"
     short += f", {NOISY}" if row.is_noisy else ""
     figures = f"{seconds_text(row.seconds)} s/step, {size_text(row.bytes)}, {whole_decibel_text(row.snr_db)}{short}"

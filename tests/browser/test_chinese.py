@@ -77,7 +77,7 @@ def test_the_error_of_a_guard_is_told_as_its_event(comfy: ComfyPage) -> None:
     event = event_of(position, ORIGIN, "fp16", "fp16", False)
     error = NonFinite(sentence(event, ORIGIN), "stopped")
     comfy.send("execution_start", prompt_id="nan")
-    told = {"call": 1, "step": 3, "sigma": 0.7, "layer": ORIGIN.layer, "op": "", "kind": "overflow", "batch_rows": [0], "from": "fp16", "to": "fp16", "recovered": False}
+    told = {"call": 1, "step": 3, "sigma": 0.7, "layer": ORIGIN.layer, "op": "", "kind": "overflow", "batch_rows": [0], "from": "fp16", "to": "fp16", "recovered": False, "ended": True}
     shown = comfy.record_toasts()
     comfy.send_guard(prompt_id="nan", verdict="stopped", message=sentence(event, ORIGIN), advice=error.advice, event=told)
     detail = {"node_id": "1", "prompt_id": "nan", "exception_type": "halfsafe.NonFinite", "exception_message": str(error)}

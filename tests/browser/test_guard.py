@@ -213,12 +213,12 @@ def test_a_run_that_ends_is_told_once_by_the_name_of_what_is_at_fault(comfy: Com
     comfy.send("execution_success", prompt_id="clean")
     assert "blocks" in comfy.page.inner_text(".hs-table") and comfy.page.locator(".hs-sidebar .hs-bar").count() > 0
     cure = "leave it out or download it again. (tensor 'lora_up.weight')"
-    event = {**EVENT, "recovered": False, "layer": "blocks.0.ffn.2", "evidence": "The weight itself is NaN."}
+    event = {**EVENT, "recovered": False, "ended": True, "layer": "blocks.0.ffn.2", "evidence": "The weight itself is NaN."}
     comfy.send("promptQueueing", requestId=1, batchCount=1)
     assert "Nothing has begun yet." in comfy.page.inner_text(".hs-sidebar")
     comfy.send("execution_start", prompt_id="bad")
     comfy.send_guard(node_id=guard_id(comfy), prompt_id="bad", verdict="bad_weights", message=sentence, advice=f"nan_lora.safetensors holds NaN or Inf: {cure}", event=event)
-    error = {"exception_type": "halfsafe.NonFinite", "exception_message": f"nan_lora.safetensors holds NaN or Inf: {cure} {sentence} Verdict: bad_weights."}
+    error = {"exception_type": "halfsafe.NonFinite", "exception_message": "Worded as it may be: the event says that the guard ended the run with it."}
     comfy.send("execution_error", prompt_id="bad", node_id="9", **error)
     (toast,) = shown()
     assert toast["summary"] == "Halfsafe: nan_lora.safetensors holds NaN or Inf" and toast["detail"].startswith(cure)

@@ -15,6 +15,8 @@ from ....precision.plan.accumulation import (
     flag_report,
     flag_reports,
 )
+from ....precision.plan.choice import WithoutEffect
+from ....precision.report.schema import Sums
 from ..comfyui.execution import switches_by_layer
 from ..comfyui.layers import modules_of
 from ..compute.executor import compute_of
@@ -36,14 +38,14 @@ AS_ASKED = "fp16 sums as asked, not proven"
 NOT_MEASURED = "fp32 sums until a call has proven more"
 
 
-def described(operation: Fp16AccumulationLinear, in_fp16: bool) -> tuple[str, str]:
+def described(operation: Fp16AccumulationLinear, in_fp16: bool) -> tuple[Sums, str]:
     """Return (accumulation, reason) of a layer."""
     unknown = "" if operation.weights else f"{type(operation.module).__name__} multiplies in its own way"
     why, how = unknown or operation.sums.evidence, HOW[operation.sums.proven, in_fp16]
     return "fp16" if in_fp16 else "fp32", f"{how}: {why}" if why else NOT_MEASURED
 
 
-def _sums_of(run: AccumulationRun) -> dict[str, tuple[str, str]]:
+def _sums_of(run: AccumulationRun) -> dict[str, tuple[Sums, str]]:
     """Return layer -> (accumulation, reason) of a run's fp16 layers."""
     whole = run.all_in_fp16 if run.plan.whole else True
     return {name: described(operation, operation.sums.proven and whole) for name, operation in run.operations.items()}
@@ -65,28 +67,29 @@ def _state_text(run: AccumulationRun) -> str:
     return f"{line} Under torch.compile or on several devices it cannot be switched layer by layer: {outcome}."
 
 
-def _inert_rules(patcher) -> list[tuple[str, str]]:
-    """Return (setting, reason) of the rules on accumulation of a model whose layers cannot differ in it."""
+def _inert_rules(patcher) -> list[WithoutEffect]:
+    """Return the rules on accumulation of a model whose layers cannot differ in it."""
     asked = {} if switches_by_layer(patcher) else asked_by_rule(patcher)
     layers = {sums: [name for name in asked if asked[name] == sums] for sums in asked.values()}
-    return [(f"accumulation={sums}", f"{NO_SWITCH}: {_named(names)}") for sums, names in layers.items()]
+    return [WithoutEffect(f"accumulation={sums}", f"{NO_SWITCH}: {_named(names)}") for sums, names in layers.items()]
 
 
 def _named(names: list[str]) -> str:
     return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
 
 
-def layer_accumulation(patcher) -> dict[str, tuple[str, str]]:
+def layer_accumulation(patcher) -> dict[str, tuple[Sums, str]]:
     """Return layer -> (accumulation, reason) of the layers whose products can sum in anything but fp32, and of int8
     layers: exact int32 sums, scaled in fp32, are listed as fp32."""
     return _planned_accumulation(patcher) | sums_by_rule(patcher)
 
 
-def _planned_accumulation(patcher) -> dict[str, tuple[str, str]]:
+def _planned_accumulation(patcher) -> dict[str, tuple[Sums, str]]:
     accumulation, modes, modules = accumulation_of(patcher), planned_modes_of(patcher), modules_of(patcher.model)
     run = accumulation.runs.last_of(patcher) if accumulation else None
     plan = accumulation.plan_for(patcher) if accumulation else AccumulationPlan(Request())
-    sums = {name: ("fp32", EXACT_SUMS) for name, mode in modes.items() if mode == INT8.name}
+    in_int8 = (name for name, mode in modes.items() if mode == INT8.name)
+    sums: dict[str, tuple[Sums, str]] = dict.fromkeys(in_int8, ("fp32", EXACT_SUMS))
     if run and run.operations:
         sums |= _sums_of(run)
     elif plan.flags.get(FP16_ACCUMULATION) or _is_fp16_by_default(patcher, plan):
@@ -102,7 +105,7 @@ def _fp8_layers(patcher) -> list[str]:
     return [name for name, mode in planned_modes_of(patcher).items() if mode == FP8.name and name in decisions]
 
 
-def _fp8_fast(module: torch.nn.Module, refused: Refused) -> tuple[str, str]:
+def _fp8_fast(module: torch.nn.Module, refused: Refused) -> tuple[Sums, str]:
     problem = refused.get(tuple(module.weight.shape))
     return ("fp32", f"torch refuses fast accumulation here: {problem}") if problem else ("fp8_fast", "")
 
@@ -140,7 +143,7 @@ def flags_of(patcher) -> dict[str, dict]:
     return {name: flag_report(name, getattr(plan.request, name), reasons[name], inside.get(name)) for name in PARTS}
 
 
-def remarks_of(patcher) -> tuple[list[tuple[str, str]], dict[str, str]]:
+def remarks_of(patcher) -> tuple[list[WithoutEffect], dict[str, str]]:
     """Return what the report adds for a request: settings without effect, and decisions."""
     accumulation = accumulation_of(patcher)
     if accumulation is None:
@@ -148,7 +151,7 @@ def remarks_of(patcher) -> tuple[list[tuple[str, str]], dict[str, str]]:
     plan, run = accumulation.plan_for(patcher), accumulation.runs.last_of(patcher)
     without_effect = [*plan.without_effect, *_inert_rules(patcher)]
     if plan.fp8_fast and not _fp8_layers(patcher):
-        without_effect.append(("fp8_fast_accumulation=on", NO_FP8_OF_OURS))
+        without_effect.append(WithoutEffect("fp8_fast_accumulation=on", NO_FP8_OF_OURS))
     summary = run.attention_text() if run else ""
     decisions = {"attention": f"{plan.request.attention}: {summary}"} if summary else {}
     return without_effect, decisions

@@ -17,6 +17,7 @@ from ....precision.base.modes import FP16
 from ....precision.base.patching import Patch, compile_disabled, patched
 from ....precision.devices.detect import detect
 from ....precision.plan.accumulation import AccumulationPlan, MatmulProfile, Request, plan_accumulation
+from ....precision.report.schema import Sums
 from ..comfyui.execution import COMPILE_KWARGS, is_compiled, is_on_several_devices, switches_by_layer
 from ..comfyui.known_calls import Feature, why_off
 from ..comfyui.layers import modules_of
@@ -172,7 +173,7 @@ class AccumulationRun(Acting):
         """Run an fp16 attention so that it cannot overflow, in front of whatever override is there already."""
         kernels = kernels_of(function, attention)
         self.attends_unfused = self.attends_unfused or not kernels.fused
-        if q.dtype != torch.float16:
+        if q.dtype != torch.float16 or self.attention is None:
             return attention(q, *args, **kwargs)
         return self.attention(kernels, q, *args, **kwargs).to(q.dtype)
 
@@ -204,21 +205,22 @@ def _planned(request: Request, patcher) -> AccumulationPlan:
 
 def _matmul_profile(patcher) -> MatmulProfile:
     modes = planned_modes_of(patcher)
-    multiplying = {modes.get(name) for name, module in modules_of(patcher.model).items() if kind_of(module)}
-    return MatmulProfile(frozenset(multiplying - {None}), is_compiled(patcher), is_on_several_devices(patcher))
+    modules = modules_of(patcher.model).items()
+    multiplying = frozenset(modes[name] for name, module in modules if name in modes and kind_of(module))
+    return MatmulProfile(multiplying, is_compiled(patcher), is_on_several_devices(patcher))
 
 
 def _settings(patcher) -> tuple:
     return *settings_of(patcher), COMPILE_KWARGS in patcher.model_options
 
 
-def sums_by_rule(patcher) -> dict[str, tuple[str, str]]:
+def sums_by_rule(patcher) -> dict[str, tuple[Sums, str]]:
     """Return layer -> (accumulation, reason) of the layers that a rule of the compute plan decides."""
     asked = asked_by_rule(patcher) if switches_by_layer(patcher) else {}
     return {name: (sums, f"{sums} sums by rule") for name, sums in asked.items()}
 
 
-def asked_by_rule(patcher) -> dict[str, str]:
+def asked_by_rule(patcher) -> dict[str, Sums]:
     """Return layer -> the accumulation that a rule asks for."""
     compute = compute_of(patcher)
     decisions = compute.plan.decisions if compute else {}

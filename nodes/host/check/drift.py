@@ -27,7 +27,7 @@ from ..comfyui.attributes import DENOISED
 from ..comfyui.execution import is_compiled, is_on_several_devices, is_oom
 from ..comfyui.kernels import DEQUANTIZED, general_operations
 from ..comfyui.layers import top_level_parts
-from ..compute.layer_modes import kernels_of, planned_modes_of, stream_dtype
+from ..compute.layer_modes import layer_kernels, planned_modes_of, stream_dtype
 from ..guard.escalation import EscalatedLayers, Guarded, hooked
 from ..guard.failure import images_of, sigma_of, step_of
 from ..replay.call import Call
@@ -162,7 +162,7 @@ class DriftCheck:
         zeros = torch.zeros_like(exact)
         without_network = getattr(self.model.model_sampling, DENOISED)(self.call.t, zeros, self.latent)
         errors, signals = drift.row_errors(result, exact, without_network)
-        decibels = [drift.decibels(*row) for row in zip(errors, signals, strict=True)]
+        decibels = [drift.finite_decibels(*row) for row in zip(errors, signals, strict=True)]
         threshold = drift.threshold_of(self.report.arithmetic, len(self.guarded.modes))
         self.report.snr_db, self.report.threshold_db = min(decibels), threshold
         if min(decibels) < threshold:
@@ -192,7 +192,7 @@ def _arithmetic(patcher: ModelPatcher, guarded: Guarded) -> str:
     sums = layer_accumulation(patcher)
     modes |= {name: FP16_ACC16.name for name, (kind, _) in sums.items() if kind == "fp16" and name in modes}
     found = {drift.ARITHMETIC_OF.get(mode, mode) for mode in [guarded.stream, *(modes[name] for name in guarded.modes)]}
-    kernels = kernels_of(patcher, modes).items()
+    kernels = layer_kernels(patcher, modes).items()
     other = any(kernel != DEQUANTIZED and modes[name] not in QUANTIZED_OPS for name, kernel in kernels)
     return drift.coarsest(found | ({"4-bit products"} if other else set()))
 

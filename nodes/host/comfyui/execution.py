@@ -10,7 +10,7 @@ import comfy.model_management
 from comfy.model_base import BaseModel
 from comfy.model_patcher import ModelPatcher
 
-from ....precision.base.oom import is_oom as is_oom_of_torch
+from ....precision.base.oom import is_torch_oom
 from ....precision.base.patching import patched
 from .attributes import EXTRA_CONDITIONS, TEXT_ADAPTER
 
@@ -62,4 +62,4 @@ def is_oom(error: BaseException) -> bool:
     ComfyUI's own test comes first, as it also clears the error CUDA has pending. On torch 2.8 and later it takes the
     plain RuntimeError of MPS for another.
     """
-    return comfy.model_management.is_oom(error) or is_oom_of_torch(error)
+    return comfy.model_management.is_oom(error) or is_torch_oom(error)

@@ -91,7 +91,7 @@ def _entry(forward: Callable, override: Callable, inputs: Callable | None) -> Ca
             kwargs["transformer_options"] = {**transformer_options, OVERRIDE: override}
         return forward(*args, **kwargs)
 
-    run.behind = forward
+    vars(run)["behind"] = forward
     return run
 
 

@@ -15,7 +15,7 @@ from ....precision.base.patching import Patch
 from ....precision.plan.compute import ComputePlan
 from ..comfyui.attributes import casting
 from .attention import OVERRIDE, overridden
-from .executor import planned_on, set_compute
+from .executor import set_compute
 
 OPTIONS = "transformer_options"
 _signature = functools.cache(inspect.signature)
@@ -37,8 +37,7 @@ class PlannedControl(torch.nn.Module):
         self.manual_cast_dtype = dtype
         self.calls = [0]
         self.current_patcher = ModelPatcher(self, device, device)
-        set_compute(self.current_patcher, plan)
-        self.compute = planned_on(self.current_patcher)  # refused on a ComfyUI whose calls are not known
+        self.compute = set_compute(self.current_patcher, plan)
         module.__dict__["forward"] = self
 
     def __deepcopy__(self, memo: dict) -> PlannedControl:

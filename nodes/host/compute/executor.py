@@ -9,6 +9,7 @@ from comfy.model_patcher import ModelPatcher
 
 from ....precision.base.modes import INT8
 from ....precision.base.patching import patched
+from ....precision.plan.choice import WithoutEffect
 from ....precision.plan.compute import ComputePlan
 from ..comfyui.execution import Make, adapts_text, conditions_through
 from ..comfyui.known_calls import Feature, why_off
@@ -34,8 +35,9 @@ _fell_back: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 """The models whose plans run in their fallback: not told on the model, whose attributes a repeat puts back."""
 
 
-def set_compute(patcher, plan: ComputePlan) -> None:
-    """Make ``patcher``, a clone or a model just loaded, run as planned. An earlier plan is replaced.
+def set_compute(patcher, plan: ComputePlan) -> "Compute":
+    """Make ``patcher``, a clone or a model just loaded, run as planned, in place of an earlier plan. Return the plan's
+    executor.
 
     A plan that exchanges nothing and has nothing to fall back to adds no wrapper. Nor does one of a ComfyUI whose calls
     are not known (``known_calls.py``): the model runs as ComfyUI has it, in the plan's activation dtype.
@@ -48,6 +50,7 @@ def set_compute(patcher, plan: ComputePlan) -> None:
         put_stage(patcher, COMPUTE, compute)
     else:
         take_stages(patcher, COMPUTE)
+    return compute
 
 
 def planned_on(patcher) -> "Compute | None":
@@ -122,7 +125,7 @@ class Compute(Stage):
     def planned_modes(self, patcher: ModelPatcher) -> dict[str, str]:
         """Return layer -> planned mode; what layers cannot do is known from the first call on."""
         run = self.runs.last_of(patcher)
-        modes = {name: decision.mode for name, decision in self.plan.decisions.items()}
+        modes: dict[str, str] = {name: decision.mode for name, decision in self.plan.decisions.items()}
         return modes | run.layers.planned_modes() if run else modes
 
     def observed_modes(self, patcher: ModelPatcher) -> dict[str, str]:
@@ -174,15 +177,15 @@ class Compute(Stage):
         run = self.runs.last_of(patcher)
         return outermost(run.ruled.ran_in) if run else []
 
-    def idle_attention_rules(self, patcher: ModelPatcher) -> Iterator[tuple[str, str]]:
-        """Yield (rule, reason) for the rules on attention that match no block, or only blocks that made none."""
+    def idle_attention_rules(self, patcher: ModelPatcher) -> Iterator[WithoutEffect]:
+        """Yield the rules on attention that match no block, or only blocks that made none."""
         blocks, run = blocks_of(self.plan.attention, modules_of(patcher.model)), self.runs.last_of(patcher)
         for rule in self.plan.attention:
             matched = outermost([name for name, rules in blocks.items() if rule in rules])
             if not matched:
-                yield str(rule), NO_BLOCK
+                yield WithoutEffect(str(rule), NO_BLOCK)
             elif run and not any(rule in rules for rules in run.ruled.ran_in.values()):
-                yield str(rule), NO_ATTENTION.format(", ".join(matched[:LISTED]))
+                yield WithoutEffect(str(rule), NO_ATTENTION.format(", ".join(matched[:LISTED])))
 
     def notes(self, patcher: ModelPatcher) -> list[str]:
         """List the notes of the plan, on an error of model code that a repeat did not meet, and on short memory."""

@@ -14,7 +14,7 @@ try:
 except ImportError:
     scaled_mm_v2 = None
 
-from ....precision.base.oom import is_oom
+from ....precision.base.oom import is_torch_oom
 from ....precision.guard.localize import stored
 
 LAYOUT = "TensorCoreFP8E4M3Layout"
@@ -50,12 +50,12 @@ def fp8_product(
                     left, right, scale_a=scale, scale_b=other, bias=bias, out_dtype=rows.dtype, use_fast_accum=True
                 )
             except RuntimeError as error:
-                if is_oom(error):
+                if is_torch_oom(error):
                     raise
                 refused[tuple(weight.shape)] = str(error).partition("\n")[0]
         try:
             return scaled_mm_v2(left, right, scale, other, bias, rows.dtype)
         except (RuntimeError, TypeError) as error:  # what torch refuses is dequantized below, with a word
-            if is_oom(error):
+            if is_torch_oom(error):
                 raise
     return F.linear(QuantizedTensor.from_float(rows, LAYOUT, scale=scale), weight.to(rows.dtype), bias)

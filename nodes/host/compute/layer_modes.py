@@ -69,7 +69,7 @@ def _mode(patcher, name: str, module: torch.nn.Module, activations: str, decided
     return row.mode.name
 
 
-def kernels_of(patcher, modes: dict[str, str]) -> dict[str, str]:
+def layer_kernels(patcher, modes: dict[str, str]) -> dict[str, str]:
     """Return quantized layer -> the report's kernel. ``modes``: of :func:`observed_modes_of`."""
     layers = layers_of(patcher)
     return {name: _kernel(patcher, name, layer, modes[name]) for name, layer in layers if is_quantized(layer)}

@@ -4,6 +4,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import comfy.ldm.lumina.model
 import torch
@@ -46,7 +47,7 @@ class PlannedModel(Acting):
         self.plan = plan
         self._safe, self._mixes = plan.is_safe, plan.mixes_fp32_in  # a graph breaks where it reads the plan's mappings
         self._holds_sums = holds_sums(plan)
-        self._model = weakref.ref(model)
+        self._model: Callable[[], Any] = weakref.ref(model)  # alive in its own calls, where it is asked for
         # Whether flags are switched by layer is found by a walk over the model: asked where the answer matters.
         self._has_rules = any(plan.decisions[name].sums for name in self.modules)
         self._is_wide = any(decision.mode == FP16_WIDE.name for decision in plan.decisions.values())

@@ -24,6 +24,7 @@ from ....precision.guard.inputs import inputs_not_finite
 from ....precision.guard.ladder import Ladder
 from ....precision.guard.localize import Localizer, Origin
 from ....precision.guard.log import CallPosition, GuardLog
+from ....precision.guard.policy import OnNan
 from ....precision.guard.random_start import RandomStart
 from ....precision.guard.rungs import EncoderStep, Rung, encoder_rungs
 from ....precision.guard.verdicts import ENCODER_INPUTS, ENCODERS, NO_CHOICE, NonFinite
@@ -60,7 +61,7 @@ Make = Callable[[EncoderStep | None, Any], Attempt]
 class EncoderGuard:
     """The guard of one VAE or text encoder, named ``kind``, with its log."""
 
-    def __init__(self, kind: str, on_nan: str, node_id: str | None):
+    def __init__(self, kind: str, on_nan: OnNan, node_id: str | None):
         self.kind = kind
         self.log = GuardLog(on_nan, notifier(node_id, of=OF[kind]))
         self._was_finite: dict[str, Any] = {}
@@ -169,7 +170,7 @@ def is_missing(encoder) -> bool:
     return encoder is None or (isinstance(encoder, VAE) and encoder.first_stage_model is None)
 
 
-def guard_vae(vae, on_nan: str, node_id: str | None = None):
+def guard_vae(vae, on_nan: OnNan, node_id: str | None = None):
     """Return a copy of the VAE whose results are checked; the original is not changed. A missing VAE is returned."""
     if is_missing(vae):
         return _passed_on(vae, "VAE")
@@ -179,7 +180,7 @@ def guard_vae(vae, on_nan: str, node_id: str | None = None):
     return guarded
 
 
-def guard_clip(clip, on_nan: str, node_id: str | None = None):
+def guard_clip(clip, on_nan: OnNan, node_id: str | None = None):
     """Return a clone of the text encoder whose results are checked. A missing one is returned."""
     if is_missing(clip):
         return _passed_on(clip, "text encoder")

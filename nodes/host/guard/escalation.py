@@ -13,6 +13,7 @@ from ....precision.base.amax import amax
 from ....precision.base.dtypes import name_of
 from ....precision.base.modes import FP8, FP16_WIDE, FP32, modes_named
 from ....precision.base.nested import floats_in
+from ....precision.base.options import Stream
 from ....precision.base.patching import Patch
 from ....precision.guard.casting import promoting
 from ....precision.guard.localize import Origin
@@ -54,7 +55,7 @@ class EscalatedLayers(PlannedModel):
         decisions = {}
         for name, mode in wide.items():
             stream = planned[name].stream if name in planned else "same"
-            decisions[name] = _decision(mode, modules[name], FP32.name if self.everywhere else stream)
+            decisions[name] = _decision(mode, modules[name], "fp32" if self.everywhere else stream)
         self.decided = {name: decision.mode for name, decision in decisions.items()}
         if self.everywhere:  # other layers run as their code has it, on fp32 activations
             self.decided |= dict.fromkeys(modules.keys() - decisions.keys(), FP32.name)
@@ -150,7 +151,7 @@ def hooked(watched: Iterable[tuple[str, torch.nn.Module, Callable]]) -> Iterator
             handle.remove()
 
 
-def _decision(mode: str, module: torch.nn.Module, stream: str) -> ComputeDecision:
+def _decision(mode: str, module: torch.nn.Module, stream: Stream) -> ComputeDecision:
     """Return the decision for a layer with this mode under an escalation.
 
     A custom layer of another loader, which does more than multiply, runs in fp32 instead of fp16_wide; fp8 operands
@@ -158,7 +159,8 @@ def _decision(mode: str, module: torch.nn.Module, stream: str) -> ComputeDecisio
     """
     if any(known.is_wide for known in modes_named([mode])):
         mode = FP16_WIDE.name if only_multiplies(module) else FP32.name
-    return ComputeDecision(FP16_WIDE.name if mode == FP8.name else mode, stream, "escalated by the guard")
+    mode = FP16_WIDE.name if mode == FP8.name else mode  # no fp64: a model in it is escalated as a whole
+    return ComputeDecision(mode, stream, "escalated by the guard")  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager

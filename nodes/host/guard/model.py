@@ -21,7 +21,7 @@ from ....precision.guard.log import (
     blame_inputs,
     blame_memory,
 )
-from ....precision.guard.policy import ALL_IN_FP32, OFF, Escalation
+from ....precision.guard.policy import ALL_IN_FP32, OFF, Escalation, OnNan
 from ....precision.guard.random_start import RandomStart
 from ....precision.report.schema import GuardReport
 from ..comfyui.execution import is_oom
@@ -47,7 +47,7 @@ CONTROLNET = (
 )
 
 
-def with_guard(patcher, on_nan: str, max_retries: int, node_id: str | None = None, check: Callable | None = None):
+def with_guard(patcher, on_nan: OnNan, max_retries: int, node_id: str | None = None, check: Callable | None = None):
     """Return a clone of the model with a guard on its calls, which replaces an earlier guard.
 
     ``check``: makes the comparison of a call with fp32 (``check.drift.checking``). On a ComfyUI whose calls are not
@@ -89,7 +89,7 @@ class Guard(Stage):
     With ``on_nan`` off only the fallback of the compute plan is tried.
     """
 
-    def __init__(self, on_nan: str, max_retries: int, node_id: str | None, check: Callable | None = None):
+    def __init__(self, on_nan: OnNan, max_retries: int, node_id: str | None, check: Callable | None = None):
         self.on_nan = on_nan
         self.max_retries = max_retries
         self.node_id = node_id

@@ -10,6 +10,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy.sd import CLIP, VAE
 
 from ....precision.base.dtypes import dtype_named, name_of
+from ....precision.base.options import ComputeOption, Goal
 from ....precision.plan.compute import ComputePlan, plan_compute
 from ....precision.plan.facts import ModelFacts
 from ....precision.plan.goal import SUMS, on_loaded, plan_for_goal
@@ -26,7 +27,7 @@ from .encoders import MISSING, is_missing, unguarded
 from .model import look_at_results
 
 
-def with_compute(patcher: ModelPatcher, compute: str, rules: Rules) -> ModelPatcher:
+def with_compute(patcher: ModelPatcher, compute: ComputeOption, rules: Rules) -> ModelPatcher:
     """Return a clone of the model with a compute plan for ``compute`` and ``rules``."""
     facts = model_facts(patcher)
     plan = plan_compute(facts, current_device(), compute, rules, storages(patcher))
@@ -35,7 +36,7 @@ def with_compute(patcher: ModelPatcher, compute: str, rules: Rules) -> ModelPatc
 
 
 def with_goal(
-    patcher: ModelPatcher, goal: str, clip: CLIP | None, vae: VAE | None, rules: Rules, connected: Collection[str] = ()
+    patcher: ModelPatcher, goal: Goal, clip: CLIP | None, vae: VAE | None, rules: Rules, connected: Collection[str] = ()
 ) -> tuple[ModelPatcher, VAE | None, str]:
     """Return (model, VAE, reasons) for a goal of the node *Halfsafe*. ``connected``: which of "clip" and "vae" have a
     link."""
@@ -44,7 +45,7 @@ def with_goal(
     plan = _on_loaded(patcher, found, facts, rules)
     model = _planned(patcher, plan)
     lines = [f"{device.label}, goal {goal}", f"model: {_runs_in(model, plan, reason)}"]
-    lines += [f"without effect: {setting}: {why}" for setting, why in plan.without_effect]
+    lines += [f"without effect: {idle.setting}: {idle.reason}" for idle in plan.without_effect]
     if not is_missing(clip):
         lines.append("text encoder: unchanged; ComfyUI runs it with fp32 activations, once per prompt")
     elif "clip" in connected:

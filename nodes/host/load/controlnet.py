@@ -20,12 +20,13 @@ from comfy_execution.progress import get_progress_state
 
 from ....precision.base.dtypes import dtype_named
 from ....precision.base.errors import CheckpointError
+from ....precision.base.options import ComputeOption, StorageOption
 from ....precision.devices.memory import require_memory
 from ....precision.formats.checkpoint import Checkpoint
 from ....precision.formats.comfy_format import check_finite
 from ....precision.formats.stored_weight import StoredWeight
 from ....precision.plan.auto import UNQUANTIZED
-from ....precision.plan.choice import Choice, LoadRecord
+from ....precision.plan.choice import Choice, LoadRecord, WithoutEffect
 from ....precision.plan.facts import file_dtype
 from ....precision.plan.rules import Rules
 from ..comfyui.attributes import set_control_dtype
@@ -65,7 +66,7 @@ class LoadedControl:
     planned: PlannedControl | None
 
 
-def load_control_net(path: str, storage: str, compute: str, rules: Rules) -> ControlBase:
+def load_control_net(path: str, storage: StorageOption, compute: ComputeOption, rules: Rules) -> ControlBase:
     """Load any kind of control file that ComfyUI's loader knows.
 
     ControlLoras and T2I adapters are loaded as ComfyUI does it; the log and the report say so.
@@ -117,14 +118,16 @@ def _unknown(checkpoint: Checkpoint, why: str = "") -> CheckpointError:
     return CheckpointError(checkpoint.path, f"no control file that ComfyUI's loader knows{why}", advice=advice)
 
 
-def _own_record(checkpoint: Checkpoint, why: str, storage: str, compute: str) -> LoadRecord:
-    asked = {f"storage={storage}": storage, f"compute={compute}": compute}
-    idle = tuple((setting, why) for setting, value in asked.items() if value not in AS_IT_IS)
+def _own_record(checkpoint: Checkpoint, why: str, storage: StorageOption, compute: ComputeOption) -> LoadRecord:
+    asked = {"storage": storage, "compute": compute}
+    idle = tuple(WithoutEffect(f"{name}={value}", why) for name, value in asked.items() if value not in AS_IT_IS)
     choice = Choice(storage, "as_file", why)
     return LoadRecord(checkpoint.path, checkpoint.dialects, choice, without_effect=idle, notes=(*checkpoint.notes,))
 
 
-def _plan(control: ControlNet, checkpoint: Checkpoint, storage: str, compute: str, rules: Rules) -> LoadedControl:
+def _plan(
+    control: ControlNet, checkpoint: Checkpoint, storage: StorageOption, compute: ComputeOption, rules: Rules
+) -> LoadedControl:
     module = control.control_model
     detected = _detected(checkpoint, module)
     load = models.prepare(detected, storage, compute, rules)

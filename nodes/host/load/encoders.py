@@ -19,10 +19,11 @@ from comfy.sd import CLIP, VAE
 
 from ....precision.base.dtypes import QUANTIZED_NAMES, dtype_named, name_of
 from ....precision.base.errors import CheckpointError
+from ....precision.base.options import ComputeOption, StorageOption
 from ....precision.formats import comfy_format
 from ....precision.formats.checkpoint import Checkpoint
 from ....precision.guard.casting import promoting
-from ....precision.plan.choice import Choice, LoadRecord, frozen
+from ....precision.plan.choice import Choice, LoadRecord, WithoutEffect, frozen
 from ....precision.plan.facts import file_dtype, layer_specs
 from ....precision.plan.memory import plan_encoder
 from ....precision.plan.storage import plan_text_encoder
@@ -57,7 +58,7 @@ def text_encoder_types() -> list[str]:
 
 
 def load_text_encoder(
-    paths: Sequence[str], kind: str, storage: str, compute: str, disable_dynamic: bool = False
+    paths: Sequence[str], kind: str, storage: StorageOption, compute: ComputeOption, disable_dynamic: bool = False
 ) -> CLIP:
     """Make a CLIP of one to four text encoder files. ``kind``: one of :func:`text_encoder_types`."""
     files = [_open_clip_split(open_model(path)) for path in paths]
@@ -100,7 +101,7 @@ def _clip_sizes(files: Sequence[Checkpoint]) -> dict:
     return {"model_config": {**sizes, "num_attention_heads": max(1, width // 64)}}
 
 
-def load_checkpoint_text_encoder(path: str, storage: str, disable_dynamic: bool = False) -> CLIP | None:
+def load_checkpoint_text_encoder(path: str, storage: StorageOption, disable_dynamic: bool = False) -> CLIP | None:
     """Load the CLIP of a full checkpoint; None where it holds none."""
     checkpoint, _, config = recognised(open_model(path))
     target = config.clip_target(state_dict=stored_tensors(checkpoint))
@@ -123,18 +124,19 @@ def load_checkpoint_text_encoder(path: str, storage: str, disable_dynamic: bool 
 
 
 def _loaded(
-    files: Sequence[Checkpoint], make: Callable, storage: str, compute: str, disable_dynamic: bool, again: tuple
-) -> CLIP:
+    files: Sequence[Checkpoint], make: Callable, storage: StorageOption, compute: ComputeOption,
+    disable_dynamic: bool, again: tuple,
+) -> CLIP:  # fmt: skip
     paths = list(dict.fromkeys(file.path for file in files))
     tensors, notes, choices, kept = zip(*(_converted(file, storage, disable_dynamic) for file in files), strict=True)
     with lacking_tensors(*paths) as lacking:
         clip = make(list(tensors), _options(tensors, choices[0].used))
     lacks = lacking.refuse(clip.cond_stage_model, VISION, "images in a prompt give NaN")
     lacks += _left_out(files, clip.cond_stage_model)
-    without_effect = () if compute in ("auto", "fp32") else ((f"compute={compute}", FP32_ACTIVATIONS),)
+    idle = [] if compute in ("auto", "fp32") else [WithoutEffect(f"compute={compute}", FP32_ACTIVATIONS)]
     said = [note for of_file in notes for note in of_file] + lacks
     why = frozen({layer: reason for of_file in kept for layer, reason in of_file.items()})
-    attach(clip.patcher, LoadRecord(paths[0], (), choices[0], {}, why, {}, without_effect, tuple(said)))
+    attach(clip.patcher, LoadRecord(paths[0], (), choices[0], {}, why, {}, tuple(idle), tuple(said)))
     clip.patcher.cached_patcher_init = (_reloaded, again)
     if compute == "fp32":
         ask_for_plain_products(clip.patcher)

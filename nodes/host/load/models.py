@@ -17,6 +17,7 @@ from comfy.model_patcher import ModelPatcher
 
 from ....precision.base.dtypes import dtype_named
 from ....precision.base.errors import CheckpointError
+from ....precision.base.options import ComputeOption, StorageOption
 from ....precision.formats.checkpoint import Checkpoint
 from ....precision.plan.choice import ATTACHMENT, Choice, LoadRecord, frozen
 from ....precision.plan.memory import plan_model
@@ -47,8 +48,9 @@ logger = logging.getLogger("halfsafe")
 
 
 def load_diffusion_model(
-    path: str, storage: str, compute: str, rules: Rules, whole: bool = False, disable_dynamic: bool = False
-) -> ModelPatcher:
+    path: str, storage: StorageOption, compute: ComputeOption, rules: Rules,
+    whole: bool = False, disable_dynamic: bool = False,
+) -> ModelPatcher:  # fmt: skip
     """Load the diffusion model in ``path``; also the factory ComfyUI calls to load it again.
 
     ``whole``: the file is a full checkpoint.
@@ -62,8 +64,9 @@ def load_diffusion_model(
 
 
 def load_weights(
-    checkpoint: Checkpoint, storage: str, compute: str, rules: Rules, whole: bool = False, disable_dynamic: bool = False
-) -> ModelPatcher:
+    checkpoint: Checkpoint, storage: StorageOption, compute: ComputeOption, rules: Rules,
+    whole: bool = False, disable_dynamic: bool = False,
+) -> ModelPatcher:  # fmt: skip
     """Make a model of the weights of a file, which are not changed; see :func:`load_diffusion_model`."""
     detected = detect_model(checkpoint, only_diffusion_model=not whole)
     load = prepare(detected, storage, compute, rules, streams_weights(compute_device(), disable_dynamic))
@@ -97,7 +100,9 @@ class PreparedLoad:
     notes: Sequence[str]
 
 
-def prepare(detected: Detected, storage: str, compute: str, rules: Rules, streamed: bool = False) -> PreparedLoad:
+def prepare(
+    detected: Detected, storage: StorageOption, compute: ComputeOption, rules: Rules, streamed: bool = False
+) -> PreparedLoad:
     """Plan a model and make its tensors.
 
     ``streamed``: ComfyUI keeps what stays as in the file there, and streams it to the device.
@@ -195,5 +200,5 @@ def tell(record: LoadRecord, compute: Choice | None = None) -> None:
     logger.info("Halfsafe: %s: storage %s%s", record.file, storage, arithmetic)
     for note in record.notes:
         logger.info("Halfsafe: %s: %s", record.file, note)
-    for setting, reason in record.without_effect:
-        logger.warning("Halfsafe: %s: %s has no effect: %s", record.file, setting, reason)
+    for idle in record.without_effect:
+        logger.warning("Halfsafe: %s: %s has no effect: %s", record.file, idle.setting, idle.reason)

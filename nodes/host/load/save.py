@@ -23,7 +23,7 @@ from ....precision.formats.checkpoint import StoredWeight, read_checkpoint
 from ....precision.formats.comfy_format import AS_FILE, WeightPlan, made_here, tensors_made
 from ....precision.formats.registry import FORMAT_OF_STORAGE
 from ....precision.make.calibrated import CalibratedRounding
-from ....precision.make.calibration import Calibration
+from ....precision.make.calibration import CalibrationData
 from ....precision.plan.facts import LayerSpec
 from ....precision.plan.rules import Rules
 from ....precision.plan.storage import plan_storage
@@ -122,7 +122,7 @@ def save_model(
     rules: Rules,
     prompt: dict | None,
     extra: dict | None,
-    calibration: Calibration | None = None,
+    calibration: CalibrationData | None = None,
 ) -> Saved:
     """Save the diffusion model below ComfyUI's output folder.
 
@@ -172,7 +172,7 @@ def save_model(
 
 
 def _rounding(
-    patcher: ModelPatcher, calibration: Calibration, weights: LiveWeights, plans: Mapping[str, WeightPlan], source
+    patcher: ModelPatcher, calibration: CalibrationData, weights: LiveWeights, plans: Mapping[str, WeightPlan], source
 ) -> CalibratedRounding:
     name = str(source.get("file") or type(patcher.model).__name__)
     rounding = CalibratedRounding(calibration, weights.stored, plans, source, name, device=compute_device())

@@ -14,7 +14,6 @@ from ....precision.base.dtypes import name_of
 from ....precision.base.modes import MODES
 from ....precision.plan.auto import UNQUANTIZED
 from ....precision.plan.choice import ATTACHMENT
-from ....precision.plan.compute import NO_LAYER
 from ..accumulation.executor import accumulation_of
 from ..comfyui.known_calls import Feature, why_off
 from ..comfyui.layers import matrix_layers
@@ -51,7 +50,7 @@ def model_ui(model, *more: str | None) -> dict[str, list[str]]:
     if compute:
         idle += compute.plan.without_effect
         instead = list(filter(None, [compute.plan.instead]))
-    rules = list(dict.fromkeys(rule for rule, why in idle if why == NO_LAYER))
+    rules = list(dict.fromkeys(entry.setting for entry in idle if entry.unmatched))
     words = (OFF,) if why_off(Feature.LAYERS) else more
     told = {UNMATCHED_KEY: rules, INSTEAD_KEY: instead}
     return badge(*model_words(model), *words) | {key: texts for key, texts in told.items() if texts}
@@ -68,7 +67,7 @@ def _computed(model) -> str:
     used = "fp8" if compute and compute.plan.fp8_matmul else compute_name(model)
     if not compute or not compute.plan.ruled:
         return used
-    ruled = Counter(MODES[mode].rule.removeprefix("compute=") for mode in compute.plan.ruled)
+    ruled = Counter(MODES[mode].compute for mode in compute.plan.ruled)
     own = Counter({used: sum(1 for _ in matrix_layers(model.model)) - ruled.total()})
     return " + ".join(_shown(own + ruled))
 
@@ -95,10 +94,9 @@ def sums_words(model) -> list[str]:
     if accumulation is None:
         return []
     plan = accumulation.plan_for(model)
-    idle = {setting.partition("=")[0] for setting, _ in plan.without_effect}
-    fp16 = (plan.proving or plan.flags.get("fp16_accumulation")) and "fp16_accumulation" not in idle
-    tf32 = plan.flags.get("tf32_matmul") and "tf32" not in idle
-    return ["fp16 sums" if fp16 else "fp32 sums", "fast fp8 sums" if plan.fp8_fast else "", "tf32" if tf32 else ""]
+    fp16 = plan.proving or plan.flags.get("fp16_accumulation")
+    tf32 = "tf32" if plan.flags.get("tf32_matmul") else ""
+    return ["fp16 sums" if fp16 else "fp32 sums", "fast fp8 sums" if plan.fp8_fast else "", tf32]
 
 
 def _stored(parameters: Iterable[torch.Tensor]) -> str:

@@ -32,7 +32,7 @@ from ..comfyui.known_calls import reasons_off
 from ..comfyui.layers import activation_dtype, layers_of, matrix_layers, modules_of
 from ..comfyui.model_facts import bytes_by_storage, foreign_layers, parameter_count, storage_of
 from ..compute.executor import Compute, compute_of
-from ..compute.layer_modes import is_called_in_fp32, kernels_of, observed_modes_of, stream_dtype
+from ..compute.layer_modes import is_called_in_fp32, layer_kernels, observed_modes_of, stream_dtype
 from ..guard.model import Guard, guard_of
 from ..load.controlnet import LoadedControl, controls_of
 from ..load.devices import current_device
@@ -86,7 +86,7 @@ def report_of(patcher: ModelPatcher, encoders: Sequence[EncoderReport] = ()) -> 
         report.decisions["compute"] = f"{name_of(activation_dtype(patcher))}: as its loader chose"
     _add_attention(report, patcher, compute)
     without_effect, decisions = remarks_of(patcher)
-    report.without_effect += [WithoutEffect(*entry) for entry in without_effect]
+    report.without_effect += without_effect
     report.decisions |= decisions
     foreign = Counter(foreign_layers(patcher).values())
     what = "layers are packed in a format of another loader"
@@ -130,7 +130,7 @@ def _layers(patcher: ModelPatcher) -> tuple[list[LayerReport], Reasons]:
     record, compute = patcher.attachments.get(ATTACHMENT), compute_of(patcher)
     modes, stream = observed_modes_of(patcher), name_of(stream_dtype(patcher))
     not_called = compute.not_called(patcher) if compute else frozenset()
-    kernels, sums, layers, reasons = kernels_of(patcher, modes), layer_accumulation(patcher), [], {}
+    kernels, sums, layers, reasons = layer_kernels(patcher, modes), layer_accumulation(patcher), [], {}
     for name, module in layers_of(patcher):
         decision = compute.plan.decisions.get(name) if compute else None
         accumulation, why = sums.get(name, ("fp32", ""))
@@ -161,8 +161,7 @@ def _write_reasons(layers: list[LayerReport], reasons: Reasons) -> None:
 
 def _add_record(report: Report | ControlReport, record: LoadRecord) -> None:
     report.kept_high = [KeptHigh(name, reason) for name, reason in record.kept.items()]
-    without_effect = [*record.without_effect, *_unmet(record, report.layers)]
-    report.without_effect = [WithoutEffect(*entry) for entry in without_effect]
+    report.without_effect = [*record.without_effect, *_unmet(record, report.layers)]
     report.decisions = {
         "file": f"{Path(record.file).name}, {dialect_text(record.dialects)}",
         "storage": str(record.storage),
@@ -192,8 +191,7 @@ def _int8_notes(layers: list[LayerReport]) -> list[str]:
 
 
 def _add_plan(report: Report | ControlReport, compute: Compute, patcher: ModelPatcher) -> None:
-    report.without_effect += [WithoutEffect(*entry) for entry in compute.plan.without_effect]
-    report.without_effect += [WithoutEffect(*entry) for entry in compute.idle_attention_rules(patcher)]
+    report.without_effect += [*compute.plan.without_effect, *compute.idle_attention_rules(patcher)]
     ruled, total = Counter(compute.plan.ruled), sum(1 for _ in matrix_layers(patcher.model))
     by_rules = [f"{mode} in {count} of {total} layers by rules" for mode, count in ruled.most_common()]
     choice = str(compute.plan.choice)
@@ -230,8 +228,9 @@ def _escalate(layers: list[LayerReport], reasons: Reasons, modes: dict[str, str]
             layer.kernel = layer.kernel if stays_int8 else layer.kernel and DEQUANTIZED
 
 
-def _unmet(record: LoadRecord, layers: list[LayerReport]) -> Iterator[tuple[str, str]]:
+def _unmet(record: LoadRecord, layers: list[LayerReport]) -> Iterator[WithoutEffect]:
     asked = Counter((record.asked.get(layer.name, layer.storage), layer.storage) for layer in layers)
     for (wanted, held), count in asked.items():
         if wanted != held:
-            yield f"storage={wanted}", f"{count} layers are in {held}: ComfyUI holds what is not quantized in one dtype"
+            why = f"{count} layers are in {held}: ComfyUI holds what is not quantized in one dtype"
+            yield WithoutEffect(f"storage={wanted}", why)

@@ -19,7 +19,7 @@ from ....precision.base.text import size_text
 from ....precision.devices.memory import require_memory
 from ....precision.files.atomic_write import require_space
 from ....precision.formats.comfy_format import can_be_quantized
-from ....precision.make.calibration import WIDTHS, Calibration, Products, products_bytes
+from ....precision.make.calibration import WIDTHS, CalibrationData, Products, products_bytes
 from ..comfyui.execution import is_on_several_devices
 from ..comfyui.gate import measuring
 from ..comfyui.known_calls import Feature, require
@@ -41,9 +41,9 @@ def calibrate_model(
     negative,
     latent: dict,
     seed: int,
-    previous: Calibration | None = None,
+    previous: CalibrationData | None = None,
     path: str = "",
-) -> Calibration:
+) -> CalibrationData:
     """Sample ``STEPS`` steps and sum the inputs of every quantizable layer. The model is not changed.
 
     ``previous``: of the same model; what it saw is added. ``path``: where it will be written, if anywhere.
@@ -71,7 +71,7 @@ def calibrate_model(
     if not calls:
         raise HalfsafeError("The model was not called, so nothing was calibrated.", "Give it a latent and a prompt.")
     runs, earlier = (previous.runs, previous.calls) if previous else (0, 0)
-    return Calibration(source, cls, width, sums, runs + 1, earlier + calls)
+    return CalibrationData(source, cls, width, sums, runs + 1, earlier + calls)
 
 
 def _width(columns: Mapping[str, int], cls: str, widths: Sequence[int]) -> int:

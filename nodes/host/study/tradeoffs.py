@@ -114,7 +114,7 @@ class SettingRunner:
     def reference(self, advance: Callable[[], object]) -> Tradeoff:
         """Sample the reference, in fp32, or in fp16_safe where fp32 does not fit."""
         row = self.row(Setting(AS_FILE, "fp32"), advance)
-        if row.problem == NO_MEMORY and current_device().capabilities["fp16"]:
+        if row.out_of_memory and current_device().capabilities["fp16"]:
             row = self.row(Setting(AS_FILE, SAFE), lambda: None)
         if row.problem:
             problem = f"The reference, {row.setting}, cannot be compared with: {row.problem.removesuffix('.')}."
@@ -128,8 +128,9 @@ class SettingRunner:
         try:
             return self._measured(setting, advance)
         except (HalfsafeError, RuntimeError) as error:  # RuntimeError: a kernel that this device or its driver refuses
-            text = str(error).partition("\n")[0] or type(error).__name__
-            return Tradeoff(setting, problem=NO_MEMORY if is_oom(error) else text)
+            if is_oom(error):
+                return Tradeoff(setting, problem=NO_MEMORY, out_of_memory=True)
+            return Tradeoff(setting, problem=str(error).partition("\n")[0] or type(error).__name__)
         finally:
             _clear_device()
 

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from halfsafe.precision.base.dtypes import name_of
+from halfsafe.precision.plan import compute as plan_compute
 from support import tiny_models
 
 SUMS = {"reduced_precision_reduction": "unchanged", "fp8_fast_accumulation": "unchanged", "attention": "unchanged"}
@@ -62,7 +63,8 @@ def test_a_node_that_leaves_the_fp16_a_model_came_in_says_so_unless_it_was_asked
     assert "halfsafe_instead" not in comfy.nodes["HalfsafeAutoPrecision"].execute(model=plain, goal="balanced").ui
 
 
-def test_badge_and_head_say_what_rules_run_and_a_rule_for_no_layer_is_told(comfy, files):
+def test_badge_and_head_say_what_rules_run_and_a_rule_for_no_layer_is_told(comfy, files, monkeypatch):
+    monkeypatch.setattr(plan_compute, "NO_LAYER", "the reason may be worded otherwise")
     rules, _ = comfy.run("HalfsafeLayerRules", rules="* compute=fp16\nblocks.77.* compute=fp32", preset="none")
     inputs = {"model_name": "badge_wan.safetensors", "storage": "as_file", "compute": "bf16", "rules": rules}
     output = comfy.nodes["HalfsafeLoadDiffusionModel"].execute(**inputs)

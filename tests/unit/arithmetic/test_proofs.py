@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from halfsafe.precision.arithmetic.proofs import NOTHING, AmaxBuffer, Entry
+from halfsafe.precision.arithmetic.proofs import NOTHING, AmaxBuffer, AmaxEntry
 from support.fake_tensors import fake_cuda_tensors
 from torch._dynamo.backends.common import aot_autograd
 from torch._guards import TracingContext
@@ -19,7 +19,7 @@ def fresh():
     torch._dynamo.reset()
 
 
-def made_of(buffer, record=Entry.record):
+def made_of(buffer, record=AmaxEntry.record):
     """A model that scales its operand, finds an amax and records it once for each entry of a buffer."""
 
     def model(x):
@@ -92,7 +92,7 @@ def test_a_record_takes_no_kernel_of_its_own_in_a_graph():
 
     with fake_cuda_tensors(), torch.no_grad():
         x = torch.empty(512, 4096, device="cuda", dtype=torch.float16)
-        assert kernels(Entry.record) == kernels(lambda entry, magnitude: None) > 0
+        assert kernels(AmaxEntry.record) == kernels(lambda entry, magnitude: None) > 0
 
 
 @pytest.mark.parametrize("inference", [False, True])

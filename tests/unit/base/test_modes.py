@@ -2,10 +2,12 @@
 
 import ast
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
-from halfsafe.precision.base.modes import FP16, FP16_WIDE, MODE_OF, MODES, modes_named
+from halfsafe.precision.base.modes import FP16, FP16_WIDE, MODE_OF, MODES, ModeName, modes_named
+from halfsafe.precision.base.options import COMPUTE_OPTIONS
 from halfsafe.precision.devices.detect import detect
 from halfsafe.precision.plan.compute import plan_compute
 from halfsafe.precision.plan.facts import LayerSpec, ModelFacts
@@ -18,13 +20,14 @@ FACTS = ModelFacts([LayerSpec("layer", "Linear", (32, 32))], 1024, "fp16", ("fp1
 
 def test_the_modes_are_the_contracts_in_its_order():
     assert list(MODES) == ["fp8", "int8", "fp16_acc16", "fp16", "fp16_wide", "fp16_scaled", "bf16", "fp32"]
-    assert all(name == mode.name for name, mode in MODES.items())
+    assert all(name == mode.name for name, mode in MODES.items()) and tuple(MODES) == get_args(ModeName)
 
 
 def test_a_compute_option_asks_for_the_plain_mode_of_its_rule():
     assert MODE_OF == {
         "fp8": "fp8", "int8": "int8", "fp16": "fp16", "fp16_safe": "fp16_wide", "bf16": "bf16", "fp32": "fp32",
     }  # fmt: skip
+    assert set(MODE_OF) == {*COMPUTE_OPTIONS} - {"auto"}
 
 
 @pytest.mark.parametrize("option", ["fp16", "fp16_safe", "bf16", "fp32"])

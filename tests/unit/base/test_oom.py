@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from halfsafe.precision.base.oom import is_oom
+from halfsafe.precision.base.oom import is_torch_oom
 
 
 def error_of_cuda(code):
@@ -30,4 +30,4 @@ def error_of_cuda(code):
     ],
 )
 def test_a_lack_of_device_memory_is_told_from_other_errors(error, lacks_memory):
-    assert is_oom(error) is lacks_memory
+    assert is_torch_oom(error) is lacks_memory

@@ -15,7 +15,7 @@ from halfsafe.precision.report.schema import BlockDrift, CheckReport
 
 @pytest.mark.parametrize(("error", "signal"), [(math.inf, 1.0), (math.nan, 1.0), (1.0, 0.0), (1e300, 1e-300)])
 def test_an_error_without_bounds_is_the_lowest_snr(error, signal):
-    assert drift.decibels(error, signal) == drift.LOWEST_DB
+    assert drift.finite_decibels(error, signal) == drift.LOWEST_DB
 
 
 def test_the_signal_is_what_the_network_gives_and_rows_count_alone():
@@ -24,7 +24,7 @@ def test_the_signal_is_what_the_network_gives_and_rows_count_alone():
     reference = 0.9 * noisy - 0.4 * output
     result = 0.9 * noisy - 0.4 * (output + torch.tensor([[0.1], [0.0]]))
     errors, signals = drift.row_errors(result, reference, 0.9 * noisy)
-    assert drift.decibels(errors[0], signals[0]) == pytest.approx(20.0, abs=0.01) and drift.decibels(errors[1], signals[1]) == math.inf
+    assert drift.finite_decibels(errors[0], signals[0]) == pytest.approx(20.0, abs=0.01) and drift.finite_decibels(errors[1], signals[1]) == math.inf
 
 
 @pytest.mark.parametrize(

@@ -361,7 +361,7 @@ def test_the_cost_of_fp16_safe_is_the_one_that_was_counted(name):
 
 
 def test_each_fp8_dtype_that_a_device_cannot_hold_is_asked_of_it(monkeypatch):
-    monkeypatch.setattr(devices, "why_not_held", lambda device, name: "no such dtype" if name in ("float8_e5m2", "float8_e8m0fnu") else "")
+    monkeypatch.setattr(devices, "why_dtype_not_held", lambda device, name: "no such dtype" if name in ("float8_e5m2", "float8_e8m0fnu") else "")
     here = dataclasses.replace(devices.detect(profile="cpu"), simulated=False)
     found = devices.unheld_storages(here)
     assert set(found) == {"fp8_e5m2", "mxfp8"} and found["mxfp8"] == f"not on {here.label}: It cannot hold float8_e8m0fnu (no such dtype)."

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from halfsafe.precision.base.oom import is_oom
+from halfsafe.precision.base.oom import is_torch_oom
 from halfsafe.precision.devices import probes
 from halfsafe.precision.guard.failed_call import Attempt, FailedCall
 from halfsafe.precision.guard.inputs import inputs_not_finite
@@ -16,8 +16,19 @@ from halfsafe.precision.guard.ladder import Ladder
 from halfsafe.precision.guard.localize import Origin
 from halfsafe.precision.guard.log import CallPosition, GuardLog
 from halfsafe.precision.guard.random_start import RandomStart
-from halfsafe.precision.guard.rungs import AS_IT_WAS, EncoderStep, Rung
-from halfsafe.precision.guard.verdicts import MODEL, NonFinite
+from halfsafe.precision.guard.rungs import AS_IT_WAS, PLAN_FALLBACK, EncoderStep, Rung
+from halfsafe.precision.guard.verdicts import (
+    ADVICE,
+    BEGINS_SAFE,
+    COMPILED,
+    EAGER_IS_FINITE,
+    ENCODERS,
+    GOES_ON,
+    MODEL,
+    SAME_AGAIN,
+    SAME_SEED,
+    NonFinite,
+)
 
 BAD = torch.full((2, 3), math.inf)
 GOOD = torch.ones(2, 3)
@@ -66,10 +77,10 @@ class Fake(FailedCall):
         cpu = torch.device("cpu")
         ladder = [AS_IT_WAS if name == "as it was" else Rung(name, EncoderStep(torch.float32), name == "fp32") for name in rungs]
         about["given"] = about.get("given", {"text": GOOD})
-        values = {"inputs": inputs_not_finite(about["given"].items()), "result": BAD, "rungs": ladder, "fp32": FP32} | about
+        values = {"inputs": inputs_not_finite(about["given"].items()), "result": BAD, "rungs": ladder, "fp32": FP32, "wording": MODEL} | about
         super().__init__(
-            start=RandomStart.of(cpu), position=CallPosition(1, 3, 0.5), images=2, device=cpu, wording=MODEL,
-            weights=weights or OneWeight(), is_out_of_memory=is_oom, **values,
+            start=RandomStart.of(cpu), position=CallPosition(1, 3, 0.5), images=2, device=cpu,
+            weights=weights or OneWeight(), is_out_of_memory=is_torch_oom, **values,
         )  # fmt: skip
 
     def repeat(self, rung, given, why, zeroed=(), watched=False):
@@ -83,10 +94,12 @@ class Fake(FailedCall):
         return "SomePack" if layer == "blocks.0" else ""
 
     def modes(self, origin, rung=None):
-        return "fp16", self.kept[-1] if self.kept else "fp16"
+        own = f"fp16 of {origin.layer}" if origin else "fp16"
+        return own, rung.name if rung else own
 
     def keep(self, rung, origin):
         self.kept.append(rung.name)
+        self.kept_for = origin
 
 
 def resolve(call: Fake, on_nan: str = "retry_higher", most: int | None = 8, given=None):
@@ -145,6 +158,51 @@ def test_a_verdict_follows_from_what_is_finite(finite, about, verdict, ran):
     assert log.verdict == verdict and call.ran == ran and log.extra_calls == len(ran)
 
 
+def test_the_event_of_a_cured_call_names_place_modes_and_what_later_runs_do():
+    rung = Rung("fp16_safe", EncoderStep(torch.float16), later=SAME_SEED)
+    call = Fake(finite_at("fp16_safe"))
+    call.rungs = [rung, FP32]
+    log, _, _ = resolve(call)
+    (event,) = log.events
+    assert (event.layer, event.from_mode, event.to_mode, event.evidence) == ("blocks.0", "fp16 of blocks.0", "fp16_safe", SAME_SEED)
+    assert event.fell_back is False and log.advice == ADVICE["recovered"] and call.kept_for == OVERFLOW
+
+
+def test_a_kind_of_call_has_advice_of_its_own():
+    assert resolve(Fake(finite_at("fp32"), wording=ENCODERS["VAE"]))[0].advice == ENCODERS["VAE"].advice["recovered"]
+    assert resolve(Fake(finite_at(), wording=ENCODERS["VAE"]))[2].verdict == "not_precision"
+    assert "cures this VAE" in str(resolve(Fake(finite_at(), wording=ENCODERS["VAE"]))[2])
+
+
+@pytest.mark.parametrize("on_nan", ["off", "report", "stop", "retry_higher"])
+def test_the_fallback_of_the_plan_is_tried_whatever_the_guard_is_set_to(on_nan):
+    call = Fake(finite_at("fp16_safe"), promised=PLAN_FALLBACK)
+    log, result, _ = resolve(call, on_nan)
+    (event,) = log.events
+    assert torch.equal(result, GOOD) and call.ran == call.kept == ["fp16_safe"] and event.fell_back
+    assert (log.verdict, log.advice, event.evidence) == ("recovered", BEGINS_SAFE, f"{GOES_ON} {SAME_SEED}")
+
+
+def test_a_call_that_the_fallback_of_the_plan_does_not_cure_goes_on_as_the_guard_is_set():
+    assert resolve(Fake(finite_at("fp32"), promised=PLAN_FALLBACK, rungs=["fp32"]))[0].events[0].to_mode == "fp32"
+    log, result, _ = resolve(Fake(finite_at(), promised=PLAN_FALLBACK), "off")
+    assert result is BAD and log.given_up and not log.events
+
+
+@pytest.mark.parametrize(("about", "finite", "advice", "evidence"), [
+    ({}, ["watched", "as it was"], ADVICE["device_fault"], SAME_AGAIN),
+    ({"compiled": True}, ["watched"], COMPILED, EAGER_IS_FINITE),
+])  # fmt: skip
+def test_a_call_that_is_finite_in_the_same_arithmetic_blames_the_device_and_no_layer(about, finite, advice, evidence):
+    place = Origin("VAE decode", "", "overflow", "fp16", math.nan)
+    call = Fake(finite_at(*finite), default_origin=place, **about)
+    log, result, _ = resolve(call)
+    (event,) = log.events
+    assert torch.equal(result, GOOD) and call.kept == [] and event.recovered
+    assert (event.layer, event.from_mode, event.to_mode) == ("VAE decode", "fp16 of VAE decode", "fp16 of VAE decode")
+    assert (log.verdict, log.advice, event.evidence) == ("device_fault", advice, evidence)
+
+
 def test_a_device_whose_product_in_fp32_is_wrong_is_blamed_before_the_model(monkeypatch):
     monkeypatch.setattr(probes, "canary", lambda device, dtype: (False, f"{dtype} matmul is wrong"))
     log, _, error = resolve(Fake(finite_at()))
@@ -179,8 +237,19 @@ def test_beside_a_pack_the_sampling_starts_again_at_the_first_step_of_the_ladder
         Ladder(call, log, 8).resolved()
     assert call.ran == ["watched"] and call.kept == ["fp16_safe"] and log.extra_calls == 2
     (event,) = log.events
-    assert log.verdict == "recovered" and event.recovered and event.layer == "blocks.0"
+    assert log.verdict == "recovered" and event.recovered and event.layer == "blocks.0" and not event.fell_back
+    assert (event.from_mode, event.to_mode, log.advice) == ("fp16 of blocks.0", "fp16_safe", ADVICE["recovered"])
     assert event.evidence == "The sampling was started again in fp16_safe, as ComfyUI-Cache may keep state between steps."
+
+
+def test_a_sampling_that_starts_again_under_the_fallback_of_its_plan_says_so():
+    call, log, told = Beside(finite_at(), promised=PLAN_FALLBACK), GuardLog("stop"), []
+    log.notify = lambda *message: told.append(message)
+    with pytest.raises(StartsAgain):
+        Ladder(call, log, 0).resolved()
+    (event,) = log.events
+    assert call.ran == [] and event.fell_back and event.evidence.endswith(GOES_ON) and event.to_mode == "fp16_safe"
+    assert log.advice == BEGINS_SAFE and "Repeated in" not in told[0][2], "nothing is repeated before it starts again"
 
 
 @pytest.mark.parametrize(("about", "most", "verdict"), [({"rungs": []}, 8, "not_precision"), ({}, 0, "stopped")])
@@ -201,7 +270,7 @@ def test_no_more_repeats_are_made_than_allowed_and_without_them_no_verdict_is_gi
     _, _, error = resolve(call, most=most)
     assert len(call.ran) <= most
     assert error.verdict == ("not_precision" if most >= 4 else "stopped")
-    assert ("max_retries" in str(error)) == (most < 4)
+    assert (f"max_retries is {most}," in str(error)) == (most < 4)
 
 
 def test_nan_in_one_row_is_blamed_for_that_row_and_the_other_is_cured():
@@ -234,6 +303,18 @@ def test_of_two_infinite_inputs_the_one_without_which_it_is_finite_is_named(on_n
     log, _, _ = resolve(call, on_nan, given=given)
     assert log.verdict == "bad_input" and log.events[0].layer == "text" and "finite with a zero" in log.events[0].evidence
     assert "fp16_safe" not in call.ran, "what came in with the inputs is tried in fp32 alone"
+
+
+def test_what_may_be_repeated_to_cure_does_not_bound_the_search_of_a_guard_that_only_tells():
+    given = {"text": torch.full((1,), math.inf)}
+    log, _, _ = resolve(Fake(lambda given, how, zeroed: GOOD if torch.isfinite(given["text"]).all() else BAD, UNKNOWN), "report", 0, given)
+    assert log.verdict == "bad_input"
+
+
+@pytest.mark.parametrize(("given", "verdict"), [({"text": torch.full((1,), math.inf)}, "stopped"), (None, "not_precision")])
+def test_without_repeats_left_an_infinite_input_forbids_a_verdict_on_precision(given, verdict):
+    call = Fake(finite_at(), rungs=[], locates_first=False)
+    assert resolve(call, most=0, given=given)[2].verdict == verdict
 
 
 def test_an_infinite_input_that_does_no_harm_is_not_blamed():
@@ -293,7 +374,7 @@ def test_a_repeat_that_raises_ends_no_run_that_would_have_gone_on(on_nan, how, e
     assert log.verdict == "stopped" and not log.events[0].recovered
     if on_nan == "retry_higher" or how == "watched":
         assert ("memory" in log.advice) == (error == "memory") and (error == "memory" or str(BREAKING[error]) in log.events[0].evidence)
-    assert log.given_up
+    assert log.given_up and log.events[0].layer == (OVERFLOW.layer if how != "watched" else "")
 
 
 OWN = Origin("blocks.0", "matmul", "overflow", "fp16", 400.0, result="fp16")

@@ -35,7 +35,7 @@ def test_a_run_ends_where_nothing_is_left_to_save_or_the_node_says_so(on_nan, sp
         assert error.value.verdict == "not_precision"
     else:
         log.give_up(position, Diagnosis(ORIGIN, "not_precision"), "fp16")
-    assert log.given_up and len(log.events) == 1
+    assert log.given_up and [event.ended for event in log.events] == [stops]
     ((kind, verdict, message, advice, event),) = told
     assert (kind, verdict, advice, event) == ("event", "not_precision", ADVICE["not_precision"], log.events[0])
     assert "blocks.0.down" in message

@@ -88,6 +88,17 @@ def test_escalations_are_rules(escalation):
     assert (rules.setting("stream", "other.layer", "Linear") is not None) is escalation.everywhere
 
 
+def test_two_escalations_merge_into_what_either_widens():
+    one, other = Escalation({"a": "fp16_wide", "b": "fp32"}, stream=True), Escalation({"a": "fp32", "c": "fp16"}, whole=True)
+    assert one | other == other | one == Escalation({"a": "fp32", "b": "fp32", "c": "fp16"}, stream=True, whole=True)
+    assert (Escalation() | one) == one and (one | Escalation()) == one
+
+
+def test_the_page_names_the_widest_part():
+    assert Escalation({"b": "fp32", "a": "fp16"}).parts() == ["a", "b"]
+    assert (Escalation({"a": "fp32"}, stream=True).parts(), Escalation(stream=True, whole=True).parts()) == (["residual stream"], ["whole model"])
+
+
 def test_the_worst_verdict_of_a_run_stays():
     log, event = GuardLog(), event_of(CallPosition(1, 0, 1.0, [0]), None, "fp16", "fp32", True)
     log.note(event, None, "recovered")

@@ -11,7 +11,7 @@ from halfsafe.precision.formats.card import WHAT_ERROR, card_in, source_of
 from halfsafe.precision.formats.checkpoint import read_checkpoint
 from halfsafe.precision.formats.registry import FORMAT_OF_STORAGE
 from halfsafe.precision.make import calibrated as weights_of
-from halfsafe.precision.make.calibration import KEY, Calibration, Products, read_calibration
+from halfsafe.precision.make.calibration import KEY, CalibrationData, Products, read_calibration
 from halfsafe.precision.plan.rules import rules_from
 from safetensors.torch import load_file, save_file
 from support.measures import relative_error
@@ -34,8 +34,8 @@ def model_file(path, seed=0, prefix=""):
     return path
 
 
-def calibrated(path, layers=SEEN, tokens=600) -> Calibration:
-    found = Calibration(source_of(open_checkpoint(path)), "TEST", 256, {}, 1, 8)
+def calibrated(path, layers=SEEN, tokens=600) -> CalibrationData:
+    found = CalibrationData(source_of(open_checkpoint(path)), "TEST", 256, {}, 1, 8)
     for layer in layers:
         found.layers[layer] = Products.empty(LAYERS[layer][1], 256)
         found.layers[layer].add(inputs(layer, tokens=tokens))

@@ -277,7 +277,7 @@ def test_tf32_reduction_and_fp8_by_device(profile):
         for value in ("on", "off"):
             found = plan(profile, modes, **{setting: value})
             assert found.flags == (dict.fromkeys(flags_held, value == "on") if acts or value == "off" else {})
-            assert [name for name, _ in found.without_effect] == ([] if acts else [f"{setting}={value}"])
+            assert [entry.setting for entry in found.without_effect] == ([] if acts else [f"{setting}={value}"])
             assert found.fp8_fast is (acts and setting == "fp8_fast_accumulation" and value == "on")
 
 
@@ -287,7 +287,7 @@ def test_fp32_results_rule_out_fp16_sums_where_they_cannot_be_switched_by_layer(
     found = plan("sm_86", ("fp16", "fp16_wide"), fp16_accumulation=value, **execution)
     assert found.proving is (value == "auto" and not execution)
     assert (True in found.flags.values()) is (value == "on" and not execution)
-    assert any("leave no way to switch" in why for _, why in found.without_effect) is bool(execution)
+    assert any("leave no way to switch" in entry.reason for entry in found.without_effect) is bool(execution)
 
 
 def test_auto_keeps_fp8_sums_full_and_unchanged_holds_nothing():
@@ -312,7 +312,7 @@ def test_a_flag_this_torch_lacks_is_said_not_raised(monkeypatch, name):
     monkeypatch.setitem(flags.SETTINGS, name, flags.FlagSetting(name, absent, lambda v: pytest.fail("written"), bool))
     setting = next(setting for setting, parts in PARTS.items() if name in parts)
     found = plan("sm_86", ("fp16", "fp32"), **{setting: "on"})
-    assert any(asked == f"{setting}=on" and "has no" in why for asked, why in found.without_effect)
+    assert any(entry.setting == f"{setting}=on" and "has no" in entry.reason for entry in found.without_effect)
     assert not found.proving
     with flags.flags_set(found.flags):
         pass

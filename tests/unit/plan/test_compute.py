@@ -168,7 +168,7 @@ def test_a_wider_stream_makes_the_other_layers_keep_their_dtype():
 
 def test_a_rule_on_layers_that_multiply_nothing_has_no_effect():
     found = plan(text="class:RMSNorm compute=fp32\ntable stream=fp32\nblocks.* compute=fp32", compute="bf16")
-    assert [setting for setting, _ in found.without_effect] == ["class:RMSNorm compute=fp32", "table stream=fp32"]
+    assert [entry.setting for entry in found.without_effect] == ["class:RMSNorm compute=fp32", "table stream=fp32"]
     assert set(found.decisions) == {"blocks.0.ffn", "blocks.0.odd"}
 
 
@@ -176,12 +176,12 @@ def test_fp8_products_need_fp8_weights_of_sizes_that_are_multiples_of_16():
     stored = {"blocks.0.ffn": "fp8_e4m3fn", "blocks.0.odd": "fp8_e4m3fn"}
     found = plan("sm_89", "fp8", supported=QWEN_IMAGE, storages=stored)
     assert {name: decision.mode for name, decision in found.decisions.items()} == {"blocks.0.ffn": "fp8", "blocks.0.odd": "bf16"}
-    assert "60 x 32" in found.without_effect[0][1]
+    assert "60 x 32" in found.without_effect[0].reason
 
 
 def test_a_rule_for_fp8_on_a_device_without_it_says_so():
     found = plan("sm_86", "bf16", text="blocks.0.ffn compute=fp8", storages={"blocks.0.ffn": "fp8_e4m3fn"})
-    assert "no fp8 matmul" in found.without_effect[0][1]
+    assert "no fp8 matmul" in found.without_effect[0].reason
 
 
 @pytest.mark.parametrize("sums", ["fp16", "fp32"])
@@ -191,7 +191,7 @@ def test_a_rule_decides_a_layers_sums_where_they_can_be_switched(sums):
     asked = {name for name, decision in found.decisions.items() if decision.sums == sums}
     assert asked and all(name.startswith("blocks.0.") for name in asked)
     assert all(found.decisions[name].mode == "fp16" for name in asked)
-    assert not any(text in setting for setting, _ in found.without_effect)
+    assert not any(text in entry.setting for entry in found.without_effect)
 
 
 @pytest.mark.parametrize(("profile", "compute"), [("sm_86", "bf16"), ("sm_86", "fp16_safe"), ("gfx1100", "fp16"), ("cpu", "fp32")])
@@ -199,7 +199,7 @@ def test_a_rule_on_sums_that_cannot_act_is_reported(profile, compute):
     text = "blocks.0.* accumulation=fp16"
     found = plan(profile, compute=compute, text=text)
     assert not any(decision.sums for decision in found.decisions.values())
-    assert [reason for setting, reason in found.without_effect if setting == text]
+    assert [entry.reason for entry in found.without_effect if entry.setting == text]
 
 
 # weights stored in int8
@@ -225,7 +225,7 @@ def test_int8_weights_multiply_in_int8_where_the_device_can(monkeypatch, name, c
     assert (modes(found)["int8"] == "int8") == (name not in NO_INT8)
     assert found.choice.used == plain.choice.used and found.activation_dtype == plain.activation_dtype
     assert modes(found).get("plain") == modes(plain).get("plain") and "nvfp4" not in modes(found)
-    told = [setting for setting, _ in found.without_effect]
+    told = [entry.setting for entry in found.without_effect]
     assert told == (["compute=int8"] if compute == "int8" and name in NO_INT8 else [])
     if name in NO_INT8:
         assert f"{name} has no int8 matmul" in found.decisions["int8"].reason
@@ -247,19 +247,19 @@ def test_a_dtype_that_is_asked_for_dequantizes(compute):
 def test_a_rule_that_cannot_act_leaves_the_layer_as_it_is_without_it():
     found = plan_stored("sm_89", "auto", "int8 compute=fp8\nfp8 compute=int8\nnvfp4 compute=int8")
     assert found.decisions["int8"].mode == "int8" and "nvfp4" not in found.decisions
-    assert [setting for setting, _ in found.without_effect] == ["int8 compute=fp8", "fp8 compute=int8", "nvfp4 compute=int8"]
+    assert [entry.setting for entry in found.without_effect] == ["int8 compute=fp8", "fp8 compute=int8", "nvfp4 compute=int8"]
 
 
 def test_a_model_without_such_weights_is_told_what_to_load():
     for compute, storage in (("int8", "int8"), ("fp8", "fp8_e4m3fn")):
-        ((setting, reason),) = plan_stored("sm_89", compute, storages={"plain": "bf16"}).without_effect
-        assert setting == f"compute={compute}" and reason.endswith(f"storage {storage}")
+        (entry,) = plan_stored("sm_89", compute, storages={"plain": "bf16"}).without_effect
+        assert entry.setting == f"compute={compute}" and entry.reason.endswith(f"storage {storage}")
     assert plan_stored("sm_89", "int8", storages=None).without_effect == ()
 
 
 def test_sums_of_int8_are_not_what_a_rule_can_set():
-    ((setting, reason),) = plan_stored("sm_89", "int8", "int8 accumulation=fp16").without_effect
-    assert setting == "int8 accumulation=fp16" and "multiply in int8" in reason
+    (entry,) = plan_stored("sm_89", "int8", "int8 accumulation=fp16").without_effect
+    assert entry.setting == "int8 accumulation=fp16" and "multiply in int8" in entry.reason
 
 
 # models in memory
@@ -278,7 +278,7 @@ def test_layers_of_another_loader_run_in_fp32_and_are_named_once():
     found = loaded(foreign=("a", "norm"))
     assert {name: (d.mode, d.stream) for name, d in found.decisions.items()} == {"a": ("fp32", "same"), "b": ("fp16_wide", "same")}
     assert found.decisions["a"].reason == "other.pack multiplies in its own way: run in fp32"
-    assert [setting for setting, _ in found.without_effect] == ["compute=fp16_safe"]
+    assert [entry.setting for entry in found.without_effect] == ["compute=fp16_safe"]
 
 
 def test_foreign_layers_keep_any_other_arithmetic():
@@ -287,5 +287,5 @@ def test_foreign_layers_keep_any_other_arithmetic():
 
 def test_rules_that_cannot_act_on_a_loaded_model_are_listed():
     found = loaded("bf16", "nowhere compute=fp32\na storage=fp8_e4m3fn")
-    assert [setting for setting, _ in found.without_effect] == ["nowhere compute=fp32", "a storage=fp8_e4m3fn"]
-    assert "Save Model" in found.without_effect[1][1]
+    assert [entry.setting for entry in found.without_effect] == ["nowhere compute=fp32", "a storage=fp8_e4m3fn"]
+    assert "Save Model" in found.without_effect[1].reason

@@ -128,7 +128,7 @@ def test_storage_auto_does_not_keep_fp32_weights_for_16_bit_maths():
 
 
 def test_rules_that_cannot_act_are_reported():
-    settings = dict(planned("sm_86", text="nowhere.* storage=fp16").without_effect)
+    settings = {entry.setting: entry.reason for entry in planned("sm_86", text="nowhere.* storage=fp16").without_effect}
     assert "matches no layer" in settings["nowhere.* storage=fp16"]
 
 

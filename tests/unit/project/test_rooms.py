@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -68,6 +69,16 @@ def test_rooms_import_in_no_circle(base: tuple[str, ...]) -> None:
         room = _room(path.relative_to(ROOT).with_suffix("").parts, base)
         graph.setdefault(room, set()).update({_room(target, base) for target in _imports(path)} - {room})
     assert sum(map(len, graph.values())) > 3 and _circles(graph) == {}
+
+
+def test_a_public_name_is_defined_once() -> None:
+    """Of the functions and classes at the top of a file: a reader who searches for one finds the one that is meant."""
+    places: dict[str, list[str]] = defaultdict(list)
+    for path in [*(ROOT / "precision").rglob("*.py"), *(ROOT / "nodes").rglob("*.py")]:
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+                places[node.name].append(str(path.relative_to(ROOT)))
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}
 
 
 def test_scripts_and_benchmarks_run_what_they_have_and_import_in_no_circle() -> None:

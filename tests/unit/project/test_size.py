@@ -10,7 +10,7 @@ from pathlib import Path
 
 from support.shipped import ROOT, tracked_files
 
-MOST_LINES = 15_590
+MOST_LINES = 15_735
 MOST_TOKENS_A_LINE = 10.6
 NOT_CODE = {
     tokenize.COMMENT,

@@ -3,6 +3,7 @@
 import json
 import platform
 import types
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -79,7 +80,7 @@ def test_json_is_the_contracts_key_for_key_in_its_order():
     assert list(found["guard"]) == [*contract["guard"], "rules", "advice", "checks"]
     found["guard"] = {key: found["guard"][key] for key in contract["guard"]}
     for event in found["guard"]["events"]:
-        assert [event.pop(key) for key in list(event)[-5:]] == ["", None, None, "", False]
+        assert [event.pop(key) for key in list(event)[-6:]] == ["", None, None, "", False, False]
     assert json.dumps({key: found[key] for key in contract}) == json.dumps(contract)
 
 
@@ -92,7 +93,7 @@ def test_every_value_becomes_json():
 
 def test_verdict_words_are_the_contracts():
     contracts = {"clean", "recovered", "stopped", "bad_weights", "bad_input", "not_precision", "device_fault"}
-    assert {verdicts.CLEAN, *verdicts.ADVICE} == contracts
+    assert {verdicts.CLEAN, *verdicts.ADVICE} == contracts == {*get_args(report.Verdict)}
 
 
 def test_the_device_section_is_what_the_device_can_do():

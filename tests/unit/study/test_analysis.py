@@ -13,10 +13,10 @@ from halfsafe.precision.formats.checkpoint import StoredWeight, read_checkpoint
 from halfsafe.precision.formats.fp8 import quantize
 from halfsafe.precision.plan.rules import compile_pattern, parse, patterns, rules_from
 from halfsafe.precision.study import sensitivity as a
-from halfsafe.precision.study.analysis_text import analysis_text, result_of, rule_lines, rules_of
+from halfsafe.precision.study.analysis_text import analysis_result, analysis_text, rule_lines, rules_of
 from halfsafe.precision.study.candidates import CANDIDATES, Candidate, with_fp16_sums
 from halfsafe.precision.study.charts import COLOURS, analysis_chart
-from halfsafe.precision.study.layer_error import output_error, sample, weight_error
+from halfsafe.precision.study.layer_error import output_error, sample_of, weight_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import ImageColor
@@ -178,8 +178,8 @@ def test_fp16_sums_round_as_often_as_they_are_added_up_and_overflow(monkeypatch)
 def test_the_error_of_a_layer_on_samples_is_that_of_all_its_inputs(name):
     layer, x = torch.nn.Linear(64, 48), normal(1, 4000, 64, seed=1)
     layer.weight.data, candidate = normal(48, 64) / 8, Candidate(name)
-    few, every = (output_error(layer, rows, layer.weight.data, layer.bias.data, candidate) for rows in (sample(layer, x), x[0]))
-    assert len(sample(layer, x)) == 64 and few == pytest.approx(every, abs=1.0)
+    few, every = (output_error(layer, rows, layer.weight.data, layer.bias.data, candidate) for rows in (sample_of(layer, x), x[0]))
+    assert len(sample_of(layer, x)) == 64 and few == pytest.approx(every, abs=1.0)
     expected = {"fp8_e4m3fn": 31.5, "fp8_e5m2": 25.5, "bf16": 52, "fp16": 70, "fp16_acc16": 66, "int8": 41.5}[name]
     assert few[0] == pytest.approx(expected, abs=3)
 
@@ -188,8 +188,8 @@ def test_the_error_of_a_layer_on_samples_is_that_of_all_its_inputs(name):
 def test_convolutions_are_measured_on_a_crop(kind, groups):
     dimensions = int(kind.__name__[4])
     layer, x = kind(8, 16, 3, padding=1, groups=groups), normal(2, 8, *[20] * dimensions)
-    assert sample(layer, x).shape == (1, 8, *(2, 8, 8)[-dimensions:])
-    error = output_error(layer, sample(layer, x), layer.weight.data, layer.bias.data, Candidate("bf16"))
+    assert sample_of(layer, x).shape == (1, 8, *(2, 8, 8)[-dimensions:])
+    error = output_error(layer, sample_of(layer, x), layer.weight.data, layer.bias.data, Candidate("bf16"))
     assert 45 < error[1] <= error[0] + 3 < 65
 
 
@@ -297,7 +297,7 @@ def test_text_reads_back_as_the_rules_which_give_every_layer_its_outcome(target,
     found = analyzed(Net(outliers=(1, 2)) if target < 119 else Net(blocks=1), target, pin=pin)
     rules, text = rules_of(found), analysis_text(found, "Net")
     assert rules_from(text) == rules and f"{found.steps} steps" in text
-    assert ("cannot be reached" in text) == (target == 119) == (result_of(found, text).tone == "warn")
+    assert ("cannot be reached" in text) == (target == 119) == (analysis_result(found, text).tone == "warn")
     for layer in found.layers:
         setting = rules.setting("storage", layer.name, layer.cls)
         stored = (setting[0] if setting else "fp8_e4m3fn") == "fp8_e4m3fn"

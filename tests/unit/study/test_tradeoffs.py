@@ -24,7 +24,7 @@ from halfsafe.precision.study.tradeoffs import (
     settings_from,
     why_not,
 )
-from halfsafe.precision.study.tradeoffs_text import NOISY, result_of, table_text
+from halfsafe.precision.study.tradeoffs_text import NOISY, table_text, tradeoffs_result
 from PIL import ImageColor
 
 MIB = 1 << 20
@@ -126,7 +126,7 @@ def test_a_table_without_any_result_says_so():
     none = found([BAD, CANNOT])
     text = table_text(none)
     assert "No setting gave a finite result." in text and "rules" not in text and none.rules == rules_from() and not none.best
-    assert result_of(none, text).tone == "bad" and result_of(found(), "").marked == 0
+    assert tradeoffs_result(none, text).tone == "bad" and tradeoffs_result(found(), "").marked == 0
 
 
 def test_the_first_line_says_what_its_setting_is_for():
@@ -134,7 +134,7 @@ def test_the_first_line_says_what_its_setting_is_for():
     as_small = row("fp8_e5m2/auto", 0.99, 80, 30.0)  # the fastest is no larger: what is as fast and closer is
     noisy = (row("as_file/bf16", seconds, snr=50.0, spread=0.5) for seconds in (0.9, 1.1))
     tables = ([here], [here, smaller, as_small], [FAST], *([here, one] for one in noisy), [FAST, replace(SLOW, spread=1.0)])
-    told = [result_of(found(rows), "") for rows in tables]
+    told = [tradeoffs_result(found(rows), "") for rows in tables]
     assert "auto" not in {value for result in told for value in result.values.values()}, "formats answer, not an option that chooses"
     assert [result.sentence for result in told] == [BEST, BEST_SMALL, CLOSEST, UNRANKED, BEST, UNRANKED]
     assert told[1].values["less"] == "19 %" and told[2].values["floor"] == "25 dB"
@@ -142,12 +142,12 @@ def test_the_first_line_says_what_its_setting_is_for():
 
 def test_the_best_row_comes_first_and_a_noisy_one_is_not_ranked():
     noisy = replace(SMALL, spread=0.21)
-    rows = result_of(found([SLOW, noisy, FAST]), "").rows
+    rows = tradeoffs_result(found([SLOW, noisy, FAST]), "").rows
     assert [(row[0], NOISY in row[1]) for row in rows] == [("as_file/bf16", False), ("int8/auto = int8/bf16", True), ("fp8_e4m3fn/fp8", False), ("as_file/fp32 (reference)", False)]
-    none_ranks = result_of(found([noisy]), "")
+    none_ranks = tradeoffs_result(found([noisy]), "")
     assert none_ranks.sentence.startswith("No setting stands out") and none_ranks.marked is None and none_ranks.tone == "warn"
     assert "38.0 dB, too noisy to rank)" in table_text(found([noisy]))
-    assert result_of(found(), "").rows[0][0] == "int8/auto = int8/bf16" and best_for("balanced", [noisy]) is noisy, "rather that than none"
+    assert tradeoffs_result(found(), "").rows[0][0] == "int8/auto = int8/bf16" and best_for("balanced", [noisy]) is noisy, "rather that than none"
 
 
 def pixels(chart: np.ndarray, colour) -> int:
