@@ -43,11 +43,10 @@ class PlannedControl(torch.nn.Module):
     def __deepcopy__(self, memo: dict) -> PlannedControl:
         """Copy the plan for a copy of the model on another device (``deepclone_multigpu`` in comfy/controlnet.py)."""
         module = copy.deepcopy(self.diffusion_model, memo)
-        own = self.current_patcher
-        copied = PlannedControl(module, self.compute.plan, self.manual_cast_dtype, own.load_device)
+        copied = PlannedControl(module, self.compute.plan, self.manual_cast_dtype, self.current_patcher.load_device)
         copied.calls = self.calls
-        for patcher in (own, copied.current_patcher):
-            patcher.is_multigpu_base_clone = True  # threads run the copies side by side
+        for planned in (self, copied):
+            planned.current_patcher.is_multigpu_base_clone = True  # threads run the copies side by side
         return copied
 
     def forward(self, *args, **kwargs):

@@ -11,7 +11,7 @@ from ..comfyui.layers import is_called_by_items
 from .attention import forward_of, holds_modules
 
 NO_BLOCK = "the pattern matches no block of this model, which holds layers"
-NO_ATTENTION = "no attention of ComfyUI ran in a forward of {}"
+NO_ATTENTION = "no attention that ComfyUI lets be exchanged ran in a forward of {}"
 
 
 def blocks_of(rules: Sequence[Rule], modules: Mapping[str, torch.nn.Module]) -> dict[str, list[Rule]]:

@@ -69,6 +69,12 @@ def test_as_file_gives_what_comfyui_s_loader_gives(comfy, control_file, kind):
     assert summed_alike(give(core, kind), give(ours, kind))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_as_file_keeps_the_file_s_dtype(comfy, models_dir, dtype):
+    path = control_files.sd15(models_dir / "controlnet" / "of_a_dtype.safetensors", dtype)
+    assert {parameter.dtype for parameter in load(comfy, path.name).control_model.parameters()} == {dtype}
+
+
 @pytest.mark.parametrize(
     ("kind", "storage", "compute", "bound"),
     [
@@ -158,13 +164,16 @@ def test_a_rule_runs_the_attention_of_its_block_alone_in_fp32(comfy, control_fil
     assert report.decisions["attention by rule"] == f"fp32 in {block}" and report.without_effect == []
 
 
-def test_a_rule_on_attention_that_meets_none_is_told(comfy, control_file):
-    (rules, _) = comfy.run("HalfsafeLayerRules", rules="middle_block.0 attention=fp32", preset="none")
-    control = load(comfy, control_file("sd15"), "bf16", "bf16", rules=rules)
-    found = operands_of_attention(control, "sd15")
+@pytest.mark.parametrize(("kind", "block"), [("sd15", "middle_block.0"), ("sd35", "transformer_blocks.0")])
+def test_a_rule_without_an_attention_to_exchange_is_told(comfy, models_dir, kind, block):
+    """A ResBlock has none; ComfyUI's code of SD3.5's ControlNet hands its attention no options."""
+    path = getattr(control_files, kind)(models_dir / "controlnet" / f"{kind}_without.safetensors")
+    (rules, _) = comfy.run("HalfsafeLayerRules", rules=f"{block} attention=fp32", preset="none")
+    control = load(comfy, path.name, "bf16", "bf16", rules=rules)
+    found = operands_of_attention(control, kind)
     assert found and all(dtypes == {"bf16"} for dtypes in found.values())
     (told,) = reported(control)[0].without_effect
-    assert told.setting == "middle_block.0 attention=fp32" and "no attention" in told.reason
+    assert told.setting == f"{block} attention=fp32" and told.reason == f"no attention that ComfyUI lets be exchanged ran in a forward of {block}"
 
 
 def damaged(source, path, change):
