@@ -35,8 +35,9 @@ _fell_back: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 """Models whose plans run in their fallback. Not stored on the model, whose attributes are restored before a repeat."""
 
 
-def set_compute(patcher, plan: ComputePlan) -> ComputePlan:
-    """Run ``patcher``, a clone or a newly loaded model, under a plan, which replaces an earlier one. Return the plan.
+def set_compute(patcher, plan: ComputePlan) -> "Compute":
+    """Run ``patcher``, a clone or a newly loaded model, under a plan, which replaces an earlier one. Return the plan's
+    executor.
 
     No wrapper is added for a plan that replaces nothing and has no fallback, or on a ComfyUI whose calls are unknown
     (``known_calls.py``): the model then runs ComfyUI's own code, in the plan's activation dtype.
@@ -49,7 +50,7 @@ def set_compute(patcher, plan: ComputePlan) -> ComputePlan:
         put_stage(patcher, COMPUTE, compute)
     else:
         take_stages(patcher, COMPUTE)
-    return plan
+    return compute
 
 
 def planned_on(patcher) -> "Compute | None":

@@ -2,7 +2,7 @@
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -97,7 +97,7 @@ class PlannedModel(Acting):
             self.calibration.results.allowed = self._fp16_results and not fp32
             self.calibration.recalibrate()
 
-    def run(self, make: Callable, patches: Callable[[], Sequence[Patch]]):
+    def run(self, make: Callable, patches: Callable[[], Iterable[Patch]]):
         """Run a call of the model's text adapter, or of a ControlNet, with ``patches``, and repeat it until its check
         succeeds."""
         self._settle_flags()

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import re
 import weakref
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import comfy.controlnet
-import comfy.model_management
-import comfy.model_patcher
 import comfy.ops
 import comfy.supported_models
 import torch
 from comfy.controlnet import ControlBase, ControlNet
 from comfy.model_base import BaseModel
+from comfy.supported_models_base import BASE
 from comfy_execution.progress import get_progress_state
 
 from ....precision.base.dtypes import dtype_named
@@ -28,10 +25,12 @@ from ....precision.devices.memory import require_memory
 from ....precision.formats.checkpoint import Checkpoint
 from ....precision.formats.comfy_format import check_finite
 from ....precision.formats.stored_weight import StoredWeight
+from ....precision.plan.auto import UNQUANTIZED
 from ....precision.plan.choice import Choice, LoadRecord, WithoutEffect
 from ....precision.plan.facts import file_dtype
 from ....precision.plan.rules import Rules
-from ..compute.control import PlannedControl, plan_control, planned_control
+from ..comfyui.attributes import set_control_dtype
+from ..compute.control import PlannedControl
 from . import detection, models
 from .devices import free_host_memory
 from .files import open_model
@@ -47,13 +46,10 @@ SHUFFLE = ("_shuffle", "_shuffle_fp16")
 FROM_THE_MODEL = re.compile(r"^(x_embedder|orig_y_embedder)\.")
 """Parts of an SD3.5 ControlNet that it gets from the model when it runs."""
 FAMILIES = {
-    "comfy.ldm.qwen_image.": comfy.supported_models.QwenImage,
-    "comfy.ldm.flux.": comfy.supported_models.Flux,
-    "comfy.ldm.hydit.": comfy.supported_models.HunyuanDiT,
-    "comfy.cldm.mmdit": comfy.supported_models.SD3,
+    "comfy.ldm.qwen_image": comfy.supported_models.QwenImage,
+    "comfy.ldm.flux": comfy.supported_models.Flux,
 }
-"""The module of a ControlNet's model -> the family whose dtypes it works in; others work in all."""
-PLAIN = ("fp16", "bf16", "fp32")
+"""The package of a ControlNet's model -> the family whose dtypes it works in; others work in all, fp16 first."""
 _runs: weakref.WeakKeyDictionary[BaseModel, tuple[weakref.ref, weakref.WeakKeyDictionary]] = weakref.WeakKeyDictionary()
 """A model -> the prompt of its last runs, as ComfyUI's progress registry of it, and the ControlNets of those runs."""
 
@@ -86,25 +82,23 @@ def load_control_net(path: str, storage: StorageOption, compute: ComputeOption, 
     control = _made_by_core(checkpoint)
     cls = type(control).__name__
     if cls in WHY_OWN:
-        record = _own_record(checkpoint, WHY_OWN[cls], storage, compute)
-        models.tell(record)
+        loaded = LoadedControl(cls, _own_record(checkpoint, WHY_OWN[cls], storage, compute), None)
+        models.tell(loaded.record)
     else:
-        record = _plan(control, checkpoint, storage, compute, rules)
-    return _follow(control, LoadedControl(cls, record, planned_control(control)))
+        loaded = _plan(control, checkpoint, storage, compute, rules)
+    return _follow(control, loaded)
 
 
 def _made_by_core(checkpoint: Checkpoint) -> ControlBase:
     """Have ComfyUI load a file, quantized weights unpacked to 16 bit."""
-    dtype = file_dtype(checkpoint)
-    options = {
-        "dtype": dtype_named(dtype) if dtype in PLAIN else torch.bfloat16,
-        "custom_operations": comfy.ops.manual_cast,
-        "global_average_pooling": Path(checkpoint.path).stem.endswith(SHUFFLE),
-    }
-    needed = sum(prod(weight.shape) for weight in checkpoint.weights.values()) * options["dtype"].itemsize
+    held = file_dtype(checkpoint)
+    dtype = dtype_named(held) if held in UNQUANTIZED else torch.bfloat16
+    needed = sum(prod(weight.shape) for weight in checkpoint.weights.values()) * dtype.itemsize
     require_memory(needed, f"Loading {checkpoint.path}", free_host_memory())
     tensors = detection.stored_tensors(detection.unpacked(checkpoint))
     check_finite(tensors, checkpoint.path)
+    options: dict[str, Any] = {"dtype": dtype, "custom_operations": comfy.ops.manual_cast}
+    options["global_average_pooling"] = Path(checkpoint.path).stem.endswith(SHUFFLE)
     try:
         with lacking_tensors(checkpoint.path) as lacking:
             control = comfy.controlnet.load_controlnet_state_dict(tensors, model_options=options)
@@ -126,29 +120,27 @@ def _unknown(checkpoint: Checkpoint, why: str = "") -> CheckpointError:
 
 def _own_record(checkpoint: Checkpoint, why: str, storage: StorageOption, compute: ComputeOption) -> LoadRecord:
     asked = {"storage": storage, "compute": compute}
-    idle = [WithoutEffect(f"{name}={value}", why) for name, value in asked.items() if value not in AS_IT_IS]
+    idle = tuple(WithoutEffect(f"{name}={value}", why) for name, value in asked.items() if value not in AS_IT_IS)
     choice = Choice(storage, "as_file", why)
-    return LoadRecord(
-        checkpoint.path, checkpoint.dialects, choice, without_effect=tuple(idle), notes=tuple(checkpoint.notes)
-    )
+    return LoadRecord(checkpoint.path, checkpoint.dialects, choice, without_effect=idle, notes=(*checkpoint.notes,))
 
 
 def _plan(
     control: ControlNet, checkpoint: Checkpoint, storage: StorageOption, compute: ComputeOption, rules: Rules
-) -> LoadRecord:
+) -> LoadedControl:
     module = control.control_model
     detected = _detected(checkpoint, module)
     load = models.prepare(detected, storage, compute, rules)
-    arithmetic = load.plan.compute.unwatched
+    plan = load.plan.compute.unwatched
     _store(module, detected, load)
-    models.settle_quantized(module, detected, load, arithmetic.weight_dtype)
-    patcher, offload_device = comfy.model_patcher.CoreModelPatcher, comfy.model_management.unet_offload_device()
-    control.control_model_wrapped = patcher(module, load_device=control.load_device, offload_device=offload_device)
-    plan_control(control, arithmetic, dtype_named(arithmetic.activation_dtype))
+    models.settle_quantized(module, detected, load, plan.weight_dtype)
+    module.dtype = dtype_named(plan.activation_dtype)  # ComfyUI casts inputs to it (``get_control``)
+    set_control_dtype(control, module.dtype)
+    planned = PlannedControl(module, plan, module.dtype, control.load_device)
     record = models.record_of(detected, load)
-    control.control_model_wrapped.set_attachments(models.ATTACHMENT, record)
-    models.tell(record, arithmetic.choice)
-    return record
+    planned.current_patcher.set_attachments(models.ATTACHMENT, record)
+    models.tell(record, plan.choice)
+    return LoadedControl(type(module).__name__, record, planned)
 
 
 def _detected(checkpoint: Checkpoint, module: torch.nn.Module) -> detection.Detected:
@@ -156,30 +148,25 @@ def _detected(checkpoint: Checkpoint, module: torch.nn.Module) -> detection.Dete
 
     ComfyUI renames or fuses layers of files with diffusers' names: their quantized weights stay unpacked.
     """
-    stored, weights = checkpoint.weights, {}
-    for name, tensor in module.state_dict().items():
-        own = stored.get(name, StoredWeight(name, tensor))
-        weights[name] = own if own.quantized else StoredWeight(name, tensor)
+    quantized = {name: weight for name, weight in checkpoint.weights.items() if weight.quantized}
+    weights = {name: quantized.get(name, StoredWeight(name, tensor)) for name, tensor in module.state_dict().items()}
     notes = checkpoint.notes
-    if any(weight.quantized and name not in weights for name, weight in stored.items()):
+    if quantized.keys() - weights.keys():
         notes = [*notes, "The file uses diffusers' layer names; they were converted to ComfyUI's."]
     checkpoint = replace(checkpoint, weights=weights, notes=notes)
-    family = next((family for start, family in FAMILIES.items() if type(module).__module__.startswith(start)), None)
-    supported = family.supported_inference_dtypes if family else [dtype_named(name) for name in PLAIN]
+    family = FAMILIES.get(type(module).__module__.rpartition(".")[0], BASE)
     names = {name: name.removesuffix(".weight") for name in weights if name.endswith(".weight")}
-    config = SimpleNamespace(supported_inference_dtypes=supported)
-    facts = detection.facts_of_modules(checkpoint, dict(module.named_modules()), names, "", config)
-    return detection.Detected(checkpoint, "", config, facts, names)
+    facts = detection.facts_of_modules(checkpoint, dict(module.named_modules()), names, "", family)
+    return detection.Detected(checkpoint, "", family, facts, names)
 
 
 def _store(module: torch.nn.Module, detected: detection.Detected, load: models.PreparedLoad) -> None:
     """Give a model its tensors as they were prepared, and ComfyUI's quantized layers where they are quantized."""
-    layers, operations = set(models.quantized_layers(load.tensors, "")), models.operations_for(detected, load)
+    layers = models.quantized_layers(load.tensors, "")
+    operations = models.operations_for(detected, load)
     for layer in layers:
         plain, inside = module.get_submodule(layer), f"{layer}."
-        made = operations.Linear(
-            plain.in_features, plain.out_features, bias=plain.bias is not None, device="cpu", dtype=load.dtype
-        )
+        made = operations.Linear(plain.in_features, plain.out_features, plain.bias is not None, "cpu", load.dtype)
         made.load_state_dict({n.removeprefix(inside): it for n, it in load.tensors.items() if n.startswith(inside)})
         parent, _, leaf = layer.rpartition(".")
         setattr(module.get_submodule(parent), leaf, made)
@@ -199,21 +186,20 @@ def controls_of(model: BaseModel) -> list[LoadedControl]:
 
 
 def _follow(control: ControlNet, loaded: LoadedControl) -> ControlNet:
-    """Set methods on the object itself, which they hold: it is freed by the garbage collection after its last use."""
+    """Note which models a ControlNet and its copies run with, by methods on the objects themselves.
+
+    An object holds its methods, which hold the object: it is freed by the garbage collection after its last use.
+    """
+
+    def pre_run(model: BaseModel, *args: Any) -> None:
+        # ``pre_run_control`` in comfy/samplers.py; the call of a ControlNet's own model does not say which model it is
+        # for. A new prompt begins anew.
+        prompt = get_progress_state()
+        if model not in _runs or _runs[model][0]() is not prompt:
+            _runs[model] = weakref.ref(prompt), weakref.WeakKeyDictionary()
+        _runs[model][1][loaded] = None
+        type(control).pre_run(control, model, *args)
+
     # Its class stays ComfyUI's: other packs ask for ``type(control) == ControlNet``.
-    pre_run = functools.partial(_pre_run, control)
     vars(control).update(halfsafe=loaded, pre_run=pre_run, copy=lambda: _follow(type(control).copy(control), loaded))
     return control
-
-
-def _pre_run(control: ControlNet, model: BaseModel, *args: Any) -> None:
-    """Note the model that a sampler gives to each ControlNet of its conditions, then do as ComfyUI does.
-
-    A new prompt begins anew.
-    """
-    # ``pre_run_control`` in comfy/samplers.py; the call of a ControlNet's own model does not say which model it is for.
-    prompt = get_progress_state()
-    if model not in _runs or _runs[model][0]() is not prompt:
-        _runs[model] = weakref.ref(prompt), weakref.WeakKeyDictionary()
-    _runs[model][1][loaded_control(control)] = None
-    type(control).pre_run(control, model, *args)

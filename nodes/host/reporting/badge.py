@@ -19,9 +19,9 @@ from ..comfyui.known_calls import Feature, why_off
 from ..comfyui.layers import matrix_layers
 from ..comfyui.model_facts import storage_of
 from ..comfyui.page import encoder_reports, send_report
-from ..compute.control import planned_control
 from ..compute.executor import compute_of
 from ..compute.layer_modes import compute_name
+from ..load.controlnet import loaded_control
 from ..replay.interceptor import REPORT, Stage, put_stage
 from .report import report_of
 
@@ -74,7 +74,7 @@ def _computed(model) -> str:
 
 def control_words(control) -> tuple[str, ...]:
     """Return the storages and the compute dtype of a ControlNet; nothing where no compute plan is attached."""
-    planned = planned_control(control)
+    planned = loaded_control(control).planned
     return model_words(planned.current_patcher) if planned else ()
 
 

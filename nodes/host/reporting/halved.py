@@ -14,7 +14,6 @@ from ....precision.plan.rules import rules_from
 from ....precision.plan.storage import bytes_stored, plan_storage, why_not_quantized
 from ....precision.report.result import AS_IT_IS, GOOD, HALVED, LESS, MEMORY_LATER, MEMORY_LESS, WARN, Result
 from ..comfyui.model_facts import bytes_by_storage, held_bytes, model_facts, storage_of, storages
-from ..compute.control import planned_control
 from ..load.controlnet import loaded_control
 from ..load.devices import current_device
 
@@ -58,11 +57,11 @@ def memory_ui(file: str, *loaded: ModelPatcher) -> dict[str, tuple[str]]:
 
 def control_memory_ui(file: str, control: ControlNet) -> dict[str, tuple[str]]:
     """Make the ui output of :func:`memory_ui` for a ControlNet; some kinds are loaded as ComfyUI does it."""
-    record = loaded_control(control).record
-    if planned_control(control):
-        return memory_ui(file, control.control_model_wrapped)
-    told = {"file": file, "reasons": record.storage.reason}
-    return Result(AS_IT_IS, told, WARN, toast=True).ui() if _is_asked(record) else {}
+    loaded = loaded_control(control)
+    if loaded.planned:
+        return memory_ui(file, loaded.planned.current_patcher)
+    told = {"file": file, "reasons": loaded.record.storage.reason}
+    return Result(AS_IT_IS, told, WARN, toast=True).ui() if _is_asked(loaded.record) else {}
 
 
 def _is_asked(record: LoadRecord) -> bool:

@@ -176,15 +176,14 @@ def control_report(control: LoadedControl) -> ControlReport:
     """Report on a ControlNet of the Load ControlNet node, and on the calls of the ControlNet and its copies."""
     record, planned = control.record, control.planned
     report = ControlReport(Path(record.file).name, control.cls)
-    if planned is None:
-        _add_record(report, record)
-        return report
-    patcher, report.calls = planned.current_patcher, planned.calls
-    report.cls, (report.layers, reasons) = type(planned.diffusion_model).__name__, _layers(patcher)
-    _write_reasons(report.layers, reasons)
+    if planned:
+        report.calls = planned.calls[0]
+        report.layers, reasons = _layers(planned.current_patcher)
+        _write_reasons(report.layers, reasons)
     _add_record(report, record)
-    _add_plan(report, planned.compute, patcher)
-    report.notes += _int8_notes(report.layers)
+    if planned:
+        _add_plan(report, planned.compute, planned.current_patcher)
+        report.notes += _int8_notes(report.layers)
     return report
 
 

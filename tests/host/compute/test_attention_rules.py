@@ -108,7 +108,7 @@ def test_a_rule_that_cannot_act_is_listed_with_its_reason(comfy, model_of):
     families.replay(model, call)
     found = {entry["setting"]: entry["reason"] for entry in report(comfy, model)["without_effect"]}
     assert set(found) == {*lines} - {"blocks.0 attention=fp32"}
-    assert "matches no block" in found[lines[0]] and found["blocks.0.ffn attention=fp32"] == "no attention of ComfyUI ran inside blocks.0.ffn"
+    assert "matches no block" in found[lines[0]] and found["blocks.0.ffn attention=fp32"] == "no attention that ComfyUI allows to be replaced ran in a forward of blocks.0.ffn"
 
 
 def test_by_class_and_with_settings_of_its_layers(comfy, model_of):

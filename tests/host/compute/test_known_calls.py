@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-from types import SimpleNamespace
 
 import comfy.ops
 import pytest
@@ -12,7 +11,8 @@ import torch
 from comfy.sd import load_lora_for_models
 from halfsafe.nodes.host.comfyui import gate, known_calls, self_test
 from halfsafe.nodes.host.comfyui.known_calls import KNOWN, Feature, KnownCall
-from halfsafe.nodes.host.compute import control
+from halfsafe.nodes.host.compute.control import PlannedControl
+from halfsafe.nodes.host.compute.executor import compute_of
 from halfsafe.nodes.host.lora.patcher import AddsLowRank
 from halfsafe.nodes.host.reporting.badge import OFF
 from halfsafe.precision.base.errors import HalfsafeError
@@ -163,28 +163,11 @@ def test_a_self_test_that_raises_turns_the_feature_off(monkeypatch):
         assert "unheard_of: RuntimeError" in known_calls.why_off(Feature.LAYERS)
 
 
-class Attached:
-    """What a plan is put on."""
-
-    def __init__(self):
-        self.attachments: dict[str, object] = {}
-        self.set_attachments = self.attachments.__setitem__
-
-    def get_wrappers(self, kind, key) -> list:
-        return []
-
-    def remove_wrappers_with_key(self, kind, key) -> None:
-        pass
-
-
-def test_a_refused_plan_runs_on_no_controlnet(comfy, monkeypatch, newer):
-    """Neither the wrapper nor the forward that stands in for a ControlNet's has the plan."""
+def test_a_refused_plan_runs_on_no_controlnet(comfy, newer):
+    """Neither the ModelPatcher that reports are made of nor the forward that stands in for a ControlNet's has the plan."""
     plan = ComputePlan(Choice("fp16_safe", "fp16_safe"), {})
-    module = torch.nn.Linear(2, 2)
-    patcher = Attached()
-    net = SimpleNamespace(control_model=module, control_model_wrapped=patcher, manual_cast_dtype=None)
-    control.plan_control(net, plan, torch.float16)
-    assert not module.__dict__["forward"].compute.plan.exchanges
+    planned = PlannedControl(torch.nn.Linear(2, 2), plan, torch.float16, torch.device("cpu"))
+    assert not planned.compute.plan.exchanges and compute_of(planned.current_patcher) is planned.compute
 
 
 def test_lumina_s_fused_int8_is_not_asked_past_a_forward_of_ours(comfy, monkeypatch):

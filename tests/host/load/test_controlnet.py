@@ -12,7 +12,6 @@ import torch
 from comfy.controlnet import ControlNet
 from comfy.ops import disable_weight_init
 from halfsafe.nodes.host.comfyui.execution import switches_by_layer
-from halfsafe.nodes.host.compute.control import planned_control
 from halfsafe.nodes.host.load.controlnet import controls_of, loaded_control
 from halfsafe.nodes.host.reporting.report import control_report
 from halfsafe.precision.arithmetic.linear import kind_of
@@ -22,7 +21,7 @@ from halfsafe.precision.plan.rules import rules_from
 from safetensors.torch import load_file, save_file
 from support import control_files, families, tiny_models
 from support.control_files import KINDS, give
-from support.matmul_spy import Products
+from support.matmul_spy import MatmulSpy, Products
 from support.measures import relative_error, summed_alike
 
 
@@ -51,6 +50,10 @@ def stock(comfy, name):
     return comfy.core["ControlNetLoader"]().load_controlnet(name)[0]
 
 
+def planned_control(control):
+    return control.control_model.forward
+
+
 def in_fp32(control):
     control.control_model.dtype = control.manual_cast_dtype = torch.float32
     control.control_model.float()
@@ -64,6 +67,12 @@ def test_as_file_gives_what_comfyui_s_loader_gives(comfy, control_file, kind):
     weights, expected = ours.control_model.state_dict(), core.control_model.state_dict()
     assert weights.keys() == expected.keys() and all(torch.equal(weights[name], expected[name]) for name in expected)
     assert summed_alike(give(core, kind), give(ours, kind))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_as_file_keeps_the_file_s_dtype(comfy, models_dir, dtype):
+    path = control_files.sd15(models_dir / "controlnet" / "of_a_dtype.safetensors", dtype)
+    assert {parameter.dtype for parameter in load(comfy, path.name).control_model.parameters()} == {dtype}
 
 
 @pytest.mark.parametrize(
@@ -88,11 +97,11 @@ def reported(control):
 
 
 @pytest.mark.parametrize(
-    ("storage", "compute", "mode"),
-    [("fp8_e4m3fn", "fp32", "fp32"), ("as_file", "bf16", "bf16"), ("fp8_e4m3fn", "fp16_safe", "fp16_wide"), ("int8", "int8", "int8")],
+    ("storage", "compute", "modes"),
+    [("fp8_e4m3fn", "fp32", {"fp32"}), ("as_file", "bf16", {"bf16"}), ("fp8_e4m3fn", "fp16_safe", {"fp16", "fp16_wide"}), ("int8", "int8", {"int8"})],
 )
 @pytest.mark.parametrize("kind", ["sd15", "flux", "qwen"])
-def test_layers_multiply_in_the_modes_that_the_report_says(comfy, control_file, kind, storage, compute, mode):
+def test_layers_multiply_in_the_modes_that_the_report_says(comfy, control_file, kind, storage, compute, modes):
     control = load(comfy, control_file(kind), storage, compute)
     linear = {name: part for name, part in control.control_model.named_modules() if kind_of(part) == "linear"}
     with Products(linear) as products:
@@ -100,9 +109,8 @@ def test_layers_multiply_in_the_modes_that_the_report_says(comfy, control_file, 
     report, layers = reported(control)
     held = {name for name in linear if storage in (layers[name].storage, "as_file") and products.made[name]}
     assert len(held) >= 4 and report.calls == 1
-    operands = {"fp16": "fp16_wide"} if mode == "fp16_wide" else {}  # of fp16 numbers, with results in fp32
-    assert {name: {mode} for name in held} == {name: {operands.get(one, one) for one in products.made[name]} for name in held}
-    assert {layers[name].mode for name in held} == {mode}
+    assert {name: {layers[name].mode} for name in held} == {name: {*products.made[name]} for name in held}
+    assert {layers[name].mode for name in held} <= modes
 
 
 def test_rules_act_on_layers(comfy, control_file):
@@ -130,6 +138,42 @@ def test_quantized_weights_that_comfyui_fuses_are_unpacked_first(comfy, control_
     report, layers = reported(control)
     assert 0 < relative_error(expected, give(control, "flux_diffusers")) < 0.08
     assert layers["double_blocks.0.img_attn.qkv"].storage == "bf16" and any("diffusers" in note for note in report.notes)
+
+
+def operands_of_attention(control, kind):
+    """Module that attends -> the dtypes its attention multiplied."""
+    with MatmulSpy(control.control_model) as spy:
+        give(control, kind)
+    found = {}
+    for product in spy.seen:
+        if product.op not in ("mm", "addmm", "convolution"):
+            found.setdefault(product.layer, set()).update(product.operands)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "block"),
+    [("flux", "double_blocks.0"), ("qwen", "transformer_blocks.0"), ("sd15", "middle_block.1.transformer_blocks.0.attn1"), ("sd15", "middle_block.1")],
+)
+def test_a_rule_runs_the_attention_of_its_block_alone_in_fp32(comfy, control_file, kind, block):
+    (rules, _) = comfy.run("HalfsafeLayerRules", rules=f"{block} attention=fp32", preset="none")
+    control = load(comfy, control_file(kind), "bf16", "bf16", rules=rules)
+    found = operands_of_attention(control, kind)
+    assert found and all(dtypes == {"fp32" if f"{name}.".startswith(f"{block}.") else "bf16"} for name, dtypes in found.items())
+    report, _ = reported(control)
+    assert report.decisions["attention by rule"] == f"fp32 in {block}" and report.without_effect == []
+
+
+@pytest.mark.parametrize(("kind", "block"), [("sd15", "middle_block.0"), ("sd35", "transformer_blocks.0")])
+def test_a_rule_without_an_attention_to_exchange_is_told(comfy, models_dir, kind, block):
+    """A ResBlock has none; ComfyUI's code of SD3.5's ControlNet hands its attention no options."""
+    path = getattr(control_files, kind)(models_dir / "controlnet" / f"{kind}_without.safetensors")
+    (rules, _) = comfy.run("HalfsafeLayerRules", rules=f"{block} attention=fp32", preset="none")
+    control = load(comfy, path.name, "bf16", "bf16", rules=rules)
+    found = operands_of_attention(control, kind)
+    assert found and all(dtypes == {"bf16"} for dtypes in found.values())
+    (told,) = reported(control)[0].without_effect
+    assert told.setting == f"{block} attention=fp32" and told.reason == f"no attention that ComfyUI allows to be replaced ran in a forward of {block}"
 
 
 def damaged(source, path, change):
@@ -191,10 +235,10 @@ def test_a_copy_for_another_device_keeps_the_plan(comfy, control_file):
         clone = control.deepclone_multigpu(torch.device("cpu"))
     clone.control_model_wrapped.attachments.clear()
     planned = planned_control(control)
-    calls = planned.calls
+    calls = planned.calls[0]
     assert not any(switches_by_layer(one.current_patcher) for one in (planned, planned_control(clone))), "their threads share torch's flags"
     assert torch.equal(expected, give(clone, "flux"))
-    assert planned.calls == calls + 1
+    assert planned.calls[0] == calls + 1
     assert planned_control(clone) is not planned and planned_control(clone).diffusion_model is clone.control_model
 
 
