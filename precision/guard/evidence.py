@@ -23,7 +23,8 @@ NARROW = ("fp16", "bf16")
 class Evidence:
     """What is known of a failed call. A question that needs a repeat of the call makes the repeat.
 
-    The methods that :data:`EXPLANATIONS` lists return what they found, as a text for its sentences; empty if nothing.
+    The conditions of the tables below are methods: each returns what it found, as a text for the sentences of its row,
+    and an empty text if it found nothing.
 
     Args:
         most: how many repeats may be made to cure the call; None for as many as there are rungs.
@@ -101,8 +102,8 @@ class Evidence:
         return self._may_search() and self.repeat(self.call.fp32, why, given, zeroed).finite
 
     def untried(self) -> str:
-        """Return how many repeats were allowed, if that left fp32 untried."""
-        return str(self.most) if self.fails_in_fp32 is None else ""
+        """Return how many repeats were allowed, if they left fp32 untried, or finite there in a search alone."""
+        return "" if self.fails_in_fp32 else str(self.most)
 
     def unexplained(self) -> str:
         """Return how many repeats were allowed, if more could tell whether an input or a weight is at fault."""

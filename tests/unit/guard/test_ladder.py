@@ -344,6 +344,14 @@ def test_a_weight_with_inf_is_blamed_where_a_zero_for_it_cures_and_not_else():
     assert resolve(Fake(finite_at(), weights=weights))[2].verdict == "not_precision"
 
 
+def test_a_call_that_a_search_found_finite_in_fp32_is_not_said_to_fail_there():
+    """No repeat is left for a rung, after one in fp32 told that the weight with Inf is not at fault."""
+    origin = Origin("blocks.0", "blocks.0.weight", "weights", "fp16", math.nan)
+    call = Fake(finite_at("fp32"), origin, OneWeight(torch.tensor([math.inf])))
+    log, _, error = resolve(call, most=2)
+    assert call.ran == ["watched", "fp32"] and error.verdict == "stopped" and "max_retries is 2," in log.advice
+
+
 def test_a_patch_that_the_failed_operation_reads_is_blamed():
     _, _, error = resolve(Fake(finite_at(), UNKNOWN, OneWeight(patch="A LoRA holds NaN.")))
     assert error.verdict == "bad_weights" and "A LoRA holds NaN." in str(error)
