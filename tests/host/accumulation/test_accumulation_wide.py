@@ -87,7 +87,7 @@ def test_fp16_safe_in_a_comfyui_that_sums_in_fp16(comfy, wan, call, fast):
         spy = spied(model, call)
         assert spy.wide and not any(spy.wide)
         inside, outside, reason = in_scope(comfy, model)
-        assert (inside, outside) == (False, True) and "fp32 results" in reason
+        assert (inside, outside) == (False, True) and "return fp32" in reason
         assert flags.is_on(FP16_ACCUMULATION) is True
 
 
