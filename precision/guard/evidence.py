@@ -14,7 +14,7 @@ from .inputs import Diagnosis, NotFiniteInput, changed, zeroed
 from .localize import Origin
 from .log import GuardLog
 from .rungs import Rung
-from .verdicts import BAD_INPUT, BAD_WEIGHTS, DEVICE_FAULT, NOT_PRECISION, STOPPED
+from .verdicts import BAD_INPUT, BAD_WEIGHTS, DEVICE_FAULT, STOPPED
 
 MOST_INPUTS = 4
 NARROW = ("fp16", "bf16")
@@ -127,7 +127,8 @@ class Evidence:
 
     def bad_patch(self) -> str:
         """Describe the patch with NaN or Inf that the failed operation reads."""
-        return self.call.weights.patch_sentence(self.origin.layer) if self._is_unknown else ""
+        origin = self.origin
+        return self.call.weights.patch_sentence(origin.layer) if origin and origin.kind == "unknown" else ""
 
     def nan_weight(self) -> str:
         """Describe the weight with NaN that the failed operation reads."""
@@ -220,9 +221,9 @@ LAST = (
     Row(Evidence.was_finite, DEVICE_FAULT, None, verdicts.WAS_FINITE),
     Row(Evidence.unlocated, STOPPED, RAISE_RETRIES),
     Row(Evidence.own_dtype, STOPPED, verdicts.OF_ITS_OWN, "{}"),
-    Row(lambda evidence: "always", NOT_PRECISION, None, verdicts.FAILS_IN_FP32),
 )
-"""The explanations of a call whose inputs and weights are not at fault either, in order."""
+"""The explanations of a call whose inputs and weights are not at fault either, in order; if none holds, the call fails
+in fp32 by itself (``NOT_PRECISION``)."""
 
 
 def explained(evidence: Evidence, rows: Sequence[Row]) -> Diagnosis | None:

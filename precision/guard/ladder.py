@@ -12,7 +12,7 @@ from .inputs import Diagnosis, rows_not_finite, with_nan, without_nan
 from .log import CallPosition, GuardLog, event_of, sentence
 from .policy import OFF
 from .rungs import Rung
-from .verdicts import CLEAN, DEVICE_FAULT, RECOVERED, STOPPED, NonFinite
+from .verdicts import CLEAN, DEVICE_FAULT, NOT_PRECISION, RECOVERED, STOPPED, NonFinite
 
 
 class Ladder:
@@ -177,7 +177,7 @@ class Ladder:
             if not self.call.locates_first:
                 evidence.locate()
             found = explained(evidence, [*BY_WEIGHTS, *LAST])
-        return self._give_up(found)
+        return self._give_up(found or Diagnosis(evidence.place, NOT_PRECISION, None, verdicts.FAILS_IN_FP32))
 
     @property
     def _position(self) -> CallPosition:
