@@ -123,3 +123,88 @@ def test_a_mask_of_inf_among_the_inputs_repeats_no_call():
 def test_magnitude_of_nothing_is_zero():
     assert amax(torch.zeros(0, 3)) == 0
     assert amax(torch.tensor([1.0, -7.0], dtype=torch.bfloat16)) == 7
+
+
+def raising(*errors):
+    """A call that raises these errors, one for each attempt, and then returns."""
+    left = list(errors)
+
+    def call():
+        if left:
+            raise left.pop(0)
+        return torch.ones(1)
+
+    return call
+
+
+def with_fp16_results():
+    """A calibration in its first call, in which layers returned fp16."""
+    calibration = Calibration()
+    calibration.results.allowed = True
+    begin = calibration.results.begin
+
+    def returned():
+        begin()
+        calibration.results.any_returned = True
+
+    calibration.results.begin = returned
+    return calibration
+
+
+@pytest.mark.parametrize(("error", "told"), [(RuntimeError("expected Half but found Float"), "expected Half but found Float"), (RuntimeError(), "RuntimeError")])
+def test_model_code_that_fails_with_fp16_results_runs_without_them_once_and_is_noted(error, told):
+    calibration = with_fp16_results()
+    calibration.run(raising(error))
+    assert (calibration.error, calibration.results.allowed, calibration.calibrating) == (told, False, False)
+    with pytest.raises(RuntimeError):
+        calibration.run(raising(error))
+
+
+def test_an_error_that_fp16_results_do_not_explain_leaves_them_allowed():
+    calibration = with_fp16_results()
+    with pytest.raises(RuntimeError, match="second"):
+        calibration.run(raising(RuntimeError("first"), RuntimeError("second")))
+    assert calibration.results.allowed and calibration.error == ""
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), RuntimeError("no fp16 results were returned")])
+def test_a_call_whose_error_no_other_attempt_avoids_is_made_once(error):
+    calibration = with_fp16_results() if isinstance(error, torch.OutOfMemoryError) else Calibration()
+    with pytest.raises(RuntimeError):
+        calibration.run(raising(error))
+    assert calibration.repeats == 0 and calibration.error == ""
+
+
+def test_an_error_of_an_operation_that_was_never_measured_has_the_call_measured():
+    calibration = Calibration()
+    calibration.run(raising())
+    attempts = []
+
+    def call():
+        attempts.append(calibration.calibrating)
+        if len(attempts) == 1:
+            calibration._missed.any = True
+            raise RuntimeError("it met an operation without a record")
+        return torch.ones(1)
+
+    calibration.run(call)
+    assert attempts == [False, True] and calibration.repeats == 1 and not calibration.calibrating
+
+
+@pytest.mark.parametrize("helps", [True, False])
+def test_measuring_that_runs_out_of_memory_is_tried_again_with_less_and_once(helps):
+    calibration, attempts = Calibration(), []
+
+    def call():
+        attempts.append(calibration.spares_memory)
+        if not (helps and calibration.spares_memory):
+            with calibration.measuring():
+                raise torch.OutOfMemoryError("no memory")
+        return torch.ones(1)
+
+    if helps:
+        calibration.run(call)
+    else:
+        with pytest.raises(torch.OutOfMemoryError):
+            calibration.run(call)
+    assert attempts == [False, True] and calibration.spares_memory is helps
