@@ -258,8 +258,9 @@ def unload_models() -> None:
     import comfy.model_management
 
     # ComfyUI's free_memory (comfy/model_management.py, 0.30) leaves an entry that fails for every later model where a
-    # collection in its midst ends a patcher that it is about to unload.
+    # collection in its midst ends a patcher that it is about to unload, and on an entry whose model and patcher are gone.
     gc.collect()
+    comfy.model_management.cleanup_models()
     comfy.model_management.unload_all_models()
 
 
