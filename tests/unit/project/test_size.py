@@ -10,8 +10,8 @@ from pathlib import Path
 
 from support.shipped import ROOT, tracked_files
 
-MOST_LINES = 15_750
-MOST_TOKENS_A_LINE = 10.6
+MOST_LINES = 15_690
+MOST_TOKENS_A_LINE = 10.55
 NOT_CODE = {
     tokenize.COMMENT,
     tokenize.NL,
