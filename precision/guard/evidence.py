@@ -42,7 +42,7 @@ class Evidence:
         self.log = log
         self.most = most
         self.given = call.given
-        self.inputs = call.inputs
+        self.inputs: list[NotFiniteInput] = []
         self.origin: Origin | None = None
         self.fails_in_fp32: bool | None = None if call.rungs else True
         self.exhausted = False

@@ -49,7 +49,6 @@ class FailedCall(ABC):
         start: the random numbers of its beginning; each repeat draws them again.
         position: its place in its run.
         images: number of images of the result; row r of the result belongs to image r modulo ``images``.
-        inputs: the inputs that hold NaN or Inf.
         weights: the weights and patches of the model, VAE or text encoder (``LoadedWeights`` of the host).
         wording: the sentences for its kind of call.
         rungs: what it is repeated in, the last one in fp32; empty if it ran in fp32 already.
@@ -71,7 +70,6 @@ class FailedCall(ABC):
     start: RandomStart
     position: CallPosition
     images: int
-    inputs: list[NotFiniteInput]
     device: torch.device
     weights: Any
     wording: Wording
@@ -102,19 +100,27 @@ class FailedCall(ABC):
         """
 
     @abstractmethod
-    def modes(self, origin: Origin | None, rung: Rung | None = None) -> tuple[str, str]:
-        """Return (mode of the operation that failed, its mode after ``rung`` cured the call)."""
+    def inputs(self) -> list[NotFiniteInput]:
+        """List the inputs of the call that hold NaN or Inf."""
+
+    @abstractmethod
+    def mode(self, origin: Origin | None) -> str:
+        """Return the mode of the operation that failed."""
 
     @abstractmethod
     def maker(self, layer: str) -> str:
         """Name the pack whose code a layer is; empty for ComfyUI's and torch's own."""
 
     @abstractmethod
-    def keep(self, rung: Rung, origin: Origin | None) -> None:
-        """Run later calls as the last repeat, which was finite at ``rung``, showed to be needed."""
+    def keep(self, rung: Rung, origin: Origin | None, place: Origin | None) -> tuple[str, str]:
+        """Run later calls as the last repeat, which was finite at ``rung``, showed to be needed.
 
-    def start_again(self, rung: Rung) -> BaseException:
-        """Run at ``rung`` from now on. Returns the exception that starts the sampling of the call again."""
+        Returns (mode of the operation at ``place`` when the call failed, its mode from now on).
+        """
+
+    def start_again(self, rung: Rung, place: Origin | None) -> tuple[BaseException, tuple[str, str]]:
+        """Run at ``rung`` from now on. Returns (the exception that starts the sampling of the call again, the modes of
+        :meth:`keep`)."""
         raise NotImplementedError
 
     def replaced(self, given: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -47,6 +47,7 @@ class Ladder:
 
     def _resolved(self) -> Any:
         call = self.call
+        self.evidence.inputs = call.inputs()
         if not call.hidden:
             self._give_up_rows()
             if not self.rows:
@@ -72,14 +73,15 @@ class Ladder:
         if not self.rows:  # a clamp after the call put a number in place of what is not finite
             self.rows = set(range(batch))
         self._lose({row for row in self.rows if row % call.images in self.log.lost})
-        for one in call.inputs:
+        inputs = self.evidence.inputs
+        for one in inputs:
             rows = one.nan_rows(batch) & self.rows
             if rows:
                 position = call.position_of(rows, self.log.lost)
                 self._lose(rows)
                 self._log_given_up(one.diagnosis(verdicts.NAN_GIVEN), position)
-        if call.inputs:
-            zeros_for_nan, self.evidence.inputs = without_nan(call.inputs)
+        if inputs:
+            zeros_for_nan, self.evidence.inputs = without_nan(inputs)
             self.evidence.given = call.replaced(call.given, zeros_for_nan)
 
     def _lose(self, rows: set[int]) -> None:
@@ -104,7 +106,8 @@ class Ladder:
             return call.result
         self.evidence.locate()
         if call.hidden:
-            self._note(False, STOPPED)
+            mode = call.mode(self.evidence.place)
+            self._note(False, STOPPED, (mode, mode))
             return call.result
         found = explained(self.evidence, [*BY_WEIGHTS, *BY_INPUTS])
         return self._give_up(found or Diagnosis(self.evidence.place, STOPPED))
@@ -144,8 +147,8 @@ class Ladder:
         return attempt.result
 
     def _cured(self, rung: Rung, attempt: Attempt, advice: str | None = None) -> Any:
-        self.call.keep(rung, self.evidence.origin)
-        self._note(True, RECOVERED, rung, advice)
+        modes = self.call.keep(rung, self.evidence.origin, self.evidence.place)
+        self._note(True, RECOVERED, modes, rung, advice)
         return attempt.result
 
     def _start_again(self, rung: Rung) -> Any:
@@ -156,11 +159,11 @@ class Ladder:
         call, evidence = self.call, self.evidence
         if not rung.of_plan and not evidence.may_repeat():
             return self._not_cured()
-        again = call.start_again(rung)
+        again, modes = call.start_again(rung, evidence.place)
         text = verdicts.STARTED_AGAIN.format(rung.name, call.packs)
         if rung.of_plan:
             text = f"{text} {verdicts.GOES_ON}"
-        event = event_of(self._position, evidence.place, *call.modes(evidence.place, rung), True, text)
+        event = event_of(self._position, evidence.place, *modes, True, text)
         event.fell_back = rung.of_plan
         message = sentence(replace(event, recovered=False), evidence.place)
         advice = verdicts.BEGINS_SAFE if rung.of_plan else self._advice(RECOVERED)
@@ -191,19 +194,26 @@ class Ladder:
         return self.call.result
 
     def _log_given_up(self, found: Diagnosis, position: CallPosition, goes_on: bool = False) -> None:
-        mode, _ = self.call.modes(found.origin)
+        mode = self.call.mode(found.origin)
         advice = self._advice(found.verdict) if found.advice is None else found.advice
         self.log.give_up(position, replace(found, advice=advice), mode, goes_on)
 
-    def _note(self, recovered: bool, verdict: Verdict, rung: Rung | None = None, advice: str | None = None) -> None:
+    def _note(
+        self,
+        recovered: bool,
+        verdict: Verdict,
+        modes: tuple[str, str],
+        rung: Rung | None = None,
+        advice: str | None = None,
+    ) -> None:
         place = self.evidence.place
-        event = event_of(self._position, place, *self.call.modes(place, rung), recovered, rung.later if rung else "")
+        event = event_of(self._position, place, *modes, recovered, rung.later if rung else "")
         event.fell_back = bool(rung and rung.of_plan)
         self.log.note(event, place, verdict, self._advice(verdict) if advice is None else advice)
 
     def _note_unchanged(self, advice: str | None, evidence: str) -> None:
         """Note that the device is at fault, and no layer: the arithmetic stays as it was."""
         place = self.call.default_origin
-        mode, _ = self.call.modes(place)
+        mode = self.call.mode(place)
         event = event_of(self._position, place, mode, mode, True, evidence)
         self.log.note(event, place, DEVICE_FAULT, advice)

@@ -20,7 +20,7 @@ from ....precision.base.dtypes import name_of
 from ....precision.base.nested import tensors_in
 from ....precision.base.patching import Patch, patched
 from ....precision.guard.failed_call import Attempt, FailedCall
-from ....precision.guard.inputs import inputs_not_finite
+from ....precision.guard.inputs import NotFiniteInput, inputs_not_finite
 from ....precision.guard.ladder import Ladder
 from ....precision.guard.localize import Localizer, Origin
 from ....precision.guard.log import CallPosition, GuardLog
@@ -83,8 +83,6 @@ class EncoderGuard:
                 self._was_finite[action] = given
             return attempt.result
         quantized = any(map(is_quantized, patcher.model.modules()))
-        kind = f"{self.kind} {action}"
-        name, advice = ENCODER_INPUTS[kind]
         rungs = encoder_rungs(dtype, current_device().capabilities["bf16"], quantized)
         call = EncoderCall(
             given,
@@ -92,7 +90,6 @@ class EncoderGuard:
             start,
             CallPosition(number),
             images=next(map(len, tensors_in(attempt.result)), 1),
-            inputs=inputs_not_finite([(name, given)], {name: advice}),
             device=patcher.load_device,
             weights=LoadedWeights(patcher),
             wording=ENCODERS[self.kind],
@@ -100,7 +97,7 @@ class EncoderGuard:
             fp32=rungs[-1],
             is_out_of_memory=is_oom,
             locates_first=False,
-            default_origin=Origin(kind, "", "overflow", name_of(dtype), math.nan),
+            default_origin=Origin(f"{self.kind} {action}", "", "overflow", name_of(dtype), math.nan),
             was_finite=self._was_finite.get(action),
         )
         call.make, call.dtype = make, dtype
@@ -131,12 +128,16 @@ class EncoderCall(FailedCall):
     def maker(self, layer: str) -> str:
         return code_owner(self.weights.model.get_submodule(layer).forward)
 
-    def modes(self, origin: Origin | None, rung: Rung[EncoderStep] | None = None) -> tuple[str, str]:
-        after = rung.arithmetic.dtype if rung and rung.arithmetic else self.dtype
-        return name_of(self.dtype), name_of(after)
+    def inputs(self) -> list[NotFiniteInput]:
+        name, advice = ENCODER_INPUTS[self.default_origin.layer]
+        return inputs_not_finite([(name, self.given)], {name: advice})
 
-    def keep(self, rung: Rung, origin: Origin | None) -> None:
+    def mode(self, origin: Origin | None) -> str:
+        return name_of(self.dtype)
+
+    def keep(self, rung: Rung[EncoderStep], origin: Origin | None, place: Origin | None) -> tuple[str, str]:
         """Keep nothing: the next call begins in the dtype that the encoder was loaded in."""
+        return name_of(self.dtype), name_of(rung.arithmetic.dtype)
 
 
 class TokenChoice(TorchFunctionMode):

@@ -12,6 +12,7 @@ from ....precision.base.amax import amax_value
 from ....precision.base.modes import FP16_WIDE, label_of
 from ....precision.base.patching import Patch, compile_disabled, patched
 from ....precision.guard.failed_call import Attempt, FailedCall
+from ....precision.guard.inputs import NotFiniteInput
 from ....precision.guard.localize import Localizer, Origin
 from ....precision.guard.log import CallPosition, Notify
 from ....precision.guard.policy import Escalation, escalation_after
@@ -84,7 +85,6 @@ class ModelCall(FailedCall):
             start,
             CallPosition(number, step_of(call), sigma_of(call)),
             images=images_of(call, result),
-            inputs=call_inputs(call, first=number == 1),
             device=call.x.device,
             weights=LoadedWeights(patcher),
             wording=MODEL,
@@ -135,25 +135,30 @@ class ModelCall(FailedCall):
     def replaced(self, given: Call, function: Callable[[torch.Tensor], torch.Tensor]) -> Call:
         return given.replaced(function)
 
-    def modes(self, origin: Origin | None, rung: Rung | None = None) -> tuple[str, str]:
-        if rung and rung.of_plan:
-            return self.guarded.stream, FP16_WIDE.name
-        return ("", "") if origin and origin.kind == "input" else self.guarded.modes_at(origin)
+    def inputs(self) -> list[NotFiniteInput]:
+        return call_inputs(self.given, first=self.position.call == 1)
 
-    def keep(self, rung: Rung[Escalation], origin: Origin | None) -> None:
+    def mode(self, origin: Origin | None) -> str:
+        return "" if origin and origin.kind == "input" else self.guarded.modes_at(origin)[0]
+
+    def keep(self, rung: Rung[Escalation], origin: Origin | None, place: Origin | None) -> tuple[str, str]:
         if rung.of_plan:
-            fall_back(self.model)
-            return
+            return self._fell_back()
         guarded = self.guarded
         ranges = self._observer.ranges() if self._observer else {}
         guarded.remember(escalation_after(rung.arithmetic, guarded.escalation, ranges, origin, guarded.modes))
+        return guarded.modes_at(place)
 
-    def start_again(self, rung: Rung[Escalation]) -> StartAgain:
+    def start_again(self, rung: Rung[Escalation], place: Origin | None) -> tuple[StartAgain, tuple[str, str]]:
         if rung.of_plan:
-            fall_back(self.model)
-            return StartAgain(self.given.sampling, rung.name)
+            return StartAgain(self.given.sampling, rung.name), self._fell_back()
         take_back = self.guarded.remember(self.guarded.escalation | rung.arithmetic)
-        return StartAgain(self.given.sampling, rung.name, take_back)
+        return StartAgain(self.given.sampling, rung.name, take_back), self.guarded.modes_at(place)
+
+    def _fell_back(self) -> tuple[str, str]:
+        """Run the model under the fallback of its plan from now on. Returns (its dtype so far, its mode then)."""
+        fall_back(self.model)
+        return self.guarded.stream, FP16_WIDE.name
 
     def settle(self) -> None:
         """Keep ComfyUI's state after the repeat that cured the call, else restore its state before the call."""

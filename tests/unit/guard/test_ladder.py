@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -77,7 +78,7 @@ class Fake(FailedCall):
         cpu = torch.device("cpu")
         ladder = [AS_IT_WAS if name == "as it was" else Rung(name, EncoderStep(torch.float32), name == "fp32") for name in rungs]
         about["given"] = about.get("given", {"text": GOOD})
-        values = {"inputs": inputs_not_finite(about["given"].items()), "result": BAD, "rungs": ladder, "fp32": FP32, "wording": MODEL} | about
+        values = {"result": BAD, "rungs": ladder, "fp32": FP32, "wording": MODEL} | about
         super().__init__(
             start=RandomStart.of(cpu), position=CallPosition(1, 3, 0.5), images=2, device=cpu,
             weights=weights or OneWeight(), is_out_of_memory=is_torch_oom, **values,
@@ -93,20 +94,23 @@ class Fake(FailedCall):
     def maker(self, layer):
         return "SomePack" if layer == "blocks.0" else ""
 
-    def modes(self, origin, rung=None):
-        own = f"fp16 of {origin.layer}" if origin else "fp16"
-        return own, rung.name if rung else own
+    def inputs(self):
+        return inputs_not_finite(self.given.items())
 
-    def keep(self, rung, origin):
+    def mode(self, origin):
+        return f"fp16 of {origin.layer}" if origin else "fp16"
+
+    def keep(self, rung, origin, place):
         self.kept.append(rung.name)
         self.kept_for = origin
+        return self.mode(place), rung.name
 
 
 def resolve(call: Fake, on_nan: str = "retry_higher", most: int | None = 8, given=None):
     """(log, result, error) of a ladder."""
     log = GuardLog(on_nan)
     if given is not None:
-        call.given, call.inputs = given, inputs_not_finite(given.items())
+        call.given = given
     ladder = Ladder(call, log, most)
     try:
         return log, ladder.resolved(), None
@@ -226,9 +230,8 @@ class Beside(Fake):
     def __init__(self, made, **about):
         super().__init__(made, packs="ComfyUI-Cache", **about)
 
-    def start_again(self, rung):
-        self.kept.append(rung.name)
-        return StartsAgain()
+    def start_again(self, rung, place):
+        return StartsAgain(), self.keep(rung, None, place)
 
 
 def test_beside_a_pack_the_sampling_starts_again_at_the_first_step_of_the_ladder():
@@ -383,6 +386,12 @@ def test_a_repeat_that_raises_ends_no_run_that_would_have_gone_on(on_nan, how, e
     if on_nan == "retry_higher" or how == "watched":
         assert ("memory" in log.advice) == (error == "memory") and (error == "memory" or str(BREAKING[error]) in log.events[0].evidence)
     assert log.given_up and log.events[0].layer == (OVERFLOW.layer if how != "watched" else "")
+
+
+def test_a_call_whose_inputs_cannot_be_read_goes_on_with_its_first_result():
+    call, log = Fake(finite_at("fp32")), GuardLog("retry_higher")
+    call.inputs = Mock(side_effect=AttributeError("'list' object has no attribute 'isfinite'"))
+    assert Ladder(call, log).resolved() is BAD and log.verdict == "stopped" and "AttributeError" in log.events[0].evidence
 
 
 OWN = Origin("blocks.0", "matmul", "overflow", "fp16", 400.0, result="fp16")
