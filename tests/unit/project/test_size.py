@@ -10,7 +10,7 @@ from pathlib import Path
 
 from support.shipped import ROOT, tracked_files
 
-MOST_LINES = 15_690
+MOST_LINES = 15_705
 MOST_TOKENS_A_LINE = 10.55
 NOT_CODE = {
     tokenize.COMMENT,
