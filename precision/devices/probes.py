@@ -143,8 +143,7 @@ def int8_product(left: torch.Tensor, weight: torch.Tensor, device: torch.device)
     function, which rotates and quantizes its input, and by torch's own where comfy-kitchen is missing."""
     linear = kitchen_function(Int8.product)
     if linear is None:
-        # cuBLASLt takes M > 16, K and N that are multiples of 8, and under CUDA 13 no right operand that is row-major
-        # (PyTorch #169956).
+        # cuBLASLt takes M > 16, K and N that are multiples of 8.
         return torch._int_mm(left.to(device), weight.to(device).t())
     x = rotated(left.float(), left.shape[1]).half()
     scale = torch.full((len(weight), 1), 2.0**-8, device=device)  # so that 256 * 127 * 127 is within fp16's range

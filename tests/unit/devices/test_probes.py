@@ -58,7 +58,7 @@ def kitchen(request, monkeypatch):
 
 
 def test_no_probe_asks_for_what_cuda_refuses(kitchen):
-    """What a probe is refused the plan takes for missing: int8 was off on every card under CUDA 13."""
+    """What a probe is refused the plan takes for missing."""
     with CudaRules():
         asked = [*probes.run_probes(CPU), *(probes.probe(name, probes.gemm, CPU, name) for name in ("fp16", "bf16", "fp32"))]
         _, sums = probes._overflows_in_fp16(*probes.accumulation_operands(CPU))

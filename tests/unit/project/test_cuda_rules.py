@@ -1,16 +1,15 @@
-"""The rule book itself: each rule raises CUDA's exception, and what CUDA takes passes."""
+"""The rule book itself: each rule raises CUDA's exception, and what CUDA takes passes. The cases are those a device is asked for."""
 
 import pytest
 import torch
-import torch.nn.functional as F
 from halfsafe.precision.arithmetic.proofs import NOTHING, AmaxBuffer
+from support import cuda_rules, rule_cases
 from support.cuda_rules import CudaRules, HostReads
 from support.fake_tensors import fake_cuda_tensors
-from support.summing import started_with
+from support.rule_cases import REFUSED, TAKEN
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-ONE = torch.ones(())
-MATMUL = torch.backends.cuda.matmul
+CPU = torch.device("cpu")
+TWO_DEVICES = "two devices"
 
 
 @pytest.fixture(params=[False, True], ids=["no_grad", "inference_mode"], autouse=True)
@@ -20,108 +19,53 @@ def mode(request):
         yield
 
 
-@pytest.fixture
-def no_split_k():
-    if not hasattr(MATMUL, "allow_fp16_reduced_precision_reduction_split_k"):
-        pytest.skip("this torch has no such flag")
-    before = MATMUL.allow_fp16_reduced_precision_reduction, MATMUL.allow_fp16_reduced_precision_reduction_split_k
-    MATMUL.allow_fp16_reduced_precision_reduction = (False, False)
-    yield
-    MATMUL.allow_fp16_reduced_precision_reduction = before
-
-
-def half(*shape):
-    return torch.ones(shape, dtype=torch.float16)
-
-
-def fp8(*shape, dtype=E4M3):
-    return torch.ones(shape).to(dtype)
-
-
-def scaled(a, b, bias=None, out=torch.bfloat16):
-    return torch._scaled_mm(a, b.t(), ONE, ONE, bias=bias, out_dtype=out)
-
-
-def scaled_v2(a, b, bias=None, out=torch.bfloat16):
-    recipe = F.ScalingType.TensorWise
-    return F.scaled_mm(a, b.t(), ONE, recipe, ONE, recipe, bias=bias, output_dtype=out)
-
-
-SCALED = [scaled, *([scaled_v2] if hasattr(F, "scaled_mm") else [])]
-FP8_PRODUCTS = {
-    "mm": lambda: torch.mm(fp8(4, 16), fp8(16, 4)),
-    "linear": lambda: F.linear(fp8(2, 4, 16), fp8(8, 16)),
-    "bmm": lambda: torch.bmm(fp8(2, 4, 16), fp8(2, 16, 4)),
-    "addmm": lambda: torch.addmm(fp8(4), fp8(4, 16), fp8(16, 4)),
-}
-
-
-@pytest.mark.parametrize("product", FP8_PRODUCTS)
-def test_a_plain_product_of_fp8_raises(product):
-    with CudaRules(), pytest.raises(NotImplementedError, match="not implemented for 'Float8_e4m3fn'"):
-        FP8_PRODUCTS[product]()
-
-
-@pytest.mark.parametrize("multiply", SCALED)
-def test_e5m2_times_e5m2_raises_and_each_with_e4m3_does_not(multiply):
+@pytest.mark.parametrize("rule", [name for name in REFUSED if name != TWO_DEVICES])
+def test_what_cuda_refuses_raises_cudas_exception(rule):
     with CudaRules():
-        with pytest.raises(ValueError, match="Multiplication of two Float8_e5m2 matrices is not supported"):
-            multiply(fp8(16, 32, dtype=E5M2), fp8(16, 32, dtype=E5M2))
-        for left, right in ((E4M3, E5M2), (E5M2, E4M3), (E4M3, E4M3)):
-            assert (multiply(fp8(16, 32, dtype=left), fp8(16, 32, dtype=right)) == 32).all()
+        assert rule_cases.unrefused(REFUSED[rule], CPU) == ""
 
 
-def test_fp8_sizes_that_are_no_multiple_of_16_raise():
-    for multiply, shapes in zip(SCALED, [((16, 24), (16, 24)), ((16, 32), (24, 32))], strict=False):
-        with CudaRules(), pytest.raises(ValueError, match="divisible by 16"):
-            multiply(*(fp8(*shape) for shape in shapes))
-
-
-@pytest.mark.parametrize(("rows", "inner", "columns"), [(16, 16, 16), (32, 12, 16), (32, 16, 12)])
-def test_sizes_that_int8_products_refuse_raise(rows, inner, columns):
-    def multiply(m, k, n):
-        return torch._int_mm(torch.ones(m, k, dtype=torch.int8), torch.ones(n, k, dtype=torch.int8).t())
-
+@pytest.mark.parametrize("taken", TAKEN)
+def test_what_cuda_takes_passes(taken):
     with CudaRules():
-        assert (multiply(17, 16, 8) == 16).all()
-        with pytest.raises(RuntimeError, match="self.size|mat2.size"):
-            multiply(rows, inner, columns)
+        assert rule_cases.untaken(TAKEN[taken], CPU) == ""
 
 
-def test_an_int8_product_whose_right_operand_is_row_major_raises():
-    codes = torch.ones(32, 32, dtype=torch.int8)
+def test_each_operation_of_the_rule_book_has_a_case_that_its_rule_refuses(monkeypatch):
+    refusing = set()
+
+    def noting(operation, rule):
+        def run(*args, **kwargs):
+            try:
+                rule(*args, **kwargs)
+            except Exception:
+                refusing.add(operation)
+                raise
+
+        return run
+
+    rules = {operation: noting(operation, rule) for operation, rule in cuda_rules.RULES.items()}
+    monkeypatch.setattr(cuda_rules, "RULES", rules)
     with CudaRules():
-        assert (torch._int_mm(codes, codes.t()) == 32).all()
-        with pytest.raises(RuntimeError, match="CUBLAS_STATUS_NOT_SUPPORTED when calling cublasLtMatmul"):
-            torch._int_mm(codes, codes)
+        assert [name for name, case in REFUSED.items() if rule_cases.unrefused(case, CPU)] == [TWO_DEVICES]
+    assert refusing == {*rules}
 
 
-HALF_PRODUCTS = {
-    "mm": lambda: torch.mm(half(4, 16), half(16, 4)),
-    "wide": lambda: torch.mm(half(4, 16), half(16, 4), out_dtype=torch.float32),
-    "linear": lambda: F.linear(half(2, 4, 16), half(8, 16)),
-    "bmm": lambda: torch.bmm(half(2, 4, 16), half(2, 16, 4)),
-}
+def test_a_device_that_answers_otherwise_is_told_by_rule(monkeypatch):
+    """A CPU without the rule book refuses nothing in CUDA's words, and waits for no read."""
+    otherwise = rule_cases.answered_otherwise(CPU)
+    assert {*REFUSED} - {*otherwise} <= {"fp8: bmm"}, "a CPU has no bmm of fp8 either, and says so in the same words"
+    assert otherwise["int8: rows of 16"] == "not refused" and "expected m1 and m2" in otherwise["two dtypes: mm"]
+    monkeypatch.setitem(rule_cases.TAKEN, "fp32", lambda device: torch.ones(3, device=device))
+    assert rule_cases.answered_otherwise(CPU)["fp32"] == "wrong values"
 
 
-@pytest.mark.parametrize("product", HALF_PRODUCTS)
-def test_half_products_without_split_k_raise(no_split_k, product):
-    with CudaRules(), pytest.raises(RuntimeError, match="requires the cuBLASLt backend"):
-        HALF_PRODUCTS[product]()
-
-
-def test_a_bias_takes_a_half_product_to_cublaslt(no_split_k):
-    with CudaRules():
-        assert (F.linear(half(2, 4, 16), half(8, 16), half(8)) == 17).all()
-        assert (F.linear(torch.ones(4, 16), torch.ones(8, 16)) == 16).all(), "fp32 has no such rule"
-        assert (F.linear(half(4, 16).bfloat16(), half(8, 16).bfloat16()) == 16).all(), "bf16 has a flag of its own"
-
-
-def test_a_wide_product_while_sums_are_in_fp16_raises():
-    with started_with(["fp16_accumulation"], True), CudaRules():
-        assert HALF_PRODUCTS["mm"]().dtype == torch.float16
-        with pytest.raises(RuntimeError, match="not supported with allowFP16AccumulationCuBLAS"):
-            HALF_PRODUCTS["wide"]()
+def test_flags_are_as_before_after_each_case():
+    before = {name: getattr(torch.backends.cuda.matmul, name) for name in ("allow_fp16_accumulation", rule_cases.SPLIT_K)}
+    split_k = getattr(torch.backends.cuda.matmul, f"{rule_cases.SPLIT_K}_split_k", None)
+    rule_cases.answered_otherwise(CPU)
+    assert {name: getattr(torch.backends.cuda.matmul, name) for name in before} == before
+    assert getattr(torch.backends.cuda.matmul, f"{rule_cases.SPLIT_K}_split_k", None) == split_k
 
 
 def test_the_rules_hold_for_fake_cuda_tensors_and_two_devices_raise():
@@ -129,9 +73,8 @@ def test_the_rules_hold_for_fake_cuda_tensors_and_two_devices_raise():
         left = torch.empty(4, 16, device="cuda", dtype=torch.float16)
         assert torch.mm(left, left.t(), out_dtype=torch.float32).dtype == torch.float32
         with pytest.raises(NotImplementedError):
-            torch.mm(left.to(E4M3), left.t().to(E4M3))
-        with pytest.raises(RuntimeError, match="two different devices|at least two devices"):
-            torch.mm(left, torch.empty(16, 4, dtype=torch.float16))
+            torch.mm(left.to(rule_cases.E4M3), left.t().to(rule_cases.E4M3))
+        assert rule_cases.unrefused(REFUSED[TWO_DEVICES], torch.device("cuda")) == ""
 
 
 @pytest.fixture
