@@ -8,10 +8,10 @@ import torch
 from ..base.flags import SETTINGS, is_on
 from ..base.text import on_off, paragraph, table, wrapped
 from ..devices.detect import Device, detect
-from ..devices.profiles import CAPABILITIES
+from ..devices.profiles import CAPABILITIES, PROFILES
 from ..formats.families import family_named
 from ..plan.auto import auto_compute, smallest_storage, why_int8_is_slow
-from ..report.result import DEVICE, DEVICE_PLAIN, Result
+from ..report.result import DEVICE, DEVICE_MEASURED, DEVICE_PLAIN, Result
 from ..report.schema import device_section
 
 # What people call it -> its family, and the dtype its files usually have.
@@ -113,6 +113,8 @@ def diagnosis_result(diagnosis: dict) -> Result:
     fast = [name for key, name in names.items() if diagnosis["capabilities"][key]["value"]]
     used = ", ".join(dict.fromkeys(entry["compute"] for entry in diagnosis["auto"]))
     values = {"device": diagnosis["device"]["label"], "compute": used, "fast": ", ".join(fast)}
+    if measured := PROFILES[diagnosis["device"]["profile"]].measured:
+        return Result(DEVICE_MEASURED, {**values, "measured": measured}, text=to_text(diagnosis))
     gains = {"int8", "fp8"} & {*fast}
     return Result(DEVICE if gains else DEVICE_PLAIN, values, text=to_text(diagnosis))
 

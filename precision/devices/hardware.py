@@ -106,7 +106,7 @@ def _nvidia_profile(device: torch.device) -> DeviceProfile:
     capability = tuple(torch.cuda.get_device_capability(device))
     row, name = nvidia_row(capability), torch.cuda.get_device_name(device)
     if capability == (10, 3):
-        return adapted(row, {"int8_matmul_gains": B300_INT8}, label="B300 (Blackwell Ultra)", int8_matmul_gains=False)
+        return adapted(row, {"int8_matmul_gains": B300_INT8}, label="B300 (Blackwell Ultra)")
     if row.name == "sm_75" and any(chip in name for chip in FAULTY_FP16):
         wrong = f"{name} gives wrong or NaN fp16 results, so nothing is computed in fp16."
         notes = {"fp16": wrong, "fp16_accumulation": wrong, "int8_matmul_gains": FAULTY_INT8}

@@ -63,6 +63,8 @@ class DeviceProfile:
         fp16_safe_cost: how much longer than fp16 ``fp16_safe`` takes, least and most of the models of
             benchmarks/results/cost.json on cards of this kind, with weights in VRAM under dynamic VRAM; "" where it was
             not estimated.
+        measured: what calls of the pack took on such a device, with device, driver, torch and date; a remark.
+        slower_in_8_bits: in those calls models whose weights were quantized to 8 bits were slower than in 16.
         needs_torch: capability -> first (major, minor) of torch that has it on this device.
         notes: capability -> one sentence; other keys are remarks about the device.
     """
@@ -83,6 +85,8 @@ class DeviceProfile:
     int8_matmul: bool = False
     int8_matmul_gains: bool = False
     fp16_safe_cost: str = ""
+    measured: str = ""
+    slower_in_8_bits: bool = False
     needs_torch: Mapping[str, tuple[int, int]] = field(default_factory=dict, compare=False)
     notes: Mapping[str, str] = field(default_factory=dict, compare=False)
 
@@ -106,8 +110,9 @@ class DeviceProfile:
 
     @property
     def remarks(self) -> list[str]:
-        """Notes about the device that belong to no capability."""
-        return [note for key, note in self.notes.items() if key not in CAPABILITIES]
+        """What was measured, and notes about the device that belong to no capability."""
+        notes = [note for key, note in self.notes.items() if key not in CAPABILITIES]
+        return [self.measured, *notes] if self.measured else notes
 
 
 NO_GAIN = "fp16 accumulation is no faster than fp32 accumulation here and adds the risk of overflow."
@@ -127,6 +132,15 @@ APPLE: dict[str, Any] = {
 }  # fmt: skip
 GEFORCE: dict[str, Any] = {"fp16_accumulation": True, "needs_torch": {"fp16_accumulation": (2, 7)}}
 INT8: dict[str, Any] = {"int8_matmul": True, "int8_matmul_gains": True}
+NVFP4 = (
+    "nvfp4 files multiply in nvfp4 with a torch for CUDA 13. Qwen-Image-2512 is about 1.8x as fast on an RTX 5090, "
+    "where bf16 does not fit (MESHIVEAI/Qwen-Image-2512-NVFP4)."
+)
+MEASURED_H200 = (
+    "Time of a call on an H200 to ComfyUI's own in fp16 (driver 580.159.04, torch 2.11.0+cu130, 27 Nov 2026): SDXL "
+    "auto 0.99, fp16_safe 1.24, fp8 2.71, int8 2.99; Flux with dynamic VRAM auto 1.05, fp16_safe 1.09, fp8 1.19, int8 1.49."
+)
+"""Medians of benchmarks/results/gpu_h200.json and gpu_h200_dynamic_vram.json."""
 NO_INT8_UNITS = "No int8 tensor cores; comfy-kitchen's int8 kernels need compute capability 7.5."
 CDNA_INT8 = "comfy-kitchen's HIP kernels are for RDNA: on CDNA, torch's general operations run int8 products."
 FP8_NVIDIA: dict[str, Any] = {
@@ -181,21 +195,28 @@ ROWS = (
     DeviceProfile(
         "sm_90", "H100, H200 (Hopper)",
         called=r"h20|h100(nvl)?|h200(nvl)?|h800|gh200", fp16_safe_cost="4 to 23 %", fp8_fast_accumulation=True,
-        **FP8_NVIDIA,
+        measured=MEASURED_H200, slower_in_8_bits=True, **FP8_NVIDIA | {"int8_matmul_gains": False},
         notes={"fp16_accumulation": NO_GAIN,
-               "fp8_fast_accumulation": "On keeps about 14 bits of the sums; off promotes them to fp32."},
+               "fp8_fast_accumulation": "On keeps about 14 bits of the sums; off promotes them to fp32.",
+               "fp8_matmul_gains": "An H200 takes 0.52 to 0.65 of fp16's time for an fp8 matmul at four shapes, 0.59 "
+                                   "to 1.34 with quantizing the input.",
+               "int8_matmul_gains": "An H200 takes 0.93 to 1.55 of fp16's time for an int8 matmul at four shapes."},
     ),
     DeviceProfile(
         "sm_100", "B200 (Blackwell)", fp16_safe_cost="3 to 8 %", called=r"g?b[123]00",
-        **FP8_NVIDIA,
-        notes={"fp16_accumulation": "fp16 accumulation is not expected to be faster here."},
+        **FP8_NVIDIA | {"int8_matmul_gains": False},
+        notes={"fp16_accumulation": "fp16 accumulation is not expected to be faster here.",
+               "fp8_matmul_gains": "A B300 is 1.07x as fast with fp8 as with bf16 (vLLM recipes #766).",
+               "int8_matmul_gains": "comfy-kitchen's int8 is not faster than bf16 on a GB200 (SGLang #38040).",
+               "nvfp4": NVFP4},
     ),
     DeviceProfile(
         "sm_120", "RTX 50xx (Blackwell)",
         called=r"rtx50[5-9]0(ti|d)?|rtxpro\d000(blackwell)?", fp16_safe_cost="2 to 13 %",
         **GEFORCE, **FP8_NVIDIA,
         notes={"fp16_accumulation": GEFORCE_GAIN,
-               "int8_matmul_gains": "An RTX 5060 is 1.20x as fast with int8 as with fp8 (ComfyUI-INT8-Fast #69)."},
+               "int8_matmul_gains": "An RTX 5060 is 1.20x as fast with int8 as with fp8 (ComfyUI-INT8-Fast #69).",
+               "nvfp4": NVFP4},
     ),
     DeviceProfile(
         "gfx90a", "MI200 (CDNA2)", "amd",

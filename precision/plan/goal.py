@@ -48,7 +48,8 @@ def storage_for_goal(device: Device, goal: Goal, stored: frozenset[str]) -> tupl
     ``stored``: the storages of the weights as they are: what is quantized already is not quantized again.
     """
     gains = device.capabilities["int8_matmul_gains"] or device.capabilities["fp8_matmul_gains"]
-    if stored <= {*UNQUANTIZED} and (goal == "memory" or (goal == "speed" and gains)):
+    faster = gains and not device.profile.slower_in_8_bits
+    if stored <= {*UNQUANTIZED} and (goal == "memory" or (goal == "speed" and faster)):
         storage, reason = smallest_storage(device)
         if storage != "as_file":
             return storage, reason
@@ -63,9 +64,11 @@ def _compute_for(
             return SAFE, "fp16 products with fp32 sums and fp32 between layers are closer to fp32 than bf16 is."
         return "fp32", "fp16 is not fast on this device, so fp32 is used."
     if goal == "speed" and stored & {*FP8_NAMES} and device.capabilities["fp8_matmul_gains"]:
-        return "fp8", "fp8 products are faster than 16-bit ones here."
+        return "fp8", f"fp8 products. {device.reason('fp8_matmul_gains')}"
     if goal == "speed" and stored & {*WEIGHTS_FOR["int8"]} and device.capabilities["int8_matmul_gains"]:
         return "auto", f"int8 products. {device.reason('int8_matmul_gains')}"
+    if goal == "speed" and stored <= {*UNQUANTIZED} and device.profile.slower_in_8_bits:
+        return "auto", f"Weights in 8 bits were slower in measured calls. {device.profile.measured}"
     storage, reason = storage_for_goal(device, goal, stored)
     gain = "halve its weights" if goal == "memory" else f"multiply in {storage.split('_')[0]}"
     return "auto", "" if storage == "auto" else f"Load the model with storage {storage} to {gain}. {reason}"

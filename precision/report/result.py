@@ -22,7 +22,8 @@ AS_LOADED, HELD_IN = "weights as loaded", "weights in {0}"
 SAME_AS_FP32, FROM_FP32 = "the same picture as fp32", "{0} away from fp32"
 UNRANKED = "The times were too noisy to rank the settings. Run it again while nothing else uses the machine."
 NONE_WORKS = "No setting gave a finite result."
-DEVICE = "{device} computes in {compute}. Faster in {fast}."
+DEVICE = "{device} computes in {compute}. Fast products: {fast}."
+DEVICE_MEASURED = "{device} computes in {compute}. Fast products: {fast}. {measured}"
 DEVICE_PLAIN = "{device} computes in {compute}. 8-bit weights save memory here, not time."
 CALIBRATED = "Calibrated {layers} layers. Connect the calibration to Save Model, which rounds these layers with it."
 HALVED = (
@@ -42,8 +43,8 @@ VISIBLE = "The difference is visible side by side: {psnr}."
 PLAIN = "The pictures differ clearly: {psnr}."
 SENTENCES = (
     SAVED, UNLISTED, FINITE, NOT_FINITE, CHOSEN, UNREACHED, BEST, BEST_SMALL, CLOSEST, UNRANKED, NONE_WORKS,
-    DEVICE, DEVICE_PLAIN, CALIBRATED, HALVED, LESS, AS_IT_IS, MEMORY_LATER, MEMORY_LESS, IDENTICAL, HARD_TO_SEE,
-    VISIBLE, PLAIN,
+    DEVICE, DEVICE_MEASURED, DEVICE_PLAIN, CALIBRATED, HALVED, LESS, AS_IT_IS, MEMORY_LATER, MEMORY_LESS, IDENTICAL,
+    HARD_TO_SEE, VISIBLE, PLAIN,
 )  # fmt: skip
 
 

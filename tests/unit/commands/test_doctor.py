@@ -10,7 +10,7 @@ from halfsafe.precision.base import flags
 from halfsafe.precision.commands import doctor
 from halfsafe.precision.devices import detect as devices
 from halfsafe.precision.devices import probes
-from halfsafe.precision.devices.profiles import PROFILE_NAMES
+from halfsafe.precision.devices.profiles import PROFILE_NAMES, PROFILES
 from support.probing import forget_probes
 
 MODELS = ("Wan 2.1, 2.2", "SDXL", "Z-Image, Qwen-Image", "Flux")
@@ -87,6 +87,16 @@ def test_the_text_says_what_storage_auto_takes_and_why_int8_is_slow(name, storag
     text, slow = " ".join(doctor.to_text(description).split()), description["int8"]["slow"]
     assert ("int8 models are not faster here" in text) is bool(slow) and slow in text
     assert f"if 16 bit does not fit the GPU {storage} {description['too_large']['reason']}" in text
+
+
+@pytest.mark.parametrize("name", PROFILE_NAMES)
+def test_a_device_that_was_measured_is_described_by_its_figures_and_conditions(name):
+    description, row = doctor.describe(name), PROFILES[name]
+    result = doctor.diagnosis_result(description)
+    assert ("{measured}" in result.sentence) is bool(row.measured) is (row.measured in description["remarks"])
+    assert not row.measured or all(what in result.values["measured"] for what in ("H200", "driver", "torch", "2026", "int8 2.99"))
+    fast = [kind for kind in ("int8", "fp8") if description["capabilities"][f"{kind}_matmul_gains"]["value"]]
+    assert [kind for kind in ("int8", "fp8") if kind in result.values["fast"].split(", ")] == fast
 
 
 def test_the_doctor_changes_no_flag_and_starts_no_process(monkeypatch):

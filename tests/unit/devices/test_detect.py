@@ -23,8 +23,8 @@ TABLE = {
     "sm_80": (1, 1, 1, 0, 0, 0, 0, 1, 1),
     "sm_86": (1, 1, 1, 0, 0, 1, 0, 1, 1),
     "sm_89": (1, 1, 1, 1, 1, 1, 1, 1, 1),
-    "sm_90": (1, 1, 1, 1, 1, 0, 1, 1, 1),
-    "sm_100": (1, 1, 1, 1, 1, 0, 0, 1, 1),
+    "sm_90": (1, 1, 1, 1, 1, 0, 1, 1, 0),
+    "sm_100": (1, 1, 1, 1, 1, 0, 0, 1, 0),
     "sm_120": (1, 1, 1, 1, 1, 1, 0, 1, 1),
     "gfx90a": (1, 1, 1, 0, 0, 0, 0, 1, 0),
     "gfx942": (1, 1, 1, 0, 0, 0, 0, 1, 0),
@@ -80,7 +80,7 @@ def test_every_row_matches_the_device_table_and_has_a_sentence_for_every_capabil
         assert tuple(row.capabilities) == COLUMNS
         assert tuple(int(on) for on in row.capabilities.values()) == TABLE[name]
         assert all(row.reason(capability).endswith(".") and len(row.reason(capability)) < 120 for capability in COLUMNS)
-        assert set(row.notes) <= {*COLUMNS, "compile", "denormals"}
+        assert set(row.notes) <= {*COLUMNS, "compile", "denormals", "nvfp4"}
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_names_lead_to_their_row_and_an_unknown_name_lists_those_that_exist():
 def test_compute_capabilities_go_to_the_nearest_row_and_those_outside_the_table_are_told(capability, row):
     found = hardware.nvidia_row(capability)
     told = {(5, 2): "sm_52 is older than", (13, 0): "sm_130 is newer than"}.get(capability, "")
-    assert found.name == row and told in " ".join(found.remarks) and (bool(told) or not found.remarks or row == "sm_86")
+    assert found.name == row and told in " ".join(found.remarks) and ("match" in found.notes) is bool(told)
 
 
 AMD = {  # architecture: row, bf16, fp8 matmul, int8 matmul, int8 matmul gains
@@ -327,11 +327,16 @@ def test_storage_auto_takes_fp8_where_the_kernels_of_int8_are_missing_and_says_w
     assert "built for CUDA 12.8" in auto.why_int8_is_slow(device)
 
 
-def test_b300_gains_nothing_from_int8(cuda):
-    assert devices.detect(cuda((10, 0), "NVIDIA B200")).capabilities["int8_matmul_gains"]
-    device = devices.detect(cuda((10, 3), "NVIDIA B300 SXM6 AC"))
-    assert device.profile.name == "sm_100" and not device.capabilities["int8_matmul_gains"]
-    assert "0.15 against 2.25" in device.reason("int8_matmul_gains") and device.capabilities["fp8_matmul_gains"]
+@pytest.mark.parametrize(
+    ("capability", "name", "figure"),
+    [((9, 0), "NVIDIA H200", "0.93 to 1.55"), ((10, 0), "NVIDIA B200", "GB200"), ((10, 3), "NVIDIA B300 SXM6 AC", "0.15 against 2.25")],
+)
+def test_data_center_cards_from_hopper_on_gain_from_fp8_alone_and_say_by_which_figure(cuda, capability, name, figure):
+    device = devices.detect(cuda(capability, name))
+    assert device.capabilities["fp8_matmul_gains"] and not device.capabilities["int8_matmul_gains"]
+    assert figure in auto.why_int8_is_slow(device)
+    storage, reason = auto.auto_storage(device, 26 * GIB, "bf16", 24 * GIB)
+    assert storage == "fp8_e4m3fn" and figure in reason
 
 
 @pytest.mark.parametrize(("profile", "storage"), [("mps_m1", "fp16"), ("mps_m3", "bf16")])
