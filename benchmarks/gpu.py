@@ -110,10 +110,9 @@ def is_wanted(name: str, only: tuple[str, ...]) -> bool:
 def _rows(args: argparse.Namespace, ends: float) -> Iterator[list[dict]]:
     """Yield the rows of each part, in order."""
     yield from _in_a_process(args, "device", ends)
-    for name, graphs in (("tests", False), ("tests of CUDA graphs", True)):
-        if is_wanted(name, args.only):
-            began = time.monotonic()
-            yield [{"row": name, **run_tests(args, graphs, ends), "took_seconds": round(time.monotonic() - began, 1)}]
+    if is_wanted("tests", args.only):
+        began = time.monotonic()
+        yield [{"row": "tests", **run_tests(args, ends), "took_seconds": round(time.monotonic() - began, 1)}]
     for part in PARTS:
         yield from _in_a_process(args, part, ends)
 
@@ -153,17 +152,13 @@ def _in_a_process(args: argparse.Namespace, part: str, ends: float) -> Iterator[
                 yield [{"row": name, "problem": why} for name in left]
 
 
-def run_tests(args: argparse.Namespace, graphs: bool, ends: float) -> dict:
-    """Run tests/gpu, those that capture graphs by themselves; outcome of each test, of one that hung too."""
-    lines = (args.out or Path(tempfile.gettempdir()) / "gpu.json").absolute().with_suffix(".graphs.jsonl" if graphs else ".tests.jsonl")
+def run_tests(args: argparse.Namespace, ends: float) -> dict:
+    """Run tests/gpu; outcome of each test, of one that hung too."""
+    lines = (args.out or Path(tempfile.gettempdir()) / "gpu.json").absolute().with_suffix(".tests.jsonl")
     lines.write_text("", encoding="utf-8")
     more = {"COMFYUI_DIR": str(args.comfyui.resolve()), "HALFSAFE_TEST_LINES": str(lines), "HALFSAFE_TEST_SECONDS": str(TEST_SECONDS * (8 if args.dry_run else 1))}
     environ = os.environ | more | ({"HALFSAFE_DRY_RUN": "1"} if args.dry_run else {}) | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    if graphs:
-        # "cudaMallocAsync does not yet support checkPoolLiveAllocations" (PyTorch #158641): torch captures no graph under it.
-        environ |= {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}
-    chosen = ("-k", "cuda_graphs" if graphs else "not cuda_graphs")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu", *chosen]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu"]
     left = ends - time.monotonic()
     try:
         ran = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False, timeout=None if left == float("inf") else max(1, left))

@@ -119,7 +119,7 @@ def run(options: argparse.Namespace) -> int:
             tar.extractall(work / "comfyui", **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
         environ = {key: value for key, value in os.environ.items() if key not in ("PYTHONHOME", "HALFSAFE_DEVICE_PROFILE")}
         environ |= {"PYTHONPATH": os.pathsep.join(map(str, (work / "stubs", work / "site", ROOT, ROOT / "scripts"))), "PYTHONUTF8": "1"}
-        # ComfyUI's main.py turns this allocator on by default (cuda_malloc.py); tests that capture graphs have torch's own.
+        # ComfyUI's main.py turns this allocator on by default (cuda_malloc.py).
         environ |= {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
         command = [sys.executable, "-m", "benchmarks.gpu", "--comfyui", str(work / "comfyui"), "--out", str((options.out / "gpu.json").absolute())]
         command += ["--dry-run"] if options.dry_run else ["--seconds", options.seconds]

@@ -2,16 +2,13 @@
 
 ``Calibration`` owns the proofs of a model and checks each one after every call that recorded a number for it.
 
-Numbers are recorded on the device at fixed addresses and read back once per model call. A CUDA graph overwrites its
-results when it runs again ("accessing tensor output of CUDAGraphs that has been overwritten"), so graphs write to
-tensors allocated outside of them. A number read from a tensor is not a constant of the graph: scales can change without
-a new compilation, and blocks of a model can share one graph. Eager code writes to its slot in one tensor of records. A
-graph writes to a separate tensor for each record, which inductor fuses into the kernel that computes the number: a slot
-whose index is an input would take another kernel.
+Numbers are recorded on the device and read back once per model call. A number that a compiled graph reads from a tensor
+is not a constant of the graph: scales can change without a new compilation, and blocks of a model can share one graph.
+Eager code writes to its slot in one tensor of records. A graph writes to a separate tensor for each record, which
+inductor fuses into the kernel that computes the number: a slot whose index is an input would take another kernel.
 """
 
 import math
-import sys
 
 import torch
 
@@ -45,17 +42,10 @@ class AmaxBuffer:
         self.graph_records = [entry.graph_record for entry in self.entries]
         self.has_graphs = False
         self.call = 0
-        self._is_marked = False
 
     def clear(self) -> None:
         """Reset all records to ``NOTHING`` at the start of a call."""
         self.call += 1
-        if not self._is_marked and "torch._dynamo" in sys.modules:  # importing it takes seconds
-            # Inductor makes no CUDA graph of one that writes to an input at any other address ("skipping cudagraphs due
-            # to mutated inputs", torch/_inductor/cudagraph_utils.py), and copies such an input at each replay.
-            for tensor in (self.records, self.scales, *self.graph_records, *(entry.at for entry in self.entries)):
-                torch._dynamo.mark_static_address(tensor, guard=False)
-            self._is_marked = True
         self.records.fill_(NOTHING)
         if self.has_graphs:
             torch._foreach_copy_(self.graph_records, [self.records[0]] * len(self.entries))

@@ -236,18 +236,6 @@ def test_the_whole_model_is_one_graph(comfy, overflowing, reference, fresh_graph
     assert DRY or (counters["stats"]["unique_graphs"] == 1 and sum(counters["graph_break"].values()) == 0)
 
 
-def test_fp16_safe_with_cuda_graphs_of_single_blocks(comfy, overflowing, reference, fresh_graphs):
-    """What a graph records outlives its results, which the next replay overwrites."""
-    assert "cudaMallocAsync" not in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""), "torch captures no graph under it (PyTorch #158641)"
-    from comfy_api.torch_helpers import set_torch_compile_wrapper
-
-    model = load(comfy, overflowing, "as_file", "fp16_safe").clone(disable_dynamic=True)
-    keys = [f"diffusion_model.blocks.{index}" for index in range(2)]
-    set_torch_compile_wrapper(model=model, backend=COMPILER if DRY else "inductor", mode=None if DRY else "reduce-overhead", keys=keys)
-    assert all(error(reference, model) < 0.01 for _ in range(3))
-    assert DRY or counters["inductor"]["cudagraph_skips"] == 0
-
-
 def test_dynamic_vram_in_a_process_of_its_own(device, tmp_path):
     """It has to be turned on before anything touches CUDA; a CPU has no device to lend memory of."""
     folders = (ROOT / "tests", ROOT / "scripts", Path(__file__).parent)

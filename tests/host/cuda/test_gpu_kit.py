@@ -1,4 +1,4 @@
-"""What a first run on a GPU is trusted with: the baseline is fp16, no wait is timed as host time, graphs have their allocator, rows can be chosen."""
+"""What a first run on a GPU is trusted with: the baseline is fp16, no wait is timed as host time, rows can be chosen."""
 
 import argparse
 import json
@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -58,19 +57,6 @@ def test_host_time_has_no_wait_in_it(monkeypatch):
     monkeypatch.setattr(gpu, "wait", lambda: None)
     clocks = gpu.timed(lambda: tensor.tolist())
     assert clocks["host_seconds"] < waited / 4 and clocks["seconds"] > waited
-
-
-@pytest.mark.parametrize("graphs", [True, False])
-def test_graphs_are_captured_by_torchs_own_allocator_and_by_no_other_test(args, monkeypatch, graphs):
-    """"cudaMallocAsync does not yet support checkPoolLiveAllocations" (PyTorch #158641)."""
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")
-    run = Mock(return_value=Mock(returncode=0, stdout="", stderr=""))
-    monkeypatch.setattr(subprocess, "run", run)
-    gpu.run_tests(args, graphs, float("inf"))
-    (command,), given = run.call_args
-    collected = [line for line in (ROOT / "tests" / "gpu" / "test_gpu.py").read_text(encoding="utf-8").splitlines() if "cuda_graphs" in line]
-    assert len(collected) == 1 and command[-1] == ("cuda_graphs" if graphs else "not cuda_graphs")
-    assert ("cudaMallocAsync" in given["env"]["PYTORCH_CUDA_ALLOC_CONF"]) is not graphs
 
 
 def test_a_part_that_hangs_is_ended_and_its_rows_are_told(args, monkeypatch):

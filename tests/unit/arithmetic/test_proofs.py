@@ -9,7 +9,6 @@ import torch
 from halfsafe.precision.arithmetic.proofs import NOTHING, AmaxBuffer, AmaxEntry
 from support.fake_tensors import fake_cuda_tensors
 from torch._dynamo.backends.common import aot_autograd
-from torch._guards import TracingContext
 
 
 @pytest.fixture(autouse=True)
@@ -31,23 +30,6 @@ def made_of(buffer, record=AmaxEntry.record):
         return found
 
     return model
-
-
-def test_a_graph_copies_nothing_of_the_buffer_at_a_replay():
-    """AOTAutograd tells which inputs stay where they are; a CUDA graph copies every other."""
-    copied = []
-
-    def compiler(graph, inputs):
-        static = set(TracingContext.get().fw_metadata.static_input_indices)
-        copied.append([(tuple(given.shape), given.dtype) for index, given in enumerate(inputs) if index not in static])
-        return graph.forward
-
-    buffer = AmaxBuffer(3, torch.device("cpu"))
-    buffer.clear()
-    with torch.no_grad():
-        torch.compile(made_of(buffer), backend=aot_autograd(fw_compiler=compiler, inference_compiler=compiler))(torch.ones(4))
-    assert copied == [[((4,), torch.float32)]], "the model's own input alone"
-    assert buffer.read() == [1.0, 1.0, 1.0]
 
 
 H100 = dict(type="cuda", index=0, multi_processor_count=132, cc=90, major=9, regs_per_multiprocessor=65536, max_threads_per_multi_processor=2048, warp_size=32)
