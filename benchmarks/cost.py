@@ -183,7 +183,7 @@ def _count(way: str, build: Callable) -> Counted:
         run = _executed(model, way)
         given = {key: value.to(dtype) for key, value in given.items()}
         call = (x.to(dtype), torch.empty(x.shape[0], device="cuda"))
-        if run.wrapper is not None:
+        if run.compute:
             run(*call, **given)
         reads.places, reads.foreign = [], 0
         with Costs(inner).watching() as costs:
@@ -219,21 +219,22 @@ def _base_model(inner):
 
 
 class _executed:
-    """A model under the wrapper of one arithmetic, called as ComfyUI's sampler does."""
+    """A model in one arithmetic, called as ComfyUI's sampler does."""
 
     def __init__(self, model, way: str):
-        self.model, self.way = model, way
-        self.wrapper = _safe(model) if way == "fp16_safe" else None
+        from halfsafe.nodes.host.replay.interceptor import COMPUTE, Interceptor
+
+        self.model = model
+        self.compute = _safe(model) if way == "fp16_safe" else None
+        self.wrapper = Interceptor({COMPUTE: self.compute} if self.compute else {})
 
     def __call__(self, x, t, **given):
         call = _Executor(self.model, given, self.model.diffusion_model)
         options = {"sigmas": t}
-        if self.wrapper is None:
-            return call(x, t, None, None, None, options)
         return self.wrapper(call, x, t, None, None, None, options)
 
     def modes(self) -> dict[str, str]:
-        return self.wrapper.observed_modes(self.model.current_patcher) if self.way == "fp16_safe" else {}
+        return self.compute.observed_modes(self.model.current_patcher) if self.compute else {}
 
 
 class _Executor:
