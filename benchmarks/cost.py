@@ -12,10 +12,13 @@ ranges all fit, in eager code; in a compiled graph the amax of an operand is fou
   `on the device` is the estimate without the host, as of a CUDA graph.
 - A read by the host takes 20 microseconds and empties the queue: the device waits for the gap that was measured there.
 - Peaks in TFLOPS for fp16 with fp32 sums, for fp32, and GB/s, from NVIDIA's data sheets of each card;
-  efficiencies of matmuls and of attention are round figures of published measurements. fp32 runs at 0.85 and 0.55 of its peak.
+  efficiencies of matmuls and of attention are round figures of published measurements, but for the H200, where they are those that
+  benchmarks/gpu.py measured. fp32 runs at 0.85 and 0.55 of its peak.
 - Counts are of two blocks of each kind (Flux: one and two) with the model's ends, but of all of SDXL. Times are of the whole model: what twice as many
   blocks add is taken as often as the model has it, the ends once.
 - ComfyUI's rope is one kernel, as comfy-kitchen's is on CUDA.
+
+`measured` has what was measured on an H200 beside what these assumptions say of the same model.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ from unittest import mock
 from . import reporting
 from .cost_cards import CARDS, CPUS, DRIVER, READ, TOYS, Card, Kernel
 from .host import conditions, load_comfy
-from .large_models import BUILD, TWICE
+from .large_models import BUILD, ON_A_GPU, TWICE
 
 NEED_IT = ("T4", "V100", "2080 Ti", "RX 6800", "M1 Max")
 """The cards that have no bf16, or none that is fast."""
@@ -48,6 +51,12 @@ WAYS = ("fp16", "fp16_safe", "fp32")
 WHOLE = {"Wan 1.3B": 15, "Wan 14B": 20, "Flux": 19, "Qwen-Image": 30}
 """How many times the blocks that are counted a model has."""
 WITHOUT_BF16 = ("T4", "V100", "2080 Ti")
+MEASURED = {
+    "SDXL": ("gpu_h200", "ready", "SDXL", 1.0),
+    "SDXL, dynamic VRAM": ("gpu_h200_dynamic_vram", "dynamic VRAM, resident", "SDXL", 1.0),
+    "Flux, dynamic VRAM": ("gpu_h200_dynamic_vram", "dynamic VRAM, resident", "Flux", 8 / 76),
+}
+"""Part of benchmarks/gpu.py on an H200 -> its file, how weights lay, model, and its share of the whole model's blocks, a double one for two."""
 
 
 @dataclass
@@ -79,7 +88,9 @@ def run_cost(args: argparse.Namespace) -> dict:
     """Counts and estimates of every model in every arithmetic."""
     load_comfy(args)
     rows = {name: _model_rows(name) for name in args.models or LIMITS}
-    return {"benchmark": "cost", "cards": {name: vars(card) for name, card in CARDS.items()}, "models": rows, "targets": _targets(rows)}
+    cards = {name: vars(card) for name, card in CARDS.items()}
+    measured = {part: _measured(part) for part, (*_, model, _) in MEASURED.items() if model in rows}
+    return {"benchmark": "cost", "cards": cards, "models": rows, "measured": measured, "targets": _targets(rows)}
 
 
 def _model_rows(name: str) -> dict:
@@ -105,12 +116,29 @@ def _host_of(name: str, setting: str) -> dict[str, dict[str, float]]:
     toy, blocks = TOYS[name]
     rows = json.loads((reporting.FOLDER / "host_time.json").read_text(encoding="utf-8"))["rows"]
     host, gap = {}, {}
-    for weights in {card.weights for card in CARDS.values()}:
+    for weights in {card.weights for card in CARDS.values()} | {weights for _, weights, *_ in MEASURED.values()}:
         measured = {row["setting"]: row for row in rows if (row["model"], row["weights"]) == (toy, weights)}
         found = measured.get(setting, {"to_core": 1.0, "gap_above_core_ms": 0.0})
         host[weights] = blocks * measured["plain"]["core_ms"] * found["to_core"] / 1e3
         gap[weights] = max(0.0, found["gap_above_core_ms"]) / 1e3
     return {"host": host, "gap": gap}
+
+
+def _measured(part: str) -> dict:
+    """Milliseconds of a call in fp16 and what `fp16_safe` takes of it: estimated for an H200, and as measured."""
+    file, weights, model, blocks = MEASURED[part]
+    card, seconds = replace(CARDS["H200"], weights=weights), {}
+    for way, setting in (("fp16", ""), ("fp16_safe", "fp16_safe")):
+        of_whole = _host_of(model, setting)
+        host = {lie: blocks * taken for lie, taken in of_whole["host"].items()}
+        counted = replace(_count(way, ON_A_GPU[model]), **of_whole | {"host": host})
+        seconds[way] = {"device": counted.on_device(card), "call": counted.seconds(card)}
+    rows = {row["row"]: row for row in json.loads((reporting.FOLDER / f"{file}.json").read_text(encoding="utf-8"))["rows"]}
+    plain, safe = rows[f"{part}: core fp16"], rows[f"{part}: fp16_safe"]
+    return {
+        "estimated": {"fp16_ms": round(1e3 * seconds["fp16"]["call"], 1), "fp16_ms_on_device": round(1e3 * seconds["fp16"]["device"], 1), "to_fp16": round(seconds["fp16_safe"]["call"] / seconds["fp16"]["call"], 3)},
+        "measured": {"fp16_ms": round(1e3 * plain["seconds"], 1), "to_fp16": safe["seconds_to_core"]},
+    }
 
 
 def _way(found: Counted, plain: Counted) -> dict:
@@ -289,6 +317,8 @@ def as_text(result: dict) -> str:
         lines += [f"{cpu}: " + ", ".join(f"{card} {value}" for card, value in of.items()) for cpu, of in row["beside"].items()]
         for key in ("to_fp16", "on_device", "guard", "fp32_to_safe"):
             lines.append(f"{key}: " + ", ".join(f"{name} {value}" for name, value in row[key].items()))
+    for part, found in result["measured"].items():
+        lines.append(f"{part}, H200: " + ", ".join(f"{name} {values}" for name, values in found.items()))
     for key, held in result["targets"].items():
         lines.append(f"target {key}: {held['measured']} against {held['limit']} {'met' if held['met'] else 'MISSED'}")
     return "\n".join(lines)

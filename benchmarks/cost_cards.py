@@ -16,7 +16,8 @@ TOYS = {"Wan 1.3B": ("Wan", 0.75), "Wan 14B": ("Wan", 1.0), "Flux": ("Flux", 1.0
 @dataclass(frozen=True)
 class Card:
     """``fp16``, ``fp32``: peaks in TFLOPS; ``bandwidth``: GB/s; ``matmul``, ``attention``: share of the peak; ``weights``: how
-    they lie by default, in host_time.py's words: ComfyUI has dynamic VRAM on NVIDIA alone."""
+    they lie by default, in host_time.py's words: ComfyUI has dynamic VRAM on NVIDIA alone; ``wide``: as ``matmul``, for fp16
+    products with fp32 results; ``moved``, ``mixed``: share of the bandwidth, ``mixed`` for a kernel of operands in two dtypes."""
 
     fp16: float
     fp32: float
@@ -24,6 +25,15 @@ class Card:
     matmul: float
     attention: float
     weights: str = "dynamic VRAM, resident"
+    wide: float | None = None
+    moved: float = BANDWIDTH_SHARE
+    mixed: float | None = None
+
+    def share(self, kernel: Kernel) -> float:
+        """Share of the peak that a product or attention reaches."""
+        if kernel.dtype == "fp32":
+            return 0.55 if kernel.kind == "attention" else 0.85
+        return {"attention": self.attention, "wide": self.wide or self.matmul}.get(kernel.kind, self.matmul)
 
 
 CARDS = {
@@ -36,15 +46,16 @@ CARDS = {
     "3090": Card(71, 35.6, 936, 0.85, 0.60),
     "4090": Card(165, 82.6, 1008, 0.80, 0.65),
     "5090": Card(209.5, 104.8, 1792, 0.80, 0.65),
-    "H100": Card(989, 67, 3350, 0.70, 0.50),
+    # Measured: benchmarks/results/gpu_h200.json and gpu_h200_dynamic_vram.json, means of four shapes; attention is Flux's.
+    "H200": Card(989, 67, 4800, 0.71, 0.32, wide=0.64, moved=0.88, mixed=0.40),
     "B200": Card(2250, 75, 8000, 0.65, 0.45),
 }
 
 
 @dataclass
 class Kernel:
-    """One operation. ``kind``: product, attention or other; ``dtype``: of the operands; ``layer``: inside of which it ran;
-    ``launches``: two where a reduction of a whole tensor first clears what its blocks meet in.
+    """One operation. ``kind``: product, wide (fp32 result of 16-bit operands), attention, mixed (operands in two dtypes)
+    or other; ``dtype``: of the first operand; ``layer``: inside of which it ran; ``launches``: two where a reduction of a whole tensor first clears what its blocks meet in.
     """
 
     layer: str
@@ -56,11 +67,9 @@ class Kernel:
     launches: int = 1
 
     def seconds(self, card: Card) -> float:
-        moved = (self.read + self.written) / (BANDWIDTH_SHARE * card.bandwidth * 1e9)
-        if self.kind == "other":
+        share = card.mixed if self.kind == "mixed" and card.mixed else card.moved
+        moved = (self.read + self.written) / (share * card.bandwidth * 1e9)
+        if self.kind in ("other", "mixed"):
             return moved + LAUNCH * self.launches
-        if self.dtype == "fp32":
-            speed = card.fp32 * (0.85 if self.kind == "product" else 0.55)
-        else:
-            speed = card.fp16 * (card.matmul if self.kind == "product" else card.attention)
-        return max(self.flops / (speed * 1e12), moved) + LAUNCH
+        peak = card.fp32 if self.dtype == "fp32" else card.fp16
+        return max(self.flops / (card.share(self) * peak * 1e12), moved) + LAUNCH

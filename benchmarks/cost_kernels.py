@@ -77,12 +77,21 @@ class Costs(LeafOperations):
 
 
 def _kernel(func, args, kwargs, result) -> Kernel:
-    kind = "product" if func in PRODUCTS else "attention" if func in ATTENTIONS else "other"
     first = args[PRODUCTS.get(func, 0)] if args else None
     dtype = NAMES.get(getattr(first, "dtype", None), "")
+    kind = _kind(func, args, first, result)
     read, written = _bytes([args, {name: value for name, value in kwargs.items() if name != "out"}]), _bytes(result)
     launches = 2 if _reduces_all(func, result) else 1
     return Kernel(_layers[-1] if _layers else "", kind, dtype, _flops(func, args, result), read, written, launches)
+
+
+def _kind(func, args, first, result) -> str:
+    if func in ATTENTIONS:
+        return "attention"
+    if func in PRODUCTS:
+        return "wide" if result.dtype != first.dtype else "product"
+    dtypes = {leaf.dtype for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor) and leaf.dtype in NAMES}
+    return "mixed" if len(dtypes) > 1 else "other"
 
 
 def _reduces_all(func, result) -> bool:

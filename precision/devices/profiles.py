@@ -138,7 +138,8 @@ NVFP4 = (
 )
 MEASURED_H200 = (
     "Time of a call on an H200 to ComfyUI's own in fp16 (driver 580.159.04, torch 2.11.0+cu130, 27 Nov 2026): SDXL "
-    "auto 0.99, fp16_safe 1.24, fp8 2.71, int8 2.99; Flux with dynamic VRAM auto 1.05, fp16_safe 1.09, fp8 1.19, int8 1.49."
+    "auto 0.99, fp16_safe 1.24, fp8 2.71, int8 2.99; Flux with dynamic VRAM auto 1.05, fp16_safe 1.09, fp8 1.19, int8 "
+    "1.49."
 )
 """Medians of benchmarks/results/gpu_h200.json and gpu_h200_dynamic_vram.json."""
 NO_INT8_UNITS = "No int8 tensor cores; comfy-kitchen's int8 kernels need compute capability 7.5."
@@ -194,7 +195,7 @@ ROWS = (
     ),
     DeviceProfile(
         "sm_90", "H100, H200 (Hopper)",
-        called=r"h20|h100(nvl)?|h200(nvl)?|h800|gh200", fp16_safe_cost="4 to 23 %", fp8_fast_accumulation=True,
+        called=r"h20|h100(nvl)?|h200(nvl)?|h800|gh200", fp16_safe_cost="3 to 26 %", fp8_fast_accumulation=True,
         measured=MEASURED_H200, slower_in_8_bits=True, **FP8_NVIDIA | {"int8_matmul_gains": False},
         notes={"fp16_accumulation": NO_GAIN,
                "fp8_fast_accumulation": "On keeps about 14 bits of the sums; off promotes them to fp32.",
@@ -212,7 +213,7 @@ ROWS = (
     ),
     DeviceProfile(
         "sm_120", "RTX 50xx (Blackwell)",
-        called=r"rtx50[5-9]0(ti|d)?|rtxpro\d000(blackwell)?", fp16_safe_cost="2 to 13 %",
+        called=r"rtx50[5-9]0(ti|d)?|rtxpro\d000(blackwell)?", fp16_safe_cost="2 to 12 %",
         **GEFORCE, **FP8_NVIDIA,
         notes={"fp16_accumulation": GEFORCE_GAIN,
                "int8_matmul_gains": "An RTX 5060 is 1.20x as fast with int8 as with fp8 (ComfyUI-INT8-Fast #69).",

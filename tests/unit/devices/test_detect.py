@@ -355,7 +355,7 @@ def test_torch_versions_are_read_from_any_build_name(monkeypatch):
         assert profiles.torch_version() == expected
 
 
-CARDS_OF = {"sm_70": ("V100",), "sm_75": ("T4", "2080 Ti"), "sm_80": ("A100",), "sm_86": ("3090",), "sm_89": ("4090",), "sm_90": ("H100",), "sm_100": ("B200",), "sm_120": ("5090",)}  # fmt: skip
+CARDS_OF = {"sm_70": ("V100",), "sm_75": ("T4", "2080 Ti"), "sm_80": ("A100",), "sm_86": ("3090",), "sm_89": ("4090",), "sm_90": ("H200",), "sm_100": ("B200",), "sm_120": ("5090",)}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [name for name in CONTRACT if name.startswith("sm_")])
