@@ -1,12 +1,24 @@
-"""Everything a GPU is needed for, in one go: `python -m benchmarks gpu --comfyui DIR [--out FILE] [--only ROW ...] [--save]`.
+"""What a GPU is needed for, in five minutes: `python -m benchmarks gpu --comfyui DIR [--out FILE] [--only ITEM ...] [--seconds 300] [--save]`.
 
-In the order of what is most worth knowing where time runs out: what the probes found; constants of the cost model; the tests of tests/gpu; then
-SDXL, Flux, and Wan 1.3B at their real widths, in ComfyUI's own loader and in each setting of the pack, under dynamic VRAM and without it. A row
-has the seconds to load, host and device time of a call against ComfyUI's own, its products by dtype, its kernels by name, the most memory of the
-first and of a later call, and the error against fp32. A call is the model's alone, as in the midst of a sampler's run; SDXL's has two images.
+The items, in order:
 
-Each part is a process of its own, ended where it outlasts --seconds; each row is written as it comes, and none that fails ends the run. Exit code
-1 where a row has a problem, 2 where a target is missed. `--dry-run` does the same on a CPU with small models, to see that every line works.
+rules          what the probes found, constants of the cost model, and a case of each rule of the CUDA rule book on the device
+tests          tests/gpu
+storages       SDXL and a part of Flux under dynamic VRAM, in each storage and in products of fp8
+fp16_safe      SDXL in fp16_safe, without dynamic VRAM and under it
+static clones  a small model loaded static while dynamic VRAM is on, in each storage and compute; then compiled by TorchCompileModel
+streamed       Flux with a third of its weights in VRAM: fp16, int8, fp8
+video          Wan 1.3B at 81 frames
+server         demo.py: a ComfyUI server, four pictures
+
+A row of a model has the seconds to load, host and device time of a call against ComfyUI's own, its products by dtype, the most memory of the
+first and of a later call, and the error against fp32; with --kernels its kernels by name too, which takes as long as all else. A call is the
+model's alone, as in the midst of a sampler's run; SDXL's has two images.
+
+Each part is a process of its own. A row that fails, hangs or ends its process is a row with its problem, and the others go on. What is not
+timed runs side by side, before what is. --only takes items and beginnings of rows: "storages", "Flux, dynamic VRAM: int8". A table of the rows ends the
+run; --out has all of them, as they come. Exit code 1 where a row has a problem, 2 where a target is missed. `--dry-run` does the same on a
+CPU with small models, to see that every line works.
 """
 
 from __future__ import annotations
@@ -16,21 +28,23 @@ import contextlib
 import json
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from unittest import mock
 
 from setup import machine
-from setup.environment import ROOT, Environment
+from setup.environment import Environment
 
-from . import reporting
+from . import gpu_checks, reporting
 from .gpu_constants import constants
+from .gpu_rows import measured
+from .gpu_table import as_table
 from .host import load_comfy
 from .host_time import cores_own, scaled
 from .large_models import ON_A_GPU
@@ -43,25 +57,39 @@ SETTINGS = {
     "fp8": ("fp8_e4m3fn", "auto"),
     "fp8 products": ("fp8_e4m3fn", "fp8"),
     "int8": ("int8", "auto"),
-    "bf16": ("as_file", "bf16"),
-    "fp32": ("fp32", "fp32"),
     "fp8 file": ("as_file", "auto"),
-    "fp8 file, fp8 products": ("as_file", "fp8"),
+    "fp8 file, products": ("as_file", "fp8"),
 }
 """Setting -> the storage and compute asked for; those of an fp8 file are held against ComfyUI's own run of it."""
 CORE = ("core fp16", "core fp8")
-IN_FP16 = ("core fp16", *list(SETTINGS)[:4])
-OF_A_FILE = ("core fp8", "fp8 file", "fp8 file, fp8 products")
+OF_A_FILE = ("core fp8", "fp8 file", "fp8 file, products")
+STORED = ("core fp16", "auto", "int8", "fp8", "fp8 products")
+SAFE = ("fp16_safe", "fp16_safe, guard")
+TESTS, DEMO, CLONES = "tests: tests/gpu", "server: demo.py", "static clones"
 PARTS = {
-    "SDXL, dynamic VRAM": IN_FP16,
-    "Flux, dynamic VRAM": (*OF_A_FILE, "core fp16", "int8", "fp8", "fp8 products", "auto", "fp16_safe"),
-    "SDXL": (*IN_FP16, *list(SETTINGS)[4:9]),
-    "Wan 1.3B, video": ("core fp16", "auto", "fp16_safe", "fp8"),
-    "Wan 1.3B, dynamic VRAM": IN_FP16,
-    "Wan 1.3B": (*IN_FP16, *list(SETTINGS)[4:9]),
-    "Flux": (*IN_FP16, *list(SETTINGS)[4:9], *OF_A_FILE),
+    "device": ("probes", "constants", "rules"),
+    "tests": ("tests/gpu",),
+    CLONES: ("loaded", "compiled"),
+    "server": ("demo.py",),
+    "SDXL, dynamic VRAM": (*STORED, *SAFE),
+    "Flux, dynamic VRAM": (*STORED, *OF_A_FILE, "fp16_safe"),
+    "SDXL": ("core fp16", "auto", *SAFE),
+    "Flux, streamed": ("core fp16", "int8", "fp8"),
+    "Wan 1.3B, video": ("core fp16", "fp16_safe", "int8", "fp8"),
 }
-"""Model and state -> its rows."""
+"""Model and state, or what is asked -> its rows."""
+UNTIMED = ("tests", CLONES, "server")
+ITEMS = {
+    "rules": ("device",),
+    "tests": ("tests",),
+    "storages": ("SDXL, dynamic VRAM", "Flux, dynamic VRAM"),
+    "fp16_safe": ("SDXL: ", *(f"SDXL, dynamic VRAM: {setting}" for setting in ("core fp16", *SAFE))),
+    CLONES: (CLONES,),
+    "streamed": ("Flux, streamed",),
+    "video": ("Wan 1.3B, video",),
+    "server": ("server",),
+}
+"""Item -> how its rows begin."""
 CALLS = {
     "SDXL": ("sdxl", 77, {"size": 128, "batch": 2}),
     "Wan 1.3B": ("wan", 512, {"size": 64, "frames": 9}),
@@ -70,8 +98,12 @@ CALLS = {
 """Model -> family, tokens of text, latent."""
 VIDEO = (1, 16, 21, 60, 104)
 """The latent of 81 frames of 832 x 480: 32,760 tokens."""
-REPEATS, PAIRS, NAMES = 3, 3, 12
-TEST_SECONDS = 150
+REPEATS, PAIRS, NAMES = 2, 3, 12
+LONG = 0.3
+"""A call of so many seconds is timed one by one, in two pairs."""
+ACTIVATIONS = 2 << 30
+"""Bytes beside the weights that a streamed model is left."""
+ROW_SECONDS = 60
 TARGETS = {"auto": 1.02, "auto, guard": 1.03, "fp16_safe": 1.25}
 """Device or host time of a call in a setting, whichever is larger, against ComfyUI's own fp16."""
 READS = ("tolist", "item", "cpu", "__bool__")
@@ -81,153 +113,143 @@ def main() -> int:
     parser = reporting.parser(__doc__)
     parser.add_argument("--out", type=Path, help="write the result here after every row")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no row after this time, and end one that lasts")
-    parser.add_argument("--only", nargs="+", default=(), metavar="ROW", help='only rows whose name begins so: "SDXL, dynamic VRAM", "Flux: int8"')
+    parser.add_argument("--only", nargs="+", default=(), metavar="ITEM", help="only these items or rows")
+    parser.add_argument("--kernels", action="store_true", help="kernels of each call by name")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--dry-run", action="store_true", help="small models on the CPU")
     parser.add_argument("--part", help=argparse.SUPPRESS)
+    parser.add_argument("--rows", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.part:
         return run_part(args)
-    ends = time.monotonic() + args.seconds
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
     result = machine.gpu_conditions(Environment(Path(sys.executable), args.comfyui.resolve())) | {"benchmark": "gpu", "dry_run": args.dry_run, "rows": []}
-    for rows in _rows(args, ends):
-        result["rows"] += rows
-        result["targets"] = _targets(result["rows"])
-        if args.out:
-            args.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    run_all(args, chosen(tuple(args.only)), result, time.monotonic() + args.seconds)
     if args.save and not args.dry_run:
         reporting.save(result)
-    print(json.dumps(result, indent=2))
+    print(json.dumps(result, indent=2) if args.json else as_table(result))
     if any("problem" in row for row in result["rows"]):
         return 1
     return 0 if args.dry_run else reporting.exit_code(result)
 
 
-def is_wanted(name: str, only: tuple[str, ...]) -> bool:
-    """Tell whether a row was asked for."""
-    return not only or any(name.startswith(each) for each in only)
+def chosen(only: tuple[str, ...]) -> list[str]:
+    """List the rows that are asked for, by item or by how they begin, in order."""
+    begin = [start for each in only for start in ITEMS.get(each, (each,))]
+    return [name for name in all_rows() if not only or any(name.startswith(start) for start in begin)]
 
 
-def _rows(args: argparse.Namespace, ends: float) -> Iterator[list[dict]]:
-    """Yield the rows of each part, in order."""
-    yield from _in_a_process(args, "device", ends)
-    if is_wanted("tests", args.only):
+def all_rows() -> list[str]:
+    """List every row, in order."""
+    return [f"{part}: {setting}" for part, settings in PARTS.items() for setting in settings]
+
+
+def run_all(args: argparse.Namespace, names: list[str], result: dict, ends: float) -> None:
+    """Add the rows with these names to a result: the device's first, what is not timed side by side, the others one after another."""
+    lock = threading.Lock()
+
+    def tell(row: dict) -> None:
+        with lock:
+            result["rows"] = sorted([*result["rows"], row], key=lambda one: names.index(one["row"]))
+            result["targets"] = _targets(result["rows"])
+            if args.out:
+                args.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+    def run(part: str) -> None:
+        wanted = [name for name in names if name.startswith(f"{part}: ")]
+        for row in rows_of(args, part, wanted, ends):
+            tell(row)
+
+    run("device")
+    with ThreadPoolExecutor(len(UNTIMED)) as pool:
+        list(pool.map(run, UNTIMED))
+    for part in (part for part in PARTS if part not in ("device", *UNTIMED)):
+        run(part)
+
+
+def rows_of(args: argparse.Namespace, part: str, names: list[str], ends: float) -> Iterator[dict]:
+    """Yield the rows of a part: its own process makes them, but for tests and the demo, which are processes."""
+    if part not in ("tests", "server"):
+        longest = ROW_SECONDS * (10 if args.dry_run else 1)
+        yield from measured(names, partial(_command, args, part), ends, longest)
+    elif names:
         began = time.monotonic()
-        yield [{"row": "tests", **run_tests(args, ends), "took_seconds": round(time.monotonic() - began, 1)}]
-    for part in PARTS:
-        yield from _in_a_process(args, part, ends)
+        row = (gpu_checks.run_tests if part == "tests" else gpu_checks.run_demo)(args, ends)
+        yield {"row": names[0], **row, "took_seconds": round(time.monotonic() - began, 1)}
 
 
-def names_of(part: str) -> list[str]:
-    """List the rows of a part."""
-    return ["probes", "constants"] if part == "device" else [f"{part}: {setting}" for setting in PARTS[part]]
-
-
-def _in_a_process(args: argparse.Namespace, part: str, ends: float) -> Iterator[list[dict]]:
-    """Yield each row as its process writes it; and what became of the process where rows are missing."""
-    wanted = [name for name in names_of(part) if is_wanted(name, args.only)]
-    if not wanted:
-        return
-    with tempfile.TemporaryDirectory(prefix="halfsafe-gpu-") as folder:
-        lines = Path(folder) / "rows.jsonl"
-        lines.touch()
-        options = ["--comfyui", str(args.comfyui.resolve()), "--part", part, "--out", str(lines), "--only", *wanted]
-        command = [sys.executable, "-m", "benchmarks.gpu", *options, *(["--dry-run"] if args.dry_run else [])]
-        with tempfile.TemporaryFile("w+") as log, subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log) as process:
-            seen = 0
-            while True:
-                ended = process.poll() is not None
-                rows = [json.loads(line) for line in lines.read_text(encoding="utf-8").splitlines()]
-                if rows[seen:]:
-                    yield rows[seen:]
-                    seen = len(rows)
-                if ended:
-                    break
-                if time.monotonic() > ends:
-                    process.kill()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(1)
-            if left := wanted[seen:]:
-                log.seek(0)
-                why = "the time was up" if time.monotonic() > ends else f"its process ended with {process.returncode}: {log.read()[-500:]}"
-                yield [{"row": name, "problem": why} for name in left]
-
-
-def run_tests(args: argparse.Namespace, ends: float) -> dict:
-    """Run tests/gpu; outcome of each test, of one that hung too."""
-    lines = (args.out or Path(tempfile.gettempdir()) / "gpu.json").absolute().with_suffix(".tests.jsonl")
-    lines.write_text("", encoding="utf-8")
-    more = {"COMFYUI_DIR": str(args.comfyui.resolve()), "HALFSAFE_TEST_LINES": str(lines), "HALFSAFE_TEST_SECONDS": str(TEST_SECONDS * (8 if args.dry_run else 1))}
-    environ = os.environ | more | ({"HALFSAFE_DRY_RUN": "1"} if args.dry_run else {}) | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu"]
-    left = ends - time.monotonic()
-    try:
-        ran = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False, timeout=None if left == float("inf") else max(1, left))
-        problem = "" if ran.returncode == 0 else ran.stdout[-500:] + ran.stderr[-500:]
-    except subprocess.TimeoutExpired:
-        problem = "the time was up"
-    last = {line["test"].split("::")[-1]: line for line in map(json.loads, lines.read_text(encoding="utf-8").splitlines())}
-    bad = {test: line.get("why", "")[-300:] for test, line in last.items() if line["outcome"] in ("failed", "begun")}
-    row = {"passed": sum(line["outcome"] == "passed" for line in last.values()), "skipped": sum(line["outcome"] == "skipped" for line in last.values()), "failed": bad}
-    return row if row["passed"] and not problem else row | {"problem": problem or "no test passed"}
+def _command(args: argparse.Namespace, part: str, names: list[str], lines: Path) -> list[str]:
+    options = ["--comfyui", str(args.comfyui.resolve()), "--part", part, "--out", str(lines), "--rows", *names]
+    switches = [f"--{name.replace('_', '-')}" for name in ("dry_run", "kernels") if getattr(args, name)]
+    return [sys.executable, "-m", "benchmarks.gpu", *options, *switches]
 
 
 def run_part(args: argparse.Namespace) -> int:
-    """Measure the rows of a part and write each as a line."""
-    is_dynamic = "dynamic VRAM" in args.part
+    """Measure rows of a part and write each as a line; end after one that left the device in a state that no kernel runs in."""
+    is_dynamic = any(state in args.part for state in ("dynamic VRAM", "streamed", CLONES))
     # ComfyUI's main.py sets its own switch where it turns this allocator on (cuda_malloc.py).
     more = ("--cuda-malloc",) if "cudaMallocAsync" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") else ()
     comfy = load_comfy(args, on_cpu=args.dry_run, more=more, dynamic=is_dynamic)
     from support.tiny_models import small_sizes
 
     with small_sizes() if args.dry_run else contextlib.nullcontext():
-        for name, make in _makers(comfy, args.part, args.dry_run):
-            if not is_wanted(name, args.only):
-                continue
-            row, began = {}, time.monotonic()
+        for name, make in _makers(comfy, args):
+            began = time.monotonic()
             try:
                 row = make()
             except Exception as error:  # a row that fails is a result too
                 row = {"problem": f"{type(error).__name__}: {error}"[:500]}
             with args.out.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"row": name, **row, "took_seconds": round(time.monotonic() - began, 1)}) + "\n")
+            if "problem" in row and not _device_answers():
+                return 0
     return 0
 
 
-def _makers(comfy, part: str, dry: bool) -> list[tuple[str, Callable[[], dict]]]:
-    if part == "device":
-        return [("probes", probes_found), ("constants", partial(constants, dry))]
-    model = Model(comfy, part, dry)
-    return [(f"{part}: {setting}", partial(model.row, setting)) for setting in PARTS[part]]
+def _makers(comfy, args: argparse.Namespace) -> list[tuple[str, Callable[[], dict]]]:
+    made: dict[str, Callable[[], dict]]
+    if args.part == "device":
+        made = {"probes": probes_found, "constants": partial(constants, args.dry_run), "rules": gpu_checks.rules}
+    elif args.part == CLONES:
+        made = {"loaded": partial(gpu_checks.static_clones, comfy), "compiled": partial(gpu_checks.compiled_clones, comfy, args.dry_run)}
+    else:
+        model = Model(comfy, args.part, args.dry_run, args.kernels)
+        made = {setting: partial(model.row, setting) for setting in PARTS[args.part]}
+    rows = {f"{args.part}: {setting}": make for setting, make in made.items()}
+    return [(name, rows[name]) for name in args.rows]
+
+
+def _device_answers() -> bool:
+    """False after an error that no later kernel of the process survives, such as an illegal address."""
+    import torch
+
+    try:
+        torch.ones(1, device="cuda" if torch.cuda.is_available() else "cpu").sum().item()
+    except RuntimeError:
+        return False
+    return True
 
 
 def probes_found() -> dict:
-    """What `doctor` tells of this device; whether ``torch._int_mm`` multiplies with its second operand in either layout."""
-    import torch
+    """What `doctor` tells of this device."""
     from halfsafe.precision.commands.doctor import diagnose
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    left, right = (torch.ones(size, dtype=torch.int8, device=device) for size in ((32, 64), (64, 32)))
-    return {"doctor": diagnose(), "int_mm": {"row-major": _said(torch._int_mm, left, right), "column-major": _said(torch._int_mm, left, right.t().contiguous().t())}}
-
-
-def _said(function: Callable, *args) -> str:
-    try:
-        function(*args)
-        wait()
-    except RuntimeError as error:
-        return str(error)[:300]
-    return "right"
+    found = diagnose()
+    failed = [probe["name"] for probe in found["probes"] if probe["ok"] is False]
+    return {"said": f"{found['device']['label']}; failed: {', '.join(failed) or 'none'}", "doctor": found}
 
 
 class Model:
     """Measure one model: a file with normal weights of its widths, ComfyUI's own loaders, and each setting against those."""
 
-    def __init__(self, comfy, part: str, dry: bool):
-        self.comfy, self.dry = comfy, dry
+    def __init__(self, comfy, part: str, dry: bool, kernels: bool):
+        self.comfy, self.dry, self.kernels = comfy, dry, kernels
         self.name, _, self.state = part.partition(", ")
         self.family, self.tokens, self.size = CALLS[self.name]
         self.path = comfy.folder / f"{self.family}_measured.safetensors"
         self._cores: dict[str, object] = {}
+        self._alone: dict[str, float] = {}
 
     def row(self, setting: str) -> dict:
         """Measure ComfyUI's own call, or that of a setting in turns with ComfyUI's."""
@@ -235,19 +257,22 @@ class Model:
 
         if not self._cores:
             self._prepare()
+        if self.state == "streamed":
+            families.unload_models()
         start = time.perf_counter()
         if setting in CORE:
             model = self._core(setting)
             with self._lying(model):
                 return self._row(model, start, {"ours": model})
         of_a_file = setting in OF_A_FILE
-        core = self._core("core fp8" if of_a_file else "core fp16")
+        sides = {} if self.state == "streamed" else {"plain": self._core("core fp8" if of_a_file else "core fp16")}
         start = time.perf_counter()
         model = families.load(self.comfy, self._scaled() if of_a_file else self.path, *SETTINGS[setting])
         if "guard" in setting:
             model = self.comfy.run("HalfsafeNaNGuard", model=model, on_nan="retry_higher", max_retries=8)[0]
-        with self._lying(core, model):
-            return self._row(model, start, {"plain": core, "ours": model})
+        sides["ours"] = model
+        with self._lying(*sides.values()):
+            return self._row(model, start, sides)
 
     def _row(self, model, start: float, sides: dict) -> dict:
         """Measure the first call, later ones in turns, and one by itself."""
@@ -261,10 +286,14 @@ class Model:
         row = {"loaded_seconds": round(time.perf_counter() - start, 2)}
         result, first_peak = peak(runs["ours"])
         row |= {"error": self._error(result)}
+        began = time.perf_counter()
+        runs["ours"]()
+        wait()
+        long = time.perf_counter() - began > LONG
         taken: dict[str, list[dict]] = {name: [] for name in runs}
-        for index in range(1 if self.dry else PAIRS):
+        for index in range(1 if self.dry else PAIRS - long):
             for name in sorted(runs, reverse=bool(index % 2)):
-                taken[name].append(timed(runs[name]))
+                taken[name].append(timed(runs[name], 1 if long else REPEATS))
         for clock in taken["ours"][0]:
             row[clock] = statistics.median(one[clock] for one in taken["ours"])
             if "plain" in taken:
@@ -274,10 +303,21 @@ class Model:
             runs["ours"]()
         products = Counter(f"{' x '.join(product.operands)} to {product.result}" for product in spy.seen)
         row |= {"first_peak_bytes": first_peak, "peak_bytes": peak(runs["ours"])[1], "products": dict(products)}
-        row |= kernels_of(runs["ours"])
+        if self.kernels:
+            row |= kernels_of(runs["ours"])
+        if self.state == "streamed":
+            row |= self._beside_the_first(row, model)
         for side in sides.values():
             side.cleanup()
         return row
+
+    def _beside_the_first(self, row: dict, model) -> dict:
+        """What a row that was measured alone takes beside ComfyUI's own, which came first, and how much of the weights stayed in VRAM."""
+        held = {"held_share": round(model.loaded_size() / model.model_size(), 2)}
+        if not self._alone:
+            self._alone = {clock: row[clock] for clock in ("seconds", "device_seconds") if clock in row}
+            return held
+        return held | {f"{clock}_to_core": round(row[clock] / alone, 4) for clock, alone in self._alone.items()}
 
     def _prepare(self) -> None:
         """Write the file, and have the call and its result in fp32."""
@@ -296,6 +336,18 @@ class Model:
             self.reference = families.replay(exact, self.call)
         del exact
         families.unload_models()
+        if self.state == "streamed" and not self.dry:
+            self._leave_room_for_a_third()
+
+    def _leave_room_for_a_third(self) -> None:
+        """Reserve VRAM as ComfyUI's --reserve-vram does, so that a third of the weights in 16 bit fits beside what a call needs."""
+        import comfy.model_management
+        import comfy_aimdo.control
+        import torch
+
+        reserved = torch.cuda.mem_get_info()[0] - self.path.stat().st_size // 3 - ACTIVATIONS
+        comfy_aimdo.control.init(simple_vram_headroom=reserved)
+        comfy.model_management.EXTRA_RESERVED_VRAM = reserved
 
     def _core(self, name: str):
         """Load by ComfyUI's own loader: a file in fp16, or its weights in fp8 with their scales."""
@@ -313,13 +365,14 @@ class Model:
 
     def _lying(self, *models) -> contextlib.AbstractContextManager:
         """Lend the weights as under dynamic VRAM where a CPU has to show that the lines work."""
-        if not (self.dry and self.state == "dynamic VRAM"):
+        state = {"dynamic VRAM": "resident", "streamed": "streamed"}.get(self.state)
+        if not (self.dry and state):
             return contextlib.nullcontext()
         from comfy.model_management import load_models_gpu
         from support.dynamic_vram import aimdo_stubbed
 
         load_models_gpu(list(models))
-        return aimdo_stubbed(*models, state="resident")
+        return aimdo_stubbed(*models, state=state)
 
     def _write(self) -> None:
         """Write a file with normal weights, drawn on the device, that keep the size of what goes through; a small one in a dry run."""
@@ -378,7 +431,7 @@ def clock_of_reads() -> Iterator[Callable[[], float]]:
         yield lambda: spent[0]
 
 
-def timed(call: Callable) -> dict[str, float]:
+def timed(call: Callable, repeats: int = REPEATS) -> dict[str, float]:
     """Seconds of a call over several after one that is not timed: on the wall, on the host's own thread without what it
     waits for the device, and on the device by CUDA's events."""
     import torch
@@ -390,14 +443,14 @@ def timed(call: Callable) -> dict[str, float]:
         host, start = time.thread_time(), time.perf_counter()
         for event in events[:1]:
             event.record()
-        for _ in range(REPEATS):
+        for _ in range(repeats):
             call()
         for event in events[1:]:
             event.record()
-        host = (time.thread_time() - host - waited()) / REPEATS
+        host = (time.thread_time() - host - waited()) / repeats
     wait()
-    clocks = {"seconds": (time.perf_counter() - start) / REPEATS, "host_seconds": host}
-    return clocks | ({"device_seconds": events[0].elapsed_time(events[1]) / 1000 / REPEATS} if events else {})
+    clocks = {"seconds": (time.perf_counter() - start) / repeats, "host_seconds": host}
+    return clocks | ({"device_seconds": events[0].elapsed_time(events[1]) / 1000 / repeats} if events else {})
 
 
 def peak(call: Callable) -> tuple[object, int | None]:

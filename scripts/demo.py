@@ -14,7 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from setup.comfyui_server import PACK_NAME, Server, ServerError, make_base_directory
-from setup.environment import ROOT, Environment, SetupError, accelerator, clean_environ, prepare, write_models
+from setup.environment import (
+    ROOT,
+    Environment,
+    SetupError,
+    accelerator,
+    clean_environ,
+    installed,
+    prepare,
+    write_models,
+)
 from setup.progress import stage as told
 from setup.workflow import WorkflowError, ask_for, bypass, shrink, small_file, substitute_files, to_prompt, written_back
 
@@ -51,7 +60,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     sys.stdout.reconfigure(errors="replace")
     try:
-        return _demo(options, prepare(options.comfyui))
+        return _demo(options, installed(options.comfyui) if options.installed else prepare(options.comfyui))
     except (SetupError, ServerError, WorkflowError) as error:
         print(f"\n{error}\nThe demo stopped here.", file=sys.stderr)
         return 1
@@ -62,6 +71,7 @@ def main() -> int:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--serve", action="store_true", help="leave ComfyUI open in the browser until Ctrl-C")
+    parser.add_argument("--installed", action="store_true", help="install nothing: this Python has all that ComfyUI needs, but for its page")
     parser.add_argument("--comfyui", type=Path, help="an existing ComfyUI folder, instead of the pinned one")
     parser.add_argument("--prompt", help="what to draw, such as 'a blue star on a pink background'")
     parser.add_argument("--model", type=Path, help="a real Wan 2.1 diffusion model, instead of a tiny one that draws shapes")
@@ -77,7 +87,8 @@ def _demo(options: argparse.Namespace, environment: Environment) -> int:
         base = make_base_directory(Path(folder), ROOT, copied=options.serve)
         files = _provide_models(environment, base, real)
         device = accelerator(environment.python)
-        server = Server(environment.comfyui, base, python=environment.python, cpu=device == "cpu")
+        no_page = ("--front-end-root", str(base / "input")) if options.installed else ()
+        server = Server(environment.comfyui, base, no_page, environment.python, cpu=device == "cpu")
         with contextlib.ExitStack() as scopes:
             with told(f"Starting ComfyUI from {environment.comfyui} on {device}"):
                 scopes.enter_context(server)

@@ -1,10 +1,11 @@
-"""Test and measure the pack on a GPU machine without a network: `pack` here, `run` there, one command of less than ten minutes.
+"""Test and measure the pack on a GPU machine without a network: `pack` here, `run` there, one command of five minutes.
 
     python scripts/gpu.py pack .gpu --comfyui DIR
-    python3 scripts/gpu.py run .gpu --out RESULTS [--seconds 500]
+    python3 scripts/gpu.py run .gpu --out RESULTS [--only ITEM ...]
 
-The machine brings Python, torch and what ComfyUI commonly needs; `.gpu` holds the rest: a ComfyUI without what no model needs, and wheels.
-`run` leaves `gpu.json`, a row written as it comes (benchmarks/gpu.py), and the outcome of each test. `--dry-run` runs it on a CPU.
+The machine brings Python, torch and what ComfyUI commonly needs; `.gpu` holds the rest: a ComfyUI without what no model and no server without
+a page needs, and wheels. `run` prints a table, and leaves `gpu.json`, a row written as it comes (benchmarks/gpu.py), the outcome of each test
+and the pictures of `demo.py`. `--dry-run` runs it on a CPU.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import venv
 import zipfile
 from pathlib import Path
 
-from setup.environment import ROOT, SetupError, find_comfyui
+from setup.environment import ROOT, SetupError, installed
 
 MIB = 1 << 20
 PLATFORMS = tuple(f"manylinux{tag}_x86_64" for tag in ("_2_28", "_2_27", "_2_24", "_2_17", "2014", "1"))
@@ -29,9 +31,9 @@ WITH_DEPENDENCIES = ("alembic", "SQLAlchemy>=2.0.0", "pydantic~=2.0", "blake3")
 WITHOUT = ("comfy-kitchen", "comfy-aimdo", "torchsde", "trampoline")
 NOT_NEEDED_OF_COMFYUI = re.compile(
     r"(tests|tests-unit|blueprints|comfy_api_nodes|models|input|output|script_examples|custom_nodes|\.[^/]+)(/|$)"
-    r"|comfy/(text_encoders/[^/]*tokenizer[^/.]*)(/|$)|.*(__pycache__(/|$)|\.(md|yaml|example|svg|png)$)"
+    r"|comfy/(text_encoders/(?!t5_)[^/]*tokenizer[^/.]*)(/|$)|.*(__pycache__(/|$)|\.(md|yaml|example|svg|png)$)"
 )
-# ComfyUI imports av for videos and sound, whose wheel alone is 36 MB.
+# The T5 tokenizer stays: the demo's text encoder needs it. ComfyUI imports av for videos and sound, whose wheel alone is 36 MB.
 STUBS = ("av", "av/container", "av/subtitles", "av/subtitles/stream", "av/video", "av/video/reformatter")
 STUB = "def __getattr__(name):\n    if name.startswith('__'):\n        raise AttributeError(name)\n    return type(name, (), {})\n"
 
@@ -46,13 +48,13 @@ def main() -> int:
     running = commands.add_parser("run")
     running.add_argument("folder", type=Path)
     running.add_argument("--out", type=Path, required=True)
-    running.add_argument("--seconds", default="480", help="begin no row after this time, and end one that lasts (default: 480)")
-    running.add_argument("--only", nargs="+", default=(), metavar="ROW", help='only rows whose name begins so: "SDXL, dynamic VRAM"')
+    running.add_argument("--seconds", default="300", help="begin no row after this time, and end one that lasts (default: 300)")
+    running.add_argument("--only", nargs="+", default=(), metavar="ITEM", help="only these, as benchmarks/gpu.py lists them")
     running.add_argument("--dry-run", action="store_true", help="on a CPU, with small models")
     options = parser.parse_args()
     try:
         if options.command == "pack":
-            pack(options.folder, find_comfyui(options.comfyui), options.python)
+            pack(options.folder, installed(options.comfyui).comfyui, options.python)
             return 0
         return run(options)
     except SetupError as error:
@@ -60,14 +62,12 @@ def main() -> int:
         return 1
 
 
-def pack(folder: Path, comfyui: Path | None, python: str) -> None:
+def pack(folder: Path, comfyui: Path, python: str) -> None:
     """Make the folder anew.
 
     Raises:
-        SetupError: no ComfyUI, or a wheel that could not be had.
+        SetupError: the folder has other contents, or a wheel could not be had.
     """
-    if comfyui is None:
-        raise SetupError("Name a ComfyUI folder: --comfyui DIR, or COMFYUI_DIR.")
     if folder.exists() and not (folder / "comfyui.tar.xz").exists():
         raise SetupError(f"{folder} exists and was not packed here: name another folder.")
     shutil.rmtree(folder, ignore_errors=True)
@@ -99,7 +99,7 @@ def slim(wheel: Path) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Install what was packed into a folder of its own and run benchmarks/gpu.py with it; its exit code.
+    """Unpack into a folder of its own and run benchmarks/gpu.py with it; its exit code.
 
     Raises:
         SetupError: the folder was not packed here, or its wheels do not fit this Python.
@@ -118,13 +118,24 @@ def run(options: argparse.Namespace) -> int:
         with tarfile.open(options.folder / "comfyui.tar.xz") as tar:
             tar.extractall(work / "comfyui", **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
         environ = {key: value for key, value in os.environ.items() if key not in ("PYTHONHOME", "HALFSAFE_DEVICE_PROFILE")}
-        environ |= {"PYTHONPATH": os.pathsep.join(map(str, (work / "stubs", work / "site", ROOT, ROOT / "scripts"))), "PYTHONUTF8": "1"}
+        environ |= {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "scripts"))), "PYTHONUTF8": "1"}
         # ComfyUI's main.py turns this allocator on by default (cuda_malloc.py).
         environ |= {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
-        command = [sys.executable, "-m", "benchmarks.gpu", "--comfyui", str(work / "comfyui"), "--out", str((options.out / "gpu.json").absolute())]
+        command = [str(python_with(work)), "-m", "benchmarks.gpu", "--comfyui", str(work / "comfyui"), "--out", str((options.out / "gpu.json").absolute())]
         command += ["--dry-run"] if options.dry_run else ["--seconds", options.seconds]
         command += ["--only", *options.only] if options.only else []
         return subprocess.run(command, cwd=ROOT, env=environ, check=False).returncode
+
+
+def python_with(work: Path) -> Path:
+    """Make an interpreter that finds what was unpacked, then all that this one finds, whatever its environment: a server is started without
+    PYTHONPATH."""
+    venv.create(work / "env", symlinks=True)
+    (packages,) = (work / "env" / "lib").glob("python*/site-packages")
+    own = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+    lines = [str(work / "stubs"), str(work / "site"), *(f"import site; site.addsitedir({path!r})" for path in own)]
+    (packages / "machine.pth").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return work / "env" / "bin" / "python"
 
 
 def _checked(command: list[str], title: str) -> None:

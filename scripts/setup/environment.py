@@ -65,6 +65,18 @@ def prepare(comfyui: Path | None = None) -> Environment:
     return Environment(python, directory)
 
 
+def installed(comfyui: Path | None = None) -> Environment:
+    """Return this interpreter and the ComfyUI asked for, or the one this pack is installed in, and install nothing.
+
+    Raises:
+        SetupError: no ComfyUI.
+    """
+    directory = find_comfyui(comfyui)
+    if directory is None:
+        raise SetupError("Name a ComfyUI folder: --comfyui DIR, or COMFYUI_DIR.")
+    return Environment(Path(sys.executable), directory)
+
+
 def find_comfyui(explicit: Path | None = None) -> Path | None:
     """Return the ComfyUI asked for, or the one this pack is installed in, or None."""
     wanted = explicit or os.environ.get("COMFYUI_DIR")

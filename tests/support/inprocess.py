@@ -29,7 +29,8 @@ def setup_comfyui(comfyui: Path, base: Path, *extra_args: str) -> None:
 
 
 def turn_on_dynamic_vram() -> bool:
-    """Do what ``main.py`` of ComfyUI 0.30 does, before anything touches CUDA; tell whether comfy-aimdo works here."""
+    """Do what ``main.py`` of ComfyUI 0.30 does, before anything touches CUDA; tell whether comfy-aimdo works here. Its log level too:
+    without one comfy-aimdo writes each allocation to stderr."""
     import comfy_aimdo.control
 
     comfy_aimdo.control.init()
@@ -45,6 +46,7 @@ def turn_on_dynamic_vram() -> bool:
     except TypeError:  # comfy-aimdo 0.4.9
         works = comfy_aimdo.control.init_devices(device.index for device in devices)
     if works:
+        comfy_aimdo.control.set_log_info()
         comfy.model_patcher.CoreModelPatcher = comfy.model_patcher.ModelPatcherDynamic
         comfy.memory_management.aimdo_enabled = True
     return bool(works)

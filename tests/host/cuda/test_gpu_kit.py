@@ -1,4 +1,5 @@
-"""What a first run on a GPU is trusted with: the baseline is fp16, no wait is timed as host time, rows can be chosen."""
+"""What a run on a GPU is trusted with: items and rows can be chosen, a row that fails or hangs leaves the others, no wait is timed as host
+time, the baseline is fp16, and the table fits a screen."""
 
 import argparse
 import json
@@ -10,36 +11,181 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.inprocess import benchmark
+from support.inprocess import benchmark, turn_on_dynamic_vram
 from support.shipped import ROOT
 
 gpu = benchmark("gpu")
+checks, rows, table = (sys.modules[f"benchmarks.gpu_{name}"] for name in ("checks", "rows", "table"))
+
+PROCESS = """
+import json, sys, time
+path, *names = sys.argv[1:]
+for name in names:
+    if name == "hangs":
+        time.sleep(60)
+    if name == "dies":
+        sys.exit("no kernel image")
+    row = {"row": name, "said": "done"} | ({"problem": "an illegal address"} if name == "breaks the device" else {})
+    with open(path, "a") as file:
+        file.write(json.dumps(row) + "\\n")
+    if "problem" in row:
+        sys.exit(0)
+"""
+MACHINE = {"device": "NVIDIA RTX 6000 Ada Generation", "driver": "580.159.04", "torch": "2.11.0+cu130", "comfyui": "0.30.0", "date": "2026-11-27", "dry_run": False}
 
 
 @pytest.fixture
 def args(tmp_path):
-    return argparse.Namespace(comfyui=Path("comfyui"), out=tmp_path / "gpu.json", dry_run=True, only=())
+    return argparse.Namespace(comfyui=Path("comfyui"), out=tmp_path / "gpu.json", dry_run=True, kernels=False)
+
+
+def measured(names, seconds=20, longest=1.0):
+    return list(rows.measured(names, lambda left, lines: [sys.executable, "-c", PROCESS, str(lines), *left], time.monotonic() + seconds, longest))
+
+
+@pytest.mark.parametrize(("bad", "problem"), [("hangs", "no end after 1 s"), ("dies", "ended with 1: no kernel image"), ("breaks the device", "an illegal address")])
+def test_a_bad_row_leaves_the_others_and_is_told(bad, problem):
+    found = measured(["first", bad, "second", "third"])
+    assert [row["row"] for row in found] == ["first", bad, "second", "third"]
+    assert [problem in row.get("problem", "") for row in found] == [False, True, False, False]
+    assert [row.get("said") for row in found if "problem" not in row] == ["done"] * 3
+
+
+def test_rows_that_the_time_is_too_short_for_are_told():
+    began = time.monotonic()
+    found = measured(["first", "hangs", "second"], seconds=1.5, longest=30)
+    assert time.monotonic() - began < 25 and [row["row"] for row in found] == ["first", "hangs", "second"]
+    assert [row.get("problem") for row in found] == [None, rows.NOT_BEGUN, rows.NOT_BEGUN]
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_process_goes_on_after_a_row_that_failed_unless_its_device_is_lost(args, monkeypatch, answers):
+    def fail():
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(gpu, "load_comfy", lambda *_, **__: None)
+    monkeypatch.setattr(gpu, "_makers", lambda *_: [("a", dict), ("b", fail), ("c", dict)])
+    monkeypatch.setattr(gpu, "_device_answers", lambda: answers)
+    args.part = "SDXL"
+    assert gpu.run_part(args) == 0
+    found = [json.loads(line) for line in args.out.read_text(encoding="utf-8").splitlines()]
+    assert [row["row"] for row in found] == (["a", "b", "c"] if answers else ["a", "b"]) and "out of luck" in found[1]["problem"]
+
+
+def test_items_choose_rows_and_every_row_is_of_an_item():
+    names = gpu.all_rows()
+    assert len(names) == len(set(names)) and gpu.chosen(()) == names == gpu.chosen(tuple(gpu.ITEMS))
+    assert gpu.chosen(("fp16_safe",)) == [name for name in names if (name.startswith("SDXL") and name.split(": ")[1].startswith(("core", "fp16_safe"))) or name == "SDXL: auto"]
+    assert gpu.chosen(("video", "server")) == [name for name in names if name.startswith(("Wan", "server"))]
+    assert gpu.chosen(("Flux, dynamic VRAM: int8",)) == ["Flux, dynamic VRAM: int8"] and gpu.chosen(("Chroma",)) == []
+    assert not any(len(gpu.chosen((name,))) == 0 for name in names)
+
+
+def test_what_is_not_timed_runs_side_by_side_and_nothing_beside_what_is(args, monkeypatch):
+    running, beside = set(), {}
+
+    def rows_of(_, part, names, ends):
+        running.add(part)
+        time.sleep(0.05)
+        beside[part] = {*running}
+        yield from ({"row": name, "said": "done"} for name in names)
+        running.discard(part)
+
+    monkeypatch.setattr(gpu, "rows_of", rows_of)
+    monkeypatch.setattr(gpu, "_targets", lambda rows: {})
+    result = {"rows": []}
+    gpu.run_all(args, gpu.all_rows(), result, float("inf"))
+    assert [row["row"] for row in result["rows"]] == gpu.all_rows() == [row["row"] for row in json.loads(args.out.read_text(encoding="utf-8"))["rows"]]
+    assert all(beside[part] == {part} for part in gpu.PARTS if part not in gpu.UNTIMED) and any(beside[part] == {*gpu.UNTIMED} for part in gpu.UNTIMED)
+
+
+def row_of(name, kind):
+    if kind == "problem":
+        return {"row": name, "problem": "RuntimeError: CUDA error: an illegal memory access was encountered\n" * 9}
+    if kind == "said" or name.split(": ")[0] in ("device", *gpu.UNTIMED):
+        return {"row": name, "said": "a blue star on a pink background; " * 9}
+    figures = {"seconds": 12.3456, "seconds_to_core": 123.456, "device_seconds_to_core": 1.2, "error": 1.23e-3, "peak_bytes": 80 << 30, "held_share": 1.0}
+    return {"row": name, **figures, "products": {"fp16 x fp16 to fp16": 934}}
+
+
+@pytest.mark.parametrize("kind", ["problem", "said", "figures"])
+def test_the_table_of_a_whole_run_fits_a_screen(kind):
+    targets = {name: {"limit": 1.02, "measured": 1.234, "met": False} for name in gpu.all_rows()}
+    text = table.as_table(MACHINE | {"rows": [row_of(name, kind) for name in gpu.all_rows()], "targets": targets})
+    lines = text.splitlines()
+    assert len(lines) <= table.LINES == 40 and max(map(len, lines)) <= table.COLUMNS == 80
+    assert len(lines) == len(gpu.all_rows()) + 3 and all(("PROBLEM" in line) is (kind == "problem") for line in lines[2:-1])
+    assert kind != "figures" or "12345.6   123.46  1.2e-03   81920 100 % held" in text
+
+
+def test_a_test_that_hangs_on_the_device_leaves_the_tests_after_it(args, monkeypatch):
+    asked = []
+
+    def ended(command, seconds, env):
+        asked.append([part.removeprefix("--deselect=") for part in command if part.startswith("--deselect=")])
+        with open(env["HALFSAFE_TEST_LINES"], "a", encoding="utf-8") as file:
+            for test in ("a", "b", "c"):
+                if test in asked[-1]:
+                    continue
+                file.write(json.dumps({"test": test, "outcome": "begun"}) + "\n")
+                if test == "b":
+                    return 1, "Timeout (0:01:00)!"
+                file.write(json.dumps({"test": test, "outcome": "passed"}) + "\n")
+        return 0, ""
+
+    monkeypatch.setattr(checks, "ended", ended)
+    row = checks.run_tests(args, float("inf"))
+    assert asked == [[], ["a", "b"]] and (row["passed"], row["failed"], row["problem"]) == (2, {"b": "hung"}, "b")
+
+
+@pytest.mark.parametrize(("code", "problem"), [(0, None), (1, "CUDA error"), (None, "the time was up")])
+def test_the_demo_tells_what_its_pictures_show_or_why_not(args, monkeypatch, code, problem):
+    said = "\nIt works.\n  picture.png        a blue star on a pink background    the model in scaled fp8\n  fp16.png           black                              unguarded\nCUDA error"
+    monkeypatch.setattr(checks, "ended", lambda *_: (code, said))
+    row = checks.run_demo(args, float("inf"))
+    assert row["pictures"] == {"picture": "a blue star on a pink background", "fp16": "black"}
+    assert problem is None if "problem" not in row else problem in row["problem"]
+
+
+def test_a_command_that_lasts_is_asked_to_end_and_then_ended():
+    polite = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit('ended its server')); print('begun', flush=True); time.sleep(60)"
+    code, printed = rows.ended([sys.executable, "-c", polite], 1.5, os.environ)
+    assert code is None and "begun" in printed and "ended its server" in printed
+    assert rows.ended([sys.executable, "-c", "print('done')"], float("inf"), os.environ) == (0, "done\n")
+
+
+def test_dynamic_vram_is_turned_on_at_comfyuis_own_log_level(monkeypatch):
+    """Without one comfy-aimdo writes each allocation to stderr, where a failed test's words then cannot be seen."""
+    import comfy.memory_management
+    import comfy.model_management
+    import comfy.model_patcher
+    import comfy_aimdo.control
+
+    levels = []
+    monkeypatch.setattr(comfy.model_management, "get_all_torch_devices", lambda: [torch.device("cuda", 0)])
+    monkeypatch.setattr(comfy.model_patcher, "CoreModelPatcher", comfy.model_patcher.CoreModelPatcher)
+    monkeypatch.setattr(comfy.memory_management, "aimdo_enabled", False)
+    for name, answer in (("init", True), ("init_devices", True)):
+        monkeypatch.setattr(comfy_aimdo.control, name, lambda *_, answer=answer: answer)
+    monkeypatch.setattr(comfy_aimdo.control, "set_log_info", lambda: levels.append("info"))
+    assert turn_on_dynamic_vram() and levels == ["info"]
 
 
 @pytest.mark.slow
 def test_a_dry_run_makes_the_chosen_rows_and_its_baseline_multiplies_in_fp16(comfyui_dir, tmp_path):
     """Judged at the operation: ComfyUI's loader with fp32 compute multiplies the same weights in fp32."""
-    names = ["Flux, dynamic VRAM: fp8 file", "Flux, dynamic VRAM: core fp16", "Flux, dynamic VRAM: int8"]
+    names = ["Flux, dynamic VRAM: core fp16", "Flux, dynamic VRAM: int8", "Flux, dynamic VRAM: fp8 file", "Flux, streamed: core fp16", "Flux, streamed: int8", "device: rules"]
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "scripts")))
-    command = [sys.executable, "-m", "benchmarks.gpu", "--dry-run", "--comfyui", str(comfyui_dir), "--only", *names]
+    command = [sys.executable, "-m", "benchmarks.gpu", "--dry-run", "--kernels", "--comfyui", str(comfyui_dir), "--out", str(tmp_path / "gpu.json"), "--only", *names]
     ran = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True)
-    rows = json.loads(ran.stdout or "{}").get("rows", ())
-    found = {row["row"]: row for row in rows}
-    assert found.keys() >= set(names) and ran.returncode == 0, (ran.stderr[-2000:], rows)
-    assert all(row["error"] > 1e-5 and row["longest_kernels"] and row["kernels"] > 100 for row in rows), rows
-    assert found[names[1]]["products"].keys() == {"fp16 x fp16 to fp16"} and "seconds_to_core" in found[names[2]]
-
-
-def test_every_row_can_be_chosen_and_another_is_left_out():
-    names = [name for part in ("device", *gpu.PARTS) for name in gpu.names_of(part)]
-    assert len(names) == len(set(names)) > 30
-    for name in names:
-        assert gpu.is_wanted(name, ()) and gpu.is_wanted(name, (name,)) and not gpu.is_wanted(name, ("Chroma",))
+    found = {row["row"]: row for row in json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))["rows"]}
+    assert found.keys() >= set(names) and ran.returncode == 0, (ran.stderr[-2000:], found)
+    assert found["device: rules"]["otherwise"] == {} and "0 of " in found["device: rules"]["said"]
+    models = [row for name, row in found.items() if name.startswith("Flux")]
+    assert all(row["error"] > 1e-5 and row["longest_kernels"] and row["kernels"] > 100 for row in models), models
+    assert found[names[0]]["products"].keys() == {"fp16 x fp16 to fp16"} and "seconds_to_core" in found[names[1]]
+    assert "seconds_to_core" in found["Flux, streamed: int8"] and "held_share" in found["Flux, streamed: core fp16"]
+    assert [line.split("  ")[0] for line in ran.stdout.splitlines()[2:-1]] == [name.replace("dynamic VRAM", "dynamic") for name in found]
 
 
 def test_host_time_has_no_wait_in_it(monkeypatch):
@@ -57,10 +203,3 @@ def test_host_time_has_no_wait_in_it(monkeypatch):
     monkeypatch.setattr(gpu, "wait", lambda: None)
     clocks = gpu.timed(lambda: tensor.tolist())
     assert clocks["host_seconds"] < waited / 4 and clocks["seconds"] > waited
-
-
-def test_a_part_that_hangs_is_ended_and_its_rows_are_told(args, monkeypatch):
-    monkeypatch.setattr(sys, "executable", "sleep")
-    monkeypatch.setattr(subprocess, "Popen", lambda command, popen=subprocess.Popen, **given: popen(["sleep", "60"], **given))
-    (rows,) = gpu._in_a_process(args, "Flux", time.monotonic() + 0.5)
-    assert [row["row"] for row in rows] == gpu.names_of("Flux") and {row["problem"] for row in rows} == {"the time was up"}
