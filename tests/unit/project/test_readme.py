@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -69,6 +70,28 @@ def test_it_can_be_tried_by_two_commands_whose_cost_is_told_above_what_else_it_c
     assert all(word in tried for word in ("3 GB", "6 GB", "--serve", "CPU")) and "GPU" in tried.strip().splitlines()[-1]
 
 
-def test_that_nothing_was_measured_on_a_gpu_is_said_once_where_the_figures_are() -> None:
-    said = [path.name for path in [ROOT / "README.md", *ROOT.glob("docs/*.md")] if "was measured on a GPU yet" in path.read_text(encoding="utf-8")]
-    assert said == ["numbers.md"]
+NEVER_ON_A_GPU = re.compile(r"(?i)no gpu has|(not|yet) (yet )?(been )?(measured|run) on (a|any|one) GPU|(not|nothing)( was)? measured on a GPU|have not run on one|no figure .{0,30} of a GPU|没有任何 GPU|没有一个是在 GPU|尚待测量")
+GPU_MEASURED = ("H200", "580.159.04", "2.11.0+cu130")
+
+
+def test_what_a_gpu_measured_stands_where_the_figures_are_with_its_conditions_and_no_page_says_that_none_was() -> None:
+    pages = [*DOCUMENTS, *(path.relative_to(ROOT) for path in ROOT.glob("web/docs/**/*.md"))]
+    texts = {str(page): (ROOT / page).read_text(encoding="utf-8") for page in pages}
+    assert {page: found for page, text in texts.items() if (found := NEVER_ON_A_GPU.findall(text))} == {}
+    told = [page for page, text in texts.items() if all(condition in text for condition in GPU_MEASURED)]
+    assert sorted(told) == ["benchmarks/README.md", "docs/devices.md", "docs/devices.zh.md", "docs/numbers.md", "docs/numbers.zh.md"]
+    assert all("H200" in texts[readme] for readme in SYMPTOMS)
+
+
+def test_the_figures_of_the_h200_are_those_of_its_files() -> None:
+    """Each ratio in devices.md is the median that a row of the raw files has, rounded."""
+    rows: dict[str, dict] = {}
+    for name in ("gpu_h200", "gpu_h200_dynamic_vram"):
+        found = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))["rows"]
+        rows |= {row["row"]: row for row in found if "seconds_to_core" in row}
+    parts = ("SDXL", "SDXL, dynamic VRAM", "Flux, dynamic VRAM", "Wan 1.3B, video")
+    settings = ("auto", "auto, guard", "fp16_safe", "fp16_safe, guard", "fp8", "fp8 products", "int8")
+    measured = [[f"{rows[name]['seconds_to_core']:.2f}" if (name := f"{part}: {setting}") in rows else "-" for part in parts] for setting in settings]
+    for page in ("docs/devices.md", "docs/devices.zh.md"):
+        cells = [[cell.strip() for cell in line.split("|")[2:-1]] for line in (ROOT / page).read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+        assert [row for row in cells if len(row) == 4 and re.fullmatch(r"\d\.\d\d", row[0])] == measured, page
