@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import io
+import os
 import subprocess
 import sys
 import tarfile
@@ -145,3 +147,37 @@ def test_unknown_node_and_file_are_named() -> None:
     prompt = {"1": {"class_type": "Load", "inputs": {"odd_name": "b.safetensors"}}}
     with pytest.raises(WorkflowError, match=r"b\.safetensors"):
         substitute_files(prompt, info, small_file)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="the packed machine is a Linux one")
+def test_the_interpreter_of_a_gpu_machine_finds_what_was_unpacked_and_what_the_machine_has_without_pythonpath(tmp_path: Path) -> None:
+    for file in ("stubs/av/__init__.py", "site/only_unpacked.py", "site/pytest.py"):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text("here = True\n", encoding="utf-8")
+    python = importlib.import_module("gpu").python_with(tmp_path)
+    code = "import av, only_unpacked, pytest, torch; print(av.here, only_unpacked.here, pytest.here, bool(torch.__version__))"
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    ran = subprocess.run([str(python), "-c", code], env=environ, capture_output=True, text=True)
+    assert ran.stdout.split() == ["True"] * 4, ran.stderr
+
+
+def test_a_demo_with_what_is_installed_prepares_nothing_and_needs_no_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    demo = importlib.import_module("demo")
+    given, started = [], []
+
+    class NoServer(Exception):
+        pass
+
+    def server(comfyui, base, extra_args=(), python="", cpu=True):
+        started.append((comfyui, extra_args, python))
+        raise NoServer
+
+    monkeypatch.setattr(sys, "argv", ["demo.py", "--installed", "--comfyui", str(make_comfyui(tmp_path))])
+    monkeypatch.setattr(demo, "prepare", lambda comfyui: given.append(comfyui))
+    for name, answer in (("Server", server), ("_provide_models", lambda *_: {}), ("accelerator", lambda python: "cpu")):
+        monkeypatch.setattr(demo, name, answer)
+    with pytest.raises(NoServer):
+        demo.main()
+    ((comfyui, extra, python),) = started
+    assert not given and (comfyui, python) == (tmp_path.resolve(), Path(sys.executable))
+    assert extra[0] == "--front-end-root" and extra[1].endswith("input")
