@@ -43,13 +43,17 @@ def plan_for_goal(
 
 
 def storage_for_goal(device: Device, goal: Goal, stored: frozenset[str]) -> tuple[StorageOption, str]:
-    """Choose the storage that a goal is best loaded with, and say why; ``auto`` where it asks for none.
+    """Choose the storage that a goal is best loaded with, and say why; ``auto`` where it asks for none, or where models
+    in 8 bits were slower.
 
     ``stored``: the storages of the weights as they are: what is quantized already is not quantized again.
     """
     gains = device.capabilities["int8_matmul_gains"] or device.capabilities["fp8_matmul_gains"]
-    faster = gains and not device.profile.slower_in_8_bits
-    if stored <= {*UNQUANTIZED} and (goal == "memory" or (goal == "speed" and faster)):
+    if not stored <= {*UNQUANTIZED}:
+        return "auto", ""
+    if goal == "speed" and device.profile.slower_in_8_bits:
+        return "auto", f"Weights in 8 bits were slower in measured calls. {device.profile.measured}"
+    if goal == "memory" or (goal == "speed" and gains):
         storage, reason = smallest_storage(device)
         if storage != "as_file":
             return storage, reason
@@ -67,11 +71,9 @@ def _compute_for(
         return "fp8", f"fp8 products. {device.reason('fp8_matmul_gains')}"
     if goal == "speed" and stored & {*WEIGHTS_FOR["int8"]} and device.capabilities["int8_matmul_gains"]:
         return "auto", f"int8 products. {device.reason('int8_matmul_gains')}"
-    if goal == "speed" and stored <= {*UNQUANTIZED} and device.profile.slower_in_8_bits:
-        return "auto", f"Weights in 8 bits were slower in measured calls. {device.profile.measured}"
     storage, reason = storage_for_goal(device, goal, stored)
     gain = "halve its weights" if goal == "memory" else f"multiply in {storage.split('_')[0]}"
-    return "auto", "" if storage == "auto" else f"Load the model with storage {storage} to {gain}. {reason}"
+    return "auto", reason if storage == "auto" else f"Load the model with storage {storage} to {gain}. {reason}"
 
 
 def on_loaded(

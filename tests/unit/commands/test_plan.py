@@ -92,6 +92,13 @@ def test_speed_on_a_device_that_gains_from_fp8_only(wan):
     assert "blocks.0.ffn.2" in report.without_effect[0].reason and "30 x 64" in report.without_effect[0].reason
 
 
+def test_speed_on_a_device_where_calls_in_8_bits_were_slower_keeps_16_bits_and_memory_does_not(wan):
+    device = devices.detect(profile="sm_90")
+    speed, memory = (plan_file(wan, device, goal) for goal in ("speed", "memory"))
+    assert {storage for storage, _ in layers(speed).values()} == {"fp16"} and device.profile.measured in speed.decisions["storage"]
+    assert layers(memory)["blocks.0.ffn.0"] == ("fp8_e4m3fn", "fp16") and "0.93 to 1.55" in memory.decisions["storage"]
+
+
 def test_balanced_keeps_the_file_when_it_fits(wan):
     report = plan_file(wan, devices.detect(profile="sm_86"), device_memory=24 * 2**30)
     assert {*layers(report).values()} == {("fp16", "fp16")}
