@@ -15,8 +15,6 @@ from .attention_bounds import AttentionBound, AttentionCall, AttentionRange
 from .calibration import Calibration
 from .proofs import MARGIN, Proof
 
-COARSE_SCORE = 512.0
-
 
 class Kernels(NamedTuple):
     """Functions that can compute an attention of ComfyUI: ``attention``, the function to call, and ``fp32``, a
@@ -41,7 +39,6 @@ class SafeAttention:
     """Run attention with fp16 operands if no operand and no score can exceed fp16's range, else in fp32.
 
     Attentions are identified by their order in a model call; an attention that was never measured runs in fp32. The
-    layers before an attention with large scores return fp32, so that q and k are rounded once instead of twice. The
     result of a foreign kernel is checked, because its own arithmetic may overflow. ``asked``: returns True if the
     current attention has to run in fp32 whatever its scores are. ``fp16_flops``: floating-point operations with fp16
     operands in a call. ``all_bounded``: no model input can bring any q above fp16's range, so q is not checked for a
@@ -67,23 +64,21 @@ class SafeAttention:
             self.all_bounded = True
 
     def __call__(self, kernels: Kernels, q: torch.Tensor, k, v, heads: int, *args, **kwargs) -> torch.Tensor:
-        """Run one attention with ComfyUI's arguments. Returns the dtype of ``q``, or fp16 if other results are fp16."""
+        """Run one attention with ComfyUI's arguments. Returns the dtype of ``q``."""
         index, self.index = self.index, self.index + 1
         if (
             (args[0] if args else kwargs.get("mask")) is None
-            and not torch.compiler.is_compiling()
+            and not torch.compiler.is_dynamo_compiling()
             and self.all_bounded
             and not (self.any_in_fp32 or self.calibration.calibrating or index >= len(self.bounds))
             and kernels.fused
             and not kernels.foreign
-            and q.dtype is k.dtype is v.dtype is torch.float16
         ):
-            return kernels.attention(q, k, v, heads, *args, **kwargs)
+            return kernels.attention(q.half(), k.half(), v.half(), heads, *args, **kwargs).to(q.dtype)
         call = AttentionCall(q, k, v, heads, args, kwargs, kernels.fused)
-        dtype = torch.float16 if self.calibration.results.allowed else q.dtype
         if self.calibration.calibrating:
             with self.calibration.hiding.pause():
-                return self._calibrated(index, kernels, call, dtype)
+                return self._calibrated(index, kernels, call)
         if index >= len(self.calls_in_fp32) or (self.any_in_fp32 and self.calls_in_fp32[index]):
             return call.in_dtype(torch.float32).run(kernels.fp32)
         call = call.in_dtype(torch.float16)
@@ -94,19 +89,18 @@ class SafeAttention:
         result = call.run(kernels.attention)
         if kernels.foreign:
             self.finite.record_amax(result)
-        return result if result.dtype == dtype else result.to(dtype)
+        return result.to(q.dtype)
 
-    def _calibrated(self, index: int, kernels: Kernels, call: AttentionCall, dtype: torch.dtype) -> torch.Tensor:
+    def _calibrated(self, index: int, kernels: Kernels, call: AttentionCall) -> torch.Tensor:
         if index == len(self.calls_in_fp32):
             self.calls_in_fp32.append(False)
             self.bounds.append(self.calibration.add(AttentionBound(f"attention {index}")))
-        results, result = self.calibration.results, None
+        result = None
         amax_of_q, largest, most_of_q = self._note(call)
         self.all_bounded = self.all_bounded and most_of_q * MARGIN < FP16_MAX
         in_fp32 = self.asked() or self.calls_in_fp32[index] or not self.range.holds(largest * 2.0)
-        results.close_block(coarse=self.asked() or largest > COARSE_SCORE)
         if not in_fp32:
-            result = call.in_dtype(torch.float16).run(kernels.attention).to(dtype)
+            result = call.in_dtype(torch.float16).run(kernels.attention).to(call.q.dtype)
             in_fp32 = kernels.foreign and not math.isfinite(amax(result).item())
         self.calls_in_fp32[index] = in_fp32
         self.any_in_fp32 = self.any_in_fp32 or in_fp32
@@ -117,14 +111,11 @@ class SafeAttention:
         self.fp16_flops += flops
         self.bounds[index].calibrate(call, amax_of_q, largest)
         self.calibration.in_fp16 = True
-        results.any_returned = results.any_returned or results.allowed
         return result
 
     def _note(self, call: AttentionCall) -> tuple[float, float, float]:
         """Return the amax of q, the largest number in the attention, and the upper bound of q for every model input."""
         self.range.device = self.finite.device = call.q.device
         bound = self.calibration.hiding.norms.of(call.q)
-        *operands, largest, most = torch.stack([*map(amax, (call.q, call.k, call.v)), call.largest(), bound]).tolist()
-        for tensor, magnitude in zip((call.q, call.k, call.v), operands, strict=True):
-            self.calibration.results.note_operand(magnitude, tensor.dtype)
-        return operands[0], largest, most
+        of_q, largest, most = torch.stack([amax(call.q), call.largest(), bound]).tolist()
+        return of_q, largest, most

@@ -1,10 +1,10 @@
 """Calibrate a model's operations in its first call, run later calls with that plan, and check their results.
 
-The first call calibrates: it chooses the scale of each operand and the layers that return fp16. A product of fp16
-operands with fp32 sums is correct if its result is finite, so later calls only check their own result and measure
-scaled operands, the inputs of the model, attention in fp16, and layers whose overflow model code may hide
-(``hiding.py``). If a check finds Inf or NaN, or a number left its range, the call is repeated with calibration. A clean
-call costs a few reductions and one small synchronisation, and a value that overflowed is never used.
+The first call calibrates: it chooses the scale of each operand. A product of fp16 operands with fp32 sums is correct if
+its result is finite, so later calls only check their own result and measure scaled operands, the inputs of the model,
+attention in fp16, and layers whose overflow model code may hide (``hiding.py``). If a check finds Inf or NaN, or a
+number left its range, the call is repeated with calibration. A clean call costs a few reductions and one small
+synchronisation, and a value that overflowed is never used.
 """
 
 import math
@@ -21,9 +21,8 @@ from ..base.nested import floats_in
 from ..base.oom import is_of_compiler, is_torch_oom
 from ..base.patching import compile_disabled
 from .hiding import HidingCode
-from .operand_scale import OperandScale, SharedOperands
+from .operand_scale import OperandScale
 from .proofs import HEADROOM_BITS, NOTHING, AmaxBuffer, Proof
-from .result_bound import Fp16Results
 
 Result = TypeVar("Result")
 AnyProof = TypeVar("AnyProof", bound=Proof)
@@ -34,8 +33,6 @@ class Looks(Protocol):
     """What looks at the attempts of a call: :class:`Calibration` says what each method does."""
 
     def take_back(self) -> None: ...
-
-    def end_call(self) -> None: ...
 
     def stands(self, result: Any) -> bool: ...
 
@@ -64,9 +61,6 @@ def until_it_stands(looks: Collection[Looks], attempt: Callable[[], Result]) -> 
         for each in looks:
             each.take_back()
         raise
-    finally:
-        for each in looks:
-            each.end_call()
 
 
 class InputRange(Proof):
@@ -95,25 +89,23 @@ class Calibration:
     ``calibrating``: this call may read numbers back from the device to choose scales, and runs no compiled code. A
     compiled graph depends on the decisions of a proof, such as ``in_fp32``, but not on the number of measurements.
     ``flops``: floating-point operations of each operation in the calibrating call. ``repeats``: number of calls that
-    ran twice. ``in_fp16``: some operation or attention multiplies in fp16, so results are checked. ``error``: message
-    of the error that model code raised with fp16 results and not in the repeat without them. ``spares_memory``:
-    calibrate without a second copy of the weight and without shared operands, after an out-of-memory error.
-    ``by_layer``: each product switches fp16 accumulation off itself, because it is not switched off for the whole call.
+    ran twice. ``in_fp16``: some operation or attention multiplies in fp16, so results are checked. ``spares_memory``:
+    calibrate without a second copy of the weight, after an out-of-memory error. ``lacks_precision``: in this
+    calibrating attempt some weight was asked for in fp16 that has to be multiplied in fp32. ``by_layer``: each product
+    switches fp16 accumulation off itself, because it is not switched off for the whole call.
     """
 
     def __init__(self, looks_at_result: bool = True) -> None:
         self.looks_at_result = looks_at_result
         self.proofs: dict[str, Proof] = {}
         self.flops: Counter[str] = Counter()
-        self.operands = SharedOperands()
-        self.results = Fp16Results()
         self.hiding = HidingCode()
         self.calibrating = True
         self.in_fp16 = False
         self.by_layer = True
         self.spares_memory = self._ran_short = False
         self.repeats = 0
-        self.error = self._error = ""
+        self.lacks_precision = False
         self._spared = False
         self._result = Proof("result of the call")
         self._missed = self._result.missed
@@ -128,8 +120,7 @@ class Calibration:
     def scale(self, name: str) -> OperandScale:
         """Create and register the operand scale of an operation."""
         self.in_fp16 = True
-        self.results.scales.append(OperandScale(name))
-        return self.add(self.results.scales[-1])
+        return self.add(OperandScale(name))
 
     def largest(self) -> dict[str, float]:
         """Return operation name -> largest magnitude of its operands, for operations with a measured operand."""
@@ -172,21 +163,12 @@ class Calibration:
 
     def begin_call(self) -> None:
         """Start a model call, which may take several attempts."""
-        self._error = ""
         self._spared = False
 
     def take_back(self) -> None:
         """Undo the changes of the attempts at a call that failed."""
-        if self._error:
-            self.results.allowed = True  # results in fp16 are not what fails
         if self._spared:
             self.spares_memory = False  # the call does not fit without measuring either
-        self._error = ""
-
-    def end_call(self) -> None:
-        """Finish a model call, also a failed one: release its operands and store its error."""
-        self.operands.end()
-        self.error = self._error or self.error
 
     def attempt(self) -> AbstractContextManager:
         """Prepare one attempt and return the context to run it in. A calibrating attempt runs no compiled code."""
@@ -195,10 +177,8 @@ class Calibration:
             for buffer, _ in self._buffers.values():
                 buffer.clear()
             return NOTHING_ELSE
-        self._ran_short = False
+        self._ran_short = self.lacks_precision = False
         self.flops.clear()
-        self.operands.begin()
-        self.results.begin()
         held = ExitStack()
         held.enter_context(compile_disabled())
         if self.in_fp16 and self.looks_at_result:
@@ -208,7 +188,7 @@ class Calibration:
     def stands(self, result: object) -> bool:
         """Check an attempt. Returns True if its result may be used, False if the call has to be repeated."""
         if self.calibrating:
-            if self.results.conclude():
+            if self.lacks_precision:
                 return False
             self._place(result)
             self.calibrating = False
@@ -223,22 +203,16 @@ class Calibration:
         """True if a call is repeated after an attempt that raised ``error``.
 
         A call is repeated at most once for each reason: with calibration, if an operation ran that was never measured;
-        with less memory, if measuring ran out of memory; and without fp16 results, if there were any, because not every
-        torch operation accepts fp16 together with fp32.
+        and with less memory, if measuring ran out of memory.
         """
         if self.calibrating and self._ran_short and not self.spares_memory:
             self.spares_memory = self._spared = True
             return True
         if is_torch_oom(error) or is_of_compiler(error):
             return False
-        if not self.calibrating and self._missed.any:
-            self.repeats += 1
-            self.calibrating = True
-            return True
-        if not (self.results.any_returned and self.results.allowed):
+        if self.calibrating or not self._missed.any:
             return False
-        self.results.allowed = False
-        self._error = str(error) or type(error).__name__
+        self.repeats += 1
         self.calibrating = True
         return True
 
@@ -282,14 +256,12 @@ class Calibration:
         for buffer, proofs in self._buffers.values():
             records = buffer.read()
             for place in [place for place, record in enumerate(records) if record != NOTHING and place in proofs]:
-                hold = self._is_held(proofs[place], records[place : place + proofs[place].width]) and hold
+                hold = _is_held(proofs[place], records[place : place + proofs[place].width]) and hold
         return hold
 
-    def _is_held(self, proof: Proof, numbers: list[float]) -> bool:
-        """Check one proof, and the proofs that share its operand, against the ``numbers`` recorded in this call.
-        Updates ``largest``."""
-        magnitude, hold = proof.magnitude(numbers), True
-        for each in (proof, *self.operands.sharing.get(proof, ())):  # type: ignore[call-overload]  # scales alone share
-            each.largest = max(each.largest, magnitude)
-            hold = each.holds(magnitude) and hold
-        return hold
+
+def _is_held(proof: Proof, numbers: list[float]) -> bool:
+    """Check one proof against the ``numbers`` recorded in this call. Updates ``largest``."""
+    magnitude = proof.magnitude(numbers)
+    proof.largest = max(proof.largest, magnitude)
+    return proof.holds(magnitude)

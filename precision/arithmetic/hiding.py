@@ -12,10 +12,6 @@ a division, rsqrt,     Inf in the denominator, by 0           the same
 a negative power
 nan_to_num, a test     Inf and NaN                            the same, and the check of the last layer of each
 for NaN or Inf                                                earlier block
-clamp, nan_to_num      an fp16 result that overflowed by      results of those layers are returned in fp32
-of fp16                itself
-the same saturating    nothing: the function has the same     none is needed
-of an fp16 result      limit at Inf
 attention              -Inf among its scores                  the check of q, or a norm before it (``attention.py``)
 =====================  =====================================  ========================================================
 
@@ -42,15 +38,13 @@ from .norm_bounds import NormBounds
 class Hides:
     """How an operation hides an overflow.
 
-    ``places``: indices of the operands whose Inf it hides. ``nan``: it hides NaN too. ``replaces``: it substitutes
-    another number for a value that overflowed in fp16. ``is_tested``: model code passes no intended Inf to the
-    operation, as masks do to ``softmax`` and to comparisons, so the operand itself can be tested in plain fp16
-    (``nodes/host/guard/clamps.py``).
+    ``places``: indices of the operands whose Inf it hides. ``nan``: it hides NaN too. ``is_tested``: model code passes
+    no intended Inf to the operation, as masks do to ``softmax`` and to comparisons, so the operand itself can be tested
+    in plain fp16 (``nodes/host/guard/clamps.py``).
     """
 
     places: tuple[int, ...] = (0,)
     nan: bool = False
-    replaces: bool = False
     is_tested: bool = True
 
 
@@ -60,21 +54,20 @@ SATURATING = (
 )
 POWERS = ("pow", "__pow__", "__ipow__")
 DIVISIONS = ("div", "__truediv__", "__itruediv__")
-REPLACING = ("clip", "clamp", "clamp_min", "clamp_max")
+CLAMPING = ("clip", "clamp", "clamp_min", "clamp_max")
 OF_TWO = ("minimum", "maximum", "fmin", "fmax", "min", "max")
 OF_MASKS = ("softmax", "_softmax", "_safe_softmax", "exp", "exp2", "expm1", "sort", "topk", "argmax", "sign")
 COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 HIDING = {
-    **dict.fromkeys(SATURATING, Hides()),
+    **dict.fromkeys((*SATURATING, *CLAMPING), Hides()),
     **dict.fromkeys(POWERS, Hides(places=(0, 1))),
     **dict.fromkeys(DIVISIONS, Hides(places=(1,))),
     "addcdiv": Hides(places=(2,)),
-    **dict.fromkeys(REPLACING, Hides(replaces=True)),
-    **dict.fromkeys(OF_TWO, Hides(places=(0, 1), replaces=True)),
+    **dict.fromkeys(OF_TWO, Hides(places=(0, 1))),
     **dict.fromkeys(OF_MASKS, Hides(is_tested=False)),
     **dict.fromkeys(COMPARISONS, Hides(nan=True, is_tested=False)),
     **dict.fromkeys(("isnan", "isinf", "isfinite"), Hides(nan=True)),
-    "nan_to_num": Hides(nan=True, replaces=True),
+    "nan_to_num": Hides(nan=True),
 }
 """Operation name, as torch dispatches or exports it -> how it hides an overflow."""
 
@@ -112,11 +105,9 @@ def own_arithmetic() -> contextlib.AbstractContextManager:
 
 
 class Looked(Protocol):
-    """A layer whose result can be checked in every later call, or returned in fp32 from now on."""
+    """A layer whose result can be checked in every later call."""
 
     def look(self) -> None: ...
-
-    def widen(self) -> None: ...
 
 
 class HidingCode(TorchDispatchMode):
@@ -163,17 +154,12 @@ class HidingCode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__.removesuffix("_")
-        if not self.paused and name in HIDING:
-            for operand in hidden_operands(name, args, kwargs or {}):
-                self._hide(HIDING[name], operand.dtype)
+        if not self.paused and name in HIDING and hidden_operands(name, args, kwargs or {}):
+            self._look_behind(HIDING[name])
         result = func(*args, **(kwargs or {}))
         self.norms.follow(func, args, kwargs or {}, result)
         return plain_alias(func, result)
 
-    def _hide(self, how: Hides, dtype: torch.dtype) -> None:
-        layers = [layer for _, layer in self._recent]
-        for layer in layers + (self._ends if how.nan else []):
+    def _look_behind(self, how: Hides) -> None:
+        for layer in [layer for _, layer in self._recent] + (self._ends if how.nan else []):
             layer.look()
-        if how.replaces and dtype == torch.float16:
-            for layer in layers:
-                layer.widen()

@@ -1,8 +1,8 @@
-"""Matmuls and convolutions with fp16 operands, fp32 accumulation and results that cannot overflow.
+"""Matmuls and convolutions with fp16 operands, fp32 accumulation and fp32 results, which cannot overflow.
 
-``fp16``: the result is proven to fit fp16 and is returned in fp16. ``fp16_wide``: the operand fits fp16, the result is
-fp32. ``fp16_scaled``: the operand is first scaled by an exact power of two. If the device can only return fp16, as for
-every convolution, the scale also keeps the result in range: a sum of products is at most ``amax(x) * max_row ||w||_1``.
+``fp16_wide``: the operand fits fp16. ``fp16_scaled``: the operand is first scaled by an exact power of two. If the
+device can only return fp16, as for every convolution, the scale also keeps the product in range: a sum of products is
+at most ``amax(x) * max_row ||w||_1``.
 This bound holds for every algorithm that adds up these products. It does not hold for a convolution by Winograd's
 algorithm with transformed inputs in fp16: these are 4 times larger for F(2x2, 3x3), which the two bits of headroom
 cover until the input grows, and 100 times larger for F(4x4, 3x3) (Lavin and Gray, arXiv:1509.09308). An overflow there
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from ..base.amax import amax
 from ..base.flags import fp32_accumulation
-from ..base.modes import FP16, FP16_SCALED, FP16_WIDE, FP32
+from ..base.modes import FP16_SCALED, FP16_WIDE, FP32
 from .calibration import Calibration
 from .operand_scale import OperandScale
 from .products import HAS_WIDE_PRODUCT, wide_product
@@ -63,20 +63,15 @@ def is_emulated(device: torch.device) -> bool:
 
 
 class SafeOperation:
-    """Forward of one module with fp16 operands: finite whenever the fp32 forward is.
+    """Forward of one module with fp16 operands and an fp32 result: finite whenever the fp32 forward is.
 
-    ``scale``: scale of the operand and the proof about it. ``largest_fp16``: return fp16 if the result is proven to fit
-    and its measured amax is at most this; None: always return fp32. ``finite``: proof that the result is finite, set if
-    later model code could hide an overflow. ``is_wide``: the device returns fp32.
+    ``scale``: scale of the operand and the proof about it. ``finite``: proof that the result is finite, set if later
+    model code could hide an overflow. ``is_wide``: the device returns fp32. ``is_emulated``: it multiplies in fp32.
+    ``bias_dtype``: the dtype to ask for the bias in.
     """
 
     def __init__(
-        self,
-        module: torch.nn.Module,
-        scale: OperandScale,
-        calibration: Calibration,
-        weights: WeightProvider,
-        largest_fp16: float | None = None,
+        self, module: torch.nn.Module, scale: OperandScale, calibration: Calibration, weights: WeightProvider
     ):
         self.module = module
         kind = kind_of(module)
@@ -86,37 +81,33 @@ class SafeOperation:
         self.scale = scale
         self.calibration = calibration
         self.weights = weights
-        self.largest_fp16 = largest_fp16
         self.finite: Proof | None = None
-        self.is_wide = False
+        self.is_wide = self.is_emulated = False
+        self.bias_dtype = torch.float32
 
     @property
     def observed_mode(self) -> str:
         """Mode of the layer in its last calibration; the planned mode is ``fp16_wide``."""
         if self.scale.in_fp32:
             return FP32.name
-        if self.scale.fits_result:
-            return FP16.name
         return FP16_SCALED.name if self.scale.exponent else FP16_WIDE.name
 
     def __call__(self, input: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-        """Run the layer on ``input`` (any float dtype); return fp32, or fp16 if the result is proven to fit."""
+        """Run the layer on ``input`` (any float dtype); return fp32."""
         calibration, scale = self.calibration, self.scale
         if calibration.calibrating:
             return self._calibrate(input, *args, **kwargs)
         if scale.in_fp32:
             return self._in_fp32(input, *args, **kwargs)
-        operand = calibration.operands.of(scale, input)
-        bias_dtype = torch.float16 if scale.fits_result else None if self.is_wide else torch.float32
-        weights = self.weights(self.module, operand, torch.float16, bias_dtype)
-        multiply = self._in_fp16 if calibration.by_layer else self._multiplied
-        if not isinstance(weights, tuple):
+        in_graph = torch.compiler.is_dynamo_compiling()  # one function, where ``is_compiling`` is two
+        operand = scale.recorded(input) if in_graph or scale.is_watched else input.half()
+        weights = self.weights(self.module, operand, torch.float16, self.bias_dtype)
+        multiply = self._traced if in_graph else self._in_fp16 if calibration.by_layer else self._multiplied
+        if isinstance(weights, tuple):
+            result = multiply(operand, *weights, *args, **kwargs)
+        else:
             with weights as (weight, bias):
                 result = multiply(operand, weight, bias, *args, **kwargs)
-        elif scale.fits_result and self.kind == "linear" and not calibration.by_layer:
-            result = F.linear(operand, *weights, *args, **kwargs)
-        else:
-            result = multiply(operand, *weights, *args, **kwargs)
         if self.finite is not None:
             self.finite.record_amax(self._column(result))
         return result
@@ -126,11 +117,6 @@ class SafeOperation:
         if self.finite is None:
             self.finite = self.calibration.add(Proof(f"{self.scale.name} result"))
         self.finite.device = self.scale.device
-
-    def widen(self) -> None:
-        """Return fp32 from now on, because model code replaces values that overflowed in fp16."""
-        if self.scale.fits_result:
-            self.calibration.results.give_up(self.scale)
 
     def _in_fp32(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         with lent(self.weights(self.module, x, torch.float32)) as (weight, bias):
@@ -142,20 +128,33 @@ class SafeOperation:
             return self._multiplied(operand, weight, bias, *args, **kwargs)
 
     def _multiplied(self, operand, weight, bias, *args, **kwargs) -> torch.Tensor:
-        """Multiply in fp16. A result that is not proven to fit is returned in fp32, and unscaled."""
-        if self.scale.fits_result:
-            return multiplied(self.module, self.kind, operand, weight, bias, *args, **kwargs)
+        """Multiply fp16 operands in eager code, and return the unscaled result in fp32."""
         # ``torch.mm`` with ``out_dtype`` has no derivative (torch 2.8 to 2.11).
-        needs_gradient = torch.is_grad_enabled() and (operand.requires_grad or weight.requires_grad)
-        if not self.is_wide:
-            product = multiplied(self.module, self.kind, operand, weight, None, *args, **kwargs)
-        elif is_emulated(operand.device) or needs_gradient:
-            product = multiplied(self.module, self.kind, operand.float(), weight.float(), None, *args, **kwargs)
-        else:
+        recorded = torch.is_grad_enabled() and (operand.requires_grad or weight.requires_grad)
+        if self.is_wide and not self.is_emulated and not recorded:
+            rows = torch.mm(operand.flatten(0, -2), weight.t(), *args, out_dtype=torch.float32, **kwargs)
+            return self.scale.unscaled(rows.view(*operand.shape[:-1], weight.shape[0]), bias)
+        product = self._product(operand, weight, *args, **kwargs)
+        return self.scale.unscaled(product, self._beside(bias))
+
+    def _traced(self, operand, weight, bias, *args, **kwargs) -> torch.Tensor:
+        """Multiply as :meth:`_multiplied` does, in a graph of torch.compile."""
+        recorded = torch.is_grad_enabled() and (operand.requires_grad or weight.requires_grad)
+        if self.is_wide and not is_emulated(operand.device) and not recorded:
             product = _wide_linear(operand, weight, *args, **kwargs)
-        if bias is not None and self.kind != "linear":
-            bias = bias.reshape(-1, *[1] * len(self.module.kernel_size))
-        return self.scale.unscaled(product, bias)
+        else:
+            product = self._product(operand, weight, *args, **kwargs)
+        return self.scale.unscaled_in_graph(product, self._beside(bias))
+
+    def _product(self, operand, weight, *args, **kwargs) -> torch.Tensor:
+        """Multiply by torch's own product of this kind, in fp32 if fp16 products are emulated or need a gradient."""
+        if self.is_wide:
+            operand, weight = operand.float(), weight.float()
+        return multiplied(self.module, self.kind, operand, weight, None, *args, **kwargs)
+
+    def _beside(self, bias: torch.Tensor | None) -> torch.Tensor | None:
+        """Return the bias in a shape that can be added to a product."""
+        return bias if bias is None or self.kind == "linear" else bias.reshape(-1, *[1] * len(self.module.kernel_size))
 
     def _is_wide(self, x: torch.Tensor) -> bool:
         return has_wide_output(x.device, self.kind)
@@ -175,25 +174,26 @@ class SafeOperation:
         # asked for twice, the weight has the LoRA twice. A quantized weight, which no LoRA is added to in place, is
         # asked for in fp16 as in later calls, so that it is rounded alike and the first run of a seed equals the next.
         # Where memory is short any weight is asked for so.
-        spares, asked = self.calibration.spares_memory, None
-        if spares:
+        asked = None
+        if self.calibration.spares_memory:
             asked = torch.float32 if self.scale.in_fp32 else torch.float16
         plain = type(self.module.weight) in (torch.Tensor, torch.nn.Parameter)
         self.scale.device = x.device
-        self.is_wide = self._is_wide(x)
+        self.is_wide, self.is_emulated = self._is_wide(x), is_emulated(x.device)
         result = None
         with self.calibration.measuring(), self.calibration.hiding.pause():
-            with lent(self.weights(self.module, x, asked)) as (weight, bias):
+            bias_dtype = None if self.is_wide else torch.float32
+            with lent(self.weights(self.module, x, asked, bias_dtype)) as (weight, bias):
+                self.bias_dtype = torch.float32 if bias is None else bias.dtype
                 half = weight.to(torch.float16)
                 most = self._choose(x, half, bias)
                 if not self.scale.in_fp32:
-                    operands = self.calibration.operands
-                    operand = self.scale.scaled_eagerly(x) if spares else operands.measured(self.scale, x)
-                    result = self._first_product(operand, half, bias, *args, **kwargs)
+                    result = self._in_fp16(self.scale.scaled_eagerly(x), half, bias, *args, **kwargs)
                     self.calibration.hiding.norms.set(result, most)
                 elif plain:
-                    if asked == torch.float16:  # the weight was rounded to it
-                        self.calibration.results.give_up(self.scale)
+                    # Beside ``asked``, the weight was rounded to fp16.
+                    self.calibration.lacks_precision |= asked == torch.float16
+                    bias = None if bias is None else bias.float()
                     result = multiplied(self.module, self.kind, x.float(), weight.float(), bias, *args, **kwargs)
             if result is None:
                 result = self._in_fp32(x, *args, **kwargs)
@@ -203,35 +203,18 @@ class SafeOperation:
         return result
 
     def _choose(self, x: torch.Tensor, half: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Choose the scale of the input and whether the result fits fp16, with one read of the device. Return an upper
-        bound of the result that holds for every model input, 0-dim fp32."""
+        """Choose the scale of the input, with one read of the device. Return an upper bound of the result that holds
+        for every model input, 0-dim fp32."""
         largest_bias = x.new_zeros((), dtype=torch.float32) if bias is None else amax(bias)
         largest_sum = _row_sum(half, self.kind)
         most = self.calibration.hiding.norms.of(x) * largest_sum + largest_bias
-        numbers = torch.stack([amax(x), amax(half), largest_sum, largest_bias])
-        magnitude, of_weight, row_sum, of_bias = numbers.tolist()
-        self.calibration.results.note_operand(magnitude, x.dtype)
+        magnitude, of_weight, row_sum = torch.stack([amax(x), amax(half), largest_sum]).tolist()
         if of_weight < SMALLEST_WEIGHT or not math.isfinite(of_weight):
             self.scale.in_fp32 = True
         if self.scale.in_fp32:
             return most
         self.scale.calibrate(magnitude, 1.0 if self.is_wide else max(1.0, row_sum))
-        if self.largest_fp16 is not None and self.calibration.results.allowed:
-            self.scale.prove_result(magnitude, max(1.0, row_sum), of_bias)
         return most
-
-    def _first_product(self, operand, weight, bias, *args, **kwargs) -> torch.Tensor:
-        """First product during calibration. Keep the fp16 result if its amax is at most ``largest_fp16``, else multiply
-        again into fp32."""
-        if self.scale.fits_result:
-            half_bias = None if bias is None else bias.to(torch.float16)
-            result = self._in_fp16(operand, weight, half_bias, *args, **kwargs)
-            if amax(result).item() <= self.largest_fp16:
-                self.calibration.results.note_result(self.scale)
-                return result
-            self.scale.refute_result()
-            del result  # before another is made
-        return self._in_fp16(operand, weight, bias, *args, **kwargs)
 
 
 def multiplied(

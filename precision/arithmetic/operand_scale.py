@@ -1,15 +1,10 @@
-"""Scale operands by powers of two so that they and their products fit fp16, and share an operand among the layers of a
-block with the same input tensor."""
-
-from __future__ import annotations
+"""Scale operands by powers of two so that they and their products fit fp16."""
 
 import math
-import weakref
 
 import torch
 
 from ..base.dtypes import FP16_MAX
-from ..base.layer_names import block_of
 from .proofs import FLOOR_BITS, HEADROOM_BITS, Proof, fits_range
 
 MAX_GAIN = 2.0**16
@@ -46,8 +41,7 @@ class OperandScale(ScaledOperand):
 
     ``gain``: None until measured. ``in_fp32``: the operation runs in fp32. ``meets_zeros``: the operand was all zeros
     in some call. ``is_watched``: the operand is measured in every call, because it is scaled or was nearly too small
-    for fp16; the overflow of an unwatched operand shows as Inf or NaN in the result. ``fits_result``: the layer may
-    return fp16, with headroom. ``is_refuted``: the fp16 result was once too large or too coarse.
+    for fp16, or because it was never measured; the overflow of an unwatched operand shows as Inf or NaN in the result.
     """
 
     def __init__(self, name: str):
@@ -55,15 +49,14 @@ class OperandScale(ScaledOperand):
         self.gain: float | None = None
         self.in_fp32 = False
         self.meets_zeros = False
-        self.is_watched = False
-        self.fits_result = self.is_refuted = False
+        self.is_watched = True
         self._falls = 0
         self._smallest = math.inf
 
     def forget(self) -> None:
         super().forget()
         self.gain, self.in_fp32, self._falls, self._smallest = None, False, 0, math.inf
-        self.is_refuted = False
+        self.is_watched = True
 
     @property
     def limit(self) -> float:
@@ -101,20 +94,13 @@ class OperandScale(ScaledOperand):
         self.in_fp32 = self.in_fp32 or self._falls > MAX_FALLS
         self.exponent = needed
 
-    def prove_result(self, magnitude: float, row_sum: float, bias: float) -> None:
-        """Decide whether the layer may return fp16: its result is at most ``magnitude * row_sum + bias``."""
-        finite = math.isfinite(magnitude)
-        self.is_refuted |= finite and 2.0**HEADROOM_BITS * magnitude * row_sum + 2.0 * bias > FP16_MAX
-        self.fits_result = finite and not (self.is_refuted or self.in_fp32 or self.exponent)
-
-    def refute_result(self) -> None:
-        """Return fp32 until the model is calibrated for other operands."""
-        self.fits_result, self.is_refuted = False, True
-
-    def record_operand(self, x: torch.Tensor, operand: torch.Tensor) -> None:
-        """Record the amax of ``operand``, the fp16 form of ``x``; of ``x`` itself if the operand has been all zeros."""
+    def recorded(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``x`` scaled in fp16, and record its amax. Under torch.compile, cast and record are fused into the
+        kernel that makes ``x``."""
+        operand = self.scaled(x)
         # Zeros may be all that fp16 leaves of small numbers.
         self.record_amax(x if self.meets_zeros else operand)
+        return operand
 
     def magnitude(self, numbers: list[float]) -> float:
         """Return the amax of the unscaled operand from its record; NaN if fp16 rounded all of it to zero."""
@@ -122,20 +108,18 @@ class OperandScale(ScaledOperand):
             return numbers[0]
         return numbers[0] * 2.0**self.exponent if numbers[0] else math.nan
 
-    def scaled(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x * 2**-exponent`` in fp16; the exponent is 0 if the result is fp16."""
-        return x.to(torch.float16) if self.fits_result else super().scaled(x)
-
     def unscaled(self, product: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return ``product * 2**exponent + bias`` in fp32, in one pass; may overwrite ``product``."""
-        if torch.compiler.is_compiling() and self.entry is not None:
-            product = product.float() * self.entry.scale()[1]
-            return product if bias is None else product + bias
         if bias is None:
             return product.float().mul_(2.0**self.exponent) if self.exponent else product.float()
         recorded = product.requires_grad or (bias.requires_grad and torch.is_grad_enabled())
-        own = product.dtype != torch.float32 or recorded or torch.compiler.is_compiling()
+        own = product.dtype != torch.float32 or recorded
         return torch.add(bias, product, alpha=2.0**self.exponent, out=None if own else product)
+
+    def unscaled_in_graph(self, product: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Return ``product * 2**exponent + bias`` in fp32, in a graph of torch.compile: the factor is a tensor."""
+        product = product.float() * (self.entry.scale()[1] if self.entry else 2.0**self.exponent)
+        return product if bias is None else product + bias
 
 
 def converts_results(device: torch.device) -> bool:
@@ -143,79 +127,3 @@ def converts_results(device: torch.device) -> bool:
     # Metal has kernels for operands and results of one dtype, from torch 2.8 on for ``mul`` too (PyTorch #152515):
     # "Failed to create function state object for: mul_dense_scalar_half_float". Nobody has tried the other devices.
     return device.type in ("cpu", "cuda")
-
-
-class SharedOperands:
-    """Operands of a model's operations, computed once for consecutive layers with the same input.
-
-    A calibrating call records which operations share an operand: the next operation of the same block that receives the
-    same tensor, not written to in between. An operand is released no later than the model releases its tensor, and
-    never kept for a later block, because ComfyUI's model compiler reuses a block's memory for the next one
-    (``nodes/host/replay/model_compiler.py``).
-    """
-
-    def __init__(self) -> None:
-        self.begin()
-
-    def begin(self) -> None:
-        """Start a calibrating call: forget which operations share an operand."""
-        self._calls: dict[OperandScale, int] = {}
-        self._first: dict[OperandScale, OperandScale] = {}
-        self.sharing: dict[OperandScale, list[OperandScale]] = {}
-        self.end()
-
-    def end(self) -> None:
-        """Release the tensors of the call."""
-        self._x: torch.Tensor | None = None
-        self._measured: weakref.ref | None = None
-        self._operand: torch.Tensor | None = None
-        self._scale: OperandScale | None = None
-        self._left = 0
-
-    def of(self, scale: OperandScale, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x`` scaled in fp16, and record its amax if it is watched. Under torch.compile, cast and record are
-        fused into the producing kernel."""
-        if torch.compiler.is_compiling():
-            operand = scale.scaled(x)
-            scale.record_operand(x, operand)
-            return operand
-        first = self._scale
-        if self._x is x and first and self._first.get(scale) is first and first.exponent == scale.exponent:
-            operand, self._left = self._operand, self._left - 1
-            if not self._left:
-                self._x = self._operand = None
-            return operand
-        operand = scale.scaled_eagerly(x)
-        if scale.gain is None:
-            scale.missed.any = True
-        elif scale.is_watched:
-            scale.record_operand(x, operand)
-        if takers := self.sharing.get(scale):
-            self._x, self._scale, self._operand, self._left = x, scale, operand, len(takers)
-        elif self._x is not None:
-            self._x = self._operand = None
-        return operand
-
-    def measured(self, scale: OperandScale, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x`` scaled in fp16, in a calibrating call, and note whether the operation shares the operand of the
-        one before."""
-        operand, first = scale.scaled_eagerly(x), self._scale
-        calls = self._calls[scale] = self._calls.get(scale, 0) + 1
-        last = self._measured() if self._measured else None
-        if first and calls == 1 and last is x and first is not scale and self._is_same(first, scale, operand):
-            self._first[scale] = first
-            self.sharing.setdefault(first, []).append(scale)
-        else:
-            self._first.pop(scale, None)
-            self._measured, self._scale = weakref.ref(x, self._let_go), scale
-            self._operand = None if operand is x else operand
-        return operand
-
-    def _let_go(self, measured: weakref.ref) -> None:
-        if measured is self._measured:
-            self._operand = None
-
-    def _is_same(self, first: OperandScale, scale: OperandScale, operand: torch.Tensor) -> bool:
-        if block_of(first.name) != block_of(scale.name) or first.exponent != scale.exponent:
-            return False
-        return self._operand is None or torch.equal(self._operand, operand)

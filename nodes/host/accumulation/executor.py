@@ -85,7 +85,6 @@ class AccumulationRun(Acting):
         patcher = model.current_patcher
         self.plan = plan = _planned(request, patcher)
         self.calibration = Calibration(looks_at_result=False)
-        self.calibration.results.allowed = False  # the model's own results are fp16
         self.operations: dict[str, Fp16AccumulationLinear] = {}
         if plan.proving:
             self.operations = dict(self._operations(patcher))
@@ -115,9 +114,6 @@ class AccumulationRun(Acting):
 
     def take_back(self) -> None:
         self.calibration.take_back()
-
-    def end_call(self) -> None:
-        self.calibration.end_call()
 
     @contextlib.contextmanager
     def attempt(self, call: Call) -> Iterator[None]:

@@ -69,7 +69,6 @@ KNOWN = (
     KnownCall("comfy.ops.manual_cast.GroupNorm", ("input",)),
     KnownCall("comfy.ops.manual_cast.RMSNorm", ("input", "x")),
     KnownCall("comfy.ops.linear_input_act", ("linear", "x", *FOLDED)),
-    KnownCall("comfy.ldm.lumina.model.clamp_fp16", ("x",)),
     KnownCall("comfy.ldm.lumina.model._int8_convrot_linear", ("linear",)),
     KnownCall("comfy.ldm.modules.attention.attention_pytorch", ATTENTION),
     KnownCall("comfy.model_base.BaseModel.apply_model", APPLY),

@@ -38,6 +38,7 @@ PATCHES_IN_FP32 = {"compute_dtype": torch.float32} if "compute_dtype" in CAST_PA
 """LoRAs of dynamic VRAM are added in fp32, as ComfyUI adds them in an fp32 model; its own default is the weight's
 dtype."""
 HALF = (torch.float16, torch.bfloat16)
+NORMS = (torch.nn.LayerNorm, torch.nn.GroupNorm, torch.nn.RMSNorm)
 Dtype: TypeAlias = torch.dtype | None
 
 
@@ -99,8 +100,7 @@ _layers_called = SharedScope(_calls_layers)
 
 def uncast_norm(module: torch.nn.Module) -> list[Patch]:
     """Run a norm of ComfyUI's as torch does while its parameters lie ready in its input's dtype."""
-    kinds = (torch.nn.LayerNorm, torch.nn.GroupNorm, torch.nn.RMSNorm)
-    kind = next((each for each in kinds if isinstance(module, each)), None)
+    kind = next((each for each in NORMS if isinstance(module, each)), None)
     if kind is None or not casts_weights(module) or not only_computes(module) or module.weight is None:
         return []
 
@@ -232,7 +232,8 @@ def _dtype_to_measure(module: torch.nn.Module) -> torch.dtype:
 
 
 def _dtype_of_bias(module: torch.nn.Module) -> torch.dtype:
-    held = torch.float32 if module.bias is None or is_bias_patched(module) else module.bias.dtype
+    bias = module._parameters.get("bias")
+    held = torch.float32 if bias is None or is_bias_patched(module) else bias.dtype
     return held if held in HALF else torch.float32
 
 

@@ -17,7 +17,6 @@ from ..replay.call import Call
 
 _parts: weakref.WeakKeyDictionary[torch.nn.Module, list[weakref.ref]] = weakref.WeakKeyDictionary()
 OVERRIDE = "optimized_attention_override"
-ATTENTION_PATCHES = {"attn1_output_patch", "attn2_output_patch", "attn1", "attn2"}
 UNFUSED = ("attention_basic", "attention_split", "attention_sub_quad")
 EXACT = ("attention_pytorch", *UNFUSED)
 """ComfyUI's attentions that compute in fp32 for fp32 inputs: they neither quantize nor accumulate in fp16."""
@@ -94,12 +93,6 @@ def _entry(forward: Callable, override: Callable, inputs: Callable | None) -> Ca
 
     vars(run)["behind"] = forward
     return run
-
-
-def has_attention_patch(options: dict) -> bool:
-    """True if another node's code receives the results of a model's attentions, or replaces attentions."""
-    patches = options.get("patches", {}).keys() | options.get("patches_replace", {}).keys()
-    return not patches.isdisjoint(ATTENTION_PATCHES)
 
 
 def fuses_by_default() -> bool:

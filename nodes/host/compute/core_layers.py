@@ -8,7 +8,6 @@ import torch
 from ....precision.arithmetic.calibration import Calibration
 from ....precision.arithmetic.fp16_accumulation import FP16_ACCUMULATION
 from ....precision.arithmetic.linear import SafeOperation, kind_of, matmul_flops
-from ....precision.arithmetic.result_bound import largest_fp16_result
 from ....precision.base.dtypes import dtype_named, name_of
 from ....precision.base.flags import flags_set
 from ....precision.base.modes import FP8, FP16, FP16_WIDE, FP32, INT8, MODE_OF
@@ -48,7 +47,7 @@ class PlannedLayers:
             if not (plan.is_safe and name in self.operations):
                 forward = CastResult(forward, torch.float32 if decision.stream == FP32.name else None).__call__
             if decision.sums:
-                forward = SumsByRule(decision.sums, forward, self).__call__
+                forward = self._with_sums(decision.sums, forward)
             self.patches += exchanged(layer, forward, fp16_sums=not holds, calls_own=name in self.casts)
             if name not in self.operations:
                 self.patches += casting(layer)
@@ -59,11 +58,23 @@ class PlannedLayers:
             return Fp8Linear(layer).__call__
         if decision.mode == FP16_WIDE.name and only_multiplies(layer):
             scale, weights = self.calibration.scale(name), weights_of(layer)
-            largest = None if decision.stream == FP32.name else largest_fp16_result(name)
-            self.operations[name] = SafeOperation(layer, scale, self.calibration, weights, largest_fp16=largest)
+            self.operations[name] = SafeOperation(layer, scale, self.calibration, weights)
             return self.operations[name].__call__
         self.casts[name] = CastOperation(name, layer, self._own_dtype(layer, decision.mode), self.calibration)
         return self.casts[name].__call__
+
+    def _with_sums(self, sums: str, inner: Forward) -> Forward:
+        """Wrap a forward in the accumulation that a rule of the user requests. It has no effect if flags are switched
+        for whole calls: flags apply to the whole process, so another thread's layers would use them too, and a compiled
+        graph cannot switch them."""
+
+        def forward(*args, **kwargs) -> torch.Tensor:
+            if torch.compiler.is_compiling() or not self.switches_flags:
+                return inner(*args, **kwargs)
+            with flags_set({FP16_ACCUMULATION: sums == "fp16"}):
+                return inner(*args, **kwargs)
+
+        return forward
 
     def _own_dtype(self, layer: torch.nn.Module, mode: str) -> torch.dtype:
         if type(layer).forward.__module__.startswith("torch.nn."):
@@ -98,14 +109,12 @@ class PlannedLayers:
         return self.planned_modes() | found
 
     def allocations(self) -> dict[str, object]:
-        """Return layer -> everything its allocations depend on: its mode, and whether its operand is watched and
-        shared."""
-        sharing = self.calibration.operands.sharing
-        found: dict[str, object] = {**self.planned_modes()}
-        for name, each in self.operations.items():
-            shares = len(sharing.get(each.scale, ()))
-            found[name] = each.observed_mode, each.scale.is_watched, each.finite is None, shares
-        return found
+        """Return layer -> everything its allocations depend on: its mode, and whether its operand is watched."""
+        watched = {
+            name: (each.observed_mode, each.scale.is_watched, each.finite is None)
+            for name, each in self.operations.items()
+        }
+        return {**self.planned_modes(), **watched}
 
     @property
     def fp16_flops(self) -> int:
@@ -173,25 +182,6 @@ class Fp8Linear:
         scale = activation_scale(rows, torch.float8_e4m3fn)
         with quantized_weights(module, rows) as (weight, bias):
             return fp8_product(rows, scale, weight, bias).reshape(*x.shape[:-1], weight.shape[0])
-
-
-class SumsByRule:
-    """Run a forward with the accumulation that a rule requests.
-
-    It has no effect if flags are switched for whole calls: flags apply to the whole process, so another thread's layers
-    would use them too, and a compiled graph cannot switch them.
-    """
-
-    def __init__(self, sums: str, inner: Forward, layers: PlannedLayers):
-        self.sums = sums
-        self.inner = inner
-        self._layers = layers
-
-    def __call__(self, *args, **kwargs) -> torch.Tensor:
-        if torch.compiler.is_compiling() or not self._layers.switches_flags:
-            return self.inner(*args, **kwargs)
-        with flags_set({FP16_ACCUMULATION: self.sums == "fp16"}):
-            return self.inner(*args, **kwargs)
 
 
 def has_changed_weight(module: torch.nn.Module) -> bool:

@@ -17,20 +17,12 @@ from ..comfyui.layers import modules_of
 from ..comfyui.page import running_node_id
 from ..replay.call import Call
 from ..replay.interceptor import COMPUTE, Acting, Stage, put_stage, take_stages
-from .attention import attending, fuses_by_default, has_attention_patch, scores_in_fp32
+from .attention import attending, fuses_by_default, scores_in_fp32
 from .per_model import PerModel
 from .planned_model import PlannedModel, estimated_in_fp32
 from .ruled_attention import NO_ATTENTION, NO_BLOCK, blocks_of, outermost
 
 LISTED = 3
-FAILED_ONCE = (
-    "Model code failed with '{}'. A repeat whose layers return fp32 did not fail, so they return fp32 until the model "
-    "is unloaded."
-)
-SPARED = (
-    "The first call ran out of memory, so the model was measured with less: layers do not share operands, which is "
-    "slightly slower."
-)
 _fell_back: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 """Models whose plans run in their fallback. Not stored on the model, whose attributes are restored before a repeat."""
 
@@ -102,7 +94,7 @@ class Compute(Stage):
         self.plan = plan
         self.node_id = running_node_id()
         self.fallback = Compute(plan.fallback) if plan.fallback else None
-        self.runs: PerModel[PlannedModel] = PerModel(lambda model: PlannedModel(plan, model, fp16_results=plan.is_safe))
+        self.runs: PerModel[PlannedModel] = PerModel(lambda model: PlannedModel(plan, model))
         self.adapters: PerModel[PlannedModel] = PerModel(lambda model: PlannedModel(plan, model))
 
     def acting(self, model) -> "Compute":
@@ -116,9 +108,7 @@ class Compute(Stage):
             return None
         acting = self.acting(call.model)
         if acting.plan.exchanges:
-            planned = acting.runs.of(call.model)
-            planned.hand_out(fp32=has_attention_patch(call.options))
-            return planned
+            return acting.runs.of(call.model)
         in_fp16 = self.fallback and acting is self and not fuses_by_default()
         return ScoresInFp32() if in_fp16 else None
 
@@ -186,16 +176,6 @@ class Compute(Stage):
                 yield WithoutEffect(str(rule), NO_BLOCK)
             elif run and not any(rule in rules for rules in run.ruled.ran_in.values()):
                 yield WithoutEffect(str(rule), NO_ATTENTION.format(", ".join(matched[:LISTED])))
-
-    def notes(self, patcher: ModelPatcher) -> list[str]:
-        """List the notes of the plan, an error of model code that a repeat avoided, and a shortage of memory."""
-        run = self.runs.last_of(patcher)
-        notes = list(self.plan.notes)
-        if run and run.calibration.error:
-            notes.append(FAILED_ONCE.format(run.calibration.error))
-        if run and run.calibration.spares_memory:
-            notes.append(SPARED)
-        return notes
 
     def not_called(self, patcher: ModelPatcher) -> frozenset[str]:
         """Return the layers with a plan that did not run in the calibrating call; empty before that call."""

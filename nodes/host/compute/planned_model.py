@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-import comfy.ldm.lumina.model
 import torch
 from comfy.model_patcher import ModelPatcher
 
@@ -15,7 +14,7 @@ from ....precision.arithmetic.attention_bounds import AttentionCall
 from ....precision.base.flags import fp32_accumulation
 from ....precision.base.layer_names import are_alike
 from ....precision.base.modes import FP16_WIDE, INT8
-from ....precision.base.patching import Patch, SharedScope, patched
+from ....precision.base.patching import Patch, patched
 from ....precision.plan.compute import ComputePlan
 from ..comfyui.attributes import MEMORY_ESTIMATE, cast_dtype, casting, scaled_input, with_cast_dtype, with_scaled_input
 from ..comfyui.execution import switches_by_layer
@@ -30,17 +29,12 @@ from .per_model import forwards_on
 from .ruled_attention import RuledAttention
 
 logger = logging.getLogger("halfsafe.compute")
-_unclamped = SharedScope(lambda: patched([(comfy.ldm.lumina.model, "clamp_fp16", lambda x: x)]))
-"""Lumina and Z-Image replace fp16 overflows by 65504, which a check of the result would not detect."""
 
 
 class PlannedModel(Acting):
-    """Run the calls of a model of ComfyUI under a plan, and record their modes and ranges.
+    """Run the calls of a model of ComfyUI under a plan, and record their modes and ranges."""
 
-    ``fp16_results``: layers between a block's norms and its residual stream may return fp16.
-    """
-
-    def __init__(self, plan: ComputePlan, model, fp16_results: bool = False):
+    def __init__(self, plan: ComputePlan, model):
         named = modules_of(model)
         self.modules = {name: module for name, module in named.items() if name in plan.decisions}
         self.forwards = forwards_on(self.modules)
@@ -59,10 +53,6 @@ class PlannedModel(Acting):
         exchanged = {name: module for name, module in self.modules.items() if name not in in_int8}
         self.layers = PlannedLayers(plan, exchanged)
         self.calibration = self.layers.calibration
-        self._fp16_results = self.calibration.results.allowed = fp16_results
-        self._hands_out_fp32 = False
-        clamps = plan.is_safe and any(type(m).__module__ == "comfy.ldm.lumina.model" for m in named.values())
-        self._clamping = _unclamped if clamps else nullcontext()
         self._alike: bool | None = None
         self._sums_off = False
         self.ruled = RuledAttention(plan.attention, named)
@@ -89,14 +79,6 @@ class PlannedModel(Acting):
             return [*in_fp32(model), *self.patches, *self.casting]
         return self.patches
 
-    def hand_out(self, fp32: bool) -> None:
-        """Return fp32 from every layer and attention. Used while another node post-processes attention outputs, whose
-        fp16 arithmetic may overflow without an Inf (a 1-norm, in comfy_extras/nodes_nag.py)."""
-        if fp32 != self._hands_out_fp32:
-            self._hands_out_fp32 = fp32
-            self.calibration.results.allowed = self._fp16_results and not fp32
-            self.calibration.recalibrate()
-
     def run(self, make: Callable, patches: Callable[[], Iterable[Patch]]):
         """Run a call of the model's text adapter, or of a ControlNet, with ``patches``, and repeat it until its check
         succeeds."""
@@ -104,7 +86,7 @@ class PlannedModel(Acting):
 
         def once():
             sums, compiler = self._scopes()
-            with sums, compiler, self.calling, self._clamping, patched(patches()):
+            with sums, compiler, self.calling, patched(patches()):
                 return make()
 
         return self.calibration.run(once)
@@ -116,15 +98,12 @@ class PlannedModel(Acting):
     def take_back(self) -> None:
         self.calibration.take_back()
 
-    def end_call(self) -> None:
-        self.calibration.end_call()
-
     @contextmanager
     def attempt(self, call: Call) -> Iterator[None]:
         measuring = self.calibration.attempt()
         sums, compiler = self._scopes()
         attention = attending(call.model, call, self.attend, self.inputs)
-        with measuring, sums, compiler, self.calling, self._clamping, patched(self.patches_of_call()), attention:
+        with measuring, sums, compiler, self.calling, patched(self.patches_of_call()), attention:
             yield
 
     def stands(self, result: torch.Tensor) -> bool:

@@ -25,6 +25,7 @@ from ....precision.plan.rules import Rules
 from ....precision.plan.storage import LoadPlan, plan_load
 from ..comfyui.attributes import CAST_DTYPE, FULL_PRECISION, casts_weights, hold_in_dtype, quantization_format
 from ..comfyui.model_facts import held_storages
+from ..comfyui.weights import NORMS
 from ..compute.executor import set_compute
 from ..lora.patcher import keep_low_rank_unmerged
 from .detection import Detected, detect_model
@@ -163,11 +164,10 @@ def settle_quantized(model: torch.nn.Module, detected: Detected, load: PreparedL
 def hold_norms_in_fp32(modules: Iterable[torch.nn.Module]) -> None:
     """Hold the parameters of norms over an fp32 stream in its dtype, which ComfyUI would cast at each call.
 
-    They are the model's own, not a copy: LoRAs and hooks change them as any other weight. RMSNorms are left: most are
-    of q and k, which are fp16.
+    They are the model's own, not a copy: LoRAs and hooks change them as any other weight.
     """
     for module in modules:
-        if isinstance(module, torch.nn.LayerNorm | torch.nn.GroupNorm) and casts_weights(module):
+        if isinstance(module, NORMS) and casts_weights(module):
             for name, parameter in module.named_parameters(recurse=False):
                 if parameter.dtype in (torch.float16, torch.bfloat16):
                     hold_in_dtype(module, name, torch.float32)

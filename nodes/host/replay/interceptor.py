@@ -59,9 +59,6 @@ class Acting:
     def take_back(self) -> None:
         """Undo the changes of the attempts at a call that failed."""
 
-    def end_call(self) -> None:
-        """Finish a call, also a failed one."""
-
     def attempt(self, call: Call) -> AbstractContextManager:
         """Return the context with the stage's patches of layers and attention for one attempt."""
         return nullcontext()

@@ -205,7 +205,7 @@ def _add_plan(report: Report | ControlReport, compute: Compute, patcher: ModelPa
         report.decisions["attention by rule"] = f"fp32 in {', '.join(blocks)}"
     if share := compute.fp16_share_text(patcher):
         report.decisions["work"] = share
-    report.notes += compute.notes(patcher)
+    report.notes += compute.plan.notes
 
 
 def _add_attention(report: Report, patcher: ModelPatcher, compute: Compute | None) -> None:

@@ -5,7 +5,7 @@ import tracemalloc
 
 import pytest
 import torch
-from halfsafe.nodes.host.compute.executor import SPARED, compute_of
+from halfsafe.nodes.host.compute.executor import compute_of
 from halfsafe.nodes.host.replay.interceptor import COMPUTE, interceptor_of
 from support import families
 from support.families import denoise, load
@@ -63,13 +63,13 @@ class Full(LeafOperations):
         return func(*args, **kwargs)
 
 
-def test_measuring_that_runs_out_of_memory_takes_less_of_it_and_says_so(comfy, overflowing, fp32, call_of_two):
+def test_measuring_that_runs_out_of_memory_takes_less_of_it(comfy, overflowing, fp32, call_of_two):
     model, reference = load(comfy, overflowing, "as_file", "fp16_safe"), families.replay(fp32, call_of_two)
     with Full(1, lambda name, x=None, ord=None, *_: name == "linalg_vector_norm" and ord == 1) as full:  # sums of a weight's rows
         results = [families.replay(model, call_of_two)]
     results += [families.replay(model, call_of_two) for _ in range(2)]
     assert full.left == 0 and repeats(model) == 0 and max(relative_error(reference, result) for result in results) < 2e-3
-    assert families.report(comfy, model)["notes"].count(SPARED) == 1
+    assert compute_of(model).runs.of(model.model).calibration.spares_memory
 
 
 def test_a_product_that_runs_out_of_memory_is_comfyuis_to_handle(comfy, overflowing, fp32, call_of_two):
@@ -78,7 +78,7 @@ def test_a_product_that_runs_out_of_memory_is_comfyuis_to_handle(comfy, overflow
         families.replay(model, call_of_two)
     assert full.left == 7, "once, and once with less"
     assert relative_error(families.replay(fp32, call_of_two), families.replay(model, call_of_two)) < 2e-3
-    assert SPARED not in families.report(comfy, model)["notes"]
+    assert not compute_of(model).runs.of(model.model).calibration.spares_memory
 
 
 def test_through_the_sampler_twice_in_one_prompt(comfy, overflowing):

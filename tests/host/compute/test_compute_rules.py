@@ -58,11 +58,6 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 MODES = {"fp16": "fp16", "bf16": "bf16", "fp32": "fp32", "fp16_safe": "fp16_wide"}
 
 
-def mode_of(compute, base):
-    """Where all of a plan is safe, this model's results are proven to fit fp16."""
-    return "fp16" if compute == base == "fp16_safe" else MODES[compute]
-
-
 def layer(comfy, model, name=LAYER):
     return next(entry for entry in families.report(comfy, model)["layers"] if entry["name"] == name)
 
@@ -73,13 +68,13 @@ def test_the_mode_in_the_report_is_the_one_that_ran(comfy, wan, call, base, rule
     model = load(comfy, wan, "as_file", base, rules_from(f"{LAYER} compute={rule}"))
     families.replay(model, call)
     x_dtype, weight_dtype, x, weight = first_product(model, call)
-    assert layer(comfy, model)["mode"] == mode_of(rule, base)
+    assert layer(comfy, model)["mode"] == MODES[rule]
     if rule == "fp16_safe":
         assert torch.equal(x, x.half().float()) and torch.equal(weight, weight.half().float()), "not fp16 operands"
     else:
         assert x_dtype == weight_dtype == DTYPES[rule]
     other = layer(comfy, model, "blocks.1.ffn.0")
-    assert other["mode"] == mode_of(base, base)
+    assert other["mode"] == MODES[base]
 
 
 @pytest.mark.parametrize("base", ["bf16", "fp16"])

@@ -23,6 +23,7 @@ from halfsafe.nodes.host.replay.model_compiler import compiler_off
 from halfsafe.nodes.host.study.analysis import analyze_model
 from halfsafe.nodes.host.study.calibrate import calibrate_model
 from halfsafe.nodes.host.study.tradeoffs import Inputs, measure_model
+from halfsafe.precision.arithmetic.proofs import Missed
 from halfsafe.precision.base.nested import tensors_in
 from halfsafe.precision.guard.policy import Escalation
 from halfsafe.precision.study.tradeoffs import settings_from
@@ -342,12 +343,11 @@ def failing(monkeypatch):
     return calls
 
 
-def test_a_call_that_is_made_again_after_an_error_finds_no_graph_open(comfy, minimax, failing):
-    """As where model code fails on fp16 results: the call that failed left its graph open."""
-    model = families.load(comfy, minimax, "as_file", "fp16_safe")
-    _, recorder = sampled(model)
+def test_a_call_that_is_made_again_after_an_error_finds_no_graph_open(comfy, minimax, failing, monkeypatch):
+    """As where a layer ran that was never measured: the call that failed left its graph open."""
+    monkeypatch.setattr(Missed, "any", property(lambda self: len(failing) == 4, lambda self, value: None))
+    _, recorder = sampled(families.load(comfy, minimax, "as_file", "fp16_safe"))
     assert recorder.aborted == 1 and recorder.calls == 1 and len(failing) > 6
-    assert any("expected scalar type Half but found Float" in note for note in families.report(comfy, model)["notes"])
 
 
 def test_an_error_leaves_no_graph_open(comfy, minimax, failing):

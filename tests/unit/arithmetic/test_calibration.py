@@ -137,42 +137,37 @@ def raising(*errors):
     return call
 
 
-def with_fp16_results():
-    """A calibration in its first call, in which layers returned fp16."""
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), RuntimeError("of model code")])
+@pytest.mark.parametrize("calibrating", [True, False])
+def test_a_call_whose_error_no_other_attempt_avoids_is_made_once(error, calibrating):
     calibration = Calibration()
-    calibration.results.allowed = True
-    begin = calibration.results.begin
-
-    def returned():
-        begin()
-        calibration.results.any_returned = True
-
-    calibration.results.begin = returned
-    return calibration
-
-
-@pytest.mark.parametrize(("error", "told"), [(RuntimeError("expected Half but found Float"), "expected Half but found Float"), (RuntimeError(), "RuntimeError")])
-def test_model_code_that_fails_with_fp16_results_runs_without_them_once_and_is_noted(error, told):
-    calibration = with_fp16_results()
-    calibration.run(raising(error))
-    assert (calibration.error, calibration.results.allowed, calibration.calibrating) == (told, False, False)
-    with pytest.raises(RuntimeError):
+    if not calibrating:
+        calibration.run(raising())
+    with pytest.raises(RuntimeError) as raised:
         calibration.run(raising(error))
+    assert raised.value is error and calibration.repeats == 0
 
 
-def test_an_error_that_fp16_results_do_not_explain_leaves_them_allowed():
-    calibration = with_fp16_results()
-    with pytest.raises(RuntimeError, match="second"):
-        calibration.run(raising(RuntimeError("first"), RuntimeError("second")))
-    assert calibration.results.allowed and calibration.error == ""
+class OfInductor(RuntimeError):
+    """An error of torch's kernel compiler."""
+
+    __module__ = "torch._inductor.exc"
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), RuntimeError("no fp16 results were returned")])
-def test_a_call_whose_error_no_other_attempt_avoids_is_made_once(error):
-    calibration = with_fp16_results() if isinstance(error, torch.OutOfMemoryError) else Calibration()
+@pytest.mark.parametrize(("kind", "attempts"), [(RuntimeError, 2), (OfInductor, 1)])
+def test_an_error_of_a_kernel_compiler_is_raised_at_once(kind, attempts):
+    """Whatever was measured, a repeat would compile the same."""
+    calibration, made = Calibration(), []
+    calibration.run(raising())
+
+    def call():
+        made.append(1)
+        calibration._missed.any = True
+        raise RuntimeError("the backend failed") from kind("no kernel")
+
     with pytest.raises(RuntimeError):
-        calibration.run(raising(error))
-    assert calibration.repeats == 0 and calibration.error == ""
+        calibration.run(call)
+    assert len(made) == attempts
 
 
 def test_an_error_of_an_operation_that_was_never_measured_has_the_call_measured():

@@ -254,7 +254,7 @@ class PatchedInPlace:
         self.buffer, self.lora, self.asked = weight.clone(), lora, []
 
     @contextlib.contextmanager
-    def __call__(self, module, x, dtype):
+    def __call__(self, module, x, dtype, bias_dtype=torch.float32):
         self.asked.append(dtype)
         self.buffer += self.lora
         yield self.buffer.to(dtype), None
