@@ -10,10 +10,9 @@ from typing import NamedTuple
 import torch
 
 from ..base.amax import amax
-from ..base.dtypes import FP16_MAX
 from .attention_bounds import AttentionBound, AttentionCall, AttentionRange
 from .calibration import Calibration
-from .proofs import MARGIN, Proof
+from .proofs import Proof
 
 
 class Kernels(NamedTuple):
@@ -41,8 +40,7 @@ class SafeAttention:
     Attentions are identified by their order in a model call; an attention that was never measured runs in fp32. The
     result of a foreign kernel is checked, because its own arithmetic may overflow. ``asked``: returns True if the
     current attention has to run in fp32 whatever its scores are. ``fp16_flops``: floating-point operations with fp16
-    operands in a call. ``all_bounded``: no model input can bring any q above fp16's range, so q is not checked for a
-    fused kernel without a mask. It covers all attentions or none, because a later call may run them in another order.
+    operands in a call.
     """
 
     def __init__(self, calibration: Calibration, asked: Callable[[], bool] = lambda: False):
@@ -53,7 +51,6 @@ class SafeAttention:
         self.bounds: list[AttentionBound] = []
         self.calls_in_fp32: list[bool] = []
         self.any_in_fp32 = False
-        self.all_bounded = False
         self.fp16_flops = 0
         self.index = 0
 
@@ -61,7 +58,6 @@ class SafeAttention:
         self.index = 0
         if self.calibration.calibrating:
             self.fp16_flops = 0
-            self.all_bounded = True
 
     def __call__(self, kernels: Kernels, q: torch.Tensor, k, v, heads: int, *args, **kwargs) -> torch.Tensor:
         """Run one attention with ComfyUI's arguments. Returns the dtype of ``q``."""
@@ -69,12 +65,13 @@ class SafeAttention:
         if (
             (args[0] if args else kwargs.get("mask")) is None
             and not torch.compiler.is_dynamo_compiling()
-            and self.all_bounded
-            and not (self.any_in_fp32 or self.calibration.calibrating or index >= len(self.bounds))
+            and not (self.calibration.calibrating or index >= len(self.bounds))
             and kernels.fused
-            and not kernels.foreign
+            and not (kernels.foreign or self.calls_in_fp32[index] or self.bounds[index].by_norm)
         ):
-            return kernels.attention(q.half(), k.half(), v.half(), heads, *args, **kwargs).to(q.dtype)
+            half = q.half()
+            self.bounds[index].record_amax(half)
+            return kernels.attention(half, k.half(), v.half(), heads, *args, **kwargs).to(q.dtype)
         call = AttentionCall(q, k, v, heads, args, kwargs, kernels.fused)
         if self.calibration.calibrating:
             with self.calibration.hiding.pause():
@@ -84,7 +81,7 @@ class SafeAttention:
         call = call.in_dtype(torch.float16)
         if torch.compiler.is_compiling():
             self.range.record(call.largest())
-        elif not (self.all_bounded and call.fused) or call.is_masked():
+        else:
             self.bounds[index].record_call(call)
         result = call.run(kernels.attention)
         if kernels.foreign:
@@ -96,8 +93,8 @@ class SafeAttention:
             self.calls_in_fp32.append(False)
             self.bounds.append(self.calibration.add(AttentionBound(f"attention {index}")))
         result = None
-        amax_of_q, largest, most_of_q = self._note(call)
-        self.all_bounded = self.all_bounded and most_of_q * MARGIN < FP16_MAX
+        self.range.device = self.finite.device = call.q.device
+        amax_of_q, largest = torch.stack([amax(call.q), call.largest()]).tolist()
         in_fp32 = self.asked() or self.calls_in_fp32[index] or not self.range.holds(largest * 2.0)
         if not in_fp32:
             result = call.in_dtype(torch.float16).run(kernels.attention).to(call.q.dtype)
@@ -112,10 +109,3 @@ class SafeAttention:
         self.bounds[index].calibrate(call, amax_of_q, largest)
         self.calibration.in_fp16 = True
         return result
-
-    def _note(self, call: AttentionCall) -> tuple[float, float, float]:
-        """Return the amax of q, the largest number in the attention, and the upper bound of q for every model input."""
-        self.range.device = self.finite.device = call.q.device
-        bound = self.calibration.hiding.norms.of(call.q)
-        of_q, largest, most = torch.stack([amax(call.q), call.largest(), bound]).tolist()
-        return of_q, largest, most

@@ -12,7 +12,7 @@ a division, rsqrt,     Inf in the denominator, by 0           the same
 a negative power
 nan_to_num, a test     Inf and NaN                            the same, and the check of the last layer of each
 for NaN or Inf                                                earlier block
-attention              -Inf among its scores                  the check of q, or a norm before it (``attention.py``)
+attention              -Inf among its scores                  the check of q (``attention.py``)
 =====================  =====================================  ========================================================
 
 Model code is watched in calibrating calls only, whose time does not matter.
@@ -31,7 +31,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..base.layer_names import block_of
 from ..base.nested import plain_alias
-from .norm_bounds import NormBounds
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,7 @@ class Looked(Protocol):
 class HidingCode(TorchDispatchMode):
     """Find the layers whose overflow model code can hide, in a calibrating call.
 
-    ``paused``: above 0 while no model code runs. ``norms``: the tensors that norms bound.
+    ``paused``: above 0 while no model code runs.
     """
 
     def __init__(self) -> None:
@@ -131,7 +130,6 @@ class HidingCode(TorchDispatchMode):
 
     def begin(self) -> None:
         self.paused = 0
-        self.norms = NormBounds()
         self._recent: list[tuple[str, Looked]] = []
         self._ends: list[Looked] = []
 
@@ -156,9 +154,7 @@ class HidingCode(TorchDispatchMode):
         name = func.overloadpacket.__name__.removesuffix("_")
         if not self.paused and name in HIDING and hidden_operands(name, args, kwargs or {}):
             self._look_behind(HIDING[name])
-        result = func(*args, **(kwargs or {}))
-        self.norms.follow(func, args, kwargs or {}, result)
-        return plain_alias(func, result)
+        return plain_alias(func, func(*args, **(kwargs or {})))
 
     def _look_behind(self, how: Hides) -> None:
         for layer in [layer for _, layer in self._recent] + (self._ends if how.nan else []):

@@ -186,10 +186,9 @@ class SafeOperation:
             with lent(self.weights(self.module, x, asked, bias_dtype)) as (weight, bias):
                 self.bias_dtype = torch.float32 if bias is None else bias.dtype
                 half = weight.to(torch.float16)
-                most = self._choose(x, half, bias)
+                self._choose(x, half)
                 if not self.scale.in_fp32:
                     result = self._in_fp16(self.scale.scaled_eagerly(x), half, bias, *args, **kwargs)
-                    self.calibration.hiding.norms.set(result, most)
                 elif plain:
                     # Beside ``asked``, the weight was rounded to fp16.
                     self.calibration.lacks_precision |= asked == torch.float16
@@ -202,19 +201,14 @@ class SafeOperation:
             self.calibration.hiding.ran(self.scale.name, self)
         return result
 
-    def _choose(self, x: torch.Tensor, half: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Choose the scale of the input, with one read of the device. Return an upper bound of the result that holds
-        for every model input, 0-dim fp32."""
-        largest_bias = x.new_zeros((), dtype=torch.float32) if bias is None else amax(bias)
-        largest_sum = _row_sum(half, self.kind)
-        most = self.calibration.hiding.norms.of(x) * largest_sum + largest_bias
-        magnitude, of_weight, row_sum = torch.stack([amax(x), amax(half), largest_sum]).tolist()
+    def _choose(self, x: torch.Tensor, half: torch.Tensor) -> None:
+        """Choose the scale of the input, with one read of the device."""
+        numbers = [amax(x), amax(half), *([] if self.is_wide else [_row_sum(half, self.kind)])]
+        magnitude, of_weight, *row_sum = torch.stack(numbers).tolist()
         if of_weight < SMALLEST_WEIGHT or not math.isfinite(of_weight):
             self.scale.in_fp32 = True
-        if self.scale.in_fp32:
-            return most
-        self.scale.calibrate(magnitude, 1.0 if self.is_wide else max(1.0, row_sum))
-        return most
+        if not self.scale.in_fp32:
+            self.scale.calibrate(magnitude, max(1.0, *row_sum))
 
 
 def multiplied(

@@ -82,12 +82,3 @@ def test_a_node_s_code_is_given_attention_results_in_fp32(model_of, family):
     for _ in range(2):
         families.replay(patched, call)
     assert seen and set(seen) == {torch.float32}
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_no_query_is_looked_at_of_a_family_whose_norms_bound_it(model_of, family):
-    """Z-Image's norm and rotation are one operation of comfy-kitchen's; SD3 of this size has no norm before its attention."""
-    _, model, call = model_of(family)
-    families.replay(model, call)
-    attention = compute_of(model).runs.last_of(model).attention
-    assert attention.bounds and attention.all_bounded is (family != "sd3")

@@ -177,58 +177,29 @@ def test_an_element_of_an_attention_that_overflows_later_changes_no_result(which
         assert relative_error(sdpa(*given.values(), 2), calibration.run(call)) < 2e-3
 
 
-def rotated(q):
-    turns = torch.eye(2).expand(1, 6, 1, 16, 2, 2)
-    return pytest.importorskip("comfy_kitchen").apply_rope1(q.view(1, 6, 1, 32), turns).view(1, 6, 32)
-
-
-def normed_and_rotated(name, q, weight=100.0):
-    """By one of comfy-kitchen's operations that are a norm and a rotation in one."""
-    kitchen, q = pytest.importorskip("comfy_kitchen"), q.view(1, 6, 1, 32)
-    turns, weights = torch.eye(2).expand(1, 6, 1, 16, 2, 2), torch.full((32,), weight)
-    given = (q, turns, weights) if name.endswith("1") else (q, torch.ones_like(q), turns, weights, None)
-    result = getattr(kitchen, name)(*given)
-    return (result if name.endswith("1") else result[0]).view(1, 6, 32)
-
-
-BOUNDED = {
-    **{f"of {name}": lambda x, loud, name=name: normed_and_rotated(name, x * loud) for name in ("rms_rope", "rms_rope1", "rms_rope_split_half", "rms_rope_split_half1")},
-    "of a norm": lambda x, loud: F.layer_norm(x * loud, (32,)),
-    "of a norm with a weight and a bias": lambda x, loud: F.layer_norm(x * loud, (32,), torch.full((32,), 100.0), torch.ones(32)),
-    "of a mean square's": lambda x, loud: F.rms_norm(x * loud, (32,), torch.ones(32)),
-    "of two norms": lambda x, loud: torch.cat([F.rms_norm(x * loud, (32,))[:, :2], F.layer_norm(x * loud, (32,))[:, 2:]], 1),
-    "of a norm, rotated": lambda x, loud: rotated(F.rms_norm(x * loud, (32,))),
-}
-UNBOUNDED = {
-    "scaled": lambda x, loud: F.layer_norm(x, (32,)) * loud,
+QUERIES = {
+    "of a norm with a large weight": lambda x, loud: F.layer_norm(x, (32,)) * loud,
     "scaled in place": lambda x, loud: F.layer_norm(x, (32,)).mul_(loud),
-    "a view scaled in place": lambda x, loud: [q := F.layer_norm(x, (32,)), q.view(-1)[5::32].mul_(loud[5])][0],
-    "written into": lambda x, loud: [q := F.layer_norm(x, (32,)), torch.mul(q, loud, out=q)][0],
-    "of one norm and no norm": lambda x, loud: torch.cat([F.layer_norm(x, (32,)), x * loud], 1),
-    "rotated, of no norm": lambda x, loud: rotated(x * loud),
-    "of a norm with a large weight, rotated": lambda x, loud: normed_and_rotated("rms_rope", x * loud, weight=2e4),
+    "of no norm": lambda x, loud: x * loud,
 }
 
 
-@pytest.mark.parametrize("name", [*BOUNDED, *UNBOUNDED])
-def test_a_query_is_looked_at_unless_norms_bound_it(name, monkeypatch):
+@pytest.mark.parametrize("name", QUERIES)
+def test_a_query_that_overflows_later_is_seen_whatever_the_order_of_attentions(name):
     """All keys have the sign in its channel that leaves zeros behind. A later call has another attention after it and not before."""
-    x, loud, looked, norm = torch.randn(1, 6, 32), torch.ones(32), [], torch.linalg.vector_norm
+    x, loud = torch.randn(1, 6, 32), torch.ones(32)
     k, x[..., 5], calibration = torch.randn(1, 12, 32).abs(), -3.0, Calibration()
     attention, calibration.in_fp16 = SafeAttention(calibration), True  # as layers beside it make it
-    query = BOUNDED.get(name) or UNBOUNDED[name]
 
     def call(order):
         attention.begin()
-        return [attention(Kernels(sdpa, sdpa), q, k, k, 2) for q in (F.layer_norm(x, (32,)), query(x, loud))[::order]]
+        return [attention(Kernels(sdpa, sdpa), q, k, k, 2) for q in (F.layer_norm(x, (32,)), QUERIES[name](x, loud))[::order]]
 
     with torch.inference_mode():
         calibration.run(lambda: call(1))
-        monkeypatch.setattr(torch.linalg, "vector_norm", lambda x, *args, **kwargs: looked.append(x.shape) or norm(x, *args, **kwargs))
         loud[5] = 1e6
         result, _ = calibration.run(lambda: call(-1))
-        assert len(looked) == 2 if name in BOUNDED else len(looked) > 4, "the results, or measured again"
-        assert relative_error(sdpa(query(x, loud), k, k, 2), result) < 2e-3
+        assert relative_error(sdpa(QUERIES[name](x, loud), k, k, 2), result) < 2e-3
 
 
 def overflows(q, k, v, heads, **kwargs):
