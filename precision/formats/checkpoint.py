@@ -17,15 +17,26 @@ from ..base.dtypes import FP8_DTYPES, name_of
 from ..base.errors import CheckpointError, NonFiniteWeight, UnconsumedScale
 from ..files.safetensors_header import read_object
 from ..files.tensor_file import TensorFile
+from .fp8 import E4M3
 from .int8 import rotation_group
 from .registry import FORMATS, weight_in_format
-from .stored_weight import EIGHT_BIT, NUMBERS, NonFiniteScale, StoredWeight, block_sizes, granularity_of
+from .stored_weight import (
+    EIGHT_BIT,
+    FULL_PRECISION,
+    NUMBERS,
+    NonFiniteScale,
+    StoredWeight,
+    block_sizes,
+    granularity_of,
+)
 
 COMFY_QUANT, SCALED_FP8 = "comfy_quant", "scaled_fp8"
 QUANTIZATION_KEY = "_quantization_metadata"
 CARD_KEY = "halfsafe"
 MODEL_PREFIXES = ("model.diffusion_model.", "model.model.", "net.")
 WHOLE_PREFIXES = ("diffusion_model.", "model.", "transformer.")
+MAY_PRECEDE = ("", *MODEL_PREFIXES, *WHOLE_PREFIXES)
+"""What may precede a layer's name in a file whose header names the layer without its prefix."""
 READS_UP_TO = "0.38"
 ROTATED_OR_NOT = (
     "int8 without comfy_quant, so whether the inputs are rotated is unknown; they are read as not rotated, which "
@@ -160,15 +171,8 @@ class _Reader:
         return str(self.entries[name].file if name in self.entries else self.path)
 
     def _settings(self) -> dict[str, dict]:
-        """Map layer names to ComfyUI's per-layer JSON, from the header and from ``comfy_quant`` tensors, which win."""
+        """Map layer names to ComfyUI's per-layer JSON, from ``comfy_quant`` tensors and from the header, which wins."""
         settings = {}
-        if QUANTIZATION_KEY in self.metadata:
-            layers = self._json(self.metadata[QUANTIZATION_KEY], QUANTIZATION_KEY).get("layers")
-            if not isinstance(layers, dict) or not all(isinstance(value, dict) for value in layers.values()):
-                raise CheckpointError(self.path, f"its {QUANTIZATION_KEY} holds no table of layers")
-            settings = {layer: value for layer, value in layers.items() if f"{layer}.weight" in self.tensors}
-            if absent := len(layers) - len(settings):
-                self.remarks[f"named in {QUANTIZATION_KEY}, but not in the file"] += absent
         for name in self.tensors:
             if name.endswith(".comfy_quant"):
                 self.taken.add(name)
@@ -177,7 +181,24 @@ class _Reader:
                 settings[layer] = self._json(text, name)
                 if f"{layer}.weight" not in self.tensors:
                     raise CheckpointError(self.path, "describes a weight that is not in the file", name)
-        return settings
+        return settings | self._settings_in_header()
+
+    def _settings_in_header(self) -> dict[str, dict]:
+        """Map the layers of the file to what the header says of them, by their names with or without a prefix.
+
+        ComfyUI's Load Diffusion Model reads the header before and after it strips the prefix, so that the name without
+        wins (``load_diffusion_model_state_dict`` in comfy/sd.py, ``convert_old_quants`` in comfy/utils.py).
+        """
+        if QUANTIZATION_KEY not in self.metadata:
+            return {}
+        layers = self._json(self.metadata[QUANTIZATION_KEY], QUANTIZATION_KEY).get("layers")
+        if not isinstance(layers, dict) or not all(isinstance(value, dict) for value in layers.values()):
+            raise CheckpointError(self.path, f"its {QUANTIZATION_KEY} holds no table of layers")
+        names = [(f"{start}{layer}", layer) for start in MAY_PRECEDE for layer in layers]
+        found = {name: layer for name, layer in names if f"{name}.weight" in self.tensors}
+        if absent := len(layers.keys() - found.values()):
+            self.remarks[f"named in {QUANTIZATION_KEY}, but not in the file"] += absent
+        return {name: layers[layer] for name, layer in found.items()}
 
     def _json(self, text: str | bytes, where: str) -> dict:
         try:
@@ -218,11 +239,12 @@ class _Reader:
             self.dialects[dialect] += 1
             if what := _undecided(data, scale, granularity):
                 self.undecided[name] = what
-        full = bool(settings and settings.get("full_precision_matrix_mult"))
+        settings = settings or {}
         if dialect == SCALED_FP8:
             prefix = max((prefix for prefix in self.full_precision if name.startswith(prefix)), key=len, default="")
-            full = full or self.full_precision.get(prefix, False)
-        return StoredWeight(name, data, scale, granularity, self._input_scale(layer), full)
+            if self.full_precision.get(prefix):
+                settings = {"format": E4M3.name} | settings | {FULL_PRECISION: True}
+        return StoredWeight(name, data, scale, granularity, self._input_scale(layer), settings=settings)
 
     def _format(self, name: str, data: torch.Tensor, settings: dict) -> str:
         """Return the format that ``comfy_quant`` declares."""

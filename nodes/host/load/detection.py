@@ -132,7 +132,7 @@ def _with_true_shapes(checkpoint: Checkpoint, prefix: str) -> Checkpoint:
             problem = f"in {weight.storage}, {why}, and ComfyUI detects the architecture from its shape"
             advice = f"Use ComfyUI {weight.format.since} or later, or another version of the model."
             raise CheckpointError(weight.file or checkpoint.path, problem, name, advice)
-        weights[name] = StoredWeight(name, weight.dequantize(torch.bfloat16), file=weight.file)
+        weights[name] = weight.with_values(weight.dequantize(torch.bfloat16))
     note = f"Unpacked to bf16, because ComfyUI detects the architecture from their shapes: {_some(names)}."
     return replace(checkpoint, weights=weights, notes=[*checkpoint.notes, note])
 
@@ -198,7 +198,7 @@ def _renamed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def unpacked(checkpoint: Checkpoint) -> Checkpoint:
     """Unpack the weights of a checkpoint that have a scale to bf16."""
     weights = checkpoint.weights.items()
-    plain = {w: it if it.plain else StoredWeight(w, it.dequantize(torch.bfloat16), file=it.file) for w, it in weights}
+    plain = {name: it if it.plain else it.with_values(it.dequantize(torch.bfloat16)) for name, it in weights}
     return replace(checkpoint, weights=plain)
 
 

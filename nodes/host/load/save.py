@@ -75,7 +75,7 @@ class LiveWeights(Mapping[str, StoredWeight]):
         if name not in self.patched:
             return weight
         base = weight.dequantize(torch.float32).clone()
-        return StoredWeight(name, comfy.lora.calculate_weight(self._patcher.patches[key], base, key))
+        return weight.with_values(comfy.lora.calculate_weight(self._patcher.patches[key], base, key))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.stored)

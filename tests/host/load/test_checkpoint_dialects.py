@@ -90,6 +90,29 @@ def test_prefixed_names(comfy, folder, wan, reference, floors, name, prefix):
     assert relative_error(reference, denoise(load(comfy, path))) < floors[floor] * factor
 
 
+@pytest.mark.parametrize("format", ["float8_e4m3fn", "int8", "mxfp8", "nvfp4", "int4", "w4a8"])
+@pytest.mark.parametrize("prefix", ["model.diffusion_model.", "net."])
+@pytest.mark.parametrize("node", ["HalfsafeLoadDiffusionModel", "HalfsafeLoadCheckpoint"])
+def test_a_header_that_names_layers_without_the_prefix_is_read_as_comfyui_reads_it(comfy, folder, wan, node, prefix, format):
+    """As the same file with ``comfy_quant`` tensors, bit for bit; ComfyUI's own loader of checkpoints takes whole names alone."""
+    from halfsafe.nodes.host.comfyui.model_facts import held_storages
+
+    if format != "float8_e4m3fn" and format not in held_storages():
+        pytest.skip(f"this ComfyUI does not run {format}")
+    write, options = (dialects.comfy_quant, {}) if format == "float8_e4m3fn" else (dialects.native, {"names": [format]})
+    path = model_files.in_dialect(wan, folder / "named.safetensors", write, **options)
+    expected, theirs = denoise(load(comfy, path)), denoise(stock(path))
+    dialects.with_settings_in_header(path, prefix, "")
+    if node == "HalfsafeLoadCheckpoint":
+        path = path.rename(folder.parent / "checkpoints" / path.name)
+        model = comfy.run(node, ckpt_name=path.name, storage="as_file", compute="fp32", clip_storage="auto", vae_dtype="auto")[0]
+    else:
+        assert torch.equal(denoise(stock(path)), theirs)
+        model = load(comfy, path)
+    assert not model.attachments["halfsafe"].notes
+    assert torch.equal(denoise(model), expected)
+
+
 def test_comfyuis_formats_are_handed_to_it_and_too_new_ones_are_unpacked_or_refused(comfy, folder, wan):
     from halfsafe.nodes.host.comfyui.model_facts import held_storages
     from halfsafe.precision.formats.registry import FORMAT_OF_STORAGE
