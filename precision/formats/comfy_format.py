@@ -170,8 +170,8 @@ def tensors_of(weight: StoredWeight, storage: str, path, read: bool = True) -> d
 def _settings(weight: StoredWeight, storage: str) -> dict[str, torch.Tensor]:
     """Make a quantized weight's ``comfy_quant``, and the scale of the layer's fp8 input if the file has that."""
     # That fp8 is too coarse for a layer's inputs does not tell that int8, with a scale for each token, is.
-    of_fp8 = str(weight.settings.get("format")).startswith("float8")
-    full = weight.full_precision and (storage in FP8_NAMES or not of_fp8)
+    fp8_alone = str(weight.settings.get("format")).startswith("float8") and storage not in FP8_NAMES
+    full = bool(weight.settings.get(FULL_PRECISION)) and not fp8_alone
     tensors = {f"{weight.layer}.comfy_quant": _comfy_quant(storage, weight.shape[1], full)}
     if storage in FP8_NAMES and weight.input_scale is not None:
         tensors[f"{weight.layer}.input_scale"] = weight.input_scale

@@ -89,6 +89,11 @@ class StoredWeight:
         return self.format is None and self.granularity == "none"
 
     @property
+    def has_many_scales(self) -> bool:
+        """Tell whether it is fp8 with a scale for each row or block, which ComfyUI's fp8 does not have."""
+        return self.data.dtype in FP8_DTYPES and self.granularity in ("row", "block")
+
+    @property
     def is_number(self) -> bool:
         """Tell whether the data are floating point numbers; e8m0, bare exponents, are none."""
         return self.data.dtype in NUMBERS
@@ -281,7 +286,7 @@ def granularity_of(scale: torch.Tensor, shape: Sequence[int]) -> str | None:
     """Say how far one entry of ``scale`` reaches over a weight of ``shape``; None where they do not fit.
 
     ``row``: the scale's shape is the beginning of the weight's, with ones after it:
-    ``(N,)``, ``(N, 1)``, ``(E, N, 1)``.
+    ``(N,)``, ``(N, 1)``, ``(E, N, 1)``. ``block``: of a 2-D weight, the blocks each way: ``(R, C)``, ``(R, C, 1)``.
     """
     if scale.numel() == 1:
         return "tensor"
@@ -290,7 +295,8 @@ def granularity_of(scale: torch.Tensor, shape: Sequence[int]) -> str | None:
         leading.pop()
     if leading == list(shape[: len(leading)]):
         return "row"
-    if scale.dim() == len(shape) == 2 and block_sizes(shape, scale.shape):
+    counts = scale.shape[:2]
+    if len(counts) == len(shape) == 2 and scale.numel() == math.prod(counts) and block_sizes(shape, counts):
         return "block"
     return None
 

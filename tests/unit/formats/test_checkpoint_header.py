@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from halfsafe.precision.base.errors import UnconsumedScale
 from halfsafe.precision.commands.convert import convert_file
 from halfsafe.precision.commands.inspect import inspect_file
 from halfsafe.precision.files.safetensors_file import open_checkpoint
@@ -95,3 +96,61 @@ def test_full_precision_of_fp8_does_not_say_that_int8_products_are_too_coarse(tm
     assert FULL not in settings
     (settings,) = settings_in(tensors_in(weight, "fp8_e5m2")).values()
     assert settings[FULL]
+
+
+@pytest.mark.parametrize("format", [FP8, "int8", "nvfp4"])
+def test_settings_without_a_format_are_read_where_the_data_show_it(tmp_path, format):
+    """As in the official text encoder of MiniMax H3 (ComfyUI issue 15400), which ComfyUI cannot load."""
+    path = marked(tmp_path, format)
+    expected, tensors = in_storages(read(path), {})[0], load_file(path)
+    for name in [name for name in tensors if name.endswith(".comfy_quant")]:
+        said = json.loads(tensors[name].numpy().tobytes())
+        tensors[name] = dialects.comfy_quant_bytes({key: value for key, value in said.items() if key != "format"} | {FULL: False})
+    save_file(tensors, path)
+    checkpoint = read(path)
+    assert any("without a format, read as" in note for note in checkpoint.notes) and not checkpoint.undecided
+    found = in_storages(checkpoint, {})[0]
+    leaves = [name for name in expected if not name.endswith(".comfy_quant")]
+    assert_same({name: expected[name] for name in leaves}, {name: found[name] for name in leaves})
+
+
+@pytest.mark.parametrize("format", ["bf16", FP8, "int8", "mxfp8", "nvfp4"])
+def test_settings_of_zero_bytes_say_nothing(tmp_path, format):
+    """Of a layer that is not quantized they are a placeholder (ComfyUI issue 15400), of a quantized one damage (issue 15567): what stays certain is read."""
+    if format == "bf16":
+        weights, biases = dialects.reference()
+        path = dialects.plain(tmp_path / "model.safetensors", weights, biases)
+    else:
+        path = marked(tmp_path, format)
+    tensors = load_file(path)
+    tensors |= {name.replace("weight", "comfy_quant"): torch.zeros(29, dtype=torch.uint8) for name in tensors if name.endswith(".weight")}
+    save_file(tensors, path)
+    if format == "nvfp4":
+        with pytest.raises(UnconsumedScale):
+            read(path)
+        return
+    checkpoint = read(path)
+    assert any("2 tensors: comfy_quant of zero bytes" in note for note in checkpoint.notes)
+    assert not any(name.endswith("comfy_quant") for name in checkpoint.weights)
+    assert bool(checkpoint.undecided) is (format in ("int8", "mxfp8"))
+
+
+def test_a_rotation_that_settings_without_a_format_do_not_name_is_left_open(tmp_path):
+    path = marked(tmp_path, "int8")
+    tensors = load_file(path)
+    tensors |= {name: dialects.comfy_quant_bytes({"per_row": True}) for name in tensors if name.endswith(".comfy_quant")}
+    save_file(tensors, path)
+    assert len(read(path).undecided) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("format", ["int8", "int4", "nvfp4"])
+def test_scales_are_held_in_fp32_whatever_dtype_a_tool_wrote_them_in(tmp_path, format, dtype):
+    """CUDA kernels take no other, ComfyUI's general ones no fp64."""
+    path = marked(tmp_path, format)
+    tensors = load_file(path)
+    scales = {name: tensor.to(dtype) for name, tensor in tensors.items() if "scale" in name and tensor.dtype == torch.float32}
+    save_file(tensors | scales, path)
+    weight = read(path).weights["blocks.0.ffn.0.weight"]
+    assert {tensor.dtype for leaf, tensor in weight.tensors.items() if f"blocks.0.ffn.0.{leaf}" in scales} == {torch.float32}
+    assert torch.equal(weight.tensors["weight_scale"].float().flatten(), tensors["blocks.0.ffn.0.weight_scale"].to(dtype).float().flatten()) or format == "nvfp4"
