@@ -56,6 +56,12 @@ def count_text(count: int) -> str:
     return f"{count / 1e6:.1f} M" if count >= 1e6 else f"{count}"
 
 
+def listed(names: Sequence[str], most: int = 5) -> str:
+    """Write the first names, and how many more there are."""
+    first = ", ".join(names[:most])
+    return first if len(names) <= most else f"{first} and {len(names) - most} more"
+
+
 def on_off(value: bool | None) -> str:
     """Write a switch as on, off, or "-" where it is not known."""
     return "-" if value is None else "on" if value else "off"

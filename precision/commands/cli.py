@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     described = "show the contents of a model file, and how ComfyUI reads its quantized layers"
     inspect = _command(commands, "inspect", _inspect, described)
     inspect.add_argument("file", type=Path)
-    scan = _command(commands, "scan", _scan, "check every number: NaN, Inf, out of range, lost scales")
+    scan = _command(commands, "scan", _scan, "check every number: NaN, Inf, zeros, out of range, lost scales")
     scan.add_argument("files", type=Path, nargs="+", metavar="file")
     _add_convert(commands)
     _add_plan(commands)

@@ -21,7 +21,7 @@ from ..plan.compute import rules_without_effect
 from ..plan.facts import layer_specs
 from ..plan.rules import Rules
 from ..plan.storage import StorageDecision, plan_storage
-from ..plan.weights import plan_weights
+from ..plan.weights import notes_on, plan_weights
 from .inspect import section
 
 
@@ -120,8 +120,7 @@ def _done(file: TensorFile, progress: Callable[[int], None] | None = None) -> Ca
 
 def _notes(checkpoint: Checkpoint, rules: Rules, plans: Mapping[str, WeightPlan]) -> list[str]:
     idle = rules_without_effect(layer_specs(checkpoint, checkpoint.prefix), rules)
-    otherwise = [f"{name}: {plan.reason}" for name, plan in plans.items() if plan.reason]
-    return [*checkpoint.notes, *(f"{rule.setting}: {rule.reason}" for rule in idle), *otherwise]
+    return [*checkpoint.notes, *(f"{rule.setting}: {rule.reason}" for rule in idle), *notes_on(plans)]
 
 
 def decide(checkpoint: Checkpoint, storage: str, rules: Rules) -> dict[str, StorageDecision]:

@@ -13,6 +13,7 @@ from ..base.text import count_text, size_text, table, wrapped
 from ..files.safetensors_file import open_checkpoint
 from ..files.safetensors_header import read_object
 from ..files.tensor_file import TensorFile
+from ..files.zeros import zero_runs
 from ..formats.card import card_in, card_lines
 from ..formats.checkpoint import (
     COMFY_QUANT,
@@ -69,7 +70,10 @@ class Inspection:
 
 @dataclass(frozen=True)
 class FileFinding:
-    """A fault that makes a file unsafe to run. ``kind``: nan, inf, scale, fp16_range, undecided or unreadable."""
+    """A fault that makes a file unsafe to run.
+
+    ``kind``: nan, inf, scale, fp16_range, undecided, zeros or unreadable.
+    """
 
     tensor: str
     kind: str
@@ -178,7 +182,7 @@ def scan_file(path, progress: Callable[[int], None] | None = None) -> Scan:
         CheckpointError: it is no readable safetensors file.
     """
     file = open_checkpoint(path)
-    problems: list[FileFinding] = []
+    problems = [FileFinding(run.tensor, "zeros", str(run)) for run in zero_runs(file)]
     try:
         checkpoint = read_checkpoint(file, file.metadata, path)
         weights = checkpoint.weights

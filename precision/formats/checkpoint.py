@@ -2,13 +2,14 @@
 
 Sources: ComfyUI ``comfy/ops.py`` (``comfy_quant``), ``comfy/utils.py`` (``scaled_fp8``, ``_quantization_metadata``);
 NVIDIA ModelOpt and vLLM (``weight_scale``, ``input_scale``, ``k_scale``); DeepSeek-V3 ``inference/kernel.py``
-(``weight_scale_inv``, which despite its name multiplies) and ``inference/convert.py`` (the same as ``scale``).
+(``weight_scale_inv``, which despite its name multiplies) and ``inference/convert.py`` (the same as ``scale``);
+musubi-tuner ``modules/fp8_optimization_utils.py`` (``scale_weight`` of three dimensions, ``scale_weight_tensor``).
 """
 
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -17,15 +18,27 @@ from ..base.dtypes import FP8_DTYPES, name_of
 from ..base.errors import CheckpointError, NonFiniteWeight, UnconsumedScale
 from ..files.safetensors_header import read_object
 from ..files.tensor_file import TensorFile
+from ..files.zeros import zero_runs
+from .fp8 import E4M3
 from .int8 import rotation_group
 from .registry import FORMATS, weight_in_format
-from .stored_weight import EIGHT_BIT, NUMBERS, NonFiniteScale, StoredWeight, block_sizes, granularity_of
+from .stored_weight import (
+    EIGHT_BIT,
+    FULL_PRECISION,
+    NUMBERS,
+    NonFiniteScale,
+    StoredWeight,
+    block_sizes,
+    granularity_of,
+)
 
 COMFY_QUANT, SCALED_FP8 = "comfy_quant", "scaled_fp8"
 QUANTIZATION_KEY = "_quantization_metadata"
 CARD_KEY = "halfsafe"
 MODEL_PREFIXES = ("model.diffusion_model.", "model.model.", "net.")
 WHOLE_PREFIXES = ("diffusion_model.", "model.", "transformer.")
+MAY_PRECEDE = ("", *MODEL_PREFIXES, *WHOLE_PREFIXES)
+"""What may precede a layer's name in a file whose header names the layer without its prefix."""
 READS_UP_TO = "0.38"
 ROTATED_OR_NOT = (
     "int8 without comfy_quant, so whether the inputs are rotated is unknown; they are read as not rotated, which "
@@ -38,6 +51,7 @@ TILED_OR_NOT = (
 MX_BLOCK = 32
 _DAMAGED = "The file is damaged: download it again."
 _SCALE_LEAF = re.compile(r"(^|_)scales?(_|$)")
+_PARAMETER, _POSITIONS = re.compile(r"(weight|bias)$"), re.compile(r"(ids|index|mask)$")
 _WEIGHT_SCALES = ("weight_scale", "weight_scale_inv", "scale_weight", "weight_scale_2", "scale_input")
 _PARTS = frozenset(leaf for format in FORMATS.values() for leaf in format.needs)
 _INPUT_SCALES = ("input_scale", "scale_input")
@@ -128,6 +142,7 @@ def lasting_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
 class _Reader:
     def __init__(self, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str], path):
         self.entries = tensors.entries if isinstance(tensors, TensorFile) else {}
+        self.zeros = list(map(str, zero_runs(tensors))) if isinstance(tensors, TensorFile) else []
         self.tensors = dict(tensors)
         self.metadata = metadata
         self.path = path
@@ -151,8 +166,9 @@ class _Reader:
             for name, tensor in self.tensors.items()
             if name not in self.taken
         }
+        self._check_meanings([weight for weight in weights.values() if weight.data.dtype not in NUMBERS])
         notes = [f"{count} tensor{'' if count == 1 else 's'}: {remark}" for remark, count in self.remarks.items()]
-        notes += [f"{count} tensors: {what}" for what, count in Counter(self.undecided.values()).items()]
+        notes += [f"{count} tensors: {what}" for what, count in Counter(self.undecided.values()).items()] + self.zeros
         metadata = lasting_metadata(self.metadata)
         return Checkpoint(str(self.path), tuple(self.dialects), metadata, weights, notes, self.undecided)
 
@@ -160,24 +176,37 @@ class _Reader:
         return str(self.entries[name].file if name in self.entries else self.path)
 
     def _settings(self) -> dict[str, dict]:
-        """Map layer names to ComfyUI's per-layer JSON, from the header and from ``comfy_quant`` tensors, which win."""
+        """Map layer names to ComfyUI's per-layer JSON, from ``comfy_quant`` tensors and from the header, which wins."""
         settings = {}
-        if QUANTIZATION_KEY in self.metadata:
-            layers = self._json(self.metadata[QUANTIZATION_KEY], QUANTIZATION_KEY).get("layers")
-            if not isinstance(layers, dict) or not all(isinstance(value, dict) for value in layers.values()):
-                raise CheckpointError(self.path, f"its {QUANTIZATION_KEY} holds no table of layers")
-            settings = {layer: value for layer, value in layers.items() if f"{layer}.weight" in self.tensors}
-            if absent := len(layers) - len(settings):
-                self.remarks[f"named in {QUANTIZATION_KEY}, but not in the file"] += absent
         for name in self.tensors:
             if name.endswith(".comfy_quant"):
                 self.taken.add(name)
                 layer = name.removesuffix(".comfy_quant")
                 text = self.tensors[name].to(torch.uint8).numpy().tobytes()
-                settings[layer] = self._json(text, name)
+                if text.strip(b"\0"):
+                    settings[layer] = self._json(text, name)
+                else:  # of layers that are not quantized (ComfyUI issue 15400), or a damaged one (issue 15567)
+                    self.remarks["comfy_quant of zero bytes, which says nothing and which ComfyUI cannot read"] += 1
                 if f"{layer}.weight" not in self.tensors:
                     raise CheckpointError(self.path, "describes a weight that is not in the file", name)
-        return settings
+        return settings | self._settings_in_header()
+
+    def _settings_in_header(self) -> dict[str, dict]:
+        """Map the layers of the file to what the header says of them, by their names with or without a prefix.
+
+        ComfyUI's Load Diffusion Model reads the header before and after it strips the prefix, so that the name without
+        wins (``load_diffusion_model_state_dict`` in comfy/sd.py, ``convert_old_quants`` in comfy/utils.py).
+        """
+        if QUANTIZATION_KEY not in self.metadata:
+            return {}
+        layers = self._json(self.metadata[QUANTIZATION_KEY], QUANTIZATION_KEY).get("layers")
+        if not isinstance(layers, dict) or not all(isinstance(value, dict) for value in layers.values()):
+            raise CheckpointError(self.path, f"its {QUANTIZATION_KEY} holds no table of layers")
+        names = [(f"{start}{layer}", layer) for start in MAY_PRECEDE for layer in layers]
+        found = {name: layer for name, layer in names if f"{name}.weight" in self.tensors}
+        if absent := len(layers.keys() - found.values()):
+            self.remarks[f"named in {QUANTIZATION_KEY}, but not in the file"] += absent
+        return {name: layers[layer] for name, layer in found.items()}
 
     def _json(self, text: str | bytes, where: str) -> dict:
         try:
@@ -218,19 +247,22 @@ class _Reader:
             self.dialects[dialect] += 1
             if what := _undecided(data, scale, granularity):
                 self.undecided[name] = what
-        full = bool(settings and settings.get("full_precision_matrix_mult"))
+        settings = settings or {}
         if dialect == SCALED_FP8:
             prefix = max((prefix for prefix in self.full_precision if name.startswith(prefix)), key=len, default="")
-            full = full or self.full_precision.get(prefix, False)
-        return StoredWeight(name, data, scale, granularity, self._input_scale(layer), full)
+            if self.full_precision.get(prefix):
+                settings = {"format": E4M3.name} | settings | {FULL_PRECISION: True}
+        return StoredWeight(name, data, scale, granularity, self._input_scale(layer), settings=settings)
 
     def _format(self, name: str, data: torch.Tensor, settings: dict) -> str:
         """Return the format that ``comfy_quant`` declares."""
         declared = settings.get("format")
-        # Early INT8 files name none (ComfyUI issue 14722): their data shows it.
-        if declared is None and data.dtype == torch.int8 and f"{_layer(name)}.weight_scale" in self.tensors:
-            self.remarks["comfy_quant without a format, read as int8_tensorwise; ComfyUI refuses it"] += 1
-            return "int8_tensorwise"
+        # Some files name none (ComfyUI issues 14722, 15400): their data show it.
+        if declared is None and (shown := self._format_shown(_layer(name), data)):
+            self.remarks[f"comfy_quant without a format, read as {shown}; ComfyUI refuses it"] += 1
+            if data.dtype == torch.int8 and "convrot" not in settings and rotation_group(data.shape[-1]):
+                self.undecided[name] = ROTATED_OR_NOT
+            return shown
         if not isinstance(declared, str):
             raise CheckpointError(self.path, "its comfy_quant names no format", name)
         fp8 = declared.startswith("float8_") and data.dtype in FP8_DTYPES and "num_experts" not in settings
@@ -241,6 +273,16 @@ class _Reader:
         if fp8 and not declared.startswith(str(data.dtype).removeprefix("torch.")):
             self.remarks[f"declared as {declared}, stored and read as {name_of(data.dtype)}"] += 1
         return declared
+
+    def _format_shown(self, layer: str | None, data: torch.Tensor) -> str:
+        """Return the format that data and scales of a layer have alone among ComfyUI's; "" where none has."""
+        scale = self.tensors.get(f"{layer}.weight_scale")
+        if scale is None:
+            return ""
+        if data.dtype in FP8_DTYPES and scale.numel() == 1:
+            return str(data.dtype).removeprefix("torch.")
+        packed = "nvfp4" if data.dtype == torch.uint8 and f"{layer}.weight_scale_2" in self.tensors else ""
+        return "int8_tensorwise" if data.dtype == torch.int8 else packed
 
     def _in_format(self, name: str, data: torch.Tensor, settings: dict) -> StoredWeight:
         layer, declared = _layer(name), settings["format"]
@@ -262,6 +304,8 @@ class _Reader:
             return None, "none", "unscaled fp8"
         key, dialect = found
         scale = self._scale(key)
+        if dialect == SCALED_FP8 and f"{key}_tensor" in self.tensors:
+            scale = scale * self._scale(f"{key}_tensor")
         if data.dtype not in EIGHT_BIT:
             if scale.numel() > 1 or data.dtype not in NUMBERS:
                 values = "of many values " if scale.numel() > 1 else ""
@@ -275,7 +319,7 @@ class _Reader:
             raise UnconsumedScale(self.path, f"a scale of shape {shapes}", key, "Report it to the tool's authors.")
         if dialect == SCALED_FP8 and data.dtype == torch.float8_e5m2:
             self.remarks["e5m2 under a scaled_fp8 marker, which ComfyUI reads as e4m3fn; read as e5m2"] += 1
-        shape = {"tensor": (), "row": (-1, 1), "block": scale.shape}[granularity]
+        shape = {"tensor": (), "row": (-1, 1), "block": scale.shape[:2]}[granularity]
         return scale.reshape(shape), granularity, dialect
 
     def _input_scale(self, layer: str | None) -> torch.Tensor | None:
@@ -306,6 +350,14 @@ class _Reader:
             raise NonFiniteWeight(self._file_of(key), f"a scale of {lowest:g}", key, _DAMAGED)
         return scale
 
+    def _check_meanings(self, weights: Iterable[StoredWeight]) -> None:
+        """Raise CheckpointError for whole numbers and the like that stand for a model's numbers in an unknown way."""
+        for weight in weights:
+            if weight.plain and _is_parameter(weight):
+                problem = f"in {weight.storage}, and nothing in the file says what numbers those stand for"
+                advice = "Get the file with its quantization settings (comfy_quant), or its 16-bit version."
+                raise CheckpointError(self._file_of(weight.name), problem, weight.name, advice)
+
     def _check_leftovers(self, quantized: dict[str, StoredWeight]) -> None:
         for name in self.tensors:
             is_part = looks_like_scale(name) or name.rpartition(".")[2] in _PARTS
@@ -329,6 +381,12 @@ class _Reader:
             raise UnconsumedScale(self.path, problem, name, advice)
         elif leaf in _WEIGHT_SCALES:
             self.remarks["named like weight scales, next to weights that are not quantized; kept unchanged"] += 1
+
+
+def _is_parameter(weight: StoredWeight) -> bool:
+    """Tell by name, dtype and dimensions whether a tensor holds parameters, and not positions, masks or a text."""
+    is_matrix = weight.data.dim() > 1 and weight.data.dtype not in (torch.int64, torch.bool)
+    return bool(_PARAMETER.search(weight.name)) or (is_matrix and not _POSITIONS.search(weight.name))
 
 
 def _undecided(data: torch.Tensor, scale: torch.Tensor | None, granularity: str) -> str:

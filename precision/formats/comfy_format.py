@@ -19,7 +19,7 @@ from ..files.safetensors_header import TensorSpec
 from .format import Format
 from .fp8 import Fp8, quantize
 from .registry import FORMAT_OF_STORAGE
-from .stored_weight import StoredWeight, Tensors, comfy_quant_tensor
+from .stored_weight import FULL_PRECISION, StoredWeight, Tensors, comfy_quant_tensor
 
 LARGEST_ROUNDED = max_of(torch.float32) / 2
 ERROR_SAMPLE = 8
@@ -169,7 +169,9 @@ def tensors_of(weight: StoredWeight, storage: str, path, read: bool = True) -> d
 
 def _settings(weight: StoredWeight, storage: str) -> dict[str, torch.Tensor]:
     """Make a quantized weight's ``comfy_quant``, and the scale of the layer's fp8 input if the file has that."""
-    full = storage in FP8_NAMES and weight.full_precision
+    # That fp8 is too coarse for a layer's inputs does not tell that int8, with a scale for each token, is.
+    fp8_alone = str(weight.settings.get("format")).startswith("float8") and storage not in FP8_NAMES
+    full = bool(weight.settings.get(FULL_PRECISION)) and not fp8_alone
     tensors = {f"{weight.layer}.comfy_quant": _comfy_quant(storage, weight.shape[1], full)}
     if storage in FP8_NAMES and weight.input_scale is not None:
         tensors[f"{weight.layer}.input_scale"] = weight.input_scale
@@ -180,7 +182,7 @@ def _settings(weight: StoredWeight, storage: str) -> dict[str, torch.Tensor]:
 def _comfy_quant(storage: str, columns: int, full_precision: bool) -> torch.Tensor:
     """Make the settings of all weights of a storage and as many columns: one tensor, which nothing writes to."""
     format = FORMAT_OF_STORAGE[storage]
-    more = {"full_precision_matrix_mult": True} if full_precision else {}
+    more = {FULL_PRECISION: True} if full_precision else {}
     return comfy_quant_tensor({"format": format.name} | format.settings(columns) | more)
 
 

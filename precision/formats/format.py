@@ -50,6 +50,7 @@ class Format:
             ``offset``: the tensors of those names.
         rotated: whether codes belong to rotated rows; None where ``convrot`` of a file says that.
         byte_scale: the tensor that a file may hold as bytes, and the name of its dtype in torch.
+        in_fp32: scales that CUDA kernels take in fp32 alone, and that some tools write in another dtype.
         dtypes: that data may be stored in, the usual one first, and ``per_byte``: how many values a byte holds.
     """
 
@@ -73,6 +74,7 @@ class Format:
     offset: str = ""
     rotated: bool | None = False
     byte_scale: tuple[str, str] | None = None
+    in_fp32: tuple[str, ...] = ("weight_scale", "weight_scale_2", "weight_s_channel", "input_scale")
     dtypes: tuple[torch.dtype, ...] = (torch.int8,)
     per_byte: int = 1
 

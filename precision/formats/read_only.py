@@ -128,7 +128,7 @@ class Awq4(Format):
     name, storage, since, colour = "awq_w4a16", "awq4", "0.38.1", (160, 132, 200)
     product, unpacker = "gemv_awq_w4a16", "tensor.TensorCoreAWQW4A16Layout"
     quantizes_operands = False
-    needs = ("weight_scale", "weight_zeros")
+    needs, in_fp32 = ("weight_scale", "weight_zeros"), ()
     signed = ("weight_scale", "weight_zeros")
     largest, offset = 8, "weight_zeros"
     per_byte = 2

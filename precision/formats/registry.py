@@ -60,7 +60,9 @@ def weight_in_format(
 
 
 def _typed(tensor: torch.Tensor, format: Format, leaf: str) -> torch.Tensor:
-    """Return a scale in its own dtype if a file holds bytes."""
+    """Return a scale in the dtype that its kernels take."""
+    if leaf in format.in_fp32 and tensor.dtype in (torch.float16, torch.bfloat16, torch.float64):
+        return tensor.float()
     name, dtype = format.byte_scale or ("", "")
     if leaf != name or tensor.dtype != torch.uint8:
         return tensor

@@ -17,6 +17,7 @@ Tensors = dict[str, torch.Tensor]
 CHUNK = 1 << 20
 EIGHT_BIT = FP8_DTYPES | {torch.int8}
 NUMBERS = FP8_DTYPES | {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+FULL_PRECISION = "full_precision_matrix_mult"
 USUAL_BLOCKS = (128, 64, 32, 16, 256, 512, 1)
 
 
@@ -38,9 +39,9 @@ class StoredWeight:
             entry per block of a 2-D weight (``block``), None (``none``).
         granularity: ``none``, ``tensor``, ``row`` or ``block``.
         input_scale: fp32 0-dim activation multiplier, if the file has one.
-        full_precision: the file asks for ``full_precision_matrix_mult``.
         format: of ComfyUI's formats that are more than fp8 data and a scale.
-        tensors: what the format has beside the data, and ``settings``: ``<layer>.comfy_quant``, with its ``format``.
+        tensors: what the format has beside the data.
+        settings: what the file's ``comfy_quant`` says of the layer, also of a weight that was patched since.
         outputs: of the layer, if the file tells them; rows beyond those are padding.
         file: the file that holds it, which of a sharded set is one of several.
     """
@@ -50,7 +51,6 @@ class StoredWeight:
     scale: torch.Tensor | None = None
     granularity: str = "none"
     input_scale: torch.Tensor | None = None
-    full_precision: bool = False
     format: Any = None
     tensors: Tensors = field(default_factory=dict)
     settings: dict = field(default_factory=dict)
@@ -60,6 +60,11 @@ class StoredWeight:
     @property
     def layer(self) -> str:
         return self.name.removesuffix(".weight")
+
+    @property
+    def full_precision(self) -> bool:
+        """Tell whether the file asks for ``full_precision_matrix_mult``."""
+        return bool(self.settings.get(FULL_PRECISION))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -84,9 +89,18 @@ class StoredWeight:
         return self.format is None and self.granularity == "none"
 
     @property
+    def has_many_scales(self) -> bool:
+        """Tell whether it is fp8 with a scale for each row or block, which ComfyUI's fp8 does not have."""
+        return self.data.dtype in FP8_DTYPES and self.granularity in ("row", "block")
+
+    @property
     def is_number(self) -> bool:
         """Tell whether the data are floating point numbers; e8m0, bare exponents, are none."""
         return self.data.dtype in NUMBERS
+
+    def with_values(self, values: torch.Tensor) -> "StoredWeight":
+        """Return plain values in place of the data, with the settings of the layer."""
+        return replace(self, data=values, scale=None, granularity="none", format=None, tensors={})
 
     @property
     def auxiliary(self) -> dict[str, torch.Tensor]:
@@ -105,7 +119,7 @@ class StoredWeight:
     @cached_property
     def experts(self) -> list["StoredWeight"]:
         """The weights of a bank of experts, ``(experts, rows, columns)``; empty for another weight."""
-        if "num_experts" not in self.settings:
+        if self.format is None or "num_experts" not in self.settings:
             return []
         count = len(self.data)
         odd = next((tensor for tensor in self.tensors.values() if tensor.dim() and len(tensor) != count), None)
@@ -272,7 +286,7 @@ def granularity_of(scale: torch.Tensor, shape: Sequence[int]) -> str | None:
     """Say how far one entry of ``scale`` reaches over a weight of ``shape``; None where they do not fit.
 
     ``row``: the scale's shape is the beginning of the weight's, with ones after it:
-    ``(N,)``, ``(N, 1)``, ``(E, N, 1)``.
+    ``(N,)``, ``(N, 1)``, ``(E, N, 1)``. ``block``: of a 2-D weight, the blocks each way: ``(R, C)``, ``(R, C, 1)``.
     """
     if scale.numel() == 1:
         return "tensor"
@@ -281,7 +295,8 @@ def granularity_of(scale: torch.Tensor, shape: Sequence[int]) -> str | None:
         leading.pop()
     if leading == list(shape[: len(leading)]):
         return "row"
-    if scale.dim() == len(shape) == 2 and block_sizes(shape, scale.shape):
+    counts = scale.shape[:2]
+    if len(counts) == len(shape) == 2 and scale.numel() == math.prod(counts) and block_sizes(shape, counts):
         return "block"
     return None
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from ..base.errors import CheckpointError, HalfsafeError
-from ..base.text import size_text
+from ..base.text import listed, size_text
 from ..files.safetensors_file import open_checkpoint, write_safetensors
 from ..files.safetensors_header import TensorSpec, read_object
 from ..files.tensor_file import TensorFile
@@ -22,7 +22,6 @@ from ..formats.int8 import rotation_group
 
 KEY = "halfsafe_calibration"
 FINGERPRINT = "sha256_of_header_and_4096_bytes_of_each_tensor"
-NAMED = 5
 WIDTHS = (1024, 512, 256)
 ROWS = 2048
 
@@ -144,9 +143,9 @@ class CalibrationData:
             f"{size} in memory, blocks of up to {self.width} inputs.",
         ]
         if unreached := [name for name in self.layers if self.usable(name) is None]:
-            lines.append(f"Rounded to nearest because they were not called: {_named(unreached)}.")
+            lines.append(f"Rounded to nearest because they were not called: {listed(unreached)}.")
         if left_out := [f"{name} ({sums.left_out})" for name, sums in self.layers.items() if sums.left_out]:
-            lines.append(f"Inputs with NaN or Inf were skipped: {_named(left_out)}. Add NaN Guard to find the cause.")
+            lines.append(f"Inputs with NaN or Inf were skipped: {listed(left_out)}. Add NaN Guard to find the cause.")
         return "\n".join(lines)
 
     def save(self, path: str | os.PathLike) -> None:
@@ -166,12 +165,6 @@ class CalibrationData:
         for name, sums in self.layers.items():
             row, column = torch.triu_indices(sums.width, sums.width)
             yield name, sums.blocks[:, row, column]
-
-
-def _named(layers: Sequence[str]) -> str:
-    """Name the first few layers, and how many there are besides."""
-    first = ", ".join(layers[:NAMED])
-    return first if len(layers) <= NAMED else f"{first} and {len(layers) - NAMED} more"
 
 
 def read_calibration(path: str | os.PathLike) -> CalibrationData:

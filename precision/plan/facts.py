@@ -48,7 +48,8 @@ class ModelFacts:
     ``file_dtype``: the storage name most weights have; ``supported``: compute dtypes it is known to work in, best
     first; ``native_fp8``: the layers that ComfyUI itself multiplies in fp8 where the device can: the file has their
     weights in fp8 with a scale, and asks for no full precision; ``formats``: layer -> the quantization format that its
-    weight stays in, whatever storage is asked for.
+    weight stays in, whatever storage is asked for; ``many_scales``: the layers whose fp8 has a scale for each row or
+    block, which ComfyUI's fp8 does not have.
     """
 
     layers: Sequence[LayerSpec]
@@ -57,6 +58,7 @@ class ModelFacts:
     supported: tuple[str, ...]
     native_fp8: Container[str] = frozenset()
     formats: Mapping[str, str] = field(default_factory=dict)
+    many_scales: Container[str] = frozenset()
 
 
 def facts_of(
@@ -73,11 +75,11 @@ def facts_of(
     """
     inside = [weight for name, weight in checkpoint.weights.items() if name.startswith(prefix)]
     parameters, dtype = sum(prod(weight.shape) for weight in inside), file_dtype(checkpoint, prefix)
-    native = (weight for weight in inside if weight.data.dtype in FP8_DTYPES and weight.scale is not None)
-    native_fp8 = frozenset(
-        (names or {}).get(weight.name) or weight.layer[len(prefix) :] for weight in native if not weight.full_precision
-    )
-    return ModelFacts(tuple(layers), parameters, dtype, tuple(supported), native_fp8, dict(formats or {}))
+    scaled = (weight for weight in inside if weight.data.dtype in FP8_DTYPES and weight.scale is not None)
+    by_layer = {(names or {}).get(weight.name) or weight.layer[len(prefix) :]: weight for weight in scaled}
+    native = frozenset(layer for layer, weight in by_layer.items() if not weight.full_precision)
+    many = frozenset(layer for layer, weight in by_layer.items() if weight.has_many_scales)
+    return ModelFacts(tuple(layers), parameters, dtype, tuple(supported), native, dict(formats or {}), many)
 
 
 def layer_specs(checkpoint: Checkpoint, prefix: str = "") -> list[LayerSpec]:

@@ -11,7 +11,7 @@ from ..formats.comfy_format import AS_FILE, WeightPlan, exceeds_fp16, stays
 from .choice import Choice, frozen
 from .facts import most
 from .storage import LoadPlan, StorageDecision
-from .weights import Memory, plan_weights
+from .weights import Memory, notes_on, plan_weights
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,6 @@ def _memory_plan(
     as_file = (weight for name, weight in inside.items() if asked.get(name, AS_FILE) == AS_FILE)
     counts = Counter(weight.storage for weight in as_file if weight.storage in memory.unheld)
     unpacked += [f"{count} weights in {it} were loaded in {dtype}: {memory.unheld[it]}" for it, count in counts.items()]
-    otherwise = [f"{name}: {plan.reason}" for name in inside if (plan := plans[name]).reason]
     sizes = {name: _bytes(weight, plans[name], dtype) for name, weight in inside.items()}
     quantized = any(_is_quantized(weight, plans[name]) for name, weight in inside.items())
     made = sum(
@@ -151,7 +150,8 @@ def _memory_plan(
         for name, weight in inside.items()
         if not (stays(weight, plans[name].storage) and _is_kept(weight, plans[name], dtype, memory, quantized))
     )
-    return MemoryPlan(plans, dtype, sum(sizes.values()), made, (*unpacked, *otherwise))
+    notes = (*unpacked, *notes_on({name: plans[name] for name in inside}))
+    return MemoryPlan(plans, dtype, sum(sizes.values()), made, notes)
 
 
 def _is_quantized(weight: StoredWeight, plan: WeightPlan) -> bool:

@@ -11,7 +11,7 @@ from ..base.text import size_text
 from ..devices.detect import Device, unheld_storages, why_no_bf16
 from ..formats.comfy_format import can_be_quantized
 from ..formats.registry import FORMAT_OF_STORAGE
-from .auto import ACTIVATION_ROOM, auto_storage, held_storage, why_low_bits_are_slow
+from .auto import ACTIVATION_ROOM, auto_storage, held_storage, smallest_storage, why_low_bits_are_slow
 from .choice import Choice, WithoutEffect, frozen
 from .compute import SAFE, ComputePlan, choose_compute, plan_compute, rules_without_effect
 from .facts import LayerSpec, ModelFacts
@@ -23,6 +23,7 @@ PREDICTED_ERROR = {"int8": 0.0089, "w6a8": 0.0184, "w4a8": 0.0617}
 FEWER_BITS: tuple[StorageOption, ...] = ("w6a8", "w4a8")
 # ComfyUI tells SD, SDXL and LTX-Video by the columns of this weight (comfy/model_detection.py).
 _TELLS_MODEL = re.compile(r"(^|\.)transformer_blocks\.0\.attn2\.to_k$")
+MANY_SCALES = "the file's fp8 has many scales, ComfyUI's has one: int8 takes the same bytes and is nearer to the file"
 TOLD_BY = "ComfyUI detects the architecture from this weight's width, which storages below 8 bits change"
 
 
@@ -111,6 +112,8 @@ def plan_load(
     computed = choose_compute(facts, device, compute)
     choice = _choose_storage(facts, device, storage, computed, free_device_bytes, streamed_from)
     decisions = plan_storage(facts.layers, choice.used, rules)
+    if smallest_storage(device, compute)[0] == "int8":
+        decisions = _many_scales_in_int8(facts, decisions)
     if (storage == "auto" or fitted) and choice.used in EIGHT_BITS and free_device_bytes is not None:
         choice, decisions = _fitted(facts, device, choice, decisions, rules, free_device_bytes, formats)
     storages = {name: facts.file_dtype if d.storage == "as_file" else d.storage for name, d in decisions.items()}
@@ -118,6 +121,22 @@ def plan_load(
     arithmetic = plan_compute(facts, device, compute, rules, storages)
     idle = tuple(rules_without_effect(facts.layers, rules))
     return LoadPlan(choice, arithmetic, decisions, idle, why_no_bf16(device), unheld_storages(device))
+
+
+def _many_scales_in_int8(
+    facts: ModelFacts, decisions: Mapping[str, StorageDecision]
+) -> Mapping[str, StorageDecision]:
+    """Store fp8 weights with a scale for each row or block in int8 instead of fp8 with one: at the same size the error
+    of a small Wan model is 1.1 to 1.2 times that of the file's own numbers, with one fp8 scale 1.3 to 1.6 times."""
+    moved = {
+        layer.name: StorageDecision("int8", MANY_SCALES)
+        for layer in facts.layers
+        if layer.name in facts.many_scales
+        and decisions[layer.name].storage == "as_file"
+        and not decisions[layer.name].reason
+        and not why_not_quantized("int8", layer.shape, layer.cls)
+    }
+    return frozen({**decisions, **moved})
 
 
 def _fitted(

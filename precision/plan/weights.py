@@ -11,6 +11,7 @@ import torch
 
 from ..base.dtypes import FP8_DTYPES, FP8_NAMES, FP16_MAX, QUANTIZED_NAMES, name_of
 from ..base.errors import CheckpointError, StorageNotHeld
+from ..base.text import listed
 from ..formats.checkpoint import StoredWeight, looks_like_scale
 from ..formats.comfy_format import (
     AS_FILE,
@@ -37,7 +38,8 @@ class Memory:
         unpacked: the dtype for weights that leave 8 bits or fewer because it cannot hold them so.
         not_linear: the model's tensors that are the weight of no Linear module, which alone holds fp8 with a scale.
         linear: those that are.
-        assigned: the model is given the tensors themselves, as under dynamic VRAM, and none is copied into it.
+        assigned: the model is given the tensors themselves, as under dynamic VRAM, and none is copied into it; what
+            stays as it is, is not read.
         unheld: each storage that the device cannot hold -> why.
     """
 
@@ -95,6 +97,15 @@ def plan_weights(
     return plans
 
 
+def notes_on(plans: Mapping[str, WeightPlan]) -> list[str]:
+    """List why weights are not stored as asked or as in the file, a line for each reason."""
+    names: dict[str, list[str]] = {}
+    for name, plan in plans.items():
+        names.setdefault(plan.reason, []).append(name)
+    names.pop("", None)
+    return [f"{listed(of_reason)}: {reason}" for reason, of_reason in names.items()]
+
+
 def require_held(storages: Iterable[str], formats: Container[str]) -> None:
     """Raise :class:`StorageNotHeld` for the first quantized storage that is not among a ComfyUI's ``formats``."""
     lacking = next((name for name in storages if why_not_held(name, formats)), None)
@@ -136,7 +147,7 @@ def _decide(weight: StoredWeight, asked: str, path, memory: Memory | None, read:
                 raise CheckpointError(weight.file or path, f"in {weight.storage}, {doubt}", weight.name, advice)
             return AS_FILE, f"kept in {weight.storage}: {doubt}"
     if storage in QUANTIZED_NAMES:
-        return _quantized(weight, storage, path, read)
+        return _quantized(weight, storage, path, read or (memory is not None and memory.assigned))
     if storage == "fp16" and read and exceeds_fp16(weight, path):
         return "bf16", f"kept in bf16: values exceed fp16's {FP16_MAX:.0f}"
     return AS_FILE if storage == weight.storage and weight.scale is None else storage, ""
@@ -167,6 +178,8 @@ def _quantized(weight: StoredWeight, storage: str, path, read: bool) -> tuple[st
         if error > REQUANTIZATION_LIMIT[storage]:
             scales = weight.storage if weight.scale is None else str(weight.scale.numel())
             return "bf16", f"kept in bf16: a single scale instead of {scales} would cost an error of {error:.1%}"
+        if weight.has_many_scales:
+            return storage, f"a single scale in place of the file's many costs an error of {error:.0%}"
     return storage, ""
 
 

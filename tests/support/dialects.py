@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 Weights = dict[str, torch.Tensor]
 E4M3 = torch.float8_e4m3fn
@@ -95,6 +95,17 @@ def quantization_metadata(path: Path, weights: Weights, biases: Weights, setting
     layers = {layer: {"format": "float8_e4m3fn"} | (settings or {}) for layer in weights}
     metadata = {"_quantization_metadata": json.dumps({"format_version": "1.0", "layers": layers})}
     return save(path, _scaled(weights, "weight_scale"), biases, metadata)
+
+
+def with_settings_in_header(path: Path, prefix: str = "", of_tensors: str | None = None) -> Path:
+    """The same file with the ``comfy_quant`` of its layers in the header, its tensors below ``prefix``, and the names of layers in the header below
+    ``of_tensors``, which is the same prefix unless given."""
+    tensors = load_file(path)
+    marks = {name: tensors.pop(name) for name in [*tensors] if name.endswith(".comfy_quant")}
+    named = prefix if of_tensors is None else of_tensors
+    layers = {named + name.removesuffix(".comfy_quant"): json.loads(mark.numpy().tobytes()) for name, mark in marks.items()}
+    save_file({prefix + name: tensor for name, tensor in tensors.items()}, path, {"_quantization_metadata": json.dumps({"layers": layers})})
+    return path
 
 
 def scaled_fp8(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import json
 
@@ -31,18 +32,25 @@ def graph(on_nan: str, model: str = MODEL, seed: int = 1) -> dict:
     }
 
 
-def told(server: Server, prompt: dict, extra: dict | None = None) -> tuple[list[dict], dict]:
-    """Run a prompt as an open page does, with ``extra_data``: the guard's events it was sent, and the history's entry."""
-    return asyncio.run(_told(server, {"prompt": prompt, "client_id": "page", "extra_data": extra or {}}))
+def told(server: Server, prompt: dict, extra: dict | None = None, settings: dict[str, str] | None = None) -> tuple[list[dict], dict]:
+    """Run a prompt as an open page does, with ``extra_data``: the guard's events it was sent, and the history's entry.
+
+    ``settings``: page -> what that page, open as well, sends as its setting before.
+    """
+    return asyncio.run(_told(server, {"prompt": prompt, "client_id": "page", "extra_data": extra or {}}, settings or {}))
 
 
-async def _told(server: Server, request: dict) -> tuple[list[dict], dict]:
+async def _told(server: Server, request: dict, settings: dict[str, str]) -> tuple[list[dict], dict]:
     events = []
-    async with aiohttp.ClientSession() as session, session.ws_connect(f"{server.url}/ws?clientId=page") as socket:
+    async with aiohttp.ClientSession() as session, contextlib.AsyncExitStack() as pages:
+        sockets = {page: await pages.enter_async_context(session.ws_connect(f"{server.url}/ws?clientId={page}")) for page in {"page", *settings}}
+        for page, on_nan in settings.items():
+            async with session.post(f"{server.url}/halfsafe/watch", json={"client_id": page, "on_nan": on_nan}) as answer:
+                assert answer.status == 200, await answer.text()
         async with session.post(f"{server.url}/prompt", json=request) as answer:
             assert answer.status == 200, await answer.text()
             prompt_id = (await answer.json())["prompt_id"]
-        async for message in _messages(socket):
+        async for message in _messages(sockets["page"]):
             if message["type"] == "halfsafe.guard":
                 events.append(message["data"])
             elif message["type"] in ("execution_success", "execution_error") and message["data"]["prompt_id"] == prompt_id:

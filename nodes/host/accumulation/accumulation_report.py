@@ -6,6 +6,7 @@ from ....precision.arithmetic.fp16_accumulation import FP16_ACCUMULATION, Fp16Ac
 from ....precision.arithmetic.linear import kind_of
 from ....precision.base import flags
 from ....precision.base.modes import FP8, FP16, INT8
+from ....precision.base.text import listed
 from ....precision.plan.accumulation import (
     EXACT_SUMS,
     NO_SWITCH,
@@ -25,7 +26,6 @@ from ..compute.layer_modes import planned_modes_of
 from ..compute.planned_model import needs_fp32_accumulation
 from .executor import AccumulationRun, accumulation_of, asked_by_rule, sums_by_rule
 
-NAMED = 8
 HELD_OFF = "Kept off while this model runs: its fp16 products return fp32, which fp16 sums cannot produce."
 NO_FP8_OF_OURS = "ComfyUI runs these fp8 products itself: set compute=fp8 in Compute Dtype (Halfsafe)"
 HOW = {
@@ -71,11 +71,7 @@ def _inert_rules(patcher) -> list[WithoutEffect]:
     """Return the rules on accumulation of a model whose layers cannot differ in it."""
     asked = {} if switches_by_layer(patcher) else asked_by_rule(patcher)
     layers = {sums: [name for name in asked if asked[name] == sums] for sums in asked.values()}
-    return [WithoutEffect(f"accumulation={sums}", f"{NO_SWITCH}: {_named(names)}") for sums, names in layers.items()]
-
-
-def _named(names: list[str]) -> str:
-    return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+    return [WithoutEffect(f"accumulation={sums}", f"{NO_SWITCH}: {listed(names)}") for sums, names in layers.items()]
 
 
 def layer_accumulation(patcher) -> dict[str, tuple[Sums, str]]:

@@ -12,12 +12,11 @@ import torch
 
 from ....precision.base.dtypes import name_of
 from ....precision.base.errors import CheckpointError
+from ....precision.base.text import listed
 from ....precision.formats.checkpoint import Checkpoint, StoredWeight
 from ....precision.formats.comfy_format import finite_bound
 from ....precision.plan.facts import LayerSpec, ModelFacts, facts_of
 from .lacking import named_if_lacking
-
-NAMED = 8
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ def _without(checkpoint: Checkpoint, names: Sequence[str]) -> Checkpoint:
 
 def left_out_note(names: Sequence[str]) -> str:
     """Say which quantized weights belong to no layer of the model."""
-    return f"Quantized layers of the file that the model does not have were ignored: {_some(names)}."
+    return f"Quantized layers of the file that the model does not have were ignored: {_layers_of(names)}."
 
 
 def recognised(checkpoint: Checkpoint, only_diffusion_model: bool = False) -> tuple[Checkpoint, str, Any]:
@@ -132,8 +131,8 @@ def _with_true_shapes(checkpoint: Checkpoint, prefix: str) -> Checkpoint:
             problem = f"in {weight.storage}, {why}, and ComfyUI detects the architecture from its shape"
             advice = f"Use ComfyUI {weight.format.since} or later, or another version of the model."
             raise CheckpointError(weight.file or checkpoint.path, problem, name, advice)
-        weights[name] = StoredWeight(name, weight.dequantize(torch.bfloat16), file=weight.file)
-    note = f"Unpacked to bf16, because ComfyUI detects the architecture from their shapes: {_some(names)}."
+        weights[name] = weight.with_values(weight.dequantize(torch.bfloat16))
+    note = f"Unpacked to bf16, because ComfyUI detects the architecture from their shapes: {_layers_of(names)}."
     return replace(checkpoint, weights=weights, notes=[*checkpoint.notes, note])
 
 
@@ -142,10 +141,8 @@ def _is_same_model(one, other) -> bool:
     return type(one) is type(other) and (one is None or one.unet_config == other.unet_config)
 
 
-def _some(names: Sequence[str]) -> str:
-    """Write the layers of the first of some weights, and how many more there are."""
-    layers = ", ".join(name.removesuffix(".weight") for name in names[:NAMED])
-    return layers + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+def _layers_of(names: Sequence[str]) -> str:
+    return listed([name.removesuffix(".weight") for name in names])
 
 
 def _stripped(checkpoint: Checkpoint, prefix: str) -> Checkpoint:
@@ -198,7 +195,7 @@ def _renamed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def unpacked(checkpoint: Checkpoint) -> Checkpoint:
     """Unpack the weights of a checkpoint that have a scale to bf16."""
     weights = checkpoint.weights.items()
-    plain = {w: it if it.plain else StoredWeight(w, it.dequantize(torch.bfloat16), file=it.file) for w, it in weights}
+    plain = {name: it if it.plain else it.with_values(it.dequantize(torch.bfloat16)) for name, it in weights}
     return replace(checkpoint, weights=plain)
 
 

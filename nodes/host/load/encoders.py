@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 import re
 from collections.abc import Callable, Sequence
 from math import prod
@@ -36,6 +37,7 @@ from .lacking import lacking_tensors
 from .models import attach
 from .tensors import load_tensors
 
+logger = logging.getLogger("halfsafe")
 FP32_ACTIVATIONS = "ComfyUI runs text encoders with fp32 activations"
 OPEN_CLIP = "transformer.resblocks.0.ln_1.weight"
 CLIP_WORDS, CLIP_LAYER = "text_model.embeddings.token_embedding.weight", "mlp.fc1.weight"
@@ -134,7 +136,7 @@ def _loaded(
     lacks = lacking.refuse(clip.cond_stage_model, VISION, "images in a prompt give NaN")
     lacks += _left_out(files, clip.cond_stage_model)
     idle = [] if compute in ("auto", "fp32") else [WithoutEffect(f"compute={compute}", FP32_ACTIVATIONS)]
-    said = [note for of_file in notes for note in of_file] + lacks
+    said = [note for file, own in zip(files, notes, strict=True) for note in (*file.notes, *own)] + lacks
     why = frozen({layer: reason for of_file in kept for layer, reason in of_file.items()})
     attach(clip.patcher, LoadRecord(paths[0], (), choices[0], {}, why, {}, tuple(idle), tuple(said)))
     clip.patcher.cached_patcher_init = (_reloaded, again)
@@ -201,6 +203,8 @@ def load_vae(path: str, dtype: str, whole: bool = False, disable_dynamic: bool =
     module, whose use raises an error that says so. ``disable_dynamic`` is ComfyUI's and changes nothing here.
     """
     checkpoint, config = open_model(path), None
+    for note in checkpoint.notes:
+        logger.info("Halfsafe: %s: %s", path, note)
     if whole:
         checkpoint, _, config = recognised(checkpoint)
         prefixes = dict.fromkeys(config.vae_key_prefix, "")

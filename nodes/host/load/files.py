@@ -101,9 +101,11 @@ def output_path(filename_prefix: str) -> tuple[str, str]:
     """Return (path of a new file, name below the output folder) for a prefix such as ``diffusion_models/halfsafe``.
 
     Raises:
-        HalfsafeError: the prefix leaves the output folder.
+        HalfsafeError: the prefix leaves the output folder, or no file can be called so.
     """
     output = os.path.abspath(folder_paths.get_output_directory())
+    if "\0" in filename_prefix:
+        raise HalfsafeError("The filename prefix holds a NUL character.", "Write the prefix anew.")
     if not Path(os.path.abspath(os.path.join(output, filename_prefix))).is_relative_to(output):
         problem = f"The filename prefix '{filename_prefix}' leaves ComfyUI's output folder {output}."
         raise HalfsafeError(problem, "Give a name below it, such as diffusion_models/my_model.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -94,12 +94,16 @@ def load_weights(
 
 @dataclass(frozen=True)
 class PreparedLoad:
-    """A model about to be loaded: its tensors in ComfyUI's format, and the dtype of those that are not quantized."""
+    """A model about to be loaded: its tensors in ComfyUI's format, and the dtype of those that are not quantized.
+
+    ``reasons``: layer -> why its weight is not stored as decided.
+    """
 
     plan: LoadPlan
     tensors: dict[str, torch.Tensor]
     dtype: torch.dtype
     notes: Sequence[str]
+    reasons: Mapping[str, str]
 
 
 def prepare(
@@ -121,7 +125,9 @@ def prepare(
     require_held_by_device((decision.storage for decision in plan.decisions.values()), compute_device())
     weights = plan_model(checkpoint, plan, detected.layer_names, detected.prefix, formats, assigned=streamed)
     tensors, notes = load_tensors(checkpoint, weights, read=not streamed)
-    return PreparedLoad(plan, tensors, dtype_named(weights.dtype), [*weights.notes, *notes])
+    layers = detected.layer_names.items()
+    reasons = {layer: weights.plans[name].reason for name, layer in layers if weights.plans[name].reason}
+    return PreparedLoad(plan, tensors, dtype_named(weights.dtype), [*weights.notes, *notes], reasons)
 
 
 def quantized_layers(tensors: dict[str, torch.Tensor], prefix: str) -> list[str]:
@@ -179,7 +185,7 @@ def record_of(detected: Detected, load: PreparedLoad, notes: Sequence[str] = ())
         file=detected.checkpoint.path,
         dialects=detected.checkpoint.dialects,
         storage=load.plan.storage,
-        reasons=frozen({name: decision.reason for name, decision in decisions if decision.reason}),
+        reasons=frozen({**{name: decision.reason for name, decision in decisions if decision.reason}, **load.reasons}),
         kept=frozen({name: decision.reason for name, decision in decisions if decision.kept}),
         asked=frozen({name: decision.storage for name, decision in decisions if decision.storage != "as_file"}),
         without_effect=load.plan.without_effect,

@@ -17,6 +17,7 @@ from comfy.model_patcher import ModelPatcher
 
 from ....precision.base.errors import HalfsafeError
 from ....precision.base.layer_names import plain_name
+from ....precision.base.text import listed
 from ....precision.files.safetensors_file import write_safetensors
 from ....precision.formats.card import Provenance, card_entry
 from ....precision.formats.checkpoint import StoredWeight, read_checkpoint
@@ -32,7 +33,6 @@ from ..comfyui.layers import DIFFUSION_MODEL, modules_of
 from ..comfyui.model_facts import foreign_layers, held_storages
 from ..comfyui.page import show_progress
 from ..lora.low_rank import is_left_out
-from ..lora.patcher import listed
 from .devices import compute_device, make_room_to_quantize
 from .files import output_path
 from .identity import marks_of, metadata_of, source_of_model
@@ -75,7 +75,7 @@ class LiveWeights(Mapping[str, StoredWeight]):
         if name not in self.patched:
             return weight
         base = weight.dequantize(torch.float32).clone()
-        return StoredWeight(name, comfy.lora.calculate_weight(self._patcher.patches[key], base, key))
+        return weight.with_values(comfy.lora.calculate_weight(self._patcher.patches[key], base, key))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.stored)

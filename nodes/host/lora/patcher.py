@@ -11,7 +11,7 @@ import functools
 import logging
 import uuid
 from collections import Counter
-from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence, ValuesView
+from collections.abc import Callable, ItemsView, Iterator, Mapping, ValuesView
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -27,6 +27,7 @@ from ....precision.base.errors import HalfsafeError
 from ....precision.base.layer_names import plain_name
 from ....precision.base.modes import FP32
 from ....precision.base.patching import Patch, patched
+from ....precision.base.text import listed
 from ..comfyui.attributes import CAST_DTYPE, INPUT_SCALE
 from ..comfyui.execution import adapts_text, conditions_through
 from ..comfyui.known_calls import Feature, why_off
@@ -38,7 +39,6 @@ from ..replay.interceptor import LOW_RANK, Acting, Stage, put_stage
 from .low_rank import SortedPatches, change_of, is_8bit_matrix, is_left_out, low_rank_patcher, sort_patches
 
 INJECTED, UNFIT = "halfsafe_low_rank", "halfsafe_unfit"
-SOME = 5
 logger = logging.getLogger("halfsafe")
 PATCHED = "comfy_patched_weights"
 """ComfyUI's mark of a layer whose weights are loaded, and patched (``load`` in comfy/model_patcher.py)."""
@@ -439,9 +439,3 @@ def _tell_left_out(layers: tuple[str, ...]) -> None:
     """Log once which layers have LoRAs that do not fit them."""
     if layers:
         logger.warning("Halfsafe: LoRAs do not fit %d layers and are left out: %s", len(layers), listed(layers))
-
-
-def listed(names: Sequence[str]) -> str:
-    """Write some names, and how many more there are."""
-    more = len(names) - SOME
-    return ", ".join(names[:SOME]) + (f" and {more} more" if more > 0 else "")

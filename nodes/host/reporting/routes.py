@@ -3,6 +3,7 @@ and which lines of rules cannot be read."""
 
 import asyncio
 from dataclasses import asdict
+from typing import Any
 
 from aiohttp import web
 from server import PromptServer
@@ -13,7 +14,11 @@ from ....precision.plan.rules import read
 from ..comfyui.known_calls import reasons_off
 from ..load.devices import current_device
 from ..load.halving import halving
+from .bodies import json_of, text_of
 from .here import facts_here
+
+MOST_OF_RULES = 100_000
+"""Bytes of rules that are read while they are written: thousands of lines."""
 
 
 def serve_page() -> None:
@@ -33,9 +38,14 @@ async def _device(_: web.Request) -> web.Response:
 
 
 async def _halving(request: web.Request) -> web.Response:
-    files = await request.json()
+    files = await json_of(request, "a list of pairs of texts, a folder and a file's name each", _are_files)
     with flags_left_alone():
         return web.json_response(await asyncio.to_thread(halving, files))
+
+
+def _are_files(value: Any) -> bool:
+    pairs = isinstance(value, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in value)
+    return pairs and all(isinstance(text, str) for pair in value for text in pair)
 
 
 async def _here(_: web.Request) -> web.Response:
@@ -43,6 +53,6 @@ async def _here(_: web.Request) -> web.Response:
 
 
 async def _rules(request: web.Request) -> web.Response:
-    rules, wrong = read(await request.text())
+    rules, wrong = await asyncio.to_thread(read, await text_of(request, MOST_OF_RULES))
     mistakes = [{"line": error.line, "mistake": error.mistake, "advice": error.advice} for error in wrong]
     return web.json_response({"count": len(rules), "mistakes": mistakes})

@@ -8,11 +8,13 @@ from aiohttp import web
 from comfy_execution.graph import DynamicPrompt
 from server import PromptServer
 
-from ....precision.guard.policy import ON_NAN
+from ....precision.guard.policy import OFF, ON_NAN
 from ..comfyui.page import queued_by
+from .bodies import json_of
 
 ASKED_BY = "halfsafe_watch"
-"""The entry of a prompt's ``extra_data`` that asks for guards, for prompts that no page queues."""
+"""The entry of a prompt's ``extra_data`` that asks for guards, for prompts that no page queues; and of each guard that
+is added, which marks it as one."""
 GUARDS = {"MODEL": ("HalfsafeNaNGuard", "model"), "VAE": ("HalfsafeGuardVAE", "vae")}
 OURS = "Halfsafe"
 _settings: dict[str | None, str] = {}
@@ -27,9 +29,17 @@ def watch_every_run() -> None:
 
 
 async def _keep_setting(request: web.Request) -> web.Response:
-    told = await request.json()
+    told = await json_of(request, "an object with the client_id of an open page, and on_nan", _is_setting)
+    for page in _settings.keys() - PromptServer.instance.sockets.keys():
+        del _settings[page]
     _settings[told["client_id"]] = told["on_nan"]
     return web.Response()
+
+
+def _is_setting(value: Any) -> bool:
+    """Tell whether a body is the setting of a page that ComfyUI's server is connected to."""
+    texts = isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("client_id", "on_nan"))
+    return texts and value["client_id"] in PromptServer.instance.sockets and value["on_nan"] in (OFF, *ON_NAN)
 
 
 def watched(request: dict) -> dict:
@@ -55,9 +65,8 @@ def _without_guards(original_prompt: Callable) -> Callable:
 
 def as_asked(prompt: dict) -> dict:
     """Return the nodes of a prompt without the guards that :func:`with_guards` added."""
-    names = dict(GUARDS.values())
-    given = {node_id: node["inputs"].get(names.get(node["class_type"])) for node_id, node in prompt.items()}
-    behind = {_guard_id(link): link for node_id, link in given.items() if link and node_id == _guard_id(link)}
+    names, added = dict(GUARDS.values()), {node_id: node for node_id, node in prompt.items() if ASKED_BY in node}
+    behind = {node_id: node["inputs"][names[node["class_type"]]] for node_id, node in added.items()}
     asked = {}
     for node_id, node in prompt.items():
         if node_id not in behind:
@@ -72,9 +81,12 @@ def _behind(value: Any, behind: dict) -> Any:
     return links_to[0] if links_to else value
 
 
-def _guard_id(link: list) -> str:
-    """Return the id of the guard behind a node's output."""
-    return f"halfsafe_{link[0]}_{link[1]}"
+def _guard_id(link: list, prompt: dict) -> str:
+    """Return the id of the guard behind a node's output, which no node of the prompt has."""
+    slot = str(link[1])
+    while (guard_id := f"halfsafe_{link[0]}_{slot}") in prompt:
+        slot = f"0{slot}"
+    return guard_id
 
 
 def with_guards(prompt: dict, on_nan: str) -> dict:
@@ -96,9 +108,9 @@ def _through_guard(running: dict, prompt: dict, node: dict, value: Any, on_nan: 
     if (value[0], kind) in guarded:
         return value
     cls, name = GUARDS[kind]
-    guard_id = _guard_id(value)
+    guard_id = _guard_id(value, prompt)
     retries = {"max_retries": 8} if kind == "MODEL" else {}
-    running[guard_id] = {"class_type": cls, "inputs": {name: value, "on_nan": on_nan, **retries}}
+    running[guard_id] = {"class_type": cls, "inputs": {name: value, "on_nan": on_nan, **retries}, ASKED_BY: on_nan}
     return [guard_id, 0]
 
 

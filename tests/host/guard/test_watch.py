@@ -41,10 +41,9 @@ def test_every_run_is_guarded_and_pictures_are_as_asked(running: Server) -> None
     assert {"halfsafe_1_0", "halfsafe_3_0"} < {*entry["prompt"][2]}, "the history tells what ran"
 
 
-def test_the_setting_of_a_page_guards_what_that_page_queues(running: Server) -> None:
-    for told_by, setting, seed, guarded in (("page", "report", 45, True), ("another", "off", 46, True), ("page", "off", 47, False)):
-        running.post("/halfsafe/watch", {"client_id": told_by, "on_nan": setting})
-        events, _ = told(running, unguarded(seed=seed))
+def test_the_setting_of_an_open_page_guards_what_that_page_queues(running: Server) -> None:
+    for page, setting, seed, guarded in (("page", "report", 45, True), ("another", "off", 46, True), ("page", "off", 47, False)):
+        events, _ = told(running, unguarded(seed=seed), settings={page: setting})
         assert bool(events) is guarded
 
 
@@ -75,6 +74,18 @@ def test_a_node_that_is_called_as_a_guard_is_not_taken_for_one(comfy) -> None:
     prompt["halfsafe_loader"] = {"class_type": "VAELoader", "inputs": {"vae_name": "a", "of": [["1", 0], 0]}}
     assert as_asked(prompt) == prompt
     assert as_asked(with_guards(prompt, "report")) == prompt != with_guards(prompt, "report")
+
+
+@pytest.mark.parametrize("cls", ["KSampler", "HalfsafeNaNGuard", "HalfsafeReport"])
+def test_a_node_of_the_users_is_never_replaced_because_of_its_id(comfy, cls: str) -> None:
+    prompt = unguarded()
+    own = {name: {"class_type": cls, "inputs": {"model": ["1", 0]}} for name in ("halfsafe_1_0", "halfsafe_1_00")}
+    prompt["1"] = {"class_type": "UNETLoader", "inputs": {"unet_name": "a", "weight_dtype": "default"}}
+    prompt["20"] = {"class_type": "KSampler", "inputs": {"model": ["1", 0]}}
+    guarded = with_guards(prompt | own, "report")
+    assert {name: guarded[name]["class_type"] for name in own} == dict.fromkeys(own, cls)
+    assert guarded["20"]["inputs"]["model"] == ["halfsafe_1_000", 0] and guarded["halfsafe_1_000"]["class_type"] == "HalfsafeNaNGuard"
+    assert as_asked(guarded) == prompt | own
 
 
 def test_report_only_tells(running: Server) -> None:

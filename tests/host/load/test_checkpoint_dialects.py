@@ -8,6 +8,8 @@ import json
 import pytest
 import torch
 from halfsafe.precision.base.errors import CheckpointError, NonFiniteWeight
+from halfsafe.precision.files.safetensors_file import open_checkpoint
+from halfsafe.precision.formats.checkpoint import read_checkpoint
 from safetensors.torch import load_file, save_file
 from support import dialects, model_files, tiny_models
 from support.families import denoise, stock
@@ -72,6 +74,38 @@ def test_dialect_is_read_as_it_is_meant(comfy, folder, wan, reference, floors, n
     assert model.attachments["halfsafe"].dialects == (dialect,)
 
 
+@pytest.mark.parametrize("said", ["false", "", 0, 1, None, [], "true"])
+def test_a_rotation_is_there_where_comfyui_takes_it_to_be(folder, wan, said):
+    """ComfyUI asks whether the value counts as true: the text "false" does."""
+    settings = {"format": "int8_tensorwise", "convrot": said, "convrot_groupsize": 256}
+    path = model_files.in_dialect(wan, folder / "said.safetensors", dialects.in_format, name="int8", settings=settings)
+    file = open_checkpoint(path)
+    ours = read_checkpoint(file, {}, path).weights["blocks.0.ffn.0.weight"].dequantize(torch.float32)
+    assert relative_error(stock(path).model.diffusion_model.blocks[0].ffn[0].weight.dequantize().float(), ours) < 0.01
+
+
+@pytest.mark.parametrize("name", ["row scales bf16", "block scales weight_scale_inv", "musubi"])
+@pytest.mark.parametrize(("profile", "compute", "storage"), [("sm_86", "auto", "int8"), ("sm_86", "bf16", "fp8_e4m3fn"), ("sm_70", "auto", "fp8_e4m3fn")])
+def test_fp8_with_many_scales_is_int8_where_that_is_fast_and_its_cost_is_told_elsewhere(comfy, folder, wan, reference, monkeypatch, name, profile, compute, storage):
+    """At the same size: int8 is nearer to the file's own numbers than fp8 with a single scale."""
+    write, options, *_ = (dialects.block_wise, {"scale_name": "scale_weight", "rows": 1, "columns": 64}) if name == "musubi" else DIALECTS[name]
+    path = model_files.in_dialect(wan, folder / "scales.safetensors", write, **options)
+    if name == "musubi":
+        model_files.changed(path, path, lambda tensors: tensors.update({key: tensor[:, :, None] for key, tensor in tensors.items() if key.endswith("scale_weight")}))
+    own = relative_error(reference, denoise(load(comfy, path, "fp32", "fp32")))
+    monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", profile)
+    model = load(comfy, path, "as_file", compute)
+    layers = {layer["name"]: layer for layer in report(comfy, model)["layers"] if layer["name"] in model_files.WAN_LINEARS}
+    assert {layer["storage"] for layer in layers.values()} == {storage}
+    notes = " ".join(model.attachments["halfsafe"].notes)
+    if storage == "int8":
+        assert all("int8 takes the same bytes" in layer["reason"] for layer in layers.values())
+        assert relative_error(reference, denoise(model)) < 1.3 * own
+    else:
+        assert all("a single scale in place of the file's many costs an error of" in layer["reason"] for layer in layers.values())
+        assert 1 <= notes.count("a single scale in place of the file's many costs an error of") <= 2, "a note for each figure, not for each layer"
+
+
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_unscaled_fp8_keeps_its_bits(comfy, folder, wan, reference, dtype):
     path = model_files.in_dialect(wan, folder / "unscaled.safetensors", dialects.plain, dtype=dtype)
@@ -88,6 +122,29 @@ def test_prefixed_names(comfy, folder, wan, reference, floors, name, prefix):
     write, options, floor, factor, _ = DIALECTS[name]
     path = model_files.in_dialect(wan, folder / "prefixed.safetensors", write, prefix, **options)
     assert relative_error(reference, denoise(load(comfy, path))) < floors[floor] * factor
+
+
+@pytest.mark.parametrize("format", ["float8_e4m3fn", "int8", "mxfp8", "nvfp4", "int4", "w4a8"])
+@pytest.mark.parametrize("prefix", ["model.diffusion_model.", "net."])
+@pytest.mark.parametrize("node", ["HalfsafeLoadDiffusionModel", "HalfsafeLoadCheckpoint"])
+def test_a_header_that_names_layers_without_the_prefix_is_read_as_comfyui_reads_it(comfy, folder, wan, node, prefix, format):
+    """As the same file with ``comfy_quant`` tensors, bit for bit; ComfyUI's own loader of checkpoints takes whole names alone."""
+    from halfsafe.nodes.host.comfyui.model_facts import held_storages
+
+    if format != "float8_e4m3fn" and format not in held_storages():
+        pytest.skip(f"this ComfyUI does not run {format}")
+    write, options = (dialects.comfy_quant, {}) if format == "float8_e4m3fn" else (dialects.native, {"names": [format]})
+    path = model_files.in_dialect(wan, folder / "named.safetensors", write, **options)
+    expected, theirs = denoise(load(comfy, path)), denoise(stock(path))
+    dialects.with_settings_in_header(path, prefix, "")
+    if node == "HalfsafeLoadCheckpoint":
+        path = path.rename(folder.parent / "checkpoints" / path.name)
+        model = comfy.run(node, ckpt_name=path.name, storage="as_file", compute="fp32", clip_storage="auto", vae_dtype="auto")[0]
+    else:
+        assert torch.equal(denoise(stock(path)), theirs)
+        model = load(comfy, path)
+    assert not model.attachments["halfsafe"].notes
+    assert torch.equal(denoise(model), expected)
 
 
 def test_comfyuis_formats_are_handed_to_it_and_too_new_ones_are_unpacked_or_refused(comfy, folder, wan):

@@ -76,3 +76,20 @@ def test_the_node_tells_the_formats_that_it_wrote(comfy, wan, other, saved_folde
     model = merge(families.load(comfy, wan, "int8", "bf16"), families.load(comfy, other, "int8", "bf16"), 0.6)[0]
     told = comfy.nodes["HalfsafeSaveModel"].PREPARE_CLASS_CLONE(None).execute(model, "diffusion_models/saved", "as_file", None).ui
     assert all(part in str(told) for part in ("int8", "bf16")), told
+
+
+@pytest.mark.parametrize("format", ["fp8_e4m3fn", "int8", "mxfp8"])
+def test_full_precision_of_a_layer_outlives_a_lora(comfy, wan, saved_folder, format):
+    settings = {"full_precision_matrix_mult": True}
+    path = wan.with_name(f"save_patched_full_{format}.safetensors")
+    if format == "fp8_e4m3fn":
+        model_files.in_dialect(wan, path, dialects.comfy_quant, settings=settings)
+    else:
+        more = {"convrot": True, "convrot_groupsize": 256} if format == "int8" else {}
+        name = {"int8": "int8_tensorwise"}.get(format, format)
+        model_files.in_dialect(wan, path, dialects.in_format, name=format, settings={"format": name} | more | settings)
+    model = load_lora_for_models(families.load(comfy, path, "as_file", "bf16"), None, model_files.lora({LAYER: (1024, 256)}), 1.0, 0.0)[0]
+    file = open_checkpoint(save(comfy, model, saved_folder, "as_file"))
+    weights = read_checkpoint(file, file.metadata, path).weights
+    assert all(weights[f"{layer}.weight"].full_precision for layer in model_files.WAN_LINEARS)
+    assert {weights[f"{layer}.weight"].storage for layer in model_files.WAN_LINEARS} == {format}
