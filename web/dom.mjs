@@ -3,6 +3,8 @@ import { t } from "./words.mjs";
 
 const FIRST_LINES = 5;
 const MOST_LINES = 50;
+/** The verdict of a guard that has checked no call. */
+const IDLE = "idle";
 
 /**
  * @param {string} tag
@@ -51,9 +53,10 @@ export function swatch(dtype) {
   return el("span", { class: "hs-swatch", style: background(dtype), "aria-hidden": "true" });
 }
 
-/** A guard's verdict; nothing is NaN where a check only found a drift, and yet not all is well. @param {string} verdict @param {({kind: string} | null)[]} events */
-export function verdictOf(verdict, events) {
-  return verdict === "clean" && events.some((event) => event?.kind === "drift") ? "drift" : verdict;
+/** A guard's verdict; nothing is NaN where a check only found a drift, and yet not all is well. @param {string} verdict @param {({kind: string} | null)[]} events @param {number} [calls] that were checked: where there were none, nothing is well either */
+export function verdictOf(verdict, events, calls = 1) {
+  if (verdict !== "clean") return verdict;
+  return events.some((event) => event?.kind === "drift") ? "drift" : calls ? verdict : IDLE;
 }
 
 /** @param {string} verdict @param {string} [text] */
@@ -63,7 +66,8 @@ export function verdictPill(verdict, text = verdictText(verdict)) {
 
 /** What a guard found, in words; where it was to tell alone, nothing was stopped. @param {string} verdict */
 export function verdictText(verdict) {
-  return verdict === "off" ? t("no guard") : verdict === "stopped" ? t("not cured") : t(verdict.replaceAll("_", " "));
+  const texts = { off: t("no guard"), stopped: t("not cured"), [IDLE]: t("not run yet") };
+  return texts[verdict] ?? t(verdict.replaceAll("_", " "));
 }
 
 /** What a mode is called where nobody can choose it by its name. @param {string} mode */
@@ -97,6 +101,14 @@ export function firstOf(lines, drawn = null) {
   const open = /** @type {HTMLDetailsElement | null | undefined} */ (drawn?.querySelector("details.hs-rest"))?.open ?? false;
   const folded = el("details", { class: "hs-rest", open }, el("summary", { text: t("{count} more", { count: lines.length - FIRST_LINES }) }), ...rest, more);
   return [...lines.slice(0, FIRST_LINES), folded];
+}
+
+/** Say of what a panel shows that it is of an earlier run, or no longer. @param {HTMLElement} body @param {boolean} earlier */
+export function markEarlier(body, earlier) {
+  const mark = body.querySelector(":scope > .hs-old");
+  body.classList.toggle("hs-earlier", earlier);
+  if (!earlier) mark?.remove();
+  else if (!mark) body.prepend(el("p", { class: "hs-hint hs-old", text: t("of an earlier run") }));
 }
 
 /** @param {number} share */

@@ -115,7 +115,7 @@ export async function showMe(app) {
   await app.loadGraphData(graph, true, true, t("Halfsafe demo"));
   await enter(app, app.graph);
   setView(app, viewAround(app, app.graph.nodes, 1.5));
-  return t("Press Run: left black, right repaired.");
+  return t("Press Run: left black, right in a format that does not overflow.");
 }
 
 /** Show a workflow of the pack whole where it is opened as it came: the page's own view leaves parts behind its sidebar and map. @param {any} app */
@@ -193,6 +193,7 @@ function viewAround(app, nodes, largest = 1) {
   const sight = sightOf(app);
   let shown = nodes.map(boxOf);
   let view = largestView(shown, sight, largest);
+  if (view.scale < READABLE && nodes.length > 1) return viewAround(app, nodes.slice(0, 1), largest); // with names that can be read
   const [x, y] = middleOf(boundsOf(shown));
   const far = (/** @type {Box} */ box) => Math.hypot(middleOf(box)[0] - x, middleOf(box)[1] - y);
   const others = nodes[0].graph.nodes.map(boxOf).sort((/** @type {Box} */ a, /** @type {Box} */ b) => far(a) - far(b));

@@ -1,9 +1,10 @@
 // @ts-check
 /** *Guard this workflow*, and its way back. */
+import { api } from "../../scripts/api.js";
 import { filesOf, hasPassed, isFromOutside, joined, lead, loadersOf, nodeAt, originOf, outputsOf, readFlow, takesOf, usesOf } from "./flow.mjs";
 import { allNodes, enter, setView, showAmong, undoable, viewNow } from "./graph.mjs";
 import { placeBetween } from "./room.mjs";
-import { t, together } from "./words.mjs";
+import { t, together, whyUnchanged } from "./words.mjs";
 
 const ONE = "HalfsafeAutoPrecision";
 /** The width of the workflows' columns, in pixels at scale 1. */
@@ -11,6 +12,11 @@ const WIDTH = 320;
 /** The property of a node that a button put in, and what this file's button writes there. */
 export const PUT_IN = "halfsafe";
 const BY_GUARD = "guard";
+/** ComfyUI's loaders of models -> the folder of their files, and the input that names one. @type {Record<string, {folder: string, input: string}>} */
+const LOADERS = {
+  UNETLoader: { folder: "diffusion_models", input: "unet_name" },
+  CheckpointLoaderSimple: { folder: "checkpoints", input: "ckpt_name" },
+};
 /** The pack's name in the title of a node. */
 const PACK = / ?[(\uff08]Halfsafe[)\uff09]/;
 
@@ -54,9 +60,11 @@ export async function guardWorkflow(app) {
     await undoable(app, () => added.push(...plans.map((plan) => put(flow, plan, plans))));
     await showAmong(app, added, added[0].graph.nodes);
     views = { left, made: viewNow(app) };
-    return together([toldOf(added), toldOfLeft(without)]);
+    const [{ graph }] = added;
+    const where = graph.isRootGraph && graph !== left.graph ? whereText(graph) : "";
+    return together([toldOf(added), where, toldOfLeft(without), ...await toldOfDtypes(flow, plans)]);
   } catch (error) {
-    return t("Nothing was changed: {why}", { why: String(/** @type {Error} */ (error).message) });
+    return whyUnchanged(error);
   }
 }
 
@@ -66,22 +74,42 @@ function whyNothing(flow) {
   return used ? t("Every model here is guarded already.") : t("This workflow runs no model, VAE or text encoder.");
 }
 
+/** Which graph the page shows now: it enters a subgraph, and leaves one, without a word. @param {any} graph */
+export function whereText(graph) {
+  return graph.isRootGraph ? t("The page has left the subgraph.") : t("The page now shows the subgraph {name}.", { name: graph.name });
+}
+
 /** What was added, and inside of what: the page enters a subgraph without a word. @param {any[]} added */
 export function toldOf(added) {
   const [{ graph }] = added;
   const count = added.length;
   const inside = new Set(added.map((node) => node.graph).filter((one) => !one.isRootGraph));
   const isAlsoOutside = added.some((node) => node.graph.isRootGraph);
-  if (inside.size && isAlsoOutside) return t("{count} nodes were added, some of them inside of subgraphs: run the workflow.", { count });
-  if (inside.size > 1) return t("{count} nodes were added in {subgraphs} subgraphs: run the workflow.", { count, subgraphs: inside.size });
-  const done = count > 1 ? t("{count} nodes were added: run the workflow.", { count }) : t("1 node was added: run the workflow.");
-  return inside.size ? together([done, t("The page now shows the subgraph {name}.", { name: graph.name })]) : done;
+  const several = t("{count} nodes were added: run the workflow.", { count });
+  const done = inside.size && isAlsoOutside ? t("{count} nodes were added, some of them inside of subgraphs: run the workflow.", { count })
+    : inside.size > 1 ? t("{count} nodes were added in {subgraphs} subgraphs: run the workflow.", { count, subgraphs: inside.size })
+    : count > 1 ? several : t("1 node was added: run the workflow.");
+  return graph.isRootGraph ? done : together([done, whereText(graph)]);
 }
 
 /** @param {Take[]} without */
 function toldOfLeft(without) {
   const names = [...new Set(without.map(({ step, name }) => `${step.title} (${name})`))];
   return names.length ? t("Not guarded, because there is no link to put a guard into: {names}.", { names: names.join(", ") }) : "";
+}
+
+/** Which models compute in another dtype with ComfyUI alone, so that their pictures are others. @param {Flow} flow @param {Plan[]} plans @returns {Promise<string[]>} */
+async function toldOfDtypes(flow, plans) {
+  const models = plans.filter(({ type }) => type === ONE).flatMap(({ groups: [{ sources, kind }] }) => sources.flatMap((id) => loadersOf(flow, id, kind.type)));
+  const files = [...new Set(models)].map((id) => flow.get(id)).flatMap((step) => {
+    const loader = LOADERS[step?.type ?? ""];
+    return loader && (step?.given.weight_dtype ?? "default") === "default" ? [[loader.folder, step?.given[loader.input]]] : [];
+  });
+  if (!files.length) return [];
+  const response = await api.fetchApi("/halfsafe/computing", { method: "POST", body: JSON.stringify(files) });
+  /** @type {{file: string, guarded: string, alone: string}[]} */
+  const differ = response.ok ? await response.json() : [];
+  return differ.map((one) => t("{file} computes in {guarded} now, with ComfyUI alone in {alone}: the picture will differ a little.", one));
 }
 
 /** Plan the nodes to put in, the one for the picture first. @param {Flow} flow @returns {{plans: Plan[], without: Take[]}} and what no node can guard */
@@ -274,10 +302,11 @@ function filesOfPlan(flow, { groups: [{ sources, kind }] }) {
 /** Take the guards out again, wherever they are: links lead past them. The view before is back, unless it was moved since. @param {any} app @returns {Promise<string>} what was done, in words */
 export async function unguardWorkflow(app) {
   const guards = allNodes(app).filter(isGuard);
+  if (!guards.length) return t("There is no guard here.");
   try {
     await undoable(app, () => guards.forEach(takeOut));
   } catch (error) {
-    return t("Nothing was changed: {why}", { why: String(/** @type {Error} */ (error).message) });
+    return whyUnchanged(error);
   }
   if (views && JSON.stringify(views.made) === JSON.stringify(viewNow(app))) {
     await enter(app, views.left.graph);

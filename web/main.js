@@ -2,7 +2,7 @@
 /** Halfsafe in ComfyUI's page: the report on its node, badges, toasts and a sidebar tab. */
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
-import { addStyles, el } from "./dom.mjs";
+import { addStyles, markEarlier } from "./dom.mjs";
 import { ReportPanel } from "./panel.mjs";
 import { clearProgress, noteSize, sayProgress } from "./progress.mjs";
 import { reportIn } from "./report.mjs";
@@ -10,12 +10,13 @@ import { noticesOf, ResultPanel, resultIn, sentenceOf, toastsOf } from "./result
 import { RulesNote } from "./rules.mjs";
 import { errorOf, isWider, RunLog, toastFor, toastOf } from "./run.mjs";
 import { allNodes, isPlannedAnew, keepRules, showMe, showNodes, showWhole, upstream } from "./graph.mjs";
-import { guardWorkflow, isGuard, unguardWorkflow } from "./guard.mjs";
+import { guardWorkflow, isGuard, unguardWorkflow, whereText } from "./guard.mjs";
 import { isMeasure, measureWorkflow, unmeasureWorkflow } from "./measure.mjs";
 import { canBeHalved, halveMemory, isHalved, putLoadersBack } from "./memory.mjs";
-import { drawSidebar } from "./sidebar.mjs";
+import { Sidebar } from "./sidebar.mjs";
+import { Tabs } from "./tabs.mjs";
 import { Timing } from "./timing.mjs";
-import { Toasts } from "./toasts.mjs";
+import { ourToast, Toasts } from "./toasts.mjs";
 import { loadWords, said, t, together } from "./words.mjs";
 
 const EXTENSION = "halfsafe.page";
@@ -35,11 +36,14 @@ const WATCH = "Halfsafe.WatchEveryRun";
 /** The id of a guard that the setting puts behind a node, as watch.py names it. */
 const WATCHED = /^halfsafe_(.+)_\d+$/;
 const BADGE_COLORS = { fgColor: "#ffffff", bgColor: "#1d5c52" };
+/** What the canvas leaves between badges, in pixels. */
+const BADGE_GAP = 2;
 const BETWEEN_WORDS = " \u00b7 ";
-const PANEL_SIZE = [460, 480];
+const PANEL_SIZE = [460, 360];
 const PANEL_MIN_HEIGHT = 240;
 const RESULT_SIZE = [420, 300];
 
+const tabs = new Tabs(app);
 const log = new RunLog(drawRun);
 /** @type {WeakMap<any, {panel: ReportPanel, output: any, hasRun: boolean, report: import("./report.mjs").Report | null}>} */
 const panels = new WeakMap();
@@ -48,23 +52,21 @@ const panels = new WeakMap();
 const told = new Map();
 /** @type {WeakMap<any, {panel: ResultPanel, output: any}>} */
 const results = new WeakMap();
-/** The nodes of the running prompt whose results are older. @type {Set<string>} */
-let cached = new Set();
-/** The token of a node's result -> the report of its last run, which takes the place of the one as planned.
- * @type {Map<string, string>} */
+/** The token of a node's result -> the report of its last run, which takes the place of the one as planned, and the prompt of that run.
+ * @type {Map<string, {report: string, promptId: string}>} */
 const ran = new Map();
-/** A node whose model ran otherwise than planned -> in what, until it runs anew: what the server sends of a cached one says what was planned.
- * @type {Map<string, (mode: string) => string>} */
-const ranIn = new Map();
-/** The place of a node -> the element of ours that was last shown there. @type {Map<string, HTMLElement>} */
+/** A tab -> a node whose model ran otherwise than planned -> in what, until it runs anew: what the server sends of a cached one says what was planned.
+ * @type {WeakMap<object, Map<string, (mode: string) => string>>} */
+const ranIn = new WeakMap();
+/** A node's key in the open workflow -> the element of ours that was last shown there. @type {Map<string, HTMLElement>} */
 const shownAt = new Map();
 const toasts = new Toasts(() => app.extensionManager, TOASTS);
-/** @type {WeakMap<any, string>} */
-const badgeTexts = new WeakMap();
-/** @type {HTMLElement | null} */
+/** The words of badges by their nodes' keys. Nodes 2.0 keeps the badges of the node that had the same id before the workflow was opened anew. @type {Map<string, string>} */
+const badgeTexts = new Map();
+/** Our sidebar tab. The page asks for it at any time, and gets the same. @type {Sidebar | null} */
 let sidebar = null;
-/** What the sidebar's last action did. The page makes the tab anew when the graph changes; this stays. */
-const did = el("p", { class: "hs-hint", role: "status" });
+/** Whether the sidebar is to be drawn in the next frame. */
+let isDue = false;
 /** What this device can do, to be said in the page's language. @type {import("./result.mjs").Result | null} */
 let device = null;
 /** What ComfyUI does here, as the server said when the sidebar was opened or a run ended. @type {import("./sidebar.mjs").Fact[]} */
@@ -75,10 +77,11 @@ let watched = { revision: 0, tooltip: "" };
 
 /** A badge's words, those with a translation in the page's language. @param {any} node @param {any} output */
 function badgeText(node, output) {
-  const words = (output?.halfsafe_badge?.[0] ?? "").split(BETWEEN_WORDS), other = ranIn.get(placeOf(node));
+  const words = (output?.halfsafe_badge?.[0] ?? "").split(BETWEEN_WORDS);
+  const [, other] = [...(ranIn.get(tabs.open) ?? [])].find(([id]) => nodeById(id) === node) ?? [];
   if (isPlannedAnew(node)) words.splice(1, 1);
   else if (words[1] && other) words[1] = other(words[1]);
-  else if (words[1] && log.run?.state === "running" && node.comfyClass !== SUMS) words[1] = t("plans {mode}", { mode: words[1] });
+  else if (words[1] && log.of(tabs.open)?.state === "running" && node.comfyClass !== SUMS) words[1] = t("plans {mode}", { mode: words[1] });
   return words.map((/** @type {string} */ word) => t(word)).join(BETWEEN_WORDS);
 }
 
@@ -90,11 +93,6 @@ function tabTooltip() {
 function locatorOf(node) {
   const graph = node.graph;
   return !graph || graph.isRootGraph ? String(node.id) : `${graph.id}:${node.id}`;
-}
-
-/** The key of a node among those of all workflows. @param {any} node */
-function placeOf(node) {
-  return `${workflowId()} ${locatorOf(node)}`;
 }
 
 /** Every Halfsafe node of the workflow. */
@@ -124,29 +122,55 @@ function addPanel(node) {
   panels.set(node, { panel, output: undefined, hasRun: false, report: null });
 }
 
-/** @param {any} node */
+/** Give a node our badge, also a loader of ComfyUI's in whose place one of ours may stand. @param {any} node */
 function addBadge(node) {
   const shown = new window.LGraphBadge({ text: "", ...BADGE_COLORS });
-  node.badges.push(() => {
+  let key = "";
+  const badge = () => {
     void watched.revision;
-    shown.text = app.extensionManager.setting.get(BADGES) ? badgeTexts.get(node) ?? "" : "";
+    if (node.graph) key = locatorOf(node);
+    const text = app.extensionManager.setting.get(BADGES) ? badgeTexts.get(key) ?? "" : "";
+    shown.text = window.LiteGraph.vueNodesMode ? text : fitting(text, node, shown, badge);
     return shown;
-  });
+  };
+  node.badges.push(badge);
+}
+
+/** What of a badge's words fits over its node beside the other badges: the first ones. Nodes 2.0 breaks the line. @param {string} text @param {any} node @param {any} shown the badge @param {() => any} own */
+function fitting(text, node, shown, own) {
+  const { ctx } = app.canvas;
+  const width = (/** @type {any} */ badge) => badge.getWidth(ctx) + BADGE_GAP;
+  const others = node.badges.filter((/** @type {any} */ badge) => badge !== own).map((/** @type {any} */ badge) => width(badge instanceof window.LGraphBadge ? badge : badge()));
+  const room = node.width - others.reduce((/** @type {number} */ sum, /** @type {number} */ one) => sum + one, 0);
+  const fits = (/** @type {string} */ part) => {
+    shown.text = part;
+    return width(shown) <= room;
+  };
+  const words = text.split(BETWEEN_WORDS);
+  const parts = words.map((_, dropped) => words.slice(0, words.length - dropped).join(BETWEEN_WORDS));
+  return parts.find(fits) ?? "";
+}
+
+/** Put the words of badges on their nodes. */
+function showBadges() {
+  const texts = new Map(ownNodes().map((node) => [locatorOf(node), badgeText(node, app.nodeOutputs[locatorOf(node)])]));
+  if (JSON.stringify([...texts]) === JSON.stringify([...badgeTexts])) return;
+  badgeTexts.clear();
+  for (const [key, text] of texts) badgeTexts.set(key, text);
+  watched.revision += 1;
 }
 
 /** Bring badges and panels to what `app.nodeOutputs` holds: after a run, a cached run, a change of the workflow or of the language. */
 function showOutputs() {
   watched.tooltip = tabTooltip();
+  showBadges();
   for (const node of ownNodes()) {
     const output = app.nodeOutputs[locatorOf(node)];
-    const text = badgeText(node, output);
-    if (text !== (badgeTexts.get(node) ?? "")) {
-      badgeTexts.set(node, text);
-      watched.revision += 1;
-    }
     showResult(node, output);
     putInPage(node);
     const entry = panels.get(node);
+    const { body } = (entry ?? results.get(node))?.panel ?? {};
+    if (body) markEarlier(body, isEarlier(node, output));
     const data = reportText(output);
     const hasRun = ran.has(output?.halfsafe_token?.[0]) || node.inputs.some((/** @type {any} */ { name, link }) => name === "after" && link !== null);
     if (!entry || (entry.output === data && entry.hasRun === hasRun)) continue;
@@ -162,9 +186,9 @@ function showOutputs() {
 function putInPage(node) {
   const element = (panels.get(node) ?? results.get(node))?.panel.element;
   if (!element) return;
-  const before = shownAt.get(placeOf(node));
+  const before = shownAt.get(locatorOf(node));
   if (before !== element && before?.isConnected) before.replaceWith(element);
-  shownAt.set(placeOf(node), element);
+  shownAt.set(locatorOf(node), element);
 }
 
 /** @param {any} node @param {any} output */
@@ -179,58 +203,79 @@ function showResult(node, output) {
 
 /** The report in a node's output, or the one of the last run with it. @param {any} output @returns {string | undefined} */
 function reportText(output) {
-  return ran.get(output?.halfsafe_token?.[0]) ?? output?.halfsafe_report?.[0];
+  return ran.get(output?.halfsafe_token?.[0])?.report ?? output?.halfsafe_report?.[0];
+}
+
+/** Whether what a node shows is of a run before the last one of its workflow, which ended before this node or did not include it. @param {any} node @param {any} output */
+function isEarlier(node, output) {
+  const run = log.of(tabs.open);
+  if (!run || !output || (run.state === "done" && !run.computed)) return false;
+  const last = ran.get(output.halfsafe_token?.[0]);
+  return last ? last.promptId !== run.promptId : ![...run.held].some((id) => nodeById(id) === node);
+}
+
+/** The run of a prompt, while it is the last one. @param {string} promptId */
+function runOf(promptId) {
+  return log.run?.promptId === promptId ? log.run : null;
 }
 
 /** @param {any} detail of an `executed` event */
 function noteExecuted(detail) {
-  const node = isOfThisWorkflow() ? nodeById(String(detail.node)) : null;
-  if (node && !cached.has(detail.node)) ranIn.delete(placeOf(node));
+  const run = runOf(detail.prompt_id);
+  const id = String(detail.node);
+  const isAnew = !run?.cached.has(id);
   const result = resultIn(detail.output);
-  if (node && result) log.run?.results.set(String(detail.node), result);
-  const notices = node ? noticesOf(detail.output) : [];
-  if (notices.length) log.run?.notices.set(String(detail.node), notices);
-  if (!cached.has(detail.node)) for (const toast of [...toastsOf(result), ...notices]) toasts.show(toast);
+  const notices = noticesOf(detail.output);
+  if (run?.tab && isAnew) ranIn.get(run.tab)?.delete(id);
+  run?.held.add(id);
+  if (result) run?.results.set(id, result);
+  if (notices.length) run?.notices.set(id, notices);
+  if (isAnew) for (const toast of [...toastsOf(result), ...notices]) tell(toast);
   if (!detail.output?.halfsafe_token) noteTold(detail.prompt_id, detail.output?.halfsafe_report?.[0]);
   showOutputs();
 }
 
 /** @param {any} detail of a `halfsafe.report` event */
 function noteRan({ prompt_id: promptId, token, report }) {
-  ran.set(token, report);
+  ran.set(token, { report, promptId });
   noteTold(promptId, report);
   showOutputs();
 }
 
 /** @param {string} promptId @param {string | undefined} report */
 function noteTold(promptId, report) {
-  if (report && log.run?.promptId === promptId) told.set(report, { promptId, seen: log.run.events.length });
+  const run = runOf(promptId);
+  if (report && run) told.set(report, { promptId, seen: run.events.length });
 }
 
 /** @param {any} detail of an `execution_start` event */
 function noteStart(detail) {
   told.clear();
   toasts.clear();
-  did.textContent = "";
-  cached = new Set();
+  sidebar?.tell("");
   timing = new Timing();
-  log.start(detail.prompt_id, workflowId()).forEach((toast) => toasts.show(toast));
+  log.start(detail.prompt_id, tabOf(detail.prompt_id)).forEach((toast) => tell(toast));
+  showOutputs();
 }
 
-/** What the open workflow is known by. @returns {string} */
-function workflowId() {
-  return String((app.graph?.rootGraph ?? app.graph)?.id ?? "");
+/** The nodes of a prompt whose results are older, and of its run all the same. @param {any} detail of an `execution_cached` event */
+function noteCached(detail) {
+  const run = runOf(detail.prompt_id);
+  for (const id of run ? detail.nodes.map(String) : []) {
+    run?.cached.add(id);
+    run?.held.add(id);
+  }
 }
 
-/** Whether the last run was of the workflow that is open. */
-function isOfThisWorkflow() {
-  return !log.run?.workflow || log.run.workflow === workflowId();
+/** The tab of a prompt. One of before this page was opened is of the open tab, unless it names another workflow. @param {string} promptId @param {string} [workflow] the id of its graph @returns {object | null} */
+function tabOf(promptId, workflow = "") {
+  const graph = String((app.graph?.rootGraph ?? app.graph)?.id ?? "");
+  return tabs.of(promptId) ?? (workflow && workflow !== graph ? null : tabs.open);
 }
 
 /** Live guard lines on the reports whose model comes from that guard: those the report does not have yet. */
 function drawRun() {
-  const { promptId = "" } = log.run ?? {};
-  const events = isOfThisWorkflow() ? log.run?.events ?? [] : [];
+  const { promptId = "", events = [] } = log.of(tabs.open) ?? {};
   for (const node of ownNodes()) {
     const entry = panels.get(node);
     if (!entry) continue;
@@ -250,13 +295,28 @@ function nodeById(id) {
   return allNodes(app).find((node) => locatorOf(node) === id) ?? allNodes(app).find((node) => locatorOf(node).endsWith(`:${id.split(":").at(-1)}`));
 }
 
+/** Draw the sidebar in the next frame: nodes come and go by the dozen, and a tab is open only after its graph. */
+function drawSoon() {
+  if (isDue || !sidebar) return;
+  isDue = true;
+  requestAnimationFrame(() => {
+    isDue = false;
+    drawTab();
+  });
+}
+
+/** Draw the sidebar where it is seen. */
 function drawTab() {
-  if (!sidebar) return;
-  const run = isOfThisWorkflow() ? log.run : null;
+  if (sidebar?.element.isConnected) drawSidebar(sidebar);
+}
+
+/** @param {Sidebar} one */
+function drawSidebar(one) {
+  const tab = tabs.open;
+  const isWaiting = log.isWaiting(tab);
   const reports = ownNodes().flatMap((node) => {
-    const { report = null, output } = panels.get(node) ?? {};
-    const isOfBefore = run?.state === "failed" && !told.has(output);
-    return report && !isOfBefore ? [{ id: locatorOf(node), title: node.title, report }] : [];
+    const { report = null } = panels.get(node) ?? {};
+    return report ? [{ id: locatorOf(node), title: node.title, report, earlier: isEarlier(node, app.nodeOutputs[locatorOf(node)]) }] : [];
   });
   const watching = app.extensionManager.setting.get(WATCH) ?? "off";
   const nodes = allNodes(app);
@@ -264,50 +324,59 @@ function drawTab() {
   const unmeasure = nodes.some(isMeasure) ? () => unmeasureWorkflow(app) : null;
   const unhalve = nodes.some(isHalved) ? () => putLoadersBack(app) : null;
   const actions = { showMe: () => showMe(app), guard: () => guardWorkflow(app), unguard, measure: () => measureWorkflow(app), unmeasure, halve: () => halveMemory(app, api), unhalve, watch: (/** @type {string} */ value) => app.extensionManager.setting.set(WATCH, value) };
-  const about = { device: device ? together([...device.refused.map(said), t("Your device: {what}", { what: sentenceOf(device) })]) : "", here, took: timing.text };
-  const waiting = { refused: log.refused, isWaiting: log.isWaiting };
-  drawSidebar(sidebar, run, reports, { ...about, ...waiting, did, watching, nodes, elsewhere: !isOfThisWorkflow(), redraw: drawTab, ...actions }, {
-    titleOf: (id) => nodeById(id)?.title ?? t("Guard"),
-    goTo: (id) => {
-      const node = nodeById(id);
-      if (node) showNodes(app, [node]);
-    },
-  });
+  const about = { device: device ? together([...device.refused.map(said), sentenceOf(device)]) : "", here, took: timing.text };
+  const waiting = { refused: log.refused(tab), isWaiting };
+  one.draw(isWaiting ? null : log.of(tab), reports, { ...about, ...waiting, watching, tab, nodes, redraw: drawTab, ...actions }, { titleOf: (id) => nodeById(id)?.title ?? t("Guard"), goTo });
+}
+
+/** Show the node of a card, and say where that is if the page shows another graph then. @param {string} id */
+async function goTo(id) {
+  const node = nodeById(id);
+  if (!node) return;
+  const before = app.canvas.graph;
+  await showNodes(app, [node]);
+  sidebar?.tell(node.graph === before ? "" : whereText(node.graph));
+  drawTab();
 }
 
 /** @param {any} message a `halfsafe.guard` event's detail */
 function onGuard(message) {
-  const toast = toastFor(message, log.add(message));
+  const tab = tabOf(message.prompt_id, message.workflow);
+  const toast = toastFor(message, log.add(message, tab));
   if (toast) {
     log.run?.toasts.push(toast);
-    toasts.show(toast);
+    tell(toast);
   }
-  if (message.fell_back) showRanIn(message.fell_back, () => "fp16_safe");
-  else if (isWider(message) && !WATCHED.test(message.node_id)) showRanIn(String(message.node_id), (mode) => t("{mode}, some layers wider", { mode }));
+  if (message.fell_back) noteRanIn(tab, message.fell_back, () => "fp16_safe");
+  else if (isWider(message) && !WATCHED.test(message.node_id)) noteRanIn(tab, String(message.node_id), (mode) => t("{mode}, some layers wider", { mode }));
 }
 
-/** Let a node's badge say what its model goes on in. @param {string} id @param {(planned: string) => string} mode */
-function showRanIn(id, mode) {
-  const node = isOfThisWorkflow() ? nodeById(id) : null;
-  if (!node) return;
-  ranIn.set(placeOf(node), mode);
+/** Let a node's badge say what its model goes on in. @param {object | null} tab @param {string} id @param {(planned: string) => string} mode */
+function noteRanIn(tab, id, mode) {
+  if (!tab) return;
+  ranIn.set(tab, (ranIn.get(tab) ?? new Map()).set(id, mode));
   showOutputs();
+}
+
+/** Show a message beside the graph, where the sidebar does not say it. @param {import("./toasts.mjs").Toast} toast @param {object | null} [tab] that it is of */
+function tell(toast, tab = log.run?.tab ?? tabs.open) {
+  if (!sidebar?.element.isConnected || tab !== tabs.open) toasts.show(toast);
 }
 
 /** @param {any} detail of the event that ends a run @param {"done" | "failed"} state @param {import("./run.mjs").RunError | null} [error] */
 function noteEnd(detail, state, error = null) {
-  log.end(detail.prompt_id, state, error).forEach((toast) => toasts.show(toast));
+  log.end(detail.prompt_id, state, error).forEach((toast) => tell(toast));
   clearProgress(allNodes(app));
   timing.begin("");
   showOutputs();
-  if (sidebar) askHere();
+  if (sidebar?.element.isConnected) askHere();
 }
 
 /** @param {any} detail of an `execution_error` event */
 function onError(detail) {
-  const error = errorOf(detail, log.run);
+  const error = errorOf(detail, runOf(detail.prompt_id));
   noteEnd(detail, "failed", error);
-  if (!error.told) toasts.show(toastOf(error));
+  if (!error.told) tell(toastOf(error));
 }
 
 /** @param {string} event @param {(detail: any) => void} act */
@@ -321,17 +390,26 @@ function sendSetting(watch) {
   if (api.clientId) api.fetchApi("/halfsafe/watch", { method: "POST", body: JSON.stringify(told) });
 }
 
+/** @param {any} detail of a `halfsafe.refused` event */
+function noteRefused({ message }) {
+  const tab = tabs.asking;
+  tabs.settle();
+  tell(log.refuse(tab, message), tab);
+}
+
 /** Take away what is told of the past, and tell a server that may have been started since the last time. */
 function notePress() {
-  if (log.press()) toasts.clear();
+  tabs.press();
+  if (log.press(tabs.open)) toasts.clear();
   sendSetting(app.extensionManager.setting.get(WATCH));
 }
 
 function listen() {
   on("halfsafe.guard", onGuard);
   on("halfsafe.report", noteRan);
-  on("halfsafe.refused", ({ message }) => toasts.show(log.refuse(message)));
+  on("halfsafe.refused", noteRefused);
   on("promptQueueing", notePress);
+  on("promptQueued", () => tabs.settle());
   on("progress_text", () => sayProgress(allNodes(app)));
   on("execution_start", noteStart);
   on("executing", (id) => {
@@ -343,9 +421,20 @@ function listen() {
   on("progress", ({ value }) => timing.step(value));
   on("execution_success", (detail) => noteEnd(detail, "done"));
   on("execution_error", onError);
-  on("execution_cached", (detail) => { cached = new Set(detail.nodes.map(String)); });
+  on("execution_cached", noteCached);
   on("execution_interrupted", (detail) => noteEnd(detail, "failed"));
   on("executed", noteExecuted);
+}
+
+/** Let the sidebar follow a node that comes and goes. @param {any} node */
+function redrawAt(node) {
+  for (const event of ["onAdded", "onRemoved"]) {
+    const before = node[event];
+    node[event] = function (/** @type {any[]} */ ...given) {
+      drawSoon();
+      return before?.apply(this, given);
+    };
+  }
 }
 
 async function askDevice() {
@@ -354,9 +443,16 @@ async function askDevice() {
   drawTab();
 }
 
+/** Say what was done outside of the sidebar. @param {string} done in words */
+function answer(done) {
+  sidebar?.tell(done);
+  tell(ourToast("success", done, "", 6000), tabs.open);
+  drawTab();
+}
+
 /** What the context menu of a loader offers. @param {any} node */
 function loaderMenu(node) {
-  const item = (/** @type {string} */ content, /** @type {() => Promise<string>} */ act) => ({ content, callback: async () => toasts.show({ severity: "success", summary: `Halfsafe: ${await act()}`, life: 6000 }) });
+  const item = (/** @type {string} */ content, /** @type {() => Promise<string>} */ act) => ({ content, callback: async () => answer(await act()) });
   if (isHalved(node)) return [item(t("Put ComfyUI's loader back"), () => putLoadersBack(app, node))];
   return canBeHalved(node) ? [item(t("Halve the memory"), () => halveMemory(app, api, node))] : [];
 }
@@ -376,14 +472,11 @@ function addSidebarTab() {
     tooltip: tabTooltip(),
     type: "custom",
     render: (/** @type {HTMLElement} */ container) => {
-      sidebar = el("div", { class: "halfsafe hs-sidebar" });
-      container.replaceChildren(/** @type {HTMLElement} */ (sidebar));
-      drawTab();
+      sidebar ??= new Sidebar();
+      if (sidebar.element.parentElement !== container) container.replaceChildren(sidebar.element);
+      drawSidebar(sidebar);
       if (!device) askDevice();
       askHere();
-    },
-    destroy: () => {
-      sidebar = null;
     },
   });
   watched = app.extensionManager.getSidebarTabs().find((/** @type {any} */ tab) => tab.id === "halfsafe");
@@ -431,9 +524,12 @@ app.registerExtension({
     await addStyles();
     await loadWords(api, () => app.extensionManager.setting.get("Comfy.Locale"));
     listen();
+    tabs.watch(showOutputs);
     addSidebarTab();
   },
   nodeCreated(/** @type {any} */ node) {
+    redrawAt(node);
+    if (canBeHalved(node)) addBadge(node);
     if (!node.comfyClass?.startsWith(PREFIX)) return;
     if (WITH_REPORT.includes(node.comfyClass)) addPanel(node);
     if (node.comfyClass in WITH_RESULT) addResult(node);

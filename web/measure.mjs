@@ -2,7 +2,7 @@
 /** *Measure my card*, and its way back. */
 import { fileOf, lead, loadersOf, originOf, outputsOf, readFlow, takesOf, typeOf } from "./flow.mjs";
 import { allNodes, link, RUNS, showAmong, showNodes, undoable } from "./graph.mjs";
-import { PUT_IN, titled, toldOf } from "./guard.mjs";
+import { PUT_IN, titled, whereText } from "./guard.mjs";
 import { placeBetween } from "./room.mjs";
 import { t, together } from "./words.mjs";
 
@@ -139,7 +139,8 @@ async function put(app, sampling, name) {
     link(measure, 2, show, 0);
   });
   await showAmong(app, [measure, show], graph.nodes);
-  return together([toldOf([measure, show]), t("The arrow above these two nodes runs only them."), ...notUsed(sampling)]);
+  const where = graph.isRootGraph ? "" : whereText(graph);
+  return together([t("2 nodes were added: press the blue arrow above them."), where, ...notUsed(sampling)]);
 }
 
 /** What is sampled with another value than in the workflow. @param {Sampling} sampling */

@@ -1,6 +1,7 @@
 // @ts-check
 import { allNodes } from "./graph.mjs";
-import { said, t } from "./words.mjs";
+import { HIGHER } from "./room.mjs";
+import { said, t, whyUnchanged } from "./words.mjs";
 /** *Halve the memory*: ComfyUI's loaders become the pack's in their places, and back. The workflow is changed as saved, then opened as an undone one is. */
 
 /**
@@ -59,7 +60,7 @@ async function orUnchanged(act) {
   try {
     return await act();
   } catch (error) {
-    return t("The workflow was not changed: {why}", { why: error instanceof Error ? error.message : String(error) });
+    return whyUnchanged(error);
   }
 }
 
@@ -89,6 +90,7 @@ async function halve(app, api, only) {
 async function putBack(app, only) {
   const workflow = saved(app);
   const places = placesIn(app, workflow).filter(({ live }) => isHalved(live) && (!only || live === only));
+  if (!places.length) return t("There is no loader to put back.");
   /** @type {string[]} */
   const leftOut = [];
   let count = 0;
@@ -219,14 +221,15 @@ function makeRoom({ graph, node }) {
   node.size = [Math.max(node.size[0], width), Math.max(was, height)];
   /** @type {Record<string, {from: number, to: number}>} node id -> where its top was, and is */
   const moved = {};
-  const grown = [{ upper: node, bottomWas: node.pos[1] + was }];
+  const free = window.LiteGraph.vueNodesMode ? GAP + HIGHER : GAP;
+  const grown = [{ upper: node, bottomWas: node.pos[1] + was, free }];
   const topOf = (/** @type {any} */ one) => one.pos[1] - window.LiteGraph.NODE_TITLE_HEIGHT;
   const shareColumn = (/** @type {any} */ a, /** @type {any} */ b) => a.pos[0] < b.pos[0] + b.size[0] && b.pos[0] < a.pos[0] + a.size[0];
   for (const lower of [...graph.nodes].sort((a, b) => topOf(a) - topOf(b))) { // each is moved once, after all above it
     const over = grown.filter(({ upper, bottomWas }) => topOf(lower) >= bottomWas && shareColumn(upper, lower));
-    const way = Math.max(0, ...over.map(({ upper }) => upper.pos[1] + upper.size[1] + GAP - topOf(lower)));
+    const way = Math.max(0, ...over.map((above) => above.upper.pos[1] + above.upper.size[1] + above.free - topOf(lower)));
     if (way === 0) continue;
-    grown.push({ upper: lower, bottomWas: lower.pos[1] + lower.size[1] });
+    grown.push({ upper: lower, bottomWas: lower.pos[1] + lower.size[1], free: GAP });
     moved[lower.id] = { from: lower.pos[1], to: lower.pos[1] + way };
     lower.pos[1] += way;
   }

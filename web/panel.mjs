@@ -234,7 +234,7 @@ export function headOf(report) {
   const { guard, model, view } = report;
   const size = t("{parameters} parameters, {size}", { parameters: view.parameters, size: view.size });
   return [
-    el("div", { class: "hs-title" }, el("strong", { text: nameOfModel(report) }), verdictPill(verdictOf(guard.verdict, guard.events))),
+    el("div", { class: "hs-title" }, el("strong", { text: nameOfModel(report) }), verdictPill(verdictOf(guard.verdict, guard.events, guard.calls))),
     el("div", { class: "hs-sub", title: deviceText(report), text: deviceText(report) }),
     el("div", { class: "hs-sub", text: size }),
     shareBar(t("stored"), view.stored.map((part) => ({ ...part, detail: part.size }))),
@@ -260,7 +260,7 @@ function guardLines(report) {
 
 /** @param {Report} report */
 function callsText({ guard }) {
-  return t("{calls} calls, {repeated} repeated", { calls: guard.calls, repeated: guard.extra_calls });
+  return t("{calls} calls, {repeated} repeats", { calls: guard.calls, repeated: guard.extra_calls });
 }
 
 /** A line without the advice that was given already. @param {GuardMessage} message @param {string} given */
@@ -297,8 +297,8 @@ function remarksOf(report) {
 }
 
 /** @param {import("./report.mjs").Encoder} encoder */
-function encoderLine({ kind, node, verdict, messages, advice }) {
-  return el("li", {}, `${said(kind)} (${t("node {node}", { node })}) `, verdictPill(verdict), ` ${together([...messages, advice].map(said))}`);
+function encoderLine({ kind, node, verdict, messages, advice, calls = 0 }) {
+  return el("li", {}, `${said(kind)} (${t("node {node}", { node })}) `, verdictPill(verdictOf(verdict, [], calls)), ` ${together([...messages, advice].map(said))}`);
 }
 
 /** @param {string} title @param {HTMLElement[]} items */

@@ -8,7 +8,7 @@ import { isTranslated, said, t, together } from "./words.mjs";
  * @typedef {{call: number, step: number, sigma: number | null, layer: string, op: string, kind: string, from: string, to: string, recovered: boolean, evidence: string, advice: string, ended?: boolean}} GuardEvent
  * @typedef {{step: number, sigma: number | null, arithmetic: string, snr_db: number | null, threshold_db: number | null, blocks: {name: string, snr_db: number | null}[], left_out: string}} Check
  * @typedef {{verdict: string, calls: number, extra_calls: number, escalations: Record<string, string>, events: GuardEvent[], checks: Check[]}} Guard
- * @typedef {{node: string, kind: string, verdict: string, messages: string[], advice: string}} Encoder
+ * @typedef {{node: string, kind: string, verdict: string, messages: string[], advice: string, calls?: number}} Encoder
  * @typedef {{file: string, class: string, calls: number | null, layers: Layer[], notes: string[]}} Control
  * @typedef {{parameters: string, size: string, stored: {name: string, share: number, size: string}[], computed: {name: string, share: number, layers: number}[], rows: {name: string, layers: number[]}[]}} View
  * @typedef {{version: number, device: any, model: any, layers: Layer[], without_effect: {setting: string, reason: string}[], notes: string[], decisions?: Record<string, string>, guard: Guard, encoders: Encoder[], control_nets: Control[], ran?: boolean, modes: Record<string, {label: string, colour: string}>, storages: Record<string, {colour: string}>, rules: string, view: View}} Report

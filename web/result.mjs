@@ -40,7 +40,7 @@ export function toastsOf(result) {
 /** What a node's output tells beside its result: rules that match no layer, and that the model left the fp16 that it came in. @param {any} output */
 export function noticesOf(output) {
   const { halfsafe_unmatched: unmatched, halfsafe_instead: instead } = output ?? {};
-  const told = unmatched ? [ourToast("warn", t("rules that match no layer of this model"), unmatched.join("\n"), 20000)] : [];
+  const told = unmatched ? [ourToast("warn", t("No layer of this model matches:"), unmatched.join("\n"), 20000)] : [];
   if (!instead) return told;
   const { message, advice } = inTwo(instead[0]);
   return [...told, ourToast("success", message, advice, 8000)];

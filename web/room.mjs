@@ -3,7 +3,7 @@
 
 const GAP = 20;
 /** How much higher than its size says Nodes 2.0 may draw a node, in pixels: 42 for Measure Precisions. */
-const HIGHER = 50;
+export const HIGHER = 50;
 
 /** @typedef {{left: number, top: number, right: number, bottom: number}} Box */
 

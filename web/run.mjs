@@ -5,13 +5,16 @@ import { ourToast } from "./toasts.mjs";
 import { firstSentence, inTwo, isTranslated, said, t, together } from "./words.mjs";
 
 /**
- * What the guards said in the last run, and in the last one before it of which they told something, if that was queued before it ended.
+ * What the guards said in the last run of each tab, and in the last one before it of which they told something, if that was queued before it ended.
  * @typedef {import("./report.mjs").GuardEvent} GuardEvent
- * @typedef {{node_id: string | null, prompt_id: string, workflow?: string, kind: "event" | "verdict", verdict: string, message: string, advice: string, event: GuardEvent | null}} GuardMessage
+ * @typedef {{node_id: string | null, prompt_id: string, workflow?: string, kind: "event" | "verdict" | "calls", verdict: string, message: string, advice: string, event: GuardEvent | null, of?: string, calls?: number}} GuardMessage
  * @typedef {{verdict: string, message: string, advice: string, events: GuardMessage[]}} GuardState
  * @typedef {{node: string, message: string, advice: string, told: boolean, guard?: string}} RunError an error that a guard raised, whose id is ``guard``, is told on the guard's card
+ * @typedef {{message: string, advice: string}} Refusal why a run does not start
  * @typedef {import("./toasts.mjs").Toast} Toast
- * @typedef {{promptId: string, workflow: string, before: Run | null, computed: boolean, toasts: Toast[], error: RunError | null, causes: Set<string>, state: "running" | "done" | "failed", guards: Map<string, GuardState>, events: GuardMessage[], results: Map<string, import("./result.mjs").Result>, notices: Map<string, Toast[]>}} Run
+ * @typedef {{promptId: string, tab: object | null, before: Run | null, computed: boolean, held: Set<string>, cached: Set<string>, toasts: Toast[], error: RunError | null, causes: Set<string>, state: "running" | "done" | "failed", guards: Map<string, GuardState>, reached: Set<string>, calls: {model: number, encoder: number}, events: GuardMessage[], results: Map<string, import("./result.mjs").Result>, notices: Map<string, Toast[]>}} Run
+ *   ``tab``: null where it is not known; ``held``: the nodes whose results are those of this run, executed or ``cached``; ``reached``: the guards that were given the NaN of a model that no
+ *   repeat cured; ``calls``: those that guards checked
  */
 
 const OURS = "halfsafe.";
@@ -19,51 +22,71 @@ const OURS = "halfsafe.";
 const OF_GUARD = "halfsafe.NonFinite";
 /** How long a rescue is told beside the picture that it saved, in milliseconds. */
 const BESIDE_THE_PICTURE = 8000;
+/** The lines of an error of ComfyUI's that are shown beside its first: some list every tensor of a model. */
+const MOST_LINES = 4;
 /** The folders before the file that a message begins with. */
 const FOLDERS = /^(?:[A-Za-z]:)?[\\/](?:[^\\/:]+[\\/])*/;
 
 export class RunLog {
-  /** @type {Run | null} */
+  /** The run that started last. @type {Run | null} */
   run = null;
+  /** A tab -> its last run. @type {WeakMap<object, Run>} */
+  #runs = new WeakMap();
   #onChange;
-  /** Whether Run was pressed since the last run ended: the next was not queued behind it. */
-  #pressed = false;
-  /** Why what was pressed last does not start. @type {{message: string, advice: string} | null} */
-  refused = null;
+  /** Where Run was pressed since the last run ended: the next was not queued behind it. @type {object | null} */
+  #pressed = null;
+  /** Why what was pressed last does not start, and in which tab. @type {{tab: object, why: Refusal} | null} */
+  #refused = null;
 
   /** @param {() => void} onChange called on every change */
   constructor(onChange) {
     this.#onChange = onChange;
   }
 
-  /** Whether Run was pressed, and nothing has begun yet. */
-  get isWaiting() {
-    return this.#pressed;
+  /** The last run of a tab. @param {object} tab @returns {Run | null} */
+  of(tab) {
+    const run = this.#runs.get(tab);
+    return run?.tab === tab ? run : null;
   }
 
-  /** Note that Run was pressed. @returns {boolean} whether nothing runs, so that what was told is of the past */
-  press() {
-    this.#pressed = this.run?.state !== "running";
+  /** Whether Run was pressed in a tab, and nothing has begun yet. @param {object} tab */
+  isWaiting(tab) {
+    return this.#pressed === tab;
+  }
+
+  /** Why what was pressed last in a tab does not start. @param {object} tab @returns {Refusal | null} */
+  refused(tab) {
+    return this.#refused?.tab === tab ? this.#refused.why : null;
+  }
+
+  /** Note that Run was pressed. @param {object} tab @returns {boolean} whether nothing runs, so that what was told is of the past */
+  press(tab) {
+    this.#pressed = this.run?.state === "running" ? null : tab;
     if (this.#pressed) this.run = null;
-    this.refused = null;
+    this.#refused = null;
     this.#onChange();
-    return this.#pressed;
+    return this.#pressed !== null;
   }
 
-  /** Note why what was pressed does not start. @param {string} text @returns {Toast} the message */
-  refuse(text) {
-    this.refused = inTwo(text);
+  /** Note why what was pressed does not start. @param {object} tab @param {string} text @returns {Toast} the message */
+  refuse(tab, text) {
+    const why = inTwo(text);
+    this.#refused = { tab, why };
     this.#onChange();
-    return toastOf(this.refused);
+    return toastOf(why);
   }
 
-  /** @param {string} promptId @param {string} [workflow] the id of the workflow that was queued @returns {Toast[]} what to tell yet of the run that this one was queued behind */
-  start(promptId, workflow = "") {
-    const last = this.#pressed || this.run?.workflow !== workflow ? null : this.run;
+  /** @param {string} promptId @param {object | null} tab that it was queued from @returns {Toast[]} what to tell yet of the run that this one was queued behind */
+  start(promptId, tab) {
+    const last = this.#pressed || this.run?.tab !== tab ? null : this.run;
     const before = last?.events.length ? { ...last, before: null } : last?.before ?? null;
-    this.#pressed = false;
-    this.run = { promptId, workflow, before, computed: false, toasts: [], error: null, causes: new Set(), state: "running", guards: new Map(), events: [], results: new Map(), notices: new Map() };
-    this.refused = null;
+    this.#pressed = null;
+    this.run = {
+      promptId, tab, before, computed: false, held: new Set(), cached: new Set(), toasts: [], error: null, causes: new Set(), state: "running", guards: new Map(), reached: new Set(),
+      calls: { model: 0, encoder: 0 }, events: [], results: new Map(), notices: new Map(),
+    };
+    if (tab) this.#runs.set(tab, this.run);
+    this.#refused = null;
     this.#onChange();
     return (last?.toasts ?? []).map((toast) => ({ ...toast, detail: t("Previous run: {what}", { what: toast.detail ?? "" }), life: BESIDE_THE_PICTURE }));
   }
@@ -77,26 +100,41 @@ export class RunLog {
     return rescues.map((toast) => ({ ...toast, life: BESIDE_THE_PICTURE }));
   }
 
-  /** Add a message. @param {GuardMessage} message @returns {boolean} whether it is the first of its cause in this run */
-  add(message) {
-    if (this.run?.promptId !== message.prompt_id) this.start(message.prompt_id, message.workflow);
+  /** Add a message. @param {GuardMessage} message @param {object | null} tab of its prompt @returns {boolean} whether it is the first of its cause in this run */
+  add(message, tab) {
+    if (this.run?.promptId !== message.prompt_id) this.start(message.prompt_id, tab);
     const run = /** @type {Run} */ (this.run);
-    run.workflow = message.workflow || run.workflow;
-    const id = String(message.node_id ?? "");
-    const guard = run.guards.get(id) ?? { verdict: "", message: "", advice: "", events: [] };
-    run.guards.set(id, guard);
-    guard.verdict = message.verdict;
-    const lost = run.events.some(({ event }) => event && !event.recovered && event.kind !== "drift");
-    if (message.kind === "event") {
-      guard.events.push(message);
-      run.events.push(message);
-    } else Object.assign(guard, { message: message.message, advice: message.advice });
+    if (tab === null) run.tab = null;
+    const first = message.kind === "calls" ? count(run, message) : note(run, message);
     this.#onChange();
-    const cause = message.event?.kind === "drift" ? "drift" : message.verdict;
-    const first = !run.causes.has(cause) && !(lost && cause === "bad_input");
-    run.causes.add(cause);
     return first;
   }
+}
+
+/** Count calls that a guard checked. @param {Run} run @param {GuardMessage} message @returns {boolean} that there is nothing to tell */
+function count({ calls }, { of, calls: checked = 0 }) {
+  calls[of ? "encoder" : "model"] += checked;
+  return false;
+}
+
+/** Note what a guard said: NaN that another guard could not cure is told there alone. @param {Run} run @param {GuardMessage} message @returns {boolean} whether it is the first of its cause */
+function note(run, message) {
+  const id = String(message.node_id ?? "");
+  const follows = message.verdict === "bad_input" && run.events.some(({ event }) => event && !event.recovered && event.kind !== "drift");
+  if (message.kind === "event") run.events.push(message);
+  if (follows) {
+    run.reached.add(id);
+    return false;
+  }
+  const guard = run.guards.get(id) ?? { verdict: "", message: "", advice: "", events: [] };
+  run.guards.set(id, guard);
+  guard.verdict = message.verdict;
+  if (message.kind === "event") guard.events.push(message);
+  else Object.assign(guard, { message: message.message, advice: message.advice });
+  const cause = message.event?.kind === "drift" ? "drift" : message.verdict;
+  const first = !run.causes.has(cause);
+  run.causes.add(cause);
+  return first;
 }
 
 /** What a toast says of each verdict, in words that need no knowledge of numbers. */
@@ -127,7 +165,8 @@ export function toastFor(message, first) {
 /** What is at fault and what to do about it: a guard's advice on weights, and what it says of an input, begin with that name. @param {{verdict: string, advice: string, event?: GuardEvent | null}} message */
 export function culpritOf({ verdict, advice, event }) {
   const text = said(advice), [named, ...rest] = text.split(t(": "));
-  if (verdict === "bad_weights" && rest.length) return { culprit: named, cure: rest.join(t(": ")) };
+  const cure = rest.join(t(": "));
+  if (verdict === "bad_weights" && cure) return { culprit: named, cure: cure.charAt(0).toUpperCase() + cure.slice(1) };
   return { culprit: verdict === "bad_input" && event?.layer ? t("NaN or Inf in the {input}", { input: said(event.layer) }) : "", cure: text };
 }
 
@@ -145,13 +184,19 @@ export function isWider({ event, verdict, of }) {
 /** What an error says, and whether it was told before: by a guard, or by ComfyUI where it is not of the pack. @param {any} detail of an `execution_error` event @param {Run | null} run @returns {RunError} */
 export function errorOf({ node_id: id, exception_type: type, exception_message: text }, run) {
   const [plain, node] = [text.replace(FOLDERS, ""), String(id)];
-  if (!String(type).startsWith(OURS)) return { node, message: text.trim().split("\n")[0], advice: "", told: true };
+  if (!String(type).startsWith(OURS)) return { node, ...ofComfyUI(text), told: true };
   const guards = type === OF_GUARD ? run?.events.find(({ event }) => event?.ended) : undefined;
   if (guards) return { node, message: saidText(guards), advice: said(guards.advice), told: true, guard: String(guards.node_id ?? "") };
   return { node, ...inTwo(plain), told: false };
 }
 
-/** @param {{message: string, advice: string}} error @returns {Toast} */
+/** What ComfyUI or another pack says: the line that helps may be the last. @param {string} text @returns {{message: string, advice: string}} */
+function ofComfyUI(text) {
+  const [message = "", ...rest] = text.split("\n").map((line) => line.trim()).filter(Boolean);
+  return { message, advice: rest.slice(0, MOST_LINES).join("\n") };
+}
+
+/** @param {Refusal} error @returns {Toast} */
 export function toastOf({ message, advice }) {
   return ourToast("error", message, advice, 20000);
 }

@@ -1,5 +1,7 @@
 // @ts-check
 /** The pack's messages on the page, which go when Run is pressed and when a run starts: they are about the one before. */
+import { firstSentence } from "./words.mjs";
+
 /** @typedef {{severity: string, summary: string, detail?: string, life: number}} Toast */
 
 /** What the pack's messages begin with. */
@@ -25,16 +27,19 @@ export class Toasts {
     this.wanted = wanted;
   }
 
-  /** Show a message, in the place of the same one where that is shown yet. @param {Toast} toast */
+  /** Show a message, in the place of the same one where that is shown yet: the first sentence of each part, as it lies over the graph. The sidebar has all of it. @param {Toast} toast */
   show(toast) {
     const { setting, toast: page } = this.manager();
     if (!setting.get(this.wanted)) return;
-    const { severity, summary, detail, life } = toast;
+    const { severity, life } = toast;
+    const summary = firstSentence(toast.summary);
+    const detail = summary === toast.summary ? firstSentence(toast.detail ?? "") : "";
     const text = `${summary}\n${detail}`;
     this.#shown.get(text)?.();
     if (page.remove) {
-      page.add(toast);
-      this.#shown.set(text, () => page.remove(toast));
+      const shown = { severity, summary, detail, life };
+      page.add(shown);
+      this.#shown.set(text, () => page.remove(shown));
       return;
     }
     // The newest page's `add` gives no id, by which alone a message can be taken away.

@@ -71,6 +71,12 @@ export function together(sentences) {
   return sentences.filter(Boolean).reduce((text, sentence) => (text ? text + following(text, sentence) : sentence), "");
 }
 
+/** Why a workflow is as it was. The page's `fetch` fails with a TypeError where nothing answers. @param {unknown} error */
+export function whyUnchanged(error) {
+  if (error instanceof TypeError && /fetch/i.test(error.message)) return t("ComfyUI does not answer. Nothing was changed.");
+  return t("Nothing was changed: {why}", { why: error instanceof Error ? error.message : String(error) });
+}
+
 /** A problem and what to do about it: the first sentence of a text of the server, and the others. @param {string} text */
 export function inTwo(text) {
   const message = firstSentence(text);
@@ -79,7 +85,7 @@ export function inTwo(text) {
 
 /** @param {string} text */
 export function firstSentence(text) {
-  return /^[^]*?[.!?](?=\s+[A-Z]|\s*$)/.exec(text)?.[0] ?? text;
+  return /^[^]*?(?:[.!?](?=\s+[A-Z]|\s*$)|[\u3002\uff01\uff1f])/.exec(text)?.[0] ?? text;
 }
 
 /** A text that is known, with or without the full stop at its end. @param {string} text @returns {string | null} */

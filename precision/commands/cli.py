@@ -10,6 +10,7 @@ import json
 import math
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from .inspect import Scan
 
 STORAGES = STORAGE_OPTIONS[1:]
+QUIET = 2
+"""Seconds that a command works before it prints how far it is, and between two such lines."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -166,13 +169,15 @@ def _scan(options: argparse.Namespace) -> int:
 
 
 def _progress(total: int, verb: str, name: str) -> Callable[[int], None]:
-    """Return a function that is called with the bytes just dealt with, and prints a line at every tenth of all."""
-    done = 0
+    """Return a function that is called with the bytes just dealt with, and prints a line at a tenth of all if none was
+    printed for ``QUIET`` seconds: nothing for a small file."""
+    done, told = 0, time.monotonic()
 
     def advance(count: int) -> None:
-        nonlocal done
+        nonlocal done, told
         before, done = done, done + count
-        if count and 10 * before // total < 10 * done // total:
+        if count and 10 * before // total < 10 * done // total and time.monotonic() - told >= QUIET:
+            told = time.monotonic()
             _tell(f"{100 * done // total:3d} % {verb} of {name}, {size_text(total)}")
 
     return advance

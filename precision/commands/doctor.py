@@ -103,7 +103,8 @@ def to_text(diagnosis: dict) -> str:
 
 
 def _comfyui(facts: list[dict]) -> str:
-    lines = [f"{fact['what']}: {fact['here']}. ({fact['switch']})" for fact in facts]
+    switches = [f" To change it: {fact['switch']}." if fact["switch"] else "" for fact in facts]
+    lines = [f"{fact['what']}: {fact['here']}.{switch}" for fact, switch in zip(facts, switches, strict=True)]
     return "\n".join(["What ComfyUI does here", *paragraph(lines, "  ")]) if facts else ""
 
 
@@ -111,7 +112,7 @@ def diagnosis_result(diagnosis: dict) -> Result:
     """Sum up the result of ``diagnose`` or ``describe`` in a sentence."""
     names = {"fp16": "fp16", "bf16": "bf16", "int8_matmul_gains": "int8", "fp8_matmul_gains": "fp8"}
     fast = [name for key, name in names.items() if diagnosis["capabilities"][key]["value"]]
-    used = ", ".join(dict.fromkeys(entry["compute"] for entry in diagnosis["auto"]))
+    used = " or ".join(dict.fromkeys(entry["compute"] for entry in diagnosis["auto"]))
     values = {"device": diagnosis["device"]["label"], "compute": used, "fast": ", ".join(fast)}
     if measured := PROFILES[diagnosis["device"]["profile"]].measured:
         return Result(DEVICE_MEASURED, {**values, "measured": measured}, text=to_text(diagnosis))

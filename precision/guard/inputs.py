@@ -41,7 +41,7 @@ class NotFiniteInput:
             rows.update(found if len(bad) == batch else range(batch) if found else ())
         return rows
 
-    def diagnosis(self, evidence: str) -> "Diagnosis":
+    def diagnosis(self, evidence: str = "") -> "Diagnosis":
         """Return the diagnosis that blames this input."""
         evidence = BETWEEN_CALLS if self.name == SAMPLER else evidence
         return Diagnosis(Origin(self.name, "", "input", "", math.nan), self.verdict, self.advice, evidence)

@@ -79,7 +79,7 @@ class Ladder:
             if rows:
                 position = call.position_of(rows, self.log.lost)
                 self._lose(rows)
-                self._log_given_up(one.diagnosis(verdicts.NAN_GIVEN), position)
+                self._log_given_up(one.diagnosis(), position)
         if inputs:
             zeros_for_nan, self.evidence.inputs = without_nan(inputs)
             self.evidence.given = call.replaced(call.given, zeros_for_nan)

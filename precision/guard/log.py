@@ -38,6 +38,8 @@ class CallPosition:
     spoils_all: bool = False
 
 
+GIVEN = ("input", "weights")
+"""Kinds of events in which what is not finite was there before the call."""
 FAILURES = {
     "saturation": "values past fp16's range were clamped by the model's own code",
     "weights": "a weight is not finite",
@@ -61,11 +63,11 @@ def sentence(event: GuardEvent, origin: Origin | None) -> str:
     """Describe an event in one line, for the log, the page and errors."""
     when = f"Step {event.step}, sigma {event.sigma:.4g}: " if math.isfinite(event.sigma) else ""
     failure = FAILURES.get(event.kind, "the result became NaN or Inf")
-    place = f"first in {event.layer}{_op(event)}" if event.layer and not when else ""
+    place = f"first in {event.layer}{_op(event)}" if event.layer and not when and event.kind != "input" else ""
     what = f"{failure} in {event.layer or 'the model'}{_op(event)}" if when else failure
     what = f"NaN or Inf in the {event.layer}" if event.kind == "input" else what
     given = f"largest input {origin.largest:.4g}" if origin and math.isfinite(origin.largest) else ""
-    mode = f"computed in {event.from_mode}" if event.from_mode else ""
+    mode = f"computed in {event.from_mode}" if event.from_mode and event.kind not in GIVEN else ""
     rows = f"batch rows {', '.join(map(str, event.batch_rows))}" if event.batch_rows else ""
     line = when + ", ".join(filter(None, [what, place, mode, given, rows])) + "."
     repeated = f"Repeated in {label_of(event.to_mode)}: no NaN." if event.recovered else ""
@@ -73,11 +75,13 @@ def sentence(event: GuardEvent, origin: Origin | None) -> str:
 
 
 def _op(event: GuardEvent) -> str:
-    return f" ({event.op})" if event.op and event.op != event.layer else ""
+    tensor = event.op == event.layer or event.op.startswith(f"{event.layer}.")
+    return f" ({event.op})" if event.op and not tensor else ""
 
 
 Notify = Callable[..., None]
-"""Tells the user of (kind, verdict, message, advice, event); without an event, of the verdict of a run."""
+"""Tells the user of (kind, verdict, message, advice, event); without an event, of the verdict of a run. Of the kind
+``calls`` with a number after the event: of calls that were checked."""
 
 
 @dataclass
@@ -91,6 +95,7 @@ class GuardLog:
         devices: devices that made calls; MultiGPU has a thread for each.
         checks: reports on calls that were compared with fp32; ``checked``: their steps in this run of the sampler.
         adapted: layers of the model's text adapter that ran, in fp32.
+        place: returns where a user finds this guard.
     """
 
     on_nan: OnNan = "report"
@@ -108,6 +113,7 @@ class GuardLog:
     checks: list[CheckReport] = field(default_factory=list)
     checked: set[int] = field(default_factory=set)
     adapted: set[str] = field(default_factory=set)
+    place: Callable[[], verdicts.Place] = lambda: verdicts.ANY_GUARD
     _numbers: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def begin_call(self) -> int:
@@ -121,7 +127,7 @@ class GuardLog:
     ) -> NonFinite:
         """Add an event. Its verdict does not replace a worse one. Returns the error to end the run with."""
         message = message or sentence(event, origin)
-        advice = verdicts.ADVICE[verdict] if advice is None else advice
+        advice = self.place().worded(verdicts.ADVICE[verdict] if advice is None else advice)
         self.events.append(event)
         if self.verdict in verdicts.CURED:
             self.verdict, self.advice = verdict, advice
@@ -165,6 +171,10 @@ class GuardLog:
         elif escalation:
             self.notify("verdict", self.verdict, verdicts.BEGAN_WITH.format(parts=", ".join(escalation.parts())), "")
 
+    def notify_calls(self, count: int) -> None:
+        """Notify the user of a number of calls that were checked."""
+        self.notify("calls", verdicts.CLEAN, "", "", None, count)
+
     def _became(self) -> str:
         """Return one sentence on how a run with NaN or Inf ended."""
         if self.verdict == verdicts.RECOVERED:
@@ -194,7 +204,7 @@ def blame_inputs(log: GuardLog, inputs: Sequence[NotFiniteInput], batch: int) ->
     for one in inputs:
         rows = one.nan_rows(batch)
         position = CallPosition(0, batch_rows=sorted(rows), spoils_all=len(rows | log.lost) >= batch)
-        log.give_up(position, one.diagnosis(verdicts.NAN_GIVEN))
+        log.give_up(position, one.diagnosis())
 
 
 def blame_between_calls(log: GuardLog, result: torch.Tensor, sigmas: torch.Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 from ..base.errors import HalfsafeError
 from ..report.schema import Verdict
@@ -17,11 +17,8 @@ DEVICE_FAULT: Final = "device_fault"
 
 CURED = (CLEAN, RECOVERED)
 ADVICE: dict[Verdict, str] = {
-    RECOVERED: (
-        "No NaN or Inf is left. To keep this after a restart, click Keep for next run on the Halfsafe node. Its check "
-        "setting also finds wrong numbers that are not NaN."
-    ),
-    STOPPED: "Set the guard to retry_higher: it repeats a failed call in a higher precision.",
+    RECOVERED: "No NaN or Inf is left. {keep}",
+    STOPPED: "Set {switch} to retry_higher: it repeats a failed call in a higher precision.",
     BAD_WEIGHTS: "Remove the file or download it again. No precision repairs a weight that is NaN or Inf.",
     BAD_INPUT: "Check the node that made this input; Check Finite after it shows where the NaN begins.",
     NOT_PRECISION: (
@@ -34,7 +31,34 @@ ADVICE: dict[Verdict, str] = {
     ),
 }
 
-NAN_GIVEN = "This input holds NaN, and NaN stays NaN in every precision."
+
+class Place(NamedTuple):
+    """Where a user finds a guard, in the words on the screen.
+
+    Args:
+        switch: the setting that says what the guard does.
+        keep: how the rules that the guard found outlive a restart.
+    """
+
+    switch: str
+    keep: str
+
+    def worded(self, advice: str) -> str:
+        """Return advice that names this place."""
+        return advice.replace("{switch}", self.switch).replace("{keep}", self.keep).strip()
+
+
+ANY_GUARD = Place("the guard", "")
+NAN_GUARD = Place(
+    "on_nan",
+    "To keep this after a restart, click Copy as rules on a Precision Report, and paste them into a Layer Rules node.",
+)
+ONE_NODE = Place("guard", "To keep this after a restart, click Keep for next run on the Halfsafe node.")
+EVERY_RUN = Place(
+    "Guard every run",
+    "To keep this after a restart, click Guard this workflow, and after the next run Keep for next run on its node.",
+)
+
 BETWEEN_CALLS = (
     "Every result of the model was finite: the NaN or Inf arose between its calls, in the sampler, in the guidance "
     "(cfg) or in a patch of either."
@@ -65,7 +89,7 @@ GOES_ON = "The model uses fp16_safe until it is unloaded."
 SAME_SEED = (
     "Until a restart later runs start in that precision, so the same seed may give a slightly different picture."
 )
-BEGAN_WITH = "Started in a higher precision that an earlier run needed: {parts}."
+BEGAN_WITH = "Started as the last repair ended, with these in a higher precision: {parts}."
 BEGAN_WIDER = (
     "Nothing to do. This run started in the higher precision that an earlier run needed; the rules in the report keep "
     "it. Without it NaN or Inf may return."
@@ -84,8 +108,7 @@ EMBEDDING = "A textual inversion embedding in the prompt holds NaN or Inf: leave
 ENCODER_INPUTS = {
     "VAE decode": (
         "latent",
-        "The latent held NaN before the VAE: read the message of NaN Guard on the model, or add NaN Guard there, or "
-        "add Check Finite after the node that made the latent.",
+        "The NaN was made before the VAE, mostly by the model: guard the model.",
     ),
     "VAE encode": ("image", "The image held NaN before the VAE: add Check Finite after the node that made it."),
     "Text encoder encode": ("tokens", EMBEDDING),
@@ -98,7 +121,7 @@ class NonFinite(HalfsafeError):
     """A model, VAE or text encoder returned NaN or Inf, and the run was stopped."""
 
     def __init__(self, problem: str, verdict: Verdict = STOPPED, advice: str = ""):
-        found, cure = " ".join((problem, f"Verdict: {verdict}.")), advice or ADVICE[verdict]
+        found, cure = " ".join((problem, f"Verdict: {verdict}.")), advice or ANY_GUARD.worded(ADVICE[verdict])
         if verdict == BAD_WEIGHTS:  # whose advice names the file
             found, cure = cure, found
         super().__init__(found, cure)
@@ -134,7 +157,7 @@ def encoder_wording(kind: str, without_cure: str, without_retries: str) -> Wordi
         RECOVERED: "",
         NOT_PRECISION: f"No higher precision cures this {kind}: {without_cure}.",
         DEVICE_FAULT: f"{ADVICE[DEVICE_FAULT]} Or run the {kind} on the CPU.",
-        STOPPED: f"Set the guard to retry_higher, or {without_retries}.",
+        STOPPED: f"Set {{switch}} to retry_higher, or {without_retries}.",
     }
     return Wording(
         f"Not enough memory to repeat this in a higher precision: {without_retries}, or use a smaller picture or "

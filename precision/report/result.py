@@ -26,11 +26,8 @@ DEVICE = "{device} computes in {compute}. Fast products: {fast}."
 DEVICE_MEASURED = "{device} computes in {compute}. Fast products: {fast}. {measured}"
 DEVICE_PLAIN = "{device} computes in {compute}. 8-bit weights save memory here, not time."
 CALIBRATED = "Calibrated {layers} layers. Connect the calibration to Save Model, which rounds these layers with it."
-HALVED = (
-    "{file}: {before} (16 bit) -> {after}; {kept} of it stay in {formats}, because 8 bits lose too much there or are "
-    "not supported: {reasons}."
-)
-LESS = "{file}: {before} (16 bit) -> {after}."
+HALVED = "{file}: {before} -> {after}. Kept in {formats}: {kept} ({reasons})."
+LESS = "{file}: {before} -> {after}."
 AS_IT_IS = "{file}: no weight is in 8 bits: {reasons}."
 MEMORY_LATER = (
     "Same as balanced: a loaded model keeps its {held}. Halve the memory, in the sidebar, loads it in {storage}, "

@@ -126,13 +126,15 @@ class GuardReport:
 
 @dataclass
 class EncoderReport:
-    """What the guard of a VAE or text encoder saw in the prompt; ``node``: its id, ``messages``: a line per event."""
+    """What the guard of a VAE or text encoder saw in the prompt; ``node``: its id, ``messages``: a line per event,
+    ``calls``: those that gave a finite result at once."""
 
     node: str
     kind: str
     verdict: Verdict = "clean"
     messages: list[str] = field(default_factory=list)
     advice: str = ""
+    calls: int = 0
 
 
 @dataclass

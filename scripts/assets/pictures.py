@@ -106,7 +106,7 @@ def _thumbnail(studio: Studio, title: str) -> shapes.Image.Image:
     if number == "3":
         kept = [studio.draw(title, SHOWN[4], storage=storage, compute="bf16")[0] for storage in ("as_file", "fp8_e4m3fn")]
         return thumbnails.pictures(list(zip(kept, ("16 bits", "8 bits: half"), strict=True)))
-    captions = {"1": ("black", "repaired"), "2": ("which layer?", "found"), "4": ("fp16", "fp16_safe")}[number]
+    captions = {"1": ("black", "with Halfsafe"), "2": ("which layer?", "found"), "4": ("fp16", "fp16_safe")}[number]
     return thumbnails.pictures(list(zip((_black(studio), studio.draw(title)[-1]), captions, strict=True)))
 
 

@@ -132,7 +132,7 @@ def fix_black_images(sheet: Sheet) -> None:
     sheet.columns = WIDE_SECOND
     sheet.note(
         "# No more black images\n\n## Press Run: black without Halfsafe, right with it.\n\nThe small model that comes with Halfsafe overflows in fp16. "
-        "The **Halfsafe** node picks arithmetic for your device, repeats a step that would come out black, and lists what it did on itself.\n\n"
+        "The **Halfsafe** node computes in a format that does not overflow, and lists on itself what it did. If a step still comes out black, it repeats the step.\n\n"
         "**Your own graph:** open it, then click *Guard this workflow* in the Halfsafe sidebar. That adds this one node. Nothing is downloaded here.", 262)  # fmt: skip
     sheet.leave(2, 310)
     sheet.leave(3, 310)
@@ -150,7 +150,7 @@ def find_the_layer(sheet: Sheet) -> None:
     sheet.note(
         "# Which layer turns it black?\n\n## Press Run, then read *Guard* in the report.\n\nThis small built-in model computes in **fp16**, whose largest "
         "number is 65504. It exceeds that, and its picture would be black. **NaN Guard** finds the layer, repeats the step with that layer in a wider format, and tells you. "
-        "**Guard VAE** does so for the decoder.\n\nCtrl+B on NaN Guard shows the black picture.\n\n"
+        "**Guard VAE** does so for the decoder.\n\nCtrl+B on NaN Guard and on Guard VAE, then Run: the black picture.\n\n"
         "In your own graph: NaN Guard behind the model's loader.", 300)  # fmt: skip
     model, vae, clip = _built_in(sheet, "fp16"), _load_vae(sheet, 0, BUILT_IN), _load_text(sheet, 1, BUILT_IN, "sd3")
     guarded = Output(sheet.add("HalfsafeNaNGuard", 2, 176, "retry_higher", 8, "off", model=model))

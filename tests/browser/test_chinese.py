@@ -83,7 +83,7 @@ def test_the_error_of_a_guard_is_told_as_its_event(comfy: ComfyPage) -> None:
     detail = {"node_id": "1", "prompt_id": "nan", "exception_type": "halfsafe.NonFinite", "exception_message": str(error)}
     comfy.send("execution_error", **detail)
     (toast,) = shown()
-    assert toast["detail"].endswith(WORDS[ADVICE["stopped"]]) and english_in(toast["detail"]) == [] and "decoder.mid" in toast["detail"], toast
+    assert toast["detail"].endswith(WORDS[ADVICE["stopped"]].replace("{switch}", WORDS["the guard"])) and english_in(toast["detail"]) == [] and "decoder.mid" in toast["detail"], toast
     assert "\u3002 " not in toast["detail"], "a full-width stop has its space in itself"
 
 

@@ -118,7 +118,7 @@ def test_a_badge_says_what_a_model_fell_back_to_until_its_node_runs_anew(comfy: 
     assert comfy.badges()["HalfsafeNaNGuard"] == "fp32 \u00b7 fp16_safe \u00b7 guarded"
     assert badge_after(node) == "fp32 \u00b7 fp16_safe \u00b7 guarded", "the server sends a cached node's badge again as it was planned"
     assert badge_after() == "fp32 \u00b7 fp16 \u00b7 guarded"
-    tell(comfy, "b", kind="verdict", verdict="clean", event=None, message="Started in a higher precision that an earlier run needed: blocks.0.")
+    tell(comfy, "b", kind="verdict", verdict="clean", event=None, message="Started as the last repair ended, with these in a higher precision: blocks.0.")
     assert comfy.badges()["HalfsafeNaNGuard"] == badge_after(node) == "fp32 \u00b7 fp16, some layers wider \u00b7 guarded"
 
 
@@ -162,7 +162,7 @@ def test_a_drift_is_told_and_stays_on_the_report_when_the_language_changes(opene
     assert comfy.page.inner_text(".hs-title .hs-verdict") == "drift"
     text = comfy.page.inner_text(".hs-guard")
     assert text.count("lower the threshold of the step cache") == 1 and text.count("lowest after: ") == 1, text
-    assert "6 calls, 2 repeated" in text and "step 0: " in text, text
+    assert "6 calls, 2 repeats" in text and "step 0: " in text, text
     comfy.evaluate(TOGGLE_TAB)
     comfy.page.wait_for_selector(".hs-sidebar .hs-card .hs-verdict")
     assert comfy.page.locator(".hs-sidebar .hs-verdict").all_inner_texts() == ["drift", "drift"]
@@ -180,20 +180,22 @@ def test_a_drift_is_told_and_stays_on_the_report_when_the_language_changes(opene
 
 
 def test_the_sidebar_tells_the_last_run_and_a_rescue_before_it_in_its_queue(comfy: ComfyPage, pictures: Path, cell: str) -> None:
-    comfy.evaluate(TOGGLE_TAB)
     shown, cured = comfy.record_toasts(), "Step 0 was repeated in fp16 with fp32 results: blocks.0.ffn.2 overflowed in fp16."
     comfy.send("execution_start", prompt_id="first")
     tell(comfy, "first", count=2)
     tell(comfy, "first", kind="verdict", event=None, message="2 events in 2 layers, all recovered.", advice="Nothing to do.")
-    comfy.page.wait_for_selector(".hs-sidebar .hs-card")
-    comfy.screenshot(pictures, f"sidebar-guard-{cell}")
     for prompt in ("second", "third"):
         comfy.send("execution_success", prompt_id="first")
         comfy.send("execution_start", prompt_id=prompt)
-        tell(comfy, prompt, kind="verdict", verdict="clean", event=None, message="Started in a higher precision that an earlier run needed: blocks.0.")
+        tell(comfy, prompt, kind="verdict", verdict="clean", event=None, message="Started as the last repair ended, with these in a higher precision: blocks.0.")
         assert [toast["detail"] for toast in shown()] == [cured, cured, f"Previous run: {cured}"]
+        comfy.evaluate(TOGGLE_TAB)
+        comfy.page.wait_for_selector(".hs-sidebar .hs-card")
+        comfy.screenshot(pictures, f"sidebar-guard-{cell}")
         last, before = comfy.page.inner_text(".hs-sidebar").split("Earlier in this queue")
-        assert "Started in a higher precision" in last and "recovered" in before and "blocks.1.ffn.2 overflowed" in before and "Nothing to do." in before
+        comfy.evaluate(TOGGLE_TAB)
+        assert "Started as the last repair ended" in last and "recovered" in before and "blocks.1.ffn.2 overflowed" in before and "Nothing to do." in before
+    comfy.evaluate(TOGGLE_TAB)
     comfy.page.click(".hs-sidebar .hs-link")
     assert comfy.evaluate("() => [...app.canvas.selectedItems].map((n) => n.type)") == ["HalfsafeNaNGuard"]
     comfy.send("execution_success", prompt_id="third")
@@ -205,33 +207,35 @@ def test_the_sidebar_tells_the_last_run_and_a_rescue_before_it_in_its_queue(comf
 
 
 def test_a_run_that_ends_is_told_once_by_the_name_of_what_is_at_fault(comfy: ComfyPage, pictures: Path, cell: str) -> None:
-    """The report of the run before says nothing of it, and the error that ComfyUI shows is on the guard's card."""
-    comfy.evaluate(TOGGLE_TAB)
+    """The report of the run before is told to be of that one, and the error that ComfyUI shows is on the guard's card."""
     shown, sentence = comfy.record_toasts(), "Step 0, sigma 1: a weight is not finite in blocks.0.ffn.2, computed in fp16."
     comfy.send("execution_start", prompt_id="clean")
     comfy.show_report(REPORT)
     comfy.send("execution_success", prompt_id="clean")
-    assert "blocks" in comfy.page.inner_text(".hs-table") and comfy.page.locator(".hs-sidebar .hs-bar").count() > 0
+    assert "blocks" in comfy.page.inner_text(".hs-table")
     cure = "leave it out or download it again. (tensor 'lora_up.weight')"
     event = {**EVENT, "recovered": False, "ended": True, "layer": "blocks.0.ffn.2", "evidence": "The weight itself is NaN."}
     comfy.send("promptQueueing", requestId=1, batchCount=1)
+    comfy.evaluate(TOGGLE_TAB)
     assert "Nothing has begun yet." in comfy.page.inner_text(".hs-sidebar")
+    comfy.evaluate(TOGGLE_TAB)
     comfy.send("execution_start", prompt_id="bad")
     comfy.send_guard(node_id=guard_id(comfy), prompt_id="bad", verdict="bad_weights", message=sentence, advice=f"nan_lora.safetensors holds NaN or Inf: {cure}", event=event)
     error = {"exception_type": "halfsafe.NonFinite", "exception_message": "Worded as it may be: the event says that the guard ended the run with it."}
     comfy.send("execution_error", prompt_id="bad", node_id="9", **error)
     (toast,) = shown()
-    assert toast["summary"] == "Halfsafe: nan_lora.safetensors holds NaN or Inf" and toast["detail"].startswith(cure)
+    assert toast["summary"] == "Halfsafe: nan_lora.safetensors holds NaN or Inf" and toast["detail"] == "Leave it out or download it again."
+    comfy.evaluate(TOGGLE_TAB)
     text = comfy.page.inner_text(".hs-sidebar")
     comfy.screenshot(pictures, f"sidebar-bad-weights-{cell}")
     assert text.count("nan_lora.safetensors") == text.count("download it again") == 1 and "Verdict" not in text
-    assert text.index("nan_lora.safetensors") < text.index("leave it out") < text.index("blocks.0.ffn.2")
-    assert comfy.page.locator(".hs-sidebar .hs-card").count() == 1 and comfy.page.locator(".hs-sidebar .hs-bar").count() == 0, "the report is of the run before"
+    assert text.index("nan_lora.safetensors") < text.index("Leave it out") < text.index("blocks.0.ffn.2")
+    assert comfy.page.locator(".hs-sidebar .hs-card:not(.hs-earlier)").count() == 1
+    assert "of an earlier run" in comfy.page.inner_text(".hs-sidebar .hs-earlier") and "of an earlier run" in comfy.page.inner_text(".hs-panel .hs-earlier")
     comfy.evaluate(TOGGLE_TAB)
 
 
 def test_the_sidebar_keeps_what_messages_told(comfy: ComfyPage) -> None:
-    comfy.evaluate(TOGGLE_TAB)
     shown = comfy.record_toasts()
     comfy.send("promptQueueing", requestId=1, batchCount=1)
     comfy.send("execution_start", prompt_id="kept")
@@ -240,7 +244,8 @@ def test_the_sidebar_keeps_what_messages_told(comfy: ComfyPage) -> None:
     comfy.send("executed", node=guard_id(comfy), display_node=guard_id(comfy), prompt_id="kept", output=output)
     comfy.send("execution_success", prompt_id="kept")
     told = {toast["summary"].removeprefix("Halfsafe: "): toast["detail"] for toast in shown()}
-    assert told == {instead.partition(". ")[0] + ".": instead.partition(". ")[2], "rules that match no layer of this model": "blocks.77.* storage=bf16"}
+    assert told == {instead.partition(". ")[0] + ".": instead.partition(". ")[2], "No layer of this model matches:": "blocks.77.* storage=bf16"}
+    comfy.evaluate(TOGGLE_TAB)
     text = comfy.page.inner_text(".hs-sidebar")
     assert all(what in text for both in told.items() for what in both)
     comfy.send("promptQueueing", requestId=1, batchCount=1)
@@ -257,7 +262,6 @@ def test_the_setting_alone_guards_every_run(opened_page: ComfyPage) -> None:
     comfy.evaluate(PLAIN_FP16)
     comfy.evaluate("""() => { app.graph.nodes.find((n) => n.type === 'KSampler').widgets.find((w) => w.name === 'seed').value += 70;
         const bypassed = LiteGraph.createNode("HalfsafeNaNGuard"); bypassed.mode = 4; app.graph.add(bypassed); }""")
-    comfy.evaluate(TOGGLE_TAB)
     shown = comfy.record_toasts()
     runs = (("off", [], "This workflow has no guard."), ("report", ["Halfsafe: NaN or Inf found"], "not cured"), ("retry_higher", ["Halfsafe: Black image prevented"] * 2, "recovered"))
     for setting, told, said in runs:
@@ -267,6 +271,9 @@ def test_the_setting_alone_guards_every_run(opened_page: ComfyPage) -> None:
         assert not any("halfsafe" in name for name in sent.value.post_data_json["extra_data"]), "ComfyUI's own request is as it was"
         assert [toast["summary"] for toast in shown()] == told, "one cause is one message, and a rescue is told once more beside the picture"
         comfy.evaluate("() => { window.toasts.length = 0; }")
+        comfy.evaluate(TOGGLE_TAB)
         text = comfy.page.inner_text(".hs-sidebar")
         assert said in text and "stopped" not in text
-        assert comfy.evaluate("() => document.querySelector('.hs-sidebar .hs-watch select').value") == setting
+        assert ("Set Guard every run to retry_higher: it repeats" in text) == (setting == "report"), "in the words of the list above it"
+        assert comfy.evaluate("() => document.querySelector('.hs-sidebar .hs-watch select').selectedOptions[0].textContent").startswith(setting)
+        comfy.evaluate(TOGGLE_TAB)

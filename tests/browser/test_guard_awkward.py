@@ -208,7 +208,7 @@ def test_two_models_are_named_by_their_files_and_one_is_measured(comfy: ComfyPag
 
 def test_measuring_follows_the_guider_and_says_what_it_cannot_read(comfy: ComfyPage) -> None:
     measured = walk(comfy, GUIDED)
-    assert measured["measures"] and measured["told"] == "2 nodes were added: run the workflow. The arrow above these two nodes runs only them. It measures with cfg 4, not with this sampler's 8."
+    assert measured["measures"] and measured["told"] == "2 nodes were added: press the blue arrow above them. It measures with cfg 4, not with this sampler's 8."
     without = walk(comfy, GUIDED + "set(guider, 'cfg', 1);")["measured"]
     assert ["negative" in step["inputs"] for step in without.values() if step["class_type"] == "HalfsafeMeasurePrecisions"] == [False], "it is not used"
     apart = walk(comfy, GUIDED + "inside(guider);")

@@ -160,7 +160,7 @@ def test_text_stands_out_in_each_theme(ran: ComfyPage, theme: str, pictures: Pat
 
 
 def test_guards_of_encoders_and_control_nets_are_on_the_report(ran: ComfyPage, report: dict, pictures: Path, cell: str) -> None:
-    vae = {"node": "8", "kind": "VAE", "verdict": "recovered", "messages": ["VAE decode: repeated in bf16: finite."], "advice": "Keep it so."}
+    vae = {"node": "8", "kind": "VAE", "verdict": "recovered", "messages": ["VAE decode: repeated in bf16: finite."], "advice": "Keep it so.", "calls": 3}
     control = {"file": "depth.safetensors", "class": "ControlNet", "calls": 4, "layers": report["layers"][:2], "notes": ["Stored in fp8."]}
     ran.show_report({**report, "encoders": [vae, {**vae, "node": "9", "verdict": "clean"}], "control_nets": [control]})
     panel = ran.page.locator(".hs-panel")

@@ -8,16 +8,20 @@ from comfy_execution.utils import get_executing_context
 from server import PromptServer
 
 from ....precision.guard.policy import EVENT, OFF
-from ....precision.guard.verdicts import CURED
+from ....precision.guard.verdicts import CURED, EVERY_RUN, NAN_GUARD, ONE_NODE, Place
 from ....precision.report.schema import EncoderReport, GuardEvent, plain
 
 REPORT_EVENT = "halfsafe.report"
 REFUSED_EVENT = "halfsafe.refused"
 ENCODER_KINDS = {"vae": "VAE", "clip": "text encoder"}
-ENCODER_GUARDS = {
-    "HalfsafeGuardVAE": ("vae",), "HalfsafeGuardCLIP": ("clip",), "HalfsafeAutoPrecision": ("vae", "clip"),
+GUARDED = {
+    "HalfsafeNaNGuard": ("model",), "HalfsafeGuardVAE": ("vae",), "HalfsafeGuardCLIP": ("clip",),
+    "HalfsafeAutoPrecision": ("model", "vae", "clip"),
 }  # fmt: skip
-"""A node that guards encoders -> its inputs that it guards, where they are connected."""
+"""A node that guards -> its inputs that it guards, where they are connected."""
+PLACES = {"HalfsafeAutoPrecision": ONE_NODE}
+WATCHED = "halfsafe_"
+"""What the ids of the guards begin with that *Guard every run* adds."""
 queued_by: ContextVar[str | None] = ContextVar("halfsafe_queued_by", default=None)
 """The id of the page that queues the prompt which the server is checking; None where no page does."""
 # ComfyUI makes a registry for each prompt and drops it with the next one: what is kept with it is the prompt's own.
@@ -49,6 +53,32 @@ def _running_item() -> tuple | None:
     return next((item for item in running if item[1] == prompt_id), None)
 
 
+def shown_id(node_id: str | None, of: str) -> str | None:
+    """Return the id by which the running prompt has a guard.
+
+    ComfyUI's cache gives a guard that was made under one id to a node with another id and the same inputs: then it is
+    the guard nearest before the running node. ``of``: as for :func:`send_to_page`.
+    """
+    prompt, ways = running_prompt(), [running_node_id()]
+    if node_id in prompt:
+        return node_id
+    for way in ways:
+        node = prompt.get(way, {"class_type": "", "inputs": {}})
+        if (of or "model") in GUARDED.get(node["class_type"], ()):
+            return way
+        links = (value[0] for value in node["inputs"].values() if isinstance(value, list) and value)
+        ways += [link for link in links if link in prompt and link not in ways]
+    return node_id
+
+
+def place_of(node_id: str | None, of: str = "") -> Place:
+    """Return where a user finds a guard, with the arguments of :func:`shown_id`."""
+    page_id = shown_id(node_id, of) or ""
+    if page_id.startswith(WATCHED):
+        return EVERY_RUN
+    return PLACES.get(running_prompt().get(page_id, {}).get("class_type"), NAN_GUARD)
+
+
 def show_progress(text: str) -> None:
     """Show a text on the running node, if the prompt came from a page. ``main.js`` takes it away by the pack's name."""
     context, server = get_executing_context(), getattr(PromptServer, "instance", None)
@@ -66,8 +96,9 @@ def send_to_page(
     event: GuardEvent | None = None,
     of: str = "",
     fell_back: str | None = None,
+    calls: int = 0,
 ) -> None:
-    """Send a guard's event or a run's verdict to the page that queued the prompt, if any.
+    """Send a guard's event, a run's verdict or a number of checked calls to the page that queued the prompt, if any.
 
     ``of``: what is guarded, ``vae`` or ``clip``; empty for a model. ``fell_back``: the node whose plan runs in its
     fallback from this event on.
@@ -81,6 +112,7 @@ def send_to_page(
         "advice": advice,
         "of": of,
         "fell_back": fell_back,
+        "calls": calls,
         "workflow": _workflow_id(),
         "event": plain(event) if event else None,
     }
@@ -122,14 +154,15 @@ def encoder_reports() -> list[EncoderReport]:
     return [
         _encoder_report(node_id, ENCODER_KINDS[of], [m for m in sent if (m["node_id"], m["of"]) == (node_id, of)])
         for node_id, node in running_prompt().items()
-        for of in ENCODER_GUARDS.get(node["class_type"], ())
-        if of in node["inputs"] and node["inputs"].get("guard") != OFF
+        for of in GUARDED.get(node["class_type"], ())
+        if of in ENCODER_KINDS and of in node["inputs"] and node["inputs"].get("guard") != OFF
     ]
 
 
 def _encoder_report(node_id: str, kind: str, messages: list[dict]) -> EncoderReport:
     """Make the report of a guard: the first verdict other than a recovery stands, else the last verdict."""
-    report = EncoderReport(node_id, kind, messages=[message["message"] for message in messages])
+    texts = [message["message"] for message in messages if message["message"]]
+    report = EncoderReport(node_id, kind, messages=texts, calls=sum(message["calls"] for message in messages))
     for message in messages:
         if report.verdict in CURED:
             report.verdict, report.advice = message["verdict"], message["advice"]

@@ -180,7 +180,7 @@ def _advice_on(weight: torch.Tensor) -> str:
             "load it with Load Diffusion Model (Halfsafe), or download it again. ComfyUI's own loaders cast to fp8 "
             "without a scale and read scaled e5m2 as e4m3fn."
         )
-    return "download it again. If its own value is only too large for fp16, load it with storage bf16 or fp32."
+    return "download it again. If the file is right and fp16 too small for it, load it with storage bf16 or fp32."
 
 
 def _is_finite_in(file: str, name: str, dtype: torch.dtype) -> bool:

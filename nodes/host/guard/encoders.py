@@ -32,7 +32,7 @@ from ..comfyui.attributes import CAST_DTYPE
 from ..comfyui.execution import is_oom
 from ..comfyui.gate import measuring
 from ..comfyui.layers import is_quantized
-from ..comfyui.page import show_progress
+from ..comfyui.page import place_of, show_progress
 from ..comfyui.weights import HALF, ask_for_plain_products
 from ..load.devices import current_device
 from ..load.encoders import vae_in
@@ -63,7 +63,8 @@ class EncoderGuard:
 
     def __init__(self, kind: str, on_nan: OnNan, node_id: str | None):
         self.kind = kind
-        self.log = GuardLog(on_nan, notifier(node_id, of=OF[kind]))
+        place = functools.partial(place_of, node_id, OF[kind])
+        self.log = GuardLog(on_nan, notifier(node_id, of=OF[kind]), place=place)
         self._was_finite: dict[str, Any] = {}
 
     def run(self, action: str, make: Make, patcher: ModelPatcher, dtype: torch.dtype, given: Any) -> Any:
@@ -79,6 +80,7 @@ class EncoderGuard:
         start = RandomStart.of(patcher.load_device)
         attempt = make(None, given)
         if attempt.finite:
+            self.log.notify_calls(1)
             if self.kind == "Text encoder":  # its tokens are small
                 self._was_finite[action] = given
             return attempt.result

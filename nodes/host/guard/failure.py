@@ -22,7 +22,7 @@ from ....precision.guard.verdicts import MODEL
 from ....precision.report.schema import GuardEvent
 from ..comfyui.execution import is_compiled, is_on_several_devices, is_oom
 from ..comfyui.gate import measuring
-from ..comfyui.page import running_prompt_id, send_to_page, show_progress
+from ..comfyui.page import running_prompt_id, send_to_page, show_progress, shown_id
 from ..compute.attention import OVERRIDE, overridden
 from ..compute.executor import fall_back, fallen_back, may_fall_back
 from ..replay.call import Call
@@ -47,13 +47,16 @@ def notifier(node_id: str | None, prompt: str | None = None, of: str = "", plann
     under.
     """
 
-    def notify(kind: str, verdict: str, message: str, advice: str, event: GuardEvent | None = None) -> None:
+    def notify(
+        kind: str, verdict: str, message: str, advice: str, event: GuardEvent | None = None, calls: int = 0
+    ) -> None:
         if event:
             if event.recovered and event.to_mode:
                 show_progress(f"{event.layer or 'the model'}: repeated in {label_of(event.to_mode)}, no NaN")
             logger.warning("Halfsafe guard: %s %s", message, advice)
         fell_back = planner if event and event.fell_back else None
-        send_to_page(node_id, prompt or running_prompt_id(), kind, verdict, message, advice, event, of, fell_back)
+        page_id, prompt_id = shown_id(node_id, of), prompt or running_prompt_id()
+        send_to_page(page_id, prompt_id, kind, verdict, message, advice, event, of, fell_back, calls)
 
     return notify
 

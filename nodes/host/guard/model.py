@@ -27,7 +27,7 @@ from ....precision.report.schema import GuardReport
 from ..comfyui.execution import is_oom
 from ..comfyui.known_calls import Feature, why_off
 from ..comfyui.layers import activation_dtype
-from ..comfyui.page import running_node_id, running_prompt_id
+from ..comfyui.page import place_of, running_node_id, running_prompt_id
 from ..compute.executor import planned_on
 from ..compute.layer_modes import settings_of
 from ..compute.per_model import PerModel, branch_of, patches_of
@@ -132,6 +132,7 @@ class Guard(Stage):
         """Check the inputs and the result of a sampler's run."""
         guider = executor.class_obj
         log = self._begin(guider.model_patcher)
+        before = log.calls
         try:
             if self.on_nan != OFF:
                 blame_inputs(log, sampler_inputs(noise, latent_image, sigmas, denoise_mask, guider.conds), len(noise))
@@ -147,6 +148,8 @@ class Guard(Stage):
                 blame_memory(log)
             raise
         finally:
+            if self.on_nan != OFF:
+                log.notify_calls(log.calls - before)
             log.notify_verdict(self._escalation(guider.model_patcher))
 
     def report(self, patcher: ModelPatcher) -> GuardReport:
@@ -198,7 +201,7 @@ class Guard(Stage):
         log = self._logs.pop(branch, None)
         if log is None or prompt is None or log.prompt != prompt:
             notify = notifier(self.node_id, prompt, planner=planned.node_id if planned else None)
-            log = GuardLog(self.on_nan, notify, prompt=prompt)
+            log = GuardLog(self.on_nan, notify, prompt=prompt, place=functools.partial(place_of, self.node_id))
         log.begin_run()
         self._logs[branch] = log
         for oldest in list(self._logs)[:-LOGS_KEPT]:

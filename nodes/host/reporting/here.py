@@ -14,7 +14,7 @@ from comfy.ldm.modules.attention import optimized_attention
 from ....precision.base.text import size_text
 from ....precision.plan.auto import why_int8_is_slow
 from ..comfyui.attributes import compiler_is_off, kernel_of_file
-from ..load.devices import current_device
+from ..load.devices import compute_device, current_device
 
 ATTENTIONS = {
     "attention_pytorch": "PyTorch's",
@@ -26,6 +26,8 @@ ATTENTIONS = {
     "attention_basic": "basic",
 }
 """ComfyUI's function -> what people call it."""
+NEWEST_CUDA = 13
+COMPILER_SWITCH = {False: "--disable-comfy-compiler", True: "without --disable-comfy-compiler"}
 FILES_OWN = "{0} in {1} attentions of {2}, as its file requests"
 NOT_HERE = "the file of {2} requests {0} in {1} attentions, which this device does not support"
 ALL_ON, PART_ON = "{0}, all of {1} on the device", "{0}, {2} of {1} on the device"
@@ -34,7 +36,8 @@ NONE_ON = "{0}, {1}, not on the device"
 
 @dataclass(frozen=True)
 class Fact:
-    """One fact. ``what`` it is about, what is so ``here``, and the ``switch`` that changes it: text for people."""
+    """One fact. ``what`` it is about, what is so ``here``, and the ``switch`` that changes it: text for people, empty
+    where none would change anything."""
 
     what: str
     here: str
@@ -44,12 +47,24 @@ class Fact:
 def facts_here() -> list[Fact]:
     """List the five facts, as ComfyUI runs at this moment."""
     return [
-        Fact("kernels", _kernels(), "a torch for CUDA 13, --enable-triton-backend"),
+        Fact("kernels", _kernels(), ", ".join(_other_kernels())),
         _compiler(),
         _dynamic_vram(),
-        Fact("attention", "; ".join(_attention()), "--use-pytorch-cross-attention, --use-sage-attention"),
-        Fact("loaded", "; ".join(_loaded()) or "nothing yet", "--reserve-vram, --lowvram, --highvram"),
+        Fact("attention", "; ".join(_attention()), _of_gpu("--use-pytorch-cross-attention, --use-sage-attention")),
+        Fact("loaded", "; ".join(_loaded()) or "nothing yet", _of_gpu("--reserve-vram, --lowvram, --highvram")),
     ]
+
+
+def _of_gpu(switch: str) -> str:
+    return "" if compute_device().type == "cpu" else switch
+
+
+def _other_kernels() -> Iterator[str]:
+    """Name what adds kernels: CUDA 13 has comfy-kitchen's int8 products, its Triton backend is off by default."""
+    if compute_device().type == "cuda":
+        if torch.version.cuda and int(torch.version.cuda.split(".")[0]) < NEWEST_CUDA:
+            yield f"a torch for CUDA {NEWEST_CUDA}"
+        yield "--enable-triton-backend"
 
 
 def _kernels() -> str:
@@ -65,15 +80,15 @@ def _kernels() -> str:
 def _compiler() -> Fact:
     off = compiler_is_off(args)
     if off is None:
-        return Fact("compiler", "this ComfyUI has none", "it came with ComfyUI 0.34")
-    return Fact("compiler", "off" if off else "on", "--disable-comfy-compiler")
+        return Fact("compiler", "this ComfyUI has none", _of_gpu("ComfyUI 0.34 or later"))
+    return Fact("compiler", "off" if off else "on", _of_gpu(COMPILER_SWITCH[off]))
 
 
 def _dynamic_vram() -> Fact:
     if not comfy.memory_management.aimdo_enabled:
         reserved = size_text(comfy.model_management.extra_reserved_memory())
         estimated = f"off: ComfyUI estimates how much to load and leaves {reserved} free"
-        return Fact("dynamic VRAM", estimated, "--enable-dynamic-vram, --reserve-vram")
+        return Fact("dynamic VRAM", estimated, _of_gpu("--enable-dynamic-vram, --reserve-vram"))
     running = f"on, {size_text(args.vram_headroom * 2**30)} of headroom"
     read = f"{running}; weights are read from a fast disk when used" if args.fast_disk else running
     return Fact("dynamic VRAM", read, "--disable-dynamic-vram, --vram-headroom, --fast-disk")

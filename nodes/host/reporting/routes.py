@@ -2,6 +2,7 @@
 and which lines of rules cannot be read."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -12,6 +13,7 @@ from ....precision.commands import doctor
 from ....precision.devices.probes import flags_left_alone
 from ....precision.plan.rules import read
 from ..comfyui.known_calls import reasons_off
+from ..load.alone import computing
 from ..load.devices import current_device
 from ..load.halving import halving
 from .bodies import json_of, text_of
@@ -27,7 +29,8 @@ def serve_page() -> None:
         server.routes.get("/halfsafe/device")(_device)
         server.routes.get("/halfsafe/here")(_here)
         server.routes.post("/halfsafe/rules")(_rules)
-        server.routes.post("/halfsafe/halving")(_halving)
+        server.routes.post("/halfsafe/halving")(_of_files(halving))
+        server.routes.post("/halfsafe/computing")(_of_files(computing))
 
 
 async def _device(_: web.Request) -> web.Response:
@@ -37,10 +40,15 @@ async def _device(_: web.Request) -> web.Response:
     return web.json_response({**asdict(doctor.diagnosis_result(found)), "refused": refused})
 
 
-async def _halving(request: web.Request) -> web.Response:
-    files = await json_of(request, "a list of pairs of texts, a folder and a file's name each", _are_files)
-    with flags_left_alone():
-        return web.json_response(await asyncio.to_thread(halving, files))
+def _of_files(answer: Callable[[list], Any]) -> Callable:
+    """Return the handler of a route that answers for the model files that it is sent."""
+
+    async def handle(request: web.Request) -> web.Response:
+        files = await json_of(request, "a list of pairs of texts, a folder and a file's name each", _are_files)
+        with flags_left_alone():
+            return web.json_response(await asyncio.to_thread(answer, files))
+
+    return handle
 
 
 def _are_files(value: Any) -> bool:

@@ -9,7 +9,7 @@ from comfy_execution.graph import DynamicPrompt
 from server import PromptServer
 
 from ....precision.guard.policy import OFF, ON_NAN
-from ..comfyui.page import queued_by
+from ..comfyui.page import WATCHED, queued_by
 from .bodies import json_of
 
 ASKED_BY = "halfsafe_watch"
@@ -84,7 +84,7 @@ def _behind(value: Any, behind: dict) -> Any:
 def _guard_id(link: list, prompt: dict) -> str:
     """Return the id of the guard behind a node's output, which no node of the prompt has."""
     slot = str(link[1])
-    while (guard_id := f"halfsafe_{link[0]}_{slot}") in prompt:
+    while (guard_id := f"{WATCHED}{link[0]}_{slot}") in prompt:
         slot = f"0{slot}"
     return guard_id
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import comfy.memory_management
 import pytest
+import torch
 from comfy.model_management import load_models_gpu
 from halfsafe.nodes.host.reporting import here
 from support import families, tiny_models
@@ -17,10 +18,12 @@ def fact(what: str) -> here.Fact:
     return found
 
 
-def test_five_facts_are_told_each_with_a_switch_that_comfyui_has(comfy):
+def test_five_facts_are_told_on_a_gpu_each_with_a_switch_that_comfyui_has_and_on_a_cpu_with_none(comfy, monkeypatch):
     from comfy.cli_args import parser
 
     known = {option for action in parser._actions for option in action.option_strings}
+    assert not any(one.switch for one in here.facts_here()), "nothing here would change anything"
+    monkeypatch.setattr(here, "compute_device", lambda: torch.device("cuda"))
     facts = here.facts_here()
     assert {one.what for one in facts} == SWITCHES and len(facts) == 5
     for one in facts:

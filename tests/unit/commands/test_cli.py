@@ -1,6 +1,7 @@
 """`python -m halfsafe`: exit codes, one-line errors, JSON, progress, 80 columns; and that the module really starts."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -73,15 +74,17 @@ def test_the_parts_of_a_sharded_model_are_scanned_once(capsys, tmp_path):
     assert code == 0 and out.count("2 tensors, no problem found") == 1
 
 
-def test_convert_writes_refuses_and_overwrites(capsys, source, tmp_path):
+def test_convert_writes_refuses_and_overwrites(capsys, source, tmp_path, monkeypatch):
     target = tmp_path / "out.safetensors"
+    monkeypatch.setattr(cli, "QUIET", 0)
     code, out, err = run(capsys, "convert", source, target, "--storage", "fp8_e4m3fn")
     assert code == 0 and "2 fp8_e4m3fn" in out and err.endswith("KiB\n") and "100 % converted of " in err
+    monkeypatch.setattr(cli, "QUIET", math.inf)
     before = target.read_bytes()
     code, out, err = run(capsys, "convert", source, target, "--storage", "bf16")
     assert code == 2 and out == "" and "--force" in err and target.read_bytes() == before
-    code, out, _ = run(capsys, "convert", source, target, "--storage", "bf16", "--force", "--json")
-    assert code == 0 and json.loads(out)["weights"] == {"bf16": 4}
+    code, out, err = run(capsys, "convert", source, target, "--storage", "bf16", "--force", "--json")
+    assert code == 0 and err == "" and json.loads(out)["weights"] == {"bf16": 4}
     assert open_checkpoint(target)["blocks.0.ffn.0.weight"].dtype == torch.bfloat16
     for wrong, problem in ((source, "same file"), (tmp_path, "not the name of a .safetensors file"), (tmp_path / "a.gguf", "not the name")):
         code, _, err = run(capsys, "convert", source, wrong, "--storage", "bf16", "--force")
@@ -131,7 +134,8 @@ def test_what_needs_no_file_is_answered_before_torch_is_imported(arguments):
     assert bool(done.stdout) == ("--help" in arguments or not arguments)
 
 
-def test_progress_is_a_line_every_tenth(capsys):
+def test_progress_is_a_line_every_tenth(capsys, monkeypatch):
+    monkeypatch.setattr(cli, "QUIET", 0)
     progress = cli._progress(1000, "read", "wan.safetensors")
     for _ in range(1000):
         progress(1)

@@ -20,6 +20,7 @@ from halfsafe.precision.guard.random_start import RandomStart
 from halfsafe.precision.guard.rungs import AS_IT_WAS, PLAN_FALLBACK, EncoderStep, Rung
 from halfsafe.precision.guard.verdicts import (
     ADVICE,
+    ANY_GUARD,
     BEGINS_SAFE,
     COMPILED,
     EAGER_IS_FINITE,
@@ -169,7 +170,7 @@ def test_the_event_of_a_cured_call_names_place_modes_and_what_later_runs_do():
     log, _, _ = resolve(call)
     (event,) = log.events
     assert (event.layer, event.from_mode, event.to_mode, event.evidence) == ("blocks.0", "fp16 of blocks.0", "fp16_safe", SAME_SEED)
-    assert event.fell_back is False and log.advice == ADVICE["recovered"] and call.kept_for == OVERFLOW
+    assert event.fell_back is False and log.advice == ANY_GUARD.worded(ADVICE["recovered"]) and call.kept_for == OVERFLOW
 
 
 def test_a_kind_of_call_has_advice_of_its_own():
@@ -241,7 +242,7 @@ def test_beside_a_pack_the_sampling_starts_again_at_the_first_step_of_the_ladder
     assert call.ran == ["watched"] and call.kept == ["fp16_safe"] and log.extra_calls == 2
     (event,) = log.events
     assert log.verdict == "recovered" and event.recovered and event.layer == "blocks.0" and not event.fell_back
-    assert (event.from_mode, event.to_mode, log.advice) == ("fp16 of blocks.0", "fp16_safe", ADVICE["recovered"])
+    assert (event.from_mode, event.to_mode, log.advice) == ("fp16 of blocks.0", "fp16_safe", ANY_GUARD.worded(ADVICE["recovered"]))
     assert event.evidence == "The sampling was restarted in fp16_safe, because ComfyUI-Cache may keep state between steps."
 
 

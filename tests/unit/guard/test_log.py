@@ -19,7 +19,7 @@ from halfsafe.precision.guard.log import (
     sentence,
 )
 from halfsafe.precision.guard.policy import Escalation
-from halfsafe.precision.guard.verdicts import ADVICE, BEGAN_WIDER, BETWEEN_CALLS, MODEL, NonFinite
+from halfsafe.precision.guard.verdicts import ADVICE, ANY_GUARD, BEGAN_WIDER, BETWEEN_CALLS, MODEL, NonFinite, Place
 
 ORIGIN = Origin("blocks.0.down", "matmul", "overflow", "fp16", 489.2)
 
@@ -57,11 +57,11 @@ def test_a_verdict_is_told_once_with_the_counts():
     log.notify_verdict(Escalation())
     assert told == []
     log.notify_verdict(Escalation({"blocks.0.down": "fp32", "head": "fp32"}))
-    assert told.pop() == ("verdict", "clean", "Started in a higher precision that an earlier run needed: blocks.0.down, head.", "")
+    assert told.pop() == ("verdict", "clean", "Started as the last repair ended, with these in a higher precision: blocks.0.down, head.", "")
     log.note(event_of(CallPosition(1), ORIGIN, "fp16", "fp16_wide", True), ORIGIN, "recovered")
     log.extra_calls = 2
     log.notify_verdict(Escalation())
-    assert told[1] == ("verdict", "recovered", "Repaired: 1 step was repeated.", ADVICE["recovered"])
+    assert told[1] == ("verdict", "recovered", "Repaired: 1 step was repeated.", ANY_GUARD.worded(ADVICE["recovered"]))
     only_told = GuardLog("report", told)
     only_told.note(event_of(CallPosition(1), ORIGIN, "fp16", "fp16", False), ORIGIN, "stopped")
     only_told.notify_verdict(Escalation())
@@ -125,7 +125,7 @@ def test_a_run_with_nan_is_summed_up_by_what_became_of_it(on_nan, verdict, steps
     told.clear()
     log.notify_verdict(Escalation())
     ((kind, of, message, advice),) = told
-    assert (kind, of, advice) == ("verdict", verdict, ADVICE[verdict]) and expected in message
+    assert (kind, of, advice) == ("verdict", verdict, ANY_GUARD.worded(ADVICE[verdict])) and expected in message
     assert ("set to" in message) == (expected == "set to"), message
 
 
@@ -136,7 +136,7 @@ def test_the_report_of_a_clean_run_says_that_it_began_wider():
     log.calls, log.extra_calls = 3, 2
     log.note(event_of(CallPosition(1), ORIGIN, "fp16", "fp32", True), ORIGIN, "recovered")
     report = log.report(wider)
-    assert (report.verdict, report.calls, report.extra_calls, report.advice) == ("recovered", 3, 2, ADVICE["recovered"])
+    assert (report.verdict, report.calls, report.extra_calls, report.advice) == ("recovered", 3, 2, ANY_GUARD.worded(ADVICE["recovered"]))
 
 
 @pytest.mark.parametrize(("rows", "on_nan", "raised"), [([0], "retry_higher", False), ([0, 1], "retry_higher", True), ([0], "stop", True), ([0, 1], "report", False)])
@@ -195,3 +195,13 @@ def test_a_cured_run_that_found_no_memory_is_not_cured(verdict):
     assert log.verdict == ("stopped" if verdict == "recovered" else verdict)
     if verdict == "recovered":
         assert (log.events[-1].call, log.advice) == (7, MODEL.no_memory)
+
+
+def test_advice_names_the_setting_and_the_button_that_are_on_the_screen():
+    log = GuardLog("report", place=lambda: Place("Guard every run", "Click Guard this workflow."))
+    origin = Origin("blocks.0.down", "matmul", "overflow", "fp16", 489.2)
+    stopped = log.note(event_of(CallPosition(1), origin, "fp16", "fp16", False), origin, "stopped")
+    assert log.advice.startswith("Set Guard every run to retry_higher") and str(stopped).endswith(log.advice)
+    cured = GuardLog(place=log.place)
+    cured.note(event_of(CallPosition(1), origin, "fp16", "fp32", True), origin, "recovered")
+    assert cured.advice == "No NaN or Inf is left. Click Guard this workflow."
