@@ -32,18 +32,13 @@ HALVED = (
 )
 LESS = "{file}: {before} (16 bit) -> {after}."
 AS_IT_IS = "{file}: no weight is in 8 bits: {reasons}."
-MEMORY_LATER = (
-    "Same as balanced: a loaded model keeps its {held}. Halve the memory, in the sidebar, loads it in {storage}, "
-    "about {after}."
-)
-MEMORY_LESS = "Same as balanced: a loaded model keeps its {held}. {why}"
 IDENTICAL = "Identical: no pixel differs."
 HARD_TO_SEE = "The difference is hard to see: {psnr}."
 VISIBLE = "The difference is visible side by side: {psnr}."
 PLAIN = "The pictures differ clearly: {psnr}."
 SENTENCES = (
     SAVED, UNLISTED, FINITE, NOT_FINITE, CHOSEN, UNREACHED, BEST, BEST_SMALL, CLOSEST, UNRANKED, NONE_WORKS,
-    DEVICE, DEVICE_MEASURED, DEVICE_PLAIN, CALIBRATED, HALVED, LESS, AS_IT_IS, MEMORY_LATER, MEMORY_LESS, IDENTICAL,
+    DEVICE, DEVICE_MEASURED, DEVICE_PLAIN, CALIBRATED, HALVED, LESS, AS_IT_IS, IDENTICAL,
     HARD_TO_SEE, VISIBLE, PLAIN,
 )  # fmt: skip
 
