@@ -53,7 +53,6 @@ class Result:
         head, rows: a table; ``marked``: the row that matters most, from 0. A cell beyond the head is its row's tooltip.
         text: all of it.
         toast: whether the page tells it as a message too.
-        pictures: two files of ComfyUI's, drawn over each other with a slider.
     """
 
     sentence: str
@@ -64,7 +63,6 @@ class Result:
     marked: int | None = None
     text: str = ""
     toast: bool = False
-    pictures: Sequence[Mapping] = ()
 
     def ui(self) -> dict[str, tuple[str]]:
         """Make a node's ui output of the result, with the text where other packs' viewers look."""
