@@ -1,6 +1,6 @@
 """Compare two images, such as those of two precisions."""
 
-from comfy_api.latest import io, ui
+from comfy_api.latest import io
 
 from ..precision.report.images import compare, compare_text, difference_image, result_of_images
 from .inputs import MEASURE
@@ -37,8 +37,7 @@ class CompareImages(io.ComfyNode):
         differences = compare(reference, candidate)
         picture, gain = difference_image(reference, candidate)
         text = compare_text(differences, gain)
-        shown = [dict(ui.PreviewImage(images[:1], cls=cls).values[0]) for images in (reference, candidate)]
-        return io.NodeOutput(text, picture, ui=result_of_images(differences, text, shown).ui())
+        return io.NodeOutput(text, picture, ui=result_of_images(differences, text).ui())
 
 
 NODES = [CompareImages]

@@ -11,7 +11,6 @@ from .host.guard import planned
 from .host.guard.encoders import guard_clip, guard_vae
 from .host.guard.model import MAX_RETRIES, with_guard
 from .host.reporting.badge import model_ui, with_live_report
-from .host.reporting.halved import goal_ui
 from .inputs import CATEGORY, EXPERT, RulesType, check_input, checked_rules, compute_input, node_id_of, on_nan_input
 
 
@@ -70,7 +69,7 @@ class AutoPrecision(io.ComfyNode):
                     default="balanced",
                     tooltip=(
                         "balanced: fast and safe. quality: closest to fp32. speed: 8-bit products if the weights are "
-                        "8 bit. memory: like balanced; reports what Halve the memory saves."
+                        "8 bit. memory: the same as balanced."
                     ),
                 ),
                 io.Clip.Input(
@@ -107,8 +106,7 @@ class AutoPrecision(io.ComfyNode):
             vae = guard_vae(vae, guard, node_id) if "vae" in encoders else None
         model, shown = with_live_report(model, node_id)
         words = model_ui(model, "guarded" if guard != OFF else None)
-        memory = goal_ui(model) if goal == "memory" else {}
-        return io.NodeOutput(model, clip, vae, why, ui=shown | words | memory)
+        return io.NodeOutput(model, clip, vae, why, ui=shown | words)
 
 
 NODES = [ComputeDtype, AutoPrecision]

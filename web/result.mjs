@@ -1,11 +1,10 @@
 // @ts-check
-/** What a node shows of its result: a sentence, a table, two pictures, the whole text. */
-import { api } from "../../scripts/api.js";
+/** What a node shows of its result: a sentence, a table, the whole text. */
 import { el, nameOf } from "./dom.mjs";
 import { ourToast } from "./toasts.mjs";
 import { inTwo, said, t } from "./words.mjs";
 
-/** @typedef {{sentence: string, values: Record<string, string | number>, tone: string, head: string[], rows: string[][], marked: number | null, text: string, toast: boolean, pictures: Record<string, string>[]}} Result */
+/** @typedef {{sentence: string, values: Record<string, string | number>, tone: string, head: string[], rows: string[][], marked: number | null, text: string, toast: boolean}} Result */
 
 /** What stands in a table where there is no number. */
 const NOTHING = "-";
@@ -62,10 +61,10 @@ export class ResultPanel {
 
 /** @param {Result} result */
 function partsOf(result) {
-  const { rows, pictures, text, tone } = result;
-  const folds = rows.length > 0 || pictures.length > 0, whole = el("pre", { class: "hs-text", text: folds ? text : said(text) });
+  const { rows, text, tone } = result;
+  const folds = rows.length > 0, whole = el("pre", { class: "hs-text", text: folds ? text : said(text) });
   const details = folds ? el("details", {}, el("summary", { text: t("Details") }), whole) : text.includes("\n") || tone === "bad" ? whole : "";
-  return [el("p", { class: "hs-sentence", "data-tone": tone, text: sentenceOf(result) }), rows.length ? tableOf(result) : "", pictures.length ? sliderOf(pictures) : "", details];
+  return [el("p", { class: "hs-sentence", "data-tone": tone, text: sentenceOf(result) }), folds ? tableOf(result) : "", details];
 }
 
 /** @param {Result} result */
@@ -79,15 +78,4 @@ function tableOf({ head, rows, marked }) {
   });
   const heads = head.map((text) => el("th", { scope: "col", title: meanings()[text], text: t(text) }));
   return el("table", { class: "hs-figures" }, el("thead", {}, el("tr", {}, ...heads)), el("tbody", {}, ...body));
-}
-
-/** The reference, and the candidate over it from where the slider stands. @param {Record<string, string>[]} pictures */
-function sliderOf(pictures) {
-  const [reference, candidate] = pictures.map((file) => el("img", { src: api.apiURL(`/view?${new URLSearchParams(file)}`), draggable: "false" }));
-  const range = el("input", {
-    type: "range", min: "0", max: "100", value: "50", "aria-label": t("Reference to the left, candidate to the right"), title: t("Reference to the left, candidate to the right"),
-    oninput: () => box.style.setProperty("--hs-at", `${range.value}%`), onpointerdown: (/** @type {Event} */ event) => event.stopPropagation(),
-  });
-  const box = el("div", { class: "hs-pictures" }, reference, candidate, range);
-  return box;
 }

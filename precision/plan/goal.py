@@ -33,7 +33,7 @@ SUMS: dict[Goal, tuple[Request, str]] = {
 def plan_for_goal(
     facts: ModelFacts, device: Device, goal: Goal, storages: Mapping[str, str], rules: Rules = NO_RULES
 ) -> tuple[ComputePlan, str]:
-    """Resolve a goal (balanced, quality, speed, memory) for a model whose weights stay as loaded: plan and reason.
+    """Resolve a goal for a model whose weights stay as loaded: plan and reason. ``memory`` is the same as ``balanced``.
 
     ``storages``: layer name -> storage name.
     """
@@ -48,12 +48,11 @@ def storage_for_goal(device: Device, goal: Goal, stored: frozenset[str]) -> tupl
 
     ``stored``: the storages of the weights as they are: what is quantized already is not quantized again.
     """
-    gains = device.capabilities["int8_matmul_gains"] or device.capabilities["fp8_matmul_gains"]
-    if not stored <= {*UNQUANTIZED}:
+    if goal != "speed" or not stored <= {*UNQUANTIZED}:
         return "auto", ""
-    if goal == "speed" and device.profile.slower_in_8_bits:
+    if device.profile.slower_in_8_bits:
         return "auto", f"Weights in 8 bits were slower in measured calls. {device.profile.measured}"
-    if goal == "memory" or (goal == "speed" and gains):
+    if device.capabilities["int8_matmul_gains"] or device.capabilities["fp8_matmul_gains"]:
         storage, reason = smallest_storage(device)
         if storage != "as_file":
             return storage, reason
@@ -72,7 +71,7 @@ def _compute_for(
     if goal == "speed" and stored & {*WEIGHTS_FOR["int8"]} and device.capabilities["int8_matmul_gains"]:
         return "auto", f"int8 products. {device.reason('int8_matmul_gains')}"
     storage, reason = storage_for_goal(device, goal, stored)
-    gain = "halve its weights" if goal == "memory" else f"multiply in {storage.split('_')[0]}"
+    gain = f"multiply in {storage.split('_')[0]}"
     return "auto", reason if storage == "auto" else f"Load the model with storage {storage} to {gain}. {reason}"
 
 

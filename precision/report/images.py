@@ -1,7 +1,7 @@
 """Compare images: PSNR, the largest difference, SSIM, and the difference as a picture."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -126,15 +126,15 @@ def compare_text(differences: Sequence[Difference], gain: float) -> str:
     return "\n".join([*lines, f"difference image: amplified {gain:.3g} times"])
 
 
-def result_of_images(differences: Sequence[Difference], text: str, pictures: Sequence[Mapping]) -> Result:
-    """Say what the figures of all pairs together mean to the eye. ``pictures``: of the first pair."""
+def result_of_images(differences: Sequence[Difference], text: str) -> Result:
+    """Say what the figures of all pairs together mean to the eye."""
     mean = _mean(differences)
     names = ", ".join(name for name, count in zip(("reference", "candidate"), mean.bad, strict=True) if count)
     psnr = math.inf if names else mean.psnr
     sentence, tone = next(found[1:] for found in SENTENCES_FROM if psnr >= found[0])
     if names:
         sentence, tone = NOT_FINITE, BAD
-    return Result(sentence, {"names": names, "psnr": f"{psnr:.1f} dB"}, tone, text=text, pictures=pictures)
+    return Result(sentence, {"names": names, "psnr": f"{psnr:.1f} dB"}, tone, text=text)
 
 
 def _mean(differences: Sequence[Difference]) -> Difference:

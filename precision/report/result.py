@@ -29,18 +29,13 @@ CALIBRATED = "Calibrated {layers} layers. Connect the calibration to Save Model,
 HALVED = "{file}: {before} -> {after}. Kept in {formats}: {kept} ({reasons})."
 LESS = "{file}: {before} -> {after}."
 AS_IT_IS = "{file}: no weight is in 8 bits: {reasons}."
-MEMORY_LATER = (
-    "Same as balanced: a loaded model keeps its {held}. Halve the memory, in the sidebar, loads it in {storage}, "
-    "about {after}."
-)
-MEMORY_LESS = "Same as balanced: a loaded model keeps its {held}. {why}"
 IDENTICAL = "Identical: no pixel differs."
 HARD_TO_SEE = "The difference is hard to see: {psnr}."
 VISIBLE = "The difference is visible side by side: {psnr}."
 PLAIN = "The pictures differ clearly: {psnr}."
 SENTENCES = (
     SAVED, UNLISTED, FINITE, NOT_FINITE, CHOSEN, UNREACHED, BEST, BEST_SMALL, CLOSEST, UNRANKED, NONE_WORKS,
-    DEVICE, DEVICE_MEASURED, DEVICE_PLAIN, CALIBRATED, HALVED, LESS, AS_IT_IS, MEMORY_LATER, MEMORY_LESS, IDENTICAL,
+    DEVICE, DEVICE_MEASURED, DEVICE_PLAIN, CALIBRATED, HALVED, LESS, AS_IT_IS, IDENTICAL,
     HARD_TO_SEE, VISIBLE, PLAIN,
 )  # fmt: skip
 
@@ -55,7 +50,6 @@ class Result:
         head, rows: a table; ``marked``: the row that matters most, from 0. A cell beyond the head is its row's tooltip.
         text: all of it.
         toast: whether the page tells it as a message too.
-        pictures: two files of ComfyUI's, drawn over each other with a slider.
     """
 
     sentence: str
@@ -66,7 +60,6 @@ class Result:
     marked: int | None = None
     text: str = ""
     toast: bool = False
-    pictures: Sequence[Mapping] = ()
 
     def ui(self) -> dict[str, tuple[str]]:
         """Make a node's ui output of the result, with the text where other packs' viewers look."""

@@ -193,20 +193,17 @@ RUNNABLE = """async () => { app.graph.clear(); app.canvas.ds.reset(); await new 
     const [loader, one, report] = ["UNETLoader", "HalfsafeAutoPrecision", "HalfsafeReport"].map((type, place) => { const node = LiteGraph.createNode(type);
         node.pos = [100 + 420 * place, 100]; app.graph.add(node); return node; });
     loader.widgets[0].value = "wan.safetensors";
-    one.widgets.find((widget) => widget.name === "goal").value = "memory";
     loader.connect(0, one, 0); one.connect(0, report, 0);
     app.canvas.emitBeforeChange(); app.canvas.emitAfterChange(); }"""
 SEARCH = """(words) => document.querySelector("#vue-app").__vue_app__.config.globalProperties.$pinia._s.get("nodeDef").nodeSearchService
     .searchNode(words).map(({ name }) => name)"""
 TOGGLE_TAB = "async () => { await app.extensionManager.command.execute('Workspace.ToggleSidebarTab.halfsafe'); }"
-ON_THE_NODE = "() => [...document.querySelectorAll('.hs-panel > .hs-scroll > .hs-sentence')].map((e) => e.textContent)"
 
 
-def test_a_run_tells_the_bytes_in_a_card_and_a_message_and_the_goal_on_its_node(comfy: ComfyPage, small_models: Path, pictures: Path, cell: str) -> None:
+def test_a_run_tells_the_bytes_in_a_card_and_a_message(comfy: ComfyPage, small_models: Path, pictures: Path, cell: str) -> None:
     comfy.evaluate(RUNNABLE)
     toasts = comfy.record_toasts()
     comfy.run()
-    comfy.page.wait_for_function(f"() => ({ON_THE_NODE})().some((text) => text.includes('keeps its 14.44 MiB. Halve the memory'))")
     assert toasts() == []
     comfy.evaluate(TOGGLE_TAB)
     comfy.page.locator(".hs-sidebar button", has_text="Halve the memory").click()
@@ -218,7 +215,6 @@ def test_a_run_tells_the_bytes_in_a_card_and_a_message_and_the_goal_on_its_node(
     numbers = sum(tensor.numel() for tensor in load_file(small_models / "diffusion_models" / "wan.safetensors").values())
     assert f"{2 * numbers / 2**20:.2f} MiB -> 5." in told and "Kept in bf16" in told and "text and caption projection: 2.12 MiB" in told
     assert toasts() == [], "the sidebar says it"
-    comfy.page.wait_for_function(f"() => ({ON_THE_NODE})().some((text) => text.includes('nothing to halve'))")
     comfy.screenshot(pictures, f"halved-{cell}")
     comfy.page.locator(".hs-sidebar button", has_text="Put ComfyUI's loaders back").click()
     comfy.page.locator(".hs-sidebar", has_text="ComfyUI's loader was restored.").wait_for()

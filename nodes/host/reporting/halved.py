@@ -1,4 +1,4 @@
-"""What loaded weights take, measured in the tensors in memory, beside 16 bit; and what could be halved."""
+"""What loaded weights take, measured in the tensors in memory, beside 16 bit."""
 
 from collections import Counter
 
@@ -9,17 +9,13 @@ from comfy.model_patcher import ModelPatcher
 from ....precision.base.dtypes import QUANTIZED_NAMES
 from ....precision.base.text import size_text
 from ....precision.plan.choice import ATTACHMENT, LoadRecord
-from ....precision.plan.goal import storage_for_goal
-from ....precision.plan.rules import rules_from
-from ....precision.plan.storage import bytes_stored, plan_storage, why_not_quantized
-from ....precision.report.result import AS_IT_IS, GOOD, HALVED, LESS, MEMORY_LATER, MEMORY_LESS, WARN, Result
-from ..comfyui.model_facts import bytes_by_storage, held_bytes, model_facts, storage_of, storages
+from ....precision.plan.storage import why_not_quantized
+from ....precision.report.result import AS_IT_IS, GOOD, HALVED, LESS, WARN, Result
+from ..comfyui.model_facts import held_bytes, storage_of
 from ..load.controlnet import loaded_control
-from ..load.devices import current_device
 
 NO_MATRIX = "norms and biases"
 NOT_IN_FILE = "layers that ComfyUI creates or renames"
-ALREADY = "The model is already in 8 bits or fewer, at least in part: there is nothing to halve."
 SHOWN = 3
 
 
@@ -74,14 +70,3 @@ def _why_kept(record: LoadRecord, name: str, cls: str, parameter: torch.Tensor) 
         return record.storage.reason
     planned = (reason for layer, reason in record.kept.items() if name == layer or name.endswith(f".{layer}"))
     return next(planned, "") or why_not_quantized(record.storage.used, parameter.shape, cls) or NOT_IN_FILE
-
-
-def goal_ui(patcher: ModelPatcher) -> dict[str, tuple[str]]:
-    """Make the ui output of goal ``memory``: what a model's weights take, and what *Halve the memory* would do."""
-    held, facts, device = size_text(sum(bytes_by_storage(patcher).values())), model_facts(patcher), current_device()
-    storage, _ = storage_for_goal(device, "memory", frozenset(storages(patcher).values()))
-    if storage == "auto":
-        why = "" if device.capabilities["fp8_storage"] else device.reason("fp8_storage")
-        return Result(MEMORY_LESS, {"held": held, "why": why or ALREADY}, WARN).ui()
-    after = bytes_stored(facts, plan_storage(facts.layers, storage, rules_from()))
-    return Result(MEMORY_LATER, {"held": held, "storage": storage, "after": size_text(after)}, WARN).ui()

@@ -56,15 +56,12 @@ def test_a_text_encoder_says_what_it_keeps_and_why(comfy, files):
     assert "halfsafe_result" not in load(comfy, "auto").ui, "nothing was asked to be smaller"
 
 
-def test_the_memory_goal_says_what_halve_the_memory_does(comfy, files):
-    def told(storage, goal="memory"):
-        return comfy.nodes["HalfsafeAutoPrecision"].execute(model=load(comfy, storage).args[0], goal=goal, guard="off").ui
+def test_the_memory_goal_is_balanced(comfy, files):
+    def output(goal):
+        return comfy.nodes["HalfsafeAutoPrecision"].execute(model=load(comfy, "auto").args[0], goal=goal, guard="off")
 
-    later = json.loads(told("auto")["halfsafe_result"][0])
-    held = float(result_of(load(comfy, later["values"]["storage"]))["values"]["after"].split()[0])
-    assert "Halve the memory" in later["sentence"] and abs(float(later["values"]["after"].split()[0]) / held - 1) < 0.02
-    assert "nothing to halve" in json.loads(told("int8")["halfsafe_result"][0])["values"]["why"]
-    assert "halfsafe_result" not in told("auto", "balanced")
+    memory, balanced = output("memory"), output("balanced")
+    assert memory.args[3] == balanced.args[3] and memory.ui.keys() == balanced.ui.keys()
 
 
 def test_a_control_net_says_it_and_one_that_is_loaded_as_it_is_too(comfy, files):
