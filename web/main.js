@@ -82,7 +82,7 @@ function badgeText(node, output) {
   if (isPlannedAnew(node)) words.splice(1, 1);
   else if (words[1] && other) words[1] = other(words[1]);
   else if (words[1] && log.of(tabs.open)?.state === "running" && node.comfyClass !== SUMS) words[1] = t("plans {mode}", { mode: words[1] });
-  return words.map((/** @type {string} */ word) => t(word)).join(BETWEEN_WORDS);
+  return words.map(said).join(BETWEEN_WORDS);
 }
 
 function tabTooltip() {
@@ -407,6 +407,7 @@ function notePress() {
 function listen() {
   on("halfsafe.guard", onGuard);
   on("halfsafe.report", noteRan);
+  on("halfsafe.badge", ({ node_id: id, words }) => noteRanIn(log.run?.tab ?? tabs.open, String(id), (mode) => [mode, ...words.map(said)].join(BETWEEN_WORDS)));
   on("halfsafe.refused", noteRefused);
   on("promptQueueing", notePress);
   on("promptQueued", () => tabs.settle());

@@ -20,13 +20,15 @@ class Kernels(NamedTuple):
     replacement that accepts fp32, which kernels of 16 bits or less do not.
 
     ``fused``: ``attention`` keeps its scores in fp32 registers and scales them before rounding. ``foreign``:
-    ``attention`` is another pack's override, whose result is checked too.
+    ``attention`` is another pack's override, whose result is checked too. ``unbounded``: the call has an argument that
+    the bounds of its numbers do not take into account.
     """
 
     attention: Callable
     fp32: Callable
     fused: bool = True
     foreign: bool = False
+    unbounded: bool = False
 
 
 def run_in_fp32(kernels: Kernels, call: AttentionCall) -> torch.Tensor:
@@ -63,11 +65,12 @@ class SafeAttention:
         """Run one attention with ComfyUI's arguments. Returns the dtype of ``q``."""
         index, self.index = self.index, self.index + 1
         if (
-            (args[0] if args else kwargs.get("mask")) is None
+            kwargs.get("mask") is None
+            and not any(isinstance(each, torch.Tensor) for each in args)
             and not torch.compiler.is_dynamo_compiling()
             and not (self.calibration.calibrating or index >= len(self.bounds))
             and kernels.fused
-            and not (kernels.foreign or self.calls_in_fp32[index] or self.bounds[index].by_norm)
+            and not (kernels.foreign or kernels.unbounded or self.calls_in_fp32[index] or self.bounds[index].by_norm)
         ):
             half = q.half()
             self.bounds[index].record_amax(half)
@@ -76,7 +79,8 @@ class SafeAttention:
         if self.calibration.calibrating:
             with self.calibration.hiding.pause():
                 return self._calibrated(index, kernels, call)
-        if index >= len(self.calls_in_fp32) or (self.any_in_fp32 and self.calls_in_fp32[index]):
+        measured = index < len(self.calls_in_fp32) and not kernels.unbounded
+        if not measured or (self.any_in_fp32 and self.calls_in_fp32[index]):
             return call.in_dtype(torch.float32).run(kernels.fp32)
         call = call.in_dtype(torch.float16)
         if torch.compiler.is_compiling():
@@ -95,7 +99,7 @@ class SafeAttention:
         result = None
         self.range.device = self.finite.device = call.q.device
         amax_of_q, largest = torch.stack([amax(call.q), call.largest()]).tolist()
-        in_fp32 = self.asked() or self.calls_in_fp32[index] or not self.range.holds(largest * 2.0)
+        in_fp32 = self.asked() or kernels.unbounded or self.calls_in_fp32[index] or not self.range.holds(largest * 2.0)
         if not in_fp32:
             result = call.in_dtype(torch.float16).run(kernels.attention).to(call.q.dtype)
             in_fp32 = kernels.foreign and not math.isfinite(amax(result).item())

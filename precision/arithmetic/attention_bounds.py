@@ -37,11 +37,11 @@ class AttentionCall(NamedTuple):
         return attention(self.q, self.k, self.v, self.heads, *self.args, **self.kwargs)
 
     def in_dtype(self, dtype: torch.dtype) -> "AttentionCall":
-        """Return the same attention over operands and masks in ``dtype``."""
+        """Return the same attention over operands, masks and other tensors in ``dtype``."""
         if self.q.dtype == self.k.dtype == self.v.dtype == dtype and not self.is_masked():
             return self
         args = tuple(_mask_in(dtype, mask) for mask in self.args)
-        kwargs = {**self.kwargs, "mask": _mask_in(dtype, self.kwargs["mask"])} if "mask" in self.kwargs else self.kwargs
+        kwargs = {name: _mask_in(dtype, value) for name, value in self.kwargs.items()}
         return AttentionCall(self.q.to(dtype), self.k.to(dtype), self.v.to(dtype), self.heads, args, kwargs, self.fused)
 
     def norms(self) -> tuple[torch.Tensor, torch.Tensor]:

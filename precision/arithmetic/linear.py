@@ -12,6 +12,7 @@ gives Inf or NaN, not a wrong number.
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -221,12 +222,15 @@ def multiplied(
     if kind == "conv":
         return module._conv_forward(x, weight, bias, *args, **how)
     dimensions = weight.dim() - 2
-    output_size = args[0] if args else how.get("output_size")
     padding = module._output_padding(
-        x, output_size, module.stride, module.padding, module.kernel_size, dimensions, module.dilation
+        x, _output_size(*args, **how), module.stride, module.padding, module.kernel_size, dimensions, module.dilation
     )
     convolve = TRANSPOSED[dimensions]
     return convolve(x, weight, bias, module.stride, module.padding, padding, module.groups, module.dilation)
+
+
+def _output_size(output_size: Any = None) -> Any:
+    return output_size  # an argument that is not known raises
 
 
 def _wide_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,8 @@ DIRECTML_NOTES = {
     **{name: NO_DML.format(name.split("_")[0]) for name in ("bf16", "fp8_storage", "fp8_matmul", "fp8_matmul_gains")},
     "int8_matmul": "torch-directml has no int8 matmul: int8 weights are widened before the matmul.",
     "int8_matmul_gains": "torch-directml has no int8 matmul.",
-    "match": "DirectML uses the CPU's profile with fp16, without fp8 and int8 matmul. Not tested on such a device.",
+    "match": "DirectML uses the CPU's profile with fp16, without fp8 and int8 matmul. Not tested on such a device. "
+    "ComfyUI 0.46 removed DirectML.",
 }
 DIRECTML = {
     "label": "DirectML", "type": "privateuseone", "fp16": True, "fp8_storage": False, "int8_matmul": False,

@@ -86,18 +86,6 @@ class ComputePlan:
         """Tell whether anything of the model runs otherwise than ComfyUI would run it in this dtype."""
         return bool(self.decisions or self.is_safe or self.attention)
 
-    def refused(self, reason: str) -> "ComputePlan":
-        """Return the plan that leaves the model as ComfyUI runs it in the activation dtype, because of ``reason``."""
-        return replace(
-            self,
-            choice=Choice(self.choice.requested, self.activation_dtype, reason),
-            decisions={},
-            fp8_matmul=False,
-            without_effect=(*self.without_effect, WithoutEffect(f"compute={self.choice.requested}", reason)),
-            attention=(),
-            fallback=None,
-        )
-
     @property
     def unwatched(self) -> "ComputePlan":
         """The same plan for a model whose results nobody looks at."""

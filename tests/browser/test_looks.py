@@ -48,12 +48,12 @@ def test_the_sidebar_and_a_message_can_be_read(comfy: ComfyPage, theme: str, lan
     assert message["x"] >= 0 and message["x"] + message["width"] <= width
 
 
-REFUSED = "This ComfyUI calls its layers with `unheard_of`, which Halfsafe 1.2.0 does not support: LoRAs on 8-bit weights are off. Update Halfsafe."
-"""A sentence that the server adds to the device's facts, as ``tests/host/compute/test_known_calls.py`` makes it."""
+REFUSED = "The attention of this ComfyUI does not ask Halfsafe 1.2.0, so settings of attention have no effect. Update Halfsafe."
+"""A sentence that the server adds to the device's facts, as the self-test makes it (``nodes/host/comfyui/self_test.py``)."""
 
 
-@pytest.mark.parametrize(("language", "begins"), [("en", REFUSED), ("zh", "此 ComfyUI 向它的层传入 `unheard_of`")])
-def test_the_sidebar_begins_with_what_is_off_in_a_newer_comfyui(comfy: ComfyPage, language: str, begins: str, pictures: Path, cell: str) -> None:
+@pytest.mark.parametrize(("language", "begins"), [("en", REFUSED), ("zh", "此 ComfyUI 的注意力不询问 Halfsafe")])
+def test_the_sidebar_begins_with_what_the_self_test_found(comfy: ComfyPage, language: str, begins: str, pictures: Path, cell: str) -> None:
     def with_refusal(route) -> None:
         answer = route.fetch()
         route.fulfill(response=answer, json={**answer.json(), "refused": [REFUSED]})
@@ -64,7 +64,7 @@ def test_the_sidebar_begins_with_what_is_off_in_a_newer_comfyui(comfy: ComfyPage
         comfy.wait_ready()
         comfy.speak(language)
         comfy.evaluate(TAB)
-        comfy.page.wait_for_function("() => document.querySelector('.hs-sidebar .hs-sentence')?.textContent.includes('unheard_of')")
+        comfy.page.wait_for_function("() => document.querySelector('.hs-sidebar .hs-sentence')?.textContent.includes('1.2.0')")
         comfy.screenshot(pictures, f"refused-{language}-{cell}")
         assert comfy.evaluate("() => document.querySelector('.hs-sidebar .hs-sentence').textContent").startswith(begins)
     finally:

@@ -19,7 +19,6 @@ from ....precision.devices.detect import detect
 from ....precision.plan.accumulation import AccumulationPlan, MatmulProfile, Request, plan_accumulation
 from ....precision.report.schema import Sums
 from ..comfyui.execution import COMPILE_KWARGS, is_compiled, is_on_several_devices, switches_by_layer
-from ..comfyui.known_calls import Feature, why_off
 from ..comfyui.layers import modules_of
 from ..comfyui.weights import exchanged, only_multiplies, weights_of
 from ..compute.attention import attending, kernels_of
@@ -36,7 +35,7 @@ def with_accumulation(patcher, request: Request):
     """Return a clone of the model that runs as requested; what the request leaves unchanged is as an earlier node
     asked."""
     clone = patcher.clone()
-    if request == Request() or why_off(Feature.LAYERS):
+    if request == Request():
         return clone
     earlier = accumulation_of(patcher)
     accumulation = Accumulation(request.over(earlier.request) if earlier else request)
@@ -97,7 +96,8 @@ class AccumulationRun(Acting):
         self.refused_fp8: Refused = {}
         self._names = list(modules_of(model))
         self._alike: bool | None = None
-        patches = (exchanged(operation.module, operation.__call__) for operation in self.operations.values())
+        operations = self.operations.values()
+        patches = (exchanged(operation.module, operation.__call__, operation.inner) for operation in operations)
         self.patches: list[Patch] = [patch for of_one in patches for patch in of_one]
 
     def _operations(self, patcher) -> Iterator[tuple[str, Fp16AccumulationLinear]]:
@@ -165,13 +165,15 @@ class AccumulationRun(Acting):
     def attention_is_bounded(self) -> bool:
         return self.attention is not None and not self.attends_unfused
 
-    def _attend_safely(self, function: Callable, attention: Callable, q: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+    def _attend_safely(
+        self, function: Callable, attention: Callable, q: torch.Tensor, k, v, heads: int, *args, **kwargs
+    ) -> torch.Tensor:
         """Run an fp16 attention so that it cannot overflow, in front of whatever override is there already."""
-        kernels = kernels_of(function, attention)
+        kernels = kernels_of(function, attention, args, kwargs)
         self.attends_unfused = self.attends_unfused or not kernels.fused
         if q.dtype != torch.float16 or self.attention is None:
-            return attention(q, *args, **kwargs)
-        return self.attention(kernels, q, *args, **kwargs).to(q.dtype)
+            return attention(q, k, v, heads, *args, **kwargs)
+        return self.attention(kernels, q, k, v, heads, *args, **kwargs).to(q.dtype)
 
     def attention_text(self) -> str:
         """Say how the attentions of a call ran; empty before a call, and for a plan that leaves them alone."""
@@ -192,7 +194,7 @@ def _attend_in_fp32(
 ) -> torch.Tensor:
     if q.dtype != torch.float16:
         return attention(q, k, v, heads, *args, **kwargs)
-    return run_in_fp32(kernels_of(function, attention), AttentionCall(q, k, v, heads, args, kwargs))
+    return run_in_fp32(kernels_of(function, attention, args, kwargs), AttentionCall(q, k, v, heads, args, kwargs))
 
 
 def _planned(request: Request, patcher) -> AccumulationPlan:

@@ -24,6 +24,7 @@ from ....precision.report.report_text import check_text
 from ....precision.report.schema import CheckReport
 from ..accumulation.accumulation_report import layer_accumulation
 from ..comfyui.attributes import DENOISED
+from ..comfyui.code_owner import packs_on
 from ..comfyui.execution import is_compiled, is_on_several_devices, is_oom
 from ..comfyui.kernels import DEQUANTIZED, general_operations
 from ..comfyui.layers import top_level_parts
@@ -31,7 +32,6 @@ from ..compute.layer_modes import layer_kernels, planned_modes_of, stream_dtype
 from ..guard.escalation import EscalatedLayers, Guarded, hooked
 from ..guard.failure import images_of, sigma_of, step_of
 from ..replay.call import Call
-from ..replay.code_owner import packs_on
 from ..replay.core_state import CoreState
 from ..replay.interceptor import Run
 from ..replay.model_compiler import compiler_off

@@ -222,6 +222,11 @@ def compiler_is_off(arguments: CommandLine) -> bool | None:
     return getattr(arguments, "disable_comfy_compiler", None)
 
 
+def has_kitchen_attention(arguments: CommandLine) -> bool:
+    """Tell whether comfy-kitchen's int8 attention can be chosen for all models."""
+    return hasattr(arguments, "use_ck_attention")
+
+
 def without_compiler(arguments: CommandLine) -> list[Patch]:
     """Return what turns off ComfyUI's model compiler, if there is one; each model asks it as its call begins."""
     return [(arguments, "disable_comfy_compiler", True)] if hasattr(arguments, "disable_comfy_compiler") else []

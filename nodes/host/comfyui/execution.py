@@ -52,7 +52,8 @@ def adapts_text(model: BaseModel) -> bool:
 def conditions_through(model: BaseModel, run: Callable[[Make], dict]) -> Iterator[None]:
     """Hand each ``extra_conds`` of a model to ``run`` while the context lasts; what is set last runs first."""
     original = getattr(model, EXTRA_CONDITIONS)
-    with patched([(model, EXTRA_CONDITIONS, lambda **kwargs: run(functools.partial(original, **kwargs)))]):
+    adapted = (model, EXTRA_CONDITIONS, lambda *args, **kwargs: run(functools.partial(original, *args, **kwargs)))
+    with patched([adapted]):
         yield
 
 

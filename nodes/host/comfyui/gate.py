@@ -6,60 +6,114 @@ activation and the residual as ComfyUI does, around a forward of ours that is gi
 therefore sees what the stream holds, fp32 in a wide stream, and the residual is added in the dtype of the stream.
 
     ComfyUI's call -> gate: act(x) -> forward of ours(act(x)) -> gate: residual + residual_scale * result
+
+A later ComfyUI may pass arguments that are not listed here. An argument with its default changes nothing. Any other is
+handed on by a forward of ours that calls the layer's own; in place of a forward that multiplies itself the layer's own
+runs, with all arguments, and the layer and the argument are noted (:func:`met_in`).
 """
 
 import contextlib
 import functools
 import inspect
+import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
 
+import comfy.model_management
 import comfy.ops
 import torch
 
 from ....precision.arithmetic.linear import kind_of
 from ....precision.base.errors import HalfsafeError
-from .attributes import FORWARDS
+from ....precision.base.text import listed
+from ....precision.version import VERSION
+from .attributes import FORWARDS, quantization_format
+from .code_owner import code_owner
 
 Forward = Callable[..., torch.Tensor]
 ACTIVATION = "input_act"
 OF_ACTIVATION = ("act_weight", "act_eps")
 RESIDUAL = "residual"
 OF_RESIDUAL = "residual_scale"
-_noted = threading.local()
-_unfused: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 FOLDED = (ACTIVATION, *OF_ACTIVATION, RESIDUAL, OF_RESIDUAL)
 """The parameters of a layer's call that the gate computes by itself."""
+PASSED = ("autopad", "output_size")
+"""The parameters of a convolution's call, which our products take."""
+INPUT = "input"
+BY_PLACE = "an argument by its place"
+MET = "{} calls layers with `{}`, which Halfsafe {} does not know, so in these calls they run their own code: {}."
+NO_ACTIVATION = "Layer '{}' of another pack is called with `input_act` = '{}', for which comfy.ops has no function."
+UPDATE = "Update Halfsafe, or remove its nodes from this model."
+OWN_CODE = "{} runs its own code, because of `{}`"
+NORM = "norm"
+UNEQUAL: set[str] = set()
+"""Quantization formats, "" for none, and ``norm``: layers that the self-test found to run otherwise through our code
+than alone. The gate computes nothing for them, and no code of ours runs in place of theirs."""
+logger = logging.getLogger("halfsafe")
+_noted = threading.local()
+_unfused: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+_met: weakref.WeakKeyDictionary[torch.nn.Module, set[str]] = weakref.WeakKeyDictionary()
+_told: set[tuple[type, str]] = set()
 
 
-def entering(module: torch.nn.Module, forward: Forward) -> Forward:
-    """Return what to put on ``module.forward`` in place of ``forward``, which takes the input alone.
+class LayerCall(NamedTuple):
+    """What a layer class takes in a call: the name of its input, and the defaults of its other parameters by name."""
 
-    ``forward`` itself if this ComfyUI folds nothing into a linear layer, or the module is none.
+    input: str
+    defaults: dict[str, object]
+
+
+def entering(module: torch.nn.Module, forward: Forward, own: Forward | None = None) -> Forward:
+    """Return what to put on ``module.forward`` in place of ``forward``, which takes the plain input.
+
+    It is ``forward`` itself if this ComfyUI passes nothing else to the module. ``own``: what runs in a call with an
+    argument that is not known; None: ``forward`` hands such arguments on.
     """
-    return _entering(module, forward, notes=True)
+    return _entering(module, forward, own, notes=True)
 
 
-def measuring(module: torch.nn.Module, forward: Forward) -> Forward:
+def measuring(module: torch.nn.Module, forward: Forward, own: Forward | None = None) -> Forward:
     """Return the same for a ``forward`` that measures and calls the layer's own."""
-    return _entering(module, forward, notes=False)
+    return _entering(module, forward, own, notes=False)
 
 
-def _entering(module: torch.nn.Module, forward: Forward, notes: bool) -> Forward:
-    if kind_of(module) != "linear" or not folded_parameters(comfy.ops.manual_cast.Linear):
+def _entering(module: torch.nn.Module, forward: Forward, own: Forward | None, notes: bool) -> Forward:
+    if kind_of(module) is None:
         return forward
-    cls = type(module)
-    if cls.forward.__module__ == comfy.ops.manual_cast.Linear.forward.__module__:
-        return Gate(module, forward, parameters_of(cls)[1:], FOLDED, notes).__call__
-    # A layer of another pack may mean something else by a name or a place: what ComfyUI gives it by name is folded.
-    folds = tuple(name for name in FOLDED if name not in parameters_of(cls))
-    return Gate(module, forward, (), folds, notes).__call__
+    call, is_core = call_of(type(module)), _is_core(type(module))
+    folds = kind_of(module) == "linear" and bool(folded_parameters(comfy.ops.manual_cast.Linear))
+    meets = own is not None and not call.defaults.keys() <= {*PASSED}
+    if folds or meets or (is_core and call.input != INPUT):
+        return Gate(module, forward, own, call if is_core else None, notes).__call__
+    return forward
+
+
+def _is_core(cls: type[torch.nn.Module]) -> bool:
+    return cls.forward.__module__ == comfy.ops.manual_cast.Linear.forward.__module__
 
 
 def folded_parameters(cls: type) -> tuple[str, ...]:
     """Return the parameters of a class's forward after its input that are folded, in their order."""
-    return tuple(name for name in parameters_of(cls)[1:] if name in FOLDED)
+    return tuple(name for name in call_of(cls).defaults if name in FOLDED)
+
+
+def call_of(cls: type) -> LayerCall:
+    """Return what a layer class takes in a call: the parameters of ``forward``, or of the method that a ``forward`` of
+    ``*args, **kwargs`` hands them on to."""
+    return _call(tuple(getattr(cls, name, None) for name in FORWARDS[:2]))
+
+
+@functools.cache
+def _call(methods: tuple[Callable | None, ...]) -> LayerCall:
+    for method in filter(None, methods):
+        parameters = list(inspect.signature(method).parameters.values())[1:]
+        named = [each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+        if named:
+            return LayerCall(named[0].name, {each.name: each.default for each in named[1:]})
+    return LayerCall(INPUT, {})
 
 
 @contextlib.contextmanager
@@ -77,22 +131,6 @@ def product_of(module: torch.nn.Module, args: tuple, result: torch.Tensor) -> tu
     return _noted.products.pop(module, (args[:1], result))
 
 
-def parameters_of(cls: type) -> tuple[str, ...]:
-    """Return the parameters by name that a layer class of ComfyUI's takes in a call: those of ``forward``, or of the
-    method that a ``forward`` of ``*args, **kwargs`` hands them on to."""
-    return _parameters(tuple(getattr(cls, name, None) for name in FORWARDS[:2]))
-
-
-@functools.cache
-def _parameters(methods: tuple[Callable | None, ...]) -> tuple[str, ...]:
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    for method in filter(None, methods):
-        parameters = list(inspect.signature(method).parameters.values())[1:]
-        if names := tuple(each.name for each in parameters if each.kind not in variadic):
-            return names
-    return ()
-
-
 def note_unfused(module: torch.nn.Module) -> None:
     """Note that the activation of a layer is computed before its product, not in ComfyUI's fused kernel."""
     if not torch.compiler.is_compiling():
@@ -104,34 +142,56 @@ def is_unfused(module: torch.nn.Module) -> bool:
     return module in _unfused
 
 
+def ran_own(module: torch.nn.Module) -> bool:
+    """Tell whether some call of a layer ran the layer's own code because of an argument that is not known."""
+    return module in _met
+
+
+def is_unequal(module: torch.nn.Module) -> bool:
+    """Tell whether the self-test found that modules of this kind run otherwise through our code than alone."""
+    return bool(UNEQUAL) and (quantization_format(module) if kind_of(module) else NORM) in UNEQUAL
+
+
 class Gate:
     """Call a forward of ours with the plain input, inside of what ComfyUI folds into the layer.
 
-    ``names``: the parameters of the layer's call after its input, by their places; none for a layer of another pack,
-    whose places stay. ``folds``: those that are folded. ``notes``: note that no fused kernel runs.
+    ``own``: as :func:`entering` has it. ``call``: what ComfyUI's class takes; None for a layer of another pack, whose
+    own arguments stay where they are. ``notes``: note that no fused kernel runs.
     """
 
-    __slots__ = ("folds", "forward", "module", "names", "notes")
+    __slots__ = ("call", "folds", "forward", "module", "notes", "own")
 
     def __init__(
-        self, module: torch.nn.Module, forward: Forward, names: tuple[str, ...], folds: tuple[str, ...], notes: bool
+        self, module: torch.nn.Module, forward: Forward, own: Forward | None, call: LayerCall | None, notes: bool
     ):
         self.module = module
         self.forward = forward
-        self.names = names
-        self.folds = folds
+        self.own = own
+        self.call = call
         self.notes = notes
+        takes = () if call else call_of(type(module)).defaults
+        self.folds = () if call and is_unequal(module) else tuple(name for name in FOLDED if name not in takes)
 
-    def __call__(self, input: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-        if not args and not kwargs:
-            return self.forward(input)
-        if self.names:
-            args, kwargs = (), self._named(args) | kwargs
-        folded = {name: kwargs.pop(name) for name in self.folds if name in kwargs}
+    def __call__(self, *args, **kwargs) -> torch.Tensor:
+        if len(args) == 1 and not kwargs:
+            return self.forward(args[0])
+        x, places, given = self._read(args, kwargs)
+        folded = {name: given.pop(name) for name in self.folds if name in given}
+        unknown = {*given} - {*PASSED} | {BY_PLACE for _ in places}
+        if not can_activate(folded):
+            if self.call is None:
+                raise HalfsafeError(NO_ACTIVATION.format(name_of_layer(self.module), folded[ACTIVATION]), UPDATE)
+            unknown.add(ACTIVATION)
+        run = self.forward
+        if unknown and self.own is not None:
+            note_met(self.module, unknown)
+            run = self.own
+        if unknown and self.call:
+            return run(x, *args[1:], **{name: value for name, value in kwargs.items() if name != self.call.input})
         if self.notes and folded.get(ACTIVATION) is not None:
             note_unfused(self.module)
-        operand = activated(input, folded)
-        result = self.forward(operand, *args, **kwargs)
+        operand = activated(x, folded)
+        result = run(operand, *places, **given)
         if folded and getattr(_noted, "products", None) is not None:
             _noted.products[self.module] = operand, result
         return with_residual(result, folded)
@@ -139,30 +199,75 @@ class Gate:
     def __repr__(self) -> str:
         return f"Gate({getattr(self.forward, '__self__', self.forward)!r})"
 
-    def _named(self, args: tuple) -> dict:
-        if len(args) > len(self.names):
-            layer = type(self.module).__name__
-            raise TypeError(f"{layer} takes {len(self.names)} more arguments, but got {len(args)}.")
-        return dict(zip(self.names, args, strict=False))
+    def _read(self, args: tuple, kwargs: dict) -> tuple[torch.Tensor, tuple, dict]:
+        """Return the input, the arguments that stay in their places, and those by name that change something."""
+        if self.call is None:
+            return args[0], args[1:], dict(kwargs)
+        defaults = self.call.defaults
+        named = dict(zip((self.call.input, *defaults), args, strict=False)) | kwargs
+        x = named.pop(self.call.input)
+        given = {
+            name: value for name, value in named.items() if name in self.folds or not is_default(value, name, defaults)
+        }
+        return x, args[1 + len(defaults) :], given
+
+
+def is_default(value: object, name: str, defaults: Mapping[str, object]) -> bool:
+    """Tell whether an argument is the default of its parameter; False for a tensor."""
+    return name in defaults and not isinstance(value, torch.Tensor) and value == defaults[name]
+
+
+def note_met(module: torch.nn.Module, arguments: set[str]) -> None:
+    """Note that a call of a layer ran the layer's own code because of arguments; tell each argument of a class once."""
+    if torch.compiler.is_compiling():
+        return
+    _met.setdefault(module, set()).update(arguments)
+    for argument in sorted(arguments):
+        if (type(module), argument) not in _told:
+            _told.add((type(module), argument))
+            logger.warning("Halfsafe: %s", MET.format(_caller(module), argument, VERSION, name_of_layer(module)))
+
+
+def met_in(modules: Mapping[str, torch.nn.Module]) -> dict[str, str]:
+    """Say which layers of a model ran their own code because of an argument: a few words for each argument, with the
+    sentence."""
+    found = defaultdict(list)
+    for name, module in modules.items():
+        for argument in sorted(_met.get(module, ())):
+            found[_caller(module), argument].append(name)
+    return {
+        OWN_CODE.format(names[0], argument): MET.format(caller, argument, VERSION, listed(names))
+        for (caller, argument), names in found.items()
+    }
+
+
+def _caller(module: torch.nn.Module) -> str:
+    """Name whose parameters a layer's call has: ComfyUI's, or those of another pack that replaced its code."""
+    owner = code_owner(type(module).forward)
+    return f"The pack {owner}" if owner else "This ComfyUI"
+
+
+def name_of_layer(module: torch.nn.Module) -> str:
+    """Return the name of a layer in the models that are loaded; its class's in none."""
+    models = (loaded.model.model for loaded in comfy.model_management.current_loaded_models if loaded.model is not None)
+    names = (name for model in models for name, each in model.named_modules() if each is module)
+    return next(names, type(module).__name__)
+
+
+def can_activate(folded: dict) -> bool:
+    """Tell whether this ComfyUI gives a function for the activation of a layer's call."""
+    name = folded.get(ACTIVATION)
+    return name is None or hasattr(comfy.ops, "_eager_input_act") or name in comfy.ops.INPUT_ACT_EAGER
 
 
 def activated(x: torch.Tensor, folded: dict) -> torch.Tensor:
-    """Return the input that a layer multiplies: ComfyUI's own activation of ``x``, in the dtype of ``x``.
-
-    Raises:
-        HalfsafeError: for an activation that this ComfyUI gives no function for.
-    """
+    """Return the input that a layer multiplies: ComfyUI's own activation of ``x``, in the dtype of ``x``."""
     name = folded.get(ACTIVATION)
     if name is None:
         return x
     of_core = getattr(comfy.ops, "_eager_input_act", None)
     if of_core is not None:
         return of_core(x, name, **{each: folded[each] for each in OF_ACTIVATION if each in folded})
-    if name not in comfy.ops.INPUT_ACT_EAGER:
-        raise HalfsafeError(
-            f"ComfyUI fuses the activation '{name}' into a layer, and Halfsafe finds no function for it in comfy.ops. "
-            "Update Halfsafe, or remove its nodes from this model."
-        )
     return comfy.ops.INPUT_ACT_EAGER[name](x)
 
 

@@ -13,6 +13,7 @@ from ....precision.report.schema import EncoderReport, GuardEvent, plain
 
 REPORT_EVENT = "halfsafe.report"
 REFUSED_EVENT = "halfsafe.refused"
+BADGE_EVENT = "halfsafe.badge"
 ENCODER_KINDS = {"vae": "VAE", "clip": "text encoder"}
 GUARDED = {
     "HalfsafeNaNGuard": ("model",), "HalfsafeGuardVAE": ("vae",), "HalfsafeGuardCLIP": ("clip",),
@@ -125,6 +126,12 @@ def send_to_page(
 def send_report(node_id: str | None, token: str, report: str) -> None:
     """Send the report of a run to the page that queued the prompt; ``token`` names the node's result."""
     _send(REPORT_EVENT, {"node_id": node_id, "prompt_id": running_prompt_id(), "token": token, "report": report})
+
+
+def add_to_badge(node_id: str | None, words: list[str]) -> None:
+    """Show words on the badge of a node from now on."""
+    if words:
+        _send(BADGE_EVENT, {"node_id": node_id, "words": words})
 
 
 def refusal(error: Exception) -> str:

@@ -1,18 +1,25 @@
-"""The self-test at first use: one tiny layer of each class, called through the gate and by ComfyUI itself."""
+"""The self-test at start-up: a tiny layer of each class, a norm and an attention, called through our code and alone.
 
+What runs otherwise through our code is left to ComfyUI's own from then on.
+"""
+
+import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+import comfy.ldm.modules.attention
 import comfy.ops
 import comfy.quant_ops
 import torch
 import torch.nn.functional as F
 
 from ....precision.arithmetic.linear import lent
-from ....precision.base.patching import patched
+from ....precision.base.patching import Patch, patched
+from ....precision.version import VERSION
 from .attributes import casting, set_quantization_format
-from .gate import ACTIVATION, OF_RESIDUAL, RESIDUAL, activated, folded_parameters
-from .weights import core_weights, exchanged
+from .gate import ACTIVATION, NORM, OF_RESIDUAL, RESIDUAL, UNEQUAL, activated, folded_parameters
+from .known_calls import OVERRIDE
+from .weights import core_weights, exchanged, uncast_norm
 
 SIZE = 32
 LAYOUTS = {"float8_e4m3fn": "TensorCoreFP8E4M3Layout", "int8_tensorwise": "TensorWiseINT8Layout"}
@@ -20,37 +27,53 @@ LAYOUTS = {"float8_e4m3fn": "TensorCoreFP8E4M3Layout", "int8_tensorwise": "Tenso
 MOST_ERROR = 0.05
 """Relative error: int8 and fp8 layers round their input to 8 bits, of which ours knows nothing. A dropped argument is
 off by 0.27 and more."""
+OTHERWISE = (
+    "A layer of this ComfyUI ({}) returns another result through Halfsafe {} than alone, so all layers of its kind run "
+    "ComfyUI's own code. Update Halfsafe."
+)
+UNASKED = (
+    "The attention of this ComfyUI does not ask Halfsafe {}, so settings of attention have no effect. Update Halfsafe."
+)
+logger = logging.getLogger("halfsafe")
+found: list[str] = []
+"""What the self-test found, a sentence each."""
 
 
-def unequal_layer() -> str:
-    """Return the layer and the argument that ComfyUI computes otherwise than the gate does, or that raise; empty if all
-    are equal."""
-    with torch.no_grad():
-        for name, layer in _layers():
-            for argument, arguments in _calls(layer):
-                try:
-                    error = _error(layer, arguments)
-                except Exception as raised:  # whatever it is, the feature is off and the prompt goes on
-                    return f"{name}, {argument}: {type(raised).__name__}"
-                if not error <= MOST_ERROR:
-                    return f"{name}, {argument}"
-    return ""
+def check_core() -> None:
+    """Note and log what runs otherwise through our code than alone."""
+    found.clear()
+    UNEQUAL.clear()
+    with torch.inference_mode():
+        for kind, layer, patches in _layers():
+            if unequal := _unequal(kind, layer, patches):
+                UNEQUAL.add(kind)
+                found.append(OTHERWISE.format(unequal, VERSION))
+        if not _asks_for_attention():
+            found.append(UNASKED.format(VERSION))
+    for sentence in found:
+        logger.warning("Halfsafe: %s", sentence)
 
 
-def _layers() -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield a layer without a format, and one of each format that this ComfyUI and its kernels have."""
-    yield "plain", _with_weight(comfy.ops.manual_cast.Linear, _numbers(SIZE, SIZE))
+def _layers() -> Iterator[tuple[str, torch.nn.Module, Callable[[torch.nn.Module], list[Patch]]]]:
+    """Yield a layer without a format, one of each format that this ComfyUI and its kernels have, and a norm: its kind,
+    itself, and what puts our code on it."""
+    yield "", _with_weight(comfy.ops.manual_cast.Linear, _numbers(SIZE, SIZE)), _multiplied
     quantized = comfy.ops.mixed_precision_ops({}, torch.float32).Linear
     for name, layout in LAYOUTS.items():
         if name in comfy.quant_ops.QUANT_ALGOS and hasattr(comfy.quant_ops.QuantizedTensor, "from_float"):
             weight = comfy.quant_ops.QuantizedTensor.from_float(_numbers(SIZE, SIZE), layout)
             layer = _with_weight(quantized, weight)
             set_quantization_format(layer, name, layout)
-            yield name, layer
+            yield name, layer, _multiplied
+    norm = comfy.ops.manual_cast.LayerNorm(SIZE, dtype=torch.float32, device="cpu")
+    yield NORM, _filled(norm, _numbers(SIZE)), uncast_norm
 
 
 def _with_weight(cls: type, weight: torch.Tensor) -> torch.nn.Module:
-    layer = cls(SIZE, SIZE, dtype=torch.float32, device="cpu")
+    return _filled(cls(SIZE, SIZE, dtype=torch.float32, device="cpu"), weight)
+
+
+def _filled(layer: torch.nn.Module, weight: torch.Tensor) -> torch.nn.Module:
     layer.weight = torch.nn.Parameter(weight, requires_grad=False)
     layer.bias = torch.nn.Parameter(_numbers(SIZE), requires_grad=False)
     return layer
@@ -60,6 +83,27 @@ def _numbers(*shape: int) -> torch.Tensor:
     """Return numbers of both signs around 1, without a draw from any generator."""
     count = math.prod(shape)
     return (torch.arange(1, count + 1, dtype=torch.float32) * 2.399963).sin().mul_(2.0).view(shape)
+
+
+def _multiplied(layer: torch.nn.Module) -> list[Patch]:
+    def product(x: torch.Tensor) -> torch.Tensor:
+        with lent(core_weights(layer, x, torch.float32)) as (weight, bias):
+            return F.linear(x, weight, bias)
+
+    return [*exchanged(layer, product, layer.forward), *casting(layer)]
+
+
+def _unequal(kind: str, layer: torch.nn.Module, patches: Callable) -> str:
+    """Return the kind and the argument that ComfyUI computes otherwise than our code does, or that raises; empty if
+    all are equal."""
+    for argument, arguments in _calls(layer):
+        try:
+            error = _error(layer, arguments, patches(layer))
+        except Exception as raised:  # whatever it is, such layers run ComfyUI's own code and the prompt goes on
+            return f"{kind or 'plain'}, {argument}: {type(raised).__name__}"
+        if not error <= MOST_ERROR:
+            return f"{kind or 'plain'}, {argument}"
+    return ""
 
 
 def _calls(layer: torch.nn.Module) -> Iterator[tuple[str, dict]]:
@@ -81,15 +125,24 @@ def _width(arguments: dict) -> int:
     return SIZE * SIZE // made.shape[-1]
 
 
-def _error(layer: torch.nn.Module, arguments: dict) -> float:
-    """Return the relative error of the layer through the gate to the layer as ComfyUI runs it."""
+def _error(layer: torch.nn.Module, arguments: dict, patches: list[Patch]) -> float:
+    """Return the relative error of the layer through our code to the layer as ComfyUI runs it."""
     x = _numbers(2, _width(arguments))
-
-    def product(x: torch.Tensor) -> torch.Tensor:
-        with lent(core_weights(layer, x, torch.float32)) as (weight, bias):
-            return F.linear(x, weight, bias)
-
     expected = layer(x, **arguments)
-    with patched([*exchanged(layer, product), *casting(layer)]):
-        found = layer(x, **arguments)
-    return ((found - expected).norm() / expected.norm()).item()
+    with patched(patches):
+        result = layer(x, **arguments)
+    return ((result - expected).norm() / expected.norm()).item()
+
+
+def _asks_for_attention() -> bool:
+    """Tell whether ComfyUI's attention runs as an override in the options has it."""
+    attention, x = comfy.ldm.modules.attention.attention_pytorch, _numbers(1, 2, SIZE)
+
+    def override(function: Callable, *args, **kwargs) -> torch.Tensor:
+        return 2 * function(*args, **kwargs)
+
+    try:
+        alone = attention(x, x, x, 1)
+        return torch.equal(attention(x, x, x, 1, transformer_options={OVERRIDE: override}), 2 * alone)
+    except Exception:  # whatever it is, the prompt goes on
+        return False

@@ -1,14 +1,15 @@
 """Exchange the forwards of a loaded model's modules, and provide their weights in a dtype."""
 
 import contextlib
+import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterable
+from types import ModuleType
 from typing import TypeAlias
 
-import comfy.ldm.lumina.model
 import comfy.ops
 import torch
-import torch.nn.functional as F
 from comfy.model_patcher import ModelPatcher
 from comfy.quant_ops import QuantizedTensor
 from torch.nn import Parameter
@@ -29,7 +30,7 @@ from .attributes import (
     resident_weights,
     weight_functions,
 )
-from .gate import entering, note_unfused
+from .gate import Forward, entering, is_unequal, note_unfused
 from .kernels import is_plain_fp8, unpacked_fp8
 from .layers import is_quantized
 
@@ -37,6 +38,7 @@ CAST_PARAMETERS = inspect.signature(comfy.ops.cast_bias_weight).parameters
 PATCHES_IN_FP32 = {"compute_dtype": torch.float32} if "compute_dtype" in CAST_PARAMETERS else {}
 """LoRAs of dynamic VRAM are added in fp32, as ComfyUI adds them in an fp32 model; its own default is the weight's
 dtype."""
+FUSES_INT8 = "_int8_convrot_linear"
 HALF = (torch.float16, torch.bfloat16)
 NORMS = (torch.nn.LayerNorm, torch.nn.GroupNorm, torch.nn.RMSNorm)
 Dtype: TypeAlias = torch.dtype | None
@@ -49,18 +51,17 @@ def has_own_forward(module: torch.nn.Module) -> bool:
 
 
 def exchanged(
-    module: torch.nn.Module, forward: Callable, fp16_sums: bool = True, calls_own: bool = True
+    module: torch.nn.Module, forward: Forward, own: Forward | None = None, fp16_sums: bool = True
 ) -> list[Patch]:
-    """Route all of a layer's matmuls through ``forward``, which the gate gives the plain input.
+    """Route all of a layer's matmuls through ``forward``, which the gate gives the plain input; ``own`` as there.
 
     ``_full_precision_mm`` also turns off the two paths of ``comfy/ops.py`` that bypass ``forward``: its own fp8 matmul
     and, since ComfyUI 0.38, an fp16 matmul taken while fp16 accumulation is on. ``fp16_sums``: it may be on.
-    ``calls_own``: ``forward`` calls the layer's own.
     """
-    patches: list[Patch] = [(module, "forward", entering(module, forward))]
+    patches: list[Patch] = [(module, "forward", entering(module, forward, own))]
     if fp16_sums or is_quantized(module):
         patches.append((module, FULL_PRECISION, True))
-    return [*patches, (module, PRODUCT, _dequantized_linear)] if calls_own and is_quantized(module) else patches
+    return [*patches, (module, PRODUCT, DequantizedProduct(module).__call__)] if is_quantized(module) else patches
 
 
 def _calls_layers() -> contextlib.AbstractContextManager[None]:
@@ -68,10 +69,19 @@ def _calls_layers() -> contextlib.AbstractContextManager[None]:
     past_forward: list[Patch] = []
     if hasattr(comfy.ops, "linear_input_act"):
         past_forward.append((comfy.ops, "linear_input_act", _input_act_calling(comfy.ops.linear_input_act)))
-    if hasattr(comfy.ldm.lumina.model, "_int8_convrot_linear"):
-        fuses = _fuses_no_exchanged(comfy.ldm.lumina.model._int8_convrot_linear)
-        past_forward.append((comfy.ldm.lumina.model, "_int8_convrot_linear", fuses))
+    for place in places_of(FUSES_INT8):
+        past_forward.append((place, FUSES_INT8, _fuses_no_exchanged(getattr(place, FUSES_INT8))))
     return patched(past_forward)
+
+
+def places_of(name: str) -> list[ModuleType]:
+    """List the modules of ComfyUI in use that have a function of this name, their own or another's."""
+    return [module for module in _core_modules(len(sys.modules)) if hasattr(module, name)]
+
+
+@functools.lru_cache(maxsize=1)
+def _core_modules(count: int) -> list[ModuleType]:
+    return [module for name, module in list(sys.modules.items()) if name.startswith("comfy.")]
 
 
 def _input_act_calling(original: Callable) -> Callable:
@@ -89,8 +99,8 @@ def _fuses_no_exchanged(original: Callable) -> Callable:
     """Wrap the test by which Lumina and Z-Image multiply by an int8 weight in a fused kernel after ComfyUI 0.33
     (Comfy-Org/ComfyUI#15928): it fails for a layer with a forward of ours, such as a LoRA's."""
 
-    def run(linear):
-        return not has_own_forward(linear) and original(linear)
+    def run(linear, *args, **kwargs):
+        return not has_own_forward(linear) and original(linear, *args, **kwargs)
 
     return run
 
@@ -104,10 +114,11 @@ def uncast_norm(module: torch.nn.Module) -> list[Patch]:
     if kind is None or not casts_weights(module) or not only_computes(module) or module.weight is None:
         return []
 
-    def forward(x: torch.Tensor) -> torch.Tensor:
+    def forward(x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         weight = module._parameters["weight"]
-        if weight.dtype != x.dtype or not lie_ready(module, weight, module._parameters.get("bias"), x):
-            return type(module).forward(module, x)
+        given = args or kwargs or weight.dtype != x.dtype
+        if given or not lie_ready(module, weight, module._parameters.get("bias"), x):
+            return type(module).forward(module, x, *args, **kwargs)
         comfy.ops.run_every_op()
         return kind.forward(module, x)
 
@@ -130,13 +141,22 @@ def ask_for_plain_products(patcher: ModelPatcher) -> None:
     for name, module in patcher.model.named_modules():
         if is_quantized(module) and hasattr(module, PRODUCT):
             patcher.add_object_patch(f"{name}.{FULL_PRECISION}", True)
-            patcher.add_object_patch(f"{name}.{PRODUCT}", _dequantized_linear)
+            patcher.add_object_patch(f"{name}.{PRODUCT}", DequantizedProduct(module).__call__)
+            # ComfyUI asks a weight for its functions also where it multiplies by the weight past the layer's forward.
+            patcher.add_weight_wrapper(f"{name}.weight", dequantized)
 
 
-def _dequantized_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Multiply as inside of ComfyUI's quantized Linear. An int8 weight left quantized multiplies in int8 whatever
-    ``_full_precision_mm`` says, up to ComfyUI 0.33 (``forward_comfy_cast_weights`` in ``comfy/ops.py``)."""
-    return F.linear(x, dequantized(weight), bias)
+class DequantizedProduct:
+    """The product inside of ComfyUI's quantized Linear, of a dequantized weight. An int8 weight left quantized
+    multiplies in int8 whatever ``_full_precision_mm`` says, up to ComfyUI 0.33 (``forward_comfy_cast_weights`` in
+    ``comfy/ops.py``)."""
+
+    def __init__(self, module: torch.nn.Module):
+        self.module = module
+        self.product = getattr(type(module), PRODUCT)
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        return self.product(self.module, x, dequantized(weight), *args, **kwargs)
 
 
 def dequantized(weight: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -174,10 +194,11 @@ def only_multiplies(module: torch.nn.Module) -> bool:
 
 def only_computes(module: torch.nn.Module) -> bool:
     """Tell whether the module runs as ComfyUI's and torch's own classes do."""
-    if has_own_forward(module):
+    if has_own_forward(module) or is_unequal(module):
         return False
     methods = filter(None, (getattr(type(module), name, None) for name in FORWARDS))
-    return all(method.__module__.startswith(("comfy.ops", "torch.nn.")) for method in methods)
+    own = "torch.nn.", comfy.ops.manual_cast.Linear.forward.__module__
+    return all(method.__module__.startswith(own) for method in methods)
 
 
 def weights_of(module: torch.nn.Module) -> WeightProvider:

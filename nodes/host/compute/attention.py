@@ -3,6 +3,7 @@ ours."""
 
 import contextlib
 import functools
+import inspect
 import weakref
 from collections.abc import Callable, Iterator
 
@@ -12,14 +13,17 @@ import torch
 from ....precision.arithmetic.attention import Kernels
 from ....precision.arithmetic.linear import kind_of
 from ....precision.base.patching import Patch, patched
+from ..comfyui.gate import is_default
+from ..comfyui.known_calls import ATTENTION, OVERRIDE
 from ..comfyui.layers import top_level_parts
 from ..replay.call import Call
 
 _parts: weakref.WeakKeyDictionary[torch.nn.Module, list[weakref.ref]] = weakref.WeakKeyDictionary()
-OVERRIDE = "optimized_attention_override"
 UNFUSED = ("attention_basic", "attention_split", "attention_sub_quad")
 EXACT = ("attention_pytorch", *UNFUSED)
 """ComfyUI's attentions that compute in fp32 for fp32 inputs: they neither quantize nor accumulate in fp16."""
+BOUNDED = frozenset((*ATTENTION, "_inside_attn_wrapper"))
+"""The arguments of an attention of ComfyUI that the bounds of its numbers take into account."""
 
 
 def overridden(options: dict, run: Callable) -> dict:
@@ -109,10 +113,30 @@ def scores_in_fp32(function: Callable, attention: Callable, *args, **kwargs) -> 
     return attention(*args, **kwargs)
 
 
-def kernels_of(function: Callable, attention: Callable) -> Kernels:
-    """Describe a ComfyUI attention ``function`` that would run as ``attention``."""
+def kernels_of(function: Callable, attention: Callable, args: tuple, kwargs: dict) -> Kernels:
+    """Describe a ComfyUI attention ``function`` that would run as ``attention``. ``args``, ``kwargs``: its arguments
+    after ``heads``."""
     name, fp32 = function.__name__, full_precision_attention(function)
-    return Kernels(attention, fp32, name not in UNFUSED, attention is not function or name not in EXACT)
+    foreign = attention is not function or name not in EXACT
+    # A compiled graph runs as the calibrating call did, which no graph is made of.
+    unbounded = not torch.compiler.is_compiling() and not are_known(function, args, kwargs)
+    return Kernels(attention, fp32, name not in UNFUSED, foreign, unbounded)
+
+
+def are_known(function: Callable, args: tuple, kwargs: dict) -> bool:
+    """True if the bounds of an attention take all of its arguments into account that are not their defaults."""
+    if not args and kwargs.keys() <= BOUNDED:
+        return True
+    defaults = _after_heads(function)
+    named = {**dict(zip(defaults, args, strict=False)), **kwargs}
+    return all(name in BOUNDED or is_default(value, name, defaults) for name, value in named.items())
+
+
+@functools.cache
+def _after_heads(function: Callable) -> dict[str, object]:
+    """Map the parameters of an attention after ``heads`` to their defaults."""
+    parameters = inspect.signature(function).parameters.values()
+    return {each.name: each.default for each in [*parameters][4:] if each.kind is not each.VAR_KEYWORD}
 
 
 def full_precision_attention(function: Callable) -> Callable:

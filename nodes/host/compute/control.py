@@ -14,10 +14,11 @@ from comfy.model_patcher import ModelPatcher
 from ....precision.base.patching import Patch
 from ....precision.plan.compute import ComputePlan
 from ..comfyui.attributes import casting
-from .attention import OVERRIDE, overridden
+from ..comfyui.known_calls import OVERRIDE
+from ..replay.call import OPTIONS
+from .attention import overridden
 from .executor import set_compute
 
-OPTIONS = "transformer_options"
 _signature = functools.cache(inspect.signature)
 
 

@@ -15,7 +15,7 @@ from ....precision.base.patching import Patch
 from ....precision.formats.fp8 import activation_scale
 from ....precision.plan.compute import ComputeDecision, ComputePlan
 from ..comfyui.attributes import bias_functions, casting, not_forced_to_cast, weight_functions
-from ..comfyui.gate import entering
+from ..comfyui.gate import entering, is_unequal, ran_own
 from ..comfyui.layers import is_quantized
 from ..comfyui.weights import exchanged, has_own_forward, only_multiplies, quantized_weights, weights_of
 from .fp8_product import fp8_product
@@ -36,32 +36,41 @@ class PlannedLayers:
         self.switches_flags = True
         self.operations: dict[str, SafeOperation] = {}
         self.casts: dict[str, CastOperation] = {}
+        self.fp8: dict[str, Fp8Linear] = {}
         self.patches: list[Patch] = []
-        self._activations, holds = plan.activation_dtype, holds_sums(plan)
+        self._activations, self._safe = plan.activation_dtype, plan.is_safe
+        holds = holds_sums(plan)
         self._decisions: dict[str, ComputeDecision] = {}
         for name, layer in layers.items():
             decision = self._decisions[name] = plan.decisions[name]
             if decision.mode == INT8.name:  # its weight is not stored in int8: it computes as the other layers do
                 decision = self._decisions[name] = replace(decision, mode=MODE_OF[plan.choice.used])
-            forward = self._product(name, layer, decision)
-            if not (plan.is_safe and name in self.operations):
-                forward = CastResult(forward, torch.float32 if decision.stream == FP32.name else None).__call__
-            if decision.sums:
-                forward = self._with_sums(decision.sums, forward)
-            self.patches += exchanged(layer, forward, fp16_sums=not holds, calls_own=name in self.casts)
-            if name not in self.operations:
-                self.patches += casting(layer)
+            own = CastOperation(name, layer, self._own_dtype(layer, decision.mode), self.calibration)
+            product = self._product(name, layer, decision)
+            if product is None:
+                self.casts[name] = own
+            calls_own = self._finished(own.__call__, name, decision)
+            forward = self._finished(product, name, decision) if product else calls_own
+            self.patches += exchanged(layer, forward, calls_own if product else None, fp16_sums=not holds)
+            self.patches += casting(layer)
 
-    def _product(self, name: str, layer: torch.nn.Module, decision: ComputeDecision) -> Forward:
-        """Create the layer's product as a bound method; torch.compile would compile a separate graph for an object."""
-        if decision.mode == FP8.name and not has_own_forward(layer):
-            return Fp8Linear(layer).__call__
+    def _product(self, name: str, layer: torch.nn.Module, decision: ComputeDecision) -> Forward | None:
+        """Create the layer's product as a bound method; torch.compile would compile a separate graph for an object.
+        None for a layer that calls its own forward."""
+        if decision.mode == FP8.name and not has_own_forward(layer) and not is_unequal(layer):
+            self.fp8[name] = Fp8Linear(layer)
+            return self.fp8[name].__call__
         if decision.mode == FP16_WIDE.name and only_multiplies(layer):
             scale, weights = self.calibration.scale(name), weights_of(layer)
             self.operations[name] = SafeOperation(layer, scale, self.calibration, weights)
             return self.operations[name].__call__
-        self.casts[name] = CastOperation(name, layer, self._own_dtype(layer, decision.mode), self.calibration)
-        return self.casts[name].__call__
+        return None
+
+    def _finished(self, forward: Forward, name: str, decision: ComputeDecision) -> Forward:
+        """Return a forward with its result in the plan's dtype, and its sums as a rule requests."""
+        if not (self._safe and name in self.operations):
+            forward = CastResult(forward, torch.float32 if decision.stream == FP32.name else None).__call__
+        return self._with_sums(decision.sums, forward) if decision.sums else forward
 
     def _with_sums(self, sums: str, inner: Forward) -> Forward:
         """Wrap a forward in the accumulation that a rule of the user requests. It has no effect if flags are switched
@@ -106,7 +115,8 @@ class PlannedLayers:
     def observed_modes(self) -> dict[str, str]:
         """Return layer -> the mode it ran in at its last calibration."""
         found = {name: operation.observed_mode for name, operation in self.operations.items()}
-        return self.planned_modes() | found
+        own = {name: FP32.name for name, operation in self.operations.items() if ran_own(operation.module)}
+        return self.planned_modes() | found | own
 
     def allocations(self) -> dict[str, object]:
         """Return layer -> everything its allocations depend on: its mode, and whether its operand is watched."""
@@ -165,16 +175,19 @@ class Fp8Linear:
     """Run ComfyUI's fp8 Linear with a scale computed from the activation, instead of 1.0 or the file's scale.
 
     Activations are e4m3fn for weights in either format: CUDA does not multiply e5m2 by e5m2 ("Multiplication of two
-    Float8_e5m2 matrices is not supported", ``aten/src/ATen/native/cuda/ScaledBlas.cpp``).
+    Float8_e5m2 matrices is not supported", ``aten/src/ATen/native/cuda/ScaledBlas.cpp``). ``ran``: a call ran it.
     """
 
     def __init__(self, module: torch.nn.Module):
         self.module = module
+        self.ran = False
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply the module's input (..., K). The result has the dtype of ``x``, or bf16 for fp32
         (``FP8_RESULT``)."""
         module = self.module
+        if not torch.compiler.is_compiling():  # no graph is made of a first call
+            self.ran = True
         dtype = dtype_named(FP8_RESULT) if x.dtype == torch.float32 else x.dtype
         if has_changed_weight(module):
             return type(module).forward(module, x.to(dtype))
@@ -200,6 +213,10 @@ def int8_patches(module: torch.nn.Module, decision: ComputeDecision, activations
     kept = [not_forced_to_cast(module)]
     forward = module.forward
     if decision.stream == FP32.name:
-        return [*kept, (module, "forward", entering(module, lambda x: forward(x.float())))]
+
+        def in_fp32(x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+            return forward(x.float(), *args, **kwargs)
+
+        return [*kept, (module, "forward", entering(module, in_fp32))]
     unfused = forward if name_of(module.weight.dtype) == activations else entering(module, forward)
     return kept if unfused == forward else [*kept, (module, "forward", unfused)]

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
 from comfy.model_patcher import ModelPatcher
@@ -12,9 +12,9 @@ from ....precision.base.patching import patched
 from ....precision.plan.choice import WithoutEffect
 from ....precision.plan.compute import ComputePlan
 from ..comfyui.execution import Make, adapts_text, conditions_through
-from ..comfyui.known_calls import Feature, why_off
+from ..comfyui.gate import met_in
 from ..comfyui.layers import modules_of
-from ..comfyui.page import running_node_id
+from ..comfyui.page import add_to_badge, running_node_id
 from ..replay.call import Call
 from ..replay.interceptor import COMPUTE, Acting, Stage, put_stage, take_stages
 from .attention import attending, fuses_by_default, scores_in_fp32
@@ -31,11 +31,8 @@ def set_compute(patcher, plan: ComputePlan) -> "Compute":
     """Run ``patcher``, a clone or a newly loaded model, under a plan, which replaces an earlier one. Return the plan's
     executor.
 
-    No wrapper is added for a plan that replaces nothing and has no fallback, or on a ComfyUI whose calls are unknown
-    (``known_calls.py``): the model then runs ComfyUI's own code, in the plan's activation dtype.
+    No wrapper is added for a plan that replaces nothing and has no fallback.
     """
-    reason = why_off(Feature.LAYERS) if plan.exchanges or plan.fallback else ""
-    plan = plan.refused(reason) if reason else plan
     compute = Compute(plan)
     patcher.set_attachments(COMPUTE, compute)
     if plan.exchanges or plan.fallback:
@@ -134,12 +131,13 @@ class Compute(Stage):
     def around_sampling(self, executor, *args, **kwargs):
         """Run a sampler with the plan also applied to the model's text adapters, and to ComfyUI's memory estimate."""
         model = executor.class_obj.model_patcher.model
-        estimate = estimated_in_fp32(model) if self.acting(model).plan.is_safe else []
-        with patched(estimate):
-            if not adapts_text(model):
-                return executor(*args, **kwargs)
-            with conditions_through(model, lambda make: self.acting(model).conditions(model, make)):
-                return executor(*args, **kwargs)
+        with ExitStack() as held:
+            held.enter_context(patched(estimated_in_fp32(model) if self.acting(model).plan.is_safe else []))
+            if adapts_text(model):
+                through = conditions_through(model, lambda make: self.acting(model).conditions(model, make))
+                held.enter_context(through)
+            held.callback(lambda: add_to_badge(self.node_id, [*met_in(modules_of(model))]))
+            return executor(*args, **kwargs)
 
     def conditions(self, model, make: Make) -> dict:
         """Compute the conditions of a text under the plan."""
@@ -180,11 +178,8 @@ class Compute(Stage):
     def not_called(self, patcher: ModelPatcher) -> frozenset[str]:
         """Return the layers with a plan that did not run in the calibrating call; empty before that call."""
         run, adapter = self.runs.last_of(patcher), self.adapters.last_of(patcher)
-        if run is None or not run.calibration.flops:
-            return frozenset()
-        of_adapter = adapter.calibration.flops if adapter else {}
-        called = {name for flops in (run.calibration.flops, of_adapter) for name, count in flops.items() if count}
-        return frozenset({*run.layers.operations, *run.layers.casts} - called)
+        adapted = adapter.calibration.flops if adapter else {}
+        return frozenset(name for name in run.not_called if not adapted.get(name)) if run else frozenset()
 
     def fp16_share_text(self, patcher: ModelPatcher) -> str:
         """Describe the share of matmul FLOPs with fp16 operands in one line; empty before a call or without matmuls."""

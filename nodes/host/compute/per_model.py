@@ -12,8 +12,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ....precision.base.nested import tensors_in
 from ..comfyui.attributes import weight_state
+from ..comfyui.known_calls import OVERRIDE
 from ..comfyui.weights import has_own_forward
-from .attention import OVERRIDE
 
 KEPT = 4
 

@@ -68,6 +68,13 @@ class PlannedModel(Acting):
             self._patches += self.casting
 
     @property
+    def not_called(self) -> frozenset[str]:
+        """Layers that did not run in the calibrating call; none before that call."""
+        flops, fp8 = self.calibration.flops, self.layers.fp8
+        idle = {name for name in (*self.layers.operations, *self.layers.casts) if not flops[name]}
+        return frozenset(idle | {name for name in fp8 if not fp8[name].ran}) if flops else frozenset()
+
+    @property
     def patches(self) -> list[Patch]:
         """Patches of the model's modules during a call."""
         return [*self._patches, *self.ruled.patches()]
@@ -155,7 +162,7 @@ class PlannedModel(Acting):
     def _attend(self, function: Callable, attention: Callable, q, k, v, heads: int, *args, **kwargs) -> torch.Tensor:
         if self.calibration.calibrating:
             self.ruled.note()
-        kernels = kernels_of(function, attention)
+        kernels = kernels_of(function, attention, args, kwargs)
         if self._safe:
             return self.attention(kernels, q, k, v, heads, *args, **kwargs)
         if self.ruled.is_inside():
@@ -170,7 +177,7 @@ def in_fp32(model) -> list[Patch]:
     # In fp16 that cast copies the input; in fp32 it is a no-op, and EasyCache (comfy_extras/nodes_easycache.py) would
     # add to the sampler's own latent in place.
     entry = scaled_input(model.model_sampling)
-    cloning = with_scaled_input(model.model_sampling, lambda sigma, noise: entry(sigma, noise).clone())
+    cloning = with_scaled_input(model.model_sampling, lambda *args, **kwargs: entry(*args, **kwargs).clone())
     return [with_cast_dtype(model, torch.float32), cloning]
 
 

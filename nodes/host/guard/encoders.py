@@ -29,6 +29,7 @@ from ....precision.guard.random_start import RandomStart
 from ....precision.guard.rungs import EncoderStep, Rung, encoder_rungs
 from ....precision.guard.verdicts import ENCODER_INPUTS, ENCODERS, NO_CHOICE, NonFinite
 from ..comfyui.attributes import CAST_DTYPE
+from ..comfyui.code_owner import code_owner
 from ..comfyui.execution import is_oom
 from ..comfyui.gate import measuring
 from ..comfyui.layers import is_quantized
@@ -36,7 +37,6 @@ from ..comfyui.page import place_of, show_progress
 from ..comfyui.weights import HALF, ask_for_plain_products
 from ..load.devices import current_device
 from ..load.encoders import vae_in
-from ..replay.code_owner import code_owner
 from .causes import LoadedWeights
 from .failure import notifier
 

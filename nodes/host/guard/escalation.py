@@ -98,11 +98,11 @@ class EscalatedLayers(PlannedModel):
     def inputs(self) -> None:
         return None
 
-    def _attend(self, function: Callable, attention: Callable, *args, **kwargs) -> torch.Tensor:
+    def _attend(self, function: Callable, attention: Callable, q, k, v, heads: int, *args, **kwargs) -> torch.Tensor:
         plain = full_precision_attention(function)
         if self.escalation.whole:
-            return in_one_dtype(plain, *args, **kwargs)
-        return self.attention(kernels_of(plain, plain), *args, **kwargs)
+            return in_one_dtype(plain, q, k, v, heads, *args, **kwargs)
+        return self.attention(kernels_of(plain, plain, args, kwargs), q, k, v, heads, *args, **kwargs)
 
 
 class RangeObserver:

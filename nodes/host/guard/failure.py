@@ -20,13 +20,14 @@ from ....precision.guard.random_start import RandomStart
 from ....precision.guard.rungs import ALL_FP32, PLAN_FALLBACK, Rung, model_rungs
 from ....precision.guard.verdicts import MODEL
 from ....precision.report.schema import GuardEvent
+from ..comfyui.code_owner import code_owner, packs_on
 from ..comfyui.execution import is_compiled, is_on_several_devices, is_oom
 from ..comfyui.gate import measuring
+from ..comfyui.known_calls import OVERRIDE
 from ..comfyui.page import running_prompt_id, send_to_page, show_progress, shown_id
-from ..compute.attention import OVERRIDE, overridden
+from ..compute.attention import overridden
 from ..compute.executor import fall_back, fallen_back, may_fall_back
-from ..replay.call import Call
-from ..replay.code_owner import code_owner, packs_on
+from ..replay.call import OPTIONS, Call
 from ..replay.interceptor import Run
 from ..replay.restart import StartAgain
 from .causes import LoadedWeights, call_inputs
@@ -127,7 +128,7 @@ class ModelCall(FailedCall):
 
     def _watched(self, again: Call) -> Attempt:
         localizer = Localizer(self.model.diffusion_model, measuring)
-        again.executor = functools.partial(_watched, localizer, again.executor)
+        again.executor = functools.partial(_watched, localizer, again.places, again.executor)
         with compile_disabled():
             attempt = self._attempt(again)
         return replace(attempt, origin=localizer.origin(attempt.result))
@@ -178,12 +179,12 @@ class ModelCall(FailedCall):
         return self._last
 
 
-def _watched(localizer: Localizer, executor: Callable, *args, **kwargs) -> torch.Tensor:
-    """Run a model with every operation watched. ``transformer_options`` is the last positional argument
-    (``Call.run``)."""
-    *others, options = args
+def _watched(localizer: Localizer, places: Sequence[str], executor: Callable, *args, **kwargs) -> torch.Tensor:
+    """Run a model with every operation watched. ``places``: names of the arguments by place."""
+    given = dict(zip(places, args, strict=True)) | kwargs
+    given[OPTIONS] = _opaque_attention(localizer, given[OPTIONS])
     with localizer.watching():
-        return executor(*others, _opaque_attention(localizer, options), **kwargs)
+        return executor(*[given.pop(name) for name in places], **given)
 
 
 def _with_weights(weights: Sequence[Patch], executor: Callable, *args, **kwargs) -> torch.Tensor:

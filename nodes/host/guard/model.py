@@ -25,7 +25,6 @@ from ....precision.guard.policy import ALL_IN_FP32, OFF, Escalation, OnNan
 from ....precision.guard.random_start import RandomStart
 from ....precision.report.schema import GuardReport
 from ..comfyui.execution import is_oom
-from ..comfyui.known_calls import Feature, why_off
 from ..comfyui.layers import activation_dtype
 from ..comfyui.page import place_of, running_node_id, running_prompt_id
 from ..compute.executor import planned_on
@@ -50,12 +49,9 @@ CONTROLNET = (
 def with_guard(patcher, on_nan: OnNan, max_retries: int, node_id: str | None = None, check: Callable | None = None):
     """Return a clone of the model with a guard on its calls, which replaces an earlier guard.
 
-    ``check``: makes the comparison of a call with fp32 (``check.drift.checking``). On a ComfyUI whose calls are not
-    known (``known_calls.py``) the clone has no guard.
+    ``check``: makes the comparison of a call with fp32 (``check.drift.checking``).
     """
     clone = patcher.clone()
-    if why_off(Feature.LAYERS):
-        return clone
     _put(clone, Guard(on_nan, max_retries, node_id, check))
     return clone
 
@@ -173,6 +169,11 @@ class Guard(Stage):
         """Map each layer that runs wider now to its mode."""
         adapted = dict.fromkeys(self._log(patcher).adapted, FP32.name)
         return next(iter(self.modes_by_device(patcher).values()), {}) | adapted
+
+    def not_called(self, patcher: ModelPatcher) -> frozenset[str]:
+        """Layers that were to run wider, and did not run in the call that measured them."""
+        guarded = self.states.last_of(patcher)
+        return guarded.layers.not_called if guarded and guarded.layers else frozenset()
 
     def modes_by_device(self, patcher: ModelPatcher) -> dict[str, dict[str, str]]:
         """Map each device (the patcher's own first) to layer -> mode for the layers that run wider there."""

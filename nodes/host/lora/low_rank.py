@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 import comfy.lora
 import comfy.model_patcher
@@ -175,9 +175,11 @@ class LowRankLayer(torch.nn.Module):
 
     ``in_fp32``: multiply an fp32 input in fp32, instead of in fp16 without overflow. ``strengths``: of each LoRA, times
     its own of ``scales``, on the device. ``held``: all factors in one layer of ComfyUI's, which casts and transfers it.
+    ``missed``: a call had an argument that is not known, so that the layer ran without its LoRAs.
     """
 
     strengths: torch.Tensor
+    missed = False
 
     def __init__(self, changes: Sequence[LowRank], dtype: torch.dtype):
         super().__init__()
@@ -196,12 +198,17 @@ class LowRankLayer(torch.nn.Module):
         # A graph that was compiled with it holds for as long as that forward is the same.
         if self.inner != module.forward:
             self.inner = module.forward
-            self.entrance = entering(module, self.run)
+            self.entrance = entering(module, self.run, self.run_without)
         return module, "forward", self.entrance
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
         """Stand in for the layer's forward."""
         return self(x, self.inner(x))
+
+    def run_without(self, *args, **kwargs) -> torch.Tensor:
+        """Stand in for the layer's forward in a call whose product is not known."""
+        self.missed = True
+        return self.inner(*args, **kwargs)
 
     def forward(self, x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
         """Add the LoRAs' products with ``x`` to the layer's ``result``; in fp32 where ``x`` is."""
@@ -244,7 +251,11 @@ def _added(
 
 
 class LowRankModel(torch.nn.Module):
-    """The LoRAs of a model's weights: ``layers`` by the keys of those. ``dtype``: of the factors, 16 bit."""
+    """The LoRAs of a model's weights: ``layers`` by the keys of those. ``dtype``: of the factors, 16 bit.
+
+    ``by_weight``: the keys of LoRAs that are added to the weight in each call, because they cannot be added to results
+    here; ``asked``: those of them whose weight was asked for. ``is_seen_through``: a call showed which these are.
+    """
 
     def __init__(self, changes: Mapping[str, Sequence[LowRank]], dtype: torch.dtype, device: torch.device):
         super().__init__()
@@ -255,11 +266,14 @@ class LowRankModel(torch.nn.Module):
         self.layers = torch.nn.ModuleList(layers)
         self.by_key = dict(zip(changes, layers, strict=True))
         self._planned: object = ()
+        self.by_weight: set[str] = set()
+        self.asked: set[str] = set()
+        self.is_seen_through = False
         of_layers = iter(self._strengths.split([len(layer.changes) for layer in layers]))
         for layer in layers:
             layer.strengths = next(of_layers)
 
-    def plan_for(self, compute: object, in_fp32: Callable[[object, str], bool]) -> None:
+    def plan_for(self, compute: Any, in_fp32: Callable[[Any, str], bool]) -> None:
         """Let each layer multiply as a compute plan has it; asked at each call, and decided once a plan."""
         if self._planned is not compute:
             self._planned = compute

@@ -13,7 +13,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, ItemsView, Iterator, Mapping, ValuesView
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard, cast
 
 import comfy.lora
 import comfy.model_base
@@ -22,23 +22,40 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP, PatcherInjection
 
+from ....precision.arithmetic.calibration import until_it_stands
 from ....precision.base.dtypes import name_of
 from ....precision.base.errors import HalfsafeError
 from ....precision.base.layer_names import plain_name
 from ....precision.base.modes import FP32
 from ....precision.base.patching import Patch, patched
 from ....precision.base.text import listed
-from ..comfyui.attributes import CAST_DTYPE, INPUT_SCALE
-from ..comfyui.execution import adapts_text, conditions_through
-from ..comfyui.known_calls import Feature, why_off
+from ..comfyui.attributes import CAST_DTYPE, INPUT_SCALE, WEIGHT_FUNCTIONS, weight_functions
+from ..comfyui.entered import modules_entered, passed_by
+from ..comfyui.execution import adapts_text, conditions_through, is_compiled
 from ..comfyui.layers import DIFFUSION_MODEL, is_quantized
 from ..comfyui.weights import calling_layers, dequantized, is_divided_by_zero, is_quantized_bank, numbers_of
 from ..compute.executor import Compute, compute_of
 from ..replay.call import Call
 from ..replay.interceptor import LOW_RANK, Acting, Stage, put_stage
-from .low_rank import SortedPatches, change_of, is_8bit_matrix, is_left_out, low_rank_patcher, sort_patches
+from .low_rank import (
+    LowRankModel,
+    SortedPatches,
+    change_of,
+    is_8bit_matrix,
+    is_left_out,
+    low_rank_patcher,
+    sort_patches,
+)
 
 INJECTED, UNFIT = "halfsafe_low_rank", "halfsafe_unfit"
+ENCODER_CALLS = ("encode_token_weights", "generate")
+"""The methods of a text encoder's model that ComfyUI's ``CLIP`` calls (comfy/sd.py)."""
+PASSED_BY = (
+    "LoRAs are added to weights in each call instead of to results, because ComfyUI did not run these layers beside "
+    "others that it ran, or called them with an argument that is not known: {}."
+)
+IN_WEIGHT = "LoRAs added to the weight in each call, because ComfyUI passes the layer by or its call is not known"
+WITHOUT_EFFECT = "LoRAs without effect: calls use neither the layer nor its weight"
 logger = logging.getLogger("halfsafe")
 PATCHED = "comfy_patched_weights"
 """ComfyUI's mark of a layer whose weights are loaded, and patched (``load`` in comfy/model_patcher.py)."""
@@ -77,6 +94,10 @@ class AddsLowRank:
             self._low_rank = low_rank_patcher(self, changes, dtype)
         return self._low_rank
 
+    def low_rank_model(self) -> LowRankModel:
+        """Return the model of the LoRAs, of which there are some."""
+        return cast(ModelPatcher, self.low_rank_patcher()).model
+
     def _cast_dtype(self) -> torch.dtype:
         """Return the dtype that weights are cast to; a text encoder has none."""
         return self.get_model_object(CAST_DTYPE) if hasattr(self.model, CAST_DTYPE) else torch.float32
@@ -89,13 +110,47 @@ class AddsLowRank:
 
     def forwards(self) -> list[Patch]:
         """Make patches that add the LoRAs at the strengths that they have by the hooks active now."""
-        patcher = self.low_rank_patcher()
-        if patcher is None:
+        if not has_low_rank(self):
             return []
-        patcher.model.set_strengths(self._strengths_now())
-        patcher.model.plan_for(compute_of(self), self._multiplies_in_fp32)
-        modules = self.sorted_patches().modules
-        return [layer.around(modules[key]) for key, layer in patcher.model.by_key.items()]
+        low_rank, modules = self.low_rank_model(), self.sorted_patches().modules
+        low_rank.set_strengths(self._strengths_now())
+        low_rank.plan_for(compute_of(self), self._multiplies_in_fp32)
+        return [
+            self._in_weight(key, modules[key]) if key in low_rank.by_weight else layer.around(modules[key])
+            for key, layer in low_rank.by_key.items()
+        ]
+
+    def _in_weight(self, key: str, module: torch.nn.Module) -> Patch:
+        """Make a patch that adds the LoRAs of a layer to its weight in each call, as ComfyUI does at low VRAM."""
+        patches, by_hooks = self.sorted_patches(), super().get_combined_hook_patches(self.current_hooks)
+        own = (self._all_patches or self.patches)[key] if key in patches.added else []
+        hooked = by_hooks.get(key, []) if key in patches.hooks else []
+        low_rank = self.low_rank_model()
+
+        def added(weight: torch.Tensor) -> torch.Tensor:
+            low_rank.asked.add(key)
+            whole = weight.to(torch.float32, copy=True)
+            return comfy.lora.calculate_weight(self._of_quantized(key, [*own, *hooked]), whole, key).to(weight.dtype)
+
+        return module, WEIGHT_FUNCTIONS, [*weight_functions(module), added]
+
+    def passes_to_weights(self, entered: set[torch.nn.Module] | None) -> bool:
+        """Let LoRAs be added to weights where the call that just ended did not add them to results. True if there are
+        any, so that the call has to be repeated.
+
+        ``entered``: the modules that ran in it; None for a call that was not watched.
+        """
+        low_rank, modules = self.low_rank_model(), self.sorted_patches().modules
+        waiting = {modules[key]: key for key, layer in low_rank.by_key.items() if key not in low_rank.by_weight}
+        missed = [module for module, key in waiting.items() if low_rank.by_key[key].missed]
+        if entered is not None:
+            idle = [module for module, key in waiting.items() if low_rank.by_key[key] not in entered]
+            missed += passed_by(self.model, idle, entered)
+        keys = {waiting[module] for module in missed}
+        low_rank.by_weight |= keys
+        if keys:
+            logger.warning("Halfsafe: %s", PASSED_BY.format(listed(sorted(map(layer_name, keys)))))
+        return bool(keys)
 
     def _strengths_now(self) -> Mapping:
         patches = self.sorted_patches()
@@ -130,17 +185,17 @@ class AddsLowRank:
         with self._merging():
             return super().partially_unload(*args, **kwargs)
 
-    def get_combined_hook_patches(self, hooks):
+    def get_combined_hook_patches(self, *args, **kwargs):
         """Return the patches that hooks merge into weights."""
-        added = self.sorted_patches().hooks
-        return {key: value for key, value in super().get_combined_hook_patches(hooks).items() if key not in added}
+        added, whole = self.sorted_patches().hooks, super().get_combined_hook_patches(*args, **kwargs)
+        return {key: value for key, value in whole.items() if key not in added}
 
-    def inject_model(self):
+    def inject_model(self, *args, **kwargs):
         """Inject ours last, so outermost."""
         # ``eject_model`` of comfy/model_patcher.py keeps the order: what another injection put on a layer goes first.
         if LOW_RANK in self.injections:
             self.injections[LOW_RANK] = self.injections.pop(LOW_RANK)
-        super().inject_model()
+        return super().inject_model(*args, **kwargs)
 
     def patch_hook_weight_to_device(self, hooks, combined_patches, key, *args, **kwargs):
         """Refuse hooks that would be merged into an 8-bit weight."""
@@ -152,19 +207,19 @@ class AddsLowRank:
             raise HalfsafeError(problem, "Load the model with storage bf16, or use a LoRA of another kind.")
         super().patch_hook_weight_to_device(hooks, combined_patches, key, *args, **kwargs)
 
-    def model_patches_models(self):
-        models = list(super().model_patches_models())
+    def model_patches_models(self, *args, **kwargs):
+        models = list(super().model_patches_models(*args, **kwargs))
         if patcher := self.low_rank_patcher():
             models.append(patcher)
         return models
 
-    def model_state_dict(self, filter_prefix=None):
+    def model_state_dict(self, *args, **kwargs):
         """Give quantized weights as numbers, and leave out the names of their scales.
 
         A loaded weight has the LoRAs of its layer in it, as in ComfyUI.
         """
         # The scales are no attributes, and ``get_key_patches`` of comfy/model_patcher.py reads them as such.
-        state, layers = super().model_state_dict(filter_prefix), dict(self.model.named_modules())
+        state, layers = super().model_state_dict(*args, **kwargs), dict(self.model.named_modules())
         named = {name: layers.get(name.rpartition(".")[0]) for name in state}
         kept = {name: state[name] for name, layer in named.items() if not is_quantized(layer) or _has_leaf(layer, name)}
         own = {name for name in kept if name.endswith(".weight")}
@@ -249,13 +304,16 @@ class AddsLowRank:
         return state
 
 
+def has_low_rank(patcher: ModelPatcher) -> TypeGuard[AddsLowRank]:
+    """True if a patcher adds LoRAs to results."""
+    return isinstance(patcher, AddsLowRank) and patcher.low_rank_patcher() is not None
+
+
 def keep_low_rank_unmerged(patcher: ModelPatcher) -> None:
     """Make a patcher and all of its later clones add LoRAs of 8-bit weights to results.
 
     ``patcher``: a clone, or of a model just loaded.
     """
-    if why_off(Feature.LORAS):
-        return
     if isinstance(patcher, AddsLowRank) or not any(
         is_8bit_matrix(module) or is_quantized(module) for module in patcher.model.modules()
     ):
@@ -349,18 +407,18 @@ def _numbers_of(network: torch.nn.Module, state: dict) -> Numbers:
     return Numbers(state, made)
 
 
-class LowRankStage(Stage, Acting):
+class LowRankStage(Stage):
     """Run calls with the LoRAs of 8-bit weights added to the results of their layers."""
 
-    def in_call(self, call: Call) -> Acting:
-        return self
-
-    def attempt(self, call: Call) -> contextlib.AbstractContextManager:
-        return _low_rank(call.model.current_patcher)
+    def in_call(self, call: Call) -> Acting | None:
+        patcher = call.model.current_patcher
+        return LowRankCall(patcher) if has_low_rank(patcher) else None
 
     def around_sampling(self, executor: Callable, *args, **kwargs):
         """Run a sampler: layers that run on the text before the model's calls have LoRAs too."""
         patcher = executor.class_obj.model_patcher
+        if has_low_rank(patcher) and not is_compiled(patcher):
+            patcher.low_rank_model().is_seen_through = False
         network = patcher.model.diffusion_model
         original = network.state_dict
         numbers = network, "state_dict", lambda *args, **kwargs: _numbers_of(network, original(*args, **kwargs))
@@ -371,33 +429,71 @@ class LowRankStage(Stage, Acting):
             return executor(*args, **kwargs)
 
 
-@contextlib.contextmanager
-def _low_rank(patcher: ModelPatcher) -> Iterator[None]:
-    forwards = patcher.forwards() if isinstance(patcher, AddsLowRank) else []
-    if not forwards:
-        yield
-        return
-    with patched(forwards), calling_layers(patcher.sorted_patches().modules.values()):
-        yield
+class LowRankCall(Acting):
+    """A call with the LoRAs of a patcher. A call that shows that some cannot be added to results is repeated."""
+
+    def __init__(self, patcher: AddsLowRank):
+        self.patcher, self.low_rank = patcher, patcher.low_rank_model()
+        self.entered: set[torch.nn.Module] | None = None
+
+    @contextlib.contextmanager
+    def attempt(self, call: Call | None = None) -> Iterator[None]:
+        """Add the LoRAs, and watch which layers run until one call of a sampler's run has shown it. ``call``: None for
+        a text adapter."""
+        watched = call is None or not self.low_rank.is_seen_through
+        with contextlib.ExitStack() as held:
+            held.enter_context(patched(self.patcher.forwards()))
+            held.enter_context(calling_layers(self.patcher.sorted_patches().modules.values()))
+            self.entered = held.enter_context(modules_entered()) if watched else None
+            yield
+        self.low_rank.is_seen_through = self.low_rank.is_seen_through or call is not None
+
+    def stands(self, result: object) -> bool:
+        return not self.patcher.passes_to_weights(self.entered)
 
 
 def _with_low_rank(patcher: ModelPatcher, make: Callable):
-    with _low_rank(patcher):
+    """Make conditions with the LoRAs of layers that run on the text."""
+    if not has_low_rank(patcher):
         return make()
+    one = LowRankCall(patcher)
+
+    def attempt():
+        with one.attempt():
+            return make()
+
+    return until_it_stands([one], attempt)
 
 
 def _inject(patcher: AddsLowRank) -> None:
     injected = vars(patcher.model).setdefault(INJECTED, [])
-    for module, name, forward in patcher.forwards():
-        module.__dict__[name] = forward
-        injected.append(module)
+    model, patches = patcher.model, patcher.forwards()
+    if patches:
+        calls = {name: getattr(model, name) for name in ENCODER_CALLS if hasattr(model, name)}
+        patches += [(model, name, functools.partial(_call, patcher, call)) for name, call in calls.items()]
+    for module, name, value in patches:
+        injected.append((module, name, module.__dict__.get(name)))
+        module.__dict__[name] = value
 
 
 def _eject(patcher: ModelPatcher) -> None:
     """Take off what was injected, also by another clone of the model."""
     # A clone of an injected patcher counts as injected too (``clone`` in comfy/model_patcher.py).
-    for module in vars(patcher.model).pop(INJECTED, []):
-        module.__dict__.pop("forward", None)
+    for module, name, before in vars(patcher.model).pop(INJECTED, []):
+        module.__dict__.pop(name, None)
+        if before is not None and name != "forward":  # what another injection put there is gone
+            module.__dict__[name] = before
+
+
+def _call(patcher: AddsLowRank, call: Callable, *args, **kwargs):
+    """Run a call of a text encoder, once more if it shows that some LoRAs cannot be added to results."""
+    with modules_entered() as entered:
+        result = call(*args, **kwargs)
+    if not patcher.passes_to_weights(entered):
+        return result
+    _eject(patcher)
+    _inject(patcher)
+    return call(*args, **kwargs)
 
 
 def layer_name(key: str) -> str:
@@ -412,6 +508,9 @@ def low_rank_reasons(patcher: ModelPatcher) -> dict[str, str]:
     if isinstance(patcher, AddsLowRank):
         patches = patcher.sorted_patches()
         texts = {key: f"LoRAs added to the layer's output: {len(of_key)}" for key, of_key in patches.low_rank.items()}
+        if has_low_rank(patcher):
+            low_rank = patcher.low_rank_model()
+            texts |= {key: IN_WEIGHT if key in low_rank.asked else WITHOUT_EFFECT for key in low_rank.by_weight}
         texts |= {key: f"weight quantized again with {why} merged into it" for key, why in patches.merged.items()}
         unfit |= patches.unfit
     for key, count in unfit.items():

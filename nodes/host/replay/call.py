@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
@@ -19,6 +21,8 @@ from .restart import SAMPLING, Sampling
 if TYPE_CHECKING:
     from .interceptor import Acting
 
+OPTIONS = "transformer_options"
+APPLY = ("x", "t", "c_concat", "c_crossattn", "control", OPTIONS)
 CACHES_OFF = {PREFIX_CACHE: {"device": "off"}, POSE_CACHE: None}
 """Options that disable the text key and value cache of Qwen-Image 2.1 (``comfy/ldm/qwen_image21/model.py``, ComfyUI
 0.37) and the pose video cache of Wan-Animate-2 (``comfy/ldm/wan/model_animate2.py``, 0.33): their keys contain no
@@ -28,24 +32,25 @@ dtype, and both caches may be in int8 or int4."""
 class Call:
     """Arguments of an APPLY_MODEL wrapper, those of ``BaseModel.apply_model``; :meth:`run` runs the model.
 
+    ``places``: names of the arguments by place, as this ComfyUI has them. ``extra``: arguments that are handed on.
     ``options``: ``transformer_options`` without Halfsafe's entries. ``model``: the model. ``sampling``: the sampler run
     of this call, if a guard is on the model. ``before``: ComfyUI's state before the call, restored before each repeat.
     ``rung``: the arithmetic to run in; None for the planned one.
     """
 
-    # The arguments of ComfyUI's APPLY_MODEL wrappers, by its names (``apply_model`` in comfy/model_base.py).
-    def __init__(
-        self, executor, x, t, c_concat=None, c_crossattn=None, control=None, transformer_options=None, **extra
-    ):
+    def __init__(self, executor, *args, **kwargs):
+        self.places = _places(executor.original.__func__)[: len(args)]
+        given = dict(zip(self.places, args, strict=True)) | kwargs
+        self.names = [name for name in {**kwargs, OPTIONS: None} if name not in self.places]
         self.executor: Callable = executor
         self.model: BaseModel = executor.class_obj
-        self.x: torch.Tensor = x
-        self.t: torch.Tensor = t
-        self.c_concat: torch.Tensor | None = c_concat
-        self.c_crossattn: torch.Tensor | None = c_crossattn
-        self.control: dict | None = control
-        self.options: dict = dict(transformer_options or {})
-        self.extra: dict = extra
+        self.x: torch.Tensor = given.pop("x")
+        self.t: torch.Tensor = given.pop("t")
+        self.c_concat: torch.Tensor | None = given.pop("c_concat", None)
+        self.c_crossattn: torch.Tensor | None = given.pop("c_crossattn", None)
+        self.control: dict | None = given.pop("control", None)
+        self.options: dict = dict(given.pop(OPTIONS, None) or {})
+        self.extra: dict = given
         self.sampling: Sampling | None = self.options.pop(SAMPLING, None)
         self.before: CoreState | None = None
         self.rung: Acting | None = None
@@ -62,10 +67,12 @@ class Call:
         else:
             self.before = CoreState(self.options)
         options = {**self.options, **CACHES_OFF} if again else dict(self.options)
-        arguments = self.x, self.t, self.c_concat, self.c_crossattn, _fresh(self.control), options
+        values = {"x": self.x, "t": self.t, "c_concat": self.c_concat, "c_crossattn": self.c_crossattn, **self.extra}
+        values |= {"control": _fresh(self.control), OPTIONS: options}
+        placed, named = (values[name] for name in self.places), {name: values[name] for name in self.names}
         try:
             with model_compiler.compiler_off() if again else nullcontext():
-                return self.executor(*arguments, **self.extra)
+                return self.executor(*placed, **named)
         except BaseException:
             model_compiler.after_failure()
             if again:
@@ -103,6 +110,15 @@ class Call:
         cache = self.options.get("easycache")
         if cache is not None:
             setattr(cache, STEP_METADATA, None)
+
+
+@functools.cache
+def _places(apply_model: Callable) -> tuple[str, ...]:
+    """Return the names of the arguments that ComfyUI gives its APPLY_MODEL wrappers by place: its own, or those of
+    ``_apply_model`` in comfy/model_base.py of 0.30 if they lack what is used here."""
+    parameters = inspect.signature(apply_model).parameters.values()
+    names = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD][1:]
+    return tuple(names) if {"x", "t", OPTIONS} <= {*names} else APPLY
 
 
 def _fresh(control: dict | None) -> dict | None:

@@ -11,7 +11,7 @@ import torch
 
 from ....precision.base.nested import leaves
 from ..comfyui.attributes import POSE_CACHE
-from .code_owner import COMFYUI
+from ..comfyui.code_owner import COMFYUI
 
 CORES = ("comfy", "comfy_extras")
 DATA = (torch.Tensor, bool, int, float, str, dict, list, type(None))

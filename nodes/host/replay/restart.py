@@ -15,8 +15,8 @@ import comfy.utils
 import torch
 
 from ....precision.guard.random_start import RandomStart
+from ..comfyui.code_owner import code_owner
 from ..comfyui.page import show_progress
-from .code_owner import code_owner
 from .core_state import CoreState
 
 SAMPLING = "halfsafe_sampling"

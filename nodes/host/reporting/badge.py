@@ -15,8 +15,8 @@ from ....precision.base.modes import MODES
 from ....precision.plan.auto import UNQUANTIZED
 from ....precision.plan.choice import ATTACHMENT
 from ..accumulation.executor import accumulation_of
-from ..comfyui.known_calls import Feature, why_off
-from ..comfyui.layers import matrix_layers
+from ..comfyui.gate import met_in
+from ..comfyui.layers import matrix_layers, modules_of
 from ..comfyui.model_facts import storage_of
 from ..comfyui.page import encoder_reports, send_report
 from ..compute.executor import compute_of
@@ -31,7 +31,6 @@ TOKEN = "halfsafe_token"
 UNMATCHED_KEY = "halfsafe_unmatched"
 INSTEAD_KEY = "halfsafe_instead"
 SHOWN = 20
-OFF = "off: this ComfyUI is newer"
 
 
 def badge(*words: str | None) -> dict[str, list[str]]:
@@ -51,9 +50,9 @@ def model_ui(model, *more: str | None) -> dict[str, list[str]]:
         idle += compute.plan.without_effect
         instead = list(filter(None, [compute.plan.instead]))
     rules = list(dict.fromkeys(entry.setting for entry in idle if entry.unmatched))
-    words = (OFF,) if why_off(Feature.LAYERS) else more
     told = {UNMATCHED_KEY: rules, INSTEAD_KEY: instead}
-    return badge(*model_words(model), *words) | {key: texts for key, texts in told.items() if texts}
+    words = badge(*model_words(model), *more, *met_in(modules_of(model.model)))
+    return words | {key: texts for key, texts in told.items() if texts}
 
 
 def model_words(model) -> tuple[str, str]:

@@ -1,7 +1,8 @@
 """What ComfyUI does here: the facts that decide how fast a run is, each with the switch that changes it."""
 
+import inspect
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import comfy.memory_management
@@ -13,12 +14,15 @@ from comfy.ldm.modules.attention import optimized_attention
 
 from ....precision.base.text import size_text
 from ....precision.plan.auto import why_int8_is_slow
-from ..comfyui.attributes import compiler_is_off, kernel_of_file
+from ..comfyui.attributes import compiler_is_off, has_kitchen_attention, kernel_of_file
+from ..comfyui.known_calls import OVERRIDE
 from ..load.devices import compute_device, current_device
 
 ATTENTIONS = {
     "attention_pytorch": "PyTorch's",
     "attention_sage": "SageAttention's",
+    "attention3_sage": "SageAttention 3's",
+    "attention_comfy_kitchen_int8": "comfy-kitchen's int8",
     "attention_flash": "FlashAttention's",
     "attention_xformers": "xformers'",
     "attention_sub_quad": "sub-quadratic",
@@ -28,6 +32,11 @@ ATTENTIONS = {
 """ComfyUI's function -> what people call it."""
 NEWEST_CUDA = 13
 COMPILER_SWITCH = {False: "--disable-comfy-compiler", True: "without --disable-comfy-compiler"}
+SWITCHES = "--use-pytorch-cross-attention, --use-sage-attention"
+SWITCHES_WITH_KITCHEN = "--use-pytorch-cross-attention, --use-sage-attention, --use-ck-attention"
+CHOSEN = "optimized_attention"
+"""The variable of ComfyUI's override that holds the attention which a node chose (``ModelAttentionBackend``, 0.33)."""
+OF_NODE = "{0} in {1}, as a node requests"
 FILES_OWN = "{0} in {1} attentions of {2}, as its file requests"
 NOT_HERE = "the file of {2} requests {0} in {1} attentions, which this device does not support"
 ALL_ON, PART_ON = "{0}, all of {1} on the device", "{0}, {2} of {1} on the device"
@@ -50,7 +59,7 @@ def facts_here() -> list[Fact]:
         Fact("kernels", _kernels(), ", ".join(_other_kernels())),
         _compiler(),
         _dynamic_vram(),
-        Fact("attention", "; ".join(_attention()), _of_gpu("--use-pytorch-cross-attention, --use-sage-attention")),
+        Fact("attention", "; ".join(_attention()), _of_gpu(_attention_switches())),
         Fact("loaded", "; ".join(_loaded()) or "nothing yet", _of_gpu("--reserve-vram, --lowvram, --highvram")),
     ]
 
@@ -95,13 +104,27 @@ def _dynamic_vram() -> Fact:
 
 
 def _attention() -> Iterator[str]:
-    """Name ComfyUI's attention, and what the files of loaded models ask for (``ComfyAttention``, ComfyUI 0.38)."""
-    name = optimized_attention.__name__
-    yield ATTENTIONS.get(name, name)
+    """Name ComfyUI's attention, what nodes chose for loaded models, and what their files ask for (``ComfyAttention``,
+    ComfyUI 0.38)."""
+    yield _named(optimized_attention)
+    for loaded in comfy.model_management.current_loaded_models:
+        options = loaded.model.model_options if loaded.model is not None else {}
+        if override := options.get("transformer_options", {}).get(OVERRIDE):
+            chosen = inspect.getclosurevars(override).nonlocals if inspect.isfunction(override) else {}
+            yield OF_NODE.format(_named(chosen.get(CHOSEN, override)), type(loaded.model.model).__name__)
     for model in _models():
         asked = Counter(filter(None, map(kernel_of_file, model.modules())))
         for (kernel, is_there), count in asked.items():
             yield (FILES_OWN if is_there else NOT_HERE).format(kernel, count, type(model).__name__)
+
+
+def _named(attention: Callable) -> str:
+    name = getattr(attention, "__name__", type(attention).__name__)
+    return ATTENTIONS.get(name, name)
+
+
+def _attention_switches() -> str:
+    return SWITCHES_WITH_KITCHEN if has_kitchen_attention(args) else SWITCHES
 
 
 def _models() -> list[torch.nn.Module]:

@@ -25,10 +25,10 @@ from ....precision.report.schema import (
     device_section,
 )
 from ..accumulation.accumulation_report import flags_of, layer_accumulation, remarks_of
+from ..comfyui import self_test
 from ..comfyui.attributes import kernel_of_file
-from ..comfyui.gate import is_unfused
+from ..comfyui.gate import is_unfused, met_in
 from ..comfyui.kernels import DEQUANTIZED
-from ..comfyui.known_calls import reasons_off
 from ..comfyui.layers import activation_dtype, layers_of, matrix_layers, modules_of
 from ..comfyui.model_facts import bytes_by_storage, foreign_layers, parameter_count, storage_of
 from ..compute.executor import Compute, compute_of
@@ -75,7 +75,7 @@ def report_of(patcher: ModelPatcher, encoders: Sequence[EncoderReport] = ()) -> 
     if guard := guard_of(patcher):
         report.guard = guard.report(patcher)
         report.ranges = guard.ranges(patcher)
-        _escalate(layers, reasons, guard.modes(patcher))
+        _escalate(layers, reasons, guard.modes(patcher), guard.not_called(patcher))
         report.notes += guard.remarks(patcher)
     if record:
         _add_record(report, record)
@@ -94,7 +94,8 @@ def report_of(patcher: ModelPatcher, encoders: Sequence[EncoderReport] = ()) -> 
     packed = (f"{count} {what} ({cls}); Save Model cannot read them." for cls, count in foreign.items())
     unfused = sum(is_unfused(module) and storage_of(module.weight) == INT8.name for _, module in layers_of(patcher))
     report.notes += [UNFUSED.format(unfused)] if unfused else []
-    report.notes += [*dict.fromkeys(reasons_off().values()), *_int8_notes(layers), *packed]
+    met = met_in(modules_of(patcher.model)).values()
+    report.notes += [*self_test.found, *met, *_int8_notes(layers), *packed]
     patches = (type(patch.model) for patch in patcher.model_patches_models())
     report.notes += [PATCHED_BY.format(cls.__name__) for cls in patches if not issubclass(cls, LowRankModel)]
     report.notes += _modes_elsewhere(patcher, {layer.name: layer.mode for layer in layers}, compute, guard)
@@ -183,7 +184,8 @@ def control_report(control: LoadedControl) -> ControlReport:
     _add_record(report, record)
     if planned:
         _add_plan(report, planned.compute, planned.current_patcher)
-        report.notes += _int8_notes(report.layers)
+        met = met_in(modules_of(planned.current_patcher.model)).values()
+        report.notes += [*met, *_int8_notes(report.layers)]
     return report
 
 
@@ -220,14 +222,16 @@ def _add_attention(report: Report, patcher: ModelPatcher, compute: Compute | Non
             report.decisions[OF_FILE] = KERNEL_RUNS.format(kernel, count)
 
 
-def _escalate(layers: list[LayerReport], reasons: Reasons, modes: dict[str, str]) -> None:
+def _escalate(
+    layers: list[LayerReport], reasons: Reasons, modes: dict[str, str], not_called: frozenset[str]
+) -> None:
     for layer in layers:
         if layer.name in modes and (layer.mode, layer.stream) != (modes[layer.name], FP32.name):
             why = STREAM_WIDENED if layer.mode == modes[layer.name] else WIDENED
             layer.mode, layer.accumulation, layer.stream = modes[layer.name], "fp32", "fp32"
             stays_int8 = layer.mode == INT8.name
             kept = [reason for reason in reasons[layer.name] if stays_int8 or reason != EXACT_SUMS]
-            reasons[layer.name] = [*kept, why]
+            reasons[layer.name] = [*kept, why, NOT_CALLED if layer.name in not_called else ""]
             layer.kernel = layer.kernel if stays_int8 else layer.kernel and DEQUANTIZED
 
 

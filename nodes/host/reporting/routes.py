@@ -12,7 +12,7 @@ from server import PromptServer
 from ....precision.commands import doctor
 from ....precision.devices.probes import flags_left_alone
 from ....precision.plan.rules import read
-from ..comfyui.known_calls import reasons_off
+from ..comfyui import self_test
 from ..load.alone import computing
 from ..load.devices import current_device
 from ..load.halving import halving
@@ -36,8 +36,7 @@ def serve_page() -> None:
 async def _device(_: web.Request) -> web.Response:
     with flags_left_alone():
         found = await asyncio.to_thread(lambda: doctor.diagnose(current_device()))
-    refused = list(dict.fromkeys(reasons_off().values()))
-    return web.json_response({**asdict(doctor.diagnosis_result(found)), "refused": refused})
+    return web.json_response({**asdict(doctor.diagnosis_result(found)), "refused": self_test.found})
 
 
 def _of_files(answer: Callable[[list], Any]) -> Callable:

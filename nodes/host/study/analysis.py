@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import comfy.utils
@@ -23,7 +23,6 @@ from ....precision.study.layer_error import LayerResult
 from ....precision.study.sensitivity import BARRED, KEPT, MAX_TRIALS, Analysis, Session, analyze
 from ..comfyui.attributes import WEIGHT_FUNCTIONS, casting, casts_weights, weight_functions
 from ..comfyui.gate import measuring
-from ..comfyui.known_calls import Feature, require
 from ..comfyui.layers import matrix_layers
 from ..comfyui.model_facts import model_facts
 from ..comfyui.page import show_progress
@@ -44,7 +43,6 @@ def analyze_model(
     Raises:
         HalfsafeError: the device cannot hold what the candidate stores, or the model's own output is not finite.
     """
-    require(Feature.LAYERS)
     if why := why_no_fp8(candidate, current_device()):
         raise HalfsafeError(f"Layers in {candidate} cannot be measured: {why}", "Choose another, such as int8.")
     wanted = Candidate(candidate, _multiplies_in_int8(patcher))
@@ -55,11 +53,11 @@ def analyze_model(
     def run() -> list[torch.Tensor]:
         return sample(clone, positive, negative, latent, seed, STEPS, image_denoise=0.75)
 
-    def begin_step(executor, *args):
+    def begin_step(executor, *args, **kwargs):
         doing = session.begin_step()
         show_progress(f"step {session.steps} of {2 * STEPS} to {bar.total}: {doing}")
         advance()
-        return executor(*args)
+        return executor(*args, **kwargs)
 
     @contextmanager
     def inside() -> Iterator[None]:
@@ -67,11 +65,16 @@ def analyze_model(
             yield
 
     subjects = subjects_of(patcher, wanted)
-    session = Session(subjects, wanted, run, core_weights, change, measuring)
+    session = Session(subjects, wanted, run, core_weights, change, _measured)
     watch_sampling(clone, begin_step, inside)
     analysis = analyze(session, target_db, pin)
     bar.update_absolute(bar.total)
     return analysis
+
+
+def _measured(module: torch.nn.Module, forward: Callable) -> Callable:
+    """Return what measures a layer in the calls whose arguments are known."""
+    return measuring(module, forward, module.forward)
 
 
 def _multiplies_in_int8(patcher: ModelPatcher) -> bool:
@@ -120,4 +123,4 @@ def change(module: torch.nn.Module, candidate: Candidate) -> list[Patch]:
         with lent(core_weights(module, x, candidate.dtype)) as (weight, bias):
             return with_fp16_sums(x.to(candidate.dtype), weight, bias).to(x.dtype)
 
-    return [*exchanged(module, call), *casting(module)]
+    return [*exchanged(module, call, module.forward), *casting(module)]

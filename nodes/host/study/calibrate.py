@@ -22,7 +22,6 @@ from ....precision.formats.comfy_format import can_be_quantized
 from ....precision.make.calibration import WIDTHS, CalibrationData, Products, products_bytes
 from ..comfyui.execution import is_on_several_devices
 from ..comfyui.gate import measuring
-from ..comfyui.known_calls import Feature, require
 from ..comfyui.layers import matrix_layers
 from ..comfyui.page import show_progress
 from ..comfyui.weights import calling_layers
@@ -53,7 +52,6 @@ def calibrate_model(
         CheckpointError: they do not fit on the disk of ``path``.
         HalfsafeError: ``previous`` is of another model, the model is spread over several devices, or it was not called.
     """
-    require(Feature.LAYERS)
     if is_on_several_devices(patcher):
         problem = "The model is spread over several devices."
         raise HalfsafeError(problem, "Calibrate on one device, before MultiGPU.")
@@ -93,16 +91,17 @@ def _sampled(
     advance = advancing(bar)
     clone = bare_clone(patcher)
 
-    def step(executor, *args):
+    def step(executor, *args, **kwargs):
         advance()
         show_progress(f"step {min(next(steps), STEPS)} of {STEPS}")
-        return executor(*args)
+        return executor(*args, **kwargs)
 
     @contextmanager
     def inside() -> Iterator[None]:
         next(calls)
-        forwards = {name: partial(summed, module.forward, sums[name]) for name, module in modules.items()}
-        watched = ((module, "forward", measuring(module, forwards[name])) for name, module in modules.items())
+        # A call with an argument that is not known is not summed: what the layer multiplies is not known either.
+        forwards = ((module, partial(summed, module.forward, sums[name])) for name, module in modules.items())
+        watched = ((module, "forward", measuring(module, forward, module.forward)) for module, forward in forwards)
         with patched(watched), calling_layers(modules.values()):
             yield
 

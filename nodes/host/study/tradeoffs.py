@@ -29,7 +29,6 @@ from ....precision.study.tradeoffs import Measurements, Setting, Tradeoff, why_n
 from ..accumulation.executor import with_accumulation
 from ..comfyui.attributes import CAST_DTYPE
 from ..comfyui.execution import is_on_several_devices, is_oom
-from ..comfyui.known_calls import Feature, require
 from ..comfyui.model_facts import held_storages, model_facts, storages
 from ..comfyui.page import show_progress
 from ..compute.executor import compute_of, set_compute
@@ -69,7 +68,6 @@ def measure_model(patcher: ModelPatcher, inputs: Inputs, settings: Sequence[Sett
     Raises:
         HalfsafeError: the reference is not finite or does not fit, or the model is spread over several devices.
     """
-    require(Feature.LAYERS)
     if is_on_several_devices(patcher):
         raise HalfsafeError("The model is spread over several devices.", "Measure on one device, before MultiGPU.")
     bar = comfy.utils.ProgressBar((len(settings) + 1) * STEPS)

@@ -62,7 +62,7 @@ def spied(monkeypatch):
     """A spy that knows each forward that `exchanged` or `int8_patches` puts on a layer."""
     spy, own_entering = InsideOfOurs(), weights.entering
 
-    def entering(module, forward):
+    def entering(module, forward, own=None):
         spy.products[module] = 0
 
         def run(*args, **kwargs):
@@ -72,7 +72,7 @@ def spied(monkeypatch):
             finally:
                 spy.inside.pop()
 
-        return own_entering(module, run)
+        return own_entering(module, run, own)
 
     for room in (weights, core_layers):
         monkeypatch.setattr(room, "entering", entering)

@@ -33,7 +33,7 @@ IF_THERE = {
     "comfy.ldm.lumina.model._int8_convrot_linear", "comfy.memory_management.aimdo_enabled", "comfy.quant_ops.ck", "comfy.ops.*.can_use_quantized_matmul",
     "comfy.model_patcher.ModelPatcher.additional_models", "comfy.model_patcher.ModelPatcher.is_multigpu_base_clone", "comfy.ops.*.pre_quant_scale",
     "comfy.ldm.qwen_image21.model.*.prefix_cache_enabled", "comfy.ldm.qwen_image21.model.*.qwen_image21_cache",
-    "comfy.ldm.qwen_image21.model.*.reset_prefix_cache", "comfy.cli_args.*.disable_comfy_compiler", "comfy.model_prefetch.*.cleanup_malloc_graph",
+    "comfy.ldm.qwen_image21.model.*.reset_prefix_cache", "comfy.cli_args.*.disable_comfy_compiler", "comfy.cli_args.*.use_ck_attention", "comfy.model_prefetch.*.cleanup_malloc_graph",
     "comfy.ldm.wan.model_animate2.*.animate2_cache", "comfy.ldm.wan.model_animate2.*.free",
     "comfy.ldm.modules.attention.*.config", "comfy.ldm.modules.attention.*.function",
 }  # fmt: skip

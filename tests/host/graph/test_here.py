@@ -51,6 +51,25 @@ def test_what_is_loaded_is_told_with_its_size_and_what_its_file_asks_for(comfy, 
     families.unload_models()
 
 
+def test_an_attention_that_a_node_chose_and_its_switch_are_told(comfy, models_dir, monkeypatch):
+    """As ComfyUI 0.33 has it: comfy-kitchen's attention for all models, or by ModelAttentionBackend for one."""
+    model = families.load(comfy, tiny_models.wan(models_dir / "diffusion_models" / "chosen.safetensors"), "as_file", "auto")
+
+    def attention_comfy_kitchen_int8(q, k, v, heads, **kwargs):
+        return q
+
+    def choosing(optimized_attention):
+        return lambda _, *args, **kwargs: optimized_attention(*args, **kwargs)
+
+    model.model_options["transformer_options"]["optimized_attention_override"] = choosing(attention_comfy_kitchen_int8)
+    load_models_gpu([model])
+    assert fact("attention").here.endswith("comfy-kitchen's int8 in WAN21, as a node requests")
+    assert "--use-ck-attention" not in fact("attention").switch
+    monkeypatch.setattr(here, "args", SimpleNamespace(use_ck_attention=False, vram_headroom=1, fast_disk=False))
+    assert fact("attention").switch.endswith("--use-ck-attention")
+    families.unload_models()
+
+
 @pytest.mark.parametrize("profile", ["this device", "sm_75"])
 def test_device_info_tells_them_of_this_device_alone(comfy, profile):
     text, data = comfy.run("HalfsafeDeviceInfo", profile=profile)

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from halfsafe.nodes.host.comfyui.code_owner import code_owner
 from halfsafe.nodes.host.guard.escalation import learned_of
-from halfsafe.nodes.host.replay.code_owner import code_owner
 from halfsafe.nodes.host.replay.restart import MOST_RESTARTS, Sampling, StartAgain
 from halfsafe.precision.guard.verdicts import BEGINS_SAFE, GOES_ON
 from support import families

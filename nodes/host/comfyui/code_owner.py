@@ -17,7 +17,7 @@ from comfy.patcher_extension import WrappersMP
 from ....precision.base.nested import leaves
 
 if TYPE_CHECKING:
-    from .call import Call
+    from ..replay.call import Call
 
 HALFSAFE = Path(__file__).absolute().parents[3]
 COMFYUI = Path(inspect.getfile(comfy.model_management)).absolute().parents[1]
