@@ -177,8 +177,8 @@ function curedText(event) {
 }
 
 /** Whether a guard's message says that parts of its model run wider from here on. @param {any} message @returns {boolean} */
-export function isWider({ event, verdict, of }) {
-  return !of && (event ? event.recovered && event.kind !== "drift" : verdict === "clean");
+export function isWider({ kind, event, verdict, of }) {
+  return !of && kind !== "calls" && (event ? event.recovered && event.kind !== "drift" : verdict === "clean");
 }
 
 /** What an error says, and whether it was told before: by a guard, or by ComfyUI where it is not of the pack. @param {any} detail of an `execution_error` event @param {Run | null} run @returns {RunError} */

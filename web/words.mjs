@@ -131,6 +131,9 @@ function inLines(text) {
 
 /** A text cut in two where one of both is known; null where none is. @param {string} text @returns {string | null} */
 function inParts(text) {
+  const list = text.split("; ");
+  const listed = list.map((part) => (list.length > 1 ? said(part) : part));
+  if (listed.some((part, place) => part !== list[place])) return listed.join(t("; "));
   for (const [joint, joined] of joints()) {
     for (let at = text.lastIndexOf(joint); at > 0; at = text.lastIndexOf(joint, at - 1)) {
       const end = joint.startsWith(STOP) ? at + 1 : at;

@@ -51,7 +51,7 @@ NOT_SAID = """async (expected) => { const { said } = await import("/extensions/H
 def comfy(opened_page) -> ComfyPage:
     """A page with a report and a guard node on it, the guard before the report."""
     opened_page.add("HalfsafeLoadDiffusionModel", "HalfsafeNaNGuard", "HalfsafeReport")
-    opened_page.evaluate("() => { const [load, guard, report] = app.graph.nodes; load.connect(0, guard, 'model'); guard.connect(0, report, 'model'); }")
+    opened_page.evaluate("() => { const [load, guard, report] = app.graph.nodes; load.connect(0, guard, 'model'); guard.connect(0, report, 'model'); guard.setSize([420, guard.size[1]]); }")  # a badge keeps to its node
     return opened_page
 
 

@@ -51,6 +51,8 @@ async def _told(server: Server, request: dict, settings: dict[str, str]) -> tupl
             assert answer.status == 200, await answer.text()
             prompt_id = (await answer.json())["prompt_id"]
         async for message in _messages(sockets["page"]):
+            if message["type"] == "halfsafe.guard" and message["data"]["kind"] == "calls":
+                continue  # of a guard that found nothing
             if message["type"] == "halfsafe.guard":
                 events.append(message["data"])
             elif message["type"] in ("execution_success", "execution_error") and message["data"]["prompt_id"] == prompt_id:

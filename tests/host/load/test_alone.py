@@ -3,6 +3,7 @@
 import comfy.sd
 import pytest
 from halfsafe.nodes.host.load import alone
+from halfsafe.precision.base.dtypes import name_of
 from halfsafe.precision.devices.detect import detect
 from support import tiny_models
 
@@ -12,9 +13,9 @@ def test_a_model_is_told_that_computes_in_another_dtype_with_comfyui_alone(comfy
     path = tiny_models.wan(models_dir / "diffusion_models" / "alone.safetensors")
     monkeypatch.setattr(alone, "current_device", lambda: detect(profile=profile))
     model = comfy_model(path)
-    core = str(model.manual_cast_dtype or model.get_dtype()).removeprefix("torch.")
+    core = name_of(model.manual_cast_dtype or model.get_dtype())
     told = alone.computing([("diffusion_models", "alone.safetensors"), ("diffusion_models", "missing.safetensors")])
-    assert told == ([{"file": "alone.safetensors", "guarded": "bf16", "alone": core}] if differs else [])
+    assert told == ([{"file": "alone.safetensors", "guarded": "fp16", "alone": core}] if differs else [])
 
 
 def comfy_model(path):
