@@ -160,7 +160,7 @@ def test_a_command_that_lasts_is_asked_to_end_and_then_ended():
     assert rows.ended([sys.executable, "-c", "print('done')"], float("inf"), os.environ) == (0, "done\n")
 
 
-def test_dynamic_vram_is_turned_on_at_comfyuis_own_log_level(monkeypatch):
+def test_dynamic_vram_is_turned_on_with_a_log_level_as_comfyui_sets_one(monkeypatch):
     """Without one comfy-aimdo writes each allocation to stderr, where a failed test's words then cannot be seen."""
     import comfy.memory_management
     import comfy.model_management
@@ -173,8 +173,9 @@ def test_dynamic_vram_is_turned_on_at_comfyuis_own_log_level(monkeypatch):
     monkeypatch.setattr(comfy.memory_management, "aimdo_enabled", False)
     for name, answer in (("init", True), ("init_devices", True)):
         monkeypatch.setattr(comfy_aimdo.control, name, lambda *_, answer=answer: answer)
-    monkeypatch.setattr(comfy_aimdo.control, "set_log_info", lambda: levels.append("info"))
-    assert turn_on_dynamic_vram() and levels == ["info"]
+    for name in ("info", "warning", "error"):
+        monkeypatch.setattr(comfy_aimdo.control, f"set_log_{name}", lambda name=name: levels.append(name))
+    assert turn_on_dynamic_vram() and len(levels) == 1
 
 
 @pytest.mark.slow
