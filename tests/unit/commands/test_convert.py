@@ -221,7 +221,7 @@ def test_inspect_tells_dialect_scales_and_what_comfyui_would_do(tmp_path, writer
     weights, biases = dialects.reference()
     inspection = inspect_file(writer(tmp_path / "a.safetensors", weights, biases))
     assert (inspection.dialect, inspection.scales, inspection.layers) == (dialect, scales, 2)
-    assert inspection.problems == [] and inspection.parameters == 2 * 256 * 384 + 2 * 256
+    assert not inspection.values and inspection.problems == [] and inspection.parameters == 2 * 256 * 384 + 2 * 256
     assert sum(row["bytes"] for row in inspection.dtypes.values()) == inspection.bytes
     assert (statement is None and not inspection.in_comfyui) or any(statement in text for text in inspection.in_comfyui)
 
@@ -229,7 +229,7 @@ def test_inspect_tells_dialect_scales_and_what_comfyui_would_do(tmp_path, writer
 def test_inspect_reports_a_lost_scale_as_a_problem(tmp_path):
     save_file({"a.weight": torch.ones(4, 4).to(E4M3), "a.my_scale": torch.ones(1)}, tmp_path / "a.safetensors")
     inspection = inspect_file(tmp_path / "a.safetensors")
-    assert inspection.dialect is None and "a.my_scale" in inspection.problems[0]
+    assert inspection.dialect is None and "a.my_scale" in inspection.problems[0].text
 
 
 @pytest.mark.parametrize("writer", [dialects.plain, dialects.comfy_quant, dialects.modelopt, dialects.block_wise])
@@ -280,4 +280,4 @@ def test_inspect_names_the_attention_that_a_file_asks_for_and_convert_keeps_it(t
         assert inspection.attention == {"comfy_kitchen_int8": 2} and inspection.problems == []
         assert "2 in comfy_kitchen_int8" in inspection_text(inspection) and any("0.38" in line for line in inspection.in_comfyui)
     save_file({"a.weight": torch.ones(4, 4), "attn.config": torch.ones(4, dtype=torch.uint8)}, source)
-    assert "attn.config" in inspect_file(source).problems[0]
+    assert "attn.config" in inspect_file(source).problems[0].text
