@@ -106,11 +106,6 @@ def inspect_file(path, values: bool = False, progress: Callable[[int], None] | N
     return replace(found, values=values, problems=problems)
 
 
-def scan_file(path, progress: Callable[[int], None] | None = None) -> Inspection:
-    """Inspect a file and its values."""
-    return inspect_file(path, values=True, progress=progress)
-
-
 def _described(checkpoint: Checkpoint) -> dict[str, Any]:
     weights, model = list(checkpoint.weights.values()), family_of(checkpoint.model_shapes).name
     attention = _attention(checkpoint)

@@ -11,7 +11,7 @@ from halfsafe.precision.base.dtypes import QUANTIZED_NAMES
 from halfsafe.precision.base.errors import CheckpointError, HalfsafeError, StorageNotHeld
 from halfsafe.precision.base.options import STORAGE_OPTIONS
 from halfsafe.precision.commands.convert import conversion_text, convert_file, decide
-from halfsafe.precision.commands.inspect import inspect_file, inspection_text, scan_file
+from halfsafe.precision.commands.inspect import inspect_file, inspection_text
 from halfsafe.precision.files.safetensors_file import open_checkpoint
 from halfsafe.precision.formats.checkpoint import read_checkpoint
 from halfsafe.precision.formats.registry import FORMAT_OF_STORAGE
@@ -45,7 +45,7 @@ def check_inspect(path: Path, random: Random) -> None:
 
 def check_scan(path: Path, random: Random) -> None:
     seen: list[int] = []
-    scan = scan_file(path, seen.append)
+    scan = inspect_file(path, values=True, progress=seen.append)
     printable(asdict(scan), inspection_text(scan))
     if sum(seen) != open_checkpoint(path).data_bytes:
         raise Wrong("scan did not count every byte")
@@ -68,7 +68,7 @@ def check_convert(path: Path, random: Random) -> None:
 
 
 def _same_numbers(path: Path, target: Path, storage: str) -> None:
-    bad = [finding for finding in scan_file(target).problems if finding.kind != "fp16_range"]
+    bad = [finding for finding in inspect_file(target, values=True).problems if finding.kind != "fp16_range"]
     if bad:
         raise Wrong(f"the result holds what the source did not: {bad[0].text}")
     before, after = (read_checkpoint(file, file.metadata, file.path) for file in map(open_checkpoint, (path, target)))
