@@ -99,14 +99,12 @@ def plan_load(
     rules: Rules,
     free_device_bytes: int | None,
     formats: Container[str] = QUANTIZED_NAMES,
-    fitted: bool = False,
     streamed_from: int | None = None,
 ) -> LoadPlan:
     """Resolve ``storage`` and ``compute`` for a model on a device.
 
     Args:
         free_device_bytes: memory left on the device, None where weights live in host memory anyway.
-        fitted: go below 8 bits where the model does not fit in them, as with ``auto``, though ``storage`` has 8.
         streamed_from: as for :func:`~halfsafe.precision.plan.auto.auto_storage`.
     """
     computed = choose_compute(facts, device, compute)
@@ -114,7 +112,7 @@ def plan_load(
     decisions = plan_storage(facts.layers, choice.used, rules)
     if smallest_storage(device, compute)[0] == "int8":
         decisions = _many_scales_in_int8(facts, decisions)
-    if (storage == "auto" or fitted) and choice.used in EIGHT_BITS and free_device_bytes is not None:
+    if storage == "auto" and choice.used in EIGHT_BITS and free_device_bytes is not None:
         choice, decisions = _fitted(facts, device, choice, decisions, rules, free_device_bytes, formats)
     storages = {name: facts.file_dtype if d.storage == "as_file" else d.storage for name, d in decisions.items()}
     storages |= facts.formats
