@@ -49,13 +49,7 @@ class MeasurePrecisions(io.ComfyNode):
                     "negative", optional=True, tooltip="Sampled if connected, with cfg, at twice the time."
                 ),
                 io.Float.Input(
-                    "cfg",
-                    default=4.0,
-                    min=0.0,
-                    max=100.0,
-                    step=0.1,
-                    optional=True,
-                    tooltip="Of the sampler. Without a negative it is not used.",
+                    "cfg", default=4.0, min=0.0, max=100.0, step=0.1, optional=True, tooltip="Used with a negative."
                 ),
             ],
             outputs=[

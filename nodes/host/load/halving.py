@@ -18,17 +18,10 @@ from ....precision.files.safetensors_file import open_checkpoint
 from ....precision.formats.checkpoint import Checkpoint, read_checkpoint
 from ....precision.formats.comfy_format import AS_FILE
 from ....precision.formats.registry import FORMAT_OF_STORAGE
+from ....precision.plan import storage as plan
 from ....precision.plan.auto import smallest_storage, why_low_bits_are_slow
 from ....precision.plan.facts import layer_specs
 from ....precision.plan.rules import TEXT_ENCODER_RULES, Rules, rules_from
-from ....precision.plan.storage import (
-    EIGHT_BITS,
-    FEWER_BITS,
-    PREDICTED_ERROR,
-    bytes_in_memory,
-    plan_storage,
-    smallest_of_encoder,
-)
 from ..comfyui.attributes import MEMORY_ESTIMATE
 from ..comfyui.model_facts import held_storages
 from .controlnet import DIFFERENCE
@@ -59,9 +52,9 @@ class Part(NamedTuple):
 
     def bytes_in(self, storage: str) -> int:
         """Count the bytes of the weights in a storage; their sensitive layers stay."""
-        layers = plan_storage(layer_specs(self.checkpoint, self.prefix), storage, self.rules)
+        layers = plan.plan_storage(layer_specs(self.checkpoint, self.prefix), storage, self.rules)
         decisions = {f"{self.prefix}{layer}.weight": decision for layer, decision in layers.items()}
-        return bytes_in_memory(self.checkpoint.weights.values(), decisions)
+        return plan.bytes_in_memory(self.checkpoint.weights.values(), decisions)
 
     def held(self) -> set[str]:
         """Return the storages of its quantized weights."""
@@ -78,14 +71,14 @@ def halving(loaders: list[dict]) -> dict:
     fewer than 8 bits are not faster here; ``errors``: storage -> error of a layer; ``loaders``: see :func:`_judged`.
     """
     storage, why = smallest_storage(current_device())
-    options = {MODEL: storage, CLIP: smallest_of_encoder(held_storages())}
+    options = {MODEL: storage, CLIP: plan.smallest_of_encoder(held_storages())}
     reserved = None if comfy.model_management.is_device_cpu(compute_device()) else args.reserve_vram
     return {
         **options,
         "why": why,
         "reserved": size_text(int(reserved * 2**30)) if reserved else "",
         "slow": why_low_bits_are_slow(current_device()),
-        "errors": {name: f"{100 * error:.2g} %" for name, error in PREDICTED_ERROR.items()},
+        "errors": {name: f"{100 * error:.2g} %" for name, error in plan.PREDICTED_ERROR.items()},
         "loaders": [_judged(loader, options) for loader in loaders],
     }
 
@@ -120,7 +113,7 @@ def _judged(loader: Mapping, options: Mapping[str, str]) -> dict:
     is_cast, then = loader.get("in_8_bits"), _sum(parts, chosen)
     now = then if is_cast else _sum(parts, {})
     saves = not parts or now - then > LEAST * now
-    left = [] if saves else [_fewer(parts, name, now) for name in FEWER_BITS]
+    left = [] if saves else [_fewer(parts, name, now) for name in plan.FEWER_BITS]
     is_in_8_bits = is_cast or any(part.held() for part in parts)
     return {
         "reason": "" if saves else NOT_16_BIT if is_in_8_bits else NO_LAYER,
@@ -148,7 +141,8 @@ def _storage_beside(parts: list[Part], option: str, default: str) -> str:
     """Choose the storage in which weights that are quantized already stay as they are."""
     where = DEVICES[option]()
     usable = set().union(*(part.held() for part in parts if part.option == option)) - unheld_on(where).keys()
-    return default if not usable else next(iter(usable)) if len(usable) == 1 and usable <= {*EIGHT_BITS} else AS_FILE
+    own = [storage for storage in plan.EIGHT_BITS if usable == {storage}]
+    return next(iter(own), AS_FILE) if usable else default
 
 
 def _sum(parts: list[Part], storages: Mapping[str, str]) -> int:
