@@ -108,17 +108,17 @@ def test_a_badge_says_what_a_model_fell_back_to_until_its_node_runs_anew(comfy: 
 
     def badge_after(*cached: str, end: str = "execution_success") -> str:
         for event, detail in (("execution_start", {}), ("execution_cached", {"nodes": list(cached)}), (end, {})):
-            comfy.send(event, prompt_id="b", **detail)
+            comfy.send(event, prompt_id="shown", **detail)
         comfy.show({node: {"halfsafe_badge": ["fp32 \u00b7 fp16 \u00b7 guarded"]}})
         return comfy.badges()["HalfsafeNaNGuard"]
 
     assert badge_after(end="") == "fp32 \u00b7 plans fp16 \u00b7 guarded", "it runs yet"
     assert badge_after() == "fp32 \u00b7 fp16 \u00b7 guarded"
-    tell(comfy, "b", node_id="a guard of its own", fell_back=node)
+    tell(comfy, "shown", node_id="a guard of its own", fell_back=node)
     assert comfy.badges()["HalfsafeNaNGuard"] == "fp32 \u00b7 fp16_safe \u00b7 guarded"
     assert badge_after(node) == "fp32 \u00b7 fp16_safe \u00b7 guarded", "the server sends a cached node's badge again as it was planned"
     assert badge_after() == "fp32 \u00b7 fp16 \u00b7 guarded"
-    tell(comfy, "b", kind="verdict", verdict="clean", event=None, message="Started as the last repair ended, with these in a higher precision: blocks.0.")
+    tell(comfy, "shown", kind="verdict", verdict="clean", event=None, message="Started as the last repair ended, with these in a higher precision: blocks.0.")
     assert comfy.badges()["HalfsafeNaNGuard"] == badge_after(node) == "fp32 \u00b7 fp16, some layers wider \u00b7 guarded"
 
 
