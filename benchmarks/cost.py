@@ -267,7 +267,10 @@ class _executed:
 
 class _Executor:
     def __init__(self, model, given: dict, forward: Callable):
+        from comfy.model_base import BaseModel
+
         self.class_obj, self.given, self.forward = model, given, forward
+        self.original = BaseModel._apply_model.__get__(model)
 
     def __call__(self, x, t, c_concat, c_crossattn, control, transformer_options, **extra):
         return self.forward(x, t, **self.given, transformer_options=transformer_options)
