@@ -209,7 +209,7 @@ class SafeOperation:
         if of_weight < SMALLEST_WEIGHT or not math.isfinite(of_weight):
             self.scale.in_fp32 = True
         if not self.scale.in_fp32:
-            self.scale.calibrate(magnitude, max(1.0, *row_sum))
+            self.scale.calibrate(magnitude, max([1.0, *row_sum]))
 
 
 def multiplied(
