@@ -89,7 +89,7 @@ class LoadCheckpoint(Loader):
                 compute_input(),
                 storage_input(
                     "clip_storage",
-                    "The dtype of the text encoder's weights. auto: ComfyUI's choice, fp8 if memory is short.",
+                    "The dtype of the text encoder's weights. auto: ComfyUI's choice, int8 if memory is short.",
                 ),
                 vae_dtype_input("vae_dtype"),
                 rules_input(),
@@ -138,7 +138,7 @@ class LoadCLIP(Loader):
                     "type", options=encoders.text_encoder_types(), tooltip="The model family the encoder is for."
                 ),
                 storage_input(
-                    tooltip="auto: ComfyUI's choice, fp8 if memory is short. fp8 and int8 save memory, not time."
+                    tooltip="auto: ComfyUI's choice, int8 if memory is short. fp8 and int8 save memory, not time."
                 ),
                 compute_input(),
                 *more,

@@ -30,7 +30,8 @@ class MeasurePrecisions(io.ComfyNode):
             has_intermediate_output=True,
             inputs=[
                 io.Model.Input(
-                    "model", tooltip="The model, LoRAs included, loaded as_file to compare storages. It is not changed."
+                    "model",
+                    tooltip="The model, LoRAs included. Its file's own weights are measured, whatever storage it has.",
                 ),
                 io.Conditioning.Input("positive", tooltip="A typical prompt."),
                 io.Latent.Input(
@@ -42,10 +43,13 @@ class MeasurePrecisions(io.ComfyNode):
                     "candidates",
                     multiline=True,
                     default=DEFAULT_SETTINGS,
-                    tooltip="One <storage>/<compute> per line, such as int8/auto; # comments. as_file: as loaded.",
+                    tooltip="One <storage>/<compute> per line, such as int8/auto; # comments. as_file: as in the file.",
                 ),
                 io.Conditioning.Input(
-                    "negative", optional=True, tooltip="Sampled if connected, with cfg 4, at twice the time."
+                    "negative", optional=True, tooltip="Sampled if connected, with cfg, at twice the time."
+                ),
+                io.Float.Input(
+                    "cfg", default=4.0, min=0.0, max=100.0, step=0.1, optional=True, tooltip="Used with a negative."
                 ),
             ],
             outputs=[
@@ -66,8 +70,8 @@ class MeasurePrecisions(io.ComfyNode):
         return True
 
     @classmethod
-    def execute(cls, model, positive, latent_image, seed, candidates, negative=None) -> io.NodeOutput:
-        inputs = host.Inputs(positive, negative, latent_image, seed)
+    def execute(cls, model, positive, latent_image, seed, candidates, negative=None, cfg=4.0) -> io.NodeOutput:
+        inputs = host.Inputs(positive, negative, latent_image, seed, cfg)
         found = host.measure_model(model, inputs, settings_from(candidates))
         text = table_text(found)
         chart = torch.from_numpy(tradeoffs_chart(found)).unsqueeze(0)

@@ -15,6 +15,8 @@ const MODEL_FILE = /\.(safetensors|sft|gguf|ckpt|pt|pth|bin)$/i;
  *   given by name, its node on the page, and the nodes of the subgraphs that this one lies in, the outermost first
  * @typedef {Map<string, Step>} Flow by id, such as "12:3"
  * @typedef {{step: Step, name: string, slot: number, from: string, output: number}} Take an input of a step that another step gives
+ * @typedef {{model: Take, positive: Take, negative: Take | null, latent_image: Take, left: Take[], cfg: any, cfgFrom?: Take}} Sampling what a sampler is given; prompts
+ *   of its guider that are left out; its cfg, as the prompt has it, and the input of that
  * @typedef {{id: any, slot: number, after: any}} Origin where a link begins in its graph: a node's output or an input of the subgraph; the last
  *   reroute of the link
  */
@@ -109,6 +111,26 @@ export function usesOf(flow, type) {
   });
 }
 
+/** What a step samples, once for each model it calls; nothing where it is no sampler that can be read. @param {Flow} flow @param {Step} step @returns {Sampling[]} */
+export function samplingsOf(flow, step) {
+  if (step.type.startsWith(OURS) || !outputsOf(step).includes("LATENT")) return [];
+  const of = (/** @type {Step} */ one, /** @type {string} */ type) => takesOf(one).filter((take) => typeOf(flow, take) === type);
+  const [latent] = of(step, "LATENT");
+  const [guider] = of(step, "GUIDER");
+  const holder = guider ? flow.get(guider.from) : step;
+  if (!latent || !holder) return [];
+  const prompts = of(holder, "CONDITIONING");
+  const negative = prompts.find(({ name }) => name === "negative") ?? null;
+  const [positive, ...left] = prompts.filter((prompt) => prompt !== negative);
+  const [model, second] = of(holder, "MODEL");
+  if (!model || !positive) return [];
+  const cfg = holder.given.cfg ?? holder.given.cfg_conds;
+  const cfgFrom = takesOf(holder).find(({ name }) => name === "cfg");
+  if (!second) return [{ model, positive, negative: cfg === 1 ? null : negative, latent_image: latent, left, cfg, cfgFrom }];
+  const alone = { latent_image: latent, left, cfg, negative: null }; // DualModelGuider: a prompt for each model
+  return [{ ...alone, model, positive }, ...(negative ? [{ ...alone, model: second, positive: negative }] : [])];
+}
+
 /** What a step makes a value of a type from. @param {Flow} flow @param {string} id @param {string} type @returns {string[]} ids */
 function madeFrom(flow, id, type) {
   const step = flow.get(id);
@@ -121,6 +143,12 @@ export function loadersOf(flow, id, type) {
   const before = madeFrom(flow, id, type);
   if (!before.length) return [id];
   return [...new Set(before.flatMap((from) => loadersOf(flow, from, type)))];
+}
+
+/** The steps that a value of a type came through, the one that gives it first. @param {Flow} flow @param {string} id @param {string} type @returns {Step[]} */
+export function wayOf(flow, id, type) {
+  const step = flow.get(id);
+  return step ? [step, ...madeFrom(flow, id, type).flatMap((from) => wayOf(flow, from, type))] : [];
 }
 
 /** Whether a value passed a wanted step, on every way that leads to it. @param {Flow} flow @param {string} id @param {string} type @param {(step: Step) => boolean} wanted @returns {boolean} */

@@ -66,17 +66,20 @@ export function link(from, output, to, input) {
 
 /** Put rules into the Layer Rules node before a node, which is made where there is none. @param {any} app @param {any} node @param {string} rules */
 export function keepRules(app, node, rules) {
-  undoable(app, () => {
-    const slot = node.inputs.findIndex((/** @type {any} */ input) => input.name === "rules");
-    const present = node.getInputNode(slot);
-    const holder = present?.comfyClass === RULES ? present : addNode(node.graph, RULES, [node.pos[0] - 440, node.pos[1]]);
-    if (holder !== present) {
-      holder.pos = [node.pos[0] - holder.size[0] - GAP, node.pos[1]];
-      setWidget(holder, "preset", "none");
-      link(holder, 0, node, slot);
-    }
-    setWidget(holder, "rules", rules);
-  });
+  undoable(app, () => putRules(node, () => rules));
+}
+
+/** Change the rules in the Layer Rules node before a node, which is made where there is none. @param {any} node @param {(before: string) => string} change */
+export function putRules(node, change) {
+  const slot = node.inputs.findIndex((/** @type {any} */ input) => input.name === "rules");
+  const present = node.getInputNode(slot);
+  const holder = present?.comfyClass === RULES ? present : addNode(node.graph, RULES, [node.pos[0] - 440, node.pos[1]]);
+  if (holder !== present) {
+    holder.pos = [node.pos[0] - holder.size[0] - GAP, node.pos[1]];
+    setWidget(holder, "preset", "none");
+    link(holder, 0, node, slot);
+  }
+  setWidget(holder, "rules", change(present === holder ? holder.widgets.find((/** @type {any} */ { name }) => name === "rules").value : ""));
 }
 
 /** Every node of the workflow, those in subgraphs too. @param {any} app @returns {any[]} */

@@ -11,7 +11,7 @@ import { RulesNote } from "./rules.mjs";
 import { errorOf, isWider, RunLog, toastFor, toastOf } from "./run.mjs";
 import { allNodes, isPlannedAnew, keepRules, showMe, showNodes, showWhole, upstream } from "./graph.mjs";
 import { guardWorkflow, isGuard, unguardWorkflow, whereText } from "./guard.mjs";
-import { isMeasure, measureWorkflow, unmeasureWorkflow } from "./measure.mjs";
+import { isMeasure, measureWorkflow, unmeasureWorkflow, useMeasured } from "./measure.mjs";
 import { canBeHalved, halveMemory, isHalved, putLoadersBack } from "./memory.mjs";
 import { Sidebar } from "./sidebar.mjs";
 import { Tabs } from "./tabs.mjs";
@@ -110,7 +110,8 @@ function addWidget(node, name, element, minHeight, size) {
 
 /** @param {any} node */
 function addResult(node) {
-  const height = WITH_RESULT[node.comfyClass], panel = new ResultPanel(height);
+  const height = WITH_RESULT[node.comfyClass];
+  const panel = new ResultPanel(height, async (use) => answer(await useMeasured(app, node, use)));
   addWidget(node, "halfsafe_result", panel.element, height, RESULT_SIZE);
   results.set(node, { panel, output: undefined });
 }
@@ -326,7 +327,7 @@ function drawSidebar(one) {
   const actions = { showMe: () => showMe(app), guard: () => guardWorkflow(app), unguard, measure: () => measureWorkflow(app), unmeasure, halve: () => halveMemory(app, api), unhalve, watch: (/** @type {string} */ value) => app.extensionManager.setting.set(WATCH, value) };
   const about = { device: device ? together([...device.refused.map(said), sentenceOf(device)]) : "", here, took: timing.text };
   const waiting = { refused: log.refused(tab), isWaiting };
-  one.draw(isWaiting ? null : log.of(tab), reports, { ...about, ...waiting, watching, tab, nodes, redraw: drawTab, ...actions }, { titleOf: (id) => nodeById(id)?.title ?? t("Guard"), goTo });
+  one.draw(isWaiting ? null : log.of(tab), reports, { ...about, ...waiting, watching, tab, nodes, redraw: drawTab, ...actions }, { titleOf: (id) => nodeById(id)?.title ?? t("Guard"), has: (id) => Boolean(nodeById(id)), use: (id, use) => useMeasured(app, nodeById(id), use), goTo });
 }
 
 /** Show the node of a card, and say where that is if the page shows another graph then. @param {string} id */
@@ -444,8 +445,9 @@ async function askDevice() {
   drawTab();
 }
 
-/** Say what was done outside of the sidebar. @param {string} done in words */
-function answer(done) {
+/** Say what was done outside of the sidebar. @param {import("./measure.mjs").Told} told */
+function answer(told) {
+  const done = typeof told === "string" ? told : told.text;
   sidebar?.tell(done);
   tell(ourToast("success", done, "", 6000), tabs.open);
   drawTab();
@@ -453,7 +455,7 @@ function answer(done) {
 
 /** What the context menu of a loader offers. @param {any} node */
 function loaderMenu(node) {
-  const item = (/** @type {string} */ content, /** @type {() => Promise<string>} */ act) => ({ content, callback: async () => answer(await act()) });
+  const item = (/** @type {string} */ content, /** @type {() => Promise<import("./measure.mjs").Told>} */ act) => ({ content, callback: async () => answer(await act()) });
   if (isHalved(node)) return [item(t("Put ComfyUI's loader back"), () => putLoadersBack(app, node))];
   return canBeHalved(node) ? [item(t("Halve the memory"), () => halveMemory(app, api, node))] : [];
 }

@@ -1,26 +1,33 @@
 // @ts-check
-/** *Measure my card*, and its way back. */
-import { fileOf, lead, loadersOf, originOf, outputsOf, readFlow, takesOf, typeOf } from "./flow.mjs";
-import { allNodes, link, RUNS, showAmong, showNodes, undoable } from "./graph.mjs";
+/** *Measure my card*, its way back, and *Use this*. */
+import { fileOf, lead, loadersOf, originOf, outputsOf, readFlow, samplingsOf, takesOf, typeOf, usesOf, wayOf } from "./flow.mjs";
+import { allNodes, link, putRules, RUNS, setWidget, showAmong, showNodes, undoable } from "./graph.mjs";
 import { PUT_IN, titled, whereText } from "./guard.mjs";
+import { canBeHalved, inOneStep, loadInstead } from "./memory.mjs";
 import { placeBetween } from "./room.mjs";
-import { t, together } from "./words.mjs";
+import { t, together, whyUnchanged } from "./words.mjs";
 
 const MEASURE = "HalfsafeMeasurePrecisions";
 const BY_MEASURE = "measure";
 /** The size at which the chart of Measure Precisions is read. */
 const CHART = [520, 300];
 const GAP = 40;
-/** What Measure Precisions samples with where it is given a negative prompt. */
-const CFG = 4;
+const OURS = ["HalfsafeLoadDiffusionModel", "HalfsafeLoadCheckpoint"];
+const COMPUTE_DTYPE = "HalfsafeComputeDtype";
+const ONE = "HalfsafeAutoPrecision";
+const LAYER_RULES = "HalfsafeLayerRules";
+/** The goals of the one node that compute as loaders do with compute `auto`. */
+const AS_AUTO = ["balanced", "memory"];
+/** The end of a line that *Use this* put into the rules of the one node. */
+const MEASURED = "  # measured";
 const MADE = ["LATENT", "IMAGE", "VIDEO", "AUDIO"];
 
 /**
  * @typedef {import("./flow.mjs").Flow} Flow
  * @typedef {import("./flow.mjs").Step} Step
  * @typedef {import("./flow.mjs").Take} Take
- * @typedef {{model: Take, positive: Take, negative: Take | null, latent_image: Take, left: Take[], cfg: any}} Sampling what a sampler is given; prompts of
- *   its guider that are left out
+ * @typedef {import("./flow.mjs").Sampling} Sampling
+ * @typedef {{storage: string, compute: string, rules: string}} Use options of a loader, and settings of a rule that computes so
  * @typedef {{text: string, choices: {name: string, act: () => Promise<Told>}[]}} Question
  * @typedef {string | Question} Told
  */
@@ -64,25 +71,6 @@ function samplingsByModel(flow) {
     if (!models.has(name)) models.set(name, sampling);
   }
   return models;
-}
-
-/** What a step samples, once for each model it calls; nothing where it is no sampler that can be read. @param {Flow} flow @param {Step} step @returns {Sampling[]} */
-function samplingsOf(flow, step) {
-  if (step.type === MEASURE || !outputsOf(step).includes("LATENT")) return [];
-  const of = (/** @type {Step} */ one, /** @type {string} */ type) => takesOf(one).filter((take) => typeOf(flow, take) === type);
-  const [latent] = of(step, "LATENT");
-  const [guider] = of(step, "GUIDER");
-  const holder = guider ? flow.get(guider.from) : step;
-  if (!latent || !holder) return [];
-  const prompts = of(holder, "CONDITIONING");
-  const negative = prompts.find(({ name }) => name === "negative") ?? null;
-  const [positive, ...left] = prompts.filter((prompt) => prompt !== negative);
-  const [model, second] = of(holder, "MODEL");
-  if (!model || !positive) return [];
-  const cfg = holder.given.cfg ?? holder.given.cfg_conds;
-  if (!second) return [{ model, positive, negative: cfg === 1 ? null : negative, latent_image: latent, left, cfg }];
-  const alone = { latent_image: latent, left, cfg, negative: null }; // DualModelGuider: a prompt for each model
-  return [{ ...alone, model, positive }, ...(negative ? [{ ...alone, model: second, positive: negative }] : [])];
 }
 
 /** The inputs of a sampling that Measure Precisions has too. @param {Sampling} sampling */
@@ -136,17 +124,28 @@ async function put(app, sampling, name) {
       const origin = /** @type {import("./flow.mjs").Origin} */ (originOf(step.node, slot));
       lead(graph, origin, measure, measure.inputs.findIndex((/** @type {any} */ one) => one.name === input));
     }
+    giveCfg(sampling, measure);
     link(measure, 2, show, 0);
   });
   await showAmong(app, [measure, show], graph.nodes);
   const where = graph.isRootGraph ? "" : whereText(graph);
-  return together([t("2 nodes were added: press the blue arrow above them."), where, ...notUsed(sampling)]);
+  return together([t("2 nodes were added: press the blue arrow above them."), where, ...notUsed(sampling, measure)]);
 }
 
-/** What is sampled with another value than in the workflow. @param {Sampling} sampling */
-function notUsed({ negative, cfg, left }) {
+/** Sample with the sampler's own cfg, where Measure Precisions samples the negative prompt too. @param {Sampling} sampling @param {any} measure */
+function giveCfg({ cfg, cfgFrom, latent_image }, measure) {
+  const { graph } = latent_image.step.node;
+  const origin = cfgFrom && cfgFrom.step.node?.graph === graph ? originOf(cfgFrom.step.node, cfgFrom.slot) : null;
+  if (typeof cfg === "number") setWidget(measure, "cfg", cfg);
+  else if (origin) lead(graph, origin, measure, measure.inputs.findIndex((/** @type {any} */ { name }) => name === "cfg"));
+}
+
+/** What is sampled with another value than in the workflow. @param {Sampling} sampling @param {any} measure */
+function notUsed({ negative, cfg, left }, measure) {
   const told = [];
-  if (negative && typeof cfg === "number" && cfg !== CFG) told.push(t("It measures with cfg {used}, not with this sampler's {cfg}.", { used: CFG, cfg }));
+  const isLinkedTo = measure.inputs.some((/** @type {any} */ { name, link: id }) => name === "cfg" && id != null);
+  const used = measure.widgets.find((/** @type {any} */ { name }) => name === "cfg").value;
+  if (negative && typeof cfg !== "number" && !isLinkedTo) told.push(t("It measures with cfg {used}: this sampler's could not be read.", { used }));
   if (left.length) told.push(t("It does not include {names}.", { names: left.map(({ name }) => name).join(", ") }));
   return told;
 }
@@ -157,4 +156,91 @@ export async function unmeasureWorkflow(app) {
     for (const node of allNodes(app).filter(isMeasure)) node.graph.remove(node);
   });
   return t("Measure Precisions was removed.");
+}
+
+/**
+ * Put what was measured best into the workflow, in one step of undo: onto the loaders of that file and what plans its arithmetic anew; Measure goes.
+ * @param {any} app @param {any} measure the node of the result @param {Use} use @returns {Promise<string>} what was done, in words
+ */
+export async function useMeasured(app, measure, use) {
+  try {
+    const flow = await readFlow(app);
+    const step = [...flow.values()].find(({ node }) => node === measure);
+    const model = step && takesOf(step).find(({ name }) => name === "model");
+    if (!model) return t("Nothing was changed: {why}", { why: t("Measure Precisions is given no model that runs.") });
+    const uses = usesOfItsFile(flow, model);
+    const loaders = nodesOf(uses.flatMap((take) => loadersOf(flow, take.from, "MODEL")), flow);
+    const other = loaders.find((node) => !isOurs(node) && !canBeHalved(node));
+    if (other) return t("Nothing was changed: {why}", { why: t("{loader} cannot be replaced. A loader of Halfsafe's takes storage {storage}, Compute Dtype behind it compute {compute}.", { loader: other.title, ...use }) });
+    const planners = nodesOf(uses.flatMap((take) => wayOf(flow, take.from, "MODEL").map(({ id }) => id)), flow).filter(({ comfyClass }) => [COMPUTE_DTYPE, ONE].includes(comfyClass));
+    return await putInto(app, loaders, planners, use, isMeasure(measure));
+  } catch (error) {
+    return whyUnchanged(error);
+  }
+}
+
+/** @param {any} node */
+function isOurs({ comfyClass }) {
+  return OURS.includes(comfyClass);
+}
+
+/** Where the file of a measured model is sampled: template 5 loads it twice. @param {Flow} flow @param {Take} model @returns {Take[]} */
+function usesOfItsFile(flow, model) {
+  const fileFrom = (/** @type {Take} */ { from }) => fileOf(flow, loadersOf(flow, from, "MODEL")[0]);
+  const uses = usesOf(flow, "MODEL").filter((take) => fileFrom(take) === fileFrom(model));
+  return uses.length ? uses : [model];
+}
+
+/** The nodes of steps on the page, each once. @param {string[]} ids @param {Flow} flow @returns {any[]} */
+function nodesOf(ids, flow) {
+  return [...new Set(ids.map((id) => flow.get(id)?.node).filter(Boolean))];
+}
+
+/** @param {any} app @param {any[]} loaders @param {any[]} planners @param {Use} use @param {boolean} isPutIn whether Measure was put in by the button */
+async function putInto(app, loaders, planners, use, isPutIn) {
+  const [ours, others] = [loaders.filter(isOurs), loaders.filter((node) => !isOurs(node))];
+  const { storage, compute } = use;
+  for (const node of ours) refuseLinked(node, ["storage", "compute"]);
+  const names = loaders.map(({ title }) => title).join(", ");
+  const wasRuled = ours.some((node) => node.inputs.some((/** @type {any} */ { name, link: id }) => name === "rules" && id != null && node.getInputNode(node.findInputSlot(name))?.comfyClass !== MEASURE));
+  /** @type {string[]} */
+  let planned = [];
+  await inOneStep(app, () => {
+    for (const node of ours) setValues(node, { storage, compute });
+    planned = planners.map((node) => planAs(node, use));
+    if (isPutIn) for (const node of allNodes(app).filter(isMeasure)) node.graph.remove(node);
+  }, (places) => {
+    for (const place of places.filter(({ live }) => others.includes(live))) loadInstead(place, { storage, compute });
+  });
+  const removed = isPutIn ? t("Measure Precisions was removed.") : "";
+  const ruled = wasRuled ? t("Its rules stay: they were not measured.") : "";
+  return together([t("{names} is set to storage {storage}, compute {compute}.", { names, storage, compute }), ...planned, ruled, removed, t("Ctrl+Z undoes this.")]);
+}
+
+/** @param {any} node @param {Record<string, string>} values */
+function setValues(node, values) {
+  for (const [name, value] of Object.entries(values)) setWidget(node, name, value);
+}
+
+/** @param {any} node @param {string[]} names of widgets that get a value */
+function refuseLinked(node, names) {
+  const linked = node.inputs.find((/** @type {any} */ { name, link: id }) => names.includes(name) && id != null);
+  if (linked) throw new Error(`${node.title}: ${t("its {name} is linked", { name: linked.name })}`);
+}
+
+/** Let a node that plans the arithmetic anew compute as measured. @param {any} node @param {Use} use @returns {string} what it is set to */
+function planAs(node, { compute, rules }) {
+  if (node.comfyClass === COMPUTE_DTYPE) {
+    refuseLinked(node, ["compute"]);
+    setWidget(node, "compute", compute);
+    return t("{name} is set to compute {compute}.", { name: node.title, compute });
+  }
+  refuseLinked(node, ["goal"]);
+  const goal = node.widgets.find((/** @type {any} */ { name }) => name === "goal").value;
+  if (!AS_AUTO.includes(goal)) setWidget(node, "goal", "balanced");
+  const holder = node.getInputNode(node.findInputSlot("rules"));
+  if (holder && holder.comfyClass !== LAYER_RULES) refuseLinked(node, ["rules"]);
+  const withoutOurs = (/** @type {string} */ text) => text.split("\n").filter((line) => !line.endsWith(MEASURED));
+  if (rules || holder) putRules(node, (before) => [...withoutOurs(before), ...(rules ? [`* ${rules}${MEASURED}`] : [])].join("\n").trim());
+  return rules ? t("{name} has a rule for it: {rules}.", { name: node.title, rules }) : AS_AUTO.includes(goal) ? "" : t("{name} is set to goal {goal}.", { name: node.title, goal: "balanced" });
 }

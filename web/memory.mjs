@@ -1,7 +1,8 @@
 // @ts-check
+import { loadersOf, readFlow, samplingsOf } from "./flow.mjs";
 import { allNodes } from "./graph.mjs";
 import { HIGHER } from "./room.mjs";
-import { said, t, whyUnchanged } from "./words.mjs";
+import { said, t, together, whyUnchanged } from "./words.mjs";
 /** *Halve the memory*: ComfyUI's loaders become the pack's in their places, and back. The workflow is changed as saved, then opened as an undone one is. */
 
 /**
@@ -9,7 +10,13 @@ import { said, t, whyUnchanged } from "./words.mjs";
  * @typedef {{ours: string, folder: string, names: Names, plain: Names, add: Names}} Exchange
  *   our node, the folder of its files, our names by ComfyUI's for the inputs that stay, what the others of ComfyUI's have to be, and what ours are given
  * @typedef {{graph: any, node: any, live: any}} Place a node as saved, the saved graph that it is in, and the node of the page
- * @typedef {{storage: string, clip_storage: string, why: string, files: Map<string, {reason: string, read: boolean}>}} Advice what the server says of the device and of each file
+ * @typedef {Place & {key: string, given: Record<string, any>[]}} Loader with what it is known by, and what it would be given, once for each place of its subgraph
+ * @typedef {{storage: string, size: string, needs: string}} Fewer a storage of fewer bits, its bytes, and the ComfyUI that runs it, empty where this one does
+ * @typedef {{reason: string, missing?: string[], storage?: string, clip_storage?: string, size?: string, left?: Fewer[], activations?: string[]}} Answer
+ *   why a loader stays, and what it would be loaded in; its bytes, what is left for a model in 8 bits, and ComfyUI's estimate for its activations and half of them
+ * @typedef {{storage: string, clip_storage: string, why: string, reserved: string, slow: string, errors: Record<string, string>, of: Map<string, Answer>}} Advice
+ *   what the server says of the device, and of each loader by its key
+ * @typedef {import("./measure.mjs").Told} Told
  */
 const ENCODER = { ours: "HalfsafeLoadCLIP", folder: "text_encoders", add: {} };
 const FOUR = { clip_name1: "clip_name1", clip_name2: "clip_name2", clip_name3: "clip_name3", clip_name4: "clip_name4" };
@@ -31,6 +38,9 @@ const BEFORE = "halfsafe_before";
 const GAP = 24;
 /** What the page notes of a node's pack: another pack's after the exchange. */
 const OF_THE_PACK = ["cnr_id", "aux_id", "ver", "Node name for S&R"];
+/** ComfyUI's values of `weight_dtype` that hold weights in 8 bits. */
+const IN_8_BITS = /^fp8/;
+const STEPS = { width: null, height: null, length: 1, batch_size: 1 };
 
 /** Whether a node is one of ComfyUI's loaders that can be exchanged. @param {any} node */
 export function canBeHalved({ comfyClass }) {
@@ -44,18 +54,19 @@ export function isHalved({ properties }) {
 
 /**
  * Exchange ComfyUI's loaders that run, or one of them, for ours.
- * @param {any} app @param {{fetchApi: (route: string, options: object) => Promise<Response>}} api @param {any} [only] this node @returns {Promise<string>} what was done, in words
+ * @param {any} app @param {{fetchApi: (route: string, options: object) => Promise<Response>}} api @param {any} [only] this node @returns {Promise<Told>} what was done, in words,
+ *   with what is left where that is fewer bits
  */
 export function halveMemory(app, api, only = null) {
-  return orUnchanged(() => halve(app, api, only));
+  return orUnchanged(() => halve(app, api, only && keyOf(only)));
 }
 
-/** Put ComfyUI's loaders back, or one of them. @param {any} app @param {any} [only] this node @returns {Promise<string>} what was done, in words */
+/** Put ComfyUI's loaders back, or one of them. @param {any} app @param {any} [only] this node @returns {Promise<Told>} what was done, in words */
 export function putLoadersBack(app, only = null) {
   return orUnchanged(() => putBack(app, only));
 }
 
-/** Say what was done, or why nothing was: the graph is changed last, and by the page. @param {() => Promise<string>} act */
+/** Say what was done, or why nothing was: the graph is changed last, and by the page. @param {() => Promise<Told>} act */
 async function orUnchanged(act) {
   try {
     return await act();
@@ -64,51 +75,113 @@ async function orUnchanged(act) {
   }
 }
 
-/** @param {any} app @param {any} api @param {any} only @returns {Promise<string>} */
+/** @param {any} app @param {any} api @param {string | null} only the key of a loader @returns {Promise<Told>} */
 async function halve(app, api, only) {
-  const workflow = saved(app);
-  const loaders = (await runningLoaders(app, workflow)).filter(({ live }) => !only || live === only);
+  const loaders = (await runningLoaders(app)).filter(({ key }) => !only || key === only);
   if (!loaders.length) return t("No loader of ComfyUI runs in this workflow.");
-  const advice = await advise(api, loaders);
-  /** @type {string[]} */
-  const leftOut = [];
-  let count = 0;
-  for (const loader of loaders) {
-    const reason = whyLeftOut(loader, advice);
-    if (reason) leftOut.push(`${loader.live.title} (${said(reason)})`);
-    else {
-      exchange(loader, ...oursFor(loader, advice));
-      makeRoom(loader);
-      count += 1;
-    }
-  }
-  if (count) await open(app, workflow);
-  return told(count, leftOut);
+  const advice = await advise(app, api, loaders);
+  const reasons = new Map(loaders.map((loader) => [loader, whyLeftOut(loader, advice)]));
+  const chosen = loaders.filter((loader) => !reasons.get(loader));
+  await exchangeAll(app, chosen, (loader) => valuesFor(loader, advice));
+  const missing = [...new Set(loaders.flatMap((loader) => answerFor(loader, advice).missing ?? []))];
+  const leftOut = loaders.filter((loader) => !chosen.includes(loader)).map((loader) => `${loader.live.title} (${said(reasons.get(loader) ?? "")})`);
+  const stuck = loaders.filter((loader) => reasons.get(loader) && answerFor(loader, advice).left?.length);
+  const text = together([toldOf(chosen.length), missingText(missing), leftOutText(leftOut), ...stuck.map((loader) => fewerText(loader, advice)), ...(stuck.length ? otherwise(stuck, advice) : [])]);
+  const choices = choicesFor(app, stuck, advice);
+  return choices.length ? { text, choices } : text;
+}
+
+/** Exchange loaders for ours in one step of undo. @param {any} app @param {Loader[]} loaders @param {(loader: Loader) => Record<string, any>} values */
+async function exchangeAll(app, loaders, values) {
+  if (!loaders.length) return;
+  await inOneStep(app, () => {}, (places) => {
+    for (const loader of loaders) loadInstead(/** @type {Place} */ (places.find(({ live }) => live === loader.live)), values(loader));
+  });
+}
+
+/** Load by one of ours, as it is saved, what one of ComfyUI's loads. @param {Place} place @param {Record<string, any>} values of ours */
+export function loadInstead(place, values) {
+  const linked = whyLinked(place, EXCHANGES[place.live.comfyClass].names);
+  if (linked) throw new Error(`${place.live.title}: ${linked}`);
+  exchange(place, ...oursFor(place, values));
+  makeRoom(place);
+}
+
+/** Store models that are in 8 bits already in fewer. @param {any} app @param {Loader[]} stuck @param {Advice} advice */
+function choicesFor(app, stuck, advice) {
+  const left = stuck.flatMap((loader) => answerFor(loader, advice).left ?? []).filter(({ needs }) => !needs);
+  const keys = stuck.map(({ key }) => key);
+  return [...new Set(left.map(({ storage }) => storage))].map((storage) => ({ name: storage, act: () => orUnchanged(() => storeInFewer(app, keys, storage)) }));
+}
+
+/** @param {any} app @param {string[]} keys of the loaders @param {string} storage */
+async function storeInFewer(app, keys, storage) {
+  const loaders = (await runningLoaders(app)).filter(({ key }) => keys.includes(key));
+  if (!loaders.length) return t("No loader of ComfyUI runs in this workflow.");
+  await exchangeAll(app, loaders, () => ({ storage }));
+  return toldOf(loaders.length);
+}
+
+/** @param {string[]} names of files */
+function missingText(names) {
+  return names.length ? t("Missing: {names}. What they will take is not known yet.", { names: names.join(", ") }) : "";
+}
+
+/** @param {string[]} leftOut */
+function leftOutText(leftOut) {
+  return leftOut.length ? t("Left out: {names}.", { names: leftOut.join(", ") }) : "";
+}
+
+/** What a model that is in 8 bits already would take in fewer. @param {Loader} loader @param {Advice} advice */
+function fewerText(loader, advice) {
+  const { left = [], size = "" } = answerFor(loader, advice);
+  const sizes = left.map(({ storage, size: bytes, needs }) => (needs ? t("{storage} {bytes} (from ComfyUI {needs} on)", { storage, bytes, needs }) : `${storage} ${bytes}`));
+  return t("Fewer bits for {name}, {size} now: {sizes}.", { name: loader.live.title, size, sizes: sizes.join(", ") });
+}
+
+/** What else makes room, with its bytes. @param {Loader[]} stuck @param {Advice} advice @returns {string[]} */
+function otherwise(stuck, advice) {
+  const answers = stuck.map((loader) => answerFor(loader, advice));
+  const { w6a8 = "", w4a8 = "", int8 = "" } = advice.errors;
+  const canRun = answers.some(({ left = [] }) => left.some(({ needs }) => !needs));
+  const [largest] = answers.flatMap(({ activations = [] }) => (activations.length ? [activations] : []));
+  return [
+    canRun ? t("A layer's error is about {w6a8} in w6a8 and {w4a8} in w4a8, {int8} in int8.", { w6a8, w4a8, int8 }) : "",
+    canRun && advice.slow ? t("They are no faster here: {why}", { why: said(advice.slow) }) : "",
+    largest ? t("For values between layers ComfyUI estimates {size} at this size: half of the pixels or of the frames takes {half}.", { size: largest[0], half: largest[1] }) : "",
+    advice.reserved ? t("--reserve-vram keeps {size} of the GPU free: a smaller value leaves more for the model.", { size: advice.reserved }) : "",
+  ];
 }
 
 /** @param {any} app @param {any} only @returns {Promise<string>} */
 async function putBack(app, only) {
-  const workflow = saved(app);
-  const places = placesIn(app, workflow).filter(({ live }) => isHalved(live) && (!only || live === only));
-  if (!places.length) return t("There is no loader to put back.");
   /** @type {string[]} */
   const leftOut = [];
   let count = 0;
-  for (const place of places.reverse()) { // what two loaders moved goes back in two steps, the last one first
-    const before = place.node.properties[BEFORE];
-    const { names } = EXCHANGES[before.type];
-    const back = Object.fromEntries(Object.entries(names).map(([core, ours]) => [ours, core]));
-    const reason = whyLinked(place, back);
-    if (reason) leftOut.push(`${place.live.title} (${reason})`);
-    else {
-      exchange(place, before.type, back, { ...before.values, ...renamed(valuesOf(place.live), back) }, before);
-      moveBack(place.graph, before.moved);
-      count += 1;
+  const wanted = allNodes(app).filter((node) => isHalved(node) && (!only || node === only));
+  if (!wanted.length) return t("There is no loader to put back.");
+  await inOneStep(app, () => {}, (places) => {
+    for (const place of places.filter(({ live }) => wanted.includes(live)).reverse()) { // what two loaders moved goes back in two steps, the last one first
+      const before = place.node.properties[BEFORE];
+      const { names } = EXCHANGES[before.type];
+      const back = Object.fromEntries(Object.entries(names).map(([core, ours]) => [ours, core]));
+      const reason = whyLinked(place, back);
+      if (reason) leftOut.push(`${place.live.title} (${reason})`);
+      else {
+        exchange(place, before.type, back, { ...before.values, ...renamed(valuesOf(place.live), back) }, before);
+        moveBack(place.graph, before.moved);
+        count += 1;
+      }
     }
-  }
-  if (count) await open(app, workflow);
+    return count > 0;
+  });
   const done = count === 1 ? t("ComfyUI's loader was restored.") : t("{count} of ComfyUI's loaders were restored.", { count });
-  return leftOut.length ? `${done} ${t("Left out: {names}.", { names: leftOut.join(", ") })}` : done;
+  return together([done, leftOutText(leftOut)]);
+}
+
+/** What a loader is known by, also once the page has made its node anew. @param {any} live */
+function keyOf(live) {
+  return `${live.graph.id} ${live.id}`;
 }
 
 /** The workflow as the page would save it. @param {any} app */
@@ -127,17 +200,16 @@ function placesIn(app, workflow) {
   });
 }
 
-/** ComfyUI's loaders that a run would execute, each with what it would be given: once for each place of its subgraph. @param {any} app @param {any} workflow */
-async function runningLoaders(app, workflow) {
+/** ComfyUI's loaders that a run would execute. @param {any} app @returns {Promise<Loader[]>} */
+async function runningLoaders(app) {
+  const workflow = saved(app);
   const { output } = await app.graphToPrompt();
   const places = placesIn(app, workflow).filter(({ live }) => canBeHalved(live));
   return places.flatMap((place) => {
     const given = Object.entries(output).filter(([path]) => isAt(place, path, workflow)).map(([, { inputs }]) => inputs);
-    return given.length ? [{ ...place, given }] : [];
+    return given.length ? [{ ...place, key: keyOf(place.live), given }] : [];
   });
 }
-
-/** @typedef {Place & {given: Record<string, any>[]}} Loader */
 
 /** Whether a node of the prompt, "12" or "57:12" in the subgraph node 57, is the one at a place. @param {Place} place @param {string} path @param {any} workflow */
 function isAt({ graph, node }, path, workflow) {
@@ -151,18 +223,35 @@ function isAt({ graph, node }, path, workflow) {
   return inside === graph && last === String(node.id);
 }
 
-/** Ask the server in which storage this device's loaders halve memory, and which files they would not halve. @param {any} api @param {Loader[]} loaders @returns {Promise<Advice>} */
-async function advise(api, loaders) {
-  const files = loaders.flatMap((loader) => filesOf(loader));
-  const answer = await (await api.fetchApi("/halfsafe/halving", { method: "POST", body: JSON.stringify(files) })).json();
-  return { ...answer, files: new Map(files.map((file, place) => [file.join("/"), answer.files[place]])) };
+/** Ask the server in which storage this device's loaders halve memory, and which of them it would not. @param {any} app @param {any} api @param {Loader[]} loaders @returns {Promise<Advice>} */
+async function advise(app, api, loaders) {
+  const sizes = await sizesOf(app);
+  const asked = loaders.map(({ live, given }) => {
+    const { folder, names } = EXCHANGES[live.comfyClass];
+    const inputs = Object.keys(names).filter((name) => name.includes("_name"));
+    const files = given.flatMap((values) => inputs.map((name) => values[name]).filter((name) => typeof name === "string"));
+    return { folder, names: [...new Set(files)], in_8_bits: IN_8_BITS.test(valuesOf(live).weight_dtype), size: sizes.get(live) ?? null };
+  });
+  const answer = await (await api.fetchApi("/halfsafe/halving", { method: "POST", body: JSON.stringify(asked) })).json();
+  return { ...answer, of: new Map(loaders.map(({ key }, place) => [key, answer.loaders[place]])) };
 }
 
-/** The files of a loader, [folder, name] each. @param {Loader} loader @returns {string[][]} */
-function filesOf({ live, given }) {
-  const { folder, names } = EXCHANGES[live.comfyClass];
-  const inputs = Object.keys(names).filter((name) => name.includes("_name"));
-  return given.flatMap((values) => inputs.map((name) => values[name]).filter((name) => typeof name === "string").map((name) => [folder, name]));
+/** The size at which the model of each loader is sampled, where a node says it in numbers. @param {any} app @returns {Promise<Map<any, Record<string, number>>>} by loader */
+async function sizesOf(app) {
+  const flow = await readFlow(app);
+  const sizes = new Map();
+  for (const { model, latent_image: latent } of [...flow.values()].flatMap((step) => samplingsOf(flow, step))) {
+    const given = flow.get(latent.from)?.given ?? {};
+    const size = Object.fromEntries(Object.entries(STEPS).map(([name, otherwise]) => [name, given[name] ?? otherwise]));
+    if (!Object.values(size).every((value) => typeof value === "number")) continue;
+    for (const id of loadersOf(flow, model.from, "MODEL")) sizes.set(flow.get(id)?.node, size);
+  }
+  return sizes;
+}
+
+/** @param {Loader} loader @param {Advice} advice @returns {Answer} */
+function answerFor({ key }, advice) {
+  return /** @type {Answer} */ (advice.of.get(key));
 }
 
 /** Why a loader is not exchanged, in English; empty where it is. @param {Loader} loader @param {Advice} advice @returns {string} */
@@ -175,12 +264,7 @@ function whyLeftOut(loader, advice) {
     if (own !== value) return t("its {name} is {value}", { name, value: own });
   }
   const isEncoder = EXCHANGES[loader.live.comfyClass].ours === ENCODER.ours;
-  if (advice.storage === "as_file" && !isEncoder) return advice.why;
-  const files = filesOf(loader).flatMap((file) => advice.files.get(file.join("/")) ?? []);
-  const unread = files.find(({ read }) => !read);
-  if (unread) return unread.reason;
-  const allSmall = files.length > 0 && files.every(({ reason }) => reason);
-  return allSmall ? files[0].reason : "";
+  return advice.storage === "as_file" && !isEncoder ? advice.why : answerFor(loader, advice).reason;
 }
 
 /** What is linked to an input that the other loader does not have. @param {Place} place @param {Names} names @returns {string} */
@@ -189,11 +273,17 @@ function whyLinked({ node }, names) {
   return lost ? t("its {name} is linked", { name: lost.name }) : "";
 }
 
-/** Our node for a loader: its type, the names of inputs that stay, its values, and what it keeps of the one before. @param {Loader} loader @param {Advice} advice @returns {[string, Names, Record<string, any>, any]} */
-function oursFor({ node, live }, advice) {
+/** What our node of a loader is given: an encoder's storage is that of text encoders. @param {Loader} loader @param {Advice} advice @returns {Record<string, any>} */
+function valuesFor(loader, advice) {
+  const { storage, clip_storage } = { ...advice, ...answerFor(loader, advice) };
+  const isEncoder = EXCHANGES[loader.live.comfyClass].ours === ENCODER.ours;
+  return { storage: isEncoder ? clip_storage : storage, clip_storage };
+}
+
+/** Our node for a loader: its type, the names of inputs that stay, its values, and what it keeps of the one before. @param {Place} place @param {Record<string, any>} more values of ours @returns {[string, Names, Record<string, any>, any]} */
+function oursFor({ node, live }, more) {
   const { ours, names, add } = EXCHANGES[live.comfyClass];
-  const storage = ours === ENCODER.ours ? advice.clip_storage : advice.storage;
-  const values = { ...add, storage, clip_storage: advice.clip_storage, ...renamed(valuesOf(live), names) };
+  const values = { ...add, ...more, ...renamed(valuesOf(live), names) };
   const before = { type: live.comfyClass, title: ownTitle(node, live), size: node.size, properties: node.properties, values: valuesOf(live) };
   return [ours, names, values, { properties: { ...withoutPack(node.properties), [BEFORE]: before }, title: before.title, size: node.size }];
 }
@@ -214,7 +304,7 @@ function exchange({ graph, node }, type, names, values, { properties, title, siz
   if (title !== undefined) node.title = title;
 }
 
-/** Let one of our nodes be as high as it needs, and move down what it would cover, and what that would. Its record keeps where that was. @param {Loader} loader */
+/** Let one of our nodes be as high as it needs, and move down what it would cover, and what that would. Its record keeps where that was. @param {Place} place */
 function makeRoom({ graph, node }) {
   const was = node.size[1];
   const [width, height] = window.LiteGraph.createNode(node.type).computeSize();
@@ -280,19 +370,37 @@ function ownTitle(node, live) {
   return node.title === live.constructor.title ? undefined : node.title;
 }
 
-/** Open a changed workflow in its own tab, as the page's redo does: view and results stay, and one undo takes it back. @param {any} app @param {any} workflow */
-async function open(app, workflow) {
+/**
+ * Change the open workflow as one step of undo: on the page, then as it is saved, which is opened in its own tab as the page's redo does: view and results stay.
+ * @param {any} app @param {() => void} change on the page @param {(places: Place[]) => boolean | void} exchangeIn a change of the workflow as saved, false where there is none
+ */
+export async function inOneStep(app, change, exchangeIn) {
+  const { canvas } = app;
+  canvas.emitBeforeChange();
+  canvas.emitAfterChange(); // what was changed before becomes a step of its own
   const before = saved(app);
   const { activeWorkflow } = app.extensionManager.workflow;
-  const { changeTracker } = activeWorkflow;
-  app.canvas.emitBeforeChange();
-  app.canvas.emitAfterChange(); // what was changed before becomes a step of its own
+  canvas.emitBeforeChange(); // no step until the end
+  try {
+    change();
+    const workflow = saved(app);
+    if (exchangeIn(placesIn(app, workflow)) !== false) await open(app, activeWorkflow, workflow);
+  } catch (error) {
+    if (JSON.stringify(saved(app)) !== JSON.stringify(before)) await app.loadGraphData(before, false, false, activeWorkflow);
+    throw error;
+  } finally {
+    canvas.emitAfterChange();
+  }
+}
+
+/** @param {any} app @param {any} activeWorkflow @param {any} workflow as saved */
+async function open(app, { changeTracker }, workflow) {
   changeTracker.redoQueue.length = 0;
   changeTracker.redoQueue.push(workflow);
   await changeTracker.redo();
-  if (isOpen(app, workflow)) return;
-  await app.loadGraphData(before, false, false, activeWorkflow);
-  throw new Error(t("The page could not open the changed workflow."));
+  if (!isOpen(app, workflow)) throw new Error(t("The page could not open the changed workflow."));
+  for (let frame = 0; frame < 2; frame++) await new Promise(requestAnimationFrame);
+  changeTracker.activeState = saved(app); // what the page adds to new nodes, such as `Node name for S&R`, is no step of its own
 }
 
 /** Whether the page has every node of a workflow, each of its type. @param {any} app @param {any} workflow */
@@ -303,8 +411,7 @@ function isOpen(app, workflow) {
   return wanted.every((node) => found.has(node));
 }
 
-/** @param {number} count of loaders that are ours now @param {string[]} leftOut */
-function told(count, leftOut) {
-  const done = !count ? t("No loader was changed.") : count === 1 ? t("1 loader was replaced: run the workflow.") : t("{count} loaders were replaced: run the workflow.", { count });
-  return leftOut.length ? `${done} ${t("Left out: {names}.", { names: leftOut.join(", ") })}` : done;
+/** @param {number} count of loaders that are ours now */
+function toldOf(count) {
+  return !count ? t("No loader was changed.") : count === 1 ? t("1 loader was replaced: run the workflow.") : t("{count} loaders were replaced: run the workflow.", { count });
 }

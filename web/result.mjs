@@ -4,7 +4,7 @@ import { el, nameOf } from "./dom.mjs";
 import { ourToast } from "./toasts.mjs";
 import { inTwo, said, t } from "./words.mjs";
 
-/** @typedef {{sentence: string, values: Record<string, string | number>, tone: string, head: string[], rows: string[][], marked: number | null, text: string, toast: boolean}} Result */
+/** @typedef {{sentence: string, values: Record<string, string | number>, tone: string, head: string[], rows: string[][], marked: number | null, text: string, toast: boolean, use: import("./measure.mjs").Use | null}} Result */
 
 /** What stands in a table where there is no number. */
 const NOTHING = "-";
@@ -46,8 +46,11 @@ export function noticesOf(output) {
 }
 
 export class ResultPanel {
-  /** @param {number} height in pixels, the least */
-  constructor(height) {
+  #use;
+
+  /** @param {number} height in pixels, the least @param {(use: import("./measure.mjs").Use) => void} use puts a result into the workflow */
+  constructor(height, use) {
+    this.#use = use;
     this.body = el("div", { class: "hs-scroll hs-result", tabindex: "0", role: "region", "aria-label": t("Result") });
     this.element = el("section", { class: "halfsafe hs-panel", style: `min-height: ${height}px`, "data-capture-wheel": "true" }, this.body);
     this.show(null);
@@ -55,16 +58,17 @@ export class ResultPanel {
 
   /** @param {Result | null} result */
   show(result) {
-    this.body.replaceChildren(...(result ? partsOf(result) : [el("p", { class: "hs-hint", text: t("Run the workflow to see the result here.") })]));
+    this.body.replaceChildren(...(result ? partsOf(result, this.#use) : [el("p", { class: "hs-hint", text: t("Run the workflow to see the result here.") })]));
   }
 }
 
-/** @param {Result} result */
-function partsOf(result) {
-  const { rows, text, tone } = result;
+/** @param {Result} result @param {(use: import("./measure.mjs").Use) => void} act */
+function partsOf(result, act) {
+  const { rows, text, tone, use } = result;
+  const button = use ? el("button", { type: "button", class: "hs-button", text: t("Use this"), onclick: () => act(use) }) : "";
   const folds = rows.length > 0, whole = el("pre", { class: "hs-text", text: folds ? text : said(text) });
   const details = folds ? el("details", {}, el("summary", { text: t("Details") }), whole) : text.includes("\n") || tone === "bad" ? whole : "";
-  return [el("p", { class: "hs-sentence", "data-tone": tone, text: sentenceOf(result) }), folds ? tableOf(result) : "", details];
+  return [el("p", { class: "hs-sentence", "data-tone": tone, text: sentenceOf(result) }), button, folds ? tableOf(result) : "", details];
 }
 
 /** @param {Result} result */

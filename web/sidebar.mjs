@@ -16,7 +16,7 @@ import { following, said, t } from "./words.mjs";
  * @typedef {{id: string, title: string, report: Report, earlier: boolean}} NamedReport
  * @typedef {() => string | Promise<import("./measure.mjs").Told>} Action what it did, in words, or a question
  * @typedef {{what: string, here: string, switch: string}} Fact what ComfyUI does here, and the switch that changes it
- * @typedef {{titleOf: (id: string) => string, goTo: (id: string) => void}} Graph
+ * @typedef {{titleOf: (id: string) => string, has: (id: string) => boolean, use: (id: string, use: import("./measure.mjs").Use) => Promise<string>, goTo: (id: string) => void}} Graph
  * @typedef {{device: string, here: Fact[], took: string, showMe: Action, guard: Action, unguard: Action | null, measure: Action, unmeasure: Action | null, halve: Action, unhalve: Action | null, redraw: () => void, watching: string, watch: (value: string) => void, tab: object, nodes: any[], refused: import("./run.mjs").Refusal | null, isWaiting: boolean}} Greeting
  *   what this device can do, what ComfyUI does here and how long that took, what to do first; the setting that guards every run and what changes it, the open tab and its
  *   workflow's nodes, why what was pressed does not start, and whether it has not started yet
@@ -121,7 +121,7 @@ function lastRun(sidebar, run, greeting, graph) {
   if (greeting.refused) return [refusedCard(greeting.refused)];
   if (!run) return quiet(sidebar, run, greeting);
   const error = run.error && !run.error.guard ? [errorCard(run.error, graph)] : [];
-  const results = [...run.results].map(([id, result]) => resultCard(id, result, graph));
+  const results = [...run.results].filter(([id]) => graph.has(id)).map(([id, result]) => resultCard(sidebar, id, result, greeting, graph));
   const notices = [...run.notices].flatMap(([id, told]) => told.map((notice) => noticeCard(id, notice, graph)));
   return [...error, ...results, ...notices, ...(run.guards.size ? guardCards(run, graph) : quiet(sidebar, run, greeting))];
 }
@@ -224,9 +224,11 @@ function refusedCard({ message, advice }) {
   return el("article", { class: "hs-card hs-error" }, el("div", { class: "hs-title" }, t("The run did not start."), verdictPill("stopped", t("refused"))), el("p", { text: message }), advice ? el("p", { class: "hs-dim", text: advice }) : null);
 }
 
-/** @param {string} id @param {import("./result.mjs").Result} result @param {Graph} graph */
-function resultCard(id, result, graph) {
-  return el("article", { class: "hs-card" }, cardTitle(id, graph.titleOf(id), graph, null), el("p", { class: "hs-sentence", "data-tone": result.tone, text: sentenceOf(result) }));
+/** @param {Sidebar} sidebar @param {string} id @param {import("./result.mjs").Result} result @param {Greeting} greeting @param {Graph} graph */
+function resultCard(sidebar, id, result, greeting, graph) {
+  const { use } = result;
+  const using = use ? sidebar.button(greeting, () => graph.use(id, use), t("Use this")) : null;
+  return el("article", { class: "hs-card" }, cardTitle(id, graph.titleOf(id), graph, null), el("p", { class: "hs-sentence", "data-tone": result.tone, text: sentenceOf(result) }), using);
 }
 
 /** @param {import("./run.mjs").RunError} error @param {Graph} graph */

@@ -37,13 +37,17 @@ export class Tabs {
     return this.#queued.get(promptId)?.deref() ?? this.#asking;
   }
 
-  /** Follow the page's stores: that of runs notes the tab of each prompt, which no event names; that of workflows opens tabs. @param {() => void} onOpen */
+  /**
+   * Follow the page's stores: that of workflows opens tabs; that of runs notes the tab of each prompt, which no event names and no public API of the page tells.
+   * Where a page has no such store, a run belongs to the tab in which Run was pressed, else to the open one.
+   * @param {() => void} onOpen
+   */
   watch(onOpen) {
     const { workflow, _p: pinia } = this.app.extensionManager;
     workflow.$onAction((/** @type {any} */ { name, after }) => {
       if (name === "openWorkflow") after(onOpen);
     });
-    pinia?._s.get("execution")?.$onAction((/** @type {any} */ { args: [job] }) => {
+    pinia?._s?.get("execution")?.$onAction((/** @type {any} */ { args: [job] }) => {
       if (job?.id && job.workflow) this.#queued.set(job.id, new WeakRef(job.workflow));
     });
   }

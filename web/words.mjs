@@ -85,7 +85,7 @@ export function inTwo(text) {
 
 /** @param {string} text */
 export function firstSentence(text) {
-  return /^[^]*?(?:[.!?](?=\s+[A-Z]|\s*$)|[\u3002\uff01\uff1f])/.exec(text)?.[0] ?? text;
+  return /^[^]*?(?:[.!?](?=\s+[A-Z(]|\s*$)|[\u3002\uff01\uff1f])/.exec(text)?.[0] ?? text;
 }
 
 /** A text that is known, with or without the full stop at its end. @param {string} text @returns {string | null} */

@@ -204,7 +204,9 @@ class SafeOperation:
 
     def _choose(self, x: torch.Tensor, half: torch.Tensor) -> None:
         """Choose the scale of the input, with one read of the device."""
-        numbers = [amax(x), amax(half), *([] if self.is_wide else [_row_sum(half, self.kind)])]
+        numbers = [amax(x), amax(half)]
+        if not self.is_wide:
+            numbers.append(_row_sum(half, self.kind))
         magnitude, of_weight, *row_sum = torch.stack(numbers).tolist()
         if of_weight < SMALLEST_WEIGHT or not math.isfinite(of_weight):
             self.scale.in_fp32 = True

@@ -1,4 +1,4 @@
-"""Run ``python -m halfsafe``: inspect, scan, convert, plan, doctor.
+"""Run ``python -m halfsafe``: inspect, convert, doctor.
 
 May import every room of the core but ``guard``, ``check`` and ``study``.
 """

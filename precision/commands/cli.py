@@ -1,13 +1,12 @@
-"""The commands ``inspect``, ``scan``, ``convert``, ``plan`` and ``doctor``: arguments, output, exit codes.
+"""The commands ``inspect`` (``scan`` with values), ``convert`` and ``doctor``: arguments, output, exit codes.
 
 torch, which takes seconds to import, is imported once a command has all that it needs.
-Exit code 0: done; 1: ``scan`` found problems; 2: an error, in one line on stderr; 130: interrupted.
+Exit code 0: done; 1: ``inspect`` found problems; 2: an error, in one line on stderr; 130: interrupted.
 """
 
 import argparse
 import errno
 import json
-import math
 import os
 import sys
 import time
@@ -16,14 +15,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..base.errors import CheckpointError, HalfsafeError, UnknownProfile
-from ..base.options import GOALS, STORAGE_OPTIONS
+from ..base.errors import CheckpointError, HalfsafeError
+from ..base.options import STORAGE_OPTIONS
 from ..base.text import size_text
-from ..devices.profiles import NAME_EXAMPLES, profile_named
 from ..plan.presets import DEFAULT_PRESET, PRESETS
 
 if TYPE_CHECKING:
-    from .inspect import Scan
+    from .inspect import Inspection
 
 STORAGES = STORAGE_OPTIONS[1:]
 QUIET = 2
@@ -82,13 +80,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="halfsafe", description="Inspect, check and convert model files.")
     parser.set_defaults(run=None)
     commands = parser.add_subparsers(metavar="COMMAND")
-    described = "show the contents of a model file, and how ComfyUI reads its quantized layers"
+    described = "show what a model file holds, its problems, and how ComfyUI reads its quantized layers"
     inspect = _command(commands, "inspect", _inspect, described)
-    inspect.add_argument("file", type=Path)
-    scan = _command(commands, "scan", _scan, "check every number: NaN, Inf, zeros, out of range, lost scales")
-    scan.add_argument("files", type=Path, nargs="+", metavar="file")
+    inspect.add_argument("--values", action="store_true", help="read the values too: NaN, Inf, zeros, out of range")
+    scan = _command(commands, "scan", _inspect, "the same as inspect --values")
+    scan.set_defaults(values=True)
+    for command in (inspect, scan):
+        command.add_argument("files", type=Path, nargs="+", metavar="file")
     _add_convert(commands)
-    _add_plan(commands)
     _command(commands, "doctor", _doctor, "show what this device and this torch support")
     return parser
 
@@ -113,45 +112,12 @@ def _add_convert(commands) -> None:
     convert.add_argument("--force", action="store_true", help="overwrite the target")
 
 
-def _add_plan(commands) -> None:
-    plan = _command(commands, "plan", _plan, "show what would run on a device, layer by layer, and why")
-    plan.add_argument("file", type=Path)
-    devices = f"decide as on this device ({NAME_EXAMPLES}, or a code such as sm_86); default: this one"
-    plan.add_argument("--device", type=device, metavar="NAME", help=devices)
-    plan.add_argument("--goal", choices=GOALS, default="balanced")
-    plan.add_argument("--memory", type=gigabytes, metavar="GB", help="free memory of that device, for storage auto")
-
-
-def gigabytes(text: str) -> int:
-    """Parse an amount of memory to bytes; argparse puts this function's name into its error."""
-    count = float(text) * 1e9
-    if count < 0 or not math.isfinite(count):
-        raise ValueError
-    return int(count)
-
-
-def device(text: str) -> str:
-    """Return the code of a device given by name or code."""
-    try:
-        return profile_named(text).name
-    except UnknownProfile as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
 def _inspect(options: argparse.Namespace) -> int:
+    """Inspect the files in turn, a sharded set once; a file that cannot be read does not stop the others."""
+    from ..files.safetensors_file import open_checkpoint
     from .inspect import inspect_file, inspection_text
 
-    inspection = inspect_file(options.file)
-    _print(options, asdict(inspection), inspection_text(inspection))
-    return 0
-
-
-def _scan(options: argparse.Namespace) -> int:
-    """Scan the files in turn, a sharded set once; a file that cannot be read does not stop the others."""
-    from ..files.safetensors_file import open_checkpoint
-    from .inspect import scan_file, scan_text
-
-    scans: list[Scan] = []
+    found: list[Inspection] = []
     done: set[Path] = set()
     failed = 0
     for path in options.files:
@@ -159,13 +125,13 @@ def _scan(options: argparse.Namespace) -> int:
             file = open_checkpoint(path)
             if not done.issuperset(file.files):
                 done.update(file.files)
-                scans.append(scan_file(path, _progress(file.data_bytes, "read", path.name)))
+                found.append(inspect_file(path, options.values, _progress(file.data_bytes, "read", path.name)))
         except CheckpointError as error:
             failed = _fail(error)
-    if scans:
-        data = asdict(scans[0]) if len(options.files) == 1 else {"files": [asdict(scan) for scan in scans]}
-        _print(options, data, "\n\n".join(map(scan_text, scans)))
-    return failed or int(any(scan.problems for scan in scans))
+    if found:
+        data = asdict(found[0]) if len(options.files) == 1 else {"files": [asdict(each) for each in found]}
+        _print(options, data, "\n\n".join(map(inspection_text, found)))
+    return failed or int(any(each.problems for each in found))
 
 
 def _progress(total: int, verb: str, name: str) -> Callable[[int], None]:
@@ -210,15 +176,6 @@ def _rules_text(path: Path | None) -> str:
     except (OSError, ValueError) as error:
         problem = f"{path}: the rules cannot be read ({error})."
         raise HalfsafeError(problem, "Use a text file with one rule per line.") from None
-
-
-def _plan(options: argparse.Namespace) -> int:
-    from ..devices.detect import detect
-    from .plan import plan_file
-
-    report = plan_file(options.file, detect(profile=options.device), options.goal, options.memory)
-    _print(options, report.to_json(), report.to_text())
-    return 0
 
 
 def _doctor(options: argparse.Namespace) -> int:

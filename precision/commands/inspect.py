@@ -1,9 +1,10 @@
-"""What a model file is (inspect) and whether its numbers are sound (scan)."""
+"""Contents of a model file, and problems of its scales and values: the commands ``inspect`` and ``scan``."""
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from math import prod
+from typing import Any
 
 import torch
 
@@ -37,8 +38,20 @@ MOST_ITEMS = 30
 
 
 @dataclass(frozen=True)
+class FileFinding:
+    """A fault that makes a file unsafe to run.
+
+    ``kind``: nan, inf, scale, fp16_range, undecided, zeros or unreadable.
+    """
+
+    tensor: str
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True)
 class Inspection:
-    """What a file holds.
+    """Contents and problems of a file.
 
     Attributes:
         dtypes: dtype name -> {"tensors": n, "bytes": n}.
@@ -46,7 +59,7 @@ class Inspection:
         attention: kernel that the file asks its attentions to run in -> number of attentions.
         scales: granularity, or the storage with scales of its own (``int8``, ``nvfp4``) -> number of weights; also
             ``input`` and ``full_precision``.
-        problems: why it cannot be used; empty if it can.
+        values: its values were read too, and not only headers and scales.
         in_comfyui: what stock ComfyUI would do wrong with it.
         notes: what was assumed or repaired while reading it.
         card: what Halfsafe wrote into its metadata, if it made the file.
@@ -62,62 +75,49 @@ class Inspection:
     model: str | None = None
     attention: dict[str, int] = field(default_factory=dict)
     scales: dict[str, int] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
+    problems: list[FileFinding] = field(default_factory=list)
     in_comfyui: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     card: dict | None = None
+    values: bool = False
 
 
-@dataclass(frozen=True)
-class FileFinding:
-    """A fault that makes a file unsafe to run.
+def inspect_file(path, values: bool = False, progress: Callable[[int], None] | None = None) -> Inspection:
+    """Read headers and scales, whatever the size of the file; with ``values`` also each tensor, once.
 
-    ``kind``: nan, inf, scale, fp16_range, undecided, zeros or unreadable.
-    """
-
-    tensor: str
-    kind: str
-    text: str
-
-
-@dataclass(frozen=True)
-class Scan:
-    """What :func:`scan_file` found."""
-
-    file: str
-    tensors: int
-    problems: list[FileFinding]
-
-
-def inspect_file(path) -> Inspection:
-    """Read headers and scales only, whatever the size of the file.
+    ``progress``: called with the bytes just read of the tensors.
 
     Raises:
         CheckpointError: it is no readable safetensors file.
     """
     file = open_checkpoint(path)
-    dtypes, card = _dtypes(file), card_in(file.metadata)
+    found = Inspection(str(path), None, file.data_bytes, 0, len(file), 0, _dtypes(file), card=card_in(file.metadata))
+    problems: list[FileFinding] = []
+    weights: Mapping[str, StoredWeight] = {}
     try:
         checkpoint = read_checkpoint(file, file.metadata, path)
-        attention = _attention(checkpoint)
+        weights = checkpoint.weights
+        problems += [FileFinding(name, "undecided", text) for name, text in checkpoint.undecided.items()]
+        found = replace(found, **_described(checkpoint))
     except CheckpointError as error:
-        problems = [str(error)]
-        return Inspection(str(path), None, file.data_bytes, 0, len(file), 0, dtypes, problems=problems, card=card)
+        problems.append(FileFinding(error.tensor or "", "scale" if error.tensor else "unreadable", str(error)))
+    if values:
+        problems += value_problems(file, weights, progress)
+    return replace(found, values=values, problems=problems)
+
+
+def _described(checkpoint: Checkpoint) -> dict[str, Any]:
     weights, model = list(checkpoint.weights.values()), family_of(checkpoint.model_shapes).name
-    return Inspection(
-        file=str(path),
+    attention = _attention(checkpoint)
+    return dict(
         dialect=dialect_text(checkpoint.dialects),
-        bytes=file.data_bytes,
         parameters=sum(prod(weight.shape) for weight in weights),
-        tensors=len(file),
         layers=sum(weight.name.endswith(".weight") for weight in weights),
-        dtypes=dtypes,
         model=None if model == UNKNOWN.name else model,
         attention=attention,
         scales=_scales(weights),
         in_comfyui=[*_in_comfyui(checkpoint), *(ATTENTION.format(*item) for item in attention.items())],
         notes=checkpoint.notes,
-        card=card,
     )
 
 
@@ -175,21 +175,11 @@ def _in_comfyui(checkpoint: Checkpoint) -> list[str]:
     return found
 
 
-def scan_file(path, progress: Callable[[int], None] | None = None) -> Scan:
-    """Read every tensor once. ``progress`` is called with the bytes just read.
-
-    Raises:
-        CheckpointError: it is no readable safetensors file.
-    """
-    file = open_checkpoint(path)
+def value_problems(
+    file: TensorFile, weights: Mapping[str, StoredWeight], progress: Callable[[int], None] | None = None
+) -> list[FileFinding]:
+    """Read every tensor of a file once, and list the problems of their values."""
     problems = [FileFinding(run.tensor, "zeros", str(run)) for run in zero_runs(file)]
-    try:
-        checkpoint = read_checkpoint(file, file.metadata, path)
-        weights = checkpoint.weights
-        problems += [FileFinding(name, "undecided", text) for name, text in checkpoint.undecided.items()]
-    except CheckpointError as error:
-        weights = {}
-        problems.append(FileFinding(error.tensor or "", "scale" if error.tensor else "unreadable", str(error)))
     for name, tensor in file.items():
         weight = weights.get(name, StoredWeight(name, tensor))
         where = f", in {file.entries[name].file.name}" if len(file.files) > 1 else ""
@@ -197,7 +187,7 @@ def scan_file(path, progress: Callable[[int], None] | None = None) -> Scan:
         file.release(name)
         if progress:
             progress(tensor.nbytes)
-    return Scan(str(path), len(file), problems)
+    return problems
 
 
 def _faults(weight: StoredWeight) -> dict[str, str]:
@@ -232,20 +222,18 @@ def inspection_text(inspection: Inspection) -> str:
     ]
     for dtype, row in inspection.dtypes.items():
         facts.append((f"  {dtype}", f"{row['tensors']} tensors, {size_text(row['bytes'])}"))
-    facts.append(("scales", scales))
+    facts += [("scales", scales), ("problems", _verdict(inspection))]
     lines = [inspection.file, table([(f"  {name}", text) for name, text in facts if text])]
     lines += section("card", card_lines(inspection.card or {}))
-    lines += section("problems", inspection.problems)
+    lines += section("problems", [_line(finding) for finding in inspection.problems])
     lines += section("stock ComfyUI", inspection.in_comfyui)
     return "\n".join(lines + section("notes", inspection.notes))
 
 
-def scan_text(scan: Scan) -> str:
-    """List the problems of a file, one line each."""
-    count = len(scan.problems)
-    verdict = f"{count} problem{'' if count == 1 else 's'}" if count else "no problem found"
-    lines = wrapped(f"{scan.file}: {scan.tensors} tensors, {verdict}", "")
-    return "\n".join(lines + section("problems", [_line(finding) for finding in scan.problems]))
+def _verdict(inspection: Inspection) -> str:
+    if inspection.problems:
+        return str(len(inspection.problems))
+    return "none" if inspection.values else "none in headers and scales; --values reads the values too"
 
 
 def _line(finding: FileFinding) -> str:

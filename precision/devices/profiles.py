@@ -181,7 +181,7 @@ ROWS = (
         notes={"fp16_accumulation": GEFORCE_GAIN,
                "int8_matmul_gains": "An A10G is 1.84x as fast with int8 as with bf16, 0.97x with fp8 "
                                     "(comfyui-quant-bench).",
-               "compile": "torch.compile cannot convert e4m3fn here (PyTorch #167082): use fp8_e5m2 with it."},
+               "compile": "torch.compile cannot convert e4m3fn here (PyTorch #167082): use int8 or 16 bit with it."},
     ),
     DeviceProfile(
         "sm_89", "RTX 40xx, L4, L40 (Ada)",

@@ -79,6 +79,12 @@ class StoredWeight:
         return name_of(self.data.dtype) if self.format is None else self.format.storage
 
     @property
+    def bytes(self) -> int:
+        """Bytes of the data, and of the scales and other tensors beside them."""
+        beside = [self.scale, *self.tensors.values()]
+        return self.data.nbytes + sum(tensor.nbytes for tensor in beside if tensor is not None)
+
+    @property
     def quantized(self) -> bool:
         """Tell whether it is stored in 8 bits or fewer."""
         return self.format is not None or self.data.dtype in EIGHT_BIT

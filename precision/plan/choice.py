@@ -52,6 +52,7 @@ class LoadRecord:
         kept: layer name -> why it is not in fp8 though fp8 was asked for.
         asked: layer name -> the storage that was decided, for the layers that are not left as in the file.
         native_fp8: as of :class:`~halfsafe.precision.plan.facts.ModelFacts`.
+        below_16_bit: the bytes that the file's quantized weights take less than in 16 bit.
     """
 
     file: str
@@ -63,3 +64,4 @@ class LoadRecord:
     without_effect: tuple[WithoutEffect, ...] = ()
     notes: tuple[str, ...] = ()
     native_fp8: Container[str] = frozenset()
+    below_16_bit: int = 0

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ..base.dtypes import FP8_NAMES
 from ..base.modes import FP16
-from ..base.options import ComputeOption, Goal, StorageOption
+from ..base.options import ComputeOption, Goal
 from ..devices.detect import Device
 from .accumulation import Request
 from .auto import UNQUANTIZED, smallest_storage
@@ -42,23 +42,6 @@ def plan_for_goal(
     return plan, f"{reason} {plan.choice.reason}".strip()
 
 
-def storage_for_goal(device: Device, goal: Goal, stored: frozenset[str]) -> tuple[StorageOption, str]:
-    """Choose the storage that a goal is best loaded with, and say why; ``auto`` where it asks for none, or where models
-    in 8 bits were slower.
-
-    ``stored``: the storages of the weights as they are: what is quantized already is not quantized again.
-    """
-    if goal != "speed" or not stored <= {*UNQUANTIZED}:
-        return "auto", ""
-    if device.profile.slower_in_8_bits:
-        return "auto", f"Weights in 8 bits were slower in measured calls. {device.profile.measured}"
-    if device.capabilities["int8_matmul_gains"] or device.capabilities["fp8_matmul_gains"]:
-        storage, reason = smallest_storage(device)
-        if storage != "as_file":
-            return storage, reason
-    return "auto", ""
-
-
 def _compute_for(
     facts: ModelFacts, device: Device, goal: Goal, stored: frozenset[str]
 ) -> tuple[ComputeOption, str]:
@@ -70,9 +53,17 @@ def _compute_for(
         return "fp8", f"fp8 products. {device.reason('fp8_matmul_gains')}"
     if goal == "speed" and stored & {*WEIGHTS_FOR["int8"]} and device.capabilities["int8_matmul_gains"]:
         return "auto", f"int8 products. {device.reason('int8_matmul_gains')}"
-    storage, reason = storage_for_goal(device, goal, stored)
-    gain = f"multiply in {storage.split('_')[0]}"
-    return "auto", reason if storage == "auto" else f"Load the model with storage {storage} to {gain}. {reason}"
+    return "auto", _advice(device) if goal == "speed" and stored <= {*UNQUANTIZED} else ""
+
+
+def _advice(device: Device) -> str:
+    """Say which storage a model in 16 bit is faster in, or that 8 bits were slower; empty if none gains."""
+    if device.profile.slower_in_8_bits:
+        return f"Weights in 8 bits were slower in measured calls. {device.profile.measured}"
+    if not (device.capabilities["int8_matmul_gains"] or device.capabilities["fp8_matmul_gains"]):
+        return ""
+    storage, reason = smallest_storage(device)
+    return f"Load the model with storage {storage} to multiply in {storage.split('_')[0]}. {reason}"
 
 
 def on_loaded(

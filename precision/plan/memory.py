@@ -49,7 +49,6 @@ def plan_model(
     layers: Mapping[str, str],
     prefix: str,
     formats: Container[str],
-    read: bool = True,
     assigned: bool = False,
 ) -> MemoryPlan:
     """Plan the weights of a file whose model, below ``prefix``, will be loaded as ``plan`` says.
@@ -62,13 +61,13 @@ def plan_model(
     unpacked = unpacked_dtype(plan.compute.weight_dtype)
     memory = Memory(formats, unpacked, inside.keys() - linear, linear, assigned, plan.unheld)
     asked = {name: decision.storage for name, decision in decided.items()}
-    plans = plan_weights(inside, asked, checkpoint.path, memory, read)
+    plans = plan_weights(inside, asked, checkpoint.path, memory)
     others = {name: weight for name, weight in checkpoint.weights.items() if name not in inside}
-    plans |= plan_weights(others, {}, checkpoint.path, replace(memory, unheld={}), read)
+    plans |= plan_weights(others, {}, checkpoint.path, replace(memory, unheld={}))
     first = common_dtype(inside, plans, plan)
     dtype = plan.compute.weight_dtype if first == "bf16" and plan.no_bf16 else first
     cast = (w for name, w in inside.items() if plans[name].storage not in QUANTIZED_NAMES and w.format is None)
-    if dtype == "fp16" and read and any(exceeds_fp16(weight, checkpoint.path) for weight in cast):
+    if dtype == "fp16" and any(exceeds_fp16(weight, checkpoint.path) for weight in cast):
         dtype = "bf16"
     if dtype == "bf16" and plan.no_bf16:
         dtype = "fp32"

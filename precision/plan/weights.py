@@ -67,7 +67,6 @@ def plan_weights(
     asked: Mapping[str, str],
     path,
     memory: Memory | None = None,
-    read: bool = True,
     done: Callable[[str, int], None] | None = None,
 ) -> dict[str, WeightPlan]:
     """Decide what each weight is stored in. Reads values only where the answer depends on them.
@@ -75,7 +74,6 @@ def plan_weights(
     Args:
         asked: tensor name -> storage; the others stay as they are.
         memory: what the weights are loaded into; None for a file, which holds every format, and whose card gets errors.
-        read: False to decide by shapes and dtypes alone.
 
     Raises:
         NonFiniteWeight: a weight whose values were read holds NaN or Inf.
@@ -87,7 +85,7 @@ def plan_weights(
     with_scales = {name.rpartition(".")[0] for name in weights if looks_like_scale(name)}
     plans = {}
     for name, weight in weights.items():
-        storage, reason = _decide(weight, asked.get(name, AS_FILE), path, memory, read)
+        storage, reason = _decide(weight, asked.get(name, AS_FILE), path, memory)
         if storage in QUANTIZED_NAMES and not weight.quantized and weight.layer in with_scales:
             storage, reason = _not_quantized(weight), "another tensor of the layer is named like a scale"
         error = sampled_error(weight, storage) if memory is None else UNMEASURED
@@ -131,13 +129,13 @@ def _plan(weight: StoredWeight, storage: str, reason: str, error: tuple[float, f
     return WeightPlan(storage, stored, reason, format, changes, tuple(specs_of(weight, storage)), error)
 
 
-def _decide(weight: StoredWeight, asked: str, path, memory: Memory | None, read: bool) -> tuple[str, str]:
+def _decide(weight: StoredWeight, asked: str, path, memory: Memory | None) -> tuple[str, str]:
     if weight.data.numel() == 0 or (weight.scale is None and not weight.is_number and weight.format is None):
         return AS_FILE, ""
     storage = _wanted(weight, asked, memory)
     if storage == AS_FILE or (weight.format is not None and storage == weight.storage):
         return AS_FILE, ""
-    if read and weight.format is not None:
+    if weight.format is not None:
         advice = f"Use ComfyUI {weight.format.since} or later, or another version of the model."
         if not weight.format.unpacks:
             problem = f"in {weight.format.title}, which this comfy-kitchen cannot unpack"
@@ -147,8 +145,8 @@ def _decide(weight: StoredWeight, asked: str, path, memory: Memory | None, read:
                 raise CheckpointError(weight.file or path, f"in {weight.storage}, {doubt}", weight.name, advice)
             return AS_FILE, f"kept in {weight.storage}: {doubt}"
     if storage in QUANTIZED_NAMES:
-        return _quantized(weight, storage, path, read or (memory is not None and memory.assigned))
-    if storage == "fp16" and read and exceeds_fp16(weight, path):
+        return _quantized(weight, storage, path)
+    if storage == "fp16" and exceeds_fp16(weight, path):
         return "bf16", f"kept in bf16: values exceed fp16's {FP16_MAX:.0f}"
     return AS_FILE if storage == weight.storage and weight.scale is None else storage, ""
 
@@ -168,12 +166,12 @@ def _wanted(weight: StoredWeight, asked: str, memory: Memory | None) -> str:
     return OF_FNUZ.get(own, "bf16" if own == "int8" else own)
 
 
-def _quantized(weight: StoredWeight, storage: str, path, read: bool) -> tuple[str, str]:
+def _quantized(weight: StoredWeight, storage: str, path) -> tuple[str, str]:
     why = why_not_quantized(storage, weight.shape if weight.name.endswith(".weight") else ())
     if why:
         return _not_quantized(weight), why
     many = weight.format is not None or weight.granularity in ("row", "block") or weight.data.dtype == torch.int8
-    if storage in FP8_NAMES and read and many:
+    if storage in FP8_NAMES and many:
         error = requantization_error(weight, storage, path)
         if error > REQUANTIZATION_LIMIT[storage]:
             scales = weight.storage if weight.scale is None else str(weight.scale.numel())

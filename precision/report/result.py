@@ -12,15 +12,16 @@ FINITE = "Finite: no NaN and no Inf."
 NOT_FINITE = "NaN or Inf in {names}."
 CHOSEN = "{chosen} of {free} layers can use {candidate}: error about {error} ({snr})."
 UNREACHED = "No layer can be in {candidate} at the target of {target} dB."
-BEST = "Best: {weights}, {computed}. {seconds} s a step, {memory}, {close}."
-BEST_SMALL = (
-    "Best: {weights}, {computed}. {less} less memory, equally fast (within noise): {seconds} s a step, {memory}, "
-    "{close}."
+BEST = "Best: {name}. {seconds} s a step ({beside}), {memory}, {close}."
+CLOSEST = (
+    "No setting has an error of {floor} or less. The closest: {name}. {seconds} s a step ({beside}), {memory}, {close}."
 )
-CLOSEST = "No setting reaches {floor}. The closest: {weights}, {computed}. {seconds} s a step, {memory}, {close}."
-AS_LOADED, HELD_IN = "weights as loaded", "weights in {0}"
-SAME_AS_FP32, FROM_FP32 = "the same picture as fp32", "{0} away from fp32"
-UNRANKED = "The times were too noisy to rank the settings. Run it again while nothing else uses the machine."
+COMPUTED_IN = "{0}, computed in {1}"
+ERROR, ERROR_AS_LOADED = "error {0}", "error {0} against the weights as loaded, whose file is not known"
+UNRANKED = (
+    "The times were too noisy to rank: run it again while nothing else uses the machine. Smallest: {small}. Closest: "
+    "{closest}."
+)
 NONE_WORKS = "No setting gave a finite result."
 DEVICE = "{device} computes in {compute}. Fast products: {fast}."
 DEVICE_MEASURED = "{device} computes in {compute}. Fast products: {fast}. {measured}"
@@ -28,15 +29,16 @@ DEVICE_PLAIN = "{device} computes in {compute}. 8-bit weights save memory here, 
 CALIBRATED = "Calibrated {layers} layers. Connect the calibration to Save Model, which rounds these layers with it."
 HALVED = "{file}: {before} -> {after}. Kept in {formats}: {kept} ({reasons})."
 LESS = "{file}: {before} -> {after}."
+NOT_LESS = "{file} takes {after}, no less than before ({before}): its weights were in 8 bits or fewer already."
 AS_IT_IS = "{file}: no weight is in 8 bits: {reasons}."
 IDENTICAL = "Identical: no pixel differs."
 HARD_TO_SEE = "The difference is hard to see: {psnr}."
 VISIBLE = "The difference is visible side by side: {psnr}."
 PLAIN = "The pictures differ clearly: {psnr}."
 SENTENCES = (
-    SAVED, UNLISTED, FINITE, NOT_FINITE, CHOSEN, UNREACHED, BEST, BEST_SMALL, CLOSEST, UNRANKED, NONE_WORKS,
-    DEVICE, DEVICE_MEASURED, DEVICE_PLAIN, CALIBRATED, HALVED, LESS, AS_IT_IS, IDENTICAL,
-    HARD_TO_SEE, VISIBLE, PLAIN,
+    SAVED, UNLISTED, FINITE, NOT_FINITE, CHOSEN, UNREACHED, BEST, CLOSEST, COMPUTED_IN, ERROR, ERROR_AS_LOADED,
+    UNRANKED, NONE_WORKS, DEVICE, DEVICE_MEASURED, DEVICE_PLAIN, CALIBRATED, HALVED, LESS, NOT_LESS, AS_IT_IS,
+    IDENTICAL, HARD_TO_SEE, VISIBLE, PLAIN,
 )  # fmt: skip
 
 
@@ -50,6 +52,8 @@ class Result:
         head, rows: a table; ``marked``: the row that matters most, from 0. A cell beyond the head is its row's tooltip.
         text: all of it.
         toast: whether the page tells it as a message too.
+        use: ``storage`` and ``compute`` of loaders, and as ``rules`` what is computed in, for a button that puts them
+            into the workflow.
     """
 
     sentence: str
@@ -60,6 +64,7 @@ class Result:
     marked: int | None = None
     text: str = ""
     toast: bool = False
+    use: Mapping[str, str] | None = None
 
     def ui(self) -> dict[str, tuple[str]]:
         """Make a node's ui output of the result, with the text where other packs' viewers look."""

@@ -10,7 +10,7 @@ from ..report.draw import Bar, bar_chart
 from .analysis_text import decibel_text, outcome
 from .sensitivity import Analysis
 from .tradeoffs import Measurements, Tradeoff
-from .tradeoffs_text import seconds_text
+from .tradeoffs_text import seconds_text, verdicts
 
 TOP_DB = 60.0
 """The SNR of a bar of full width, unless a figure is higher."""
@@ -49,9 +49,8 @@ def tradeoffs_chart(found: Measurements) -> np.ndarray:
     most = max(row.seconds for row in shown), max(row.bytes for row in shown), _highest(row.snr_db for row in working)
     rows = [line for number, row in enumerate(found.rows, 1) for line in _lines(f"{number}  {row.setting}", row, most)]
     rows += _lines(f"{found.reference.setting} (reference)", found.reference, most)
-    notes = [f"best for {goal}: {row.setting}" for goal, row in found.best.items()]
     legend = _legend(("time", "memory", "SNR"))
-    return bar_chart(f"{found.model} on {found.device}", [*legend, *rows], notes).astype(np.float32) / 255
+    return bar_chart(f"{found.model} on {found.device}", [*legend, *rows], verdicts(found)).astype(np.float32) / 255
 
 
 def _legend(names: Iterable[str]) -> list[Bar]:

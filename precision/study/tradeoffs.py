@@ -1,7 +1,7 @@
 """Settings to try on a model, what each costs and how close it comes, the best for a goal, and its rules."""
 
 import math
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ from ..base.errors import HalfsafeError
 from ..base.modes import MODES, label_of
 from ..base.options import COMPUTE_OPTIONS, GOALS, STORAGE_OPTIONS, ComputeOption, Goal, StorageOption
 from ..devices.detect import Device, why_no_fp8
+from ..formats.comfy_format import AS_FILE
 from ..plan.auto import INT8_COMPUTE
 from ..plan.compute import SAFE
 from ..plan.facts import LayerSpec
@@ -147,7 +148,9 @@ class Measurements:
     """All settings that were tried on a model.
 
     Attributes:
-        storage: of the loaded weights.
+        storage: of the weights that the settings are made from: the file's own.
+        given: of the weights that the node was given; ``is_of_file``: False where their file is not known, so that
+            they are what the settings are made from.
         automatic: what compute ``auto`` stands for here.
         reference: what the others are compared with; it has no SNR.
     """
@@ -161,66 +164,64 @@ class Measurements:
     seed: int
     reference: Tradeoff
     rows: Sequence[Tradeoff]
+    given: str
+    is_of_file: bool
 
     @property
     def best(self) -> dict[Goal, Tradeoff]:
-        """Goal -> its best row; empty where nothing works."""
+        """Goal -> its best row, without the goals that no row can be chosen for: see :func:`best_for`."""
         found = {goal: best_for(goal, self.rows) for goal in GOALS}
         return {goal: row for goal, row in found.items() if row is not None}
 
-    @property
-    def less_memory(self) -> float:
-        """The share of memory that the best for balanced saves over the closest of those as fast."""
-        best, fair = self.best.get("balanced"), _ranked("balanced", self.rows)
-        most = max(_level(fair), key=lambda row: row.snr_db).bytes if fair else 0
-        return 1 - best.bytes / most if best and most > CLOSE * best.bytes else 0.0
+    def is_as_file(self, row: Tradeoff) -> bool:
+        """Tell whether a row holds the weights as the file does."""
+        return row.storage in (AS_FILE, self.storage)
 
     @property
-    def is_ranked(self) -> bool:
-        """Tell whether the best for balanced stands: no row too noisy to rank may be better."""
-        best, floor = self.best["balanced"], FLOORS["balanced"]
-        noisy = [row for row in self.rows if row.works and row.is_noisy and row.snr_db >= floor]
-        return not best.is_noisy and not any(row.seconds <= best.seconds or best.snr_db < floor for row in noisy)
+    def beside(self) -> Tradeoff:
+        """What the best for balanced is told beside: the fastest row of the file's own weights, or the reference."""
+        own = [row for row in self.rows if row.works and self.is_as_file(row)]
+        best = self.best.get("balanced")
+        return self.reference if best in own or not own else min(own, key=lambda row: row.seconds)
 
     @property
     def rules(self) -> Rules:
-        """The best row for balanced as rules, see :func:`rules_for`; the default preset's where nothing works."""
+        """The best row for balanced as rules, see :func:`rules_for`; the default preset's where there is none."""
         best = self.best.get("balanced")
         return rules_for(best, self.automatic, self.layers) if best else rules_from()
 
 
 def best_for(goal: Goal, rows: Iterable[Tradeoff]) -> Tradeoff | None:
-    """Choose the best row for a goal; None where no row works.
+    """Choose the best row for a goal; None where no row works, or the times are too noisy to tell.
 
-    quality: the fastest of those within 1 dB of the highest SNR. speed: the closest of those as fast as the fastest,
-    within 3 % or the larger spread of both. memory: the fastest of those within 3 % of the smallest. balanced: the
+    quality: the fastest of those within 1 dB of the highest SNR. memory: the fastest of those within 3 % of the
+    smallest. speed: the closest of those as fast as the fastest, within 3 % or the larger spread of both. balanced: the
     smallest of those as fast as the fastest, the closest where several are within 3 %. All but quality among the rows
-    that reach the goal's SNR (``FLOORS``); where none does, the choice is quality's. Rows too noisy to rank are left
-    out, unless all are.
+    that reach the goal's SNR (``FLOORS``); where none does, the choice is quality's. quality and memory need no time:
+    where it is noisy, the smallest is chosen for quality, and the closest for memory.
     """
-    working, fair = _rankable(rows), _ranked(goal, rows)
+    working = [row for row in rows if row.works]
+    fair = [row for row in working if row.snr_db >= FLOORS.get(goal, math.inf)]
     if goal == "quality" or not fair:
         highest = max((row.snr_db for row in working), default=0.0)
-        closest = (row for row in working if row.snr_db >= highest - CLOSE_DB)
-        return min(closest, key=lambda row: row.seconds, default=None)
+        return _fastest([row for row in working if row.snr_db >= highest - CLOSE_DB], lambda row: row.bytes)
     if goal == "memory":
-        return min(_smallest(fair), key=lambda row: row.seconds)
-    level = _level(fair)
-    return max(level if goal == "speed" else _smallest(level), key=lambda row: row.snr_db)
+        return _fastest(_smallest(fair), lambda row: -row.snr_db)
+    calm = fair if len(fair) == 1 else [row for row in fair if not row.is_noisy]
+    level = _level(calm) if calm else []
+    best = max(level if goal == "speed" else _smallest(level), key=lambda row: row.snr_db, default=None)
+    noisy = (row for row in fair if row.is_noisy and row is not best)
+    return None if best is None or any(row.seconds <= best.seconds for row in noisy) else best
 
 
-def _rankable(rows: Iterable[Tradeoff]) -> list[Tradeoff]:
-    working = [row for row in rows if row.works]
-    return [row for row in working if not row.is_noisy] or working
-
-
-def _ranked(goal: Goal, rows: Iterable[Tradeoff]) -> list[Tradeoff]:
-    """List the rows that reach the SNR of a goal."""
-    return [row for row in _rankable(rows) if row.snr_db >= FLOORS.get(goal, math.inf)]
+def _fastest(rows: Sequence[Tradeoff], otherwise: Callable[[Tradeoff], float]) -> Tradeoff | None:
+    """Return the fastest row, or the first by another figure where a time is too noisy."""
+    is_noisy = any(row.is_noisy for row in rows)
+    return min(rows, key=otherwise if is_noisy else lambda row: row.seconds, default=None)
 
 
 def _smallest(rows: Sequence[Tradeoff]) -> list[Tradeoff]:
-    most = CLOSE * min(row.bytes for row in rows)
+    most = CLOSE * min((row.bytes for row in rows), default=0)
     return [row for row in rows if row.bytes <= most]
 
 
@@ -238,12 +239,18 @@ def rules_for(row: Tradeoff, automatic: str, layers: Sequence[LayerSpec]) -> Rul
     is asked for, what passes between them is fp32, so that the result is no less close than with the option. Where the
     line asks for 8 bits, lines for the sensitive layers of this model follow, as it would win over the preset's.
     """
-    compute = row.setting.compute
-    computed = "" if compute in INT8_COMPUTE else f" compute={compute}"
-    computed += "" if compute in (*INT8_COMPUTE, "fp8", automatic) else " stream=fp32"
-    lines = [f"* storage={row.storage}{computed}  # measured: {row.setting}"]
+    words = filter(None, (f"* storage={row.storage}", compute_rule(row, automatic), f" # measured: {row.setting}"))
+    lines = [" ".join(words)]
     if row.storage in QUANTIZED_NAMES:
         preset = rules_from().on(layers)
         matching = {rule for layer in layers for rule in preset.matching(layer.name, layer.cls)}
         lines += [str(rule) for rule in preset.presets if rule in matching]
     return rules_from("\n".join(lines))
+
+
+def compute_rule(row: Tradeoff, automatic: str) -> str:
+    """Write what a row computes in as settings of a rule; empty where ``auto`` computes so."""
+    compute = row.setting.compute
+    if compute in INT8_COMPUTE:
+        return ""
+    return f"compute={compute}" + ("" if compute in ("fp8", automatic) else " stream=fp32")

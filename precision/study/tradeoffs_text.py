@@ -5,12 +5,11 @@ import math
 from ..base.modes import label_of
 from ..base.options import GOALS, Goal
 from ..base.text import paragraph, size_text, table
-from ..formats.comfy_format import AS_FILE
 from ..report import result
 from ..report.result import BAD, GOOD, WARN, Result
 from ..report.view import shares
 from .analysis_text import decibel_text, whole_decibel_text
-from .tradeoffs import CLOSE, FLOORS, Measurements, Tradeoff
+from .tradeoffs import CLOSE, FLOORS, Measurements, Tradeoff, compute_rule
 
 TABLE = ("setting", "s/step", "memory", "SNR dB")
 REFERENCE = "(reference)"
@@ -24,7 +23,7 @@ def table_text(found: Measurements) -> str:
     Columns are two or more spaces apart.
     """
     size = " x ".join(map(str, found.shape))
-    head = f"{found.device}: {found.model}, weights loaded in {found.storage}; latent {size}, seed {found.seed}"
+    head = f"{found.device}: {found.model}, {_weights(found)}; latent {size}, seed {found.seed}"
     rows = [_cells(row, f"{number} {row.names}") for number, row in enumerate(found.rows, 1)]
     rows.append(_cells(found.reference, f"  {found.reference.setting} {REFERENCE}"))
     written = table(rows, HEADER, math.inf)
@@ -37,27 +36,51 @@ def tradeoffs_result(found: Measurements, text: str) -> Result:
     rows = [_shown(row, row.names) for row in sorted(found.rows, key=lambda row: row is not best)]
     rows.append(_shown(found.reference, f"{found.reference.setting} {REFERENCE}"))
     if best is None:
-        return Result(result.NONE_WORKS, {}, BAD, TABLE, rows, text=text)
-    as_loaded = best.storage in (AS_FILE, found.storage)
+        return _without_best(found, rows, text)
     values = {
-        "weights": result.AS_LOADED if as_loaded else result.HELD_IN.format(best.storage),
-        "computed": best.computed,
+        "name": _name(best, found),
         "seconds": seconds_text(best.seconds),
-        "memory": size_text(best.bytes),
-        "close": _closeness(best.snr_db),
+        "beside": f"{found.beside.computed_by} {seconds_text(found.beside.seconds)}",
+        "memory": _memory(best, found.beside),
+        "close": _closeness(best, found),
     }
-    if not found.is_ranked:
-        return Result(result.UNRANKED, values, WARN, TABLE, rows, None, text, toast=True)
     if best.snr_db < FLOORS["balanced"]:
-        values["floor"] = f"{FLOORS['balanced']:g} dB"
+        values["floor"] = error_text(FLOORS["balanced"])
         return Result(result.CLOSEST, values, WARN, TABLE, rows, 0, text, toast=True)
-    values["less"] = f"{100 * found.less_memory:.0f} %"
-    sentence = result.BEST_SMALL if found.less_memory else result.BEST
-    return Result(sentence, values, GOOD, TABLE, rows, 0, text, toast=True)
+    use = {"storage": best.storage, "compute": best.setting.compute, "rules": compute_rule(best, found.automatic)}
+    return Result(result.BEST, values, GOOD, TABLE, rows, 0, text, toast=True, use=use)
 
 
-def _closeness(snr_db: float) -> str:
-    return result.SAME_AS_FP32 if snr_db == math.inf else result.FROM_FP32.format(whole_decibel_text(snr_db))
+def _without_best(found: Measurements, rows: list[list[str]], text: str) -> Result:
+    """Say what needs no time: the smallest and the closest, unless nothing works."""
+    smallest, closest = (found.best.get(goal) for goal in ("memory", "quality"))
+    if smallest is None:
+        return Result(result.NONE_WORKS, {}, BAD, TABLE, rows, text=text)
+    values = {
+        "small": f"{_name(smallest, found)}, {size_text(smallest.bytes)}",
+        "closest": f"{_name(closest, found)}, {_closeness(closest, found)}",
+    }
+    return Result(result.UNRANKED, values, WARN, TABLE, rows, None, text, toast=True)
+
+
+def _name(row: Tradeoff, found: Measurements) -> str:
+    """Name the formats of a row: "int8, computed in bf16", or one where both are the same."""
+    stored = found.storage if found.is_as_file(row) else row.storage
+    return stored if stored == row.computed_by else result.COMPUTED_IN.format(stored, row.computed_by)
+
+
+def _memory(row: Tradeoff, beside: Tradeoff) -> str:
+    own, other = size_text(row.bytes), size_text(beside.bytes)
+    return own if own == other else f"{own} ({other})"
+
+
+def _closeness(row: Tradeoff, found: Measurements) -> str:
+    return (result.ERROR if found.is_of_file else result.ERROR_AS_LOADED).format(error_text(row.snr_db))
+
+
+def error_text(snr_db: float) -> str:
+    """Write an SNR as the relative error that it is: "3.2 %" for 30 dB, "0 %" for equal latents."""
+    return f"{100 * 10 ** (-snr_db / 20):.2g} %"
 
 
 def _cells(row: Tradeoff, name: str) -> list[str]:
@@ -80,6 +103,14 @@ def _shown(row: Tradeoff, name: str) -> list[str]:
     return [name, seconds + spread + noisy, memory, snr, ran]
 
 
+def _weights(found: Measurements) -> str:
+    """Say what the settings were made from."""
+    if not found.is_of_file:
+        return f"weights as loaded, in {found.storage}: their file is not known"
+    other = "" if found.given == found.storage else f" (loaded in {found.given}, measured from the file)"
+    return f"weights of the file in {found.storage}{other}"
+
+
 def seconds_text(seconds: float | None) -> str:
     """Write a time in seconds to three digits: 0.00123, 1.23, 123."""
     return "-" if seconds is None else f"{seconds:.0f}" if seconds >= 100 else f"{seconds:#.3g}"
@@ -90,28 +121,34 @@ def _notes(found: Measurements) -> list[str]:
     beyond = "plus the peak of other device memory" if has_peak else "alone: this device reports no peak"
     return paragraph((
         "s/step: the median of three euler steps; the first of four is a warm-up and is not timed.",
-        f"memory: weights {beyond}. as_file: the weights as loaded.",
+        f"memory: weights {beyond}. as_file: the weights as in the file.",
         f"SNR: of the final latent against {found.reference.setting}; 20 dB is an error of 10 %, 30 dB of 3.2 %.",
     ))  # fmt: skip
 
 
 def _best(found: Measurements) -> list[str]:
-    best = found.best
-    if not best:
+    if not found.best:
         return ["No setting gave a finite result."]
     floors = ", ".join(f"{goal} {floor:g} dB" for goal, floor in FLOORS.items())
     return [
         f"best per goal (at least {floors}; within {100 * (CLOSE - 1):.0f} % or the spread counts as equal):",
-        *(f"  {goal + ':':10}{_choice(best[goal], goal)}" for goal in GOALS),
+        *(f"  {goal + ':':10}{_choice(found.best.get(goal), goal)}" for goal in GOALS),
         "",
         "# balanced as rules, for a loader or Compute Dtype with options on auto:",
         *map(str, found.rules.own),
     ]
 
 
-def _choice(row: Tradeoff, goal: Goal) -> str:
+def verdicts(found: Measurements) -> list[str]:
+    """Name the best for each goal, as the chart does: the goals that the text has one for."""
+    lines = (f"best for {goal}: {_name(row, found)}" for goal, row in found.best.items())
+    return [*lines, *(f"best for {goal}: {NOISY}" for goal in GOALS if found.best and goal not in found.best)]
+
+
+def _choice(row: Tradeoff | None, goal: Goal) -> str:
+    if row is None:
+        return NOISY
     short = "" if row.snr_db >= FLOORS.get(goal, -math.inf) else ", below the goal's minimum: the closest setting"
-    short += f", {NOISY}" if row.is_noisy else ""
     figures = f"{seconds_text(row.seconds)} s/step, {size_text(row.bytes)}, {whole_decibel_text(row.snr_db)}{short}"
     compute = " = ".join(dict.fromkeys((row.setting.compute, row.computed_by)))
     return f"storage {row.storage}, compute {compute} ({figures})"

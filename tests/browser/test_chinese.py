@@ -16,7 +16,7 @@ from halfsafe.precision.guard.localize import Origin
 from halfsafe.precision.guard.log import CallPosition, event_of, sentence
 from halfsafe.precision.guard.verdicts import ADVICE, ENCODERS, FAILS_IN_FP32, NonFinite
 from halfsafe.precision.plan.rules import parse
-from halfsafe.precision.report.result import AS_LOADED, BEST, SAME_AS_FP32, Result
+from halfsafe.precision.report.result import BEST, COMPUTED_IN, ERROR, Result
 from halfsafe.precision.study.tradeoffs_text import REFERENCE
 from support.served_sentences import served_sentences
 
@@ -88,9 +88,10 @@ def test_the_error_of_a_guard_is_told_as_its_event(comfy: ComfyPage) -> None:
 
 
 def test_a_value_that_is_words_is_told_in_chinese(comfy: ComfyPage) -> None:
-    values = {"weights": AS_LOADED, "computed": "fp16 with fp32 results", "seconds": "1.00", "memory": "50.00 MiB", "close": SAME_AS_FP32}
-    result = Result(BEST, values, head=["setting"], rows=[[f"fp32 {REFERENCE}"]])
-    assert comfy.evaluate(SHOWN, asdict(result)) == [WORDS[BEST].format(**{name: WORDS.get(value, value) for name, value in values.items()}), f"fp32 {WORDS[REFERENCE]}"]
+    figures = {"seconds": "1.00", "beside": "bf16 2.00", "memory": "50.00 MiB (100.00 MiB)"}
+    in_english, in_chinese = ({"name": say(COMPUTED_IN).format("int8", "bf16"), "close": say(ERROR).format("1.3 %"), **figures} for say in (str, WORDS.get))
+    result = Result(BEST, in_english, head=["setting"], rows=[[f"fp32 {REFERENCE}"]])
+    assert comfy.evaluate(SHOWN, asdict(result)) == [WORDS[BEST].format(**in_chinese), f"fp32 {WORDS[REFERENCE]}"]
     progress = "step 3 of 8 to 60: measuring 40 layers"
     comfy.add("HalfsafeAnalyzeLayers")
     comfy.send("progress_text", nodeId="1", text=f"Halfsafe: {progress}")

@@ -208,7 +208,11 @@ def test_two_models_are_named_by_their_files_and_one_is_measured(comfy: ComfyPag
 
 def test_measuring_follows_the_guider_and_says_what_it_cannot_read(comfy: ComfyPage) -> None:
     measured = walk(comfy, GUIDED)
-    assert measured["measures"] and measured["told"] == "2 nodes were added: press the blue arrow above them. It measures with cfg 4, not with this sampler's 8."
+    assert measured["measures"] and measured["told"] == "2 nodes were added: press the blue arrow above them."
+    assert [step["inputs"]["cfg"] for step in measured["measured"].values() if step["class_type"] == "HalfsafeMeasurePrecisions"] == [8], "the sampler's own"
+    linked = walk(comfy, GUIDED + "const number = put('PrimitiveFloat', 0, 1200); number.connectSlots(number.outputs[0], guider, guider.inputs[guider.findInputSlot('cfg')]);")
+    (asked,) = [step["inputs"] for step in linked["measured"].values() if step["class_type"] == "HalfsafeMeasurePrecisions"]
+    assert linked["measured"][asked["cfg"][0]]["class_type"] == "PrimitiveFloat" and "cfg" not in linked["told"]
     without = walk(comfy, GUIDED + "set(guider, 'cfg', 1);")["measured"]
     assert ["negative" in step["inputs"] for step in without.values() if step["class_type"] == "HalfsafeMeasurePrecisions"] == [False], "it is not used"
     apart = walk(comfy, GUIDED + "inside(guider);")

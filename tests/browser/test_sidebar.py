@@ -15,7 +15,9 @@ RUN = "() => document.querySelector('.hs-sidebar section').innerText"
 BUTTONS = "() => [...document.querySelectorAll('.hs-actions b')].map((b) => b.textContent)"
 FOCUSED = "() => document.activeElement.querySelector('b')?.textContent"
 ANOTHER_TAB = "async () => { await app.loadGraphData(app.graph.serialize(), true, true, 'another'); }"
-BACK = "async () => { await app.extensionManager.command.execute('Workspace.PreviousOpenedWorkflow'); }"
+LEAVE = "() => { window.left = app.extensionManager.workflow.activeWorkflow; }"
+BACK = "async () => { const { workflow, command } = app.extensionManager; for (const _ of workflow.openWorkflows) if (workflow.activeWorkflow !== window.left) await command.execute('Workspace.PreviousOpenedWorkflow'); }"
+"""To the tab that was left: a new one is put behind all that tests before opened."""
 KEEP_STATUS = "() => { window.told = document.querySelector('.hs-did'); window.taken = 0; window.watcher = new MutationObserver((all) => all.forEach(({ removedNodes }) => removedNodes.forEach((node) => { if (node.contains(window.told)) window.taken += 1; }))); window.watcher.observe(document.body, { childList: true, subtree: true }); }"
 DELETE = """(type) => { const node = app.graph.nodes.find((n) => n.type === type); app.canvas.deselectAll(); app.canvas.selectItems([node]); app.canvas.canvas.focus(); }"""
 PLAIN = """async () => { app.graph.clear(); app.canvas.ds.reset(); await new Promise(requestAnimationFrame);
@@ -54,6 +56,7 @@ def test_two_tabs_with_the_same_graph_id_have_each_its_own_answer_and_run(tab: C
     tab.send("execution_success", prompt_id="first")
     press(tab, "Take the guard out")
     before = tab.evaluate("() => app.graph.id")
+    tab.evaluate(LEAVE)
     tab.evaluate(ANOTHER_TAB)
     tab.page.wait_for_function(f"() => ({RUN})().includes('This workflow has not run')")
     assert tab.evaluate("() => app.graph.id") == before, "as 335 of ComfyUI's templates share theirs"
@@ -65,11 +68,21 @@ def test_two_tabs_with_the_same_graph_id_have_each_its_own_answer_and_run(tab: C
 
 def test_a_run_is_of_the_tab_that_it_was_queued_from(tab: ComfyPage) -> None:
     press(tab, "Guard this workflow")
+    tab.evaluate(LEAVE)
     tab.evaluate("async () => { const { api } = await import('/scripts/api.js'); window.ended = new Promise((done) => api.addEventListener('execution_success', done, { once: true })); await app.queuePrompt(0, 1); }")
     tab.evaluate("async () => { await app.extensionManager.command.execute('Comfy.NewBlankWorkflow'); await window.ended; }")
     assert "This workflow has not run" in tab.evaluate(RUN)
     tab.evaluate(BACK)
     tab.page.wait_for_function(f"() => ({RUN})().includes('calls of the model checked, no NaN')")
+
+
+def test_a_page_without_the_store_of_runs_leaves_a_run_to_the_tab_in_which_run_was_pressed(opened_page: ComfyPage) -> None:
+    code = """async () => { const { Tabs } = await import("/extensions/Halfsafe-Pack/tabs.mjs"), activeWorkflow = {};
+        return [undefined, {}, { _s: new Map() }].map((_p) => {
+            const tabs = new Tabs({ extensionManager: { workflow: { activeWorkflow, $onAction: () => {} }, _p } });
+            tabs.watch(() => {}); tabs.press(); const pressed = tabs.of("one"); tabs.settle();
+            return [pressed === activeWorkflow, tabs.of("one")]; }); }"""
+    assert opened_page.evaluate(code) == [[True, None]] * 3
 
 
 def test_buttons_and_the_answer_follow_nodes_that_come_and_go(tab: ComfyPage) -> None:

@@ -11,16 +11,12 @@ from halfsafe.precision.base.dtypes import QUANTIZED_NAMES
 from halfsafe.precision.base.errors import CheckpointError, HalfsafeError, StorageNotHeld
 from halfsafe.precision.base.options import STORAGE_OPTIONS
 from halfsafe.precision.commands.convert import conversion_text, convert_file, decide
-from halfsafe.precision.commands.inspect import inspect_file, inspection_text, scan_file, scan_text
-from halfsafe.precision.commands.plan import plan_file
-from halfsafe.precision.devices.detect import detect
-from halfsafe.precision.devices.profiles import PROFILE_NAMES
+from halfsafe.precision.commands.inspect import inspect_file, inspection_text
 from halfsafe.precision.files.safetensors_file import open_checkpoint
 from halfsafe.precision.formats.checkpoint import read_checkpoint
 from halfsafe.precision.formats.registry import FORMAT_OF_STORAGE
 from halfsafe.precision.plan.presets import PRESETS
 from halfsafe.precision.plan.rules import rules_from
-from halfsafe.precision.report.report_chart import chart
 from support.measures import relative_error
 from support.storing import in_storages
 
@@ -44,13 +40,13 @@ def check_read(path: Path, random: Random) -> None:
 
 def check_inspect(path: Path, random: Random) -> None:
     inspection = inspect_file(path)
-    printable(vars(inspection), inspection_text(inspection))
+    printable(asdict(inspection), inspection_text(inspection))
 
 
 def check_scan(path: Path, random: Random) -> None:
     seen: list[int] = []
-    scan = scan_file(path, seen.append)
-    printable(asdict(scan), scan_text(scan))
+    scan = inspect_file(path, values=True, progress=seen.append)
+    printable(asdict(scan), inspection_text(scan))
     if sum(seen) != open_checkpoint(path).data_bytes:
         raise Wrong("scan did not count every byte")
 
@@ -72,7 +68,7 @@ def check_convert(path: Path, random: Random) -> None:
 
 
 def _same_numbers(path: Path, target: Path, storage: str) -> None:
-    bad = [finding for finding in scan_file(target).problems if finding.kind != "fp16_range"]
+    bad = [finding for finding in inspect_file(target, values=True).problems if finding.kind != "fp16_range"]
     if bad:
         raise Wrong(f"the result holds what the source did not: {bad[0].text}")
     before, after = (read_checkpoint(file, file.metadata, file.path) for file in map(open_checkpoint, (path, target)))
@@ -105,14 +101,6 @@ def _bytes(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def check_plan(path: Path, random: Random) -> None:
-    goal, memory = random.choice(("balanced", "quality", "speed", "memory")), random.choice((None, 0, 10**4, 10**10))
-    report = plan_file(path, detect(profile=random.choice(PROFILE_NAMES)), goal, memory)
-    printable(report.to_json(), report.to_text())
-    if random.random() < 0.05:
-        chart(report)
-
-
 def printable(data: dict, text: str) -> None:
     """Both forms go to files, pipes and pages: JSON without NaN, text that encodes and cannot steer a terminal."""
     json.dumps(data, allow_nan=False)
@@ -121,7 +109,7 @@ def printable(data: dict, text: str) -> None:
         raise Wrong(f"the text holds control characters: {text[:200]!r}")
 
 
-TARGETS = {"read": check_read, "inspect": check_inspect, "scan": check_scan, "convert": check_convert, "plan": check_plan}
+TARGETS = {"read": check_read, "inspect": check_inspect, "scan": check_scan, "convert": check_convert}
 
 
 def judge(target: str, path: Path, random: Random) -> str:

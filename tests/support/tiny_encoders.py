@@ -69,8 +69,8 @@ def is_known(name: str) -> bool:
     return bool(importlib.util.find_spec(module)) and hasattr(importlib.import_module(module), cls)
 
 
-def build(name: str):
-    """ComfyUI's CLIP around an encoder of a class, in fp16, its weights at a size at which no layer overflows."""
+def build(name: str, **more: object):
+    """ComfyUI's CLIP around an encoder of a class, in fp16, its weights at a size at which no layer overflows. ``more``: options of it."""
     import comfy.sd
     from comfy.sd1_clip import SD1ClipModel
 
@@ -80,7 +80,7 @@ def build(name: str):
     if ENCODERS[name].model:
         kind = type(cls, (kind,), {"model_class": getattr(module, ENCODERS[name].model)})
     target = SimpleNamespace(params={"name": "tiny", "clip_model": kind}, clip=SD1ClipModel, tokenizer=lambda **_: SimpleNamespace())
-    options = {"dtype": torch.float16, "initial_device": "cpu"} | {f"{each}_model_config": dict(ENCODERS[name].sizes) for each in NAMES} | ENCODERS[name].options
+    options = {"dtype": torch.float16, "initial_device": "cpu"} | {f"{each}_model_config": dict(ENCODERS[name].sizes) for each in NAMES} | ENCODERS[name].options | more
     with torch.inference_mode(False):
         clip = comfy.sd.CLIP(target, model_options=options)
     encoder, draw = clip.cond_stage_model.tiny, torch.Generator().manual_seed(0)

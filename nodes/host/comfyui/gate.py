@@ -46,6 +46,7 @@ INPUT = "input"
 BY_PLACE = "an argument by its place"
 MET = "{} calls layers with `{}`, which Halfsafe {} does not know, so in these calls they run their own code: {}."
 NO_ACTIVATION = "Layer '{}' of another pack is called with `input_act` = '{}', for which comfy.ops has no function."
+NOT_TAKEN = "Layer '{}' is called with `{}`, which its own code cannot run with: {}."
 UPDATE = "Update Halfsafe, or remove its nodes from this model."
 OWN_CODE = "{} runs its own code, because of `{}`"
 NORM = "norm"
@@ -187,7 +188,12 @@ class Gate:
             note_met(self.module, unknown)
             run = self.own
         if unknown and self.call:
-            return run(x, *args[1:], **{name: value for name, value in kwargs.items() if name != self.call.input})
+            named = {name: value for name, value in kwargs.items() if name != self.call.input}
+            try:
+                return run(x, *args[1:], **named)
+            except TypeError as error:
+                problem = NOT_TAKEN.format(name_of_layer(self.module), listed(sorted(unknown)), error)
+                raise HalfsafeError(problem, UPDATE) from error
         if self.notes and folded.get(ACTIVATION) is not None:
             note_unfused(self.module)
         operand = activated(x, folded)

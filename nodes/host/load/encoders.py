@@ -27,7 +27,7 @@ from ....precision.guard.casting import promoting
 from ....precision.plan.choice import Choice, LoadRecord, WithoutEffect, frozen
 from ....precision.plan.facts import file_dtype, layer_specs
 from ....precision.plan.memory import plan_encoder
-from ....precision.plan.storage import plan_text_encoder
+from ....precision.plan.storage import bytes_below_16_bit, plan_text_encoder
 from ..comfyui.model_facts import held_storages
 from ..comfyui.weights import ask_for_plain_products
 from .detection import left_out_note, recognised, renamed_by, stored_tensors, unpacked
@@ -138,7 +138,9 @@ def _loaded(
     idle = [] if compute in ("auto", "fp32") else [WithoutEffect(f"compute={compute}", FP32_ACTIVATIONS)]
     said = [note for file, own in zip(files, notes, strict=True) for note in (*file.notes, *own)] + lacks
     why = frozen({layer: reason for of_file in kept for layer, reason in of_file.items()})
-    attach(clip.patcher, LoadRecord(paths[0], (), choices[0], {}, why, {}, tuple(idle), tuple(said)))
+    below = sum(bytes_below_16_bit(file.weights.values()) for file in files)
+    record = LoadRecord(paths[0], (), choices[0], {}, why, {}, tuple(idle), tuple(said), below_16_bit=below)
+    attach(clip.patcher, record)
     clip.patcher.cached_patcher_init = (_reloaded, again)
     if compute == "fp32":
         ask_for_plain_products(clip.patcher)
@@ -171,7 +173,7 @@ def _converted(checkpoint: Checkpoint, storage: str, disable_dynamic: bool) -> t
     free = None if streamed else free_host_memory()
     unheld = unheld_on(device)
     choice, decisions = plan_text_encoder(
-        layer_specs(checkpoint), storage, file_dtype(checkpoint), default, in_16_bit, free, unheld
+        layer_specs(checkpoint), storage, file_dtype(checkpoint), default, in_16_bit, free, unheld, held_storages()
     )
     require_held_by_device((decision.storage for decision in decisions.values()), device)
     planned = plan_encoder(checkpoint, choice, decisions, default, held_storages(), streamed, unheld)

@@ -1,48 +1,175 @@
 """What *Halve the memory* asks before it exchanges loaders: this device's 8-bit storages, and which files are left."""
 
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import comfy.model_base
 import comfy.model_management
 import folder_paths
+import torch
+from comfy.cli_args import args
 
 from ....precision.base.errors import CheckpointError
+from ....precision.base.text import size_text
 from ....precision.files.safetensors_file import open_checkpoint
-from ....precision.formats.checkpoint import read_checkpoint
-from ....precision.plan.auto import UNQUANTIZED, smallest_storage
-from ....precision.plan.facts import file_dtype
+from ....precision.formats.checkpoint import Checkpoint, read_checkpoint
+from ....precision.formats.comfy_format import AS_FILE
+from ....precision.formats.registry import FORMAT_OF_STORAGE
+from ....precision.plan import storage as plan
+from ....precision.plan.auto import smallest_storage, why_low_bits_are_slow
+from ....precision.plan.facts import layer_specs
+from ....precision.plan.rules import TEXT_ENCODER_RULES, Rules, rules_from
+from ..comfyui.attributes import MEMORY_ESTIMATE
+from ..comfyui.model_facts import held_storages
 from .controlnet import DIFFERENCE
-from .devices import current_device, unheld_on
+from .detection import recognised
+from .devices import compute_device, current_device, unheld_on
 
 READ = (".safetensors", ".sft", ".index.json")
 NOT_READ = "Halfsafe's loaders read .safetensors files only"
 DIFFERENCES = "it stores differences to a model's weights"
 NOT_16_BIT = "its weights are in 8 bits or fewer already"
+NO_LAYER = "none of its layers can be in 8 bits"
+ENCODERS, CHECKPOINTS = "text_encoders", "checkpoints"
+MODEL, CLIP = "storage", "clip_storage"
+"""The options of a loader for the weights of a model, and of text encoders."""
+DEVICES = {MODEL: compute_device, CLIP: comfy.model_management.text_encoder_device}
+VAE = re.compile(r"^(first_stage_model|vae)\.")
+LEAST = 0.03
+"""The share of a loader's bytes below which a saving is none."""
 
 
-def halving(files: list[tuple[str, str]]) -> dict:
-    """Answer for model files, each (folder of ComfyUI's, name): the storages to load them in, and which are left out.
+class Part(NamedTuple):
+    """Weights of a file that one option of a loader is for; ``prefix``: of their names in it."""
+
+    option: str
+    checkpoint: Checkpoint
+    prefix: str
+    rules: Rules
+
+    def bytes_in(self, storage: str) -> int:
+        """Count the bytes of the weights in a storage; their sensitive layers stay."""
+        layers = plan.plan_storage(layer_specs(self.checkpoint, self.prefix), storage, self.rules)
+        decisions = {f"{self.prefix}{layer}.weight": decision for layer, decision in layers.items()}
+        return plan.bytes_in_memory(self.checkpoint.weights.values(), decisions)
+
+    def held(self) -> set[str]:
+        """Return the storages of its quantized weights."""
+        return {weight.storage for weight in self.checkpoint.weights.values() if weight.quantized}
+
+
+def halving(loaders: list[dict]) -> dict:
+    """Answer for loaders: the storages to load them in, and which are left out. Each has the ``folder`` of ComfyUI's,
+    ``names`` of files in it, ``in_8_bits`` where ComfyUI's own loader casts to fp8, and the ``size`` that is sampled at
+    where it is known.
 
     ``storage``: of models and ControlNets, ``as_file`` where the device holds no 8-bit weights, and ``why``;
-    ``clip_storage``: of text encoders; ``files``: for each why it would not be halved, empty where it would, and
-    whether our loaders read it.
+    ``clip_storage``: of text encoders; ``reserved``: what ``--reserve-vram`` keeps free; ``slow``: why products of
+    fewer than 8 bits are not faster here; ``errors``: storage -> error of a layer; ``loaders``: see :func:`_judged`.
     """
     storage, why = smallest_storage(current_device())
-    unheld = unheld_on(comfy.model_management.text_encoder_device())
-    clip_storage = "int8" if "fp8_e4m3fn" in unheld else "fp8_e4m3fn"
-    found = [_judged(folder, name) for folder, name in files]
-    return {"storage": storage, "clip_storage": clip_storage, "why": why, "files": found}
+    options = {MODEL: storage, CLIP: plan.smallest_of_encoder(held_storages())}
+    reserved = None if comfy.model_management.is_device_cpu(compute_device()) else args.reserve_vram
+    return {
+        **options,
+        "why": why,
+        "reserved": size_text(int(reserved * 2**30)) if reserved else "",
+        "slow": why_low_bits_are_slow(current_device()),
+        "errors": {name: f"{100 * error:.2g} %" for name, error in plan.PREDICTED_ERROR.items()},
+        "loaders": [_judged(loader, options) for loader in loaders],
+    }
 
 
-def _judged(folder: str, name: str) -> dict:
-    if not name.lower().endswith(READ):
-        return {"reason": NOT_READ, "read": False}
-    path = folder_paths.get_full_path(folder, name)
-    if path is None:  # ComfyUI says which file is missing
-        return {"reason": "", "read": True}
+def _judged(loader: Mapping, options: Mapping[str, str]) -> dict:
+    """Say what a loader would be exchanged for.
+
+    Returns:
+        ``reason``: why it would not be, empty where it would; ``missing``: files that are not there; its ``storage``
+        and ``clip_storage``: what its quantized weights have, so that they stay untouched, or ``options``; ``size``: of
+        its weights now; ``left``: the storages of fewer bits for a model in 8 bits, each with its ``size`` and the
+        ComfyUI that it ``needs``, empty where this one runs it; ``activations``: see :func:`_activations`. The reason
+        alone if ours cannot read a file.
+    """
+    parts, missing = [], []
+    for name in loader["names"]:
+        path = folder_paths.get_full_path(loader["folder"], name)
+        if not name.lower().endswith(READ):
+            return {"reason": NOT_READ}
+        if path is None:
+            missing.append(name)
+            continue
+        try:
+            file = open_checkpoint(path)
+            checkpoint = read_checkpoint(file, file.metadata, path)
+        except CheckpointError as error:
+            return {"reason": str(error).removeprefix(f"{path}: ")}
+        if DIFFERENCE in checkpoint.weights:
+            return {"reason": DIFFERENCES}
+        parts += _parts(loader["folder"], checkpoint)
+    chosen = {option: _storage_beside(parts, option, default) for option, default in options.items()}
+    is_cast, then = loader.get("in_8_bits"), _sum(parts, chosen)
+    now = then if is_cast else _sum(parts, {})
+    saves = not parts or now - then > LEAST * now
+    left = [] if saves else [_fewer(parts, name, now) for name in plan.FEWER_BITS]
+    is_in_8_bits = is_cast or any(part.held() for part in parts)
+    return {
+        "reason": "" if saves else NOT_16_BIT if is_in_8_bits else NO_LAYER,
+        "missing": missing,
+        **chosen,
+        "size": size_text(now),
+        "left": [one for one in left if one],
+        "activations": [] if saves else _activations(loader, parts[0].checkpoint),
+    }
+
+
+def _parts(folder: str, checkpoint: Checkpoint) -> Iterator[Part]:
+    prefix, encoder = checkpoint.prefix, Rules(presets=TEXT_ENCODER_RULES)
+    inside = {name: weight for name, weight in checkpoint.weights.items() if name.startswith(prefix)}
+    outside = {name: it for name, it in checkpoint.weights.items() if name not in inside and not VAE.match(name)}
+    if folder == ENCODERS:
+        yield Part(CLIP, checkpoint, "", encoder)
+    else:
+        yield Part(MODEL, replace(checkpoint, weights=inside), prefix, rules_from())
+    if folder == CHECKPOINTS:
+        yield Part(CLIP, replace(checkpoint, weights=outside), "", encoder)
+
+
+def _storage_beside(parts: list[Part], option: str, default: str) -> str:
+    """Choose the storage in which weights that are quantized already stay as they are."""
+    where = DEVICES[option]()
+    usable = set().union(*(part.held() for part in parts if part.option == option)) - unheld_on(where).keys()
+    own = [storage for storage in plan.EIGHT_BITS if usable == {storage}]
+    return next(iter(own), AS_FILE) if usable else default
+
+
+def _sum(parts: list[Part], storages: Mapping[str, str]) -> int:
+    return sum(part.bytes_in(storages.get(part.option, AS_FILE)) for part in parts)
+
+
+def _fewer(parts: list[Part], storage: str, now: int) -> dict | None:
+    """Say what a model would take in fewer bits; None where that is no less."""
+    size = _sum(parts, {MODEL: storage})
+    needs = "" if storage in held_storages() else FORMAT_OF_STORAGE[storage].since
+    return {"storage": storage, "size": size_text(size), "needs": needs} if now - size > LEAST * now else None
+
+
+def _activations(loader: Mapping, checkpoint: Checkpoint) -> list[str]:
+    """Return what ComfyUI estimates for the values between a model's layers at a size, and half of it, as half of the
+    pixels or frames takes; empty where the size is not known."""
+    size, folder = loader.get("size"), loader["folder"]
+    if not size or folder == ENCODERS:
+        return []
     try:
-        file = open_checkpoint(path)
-        checkpoint = read_checkpoint(file, file.metadata, path)
-    except CheckpointError as error:
-        return {"reason": str(error).removeprefix(f"{path}: "), "read": False}
-    if DIFFERENCE in checkpoint.weights:
-        return {"reason": DIFFERENCES, "read": False}
-    held = file_dtype(checkpoint)
-    return {"reason": "" if held in UNQUANTIZED else NOT_16_BIT, "read": True}
+        _, _, config = recognised(checkpoint, only_diffusion_model=folder != CHECKPOINTS)
+    except CheckpointError:
+        return []
+    latent, side = config.latent_format, config.latent_format.spacial_downscale_ratio
+    frames = (size["length"] - 1) // latent.temporal_downscale_ratio + 1
+    shape = [size["batch_size"], latent.latent_channels, frames, size["height"] // side, size["width"] // side]
+    model = SimpleNamespace(memory_usage_factor=config.memory_usage_factor, memory_usage_factor_conds=())
+    model.get_dtype_inference = lambda: torch.bfloat16
+    needed = int(getattr(comfy.model_base.BaseModel, MEMORY_ESTIMATE)(model, shape))
+    return [size_text(needed), size_text(needed // 2)]

@@ -22,7 +22,7 @@ from ....precision.formats.checkpoint import Checkpoint
 from ....precision.plan.choice import ATTACHMENT, Choice, LoadRecord, frozen
 from ....precision.plan.memory import plan_model
 from ....precision.plan.rules import Rules
-from ....precision.plan.storage import LoadPlan, plan_load
+from ....precision.plan.storage import LoadPlan, bytes_below_16_bit, plan_load
 from ..comfyui.attributes import CAST_DTYPE, FULL_PRECISION, casts_weights, hold_in_dtype, quantization_format
 from ..comfyui.model_facts import held_storages
 from ..comfyui.weights import NORMS
@@ -180,7 +180,8 @@ def hold_norms_in_fp32(modules: Iterable[torch.nn.Module]) -> None:
 
 
 def record_of(detected: Detected, load: PreparedLoad, notes: Sequence[str] = ()) -> LoadRecord:
-    decisions = load.plan.decisions.items()
+    decisions, weights = load.plan.decisions.items(), detected.checkpoint.weights.items()
+    inside = [weight for name, weight in weights if name.startswith(detected.prefix)]
     return LoadRecord(
         file=detected.checkpoint.path,
         dialects=detected.checkpoint.dialects,
@@ -191,6 +192,7 @@ def record_of(detected: Detected, load: PreparedLoad, notes: Sequence[str] = ())
         without_effect=load.plan.without_effect,
         notes=(*detected.checkpoint.notes, *load.notes, *notes),
         native_fp8=detected.facts.native_fp8,
+        below_16_bit=bytes_below_16_bit(inside) if detected.checkpoint.dialects else 0,
     )
 
 

@@ -1,4 +1,4 @@
-"""What loaded weights take, measured in the tensors in memory, beside 16 bit."""
+"""What loaded weights take, measured in the tensors in memory, beside what they took."""
 
 from collections import Counter
 
@@ -8,11 +8,14 @@ from comfy.model_patcher import ModelPatcher
 
 from ....precision.base.dtypes import QUANTIZED_NAMES
 from ....precision.base.text import size_text
+from ....precision.plan.auto import UNQUANTIZED
 from ....precision.plan.choice import ATTACHMENT, LoadRecord
 from ....precision.plan.storage import why_not_quantized
-from ....precision.report.result import AS_IT_IS, GOOD, HALVED, LESS, WARN, Result
+from ....precision.report import result
+from ....precision.report.result import GOOD, WARN, Result
 from ..comfyui.model_facts import held_bytes, storage_of
 from ..load.controlnet import loaded_control
+from ..load.halving import LEAST
 
 NO_MATRIX = "norms and biases"
 NOT_IN_FILE = "layers that ComfyUI creates or renames"
@@ -27,7 +30,8 @@ def memory_ui(file: str, *loaded: ModelPatcher) -> dict[str, tuple[str]]:
     records = [patcher.attachments[ATTACHMENT] for patcher in loaded]
     if not any(_is_asked(record) for record in records):
         return {}
-    in_16_bit, held, kept, reasons = 0, 0, Counter(), Counter()
+    below = sum(record.below_16_bit for record in records)
+    before, held, kept, reasons = -below, 0, Counter(), Counter()
     for record, patcher in zip(records, loaded, strict=True):
         # ``named_modules`` and ``parameters`` of torch call ten functions for each module.
         modules = [("", getattr(patcher.model, "diffusion_model", patcher.model))]
@@ -38,17 +42,22 @@ def memory_ui(file: str, *loaded: ModelPatcher) -> dict[str, tuple[str]]:
                 if parameter is None:
                     continue
                 size, storage = held_bytes(parameter), storage_of(parameter)
-                in_16_bit, held = in_16_bit + 2 * parameter.numel(), held + size
-                if storage not in QUANTIZED_NAMES:
+                before, held = before + 2 * parameter.numel(), held + size
+                if storage in UNQUANTIZED:
                     kept[storage] += size
                     is_matrix = parameter.dim() > 1
                     why = _why_kept(record, name, type(module).__name__, parameter) if is_matrix else NO_MATRIX
                     reasons[why] += size
-    told = {"file": file, "before": size_text(in_16_bit), "after": size_text(held), "kept": size_text(kept.total())}
+    told = {"file": file, "before": size_text(before), "after": size_text(held), "kept": size_text(kept.total())}
     told["formats"] = " + ".join(storage for storage, _ in kept.most_common())
     told["reasons"] = "; ".join(f"{reason}: {size_text(size)}" for reason, size in reasons.most_common(SHOWN))
-    sentence, tone = (AS_IT_IS, WARN) if kept.total() == held else (HALVED, GOOD) if kept else (LESS, GOOD)
-    return Result(sentence, told, tone, text=sentence.format(**told), toast=True).ui()
+    saves = before - held > LEAST * before
+    sentence = result.HALVED if kept else result.LESS
+    if kept.total() == held:
+        sentence = result.AS_IT_IS
+    elif below and not saves:
+        sentence = result.NOT_LESS
+    return Result(sentence, told, GOOD if saves else WARN, text=sentence.format(**told), toast=True).ui()
 
 
 def control_memory_ui(file: str, control: ControlNet) -> dict[str, tuple[str]]:
@@ -57,7 +66,7 @@ def control_memory_ui(file: str, control: ControlNet) -> dict[str, tuple[str]]:
     if loaded.planned:
         return memory_ui(file, loaded.planned.current_patcher)
     told = {"file": file, "reasons": loaded.record.storage.reason}
-    return Result(AS_IT_IS, told, WARN, toast=True).ui() if _is_asked(loaded.record) else {}
+    return Result(result.AS_IT_IS, told, WARN, toast=True).ui() if _is_asked(loaded.record) else {}
 
 
 def _is_asked(record: LoadRecord) -> bool:

@@ -62,8 +62,9 @@ def bare_clone(patcher: ModelPatcher) -> ModelPatcher:
 
 
 def sample(
-    patcher: ModelPatcher, positive, negative, latent: dict, seed: int, steps: int, image_denoise: float = 1.0
-) -> list[torch.Tensor]:
+    patcher: ModelPatcher, positive, negative, latent: dict, seed: int, steps: int, image_denoise: float = 1.0,
+    cfg: float = CFG,
+) -> list[torch.Tensor]:  # fmt: skip
     """Run the sampler and return the final latents, several for a nested latent.
 
     ``negative``: None samples the positive conditioning alone; ``image_denoise``: for a latent that holds an image.
@@ -72,7 +73,7 @@ def sample(
     start = comfy.sample.fix_empty_latent_channels(patcher, latent["samples"], **ratios)
     noise = comfy.sample.prepare_noise(start, seed, latent.get("batch_index"))
     conds = positive, positive if negative is None else negative
-    cfg = 1.0 if negative is None else CFG
+    cfg = 1.0 if negative is None else cfg
     denoise = image_denoise if not start.is_nested and torch.count_nonzero(start) else 1.0
     with compile_disabled(), compiler_off(), torch.no_grad():
         result = comfy.sample.sample(

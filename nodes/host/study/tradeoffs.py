@@ -9,18 +9,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import comfy.model_management
+import comfy.sd
 import comfy.utils
 import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 
-from ....precision.base.errors import HalfsafeError
+from ....precision.base.errors import CheckpointError, HalfsafeError
 from ....precision.formats.checkpoint import Checkpoint
 from ....precision.formats.comfy_format import AS_FILE
 from ....precision.plan.auto import UNQUANTIZED
 from ....precision.plan.choice import ATTACHMENT
 from ....precision.plan.compute import SAFE
-from ....precision.plan.facts import multiplies
+from ....precision.plan.facts import file_dtype, multiplies
 from ....precision.plan.goal import SUMS
 from ....precision.plan.rules import Rules, rules_from
 from ....precision.plan.storage import LoadPlan, plan_load
@@ -29,13 +30,14 @@ from ....precision.study.tradeoffs import Measurements, Setting, Tradeoff, why_n
 from ..accumulation.executor import with_accumulation
 from ..comfyui.attributes import CAST_DTYPE
 from ..comfyui.execution import is_on_several_devices, is_oom
-from ..comfyui.model_facts import held_storages, model_facts, storages
+from ..comfyui.model_facts import bytes_by_storage, held_storages, model_facts, storages
 from ..comfyui.page import show_progress
 from ..compute.executor import compute_of, set_compute
 from ..guard.planned import with_compute
 from ..load.devices import current_device, free_device_memory
+from ..load.files import open_model
 from ..load.identity import metadata_of
-from ..load.models import load_weights
+from ..load.models import load_diffusion_model, load_weights
 from ..load.save import BYPASS, LiveWeights
 from ..load.tensors import advancing
 from ..lora.patcher import keep_low_rank_unmerged
@@ -46,24 +48,29 @@ from .step_timer import StepTimer
 
 STEPS = 4
 NO_MEMORY = "out of memory"
+CREATED = 0.01
+"""The share of a model's bytes that ComfyUI may create beside those of its file."""
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What every setting is sampled with: conditionings, a latent as nodes pass it, and the seed of the noise."""
+    """What every setting is sampled with: conditionings, a latent as nodes pass it, the seed of the noise, and the
+    sampler's cfg."""
 
     positive: list
     negative: list | None
     latent: dict
     seed: int
+    cfg: float
 
 
 def measure_model(patcher: ModelPatcher, inputs: Inputs, settings: Sequence[Setting]) -> Measurements:
-    """Sample four steps with each setting and with the reference, the loaded weights computed in fp32.
+    """Sample four steps with each setting and with the reference, the file's own weights computed in fp32.
 
-    The model is not changed. Held at once: the loaded model, which ComfyUI keeps in host memory meanwhile, and one
-    other, of the setting that is measured. Settings of the weights as loaded need no other. What is on the device is
-    moved off before each setting, so that every one finds it empty.
+    The model is not changed. Held at once: the loaded model, which ComfyUI keeps in host memory meanwhile, the weights
+    of its file where it was loaded in another storage, and one other, of the setting that is measured. Settings of the
+    file's own weights need no other. What is on the device is moved off before each setting, so that every one finds
+    it empty.
 
     Raises:
         HalfsafeError: the reference is not finite or does not fit, or the model is spread over several devices.
@@ -72,6 +79,8 @@ def measure_model(patcher: ModelPatcher, inputs: Inputs, settings: Sequence[Sett
         raise HalfsafeError("The model is spread over several devices.", "Measure on one device, before MultiGPU.")
     bar = comfy.utils.ProgressBar((len(settings) + 1) * STEPS)
     show_progress(f"measuring takes about {bar.total} sampler steps, plus the time to make each set of weights")
+    given = _stored_as(patcher)
+    patcher, is_of_file = _on_weights_of_file(patcher)
     runner = SettingRunner(patcher, inputs)
     _clear_device()
     reference = runner.reference(advancing(bar))
@@ -85,7 +94,37 @@ def measure_model(patcher: ModelPatcher, inputs: Inputs, settings: Sequence[Sett
     layers = model_facts(patcher).layers
     shape = tuple(inputs.latent["samples"].shape)
     device, name = current_device().label, type(patcher.model).__name__
-    return Measurements(device, name, _stored_as(patcher), automatic, layers, shape, inputs.seed, reference, rows)
+    return Measurements(
+        device, name, _stored_as(patcher), automatic, layers, shape, inputs.seed, reference, rows, given, is_of_file
+    )
+
+
+def _on_weights_of_file(patcher: ModelPatcher) -> tuple[ModelPatcher, bool]:
+    """Return a model with the weights of its file, and False where that is not known and they are as loaded."""
+    make, arguments, *_ = patcher.cached_patcher_init or (None, ("",))
+    of_core = {comfy.sd.load_diffusion_model: False, comfy.sd.load_checkpoint_guess_config: True}
+    whole = bool(arguments[-1]) if make is load_diffusion_model else of_core.get(make)
+    if whole is None:
+        return patcher, False
+    try:
+        checkpoint = open_model(arguments[0])
+    except CheckpointError:
+        return patcher, False
+    if _is_as_in_file(patcher, checkpoint):
+        return patcher, True
+    return _on_other_weights(patcher, load_weights(checkpoint, AS_FILE, "auto", rules_from(), whole)), True
+
+
+def _is_as_in_file(patcher: ModelPatcher, checkpoint: Checkpoint) -> bool:
+    """Tell whether a model holds the weights of its file as they are there: of another loader by storage and size."""
+    if record := patcher.attachments.get(ATTACHMENT):
+        return not record.asked
+    inside = [weight for name, weight in checkpoint.weights.items() if name.startswith(checkpoint.prefix)]
+    quantized = {weight.storage for weight in inside if weight.quantized}
+    held, size = sum(bytes_by_storage(patcher).values()), sum(weight.data.nbytes for weight in inside)
+    return _stored_as(patcher) == (_named(quantized) or file_dtype(checkpoint, checkpoint.prefix)) and (
+        abs(held - size) < CREATED * size
+    )
 
 
 def _alike(patcher: ModelPatcher, settings: Sequence[Setting]) -> list[list[Setting]]:
@@ -94,8 +133,7 @@ def _alike(patcher: ModelPatcher, settings: Sequence[Setting]) -> list[list[Sett
         comes_to: object = setting
         if not why_not(setting, current_device()):
             plan = _planned(patcher, setting)
-            storage = _stored_as(patcher) if plan.storage.used == AS_FILE else plan.storage.used
-            compute = plan.compute
+            storage, compute = AS_FILE if _is_held(patcher, plan) else plan.storage.used, plan.compute
             comes_to = storage, compute.choice.used, compute.fp8_matmul, tuple(sorted(compute.decisions.items()))
         groups.setdefault(comes_to, []).append(setting)
     return list(groups.values())
@@ -138,7 +176,7 @@ class SettingRunner:
             model = with_accumulation(model, SUMS["quality"][0])
         timer, given = StepTimer(model.load_device, advance), self.inputs
         model.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, ANALYSIS, timer.step)
-        latents = sample(model, given.positive, given.negative, given.latent, given.seed, STEPS)
+        latents = sample(model, given.positive, given.negative, given.latent, given.seed, STEPS, cfg=given.cfg)
         if len(timer.seconds) != STEPS:
             called = f"{len(timer.seconds)} of {STEPS} steps called the model."
             raise HalfsafeError(called, "Remove step caches.")
@@ -160,13 +198,20 @@ def _clear_device() -> None:
 
 
 def _prepared(patcher: ModelPatcher, setting: Setting) -> tuple[ModelPatcher, str]:
-    bare, wanted = bare_clone(patcher), _planned(patcher, setting).storage.used
-    if wanted in (AS_FILE, _stored_as(patcher)):
+    bare, plan = bare_clone(patcher), _planned(patcher, setting)
+    if _is_held(patcher, plan):
         record = patcher.attachments.get(ATTACHMENT)
         return with_compute(bare, setting.compute, Rules()), record.storage.used if record else AS_FILE
-    if BYPASS in patcher.injections:
-        raise HalfsafeError("A bypass LoRA works on the loaded weights only: measure without it.")
+    wanted = plan.storage.used
     return _on_other_weights(bare, load_weights(_checkpoint(patcher), wanted, setting.compute, rules_from())), wanted
+
+
+def _is_held(patcher: ModelPatcher, plan: LoadPlan) -> bool:
+    """Tell whether the weights of a model are stored as planned; of a file quantized in part, all that can be."""
+    used, held = plan.storage.used, storages(patcher)
+    if used in (AS_FILE, *UNQUANTIZED):
+        return used in (AS_FILE, _stored_as(patcher))
+    return all(decision.storage in (AS_FILE, held.get(name)) for name, decision in plan.decisions.items())
 
 
 def _planned(patcher: ModelPatcher, setting: Setting) -> LoadPlan:
@@ -178,7 +223,11 @@ def _planned(patcher: ModelPatcher, setting: Setting) -> LoadPlan:
 def _stored_as(patcher: ModelPatcher) -> str:
     """Name what the loaded weights are stored in: the quantized storages where there are any, else that of most."""
     quantized = {*storages(patcher).values()} - {*UNQUANTIZED}
-    return " and ".join(sorted(quantized)) or model_facts(patcher).file_dtype
+    return _named(quantized) or model_facts(patcher).file_dtype
+
+
+def _named(storages: set[str]) -> str:
+    return " and ".join(sorted(storages))
 
 
 def _checkpoint(patcher: ModelPatcher) -> Checkpoint:
@@ -190,6 +239,8 @@ def _checkpoint(patcher: ModelPatcher) -> Checkpoint:
 
 def _on_other_weights(patcher: ModelPatcher, fresh: ModelPatcher) -> ModelPatcher:
     """Clone a patcher, LoRAs and all, onto another model of its architecture, without patches of single modules."""
+    if BYPASS in patcher.injections:
+        raise HalfsafeError("A bypass LoRA works on the loaded weights only: measure without it.")
     clone = patcher.clone(model_override=fresh.get_clone_model_override())
     for name in [name for name in clone.object_patches if name.startswith(("diffusion_model", CAST_DTYPE))]:
         del clone.object_patches[name]

@@ -89,7 +89,7 @@ def test_a_layer_is_one_product_and_few_kernels_more(comfy, files, alone, family
     _, seen = alone(family, storage, compute)
     products = sum(kernel.name.split(".")[0] in ("mm", "addmm", "_scaled_mm", "_scaled_mm_v2") for kernel in seen)
     assert layers <= products <= layers + 2
-    assert compute != "fp16_safe" or len(seen) - len(plain) <= 3 * layers
+    assert compute != "fp16_safe" or len(seen) - len(plain) <= 4 * layers
 
 
 @pytest.mark.parametrize("family", ["wan", "flux"])

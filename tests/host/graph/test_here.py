@@ -66,6 +66,7 @@ def test_an_attention_that_a_node_chose_and_its_switch_are_told(comfy, models_di
     assert fact("attention").here.endswith("comfy-kitchen's int8 in WAN21, as a node requests")
     assert "--use-ck-attention" not in fact("attention").switch
     monkeypatch.setattr(here, "args", SimpleNamespace(use_ck_attention=False, vram_headroom=1, fast_disk=False))
+    monkeypatch.setattr(here, "_of_gpu", lambda switch: switch)
     assert fact("attention").switch.endswith("--use-ck-attention")
     families.unload_models()
 

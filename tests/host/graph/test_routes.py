@@ -34,7 +34,7 @@ def posted(routes, bodies: dict[str, list[bytes]]) -> list[tuple[int, str]]:
 
     async def run():
         app = web.Application(client_max_size=1 << 24)
-        handlers = {"rules": routes.routes._rules, "halving": routes.routes._halving, "watch": routes.watch._keep_setting}
+        handlers = {"rules": routes.routes._rules, "files": routes.routes._of_files(len), "watch": routes.watch._keep_setting}
         app.add_routes([web.post(f"/{name}", handler) for name, handler in handlers.items()])
         async with TestClient(TestServer(app)) as client:
             answers = [await client.post(f"/{name}", data=body) for name, of_route in bodies.items() for body in of_route]
@@ -44,7 +44,7 @@ def posted(routes, bodies: dict[str, list[bytes]]) -> list[tuple[int, str]]:
 
 
 def test_every_malformed_body_is_answered_with_a_sentence(routes):
-    encoded = {"halving": NO_FILES, "watch": NO_SETTING}
+    encoded = {"files": NO_FILES, "watch": NO_SETTING}
     bodies = {name: [*NOT_JSON, *(json.dumps(value).encode() for value in values)] for name, values in encoded.items()}
     bodies["rules"] = [b"\xff\xfe", b"#" * 100_001]
     answers = posted(routes, bodies)

@@ -5,10 +5,13 @@ import json
 import pytest
 import safetensors.torch
 import torch
+from halfsafe.nodes.host.load import halving as host
 from halfsafe.nodes.host.load.halving import halving
-from support import control_files, families, tiny_models
+from halfsafe.precision.base.dtypes import QUANTIZED_NAMES
+from halfsafe.precision.base.text import size_text
+from support import control_files, dialects, families, int8_models, tiny_models
 from support.measures import relative_error
-from support.model_files import changed
+from support.model_files import WAN_LINEARS, changed, in_dialect
 
 
 @pytest.fixture(scope="module")
@@ -78,10 +81,127 @@ def test_a_control_net_says_it_and_one_that_is_loaded_as_it_is_too(comfy, files)
 def test_files_that_would_not_be_halved_are_told_with_the_reason(files):
     changed(files / "diffusion_models" / "halved_wan.safetensors", files / "diffusion_models" / "halved_8.safetensors", in_fp8)
     names = ("halved_wan.safetensors", "absent.safetensors", "halved.ckpt", "halved_html.safetensors", "halved_8.safetensors")
-    found = halving([("diffusion_models", name) for name in names])["files"]
-    reasons = ["", "", "Halfsafe's loaders read .safetensors files only", "a web page (HTML), not a model.", "its weights are in 8 bits or fewer already"]
-    assert all(file["reason"].startswith(reason) and bool(file["reason"]) == bool(reason) for file, reason in zip(found, reasons, strict=True)), found
-    assert [file["read"] for file in found] == [True, True, False, False, True]
+    found = judged(*names)
+    reasons = ["", "", "Halfsafe's loaders read .safetensors files only", "a web page (HTML), not a model.", host.NOT_16_BIT]
+    assert all(loader["reason"].startswith(reason) and bool(loader["reason"]) == bool(reason) for loader, reason in zip(found, reasons, strict=True)), found
+    assert [loader.get("missing", []) for loader in found] == [[], ["absent.safetensors"], [], [], []]
+
+
+def judged(*names, folder="diffusion_models", **more):
+    """What the server says of loaders of one file each."""
+    return halving([{"folder": folder, "names": [name], **more} for name in names])["loaders"]
+
+
+def in_part(files, write, layers=WAN_LINEARS, **options):
+    """The small Wan with some layers quantized, the others in bf16."""
+    path = files / "diffusion_models" / f"in_part_{write.__name__}_{'_'.join(map(str, options.values()))}_{len(layers)}.safetensors"
+    in_dialect(files / "diffusion_models" / "halved_wan.safetensors", path, write, layers=layers, **options)
+    return path
+
+
+FIRST = [layer for layer in WAN_LINEARS if layer.startswith("blocks.0.")]
+
+
+IN_FP8 = {"dtype": torch.float8_e4m3fn}
+
+
+@pytest.mark.parametrize("write, options, storage", [(int8_models.int8, {}, "int8"), (dialects.comfy_quant, {}, "fp8_e4m3fn"), (dialects.plain, IN_FP8, "fp8_e4m3fn")])
+def test_a_file_in_8_bits_in_part_keeps_what_is_quantized_and_counts_by_its_own_bytes(comfy, files, write, options, storage):
+    """What is int8 stays int8 to the bit where the device's own choice is fp8, and the other way round."""
+    path = in_part(files, write, FIRST, **options)
+    (found,) = judged(path.name)
+    assert (found["reason"], found["storage"], found["clip_storage"]) == ("", storage, "int8")
+    output = load(comfy, found["storage"], path.name)
+    held, told = output.args[0].model.diffusion_model.state_dict(), result_of(output)["values"]
+    in_file = safetensors.torch.load_file(path)
+    assert all(torch.equal(bits(held[f"{layer}.weight"]), bits(in_file[f"{layer}.weight"])) for layer in FIRST)
+    own = sum(tensor.nbytes for name, tensor in in_file.items() if not name.endswith(".comfy_quant"))
+    assert told["before"] == found["size"] == said_of(own)
+    assert float(told["after"].split()[0]) < 0.95 * float(told["before"].split()[0])
+
+
+def bits(tensor):
+    return getattr(tensor, "_qdata", tensor).contiguous().view(torch.uint8)
+
+
+@pytest.mark.parametrize("write, name", [(int8_models.int8, ""), (dialects.comfy_quant, ""), (dialects.in_format, "nvfp4"), (dialects.in_format, "mxfp8"), (dialects.in_format, "int4")])
+def test_a_file_whose_blocks_are_quantized_is_left_and_no_saving_is_told_of_it(comfy, files, write, name):
+    """Whatever the format: what is in 16 bit there is sensitive and stays."""
+    path = in_part(files, write, **({"name": name} if name else {}))
+    (found,) = judged(path.name)
+    assert found["reason"] == host.NOT_16_BIT
+    for storage in ("int8", "fp8_e4m3fn") if not name else ():
+        result = result_of(load(comfy, storage, path.name))
+        assert result["tone"] == "warn" and "no less than before" in result["text"], "the same bytes, rounded again or not"
+
+
+def test_one_storage_leaves_all_files_of_a_loader_untouched(files):
+    """A CLIP in 16 bit beside a T5 in fp8, as in Flux's templates; in two formats nothing is changed."""
+    folder = files / "text_encoders"
+    for name, write in (("in_fp8", in_fp8), ("in_e5m2", in_e5m2)):
+        changed(folder / "halved_clip.safetensors", folder / f"halved_{name}.safetensors", write)
+    names = ["halved_clip.safetensors", "halved_in_fp8.safetensors", "halved_in_e5m2.safetensors"]
+    found = halving([{"folder": "text_encoders", "names": part} for part in (names[:1], names[:2], names[1:2], names)])["loaders"]
+    assert [(loader["clip_storage"], loader["reason"]) for loader in found] == [("int8", ""), ("fp8_e4m3fn", ""), ("fp8_e4m3fn", host.NOT_16_BIT), ("as_file", host.NOT_16_BIT)]
+
+
+def in_e5m2(tensors):
+    for name, tensor in tensors.items():
+        tensors[name] = tensor.to(torch.float8_e5m2) if tensor.dim() == 2 else tensor
+
+
+def test_a_full_checkpoint_is_judged_by_its_model_and_its_encoder(files):
+    path = tiny_models.sd15_checkpoint(files / "checkpoints" / "halved.safetensors")
+    model_only, both = (changed(path, path.with_name(f"halved_{name}.safetensors"), change) for name, change in (("model", model_in_fp8), ("both", in_fp8)))
+    found = judged(path.name, model_only.name, both.name, folder="checkpoints")
+    assert [(loader["storage"], loader["clip_storage"], loader["reason"]) for loader in found] == [
+        ("fp8_e4m3fn", "int8", ""), ("fp8_e4m3fn", "int8", ""), ("fp8_e4m3fn", "fp8_e4m3fn", host.NOT_16_BIT),
+    ]  # fmt: skip
+
+
+def model_in_fp8(tensors):
+    for name, tensor in tensors.items():
+        tensors[name] = tensor.to(torch.float8_e4m3fn) if tensor.dim() == 2 and name.startswith("model.") else tensor
+
+
+def test_what_is_left_for_a_file_in_8_bits_is_offered_with_its_bytes(comfy, files, monkeypatch):
+    path = in_part(files, dialects.comfy_quant)
+    (found,) = judged(path.name)
+    assert [(one["storage"], one["needs"]) for one in found["left"]] == [("w6a8", "0.38.0"), ("w4a8", "0.31.0")], "0.30 runs neither"
+    sizes = [float(size.split()[0]) for size in (found["size"], *(one["size"] for one in found["left"]))]
+    assert sizes == sorted(sizes, reverse=True) and sizes[2] < 0.85 * sizes[0]
+    monkeypatch.setattr(host, "held_storages", lambda: QUANTIZED_NAMES)
+    assert [one["needs"] for one in judged(path.name)[0]["left"]] == ["", ""]
+    assert judged("halved_wan.safetensors")[0]["left"] == [], "8 bits are left"
+    (cast,) = judged("halved_wan.safetensors", in_8_bits=True)
+    assert cast["reason"] == host.NOT_16_BIT and [one["storage"] for one in cast["left"]] == ["w6a8", "w4a8"], "ComfyUI casts it"
+
+
+@pytest.mark.parametrize("storage", ["w6a8", "w4a8"])
+def test_the_bytes_of_fewer_bits_are_those_of_a_file_in_them(files, storage):
+    """No ComfyUI here runs it: the file is written as ComfyUI's own tools write it."""
+    smaller = in_part(files, dialects.in_format, name=storage)
+    own = sum(tensor.nbytes for name, tensor in safetensors.torch.load_file(smaller).items() if not name.endswith(".comfy_quant"))
+    left = judged(in_part(files, dialects.comfy_quant).name)[0]["left"]
+    assert [one["size"] for one in left if one["storage"] == storage] == [said_of(own)]
+
+
+def test_activations_are_comfyuis_own_estimate_for_the_size(comfy, files):
+    path = in_part(files, dialects.comfy_quant)
+    size = {"width": 832, "height": 480, "length": 81, "batch_size": 1}
+    (found,), (unknown,) = judged(path.name, size=size), judged(path.name, size=None)
+    model = load(comfy, "as_file", path.name).args[0].model
+    needed = model.memory_required([1, 16, 21, 60, 104])
+    assert found["activations"] == [size_text(int(needed)), size_text(int(needed) // 2)] and unknown["activations"] == []
+
+
+def test_what_reserve_vram_keeps_free_is_told_on_a_gpu(monkeypatch):
+    answers = []
+    for reserved, device in ((None, "cuda"), (4.0, "cuda"), (4.0, "cpu")):
+        monkeypatch.setattr(host.args, "reserve_vram", reserved)
+        monkeypatch.setattr(host, "compute_device", lambda device=device: torch.device(device))
+        answers.append(halving([])["reserved"])
+    assert answers == ["", "4.00 GiB", ""]
 
 
 def in_fp8(tensors):
@@ -89,7 +209,7 @@ def in_fp8(tensors):
         tensors[name] = tensor.to(torch.float8_e4m3fn) if tensor.dim() == 2 else tensor
 
 
-@pytest.mark.parametrize("profile, storage, clip_storage", [("sm_86", "int8", "fp8_e4m3fn"), ("sm_61", "fp8_e4m3fn", "fp8_e4m3fn"), ("mps_m1", "as_file", "fp8_e4m3fn")])
+@pytest.mark.parametrize("profile, storage, clip_storage", [("sm_86", "int8", "int8"), ("sm_61", "fp8_e4m3fn", "int8"), ("mps_m1", "as_file", "int8")])
 def test_the_storage_is_what_the_device_is_fast_at(monkeypatch, profile, storage, clip_storage):
     monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", profile)
     answer = halving([])

@@ -10,11 +10,13 @@ from halfsafe.nodes.host.reporting import badge
 from halfsafe.nodes.host.study import tradeoffs as host
 from halfsafe.nodes.host.study.step_timer import StepTimer
 from halfsafe.precision.base.errors import HalfsafeError
+from halfsafe.precision.plan.rules import rules_from
 from halfsafe.precision.study.tradeoffs import Setting, Tradeoff, rules_for, settings_from
-from support import families, tiny_models
+from safetensors.torch import load_file
+from support import families, int8_models, tiny_models
 from support.matmul_spy import MatmulSpy
 from support.measures import sqnr_db
-from support.model_files import lora
+from support.model_files import WAN_LINEARS, in_dialect, lora
 
 NODE = "HalfsafeMeasurePrecisions"
 MATRICES = ("Linear", "Conv2d", "Conv3d")
@@ -128,13 +130,14 @@ def test_settings_that_come_to_the_same_are_measured_once(comfy, model, path):
     assert torch.equal(one, other)
 
 
-def test_a_lora_stays_on_whatever_holds_the_weights(comfy, model, path):
+def with_lora(model):
     from comfy.sd import load_lora_for_models
 
-    def with_lora(one):
-        tensors = lora({"blocks.1.ffn.2": tuple(model.model.diffusion_model.blocks[1].ffn[2].weight.shape)}, size=30.0)
-        return load_lora_for_models(one, None, tensors, 1.0, 0)[0]
+    tensors = lora({"blocks.1.ffn.2": tuple(model.model.diffusion_model.blocks[1].ffn[2].weight.shape)}, size=30.0)
+    return load_lora_for_models(model, None, tensors, 1.0, 0)[0]
 
+
+def test_a_lora_stays_on_whatever_holds_the_weights(comfy, model, path):
     found, *_ = measured(comfy, with_lora(model), "int8/bf16", "as_file/bf16")
     reference = final(with_lora(families.load(comfy, path, "as_file", "fp32")))
     assert sqnr_db(reference, final(families.load(comfy, path, "as_file", "fp32"))) < 15
@@ -161,14 +164,84 @@ def test_what_the_device_cannot_is_a_row_with_the_reason(comfy, model, monkeypat
     assert all(row.problem.startswith("not on RTX 20xx, T4 (Turing): ") and row.problem in table for row in found.rows[:2])
 
 
-def test_a_model_loaded_in_fp8_is_compared_with_its_own_weights(comfy, path):
+def halved_by_core(comfy, path):
+    return comfy.core["UNETLoader"]().load_unet(path.name, "fp8_e4m3fn")[0]
+
+
+HOW_LOADED = {
+    "halved to fp8": lambda comfy, path: families.load(comfy, path, "fp8_e4m3fn", "auto"),
+    "halved to int8": lambda comfy, path: families.load(comfy, path, "int8", "auto"),
+    "some layers by rules": lambda comfy, path: families.load(comfy, path, "as_file", "auto", rules_from("blocks.0.* storage=int8")),
+    "weight_dtype of ComfyUI's loader": halved_by_core,
+    "ComfyUI's loader, in fp32 on a CPU": lambda comfy, path: families.stock(path),
+}
+"""Ways to load one file: none of them holds the weights as they are in it."""
+
+
+@pytest.mark.parametrize("how", HOW_LOADED)
+def test_the_reference_is_the_file_whatever_its_loader_made_of_it(comfy, path, model, how):
+    given = HOW_LOADED[how](comfy, path)
+    settings = ("as_file/bf16", "int8/auto", "fp8_e4m3fn/auto")
+    found, table, *_ = measured(comfy, given, *settings)
+    of_file, *_ = measured(comfy, model, *settings)
+    assert [row.snr_db for row in found.rows] == pytest.approx([row.snr_db for row in of_file.rows], abs=0.01)
+    assert found.reference.storages == of_file.reference.storages and found.is_of_file and found.storage == "bf16"
+    in_file = sum(tensor.nbytes for tensor in load_file(path).values())
+    assert found.rows[0].weight_bytes == pytest.approx(in_file, rel=0.01), "as_file is what the file takes"
+    assert f"weights of the file in bf16 (loaded in {found.given}, measured from the file)" in table
+
+
+def test_a_file_that_is_int8_in_part_is_the_reference_after_the_rest_was_halved(comfy, path):
+    """Both are int8 by name."""
+    first = [layer for layer in WAN_LINEARS if layer.startswith("blocks.0.")]
+    mixed = in_dialect(path, path.with_name("measured_mixed.safetensors"), int8_models.int8, layers=first)
+    loaded = families.load(comfy, mixed, "as_file", "auto")
+    halved = families.load(comfy, mixed, "int8", "auto")
+    (of_file, *_), (found, *_) = (measured(comfy, given, "as_file/bf16", "int8/auto") for given in (loaded, halved))
+    assert [row.snr_db for row in found.rows] == pytest.approx([row.snr_db for row in of_file.rows], abs=0.01)
+    assert found.rows[0].weight_bytes == of_file.rows[0].weight_bytes > 1.15 * of_file.rows[1].weight_bytes
+
+
+def test_loras_stay_on_the_weights_of_the_file(comfy, path, model):
+    given, of_file = (with_lora(one) for one in (families.load(comfy, path, "fp8_e4m3fn", "auto"), model))
+    (found, *_), (wanted, *_) = (measured(comfy, one, "as_file/bf16", "int8/auto") for one in (given, of_file))
+    assert [row.snr_db for row in found.rows] == pytest.approx([row.snr_db for row in wanted.rows], abs=0.01)
+    assert found.rows[0].snr_db != measured(comfy, model, "as_file/bf16")[0].rows[0].snr_db
+
+
+@pytest.mark.parametrize("loader", ["HalfsafeLoadCheckpoint", "CheckpointLoaderSimple"])
+def test_a_full_checkpoint_is_read_as_one(comfy, models_dir, monkeypatch, loader):
+    """Marks outside of the diffusion model can tell how it predicts."""
+    path, read, real = tiny_models.sd15_checkpoint(models_dir / "checkpoints" / "measured.safetensors"), [], host.load_weights
+    options = {"storage": "fp8_e4m3fn", "compute": "auto", "clip_storage": "auto", "vae_dtype": "auto"}
+    given = comfy.run(loader, ckpt_name=path.name, **options)[0] if loader.startswith("Halfsafe") else comfy.core[loader]().load_checkpoint(path.name)[0]
+    monkeypatch.setattr(host, "load_weights", lambda *args: read.append(args[4]) or real(*args))
+    text = [[torch.randn(1, 8, 768, generator=torch.Generator().manual_seed(3)), {}]]
+    found, *_ = measured(comfy, given, "as_file/fp32", positive=text)
+    assert read == [True] and found.given != found.storage == "fp16" and found.rows[0].snr_db == math.inf
+
+
+def test_a_model_whose_file_is_not_known_is_compared_with_itself_and_says_so(comfy, path):
     model = families.load(comfy, path, "fp8_e4m3fn", "auto")
-    found, *_ = measured(comfy, model, "as_file/fp32", "fp8_e4m3fn/bf16", "bf16/fp32", "fp8_e5m2/bf16")
-    assert found.storage == "fp8_e4m3fn" and "fp8_e4m3fn" in found.reference.storages
+    model.cached_patcher_init = None
+    found, table, *_ = measured(comfy, model, "as_file/fp32", "fp8_e4m3fn/bf16", "bf16/fp32", "fp8_e5m2/bf16")
+    assert found.storage == "fp8_e4m3fn" and "fp8_e4m3fn" in found.reference.storages and not found.is_of_file
     same, loaded, unpacked, other = found.rows
     assert same.snr_db == math.inf and unpacked.snr_db > 60 and set(unpacked.storages) <= {"bf16", "fp32"}
     assert "fp8_e4m3fn" in loaded.storages and "fp8_e5m2" in other.storages and other.snr_db < loaded.snr_db
     assert loaded.storage == same.storage == "fp8_e4m3fn" and other.storage == "fp8_e5m2"
+    assert "weights as loaded, in fp8_e4m3fn: their file is not known" in table
+
+
+def test_the_samplers_cfg_is_sampled_with(comfy, model, monkeypatch):
+    from comfy import sample as sampling
+
+    seen, real = [], sampling.sample
+    monkeypatch.setattr(sampling, "sample", lambda *args, **more: seen.append(args[3]) or real(*args, **more))
+    negative = {"negative": families.conditioning("wan", seed=9)}
+    for given in ({}, negative, negative | {"cfg": 6.5}, {"cfg": 6.5}):
+        measured(comfy, model, "as_file/bf16", **given)
+    assert seen == [1.0] * 2 + [4.0] * 2 + [6.5] * 2 + [1.0] * 2
 
 
 @pytest.mark.parametrize("setting", ["int8/auto", "fp8_e4m3fn/fp16_safe", "fp8_e5m2/fp32"])
@@ -244,10 +317,10 @@ def failing(monkeypatch, error: Exception, *calls: int) -> None:
     """Make some runs of the sampler fail."""
     real, count = host.sample, iter(range(100))
 
-    def sampled(*args):
+    def sampled(*args, **more):
         if next(count) in calls:
             raise error
-        return real(*args)
+        return real(*args, **more)
 
     monkeypatch.setattr(host, "sample", sampled)
 

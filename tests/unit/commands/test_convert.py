@@ -12,7 +12,7 @@ import pytest
 import torch
 from halfsafe.precision.base.errors import CheckpointError, NonFiniteWeight
 from halfsafe.precision.commands.convert import convert_file
-from halfsafe.precision.commands.inspect import inspect_file, inspection_text, scan_file
+from halfsafe.precision.commands.inspect import inspect_file, inspection_text
 from halfsafe.precision.files.safetensors_file import open_checkpoint
 from halfsafe.precision.formats import comfy_format
 from halfsafe.precision.formats.checkpoint import CARD_KEY
@@ -113,7 +113,7 @@ def test_of_a_model_in_parts_the_damaged_one_is_named(tmp_path, fault):
     save_file(bad, second)
     with pytest.raises(NonFiniteWeight, match=f"{second.name}: tensor '{LAYER}"):
         convert_file(first, tmp_path / "out.safetensors", "fp8_e4m3fn", NO_RULES)
-    assert second.name in scan_file(first).problems[0].text
+    assert second.name in inspect_file(first, values=True).problems[0].text
     assert sorted(tmp_path.iterdir()) == [first, second]
 
 
@@ -221,7 +221,7 @@ def test_inspect_tells_dialect_scales_and_what_comfyui_would_do(tmp_path, writer
     weights, biases = dialects.reference()
     inspection = inspect_file(writer(tmp_path / "a.safetensors", weights, biases))
     assert (inspection.dialect, inspection.scales, inspection.layers) == (dialect, scales, 2)
-    assert inspection.problems == [] and inspection.parameters == 2 * 256 * 384 + 2 * 256
+    assert not inspection.values and inspection.problems == [] and inspection.parameters == 2 * 256 * 384 + 2 * 256
     assert sum(row["bytes"] for row in inspection.dtypes.values()) == inspection.bytes
     assert (statement is None and not inspection.in_comfyui) or any(statement in text for text in inspection.in_comfyui)
 
@@ -229,14 +229,14 @@ def test_inspect_tells_dialect_scales_and_what_comfyui_would_do(tmp_path, writer
 def test_inspect_reports_a_lost_scale_as_a_problem(tmp_path):
     save_file({"a.weight": torch.ones(4, 4).to(E4M3), "a.my_scale": torch.ones(1)}, tmp_path / "a.safetensors")
     inspection = inspect_file(tmp_path / "a.safetensors")
-    assert inspection.dialect is None and "a.my_scale" in inspection.problems[0]
+    assert inspection.dialect is None and "a.my_scale" in inspection.problems[0].text
 
 
 @pytest.mark.parametrize("writer", [dialects.plain, dialects.comfy_quant, dialects.modelopt, dialects.block_wise])
 def test_scan_finds_nothing_in_sound_files(tmp_path, writer):
     path = writer(tmp_path / "a.safetensors", *dialects.reference())
     seen = []
-    scan = scan_file(path, seen.append)
+    scan = inspect_file(path, values=True, progress=seen.append)
     assert scan.problems == [] and sum(seen) == open_checkpoint(path).data_bytes
 
 
@@ -256,7 +256,7 @@ FAULTS = {
 def test_scan_names_tensor_and_fault(tmp_path, fault):
     tensors, name, text = FAULTS[fault]
     save_file(tensors, tmp_path / "a.safetensors")
-    problems = scan_file(tmp_path / "a.safetensors").problems
+    problems = inspect_file(tmp_path / "a.safetensors", values=True).problems
     assert [finding.tensor for finding in problems] == [name] and text in problems[0].text
 
 
@@ -264,7 +264,7 @@ def test_scan_takes_zero_weights_and_rows_in_range(tmp_path):
     data = torch.tensor([[448.0], [1.0]]).to(E4M3)
     tensors = {"zero.weight": torch.zeros(4, 4), "none.weight": torch.zeros(0, 4), "a.weight": data, "a.weight_scale": torch.tensor([1.0, 200.0])}
     save_file(tensors, tmp_path / "a.safetensors")
-    assert scan_file(tmp_path / "a.safetensors").problems == []
+    assert inspect_file(tmp_path / "a.safetensors", values=True).problems == []
 
 
 def test_inspect_names_the_attention_that_a_file_asks_for_and_convert_keeps_it(tmp_path):
@@ -280,4 +280,4 @@ def test_inspect_names_the_attention_that_a_file_asks_for_and_convert_keeps_it(t
         assert inspection.attention == {"comfy_kitchen_int8": 2} and inspection.problems == []
         assert "2 in comfy_kitchen_int8" in inspection_text(inspection) and any("0.38" in line for line in inspection.in_comfyui)
     save_file({"a.weight": torch.ones(4, 4), "attn.config": torch.ones(4, dtype=torch.uint8)}, source)
-    assert "attn.config" in inspect_file(source).problems[0]
+    assert "attn.config" in inspect_file(source).problems[0].text

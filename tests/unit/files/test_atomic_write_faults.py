@@ -4,13 +4,14 @@ import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from halfsafe.precision.base.errors import CheckpointError
 from halfsafe.precision.commands.convert import convert_file
-from halfsafe.precision.commands.inspect import inspect_file, scan_file
+from halfsafe.precision.commands.inspect import inspect_file
 from halfsafe.precision.files import safetensors_file, tensor_file
 from halfsafe.precision.files.safetensors_file import open_checkpoint
 from halfsafe.precision.plan.rules import rules_from
@@ -107,7 +108,7 @@ def unreadable(monkeypatch, after: int):
 
 
 @pytest.mark.parametrize("after", [0, 1])
-@pytest.mark.parametrize("use", [open_checkpoint, inspect_file, scan_file])
+@pytest.mark.parametrize("use", [open_checkpoint, inspect_file, partial(inspect_file, values=True)])
 def test_a_disk_that_cannot_be_read_is_told(source, monkeypatch, after, use):
     with unreadable(monkeypatch, after), pytest.raises(CheckpointError, match=r"in\.safetensors.*(Input/output error|cannot be read)"):
         use(source)

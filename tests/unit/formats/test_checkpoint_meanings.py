@@ -4,7 +4,7 @@ import pytest
 import torch
 from halfsafe.precision.base.errors import CheckpointError, UnconsumedScale
 from halfsafe.precision.commands.convert import convert_file
-from halfsafe.precision.commands.inspect import inspect_file, scan_file
+from halfsafe.precision.commands.inspect import inspect_file
 from halfsafe.precision.files.safetensors_file import open_checkpoint
 from halfsafe.precision.formats.checkpoint import read_checkpoint
 from halfsafe.precision.plan.rules import rules_from
@@ -63,9 +63,9 @@ def test_zeros_where_matrices_were_are_told_with_the_place_where_they_begin(tmp_
     monkeypatch.setattr("halfsafe.precision.files.zeros._PART", 1000)
     weights, biases = dialects.reference(tuple(f"blocks.{i}.{j}" for i in range(12) for j in "ab"), (64, 64))
     path = dialects.save(tmp_path / "model.safetensors", {f"{layer}.weight": weight for layer, weight in weights.items()}, biases)
-    assert not scan_file(path).problems and not read(path).notes
+    assert not inspect_file(path, values=True).problems and not read(path).notes
     start = interrupted(path, begin, end)
-    (problem,) = scan_file(path).problems
+    (problem,) = inspect_file(path, values=True).problems
     entries = open_checkpoint(path).entries
     lost = [name for name, entry in entries.items() if len(entry.shape) == 2 and entry.start >= start and not open_checkpoint(path)[name].any()]
     first = min(lost, key=lambda name: entries[name].start)
@@ -80,7 +80,7 @@ def test_zeros_are_told_of_the_part_of_a_set_that_has_them(tmp_path):
     for number, zero in ((1, False), (2, True)):
         part = {f"{number}.{layer}.weight": torch.zeros_like(weight) if zero else weight for layer, weight in weights.items()}
         save_file(part, tmp_path / f"model-0000{number}-of-00002.safetensors")
-    (problem,) = scan_file(tmp_path / "model-00001-of-00002.safetensors").problems
+    (problem,) = inspect_file(tmp_path / "model-00001-of-00002.safetensors", values=True).problems
     assert "8 matrices" in problem.text and "model-00002-of-00002.safetensors" in problem.text
 
 
@@ -89,7 +89,7 @@ def test_layers_that_start_at_zero_are_no_damage(tmp_path):
     for block in range(8):
         tensors |= {f"{block}.in.weight": torch.randn(8, 8), f"{block}.out.bias": torch.zeros(8), f"{block}.out.weight": torch.zeros(8, 8)}
     save_file(tensors, tmp_path / "a.safetensors")
-    assert not scan_file(tmp_path / "a.safetensors").problems
+    assert not inspect_file(tmp_path / "a.safetensors", values=True).problems
 
 
 @pytest.mark.parametrize("second", [None, 0.25])

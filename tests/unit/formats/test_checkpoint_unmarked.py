@@ -3,7 +3,7 @@
 import pytest
 from halfsafe.precision.base.errors import HalfsafeError
 from halfsafe.precision.commands.convert import convert_file
-from halfsafe.precision.commands.inspect import inspect_file, scan_file
+from halfsafe.precision.commands.inspect import inspect_file
 from halfsafe.precision.files.safetensors_file import open_checkpoint
 from halfsafe.precision.formats.checkpoint import read_checkpoint
 from halfsafe.precision.plan.rules import rules_from
@@ -41,7 +41,7 @@ def outcome(path, weights):
     if checkpoint.undecided.keys() == {f"{layer}.weight" for layer in weights}:
         what = next(iter(checkpoint.undecided.values()))
         converted = convert_file(path, path.with_suffix(".converted.safetensors"), "bf16", rules_from())
-        told = [inspect_file(path).notes, converted.notes, checkpoint.notes, [finding.text for finding in scan_file(path).problems]]
+        told = [inspect_file(path).notes, converted.notes, checkpoint.notes, [finding.text for finding in inspect_file(path, values=True).problems]]
         return "told" if all(any(what in note for note in notes) for notes in told) else "WRONG"
     return "right" if max(errors) < 0.2 else "WRONG"
 
@@ -56,4 +56,4 @@ def test_what_a_file_does_not_say_is_refused_or_told(tmp_path):
 def test_a_marked_file_leaves_nothing_open(tmp_path, name):
     weights, biases = dialects.reference()
     path = dialects.in_format(tmp_path / "marked.safetensors", weights, biases, name)
-    assert not scan_file(path).problems and not inspect_file(path).notes
+    assert not inspect_file(path, values=True).problems and not inspect_file(path).notes

@@ -10,7 +10,7 @@ from halfsafe.precision.base.errors import CheckpointError, NonFiniteWeight, Sto
 from halfsafe.precision.base.modes import FP8, INT8
 from halfsafe.precision.base.options import COMPUTE_OPTIONS, STORAGE_OPTIONS
 from halfsafe.precision.commands.convert import convert_file
-from halfsafe.precision.commands.inspect import inspect_file, scan_file
+from halfsafe.precision.commands.inspect import inspect_file
 from halfsafe.precision.devices.detect import detect
 from halfsafe.precision.files.safetensors_file import open_checkpoint
 from halfsafe.precision.formats import format as format_module
@@ -124,7 +124,7 @@ def test_values_are_the_weight_they_were_made_of_whatever_the_parts(monkeypatch,
 def test_conversion_between_formats(tmp_path, name, storage):
     source = dialects.in_format(tmp_path / "in.safetensors", *dialects.reference(), name)
     summary = convert_file(source, tmp_path / "out.safetensors", storage, Rules())
-    assert summary.weights[storage] in (2, 4) and not scan_file(tmp_path / "out.safetensors").problems
+    assert summary.weights[storage] in (2, 4) and not inspect_file(tmp_path / "out.safetensors", values=True).problems
     before, after = (read_checkpoint(file, file.metadata, "m").weights for file in map(open_checkpoint, (source, tmp_path / "out.safetensors")))
     cost = {"bf16": 0.002, "fp8_e4m3fn": 0.03, "int8": 0.012 if name != "int8" else 0}[storage]
     for key, weight in before.items():
@@ -140,7 +140,7 @@ def test_an_unchanged_file_keeps_every_byte_and_is_inspected_and_scanned(tmp_pat
     assert all(before[key].reshape(-1).view(torch.uint8).tolist() == after[key].reshape(-1).view(torch.uint8).tolist() for key in before)
     found, row = inspect_file(source), FORMAT_OF_STORAGE[name]
     assert found.scales == {name: 2} and found.parameters == 2 * (256 * 384 + 256)
-    assert not found.problems and not scan_file(source).problems
+    assert not found.problems and not inspect_file(source, values=True).problems
     assert any(row.title in line and row.since in line for line in found.in_comfyui)
 
 

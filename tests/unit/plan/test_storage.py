@@ -160,13 +160,15 @@ def test_file_dtype_is_that_of_most_weights():
 def test_text_encoder_storage():
     held, unheld = {}, dict.fromkeys(("fp8_e4m3fn", "fp8_e5m2", "fp8_e4m3fnuz"), "No fp8 here.")
     for storage, file_storage, free, lacking, expected in (
-        ("auto", "fp16", 20e9, held, "fp16"), ("auto", "fp8_e4m3fn", 20e9, held, "as_file"), ("auto", "bf16", 5e9, held, "fp8_e4m3fn"),
+        ("auto", "fp16", 20e9, held, "fp16"), ("auto", "fp8_e4m3fn", 20e9, held, "as_file"), ("auto", "bf16", 5e9, held, "int8"),
         ("auto", "bf16", None, held, "fp16"), ("bf16", "fp16", 5e9, held, "bf16"), ("auto", "fp8_e5m2", 20e9, unheld, "fp16"),
         ("as_file", "fp8_e4m3fnuz", 20e9, unheld, "fp16"), ("as_file", "bf16", 20e9, unheld, "as_file"), ("auto", "bf16", 5e9, unheld, "int8"),
     ):  # fmt: skip
         choice, _ = plan.plan_text_encoder(LAYERS, storage, file_storage, "fp16", 10_000_000_000, free and int(free), lacking)
         assert choice.used == expected, (storage, file_storage)
         assert ("No fp8 here." in choice.reason) == (lacking is unheld and expected == "fp16")
+    choice, _ = plan.plan_text_encoder(LAYERS, "auto", "bf16", "fp16", 10_000_000_000, 1, held, formats=("fp8_e4m3fn",))
+    assert choice.used == "fp8_e4m3fn", "a ComfyUI without int8"
 
 
 def test_text_encoder_keeps_embeddings():

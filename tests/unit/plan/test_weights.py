@@ -31,9 +31,9 @@ def plan(storage, compute, file_dtype="bf16", rules="", preset=None):
     return plan_load(facts, devices.detect(profile="sm_86"), storage, compute, asked, None)
 
 
-def in_memory(stored, load, prefix="", formats=FORMAT_OF_STORAGE, read=True):
+def in_memory(stored, load, prefix="", formats=FORMAT_OF_STORAGE):
     names = {f"{prefix}{layer.name}.weight": layer.name for layer in LAYERS}
-    return plan_model(Checkpoint("file", (), {}, stored, []), load, names, prefix, formats, read)
+    return plan_model(Checkpoint("file", (), {}, stored, []), load, names, prefix, formats)
 
 
 @pytest.mark.parametrize(
@@ -80,10 +80,9 @@ def test_bytes_count_quantized_weights_with_their_scales_and_the_rest_as_they_ar
     assert 64 * 4 <= scales < 64 * 4 + 100
 
 
-@pytest.mark.parametrize("read", [True, False])
 @pytest.mark.parametrize("compute", ["bf16", "fp32"])
-def test_the_bytes_of_a_model_leave_out_the_rest_of_its_file(compute, read):
-    found = in_memory(weights(prefix="net.") | weights(), plan("fp8_e4m3fn", compute), "net.", read=read)
+def test_the_bytes_of_a_model_leave_out_the_rest_of_its_file(compute):
+    found = in_memory(weights(prefix="net.") | weights(), plan("fp8_e4m3fn", compute), "net.")
     assert FFN + 2 * KEPT < found.bytes < FFN + 2 * KEPT + 100
 
 
@@ -92,7 +91,6 @@ def test_a_model_that_would_be_in_fp16_is_in_bf16_where_a_weight_exceeds_it():
     assert in_memory(stored, plan("as_file", "fp16")).dtype == "bf16" and in_memory(stored, plan("fp8_e4m3fn", "fp16")).dtype == "fp16"
     stored["time_embedding.0.weight"].data[0, 0] = 1e5
     assert in_memory(stored, plan("fp8_e4m3fn", "fp16")).dtype == "bf16"
-    assert in_memory(stored, plan("fp8_e4m3fn", "fp16"), read=False).dtype == "fp16"
 
 
 def test_fp8_of_a_layer_that_holds_no_scale_is_unpacked_and_that_of_another_part_of_the_file_stays():
@@ -146,16 +144,6 @@ def test_what_the_device_cannot_hold_is_unpacked_with_a_note_in_the_part_that_go
 def test_what_is_asked_for_in_the_place_of_fp8_gets_no_note():
     load = replace(plan("fp16", "fp16"), unheld={"fp8_e4m3fn": "not on this device."})
     assert in_memory(weights(torch.float8_e4m3fn), load).notes == ()
-
-
-def test_without_reading_nothing_is_known_of_values():
-    weight = StoredWeight("a.weight", torch.full((4, 4), float("nan")))
-    asked = {"a.weight": "fp16"}
-    quantized = StoredWeight("a.weight", torch.full((4, 4), 400.0).to(torch.float8_e4m3fn), torch.tensor(1e9), "tensor")
-    memory = Memory(FORMAT_OF_STORAGE, "bf16")
-    assert plan_weights({"a.weight": weight}, asked, "m", memory, read=False)["a.weight"].storage == "as_file"
-    for read, storage in ((False, "fp16"), (True, "bf16")):
-        assert plan_weights({"a.weight": quantized}, asked, "m", memory, read)["a.weight"].storage == storage
 
 
 @pytest.mark.parametrize("rotated", [True, False])
