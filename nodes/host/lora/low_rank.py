@@ -254,7 +254,7 @@ class LowRankModel(torch.nn.Module):
     """The LoRAs of a model's weights: ``layers`` by the keys of those. ``dtype``: of the factors, 16 bit.
 
     ``by_weight``: the keys of LoRAs that are added to the weight in each call, because they cannot be added to results
-    here; ``asked``: those of them whose weight was asked for. ``is_seen_through``: a call showed which these are.
+    here; ``asked``: those of them whose weight was asked for. ``seen``: sizes of the calls that showed which these are.
     """
 
     def __init__(self, changes: Mapping[str, Sequence[LowRank]], dtype: torch.dtype, device: torch.device):
@@ -268,7 +268,7 @@ class LowRankModel(torch.nn.Module):
         self._planned: object = ()
         self.by_weight: set[str] = set()
         self.asked: set[str] = set()
-        self.is_seen_through = False
+        self.seen: set[tuple] = set()
         of_layers = iter(self._strengths.split([len(layer.changes) for layer in layers]))
         for layer in layers:
             layer.strengths = next(of_layers)

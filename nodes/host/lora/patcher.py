@@ -418,7 +418,7 @@ class LowRankStage(Stage):
         """Run a sampler: layers that run on the text before the model's calls have LoRAs too."""
         patcher = executor.class_obj.model_patcher
         if has_low_rank(patcher) and not is_compiled(patcher):
-            patcher.low_rank_model().is_seen_through = False
+            patcher.low_rank_model().seen.clear()
         network = patcher.model.diffusion_model
         original = network.state_dict
         numbers = network, "state_dict", lambda *args, **kwargs: _numbers_of(network, original(*args, **kwargs))
@@ -438,18 +438,24 @@ class LowRankCall(Acting):
 
     @contextlib.contextmanager
     def attempt(self, call: Call | None = None) -> Iterator[None]:
-        """Add the LoRAs, and watch which layers run until one call of a sampler's run has shown it. ``call``: None for
-        a text adapter."""
-        watched = call is None or not self.low_rank.is_seen_through
+        """Add the LoRAs, and watch which layers run in the first call of each size of a sampler's run: ComfyUI may
+        multiply past a layer at some sizes only. ``call``: None for a text adapter."""
+        sizes = None if call is None else tuple(map(_size, (call.x, call.c_crossattn)))
+        watched = sizes not in self.low_rank.seen
         with contextlib.ExitStack() as held:
             held.enter_context(patched(self.patcher.forwards()))
             held.enter_context(calling_layers(self.patcher.sorted_patches().modules.values()))
             self.entered = held.enter_context(modules_entered()) if watched else None
             yield
-        self.low_rank.is_seen_through = self.low_rank.is_seen_through or call is not None
+        if sizes is not None:
+            self.low_rank.seen.add(sizes)
 
     def stands(self, result: object) -> bool:
         return not self.patcher.passes_to_weights(self.entered)
+
+
+def _size(tensor: torch.Tensor | None) -> torch.Size | None:
+    return None if tensor is None else tensor.shape
 
 
 def _with_low_rank(patcher: ModelPatcher, make: Callable):

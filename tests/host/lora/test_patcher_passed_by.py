@@ -103,6 +103,19 @@ def test_another_fused_function_of_an_int8_layer(comfy, wan, call):
     assert IN_WEIGHT in reasons_of(comfy, model)["blocks.0.ffn.2"]
 
 
+def test_layers_that_are_passed_by_at_one_size_of_a_call_alone(comfy, wan, call, call_of_two):
+    """As a fused product does that gains in large batches only: the first call of that size shows it, not the first of all."""
+    exact, beside, model = (with_lora(load(comfy, wan, *how)) for how in (("fp32", "fp32"), ("int8", "int8"), ("int8", "int8")))
+    plain = WanSelfAttention.forward
+    with together():
+        fused = WanSelfAttention.forward
+        with changed(WanSelfAttention, "forward", lambda self, x, *args, **kwargs: (fused if len(x) > 1 else plain)(self, x, *args, **kwargs)):
+            results = [families.replay(model, each) for each in (call, call_of_two)]
+    for each, result in zip((call, call_of_two), results, strict=True):
+        expected = families.replay(exact, each)
+        assert relative_error(expected, result) < 1.1 * relative_error(expected, families.replay(beside, each))
+
+
 def test_a_lora_by_hooks_follows_its_strength(comfy, wan, models_dir):
     from comfy_extras import nodes_hooks as nodes
 
