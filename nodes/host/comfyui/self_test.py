@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from ....precision.arithmetic.linear import lent
 from ....precision.base.patching import patched
+from ....precision.base.surroundings import neutral
 from .attributes import casting, set_quantization_format
 from .gate import ACTIVATION, OF_RESIDUAL, RESIDUAL, activated, folded_parameters
 from .weights import core_weights, exchanged
@@ -25,7 +26,7 @@ off by 0.27 and more."""
 def unequal_layer() -> str:
     """Return the layer and the argument that ComfyUI computes otherwise than the gate does, or that raise; empty if all
     are equal."""
-    with torch.no_grad():
+    with neutral(torch.device("cpu")):
         for name, layer in _layers():
             for argument, arguments in _calls(layer):
                 try:

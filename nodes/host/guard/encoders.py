@@ -19,6 +19,7 @@ from ....precision.base.amax import amax_value
 from ....precision.base.dtypes import name_of
 from ....precision.base.nested import tensors_in
 from ....precision.base.patching import Patch, patched
+from ....precision.base.surroundings import autocasts, own_dtypes
 from ....precision.guard.failed_call import Attempt, FailedCall
 from ....precision.guard.inputs import NotFiniteInput, inputs_not_finite
 from ....precision.guard.ladder import Ladder
@@ -83,7 +84,8 @@ class EncoderGuard:
                 self._was_finite[action] = given
             return attempt.result
         quantized = any(map(is_quantized, patcher.model.modules()))
-        rungs = encoder_rungs(dtype, current_device().capabilities["bf16"], quantized)
+        casts = bool(autocasts(patcher.load_device))
+        rungs = encoder_rungs(dtype, current_device().capabilities["bf16"], quantized, casts)
         call = EncoderCall(
             given,
             attempt.result,
@@ -118,7 +120,9 @@ class EncoderCall(FailedCall):
     ) -> Attempt:
         show_progress(f"Repeating {self.default_origin.layer} {why}")
         localizer = Localizer(self.weights.model, measuring) if watched else None
-        with patched(self.weights.zeroed(zeroed)), localizer.watching() if localizer else contextlib.nullcontext():
+        watching = localizer.watching() if localizer else contextlib.nullcontext()
+        dtypes = own_dtypes(self.device) if rung.arithmetic else contextlib.nullcontext()
+        with patched(self.weights.zeroed(zeroed)), watching, dtypes:
             attempt = self.make(rung.arithmetic, given)
         if localizer is None:
             return attempt

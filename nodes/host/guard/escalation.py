@@ -15,6 +15,7 @@ from ....precision.base.modes import FP8, FP16_WIDE, FP32, modes_named
 from ....precision.base.nested import floats_in
 from ....precision.base.options import Stream
 from ....precision.base.patching import Patch
+from ....precision.base.surroundings import own_dtypes
 from ....precision.guard.casting import promoting
 from ....precision.guard.localize import Origin
 from ....precision.guard.policy import ALL_IN_FP32, Escalation
@@ -30,6 +31,7 @@ from ..compute.per_model import hooks_of, patches_of
 from ..compute.planned_model import PlannedModel, in_fp32
 from ..replay.call import Call
 from .causes import with_patches
+from .clamps import ClampWatch
 
 _learned: weakref.WeakKeyDictionary[BaseModel, dict[tuple, Escalation]] = weakref.WeakKeyDictionary()
 
@@ -68,8 +70,9 @@ class EscalatedLayers(PlannedModel):
         # torch.compile makes a graph anew for each function it has not met.
         if self.everywhere and not is_compiled(call.model.current_patcher):
             call.options = with_patches(options, promoting)
+        wide = own_dtypes(call.x.device) if self.everywhere else contextlib.nullcontext()
         try:
-            with super().attempt(call):
+            with wide, super().attempt(call):
                 yield
         finally:
             call.options = options
@@ -84,7 +87,8 @@ class EscalatedLayers(PlannedModel):
 
     def adapted(self, make: Make) -> dict:
         """Run a text adapter, which calls layers of the model outside of its calls."""
-        return self.run(make, self.patches_of_call)
+        with own_dtypes(self._model().current_patcher.load_device):
+            return self.run(make, self.patches_of_call)
 
     def modes(self) -> dict[str, str]:
         """Map each layer to the mode that it runs in now."""
@@ -204,6 +208,10 @@ class Guarded:
         self.layers: EscalatedLayers | None = None
         if recall:
             self.grow(learned_of(model).get(_known_as(model), self.escalation))
+
+    def clamps(self, device: torch.device) -> contextlib.AbstractContextManager[ClampWatch | None]:
+        """Watch what the model's own code hides in a call."""
+        return ClampWatch(device) if self.watches_clamps else contextlib.nullcontext()
 
     @property
     def modules(self) -> dict[str, torch.nn.Module]:

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -150,6 +151,9 @@ class ModelCall(FailedCall):
         return guarded.modes_at(place)
 
     def start_again(self, rung: Rung[Escalation], place: Origin | None) -> tuple[StartAgain, tuple[str, str]]:
+        if rung.as_it_was:
+            mode = self.mode(place)
+            return StartAgain(self.given.sampling, mode), (mode, mode)
         if rung.of_plan:
             return StartAgain(self.given.sampling, rung.name), self._fell_back()
         take_back = self.guarded.remember(self.guarded.escalation | rung.arithmetic)
@@ -170,8 +174,11 @@ class ModelCall(FailedCall):
             self.given.forget()
 
     def _attempt(self, again: Call) -> Attempt:
-        result = self._run(again)
-        self._last = Attempt(result, amax_value(result))
+        with self.guarded.clamps(self.device) as watch:
+            result = self._run(again)
+        hidden = watch.largest.item() if watch else 0.0
+        largest = amax_value(result)
+        self._last = Attempt(result, largest if math.isfinite(hidden) else hidden)
         return self._last
 
 

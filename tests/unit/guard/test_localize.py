@@ -135,8 +135,26 @@ def test_what_a_clamp_hides_is_found_though_the_result_is_finite(x):
     with torch.no_grad():
         model.blocks[0].down.weight *= 3e4
         model.blocks[0].up.weight *= 30
-    origin = located(model, x)
-    assert origin.hidden and origin.layer == "blocks.0.down"
+    assert located(model, x).layer == "blocks.0.down"
+
+
+HIDERS = {"clamp": lambda x: x.clamp(-6e4, 6e4), "clip_": lambda x: x.clip_(-6e4, 6e4), "tanh": torch.tanh, "relu": torch.relu, "nan_to_num_": lambda x: x.nan_to_num_(0.0)}
+
+
+@pytest.mark.parametrize("name", HIDERS)
+@pytest.mark.parametrize(("dtype", "layer"), [(torch.float16, "0"), (torch.float32, None)])
+def test_of_whatever_hides_an_overflow_of_fp16_the_layer_before_it_is_found(name, dtype, layer):
+    """A value that is Inf in fp32 is none that model code hides in fp16."""
+
+    class Hiding(torch.nn.Module):
+        def forward(self, x):
+            return HIDERS[name](-x if name == "relu" else x)
+
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), Hiding()).to(dtype)
+    with torch.no_grad():
+        model[0].weight.fill_(6e4 if dtype == torch.float16 else 3e38)
+    origin = located(model, torch.ones(2, 16, dtype=dtype))
+    assert (origin and origin.layer) == layer
 
 
 def test_a_kernel_that_cannot_be_watched_is_named_as_one_operation(toy, x):
