@@ -9,8 +9,8 @@ from . import verdicts
 from .evidence import BEYOND_RUNGS, BY_INPUTS, BY_WEIGHTS, IN_FP32, LAST, Evidence, explained
 from .failed_call import Attempt, FailedCall
 from .inputs import Diagnosis, rows_not_finite, with_nan, without_nan
-from .log import CallPosition, GuardLog, event_of, sentence
 from .localize import Origin
+from .log import CallPosition, GuardLog, event_of, sentence
 from .policy import OFF
 from .rungs import Rung
 from .verdicts import CLEAN, DEVICE_FAULT, NOT_PRECISION, RECOVERED, STOPPED, NonFinite
@@ -174,7 +174,8 @@ class Ladder:
     def _rungs(self) -> list[Rung]:
         """List the rungs left to try: fp32 alone for what came in with the inputs."""
         only_fp32, in_vain = self.evidence.comes_from_inputs, self.evidence.fails_in_fp32
-        return [rung for rung in self.call.rungs if not (in_vain if rung.is_fp32 else only_fp32)]
+        rungs = [*self.call.own_rungs(self.evidence.origin), *self.call.rungs]
+        return [rung for rung in rungs if not (in_vain if rung.is_fp32 else only_fp32)]
 
     def _finite_again(self) -> Attempt | None:
         """Repeat the call as it was: a fault of the device does not come again. Return the repeat if it is finite.

@@ -59,7 +59,7 @@ class Origin:
 
 @dataclass
 class _Frame:
-    """A module whose forward is running."""
+    """A module, or a function without one, that is running."""
 
     name: str
     module: torch.nn.Module
@@ -88,7 +88,7 @@ class Localizer(TorchDispatchMode):
     def watching(self) -> Iterator["Localizer"]:
         """Watch the forwards of the model inside of the context."""
         modules = {id(module): (name, module) for name, module in self._named.items()}
-        framed = [(module, self._framed(name, module)) for name, module in modules.values()]
+        framed = [(module, self.framed(name, module.forward, module)) for name, module in modules.values()]
         forwards = [(module, "forward", self._entering(module, forward)) for module, forward in framed]
         with patched(forwards), self:
             yield self
@@ -129,10 +129,13 @@ class Localizer(TorchDispatchMode):
 
     def _note(self, op: str, inputs: list[tuple[torch.Tensor, float]], outputs: list[torch.Tensor]) -> None:
         bad = [tensor for tensor, size in inputs if not math.isfinite(size)]
+        written = {id(tensor) for tensor, _ in inputs}
+        shared = {_key(tensor) for tensor, _ in inputs}
         for tensor in outputs:
             size = amax_value(tensor)
             if math.isfinite(size):
-                self._made.pop(_key(tensor), None)
+                if _key(tensor) not in shared or id(tensor) in written:  # else a view, which tells nothing of the rest
+                    self._made.pop(_key(tensor), None)
             elif bad:
                 self._made[_key(tensor)] = self._source_of(bad, op, inputs)
             else:
@@ -161,13 +164,13 @@ class Localizer(TorchDispatchMode):
         largest = max(finite, default=math.nan)
         return Origin(frame.name if frame else "", op, kind, dtype, largest, self._kind() is not None)
 
-    def _framed(self, name: str, module: torch.nn.Module) -> Callable:
-        forward = module.forward
+    def framed(self, name: str, call: Callable, module: torch.nn.Module | None = None) -> Callable:
+        """Wrap a module's forward, or a function that model code calls, so that its operations are of ``name``."""
 
         def run(*args, **kwargs):
-            self._stack.append(_Frame(name, module, tensors_in((args, kwargs))))
+            self._stack.append(_Frame(name, module or torch.nn.Module(), tensors_in((args, kwargs))))
             try:
-                result = forward(*args, **kwargs)
+                result = call(*args, **kwargs)
                 self._leave(self._stack[-1], tensors_in(result))
                 return result
             finally:

@@ -42,8 +42,8 @@ BETWEEN_CALLS = (
 STARTED_AGAIN = "The sampling was restarted in {}, because {} may keep state between steps."
 SAME_AGAIN = "A repeat of the call, in the same arithmetic and with the same random numbers, is finite."
 NOT_HIDDEN_AGAIN = (
-    "The model's own code replaced NaN or Inf in this call, and meets none in a repeat with the same arithmetic and the "
-    "same random numbers."
+    "The model's own code replaced NaN or Inf in this call, and meets none in a repeat with the same arithmetic and "
+    "random numbers."
 )
 EAGER_IS_FINITE = "The compiled call is NaN or Inf each time; without torch.compile it is finite."
 PATCH_READ = "The first operation that returned NaN or Inf uses this patch."

@@ -83,6 +83,18 @@ def nan_weight(model, family: str, value: float = math.nan) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def loud_weights(model, family: str) -> Iterator[None]:
+    """A layer whose product passes fp16's range, in front of the code that clamps it."""
+    weight = model.model.diffusion_model.get_submodule(FAMILIES[family].layer).weight.data
+    before = weight.clone()
+    weight *= 3e4 / float(weight.abs().amax())
+    try:
+        yield
+    finally:
+        weight.copy_(before)
+
+
+@contextlib.contextmanager
 def fault(model, layer: str, value: float = math.nan) -> Iterator[None]:
     """One number of the first result of a layer, and of that alone, is NaN, as of a device that fails once."""
     left = [value]

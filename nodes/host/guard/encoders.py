@@ -43,6 +43,7 @@ from .failure import notifier
 
 ATTRIBUTE = "halfsafe_guard"
 OF = {"VAE": "vae", "Text encoder": "clip"}
+SETTING = {"VAE": "dtype", "Text encoder": "storage"}
 VAE_METHODS = tuple(
     f"{action}{how}" for action in ("decode", "encode") for how in ("", "_tiled", "_tiled_", "_tiled_1d", "_tiled_3d")
 )
@@ -57,7 +58,8 @@ MISSING = (
     "of its own."
 )
 logger = logging.getLogger("halfsafe")
-Make = Callable[[EncoderStep | None, Any], Attempt]
+Make = Callable[[EncoderStep | None, Any, Sequence[str]], Attempt]
+
 
 class EncoderGuard:
     """The guard of one VAE or text encoder, named ``kind``, with its log."""
@@ -68,9 +70,10 @@ class EncoderGuard:
         self._was_finite: dict[str, Any] = {}
 
     def run(self, action: str, make: Make, patcher: ModelPatcher, dtype: torch.dtype, given: Any) -> Any:
-        """Return ``make(None, given)``, or the result of a wider step if that is not finite.
+        """Return ``make(None, given, ())``, or the result of a wider step if that is not finite.
 
-        ``make``: makes an attempt at a step; None for the encoder's own dtype.
+        ``make``: makes an attempt at a step; None for the encoder's own dtype. Its last argument are names of weights
+        that get a zero for each NaN and Inf.
 
         Raises:
             NonFinite: there is no finite result, or the guard is set to stop.
@@ -78,7 +81,7 @@ class EncoderGuard:
         number = self.log.begin_call()
         self.log.begin_run()
         start = RandomStart.of(patcher.load_device)
-        attempt = make(None, given)
+        attempt = make(None, given, ())
         if attempt.finite:
             if self.kind == "Text encoder":  # its tokens are small
                 self._was_finite[action] = given
@@ -93,7 +96,7 @@ class EncoderGuard:
             CallPosition(number),
             images=next(map(len, tensors_in(attempt.result)), 1),
             device=patcher.load_device,
-            weights=LoadedWeights(patcher),
+            weights=LoadedWeights(patcher, SETTING[self.kind]),
             wording=ENCODERS[self.kind],
             rungs=rungs,
             fp32=rungs[-1],
@@ -122,8 +125,8 @@ class EncoderCall(FailedCall):
         localizer = Localizer(self.weights.model, measuring) if watched else None
         watching = localizer.watching() if localizer else contextlib.nullcontext()
         dtypes = own_dtypes(self.device) if rung.arithmetic else contextlib.nullcontext()
-        with patched(self.weights.zeroed(zeroed)), watching, dtypes:
-            attempt = self.make(rung.arithmetic, given)
+        with watching, dtypes:
+            attempt = self.make(rung.arithmetic, given, zeroed)
         if localizer is None:
             return attempt
         found = [localizer.origin(tensor) for tensor in attempt.judged or tensors_in(attempt.result)]
@@ -225,12 +228,11 @@ def _plain_class(encoder) -> type:
 
 
 def _run_vae(vae, name: str, *args, **kwargs):
-    def make(step: EncoderStep | None, given) -> Attempt:
+    def make(step: EncoderStep | None, given, zeroed: Sequence[str]) -> Attempt:
         one = vae_in(unguarded(vae), step.dtype) if step else unguarded(vae)
-        if step and step.unpacked:
-            ask_for_plain_products(one.patcher)
         sizes = _watched_output(one)
-        result = getattr(one, name)(*given[0], **given[1])
+        with patched(_prepared(one, step, zeroed)):
+            result = getattr(one, name)(*given[0], **given[1])
         return Attempt(result, _worst([*sizes, *map(amax_value, tensors_in(result))]))
 
     action = name.partition("_")[0]
@@ -252,15 +254,14 @@ def _watched_output(vae) -> list[float]:
 def _run_clip(clip, name: str, tokens, *args, **kwargs):
     guard, action = getattr(clip, ATTRIBUTE), CLIP_METHODS[name]
 
-    def make(step: EncoderStep | None, given) -> Attempt:
+    def make(step: EncoderStep | None, given, zeroed: Sequence[str]) -> Attempt:
         one = unguarded(clip.clone() if step else clip)
         if step:
             one.patcher.set_model_compute_dtype(step.dtype)
-            if step.unpacked:
-                ask_for_plain_products(one.patcher)
+        patches = [*_prepared(one, step, zeroed), *_own_dtypes(one.cond_stage_model, step)]
         choice = TokenChoice(goes_on=guard.log.on_nan == "report")
         try:
-            with choice, _generating_in(step), patched(_own_dtypes(one.cond_stage_model, step)):
+            with choice, _generating_in(step), patched(patches):
                 result = getattr(one, name)(given, *args, **kwargs)
         except Exception as error:
             if choice.failed is None:
@@ -274,6 +275,16 @@ def _run_clip(clip, name: str, tokens, *args, **kwargs):
     bf16 = action == "generate" and comfy.model_management.should_use_bf16(device)
     dtype = torch.bfloat16 if bf16 else clip.patcher.object_patches.get(CAST_DTYPE) or torch.float32
     return guard.run(action, make, clip.patcher, dtype, tokens)
+
+
+def _prepared(one, step: EncoderStep | None, zeroed: Sequence[str]) -> list[Patch]:
+    """Prepare the copy of an encoder for a repeat. Returns patches for its length."""
+    if step and step.unpacked:
+        ask_for_plain_products(one.patcher)
+    if not zeroed:
+        return []
+    one.patcher = one.patcher.clone()
+    return LoadedWeights(one.patcher).zeroed(zeroed, one.patcher)
 
 
 def _generating_in(step: EncoderStep | None) -> contextlib.AbstractContextManager:

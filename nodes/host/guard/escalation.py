@@ -16,7 +16,7 @@ from ....precision.base.nested import floats_in
 from ....precision.base.options import Stream
 from ....precision.base.patching import Patch
 from ....precision.base.surroundings import own_dtypes
-from ....precision.guard.casting import promoting
+from ....precision.guard.casting import promoting, widened
 from ....precision.guard.localize import Origin
 from ....precision.guard.policy import ALL_IN_FP32, Escalation
 from ....precision.plan.compute import ComputeDecision, ComputePlan
@@ -30,9 +30,11 @@ from ..compute.layer_modes import planned_modes_of, settings_of, stream_dtype
 from ..compute.per_model import hooks_of, patches_of
 from ..compute.planned_model import PlannedModel, in_fp32
 from ..replay.call import Call
-from .causes import with_patches
+from .causes import patch_name, with_patches
 from .clamps import ClampWatch
 
+ORIGINAL_BLOCK = "original_block"
+"""Entry of the arguments that ComfyUI gives a patch in place of a block, which runs the block."""
 _learned: weakref.WeakKeyDictionary[BaseModel, dict[tuple, Escalation]] = weakref.WeakKeyDictionary()
 
 
@@ -68,14 +70,21 @@ class EscalatedLayers(PlannedModel):
     def attempt(self, call: Call) -> Iterator[None]:
         options = call.options
         # torch.compile makes a graph anew for each function it has not met.
-        if self.everywhere and not is_compiled(call.model.current_patcher):
-            call.options = with_patches(options, promoting)
+        if (self.everywhere or self.escalation.patches) and not is_compiled(call.model.current_patcher):
+            call.options = with_patches(options, self._patch)
         wide = own_dtypes(call.x.device) if self.everywhere else contextlib.nullcontext()
         try:
             with wide, super().attempt(call):
                 yield
         finally:
             call.options = options
+
+    def _patch(self, patch: Callable) -> Callable:
+        """Return a patch of another node as it runs in a call: in fp32 itself, if it is among those escalated."""
+        if patch_name(patch) in self.escalation.patches:
+            stream = torch.float32 if self.everywhere else stream_dtype(self._model().current_patcher)
+            patch = _in_fp32(patch, stream)
+        return promoting(patch) if self.everywhere else patch
 
     def _settle_flags(self) -> None:
         super()._settle_flags()
@@ -107,6 +116,17 @@ class EscalatedLayers(PlannedModel):
         if self.escalation.whole:
             return in_one_dtype(plain, *args, **kwargs)
         return self.attention(kernels_of(plain, plain), *args, **kwargs)
+
+
+def _in_fp32(patch: Callable, stream: torch.dtype) -> Callable:
+    wide = widened(patch, stream)
+
+    def run(*args, **kwargs):
+        runs_a_block = any(isinstance(each, dict) and ORIGINAL_BLOCK in each for each in args)
+        return (patch if runs_a_block else wide)(*args, **kwargs)
+
+    run.__wrapped__ = patch  # type: ignore[attr-defined]
+    return run
 
 
 class RangeObserver:

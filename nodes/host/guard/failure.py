@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from ....precision.base.amax import amax_value
-from ....precision.base.modes import FP16_WIDE, label_of
+from ....precision.base.modes import FP16_WIDE, FP32, label_of
 from ....precision.base.patching import Patch, compile_disabled, patched
 from ....precision.guard.failed_call import Attempt, FailedCall
 from ....precision.guard.inputs import NotFiniteInput
@@ -19,7 +19,7 @@ from ....precision.guard.log import CallPosition, Notify
 from ....precision.guard.policy import Escalation, escalation_after
 from ....precision.guard.random_start import RandomStart
 from ....precision.guard.rungs import ALL_FP32, PLAN_FALLBACK, Rung, model_rungs
-from ....precision.guard.verdicts import MODEL
+from ....precision.guard.verdicts import MODEL, SAME_SEED
 from ....precision.report.schema import GuardEvent
 from ..comfyui.execution import is_compiled, is_on_several_devices, is_oom
 from ..comfyui.gate import measuring
@@ -30,7 +30,7 @@ from ..replay.call import Call
 from ..replay.code_owner import code_owner, packs_on
 from ..replay.interceptor import Run
 from ..replay.restart import StartAgain
-from .causes import LoadedWeights, call_inputs
+from .causes import LoadedWeights, call_inputs, patch_name, patches_in, with_patches
 from .escalation import EscalatedLayers, Guarded, RangeObserver
 
 REPEATED_BESIDE = (
@@ -131,7 +131,14 @@ class ModelCall(FailedCall):
         return replace(attempt, origin=localizer.origin(attempt.result))
 
     def maker(self, layer: str) -> str:
-        return code_owner(self.model.diffusion_model.get_submodule(layer).forward)
+        patch = patches_in(self.given.options).get(layer)
+        return code_owner(patch or self.model.diffusion_model.get_submodule(layer).forward)
+
+    def own_rungs(self, origin: Origin | None) -> list[Rung[Escalation]]:
+        name, present = origin.layer if origin else "", self.guarded.escalation
+        if self.compiled or present.everywhere or name in present.patches or name not in patches_in(self.given.options):
+            return []
+        return [Rung(f"{FP32.name} ({name})", present | Escalation(patches=frozenset([name])), later=SAME_SEED)]
 
     def replaced(self, given: Call, function: Callable[[torch.Tensor], torch.Tensor]) -> Call:
         return given.replaced(function)
@@ -186,8 +193,9 @@ def _watched(localizer: Localizer, executor: Callable, *args, **kwargs) -> torch
     """Run a model with every operation watched. ``transformer_options`` is the last positional argument
     (``Call.run``)."""
     *others, options = args
+    named = with_patches(options, lambda patch: localizer.framed(patch_name(patch), patch))
     with localizer.watching():
-        return executor(*others, _opaque_attention(localizer, options), **kwargs)
+        return executor(*others, _opaque_attention(localizer, named), **kwargs)
 
 
 def _with_weights(weights: Sequence[Patch], executor: Callable, *args, **kwargs) -> torch.Tensor:

@@ -157,6 +157,30 @@ def test_of_whatever_hides_an_overflow_of_fp16_the_layer_before_it_is_found(name
     assert (origin and origin.layer) == layer
 
 
+def test_a_finite_view_of_what_overflowed_does_not_hide_its_origin(x):
+    """As of the text's tokens and the image's in one tensor, of which a patch writes into the image's."""
+
+    class Tokens(torch.nn.Module):
+        def forward(self, x):
+            both = torch.cat([x, x])
+            both[2:] += x * 3e38 * 10
+            return torch.nn.functional.layer_norm(both[:2], both.shape[-1:]) + both[2:]
+
+    model = torch.nn.Sequential(Tokens(), torch.nn.Identity())
+    origin = located(model, x[:2].float())
+    assert (origin.layer, origin.op, origin.kind) == ("0", "mul", "overflow")
+
+
+def test_what_an_in_place_operation_made_finite_is_no_origin(x):
+    class Replaced(torch.nn.Module):
+        def forward(self, x):
+            first = x * 3e38 * 10
+            first.zero_()
+            return first + x / torch.zeros(1)
+
+    assert located(torch.nn.Sequential(Replaced()), x[:2].float()).op == "div"
+
+
 def test_a_kernel_that_cannot_be_watched_is_named_as_one_operation(toy, x):
     def kernel(value):
         return value * math.nan

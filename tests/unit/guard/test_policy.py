@@ -1,11 +1,10 @@
 """What the guard decides from the magnitudes that a repeat has shown."""
 
-import math
 
 import pytest
 from halfsafe.precision.base.dtypes import FP16_MAX
 from halfsafe.precision.guard.localize import Origin
-from halfsafe.precision.guard.log import CallPosition, GuardLog, event_of, sentence
+from halfsafe.precision.guard.log import CallPosition, GuardLog, event_of
 from halfsafe.precision.guard.policy import (
     ALL_IN_FP32,
     Escalation,
