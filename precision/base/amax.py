@@ -42,7 +42,8 @@ def norm_loses_nan(device: torch.device) -> bool:
 
 
 def _drops_nan(device: torch.device) -> bool:
-    return not torch.linalg.vector_norm(torch.tensor([1.0, math.nan], device=device), math.inf).isnan().item()
+    numbers = torch.tensor([1.0, math.nan], dtype=torch.float32, device=device)
+    return not torch.linalg.vector_norm(numbers, math.inf).isnan().item()
 
 
 def amax_value(tensor: torch.Tensor) -> float:

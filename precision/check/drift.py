@@ -59,6 +59,8 @@ OTHERWISE = (
     "first. If it remains, a kernel is wrong on this device: update comfy-kitchen."
 )
 
+RUN_IN_FP32 = "Set compute to fp32 in Compute Dtype for one run: NaN Guard then names the layer and the cause."
+
 
 def may_be_checked(setting: str, seen: Collection[int]) -> bool:
     """True if a call whose step is not known yet may be checked. ``seen``: as for :func:`is_checked`."""
@@ -140,6 +142,14 @@ def drift_event(check: CheckReport, snr_db: float, threshold_db: float, batch_ro
     return GuardEvent(
         check.call, check.step, check.sigma, worst, STEP_CACHE if skipped else "", "drift", batch_rows,
         check.arithmetic, "fp32", False, evidence, snr_db, threshold_db, advice,
+    )  # fmt: skip
+
+
+def hidden_event(check: CheckReport, block: str, evidence: str, batch_rows: list[int]) -> GuardEvent:
+    """Build the report's entry for a finite call that is NaN or Inf in fp32, first in ``block``."""
+    return GuardEvent(
+        check.call, check.step, check.sigma, block, "", "drift", batch_rows, check.arithmetic, "fp32", False, evidence,
+        advice=RUN_IN_FP32,
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from ..base.dtypes import DTYPES, dtype_named
 from ..base.flags import flags_set, is_on
 from ..base.oom import is_torch_oom
+from ..base.surroundings import neutral
 from ..formats.format import kitchen_function
 from ..formats.int8 import Int8, rotated
 
@@ -79,10 +80,12 @@ def _held(device: torch.device, name: str) -> tuple[bool, str]:
     return True, ""
 
 
-def probe(name: str, check: Callable[..., tuple[bool | None, str]], *args) -> Probe:
-    """Run one check; an error is a failed probe, a lack of memory says nothing."""
+def probe(name: str, check: Callable[..., tuple[bool | None, str]], device: torch.device, *args) -> Probe:
+    """Run one check of a device, whatever the caller set in torch; an error is a failed probe, a lack of memory says
+    nothing."""
     try:
-        ok, detail = check(*args)
+        with neutral(device):
+            ok, detail = check(device, *args)
     except PROBE_ERRORS as error:
         if is_torch_oom(error):
             return Probe(name, None, NO_MEMORY)

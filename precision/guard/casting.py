@@ -12,18 +12,31 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 NARROW = (torch.float16, torch.bfloat16)
 CASTS = (torch.Tensor.to, torch.Tensor.type_as)
 NARROW_CASTS = (torch.Tensor.half, torch.Tensor.bfloat16)
+NO_ARITHMETIC = frozenset((
+    "__get__", "__getitem__", "__len__", "size", "dim", "numel", "stride", "view", "view_as", "reshape", "transpose",
+    "permute", "movedim", "chunk", "split", "unbind", "squeeze", "unsqueeze", "expand", "expand_as", "narrow", "select",
+    "flatten", "unflatten", "contiguous", "detach",
+))  # fmt: skip
+"""Functions that compute nothing. Most return a view, which code may write to."""
 
 
 class PromotesFloats(TorchFunctionMode):
     """Cast the float arguments of an operation to fp32 if their dtypes differ, while the mode is on.
 
-    In-place operations and casts to the dtype of another tensor are not changed.
+    In-place operations and casts to the dtype of another tensor are not changed. ``widens``: cast arguments that are
+    all of one 16-bit dtype too.
     """
+
+    def __init__(self, widens: bool = False):
+        super().__init__()
+        self.widens = widens
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         dtypes = {tensor.dtype for tensor in tensors_in((args, kwargs))}
-        if len(dtypes.intersection(FLOATS)) < 2 or func in CASTS or _writes(func, kwargs):
+        mixed = len(dtypes.intersection(FLOATS)) > 1
+        narrow = self.widens and dtypes.intersection(NARROW) and getattr(func, "__name__", "") not in NO_ARITHMETIC
+        if not (mixed or narrow) or func in CASTS or _writes(func, kwargs):
             return func(*args, **kwargs)
         # torch's products, convolutions, norms and attention refuse to mix dtypes; elementwise operations promote.
         return func(*replaced(tuple(args), _float), **replaced(kwargs, _float))
@@ -61,6 +74,25 @@ def promoting(function: Callable, casts: bool = True) -> Callable:
         with contextlib.nullcontext() if casts else CastsToFp32(), PromotesFloats():
             return replaced(function(*args, **kwargs), _float)
 
+    run.__wrapped__ = function  # type: ignore[attr-defined]
+    return run
+
+
+def widened(function: Callable, dtype: torch.dtype) -> Callable:
+    """Wrap a function so that its operations compute in fp32. A tensor that it returns and did not receive is cast to
+    ``dtype``; one that it writes to keeps its own."""
+
+    def run(*args, **kwargs):
+        given = set(map(id, tensors_in((args, kwargs))))
+        with CastsToFp32(), PromotesFloats(widens=True):
+            result = function(*args, **kwargs)
+
+        def returned(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(dtype) if tensor.dtype == torch.float32 and id(tensor) not in given else tensor
+
+        return replaced(result, returned)
+
+    run.__wrapped__ = function  # type: ignore[attr-defined]
     return run
 
 

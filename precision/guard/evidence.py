@@ -1,16 +1,18 @@
 """What is known of a failed call, and the table of what explains its failure."""
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from ..base.nested import tensors_in
 from ..devices import probes
 from ..report.schema import Verdict
 from . import verdicts
 from .failed_call import Attempt, FailedCall
-from .inputs import Diagnosis, NotFiniteInput, changed, zeroed
+from .inputs import Diagnosis, NotFiniteInput, changed, rows_not_finite, zeroed
 from .localize import Origin
 from .log import GuardLog
 from .rungs import Rung
@@ -18,6 +20,7 @@ from .verdicts import BAD_INPUT, BAD_WEIGHTS, DEVICE_FAULT, STOPPED
 
 MOST_INPUTS = 4
 NARROW = ("fp16", "bf16")
+IN_FP32 = "in fp32, to find the cause"
 
 
 class Evidence:
@@ -34,6 +37,7 @@ class Evidence:
         inputs: those of ``given`` that hold NaN or Inf.
         origin: the operation that failed; None until :meth:`locate` found one.
         fails_in_fp32: whether the call is NaN or Inf in fp32 too; None until known.
+        recurs: a repeat of the call as it was failed too.
         exhausted: no rung cured the call, so all weights are searched, not only those of the located operation.
     """
 
@@ -45,7 +49,9 @@ class Evidence:
         self.inputs: list[NotFiniteInput] = []
         self.origin: Origin | None = None
         self.fails_in_fp32: bool | None = None if call.rungs else True
+        self.recurs = False
         self.exhausted = False
+        self._in_fp32: Any = None
         self._repeats = 0
 
     @property
@@ -69,14 +75,28 @@ class Evidence:
     def at(self, rung: Rung) -> Attempt:
         """Make the call at a rung, however many repeats are allowed."""
         attempt = self.repeat(rung, "as it was" if rung.as_it_was else f"in {rung.name}")
+        self.recurs = self.recurs or (rung.as_it_was and not attempt.finite)
         if rung.is_fp32:
             self.fails_in_fp32 = not attempt.finite
+            self._in_fp32 = attempt.result
         return attempt
+
+    def failed_in_fp32(self, result: Any) -> None:
+        """Take as known that the call is not finite in fp32, where it returned ``result``."""
+        self.fails_in_fp32 = self.exhausted = True
+        self._in_fp32 = result
+
+    def failed_rows(self) -> set[int]:
+        """List the rows of a hidden failure, which its result does not show: those not finite in fp32, else all."""
+        found = tensors_in(self.call.result if self._in_fp32 is None else self._in_fp32)[:1]
+        failed = {row for tensor in found for row in rows_not_finite(tensor)}
+        return failed or {row for tensor in found for row in range(len(tensor))}
 
     def locate(self) -> Attempt:
         """Make the call as it was with every operation watched, to find the one that failed."""
         attempt = self.repeat(self.call.as_it_was, "to locate the NaN", watched=True)
         self.origin = attempt.origin
+        self.recurs = self.recurs or not attempt.finite
         return attempt
 
     @property
@@ -98,8 +118,7 @@ class Evidence:
         return bool(self.fails_in_fp32)
 
     def _finite_in_fp32(self, given: Any = None, zeroed: Sequence[str] = ()) -> bool:
-        why = "in fp32, to find the cause"
-        return self._may_search() and self.repeat(self.call.fp32, why, given, zeroed).finite
+        return self._may_search() and self.repeat(self.call.fp32, IN_FP32, given, zeroed).finite
 
     def untried(self) -> str:
         """Return how many repeats were allowed, if they left fp32 untried, or finite there in a search alone."""
@@ -140,8 +159,10 @@ class Evidence:
         bad = self._bad_weights()
         if not bad or not self._is_not_finite_in_fp32() or not self._finite_in_fp32(zeroed=list(bad)):
             return ""
-        name = self.origin.op if self.origin and self.origin.op in bad else next(iter(bad))
-        return self.call.weights.sentence(name)
+        if self.origin is None or self.origin.op not in bad:
+            name = next(iter(bad))
+            self.origin = Origin(name.rpartition(".")[0], name, "weights", "", math.nan)
+        return self.call.weights.sentence(self.origin.op)
 
     def _bad_weights(self) -> dict[str, torch.Tensor]:
         searched = self.exhausted or (self.origin is not None and self.origin.kind == "weights")

@@ -111,6 +111,10 @@ class FailedCall(ABC):
     def maker(self, layer: str) -> str:
         """Name the pack whose code a layer is; empty for ComfyUI's and torch's own."""
 
+    def own_rungs(self, origin: Origin | None) -> list[Rung]:
+        """List the rungs that widen nothing but the code that failed, if it is no layer's."""
+        return []
+
     @abstractmethod
     def keep(self, rung: Rung, origin: Origin | None, place: Origin | None) -> tuple[str, str]:
         """Run later calls as the last repeat, which was finite at ``rung``, showed to be needed.

@@ -4,11 +4,12 @@ from dataclasses import replace
 from typing import Any
 
 from ..base.nested import tensors_in
-from ..report.schema import Verdict
+from ..report.schema import GuardEvent, Verdict
 from . import verdicts
-from .evidence import BEYOND_RUNGS, BY_INPUTS, BY_WEIGHTS, LAST, Evidence, explained
+from .evidence import BEYOND_RUNGS, BY_INPUTS, BY_WEIGHTS, IN_FP32, LAST, Evidence, explained
 from .failed_call import Attempt, FailedCall
 from .inputs import Diagnosis, rows_not_finite, with_nan, without_nan
+from .localize import Origin
 from .log import CallPosition, GuardLog, event_of, sentence
 from .policy import OFF
 from .rungs import Rung
@@ -45,13 +46,29 @@ class Ladder:
         except Exception as error:  # a repeat runs code in a dtype that it may never have run in, and needs more memory
             return self._broken_off(error)
 
+    def tell_hidden(self, exact: Any) -> bool:
+        """Note what explains a finite call whose repeat in fp32, ``exact``, is NaN or Inf. It ends no run.
+
+        Returns whether something was found.
+        """
+        call, evidence = self.call, self.evidence
+        evidence.inputs = call.inputs()
+        evidence.failed_in_fp32(exact)
+        self.rows = evidence.failed_rows()
+        found = explained(evidence, [*BEYOND_RUNGS, *BY_WEIGHTS])
+        if found:
+            mode = call.mode(found.origin)
+            text = f"{verdicts.FINITE_HERE} {found.evidence}"
+            event = event_of(self._position, found.origin, mode, mode, False, text)
+            self.log.note(event, found.origin, found.verdict, self._advice_on(found))
+        return found is not None
+
     def _resolved(self) -> Any:
         call = self.call
         self.evidence.inputs = call.inputs()
-        if not call.hidden:
-            self._give_up_rows()
-            if not self.rows:
-                return call.result
+        self._give_up_rows()
+        if not self.rows and (not call.hidden or (self.lost and self.log.on_nan != "retry_higher")):
+            return call.result
         result = self._as_asked()
         return result if result is call.result or not self.lost else with_nan(result, self.lost)
 
@@ -66,23 +83,33 @@ class Ladder:
 
     def _give_up_rows(self) -> None:
         """Blame inputs for the rows that were given NaN. Repeats are given a zero for each NaN."""
-        call = self.call
-        tensors = tensors_in(call.result)
-        batch = len(tensors[0]) if tensors else 1
-        self.rows = set(rows_not_finite(tensors[0])) if tensors else set()
-        if not self.rows:  # a clamp after the call put a number in place of what is not finite
-            self.rows = set(range(batch))
+        call, inputs = self.call, self.evidence.inputs
+        batch = next(map(len, tensors_in(call.result)), 1)
+        self.rows = self._failed_rows(set().union(*(one.nan_rows(batch) for one in inputs)), batch)
         self._lose({row for row in self.rows if row % call.images in self.log.lost})
-        inputs = self.evidence.inputs
         for one in inputs:
             rows = one.nan_rows(batch) & self.rows
             if rows:
                 position = call.position_of(rows, self.log.lost)
                 self._lose(rows)
                 self._log_given_up(one.diagnosis(), position)
-        if inputs:
+        if inputs and (self.lost or not call.hidden):
             zeros_for_nan, self.evidence.inputs = without_nan(inputs)
             self.evidence.given = call.replaced(call.given, zeros_for_nan)
+
+    def _failed_rows(self, given_nan: set[int], batch: int) -> set[int]:
+        """Return the rows of the result that failed.
+
+        A hidden failure shows in no row. If rows were given NaN, it is looked for in fp32, where model code hides none.
+        """
+        result = self.call.result
+        if self.call.hidden:
+            if all(row % self.call.images in self.log.lost for row in given_nan):
+                return set()
+            result = self.evidence.repeat(self.call.fp32, IN_FP32).result
+        failed = {row for tensor in tensors_in(result)[:1] for row in rows_not_finite(tensor)}
+        # Not hidden and finite: a clamp after the call put a number in place of what is not finite.
+        return failed if failed or self.call.hidden else set(range(batch))
 
     def _lose(self, rows: set[int]) -> None:
         self.rows = self.rows - rows
@@ -92,6 +119,8 @@ class Ladder:
         """Do what the plan promises, then what the guard is set to, for a call whose failure no NaN input explains."""
         call = self.call
         if call.promised:
+            if again := self._finite_again():
+                return self._was_a_fault(again)
             if call.restarts:
                 return self._start_again(call.promised)
             attempt = self.evidence.at(call.promised)
@@ -102,26 +131,32 @@ class Ladder:
         if self.log.on_nan == OFF:
             self.log.given_up = True
             return call.result
+        return self._explained()
+
+    def _explained(self) -> Any:
+        """Find what explains a call that the guard may not cure."""
+        call, evidence = self.call, self.evidence
         if call.hidden and self.log.verdict != CLEAN:
             return call.result
-        self.evidence.locate()
-        if call.hidden:
-            mode = call.mode(self.evidence.place)
-            self._note(False, STOPPED, (mode, mode))
-            return call.result
-        found = explained(self.evidence, [*BY_WEIGHTS, *BY_INPUTS])
-        return self._give_up(found or Diagnosis(self.evidence.place, STOPPED))
+        if evidence.locate().finite and self._finite_again():
+            return self._give_up(Diagnosis(call.default_origin, DEVICE_FAULT, None, self._same_again))
+        found = explained(evidence, [*BY_WEIGHTS, *BY_INPUTS])
+        if found or not call.hidden:
+            return self._give_up(found or Diagnosis(evidence.place, STOPPED))
+        if not evidence.at(call.fp32).finite:
+            return self._not_cured()
+        self._note_clamped(Diagnosis(evidence.place, STOPPED))
+        return call.result
 
     def _climbed(self) -> Any:
         """Repeat the call at each rung until its result is finite or nothing is left to try."""
         call, evidence = self.call, self.evidence
         if call.locates_first and evidence.may_repeat(2):
             watched = evidence.locate()
-            if watched.finite and not call.hidden and not call.restarts and evidence.may_repeat():
-                plain = evidence.at(call.as_it_was)
-                if plain.finite:
-                    return self._finite_again(plain)
-                if call.compiled:
+            if watched.finite and evidence.may_repeat():
+                if again := self._finite_again():
+                    return self._was_a_fault(again)
+                if call.compiled and not call.restarts:
                     self._note_unchanged(verdicts.COMPILED, verdicts.EAGER_IS_FINITE)
                     return watched.result
             elif found := explained(evidence, BY_WEIGHTS):
@@ -133,22 +168,46 @@ class Ladder:
                 break
             attempt = evidence.at(rung)
             if attempt.finite:
-                return self._finite_again(attempt) if rung.as_it_was else self._cured(rung, attempt)
+                return self._was_a_fault(attempt) if rung.as_it_was else self._cured(rung, attempt)
         return self._not_cured()
 
     def _rungs(self) -> list[Rung]:
         """List the rungs left to try: fp32 alone for what came in with the inputs."""
         only_fp32, in_vain = self.evidence.comes_from_inputs, self.evidence.fails_in_fp32
-        return [rung for rung in self.call.rungs if not (in_vain if rung.is_fp32 else only_fp32)]
+        rungs = [*self.call.own_rungs(self.evidence.origin), *self.call.rungs]
+        return [rung for rung in rungs if not (in_vain if rung.is_fp32 else only_fp32)]
 
-    def _finite_again(self, attempt: Attempt) -> Any:
-        """Return the result of a repeat in the same arithmetic, which is finite: the device is at fault."""
-        self._note_unchanged(None, verdicts.SAME_AGAIN)
+    def _finite_again(self) -> Attempt | None:
+        """Repeat the call as it was: a fault of the device does not come again. Return the repeat if it is finite.
+
+        Beside a pack that may keep state the sampling starts again then, as it was, once.
+        """
+        if self.evidence.recurs or (self.call.restarts and self.log.verdict != CLEAN):
+            return None
+        attempt = self.evidence.at(self.call.as_it_was)
+        return attempt if attempt.finite else None
+
+    def _was_a_fault(self, attempt: Attempt) -> Any:
+        """Return the result of a repeat in the same arithmetic, which is finite: the device is at fault.
+
+        It is not if rows were given up: the repeat was not given their NaN.
+        """
+        if self.call.restarts:
+            return self._start_again(self.call.as_it_was)
+        if not self.lost:
+            self._note_unchanged(None, self._same_again)
         return attempt.result
+
+    @property
+    def _same_again(self) -> str:
+        return verdicts.NOT_HIDDEN_AGAIN if self.call.hidden else verdicts.SAME_AGAIN
 
     def _cured(self, rung: Rung, attempt: Attempt, advice: str | None = None) -> Any:
         modes = self.call.keep(rung, self.evidence.origin, self.evidence.place)
-        self._note(True, RECOVERED, modes, rung, advice)
+        place = self.evidence.place
+        event = self._event(place, RECOVERED, modes, rung.later)
+        event.fell_back = rung.of_plan
+        self.log.note(event, place, RECOVERED, self._advice(RECOVERED) if advice is None else advice)
         return attempt.result
 
     def _start_again(self, rung: Rung) -> Any:
@@ -159,15 +218,15 @@ class Ladder:
         call, evidence = self.call, self.evidence
         if not rung.of_plan and not evidence.may_repeat():
             return self._not_cured()
-        again, modes = call.start_again(rung, evidence.place)
-        text = verdicts.STARTED_AGAIN.format(rung.name, call.packs)
-        if rung.of_plan:
-            text = f"{text} {verdicts.GOES_ON}"
-        event = event_of(self._position, evidence.place, *modes, True, text)
+        place = call.default_origin if rung.as_it_was else evidence.place
+        again, modes = call.start_again(rung, place)
+        text = verdicts.STARTED_AGAIN.format(modes[1] if rung.as_it_was else rung.name, call.packs)
+        verdict: Verdict = DEVICE_FAULT if rung.as_it_was else RECOVERED
+        more = verdicts.GOES_ON if rung.of_plan else self._same_again if rung.as_it_was else ""
+        event = self._event(place, verdict, modes, f"{text} {more}".strip())
         event.fell_back = rung.of_plan
-        message = sentence(replace(event, recovered=False), evidence.place)
-        advice = verdicts.BEGINS_SAFE if rung.of_plan else self._advice(RECOVERED)
-        self.log.note(event, evidence.place, RECOVERED, advice, message)
+        message = sentence(replace(event, recovered=False), place)
+        self.log.note(event, place, verdict, verdicts.BEGINS_SAFE if rung.of_plan else self._advice(verdict), message)
         self.log.extra_calls += 1
         raise again
 
@@ -189,31 +248,39 @@ class Ladder:
     def _advice(self, verdict: Verdict) -> str | None:
         return self.call.wording.advice.get(verdict)
 
+    def _advice_on(self, found: Diagnosis) -> str | None:
+        return self._advice(found.verdict) if found.advice is None else found.advice
+
     def _give_up(self, found: Diagnosis, goes_on: bool = False) -> Any:
+        call = self.call
+        if call.hidden and found.verdict == STOPPED:
+            self._note_clamped(found)
+            self.log.given_up = True
+            return call.result
+        if call.hidden:
+            self.rows = self.evidence.failed_rows() - self.lost
         self._log_given_up(found, self._position, goes_on)
-        return self.call.result
+        return call.result
+
+    def _note_clamped(self, found: Diagnosis) -> None:
+        """Note a hidden failure that may be a clamp of values past fp16's range: it ends no run."""
+        mode = self.call.mode(found.origin)
+        event = self._event(found.origin, STOPPED, (mode, mode), found.evidence)
+        self.log.note(event, found.origin, STOPPED, self._advice_on(found))
 
     def _log_given_up(self, found: Diagnosis, position: CallPosition, goes_on: bool = False) -> None:
         mode = self.call.mode(found.origin)
-        advice = self._advice(found.verdict) if found.advice is None else found.advice
-        self.log.give_up(position, replace(found, advice=advice), mode, goes_on)
-
-    def _note(
-        self,
-        recovered: bool,
-        verdict: Verdict,
-        modes: tuple[str, str],
-        rung: Rung | None = None,
-        advice: str | None = None,
-    ) -> None:
-        place = self.evidence.place
-        event = event_of(self._position, place, *modes, recovered, rung.later if rung else "")
-        event.fell_back = bool(rung and rung.of_plan)
-        self.log.note(event, place, verdict, self._advice(verdict) if advice is None else advice)
+        self.log.give_up(position, replace(found, advice=self._advice_on(found)), mode, goes_on)
 
     def _note_unchanged(self, advice: str | None, evidence: str) -> None:
         """Note that the device is at fault, and no layer: the arithmetic stays as it was."""
         place = self.call.default_origin
         mode = self.call.mode(place)
-        event = event_of(self._position, place, mode, mode, True, evidence)
-        self.log.note(event, place, DEVICE_FAULT, advice)
+        self.log.note(self._event(place, DEVICE_FAULT, (mode, mode), evidence), place, DEVICE_FAULT, advice)
+
+    def _event(self, place: Origin | None, verdict: Verdict, modes: tuple[str, str], evidence: str) -> GuardEvent:
+        """Build the report's entry for a failure that does not end the run."""
+        event = event_of(self._position, place, *modes, verdict != STOPPED, evidence)
+        if self.call.hidden and verdict != DEVICE_FAULT:
+            event.kind = "saturation"
+        return event

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..arithmetic.hiding import HIDING, hidden_operands
 from ..arithmetic.linear import kind_of
 from ..base.amax import amax_value
 from ..base.dtypes import name_of
@@ -24,7 +25,6 @@ FACTORY_OPS = (
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided",
     "full", "full_like", "new_full", "fill_", "scalar_tensor",
 )  # fmt: skip
-CLAMP = "nan_to_num"
 PLAIN_NAMES = {
     **dict.fromkeys(
         ("mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_mm", "_scaled_mm_v2", "_int_mm", "int8_linear"), "matmul"
@@ -46,7 +46,6 @@ class Origin:
         dtype: the narrowest float dtype of its operands.
         largest: the largest finite magnitude of its operands; NaN if unknown.
         multiplies: the module is a matrix product or convolution, and the operation is its product.
-        hidden: a clamp in the model's own code replaced the value afterwards.
         result: the dtype of the non-finite value.
     """
 
@@ -56,12 +55,11 @@ class Origin:
     dtype: str
     largest: float
     multiplies: bool = False
-    hidden: bool = False
     result: str = ""
 
 @dataclass
 class _Frame:
-    """A module whose forward is running."""
+    """A module, or a function without one, that is running."""
 
     name: str
     module: torch.nn.Module
@@ -84,12 +82,13 @@ class Localizer(TorchDispatchMode):
         self._made: dict[int, Origin] = {}
         self._first_bad: Origin | None = None
         self.hidden: list[Origin] = []
+        """Origins of NaN and Inf that model code replaced by a number."""
 
     @contextmanager
     def watching(self) -> Iterator["Localizer"]:
         """Watch the forwards of the model inside of the context."""
         modules = {id(module): (name, module) for name, module in self._named.items()}
-        framed = [(module, self._framed(name, module)) for name, module in modules.values()]
+        framed = [(module, self.framed(name, module.forward, module)) for name, module in modules.values()]
         forwards = [(module, "forward", self._entering(module, forward)) for module, forward in framed]
         with patched(forwards), self:
             yield self
@@ -122,17 +121,21 @@ class Localizer(TorchDispatchMode):
             for tensor in tensors_in(result):
                 self._made.pop(_key(tensor), None)
             return result
-        self._note("attention" if "attention" in name else PLAIN_NAMES.get(name, name), inputs, tensors_in(result))
+        op = "attention" if "attention" in name else PLAIN_NAMES.get(name, name)
+        if hidden := _hidden(name.removesuffix("_"), args, kwargs, inputs):
+            self.hidden.append(self._source_of(hidden, op, inputs))
+        self._note(op, inputs, tensors_in(result))
         return result
 
     def _note(self, op: str, inputs: list[tuple[torch.Tensor, float]], outputs: list[torch.Tensor]) -> None:
         bad = [tensor for tensor, size in inputs if not math.isfinite(size)]
-        if op == CLAMP and bad:
-            self.hidden.append(replace(self._source_of(bad, op, inputs), hidden=True))
+        written = {id(tensor) for tensor, _ in inputs}
+        shared = {_key(tensor) for tensor, _ in inputs}
         for tensor in outputs:
             size = amax_value(tensor)
             if math.isfinite(size):
-                self._made.pop(_key(tensor), None)
+                if _key(tensor) not in shared or id(tensor) in written:  # else a view, which tells nothing of the rest
+                    self._made.pop(_key(tensor), None)
             elif bad:
                 self._made[_key(tensor)] = self._source_of(bad, op, inputs)
             else:
@@ -161,13 +164,13 @@ class Localizer(TorchDispatchMode):
         largest = max(finite, default=math.nan)
         return Origin(frame.name if frame else "", op, kind, dtype, largest, self._kind() is not None)
 
-    def _framed(self, name: str, module: torch.nn.Module) -> Callable:
-        forward = module.forward
+    def framed(self, name: str, call: Callable, module: torch.nn.Module | None = None) -> Callable:
+        """Wrap a module's forward, or a function that model code calls, so that its operations are of ``name``."""
 
         def run(*args, **kwargs):
-            self._stack.append(_Frame(name, module, tensors_in((args, kwargs))))
+            self._stack.append(_Frame(name, module or torch.nn.Module(), tensors_in((args, kwargs))))
             try:
-                result = forward(*args, **kwargs)
+                result = call(*args, **kwargs)
                 self._leave(self._stack[-1], tensors_in(result))
                 return result
             finally:
@@ -210,6 +213,14 @@ def stored(tensor: torch.Tensor) -> torch.Tensor:
 
 def _with_reach(values) -> list[tuple[torch.Tensor, float]]:
     return [(tensor, amax_value(tensor)) for tensor in tensors_in(values)]
+
+
+def _hidden(name: str, args, kwargs, inputs: list[tuple[torch.Tensor, float]]) -> list[torch.Tensor]:
+    """List the fp16 operands with NaN or Inf that model code hides by this operation."""
+    if name not in HIDING or not HIDING[name].is_tested:
+        return []
+    bad = {id(tensor) for tensor, size in inputs if tensor.dtype == torch.float16 and not math.isfinite(size)}
+    return [operand for operand in hidden_operands(name, args, kwargs) if id(operand) in bad]
 
 
 def _key(tensor: torch.Tensor) -> int:

@@ -52,7 +52,6 @@ def event_of(
     """Build the report's entry for one failed call."""
     layer, op = (origin.layer, origin.op) if origin else ("", "")
     kind: EventKind = origin.kind if origin else "unknown"
-    kind = "saturation" if origin and origin.hidden else kind
     return GuardEvent(
         position.call, position.step, position.sigma, layer, op, kind, position.batch_rows, from_mode, to_mode,
         recovered, evidence,

@@ -5,7 +5,7 @@ layer; later calls upcast only the layers that need it.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal, get_args
 
 from ..base.dtypes import FP16_MAX
@@ -28,6 +28,7 @@ class Escalation:
 
     Args:
         layers: layer -> mode.
+        patches: patches of other nodes that run in fp32, by their names in events.
         stream: the residual stream (all values between layers) is fp32.
         whole: everything is fp32.
     """
@@ -35,15 +36,17 @@ class Escalation:
     layers: Mapping[str, ModeName] = field(default_factory=dict)
     stream: bool = False
     whole: bool = False
+    patches: frozenset[str] = frozenset()
 
     def __bool__(self) -> bool:
-        return bool(self.layers or self.everywhere)
+        return bool(self.layers or self.everywhere or self.patches)
 
     def __or__(self, other: "Escalation") -> "Escalation":
         """Return the union. A layer that both name gets the mode nearer to fp32."""
         order = list(MODES).index
         nearer = {layer: max(self.layers.get(layer, mode), mode, key=order) for layer, mode in other.layers.items()}
-        return Escalation({**self.layers, **nearer}, self.stream or other.stream, self.whole or other.whole)
+        stream, whole = self.stream or other.stream, self.whole or other.whole
+        return Escalation({**self.layers, **nearer}, stream, whole, self.patches | other.patches)
 
     @property
     def everywhere(self) -> bool:
@@ -51,16 +54,17 @@ class Escalation:
         return self.stream or self.whole
 
     def named(self) -> dict[str, str]:
-        """Return part -> mode for the report: layers, and the residual stream or the whole model."""
+        """Return part -> mode for the report: layers and patches, and the residual stream or the whole model."""
         if self.whole:
             return {WHOLE_MODEL: FP32.name}
-        return {**self.layers, STREAM: FP32.name} if self.stream else dict(self.layers)
+        wide = [*sorted(self.patches), *([STREAM] if self.stream else [])]
+        return {**self.layers, **dict.fromkeys(wide, FP32.name)}
 
     def parts(self) -> list[str]:
-        """List the names of the parts for the page: the model, the stream, or the layers."""
+        """List the names of the parts for the page: the model, the stream, or the layers and patches."""
         if self.everywhere:
             return [WHOLE_MODEL if self.whole else STREAM]
-        return sorted(self.layers)
+        return sorted([*self.layers, *self.patches])
 
     def rules(self) -> str:
         """Return the escalation as lines for Layer Rules."""
@@ -87,7 +91,8 @@ def escalation_after(
 ) -> Escalation:
     """Return the escalation of later calls after a repeat with escalation ``repeat`` was finite.
 
-    The repeat had fp16 operands of products and nothing else in fp16, so it shows every amax. If one exceeds half of
+    A repeat with patches in fp32 changed nothing else. Any other repeat had fp16 operands of products and nothing else
+    in fp16, so it shows every amax. If one exceeds half of
     fp16's range, or if no magnitude explains the failure, all values between layers become fp32. A layer whose values
     all fit fp16 failed by its sums or its 8-bit operands: that layer alone is widened.
 
@@ -100,12 +105,13 @@ def escalation_after(
     """
     if repeat.whole:
         return ALL_IN_FP32
+    if repeat.patches:
+        return repeat
     too_large = {name for name, size in largest.items() if size > LIMIT}
     wide = {name: FP16_WIDE.name for name in modes if name in too_large}
     if origin and origin.multiplies and origin.layer in modes and origin.layer not in wide:
         lowered = any(mode.sums_in_fp16 or mode.is_8bit for mode in modes_named([modes[origin.layer]]))
         wide[origin.layer] = (FP16 if lowered else FP16_WIDE).name
-    grown = Escalation({**present.layers, **wide}, present.stream or bool(too_large) or not wide)
-    if grown != present:
-        return grown
-    return Escalation(grown.layers, stream=True, whole=present.stream)
+    stream = present.stream or bool(too_large) or not wide
+    grown = replace(present, layers={**present.layers, **wide}, stream=stream)
+    return grown if grown != present else replace(grown, stream=True, whole=present.stream)

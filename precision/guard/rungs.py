@@ -77,18 +77,21 @@ def model_rungs(modes: Mapping[str, str], stream: str, present: Escalation) -> l
     return [ALL_FP32]
 
 
-def encoder_rungs(dtype: torch.dtype, has_bf16: bool, quantized: bool = False) -> list[Rung[EncoderStep]]:
+def encoder_rungs(
+    dtype: torch.dtype, has_bf16: bool, quantized: bool = False, casts: bool = False
+) -> list[Rung[EncoderStep]]:
     """List the rungs for a VAE or text encoder that runs in ``dtype``, the last one in fp32.
 
     The first one repeats the call as it was, except in fp16, which overflows again. bf16, which loses precision, is
     tried only if the device has it. ``quantized``: the weights are quantized; all further rungs dequantize them.
+    ``casts``: the caller's autocast chose the dtypes of the call, and of none of its repeats in ``dtype`` or wider.
     """
-    wider = [torch.float32] if dtype != torch.float32 else []
+    wider = [torch.float32] if dtype != torch.float32 or (casts and not quantized) else []
     if dtype == torch.float16 and has_bf16:
         wider = [torch.bfloat16, *wider]
     rungs: list[Rung[EncoderStep]] = []
     if dtype != torch.float16:
-        rungs.append(Rung(name_of(dtype), is_fp32=dtype == torch.float32 and not quantized))
+        rungs.append(Rung(name_of(dtype), is_fp32=dtype == torch.float32 and not quantized and not casts))
     if quantized:
         step = EncoderStep(dtype, unpacked=True)
         rungs.append(Rung(step.name, step, is_fp32=dtype == torch.float32, later=UNPACKED))

@@ -65,10 +65,15 @@ BETWEEN_CALLS = (
 )
 STARTED_AGAIN = "The sampling was restarted in {}, because {} may keep state between steps."
 SAME_AGAIN = "A repeat of the call, in the same arithmetic and with the same random numbers, is finite."
+NOT_HIDDEN_AGAIN = (
+    "The model's own code replaced NaN or Inf in this call, and meets none in a repeat with the same arithmetic and "
+    "random numbers."
+)
 EAGER_IS_FINITE = "The compiled call is NaN or Inf each time; without torch.compile it is finite."
 PATCH_READ = "The first operation that returned NaN or Inf uses this patch."
 NAN_READ = "The weight itself is NaN."
-WEIGHTS_MADE_FINITE = "In fp32 the call is NaN or Inf too, but finite if each NaN and Inf in the weights is set to 0."
+WEIGHTS_MADE_FINITE = "In fp32 the call is NaN or Inf, but finite if each NaN and Inf in the weights is set to 0."
+FINITE_HERE = "The call is finite, but NaN or Inf in fp32: model code or a kernel hides it in this arithmetic."
 FAILS_IN_FP32 = "In fp32 the call is NaN or Inf too."
 WRONG_IN_FP32 = "A test product in fp32 is wrong."
 

@@ -259,6 +259,28 @@ def krea2(path: Path, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Pat
     model = _on_meta(SingleStreamDiT, features=256, txtdim=128, heads=2, kvheads=1, layers=2, txtlayers=2, **sizes)
     return _save(path, _shapes_of(model), dtype, seed, metadata=sized(sizes))
 
+def chroma(path: Path, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Path:
+    """Write a Chroma model with 2 heads instead of 24, two double blocks and a single block."""
+    from comfy.ldm.chroma.model import Chroma
+
+    sizes = {"num_heads": 2, "out_dim": 256, "hidden_dim": 64, "n_layers": 1}
+    config = {
+        **dict(in_channels=64, out_channels=64, context_in_dim=4096, hidden_size=256, mlp_ratio=4.0, depth=2, depth_single_blocks=1),
+        **dict(axes_dim=[16, 56, 56], theta=10000, patch_size=2, qkv_bias=True, in_dim=64, txt_ids_dims=[], vec_in_dim=None),
+    }
+    return _save(path, _shapes_of(_on_meta(Chroma, **config, **sizes)), dtype, seed, metadata=sized(sizes))
+
+
+def lumina2(path: Path, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Path:
+    """Write a Lumina 2 model of 256 channels with 2 heads of 128 instead of 24 of 96."""
+    from comfy.ldm.lumina.model import NextDiT
+
+    sizes = {
+        **dict(patch_size=2, in_channels=16, dim=256, cap_feat_dim=2304, n_layers=2, qk_norm=True, n_heads=2, n_kv_heads=1),
+        **dict(axes_dims=[32, 48, 48], axes_lens=[300, 512, 512], rope_theta=10000.0, ffn_dim_multiplier=4.0),
+    }
+    return _save(path, _shapes_of(_on_meta(NextDiT, **sizes)), dtype, seed, metadata=sized(sizes, {"dim": 2304}))
+
 
 NARROW = {"sdxl": narrow_sdxl, "qwen_image": narrow_qwen_image, "z_image": narrow_z_image}
 """For tests of many runs."""

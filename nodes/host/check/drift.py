@@ -17,9 +17,12 @@ from ....precision.base.modes import FP16_ACC16, FP32
 from ....precision.base.patching import compile_disabled
 from ....precision.check import drift
 from ....precision.guard.casting import CastsToFp32
+from ....precision.guard.inputs import rows_not_finite
+from ....precision.guard.ladder import Ladder
 from ....precision.guard.log import GuardLog
 from ....precision.guard.policy import ALL_IN_FP32
 from ....precision.guard.random_start import RandomStart
+from ....precision.guard.verdicts import FINITE_HERE
 from ....precision.report.report_text import check_text
 from ....precision.report.schema import CheckReport
 from ..accumulation.accumulation_report import layer_accumulation
@@ -30,7 +33,7 @@ from ..comfyui.kernels import DEQUANTIZED, general_operations
 from ..comfyui.layers import top_level_parts
 from ..compute.layer_modes import layer_kernels, planned_modes_of, stream_dtype
 from ..guard.escalation import EscalatedLayers, Guarded, hooked
-from ..guard.failure import images_of, sigma_of, step_of
+from ..guard.failure import ModelCall, images_of, sigma_of, step_of
 from ..replay.call import Call
 from ..replay.core_state import CoreState
 from ..replay.interceptor import Run
@@ -41,7 +44,7 @@ OTHER_DEVICES = "The model runs on several devices in parallel, and their calls 
 NO_MEMORY = "Not enough memory for the fp32 call: use a smaller picture or batch for the check."
 INTERRUPTED = "The comparison was interrupted."
 NOT_A_RESULT = "The call itself failed; see the events."
-NOT_FINITE = "The fp32 call is NaN or Inf as well."
+NOT_FINITE = "In fp32 the call is NaN or Inf; see the events."
 NOTHING_RAN = "No layer ran in the fp32 call either: another node returns cached results instead of running the model."
 MAY_KEEP_STATE = (
     "{} has code on this model that may keep state between calls, so an extra call could change the picture: remove "
@@ -147,13 +150,29 @@ class DriftCheck:
         blocks = BlockOutputs(self.model.diffusion_model)
         with blocks.watched():
             exact = self._in_fp32(run)
-        if not blocks.samples or not torch.isfinite(exact).all():
-            return NOT_FINITE if blocks.samples else NOTHING_RAN
+        if not blocks.samples:
+            return NOTHING_RAN
+        self.report.arithmetic = _arithmetic(self.patcher, self.guarded)
+        if not torch.isfinite(exact).all():
+            self._tell_hidden(run, result, exact, blocks)
+            return NOT_FINITE
         skipped = not is_compiled(self.patcher) and blocks.samples.keys() - self.blocks.samples.keys()
-        self.report.arithmetic = drift.STEP_CACHE if skipped else _arithmetic(self.patcher, self.guarded)
+        self.report.arithmetic = drift.STEP_CACHE if skipped else self.report.arithmetic
         self.report.blocks = drift.worst_blocks(self.blocks.samples, blocks.samples)
         self._judge(result, exact)
         return ""
+
+    def _tell_hidden(self, run: Run, result: torch.Tensor, exact: torch.Tensor, blocks: BlockOutputs) -> None:
+        """Log an event for a finite result that is NaN or Inf in fp32: the input or weight that explains it, else the
+        first block whose result is NaN or Inf there."""
+        call = ModelCall(run, self.call, self.report.call, self.start, result, self.guarded, hidden=True)
+        extra = self.log.extra_calls
+        if not Ladder(call, self.log).tell_hidden(exact):
+            first = next((name for name, taken in blocks.samples.items() if not torch.cat(taken).isfinite().all()), "")
+            rows = sorted({row % call.images for row in rows_not_finite(exact)})
+            event = drift.hidden_event(self.report, first, FINITE_HERE, rows)
+            self.log.note_drift(event, drift.drift_sentence(event))
+        self.report.repeats += self.log.extra_calls - extra
 
     def _judge(self, result: torch.Tensor, exact: torch.Tensor) -> None:
         """Compare each row with the same row of the fp32 call, and log an event if the SNR of a row is below the

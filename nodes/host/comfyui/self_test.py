@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from ....precision.arithmetic.linear import lent
 from ....precision.base.patching import Patch, patched
+from ....precision.base.surroundings import neutral
 from ....precision.version import VERSION
 from .attributes import casting, set_quantization_format
 from .gate import ACTIVATION, NORM, OF_RESIDUAL, RESIDUAL, UNEQUAL, activated, folded_parameters
@@ -43,7 +44,7 @@ def check_core() -> None:
     """Note and log what runs otherwise through our code than alone."""
     found.clear()
     UNEQUAL.clear()
-    with torch.inference_mode():
+    with neutral(torch.device("cpu")), torch.inference_mode():
         for kind, layer, patches in _layers():
             if unequal := _unequal(kind, layer, patches):
                 UNEQUAL.add(kind)

@@ -1,15 +1,19 @@
 """Check the inputs and weights of a call for NaN and Inf, which no precision cures."""
 
+import inspect
+import math
 import operator
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import folder_paths
 import torch
+from comfy.model_patcher import ModelPatcher
 
 from ....precision.arithmetic.linear import kind_of, lent
+from ....precision.base.dtypes import name_of
 from ....precision.base.errors import CheckpointError
-from ....precision.base.nested import tensors_in
+from ....precision.base.nested import leaves, tensors_in
 from ....precision.base.patching import Patch
 from ....precision.files.safetensors_file import open_checkpoint
 from ....precision.guard.inputs import (
@@ -31,6 +35,7 @@ from ..comfyui.page import running_prompt
 from ..comfyui.weights import dequantized, weights_of
 from ..load.files import open_model
 from ..replay.call import Call
+from ..replay.code_owner import code_owner
 
 CONDITIONINGS = {0: "positive conditioning", 1: "negative conditioning"}
 CONTROL = "ControlNet output"
@@ -38,6 +43,11 @@ BAD_COPY = "Weight '{}' is finite in host memory, but its copy on the device hol
 FINITE_IN_FILE = (
     "Weight '{}' holds NaN or Inf in memory, but is finite in {}: free the model and node cache, and run again. It "
     "was damaged after it was loaded, or the file was replaced since."
+)
+TOO_LARGE = "Weight '{}' reaches {} in {}, more than {} holds: load it with {} bf16 or fp32."
+MAY_BE_TOO_LARGE = (
+    "Weight '{}' is Inf in fp16, perhaps because its own value is too large for it: load it with {} bf16 or fp32. If it "
+    "is Inf there too, download the file again."
 )
 CALL_PATCHES = ("patches", "patches_replace")
 FUNCTIONS = {"weight": WEIGHT_FUNCTIONS, "bias": BIAS_FUNCTIONS}
@@ -81,6 +91,20 @@ def _conditioning(context: torch.Tensor | None, options: dict) -> str:
     return CONDITIONINGS.get(kinds[row * len(kinds) // len(context)], "conditioning")
 
 
+def patches_in(options: dict) -> dict[str, Callable]:
+    """Map names for events to the functions that nodes patched into the model's blocks."""
+    found = [value for key in CALL_PATCHES for _, value in leaves(options.get(key, {})) if callable(value)]
+    return {patch_name(patch): patch for patch in found}
+
+
+def patch_name(patch: Callable) -> str:
+    """Name a function that a node patched into the model's blocks by its class or function, and by its pack."""
+    patch = inspect.unwrap(patch)
+    owner = code_owner(patch)
+    name = getattr(patch, "__qualname__", type(patch).__name__).partition(".")[0]
+    return f"patch {name} of {owner}" if owner else f"patch {name}"
+
+
 def with_patches(options: dict, change: Callable[[Callable], Callable]) -> dict:
     """Copy ``transformer_options`` with ``change`` applied to each function that nodes patched into the model's
     blocks."""
@@ -98,21 +122,26 @@ def _each(value: object, change: Callable[[Callable], Callable]) -> object:
 class LoadedWeights:
     """The weights and patches of a diffusion model, VAE or text encoder.
 
-    ``model``: the module that names of weights are relative to.
+    ``model``: the module that names of weights are relative to. ``setting``: the input of the loader that chooses their
+    dtype.
     """
 
-    def __init__(self, patcher):
+    def __init__(self, patcher, setting: str = "storage"):
         inner = getattr(patcher.model, "diffusion_model", None)
         self.model: torch.nn.Module = patcher.model if inner is None else inner
         self._prefix = "" if inner is None else DIFFUSION_MODEL
         self._patcher = patcher
+        self._setting = setting
 
     def not_finite(self) -> dict[str, torch.Tensor]:
         named = [*self.model.named_parameters(), *self.model.named_buffers()]
         return {name: value for name, value in named if not is_finite(stored(value))}
 
-    def zeroed(self, names: Sequence[str]) -> list[Patch]:
-        """Return patches that replace each NaN and Inf in these weights by a zero."""
+    def zeroed(self, names: Sequence[str], to_load: ModelPatcher | None = None) -> list[Patch]:
+        """Return patches that replace each NaN and Inf in these weights by a zero.
+
+        ``to_load``: the patcher that is loaded after the patches were set, which replaces the functions of its weights.
+        """
         patches: list[Patch] = []
         for name in names:
             layer, _, own = name.rpartition(".")
@@ -120,7 +149,10 @@ class LoadedWeights:
             if own in FUNCTIONS and casts_weights(module):
                 # Dynamic VRAM multiplies by a copy of the weight, to which ComfyUI applies these functions too.
                 functions = FUNCTIONS[own]
-                patches.append((module, functions, [*getattr(module, functions), zeroed]))
+                if to_load:
+                    to_load.add_weight_wrapper(name, zeroed)
+                else:
+                    patches.append((module, functions, [*getattr(module, functions), zeroed]))
             else:
                 patches.append((module, own, zeroed(dequantized(getattr(module, own).data).float())))
         return patches
@@ -151,10 +183,15 @@ class LoadedWeights:
                 f"With its LoRA, weight '{name}' exceeds the range of {weight.dtype}: lower the strength, or load the "
                 "model with storage bf16 or fp32."
             )
-        file = _file_of(self._patcher)
-        if _is_finite_in(file, name, stored(weight).dtype):
-            return FINITE_IN_FILE.format(name, Path(file).name)
-        return f"{Path(file).name or 'The model'} holds NaN or Inf: {_advice_on(weight)} (weight '{name}')"
+        path, held = _file_of(self._patcher), stored(weight).dtype
+        file, largest = Path(path).name or "The model", _largest_in(path, name)
+        if largest is None and held == torch.float16 and not self.has_nan(name):
+            return MAY_BE_TOO_LARGE.format(name, self._setting)
+        if largest is None or not math.isfinite(largest):
+            return f"{file} holds NaN or Inf: {_advice_on(weight)} (weight '{name}')"
+        if largest <= torch.finfo(held).max:
+            return FINITE_IN_FILE.format(name, file)
+        return TOO_LARGE.format(name, f"{largest:.4g}", file, name_of(held), self._setting)
 
     def patch_sentence(self, layer: str) -> str:
         for key, patches in self._patches():
@@ -180,17 +217,17 @@ def _advice_on(weight: torch.Tensor) -> str:
             "load it with Load Diffusion Model (Halfsafe), or download it again. ComfyUI's own loaders cast to fp8 "
             "without a scale and read scaled e5m2 as e4m3fn."
         )
-    return "download it again. If the file is right and fp16 too small for it, load it with storage bf16 or fp32."
+    return "download it again."
 
 
-def _is_finite_in(file: str, name: str, dtype: torch.dtype) -> bool:
-    """Return whether a weight is finite in its file and in the dtype of the loaded weight."""
+def _largest_in(file: str, name: str) -> float | None:
+    """Return the amax of a weight in its file; None if that is not known."""
     try:
         weights = open_model(file).weights if file else {}
     except (CheckpointError, OSError):
-        return False
+        return None
     found = [name] if name in weights else [key for key in weights if key.endswith(f".{name}")]
-    return len(found) == 1 and weights[found[0]].amax <= torch.finfo(dtype).max
+    return weights[found[0]].amax if len(found) == 1 else None
 
 
 def _bad_lora_files() -> dict[str, str]:

@@ -80,7 +80,7 @@ class ClampWatch:
     """
 
     def __init__(self, device: torch.device):
-        self.largest = torch.zeros((), device=device)
+        self.largest = torch.zeros((), dtype=torch.float32, device=device)
 
     def __enter__(self) -> "ClampWatch":
         hiding_is_seen.__enter__()

@@ -19,6 +19,7 @@ from ....precision.base.amax import amax_value
 from ....precision.base.dtypes import name_of
 from ....precision.base.nested import tensors_in
 from ....precision.base.patching import Patch, patched
+from ....precision.base.surroundings import autocasts, own_dtypes
 from ....precision.guard.failed_call import Attempt, FailedCall
 from ....precision.guard.inputs import NotFiniteInput, inputs_not_finite
 from ....precision.guard.ladder import Ladder
@@ -42,6 +43,7 @@ from .failure import notifier
 
 ATTRIBUTE = "halfsafe_guard"
 OF = {"VAE": "vae", "Text encoder": "clip"}
+SETTING = {"VAE": "dtype", "Text encoder": "storage"}
 VAE_METHODS = tuple(
     f"{action}{how}" for action in ("decode", "encode") for how in ("", "_tiled", "_tiled_", "_tiled_1d", "_tiled_3d")
 )
@@ -56,7 +58,8 @@ MISSING = (
     "of its own."
 )
 logger = logging.getLogger("halfsafe")
-Make = Callable[[EncoderStep | None, Any], Attempt]
+Make = Callable[[EncoderStep | None, Any, Sequence[str]], Attempt]
+
 
 class EncoderGuard:
     """The guard of one VAE or text encoder, named ``kind``, with its log."""
@@ -68,9 +71,10 @@ class EncoderGuard:
         self._was_finite: dict[str, Any] = {}
 
     def run(self, action: str, make: Make, patcher: ModelPatcher, dtype: torch.dtype, given: Any) -> Any:
-        """Return ``make(None, given)``, or the result of a wider step if that is not finite.
+        """Return ``make(None, given, ())``, or the result of a wider step if that is not finite.
 
-        ``make``: makes an attempt at a step; None for the encoder's own dtype.
+        ``make``: makes an attempt at a step; None for the encoder's own dtype. Its last argument are names of weights
+        that get a zero for each NaN and Inf.
 
         Raises:
             NonFinite: there is no finite result, or the guard is set to stop.
@@ -78,14 +82,15 @@ class EncoderGuard:
         number = self.log.begin_call()
         self.log.begin_run()
         start = RandomStart.of(patcher.load_device)
-        attempt = make(None, given)
+        attempt = make(None, given, ())
         if attempt.finite:
             self.log.notify_calls(1)
             if self.kind == "Text encoder":  # its tokens are small
                 self._was_finite[action] = given
             return attempt.result
         quantized = any(map(is_quantized, patcher.model.modules()))
-        rungs = encoder_rungs(dtype, current_device().capabilities["bf16"], quantized)
+        casts = bool(autocasts(patcher.load_device))
+        rungs = encoder_rungs(dtype, current_device().capabilities["bf16"], quantized, casts)
         call = EncoderCall(
             given,
             attempt.result,
@@ -93,7 +98,7 @@ class EncoderGuard:
             CallPosition(number),
             images=next(map(len, tensors_in(attempt.result)), 1),
             device=patcher.load_device,
-            weights=LoadedWeights(patcher),
+            weights=LoadedWeights(patcher, SETTING[self.kind]),
             wording=ENCODERS[self.kind],
             rungs=rungs,
             fp32=rungs[-1],
@@ -120,8 +125,10 @@ class EncoderCall(FailedCall):
     ) -> Attempt:
         show_progress(f"Repeating {self.default_origin.layer} {why}")
         localizer = Localizer(self.weights.model, measuring) if watched else None
-        with patched(self.weights.zeroed(zeroed)), localizer.watching() if localizer else contextlib.nullcontext():
-            attempt = self.make(rung.arithmetic, given)
+        watching = localizer.watching() if localizer else contextlib.nullcontext()
+        dtypes = own_dtypes(self.device) if rung.arithmetic else contextlib.nullcontext()
+        with watching, dtypes:
+            attempt = self.make(rung.arithmetic, given, zeroed)
         if localizer is None:
             return attempt
         found = [localizer.origin(tensor) for tensor in attempt.judged or tensors_in(attempt.result)]
@@ -223,12 +230,11 @@ def _plain_class(encoder) -> type:
 
 
 def _run_vae(vae, name: str, *args, **kwargs):
-    def make(step: EncoderStep | None, given) -> Attempt:
+    def make(step: EncoderStep | None, given, zeroed: Sequence[str]) -> Attempt:
         one = vae_in(unguarded(vae), step.dtype) if step else unguarded(vae)
-        if step and step.unpacked:
-            ask_for_plain_products(one.patcher)
         sizes = _watched_output(one)
-        result = getattr(one, name)(*given[0], **given[1])
+        with patched(_prepared(one, step, zeroed)):
+            result = getattr(one, name)(*given[0], **given[1])
         return Attempt(result, _worst([*sizes, *map(amax_value, tensors_in(result))]))
 
     action = name.partition("_")[0]
@@ -250,15 +256,14 @@ def _watched_output(vae) -> list[float]:
 def _run_clip(clip, name: str, tokens, *args, **kwargs):
     guard, action = getattr(clip, ATTRIBUTE), CLIP_METHODS[name]
 
-    def make(step: EncoderStep | None, given) -> Attempt:
+    def make(step: EncoderStep | None, given, zeroed: Sequence[str]) -> Attempt:
         one = unguarded(clip.clone() if step else clip)
         if step:
             one.patcher.set_model_compute_dtype(step.dtype)
-            if step.unpacked:
-                ask_for_plain_products(one.patcher)
+        patches = [*_prepared(one, step, zeroed), *_own_dtypes(one.cond_stage_model, step)]
         choice = TokenChoice(goes_on=guard.log.on_nan == "report")
         try:
-            with choice, _generating_in(step), patched(_own_dtypes(one.cond_stage_model, step)):
+            with choice, _generating_in(step), patched(patches):
                 result = getattr(one, name)(given, *args, **kwargs)
         except Exception as error:
             if choice.failed is None:
@@ -272,6 +277,16 @@ def _run_clip(clip, name: str, tokens, *args, **kwargs):
     bf16 = action == "generate" and comfy.model_management.should_use_bf16(device)
     dtype = torch.bfloat16 if bf16 else clip.patcher.object_patches.get(CAST_DTYPE) or torch.float32
     return guard.run(action, make, clip.patcher, dtype, tokens)
+
+
+def _prepared(one, step: EncoderStep | None, zeroed: Sequence[str]) -> list[Patch]:
+    """Prepare the copy of an encoder for a repeat. Returns patches for its length."""
+    if step and step.unpacked:
+        ask_for_plain_products(one.patcher)
+    if not zeroed:
+        return []
+    one.patcher = one.patcher.clone()
+    return LoadedWeights(one.patcher).zeroed(zeroed, one.patcher)
 
 
 def _generating_in(step: EncoderStep | None) -> contextlib.AbstractContextManager:

@@ -15,7 +15,8 @@ from ....precision.base.modes import FP8, FP16_WIDE, FP32, modes_named
 from ....precision.base.nested import floats_in
 from ....precision.base.options import Stream
 from ....precision.base.patching import Patch
-from ....precision.guard.casting import promoting
+from ....precision.base.surroundings import own_dtypes
+from ....precision.guard.casting import promoting, widened
 from ....precision.guard.localize import Origin
 from ....precision.guard.policy import ALL_IN_FP32, Escalation
 from ....precision.plan.compute import ComputeDecision, ComputePlan
@@ -29,8 +30,11 @@ from ..compute.layer_modes import planned_modes_of, settings_of, stream_dtype
 from ..compute.per_model import hooks_of, patches_of
 from ..compute.planned_model import PlannedModel, in_fp32
 from ..replay.call import Call
-from .causes import with_patches
+from .causes import patch_name, with_patches
+from .clamps import ClampWatch
 
+ORIGINAL_BLOCK = "original_block"
+"""Entry of the arguments that ComfyUI gives a patch in place of a block, which runs the block."""
 _learned: weakref.WeakKeyDictionary[BaseModel, dict[tuple, Escalation]] = weakref.WeakKeyDictionary()
 
 
@@ -66,13 +70,21 @@ class EscalatedLayers(PlannedModel):
     def attempt(self, call: Call) -> Iterator[None]:
         options = call.options
         # torch.compile makes a graph anew for each function it has not met.
-        if self.everywhere and not is_compiled(call.model.current_patcher):
-            call.options = with_patches(options, promoting)
+        if (self.everywhere or self.escalation.patches) and not is_compiled(call.model.current_patcher):
+            call.options = with_patches(options, self._patch)
+        wide = own_dtypes(call.x.device) if self.everywhere else contextlib.nullcontext()
         try:
-            with super().attempt(call):
+            with wide, super().attempt(call):
                 yield
         finally:
             call.options = options
+
+    def _patch(self, patch: Callable) -> Callable:
+        """Return a patch of another node as it runs in a call: in fp32 itself, if it is among those escalated."""
+        if patch_name(patch) in self.escalation.patches:
+            stream = torch.float32 if self.everywhere else stream_dtype(self._model().current_patcher)
+            patch = _in_fp32(patch, stream)
+        return promoting(patch) if self.everywhere else patch
 
     def _settle_flags(self) -> None:
         super()._settle_flags()
@@ -84,7 +96,8 @@ class EscalatedLayers(PlannedModel):
 
     def adapted(self, make: Make) -> dict:
         """Run a text adapter, which calls layers of the model outside of its calls."""
-        return self.run(make, self.patches_of_call)
+        with own_dtypes(self._model().current_patcher.load_device):
+            return self.run(make, self.patches_of_call)
 
     def modes(self) -> dict[str, str]:
         """Map each layer to the mode that it runs in now."""
@@ -103,6 +116,17 @@ class EscalatedLayers(PlannedModel):
         if self.escalation.whole:
             return in_one_dtype(plain, q, k, v, heads, *args, **kwargs)
         return self.attention(kernels_of(plain, plain, args, kwargs), q, k, v, heads, *args, **kwargs)
+
+
+def _in_fp32(patch: Callable, stream: torch.dtype) -> Callable:
+    wide = widened(patch, stream)
+
+    def run(*args, **kwargs):
+        runs_a_block = any(isinstance(each, dict) and ORIGINAL_BLOCK in each for each in args)
+        return (patch if runs_a_block else wide)(*args, **kwargs)
+
+    run.__wrapped__ = patch  # type: ignore[attr-defined]
+    return run
 
 
 class RangeObserver:
@@ -204,6 +228,10 @@ class Guarded:
         self.layers: EscalatedLayers | None = None
         if recall:
             self.grow(learned_of(model).get(_known_as(model), self.escalation))
+
+    def clamps(self, device: torch.device) -> contextlib.AbstractContextManager[ClampWatch | None]:
+        """Watch what the model's own code hides in a call."""
+        return ClampWatch(device) if self.watches_clamps else contextlib.nullcontext()
 
     @property
     def modules(self) -> dict[str, torch.nn.Module]:

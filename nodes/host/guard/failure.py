@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -9,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from ....precision.base.amax import amax_value
-from ....precision.base.modes import FP16_WIDE, label_of
+from ....precision.base.modes import FP16_WIDE, FP32, label_of
 from ....precision.base.patching import Patch, compile_disabled, patched
 from ....precision.guard.failed_call import Attempt, FailedCall
 from ....precision.guard.inputs import NotFiniteInput
@@ -18,7 +19,7 @@ from ....precision.guard.log import CallPosition, Notify
 from ....precision.guard.policy import Escalation, escalation_after
 from ....precision.guard.random_start import RandomStart
 from ....precision.guard.rungs import ALL_FP32, PLAN_FALLBACK, Rung, model_rungs
-from ....precision.guard.verdicts import MODEL
+from ....precision.guard.verdicts import MODEL, SAME_SEED
 from ....precision.report.schema import GuardEvent
 from ..comfyui.code_owner import code_owner, packs_on
 from ..comfyui.execution import is_compiled, is_on_several_devices, is_oom
@@ -30,7 +31,7 @@ from ..compute.executor import fall_back, fallen_back, may_fall_back
 from ..replay.call import OPTIONS, Call
 from ..replay.interceptor import Run
 from ..replay.restart import StartAgain
-from .causes import LoadedWeights, call_inputs
+from .causes import LoadedWeights, call_inputs, patch_name, patches_in, with_patches
 from .escalation import EscalatedLayers, Guarded, RangeObserver
 
 REPEATED_BESIDE = (
@@ -134,7 +135,14 @@ class ModelCall(FailedCall):
         return replace(attempt, origin=localizer.origin(attempt.result))
 
     def maker(self, layer: str) -> str:
-        return code_owner(self.model.diffusion_model.get_submodule(layer).forward)
+        patch = patches_in(self.given.options).get(layer)
+        return code_owner(patch or self.model.diffusion_model.get_submodule(layer).forward)
+
+    def own_rungs(self, origin: Origin | None) -> list[Rung[Escalation]]:
+        name, present = origin.layer if origin else "", self.guarded.escalation
+        if self.compiled or present.everywhere or name in present.patches or name not in patches_in(self.given.options):
+            return []
+        return [Rung(f"{FP32.name} ({name})", present | Escalation(patches=frozenset([name])), later=SAME_SEED)]
 
     def replaced(self, given: Call, function: Callable[[torch.Tensor], torch.Tensor]) -> Call:
         return given.replaced(function)
@@ -154,6 +162,9 @@ class ModelCall(FailedCall):
         return guarded.modes_at(place)
 
     def start_again(self, rung: Rung[Escalation], place: Origin | None) -> tuple[StartAgain, tuple[str, str]]:
+        if rung.as_it_was:
+            mode = self.mode(place)
+            return StartAgain(self.given.sampling, mode), (mode, mode)
         if rung.of_plan:
             return StartAgain(self.given.sampling, rung.name), self._fell_back()
         take_back = self.guarded.remember(self.guarded.escalation | rung.arithmetic)
@@ -174,15 +185,19 @@ class ModelCall(FailedCall):
             self.given.forget()
 
     def _attempt(self, again: Call) -> Attempt:
-        result = self._run(again)
-        self._last = Attempt(result, amax_value(result))
+        with self.guarded.clamps(self.device) as watch:
+            result = self._run(again)
+        hidden = watch.largest.item() if watch else 0.0
+        largest = amax_value(result)
+        self._last = Attempt(result, largest if math.isfinite(hidden) else hidden)
         return self._last
 
 
 def _watched(localizer: Localizer, places: Sequence[str], executor: Callable, *args, **kwargs) -> torch.Tensor:
     """Run a model with every operation watched. ``places``: names of the arguments by place."""
     given = dict(zip(places, args, strict=True)) | kwargs
-    given[OPTIONS] = _opaque_attention(localizer, given[OPTIONS])
+    named = with_patches(given[OPTIONS], lambda patch: localizer.framed(patch_name(patch), patch))
+    given[OPTIONS] = _opaque_attention(localizer, named)
     with localizer.watching():
         return executor(*[given.pop(name) for name in places], **given)
 

@@ -34,7 +34,7 @@ from ..replay.call import Call
 from ..replay.interceptor import GUARD, Run, Stage, put_stage, take_stages
 from ..replay.restart import Sampling
 from .causes import sampler_inputs
-from .clamps import ClampWatch, hiding_is_seen
+from .clamps import hiding_is_seen
 from .escalation import Guarded, text_adapter_in_fp32, watches_clamps
 from .failure import REPEATED_BESIDE, ModelCall, notifier, sigma_of
 
@@ -103,8 +103,7 @@ class Guard(Stage):
         start = RandomStart.of(call.x.device)
         check = self.check and self.check(call, number, guarded, log)
         watching = check.watching() if check else contextlib.nullcontext()
-        clamps = ClampWatch(call.x.device) if guarded.watches_clamps else contextlib.nullcontext()
-        with clamps as watch, watching:
+        with guarded.clamps(call.x.device) as watch, watching:
             call.rung = guarded.layers
             result = run(call)
         sizes = [amax(result)]

@@ -220,7 +220,7 @@ def test_clamped_values_are_told_and_change_nothing(comfy, clamping, on_nan):
     model = guarded(comfy, plain, on_nan)
     assert torch.equal(families.sample(model, "flux"), expected)
     report = report_of(model)
-    assert report.verdict == "stopped" and len(report.events) == 1 and report.extra_calls == 1
+    assert report.verdict == "stopped" and len(report.events) == 1 and report.extra_calls == 2
     assert (report.events[0].kind, report.events[0].recovered) == ("saturation", False)
 
 

@@ -15,7 +15,7 @@ from halfsafe.precision.guard.failed_call import Attempt, FailedCall
 from halfsafe.precision.guard.inputs import inputs_not_finite
 from halfsafe.precision.guard.ladder import Ladder
 from halfsafe.precision.guard.localize import Origin
-from halfsafe.precision.guard.log import CallPosition, GuardLog
+from halfsafe.precision.guard.log import CallPosition, GuardLog, sentence
 from halfsafe.precision.guard.random_start import RandomStart
 from halfsafe.precision.guard.rungs import AS_IT_WAS, PLAN_FALLBACK, EncoderStep, Rung
 from halfsafe.precision.guard.verdicts import (
@@ -27,6 +27,7 @@ from halfsafe.precision.guard.verdicts import (
     ENCODERS,
     GOES_ON,
     MODEL,
+    NOT_HIDDEN_AGAIN,
     SAME_AGAIN,
     SAME_SEED,
     NonFinite,
@@ -184,7 +185,7 @@ def test_the_fallback_of_the_plan_is_tried_whatever_the_guard_is_set_to(on_nan):
     call = Fake(finite_at("fp16_safe"), promised=PLAN_FALLBACK)
     log, result, _ = resolve(call, on_nan)
     (event,) = log.events
-    assert torch.equal(result, GOOD) and call.ran == call.kept == ["fp16_safe"] and event.fell_back
+    assert torch.equal(result, GOOD) and call.ran == ["as it was", "fp16_safe"] and call.kept == ["fp16_safe"] and event.fell_back
     assert (log.verdict, log.advice, event.evidence) == ("recovered", BEGINS_SAFE, f"{GOES_ON} {SAME_SEED}")
 
 
@@ -232,6 +233,8 @@ class Beside(Fake):
         super().__init__(made, packs="ComfyUI-Cache", **about)
 
     def start_again(self, rung, place):
+        if rung.as_it_was:
+            return StartsAgain(), (self.mode(place), self.mode(place))
         return StartsAgain(), self.keep(rung, None, place)
 
 
@@ -252,7 +255,7 @@ def test_a_sampling_that_starts_again_under_the_fallback_of_its_plan_says_so():
     with pytest.raises(StartsAgain):
         Ladder(call, log, 0).resolved()
     (event,) = log.events
-    assert call.ran == [] and event.fell_back and event.evidence.endswith(GOES_ON) and event.to_mode == "fp16_safe"
+    assert call.ran == ["as it was"] and event.fell_back and event.evidence.endswith(GOES_ON) and event.to_mode == "fp16_safe"
     assert log.advice == BEGINS_SAFE and "Repeated in" not in told[0][2], "nothing is repeated before it starts again"
 
 
@@ -421,10 +424,110 @@ def test_inputs_that_were_finite_before_tell_whether_it_is_the_input_or_the_devi
     assert error.verdict == verdict and ("An earlier input" in log.events[0].evidence) != finite
 
 
-def test_what_a_clamp_hid_is_told_once_and_the_result_stays():
-    log = GuardLog("report")
-    for _ in range(2):
-        ladder = Ladder(Fake(finite_at(), hidden=True, result=GOOD), log, 8)
-        assert ladder.resolved() is GOOD
-    assert len(log.events) == 1 and log.verdict == "stopped"
+def hidden(*hows: str, **about) -> Fake:
+    """A call of a finite result in which model code replaced what is not finite, and which hides nothing if it is repeated as ``hows``."""
+    return Fake(finite_at(*hows), hidden=True, result=GOOD, **about)
 
+
+@pytest.mark.parametrize("on_nan", ["stop", "report"])
+def test_values_that_the_models_own_code_clamps_are_told_once_and_end_nothing(on_nan):
+    log, call = GuardLog(on_nan), hidden("fp32")
+    for _ in range(2):
+        assert Ladder(call, log, 8).resolved() is GOOD
+    (event,) = log.events
+    assert (log.verdict, event.kind, event.layer, event.ended) == ("stopped", "saturation", "blocks.0", False)
+    assert call.ran == ["watched", "fp32"] and "clamped" in sentence(event, OVERFLOW)
+
+
+def test_values_that_the_models_own_code_clamps_are_cured_as_others_are():
+    call = hidden("fp16_safe")
+    log, result, _ = resolve(call)
+    (event,) = log.events
+    assert torch.equal(result, GOOD) and (log.verdict, event.kind) == ("recovered", "saturation") and call.ran == ["watched", "fp16_safe"]
+
+
+@pytest.mark.parametrize("on_nan", ["stop", "report", "retry_higher"])
+def test_what_is_hidden_and_fails_in_fp32_too_is_no_clamp_and_ends_a_run_as_any_failure(on_nan):
+    call = hidden()
+    log, result, error = resolve(call, on_nan)
+    (event,) = log.events
+    assert (log.verdict, event.kind, event.batch_rows) == ("not_precision", "overflow", [0, 1])
+    assert (result is GOOD) == (on_nan == "report") and bool(error) == (on_nan != "report")
+
+
+@pytest.mark.parametrize("on_nan", ["stop", "report", "retry_higher"])
+def test_a_hidden_weight_with_nan_is_blamed_at_once_and_ends_a_run(on_nan):
+    origin = Origin("blocks.0", "blocks.0.weight", "weights", "fp16", math.nan)
+    call = Fake(finite_at(), origin, OneWeight(torch.tensor([math.nan])), hidden=True, result=GOOD)
+    log, _, error = resolve(call, on_nan)
+    assert log.verdict == "bad_weights" and log.events[0].kind == "weights" and call.ran == ["watched"]
+    assert bool(error) == (on_nan != "report")
+
+
+@pytest.mark.parametrize("row", [0, 1])
+def test_a_hidden_nan_of_an_input_costs_its_row_and_no_other(row):
+    text = torch.ones(2, 1)
+    text[row] = math.nan
+
+    def made(given, how, zeroed):
+        return GOOD * given["text"]
+
+    call = Fake(made, UNKNOWN, hidden=True, result=GOOD)
+    log, result, _ = resolve(call, given={"text": text})
+    assert [bool(torch.isfinite(each).all()) for each in result] == [row == 1, row == 0]
+    assert [(event.kind, event.batch_rows) for event in log.events] == [("input", [row])] and log.verdict == "bad_input"
+    assert call.kept == [] and call.ran == ["fp32", "watched", "as it was"]
+
+
+@pytest.mark.parametrize("on_nan", ["stop", "retry_higher"])
+def test_a_hidden_nan_of_every_row_ends_a_run(on_nan):
+    call = Fake(lambda given, how, zeroed: GOOD * given["text"], UNKNOWN, hidden=True, result=GOOD)
+    log, _, error = resolve(call, on_nan, given={"text": torch.full((2, 1), math.nan)})
+    assert error.verdict == "bad_input" and log.events[0].batch_rows == [0, 1] and call.ran == ["fp32"]
+
+
+def test_a_nan_that_nothing_reads_is_not_blamed_for_what_is_hidden():
+    call = hidden("fp16_safe", "fp32")
+    log, result, _ = resolve(call, given={"unread": torch.full((2, 1), math.nan)})
+    assert log.verdict == "recovered" and torch.equal(result, GOOD) and not log.lost
+
+
+@pytest.mark.parametrize("on_nan", ["stop", "report", "retry_higher"])
+@pytest.mark.parametrize("is_hidden", [False, True])
+def test_a_failure_that_does_not_come_again_is_the_devices(on_nan, is_hidden):
+    call = Fake(finite_at("watched", "as it was"), hidden=is_hidden, result=GOOD if is_hidden else BAD)
+    log, result, error = resolve(call, on_nan)
+    (event,) = log.events
+    assert log.verdict == "device_fault" and call.ran == ["watched", "as it was"] and call.kept == []
+    assert event.evidence == (NOT_HIDDEN_AGAIN if is_hidden else SAME_AGAIN) and bool(error) == (on_nan == "stop")
+    assert on_nan != "retry_higher" or torch.equal(result, GOOD)
+
+
+@pytest.mark.parametrize("is_hidden", [False, True])
+@pytest.mark.parametrize("on_nan", ["off", "report", "stop", "retry_higher"])
+def test_no_fallback_is_taken_for_a_failure_that_does_not_come_again(on_nan, is_hidden):
+    call = Fake(finite_at("as it was", "fp16_safe"), hidden=is_hidden, result=GOOD if is_hidden else BAD, promised=PLAN_FALLBACK)
+    log, result, _ = resolve(call, on_nan)
+    assert torch.equal(result, GOOD) and log.verdict == "device_fault" and call.ran == ["as it was"] and call.kept == []
+
+
+@pytest.mark.parametrize("about", [{}, {"promised": PLAN_FALLBACK}])
+def test_beside_a_pack_the_sampling_starts_again_as_it_was_once_after_a_fault_of_the_device(about):
+    call, log = Beside(finite_at("watched", "as it was"), **about), GuardLog("retry_higher")
+    with pytest.raises(StartsAgain):
+        Ladder(call, log, 8).resolved()
+    (event,) = log.events
+    assert log.verdict == "device_fault" and event.to_mode == event.from_mode and event.evidence.endswith(SAME_AGAIN)
+    assert "restarted in fp16" in event.evidence and not event.fell_back
+    with pytest.raises(StartsAgain):
+        Ladder(call, log, 8).resolved()
+    assert log.events[1].to_mode == "fp16_safe", "the second time it is taken for an overflow"
+
+
+@pytest.mark.parametrize("on_nan", ["stop", "report", "retry_higher"])
+def test_what_is_hidden_and_cannot_be_repeated_ends_nothing(on_nan):
+    def made(given, how, zeroed):
+        raise torch.OutOfMemoryError("no memory")
+
+    log, result, _ = resolve(Fake(made, hidden=True, result=GOOD), on_nan)
+    assert result is GOOD and log.verdict == "stopped" and "memory" in log.advice and log.given_up

@@ -135,8 +135,50 @@ def test_what_a_clamp_hides_is_found_though_the_result_is_finite(x):
     with torch.no_grad():
         model.blocks[0].down.weight *= 3e4
         model.blocks[0].up.weight *= 30
-    origin = located(model, x)
-    assert origin.hidden and origin.layer == "blocks.0.down"
+    assert located(model, x).layer == "blocks.0.down"
+
+
+HIDERS = {"clamp": lambda x: x.clamp(-6e4, 6e4), "clip_": lambda x: x.clip_(-6e4, 6e4), "tanh": torch.tanh, "relu": torch.relu, "nan_to_num_": lambda x: x.nan_to_num_(0.0)}
+
+
+@pytest.mark.parametrize("name", HIDERS)
+@pytest.mark.parametrize(("dtype", "layer"), [(torch.float16, "0"), (torch.float32, None)])
+def test_of_whatever_hides_an_overflow_of_fp16_the_layer_before_it_is_found(name, dtype, layer):
+    """A value that is Inf in fp32 is none that model code hides in fp16."""
+
+    class Hiding(torch.nn.Module):
+        def forward(self, x):
+            return HIDERS[name](-x if name == "relu" else x)
+
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), Hiding()).to(dtype)
+    with torch.no_grad():
+        model[0].weight.fill_(6e4 if dtype == torch.float16 else 3e38)
+    origin = located(model, torch.ones(2, 16, dtype=dtype))
+    assert (origin and origin.layer) == layer
+
+
+def test_a_finite_view_of_what_overflowed_does_not_hide_its_origin(x):
+    """As of the text's tokens and the image's in one tensor, of which a patch writes into the image's."""
+
+    class Tokens(torch.nn.Module):
+        def forward(self, x):
+            both = torch.cat([x, x])
+            both[2:] += x * 3e38 * 10
+            return torch.nn.functional.layer_norm(both[:2], both.shape[-1:]) + both[2:]
+
+    model = torch.nn.Sequential(Tokens(), torch.nn.Identity())
+    origin = located(model, x[:2].float())
+    assert (origin.layer, origin.op, origin.kind) == ("0", "mul", "overflow")
+
+
+def test_what_an_in_place_operation_made_finite_is_no_origin(x):
+    class Replaced(torch.nn.Module):
+        def forward(self, x):
+            first = x * 3e38 * 10
+            first.zero_()
+            return first + x / torch.zeros(1)
+
+    assert located(torch.nn.Sequential(Replaced()), x[:2].float()).op == "div"
 
 
 def test_a_kernel_that_cannot_be_watched_is_named_as_one_operation(toy, x):

@@ -1,11 +1,10 @@
 """What the guard decides from the magnitudes that a repeat has shown."""
 
-import math
 
 import pytest
 from halfsafe.precision.base.dtypes import FP16_MAX
 from halfsafe.precision.guard.localize import Origin
-from halfsafe.precision.guard.log import CallPosition, GuardLog, event_of, sentence
+from halfsafe.precision.guard.log import CallPosition, GuardLog, event_of
 from halfsafe.precision.guard.policy import (
     ALL_IN_FP32,
     Escalation,
@@ -107,9 +106,3 @@ def test_the_worst_verdict_of_a_run_stays():
     assert (log.verdict, log.advice) == ("bad_weights", "Leave it out.")
     report = log.report(Escalation({"blocks.0.down": "fp16_wide"}))
     assert report.escalations == {"blocks.0.down": "fp16_wide"} and len(report.events) == 3
-
-
-def test_a_clamp_is_told_as_such():
-    origin = Origin("blocks.0", "add", "overflow", "fp16", math.nan, hidden=True)
-    event = event_of(CallPosition(1, 0, 1.0, []), origin, "fp16", "fp32", True)
-    assert event.kind == "saturation" and "clamped" in sentence(event, origin)
