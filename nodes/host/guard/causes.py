@@ -46,8 +46,8 @@ FINITE_IN_FILE = (
 )
 TOO_LARGE = "Weight '{}' reaches {} in {}, more than {} holds: load it with {} bf16 or fp32."
 MAY_BE_TOO_LARGE = (
-    "Weight '{}' is Inf in fp16, perhaps because its own value is too large for it: load it with {} bf16 or fp32. If it "
-    "is Inf there too, download the file again."
+    "Weight '{}' is Inf in fp16, perhaps because its own value is too large for it: load it with {} bf16 or fp32. If "
+    "it is Inf there too, download the file again."
 )
 CALL_PATCHES = ("patches", "patches_replace")
 FUNCTIONS = {"weight": WEIGHT_FUNCTIONS, "bias": BIAS_FUNCTIONS}
