@@ -155,6 +155,18 @@ def resident_weights(layer: Layer, device: torch.device) -> tuple | None:
     return None
 
 
+def made_when_loaded(layer: Layer) -> tuple[str, ...]:
+    """Return the names of the parameters that ComfyUI makes only as it loads a layer: those of each Linear under
+    dynamic VRAM."""
+    has_bias = getattr(layer, "comfy_need_lazy_init_bias", None)
+    return () if has_bias is None else ("weight", "bias")[: 1 + has_bias]
+
+
+def dtype_made_for(layer: Layer, name: str) -> torch.dtype | None:
+    """Return the dtype that ComfyUI made a layer for; None where it noted none."""
+    return getattr(layer, f"{name}_comfy_model_dtype", None)
+
+
 def hold_in_dtype(layer: Layer, name: str, dtype: torch.dtype) -> None:
     """Hold a parameter of a layer in a dtype for good, which dynamic VRAM would else undo at each call by the dtype of
     the file (``archive_model_dtypes`` in comfy/model_management.py)."""
