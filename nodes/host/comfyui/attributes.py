@@ -30,6 +30,7 @@ PoseCache = Annotated[Any, "comfy.ldm.wan.model_animate2"]
 PoseOption = Annotated[str, "comfy.ldm.wan.model_animate2"]
 FileAttention = Annotated[torch.nn.Module, "comfy.ldm.modules.attention"]
 CommandLine = Annotated[Any, "comfy.cli_args"]
+TrainedPart = Annotated[torch.nn.Module, "comfy_extras.nodes_train"]
 PrefetchingAttribute = Annotated[str, "comfy.model_prefetch"]
 
 WEIGHT_FUNCTIONS: LayerAttribute = "weight_function"
@@ -219,6 +220,11 @@ def empty_pose_cache(cache: PoseCache | None) -> None:
     """Empty what the blocks of Wan-Animate-2 keep of the pose video between steps."""
     if cache is not None:
         cache.free()
+
+
+def runs_again(part: TrainedPart) -> bool:
+    """Tell whether the backward pass of Train LoRA runs a part again, which its gradient_checkpointing asks for."""
+    return hasattr(part, "org_forward")
 
 
 def kernel_of_file(attention: FileAttention) -> tuple[str, bool] | None:

@@ -14,6 +14,7 @@ from comfy.model_patcher import ModelPatcher
 from ....precision.base.patching import Patch
 from ....precision.plan.compute import ComputePlan
 from ..comfyui.attributes import casting
+from ..replay.interceptor import in_calls
 from .attention import OVERRIDE, overridden
 from .executor import set_compute
 
@@ -51,6 +52,10 @@ class PlannedControl(torch.nn.Module):
         return copied
 
     def forward(self, *args, **kwargs):
+        with in_calls.of(self):
+            return self._planned(*args, **kwargs)
+
+    def _planned(self, *args, **kwargs):
         self.calls[0] += 1
         module = self.diffusion_model
         run = self.compute.runs.of(self)

@@ -1,5 +1,6 @@
 """Compute plan on a ModelPatcher: module forwards and attention are replaced during each model call."""
 
+import logging
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -11,7 +12,7 @@ from ....precision.base.modes import INT8
 from ....precision.base.patching import patched
 from ....precision.plan.choice import WithoutEffect
 from ....precision.plan.compute import ComputePlan
-from ..comfyui.execution import Make, adapts_text, conditions_through
+from ..comfyui.execution import Make, adapts_text, conditions_through, trains
 from ..comfyui.known_calls import Feature, why_off
 from ..comfyui.layers import modules_of
 from ..comfyui.page import running_node_id
@@ -31,6 +32,8 @@ SPARED = (
     "The first call ran out of memory, so the model was measured with less: layers do not share operands, which is "
     "slightly slower."
 )
+TRAINED = "compute={} does not act while Train LoRA trains: its training_dtype decides."
+logger = logging.getLogger("halfsafe")
 _fell_back: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 """Models whose plans run in their fallback. Not stored on the model, whose attributes are restored before a repeat."""
 
@@ -111,8 +114,8 @@ class Compute(Stage):
 
     def in_call(self, call: Call) -> Acting | None:
         """Return the planned model, or its fallback after an overflow; None if the call's rung decides about every
-        layer."""
-        if call.rung and call.rung.everywhere:
+        layer, and while Train LoRA trains."""
+        if trains() or (call.rung and call.rung.everywhere):
             return None
         acting = self.acting(call.model)
         if acting.plan.exchanges:
@@ -144,6 +147,9 @@ class Compute(Stage):
     def around_sampling(self, executor, *args, **kwargs):
         """Run a sampler with the plan also applied to the model's text adapters, and to ComfyUI's memory estimate."""
         model = executor.class_obj.model_patcher.model
+        if trains():
+            logger.info("Halfsafe: %s", TRAINED.format(self.acting(model).plan.choice.used))
+            return executor(*args, **kwargs)
         estimate = estimated_in_fp32(model) if self.acting(model).plan.is_safe else []
         with patched(estimate):
             if not adapts_text(model):

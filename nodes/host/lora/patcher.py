@@ -28,7 +28,7 @@ from ....precision.base.layer_names import plain_name
 from ....precision.base.modes import FP32
 from ....precision.base.patching import Patch, patched
 from ..comfyui.attributes import CAST_DTYPE, INPUT_SCALE
-from ..comfyui.execution import adapts_text, conditions_through
+from ..comfyui.execution import adapts_text, conditions_through, trains
 from ..comfyui.known_calls import Feature, why_off
 from ..comfyui.layers import DIFFUSION_MODEL, is_quantized
 from ..comfyui.weights import calling_layers, dequantized, is_divided_by_zero, is_quantized_bank, numbers_of
@@ -350,10 +350,13 @@ def _numbers_of(network: torch.nn.Module, state: dict) -> Numbers:
 
 
 class LowRankStage(Stage, Acting):
-    """Run calls with the LoRAs of 8-bit weights added to the results of their layers."""
+    """Run calls with the LoRAs of 8-bit weights added to the results of their layers.
 
-    def in_call(self, call: Call) -> Acting:
-        return self
+    While Train LoRA trains they are on the layers for the whole sampler's run: its backward pass runs layers again.
+    """
+
+    def in_call(self, call: Call) -> Acting | None:
+        return None if trains() else self
 
     def attempt(self, call: Call) -> contextlib.AbstractContextManager:
         return _low_rank(call.model.current_patcher)
@@ -366,7 +369,9 @@ class LowRankStage(Stage, Acting):
         numbers = network, "state_dict", lambda *args, **kwargs: _numbers_of(network, original(*args, **kwargs))
         with contextlib.ExitStack() as held:
             held.enter_context(patched([numbers]))
-            if adapts_text(patcher.model):
+            if trains():
+                held.enter_context(_low_rank(patcher))
+            elif adapts_text(patcher.model):
                 held.enter_context(conditions_through(patcher.model, functools.partial(_with_low_rank, patcher)))
             return executor(*args, **kwargs)
 
