@@ -375,24 +375,13 @@ class Model:
         return aimdo_stubbed(*models, state=state)
 
     def _write(self) -> None:
-        """Write a file with normal weights, drawn on the device, that keep the size of what goes through; a small one in a dry run."""
-        import comfy.ops
-        import torch
-        from safetensors.torch import save_file
+        """Write a file with normal weights; a small one in a dry run."""
         from support import families
 
         if self.dry:
             families.write_narrow(self.family, self.comfy.folder).replace(self.path)
-            return
-        generator = torch.Generator("cuda").manual_seed(0)
-        inner = ON_A_GPU[self.name](device="cuda", dtype=torch.float16, operations=comfy.ops.disable_weight_init)[0]
-        with torch.no_grad():
-            for name, parameter in inner.named_parameters():
-                if parameter.dim() > 1:
-                    parameter.normal_(0, parameter[0].numel() ** -0.5, generator=generator)
-                else:
-                    parameter.fill_(0 if name.endswith("bias") else 1)
-        save_file({key: value.contiguous().cpu() for key, value in inner.state_dict().items()}, str(self.path))
+        else:
+            write_normal(ON_A_GPU[self.name], self.path, "cuda")
 
     def _run(self, patcher):
         from support import families
@@ -406,6 +395,25 @@ class Model:
         subtracted = self.x.float().cpu() - result.float().cpu()
         error = ((subtracted - self.reference.float().cpu()).norm() / self.reference.float().cpu().norm()).item()
         return float(f"{error:.2e}") if error == error else None
+
+
+def write_normal(build: Callable, path: Path, device: str) -> None:
+    """Write a model with normal weights, drawn on a device, that keep the size of what goes through."""
+    import comfy.ops
+    import torch
+    from safetensors.torch import save_file
+    from support.tiny_models import with_weights
+
+    generator = torch.Generator(device).manual_seed(0)
+    with with_weights():
+        inner = build(device=device, dtype=torch.float16, operations=comfy.ops.disable_weight_init)[0]
+    with torch.no_grad():
+        for name, parameter in inner.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, parameter[0].numel() ** -0.5, generator=generator)
+            else:
+                parameter.fill_(0 if name.endswith("bias") else 1)
+    save_file({key: value.contiguous().cpu() for key, value in inner.state_dict().items()}, str(path))
 
 
 @contextlib.contextmanager

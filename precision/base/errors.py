@@ -75,3 +75,7 @@ class RuleError(HalfsafeError):
 
 class UnknownProfile(HalfsafeError):
     """No device profile has that name."""
+
+
+class TrainingRefused(HalfsafeError):
+    """What a call puts on layers would be missing where the backward pass of a training runs them again."""

@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -65,6 +66,23 @@ class SharedScope:
             self._inside -= 1
             if self._inside == 0:
                 self._setting.__exit__(None, None, None)
+
+
+class Turns:
+    """Let one thread at a time work on an object, and threads on other objects side by side.
+
+    What :func:`patched` sets on an object is put back as it was found, so threads that overlapped would each leave the
+    other's.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._locks: weakref.WeakKeyDictionary[object, AbstractContextManager] = weakref.WeakKeyDictionary()
+
+    def of(self, thing: object) -> AbstractContextManager:
+        """Return the context of a turn on an object; a thread in it may enter it again."""
+        with self._lock:
+            return self._locks.setdefault(thing, threading.RLock())
 
 
 # torch's stance is one for the process, and each ``set_stance`` puts back what it found: threads that overlap would

@@ -23,6 +23,7 @@ from support import families, model_files, tiny_models
 from support.compiling import COMPILER, compiled
 from support.families import load
 from support.guarding import guarded, is_finite, plain_fp16, report_of
+from support.inprocess import end_of
 from support.measures import relative_error
 from support.probing import missed_expectations
 from support.summing import FP16_ACCUMULATION, accumulation, products, spied, started_with, states
@@ -242,7 +243,7 @@ def test_dynamic_vram_in_a_process_of_its_own(device, tmp_path):
     paths = os.pathsep.join(filter(None, (*map(str, folders), os.environ.get("PYTHONPATH"))))
     command = [sys.executable, "-c", IN_A_PROCESS, os.environ["COMFYUI_DIR"], str(tmp_path)]
     ran = subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=600)
-    assert ran.returncode == 0, ran.stderr[-4000:]
+    assert ran.returncode == 0, end_of(ran.stderr)
     result = json.loads(ran.stdout.splitlines()[-1])
     if "unavailable" in result:
         pytest.skip(result["unavailable"])

@@ -78,6 +78,9 @@ class DynamicVram:
         module.__dict__.update(_v=(self, module, _size(module)), _v_signature=None, seed_key=key, was_cast=module.comfy_cast_weights)
         module.comfy_cast_weights = True
         for name in ("weight", "bias"):
+            parameter = getattr(module, name, None)
+            if parameter is not None and not isinstance(parameter, QuantizedTensor):
+                parameter._model_dtype = getattr(module, f"{name}_comfy_model_dtype", None) or parameter.dtype
             found = LowVramPatch(f"{key}.{name}", patches) if f"{key}.{name}" in patches else None
             setattr(module, f"{name}_lowvram_function", found)
 
@@ -143,9 +146,11 @@ class DynamicVram:
         for tensor, place in zip(source, interpret_gathered_like(source, buffer), strict=True):
             if tensor is not None:
                 place.copy_(tensor)
+        geometry = tensors_to_geometries(source)
+        needs_cast = any(tensor is not None and tensor.dtype != cast.dtype for tensor, cast in zip(source, geometry, strict=True))
         module._prefetch = {
-            **{"signature": signature, "resident": False, "xfer_dest": buffer, "cast_dest": None, "needs_cast": False},
-            "cast_geometry": tensors_to_geometries(source),
+            **{"signature": signature, "resident": False, "xfer_dest": buffer, "cast_dest": None, "needs_cast": needs_cast},
+            "cast_geometry": geometry,
         }
 
     def prefetch(self, block: torch.nn.Module) -> None:

@@ -46,10 +46,15 @@ def turn_on_dynamic_vram() -> bool:
     except TypeError:  # comfy-aimdo 0.4.9
         works = comfy_aimdo.control.init_devices(device.index for device in devices)
     if works:
-        comfy_aimdo.control.set_log_info()
+        comfy_aimdo.control.set_log_warning()  # as ``main.py`` sets one of its levels; before, it logs each allocation
         comfy.model_patcher.CoreModelPatcher = comfy.model_patcher.ModelPatcherDynamic
         comfy.memory_management.aimdo_enabled = True
     return bool(works)
+
+
+def end_of(stderr: str, letters: int = 4000) -> str:
+    """The end of what a process wrote, without comfy-aimdo's own log."""
+    return "\n".join(line for line in stderr.splitlines() if not line.startswith("aimdo: "))[-letters:]
 
 
 def benchmark(name: str) -> ModuleType:

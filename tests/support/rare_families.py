@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from support.families import noise
-from support.tiny_models import _save, _shapes_of, _tensors, sized
+from support.tiny_models import _save, _shapes_of, _tensors, sized, with_weights
 
 CLASSES = {
     "hidream": "comfy.ldm.hidream.model.HiDreamImageTransformer2DModel",
@@ -119,7 +119,8 @@ def write(family: str, path: Path, dtype: torch.dtype = torch.bfloat16, seed: in
 
     module, _, name = CLASSES[family].rpartition(".")
     build = getattr(importlib.import_module(module), name)
-    shapes = _shapes_of(build(**SMALL[family], dtype=torch.float32, device="cpu", operations=comfy.ops.disable_weight_init))
+    with with_weights():
+        shapes = _shapes_of(build(**SMALL[family], dtype=torch.float32, device="cpu", operations=comfy.ops.disable_weight_init))
     if family != "stable_audio":
         return _save(path, shapes, dtype, seed, metadata=sized(SMALL[family], PUBLISHED.get(family)))
     tensors = dict(_tensors(shapes, dtype, seed)) | _embedders_of_seconds(seed)
@@ -130,7 +131,8 @@ def write(family: str, path: Path, dtype: torch.dtype = torch.bfloat16, seed: in
 def _embedders_of_seconds(seed: int) -> dict[str, torch.Tensor]:
     from comfy.ldm.audio.embedders import NumberConditioner
 
-    shapes = _shapes_of(NumberConditioner(768))
+    with with_weights():
+        shapes = _shapes_of(NumberConditioner(768))
     made = {start: _tensors(shapes, torch.float32, seed) for start in ("seconds_start", "seconds_total")}
     return {f"conditioner.conditioners.{start}.{name}": tensor for start, tensors in made.items() for name, tensor in tensors}
 

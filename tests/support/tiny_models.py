@@ -20,6 +20,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import torch
 from safetensors.torch import save_file
@@ -77,7 +78,7 @@ def wan_vae(path: Path, dtype: torch.dtype = torch.float32, dim: int = 16, seed:
     import comfy.ldm.wan.vae as module
 
     options = {"dim_mult": [1, 2, 4, 4], "num_res_blocks": 2, "temperal_downsample": [False, True, True]}
-    with torch.device("meta"):
+    with with_weights(), torch.device("meta"):
         model = module.WanVAE(dim=dim, z_dim=16, **options)
     return _save(path, _shapes_of(model), dtype, seed)
 
@@ -368,14 +369,23 @@ def _autoencoder(decoder_channels: int) -> torch.nn.Module:
         **dict(double_z=True, z_channels=4, resolution=256, in_channels=3, out_ch=3, ch=128, ch_mult=[1, 2, 4, 4]),
         **dict(num_res_blocks=2, attn_resolutions=[], dropout=0.0),
     }
-    with torch.device("meta"):
+    with with_weights(), torch.device("meta"):
         return AutoencoderKL(ddconfig=config, embed_dim=4, decoder_ddconfig=config | {"ch": decoder_channels})
+
+
+@contextlib.contextmanager
+def with_weights() -> Iterator[None]:
+    """ComfyUI makes each layer with its weights: while dynamic VRAM is on, a Linear or Embedding has none until it is loaded."""
+    import comfy.memory_management
+
+    with mock.patch.object(comfy.memory_management, "aimdo_enabled", False):
+        yield
 
 
 def _on_meta(build: type, **config: object) -> torch.nn.Module:
     import comfy.ops
 
-    with torch.device("meta"):
+    with with_weights(), torch.device("meta"):
         return build(**config, dtype=torch.float32, device="meta", operations=comfy.ops.disable_weight_init)
 
 

@@ -18,7 +18,7 @@ from ....precision.base.patching import Patch, compile_disabled, patched
 from ....precision.devices.detect import detect
 from ....precision.plan.accumulation import AccumulationPlan, MatmulProfile, Request, plan_accumulation
 from ....precision.report.schema import Sums
-from ..comfyui.execution import COMPILE_KWARGS, is_compiled, is_on_several_devices, switches_by_layer
+from ..comfyui.execution import COMPILE_KWARGS, is_compiled, is_on_several_devices, switches_by_layer, trains
 from ..comfyui.layers import modules_of
 from ..comfyui.weights import exchanged, only_multiplies, weights_of
 from ..compute.attention import attending, kernels_of
@@ -56,8 +56,11 @@ class Accumulation(Stage):
         self.request = request
         self.runs: PerModel[AccumulationRun] = PerModel(lambda model: AccumulationRun(request, model), _settings)
 
-    def in_call(self, call: Call) -> Acting:
-        """Return the model's sums as asked; under a rung that decides about every layer, torch's flags alone."""
+    def in_call(self, call: Call) -> Acting | None:
+        """Return the model's sums as asked; under a rung that decides about every layer, torch's flags alone; None
+        while Train LoRA trains, whose backward pass would have other sums."""
+        if trains():
+            return None
         sums = self.runs.of(call.model)
         return FlagsAlone(sums.plan) if call.rung and call.rung.everywhere else sums
 

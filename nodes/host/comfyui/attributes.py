@@ -30,6 +30,7 @@ PoseCache = Annotated[Any, "comfy.ldm.wan.model_animate2"]
 PoseOption = Annotated[str, "comfy.ldm.wan.model_animate2"]
 FileAttention = Annotated[torch.nn.Module, "comfy.ldm.modules.attention"]
 CommandLine = Annotated[Any, "comfy.cli_args"]
+TrainedPart = Annotated[torch.nn.Module, "comfy_extras.nodes_train"]
 PrefetchingAttribute = Annotated[str, "comfy.model_prefetch"]
 
 WEIGHT_FUNCTIONS: LayerAttribute = "weight_function"
@@ -155,6 +156,18 @@ def resident_weights(layer: Layer, device: torch.device) -> tuple | None:
     return None
 
 
+def made_when_loaded(layer: Layer) -> tuple[str, ...]:
+    """Return the names of the parameters that ComfyUI makes only as it loads a layer: those of each Linear under
+    dynamic VRAM."""
+    has_bias = getattr(layer, "comfy_need_lazy_init_bias", None)
+    return () if has_bias is None else ("weight", "bias")[: 1 + has_bias]
+
+
+def dtype_made_for(layer: Layer, name: str) -> torch.dtype | None:
+    """Return the dtype that ComfyUI made a layer for; None where it noted none."""
+    return getattr(layer, f"{name}_comfy_model_dtype", None)
+
+
 def hold_in_dtype(layer: Layer, name: str, dtype: torch.dtype) -> None:
     """Hold a parameter of a layer in a dtype for good, which dynamic VRAM would else undo at each call by the dtype of
     the file (``archive_model_dtypes`` in comfy/model_management.py)."""
@@ -207,6 +220,11 @@ def empty_pose_cache(cache: PoseCache | None) -> None:
     """Empty what the blocks of Wan-Animate-2 keep of the pose video between steps."""
     if cache is not None:
         cache.free()
+
+
+def runs_again(part: TrainedPart) -> bool:
+    """Tell whether the backward pass of Train LoRA runs a part again, which its gradient_checkpointing asks for."""
+    return hasattr(part, "org_forward")
 
 
 def kernel_of_file(attention: FileAttention) -> tuple[str, bool] | None:

@@ -39,6 +39,12 @@ def switches_by_layer(patcher: ModelPatcher) -> bool:
     return not is_compiled(patcher) and not is_on_several_devices(patcher)
 
 
+def trains() -> bool:
+    """Tell whether ComfyUI's Train LoRA trains: its ``training_dtype`` decides in which dtype the model computes, and
+    its backward pass may run layers again when the model's call is over."""
+    return getattr(comfy.model_management, "in_training", False)
+
+
 def adapts_text(model: BaseModel) -> bool:
     """Tell whether ComfyUI runs layers of this model on the text before it calls the model, once per run.
 

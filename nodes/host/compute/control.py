@@ -16,6 +16,7 @@ from ....precision.plan.compute import ComputePlan
 from ..comfyui.attributes import casting
 from ..comfyui.known_calls import OVERRIDE
 from ..replay.call import OPTIONS
+from ..replay.interceptor import in_calls
 from .attention import overridden
 from .executor import set_compute
 
@@ -52,6 +53,10 @@ class PlannedControl(torch.nn.Module):
         return copied
 
     def forward(self, *args, **kwargs):
+        with in_calls.of(self):
+            return self._planned(*args, **kwargs)
+
+    def _planned(self, *args, **kwargs):
         self.calls[0] += 1
         module = self.diffusion_model
         run = self.compute.runs.of(self)

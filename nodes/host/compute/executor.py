@@ -1,5 +1,6 @@
 """Compute plan on a ModelPatcher: module forwards and attention are replaced during each model call."""
 
+import logging
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -11,7 +12,7 @@ from ....precision.base.modes import INT8
 from ....precision.base.patching import patched
 from ....precision.plan.choice import WithoutEffect
 from ....precision.plan.compute import ComputePlan
-from ..comfyui.execution import Make, adapts_text, conditions_through
+from ..comfyui.execution import Make, adapts_text, conditions_through, trains
 from ..comfyui.gate import met_in
 from ..comfyui.layers import modules_of
 from ..comfyui.page import add_to_badge, running_node_id
@@ -23,6 +24,8 @@ from .planned_model import PlannedModel, estimated_in_fp32
 from .ruled_attention import NO_ATTENTION, NO_BLOCK, blocks_of, outermost
 
 LISTED = 3
+TRAINED = "compute={} does not act while Train LoRA trains: its training_dtype decides."
+logger = logging.getLogger("halfsafe")
 _fell_back: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 """Models whose plans run in their fallback. Not stored on the model, whose attributes are restored before a repeat."""
 
@@ -100,8 +103,8 @@ class Compute(Stage):
 
     def in_call(self, call: Call) -> Acting | None:
         """Return the planned model, or its fallback after an overflow; None if the call's rung decides about every
-        layer."""
-        if call.rung and call.rung.everywhere:
+        layer, and while Train LoRA trains."""
+        if trains() or (call.rung and call.rung.everywhere):
             return None
         acting = self.acting(call.model)
         if acting.plan.exchanges:
@@ -131,6 +134,9 @@ class Compute(Stage):
     def around_sampling(self, executor, *args, **kwargs):
         """Run a sampler with the plan also applied to the model's text adapters, and to ComfyUI's memory estimate."""
         model = executor.class_obj.model_patcher.model
+        if trains():
+            logger.info("Halfsafe: %s", TRAINED.format(self.acting(model).plan.choice.used))
+            return executor(*args, **kwargs)
         with ExitStack() as held:
             held.enter_context(patched(estimated_in_fp32(model) if self.acting(model).plan.is_safe else []))
             if adapts_text(model):

@@ -30,12 +30,12 @@ from ....precision.guard.localize import Origin, stored
 from ....precision.guard.verdicts import CONTROL_ADVICE
 from ....precision.plan.choice import ATTACHMENT
 from ..comfyui.attributes import BIAS_FUNCTIONS, WEIGHT_FUNCTIONS, casts_weights
+from ..comfyui.code_owner import code_owner
 from ..comfyui.layers import DIFFUSION_MODEL
 from ..comfyui.page import running_prompt
 from ..comfyui.weights import dequantized, weights_of
 from ..load.files import open_model
 from ..replay.call import Call
-from ..replay.code_owner import code_owner
 
 CONDITIONINGS = {0: "positive conditioning", 1: "negative conditioning"}
 CONTROL = "ControlNet output"

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from ....precision.base.amax import amax_value
 from ....precision.base.dtypes import name_of
 from ....precision.base.nested import tensors_in
-from ....precision.base.patching import Patch, patched
+from ....precision.base.patching import Patch, SharedScope, patched
 from ....precision.base.surroundings import autocasts, own_dtypes
 from ....precision.guard.failed_call import Attempt, FailedCall
 from ....precision.guard.inputs import NotFiniteInput, inputs_not_finite
@@ -38,6 +38,7 @@ from ..comfyui.page import place_of, show_progress
 from ..comfyui.weights import HALF, ask_for_plain_products
 from ..load.devices import current_device
 from ..load.encoders import vae_in
+from ..replay.interceptor import in_calls
 from .causes import LoadedWeights
 from .failure import notifier
 
@@ -56,6 +57,9 @@ CHOICES = ("argmax", "topk", "multinomial")
 MISSING = (
     "The loaded file contains no {0} that ComfyUI recognises, so none is guarded; the rest is. Load a {0} from a file "
     "of its own."
+)
+_without_bf16 = SharedScope(
+    lambda: patched([(comfy.model_management, "should_use_bf16", lambda *args, **kwargs: False)])
 )
 logger = logging.getLogger("halfsafe")
 Make = Callable[[EncoderStep | None, Any, Sequence[str]], Attempt]
@@ -79,6 +83,10 @@ class EncoderGuard:
         Raises:
             NonFinite: there is no finite result, or the guard is set to stop.
         """
+        with in_calls.of(patcher.model):
+            return self._run(action, make, patcher, dtype, given)
+
+    def _run(self, action: str, make: Make, patcher: ModelPatcher, dtype: torch.dtype, given: Any) -> Any:
         number = self.log.begin_call()
         self.log.begin_run()
         start = RandomStart.of(patcher.load_device)
@@ -292,9 +300,7 @@ def _prepared(one, step: EncoderStep | None, zeroed: Sequence[str]) -> list[Patc
 def _generating_in(step: EncoderStep | None) -> contextlib.AbstractContextManager:
     """Generate in fp32 at that step: ``BaseGenerate`` in comfy/text_encoders/llama.py takes its dtype from the device
     alone."""
-    if step is None or step.dtype != torch.float32:
-        return contextlib.nullcontext()
-    return patched([(comfy.model_management, "should_use_bf16", lambda *args, **kwargs: False)])
+    return _without_bf16 if step and step.dtype == torch.float32 else contextlib.nullcontext()
 
 
 def _own_dtypes(model: torch.nn.Module, step: EncoderStep | None) -> list[Patch]:

@@ -125,7 +125,7 @@ def _in_fp32(patch: Callable, stream: torch.dtype) -> Callable:
         runs_a_block = any(isinstance(each, dict) and ORIGINAL_BLOCK in each for each in args)
         return (patch if runs_a_block else wide)(*args, **kwargs)
 
-    run.__wrapped__ = patch  # type: ignore[attr-defined]
+    run.__wrapped__ = patch
     return run
 
 

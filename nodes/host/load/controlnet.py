@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import comfy.controlnet
+import comfy.model_management
 import comfy.ops
 import comfy.supported_models
 import torch
@@ -173,6 +174,8 @@ def _store(module: torch.nn.Module, detected: detection.Detected, load: models.P
     for name, parameter in module.named_parameters():
         if name.rpartition(".")[0] not in layers:
             parameter.data = load.tensors[name].to(load.dtype)
+    # Dynamic VRAM casts weights to the dtype that their layers were made for.
+    comfy.model_management.archive_model_dtypes(module)
 
 
 def loaded_control(control: ControlNet) -> LoadedControl:

@@ -16,6 +16,7 @@ from ....precision.base.text import listed
 from ....precision.formats.checkpoint import Checkpoint, StoredWeight
 from ....precision.formats.comfy_format import finite_bound
 from ....precision.plan.facts import LayerSpec, ModelFacts, facts_of
+from ..comfyui.attributes import made_when_loaded
 from .lacking import named_if_lacking
 
 
@@ -58,8 +59,7 @@ def detect_model(checkpoint: Checkpoint, only_diffusion_model: bool) -> Detected
     complete = all(
         (f"{name}.{leaf}" if name else leaf) in renamed
         for name, module in modules.items()
-        for leaf, parameter in module._parameters.items()
-        if parameter is not None
+        for leaf in (*made_when_loaded(module), *dict(module.named_parameters(recurse=False)))
     )
     return Detected(checkpoint, prefix, config, facts, names, complete)
 

@@ -34,7 +34,7 @@ from .detection import left_out_note, recognised, renamed_by, stored_tensors, un
 from .devices import free_host_memory, require_held_by_device, streams_weights, unheld_on
 from .files import open_model
 from .lacking import lacking_tensors
-from .models import attach
+from .models import attach, hold_as_made
 from .tensors import load_tensors
 
 logger = logging.getLogger("halfsafe")
@@ -135,6 +135,7 @@ def _loaded(
         clip = make(list(tensors), _options(tensors, choices[0].used))
     lacks = lacking.refuse(clip.cond_stage_model, VISION, "images in a prompt give NaN")
     lacks += _left_out(files, clip.cond_stage_model)
+    hold_as_made(clip.patcher)
     idle = [] if compute in ("auto", "fp32") else [WithoutEffect(f"compute={compute}", FP32_ACTIVATIONS)]
     said = [note for file, own in zip(files, notes, strict=True) for note in (*file.notes, *own)] + lacks
     why = frozen({layer: reason for of_file in kept for layer, reason in of_file.items()})
@@ -224,6 +225,8 @@ def load_vae(path: str, dtype: str, whole: bool = False, disable_dynamic: bool =
     if vae.first_stage_model is None:
         raise CheckpointError(path, "ComfyUI does not recognise this VAE", advice="Check that the file is a VAE.")
     lacking.refuse(vae.first_stage_model, ENCODER, "encoding gives NaN")
+    if not vae.patcher.is_dynamic():  # ComfyUI notes no dtype for a Linear that it makes without one: ``hold_as_made``
+        vae.first_stage_model.to(vae.vae_dtype)
     vae.patcher.cached_patcher_init = (_reloaded, (load_vae, path, dtype, whole))
     return vae
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ....precision.arithmetic.linear import kind_of
 from ....precision.base.errors import CheckpointError
 from ....precision.files.safetensors_file import open_checkpoint
-from ..comfyui.attributes import quantization_format
+from ..comfyui.attributes import dtype_made_for, made_when_loaded, quantization_format
 
 aten = torch.ops.aten
 EMPTY = {
@@ -27,6 +27,7 @@ EMPTY = {
     aten.new_empty.default,
     aten.new_empty_strided.default,
 }
+ZEROS = aten.zeros.default
 COPIES = {aten._to_copy.default, aten.clone.default}
 SHOWN = 5
 TENSOR_NAME = re.compile(r"\w+(\.[\w-]+)+")
@@ -47,6 +48,7 @@ class Lacking(TorchDispatchMode):
         super().__init__()
         self._paths = paths
         self._unwritten: set[StorageWeakRef] = set()
+        self._zeros: set[StorageWeakRef] = set()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -55,6 +57,8 @@ class Lacking(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         makes, copies, written = _effect(func)
+        if func is ZEROS:
+            self._zeros.update(_storages(result))
         if makes or (copies and self._is_unwritten(args[0])):
             self._unwritten.update(_storages(result))
         elif self._unwritten:
@@ -64,6 +68,11 @@ class Lacking(TorchDispatchMode):
 
     def _is_unwritten(self, tensor: object) -> bool:
         return not self._unwritten.isdisjoint(_storages(tensor))
+
+    def _is_stand_in(self, layer: torch.nn.Module, leaf: str, tensor: object) -> bool:
+        """True for the zeros that ComfyUI loads a Linear with where dynamic VRAM is on and the file has no such tensor
+        (``_lazy_load_from_state_dict`` in comfy/ops.py)."""
+        return leaf in made_when_loaded(layer) and not self._zeros.isdisjoint(_storages(tensor))
 
     def refuse(
         self, module: torch.nn.Module, unless: re.Pattern | None = None, without: str = "", fill: float = math.nan
@@ -99,8 +108,12 @@ class Lacking(TorchDispatchMode):
             quantized = isinstance(weight, QuantizedTensor) and quantization_format(part).startswith(("float8", "int8"))
             if quantized and weight.storage_shape != weight.shape:
                 raise _misfit(self._paths, f"{name}.weight", weight.storage_shape, weight.shape)
-            own = part._parameters.items() if self._unwritten else ()
-            unwritten += [f"{name}.{leaf}".lstrip(".") for leaf, tensor in own if self._is_unwritten(tensor)]
+            own = part._parameters.items() if self._unwritten or self._zeros else ()
+            unwritten += [
+                f"{name}.{leaf}".lstrip(".")
+                for leaf, tensor in own
+                if self._is_unwritten(tensor) or self._is_stand_in(part, leaf, tensor)
+            ]
         return none + [name for name in unwritten if f"{name.rpartition('.')[0]}.weight" not in none]
 
 
@@ -114,11 +127,15 @@ def _effect(func: torch._ops.OpOverload) -> tuple[bool, bool, list[int]]:
 
 
 def _fill(layer: torch.nn.Module, leaf: str, fill: float) -> None:
-    """Fill a parameter of a layer; a layer of ComfyUI's quantized operations is given the weight that it lacks."""
-    if getattr(layer, leaf) is None:
-        weight = torch.empty(layer.out_features, layer.in_features, dtype=layer.factory_kwargs["dtype"])
-        setattr(layer, leaf, torch.nn.Parameter(weight, requires_grad=False))
-    getattr(layer, leaf).data.fill_(fill)
+    """Fill a parameter of a layer. A Linear that ComfyUI left without one, or with zeros of another shape in its place,
+    is given one."""
+    held = getattr(layer, leaf)
+    if held is None or leaf in made_when_loaded(layer):
+        dtype = layer.factory_kwargs["dtype"] if held is None else dtype_made_for(layer, leaf) or held.dtype
+        shape = (layer.out_features, layer.in_features) if leaf == "weight" else (layer.out_features,)
+        held = torch.nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+        setattr(layer, leaf, held)
+    held.data.fill_(fill)
 
 
 def _storages(value: object) -> list[StorageWeakRef]:

@@ -23,7 +23,14 @@ from ....precision.plan.choice import ATTACHMENT, Choice, LoadRecord, frozen
 from ....precision.plan.memory import plan_model
 from ....precision.plan.rules import Rules
 from ....precision.plan.storage import LoadPlan, bytes_below_16_bit, plan_load
-from ..comfyui.attributes import CAST_DTYPE, FULL_PRECISION, casts_weights, hold_in_dtype, quantization_format
+from ..comfyui.attributes import (
+    CAST_DTYPE,
+    FULL_PRECISION,
+    casts_weights,
+    dtype_made_for,
+    hold_in_dtype,
+    quantization_format,
+)
 from ..comfyui.model_facts import held_storages
 from ..comfyui.weights import NORMS
 from ..compute.executor import set_compute
@@ -60,7 +67,9 @@ def load_diffusion_model(
         HalfsafeError: the file cannot be read, is not a known model, or does not fit in memory.
     """
     patcher = load_weights(open_model(path), storage, compute, rules, whole, disable_dynamic)
-    patcher.cached_patcher_init = (load_diffusion_model, (path, storage, compute, rules, whole))
+    # A clone that is loaded again has this record, though ``auto`` might choose another storage then.
+    chosen = patcher.attachments[ATTACHMENT].storage.used
+    patcher.cached_patcher_init = (load_diffusion_model, (path, chosen, compute, rules, whole))
     return patcher
 
 
@@ -83,6 +92,7 @@ def load_weights(
         else:
             patcher = comfy.sd.load_diffusion_model_state_dict(tensors, **options)
     lacks = lacking.refuse(patcher.model.diffusion_model, CONNECTOR, CONNECTED)
+    hold_as_made(patcher)
     setattr(patcher.model, CAST_DTYPE, dtype_named(plan.activation_dtype))
     settle_quantized(patcher.model.diffusion_model, detected, load, plan.weight_dtype)
     if plan.is_safe:
@@ -141,6 +151,22 @@ def operations_for(detected: Detected, load: PreparedLoad) -> Any:
     computed = load.dtype if quantized else dtype_named(load.plan.compute.activation_dtype)
     config = SimpleNamespace(quant_config={"mixed_ops": True} if quantized else None)
     return comfy.ops.pick_operations(load.dtype, computed, load_device=compute_device(), model_config=config)
+
+
+def hold_as_made(patcher: ModelPatcher) -> None:
+    """Cast the weights of a static model to the dtype that its layers were made for.
+
+    While dynamic VRAM is on, ComfyUI gives a Linear or an Embedding a copy of the file's tensor in the file's dtype
+    (``_lazy_load_from_state_dict`` in comfy/ops.py), also in a model that it does not stream, whose layers may not
+    cast.
+    """
+    if patcher.is_dynamic():
+        return
+    for layer in patcher.model.modules():
+        for name, parameter in [*layer.named_parameters(recurse=False)]:
+            dtype = dtype_made_for(layer, name)
+            if dtype not in (None, parameter.dtype) and not isinstance(parameter, comfy.quant_ops.QuantizedTensor):
+                hold_in_dtype(layer, name, dtype)
 
 
 def settle_quantized(model: torch.nn.Module, detected: Detected, load: PreparedLoad, unpacked_to: str) -> None:

@@ -31,7 +31,7 @@ from ....precision.base.patching import Patch, patched
 from ....precision.base.text import listed
 from ..comfyui.attributes import CAST_DTYPE, INPUT_SCALE, WEIGHT_FUNCTIONS, weight_functions
 from ..comfyui.entered import modules_entered, passed_by
-from ..comfyui.execution import adapts_text, conditions_through, is_compiled
+from ..comfyui.execution import adapts_text, conditions_through, is_compiled, trains
 from ..comfyui.layers import DIFFUSION_MODEL, is_quantized
 from ..comfyui.weights import calling_layers, dequantized, is_divided_by_zero, is_quantized_bank, numbers_of
 from ..compute.executor import Compute, compute_of
@@ -408,11 +408,14 @@ def _numbers_of(network: torch.nn.Module, state: dict) -> Numbers:
 
 
 class LowRankStage(Stage):
-    """Run calls with the LoRAs of 8-bit weights added to the results of their layers."""
+    """Run calls with the LoRAs of 8-bit weights added to the results of their layers.
+
+    While Train LoRA trains they are on the layers for the whole sampler's run: its backward pass runs layers again.
+    """
 
     def in_call(self, call: Call) -> Acting | None:
         patcher = call.model.current_patcher
-        return LowRankCall(patcher) if has_low_rank(patcher) else None
+        return LowRankCall(patcher) if has_low_rank(patcher) and not trains() else None
 
     def around_sampling(self, executor: Callable, *args, **kwargs):
         """Run a sampler: layers that run on the text before the model's calls have LoRAs too."""
@@ -424,7 +427,9 @@ class LowRankStage(Stage):
         numbers = network, "state_dict", lambda *args, **kwargs: _numbers_of(network, original(*args, **kwargs))
         with contextlib.ExitStack() as held:
             held.enter_context(patched([numbers]))
-            if adapts_text(patcher.model):
+            if trains():
+                held.enter_context(_on_layers(patcher))
+            elif adapts_text(patcher.model):
                 held.enter_context(conditions_through(patcher.model, functools.partial(_with_low_rank, patcher)))
             return executor(*args, **kwargs)
 
@@ -443,8 +448,7 @@ class LowRankCall(Acting):
         sizes = None if call is None else tuple(map(_size, (call.x, call.c_crossattn)))
         watched = sizes not in self.low_rank.seen
         with contextlib.ExitStack() as held:
-            held.enter_context(patched(self.patcher.forwards()))
-            held.enter_context(calling_layers(self.patcher.sorted_patches().modules.values()))
+            held.enter_context(_on_layers(self.patcher))
             self.entered = held.enter_context(modules_entered()) if watched else None
             yield
         if sizes is not None:
@@ -452,6 +456,12 @@ class LowRankCall(Acting):
 
     def stands(self, result: object) -> bool:
         return not self.patcher.passes_to_weights(self.entered)
+
+
+@contextlib.contextmanager
+def _on_layers(patcher: AddsLowRank) -> Iterator[None]:
+    with patched(patcher.forwards()), calling_layers(patcher.sorted_patches().modules.values()):
+        yield
 
 
 def _size(tensor: torch.Tensor | None) -> torch.Size | None:

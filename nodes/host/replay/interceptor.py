@@ -13,6 +13,10 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 
 from ....precision.arithmetic.calibration import until_it_stands
+from ....precision.base.errors import TrainingRefused
+from ....precision.base.patching import Turns
+from ..comfyui.attributes import runs_again
+from ..comfyui.execution import trains
 from .call import Call
 
 HALFSAFE = "halfsafe"
@@ -43,6 +47,16 @@ state and creates another run.
 AROUND_SAMPLING = (REPORT, LOW_RANK, GUARD, COMPUTE)
 """The stages around a sampler's run, outermost first. If several change how a text becomes conditions
 (``execution.conditions_through``), the first one set runs last: LoRAs are innermost in this case too."""
+
+RUNS_AGAIN = (
+    "Train LoRA's gradient_checkpointing runs layers again in the backward pass, where NaN Guard's higher precision "
+    "cannot act on them.",
+    "Turn gradient_checkpointing off in Train LoRA, or choose another training_dtype.",
+)
+
+in_calls, in_runs = Turns(), Turns()
+"""Turns of threads on a model: in its calls, and in a sampler's run of it. They are two, because ComfyUI's MultiGPU
+calls a model in another thread than the one that runs the sampler."""
 
 Run = Callable[[Call], torch.Tensor]
 
@@ -90,6 +104,8 @@ class Stage:
 
 class _RungStage(Stage):
     def in_call(self, call: Call) -> Acting | None:
+        if call.rung and trains() and any(map(runs_again, call.model.diffusion_model.modules())):
+            raise TrainingRefused(*RUNS_AGAIN)
         return call.rung
 
 
@@ -107,7 +123,8 @@ class Interceptor:
         """Wrap a model's call (ComfyUI's APPLY_MODEL)."""
         if not self._in_calls:
             return executor(*args, **kwargs)
-        return self._guard.around_call(self.run, Call(executor, *args, **kwargs))
+        with in_calls.of(executor.class_obj):  # type: ignore[attr-defined]  # the model
+            return self._guard.around_call(self.run, Call(executor, *args, **kwargs))
 
     def run(self, call: Call) -> torch.Tensor:
         """Run a call under all stages, and repeat it while one of them requests it; the innermost stage is asked first.
@@ -139,7 +156,8 @@ class Interceptor:
         """Wrap a sampler's run (ComfyUI's OUTER_SAMPLE)."""
         for stage in reversed(self._sampling.values()):
             executor = _Executor(stage.around_sampling, executor)
-        return executor(*args, **kwargs)
+        with in_runs.of(executor.class_obj.model_patcher.model):  # type: ignore[attr-defined]
+            return executor(*args, **kwargs)
 
     def __repr__(self) -> str:
         around = [name for name in self.stages if name == GUARD]

@@ -1,5 +1,7 @@
 """Files that lack a tensor: refused by name by every loader, or told where the model does without; nothing computes on what was in memory."""
 
+import contextlib
+
 import pytest
 import torch
 from halfsafe.nodes.host.load.lacking import named_if_lacking
@@ -9,12 +11,19 @@ from halfsafe.precision.plan.choice import ATTACHMENT
 from safetensors import safe_open
 from safetensors.torch import save_file
 from support import control_files, families, model_files, rare_families, tiny_models
+from support.mapped_loading import mapped_loading
 
 SETTINGS = {"compute": "auto"}
 OF_WAN = [
     ("blocks.0.ffn.0.weight", "fp8_e4m3fn"), ("blocks.0.ffn.0.bias", "as_file"), ("blocks.0.modulation", "int8"),
     ("blocks.1.norm3.weight", "bf16"), ("head.head.weight", "fp16"), ("patch_embedding.bias", "fp32"), ("time_embedding.0.weight", "int8"),
 ]  # fmt: skip
+
+
+@pytest.fixture(params=[contextlib.nullcontext, mapped_loading], ids=["copied", "dynamic VRAM"])
+def loading(request):
+    """ComfyUI loads as it does without dynamic VRAM, and as with it: a Linear is made without weights then, and one that stays without gets zeros."""
+    return request.param()
 
 
 def without(source, path, name):
@@ -27,9 +36,9 @@ def refused(path, name):
 
 
 @pytest.mark.parametrize(("name", "storage"), OF_WAN)
-def test_a_diffusion_model(comfy, wan, models_dir, name, storage):
+def test_a_diffusion_model(comfy, wan, models_dir, loading, name, storage):
     path = without(wan, models_dir / "diffusion_models" / "lacking.safetensors", name)
-    with refused(path, name) as refusal:
+    with loading, refused(path, name) as refusal:
         families.load(comfy, models_dir / "diffusion_models" / path, storage, "auto")
     assert refusal.match(f"lacks '?{name}'?, (without which|which ComfyUI)"), "and nothing that the file has"
 
@@ -47,9 +56,9 @@ def checkpoint(models_dir):
         ("first_stage_model.decoder.conv_out.bias", "int8", "as_file"),
     ],
 )  # fmt: skip
-def test_a_checkpoint(comfy, checkpoint, models_dir, name, storage, clip_storage):
+def test_a_checkpoint(comfy, checkpoint, models_dir, loading, name, storage, clip_storage):
     path = without(checkpoint, models_dir / "checkpoints" / "lacking.safetensors", name)
-    with refused(path, name):
+    with loading, refused(path, name):
         comfy.run("HalfsafeLoadCheckpoint", ckpt_name=path, storage=storage, clip_storage=clip_storage, vae_dtype="auto", **SETTINGS)
 
 
@@ -65,9 +74,9 @@ def clip_l(models_dir):
         ("text_model.encoder.layers.0.self_attn.q_proj.bias", "int8"), ("text_model.final_layer_norm.bias", "fp16"),
     ],
 )  # fmt: skip
-def test_a_text_encoder(comfy, clip_l, models_dir, name, storage):
+def test_a_text_encoder(comfy, clip_l, models_dir, loading, name, storage):
     path = without(clip_l, models_dir / "text_encoders" / "lacking.safetensors", name)
-    with refused(path, name):
+    with loading, refused(path, name):
         comfy.run("HalfsafeLoadCLIP", clip_name1=path, type="stable_diffusion", storage=storage, **SETTINGS)
 
 
@@ -92,10 +101,10 @@ def test_a_vae_that_cannot_encode_decodes_and_says_so(comfy, models_dir, caplog)
 
 @pytest.mark.parametrize("storage", ["as_file", "int8"])
 @pytest.mark.parametrize("name", ["middle_block.1.transformer_blocks.0.norm1.weight", "middle_block.1.transformer_blocks.0.attn1.to_q.weight"])
-def test_a_control_net(comfy, models_dir, name, storage):
+def test_a_control_net(comfy, models_dir, loading, name, storage):
     whole = control_files.sd15(models_dir / "controlnet" / "whole_for_lacking.safetensors")
     path = without(whole, models_dir / "controlnet" / "lacking.safetensors", name)
-    with refused(path, name):
+    with loading, refused(path, name):
         comfy.run("HalfsafeLoadControlNet", control_net_name=path, storage=storage, **SETTINGS)
 
 
@@ -107,13 +116,14 @@ def test_a_tensor_that_comfyui_makes_itself_is_not_lacking(comfy, clip_l, models
 
 
 @pytest.mark.parametrize("storage", ["as_file", "int8"])
-def test_connectors_that_a_text_encoder_of_ltx_2_brings_are_not_lacking(comfy, models_dir, caplog, storage):
+def test_connectors_that_a_text_encoder_of_ltx_2_brings_are_not_lacking(comfy, models_dir, loading, caplog, storage):
     """Published files of the transformer alone have none: ComfyUI loads them into the text encoder."""
     whole = rare_families.write("ltxav", models_dir / "diffusion_models" / "ltxav_whole.safetensors")
     path = whole.with_name("ltxav_alone.safetensors")
     with safe_open(str(whole), "pt") as file:
         save_file({name: file.get_tensor(name) for name in file.keys() if "_connector." not in name}, str(path), file.metadata())  # noqa: SIM118
-    model = families.load(comfy, path, storage, "auto")
+    with loading:
+        model = families.load(comfy, path, storage, "auto")
     assert "audio_embeddings_connector" in caplog.text and "a text encoder without them gives NaN" in caplog.text
     processed = [[torch.randn(1, 8, 2 * model.model.diffusion_model.caption_channels), {}]]
     assert rare_families.sample(model, "ltxav", cond=processed).isfinite().all()
