@@ -21,6 +21,9 @@ from .here import facts_here
 
 MOST_OF_RULES = 100_000
 """Bytes of rules that are read while they are written: thousands of lines."""
+FILES = "a list of pairs of texts, a folder and a file's name each"
+LOADERS = "a list of loaders, each with the text folder, the list names of texts, and size: numbers or null"
+SIZES = {"width", "height", "length", "batch_size"}
 
 
 def serve_page() -> None:
@@ -29,8 +32,8 @@ def serve_page() -> None:
         server.routes.get("/halfsafe/device")(_device)
         server.routes.get("/halfsafe/here")(_here)
         server.routes.post("/halfsafe/rules")(_rules)
-        server.routes.post("/halfsafe/halving")(_of_files(halving))
-        server.routes.post("/halfsafe/computing")(_of_files(computing))
+        server.routes.post("/halfsafe/halving")(_answering(halving, LOADERS, _are_loaders))
+        server.routes.post("/halfsafe/computing")(_answering(computing, FILES, _are_files))
 
 
 async def _device(_: web.Request) -> web.Response:
@@ -39,20 +42,32 @@ async def _device(_: web.Request) -> web.Response:
     return web.json_response({**asdict(doctor.diagnosis_result(found)), "refused": self_test.found})
 
 
-def _of_files(answer: Callable[[list], Any]) -> Callable:
-    """Return the handler of a route that answers for the model files that it is sent."""
+def _answering(answer: Callable[[list], Any], expected: str, fits: Callable[[Any], bool]) -> Callable:
+    """Return the handler of a route that answers for what it is sent, which is as ``expected`` if it ``fits``."""
 
     async def handle(request: web.Request) -> web.Response:
-        files = await json_of(request, "a list of pairs of texts, a folder and a file's name each", _are_files)
+        asked = await json_of(request, expected, fits)
         with flags_left_alone():
-            return web.json_response(await asyncio.to_thread(answer, files))
+            return web.json_response(await asyncio.to_thread(answer, asked))
 
     return handle
 
 
 def _are_files(value: Any) -> bool:
-    pairs = isinstance(value, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in value)
-    return pairs and all(isinstance(text, str) for pair in value for text in pair)
+    return isinstance(value, list) and all(_are_texts(pair) and len(pair) == 2 for pair in value)
+
+
+def _are_loaders(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(loader, dict) and _is_loader(**loader) for loader in value)
+
+
+def _is_loader(folder: Any = None, names: Any = None, size: Any = None, **_) -> bool:
+    sized = isinstance(size, dict) and size.keys() == SIZES and {int, float}.issuperset(map(type, size.values()))
+    return isinstance(folder, str) and _are_texts(names) and (size is None or sized)
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(text, str) for text in value)
 
 
 async def _here(_: web.Request) -> web.Response:

@@ -13,6 +13,11 @@ PAGE = "an open page"
 SETTING = {"client_id": PAGE, "on_nan": "report"}
 NOT_JSON = [b"", b"{", b"\xff\xfe", b"[" * 100_000, b"x" * (1 << 21)]
 NO_FILES = [None, 1, {}, "a", ["a"], [["a"]], [["a", 1]], [["a", "b", "c"]], [{"folder": "a"}]]
+LOADER = {"folder": "vae", "names": ["none.safetensors"], "in_8_bits": False, "size": None}
+NO_LOADERS = [
+    None, 1, {}, "a", ["a"], [["vae", "a"]], [{}], [{**LOADER, "folder": 1}], [{**LOADER, "names": "a"}], [{**LOADER, "names": [1]}],
+    [{**LOADER, "size": 64}], [{**LOADER, "size": {"width": 64}}], [{**LOADER, "size": {"width": 64, "height": 64, "length": 1, "batch_size": "1"}}],
+]  # fmt: skip
 NO_SETTING = [
     None, [], "a", {}, {"client_id": PAGE}, {"on_nan": "stop"}, {**SETTING, "client_id": None}, {**SETTING, "client_id": [PAGE]},
     {**SETTING, "client_id": "a page that is not open"}, {**SETTING, "on_nan": "x" * 1000}, {**SETTING, "on_nan": None}, {**SETTING, "on_nan": ["stop"]},
@@ -24,9 +29,13 @@ def routes(comfy, monkeypatch):
     """The pack's handlers, and ComfyUI's server with one page connected to it."""
     from halfsafe.nodes.host.reporting import routes, watch
 
-    monkeypatch.setattr(watch.PromptServer, "instance", SimpleNamespace(sockets={PAGE: None}), raising=False)
     monkeypatch.setattr(watch, "_settings", {})
-    return SimpleNamespace(routes=routes, watch=watch)
+    handlers = {}
+    table = SimpleNamespace(get=lambda path: str, post=lambda path: lambda handler: handlers.update({path.split("/")[-1]: handler}))
+    server = SimpleNamespace(sockets={PAGE: None}, routes=table)
+    monkeypatch.setattr(watch.PromptServer, "instance", server, raising=False)
+    routes.serve_page()
+    return SimpleNamespace(routes=routes, watch=watch, handlers={**handlers, "watch": watch._keep_setting})
 
 
 def posted(routes, bodies: dict[str, list[bytes]]) -> list[tuple[int, str]]:
@@ -34,8 +43,7 @@ def posted(routes, bodies: dict[str, list[bytes]]) -> list[tuple[int, str]]:
 
     async def run():
         app = web.Application(client_max_size=1 << 24)
-        handlers = {"rules": routes.routes._rules, "files": routes.routes._of_files(len), "watch": routes.watch._keep_setting}
-        app.add_routes([web.post(f"/{name}", handler) for name, handler in handlers.items()])
+        app.add_routes([web.post(f"/{name}", handler) for name, handler in routes.handlers.items()])
         async with TestClient(TestServer(app)) as client:
             answers = [await client.post(f"/{name}", data=body) for name, of_route in bodies.items() for body in of_route]
             return [(answer.status, await answer.text()) for answer in answers]
@@ -44,13 +52,22 @@ def posted(routes, bodies: dict[str, list[bytes]]) -> list[tuple[int, str]]:
 
 
 def test_every_malformed_body_is_answered_with_a_sentence(routes):
-    encoded = {"files": NO_FILES, "watch": NO_SETTING}
+    encoded = {"computing": NO_FILES, "halving": NO_LOADERS, "watch": NO_SETTING}
     bodies = {name: [*NOT_JSON, *(json.dumps(value).encode() for value in values)] for name, values in encoded.items()}
     bodies["rules"] = [b"\xff\xfe", b"#" * 100_001]
     answers = posted(routes, bodies)
     assert [status for status, _ in answers] == [400] * len(answers)
     assert all(text.startswith("The ") and text.endswith(".") for _, text in answers), answers
     assert routes.watch._settings == {}
+
+
+def test_what_the_page_sends_is_answered(routes):
+    """As web/memory.mjs and web/guard.mjs send it."""
+    sized = {**LOADER, "size": {"width": 64, "height": 64, "length": 1, "batch_size": 1}}
+    bodies = {"halving": [json.dumps([LOADER, sized]).encode()], "computing": [json.dumps([["vae", "none.safetensors"]]).encode()]}
+    (halved, loaders), computing = posted(routes, bodies)
+    assert halved == 200 and [loader["missing"] for loader in json.loads(loaders)["loaders"]] == [["none.safetensors"]] * 2
+    assert computing == (200, "[]")
 
 
 def test_a_setting_is_kept_of_an_open_page_and_ends_with_it(routes):
