@@ -1,4 +1,4 @@
-"""Take the README's pictures of ComfyUI's page: the graph, the report, a toast and the sidebar after a real run that overflows, and one click of the sidebar.
+"""Take the README's pictures of ComfyUI's page: the graph, the report, a toast and the sidebar after a real run that overflows, and two clicks of the sidebar.
 
     COMFYUI_DIR=<folder> HALFSAFE_FRONTEND=<folder> CHROMIUM=<program> .venv/bin/python scripts/assets/page_pictures.py
 
@@ -88,20 +88,23 @@ def _take_graph(studio: Studio, browser: Browser) -> None:
 
 
 def _take_gesture(studio: Studio, browser: Browser) -> None:
-    """One click of the sidebar on a workflow of ComfyUI's own nodes, as a moving picture."""
+    """Two clicks of the sidebar on a workflow of ComfyUI's own nodes, as a moving picture."""
     page = _open(studio, browser, _without_the_node(studio.workflow(GUARDED)), False, "dark", 1)
     page.evaluate(TOGGLE_TAB)
-    button = page.page.locator(".hs-actions button", has_text="Guard this workflow")
-    button.wait_for()
+    buttons = page.page.locator(".hs-actions button")
+    buttons.first.wait_for()
     page.page.wait_for_timeout(2500)
     page.evaluate("() => { const { ds } = app.canvas; ds.scale = 0.6; ds.offset[0] = 720; ds.offset[1] = 170; app.canvas.setDirty(true, true); }")
     frames = [_frame(page)]
-    button.hover()
-    frames.append(_frame(page))
-    button.click()
-    frames.append(_frame(page))
+    for name, after in (("Guard this workflow", "Take the guard out"), ("Halve the memory", "Put ComfyUI's loaders back")):
+        button = buttons.filter(has_text=name)
+        button.hover()
+        frames.append(_frame(page))
+        button.click()
+        buttons.filter(has_text=after).wait_for()
+        frames.append(_frame(page))
     path = IMAGES / "guard.webp"
-    frames[0].save(path, save_all=True, append_images=frames[1:], duration=[1600, 1200, 3200], loop=0, quality=80, method=6)
+    frames[0].save(path, save_all=True, append_images=frames[1:], duration=[1600, 1200, 3200, 1200, 3200], loop=0, quality=80, method=6)
     print(f"{path.relative_to(ROOT)}: {frames[0].width} x {frames[0].height}, {path.stat().st_size} bytes", flush=True)
 
 
