@@ -159,24 +159,24 @@ ROWS = (
     ),
     DeviceProfile(
         "sm_70", "V100, Titan V (Volta)", "nvidia",
-        called=r"titanv|v100s?|gv100", fp16_safe_cost="1 to 11 %", bf16=False,
+        called=r"titanv|v100s?|gv100", fp16_safe_cost="7 to 45 %", bf16=False,
         notes={"bf16": "bf16 is emulated, without cuDNN convolution or Triton kernels.",
                "fp16_accumulation": NO_GAIN, "int8_matmul": NO_INT8_UNITS},
     ),
     DeviceProfile(
         "sm_75", "RTX 20xx, T4 (Turing)", "nvidia",
-        called=r"rtx20[5-8]0(super|ti)?|titanrtx|t4|rtx[3-8]000", fp16_safe_cost="1 to 11 %", bf16=False,
+        called=r"rtx20[5-8]0(super|ti)?|titanrtx|t4|rtx[3-8]000", fp16_safe_cost="5 to 44 %", bf16=False,
         **GEFORCE, **INT8,
         notes={"fp16_accumulation": GEFORCE_GAIN},
     ),
     DeviceProfile(
         "sm_80", "A100, A30 (Ampere)", "nvidia",
-        called=r"a100|a800|a30", fp16_safe_cost="2 to 16 %", **INT8,
+        called=r"a100|a800|a30", fp16_safe_cost="12 to 61 %", **INT8,
         notes={"fp16_accumulation": NO_GAIN},
     ),
     DeviceProfile(
         "sm_86", "RTX 30xx (Ampere)", "nvidia",
-        called=r"rtx30[5-9]0(super|ti)?|rtxa[2-6]\d00|a2|a10g?|a16|a40", fp16_safe_cost="1 to 8 %",
+        called=r"rtx30[5-9]0(super|ti)?|rtxa[2-6]\d00|a2|a10g?|a16|a40", fp16_safe_cost="6 to 33 %",
         **GEFORCE, **INT8,
         notes={"fp16_accumulation": GEFORCE_GAIN,
                "int8_matmul_gains": "An A10G is 1.84x as fast with int8 as with bf16, 0.97x with fp8 "
@@ -186,7 +186,7 @@ ROWS = (
     DeviceProfile(
         "sm_89", "RTX 40xx, L4, L40 (Ada)",
         called=r"rtx40[5-9]0(super|tisuper|ti|d)?|rtx[2-6]\d00ada(generation)?|l4|l40s?",
-        fp16_safe_cost="3 to 16 %", fp8_fast_accumulation=True, **GEFORCE, **FP8_NVIDIA,
+        fp16_safe_cost="13 to 62 %", fp8_fast_accumulation=True, **GEFORCE, **FP8_NVIDIA,
         notes={"fp16_accumulation": GEFORCE_GAIN,
                "fp8_matmul": "fp8 matmul units, which accumulate in about 22 bits.",
                "fp8_fast_accumulation": "torch takes the switch; its documented effect is on Hopper.",
@@ -195,7 +195,7 @@ ROWS = (
     ),
     DeviceProfile(
         "sm_90", "H100, H200 (Hopper)",
-        called=r"h20|h100(nvl)?|h200(nvl)?|h800|gh200", fp16_safe_cost="3 to 26 %", fp8_fast_accumulation=True,
+        called=r"h20|h100(nvl)?|h200(nvl)?|h800|gh200", fp16_safe_cost="16 to 92 %", fp8_fast_accumulation=True,
         measured=MEASURED_H200, slower_in_8_bits=True, **FP8_NVIDIA | {"int8_matmul_gains": False},
         notes={"fp16_accumulation": NO_GAIN,
                "fp8_fast_accumulation": "On keeps about 14 bits of the sums; off promotes them to fp32.",
@@ -204,7 +204,7 @@ ROWS = (
                "int8_matmul_gains": "An H200 takes 0.93 to 1.55 of fp16's time for an int8 matmul at four shapes."},
     ),
     DeviceProfile(
-        "sm_100", "B200 (Blackwell)", fp16_safe_cost="3 to 8 %", called=r"g?b[123]00",
+        "sm_100", "B200 (Blackwell)", fp16_safe_cost="17 to 53 %", called=r"g?b[123]00",
         **FP8_NVIDIA | {"int8_matmul_gains": False},
         notes={"fp16_accumulation": "fp16 accumulation is not expected to be faster here.",
                "fp8_matmul_gains": "A B300 is 1.07x as fast with fp8 as with bf16 (vLLM recipes #766).",
@@ -213,7 +213,7 @@ ROWS = (
     ),
     DeviceProfile(
         "sm_120", "RTX 50xx (Blackwell)",
-        called=r"rtx50[5-9]0(ti|d)?|rtxpro\d000(blackwell)?", fp16_safe_cost="2 to 12 %",
+        called=r"rtx50[5-9]0(ti|d)?|rtxpro\d000(blackwell)?", fp16_safe_cost="9 to 49 %",
         **GEFORCE, **FP8_NVIDIA,
         notes={"fp16_accumulation": GEFORCE_GAIN,
                "int8_matmul_gains": "An RTX 5060 is 1.20x as fast with int8 as with fp8 (ComfyUI-INT8-Fast #69).",
