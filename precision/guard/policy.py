@@ -57,7 +57,9 @@ class Escalation:
         """Return part -> mode for the report: layers and patches, and the residual stream or the whole model."""
         if self.whole:
             return {WHOLE_MODEL: FP32.name}
-        wide = [*sorted(self.patches), *([STREAM] if self.stream else [])]
+        wide = sorted(self.patches)
+        if self.stream:
+            wide.append(STREAM)
         return {**self.layers, **dict.fromkeys(wide, FP32.name)}
 
     def parts(self) -> list[str]:
