@@ -10,8 +10,8 @@ from pathlib import Path
 
 from support.shipped import ROOT, tracked_files
 
-MOST_LINES = 15_705
-MOST_TOKENS_A_LINE = 10.55
+MOST_LINES = 16_370
+MOST_TOKENS_A_LINE = 10.61
 NOT_CODE = {
     tokenize.COMMENT,
     tokenize.NL,
