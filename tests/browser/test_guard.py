@@ -175,6 +175,7 @@ def test_a_drift_is_told_and_stays_on_the_report_when_the_language_changes(opene
     tell(comfy, "zh", kind="verdict", verdict="bad_weights", event=None, message="Guard: bad weights.", advice=ADVICE)
     (toast,) = [toast for toast in shown() if toast["summary"].startswith("Halfsafe: ") and "MiB" not in toast["summary"]][1:]
     assert (toast["summary"], toast["detail"]) == (f"Halfsafe: {WORDS['A weight is NaN']}", f"\u9632\u62a4\uff1a{WORDS['bad weights']}\u3002")
+    comfy.send("execution_success", prompt_id="zh")
     comfy.speak("en")
     comfy.page.wait_for_function("(text) => [...document.querySelectorAll('.hs-guard')].some((guard) => guard.innerText === text)", arg=text)
 

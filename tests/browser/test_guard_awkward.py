@@ -147,7 +147,7 @@ def test_what_is_not_guarded_is_told(comfy: ComfyPage) -> None:
     nothing = "This workflow runs no model, VAE or text encoder."
     assert said["nothing that runs"] == said["no output"] == nothing
     assert said["guarded by hand"] == "Every model here is guarded already."
-    assert said["a second VAE inside"] == "2 nodes were added, some of them inside of subgraphs: run the workflow."
+    assert said["a second VAE inside"].startswith("2 nodes were added, some of them inside of subgraphs: run the workflow.")
 
 
 def test_nodes_of_absent_packs_lose_no_link(comfy: ComfyPage) -> None:

@@ -4,8 +4,6 @@ import pytest
 import torch
 from comfy.sd import load_bypass_lora_for_models
 from comfy_execution.utils import CurrentNodeContext
-from halfsafe.nodes.host.compute.layer_modes import observed_modes_of, planned_modes_of
-from halfsafe.nodes.host.guard.model import guard_of
 from support import families, model_files
 from support.guarding import core, guarded, is_finite, modes_of, plain_fp16, report_of
 from support.measures import relative_error
@@ -81,14 +79,3 @@ def test_what_a_clone_on_another_device_saw_is_in_the_report(comfy, overflowing)
     families.sample(other, "wan", steps=1)
     report = report_of(model)
     assert report.verdict == "recovered" and report.calls == 1 and "blocks.0.ffn.2" in report.escalations
-
-
-def test_an_escalation_begins_with_what_was_planned_and_not_with_what_calls_have_shown(comfy, wan):
-    """In fp16_safe most layers were seen to need plain fp16 in the first run: a later call may need them wide."""
-    plain = families.load(comfy, wan, "fp16", "fp16_safe")
-    families.sample(plain, "wan", steps=1)
-    assert "fp16" in observed_modes_of(plain).values()
-    model = guarded(comfy, plain)
-    families.sample(model, "wan", steps=1)
-    modes = guard_of(model).states.last(model.model).modes
-    assert modes["blocks.0.ffn.2"] == "fp16_wide" and modes.items() <= planned_modes_of(plain).items()
