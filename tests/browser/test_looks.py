@@ -44,6 +44,8 @@ def test_the_sidebar_and_a_message_can_be_read(comfy: ComfyPage, theme: str, lan
     for selector in (".hs-sidebar *", ".hs-note *"):
         worst = comfy.evaluate(CONTRAST.replace(".hs-panel *", selector))
         assert worst["ratio"] >= 4.5, worst
+    comfy.evaluate(TAB)  # closed: beside the open sidebar no message is shown
+    comfy.send_guard(node_id=comfy.evaluate("() => String(app.graph.nodes[0].id)"), prompt_id=f"{theme}{language}{width}closed", message="Step 3: overflow.", event=EVENT)
     message = comfy.page.locator("li[role=alert], .p-toast-message", has_text="Halfsafe: ").last.bounding_box()
     assert message["x"] >= 0 and message["x"] + message["width"] <= width
 
