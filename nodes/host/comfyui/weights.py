@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 import comfy.ops
 import torch
+import torch.nn.functional as F
 from comfy.model_patcher import ModelPatcher
 from comfy.quant_ops import QuantizedTensor
 from torch.nn import Parameter
@@ -109,18 +110,24 @@ _layers_called = SharedScope(_calls_layers)
 
 
 def uncast_norm(module: torch.nn.Module) -> list[Patch]:
-    """Run a norm of ComfyUI's as torch does while its parameters lie ready in its input's dtype."""
+    """Run a norm of ComfyUI's as torch does, with its parameters cast to its input's dtype, while they lie ready."""
     kind = next((each for each in NORMS if isinstance(module, each)), None)
     if kind is None or not casts_weights(module) or not only_computes(module) or module.weight is None:
         return []
 
     def forward(x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-        weight = module._parameters["weight"]
-        given = args or kwargs or weight.dtype != x.dtype
-        if given or not lie_ready(module, weight, module._parameters.get("bias"), x):
+        weight, bias = module._parameters["weight"], module._parameters.get("bias")
+        if args or kwargs or not lie_ready(module, weight, bias, x):
             return type(module).forward(module, x, *args, **kwargs)
         comfy.ops.run_every_op()
-        return kind.forward(module, x)
+        if weight.dtype == x.dtype:
+            return kind.forward(module, x)
+        weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+        if kind is torch.nn.RMSNorm:
+            return F.rms_norm(x, module.normalized_shape, weight, module.eps)
+        if kind is torch.nn.GroupNorm:
+            return F.group_norm(x, module.num_groups, weight, bias, module.eps)
+        return F.layer_norm(x, module.normalized_shape, weight, bias, module.eps)
 
     return [(module, "forward", forward)]
 
