@@ -42,7 +42,7 @@ class NaNGuard(io.ComfyNode):
                     min=0,
                     max=64,
                     advanced=True,
-                    tooltip="The most repeats of one step. A repair takes three at most.",
+                    tooltip="The most repeats of one step. A repair takes five at most.",
                 ),
                 check_input(),
             ],
