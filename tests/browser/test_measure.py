@@ -90,6 +90,7 @@ def test_a_halved_workflow_is_measured_from_its_file_and_the_answer_is_used(comf
     comfy.screenshot(pictures, f"used-{cell}")
     assert undone(comfy) == before, "one step"
     comfy.page.wait_for_function(f"() => ({SENTENCE})()")
+    comfy.evaluate(TAB)  # closed: it covers the node
     comfy.zoom_to("HalfsafeMeasurePrecisions", 620, 560)
     comfy.page.locator(BUTTON).click()
     comfy.page.wait_for_function("() => !app.graph.nodes.some(({ type }) => type === 'HalfsafeMeasurePrecisions')")
@@ -100,7 +101,6 @@ def test_a_halved_workflow_is_measured_from_its_file_and_the_answer_is_used(comf
     assert comfy.badges()["HalfsafeLoadDiffusionModel"].startswith("int8 \u00b7 bf16")
     in_page(comfy, "await (await import('/extensions/Halfsafe-Pack/memory.mjs')).putLoadersBack(app);")
     assert prompt(comfy) == stock
-    comfy.evaluate(TAB)
 
 
 @pytest.mark.paired
