@@ -173,9 +173,11 @@ class ComfyPage:
         assert end == "execution_success", detail
 
     def badges(self) -> dict[str, str]:
-        """Node type -> what its last badge says."""
-        code = """() => Object.fromEntries(app.graph.nodes.filter((n) => n.type.startsWith("Halfsafe"))
-            .map((n) => [n.type, n.badges.map((b) => (typeof b === "function" ? b() : b).text).at(-1)]))"""
+        """Node type -> what its last badge says on a node that is wide enough for it."""
+        code = """() => Object.fromEntries(app.graph.nodes.filter((n) => n.type.startsWith("Halfsafe")).map((n) => {
+            const width = n.size[0]; n.size[0] = 2000;
+            const text = n.badges.map((b) => (typeof b === "function" ? b() : b).text).at(-1);
+            n.size[0] = width; return [n.type, text]; }))"""
         return self.evaluate(code)
 
     def send(self, event: str, /, **detail: object) -> None:

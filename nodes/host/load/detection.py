@@ -59,7 +59,7 @@ def detect_model(checkpoint: Checkpoint, only_diffusion_model: bool) -> Detected
     complete = all(
         (f"{name}.{leaf}" if name else leaf) in renamed
         for name, module in modules.items()
-        for leaf in (*made_when_loaded(module), *dict(module.named_parameters(recurse=False)))
+        for leaf in (*made_when_loaded(module), *(leaf for leaf, own in module._parameters.items() if own is not None))
     )
     return Detected(checkpoint, prefix, config, facts, names, complete)
 

@@ -160,7 +160,7 @@ def hold_as_made(patcher: ModelPatcher) -> None:
     (``_lazy_load_from_state_dict`` in comfy/ops.py), also in a model that it does not stream, whose layers may not
     cast.
     """
-    if patcher.is_dynamic():
+    if patcher.is_dynamic() or not getattr(comfy.memory_management, "aimdo_enabled", False):
         return
     for layer in patcher.model.modules():
         for name, parameter in [*layer.named_parameters(recurse=False)]:

@@ -31,7 +31,7 @@ def trained(model, checkpointing: bool, bypass: bool = False, training_dtype: st
     torch.manual_seed(5)
     node = core("comfy_extras.nodes_train").TrainLoraNode
     lora, losses = node.execute([model], [latents], [families.conditioning("wan")], **{name: [value] for name, value in inputs.items()}).args[:2]
-    return torch.cat([lora[name].flatten() for name in sorted(lora) if "lora_up" in name]), losses["loss"][-1]
+    return torch.cat([lora[name].flatten() for name in sorted(lora) if "lora_down" in name]), losses["loss"][-1]
 
 
 @pytest.fixture(scope="module")

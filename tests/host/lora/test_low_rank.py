@@ -77,7 +77,7 @@ WAYS = {
 }
 BESIDE_CORES = ("fp8, bf16", "fp8, fp16_safe", "int8, bf16", "int8, fp16_safe", "int8 products")
 """Where the error is compared with that of the adapters of ComfyUI's bypass node."""
-OWN = {"fp8 products": "fp8", "int8 products": "int8", "fp8, fp16_safe": "fp16", "int8, fp32": "fp32"}
+OWN = {"fp8 products": "fp8", "int8 products": "int8", "fp8, fp16_safe": "fp16_wide", "int8, fp32": "fp32"}
 
 
 @pytest.mark.parametrize("way", WAYS)
