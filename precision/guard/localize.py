@@ -138,6 +138,8 @@ class Localizer(TorchDispatchMode):
                     self._made.pop(_key(tensor), None)
             elif bad:
                 self._made[_key(tensor)] = self._source_of(bad, op, inputs)
+            elif inputs and not any(one.is_floating_point() for one, _ in inputs):  # bytes that are read as numbers
+                self._made.pop(_key(tensor), None)
             else:
                 self._made[_key(tensor)] = replace(self._made_by(op, inputs, size), result=name_of(tensor.dtype))
 

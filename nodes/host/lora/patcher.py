@@ -304,9 +304,9 @@ class AddsLowRank:
         return state
 
 
-def has_low_rank(patcher: ModelPatcher) -> TypeGuard[AddsLowRank]:
+def has_low_rank(given: object) -> TypeGuard[AddsLowRank]:
     """True if a patcher adds LoRAs to results."""
-    return isinstance(patcher, AddsLowRank) and patcher.low_rank_patcher() is not None
+    return isinstance(given, AddsLowRank) and given.low_rank_patcher() is not None
 
 
 def keep_low_rank_unmerged(patcher: ModelPatcher) -> None:
@@ -438,7 +438,7 @@ class LowRankCall(Acting):
     """A call with the LoRAs of a patcher. A call that shows that some cannot be added to results is repeated."""
 
     def __init__(self, patcher: AddsLowRank):
-        self.patcher, self.low_rank = patcher, patcher.low_rank_model()
+        self.adds, self.low_rank = patcher, patcher.low_rank_model()
         self.entered: set[torch.nn.Module] | None = None
 
     @contextlib.contextmanager
@@ -448,14 +448,14 @@ class LowRankCall(Acting):
         sizes = None if call is None else tuple(map(_size, (call.x, call.c_crossattn)))
         watched = sizes not in self.low_rank.seen
         with contextlib.ExitStack() as held:
-            held.enter_context(_on_layers(self.patcher))
+            held.enter_context(_on_layers(self.adds))
             self.entered = held.enter_context(modules_entered()) if watched else None
             yield
         if sizes is not None:
             self.low_rank.seen.add(sizes)
 
     def stands(self, result: object) -> bool:
-        return not self.patcher.passes_to_weights(self.entered)
+        return not self.adds.passes_to_weights(self.entered)
 
 
 @contextlib.contextmanager
@@ -517,6 +517,11 @@ def layer_name(key: str) -> str:
     return plain_name(key.removeprefix(DIFFUSION_MODEL)).removesuffix(".weight")
 
 
+def _passed_by_reasons(patcher: AddsLowRank) -> dict[str, str]:
+    low_rank = patcher.low_rank_model()
+    return {key: IN_WEIGHT if key in low_rank.asked else WITHOUT_EFFECT for key in low_rank.by_weight}
+
+
 def low_rank_reasons(patcher: ModelPatcher) -> dict[str, str]:
     """Say by layer what was done with the patches of its 8-bit weight, and how many do not fit its weight."""
     texts: dict[str, str] = {}
@@ -525,8 +530,7 @@ def low_rank_reasons(patcher: ModelPatcher) -> dict[str, str]:
         patches = patcher.sorted_patches()
         texts = {key: f"LoRAs added to the layer's output: {len(of_key)}" for key, of_key in patches.low_rank.items()}
         if has_low_rank(patcher):
-            low_rank = patcher.low_rank_model()
-            texts |= {key: IN_WEIGHT if key in low_rank.asked else WITHOUT_EFFECT for key in low_rank.by_weight}
+            texts |= _passed_by_reasons(patcher)
         texts |= {key: f"weight quantized again with {why} merged into it" for key, why in patches.merged.items()}
         unfit |= patches.unfit
     for key, count in unfit.items():

@@ -399,7 +399,7 @@ def test_what_is_measured_is_not_compiled(comfy, minimax, what):
         elif what == "calibration":
             calibrate_model(model, *given, None)
         else:
-            measure_model(model, Inputs(*given), settings_from("as_file/fp16_safe\nint8/auto"))
+            measure_model(model, Inputs(*given, cfg=4.0), settings_from("as_file/fp16_safe\nint8/auto"))
     assert recorder.calls == 0
 
 

@@ -38,7 +38,7 @@ IF_THERE = {
     "comfy.ldm.modules.attention.*.config", "comfy.ldm.modules.attention.*.function",
 }  # fmt: skip
 """What the code asks for before it uses it."""
-NOT_COMFYS = {*dir(torch.nn.Module), "by_key", "plan_for", "set_strengths", "forwards", "sorted_patches"}
+NOT_COMFYS = {*dir(torch.nn.Module), "by_key", "plan_for", "set_strengths", "forwards", "sorted_patches", "low_rank_model", "low_rank_patcher", "passes_to_weights"}
 """Attributes that torch gives a model, and those of our own patcher of LoRAs."""
 PROBES = ("getattr", "hasattr", "setattr")
 

@@ -26,7 +26,7 @@ def stage(comfyui_dir: Path, tmp_path_factory: pytest.TempPathFactory):
     base = make_base_directory(tmp_path_factory.mktemp("demo"), ROOT, copied=True)
     files = demo._provide_models(environment, base, dict.fromkeys(demo.MODELS))
     with Server(comfyui_dir, base) as server:
-        options = argparse.Namespace(model=None, prompt=None, output=tmp_path_factory.mktemp("results"))
+        options = argparse.Namespace(model=None, prompt=None, installed=False, output=tmp_path_factory.mktemp("results"))
         stage = demo.Stage(server, environment, options, files)
         demo._open(stage, base)
         yield stage
@@ -77,5 +77,5 @@ def test_the_address_is_told_before_anything_is_drawn(monkeypatch: pytest.Monkey
     monkeypatch.setattr(demo, "Server", lambda *_, **__: server)
     for name in ("_open", "_show"):
         monkeypatch.setattr(demo, name, lambda *_, name=name: done.append(name) or True)
-    options = argparse.Namespace(model=None, clip=None, vae=None, serve=True, output=tmp_path)
+    options = argparse.Namespace(model=None, clip=None, vae=None, serve=True, installed=False, output=tmp_path)
     assert demo._demo(options, stage.environment) == 0 and done == ["_open", "_show", "wait"]

@@ -129,7 +129,7 @@ def test_a_bad_latent_is_not_the_vaes_fault(comfy, files):
     guarded = guard(comfy, load(comfy, files["image"]))
     with pytest.raises(NonFinite, match="latent") as error:
         guarded.decode(latent("image") * math.nan)
-    assert error.value.verdict == "bad_input" and "NaN Guard" in str(error.value)
+    assert error.value.verdict == "bad_input" and "guard the model" in str(error.value)
 
 
 def test_a_bad_weight_is_named(comfy, models_dir):
@@ -320,7 +320,7 @@ def test_nan_in_one_latent_is_not_blamed_for_the_overflow_of_the_others(comfy, f
     vae = guard(comfy, load(comfy, files["image"]), on_nan)
     result = vae.decode(batch)
     events = getattr(vae, ATTRIBUTE).log.events
-    assert (events[0].kind, events[0].batch_rows) == ("input", [1]) and "NaN" in events[0].evidence
+    assert (events[0].kind, events[0].batch_rows) == ("input", [1])
     if on_nan == "retry_higher":
         assert relative_error(expected[0], result[0]) < 0.02 and not is_finite(result[1])
         assert events[1].recovered and len(events) == 2

@@ -94,7 +94,7 @@ def as_the_row_says(row: Tradeoff, products: dict) -> bool:
 
 SETTINGS = {
     "as_file/bf16": (torch.bfloat16, "bf16"), "fp16/fp16": (torch.float16, "fp16"), "fp32/fp32": (torch.float32, "fp32"),
-    "as_file/fp16_safe": (torch.bfloat16, "fp16"), "int8/int8": (torch.int8, "int8"), "fp8_e4m3fn/bf16": (torch.float8_e4m3fn, "bf16"),
+    "as_file/fp16_safe": (torch.bfloat16, "fp16_wide"), "int8/int8": (torch.int8, "int8"), "fp8_e4m3fn/bf16": (torch.float8_e4m3fn, "bf16"),
 }  # fmt: skip
 """Setting -> the dtype its weights are held in, and the mode of most layers: inside of blocks fp16_safe's results are fp16."""
 
