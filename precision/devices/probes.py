@@ -22,6 +22,7 @@ INT8_TOLERANCE = 2e-2
 UNSPLIT = 1024
 """Rows and columns of a product whose tiles occupy a large card: of a smaller one cuBLAS splits the inner dimension,
 and the sums of its parts do not pass fp16's range."""
+NOT_TRIED = "not tried while a model may run, because the flag applies to the whole process"
 NO_MEMORY = "not enough free memory to try"
 _leaves_flags = ContextVar("halfsafe_probes_leave_flags", default=False)
 
@@ -53,9 +54,9 @@ _kept: dict[tuple, Probe] = {}
 
 
 def _once(name: str, check: Callable[..., tuple[bool | None, str]], *args) -> Probe:
-    """Run :func:`probe`; the result is kept for the process unless the probe said nothing."""
+    """Run :func:`probe`; the result is kept for the process unless another time may tell more."""
     key = (name, args)
-    if key not in _kept or _kept[key].ok is None:
+    if key not in _kept or _kept[key].detail in (NO_MEMORY, NOT_TRIED):
         _kept[key] = probe(name, check, *args)
     return _kept[key]
 
@@ -232,7 +233,7 @@ def fp16_accumulation(device: torch.device) -> tuple[bool | None, str]:
     if is_on("fp16_accumulation") is None:
         return False, f"torch {torch.__version__} has no such flag"
     if _leaves_flags.get():
-        return None, "not tried while a model may run, because the flag applies to the whole process"
+        return None, NOT_TRIED
     return _overflows_in_fp16(*accumulation_operands(device, UNSPLIT))
 
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from ..base.dtypes import FP8_DTYPES, name_of
 from ..formats.checkpoint import Checkpoint, StoredWeight
+from ..formats.stored_weight import FULL_PRECISION
 
 # Last parts of the names of lookup tables in comfy/ldm, comfy/text_encoders and comfy/clip_model.py, which have no
 # bias, ...
@@ -77,7 +78,7 @@ def facts_of(
     parameters, dtype = sum(prod(weight.shape) for weight in inside), file_dtype(checkpoint, prefix)
     scaled = (weight for weight in inside if weight.data.dtype in FP8_DTYPES and weight.scale is not None)
     by_layer = {(names or {}).get(weight.name) or weight.layer[len(prefix) :]: weight for weight in scaled}
-    native = frozenset(layer for layer, weight in by_layer.items() if not weight.full_precision)
+    native = frozenset(layer for layer, weight in by_layer.items() if not weight.settings.get(FULL_PRECISION))
     many = frozenset(layer for layer, weight in by_layer.items() if weight.has_many_scales)
     return ModelFacts(tuple(layers), parameters, dtype, tuple(supported), native, dict(formats or {}), many)
 

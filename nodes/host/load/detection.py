@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import comfy.memory_management
 import comfy.model_detection
 import comfy.ops
 import comfy.utils
@@ -59,8 +60,12 @@ def detect_model(checkpoint: Checkpoint, only_diffusion_model: bool) -> Detected
     complete = all(
         (f"{name}.{leaf}" if name else leaf) in renamed
         for name, module in modules.items()
-        for leaf in (*made_when_loaded(module), *(leaf for leaf, own in module._parameters.items() if own is not None))
+        for leaf, parameter in module._parameters.items()
+        if parameter is not None
     )
+    if complete and getattr(comfy.memory_management, "aimdo_enabled", False):
+        later = [f"{name}.{leaf}" for name, module in modules.items() for leaf in made_when_loaded(module)]
+        complete = all(name.removeprefix(".") in renamed for name in later)
     return Detected(checkpoint, prefix, config, facts, names, complete)
 
 

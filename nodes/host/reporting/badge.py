@@ -15,7 +15,7 @@ from ....precision.base.modes import MODES
 from ....precision.plan.auto import UNQUANTIZED
 from ....precision.plan.choice import ATTACHMENT
 from ..accumulation.executor import accumulation_of
-from ..comfyui.gate import met_in
+from ..comfyui.gate import any_met, met_in
 from ..comfyui.layers import matrix_layers, modules_of
 from ..comfyui.model_facts import storage_of
 from ..comfyui.page import encoder_reports, send_report
@@ -51,7 +51,7 @@ def model_ui(model, *more: str | None) -> dict[str, list[str]]:
         instead = list(filter(None, [compute.plan.instead]))
     rules = list(dict.fromkeys(entry.setting for entry in idle if entry.unmatched))
     told = {UNMATCHED_KEY: rules, INSTEAD_KEY: instead}
-    words = badge(*model_words(model), *more, *met_in(modules_of(model.model)))
+    words = badge(*model_words(model), *more, *(met_in(modules_of(model.model)) if any_met() else ()))
     return words | {key: texts for key, texts in told.items() if texts}
 
 
