@@ -51,7 +51,8 @@ def model_ui(model, *more: str | None) -> dict[str, list[str]]:
         instead = list(filter(None, [compute.plan.instead]))
     rules = list(dict.fromkeys(entry.setting for entry in idle if entry.unmatched))
     told = {UNMATCHED_KEY: rules, INSTEAD_KEY: instead}
-    words = badge(*model_words(model), *more, *(met_in(modules_of(model.model)) if any_met() else ()))
+    met = met_in(modules_of(model.model)) if any_met() else {}
+    words = badge(*model_words(model), *more, *met)
     return words | {key: texts for key, texts in told.items() if texts}
 
 
