@@ -10,7 +10,7 @@ from .host.check.drift import checking
 from .host.guard import planned
 from .host.guard.encoders import guard_clip, guard_vae
 from .host.guard.model import MAX_RETRIES, with_guard
-from .host.reporting.badge import model_ui, with_live_report
+from .host.reporting.badge import met_words, model_ui, with_live_report
 from .inputs import CATEGORY, EXPERT, RulesType, check_input, checked_rules, compute_input, node_id_of, on_nan_input
 
 
@@ -41,7 +41,7 @@ class ComputeDtype(io.ComfyNode):
     @classmethod
     def execute(cls, model, compute, rules=None) -> io.NodeOutput:
         model = planned.with_compute(model, compute, checked_rules(rules) or Rules())
-        return io.NodeOutput(model, ui=model_ui(model))
+        return io.NodeOutput(model, ui=model_ui(model, *met_words(model)))
 
 
 class AutoPrecision(io.ComfyNode):
@@ -105,7 +105,7 @@ class AutoPrecision(io.ComfyNode):
             clip = guard_clip(clip, guard, node_id) if "clip" in encoders else None
             vae = guard_vae(vae, guard, node_id) if "vae" in encoders else None
         model, shown = with_live_report(model, node_id)
-        words = model_ui(model, "guarded" if guard != OFF else None)
+        words = model_ui(model, "guarded" if guard != OFF else None, *met_words(model))
         return io.NodeOutput(model, clip, vae, why, ui=shown | words)
 
 

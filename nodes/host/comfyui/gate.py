@@ -234,11 +234,6 @@ def note_met(module: torch.nn.Module, arguments: set[str]) -> None:
             logger.warning("Halfsafe: %s", MET.format(_caller(module), argument, VERSION, name_of_layer(module)))
 
 
-def any_met() -> bool:
-    """True if some layer ran its own code because of an argument."""
-    return bool(_met)
-
-
 def met_in(modules: Mapping[str, torch.nn.Module]) -> dict[str, str]:
     """Say which layers of a model ran their own code because of an argument: a few words for each argument, with the
     sentence."""

@@ -15,7 +15,7 @@ from ....precision.base.modes import MODES
 from ....precision.plan.auto import UNQUANTIZED
 from ....precision.plan.choice import ATTACHMENT
 from ..accumulation.executor import accumulation_of
-from ..comfyui.gate import any_met, met_in
+from ..comfyui.gate import met_in
 from ..comfyui.layers import matrix_layers, modules_of
 from ..comfyui.model_facts import storage_of
 from ..comfyui.page import encoder_reports, send_report
@@ -39,6 +39,11 @@ def badge(*words: str | None) -> dict[str, list[str]]:
     return {BADGE_KEY: [" \u00b7 ".join(shown)]} if shown else {}
 
 
+def met_words(model) -> list[str]:
+    """List the words for layers of a model that has run whose own code ran because of an argument."""
+    return [*met_in(modules_of(model.model))]
+
+
 def model_ui(model, *more: str | None) -> dict[str, list[str]]:
     """Make the ui output of a node that gives out a model: its badge, the rules that match no layer, and why the model
     does not compute in the fp16 that it came in."""
@@ -51,8 +56,7 @@ def model_ui(model, *more: str | None) -> dict[str, list[str]]:
         instead = list(filter(None, [compute.plan.instead]))
     rules = list(dict.fromkeys(entry.setting for entry in idle if entry.unmatched))
     told = {UNMATCHED_KEY: rules, INSTEAD_KEY: instead}
-    met = met_in(modules_of(model.model)) if any_met() else {}
-    words = badge(*model_words(model), *more, *met)
+    words = badge(*model_words(model), *more)
     return words | {key: texts for key, texts in told.items() if texts}
 
 
