@@ -166,7 +166,7 @@ def test_two_texts_of_one_guarded_encoder_take_turns(comfy, models_dir):
     meeting = Meeting(MEET)
     guard, patcher = encoders.EncoderGuard("Text encoder", "report", None), core("comfy.model_patcher").ModelPatcher(torch.nn.Linear(2, 2), torch.device("cpu"), torch.device("cpu"))
 
-    def make(step, given):
+    def make(step, given, beside):
         meeting()
         return encoders.Attempt(torch.ones(1), 1.0)
 
