@@ -233,7 +233,7 @@ def _device_answers() -> bool:
 
 def probes_found() -> dict:
     """What `doctor` tells of this device."""
-    from halfsafe.precision.commands.doctor import diagnose
+    from halfsafe.precision.report.doctor import diagnose
 
     found = diagnose()
     failed = [probe["name"] for probe in found["probes"] if probe["ok"] is False]

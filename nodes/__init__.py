@@ -10,8 +10,8 @@ from . import accumulation, analysis, calibrate, compare, compute, guard, loader
 from .host.comfyui.kernels import warn_once
 from .host.comfyui.known_calls import log_new_parameters
 from .host.comfyui.self_test import check_core
+from .host.guard.watch import watch_every_run
 from .host.reporting.routes import serve_page
-from .host.reporting.watch import watch_every_run
 
 FILES = (loaders, save, rules, compute, accumulation, guard, report, analysis, compare, measure, calibrate)
 NODES: list[type[io.ComfyNode]] = [node for file in FILES for node in file.NODES]

@@ -6,8 +6,8 @@ from dataclasses import asdict
 import torch
 from comfy_api.latest import io
 
-from ..precision.commands import doctor
 from ..precision.devices.profiles import PROFILE_NAMES
+from ..precision.report import doctor
 from ..precision.report.report_chart import chart
 from .host.comfyui.page import encoder_reports
 from .host.load.devices import current_device

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 
 from ..base.amax import amax
 from ..base.flags import fp32_accumulation
+from ..base.layers import kind_of
 from ..base.modes import FP16_SCALED, FP16_WIDE, FP32
 from .calibration import Calibration
 from .operand_scale import OperandScale
@@ -38,15 +39,6 @@ TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3
 def lent(weights: Provided) -> AbstractContextManager[tuple]:
     """Yield ``(weight, bias)``, whether the provider returned a tuple or a context manager."""
     return nullcontext(weights) if isinstance(weights, tuple) else weights
-
-
-def kind_of(module: torch.nn.Module) -> str | None:
-    """Return ``linear``, ``conv`` or ``transposed``; None for a module without a matrix product."""
-    if hasattr(module, "in_features") and hasattr(module, "out_features"):
-        return "linear"
-    if isinstance(module, torch.nn.modules.conv._ConvTransposeNd):
-        return "transposed"
-    return "conv" if isinstance(module, torch.nn.modules.conv._ConvNd) else None
 
 
 def has_wide_output(device: torch.device, kind: str) -> bool:

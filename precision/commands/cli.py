@@ -179,7 +179,7 @@ def _rules_text(path: Path | None) -> str:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from . import doctor
+    from ..report import doctor
 
     diagnosis = doctor.diagnose()
     _print(options, diagnosis, doctor.to_text(diagnosis))

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from ..base import nested
+from ..devices.random_start import RandomStart
 from .inputs import NotFiniteInput
 from .localize import Origin
 from .log import CallPosition
-from .random_start import RandomStart
 from .rungs import AS_IT_WAS, Rung
 from .verdicts import Wording
 

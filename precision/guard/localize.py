@@ -13,10 +13,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..arithmetic.hiding import HIDING, hidden_operands
-from ..arithmetic.linear import kind_of
 from ..base.amax import amax_value
 from ..base.dtypes import name_of
 from ..base.layer_names import plain_name
+from ..base.layers import kind_of, stored
 from ..base.nested import PLAIN, plain_alias, tensors_in
 from ..base.patching import Entering, patched, taken_as_called
 from ..report.schema import EventKind
@@ -204,13 +204,6 @@ def first_bad_weight(module: torch.nn.Module) -> str | None:
     """Return the name of a parameter or buffer of ``module`` that holds NaN or Inf."""
     named = [*module.named_parameters(), *module.named_buffers()]
     return next((name for name, tensor in named if not math.isfinite(amax_value(stored(tensor)))), None)
-
-
-def stored(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the stored data of a quantized weight without its scales; any other tensor unchanged."""
-    # comfy-kitchen's ``QuantizedTensor`` gives its layout, and that its plain tensors (comfy_kitchen/tensor/base.py).
-    layout = getattr(tensor, "layout_cls", None)
-    return tensor if layout is None else layout.get_plain_tensors(tensor)[0]
 
 
 def _with_reach(values) -> list[tuple[torch.Tensor, float]]:

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ..arithmetic.linear import WeightProvider, kind_of, lent, matmul_flops
+from ..arithmetic.linear import WeightProvider, lent, matmul_flops
 from ..base.amax import amax_value, decibels
+from ..base.layers import kind_of
 from .candidates import Candidate, multiply, parts
 
 ROWS = 64

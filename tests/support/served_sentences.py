@@ -16,7 +16,7 @@ OUTSIDE_OF_COMFYUI = ("precision/commands",)
 """The command line."""
 TEXTS_AND_PICTURES = (
     "precision/study/analysis_text.py", "precision/study/charts.py", "precision/report/draw.py", "precision/study/tradeoffs_text.py",
-    "precision/report/report_chart.py", "precision/report/view.py", "precision/report/report_text.py",
+    "precision/report/report_chart.py", "precision/report/view.py", "precision/report/report_text.py", "precision/report/doctor.py",
 )  # fmt: skip
 """What a STRING or IMAGE output holds, which stays as it was made."""
 WORD = re.compile(r"(?<![\w=.])[A-Za-z][a-z]+(?![\w=])")

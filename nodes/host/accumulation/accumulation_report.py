@@ -3,8 +3,8 @@
 import torch
 
 from ....precision.arithmetic.fp16_accumulation import FP16_ACCUMULATION, Fp16AccumulationLinear
-from ....precision.arithmetic.linear import kind_of
 from ....precision.base import flags
+from ....precision.base.layers import kind_of
 from ....precision.base.modes import FP8, FP16, INT8
 from ....precision.base.text import listed
 from ....precision.plan.accumulation import (

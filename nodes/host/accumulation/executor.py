@@ -10,9 +10,9 @@ from ....precision.arithmetic.attention import SafeAttention, run_in_fp32
 from ....precision.arithmetic.attention_bounds import AttentionCall
 from ....precision.arithmetic.calibration import Calibration
 from ....precision.arithmetic.fp16_accumulation import FP16_ACCUMULATION, Fp16AccumulationLinear, SumBound
-from ....precision.arithmetic.linear import kind_of
 from ....precision.base import flags
 from ....precision.base.layer_names import are_alike
+from ....precision.base.layers import kind_of
 from ....precision.base.modes import FP16
 from ....precision.base.patching import Patch, compile_disabled, patched
 from ....precision.devices.detect import detect
@@ -26,6 +26,7 @@ from ..compute.executor import compute_of
 from ..compute.fp8_product import Refused, fast_accumulation
 from ..compute.layer_modes import planned_modes_of, settings_of
 from ..compute.per_model import PerModel, forwards_on
+from ..replay.calibrated import CalibratedActing
 from ..replay.call import Call
 from ..replay.interceptor import ACCUMULATION, Acting, Stage, put_stage
 from ..replay.model_compiler import compiler_off
@@ -80,7 +81,7 @@ class FlagsAlone(Acting):
         return flags.flags_set(self.plan.flags)
 
 
-class AccumulationRun(Acting):
+class AccumulationRun(CalibratedActing):
     """Keep one model under a request: its plan, its patches and what its calls have shown."""
 
     def __init__(self, request: Request, model):
@@ -98,7 +99,6 @@ class AccumulationRun(Acting):
         self.watches = bool(self.operations) or self.attention is not None
         self.refused_fp8: Refused = {}
         self._names = list(modules_of(model))
-        self._alike: bool | None = None
         operations = self.operations.values()
         patches = (exchanged(operation.module, operation.__call__, operation.inner) for operation in operations)
         self.patches: list[Patch] = [patch for of_one in patches for patch in of_one]
@@ -112,23 +112,11 @@ class AccumulationRun(Acting):
                 by_layer = not self.plan.whole
                 yield name, Fp16AccumulationLinear(module, module.forward, sums, self.calibration, weights, by_layer)
 
-    def begin_call(self) -> None:
-        self.calibration.begin_call()
-
-    def take_back(self) -> None:
-        self.calibration.take_back()
-
     @contextlib.contextmanager
     def attempt(self, call: Call) -> Iterator[None]:
         measuring = self.calibration.attempt() if self.watches else contextlib.nullcontext()
         with measuring, patched(self.patches), attending(call.model, call, self.attend), self.scope():
             yield
-
-    def stands(self, result: torch.Tensor) -> bool:
-        return not self.watches or self.calibration.stands(result)
-
-    def goes_on_after(self, error: RuntimeError) -> bool:
-        return self.watches and self.calibration.goes_on_after(error)
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
@@ -142,20 +130,14 @@ class AccumulationRun(Acting):
                 scopes.enter_context(fast_accumulation(self.refused_fp8))
             if self.plan.whole and self.watches and self.calibration.calibrating:
                 scopes.enter_context(compile_disabled())
-            if not self._allocates_alike():
+            if not self.allocates_alike():
                 scopes.enter_context(compiler_off())
             yield
 
-    def _allocates_alike(self) -> bool:
-        """Tell whether each block runs as the one before it, so that it allocates the same."""
-        if self.watches and self.calibration.calibrating:
-            self._alike = None
-            return False
-        if self._alike is None:
-            scaled = {name: (op.sums.proven, op.sums.exponent) for name, op in self.operations.items()}
-            in_fp32 = {*self.attention.calls_in_fp32} if self.attention else set()
-            self._alike = len(in_fp32) < 2 and are_alike(scaled, self._names)
-        return self._alike
+    def blocks_are_alike(self) -> bool:
+        scaled = {name: (op.sums.proven, op.sums.exponent) for name, op in self.operations.items()}
+        in_fp32 = {*self.attention.calls_in_fp32} if self.attention else set()
+        return len(in_fp32) < 2 and are_alike(scaled, self._names)
 
     @property
     def all_in_fp16(self) -> bool:

@@ -13,15 +13,15 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 
+from ....precision.arithmetic.casting import CastsToFp32
 from ....precision.base.modes import FP16_ACC16, FP32
 from ....precision.base.patching import compile_disabled
 from ....precision.check import drift
-from ....precision.guard.casting import CastsToFp32
+from ....precision.devices.random_start import RandomStart
 from ....precision.guard.inputs import rows_not_finite
 from ....precision.guard.ladder import Ladder
 from ....precision.guard.log import GuardLog
 from ....precision.guard.policy import ALL_IN_FP32
-from ....precision.guard.random_start import RandomStart
 from ....precision.guard.verdicts import FINITE_HERE
 from ....precision.report.report_text import check_text
 from ....precision.report.schema import CheckReport

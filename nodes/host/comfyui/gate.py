@@ -26,8 +26,8 @@ import comfy.model_management
 import comfy.ops
 import torch
 
-from ....precision.arithmetic.linear import kind_of
 from ....precision.base.errors import HalfsafeError
+from ....precision.base.layers import kind_of
 from ....precision.base.text import listed
 from ....precision.version import VERSION
 from .attributes import FORWARDS, quantization_format

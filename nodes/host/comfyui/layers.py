@@ -7,8 +7,8 @@ import torch
 from comfy.ldm.modules.diffusionmodules.openaimodel import TimestepEmbedSequential
 from comfy.quant_ops import QuantizedTensor
 
-from ....precision.arithmetic.linear import kind_of
 from ....precision.base.layer_names import plain_name
+from ....precision.base.layers import kind_of
 from .attributes import CAST_DTYPE, dtype_of_weights
 
 CALLED_BY_ITEMS = {

@@ -15,7 +15,8 @@ from comfy.model_patcher import ModelPatcher
 from comfy.quant_ops import QuantizedTensor
 from torch.nn import Parameter
 
-from ....precision.arithmetic.linear import Provided, WeightProvider, kind_of
+from ....precision.arithmetic.linear import Provided, WeightProvider
+from ....precision.base.layers import kind_of
 from ....precision.base.patching import Patch, SharedScope, patched
 from .attributes import (
     DYNAMIC,

@@ -11,7 +11,7 @@ import comfy.ldm.modules.attention
 import torch
 
 from ....precision.arithmetic.attention import Kernels
-from ....precision.arithmetic.linear import kind_of
+from ....precision.base.layers import kind_of
 from ....precision.base.patching import Patch, patched
 from ..comfyui.gate import is_default
 from ..comfyui.known_calls import ATTENTION, OVERRIDE

@@ -7,9 +7,10 @@ import torch
 
 from ....precision.arithmetic.calibration import Calibration
 from ....precision.arithmetic.fp16_accumulation import FP16_ACCUMULATION
-from ....precision.arithmetic.linear import SafeOperation, kind_of, matmul_flops
+from ....precision.arithmetic.linear import SafeOperation, matmul_flops
 from ....precision.base.dtypes import dtype_named, name_of
 from ....precision.base.flags import flags_set
+from ....precision.base.layers import kind_of
 from ....precision.base.modes import FP8, FP16, FP16_WIDE, FP32, INT8, MODE_OF
 from ....precision.base.patching import Patch
 from ....precision.formats.fp8 import activation_scale

@@ -14,8 +14,8 @@ try:
 except ImportError:
     scaled_mm_v2 = None
 
+from ....precision.base.layers import stored
 from ....precision.base.oom import is_torch_oom
-from ....precision.guard.localize import stored
 
 LAYOUT = "TensorCoreFP8E4M3Layout"
 Refused = dict[tuple[int, ...], str]

@@ -3,8 +3,8 @@
 import comfy.quant_ops
 import torch
 
-from ....precision.arithmetic.linear import kind_of
 from ....precision.base.dtypes import name_of
+from ....precision.base.layers import kind_of
 from ....precision.base.modes import FP8, FP32, INT8
 from ....precision.formats.registry import FORMATS, Format
 from ..comfyui.attributes import (

@@ -20,8 +20,8 @@ from ..comfyui.attributes import MEMORY_ESTIMATE, cast_dtype, casting, scaled_in
 from ..comfyui.execution import switches_by_layer
 from ..comfyui.layers import is_quantized, modules_of
 from ..comfyui.weights import calling_layers, uncast_norm
+from ..replay.calibrated import CalibratedActing
 from ..replay.call import Call
-from ..replay.interceptor import Acting
 from ..replay.model_compiler import compiler_off
 from .attention import attending, in_one_dtype, kernels_of
 from .core_layers import PlannedLayers, holds_sums, int8_patches
@@ -31,7 +31,7 @@ from .ruled_attention import RuledAttention
 logger = logging.getLogger("halfsafe.compute")
 
 
-class PlannedModel(Acting):
+class PlannedModel(CalibratedActing):
     """Run the calls of a model of ComfyUI under a plan, and record their modes and ranges."""
 
     def __init__(self, plan: ComputePlan, model):
@@ -53,7 +53,6 @@ class PlannedModel(Acting):
         exchanged = {name: module for name, module in self.modules.items() if name not in in_int8}
         self.layers = PlannedLayers(plan, exchanged)
         self.calibration = self.layers.calibration
-        self._alike: bool | None = None
         self._sums_off = False
         self.ruled = RuledAttention(plan.attention, named)
         self.attention = SafeAttention(self.calibration, self.ruled.is_inside)
@@ -100,10 +99,7 @@ class PlannedModel(Acting):
 
     def begin_call(self) -> None:
         self._settle_flags()
-        self.calibration.begin_call()
-
-    def take_back(self) -> None:
-        self.calibration.take_back()
+        super().begin_call()
 
     @contextmanager
     def attempt(self, call: Call) -> Iterator[None]:
@@ -115,13 +111,10 @@ class PlannedModel(Acting):
 
     def stands(self, result: torch.Tensor) -> bool:
         measures = self.calibration.calibrating
-        stands = self.calibration.stands(result)
+        stands = super().stands(result)
         if measures and stands:
             logger.debug("Halfsafe: %s", self.layers)
         return stands
-
-    def goes_on_after(self, error: RuntimeError) -> bool:
-        return self.calibration.goes_on_after(error)
 
     def _settle_flags(self) -> None:
         """Decide whether fp16 accumulation is switched off for the whole call or layer by layer."""
@@ -135,19 +128,12 @@ class PlannedModel(Acting):
         self.attention.begin()
         self.ruled.begin()
         sums = fp32_accumulation() if self._sums_off else nullcontext()
-        return sums, nullcontext() if self._allocates_alike() else compiler_off()
+        return sums, nullcontext() if self.allocates_alike() else compiler_off()
 
-    def _allocates_alike(self) -> bool:
-        """True if all blocks of the model allocate alike under the plan, so that ComfyUI's compiler may run; False in a
-        calibrating call."""
-        if self.calibration.calibrating:
-            self._alike = None
-            return False
-        if self._alike is None:
-            kinds = {name: self.plan.decisions[name].mode for name in self.modules} | self.layers.allocations()
-            attention_is_alike = not self.ruled.rules and len({*self.attention.calls_in_fp32}) < 2
-            self._alike = attention_is_alike and are_alike(kinds, modules_of(self._model()))
-        return self._alike
+    def blocks_are_alike(self) -> bool:
+        kinds = {name: self.plan.decisions[name].mode for name in self.modules} | self.layers.allocations()
+        attention_is_alike = not self.ruled.rules and len({*self.attention.calls_in_fp32}) < 2
+        return attention_is_alike and are_alike(kinds, modules_of(self._model()))
 
     @property
     def attend(self) -> Callable | None:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
-from ....precision.arithmetic.linear import kind_of
+from ....precision.base.layers import kind_of
 from ....precision.base.patching import Patch
 from ....precision.plan.rules import Rule
 from ..comfyui.layers import is_called_by_items

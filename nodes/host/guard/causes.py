@@ -10,9 +10,10 @@ import folder_paths
 import torch
 from comfy.model_patcher import ModelPatcher
 
-from ....precision.arithmetic.linear import kind_of, lent
+from ....precision.arithmetic.linear import lent
 from ....precision.base.dtypes import name_of
 from ....precision.base.errors import CheckpointError
+from ....precision.base.layers import kind_of, stored
 from ....precision.base.nested import leaves, tensors_in
 from ....precision.base.patching import Patch
 from ....precision.files.safetensors_file import open_checkpoint
@@ -26,7 +27,7 @@ from ....precision.guard.inputs import (
     nan_inputs,
     zeroed,
 )
-from ....precision.guard.localize import Origin, stored
+from ....precision.guard.localize import Origin
 from ....precision.guard.verdicts import CONTROL_ADVICE
 from ....precision.plan.choice import ATTACHMENT
 from ..comfyui.attributes import BIAS_FUNCTIONS, WEIGHT_FUNCTIONS, casts_weights

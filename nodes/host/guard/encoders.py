@@ -20,13 +20,13 @@ from ....precision.base.dtypes import name_of
 from ....precision.base.nested import tensors_in
 from ....precision.base.patching import Patch, SharedScope, patched
 from ....precision.base.surroundings import autocasts, own_dtypes
+from ....precision.devices.random_start import RandomStart
 from ....precision.guard.failed_call import Attempt, FailedCall
 from ....precision.guard.inputs import NotFiniteInput, inputs_not_finite
 from ....precision.guard.ladder import Ladder
 from ....precision.guard.localize import Localizer, Origin
 from ....precision.guard.log import CallPosition, GuardLog
 from ....precision.guard.policy import OnNan
-from ....precision.guard.random_start import RandomStart
 from ....precision.guard.rungs import EncoderStep, Rung, encoder_rungs
 from ....precision.guard.verdicts import ENCODER_INPUTS, ENCODERS, NO_CHOICE, NonFinite
 from ..comfyui.attributes import CAST_DTYPE

@@ -9,6 +9,7 @@ import torch
 from comfy.model_base import BaseModel
 from comfy.model_patcher import ModelPatcher
 
+from ....precision.arithmetic.casting import promoting, widened
 from ....precision.base.amax import amax
 from ....precision.base.dtypes import name_of
 from ....precision.base.modes import FP8, FP16_WIDE, FP32, modes_named
@@ -16,7 +17,6 @@ from ....precision.base.nested import floats_in
 from ....precision.base.options import Stream
 from ....precision.base.patching import Patch
 from ....precision.base.surroundings import own_dtypes
-from ....precision.guard.casting import promoting, widened
 from ....precision.guard.localize import Origin
 from ....precision.guard.policy import ALL_IN_FP32, Escalation
 from ....precision.plan.compute import ComputeDecision, ComputePlan

@@ -12,12 +12,12 @@ import torch
 from ....precision.base.amax import amax_value
 from ....precision.base.modes import FP16_WIDE, FP32, label_of
 from ....precision.base.patching import Patch, compile_disabled, patched
+from ....precision.devices.random_start import RandomStart
 from ....precision.guard.failed_call import Attempt, FailedCall
 from ....precision.guard.inputs import NotFiniteInput
 from ....precision.guard.localize import Localizer, Origin
 from ....precision.guard.log import CallPosition, Notify
 from ....precision.guard.policy import Escalation, escalation_after
-from ....precision.guard.random_start import RandomStart
 from ....precision.guard.rungs import ALL_FP32, PLAN_FALLBACK, Rung, model_rungs
 from ....precision.guard.verdicts import MODEL, SAME_SEED
 from ....precision.report.schema import GuardEvent

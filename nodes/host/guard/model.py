@@ -12,6 +12,7 @@ from comfy.model_patcher import ModelPatcher
 from ....precision.base.amax import amax
 from ....precision.base.modes import FP32
 from ....precision.devices import probes
+from ....precision.devices.random_start import RandomStart
 from ....precision.guard.ladder import Ladder
 from ....precision.guard.log import (
     CallPosition,
@@ -22,7 +23,6 @@ from ....precision.guard.log import (
     blame_memory,
 )
 from ....precision.guard.policy import ALL_IN_FP32, OFF, Escalation, OnNan
-from ....precision.guard.random_start import RandomStart
 from ....precision.report.schema import GuardReport
 from ..comfyui.execution import is_oom
 from ..comfyui.layers import activation_dtype

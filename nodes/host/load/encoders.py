@@ -18,12 +18,12 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.sd import CLIP, VAE
 
+from ....precision.arithmetic.casting import promoting
 from ....precision.base.dtypes import QUANTIZED_NAMES, dtype_named, name_of
 from ....precision.base.errors import CheckpointError
 from ....precision.base.options import ComputeOption, StorageOption
 from ....precision.formats import comfy_format
 from ....precision.formats.checkpoint import Checkpoint
-from ....precision.guard.casting import promoting
 from ....precision.plan.choice import Choice, LoadRecord, WithoutEffect, frozen
 from ....precision.plan.facts import file_dtype, layer_specs
 from ....precision.plan.memory import plan_encoder

@@ -14,8 +14,8 @@ from comfy.quant_ops import QuantizedTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ....precision.arithmetic.linear import kind_of
 from ....precision.base.errors import CheckpointError
+from ....precision.base.layers import kind_of
 from ....precision.files.safetensors_file import open_checkpoint
 from ..comfyui.attributes import dtype_made_for, made_when_loaded, quantization_format
 

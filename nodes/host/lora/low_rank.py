@@ -21,10 +21,11 @@ import torch.nn.functional as F
 from comfy.model_patcher import ModelPatcher
 from comfy.weight_adapter import LoHaAdapter, LoKrAdapter, LoRAAdapter, WeightAdapterBase
 
-from ....precision.arithmetic.linear import kind_of, lent
+from ....precision.arithmetic.linear import lent
 from ....precision.arithmetic.products import normalized, rows_in_fp16
 from ....precision.base.flags import fp32_accumulation
 from ....precision.base.layer_names import plain_name
+from ....precision.base.layers import kind_of
 from ....precision.base.patching import Patch
 from ..comfyui.gate import entering
 from ..comfyui.layers import is_quantized

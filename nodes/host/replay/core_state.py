@@ -22,7 +22,7 @@ class CoreState:
     EasyCache, LazyCache, Self-Attention Guidance.
 
     :class:`call.Call` restores a ControlNet's lists and the caches of Qwen-Image 2.1 and Wan-Animate-2;
-    ``precision/guard/random_start.py`` restores torch's random numbers.
+    ``precision/devices/random_start.py`` restores torch's random numbers.
     """
 
     def __init__(self, options: dict):

@@ -14,7 +14,7 @@ import comfy.samplers
 import comfy.utils
 import torch
 
-from ....precision.guard.random_start import RandomStart
+from ....precision.devices.random_start import RandomStart
 from ..comfyui.code_owner import code_owner
 from ..comfyui.page import show_progress
 from .core_state import CoreState

@@ -9,14 +9,14 @@ from typing import Any
 from aiohttp import web
 from server import PromptServer
 
-from ....precision.commands import doctor
 from ....precision.devices.probes import flags_left_alone
 from ....precision.plan.rules import read
+from ....precision.report import doctor
 from ..comfyui import self_test
+from ..comfyui.bodies import json_of, text_of
 from ..load.alone import computing
 from ..load.devices import current_device
 from ..load.halving import halving
-from .bodies import json_of, text_of
 from .here import facts_here
 
 MOST_OF_RULES = 100_000

@@ -9,8 +9,9 @@ import comfy.utils
 import torch
 from comfy.model_patcher import ModelPatcher
 
-from ....precision.arithmetic.linear import kind_of, lent
+from ....precision.arithmetic.linear import lent
 from ....precision.base.errors import HalfsafeError
+from ....precision.base.layers import kind_of
 from ....precision.base.modes import INT8
 from ....precision.base.patching import Patch
 from ....precision.devices.detect import why_no_fp8

@@ -11,7 +11,8 @@ from comfy.sd import load_bypass_lora_for_models
 from halfsafe.nodes.host.comfyui.weights import core_weights
 from halfsafe.nodes.host.compute import fp8_product
 from halfsafe.nodes.host.compute.core_layers import Fp8Linear
-from halfsafe.precision.arithmetic.linear import kind_of, lent
+from halfsafe.precision.arithmetic.linear import lent
+from halfsafe.precision.base.layers import kind_of
 from halfsafe.precision.plan.rules import rules_from
 from support import families, model_files, tiny_models
 from support.families import load, with_compute

@@ -8,8 +8,8 @@ import json
 import pytest
 from comfy_execution.graph import DynamicPrompt
 from execution import PromptExecutor
-from halfsafe.nodes.host.reporting import watch
-from halfsafe.nodes.host.reporting.watch import ASKED_BY, as_asked, watched, with_guards
+from halfsafe.nodes.host.guard import watch
+from halfsafe.nodes.host.guard.watch import ASKED_BY, as_asked, watched, with_guards
 from PIL import Image
 from setup.comfyui_server import Server
 from support.guarded_runs import brightness, graph, picture, told

@@ -14,8 +14,8 @@ from comfy.ops import disable_weight_init
 from halfsafe.nodes.host.comfyui.execution import switches_by_layer
 from halfsafe.nodes.host.load.controlnet import controls_of, loaded_control
 from halfsafe.nodes.host.reporting.report import control_report
-from halfsafe.precision.arithmetic.linear import kind_of
 from halfsafe.precision.base.errors import CheckpointError, MemoryShortage
+from halfsafe.precision.base.layers import kind_of
 from halfsafe.precision.commands.convert import convert_file
 from halfsafe.precision.plan.rules import rules_from
 from safetensors.torch import load_file, save_file

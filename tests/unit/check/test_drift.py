@@ -6,8 +6,8 @@ import re
 
 import pytest
 import torch
+from halfsafe.precision.arithmetic.casting import CastsToFp32
 from halfsafe.precision.check import drift
-from halfsafe.precision.guard.casting import CastsToFp32
 from halfsafe.precision.guard.log import GuardLog
 from halfsafe.precision.plan.rules import parse
 from halfsafe.precision.report.schema import BlockDrift, CheckReport

@@ -11,12 +11,12 @@ import pytest
 import torch
 from halfsafe.precision.base.oom import is_torch_oom
 from halfsafe.precision.devices import probes
+from halfsafe.precision.devices.random_start import RandomStart
 from halfsafe.precision.guard.failed_call import Attempt, FailedCall
 from halfsafe.precision.guard.inputs import inputs_not_finite
 from halfsafe.precision.guard.ladder import Ladder
 from halfsafe.precision.guard.localize import Origin
 from halfsafe.precision.guard.log import CallPosition, GuardLog, sentence
-from halfsafe.precision.guard.random_start import RandomStart
 from halfsafe.precision.guard.rungs import AS_IT_WAS, PLAN_FALLBACK, EncoderStep, Rung
 from halfsafe.precision.guard.verdicts import (
     ADVICE,

@@ -7,10 +7,10 @@ import subprocess
 import pytest
 import torch
 from halfsafe.precision.base import flags
-from halfsafe.precision.commands import doctor
 from halfsafe.precision.devices import detect as devices
 from halfsafe.precision.devices import probes
 from halfsafe.precision.devices.profiles import PROFILE_NAMES, PROFILES
+from halfsafe.precision.report import doctor
 from support.probing import forget_probes
 
 MODELS = ("Wan 2.1, 2.2", "SDXL", "Z-Image, Qwen-Image", "Flux")

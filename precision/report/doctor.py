@@ -11,8 +11,8 @@ from ..devices.detect import Device, detect
 from ..devices.profiles import CAPABILITIES, PROFILES
 from ..formats.families import family_named
 from ..plan.auto import auto_compute, smallest_storage, why_int8_is_slow
-from ..report.result import DEVICE, DEVICE_MEASURED, DEVICE_PLAIN, Result
-from ..report.schema import device_section
+from .result import DEVICE, DEVICE_MEASURED, DEVICE_PLAIN, Result
+from .schema import device_section
 
 # What people call it -> its family, and the dtype its files usually have.
 TYPICAL_MODELS = {

@@ -9,8 +9,8 @@ from comfy_execution.graph import DynamicPrompt
 from server import PromptServer
 
 from ....precision.guard.policy import OFF, ON_NAN
+from ..comfyui.bodies import json_of
 from ..comfyui.page import WATCHED, queued_by
-from .bodies import json_of
 
 ASKED_BY = "halfsafe_watch"
 """The entry of a prompt's ``extra_data`` that asks for guards, for prompts that no page queues; and of each guard that

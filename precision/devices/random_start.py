@@ -7,7 +7,7 @@ from types import ModuleType
 
 import torch
 
-from ..devices.hardware import device_module
+from .hardware import device_module
 
 
 @dataclass(frozen=True)

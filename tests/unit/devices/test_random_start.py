@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from halfsafe.precision.guard.random_start import RandomStart
+from halfsafe.precision.devices.random_start import RandomStart
 
 
 @pytest.mark.parametrize("kind", ["cpu", "privateuseone"])

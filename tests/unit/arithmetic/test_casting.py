@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from halfsafe.precision.guard.casting import PromotesFloats, promoting
+from halfsafe.precision.arithmetic.casting import PromotesFloats, promoting
 
 X = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(1))
 W = torch.randn(8, 8, generator=torch.Generator().manual_seed(2)).half()

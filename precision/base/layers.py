@@ -1,0 +1,19 @@
+"""Facts of a module: its kind of matrix product, and the data that its weight holds."""
+
+import torch
+
+
+def kind_of(module: torch.nn.Module) -> str | None:
+    """Return ``linear``, ``conv`` or ``transposed``; None for a module without a matrix product."""
+    if hasattr(module, "in_features") and hasattr(module, "out_features"):
+        return "linear"
+    if isinstance(module, torch.nn.modules.conv._ConvTransposeNd):
+        return "transposed"
+    return "conv" if isinstance(module, torch.nn.modules.conv._ConvNd) else None
+
+
+def stored(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the stored data of a quantized weight without its scales; any other tensor unchanged."""
+    # comfy-kitchen's ``QuantizedTensor`` gives its layout, and that its plain tensors (comfy_kitchen/tensor/base.py).
+    layout = getattr(tensor, "layout_cls", None)
+    return tensor if layout is None else layout.get_plain_tensors(tensor)[0]
