@@ -65,13 +65,13 @@ def node_id_of(cls: type[io.ComfyNode]) -> str | None:
 
 
 def checked_rules(rules: object, name: str = "rules") -> Rules | None:
-    """Return what an input of rules was given; None where nothing is connected."""
+    """Return the value of an input of rules; None if nothing is connected."""
     problem = f"The input '{name}' takes the output of Layer Rules (Halfsafe), not a {type(rules).__name__}."
     return _checked(rules, Rules, problem, "Connect a Layer Rules node and write the rules into its text box.")
 
 
 def checked_calibration(calibration: object) -> CalibrationData | None:
-    """Return what an input of a calibration was given; None where nothing is connected."""
+    """Return the value of an input of a calibration; None if nothing is connected."""
     problem = f"This takes the output of Calibrate (Halfsafe), not a {type(calibration).__name__}."
     advice = "Connect a Calibrate node; a saved calibration file is for convert --calibration."
     return _checked(calibration, CalibrationData, problem, advice)

@@ -27,7 +27,7 @@ def amax(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def norm_loses_nan(device: torch.device) -> bool:
-    """Tell whether the infinity norm of a device passes over NaN, as Metal's ``max`` does in torch's kernel of it.
+    """True if the infinity norm of a device passes over NaN, as Metal's ``max`` does in torch's kernel of it.
 
     That kernel (``norm`` in aten/src/ATen/native/mps/kernels/ReduceOps.metal) also reduces a whole tensor in one thread
     group. ``amax`` there is MPSGraph's reduction that propagates NaN

@@ -115,7 +115,7 @@ def state_of(name: str) -> object | None:
 
 
 def is_on(name: str) -> bool | None:
-    """Tell whether a setting is on; None where this torch does not have it."""
+    """True if a setting is on; None where this torch does not have it."""
     state = state_of(name)
     return None if state is None else SETTINGS[name].is_on(state)
 
@@ -150,7 +150,7 @@ class _Scopes:
                 self.before.clear()
 
     def holds(self, name: str, value: bool) -> bool:
-        """Tell whether the newest scope of this thread that names the setting holds it at this value."""
+        """True if the newest scope of this thread that names the setting holds it at this value."""
         mine = threading.get_ident()
         with self.lock:
             for _, thread, wanted in reversed(self._open):
@@ -207,7 +207,7 @@ def fp32_accumulation() -> AbstractContextManager[None]:
 
 
 def outside(name: str) -> bool | None:
-    """Return what a setting is outside of every open scope; None where this torch does not have it."""
+    """Return the value of a setting outside of every open scope; None if this torch does not have the setting."""
     with _scopes.lock:
         state = _scopes.before.get(name, state_of(name))
     return None if state is None else SETTINGS[name].is_on(state)

@@ -37,7 +37,7 @@ def by_pattern(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def are_alike(kinds: Mapping[str, object], names: Iterable[str]) -> bool:
-    """Tell whether the layers that share a pattern are of one kind each; a name that ``kinds`` lacks is of none."""
+    """True if the layers that share a pattern are of one kind each; a name that ``kinds`` lacks is of none."""
     return all(len({kinds.get(name) for name in members}) == 1 for members in by_pattern(names).values())
 
 
@@ -78,6 +78,6 @@ def number_ranges(numbers: Iterable[int]) -> str:
 
 
 def plain_name(name: str) -> str:
-    """Give a module's name without what torch.compile puts into it."""
+    """Return a module's name without the parts that torch.compile adds."""
     # torch.compile holds the module it compiled as ``_orig_mod`` (torch/_dynamo/eval_frame.py, OptimizedModule).
     return name.replace("_orig_mod.", "").removesuffix("._orig_mod")

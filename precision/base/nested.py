@@ -44,6 +44,6 @@ def replaced(values, function):
 
 
 def plain_alias(func, result):
-    """Return what ``torch.Tensor(tensor)`` gives of another pack's tensor class."""
+    """Return ``torch.Tensor(tensor)`` of another pack's tensor class."""
     # Under a dispatch mode torch leaves it of that class and calls the class's constructor, without its arguments.
     return result.as_subclass(torch.Tensor) if func is torch.ops.aten.alias.default else result

@@ -1,4 +1,4 @@
-"""Tell errors that mean a lack of memory on a device, or come of a compiler's backend, from others."""
+"""Recognize out-of-memory errors of a device, and errors of a compiler's backend."""
 
 import re
 
@@ -15,7 +15,7 @@ COMPILERS = ("torch._inductor", "triton.")
 
 
 def is_torch_oom(error: BaseException) -> bool:
-    """Tell whether an error means that a device has no memory left."""
+    """True if an error means that a device has no memory left."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     # CUDA itself raises an AcceleratorError with ``cudaErrorMemoryAllocation``.
@@ -24,7 +24,7 @@ def is_torch_oom(error: BaseException) -> bool:
 
 
 def is_of_compiler(error: BaseException | None) -> bool:
-    """Tell whether a kernel compiler of torch raised an error, or one that it was raised from: Inductor or Triton."""
+    """True if a kernel compiler of torch raised an error, or one that it was raised from: Inductor or Triton."""
     while error is not None:
         if any(cls.__module__.startswith(COMPILERS) for cls in type(error).__mro__):
             return True

@@ -154,7 +154,7 @@ def _scales(weights: list[StoredWeight]) -> dict[str, int]:
 
 
 def _in_comfyui(checkpoint: Checkpoint) -> list[str]:
-    """Say what ComfyUI 0.29 to 0.38 does with the file: ``utils.convert_old_quants``, ``ops._load_quantized_module``,
+    """Return how ComfyUI 0.29 to 0.38 reads the file: ``utils.convert_old_quants``, ``ops._load_quantized_module``,
     ``model_base`` (unexpected keys).
     """
     quantized = [weight for weight in checkpoint.weights.values() if weight.quantized and weight.format is None]

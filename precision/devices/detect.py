@@ -42,7 +42,7 @@ class Device:
         return self.profile.label
 
     def reason(self, capability: str) -> str:
-        """Say why a capability is on or off."""
+        """Return why a capability is on or off."""
         return self.reasons[capability]
 
     def without(self, capability: str, reason: str) -> "Device":
@@ -102,13 +102,13 @@ def _confirmed(
 
 
 def unheld_storages(device: Device) -> Mapping[str, str]:
-    """Map each storage that a device cannot hold for its fp8 to why."""
+    """Map each fp8 storage that a device does not support to the reason."""
     found = {storage: why_no_fp8(storage, device) for storage in {**FORMAT_OF_STORAGE, **DTYPES}}
     return MappingProxyType({storage: why for storage, why in found.items() if why})
 
 
 def why_no_fp8(storage: str, device: Device) -> str:
-    """Say what a device lacks for a storage of fp8; empty where it lacks nothing."""
+    """Return the reason why a device does not support an fp8 storage; "" if it does."""
     dtypes = fp8_dtypes(storage)
     why = ""
     if not device.simulated:  # Apple's GPUs hold e4m3 from torch 2.15, and no e5m2
@@ -120,6 +120,6 @@ def why_no_fp8(storage: str, device: Device) -> str:
 
 
 def why_no_bf16(device: Device) -> str:
-    """Say why a device cannot hold numbers in bf16, as under DirectML (microsoft/DirectML #688); empty where it can."""
+    """Return the reason why a device does not support bf16, as under DirectML (microsoft/DirectML #688); "" if it does."""
     why = "" if device.simulated else why_dtype_not_held(device.torch_device, "bf16")
     return f"{device.name} cannot hold bf16 ({why})" if why else ""

@@ -62,14 +62,14 @@ def _once(name: str, check: Callable[..., tuple[bool | None, str]], *args) -> Pr
 
 
 def canary(device: torch.device, name: str) -> tuple[bool, str]:
-    """Tell whether a small product in ``fp16``, ``bf16`` or ``fp32`` is right on a device, and its error.
+    """True if a small product in ``fp16``, ``bf16`` or ``fp32`` is right on a device, and its error.
     Once per process."""
     result = _once(f"{name}_canary", gemm, device, name)
     return result.ok is not False, result.detail
 
 
 def why_dtype_not_held(device: torch.device, name: str) -> str:
-    """Give the error of a device that cannot hold numbers of a dtype; empty where it can. Once per process."""
+    """Return the error of a device that does not support a dtype, or "" if it does. Once per process."""
     result = _once(f"{name}_held", _held, device, name)
     return result.detail if result.ok is False else ""
 
@@ -156,7 +156,7 @@ def int8_product(left: torch.Tensor, weight: torch.Tensor, device: torch.device)
 
 
 def int8_kernels(device: torch.device) -> tuple[bool | None, str]:
-    """Tell whether torch's CUDA is new enough for comfy-kitchen's kernels."""
+    """True if torch's CUDA is new enough for comfy-kitchen's kernels."""
     if device.type != "cuda" or not torch.version.cuda:
         return None, "comfy-kitchen has CUDA kernels for NVIDIA only"
     # ComfyUI turns comfy-kitchen's CUDA kernels off below CUDA 13 (comfy/quant_ops.py).
@@ -186,7 +186,7 @@ def relative_error(result: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def bf16_native(device: torch.device) -> tuple[bool | None, str]:
-    """Tell whether the driver and torch say bf16 runs in hardware."""
+    """True if the driver and torch say bf16 runs in hardware."""
     if device.type == "cuda":
         source = "torch.cuda.is_bf16_supported(including_emulation=False)"
         with torch.cuda.device(device):
@@ -201,7 +201,7 @@ def bf16_native(device: torch.device) -> tuple[bool | None, str]:
 
 
 def cpu_bf16() -> bool:
-    """Tell whether the CPU has bf16 instructions."""
+    """True if the CPU has bf16 instructions."""
     try:
         supported = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     except (AttributeError, RuntimeError):
@@ -224,7 +224,7 @@ def flags_left_alone() -> Iterator[None]:
 
 
 def fp16_accumulation(device: torch.device) -> tuple[bool | None, str]:
-    """Tell whether ``allow_fp16_accumulation`` acts: K=4096 products, +256 in the first half and -256 in the second.
+    """True if ``allow_fp16_accumulation`` acts: K=4096 products, +256 in the first half and -256 in the second.
 
     The true result is 0. An fp16 sum passes 65504 on the way and becomes inf or NaN; an fp32 sum does not.
     """

@@ -103,7 +103,7 @@ class DeviceProfile:
         return f"Needs torch {needed[0]}.{needed[1]}; this is {'.'.join(map(str, torch_version()))}."
 
     def reason(self, capability: str) -> str:
-        """Say why the capability is expected to be on or off, as a sentence."""
+        """Return why the capability is expected to be on or off, as a sentence."""
         expected, (on, off, *_) = getattr(self, capability), CAPABILITIES[capability]
         missing = self.missing_torch(capability) if expected else None
         return missing or self.notes.get(capability) or (on if expected else off)

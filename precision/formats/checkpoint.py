@@ -384,13 +384,13 @@ class _Reader:
 
 
 def _is_parameter(weight: StoredWeight) -> bool:
-    """Tell by name, dtype and dimensions whether a tensor holds parameters, and not positions, masks or a text."""
+    """True if, by name, dtype and dimensions, a tensor holds parameters, and not positions, masks or a text."""
     is_matrix = weight.data.dim() > 1 and weight.data.dtype not in (torch.int64, torch.bool)
     return bool(_PARAMETER.search(weight.name)) or (is_matrix and not _POSITIONS.search(weight.name))
 
 
 def _undecided(data: torch.Tensor, scale: torch.Tensor | None, granularity: str) -> str:
-    """Say what 8-bit data without marks leave open, where tools write the same tensors for other numbers."""
+    """Return how unmarked 8-bit data are ambiguous: other tools write the same tensors with another meaning."""
     if data.dtype == torch.int8 and granularity in ("tensor", "row") and rotation_group(data.shape[-1]):
         return ROTATED_OR_NOT
     if scale is not None and granularity == "block" and block_sizes(data.shape, scale.shape) == (1, MX_BLOCK):
@@ -410,5 +410,5 @@ def _weight_scale_names(name: str) -> list[tuple[str, str]]:
 
 
 def looks_like_scale(name: str) -> bool:
-    """Tell whether a tensor is named as quantization scales are: a last part with the word scale or scales in it."""
+    """True if a tensor is named as quantization scales are: a last part with the word scale or scales in it."""
     return _SCALE_LEAF.search(name.rpartition(".")[2]) is not None

@@ -61,7 +61,7 @@ class WeightPlan:
 
 
 def can_be_quantized(cls: str = "Linear", dimensions: int = 2) -> bool:
-    """Tell whether ComfyUI can hold a layer's weight in fp8 or int8: 2-D weights of ``Linear`` modules only.
+    """True if ComfyUI can hold a layer's weight in fp8 or int8: 2-D weights of ``Linear`` modules only.
 
     ``cls``: name of the module's class. A file does not tell that, so that there the dimensions have to do.
     """
@@ -70,7 +70,7 @@ def can_be_quantized(cls: str = "Linear", dimensions: int = 2) -> bool:
 
 
 def exceeds_fp16(weight: StoredWeight, path) -> bool:
-    """Tell whether fp16 cannot hold a value of a weight.
+    """True if fp16 cannot hold a value of a weight.
 
     Raises:
         NonFiniteWeight: it holds NaN or Inf.
@@ -140,7 +140,7 @@ def sampled_error(weight: StoredWeight, storage: str) -> tuple[float, float]:
 
 
 def stays(weight: StoredWeight, storage: str) -> bool:
-    """Tell whether a weight keeps the data of its file in a storage."""
+    """True if a weight keeps the data of its file in a storage."""
     if storage in QUANTIZED_NAMES:
         return _is_same_fp8(weight, storage) and weight.data.dtype == dtype_named(storage)
     return storage == AS_FILE or (weight.plain and weight.data.dtype == dtype_named(storage))
@@ -208,7 +208,7 @@ def _encoded(weight: StoredWeight, format: Format, bound: float) -> Tensors:
 
 
 def _is_same_fp8(weight: StoredWeight, storage: str) -> bool:
-    """Tell whether a weight is in an fp8 storage with one scale, or in its fnuz sibling."""
+    """True if a weight is in an fp8 storage with one scale, or in its fnuz sibling."""
     own = OF_FNUZ.get(name_of(weight.data.dtype), name_of(weight.data.dtype))
     has_one_scale = weight.format is None and weight.granularity in ("none", "tensor")
     return has_one_scale and storage in FP8_NAMES and own == storage

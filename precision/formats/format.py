@@ -90,12 +90,12 @@ class Format:
 
     @property
     def unpacks(self) -> bool:
-        """Tell whether its weights can be unpacked here."""
+        """True if its weights can be unpacked here."""
         return not self.unpacker or kitchen_function(self.unpacker) is not None
 
     @property
     def can_write(self) -> bool:
-        """Tell whether weights can be written in it here."""
+        """True if weights can be written in it here."""
         return self.writes and (not self.writer or kitchen_function(self.writer) is not None)
 
     def kitchen(self, name: str) -> Any:
@@ -113,7 +113,7 @@ class Format:
     # Reading
 
     def read(self, weight: StoredWeight) -> StoredWeight:
-        """Give a weight the tensors and settings that ComfyUI multiplies by, where a file may have others."""
+        """Add the tensors and settings that ComfyUI multiplies by to a weight whose file has others."""
         return weight
 
     def shape(self, weight: StoredWeight) -> tuple[int, ...]:
@@ -130,13 +130,13 @@ class Format:
         raise NotImplementedError
 
     def doubt(self, weight: StoredWeight) -> str:
-        """Say why a weight's own shape is uncertain; "" for a certain shape."""
+        """Return why a weight's own shape is uncertain; "" for a certain shape."""
         return ""
 
     # Writing
 
     def why_not(self, columns: int) -> str:
-        """Say why a weight with so many inputs cannot be held in the format; "" if possible."""
+        """Return why a weight with so many inputs cannot be held in the format; "" if possible."""
         return ""
 
     def specs(self, rows: int, columns: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -144,7 +144,7 @@ class Format:
         raise NotImplementedError
 
     def settings(self, columns: int) -> dict:
-        """Return what ``<layer>.comfy_quant`` says besides the format."""
+        """Return the settings in ``<layer>.comfy_quant`` besides the format."""
         return {}
 
     def shared(self, parts: Iterable[torch.Tensor]) -> Tensors:

@@ -35,7 +35,7 @@ def _kept(thread: int, size: int) -> torch.Tensor:
 
 
 def room(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Give room for ``count`` numbers, on a CPU the same 8 or 16 MB again, which a thread keeps.
+    """Return a scratch buffer of ``count`` elements; on a CPU, one of 8 or 16 MB per thread is reused.
 
     Tensors that come and go leave holes in the heap, in every second load to int8 half as large as the codes, and where
     they are given back to the system their page faults take as long as the product.

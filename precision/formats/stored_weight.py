@@ -63,7 +63,7 @@ class StoredWeight:
 
     @property
     def full_precision(self) -> bool:
-        """Tell whether the file asks for ``full_precision_matrix_mult``."""
+        """True if the file asks for ``full_precision_matrix_mult``."""
         return bool(self.settings.get(FULL_PRECISION))
 
     @property
@@ -86,22 +86,22 @@ class StoredWeight:
 
     @property
     def quantized(self) -> bool:
-        """Tell whether it is stored in 8 bits or fewer."""
+        """True if it is stored in 8 bits or fewer."""
         return self.format is not None or self.data.dtype in EIGHT_BIT
 
     @property
     def plain(self) -> bool:
-        """Tell whether ``data`` are the weight's values."""
+        """True if ``data`` are the weight's values."""
         return self.format is None and self.granularity == "none"
 
     @property
     def has_many_scales(self) -> bool:
-        """Tell whether it is fp8 with a scale for each row or block, which ComfyUI's fp8 does not have."""
+        """True if it is fp8 with a scale for each row or block, which ComfyUI's fp8 does not have."""
         return self.data.dtype in FP8_DTYPES and self.granularity in ("row", "block")
 
     @property
     def is_number(self) -> bool:
-        """Tell whether the data are floating point numbers; e8m0, bare exponents, are none."""
+        """True if the data are floating point numbers; e8m0, bare exponents, are none."""
         return self.data.dtype in NUMBERS
 
     def with_values(self, values: torch.Tensor) -> "StoredWeight":
@@ -258,7 +258,7 @@ class StoredWeight:
         return max(part.abs().max().item() for _, part in self.parts())
 
     def exceeds(self, limit: float, bound: float) -> bool:
-        """Tell whether a value of the weight exceeds ``limit``; reads the weight where its ``bound`` leaves that open.
+        """True if a value of the weight exceeds ``limit``; reads the weight where its ``bound`` leaves that open.
         """
         if bound <= limit or (self.format is None and self.granularity in ("none", "tensor")):
             return bound > limit
@@ -289,7 +289,7 @@ class StoredWeight:
 
 
 def granularity_of(scale: torch.Tensor, shape: Sequence[int]) -> str | None:
-    """Say how far one entry of ``scale`` reaches over a weight of ``shape``; None where they do not fit.
+    """Return how far one entry of ``scale`` reaches over a weight of ``shape``; None where they do not fit.
 
     ``row``: the scale's shape is the beginning of the weight's, with ones after it:
     ``(N,)``, ``(N, 1)``, ``(E, N, 1)``. ``block``: of a 2-D weight, the blocks each way: ``(R, C)``, ``(R, C, 1)``.

@@ -125,13 +125,13 @@ class CalibratedRounding:
         return data
 
     def start(self) -> str:
-        """Say how many layers will be rounded by the calibration."""
+        """Return how many layers will be rounded by the calibration."""
         if not self._work:
             return "the calibration was not used: none of its layers is newly quantized to int8, fp8, w6a8 or w4a8"
         return f"rounding {len(self._work)} layers with the calibration"
 
     def text(self) -> str:
-        """Tell the gain: the error on the calibration's own inputs, as a share of rounding to nearest."""
+        """Return the gain: the error on the calibration's own inputs, as a share of rounding to nearest."""
         shares = [math.sqrt(after / before) for before, after in self.errors.values() if before]
         if not shares:
             return "no layer was rounded with the calibration"

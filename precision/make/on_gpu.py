@@ -16,7 +16,7 @@ from ..formats.stored_weight import StoredWeight
 
 SOURCES = (torch.float16, torch.bfloat16, torch.float32)
 SMALL = 1 << 18
-"""Values below which a weight is made sooner than a device has been asked and waited for: 0.4 ms of a core in fp8."""
+"""Weights with fewer values are quantized on the CPU, in 0.4 ms in fp8: launch and synchronization take longer."""
 WORK = 256 << 20
 """Bytes of the device that making a weight takes beside it and its result: for codes of 4 bits, which take most."""
 
@@ -63,6 +63,6 @@ class OnGpu:
 
 
 def _gains(weight: StoredWeight, plan: WeightPlan) -> bool:
-    """Tell whether the device makes a weight sooner: casts are as much to copy, and files' scales are the CPU's."""
+    """True if quantizing on the GPU is faster: a large plain weight without its file's scale, and not a cast."""
     quantized = plan.storage in QUANTIZED_NAMES and not stays(weight, plan.storage)
     return quantized and weight.plain and weight.data.dtype in SOURCES and weight.data.numel() >= SMALL

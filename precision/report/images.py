@@ -127,7 +127,7 @@ def compare_text(differences: Sequence[Difference], gain: float) -> str:
 
 
 def result_of_images(differences: Sequence[Difference], text: str) -> Result:
-    """Say what the figures of all pairs together mean to the eye."""
+    """Return a sentence on the visible difference of all pairs."""
     mean = _mean(differences)
     names = ", ".join(name for name, count in zip(("reference", "candidate"), mean.bad, strict=True) if count)
     psnr = math.inf if names else mean.psnr

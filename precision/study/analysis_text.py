@@ -90,7 +90,7 @@ def whole_decibel_text(value: float) -> str:
 
 
 def outcome(analysis: Analysis) -> list[str]:
-    """Say in sentences which share of the layers was chosen, and how close the final latent stays."""
+    """Return in sentences which share of the layers was chosen, and how close the final latent stays."""
     chosen = analysis.chosen
     free = [*chosen, *analysis.named(KEPT)]
     if chosen:

@@ -30,7 +30,7 @@ class Candidate:
 
     @property
     def stores(self) -> bool:
-        """Tell a storage dtype from an arithmetic mode."""
+        """True for a storage dtype, False for an arithmetic mode."""
         return self.name in QUANTIZED_NAMES
 
     @property

@@ -68,7 +68,7 @@ def settings_from(text: str) -> list[Setting]:
 
 
 def why_not(setting: Setting, device: Device, formats: Container[str] = QUANTIZED_NAMES) -> str:
-    """Say why a device, or a ComfyUI with these formats, cannot run a setting; empty where the setting can run.
+    """Return why a device, or a ComfyUI with these formats, cannot run a setting; empty where the setting can run.
 
     A CPU emulates 16 bit, slowly, and is measured all the same.
     """
@@ -134,12 +134,12 @@ class Tradeoff:
 
     @property
     def is_noisy(self) -> bool:
-        """Tell whether the timed steps lie too far apart to rank the row by its time."""
+        """True if the timed steps lie too far apart to rank the row by its time."""
         return self.seconds is not None and self.spread > NOISE * self.seconds
 
     @property
     def works(self) -> bool:
-        """Tell whether it ran and its result is finite."""
+        """True if it ran and its result is finite."""
         return not self.problem and self.snr_db is not None and self.snr_db > -math.inf
 
 
@@ -174,7 +174,7 @@ class Measurements:
         return {goal: row for goal, row in found.items() if row is not None}
 
     def is_as_file(self, row: Tradeoff) -> bool:
-        """Tell whether a row holds the weights as the file does."""
+        """True if a row holds the weights as the file does."""
         return row.storage in (AS_FILE, self.storage)
 
     @property

@@ -52,7 +52,7 @@ def tradeoffs_result(found: Measurements, text: str) -> Result:
 
 
 def _without_best(found: Measurements, rows: list[list[str]], text: str) -> Result:
-    """Say what needs no time: the smallest and the closest, unless nothing works."""
+    """Return the smallest and the most accurate setting, which need no times; empty if no setting works."""
     smallest, closest = (found.best.get(goal) for goal in ("memory", "quality"))
     if smallest is None:
         return Result(result.NONE_WORKS, {}, BAD, TABLE, rows, text=text)
@@ -104,7 +104,7 @@ def _shown(row: Tradeoff, name: str) -> list[str]:
 
 
 def _weights(found: Measurements) -> str:
-    """Say what the settings were made from."""
+    """Return the source of the settings."""
     if not found.is_of_file:
         return f"weights as loaded, in {found.storage}: their file is not known"
     other = "" if found.given == found.storage else f" (loaded in {found.given}, measured from the file)"

@@ -52,7 +52,7 @@ def _sums_of(run: AccumulationRun) -> dict[str, tuple[Sums, str]]:
 
 
 def _state_text(run: AccumulationRun) -> str:
-    """Say in one line how many layers accumulate in fp16; empty before the first call."""
+    """Return in one line how many layers accumulate in fp16; empty before the first call."""
     if run.calibration.calibrating:
         return ""
     used = run.used()
@@ -107,7 +107,7 @@ def _fp8_fast(module: torch.nn.Module, refused: Refused) -> tuple[Sums, str]:
 
 
 def _is_fp16_by_default(patcher, plan: AccumulationPlan) -> bool:
-    """Tell whether ComfyUI was started with fp16 accumulation and nothing of ours holds it off."""
+    """True if ComfyUI was started with fp16 accumulation and nothing of ours holds it off."""
     if FP16_ACCUMULATION in plan.flags or torch.version.hip or _held_off(patcher):
         return False
     return torch.cuda.is_available() and bool(flags.outside(FP16_ACCUMULATION))
@@ -140,7 +140,7 @@ def flags_of(patcher) -> dict[str, dict]:
 
 
 def remarks_of(patcher) -> tuple[list[WithoutEffect], dict[str, str]]:
-    """Return what the report adds for a request: settings without effect, and decisions."""
+    """Return the entries of the report for a request: settings without effect, and decisions."""
     accumulation = accumulation_of(patcher)
     if accumulation is None:
         return _inert_rules(patcher), {}

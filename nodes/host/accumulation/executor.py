@@ -141,7 +141,7 @@ class AccumulationRun(CalibratedActing):
 
     @property
     def all_in_fp16(self) -> bool:
-        """Tell whether every matmul may accumulate in fp16; only asked where the flag cannot be switched by layer."""
+        """True if every matmul may accumulate in fp16; only asked where the flag cannot be switched by layer."""
         if not self.plan.whole or self.calibration.calibrating:
             return False
         return self.attention_is_bounded and all(op.weights and op.sums.proven for op in self.used())
@@ -161,7 +161,7 @@ class AccumulationRun(CalibratedActing):
         return self.attention(kernels, q, k, v, heads, *args, **kwargs).to(q.dtype)
 
     def attention_text(self) -> str:
-        """Say how the attentions of a call ran; empty before a call, and for a plan that leaves them alone."""
+        """Return how the attentions of a call ran; empty before a call, and for a plan that leaves them alone."""
         if self.attention is None:
             return "all fp16 attentions run in fp32" if self.attend else ""
         in_fp32 = self.attention.calls_in_fp32

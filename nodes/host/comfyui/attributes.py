@@ -70,28 +70,28 @@ class OnlyCalled:
 
 
 def casts_weights(layer: Layer) -> bool:
-    """Tell whether a module is one of ComfyUI's operations, which can cast their weights to their input's dtype."""
+    """True if a module is one of ComfyUI's operations, which can cast their weights to their input's dtype."""
     return hasattr(layer, "comfy_cast_weights")
 
 
 def casting(layer: Layer) -> list[Patch]:
-    """Return what makes an operation of ComfyUI's cast its weights; nothing where its class casts anyway."""
+    """Return the patches that make an operation of ComfyUI cast its weights; none if its class always casts."""
     always = getattr(type(layer), "comfy_cast_weights", False)
     return [(layer, "comfy_cast_weights", True)] if casts_weights(layer) and not always else []
 
 
 def weight_functions(layer: Layer) -> list[Callable]:
-    """Return what ComfyUI runs on a layer's weight at each call, such as a LoRA that is not merged."""
+    """Return the functions that ComfyUI applies to a layer's weight in each call, such as a LoRA that is not merged."""
     return layer.weight_function
 
 
 def bias_functions(layer: Layer) -> list[Callable]:
-    """Return what ComfyUI runs on a layer's bias at each call."""
+    """Return the functions that ComfyUI applies to a layer's bias in each call."""
     return layer.bias_function
 
 
 def is_bias_patched(layer: Layer) -> bool:
-    """Tell whether ComfyUI changes a layer's bias at each call, with dynamic VRAM too."""
+    """True if ComfyUI changes a layer's bias at each call, with dynamic VRAM too."""
     # ``param_key + "_lowvram_function"`` in comfy/model_patcher.py and comfy/ops.py.
     return bool(layer.bias_function or getattr(layer, "bias" + "_lowvram_function", None))
 
@@ -108,17 +108,17 @@ def set_quantization_format(layer: Layer, name: str, layout: str) -> None:
 
 
 def is_forced_to_cast(layer: Layer) -> bool:
-    """Tell whether the model's compute dtype was changed, for which ComfyUI dequantizes the weights of its layers."""
+    """True if the model's compute dtype was changed, for which ComfyUI dequantizes the weights of its layers."""
     return getattr(layer, "comfy_force_cast_weights", False)
 
 
 def not_forced_to_cast(layer: Layer) -> Patch:
-    """Return what makes a layer multiply as it is stored though the model's compute dtype was changed."""
+    """Return a patch that lets a layer multiply as stored although the model's compute dtype was changed."""
     return layer, "comfy_force_cast_weights", False
 
 
 def dequantizes_any_format(layer: Layer) -> bool:
-    """Tell whether full precision holds for every format, as from ComfyUI 0.38 on.
+    """True if full precision holds for every format, as from ComfyUI 0.38 on.
 
     Before, it holds for those that quantize a layer's input.
     """
@@ -126,7 +126,7 @@ def dequantizes_any_format(layer: Layer) -> bool:
 
 
 def lie_ready(layer: Layer, weight: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor) -> bool:
-    """Tell whether a layer's parameters are on its input's device, and ComfyUI does nothing to them but cast them."""
+    """True if a layer's parameters are on its input's device, and ComfyUI does nothing to them but cast them."""
     device = x.get_device()  # a number is compared in half of the time of a ``torch.device``
     if weight.get_device() != device or (bias is not None and bias.get_device() != device):
         return False
@@ -169,14 +169,14 @@ def dtype_made_for(layer: Layer, name: str) -> torch.dtype | None:
 
 
 def hold_in_dtype(layer: Layer, name: str, dtype: torch.dtype) -> None:
-    """Hold a parameter of a layer in a dtype for good, which dynamic VRAM would else undo at each call by the dtype of
-    the file (``archive_model_dtypes`` in comfy/model_management.py)."""
+    """Convert a parameter permanently, and update the dtype that dynamic VRAM restores in each call
+    (``archive_model_dtypes`` in comfy/model_management.py)."""
     setattr(layer, name, torch.nn.Parameter(getattr(layer, name).to(dtype), requires_grad=False))
     setattr(layer, f"{name}_comfy_model_dtype", dtype)
 
 
 def weight_state(model: PatchedModel) -> Any:
-    """Return what ComfyUI identifies the patches by that are in a model's weights now."""
+    """Return ComfyUI's id of the patches merged into a model's weights."""
     return model.current_weight_patches_uuid
 
 
@@ -191,7 +191,7 @@ def dtype_of_weights(model: Model) -> torch.dtype:
 
 
 def with_cast_dtype(model: Model, dtype: torch.dtype) -> Patch:
-    """Return what makes a model cast its weights and inputs to a dtype."""
+    """Return a patch that sets a model's cast dtype."""
     return model, "manual_cast_dtype", dtype
 
 
@@ -201,7 +201,7 @@ def scaled_input(sampling: Sampling) -> Callable:
 
 
 def with_scaled_input(sampling: Sampling, function: Callable) -> Patch:
-    """Return what makes a model's latent be scaled by ``function``."""
+    """Return a patch that scales a model's latent with ``function``."""
     return sampling, "calculate_input", function
 
 
@@ -223,7 +223,7 @@ def empty_pose_cache(cache: PoseCache | None) -> None:
 
 
 def runs_again(part: TrainedPart) -> bool:
-    """Tell whether the backward pass of Train LoRA runs a part again, which its gradient_checkpointing asks for."""
+    """True if the backward pass of Train LoRA runs a part again, which its gradient_checkpointing asks for."""
     return hasattr(part, "org_forward")
 
 
@@ -236,15 +236,15 @@ def kernel_of_file(attention: FileAttention) -> tuple[str, bool] | None:
 
 
 def compiler_is_off(arguments: CommandLine) -> bool | None:
-    """Tell whether ComfyUI's model compiler is turned off; None where this ComfyUI has none."""
+    """True if ComfyUI's model compiler is turned off; None where this ComfyUI has none."""
     return getattr(arguments, "disable_comfy_compiler", None)
 
 
 def has_kitchen_attention(arguments: CommandLine) -> bool:
-    """Tell whether comfy-kitchen's int8 attention can be chosen for all models."""
+    """True if comfy-kitchen's int8 attention can be chosen for all models."""
     return hasattr(arguments, "use_ck_attention")
 
 
 def without_compiler(arguments: CommandLine) -> list[Patch]:
-    """Return what turns off ComfyUI's model compiler, if there is one; each model asks it as its call begins."""
+    """Return the patches that turn off ComfyUI's model compiler, if there is one; read at the start of a call."""
     return [(arguments, "disable_comfy_compiler", True)] if hasattr(arguments, "disable_comfy_compiler") else []

@@ -19,7 +19,7 @@ Make = Callable[[], dict]
 
 
 def is_compiled(patcher: ModelPatcher) -> bool:
-    """Tell whether torch.compile runs the model or a part of it."""
+    """True if torch.compile runs the model or a part of it."""
     modules = [patcher.model.diffusion_model]
     for module in modules:  # ``named_modules`` takes ten times as long, and some calls begin with this
         modules += [each for each in module._modules.values() if each is not None]
@@ -27,26 +27,26 @@ def is_compiled(patcher: ModelPatcher) -> bool:
 
 
 def is_on_several_devices(patcher: ModelPatcher) -> bool:
-    """Tell whether threads run clones of the model side by side, one for each device."""
+    """True if threads run clones of the model side by side, one for each device."""
     if "multigpu_clones" in patcher.model_options or getattr(patcher, "is_multigpu_base_clone", False):
         return True
     return bool(getattr(patcher, "additional_models", {}).get("multigpu"))
 
 
 def switches_by_layer(patcher: ModelPatcher) -> bool:
-    """Tell whether torch's flags can differ from layer to layer: not in a compiled graph, not with several
+    """True if torch's flags can differ from layer to layer: not in a compiled graph, not with several
     threads running."""
     return not is_compiled(patcher) and not is_on_several_devices(patcher)
 
 
 def trains() -> bool:
-    """Tell whether ComfyUI's Train LoRA trains: its ``training_dtype`` decides in which dtype the model computes, and
+    """True if ComfyUI's Train LoRA trains: its ``training_dtype`` decides in which dtype the model computes, and
     its backward pass may run layers again when the model's call is over."""
     return getattr(comfy.model_management, "in_training", False)
 
 
 def adapts_text(model: BaseModel) -> bool:
-    """Tell whether ComfyUI runs layers of this model on the text before it calls the model, once per run.
+    """True if ComfyUI runs layers of this model on the text before it calls the model, once per run.
 
     ComfyUI 0.30 runs text adapters in ``extra_conds``: Anima, LTX-AV and MiniMax in ``comfy/model_base.py``, each
     through its model's ``preprocess_text_embeds``.
@@ -64,7 +64,7 @@ def conditions_through(model: BaseModel, run: Callable[[Make], dict]) -> Iterato
 
 
 def is_oom(error: BaseException) -> bool:
-    """Tell whether an error means that a device has no memory left.
+    """True if an error means that a device has no memory left.
 
     ComfyUI's own test comes first, as it also clears the error CUDA has pending. On torch 2.8 and later it takes the
     plain RuntimeError of MPS for another.

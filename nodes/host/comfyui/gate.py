@@ -68,7 +68,7 @@ class LayerCall(NamedTuple):
 
 
 def entering(module: torch.nn.Module, forward: Forward, own: Forward | None = None) -> Forward:
-    """Return what to put on ``module.forward`` in place of ``forward``, which takes the plain input.
+    """Return the forward to set on ``module`` instead of ``forward``, which takes the plain input.
 
     It is ``forward`` itself if this ComfyUI passes nothing else to the module. ``own``: what runs in a call with an
     argument that is not known; None: ``forward`` hands such arguments on.
@@ -102,7 +102,7 @@ def folded_parameters(cls: type) -> tuple[str, ...]:
 
 
 def call_of(cls: type) -> LayerCall:
-    """Return what a layer class takes in a call: the parameters of ``forward``, or of the method that a ``forward`` of
+    """Return the parameters of a call of a layer class: those of ``forward``, or of the method that a ``forward`` of
     ``*args, **kwargs`` hands them on to."""
     return _call(tuple(getattr(cls, name, None) for name in FORWARDS[:2]))
 
@@ -139,17 +139,17 @@ def note_unfused(module: torch.nn.Module) -> None:
 
 
 def is_unfused(module: torch.nn.Module) -> bool:
-    """Tell whether some call computed the activation of a layer before its product."""
+    """True if some call computed the activation of a layer before its product."""
     return module in _unfused
 
 
 def ran_own(module: torch.nn.Module) -> bool:
-    """Tell whether some call of a layer ran the layer's own code because of an argument that is not known."""
+    """True if some call of a layer ran the layer's own code because of an argument that is not known."""
     return module in _met
 
 
 def is_unequal(module: torch.nn.Module) -> bool:
-    """Tell whether the self-test found that modules of this kind run otherwise through our code than alone."""
+    """True if the self-test found that modules of this kind run otherwise through our code than alone."""
     return bool(UNEQUAL) and (quantization_format(module) if kind_of(module) else NORM) in UNEQUAL
 
 
@@ -219,7 +219,7 @@ class Gate:
 
 
 def is_default(value: object, name: str, defaults: Mapping[str, object]) -> bool:
-    """Tell whether an argument is the default of its parameter; False for a tensor."""
+    """True if an argument is the default of its parameter; False for a tensor."""
     return name in defaults and not isinstance(value, torch.Tensor) and value == defaults[name]
 
 
@@ -235,7 +235,7 @@ def note_met(module: torch.nn.Module, arguments: set[str]) -> None:
 
 
 def met_in(modules: Mapping[str, torch.nn.Module]) -> dict[str, str]:
-    """Say which layers of a model ran their own code because of an argument: a few words for each argument, with the
+    """Return which layers of a model ran their own code because of an argument: a few words for each argument, with the
     sentence."""
     found = defaultdict(list)
     for name, module in modules.items():
@@ -261,7 +261,7 @@ def name_of_layer(module: torch.nn.Module) -> str:
 
 
 def can_activate(folded: dict) -> bool:
-    """Tell whether this ComfyUI gives a function for the activation of a layer's call."""
+    """True if this ComfyUI gives a function for the activation of a layer's call."""
     name = folded.get(ACTIVATION)
     return name is None or hasattr(comfy.ops, "_eager_input_act") or name in comfy.ops.INPUT_ACT_EAGER
 

@@ -74,7 +74,7 @@ def _int8_call(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> d
 
 
 def is_plain_fp8(weight: QuantizedTensor) -> bool:
-    """Tell whether a quantized weight is fp8 with a scale for all of the weight, and no graph is being compiled."""
+    """True if a quantized weight is fp8 with a scale for all of the weight, and no graph is being compiled."""
     plain = registry is not None and issubclass(weight.layout_cls, TensorCoreFP8Layout)
     return plain and not torch.compiler.is_compiling()
 

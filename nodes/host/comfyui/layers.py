@@ -70,7 +70,7 @@ def top_level_parts(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 
 def is_called_by_items(module: torch.nn.Module, holder: torch.nn.Module, name: str) -> bool:
-    """Tell whether a module is never called itself: it has no forward, as a ``ModuleList``, or is called item by item,
+    """True if a module is never called itself: it has no forward, as a ``ModuleList``, or is called item by item,
     as a UNet's blocks and ``t_embedder`` of Cosmos 2 (``comfy/ldm/cosmos/predict2.py``)."""
     if isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict, TimestepEmbedSequential)):
         return True
@@ -87,7 +87,7 @@ def _items(name: str, container: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 
 def is_quantized(module: torch.nn.Module) -> bool:
-    """Tell whether a module's weight is in one of ComfyUI's quantized formats."""
+    """True if a module's weight is in one of ComfyUI's quantized formats."""
     return isinstance(getattr(module, "weight", None), QuantizedTensor)
 
 
@@ -97,7 +97,7 @@ def activation_dtype(patcher) -> torch.dtype:
 
 
 def own_cast(model: torch.nn.Module, name: str) -> str:
-    """Tell what the code around a layer casts its input to: ``fp32``, the dtype of its own ``weight``, or empty."""
+    """Return ``fp32`` or ``OWN_WEIGHT`` if the code around a layer casts its input to that dtype; empty if not."""
     for base in type(model).__mro__:
         names, cast = CASTS.get(base.__module__.rpartition(".")[0], (None, ""))
         if names and names.fullmatch(name):

@@ -135,7 +135,7 @@ def add_to_badge(node_id: str | None, words: list[str]) -> None:
 
 
 def refusal(error: Exception) -> str:
-    """Return what a node says of a value that it refuses, and send it to the page that queues it."""
+    """Return the message of a validation error, and send it to the page that queued the prompt."""
     page, server = queued_by.get(), getattr(PromptServer, "instance", None)
     if page and server is not None:
         server.send_sync(REFUSED_EVENT, {"message": str(error)}, page)

@@ -136,7 +136,7 @@ def _error(layer: torch.nn.Module, arguments: dict, patches: list[Patch]) -> flo
 
 
 def _asks_for_attention() -> bool:
-    """Tell whether ComfyUI's attention runs as an override in the options has it."""
+    """True if ComfyUI's attention runs as an override in the options has it."""
     attention, x = comfy.ldm.modules.attention.attention_pytorch, _numbers(1, 2, SIZE)
 
     def override(function: Callable, *args, **kwargs) -> torch.Tensor:

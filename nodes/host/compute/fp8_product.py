@@ -56,7 +56,7 @@ def fp8_product(
                 refused[tuple(weight.shape)] = str(error).partition("\n")[0]
         try:
             return scaled_mm_v2(left, right, scale, other, bias, rows.dtype)
-        except (RuntimeError, TypeError) as error:  # what torch refuses is dequantized below, with a word
+        except (RuntimeError, TypeError) as error:  # products that torch refuses are dequantized below
             if is_torch_oom(error):
                 raise
     return F.linear(QuantizedTensor.from_float(rows, LAYOUT, scale=scale), weight.to(rows.dtype), bias)

@@ -36,7 +36,7 @@ ALPHA = 2
 RANKED = {LoRAAdapter: (1,), LoHaAdapter: (1,), LoKrAdapter: (6, 4)}
 """The places of matrices with as many rows as the rank that divides alpha, the first that is there."""
 MERGED_WITH = {LoRAAdapter: (3, 4, 5), LoHaAdapter: (5, 6, 7), LoKrAdapter: (7, 8)}
-"""The places of a DoRA's scale, and of what resizes a weight or is a convolution's."""
+"""Indices of the DoRA scale, the reshape data and the convolution factors; an adapter that has one is merged."""
 OTHER = "a patch other than a plain LoRA, LoHa or LoKr"
 
 
@@ -106,7 +106,7 @@ def sort_patches(patcher: ModelPatcher) -> SortedPatches:
 
 
 def is_left_out(patch: tuple, shape: Sequence[int]) -> bool:
-    """Tell whether ComfyUI leaves out a patch because its shape does not fit that of the weight: it logs that alone.
+    """True if ComfyUI leaves out a patch because its shape does not fit that of the weight: it logs that alone.
 
     LoRAs, LoHas, LoKrs, differences and other models' weights are looked at; the rest counts as fitting.
     """
@@ -142,7 +142,7 @@ def change_of(patch: tuple) -> LowRank:
 
 
 def why_merged(patch: tuple, whole: tuple[int, int]) -> str:
-    """Say why ComfyUI has to merge a patch of a weight ``(outputs, inputs)``; "" where it is added to the result."""
+    """Return why ComfyUI has to merge a patch of a weight ``(outputs, inputs)``; "" where it is added to the result."""
     _, value, strength_model, _, function = patch
     if strength_model != 1.0:
         return "a merge of models"
@@ -153,7 +153,7 @@ def why_merged(patch: tuple, whole: tuple[int, int]) -> str:
 
 
 def _fits(change: LowRank, shape: list[int]) -> bool:
-    """Tell whether a change takes the inputs of a weight of this shape, and gives its outputs."""
+    """True if a change takes the inputs of a weight of this shape, and gives its outputs."""
     if change.offset:
         shape[change.offset[0]] = change.offset[2]
     factors = {place: tensor.to("meta") for place, tensor in change.factors().items()}
@@ -164,7 +164,7 @@ def _fits(change: LowRank, shape: list[int]) -> bool:
 
 
 def is_8bit_matrix(module: torch.nn.Module) -> bool:
-    """Tell whether a module is a linear layer whose weight ComfyUI would round to 8 bits or less."""
+    """True if a module is a linear layer whose weight ComfyUI would round to 8 bits or less."""
     weight = getattr(module, "weight", None)
     if kind_of(module) != "linear" or not isinstance(weight, torch.Tensor) or weight.dim() != 2:
         return False
@@ -282,7 +282,7 @@ class LowRankModel(torch.nn.Module):
                 layer.in_fp32 = in_fp32(compute, key)
 
     def set_strengths(self, strengths: Mapping[tuple[str, LowRank], float]) -> None:
-        """Give each LoRA its strength, 0 where none is named; the tensor stays, so that a compiled graph sees it."""
+        """Set the strength of each LoRA, 0 for a LoRA without one, in the tensor that compiled graphs read."""
         numbers = [
             strengths.get((key, change), 0.0) * scale
             for key, layer in self.by_key.items()

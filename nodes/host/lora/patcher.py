@@ -83,7 +83,7 @@ class AddsLowRank:
         return self._sorted[1]
 
     def leaves_weights_alone(self) -> bool:
-        """Tell whether no patch is merged into any weight."""
+        """True if no patch is merged into any weight."""
         return self.patches.keys() <= self.sorted_patches().added
 
     def low_rank_patcher(self) -> ModelPatcher | None:
@@ -103,7 +103,7 @@ class AddsLowRank:
         return self.get_model_object(CAST_DTYPE) if hasattr(self.model, CAST_DTYPE) else torch.float32
 
     def _multiplies_in_fp32(self, compute: Compute | None, key: str) -> bool:
-        """Tell whether a layer that is given fp32 multiplies in fp32 itself, and not in a 16-bit dtype or 8 bits."""
+        """True if a layer that is given fp32 multiplies in fp32 itself, and not in a 16-bit dtype or 8 bits."""
         decision = compute.plan.decisions.get(layer_name(key)) if compute else None
         mode = decision.mode if decision else name_of(self._cast_dtype()) if compute else FP32.name
         return mode == FP32.name
@@ -214,7 +214,7 @@ class AddsLowRank:
         return models
 
     def model_state_dict(self, *args, **kwargs):
-        """Give quantized weights as numbers, and leave out the names of their scales.
+        """Dequantize quantized weights, and leave out the names of their scales.
 
         A loaded weight has the LoRAs of its layer in it, as in ComfyUI.
         """
@@ -271,8 +271,8 @@ class AddsLowRank:
         return done
 
     def _of_quantized(self, key: str, patches: list) -> list:
-        """Divide what patches of a weight with a scale for inputs change by that scale: they are meant for the product,
-        and ComfyUI adds them to the weight without it."""
+        """Divide the patches of a layer with ``pre_quant_scale`` by that scale: ComfyUI adds patches to the unscaled
+        weight."""
         layer = self._layer_of_weight(key)
         if layer is None or not hasattr(layer, INPUT_SCALE):
             return patches
@@ -396,7 +396,7 @@ def _smoothed(convert: Callable, layer: torch.nn.Module, weight: torch.Tensor, *
 
 
 def _has_leaf(module: torch.nn.Module | None, name: str) -> bool:
-    """Tell whether a module has the attribute that the last part of a name says."""
+    """True if a module has the attribute that the last part of a name says."""
     return hasattr(module, name.rpartition(".")[2])
 
 
@@ -523,7 +523,7 @@ def _passed_by_reasons(patcher: AddsLowRank) -> dict[str, str]:
 
 
 def low_rank_reasons(patcher: ModelPatcher) -> dict[str, str]:
-    """Say by layer what was done with the patches of its 8-bit weight, and how many do not fit its weight."""
+    """Return by layer what was done with the patches of its 8-bit weight, and how many do not fit its weight."""
     texts: dict[str, str] = {}
     unfit = dict(_unfit(patcher))
     if isinstance(patcher, AddsLowRank):

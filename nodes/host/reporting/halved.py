@@ -74,7 +74,7 @@ def _is_asked(record: LoadRecord) -> bool:
 
 
 def _why_kept(record: LoadRecord, name: str, cls: str, parameter: torch.Tensor) -> str:
-    """Say why a matrix is not in 8 bits. The layers of text encoders have longer names than in their files."""
+    """Return why a matrix is not in 8 bits. The layers of text encoders have longer names than in their files."""
     if record.storage.used not in QUANTIZED_NAMES:
         return record.storage.reason
     planned = (reason for layer, reason in record.kept.items() if name == layer or name.endswith(f".{layer}"))

@@ -74,12 +74,12 @@ def analyze_model(
 
 
 def _measured(module: torch.nn.Module, forward: Callable) -> Callable:
-    """Return what measures a layer in the calls whose arguments are known."""
+    """Return the function that measures a layer in the calls whose arguments are known."""
     return measuring(module, forward, module.forward)
 
 
 def _multiplies_in_int8(patcher: ModelPatcher) -> bool:
-    """Tell whether int8 weights of this model would multiply in int8: no dtype is asked for, and the device can."""
+    """True if int8 weights of this model would multiply in int8: no dtype is asked for, and the device can."""
     compute = compute_of(patcher)
     asked = "auto" if compute is None else compute.plan.choice.requested
     return asked in LEAVES_QUANTIZED and current_device().capabilities["int8_matmul"]

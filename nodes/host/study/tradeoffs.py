@@ -116,7 +116,7 @@ def _on_weights_of_file(patcher: ModelPatcher) -> tuple[ModelPatcher, bool]:
 
 
 def _is_as_in_file(patcher: ModelPatcher, checkpoint: Checkpoint) -> bool:
-    """Tell whether a model holds the weights of its file as they are there: of another loader by storage and size."""
+    """True if a model holds the weights of its file as they are there: of another loader by storage and size."""
     if record := patcher.attachments.get(ATTACHMENT):
         return not record.asked
     inside = [weight for name, weight in checkpoint.weights.items() if name.startswith(checkpoint.prefix)]
@@ -207,7 +207,7 @@ def _prepared(patcher: ModelPatcher, setting: Setting) -> tuple[ModelPatcher, st
 
 
 def _is_held(patcher: ModelPatcher, plan: LoadPlan) -> bool:
-    """Tell whether the weights of a model are stored as planned; of a file quantized in part, all that can be."""
+    """True if the weights of a model are stored as planned; of a file quantized in part, all that can be."""
     used, held = plan.storage.used, storages(patcher)
     if used in (AS_FILE, *UNQUANTIZED):
         return used in (AS_FILE, _stored_as(patcher))
