@@ -61,6 +61,13 @@ def convert_file(
         CheckpointError: source unreadable, damaged, cut while it is read, or a LoRA; target not writable, the same
             file, or to be left; NaN or Inf.
         HalfsafeError: the calibration is of another model.
+
+    Example:
+        >>> from halfsafe.precision.commands.convert import convert_file
+        >>> from halfsafe.precision.plan.rules import rules_from
+        >>> summary = convert_file("model.safetensors", "int8.safetensors", "int8", rules_from())
+        >>> summary.weights
+        {'fp16': 84, 'int8': 16}
     """
     began = time.perf_counter()
     file, checkpoint = _read(source, Path(target))

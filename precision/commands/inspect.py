@@ -89,6 +89,12 @@ def inspect_file(path, values: bool = False, progress: Callable[[int], None] | N
 
     Raises:
         CheckpointError: it is no readable safetensors file.
+
+    Example:
+        >>> from halfsafe.precision.commands.inspect import inspect_file
+        >>> found = inspect_file("model.safetensors", values=True)
+        >>> found.model, found.layers, found.problems
+        ('Hunyuan Video', 54, [])
     """
     file = open_checkpoint(path)
     found = Inspection(str(path), None, file.data_bytes, 0, len(file), 0, _dtypes(file), card=card_in(file.metadata))

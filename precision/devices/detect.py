@@ -58,6 +58,14 @@ def detect(device: torch.device | None = None, profile: str | None = None) -> De
 
     Raises:
         UnknownProfile: no such profile; names the environment variable when it came from there.
+
+    Example:
+        >>> from halfsafe.precision.devices.detect import detect
+        >>> card = detect(profile="sm_86")
+        >>> card.label, card.capabilities["fp8_matmul"]
+        ('RTX 30xx (Ampere)', False)
+        >>> card.reason("fp8_matmul")
+        'No fp8 matmul units; fp8 weights are widened to 16 bit before the matmul.'
     """
     device = indexed(device or default_device())
     if requested := profile_named(profile) if profile else requested_profile():
@@ -120,6 +128,6 @@ def why_no_fp8(storage: str, device: Device) -> str:
 
 
 def why_no_bf16(device: Device) -> str:
-    """Return the reason why a device does not support bf16, as under DirectML (microsoft/DirectML #688); "" if it does."""
+    """Return the reason why a device does not support bf16, as under DirectML (microsoft/DirectML #688), or ""."""
     why = "" if device.simulated else why_dtype_not_held(device.torch_device, "bf16")
     return f"{device.name} cannot hold bf16 ({why})" if why else ""

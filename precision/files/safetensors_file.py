@@ -24,6 +24,12 @@ def open_checkpoint(path: str | os.PathLike) -> TensorFile:
 
     Raises:
         CheckpointError: the file is missing, damaged, truncated, of another kind, or one of its shards is.
+
+    Example:
+        >>> from halfsafe.precision.files.safetensors_file import open_checkpoint
+        >>> file = open_checkpoint("model.safetensors")
+        >>> len(file), file["img_in.proj.weight"].dtype
+        (100, torch.float16)
     """
     path = Path(path)
     shards = _index(path) if path.name.endswith(".index.json") else {}
@@ -95,6 +101,13 @@ def write_safetensors(
     Raises:
         CheckpointError: the disk is too small or full, the folder cannot be written to, or a file is to be left.
         ValueError: ``tensors`` are not those that ``specs`` announce.
+
+    Example:
+        >>> from halfsafe.precision.files.safetensors_file import write_safetensors
+        >>> from halfsafe.precision.files.safetensors_header import TensorSpec
+        >>> weight = torch.ones(2, 3)
+        >>> specs = [TensorSpec("a.weight", weight.dtype, (2, 3))]
+        >>> write_safetensors("a.safetensors", specs, [("a.weight", weight)], metadata={})
     """
     path = Path(os.path.realpath(path))
     waiting = layout(specs)

@@ -122,6 +122,14 @@ def read_checkpoint(tensors: Mapping[str, torch.Tensor], metadata: dict[str, str
         UnconsumedScale: a tensor looks like a quantization scale and belongs to no weight.
         NonFiniteWeight: a scale is NaN, infinite, zero or negative.
         CheckpointError: another tool's format, or a contradiction inside the file.
+
+    Example:
+        >>> from halfsafe.precision.formats.checkpoint import read_checkpoint
+        >>> from halfsafe.precision.files.safetensors_file import open_checkpoint
+        >>> file = open_checkpoint("model.safetensors")
+        >>> checkpoint = read_checkpoint(file, file.metadata, "model.safetensors")
+        >>> checkpoint.weights["img_in.proj.weight"].storage
+        'fp16'
     """
     example = {name.rpartition(".")[2]: name for name in tensors}
     for leaves, tool, advice in _FOREIGN:

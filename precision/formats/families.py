@@ -75,7 +75,13 @@ UNKNOWN = Family("unknown family", NO_FP16, ())
 
 
 def family_of(shapes: Mapping[str, tuple[int, ...]]) -> Family:
-    """Find the family of a diffusion model by its tensors' shapes, without prefix; :data:`UNKNOWN` when none fits."""
+    """Find the family of a diffusion model by its tensors' shapes, without prefix; :data:`UNKNOWN` when none fits.
+
+    Example:
+        >>> from halfsafe.precision.formats.families import family_of
+        >>> family_of({"txt_in.individual_token_refiner.blocks.0.norm1.weight": (64,)}).name
+        'Hunyuan Video'
+    """
 
     def fits(family: Family) -> bool:
         if not shapes.keys() >= {*family.names}:

@@ -116,6 +116,11 @@ def rules_from(text: str = "", preset: str = DEFAULT_PRESET, previous: Rules | N
     Raises:
         RuleError: a line cannot be read; it carries the line's number.
         HalfsafeError: no preset has that name.
+
+    Example:
+        >>> from halfsafe.precision.plan.rules import rules_from
+        >>> rules_from("blocks.0.* compute=fp32").setting("compute", "blocks.0.ffn", "Linear")[0]
+        'fp32'
     """
     if preset not in PRESETS:
         raise HalfsafeError(f"'{preset}' is not a rules preset.", f"Use one of: {', '.join(PRESETS)}.")

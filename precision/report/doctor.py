@@ -33,6 +33,11 @@ def diagnose(device: torch.device | Device | None = None) -> dict:
 
     Raises:
         UnknownProfile: ``HALFSAFE_DEVICE_PROFILE`` names no profile.
+
+    Example:
+        >>> from halfsafe.precision.report.doctor import diagnose
+        >>> diagnose()["device"]["label"]  # doctest: +SKIP
+        'RTX 40xx, L4, L40 (Ada)'
     """
     found = device if isinstance(device, Device) else detect(device)
     return {

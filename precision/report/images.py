@@ -40,6 +40,12 @@ def compare(reference: torch.Tensor, candidate: torch.Tensor) -> list[Difference
 
     Raises:
         HalfsafeError: the sizes, channels or batches do not go together.
+
+    Example:
+        >>> from halfsafe.precision.report.images import compare
+        >>> (pair,) = compare(torch.zeros(1, 8, 8, 3), torch.full((1, 8, 8, 3), 0.1))
+        >>> round(pair.psnr, 1)
+        20.0
     """
     return [_difference(a.double(), b.double()) for a, b in _pairs(reference, candidate)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import importlib
 import importlib.util
 import json
@@ -85,3 +86,24 @@ def test_installed_package_runs_doctor(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)
     assert list((target / "halfsafe" / "web").glob("docs/*.md")) and list((target / "halfsafe" / "workflows").glob("*.json"))
+
+
+def functions_for_others() -> list[str]:
+    """The functions that the documentation offers for import."""
+    return re.findall(r"^\| `(halfsafe\.[\w.]+)` \|", (ROOT / "docs" / "command-line.md").read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def test_ten_functions_are_offered_for_import() -> None:
+    assert len(functions_for_others()) == 10
+
+
+@pytest.mark.parametrize("name", functions_for_others())
+def test_a_function_that_others_import_has_an_example_that_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, _, function = name.rpartition(".")
+    shutil.copyfile(ROOT / "tests" / "assets" / "shapes.safetensors", tmp_path / "model.safetensors")
+    monkeypatch.chdir(tmp_path)
+    code = importlib.import_module(module)
+    (example,) = doctest.DocTestFinder(recurse=False).find(getattr(code, function), function, module=code, globs={**vars(code)})
+    said: list[str] = []
+    outcome = doctest.DocTestRunner().run(example, out=said.append)
+    assert example.examples and outcome.failed == 0, "".join(said)
