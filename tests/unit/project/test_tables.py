@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 from halfsafe.precision.base.modes import MODES
@@ -14,8 +15,8 @@ from halfsafe.precision.guard import verdicts
 from halfsafe.precision.plan.auto import auto_compute
 from halfsafe.precision.plan.presets import PRESETS
 from halfsafe.precision.plan.rules import VALUES
+from support.shipped import ROOT
 
-ROOT = Path(__file__).absolute().parents[3]
 DEVICES = ["docs/devices.md", "docs/devices.zh.md"]
 BLACK_IMAGES = ["docs/black-images.md", "docs/black-images.zh.md"]
 FAMILIES = (("Wan", "SDXL"), ("Flux",), ("Qwen-Image", "Z-Image, Ming-Image or Lumina 2"))  # of the columns for compute
@@ -71,3 +72,31 @@ def test_every_verdict_is_explained(document):
 def test_every_mode_is_explained(page):
     named = {name for cell in first_cells(page) for name in cell.split(", ")}
     assert set(MODES) <= named
+
+
+HOLDERS = {"WeakKeyDictionary", "WeakSet", "WeakTensorKeyDictionary", "local", "ContextVar", "SharedScope", "Turns", "dict", "set", "list"}
+"""What makes state that a module keeps."""
+
+
+def kept_by_modules() -> Iterator[tuple[str, str]]:
+    """(file, name) of the state at the top of the product's files: empty containers, and what makes such state."""
+    for path in [*(ROOT / "precision").rglob("*.py"), *(ROOT / "nodes").rglob("*.py")]:
+        for node in ast.parse(path.read_text("utf-8")).body:
+            if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                values = node.value.elts if isinstance(node.value, ast.Tuple) else [node.value]
+                if any(map(is_state, values)):
+                    names = [each for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)]
+                    yield from (("/".join(path.parts[-2:]), name.id) for name in names)
+
+
+def is_state(value: ast.expr) -> bool:
+    if isinstance(value, ast.Call):
+        return ast.unparse(value.func).rpartition(".")[2] in HOLDERS and not (isinstance(value.func, ast.Name) and value.func.id in ("dict", "set", "list") and value.args)
+    return ast.unparse(value) in ("{}", "[]")
+
+
+def test_state_outside_of_calls_is_listed() -> None:
+    listed = {(row[0], row[1].strip("`")) for row in rows("docs/internals/how-a-call-runs.md") if len(row) == 4 and row[0].endswith(".py")}
+    found = {*kept_by_modules()}
+    assert len(found) > 20 and found == listed, f"missing: {sorted(found - listed)}; gone: {sorted(listed - found)}"
