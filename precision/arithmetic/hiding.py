@@ -120,12 +120,13 @@ class HidingCode(TorchDispatchMode):
         self.begin()
 
     def __enter__(self):
+        self._outer = getattr(_watching, "mode", None)
         _watching.mode = self
         return super().__enter__()
 
     def __exit__(self, *error):
         super().__exit__(*error)
-        _watching.mode = None
+        _watching.mode = self._outer
         self.begin()
 
     def begin(self) -> None:

@@ -41,9 +41,8 @@ if COMFYUI:
 
 ONCE_PER_CALL = {"arithmetic/proofs.read", "guard/model.around_call"}
 CALIBRATING = {
-    "arithmetic/linear._choose", "arithmetic/linear._first_product", "arithmetic/operand_scale._is_same", "arithmetic/calibration.watch_inputs",
-    "arithmetic/fp16_accumulation._calibrate", "arithmetic/attention._note", "arithmetic/attention._calibrated",
-    "arithmetic/attention._in_first_mode_that_fits",
+    "arithmetic/linear._choose", "arithmetic/calibration.watch_inputs",
+    "arithmetic/fp16_accumulation._calibrate", "arithmetic/attention._calibrated",
 }  # fmt: skip
 IN_A_CHECK = {"check/drift"}
 AFTER_A_FAILURE = {"guard/localize", "guard/failure", "guard/inputs", "guard/causes", "guard/escalation.ranges"}

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from halfsafe.precision.arithmetic.attention import Kernels, SafeAttention
 from halfsafe.precision.arithmetic.calibration import Calibration
+from halfsafe.precision.arithmetic.hiding import HidingCode, own_arithmetic
 from halfsafe.precision.arithmetic.linear import SafeOperation
 from halfsafe.precision.base.dtypes import FP16_MAX
 from support.measures import relative_error
@@ -223,3 +224,14 @@ def test_a_foreign_kernel_that_overflows_runs_in_fp32_in_the_same_call(later):
     for _ in range(3):
         assert relative_error(sdpa(q, k, v * 20, 2), calibration.run(lambda: call(v * 20))) < 2e-3
     assert calibration.repeats == later
+
+
+def test_a_calibration_inside_another_leaves_the_outer_one_watching() -> None:
+    outer, inner = HidingCode(), HidingCode()
+    with outer:
+        with inner, own_arithmetic():
+            assert (outer.paused, inner.paused) == (0, 1)
+        with own_arithmetic():
+            assert (outer.paused, inner.paused) == (1, 0)
+    with own_arithmetic():
+        assert (outer.paused, inner.paused) == (0, 0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+
 from support.shipped import ROOT
 
 THEMES = ("host/compile", "host/cuda", "host/device", "host/graph", "unit/project", "browser", "gpu")
@@ -33,3 +35,22 @@ def test_no_theme_stands_for_a_folder_that_is_gone() -> None:
 def test_the_guide_names_every_file_of_support() -> None:
     guide = (ROOT / "tests" / "support" / "README.md").read_text(encoding="utf-8")
     assert [path.stem for path in (ROOT / "tests" / "support").glob("*.py") if f"`{path.stem}`" not in guide] == []
+
+
+def reads_allowed() -> set[str]:
+    """The "file" and "file.function" of the product that the host's tests let read a tensor back, from their conftest."""
+    tree = ast.parse((ROOT / "tests" / "host" / "conftest.py").read_text(encoding="utf-8"))
+    sets = [node.value for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.value, ast.Set)]
+    return {element.value for each in sets for element in each.elts if isinstance(element, ast.Constant) and "/" in element.value}
+
+
+def test_a_read_is_allowed_only_to_functions_that_exist() -> None:
+    """A name that is gone would allow nothing, and its function's reads fail far away under another name."""
+    missing = []
+    for allowed in reads_allowed():
+        file, _, function = allowed.partition(".")
+        paths = [path for folder in ("precision", "nodes/host") for path in (ROOT / folder).glob(f"{file}.py")]
+        functions = {node.name for path in paths for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.FunctionDef)}
+        if not paths or (function and function not in functions):
+            missing.append(allowed)
+    assert len(reads_allowed()) > 10 and missing == []
