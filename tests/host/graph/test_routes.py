@@ -27,7 +27,8 @@ NO_SETTING = [
 @pytest.fixture
 def routes(comfy, monkeypatch):
     """The pack's handlers, and ComfyUI's server with one page connected to it."""
-    from halfsafe.nodes.host.reporting import routes, watch
+    from halfsafe.nodes.host.guard import watch
+    from halfsafe.nodes.host.reporting import routes
 
     monkeypatch.setattr(watch, "_settings", {})
     handlers = {}
