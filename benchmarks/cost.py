@@ -279,10 +279,11 @@ class _Executor:
 def _safe(model):
     from halfsafe.nodes.host.comfyui.layers import matrix_layers
     from halfsafe.nodes.host.compute.executor import Compute
+    from halfsafe.precision.formats.layer_plan import LayerPlan
     from halfsafe.precision.plan.choice import Choice
-    from halfsafe.precision.plan.compute import ComputeDecision, ComputePlan
+    from halfsafe.precision.plan.compute import ComputePlan
 
-    decisions = {name: ComputeDecision("fp16_wide", "same", "") for name, _ in matrix_layers(model)}
+    decisions = {name: LayerPlan(mode="fp16_wide") for name, _ in matrix_layers(model)}
     return Compute(ComputePlan(Choice("fp16_safe", "fp16_safe"), decisions))
 
 

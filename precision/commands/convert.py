@@ -14,14 +14,14 @@ from ..files.safetensors_file import open_checkpoint, write_safetensors
 from ..files.tensor_file import TensorFile
 from ..formats.card import Provenance, card_entry, source_of
 from ..formats.checkpoint import CARD_KEY, Checkpoint, dialect_text, read_checkpoint
-from ..formats.comfy_format import WeightPlan, made_here, tensors_made
+from ..formats.comfy_format import made_here, tensors_made
+from ..formats.layer_plan import LayerPlan
 from ..make.calibrated import CalibratedRounding
 from ..make.calibration import CalibrationData
 from ..plan.compute import rules_without_effect
 from ..plan.facts import layer_specs
+from ..plan.layers import notes_on, plan_storage, plan_weights
 from ..plan.rules import Rules
-from ..plan.storage import StorageDecision, plan_storage
-from ..plan.weights import notes_on, plan_weights
 from .inspect import section
 
 
@@ -71,9 +71,9 @@ def convert_file(
     """
     began = time.perf_counter()
     file, checkpoint = _read(source, Path(target))
-    decisions = decide(checkpoint, storage, rules)
-    asked = {f"{name}.weight": decision.storage for name, decision in decisions.items()}
-    plans = plan_weights(checkpoint.weights, asked, source, done=_done(file))
+    layers = decide(checkpoint, storage, rules)
+    by_name = {f"{layer}.weight": own for layer, own in layers.items()}
+    plans = plan_weights(checkpoint.weights, by_name, source, done=_done(file))
     lines = [str(rule) for rule in rules.own]
     provenance = Provenance(source_of(file), storage, rules.names, lines, card=file.metadata.get(CARD_KEY, ""))
     card, rounding = card_entry(provenance, plans.values()), None
@@ -97,7 +97,7 @@ def convert_file(
         target_bytes=os.path.getsize(target),
         seconds=time.perf_counter() - began,
         weights=dict(Counter(plan.stored for plan in plans.values())),
-        kept=[(name, decision.reason) for name, decision in decisions.items() if decision.kept],
+        kept=[(layer, own.why_stored) for layer, own in layers.items() if own.kept],
         notes=_notes(checkpoint, rules, plans) + ([rounding.text()] if rounding else []),
     )
 
@@ -125,12 +125,12 @@ def _done(file: TensorFile, progress: Callable[[int], None] | None = None) -> Ca
     return done
 
 
-def _notes(checkpoint: Checkpoint, rules: Rules, plans: Mapping[str, WeightPlan]) -> list[str]:
+def _notes(checkpoint: Checkpoint, rules: Rules, plans: Mapping[str, LayerPlan]) -> list[str]:
     idle = rules_without_effect(layer_specs(checkpoint, checkpoint.prefix), rules)
     return [*checkpoint.notes, *(f"{rule.setting}: {rule.reason}" for rule in idle), *notes_on(plans)]
 
 
-def decide(checkpoint: Checkpoint, storage: str, rules: Rules) -> dict[str, StorageDecision]:
+def decide(checkpoint: Checkpoint, storage: str, rules: Rules) -> dict[str, LayerPlan]:
     """Decide the storage of each layer of the diffusion model, by full layer name; a bundled VAE or CLIP has none."""
     prefix = checkpoint.prefix
     decisions = plan_storage(layer_specs(checkpoint, prefix), storage, rules)

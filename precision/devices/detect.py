@@ -3,13 +3,11 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 
 import torch
 
-from ..base.dtypes import DTYPES
 from ..base.errors import UnknownProfile
-from ..formats.registry import FORMAT_OF_STORAGE, fp8_dtypes
+from ..formats.registry import fp8_dtypes
 from .hardware import default_device, hardware_name, indexed, profile_of
 from .probes import Probe, run_probes, why_dtype_not_held
 from .profiles import CAPABILITIES, OCP_FP8, DeviceProfile, profile_named
@@ -38,12 +36,28 @@ class Device:
 
     @property
     def label(self) -> str:
-        """Return the name people have for this kind of device."""
+        """Return the common name of this kind of device."""
         return self.profile.label
 
     def reason(self, capability: str) -> str:
         """Return why a capability is on or off."""
         return self.reasons[capability]
+
+    def refuses(self, storage: str) -> str:
+        """Return why the device cannot hold weights in a storage; "" if it can.
+
+        Apple's GPUs hold e4m3 from torch 2.15, and no e5m2. DirectML has no bf16 (microsoft/DirectML #688).
+        """
+        fp8 = fp8_dtypes(storage)
+        if fp8 and not self.capabilities["fp8_storage"]:
+            return f"not on {self.label}: {self.reason('fp8_storage')}"
+        if self.simulated:
+            return ""
+        for dtype in fp8:
+            if error := why_dtype_not_held(self.torch_device, dtype):
+                return f"not on {self.label}: It does not support {dtype} ({error})."
+        error = why_dtype_not_held(self.torch_device, storage) if storage == "bf16" else ""
+        return error and f"{self.name} cannot hold bf16 ({error})"
 
     def without(self, capability: str, reason: str) -> "Device":
         """Return the same device with a capability off, for a reason that the table and the probes cannot know."""
@@ -107,27 +121,3 @@ def _confirmed(
             capabilities[capability] = False
             reasons[capability] = f"Expected here, but the probe {probe} failed: {failed[probe]}."
     return Device(device, hardware_name(device), profile, simulated, probes, capabilities, reasons)
-
-
-def unheld_storages(device: Device) -> Mapping[str, str]:
-    """Map each fp8 storage that a device does not support to the reason."""
-    found = {storage: why_no_fp8(storage, device) for storage in {**FORMAT_OF_STORAGE, **DTYPES}}
-    return MappingProxyType({storage: why for storage, why in found.items() if why})
-
-
-def why_no_fp8(storage: str, device: Device) -> str:
-    """Return the reason why a device does not support an fp8 storage; "" if it does."""
-    dtypes = fp8_dtypes(storage)
-    why = ""
-    if not device.simulated:  # Apple's GPUs hold e4m3 from torch 2.15, and no e5m2
-        errors = ((name, why_dtype_not_held(device.torch_device, name)) for name in dtypes)
-        why = next((f"It does not support {name} ({error})." for name, error in errors if error), "")
-    if dtypes and not device.capabilities["fp8_storage"]:
-        why = device.reason("fp8_storage")
-    return why and f"not on {device.label}: {why}"
-
-
-def why_no_bf16(device: Device) -> str:
-    """Return the reason why a device does not support bf16, as under DirectML (microsoft/DirectML #688), or ""."""
-    why = "" if device.simulated else why_dtype_not_held(device.torch_device, "bf16")
-    return f"{device.name} cannot hold bf16 ({why})" if why else ""

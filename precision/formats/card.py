@@ -14,7 +14,8 @@ from pathlib import Path
 from ..files.safetensors_header import read_object
 from ..files.tensor_file import TensorFile, fingerprint
 from .checkpoint import CARD_KEY
-from .comfy_format import SAMPLED_ROWS, WeightPlan
+from .comfy_format import SAMPLED_ROWS
+from .layer_plan import LayerPlan
 from .registry import FORMAT_OF_STORAGE
 
 WHAT_ERROR = f"relative_rms_error_of_{SAMPLED_ROWS}_rows_per_weight"
@@ -51,12 +52,12 @@ def source_of(file: TensorFile) -> dict[str, object]:
     return {"file": file.path.name, "bytes": size, "sha256_of_header_and_4096_bytes_of_each_tensor": fingerprint(file)}
 
 
-def card_entry(provenance: Provenance, plans: Iterable[WeightPlan]) -> dict[str, str]:
+def card_entry(provenance: Provenance, plans: Iterable[LayerPlan]) -> dict[str, str]:
     """Make the card of a file of these weights, as an entry of its metadata."""
     plans = list(plans)
     if provenance.card and not any(plan.changes for plan in plans):
         return {CARD_KEY: provenance.card}
-    needed = {FORMAT_OF_STORAGE[plan.stored].since for plan in plans if plan.format}
+    needed = {FORMAT_OF_STORAGE[plan.stored].since for plan in plans if plan.declared}
     sums = {plan.storage: (0.0, 0.0) for plan in plans}
     for plan in plans:
         error, values = sums[plan.storage]

@@ -7,9 +7,7 @@ A quantized layer is ``<layer>.weight`` (fp8 or int8), ``<layer>.weight_scale`` 
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final
 
 import torch
 
@@ -18,6 +16,7 @@ from ..base.errors import NonFiniteWeight
 from ..files.safetensors_header import TensorSpec
 from .format import Format
 from .fp8 import Fp8, quantize
+from .layer_plan import AS_FILE, UNMEASURED, LayerPlan
 from .registry import FORMAT_OF_STORAGE
 from .stored_weight import FULL_PRECISION, StoredWeight, Tensors, comfy_quant_tensor
 
@@ -25,39 +24,9 @@ LARGEST_ROUNDED = max_of(torch.float32) / 2
 ERROR_SAMPLE = 8
 SHARED_SAMPLE = 4
 SAMPLED_ROWS = 16
-AS_FILE: Final = "as_file"
 OF_FNUZ = {"fp8_e4m3fnuz": "fp8_e4m3fn", "fp8_e5m2fnuz": "fp8_e5m2"}
-UNMEASURED = (0.0, 0.0)
 Made = tuple[StoredWeight, dict[str, torch.Tensor]]
 """A weight and its tensors as they are planned."""
-
-
-@dataclass(frozen=True)
-class WeightPlan:
-    """The storage of a weight.
-
-    Attributes:
-        storage: what is made of it; ``as_file``: it stays as it is.
-        stored: the storage name that it has then.
-        reason: why it is not stored as asked; empty where it is.
-        format: the quantization format that it is in then; empty where it is in none.
-        changes: its values or its scale are not those of the source.
-        specs: the tensors that hold it.
-        error: squared error of some rows as they are stored, and squared values, summed; zeros where unmeasured.
-    """
-
-    storage: str
-    stored: str
-    reason: str
-    format: str
-    changes: bool
-    specs: tuple[TensorSpec, ...]
-    error: tuple[float, float] = UNMEASURED
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of all its tensors."""
-        return sum(spec.bytes for spec in self.specs)
 
 
 def can_be_quantized(cls: str = "Linear", dimensions: int = 2) -> bool:
@@ -236,7 +205,7 @@ def check_finite(tensors: Mapping[str, torch.Tensor], path) -> None:
 
 
 def made_here(
-    weights: Mapping[str, StoredWeight], plans: Mapping[str, WeightPlan], path, read: bool = True
+    weights: Mapping[str, StoredWeight], plans: Mapping[str, LayerPlan], path, read: bool = True
 ) -> Iterator[Made]:
     """Make weights where they are, one after another, by :func:`tensors_of`."""
     for name, weight in weights.items():

@@ -18,8 +18,9 @@ import torch
 from ..base.flags import flags_set
 from ..base.oom import is_torch_oom
 from ..formats.card import Provenance, card_entry
-from ..formats.comfy_format import UNMEASURED, Made, WeightPlan, made_here
+from ..formats.comfy_format import Made, made_here
 from ..formats.format import Format
+from ..formats.layer_plan import UNMEASURED, LayerPlan
 from ..formats.registry import FORMAT_OF_STORAGE
 from ..formats.stored_weight import StoredWeight
 from .calibration import CalibrationData, Products
@@ -55,7 +56,7 @@ class CalibratedRounding:
         self,
         calibration: CalibrationData,
         weights: Mapping[str, StoredWeight],
-        plans: Mapping[str, WeightPlan],
+        plans: Mapping[str, LayerPlan],
         source: Mapping[str, object],
         name: str,
         prefix: str = "",
@@ -72,12 +73,12 @@ class CalibratedRounding:
     def _layer(self, weight: StoredWeight) -> str:
         return weight.layer.removeprefix(self._prefix)
 
-    def _products(self, weight: StoredWeight, plan: WeightPlan) -> Products | None:
+    def _products(self, weight: StoredWeight, plan: LayerPlan) -> Products | None:
         """Return the products of a weight's inputs, where its codes can be chosen by them."""
         can = plan.storage in FORMAT_OF_STORAGE and plan.changes and weight.name.endswith(".weight")
         return self.calibration.usable(self._layer(weight)) if can else None
 
-    def card_entry(self, provenance: Provenance, plans: Mapping[str, WeightPlan]) -> dict[str, str]:
+    def card_entry(self, provenance: Provenance, plans: Mapping[str, LayerPlan]) -> dict[str, str]:
         """Make the card of the file, without errors of the weights that are rounded here."""
         of = self.calibration
         seen = {"model": of.name, "runs": of.runs, "model_calls": of.calls, "layers": len(self._work)}
@@ -85,7 +86,7 @@ class CalibratedRounding:
         others = [replace(p, error=UNMEASURED) if name in self._work else p for name, p in plans.items()]
         return card_entry(replace(provenance, calibration=card), others)
 
-    def made(self, weights: Mapping[str, StoredWeight], plans: Mapping[str, WeightPlan], path) -> Iterator[Made]:
+    def made(self, weights: Mapping[str, StoredWeight], plans: Mapping[str, LayerPlan], path) -> Iterator[Made]:
         """Make weights as :func:`~halfsafe.precision.formats.comfy_format.made_here` does, with codes that are chosen.
         """
         for weight, tensors in made_here(weights, plans, path):
@@ -94,7 +95,7 @@ class CalibratedRounding:
                     tensors[weight.name] = self._data(weight, plans[weight.name], tensors)
             yield weight, tensors
 
-    def _data(self, weight: StoredWeight, plan: WeightPlan, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def _data(self, weight: StoredWeight, plan: LayerPlan, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Choose a weight's codes: on the device, and on the CPU from the first weight on that it has no memory for."""
         try:
             return self._chosen(weight, plan, tensors)
@@ -104,7 +105,7 @@ class CalibratedRounding:
         self._device = torch.device("cpu")
         return self._chosen(weight, plan, tensors)
 
-    def _chosen(self, weight: StoredWeight, plan: WeightPlan, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def _chosen(self, weight: StoredWeight, plan: LayerPlan, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Choose a weight's codes some rows at a time; its scales stay as they are."""
         format, sums = FORMAT_OF_STORAGE[plan.storage], self._work[weight.name]
         rows, columns = weight.shape

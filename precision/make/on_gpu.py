@@ -11,7 +11,8 @@ import torch
 from ..base.dtypes import QUANTIZED_NAMES
 from ..base.flags import flags_set
 from ..base.oom import is_torch_oom
-from ..formats.comfy_format import Made, WeightPlan, stays, tensors_of
+from ..formats.comfy_format import Made, stays, tensors_of
+from ..formats.layer_plan import LayerPlan
 from ..formats.stored_weight import StoredWeight
 
 SOURCES = (torch.float16, torch.bfloat16, torch.float32)
@@ -37,7 +38,7 @@ class OnGpu:
         self.made = self.without_room = 0
 
     def weights(
-        self, weights: Mapping[str, StoredWeight], plans: Mapping[str, WeightPlan], path, read: bool = True
+        self, weights: Mapping[str, StoredWeight], plans: Mapping[str, LayerPlan], path, read: bool = True
     ) -> Iterator[Made]:
         """Make weights in their order; see :func:`~halfsafe.precision.formats.comfy_format.made_here`."""
         for name, weight in weights.items():
@@ -45,7 +46,7 @@ class OnGpu:
             made = self._made(weight, plan, path) if _gains(weight, plan) else None
             yield weight, made or tensors_of(weight, plan.storage, path, read)
 
-    def _made(self, weight: StoredWeight, plan: WeightPlan, path) -> dict[str, torch.Tensor] | None:
+    def _made(self, weight: StoredWeight, plan: LayerPlan, path) -> dict[str, torch.Tensor] | None:
         """Make a weight on the device; None where the device has no memory left for it."""
         if weight.data.nbytes + plan.bytes + WORK <= self._room:
             try:
@@ -62,7 +63,7 @@ class OnGpu:
         return None
 
 
-def _gains(weight: StoredWeight, plan: WeightPlan) -> bool:
+def _gains(weight: StoredWeight, plan: LayerPlan) -> bool:
     """True if quantizing on the GPU is faster: a large plain weight without its file's scale, and not a cast."""
     quantized = plan.storage in QUANTIZED_NAMES and not stays(weight, plan.storage)
     return quantized and weight.plain and weight.data.dtype in SOURCES and weight.data.numel() >= SMALL

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from ..base.options import ComputeOption, RuledCompute, RuledStorage
 from ..base.text import size_text
-from ..devices.detect import Device, why_no_fp8
+from ..devices.detect import Device
 
 ACTIVATION_ROOM = 2 << 30
 UNQUANTIZED = ("fp16", "bf16", "fp32", "fp64")
@@ -127,7 +127,7 @@ def held_storage(device: Device, file_dtype: str) -> tuple[RuledStorage, str]:
     """Choose the storage of a quantized file: as_file where the device can hold its weights, else 16 bit, and why."""
     if file_dtype in UNQUANTIZED:
         return "as_file", ""
-    if reason := why_no_fp8(file_dtype, device):
+    if reason := device.refuses(file_dtype):
         return _half(device), f"The file is {file_dtype}, {reason}"
     return "as_file", f"The file is already {file_dtype}."
 

@@ -1,12 +1,12 @@
-"""Settings as asked for and as resolved, and what one load came to: kept with the model, read by the report."""
+"""Requested and resolved settings, and settings that have no effect."""
 
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Generic, TypeVar
 
 ATTACHMENT = "halfsafe"
-"""The key of a loaded model's :class:`LoadRecord` in ComfyUI's ``attachments``."""
+"""The key of a loaded model's :class:`~halfsafe.precision.plan.load.ModelPlan` in ComfyUI's ``attachments``."""
 Value = TypeVar("Value")
 Option = TypeVar("Option", bound=str)
 
@@ -41,27 +41,3 @@ class WithoutEffect:
     setting: str
     reason: str
     unmatched: bool = field(default=False, metadata={"json": False})
-
-
-@dataclass(frozen=True)
-class LoadRecord:
-    """One load.
-
-    Attributes:
-        reasons: layer name -> why it is stored as it is.
-        kept: layer name -> why it is not in fp8 though fp8 was asked for.
-        asked: layer name -> the storage that was decided, for the layers that are not left as in the file.
-        native_fp8: as of :class:`~halfsafe.precision.plan.facts.ModelFacts`.
-        below_16_bit: the bytes that the file's quantized weights take less than in 16 bit.
-    """
-
-    file: str
-    dialects: tuple[str, ...]
-    storage: Choice
-    reasons: Mapping[str, str] = field(default_factory=dict)
-    kept: Mapping[str, str] = field(default_factory=dict)
-    asked: Mapping[str, str] = field(default_factory=dict)
-    without_effect: tuple[WithoutEffect, ...] = ()
-    notes: tuple[str, ...] = ()
-    native_fp8: Container[str] = frozenset()
-    below_16_bit: int = 0

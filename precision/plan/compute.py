@@ -5,9 +5,10 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from ..base.dtypes import FP8_NAMES, QUANTIZED_NAMES
-from ..base.modes import FP8, FP16, INT8, MODE_OF, MODES, ModeName
-from ..base.options import ComputeOption, RuledCompute, RuledSums, Stream
+from ..base.modes import FP8, FP16, INT8, MODE_OF, MODES
+from ..base.options import ComputeOption, RuledCompute
 from ..devices.detect import Device
+from ..formats.layer_plan import LayerPlan
 from ..formats.registry import FORMAT_OF_STORAGE
 from .accumulation import MatmulProfile, fp16_sums_inert
 from .auto import auto_compute
@@ -31,24 +32,9 @@ NATIVE_FP8 = (
     "error of unpacked weights."
 )
 UNPACKED_FP8 = "fp8 weights are unpacked in each call: compute=fp8 multiplies them as stored, at 1.4 times the error."
+UNPLANNED: Mapping[str, LayerPlan] = frozen({})
 NO_LAYER = "the pattern matches no layer of this model"
 NOT_LOOKED_AT = "These results are not checked for NaN, so fp16_safe is used instead of plain fp16: it cannot overflow."
-
-
-@dataclass(frozen=True)
-class ComputeDecision:
-    """How one layer runs.
-
-    Attributes:
-        stream: the dtype of its result: ``fp32``, or ``same`` as its input.
-        sums: the accumulation dtype that a rule sets, ``fp32`` or ``fp16``; it overrides the Accumulation node. Empty
-            where no rule does.
-    """
-
-    mode: ModeName
-    stream: Stream
-    reason: str
-    sums: RuledSums | Literal[""] = ""
 
 
 @dataclass(frozen=True)
@@ -63,7 +49,7 @@ class ComputePlan:
     """
 
     choice: Choice[ComputeOption]
-    decisions: Mapping[str, ComputeDecision]
+    decisions: Mapping[str, LayerPlan]
     fp8_matmul: bool = False
     without_effect: tuple[WithoutEffect, ...] = ()
     notes: tuple[str, ...] = ()
@@ -72,7 +58,7 @@ class ComputePlan:
     instead: str = ""
 
     @classmethod
-    def of_layers(cls, decisions: Mapping[str, ComputeDecision]) -> "ComputePlan":
+    def of_layers(cls, decisions: Mapping[str, LayerPlan]) -> "ComputePlan":
         """Plan these layers alone, whatever the model around them was planned to compute in."""
         return cls(Choice(FP16.compute, FP16.compute), decisions)
 
@@ -111,8 +97,17 @@ class ComputePlan:
 
     @property
     def weight_dtype(self) -> ComputeOption:
-        """The best dtype of weights without quantization."""
-        return "fp16" if self.is_safe else self.choice.used
+        """The best dtype of unquantized weights."""
+        return weight_dtype(self.choice.used)
+
+
+BY_COMFYUI = ComputePlan(Choice("auto", "auto", "ComfyUI chooses the arithmetic."), UNPLANNED)
+"""The plan of a text encoder, and of a ControlNet that ComfyUI runs as it is."""
+
+
+def weight_dtype(compute: ComputeOption) -> ComputeOption:
+    """Return the best dtype of unquantized weights of a model that computes in ``compute``."""
+    return FP16.compute if compute == SAFE else compute
 
 
 def choose_compute(facts: ModelFacts, device: Device, compute: ComputeOption) -> Choice[ComputeOption]:
@@ -130,36 +125,50 @@ def choose_compute(facts: ModelFacts, device: Device, compute: ComputeOption) ->
 
 
 def plan_compute(
-    facts: ModelFacts, device: Device, compute: ComputeOption, rules: Rules, storages: Mapping[str, str] | None = None
+    facts: ModelFacts,
+    device: Device,
+    compute: ComputeOption,
+    rules: Rules,
+    storages: Mapping[str, str] | None = None,
+    layers: Mapping[str, LayerPlan] = UNPLANNED,
 ) -> ComputePlan:
     """Resolve ``compute`` for a model on a device, layer by layer.
 
-    ``storages``: layer name -> storage name, for those known to be stored in fp8 or in a format of ComfyUI's: only fp8
-    weights can multiply in fp8, and quantized weights multiply quantized until a dtype is asked for.
+    Args:
+        storages: layer name -> storage of its weight, if known: only fp8 weights can multiply in fp8, and quantized
+            weights multiply quantized unless a dtype is requested.
+        layers: layer name -> the plan of its storage, which the plan of its arithmetic completes.
     """
     choice = choose_compute(facts, device, compute)
-    plan = _planned(facts, device, choice, rules, storages)
+    plan = _planned(facts, device, choice, rules, storages, layers)
     if choice.requested not in LEAVES_QUANTIZED or choice.used != FP16.compute:
         return plan
     safe = replace(choice, used=SAFE, reason=OVERFLOWED)
-    return replace(plan, fallback=_planned(facts, device, safe, rules, storages))
+    return replace(plan, fallback=_planned(facts, device, safe, rules, storages, layers))
 
 
 def _planned(
-    facts: ModelFacts, device: Device, choice: Choice[ComputeOption], rules: Rules, storages: Mapping[str, str] | None
+    facts: ModelFacts,
+    device: Device,
+    choice: Choice[ComputeOption],
+    rules: Rules,
+    storages: Mapping[str, str] | None,
+    layers: Mapping[str, LayerPlan],
 ) -> ComputePlan:
     rules = rules.on(facts.layers)
     compute = choice.requested
     stored = storages or {}
     in_fp8 = _multiplied_in_fp8(facts, device, compute)
-    decisions: dict[str, ComputeDecision] = {}
+    decisions: dict[str, LayerPlan] = {}
     without_effect = rules_on_other_layers(facts.layers, rules)
     if compute in WEIGHTS_FOR and not device.capabilities[f"{compute}_matmul"]:
         reason = choose_compute(facts, device, compute).reason
         without_effect.insert(0, WithoutEffect(f"compute={compute}", reason))
     for layer in facts.layers:
-        decision, problem = _decide(layer, choice, layer.name in in_fp8, device, rules, stored.get(layer.name, ""))
-        following = decision or ComputeDecision(MODE_OF[choice.used], "same", "")
+        storage = stored.get(layer.name, "")
+        base = layers.get(layer.name) or LayerPlan(stored=storage)
+        decision, problem = _decide(layer, choice, layer.name in in_fp8, device, rules, storage, base)
+        following = decision or replace(base, mode=MODE_OF[choice.used])
         sums = rules.setting("accumulation", layer.name, layer.cls) if layer.multiplies else None
         inert = fp16_sums_inert(device, MatmulProfile({following.mode})) if sums else None
         if sums and not inert:
@@ -174,7 +183,8 @@ def _planned(
         without_effect.append(WithoutEffect(f"compute={compute}", why))
     if any(decision.stream == "fp32" for decision in decisions.values()):
         followers = (layer.name for layer in facts.layers if layer.multiplies and layer.name not in decisions)
-        decisions |= {name: ComputeDecision(MODE_OF[choice.used], "same", "") for name in followers}
+        as_model = LayerPlan(mode=MODE_OF[choice.used])
+        decisions |= {name: replace(layers.get(name, as_model), mode=as_model.mode) for name in followers}
     attention = tuple(rule for rule in rules.all if "attention" in dict(rule.settings))
     multiplies = any(decision.mode == FP8.name for decision in decisions.values())
     if compute in AUTOMATIC and device.capabilities["fp8_matmul_gains"] and {*FP8_NAMES} & {*stored.values()}:
@@ -194,8 +204,9 @@ def _multiplied_in_fp8(facts: ModelFacts, device: Device, compute: ComputeOption
 
 
 def _decide(
-    layer: LayerSpec, choice: Choice[ComputeOption], in_fp8: bool, device: Device, rules: Rules, storage: str
-) -> tuple[ComputeDecision | None, WithoutEffect | None]:
+    layer: LayerSpec, choice: Choice[ComputeOption], in_fp8: bool, device: Device, rules: Rules, storage: str,
+    base: LayerPlan,
+) -> tuple[LayerPlan | None, WithoutEffect | None]:  # fmt: skip
     if not layer.multiplies:
         return None, None
     compute, stream = (rules.setting(key, layer.name, layer.cls) for key in ("compute", "stream"))
@@ -219,7 +230,7 @@ def _decide(
         follows = False
     if follows:
         return None, problem
-    return ComputeDecision(MODE_OF[wanted], stream[0] if stream else "same", reason), problem
+    return replace(base, mode=MODE_OF[wanted], stream=stream[0] if stream else "same", reason=reason), problem
 
 
 def _product_of(storage: str, choice: Choice[ComputeOption], in_fp8: bool) -> RuledCompute | Literal[""]:

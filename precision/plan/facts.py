@@ -1,4 +1,4 @@
-"""What a plan needs to know of a model: its layers, its size and the dtypes it is safe in."""
+"""Facts of a model that a plan depends on: layers, size, the dtypes it is safe in, and its file."""
 
 import re
 from collections import Counter
@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from ..base.dtypes import FP8_DTYPES, name_of
 from ..formats.checkpoint import Checkpoint, StoredWeight
-from ..formats.stored_weight import FULL_PRECISION
 
 # Last parts of the names of lookup tables in comfy/ldm, comfy/text_encoders and comfy/clip_model.py, which have no
 # bias, ...
@@ -22,6 +21,7 @@ _TABLE = re.compile(
 _BARE = re.compile(r"(^|\.)(timestep_features|motion_encoder\.enc\.fc\.\d+|motion_encoder\.dec\.direction)$")
 _ROUTER = re.compile(r"(^|\.)(gate|router)$")
 INPUTS_PER_EXPERT = 8
+NO_FILE = Checkpoint("", (), {}, {}, [])
 
 
 class LayerSpec(NamedTuple):
@@ -33,24 +33,29 @@ class LayerSpec(NamedTuple):
 
     @property
     def multiplies(self) -> bool:
-        """Tell whether the layer is a matmul or a convolution."""
+        """True for a matmul or a convolution."""
         return multiplies(self.cls) and len(self.shape) > 1
 
 
 def multiplies(cls: str) -> bool:
-    """Tell by its class name whether a layer is a matmul or a convolution."""
+    """True if a layer with this class name is a matmul or a convolution."""
     return "Linear" in cls or "Conv" in cls
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a plan needs to know of a model.
+    """Everything a plan needs to know of a model.
 
-    ``file_dtype``: the storage name most weights have; ``supported``: compute dtypes it is known to work in, best
-    first; ``native_fp8``: the layers that ComfyUI itself multiplies in fp8 where the device can: the file has their
-    weights in fp8 with a scale, and asks for no full precision; ``formats``: layer -> the quantization format that its
-    weight stays in, whatever storage is asked for; ``many_scales``: the layers whose fp8 has a scale for each row or
-    block, which ComfyUI's fp8 does not have.
+    Attributes:
+        file_dtype: the storage of most weights.
+        supported: the compute dtypes that the model works in, best first.
+        native_fp8: the layers that ComfyUI itself multiplies in fp8 if the device can: the file has their weights in
+            fp8 with a scale, and does not request full precision.
+        many_scales: the layers whose fp8 has a scale for each row or block, which ComfyUI's fp8 does not have.
+        checkpoint: the file; without weights for a model in memory.
+        prefix: of the model's tensors in the file.
+        names: tensor name in the file -> layer of the model, for each ``.weight``.
+        complete: the file has a tensor for each parameter.
     """
 
     layers: Sequence[LayerSpec]
@@ -58,8 +63,17 @@ class ModelFacts:
     file_dtype: str
     supported: tuple[str, ...]
     native_fp8: Container[str] = frozenset()
-    formats: Mapping[str, str] = field(default_factory=dict)
     many_scales: Container[str] = frozenset()
+    checkpoint: Checkpoint = NO_FILE
+    prefix: str = ""
+    names: Mapping[str, str] = field(default_factory=dict)
+    complete: bool = False
+
+    @property
+    def inside(self) -> dict[str, StoredWeight]:
+        """The tensors of the model, by their names in the file."""
+        weights = self.checkpoint.weights.items()
+        return {name: weight for name, weight in weights if name.startswith(self.prefix)}
 
 
 def facts_of(
@@ -67,20 +81,18 @@ def facts_of(
     prefix: str,
     layers: Sequence[LayerSpec],
     supported: Sequence[str],
-    formats: Mapping[str, str] | None = None,
-    names: Mapping[str, str] | None = None,
+    names: Mapping[str, str],
+    complete: bool = False,
 ) -> ModelFacts:
-    """Collect the facts of the model below ``prefix`` of a file, with the arguments of :class:`ModelFacts`.
-
-    ``names``: the tensors of layers that are called otherwise than in the file -> the layer.
-    """
+    """Collect the facts of the model below ``prefix`` of a file, with the arguments of :class:`ModelFacts`."""
     inside = [weight for name, weight in checkpoint.weights.items() if name.startswith(prefix)]
     parameters, dtype = sum(prod(weight.shape) for weight in inside), file_dtype(checkpoint, prefix)
     scaled = (weight for weight in inside if weight.data.dtype in FP8_DTYPES and weight.scale is not None)
-    by_layer = {(names or {}).get(weight.name) or weight.layer[len(prefix) :]: weight for weight in scaled}
-    native = frozenset(layer for layer, weight in by_layer.items() if not weight.settings.get(FULL_PRECISION))
+    by_layer = {names.get(weight.name) or weight.layer[len(prefix) :]: weight for weight in scaled}
+    native = frozenset(layer for layer, weight in by_layer.items() if not weight.full_precision)
     many = frozenset(layer for layer, weight in by_layer.items() if weight.has_many_scales)
-    return ModelFacts(tuple(layers), parameters, dtype, tuple(supported), native, dict(formats or {}), many)
+    layers, supported = tuple(layers), tuple(supported)
+    return ModelFacts(layers, parameters, dtype, supported, native, many, checkpoint, prefix, names, complete)
 
 
 def layer_specs(checkpoint: Checkpoint, prefix: str = "") -> list[LayerSpec]:

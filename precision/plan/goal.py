@@ -5,13 +5,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ..base.dtypes import FP8_NAMES
-from ..base.modes import FP16
+from ..base.modes import FP16, FP32
 from ..base.options import ComputeOption, Goal
 from ..devices.detect import Device
 from .accumulation import Request
 from .auto import UNQUANTIZED, smallest_storage
 from .choice import WithoutEffect, frozen
-from .compute import MODE_OF, SAFE, WEIGHTS_FOR, ComputeDecision, ComputePlan, plan_compute, rules_without_effect
+from .compute import MODE_OF, SAFE, WEIGHTS_FOR, ComputePlan, plan_compute, rules_without_effect
 from .facts import ModelFacts
 from .rules import Rules
 
@@ -78,7 +78,7 @@ def on_loaded(
     late = (WithoutEffect(str(rule), STORAGE_RULE) for rule in rules.own if "storage" in dict(rule.settings))
     idle = [*plan.without_effect, *rules_without_effect(facts.layers, rules), *late]
     moved = {
-        name: ComputeDecision("fp32", decision.stream, f"{foreign[name]} has its own matmul: runs in fp32")
+        name: replace(decision, mode=FP32.name, sums="", reason=f"{foreign[name]} has its own matmul: runs in fp32")
         for name, decision in plan.decisions.items()
         if name in foreign and decision.mode == MODE_OF[SAFE]
     }

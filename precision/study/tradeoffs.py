@@ -9,13 +9,13 @@ from ..base.dtypes import QUANTIZED_NAMES
 from ..base.errors import HalfsafeError
 from ..base.modes import MODES, label_of
 from ..base.options import COMPUTE_OPTIONS, GOALS, STORAGE_OPTIONS, ComputeOption, Goal, StorageOption
-from ..devices.detect import Device, why_no_fp8
-from ..formats.comfy_format import AS_FILE
+from ..devices.detect import Device
+from ..formats.layer_plan import AS_FILE
 from ..plan.auto import INT8_COMPUTE
 from ..plan.compute import SAFE
 from ..plan.facts import LayerSpec
+from ..plan.layers import why_not_run
 from ..plan.rules import Rules, numbered_lines, rules_from
-from ..plan.weights import why_not_held
 
 DEFAULT_SETTINGS = """\
 auto/auto
@@ -77,7 +77,8 @@ def why_not(setting: Setting, device: Device, formats: Container[str] = QUANTIZE
         needed = setting.compute.removesuffix("_safe")
     if needed and not device.capabilities[needed]:
         return f"not on {device.label}: {device.reason(needed)}"
-    return why_no_fp8(setting.storage, device) or why_not_held(setting.storage, formats)
+    refused = device.refuses(setting.storage) if setting.storage in QUANTIZED_NAMES else ""
+    return refused or why_not_run(setting.storage, formats)
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,10 @@
 
 import torch
 from halfsafe.precision.formats.checkpoint import Checkpoint, StoredWeight
-from halfsafe.precision.formats.comfy_format import WeightPlan, made_here, tensors_made, tensors_of
+from halfsafe.precision.formats.comfy_format import made_here, tensors_made, tensors_of
+from halfsafe.precision.formats.layer_plan import LayerPlan
 from halfsafe.precision.plan.facts import LayerSpec
-from halfsafe.precision.plan.weights import plan_weights
+from halfsafe.precision.plan.layers import plan_weights
 
 LAYERS = [
     LayerSpec("blocks.0.ffn.0", "Linear", (64, 32)),
@@ -14,9 +15,9 @@ LAYERS = [
 ]
 
 
-def plan_of(weight: StoredWeight, storage: str) -> WeightPlan:
+def plan_of(weight: StoredWeight, storage: str) -> LayerPlan:
     """What one weight is stored in when asked to be stored in ``storage``, as in a file."""
-    return plan_weights({weight.name: weight}, {weight.name: storage}, "m")[weight.name]
+    return plan_weights({weight.name: weight}, {weight.name: LayerPlan(storage)}, "m")[weight.name]
 
 
 def tensors_in(weight: StoredWeight, storage: str) -> dict[str, torch.Tensor]:
@@ -26,10 +27,10 @@ def tensors_in(weight: StoredWeight, storage: str) -> dict[str, torch.Tensor]:
 
 def in_storages(checkpoint: Checkpoint, storages: dict[str, str]) -> tuple[dict[str, torch.Tensor], list[tuple[str, str]]]:
     """A checkpoint's tensors, its layers in these storages, and (tensor, why it is not stored as asked)."""
-    asked = {f"{layer}.weight": storage for layer, storage in storages.items()}
-    plans = plan_weights(checkpoint.weights, asked, checkpoint.path)
+    by_name = {f"{layer}.weight": LayerPlan(storage) for layer, storage in storages.items()}
+    plans = plan_weights(checkpoint.weights, by_name, checkpoint.path)
     made = dict(tensors_made(made_here(checkpoint.weights, plans, checkpoint.path), lambda name, size: None))
-    return made, [(name, plan.reason) for name, plan in plans.items() if plan.reason]
+    return made, [(name, plan.note) for name, plan in plans.items() if plan.note]
 
 
 def normal_weight(shape: tuple[int, int]) -> torch.Tensor:

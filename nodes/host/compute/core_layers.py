@@ -14,7 +14,8 @@ from ....precision.base.layers import kind_of
 from ....precision.base.modes import FP8, FP16, FP16_WIDE, FP32, INT8, MODE_OF
 from ....precision.base.patching import Patch
 from ....precision.formats.fp8 import activation_scale
-from ....precision.plan.compute import ComputeDecision, ComputePlan
+from ....precision.formats.layer_plan import LayerPlan
+from ....precision.plan.compute import ComputePlan
 from ..comfyui.attributes import bias_functions, casting, not_forced_to_cast, weight_functions
 from ..comfyui.gate import entering, is_unequal, ran_own
 from ..comfyui.layers import is_quantized
@@ -41,7 +42,7 @@ class PlannedLayers:
         self.patches: list[Patch] = []
         self._activations, self._safe = plan.activation_dtype, plan.is_safe
         holds = holds_sums(plan)
-        self._decisions: dict[str, ComputeDecision] = {}
+        self._decisions: dict[str, LayerPlan] = {}
         for name, layer in layers.items():
             decision = self._decisions[name] = plan.decisions[name]
             if decision.mode == INT8.name:  # its weight is not stored in int8: it computes as the other layers do
@@ -55,7 +56,7 @@ class PlannedLayers:
             self.patches += exchanged(layer, forward, calls_own if product else None, fp16_sums=not holds)
             self.patches += casting(layer)
 
-    def _product(self, name: str, layer: torch.nn.Module, decision: ComputeDecision) -> Forward | None:
+    def _product(self, name: str, layer: torch.nn.Module, decision: LayerPlan) -> Forward | None:
         """Create the layer's product as a bound method; torch.compile would compile a separate graph for an object.
         None for a layer that calls its own forward."""
         if decision.mode == FP8.name and not has_own_forward(layer) and not is_unequal(layer):
@@ -67,7 +68,7 @@ class PlannedLayers:
             return self.operations[name].__call__
         return None
 
-    def _finished(self, forward: Forward, name: str, decision: ComputeDecision) -> Forward:
+    def _finished(self, forward: Forward, name: str, decision: LayerPlan) -> Forward:
         """Return a forward with its result in the plan's dtype, and its sums as a rule requests."""
         if not (self._safe and name in self.operations):
             forward = CastResult(forward, torch.float32 if decision.stream == FP32.name else None).__call__
@@ -203,7 +204,7 @@ def has_changed_weight(module: torch.nn.Module) -> bool:
     return not is_quantized(module) or bool(weight_functions(module) or bias_functions(module))
 
 
-def int8_patches(module: torch.nn.Module, decision: ComputeDecision, activations: str) -> list[Patch]:
+def int8_patches(module: torch.nn.Module, decision: LayerPlan, activations: str) -> list[Patch]:
     """Patches that let ComfyUI's int8 layer multiply in int8 although the model's compute dtype was changed, which
     would dequantize it (``comfy_force_cast_weights``). ``activations``: the dtype between layers.
 

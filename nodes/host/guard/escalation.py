@@ -17,9 +17,10 @@ from ....precision.base.nested import floats_in
 from ....precision.base.options import Stream
 from ....precision.base.patching import Patch
 from ....precision.base.surroundings import own_dtypes
+from ....precision.formats.layer_plan import LayerPlan
 from ....precision.guard.localize import Origin
 from ....precision.guard.policy import ALL_IN_FP32, Escalation
-from ....precision.plan.compute import ComputeDecision, ComputePlan
+from ....precision.plan.compute import ComputePlan
 from ..comfyui.execution import Make, adapts_text, conditions_through, is_compiled
 from ..comfyui.gate import product_of, products_noted
 from ..comfyui.layers import matrix_layers, modules_of, top_level_parts
@@ -175,7 +176,7 @@ def hooked(watched: Iterable[tuple[str, torch.nn.Module, Callable]]) -> Iterator
             handle.remove()
 
 
-def _decision(mode: str, module: torch.nn.Module, stream: Stream) -> ComputeDecision:
+def _decision(mode: str, module: torch.nn.Module, stream: Stream) -> LayerPlan:
     """Return the decision for a layer with this mode under an escalation.
 
     A custom layer of another loader, which does more than multiply, runs in fp32 instead of fp16_wide; fp8 operands
@@ -184,7 +185,7 @@ def _decision(mode: str, module: torch.nn.Module, stream: Stream) -> ComputeDeci
     if any(known.is_wide for known in modes_named([mode])):
         mode = FP16_WIDE.name if only_multiplies(module) else FP32.name
     mode = FP16_WIDE.name if mode == FP8.name else mode  # no fp64: a model in it is escalated as a whole
-    return ComputeDecision(mode, stream, "escalated by the guard")  # type: ignore[arg-type]
+    return LayerPlan(mode=mode, stream=stream, reason="escalated by the guard")  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -27,8 +28,9 @@ from ....precision.formats.checkpoint import Checkpoint
 from ....precision.formats.comfy_format import check_finite
 from ....precision.formats.stored_weight import StoredWeight
 from ....precision.plan.auto import UNQUANTIZED
-from ....precision.plan.choice import Choice, LoadRecord, WithoutEffect
-from ....precision.plan.facts import file_dtype
+from ....precision.plan.choice import Choice, WithoutEffect
+from ....precision.plan.facts import ModelFacts, file_dtype
+from ....precision.plan.load import ModelPlan
 from ....precision.plan.rules import Rules
 from ..comfyui.attributes import set_control_dtype
 from ..compute.control import PlannedControl
@@ -63,7 +65,7 @@ class LoadedControl:
     """
 
     cls: str
-    record: LoadRecord
+    record: ModelPlan
     planned: PlannedControl | None
 
 
@@ -119,32 +121,31 @@ def _unknown(checkpoint: Checkpoint, why: str = "") -> CheckpointError:
     return CheckpointError(checkpoint.path, f"ComfyUI's loader does not know this ControlNet{why}", advice=advice)
 
 
-def _own_record(checkpoint: Checkpoint, why: str, storage: StorageOption, compute: ComputeOption) -> LoadRecord:
+def _own_record(checkpoint: Checkpoint, why: str, storage: StorageOption, compute: ComputeOption) -> ModelPlan:
     asked = {"storage": storage, "compute": compute}
     idle = tuple(WithoutEffect(f"{name}={value}", why) for name, value in asked.items() if value not in AS_IT_IS)
-    choice = Choice(storage, "as_file", why)
-    return LoadRecord(checkpoint.path, checkpoint.dialects, choice, without_effect=idle, notes=(*checkpoint.notes,))
+    choice, notes = Choice(storage, "as_file", why), (*checkpoint.notes,)
+    return ModelPlan(choice, without_effect=idle, notes=notes, file=checkpoint.path, dialects=checkpoint.dialects)
 
 
 def _plan(
     control: ControlNet, checkpoint: Checkpoint, storage: StorageOption, compute: ComputeOption, rules: Rules
 ) -> LoadedControl:
     module = control.control_model
-    detected = _detected(checkpoint, module)
-    load = models.prepare(detected, storage, compute, rules)
-    plan = load.plan.compute.unwatched
-    _store(module, detected, load)
-    models.settle_quantized(module, detected, load, plan.weight_dtype)
-    module.dtype = dtype_named(plan.activation_dtype)  # ComfyUI casts inputs to it (``get_control``)
+    facts = _facts(checkpoint, module)
+    plan, tensors = models.prepare(facts, storage, compute, rules)
+    arithmetic = plan.compute.unwatched
+    _store(module, facts, plan, tensors)
+    models.settle_quantized(module, facts, plan)
+    module.dtype = dtype_named(arithmetic.activation_dtype)  # ComfyUI casts inputs to it (``get_control``)
     set_control_dtype(control, module.dtype)
-    planned = PlannedControl(module, plan, module.dtype, control.load_device)
-    record = models.record_of(detected, load)
-    planned.current_patcher.set_attachments(models.ATTACHMENT, record)
-    models.tell(record, plan.choice)
-    return LoadedControl(type(module).__name__, record, planned)
+    planned = PlannedControl(module, arithmetic, module.dtype, control.load_device)
+    planned.current_patcher.set_attachments(models.ATTACHMENT, plan)
+    models.tell(plan, arithmetic.choice)
+    return LoadedControl(type(module).__name__, plan, planned)
 
 
-def _detected(checkpoint: Checkpoint, module: torch.nn.Module) -> detection.Detected:
+def _facts(checkpoint: Checkpoint, module: torch.nn.Module) -> ModelFacts:
     """Describe a model that ComfyUI has loaded: its weights, quantized ones as in the file where that has their names.
 
     ComfyUI renames or fuses layers of files with diffusers' names: their quantized weights stay unpacked.
@@ -157,23 +158,22 @@ def _detected(checkpoint: Checkpoint, module: torch.nn.Module) -> detection.Dete
     checkpoint = replace(checkpoint, weights=weights, notes=notes)
     family = FAMILIES.get(type(module).__module__.rpartition(".")[0], BASE)
     names = {name: name.removesuffix(".weight") for name in weights if name.endswith(".weight")}
-    facts = detection.facts_of_modules(checkpoint, dict(module.named_modules()), names, "", family)
-    return detection.Detected(checkpoint, "", family, facts, names)
+    return detection.facts_of_modules(checkpoint, dict(module.named_modules()), names, "", family)
 
 
-def _store(module: torch.nn.Module, detected: detection.Detected, load: models.PreparedLoad) -> None:
-    """Give a model its tensors as they were prepared, and ComfyUI's quantized layers where they are quantized."""
-    layers = models.quantized_layers(load.tensors, "")
-    operations = models.operations_for(detected, load)
+def _store(module: torch.nn.Module, facts: ModelFacts, plan: ModelPlan, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Give a model its tensors as planned, and ComfyUI's quantized layers for quantized weights."""
+    layers = [facts.names[name] for name in models.quantized_tensors(facts, plan)]
+    operations, dtype = models.operations_for(facts, plan), dtype_named(plan.dtype)
     for layer in layers:
         plain, inside = module.get_submodule(layer), f"{layer}."
-        made = operations.Linear(plain.in_features, plain.out_features, plain.bias is not None, "cpu", load.dtype)
-        made.load_state_dict({n.removeprefix(inside): it for n, it in load.tensors.items() if n.startswith(inside)})
+        made = operations.Linear(plain.in_features, plain.out_features, plain.bias is not None, "cpu", dtype)
+        made.load_state_dict({n.removeprefix(inside): it for n, it in tensors.items() if n.startswith(inside)})
         parent, _, leaf = layer.rpartition(".")
         setattr(module.get_submodule(parent), leaf, made)
     for name, parameter in module.named_parameters():
         if name.rpartition(".")[0] not in layers:
-            parameter.data = load.tensors[name].to(load.dtype)
+            parameter.data = tensors[name].to(dtype)
     # Dynamic VRAM casts weights to the dtype that their layers were made for.
     comfy.model_management.archive_model_dtypes(module)
 

@@ -1,8 +1,8 @@
 """Tell which model a state dict is, by ComfyUI's own detection, and the module class of each of its layers."""
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import comfy.memory_management
@@ -21,23 +21,7 @@ from ..comfyui.attributes import made_when_loaded
 from .lacking import named_if_lacking
 
 
-@dataclass(frozen=True)
-class Detected:
-    """A checkpoint that ComfyUI knows, with ComfyUI's ``config`` of its architecture.
-
-    ``layer_names``: the layer inside the model that each ``.weight`` tensor of the file belongs to. ``complete``: the
-    file has a tensor for each parameter.
-    """
-
-    checkpoint: Checkpoint
-    prefix: str
-    config: Any
-    facts: ModelFacts
-    layer_names: dict[str, str]
-    complete: bool = False
-
-
-def detect_model(checkpoint: Checkpoint, only_diffusion_model: bool) -> Detected:
+def detect_model(checkpoint: Checkpoint, only_diffusion_model: bool) -> ModelFacts:
     """Recognise the diffusion model in a checkpoint.
 
     ``only_diffusion_model`` drops what is not part of it, and converts diffusers' names to ComfyUI's.
@@ -56,7 +40,6 @@ def detect_model(checkpoint: Checkpoint, only_diffusion_model: bool) -> Detected
     if lacking:
         checkpoint = _without(checkpoint, lacking)
         names = {name: layer for name, layer in names.items() if name not in lacking}
-    facts = facts_of_modules(checkpoint, modules, names, prefix, config)
     complete = all(
         (f"{name}.{leaf}" if name else leaf) in renamed
         for name, module in modules.items()
@@ -66,7 +49,7 @@ def detect_model(checkpoint: Checkpoint, only_diffusion_model: bool) -> Detected
     if complete and getattr(comfy.memory_management, "aimdo_enabled", False):
         later = [f"{name}.{leaf}" for name, module in modules.items() for leaf in made_when_loaded(module)]
         complete = all(name.removeprefix(".") in renamed for name in later)
-    return Detected(checkpoint, prefix, config, facts, names, complete)
+    return facts_of_modules(checkpoint, modules, names, prefix, config, complete)
 
 
 def _without(checkpoint: Checkpoint, names: Sequence[str]) -> Checkpoint:
@@ -226,12 +209,22 @@ def _from_diffusers_unet(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Te
     return {name: tensors[source] for source, name in names.items() if source in tensors}
 
 
-def facts_of_modules(checkpoint: Checkpoint, modules: dict, names: dict[str, str], prefix: str, config) -> ModelFacts:
-    weights = {layer: checkpoint.weights[name] for name, layer in names.items() if layer in modules}
-    layers = [LayerSpec(name, _class_of(modules[name]), weight.shape) for name, weight in weights.items()]
-    formats = {layer: weight.storage for layer, weight in weights.items() if weight.format is not None}
+def facts_of_modules(
+    checkpoint: Checkpoint,
+    modules: Mapping[str, torch.nn.Module],
+    names: Mapping[str, str],
+    prefix: str,
+    config,
+    complete: bool = False,
+) -> ModelFacts:
+    """Collect the facts of a model of these modules; ``config``: ComfyUI's, of its architecture."""
+    layers = [
+        LayerSpec(layer, _class_of(modules[layer]), checkpoint.weights[name].shape)
+        for name, layer in names.items()
+        if layer in modules
+    ]
     supported = [name_of(dtype) for dtype in config.supported_inference_dtypes]
-    return facts_of(checkpoint, prefix, layers, supported, formats, names)
+    return facts_of(checkpoint, prefix, layers, supported, names, complete)
 
 
 def _class_of(module: torch.nn.Module) -> str:

@@ -1,6 +1,6 @@
 """The device ComfyUI computes on, as the precision core sees it."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import comfy.memory_management
@@ -8,9 +8,8 @@ import comfy.model_management
 import comfy.quant_ops
 import torch
 
-from ....precision.base.errors import StorageNotHeld
 from ....precision.devices import memory
-from ....precision.devices.detect import Device, detect, requested_profile, unheld_storages
+from ....precision.devices.detect import Device, detect, requested_profile
 from ....precision.make.on_gpu import OnGpu
 
 QUANTIZING = 2 << 30
@@ -42,25 +41,14 @@ def current_device() -> Device:
     return device.without("int8_matmul_gains", f"torch's general operations run int8 products here: {problem}.")
 
 
-def require_held_by_device(storages: Iterable[str], where: torch.device) -> None:
-    """Raise :class:`StorageNotHeld` for a storage asked for that the device ``where`` cannot hold.
-
-    Without it the first move to the device raises, in the middle of a run and in torch's words.
-    """
-    unheld = unheld_on(where)
-    for storage in filter(unheld.__contains__, storages):
-        raise StorageNotHeld(f"storage={storage}: {unheld[storage]}", "Use storage=auto, fp16 or bf16.")
-
-
-def unheld_on(where: torch.device) -> Mapping[str, str]:
-    """Map each storage that a device cannot hold for its fp8 to why; none for a device that is not ComfyUI's compute
-    device."""
+def device_at(where: torch.device) -> Device:
+    """Describe the device that weights are moved to: a CPU unless it is ComfyUI's real compute device."""
     device = current_device()
-    return {} if device.simulated or where != compute_device() else unheld_storages(device)
+    return detect(where, "cpu") if device.simulated or where != compute_device() else device
 
 
 def streams_weights(device: torch.device, disable_dynamic: bool) -> bool:
-    """Tell whether a model for a device keeps the slices of its file and ComfyUI streams them, as with dynamic VRAM."""
+    """True if a model for a device stays memory-mapped and ComfyUI streams it, as with dynamic VRAM."""
     # As ``ModelPatcherDynamic.__new__`` in comfy/model_patcher.py; the switch came with comfy-aimdo.
     enabled = getattr(comfy.memory_management, "aimdo_enabled", False) and not disable_dynamic
     return enabled and not comfy.model_management.is_device_cpu(device)

@@ -7,7 +7,7 @@ import functools
 import logging
 import re
 from collections.abc import Callable, Sequence
-from math import prod
+from dataclasses import replace
 
 import comfy.model_management
 import comfy.sd
@@ -24,14 +24,13 @@ from ....precision.base.errors import CheckpointError
 from ....precision.base.options import ComputeOption, StorageOption
 from ....precision.formats import comfy_format
 from ....precision.formats.checkpoint import Checkpoint
-from ....precision.plan.choice import Choice, LoadRecord, WithoutEffect, frozen
-from ....precision.plan.facts import file_dtype, layer_specs
-from ....precision.plan.memory import plan_encoder
-from ....precision.plan.storage import bytes_below_16_bit, plan_text_encoder
+from ....precision.plan.choice import WithoutEffect
+from ....precision.plan.layers import LoadTarget
+from ....precision.plan.load import ModelPlan, plan_encoder
 from ..comfyui.model_facts import held_storages
 from ..comfyui.weights import ask_for_plain_products
 from .detection import left_out_note, recognised, renamed_by, stored_tensors, unpacked
-from .devices import free_host_memory, require_held_by_device, streams_weights, unheld_on
+from .devices import device_at, free_host_memory, streams_weights
 from .files import open_model
 from .lacking import lacking_tensors
 from .models import attach, hold_as_made
@@ -130,18 +129,22 @@ def _loaded(
     disable_dynamic: bool, again: tuple,
 ) -> CLIP:  # fmt: skip
     paths = list(dict.fromkeys(file.path for file in files))
-    tensors, notes, choices, kept = zip(*(_converted(file, storage, disable_dynamic) for file in files), strict=True)
+    plans, tensors = zip(*(_converted(file, storage, disable_dynamic) for file in files), strict=True)
     with lacking_tensors(*paths) as lacking:
-        clip = make(list(tensors), _options(tensors, choices[0].used))
+        clip = make(list(tensors), _options(tensors, plans[0].storage.used))
     lacks = lacking.refuse(clip.cond_stage_model, VISION, "images in a prompt give NaN")
     lacks += _left_out(files, clip.cond_stage_model)
     hold_as_made(clip.patcher)
     idle = [] if compute in ("auto", "fp32") else [WithoutEffect(f"compute={compute}", FP32_ACTIVATIONS)]
-    said = [note for file, own in zip(files, notes, strict=True) for note in (*file.notes, *own)] + lacks
-    why = frozen({layer: reason for of_file in kept for layer, reason in of_file.items()})
-    below = sum(bytes_below_16_bit(file.weights.values()) for file in files)
-    record = LoadRecord(paths[0], (), choices[0], {}, why, {}, tuple(idle), tuple(said), below_16_bit=below)
-    attach(clip.patcher, record)
+    plan = ModelPlan(
+        plans[0].storage,
+        {layer: own for each in plans for layer, own in each.layers.items()},
+        without_effect=tuple(idle),
+        notes=(*(note for each in plans for note in each.notes), *lacks),
+        file=paths[0],
+        below_16_bit=sum(each.below_16_bit for each in plans),
+    )
+    attach(clip.patcher, plan)
     clip.patcher.cached_patcher_init = (_reloaded, again)
     if compute == "fp32":
         ask_for_plain_products(clip.patcher)
@@ -166,21 +169,15 @@ def _reloaded(load: Callable, *arguments, disable_dynamic: bool = False) -> Mode
     return load(*arguments, disable_dynamic=disable_dynamic).patcher
 
 
-def _converted(checkpoint: Checkpoint, storage: str, disable_dynamic: bool) -> tuple[dict, list[str], Choice, dict]:
+def _converted(checkpoint: Checkpoint, storage: str, disable_dynamic: bool) -> tuple[ModelPlan, dict]:
     device = comfy.model_management.text_encoder_device()
     default = name_of(comfy.model_management.text_encoder_dtype(device))
-    in_16_bit = sum(2 * prod(weight.shape) for weight in checkpoint.weights.values())
     streamed = streams_weights(device, disable_dynamic)
-    free = None if streamed else free_host_memory()
-    unheld = unheld_on(device)
-    choice, decisions = plan_text_encoder(
-        layer_specs(checkpoint), storage, file_dtype(checkpoint), default, in_16_bit, free, unheld, held_storages()
-    )
-    require_held_by_device((decision.storage for decision in decisions.values()), device)
-    planned = plan_encoder(checkpoint, choice, decisions, default, held_storages(), streamed, unheld)
-    tensors, notes = load_tensors(checkpoint, planned, read=not streamed)
-    kept = {name: decision.reason for name, decision in decisions.items() if decision.kept}
-    return tensors | _missing_projections(tensors), [*planned.notes, *notes], choice, kept
+    free = free_host_memory()
+    target = LoadTarget(device_at(device), free, held_storages(), free if streamed else None)
+    plan = plan_encoder(checkpoint, storage, default, target)
+    tensors, notes = load_tensors(checkpoint, plan, read=not streamed)
+    return replace(plan, notes=(*plan.notes, *notes)), tensors | _missing_projections(tensors)
 
 
 def _missing_projections(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

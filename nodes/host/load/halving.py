@@ -16,17 +16,18 @@ from ....precision.base.errors import CheckpointError
 from ....precision.base.text import size_text
 from ....precision.files.safetensors_file import open_checkpoint
 from ....precision.formats.checkpoint import Checkpoint, read_checkpoint
-from ....precision.formats.comfy_format import AS_FILE
+from ....precision.formats.layer_plan import AS_FILE
 from ....precision.formats.registry import FORMAT_OF_STORAGE
 from ....precision.plan import storage as plan
 from ....precision.plan.auto import smallest_storage, why_low_bits_are_slow
 from ....precision.plan.facts import layer_specs
+from ....precision.plan.layers import FEWER_BITS, plan_storage
 from ....precision.plan.rules import TEXT_ENCODER_RULES, Rules, rules_from
 from ..comfyui.attributes import MEMORY_ESTIMATE
 from ..comfyui.model_facts import held_storages
 from .controlnet import DIFFERENCE
 from .detection import recognised
-from .devices import compute_device, current_device, unheld_on
+from .devices import compute_device, current_device, device_at
 
 READ = (".safetensors", ".sft", ".index.json")
 NOT_READ = "Halfsafe's loaders read .safetensors files only"
@@ -52,7 +53,7 @@ class Part(NamedTuple):
 
     def bytes_in(self, storage: str) -> int:
         """Count the bytes of the weights in a storage; their sensitive layers stay."""
-        layers = plan.plan_storage(layer_specs(self.checkpoint, self.prefix), storage, self.rules)
+        layers = plan_storage(layer_specs(self.checkpoint, self.prefix), storage, self.rules)
         decisions = {f"{self.prefix}{layer}.weight": decision for layer, decision in layers.items()}
         return plan.bytes_in_memory(self.checkpoint.weights.values(), decisions)
 
@@ -113,7 +114,7 @@ def _judged(loader: Mapping, options: Mapping[str, str]) -> dict:
     is_cast, then = loader.get("in_8_bits"), _sum(parts, chosen)
     now = then if is_cast else _sum(parts, {})
     saves = not parts or now - then > LEAST * now
-    left = [] if saves else [_fewer(parts, name, now) for name in plan.FEWER_BITS]
+    left = [] if saves else [_fewer(parts, name, now) for name in FEWER_BITS]
     is_in_8_bits = is_cast or any(part.held() for part in parts)
     return {
         "reason": "" if saves else NOT_16_BIT if is_in_8_bits else NO_LAYER,
@@ -139,10 +140,9 @@ def _parts(folder: str, checkpoint: Checkpoint) -> Iterator[Part]:
 
 def _storage_beside(parts: list[Part], option: str, default: str) -> str:
     """Choose the storage in which weights that are quantized already stay as they are."""
-    where = DEVICES[option]()
-    usable = set().union(*(part.held() for part in parts if part.option == option)) - unheld_on(where).keys()
-    own = [storage for storage in plan.EIGHT_BITS if usable == {storage}]
-    return next(iter(own), AS_FILE) if usable else default
+    device, own = device_at(DEVICES[option]()), [part for part in parts if part.option == option]
+    usable = {storage for part in own for storage in part.held() if not device.refuses(storage)}
+    return next((storage for storage in plan.EIGHT_BITS if usable == {storage}), AS_FILE) if usable else default
 
 
 def _sum(parts: list[Part], storages: Mapping[str, str]) -> int:

@@ -21,14 +21,14 @@ from ....precision.base.text import listed
 from ....precision.files.safetensors_file import write_safetensors
 from ....precision.formats.card import Provenance, card_entry
 from ....precision.formats.checkpoint import StoredWeight, read_checkpoint
-from ....precision.formats.comfy_format import AS_FILE, WeightPlan, made_here, tensors_made
+from ....precision.formats.comfy_format import made_here, tensors_made
+from ....precision.formats.layer_plan import AS_FILE, LayerPlan
 from ....precision.formats.registry import FORMAT_OF_STORAGE
 from ....precision.make.calibrated import CalibratedRounding
 from ....precision.make.calibration import CalibrationData
 from ....precision.plan.facts import LayerSpec
+from ....precision.plan.layers import plan_storage, plan_weights, require_held
 from ....precision.plan.rules import Rules
-from ....precision.plan.storage import plan_storage
-from ....precision.plan.weights import plan_weights, require_held
 from ..comfyui.layers import DIFFUSION_MODEL, modules_of
 from ..comfyui.model_facts import foreign_layers, held_storages
 from ..comfyui.page import show_progress
@@ -84,7 +84,7 @@ class LiveWeights(Mapping[str, StoredWeight]):
         return len(self.stored)
 
     def keep_storage(self, name: str, quantizable: bool) -> str:
-        """Return what to ask for, for a patched weight that stays in the storage that it has in the model.
+        """Return the storage to request so that a patched weight keeps its storage.
 
         What nothing here writes is rounded by comfy-kitchen now.
         """
@@ -147,14 +147,15 @@ def save_model(
     if weights.unfit:
         unfit = len(weights.unfit), listed(weights.unfit)
         logger.warning("Halfsafe: %s: patches that do not fit %d weights are left out: %s", name, *unfit)
-    decisions = plan_storage(_layers(patcher, weights), "as_file" if storage == "auto" else storage, rules)
-    require_held((decision.storage for decision in decisions.values()), held_storages())
-    asked = {f"{layer}.weight": decision.storage for layer, decision in decisions.items()}
-    quantizable = {f"{layer}.weight" for layer, decision in decisions.items() if decision.quantizable}
-    # Merged weights are in fp32: as_file would write them so, at up to four times the size.
-    kept = [name for name in weights.patched if asked.get(name, AS_FILE) == AS_FILE]
-    asked |= {name: weights.keep_storage(name, name in quantizable) for name in kept}
-    plans = plan_weights(weights, asked, name)
+    layers = plan_storage(_layers(patcher, weights), AS_FILE if storage == "auto" else storage, rules)
+    require_held((own.storage for own in layers.values()), held_storages())
+    by_name = {f"{layer}.weight": own for layer, own in layers.items()}
+    for tensor in [*weights.patched]:
+        own = by_name.get(tensor, LayerPlan())
+        # Merged weights are in fp32: as_file would write them so, at up to four times the size.
+        if own.storage == AS_FILE:
+            by_name[tensor] = replace(own, storage=weights.keep_storage(tensor, own.quantizable))
+    plans = plan_weights(weights, by_name, name)
     metadata = metadata_of(patcher, prompt, extra)
     lines = [str(rule) for rule in rules.own]
     provenance = Provenance(source_of_model(patcher), storage, rules.names, lines, patched, unfit=weights.unfit)
@@ -172,7 +173,7 @@ def save_model(
 
 
 def _rounding(
-    patcher: ModelPatcher, calibration: CalibrationData, weights: LiveWeights, plans: Mapping[str, WeightPlan], source
+    patcher: ModelPatcher, calibration: CalibrationData, weights: LiveWeights, plans: Mapping[str, LayerPlan], source
 ) -> CalibratedRounding:
     name = str(source.get("file") or type(patcher.model).__name__)
     rounding = CalibratedRounding(calibration, weights.stored, plans, source, name, device=compute_device())

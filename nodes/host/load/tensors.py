@@ -1,4 +1,4 @@
-"""The tensors of a model's file as they are planned, before ComfyUI makes a model of them."""
+"""Make the tensors of a model's file as planned, before ComfyUI makes a model of them."""
 
 from collections.abc import Callable, Iterable
 
@@ -11,27 +11,27 @@ from ....precision.devices.memory import require_memory
 from ....precision.formats.checkpoint import Checkpoint, StoredWeight
 from ....precision.formats.comfy_format import made_here, stays
 from ....precision.make.on_gpu import OnGpu
-from ....precision.plan.memory import MemoryPlan
+from ....precision.plan.load import ModelPlan
 from .devices import free_host_memory, quantizing_device
 
 WORTH_TELLING = 1 << 30
-"""Bytes of weights made anew, which take seconds."""
+"""Bytes of converted weights from which the conversion is noted: it takes seconds."""
 SAVED = "Save Model with storage=as_file writes them to a file that later loads map directly."
 
 
 def load_tensors(
-    checkpoint: Checkpoint, planned: MemoryPlan, read: bool = True
+    checkpoint: Checkpoint, plan: ModelPlan, read: bool = True
 ) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """Make the tensors of a file in ComfyUI's format, as they are planned, and notes on them.
+    """Make the tensors of a file in ComfyUI's format as planned, and notes on the conversion.
 
-    ``read``: False to leave weights that stay slices of the file unread.
+    ``read``: False to leave memory-mapped weights unread.
 
     Raises:
         NonFiniteWeight: a weight that is read holds NaN or Inf.
-        MemoryShortage: what is made does not fit into the host's memory.
+        MemoryShortage: the allocated weights do not fit into the host's memory.
     """
-    require_memory(planned.made, f"Loading {checkpoint.path}", free_host_memory())
-    weights, plans, tensors = checkpoint.weights, planned.plans, {}
+    require_memory(plan.allocated, f"Loading {checkpoint.path}", free_host_memory())
+    weights, plans, tensors = checkpoint.weights, plan.weights, {}
     advance, size = byte_progress(weights.values()), 0
     with quantizing_device() as device:
         for weight, made in (device.weights if device else made_here)(weights, plans, checkpoint.path, read):
@@ -49,7 +49,7 @@ def _notes(made: int, device: OnGpu | None) -> list[str]:
 
 
 def byte_progress(weights: Iterable[StoredWeight]) -> Callable[[int], None]:
-    """Return a function to call with the bytes of these weights just dealt with."""
+    """Return a function to call with the bytes of the weights that were just processed."""
     return advancing(comfy.utils.ProgressBar(max(1, sum(weight.data.nbytes for weight in weights))))
 
 

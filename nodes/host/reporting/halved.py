@@ -9,8 +9,9 @@ from comfy.model_patcher import ModelPatcher
 from ....precision.base.dtypes import QUANTIZED_NAMES
 from ....precision.base.text import size_text
 from ....precision.plan.auto import UNQUANTIZED
-from ....precision.plan.choice import ATTACHMENT, LoadRecord
-from ....precision.plan.storage import why_not_quantized
+from ....precision.plan.choice import ATTACHMENT
+from ....precision.plan.layers import why_not_quantized
+from ....precision.plan.load import ModelPlan
 from ....precision.report import result
 from ....precision.report.result import GOOD, WARN, Result
 from ..comfyui.model_facts import held_bytes, storage_of
@@ -69,11 +70,11 @@ def control_memory_ui(file: str, control: ControlNet) -> dict[str, tuple[str]]:
     return Result(result.AS_IT_IS, told, WARN, toast=True).ui() if _is_asked(loaded.record) else {}
 
 
-def _is_asked(record: LoadRecord) -> bool:
+def _is_asked(record: ModelPlan) -> bool:
     return record.storage.requested in QUANTIZED_NAMES or record.storage.used in QUANTIZED_NAMES
 
 
-def _why_kept(record: LoadRecord, name: str, cls: str, parameter: torch.Tensor) -> str:
+def _why_kept(record: ModelPlan, name: str, cls: str, parameter: torch.Tensor) -> str:
     """Return why a matrix is not in 8 bits. The layers of text encoders have longer names than in their files."""
     if record.storage.used not in QUANTIZED_NAMES:
         return record.storage.reason

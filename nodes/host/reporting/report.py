@@ -13,7 +13,8 @@ from ....precision.base.modes import FP16_ACC16, FP32, INT8
 from ....precision.formats.checkpoint import dialect_text
 from ....precision.plan.accumulation import EXACT_SUMS
 from ....precision.plan.auto import why_int8_is_slow
-from ....precision.plan.choice import ATTACHMENT, LoadRecord
+from ....precision.plan.choice import ATTACHMENT
+from ....precision.plan.load import ModelPlan
 from ....precision.report.schema import (
     ControlReport,
     EncoderReport,
@@ -163,7 +164,7 @@ def _write_reasons(layers: list[LayerReport], reasons: Reasons) -> None:
         layer.reason = "; ".join(dict.fromkeys(filter(None, reasons[layer.name])))
 
 
-def _add_record(report: Report | ControlReport, record: LoadRecord) -> None:
+def _add_record(report: Report | ControlReport, record: ModelPlan) -> None:
     report.kept_high = [KeptHigh(name, reason) for name, reason in record.kept.items()]
     report.without_effect = [*record.without_effect, *_unmet(record, report.layers)]
     report.decisions = {
@@ -235,7 +236,7 @@ def _escalate(
             layer.kernel = layer.kernel if stays_int8 else layer.kernel and DEQUANTIZED
 
 
-def _unmet(record: LoadRecord, layers: list[LayerReport]) -> Iterator[WithoutEffect]:
+def _unmet(record: ModelPlan, layers: list[LayerReport]) -> Iterator[WithoutEffect]:
     asked = Counter((record.asked.get(layer.name, layer.storage), layer.storage) for layer in layers)
     for (wanted, held), count in asked.items():
         if wanted != held:

@@ -14,7 +14,6 @@ from ....precision.base.errors import HalfsafeError
 from ....precision.base.layers import kind_of
 from ....precision.base.modes import INT8
 from ....precision.base.patching import Patch
-from ....precision.devices.detect import why_no_fp8
 from ....precision.formats.comfy_format import can_be_quantized
 from ....precision.formats.int8 import rotation_group
 from ....precision.plan.compute import LEAVES_QUANTIZED
@@ -44,9 +43,9 @@ def analyze_model(
     Raises:
         HalfsafeError: the device cannot hold what the candidate stores, or the model's own output is not finite.
     """
-    if why := why_no_fp8(candidate, current_device()):
-        raise HalfsafeError(f"Layers in {candidate} cannot be measured: {why}", "Choose another, such as int8.")
     wanted = Candidate(candidate, _multiplies_in_int8(patcher))
+    if wanted.stores and (why := current_device().refuses(candidate)):
+        raise HalfsafeError(f"Layers in {candidate} cannot be measured: {why}", "Choose another, such as int8.")
     bar = comfy.utils.ProgressBar(STEPS * (1 + MAX_TRIALS))
     advance = advancing(bar)
     clone = bare_clone(patcher)

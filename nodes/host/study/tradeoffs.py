@@ -17,14 +17,15 @@ from comfy.patcher_extension import WrappersMP
 
 from ....precision.base.errors import CheckpointError, HalfsafeError
 from ....precision.formats.checkpoint import Checkpoint
-from ....precision.formats.comfy_format import AS_FILE
+from ....precision.formats.layer_plan import AS_FILE
 from ....precision.plan.auto import UNQUANTIZED
 from ....precision.plan.choice import ATTACHMENT
 from ....precision.plan.compute import SAFE
 from ....precision.plan.facts import file_dtype, multiplies
 from ....precision.plan.goal import SUMS
+from ....precision.plan.layers import LoadTarget
+from ....precision.plan.load import ModelPlan, plan_load
 from ....precision.plan.rules import Rules, rules_from
-from ....precision.plan.storage import LoadPlan, plan_load
 from ....precision.study.sensitivity import snr_db
 from ....precision.study.tradeoffs import Measurements, Setting, Tradeoff, why_not
 from ..accumulation.executor import with_accumulation
@@ -134,7 +135,8 @@ def _alike(patcher: ModelPatcher, settings: Sequence[Setting]) -> list[list[Sett
         if not why_not(setting, current_device()):
             plan = _planned(patcher, setting)
             storage, compute = AS_FILE if _is_held(patcher, plan) else plan.storage.used, plan.compute
-            comes_to = storage, compute.choice.used, compute.fp8_matmul, tuple(sorted(compute.decisions.items()))
+            layers = frozenset((n, own.mode, own.stream, own.sums, own.reason) for n, own in compute.decisions.items())
+            comes_to = storage, compute.choice.used, compute.fp8_matmul, layers
         groups.setdefault(comes_to, []).append(setting)
     return list(groups.values())
 
@@ -206,18 +208,18 @@ def _prepared(patcher: ModelPatcher, setting: Setting) -> tuple[ModelPatcher, st
     return _on_other_weights(bare, load_weights(_checkpoint(patcher), wanted, setting.compute, rules_from())), wanted
 
 
-def _is_held(patcher: ModelPatcher, plan: LoadPlan) -> bool:
+def _is_held(patcher: ModelPatcher, plan: ModelPlan) -> bool:
     """True if the weights of a model are stored as planned; of a file quantized in part, all that can be."""
     used, held = plan.storage.used, storages(patcher)
     if used in (AS_FILE, *UNQUANTIZED):
         return used in (AS_FILE, _stored_as(patcher))
-    return all(decision.storage in (AS_FILE, held.get(name)) for name, decision in plan.decisions.items())
+    return all(own.storage in (AS_FILE, held.get(name)) for name, own in plan.layers.items())
 
 
-def _planned(patcher: ModelPatcher, setting: Setting) -> LoadPlan:
-    free = None if current_device().simulated else free_device_memory()
-    facts, device = model_facts(patcher), current_device()
-    return plan_load(facts, device, setting.storage, setting.compute, rules_from(), free, held_storages())
+def _planned(patcher: ModelPatcher, setting: Setting) -> ModelPlan:
+    device = current_device()
+    target = LoadTarget(device, None if device.simulated else free_device_memory(), held_storages())
+    return plan_load(model_facts(patcher), setting.storage, setting.compute, rules_from(), target)
 
 
 def _stored_as(patcher: ModelPatcher) -> str:

@@ -18,7 +18,8 @@ from halfsafe.nodes.host.comfyui.weights import calling_layers, uncast_norm
 from halfsafe.nodes.host.compute.core_layers import PlannedLayers
 from halfsafe.nodes.host.lora.patcher import AddsLowRank
 from halfsafe.precision.base.patching import patched
-from halfsafe.precision.plan.compute import ComputeDecision, ComputePlan
+from halfsafe.precision.formats.layer_plan import LayerPlan
+from halfsafe.precision.plan.compute import ComputePlan
 from halfsafe.precision.version import VERSION
 from support import families, imagined_cores, model_files, next_core
 from support.families import load
@@ -155,7 +156,7 @@ def test_a_layer_of_each_kind_returns_what_it_returns_alone(kind, form, passed):
             patches = uncast_norm(layer)
             assert patches
         else:
-            planned = PlannedLayers(ComputePlan.of_layers({"a": ComputeDecision("fp16_wide", "fp32", "")}), {"a": layer})
+            planned = PlannedLayers(ComputePlan.of_layers({"a": LayerPlan(mode="fp16_wide", stream="fp32")}), {"a": layer})
             patches = planned.patches
         with patched(patches):
             assert relative_error(expected, layer(x)) < 2e-3
@@ -168,7 +169,7 @@ def test_a_layer_of_each_kind_returns_what_it_returns_alone(kind, form, passed):
 def test_a_convolution_s_own_arguments_are_given_to_our_product():
     layer, x = a_layer("ConvTranspose2d")
     layer.stride = (2, 2)
-    planned = PlannedLayers(ComputePlan.of_layers({"a": ComputeDecision("fp16_wide", "fp32", "")}), {"a": layer})
+    planned = PlannedLayers(ComputePlan.of_layers({"a": LayerPlan(mode="fp16_wide", stream="fp32")}), {"a": layer})
     expected = layer(x, output_size=(10, 10))
     with layers_take("ConvTranspose2d"), patched(planned.patches):
         assert relative_error(expected, layer(x, output_size=(10, 10))) < 2e-3
@@ -198,7 +199,7 @@ def test_the_pack_that_replaced_a_layer_s_code_is_named(monkeypatch):
     monkeypatch.setattr(linear, "forward", forward)
     assert any(f"({GAIN}) of faster_layers" in new for new in known_calls.new_parameters())
     layer, x = a_layer("Linear")
-    planned = PlannedLayers(ComputePlan.of_layers({"a": ComputeDecision("fp16_wide", "fp32", "")}), {"a": layer})
+    planned = PlannedLayers(ComputePlan.of_layers({"a": LayerPlan(mode="fp16_wide", stream="fp32")}), {"a": layer})
     with patched(planned.patches):
         assert relative_error(linear.forward(layer, x, gain=2.0), layer(x, gain=2.0)) < 1e-6
     assert [*gate.met_in({"a": layer}).values()] == [MET.format("The pack faster_layers", GAIN, VERSION, "a")]

@@ -7,9 +7,10 @@ import torch
 from halfsafe.precision.devices.detect import detect
 from halfsafe.precision.formats.checkpoint import StoredWeight
 from halfsafe.precision.formats.comfy_format import made_here, tensors_made
+from halfsafe.precision.formats.layer_plan import LayerPlan
 from halfsafe.precision.make import on_gpu
 from halfsafe.precision.make.on_gpu import OnGpu
-from halfsafe.precision.plan.weights import plan_weights
+from halfsafe.precision.plan.layers import plan_weights
 from support.families import load, report
 from support.mapped_loading import tensors_of
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -64,7 +65,7 @@ def parts_of(model) -> list[torch.Tensor]:
 
 def made(weights, storages, making=made_here, **options) -> dict[str, torch.Tensor]:
     stored = {name: StoredWeight(name, tensor) for name, tensor in weights.items()}
-    plans = plan_weights(stored, storages, "m.safetensors")
+    plans = plan_weights(stored, {name: LayerPlan(storage) for name, storage in storages.items()}, "m.safetensors")
     return dict(tensors_made(making(stored, plans, "m.safetensors", **options), lambda name, size: None))
 
 

@@ -5,7 +5,8 @@ import torch
 from halfsafe.precision.formats.checkpoint import read_checkpoint
 from halfsafe.precision.formats.comfy_format import tensors_of
 from halfsafe.precision.plan.facts import layer_specs
-from halfsafe.precision.plan.storage import plan_text_encoder
+from halfsafe.precision.plan.layers import plan_storage
+from halfsafe.precision.plan.rules import TEXT_ENCODER_RULES, Rules
 from support import tiny_encoders
 from support.measures import relative_error
 
@@ -23,10 +24,10 @@ def held_in(clip, name: str, storage: str):
     """The encoder with its weights stored as the loader does it, and how many are."""
     network = clip.cond_stage_model.tiny.transformer
     checkpoint = read_checkpoint({key: tensor for key, tensor in network.state_dict().items() if tensor.dim()}, {}, name)
-    _, decisions = plan_text_encoder(layer_specs(checkpoint), storage, "fp16", "fp16", 0, None)
+    layers = plan_storage(layer_specs(checkpoint), storage, Rules(presets=TEXT_ENCODER_RULES))
     tensors, count = {}, 0
     for key, weight in checkpoint.weights.items():
-        quantized = weight.layer != key and decisions[weight.layer].storage == storage
+        quantized = weight.layer != key and layers[weight.layer].storage == storage
         tensors |= tensors_of(weight, storage, name) if quantized else {key: weight.data}
         count += quantized
     made = tiny_encoders.build(name, quantization_metadata={"mixed_ops": True})

@@ -17,8 +17,8 @@ from halfsafe.precision.formats.checkpoint import Checkpoint, StoredWeight
 from halfsafe.precision.formats.families import family_of
 from halfsafe.precision.formats.int8 import rotation_group
 from halfsafe.precision.plan.facts import LayerSpec, layer_specs
+from halfsafe.precision.plan.layers import plan_storage
 from halfsafe.precision.plan.rules import rules_from
-from halfsafe.precision.plan.storage import plan_storage
 from halfsafe.precision.plan.structure import OUTSIDE, roles_of
 
 _WAN = dict(dim=5120, ffn_dim=13824, num_heads=40, num_layers=40)
@@ -237,7 +237,7 @@ def test_the_ends_of_the_data_path_stay_high_and_most_of_the_blocks_do_not(name,
     layers = layers_of(name)
     decisions, roles = plan_storage(layers, storage, rules_from()), roles_of(layers)
     for end in next(ends for start, ends in ENDS.items() if name.startswith(start)):
-        assert (decisions[end].storage, decisions[end].kept) == ("as_file", True) and decisions[end].reason
+        assert (decisions[end].storage, decisions[end].kept) == ("as_file", True) and decisions[end].why_stored
     linear = [layer for layer in layers if layer.cls == "Linear"]
     inside = [layer for layer in linear if roles.get(layer.name) != OUTSIDE]
     assert all(decisions[layer.name].kept for layer in linear if layer not in inside)

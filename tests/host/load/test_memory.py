@@ -9,7 +9,7 @@ from comfy.quant_ops import QuantizedTensor
 from halfsafe.nodes.host.comfyui.model_facts import held_storages
 from halfsafe.precision.base.options import COMPUTE_OPTIONS, STORAGE_OPTIONS
 from halfsafe.precision.devices.profiles import PROFILE_NAMES
-from halfsafe.precision.plan.weights import why_not_held
+from halfsafe.precision.plan.layers import why_not_run
 from safetensors.torch import load_file, save_file
 from support import dialects, families, model_files, tiny_models
 from support.mapped_loading import own_bytes
@@ -17,7 +17,7 @@ from support.measures import relative_error
 
 QUANTIZED = ("fp8_e4m3fn", "fp8_e5m2", "int8")
 CLOSE = 0.03
-STORAGES = [storage for storage in STORAGE_OPTIONS if not why_not_held(storage, held_storages())]
+STORAGES = [storage for storage in STORAGE_OPTIONS if not why_not_run(storage, held_storages())]
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ import torch
 from comfy.text_encoders import gemma4
 from halfsafe.precision.formats.checkpoint import Checkpoint, StoredWeight
 from halfsafe.precision.plan.facts import layer_specs
+from halfsafe.precision.plan.layers import plan_storage
 from halfsafe.precision.plan.rules import rules_from
-from halfsafe.precision.plan.storage import plan_storage
 
 COMFY = Path(comfy.ops.__file__).parent
 EMBEDDINGS = re.compile(r"self\.(\w+) = (?:\w+\.)?(?:Scaled)?Embedding\(")

@@ -16,7 +16,7 @@ from halfsafe.precision.commands.inspect import inspect_file, inspection_text
 from halfsafe.precision.files.safetensors_file import open_checkpoint
 from halfsafe.precision.formats import comfy_format
 from halfsafe.precision.formats.checkpoint import CARD_KEY
-from halfsafe.precision.plan import weights as plan_of_weights
+from halfsafe.precision.plan import layers as plan_of_layers
 from halfsafe.precision.plan.rules import rules_from
 from safetensors.torch import save_file
 from support import dialects
@@ -137,7 +137,7 @@ def test_a_source_that_is_cut_while_it_is_planned_is_an_error(tmp_path, monkeypa
         os.truncate(source, 4096)
         return comfy_format.UNMEASURED
 
-    monkeypatch.setattr(plan_of_weights, "sampled_error", sampled)
+    monkeypatch.setattr(plan_of_layers, "sampled_error", sampled)
     with pytest.raises(CheckpointError, match=r"in\.safetensors.*truncated to 4096 bytes"):
         convert_file(source, tmp_path / "out.safetensors", "fp8_e4m3fn", NO_RULES)
     assert sorted(os.listdir(tmp_path)) == ["in.safetensors"]

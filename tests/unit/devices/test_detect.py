@@ -7,9 +7,11 @@ import types
 
 import pytest
 import torch
+from halfsafe.precision.base.dtypes import DTYPES
 from halfsafe.precision.base.errors import UnknownProfile
 from halfsafe.precision.devices import detect as devices
 from halfsafe.precision.devices import hardware, probes, profiles
+from halfsafe.precision.formats.registry import FORMAT_OF_STORAGE
 from halfsafe.precision.plan import auto
 from support.probing import missed_expectations
 from support.shipped import ROOT
@@ -368,6 +370,6 @@ def test_the_cost_of_fp16_safe_is_the_one_that_was_counted(name):
 def test_each_fp8_dtype_that_a_device_cannot_hold_is_asked_of_it(monkeypatch):
     monkeypatch.setattr(devices, "why_dtype_not_held", lambda device, name: "no such dtype" if name in ("float8_e5m2", "float8_e8m0fnu") else "")
     here = dataclasses.replace(devices.detect(profile="cpu"), simulated=False)
-    found = devices.unheld_storages(here)
+    found = {storage: why for storage in {**FORMAT_OF_STORAGE, **DTYPES} if (why := here.refuses(storage))}
     assert set(found) == {"fp8_e5m2", "mxfp8"} and found["mxfp8"] == f"not on {here.label}: It does not support float8_e8m0fnu (no such dtype)."
     assert auto.held_storage(here, "mxfp8")[0] in ("fp16", "bf16") and auto.held_storage(here, "nvfp4")[0] == "as_file"

@@ -282,7 +282,7 @@ def test_rows_too_far_apart_for_one_scale_stay_in_bf16_with_a_note(storage):
     weight = torch.randn(64, 128) * torch.tensor([1.0, spread]).repeat(32)[:, None]
     data, scale = dialects.per_row(weight)
     plan, tensors = stored(StoredWeight(WEIGHT, data, scale, "row"), storage)
-    assert plan.storage == "bf16" and "64" in plan.reason
+    assert plan.storage == "bf16" and "64" in plan.note
     rows = zip(weight, tensors[WEIGHT], strict=True)
     assert max(relative_error(row, found) for row, found in rows) < 0.04
 
@@ -291,7 +291,7 @@ def test_fp16_keeps_what_passes_its_range_in_bf16():
     data = torch.ones(8, 8, dtype=torch.bfloat16)
     data[0, 0] = 70000
     plan, tensors = stored(StoredWeight(WEIGHT, data), "fp16")
-    assert plan.storage == "bf16" and "65504" in plan.reason
+    assert plan.storage == "bf16" and "65504" in plan.note
     assert torch.equal(tensors[WEIGHT], data)
 
 
@@ -299,7 +299,7 @@ def test_fp16_keeps_what_passes_its_range_in_bf16():
 def test_fp8_that_comfyui_cannot_hold_becomes_bf16_exactly(name, shape):
     data = torch.randn(shape).to(E4M3)
     plan, tensors = stored(StoredWeight(name, data), "as_file")
-    assert list(tensors) == [name] and plan.reason
+    assert list(tensors) == [name] and plan.note
     assert torch.equal(tensors[name].float(), data.float())
 
 

@@ -19,8 +19,8 @@ from halfsafe.precision.formats.registry import FORMAT_OF_STORAGE, FORMATS, form
 from halfsafe.precision.plan.auto import auto_storage
 from halfsafe.precision.plan.compute import WEIGHTS_FOR, plan_compute
 from halfsafe.precision.plan.facts import LayerSpec, ModelFacts
+from halfsafe.precision.plan.layers import LoadTarget, plan_weights
 from halfsafe.precision.plan.rules import Rules
-from halfsafe.precision.plan.weights import Memory, plan_weights
 from halfsafe.precision.report.view import STORAGE_COLOURS
 from safetensors.torch import save_file
 from support import dialects
@@ -154,7 +154,7 @@ def test_without_a_comfy_kitchen_that_has_it_a_format_stays_or_is_refused_by_nam
         convert_file(source, tmp_path / "out.safetensors", "bf16", Rules())
     file = open_checkpoint(source)
     with pytest.raises(CheckpointError, match=refused):
-        plan_weights(read_checkpoint(file, {}, source).weights, {}, source, Memory((), "bf16"))
+        plan_weights(read_checkpoint(file, {}, source).weights, {}, source, LoadTarget(detect(profile="cpu"), formats=()))
     with pytest.raises(StorageNotHeld, match=rf"comfy-kitchen of ComfyUI {row.since}"):
         read(in_format(name)).dequantize(torch.float32)
 
@@ -280,7 +280,7 @@ def test_a_shape_that_the_file_does_not_tell_is_not_guessed(tmp_path, name, shap
     assert torch.equal(out[NAME].view(torch.uint8), tensors[NAME].view(torch.uint8))
     assert any(f"{NAME}: kept in {name}: its last {what} are zero" in note for note in summary.notes)
     with pytest.raises(CheckpointError, match=rf"{LAYER}\.weight.*in {name}, its last {what} are zero"):
-        plan_weights(read_checkpoint(tensors, {}, "m").weights, {}, "m", Memory((), "bf16"))
+        plan_weights(read_checkpoint(tensors, {}, "m").weights, {}, "m", LoadTarget(detect(profile="cpu"), formats=()))
 
 
 @padding

@@ -79,7 +79,7 @@ def test_rows_of_one_value(value):
 def test_the_largest_group_that_divides_the_inputs():
     assert [int8.rotation_group(columns) for columns in (3072, 320, 48, 100, 0)] == [256, 64, 16, None, None]
     plan = plan_of(StoredWeight(NAME, torch.randn(4, 100)), "int8")
-    assert plan.storage == "as_file" and "100" in plan.reason
+    assert plan.storage == "as_file" and "100" in plan.note
 
 
 def test_values_that_overflow_once_rotated_are_an_error():

@@ -11,8 +11,9 @@ from halfsafe.precision.base.errors import StorageNotHeld
 from halfsafe.precision.formats.checkpoint import StoredWeight, read_checkpoint
 from halfsafe.precision.formats.format import kitchen_function
 from halfsafe.precision.formats.int8 import rotated, rotation_group
+from halfsafe.precision.formats.layer_plan import LayerPlan
 from halfsafe.precision.formats.registry import FORMAT_OF_STORAGE
-from halfsafe.precision.plan.weights import plan_weights
+from halfsafe.precision.plan.layers import plan_weights
 from setup.environment import ROOT, clean_environ, kitchen_folder
 from support.measures import relative_error
 from support.storing import normal_weight, tensors_in
@@ -70,7 +71,7 @@ def test_without_such_a_comfy_kitchen_they_are_refused_by_name(monkeypatch):
     monkeypatch.setattr("halfsafe.precision.formats.format.kitchen_function", lambda name: None)
     for storage, since in (("w4a8", "0.31.0"), ("w6a8", "0.38.0")):
         with pytest.raises(StorageNotHeld, match=rf"storage={storage}.*came with ComfyUI {since}"):
-            plan_weights({NAME: StoredWeight(NAME, normal_weight((16, 64)))}, {NAME: storage}, "file")
+            plan_weights({NAME: StoredWeight(NAME, normal_weight((16, 64)))}, {NAME: LayerPlan(storage)}, "file")
 
 
 @pytest.mark.skipif(HAS_6_BITS, reason="this process has it")

@@ -1,9 +1,9 @@
 import pytest
 from halfsafe.precision.base.errors import HalfsafeError, RuleError
 from halfsafe.precision.plan.facts import LayerSpec
+from halfsafe.precision.plan.layers import plan_storage
 from halfsafe.precision.plan.presets import PRESETS
-from halfsafe.precision.plan.rules import Rules, parse, rules_from
-from halfsafe.precision.plan.storage import plan_text_encoder
+from halfsafe.precision.plan.rules import TEXT_ENCODER_RULES, Rules, parse, rules_from
 
 
 def storage_of(rules, name, cls="Linear"):
@@ -159,8 +159,8 @@ def test_own_rules_win_over_the_structure_and_may_be_about_it():
 
 
 def test_text_encoders_keep_what_lies_outside_the_blocks():
-    _, decisions = plan_text_encoder(KREA, "fp8_e4m3fn", "fp16", "fp16", 1, 10)
-    assert {name for name, decision in decisions.items() if decision.kept} == {"first", "last.linear"}
+    layers = plan_storage(KREA, "fp8_e4m3fn", Rules(presets=TEXT_ENCODER_RULES))
+    assert {name for name, own in layers.items() if own.kept} == {"first", "last.linear"}
 
 
 def test_rules_are_values():

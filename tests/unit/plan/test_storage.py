@@ -1,13 +1,16 @@
+import dataclasses
+
 import pytest
 import torch
 from halfsafe.precision.base.dtypes import QUANTIZED_NAMES
 from halfsafe.precision.devices import detect as devices
 from halfsafe.precision.formats.checkpoint import Checkpoint, StoredWeight
 from halfsafe.precision.formats.comfy_format import specs_of
-from halfsafe.precision.plan import storage as plan
 from halfsafe.precision.plan.facts import LayerSpec, ModelFacts, file_dtype, layer_specs
+from halfsafe.precision.plan.layers import LoadTarget, plan_storage
+from halfsafe.precision.plan.load import plan_encoder, plan_load
 from halfsafe.precision.plan.rules import rules_from
-from halfsafe.precision.plan.storage import plan_load, plan_storage, quantized_bytes
+from halfsafe.precision.plan.storage import choose_encoder_storage, quantized_bytes
 from support.storing import LAYERS as FEW_LAYERS
 from support.storing import normal_weight
 
@@ -20,11 +23,11 @@ def facts(parameters=10**9, file_dtype="bf16", supported=("bf16", "fp32"), nativ
 
 def planned(profile, storage="auto", compute="auto", text="", free=None, host=None, **model):
     device, rules = devices.detect(profile=profile), rules_from(text)
-    return plan.plan_load(facts(**model), device, storage, compute, rules, free, streamed_from=host)
+    return plan_load(facts(**model), storage, compute, rules, LoadTarget(device, free, streamed_from=host))
 
 
 def test_fp8_goes_to_linear_layers_that_no_rule_keeps():
-    decisions = plan.plan_storage(LAYERS, "fp8_e4m3fn", rules_from())
+    decisions = plan_storage(LAYERS, "fp8_e4m3fn", rules_from())
     assert {name: d.storage for name, d in decisions.items()} == {
         "blocks.0.ffn.0": "fp8_e4m3fn",
         "blocks.0.norm3": "as_file",
@@ -33,19 +36,19 @@ def test_fp8_goes_to_linear_layers_that_no_rule_keeps():
         "img_emb.table": "as_file",
     }
     assert {name for name, d in decisions.items() if d.kept} == {"time_embedding.0", "patch_embedding", "img_emb.table"}
-    assert all(decisions[name].reason for name in decisions if decisions[name].kept)
+    assert all(decisions[name].why_stored for name in decisions if decisions[name].kept)
 
 
 def test_own_rules_move_layers_both_ways():
     rules = rules_from("time_embedding.* storage=fp8_e5m2\nblocks.0.* storage=fp16  # outliers")
-    decisions = plan.plan_storage(LAYERS, "fp8_e4m3fn", rules)
+    decisions = plan_storage(LAYERS, "fp8_e4m3fn", rules)
     assert decisions["time_embedding.0"].storage == "fp8_e5m2"
-    assert (decisions["blocks.0.ffn.0"].storage, decisions["blocks.0.ffn.0"].reason) == ("fp16", "outliers")
+    assert (decisions["blocks.0.ffn.0"].storage, decisions["blocks.0.ffn.0"].why_stored) == ("fp16", "outliers")
 
 
 def test_a_rule_cannot_put_a_convolution_into_fp8():
-    decision = plan.plan_storage(LAYERS, "bf16", rules_from("patch_embedding storage=fp8_e4m3fn", "none"))["patch_embedding"]
-    assert decision.storage == "as_file" and "only Linear" in decision.reason
+    decision = plan_storage(LAYERS, "bf16", rules_from("patch_embedding storage=fp8_e4m3fn", "none"))["patch_embedding"]
+    assert decision.storage == "as_file" and "only Linear" in decision.why_stored
 
 
 def test_the_risk_of_a_compute_that_was_asked_for_is_told():
@@ -116,9 +119,9 @@ def test_storage_auto_leaves_what_is_streamed_from_memory_and_says_so(file_dtype
 def test_a_layer_that_no_rotation_divides_stays_in_sixteen_bit_with_its_reason():
     layers = [LayerSpec("blocks.0.in", "Linear", (64, 36)), LayerSpec("blocks.0.ffn.0", "Linear", (64, 32))]
     model = ModelFacts(layers, 14 * 10**9, "bf16", ("bf16", "fp32"))
-    result = plan.plan_load(model, devices.detect(profile="sm_86"), "auto", "auto", rules_from(), 24 * 2**30)
-    assert {name: decision.storage for name, decision in result.decisions.items()} == {"blocks.0.in": "as_file", "blocks.0.ffn.0": "int8"}
-    assert result.decisions["blocks.0.in"].kept and "its 36 inputs are not" in result.decisions["blocks.0.in"].reason
+    result = plan_load(model, "auto", "auto", rules_from(), LoadTarget(devices.detect(profile="sm_86"), 24 * 2**30))
+    assert {name: decision.storage for name, decision in result.layers.items()} == {"blocks.0.in": "as_file", "blocks.0.ffn.0": "int8"}
+    assert result.layers["blocks.0.in"].kept and "its 36 inputs are not" in result.layers["blocks.0.in"].why_stored
     assert {name: decision.mode for name, decision in result.compute.decisions.items()} == {"blocks.0.ffn.0": "int8"}
 
 
@@ -158,23 +161,26 @@ def test_file_dtype_is_that_of_most_weights():
 
 
 def test_text_encoder_storage():
-    held, unheld = {}, dict.fromkeys(("fp8_e4m3fn", "fp8_e5m2", "fp8_e4m3fnuz"), "No fp8 here.")
-    for storage, file_storage, free, lacking, expected in (
+    apple = devices.detect(profile="mps_m1")
+    held, unheld = devices.detect(profile="cpu"), apple.without("fp8_storage", "No fp8 here.")
+    model = facts(parameters=5 * 10**9)
+    for storage, file_storage, free, device, expected in (
         ("auto", "fp16", 20e9, held, "fp16"), ("auto", "fp8_e4m3fn", 20e9, held, "as_file"), ("auto", "bf16", 5e9, held, "int8"),
         ("auto", "bf16", None, held, "fp16"), ("bf16", "fp16", 5e9, held, "bf16"), ("auto", "fp8_e5m2", 20e9, unheld, "fp16"),
         ("as_file", "fp8_e4m3fnuz", 20e9, unheld, "fp16"), ("as_file", "bf16", 20e9, unheld, "as_file"), ("auto", "bf16", 5e9, unheld, "int8"),
     ):  # fmt: skip
-        choice, _ = plan.plan_text_encoder(LAYERS, storage, file_storage, "fp16", 10_000_000_000, free and int(free), lacking)
+        target = LoadTarget(device, free and int(free))
+        choice = choose_encoder_storage(dataclasses.replace(model, file_dtype=file_storage), storage, "fp16", target)
         assert choice.used == expected, (storage, file_storage)
-        assert ("No fp8 here." in choice.reason) == (lacking is unheld and expected == "fp16")
-    choice, _ = plan.plan_text_encoder(LAYERS, "auto", "bf16", "fp16", 10_000_000_000, 1, held, formats=("fp8_e4m3fn",))
-    assert choice.used == "fp8_e4m3fn", "a ComfyUI without int8"
+        assert ("No fp8 here." in choice.reason) == (device is unheld and expected == "fp16")
+    assert choose_encoder_storage(model, "auto", "fp16", LoadTarget(held, 1, streamed_from=1)).used == "fp16", "streamed from its file"
+    assert choose_encoder_storage(model, "auto", "fp16", LoadTarget(held, 1, ("fp8_e4m3fn",))).used == "fp8_e4m3fn", "a ComfyUI without int8"
 
 
 def test_text_encoder_keeps_embeddings():
-    layers = [LayerSpec("shared", "Embedding", (9, 4)), LayerSpec("encoder.block.0.wo", "Linear", (4, 4))]
-    _, decisions = plan.plan_text_encoder(layers, "fp8_e4m3fn", "fp16", "fp16", 1, 10)
-    assert [decisions[layer.name].storage for layer in layers] == ["as_file", "fp8_e4m3fn"]
+    tensors = {"shared.weight": torch.zeros(16, 16), "encoder.block.0.wo.weight": torch.zeros(16, 16)}
+    layers = plan_encoder(checkpoint(**tensors), "fp8_e4m3fn", "fp16", LoadTarget(devices.detect(profile="cpu"))).layers
+    assert [(own.storage, own.kept) for own in layers.values()] == [("as_file", True), ("fp8_e4m3fn", False)]
 
 
 # a model that does not fit in int8
@@ -186,11 +192,11 @@ def fitted(profile, gib, formats=QUANTIZED_NAMES, rules=""):
     """What ``auto`` makes of 8 GiB of int8 on a card with so much memory."""
     layers = [LayerSpec(f"blocks.{i}.ffn", "Linear", (4096, 4096)) for i in range(512)]
     facts = ModelFacts(layers, 512 << 24, "bf16", ("bf16", "fp32"))
-    return plan_load(facts, devices.detect(profile=profile), "auto", "auto", rules_from(rules, "none"), int(gib * GIB), formats)
+    return plan_load(facts, "auto", "auto", rules_from(rules, "none"), LoadTarget(devices.detect(profile=profile), int(gib * GIB), formats))
 
 
 def held(plan):
-    return {decision.storage for decision in plan.decisions.values()}
+    return {decision.storage for decision in plan.layers.values()}
 
 
 @pytest.mark.parametrize(
@@ -217,14 +223,14 @@ def test_without_a_kernel_for_them_few_bits_are_named_and_not_taken():
 
 def test_a_layer_that_a_rule_stores_in_int8_stays_so():
     plan = fitted("sm_86", 9, rules="blocks.1?.ffn storage=int8")
-    assert {plan.decisions[f"blocks.1{i}.ffn"].storage for i in range(10)} == {"int8"} and held(plan) == {"int8", "w6a8"}
+    assert {plan.layers[f"blocks.1{i}.ffn"].storage for i in range(10)} == {"int8"} and held(plan) == {"int8", "w6a8"}
 
 
 def test_the_weight_that_comfyui_tells_the_model_by_is_not_packed():
     told, other = (LayerSpec(f"blocks.1.transformer_blocks.0.attn2.to_{kind}", "Linear", (640, 2048)) for kind in "kv")
     for storage in ("w6a8", "w4a8"):
         decisions = plan_storage([told, other], storage, rules_from())
-        assert decisions[told.name].storage == "int8" and "ComfyUI detects the architecture" in decisions[told.name].reason
+        assert decisions[told.name].storage == "int8" and "ComfyUI detects the architecture" in decisions[told.name].why_stored
         assert decisions[other.name].storage == storage
     assert plan_storage([told], "fp8_e4m3fn", rules_from())[told.name].storage == "fp8_e4m3fn"
 

@@ -11,8 +11,8 @@ from halfsafe.precision.base.modes import MODE_OF
 from halfsafe.precision.base.options import COMPUTE_OPTIONS, STORAGE_OPTIONS
 from halfsafe.precision.devices.detect import detect
 from halfsafe.precision.plan.facts import LayerSpec
+from halfsafe.precision.plan.layers import plan_storage
 from halfsafe.precision.plan.rules import parse, rules_from
-from halfsafe.precision.plan.storage import plan_storage
 from halfsafe.precision.report.result import BEST, CLOSEST, NONE_WORKS, UNRANKED
 from halfsafe.precision.study import charts
 from halfsafe.precision.study.charts import COLOURS, tradeoffs_chart

@@ -6,13 +6,12 @@ import pytest
 import torch
 from halfsafe.precision.devices import detect as devices
 from halfsafe.precision.formats.checkpoint import Checkpoint, StoredWeight, read_checkpoint
+from halfsafe.precision.formats.layer_plan import LayerPlan
 from halfsafe.precision.formats.registry import FORMAT_OF_STORAGE, weight_in_format
-from halfsafe.precision.plan.choice import Choice
-from halfsafe.precision.plan.facts import ModelFacts
-from halfsafe.precision.plan.memory import plan_encoder, plan_model, unpacked_dtype
-from halfsafe.precision.plan.rules import Rules, rules_from
-from halfsafe.precision.plan.storage import plan_load, plan_storage
-from halfsafe.precision.plan.weights import Memory, plan_weights
+from halfsafe.precision.plan.facts import facts_of
+from halfsafe.precision.plan.layers import LoadTarget, plan_weights
+from halfsafe.precision.plan.load import plan_encoder, plan_load, unpacked_dtype
+from halfsafe.precision.plan.rules import rules_from
 from support import dialects
 from support.storing import LAYERS
 
@@ -25,15 +24,16 @@ def weights(dtype=torch.bfloat16, prefix="", **others):
     return {name: StoredWeight(name, tensor) for name, tensor in named.items()}
 
 
-def plan(storage, compute, file_dtype="bf16", rules="", preset=None):
-    facts = ModelFacts(LAYERS, 10**6, file_dtype, ("bf16", "fp32"))
-    asked = rules_from(rules) if preset is None else rules_from(rules, preset)
-    return plan_load(facts, devices.detect(profile="sm_86"), storage, compute, asked, None)
-
-
-def in_memory(stored, load, prefix="", formats=FORMAT_OF_STORAGE):
+def in_memory(stored, storage="as_file", compute="bf16", rules="", prefix="", formats=FORMAT_OF_STORAGE, device="sm_86"):
+    """The plan of a load of these weights: a model of ``LAYERS`` below a prefix of the names, and other parts of the file."""
     names = {f"{prefix}{layer.name}.weight": layer.name for layer in LAYERS}
-    return plan_model(Checkpoint("file", (), {}, stored, []), load, names, prefix, formats)
+    facts = facts_of(Checkpoint("file", (), {}, stored, []), prefix, LAYERS, ("bf16", "fp32"), names)
+    device = devices.detect(profile=device) if isinstance(device, str) else device
+    return plan_load(facts, storage, compute, rules_from(rules), LoadTarget(device, formats=formats))
+
+
+def encoder_of(weight, device, formats=FORMAT_OF_STORAGE, default="bf16"):
+    return plan_encoder(Checkpoint("file", (), {}, {weight.name: weight}, []), "as_file", default, LoadTarget(device, formats=formats))
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def in_memory(stored, load, prefix="", formats=FORMAT_OF_STORAGE):
 )
 def test_what_is_not_quantized_is_no_wider_than_in_the_file_unless_asked(file, storage, compute, dtype):
     stored = weights(file)
-    assert in_memory(stored, plan(storage, compute)).dtype == dtype
+    assert in_memory(stored, storage, compute).dtype == dtype
 
 
 @pytest.mark.parametrize(("storage", "rules", "dtype"), [
@@ -61,41 +61,42 @@ def test_what_is_not_quantized_is_no_wider_than_in_the_file_unless_asked(file, s
     ("as_file", "* storage=as_file", "bf16"),
 ])  # fmt: skip
 def test_a_rule_for_all_layers_names_the_dtype_they_are_held_in(storage, rules, dtype):
-    assert in_memory(weights(), plan(storage, "bf16", rules=rules)).dtype == dtype
+    assert in_memory(weights(), storage, "bf16", rules).dtype == dtype
 
 
 def test_beside_weights_that_are_quantized_in_the_file_others_are_as_they_are():
     stored = weights(**{"blocks.0.ffn.0.weight": torch.zeros(64, 32, dtype=torch.float8_e4m3fn)})
-    assert in_memory(stored, plan("as_file", "fp32", "fp8_e4m3fn")).dtype == "bf16"
+    assert in_memory(stored, "as_file", "fp32").dtype == "bf16"
 
 
 def test_fp8_unpacked_for_fp32_is_16_bit():
     stored = weights(torch.float8_e4m3fn)
-    assert in_memory(stored, plan("as_file", "fp32", "fp8_e4m3fn")).dtype == unpacked_dtype(plan("as_file", "fp32").compute.weight_dtype) == "bf16"
+    assert in_memory(stored, "as_file", "fp32").dtype == unpacked_dtype("fp32") == "bf16"
 
 
 def test_bytes_count_quantized_weights_with_their_scales_and_the_rest_as_they_are_in_memory():
     stored = weights(position=torch.zeros(5, dtype=torch.int64))
-    scales = in_memory(stored, plan("int8", "bf16")).bytes - (FFN + 2 * KEPT + 40)
+    scales = in_memory(stored, "int8", "fp16").allocated - (FFN + 2 * KEPT + 40)
     assert 64 * 4 <= scales < 64 * 4 + 100
 
 
-@pytest.mark.parametrize("compute", ["bf16", "fp32"])
-def test_the_bytes_of_a_model_leave_out_the_rest_of_its_file(compute):
-    found = in_memory(weights(prefix="net.") | weights(), plan("fp8_e4m3fn", compute), "net.")
-    assert FFN + 2 * KEPT < found.bytes < FFN + 2 * KEPT + 100
+def test_the_bytes_of_a_model_leave_out_the_rest_of_its_file():
+    found = in_memory(weights(prefix="net.") | weights(), "fp8_e4m3fn", "fp16", prefix="net.")
+    assert FFN + 2 * KEPT < found.allocated < FFN + 2 * KEPT + 100
+    mapped = in_memory(weights(prefix="net.") | weights(), "fp8_e4m3fn", "bf16", prefix="net.")
+    assert mapped.allocated == found.allocated - 2 * 32 * 32, "a Linear that stays in its dtype is not copied"
 
 
 def test_a_model_that_would_be_in_fp16_is_in_bf16_where_a_weight_exceeds_it():
     stored = weights()
-    assert in_memory(stored, plan("as_file", "fp16")).dtype == "bf16" and in_memory(stored, plan("fp8_e4m3fn", "fp16")).dtype == "fp16"
+    assert in_memory(stored, "as_file", "fp16").dtype == "bf16" and in_memory(stored, "fp8_e4m3fn", "fp16").dtype == "fp16"
     stored["time_embedding.0.weight"].data[0, 0] = 1e5
-    assert in_memory(stored, plan("fp8_e4m3fn", "fp16")).dtype == "bf16"
+    assert in_memory(stored, "fp8_e4m3fn", "fp16").dtype == "bf16"
 
 
 def test_fp8_of_a_layer_that_holds_no_scale_is_unpacked_and_that_of_another_part_of_the_file_stays():
     stored = weights(torch.float8_e4m3fn, "net.") | weights(torch.float8_e4m3fn)
-    plans = in_memory(stored, plan("as_file", "fp16", "fp8_e4m3fn"), "net.").plans
+    plans = in_memory(stored, "as_file", "fp16", prefix="net.").weights
     assert {name: plans[name].storage for name in plans if "ffn" in name or "patch" in name} == {
         "net.blocks.0.ffn.0.weight": "fp8_e4m3fn", "net.patch_embedding.weight": "fp16",
         "blocks.0.ffn.0.weight": "fp8_e4m3fn", "patch_embedding.weight": "bf16",
@@ -113,37 +114,37 @@ def encoded(name):
 @pytest.mark.parametrize("name", ["awq4", "nvfp4"])
 def test_a_format_that_comfyui_lacks_is_unpacked_with_a_note_for_models_and_encoders(name):
     weight, row = encoded(name)
-    checkpoint, lacking = Checkpoint("file", (), {}, {weight.name: weight}, []), FORMAT_OF_STORAGE.keys() - {row.storage}
-    choice, decisions = Choice("as_file", "as_file"), plan_storage(LAYERS, "as_file", Rules())
+    stored, lacking, device = {weight.name: weight}, FORMAT_OF_STORAGE.keys() - {row.storage}, devices.detect(profile="sm_86")
     for formats, storage in ((FORMAT_OF_STORAGE, "as_file"), (lacking, "bf16")):
-        model = in_memory(checkpoint.weights, plan("as_file", "bf16"), formats=formats)
-        encoder = plan_encoder(checkpoint, choice, decisions, "bf16", formats)
-        assert model.plans[weight.name].storage == encoder.plans[weight.name].storage == storage
+        model, encoder = in_memory(stored, formats=formats), encoder_of(weight, device, formats)
+        assert model.weights[weight.name].storage == encoder.weights[weight.name].storage == storage
         assert model.notes == encoder.notes and len(model.notes) == (storage == "bf16")
     assert f"1 layers in {row.title}, which needs ComfyUI {row.since}, were unpacked to bf16." in model.notes
 
 
+def without_fp8(profile="sm_86"):
+    return devices.detect(profile=profile).without("fp8_storage", "No fp8 here.")
+
+
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
-def test_what_the_device_cannot_hold_is_unpacked_with_a_note_in_the_part_that_goes_there(name):
+def test_what_the_device_cannot_hold_is_unpacked_with_a_note_in_the_part_that_goes_there(name, monkeypatch):
     encoder_weights = {f"clip.{key}": replace(weight, name=f"clip.{key}") for key, weight in weights(torch.float8_e4m3fn).items()}
     weight, row = encoded(name)
     inside = replace(weight, name=f"model.{weight.name}")
-    unheld = {row.storage: "not on this device."}
-    load = replace(plan("as_file", "fp16_safe"), unheld=unheld)
-    stored = {inside.name: inside, **encoder_weights}
-    planned, held = in_memory(stored, load, prefix="model."), in_memory(stored, replace(load, unheld={}), prefix="model.")
-    assert planned.plans[inside.name].stored == planned.dtype == "fp16"
-    assert held.plans[inside.name].stored == row.storage and held.notes == ()
-    assert all(planned.plans[key] == held.plans[key] for key in encoder_weights), "these go elsewhere"
-    assert planned.notes == (f"1 weights in {row.storage} were loaded in fp16: not on this device.",)
-    choice, decisions = Choice("as_file", "as_file"), plan_storage(LAYERS, "as_file", Rules())
-    encoder = plan_encoder(Checkpoint("file", (), {}, {weight.name: weight}, []), choice, decisions, "fp16", FORMAT_OF_STORAGE, unheld=unheld)
-    assert (encoder.plans[weight.name].stored, encoder.notes) == ("fp16", planned.notes)
+    monkeypatch.setattr(devices, "fp8_dtypes", lambda storage: ("fp8",) if storage == row.storage else ())
+    stored, device = {inside.name: inside, **encoder_weights}, without_fp8()
+    planned = in_memory(stored, compute="fp16_safe", prefix="model.", device=device)
+    held = in_memory(stored, compute="fp16_safe", prefix="model.")
+    assert planned.weights[inside.name].stored == planned.dtype == "fp16"
+    assert held.weights[inside.name].stored == row.storage and held.notes == ()
+    assert all(planned.weights[key] == held.weights[key] for key in encoder_weights), "these go elsewhere"
+    assert planned.notes == (f"1 weights in {row.storage} were loaded in fp16: {device.refuses(row.storage)}",)
+    encoder = encoder_of(weight, device, default="fp16")
+    assert (encoder.weights[weight.name].stored, encoder.notes) == ("fp16", planned.notes)
 
 
-def test_what_is_asked_for_in_the_place_of_fp8_gets_no_note():
-    load = replace(plan("fp16", "fp16"), unheld={"fp8_e4m3fn": "not on this device."})
-    assert in_memory(weights(torch.float8_e4m3fn), load).notes == ()
+def test_what_is_requested_in_the_place_of_fp8_gets_no_note():
+    assert in_memory(weights(torch.float8_e4m3fn), "fp16", "fp16", device=without_fp8()).notes == ()
 
 
 @pytest.mark.parametrize("rotated", [True, False])
@@ -153,7 +154,7 @@ def test_experts_in_rotated_int8_are_unpacked(rotated):
     settings = {"format": "int8_tensorwise", "num_experts": 2} | ({"convrot": True, "convrot_groupsize": 64} if rotated else {})
     tensors = {f"a.{leaf}": torch.stack([each[leaf] for each in made]) for leaf in made[0] if leaf != "comfy_quant"}
     checkpoint = read_checkpoint(tensors | {"a.comfy_quant": dialects.comfy_quant_bytes(settings)}, {}, "m")
-    (found,) = plan_weights(checkpoint.weights, {}, "m", Memory(FORMAT_OF_STORAGE, "bf16")).values()
+    (found,) = plan_weights(checkpoint.weights, {}, "m", LoadTarget(devices.detect(profile="cpu"), formats=FORMAT_OF_STORAGE)).values()
     assert found.storage == ("bf16" if rotated else "as_file")
 
 
@@ -161,5 +162,5 @@ def test_experts_in_rotated_int8_are_unpacked(rotated):
 def test_a_16_bit_weight_with_a_scale_that_cannot_be_quantized_keeps_its_scale(storage):
     name, shape = ("a.weight", (4, 4, 3)) if storage == "fp8_e4m3fn" else ("a.weight", (4, 7))
     weight = StoredWeight(name, torch.ones(shape, dtype=torch.bfloat16), torch.tensor(0.5), "tensor")
-    (found,) = plan_weights({name: weight}, {name: storage}, "file").values()
-    assert (found.storage, bool(found.reason)) == ("bf16", True)
+    (found,) = plan_weights({name: weight}, {name: LayerPlan(storage)}, "file").values()
+    assert (found.storage, bool(found.note)) == ("bf16", True)

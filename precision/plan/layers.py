@@ -1,0 +1,254 @@
+"""Decide the storage of each layer: from the option, the rules and the layer's class, then from its tensor.
+
+The tensor is looked at with its scales, with its values if they matter, and with the device and ComfyUI that will hold
+it. ``plan/compute.py`` decides the arithmetic from the storage.
+"""
+
+import re
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+
+import torch
+
+from ..base.dtypes import FP8_DTYPES, FP8_NAMES, FP16_MAX, QUANTIZED_NAMES, name_of
+from ..base.errors import CheckpointError, StorageNotHeld
+from ..base.options import StorageOption
+from ..base.text import listed
+from ..devices.detect import Device
+from ..formats.checkpoint import StoredWeight, looks_like_scale
+from ..formats.comfy_format import (
+    OF_FNUZ,
+    can_be_quantized,
+    exceeds_fp16,
+    requantization_error,
+    sampled_error,
+    specs_of,
+)
+from ..formats.layer_plan import AS_FILE, UNMEASURED, LayerPlan
+from ..formats.registry import FORMAT_OF_STORAGE
+from .choice import frozen
+from .facts import LayerSpec
+from .rules import Rules
+
+FEWER_BITS: tuple[StorageOption, ...] = ("w6a8", "w4a8")
+REQUANTIZATION_LIMIT = {"fp8_e4m3fn": 0.04, "fp8_e5m2": 0.08}
+# ComfyUI tells SD, SDXL and LTX-Video by the columns of this weight (comfy/model_detection.py).
+_TELLS_MODEL = re.compile(r"(^|\.)transformer_blocks\.0\.attn2\.to_k$")
+TOLD_BY = "ComfyUI detects the architecture from this weight's width, which storages below 8 bits change"
+
+
+def plan_storage(layers: Sequence[LayerSpec], storage: str, rules: Rules) -> Mapping[str, LayerPlan]:
+    """Decide the storage of each layer by its name, class and shape, without its tensor.
+
+    ``storage``: the storage requested for the model.
+    """
+    rules = rules.on(layers)
+    return frozen({layer.name: _by_name(layer, storage, rules) for layer in layers})
+
+
+def _by_name(layer: LayerSpec, storage: str, rules: Rules) -> LayerPlan:
+    wanted, reason, asked = storage, "", storage in QUANTIZED_NAMES
+    found = rules.setting("storage", layer.name, layer.cls)
+    if found and (asked or not found[1].preset):  # presets guard layers against 8 bits only
+        wanted, reason = found[0], found[1].reason or str(found[1])
+    if wanted in QUANTIZED_NAMES and (why := why_not_quantized(wanted, layer.shape, layer.cls)):
+        wanted, reason, asked = AS_FILE, why, True
+    elif _TELLS_MODEL.search(layer.name) and wanted in FEWER_BITS:
+        wanted, reason = "int8", TOLD_BY
+    kept = asked and wanted not in QUANTIZED_NAMES and len(layer.shape) > 1
+    return LayerPlan(wanted, reason, kept, can_be_quantized(layer.cls, len(layer.shape)))
+
+
+def why_not_quantized(storage: str, shape: Sequence[int], cls: str = "") -> str:
+    """Return why a weight cannot be stored in a quantized storage; "" if it can.
+
+    ``cls``: the class of its layer; empty if only the file is known.
+    """
+    kind = "fp8" if storage in FP8_NAMES else storage
+    if not can_be_quantized(cls or "Linear", len(shape)):
+        where = f"{cls}: only Linear weights can be {kind}"
+        return where if cls else f"ComfyUI supports {kind} only for the weights of Linear layers"
+    return FORMAT_OF_STORAGE[storage].why_not(shape[1])
+
+
+def require_held(storages: Iterable[str], formats: Container[str], device: Device | None = None) -> None:
+    """Raise :class:`StorageNotHeld` for the first requested storage that the device or this ComfyUI cannot hold.
+
+    Without this check the first move to the device raises, in the middle of a run and in torch's words. A simulated
+    device refuses nothing, because the weights go to the CPU.
+    """
+    for storage in dict.fromkeys(name for name in storages if name in QUANTIZED_NAMES):
+        if device and not device.simulated and (why := device.refuses(storage)):
+            raise StorageNotHeld(f"storage={storage}: {why}", "Use storage=auto, fp16 or bf16.")
+        if why := why_not_run(storage, formats):
+            advice = "Update ComfyUI and the packages that it requires, or use storage=int8."
+            raise StorageNotHeld(f"storage={storage}: {why}", advice)
+
+
+def why_not_run(storage: str, formats: Container[str]) -> str:
+    """Return why a ComfyUI with these formats does not run a storage; "" if it does."""
+    if storage not in QUANTIZED_NAMES or storage in formats:
+        return ""
+    format = FORMAT_OF_STORAGE[storage]
+    return f"this ComfyUI does not run {format.title}, which came with ComfyUI {format.since} and its comfy-kitchen."
+
+
+@dataclass(frozen=True)
+class LoadTarget:
+    """The device and the ComfyUI that weights are loaded into.
+
+    Attributes:
+        free: the bytes that weights may take: of the device for a model, None if weights live in host memory anyway; of
+            the host for a text encoder.
+        formats: the quantized storages that this ComfyUI runs.
+        streamed_from: free memory of the host, if weights stay memory-mapped and ComfyUI streams them to the device, as
+            under dynamic VRAM; None if it does not.
+        unpacked: the dtype of weights that cannot be held quantized.
+        only_linear: fp8 is held by Linear modules alone.
+    """
+
+    device: Device
+    free: int | None = None
+    formats: Container[str] = QUANTIZED_NAMES
+    streamed_from: int | None = None
+    unpacked: str = "bf16"
+    only_linear: bool = False
+
+    @property
+    def streams(self) -> bool:
+        """True if ComfyUI is given the memory-mapped tensors themselves, and copies none into the model."""
+        return self.streamed_from is not None
+
+    def lacks(self, weight: StoredWeight) -> bool:
+        """True if the weight cannot be held as it is."""
+        # Inputs of experts are not rotated (``_expert_qt_from`` of comfy/ops.py leaves ``convrot`` out).
+        rotated_experts = bool(weight.experts) and weight.group is not None
+        return bool(self.refused(weight)) or self.is_unknown(weight) or rotated_experts
+
+    @cached_property
+    def refuses(self) -> Callable[[str], str]:
+        """``Device.refuses``, asked once for each storage."""
+        return cache(self.device.refuses)
+
+    def refused(self, weight: StoredWeight) -> str:
+        """Return why the device cannot hold a quantized weight as it is; "" if it can, and for other weights."""
+        return self.refuses(weight.storage) if weight.quantized else ""
+
+    def is_unknown(self, weight: StoredWeight) -> bool:
+        """True if this ComfyUI does not know the weight's format: its own loader fails with a KeyError."""
+        # ``_load_quantized_module`` in comfy/ops.py
+        return weight.format is not None and weight.storage not in self.formats
+
+
+def plan_weights(
+    weights: Mapping[str, StoredWeight],
+    layers: Mapping[str, LayerPlan],
+    path,
+    target: LoadTarget | None = None,
+    done: Callable[[str, int], None] | None = None,
+) -> dict[str, LayerPlan]:
+    """Complete the plans of layers with their tensors, and plan all other tensors. Reads values only if they matter.
+
+    Args:
+        layers: tensor name -> the plan of its layer by name; other tensors stay as they are.
+        target: where the weights are loaded; None for a file, which holds every format, and whose card gets errors.
+
+    Raises:
+        NonFiniteWeight: a weight whose values were read holds NaN or Inf.
+        StorageNotHeld: ``target`` does not run a storage that is requested, or the comfy-kitchen that writes it is
+            missing.
+        CheckpointError: a weight has to be unpacked, and nothing here can, or the file does not tell its shape.
+    """
+    asked = dict.fromkeys(plan.storage for plan in layers.values())
+    written = [name for name in asked.keys() & FORMAT_OF_STORAGE.keys() if FORMAT_OF_STORAGE[name].can_write]
+    require_held(asked, target.formats if target else written)
+    with_scales = {name.rpartition(".")[0] for name in weights if looks_like_scale(name)}
+    plans = {}
+    for name, weight in weights.items():
+        by_name = layers.get(name, LayerPlan())
+        storage, note = _by_tensor(weight, by_name, path, target)
+        if storage in QUANTIZED_NAMES and not weight.quantized and weight.layer in with_scales:
+            storage, note = _not_quantized(weight), "another tensor of the layer is named like a scale"
+        made = storage != AS_FILE
+        stored = storage if made else weight.storage
+        plans[name] = replace(
+            by_name,
+            storage=storage,
+            asked=by_name.storage,
+            note=note,
+            stored=stored,
+            declared=stored in FORMAT_OF_STORAGE and (made or weight.format is not None),
+            changes=made and (storage != weight.storage or weight.granularity != "tensor"),
+            specs=tuple(specs_of(weight, storage)),
+            error=UNMEASURED if target else sampled_error(weight, storage),
+        )
+        if done:
+            done(name, weight.data.nbytes)
+    return plans
+
+
+def notes_on(plans: Mapping[str, LayerPlan]) -> list[str]:
+    """List why weights are not stored as requested or as in the file, a line for each reason."""
+    names: dict[str, list[str]] = {}
+    for name, plan in plans.items():
+        names.setdefault(plan.note, []).append(name)
+    names.pop("", None)
+    return [f"{listed(of_reason)}: {reason}" for reason, of_reason in names.items()]
+
+
+def _by_tensor(weight: StoredWeight, plan: LayerPlan, path, target: LoadTarget | None) -> tuple[str, str]:
+    if weight.data.numel() == 0 or (weight.scale is None and not weight.is_number and weight.format is None):
+        return AS_FILE, ""
+    storage = _wanted(weight, plan, target)
+    if storage == AS_FILE or (weight.format is not None and storage == weight.storage):
+        return AS_FILE, ""
+    if weight.format is not None:
+        advice = f"Use ComfyUI {weight.format.since} or later, or another version of the model."
+        if not weight.format.unpacks:
+            problem = f"in {weight.format.title}, which this comfy-kitchen cannot unpack"
+            raise CheckpointError(weight.file or path, problem, weight.name, advice)
+        if doubt := weight.doubt:
+            if target is not None and target.lacks(weight):
+                raise CheckpointError(weight.file or path, f"in {weight.storage}, {doubt}", weight.name, advice)
+            return AS_FILE, f"kept in {weight.storage}: {doubt}"
+    if storage in QUANTIZED_NAMES:
+        return _quantized(weight, storage, path)
+    if storage == "fp16" and exceeds_fp16(weight, path):
+        return "bf16", f"kept in bf16: values exceed fp16's {FP16_MAX:.0f}"
+    return AS_FILE if storage == weight.storage and weight.scale is None else storage, ""
+
+
+def _wanted(weight: StoredWeight, plan: LayerPlan, target: LoadTarget | None) -> str:
+    asked = plan.storage
+    if target is not None:
+        fp8 = weight.format is None and weight.data.dtype in FP8_DTYPES
+        if (fp8 and target.only_linear and not plan.quantizable) or (asked == AS_FILE and target.lacks(weight)):
+            return target.unpacked
+        if asked not in QUANTIZED_NAMES and weight.scale is None and not weight.quantized:
+            return AS_FILE  # ComfyUI casts from one 16- or 32-bit dtype to another as it loads, with no second copy
+    if asked not in ("auto", AS_FILE):
+        return asked
+    if weight.format is not None:
+        return AS_FILE
+    own = name_of(weight.data.dtype)
+    return OF_FNUZ.get(own, "bf16" if own == "int8" else own)
+
+
+def _quantized(weight: StoredWeight, storage: str, path) -> tuple[str, str]:
+    why = why_not_quantized(storage, weight.shape if weight.name.endswith(".weight") else ())
+    if why:
+        return _not_quantized(weight), why
+    many = weight.format is not None or weight.granularity in ("row", "block") or weight.data.dtype == torch.int8
+    if storage in FP8_NAMES and many:
+        error = requantization_error(weight, storage, path)
+        if error > REQUANTIZATION_LIMIT[storage]:
+            scales = weight.storage if weight.scale is None else str(weight.scale.numel())
+            return "bf16", f"kept in bf16: a single scale instead of {scales} would cost an error of {error:.1%}"
+        if weight.has_many_scales:
+            return storage, f"a single scale in place of the file's many costs an error of {error:.0%}"
+    return storage, ""
+
+
+def _not_quantized(weight: StoredWeight) -> str:
+    return "bf16" if weight.quantized or weight.scale is not None else AS_FILE
