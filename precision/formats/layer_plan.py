@@ -1,6 +1,6 @@
 """The decisions on one layer of a model: its storage, its arithmetic, and the reason of each."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from ..base.modes import ModeName
@@ -48,6 +48,10 @@ class LayerPlan:
     stream: Stream = "same"
     sums: RuledSums | Literal[""] = ""
     reason: str = ""
+
+    def with_arithmetic(self, other: "LayerPlan") -> "LayerPlan":
+        """Return the plan with the arithmetic of another one."""
+        return replace(self, mode=other.mode, stream=other.stream, sums=other.sums, reason=other.reason)
 
     @property
     def bytes(self) -> int:

@@ -32,7 +32,6 @@ NATIVE_FP8 = (
     "error of unpacked weights."
 )
 UNPACKED_FP8 = "fp8 weights are unpacked in each call: compute=fp8 multiplies them as stored, at 1.4 times the error."
-UNPLANNED: Mapping[str, LayerPlan] = frozen({})
 NO_LAYER = "the pattern matches no layer of this model"
 NOT_LOOKED_AT = "These results are not checked for NaN, so fp16_safe is used instead of plain fp16: it cannot overflow."
 
@@ -101,7 +100,7 @@ class ComputePlan:
         return weight_dtype(self.choice.used)
 
 
-BY_COMFYUI = ComputePlan(Choice("auto", "auto", "ComfyUI chooses the arithmetic."), UNPLANNED)
+BY_COMFYUI = ComputePlan(Choice("auto", "auto", "ComfyUI chooses the arithmetic."), {})
 """The plan of a text encoder, and of a ControlNet that ComfyUI runs as it is."""
 
 
@@ -125,50 +124,36 @@ def choose_compute(facts: ModelFacts, device: Device, compute: ComputeOption) ->
 
 
 def plan_compute(
-    facts: ModelFacts,
-    device: Device,
-    compute: ComputeOption,
-    rules: Rules,
-    storages: Mapping[str, str] | None = None,
-    layers: Mapping[str, LayerPlan] = UNPLANNED,
+    facts: ModelFacts, device: Device, compute: ComputeOption, rules: Rules, storages: Mapping[str, str] | None = None
 ) -> ComputePlan:
     """Resolve ``compute`` for a model on a device, layer by layer.
 
-    Args:
-        storages: layer name -> storage of its weight, if known: only fp8 weights can multiply in fp8, and quantized
-            weights multiply quantized unless a dtype is requested.
-        layers: layer name -> the plan of its storage, which the plan of its arithmetic completes.
+    ``storages``: layer name -> storage of its weight, if known: only fp8 weights can multiply in fp8, and quantized
+    weights multiply quantized unless a dtype is requested.
     """
     choice = choose_compute(facts, device, compute)
-    plan = _planned(facts, device, choice, rules, storages, layers)
+    plan = _planned(facts, device, choice, rules, storages)
     if choice.requested not in LEAVES_QUANTIZED or choice.used != FP16.compute:
         return plan
     safe = replace(choice, used=SAFE, reason=OVERFLOWED)
-    return replace(plan, fallback=_planned(facts, device, safe, rules, storages, layers))
+    return replace(plan, fallback=_planned(facts, device, safe, rules, storages))
 
 
 def _planned(
-    facts: ModelFacts,
-    device: Device,
-    choice: Choice[ComputeOption],
-    rules: Rules,
-    storages: Mapping[str, str] | None,
-    layers: Mapping[str, LayerPlan],
+    facts: ModelFacts, device: Device, choice: Choice[ComputeOption], rules: Rules, storages: Mapping[str, str] | None
 ) -> ComputePlan:
     rules = rules.on(facts.layers)
     compute = choice.requested
     stored = storages or {}
-    in_fp8 = _multiplied_in_fp8(facts, device, compute)
+    in_fp8, follower = _multiplied_in_fp8(facts, device, compute), LayerPlan(mode=MODE_OF[choice.used])
     decisions: dict[str, LayerPlan] = {}
     without_effect = rules_on_other_layers(facts.layers, rules)
     if compute in WEIGHTS_FOR and not device.capabilities[f"{compute}_matmul"]:
         reason = choose_compute(facts, device, compute).reason
         without_effect.insert(0, WithoutEffect(f"compute={compute}", reason))
     for layer in facts.layers:
-        storage = stored.get(layer.name, "")
-        base = layers.get(layer.name) or LayerPlan(stored=storage)
-        decision, problem = _decide(layer, choice, layer.name in in_fp8, device, rules, storage, base)
-        following = decision or replace(base, mode=MODE_OF[choice.used])
+        decision, problem = _decide(layer, choice, layer.name in in_fp8, device, rules, stored.get(layer.name, ""))
+        following = decision or follower
         sums = rules.setting("accumulation", layer.name, layer.cls) if layer.multiplies else None
         inert = fp16_sums_inert(device, MatmulProfile({following.mode})) if sums else None
         if sums and not inert:
@@ -183,8 +168,7 @@ def _planned(
         without_effect.append(WithoutEffect(f"compute={compute}", why))
     if any(decision.stream == "fp32" for decision in decisions.values()):
         followers = (layer.name for layer in facts.layers if layer.multiplies and layer.name not in decisions)
-        as_model = LayerPlan(mode=MODE_OF[choice.used])
-        decisions |= {name: replace(layers.get(name, as_model), mode=as_model.mode) for name in followers}
+        decisions |= dict.fromkeys(followers, follower)
     attention = tuple(rule for rule in rules.all if "attention" in dict(rule.settings))
     multiplies = any(decision.mode == FP8.name for decision in decisions.values())
     if compute in AUTOMATIC and device.capabilities["fp8_matmul_gains"] and {*FP8_NAMES} & {*stored.values()}:
@@ -204,9 +188,8 @@ def _multiplied_in_fp8(facts: ModelFacts, device: Device, compute: ComputeOption
 
 
 def _decide(
-    layer: LayerSpec, choice: Choice[ComputeOption], in_fp8: bool, device: Device, rules: Rules, storage: str,
-    base: LayerPlan,
-) -> tuple[LayerPlan | None, WithoutEffect | None]:  # fmt: skip
+    layer: LayerSpec, choice: Choice[ComputeOption], in_fp8: bool, device: Device, rules: Rules, storage: str
+) -> tuple[LayerPlan | None, WithoutEffect | None]:
     if not layer.multiplies:
         return None, None
     compute, stream = (rules.setting(key, layer.name, layer.cls) for key in ("compute", "stream"))
@@ -230,7 +213,7 @@ def _decide(
         follows = False
     if follows:
         return None, problem
-    return replace(base, mode=MODE_OF[wanted], stream=stream[0] if stream else "same", reason=reason), problem
+    return LayerPlan(mode=MODE_OF[wanted], stream=stream[0] if stream else "same", reason=reason), problem
 
 
 def _product_of(storage: str, choice: Choice[ComputeOption], in_fp8: bool) -> RuledCompute | Literal[""]:

@@ -51,7 +51,6 @@ class ModelFacts:
         supported: the compute dtypes that the model works in, best first.
         native_fp8: the layers that ComfyUI itself multiplies in fp8 if the device can: the file has their weights in
             fp8 with a scale, and does not request full precision.
-        many_scales: the layers whose fp8 has a scale for each row or block, which ComfyUI's fp8 does not have.
         checkpoint: the file; without weights for a model in memory.
         prefix: of the model's tensors in the file.
         names: tensor name in the file -> layer of the model, for each ``.weight``.
@@ -63,7 +62,6 @@ class ModelFacts:
     file_dtype: str
     supported: tuple[str, ...]
     native_fp8: Container[str] = frozenset()
-    many_scales: Container[str] = frozenset()
     checkpoint: Checkpoint = NO_FILE
     prefix: str = ""
     names: Mapping[str, str] = field(default_factory=dict)
@@ -90,9 +88,8 @@ def facts_of(
     scaled = (weight for weight in inside if weight.data.dtype in FP8_DTYPES and weight.scale is not None)
     by_layer = {names.get(weight.name) or weight.layer[len(prefix) :]: weight for weight in scaled}
     native = frozenset(layer for layer, weight in by_layer.items() if not weight.full_precision)
-    many = frozenset(layer for layer, weight in by_layer.items() if weight.has_many_scales)
     layers, supported = tuple(layers), tuple(supported)
-    return ModelFacts(layers, parameters, dtype, supported, native, many, checkpoint, prefix, names, complete)
+    return ModelFacts(layers, parameters, dtype, supported, native, checkpoint, prefix, names, complete)
 
 
 def layer_specs(checkpoint: Checkpoint, prefix: str = "") -> list[LayerSpec]:

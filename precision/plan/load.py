@@ -85,8 +85,9 @@ def plan_load(
     if facts.checkpoint.weights:
         plan = _with_tensors(plan, facts, target, weight_dtype(computed.used))
         storages = {name: own.stored for name, own in plan.layers.items()}
-    arithmetic = plan_compute(facts, target.device, compute, rules, storages, plan.layers)
-    return replace(plan, compute=arithmetic, layers=frozen({**plan.layers, **arithmetic.decisions}))
+    arithmetic = plan_compute(facts, target.device, compute, rules, storages)
+    decided = {name: plan.layers[name].with_arithmetic(own) for name, own in arithmetic.decisions.items()}
+    return replace(plan, compute=arithmetic, layers=frozen({**plan.layers, **decided}))
 
 
 def _with_tensors(plan: ModelPlan, facts: ModelFacts, target: LoadTarget, computed: str) -> ModelPlan:
