@@ -4,7 +4,7 @@ from functools import cache
 
 import torch
 
-from .options import STORAGE_OPTIONS
+from .options import QUANTIZED_NAMES
 
 DTYPES = {
     "fp8_e4m3fn": torch.float8_e4m3fn,
@@ -19,8 +19,7 @@ DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 FP16_MAX = 65504.0
-QUANTIZED_NAMES = tuple(n for n in STORAGE_OPTIONS[2:] if n not in DTYPES or DTYPES[n].itemsize == 1)
-FP8_NAMES = tuple(name for name in QUANTIZED_NAMES if name in DTYPES and DTYPES[name].is_floating_point)
+FP8_NAMES: tuple[str, ...] = tuple(name for name in QUANTIZED_NAMES if name.startswith("fp8"))
 FP8_DTYPES = frozenset(DTYPES[name] for name in DTYPES if name.startswith("fp8"))
 
 

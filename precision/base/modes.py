@@ -68,6 +68,7 @@ BF16 = Mode("bf16", "bf16", "bf16", _BF16, _BF16, (54, 178, 132))
 FP32 = Mode("fp32", "fp32", "fp32", _FP32, _FP32, (126, 134, 148))
 
 MODES: dict[str, Mode] = {mode.name: mode for mode in (FP8, INT8, FP16_ACC16, FP16, FP16_WIDE, FP16_SCALED, BF16, FP32)}
+"""Mode name -> mode. Each mode is nearer to fp32 than those before: of two escalations of a layer, the later runs."""
 
 MODE_OF: dict[str, ModeName] = {mode.compute: mode.name for mode in reversed(MODES.values()) if not mode.sums_in_fp16}
 """Compute option -> the first mode that the option alone asks for."""

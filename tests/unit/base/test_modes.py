@@ -1,6 +1,7 @@
 """The arithmetic modes: one table, in the contract's order, and nothing beside it that spells their names."""
 
 import ast
+import math
 from pathlib import Path
 from typing import get_args
 
@@ -21,6 +22,21 @@ FACTS = ModelFacts([LayerSpec("layer", "Linear", (32, 32))], 1024, "fp16", ("fp1
 def test_the_modes_are_the_contracts_in_its_order():
     assert list(MODES) == ["fp8", "int8", "fp16_acc16", "fp16", "fp16_wide", "fp16_scaled", "bf16", "fp32"]
     assert all(name == mode.name for name, mode in MODES.items()) and tuple(MODES) == get_args(ModeName)
+
+
+def exponent_of(dtype: torch.dtype | None) -> int:
+    """The exponent of a dtype's largest number; 0 for a result in the dtype of the activations, and for whole numbers."""
+    return math.frexp(torch.finfo(dtype).max)[1] if dtype and dtype.is_floating_point else 0
+
+
+def test_each_mode_is_nearer_to_fp32_than_those_before_it():
+    """Two escalations of a layer are joined by this order: a mode that is added has its place in it."""
+    places = [
+        (not mode.is_8bit, not mode.sums_in_fp16, exponent_of(mode.result), exponent_of(mode.operand), mode.operand.itemsize)
+        for mode in MODES.values()
+        if mode.name != "int8"
+    ]
+    assert places == sorted(places) and list(MODES)[1] == "int8"
 
 
 def test_a_compute_option_asks_for_the_plain_mode_of_its_rule():
