@@ -1,4 +1,4 @@
-"""What the accumulation settings mean for one model on one device: which flags to hold, and what cannot act and why."""
+"""Resolve the accumulation settings for a model on a device: flags to set, and settings without effect."""
 
 import re
 from collections.abc import Collection, Mapping
@@ -30,7 +30,7 @@ NO_SWITCH = "under torch.compile or on several devices it cannot be switched per
 
 @dataclass(frozen=True)
 class Request:
-    """The node's settings, as asked for."""
+    """The settings that the node requests."""
 
     fp16_accumulation: Fp16Option = UNCHANGED
     reduced_precision_reduction: SwitchOption = UNCHANGED
@@ -39,13 +39,13 @@ class Request:
     attention: AttentionOption = UNCHANGED
 
     def over(self, earlier: "Request") -> "Request":
-        """Return the request, with unchanged settings as an earlier node asked for them."""
+        """Return the request, with unchanged settings from an earlier node's request."""
         return replace(earlier, **{k: v for k, v in vars(self).items() if v != UNCHANGED})
 
 
 @dataclass(frozen=True)
 class MatmulProfile:
-    """The arithmetic a model multiplies in; ``parallel``: several devices run it side by side."""
+    """The modes of a model's layers; ``parallel``: several devices run the model concurrently."""
 
     modes: Collection[str]
     compiled: bool = False
@@ -53,7 +53,7 @@ class MatmulProfile:
 
     @property
     def whole(self) -> bool:
-        """Tell whether all layers share the flags: a graph cannot switch them, nor can threads side by side."""
+        """True if all layers share the flags: a graph cannot switch them, nor can concurrent threads."""
         return self.compiled or self.parallel
 
 
@@ -107,7 +107,7 @@ def plan_accumulation(request: Request, device: Device, matmuls: MatmulProfile) 
 
 
 def _problem(setting: str, value: str, device: Device, matmuls: MatmulProfile) -> str | None:
-    """Say why a setting has no effect; None where it has one. On and off are obeyed where they only bring no speed."""
+    """Return why a setting has no effect; None if it has one. On and off are obeyed even if they gain no speed."""
     if setting == "fp16_accumulation":
         problem = fp16_sums_inert(device, matmuls)
         no_gain = value == "auto" and not device.capabilities[setting]
@@ -143,7 +143,7 @@ def _reason(setting: str, asked: str | None, problem: str | None, device: Device
 
 
 def fp16_sums_inert(device: Device, matmuls: MatmulProfile) -> str | None:
-    """Say why fp16 accumulation cannot act on this model here; None where it can."""
+    """Return why fp16 accumulation cannot act on this model here; None if it can."""
     if problem := _missing("fp16_accumulation") or _needs_nvidia(device, 70):
         return problem
     modes = modes_named(matmuls.modes)
@@ -183,7 +183,7 @@ def flag_report(
 ) -> dict:
     """Return the report's entry for an accumulation setting, from torch's present flags.
 
-    ``in_scope``: what it is while the model runs; None where that is what it is outside. States in the entry are true
+    ``in_scope``: its state while the model runs; None if that is its state outside. States in the entry are true
     when any part of the setting is on, null when torch has no such flag.
     """
     parts = {name: flags.outside(name) for name in PARTS[setting]}

@@ -63,7 +63,7 @@ def auto_storage(
 
     Args:
         file_dtype: storage name of most of the file's weights; anything but fp16, bf16, fp32, fp64 counts as quantized.
-        compute: the compute option asked for: int8 gains nothing where its weights are unpacked.
+        compute: the compute option requested: int8 gains nothing if its weights are dequantized.
         streamed_from: free memory of the host, where weights that do not fit are streamed from it at each step, as
             under ComfyUI's dynamic VRAM; None where they are not.
     """
@@ -111,20 +111,20 @@ def smallest_storage(device: Device, compute: ComputeOption = "auto") -> tuple[R
 
 
 def why_int8_is_slow(device: Device) -> str:
-    """Say why a model with int8 weights is not faster than a 16-bit one on a device; "" where it is."""
+    """Return why a model with int8 weights is not faster than a 16-bit one on a device; "" if it is."""
     lacking = (name for name in ("int8_matmul", "int8_matmul_gains") if not device.capabilities[name])
     return next(map(device.reason, lacking), "")
 
 
 def why_low_bits_are_slow(device: Device) -> str:
-    """Say why products of 6- and 4-bit weights are not faster than 16-bit ones on a device; "" where they are."""
+    """Return why products of 6- and 4-bit weights are not faster than 16-bit ones on a device; "" if they are."""
     slow, oldest = why_int8_is_slow(device), device.profile.name == "sm_75"  # MIN_SM_VERSION of comfy-kitchen's layout
     kernel = f"comfy-kitchen's product of 4- and 6-bit weights needs sm_80: on {device.label} they are unpacked first."
     return slow or (kernel if oldest else "")
 
 
 def held_storage(device: Device, file_dtype: str) -> tuple[RuledStorage, str]:
-    """Choose the storage of a quantized file: as_file where the device can hold its weights, else 16 bit, and why."""
+    """Choose the storage of a quantized file, with the reason: as_file if the device can hold it, else 16 bit."""
     if file_dtype in UNQUANTIZED:
         return "as_file", ""
     if reason := device.refuses(file_dtype):

@@ -18,7 +18,7 @@ def frozen(values: Mapping[str, Value]) -> Mapping[str, Value]:
 
 @dataclass(frozen=True)
 class Choice(Generic[Option]):
-    """A setting as asked for, as resolved on this device, and why."""
+    """A setting as requested, as resolved on this device, and the reason."""
 
     requested: Option
     used: Option
@@ -31,11 +31,11 @@ class Choice(Generic[Option]):
 
 @dataclass(frozen=True)
 class WithoutEffect:
-    """A setting that cannot act on a model here, and why.
+    """A setting that has no effect on a model here, and the reason.
 
     Attributes:
-        setting: as it is written: ``tf32=on``, or a line of the rules.
-        unmatched: it is a rule whose pattern matches no layer.
+        setting: the setting as written: ``tf32=on``, or a line of the rules.
+        unmatched: the setting is a rule whose pattern matches no layer.
     """
 
     setting: str

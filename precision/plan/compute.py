@@ -1,4 +1,4 @@
-"""From rules, device and model to the arithmetic of each layer, and why."""
+"""Decide the arithmetic of each layer from the option, the rules, the storage of its weight and the device."""
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -63,12 +63,12 @@ class ComputePlan:
 
     @property
     def is_safe(self) -> bool:
-        """Tell whether the whole model computes as ``fp16_safe``."""
+        """True if the whole model computes as ``fp16_safe``."""
         return self.choice.used == SAFE
 
     @property
     def exchanges(self) -> bool:
-        """Tell whether anything of the model runs otherwise than ComfyUI would run it in this dtype."""
+        """True if the plan changes any layer or attention."""
         return bool(self.decisions or self.is_safe or self.attention)
 
     @property
@@ -80,7 +80,7 @@ class ComputePlan:
 
     @property
     def mixes_fp32_in(self) -> bool:
-        """Tell whether single layers give fp32 activations to those after them that expect 16 bit."""
+        """True if single layers return fp32 activations to layers that expect 16 bit."""
         return not self.is_safe and any(decision.stream == "fp32" for decision in self.decisions.values())
 
     @property
@@ -181,7 +181,7 @@ def _planned(
 
 
 def _multiplied_in_fp8(facts: ModelFacts, device: Device, compute: ComputeOption) -> Container[str]:
-    """Return the layers that multiply in fp8 where their weights are in it and no rule says otherwise."""
+    """Return the layers that multiply in fp8 if their weights are in fp8 and no rule decides otherwise."""
     if compute == FP8.compute and device.capabilities["fp8_matmul"]:
         return {layer.name for layer in facts.layers}
     return facts.native_fp8 if compute in AUTOMATIC and device.capabilities["fp8_matmul_gains"] else ()
@@ -198,7 +198,7 @@ def _decide(
     reason = found[1].reason or str(found[1]) if found else ""
     problem = None
     if wanted in WEIGHTS_FOR and (why := _why_no_product(wanted, layer, device, storage)):
-        # What nobody asked for is no setting without effect: int8 weights on a device that has no int8 matmul.
+        # Only a request can be without effect, not int8 weights on a device that has no int8 matmul.
         if compute or choice.requested == FP8.compute:
             problem = WithoutEffect(str(compute[1]) if compute else "compute=fp8", f"{layer.name}: {why}")
         wanted = _without(wanted, layer, choice, device, storage)
@@ -217,7 +217,7 @@ def _decide(
 
 
 def _product_of(storage: str, choice: Choice[ComputeOption], in_fp8: bool) -> RuledCompute | Literal[""]:
-    """Name the quantized product that a layer makes without a rule; empty where it makes none."""
+    """Return the quantized product that a layer makes without a rule; empty if it makes none."""
     if storage in WEIGHTS_FOR[INT8.compute] and choice.requested in LEAVES_QUANTIZED:
         return INT8.compute
     return FP8.compute if in_fp8 and storage in FP8_NAMES else ""
@@ -226,7 +226,7 @@ def _product_of(storage: str, choice: Choice[ComputeOption], in_fp8: bool) -> Ru
 def _without(
     product: str, layer: LayerSpec, choice: Choice[ComputeOption], device: Device, storage: str
 ) -> ComputeOption:
-    """Name the arithmetic of a layer without the product asked for: int8 where its weight is, else the model's."""
+    """Return the arithmetic of a layer without the requested product: int8 for an int8 weight, else the model's."""
     own = _product_of(storage, choice, False) if product != INT8.compute else ""
     return own if own and not _why_no_product(own, layer, device, storage) else choice.used
 

@@ -114,7 +114,7 @@ def _inferred_class(name: str, weight: StoredWeight, has_bias: bool) -> str:
 
 
 def file_dtype(checkpoint: Checkpoint, prefix: str = "") -> str:
-    """Name the storage that most values of the weights below ``prefix`` have; ``none`` without weights."""
+    """Return the storage of most values of the weights below ``prefix``; ``none`` without weights."""
     sizes: Counter[str] = Counter()
     for name, weight in checkpoint.weights.items():
         if name.startswith(prefix):

@@ -27,7 +27,7 @@ SUMS: dict[Goal, tuple[Request, str]] = {
         "fp16 sums in layers proven not to overflow, TF32 for fp32 products",
     ),
 }
-"""Goal -> the accumulation that belongs to it, and what that is in words."""
+"""Goal -> its accumulation, and a description of it."""
 
 
 def plan_for_goal(
@@ -57,7 +57,7 @@ def _compute_for(
 
 
 def _advice(device: Device) -> str:
-    """Say which storage a model in 16 bit is faster in, or that 8 bits were slower; empty if none gains."""
+    """Return the advice which storage is faster than 16 bit, or that 8 bits were slower; empty if none gains."""
     if device.profile.slower_in_8_bits:
         return f"Weights in 8 bits were slower in measured calls. {device.profile.measured}"
     if not (device.capabilities["int8_matmul_gains"] or device.capabilities["fp8_matmul_gains"]):

@@ -156,13 +156,13 @@ def plan_weights(
 
     Raises:
         NonFiniteWeight: a weight whose values were read holds NaN or Inf.
-        StorageNotHeld: ``target`` does not run a storage that is requested, or the comfy-kitchen that writes it is
+        StorageNotHeld: ``target`` cannot hold a storage that is requested, or the comfy-kitchen that writes it is
             missing.
         CheckpointError: a weight has to be unpacked, and nothing here can, or the file does not tell its shape.
     """
     asked = dict.fromkeys(plan.storage for plan in layers.values())
     written = [name for name in asked.keys() & FORMAT_OF_STORAGE.keys() if FORMAT_OF_STORAGE[name].can_write]
-    require_held(asked, target.formats if target else written)
+    require_held(asked, target.formats if target else written, target.device if target else None)
     with_scales = {name.rpartition(".")[0] for name in weights if looks_like_scale(name)}
     plans = {}
     for name, weight in weights.items():

@@ -17,7 +17,7 @@ from ..formats.layer_plan import AS_FILE, LayerPlan
 from .choice import Choice, WithoutEffect, frozen
 from .compute import BY_COMFYUI, ComputePlan, choose_compute, plan_compute, rules_without_effect, weight_dtype
 from .facts import ModelFacts, facts_of, layer_specs, most
-from .layers import LoadTarget, notes_on, plan_storage, plan_weights, require_held
+from .layers import LoadTarget, notes_on, plan_storage, plan_weights
 from .rules import TEXT_ENCODER_RULES, Rules
 from .storage import bytes_below_16_bit, choose_encoder_storage, choose_storage
 
@@ -134,7 +134,6 @@ def unpacked_dtype(computed: str) -> str:
 
 def _planned(plan: ModelPlan, facts: ModelFacts, target: LoadTarget) -> dict[str, LayerPlan]:
     """Plan the tensors of a model, by tensor name, after its layers were planned by name."""
-    require_held((own.storage for own in plan.layers.values()), target.formats, target.device)
     by_name = {name: plan.layers[layer] for name, layer in facts.names.items() if layer in plan.layers}
     return plan_weights(facts.inside, by_name, facts.checkpoint.path, target)
 

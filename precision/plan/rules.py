@@ -39,11 +39,11 @@ class Rule:
     preset: str = ""
 
     def matches(self, name: str, cls: str, role: str = "") -> bool:
-        """Tell whether the pattern matches a layer, by its name inside the diffusion model, its class and its role."""
+        """True if the pattern matches a layer, by its name inside the diffusion model, its class and its role."""
         return bool(compile_pattern(self.pattern)(name, cls, role))
 
     def matches_block(self, name: str, cls: str) -> bool:
-        """Tell whether the pattern, ``blocks.0`` or ``blocks.0.*``, matches a module of layers or all in it."""
+        """True if the pattern, ``blocks.0`` or ``blocks.0.*``, matches a module of layers or all layers in it."""
         return self.matches(name, cls) or self.matches(f"{name}.{ANYTHING}", cls)
 
     def __str__(self) -> str:
@@ -58,8 +58,8 @@ class Rules:
     Attributes:
         names: of the presets.
         roles: layer name -> its role in the model that the rules are asked about; see :meth:`on`.
-        found: (layer name, class) -> the rules that match, of the layers asked for so far.
-        models: a model's layers -> these rules with their roles, of the models asked for so far.
+        found: (layer name, class) -> the rules that match, of the layers looked up so far.
+        models: a model's layers -> these rules with their roles, of the models looked up so far.
     """
 
     presets: tuple[Rule, ...] = ()

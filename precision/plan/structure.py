@@ -1,6 +1,6 @@
-"""What layer names and shapes say of a layer: in the repeated blocks, outside of them, or their modulation.
+"""Find the role of each layer by names and shapes: in the repeated blocks, outside of them, or their modulation.
 
-Names and shapes are all it needs: of a file's header, of a loaded model, of a model on the meta device.
+Names and shapes suffice: of a file's header, of a loaded model, of a model on the meta device.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def _makes_vectors(layer: LayerSpec, widths: set[int]) -> bool:
 
 
 def _is_taken(layer: LayerSpec, inputs: set[int], outputs: set[int]) -> bool:
-    """Tell whether a layer of the block takes the output: an MLP's second, attention's last, or Flux's that is both."""
+    """True if a layer of the block takes the output: an MLP's second, attention's last, or Flux's that is both."""
     out, width = layer.shape
     others = {size for size in inputs if size not in outputs and 2 * size not in outputs}
     return bool({out, out / 2} & inputs) or bool({out / 3, out - 2 * width, (out - width) / 2} & others)

@@ -1,4 +1,4 @@
-"""ControlNets as ComfyUI's own loader makes them, then in the storage and compute dtype that a plan chose."""
+"""Load ControlNets by ComfyUI's own loader, then convert them to the planned storage and compute dtype."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ _runs: weakref.WeakKeyDictionary[BaseModel, tuple[weakref.ref, weakref.WeakKeyDi
 class LoadedControl:
     """A ControlNet that was loaded here, with all of its copies.
 
-    ``cls``: the name of ComfyUI's class. ``planned``: its planned model; None where ComfyUI runs it as it is.
+    ``cls``: the name of ComfyUI's class. ``planned``: its planned model; None if ComfyUI runs it as it is.
     """
 
     cls: str
@@ -146,7 +146,7 @@ def _plan(
 
 
 def _facts(checkpoint: Checkpoint, module: torch.nn.Module) -> ModelFacts:
-    """Describe a model that ComfyUI has loaded: its weights, quantized ones as in the file where that has their names.
+    """Describe a model that ComfyUI has loaded: its weights, quantized ones as in the file if the file has their names.
 
     ComfyUI renames or fuses layers of files with diffusers' names: their quantized weights stay unpacked.
     """

@@ -1,4 +1,4 @@
-"""Tell which model a state dict is, by ComfyUI's own detection, and the module class of each of its layers."""
+"""Detect the model of a state dict by ComfyUI's own detection, and the module class of each of its layers."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -58,7 +58,7 @@ def _without(checkpoint: Checkpoint, names: Sequence[str]) -> Checkpoint:
 
 
 def left_out_note(names: Sequence[str]) -> str:
-    """Say which quantized weights belong to no layer of the model."""
+    """Return the note on quantized weights that belong to no layer of the model."""
     return f"Quantized layers of the file that the model does not have were ignored: {_layers_of(names)}."
 
 
@@ -125,7 +125,7 @@ def _with_true_shapes(checkpoint: Checkpoint, prefix: str) -> Checkpoint:
 
 
 def _is_same_model(one, other) -> bool:
-    """Tell whether two of ComfyUI's configs, None for an unknown model, are of one model of the same sizes."""
+    """True if two of ComfyUI's configs, None for an unknown model, are of one model of the same sizes."""
     return type(one) is type(other) and (one is None or one.unet_config == other.unet_config)
 
 
@@ -228,7 +228,7 @@ def facts_of_modules(
 
 
 def _class_of(module: torch.nn.Module) -> str:
-    """Name a module's class; torch's own Linear, which cannot hold a quantized weight, with its package."""
+    """Return a module's class name; torch's own Linear, which cannot hold a quantized weight, with its package."""
     return "torch.nn.Linear" if type(module) is torch.nn.Linear else type(module).__name__
 
 

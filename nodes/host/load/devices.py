@@ -75,7 +75,7 @@ def make_room_to_quantize() -> None:
 
 @contextmanager
 def quantizing_device() -> Iterator[OnGpu | None]:
-    """Give the maker of quantized weights on the compute device; None where the CPU makes them.
+    """Yield the quantizer on the compute device; None if the CPU quantizes.
 
     The CPU does without CUDA or ROCm, and for a simulated device.
     """

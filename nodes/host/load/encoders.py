@@ -152,7 +152,7 @@ def _loaded(
 
 
 def _left_out(files: Sequence[Checkpoint], model: torch.nn.Module) -> list[str]:
-    """Name the quantized layers of text encoder files that the model does not have: ComfyUI leaves them out.
+    """Return the note on quantized layers of text encoder files that the model does not have: ComfyUI ignores them.
 
     ComfyUI changes the beginnings of names as it loads, so that a layer is looked for by the end of its name.
     """
@@ -199,7 +199,7 @@ def _options(encoders: Sequence[dict[str, torch.Tensor]], storage: str) -> dict:
 def load_vae(path: str, dtype: str, whole: bool = False, disable_dynamic: bool = False) -> VAE:
     """Load the VAE in a file, computed in ``dtype`` (``auto``: ComfyUI's choice for the device).
 
-    ``whole``: the file is a full checkpoint; where that holds no VAE, what ComfyUI's loader gives: a VAE without a
+    ``whole``: the file is a full checkpoint; if it holds no VAE, the result is as of ComfyUI's loader: a VAE without a
     module, whose use raises an error that says so. ``disable_dynamic`` is ComfyUI's and changes nothing here.
     """
     checkpoint, config = open_model(path), None

@@ -51,7 +51,7 @@ def model_path(folder: str, name: str) -> str:
 
 
 def version_of(folder: str, *names: str) -> str:
-    """Tell a state of listed model files from later ones: the size of each, shards included, and when it changed."""
+    """Return the version of listed model files: the size of each, shards included, and the time of its last change."""
     opened = (open_checkpoint(model_path(folder, name)) for name in names)
     stats = (os.stat(file) for checkpoint in opened for file in checkpoint.files)
     return ", ".join(f"{found.st_size} bytes at {found.st_mtime_ns}" for found in stats)

@@ -1,4 +1,4 @@
-"""What *Halve the memory* asks before it exchanges loaders: this device's 8-bit storages, and which files are left."""
+"""Answer *Halve the memory* before it exchanges loaders: this device's 8-bit storages, and files to leave."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -85,7 +85,7 @@ def halving(loaders: list[dict]) -> dict:
 
 
 def _judged(loader: Mapping, options: Mapping[str, str]) -> dict:
-    """Say what a loader would be exchanged for.
+    """Return what a loader would be exchanged for.
 
     Returns:
         ``reason``: why it would not be, empty where it would; ``missing``: files that are not there; its ``storage``
@@ -150,7 +150,7 @@ def _sum(parts: list[Part], storages: Mapping[str, str]) -> int:
 
 
 def _fewer(parts: list[Part], storage: str, now: int) -> dict | None:
-    """Say what a model would take in fewer bits; None where that is no less."""
+    """Return the size of a model in fewer bits; None if it is no smaller."""
     size = _sum(parts, {MODEL: storage})
     needs = "" if storage in held_storages() else FORMAT_OF_STORAGE[storage].since
     return {"storage": storage, "size": size_text(size), "needs": needs} if now - size > LEAST * now else None

@@ -1,4 +1,4 @@
-"""Collect what ComfyUI knows a saved model by: tensors outside of the diffusion model, and the file's metadata."""
+"""Collect the tensors and metadata by which ComfyUI detects a saved model."""
 
 from __future__ import annotations
 

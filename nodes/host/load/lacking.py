@@ -1,4 +1,4 @@
-"""Find what a file lacks: memory of a model that ComfyUI made and nothing has written to; and what does not fit."""
+"""Detect missing tensors (parameters never written after construction) and shape mismatches."""
 
 from __future__ import annotations
 
@@ -119,8 +119,8 @@ class Lacking(TorchDispatchMode):
 
 @functools.cache  # torch hashes an operation in Python, which takes longer than all else here
 def _effect(func: torch._ops.OpOverload) -> tuple[bool, bool, list[int]]:
-    """Tell whether an operation makes memory, whether it copies, and the places of the arguments that it writes to;
-    those given by name are results."""
+    """Return whether an operation allocates memory, whether it copies, and the positions of the arguments it writes to;
+    arguments given by name are results."""
     arguments = (argument.alias_info for argument in func._schema.arguments if not argument.kwarg_only)
     written = [place for place, alias in enumerate(arguments) if alias is not None and alias.is_write]
     return func in EMPTY, func in COPIES, written
@@ -154,8 +154,8 @@ def lacking_tensors(*paths: str, complete: bool = False) -> Iterator[Lacking]:
 
 @contextlib.contextmanager
 def named_if_lacking(*paths: str) -> Iterator[None]:
-    """Name the tensor and the files where ComfyUI looks for a tensor that no file has, or finds another shape than the
-    model's; other errors pass."""
+    """Raise an error that names tensor and files if ComfyUI looks for a tensor that no file has, or finds another shape
+    than the model's; other errors pass."""
     try:
         yield
     except (KeyError, UnboundLocalError) as error:
@@ -180,7 +180,7 @@ def _looked_for(error: KeyError | UnboundLocalError) -> str:
 
 
 def _misfit(paths: Sequence[str], tensor: str, shape: Sequence[int], expected: Sequence[int]) -> CheckpointError:
-    """Name the file, or the shard, that holds a tensor of another shape than the model's; all files where several may.
+    """Return the error that names the file or shard of a tensor of another shape; all files if several may hold it.
 
     A tensor has another prefix in the model than in its file: ``model.diffusion_model.`` and the like.
     """

@@ -1,4 +1,4 @@
-"""Diffusion models through ComfyUI's own loaders, in the storage and compute dtype that a plan chose."""
+"""Load diffusion models through ComfyUI's own loaders, in the planned storage and compute dtype."""
 
 from __future__ import annotations
 

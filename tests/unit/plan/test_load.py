@@ -15,6 +15,7 @@ from halfsafe.precision.plan.rules import rules_from
 from support import dialects
 from support.storing import LAYERS
 
+FFN_LAYER = "blocks.0.ffn.0"
 FFN, KEPT = 64 * 32, 32 + 32 * 32 + 32 * 16 * 4
 
 
@@ -145,6 +146,31 @@ def test_what_the_device_cannot_hold_is_unpacked_with_a_note_in_the_part_that_go
 
 def test_what_is_requested_in_the_place_of_fp8_gets_no_note():
     assert in_memory(weights(torch.float8_e4m3fn), "fp16", "fp16", device=without_fp8()).notes == ()
+
+
+def modes_of(plan):
+    return {name: own.mode for name, own in plan.layers.items() if own.mode}
+
+
+def test_the_arithmetic_follows_what_each_tensor_is_stored_in():
+    """Not what most of the file is stored in, nor what was requested: these are known before the tensors are."""
+    fp8 = weights(**{f"{FFN_LAYER}.weight": torch.zeros(64, 32, dtype=torch.float8_e4m3fn)})
+    assert modes_of(in_memory(fp8, compute="fp8", device="sm_89")) == {FFN_LAYER: "fp8"}, "a layer of fp8 in a file of bf16"
+    mostly = weights(torch.float8_e4m3fn, **{f"{FFN_LAYER}.weight": torch.zeros(64, 32, dtype=torch.bfloat16)})
+    assert modes_of(in_memory(mostly, compute="fp8", device="sm_89")) == {"time_embedding.0": "fp8"}, "a layer of bf16 in a file of fp8"
+    weight, _ = encoded("nvfp4")
+    converted = in_memory({weight.name: weight}, "int8", "auto")
+    assert modes_of(converted) == {FFN_LAYER: "int8"} == {name: own.stored for name, own in converted.layers.items() if own.mode}
+    scaled = weights(**{f"{FFN_LAYER}.weight_scale_of_something": torch.ones(3, 5)})
+    unconverted = in_memory(scaled, "int8", "bf16")
+    assert FFN_LAYER not in unconverted.compute.decisions and unconverted.layers[FFN_LAYER].stored == "bf16"
+
+
+def test_the_plan_of_a_layer_holds_its_storage_and_its_arithmetic_with_their_reasons():
+    rules = "blocks.0.ffn.0 storage=int8 compute=fp16 accumulation=fp16  # measured"
+    own = in_memory(weights(), compute="bf16", rules=rules).layers[FFN_LAYER]
+    assert (own.asked, own.stored, own.declared, own.why_stored) == ("int8", "int8", True, "measured")
+    assert (own.mode, own.sums, own.reason) == ("fp16", "fp16", "measured")
 
 
 @pytest.mark.parametrize("rotated", [True, False])
