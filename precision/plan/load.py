@@ -92,10 +92,10 @@ def plan_load(
 
 def _with_tensors(plan: ModelPlan, facts: ModelFacts, target: LoadTarget, computed: str) -> ModelPlan:
     """Complete a plan with the tensors of the model's file. ``computed``: the best dtype of unquantized weights."""
-    checkpoint, inside, no_bf16 = facts.checkpoint, facts.inside, target.device.refuses("bf16")
+    checkpoint, inside = facts.checkpoint, facts.inside
     target = replace(target, unpacked=unpacked_dtype(computed), only_linear=True)
     weights = _planned(plan, facts, target)
-    first = _common_dtype(plan, inside, weights, computed)
+    first, no_bf16 = _common_dtype(plan, inside, weights, computed), target.device.refuses("bf16")
     dtype = computed if first == "bf16" and no_bf16 else first
     cast = (w for name, w in inside.items() if weights[name].storage not in QUANTIZED_NAMES and w.format is None)
     if dtype == "fp16" and any(exceeds_fp16(weight, checkpoint.path) for weight in cast):

@@ -48,12 +48,12 @@ def _choose(facts: ModelFacts, storage: StorageOption, compute: Choice, target: 
         return Choice(storage, used, reason if used != storage else "")
     if storage != "auto":
         return Choice(storage, storage)
-    size, own, free = 2 * facts.parameters, facts.file_dtype, target.free
-    used, reason = auto_storage(target.device, size, own, free, compute.requested, target.streamed_from)
+    size, own = 2 * facts.parameters, facts.file_dtype
+    used, reason = auto_storage(target.device, size, own, target.free, compute.requested, target.streamed_from)
     enough: StorageOption = "fp16" if compute.used == SAFE else compute.used
     if used == AS_FILE and own == "fp32" and enough != "fp32":
         used, reason = enough, f"an fp32 file computed in {compute.used} needs only {enough} weights"
-    fits = free is None or not target.streams or size <= free - ACTIVATION_ROOM
+    fits = target.free is None or not target.streams or size <= target.free - ACTIVATION_ROOM
     if used == AS_FILE and own == "bf16" and enough == "fp16" and fits:
         used, reason = enough, f"{compute.used} multiplies in {enough}: converted once, not at every step"
     return Choice(storage, used, reason)

@@ -131,7 +131,7 @@ def _loaded(
     paths = list(dict.fromkeys(file.path for file in files))
     plans, tensors = zip(*(_converted(file, storage, disable_dynamic) for file in files), strict=True)
     with lacking_tensors(*paths) as lacking:
-        clip = make(list(tensors), _options(tensors, plans[0].storage.used))
+        clip = make(list(tensors), _options(plans))
     lacks = lacking.refuse(clip.cond_stage_model, VISION, "images in a prompt give NaN")
     lacks += _left_out(files, clip.cond_stage_model)
     hold_as_made(clip.patcher)
@@ -190,8 +190,8 @@ def _missing_projections(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Te
     }
 
 
-def _options(encoders: Sequence[dict[str, torch.Tensor]], storage: str) -> dict:
-    quantized = any(name.endswith(".comfy_quant") for tensors in encoders for name in tensors)
+def _options(plans: Sequence[ModelPlan]) -> dict:
+    storage, quantized = plans[0].storage.used, any(own.declared for plan in plans for own in plan.weights.values())
     options = {} if storage in (*QUANTIZED_NAMES, "as_file") else {"dtype": dtype_named(storage)}
     return {**options, "quantization_metadata": {"mixed_ops": True}} if quantized else options
 
