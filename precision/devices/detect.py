@@ -48,16 +48,16 @@ class Device:
 
         Apple's GPUs hold e4m3 from torch 2.15, and no e5m2. DirectML has no bf16 (microsoft/DirectML #688).
         """
-        fp8 = fp8_dtypes(storage)
-        if fp8 and not self.capabilities["fp8_storage"]:
-            return f"not on {self.label}: {self.reason('fp8_storage')}"
-        if self.simulated:
-            return ""
-        for dtype in fp8:
-            if error := why_dtype_not_held(self.torch_device, dtype):
-                return f"not on {self.label}: It does not support {dtype} ({error})."
-        error = why_dtype_not_held(self.torch_device, storage) if storage == "bf16" else ""
-        return error and f"{self.name} cannot hold bf16 ({error})"
+        if storage == "bf16":
+            error = "" if self.simulated else why_dtype_not_held(self.torch_device, storage)
+            return error and f"{self.name} cannot hold bf16 ({error})"
+        dtypes, why = fp8_dtypes(storage), ""
+        if dtypes and not self.capabilities["fp8_storage"]:
+            why = self.reason("fp8_storage")
+        elif not self.simulated:
+            errors = ((name, why_dtype_not_held(self.torch_device, name)) for name in dtypes)
+            why = next((f"It does not support {name} ({error})." for name, error in errors if error), "")
+        return why and f"not on {self.label}: {why}"
 
     def without(self, capability: str, reason: str) -> "Device":
         """Return the same device with a capability off, for a reason that the table and the probes cannot know."""

@@ -100,8 +100,8 @@ class ComputePlan:
         return weight_dtype(self.choice.used)
 
 
-BY_COMFYUI = ComputePlan(Choice("auto", "auto", "ComfyUI chooses the arithmetic."), {})
-"""The plan of a text encoder, and of a ControlNet that ComfyUI runs as it is."""
+BY_COMFYUI = ComputePlan(Choice("auto", "auto"), {})
+"""The plan of a text encoder, and of a ControlNet that ComfyUI runs as it is: ComfyUI chooses the arithmetic."""
 
 
 def weight_dtype(compute: ComputeOption) -> ComputeOption:
