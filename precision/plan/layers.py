@@ -120,25 +120,18 @@ class LoadTarget:
         """True if ComfyUI is given the memory-mapped tensors themselves, and copies none into the model."""
         return self.streamed_from is not None
 
-    def lacks(self, weight: StoredWeight) -> bool:
-        """True if the weight cannot be held as it is."""
-        # Inputs of experts are not rotated (``_expert_qt_from`` of comfy/ops.py leaves ``convrot`` out).
-        rotated_experts = bool(weight.experts) and weight.group is not None
-        return bool(self.refused(weight)) or self.is_unknown(weight) or rotated_experts
-
     @cached_property
     def refuses(self) -> Callable[[str], str]:
         """``Device.refuses``, asked once for each storage."""
         return cache(self.device.refuses)
 
-    def refused(self, weight: StoredWeight) -> str:
-        """Return why the device cannot hold a quantized weight as it is; "" if it can, and for other weights."""
-        return self.refuses(weight.storage) if weight.quantized else ""
-
-    def is_unknown(self, weight: StoredWeight) -> bool:
-        """True if this ComfyUI does not know the weight's format: its own loader fails with a KeyError."""
-        # ``_load_quantized_module`` in comfy/ops.py
-        return weight.format is not None and weight.storage not in self.formats
+    def lacks(self, weight: StoredWeight) -> bool:
+        """True if the weight cannot be held as it is."""
+        # Its own loader fails on an unknown format with a KeyError (``_load_quantized_module`` in comfy/ops.py), and
+        # does not rotate the inputs of experts (``_expert_qt_from`` leaves ``convrot`` out).
+        unknown = weight.format is not None and weight.storage not in self.formats
+        rotated_experts = bool(weight.experts) and weight.group is not None
+        return unknown or rotated_experts or (weight.quantized and bool(self.refuses(weight.storage)))
 
 
 def plan_weights(

@@ -168,14 +168,14 @@ def _in_memory(
 ) -> ModelPlan:
     """Complete a plan with planned tensors: layers, notes, and the memory they take."""
     inside, file = facts.inside, facts.checkpoint
-    unknown = Counter(weight.format for weight in inside.values() if weight.format and target.is_unknown(weight))
+    unknown = Counter(w.format for w in inside.values() if w.format and w.storage not in target.formats)
     notes = [
         (f"{count} layers in {kind.title}, which needs ComfyUI {kind.since}, were unpacked to {target.unpacked}.")
         for kind, count in unknown.items()
     ]
-    refused = Counter(w.storage for name, w in inside.items() if weights[name].asked == AS_FILE and target.refused(w))
-    lost = ((storage, count, target.refuses(storage)) for storage, count in refused.items())
-    notes += [f"{count} weights in {storage} were loaded in {dtype}: {why}" for storage, count, why in lost]
+    as_file = Counter(w.storage for name, w in inside.items() if weights[name].asked == AS_FILE and w.quantized)
+    refused = ((storage, count, target.refuses(storage)) for storage, count in as_file.items())
+    notes += [f"{count} weights in {storage} were loaded in {dtype}: {why}" for storage, count, why in refused if why]
     quantized = {name for name, weight in inside.items() if _is_quantized(weight, weights[name])}
     allocated = 0
     for name, weight in inside.items():
