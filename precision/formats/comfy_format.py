@@ -103,7 +103,7 @@ def sampled_error(weight: StoredWeight, storage: str) -> tuple[float, float]:
     format = FORMAT_OF_STORAGE[storage]
     shared = format.shared([rows])
     params = {**format.encode(rows, shared), **shared}
-    found = format.turned(format.nearest(format.turned(rows), params))
+    found = format.rounded(rows, params)
     exact = rows.double()  # squares of small weights are zero in fp32, of large ones Inf
     return (found - exact).square().sum().item(), exact.square().sum().item()
 
@@ -161,7 +161,7 @@ def _encoded(weight: StoredWeight, format: Format, bound: float) -> Tensors:
         # The values of an fnuz format fit its sibling with the same scale; only its last subnormal bit is lost.
         scale = torch.tensor(1.0) if weight.scale is None else weight.scale
         return {"weight": weight.data.to(format.dtype), "weight_scale": scale}
-    if isinstance(format, Fp8):
+    if format.by_largest:
         shared = format.scale_for(bound if weight.format is None else weight.amax)
     else:
         shared = format.shared(part for _, part in weight.parts(sample=SHARED_SAMPLE))
@@ -170,9 +170,9 @@ def _encoded(weight: StoredWeight, format: Format, bound: float) -> Tensors:
     device = weight.data.device if weight.plain else None
     specs = {leaf: spec for leaf, spec in format.specs(*weight.shape).items() if leaf not in shared}
     made = {leaf: torch.empty(shape, dtype=dtype, device=device) for leaf, (shape, dtype) in specs.items()}
-    for part, rows in weight.parts():
+    for part, rows in weight.parts(align=format.aligned):
         for leaf, tensor in format.encode(rows, shared).items():
-            made[leaf][part] = tensor
+            made[leaf][part.start : part.start + len(tensor)] = tensor
     return {**made, **shared}
 
 

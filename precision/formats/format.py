@@ -43,7 +43,9 @@ class Format:
         asks: a parameter of ``quantize`` of comfy-kitchen's layout, without which it has the name but not this.
         unpacker: comfy-kitchen's function that unpacks it, and ``writer``: the one that makes it; empty where this
             package does, in constant memory for any number of rows of any dtype.
-        writes: weights are written in it.
+        writes: weights are written in it; ``calibrates``: with codes that a calibration chooses, too.
+        by_largest: the tensors shared by all rows follow from the largest magnitude of the weight.
+        aligned: the rows that are encoded together begin at multiples of it.
         needs: the tensors beside ``<layer>.weight`` that a file must have, and ``may_have``: those that it may.
         signed: the tensors that may be negative.
         largest: magnitude of a code; 0 where the data are numbers. A weight is at most that times its ``factors``, plus
@@ -66,6 +68,9 @@ class Format:
     unpacker: str = ""
     writer: str = ""
     writes: bool = False
+    calibrates: bool = False
+    by_largest: bool = False
+    aligned: int = 1
     needs: tuple[str, ...] = ("weight_scale",)
     may_have: tuple[str, ...] = ()
     signed: tuple[str, ...] = ()
@@ -135,8 +140,8 @@ class Format:
 
     # Writing
 
-    def why_not(self, columns: int) -> str:
-        """Return why a weight with so many inputs cannot be held in the format; "" if possible."""
+    def why_not(self, rows: int, columns: int) -> str:
+        """Return why a weight of this shape cannot be held in the format; "" if possible."""
         return ""
 
     def specs(self, rows: int, columns: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -151,9 +156,17 @@ class Format:
         """Make the tensors shared by all rows of a weight, from rows in parts that are spread over the weight."""
         return {}
 
+    def scale_for(self, largest: float) -> Tensors:
+        """Make the tensors shared by all rows of a weight from its largest magnitude, if ``by_largest``."""
+        raise NotImplementedError
+
     def encode(self, rows: torch.Tensor, params: Mapping[str, torch.Tensor]) -> Tensors:
         """Round rows of a weight to nearest and make their tensors, without the shared tensors in ``params``."""
         raise NotImplementedError
+
+    def rounded(self, rows: torch.Tensor, params: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return rows ``(n, K)`` as they are stored, in fp32. ``params``: all their tensors."""
+        return self.turned(self.nearest(self.turned(rows), params))
 
     def turned(self, rows: torch.Tensor) -> torch.Tensor:
         """Rotate rows ``(n, K)`` to the basis of the codes, in fp32. Turning twice gives the rows again."""

@@ -103,7 +103,7 @@ class Fp8(Format):
     """fp8 numbers, written with one scale. A bank of experts has a scale for each expert, or for each of its rows."""
 
     mode = FP8
-    writes = True
+    writes = calibrates = by_largest = True
     dtypes = (torch.float8_e4m3fn, torch.float8_e5m2)
 
     def __init__(self, name: str, storage: str, since: str, colour: tuple[int, int, int], dtype: torch.dtype):

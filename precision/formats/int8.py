@@ -78,7 +78,7 @@ class Rotated(Format):
 
     rotated: bool | None = True
 
-    def why_not(self, columns: int) -> str:
+    def why_not(self, rows: int, columns: int) -> str:
         if rotation_group(columns):
             return ""
         return f"its {columns} inputs are not a multiple of 16, and int8 without a rotation fails on outliers"
@@ -93,7 +93,7 @@ class Int8(Rotated):
     name, storage, since, colour = "int8_tensorwise", "int8", "0.27.0", INT8.colour
     product, mode = "int8_linear", INT8
     largest, rotated = 128, None
-    writes = True
+    writes = calibrates = True
 
     def read(self, weight: StoredWeight) -> StoredWeight:
         """Give a weight its ``weight_scale`` in the shape that ComfyUI multiplies by, and ``convrot`` where also its

@@ -5,10 +5,11 @@ from math import prod
 
 import torch
 
+from .blocks import Mxfp8, Nvfp4
 from .format import Format
 from .fp8 import E4M3, E5M2
 from .int8 import Int8
-from .read_only import Awq4, Int4, Mxfp8, Nvfp4
+from .read_only import Awq4, Int4
 from .stored_weight import StoredWeight, Tensors
 from .w4a8 import W4a8
 

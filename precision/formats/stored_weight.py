@@ -199,16 +199,20 @@ class StoredWeight:
             raise ValueError(f"a convrot_groupsize of {size!r} for {self.shape[-1]} inputs")
         return size
 
-    def parts(self, sample: int | None = None) -> Iterator[tuple[slice, torch.Tensor]]:
+    def parts(self, sample: int | None = None, align: int = 1) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield the weight in fp32, some rows at a time: slices of :meth:`matrix` and their values. Up to 4 MB each, of
         like size: a BLAS may sum the few rows of a small rest in another order. The rows of a 2-D weight stay whole.
 
-        ``sample``: give at most twice so many parts, spread evenly over the weight.
+        ``sample``: give at most twice so many parts, spread evenly over the weight. ``align``: parts begin at multiples
+        of so many rows, and may be that large.
         """
         rows, columns = self._matrix_shape
-        count = -(-rows // max(1, CHUNK // max(columns, 1)))
-        for i in range(0, count, max(1, count // sample) if sample else 1):
-            part = slice(rows * i // count, rows * (i + 1) // count)
+        most = max(1, CHUNK // max(columns, 1))
+        count = -(-rows // most)
+        starts = range(0, rows, -(-most // align) * align) if align > 1 else [rows * i // count for i in range(count)]
+        ends = [*starts[1:], rows]
+        for i in range(0, len(starts), max(1, len(starts) // sample) if sample else 1):
+            part = slice(starts[i], ends[i])
             yield part, self.rows(part)
 
     def rows(self, rows: slice) -> torch.Tensor:

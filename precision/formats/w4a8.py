@@ -27,7 +27,7 @@ class W4a8(Rotated):
     byte_scale = ("weight_s_rel", "float8_e4m3fn")
     largest, factors, offset = 127, ("weight_s_channel",), "weight_correction"
     unpacker, writer = "dequantize_w4a8_int8_weight", "quantize_w4a8_int8_weight"
-    writes = True
+    writes = calibrates = True
 
     def __init__(self, storage: str, bits: int, since: str, colour: tuple[int, int, int], asks: str = ""):
         self.storage, self.bits, self.since, self.colour, self.asks = storage, bits, since, colour, asks
@@ -62,9 +62,9 @@ class W4a8(Rotated):
             output_dtype=torch.float32,
         )
 
-    def why_not(self, columns: int) -> str:
+    def why_not(self, rows: int, columns: int) -> str:
         odd = self.bits == 6 and columns % 32
-        return super().why_not(columns) or (
+        return super().why_not(rows, columns) or (
             f"ComfyUI's 6-bit codes need a multiple of 32 inputs; this layer has {columns}" if odd else ""
         )
 

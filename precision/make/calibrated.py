@@ -75,7 +75,8 @@ class CalibratedRounding:
 
     def _products(self, weight: StoredWeight, plan: LayerPlan) -> Products | None:
         """Return the products of a weight's inputs, where its codes can be chosen by them."""
-        can = plan.storage in FORMAT_OF_STORAGE and plan.changes and weight.name.endswith(".weight")
+        format = FORMAT_OF_STORAGE.get(plan.storage)
+        can = format and format.calibrates and plan.changes and weight.name.endswith(".weight")
         return self.calibration.usable(self._layer(weight)) if can else None
 
     def card_entry(self, provenance: Provenance, plans: Mapping[str, LayerPlan]) -> dict[str, str]:

@@ -69,7 +69,7 @@ def why_not_quantized(storage: str, shape: Sequence[int], cls: str = "") -> str:
     if not can_be_quantized(cls or "Linear", len(shape)):
         where = f"{cls}: only Linear weights can be {kind}"
         return where if cls else f"ComfyUI supports {kind} only for the weights of Linear layers"
-    return FORMAT_OF_STORAGE[storage].why_not(shape[1])
+    return FORMAT_OF_STORAGE[storage].why_not(*shape)
 
 
 def require_held(storages: Iterable[str], formats: Container[str], device: Device | None = None) -> None:

@@ -63,8 +63,8 @@ def test_parts_of_a_weight_share_the_codebook_of_the_whole(monkeypatch):
 
 def test_six_bits_need_a_multiple_of_32_inputs():
     w4a8, w6a8 = FORMAT_OF_STORAGE["w4a8"], FORMAT_OF_STORAGE["w6a8"]
-    assert "multiple of 32 inputs; this layer has 48" in w6a8.why_not(48)
-    assert not w6a8.why_not(320) and not w4a8.why_not(48) and "not a multiple of 16" in w4a8.why_not(100)
+    assert "multiple of 32 inputs; this layer has 48" in w6a8.why_not(8, 48)
+    assert not w6a8.why_not(8, 320) and not w4a8.why_not(8, 48) and "not a multiple of 16" in w4a8.why_not(8, 100)
 
 
 def test_without_such_a_comfy_kitchen_they_are_refused_by_name(monkeypatch):

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from support.measures import relative_error
 
 LAYERS = {"blocks.0.attn": (96, 256), "blocks.0.mlp": (256, 512), "blocks.1.attn": (96, 256), "blocks.1.mlp": (256, 512)}
-OTHERS = [name for name, row in FORMAT_OF_STORAGE.items() if row.can_write and name != "int8"]
+OTHERS = [name for name, row in FORMAT_OF_STORAGE.items() if row.can_write and row.calibrates and name != "int8"]
 SEEN = ("blocks.0.attn", "blocks.0.mlp", "blocks.1.attn")
 
 
