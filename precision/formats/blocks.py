@@ -14,6 +14,8 @@ from .format import Format
 from .stored_weight import StoredWeight, Tensors
 
 TILE = 128
+SMALLEST = 2.0**-118
+"""The smallest magnitude that mxfp8 is given: 448 times the smallest scale of a block."""
 LOOKED_AT = 256
 """Rows unpacked at a time to see whether a weight's last column is zero."""
 
@@ -149,5 +151,7 @@ class Mxfp8(Blocks):
         return {"weight": ((rows, columns), torch.float8_e4m3fn), "weight_scale": (scales, torch.float8_e8m0fnu)}
 
     def encode(self, rows: torch.Tensor, params: Mapping[str, torch.Tensor]) -> Tensors:
-        data, scales = self.kitchen(self.writer)(rows.float())
+        # comfy-kitchen 0.2.26 makes NaN of a block whose scale would be below e8m0's smallest number, 2^-127.
+        values = rows.float()
+        data, scales = self.kitchen(self.writer)(values.masked_fill(values.abs() < SMALLEST, 0.0))
         return {"weight": data, "weight_scale": scales}

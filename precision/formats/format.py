@@ -89,6 +89,11 @@ class Format:
         return f"{self.name} ({self.storage})" if self.bits else self.name
 
     @property
+    def is_packed(self) -> bool:
+        """True if ``<layer>.weight`` has fewer columns than the weight has inputs."""
+        return bool(self.bits) or self.per_byte > 1
+
+    @property
     def leaves(self) -> tuple[str, ...]:
         """The tensors beside ``<layer>.weight`` that ComfyUI reads, by the last part of their names."""
         return (*self.needs, *self.may_have)

@@ -54,7 +54,7 @@ def _by_name(layer: LayerSpec, storage: str, rules: Rules) -> LayerPlan:
         wanted, reason = found[0], found[1].reason or str(found[1])
     if wanted in QUANTIZED_NAMES and (why := why_not_quantized(wanted, layer.shape, layer.cls)):
         wanted, reason, asked = AS_FILE, why, True
-    elif _TELLS_MODEL.search(layer.name) and wanted in FEWER_BITS:
+    elif wanted in QUANTIZED_NAMES and FORMAT_OF_STORAGE[wanted].is_packed and _TELLS_MODEL.search(layer.name):
         wanted, reason = "int8", TOLD_BY
     kept = asked and wanted not in QUANTIZED_NAMES and len(layer.shape) > 1
     return LayerPlan(wanted, reason, kept, can_be_quantized(layer.cls, len(layer.shape)))

@@ -1,6 +1,7 @@
-"""6- and 4-bit files: ours in stock ComfyUI, made on load, multiplied in int8; or refused where this ComfyUI lacks them."""
+"""Files in 6 and 4 bits and in scaled blocks: ours in stock ComfyUI, made on load; or refused where this ComfyUI lacks them."""
 
 import json
+import re
 
 import comfy.quant_ops
 import pytest
@@ -10,13 +11,14 @@ from halfsafe.precision.base.errors import StorageNotHeld
 from halfsafe.precision.commands.convert import convert_file
 from halfsafe.precision.files.safetensors_file import open_checkpoint
 from halfsafe.precision.formats.checkpoint import read_checkpoint
+from halfsafe.precision.formats.registry import FORMAT_OF_STORAGE
 from halfsafe.precision.plan.rules import rules_from
 from safetensors.torch import load_file
 from support.families import stock
 from support.measures import relative_error
 
-LOW = ("w6a8", "w4a8")
-ERROR = {"w6a8": 0.025, "w4a8": 0.09}
+LOW = ("w6a8", "w4a8", "nvfp4", "mxfp8")
+ERROR = {"w6a8": 0.025, "w4a8": 0.09, "nvfp4": 0.12, "mxfp8": 0.04}
 
 
 def held(storage):
@@ -47,8 +49,7 @@ def saved(comfy, model, storage) -> str:
 
 @pytest.fixture(scope="module")
 def converted(wan):
-    held("w6a8")
-    paths = {storage: wan.with_name(f"{storage}.safetensors") for storage in LOW}
+    paths = {storage: wan.with_name(f"{storage}.safetensors") for storage in LOW if storage in held_storages()}
     for storage, path in paths.items():
         convert_file(wan, path, storage, rules_from())
     return paths
@@ -96,7 +97,8 @@ def test_a_saved_model_is_the_loaded_one(comfy, converted, wan, storage):
 def test_a_comfyui_without_the_format_refuses_it_and_names_the_one_that_has_it(comfy, wan, storage, node, monkeypatch):
     for module in ("load.models", "load.save"):
         monkeypatch.setattr(f"halfsafe.nodes.host.{module}.held_storages", lambda: held_storages() - {*LOW})
-    with pytest.raises(StorageNotHeld, match=rf"storage={storage}: this ComfyUI does not run asym_w4a8_int8 \({storage}\).*ComfyUI 0.3[18].0"):
+    format = FORMAT_OF_STORAGE[storage]
+    with pytest.raises(StorageNotHeld, match=rf"storage={storage}: this ComfyUI does not run {re.escape(format.title)}.*ComfyUI {re.escape(format.since)}"):
         if node == "load":
             load(comfy, wan, storage)
         elif node == "rule":
