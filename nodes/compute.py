@@ -5,11 +5,12 @@ from comfy_api.latest import io
 from ..precision.base.options import GOALS
 from ..precision.guard.policy import OFF, ON_NAN
 from ..precision.plan.goal import NO_RULES
-from ..precision.plan.rules import Rules
+from ..precision.plan.rules import Rules, rules_from
 from .host.check.drift import checking
 from .host.guard import planned
 from .host.guard.encoders import guard_clip, guard_vae
 from .host.guard.model import MAX_RETRIES, with_guard
+from .host.load.at_hand import AS_LOADED, STORAGES_AT_HAND, quantized_at_hand
 from .host.reporting.badge import met_words, model_ui, with_live_report
 from .inputs import CATEGORY, EXPERT, RulesType, check_input, checked_rules, compute_input, node_id_of, on_nan_input
 
@@ -83,6 +84,16 @@ class AutoPrecision(io.ComfyNode):
                 ),
                 on_nan_input("guard", (*ON_NAN, OFF), optional=True),
                 check_input(),
+                io.Combo.Input(
+                    "storage",
+                    options=list(STORAGES_AT_HAND),
+                    default=AS_LOADED,
+                    optional=True,
+                    tooltip=(
+                        "as loaded: unchanged. Else the weights are quantized here, with LoRAs merged, whatever loaded "
+                        "them; sensitive layers stay 16 bit. Save Model saves the result."
+                    ),
+                ),
             ],
             hidden=[io.Hidden.unique_id],
             outputs=[
@@ -95,11 +106,15 @@ class AutoPrecision(io.ComfyNode):
 
     @classmethod
     def execute(
-        cls, model, goal, rules=None, guard="retry_higher", check=OFF, **encoders
+        cls, model, goal, rules=None, guard="retry_higher", check=OFF, storage=AS_LOADED, **encoders
     ) -> io.NodeOutput:
         # What a loader did not find is None; an input without a link is not given at all.
         node_id, clip, vae = node_id_of(cls), encoders.get("clip"), encoders.get("vae")
-        model, vae, why = planned.with_goal(model, goal, clip, vae, checked_rules(rules) or NO_RULES, encoders)
+        given, stored = checked_rules(rules), ""
+        if storage != AS_LOADED:
+            model, stored = quantized_at_hand(model, storage, given or rules_from())
+        model, vae, why = planned.with_goal(model, goal, clip, vae, given or NO_RULES, encoders)
+        why = "\n".join(filter(None, (why, stored and f"storage: {stored}")))
         if guard != OFF:
             model = with_guard(model, guard, MAX_RETRIES, node_id, checking(check))
             clip = guard_clip(clip, guard, node_id) if "clip" in encoders else None

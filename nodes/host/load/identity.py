@@ -80,10 +80,16 @@ def source_of_model(patcher: ModelPatcher) -> dict[str, object]:
     return source_of(file) if file else {}
 
 
-def _source(patcher: ModelPatcher) -> TensorFile | None:
+def source_path_of(patcher: ModelPatcher) -> str:
+    """Return the path of the file that a model was loaded from; "" if it is not known."""
     record = patcher.attachments.get(ATTACHMENT)
     path = record.file if record else next(iter((patcher.cached_patcher_init or (None, ()))[1]), None)
+    return path if isinstance(path, str) else ""
+
+
+def _source(patcher: ModelPatcher) -> TensorFile | None:
+    path = source_path_of(patcher)
     try:
-        return open_checkpoint(path) if isinstance(path, str) else None
+        return open_checkpoint(path) if path else None
     except (CheckpointError, OSError):
         return None

@@ -139,23 +139,9 @@ def save_model(
     if not filename_prefix.strip("/ "):
         raise HalfsafeError("The filename prefix is empty.", "Give the file a name, such as diffusion_models/my_model.")
     path, name = output_path(filename_prefix)
-    _refuse_foreign(patcher)
     if calibration:
         make_room_to_quantize()
-    weights = LiveWeights(patcher)
-    patched = len(weights.patched)
-    if weights.unfit:
-        unfit = len(weights.unfit), listed(weights.unfit)
-        logger.warning("Halfsafe: %s: patches that do not fit %d weights are left out: %s", name, *unfit)
-    layers = plan_storage(_layers(patcher, weights), AS_FILE if storage == "auto" else storage, rules)
-    require_held((own.storage for own in layers.values()), held_storages())
-    by_name = {f"{layer}.weight": own for layer, own in layers.items()}
-    for tensor in [*weights.patched]:
-        own = by_name.get(tensor, LayerPlan())
-        # Merged weights are in fp32: as_file would write them so, at up to four times the size.
-        if own.storage == AS_FILE:
-            by_name[tensor] = replace(own, storage=weights.keep_storage(tensor, own.quantizable))
-    plans = plan_weights(weights, by_name, name)
+    weights, plans, patched = plan_live_weights(patcher, name, AS_FILE if storage == "auto" else storage, rules)
     metadata = metadata_of(patcher, prompt, extra)
     lines = [str(rule) for rule in rules.own]
     provenance = Provenance(source_of_model(patcher), storage, rules.names, lines, patched, unfit=weights.unfit)
@@ -170,6 +156,38 @@ def save_model(
     for plan in plans.values():
         by_storage[plan.stored] += plan.bytes
     return Saved(name, os.path.getsize(path), dict(by_storage.most_common()))
+
+
+def plan_live_weights(
+    patcher: ModelPatcher, name: str, storage: str, rules: Rules, keeps_quantized: bool = False
+) -> tuple[LiveWeights, Mapping[str, LayerPlan], int]:
+    """Plan the weights of a model in memory in a storage, patches merged. Returns the weights, their plans and the
+    number of patched weights.
+
+    ``name``: the model, in messages. ``keeps_quantized``: layers that are quantized already keep their storage.
+
+    Raises:
+        HalfsafeError: the weights are packed in another loader's format.
+        StorageNotHeld: this ComfyUI does not support a storage.
+    """
+    _refuse_foreign(patcher)
+    weights = LiveWeights(patcher)
+    patched = len(weights.patched)
+    if weights.unfit:
+        unfit = len(weights.unfit), listed(weights.unfit)
+        logger.warning("Halfsafe: %s: patches that do not fit %d weights are left out: %s", name, *unfit)
+    layers = plan_storage(_layers(patcher, weights), storage, rules)
+    require_held((own.storage for own in layers.values()), held_storages())
+    by_name = {f"{layer}.weight": own for layer, own in layers.items()}
+    if keeps_quantized:
+        quantized = (tensor for tensor in by_name if weights.stored[tensor].quantized)
+        by_name |= {tensor: replace(by_name[tensor], storage=AS_FILE) for tensor in quantized}
+    for tensor in [*weights.patched]:
+        own = by_name.get(tensor, LayerPlan())
+        # Merged weights are in fp32: as_file would write them so, at up to four times the size.
+        if own.storage == AS_FILE:
+            by_name[tensor] = replace(own, storage=weights.keep_storage(tensor, own.quantizable))
+    return weights, plan_weights(weights, by_name, name), patched
 
 
 def _rounding(

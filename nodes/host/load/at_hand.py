@@ -1,0 +1,97 @@
+"""Quantize a model in memory, from any loader, with its patches merged: a new model beside the one that came in."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Literal, cast, get_args
+
+from comfy.model_patcher import ModelPatcher
+
+from ....precision.base.dtypes import QUANTIZED_NAMES, name_of
+from ....precision.base.errors import HalfsafeError
+from ....precision.base.options import ComputeOption
+from ....precision.base.text import listed, size_text
+from ....precision.devices.memory import require_memory
+from ....precision.formats.checkpoint import read_checkpoint
+from ....precision.formats.comfy_format import made_here, tensors_made
+from ....precision.plan.choice import ATTACHMENT, Choice
+from ....precision.plan.layers import require_held
+from ....precision.plan.rules import Rules
+from ..comfyui.execution import is_compiled
+from ..comfyui.layers import DIFFUSION_MODEL, activation_dtype
+from ..comfyui.model_facts import held_storages
+from ..replay.interceptor import LOW_RANK
+from .devices import compute_device, device_at, free_host_memory, quantizing_device
+from .identity import metadata_of, source_path_of
+from .models import attach, load_weights
+from .save import plan_live_weights
+from .tensors import byte_progress
+
+StorageAtHand = Literal["as loaded", "int8", "fp8_e4m3fn", "w6a8", "w4a8", "nvfp4", "mxfp8"]
+STORAGES_AT_HAND: tuple[StorageAtHand, ...] = get_args(StorageAtHand)
+AS_LOADED: StorageAtHand = "as loaded"
+AFTER = "Connect the node that does this behind Halfsafe, or use storage=as loaded."
+KEPT = "storage={} changes nothing: {}"
+ALREADY = "the weights are quantized already"
+NO_LAYER = "the rules and the format keep every layer as it is"
+logger = logging.getLogger("halfsafe")
+
+
+def quantized_at_hand(
+    patcher: ModelPatcher, storage: StorageAtHand, rules: Rules, disable_dynamic: bool = False
+) -> tuple[ModelPatcher, str]:
+    """Return a model whose weights are quantized to ``storage``, with the patches of ``patcher`` merged, and a sentence
+    on the result. ``patcher`` and its model are not changed.
+
+    Layers that are quantized already keep their storage. The weights are made one after another.
+
+    Raises:
+        HalfsafeError: the weights are packed in another loader's format, or code on the model would go on running the
+            old weights.
+        StorageNotHeld: this ComfyUI or the device does not support the storage.
+        MemoryShortage: the quantized weights do not fit in the host's memory.
+        NonFiniteWeight: a weight holds NaN or Inf.
+    """
+    _refuse_bound_to_weights(patcher)
+    require_held([storage], held_storages(), device_at(compute_device()))
+    name = source_path_of(patcher) or type(patcher.model).__name__
+    weights, plans, patched = plan_live_weights(patcher, name, storage, rules, keeps_quantized=True)
+    stored = weights.stored
+    new = [plan for key, plan in plans.items() if plan.stored in QUANTIZED_NAMES and not stored[key].quantized]
+    if not new:
+        quantized = any(weight.quantized for weight in stored.values())
+        return patcher, KEPT.format(storage, ALREADY if quantized else NO_LAYER)
+    size = sum(plan.bytes for plan in new)
+    require_memory(size, f"storage={storage}", free_host_memory())
+    progress = byte_progress(stored.values())
+    with quantizing_device() as device:
+        made = (device.weights if device else made_here)(weights, plans, name)
+        tensors = dict(tensors_made(made, lambda _, done: progress(done)))
+    checkpoint = read_checkpoint(tensors, metadata_of(patcher, None, None), name)
+    computed = cast(ComputeOption, name_of(activation_dtype(patcher)))
+    loaded = load_weights(checkpoint, "as_file", computed, Rules(), disable_dynamic=disable_dynamic)
+    clone = patcher.clone(model_override=(loaded.model, ({}, {}, {}, set())))
+    clone.__class__ = type(loaded)
+    clone.patches, clone.patches_uuid, clone.parent = {}, loaded.patches_uuid, None
+    clone.cached_patcher_init = (_again, (patcher, storage, rules))
+    clone.injections.pop(LOW_RANK, None)
+    text = f"{len(new)} layers were quantized to {storage}, {size_text(size)}."
+    text += f" The patches of {patched} weights were merged." if patched else ""
+    attach(clone, replace(loaded.attachments[ATTACHMENT], storage=Choice(storage, storage, text)))
+    return clone, text
+
+
+def _again(patcher: ModelPatcher, storage: StorageAtHand, rules: Rules, disable_dynamic: bool = False) -> ModelPatcher:
+    """Quantize once more: ComfyUI's factory of a model for a static clone, or for another device."""
+    return quantized_at_hand(patcher, storage, rules, disable_dynamic)[0]
+
+
+def _refuse_bound_to_weights(patcher: ModelPatcher) -> None:
+    """Raise HalfsafeError for code on a model that holds its modules, and would run them instead of new ones."""
+    bound = [name for name in patcher.object_patches if name.startswith(DIFFUSION_MODEL)]
+    bound += [name for name in patcher.injections if name != LOW_RANK]
+    if is_compiled(patcher):
+        bound.append("torch.compile")
+    if bound:
+        raise HalfsafeError(f"storage cannot be changed here: {listed(bound)} holds this model's modules.", AFTER)

@@ -1,0 +1,161 @@
+"""The storage of the node *Halfsafe*: a model from any loader is quantized in memory, LoRAs merged, and stays what it was where it came from."""
+
+from __future__ import annotations
+
+import comfy.model_sampling
+import pytest
+import torch
+from comfy.sd import load_lora_for_models
+from halfsafe.nodes.host.comfyui.layers import matrix_layers
+from halfsafe.nodes.host.comfyui.model_facts import held_storages
+from halfsafe.nodes.host.load import at_hand
+from halfsafe.precision.base.errors import HalfsafeError, MemoryShortage, StorageNotHeld
+from halfsafe.precision.base.layers import kind_of
+from support import families, model_files
+from support.families import load
+from support.int8_models import layers_of
+from support.measures import relative_error
+
+HELD = [name for name in at_hand.STORAGES_AT_HAND[1:] if name in held_storages()]
+FAMILIES = ("wan", "sdxl", "flux")
+
+
+@pytest.fixture(scope="module")
+def files(models_dir):
+    return families.files_in(models_dir / "diffusion_models", "at_hand")
+
+
+def halfsafe(comfy, model, storage: str, goal: str = "balanced", **more):
+    """(the model that comes out of the node, what it says)."""
+    model, _, _, why = comfy.run("HalfsafeAutoPrecision", model=model, goal=goal, storage=storage, guard="off", **more)
+    return model, why
+
+
+def packed(model) -> dict[str, str]:
+    """Layer -> its storage, of those whose weight is quantized."""
+    return {name: module.weight._layout_cls for name, module in layers_of(model).items()}
+
+
+def tensors_in(model) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in model.model.diffusion_model.state_dict().items()}
+
+
+def with_lora(model):
+    linear = {name: tuple(module.weight.shape) for name, module in matrix_layers(model.model) if kind_of(module) == "linear"}
+    tensors = model_files.lora({name: shape for name, shape in linear.items() if "block" in name}, size=0.05)
+    return load_lora_for_models(model, None, tensors, 1.0, 0.0)[0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("storage", HELD)
+def test_a_model_of_comfyuis_loader_is_as_one_that_our_loader_quantized(comfy, files, family: str, storage: str) -> None:
+    stock = families.stock(files(family), torch.float32)  # which holds the numbers of any file
+    before = tensors_in(stock)
+    model, why = halfsafe(comfy, stock, storage)
+    ours = load(comfy, files(family), storage, "bf16")
+    assert packed(model) == packed(ours) != {} and not packed(stock)
+    for name, layer in layers_of(model).items():
+        if name in packed(ours):
+            assert torch.equal(layer.weight._qdata.view(torch.uint8), layers_of(ours)[name].weight._qdata.view(torch.uint8)), name
+    after = tensors_in(stock)
+    assert all(torch.equal(before[name], after[name]) for name in before), "the model that came in"
+    assert f"storage: {len(packed(model))} layers were quantized to {storage}, " in why
+    told = [layer["storage"] for layer in families.report(comfy, model)["layers"] if layer["name"] in packed(model)]
+    assert {*told} <= {storage, "int8"} and storage in told, "int8: the weight by whose width the model is detected"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_lora_is_merged_before_the_weights_are_rounded(comfy, files, family: str) -> None:
+    exact = load(comfy, files(family), "fp32")
+    call = families.capture(exact, family)
+    right = families.replay(with_lora(exact), call)
+    model, why = halfsafe(comfy, with_lora(families.stock(files(family), torch.float32)), "int8", goal="quality")
+    assert model.patches == {} and "The patches of" in why
+    beside = with_lora(load(comfy, files(family), "int8", "fp32"))
+    error, limit = relative_error(right, families.replay(model, call)), relative_error(right, families.replay(beside, call))
+    assert relative_error(families.replay(exact, call), right) > 5 * error
+    assert error < 1.3 * limit, f"{error:.4f}, with the LoRA beside the weights {limit:.4f}"
+
+
+def test_what_other_nodes_set_on_the_model_is_kept(comfy, files) -> None:
+    stock = families.stock(files("sdxl"), torch.bfloat16).clone()
+    sampling = comfy_sampling(stock)
+    stock.add_object_patch("model_sampling", sampling)
+    stock.model_options["transformer_options"]["mark"] = 1
+    stock.add_wrapper_with_key("apply_model", "mark", lambda executor, *args, **kwargs: executor(*args, **kwargs))
+    stock.set_attachments("mark", "kept")
+    model, _ = halfsafe(comfy, stock, "int8")
+    assert model.object_patches["model_sampling"] is sampling and model.model_options["transformer_options"]["mark"] == 1
+    assert model.wrappers["apply_model"]["mark"] and model.attachments["mark"] == "kept"
+    assert packed(model)
+
+
+def comfy_sampling(model):
+    return comfy.model_sampling.ModelSamplingDiscrete(model.model.model_config)
+
+
+def test_a_model_that_is_quantized_already_is_kept_and_told(comfy, files) -> None:
+    fp8 = load(comfy, files("wan"), "fp8_e4m3fn", "bf16")
+    model, why = halfsafe(comfy, fp8, "int8")
+    assert packed(model) == packed(fp8) and model.model is fp8.model
+    assert "storage: storage=int8 changes nothing: the weights are quantized already" in why
+
+
+def test_a_saved_model_is_the_one_at_hand(comfy, files, tmp_path) -> None:
+    import folder_paths
+
+    model, _ = halfsafe(comfy, with_lora(families.stock(files("wan"), torch.bfloat16)), "int8")
+    node = comfy.nodes["HalfsafeSaveModel"].PREPARE_CLASS_CLONE(None)
+    path = f"{folder_paths.get_output_directory()}/{node.execute(model, 'at_hand', 'as_file', None).args[0]}"
+    again = families.stock(path, torch.bfloat16)
+    assert packed(again) == packed(model)
+    for name in packed(model):
+        assert torch.equal(layers_of(again)[name].weight._qdata, layers_of(model)[name].weight._qdata)
+
+
+def test_as_loaded_is_the_model_that_came_in(comfy, files) -> None:
+    stock = families.stock(files("wan"), torch.bfloat16)
+    model, why = halfsafe(comfy, stock, "as loaded")
+    assert model.model is stock.model and "storage:" not in why
+
+
+@pytest.mark.parametrize("bound", ["a forward", "compiled", "bypass"])
+def test_code_that_would_run_the_old_weights_is_refused_by_name(comfy, files, bound: str) -> None:
+    stock = families.stock(files("wan"), torch.bfloat16).clone()
+    if bound == "a forward":
+        stock.add_object_patch("diffusion_model.blocks.0.ffn.0.forward", lambda x: x)
+        named = "diffusion_model.blocks.0.ffn.0.forward"
+    elif bound == "compiled":
+        stock.model_options["torch_compile_kwargs"] = {}
+        named = "torch.compile"
+    else:
+        stock.set_injections("bypass_lora", [])
+        named = "bypass_lora"
+    with pytest.raises(HalfsafeError, match=rf"storage cannot be changed here: {named} holds this model's modules"):
+        halfsafe(comfy, stock, "int8")
+
+
+@pytest.mark.skipif("w4a8" in held_storages(), reason="this ComfyUI has it")
+def test_a_storage_that_this_comfyui_lacks_is_refused_by_name(comfy, files) -> None:
+    with pytest.raises(StorageNotHeld, match="storage=w4a8: this ComfyUI does not run asym_w4a8_int8"):
+        halfsafe(comfy, families.stock(files("wan"), torch.bfloat16), "w4a8")
+
+
+def test_without_room_it_is_refused_before_a_weight_is_made(comfy, files, monkeypatch) -> None:
+    monkeypatch.setattr(at_hand, "free_host_memory", lambda: 1 << 10)
+    monkeypatch.setattr(at_hand, "made_here", lambda *args: pytest.fail("made"))
+    with pytest.raises(MemoryShortage, match=r"storage=int8 needs .* of memory, 1.00 KiB are available"):
+        halfsafe(comfy, families.stock(files("wan"), torch.bfloat16), "int8")
+
+
+def test_a_static_copy_is_quantized_from_the_model_that_came_in(comfy, files) -> None:
+    model, _ = halfsafe(comfy, families.stock(files("wan"), torch.bfloat16), "int8")
+    factory, arguments = model.cached_patcher_init
+    again = factory(*arguments, disable_dynamic=True)
+    assert packed(again) == packed(model) and again.model is not model.model
+
+
+def test_rules_keep_layers(comfy, files) -> None:
+    rules = comfy.run("HalfsafeLayerRules", rules="*ffn* storage=as_file", preset="keep sensitive layers")[0]
+    model, _ = halfsafe(comfy, families.stock(files("wan"), torch.bfloat16), "int8", rules=rules)
+    assert packed(model) and not any("ffn" in name for name in packed(model))
