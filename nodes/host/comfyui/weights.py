@@ -4,7 +4,7 @@ import contextlib
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import TypeAlias
 
@@ -34,7 +34,7 @@ from .attributes import (
 )
 from .gate import Forward, entering, is_unequal, note_unfused
 from .kernels import is_plain_fp8, unpacked_fp8
-from .layers import is_quantized
+from .layers import is_quantized, modules_of
 
 CAST_PARAMETERS = inspect.signature(comfy.ops.cast_bias_weight).parameters
 PATCHES_IN_FP32 = {"compute_dtype": torch.float32} if "compute_dtype" in CAST_PARAMETERS else {}
@@ -313,3 +313,27 @@ def quantized_weights(module: torch.nn.Module, x: torch.Tensor) -> contextlib.Ab
         return CastWeights(module, x, weight.dtype, x.dtype, want_requant=True)
     comfy.ops.run_every_op()
     return contextlib.nullcontext((weight, None if bias is None else bias.to(x.dtype)))
+
+
+Unpack = Callable[[], torch.Tensor]
+"""Return the values of a weight or bias in fp32."""
+
+
+def unpacking_layers(model) -> Iterator[tuple[str, Unpack]]:
+    """Yield (name, function) for each weight and bias that a layer of ComfyUI-GGUF unpacks itself, by its name in the
+    diffusion model. Its patches, which ComfyUI-GGUF keeps on the tensor while the model is loaded, are left out.
+    """
+    for name, module in modules_of(model).items():
+        get_weight = getattr(module, "get_weight", None)
+        if get_weight is None or not getattr(module, "is_ggml_quantized", bool)():
+            continue
+        for leaf, tensor in module.named_parameters(recurse=False):
+            yield f"{name}.{leaf}", functools.partial(_unpacked, get_weight, tensor)
+
+
+def _unpacked(get_weight: Callable, tensor: torch.Tensor) -> torch.Tensor:
+    patches, tensor.patches = getattr(tensor, "patches", []), []
+    try:
+        return get_weight(tensor, torch.float32).as_subclass(torch.Tensor)
+    finally:
+        tensor.patches = patches

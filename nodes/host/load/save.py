@@ -32,6 +32,7 @@ from ....precision.plan.rules import Rules
 from ..comfyui.layers import DIFFUSION_MODEL, modules_of
 from ..comfyui.model_facts import foreign_layers, held_storages
 from ..comfyui.page import show_progress
+from ..comfyui.weights import Unpack, unpacking_layers
 from ..lora.low_rank import is_left_out
 from .devices import compute_device, make_room_to_quantize
 from .files import output_path
@@ -53,12 +54,14 @@ class Saved(NamedTuple):
 class LiveWeights(Mapping[str, StoredWeight]):
     """The weights of a model in memory; a patched weight is computed in fp32 at each access.
 
-    ``patched``: the names of those, and ``unfit``: of those that all or some patches do not fit.
+    ``patched``: the names of those, and ``unfit``: of those that all or some patches do not fit. ``unpacking``: name ->
+    function of the weights that another pack's layer unpacks.
     """
 
     def __init__(self, patcher: ModelPatcher):
         self._patcher = patcher
-        self.stored = read_checkpoint(_unpatched(patcher), {}, type(patcher.model).__name__).weights
+        self.unpacking = dict(unpacking_layers(patcher.model))
+        self.stored = read_checkpoint(_unpatched(patcher, self.unpacking), {}, type(patcher.model).__name__).weights
         self.stored.update(marks_of(patcher))
         self.patched, self.unfit = set[str](), list[str]()
         for name, weight in self.stored.items():
@@ -71,6 +74,8 @@ class LiveWeights(Mapping[str, StoredWeight]):
 
     def __getitem__(self, name: str) -> StoredWeight:
         weight, key = self.stored[name], DIFFUSION_MODEL + name
+        if name in self.unpacking:
+            weight = weight.with_values(self.unpacking[name]())
         weight = weight.moved("cpu")
         if name not in self.patched:
             return weight
@@ -101,10 +106,18 @@ class LiveWeights(Mapping[str, StoredWeight]):
         return AS_FILE
 
 
-def _unpatched(patcher: ModelPatcher) -> dict[str, torch.Tensor]:
-    """Return the diffusion model's tensors before any LoRA, wherever the model is loaded."""
+def _unpatched(patcher: ModelPatcher, unpacking: Mapping[str, Unpack]) -> dict[str, torch.Tensor]:
+    """Return the diffusion model's tensors before any LoRA, wherever the model is loaded; for those that their layers
+    unpack, a tensor without data of the same shape."""
     with patcher.use_ejected():
         tensors = patcher.model.diffusion_model.state_dict()
+    # What ComfyUI-GGUF's layers give here is for the estimate of memory alone (``ggml_save_to_state_dict`` in ops.py).
+    layers = {name.rpartition(".")[0] for name in unpacking}
+    made_up = {f"{layer}.{leaf}" for layer in layers for leaf in ("weight", "bias", "temp.weight")}
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in made_up}
+    for name in unpacking:
+        shape = tuple(comfy.utils.get_attr(patcher.model.diffusion_model, name).shape)
+        tensors[name] = torch.empty(shape, dtype=torch.float16, device="meta")
     # ComfyUI-GGUF's GGMLTensor makes no tensor of a size that is a number (its new_empty in ops.py).
     state = {plain_name(name): tensor.detach().as_subclass(torch.Tensor) for name, tensor in tensors.items()}
     for key, backup in patcher.backup.items():
@@ -182,9 +195,9 @@ def plan_live_weights(
     if keeps_quantized:
         quantized = (tensor for tensor in by_name if weights.stored[tensor].quantized)
         by_name |= {tensor: replace(by_name[tensor], storage=AS_FILE) for tensor in quantized}
-    for tensor in [*weights.patched]:
+    for tensor in [*weights.patched, *weights.unpacking]:
         own = by_name.get(tensor, LayerPlan())
-        # Merged weights are in fp32: as_file would write them so, at up to four times the size.
+        # Merged and unpacked weights are in fp32: as_file would write them so, at up to four times the size.
         if own.storage == AS_FILE:
             by_name[tensor] = replace(own, storage=weights.keep_storage(tensor, own.quantizable))
     return weights, plan_weights(weights, by_name, name), patched
@@ -202,7 +215,9 @@ def _rounding(
 
 
 def _refuse_foreign(patcher: ModelPatcher) -> None:
-    if foreign := foreign_layers(patcher):
+    unpacking = {name for name, _ in unpacking_layers(patcher.model)}
+    foreign = {name: cls for name, cls in foreign_layers(patcher).items() if f"{name}.weight" not in unpacking}
+    if foreign:
         first, cls = next(iter(foreign.items()))
         problem = f"Layer '{first}' and {len(foreign) - 1} more are packed in another loader's format ({cls})."
         raise HalfsafeError(problem, "Load the model from a .safetensors file and save that.")

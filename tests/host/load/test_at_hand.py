@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import comfy.lora
 import comfy.model_sampling
 import pytest
 import torch
@@ -11,7 +12,9 @@ from halfsafe.nodes.host.comfyui.model_facts import held_storages
 from halfsafe.nodes.host.load import at_hand
 from halfsafe.precision.base.errors import HalfsafeError, MemoryShortage, StorageNotHeld
 from halfsafe.precision.base.layers import kind_of
-from support import families, model_files
+from halfsafe.precision.formats.registry import FORMAT_OF_STORAGE
+from safetensors.torch import load_file
+from support import families, model_files, packed_layers
 from support.families import load
 from support.int8_models import layers_of
 from support.measures import relative_error
@@ -159,3 +162,42 @@ def test_rules_keep_layers(comfy, files) -> None:
     rules = comfy.run("HalfsafeLayerRules", rules="*ffn* storage=as_file", preset="keep sensitive layers")[0]
     model, _ = halfsafe(comfy, families.stock(files("wan"), torch.bfloat16), "int8", rules=rules)
     assert packed(model) and not any("ffn" in name for name in packed(model))
+
+
+@pytest.fixture
+def gguf(files):
+    """A model as ComfyUI-GGUF loads it, and the values of its layers."""
+    model = families.stock(files("wan"), torch.float32)
+    return model, packed_layers.pack(model.model.diffusion_model)
+
+
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_layers_that_a_gguf_loader_packed_are_asked_for_their_values(comfy, gguf, is_loaded: bool) -> None:
+    model, values = gguf
+    patched = with_lora(model)
+    if is_loaded:  # ComfyUI-GGUF keeps the patches on the tensor then
+        for name in values:
+            key = f"diffusion_model.{name}.weight"
+            module = model.get_model_object(f"diffusion_model.{name}")
+            module.weight.patches = [(patched.patches[key], key)]
+    quantized, why = halfsafe(comfy, patched, "int8", goal="quality")
+    assert f"{len(values)} layers were quantized to int8" in why
+    row = FORMAT_OF_STORAGE["int8"]
+    for name, value in values.items():
+        key = f"diffusion_model.{name}.weight"
+        merged = comfy.lora.calculate_weight(patched.patches[key], value.clone(), key)
+        made = row.encode(merged, {})
+        assert torch.equal(layers_of(quantized)[name].weight._qdata, made["weight"]), name
+        assert not is_loaded or model.get_model_object(f"diffusion_model.{name}").weight.patches, "put back"
+
+
+def test_a_model_that_a_gguf_loader_packed_is_saved_in_16_bit(comfy, gguf) -> None:
+    import folder_paths
+
+    model, values = gguf
+    node = comfy.nodes["HalfsafeSaveModel"].PREPARE_CLASS_CLONE(None)
+    saved = load_file(f"{folder_paths.get_output_directory()}/{node.execute(model, 'gguf', 'as_file', None).args[0]}")
+    assert not any("temp" in name for name in saved)
+    for name, value in values.items():
+        assert saved[f"{name}.weight"].dtype == torch.float16 and torch.equal(saved[f"{name}.weight"], value.half())
+        assert f"{name}.bias" in saved

@@ -1,0 +1,57 @@
+"""Linear layers as ComfyUI-GGUF has them: bytes of its own as weight, unpacked by the layer, patches kept on the tensor while the model is loaded.
+
+After ``ops.py`` of city96/ComfyUI-GGUF (``GGMLTensor``, ``GGMLLayer``): what it names and what it gives is so there.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import comfy.lora
+import comfy.ops
+import torch
+
+STEP = 1 / 64
+
+
+class GGMLTensor(torch.Tensor):
+    """One byte a number here, 128 for zero."""
+
+    @staticmethod
+    def of(values: torch.Tensor) -> GGMLTensor:
+        data = (values / STEP).round().add(128).clamp(0, 255).to(torch.uint8).as_subclass(GGMLTensor)
+        data.tensor_type, data.tensor_shape, data.patches = SimpleNamespace(name="Q8_0"), values.shape, []
+        return data
+
+
+class GGMLLinear(comfy.ops.manual_cast.Linear):
+    def is_ggml_quantized(self) -> bool:
+        return isinstance(self.weight, GGMLTensor)
+
+    def get_weight(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        patches = tensor.patches if isinstance(tensor, GGMLTensor) else []
+        weight = tensor.as_subclass(torch.Tensor).to(dtype)
+        weight = (weight - 128) * STEP if isinstance(tensor, GGMLTensor) else weight
+        for each, key in patches:
+            weight = comfy.lora.calculate_weight(each, weight, key)
+        return weight
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        bias = None if self.bias is None else self.get_weight(self.bias, input.dtype)
+        return torch.nn.functional.linear(input, self.get_weight(self.weight, input.dtype), bias)
+
+    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+        destination[f"{prefix}weight"] = torch.empty(self.weight.shape, device="meta")
+        destination[f"{prefix}temp.weight"] = torch.empty(self.weight.shape, device="meta")
+
+
+def pack(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Pack the Linear layers inside of blocks; returns their values, by layer."""
+    values = {}
+    for name, module in model.named_modules():
+        if type(module) is comfy.ops.manual_cast.Linear and "blocks." in name:
+            packed = GGMLTensor.of(module.weight.detach().float())
+            module.__class__ = GGMLLinear
+            module.weight = torch.nn.Parameter(packed, requires_grad=False)
+            values[name] = module.get_weight(module.weight, torch.float32)
+    return values
