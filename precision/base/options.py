@@ -6,7 +6,7 @@ RuledStorage = Literal[
     "as_file", "fp8_e4m3fn", "fp8_e5m2", "fp16", "bf16", "fp32", "int8", "w6a8", "w4a8", "nvfp4", "mxfp8"
 ]  # fmt: skip
 StorageOption = Literal["auto", RuledStorage]
-QuantizedStorage = Literal["fp8_e4m3fn", "fp8_e5m2", "int8", "w6a8", "w4a8"]
+QuantizedStorage = Literal["fp8_e4m3fn", "fp8_e5m2", "int8", "w6a8", "w4a8", "nvfp4", "mxfp8"]
 """The storages of 8 bits or fewer, of which a weight is made; the others are dtypes, or change nothing."""
 RuledCompute = Literal["fp8", "fp16", "fp16_safe", "bf16", "fp32", "int8"]
 ComputeOption = Literal["auto", RuledCompute]

@@ -60,6 +60,7 @@ class DeviceProfile:
         called: pattern of the names people know such devices by, in small letters and digits.
         fp16 to int8_matmul_gains: the capabilities, see ``CAPABILITIES``; ``gains``: faster than 16 bit.
         fp8_formats: storage names ``torch._scaled_mm`` takes here; MI300 has fnuz only.
+        blocks_matmul: ComfyUI multiplies nvfp4 and mxfp8 weights as they are stored here.
         fp16_safe_cost: how much longer than fp16 ``fp16_safe`` takes, least and most of the models of
             benchmarks/results/cost.json on cards of this kind, with weights in VRAM under dynamic VRAM; "" where it was
             not estimated.
@@ -84,6 +85,7 @@ class DeviceProfile:
     fp8_fast_accumulation: bool = False
     int8_matmul: bool = False
     int8_matmul_gains: bool = False
+    blocks_matmul: bool = False
     fp16_safe_cost: str = ""
     measured: str = ""
     slower_in_8_bits: bool = False
@@ -204,7 +206,7 @@ ROWS = (
                "int8_matmul_gains": "An H200 takes 0.93 to 1.55 of fp16's time for an int8 matmul at four shapes."},
     ),
     DeviceProfile(
-        "sm_100", "B200 (Blackwell)", fp16_safe_cost="17 to 53 %", called=r"g?b[123]00",
+        "sm_100", "B200 (Blackwell)", fp16_safe_cost="17 to 53 %", called=r"g?b[123]00", blocks_matmul=True,
         **FP8_NVIDIA | {"int8_matmul_gains": False},
         notes={"fp16_accumulation": "fp16 accumulation is not expected to be faster here.",
                "fp8_matmul_gains": "A B300 is 1.07x as fast with fp8 as with bf16 (vLLM recipes #766).",
@@ -213,7 +215,7 @@ ROWS = (
     ),
     DeviceProfile(
         "sm_120", "RTX 50xx (Blackwell)",
-        called=r"rtx50[5-9]0(ti|d)?|rtxpro\d000(blackwell)?", fp16_safe_cost="9 to 49 %",
+        called=r"rtx50[5-9]0(ti|d)?|rtxpro\d000(blackwell)?", fp16_safe_cost="9 to 49 %", blocks_matmul=True,
         **GEFORCE, **FP8_NVIDIA,
         notes={"fp16_accumulation": GEFORCE_GAIN,
                "int8_matmul_gains": "An RTX 5060 is 1.20x as fast with int8 as with fp8 (ComfyUI-INT8-Fast #69).",

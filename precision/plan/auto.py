@@ -2,12 +2,16 @@
 
 from collections.abc import Sequence
 
+import torch
+
 from ..base.options import ComputeOption, RuledCompute, RuledStorage
 from ..base.text import size_text
 from ..devices.detect import Device
 
 ACTIVATION_ROOM = 2 << 30
 UNQUANTIZED = ("fp16", "bf16", "fp32", "fp64")
+BLOCKS = ("nvfp4", "mxfp8")
+"""Storages with a scale for each block of inputs."""
 INT8_COMPUTE = ("auto", "int8")
 """Compute options under which weights held in int8 multiply in int8."""
 
@@ -121,6 +125,17 @@ def why_low_bits_are_slow(device: Device) -> str:
     slow, oldest = why_int8_is_slow(device), device.profile.name == "sm_75"  # MIN_SM_VERSION of comfy-kitchen's layout
     kernel = f"comfy-kitchen's product of 4- and 6-bit weights needs sm_80: on {device.label} they are unpacked first."
     return slow or (kernel if oldest else "")
+
+
+def why_slow(storage: str, device: Device) -> str:
+    """Return why products of weights in fewer than 8 bits or in blocks are not faster than 16-bit ones on a device; ""
+    if they are."""
+    if storage not in BLOCKS:
+        return why_low_bits_are_slow(device)
+    if not device.profile.blocks_matmul:
+        return f"{device.label} does not multiply {storage}."
+    needs_torch = not device.simulated and int((torch.version.cuda or "0").partition(".")[0]) < 13
+    return f"{storage} products need a torch for CUDA 13." if needs_torch else ""
 
 
 def held_storage(device: Device, file_dtype: str) -> tuple[RuledStorage, str]:

@@ -31,7 +31,7 @@ from .choice import frozen
 from .facts import LayerSpec
 from .rules import Rules
 
-FEWER_BITS: tuple[StorageOption, ...] = ("w6a8", "w4a8")
+FEWER_BITS: tuple[StorageOption, ...] = ("w6a8", "w4a8", "nvfp4")
 REQUANTIZATION_LIMIT = {"fp8_e4m3fn": 0.04, "fp8_e5m2": 0.08}
 # ComfyUI tells SD, SDXL and LTX-Video by the columns of this weight (comfy/model_detection.py).
 _TELLS_MODEL = re.compile(r"(^|\.)transformer_blocks\.0\.attn2\.to_k$")

@@ -14,12 +14,15 @@ from ..base.options import ComputeOption, StorageOption
 from ..formats.checkpoint import Checkpoint, StoredWeight
 from ..formats.comfy_format import exceeds_fp16, stays
 from ..formats.layer_plan import AS_FILE, LayerPlan
+from .auto import BLOCKS, why_slow
 from .choice import Choice, WithoutEffect, frozen
 from .compute import BY_COMFYUI, ComputePlan, choose_compute, plan_compute, rules_without_effect, weight_dtype
 from .facts import ModelFacts, facts_of, layer_specs, most
 from .layers import LoadTarget, notes_on, plan_storage, plan_weights
 from .rules import TEXT_ENCODER_RULES, Rules
 from .storage import bytes_below_16_bit, choose_encoder_storage, choose_storage
+
+UNPACKED_BLOCKS = "{} layers in {} are dequantized in each call, which takes longer than 16-bit weights: {}"
 
 
 @dataclass(frozen=True)
@@ -176,6 +179,9 @@ def _in_memory(
     as_file = Counter(w.storage for name, w in inside.items() if weights[name].asked == AS_FILE and w.quantized)
     refused = ((storage, count, target.refuses(storage)) for storage, count in as_file.items())
     notes += [f"{count} weights in {storage} were loaded in {dtype}: {why}" for storage, count, why in refused if why]
+    blocks = Counter(own.stored for name, own in weights.items() if own.stored in BLOCKS and name in inside)
+    slow = ((count, storage, why_slow(storage, target.device)) for storage, count in blocks.items())
+    notes += [UNPACKED_BLOCKS.format(*told) for told in slow if told[-1]]
     quantized = {name for name, weight in inside.items() if _is_quantized(weight, weights[name])}
     allocated = 0
     for name, weight in inside.items():

@@ -10,7 +10,7 @@ from ..base.text import size_text
 from ..formats.layer_plan import AS_FILE, LayerPlan
 from ..formats.registry import FORMAT_OF_STORAGE
 from ..formats.stored_weight import StoredWeight
-from .auto import ACTIVATION_ROOM, UNQUANTIZED, auto_storage, held_storage, smallest_storage, why_low_bits_are_slow
+from .auto import ACTIVATION_ROOM, BLOCKS, UNQUANTIZED, auto_storage, held_storage, smallest_storage, why_slow
 from .choice import Choice, frozen
 from .compute import SAFE
 from .facts import ModelFacts
@@ -20,6 +20,8 @@ from .rules import Rules
 EIGHT_BITS = ("int8", "fp8_e4m3fn")
 PREDICTED_ERROR = {"int8": 0.0089, "w6a8": 0.0184, "w4a8": 0.0617}
 """Relative error of a layer's int8 product with weights rounded to nearest: MiniLM in benchmarks/README.md."""
+NVFP4_ERROR = 3.5
+"""Of the layers of the trained HunyuanVideo in docs/numbers.md."""
 MANY_SCALES = "the file's fp8 has many scales, ComfyUI's has one: int8 takes the same bytes and is nearer to the file"
 Layers = Mapping[str, LayerPlan]
 """Layer name -> plan."""
@@ -37,7 +39,10 @@ def choose_storage(
     if smallest_storage(target.device, computed.requested)[0] == "int8":
         layers = _many_scales_in_int8(facts, layers)
     if storage == "auto" and choice.used in EIGHT_BITS and target.free is not None:
-        return _fitted(facts, choice, layers, rules, target, target.free - ACTIVATION_ROOM)
+        room = target.free - ACTIVATION_ROOM
+        if computed.requested != "auto":  # another compute dequantizes them
+            target = replace(target, formats={name for name in FEWER_BITS if name in target.formats} - {*BLOCKS})
+        return _fitted(facts, choice, layers, rules, target, room)
     return choice, layers
 
 
@@ -77,31 +82,34 @@ def _many_scales_in_int8(facts: ModelFacts, layers: Layers) -> Layers:
 def _fitted(
     facts: ModelFacts, choice: Choice[StorageOption], layers: Layers, rules: Rules, target: LoadTarget, room: int
 ) -> tuple[Choice[StorageOption], Layers]:
-    """Store the model in w6a8, else in w4a8, if int8 does not fit into ``room`` and the smaller one does, and say so.
-
-    Not for fp8: it is chosen only if int8 products are no faster, and w6a8 and w4a8 multiply in int8.
-    """
+    """Store the model in the first storage of fewer bits that is fast on the device and fits into ``room``, if 8 bits
+    do not fit, and say so."""
     size = bytes_stored(facts, layers)
     if size <= room:
         return choice, layers
     smaller = {name: plan_storage(facts.layers, name, rules) for name in FEWER_BITS if name in target.formats}
     sizes = {name: bytes_stored(facts, own) for name, own in smaller.items()}
-    fitting = next((name for name in smaller if sizes[name] <= room), None)
-    used = choice.used
-    moved = size_text(size - room)
-    slow = why_low_bits_are_slow(target.device)
-    if fitting and not slow and used == "int8":
+    fitting = [name for name in smaller if sizes[name] <= room]
+    fast = next((name for name in fitting if not why_slow(name, target.device)), None)
+    used, held, moved = choice.used, choice.used.split("_")[0], size_text(size - room)
+    if fast:
         reason = (
-            f"{size_text(size)} in int8 do not fit either: {fitting} takes {size_text(sizes[fitting])}. The predicted "
-            f"error of a layer's output is {PREDICTED_ERROR[fitting]:.1%}, against {PREDICTED_ERROR['int8']:.1%} in "
-            f"int8. With storage=int8 ComfyUI moves {moved} in and out at each step."
+            f"{size_text(size)} in {held} do not fit either: {fast} takes {size_text(sizes[fast])}. {_error_of(fast)} "
+            f"With storage={used} ComfyUI moves {moved} in and out at each step."
         )
-        used, layers = fitting, smaller[fitting]
+        used, layers = fast, smaller[fast]
     else:
-        why = f"{slow} storage={fitting} makes it fit." if fitting else "Fewer bits do not make it fit either."
-        held = used.split("_")[0]
+        makes = f"{why_slow(fitting[0], target.device)} storage={fitting[0]} makes it fit." if fitting else ""
+        why = makes or "Fewer bits do not make it fit either."
         reason = f"The model does not fit in {held} either: ComfyUI moves {moved} in and out. {why.strip()}"
     return replace(choice, used=used, reason=f"{choice.reason} {reason}".strip()), layers
+
+
+def _error_of(storage: str) -> str:
+    if storage not in PREDICTED_ERROR:
+        return f"The error of {storage} products is {NVFP4_ERROR} times that of fp8 products."
+    shares = PREDICTED_ERROR[storage], PREDICTED_ERROR["int8"]
+    return f"The predicted error of a layer's output is {shares[0]:.1%}, against {shares[1]:.1%} in int8."
 
 
 def bytes_stored(facts: ModelFacts, layers: Layers) -> int:

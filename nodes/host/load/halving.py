@@ -19,7 +19,7 @@ from ....precision.formats.checkpoint import Checkpoint, read_checkpoint
 from ....precision.formats.layer_plan import AS_FILE
 from ....precision.formats.registry import FORMAT_OF_STORAGE
 from ....precision.plan import storage as plan
-from ....precision.plan.auto import smallest_storage, why_low_bits_are_slow
+from ....precision.plan.auto import BLOCKS, smallest_storage, why_low_bits_are_slow, why_slow
 from ....precision.plan.facts import layer_specs
 from ....precision.plan.layers import FEWER_BITS, plan_storage
 from ....precision.plan.rules import TEXT_ENCODER_RULES, Rules, rules_from
@@ -114,7 +114,8 @@ def _judged(loader: Mapping, options: Mapping[str, str]) -> dict:
     is_cast, then = loader.get("in_8_bits"), _sum(parts, chosen)
     now = then if is_cast else _sum(parts, {})
     saves = not parts or now - then > LEAST * now
-    left = [] if saves else [_fewer(parts, name, now) for name in FEWER_BITS]
+    usable = [name for name in FEWER_BITS if name not in BLOCKS or not why_slow(name, current_device())]
+    left = [] if saves else [_fewer(parts, name, now) for name in usable]
     is_in_8_bits = is_cast or any(part.held() for part in parts)
     return {
         "reason": "" if saves else NOT_16_BIT if is_in_8_bits else NO_LAYER,

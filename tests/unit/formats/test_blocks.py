@@ -11,10 +11,11 @@ from halfsafe.precision.formats import stored_weight
 from halfsafe.precision.formats.checkpoint import read_checkpoint
 from halfsafe.precision.formats.comfy_format import sampled_error, tensors_of
 from halfsafe.precision.formats.format import kitchen_function
+from halfsafe.precision.formats.layer_plan import LayerPlan
 from halfsafe.precision.formats.registry import FORMAT_OF_STORAGE
 from halfsafe.precision.formats.stored_weight import StoredWeight
+from halfsafe.precision.plan.layers import plan_weights
 from halfsafe.precision.plan.rules import rules_from
-from halfsafe.precision.plan.weights import plan_weights
 from safetensors.torch import save_file
 from support.measures import relative_error
 
@@ -100,4 +101,4 @@ def test_a_shape_that_would_be_padded_stays_as_in_the_file(storage: str, shape: 
 def test_without_comfy_kitchen_it_is_refused_by_name(storage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("halfsafe.precision.formats.format.kitchen_function", lambda name: None)
     with pytest.raises(StorageNotHeld, match=f"storage={storage}.*came with ComfyUI"):
-        plan_weights({NAME: weight_of(32, 64)}, {NAME: storage}, "file")
+        plan_weights({NAME: weight_of(32, 64)}, {NAME: LayerPlan(storage)}, "file")

@@ -115,12 +115,24 @@ def encoded(name):
 @pytest.mark.parametrize("name", ["awq4", "nvfp4"])
 def test_a_format_that_comfyui_lacks_is_unpacked_with_a_note_for_models_and_encoders(name):
     weight, row = encoded(name)
-    stored, lacking, device = {weight.name: weight}, FORMAT_OF_STORAGE.keys() - {row.storage}, devices.detect(profile="sm_86")
+    stored, lacking, device = {weight.name: weight}, FORMAT_OF_STORAGE.keys() - {row.storage}, devices.detect(profile="sm_120")
     for formats, storage in ((FORMAT_OF_STORAGE, "as_file"), (lacking, "bf16")):
-        model, encoder = in_memory(stored, formats=formats), encoder_of(weight, device, formats)
+        model, encoder = in_memory(stored, formats=formats, device=device), encoder_of(weight, device, formats)
         assert model.weights[weight.name].storage == encoder.weights[weight.name].storage == storage
         assert model.notes == encoder.notes and len(model.notes) == (storage == "bf16")
     assert f"1 layers in {row.title}, which needs ComfyUI {row.since}, were unpacked to bf16." in model.notes
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp8"])
+@pytest.mark.parametrize("profile", ["sm_75", "sm_89", "sm_90", "sm_100", "sm_120", "gfx1201", "mps_m1", "cpu"])
+def test_what_unpacking_blocks_costs_is_told_where_no_product_takes_them(name, profile):
+    weight, _ = encoded(name)
+    device = devices.detect(profile=profile)
+    found = in_memory({weight.name: weight}, device=device)
+    if found.weights[weight.name].stored != name:
+        return  # the device cannot hold it
+    why = f"1 layers in {name} are dequantized in each call, which takes longer than 16-bit weights: {device.label} does not multiply {name}."
+    assert (why in found.notes) == (profile not in ("sm_100", "sm_120"))
 
 
 def without_fp8(profile="sm_86"):
@@ -135,7 +147,7 @@ def test_what_the_device_cannot_hold_is_unpacked_with_a_note_in_the_part_that_go
     monkeypatch.setattr(devices, "fp8_dtypes", lambda storage: ("fp8",) if storage == row.storage else ())
     stored, device = {inside.name: inside, **encoder_weights}, without_fp8()
     planned = in_memory(stored, compute="fp16_safe", prefix="model.", device=device)
-    held = in_memory(stored, compute="fp16_safe", prefix="model.")
+    held = in_memory(stored, compute="fp16_safe", prefix="model.", device=devices.detect(profile="sm_120"))
     assert planned.weights[inside.name].stored == planned.dtype == "fp16"
     assert held.weights[inside.name].stored == row.storage and held.notes == ()
     assert all(planned.weights[key] == held.weights[key] for key in encoder_weights), "these go elsewhere"

@@ -188,11 +188,11 @@ def test_text_encoder_keeps_embeddings():
 GIB = 1 << 30
 
 
-def fitted(profile, gib, formats=QUANTIZED_NAMES, rules=""):
+def fitted(profile, gib, formats=QUANTIZED_NAMES, rules="", compute="auto"):
     """What ``auto`` makes of 8 GiB of int8 on a card with so much memory."""
     layers = [LayerSpec(f"blocks.{i}.ffn", "Linear", (4096, 4096)) for i in range(512)]
     facts = ModelFacts(layers, 512 << 24, "bf16", ("bf16", "fp32"))
-    return plan_load(facts, "auto", "auto", rules_from(rules, "none"), LoadTarget(devices.detect(profile=profile), int(gib * GIB), formats))
+    return plan_load(facts, "auto", compute, rules_from(rules, "none"), LoadTarget(devices.detect(profile=profile), int(gib * GIB), formats))
 
 
 def held(plan):
@@ -216,6 +216,24 @@ def test_auto_takes_the_most_bits_that_fit_for_the_whole_model_and_says_what_it_
         assert "Fewer bits do not make it fit either" in plan.storage.reason and "in and out" in plan.storage.reason
 
 
+@pytest.mark.parametrize(
+    ("profile", "formats", "compute", "expected"),
+    [
+        ("sm_100", QUANTIZED_NAMES, "auto", "nvfp4"),  # int8 brings no speed there
+        ("sm_120", ("int8", "nvfp4"), "auto", "nvfp4"),  # a ComfyUI before 0.31
+        ("sm_120", QUANTIZED_NAMES, "auto", "w4a8"),  # of the same size, with less error
+        ("sm_120", ("int8", "nvfp4"), "int8", "int8"), ("sm_100", QUANTIZED_NAMES, "fp16", "fp8_e4m3fn"),  # which would dequantize nvfp4
+        ("sm_90", QUANTIZED_NAMES, "auto", "fp8_e4m3fn"), ("sm_86", ("int8", "nvfp4"), "auto", "int8"),
+    ],
+)  # fmt: skip
+def test_auto_takes_nvfp4_only_where_the_device_multiplies_it_and_8_bits_do_not_fit(profile, formats, compute, expected):
+    plan = fitted(profile, 7, formats, compute=compute)
+    assert held(plan) == {expected} == {plan.storage.used}
+    if expected == "nvfp4":
+        assert "nvfp4 takes 4.50 GiB. The error of nvfp4 products is 3.5 times that of fp8 products." in plan.storage.reason
+    assert held(fitted(profile, 11, formats, compute=compute)) != {"nvfp4"}, "8 bits fit"
+
+
 def test_without_a_kernel_for_them_few_bits_are_named_and_not_taken():
     plan = fitted("sm_75", 9)
     assert held(plan) == {"int8"} and "needs sm_80" in plan.storage.reason and "storage=w6a8 makes it fit" in plan.storage.reason
@@ -228,11 +246,11 @@ def test_a_layer_that_a_rule_stores_in_int8_stays_so():
 
 def test_the_weight_that_comfyui_tells_the_model_by_is_not_packed():
     told, other = (LayerSpec(f"blocks.1.transformer_blocks.0.attn2.to_{kind}", "Linear", (640, 2048)) for kind in "kv")
-    for storage in ("w6a8", "w4a8"):
+    for storage in ("w6a8", "w4a8", "nvfp4"):
         decisions = plan_storage([told, other], storage, rules_from())
         assert decisions[told.name].storage == "int8" and "ComfyUI detects the architecture" in decisions[told.name].why_stored
         assert decisions[other.name].storage == storage
-    assert plan_storage([told], "fp8_e4m3fn", rules_from())[told.name].storage == "fp8_e4m3fn"
+    assert {plan_storage([told], name, rules_from())[told.name].storage for name in ("fp8_e4m3fn", "mxfp8")} == {"fp8_e4m3fn", "mxfp8"}
 
 
 @pytest.mark.parametrize("storage", ["int8", "w6a8", "w4a8"])
