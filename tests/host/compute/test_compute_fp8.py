@@ -13,6 +13,7 @@ from halfsafe.nodes.host.compute import fp8_product
 from halfsafe.nodes.host.compute.core_layers import Fp8Linear
 from halfsafe.precision.arithmetic.linear import lent
 from halfsafe.precision.base.layers import kind_of
+from halfsafe.precision.commands.convert import convert_file
 from halfsafe.precision.plan.rules import rules_from
 from support import families, model_files, tiny_models
 from support.families import load, with_compute
@@ -125,6 +126,24 @@ def test_activations_are_e4m3_beside_weights_of_either_format(comfy, wan, call, 
     fp8 = {entry["name"] for entry in families.report(comfy, model)["layers"] if entry["mode"] == "fp8"}
     assert fp8 == {name for name, made in products.made.items() if "fp8" in made} and len(products.scaled) == len(fp8)
     assert relative_error(families.replay(load(comfy, wan, storage, "fp32"), call), result) < 0.08
+
+
+@pytest.mark.parametrize(
+    ("storage", "rules"), [("as_file", "blocks.0.ffn.0 storage=fp8_e4m3fn"), ("fp8_e4m3fn", "blocks.0.ffn.0 storage=as_file")]
+)
+@torch.inference_mode()
+def test_of_a_file_in_two_storages_the_layers_in_fp8_multiply_in_fp8(comfy, wan, call, models_dir, with_fp8_units, storage, rules):
+    """Whatever most of the file is stored in."""
+    path = models_dir / "diffusion_models" / f"two_storages_{storage}.safetensors"
+    convert_file(wan, path, storage, rules_from(rules, "none"))
+    model = load(comfy, path, "as_file", "fp8")
+    with Products(linears(model)) as products:
+        families.replay(model, call)
+    fp8 = {name for name, made in products.made.items() if "fp8" in made}
+    assert fp8 == {name for name, layer in linears(model).items() if isinstance(layer.weight, QuantizedTensor) and name in products.made}
+    report = families.report(comfy, model)
+    assert fp8 == {entry["name"] for entry in report["layers"] if entry["mode"] == "fp8"}
+    assert ("blocks.0.ffn.0" in fp8) == (storage == "as_file") and not report["without_effect"]
 
 
 @pytest.mark.parametrize("base", ["fp16_safe", "bf16", "fp16"])
