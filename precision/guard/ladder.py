@@ -3,12 +3,13 @@
 from dataclasses import replace
 from typing import Any
 
+from ..base.modes import FP32
 from ..base.nested import tensors_in
 from ..report.schema import GuardEvent, Verdict
 from . import verdicts
 from .evidence import BEYOND_RUNGS, BY_INPUTS, BY_WEIGHTS, IN_FP32, LAST, Evidence, explained
 from .failed_call import Attempt, FailedCall
-from .inputs import Diagnosis, rows_not_finite, with_nan, without_nan
+from .inputs import Diagnosis, is_finite, rows_not_finite, with_nan, without_nan
 from .localize import Origin
 from .log import CallPosition, GuardLog, event_of, sentence
 from .policy import OFF
@@ -46,15 +47,18 @@ class Ladder:
         except Exception as error:  # a repeat runs code in a dtype that it may never have run in, and needs more memory
             return self._broken_off(error)
 
-    def tell_hidden(self, exact: Any) -> bool:
+    def tell_hidden(self, exact: Any, again: Any) -> bool:
         """Note what explains a finite call whose repeat in fp32, ``exact``, is NaN or Inf. It ends no run.
 
-        Returns whether something was found.
+        ``again``: the result of a second repeat in fp32. Returns whether something was found.
         """
         call, evidence = self.call, self.evidence
         evidence.inputs = call.inputs()
         evidence.failed_in_fp32(exact)
         self.rows = evidence.failed_rows()
+        if all(map(is_finite, tensors_in(again))):
+            self._note_unchanged(None, verdicts.SAME_AGAIN, FP32.name)
+            return True
         found = explained(evidence, [*BEYOND_RUNGS, *BY_WEIGHTS])
         if found:
             mode = call.mode(found.origin)
@@ -272,10 +276,13 @@ class Ladder:
         mode = self.call.mode(found.origin)
         self.log.give_up(position, replace(found, advice=self._advice_on(found)), mode, goes_on)
 
-    def _note_unchanged(self, advice: str | None, evidence: str) -> None:
-        """Note that the device is at fault, and no layer: the arithmetic stays as it was."""
+    def _note_unchanged(self, advice: str | None, evidence: str, mode: str = "") -> None:
+        """Note that the device is at fault, and no layer: the arithmetic stays as it was.
+
+        ``mode``: the arithmetic of the call that failed, if it is not the call's own.
+        """
         place = self.call.default_origin
-        mode = self.call.mode(place)
+        mode = mode or self.call.mode(place)
         self.log.note(self._event(place, DEVICE_FAULT, (mode, mode), evidence), place, DEVICE_FAULT, advice)
 
     def _event(self, place: Origin | None, verdict: Verdict, modes: tuple[str, str], evidence: str) -> GuardEvent:

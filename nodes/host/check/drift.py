@@ -165,9 +165,10 @@ class DriftCheck:
     def _tell_hidden(self, run: Run, result: torch.Tensor, exact: torch.Tensor, blocks: BlockOutputs) -> None:
         """Log an event for a finite result that is NaN or Inf in fp32: the input or weight that explains it, else the
         first block whose result is NaN or Inf there."""
-        call = ModelCall(run, self.call, self.report.call, self.start, result, self.guarded, hidden=True)
+        call = ModelCall(run, self._uncached(), self.report.call, self.start, result, self.guarded, hidden=True)
+        again = self._in_fp32(run)
         extra = self.log.extra_calls
-        if not Ladder(call, self.log).tell_hidden(exact):
+        if not Ladder(call, self.log).tell_hidden(exact, again):
             first = next((name for name, taken in blocks.samples.items() if not torch.cat(taken).isfinite().all()), "")
             rows = sorted({row % call.images for row in rows_not_finite(exact)})
             event = drift.hidden_event(self.report, first, FINITE_HERE, rows)
@@ -192,15 +193,20 @@ class DriftCheck:
 
     def _in_fp32(self, run: Run) -> torch.Tensor:
         """Run the call again in fp32, in and between its layers, with the same random numbers."""
-        call = self.call.again(EscalatedLayers(ALL_IN_FP32, self.model, self.guarded.modes))
-        call.options = without_step_cache(call.options)
+        call = self._uncached()
+        call.rung = EscalatedLayers(ALL_IN_FP32, self.model, self.guarded.modes)
         given = torch.float32 if self.guarded.escalation.everywhere else stream_dtype(self.patcher)
         call.extra = with_rounded_guidance(call.extra, given)
-        call.x = self.latent.clone()
         self.report.repeats += 1
         self.log.extra_calls += 1
         with self.start.again(), general_operations(), CastsToFp32():
             return run(call)
+
+    def _uncached(self) -> Call:
+        """Return a copy of the call in which no step cache skips the model."""
+        call = self.call.again(None)
+        call.options, call.x = without_step_cache(call.options), self.latent.clone()
+        return call
 
 
 def _arithmetic(patcher: ModelPatcher, guarded: Guarded) -> str:

@@ -7,10 +7,11 @@ import torch
 from comfy.sd import load_lora_for_models
 from halfsafe.nodes.host.compute import core_layers
 from halfsafe.precision.devices import probes
-from support import families, model_files, rare_families
+from comfy_extras.nodes_easycache import EasyCacheNode
+from support import families, model_files, plants, rare_families
 from support.cuda_rules import HostReads
 from support.families import load
-from support.guarding import core, guarded, inside, int8_attention, report_of
+from support.guarding import core, guarded, inside, int8_attention, nan_at, report_of
 
 LAYERS = {f"blocks.{block}.{layer}": shape for block in (0, 1) for layer, shape in {"ffn.0": (1024, 256), "ffn.2": (256, 1024)}.items()}
 RARE = ("svd", "cosmos1", "cogvideox", "kandinsky5", "stable_cascade")
@@ -158,3 +159,43 @@ def test_models_that_predict_something_else_than_the_noise(comfy, models_dir, fa
         report = report_of(model)
         assert [check.step for check in report.checks] == [0, 5] and not any(check.left_out for check in report.checks)
         assert [event.step for event in report.events] == steps and all(event.layer and event.kind == "drift" for event in report.events)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_a_finite_call_that_is_nan_in_fp32_is_an_event_that_names_the_weight(comfy, models_dir, dtype):
+    """torch's attention with a key that is Inf is finite in 16 bit, and NaN in fp32."""
+    plain = load(comfy, plants.write("sd15", models_dir / "diffusion_models"), dtype, dtype)
+    fused = core("comfy.ldm.modules.attention").attention_pytorch
+    plain = with_attention(plain, lambda function, *args, **kwargs: fused(*args, **kwargs))
+    name = "middle_block.1.transformer_blocks.0.attn1.to_k"
+    plain.model.diffusion_model.get_submodule(name).weight.data.view(-1)[0] = torch.inf
+    model = guarded(comfy, plain, check="first step")
+    assert torch.isfinite(plants.sample(model, "sd15")).all()
+    report = report_of(model)
+    (event,), (check,) = report.events, report.checks
+    assert (report.verdict, event.kind, event.layer, event.ended) == ("bad_weights", "weights", name, False)
+    assert "finite, but NaN or Inf in fp32" in event.evidence and "see the events" in check.left_out
+
+
+def test_code_that_is_nan_in_fp32_alone_is_an_event_that_names_its_block(comfy, files):
+    plain = load(comfy, files("wan"), "fp16", "fp16")
+    block = plain.model.diffusion_model.blocks[1]
+    handle = block.register_forward_hook(lambda module, args, result: result * torch.nan if result.dtype == torch.float32 else result)
+    try:
+        event = found(comfy, plain)
+    finally:
+        handle.remove()
+    assert (event.kind, event.layer) == ("drift", "blocks.1") and "finite, but NaN or Inf in fp32" in event.evidence
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_one_fault_in_the_fp32_call_of_a_check_is_the_devices(comfy, files, cached):
+    plain = load(comfy, files("wan"), "fp16", "fp16")
+    plain = EasyCacheNode.execute(plain, 3.0, 0.0, 1.0, False).args[0] if cached else plain
+    expected = families.sample(plain, "wan", steps=6)
+    model = guarded(comfy, inside(plain, nan_at(2)), check="first step")
+    assert torch.equal(families.sample(model, "wan", steps=6), expected)
+    report = report_of(model)
+    (event,) = report.events
+    assert report.verdict == "device_fault" and (event.from_mode, event.to_mode, event.recovered) == ("fp32", "fp32", True)
+    assert report.extra_calls == report.checks[0].repeats == 2
