@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from comfy.sd import load_lora_for_models
+from comfy_extras.nodes_easycache import EasyCacheNode
 from halfsafe.nodes.host.compute import core_layers
 from halfsafe.precision.devices import probes
-from comfy_extras.nodes_easycache import EasyCacheNode
 from support import families, model_files, plants, rare_families
 from support.cuda_rules import HostReads
 from support.families import load
