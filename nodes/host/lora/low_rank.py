@@ -176,11 +176,12 @@ class LowRankLayer(torch.nn.Module):
 
     ``in_fp32``: multiply an fp32 input in fp32, instead of in fp16 without overflow. ``strengths``: of each LoRA, times
     its own of ``scales``, on the device. ``held``: all factors in one layer of ComfyUI's, which casts and transfers it.
-    ``missed``: a call had an argument that is not known, so that the layer ran without its LoRAs.
+    ``missed``: a call had an argument that is not known, so that the layer ran without its LoRAs. ``ran``: the layer
+    was called in the last call of the model, outside of compiled graphs.
     """
 
     strengths: torch.Tensor
-    missed = False
+    missed = ran = False
 
     def __init__(self, changes: Sequence[LowRank], dtype: torch.dtype):
         super().__init__()
@@ -204,6 +205,8 @@ class LowRankLayer(torch.nn.Module):
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
         """Stand in for the layer's forward."""
+        if not torch.compiler.is_compiling():
+            self.ran = True
         return self(x, self.inner(x))
 
     def run_without(self, *args, **kwargs) -> torch.Tensor:
@@ -255,7 +258,8 @@ class LowRankModel(torch.nn.Module):
     """The LoRAs of a model's weights: ``layers`` by the keys of those. ``dtype``: of the factors, 16 bit.
 
     ``by_weight``: the keys of LoRAs that are added to the weight in each call, because they cannot be added to results
-    here; ``asked``: those of them whose weight was asked for. ``seen``: sizes of the calls that showed which these are.
+    here; ``asked``: those of them whose weight was asked for. ``seen``: sizes of the calls that showed which these are,
+    and the keys of the layers that ran in them.
     """
 
     def __init__(self, changes: Mapping[str, Sequence[LowRank]], dtype: torch.dtype, device: torch.device):
@@ -269,7 +273,7 @@ class LowRankModel(torch.nn.Module):
         self._planned: object = ()
         self.by_weight: set[str] = set()
         self.asked: set[str] = set()
-        self.seen: set[tuple] = set()
+        self.seen: dict[tuple | None, set[str]] = {}
         of_layers = iter(self._strengths.split([len(layer.changes) for layer in layers]))
         for layer in layers:
             layer.strengths = next(of_layers)

@@ -440,21 +440,31 @@ class LowRankCall(Acting):
     def __init__(self, patcher: AddsLowRank):
         self.adds, self.low_rank = patcher, patcher.low_rank_model()
         self.entered: set[torch.nn.Module] | None = None
+        self.sizes: tuple | None = None
 
     @contextlib.contextmanager
     def attempt(self, call: Call | None = None) -> Iterator[None]:
         """Add the LoRAs, and watch which layers run in the first call of each size of a sampler's run: ComfyUI may
         multiply past a layer at some sizes only. ``call``: None for a text adapter."""
-        sizes = None if call is None else tuple(map(_size, (call.x, call.c_crossattn)))
-        watched = sizes not in self.low_rank.seen
+        self.sizes = None if call is None else tuple(map(_size, (call.x, call.c_crossattn)))
+        watched = self.sizes not in self.low_rank.seen
+        for layer in self.low_rank.by_key.values():
+            layer.ran = False
         with contextlib.ExitStack() as held:
             held.enter_context(_on_layers(self.adds))
             self.entered = held.enter_context(modules_entered()) if watched else None
             yield
-        if sizes is not None:
-            self.low_rank.seen.add(sizes)
 
     def stands(self, result: object) -> bool:
+        """True if each LoRA was added. A call in which a layer did not run that ran before is watched in a repeat."""
+        seen, by_key = self.low_rank.seen, self.low_rank.by_key
+        ran = {key for key, layer in by_key.items() if layer.ran}
+        if self.entered is None:
+            if ran and seen[self.sizes] - ran - self.low_rank.by_weight and not is_compiled(self.adds):
+                del seen[self.sizes]
+                return False
+        elif self.sizes is not None:
+            seen[self.sizes] = ran
         return not self.adds.passes_to_weights(self.entered)
 
 

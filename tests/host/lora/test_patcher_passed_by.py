@@ -116,6 +116,26 @@ def test_layers_that_are_passed_by_at_one_size_of_a_call_alone(comfy, wan, call,
         assert relative_error(expected, result) < 1.1 * relative_error(expected, families.replay(beside, each))
 
 
+@pytest.mark.parametrize(("storage", "compute"), [("fp8_e4m3fn", "bf16"), ("int8", "int8")])
+def test_layers_that_are_passed_by_from_a_later_step_on(comfy, wan, counted, storage, compute):
+    """Of two calls of a step the size is the same: a layer that ran in the first step does not in the last two."""
+    plain, steps = WanSelfAttention.forward, 4
+    exact = families.sample(with_lora(load(comfy, wan, "fp32", "fp32")), "wan", steps=steps)
+    beside = families.sample(with_lora(load(comfy, wan, storage, compute)), "wan", steps=steps)
+    model = with_lora(load(comfy, wan, storage, compute))
+    with together():
+        fused = WanSelfAttention.forward
+
+        def forward(self, x, *args, **kwargs):
+            return (fused if len(counted) > 2 else plain)(self, x, *args, **kwargs)
+
+        with changed(WanSelfAttention, "forward", forward):
+            counted.clear()
+            result = families.sample(model, "wan", steps=steps)
+    assert relative_error(exact, result) < 1.1 * relative_error(exact, beside)
+    assert len(counted) == steps + 2, "the call that shows it is watched in a repeat, and made again with the LoRAs in the weights"
+
+
 def test_a_lora_by_hooks_follows_its_strength(comfy, wan, models_dir):
     from comfy_extras import nodes_hooks as nodes
 
