@@ -33,6 +33,8 @@ const RULES = "rules";
 const TOASTS = "halfsafe.toasts";
 const BADGES = "halfsafe.badges";
 const WATCH = "Halfsafe.WatchEveryRun";
+/** A storage of the widgets that offer some which older versions of ComfyUI do not run. */
+const LOW_BITS = "w4a8";
 /** The id of a guard that the setting puts behind a node, as watch.py names it. */
 const WATCHED = /^halfsafe_(.+)_\d+$/;
 const BADGE_COLORS = { fgColor: "#ffffff", bgColor: "#1d5c52" };
@@ -67,8 +69,11 @@ const badgeTexts = new Map();
 let sidebar = null;
 /** Whether the sidebar is to be drawn in the next frame. */
 let isDue = false;
-/** What this device can do, to be said in the page's language. @type {import("./result.mjs").Result | null} */
+/** What this device can do, to be said in the page's language, and the storages that this ComfyUI does not run with the version that does.
+ * @type {(import("./result.mjs").Result & {refused: string[], later: Record<string, string>}) | null} */
 let device = null;
+/** The question what this device can do, until it has failed. @type {Promise<void> | null} */
+let asking = null;
 /** What ComfyUI does here, as the server said when the sidebar was opened or a run ended. @type {import("./sidebar.mjs").Fact[]} */
 let here = [];
 let timing = new Timing();
@@ -325,7 +330,8 @@ function drawSidebar(one) {
   const unmeasure = nodes.some(isMeasure) ? () => unmeasureWorkflow(app) : null;
   const unhalve = nodes.some(isHalved) ? () => putLoadersBack(app) : null;
   const actions = { showMe: () => showMe(app), guard: () => guardWorkflow(app), unguard, measure: () => measureWorkflow(app), unmeasure, halve: () => halveMemory(app, api), unhalve, watch: (/** @type {string} */ value) => app.extensionManager.setting.set(WATCH, value) };
-  const about = { device: device ? together([...device.refused.map(said), sentenceOf(device)]) : "", here, took: timing.text };
+  const ability = device ? together([...device.refused.map(said), sentenceOf(device)]) : asking ? t("Detecting the device ...") : t("ComfyUI does not answer.");
+  const about = { device: ability, here, took: timing.text };
   const waiting = { refused: log.refused(tab), isWaiting };
   one.draw(isWaiting ? null : log.of(tab), reports, { ...about, ...waiting, watching, tab, nodes, redraw: drawTab, ...actions }, { titleOf: (id) => nodeById(id)?.title ?? t("Guard"), has: (id) => Boolean(nodeById(id)), use: (id, use) => useMeasured(app, nodeById(id), use), goTo });
 }
@@ -410,6 +416,7 @@ function listen() {
   on("halfsafe.report", noteRan);
   on("halfsafe.badge", ({ node_id: id, words }) => noteRanIn(log.run?.tab ?? tabs.open, String(id), (mode) => [mode, ...words.map(said)].join(BETWEEN_WORDS)));
   on("halfsafe.refused", noteRefused);
+  on("reconnected", askAll);
   on("promptQueueing", notePress);
   on("promptQueued", () => tabs.settle());
   on("progress_text", () => sayProgress(allNodes(app)));
@@ -439,10 +446,47 @@ function redrawAt(node) {
   }
 }
 
-async function askDevice() {
-  const response = await api.fetchApi("/halfsafe/device");
-  device = response.ok ? await response.json() : null;
-  drawTab();
+/** What the server answers; null where it does not. @param {string} route @returns {Promise<any>} */
+async function answerOf(route) {
+  try {
+    const response = await api.fetchApi(route);
+    return response.ok ? await response.json() : null;
+  } catch {
+    return null;
+  }
+}
+
+/** Ask what this device can do: once, and again where ComfyUI did not answer. */
+function askDevice() {
+  asking ??= answerOf("/halfsafe/device").then((answer) => {
+    device = answer;
+    if (!answer) asking = null;
+    drawTab();
+  });
+  return asking;
+}
+
+/** Let a storage that this ComfyUI does not run say which one does. @param {any} node */
+async function labelStorages({ widgets = [] }) {
+  const offering = widgets.filter((/** @type {any} */ { options }) => options?.values?.includes?.(LOW_BITS));
+  if (!offering.length) return;
+  await askDevice();
+  const label = (/** @type {string} */ storage) => {
+    const needs = device?.later[storage];
+    return needs ? t("{storage} (from ComfyUI {needs} on)", { storage, needs }) : storage;
+  };
+  if (Object.keys(device?.later ?? {}).length) for (const { options } of offering) options.getOptionLabel = label;
+}
+
+/** Let ComfyUI's template browser list our workflows by their names: its server lists them as the file system does. */
+function sortTemplates() {
+  const pack = decodeURIComponent(new URL(".", import.meta.url).pathname.split("/").at(-2) ?? "");
+  const ask = api.getWorkflowTemplates.bind(api);
+  api.getWorkflowTemplates = async () => {
+    const packs = await ask();
+    packs[pack]?.sort();
+    return packs;
+  };
 }
 
 /** Say what was done outside of the sidebar. @param {import("./measure.mjs").Told} told */
@@ -460,9 +504,13 @@ function loaderMenu(node) {
   return canBeHalved(node) ? [item(t("Halve the memory"), () => halveMemory(app, api, node))] : [];
 }
 
+function askAll() {
+  askDevice();
+  askHere();
+}
+
 async function askHere() {
-  const response = await api.fetchApi("/halfsafe/here");
-  here = response.ok ? await response.json() : [];
+  here = await answerOf("/halfsafe/here") ?? [];
   drawTab();
 }
 
@@ -477,9 +525,8 @@ function addSidebarTab() {
     render: (/** @type {HTMLElement} */ container) => {
       sidebar ??= new Sidebar();
       if (sidebar.element.parentElement !== container) container.replaceChildren(sidebar.element);
+      askAll();
       drawSidebar(sidebar);
-      if (!device) askDevice();
-      askHere();
     },
   });
   watched = app.extensionManager.getSidebarTabs().find((/** @type {any} */ tab) => tab.id === "halfsafe");
@@ -528,6 +575,7 @@ app.registerExtension({
     await loadWords(api, () => app.extensionManager.setting.get("Comfy.Locale"));
     listen();
     tabs.watch(showOutputs);
+    sortTemplates();
     addSidebarTab();
   },
   nodeCreated(/** @type {any} */ node) {
@@ -538,6 +586,7 @@ app.registerExtension({
     if (node.comfyClass in WITH_RESULT) addResult(node);
     if (node.widgets?.some((/** @type {any} */ widget) => widget.name === RULES)) new RulesNote(node, api, () => app.graph?.setDirtyCanvas(true, true));
     addBadge(node);
+    labelStorages(node);
   },
   getNodeMenuItems: loaderMenu,
   afterConfigureGraph: () => {

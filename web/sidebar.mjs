@@ -57,7 +57,7 @@ export class Sidebar {
   /** @param {Run | null} run @param {NamedReport[]} reports @param {Greeting} greeting @param {Graph} graph */
   draw(run, reports, greeting, graph) {
     const state = run ? el("span", { class: "hs-dim", text: states()[run.state] }) : null;
-    fill(this.device, greeting.device || t("Detecting the device ..."));
+    fill(this.device, greeting.device);
     fill(this.actions, ...actionsOf(this, greeting));
     fill(this.did, ...this.#answer(greeting));
     fill(this.watch, watchSwitch(greeting));

@@ -31,7 +31,7 @@ export class Timing {
     const loading = this.#loading ? t("{seconds} s in loader nodes", { seconds: inSeconds(this.#loading) }) : "";
     if (!this.#steps) return loading;
     const { first, later } = this.#steps;
-    const steps = later === null ? t("{first} s to the end of the first step", { first: inSeconds(first) })
+    const steps = later === null || later >= first ? t("{first} s to the end of the first step", { first: inSeconds(first) })
       : t("{first} s to the end of the first step, {later} s for each later step: the difference is loading", { first: inSeconds(first), later: inSeconds(later) });
     return [loading, steps].filter(Boolean).join(t("; "));
   }

@@ -108,6 +108,19 @@ def opened_page(browser, server: Server, vue: bool) -> Iterator:
     context.close()
 
 
+@pytest.fixture(scope="session")
+def unseen(browser, server: Server, vue: bool) -> Iterator:
+    """A page that draws nothing, for tests that open templates by the dozen."""
+    from browser.comfy_page import VIEW, ComfyPage
+    from browser.graph_walk import HIDE
+
+    context = browser.new_context(viewport=VIEW)
+    comfy = ComfyPage(context, server, vue).open()
+    comfy.evaluate(HIDE)
+    yield comfy
+    context.close()
+
+
 @pytest.fixture
 def comfy(opened_page):
     """That page; tests share it."""

@@ -54,8 +54,7 @@ REFUSED = "The attention of this ComfyUI does not ask Halfsafe 1.2.0, so setting
 """A sentence that the server adds to the device's facts, as the self-test makes it (``nodes/host/comfyui/self_test.py``)."""
 
 
-@pytest.mark.parametrize(("language", "begins"), [("en", REFUSED), ("zh", "此 ComfyUI 的注意力不询问 Halfsafe")])
-def test_the_sidebar_begins_with_what_the_self_test_found(comfy: ComfyPage, language: str, begins: str, pictures: Path, cell: str) -> None:
+def test_the_sidebar_begins_with_what_the_self_test_found(comfy: ComfyPage, pictures: Path, cell: str) -> None:
     def with_refusal(route) -> None:
         answer = route.fetch()
         route.fulfill(response=answer, json={**answer.json(), "refused": [REFUSED]})
@@ -64,15 +63,66 @@ def test_the_sidebar_begins_with_what_the_self_test_found(comfy: ComfyPage, lang
     try:
         comfy.page.reload()
         comfy.wait_ready()
-        comfy.speak(language)
         comfy.evaluate(TAB)
-        comfy.page.wait_for_function("() => document.querySelector('.hs-sidebar .hs-sentence')?.textContent.includes('1.2.0')")
-        comfy.screenshot(pictures, f"refused-{language}-{cell}")
-        assert comfy.evaluate("() => document.querySelector('.hs-sidebar .hs-sentence').textContent").startswith(begins)
+        for language, begins in (("en", REFUSED), ("zh", "此 ComfyUI 的注意力不询问 Halfsafe")):
+            comfy.speak(language)
+            comfy.page.wait_for_function("(begins) => document.querySelector('.hs-sidebar .hs-sentence')?.textContent.startsWith(begins)", arg=begins)
+            assert "1.2.0" in comfy.page.inner_text(".hs-sidebar .hs-sentence")
+            comfy.screenshot(pictures, f"refused-{language}-{cell}")
     finally:
         comfy.page.unroute("**/halfsafe/device")
         comfy.page.reload()
         comfy.wait_ready()
+
+
+def test_the_sidebar_says_that_comfyui_does_not_answer_and_asks_again(comfy: ComfyPage) -> None:
+    """A server that is away, and then busy: what is known last is said, and what is asked for."""
+    sentence = "(text) => document.querySelector('.hs-sidebar .hs-sentence')?.textContent.startsWith(text)"
+    waiting = []
+    comfy.page.route("**/halfsafe/device", lambda route: route.abort())
+    try:
+        comfy.page.reload()
+        comfy.wait_ready()
+        comfy.evaluate(TAB)
+        comfy.page.wait_for_function(sentence, arg="ComfyUI does not answer.")
+        comfy.page.route("**/halfsafe/device", lambda route: waiting.append(route))
+        comfy.send("reconnected")
+        comfy.page.wait_for_function(sentence, arg="Detecting the device ...")
+        assert comfy.page.locator(".hs-actions .hs-button:enabled").count() == 4, "what is offered needs no answer"
+        waiting[0].continue_()
+        comfy.page.wait_for_function(sentence, arg="CPU")
+    finally:
+        comfy.page.unroute_all()
+    comfy.problems.clear()  # the request that failed
+
+
+def test_the_template_browser_lists_our_workflows_by_name(comfy: ComfyPage) -> None:
+    """ComfyUI's server lists them as the file system does."""
+    comfy.page.route("**/workflow_templates", lambda route: route.fulfill(json={"Halfsafe-Pack": [path.stem for path in reversed(WORKFLOWS)], "other": ["b", "a"]}))
+    listed = comfy.evaluate("async () => (await import('/scripts/api.js')).api.getWorkflowTemplates()")
+    assert listed == {"Halfsafe-Pack": [path.stem for path in WORKFLOWS], "other": ["b", "a"]}
+
+
+OPTIONS = {False: ".litecontextmenu .litemenu-entry", True: "[role=option]"}
+
+
+def test_a_storage_that_this_comfyui_does_not_run_says_which_one_does(comfy: ComfyPage, pictures: Path, cell: str) -> None:
+    comfy.add("HalfsafeLoadDiffusionModel")
+    comfy.page.wait_for_function("() => app.graph.nodes[0].widgets.some(({ options }) => options.getOptionLabel)")
+    comfy.zoom_to("HalfsafeLoadDiffusionModel", 420)
+    if comfy.vue:
+        comfy.page.get_by_role("combobox", name="storage").first.click()
+    else:
+        x, y = comfy.evaluate("() => { const [node] = app.graph.nodes, { y } = node.widgets.find(({ name }) => name === 'storage'), { left, top } = app.canvas.canvas.getBoundingClientRect(); return [left + 120 + 210, top + 120 + y + 10]; }")
+        comfy.page.mouse.move(x, y)
+        comfy.settle()
+        comfy.page.mouse.click(x, y)
+    comfy.page.locator(OPTIONS[comfy.vue], has_text="w4a8").wait_for()
+    offered = comfy.page.locator(OPTIONS[comfy.vue]).all_inner_texts()
+    assert offered[-2:] == ["w6a8 (from ComfyUI 0.38.0 on)", "w4a8 (from ComfyUI 0.31.0 on)"] and "int8" in offered
+    comfy.screenshot(pictures, f"later-storages-{cell}")
+    comfy.page.locator(OPTIONS[comfy.vue], has_text="w4a8").click()
+    assert comfy.found("() => app.graph.nodes[0].widgets.find(({ name }) => name === 'storage').value", "w4a8") == "w4a8", "the option is what it was"
 
 
 @pytest.mark.parametrize(("tab", "least"), [(None, 0.99), ("halfsafe", 0.93)])

@@ -7,11 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from browser.comfy_page import VIEW, ComfyPage
-from browser.graph_walk import HIDE
+from browser.comfy_page import ComfyPage
+from browser.templates import each_kind, loaders_in, templates
 from browser.test_guard_awkward import GUIDED, TOOLS, TWO_MODELS
-from browser.test_guard_templates import templates
-from setup.comfyui_server import Server
 
 PAGE = """const { halveMemory } = await import("/extensions/Halfsafe-Pack/memory.mjs"), { isMeasure, measureWorkflow, useMeasured } = await import("/extensions/Halfsafe-Pack/measure.mjs");
     const { allNodes } = await import("/extensions/Halfsafe-Pack/graph.mjs"), { api } = await import("/scripts/api.js");
@@ -26,8 +24,6 @@ SMALL = """set(model, "unet_name", "wan.safetensors"); set(clip, "clip_name", "c
     wire(video, "LATENT", sampler, "latent_image"); app.graph.remove(latent); set(sampler, "steps", 2); set(sampler, "cfg", 6);"""
 USED = {"HalfsafeLoadDiffusionModel", "HalfsafeLoadCheckpoint"}
 EXCHANGED = {"UNETLoader": "HalfsafeLoadDiffusionModel", "CheckpointLoaderSimple": "HalfsafeLoadCheckpoint"}
-ENOUGH = {False: 40, True: 10}
-"""How many templates are tried, by whether nodes are drawn as elements."""
 BUTTON = ".hs-panel .hs-button:text-is('Use this')"
 TAB = "async () => { await app.extensionManager.command.execute('Workspace.ToggleSidebarTab.halfsafe'); }"
 SENTENCE = "() => [...document.querySelectorAll('.hs-result .hs-sentence')].map((e) => e.textContent).find((text) => text.startsWith('Best: ')) ?? ''"
@@ -35,6 +31,12 @@ SENTENCE = "() => [...document.querySelectorAll('.hs-result .hs-sentence')].map(
 
 def draw(comfy: ComfyPage, code: str) -> None:
     comfy.evaluate(f"async () => {{ app.nodeOutputs = {{}}; {TOOLS} {code} app.canvas.setGraph(app.graph); app.canvas.emitBeforeChange(); app.canvas.emitAfterChange(); }}")
+
+
+def draw_as_opened(comfy: ComfyPage) -> None:
+    """Draw the small workflow, with room for its picture, then open it as a file: what the page adds as it loads or shows a picture would be a step of its own."""
+    draw(comfy, SMALL + """app.graph.nodes.find(({ type }) => type === "SaveImage").setSize([300, 420]);""")
+    comfy.load(comfy.saved())
 
 
 def in_page(comfy: ComfyPage, code: str) -> object:
@@ -110,13 +112,38 @@ def test_a_halved_workflow_is_measured_from_its_file_and_the_answer_is_used(comf
 @pytest.mark.paired
 def test_one_undo_takes_a_halving_back_after_a_click_on_the_canvas(comfy: ComfyPage) -> None:
     """The page adds properties to new nodes of its own, which are no step of their own."""
-    draw(comfy, SMALL)
+    draw_as_opened(comfy)
     before = prompt(comfy)
     in_page(comfy, "await halveMemory(app, api);")
     assert of_class(prompt(comfy), "HalfsafeLoadDiffusionModel")
     assert undone(comfy) == before
+    comfy.page.mouse.click(1300, 880)
     comfy.page.keyboard.press("Control+y")
     comfy.page.wait_for_function("() => app.graph.nodes.some(({ type }) => type === 'HalfsafeLoadDiffusionModel')")
+
+
+AFTER_A_RUN = {
+    "halve": "await halveMemory(app, api);",
+    "guard": "await (await import('/extensions/Halfsafe-Pack/guard.mjs')).guardWorkflow(app);",
+    "use this": """await use({ storage: "int8", compute: "bf16" });""",
+}
+
+
+@pytest.mark.paired
+@pytest.mark.parametrize("act", AFTER_A_RUN)
+def test_after_a_run_that_drew_a_new_seed_one_undo_takes_back_what_was_done_and_not_the_seed(comfy: ComfyPage, act: str) -> None:
+    """ComfyUI's page makes the new seed a step of its own: what is done after it is another."""
+    draw_as_opened(comfy)
+    if act == "use this":
+        in_page(comfy, "await measure();")
+        measured_alone(comfy, "bf16/bf16")
+    (seed,) = [inputs["seed"] for inputs in of_class(prompt(comfy), "KSampler")]
+    comfy.run()
+    before = prompt(comfy)
+    assert of_class(before, "KSampler")[0]["seed"] != seed, "control_after_generate is randomize"
+    in_page(comfy, AFTER_A_RUN[act])
+    assert prompt(comfy) != before
+    assert undone(comfy) == before
 
 
 def wrong_in(run: dict) -> Iterator[str]:
@@ -157,19 +184,14 @@ USE = f"""async (workflow) => {{ {PAGE}
 
 
 @pytest.mark.paired
-def test_on_comfyuis_own_templates_only_the_loaders_of_the_measured_file_change(browser, server: Server, vue: bool) -> None:
-    """Fewer where nodes are drawn as elements."""
-    context = browser.new_context(viewport=VIEW)
-    comfy = ComfyPage(context, server, vue=vue).open()
-    comfy.evaluate(HIDE)
-    chosen = list(templates(server.object_info()).items())
-    runs = {name: comfy.evaluate(USE, workflow) for name, workflow in chosen[:: max(1, len(chosen) // ENOUGH[vue])]}
-    assert comfy.problems == []
-    context.close()
+def test_on_comfyuis_own_templates_only_the_loaders_of_the_measured_file_change(unseen: ComfyPage) -> None:
+    """Each kind of loader; a third of the templates where nodes are elements of the page."""
+    chosen = list(each_kind(templates(unseen.server.object_info()), loaders_in).items())
+    runs = {name: unseen.evaluate(USE, workflow) for name, workflow in chosen[:: 3 if unseen.vue else 1]}
+    assert unseen.problems == []
     done = {name: run for name, run in runs.items() if run}
-    print({name: run["told"] for name, run in done.items()})
     assert {name: wrong for name, run in done.items() if (wrong := list(wrong_in(run)))} == {}
-    assert len(done) > 0.85 * len(runs) and sum("is set to storage" in run["told"] for run in done.values()) > 0.85 * len(done)
+    assert len(done) > 0.7 * len(runs) and sum("is set to storage" in run["told"] for run in done.values()) > 0.5 * len(done), {name: run["told"] for name, run in done.items()}
 
 
 USED_ON = {

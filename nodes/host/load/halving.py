@@ -17,14 +17,13 @@ from ....precision.base.text import size_text
 from ....precision.files.safetensors_file import open_checkpoint
 from ....precision.formats.checkpoint import Checkpoint, read_checkpoint
 from ....precision.formats.layer_plan import AS_FILE
-from ....precision.formats.registry import FORMAT_OF_STORAGE
 from ....precision.plan import storage as plan
 from ....precision.plan.auto import BLOCKS, smallest_storage, why_low_bits_are_slow, why_slow
 from ....precision.plan.facts import layer_specs
 from ....precision.plan.layers import FEWER_BITS, plan_storage
 from ....precision.plan.rules import TEXT_ENCODER_RULES, Rules, rules_from
 from ..comfyui.attributes import MEMORY_ESTIMATE
-from ..comfyui.model_facts import held_storages
+from ..comfyui.model_facts import held_storages, later_storages
 from .controlnet import DIFFERENCE
 from .detection import recognised
 from .devices import compute_device, current_device, device_at
@@ -153,7 +152,7 @@ def _sum(parts: list[Part], storages: Mapping[str, str]) -> int:
 def _fewer(parts: list[Part], storage: str, now: int) -> dict | None:
     """Return the size of a model in fewer bits; None if it is no smaller."""
     size = _sum(parts, {MODEL: storage})
-    needs = "" if storage in held_storages() else FORMAT_OF_STORAGE[storage].since
+    needs = later_storages().get(storage, "")
     return {"storage": storage, "size": size_text(size), "needs": needs} if now - size > LEAST * now else None
 
 

@@ -14,6 +14,7 @@ from ....precision.plan.rules import read
 from ....precision.report import doctor
 from ..comfyui import self_test
 from ..comfyui.bodies import json_of, text_of
+from ..comfyui.model_facts import later_storages
 from ..load.alone import computing
 from ..load.devices import current_device
 from ..load.halving import halving
@@ -39,7 +40,8 @@ def serve_page() -> None:
 async def _device(_: web.Request) -> web.Response:
     with flags_left_alone():
         found = await asyncio.to_thread(lambda: doctor.diagnose(current_device()))
-    return web.json_response({**asdict(doctor.diagnosis_result(found)), "refused": self_test.found})
+    more = {"refused": self_test.found, "later": later_storages()}
+    return web.json_response({**asdict(doctor.diagnosis_result(found)), **more})
 
 
 def _answering(answer: Callable[[list], Any], expected: str, fits: Callable[[Any], bool]) -> Callable:
