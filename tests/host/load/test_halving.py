@@ -7,7 +7,6 @@ import safetensors.torch
 import torch
 from halfsafe.nodes.host.load import halving as host
 from halfsafe.nodes.host.load.halving import halving
-from halfsafe.precision.base.dtypes import QUANTIZED_NAMES
 from halfsafe.precision.base.text import size_text
 from support import control_files, dialects, families, int8_models, tiny_models
 from support.measures import relative_error
@@ -170,7 +169,7 @@ def test_what_is_left_for_a_file_in_8_bits_is_offered_with_its_bytes(comfy, file
     assert [(one["storage"], one["needs"]) for one in found["left"]] == [("w6a8", "0.38.0"), ("w4a8", "0.31.0")], "0.30 runs neither"
     sizes = [float(size.split()[0]) for size in (found["size"], *(one["size"] for one in found["left"]))]
     assert sizes == sorted(sizes, reverse=True) and sizes[2] < 0.85 * sizes[0]
-    monkeypatch.setattr(host, "held_storages", lambda: QUANTIZED_NAMES)
+    monkeypatch.setattr(host, "later_storages", dict)
     assert [one["needs"] for one in judged(path.name)[0]["left"]] == ["", ""]
     assert judged("halved_wan.safetensors")[0]["left"] == [], "8 bits are left"
     (cast,) = judged("halved_wan.safetensors", in_8_bits=True)
