@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 from browser.comfy_page import WORKFLOWS, ComfyPage
+from browser.test_chinese import english_in
 from browser.test_guard import EVENT, REPORT, TOGGLE_TAB
+from halfsafe.precision.guard.verdicts import ADVICE
 from support import shapes
 
 DID = "() => document.querySelector('.hs-did').innerText"
@@ -155,6 +157,33 @@ def test_badges_follow_exchanged_loaders_and_fit_their_nodes(tab: ComfyPage) -> 
     room = """() => { app.graph.nodes.find((n) => n.type === "HalfsafeAutoPrecision").setSize([230, 400]); const { ctx } = app.canvas;
         return app.graph.nodes.filter((n) => n.type.startsWith("Halfsafe")).map((n) => n.size[0] - n.badges.map((b) => (typeof b === "function" ? b() : b)).reduce((sum, b) => sum + b.getWidth(ctx) + 2, 0)); }"""
     assert min(tab.evaluate(room)) >= 0, "none covers its neighbour's"
+
+
+FACTS = [
+    {"what": "dynamic VRAM", "here": "off: ComfyUI estimates how much to load and leaves 400.00 MiB free", "switch": "--disable-dynamic-vram"},
+    {"what": "loaded", "here": "WanVAE, all of 3.53 MiB on the device; HunyuanVideo, all of 8.12 MiB on the device; SD1ClipModel, all of 235.84 MiB on the device", "switch": ""},
+]
+HERE = "() => [...document.querySelectorAll('.hs-facts dd')].map((fact) => fact.textContent)"
+
+
+def test_each_loaded_model_is_worded_and_a_switch_is_named_as_one(opened_page: ComfyPage) -> None:
+    comfy = opened_page
+    comfy.page.route("**/halfsafe/here", lambda route: route.fulfill(json=FACTS))
+    comfy.evaluate(TOGGLE_TAB)
+    comfy.page.wait_for_function(f"() => ({HERE})().length === 2")
+    dynamic, loaded = comfy.evaluate(HERE)
+    assert dynamic == "off: ComfyUI estimates how much to load and leaves 400.00 MiB freeTo change it: --disable-dynamic-vram" and loaded.startswith(FACTS[1]["here"])
+    comfy.speak("zh")
+    comfy.page.wait_for_function(f"() => ({HERE})()[1].split('全部在设备上').length === 4")
+    assert english_in("".join(comfy.evaluate(HERE))) == []
+
+
+def test_the_list_of_guards_has_the_words_that_advice_names(opened_page: ComfyPage) -> None:
+    opened_page.evaluate(TOGGLE_TAB)
+    offered = opened_page.page.locator(".hs-watch option")
+    offered.first.wait_for(state="attached")
+    assert [text.split(":")[0] for text in offered.all_inner_texts()] == ["off", "report", "retry_higher"]
+    assert "retry_higher" in ADVICE["stopped"]
 
 
 def test_a_message_beside_the_graph_has_two_lines_and_none_is_shown_beside_its_card(opened_page: ComfyPage, pictures: Path, cell: str) -> None:
