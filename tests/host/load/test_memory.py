@@ -42,7 +42,10 @@ def held(module: torch.nn.Module) -> int:
 
 
 def _inside(tensor):
-    return [tensor._qdata, tensor._params.scale] if isinstance(tensor, QuantizedTensor) else [tensor]
+    if not isinstance(tensor, QuantizedTensor):
+        return [tensor]
+    beside = (value for value in vars(tensor._params).values() if isinstance(value, torch.Tensor))  # nvfp4 has two
+    return [tensor._qdata, *beside]
 
 
 def size(path) -> int:
