@@ -478,17 +478,6 @@ async function labelStorages({ widgets = [] }) {
   if (Object.keys(device?.later ?? {}).length) for (const { options } of offering) options.getOptionLabel = label;
 }
 
-/** Let ComfyUI's template browser list our workflows by their names: its server lists them as the file system does. */
-function sortTemplates() {
-  const pack = decodeURIComponent(new URL(".", import.meta.url).pathname.split("/").at(-2) ?? "");
-  const ask = api.getWorkflowTemplates.bind(api);
-  api.getWorkflowTemplates = async () => {
-    const packs = await ask();
-    packs[pack]?.sort();
-    return packs;
-  };
-}
-
 /** Say what was done outside of the sidebar. @param {import("./measure.mjs").Told} told */
 function answer(told) {
   const done = typeof told === "string" ? told : told.text;
@@ -575,7 +564,6 @@ app.registerExtension({
     await loadWords(api, () => app.extensionManager.setting.get("Comfy.Locale"));
     listen();
     tabs.watch(showOutputs);
-    sortTemplates();
     addSidebarTab();
   },
   nodeCreated(/** @type {any} */ node) {
