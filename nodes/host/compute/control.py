@@ -16,9 +16,9 @@ from ....precision.plan.compute import ComputePlan
 from ..comfyui.attributes import casting
 from ..comfyui.known_calls import OVERRIDE
 from ..replay.call import OPTIONS
-from ..replay.interceptor import COMPUTE, in_calls
+from ..replay.interceptor import in_calls
 from .attention import overridden
-from .executor import Compute
+from .executor import set_compute
 
 _signature = functools.cache(inspect.signature)
 
@@ -40,8 +40,7 @@ class PlannedControl(torch.nn.Module):
         self.manual_cast_dtype = dtype
         self.calls = [0]
         self.current_patcher = ModelPatcher(self, device, device)
-        self.compute = Compute(plan, False)
-        self.current_patcher.set_attachments(COMPUTE, self.compute)
+        self.compute = set_compute(self.current_patcher, plan)
         module.__dict__["forward"] = self
 
     def __deepcopy__(self, memo: dict) -> PlannedControl:
