@@ -57,7 +57,7 @@ class AutoPrecision(io.ComfyNode):
                 "guards model, VAE and CLIP against black images, and shows what ran."
             ),
             search_aliases=[
-                "black image", "nan", "auto precision", "auto dtype", "halfsafe", "best precision", "noise",
+                "black image", "nan", "auto precision", "auto dtype", "halfsafe", "best precision", "noise", "fp8",
             ],
             has_intermediate_output=True,
             inputs=[

@@ -14,8 +14,8 @@ LOAD, GUARD, MEASURE, EXPERT = (f"{CATEGORY}/{name}" for name in ("load", "guard
 RulesType = io.Custom("HALFSAFE_RULES")
 CalibrationType = io.Custom("HALFSAFE_CALIBRATION")
 STORAGE_TOOLTIP = (
-    "Dtype of the weights. auto: as in the file, 8 bit if 16 does not fit. fp8, int8: half the memory. w4a8: ComfyUI "
-    "0.31, w6a8: 0.38. nvfp4, mxfp8: RTX 50. Sensitive layers stay 16 bit."
+    "auto: as in the file, 8 bit if 16 does not fit. fp8, int8: half the memory. w4a8: ComfyUI 0.31, w6a8: 0.38. "
+    "nvfp4, mxfp8: RTX 50. Sensitive layers stay 16 bit."
 )
 COMPUTE_TOOLTIP = (
     "The dtype of the matrix products. auto: fast and safe on this device. fp16_safe: fp16 that cannot overflow. fp8: "

@@ -88,4 +88,9 @@ def tensors_of(module: torch.nn.Module) -> list[torch.Tensor]:
     from comfy.quant_ops import QuantizedTensor
 
     held = [*module.parameters(), *module.buffers()]
-    return [part for one in held for part in ([one._qdata, one._params.scale] if isinstance(one, QuantizedTensor) else [one])]
+    return [part for one in held for part in (_parts(one) if isinstance(one, QuantizedTensor) else [one])]
+
+
+def _parts(quantized: torch.Tensor) -> list[torch.Tensor]:
+    """The data and the scales of a quantized weight; nvfp4 has two scales."""
+    return [quantized._qdata, *(value for value in vars(quantized._params).values() if isinstance(value, torch.Tensor))]

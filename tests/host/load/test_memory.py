@@ -54,7 +54,7 @@ def size(path) -> int:
 
 @pytest.fixture(scope="module")
 def small(models_dir):
-    return tiny_models.wan(models_dir / "diffusion_models" / "memory_wan.safetensors", blocks=1)
+    return tiny_models.wan(models_dir / "diffusion_models" / "memory_wan.safetensors", blocks=2)
 
 
 def paired(name: str) -> list[tuple[str, str]]:
