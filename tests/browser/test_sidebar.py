@@ -173,8 +173,10 @@ def test_each_loaded_model_is_worded_and_a_switch_is_named_as_one(opened_page: C
     comfy.page.wait_for_function(f"() => ({HERE})().length === 2")
     dynamic, loaded = comfy.evaluate(HERE)
     assert dynamic == "off: ComfyUI estimates how much to load and leaves 400.00 MiB freeTo change it: --disable-dynamic-vram" and loaded.startswith(FACTS[1]["here"])
+    comfy.evaluate(TOGGLE_TAB)
     comfy.speak("zh")
-    comfy.page.wait_for_function(f"() => ({HERE})()[1].split('全部在设备上').length === 4")
+    comfy.evaluate(TOGGLE_TAB)
+    comfy.page.wait_for_function(f"() => ({HERE})()[1]?.split('全部在设备上').length === 4")
     assert english_in("".join(comfy.evaluate(HERE))) == []
 
 
