@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from typing import Literal, cast, get_args
 
@@ -35,7 +34,6 @@ AFTER = "Connect the node that does this behind Halfsafe, or use storage=as load
 KEPT = "storage={} changes nothing: {}"
 ALREADY = "the weights are quantized already"
 NO_LAYER = "the rules and the format keep every layer as it is"
-logger = logging.getLogger("halfsafe")
 
 
 def quantized_at_hand(
@@ -58,12 +56,13 @@ def quantized_at_hand(
     name = source_path_of(patcher) or type(patcher.model).__name__
     weights, plans, patched = plan_live_weights(patcher, name, storage, rules, keeps_quantized=True)
     stored = weights.stored
-    new = [plan for key, plan in plans.items() if plan.stored in QUANTIZED_NAMES and not stored[key].quantized]
+    new = {key for key, plan in plans.items() if plan.stored in QUANTIZED_NAMES and not stored[key].quantized}
     if not new:
         quantized = any(weight.quantized for weight in stored.values())
         return patcher, KEPT.format(storage, ALREADY if quantized else NO_LAYER)
-    size = sum(plan.bytes for plan in new)
-    require_memory(size, f"storage={storage}", free_host_memory())
+    size = sum(plans[key].bytes for key in new)
+    others = sum(plans[key].bytes for key in {*weights.patched, *weights.unpacking} - new)
+    require_memory(size + others, f"storage={storage}", free_host_memory())
     progress = byte_progress(stored.values())
     with quantizing_device() as device:
         made = (device.weights if device else made_here)(weights, plans, name)
@@ -74,6 +73,7 @@ def quantized_at_hand(
     clone = patcher.clone(model_override=(loaded.model, ({}, {}, {}, set())))
     clone.__class__ = type(loaded)
     clone.patches, clone.patches_uuid, clone.parent = {}, loaded.patches_uuid, None
+    clone.size = 0  # ComfyUI counts it anew; its clone has the size of the model that came in
     clone.cached_patcher_init = (_again, (patcher, storage, rules))
     clone.injections.pop(LOW_RANK, None)
     text = f"{len(new)} layers were quantized to {storage}, {size_text(size)}."

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from support import families, model_files, packed_layers
 from support.families import load
 from support.int8_models import layers_of
+from support.mapped_loading import tensors_of
 from support.measures import relative_error
 
 HELD = [name for name in at_hand.STORAGES_AT_HAND[1:] if name in held_storages()]
@@ -156,6 +157,27 @@ def test_a_static_copy_is_quantized_from_the_model_that_came_in(comfy, files) ->
     factory, arguments = model.cached_patcher_init
     again = factory(*arguments, disable_dynamic=True)
     assert packed(again) == packed(model) and again.model is not model.model
+
+
+@pytest.mark.parametrize("storage", HELD)
+def test_comfyui_counts_the_bytes_of_the_new_model(comfy, files, storage: str) -> None:
+    """By them it decides how much of a model to load."""
+    stock = families.stock(files("wan"), torch.bfloat16)
+    stock.model_size()
+    model, _ = halfsafe(comfy, stock, storage)
+    held = sum(tensor.nbytes for tensor in {each.data_ptr(): each for each in tensors_of(model.model.diffusion_model)}.values())
+    assert model.model_size() == pytest.approx(held, rel=0.05) and model.model_size() < 0.75 * stock.model_size()
+
+
+def test_patched_weights_that_stay_in_16_bit_are_counted_before_a_weight_is_made(comfy, files, monkeypatch) -> None:
+    asked = []
+    monkeypatch.setattr(at_hand, "require_memory", lambda needed, what, free: asked.append(needed))
+    stock = families.stock(files("wan"), torch.bfloat16)
+    kept = "blocks.0.ffn.0"
+    rules = comfy.run("HalfsafeLayerRules", rules=f"{kept} storage=as_file", preset="keep sensitive layers")[0]
+    for model in (stock, with_lora(stock)):
+        halfsafe(comfy, model, "int8", rules=rules)
+    assert asked[1] - asked[0] == stock.get_model_object(f"diffusion_model.{kept}.weight").nbytes
 
 
 def test_rules_keep_layers(comfy, files) -> None:
