@@ -13,6 +13,7 @@ beside a layer are of the layer's name with " beside".
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from unittest import mock
@@ -20,6 +21,7 @@ from unittest import mock
 import torch
 from comfy_kitchen.backends.eager import quantization
 from halfsafe.nodes.host.lora.low_rank import LowRankLayer
+from halfsafe.precision.base.patching import SharedScope
 from support.leaf_operations import FakeTensor, LeafOperations, overloads
 from torch.nn.modules import module as hooks
 
@@ -34,6 +36,31 @@ OPERANDS = overloads({
 })  # fmt: skip
 INT8_LINEAR = "comfy_kitchen::int8_linear"
 ROTATIONS = ("_rotate_activation", "_rotate_weight")
+_rotating = threading.local()
+
+
+@contextlib.contextmanager
+def _telling_rotations() -> Iterator[None]:
+    """Have comfy-kitchen's rotations tell that they run, in the thread that runs them."""
+    with contextlib.ExitStack() as told:
+        for name in ROTATIONS:
+            told.enter_context(mock.patch.object(quantization, name, _told(getattr(quantization, name))))
+        yield
+
+
+def _told(rotate: Callable) -> Callable:
+    def run(*args):
+        _rotating.depth = getattr(_rotating, "depth", 0) + 1
+        try:
+            return rotate(*args)
+        finally:
+            _rotating.depth -= 1
+
+    return run
+
+
+_rotations_told = SharedScope(_telling_rotations)
+"""Shared by the spies of several threads, which end in any order."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +95,7 @@ class MatmulSpy(LeafOperations):
         self.names = {module: name for name, module in model.named_modules()}
         self.seen: list[Product] = []
         self._inside: list[str] = []
-        self._depth = self._rotating = 0
+        self._depth = 0
 
     def __enter__(self) -> MatmulSpy:
         """Also while it is on: ``LeafOperations`` enters it again around the parts of a composite operation."""
@@ -76,9 +103,7 @@ class MatmulSpy(LeafOperations):
             before = hooks.register_module_forward_pre_hook(self._enter_module)
             after = hooks.register_module_forward_hook(self._leave_module, always_call=True)
             self._hooks = (before, after)
-            self._rotations = contextlib.ExitStack()
-            for name in ROTATIONS:
-                self._rotations.enter_context(mock.patch.object(quantization, name, self._not_counted(getattr(quantization, name))))
+            _rotations_told.__enter__()
         self._depth += 1
         return super().__enter__()
 
@@ -88,17 +113,7 @@ class MatmulSpy(LeafOperations):
         for hook in () if self._depth else self._hooks:
             hook.remove()
         if not self._depth:
-            self._rotations.close()
-
-    def _not_counted(self, rotate: Callable) -> Callable:
-        def run(*args):
-            self._rotating += 1
-            try:
-                return rotate(*args)
-            finally:
-                self._rotating -= 1
-
-        return run
+            _rotations_told.__exit__(*error)
 
     def _enter_module(self, module, inputs) -> None:
         if module in self.names:
@@ -112,7 +127,7 @@ class MatmulSpy(LeafOperations):
 
     def leaf(self, func, args, kwargs):
         result = func(*args, **kwargs)
-        if func in OPERANDS and not self._rotating and not _with_itself(*(args[index] for index in OPERANDS[func])):
+        if func in OPERANDS and not getattr(_rotating, "depth", 0) and not _with_itself(*(args[index] for index in OPERANDS[func])):
             self.seen.append(self._product(func, args, kwargs, result))
         elif func.name() == INT8_LINEAR:
             assert args[1].dtype == torch.int8

@@ -174,7 +174,7 @@ def dequantized(weight: torch.Tensor, dtype: torch.dtype | None = None) -> torch
     if not isinstance(weight, QuantizedTensor):
         return weight if dtype is None else weight.to(dtype)
     dtype = dtype or weight.params.orig_dtype
-    if is_plain(weight) and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and is_plain(weight):
         return unpacked_weight(weight, dtype)
     return weight.to(dtype).dequantize()
 
