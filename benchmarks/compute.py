@@ -78,7 +78,7 @@ def run_fp8mm(args: argparse.Namespace) -> dict:
     os.environ["HALFSAFE_DEVICE_PROFILE"] = "sm_89"
     comfy = load_comfy(args)
     import torch
-    from halfsafe.nodes.host.compute.core_layers import Fp8Linear
+    from halfsafe.nodes.host.compute.bound import Fp8Linear
     from support import families, tiny_models
     from support.measures import relative_error
 

@@ -4,7 +4,9 @@ Toys of real structure (SDXL with 70 transformer blocks, Flux with 19 and 38, Wa
 replaced by a constant of the right shape, and the operand of each look by one number, so that what is left is Python; layers multiply as on CUDA, and calls are those of one run of a sampler. A GPU that waits for the host waits for this.
 "ready": weights lie in fp16 as they are multiplied, as without dynamic VRAM; "dynamic VRAM, resident": the same weights as NVIDIA's users have them by
 default, comfy-aimdo's own calls stubbed; "dynamic VRAM, streamed": copied from pinned memory in each call, as where VRAM is short; "cast": in bf16, cast to
-fp16 in each call; "fp8": stored in fp8, beside ComfyUI's own run of the same weights and scales. "gap": what a GPU waits for between two calls: from where the host has waited for a call, or from
+fp16 in each call; "fp8": stored in fp8, beside ComfyUI's own run of the same weights and scales; "fp8 products" and "int8" multiply as stored; "with LoRA": one of rank 16 beside each
+quantized layer. The 8-bit ones are also compared
+with ComfyUI's call of the same model in fp16, whose weights lie alike (``functions_to_fp16``). comfy-kitchen's kernels count as one function each, as torch's products do. "gap": what a GPU waits for between two calls: from where the host has waited for a call, or from
 its last product where nothing waits, to the first product of the next.
 Ratios of medians of pairs; functions of Python are counted, which no other work on the machine disturbs.
 """
@@ -28,8 +30,19 @@ WEIGHTS = {
     "dynamic VRAM, streamed": ("as_file", "float16", "auto"),
     "cast": ("as_file", "bfloat16", "fp16"),
     "fp8": ("fp8_e4m3fn", "bfloat16", "fp16"),
+    "fp8, dynamic VRAM, resident": ("fp8_e4m3fn", "bfloat16", "fp16"),
+    "fp8 products": ("fp8_e4m3fn", "bfloat16", "fp8"),
+    "fp8 products, dynamic VRAM, resident": ("fp8_e4m3fn", "bfloat16", "fp8"),
+    "int8": ("int8", "bfloat16", "int8"),
+    "int8, dynamic VRAM, resident": ("int8", "bfloat16", "int8"),
+    "fp8 with LoRA": ("fp8_e4m3fn", "bfloat16", "fp16"),
+    "int8 with LoRA": ("int8", "bfloat16", "int8"),
+    "int8 with LoRA, dynamic VRAM, resident": ("int8", "bfloat16", "int8"),
+    "int8 with LoRA, dynamic VRAM, streamed": ("int8", "bfloat16", "int8"),
 }
 """How weights lie -> the storage asked for, the file's dtype, and the compute that is ComfyUI's own there."""
+TO_FP16 = {"fp8": 1.35, "fp8 products": 1.6, "int8": 1.6, "fp8 with LoRA": 2.0, "int8 with LoRA": 2.0}
+"""Most functions of Python of a quantized model in its plain setting for one of ComfyUI's own in fp16, by how weights are stored."""
 TARGETS = {"plain": 1.02, "plain, guard": 1.05, "fp16_safe": 1.25, "fp16_safe, guard": 1.28}
 FUNCTIONS = {"plain": 1.02, "plain, guard": 1.03, "fp16_safe": 1.12, "fp16_safe, guard": 1.14}
 """Most functions of Python for one of ComfyUI's, under dynamic VRAM."""
@@ -50,24 +63,29 @@ def main() -> int:
     from support.tiny_models import small_sizes
 
     torch.set_num_threads(1)
-    # Decided as on an NVIDIA card: on a CPU ``auto`` is fp32.
-    with small_sizes(), mock.patch.dict(os.environ, HALFSAFE_DEVICE_PROFILE="sm_86"):
+    with small_sizes():
         rows = [row for name in args.models for weights in args.weights for row in _rows(comfy, name, weights, args)]
     named = {", ".join(row[key] for key in ("model", "weights", "setting")): row for row in rows}
     targets = {}
     for name, row in named.items():
+        if "functions_to_fp16" in row and row["setting"] == "plain":
+            targets[f"{name}, functions to fp16"] = reporting.target(row["functions_to_fp16"], TO_FP16[row["weights"].partition(", ")[0]])
         if row["weights"].startswith("dynamic VRAM"):
             targets[f"{name}, functions"] = reporting.target(row["functions_to_core"], FUNCTIONS[row["setting"]])
         if "ms" in row:
             targets[name] = reporting.target(row["to_core"], TARGETS[row["setting"]])
             targets[f"{name}, gap"] = reporting.target(row["gap_above_core_ms"], GAP_MS)
-    return reporting.told(conditions(args) | {"benchmark": "host_time", "rows": rows, "targets": targets}, args, as_text)
+    return reporting.told(conditions(args) | {"benchmark": "host_functions" if args.count else "host_time", "rows": rows, "targets": targets}, args, as_text)
 
 
 def _rows(comfy, name: str, weights: str, args) -> Iterator[dict]:
     from support.measures import functions_run
 
+    stored, _, way = weights.partition(", ")
+    # Decided as on an NVIDIA card: on a CPU ``auto`` is fp32. fp8 products need one that has them.
+    os.environ["HALFSAFE_DEVICE_PROFILE"] = "sm_89" if stored == "fp8 products" else "sm_86"
     core, call, load = loaded(comfy, name, weights)
+    of_fp16 = _functions_in_fp16(comfy, name, way or "ready") if stored in TO_FP16 else None
     for setting in args.settings:
         row = {"model": name, "weights": weights, "setting": setting}
         with side_by_side(core, load(setting), call, weights) as (theirs, ours, clock):
@@ -75,8 +93,19 @@ def _rows(comfy, name: str, weights: str, args) -> Iterator[dict]:
                 row |= _times(theirs, ours, clock, "fp16_safe" not in setting)
             of_core, count = (functions_run(run)["call"] for run in (theirs, ours))
         row |= {"functions": count, "functions_to_core": round(count / of_core, 3)}
+        if of_fp16:
+            row["functions_to_fp16"] = round(count / of_fp16, 3)
         print(row, file=sys.stderr, flush=True)
         yield row
+
+
+def _functions_in_fp16(comfy, name: str, weights: str) -> int:
+    """Count the functions of ComfyUI's own call of a model in fp16."""
+    from support.measures import functions_run
+
+    core, call, load = loaded(comfy, name, weights)
+    with side_by_side(core, load("plain"), call, weights) as (theirs, _, _):
+        return functions_run(theirs)["call"]
 
 
 def _times(theirs: Callable, ours: Callable, clock: list[float], hides: bool) -> dict[str, float]:
@@ -96,13 +125,26 @@ def loaded(comfy, name: str, weights: str) -> tuple:
 
     storage, dtype, plain = WEIGHTS[weights]
     family, path = write(comfy, name, getattr(torch, dtype))
-    core = cores_own(scaled(comfy, path) if weights == "fp8" else path, None if weights == "fp8" else getattr(torch, dtype))
+    quantized = storage != "as_file"
+    core = cores_own(scaled(comfy, path, storage) if quantized else path, None if quantized else getattr(torch, dtype))
 
     def load(setting: str):
         model = families.load(comfy, path, storage, "fp16_safe" if "fp16_safe" in setting else plain)
+        model = with_lora(model) if "LoRA" in weights else model
         return comfy.run("HalfsafeNaNGuard", model=model, on_nan="retry_higher", max_retries=8)[0] if "guard" in setting else model
 
     return core, families.capture(core, family), load
+
+
+def with_lora(model):
+    """Add a LoRA of rank 16 to each quantized layer of a model."""
+    from comfy.quant_ops import QuantizedTensor
+    from comfy.sd import load_lora_for_models
+    from support.model_files import lora
+
+    named = model.model.diffusion_model.named_modules()
+    shapes = {name: tuple(module.weight.shape) for name, module in named if isinstance(getattr(module, "weight", None), QuantizedTensor)}
+    return load_lora_for_models(model, None, lora(shapes, rank=16), 1.0, 0.0)[0]
 
 
 @contextlib.contextmanager
@@ -137,13 +179,13 @@ def write(comfy, name: str, dtype) -> tuple[str, object]:
     return "sdxl", tiny._save(path, tiny._shapes_of(tiny._unet(config | sizes)), dtype, 0, metadata=metadata)
 
 
-def scaled(comfy, path):
-    """Write a model's fp8 weights and scales as ComfyUI itself saves them."""
+def scaled(comfy, path, storage="fp8_e4m3fn"):
+    """Write a model's quantized weights and scales as ComfyUI itself saves them."""
     from safetensors import safe_open
     from safetensors.torch import save_file
     from support import families
 
-    weights = families.load(comfy, path, "fp8_e4m3fn", "fp16").model.diffusion_model.state_dict()
+    weights = families.load(comfy, path, storage, "fp16").model.diffusion_model.state_dict()
     target = path.with_name(f"scaled_{path.name}")
     with safe_open(str(path), "pt") as file:
         save_file({name: weight.contiguous() for name, weight in weights.items()}, target, file.metadata())
@@ -165,17 +207,28 @@ def cores_own(path, dtype):
 
 @contextlib.contextmanager
 def as_on_cuda() -> Iterator[None]:
-    """Multiply as on CUDA: wide matrix products alone have fp32 results, and none is made of fp32 operands."""
+    """Multiply as on CUDA: wide matrix products alone have fp32 results, and none is made of fp32 operands; comfy-kitchen's kernels are functions of C."""
     import torch
+    from halfsafe.nodes.host.compute import bound
     from halfsafe.precision.arithmetic import linear
 
     plain = torch.mm
     with (
+        mock.patch.object(bound, "kernel_that_takes", _kernel),
         mock.patch.object(linear, "has_wide_output", lambda device, kind: kind == "linear"),
         mock.patch.object(linear, "is_emulated", lambda device: False),
         mock.patch.object(torch, "mm", lambda x, y, out_dtype=None: plain(x.to(out_dtype), y.to(out_dtype))),
     ):
         yield
+
+
+def _kernel(name: str, **call) -> Callable:
+    """Return a kernel of comfy-kitchen as a function that returns a constant."""
+    import torch
+
+    if name == "int8_linear":
+        return lambda x, weight, scale, bias, dtype, *rotation: torch.full((*x.shape[:-1], weight.shape[0]), 0.01, dtype=dtype)
+    return lambda rows, scale, dtype: torch.zeros(rows.shape, dtype=dtype)
 
 
 def prepared(model, call) -> Callable[[], object]:
@@ -238,6 +291,7 @@ def stubbed() -> Iterator[list[float]]:
         return constant((*q.shape[:-1], v.shape[-1]), q.dtype)
 
     stubs = {(F, "linear"): linear, (F, "conv2d"): conv2d, (F, "scaled_dot_product_attention"): attention}
+    stubs[torch, "_scaled_mm"] = lambda x, y, out_dtype, **how: constant((x.shape[0], y.shape[1]), out_dtype)
     stubs[torch, "mm"] = lambda x, y, out_dtype=None: constant((x.shape[0], y.shape[1]), out_dtype or x.dtype)
     stubs[torch.Tensor, "tolist"] = tolist
     norm, numbers = torch.linalg.vector_norm, {}
@@ -256,9 +310,9 @@ def stubbed() -> Iterator[list[float]]:
 
 def as_text(result: dict) -> str:
     """Write the rows as a table."""
-    keys = list(result["rows"][0])
+    keys = list(dict.fromkeys(key for row in result["rows"] for key in row))
     lines = ["| " + " | ".join(keys).replace("_", " ") + " |", "|---" * len(keys) + "|"]
-    return "\n".join([*lines, *("| " + " | ".join(str(row[key]) for key in keys) + " |" for row in result["rows"])])
+    return "\n".join([*lines, *("| " + " | ".join(str(row.get(key, "")) for key in keys) + " |" for row in result["rows"])])
 
 
 if __name__ == "__main__":

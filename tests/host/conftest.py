@@ -46,11 +46,12 @@ CALIBRATING = {
 }  # fmt: skip
 IN_A_CHECK = {"check/drift"}
 AFTER_A_FAILURE = {"guard/localize", "guard/failure", "guard/inputs", "guard/causes", "guard/escalation.ranges"}
+ONCE_PER_WEIGHT = {"comfyui/kernels.factor_of"}
 ONCE_PER_DEVICE = {"devices/probes", "base/amax._drops_nan"}
 HOST_MEMORY = {"base/amax._fp8_amax", "base/amax.host_amax", "formats/stored_weight.amax", "formats/checkpoint._scale"}
 ANALYSIS = {"study/sensitivity", "study/layer_error", "study/candidates", "formats/fp8"}
 CALIBRATE = {"make/calibration.add"}
-ALLOWED_READS = frozenset(CALIBRATE | ONCE_PER_CALL | CALIBRATING | AFTER_A_FAILURE | IN_A_CHECK | ONCE_PER_DEVICE | HOST_MEMORY | ANALYSIS)
+ALLOWED_READS = frozenset(CALIBRATE | ONCE_PER_CALL | ONCE_PER_WEIGHT | CALIBRATING | AFTER_A_FAILURE | IN_A_CHECK | ONCE_PER_DEVICE | HOST_MEMORY | ANALYSIS)
 
 
 class Unavailable(pytest.Module):

@@ -176,8 +176,8 @@ STATES = ("resident", "streamed")
 
 @contextlib.contextmanager
 def aimdo_stubbed(*models, state: str) -> Iterator[None]:
-    """ComfyUI's own functions run as under dynamic VRAM, for the matrices of models that are loaded and have no patches,
-    those that are not quantized; smaller weights lie on the device, as ``ModelPatcherDynamic.load`` puts them there.
+    """ComfyUI's own functions run as under dynamic VRAM, for the matrices of models that are loaded and have no patches;
+    smaller weights lie on the device, as ``ModelPatcherDynamic.load`` puts them there.
 
     Args:
         state: ``resident``: weights stay in VRAM once a call has copied them there; ``streamed``: there is no VRAM to
@@ -189,7 +189,7 @@ def aimdo_stubbed(*models, state: str) -> Iterator[None]:
         for model in models:
             for module in model.model.diffusion_model.modules():
                 weight = getattr(module, "weight", None) if isinstance(module, comfy.ops.CastWeightBiasOp) else None
-                if weight is not None and weight.dim() > 1 and not isinstance(weight, QuantizedTensor):
+                if weight is not None and weight.dim() > 1:
                     _lend_by_aimdo(module, state, buffer, patch)
         # A CPU stands for the device, beside weights elsewhere.
         patch.setattr(management, "is_device_cpu", lambda device: management.is_device_type(device, "no device"))

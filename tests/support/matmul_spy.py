@@ -4,8 +4,8 @@ Sees: every product that reaches a kernel of this thread (``mm``, ``addmm``, ``b
 ``_int_mm``), with its operands' dtypes, its result's, and whether fp16 sums are on at that moment; on real CPU tensors also
 whether fp32 operands hold fp16's numbers alone, which is how a CPU stands in for products with fp16 operands and fp32 results.
 comfy-kitchen's int8 product is one custom operator, which counts as int8 by int8: it quantizes its input itself.
-Does not see: products inside of other custom operators or compiled kernels, how the library sums, and a matrix's product with itself,
-by which a weight is measured. A product is its layer's where
+Does not see: products inside of other custom operators or compiled kernels, how the library sums, a matrix's product with itself,
+by which a weight is measured, and one by which comfy-kitchen rotates an int8 weight or its input. A product is its layer's where
 the layer's module is called; one that model code makes with a layer's weight by itself is the calling module's. Those of a LoRA
 beside a layer are of the layer's name with " beside".
 """
@@ -13,12 +13,15 @@ beside a layer are of the layer's name with " beside".
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from unittest import mock
 
 import torch
+from comfy_kitchen.backends.eager import quantization
 from halfsafe.nodes.host.lora.low_rank import LowRankLayer
+from halfsafe.precision.base.patching import SharedScope
 from support.leaf_operations import FakeTensor, LeafOperations, overloads
 from torch.nn.modules import module as hooks
 
@@ -32,6 +35,32 @@ OPERANDS = overloads({
     "_scaled_dot_product_efficient_attention.default": (0, 1),
 })  # fmt: skip
 INT8_LINEAR = "comfy_kitchen::int8_linear"
+ROTATIONS = ("_rotate_activation", "_rotate_weight")
+_rotating = threading.local()
+
+
+@contextlib.contextmanager
+def _telling_rotations() -> Iterator[None]:
+    """Have comfy-kitchen's rotations tell that they run, in the thread that runs them."""
+    with contextlib.ExitStack() as told:
+        for name in ROTATIONS:
+            told.enter_context(mock.patch.object(quantization, name, _told(getattr(quantization, name))))
+        yield
+
+
+def _told(rotate: Callable) -> Callable:
+    def run(*args):
+        _rotating.depth = getattr(_rotating, "depth", 0) + 1
+        try:
+            return rotate(*args)
+        finally:
+            _rotating.depth -= 1
+
+    return run
+
+
+_rotations_told = SharedScope(_telling_rotations)
+"""Shared by the spies of several threads, which end in any order."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +103,7 @@ class MatmulSpy(LeafOperations):
             before = hooks.register_module_forward_pre_hook(self._enter_module)
             after = hooks.register_module_forward_hook(self._leave_module, always_call=True)
             self._hooks = (before, after)
+            _rotations_told.__enter__()
         self._depth += 1
         return super().__enter__()
 
@@ -82,6 +112,8 @@ class MatmulSpy(LeafOperations):
         self._depth -= 1
         for hook in () if self._depth else self._hooks:
             hook.remove()
+        if not self._depth:
+            _rotations_told.__exit__(*error)
 
     def _enter_module(self, module, inputs) -> None:
         if module in self.names:
@@ -95,7 +127,7 @@ class MatmulSpy(LeafOperations):
 
     def leaf(self, func, args, kwargs):
         result = func(*args, **kwargs)
-        if func in OPERANDS and not _with_itself(*(args[index] for index in OPERANDS[func])):
+        if func in OPERANDS and not getattr(_rotating, "depth", 0) and not _with_itself(*(args[index] for index in OPERANDS[func])):
             self.seen.append(self._product(func, args, kwargs, result))
         elif func.name() == INT8_LINEAR:
             assert args[1].dtype == torch.int8

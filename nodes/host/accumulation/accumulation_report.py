@@ -20,8 +20,8 @@ from ....precision.plan.choice import WithoutEffect
 from ....precision.report.schema import Sums
 from ..comfyui.execution import switches_by_layer
 from ..comfyui.layers import modules_of
+from ..compute.bound import Refused
 from ..compute.executor import compute_of
-from ..compute.fp8_product import Refused
 from ..compute.layer_modes import planned_modes_of
 from ..compute.planned_model import needs_fp32_accumulation
 from .executor import AccumulationRun, accumulation_of, asked_by_rule, sums_by_rule

@@ -22,8 +22,8 @@ from ..comfyui.execution import COMPILE_KWARGS, is_compiled, is_on_several_devic
 from ..comfyui.layers import modules_of
 from ..comfyui.weights import exchanged, only_multiplies, weights_of
 from ..compute.attention import attending, kernels_of
+from ..compute.bound import Refused, fast_accumulation
 from ..compute.executor import compute_of
-from ..compute.fp8_product import Refused, fast_accumulation
 from ..compute.layer_modes import planned_modes_of, settings_of
 from ..compute.per_model import PerModel, forwards_on
 from ..replay.calibrated import CalibratedActing

@@ -90,10 +90,10 @@ def bias_functions(layer: Layer) -> list[Callable]:
     return layer.bias_function
 
 
-def is_bias_patched(layer: Layer) -> bool:
-    """True if ComfyUI changes a layer's bias at each call, with dynamic VRAM too."""
+def is_patched(layer: Layer, name: str) -> bool:
+    """True if ComfyUI changes a layer's ``weight`` or ``bias`` at each call, with dynamic VRAM too."""
     # ``param_key + "_lowvram_function"`` in comfy/model_patcher.py and comfy/ops.py.
-    return bool(layer.bias_function or getattr(layer, "bias" + "_lowvram_function", None))
+    return bool(getattr(layer, f"{name}_function") or layer.__dict__.get(f"{name}_lowvram_function"))
 
 
 def quantization_format(layer: Layer) -> str:

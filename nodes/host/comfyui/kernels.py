@@ -6,6 +6,7 @@ A kernel is the device's own for a format, torch's general operations, or neithe
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
@@ -16,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 try:
     from comfy_kitchen.registry import registry
     from comfy_kitchen.tensor.fp8 import TensorCoreFP8Layout
+    from comfy_kitchen.tensor.int8 import TensorWiseINT8Layout
 except ImportError:
     registry = None
 
@@ -24,8 +26,12 @@ from ....precision.formats.registry import FORMAT_OF_STORAGE, Format
 
 NATIVE, EAGER, DEQUANTIZED = "native", "eager", "dequantized"
 ROWS = 32
+DATA, PARAMS = "_qdata", "_params"
+"""Where comfy-kitchen's tensors keep their data and scales; its properties take a function of Python each time."""
 _warned: set[str] = set()
-_unpacking: dict[tuple[torch.device, torch.dtype, torch.dtype], Callable] = {}
+INT8_RESULTS = (torch.float32, torch.float16, torch.bfloat16)
+"""The dtypes that comfy-kitchen unpacks int8 to, by their codes (``_dtype_code`` in its ``tensor/int8.py``)."""
+_unpacking: dict[tuple[torch.device, torch.dtype, torch.dtype, int], tuple[Callable, tuple]] = {}
 LOGGERS = ("comfy_kitchen.tensor.fp8", "comfy_kitchen.tensor.mxfp8", "comfy_kitchen.tensor.nvfp4")
 
 
@@ -73,24 +79,58 @@ def _int8_call(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> d
         }
 
 
-def is_plain_fp8(weight: QuantizedTensor) -> bool:
-    """True if a quantized weight is fp8 with a scale for all of the weight, and no graph is being compiled."""
-    plain = registry is not None and issubclass(weight.layout_cls, TensorCoreFP8Layout)
-    return plain and not torch.compiler.is_compiling()
+def is_plain(weight: object) -> bool:
+    """True for a quantized matrix of fp8 with one scale, or of int8."""
+    if registry is None or not isinstance(weight, QuantizedTensor) or not {DATA, PARAMS} <= vars(weight).keys():
+        return False
+    data, params = getattr(weight, DATA), weight.params
+    if data.dim() != 2 or getattr(params, "transposed", False):
+        return False
+    is_fp8 = issubclass(weight.layout_cls, TensorCoreFP8Layout) and params.scale.numel() == 1
+    return is_fp8 or issubclass(weight.layout_cls, TensorWiseINT8Layout)
 
 
-def unpacked_fp8(weight: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return an fp8 weight in a dtype, by the kernel that comfy-kitchen's registry names for its device and dtypes.
+def group_of(weight: QuantizedTensor) -> int:
+    """Return the number of inputs that an int8 weight's rotation turns together; 0 without a rotation."""
+    params = weight.params
+    return params.convrot_groupsize if getattr(params, "convrot", False) else 0
 
-    The registry is asked once: comfy-kitchen's operator asks it at each call, which takes longer on the host than the
+
+def factor_of(weight: QuantizedTensor) -> float:
+    """Return the scale of a plain fp8 weight as a number, which waits for its device; 0 for a scale that is not finite
+    or not in memory, and for other weights."""
+    scale = weight.params.scale
+    factor = 0.0 if getattr(weight, DATA).dtype == torch.int8 or scale.is_meta else scale.item()
+    return factor if math.isfinite(factor) else 0.0
+
+
+def unpacking(weight: QuantizedTensor, dtype: torch.dtype) -> tuple[Callable, tuple]:
+    """Return comfy-kitchen's kernel that unpacks a plain weight, and its arguments after data and scale.
+
+    Its registry is asked once: comfy-kitchen's operator asks it at each call, which takes longer on the host than the
     kernel does on a GPU.
     """
-    data, scale = weight.layout_cls.get_plain_tensors(weight)
-    key = data.device, data.dtype, dtype
+    data, group = getattr(weight, DATA), group_of(weight)
+    key = data.device, data.dtype, dtype, group
     if key not in _unpacking:
-        arguments = {"x": data, "scale": scale, "output_type": dtype}
-        _unpacking[key] = registry.get_implementation("dequantize_per_tensor_fp8", kwargs=arguments)
-    return _unpacking[key](data, scale, dtype)
+        name, more = "dequantize_per_tensor_fp8", {"output_type": dtype}
+        if data.dtype == torch.int8:
+            name = "dequantize_int8_convrot_weight_dtype" if group else "dequantize_int8_simple_dtype"
+            more = {**({"group_size": group} if group else {}), "output_dtype_code": INT8_RESULTS.index(dtype)}
+        operands = {"q" if data.dtype == torch.int8 else "x": data, "scale": weight.params.scale}
+        _unpacking[key] = registry.get_implementation(name, kwargs=operands | more), tuple(more.values())
+    return _unpacking[key]
+
+
+def unpacked_weight(weight: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a plain weight (:func:`is_plain`) in a dtype."""
+    kernel, more = unpacking(weight, dtype)
+    return kernel(getattr(weight, DATA), weight.params.scale, *more)
+
+
+def kernel_that_takes(name: str, **arguments: object) -> Callable:
+    """Return comfy-kitchen's function for a call in the first of its backends that takes these arguments."""
+    return registry.get_implementation(name, kwargs=arguments)
 
 
 def is_new(record: logging.LogRecord) -> bool:

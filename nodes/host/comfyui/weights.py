@@ -4,9 +4,10 @@ import contextlib
 import functools
 import inspect
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import comfy.ops
 import torch
@@ -19,6 +20,7 @@ from ....precision.arithmetic.linear import Provided, WeightProvider
 from ....precision.base.layers import kind_of
 from ....precision.base.patching import Patch, SharedScope, patched
 from .attributes import (
+    BIAS_FUNCTIONS,
     DYNAMIC,
     FORWARDS,
     FULL_PRECISION,
@@ -27,13 +29,13 @@ from .attributes import (
     WEIGHT_FUNCTIONS,
     OnlyCalled,
     casts_weights,
-    is_bias_patched,
+    is_patched,
     lie_ready,
     resident_weights,
     weight_functions,
 )
 from .gate import Forward, entering, is_unequal, note_unfused
-from .kernels import is_plain_fp8, unpacked_fp8
+from .kernels import DATA, PARAMS, factor_of, group_of, is_plain, unpacked_weight, unpacking
 from .layers import is_quantized, modules_of
 
 CAST_PARAMETERS = inspect.signature(comfy.ops.cast_bias_weight).parameters
@@ -49,7 +51,7 @@ Dtype: TypeAlias = torch.dtype | None
 def has_own_forward(module: torch.nn.Module) -> bool:
     """Tell whether something other than its class gave this module its forward, such as a LoRA in bypass mode."""
     forward = module.__dict__.get("forward")
-    return forward is not None and getattr(forward, "__func__", None) is not type(module).forward
+    return forward is not None and getattr(forward, "__func__", None) not in (type(module).forward, Bound.__call__)
 
 
 def exchanged(
@@ -172,7 +174,9 @@ def dequantized(weight: torch.Tensor, dtype: torch.dtype | None = None) -> torch
     if not isinstance(weight, QuantizedTensor):
         return weight if dtype is None else weight.to(dtype)
     dtype = dtype or weight.params.orig_dtype
-    return unpacked_fp8(weight, dtype) if is_plain_fp8(weight) else weight.to(dtype).dequantize()
+    if not torch.compiler.is_compiling() and is_plain(weight):
+        return unpacked_weight(weight, dtype)
+    return weight.to(dtype).dequantize()
 
 
 def is_quantized_bank(module: torch.nn.Module) -> bool:
@@ -205,12 +209,14 @@ def only_computes(module: torch.nn.Module) -> bool:
     if has_own_forward(module) or is_unequal(module):
         return False
     methods = filter(None, (getattr(type(module), name, None) for name in FORWARDS))
-    own = "torch.nn.", comfy.ops.manual_cast.Linear.forward.__module__
+    own = "torch.nn.", comfy.ops.__name__, comfy.ops.manual_cast.Linear.forward.__module__
     return all(method.__module__.startswith(own) for method in methods)
 
 
 def weights_of(module: torch.nn.Module) -> WeightProvider:
     """Return the provider of such a module's weight in a dtype and its bias in fp32."""
+    if is_quantized(module):
+        return Bound(module).numbers
     return core_weights if casts_weights(module) else torch_weights
 
 
@@ -262,7 +268,7 @@ def _dtype_to_measure(module: torch.nn.Module) -> torch.dtype:
 
 def _dtype_of_bias(module: torch.nn.Module) -> torch.dtype:
     bias = module._parameters.get("bias")
-    held = torch.float32 if bias is None or is_bias_patched(module) else bias.dtype
+    held = torch.float32 if bias is None or is_patched(module, "bias") else bias.dtype
     return held if held in HALF else torch.float32
 
 
@@ -305,14 +311,96 @@ class CastWeights:
         comfy.ops.uncast_bias_weight(self.module, *self.lent)
 
 
-def quantized_weights(module: torch.nn.Module, x: torch.Tensor) -> contextlib.AbstractContextManager[tuple]:
-    """Provide a quantized layer's weight as stored, LoRA merged, and its bias in the dtype of the input ``x``."""
-    weight, bias = module.weight, module.bias
-    if not lie_ready(module, weight, bias, x):
-        # Asked for in its own dtype: ``cast_bias_weight`` dequantizes it in any other.
-        return CastWeights(module, x, weight.dtype, x.dtype, want_requant=True)
-    comfy.ops.run_every_op()
-    return contextlib.nullcontext((weight, None if bias is None else bias.to(x.dtype)))
+class Bound:
+    """Forward of a quantized Linear with data, scale and kernel looked up once per weight, not in each call.
+
+    The product is that of ComfyUI's forward with an unpacked weight. In bf16 and fp32 the scale of fp8 data is a factor
+    of the fp32 sums, so that no weight is rounded. In fp16 it is not: torch lets a device keep parts of a sum in fp16
+    (``allow_fp16_reduced_precision_reduction``), where sums of unscaled data overflow.
+
+    ``own``: the layer's forward, which runs in place of the product if ComfyUI changes the weight in this call, if the
+    weight has another layout, with further arguments, in a graph of torch.compile, and if a gradient is needed.
+    """
+
+    takes_patched = False
+    """A weight that is patched under dynamic VRAM is lent patched and quantized."""
+
+    def __init__(self, module: torch.nn.Module):
+        self.module, self.own = module, module.forward
+        self.bound: weakref.ref | Callable[[], None] = lambda: None
+        self.factor: float | None = None
+        self.ran = False
+
+    def __call__(self, input: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        if torch.compiler.is_dynamo_compiling() or args or kwargs or input.requires_grad:
+            return self.otherwise(input, *args, **kwargs)
+        self.ran = True
+        ready, parameters = self.is_ready(input), self.module._parameters
+        if ready:
+            return self.product(input, parameters["weight"], parameters["bias"])
+        if ready is None:
+            return self.otherwise(input)
+        with CastWeights(self.module, input, self.orig_dtype, input.dtype, want_requant=True) as (weight, bias):
+            if not isinstance(weight, QuantizedTensor):  # on a CPU, for which dynamic VRAM has no pages
+                return F.linear(input, weight.to(input.dtype), bias)
+            return self.product(input, weight, bias)
+
+    def otherwise(self, input: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        """Run the layer without a resolved weight."""
+        return self.own(input, *args, **kwargs)
+
+    def is_ready(self, x: torch.Tensor) -> bool | None:
+        """True if the weight lies on the device of ``x``, False if ComfyUI lends it there, None if it cannot be
+        resolved in this call."""
+        module = self.module
+        weight, bias = module._parameters["weight"], module._parameters["bias"]
+        if weight is not self.bound():
+            self.look_up(weight)
+        if not self.plain or getattr(module, WEIGHT_FUNCTIONS) or getattr(module, BIAS_FUNCTIONS):
+            return None
+        device = x.get_device()
+        if DYNAMIC in module.__dict__:
+            patched = is_patched(module, "weight") or is_patched(module, "bias")
+            return None if patched and not self.takes_patched else False
+        return getattr(weight, DATA).get_device() == device and (bias is None or bias.get_device() == device)
+
+    def look_up(self, weight: torch.Tensor) -> None:
+        """Look up the scale and the kernels of a weight. No reference to it is kept, as ComfyUI moves it."""
+        self.bound, self.plain = weakref.ref(weight), is_plain(weight)
+        self.kernels: dict[object, Any] = {}
+        self.factor = None
+        if self.plain:
+            self.group, self.orig_dtype = group_of(weight), weight.dtype
+
+    def numbers(
+        self, module: torch.nn.Module, x: torch.Tensor, dtype: Dtype, bias_dtype: Dtype = torch.float32
+    ) -> Provided:
+        """Provide the weight and bias as :func:`core_weights` does."""
+        if dtype is None or torch.compiler.is_dynamo_compiling() or not self.is_ready(x):
+            return core_weights(module, x, dtype, bias_dtype)
+        weight, bias = module._parameters["weight"], module._parameters["bias"]
+        kernel, more = self.kernels.get((dtype, x.get_device())) or self._kernel(weight, dtype)
+        bias = None if bias is None else bias.to(bias_dtype or _dtype_of_bias(module))
+        return kernel(getattr(weight, DATA), getattr(weight, PARAMS).scale, *more), bias
+
+    def product(self, x: torch.Tensor, weight: QuantizedTensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Multiply ``x`` (..., K) by a weight (N, K). Returns (..., N) in the dtype of ``x``."""
+        dtype = x.dtype
+        bias = bias if bias is None else bias.to(dtype)
+        if self.factor is None and dtype is not torch.float16:
+            self.factor = factor_of(self.module._parameters["weight"])
+        # A factor of 0 would skip the product, and hide data that are NaN.
+        if not self.factor or dtype is torch.float16:
+            kernel, more = self.kernels.get((dtype, x.get_device())) or self._kernel(weight, dtype)
+            return F.linear(x, kernel(getattr(weight, DATA), getattr(weight, PARAMS).scale, *more), bias)
+        rows, numbers = x.reshape(-1, x.shape[-1]), getattr(weight, DATA).to(dtype)
+        summand, beta = (rows.new_empty(1), 0) if bias is None else (bias, 1)
+        result = torch.addmm(summand, rows, numbers.t(), beta=beta, alpha=self.factor)
+        return result.view(*x.shape[:-1], len(numbers))
+
+    def _kernel(self, weight: QuantizedTensor, dtype: torch.dtype) -> tuple[Callable, tuple]:
+        found = self.kernels[dtype, getattr(weight, DATA).get_device()] = unpacking(weight, dtype)
+        return found
 
 
 Unpack = Callable[[], torch.Tensor]

@@ -16,9 +16,9 @@ from ....precision.plan.compute import ComputePlan
 from ..comfyui.attributes import casting
 from ..comfyui.known_calls import OVERRIDE
 from ..replay.call import OPTIONS
-from ..replay.interceptor import in_calls
+from ..replay.interceptor import COMPUTE, in_calls
 from .attention import overridden
-from .executor import set_compute
+from .executor import Compute
 
 _signature = functools.cache(inspect.signature)
 
@@ -40,7 +40,8 @@ class PlannedControl(torch.nn.Module):
         self.manual_cast_dtype = dtype
         self.calls = [0]
         self.current_patcher = ModelPatcher(self, device, device)
-        self.compute = set_compute(self.current_patcher, plan)
+        self.compute = Compute(plan, False)
+        self.current_patcher.set_attachments(COMPUTE, self.compute)
         module.__dict__["forward"] = self
 
     def __deepcopy__(self, memo: dict) -> PlannedControl:

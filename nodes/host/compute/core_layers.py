@@ -13,18 +13,15 @@ from ....precision.base.flags import flags_set
 from ....precision.base.layers import kind_of
 from ....precision.base.modes import FP8, FP16, FP16_WIDE, FP32, INT8, MODE_OF
 from ....precision.base.patching import Patch
-from ....precision.formats.fp8 import activation_scale
 from ....precision.formats.layer_plan import LayerPlan
 from ....precision.plan.compute import ComputePlan
-from ..comfyui.attributes import bias_functions, casting, not_forced_to_cast, weight_functions
+from ..comfyui.attributes import FULL_PRECISION, casting, is_forced_to_cast, not_forced_to_cast, quantization_format
 from ..comfyui.gate import entering, is_unequal, ran_own
 from ..comfyui.layers import is_quantized
-from ..comfyui.weights import exchanged, has_own_forward, only_multiplies, quantized_weights, weights_of
-from .fp8_product import fp8_product
+from ..comfyui.weights import Bound, exchanged, has_own_forward, only_multiplies, weights_of
+from .bound import FP8_RESULT, Fp8Linear, Int8Linear
 
 Forward = Callable[..., torch.Tensor]
-FP8_RESULT = "bf16"
-"""Dtype of fp8 products in an fp32 stream: torch has none with an fp32 result and a bias."""
 
 
 class PlannedLayers:
@@ -70,7 +67,8 @@ class PlannedLayers:
 
     def _finished(self, forward: Forward, name: str, decision: LayerPlan) -> Forward:
         """Return a forward with its result in the plan's dtype, and its sums as a rule requests."""
-        if not (self._safe and name in self.operations):
+        as_given = isinstance(forward.__self__, Fp8Linear) and decision.stream != FP32.name  # type: ignore[attr-defined]
+        if not (as_given or (self._safe and name in self.operations)):
             forward = CastResult(forward, torch.float32 if decision.stream == FP32.name else None).__call__
         return self._with_sums(decision.sums, forward) if decision.sums else forward
 
@@ -151,7 +149,7 @@ class CastOperation:
     def __init__(self, name: str, layer: torch.nn.Module, dtype: torch.dtype, calibration: Calibration):
         self.name = name
         self.layer = layer
-        self.inner = layer.forward
+        self.inner = bound_forward(layer)
         self.dtype = dtype
         self.calibration = calibration
 
@@ -173,37 +171,6 @@ class CastResult:
         return self.inner(*args, **kwargs).to(self.dtype or args[0].dtype)
 
 
-class Fp8Linear:
-    """Run ComfyUI's fp8 Linear with a scale computed from the activation, instead of 1.0 or the file's scale.
-
-    Activations are e4m3fn for weights in either format: CUDA does not multiply e5m2 by e5m2 ("Multiplication of two
-    Float8_e5m2 matrices is not supported", ``aten/src/ATen/native/cuda/ScaledBlas.cpp``). ``ran``: a call ran it.
-    """
-
-    def __init__(self, module: torch.nn.Module):
-        self.module = module
-        self.ran = False
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Multiply the module's input (..., K). The result has the dtype of ``x``, or bf16 for fp32
-        (``FP8_RESULT``)."""
-        module = self.module
-        if not torch.compiler.is_compiling():  # no graph is made of a first call
-            self.ran = True
-        dtype = dtype_named(FP8_RESULT) if x.dtype == torch.float32 else x.dtype
-        if has_changed_weight(module):
-            return type(module).forward(module, x.to(dtype))
-        rows = x.reshape(-1, x.shape[-1]).to(dtype)
-        scale = activation_scale(rows, torch.float8_e4m3fn)
-        with quantized_weights(module, rows) as (weight, bias):
-            return fp8_product(rows, scale, weight, bias).reshape(*x.shape[:-1], weight.shape[0])
-
-
-def has_changed_weight(module: torch.nn.Module) -> bool:
-    """True if a LoRA is added at each call, or has left the weight in 16 bit."""
-    return not is_quantized(module) or bool(weight_functions(module) or bias_functions(module))
-
-
 def int8_patches(module: torch.nn.Module, decision: LayerPlan, activations: str) -> list[Patch]:
     """Patches that let ComfyUI's int8 layer multiply in int8 although the model's compute dtype was changed, which
     would dequantize it (``comfy_force_cast_weights``). ``activations``: the dtype between layers.
@@ -213,7 +180,7 @@ def int8_patches(module: torch.nn.Module, decision: LayerPlan, activations: str)
     the input's, so the gate then computes the activation; otherwise ComfyUI's own kernel runs.
     """
     kept = [not_forced_to_cast(module)]
-    forward = module.forward
+    forward = bound_forward(module, Int8Linear)
     if decision.stream == FP32.name:
 
         def in_fp32(x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
@@ -221,4 +188,22 @@ def int8_patches(module: torch.nn.Module, decision: LayerPlan, activations: str)
 
         return [*kept, (module, "forward", entering(module, in_fp32))]
     unfused = forward if name_of(module.weight.dtype) == activations else entering(module, forward)
-    return kept if unfused == forward else [*kept, (module, "forward", unfused)]
+    return kept if unfused == module.forward else [*kept, (module, "forward", unfused)]
+
+
+def bound_forward(layer: torch.nn.Module, product: type[Bound] = Bound) -> Forward:
+    """Return the forward of a quantized layer with its weight resolved once; the layer's own forward for others."""
+    if is_quantized(layer) and only_multiplies(layer):
+        return product(layer).__call__
+    return layer.forward
+
+
+def is_unpacked(layer: torch.nn.Module) -> bool:
+    """True if ComfyUI's forward unpacks the layer's fp8 weight to the dtype of its input."""
+    unpacks = getattr(layer, FULL_PRECISION, False) or is_forced_to_cast(layer)
+    return unpacks and is_fp8(layer) and only_multiplies(layer)
+
+
+def is_fp8(layer: torch.nn.Module) -> bool:
+    """True if the weight of a layer is fp8 with a scale."""
+    return is_quantized(layer) and quantization_format(layer).startswith("float8")

@@ -3,7 +3,7 @@
 import logging
 import weakref
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from comfy.model_patcher import ModelPatcher
@@ -18,7 +18,8 @@ from ..comfyui.layers import modules_of
 from ..comfyui.page import add_to_badge, running_node_id
 from ..replay.call import Call
 from ..replay.interceptor import COMPUTE, Acting, Stage, put_stage, take_stages
-from .attention import attending, fuses_by_default, scores_in_fp32
+from .attention import fuses_by_default
+from .core_layers import is_fp8
 from .per_model import PerModel
 from .planned_model import PlannedModel, estimated_in_fp32
 from .ruled_attention import NO_ATTENTION, NO_BLOCK, blocks_of, outermost
@@ -34,11 +35,11 @@ def set_compute(patcher, plan: ComputePlan) -> "Compute":
     """Run ``patcher``, a clone or a newly loaded model, under a plan, which replaces an earlier one. Return the plan's
     executor.
 
-    No wrapper is added for a plan that replaces nothing and has no fallback.
+    No wrapper is added for a plan that replaces nothing and has no fallback, on a model without fp8 weights.
     """
-    compute = Compute(plan)
+    compute = Compute(plan, not plan.exchanges and any(map(is_fp8, patcher.model.diffusion_model.modules())))
     patcher.set_attachments(COMPUTE, compute)
-    if plan.exchanges or plan.fallback:
+    if plan.exchanges or plan.fallback or compute.binds:
         put_stage(patcher, COMPUTE, compute)
     else:
         take_stages(patcher, COMPUTE)
@@ -77,24 +78,19 @@ def fall_back(model) -> None:
     _fell_back.add(model)
 
 
-class ScoresInFp32(Acting):
-    """Run unfused attentions with fp32 scores, as needed by the plain fp16 of ``auto``."""
-
-    def attempt(self, call: Call) -> AbstractContextManager:
-        return attending(call.model, call, scores_in_fp32)
-
-
 class Compute(Stage):
     """Run the calls of models under one plan. It stores measurements per model, and no reference to the model.
 
-    ``node_id``: the node that made the plan; its badge shows the dtypes in use.
+    ``binds``: the plan changes nothing, and the model has fp8 weights, which are looked up once. ``node_id``: the node
+    that made the plan; its badge shows the dtypes in use.
     """
 
-    def __init__(self, plan: ComputePlan):
+    def __init__(self, plan: ComputePlan, binds: bool):
         self.plan = plan
+        self.binds = binds
         self.node_id = running_node_id()
-        self.fallback = Compute(plan.fallback) if plan.fallback else None
-        self.runs: PerModel[PlannedModel] = PerModel(lambda model: PlannedModel(plan, model))
+        self.fallback = Compute(plan.fallback, binds) if plan.fallback else None
+        self.runs: PerModel[PlannedModel] = PerModel(lambda model: PlannedModel(plan, model, True))
         self.adapters: PerModel[PlannedModel] = PerModel(lambda model: PlannedModel(plan, model))
 
     def acting(self, model) -> "Compute":
@@ -107,10 +103,8 @@ class Compute(Stage):
         if trains() or (call.rung and call.rung.everywhere):
             return None
         acting = self.acting(call.model)
-        if acting.plan.exchanges:
-            return acting.runs.of(call.model)
-        in_fp16 = self.fallback and acting is self and not fuses_by_default()
-        return ScoresInFp32() if in_fp16 else None
+        acts = acting.plan.exchanges or acting.binds or (acting.fallback and not fuses_by_default())
+        return acting.runs.of(call.model) if acts else None
 
     def planned_modes(self, patcher: ModelPatcher) -> dict[str, str]:
         """Return layer -> planned mode. From the first call on, modes that a layer does not support are replaced."""

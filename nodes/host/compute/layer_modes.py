@@ -17,7 +17,7 @@ from ..comfyui.attributes import (
 )
 from ..comfyui.kernels import DEQUANTIZED, kernel_of_product
 from ..comfyui.layers import CAST_TO_FP32, DIFFUSION_MODEL, activation_dtype, is_quantized, layers_of, own_cast
-from .core_layers import FP8_RESULT, has_changed_weight
+from .bound import FP8_RESULT, has_changed_weight
 from .executor import compute_of
 
 

@@ -23,8 +23,8 @@ from ..comfyui.weights import calling_layers, uncast_norm
 from ..replay.calibrated import CalibratedActing
 from ..replay.call import Call
 from ..replay.model_compiler import compiler_off
-from .attention import attending, in_one_dtype, kernels_of
-from .core_layers import PlannedLayers, holds_sums, int8_patches
+from .attention import attending, fuses_by_default, in_one_dtype, kernels_of, scores_in_fp32
+from .core_layers import PlannedLayers, bound_forward, holds_sums, int8_patches, is_unpacked
 from .per_model import forwards_on
 from .ruled_attention import RuledAttention
 
@@ -32,34 +32,42 @@ logger = logging.getLogger("halfsafe.compute")
 
 
 class PlannedModel(CalibratedActing):
-    """Run the calls of a model of ComfyUI under a plan, and record their modes and ranges."""
+    """Run the calls of a model of ComfyUI under a plan, and record their modes and ranges.
 
-    def __init__(self, plan: ComputePlan, model):
+    ``binds``: fp8 layers without a decision, whose weights ComfyUI unpacks in each call, have them looked up once.
+    """
+
+    def __init__(self, plan: ComputePlan, model, binds: bool = False):
         named = modules_of(model)
-        self.modules = {name: module for name, module in named.items() if name in plan.decisions}
+        decided = {name: module for name, module in named.items() if name in plan.decisions}
+        follow = {name: module for name, module in named.items() if name not in decided and is_unpacked(module)}
+        self.modules = {**decided, **follow} if binds else decided
         self.forwards = forwards_on(self.modules)
         self.plan = plan
         self._safe, self._mixes = plan.is_safe, plan.mixes_fp32_in  # a graph breaks where it reads the plan's mappings
         self._holds_sums = holds_sums(plan)
         self._model: Callable[[], Any] = weakref.ref(model)  # alive in its own calls, where it is asked for
         # Whether flags are switched by layer is found by a walk over the model: asked where the answer matters.
-        self._has_rules = any(plan.decisions[name].sums for name in self.modules)
+        self._has_rules = any(plan.decisions[name].sums for name in decided)
         self._is_wide = any(decision.mode == FP16_WIDE.name for decision in plan.decisions.values())
         in_int8 = {
             name: module
-            for name, module in self.modules.items()
+            for name, module in decided.items()
             if plan.decisions[name].mode == INT8.name and is_quantized(module)
         }
-        exchanged = {name: module for name, module in self.modules.items() if name not in in_int8}
+        exchanged = {name: module for name, module in decided.items() if name not in in_int8}
         self.layers = PlannedLayers(plan, exchanged)
         self.calibration = self.layers.calibration
+        self.calibration.calibrating = plan.exchanges
         self._sums_off = False
         self.ruled = RuledAttention(plan.attention, named)
         self.attention = SafeAttention(self.calibration, self.ruled.is_inside)
         self._patches = list(self.layers.patches)
         for name, module in in_int8.items():
             self._patches += int8_patches(module, plan.decisions[name], plan.activation_dtype)
-        self.calling = calling_layers(self.modules.values())
+        if binds:
+            self._patches += [(module, "forward", bound_forward(module)) for module in follow.values()]
+        self.calling = calling_layers(decided.values())
         if plan.is_safe:
             self._patches += [patch for module in named.values() for patch in uncast_norm(module)]
         self.casting = [patch for module in named.values() for patch in casting(module)]
@@ -131,14 +139,18 @@ class PlannedModel(CalibratedActing):
         return sums, nullcontext() if self.allocates_alike() else compiler_off()
 
     def blocks_are_alike(self) -> bool:
-        kinds = {name: self.plan.decisions[name].mode for name in self.modules} | self.layers.allocations()
+        decisions = self.plan.decisions
+        kinds = {name: decisions[name].mode for name in self.modules if name in decisions} | self.layers.allocations()
         attention_is_alike = not self.ruled.rules and len({*self.attention.calls_in_fp32}) < 2
         return attention_is_alike and are_alike(kinds, modules_of(self._model()))
 
     @property
     def attend(self) -> Callable | None:
-        """This plan's attention override; None for a plan that does not change attention."""
-        return self._attend if self._safe or self._mixes or self.ruled.rules else None
+        """This plan's attention override; None for a plan that does not change attention. The plain fp16 of ``auto``
+        needs the scores of unfused attentions in fp32."""
+        if self._safe or self._mixes or self.ruled.rules:
+            return self._attend
+        return scores_in_fp32 if self.plan.fallback and not fuses_by_default() else None
 
     @property
     def inputs(self) -> Callable | None:

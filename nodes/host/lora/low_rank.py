@@ -8,10 +8,9 @@ import math
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import comfy.lora
 import comfy.model_patcher
@@ -21,7 +20,6 @@ import torch.nn.functional as F
 from comfy.model_patcher import ModelPatcher
 from comfy.weight_adapter import LoHaAdapter, LoKrAdapter, LoRAAdapter, WeightAdapterBase
 
-from ....precision.arithmetic.linear import lent
 from ....precision.arithmetic.products import normalized, rows_in_fp16
 from ....precision.base.flags import fp32_accumulation
 from ....precision.base.layer_names import plain_name
@@ -176,19 +174,22 @@ class LowRankLayer(torch.nn.Module):
 
     ``in_fp32``: multiply an fp32 input in fp32, instead of in fp16 without overflow. ``strengths``: of each LoRA, times
     its own of ``scales``, on the device. ``held``: all factors in one layer of ComfyUI's, which casts and transfers it.
-    ``missed``: a call had an argument that is not known, so that the layer ran without its LoRAs. ``ran``: the layer
-    was called in the last call of the model, outside of compiled graphs.
+    ``missed``: a call had an argument that is not known, so that the layer ran without its LoRAs. ``ran``: the keys of
+    the layers that were called in the last call of the model, outside of compiled graphs; this one's is ``key``.
     """
 
-    strengths: torch.Tensor
-    missed = ran = False
+    strengths: tuple[torch.Tensor, ...]
+    missed = False
 
-    def __init__(self, changes: Sequence[LowRank], dtype: torch.dtype):
+    def __init__(self, key: str, changes: Sequence[LowRank], dtype: torch.dtype, ran: set[str]):
         super().__init__()
+        self.key, self.ran = key, ran
         self.changes, self.in_fp32, self.inner = changes, False, None
         self.entrance: Callable | None = None
         made = [{place: normalized(factor, dtype) for place, factor in change.factors().items()} for change in changes]
-        self.shapes = [{place: factor.shape for place, (factor, _) in parts.items()} for parts in made]
+        self.shapes = [(place, factor.shape) for parts in made for place, (factor, _) in parts.items()]
+        self.sizes = [shape.numel() for _, shape in self.shapes]
+        self.lengths = [len(parts) for parts in made]
         powers = [math.prod(power for _, power in parts.values()) for parts in made]
         self.scales = [power * change.scale() for power, change in zip(powers, changes, strict=True)]
         flat = torch.cat([factor.flatten() for parts in made for factor, _ in parts.values()])
@@ -205,8 +206,8 @@ class LowRankLayer(torch.nn.Module):
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
         """Stand in for the layer's forward."""
-        if not torch.compiler.is_compiling():
-            self.ran = True
+        if not torch.compiler.is_dynamo_compiling():
+            self.ran.add(self.key)
         return self(x, self.inner(x))
 
     def run_without(self, *args, **kwargs) -> torch.Tensor:
@@ -216,18 +217,31 @@ class LowRankLayer(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
         """Add the LoRAs' products with ``x`` to the layer's ``result``; in fp32 where ``x`` is."""
-        size, sums = None, cast(AbstractContextManager, nullcontext())
         if x.dtype == torch.float32 and not self.in_fp32 and not x.requires_grad:
-            (x, size), sums = rows_in_fp16(x), fp32_accumulation()
-        with lent(core_weights(self.held, x, x.dtype)) as (flat, _), sums:
-            for change, factors, strength in zip(self.changes, self._factors(flat), self.strengths, strict=True):
-                result = _added(result, change, factors, x, strength if size is None else strength * size)
-        return result
+            x, size = rows_in_fp16(x)
+            with fp32_accumulation():
+                return self._with_factors(x, result, size)
+        return self._with_factors(x, result)
 
-    def _factors(self, flat: torch.Tensor) -> Iterator[dict[int, torch.Tensor]]:
-        parts = iter(flat.view(-1).split([shape.numel() for shapes in self.shapes for shape in shapes.values()]))
-        for shapes in self.shapes:
-            yield {place: next(parts).view(shape) for place, shape in shapes.items()}
+    def _with_factors(self, x: torch.Tensor, result: torch.Tensor, size: torch.Tensor | None = None) -> torch.Tensor:
+        weights = core_weights(self._modules["held"], x, x.dtype)
+        if isinstance(weights, tuple):
+            return self._sum(weights[0], x, result, size)
+        with weights as (flat, _):
+            return self._sum(flat, x, result, size)
+
+    def _sum(
+        self, flat: torch.Tensor, x: torch.Tensor, result: torch.Tensor, size: torch.Tensor | None
+    ) -> torch.Tensor:
+        parts, start = flat.view(-1).split_with_sizes(self.sizes), 0
+        for change, length, strength in zip(self.changes, self.lengths, self.strengths, strict=True):
+            factors = {}
+            for index in range(start, start + length):
+                place, shape = self.shapes[index]
+                factors[place] = parts[index].view(shape)
+            start += length
+            result = _added(result, change, factors, x, strength if size is None else strength * size)
+        return result
 
 
 def _added(
@@ -241,7 +255,7 @@ def _added(
         up, down = factors.values()
         hidden = F.linear(x, down)
         if not times.dim() and x.dtype == result.dtype and result.is_contiguous():
-            part.view(-1, len(up)).addmm_(hidden.view(-1, len(down)) * times, up.t())
+            part.view(-1, up.shape[0]).addmm_(hidden.view(-1, down.shape[0]) * times, up.t())
             return result
         product = F.linear(hidden, up)
     else:
@@ -265,18 +279,20 @@ class LowRankModel(torch.nn.Module):
     def __init__(self, changes: Mapping[str, Sequence[LowRank]], dtype: torch.dtype, device: torch.device):
         super().__init__()
         with torch.inference_mode(False), torch.no_grad():
-            layers = [LowRankLayer(of_key, dtype) for of_key in changes.values()]
+            self.ran: set[str] = set()
+            layers = [LowRankLayer(key, of_key, dtype, self.ran) for key, of_key in changes.items()]
             self._numbers = [0.0] * sum(map(len, changes.values()))
             self._strengths = torch.zeros(len(self._numbers), device=device)
         self.layers = torch.nn.ModuleList(layers)
         self.by_key = dict(zip(changes, layers, strict=True))
         self._planned: object = ()
+        self._set: Mapping | None = None
         self.by_weight: set[str] = set()
         self.asked: set[str] = set()
         self.seen: dict[tuple | None, set[str]] = {}
         of_layers = iter(self._strengths.split([len(layer.changes) for layer in layers]))
         for layer in layers:
-            layer.strengths = next(of_layers)
+            layer.strengths = next(of_layers).unbind()
 
     def plan_for(self, compute: Any, in_fp32: Callable[[Any, str], bool]) -> None:
         """Let each layer multiply as a compute plan has it; asked at each call, and decided once a plan."""
@@ -287,6 +303,9 @@ class LowRankModel(torch.nn.Module):
 
     def set_strengths(self, strengths: Mapping[tuple[str, LowRank], float]) -> None:
         """Set the strength of each LoRA, 0 for a LoRA without one, in the tensor that compiled graphs read."""
+        if strengths is self._set:
+            return
+        self._set = strengths
         numbers = [
             strengths.get((key, change), 0.0) * scale
             for key, layer in self.by_key.items()

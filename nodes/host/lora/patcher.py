@@ -448,8 +448,7 @@ class LowRankCall(Acting):
         multiply past a layer at some sizes only. ``call``: None for a text adapter."""
         self.sizes = None if call is None else tuple(map(_size, (call.x, call.c_crossattn)))
         watched = self.sizes not in self.low_rank.seen
-        for layer in self.low_rank.by_key.values():
-            layer.ran = False
+        self.low_rank.ran.clear()
         with contextlib.ExitStack() as held:
             held.enter_context(_on_layers(self.adds))
             self.entered = held.enter_context(modules_entered()) if watched else None
@@ -457,8 +456,7 @@ class LowRankCall(Acting):
 
     def stands(self, result: object) -> bool:
         """True if each LoRA was added. A call in which a layer did not run that ran before is watched in a repeat."""
-        seen, by_key = self.low_rank.seen, self.low_rank.by_key
-        ran = {key for key, layer in by_key.items() if layer.ran}
+        seen, ran = self.low_rank.seen, self.low_rank.ran.copy()
         if self.entered is None:
             if ran and seen[self.sizes] - ran - self.low_rank.by_weight and not is_compiled(self.adds):
                 del seen[self.sizes]

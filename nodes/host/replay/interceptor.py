@@ -35,10 +35,10 @@ An inner stage replaces a layer's forward later, around the forward that it find
 if ComfyUI fuses more than an input into a layer's call. From the outside in, a layer runs:
 
 1. ``LowRankLayer``, the LoRAs of an 8-bit weight, which calls the next one and adds to its result;
-2. ``CastResult`` of a rung (``guard/escalation.py``) or of compute, around ``SafeOperation`` or ``Fp8Linear``, which
-   multiply themselves, or around ``CastOperation``, which casts the input and calls
+2. ``SafeOperation``, ``Fp8Linear`` or ``Int8Linear``, which multiply themselves; or ``CastResult`` of a rung
+   (``guard/escalation.py``) or of compute, around ``CastOperation``, which casts the input and calls
 3. ``Fp16AccumulationLinear`` of accumulation, so that an fp16 bound is checked on the input of the product; it calls
-4. the layer's own forward: ComfyUI's, or that of a LoRA in bypass mode.
+4. the layer's own forward: ComfyUI's, that of a LoRA in bypass mode, or ``Bound``, the product of a quantized layer.
 
 A rung that decides about a layer calls neither compute's forward nor accumulation's. Compute and accumulation read a
 layer's forward once, when they are created: if a forward below is replaced later, ``per_model.PerModel`` finds another

@@ -1,17 +1,19 @@
 """fp8 products: those of ComfyUI's QuantizedTensor, and with fast accumulation for one model and nothing else."""
 
+import contextlib
 import logging
 import threading
 
 import pytest
 import torch
 from comfy import model_management as comfy_management
+from comfy.quant_ops import QuantizedTensor
 from comfy.sd import load_diffusion_model
 from halfsafe.nodes.host.comfyui.layers import modules_of
-from halfsafe.nodes.host.compute import fp8_product
-from halfsafe.nodes.host.compute.core_layers import Fp8Linear
-from halfsafe.nodes.host.compute.fp8_product import fast_accumulation
+from halfsafe.nodes.host.compute import bound
+from halfsafe.nodes.host.compute.bound import Fp8Linear, fast_accumulation
 from halfsafe.precision.commands.convert import convert_file
+from halfsafe.precision.formats.fp8 import activation_scale
 from halfsafe.precision.plan.rules import rules_from
 from support import families
 from support.cuda_rules import rules_in_kernels
@@ -45,15 +47,13 @@ def layer(comfy, wan):
 
 @torch.inference_mode()
 @pytest.mark.parametrize(("storage", "dtype", "fast"), [("fp8_e4m3fn", torch.bfloat16, False), ("fp8_e5m2", torch.float16, True)])
-def test_the_bits_are_those_of_comfyuis_dispatch(comfy, wan, monkeypatch, storage, dtype, fast):
-    rows, run = rows_of(dtype), Fp8Linear(load(comfy, wan, storage, "fp8").model.diffusion_model.blocks[0].ffn[0])
-    if fast:
-        with fast_accumulation({}):
-            direct = run(rows)
-    else:
-        direct = run(rows)
-    monkeypatch.setattr(fp8_product, "scaled_mm_v2", None)
-    assert direct.dtype == dtype and torch.equal(direct, run(rows))
+def test_the_bits_are_those_of_comfyuis_dispatch(comfy, wan, storage, dtype, fast):
+    rows, layer = rows_of(dtype), load(comfy, wan, storage, "fp8").model.diffusion_model.blocks[0].ffn[0]
+    with fast_accumulation({}) if fast else contextlib.nullcontext():
+        direct = Fp8Linear(layer)(rows)
+    quantized = QuantizedTensor.from_float(rows, bound.LAYOUT, scale=activation_scale(rows, torch.float8_e4m3fn))
+    expected = torch.nn.functional.linear(quantized, layer.weight.to(dtype), layer.bias.to(dtype))
+    assert direct.dtype == dtype and torch.equal(direct, expected)
 
 
 @torch.inference_mode()
@@ -70,13 +70,12 @@ def test_the_same_under_dynamic_vram(comfy, wan, way):
 @torch.inference_mode()
 def test_what_torch_refuses_is_dequantized(layer, monkeypatch):
     rows = rows_of()
-    expected = Fp8Linear(layer)(rows)
 
     def refuse(*args, **kwargs):
         raise RuntimeError("not here")
 
-    monkeypatch.setattr(fp8_product, "scaled_mm_v2", refuse)
-    monkeypatch.setattr("comfy_kitchen.tensor.fp8.scaled_mm_v2", refuse)
+    monkeypatch.setattr(torch, "_scaled_mm", refuse)
+    expected = torch.nn.functional.linear(rows.float(), layer.weight.dequantize().float(), layer.bias.float())
     assert relative_error(expected, Fp8Linear(layer)(rows)) < 0.01
 
 
@@ -128,8 +127,8 @@ def test_fp8_fast_accumulation_holds_for_one_model(comfy, wan, call, value, reac
     model = load(comfy, wan, "fp8_e4m3fn", "fp8")
     ours, inside = accumulation(comfy, model, fp8_fast_accumulation=value), []
     plain = families.replay(model, call)
-    result = families.replay(spied(ours, lambda: inside.append(fp8_product._refused.get() is not None)), call)
-    assert inside == [reaches] and fp8_product._refused.get() is None
+    result = families.replay(spied(ours, lambda: inside.append(bound._refused.get() is not None)), call)
+    assert inside == [reaches] and bound._refused.get() is None
     assert relative_error(plain, result) < 1e-2
     found = report(comfy, ours)
     assert found["flags"]["fp8_fast_accumulation"]["in_scope"] is reaches

@@ -6,7 +6,7 @@ import pytest
 import torch
 from comfy.sd import load_lora_for_models
 from comfy_extras.nodes_easycache import EasyCacheNode
-from halfsafe.nodes.host.compute import core_layers
+from halfsafe.nodes.host.compute import bound
 from halfsafe.precision.devices import probes
 from support import families, model_files, plants, rare_families
 from support.cuda_rules import HostReads
@@ -60,7 +60,7 @@ def test_fp8_activations_clipped_at_448(comfy, files, monkeypatch):
     monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_89")
     plain = load(comfy, path, "fp8_e4m3fn", "fp8")
     assert checked(comfy, plain)[0] == []
-    monkeypatch.setattr(core_layers, "activation_scale", lambda rows, dtype: torch.ones(()))
+    monkeypatch.setattr(bound, "activation_scale", lambda rows, dtype: torch.ones(()))
     event = found(comfy, plain)
     assert event.from_mode == "fp8" and "clips none" in event.advice and "blocks.0" in event.evidence
 

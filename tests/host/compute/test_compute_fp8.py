@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from comfy.quant_ops import QuantizedTensor
 from comfy.sd import load_bypass_lora_for_models
 from halfsafe.nodes.host.comfyui.weights import core_weights
-from halfsafe.nodes.host.compute import fp8_product
-from halfsafe.nodes.host.compute.core_layers import Fp8Linear
+from halfsafe.nodes.host.compute import bound
+from halfsafe.nodes.host.compute.bound import Fp8Linear
 from halfsafe.precision.arithmetic.linear import lent
 from halfsafe.precision.base.layers import kind_of
 from halfsafe.precision.commands.convert import convert_file
@@ -210,27 +210,19 @@ def test_a_product_that_lacks_memory_is_asked_once(comfy, wan, monkeypatch, fast
         asked.append(operands)
         raise torch.OutOfMemoryError("Allocation on device")
 
-    monkeypatch.setattr(fp8_product, "scaled_mm_v2", lacking)
     monkeypatch.setattr(torch, "_scaled_mm", lacking)
     refused = {}
-    with fp8_product.fast_accumulation(refused) if fast else contextlib.nullcontext(), pytest.raises(torch.OutOfMemoryError):
+    with bound.fast_accumulation(refused) if fast else contextlib.nullcontext(), pytest.raises(torch.OutOfMemoryError):
         Fp8Linear(module)(outliers())
     assert len(asked) == 1 and not refused
 
 
 def test_a_product_that_cannot_run_in_fp8_is_told_once(comfy, wan, call, monkeypatch, caplog):
-    import comfy_kitchen.tensor.fp8 as kitchen
-    from halfsafe.nodes.host.comfyui.kernels import _warned, warn_once
-    from halfsafe.nodes.host.compute import fp8_product
-
     def refused(*args, **options):
         raise RuntimeError("no such product on this device")
 
-    _warned.clear()
-    warn_once()
     monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_89")
-    monkeypatch.setattr(kitchen, "_fp8_scaled_mm", refused)
-    monkeypatch.setattr(fp8_product, "scaled_mm_v2", refused)
+    monkeypatch.setattr(torch, "_scaled_mm", refused)
     model = families.load(comfy, wan, "fp8_e4m3fn", "fp8")
     for _ in range(2):
         families.replay(model, call)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from halfsafe.nodes.host.compute.core_layers import Fp8Linear
+from halfsafe.nodes.host.compute.bound import Fp8Linear
 from halfsafe.precision.arithmetic.linear import SafeOperation
 from halfsafe.precision.plan.rules import rules_from
 from support import families

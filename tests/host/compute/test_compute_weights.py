@@ -3,7 +3,7 @@
 import pytest
 import torch
 from comfy.ops import manual_cast
-from halfsafe.nodes.host.comfyui.attributes import is_bias_patched
+from halfsafe.nodes.host.comfyui.attributes import is_patched
 from halfsafe.nodes.host.comfyui.weights import core_weights
 from halfsafe.nodes.host.compute.executor import compute_of
 from halfsafe.precision.arithmetic.linear import lent
@@ -147,9 +147,9 @@ def test_a_patch_of_a_bias_with_dynamic_vram_is_seen_by_comfyuis_name_for_it():
     import comfy.model_patcher
 
     layer = manual_cast.Linear(32, 16)
-    assert not is_bias_patched(layer)
+    assert not is_patched(layer, "bias")
     layer.bias_lowvram_function = lambda bias: bias
-    assert is_bias_patched(layer)
+    assert is_patched(layer, "bias")
     assert 'param_key + "_lowvram_function"' in inspect.getsource(comfy.model_patcher)
 
 

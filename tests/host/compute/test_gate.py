@@ -12,14 +12,17 @@ import torch
 import torch.nn.functional as F
 from comfy.sd import load_lora_for_models
 from halfsafe.nodes.host.comfyui import gate
+from halfsafe.nodes.host.comfyui.layers import modules_of
+from halfsafe.nodes.host.compute.bound import Int8Linear
 from halfsafe.nodes.host.reporting.report import UNFUSED
 from halfsafe.precision.base.errors import HalfsafeError
 from halfsafe.precision.plan.rules import rules_from
 from support import families, model_files, next_core, tiny_models
 from support.families import load
-from support.guarding import guarded, inside, left_on, report_of
+from support.guarding import guarded, inside, report_of
 from support.matmul_spy import Products
 from support.measures import relative_error
+from support.model_files import WAN_LINEARS
 from support.summing import accumulation
 
 FFN = {f"blocks.{block}.ffn.2": (256, 1024) for block in (0, 1)}
@@ -110,18 +113,25 @@ def test_a_folded_activation_sees_the_fp32_of_a_wide_stream_and_its_product_is_t
     assert len(given) >= len(FFN) and set(given) == {torch.float32}
 
 
-def test_an_int8_layer_of_which_nothing_is_changed_keeps_the_fused_kernel(comfy, wan, call):
-    """In int8 with a 16-bit stream no forward of ours is on a layer, so that ComfyUI's own runs with its folded activation."""
+def test_an_int8_layer_of_which_nothing_is_changed_keeps_the_fused_kernel(comfy, wan, call, monkeypatch):
+    """In int8 with a 16-bit stream a call with a folded activation runs ComfyUI's own forward, and each other the layer's bound product."""
     with next_core.installed():
-        model = load(comfy, wan, "int8", "auto")
-        exchanged: list[str] = []
+        model, alone = load(comfy, wan, "int8", "auto"), []
+        fused: list[torch.nn.Module] = []
+        cls, product = type(model.model.diffusion_model.get_submodule(next(iter(FFN)))), Int8Linear.product
+        own = cls.forward
 
-        def look(executor, args, kwargs):
-            exchanged.extend(name for name, has in left_on(model.model.diffusion_model).items() if "forward" in has)
-            return executor(*args, **kwargs)
+        @functools.wraps(own)
+        def forward(self, input, *args, **kwargs):
+            fused.extend([self] if args or kwargs else [])
+            return own(self, input, *args, **kwargs)
 
-        families.replay(inside(model, look), call)
-    assert not set(exchanged) & set(FFN)
+        monkeypatch.setattr(cls, "forward", forward)
+        monkeypatch.setattr(Int8Linear, "product", lambda self, *args: alone.append(self.module) or product(self, *args))
+        families.replay(model, call)
+        names = {module: name for name, module in modules_of(model.model).items()}
+    assert {names[module] for module in fused} >= set(FFN)
+    assert {names[module] for module in alone} == set(WAN_LINEARS) - set(FFN)
 
 
 @pytest.mark.parametrize(("rules", "layers"), [("", 0), ("*.ffn.2 stream=fp32", len(FFN))])

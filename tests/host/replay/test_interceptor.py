@@ -81,7 +81,9 @@ def test_an_escalated_layer_runs_neither_compute_nor_accumulation(comfy, wan, ca
 
 @pytest.mark.parametrize(("storage", "compute", "expected"), [
     ("fp16", "fp16_safe", ["SafeOperation"]),
-    ("fp8_e4m3fn", "fp8", ["CastResult", "Fp8Linear"]),
+    ("fp8_e4m3fn", "fp8", ["Fp8Linear"]),
+    ("fp8_e4m3fn", "fp16", ["Bound"]),
+    ("int8", "int8", ["Int8Linear"]),
 ])  # fmt: skip
 def test_layers_that_multiply_by_themselves_end_the_chain(comfy, wan, call, monkeypatch, storage, compute, expected):
     monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_89")
