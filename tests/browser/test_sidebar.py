@@ -129,6 +129,22 @@ def test_a_report_with_no_call_is_not_green_and_an_old_one_is_of_an_earlier_run(
         assert "of an earlier run" in comfy.page.inner_text(".hs-panel .hs-earlier"), end
 
 
+def test_what_ran_with_other_settings_is_of_an_earlier_run_until_the_next_or_until_they_are_back(tab: ComfyPage) -> None:
+    press(tab, "Guard this workflow")
+    tab.run()
+    marked = "() => [document.querySelector('.hs-panel .hs-earlier'), document.querySelector('.hs-sidebar .hs-earlier')].filter(Boolean).length"
+    ran = tab.badges()["HalfsafeAutoPrecision"]
+    assert tab.evaluate(marked) == 0 and ran
+    tab.evaluate("() => { app.canvas.emitBeforeChange(); app.graph.nodes.find(({ type }) => type === 'HalfsafeAutoPrecision').widgets.find(({ name }) => name === 'goal').value = 'speed'; app.canvas.emitAfterChange(); }")
+    assert tab.found(marked, 2) == 2 and tab.badges()["HalfsafeAutoPrecision"] == f"of an earlier run \u00b7 {ran}"
+    tab.evaluate("async () => { await app.extensionManager.workflow.activeWorkflow.changeTracker.undo(); }")
+    assert tab.found(marked, 0) == 0 and tab.badges()["HalfsafeAutoPrecision"] == ran
+    tab.evaluate("async () => { await app.extensionManager.workflow.activeWorkflow.changeTracker.redo(); }")
+    assert tab.found(marked, 2) == 2
+    tab.run()
+    assert tab.found(marked, 0) == 0
+
+
 def test_nan_that_goes_on_to_the_vae_is_told_on_one_card(opened_page: ComfyPage) -> None:
     comfy = opened_page
     comfy.add("HalfsafeNaNGuard", "HalfsafeGuardVAE")
