@@ -12,12 +12,12 @@ import { errorOf, isWider, RunLog, toastFor, toastOf } from "./run.mjs";
 import { allNodes, isPlannedAnew, keepRules, showMe, showNodes, showWhole, upstream } from "./graph.mjs";
 import { guardWorkflow, isGuard, unguardWorkflow, whereText } from "./guard.mjs";
 import { isMeasure, measureWorkflow, unmeasureWorkflow, useMeasured } from "./measure.mjs";
-import { canBeHalved, halveMemory, isHalved, putLoadersBack } from "./memory.mjs";
+import { canBeHalved, halveMemory, isHalved, putLoadersBack, whyUnread } from "./memory.mjs";
 import { Sidebar } from "./sidebar.mjs";
 import { Tabs } from "./tabs.mjs";
 import { Timing } from "./timing.mjs";
 import { ourToast, Toasts } from "./toasts.mjs";
-import { loadWords, said, t, together } from "./words.mjs";
+import { inTwo, loadWords, said, t, together } from "./words.mjs";
 
 const EXTENSION = "halfsafe.page";
 const PREFIX = "Halfsafe";
@@ -395,6 +395,17 @@ function onError(detail) {
   const error = errorOf(detail, runOf(detail.prompt_id));
   noteEnd(detail, "failed", error);
   if (!error.told) tell(toastOf(error));
+  else if (!error.guard) explain(error, log.run?.tab);
+}
+
+/** Name the damaged file where ComfyUI's loader said only how reading it failed. @param {import("./run.mjs").RunError} error @param {object | null | undefined} tab */
+async function explain(error, tab) {
+  const node = tab === tabs.open ? nodeById(error.node) : null;
+  const why = node ? await whyUnread(api, node).catch(() => "") : "";
+  if (!why) return;
+  Object.assign(error, inTwo(why));
+  tell(toastOf(error));
+  drawTab();
 }
 
 /** @param {string} event @param {(detail: any) => void} act */

@@ -274,6 +274,23 @@ def later_comfyui(route: Route) -> None:
 
 
 @pytest.mark.paired
+@pytest.mark.parametrize(("loader", "widget", "folder"), [("UNETLoader", "unet_name", "diffusion_models"), ("CLIPLoader", "clip_name", "text_encoders"), ("VAELoader", "vae_name", "vae")])
+def test_a_web_page_in_place_of_a_file_is_named_where_comfyuis_loader_fails(comfy: ComfyPage, small_models: Path, loader: str, widget: str, folder: str) -> None:
+    """ComfyUI says "header too large"; the card of its error, and the answer of *Halve the memory*, say which file and what it is."""
+    (small_models / folder / "page.safetensors").write_bytes(b"<!DOCTYPE html><html><body>Log in</body></html>" * 9)
+    draw(comfy, SMALL)
+    comfy.evaluate("([loader, widget]) => { app.graph.nodes.find(({ type }) => type === loader).widgets.find(({ name }) => name === widget).value = 'page.safetensors'; }", [loader, widget])
+    comfy.evaluate(TOGGLE_TAB)
+    with pytest.raises(AssertionError, match="header too large"):
+        comfy.run()
+    told = "page.safetensors: a web page (HTML), not a model."
+    comfy.page.locator(".hs-sidebar .hs-error", has_text=told).wait_for(timeout=20_000)
+    assert "Download it again." in comfy.page.inner_text(".hs-sidebar .hs-error")
+    assert (told in in_page(comfy, "const told = await halve(); return told.text ?? told;")) == (loader != "VAELoader")
+    comfy.evaluate(TOGGLE_TAB)
+
+
+@pytest.mark.paired
 def test_missing_files_are_told_before_a_run(comfy: ComfyPage) -> None:
     draw(comfy, SMALL + """set(clip, "clip_name", "absent.safetensors");""")
     assert in_page(comfy, "return halve();") == "2 loaders were replaced: run the workflow. Missing: absent.safetensors. What they will take is not known yet."

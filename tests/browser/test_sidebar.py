@@ -113,6 +113,16 @@ def test_it_is_said_before_the_run_that_the_picture_will_differ(tab: ComfyPage) 
     assert ("wan.safetensors computes in bf16 now, with ComfyUI alone in fp32: the picture will differ a little." in said) == ("bf16" in native), (said, native)
 
 
+def test_a_guard_put_in_while_comfyui_does_not_answer_is_said_to_be_there(tab: ComfyPage) -> None:
+    tab.page.route("**/halfsafe/**", lambda route: route.abort())
+    press(tab, "Guard this workflow")
+    assert tab.evaluate(DID) == "1 node was added: run the workflow." and "Take the guard out" in tab.evaluate(BUTTONS)
+    press(tab, "Halve the memory")
+    assert tab.found(DID, "ComfyUI does not answer. Nothing was changed.").startswith("ComfyUI does not answer.") and "Halve the memory" in tab.evaluate(BUTTONS)
+    tab.page.unroute_all()
+    tab.problems.clear()  # the requests that failed
+
+
 def test_a_report_with_no_call_is_not_green_and_an_old_one_is_of_an_earlier_run(opened_page: ComfyPage) -> None:
     comfy = opened_page
     comfy.add("HalfsafeNaNGuard", "HalfsafeReport")
