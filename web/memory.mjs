@@ -99,7 +99,7 @@ async function halve(app, api, only) {
   const missing = [...new Set(loaders.flatMap((loader) => answerFor(loader, advice).missing ?? []))];
   const leftOut = loaders.filter((loader) => !chosen.includes(loader)).map((loader) => `${loader.live.title} (${said(reasons.get(loader) ?? "")})`);
   const stuck = loaders.filter((loader) => reasons.get(loader) && answerFor(loader, advice).left?.length);
-  const text = together([toldOf(chosen.length), missingText(missing), leftOutText(leftOut), ...stuck.map((loader) => fewerText(loader, advice)), ...(stuck.length ? otherwise(stuck, advice) : [])]);
+  const text = together([toldOf(chosen.length), missingText(missing), leftOutText([...new Set(leftOut)]), ...new Set(stuck.map((loader) => fewerText(loader, advice))), ...(stuck.length ? otherwise(stuck, advice) : [])]);
   const choices = choicesFor(app, stuck, advice);
   return choices.length ? { text, choices } : text;
 }
