@@ -106,9 +106,9 @@ async function toldOfDtypes(flow, plans) {
     return loader && (step?.given.weight_dtype ?? "default") === "default" ? [[loader.folder, step?.given[loader.input]]] : [];
   });
   if (!files.length) return [];
-  const response = await api.fetchApi("/halfsafe/computing", { method: "POST", body: JSON.stringify(files) });
+  const response = await api.fetchApi("/halfsafe/computing", { method: "POST", body: JSON.stringify(files) }).catch(() => null); // the guard is put in already
   /** @type {{file: string, guarded: string, alone: string}[]} */
-  const differ = response.ok ? await response.json() : [];
+  const differ = response?.ok ? await response.json() : [];
   return differ.map((one) => t("{file} computes in {guarded} now, with ComfyUI alone in {alone}: the picture will differ a little.", one));
 }
 

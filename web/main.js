@@ -12,12 +12,12 @@ import { errorOf, isWider, RunLog, toastFor, toastOf } from "./run.mjs";
 import { allNodes, isPlannedAnew, keepRules, showMe, showNodes, showWhole, upstream } from "./graph.mjs";
 import { guardWorkflow, isGuard, unguardWorkflow, whereText } from "./guard.mjs";
 import { isMeasure, measureWorkflow, unmeasureWorkflow, useMeasured } from "./measure.mjs";
-import { canBeHalved, halveMemory, isHalved, putLoadersBack } from "./memory.mjs";
+import { canBeHalved, halveMemory, isHalved, putLoadersBack, whyUnread } from "./memory.mjs";
 import { Sidebar } from "./sidebar.mjs";
 import { Tabs } from "./tabs.mjs";
 import { Timing } from "./timing.mjs";
 import { ourToast, Toasts } from "./toasts.mjs";
-import { loadWords, said, t, together } from "./words.mjs";
+import { inTwo, loadWords, said, t, together } from "./words.mjs";
 
 const EXTENSION = "halfsafe.page";
 const PREFIX = "Halfsafe";
@@ -84,7 +84,8 @@ let watched = { revision: 0, tooltip: "" };
 function badgeText(node, output) {
   const words = (output?.halfsafe_badge?.[0] ?? "").split(BETWEEN_WORDS);
   const [, other] = [...(ranIn.get(tabs.open) ?? [])].find(([id]) => nodeById(id) === node) ?? [];
-  if (isPlannedAnew(node)) words.splice(1, 1);
+  if (words[0] && isEarlier(node, output)) words.unshift("of an earlier run");
+  else if (isPlannedAnew(node)) words.splice(1, 1);
   else if (words[1] && other) words[1] = other(words[1]);
   else if (words[1] && log.of(tabs.open)?.state === "running" && node.comfyClass !== SUMS) words[1] = t("plans {mode}", { mode: words[1] });
   return words.map(said).join(BETWEEN_WORDS);
@@ -212,10 +213,20 @@ function reportText(output) {
   return ran.get(output?.halfsafe_token?.[0])?.report ?? output?.halfsafe_report?.[0];
 }
 
-/** Whether what a node shows is of a run before the last one of its workflow, which ended before this node or did not include it. @param {any} node @param {any} output */
+/** What decides how a run computes: the values of the pack's nodes, except those that only show a result, and of ComfyUI's loaders. */
+function settings() {
+  const deciding = allNodes(app).filter((node) => canBeHalved(node) || (node.comfyClass?.startsWith(PREFIX) && !(node.comfyClass in WITH_RESULT)));
+  const valuesOf = (/** @type {any} */ { widgets = [] }) => widgets.filter((/** @type {any} */ { serialize }) => serialize !== false).map((/** @type {any} */ { value }) => value);
+  return JSON.stringify(deciding.map((node) => [locatorOf(node), node.comfyClass, node.mode, valuesOf(node)]).sort());
+}
+
+/** Whether what a node shows is of a run before the last one of its workflow, which ended before this node or did not include it, or of a run with other settings. @param {any} node @param {any} output */
 function isEarlier(node, output) {
   const run = log.of(tabs.open);
-  if (!run || !output || (run.state === "done" && !run.computed)) return false;
+  if (!run || !output) return false;
+  const asked = tabs.settingsOf(run.promptId);
+  if (asked !== undefined && asked !== settings() && !results.has(node)) return true;
+  if (run.state === "done" && !run.computed) return false;
   const last = ran.get(output.halfsafe_token?.[0]);
   return last ? last.promptId !== run.promptId : ![...run.held].some((id) => nodeById(id) === node);
 }
@@ -384,6 +395,17 @@ function onError(detail) {
   const error = errorOf(detail, runOf(detail.prompt_id));
   noteEnd(detail, "failed", error);
   if (!error.told) tell(toastOf(error));
+  else if (!error.guard) explain(error, log.run?.tab);
+}
+
+/** Name the damaged file where ComfyUI's loader said only how reading it failed. @param {import("./run.mjs").RunError} error @param {object | null | undefined} tab */
+async function explain(error, tab) {
+  const node = tab === tabs.open ? nodeById(error.node) : null;
+  const why = node ? await whyUnread(api, node).catch(() => "") : "";
+  if (!why) return;
+  Object.assign(error, inTwo(why));
+  tell(toastOf(error));
+  drawTab();
 }
 
 /** @param {string} event @param {(detail: any) => void} act */
@@ -406,7 +428,7 @@ function noteRefused({ message }) {
 
 /** Take away what is told of the past, and tell a server that may have been started since the last time. */
 function notePress() {
-  tabs.press();
+  tabs.press(settings());
   if (log.press(tabs.open)) toasts.clear();
   sendSetting(app.extensionManager.setting.get(WATCH));
 }
@@ -417,6 +439,7 @@ function listen() {
   on("halfsafe.badge", ({ node_id: id, words }) => noteRanIn(log.run?.tab ?? tabs.open, String(id), (mode) => [mode, ...words.map(said)].join(BETWEEN_WORDS)));
   on("halfsafe.refused", noteRefused);
   on("reconnected", askAll);
+  on("graphChanged", showOutputs);
   on("promptQueueing", notePress);
   on("promptQueued", () => tabs.settle());
   on("progress_text", () => sayProgress(allNodes(app)));

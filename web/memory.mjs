@@ -32,6 +32,8 @@ const EXCHANGES = {
   TripleCLIPLoader: { ...ENCODER, names: THREE, plain: {}, add: { type: "stable_diffusion" } },
   QuadrupleCLIPLoader: { ...ENCODER, names: FOUR, plain: {}, add: { type: "stable_diffusion" } },
 };
+/** Other loaders of ComfyUI's -> the folder of their files. @type {Record<string, string>} */
+const OTHERS = { VAELoader: "vae", LoraLoader: "loras", LoraLoaderModelOnly: "loras", CLIPVisionLoader: "clip_vision" };
 /** The property of our node that says what it was. */
 const BEFORE = "halfsafe_before";
 /** What is left free below a loader that grew, in pixels. */
@@ -50,6 +52,17 @@ export function canBeHalved({ comfyClass }) {
 /** Whether a node is one of ours that stands where ComfyUI's loader was. @param {any} node */
 export function isHalved({ properties }) {
   return Boolean(properties?.[BEFORE]);
+}
+
+/** Why the file of one of ComfyUI's loaders cannot be read, in English; empty where it can. @param {any} api @param {any} node that failed @returns {Promise<string>} */
+export async function whyUnread(api, { comfyClass, inputs, widgets = [] }) {
+  const folder = EXCHANGES[comfyClass]?.folder ?? OTHERS[comfyClass];
+  const isLinked = (/** @type {string} */ widget) => inputs.some((/** @type {any} */ { name, link }) => name === widget && link != null);
+  const names = widgets.filter((/** @type {any} */ { name }) => name.includes("_name") && !isLinked(name)).map((/** @type {any} */ { value }) => value);
+  if (!folder || !names.length) return "";
+  const response = await api.fetchApi("/halfsafe/halving", { method: "POST", body: JSON.stringify([{ folder, names }]) });
+  const { loaders: [{ reason }] } = await response.json();
+  return names.some((/** @type {string} */ name) => reason.startsWith(`${name}: `)) ? reason : "";
 }
 
 /**
@@ -86,7 +99,7 @@ async function halve(app, api, only) {
   const missing = [...new Set(loaders.flatMap((loader) => answerFor(loader, advice).missing ?? []))];
   const leftOut = loaders.filter((loader) => !chosen.includes(loader)).map((loader) => `${loader.live.title} (${said(reasons.get(loader) ?? "")})`);
   const stuck = loaders.filter((loader) => reasons.get(loader) && answerFor(loader, advice).left?.length);
-  const text = together([toldOf(chosen.length), missingText(missing), leftOutText(leftOut), ...stuck.map((loader) => fewerText(loader, advice)), ...(stuck.length ? otherwise(stuck, advice) : [])]);
+  const text = together([toldOf(chosen.length), missingText(missing), leftOutText([...new Set(leftOut)]), ...new Set(stuck.map((loader) => fewerText(loader, advice))), ...(stuck.length ? otherwise(stuck, advice) : [])]);
   const choices = choicesFor(app, stuck, advice);
   return choices.length ? { text, choices } : text;
 }

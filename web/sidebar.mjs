@@ -120,7 +120,7 @@ function fill(element, ...children) {
 function lastRun(sidebar, run, greeting, graph) {
   if (greeting.refused) return [refusedCard(greeting.refused)];
   if (!run) return quiet(sidebar, run, greeting);
-  const error = run.error && !run.error.guard ? [errorCard(run.error, graph)] : [];
+  const error = run.error && !run.error.guard ? [errorCard(sidebar, run.error, greeting, graph)] : [];
   const results = [...run.results].filter(([id]) => graph.has(id)).map(([id, result]) => resultCard(sidebar, id, result, greeting, graph));
   const notices = [...run.notices].flatMap(([id, told]) => told.map((notice) => noticeCard(id, notice, graph)));
   return [...error, ...results, ...notices, ...(run.guards.size ? guardCards(run, graph) : quiet(sidebar, run, greeting))];
@@ -231,10 +231,11 @@ function resultCard(sidebar, id, result, greeting, graph) {
   return el("article", { class: "hs-card" }, cardTitle(id, graph.titleOf(id), graph, null), el("p", { class: "hs-sentence", "data-tone": result.tone, text: sentenceOf(result) }), using);
 }
 
-/** @param {import("./run.mjs").RunError} error @param {Graph} graph */
-function errorCard({ node, message, advice }, graph) {
+/** @param {Sidebar} sidebar @param {import("./run.mjs").RunError} error @param {Greeting} greeting @param {Graph} graph */
+function errorCard(sidebar, { node, message, advice, memory }, greeting, graph) {
   const title = cardTitle(node, graph.titleOf(node), graph, verdictPill("stopped", t("stopped")));
-  return el("article", { class: "hs-card hs-error" }, title, el("p", { text: message }), advice ? el("p", { class: "hs-dim hs-lines", text: advice }) : null);
+  const halving = memory && !greeting.unhalve ? sidebar.button(greeting, greeting.halve, t("Halve the memory")) : null;
+  return el("article", { class: "hs-card hs-error" }, title, el("p", { text: message }), advice ? el("p", { class: "hs-dim hs-lines", text: advice }) : null, halving);
 }
 
 /** @param {NamedReport} entry @param {Graph} graph */

@@ -6,6 +6,10 @@ export class Tabs {
   #queued = new Map();
   /** The tab in which Run was pressed last: its run may start before the page has noted the prompt. @type {object | null} */
   #asking = null;
+  /** Prompt id -> the settings that it was queued with. @type {Map<string, string>} */
+  #asked = new Map();
+  /** The settings when Run was pressed last. */
+  #pressed = "";
 
   /** @param {any} app */
   constructor(app) {
@@ -22,9 +26,10 @@ export class Tabs {
     return this.#asking ?? this.open;
   }
 
-  /** Note that Run is pressed. */
-  press() {
+  /** Note that Run is pressed. @param {string} settings of the open workflow */
+  press(settings) {
     this.#asking = this.open;
+    this.#pressed = settings;
   }
 
   /** Note that the server has answered what was pressed. */
@@ -35,6 +40,11 @@ export class Tabs {
   /** The tab that a prompt was queued from; null for a prompt of before this page was opened. @param {string} promptId @returns {object | null} */
   of(promptId) {
     return this.#queued.get(promptId)?.deref() ?? this.#asking;
+  }
+
+  /** The settings that a prompt was queued with, unless another page queued it. @param {string} promptId */
+  settingsOf(promptId) {
+    return this.#asked.get(promptId);
   }
 
   /**
@@ -48,7 +58,9 @@ export class Tabs {
       if (name === "openWorkflow") after(onOpen);
     });
     pinia?._s?.get("execution")?.$onAction((/** @type {any} */ { args: [job] }) => {
-      if (job?.id && job.workflow) this.#queued.set(job.id, new WeakRef(job.workflow));
+      if (!job?.id || !job.workflow) return;
+      this.#queued.set(job.id, new WeakRef(job.workflow));
+      this.#asked.set(job.id, this.#pressed);
     });
   }
 }

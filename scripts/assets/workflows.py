@@ -28,6 +28,7 @@ BUILT_IN = "halfsafe_example.safetensors"
 ASKED = "a lighthouse on a cliff at dusk, warm light in its window, calm sea, photograph"
 UNWANTED = "blurry, low quality, watermark"
 SEED = 20260214
+CFG = 6.0
 CANDIDATES = "auto/auto\nauto/fp16_safe\nas_file/bf16\nas_file/fp16\nint8/auto\nfp8_e4m3fn/auto\nfp8_e4m3fn/fp8"
 
 
@@ -85,7 +86,7 @@ def _frame(sheet: Sheet, column: int = 1, width: int = 832, height: int = 480) -
 
 
 def _sample(sheet: Sheet, model: Output, asked: dict[str, Output], column: int, control: str = "fixed", title: str = "", folded: bool = True) -> Output:
-    values = (SEED, control, 20, 6.0, "euler", "simple", 1.0)
+    values = (SEED, control, 20, CFG, "euler", "simple", 1.0)
     return Output(sheet.add("KSampler", column, 262, *values, title=title, folded=folded, model=model, **asked))
 
 
@@ -188,12 +189,12 @@ def old_gpu(sheet: Sheet) -> None:
 
 def which_precision(sheet: Sheet) -> None:
     sheet.note(
-        "# Which precision for this card?\n\n## Press Run: four steps of your sampler for each candidate and the reference, 32 at most.\n\n**Measure Precisions** runs your prompt in each candidate and writes down a "
-        "step's time, the memory and the error against fp32. Its first line names the best, which the second loader takes and draws with.\n\n"
+        "# Which precision for this card?\n\n## Press Run: four euler steps for each candidate and the reference, 32 at most.\n\n**Measure Precisions** runs your prompt in each candidate and shows a "
+        "step's time, the memory and the error against fp32. Its first line names the best, which the second loader takes and draws with. If times were too noisy, it stays on `auto`.\n\n"
         "It holds for this model, size and card. The first loader stays on `as_file`, to compare with the original.", 300)  # fmt: skip
     original = _load(sheet, "as_file", "auto")
     asked = _prompts(sheet, _load_text(sheet), height=150) | {"latent_image": _frame(sheet)}
-    measured = sheet.add("HalfsafeMeasurePrecisions", 2, 546, SEED, CANDIDATES, model=original, **asked)
+    measured = sheet.add("HalfsafeMeasurePrecisions", 2, 546, SEED, CANDIDATES, CFG, model=original, **asked)
     vae = _load_vae(sheet, 1)
     best = _load(sheet, "auto", "auto", 1, rules=Output(measured, 1))
     sheet.leave(3, 304)
@@ -202,7 +203,7 @@ def which_precision(sheet: Sheet) -> None:
 
 def save_calibrated(sheet: Sheet) -> None:
     sheet.note(
-        "# Save a calibrated int8 file\n\n## Press Run: 8 steps of your sampler, then a long save.\n\n**Calibrate** samples the model on your prompt and sums what each layer meets. "
+        "# Save a calibrated int8 file\n\n## Press Run: 8 euler steps, then a long save.\n\n**Calibrate** samples the model on your prompt and sums what each layer meets. "
         "**Save Model** rounds the weights by that: an int8 file closer to the original, as small and fast, that any ComfyUI loads.\n\n"
         "The picture is the original's. Press R after the run and choose the saved file in the second loader.", 264)  # fmt: skip
     model = _load(sheet, "as_file", "auto")

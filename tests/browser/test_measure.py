@@ -26,6 +26,7 @@ USED = {"HalfsafeLoadDiffusionModel", "HalfsafeLoadCheckpoint"}
 EXCHANGED = {"UNETLoader": "HalfsafeLoadDiffusionModel", "CheckpointLoaderSimple": "HalfsafeLoadCheckpoint"}
 BUTTON = ".hs-panel .hs-button:text-is('Use this')"
 TAB = "async () => { await app.extensionManager.command.execute('Workspace.ToggleSidebarTab.halfsafe'); }"
+BADGE_OF_LOADER = """(begins) => app.graph.nodes.find(({ type }) => type === "HalfsafeLoadDiffusionModel").badges.map((b) => (typeof b === "function" ? b() : b).text).at(-1).startsWith(begins)"""
 SENTENCE = "() => [...document.querySelectorAll('.hs-result .hs-sentence')].map((e) => e.textContent).find((text) => text.startsWith('Best: ')) ?? ''"
 
 
@@ -103,6 +104,7 @@ def test_a_halved_workflow_is_measured_from_its_file_and_the_answer_is_used(comf
     used = prompt(comfy)
     (loader,) = of_class(used, "HalfsafeLoadDiffusionModel")
     assert (loader["storage"], loader["compute"], loader["model_name"]) == ("int8", "bf16", "wan.safetensors")
+    comfy.page.wait_for_function(BADGE_OF_LOADER, arg="of an earlier run")
     comfy.run()
     assert comfy.badges()["HalfsafeLoadDiffusionModel"] == "int8 + bf16 \u00b7 bf16"
     in_page(comfy, "await (await import('/extensions/Halfsafe-Pack/memory.mjs')).putLoadersBack(app);")

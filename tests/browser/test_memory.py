@@ -273,6 +273,44 @@ def later_comfyui(route: Route) -> None:
     route.fulfill(response=answer, json=told)
 
 
+TWO_ALIKE = """const other = put("UNETLoader", 0, 900), merge = put("ModelMergeSimple", 300, 900); wire(other, "MODEL", merge, "model2"); wire(model, "MODEL", merge, "model1"); wire(merge, "MODEL", sampler, "model");"""
+
+
+@pytest.mark.paired
+def test_who_runs_out_of_memory_halves_it_on_the_errors_card_and_loaders_alike_are_named_once(comfy: ComfyPage, small_models: Path) -> None:
+    """Wan 2.2's templates: two models in fp8, with the same title."""
+    quantize(small_models)
+    draw(comfy, SMALL + TWO_ALIKE)
+    comfy.evaluate(IN_FP8)
+    comfy.evaluate(TOGGLE_TAB)
+    comfy.send("execution_start", prompt_id="oom")
+    sampler = comfy.evaluate("() => String(app.graph.nodes.find(({ type }) => type === 'KSampler').id)")
+    comfy.send("execution_error", prompt_id="oom", node_id=sampler, exception_type="torch.OutOfMemoryError", exception_message="Allocation on device 0 would exceed allowed memory.", traceback=[])
+    comfy.page.locator(".hs-sidebar .hs-error .hs-button", has_text="Halve the memory").click()
+    comfy.page.locator("[role=status]", has_text="1 loader was replaced").wait_for()
+    said = comfy.page.inner_text("[role=status]")
+    assert said.count("Load Diffusion Model (its weights are in 8 bits or fewer already)") == said.count("Fewer bits for Load Diffusion Model") == 1
+    assert comfy.page.locator(".hs-sidebar .hs-error .hs-button").count() == 0, "it is done"
+    comfy.evaluate(TOGGLE_TAB)
+
+
+@pytest.mark.paired
+@pytest.mark.parametrize(("loader", "widget", "folder"), [("UNETLoader", "unet_name", "diffusion_models"), ("CLIPLoader", "clip_name", "text_encoders"), ("VAELoader", "vae_name", "vae")])
+def test_a_web_page_in_place_of_a_file_is_named_where_comfyuis_loader_fails(comfy: ComfyPage, small_models: Path, loader: str, widget: str, folder: str) -> None:
+    """ComfyUI says "header too large"; the card of its error, and the answer of *Halve the memory*, say which file and what it is."""
+    (small_models / folder / "page.safetensors").write_bytes(b"<!DOCTYPE html><html><body>Log in</body></html>" * 9)
+    draw(comfy, SMALL)
+    comfy.evaluate("([loader, widget]) => { app.graph.nodes.find(({ type }) => type === loader).widgets.find(({ name }) => name === widget).value = 'page.safetensors'; }", [loader, widget])
+    comfy.evaluate(TOGGLE_TAB)
+    with pytest.raises(AssertionError, match="header too large"):
+        comfy.run()
+    told = "page.safetensors: a web page (HTML), not a model."
+    comfy.page.locator(".hs-sidebar .hs-error", has_text=told).wait_for(timeout=20_000)
+    assert "Download it again." in comfy.page.inner_text(".hs-sidebar .hs-error")
+    assert (told in in_page(comfy, "const told = await halve(); return told.text ?? told;")) == (loader != "VAELoader")
+    comfy.evaluate(TOGGLE_TAB)
+
+
 @pytest.mark.paired
 def test_missing_files_are_told_before_a_run(comfy: ComfyPage) -> None:
     draw(comfy, SMALL + """set(clip, "clip_name", "absent.safetensors");""")

@@ -113,6 +113,16 @@ def test_it_is_said_before_the_run_that_the_picture_will_differ(tab: ComfyPage) 
     assert ("wan.safetensors computes in bf16 now, with ComfyUI alone in fp32: the picture will differ a little." in said) == ("bf16" in native), (said, native)
 
 
+def test_a_guard_put_in_while_comfyui_does_not_answer_is_said_to_be_there(tab: ComfyPage) -> None:
+    tab.page.route("**/halfsafe/**", lambda route: route.abort())
+    press(tab, "Guard this workflow")
+    assert tab.evaluate(DID) == "1 node was added: run the workflow." and "Take the guard out" in tab.evaluate(BUTTONS)
+    press(tab, "Halve the memory")
+    assert tab.found(DID, "ComfyUI does not answer. Nothing was changed.").startswith("ComfyUI does not answer.") and "Halve the memory" in tab.evaluate(BUTTONS)
+    tab.page.unroute_all()
+    tab.problems.clear()  # the requests that failed
+
+
 def test_a_report_with_no_call_is_not_green_and_an_old_one_is_of_an_earlier_run(opened_page: ComfyPage) -> None:
     comfy = opened_page
     comfy.add("HalfsafeNaNGuard", "HalfsafeReport")
@@ -127,6 +137,22 @@ def test_a_report_with_no_call_is_not_green_and_an_old_one_is_of_an_earlier_run(
         comfy.evaluate("async () => { (await import('/scripts/api.js')).api.dispatchCustomEvent('executing', '1'); }")
         comfy.send(end, prompt_id=end, node_id="1", exception_type="ValueError", exception_message="Not ours.")
         assert "of an earlier run" in comfy.page.inner_text(".hs-panel .hs-earlier"), end
+
+
+def test_what_ran_with_other_settings_is_of_an_earlier_run_until_the_next_or_until_they_are_back(tab: ComfyPage) -> None:
+    press(tab, "Guard this workflow")
+    tab.run()
+    marked = "() => [document.querySelector('.hs-panel .hs-earlier'), document.querySelector('.hs-sidebar .hs-earlier')].filter(Boolean).length"
+    ran = tab.badges()["HalfsafeAutoPrecision"]
+    assert tab.evaluate(marked) == 0 and ran
+    tab.evaluate("() => { app.canvas.emitBeforeChange(); app.graph.nodes.find(({ type }) => type === 'HalfsafeAutoPrecision').widgets.find(({ name }) => name === 'goal').value = 'speed'; app.canvas.emitAfterChange(); }")
+    assert tab.found(marked, 2) == 2 and tab.badges()["HalfsafeAutoPrecision"] == f"of an earlier run \u00b7 {ran}"
+    tab.evaluate("async () => { await app.extensionManager.workflow.activeWorkflow.changeTracker.undo(); }")
+    assert tab.found(marked, 0) == 0 and tab.badges()["HalfsafeAutoPrecision"] == ran
+    tab.evaluate("async () => { await app.extensionManager.workflow.activeWorkflow.changeTracker.redo(); }")
+    assert tab.found(marked, 2) == 2
+    tab.run()
+    assert tab.found(marked, 0) == 0
 
 
 def test_nan_that_goes_on_to_the_vae_is_told_on_one_card(opened_page: ComfyPage) -> None:

@@ -105,7 +105,7 @@ def _judged(loader: Mapping, options: Mapping[str, str]) -> dict:
             file = open_checkpoint(path)
             checkpoint = read_checkpoint(file, file.metadata, path)
         except CheckpointError as error:
-            return {"reason": str(error).removeprefix(f"{path}: ")}
+            return {"reason": f"{name}: {str(error).removeprefix(f'{path}: ')}"}
         if DIFFERENCE in checkpoint.weights:
             return {"reason": DIFFERENCES}
         parts += _parts(loader["folder"], checkpoint)

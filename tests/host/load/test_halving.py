@@ -81,7 +81,7 @@ def test_files_that_would_not_be_halved_are_told_with_the_reason(files):
     changed(files / "diffusion_models" / "halved_wan.safetensors", files / "diffusion_models" / "halved_8.safetensors", in_fp8)
     names = ("halved_wan.safetensors", "absent.safetensors", "halved.ckpt", "halved_html.safetensors", "halved_8.safetensors")
     found = judged(*names)
-    reasons = ["", "", "Halfsafe's loaders read .safetensors files only", "a web page (HTML), not a model.", host.NOT_16_BIT]
+    reasons = ["", "", "Halfsafe's loaders read .safetensors files only", "halved_html.safetensors: a web page (HTML), not a model.", host.NOT_16_BIT]
     assert all(loader["reason"].startswith(reason) and bool(loader["reason"]) == bool(reason) for loader, reason in zip(found, reasons, strict=True)), found
     assert [loader.get("missing", []) for loader in found] == [[], ["absent.safetensors"], [], [], []]
 
