@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).absolute().parents[3]
 WORDS_BEFORE_DETAILS, WORDS_IN_ALL = 500, 700
@@ -89,6 +90,18 @@ def test_what_a_gpu_measured_stands_where_the_figures_are_with_its_conditions_an
     told = [page for page, text in texts.items() if all(condition in text for condition in GPU_MEASURED)]
     assert sorted(told) == ["benchmarks/README.md", "docs/devices.md", "docs/devices.zh.md", "docs/numbers.md", "docs/numbers.zh.md"]
     assert all("H200" in texts[readme] for readme in SYMPTOMS)
+
+
+@pytest.mark.parametrize("page", ["docs/devices.md", "docs/devices.zh.md"])
+def test_the_table_of_measured_cards_begins_with_what_the_h200_gave_and_leads_to_a_form_that_takes_more(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    told = (ROOT / "benchmarks" / "results" / "gpu_h200_measure_my_card.txt").read_text(encoding="utf-8")
+    measured = re.findall(r"^\d (\S+).*?  +([\d.]+)  +([\d.]+ GiB)  +[\d.]+ GiB  +([\d.]+)", told, flags=re.MULTILINE)
+    rows = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| NVIDIA H200 |")]
+    assert [tuple(row[4:]) for row in rows] == measured and len(measured) == 7
+    (form,) = re.findall(r"issues/new\?template=([\w.-]+)\)", text)
+    asked = yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / form).read_text(encoding="utf-8"))
+    assert asked["name"] and asked["description"] and asked["body"][0]["id"] == "row" and all(field["type"] in ("input", "textarea") and field["attributes"]["label"] for field in asked["body"])
 
 
 def test_the_figures_of_the_h200_are_those_of_its_files() -> None:
