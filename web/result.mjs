@@ -4,7 +4,7 @@ import { el, nameOf } from "./dom.mjs";
 import { ourToast } from "./toasts.mjs";
 import { inTwo, said, t } from "./words.mjs";
 
-/** @typedef {{sentence: string, values: Record<string, string | number>, tone: string, head: string[], rows: string[][], marked: number | null, text: string, toast: boolean, use: import("./measure.mjs").Use | null}} Result */
+/** @typedef {{sentence: string, values: Record<string, string | number>, tone: string, head: string[], rows: string[][], marked: number | null, text: string, toast: boolean, use: import("./measure.mjs").Use | null, copied: string}} Result */
 
 /** What stands in a table where there is no number. */
 const NOTHING = "-";
@@ -64,11 +64,23 @@ export class ResultPanel {
 
 /** @param {Result} result @param {(use: import("./measure.mjs").Use) => void} act */
 function partsOf(result, act) {
-  const { rows, text, tone, use } = result;
+  const { rows, text, tone, use, copied } = result;
   const button = use ? el("button", { type: "button", class: "hs-button", text: t("Use this"), onclick: () => act(use) }) : "";
+  const copy = copied ? el("button", { type: "button", class: "hs-button", text: t("Copy as a row"), title: t("For the table in docs/devices.md: paste it into an issue."), onclick: () => copyRow(copied, copy, whole) }) : "";
   const folds = rows.length > 0, whole = el("pre", { class: "hs-text", text: folds ? text : said(text) });
   const details = folds ? el("details", {}, el("summary", { text: t("Details") }), whole) : text.includes("\n") || tone === "bad" ? whole : "";
-  return [el("p", { class: "hs-sentence", "data-tone": tone, text: sentenceOf(result) }), button, folds ? tableOf(result) : "", details];
+  return [el("p", { class: "hs-sentence", "data-tone": tone, text: sentenceOf(result) }), button, copy, folds ? tableOf(result) : "", details];
+}
+
+/** Copy a row, or show it to be copied by hand where the page may not. @param {string} row @param {any} button @param {HTMLElement} whole */
+async function copyRow(row, button, whole) {
+  try {
+    await navigator.clipboard.writeText(row);
+    button.textContent = t("Copied");
+  } catch {
+    whole.textContent = row;
+    whole.closest("details")?.setAttribute("open", "");
+  }
 }
 
 /** @param {Result} result */

@@ -54,6 +54,7 @@ class Result:
         toast: whether the page tells it as a message too.
         use: ``storage`` and ``compute`` of loaders, and as ``rules`` what is computed in, for a button that puts them
             into the workflow.
+        copied: what a button copies for others to read; empty for none.
     """
 
     sentence: str
@@ -65,6 +66,7 @@ class Result:
     text: str = ""
     toast: bool = False
     use: Mapping[str, str] | None = None
+    copied: str = ""
 
     def ui(self) -> dict[str, tuple[str]]:
         """Make a node's ui output of the result, with the text where other packs' viewers look."""

@@ -152,6 +152,7 @@ class Measurements:
         storage: of the weights that the settings are made from: the file's own.
         given: of the weights that the node was given; ``is_of_file``: False where their file is not known, so that
             they are what the settings are made from.
+        machine: the card's own name, its driver, and torch.
         automatic: what compute ``auto`` stands for here.
         reference: what the others are compared with; it has no SNR.
     """
@@ -167,6 +168,7 @@ class Measurements:
     rows: Sequence[Tradeoff]
     given: str
     is_of_file: bool
+    machine: tuple[str, str, str]
 
     @property
     def best(self) -> dict[Goal, Tradeoff]:

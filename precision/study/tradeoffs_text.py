@@ -1,5 +1,6 @@
 """Write the settings that were measured as a table, with the best for each goal and its rules."""
 
+import json
 import math
 
 from ..base.modes import label_of
@@ -12,6 +13,7 @@ from .analysis_text import decibel_text, whole_decibel_text
 from .tradeoffs import CLOSE, FLOORS, Measurements, Tradeoff, compute_rule
 
 TABLE = ("setting", "s/step", "memory", "SNR dB")
+SHARED = ("card", "driver", "torch", "model", *TABLE)
 REFERENCE = "(reference)"
 NOISY = "too noisy to rank"
 HEADER = ("  setting", "s/step", "memory", "weights", "SNR dB", "what ran")
@@ -22,8 +24,7 @@ def table_text(found: Measurements) -> str:
 
     Columns are two or more spaces apart.
     """
-    size = " x ".join(map(str, found.shape))
-    head = f"{found.device}: {found.model}, {_weights(found)}; latent {size}, seed {found.seed}"
+    head = f"{found.device}: {found.model}, {_weights(found)}; latent {_size(found)}, seed {found.seed}"
     rows = [_cells(row, f"{number} {row.names}") for number, row in enumerate(found.rows, 1)]
     rows.append(_cells(found.reference, f"  {found.reference.setting} {REFERENCE}"))
     written = table(rows, HEADER, math.inf)
@@ -37,6 +38,7 @@ def tradeoffs_result(found: Measurements, text: str) -> Result:
     rows.append(_shown(found.reference, f"{found.reference.setting} {REFERENCE}"))
     if best is None:
         return _without_best(found, rows, text)
+    copied = shared_rows(found)
     values = {
         "name": _name(best, found),
         "seconds": seconds_text(best.seconds),
@@ -46,9 +48,21 @@ def tradeoffs_result(found: Measurements, text: str) -> Result:
     }
     if best.snr_db < FLOORS["balanced"]:
         values["floor"] = error_text(FLOORS["balanced"])
-        return Result(result.CLOSEST, values, WARN, TABLE, rows, 0, text, toast=True)
+        return Result(result.CLOSEST, values, WARN, TABLE, rows, 0, text, toast=True, copied=copied)
     use = {"storage": best.storage, "compute": best.setting.compute, "rules": compute_rule(best, found.automatic)}
-    return Result(result.BEST, values, GOOD, TABLE, rows, 0, text, toast=True, use=use)
+    return Result(result.BEST, values, GOOD, TABLE, rows, 0, text, toast=True, use=use, copied=copied)
+
+
+def shared_rows(found: Measurements) -> str:
+    """Write what worked as rows of the table in docs/devices.md, and the same as JSON, for others to read."""
+    about = (*found.machine, f"{found.model}, latent {_size(found)}")
+    rows = [
+        (*about, str(row.setting), seconds_text(row.seconds), size_text(row.bytes), decibel_text(row.snr_db, "NaN"))
+        for row in found.rows
+        if row.works
+    ]
+    lines = [f"| {' | '.join(cells)} |" for cells in (SHARED, ["---"] * len(SHARED), *rows)]
+    return "\n".join([*lines, "", json.dumps([dict(zip(SHARED, cells, strict=True)) for cells in rows])])
 
 
 def _without_best(found: Measurements, rows: list[list[str]], text: str) -> Result:
@@ -101,6 +115,10 @@ def _shown(row: Tradeoff, name: str) -> list[str]:
     spread = f" \u00b1{share * 100:.0f} %" if share >= 0.01 else ""
     noisy = f"\n{NOISY}" if row.is_noisy else ""
     return [name, seconds + spread + noisy, memory, snr, ran]
+
+
+def _size(found: Measurements) -> str:
+    return " x ".join(map(str, found.shape))
 
 
 def _weights(found: Measurements) -> str:

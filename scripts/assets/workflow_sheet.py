@@ -15,6 +15,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 PACK = {"cnr_id": PROJECT["name"], "ver": PROJECT["version"]}
 CORE = {"cnr_id": "comfy-core", "ver": "0.29.0"}
 WIDGETS = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO", "COMFY_DYNAMICCOMBO_V3"}
+BORDER_IN, BORDER_OUT = -10, -20
+"""The ids by which links name a block's own inputs and outputs."""
 GROWING = "COMFY_AUTOGROW_V3"  # the page adds its slots
 TITLE, GAP, BADGE, FOLDED = 30, 12, 12, 1
 """Heights in pixels at scale 1: a badge is drawn above the title of the pack's own nodes."""
@@ -93,6 +95,48 @@ class Sheet:
             "extra": {"ds": {"scale": 0.8, "offset": [80, 120]}, "halfsafe": "whole"},
             "version": 0.4,
         }
+
+    def block(self, taken: list[tuple[str, Output]], given: tuple[Output, ...], shown: list[tuple[int, str]]) -> dict:
+        """Return the nodes as one subgraph, in a file of ComfyUI's `subgraphs/`.
+
+        Args:
+            taken: its inputs, by name: the node and the number of the node's input that each is linked to.
+            given: its outputs.
+            shown: the widgets that are on it, each by its node and name.
+        """
+        name = str(uuid.uuid5(uuid.NAMESPACE_URL, f"{PROJECT['urls']['Repository']}/subgraphs/{self.title}"))
+        links = [dict(zip(("id", "origin_id", "origin_slot", "target_id", "target_slot", "type"), link, strict=True)) for link in self.links]
+        ins, outs = [], []
+        for slot, (label, end) in enumerate(taken):
+            entry = self.nodes[end.node - 1]["inputs"][end.slot]
+            entry["link"] = self._border(links, (BORDER_IN, slot), end, entry["type"])
+            ins.append(self._port(name, "in", slot, label, entry))
+        for slot, source in enumerate(given):
+            entry = self.nodes[source.node - 1]["outputs"][source.slot]
+            entry["links"].append(self._border(links, source, (BORDER_OUT, slot), entry["type"]))
+            outs.append(self._port(name, "out", slot, entry["name"], {"link": entry["links"][-1], "type": entry["type"]}))
+        right = max(node["pos"][0] + node["size"][0] for node in self.nodes)
+        inner = {
+            "id": name, "version": 1, "revision": 0, "config": {}, "name": self.title, "groups": [], "widgets": [],
+            "state": {"lastGroupId": 0, "lastNodeId": len(self.nodes), "lastLinkId": len(links), "lastRerouteId": 0},
+            "inputNode": {"id": BORDER_IN, "bounding": [-180, 0, 120, 80]}, "outputNode": {"id": BORDER_OUT, "bounding": [right + 60, 0, 120, 100]},
+            "inputs": ins, "outputs": outs, "nodes": self.nodes, "links": links, "extra": {},
+        }  # fmt: skip
+        outer = {
+            "id": 1, "type": name, "pos": [0, 0], "size": [300, 160], "flags": {}, "order": 0, "mode": 0, "title": self.title,
+            "inputs": [{"name": port["name"], "type": port["type"], "link": None} for port in ins],
+            "outputs": [{"name": port["name"], "type": port["type"], "links": []} for port in outs],
+            "properties": {**PACK, "proxyWidgets": [[str(node), widget] for node, widget in shown]}, "widgets_values": [],
+        }  # fmt: skip
+        return {"revision": 0, "last_node_id": 1, "last_link_id": 0, "nodes": [outer], "links": [], "version": 0.4, "definitions": {"subgraphs": [inner]}, "extra": {}}
+
+    def _border(self, links: list[dict], origin: tuple[int, int], target: tuple[int, int], kind: str) -> int:
+        """Link a node with the border of the block."""
+        links.append({"id": len(links) + 1, "origin_id": origin[0], "origin_slot": origin[1], "target_id": target[0], "target_slot": target[1], "type": kind})
+        return len(links)
+
+    def _port(self, block: str, side: str, slot: int, name: str, entry: dict) -> dict:
+        return {"id": str(uuid.uuid5(uuid.NAMESPACE_URL, f"{block}/{side}/{name}")), "name": name, "type": entry["type"], "linkIds": [entry["link"]], "pos": [0, 20 * slot]}
 
     def _place(self, kind, column, height, values, title, properties, inputs, outputs, top=None, folded=False) -> int:
         number = len(self.nodes) + 1

@@ -1,4 +1,4 @@
-"""Write the workflows of `workflows/`: what each is for, its nodes, and the files it names.
+"""Write the workflows of `workflows/`: what each is for, its nodes, and the files it names; and the block of `subgraphs/`, which ComfyUI lists beside its own.
 
     COMFYUI_DIR=<folder> .venv/bin/python scripts/assets/workflows.py
 
@@ -32,11 +32,23 @@ CFG = 6.0
 CANDIDATES = "auto/auto\nauto/fp16_safe\nas_file/bf16\nas_file/fp16\nint8/auto\nfp8_e4m3fn/auto\nfp8_e4m3fn/fp8"
 
 
+BLOCK = "Halfsafe loader in int8, guarded"
+
+
 def main() -> None:
-    for title, workflow in made(_object_info()).items():
-        path = ROOT / "workflows" / f"{title}.json"
+    info = _object_info()
+    files = {ROOT / "workflows" / f"{title}.json": workflow for title, workflow in made(info).items()}
+    for path, workflow in {**files, ROOT / "subgraphs" / f"{BLOCK}.json": block(info)}.items():
+        path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps(workflow, separators=(",", ":"), ensure_ascii=False) + "\n", encoding="utf-8", newline="\n")
         print(path.relative_to(ROOT))
+
+
+def block(info: dict) -> dict:
+    """The one block of `subgraphs/`: a diffusion model in int8 with the one node, in place of a loader; clip and vae pass the guard too."""
+    sheet = Sheet(BLOCK, info, FILES, NEWER_NODES)
+    guarded = _one_node(sheet, model=_load(sheet, "int8", "auto"))
+    return sheet.block(taken=[("clip", Output(guarded[0].node, 1)), ("vae", Output(guarded[0].node, 2))], given=guarded, shown=[(1, "model_name"), (1, "storage")])
 
 
 def made(info: dict) -> dict[str, dict]:

@@ -25,6 +25,7 @@ SMALL = """set(model, "unet_name", "wan.safetensors"); set(clip, "clip_name", "c
 USED = {"HalfsafeLoadDiffusionModel", "HalfsafeLoadCheckpoint"}
 EXCHANGED = {"UNETLoader": "HalfsafeLoadDiffusionModel", "CheckpointLoaderSimple": "HalfsafeLoadCheckpoint"}
 BUTTON = ".hs-panel .hs-button:text-is('Use this')"
+COPY = ".hs-panel .hs-button:text-is('Copy as a row')"
 TAB = "async () => { await app.extensionManager.command.execute('Workspace.ToggleSidebarTab.halfsafe'); }"
 BADGE_OF_LOADER = """(begins) => app.graph.nodes.find(({ type }) => type === "HalfsafeLoadDiffusionModel").badges.map((b) => (typeof b === "function" ? b() : b).text).at(-1).startsWith(begins)"""
 SENTENCE = "() => [...document.querySelectorAll('.hs-result .hs-sentence')].map((e) => e.textContent).find((text) => text.startsWith('Best: ')) ?? ''"
@@ -91,6 +92,10 @@ def test_a_halved_workflow_is_measured_from_its_file_and_the_answer_is_used(comf
     comfy.evaluate("""() => { const node = app.graph.nodes.find((n) => n.type === "HalfsafeMeasurePrecisions"), { ds } = app.canvas; ds.scale = 0.9; ds.offset[0] = 480 - node.pos[0]; ds.offset[1] = 150 - node.pos[1]; }""")
     comfy.settle()
     comfy.screenshot(pictures, f"use-this-{cell}")
+    comfy.page.locator(COPY).click()
+    comfy.page.locator(".hs-panel .hs-button:text-is('Copied')").wait_for()
+    shared = comfy.evaluate("() => navigator.clipboard.readText()").splitlines()
+    assert shared[2].startswith("| ") and "| int8/bf16 |" in shared[2] and json.loads(shared[-1])[0]["setting"] == "int8/bf16"
     comfy.page.locator(".hs-sidebar article .hs-button", has_text="Use this").click()
     comfy.page.wait_for_function("() => !app.graph.nodes.some(({ type }) => type === 'HalfsafeMeasurePrecisions')")
     comfy.page.locator("[role=status]", has_text="Load Diffusion Model fp8/int8 (Halfsafe) is set to storage int8, compute bf16. Measure Precisions was removed. Ctrl+Z undoes this.").wait_for()

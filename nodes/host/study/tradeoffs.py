@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import re
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import comfy.model_management
 import comfy.sd
@@ -47,6 +49,7 @@ from ..reporting.report import report_of
 from .sampling import bare_clone, sample
 from .step_timer import StepTimer
 
+DRIVER = Path("/proc/driver/nvidia/version")
 STEPS = 4
 NO_MEMORY = "out of memory"
 CREATED = 0.01
@@ -94,10 +97,16 @@ def measure_model(patcher: ModelPatcher, inputs: Inputs, settings: Sequence[Sett
     automatic = _planned(patcher, Setting(AS_FILE, "auto")).compute.choice.used
     layers = model_facts(patcher).layers
     shape = tuple(inputs.latent["samples"].shape)
-    device, name = current_device().label, type(patcher.model).__name__
-    return Measurements(
-        device, name, _stored_as(patcher), automatic, layers, shape, inputs.seed, reference, rows, given, is_of_file
-    )
+    device, name = current_device(), type(patcher.model).__name__
+    about = device.label, name, _stored_as(patcher), automatic, layers, shape, inputs.seed
+    machine = device.name, nvidia_driver(), str(torch.__version__)
+    return Measurements(*about, reference, rows, given, is_of_file, machine)
+
+
+def nvidia_driver() -> str:
+    """Return the version of NVIDIA's driver, as Linux tells it; "-" elsewhere."""
+    told = DRIVER.read_text(encoding="utf-8") if DRIVER.is_file() else ""
+    return found.group() if (found := re.search(r"\b\d+\.\d+(\.\d+)?\b", told)) else "-"
 
 
 def _on_weights_of_file(patcher: ModelPatcher) -> tuple[ModelPatcher, bool]:

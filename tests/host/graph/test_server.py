@@ -48,6 +48,35 @@ def test_workflows_are_served_as_templates(server):
         assert server.get(f"/api/workflow_templates/{pack}/{quote(name)}.jpg")[:2] == b"\xff\xd8"
 
 
+def test_the_block_is_listed_by_comfyui_and_its_nodes_and_links_are_valid(server: Server) -> None:
+    """A block of `subgraphs/` is what the page's node library offers; each of its nodes is one that ComfyUI has, each link joins two slots of one type."""
+    info = server.object_info()
+    listed = {key: entry for key, entry in json.loads(server.get("/global_subgraphs")).items() if "Halfsafe" in entry["info"]["node_pack"]}
+    assert {entry["name"] for entry in listed.values()} == {path.stem for path in (ROOT / "subgraphs").glob("*.json")} and listed
+    for key in listed:
+        data = json.loads(json.loads(server.get(f"/global_subgraphs/{key}"))["data"])
+        (shown,), (inner,) = data["nodes"], data["definitions"]["subgraphs"]
+        nodes = {node["id"]: node for node in inner["nodes"]}
+        assert shown["type"] == inner["id"]
+        assert [[port["name"], port["type"]] for port in shown["inputs"]] == [[port["name"], port["type"]] for port in inner["inputs"]]
+        assert [[port["name"], port["type"]] for port in shown["outputs"]] == [[port["name"], port["type"]] for port in inner["outputs"]]
+        for entry in nodes.values():
+            declared = {**info[entry["type"]]["input"]["required"], **info[entry["type"]]["input"].get("optional", {})}
+            assert {end["name"]: end["type"] for end in entry["inputs"]}.items() <= {name: kinds[0] for name, kinds in declared.items()}.items()
+            assert [end["type"] for end in entry["outputs"]] == info[entry["type"]]["output"]
+            widgets = [name for name, kinds in declared.items() if name not in {end["name"] for end in entry["inputs"]}]
+            options = {name: declared[name][1].get("options", declared[name][0]) for name in widgets if name != "model_name"}
+            assert [name for name, value in zip(widgets, entry["widgets_values"], strict=False) if name in options and value not in options[name]] == []
+        assert all(widget in {**info[nodes[int(node)]["type"]]["input"]["required"]} for node, widget in shown["properties"]["proxyWidgets"])
+        for link in inner["links"]:
+            begin = inner["inputs"] if link["origin_id"] == -10 else nodes[link["origin_id"]]["outputs"]
+            end = inner["outputs"] if link["target_id"] == -20 else nodes[link["target_id"]]["inputs"]
+            one, other = begin[link["origin_slot"]], end[link["target_slot"]]
+            assert one["type"] == other["type"] == link["type"]
+            assert link["id"] in (one.get("links") or one.get("linkIds")) and link["id"] in (other.get("linkIds") or [other.get("link")])
+        assert [end["name"] for entry in nodes.values() for end in entry["inputs"] if end["link"] is None] == ["rules", "rules"]
+
+
 def reported(outputs: dict) -> dict:
     return json.loads(outputs["10"]["halfsafe_report"][0])
 

@@ -89,8 +89,9 @@ def test_workflows_are_those_of_their_script(server: Server, monkeypatch: pytest
     monkeypatch.setattr(show_me, "TARGET", tmp_path / "show_me.json")
     show_me.main()
     assert load(show_me.TARGET) == load(SHOW_ME), "run scripts/assets/show_me.py"
-    made = importlib.import_module("workflows").made(server.object_info())
-    assert json.loads(json.dumps(made)) == {path.stem: load(path) for path in WORKFLOWS}, "run scripts/assets/workflows.py"
+    script = importlib.import_module("workflows")
+    assert json.loads(json.dumps(script.block(server.object_info()))) == load(ROOT / "subgraphs" / f"{script.BLOCK}.json"), "run scripts/assets/workflows.py"
+    assert json.loads(json.dumps(script.made(server.object_info()))) == {path.stem: load(path) for path in WORKFLOWS}, "run scripts/assets/workflows.py"
 
 
 @pytest.mark.parametrize("path", OF_WAN, ids=lambda path: path.stem)

@@ -374,6 +374,18 @@ def test_a_stock_loaders_model_with_a_negative_prompt(comfy, path):
     assert all(row.works and row.snr_db > 15 for row in found.rows) and found.rows[0].snr_db != alone.rows[0].snr_db
 
 
+def test_a_row_names_the_card_and_its_driver(comfy, model, monkeypatch, tmp_path):
+    """NVIDIA's driver as Linux tells it, in the words of either of its modules; "-" where there is none."""
+    told = tmp_path / "version"
+    monkeypatch.setattr(host, "DRIVER", told)
+    found, *_ = measured(comfy, model, "as_file/auto")
+    card, driver, built = found.machine
+    assert (card, driver, built) == (host.current_device().name, "-", torch.__version__)
+    for line in ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue", "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build"):
+        told.write_text(f"{line}\nGCC version:  gcc version 13.2.0\n", encoding="utf-8")
+        assert host.nvidia_driver() in ("550.54.15", "580.159.04") and host.nvidia_driver() in line
+
+
 def test_candidates_are_checked_before_the_prompt_runs(comfy):
     node = comfy.nodes[NODE]
     assert node.validate_inputs(candidates="int8/auto") is True and node.validate_inputs() is True

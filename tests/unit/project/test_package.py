@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 from support.shipped import ROOT, tracked_files
 
 tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
@@ -40,7 +41,9 @@ def test_the_registry_takes_the_metadata(metadata: dict) -> None:
     assert {"Homepage", "Documentation", "Repository", "Issues"} <= set(project["urls"])
     assert re.fullmatch(r"[a-z][a-z0-9-]*", comfy["PublisherId"]) and comfy["DisplayName"] and "web" not in comfy
     base = project["urls"]["Repository"].replace("https://github.com/", "https://raw.githubusercontent.com/") + "/main/"
-    assert comfy["Icon"].startswith(base) and (ROOT / comfy["Icon"].removeprefix(base)).is_file()
+    assert all(comfy[picture].startswith(base) and (ROOT / comfy[picture].removeprefix(base)).is_file() for picture in ("Icon", "Banner"))
+    width, height = Image.open(ROOT / comfy["Banner"].removeprefix(base)).size
+    assert 9 * width == 21 * height, "the registry shows a banner 21 wide and 9 high"
 
 
 def test_version_has_three_numbers_and_a_changelog_entry(metadata: dict) -> None:
@@ -85,7 +88,7 @@ def test_installed_package_runs_doctor(tmp_path: Path) -> None:
     done = subprocess.run(doctor, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)
-    assert list((target / "halfsafe" / "web").glob("docs/*.md")) and list((target / "halfsafe" / "workflows").glob("*.json"))
+    assert list((target / "halfsafe" / "web").glob("docs/*.md")) and list((target / "halfsafe" / "workflows").glob("*.json")) and list((target / "halfsafe" / "subgraphs").glob("*.json"))
 
 
 def functions_for_others() -> list[str]:

@@ -35,7 +35,7 @@ FLAGGED_PYTHON = (
     r"(?<![\w.])compile\(",
 )
 TOP_LEVEL = {
-    "CHANGELOG.md", "LICENSE", "__init__.py", "__main__.py", "builtin_model", "locales", "nodes", "precision", "pyproject.toml", "web", "workflows",
+    "CHANGELOG.md", "LICENSE", "__init__.py", "__main__.py", "builtin_model", "locales", "nodes", "precision", "pyproject.toml", "subgraphs", "web", "workflows",
 }  # fmt: skip
 MACHINE_PATHS = re.compile(r"(?<![\w.])/(home|root|Users|tmp|opt|work|mnt)/\w|[A-Z]:\\\\?Users")
 SHIPPED = shipped_files()

@@ -7,14 +7,16 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).absolute().parents[3]
-WORDS_BEFORE_DETAILS, WORDS_IN_ALL = 600, 800
+WORDS_BEFORE_DETAILS, WORDS_IN_ALL = 500, 700
 CHARACTERS = {"README.zh.md": 1800}
 DETAILS = ("## Read on", "## 继续阅读")
 DOCUMENTS = sorted(path.relative_to(ROOT) for pattern in ("README*.md", "CONTRIBUTING.md", "docs/**/*.md", "benchmarks/README.md") for path in ROOT.glob(pattern))
+RAW = "https://raw.githubusercontent.com/halfsafe/halfsafe/main/"
 LINK = re.compile(r"\]\(<?([^)>#]+?)>?(?:#[^)]*)?\)")
-SYMPTOMS = {"README.md": ("black", "out of memory", "precision"), "README.zh.md": ("黑图", "显存不足", "精度")}
+SYMPTOMS = {"README.md": ("black", "out of memory", "slow", "precision"), "README.zh.md": ("黑图", "显存不足", "慢", "精度")}
 
 
 def prose(text: str) -> str:
@@ -49,6 +51,13 @@ def test_no_link_leads_nowhere() -> None:
     assert [(str(document), link) for document, link in local if not (ROOT / document).parent.joinpath(link).exists()] == []
 
 
+@pytest.mark.parametrize("readme", SYMPTOMS)
+def test_the_registrys_page_finds_each_picture_of_the_readme(readme: str) -> None:
+    """That page has the text alone: a picture is found by its whole address, which is that of a file of the repository."""
+    pictures = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", (ROOT / readme).read_text(encoding="utf-8"))
+    assert pictures and [address for address in pictures if not address.startswith(RAW) or not (ROOT / address.removeprefix(RAW)).is_file()] == []
+
+
 def test_the_readme_leads_to_every_page_of_docs() -> None:
     assert {path.name for path in ROOT.glob("docs/internals/*.md")} == {"calibration.md", "decisions.md", "drift.md", "failure-classes.md", "how-a-call-runs.md", "scaling.md"}
     for readme in SYMPTOMS:
@@ -58,9 +67,9 @@ def test_the_readme_leads_to_every_page_of_docs() -> None:
 
 
 @pytest.mark.parametrize("page", ["docs/nodes.md", "docs/nodes.zh.md"])
-def test_every_workflow_is_listed(page: str) -> None:
+def test_every_workflow_and_block_is_listed(page: str) -> None:
     linked = {Path(link).stem for link in LINK.findall((ROOT / page).read_text(encoding="utf-8")) if link.endswith(".json")}
-    assert linked == {path.stem for path in (ROOT / "workflows").glob("*.json")}
+    assert linked == {path.stem for folder in ("workflows", "subgraphs") for path in (ROOT / folder).glob("*.json")}
 
 
 @pytest.mark.parametrize("readme", SYMPTOMS)
@@ -81,6 +90,18 @@ def test_what_a_gpu_measured_stands_where_the_figures_are_with_its_conditions_an
     told = [page for page, text in texts.items() if all(condition in text for condition in GPU_MEASURED)]
     assert sorted(told) == ["benchmarks/README.md", "docs/devices.md", "docs/devices.zh.md", "docs/numbers.md", "docs/numbers.zh.md"]
     assert all("H200" in texts[readme] for readme in SYMPTOMS)
+
+
+@pytest.mark.parametrize("page", ["docs/devices.md", "docs/devices.zh.md"])
+def test_the_table_of_measured_cards_begins_with_what_the_h200_gave_and_leads_to_a_form_that_takes_more(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    told = (ROOT / "benchmarks" / "results" / "gpu_h200_measure_my_card.txt").read_text(encoding="utf-8")
+    measured = re.findall(r"^\d (\S+).*?  +([\d.]+)  +([\d.]+ GiB)  +[\d.]+ GiB  +([\d.]+)", told, flags=re.MULTILINE)
+    rows = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| NVIDIA H200 |")]
+    assert [tuple(row[4:]) for row in rows] == measured and len(measured) == 7
+    (form,) = re.findall(r"issues/new\?template=([\w.-]+)\)", text)
+    asked = yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / form).read_text(encoding="utf-8"))
+    assert asked["name"] and asked["description"] and asked["body"][0]["id"] == "row" and all(field["type"] in ("input", "textarea") and field["attributes"]["label"] for field in asked["body"])
 
 
 def test_the_figures_of_the_h200_are_those_of_its_files() -> None:

@@ -1,5 +1,6 @@
 """What is made of the measurements: the best for a goal, rules, the table and the chart."""
 
+import json
 import math
 import re
 from dataclasses import replace
@@ -54,7 +55,7 @@ ROWS = [SLOW, FAST, SMALL, WORSE, BAD, CANNOT]
 
 
 def found(rows=ROWS, given="bf16", is_of_file=True) -> Measurements:
-    return Measurements("RTX 40xx", "WAN21", "bf16", "bf16", LAYERS, (1, 16, 1, 8, 8), 7, REFERENCE, rows, given, is_of_file)
+    return Measurements("RTX 40xx", "WAN21", "bf16", "bf16", LAYERS, (1, 16, 1, 8, 8), 7, REFERENCE, rows, given, is_of_file, ("RTX 4090", "580.1", "2.11.0+cu130"))
 
 
 def test_each_goal_gets_its_best():
@@ -183,6 +184,17 @@ def test_what_a_button_puts_into_the_workflow_is_what_was_measured():
     assert tradeoffs_result(found(), "").use == {"storage": "int8", "compute": "auto", "rules": ""}
     assert tradeoffs_result(found([row("as_file/fp16_safe")]), "").use == {"storage": "as_file", "compute": "fp16_safe", "rules": "compute=fp16_safe stream=fp32"}
     assert [tradeoffs_result(found(rows), "").use for rows in ([FAST], [BAD], NOISY_ROWS[1:])] == [None] * 3
+
+
+def test_what_a_button_copies_has_each_row_that_worked_as_a_table_and_as_json():
+    *lines, _, told = tradeoffs_result(found(), "").copied.splitlines()
+    head, rule, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert head == ["card", "driver", "torch", "model", "setting", "s/step", "memory", "SNR dB"] and {*rule} == {"---"}
+    here = ["RTX 4090", "580.1", "2.11.0+cu130", "WAN21, latent 1 x 16 x 1 x 8 x 8"]
+    assert [row[:4] for row in rows] == [here] * 4 and [row[4] for row in rows] == ["as_file/bf16", "fp8_e4m3fn/fp8", "int8/auto", "fp8_e4m3fn/auto"]
+    assert rows[2][5:] == ["1.00", "50.00 MiB", "38.0"]
+    assert json.loads(told) == [dict(zip(head, row, strict=True)) for row in rows]
+    assert tradeoffs_result(found([FAST]), "").copied and not tradeoffs_result(found([BAD]), "").copied
 
 
 def test_only_the_rows_that_may_win_make_the_ranking_doubtful():
