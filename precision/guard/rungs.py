@@ -9,7 +9,7 @@ import torch
 from ..base.dtypes import name_of
 from ..base.modes import FP16, FP32
 from .policy import ALL_IN_FP32, Escalation, safe_escalation
-from .verdicts import GOES_ON, SAME_SEED, UNPACKED
+from .verdicts import SAME_SEED, UNPACKED
 
 
 @dataclass(frozen=True)
@@ -37,24 +37,21 @@ class Rung(Generic[Arithmetic]):
         arithmetic: what the call runs in: an escalation of a diffusion model, a step of an encoder; None for what it
             failed in.
         is_fp32: everything runs in fp32.
-        of_plan: the call runs under the fallback of the model's compute plan, and ``arithmetic`` is None.
         later: what the user is told about later runs after this rung cured a call.
     """
 
     name: str
     arithmetic: Arithmetic | None = None
     is_fp32: bool = False
-    of_plan: bool = False
     later: str = ""
 
     @property
     def as_it_was(self) -> bool:
         """True if the call is repeated in the arithmetic it failed in."""
-        return self.arithmetic is None and not self.of_plan
+        return self.arithmetic is None
 
 
 AS_IT_WAS: Rung = Rung("as it was")
-PLAN_FALLBACK: Rung[Escalation] = Rung("fp16_safe", of_plan=True, later=f"{GOES_ON} {SAME_SEED}")
 ALL_FP32 = Rung(FP32.name, ALL_IN_FP32, is_fp32=True, later=SAME_SEED)
 """The last rung of a diffusion model."""
 

@@ -28,7 +28,7 @@ from ..comfyui.weights import only_multiplies
 from ..compute.attention import full_precision_attention, in_one_dtype, kernels_of
 from ..compute.executor import compute_of
 from ..compute.layer_modes import planned_modes_of, settings_of, stream_dtype
-from ..compute.per_model import hooks_of, patches_of
+from ..compute.per_model import hooks_of, patches_of, runs_in
 from ..compute.planned_model import PlannedModel, in_fp32
 from ..replay.call import Call
 from .causes import patch_name, with_patches
@@ -36,7 +36,6 @@ from .clamps import ClampWatch
 
 ORIGINAL_BLOCK = "original_block"
 """Entry of the arguments that ComfyUI gives a patch in place of a block, which runs the block."""
-_learned: weakref.WeakKeyDictionary[BaseModel, dict[tuple, Escalation]] = weakref.WeakKeyDictionary()
 
 
 class EscalatedLayers(PlannedModel):
@@ -203,12 +202,6 @@ def text_adapter_in_fp32(model: BaseModel, ran: set[str]) -> Iterator[None]:
     ran.update(layers.calibration.flops)
 
 
-def learned_of(model: BaseModel) -> dict[tuple, Escalation]:
-    """Return state of the model -> escalation, as learned by guards. It lives as long as the model: a guard is replaced
-    whenever its node runs again."""
-    return _learned.setdefault(model, {})
-
-
 def watches_clamps(patcher: ModelPatcher) -> bool:
     """Return whether operations of a model's code may hide an fp16 overflow and can be watched."""
     return stream_dtype(patcher) == torch.float16 and not is_compiled(patcher)
@@ -228,7 +221,7 @@ class Guarded:
         self.escalation = Escalation()
         self.layers: EscalatedLayers | None = None
         if recall:
-            self.grow(learned_of(model).get(_known_as(model), self.escalation))
+            self.grow(runs_in(model).wider.get(_known_as(model), self.escalation))
 
     def clamps(self, device: torch.device) -> contextlib.AbstractContextManager[ClampWatch | None]:
         """Watch what the model's own code hides in a call."""
@@ -251,13 +244,13 @@ class Guarded:
     def remember(self, escalation: Escalation) -> Callable[[], None]:
         """Run with this escalation from now on, in later runs of the model too. Returns a function that undoes this."""
         model, before = self.model(), (self.escalation, self.layers)
-        learned, state = learned_of(model), _known_as(model)
+        wider, state = runs_in(model).wider, _known_as(model)
         self.grow(escalation)
-        learned[state] = escalation
+        wider[state] = escalation
 
         def take_back() -> None:
             self.escalation, self.layers = before
-            learned[state] = self.escalation
+            wider[state] = self.escalation
 
         return take_back
 

@@ -17,9 +17,10 @@ from ....precision.guard.failed_call import Attempt, FailedCall
 from ....precision.guard.inputs import NotFiniteInput
 from ....precision.guard.localize import Localizer, Origin
 from ....precision.guard.log import CallPosition, Notify
-from ....precision.guard.policy import Escalation, escalation_after
-from ....precision.guard.rungs import ALL_FP32, PLAN_FALLBACK, Rung, model_rungs
-from ....precision.guard.verdicts import MODEL, SAME_SEED
+from ....precision.guard.policy import Escalation, escalation_after, safe_escalation
+from ....precision.guard.rungs import ALL_FP32, Rung, model_rungs
+from ....precision.guard.verdicts import GOES_ON, MODEL, SAME_SEED
+from ....precision.plan.compute import SAFE
 from ....precision.report.schema import GuardEvent
 from ..comfyui.code_owner import code_owner, packs_on
 from ..comfyui.execution import is_compiled, is_on_several_devices, is_oom
@@ -27,7 +28,8 @@ from ..comfyui.gate import measuring
 from ..comfyui.known_calls import OVERRIDE
 from ..comfyui.page import running_prompt_id, send_to_page, show_progress, shown_id
 from ..compute.attention import overridden
-from ..compute.executor import fall_back, fallen_back, may_fall_back
+from ..compute.executor import may_fall_back
+from ..compute.per_model import runs_in
 from ..replay.call import OPTIONS, Call
 from ..replay.interceptor import Run
 from ..replay.restart import StartAgain
@@ -80,7 +82,9 @@ class ModelCall(FailedCall):
         self.guarded = guarded
         self._run = run
         patcher = call.model.current_patcher
-        promised = PLAN_FALLBACK if may_fall_back(patcher) and not guarded.escalation else None
+        promised = None
+        if may_fall_back(patcher) and not guarded.escalation:
+            promised = Rung(SAFE, safe_escalation(guarded.modes), later=f"{GOES_ON} {SAME_SEED}")
         can_start_again = call.sampling is not None and call.sampling.can_start_again
         self._last: Attempt | None = None
         self._observer: RangeObserver | None = None
@@ -114,18 +118,17 @@ class ModelCall(FailedCall):
             again.executor = functools.partial(_with_weights, self.weights.zeroed(zeroed), again.executor)
         if watched:
             return self._watched(again)
-        falls_back = fallen_back(self.model) if rung.of_plan else nullcontext()
-        self._observer = None
-        if rung.arithmetic is not None and not rung.is_fp32:  # after fp32 nothing is left to widen
-            self._observer = RangeObserver(layers)
-        with falls_back, self._observer.watching() if self._observer else nullcontext():
+        measured = rung is not self.promised and not rung.as_it_was and not rung.is_fp32  # fp32 is the widest
+        self._observer = RangeObserver(layers) if measured else None
+        falls_back = [(runs_in(self.model), "fallback", True)] if rung is self.promised else []
+        with patched(falls_back), self._observer.watching() if self._observer else nullcontext():
             return self._attempt(again)
 
     def _layers(self, rung: Rung[Escalation]) -> EscalatedLayers | None:
         """Return the layers that a repeat at a rung runs; None for those of the plan."""
         if rung.as_it_was:
             return self.guarded.layers
-        return None if rung.of_plan else EscalatedLayers(rung.arithmetic, self.model, self.guarded.modes)
+        return None if rung is self.promised else EscalatedLayers(rung.arithmetic, self.model, self.guarded.modes)
 
     def _watched(self, again: Call) -> Attempt:
         localizer = Localizer(self.model.diffusion_model, measuring)
@@ -154,9 +157,10 @@ class ModelCall(FailedCall):
         return "" if origin and origin.kind == "input" else self.guarded.modes_at(origin)[0]
 
     def keep(self, rung: Rung[Escalation], origin: Origin | None, place: Origin | None) -> tuple[str, str]:
-        if rung.of_plan:
-            return self._fell_back()
         guarded = self.guarded
+        if rung is self.promised:
+            runs_in(self.model).fallback = True
+            return guarded.stream, FP16_WIDE.name
         ranges = self._observer.ranges() if self._observer else {}
         guarded.remember(escalation_after(rung.arithmetic, guarded.escalation, ranges, origin, guarded.modes))
         return guarded.modes_at(place)
@@ -165,15 +169,10 @@ class ModelCall(FailedCall):
         if rung.as_it_was:
             mode = self.mode(place)
             return StartAgain(self.given.sampling, mode), (mode, mode)
-        if rung.of_plan:
-            return StartAgain(self.given.sampling, rung.name), self._fell_back()
+        if rung is self.promised:
+            return StartAgain(self.given.sampling, rung.name), self.keep(rung, None, place)
         take_back = self.guarded.remember(self.guarded.escalation | rung.arithmetic)
         return StartAgain(self.given.sampling, rung.name, take_back), self.guarded.modes_at(place)
-
-    def _fell_back(self) -> tuple[str, str]:
-        """Run the model under the fallback of its plan from now on. Returns (its dtype so far, its mode then)."""
-        fall_back(self.model)
-        return self.guarded.stream, FP16_WIDE.name
 
     def settle(self) -> None:
         """Keep ComfyUI's state after the repeat that cured the call, else restore its state before the call."""
