@@ -219,7 +219,8 @@ class Ladder:
 
         Returns only if no repeat is allowed.
         """
-        call, evidence, promised = self.call, self.evidence, rung is self.call.promised
+        call, evidence = self.call, self.evidence
+        promised = rung is call.promised
         if not promised and not evidence.may_repeat():
             return self._not_cured()
         place = call.default_origin if rung.as_it_was else evidence.place

@@ -55,10 +55,8 @@ def compute_of(patcher) -> "Compute | None":
 
 def may_fall_back(patcher) -> bool:
     """True if a patcher's plan has a fallback, and its model does not run in it yet."""
-    compute = planned_on(patcher)
-    return compute is not None and compute.acting(patcher.model) is not compute.fallback is not None
-
-
+    compute = compute_of(patcher)
+    return bool(compute and compute.fallback)
 
 
 class Compute(Stage):

@@ -11,7 +11,7 @@ from comfy.model_patcher import ModelPatcher
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ....precision.base.nested import tensors_in
-from ....precision.guard.policy import Escalation
+from ....precision.plan.in_use import PlanInUse
 from ..comfyui.attributes import weight_state
 from ..comfyui.known_calls import OVERRIDE
 from ..comfyui.weights import has_own_forward
@@ -25,11 +25,11 @@ class RunsIn:
 
     Attributes:
         fallback: the plan's fallback, where the plan has one.
-        wider: state of the model -> the parts that guards widened.
+        wider: state of the model -> the plan that guards widened.
     """
 
     fallback: bool = False
-    wider: dict[tuple, Escalation] = field(default_factory=dict)
+    wider: dict[tuple, PlanInUse] = field(default_factory=dict)
 
 
 _runs_in: weakref.WeakKeyDictionary[torch.nn.Module, RunsIn] = weakref.WeakKeyDictionary()
