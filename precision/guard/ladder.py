@@ -210,7 +210,7 @@ class Ladder:
         modes = self.call.keep(rung, self.evidence.origin, self.evidence.place)
         place = self.evidence.place
         event = self._event(place, RECOVERED, modes, rung.later)
-        event.fell_back = rung.of_plan
+        event.fell_back = rung is self.call.promised
         self.log.note(event, place, RECOVERED, self._advice(RECOVERED) if advice is None else advice)
         return attempt.result
 
@@ -220,17 +220,18 @@ class Ladder:
         Returns only if no repeat is allowed.
         """
         call, evidence = self.call, self.evidence
-        if not rung.of_plan and not evidence.may_repeat():
+        promised = rung is call.promised
+        if not promised and not evidence.may_repeat():
             return self._not_cured()
         place = call.default_origin if rung.as_it_was else evidence.place
         again, modes = call.start_again(rung, place)
         text = verdicts.STARTED_AGAIN.format(modes[1] if rung.as_it_was else rung.name, call.packs)
         verdict: Verdict = DEVICE_FAULT if rung.as_it_was else RECOVERED
-        more = verdicts.GOES_ON if rung.of_plan else self._same_again if rung.as_it_was else ""
+        more = verdicts.GOES_ON if promised else self._same_again if rung.as_it_was else ""
         event = self._event(place, verdict, modes, f"{text} {more}".strip())
-        event.fell_back = rung.of_plan
+        event.fell_back = promised
         message = sentence(replace(event, recovered=False), place)
-        self.log.note(event, place, verdict, verdicts.BEGINS_SAFE if rung.of_plan else self._advice(verdict), message)
+        self.log.note(event, place, verdict, verdicts.BEGINS_SAFE if promised else self._advice(verdict), message)
         self.log.extra_calls += 1
         raise again
 

@@ -12,12 +12,13 @@ import torch
 
 from ..base.modes import label_of
 from ..base.nested import tensors_in
+from ..plan.in_use import PlanInUse
 from ..report.report_text import verdict_shown
 from ..report.schema import CheckReport, EventKind, GuardEvent, GuardReport, Verdict
 from . import verdicts
 from .inputs import Diagnosis, NotFiniteInput, is_finite, rows_not_finite
 from .localize import Origin
-from .policy import Escalation, OnNan
+from .policy import OnNan
 from .verdicts import NonFinite
 
 
@@ -163,12 +164,12 @@ class GuardLog:
         self.lost.clear()
         self.checked.clear()
 
-    def notify_verdict(self, escalation: Escalation) -> None:
-        """Notify the user of the verdict of a sampler's run that ended with ``escalation``, if there is one."""
+    def notify_verdict(self, plan: PlanInUse) -> None:
+        """Notify the user of the verdict of a sampler's run that ended under ``plan``, if there is one."""
         if self.verdict != verdicts.CLEAN:
             self.notify("verdict", self.verdict, self._became(), self.advice)
-        elif escalation:
-            self.notify("verdict", self.verdict, verdicts.BEGAN_WITH.format(parts=", ".join(escalation.parts())), "")
+        elif plan.is_wider:
+            self.notify("verdict", self.verdict, verdicts.BEGAN_WITH.format(parts=", ".join(plan.parts())), "")
 
     def notify_calls(self, count: int) -> None:
         """Notify the user of a number of calls that were checked."""
@@ -185,11 +186,11 @@ class GuardLog:
             return "Not repaired, because the guard is set to report."
         return f"Guard: {verdict_shown(self.verdict)}."
 
-    def report(self, escalation: Escalation) -> GuardReport:
+    def report(self, plan: PlanInUse) -> GuardReport:
         """Return the guard's section of the report, with the parts that run wider now."""
-        advice = verdicts.BEGAN_WIDER if escalation and self.verdict == verdicts.CLEAN else self.advice
+        advice = verdicts.BEGAN_WIDER if plan.is_wider and self.verdict == verdicts.CLEAN else self.advice
         return GuardReport(
-            self.verdict, self.calls, self.extra_calls, escalation.named(), list(self.events), escalation.rules(),
+            self.verdict, self.calls, self.extra_calls, plan.named(), list(self.events), plan.rules(),
             advice, list(self.checks),
         )  # fmt: skip
 

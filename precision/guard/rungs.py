@@ -1,6 +1,5 @@
 """The rungs of the ladder: in which arithmetic a failed call is repeated, and in which order."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -8,8 +7,8 @@ import torch
 
 from ..base.dtypes import name_of
 from ..base.modes import FP16, FP32
-from .policy import ALL_IN_FP32, Escalation, safe_escalation
-from .verdicts import GOES_ON, SAME_SEED, UNPACKED
+from ..plan.in_use import PlanInUse
+from .verdicts import SAME_SEED, UNPACKED
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,7 @@ class EncoderStep:
         return f"{name_of(self.dtype)} with dequantized weights" if self.unpacked else name_of(self.dtype)
 
 
-Arithmetic = TypeVar("Arithmetic", Escalation, EncoderStep)
+Arithmetic = TypeVar("Arithmetic", PlanInUse, EncoderStep)
 
 
 @dataclass(frozen=True)
@@ -34,47 +33,42 @@ class Rung(Generic[Arithmetic]):
 
     Args:
         name: its precision, for users.
-        arithmetic: what the call runs in: an escalation of a diffusion model, a step of an encoder; None for what it
+        arithmetic: what the call runs in: the plan of a diffusion model, a step of an encoder; None for what it
             failed in.
         is_fp32: everything runs in fp32.
-        of_plan: the call runs under the fallback of the model's compute plan, and ``arithmetic`` is None.
         later: what the user is told about later runs after this rung cured a call.
     """
 
     name: str
     arithmetic: Arithmetic | None = None
     is_fp32: bool = False
-    of_plan: bool = False
     later: str = ""
 
     @property
     def as_it_was(self) -> bool:
         """True if the call is repeated in the arithmetic it failed in."""
-        return self.arithmetic is None and not self.of_plan
+        return self.arithmetic is None
 
 
 AS_IT_WAS: Rung = Rung("as it was")
-PLAN_FALLBACK: Rung[Escalation] = Rung("fp16_safe", of_plan=True, later=f"{GOES_ON} {SAME_SEED}")
-ALL_FP32 = Rung(FP32.name, ALL_IN_FP32, is_fp32=True, later=SAME_SEED)
-"""The last rung of a diffusion model."""
 
 
-def model_rungs(modes: Mapping[str, str], stream: str, present: Escalation) -> list[Rung[Escalation]]:
-    """List the rungs for a call of a diffusion model, each wider than ``present``; empty if it ran in fp32 already.
+def fp32_rung(plan: PlanInUse) -> Rung[PlanInUse]:
+    """Return the last rung of a diffusion model."""
+    return Rung(FP32.name, plan.fp32(), is_fp32=True, later=SAME_SEED)
+
+
+def model_rungs(plan: PlanInUse) -> list[Rung[PlanInUse]]:
+    """List the rungs for a call of a diffusion model that failed under ``plan``, each wider; empty after fp32.
 
     A model whose layers are in fp32 is repeated too: its attention may be a kernel of 16 or 8 bits.
-
-    Args:
-        modes: layer -> mode without an escalation, of the layers that multiply.
-        stream: the dtype of the values between layers.
-        present: the escalation that the call failed in.
     """
-    if present.whole:
+    if plan.whole:
         return []
-    safe = safe_escalation(modes)
-    if stream == FP16.name and safe | present != present:
-        return [Rung("fp16_safe", safe, later=SAME_SEED), ALL_FP32]
-    return [ALL_FP32]
+    safe = plan.safe()
+    if plan.dtype == FP16.name and plan | safe != plan:
+        return [Rung("fp16_safe", safe, later=SAME_SEED), fp32_rung(plan)]
+    return [fp32_rung(plan)]
 
 
 def encoder_rungs(

@@ -10,7 +10,7 @@ import importlib
 from unittest.mock import Mock
 
 import torch
-from halfsafe.nodes.host.guard.escalation import learned_of
+from halfsafe.nodes.host.compute.per_model import runs_in
 from halfsafe.nodes.host.guard.model import guard_of
 from support import families
 from support.families import load
@@ -34,7 +34,7 @@ def report_of(model):
 def modes_of(model) -> dict[str, str]:
     """Layer -> the mode it runs in now, of all layers that multiply."""
     guard = guard_of(model)
-    own, now = guard.states.last(model.model).modes, guard.modes(model)
+    own, now = guard.states.last(model.model).plan.modes, guard.modes(model)
     return {name: now.get(name, mode) for name, mode in own.items()}
 
 
@@ -46,7 +46,7 @@ def loaded_once(comfy, files):
         key = (family, kind, dtype)
         if key not in loaded:
             loaded[key] = load(comfy, files(family, kind), dtype, dtype)
-        learned_of(loaded[key].model).clear()
+        runs_in(loaded[key].model).wider.clear()
         return loaded[key]
 
     return get

@@ -21,8 +21,8 @@ from ....precision.devices.random_start import RandomStart
 from ....precision.guard.inputs import rows_not_finite
 from ....precision.guard.ladder import Ladder
 from ....precision.guard.log import GuardLog
-from ....precision.guard.policy import ALL_IN_FP32
 from ....precision.guard.verdicts import FINITE_HERE
+from ....precision.plan.in_use import PlanInUse
 from ....precision.report.report_text import check_text
 from ....precision.report.schema import CheckReport
 from ..accumulation.accumulation_report import layer_accumulation
@@ -32,7 +32,7 @@ from ..comfyui.execution import is_compiled, is_on_several_devices, is_oom
 from ..comfyui.kernels import DEQUANTIZED, general_operations
 from ..comfyui.layers import top_level_parts
 from ..compute.layer_modes import layer_kernels, planned_modes_of, stream_dtype
-from ..guard.escalation import EscalatedLayers, Guarded, hooked
+from ..guard.escalation import Guarded, WiderModel, hooked
 from ..guard.failure import ModelCall, images_of, sigma_of, step_of
 from ..replay.call import Call
 from ..replay.core_state import CoreState
@@ -152,7 +152,7 @@ class DriftCheck:
             exact = self._in_fp32(run)
         if not blocks.samples:
             return NOTHING_RAN
-        self.report.arithmetic = _arithmetic(self.patcher, self.guarded)
+        self.report.arithmetic = _arithmetic(self.patcher, self.guarded.plan)
         if not torch.isfinite(exact).all():
             self._tell_hidden(run, result, exact, blocks)
             return NOT_FINITE
@@ -183,7 +183,7 @@ class DriftCheck:
         without_network = getattr(self.model.model_sampling, DENOISED)(self.call.t, zeros, self.latent)
         errors, signals = drift.row_errors(result, exact, without_network)
         decibels = [drift.finite_decibels(*row) for row in zip(errors, signals, strict=True)]
-        threshold = drift.threshold_of(self.report.arithmetic, len(self.guarded.modes))
+        threshold = drift.threshold_of(self.report.arithmetic, len(self.guarded.plan.modes))
         self.report.snr_db, self.report.threshold_db = min(decibels), threshold
         if min(decibels) < threshold:
             images = images_of(self.call, result)
@@ -194,8 +194,8 @@ class DriftCheck:
     def _in_fp32(self, run: Run) -> torch.Tensor:
         """Run the call again in fp32, in and between its layers, with the same random numbers."""
         call = self._uncached()
-        call.rung = EscalatedLayers(ALL_IN_FP32, self.model, self.guarded.modes)
-        given = torch.float32 if self.guarded.escalation.everywhere else stream_dtype(self.patcher)
+        call.rung = WiderModel(self.guarded.plan.fp32(), self.model)
+        given = torch.float32 if self.guarded.plan.everywhere else stream_dtype(self.patcher)
         call.extra = with_rounded_guidance(call.extra, given)
         self.report.repeats += 1
         self.log.extra_calls += 1
@@ -209,15 +209,15 @@ class DriftCheck:
         return call
 
 
-def _arithmetic(patcher: ModelPatcher, guarded: Guarded) -> str:
+def _arithmetic(patcher: ModelPatcher, plan: PlanInUse) -> str:
     """Return the arithmetic of a model, by the names of the thresholds: the coarsest of its layers and of the values
     between them."""
-    if guarded.escalation.whole:
+    if plan.whole:
         return FP32.name
     modes = planned_modes_of(patcher)  # fp16_safe is one arithmetic, though some of its results are fp16
     sums = layer_accumulation(patcher)
     modes |= {name: FP16_ACC16.name for name, (kind, _) in sums.items() if kind == "fp16" and name in modes}
-    found = {drift.ARITHMETIC_OF.get(mode, mode) for mode in [guarded.stream, *(modes[name] for name in guarded.modes)]}
+    found = {drift.ARITHMETIC_OF.get(mode, mode) for mode in [plan.dtype, *(modes[name] for name in plan.modes)]}
     kernels = layer_kernels(patcher, modes).items()
     other = any(kernel != DEQUANTIZED and modes[name] not in QUANTIZED_OPS for name, kernel in kernels)
     return drift.coarsest(found | ({"4-bit products"} if other else set()))

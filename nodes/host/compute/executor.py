@@ -1,11 +1,9 @@
 """Compute plan on a ModelPatcher: module forwards and attention are replaced during each model call."""
 
 import logging
-import weakref
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 
-import torch
 from comfy.model_patcher import ModelPatcher
 
 from ....precision.base.modes import INT8
@@ -20,15 +18,13 @@ from ..replay.call import Call
 from ..replay.interceptor import COMPUTE, Acting, Stage, put_stage, take_stages
 from .attention import fuses_by_default
 from .core_layers import is_fp8
-from .per_model import PerModel
+from .per_model import PerModel, runs_in
 from .planned_model import PlannedModel, estimated_in_fp32
 from .ruled_attention import NO_ATTENTION, NO_BLOCK, blocks_of, outermost
 
 LISTED = 3
 TRAINED = "compute={} does not act while Train LoRA trains: its training_dtype decides."
 logger = logging.getLogger("halfsafe")
-_fell_back: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-"""Models whose plans run in their fallback. Not stored on the model, whose attributes are restored before a repeat."""
 
 
 def set_compute(patcher, plan: ComputePlan) -> "Compute":
@@ -59,23 +55,8 @@ def compute_of(patcher) -> "Compute | None":
 
 def may_fall_back(patcher) -> bool:
     """True if a patcher's plan has a fallback, and its model does not run in it yet."""
-    compute = planned_on(patcher)
-    return compute is not None and compute.acting(patcher.model) is not compute.fallback is not None
-
-
-@contextmanager
-def fallen_back(model) -> Iterator[None]:
-    """Context in which the plans of a model run in their fallback."""
-    _fell_back.add(model)
-    try:
-        yield
-    finally:
-        _fell_back.discard(model)
-
-
-def fall_back(model) -> None:
-    """Run the plans of a model in their fallback until the model is unloaded, whatever patcher it has."""
-    _fell_back.add(model)
+    compute = compute_of(patcher)
+    return bool(compute and compute.fallback)
 
 
 class Compute(Stage):
@@ -95,7 +76,7 @@ class Compute(Stage):
 
     def acting(self, model) -> "Compute":
         """Return the executor of a model now: the fallback after an overflow, else this one."""
-        return self.fallback if self.fallback and model in _fell_back else self
+        return self.fallback if self.fallback and runs_in(model).fallback else self
 
     def in_call(self, call: Call) -> Acting | None:
         """Return the planned model, or its fallback after an overflow; None if the call's rung decides about every

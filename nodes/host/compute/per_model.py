@@ -11,11 +11,36 @@ from comfy.model_patcher import ModelPatcher
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ....precision.base.nested import tensors_in
+from ....precision.plan.in_use import PlanInUse
 from ..comfyui.attributes import weight_state
 from ..comfyui.known_calls import OVERRIDE
 from ..comfyui.weights import has_own_forward
 
 KEPT = 4
+
+
+@dataclass
+class RunsIn:
+    """What the calls of a model run in instead of its plan, because calls failed in it.
+
+    Attributes:
+        fallback: the plan's fallback, where the plan has one.
+        wider: state of the model -> the plan that guards widened.
+    """
+
+    fallback: bool = False
+    wider: dict[tuple, PlanInUse] = field(default_factory=dict)
+
+
+_runs_in: weakref.WeakKeyDictionary[torch.nn.Module, RunsIn] = weakref.WeakKeyDictionary()
+
+
+def runs_in(model: torch.nn.Module) -> RunsIn:
+    """Return what a model runs in until it is unloaded, whatever patcher it has.
+
+    It is not stored on the model, whose attributes are restored before a repeat.
+    """
+    return _runs_in.setdefault(model, RunsIn())
 
 
 class ModelRun(Protocol):

@@ -19,8 +19,8 @@ from ....precision.base.patching import Patch
 from ....precision.base.surroundings import own_dtypes
 from ....precision.formats.layer_plan import LayerPlan
 from ....precision.guard.localize import Origin
-from ....precision.guard.policy import ALL_IN_FP32, Escalation
 from ....precision.plan.compute import ComputePlan
+from ....precision.plan.in_use import PlanInUse
 from ..comfyui.execution import Make, adapts_text, conditions_through, is_compiled
 from ..comfyui.gate import product_of, products_noted
 from ..comfyui.layers import matrix_layers, modules_of, top_level_parts
@@ -28,7 +28,7 @@ from ..comfyui.weights import only_multiplies
 from ..compute.attention import full_precision_attention, in_one_dtype, kernels_of
 from ..compute.executor import compute_of
 from ..compute.layer_modes import planned_modes_of, settings_of, stream_dtype
-from ..compute.per_model import hooks_of, patches_of
+from ..compute.per_model import hooks_of, patches_of, runs_in
 from ..compute.planned_model import PlannedModel, in_fp32
 from ..replay.call import Call
 from .causes import patch_name, with_patches
@@ -36,29 +36,21 @@ from .clamps import ClampWatch
 
 ORIGINAL_BLOCK = "original_block"
 """Entry of the arguments that ComfyUI gives a patch in place of a block, which runs the block."""
-_learned: weakref.WeakKeyDictionary[BaseModel, dict[tuple, Escalation]] = weakref.WeakKeyDictionary()
 
 
-class EscalatedLayers(PlannedModel):
-    """A model whose layers run under an escalation: the arithmetic of a rung.
+class WiderModel(PlannedModel):
+    """Run a model's calls under a wider plan than its own: the arithmetic of a rung."""
 
-    ``modes``: layer -> mode without the escalation, for layers that multiply.
-    """
-
-    def __init__(self, escalation: Escalation, model: BaseModel, modes: dict[str, str]):
-        self.escalation = escalation
-        self.everywhere = escalation.everywhere
+    def __init__(self, plan: PlanInUse, model: BaseModel):
+        self.in_use = plan
+        self.everywhere = plan.everywhere
         self.parts = top_level_parts(model.diffusion_model)
         modules = modules_of(model)
-        own = dict.fromkeys(modes, FP32.name) if escalation.whole else modes
-        wide = {name: escalation.layers.get(name, mode) for name, mode in own.items()}
-        if not self.everywhere:
-            wide = {name: mode for name, mode in wide.items() if name in escalation.layers}
         patcher = model.current_patcher  # None between two prompts
         compute = compute_of(patcher) if patcher else None
         planned = compute.plan.decisions if compute else {}
         decisions = {}
-        for name, mode in wide.items():
+        for name, mode in plan.exchanged().items():
             stream = planned[name].stream if name in planned else "same"
             decisions[name] = _decision(mode, modules[name], "fp32" if self.everywhere else stream)
         self.decided = {name: decision.mode for name, decision in decisions.items()}
@@ -71,7 +63,7 @@ class EscalatedLayers(PlannedModel):
     def attempt(self, call: Call) -> Iterator[None]:
         options = call.options
         # torch.compile makes a graph anew for each function it has not met.
-        if (self.everywhere or self.escalation.patches) and not is_compiled(call.model.current_patcher):
+        if (self.everywhere or self.in_use.patches) and not is_compiled(call.model.current_patcher):
             call.options = with_patches(options, self._patch)
         wide = own_dtypes(call.x.device) if self.everywhere else contextlib.nullcontext()
         try:
@@ -81,8 +73,8 @@ class EscalatedLayers(PlannedModel):
             call.options = options
 
     def _patch(self, patch: Callable) -> Callable:
-        """Return a patch of another node as it runs in a call: in fp32 itself, if it is among those escalated."""
-        if patch_name(patch) in self.escalation.patches:
+        """Return a patch of another node as it runs in a call: in fp32 itself, if it is among those widened."""
+        if patch_name(patch) in self.in_use.patches:
             stream = torch.float32 if self.everywhere else stream_dtype(self._model().current_patcher)
             patch = _in_fp32(patch, stream)
         return promoting(patch) if self.everywhere else patch
@@ -114,7 +106,7 @@ class EscalatedLayers(PlannedModel):
 
     def _attend(self, function: Callable, attention: Callable, q, k, v, heads: int, *args, **kwargs) -> torch.Tensor:
         plain = full_precision_attention(function)
-        if self.escalation.whole:
+        if self.in_use.whole:
             return in_one_dtype(plain, q, k, v, heads, *args, **kwargs)
         return self.attention(kernels_of(plain, plain, args, kwargs), q, k, v, heads, *args, **kwargs)
 
@@ -136,7 +128,7 @@ class RangeObserver:
     Run the call inside of :meth:`watching`.
     """
 
-    def __init__(self, layers: EscalatedLayers):
+    def __init__(self, layers: WiderModel):
         self._named = [(name, module, self._layer) for name, module in layers.modules.items()]
         self._named += [(name, part, self._part) for name, part in layers.parts.items()]
         self._largest: dict[str, torch.Tensor] = {}
@@ -177,7 +169,7 @@ def hooked(watched: Iterable[tuple[str, torch.nn.Module, Callable]]) -> Iterator
 
 
 def _decision(mode: str, module: torch.nn.Module, stream: Stream) -> LayerPlan:
-    """Return the decision for a layer with this mode under an escalation.
+    """Return the decision for a layer with this mode under a wider plan.
 
     A custom layer of another loader, which does more than multiply, runs in fp32 instead of fp16_wide; fp8 operands
     become fp16. An int8 layer that is not escalated itself stays int8: its product of fp32 activations cannot overflow.
@@ -197,16 +189,10 @@ def text_adapter_in_fp32(model: BaseModel, ran: set[str]) -> Iterator[None]:
     if not adapts_text(model):
         yield
         return
-    layers = EscalatedLayers(ALL_IN_FP32, model, {name: FP32.name for name, _ in matrix_layers(model)})
+    layers = WiderModel(PlanInUse({name: FP32.name for name, _ in matrix_layers(model)}).fp32(), model)
     with conditions_through(model, layers.adapted):
         yield
     ran.update(layers.calibration.flops)
-
-
-def learned_of(model: BaseModel) -> dict[tuple, Escalation]:
-    """Return state of the model -> escalation, as learned by guards. It lives as long as the model: a guard is replaced
-    whenever its node runs again."""
-    return _learned.setdefault(model, {})
 
 
 def watches_clamps(patcher: ModelPatcher) -> bool:
@@ -221,14 +207,13 @@ class Guarded:
         patcher = model.current_patcher
         self.model = weakref.ref(model)
         multiplying = {name for name, _ in matrix_layers(model)}
-        self.modes = {name: mode for name, mode in planned_modes_of(patcher).items() if name in multiplying}
-        self.stream = name_of(stream_dtype(patcher))
+        modes = {name: mode for name, mode in planned_modes_of(patcher).items() if name in multiplying}
+        self.plan = PlanInUse(modes, name_of(stream_dtype(patcher)))
         self.watches_clamps = watches_clamps(patcher)
         self.device = patcher.load_device
-        self.escalation = Escalation()
-        self.layers: EscalatedLayers | None = None
+        self.layers: WiderModel | None = None
         if recall:
-            self.grow(learned_of(model).get(_known_as(model), self.escalation))
+            self.grow(self.plan | runs_in(model).wider.get(_known_as(model), self.plan))
 
     def clamps(self, device: torch.device) -> contextlib.AbstractContextManager[ClampWatch | None]:
         """Watch what the model's own code hides in a call."""
@@ -236,37 +221,36 @@ class Guarded:
 
     @property
     def modules(self) -> dict[str, torch.nn.Module]:
-        """The layers that are patched; empty before an escalation."""
+        """The layers that are patched; empty under the model's own plan."""
         return self.layers.modules if self.layers else {}
 
     @property
     def forwards(self) -> list[int]:
         return self.layers.forwards if self.layers else []
 
-    def grow(self, escalation: Escalation) -> None:
-        """Run with this escalation from now on."""
-        if escalation != self.escalation:
-            self.escalation, self.layers = escalation, EscalatedLayers(escalation, self.model(), self.modes)
+    def grow(self, plan: PlanInUse) -> None:
+        """Run under this plan from now on."""
+        if plan != self.plan:
+            self.plan = plan
+            self.layers = WiderModel(plan, self.model()) if plan.is_wider else None
 
-    def remember(self, escalation: Escalation) -> Callable[[], None]:
-        """Run with this escalation from now on, in later runs of the model too. Returns a function that undoes this."""
-        model, before = self.model(), (self.escalation, self.layers)
-        learned, state = learned_of(model), _known_as(model)
-        self.grow(escalation)
-        learned[state] = escalation
+    def remember(self, plan: PlanInUse, state: tuple | None = None) -> Callable[[], object]:
+        """Run under this plan from now on, in later runs of the model too. Returns a function that undoes this.
 
-        def take_back() -> None:
-            self.escalation, self.layers = before
-            learned[state] = self.escalation
-
-        return take_back
+        ``state``: the state of the model to remember the plan for; None for its present state.
+        """
+        before = self.plan
+        state = state or _known_as(self.model())
+        self.grow(plan)
+        runs_in(self.model()).wider[state] = plan
+        return functools.partial(self.remember, before, state)
 
     def modes_at(self, origin: Origin | None) -> tuple[str, str]:
-        """Return (mode without the escalation, mode now) of the layer that failed, or of the values between layers."""
+        """Return (planned mode, mode now) of the layer that failed, or of the values between layers."""
         layer = origin.layer if origin else ""
-        own = self.modes.get(layer, self.stream)
-        if layer not in self.modes:
-            return own, "fp32" if self.escalation else own
+        own = self.plan.modes.get(layer, self.plan.dtype)
+        if layer not in self.plan.modes:
+            return own, "fp32" if self.plan.is_wider else own
         return own, self.layers.modes().get(layer, own) if self.layers else own
 
 

@@ -17,9 +17,11 @@ from ....precision.guard.failed_call import Attempt, FailedCall
 from ....precision.guard.inputs import NotFiniteInput
 from ....precision.guard.localize import Localizer, Origin
 from ....precision.guard.log import CallPosition, Notify
-from ....precision.guard.policy import Escalation, escalation_after
-from ....precision.guard.rungs import ALL_FP32, PLAN_FALLBACK, Rung, model_rungs
-from ....precision.guard.verdicts import MODEL, SAME_SEED
+from ....precision.guard.policy import plan_after
+from ....precision.guard.rungs import Rung, fp32_rung, model_rungs
+from ....precision.guard.verdicts import GOES_ON, MODEL, SAME_SEED
+from ....precision.plan.compute import SAFE
+from ....precision.plan.in_use import PlanInUse
 from ....precision.report.schema import GuardEvent
 from ..comfyui.code_owner import code_owner, packs_on
 from ..comfyui.execution import is_compiled, is_on_several_devices, is_oom
@@ -27,12 +29,13 @@ from ..comfyui.gate import measuring
 from ..comfyui.known_calls import OVERRIDE
 from ..comfyui.page import running_prompt_id, send_to_page, show_progress, shown_id
 from ..compute.attention import overridden
-from ..compute.executor import fall_back, fallen_back, may_fall_back
+from ..compute.executor import may_fall_back
+from ..compute.per_model import runs_in
 from ..replay.call import OPTIONS, Call
 from ..replay.interceptor import Run
 from ..replay.restart import StartAgain
 from .causes import LoadedWeights, call_inputs, patch_name, patches_in, with_patches
-from .escalation import EscalatedLayers, Guarded, RangeObserver
+from .escalation import Guarded, RangeObserver, WiderModel
 
 REPEATED_BESIDE = (
     "A failed call was repeated beside {0}, because the sampling could not restart: {0} may have kept state from the "
@@ -80,7 +83,10 @@ class ModelCall(FailedCall):
         self.guarded = guarded
         self._run = run
         patcher = call.model.current_patcher
-        promised = PLAN_FALLBACK if may_fall_back(patcher) and not guarded.escalation else None
+        plan = guarded.plan
+        fp32 = fp32_rung(plan)
+        may_fall = may_fall_back(patcher) and not plan.is_wider
+        promised = Rung(SAFE, plan.safe(), later=f"{GOES_ON} {SAME_SEED}") if may_fall else None
         can_start_again = call.sampling is not None and call.sampling.can_start_again
         self._last: Attempt | None = None
         self._observer: RangeObserver | None = None
@@ -93,8 +99,8 @@ class ModelCall(FailedCall):
             device=call.x.device,
             weights=LoadedWeights(patcher),
             wording=MODEL,
-            rungs=[ALL_FP32] if promised else model_rungs(guarded.modes, guarded.stream, guarded.escalation),
-            fp32=ALL_FP32,
+            rungs=[fp32] if promised else model_rungs(plan),
+            fp32=fp32,
             is_out_of_memory=is_oom,
             hidden=hidden,
             promised=promised,
@@ -104,28 +110,21 @@ class ModelCall(FailedCall):
         )
 
     def repeat(
-        self, rung: Rung[Escalation], given: Call, why: str, zeroed: Sequence[str] = (), watched: bool = False
+        self, rung: Rung[PlanInUse], given: Call, why: str, zeroed: Sequence[str] = (), watched: bool = False
     ) -> Attempt:
         step = f"step {self.position.step}"
         show_progress(f"Repeating {step} {why}")
-        layers = self._layers(rung)
+        wider = not rung.as_it_was and rung is not self.promised
+        layers = WiderModel(rung.arithmetic, self.model) if wider else self.guarded.layers
         again = given.again(layers)
         if zeroed:
             again.executor = functools.partial(_with_weights, self.weights.zeroed(zeroed), again.executor)
         if watched:
             return self._watched(again)
-        falls_back = fallen_back(self.model) if rung.of_plan else nullcontext()
-        self._observer = None
-        if rung.arithmetic is not None and not rung.is_fp32:  # after fp32 nothing is left to widen
-            self._observer = RangeObserver(layers)
-        with falls_back, self._observer.watching() if self._observer else nullcontext():
+        self._observer = RangeObserver(layers) if wider and not rung.is_fp32 else None  # fp32 is the widest
+        falls_back = [(runs_in(self.model), "fallback", True)] if rung is self.promised else []
+        with patched(falls_back), self._observer.watching() if self._observer else nullcontext():
             return self._attempt(again)
-
-    def _layers(self, rung: Rung[Escalation]) -> EscalatedLayers | None:
-        """Return the layers that a repeat at a rung runs; None for those of the plan."""
-        if rung.as_it_was:
-            return self.guarded.layers
-        return None if rung.of_plan else EscalatedLayers(rung.arithmetic, self.model, self.guarded.modes)
 
     def _watched(self, again: Call) -> Attempt:
         localizer = Localizer(self.model.diffusion_model, measuring)
@@ -138,11 +137,11 @@ class ModelCall(FailedCall):
         patch = patches_in(self.given.options).get(layer)
         return code_owner(patch or self.model.diffusion_model.get_submodule(layer).forward)
 
-    def own_rungs(self, origin: Origin | None) -> list[Rung[Escalation]]:
-        name, present = origin.layer if origin else "", self.guarded.escalation
+    def own_rungs(self, origin: Origin | None) -> list[Rung[PlanInUse]]:
+        name, present = origin.layer if origin else "", self.guarded.plan
         if self.compiled or present.everywhere or name in present.patches or name not in patches_in(self.given.options):
             return []
-        return [Rung(f"{FP32.name} ({name})", present | Escalation(patches=frozenset([name])), later=SAME_SEED)]
+        return [Rung(f"{FP32.name} ({name})", present.wider({}, patches=frozenset([name])), later=SAME_SEED)]
 
     def replaced(self, given: Call, function: Callable[[torch.Tensor], torch.Tensor]) -> Call:
         return given.replaced(function)
@@ -153,27 +152,23 @@ class ModelCall(FailedCall):
     def mode(self, origin: Origin | None) -> str:
         return "" if origin and origin.kind == "input" else self.guarded.modes_at(origin)[0]
 
-    def keep(self, rung: Rung[Escalation], origin: Origin | None, place: Origin | None) -> tuple[str, str]:
-        if rung.of_plan:
-            return self._fell_back()
+    def keep(self, rung: Rung[PlanInUse], origin: Origin | None, place: Origin | None) -> tuple[str, str]:
         guarded = self.guarded
+        if rung is self.promised:
+            runs_in(self.model).fallback = True
+            return guarded.plan.dtype, FP16_WIDE.name
         ranges = self._observer.ranges() if self._observer else {}
-        guarded.remember(escalation_after(rung.arithmetic, guarded.escalation, ranges, origin, guarded.modes))
+        guarded.remember(plan_after(rung.arithmetic, guarded.plan, ranges, origin))
         return guarded.modes_at(place)
 
-    def start_again(self, rung: Rung[Escalation], place: Origin | None) -> tuple[StartAgain, tuple[str, str]]:
+    def start_again(self, rung: Rung[PlanInUse], place: Origin | None) -> tuple[StartAgain, tuple[str, str]]:
         if rung.as_it_was:
             mode = self.mode(place)
             return StartAgain(self.given.sampling, mode), (mode, mode)
-        if rung.of_plan:
-            return StartAgain(self.given.sampling, rung.name), self._fell_back()
-        take_back = self.guarded.remember(self.guarded.escalation | rung.arithmetic)
+        if rung is self.promised:
+            return StartAgain(self.given.sampling, rung.name), self.keep(rung, None, place)
+        take_back = self.guarded.remember(self.guarded.plan | rung.arithmetic)
         return StartAgain(self.given.sampling, rung.name, take_back), self.guarded.modes_at(place)
-
-    def _fell_back(self) -> tuple[str, str]:
-        """Run the model under the fallback of its plan from now on. Returns (its dtype so far, its mode then)."""
-        fall_back(self.model)
-        return self.guarded.stream, FP16_WIDE.name
 
     def settle(self) -> None:
         """Keep ComfyUI's state after the repeat that cured the call, else restore its state before the call."""

@@ -22,7 +22,8 @@ from ....precision.guard.log import (
     blame_inputs,
     blame_memory,
 )
-from ....precision.guard.policy import ALL_IN_FP32, OFF, Escalation, OnNan
+from ....precision.guard.policy import OFF, OnNan
+from ....precision.plan.in_use import PlanInUse
 from ....precision.report.schema import GuardReport
 from ..comfyui.execution import is_oom
 from ..comfyui.layers import activation_dtype
@@ -145,20 +146,19 @@ class Guard(Stage):
         finally:
             if self.on_nan != OFF:
                 log.notify_calls(log.calls - before)
-            log.notify_verdict(self._escalation(guider.model_patcher))
+            log.notify_verdict(self._plan(guider.model_patcher))
 
     def report(self, patcher: ModelPatcher) -> GuardReport:
         """Report on the last prompt of a patcher, or of a clone with the same arithmetic.
 
-        Escalations of all devices are merged, because rules apply to all of them.
+        The plans of all devices are merged, because rules apply to all of them.
         """
         if self.on_nan == OFF and not self._log(patcher).events:
             return GuardReport()
-        return self._log(patcher).report(self._escalation(patcher))
+        return self._log(patcher).report(self._plan(patcher))
 
-    def _escalation(self, patcher: ModelPatcher) -> Escalation:
-        escalations = (run.escalation for run in self.states.runs_of(patcher))
-        return functools.reduce(operator.or_, escalations, Escalation())
+    def _plan(self, patcher: ModelPatcher) -> PlanInUse:
+        return functools.reduce(operator.or_, (run.plan for run in self.states.runs_of(patcher)), PlanInUse())
 
     def remarks(self, patcher: ModelPatcher) -> list[str]:
         """List remarks on other nodes' code that ran with the model."""
@@ -210,15 +210,15 @@ class Guard(Stage):
 
     def _check_device(self, call: Call, guarded: Guarded, log: GuardLog) -> None:
         """Check a test product in the model's dtype once per device: some devices return zeros."""
-        device, mode = guarded.device, guarded.stream
+        device, mode = guarded.device, guarded.plan.dtype
         if str(device) in log.devices:
             return
         log.devices.add(str(device))
-        if mode not in probes.GEMM_TOLERANCE or guarded.escalation.whole:
+        if mode not in probes.GEMM_TOLERANCE or guarded.plan.whole:
             return
         ok, detail = probes.canary(device, mode)
         if not ok and blame_device(log, CallPosition(log.calls, 0, sigma_of(call)), device, mode, detail):
-            guarded.remember(ALL_IN_FP32)
+            guarded.remember(guarded.plan.fp32())
 
 
 def _settings(patcher: ModelPatcher) -> tuple:

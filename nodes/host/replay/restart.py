@@ -33,7 +33,7 @@ class StartAgain(BaseException):
     fails.
     """
 
-    def __init__(self, sampling: Sampling, precision: str, undo: Callable[[], None] = lambda: None):
+    def __init__(self, sampling: Sampling, precision: str, undo: Callable[[], object] = lambda: None):
         super().__init__()
         self.sampling = sampling
         self.precision = precision
@@ -47,7 +47,7 @@ class Sampling:
         self.can_start_again = _can_begin_anew(guider, sampler)
         self._guider = guider
         self._times = 0
-        self._undo: list[Callable[[], None]] = []
+        self._undo: list[Callable[[], object]] = []
 
     def __deepcopy__(self, memo: dict) -> Sampling:
         return self

@@ -7,7 +7,6 @@ import torch
 from halfsafe.nodes.host.guard.model import guard_of
 from halfsafe.precision.arithmetic.linear import SafeOperation
 from halfsafe.precision.base import flags
-from halfsafe.precision.guard.policy import Escalation
 from halfsafe.precision.plan.rules import rules_from
 from support import families
 from support.compiling import compiled
@@ -154,7 +153,7 @@ def test_layers_that_the_guard_left_alone_sum_as_asked_beside_those_it_widened(c
         model = accumulation(comfy, model, fp16_accumulation="on")
     families.replay(model, call)
     state = guard_of(model).states.last(model.model)
-    state.grow(Escalation({"blocks.0.ffn.2": "fp16_wide", "text_embedding.0": "fp16_wide"}))
+    state.grow(state.plan.wider({"blocks.0.ffn.2": "fp16_wide", "text_embedding.0": "fp16_wide"}))
     with started_with([FP16_ACCUMULATION], asked == "by ComfyUI"):
         spy = spied(model, call)
     assert spy.wide and not any(spy.wide) and spy.plain and all(spy.plain)

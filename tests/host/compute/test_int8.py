@@ -6,7 +6,6 @@ from comfy import ops as comfy_ops
 from comfy.quant_ops import QuantizedTensor
 from comfy.sd import load_diffusion_model
 from halfsafe.nodes.host.guard.model import guard_of
-from halfsafe.precision.guard.policy import Escalation
 from halfsafe.precision.plan.rules import rules_from
 from support import dialects, families, model_files, tiny_models
 from support.families import load, with_compute
@@ -155,7 +154,8 @@ def test_the_guard_repeats_without_int8_and_reports_it(comfy, models_dir, overfl
     assert products == reported(comfy, model)
     widened = guard_of(model).report(model).escalations.keys() & products.keys()
     assert widened and "int8" not in {products[name] for name in widened}
-    guard_of(model).states.last(model.model).grow(Escalation(whole=True))
+    state = guard_of(model).states.last(model.model)
+    state.grow(state.plan.fp32())
     products = made(model, call)
     assert set(products.values()) == {"fp32"} and products == reported(comfy, model)
 

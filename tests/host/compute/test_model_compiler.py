@@ -25,7 +25,6 @@ from halfsafe.nodes.host.study.calibrate import calibrate_model
 from halfsafe.nodes.host.study.tradeoffs import Inputs, measure_model
 from halfsafe.precision.arithmetic.proofs import Missed
 from halfsafe.precision.base.nested import tensors_in
-from halfsafe.precision.guard.policy import Escalation
 from halfsafe.precision.study.tradeoffs import settings_from
 from support import families, model_files, rare_families
 from support.guarding import guarded, inside, nan_at, report_of
@@ -309,7 +308,7 @@ def test_a_layer_that_the_guard_widens_in_one_block_is_not_compiled(comfy, minim
     model = guarded(comfy, families.load(comfy, minimax, "fp16", "fp16"))
     sampled(model)
     state = guard_of(model).states.last(model.model)
-    state.grow(Escalation({next(name for name in state.modes if name.startswith("blocks.0.")): "fp16_wide"}))
+    state.grow(state.plan.wider({next(name for name in state.plan.modes if name.startswith("blocks.0.")): "fp16_wide"}))
     assert sampled(model)[1].calls == 0
 
 

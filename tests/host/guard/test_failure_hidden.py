@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from comfy.patcher_extension import WrappersMP
-from halfsafe.nodes.host.guard.escalation import learned_of
+from halfsafe.nodes.host.compute.per_model import runs_in
 from halfsafe.precision.guard.verdicts import NonFinite
 from support import families, plants
 from support.families import load, with_compute
@@ -27,7 +27,7 @@ def models(comfy, models_dir):
             path = plants.write(family, models_dir / "diffusion_models")
             model = load(comfy, path, "fp16", "fp16")
             made[family] = model, plants.sample(model, family)
-        learned_of(made[family][0].model).clear()
+        runs_in(made[family][0].model).wider.clear()
         return made[family]
 
     return get
@@ -109,7 +109,7 @@ def test_one_fault_of_the_device_is_no_overflow_whether_it_is_hidden_or_not(comf
             assert on_nan == "stop"
     report = report_of(model)
     assert report.verdict == "device_fault" and report.extra_calls == 2
-    assert not report.escalations and not learned_of(plain.model), "nothing is learned"
+    assert not report.escalations and not runs_in(plain.model).wider, "nothing is learned"
     assert on_nan != "retry_higher" or torch.equal(found, clean)
 
 
@@ -172,4 +172,4 @@ def test_beside_a_pack_the_sampling_starts_again_as_it_was_after_one_fault(comfy
         assert torch.equal(plants.sample(model, "flux"), clean)
     report = report_of(model)
     assert report.verdict == "device_fault" and "restarted in fp16, because SomePack" in report.events[0].evidence
-    assert not learned_of(plain.model)
+    assert not runs_in(plain.model).wider

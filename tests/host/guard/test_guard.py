@@ -7,7 +7,6 @@ import torch
 from halfsafe.nodes.host.guard import failure
 from halfsafe.nodes.host.guard.model import Guard, guard_of
 from halfsafe.precision.base.modes import label_of
-from halfsafe.precision.guard.policy import Escalation
 from halfsafe.precision.plan.rules import rules_from
 from support import families
 from support.families import load
@@ -112,19 +111,21 @@ def test_a_failure_under_an_escalation_is_located_too(comfy, files, call_of_two)
     reference = families.replay(load(comfy, files("wan"), "fp32", "fp32"), call_of_two, c_crossattn=text)
     model = guarded(comfy, plain_fp16(comfy, files("wan")))
     assert is_finite(families.replay(model, call_of_two))
-    guard_of(model).states.last(model.model).grow(Escalation({"blocks.1.ffn.0": "fp16_wide"}))
+    state = guard_of(model).states.last(model.model)
+    state.grow(state.plan.wider({"blocks.1.ffn.0": "fp16_wide"}))
     assert relative_error(reference, families.replay(model, call_of_two, c_crossattn=text)) < 0.02
     (event,) = report_of(model).events
     assert (event.op, event.kind, event.recovered) == ("cast", "overflow", True)
 
 
-@pytest.mark.parametrize("escalation", [Escalation(), Escalation({"blocks.1.ffn.0": "fp16_wide"})])
-def test_the_model_is_given_nothing_of_the_guards(comfy, files, escalation):
+@pytest.mark.parametrize("wider", [{}, {"blocks.1.ffn.0": "fp16_wide"}])
+def test_the_model_is_given_nothing_of_the_guards(comfy, files, wider):
     """Beside what it would be given without one: a wrapper may hand the same options to another model, or use them twice."""
     seen, given = [], []
     model = inside(guarded(comfy, plain_fp16(comfy, files("wan"))), lambda executor, args, kwargs: _twice(executor, args, kwargs, seen))
     families.sample(model, "wan", steps=1)
-    guard_of(model).states.last(model.model).grow(escalation)
+    state = guard_of(model).states.last(model.model)
+    state.grow(state.plan.wider(wider))
     module = model.model.diffusion_model
     forward = module.forward
     module.forward = lambda *args, **kwargs: (given.append(set(kwargs["transformer_options"])), forward(*args, **kwargs))[1]

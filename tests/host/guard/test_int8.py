@@ -6,7 +6,6 @@ import pytest
 import torch
 from halfsafe.nodes.host.comfyui.layers import modules_of
 from halfsafe.nodes.host.guard.model import guard_of
-from halfsafe.precision.guard.policy import Escalation
 from halfsafe.precision.plan.rules import rules_from
 from support import dialects, families, model_files
 from support.families import load
@@ -108,8 +107,8 @@ def test_what_is_escalated_in_int8_is_dequantized(comfy, wan, call, whole):
     model = guarded(comfy, load_int8(comfy, wan))
     exact = families.replay(load(comfy, wan, "fp32", "fp32"), call)
     families.replay(model, call)
-    grown = Escalation(whole=True) if whole else Escalation({CULPRIT: "fp16"})
-    guard_of(model).states.last(model.model).grow(grown)
+    state = guard_of(model).states.last(model.model)
+    state.grow(state.plan.fp32() if whole else state.plan.wider({CULPRIT: "fp16"}))
     products, count, result = made(model, call)
     assert count == (0 if whole else 19) and products[CULPRIT] == ("fp32" if whole else "fp16")
     assert relative_error(exact, result) < 0.02
@@ -145,7 +144,8 @@ def test_four_bit_weights_are_dequantized_when_they_are_escalated(comfy, wan, mo
     kernels = {(layer["storage"], layer["kernel"]) for layer in layers.values() if layer["kernel"]}
     assert kernels == {("int4", "eager"), ("nvfp4", "dequantized"), ("mxfp8", "dequantized")}
     before, packed = families.replay(model, call), layers_of(model)
-    guard_of(model).states.last(model.model).grow(Escalation(whole=True))
+    state = guard_of(model).states.last(model.model)
+    state.grow(state.plan.fp32())
     with Products(packed) as products:
         after = families.replay(model, call)
     # The last product of each is the layer's own; those before it undo rotations, as a part of dequantizing.

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from halfsafe.nodes.host.comfyui.code_owner import code_owner
-from halfsafe.nodes.host.guard.escalation import learned_of
+from halfsafe.nodes.host.compute.per_model import runs_in
 from halfsafe.nodes.host.replay.restart import MOST_RESTARTS, Sampling, StartAgain
 from halfsafe.precision.guard.verdicts import BEGINS_SAFE, GOES_ON
 from support import families
@@ -82,7 +82,7 @@ def test_what_fp16_safe_does_not_cure_starts_again_in_fp32_and_then_no_more(comf
     report = report_of(model)
     assert report.verdict == "not_precision" and [event.recovered for event in report.events] == [True, True, False]
     assert [event.evidence for event in report.events[:2]] == [STARTED.format("fp16_safe"), STARTED.format("fp32")]
-    assert report.escalations == {} and not any(learned_of(model.model).values()), "what cured nothing is not kept"
+    assert report.escalations == {} and not any(plan.is_wider for plan in runs_in(model.model).wider.values()), "what cured nothing is not kept"
 
 
 def test_an_ip_adapter_starts_the_sampling_again_and_has_no_check(comfy, models):

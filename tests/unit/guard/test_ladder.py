@@ -17,7 +17,7 @@ from halfsafe.precision.guard.inputs import inputs_not_finite
 from halfsafe.precision.guard.ladder import Ladder
 from halfsafe.precision.guard.localize import Origin
 from halfsafe.precision.guard.log import CallPosition, GuardLog, sentence
-from halfsafe.precision.guard.rungs import AS_IT_WAS, PLAN_FALLBACK, EncoderStep, Rung
+from halfsafe.precision.guard.rungs import AS_IT_WAS, EncoderStep, Rung
 from halfsafe.precision.guard.verdicts import (
     ADVICE,
     ANY_GUARD,
@@ -37,6 +37,7 @@ BAD = torch.full((2, 3), math.inf)
 GOOD = torch.ones(2, 3)
 OVERFLOW = Origin("blocks.0", "matmul", "overflow", "fp16", 400.0)
 FP32 = Rung("fp32", EncoderStep(torch.float32), is_fp32=True)
+PROMISED = Rung("fp16_safe", EncoderStep(torch.float16), later=f"{GOES_ON} {SAME_SEED}")
 UNKNOWN = Origin("blocks.0", "add", "unknown", "fp16", math.nan)
 
 
@@ -182,7 +183,7 @@ def test_a_kind_of_call_has_advice_of_its_own():
 
 @pytest.mark.parametrize("on_nan", ["off", "report", "stop", "retry_higher"])
 def test_the_fallback_of_the_plan_is_tried_whatever_the_guard_is_set_to(on_nan):
-    call = Fake(finite_at("fp16_safe"), promised=PLAN_FALLBACK)
+    call = Fake(finite_at("fp16_safe"), promised=PROMISED)
     log, result, _ = resolve(call, on_nan)
     (event,) = log.events
     assert torch.equal(result, GOOD) and call.ran == ["as it was", "fp16_safe"] and call.kept == ["fp16_safe"] and event.fell_back
@@ -190,8 +191,8 @@ def test_the_fallback_of_the_plan_is_tried_whatever_the_guard_is_set_to(on_nan):
 
 
 def test_a_call_that_the_fallback_of_the_plan_does_not_cure_goes_on_as_the_guard_is_set():
-    assert resolve(Fake(finite_at("fp32"), promised=PLAN_FALLBACK, rungs=["fp32"]))[0].events[0].to_mode == "fp32"
-    log, result, _ = resolve(Fake(finite_at(), promised=PLAN_FALLBACK), "off")
+    assert resolve(Fake(finite_at("fp32"), promised=PROMISED, rungs=["fp32"]))[0].events[0].to_mode == "fp32"
+    log, result, _ = resolve(Fake(finite_at(), promised=PROMISED), "off")
     assert result is BAD and log.given_up and not log.events
 
 
@@ -250,7 +251,7 @@ def test_beside_a_pack_the_sampling_starts_again_at_the_first_step_of_the_ladder
 
 
 def test_a_sampling_that_starts_again_under_the_fallback_of_its_plan_says_so():
-    call, log, told = Beside(finite_at(), promised=PLAN_FALLBACK), GuardLog("stop"), []
+    call, log, told = Beside(finite_at(), promised=PROMISED), GuardLog("stop"), []
     log.notify = lambda *message: told.append(message)
     with pytest.raises(StartsAgain):
         Ladder(call, log, 0).resolved()
@@ -506,12 +507,12 @@ def test_a_failure_that_does_not_come_again_is_the_devices(on_nan, is_hidden):
 @pytest.mark.parametrize("is_hidden", [False, True])
 @pytest.mark.parametrize("on_nan", ["off", "report", "stop", "retry_higher"])
 def test_no_fallback_is_taken_for_a_failure_that_does_not_come_again(on_nan, is_hidden):
-    call = Fake(finite_at("as it was", "fp16_safe"), hidden=is_hidden, result=GOOD if is_hidden else BAD, promised=PLAN_FALLBACK)
+    call = Fake(finite_at("as it was", "fp16_safe"), hidden=is_hidden, result=GOOD if is_hidden else BAD, promised=PROMISED)
     log, result, _ = resolve(call, on_nan)
     assert torch.equal(result, GOOD) and log.verdict == "device_fault" and call.ran == ["as it was"] and call.kept == []
 
 
-@pytest.mark.parametrize("about", [{}, {"promised": PLAN_FALLBACK}])
+@pytest.mark.parametrize("about", [{}, {"promised": PROMISED}])
 def test_beside_a_pack_the_sampling_starts_again_as_it_was_once_after_a_fault_of_the_device(about):
     call, log = Beside(finite_at("watched", "as it was"), **about), GuardLog("retry_higher")
     with pytest.raises(StartsAgain):

@@ -18,8 +18,8 @@ from halfsafe.precision.guard.log import (
     event_of,
     sentence,
 )
-from halfsafe.precision.guard.policy import Escalation
 from halfsafe.precision.guard.verdicts import ADVICE, ANY_GUARD, BEGAN_WIDER, BETWEEN_CALLS, MODEL, NonFinite, Place
+from halfsafe.precision.plan.in_use import PlanInUse
 
 ORIGIN = Origin("blocks.0.down", "matmul", "overflow", "fp16", 489.2)
 
@@ -54,17 +54,17 @@ def test_a_run_ends_where_nothing_is_left_to_save_or_the_node_says_so(on_nan, sp
 def test_a_verdict_is_told_once_with_the_counts():
     told = Told()
     log = GuardLog(notify=told)
-    log.notify_verdict(Escalation())
+    log.notify_verdict(PlanInUse())
     assert told == []
-    log.notify_verdict(Escalation({"blocks.0.down": "fp32", "head": "fp32"}))
+    log.notify_verdict(PlanInUse(layers={"blocks.0.down": "fp32", "head": "fp32"}))
     assert told.pop() == ("verdict", "clean", "Started as the last repair ended, with these in a higher precision: blocks.0.down, head.", "")
     log.note(event_of(CallPosition(1), ORIGIN, "fp16", "fp16_wide", True), ORIGIN, "recovered")
     log.extra_calls = 2
-    log.notify_verdict(Escalation())
+    log.notify_verdict(PlanInUse())
     assert told[1] == ("verdict", "recovered", "Repaired: 1 step was repeated.", ANY_GUARD.worded(ADVICE["recovered"]))
     only_told = GuardLog("report", told)
     only_told.note(event_of(CallPosition(1), ORIGIN, "fp16", "fp16", False), ORIGIN, "stopped")
-    only_told.notify_verdict(Escalation())
+    only_told.notify_verdict(PlanInUse())
     assert told[-1][:3] == ("verdict", "stopped", (
         "Not repaired, because the guard is set to report."
     )), "nothing was stopped"
@@ -123,15 +123,15 @@ def test_a_run_with_nan_is_summed_up_by_what_became_of_it(on_nan, verdict, steps
         event = event_of(CallPosition(1 + step, step), ORIGIN, "fp16", "fp32", verdict == "recovered")
         log.note(event, ORIGIN, verdict)
     told.clear()
-    log.notify_verdict(Escalation())
+    log.notify_verdict(PlanInUse())
     ((kind, of, message, advice),) = told
     assert (kind, of, advice) == ("verdict", verdict, ANY_GUARD.worded(ADVICE[verdict])) and expected in message
     assert ("set to" in message) == (expected == "set to"), message
 
 
 def test_the_report_of_a_clean_run_says_that_it_began_wider():
-    log, wider = GuardLog(), Escalation({"a": "fp32"})
-    assert (log.report(wider).advice, log.report(Escalation()).advice) == (BEGAN_WIDER, "")
+    log, wider = GuardLog(), PlanInUse(layers={"a": "fp32"})
+    assert (log.report(wider).advice, log.report(PlanInUse()).advice) == (BEGAN_WIDER, "")
     assert log.report(wider).rules == "a compute=fp32"
     log.calls, log.extra_calls = 3, 2
     log.note(event_of(CallPosition(1), ORIGIN, "fp16", "fp32", True), ORIGIN, "recovered")

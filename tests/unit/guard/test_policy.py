@@ -5,22 +5,17 @@ import pytest
 from halfsafe.precision.base.dtypes import FP16_MAX
 from halfsafe.precision.guard.localize import Origin
 from halfsafe.precision.guard.log import CallPosition, GuardLog, event_of
-from halfsafe.precision.guard.policy import (
-    ALL_IN_FP32,
-    Escalation,
-    escalation_after,
-    safe_escalation,
-)
-from halfsafe.precision.plan.rules import rules_from
+from halfsafe.precision.guard.policy import plan_after
+from halfsafe.precision.plan.in_use import PlanInUse
 
 MODES = {"embed": "fp16", "blocks.0.up": "fp16", "blocks.0.down": "fp16", "blocks.1.up": "fp16", "blocks.1.down": "fp16"}
 SMALL = dict.fromkeys([*MODES, "blocks.0", "blocks.1"], 10.0)
+PLAN = PlanInUse(MODES, "fp16")
 
 
-
-def escalate(present, largest, origin, modes=MODES):
-    """What runs wider after the safe repeat in fp16 was finite."""
-    return escalation_after(safe_escalation(modes), present, {**SMALL, **largest}, origin, modes)
+def widened(present, largest, origin):
+    """The plan of later calls after the safe repeat in fp16 was finite."""
+    return plan_after(present.safe(), present, {**SMALL, **largest}, origin)
 
 
 def product(layer, mode="fp16"):
@@ -29,73 +24,46 @@ def product(layer, mode="fp16"):
 
 @pytest.mark.parametrize(("size", "too_large"), [(FP16_MAX / 2 - 1, False), (FP16_MAX / 2 + 1, True)])
 def test_a_value_past_half_of_fp16s_range_widens_its_layer_and_the_stream(size, too_large):
-    grown = escalate(Escalation(), {"blocks.1.up": size}, product("blocks.0.down"))
+    grown = widened(PLAN, {"blocks.1.up": size}, product("blocks.0.down"))
     assert grown.stream is too_large and ("blocks.1.up" in grown.layers) is too_large and "blocks.0.down" in grown.layers
-    assert escalate(Escalation(), {"blocks.1": size}, product("blocks.0.down")).stream is too_large
+    assert widened(PLAN, {"blocks.1": size}, product("blocks.0.down")).stream is too_large
 
 
 def test_a_residual_add_widens_the_stream_and_no_layer():
-    grown = escalate(Escalation(), {"blocks.1": 9e4}, Origin("blocks.1", "add", "overflow", "fp16", 6e4))
-    assert grown == Escalation(stream=True) and grown.named() == {"residual stream": "fp32"}
+    grown = widened(PLAN, {"blocks.1": 9e4}, Origin("blocks.1", "add", "overflow", "fp16", 6e4))
+    assert grown == PLAN.wider({}, stream=True) and grown.named() == {"residual stream": "fp32"}
 
 
 @pytest.mark.parametrize(("mode", "wider"), [("fp16_acc16", "fp16"), ("int8", "fp16"), ("fp8", "fp16"), ("fp16", "fp16_wide")])
 def test_a_layer_whose_values_all_fit_fp16_is_widened_alone(mode, wider):
     """Its fp16 sums or its 8-bit operands are what fails."""
-    assert escalate(Escalation(), {}, product("blocks.1.up"), {**MODES, "blocks.1.up": mode}) == Escalation({"blocks.1.up": wider})
+    plan = PlanInUse({**MODES, "blocks.1.up": mode}, "fp16")
+    assert widened(plan, {}, product("blocks.1.up")) == plan.wider({"blocks.1.up": wider})
 
 
 def test_an_attention_that_overflows_widens_the_stream():
     origin = Origin("blocks.0.attn", "attention by sage", "overflow", "fp16", 500.0)
-    assert escalate(Escalation(), {}, origin) == Escalation(stream=True)
+    assert widened(PLAN, {}, origin) == PLAN.wider({}, stream=True)
 
 
 def test_what_was_learned_stays():
-    first = escalate(Escalation(), {"blocks.0.down": 1e6}, product("blocks.0.down"))
-    second = escalate(first, {"blocks.1.up": 1e6}, product("blocks.1.up"))
+    first = widened(PLAN, {"blocks.0.down": 1e6}, product("blocks.0.down"))
+    second = widened(first, {"blocks.1.up": 1e6}, product("blocks.1.up"))
     assert second.layers.keys() == {"blocks.0.down", "blocks.1.up"}
 
 
 @pytest.mark.parametrize("origin", [product("blocks.0.down"), Origin("blocks.1", "add", "overflow", "fp16", 6e4), None])
 def test_it_always_goes_up_and_ends(origin):
-    present, steps = Escalation(), 0
+    present, steps = PLAN, 0
     while not present.whole:
-        grown = escalate(present, {}, origin)
+        grown = widened(present, {}, origin)
         assert grown != present
         present, steps = grown, steps + 1
     assert steps <= 4
 
 
 def test_the_whole_model_runs_in_fp32_if_only_fp32_helped():
-    assert escalation_after(ALL_IN_FP32, Escalation(), SMALL, product("blocks.1.up", "fp8"), MODES) == ALL_IN_FP32
-
-
-@pytest.mark.parametrize(
-    "escalation",
-    [
-        Escalation({"blocks.0.down": "fp16_wide"}),
-        Escalation({"blocks.0.down": "fp16_scaled"}, stream=True),
-        Escalation(stream=True),
-        Escalation({"a": "fp32"}),
-        Escalation(whole=True),
-    ],
-)
-def test_escalations_are_rules(escalation):
-    rules = rules_from(escalation.rules(), "none")
-    for layer, mode in escalation.layers.items():
-        assert rules.setting("compute", layer, "Linear")[0] == {"fp32": "fp32"}.get(mode, "fp16_safe")
-    assert (rules.setting("stream", "other.layer", "Linear") is not None) is escalation.everywhere
-
-
-def test_two_escalations_merge_into_what_either_widens():
-    one, other = Escalation({"a": "fp16_wide", "b": "fp32"}, stream=True), Escalation({"a": "fp32", "c": "fp16"}, whole=True)
-    assert one | other == other | one == Escalation({"a": "fp32", "b": "fp32", "c": "fp16"}, stream=True, whole=True)
-    assert (Escalation() | one) == one and (one | Escalation()) == one
-
-
-def test_the_page_names_the_widest_part():
-    assert Escalation({"b": "fp32", "a": "fp16"}).parts() == ["a", "b"]
-    assert (Escalation({"a": "fp32"}, stream=True).parts(), Escalation(stream=True, whole=True).parts()) == (["residual stream"], ["whole model"])
+    assert plan_after(PLAN.fp32(), PLAN, SMALL, product("blocks.1.up", "fp8")) == PLAN.fp32()
 
 
 def test_the_worst_verdict_of_a_run_stays():
@@ -104,5 +72,5 @@ def test_the_worst_verdict_of_a_run_stays():
     log.note(event, None, "bad_weights", "Leave it out.")
     log.note(event, None, "recovered")
     assert (log.verdict, log.advice) == ("bad_weights", "Leave it out.")
-    report = log.report(Escalation({"blocks.0.down": "fp16_wide"}))
+    report = log.report(PlanInUse(layers={"blocks.0.down": "fp16_wide"}))
     assert report.escalations == {"blocks.0.down": "fp16_wide"} and len(report.events) == 3

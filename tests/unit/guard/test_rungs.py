@@ -3,25 +3,28 @@
 import pytest
 import torch
 from halfsafe.precision.base.dtypes import name_of
-from halfsafe.precision.guard.policy import ALL_IN_FP32, Escalation, safe_escalation
 from halfsafe.precision.guard.rungs import encoder_rungs, model_rungs
+from halfsafe.precision.plan.in_use import PlanInUse
 
-TWO = {"blocks.0.up": "fp16", "blocks.0.down": "fp16"}
+TWO = PlanInUse({"blocks.0.up": "fp16", "blocks.0.down": "fp16"}, "fp16")
+FP8 = PlanInUse({"up": "fp8"}, "bf16")
+EXACT = PlanInUse({"up": "fp32"}, "fp32")
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 
 
 @pytest.mark.parametrize(
-    ("modes", "stream", "present", "steps"),
+    ("plan", "steps"),
     [
-        (TWO, "fp16", Escalation(), [safe_escalation(TWO), ALL_IN_FP32]),
-        (TWO, "fp16", Escalation(stream=True), [safe_escalation(TWO), ALL_IN_FP32]),
-        (TWO, "fp16", ALL_IN_FP32, []),
-        ({"up": "fp8"}, "bf16", Escalation(), [ALL_IN_FP32]),
-        ({"up": "fp32"}, "fp32", Escalation(), [ALL_IN_FP32]),
+        (TWO, [TWO.safe(), TWO.fp32()]),
+        (TWO.wider({}, stream=True), [TWO.safe(), TWO.fp32()]),
+        (TWO.safe(), [TWO.fp32()]),
+        (TWO.fp32(), []),
+        (FP8, [FP8.fp32()]),
+        (EXACT, [EXACT.fp32()]),
     ],
 )
-def test_a_model_is_repeated_safely_in_fp16_then_in_fp32(modes, stream, present, steps):
-    assert [rung.arithmetic for rung in model_rungs(modes, stream, present)] == steps
+def test_a_model_is_repeated_safely_in_fp16_then_in_fp32(plan, steps):
+    assert [rung.arithmetic for rung in model_rungs(plan)] == steps
 
 
 @pytest.mark.parametrize(

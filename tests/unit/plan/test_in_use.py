@@ -1,0 +1,59 @@
+"""The plan that calls run under, and the wider plans of the guard."""
+
+import pytest
+from halfsafe.precision.plan.in_use import PlanInUse
+from halfsafe.precision.plan.rules import rules_from
+
+MODES = {"up": "fp16", "down": "int8", "head": "fp32"}
+PLAN = PlanInUse(MODES, "fp16")
+
+
+@pytest.mark.parametrize(
+    ("plan", "modes"),
+    [
+        (PLAN, {}),
+        (PLAN.wider({}, patches=frozenset("p")), {}),
+        (PLAN.wider({"up": "fp16_wide"}), {"up": "fp16_wide"}),
+        (PLAN.wider({"up": "fp16_wide"}, stream=True), {**MODES, "up": "fp16_wide"}),
+        (PLAN.safe(), dict.fromkeys(MODES, "fp16_wide")),
+        (PLAN.fp32(), dict.fromkeys(MODES, "fp32")),
+    ],
+)
+def test_a_wider_plan_exchanges_the_layers_that_it_widens_or_all_if_the_stream_is_fp32(plan, modes):
+    assert plan.exchanged() == modes and plan.is_wider is (plan != PLAN)
+
+
+@pytest.mark.parametrize("wider", ["safe", "fp32"])
+def test_safe_and_fp32_hold_nothing_of_what_was_wider_before(wider):
+    before = PLAN.wider({"up": "fp32"}, patches=frozenset("p"))
+    assert getattr(before, wider)() == getattr(PLAN, wider)()
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        PlanInUse(layers={"blocks.0.down": "fp16_wide"}),
+        PlanInUse(layers={"blocks.0.down": "fp16_scaled"}, stream=True),
+        PlanInUse(stream=True),
+        PlanInUse(layers={"a": "fp32"}),
+        PlanInUse(whole=True),
+    ],
+)
+def test_what_is_wider_than_planned_is_rules(plan):
+    rules = rules_from(plan.rules(), "none")
+    for layer, mode in plan.layers.items():
+        assert rules.setting("compute", layer, "Linear")[0] == {"fp32": "fp32"}.get(mode, "fp16_safe")
+    assert (rules.setting("stream", "other.layer", "Linear") is not None) is plan.everywhere
+
+
+def test_two_plans_merge_into_what_either_widens():
+    one = PlanInUse(layers={"a": "fp16_wide", "b": "fp32"}, stream=True, patches=frozenset("p"))
+    other = PlanInUse(layers={"a": "fp32", "c": "fp16"}, whole=True, patches=frozenset("q"))
+    either = PlanInUse(layers={"a": "fp32", "b": "fp32", "c": "fp16"}, stream=True, whole=True, patches=frozenset("pq"))
+    assert one | other == other | one == either
+    assert (PlanInUse() | one) == one and (one | PlanInUse()) == one
+
+
+def test_the_page_names_the_widest_part():
+    assert PlanInUse(layers={"b": "fp32", "a": "fp16"}).parts() == ["a", "b"]
+    assert (PlanInUse(layers={"a": "fp32"}, stream=True).parts(), PlanInUse(stream=True, whole=True).parts()) == (["residual stream"], ["whole model"])
