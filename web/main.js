@@ -70,7 +70,7 @@ let sidebar = null;
 /** Whether the sidebar is to be drawn in the next frame. */
 let isDue = false;
 /** What this device can do, to be said in the page's language, and the storages that this ComfyUI does not run with the version that does.
- * @type {(import("./result.mjs").Result & {refused: string[], later: Record<string, string>}) | null} */
+ * @type {(import("./result.mjs").Result & {refused: string[], later: Record<string, string>, int8_gains: boolean}) | null} */
 let device = null;
 /** The question what this device can do, until it has failed. @type {Promise<void> | null} */
 let asking = null;
@@ -342,7 +342,7 @@ function drawSidebar(one) {
   const unhalve = nodes.some(isHalved) ? () => putLoadersBack(app) : null;
   const actions = { showMe: () => showMe(app), guard: () => guardWorkflow(app), unguard, measure: () => measureWorkflow(app), unmeasure, halve: () => halveMemory(app, api), unhalve, watch: (/** @type {string} */ value) => app.extensionManager.setting.set(WATCH, value) };
   const ability = device ? together([...device.refused.map(said), sentenceOf(device)]) : asking ? t("Detecting the device ...") : t("ComfyUI does not answer.");
-  const about = { device: ability, here, took: timing.text };
+  const about = { device: ability, gains: device?.int8_gains ?? false, here, took: timing.text };
   const waiting = { refused: log.refused(tab), isWaiting };
   one.draw(isWaiting ? null : log.of(tab), reports, { ...about, ...waiting, watching, tab, nodes, redraw: drawTab, ...actions }, { titleOf: (id) => nodeById(id)?.title ?? t("Guard"), has: (id) => Boolean(nodeById(id)), use: (id, use) => useMeasured(app, nodeById(id), use), goTo });
 }

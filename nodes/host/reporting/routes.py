@@ -40,7 +40,7 @@ def serve_page() -> None:
 async def _device(_: web.Request) -> web.Response:
     with flags_left_alone():
         found = await asyncio.to_thread(lambda: doctor.diagnose(current_device()))
-    more = {"refused": self_test.found, "later": later_storages()}
+    more = {"refused": self_test.found, "later": later_storages(), "int8_gains": not found["int8"]["slow"]}
     return web.json_response({**asdict(doctor.diagnosis_result(found)), **more})
 
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
+from halfsafe.precision.devices.detect import detect
 
 PAGE = "an open page"
 SETTING = {"client_id": PAGE, "on_nan": "report"}
@@ -50,6 +51,13 @@ def posted(routes, bodies: dict[str, list[bytes]]) -> list[tuple[int, str]]:
             return [(answer.status, await answer.text()) for answer in answers]
 
     return asyncio.run(run())
+
+
+@pytest.mark.parametrize(("profile", "gains"), [("sm_75", True), ("sm_86", True), ("sm_89", True), ("sm_90", False), ("sm_100", False), ("gfx1100", False), ("mps_m3", False), ("cpu", False)])
+def test_speed_is_promised_only_on_a_device_where_int8_gains(routes, monkeypatch, profile, gains):
+    monkeypatch.setattr(routes.routes, "current_device", lambda: detect(profile=profile))
+    answer = json.loads(asyncio.run(routes.routes._device(None)).text)
+    assert answer["int8_gains"] is gains
 
 
 def test_every_malformed_body_is_answered_with_a_sentence(routes):
