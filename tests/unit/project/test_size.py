@@ -10,8 +10,8 @@ from pathlib import Path
 
 from support.shipped import ROOT, tracked_files
 
-MOST_LINES = 16_589
-MOST_TOKENS_A_LINE = 10.63
+MOST_LINES = 16_753
+MOST_TOKENS_A_LINE = 10.67
 NOT_CODE = {
     tokenize.COMMENT,
     tokenize.NL,
