@@ -9,7 +9,7 @@ import { firstSentence, inTwo, isTranslated, said, t, together } from "./words.m
  * @typedef {import("./report.mjs").GuardEvent} GuardEvent
  * @typedef {{node_id: string | null, prompt_id: string, workflow?: string, kind: "event" | "verdict" | "calls", verdict: string, message: string, advice: string, event: GuardEvent | null, of?: string, calls?: number}} GuardMessage
  * @typedef {{verdict: string, message: string, advice: string, events: GuardMessage[]}} GuardState
- * @typedef {{node: string, message: string, advice: string, told: boolean, guard?: string, memory?: boolean}} RunError an error that a guard raised, whose id is ``guard``, is told on the guard's card; ``memory``: there was too little
+ * @typedef {{node: string, message: string, advice: string, told: boolean, guard?: string, memory?: string}} RunError an error that a guard raised, whose id is ``guard``, is told on the guard's card; ``memory``: what ran out
  * @typedef {{message: string, advice: string}} Refusal why a run does not start
  * @typedef {import("./toasts.mjs").Toast} Toast
  * @typedef {{promptId: string, tab: object | null, before: Run | null, computed: boolean, held: Set<string>, cached: Set<string>, toasts: Toast[], error: RunError | null, causes: Set<string>, state: "running" | "done" | "failed", guards: Map<string, GuardState>, reached: Set<string>, calls: {model: number, encoder: number}, events: GuardMessage[], results: Map<string, import("./result.mjs").Result>, notices: Map<string, Toast[]>}} Run
@@ -20,8 +20,12 @@ import { firstSentence, inTwo, isTranslated, said, t, together } from "./words.m
 const OURS = "halfsafe.";
 /** The class of the error with which a guard ends a run. */
 const OF_GUARD = "halfsafe.NonFinite";
-/** The classes of torch's errors for too little memory. */
+/** The classes of torch's errors for too little memory on a GPU, and what Python and torch say where the host's is used up. */
 const OUT_OF_MEMORY = /OutOfMemory/;
+const OUT_OF_HOST_MEMORY = /^MemoryError|DefaultCPUAllocator/;
+/** The functions of ComfyUI that bring weights to the GPU, and those that compute with them, as a traceback names them. */
+const BRINGS_WEIGHTS = /, in (load_models_gpu|partially_load|patch_weight_to_device|cast_bias_weight|cast_modules_with_vbar|cast_to)\s/;
+const COMPUTES = /, in (apply_model|_apply_model|decode|decode_tiled|encode|encode_token_weights)\s/;
 /** How long a rescue is told beside the picture that it saved, in milliseconds. */
 const BESIDE_THE_PICTURE = 8000;
 /** The lines of an error of ComfyUI's that are shown beside its first: some list every tensor of a model. */
@@ -184,12 +188,20 @@ export function isWider({ kind, event, verdict, of }) {
 }
 
 /** What an error says, and whether it was told before: by a guard, or by ComfyUI where it is not of the pack. @param {any} detail of an `execution_error` event @param {Run | null} run @returns {RunError} */
-export function errorOf({ node_id: id, exception_type: type, exception_message: text }, run) {
+export function errorOf({ node_id: id, exception_type: type, exception_message: text, traceback = [] }, run) {
   const [plain, node] = [text.replace(FOLDERS, ""), String(id)];
-  if (!String(type).startsWith(OURS)) return { node, ...ofComfyUI(text), told: true, memory: OUT_OF_MEMORY.test(type) };
+  if (!String(type).startsWith(OURS)) return { node, ...ofComfyUI(text), told: true, memory: ranOut(`${type}: ${text}`, traceback.join("")) };
   const guards = type === OF_GUARD ? run?.events.find(({ event }) => event?.ended) : undefined;
   if (guards) return { node, message: saidText(guards), advice: said(guards.advice), told: true, guard: String(guards.node_id ?? "") };
   return { node, ...inTwo(plain), told: false };
+}
+
+/** What an error of too little memory ran out of; empty for other errors. @param {string} error its class and text @param {string} traceback @returns {string} */
+function ranOut(error, traceback) {
+  if (OUT_OF_HOST_MEMORY.test(error)) return t("Host memory (RAM) ran out.");
+  if (!OUT_OF_MEMORY.test(error)) return "";
+  if (BRINGS_WEIGHTS.test(traceback)) return t("GPU memory ran out for weights.");
+  return COMPUTES.test(traceback) ? t("GPU memory ran out for activations: fewer pixels, frames or images in a batch need less.") : t("GPU memory ran out.");
 }
 
 /** What ComfyUI or another pack says: the line that helps may be the last. @param {string} text @returns {{message: string, advice: string}} */

@@ -235,7 +235,7 @@ function resultCard(sidebar, id, result, greeting, graph) {
 function errorCard(sidebar, { node, message, advice, memory }, greeting, graph) {
   const title = cardTitle(node, graph.titleOf(node), graph, verdictPill("stopped", t("stopped")));
   const halving = memory && !greeting.unhalve ? sidebar.button(greeting, greeting.halve, t("Halve the memory")) : null;
-  return el("article", { class: "hs-card hs-error" }, title, el("p", { text: message }), advice ? el("p", { class: "hs-dim hs-lines", text: advice }) : null, halving);
+  return el("article", { class: "hs-card hs-error" }, title, el("p", { text: message }), memory ? el("p", { text: memory }) : null, advice ? el("p", { class: "hs-dim hs-lines", text: advice }) : null, halving);
 }
 
 /** @param {NamedReport} entry @param {Graph} graph */

@@ -294,6 +294,32 @@ def test_who_runs_out_of_memory_halves_it_on_the_errors_card_and_loaders_alike_a
     comfy.evaluate(TOGGLE_TAB)
 
 
+RAN_OUT = {
+    "GPU memory ran out for weights.": ("torch.OutOfMemoryError", "Allocation on device", "load_models_gpu"),
+    "GPU memory ran out for activations: fewer pixels, frames or images in a batch need less.": ("torch.OutOfMemoryError", "Allocation on device", "_apply_model"),
+    "GPU memory ran out.": ("torch.OutOfMemoryError", "Allocation on device", "somewhere"),
+    "Host memory (RAM) ran out.": ("RuntimeError", "[enforce fail at alloc_cpu.cpp:121] . DefaultCPUAllocator: can't allocate memory", "load_models_gpu"),
+}
+"""What a card says ran out -> the class of an error, its text, and the last function of its traceback."""
+
+
+def test_an_error_of_too_little_memory_says_what_ran_out(comfy: ComfyPage, small_models: Path) -> None:
+    draw(comfy, SMALL)
+    comfy.evaluate(TOGGLE_TAB)
+    for said, (kind, text, function) in RAN_OUT.items():
+        comfy.send("execution_start", prompt_id=function)
+        frame = f'  File "/comfy/code.py", line 700, in {function}\n    run()\n'
+        comfy.send("execution_error", prompt_id=function, node_id="1", exception_type=kind, exception_message=text, traceback=[frame])
+        card = comfy.page.locator(".hs-sidebar .hs-error", has=comfy.page.get_by_text(said, exact=True))
+        card.wait_for(timeout=20_000)
+        assert card.locator(".hs-button", has_text="Halve the memory").count() == 1
+    comfy.send("execution_start", prompt_id="other")
+    comfy.send("execution_error", prompt_id="other", node_id="1", exception_type="ValueError", exception_message="wrong size", traceback=[])
+    comfy.page.locator(".hs-sidebar .hs-error", has_text="wrong size").wait_for(timeout=20_000)
+    assert "ran out" not in comfy.page.inner_text(".hs-sidebar .hs-error")
+    comfy.evaluate(TOGGLE_TAB)
+
+
 @pytest.mark.paired
 @pytest.mark.parametrize(("loader", "widget", "folder"), [("UNETLoader", "unet_name", "diffusion_models"), ("CLIPLoader", "clip_name", "text_encoders"), ("VAELoader", "vae_name", "vae")])
 def test_a_web_page_in_place_of_a_file_is_named_where_comfyuis_loader_fails(comfy: ComfyPage, small_models: Path, loader: str, widget: str, folder: str) -> None:
