@@ -18,7 +18,7 @@ from ....precision.base.dtypes import dtype_named
 from ....precision.base.oom import is_torch_oom
 from ....precision.formats.fp8 import activation_scale
 from ..comfyui.attributes import bias_functions, weight_functions
-from ..comfyui.kernels import DATA, INT8_RESULTS, PARAMS, kernel_that_takes
+from ..comfyui.kernels import DATA, INT8_RESULTS, PARAMS, kernel_that_takes, unpacked_weight
 from ..comfyui.layers import is_quantized
 from ..comfyui.weights import Bound
 
@@ -99,7 +99,7 @@ class Fp8Linear(Bound):
         if problem not in _told:
             _told.add(problem)
             logger.warning("Halfsafe: an fp8 weight is unpacked, because torch refuses its product: %s", problem)
-        return super().product(x, weight, bias)
+        return F.linear(x, unpacked_weight(weight, x.dtype), None if bias is None else bias.to(x.dtype))
 
 
 class Int8Linear(Bound):

@@ -274,3 +274,20 @@ def test_comfyuis_kernel_with_a_fused_activation_runs_beside_a_bound_layer(comfy
             with patched(run.patches):
                 comfy_ops.linear_input_act(module, torch.randn(4, 1024).to(dtype), "gelu_tanh")
     assert fused == ["gelu_tanh"], "a weight of another dtype than the input's would be dequantized there"
+
+
+@torch.inference_mode()
+def test_a_refused_fp8_product_unpacks_the_weight_that_was_lent_by_its_own_scale(stored, monkeypatch):
+    """A weight with merged patches is lent under dynamic VRAM, with another scale than the module's."""
+    module = linears(stored["fp8_e4m3fn"])[LAYER]
+    x = torch.randn(4, 256)
+    patched_weight = with_scale(module.weight, 3.0)
+    bound = Fp8Linear(module)
+    assert bound.is_ready(x)
+
+    def refuse(*args, **kwargs):
+        raise RuntimeError("refused")
+
+    monkeypatch.setattr(torch, "_scaled_mm", refuse)
+    result = bound.product(x, patched_weight, None)
+    assert relative_error(F.linear(x, patched_weight.dequantize().float()), result) < 1e-2
