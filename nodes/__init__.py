@@ -9,12 +9,15 @@ from ..precision.devices.detect import drop_wrong_profile
 from . import accumulation, analysis, calibrate, compare, compute, guard, loaders, measure, report, rules, save
 from .host.comfyui.kernels import warn_once
 from .host.comfyui.known_calls import log_new_parameters
+from .host.comfyui.page import errors_explained
 from .host.comfyui.self_test import check_core
 from .host.guard.watch import watch_every_run
 from .host.reporting.routes import serve_page
 
 FILES = (loaders, save, rules, compute, accumulation, guard, report, analysis, compare, measure, calibrate)
 NODES: list[type[io.ComfyNode]] = [node for file in FILES for node in file.NODES]
+for node in NODES:
+    node.execute = classmethod(errors_explained()(node.execute.__func__))
 
 
 class HalfsafeExtension(ComfyExtension):

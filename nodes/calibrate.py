@@ -2,6 +2,7 @@
 
 from comfy_api.latest import io
 
+from ..precision.base.message import Message, joined
 from ..precision.report.result import CALIBRATED, Result
 from .host.load.files import output_path
 from .host.study import calibrate as host
@@ -62,8 +63,8 @@ class Calibrate(io.ComfyNode):
         text = found.text()
         if path:
             found.save(path)
-            text += f"\nSaved to {name}."
-        result = Result(CALIBRATED, {"layers": len(found.layers)}, text=text)
+            text = joined([text, Message("Saved to {0}.", name)], "\n")
+        result = Result(Message(CALIBRATED, layers=len(found.layers)), text=text)
         return io.NodeOutput(found, text, ui=result.ui())
 
 

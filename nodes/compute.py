@@ -121,7 +121,7 @@ class AutoPrecision(io.ComfyNode):
             vae = guard_vae(vae, guard, node_id) if "vae" in encoders else None
         model, shown = with_live_report(model, node_id)
         words = model_ui(model, "guarded" if guard != OFF else None, *met_words(model))
-        return io.NodeOutput(model, clip, vae, why, ui=shown | words)
+        return io.NodeOutput(model, clip, vae, why, ui=words | shown)
 
 
 NODES = [ComputeDtype, AutoPrecision]

@@ -4,6 +4,7 @@ import torch
 from comfy_api.latest import io
 
 from ..precision.base.errors import HalfsafeError
+from ..precision.base.message import Message, joined
 from ..precision.guard.inputs import NotFiniteTensor, not_finite
 from ..precision.guard.verdicts import NonFinite
 from ..precision.report.result import BAD, FINITE, NOT_FINITE, Result
@@ -126,7 +127,7 @@ class CheckFinite(io.ComfyNode):
     @classmethod
     def execute(cls, value, on_nan) -> io.NodeOutput:
         found = not_finite(_looked_at(value))
-        text = "\n".join(map(str, found)) or "Finite: no NaN and no Inf."
+        text = joined(map(str, found), "\n") or "Finite: no NaN and no Inf."
         if found and on_nan == "stop":
             raise NonFinite(text, advice=CHECK_ADVICE)
         return io.NodeOutput(value, not found, text, ui=_result(found, text).ui())
@@ -147,14 +148,15 @@ def _looked_at(value):
         return dict(zip(("video", "audio"), parts, strict=True)) if sounds else value
     if not isinstance(value, (torch.Tensor, dict, list)):
         advice = "Connect a LATENT, IMAGE, CONDITIONING, AUDIO, VIDEO, MASK or CLIP_VISION_OUTPUT."
-        raise HalfsafeError(f"Check Finite cannot check a {type(value).__name__}.", advice)
+        raise HalfsafeError(Message("Check Finite cannot check a {0}.", type(value).__name__), advice)
     return value
 
 
 def _result(found: list[NotFiniteTensor], text: str) -> Result:
     if not found:
         return Result(FINITE, text=text)
-    return Result(NOT_FINITE, {"names": ", ".join(finding.name for finding in found)}, BAD, text=text)
+    names = ", ".join(finding.name for finding in found)
+    return Result(Message(NOT_FINITE, names=names), BAD, text=text)
 
 
 NODES = [NaNGuard, GuardVAE, GuardCLIP, CheckFinite]

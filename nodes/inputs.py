@@ -3,6 +3,7 @@
 from comfy_api.latest import io
 
 from ..precision.base.errors import HalfsafeError
+from ..precision.base.message import Message
 from ..precision.base.options import COMPUTE_OPTIONS, STORAGE_OPTIONS
 from ..precision.check.drift import CHECKS
 from ..precision.guard.policy import ON_NAN
@@ -66,13 +67,15 @@ def node_id_of(cls: type[io.ComfyNode]) -> str | None:
 
 def checked_rules(rules: object, name: str = "rules") -> Rules | None:
     """Return the value of an input of rules; None if nothing is connected."""
-    problem = f"The input '{name}' takes the output of Layer Rules (Halfsafe), not a {type(rules).__name__}."
+    problem = Message(
+        "The input '{0}' takes the output of Layer Rules (Halfsafe), not a {1}.", name, type(rules).__name__
+    )
     return _checked(rules, Rules, problem, "Connect a Layer Rules node and write the rules into its text box.")
 
 
 def checked_calibration(calibration: object) -> CalibrationData | None:
     """Return the value of an input of a calibration; None if nothing is connected."""
-    problem = f"This takes the output of Calibrate (Halfsafe), not a {type(calibration).__name__}."
+    problem = Message("This takes the output of Calibrate (Halfsafe), not a {0}.", type(calibration).__name__)
     advice = "Connect a Calibrate node; a saved calibration file is for convert --calibration."
     return _checked(calibration, CalibrationData, problem, advice)
 

@@ -6,13 +6,14 @@ from dataclasses import asdict
 import torch
 from comfy_api.latest import io
 
+from ..precision.base.message import messages_in
 from ..precision.devices.profiles import PROFILE_NAMES
 from ..precision.report import doctor
 from ..precision.report.report_chart import chart
 from .host.comfyui.page import encoder_reports
 from .host.load.devices import current_device
 from .host.reporting import report as host
-from .host.reporting.badge import REPORT_KEY
+from .host.reporting.badge import MESSAGES_KEY, REPORT_KEY
 from .host.reporting.here import facts_here
 from .inputs import MEASURE
 
@@ -47,8 +48,10 @@ class ReportNode(io.ComfyNode):
         report = host.report_of(model, encoder_reports())
         text = report.to_text()
         image = torch.from_numpy(chart(report)).unsqueeze(0).float() / 255
-        data = json.dumps(report.to_json(), allow_nan=False)
-        return io.NodeOutput(text, data, image, ui={"text": (text,), REPORT_KEY: (data,)})
+        data = report.to_json()
+        written = json.dumps(data, allow_nan=False)
+        shown = {"text": (text,), REPORT_KEY: (written,), MESSAGES_KEY: (messages_in(data),)}
+        return io.NodeOutput(text, written, image, ui=shown)
 
 
 class DeviceInfo(io.ComfyNode):

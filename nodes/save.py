@@ -2,6 +2,7 @@
 
 from comfy_api.latest import io
 
+from ..precision.base.message import Message
 from ..precision.base.text import size_text
 from ..precision.plan.rules import rules_from
 from ..precision.report.result import GOOD, SAVED, UNLISTED, WARN, Result
@@ -51,8 +52,8 @@ class SaveModel(io.ComfyNode):
         saved = save_model(model, filename_prefix, storage, given, *workflow, checked_calibration(calibration))
         sentence, tone = (SAVED, GOOD) if saved.name.startswith("diffusion_models/") else (UNLISTED, WARN)
         formats = ", ".join(f"{storage} {size_text(size)}" for storage, size in saved.by_storage.items())
-        told = {"file": saved.name, "size": size_text(saved.bytes), "formats": formats}
-        return io.NodeOutput(saved.name, ui=Result(sentence, told, tone, text=f"Saved {saved.name}", toast=True).ui())
+        told = Message(sentence, file=saved.name, size=size_text(saved.bytes), formats=formats)
+        return io.NodeOutput(saved.name, ui=Result(told, tone, text=f"Saved {saved.name}", toast=True).ui())
 
 
 NODES = [SaveModel]

@@ -108,7 +108,7 @@ async function toldOfDtypes(flow, plans) {
   if (!files.length) return [];
   const response = await api.fetchApi("/halfsafe/computing", { method: "POST", body: JSON.stringify(files) }).catch(() => null); // the guard is put in already
   /** @type {{file: string, guarded: string, alone: string}[]} */
-  const differ = response?.ok ? await response.json() : [];
+  const differ = response?.ok ? (await response.json()).files : [];
   return differ.map((one) => t("{file} computes in {guarded} now, with ComfyUI alone in {alone}: the picture will differ a little.", one));
 }
 

@@ -6,7 +6,7 @@ import { addStyles, markEarlier } from "./dom.mjs";
 import { ReportPanel } from "./panel.mjs";
 import { clearProgress, noteSize, sayProgress } from "./progress.mjs";
 import { reportIn } from "./report.mjs";
-import { noticesOf, ResultPanel, resultIn, sentenceOf, toastsOf } from "./result.mjs";
+import { noticesOf, ResultPanel, resultIn, toastsOf } from "./result.mjs";
 import { RulesNote } from "./rules.mjs";
 import { errorOf, isWider, RunLog, toastFor, toastOf } from "./run.mjs";
 import { allNodes, isPlannedAnew, keepRules, showMe, showNodes, showWhole, upstream } from "./graph.mjs";
@@ -17,7 +17,7 @@ import { Sidebar } from "./sidebar.mjs";
 import { Tabs } from "./tabs.mjs";
 import { Timing } from "./timing.mjs";
 import { ourToast, Toasts } from "./toasts.mjs";
-import { inTwo, loadWords, said, t, together } from "./words.mjs";
+import { answerIn, inTwo, keep, loadWords, said, t, together } from "./words.mjs";
 
 const EXTENSION = "halfsafe.page";
 const PREFIX = "Halfsafe";
@@ -173,6 +173,7 @@ function showOutputs() {
   showBadges();
   for (const node of ownNodes()) {
     const output = app.nodeOutputs[locatorOf(node)];
+    keep(output?.halfsafe_messages?.[0]);
     showResult(node, output);
     putInPage(node);
     const entry = panels.get(node);
@@ -241,6 +242,7 @@ function noteExecuted(detail) {
   const run = runOf(detail.prompt_id);
   const id = String(detail.node);
   const isAnew = !run?.cached.has(id);
+  keep(detail.output?.halfsafe_messages?.[0]);
   const result = resultIn(detail.output);
   const notices = noticesOf(detail.output);
   if (run?.tab && isAnew) ranIn.get(run.tab)?.delete(id);
@@ -341,7 +343,7 @@ function drawSidebar(one) {
   const unmeasure = nodes.some(isMeasure) ? () => unmeasureWorkflow(app) : null;
   const unhalve = nodes.some(isHalved) ? () => putLoadersBack(app) : null;
   const actions = { showMe: () => showMe(app), guard: () => guardWorkflow(app), unguard, measure: () => measureWorkflow(app), unmeasure, halve: () => halveMemory(app, api), unhalve, watch: (/** @type {string} */ value) => app.extensionManager.setting.set(WATCH, value) };
-  const ability = device ? together([...device.refused.map(said), sentenceOf(device)]) : asking ? t("Detecting the device ...") : t("ComfyUI does not answer.");
+  const ability = device ? together([...device.refused.map(said), said(device.sentence)]) : asking ? t("Detecting the device ...") : t("ComfyUI does not answer.");
   const about = { device: ability, gains: device?.int8_gains ?? false, here, took: timing.text };
   const waiting = { refused: log.refused(tab), isWaiting };
   one.draw(isWaiting ? null : log.of(tab), reports, { ...about, ...waiting, watching, tab, nodes, redraw: drawTab, ...actions }, { titleOf: (id) => nodeById(id)?.title ?? t("Guard"), has: (id) => Boolean(nodeById(id)), use: (id, use) => useMeasured(app, nodeById(id), use), goTo });
@@ -410,7 +412,10 @@ async function explain(error, tab) {
 
 /** @param {string} event @param {(detail: any) => void} act */
 function on(event, act) {
-  api.addEventListener(event, (/** @type {CustomEvent} */ { detail }) => act(detail));
+  api.addEventListener(event, (/** @type {CustomEvent} */ { detail }) => {
+    keep(detail?.messages);
+    act(detail);
+  });
 }
 
 /** Tell the server the setting that guards every run, for the prompts that this page queues. @param {string} watch */
@@ -438,6 +443,7 @@ function listen() {
   on("halfsafe.report", noteRan);
   on("halfsafe.badge", ({ node_id: id, words }) => noteRanIn(log.run?.tab ?? tabs.open, String(id), (mode) => [mode, ...words.map(said)].join(BETWEEN_WORDS)));
   on("halfsafe.refused", noteRefused);
+  on("halfsafe.messages", () => {});
   on("reconnected", askAll);
   on("graphChanged", showOutputs);
   on("promptQueueing", notePress);
@@ -473,7 +479,7 @@ function redrawAt(node) {
 async function answerOf(route) {
   try {
     const response = await api.fetchApi(route);
-    return response.ok ? await response.json() : null;
+    return response.ok ? await answerIn(response) : null;
   } catch {
     return null;
   }
@@ -522,7 +528,7 @@ function askAll() {
 }
 
 async function askHere() {
-  here = await answerOf("/halfsafe/here") ?? [];
+  here = (await answerOf("/halfsafe/here"))?.facts ?? [];
   drawTab();
 }
 

@@ -2,7 +2,7 @@
 import { loadersOf, readFlow, samplingsOf } from "./flow.mjs";
 import { allNodes } from "./graph.mjs";
 import { HIGHER } from "./room.mjs";
-import { said, t, together, whyUnchanged } from "./words.mjs";
+import { answerIn, said, t, together, whyUnchanged } from "./words.mjs";
 /** *Halve the memory*: ComfyUI's loaders become the pack's in their places, and back. The workflow is changed as saved, then opened as an undone one is. */
 
 /**
@@ -61,7 +61,7 @@ export async function whyUnread(api, { comfyClass, inputs, widgets = [] }) {
   const names = widgets.filter((/** @type {any} */ { name }) => name.includes("_name") && !isLinked(name)).map((/** @type {any} */ { value }) => value);
   if (!folder || !names.length) return "";
   const response = await api.fetchApi("/halfsafe/halving", { method: "POST", body: JSON.stringify([{ folder, names }]) });
-  const { loaders: [{ reason }] } = await response.json();
+  const { loaders: [{ reason }] } = await answerIn(response);
   return names.some((/** @type {string} */ name) => reason.startsWith(`${name}: `)) ? reason : "";
 }
 
@@ -245,7 +245,7 @@ async function advise(app, api, loaders) {
     const files = given.flatMap((values) => inputs.map((name) => values[name]).filter((name) => typeof name === "string"));
     return { folder, names: [...new Set(files)], in_8_bits: IN_8_BITS.test(valuesOf(live).weight_dtype), size: sizes.get(live) ?? null };
   });
-  const answer = await (await api.fetchApi("/halfsafe/halving", { method: "POST", body: JSON.stringify(asked) })).json();
+  const answer = await answerIn(await api.fetchApi("/halfsafe/halving", { method: "POST", body: JSON.stringify(asked) }));
   return { ...answer, of: new Map(loaders.map(({ key }, place) => [key, answer.loaders[place]])) };
 }
 

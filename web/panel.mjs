@@ -1,8 +1,7 @@
 // @ts-check
 /** The report on its node: head, shares, guard, remarks and the table of layers. */
 import { el, firstOf, modeText, nameOf, paint, shareBar, swatch, verdictOf, verdictPill } from "./dom.mjs";
-import { sentenceOf } from "./result.mjs";
-import { checkText, controlText, deviceText, filterLayers, happenedText, outcomeText, rowsOf, saidText, sortRows } from "./report.mjs";
+import { checkText, controlText, deviceText, filterLayers, happenedText, outcomeText, rowsOf, sortRows } from "./report.mjs";
 import { following, said, t, together } from "./words.mjs";
 
 /**
@@ -25,7 +24,7 @@ const BUILT_IN = "halfsafe_example.safetensors";
 export class ReportPanel {
   /** @type {Report | null} */
   #report = null;
-  /** @type {GuardMessage[] | null} */
+  /** @type {Guardstring[] | null} */
   #live = null;
   #filter = "";
   /** @type {{column: Column, descending: boolean} | null} */
@@ -58,11 +57,11 @@ export class ReportPanel {
   /** What the node says beside the report; null where there is nothing. @param {import("./result.mjs").Result | null} result */
   tell(result) {
     this.told.hidden = !result;
-    this.told.textContent = result ? sentenceOf(result) : "";
+    this.told.textContent = result ? said(result.sentence) : "";
     this.told.dataset.tone = result?.tone ?? "";
   }
 
-  /** What the guard says while a run goes on; null once the report has it. @param {GuardMessage[] | null} messages */
+  /** What the guard says while a run goes on; null once the report has it. @param {Guardstring[] | null} messages */
   showLive(messages) {
     this.#live = messages;
     this.#drawGuard();
@@ -266,7 +265,7 @@ function callsText({ guard }) {
 /** A line without the advice that was given already. @param {GuardMessage} message @param {string} given */
 export function adviceLine(message, given) {
   const { event, verdict, advice } = message;
-  return eventLine(event ? event.recovered : verdict === "recovered", saidText(message), advice === given ? "" : advice, message.message);
+  return eventLine(event ? event.recovered : verdict === "recovered", said(message.brief), advice === given ? "" : advice, message.message);
 }
 
 /** "sigma 0.7031, mul" @param {import("./report.mjs").GuardEvent} event */

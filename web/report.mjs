@@ -1,6 +1,6 @@
 // @ts-check
 import { modeText, verdictText } from "./dom.mjs";
-import { isTranslated, said, t, together } from "./words.mjs";
+import { said, t, together } from "./words.mjs";
 
 /**
  * What the page derives from a report of version 1; no DOM here.
@@ -46,7 +46,7 @@ export function rowsOf({ layers, view }, shown) {
 export function filterLayers(layers, text) {
   const words = text.toLowerCase().split(/\s+/).filter(Boolean);
   return layers.filter((layer) => {
-    const held = Object.values(layer).join("\n").toLowerCase();
+    const held = Object.values(layer).map(said).join("\n").toLowerCase();
     return words.every((word) => held.includes(word));
   });
 }
@@ -72,18 +72,6 @@ export function outcomeText(event) {
   if (event.kind === "drift") return together([eventText(event) + t("."), said(event.evidence)]);
   const change = event.from && event.to ? `${modeText(event.from)} \u2192 ${modeText(event.to)}${t(", ")}` : "";
   return `${eventText(event)}${t(", ")}${change}${event.recovered ? t("recovered") : t("not recovered")}`;
-}
-
-/** What of a guard's message in ComfyUI's log is no help to most: the noise level, the operation, its largest input, rows of the batch, tokens. */
-const DETAILS = /, sigma [\d.e+-]+|, largest input [\d.e+-]+|, batch rows \d+(?:, \d+\b(?! of))*|, \d+ of \d+ tokens \([^)]*\)| \(\w+\)(?=[,.])/g;
-const MODE = /\bfp16_(wide|scaled|acc16)\b/g;
-
-/** What a guard says, as ComfyUI's log has it but for details, or in the page's language from the event itself.
- * @param {{event: GuardEvent | null, verdict: string, message: string}} message */
-export function saidText({ event, verdict, message }) {
-  if (!isTranslated()) return message.replace(DETAILS, "").replace(MODE, modeText);
-  if (!event) return said(message);
-  return event.kind === "drift" || !event.evidence ? outcomeText(event) : together([outcomeText(event) + t("."), said(event.evidence)]);
 }
 
 /** One line on a call that was compared with fp32; an SNR of null is infinite. @param {Check} check */

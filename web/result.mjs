@@ -2,9 +2,9 @@
 /** What a node shows of its result: a sentence, a table, the whole text. */
 import { el, nameOf } from "./dom.mjs";
 import { ourToast } from "./toasts.mjs";
-import { inTwo, said, t } from "./words.mjs";
+import { inTwo, keep, said, t } from "./words.mjs";
 
-/** @typedef {{sentence: string, values: Record<string, string | number>, tone: string, head: string[], rows: string[][], marked: number | null, text: string, toast: boolean, use: import("./measure.mjs").Use | null, copied: string}} Result */
+/** @typedef {{sentence: string, tone: string, head: string[], rows: string[][], marked: number | null, text: string, toast: boolean, use: import("./measure.mjs").Use | null, copied: string}} Result */
 
 /** What stands in a table where there is no number. */
 const NOTHING = "-";
@@ -23,17 +23,14 @@ const meanings = () => ({
 /** The result in a node's output; null where there is none. @param {any} output @returns {Result | null} */
 export function resultIn(output) {
   const text = output?.halfsafe_result?.[0];
-  return text ? JSON.parse(text) : null;
-}
-
-/** @param {Result} result */
-export function sentenceOf({ sentence, values }) {
-  return t(sentence, Object.fromEntries(Object.entries(values).map(([name, value]) => [name, typeof value === "string" ? said(value) : value])));
+  const result = text ? JSON.parse(text) : null;
+  keep(result?.messages);
+  return result;
 }
 
 /** What a result that asks for a message says in one. @param {Result | null} result */
 export function toastsOf(result) {
-  return result?.toast ? [ourToast(result.tone === "good" ? "success" : "warn", sentenceOf(result), "", 6000)] : [];
+  return result?.toast ? [ourToast(result.tone === "good" ? "success" : "warn", said(result.sentence), "", 6000)] : [];
 }
 
 /** What a node's output tells beside its result: rules that match no layer, and that the model left the fp16 that it came in. @param {any} output */
@@ -67,9 +64,9 @@ function partsOf(result, act) {
   const { rows, text, tone, use, copied } = result;
   const button = use ? el("button", { type: "button", class: "hs-button", text: t("Use this"), onclick: () => act(use) }) : "";
   const copy = copied ? el("button", { type: "button", class: "hs-button", text: t("Copy as a row"), title: t("For the table in docs/devices.md: paste it into an issue."), onclick: () => copyRow(copied, copy, whole) }) : "";
-  const folds = rows.length > 0, whole = el("pre", { class: "hs-text", text: folds ? text : said(text) });
-  const details = folds ? el("details", {}, el("summary", { text: t("Details") }), whole) : text.includes("\n") || tone === "bad" ? whole : "";
-  return [el("p", { class: "hs-sentence", "data-tone": tone, text: sentenceOf(result) }), button, copy, folds ? tableOf(result) : "", details];
+  const folds = rows.length > 0, words = said(text), whole = el("pre", { class: "hs-text", text: words });
+  const details = folds ? el("details", {}, el("summary", { text: t("Details") }), whole) : words.includes("\n") || tone === "bad" ? whole : "";
+  return [el("p", { class: "hs-sentence", "data-tone": tone, text: said(result.sentence) }), button, copy, folds ? tableOf(result) : "", details];
 }
 
 /** Copy a row, or show it to be copied by hand where the page may not. @param {string} row @param {any} button @param {HTMLElement} whole */

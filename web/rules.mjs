@@ -1,7 +1,7 @@
 // @ts-check
 /** What is wrong with the rules in a node's text, told while they are written, as the server reads them. */
 import { el } from "./dom.mjs";
-import { following, said, t } from "./words.mjs";
+import { answerIn, following, said, t } from "./words.mjs";
 
 /** @typedef {{line: number, mistake: string, advice: string}} Mistake @typedef {{count: number, mistakes: Mistake[]}} Reading */
 
@@ -70,7 +70,7 @@ export class RulesNote {
       const response = await this.api.fetchApi("/halfsafe/rules", { method: "POST", body: text });
       if (!response.ok) return null;
       if (known.size >= MOST_KEPT) known.clear();
-      known.set(text, await response.json());
+      known.set(text, await answerIn(response));
     } catch {
       return null;
     }

@@ -1,18 +1,18 @@
 // @ts-check
 import { modeText, verdictText } from "./dom.mjs";
-import { saidText, whatIn } from "./report.mjs";
+import { whatIn } from "./report.mjs";
 import { ourToast } from "./toasts.mjs";
-import { firstSentence, inTwo, isTranslated, said, t, together } from "./words.mjs";
+import { firstSentence, inTwo, partsOf, said, t, together } from "./words.mjs";
 
 /**
  * What the guards said in the last run of each tab, and in the last one before it of which they told something, if that was queued before it ended.
  * @typedef {import("./report.mjs").GuardEvent} GuardEvent
- * @typedef {{node_id: string | null, prompt_id: string, workflow?: string, kind: "event" | "verdict" | "calls", verdict: string, message: string, advice: string, event: GuardEvent | null, of?: string, calls?: number}} GuardMessage
- * @typedef {{verdict: string, message: string, advice: string, events: GuardMessage[]}} GuardState
+ * @typedef {{node_id: string | null, prompt_id: string, workflow?: string, kind: "event" | "verdict" | "calls", verdict: string, message: string, brief: string, advice: string, event: GuardEvent | null, of?: string, calls?: number}} GuardMessage ``brief``: the message in fewer words
+ * @typedef {{verdict: string, brief: string, advice: string, events: Guardstring[]}} GuardState
  * @typedef {{node: string, message: string, advice: string, told: boolean, guard?: string, memory?: string}} RunError an error that a guard raised, whose id is ``guard``, is told on the guard's card; ``memory``: what ran out
  * @typedef {{message: string, advice: string}} Refusal why a run does not start
  * @typedef {import("./toasts.mjs").Toast} Toast
- * @typedef {{promptId: string, tab: object | null, before: Run | null, computed: boolean, held: Set<string>, cached: Set<string>, toasts: Toast[], error: RunError | null, causes: Set<string>, state: "running" | "done" | "failed", guards: Map<string, GuardState>, reached: Set<string>, calls: {model: number, encoder: number}, events: GuardMessage[], results: Map<string, import("./result.mjs").Result>, notices: Map<string, Toast[]>}} Run
+ * @typedef {{promptId: string, tab: object | null, before: Run | null, computed: boolean, held: Set<string>, cached: Set<string>, toasts: Toast[], error: RunError | null, causes: Set<string>, state: "running" | "done" | "failed", guards: Map<string, GuardState>, reached: Set<string>, calls: {model: number, encoder: number}, events: Guardstring[], results: Map<string, import("./result.mjs").Result>, notices: Map<string, Toast[]>}} Run
  *   ``tab``: null where it is not known; ``held``: the nodes whose results are those of this run, executed or ``cached``; ``reached``: the guards that were given the NaN of a model that no
  *   repeat cured; ``calls``: those that guards checked
  */
@@ -132,11 +132,11 @@ function note(run, message) {
     run.reached.add(id);
     return false;
   }
-  const guard = run.guards.get(id) ?? { verdict: "", message: "", advice: "", events: [] };
+  const guard = run.guards.get(id) ?? { verdict: "", brief: "", advice: "", events: [] };
   run.guards.set(id, guard);
   guard.verdict = message.verdict;
   if (message.kind === "event") guard.events.push(message);
-  else Object.assign(guard, { message: message.message, advice: message.advice });
+  else Object.assign(guard, { brief: message.brief, advice: message.advice });
   const cause = message.event?.kind === "drift" ? "drift" : message.verdict;
   const first = !run.causes.has(cause);
   run.causes.add(cause);
@@ -162,18 +162,22 @@ export function toastFor(message, first) {
   const name = /** @type {keyof ReturnType<typeof causes>} */ (drift ? "drift" : verdict);
   const cause = causes()[name] ?? verdictText(verdict);
   if (verdict === "recovered" && event && !drift) return ourToast("success", cause, together([curedText(event), said(event.evidence)]), 5000);
-  const what = drift && event ? whatIn(event) : isTranslated() ? saidText(message) : firstSentence(saidText(message));
+  const what = drift && event ? whatIn(event) : firstSentence(said(message.brief));
   const { culprit, cure } = culpritOf(message);
   if (culprit) return ourToast("error", culprit, together([cure, what]), 20000);
   return ourToast(drift ? "warn" : "error", cause, together([what, cure]), 20000);
 }
 
-/** What is at fault and what to do about it: a guard's advice on weights, and what it says of an input, begin with that name. @param {{verdict: string, advice: string, event?: GuardEvent | null}} message */
+/** What is at fault and what to do about it. @param {{verdict: string, advice: string, event?: GuardEvent | null}} message */
 export function culpritOf({ verdict, advice, event }) {
-  const text = said(advice), [named, ...rest] = text.split(t(": "));
-  const cure = rest.join(t(": "));
-  if (verdict === "bad_weights" && cure) return { culprit: named, cure: cure.charAt(0).toUpperCase() + cure.slice(1) };
-  return { culprit: verdict === "bad_input" && event?.layer ? t("NaN or Inf in the {input}", { input: said(event.layer) }) : "", cure: text };
+  const { culprit, cure } = partsOf(advice);
+  if (culprit) return { culprit: said(String(culprit)), cure: capital(said(String(cure))) };
+  return { culprit: verdict === "bad_input" && event?.layer ? t("NaN or Inf in the {input}", { input: said(event.layer) }) : "", cure: said(advice) };
+}
+
+/** @param {string} text */
+function capital(text) {
+  return text.charAt(0).toUpperCase() + text.slice(1);
 }
 
 /** "Step 3 was repeated in fp32: blocks.0.ffn.2 overflowed in fp16." @param {GuardEvent} event */
@@ -189,11 +193,12 @@ export function isWider({ kind, event, verdict, of }) {
 
 /** What an error says, and whether it was told before: by a guard, or by ComfyUI where it is not of the pack. @param {any} detail of an `execution_error` event @param {Run | null} run @returns {RunError} */
 export function errorOf({ node_id: id, exception_type: type, exception_message: text, traceback = [] }, run) {
-  const [plain, node] = [text.replace(FOLDERS, ""), String(id)];
+  const node = String(id);
   if (!String(type).startsWith(OURS)) return { node, ...ofComfyUI(text), told: true, memory: ranOut(`${type}: ${text}`, traceback.join("")) };
   const guards = type === OF_GUARD ? run?.events.find(({ event }) => event?.ended) : undefined;
-  if (guards) return { node, message: saidText(guards), advice: said(guards.advice), told: true, guard: String(guards.node_id ?? "") };
-  return { node, ...inTwo(plain), told: false };
+  if (guards) return { node, message: said(guards.brief), advice: said(guards.advice), told: true, guard: String(guards.node_id ?? "") };
+  const { message, advice } = inTwo(text);
+  return { node, message: message.replace(FOLDERS, ""), advice, told: false };
 }
 
 /** What an error of too little memory ran out of; empty for other errors. @param {string} error its class and text @param {string} traceback @returns {string} */

@@ -3,8 +3,6 @@
 import { el, firstOf, paint, verdictOf, verdictPill } from "./dom.mjs";
 import { RUNS } from "./graph.mjs";
 import { adviceLine, headOf } from "./panel.mjs";
-import { saidText } from "./report.mjs";
-import { sentenceOf } from "./result.mjs";
 import { culpritOf } from "./run.mjs";
 import { saidIn } from "./toasts.mjs";
 import { following, said, t, together } from "./words.mjs";
@@ -140,16 +138,13 @@ function whyNoReport(run, { nodes }) {
   return run?.state === "failed" ? t("The last run ended before its report.") : t("Run the workflow to see the storage and compute dtype of each layer, with the reason.");
 }
 
-/** Facts of several models, each a sentence of its own. */
-const LISTS = ["attention", "loaded"];
 /** What each fact is called. @returns {Record<string, string>} */
 const facts = () => ({ kernels: t("8-bit kernels"), compiler: t("Comfy Compiler"), "dynamic VRAM": t("Dynamic VRAM"), attention: t("Attention"), loaded: t("Loaded") });
 
 /** @param {Greeting} greeting */
 function factsOf({ here, took }) {
   const lines = here.map((fact) => {
-    const parts = LISTS.includes(fact.what) ? fact.here.split("; ") : [fact.here];
-    const text = [...parts.map(said), fact.what === "loaded" ? took : ""].filter(Boolean).join(t("; "));
+    const text = [said(fact.here), fact.what === "loaded" ? took : ""].filter(Boolean).join(t("; "));
     return [el("dt", { text: facts()[fact.what] ?? fact.what }), el("dd", {}, text, fact.switch ? el("div", { class: "hs-dim", text: t("To change it: {switch}", { switch: said(fact.switch) }) }) : null)];
   });
   return el("dl", { class: "hs-facts" }, ...lines.flat());
@@ -204,7 +199,7 @@ function guardCard(id, guard, also, graph) {
   const [first] = guard.events;
   const advice = guard.advice || (first?.advice ?? "");
   const { culprit, cure } = culpritOf({ ...guard, advice, event: first?.event });
-  const text = guard.message && saidText({ ...guard, event: null });
+  const text = said(guard.brief);
   const summary = text ? el("p", {}, text, cure ? el("span", { class: "hs-dim", text: following(text, cure) }) : null) : null;
   const events = el("div", { class: "hs-events" }, ...firstOf(guard.events.map((event) => adviceLine(event, culprit || summary ? advice : ""))));
   const pill = verdictPill(verdictOf(guard.verdict, guard.events.map((message) => message.event)));
@@ -228,7 +223,7 @@ function refusedCard({ message, advice }) {
 function resultCard(sidebar, id, result, greeting, graph) {
   const { use } = result;
   const using = use ? sidebar.button(greeting, () => graph.use(id, use), t("Use this")) : null;
-  return el("article", { class: "hs-card" }, cardTitle(id, graph.titleOf(id), graph, null), el("p", { class: "hs-sentence", "data-tone": result.tone, text: sentenceOf(result) }), using);
+  return el("article", { class: "hs-card" }, cardTitle(id, graph.titleOf(id), graph, null), el("p", { class: "hs-sentence", "data-tone": result.tone, text: said(result.sentence) }), using);
 }
 
 /** @param {Sidebar} sidebar @param {import("./run.mjs").RunError} error @param {Greeting} greeting @param {Graph} graph */

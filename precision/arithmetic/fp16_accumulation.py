@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from ..base import flags
 from ..base.amax import amax
 from ..base.dtypes import FP16_MAX
+from ..base.message import Message, joined
 from .calibration import Calibration
 from .linear import WeightProvider, lent
 from .operand_scale import ScaledOperand
@@ -25,6 +26,7 @@ WORTH_SCALING = 1024
 """Outputs from which fp16 sums save more time than the pass that scales the input costs: 6 bytes per input element
 against 2 operations per output at twice the speed. An RTX 4090 breaks even at 924, a 3090 at 455
 (benchmarks/cost.py)."""
+FEW = "unscaled: fewer than {0} outputs gain nothing"
 FP16_ACCUMULATION = "fp16_accumulation"
 LABELS = {"amax": ("amax", "||w||1"), "norm": ("||x||", "||w||2")}
 
@@ -76,9 +78,10 @@ class SumBound(ScaledOperand):
         self.proven = self.exponent == 0 or (self.exponent <= MAX_EXPONENT and scalable)
         input_norm, weight_norm = LABELS[self.by]
         numbers = f"{input_norm} {of_input:.3g}, {weight_norm} {self.gain:.3g}, K {terms}"
-        few = "" if can_scale or self.proven else f", unscaled: fewer than {WORTH_SCALING} outputs gain nothing"
-        scaled = f", input scaled by 2^-{self.exponent}" if self.proven and self.scales else ""
-        self.evidence = f"bound {of_input * self.gain:.4g} of {FP16_MAX:.0f} ({numbers}){few}{scaled}"
+        few = "" if can_scale or self.proven else Message(FEW, WORTH_SCALING)
+        scaled = Message("input scaled by 2^-{0}", self.exponent) if self.proven and self.scales else ""
+        bound = Message("bound {0} of {1} ({2})", f"{of_input * self.gain:.4g}", f"{FP16_MAX:.0f}", numbers)
+        self.evidence = joined([bound, few, scaled], ", ")
 
 
 def needed_exponent(bound: float) -> float:

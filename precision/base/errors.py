@@ -1,5 +1,7 @@
 """Typed errors. Each message says what was wrong with which file, tensor, layer or setting, and what to do about it."""
 
+from .message import Message, joined
+
 
 class HalfsafeError(Exception):
     """Base of every error this package raises on purpose.
@@ -16,7 +18,7 @@ class HalfsafeError(Exception):
         cls.__module__ = HalfsafeError.__module__
 
     def __init__(self, problem: str, advice: str = ""):
-        super().__init__(f"{problem} {advice}".strip())
+        super().__init__(Message("{0} {1}", problem, advice))
         self.problem = problem
         self.advice = advice
 
@@ -32,8 +34,9 @@ class CheckpointError(HalfsafeError):
     """
 
     def __init__(self, path, problem: str, tensor: str | None = None, advice: str = ""):
-        where = f"{path}: tensor '{tensor}'" if tensor else str(path)
-        super().__init__(f"{where}: {problem}.", advice)
+        found = Message("tensor '{0}': {1}.", tensor, problem) if tensor else Message("{0}.", problem)
+        super().__init__(Message("{0}: {1}", path, found), advice)
+        self.found = joined([found, advice])
         self.path = str(path)
         self.tensor = tensor
 
@@ -68,7 +71,7 @@ class RuleError(HalfsafeError):
     """
 
     def __init__(self, line: int, mistake: str, advice: str = ""):
-        super().__init__(f"Rules, line {line}: {mistake}.", advice)
+        super().__init__(Message("Rules, line {0}: {1}.", line, mistake), advice)
         self.line = line
         self.mistake = mistake
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from .message import Message
+
 UNREADABLE = (AttributeError, RuntimeError)
 
 
@@ -69,7 +71,7 @@ def _tf32(
         # Once the new names were written, the old ones may refuse to be read (PyTorch #164766, #166387).
         state = _Tf32State(_get(old_owner, "allow_tf32"), _get(new_owner, "fp32_precision"), word())
         if state.old is None and state.new is None:
-            raise AttributeError(f"torch {torch.__version__} has no TF32 flag")
+            raise AttributeError(Message("torch {0} has no TF32 flag", torch.__version__))
         return state
 
     def write(value) -> None:

@@ -3,6 +3,8 @@
 import textwrap
 from collections.abc import Iterable, Sequence
 
+from .message import Message
+
 WIDTH = 80
 
 
@@ -59,7 +61,7 @@ def count_text(count: int) -> str:
 def listed(names: Sequence[str], most: int = 5) -> str:
     """Write the first names, and how many more there are."""
     first = ", ".join(names[:most])
-    return first if len(names) <= most else f"{first} and {len(names) - most} more"
+    return first if len(names) <= most else Message("{0} and {1} more", first, len(names) - most)
 
 
 def on_off(value: bool | None) -> str:

@@ -11,7 +11,8 @@ from collections.abc import Collection, Iterable, Mapping
 import torch
 
 from ..base import amax
-from ..base.modes import FP16_ACC16, FP16_SCALED, FP16_WIDE
+from ..base.message import Message, joined
+from ..base.modes import FP16_ACC16, FP16_SCALED, FP16_WIDE, label_of
 from ..base.nested import floats_in
 from ..report.schema import BlockDrift, CheckReport, GuardEvent
 
@@ -134,11 +135,12 @@ def drift_event(check: CheckReport, snr_db: float, threshold_db: float, batch_ro
     """Build the report's entry for a call whose SNR is below the threshold of its arithmetic."""
     skipped = check.arithmetic == STEP_CACHE
     worst = "" if skipped or not check.blocks else check.blocks[0].name
-    evidence = f"{snr_db:.1f} dB from the same call in fp32; {check.arithmetic} gives at least {threshold_db:.0f}."
+    figures = f"{snr_db:.1f}", check.arithmetic, f"{threshold_db:.0f}"
+    evidence: str = Message("{0} dB from the same call in fp32; {1} gives at least {2}.", *figures)
     if worst:
         blocks = ", ".join(f"{block.name} {block.snr_db:.1f} dB" for block in check.blocks)
-        evidence += f" Farthest: {blocks}."
-    advice = ADVICE.get(check.arithmetic, OTHERWISE).format(block=f"{worst}." if worst else "")
+        evidence = joined([evidence, Message("Farthest: {0}.", blocks)])
+    advice = Message(ADVICE.get(check.arithmetic, OTHERWISE), block=f"{worst}." if worst else "")
     return GuardEvent(
         check.call, check.step, check.sigma, worst, STEP_CACHE if skipped else "", "drift", batch_rows,
         check.arithmetic, "fp32", False, evidence, snr_db, threshold_db, advice,
@@ -155,4 +157,6 @@ def hidden_event(check: CheckReport, block: str, evidence: str, batch_rows: list
 
 def drift_sentence(event: GuardEvent) -> str:
     """Describe a drift event in one line."""
-    return f"Step {event.step}, sigma {event.sigma:.4g}: finite, but off ({event.from_mode}). {event.evidence}"
+    step, mode, sigma = event.step, event.from_mode, f"{event.sigma:.4g}"
+    event.brief = Message("Step {0}: finite, but off ({1}). {2}", step, label_of(mode), event.evidence)
+    return Message("Step {0}, sigma {1}: finite, but off ({2}). {3}", step, sigma, mode, event.evidence)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from ..base.errors import UnknownProfile
+from ..base.message import Message
 from ..formats.registry import fp8_dtypes
 from .hardware import default_device, hardware_name, indexed, profile_of
 from .probes import Probe, run_probes, why_dtype_not_held
@@ -50,14 +51,14 @@ class Device:
         """
         if storage == "bf16":
             error = "" if self.simulated else why_dtype_not_held(self.torch_device, storage)
-            return error and f"{self.name} cannot hold bf16 ({error})"
+            return error and Message("{0} cannot hold bf16 ({1})", self.name, error)
         dtypes, why = fp8_dtypes(storage), ""
         if dtypes and not self.capabilities["fp8_storage"]:
             why = self.reason("fp8_storage")
         elif not self.simulated:
             errors = ((name, why_dtype_not_held(self.torch_device, name)) for name in dtypes)
-            why = next((f"It does not support {name} ({error})." for name, error in errors if error), "")
-        return why and f"not on {self.label}: {why}"
+            why = next((Message("It does not support {0} ({1}).", name, error) for name, error in errors if error), "")
+        return why and Message("not on {0}: {1}", self.label, why)
 
     def without(self, capability: str, reason: str) -> "Device":
         """Return the same device with a capability off, for a reason that the table and the probes cannot know."""
@@ -97,7 +98,7 @@ def requested_profile() -> DeviceProfile | None:
     try:
         return profile_named(name)
     except UnknownProfile as error:
-        raise UnknownProfile(f"{PROFILE_VARIABLE}={name}: {error.problem}", error.advice) from None
+        raise UnknownProfile(Message("{0}={1}: {2}", PROFILE_VARIABLE, name, error.problem), error.advice) from None
 
 
 def drop_wrong_profile() -> str | None:
@@ -106,7 +107,7 @@ def drop_wrong_profile() -> str | None:
         requested_profile()
     except UnknownProfile as error:
         del os.environ[PROFILE_VARIABLE]
-        return f"{error} The variable is ignored."
+        return Message("{0} The variable is ignored.", error)
     return None
 
 
@@ -119,5 +120,5 @@ def _confirmed(
     for capability in (name for name, on in capabilities.items() if on):
         if probe := next((name for name in failed if name in CAPABILITIES[capability][2:]), ""):
             capabilities[capability] = False
-            reasons[capability] = f"Expected here, but the probe {probe} failed: {failed[probe]}."
+            reasons[capability] = Message("Expected here, but the probe {0} failed: {1}.", probe, failed[probe])
     return Device(device, hardware_name(device), profile, simulated, probes, capabilities, reasons)

@@ -8,6 +8,7 @@ from types import ModuleType
 
 import torch
 
+from ..base.message import Message
 from .probes import cpu_bf16
 from .profiles import OCP_FP8, PROFILES, DeviceProfile
 
@@ -21,11 +22,11 @@ B300_INT8 = "B300 multiplies int8 at a fifteenth of its fp16 rate: 0.15 against 
 
 FAULTY_INT8 = "No tensor cores: int8 is faster than fp32, the only other arithmetic on this card (INT8-Fast PR #61)."
 FULL_RATE_SUMS = "Workstation and server cards add in fp32 at full rate: fp16 accumulation adds a risk and no speed."
-NO_DML = "DirectML has no {} (microsoft/DirectML #688)."
+NO_DML = "DirectML has no {0} (microsoft/DirectML #688)."
 # What its list of types lacks (DML_TENSOR_DATA_TYPE).
 DIRECTML_NOTES = {
     "fp16": "ComfyUI computes in fp16 under DirectML (should_use_fp16 in comfy/model_management.py of 0.30.0).",
-    **{name: NO_DML.format(name.split("_")[0]) for name in ("bf16", "fp8_storage", "fp8_matmul", "fp8_matmul_gains")},
+    **{name: Message(NO_DML, name.split("_")[0]) for name in ("bf16", "fp8_storage", "fp8_matmul", "fp8_matmul_gains")},
     "int8_matmul": "torch-directml has no int8 matmul: int8 weights are widened before the matmul.",
     "int8_matmul_gains": "torch-directml has no int8 matmul.",
     "match": "DirectML uses the CPU's profile with fp16, without fp8 and int8 matmul. Not tested on such a device. "
@@ -94,7 +95,9 @@ def profile_of(device: torch.device) -> DeviceProfile:
         return adapted(PROFILES["cpu"], DIRECTML_NOTES, **DIRECTML)
     if device.type == "cpu" and cpu_bf16():
         return adapted(PROFILES["cpu"], {"bf16": "This CPU has bf16 instructions."}, bf16=True)
-    unmatched = {"match": f"torch device type '{device.type}' has no device profile; the safest one is used."}
+    unmatched = {
+        "match": Message("torch device type '{0}' has no device profile; the safest one is used.", device.type)
+    }
     return PROFILES.get(device.type) or adapted(PROFILES["cpu"], unmatched)
 
 
@@ -109,7 +112,7 @@ def _nvidia_profile(device: torch.device) -> DeviceProfile:
     if capability == (10, 3):
         return adapted(row, {"int8_matmul_gains": B300_INT8}, label="B300 (Blackwell Ultra)")
     if row.name == "sm_75" and any(chip in name for chip in FAULTY_FP16):
-        wrong = f"{name} gives wrong or NaN fp16 results, so nothing is computed in fp16."
+        wrong = Message("{0} gives wrong or NaN fp16 results, so nothing is computed in fp16.", name)
         notes = {"fp16": wrong, "fp16_accumulation": wrong, "int8_matmul_gains": FAULTY_INT8}
         return adapted(row, notes, label="GTX 16xx (Turing)", fp16=False, fp16_accumulation=False)
     if row.fp16_accumulation and FULL_RATE.search(name):
@@ -124,9 +127,13 @@ def nvidia_row(capability: tuple[int, int]) -> DeviceProfile:
     major, minor = max((row for row in capabilities if row <= capability), default=capabilities[0])
     row = PROFILES[f"sm_{major}{minor}"]
     if capability < (6, 0):
-        return adapted(row, {"match": f"sm_{capability[0]}{capability[1]} is older than every device profile."})
+        return adapted(
+            row, {"match": Message("sm_{0}{1} is older than every device profile.", capability[0], capability[1])}
+        )
     if capability[0] > capabilities[-1][0]:
-        return adapted(row, {"match": f"sm_{capability[0]}{capability[1]} is newer than every device profile."})
+        return adapted(
+            row, {"match": Message("sm_{0}{1} is newer than every device profile.", capability[0], capability[1])}
+        )
     return row
 
 
@@ -134,20 +141,20 @@ def amd_row(arch: str) -> DeviceProfile:
     """Return the row for a gcnArchName such as gfx1103, gfx942 or gfx950."""
     row = next((row for prefix, row in GFX_ROWS if arch.startswith(prefix)), "")
     if row == "gfx1030":  # RDNA2 and older, and Vega
-        notes = {
-            "bf16": f"{arch} has no bf16; torch emulates it.",
-            "int8_matmul": f"{arch} has no int8 matrix units.",
-            "match": f"{arch} has no device profile; RDNA3's is used, without bf16.",
+        notes: dict[str, str] = {
+            "bf16": Message("{0} has no bf16; torch emulates it.", arch),
+            "int8_matmul": Message("{0} has no int8 matrix units.", arch),
+            "match": Message("{0} has no device profile; RDNA3's is used, without bf16.", arch),
         }
         return adapted(PROFILES["gfx1100"], notes, label="RX 6000 and older", bf16=False, int8_matmul=False)
     if row == "gfx950":
         notes = {
             "fp8_matmul": "fp8 matmul units for the OCP formats; needs ROCm 6.5 or later.",
-            "match": f"{arch} has no device profile; MI300's is used, with e4m3fn and e5m2 instead of fnuz.",
+            "match": Message("{0} has no device profile; MI300's is used, with e4m3fn and e5m2 instead of fnuz.", arch),
         }
         fp8 = {"fp8_matmul": True, "fp8_matmul_gains": True, "fp8_formats": OCP_FP8}
         return adapted(PROFILES["gfx942"], notes, label="MI350 (CDNA4)", **fp8)
-    nearest = {"match": f"{arch} has no device profile; the nearest safe one is used."}
+    nearest = {"match": Message("{0} has no device profile; the nearest safe one is used.", arch)}
     return PROFILES.get(row) or adapted(PROFILES["gfx1100"], nearest)
 
 

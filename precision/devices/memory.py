@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..base.errors import MemoryShortage
+from ..base.message import Message
 from ..base.text import size_text
 
 PROC = Path("/proc")
@@ -32,7 +33,7 @@ def require_memory(needed: int, what: str, available: int, advice: str = FOR_WEI
         MemoryShortage: they are not.
     """
     if needed > available:
-        problem = f"{what} needs {size_text(needed)} of memory, {size_text(available)} are available."
+        problem = Message("{0} needs {1} of memory, {2} are available.", what, size_text(needed), size_text(available))
         raise MemoryShortage(problem, advice)
 
 

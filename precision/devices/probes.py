@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from ..base.dtypes import DTYPES, dtype_named
 from ..base.flags import flags_set, is_on
+from ..base.message import Message
 from ..base.oom import is_torch_oom
 from ..base.surroundings import neutral
 from ..formats.format import kitchen_function
@@ -101,11 +102,13 @@ def fp8_cast(device: torch.device, fmt: str) -> tuple[bool, str]:
     values = torch.arange(256, dtype=torch.uint8).view(dtype).float()
     values = values[torch.isfinite(values)]
     if not torch.equal(_round_trip(values, device, dtype), values):
-        return False, f"a cast to {fmt} and back changed values that {fmt} can represent"
+        return False, Message("a cast to {0} and back changed values that {1} can represent", fmt, fmt)
     past, nan = _round_trip(torch.tensor([1e6, float("nan")]), device, dtype).tolist()
     if nan == nan:
-        return False, f"a cast to {fmt} turned NaN into {nan:g}"
-    return True, f"exact up to {torch.finfo(dtype).max:g}; above that {'NaN' if past != past else f'{past:g}'}"
+        return False, Message("a cast to {0} turned NaN into {1}", fmt, f"{nan:g}")
+    return True, Message(
+        "exact up to {0}; above that {1}", f"{torch.finfo(dtype).max:g}", "NaN" if past != past else f"{past:g}"
+    )
 
 
 def _round_trip(values: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
@@ -118,8 +121,8 @@ def fp8_matmul(device: torch.device, fmt: str) -> tuple[bool, str]:
     right = (torch.arange(32 * 32).reshape(32, 32) % 7 - 3).float()
     result = scaled_mm(left.to(device).to(dtype_named(fmt)), right.t().contiguous().to(device).to(dtype_named(fmt)).t())
     if not torch.equal(result.float().cpu(), left @ right):
-        return False, f"{fmt} matmul ran and gave wrong values"
-    return True, f"{fmt} matmul {'runs, emulated' if device.type == 'cpu' else 'runs, values right'}"
+        return False, Message("{0} matmul ran and gave wrong values", fmt)
+    return True, Message("{0} matmul {1}", fmt, "runs, emulated" if device.type == "cpu" else "runs, values right")
 
 
 def scaled_mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -161,7 +164,9 @@ def int8_kernels(device: torch.device) -> tuple[bool | None, str]:
         return None, "comfy-kitchen has CUDA kernels for NVIDIA only"
     # ComfyUI turns comfy-kitchen's CUDA kernels off below CUDA 13 (comfy/quant_ops.py).
     new_enough = int(torch.version.cuda.split(".")[0]) >= 13
-    return new_enough, f"torch is built for CUDA {torch.version.cuda}, comfy-kitchen's int8 kernels need 13.0"
+    return new_enough, Message(
+        "torch is built for CUDA {0}, comfy-kitchen's int8 kernels need 13.0", torch.version.cuda
+    )
 
 
 def gemm(device: torch.device, name: str) -> tuple[bool, str]:
@@ -172,12 +177,12 @@ def gemm(device: torch.device, name: str) -> tuple[bool, str]:
     exact = left.double() @ right.double()
     error = relative_error((left.to(device) @ right.to(device)).cpu(), exact)
     if not error < GEMM_TOLERANCE[name]:
-        return False, f"{name} matmul is wrong here: relative error {error:.2g}"
+        return False, Message("{0} matmul is wrong here: relative error {1}", name, f"{error:.2g}")
     if name == "fp16" and device.type not in ("cuda", "cpu"):  # CUDA adds in fp32 unless the flag for fp16 sums is on
         left, right = accumulation_operands(device)
         if not torch.isfinite((left @ right).cpu()).all():
             return False, "fp16 matmul accumulates in fp16 here: sums overflow even if the result is small"
-    return True, f"relative error {error:.1e}"
+    return True, Message("relative error {0}", f"{error:.1e}")
 
 
 def relative_error(result: torch.Tensor, exact: torch.Tensor) -> float:
@@ -196,7 +201,7 @@ def bf16_native(device: torch.device) -> tuple[bool | None, str]:
     elif device.type == "cpu":
         source, answer = "CPU instructions", cpu_bf16()
     else:
-        return None, f"torch cannot tell on {device.type}"
+        return None, Message("torch cannot tell on {0}", device.type)
     return bool(answer), f"{source}: {'yes' if answer else 'no'}"
 
 
@@ -231,7 +236,7 @@ def fp16_accumulation(device: torch.device) -> tuple[bool | None, str]:
     if device.type != "cuda" or torch.version.hip:
         return None, "the flag affects NVIDIA's cuBLAS only"
     if is_on("fp16_accumulation") is None:
-        return False, f"torch {torch.__version__} has no such flag"
+        return False, Message("torch {0} has no such flag", torch.__version__)
     if _leaves_flags.get():
         return None, NOT_TRIED
     return _overflows_in_fp16(*accumulation_operands(device, UNSPLIT))

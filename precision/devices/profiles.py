@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..base.errors import UnknownProfile
+from ..base.message import Message
 
 CAPABILITIES = {
     "fp16": ("fp16 matmuls are fast.", "fp16 math is slow.", "fp16_gemm"),
@@ -102,7 +103,7 @@ class DeviceProfile:
         needed = self.needs_torch.get(capability)
         if not needed or torch_version() >= needed:
             return None
-        return f"Needs torch {needed[0]}.{needed[1]}; this is {'.'.join(map(str, torch_version()))}."
+        return Message("Needs torch {0}.{1}; this is {2}.", needed[0], needed[1], ".".join(map(str, torch_version())))
 
     def reason(self, capability: str) -> str:
         """Return why the capability is expected to be on or off, as a sentence."""
@@ -303,6 +304,6 @@ def profile_named(name: str) -> DeviceProfile:
     named = (row for row in ROWS if any(re.fullmatch(row.called, spelling) for spelling in spelled))
     row = PROFILES.get(name.strip()) or next(named, None)
     if row is None or not plain:
-        advice = f"Use a device's name, such as {NAME_EXAMPLES}, or a code: {', '.join(PROFILE_NAMES)}."
-        raise UnknownProfile(f"There is no device profile '{name}'.", advice)
+        advice = Message("Use a device's name, such as {0}, or a code: {1}.", NAME_EXAMPLES, ", ".join(PROFILE_NAMES))
+        raise UnknownProfile(Message("There is no device profile '{0}'.", name), advice)
     return row

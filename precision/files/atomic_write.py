@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ..base.errors import CheckpointError
+from ..base.message import Message
 from ..base.text import size_text
 
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -19,7 +20,7 @@ def require_space(path: Path, needed: int) -> None:
     """Raise CheckpointError unless the disk of ``path`` has ``needed`` bytes free."""
     free = shutil.disk_usage(path.parent).free
     if free < needed:
-        problem = f"the disk has {size_text(free)} free, {size_text(needed)} are needed"
+        problem = Message("the disk has {0} free, {1} are needed", size_text(free), size_text(needed))
         raise CheckpointError(path, problem, advice="Free some space, or write to another disk.")
 
 
@@ -31,7 +32,8 @@ def os_errors_as(path: Path, verb: str) -> Iterator[None]:
     except OSError as error:
         full = error.errno in _DISK_FULL
         advice = "Free some space." if full else "Check the disk and the folder, or the connection to them."
-        raise CheckpointError(path, f"cannot be {verb} ({error.strerror or error})", advice=advice) from error
+        problem = Message("cannot be {0} ({1})", verb, error.strerror or error)
+        raise CheckpointError(path, problem, advice=advice) from error
 
 
 @contextmanager

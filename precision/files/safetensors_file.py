@@ -12,6 +12,7 @@ from typing import BinaryIO
 import torch
 
 from ..base.errors import CheckpointError
+from ..base.message import Message
 from .atomic_write import os_errors_as, replacing, require_space
 from .safetensors_header import AGAIN, MAX_HEADER, Entry, TensorSpec, header_bytes, layout, read_header, read_object
 from .tensor_file import TensorFile, map_pages, open_regular
@@ -36,11 +37,12 @@ def open_checkpoint(path: str | os.PathLike) -> TensorFile:
     files = dict.fromkeys(path.with_name(part) for name in shards.values() or [path.name] for part in _set_of(name))
     missing = next((file.name for file in files if not os.path.isfile(file)), None)
     if missing is not None and (shards or len(files) > 1):
-        raise CheckpointError(path, f"one file of the set is missing: {missing[:200]}", advice="Download all parts.")
+        problem = Message("one file of the set is missing: {0}", missing[:200])
+        raise CheckpointError(path, problem, advice="Download all parts.")
     whole = _open_files(path, list(files))
     missing = next((name for name in shards if name not in whole.entries), None)
     if missing is not None:
-        problem = f"not in {shards[missing]}, where the index lists it"
+        problem = Message("not in {0}, where the index lists it", shards[missing])
         raise CheckpointError(path, problem, missing, "Download it again.")
     return whole
 
@@ -61,12 +63,13 @@ def _index(path: Path) -> dict[str, str]:
     try:
         shards = read_object(text).get("weight_map")
     except ValueError as error:
-        raise CheckpointError(path, f"its text is {error}", advice=AGAIN) from None
+        raise CheckpointError(path, Message("its text is {0}", error), advice=AGAIN) from None
     if not isinstance(shards, dict) or not shards:
         raise CheckpointError(path, "an index without a 'weight_map'", advice=AGAIN)
     for name, shard in shards.items():
         if not isinstance(shard, str) or not shard or shard in (".", "..") or re.search(r"[\\/:\0]", shard):
-            raise CheckpointError(path, f"its file {shard!r} is not a plain file name", name, "Do not use this index.")
+            problem = Message("its file {0} is not a plain file name", f"{shard!r}")
+            raise CheckpointError(path, problem, name, "Do not use this index.")
     return shards
 
 
@@ -81,7 +84,8 @@ def _open_files(path: Path, files: list[Path]) -> TensorFile:
         metadata = own | metadata
         twice = next((name for name in part if name in entries), None)
         if twice is not None:
-            raise CheckpointError(file, f"also in {entries[twice].file.name}", twice, "Download the set again.")
+            problem = Message("also in {0}", entries[twice].file.name)
+            raise CheckpointError(file, problem, twice, "Download the set again.")
         entries |= part
     return TensorFile(path, metadata, entries, maps)
 
@@ -119,11 +123,13 @@ def write_safetensors(
             for name, tensor in tensors:
                 spec, start = waiting.pop(name, (None, 0))
                 if spec != TensorSpec(name, tensor.dtype, tuple(tensor.shape)):
-                    raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, announced was {spec}")
+                    raise ValueError(
+                        Message("{0} is {1} {2}, announced was {3}", name, tensor.dtype, tuple(tensor.shape), spec)
+                    )
                 _write_tensor(file, len(header) + start, tensor)
                 del tensor  # before the next one is made
             if waiting:
-                raise ValueError(f"{next(iter(waiting))} was announced and not written")
+                raise ValueError(Message("{0} was announced and not written", next(iter(waiting))))
 
 
 def _write_tensor(file: BinaryIO, position: int, tensor: torch.Tensor) -> None:

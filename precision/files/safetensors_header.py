@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ..base.errors import CheckpointError
+from ..base.message import Message
 
 MAX_HEADER = 100_000_000
 MAX_NAME = 1000
@@ -95,7 +96,9 @@ def read_header(path: Path, file: BinaryIO, size: int) -> tuple[dict[str, str], 
         problem, advice = _describe_other_format(head)
         raise CheckpointError(path, problem, advice=advice)
     if length > size - 8:
-        problem = f"truncated in its header: {8 + length - size} bytes of the header and all tensors are missing"
+        problem = Message(
+            "truncated in its header: {0} bytes of the header and all tensors are missing", 8 + length - size
+        )
         raise CheckpointError(path, problem, advice=AGAIN)
     file.seek(8)
     text = file.read(length)
@@ -116,15 +119,18 @@ def _describe_other_format(head: bytes) -> tuple[str, str]:
             return problem, advice
     text = head.lstrip(b"\xef\xbb\xbf \t\r\n")
     if text[:1] == b"<":
-        return "a web page (HTML), not a model", f"{AGAIN} The site may ask you to log in or to accept a licence."
+        return "a web page (HTML), not a model", Message(
+            "{0} The site may ask you to log in or to accept a licence.", AGAIN
+        )
     if len(text) > 3 and all(byte in PRINTABLE for byte in text[:64]):
         shown = text[:60].decode("ascii").splitlines()[0]
-        advice = f"{AGAIN} The site may have answered with an error."
-        return f"a text file that begins {shown!r}, not a model", advice
+        advice = Message("{0} The site may have answered with an error.", AGAIN)
+        return Message("a text file that begins {0}, not a model", f"{shown!r}"), advice
     if len(head) < 9:
-        return f"only {len(head)} bytes long" if head else "empty, 0 bytes", AGAIN
+        return Message("only {0} bytes long", len(head)) if head else "empty, 0 bytes", AGAIN
     length = int.from_bytes(head[:8], "little")
-    return f"not a safetensors file (a header of {length} bytes is impossible, or does not begin with '{{')", AGAIN
+    impossible = "not a safetensors file (a header of {0} bytes is impossible, or does not begin with '{1}')"
+    return Message(impossible, length, "{"), AGAIN
 
 
 def _refusal(path: Path, text: bytes, data: int, error: SafetensorError) -> CheckpointError:
@@ -140,7 +146,7 @@ def _refusal(path: Path, text: bytes, data: int, error: SafetensorError) -> Chec
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         end = 0
     if end > data:
-        return CheckpointError(path, f"truncated: {end - data} of {end} bytes are missing", advice=AGAIN)
+        return CheckpointError(path, Message("truncated: {0} of {1} bytes are missing", end - data, end), advice=AGAIN)
     return CheckpointError(path, f"damaged ({ascii(str(error)[:300])[1:-1]})", advice=AGAIN)
 
 
@@ -149,14 +155,15 @@ def _entry(path: Path, name: str, value: Any, base: int) -> Entry:
         raise CheckpointError(path, "its name is too long or cannot be shown", ascii(name[:80])[1:-1], AGAIN)
     code, shape, (start, end) = value["dtype"], value["shape"], value["data_offsets"]
     if code not in TORCH_DTYPES:
-        problem = f"torch {torch.__version__} has no such dtype" if code in CODES else "an unknown dtype"
-        raise CheckpointError(path, f"stored as {code[:40]!r}, {problem}", name, "Update ComfyUI, or use another file.")
+        problem = Message("torch {0} has no such dtype", torch.__version__) if code in CODES else "an unknown dtype"
+        problem = Message("stored as {0}, {1}", f"{code[:40]!r}", problem)
+        raise CheckpointError(path, problem, name, "Update ComfyUI, or use another file.")
     if len(shape) > MAX_DIMENSIONS or prod(max(size, 1) for size in shape) > MAX_ELEMENTS:
         raise CheckpointError(path, "its shape is impossible", name, AGAIN)
     expected = prod(shape) * TORCH_DTYPES[code].itemsize
     if end - start != expected:
         shown = "x".join(map(str, shape[:8]))
-        problem = f"{code} of shape {shown} is {expected} bytes, the file holds {end - start}"
+        problem = Message("{0} of shape {1} is {2} bytes, the file holds {3}", code, shown, expected, end - start)
         raise CheckpointError(path, problem, name, AGAIN)
     return Entry(path, code, tuple(shape), base + start, base + end)
 
@@ -172,7 +179,7 @@ def layout(specs: Sequence[TensorSpec]) -> dict[str, tuple[TensorSpec, int]]:
     places, position = {}, 0
     for spec in sorted(specs, key=lambda spec: -spec.dtype.itemsize):
         if spec.name in places:
-            raise ValueError(f"{spec.name} is announced twice")
+            raise ValueError(Message("{0} is announced twice", spec.name))
         places[spec.name] = (spec, position)
         position += spec.bytes
     return places
@@ -202,7 +209,7 @@ def read_object(text: str | bytes) -> dict:
         if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode()  # fails on half of a surrogate pair, which no file can hold
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"not valid JSON ({ascii(str(error))[1:-1]})") from None
+        raise ValueError(Message("not valid JSON ({0})", ascii(str(error))[1:-1])) from None
     if not isinstance(value, dict):
         raise ValueError("not a JSON object")
     return value

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..base.errors import CheckpointError
+from ..base.message import Message
 from .safetensors_header import Entry
 
 SAMPLE = 4096
@@ -82,7 +83,7 @@ class TensorFile(Mapping[str, Tensor]):
 def _require_whole(path: Path, pages: mmap.mmap) -> None:
     # The system ends a process that reads a page past the end of its file (SIGBUS), which Python cannot catch.
     if pages.size() < len(pages):
-        problem = f"truncated to {pages.size()} bytes while it was read; it had {len(pages)}"
+        problem = Message("truncated to {0} bytes while it was read; it had {1}", pages.size(), len(pages))
         raise CheckpointError(path, problem, advice="Try again when no other program writes to it.")
 
 
@@ -102,7 +103,7 @@ def open_regular(path: Path) -> BinaryIO:
         return open(path, "rb")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise CheckpointError(path, f"cannot be opened ({reason})", advice="Check the path.") from None
+        raise CheckpointError(path, Message("cannot be opened ({0})", reason), advice="Check the path.") from None
 
 
 def map_pages(path: Path, file: BinaryIO) -> mmap.mmap:
@@ -117,7 +118,7 @@ def map_pages(path: Path, file: BinaryIO) -> mmap.mmap:
             return mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE | _NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE)
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except OSError as error:
-        raise CheckpointError(path, f"cannot be mapped into memory ({error.strerror})") from error
+        raise CheckpointError(path, Message("cannot be mapped into memory ({0})", error.strerror)) from error
 
 
 def fingerprint(file: TensorFile) -> str:

@@ -4,6 +4,7 @@ import mmap
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from ..base.message import Message
 from .tensor_file import TensorFile
 
 FEWEST = 4
@@ -20,8 +21,10 @@ class ZeroRun(NamedTuple):
     matrices: int
 
     def __str__(self) -> str:
-        zeros = f"{self.matrices} matrices in a row hold only zeros, from byte {self.start} of {self.file} on"
-        return f"{zeros} (first: {self.tensor}). If its download was interrupted, download it again."
+        zeros = Message(
+            "{0} matrices in a row hold only zeros, from byte {1} of {2} on", self.matrices, self.start, self.file
+        )
+        return Message("{0} (first: {1}). If its download was interrupted, download it again.", zeros, self.tensor)
 
 
 def zero_runs(file: TensorFile) -> Iterator[ZeroRun]:

@@ -10,6 +10,7 @@ import torch
 
 from ..base.amax import host_amax
 from ..base.dtypes import max_of
+from ..base.message import Message
 from .format import Format
 from .stored_weight import StoredWeight, Tensors
 
@@ -43,11 +44,13 @@ class Blocks(Format):
     def check(self, weight: StoredWeight) -> None:
         columns = weight.shape[1]
         if columns % self.block:
-            raise ValueError(f"{columns} inputs, where a multiple of {self.block} is meant")
+            raise ValueError(Message("{0} inputs, where a multiple of {1} is meant", columns, self.block))
         scales = weight.tensors["weight_scale"]
         down, across = self._scales(weight.shape[0], columns)
         if scales.numel() != down * across:
-            raise ValueError(f"its weight_scale of shape {tuple(scales.shape)} is not padded to {down} x {across}")
+            raise ValueError(
+                Message("its weight_scale of shape {0} is not padded to {1} x {2}", tuple(scales.shape), down, across)
+            )
 
     def rows(self, weight: StoredWeight, part: slice) -> torch.Tensor:
         start, end = part.start // TILE * TILE, -(-part.stop // TILE) * TILE
@@ -60,7 +63,11 @@ class Blocks(Format):
 
     def why_not(self, rows: int, columns: int) -> str:
         odd = next((size for size in (rows, columns) if size % self.block), None)
-        return f"{self.storage} needs sizes that are multiples of {self.block}; this layer has {odd}" if odd else ""
+        return (
+            Message("{0} needs sizes that are multiples of {1}; this layer has {2}", self.storage, self.block, odd)
+            if odd
+            else ""
+        )
 
     def rounded(self, rows: torch.Tensor, params: Mapping[str, torch.Tensor]) -> torch.Tensor:
         tensors = {leaf: tensor for leaf, tensor in params.items() if leaf != "weight"}
@@ -77,7 +84,7 @@ class Blocks(Format):
         parts = (weight.rows(slice(start, min(start + LOOKED_AT, rows))) for start in range(0, rows, LOOKED_AT))
         open_columns = not any(part[:, -1].any() for part in parts)
         what = " and ".join(name for name, is_open in (("rows", open_rows), ("columns", open_columns)) if is_open)
-        return f"its last {what} are zero, which may be padding" if what else ""
+        return Message("its last {0} are zero, which may be padding", what) if what else ""
 
 
 class Nvfp4(Blocks):
@@ -102,7 +109,7 @@ class Nvfp4(Blocks):
     def check(self, weight: StoredWeight) -> None:
         super().check(weight)
         if weight.tensors["weight_scale_2"].numel() != 1:
-            raise ValueError(f"its weight_scale_2 holds {weight.tensors['weight_scale_2'].numel()} values")
+            raise ValueError(Message("its weight_scale_2 holds {0} values", weight.tensors["weight_scale_2"].numel()))
         if "pre_quant_scale" in weight.tensors:
             weight.require_shape("pre_quant_scale", (weight.shape[1],))
 

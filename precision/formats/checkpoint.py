@@ -16,6 +16,7 @@ import torch
 
 from ..base.dtypes import FP8_DTYPES, name_of
 from ..base.errors import CheckpointError, NonFiniteWeight, UnconsumedScale
+from ..base.message import Message
 from ..files.safetensors_header import read_object
 from ..files.tensor_file import TensorFile
 from ..files.zeros import zero_runs
@@ -61,8 +62,8 @@ _ORIGINAL = "Use the 16-bit or fp8 version of this model."
 _FOREIGN = (
     (("wscales", "smooth_factor"), "a Nunchaku (SVDQuant) file", "Load it with the ComfyUI-nunchaku nodes."),
     (("absmax", "bitsandbytes__nf4", "SCB"), "a bitsandbytes file", "Load it with a bitsandbytes loader node."),
-    (("svd_up", "svd_down", "zero_point"), "an SDNQ file", f"It runs in SD.Next. {_ORIGINAL}"),
-    (("weight_packed", "weight_global_scale"), "a compressed-tensors file", f"It runs in vLLM. {_ORIGINAL}"),
+    (("svd_up", "svd_down", "zero_point"), "an SDNQ file", Message("It runs in SD.Next. {0}", _ORIGINAL)),
+    (("weight_packed", "weight_global_scale"), "a compressed-tensors file", Message("It runs in vLLM. {0}", _ORIGINAL)),
     (("_data", "_scale"), "an optimum-quanto file", _ORIGINAL),
     (("weight_qdata", "_weight_qdata"), "a torchao file", _ORIGINAL),
     (("float8_data",), "a flux-fp8-api file", _ORIGINAL),
@@ -175,8 +176,9 @@ class _Reader:
             if name not in self.taken
         }
         self._check_meanings([weight for weight in weights.values() if weight.data.dtype not in NUMBERS])
-        notes = [f"{count} tensor{'' if count == 1 else 's'}: {remark}" for remark, count in self.remarks.items()]
-        notes += [f"{count} tensors: {what}" for what, count in Counter(self.undecided.values()).items()] + self.zeros
+        remarks = [*self.remarks.items(), *Counter(self.undecided.values()).items()]
+        counted = [Message("{0} tensor: {1}" if n == 1 else "{0} tensors: {1}", n, what) for what, n in remarks]
+        notes = [*counted, *self.zeros]
         metadata = lasting_metadata(self.metadata)
         return Checkpoint(str(self.path), tuple(self.dialects), metadata, weights, notes, self.undecided)
 
@@ -209,11 +211,11 @@ class _Reader:
             return {}
         layers = self._json(self.metadata[QUANTIZATION_KEY], QUANTIZATION_KEY).get("layers")
         if not isinstance(layers, dict) or not all(isinstance(value, dict) for value in layers.values()):
-            raise CheckpointError(self.path, f"its {QUANTIZATION_KEY} holds no table of layers")
+            raise CheckpointError(self.path, Message("its {0} holds no table of layers", QUANTIZATION_KEY))
         names = [(f"{start}{layer}", layer) for start in MAY_PRECEDE for layer in layers]
         found = {name: layer for name, layer in names if f"{name}.weight" in self.tensors}
         if absent := len(layers.keys() - found.values()):
-            self.remarks[f"named in {QUANTIZATION_KEY}, but not in the file"] += absent
+            self.remarks[Message("named in {0}, but not in the file", QUANTIZATION_KEY)] += absent
         return {name: layers[layer] for name, layer in found.items()}
 
     def _json(self, text: str | bytes, where: str) -> dict:
@@ -267,7 +269,7 @@ class _Reader:
         declared = settings.get("format")
         # Some files name none (ComfyUI issues 14722, 15400): their data show it.
         if declared is None and (shown := self._format_shown(_layer(name), data)):
-            self.remarks[f"comfy_quant without a format, read as {shown}; ComfyUI refuses it"] += 1
+            self.remarks[Message("comfy_quant without a format, read as {0}; ComfyUI refuses it", shown)] += 1
             if data.dtype == torch.int8 and "convrot" not in settings and rotation_group(data.shape[-1]):
                 self.undecided[name] = ROTATED_OR_NOT
             return shown
@@ -276,10 +278,11 @@ class _Reader:
         fp8 = declared.startswith("float8_") and data.dtype in FP8_DTYPES and "num_experts" not in settings
         if declared not in FORMATS and not fp8:
             advice = "Update ComfyUI and Halfsafe, or use another version of the model."
-            unknown = f"which neither ComfyUI up to {READS_UP_TO} nor Halfsafe can read"
-            raise CheckpointError(self.path, f"in the format {declared[:80]!r}, {unknown}", name, advice)
+            unknown = Message("which neither ComfyUI up to {0} nor Halfsafe can read", READS_UP_TO)
+            problem = Message("in the format {0}, {1}", f"{declared[:80]!r}", unknown)
+            raise CheckpointError(self.path, problem, name, advice)
         if fp8 and not declared.startswith(str(data.dtype).removeprefix("torch.")):
-            self.remarks[f"declared as {declared}, stored and read as {name_of(data.dtype)}"] += 1
+            self.remarks[Message("declared as {0}, stored and read as {1}", declared, name_of(data.dtype))] += 1
         return declared
 
     def _format_shown(self, layer: str | None, data: torch.Tensor) -> str:
@@ -304,7 +307,8 @@ class _Reader:
             key = found[error.leaf]
             raise NonFiniteWeight(self._file_of(key), str(error), key, _DAMAGED) from None
         except ValueError as error:
-            raise CheckpointError(self._file_of(name), f"{declared}, but {error}", name, _DAMAGED) from None
+            problem = Message("{0}, but {1}", declared, error)
+            raise CheckpointError(self._file_of(name), problem, name, _DAMAGED) from None
 
     def _weight_scale(self, name: str, data: torch.Tensor) -> tuple[torch.Tensor | None, str, str]:
         found = next(((key, dialect) for key, dialect in _weight_scale_names(name) if key in self.tensors), None)
@@ -317,14 +321,16 @@ class _Reader:
         if data.dtype not in EIGHT_BIT:
             if scale.numel() > 1 or data.dtype not in NUMBERS:
                 values = "of many values " if scale.numel() > 1 else ""
-                raise UnconsumedScale(self.path, f"a scale {values}next to a weight in {name_of(data.dtype)}", key)
+                problem = Message("a scale {0}next to a weight in {1}", values, name_of(data.dtype))
+                raise UnconsumedScale(self.path, problem, key)
             if scale.item() == 1:
                 return None, "none", dialect
             self.remarks["16-bit weights with a scale_weight: the scale was applied"] += 1
         granularity = granularity_of(scale, data.shape)
         if granularity is None:
-            shapes = f"{tuple(scale.shape)} does not fit a weight of shape {tuple(data.shape)}"
-            raise UnconsumedScale(self.path, f"a scale of shape {shapes}", key, "Report it to the tool's authors.")
+            shapes = Message("{0} does not fit a weight of shape {1}", tuple(scale.shape), tuple(data.shape))
+            problem = Message("a scale of shape {0}", shapes)
+            raise UnconsumedScale(self.path, problem, key, "Report it to the tool's authors.")
         if dialect == SCALED_FP8 and data.dtype == torch.float8_e5m2:
             self.remarks["e5m2 under a scaled_fp8 marker, which ComfyUI reads as e4m3fn; read as e5m2"] += 1
         shape = {"tensor": (), "row": (-1, 1), "block": scale.shape[:2]}[granularity]
@@ -355,14 +361,14 @@ class _Reader:
         if not (math.isfinite(lowest) and math.isfinite(largest)):
             raise NonFiniteWeight(self._file_of(key), "a scale that is NaN or infinite", key, _DAMAGED)
         if lowest <= 0:
-            raise NonFiniteWeight(self._file_of(key), f"a scale of {lowest:g}", key, _DAMAGED)
+            raise NonFiniteWeight(self._file_of(key), Message("a scale of {0}", f"{lowest:g}"), key, _DAMAGED)
         return scale
 
     def _check_meanings(self, weights: Iterable[StoredWeight]) -> None:
         """Raise CheckpointError for whole numbers and the like that stand for a model's numbers in an unknown way."""
         for weight in weights:
             if weight.plain and _is_parameter(weight):
-                problem = f"in {weight.storage}, and nothing in the file says what numbers those stand for"
+                problem = Message("in {0}, and nothing in the file says what numbers those stand for", weight.storage)
                 advice = "Get the file with its quantization settings (comfy_quant), or its 16-bit version."
                 raise CheckpointError(self._file_of(weight.name), problem, weight.name, advice)
 

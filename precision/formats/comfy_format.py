@@ -13,6 +13,7 @@ import torch
 
 from ..base.dtypes import FP8_NAMES, FP16_MAX, QUANTIZED_NAMES, dtype_named, max_of, name_of
 from ..base.errors import NonFiniteWeight
+from ..base.message import Message
 from ..files.safetensors_header import TensorSpec
 from .format import Format
 from .fp8 import Fp8, quantize
@@ -127,7 +128,8 @@ def tensors_of(weight: StoredWeight, storage: str, path, read: bool = True) -> d
     if storage == AS_FILE:
         return {weight.name: weight.data, **weight.auxiliary}
     if largest > LARGEST_ROUNDED:
-        raise _damaged(weight, path, f"holds values up to {largest:.3g}, which round to infinity in {storage}")
+        problem = Message("holds values up to {0}, which round to infinity in {1}", f"{largest:.3g}", storage)
+        raise _damaged(weight, path, problem)
     if storage not in QUANTIZED_NAMES:
         return {weight.name: weight.dequantize(dtype_named(storage))}
     made = _encoded(weight, FORMAT_OF_STORAGE[storage], largest)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..base.errors import StorageNotHeld
+from ..base.message import Message
 from ..base.modes import Mode
 from .stored_weight import StoredWeight, Tensors
 
@@ -116,7 +117,9 @@ class Format:
         """
         found = kitchen_function(name)
         if found is None:
-            problem = f"{self.title} needs the comfy-kitchen of ComfyUI {self.since}, which is not installed."
+            problem = Message(
+                "{0} needs the comfy-kitchen of ComfyUI {1}, which is not installed.", self.title, self.since
+            )
             raise StorageNotHeld(problem, "Update ComfyUI and the packages that it requires, or use storage=int8.")
         return found
 

@@ -14,6 +14,7 @@ from functools import cache
 
 import torch
 
+from ..base.message import Message
 from ..base.modes import INT8
 from .format import Format
 from .fp8 import room
@@ -81,7 +82,9 @@ class Rotated(Format):
     def why_not(self, rows: int, columns: int) -> str:
         if rotation_group(columns):
             return ""
-        return f"its {columns} inputs are not a multiple of 16, and int8 without a rotation fails on outliers"
+        return Message(
+            "its {0} inputs are not a multiple of 16, and int8 without a rotation fails on outliers", columns
+        )
 
     def turned(self, rows: torch.Tensor) -> torch.Tensor:
         return rotated(rows.float(), rotation_group(rows.shape[1]))

@@ -2,6 +2,7 @@
 
 import torch
 
+from ..base.message import Message
 from .format import Format
 from .stored_weight import StoredWeight
 
@@ -36,7 +37,7 @@ class Awq4(Format):
     def check(self, weight: StoredWeight) -> None:
         (rows, columns), size = weight.shape, weight.setting("group_size", 64)
         if type(size) is not int or size < 1 or columns % size:
-            raise ValueError(f"a group_size of {size!r} for {columns} inputs")
+            raise ValueError(Message("a group_size of {0} for {1} inputs", f"{size!r}", columns))
         for name in self.needs:
             weight.require_shape(name, (columns // size, rows))
 

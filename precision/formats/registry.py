@@ -5,6 +5,7 @@ from math import prod
 
 import torch
 
+from ..base.message import Message
 from .blocks import Mxfp8, Nvfp4
 from .format import Format
 from .fp8 import E4M3, E5M2
@@ -52,7 +53,7 @@ def weight_in_format(
     format = FORMATS[settings["format"]]
     missing = next((leaf for leaf in format.needs if leaf not in tensors), None)
     if missing:
-        raise ValueError(f"without its {missing}")
+        raise ValueError(Message("without its {0}", missing))
     typed = {leaf: _typed(tensor, format, leaf) for leaf, tensor in tensors.items()}
     weight = StoredWeight(name, data, format=format, tensors=typed, settings=settings, outputs=outputs)
     weight.check()
@@ -68,5 +69,5 @@ def _typed(tensor: torch.Tensor, format: Format, leaf: str) -> torch.Tensor:
     if leaf != name or tensor.dtype != torch.uint8:
         return tensor
     if not hasattr(torch, dtype):
-        raise ValueError(f"torch {torch.__version__} has no {dtype}")
+        raise ValueError(Message("torch {0} has no {1}", torch.__version__, dtype))
     return tensor.view(getattr(torch, dtype))

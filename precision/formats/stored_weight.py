@@ -11,6 +11,7 @@ import torch
 
 from ..base.amax import amax_value, host_amax
 from ..base.dtypes import FP8_DTYPES, name_of
+from ..base.message import Message
 
 Tensors = dict[str, torch.Tensor]
 """Tensors of a layer by the last part of their names: ``weight``, ``weight_scale``."""
@@ -130,7 +131,7 @@ class StoredWeight:
         count = len(self.data)
         odd = next((tensor for tensor in self.tensors.values() if tensor.dim() and len(tensor) != count), None)
         if odd is not None:
-            raise ValueError(f"a tensor of shape {tuple(odd.shape)} for {count} experts")
+            raise ValueError(Message("a tensor of shape {0} for {1} experts", tuple(odd.shape), count))
         alone = {key: value for key, value in self.settings.items() if key != "num_experts"}
 
         def expert(i: int) -> StoredWeight:
@@ -148,14 +149,15 @@ class StoredWeight:
         """Raise ValueError unless the tensors of a weight fit its format."""
         dimensions = 3 if "num_experts" in self.settings else 2
         if self.data.dim() != dimensions or not self.data.numel():
-            raise ValueError(f"a weight of shape {tuple(self.data.shape)}, expected {dimensions} dimensions")
+            shape = tuple(self.data.shape)
+            raise ValueError(Message("a weight of shape {0}, expected {1} dimensions", shape, dimensions))
         for expert in self.experts:
             expert.check()
         if self.experts:
             return
         if self.data.dtype not in self.format.dtypes:
             meant = name_of(self.format.dtypes[0])
-            raise ValueError(f"stored in {name_of(self.data.dtype)}, expected {meant}")
+            raise ValueError(Message("stored in {0}, expected {1}", name_of(self.data.dtype), meant))
         for name in self.tensors:
             if self.tensors[name].is_complex():
                 raise NonFiniteScale(name)
@@ -169,7 +171,7 @@ class StoredWeight:
         """Return a tensor beside the data in fp32."""
         tensor = self.tensors[name]
         if not tensor.dtype.is_floating_point or not tensor.numel():
-            raise ValueError(f"its {name} holds {tensor.numel()} values in {name_of(tensor.dtype)}")
+            raise ValueError(Message("its {0} holds {1} values in {2}", name, tensor.numel(), name_of(tensor.dtype)))
         return tensor.float()
 
     def row_scales(self, part: slice) -> torch.Tensor:
@@ -181,7 +183,8 @@ class StoredWeight:
         """Raise ValueError unless a tensor has one of these shapes."""
         if tuple(self.tensors[name].shape) not in shapes:
             meant = " or ".join(map(str, shapes))
-            raise ValueError(f"its {name} has shape {tuple(self.tensors[name].shape)}, expected {meant}")
+            shape = tuple(self.tensors[name].shape)
+            raise ValueError(Message("its {0} has shape {1}, expected {2}", name, shape, meant))
 
     def setting(self, key: str, default: Any) -> Any:
         """Return a value of ``comfy_quant``, at the top or under ``params``, as ComfyUI does."""
@@ -196,7 +199,7 @@ class StoredWeight:
         size = self.setting("convrot_groupsize", 256)
         # A regular Hadamard matrix exists for powers of 4.
         if type(size) is not int or size not in (4, 16, 64, 256, 1024) or self.shape[-1] % size:
-            raise ValueError(f"a convrot_groupsize of {size!r} for {self.shape[-1]} inputs")
+            raise ValueError(Message("a convrot_groupsize of {0} for {1} inputs", f'{size!r}', self.shape[-1]))
         return size
 
     def parts(self, sample: int | None = None, align: int = 1) -> Iterator[tuple[slice, torch.Tensor]]:

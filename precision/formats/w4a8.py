@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
+from ..base.message import Message
 from ..base.modes import INT8
 from .int8 import Rotated, rotation_group
 from .stored_weight import StoredWeight, Tensors
@@ -44,7 +45,7 @@ class W4a8(Rotated):
             weight.require_shape(name, shapes[name])
         bits = weight.data.shape[1] * 8 // max(columns, 1)
         if bits not in (4, 6) or weight.data.shape[1] * 8 != columns * bits:
-            raise ValueError(f"{weight.data.shape[1]} bytes per row for {columns} inputs")
+            raise ValueError(Message("{0} bytes per row for {1} inputs", weight.data.shape[1], columns))
         if bits == 6 and len(weight.tensors) > 2:
             raise ValueError("6-bit codes with a codebook or correction, which the format does not have")
 
@@ -65,7 +66,7 @@ class W4a8(Rotated):
     def why_not(self, rows: int, columns: int) -> str:
         odd = self.bits == 6 and columns % 32
         return super().why_not(rows, columns) or (
-            f"ComfyUI's 6-bit codes need a multiple of 32 inputs; this layer has {columns}" if odd else ""
+            Message("ComfyUI's 6-bit codes need a multiple of 32 inputs; this layer has {0}", columns) if odd else ""
         )
 
     def specs(self, rows: int, columns: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

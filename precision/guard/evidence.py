@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..base.message import Message
 from ..base.nested import tensors_in
 from ..devices import probes
 from ..report.schema import Verdict
@@ -74,7 +75,7 @@ class Evidence:
 
     def at(self, rung: Rung) -> Attempt:
         """Make the call at a rung, however many repeats are allowed."""
-        attempt = self.repeat(rung, "as it was" if rung.as_it_was else f"in {rung.name}")
+        attempt = self.repeat(rung, "as it was" if rung.as_it_was else Message("in {0}", rung.name))
         self.recurs = self.recurs or (rung.as_it_was and not attempt.finite)
         if rung.is_fp32:
             self.fails_in_fp32 = not attempt.finite
@@ -203,7 +204,7 @@ class Evidence:
             return ""
         self.origin = origin
         sentence = verdicts.STAYS_LOW_OF if made_by else verdicts.STAYS_LOW
-        return sentence.format(origin.layer or "The model", made_by)
+        return Message(sentence, origin.layer or "The model", made_by)
 
 
 class Row(NamedTuple):
@@ -222,18 +223,18 @@ class Row(NamedTuple):
     evidence: str = ""
 
 
-RAISE_RETRIES = "max_retries is {}, which left repeats untried: increase it."
+RAISE_RETRIES = "max_retries is {0}, which left repeats untried: increase it."
 BY_INPUTS = (Row(Evidence.bad_input, BAD_INPUT),)
 BY_WEIGHTS = (
-    Row(Evidence.bad_copy, DEVICE_FAULT, None, "{}"),
-    Row(Evidence.bad_patch, BAD_WEIGHTS, "{}", verdicts.PATCH_READ),
-    Row(Evidence.nan_weight, BAD_WEIGHTS, "{}", verdicts.NAN_READ),
-    Row(Evidence.bad_weight, BAD_WEIGHTS, "{}", verdicts.WEIGHTS_MADE_FINITE),
+    Row(Evidence.bad_copy, DEVICE_FAULT, None, "{0}"),
+    Row(Evidence.bad_patch, BAD_WEIGHTS, "{0}", verdicts.PATCH_READ),
+    Row(Evidence.nan_weight, BAD_WEIGHTS, "{0}", verdicts.NAN_READ),
+    Row(Evidence.bad_weight, BAD_WEIGHTS, "{0}", verdicts.WEIGHTS_MADE_FINITE),
 )
 BEYOND_RUNGS = (
     Row(Evidence.untried, STOPPED, RAISE_RETRIES),
     Row(Evidence.kept_state, STOPPED, verdicts.LEAVE_OUT, verdicts.MAY_BE_KEPT),
-    Row(Evidence.wrong_in_fp32, DEVICE_FAULT, "{}.", verdicts.WRONG_IN_FP32),
+    Row(Evidence.wrong_in_fp32, DEVICE_FAULT, "{0}.", verdicts.WRONG_IN_FP32),
     *BY_INPUTS,
 )
 """The first explanations of a call that no rung cured, in order."""
@@ -241,7 +242,7 @@ LAST = (
     Row(Evidence.unexplained, STOPPED, RAISE_RETRIES),
     Row(Evidence.was_finite, DEVICE_FAULT, None, verdicts.WAS_FINITE),
     Row(Evidence.unlocated, STOPPED, RAISE_RETRIES),
-    Row(Evidence.own_dtype, STOPPED, verdicts.OF_ITS_OWN, "{}"),
+    Row(Evidence.own_dtype, STOPPED, verdicts.OF_ITS_OWN, "{0}"),
 )
 """The explanations of a call whose inputs and weights are not at fault either, in order; if none holds, the call fails
 in fp32 by itself (``NOT_PRECISION``)."""
@@ -254,6 +255,6 @@ def explained(evidence: Evidence, rows: Sequence[Row]) -> Diagnosis | None:
         if isinstance(found, NotFiniteInput):
             return found.diagnosis(evidence.call.wording.input_made_finite)
         if found:
-            advice = None if advice is None else advice.format(found)
-            return Diagnosis(evidence.place, verdict, advice, text.format(found))
+            advice = None if advice is None else Message(advice, found)
+            return Diagnosis(evidence.place, verdict, advice, Message(text, found))
     return None

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..base.amax import amax_value
+from ..base.message import Message, joined
 from ..base.nested import leaves, replaced, tensors_in
 from ..report.schema import Verdict
 from .localize import Origin
@@ -122,7 +123,8 @@ class NotFiniteTensor:
         what = [f"{self.nan} NaN"] * bool(self.nan) + [f"{self.inf} Inf"] * bool(self.inf)
         share = (self.nan + self.inf) / self.total
         rows = ", ".join(map(str, self.rows[:LISTED])) + (", ..." if len(self.rows) > LISTED else "")
-        return f"{self.name}: {' and '.join(what)} of {self.total} values ({share:.1%}), batch rows {rows}"
+        found = joined(what, " and "), self.total, f"{share:.1%}", rows
+        return Message("{0}: {1} of {2} values ({3}), batch rows {4}", self.name, *found)
 
 
 def zeroed(tensor: torch.Tensor) -> torch.Tensor:

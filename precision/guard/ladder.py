@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+from ..base.message import Message
 from ..base.modes import FP32
 from ..base.nested import tensors_in
 from ..report.schema import GuardEvent, Verdict
@@ -62,7 +63,7 @@ class Ladder:
         found = explained(evidence, [*BEYOND_RUNGS, *BY_WEIGHTS])
         if found:
             mode = call.mode(found.origin)
-            text = f"{verdicts.FINITE_HERE} {found.evidence}"
+            text = Message("{0} {1}", verdicts.FINITE_HERE, found.evidence)
             event = event_of(self._position, found.origin, mode, mode, False, text)
             self.log.note(event, found.origin, found.verdict, self._advice_on(found))
         return found is not None
@@ -81,7 +82,7 @@ class Ladder:
         if self.call.is_out_of_memory(error):
             found = Diagnosis(self.evidence.place, STOPPED, self.call.wording.no_memory)
         else:
-            reason = verdicts.BROKEN_OFF.format(f"{type(error).__name__}: {error}")
+            reason = Message(verdicts.BROKEN_OFF, f"{type(error).__name__}: {error}")
             found = Diagnosis(self.evidence.place, STOPPED, self.call.wording.broken_off, reason)
         return self._give_up(found, goes_on=True)
 
@@ -225,12 +226,13 @@ class Ladder:
             return self._not_cured()
         place = call.default_origin if rung.as_it_was else evidence.place
         again, modes = call.start_again(rung, place)
-        text = verdicts.STARTED_AGAIN.format(modes[1] if rung.as_it_was else rung.name, call.packs)
+        text = Message(verdicts.STARTED_AGAIN, modes[1] if rung.as_it_was else rung.name, call.packs)
         verdict: Verdict = DEVICE_FAULT if rung.as_it_was else RECOVERED
         more = verdicts.GOES_ON if promised else self._same_again if rung.as_it_was else ""
-        event = self._event(place, verdict, modes, f"{text} {more}".strip())
+        event = self._event(place, verdict, modes, Message("{0} {1}", text, more))
         event.fell_back = promised
-        message = sentence(replace(event, recovered=False), place)
+        worded = replace(event, recovered=False)  # the evidence says what was restarted
+        message, event.brief = sentence(worded, place), sentence(worded, place, brief=True)
         self.log.note(event, place, verdict, verdicts.BEGINS_SAFE if promised else self._advice(verdict), message)
         self.log.extra_calls += 1
         raise again

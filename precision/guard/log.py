@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ..base.message import Message, joined
 from ..base.modes import label_of
 from ..base.nested import tensors_in
 from ..plan.in_use import PlanInUse
@@ -42,8 +43,8 @@ class CallPosition:
 GIVEN = ("input", "weights")
 """Kinds of events in which what is not finite was there before the call."""
 FAILURES = {
-    "saturation": "values past fp16's range were clamped by the model's own code",
-    "weights": "a weight is not finite",
+    "saturation": "Values past fp16's range were clamped by the model's own code",
+    "weights": "A weight is not finite",
 }
 
 
@@ -59,19 +60,26 @@ def event_of(
     )  # fmt: skip
 
 
-def sentence(event: GuardEvent, origin: Origin | None) -> str:
-    """Describe an event in one line, for the log, the page and errors."""
-    when = f"Step {event.step}, sigma {event.sigma:.4g}: " if math.isfinite(event.sigma) else ""
-    failure = FAILURES.get(event.kind, "the result became NaN or Inf")
-    place = f"first in {event.layer}{_op(event)}" if event.layer and not when and event.kind != "input" else ""
-    what = f"{failure} in {event.layer or 'the model'}{_op(event)}" if when else failure
-    what = f"NaN or Inf in the {event.layer}" if event.kind == "input" else what
-    given = f"largest input {origin.largest:.4g}" if origin and math.isfinite(origin.largest) else ""
-    mode = f"computed in {event.from_mode}" if event.from_mode and event.kind not in GIVEN else ""
-    rows = f"batch rows {', '.join(map(str, event.batch_rows))}" if event.batch_rows else ""
-    line = when + ", ".join(filter(None, [what, place, mode, given, rows])) + "."
-    repeated = f"Repeated in {label_of(event.to_mode)}: no NaN." if event.recovered else ""
-    return " ".join(filter(None, [line[0].upper() + line[1:], repeated, event.evidence]))
+def sentence(event: GuardEvent, origin: Origin | None, brief: bool = False) -> str:
+    """Describe an event in one line: for the log and errors, or ``brief``, for the page."""
+    in_step, of_input = math.isfinite(event.sigma), event.kind == "input"
+    layer = event.layer if brief else f"{event.layer}{_op(event)}"
+    failure = FAILURES.get(event.kind, "The result became NaN or Inf")
+    parts = [Message("NaN or Inf in the {0}", event.layer) if of_input else failure]
+    if in_step and not of_input:
+        parts = [Message("{0} in {1}", failure, layer or "the model")]
+    elif event.layer and not of_input:
+        parts.append(Message("first in {0}", layer))
+    if event.from_mode and event.kind not in GIVEN:
+        parts.append(Message("computed in {0}", label_of(event.from_mode) if brief else event.from_mode))
+    if not brief and origin and math.isfinite(origin.largest):
+        parts.append(Message("largest input {0}", f"{origin.largest:.4g}"))
+    if not brief and event.batch_rows:
+        parts.append(Message("batch rows {0}", ", ".join(map(str, event.batch_rows))))
+    found = Message("{0}.", joined(parts, ", "))
+    step = Message("Step {0}" if brief else "Step {0}, sigma {1}", event.step, f"{event.sigma:.4g}")
+    repeated = Message("Repeated in {0}: no NaN.", label_of(event.to_mode)) if event.recovered else ""
+    return joined([joined([step if in_step else "", found], ": "), repeated, event.evidence])
 
 
 def _op(event: GuardEvent) -> str:
@@ -126,6 +134,7 @@ class GuardLog:
         self, event: GuardEvent, origin: Origin | None, verdict: Verdict, advice: str | None = None, message: str = ""
     ) -> NonFinite:
         """Add an event. Its verdict does not replace a worse one. Returns the error to end the run with."""
+        event.brief = event.brief or message or sentence(event, origin, brief=True)
         message = message or sentence(event, origin)
         advice = self.place().worded(verdicts.ADVICE[verdict] if advice is None else advice)
         self.events.append(event)
@@ -169,7 +178,7 @@ class GuardLog:
         if self.verdict != verdicts.CLEAN:
             self.notify("verdict", self.verdict, self._became(), self.advice)
         elif plan.is_wider:
-            self.notify("verdict", self.verdict, verdicts.BEGAN_WITH.format(parts=", ".join(plan.parts())), "")
+            self.notify("verdict", self.verdict, Message(verdicts.BEGAN_WITH, parts=", ".join(plan.parts())), "")
 
     def notify_calls(self, count: int) -> None:
         """Notify the user of a number of calls that were checked."""
@@ -179,12 +188,14 @@ class GuardLog:
         """Return one sentence on how a run with NaN or Inf ended."""
         if self.verdict == verdicts.RECOVERED:
             steps = len({(event.call, event.step) for event in self.events if event.recovered})
-            return "Repaired: 1 step was repeated." if steps == 1 else f"Repaired: {steps} steps were repeated."
+            return (
+                "Repaired: 1 step was repeated." if steps == 1 else Message("Repaired: {0} steps were repeated.", steps)
+            )
         if self.verdict == verdicts.STOPPED and self.on_nan == "stop":
             return "Stopped, because the guard is set to stop."
         if self.verdict == verdicts.STOPPED and self.on_nan == "report":
             return "Not repaired, because the guard is set to report."
-        return f"Guard: {verdict_shown(self.verdict)}."
+        return Message("Guard: {0}.", verdict_shown(self.verdict))
 
     def report(self, plan: PlanInUse) -> GuardReport:
         """Return the guard's section of the report, with the parts that run wider now."""
@@ -233,7 +244,8 @@ def blame_device(log: GuardLog, position: CallPosition, device: torch.device, mo
     origin = Origin("", "matmul", "canary", mode, math.nan)
     event = event_of(position, origin, mode, "fp32" if cured else mode, cured)
     event.ended = log.on_nan == "stop"
-    message, advice = f"A test product on {device} is wrong.", f"{detail}. {verdicts.ADVICE[verdicts.DEVICE_FAULT]}"
+    advice = Message("{0}. {1}", detail, verdicts.ADVICE[verdicts.DEVICE_FAULT])
+    message = Message("A test product on {0} is wrong.", device)
     error = log.note(event, origin, verdicts.DEVICE_FAULT, advice, message)
     if event.ended:
         raise error

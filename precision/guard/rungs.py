@@ -6,6 +6,7 @@ from typing import Generic, TypeVar
 import torch
 
 from ..base.dtypes import name_of
+from ..base.message import Message
 from ..base.modes import FP16, FP32
 from ..plan.in_use import PlanInUse
 from .verdicts import SAME_SEED, UNPACKED
@@ -21,7 +22,7 @@ class EncoderStep:
     @property
     def name(self) -> str:
         """Name the precision for users."""
-        return f"{name_of(self.dtype)} with dequantized weights" if self.unpacked else name_of(self.dtype)
+        return Message("{0} with dequantized weights", name_of(self.dtype)) if self.unpacked else name_of(self.dtype)
 
 
 Arithmetic = TypeVar("Arithmetic", PlanInUse, EncoderStep)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from ..base.errors import HalfsafeError
+from ..base.message import Message, joined
 from ..report.schema import Verdict
 
 CLEAN: Final = "clean"
@@ -45,7 +46,7 @@ class Place(NamedTuple):
 
     def worded(self, advice: str) -> str:
         """Return advice that names this place."""
-        return advice.replace("{switch}", self.switch).replace("{keep}", self.keep).strip()
+        return advice if isinstance(advice, Message) else Message(advice, **self._asdict())
 
 
 ANY_GUARD = Place("the guard", "")
@@ -63,7 +64,7 @@ BETWEEN_CALLS = (
     "Every result of the model was finite: the NaN or Inf arose between its calls, in the sampler, in the guidance "
     "(cfg) or in a patch of either."
 )
-STARTED_AGAIN = "The sampling was restarted in {}, because {} may keep state between steps."
+STARTED_AGAIN = "The sampling was restarted in {0}, because {1} may keep state between steps."
 SAME_AGAIN = "A repeat of the call, in the same arithmetic and with the same random numbers, is finite."
 NOT_HIDDEN_AGAIN = (
     "The model's own code replaced NaN or Inf in this call, and meets none in a repeat with the same arithmetic and "
@@ -84,12 +85,13 @@ UNPACKED = (
     "With its quantized weights dequantized before each product the result is finite, so the device's 8-bit product "
     "is at fault: load it with Load VAE (Halfsafe), which unpacks it, or use its 16-bit file."
 )
+NO_MEMORY = "Not enough memory to repeat this in a higher precision: {0}, or use a smaller picture or batch."
 NO_CHOICE = "The text encoder cannot choose a token, because its scores are NaN or Inf."
 WAS_FINITE = "An earlier input gave a finite result before, and gives NaN or Inf now."
 BROKEN_OFF = "The repeat raised an error, so the first result is returned: {0}"
 
 MAY_BE_KEPT = "The retry in fp32 is NaN or Inf as well, or it was fed a value cached from the failed call."
-LEAVE_OUT = "The sampling could not restart because of {}: remove its node, or let it start after this step."
+LEAVE_OUT = "The sampling could not restart because of {0}: remove its node, or let it start after this step."
 GOES_ON = "The model uses fp16_safe until it is unloaded."
 SAME_SEED = (
     "Until a restart later runs start in that precision, so the same seed may give a slightly different picture."
@@ -126,7 +128,8 @@ class NonFinite(HalfsafeError):
     """A model, VAE or text encoder returned NaN or Inf, and the run was stopped."""
 
     def __init__(self, problem: str, verdict: Verdict = STOPPED, advice: str = ""):
-        found, cure = " ".join((problem, f"Verdict: {verdict}.")), advice or ANY_GUARD.worded(ADVICE[verdict])
+        found = joined([problem, Message("Verdict: {0}.", verdict)])
+        cure = advice or ANY_GUARD.worded(ADVICE[verdict])
         if verdict == BAD_WEIGHTS:  # whose advice names the file
             found, cure = cure, found
         super().__init__(found, cure)
@@ -154,20 +157,20 @@ MODEL = Wording(
 )
 
 
-def encoder_wording(kind: str, without_cure: str, without_retries: str) -> Wording:
+def encoder_wording(kind: str, without_cure: str, without_retries: str, stopped: str) -> Wording:
     """Return the sentences for a VAE or text encoder, named ``kind``.
 
-    ``without_cure``: advice if no precision helps. ``without_retries``: what to do instead of a repeat."""
+    ``without_cure``: advice if no precision helps. ``without_retries``: what to do instead of a repeat. ``stopped``:
+    advice if the guard repeats nothing."""
     advice: dict[Verdict, str] = {
         RECOVERED: "",
-        NOT_PRECISION: f"No higher precision cures this {kind}: {without_cure}.",
-        DEVICE_FAULT: f"{ADVICE[DEVICE_FAULT]} Or run the {kind} on the CPU.",
-        STOPPED: f"Set {{switch}} to retry_higher, or {without_retries}.",
+        NOT_PRECISION: Message("No higher precision cures this {0}: {1}.", kind, without_cure),
+        DEVICE_FAULT: Message("{0} Or run the {1} on the CPU.", ADVICE[DEVICE_FAULT], kind),
+        STOPPED: stopped,
     }
     return Wording(
-        f"Not enough memory to repeat this in a higher precision: {without_retries}, or use a smaller picture or "
-        "batch.",
-        f"Instead, {without_retries}.",
+        Message(NO_MEMORY, without_retries),
+        Message("Instead, {0}.", without_retries),
         input_made_finite=(
             "In fp32 the result is NaN or Inf with this input, but finite if its NaN and Inf are set to 0."
         ),
@@ -180,10 +183,13 @@ ENCODERS = {
         "VAE",
         "try another file, another tile size, or decode on the CPU",
         "load the VAE with dtype bf16 or fp32",
+        "Set {switch} to retry_higher, or load the VAE with dtype bf16 or fp32.",
     ),
     "Text encoder": encoder_wording(
         "Text encoder",
         "try another file, remove LoRAs and embeddings one by one, or run it on the CPU (device = cpu in Load CLIP)",
         "find the node or pack that runs it in fp16 (ComfyUI itself uses fp32 activations)",
+        "Set {switch} to retry_higher, or find the node or pack that runs it in fp16 (ComfyUI itself uses fp32 "
+        "activations).",
     ),
 }

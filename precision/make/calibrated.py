@@ -16,6 +16,7 @@ from dataclasses import replace
 import torch
 
 from ..base.flags import flags_set
+from ..base.message import Message
 from ..base.oom import is_torch_oom
 from ..formats.card import Provenance, card_entry
 from ..formats.comfy_format import Made, made_here
@@ -30,6 +31,7 @@ DAMPING = 0.01
 DAMPING_OF_FEW = 0.2
 STEP = 32
 SWEEPS = 2
+ROUNDED = "{0} layers rounded with the calibration: output error {1} of rounding to nearest"
 
 Nearest = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Round values ``(rows, c)``, which stand in those ``c`` columns of a weight, to the nearest numbers it can hold."""
@@ -130,7 +132,7 @@ class CalibratedRounding:
         """Return how many layers will be rounded by the calibration."""
         if not self._work:
             return "the calibration was not used: none of its layers is newly quantized to int8, fp8, w6a8 or w4a8"
-        return f"rounding {len(self._work)} layers with the calibration"
+        return Message("rounding {0} layers with the calibration", len(self._work))
 
     def text(self) -> str:
         """Return the gain: the error on the calibration's own inputs, as a share of rounding to nearest."""
@@ -138,9 +140,7 @@ class CalibratedRounding:
         if not shares:
             return "no layer was rounded with the calibration"
         share = sum(shares) / len(shares)
-        return (
-            f"{len(self.errors)} layers rounded with the calibration: output error {share:.2f} of rounding to nearest"
-        )
+        return Message(ROUNDED, len(self.errors), f"{share:.2f}")
 
 
 def turned_products(blocks: torch.Tensor, format: Format) -> torch.Tensor:

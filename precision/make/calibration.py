@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from ..base.errors import CheckpointError, HalfsafeError
+from ..base.message import Message, joined
 from ..base.text import listed, size_text
 from ..files.safetensors_file import open_checkpoint, write_safetensors
 from ..files.safetensors_header import TensorSpec, read_object
@@ -24,6 +25,8 @@ KEY = "halfsafe_calibration"
 FINGERPRINT = "sha256_of_header_and_4096_bytes_of_each_tensor"
 WIDTHS = (1024, 512, 256)
 ROWS = 2048
+OF_CALLS = "{0} layers, {1}, in {2} model calls of {3}; {4} in memory, blocks of up to {5} inputs."
+SKIPPED = "Inputs with NaN or Inf were skipped: {0}. Add NaN Guard to find the cause."
 
 
 def block_width(columns: int, width: int) -> int:
@@ -127,26 +130,29 @@ class CalibrationData:
         odd = next((layer for layer, sums in self.layers.items() if columns.get(layer) != sums.columns), None)
         if odd is None and (mine == other or not mine or not other):
             return
-        problem = f"The calibration was made on another model: {self.name}, not {name}"
-        why = "their files differ" if odd is None else f"layer '{odd}' is missing or has another number of inputs"
-        raise HalfsafeError(f"{problem} ({why}).", "Calibrate the same file that you save or convert.")
+        problem = Message("The calibration was made on another model: {0}, not {1}", self.name, name)
+        why: str = "their files differ"
+        if odd is not None:
+            why = Message("layer '{0}' is missing or has another number of inputs", odd)
+        raise HalfsafeError(Message("{0} ({1}).", problem, why), "Calibrate the same file that you save or convert.")
 
     def text(self) -> str:
         """Describe the calibration: layers, tokens, calls, memory, and inputs left out."""
         tokens = [sums.tokens for sums in self.layers.values() if sums.tokens]
-        seen = f"{min(tokens):,} to {max(tokens):,} tokens each" if tokens else "none was called"
+        seen: str = "none was called"
+        if tokens:
+            seen = Message("{0} to {1} tokens each", f"{min(tokens):,}", f"{max(tokens):,}")
+        runs = Message("{0} run" if self.runs == 1 else "{0} runs", self.runs)
         size = size_text(sum(sums.blocks.nbytes for sums in self.layers.values()))
-        plural = "" if self.runs == 1 else "s"
         lines = [
-            f"Calibration of {self.name} ({self.cls})",
-            f"{len(tokens)} layers, {seen}, in {self.calls} model calls of {self.runs} run{plural}; "
-            f"{size} in memory, blocks of up to {self.width} inputs.",
+            Message("Calibration of {0} ({1})", self.name, self.cls),
+            Message(OF_CALLS, len(tokens), seen, self.calls, runs, size, self.width),
         ]
         if unreached := [name for name in self.layers if self.usable(name) is None]:
-            lines.append(f"Rounded to nearest because they were not called: {listed(unreached)}.")
+            lines.append(Message("Rounded to nearest because they were not called: {0}.", listed(unreached)))
         if left_out := [f"{name} ({sums.left_out})" for name, sums in self.layers.items() if sums.left_out]:
-            lines.append(f"Inputs with NaN or Inf were skipped: {listed(left_out)}. Add NaN Guard to find the cause.")
-        return "\n".join(lines)
+            lines.append(Message(SKIPPED, listed(left_out)))
+        return joined(lines, "\n")
 
     def save(self, path: str | os.PathLike) -> None:
         """Write it to a safetensors file: of each layer's symmetric blocks the upper triangles, in fp32.

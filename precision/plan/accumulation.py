@@ -8,6 +8,7 @@ from typing import Final, Literal
 import torch
 
 from ..base import flags
+from ..base.message import Message
 from ..base.modes import FP8, FP32, Mode, modes_named
 from ..devices.detect import Device
 from .choice import WithoutEffect, frozen
@@ -92,7 +93,7 @@ def plan_accumulation(request: Request, device: Device, matmuls: MatmulProfile) 
     in_fp16 = any(mode.operand == torch.float16 for mode in modes_named(matmuls.modes))
     if request.attention != UNCHANGED and not in_fp16:
         modes = _listed(matmuls.modes)
-        why = f"no attention runs in fp16: layers compute in {modes}, whose scores cannot overflow"
+        why = Message("no attention runs in fp16: layers compute in {0}, whose scores cannot overflow", modes)
         idle.append(WithoutEffect(f"attention={request.attention}", why))
     return AccumulationPlan(
         request=request,
@@ -124,14 +125,14 @@ def _problem(setting: str, value: str, device: Device, matmuls: MatmulProfile) -
         return _without_layer(FP32, matmuls)
     if any(mode.is_16bit for mode in modes_named(matmuls.modes)):
         return None
-    return f"it affects 16-bit products only, and these layers multiply in {_listed(matmuls.modes)}"
+    return Message("it affects 16-bit products only, and these layers multiply in {0}", _listed(matmuls.modes))
 
 
 def _reason(setting: str, asked: str | None, problem: str | None, device: Device) -> str:
     if asked is None:
         return "Not changed."
     if problem:
-        return f"No effect here: {problem}."
+        return Message("No effect here: {0}.", problem)
     if asked == "auto":
         return "fp16 sums in the layers whose overflow bound proves them safe, fp32 sums in the others."
     more = ""
@@ -139,7 +140,7 @@ def _reason(setting: str, asked: str | None, problem: str | None, device: Device
         more = device.reason(setting)
     elif setting == "reduced_precision_reduction" and asked == "off":
         more = "Sums may still be split over K: their parts are added in fp32."
-    return f"Switched {asked} while this model runs. {more}".strip()
+    return Message("Switched {0} while this model runs. {1}", asked, more)
 
 
 def fp16_sums_inert(device: Device, matmuls: MatmulProfile) -> str | None:
@@ -149,29 +150,29 @@ def fp16_sums_inert(device: Device, matmuls: MatmulProfile) -> str | None:
     modes = modes_named(matmuls.modes)
     wide = any(mode.is_wide for mode in modes)
     if any(mode.takes_fp16_sums for mode in modes):
-        return f"{FP32_RESULTS}, and {NO_SWITCH}" if wide and matmuls.whole else None
+        return Message("{0}, and {1}", FP32_RESULTS, NO_SWITCH) if wide and matmuls.whole else None
     if wide:
         return FP32_RESULTS
-    return f"it affects fp16 products only, and these layers multiply in {_listed(matmuls.modes)}"
+    return Message("it affects fp16 products only, and these layers multiply in {0}", _listed(matmuls.modes))
 
 
 def _without_layer(mode: Mode, matmuls: MatmulProfile) -> str | None:
-    layers = f"no layer multiplies in {mode.name}; layers multiply in {_listed(matmuls.modes)}"
+    layers = Message("no layer multiplies in {0}; layers multiply in {1}", mode.name, _listed(matmuls.modes))
     return None if mode.name in matmuls.modes else layers
 
 
 def _needs_nvidia(device: Device, first: int) -> str | None:
     if device.profile.vendor != "nvidia":
-        return f"it affects NVIDIA's libraries only; this is {device.label}"
+        return Message("it affects NVIDIA's libraries only; this is {0}", device.label)
     number = re.fullmatch(r"sm_(\d+)", device.profile.name)
-    return f"{device.label} does not support it" if number and int(number[1]) < first else None
+    return Message("{0} does not support it", device.label) if number and int(number[1]) < first else None
 
 
 def _missing(name: str) -> str | None:
     if flags.state_of(name) is not None:
         return None
     since = " (it came with 2.7)" if name == "fp16_accumulation" else ""
-    return f"torch {torch.__version__} has no {name.replace('_', ' ')} flag{since}"
+    return Message("torch {0} has no {1} flag{2}", torch.__version__, name.replace('_', ' '), since)
 
 
 def _listed(modes: Collection[str]) -> str:
@@ -195,13 +196,13 @@ def flag_report(
 
 def _with_parts(reason: str, parts: dict[str, bool | None]) -> str:
     if not parts:
-        return f"{reason} It is not a torch flag but an argument of each fp8 matmul, off by default."
-    missing = f"; torch {torch.__version__} has no such flag" if None in parts.values() else ""
+        return Message("{0} It is not a torch flag but an argument of each fp8 matmul, off by default.", reason)
+    missing = Message("; torch {0} has no such flag", torch.__version__) if None in parts.values() else ""
     if len(parts) == 1 and not missing:
         return reason
     words = {None: "not known", True: "on", False: "off"}
     states = [f"{part.removeprefix('tf32_').split('_')[0]} {words[on]}" for part, on in parts.items()]
-    return f"{reason} Outside: {', '.join(states)}{missing}.".strip()
+    return Message("{0} Outside: {1}{2}.", reason, ", ".join(states), missing)
 
 
 def flag_reports() -> dict[str, dict]:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..base.message import Message, joined
 from ..base.options import ComputeOption, RuledCompute, RuledStorage
 from ..base.text import size_text
 from ..devices.detect import Device
@@ -12,6 +13,8 @@ ACTIVATION_ROOM = 2 << 30
 UNQUANTIZED = ("fp16", "bf16", "fp32", "fp64")
 BLOCKS = ("nvfp4", "mxfp8")
 """Storages with a scale for each block of inputs."""
+STREAMED = "ComfyUI's dynamic VRAM streams the remaining {0} at each step, so nothing is quantized."
+NO_LOW_BITS = "comfy-kitchen's product of 4- and 6-bit weights needs sm_80: on {0} they are unpacked first."
 INT8_COMPUTE = ("auto", "int8")
 """Compute options under which weights held in int8 multiply in int8."""
 
@@ -30,29 +33,31 @@ def auto_compute(device: Device, supported: Sequence[str], file_dtype: str) -> t
     if "fp16" in usable and (file_dtype == "fp16" or usable[0] == "fp16"):
         return _instead_of_fp16(device, supported, file_dtype)
     if usable and usable[0] == "bf16":
-        return "bf16", f"ComfyUI lists bf16 for this model and it is native on {device.label}."
+        return "bf16", Message("ComfyUI lists bf16 for this model and it is native on {0}.", device.label)
     why = _why_not(device, supported)
     if "bf16" in supported and device.capabilities["fp16"] and not device.capabilities["bf16"]:
-        return "fp16_safe", f"{why} fp16 matmuls with an fp32 stream are fast here and cannot overflow."
-    return "fp32", f"{why} That leaves fp32."
+        return "fp16_safe", Message("{0} fp16 matmuls with an fp32 stream are fast here and cannot overflow.", why)
+    return "fp32", Message("{0} That leaves fp32.", why)
 
 
 def _instead_of_fp16(device: Device, supported: Sequence[str], file_dtype: str) -> tuple[RuledCompute, str]:
-    reason, cost = f"ComfyUI lists fp16 for this model and it is fast on {device.label}.", device.profile.fp16_safe_cost
+    reason = Message("ComfyUI lists fp16 for this model and it is fast on {0}.", device.label)
+    cost = device.profile.fp16_safe_cost
     if cost and (file_dtype == "fp16" or supported[0] == "fp16"):
-        after = f"after a NaN or Inf the model uses fp16_safe, which is estimated to take {cost} longer."
-        return "fp16", f"{reason} Each result is checked: {after}"
+        after = Message("after a NaN or Inf the model uses fp16_safe, which is estimated to take {0} longer.", cost)
+        return "fp16", Message("{0} Each result is checked: {1}", reason, after)
     if "bf16" in supported and device.capabilities["bf16"]:
-        return "bf16", f"{reason} bf16 is native too and has the range of fp32. The cost of fp16_safe is not known."
+        native = "bf16 is native too and has the range of fp32. The cost of fp16_safe is not known."
+        return "bf16", joined([reason, native])
     if cost:
-        return "fp16_safe", f"{reason} fp16_safe cannot overflow; it is estimated to take {cost} longer."
-    return "fp16_safe", f"{reason} fp16_safe cannot overflow; its cost here is not known."
+        return "fp16_safe", Message("{0} fp16_safe cannot overflow; it is estimated to take {1} longer.", reason, cost)
+    return "fp16_safe", Message("{0} fp16_safe cannot overflow; its cost here is not known.", reason)
 
 
 def _why_not(device: Device, supported: Sequence[str]) -> str:
     reasons = [device.reason(option) for option in ("bf16", "fp16") if option in supported]
-    unsafe = " or ".join(option for option in ("bf16", "fp16") if option not in supported)
-    return " ".join([*reasons, f"The model is not safe in plain {unsafe}."] if unsafe else reasons)
+    unsafe = joined((option for option in ("bf16", "fp16") if option not in supported), " or ")
+    return joined([*reasons, unsafe and Message("The model is not safe in plain {0}.", unsafe)])
 
 
 def auto_storage(
@@ -78,25 +83,28 @@ def auto_storage(
     as_file_bytes = weight_bytes_16bit * {"fp32": 2, "fp64": 4}.get(file_dtype, 1)
     room = free_device_bytes - ACTIVATION_ROOM
     if as_file_bytes <= room:
-        return "as_file", f"The file's {size_text(as_file_bytes)} fit in {size_text(free_device_bytes)} of free memory."
+        sizes = size_text(as_file_bytes), size_text(free_device_bytes)
+        return "as_file", Message("The file's {0} fit in {1} of free memory.", *sizes)
     if weight_bytes_16bit <= room:
-        return _half(device), f"{_shortage(file_dtype, as_file_bytes, free_device_bytes)} In 16 bit they fit."
+        shortage = _shortage(file_dtype, as_file_bytes, free_device_bytes)
+        return _half(device), Message("{0} In 16 bit they fit.", shortage)
     shortage = _shortage("16 bit", weight_bytes_16bit, free_device_bytes)
     storage, reason = smallest_storage(device, compute)
     if storage == "as_file":
-        return storage, f"{shortage} {reason} The weights will be moved in and out."
+        return storage, Message("{0} {1} The weights will be moved in and out.", shortage, reason)
     half = size_text(weight_bytes_16bit // 2)
-    reason = f"{shortage} {storage.split('_')[0]} halves the weights to {half}. {reason}"
+    reason = Message("{0} {1} halves the weights to {2}. {3}", shortage, storage.split("_")[0], half, reason)
     if streamed_from is None:
         return storage, reason
     rest = as_file_bytes - room
     if rest > streamed_from:
-        slow = f"It would be read from disk at each step: only {size_text(streamed_from)} of host memory are free."
-        return storage, f"{reason} ComfyUI's dynamic VRAM could stream the remaining {size_text(rest)}. {slow}"
+        could = Message("ComfyUI's dynamic VRAM could stream the remaining {0}.", size_text(rest))
+        free = size_text(streamed_from)
+        slow = Message("It would be read from disk at each step: only {0} of host memory are free.", free)
+        return storage, joined([reason, could, slow])
     kept = "as_file" if as_file_bytes == weight_bytes_16bit else _half(device)
-    streams = f"ComfyUI's dynamic VRAM streams the remaining {size_text(rest)} at each step, so nothing is quantized."
-    halves = f"storage={storage} halves the weights to {half}."
-    return kept, f"{shortage} {streams} {halves}"
+    streams = Message(STREAMED, size_text(rest))
+    return kept, joined([shortage, streams, Message("storage={0} halves the weights to {1}.", storage, half)])
 
 
 def smallest_storage(device: Device, compute: ComputeOption = "auto") -> tuple[RuledStorage, str]:
@@ -106,11 +114,11 @@ def smallest_storage(device: Device, compute: ComputeOption = "auto") -> tuple[R
     where its products are fast and are what runs.
     """
     if compute in INT8_COMPUTE and device.capabilities["int8_matmul_gains"]:
-        return "int8", f"{device.reason('int8_matmul_gains')} Its error is a third of fp8's."
+        return "int8", Message("{0} Its error is a third of fp8's.", device.reason("int8_matmul_gains"))
     if device.capabilities["fp8_storage"]:
         if compute not in INT8_COMPUTE:
-            return "fp8_e4m3fn", f"Not int8: compute={compute} does not multiply in int8."
-        return "fp8_e4m3fn", f"Not int8: {why_int8_is_slow(device)}"
+            return "fp8_e4m3fn", Message("Not int8: compute={0} does not multiply in int8.", compute)
+        return "fp8_e4m3fn", Message("Not int8: {0}", why_int8_is_slow(device))
     return "as_file", device.reason("fp8_storage")
 
 
@@ -123,8 +131,7 @@ def why_int8_is_slow(device: Device) -> str:
 def why_low_bits_are_slow(device: Device) -> str:
     """Return why products of 6- and 4-bit weights are not faster than 16-bit ones on a device; "" if they are."""
     slow, oldest = why_int8_is_slow(device), device.profile.name == "sm_75"  # MIN_SM_VERSION of comfy-kitchen's layout
-    kernel = f"comfy-kitchen's product of 4- and 6-bit weights needs sm_80: on {device.label} they are unpacked first."
-    return slow or (kernel if oldest else "")
+    return slow or (Message(NO_LOW_BITS, device.label) if oldest else "")
 
 
 def why_slow(storage: str, device: Device) -> str:
@@ -133,9 +140,9 @@ def why_slow(storage: str, device: Device) -> str:
     if storage not in BLOCKS:
         return why_low_bits_are_slow(device)
     if not device.profile.blocks_matmul:
-        return f"{device.label} does not multiply {storage}."
+        return Message("{0} does not multiply {1}.", device.label, storage)
     needs_torch = not device.simulated and int((torch.version.cuda or "0").partition(".")[0]) < 13
-    return f"{storage} products need a torch for CUDA 13." if needs_torch else ""
+    return Message("{0} products need a torch for CUDA 13.", storage) if needs_torch else ""
 
 
 def held_storage(device: Device, file_dtype: str) -> tuple[RuledStorage, str]:
@@ -143,13 +150,15 @@ def held_storage(device: Device, file_dtype: str) -> tuple[RuledStorage, str]:
     if file_dtype in UNQUANTIZED:
         return "as_file", ""
     if reason := device.refuses(file_dtype):
-        return _half(device), f"The file is {file_dtype}, {reason}"
-    return "as_file", f"The file is already {file_dtype}."
+        return _half(device), Message("The file is {0}, {1}", file_dtype, reason)
+    return "as_file", Message("The file is already {0}.", file_dtype)
 
 
 def _shortage(what: str, weight_bytes: int, free_bytes: int) -> str:
     needed, free, room = map(size_text, (weight_bytes, free_bytes, ACTIVATION_ROOM))
-    return f"{what} weights take {needed}; {free} are free, of which {room} are reserved for activations."
+    return Message(
+        "{0} weights take {1}; {2} are free, of which {3} are reserved for activations.", what, needed, free, room
+    )
 
 
 def _half(device: Device) -> RuledStorage:

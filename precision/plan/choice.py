@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Generic, TypeVar
 
+from ..base.message import Message, joined
+
 ATTACHMENT = "halfsafe"
 """The key of a loaded model's :class:`~halfsafe.precision.plan.load.ModelPlan` in ComfyUI's ``attachments``."""
 Value = TypeVar("Value")
@@ -25,8 +27,8 @@ class Choice(Generic[Option]):
     reason: str = ""
 
     def __str__(self) -> str:
-        asked = "" if self.requested == self.used else f" (asked: {self.requested})"
-        return f"{self.used}{asked}" + (f": {self.reason}" if self.reason else "")
+        used = self.used if self.requested == self.used else Message("{0} (asked: {1})", self.used, self.requested)
+        return joined([used, self.reason], ": ")
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from ..base.dtypes import FP8_NAMES, QUANTIZED_NAMES
+from ..base.message import Message
 from ..base.modes import FP8, FP16, INT8, MODE_OF, MODES
 from ..base.options import ComputeOption, RuledCompute
 from ..devices.detect import Device
@@ -117,9 +118,11 @@ def choose_compute(facts: ModelFacts, device: Device, compute: ComputeOption) ->
     if compute not in WEIGHTS_FOR:
         return Choice(compute, compute)
     if device.capabilities[f"{compute}_matmul"]:
-        how = f"{compute} matmul of {compute} weights, other operations in {automatic}"
+        how = Message("{0} matmul of {1} weights, other operations in {2}", compute, compute, automatic)
         return Choice(compute, automatic, how)
-    why = f"{device.profile.name} has no {compute} matmul: {compute} weights are computed in {automatic}"
+    why = Message(
+        "{0} has no {1} matmul: {2} weights are computed in {3}", device.profile.name, compute, compute, automatic
+    )
     return Choice(compute, automatic, why)
 
 
@@ -164,7 +167,7 @@ def _planned(
         without_effect += [entry for entry in entries if entry and entry not in without_effect]
     kinds = WEIGHTS_FOR.get(compute)
     if storages is not None and not without_effect and kinds and not {*kinds} & {*stored.values()}:
-        why = f"no weight of this model is stored in {compute}: load it with storage {kinds[0]}"
+        why = Message("no weight of this model is stored in {0}: load it with storage {1}", compute, kinds[0])
         without_effect.append(WithoutEffect(f"compute={compute}", why))
     if any(decision.stream == "fp32" for decision in decisions.values()):
         followers = (layer.name for layer in facts.layers if layer.multiplies and layer.name not in decisions)
@@ -172,9 +175,12 @@ def _planned(
     attention = tuple(rule for rule in rules.all if "attention" in dict(rule.settings))
     multiplies = any(decision.mode == FP8.name for decision in decisions.values())
     if compute in AUTOMATIC and device.capabilities["fp8_matmul_gains"] and {*FP8_NAMES} & {*stored.values()}:
-        choice = replace(choice, reason=f"{choice.reason} {NATIVE_FP8 if multiplies else UNPACKED_FP8}".strip())
+        fp8 = NATIVE_FP8 if multiplies else UNPACKED_FP8
+        choice = replace(choice, reason=Message("{0} {1}", choice.reason, fp8))
     unlisted = compute not in (*LEAVES_QUANTIZED, *facts.supported, SAFE, "fp32")
-    risk = f"ComfyUI does not list {compute} for this model: its activations may overflow. With fp16_safe they cannot."
+    risk = Message(
+        "ComfyUI does not list {0} for this model: its activations may overflow. With fp16_safe they cannot.", compute
+    )
     return ComputePlan(
         choice, frozen(decisions), multiplies, tuple(without_effect), (risk,) if unlisted else (), attention
     )
@@ -200,7 +206,7 @@ def _decide(
     if wanted in WEIGHTS_FOR and (why := _why_no_product(wanted, layer, device, storage)):
         # Only a request can be without effect, not int8 weights on a device that has no int8 matmul.
         if compute or choice.requested == FP8.compute:
-            problem = WithoutEffect(str(compute[1]) if compute else "compute=fp8", f"{layer.name}: {why}")
+            problem = WithoutEffect(str(compute[1]) if compute else "compute=fp8", Message("{0}: {1}", layer.name, why))
         wanted = _without(wanted, layer, choice, device, storage)
         reason = why
         compute = None
@@ -208,7 +214,7 @@ def _decide(
     follows = wanted == choice.used and choice.used != SAFE and not problem
     if row and row.quantizes_operands and row.mode is not FP8 and wanted != INT8.compute:
         follows = storage not in WEIGHTS_FOR[INT8.compute] and not compute and choice.requested in LEAVES_QUANTIZED
-        reason = reason or f"its {storage} weight is dequantized because {choice.requested} was requested"
+        reason = reason or Message("its {0} weight is dequantized because {1} was requested", storage, choice.requested)
     elif stream and stream[0] != "same":
         follows = False
     if follows:
@@ -238,7 +244,7 @@ def rules_on_other_layers(layers: Sequence[LayerSpec], rules: Rules) -> list[Wit
         matched = [layer for layer in layers if rule in rules.matching(layer.name, layer.cls)]
         if matched and not any(layer.multiplies for layer in matched):
             classes = ", ".join(sorted({layer.cls for layer in matched}))
-            found.append(WithoutEffect(str(rule), f"{classes} has no matrix product: it follows the stream"))
+            found.append(WithoutEffect(str(rule), Message("{0} has no matrix product: it follows the stream", classes)))
     return found
 
 
@@ -257,11 +263,11 @@ def rules_without_effect(layers: Sequence[LayerSpec], rules: Rules) -> list[With
 
 def _why_no_product(product: str, layer: LayerSpec, device: Device, storage: str) -> str | None:
     if storage not in WEIGHTS_FOR[product]:
-        return f"its weight is stored in {storage or '16 bit'}, not in {product}"
+        return Message("its weight is stored in {0}, not in {1}", storage or "16 bit", product)
     if not device.capabilities[f"{product}_matmul"]:
         why = device.reason(f"{product}_matmul")
-        return f"{device.profile.name} has no {product} matmul, so the weight is dequantized: {why}"
+        return Message("{0} has no {1} matmul, so the weight is dequantized: {2}", device.profile.name, product, why)
     if product == FP8.compute and any(size % 16 for size in layer.shape):
         shape = " x ".join(map(str, layer.shape))
-        return f"fp8 matmul needs sizes that are multiples of 16; this layer is {shape}"
+        return Message("fp8 matmul needs sizes that are multiples of 16; this layer is {0}", shape)
     return None

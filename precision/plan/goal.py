@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ..base.dtypes import FP8_NAMES
+from ..base.message import Message, joined
 from ..base.modes import FP16, FP32
 from ..base.options import ComputeOption, Goal
 from ..devices.detect import Device
@@ -16,6 +17,8 @@ from .facts import ModelFacts
 from .rules import Rules
 
 NO_RULES = Rules()
+OWN_MATMUL = "{0} has its own matmul: runs in fp32"
+OWN_MATMULS = "{0} layers ({1} ...) belong to another loader, which has its own matmul: they run in fp32"
 STORAGE_RULE = "the model is already loaded: connect rules on storage to a loader or to Save Model"
 SUMS: dict[Goal, tuple[Request, str]] = {
     "quality": (
@@ -39,7 +42,7 @@ def plan_for_goal(
     """
     compute, reason = _compute_for(facts, device, goal, frozenset(storages.values()))
     plan = plan_compute(facts, device, compute, rules, storages)
-    return plan, f"{reason} {plan.choice.reason}".strip()
+    return plan, Message("{0} {1}", reason, plan.choice.reason)
 
 
 def _compute_for(
@@ -50,20 +53,20 @@ def _compute_for(
             return SAFE, "fp16 products with fp32 sums and fp32 between layers are closer to fp32 than bf16 is."
         return "fp32", "fp16 is not fast on this device, so fp32 is used."
     if goal == "speed" and stored & {*FP8_NAMES} and device.capabilities["fp8_matmul_gains"]:
-        return "fp8", f"fp8 products. {device.reason('fp8_matmul_gains')}"
+        return "fp8", Message("fp8 products. {0}", device.reason('fp8_matmul_gains'))
     if goal == "speed" and stored & {*WEIGHTS_FOR["int8"]} and device.capabilities["int8_matmul_gains"]:
-        return "auto", f"int8 products. {device.reason('int8_matmul_gains')}"
+        return "auto", Message("int8 products. {0}", device.reason('int8_matmul_gains'))
     return "auto", _advice(device) if goal == "speed" and stored <= {*UNQUANTIZED} else ""
 
 
 def _advice(device: Device) -> str:
     """Return the advice which storage is faster than 16 bit, or that 8 bits were slower; empty if none gains."""
     if device.profile.slower_in_8_bits:
-        return f"Weights in 8 bits were slower in measured calls. {device.profile.measured}"
+        return Message("Weights in 8 bits were slower in measured calls. {0}", device.profile.measured)
     if not (device.capabilities["int8_matmul_gains"] or device.capabilities["fp8_matmul_gains"]):
         return ""
     storage, reason = smallest_storage(device)
-    return f"Load the model with storage {storage} to multiply in {storage.split('_')[0]}. {reason}"
+    return Message("Load the model with storage {0} to multiply in {1}. {2}", storage, storage.split('_')[0], reason)
 
 
 def on_loaded(
@@ -78,13 +81,12 @@ def on_loaded(
     late = (WithoutEffect(str(rule), STORAGE_RULE) for rule in rules.own if "storage" in dict(rule.settings))
     idle = [*plan.without_effect, *rules_without_effect(facts.layers, rules), *late]
     moved = {
-        name: replace(decision, mode=FP32.name, sums="", reason=f"{foreign[name]} has its own matmul: runs in fp32")
+        name: replace(decision, mode=FP32.name, sums="", reason=Message(OWN_MATMUL, foreign[name]))
         for name, decision in plan.decisions.items()
         if name in foreign and decision.mode == MODE_OF[SAFE]
     }
     if moved:
-        count, first = len(moved), next(iter(moved))
-        why = f"{count} layers ({first} ...) belong to another loader, which has its own matmul: they run in fp32"
+        why = Message(OWN_MATMULS, len(moved), next(iter(moved)))
         idle.append(WithoutEffect(f"compute={SAFE}", why))
     decisions = frozen({**plan.decisions, **moved})
     leaves_fp16 = came_in == FP16.name and plan.choice.used != FP16.compute
@@ -93,8 +95,7 @@ def on_loaded(
 
 
 def _instead_of_fp16(used: str, facts: ModelFacts) -> str:
+    why = "ComfyUI does not list fp16 for this model: its activations may overflow, which gives black pictures."
     if FP16.name in facts.supported:
         why = "Above 65504 fp16 overflows, which gives black pictures."
-        return f"Computed in {used}, not in the fp16 that the model was set to. {why}"
-    why = "ComfyUI does not list fp16 for this model: its activations may overflow, which gives black pictures."
-    return f"Computed in {used}, not in the fp16 that the model was set to. {why}"
+    return joined([Message("Computed in {0}, not in the fp16 that the model was set to.", used), why])

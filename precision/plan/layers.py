@@ -13,6 +13,7 @@ import torch
 
 from ..base.dtypes import FP8_DTYPES, FP8_NAMES, FP16_MAX, QUANTIZED_NAMES, name_of
 from ..base.errors import CheckpointError, StorageNotHeld
+from ..base.message import Message
 from ..base.options import StorageOption
 from ..base.text import listed
 from ..devices.detect import Device
@@ -67,8 +68,8 @@ def why_not_quantized(storage: str, shape: Sequence[int], cls: str = "") -> str:
     """
     kind = "fp8" if storage in FP8_NAMES else storage
     if not can_be_quantized(cls or "Linear", len(shape)):
-        where = f"{cls}: only Linear weights can be {kind}"
-        return where if cls else f"ComfyUI supports {kind} only for the weights of Linear layers"
+        where = Message("{0}: only Linear weights can be {1}", cls, kind)
+        return where if cls else Message("ComfyUI supports {0} only for the weights of Linear layers", kind)
     return FORMAT_OF_STORAGE[storage].why_not(*shape)
 
 
@@ -80,10 +81,10 @@ def require_held(storages: Iterable[str], formats: Container[str], device: Devic
     """
     for storage in dict.fromkeys(name for name in storages if name in QUANTIZED_NAMES):
         if device and not device.simulated and (why := device.refuses(storage)):
-            raise StorageNotHeld(f"storage={storage}: {why}", "Use storage=auto, fp16 or bf16.")
+            raise StorageNotHeld(Message("storage={0}: {1}", storage, why), "Use storage=auto, fp16 or bf16.")
         if why := why_not_run(storage, formats):
             advice = "Update ComfyUI and the packages that it requires, or use storage=int8."
-            raise StorageNotHeld(f"storage={storage}: {why}", advice)
+            raise StorageNotHeld(Message("storage={0}: {1}", storage, why), advice)
 
 
 def why_not_run(storage: str, formats: Container[str]) -> str:
@@ -91,7 +92,9 @@ def why_not_run(storage: str, formats: Container[str]) -> str:
     if storage not in QUANTIZED_NAMES or storage in formats:
         return ""
     format = FORMAT_OF_STORAGE[storage]
-    return f"this ComfyUI does not run {format.title}, which came with ComfyUI {format.since} and its comfy-kitchen."
+    return Message(
+        "this ComfyUI does not run {0}, which came with ComfyUI {1} and its comfy-kitchen.", format.title, format.since
+    )
 
 
 @dataclass(frozen=True)
@@ -187,7 +190,7 @@ def notes_on(plans: Mapping[str, LayerPlan]) -> list[str]:
     for name, plan in plans.items():
         names.setdefault(plan.note, []).append(name)
     names.pop("", None)
-    return [f"{listed(of_reason)}: {reason}" for reason, of_reason in names.items()]
+    return [Message("{0}: {1}", listed(of_reason), reason) for reason, of_reason in names.items()]
 
 
 def _by_tensor(weight: StoredWeight, plan: LayerPlan, path, target: LoadTarget | None) -> tuple[str, str]:
@@ -197,18 +200,19 @@ def _by_tensor(weight: StoredWeight, plan: LayerPlan, path, target: LoadTarget |
     if storage == AS_FILE or (weight.format is not None and storage == weight.storage):
         return AS_FILE, ""
     if weight.format is not None:
-        advice = f"Use ComfyUI {weight.format.since} or later, or another version of the model."
+        advice = Message("Use ComfyUI {0} or later, or another version of the model.", weight.format.since)
         if not weight.format.unpacks:
-            problem = f"in {weight.format.title}, which this comfy-kitchen cannot unpack"
+            problem = Message("in {0}, which this comfy-kitchen cannot unpack", weight.format.title)
             raise CheckpointError(weight.file or path, problem, weight.name, advice)
         if doubt := weight.doubt:
             if target is not None and target.lacks(weight):
-                raise CheckpointError(weight.file or path, f"in {weight.storage}, {doubt}", weight.name, advice)
-            return AS_FILE, f"kept in {weight.storage}: {doubt}"
+                problem = Message("in {0}, {1}", weight.storage, doubt)
+                raise CheckpointError(weight.file or path, problem, weight.name, advice)
+            return AS_FILE, Message("kept in {0}: {1}", weight.storage, doubt)
     if storage in QUANTIZED_NAMES:
         return _quantized(weight, storage, path)
     if storage == "fp16" and exceeds_fp16(weight, path):
-        return "bf16", f"kept in bf16: values exceed fp16's {FP16_MAX:.0f}"
+        return "bf16", Message("kept in bf16: values exceed fp16's {0}", f"{FP16_MAX:.0f}")
     return AS_FILE if storage == weight.storage and weight.scale is None else storage, ""
 
 
@@ -237,9 +241,11 @@ def _quantized(weight: StoredWeight, storage: str, path) -> tuple[str, str]:
         error = requantization_error(weight, storage, path)
         if error > REQUANTIZATION_LIMIT[storage]:
             scales = weight.storage if weight.scale is None else str(weight.scale.numel())
-            return "bf16", f"kept in bf16: a single scale instead of {scales} would cost an error of {error:.1%}"
+            return "bf16", Message(
+                "kept in bf16: a single scale instead of {0} would cost an error of {1}", scales, f"{error:.1%}"
+            )
         if weight.has_many_scales:
-            return storage, f"a single scale in place of the file's many costs an error of {error:.0%}"
+            return storage, Message("a single scale in place of the file's many costs an error of {0}", f"{error:.0%}")
     return storage, ""
 
 

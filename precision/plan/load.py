@@ -10,6 +10,7 @@ from functools import cached_property
 from math import prod
 
 from ..base.dtypes import QUANTIZED_NAMES, dtype_named
+from ..base.message import Message
 from ..base.options import ComputeOption, StorageOption
 from ..formats.checkpoint import Checkpoint, StoredWeight
 from ..formats.comfy_format import exceeds_fp16, stays
@@ -22,7 +23,9 @@ from .layers import LoadTarget, notes_on, plan_storage, plan_weights
 from .rules import TEXT_ENCODER_RULES, Rules
 from .storage import bytes_below_16_bit, choose_encoder_storage, choose_storage
 
-UNPACKED_BLOCKS = "{} layers in {} are dequantized in each call, which takes longer than 16-bit weights: {}"
+UNPACKED = "{0} layers in {1}, which needs ComfyUI {2}, were unpacked to {3}."
+LOADED_IN = "{0} weights in {1} were loaded in {2}: {3}"
+UNPACKED_BLOCKS = "{0} layers in {1} are dequantized in each call, which takes longer than 16-bit weights: {2}"
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,9 @@ def _with_tensors(plan: ModelPlan, facts: ModelFacts, target: LoadTarget, comput
         dtype = "bf16"
     if dtype == "bf16" and no_bf16:
         dtype = "fp32"
-    told = [f"Weights in {first} were loaded in {dtype}: {no_bf16}."] if dtype != first and no_bf16 else []
+    told: list[str] = []
+    if dtype != first and no_bf16:
+        told.append(Message("Weights in {0} were loaded in {1}: {2}.", first, dtype, no_bf16))
     planned = _in_memory(plan, facts, weights, target, dtype)
     elsewhere = {name: weight for name, weight in checkpoint.weights.items() if name not in inside}
     others = plan_weights(elsewhere, {}, checkpoint.path)
@@ -172,16 +177,13 @@ def _in_memory(
     """Complete a plan with planned tensors: layers, notes, and the memory they take."""
     inside, file = facts.inside, facts.checkpoint
     unknown = Counter(w.format for w in inside.values() if w.format and w.storage not in target.formats)
-    notes = [
-        (f"{count} layers in {kind.title}, which needs ComfyUI {kind.since}, were unpacked to {target.unpacked}.")
-        for kind, count in unknown.items()
-    ]
+    notes = [Message(UNPACKED, count, kind.title, kind.since, target.unpacked) for kind, count in unknown.items()]
     as_file = Counter(w.storage for name, w in inside.items() if weights[name].asked == AS_FILE and w.quantized)
     refused = ((storage, count, target.refuses(storage)) for storage, count in as_file.items())
-    notes += [f"{count} weights in {storage} were loaded in {dtype}: {why}" for storage, count, why in refused if why]
+    notes += [Message(LOADED_IN, count, storage, dtype, why) for storage, count, why in refused if why]
     blocks = Counter(own.stored for name, own in weights.items() if own.stored in BLOCKS and name in inside)
     slow = ((count, storage, why_slow(storage, target.device)) for storage, count in blocks.items())
-    notes += [UNPACKED_BLOCKS.format(*told) for told in slow if told[-1]]
+    notes += [Message(UNPACKED_BLOCKS, *told) for told in slow if told[-1]]
     quantized = {name for name, weight in inside.items() if _is_quantized(weight, weights[name])}
     allocated = 0
     for name, weight in inside.items():

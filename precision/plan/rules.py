@@ -13,6 +13,7 @@ from typing import Any, get_args
 
 from ..base.errors import HalfsafeError, RuleError
 from ..base.layer_names import by_pattern
+from ..base.message import Message, joined
 from ..base.options import RuledCompute, RuledStorage, RuledSums, Stream
 from .facts import LayerSpec
 from .presets import DEFAULT_PRESET, PRESETS, TEXT_ENCODER
@@ -123,7 +124,9 @@ def rules_from(text: str = "", preset: str = DEFAULT_PRESET, previous: Rules | N
         'fp32'
     """
     if preset not in PRESETS:
-        raise HalfsafeError(f"'{preset}' is not a rules preset.", f"Use one of: {', '.join(PRESETS)}.")
+        raise HalfsafeError(
+            Message("'{0}' is not a rules preset.", preset), Message("Use one of: {0}.", ", ".join(PRESETS))
+        )
     previous = previous or Rules()
     added = (Rule(pattern, KEEP, role, preset) for pattern, role in PRESETS[preset])
     presets = previous.presets + tuple(rule for rule in added if rule not in previous.presets)
@@ -144,7 +147,7 @@ def parse(text: str) -> list[Rule]:
     """
     rules, wrong = read(text)
     if wrong:
-        wrong[0].args = ("\n".join(map(str, wrong)),)
+        wrong[0].args = (joined(map(str, wrong), "\n"),)
         raise wrong[0]
     return rules
 
@@ -167,26 +170,33 @@ def _parse_line(number: int, words: list[str], reason: str) -> Rule:
     pattern, *settings = words
     if not settings:
         advice = "Write: <pattern> <key>=<value>, e.g. blocks.0.* storage=bf16."
-        raise RuleError(number, f"'{pattern}' has no setting", advice)
+        raise RuleError(number, Message("'{0}' has no setting", pattern), advice)
     if "=" in pattern and not pattern.startswith("re:"):
-        raise RuleError(number, f"'{pattern}' is a setting, not a pattern", "Write: <pattern> <key>=<value>.")
+        problem = Message("'{0}' is a setting, not a pattern", pattern)
+        raise RuleError(number, problem, "Write: <pattern> <key>=<value>.")
     if pattern.startswith("role:") and pattern[5:] not in ROLES:
-        raise RuleError(number, f"'{pattern[5:]}' is not a layer role", f"The known roles are: {', '.join(ROLES)}.")
+        problem = Message("'{0}' is not a layer role", pattern[5:])
+        advice = Message("The known roles are: {0}.", ", ".join(ROLES))
+        raise RuleError(number, problem, advice)
     try:
         if pattern.startswith("re:"):
             compile_pattern(pattern)
     except re.error as error:
         advice = "Write \\ before a literal character such as ( or [."
-        raise RuleError(number, f"'{pattern}' is not a regular expression ({error})", advice) from None
+        raise RuleError(number, Message("'{0}' is not a regular expression ({1})", pattern, error), advice) from None
     return Rule(pattern, tuple(_parse_setting(number, setting) for setting in settings), reason)
 
 
 def _parse_setting(number: int, setting: str) -> tuple[str, str]:
     key, _, value = setting.lower().partition("=")
     if key not in VALUES:
-        raise RuleError(number, f"'{setting}' has an unknown key", f"The known keys are: {', '.join(VALUES)}.")
+        raise RuleError(
+            number, Message("'{0}' has an unknown key", setting), Message("The known keys are: {0}.", ", ".join(VALUES))
+        )
     if value not in VALUES[key]:
-        raise RuleError(number, f"'{value}' is not a valid value for '{key}'", f"Use one of: {', '.join(VALUES[key])}.")
+        problem = Message("'{0}' is not a valid value for '{1}'", value, key)
+        advice = Message("Use one of: {0}.", ", ".join(VALUES[key]))
+        raise RuleError(number, problem, advice)
     return key, value
 
 

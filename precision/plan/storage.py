@@ -5,6 +5,7 @@ from dataclasses import replace
 from math import prod
 
 from ..base.dtypes import QUANTIZED_NAMES
+from ..base.message import Message, joined
 from ..base.options import StorageOption
 from ..base.text import size_text
 from ..formats.layer_plan import AS_FILE, LayerPlan
@@ -57,10 +58,10 @@ def _choose(facts: ModelFacts, storage: StorageOption, compute: Choice, target: 
     used, reason = auto_storage(target.device, size, own, target.free, compute.requested, target.streamed_from)
     enough: StorageOption = "fp16" if compute.used == SAFE else compute.used
     if used == AS_FILE and own == "fp32" and enough != "fp32":
-        used, reason = enough, f"an fp32 file computed in {compute.used} needs only {enough} weights"
+        used, reason = enough, Message("an fp32 file computed in {0} needs only {1} weights", compute.used, enough)
     fits = target.free is None or not target.streams or size <= target.free - ACTIVATION_ROOM
     if used == AS_FILE and own == "bf16" and enough == "fp16" and fits:
-        used, reason = enough, f"{compute.used} multiplies in {enough}: converted once, not at every step"
+        used, reason = enough, Message("{0} multiplies in {1}: converted once, not at every step", compute.used, enough)
     return Choice(storage, used, reason)
 
 
@@ -93,23 +94,26 @@ def _fitted(
     fast = next((name for name in fitting if not why_slow(name, target.device)), None)
     used, held, moved = choice.used, choice.used.split("_")[0], size_text(size - room)
     if fast:
-        reason = (
-            f"{size_text(size)} in {held} do not fit either: {fast} takes {size_text(sizes[fast])}. {_error_of(fast)} "
-            f"With storage={used} ComfyUI moves {moved} in and out at each step."
-        )
+        given = size_text(size), held, fast, size_text(sizes[fast])
+        needed = Message("{0} in {1} do not fit either: {2} takes {3}.", *given)
+        instead = Message("With storage={0} ComfyUI moves {1} in and out at each step.", used, moved)
+        reason = joined([needed, _error_of(fast), instead])
         used, layers = fast, smaller[fast]
     else:
-        makes = f"{why_slow(fitting[0], target.device)} storage={fitting[0]} makes it fit." if fitting else ""
-        why = makes or "Fewer bits do not make it fit either."
-        reason = f"The model does not fit in {held} either: ComfyUI moves {moved} in and out. {why.strip()}"
-    return replace(choice, used=used, reason=f"{choice.reason} {reason}".strip()), layers
+        why: str = "Fewer bits do not make it fit either."
+        if fitting:
+            why = Message("{0} storage={1} makes it fit.", why_slow(fitting[0], target.device), fitting[0])
+        reason = Message("The model does not fit in {0} either: ComfyUI moves {1} in and out. {2}", held, moved, why)
+    return replace(choice, used=used, reason=Message("{0} {1}", choice.reason, reason)), layers
 
 
 def _error_of(storage: str) -> str:
     if storage not in PREDICTED_ERROR:
-        return f"The error of {storage} products is {NVFP4_ERROR} times that of fp8 products."
+        return Message("The error of {0} products is {1} times that of fp8 products.", storage, NVFP4_ERROR)
     shares = PREDICTED_ERROR[storage], PREDICTED_ERROR["int8"]
-    return f"The predicted error of a layer's output is {shares[0]:.1%}, against {shares[1]:.1%} in int8."
+    return Message(
+        "The predicted error of a layer's output is {0}, against {1} in int8.", f"{shares[0]:.1%}", f"{shares[1]:.1%}"
+    )
 
 
 def bytes_stored(facts: ModelFacts, layers: Layers) -> int:
@@ -154,13 +158,13 @@ def choose_encoder_storage(facts: ModelFacts, storage: str, default: str, target
     own, needed = facts.file_dtype, 2 * facts.parameters
     refused = "" if own in UNQUANTIZED else target.device.refuses(own)
     if storage in ("auto", AS_FILE) and refused:
-        return Choice(storage, default, f"The file is {own}. {refused}")
+        return Choice(storage, default, Message("The file is {0}. {1}", own, refused))
     if storage != "auto":
         return Choice(storage, storage)
     if own.startswith("fp8") or own == "quantized":
         return Choice(storage, AS_FILE, "the file is quantized already")
     if target.free is not None and not target.streams and needed > target.free:
-        reason = f"{size_text(needed)} are needed in 16 bit, {size_text(target.free)} are free"
+        reason = Message("{0} are needed in 16 bit, {1} are free", size_text(needed), size_text(target.free))
         return Choice(storage, smallest_of_encoder(target.formats), reason)
     return Choice(storage, default, "ComfyUI's default for text encoders")
 

@@ -6,6 +6,7 @@ from dataclasses import asdict
 import torch
 
 from ..base.flags import SETTINGS, is_on
+from ..base.message import Message
 from ..base.text import on_off, paragraph, table, wrapped
 from ..devices.detect import Device, detect
 from ..devices.profiles import CAPABILITIES, PROFILES
@@ -120,9 +121,9 @@ def diagnosis_result(diagnosis: dict) -> Result:
     used = " or ".join(dict.fromkeys(entry["compute"] for entry in diagnosis["auto"]))
     values = {"device": diagnosis["device"]["label"], "compute": used, "fast": ", ".join(fast)}
     if measured := PROFILES[diagnosis["device"]["profile"]].measured:
-        return Result(DEVICE_MEASURED, {**values, "measured": measured}, text=to_text(diagnosis))
+        return Result(Message(DEVICE_MEASURED, **values, measured=measured), text=to_text(diagnosis))
     gains = {"int8", "fp8"} & {*fast}
-    return Result(DEVICE if gains else DEVICE_PLAIN, values, text=to_text(diagnosis))
+    return Result(Message(DEVICE if gains else DEVICE_PLAIN, **values), text=to_text(diagnosis))
 
 
 def _machine(diagnosis: dict) -> str:

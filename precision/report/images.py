@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from ..base.errors import HalfsafeError
+from ..base.message import Message, joined
 from .result import BAD, GOOD, HARD_TO_SEE, IDENTICAL, NOT_FINITE, PLAIN, VISIBLE, WARN, Result
 
 LUMA = (0.299, 0.587, 0.114)
@@ -53,11 +54,12 @@ def compare(reference: torch.Tensor, candidate: torch.Tensor) -> list[Difference
 def _pairs(reference: torch.Tensor, candidate: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
     a, b = tuple(reference.shape), tuple(candidate.shape)
     if a[1:] != b[1:]:
-        shapes = " and ".join(f"{width} x {height} with {channels} channels" for _, height, width, channels in (a, b))
-        problem = f"Reference and candidate differ in size: {shapes}."
+        sized = "{0} x {1} with {2} channels"
+        shapes = joined((Message(sized, width, height, channels) for _, height, width, channels in (a, b)), " and ")
+        problem = Message("Reference and candidate differ in size: {0}.", shapes)
         raise HalfsafeError(problem, "Compare images made at the same size; scaling one would hide the difference.")
     if a[0] != b[0] and 1 not in (a[0], b[0]):
-        problem = f"The batches differ: {a[0]} reference images, {b[0]} candidate images."
+        problem = Message("The batches differ: {0} reference images, {1} candidate images.", a[0], b[0])
         raise HalfsafeError(problem, "Connect batches of equal length, or one image to compare all others with.")
     if 0 in a or 0 in b:
         raise HalfsafeError("There is no image to compare: one input is empty.", "Check the node before it.")
@@ -129,7 +131,7 @@ def compare_text(differences: Sequence[Difference], gain: float) -> str:
     if len(lines) > 1:
         lines = [f"image {number}: {line}" for number, line in enumerate(lines, 1)]
         lines.append(f"mean: {_line(_mean(differences))}")
-    return "\n".join([*lines, f"difference image: amplified {gain:.3g} times"])
+    return "\n".join([*lines, Message("difference image: amplified {0} times", f"{gain:.3g}")])
 
 
 def result_of_images(differences: Sequence[Difference], text: str) -> Result:
@@ -140,7 +142,7 @@ def result_of_images(differences: Sequence[Difference], text: str) -> Result:
     sentence, tone = next(found[1:] for found in SENTENCES_FROM if psnr >= found[0])
     if names:
         sentence, tone = NOT_FINITE, BAD
-    return Result(sentence, {"names": names, "psnr": f"{psnr:.1f} dB"}, tone, text=text)
+    return Result(Message(sentence, names=names, psnr=f"{psnr:.1f} dB"), tone, text=text)
 
 
 def _mean(differences: Sequence[Difference]) -> Difference:
@@ -155,7 +157,9 @@ def _mean(differences: Sequence[Difference]) -> Difference:
 def _line(one: Difference) -> str:
     if one.largest == 0 and one.bad == (0, 0):
         return "identical: PSNR inf dB, max error 0, SSIM 1"
-    text = f"PSNR {one.psnr:.2f} dB, max error {one.largest:.6g}, SSIM {one.ssim:.6f}".replace("nan", "unknown")
+    figures = (f"{one.psnr:.2f}", f"{one.largest:.6g}", f"{one.ssim:.6f}")
+    known = ("unknown" if figure == "nan" else figure for figure in figures)
+    text = Message("PSNR {0} dB, max error {1}, SSIM {2}", *known)
     counts = zip(("reference", "candidate"), one.bad, strict=True)
-    notes = [f"{count} values of the {name} are NaN or Inf" for name, count in counts if count]
-    return f"{text} ({'; '.join(notes)}: those pixels are left out)" if notes else text
+    notes = [Message("{0} values of the {1} are NaN or Inf", count, name) for name, count in counts if count]
+    return Message("{0} ({1}: those pixels are left out)", text, joined(notes, "; ")) if notes else text

@@ -2,7 +2,9 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+
+from ..base.message import messages_in
 
 RESULT_KEY = "halfsafe_result"
 GOOD, WARN, BAD = "good", "warn", "bad"
@@ -35,11 +37,6 @@ IDENTICAL = "Identical: no pixel differs."
 HARD_TO_SEE = "The difference is hard to see: {psnr}."
 VISIBLE = "The difference is visible side by side: {psnr}."
 PLAIN = "The pictures differ clearly: {psnr}."
-SENTENCES = (
-    SAVED, UNLISTED, FINITE, NOT_FINITE, CHOSEN, UNREACHED, BEST, CLOSEST, COMPUTED_IN, ERROR, ERROR_AS_LOADED,
-    UNRANKED, NONE_WORKS, DEVICE, DEVICE_MEASURED, DEVICE_PLAIN, CALIBRATED, HALVED, LESS, NOT_LESS, AS_IT_IS,
-    IDENTICAL, HARD_TO_SEE, VISIBLE, PLAIN,
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -47,7 +44,7 @@ class Result:
     """A node's result as the page shows it.
 
     Args:
-        sentence: of ``SENTENCES``, filled in with ``values``.
+        sentence: a message, with a template of this file.
         tone: good, warn or bad.
         head, rows: a table; ``marked``: the row that matters most, from 0. A cell beyond the head is its row's tooltip.
         text: all of it.
@@ -58,7 +55,6 @@ class Result:
     """
 
     sentence: str
-    values: Mapping[str, str | int] = field(default_factory=dict)
     tone: str = GOOD
     head: Sequence[str] = ()
     rows: Sequence[Sequence[str]] = ()
@@ -70,4 +66,6 @@ class Result:
 
     def ui(self) -> dict[str, tuple[str]]:
         """Make a node's ui output of the result, with the text where other packs' viewers look."""
-        return {"text": (self.text,), RESULT_KEY: (json.dumps(asdict(self), allow_nan=False),)}
+        data = asdict(self)
+        shown = json.dumps({**data, "messages": messages_in(data)}, allow_nan=False)
+        return {"text": (self.text,), RESULT_KEY: (shown,)}

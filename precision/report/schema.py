@@ -63,7 +63,8 @@ class GuardEvent:
     """A result with NaN or Inf, or farther from fp32 than its arithmetic explains (``kind`` drift, with an SNR).
 
     ``from_mode`` and ``to_mode``: names in ``modes.MODES``; ``evidence``: what the verdict rests on; ``fell_back``: the
-    model's plan runs in its fallback from this event on; ``ended``: the guard ended the run with this event's error.
+    model's plan runs in its fallback from this event on; ``ended``: the guard ended the run with this event's error;
+    ``brief``: the event in one line, without sigma, operation, magnitude and batch rows.
     """
 
     call: int
@@ -82,6 +83,7 @@ class GuardEvent:
     advice: str = ""
     fell_back: bool = False
     ended: bool = False
+    brief: str = field(default="", metadata={"json": False})
 
 
 @dataclass

@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 
+from ..base.message import Message
 from ..base.modes import INT8, MODES
 from ..base.text import paragraph, size_text, table
 from ..formats.comfy_format import can_be_quantized
@@ -66,15 +67,13 @@ def analysis_result(analysis: Analysis, text: str) -> Result:
     name, chosen = analysis.candidate.name, analysis.chosen
     rows = _rows(analysis)
     if not chosen:
-        target = f"{analysis.target_db:g}"
-        return Result(
-            result.UNREACHED, {"candidate": name, "target": target}, result.WARN, HEAD, rows, text=text, toast=True
-        )
+        unreached = Message(result.UNREACHED, candidate=name, target=f"{analysis.target_db:g}")
+        return Result(unreached, result.WARN, HEAD, rows, text=text, toast=True)
     free = len(chosen) + len(analysis.named(KEPT))
     snr = whole_decibel_text(analysis.snr_db)
-    values: dict[str, str | int] = {"chosen": len(chosen), "free": free, "candidate": name, "snr": snr}
-    values["error"] = f"{100 * 10 ** (-analysis.snr_db / 20):.2g} %"
-    return Result(result.CHOSEN, values, head=HEAD, rows=rows, text=text, toast=True)
+    error = f"{100 * 10 ** (-analysis.snr_db / 20):.2g} %"
+    sentence = Message(result.CHOSEN, chosen=len(chosen), free=free, candidate=name, snr=snr, error=error)
+    return Result(sentence, head=HEAD, rows=rows, text=text, toast=True)
 
 
 def decibel_text(value: float | None, lost: str = "overflow") -> str:

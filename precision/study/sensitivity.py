@@ -15,6 +15,7 @@ import torch
 from ..arithmetic.linear import WeightProvider
 from ..base.amax import decibels
 from ..base.errors import HalfsafeError
+from ..base.message import Message
 from ..base.patching import Entering, Patch, patched, taken_as_called
 from .candidates import Candidate
 from .layer_error import LayerResult, MeasuredForward
@@ -104,8 +105,8 @@ class Session:
         """Count a step of the sampler, and say in words what runs."""
         self.steps += 1
         if self._changed is None:
-            return f"measuring {len(self.layers)} layers"
-        return f"trying {len(self._changed)} of {len(self.layers)} layers in {self.candidate.name}"
+            return Message("measuring {0} layers", len(self.layers))
+        return Message("trying {0} of {1} layers in {2}", len(self._changed), len(self.layers), self.candidate.name)
 
     def measure(self) -> None:
         """Run the sampler with nothing changed and measure every layer."""

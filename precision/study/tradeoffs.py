@@ -7,6 +7,7 @@ from typing import Any
 
 from ..base.dtypes import QUANTIZED_NAMES
 from ..base.errors import HalfsafeError
+from ..base.message import Message, joined
 from ..base.modes import MODES, label_of
 from ..base.options import COMPUTE_OPTIONS, GOALS, STORAGE_OPTIONS, ComputeOption, Goal, StorageOption
 from ..devices.detect import Device
@@ -27,6 +28,7 @@ fp8_e4m3fn/auto
 fp8_e4m3fn/fp8"""
 FLOORS: dict[Goal, float] = {"balanced": 25.0, "speed": 20.0, "memory": 20.0}
 """Goal -> the SNR in dB that a setting needs for it: an error of 5.6 % or 10 %."""
+NO_OPTION = "Candidates, line {0}, {1}: '{2}' is not a {3} option."
 NOISE = 0.2
 """The spread of a row's timed steps, as a share of their median, above which its time ranks nothing."""
 CLOSE_DB = 1.0
@@ -58,10 +60,10 @@ def settings_from(text: str) -> list[Setting]:
         found.append(Setting(storage, compute))
         for value, options, kind in ((storage, STORAGE_OPTIONS, "storage"), (compute, COMPUTE_OPTIONS, "compute")):
             if value not in options:
-                problems.append(f"Candidates, line {number}, {line}: '{value}' is not a {kind} option.")
-                advice.append(f"Use one of: {', '.join(options)} as {kind}.")
+                problems.append(Message(NO_OPTION, number, line, value, kind))
+                advice.append(Message("Use one of: {0} as {1}.", ", ".join(options), kind))
     if problems:
-        raise HalfsafeError(" ".join(problems), " ".join(dict.fromkeys(advice)))
+        raise HalfsafeError(joined(problems), joined(dict.fromkeys(advice)))
     if not found:
         raise HalfsafeError("There is no candidate to measure.", "Write: <storage>/<compute>, e.g. int8/auto.")
     return list(dict.fromkeys(found))
@@ -76,7 +78,7 @@ def why_not(setting: Setting, device: Device, formats: Container[str] = QUANTIZE
     if setting.compute in ("fp16", "bf16", SAFE) and device.profile.type != "cpu":
         needed = setting.compute.removesuffix("_safe")
     if needed and not device.capabilities[needed]:
-        return f"not on {device.label}: {device.reason(needed)}"
+        return Message("not on {0}: {1}", device.label, device.reason(needed))
     refused = device.refuses(setting.storage) if setting.storage in QUANTIZED_NAMES else ""
     return refused or why_not_run(setting.storage, formats)
 

@@ -3,6 +3,7 @@
 import json
 import math
 
+from ..base.message import Message, joined
 from ..base.modes import label_of
 from ..base.options import GOALS, Goal
 from ..base.text import paragraph, size_text, table
@@ -48,9 +49,9 @@ def tradeoffs_result(found: Measurements, text: str) -> Result:
     }
     if best.snr_db < FLOORS["balanced"]:
         values["floor"] = error_text(FLOORS["balanced"])
-        return Result(result.CLOSEST, values, WARN, TABLE, rows, 0, text, toast=True, copied=copied)
+        return Result(Message(result.CLOSEST, **values), WARN, TABLE, rows, 0, text, toast=True, copied=copied)
     use = {"storage": best.storage, "compute": best.setting.compute, "rules": compute_rule(best, found.automatic)}
-    return Result(result.BEST, values, GOOD, TABLE, rows, 0, text, toast=True, use=use, copied=copied)
+    return Result(Message(result.BEST, **values), GOOD, TABLE, rows, 0, text, toast=True, use=use, copied=copied)
 
 
 def shared_rows(found: Measurements) -> str:
@@ -69,18 +70,18 @@ def _without_best(found: Measurements, rows: list[list[str]], text: str) -> Resu
     """Return the smallest and the most accurate setting, which need no times; empty if no setting works."""
     smallest, closest = (found.best.get(goal) for goal in ("memory", "quality"))
     if smallest is None:
-        return Result(result.NONE_WORKS, {}, BAD, TABLE, rows, text=text)
+        return Result(result.NONE_WORKS, BAD, TABLE, rows, text=text)
     values = {
-        "small": f"{_name(smallest, found)}, {size_text(smallest.bytes)}",
-        "closest": f"{_name(closest, found)}, {_closeness(closest, found)}",
+        "small": joined([_name(smallest, found), size_text(smallest.bytes)], ", "),
+        "closest": joined([_name(closest, found), _closeness(closest, found)], ", "),
     }
-    return Result(result.UNRANKED, values, WARN, TABLE, rows, None, text, toast=True)
+    return Result(Message(result.UNRANKED, **values), WARN, TABLE, rows, None, text, toast=True)
 
 
 def _name(row: Tradeoff, found: Measurements) -> str:
     """Name the formats of a row: "int8, computed in bf16", or one where both are the same."""
     stored = found.storage if found.is_as_file(row) else row.storage
-    return stored if stored == row.computed_by else result.COMPUTED_IN.format(stored, row.computed_by)
+    return stored if stored == row.computed_by else Message(result.COMPUTED_IN, stored, row.computed_by)
 
 
 def _memory(row: Tradeoff, beside: Tradeoff) -> str:
@@ -89,7 +90,7 @@ def _memory(row: Tradeoff, beside: Tradeoff) -> str:
 
 
 def _closeness(row: Tradeoff, found: Measurements) -> str:
-    return (result.ERROR if found.is_of_file else result.ERROR_AS_LOADED).format(error_text(row.snr_db))
+    return Message(result.ERROR if found.is_of_file else result.ERROR_AS_LOADED, error_text(row.snr_db))
 
 
 def error_text(snr_db: float) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from halfsafe.precision.base.message import messages_in
 from setup.comfyui_server import Server
 
 if TYPE_CHECKING:
@@ -207,7 +208,8 @@ class ComfyPage:
     def send_guard(self, **message: object) -> None:
         """Let the page receive a guard's message."""
         whole = {"node_id": None, "prompt_id": "p", "kind": "event", "verdict": "recovered", "message": "", "advice": "", "event": None}
-        self.send("halfsafe.guard", **whole | message)
+        data = {"brief": message.get("message", ""), **whole, **message}
+        self.send("halfsafe.guard", **data, messages=messages_in(data))
 
     def zoom_to(self, node_type: str, width: int | None = None, height: int | None = None) -> None:
         """Size a node and bring it to the left top of the canvas at scale 1."""

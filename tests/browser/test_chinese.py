@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -12,16 +11,17 @@ from pathlib import Path
 import pytest
 from browser.comfy_page import ComfyPage
 from halfsafe.precision.base.errors import CheckpointError, HalfsafeError
+from halfsafe.precision.base.message import Message, messages_in
 from halfsafe.precision.guard.localize import Origin
 from halfsafe.precision.guard.log import CallPosition, event_of, sentence
 from halfsafe.precision.guard.verdicts import ADVICE, ENCODERS, FAILS_IN_FP32, NonFinite
 from halfsafe.precision.plan.rules import parse
 from halfsafe.precision.report.result import BEST, COMPUTED_IN, ERROR, Result
 from halfsafe.precision.study.tradeoffs_text import REFERENCE
-from support.served_sentences import served_sentences
 
 WORDS = json.loads((Path(__file__).absolute().parents[2] / "locales" / "zh" / "main.json").read_text(encoding="utf-8"))["halfsafe"]
 TAB = "async () => { await app.extensionManager.command.execute('Workspace.ToggleSidebarTab.halfsafe'); }"
+KEEP = """async (messages) => { const { keep } = await import("/extensions/Halfsafe-Pack/words.mjs"); keep(messages); }"""
 SAID = """async (texts) => { const { said } = await import("/extensions/Halfsafe-Pack/words.mjs"); return texts.map(said); }"""
 SHOWN = """async (result) => { const { ResultPanel } = await import("/extensions/Halfsafe-Pack/result.mjs"); const panel = new ResultPanel(1); panel.show(result);
     return [...panel.element.querySelectorAll(".hs-sentence, td")].map((part) => part.textContent); }"""
@@ -38,30 +38,28 @@ def english_in(text: str) -> list[str]:
     return [run.strip() for run in words.split("|") if len(run.split()) >= 3]
 
 
-def filled(text: str) -> str:
-    return re.sub(r"\{(\w+)\}", r"<\1>", text)
-
-
-def message_of(make: Callable[[], object]) -> str:
+def error_of(make: Callable[[], object]) -> str:
     with pytest.raises(HalfsafeError) as caught:
         make()
     return str(caught.value)
 
 
-def test_every_problem_is_known_where_a_file_and_a_tensor_stand_before_it(comfy: ComfyPage) -> None:
-    problems = [text for text in served_sentences() if not any(joint in text for joint in (". ", ": ", "; ", "=", ".{")) and not text.endswith((".", ":"))]
-    errors = {str(CheckpointError("new models/my model.safetensors", filled(text), "a.b")): filled(WORDS[text]) for text in problems}
-    assert len(errors) > 260
-    wrong = [text for text, said in zip(errors, comfy.evaluate(TOLD, [*errors]), strict=True) if errors[text] not in said]
-    assert wrong == []
+def test_an_error_is_known_where_a_file_and_a_tensor_stand_before_it(comfy: ComfyPage) -> None:
+    problem, advice = "a weight of shape {0}, expected {1} dimensions", "Check the path."
+    error = str(CheckpointError("/new models/my model.safetensors", Message(problem, "(3, 4)", 3), "a.b", advice))
+    comfy.send("halfsafe.messages", text=error, messages=messages_in(error))
+    (told,) = comfy.evaluate(TOLD, [error])
+    tensor = WORDS["tensor '{0}': {1}."].format("a.b", WORDS[problem].format("(3, 4)", 3))
+    assert told == f"my model.safetensors\uff1a{tensor} {WORDS[advice]}"
 
 
 def test_an_error_is_a_toast_and_a_card_in_chinese(comfy: ComfyPage, pictures: Path, cell: str) -> None:
-    rules = message_of(lambda: parse("blocks.0\nblocks.1 storage=bf17\nrole:nose storage=bf16"))
+    rules = error_of(lambda: parse("blocks.0\nblocks.1 storage=bf17\nrole:nose storage=bf16"))
     shown = comfy.record_toasts()
     comfy.add("HalfsafeLayerRules")
     error = {"node_id": "1", "prompt_id": "bad", "node_type": "HalfsafeLayerRules", "traceback": [], "executed": [], "exception_type": "halfsafe.RuleError"}
     comfy.send("execution_start", prompt_id="bad")
+    comfy.send("halfsafe.messages", text=rules, messages=messages_in(rules))
     comfy.send("execution_error", **{**error, "exception_message": rules})
     (toast,) = shown()
     assert toast["summary"].startswith("Halfsafe: \u89c4\u5219\uff0c\u7b2c 1 \u884c"), toast
@@ -83,17 +81,23 @@ def test_the_error_of_a_guard_is_told_as_its_event(comfy: ComfyPage) -> None:
     detail = {"node_id": "1", "prompt_id": "nan", "exception_type": "halfsafe.NonFinite", "exception_message": str(error)}
     comfy.send("execution_error", **detail)
     (toast,) = shown()
-    assert toast["detail"].endswith(WORDS[ADVICE["stopped"]].replace("{switch}", WORDS["the guard"])) and english_in(toast["detail"]) == [] and "decoder.mid" in toast["detail"], toast
-    assert "\u3002 " not in toast["detail"], "a full-width stop has its space in itself"
+    assert WORDS["The result became NaN or Inf"] in toast["detail"] and english_in(toast["detail"]) == [] and "decoder.mid" in toast["detail"], toast
+    comfy.evaluate(TAB)
+    comfy.page.wait_for_selector(".hs-sidebar .hs-error")
+    card = comfy.page.inner_text(".hs-sidebar .hs-error")
+    assert WORDS[ADVICE["stopped"]].replace("{switch}", WORDS["the guard"]) in card and english_in(card) == [], card
+    assert "\u3002 " not in card, "a full-width stop has its space in itself"
 
 
 def test_a_value_that_is_words_is_told_in_chinese(comfy: ComfyPage) -> None:
     figures = {"seconds": "1.00", "beside": "bf16 2.00", "memory": "50.00 MiB (100.00 MiB)"}
-    in_english, in_chinese = ({"name": say(COMPUTED_IN).format("int8", "bf16"), "close": say(ERROR).format("1.3 %"), **figures} for say in (str, WORDS.get))
-    result = Result(BEST, in_english, head=["setting"], rows=[[f"fp32 {REFERENCE}"]])
+    in_english, in_chinese = ({"name": Message(say(COMPUTED_IN), "int8", "bf16"), "close": Message(say(ERROR), "1.3 %"), **figures} for say in (str, WORDS.get))
+    result = Result(Message(BEST, **in_english), head=["setting"], rows=[[f"fp32 {REFERENCE}"]])
+    comfy.evaluate(KEEP, messages_in(result.sentence))
     assert comfy.evaluate(SHOWN, asdict(result)) == [WORDS[BEST].format(**in_chinese), f"fp32 {WORDS[REFERENCE]}"]
-    progress = "step 3 of 8 to 60: measuring 40 layers"
+    progress = Message("step {0} of {1} to {2}: {3}", 3, 8, 60, Message("measuring {0} layers", 40))
     comfy.add("HalfsafeAnalyzeLayers")
+    comfy.send("halfsafe.messages", text=progress, messages=messages_in(progress))
     comfy.send("progress_text", nodeId="1", text=f"Halfsafe: {progress}")
     assert comfy.found(DRAWN, f"Halfsafe: {comfy.evaluate(SAID, [progress])[0]}") != f"Halfsafe: {progress}"
 
@@ -105,6 +109,7 @@ def test_guards_of_encoders_speak_chinese(comfy: ComfyPage) -> None:
     repeated = Origin("Text encoder encode", "", "overflow", "", math.nan)
     cured = sentence(event_of(position, repeated, "fp16", "bf16", True), repeated)
     texts = [failed, cured, wording.no_memory, *wording.advice.values()]
+    comfy.evaluate(KEEP, messages_in(texts))
     said = comfy.evaluate(SAID, texts)
     assert [english_in(text) for text in said] == [[]] * len(texts), said
-    assert said[0].endswith(WORDS[FAILS_IN_FP32]) and WORDS["the result became NaN or Inf"] in said[0]
+    assert said[0].endswith(WORDS[FAILS_IN_FP32]) and WORDS["The result became NaN or Inf"] in said[0]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from browser.comfy_page import ComfyPage
+from halfsafe.precision.base.message import Message
 from halfsafe.precision.report.result import CHOSEN, Result
 from halfsafe.precision.study.analysis_text import HEAD
 from support import shapes
@@ -111,7 +112,7 @@ def test_a_result_is_drawn_as_a_sentence_and_a_table(opened_page: ComfyPage, nod
     opened_page.add(node)
     values = {"chosen": 3, "free": 4, "candidate": "int8", "snr": "31.0 dB", "error": "2.8 %"}
     rows = [["blocks.0.individual_token_refiner.0", "31.0", "30.9", "31.0", "pinned"], ["blocks.0.ffn.2", "12.0", "±12 %", "12.0", "chosen"]]
-    result = Result(CHOSEN, values, head=HEAD, rows=rows, marked=1, text="All of it.")
+    result = Result(Message(CHOSEN, **values), head=HEAD, rows=rows, marked=1, text="All of it.")
     sent = {"node": opened_page.evaluate("() => String(app.graph.nodes[0].id)"), "prompt_id": "p", "output": result.ui()}
     opened_page.send("executed", **{**sent, "display_node": sent["node"]})
     opened_page.page.wait_for_selector(".hs-figures")

@@ -109,7 +109,7 @@ def test_the_focus_stays_on_the_button_and_the_answer_is_a_live_region(tab: Comf
 def test_it_is_said_before_the_run_that_the_picture_will_differ(tab: ComfyPage) -> None:
     press(tab, "Guard this workflow")
     said = tab.evaluate(DID)
-    native = tab.evaluate("async () => (await (await fetch('/halfsafe/device')).json()).values.compute")
+    native = tab.evaluate("async () => { const found = await (await fetch('/halfsafe/device')).json(); return found.messages[found.sentence].values.compute; }")
     assert ("wan.safetensors computes in bf16 now, with ComfyUI alone in fp32: the picture will differ a little." in said) == ("bf16" in native), (said, native)
 
 
@@ -194,7 +194,7 @@ HERE = "() => [...document.querySelectorAll('.hs-facts dd')].map((fact) => fact.
 
 def test_each_loaded_model_is_worded_and_a_switch_is_named_as_one(opened_page: ComfyPage) -> None:
     comfy = opened_page
-    comfy.page.route("**/halfsafe/here", lambda route: route.fulfill(json=FACTS))
+    comfy.page.route("**/halfsafe/here", lambda route: route.fulfill(json={"facts": FACTS}))
     comfy.evaluate(TOGGLE_TAB)
     comfy.page.wait_for_function(f"() => ({HERE})().length === 2")
     dynamic, loaded = comfy.evaluate(HERE)
@@ -218,7 +218,7 @@ def test_a_message_beside_the_graph_has_two_lines_and_none_is_shown_beside_its_c
     comfy = opened_page
     comfy.add("HalfsafeNaNGuard")
     shown = comfy.record_toasts()
-    result = {"sentence": "{file}: {before} -> {after}. Kept in {formats}: {kept} ({reasons}).", "values": {"file": "clip_l.safetensors", "before": "235.84 MiB", "after": "154.84 MiB", "formats": "fp16", "kept": "73.84 MiB", "reasons": "embedding: 72.49 MiB"}, "tone": "good", "head": [], "rows": [], "marked": None, "text": "", "toast": True, "pictures": []}
+    result = {"sentence": "HALVED", "messages": {"HALVED": {"template": "{file}: {before} -> {after}. Kept in {formats}: {kept} ({reasons}).", "values": {"file": "clip_l.safetensors", "before": "235.84 MiB", "after": "154.84 MiB", "formats": "fp16", "kept": "73.84 MiB", "reasons": "embedding: 72.49 MiB"}}}, "tone": "good", "head": [], "rows": [], "marked": None, "text": "", "toast": True, "pictures": []}
     for prompt in ("closed", "open"):
         comfy.send("execution_start", prompt_id=prompt)
         comfy.send("executed", node="1", display_node="1", prompt_id=prompt, output={"halfsafe_result": [json.dumps(result)]})

@@ -1,4 +1,4 @@
-"""The sentences that the pack words while it runs in ComfyUI, read from its code: `{0}`, `{1}` stand for an f-string's values.
+"""The sentences that the pack words while it runs in ComfyUI, read from its code.
 
 Reasons, notes, advice, errors and what guards found: all that a page may draw. A new module is read without being named here.
 """
@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).absolute().parents[2]
-OUTSIDE_OF_COMFYUI = ("precision/commands",)
-"""The command line."""
+OUTSIDE_OF_THE_PAGE = ("precision/commands", "precision/base/debug_log.py", "nodes/host/comfyui/bodies.py")
+"""The command line, a line for the log, and answers to programs that send what the page does not."""
 TEXTS_AND_PICTURES = (
     "precision/study/analysis_text.py", "precision/study/charts.py", "precision/report/draw.py", "precision/study/tradeoffs_text.py",
     "precision/report/report_chart.py", "precision/report/view.py", "precision/report/report_text.py", "precision/report/doctor.py",
@@ -28,11 +28,32 @@ UNSAID = {"Schema", "compile", "define"}
 
 
 def served_sentences() -> set[str]:
-    """Every text of two words or more in what runs in ComfyUI, but docstrings, annotations, log lines and the nodes' own labels."""
+    """Every text of two words or more in what runs in ComfyUI, but docstrings, annotations, log lines and the nodes' own labels; and every template of a message."""
     labels = list(labels_in(json.loads((ROOT / "locales" / "en" / "nodeDefs.json").read_text(encoding="utf-8"))))
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in modules()]
-    said = {text for tree in trees for text in texts_of(tree) if is_sentence(text)} | {text for tree in trees for text in error_frames(tree)}
-    return {text for text in said if not CODE.search(text) and not is_label(text, labels)}
+    said = {text for tree in trees for text in texts_of(tree) if is_sentence(text) and not CODE.search(text)}
+    return {text for text in said if not is_label(text, labels)} | {text for tree in trees for text in templates_in(tree)}
+
+
+def templates_in(tree: ast.AST) -> Iterator[str]:
+    """Yield the templates that are written where a message is made, and those that join messages; a space or a line's end is the same in each language."""
+    for call in ast.walk(tree):
+        name = getattr(call.func, "id", "") if isinstance(call, ast.Call) else ""
+        if name == "Message":
+            yield from (part.value for part in ast.walk(call.args[0]) if isinstance(part, ast.Constant) and isinstance(part.value, str) and part.value != "{0} {1}")
+        if name == "joined" and len(call.args) == 2 and call.args[1].value.strip():
+            yield f"{{0}}{call.args[1].value}{{1}}"
+
+
+def sentences_without_template() -> set[str]:
+    """Every f-string of two words or more that a page may draw: its values cannot be told from its words."""
+    found = set()
+    for path in modules():
+        for text in shown_nodes(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(text, ast.JoinedStr):
+                words = "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in text.values)
+                found |= {f"{path.relative_to(ROOT)}:{text.lineno}: {words}"} if is_sentence(words) and not CODE.search(words) else set()
+    return found
 
 
 def is_sentence(text: str) -> bool:
@@ -46,14 +67,8 @@ def is_label(text: str, labels: list[str]) -> bool:
     return text in labels or (text.endswith(".") and any(text in label for label in labels))
 
 
-def error_frames(tree: ast.AST) -> set[str]:
-    """What the classes of errors put around every problem, in a word or more."""
-    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and any("Error" in ast.unparse(base) for base in node.bases)]
-    return {text for node in classes for text in texts_of(node) if re.search(r"[A-Za-z]{4,}", re.sub(r"\{\w*\}", " ", text))}
-
-
 def modules() -> list[Path]:
-    skipped = [ROOT / name for name in (*OUTSIDE_OF_COMFYUI, *TEXTS_AND_PICTURES)]
+    skipped = [ROOT / name for name in (*OUTSIDE_OF_THE_PAGE, *TEXTS_AND_PICTURES)]
     paths = [path for package in ("precision", "nodes") for path in sorted((ROOT / package).rglob("*.py"))]
     return [path for path in paths if not any(path.is_relative_to(folder) for folder in skipped)]
 
@@ -67,21 +82,17 @@ def labels_in(words: object) -> Iterator[str]:
 
 
 def texts_of(tree: ast.AST) -> Iterator[str]:
-    """Yield the texts and f-strings below a node, without what no page shows."""
+    """Yield the texts below a node, without what no page shows, and without the joint that they begin or end with."""
+    yield from (node.value.strip(" ;") for node in shown_nodes(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
+
+
+def shown_nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yield a node and those below it that a page may show; of an f-string, no part."""
     if is_docstring(tree) or is_log(tree) or is_unsaid(tree):
         return
-    if isinstance(tree, (ast.JoinedStr, ast.Constant)):
-        yield from [template_of(tree)] if isinstance(tree, ast.JoinedStr) or isinstance(tree.value, str) else []
-        tree = ast.Module([part.value for part in getattr(tree, "values", ()) if isinstance(part, ast.FormattedValue)], [])
-    for child in ast.iter_child_nodes(tree):
-        yield from texts_of(child)
-
-
-def template_of(text: ast.JoinedStr | ast.Constant) -> str:
-    """Write a text with a number in braces for each value, without the joint it begins or ends with."""
-    whole = text.value if isinstance(text, ast.Constant) else "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in text.values)
-    numbers = iter(range(whole.count("{}")))
-    return re.sub(r"\{\}", lambda _: f"{{{next(numbers)}}}", whole).strip(" ;")
+    yield tree
+    for child in [] if isinstance(tree, ast.JoinedStr) else ast.iter_child_nodes(tree):
+        yield from shown_nodes(child)
 
 
 def is_docstring(node: ast.AST) -> bool:

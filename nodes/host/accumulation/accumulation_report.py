@@ -5,6 +5,7 @@ import torch
 from ....precision.arithmetic.fp16_accumulation import FP16_ACCUMULATION, Fp16AccumulationLinear
 from ....precision.base import flags
 from ....precision.base.layers import kind_of
+from ....precision.base.message import Message, joined
 from ....precision.base.modes import FP8, FP16, INT8
 from ....precision.base.text import listed
 from ....precision.plan.accumulation import (
@@ -34,15 +35,16 @@ HOW = {
     (True, False): "fp32 sums, because not all layers are proven safe",
 }
 """(a layer is proven, its sums are in fp16) -> how the reason begins."""
+NOT_BY_LAYER = "{0} Under torch.compile or on several devices it cannot be switched layer by layer: {1}."
 AS_ASKED = "fp16 sums as requested, not proven safe"
 NOT_MEASURED = "fp32 sums until a call proves fp16 sums safe"
 
 
 def described(operation: Fp16AccumulationLinear, in_fp16: bool) -> tuple[Sums, str]:
     """Return (accumulation, reason) of a layer."""
-    unknown = "" if operation.weights else f"{type(operation.module).__name__} has its own matmul"
+    unknown = "" if operation.weights else Message("{0} has its own matmul", type(operation.module).__name__)
     why, how = unknown or operation.sums.evidence, HOW[operation.sums.proven, in_fp16]
-    return "fp16" if in_fp16 else "fp32", f"{how}: {why}" if why else NOT_MEASURED
+    return "fp16" if in_fp16 else "fp32", Message("{0}: {1}", how, why) if why else NOT_MEASURED
 
 
 def _sums_of(run: AccumulationRun) -> dict[str, tuple[Sums, str]]:
@@ -58,13 +60,13 @@ def _state_text(run: AccumulationRun) -> str:
     used = run.used()
     proven = [op.sums for op in used if op.sums.proven]
     scaled = sum(sums.exponent > 0 for sums in proven)
-    line = f"{len(proven)} of {len(used)} fp16 layers are proven safe for fp16 sums ({scaled} with a scaled input)"
-    line += f"; {run.calibration.repeats} calls were repeated."
+    counts = len(proven), len(used), scaled
+    safe = Message("{0} of {1} fp16 layers are proven safe for fp16 sums ({2} with a scaled input)", *counts)
+    line = joined([safe, Message("{0} calls were repeated.", run.calibration.repeats)], "; ")
     if not run.plan.whole:
         return line
-    outcome = "on for all" if run.all_in_fp16 else "off"
-    outcome += "" if run.attention_is_bounded else ", because the products inside attention have no overflow bound"
-    return f"{line} Under torch.compile or on several devices it cannot be switched layer by layer: {outcome}."
+    why = "" if run.attention_is_bounded else "because the products inside attention have no overflow bound"
+    return Message(NOT_BY_LAYER, line, joined(["on for all" if run.all_in_fp16 else "off", why], ", "))
 
 
 def _inert_rules(patcher) -> list[WithoutEffect]:
@@ -103,7 +105,7 @@ def _fp8_layers(patcher) -> list[str]:
 
 def _fp8_fast(module: torch.nn.Module, refused: Refused) -> tuple[Sums, str]:
     problem = refused.get(tuple(module.weight.shape))
-    return ("fp32", f"torch refuses fast accumulation here: {problem}") if problem else ("fp8_fast", "")
+    return ("fp32", Message("torch refuses fast accumulation here: {0}", problem)) if problem else ("fp8_fast", "")
 
 
 def _is_fp16_by_default(patcher, plan: AccumulationPlan) -> bool:
@@ -149,5 +151,5 @@ def remarks_of(patcher) -> tuple[list[WithoutEffect], dict[str, str]]:
     if plan.fp8_fast and not _fp8_layers(patcher):
         without_effect.append(WithoutEffect("fp8_fast_accumulation=on", NO_FP8_OF_OURS))
     summary = run.attention_text() if run else ""
-    decisions = {"attention": f"{plan.request.attention}: {summary}"} if summary else {}
+    decisions: dict[str, str] = {"attention": Message("{0}: {1}", plan.request.attention, summary)} if summary else {}
     return without_effect, decisions

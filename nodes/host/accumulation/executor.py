@@ -13,6 +13,7 @@ from ....precision.arithmetic.fp16_accumulation import FP16_ACCUMULATION, Fp16Ac
 from ....precision.base import flags
 from ....precision.base.layer_names import are_alike
 from ....precision.base.layers import kind_of
+from ....precision.base.message import Message
 from ....precision.base.modes import FP16
 from ....precision.base.patching import Patch, compile_disabled, patched
 from ....precision.devices.detect import detect
@@ -167,7 +168,9 @@ class AccumulationRun(CalibratedActing):
         in_fp32 = self.attention.calls_in_fp32
         if not in_fp32:
             return ""
-        return f"{in_fp32.count(False)} attentions run in fp16, {in_fp32.count(True)} in fp32 to avoid overflow"
+        return Message(
+            "{0} attentions run in fp16, {1} in fp32 to avoid overflow", in_fp32.count(False), in_fp32.count(True)
+        )
 
     def used(self) -> list[Fp16AccumulationLinear]:
         """Return the layers that met fp16 inputs, and those whose weight is out of reach."""
@@ -200,7 +203,7 @@ def _settings(patcher) -> tuple:
 def sums_by_rule(patcher) -> dict[str, tuple[Sums, str]]:
     """Return layer -> (accumulation, reason) of the layers that a rule of the compute plan decides."""
     asked = asked_by_rule(patcher) if switches_by_layer(patcher) else {}
-    return {name: (sums, f"{sums} sums by rule") for name, sums in asked.items()}
+    return {name: (sums, Message("{0} sums by rule", sums)) for name, sums in asked.items()}
 
 
 def asked_by_rule(patcher) -> dict[str, Sums]:

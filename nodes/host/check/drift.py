@@ -14,6 +14,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 
 from ....precision.arithmetic.casting import CastsToFp32
+from ....precision.base.message import Message
 from ....precision.base.modes import FP16_ACC16, FP32
 from ....precision.base.patching import compile_disabled
 from ....precision.check import drift
@@ -47,7 +48,7 @@ NOT_A_RESULT = "The call itself failed; see the events."
 NOT_FINITE = "In fp32 the call is NaN or Inf; see the events."
 NOTHING_RAN = "No layer ran in the fp32 call either: another node returns cached results instead of running the model."
 MAY_KEEP_STATE = (
-    "{} has code on this model that may keep state between calls, so an extra call could change the picture: remove "
+    "{0} has code on this model that may keep state between calls, so an extra call could change the picture: remove "
     "its node to use the check."
 )
 QUANTIZED_OPS = ("fp8", "int8")
@@ -74,7 +75,7 @@ def check_of(setting: str, call: Call, number: int, guarded: Guarded, log: Guard
     log.checked.add(step)
     if packs := packs_on(call):
         if not told:
-            check.tell(MAY_KEEP_STATE.format(" and ".join(packs)))
+            check.tell(Message(MAY_KEEP_STATE, " and ".join(packs)))
         return None
     return check
 
@@ -127,7 +128,7 @@ class DriftCheck:
             comfy.model_management.interrupt_current_processing()  # the user's, and the sampler's to act on
             left_out = INTERRUPTED
         except Exception as error:  # model code may fail in a dtype that it never met
-            left_out = NO_MEMORY if is_oom(error) else f"It failed in fp32: {error}"
+            left_out = NO_MEMORY if is_oom(error) else Message("It failed in fp32: {0}", error)
         finally:
             after.put_back()
         self.tell(left_out)

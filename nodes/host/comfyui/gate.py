@@ -28,6 +28,7 @@ import torch
 
 from ....precision.base.errors import HalfsafeError
 from ....precision.base.layers import kind_of
+from ....precision.base.message import Message
 from ....precision.base.text import listed
 from ....precision.version import VERSION
 from .attributes import FORWARDS, quantization_format
@@ -44,11 +45,11 @@ PASSED = ("autopad", "output_size")
 """The parameters of a convolution's call, which our products take."""
 INPUT = "input"
 BY_PLACE = "an argument by its place"
-MET = "{} calls layers with `{}`, which Halfsafe {} does not know, so in these calls they run their own code: {}."
-NO_ACTIVATION = "Layer '{}' of another pack is called with `input_act` = '{}', for which comfy.ops has no function."
-NOT_TAKEN = "Layer '{}' is called with `{}`, which its own code cannot run with: {}."
+MET = "{0} calls layers with `{1}`, which Halfsafe {2} does not know, so in these calls they run their own code: {3}."
+NO_ACTIVATION = "Layer '{0}' of another pack is called with `input_act` = '{1}', for which comfy.ops has no function."
+NOT_TAKEN = "Layer '{0}' is called with `{1}`, which its own code cannot run with: {2}."
 UPDATE = "Update Halfsafe, or remove its nodes from this model."
-OWN_CODE = "{} runs its own code, because of `{}`"
+OWN_CODE = "{0} runs its own code, because of `{1}`"
 NORM = "norm"
 UNEQUAL: set[str] = set()
 """Quantization formats, "" for none, and ``norm``: layers that the self-test found to run otherwise through our code
@@ -181,7 +182,7 @@ class Gate:
         unknown = {*given} - {*PASSED} | {BY_PLACE for _ in places}
         if not can_activate(folded):
             if self.call is None:
-                raise HalfsafeError(NO_ACTIVATION.format(name_of_layer(self.module), folded[ACTIVATION]), UPDATE)
+                raise HalfsafeError(Message(NO_ACTIVATION, name_of_layer(self.module), folded[ACTIVATION]), UPDATE)
             unknown.add(ACTIVATION)
         run = self.forward
         if unknown and self.own is not None:
@@ -192,7 +193,7 @@ class Gate:
             try:
                 return run(x, *args[1:], **named)
             except TypeError as error:
-                problem = NOT_TAKEN.format(name_of_layer(self.module), listed(sorted(unknown)), error)
+                problem = Message(NOT_TAKEN, name_of_layer(self.module), listed(sorted(unknown)), error)
                 raise HalfsafeError(problem, UPDATE) from error
         if self.notes and folded.get(ACTIVATION) is not None:
             note_unfused(self.module)
@@ -231,7 +232,7 @@ def note_met(module: torch.nn.Module, arguments: set[str]) -> None:
     for argument in sorted(arguments):
         if (type(module), argument) not in _told:
             _told.add((type(module), argument))
-            logger.warning("Halfsafe: %s", MET.format(_caller(module), argument, VERSION, name_of_layer(module)))
+            logger.warning("Halfsafe: %s", Message(MET, _caller(module), argument, VERSION, name_of_layer(module)))
 
 
 def met_in(modules: Mapping[str, torch.nn.Module]) -> dict[str, str]:
@@ -242,7 +243,7 @@ def met_in(modules: Mapping[str, torch.nn.Module]) -> dict[str, str]:
         for argument in sorted(_met.get(module, ())):
             found[_caller(module), argument].append(name)
     return {
-        OWN_CODE.format(names[0], argument): MET.format(caller, argument, VERSION, listed(names))
+        Message(OWN_CODE, names[0], argument): Message(MET, caller, argument, VERSION, listed(names))
         for (caller, argument), names in found.items()
     }
 
@@ -250,7 +251,7 @@ def met_in(modules: Mapping[str, torch.nn.Module]) -> dict[str, str]:
 def _caller(module: torch.nn.Module) -> str:
     """Name whose parameters a layer's call has: ComfyUI's, or those of another pack that replaced its code."""
     owner = code_owner(type(module).forward)
-    return f"The pack {owner}" if owner else "This ComfyUI"
+    return Message("The pack {0}", owner) if owner else "This ComfyUI"
 
 
 def name_of_layer(module: torch.nn.Module) -> str:

@@ -1,18 +1,24 @@
 """Send the open page what guards and long work say while a prompt runs, and keep what guards say for its report."""
 
+import contextlib
 import weakref
+from collections.abc import Iterator
 from contextvars import ContextVar
 
 from comfy_execution.progress import ProgressRegistry, get_progress_state
 from comfy_execution.utils import get_executing_context
 from server import PromptServer
 
+from ....precision.base.errors import HalfsafeError
+from ....precision.base.message import messages_in
 from ....precision.guard.policy import EVENT, OFF
 from ....precision.guard.verdicts import CURED, EVERY_RUN, NAN_GUARD, ONE_NODE, Place
 from ....precision.report.schema import EncoderReport, GuardEvent, plain
 
 REPORT_EVENT = "halfsafe.report"
 REFUSED_EVENT = "halfsafe.refused"
+MESSAGES_EVENT = "halfsafe.messages"
+"""Sent ahead of a text that ComfyUI sends: its messages."""
 BADGE_EVENT = "halfsafe.badge"
 ENCODER_KINDS = {"vae": "VAE", "clip": "text encoder"}
 GUARDED = {
@@ -84,6 +90,7 @@ def show_progress(text: str) -> None:
     """Show a text on the running node, if the prompt came from a page. ``main.js`` takes it away by the pack's name."""
     context, server = get_executing_context(), getattr(PromptServer, "instance", None)
     if context is not None and server is not None:
+        _explain(text)
         server.send_progress_text(f"Halfsafe: {text}", context.node_id, server.client_id)
 
 
@@ -110,6 +117,7 @@ def send_to_page(
         "kind": kind,
         "verdict": verdict,
         "message": message,
+        "brief": event.brief if event else message,
         "advice": advice,
         "of": of,
         "fell_back": fell_back,
@@ -123,9 +131,25 @@ def send_to_page(
     _send(EVENT, data)
 
 
-def send_report(node_id: str | None, token: str, report: str) -> None:
-    """Send the report of a run to the page that queued the prompt; ``token`` names the node's result."""
-    _send(REPORT_EVENT, {"node_id": node_id, "prompt_id": running_prompt_id(), "token": token, "report": report})
+def send_report(node_id: str | None, token: str, report: str, messages: dict) -> None:
+    """Send the report of a run and its messages to the page that queued the prompt; ``token`` names the node's
+    result."""
+    data = {"node_id": node_id, "prompt_id": running_prompt_id(), "token": token, "report": report}
+    _send(REPORT_EVENT, data, messages)
+
+
+@contextlib.contextmanager
+def errors_explained() -> Iterator[None]:
+    """Send the page the messages of an error of the pack ahead of its text, which ComfyUI sends."""
+    try:
+        yield
+    except HalfsafeError as error:
+        _explain(str(error))
+        raise
+
+
+def _explain(text: str) -> None:
+    _send(MESSAGES_EVENT, {"text": text})
 
 
 def add_to_badge(node_id: str | None, words: list[str]) -> None:
@@ -138,7 +162,8 @@ def refusal(error: Exception) -> str:
     """Return the message of a validation error, and send it to the page that queued the prompt."""
     page, server = queued_by.get(), getattr(PromptServer, "instance", None)
     if page and server is not None:
-        server.send_sync(REFUSED_EVENT, {"message": str(error)}, page)
+        message = str(error)
+        server.send_sync(REFUSED_EVENT, {"message": message, "messages": messages_in([message])}, page)
     return str(error)
 
 
@@ -149,10 +174,10 @@ def _workflow_id() -> str:
     return str(((extra.get("extra_pnginfo") or {}).get("workflow") or {}).get("id") or "")
 
 
-def _send(event: str, data: dict) -> None:
+def _send(event: str, data: dict, messages: dict | None = None) -> None:
     server = getattr(PromptServer, "instance", None)
     if server is not None:
-        server.send_sync(event, data, server.client_id)
+        server.send_sync(event, {**data, "messages": messages or messages_in(data)}, server.client_id)
 
 
 def encoder_reports() -> list[EncoderReport]:

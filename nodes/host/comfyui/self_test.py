@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from ....precision.arithmetic.linear import lent
+from ....precision.base.message import Message
 from ....precision.base.patching import Patch, patched
 from ....precision.base.surroundings import neutral
 from ....precision.version import VERSION
@@ -29,11 +30,11 @@ MOST_ERROR = 0.05
 """Relative error: int8 and fp8 layers round their input to 8 bits, of which ours knows nothing. A dropped argument is
 off by 0.27 and more."""
 OTHERWISE = (
-    "A layer of this ComfyUI ({}) returns another result through Halfsafe {} than alone, so all layers of its kind run "
-    "ComfyUI's own code. Update Halfsafe."
+    "A layer of this ComfyUI ({0}) returns another result through Halfsafe {1} than alone, so all layers of its kind "
+    "run ComfyUI's own code. Update Halfsafe."
 )
 UNASKED = (
-    "The attention of this ComfyUI does not ask Halfsafe {}, so settings of attention have no effect. Update Halfsafe."
+    "The attention of this ComfyUI does not ask Halfsafe {0}, so settings of attention have no effect. Update Halfsafe."
 )
 logger = logging.getLogger("halfsafe")
 found: list[str] = []
@@ -48,9 +49,9 @@ def check_core() -> None:
         for kind, layer, patches in _layers():
             if unequal := _unequal(kind, layer, patches):
                 UNEQUAL.add(kind)
-                found.append(OTHERWISE.format(unequal, VERSION))
+                found.append(Message(OTHERWISE, unequal, VERSION))
         if not _asks_for_attention():
-            found.append(UNASKED.format(VERSION))
+            found.append(Message(UNASKED, VERSION))
     for sentence in found:
         logger.warning("Halfsafe: %s", sentence)
 

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 
 from comfy.model_patcher import ModelPatcher
 
+from ....precision.base.message import Message
 from ....precision.base.modes import INT8
 from ....precision.base.patching import patched
 from ....precision.plan.choice import WithoutEffect
@@ -23,7 +24,7 @@ from .planned_model import PlannedModel, estimated_in_fp32
 from .ruled_attention import NO_ATTENTION, NO_BLOCK, blocks_of, outermost
 
 LISTED = 3
-TRAINED = "compute={} does not act while Train LoRA trains: its training_dtype decides."
+TRAINED = "compute={0} does not act while Train LoRA trains: its training_dtype decides."
 logger = logging.getLogger("halfsafe")
 
 
@@ -110,7 +111,7 @@ class Compute(Stage):
         """Run a sampler with the plan also applied to the model's text adapters, and to ComfyUI's memory estimate."""
         model = executor.class_obj.model_patcher.model
         if trains():
-            logger.info("Halfsafe: %s", TRAINED.format(self.acting(model).plan.choice.used))
+            logger.info("Halfsafe: %s", Message(TRAINED, self.acting(model).plan.choice.used))
             return executor(*args, **kwargs)
         with ExitStack() as held:
             held.enter_context(patched(estimated_in_fp32(model) if self.acting(model).plan.is_safe else []))
@@ -154,7 +155,7 @@ class Compute(Stage):
             if not matched:
                 yield WithoutEffect(str(rule), NO_BLOCK)
             elif run and not any(rule in rules for rules in run.ruled.ran_in.values()):
-                yield WithoutEffect(str(rule), NO_ATTENTION.format(", ".join(matched[:LISTED])))
+                yield WithoutEffect(str(rule), Message(NO_ATTENTION, ", ".join(matched[:LISTED])))
 
     def not_called(self, patcher: ModelPatcher) -> frozenset[str]:
         """Return the layers with a plan that did not run in the calibrating call; empty before that call."""
@@ -171,4 +172,6 @@ class Compute(Stage):
         share = (run.layers.fp16_flops + run.attention.fp16_flops) / total
         in_int8 = any(decision.mode == INT8.name for decision in self.plan.decisions.values())
         work = "matrix work outside int8 layers" if in_int8 else "matrix work"
-        return f"{share:.1%} of the {work} has fp16 operands; {run.calibration.repeats} calls were repeated"
+        return Message(
+            "{0} of the {1} has fp16 operands; {2} calls were repeated", f"{share:.1%}", work, run.calibration.repeats
+        )

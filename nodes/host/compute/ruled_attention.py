@@ -11,7 +11,7 @@ from ..comfyui.layers import is_called_by_items
 from .attention import forward_of, holds_modules
 
 NO_BLOCK = "the pattern matches no block of layers in this model"
-NO_ATTENTION = "no attention that ComfyUI allows to be replaced ran in a forward of {}"
+NO_ATTENTION = "no attention that ComfyUI allows to be replaced ran in a forward of {0}"
 
 
 def blocks_of(rules: Sequence[Rule], modules: Mapping[str, torch.nn.Module]) -> dict[str, list[Rule]]:

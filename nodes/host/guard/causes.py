@@ -14,6 +14,7 @@ from ....precision.arithmetic.linear import lent
 from ....precision.base.dtypes import name_of
 from ....precision.base.errors import CheckpointError
 from ....precision.base.layers import kind_of, stored
+from ....precision.base.message import Message
 from ....precision.base.nested import leaves, tensors_in
 from ....precision.base.patching import Patch
 from ....precision.files.safetensors_file import open_checkpoint
@@ -40,16 +41,14 @@ from ..replay.call import Call
 
 CONDITIONINGS = {0: "positive conditioning", 1: "negative conditioning"}
 CONTROL = "ControlNet output"
-BAD_COPY = "Weight '{}' is finite in host memory, but its copy on the device holds NaN or Inf."
-FINITE_IN_FILE = (
-    "Weight '{}' holds NaN or Inf in memory, but is finite in {}: free the model and node cache, and run again. It "
-    "was damaged after it was loaded, or the file was replaced since."
+BAD_COPY = "Weight '{0}' is finite in host memory, but its copy on the device holds NaN or Inf."
+RUN_AGAIN = (
+    "free the model and node cache, and run again. It was damaged after it was loaded, or the file was replaced since."
 )
-TOO_LARGE = "Weight '{}' reaches {} in {}, more than {} holds: load it with {} bf16 or fp32."
-MAY_BE_TOO_LARGE = (
-    "Weight '{}' is Inf in fp16, perhaps because its own value is too large for it: load it with {} bf16 or fp32. If "
-    "it is Inf there too, download the file again."
-)
+WIDER = "load it with {0} bf16 or fp32."
+WIDER_OR_AGAIN = "load it with {0} bf16 or fp32. If it is Inf there too, download the file again."
+WITHOUT_PATCH = "leave it out or download it again."
+WEAKER = "lower the strength, or load the model with storage bf16 or fp32."
 CALL_PATCHES = ("patches", "patches_replace")
 FUNCTIONS = {"weight": WEIGHT_FUNCTIONS, "bias": BIAS_FUNCTIONS}
 
@@ -103,7 +102,7 @@ def patch_name(patch: Callable) -> str:
     patch = inspect.unwrap(patch)
     owner = code_owner(patch)
     name = getattr(patch, "__qualname__", type(patch).__name__).partition(".")[0]
-    return f"patch {name} of {owner}" if owner else f"patch {name}"
+    return Message("patch {0} of {1}", name, owner) if owner else f"patch {name}"
 
 
 def with_patches(options: dict, change: Callable[[Callable], Callable]) -> dict:
@@ -170,7 +169,7 @@ class LoadedWeights:
             return ""
         there = torch.zeros(1, device=self._patcher.load_device)
         with lent(weights_of(module)(module, there, torch.float32)) as (copied, _):
-            return "" if is_finite(copied) else BAD_COPY.format(name)
+            return "" if is_finite(copied) else Message(BAD_COPY, name)
 
     def _is_patched(self, name: str) -> bool:
         return any(key == f"{self._prefix}{name}" for key, _ in self._patches())
@@ -180,19 +179,21 @@ class LoadedWeights:
             return patch
         weight = operator.attrgetter(name)(self.model)
         if self._is_patched(name) and not self.has_nan(name):
-            return (
-                f"With its LoRA, weight '{name}' exceeds the range of {weight.dtype}: lower the strength, or load the "
-                "model with storage bf16 or fp32."
-            )
+            return _blamed(Message("With its LoRA, weight '{0}' exceeds the range of {1}", name, weight.dtype), WEAKER)
         path, held = _file_of(self._patcher), stored(weight).dtype
         file, largest = Path(path).name or "The model", _largest_in(path, name)
         if largest is None and held == torch.float16 and not self.has_nan(name):
-            return MAY_BE_TOO_LARGE.format(name, self._setting)
+            culprit = Message("Weight '{0}' is Inf in fp16, perhaps because its own value is too large for it", name)
+            return _blamed(culprit, Message(WIDER_OR_AGAIN, self._setting))
         if largest is None or not math.isfinite(largest):
-            return f"{file} holds NaN or Inf: {_advice_on(weight)} (weight '{name}')"
+            cure = Message("{0} (weight '{1}')", _advice_on(weight), name)
+            return _blamed(Message("{0} holds NaN or Inf", file), cure)
         if largest <= torch.finfo(held).max:
-            return FINITE_IN_FILE.format(name, file)
-        return TOO_LARGE.format(name, f"{largest:.4g}", file, name_of(held), self._setting)
+            culprit = Message("Weight '{0}' holds NaN or Inf in memory, but is finite in {1}", name, file)
+            return _blamed(culprit, RUN_AGAIN)
+        reaches = "Weight '{0}' reaches {1} in {2}, more than {3} holds"
+        culprit = Message(reaches, name, f"{largest:.4g}", file, name_of(held))
+        return _blamed(culprit, Message(WIDER, self._setting))
 
     def patch_sentence(self, layer: str) -> str:
         for key, patches in self._patches():
@@ -201,15 +202,20 @@ class LoadedWeights:
                 weight = key.removeprefix(self._prefix)
                 found = _bad_lora_files()
                 if not found:
-                    return f"A LoRA or other patch of '{weight}' holds NaN or Inf: leave it out or download it again."
-                files, first = ", ".join(found), next(iter(found.values()))
-                return f"{files} holds NaN or Inf: leave it out or download it again. (tensor '{first}')"
+                    return _blamed(Message("A LoRA or other patch of '{0}' holds NaN or Inf", weight), WITHOUT_PATCH)
+                cure = Message("{0} (tensor '{1}')", WITHOUT_PATCH, next(iter(found.values())))
+                return _blamed(Message("{0} holds NaN or Inf", ", ".join(found)), cure)
         return ""
 
     def _patches(self) -> list[tuple[str, list]]:
         """List (key of a weight, its LoRAs and other patches), with the patches of active hooks."""
         patcher = self._patcher
         return [*patcher.patches.items(), *patcher.get_combined_hook_patches(patcher.current_hooks).items()]
+
+
+def _blamed(culprit: str, cure: str) -> str:
+    """Return what is at fault and what to do about it, by which names the page finds them."""
+    return Message("{culprit}: {cure}", culprit=culprit, cure=cure)
 
 
 def _advice_on(weight: torch.Tensor) -> str:

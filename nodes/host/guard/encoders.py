@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from ....precision.base.amax import amax_value
 from ....precision.base.dtypes import name_of
+from ....precision.base.message import Message
 from ....precision.base.nested import tensors_in
 from ....precision.base.patching import Patch, SharedScope, patched
 from ....precision.base.surroundings import autocasts, own_dtypes
@@ -131,7 +132,7 @@ class EncoderCall(FailedCall):
     def repeat(
         self, rung: Rung[EncoderStep], given: Any, why: str, zeroed: Sequence[str] = (), watched: bool = False
     ) -> Attempt:
-        show_progress(f"Repeating {self.default_origin.layer} {why}")
+        show_progress(Message("Repeating {0} {1}", self.default_origin.layer, why))
         localizer = Localizer(self.weights.model, measuring) if watched else None
         watching = localizer.watching() if localizer else contextlib.nullcontext()
         dtypes = own_dtypes(self.device) if rung.arithmetic else contextlib.nullcontext()
@@ -208,7 +209,7 @@ def guard_clip(clip, on_nan: OnNan, node_id: str | None = None):
 
 
 def _passed_on(encoder, kind: str):
-    logger.warning("Halfsafe guard: %s", MISSING.format(kind))
+    logger.warning("Halfsafe guard: %s", Message(MISSING, kind))
     return encoder
 
 

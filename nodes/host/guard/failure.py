@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 
 from ....precision.base.amax import amax_value
+from ....precision.base.message import Message
 from ....precision.base.modes import FP16_WIDE, FP32, label_of
 from ....precision.base.patching import Patch, compile_disabled, patched
 from ....precision.devices.random_start import RandomStart
@@ -57,7 +58,8 @@ def notifier(node_id: str | None, prompt: str | None = None, of: str = "", plann
     ) -> None:
         if event:
             if event.recovered and event.to_mode:
-                show_progress(f"{event.layer or 'the model'}: repeated in {label_of(event.to_mode)}, no NaN")
+                what = Message("{0}: repeated in {1}, no NaN", event.layer or "the model", label_of(event.to_mode))
+                show_progress(what)
             logger.warning("Halfsafe guard: %s %s", message, advice)
         fell_back = planner if event and event.fell_back else None
         page_id, prompt_id = shown_id(node_id, of), prompt or running_prompt_id()
@@ -86,7 +88,7 @@ class ModelCall(FailedCall):
         plan = guarded.plan
         fp32 = fp32_rung(plan)
         may_fall = may_fall_back(patcher) and not plan.is_wider
-        promised = Rung(SAFE, plan.safe(), later=f"{GOES_ON} {SAME_SEED}") if may_fall else None
+        promised = Rung(SAFE, plan.safe(), later=Message("{0} {1}", GOES_ON, SAME_SEED)) if may_fall else None
         can_start_again = call.sampling is not None and call.sampling.can_start_again
         self._last: Attempt | None = None
         self._observer: RangeObserver | None = None
@@ -113,7 +115,7 @@ class ModelCall(FailedCall):
         self, rung: Rung[PlanInUse], given: Call, why: str, zeroed: Sequence[str] = (), watched: bool = False
     ) -> Attempt:
         step = f"step {self.position.step}"
-        show_progress(f"Repeating {step} {why}")
+        show_progress(Message("Repeating {0} {1}", step, why))
         wider = not rung.as_it_was and rung is not self.promised
         layers = WiderModel(rung.arithmetic, self.model) if wider else self.guarded.layers
         again = given.again(layers)
@@ -209,7 +211,7 @@ def _opaque_attention(localizer: Localizer, options: dict) -> dict:
 
     def attend(function, attention, *args, **kwargs):
         name = getattr(previous, "__qualname__", type(previous).__name__) if others else function.__name__
-        return localizer.opaque(f"attention by {name}", attention, *args, **kwargs)
+        return localizer.opaque(Message("attention by {0}", name), attention, *args, **kwargs)
 
     return overridden(options, attend)
 

@@ -10,6 +10,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 
 from ....precision.base.amax import amax
+from ....precision.base.message import Message
 from ....precision.base.modes import FP32
 from ....precision.devices import probes
 from ....precision.devices.random_start import RandomStart
@@ -118,7 +119,7 @@ class Guard(Stage):
             return result
         failed = ModelCall(run, call, number, start, result, guarded, hidden=math.isfinite(numbers[0]))
         if failed.packs and not failed.can_start_again:
-            log.remarks.add(REPEATED_BESIDE.format(failed.packs))
+            log.remarks.add(Message(REPEATED_BESIDE, failed.packs))
         try:
             return Ladder(failed, log, self.max_retries).resolved()
         finally:

@@ -10,6 +10,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy.sd import CLIP, VAE
 
 from ....precision.base.dtypes import dtype_named, name_of
+from ....precision.base.message import Message
 from ....precision.base.options import ComputeOption, Goal
 from ....precision.plan.compute import ComputePlan, plan_compute
 from ....precision.plan.facts import ModelFacts
@@ -45,13 +46,13 @@ def with_goal(
     plan = _on_loaded(patcher, found, facts, rules)
     model = _planned(patcher, plan)
     lines = [f"{device.label}, goal {goal}", f"model: {_runs_in(model, plan, reason)}"]
-    lines += [f"without effect: {idle.setting}: {idle.reason}" for idle in plan.without_effect]
+    lines += [Message("without effect: {0}: {1}", idle.setting, idle.reason) for idle in plan.without_effect]
     if not is_missing(clip):
         lines.append("text encoder: unchanged; ComfyUI runs it with fp32 activations, once per prompt")
     elif "clip" in connected:
-        lines.append(f"text encoder: {MISSING.format('text encoder')}")
+        lines.append(Message("text encoder: {0}", Message(MISSING, "text encoder")))
     if is_missing(vae):
-        lines += [f"VAE: {MISSING.format('VAE')}"] if "vae" in connected else []
+        lines += [f"VAE: {Message(MISSING, 'VAE')}"] if "vae" in connected else []
     elif goal == "quality":
         vae = vae_in(unguarded(vae), torch.float32)
         lines.append("VAE: fp32")
@@ -59,7 +60,7 @@ def with_goal(
         lines.append(f"VAE: unchanged, {str(vae.vae_dtype).removeprefix('torch.')}")
     if goal in SUMS:
         model = with_accumulation(model, SUMS[goal][0])
-        lines.append(f"sums: {SUMS[goal][1]}; the report lists which took effect")
+        lines.append(Message("sums: {0}; the report lists which took effect", SUMS[goal][1]))
     return model, vae, "\n".join(lines)
 
 
@@ -67,8 +68,8 @@ def _runs_in(model: ModelPatcher, plan: ComputePlan, reason: str) -> str:
     """Return the dtype that a planned model runs in and the reason: the plan's, or that of its fallback in use."""
     acting = compute_of(model)
     if acting is None or acting.plan is plan:
-        return f"{plan.choice.used}. {reason} {plan.instead}".strip()
-    return f"{acting.plan.choice.used}. {acting.plan.choice.reason}"
+        return Message("{0}. {1} {2}", plan.choice.used, reason, plan.instead)
+    return Message("{0}. {1}", acting.plan.choice.used, acting.plan.choice.reason)
 
 
 def _on_loaded(patcher: ModelPatcher, plan: ComputePlan, facts: ModelFacts, rules: Rules) -> ComputePlan:

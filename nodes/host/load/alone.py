@@ -13,9 +13,9 @@ from .devices import compute_device, current_device
 from .files import open_model
 
 
-def computing(files: list[tuple[str, str]]) -> list[dict[str, str]]:
-    """Return the files, each (folder of ComfyUI's, name), whose models compute in another dtype with ComfyUI ``alone``
-    than ``guarded``, with both.
+def computing(files: list[tuple[str, str]]) -> dict[str, list[dict[str, str]]]:
+    """Return as ``files`` those, each (folder of ComfyUI's, name), whose models compute in another dtype with ComfyUI
+    ``alone`` than ``guarded``, with both.
 
     Of a file that is missing or no known model ComfyUI says so.
     """
@@ -28,7 +28,7 @@ def computing(files: list[tuple[str, str]]) -> list[dict[str, str]]:
             guarded = alone = ""
         if guarded != alone:
             found.append({"file": name, "guarded": guarded, "alone": alone})
-    return found
+    return {"files": found}
 
 
 def _computing(path: str, only_diffusion_model: bool) -> tuple[str, str]:

@@ -9,6 +9,7 @@ from comfy.model_patcher import ModelPatcher
 
 from ....precision.base.dtypes import QUANTIZED_NAMES, name_of
 from ....precision.base.errors import HalfsafeError
+from ....precision.base.message import Message, joined
 from ....precision.base.options import ComputeOption
 from ....precision.base.text import listed, size_text
 from ....precision.devices.memory import require_memory
@@ -31,7 +32,7 @@ StorageAtHand = Literal["as loaded", "int8", "fp8_e4m3fn", "w6a8", "w4a8", "nvfp
 STORAGES_AT_HAND: tuple[StorageAtHand, ...] = get_args(StorageAtHand)
 AS_LOADED: StorageAtHand = "as loaded"
 AFTER = "Connect the node that does this behind Halfsafe, or use storage=as loaded."
-KEPT = "storage={} changes nothing: {}"
+KEPT = "storage={0} changes nothing: {1}"
 ALREADY = "the weights are quantized already"
 NO_LAYER = "the rules and the format keep every layer as it is"
 
@@ -59,7 +60,7 @@ def quantized_at_hand(
     new = {key for key, plan in plans.items() if plan.stored in QUANTIZED_NAMES and not stored[key].quantized}
     if not new:
         quantized = any(weight.quantized for weight in stored.values())
-        return patcher, KEPT.format(storage, ALREADY if quantized else NO_LAYER)
+        return patcher, Message(KEPT, storage, ALREADY if quantized else NO_LAYER)
     size = sum(plans[key].bytes for key in new)
     others = sum(plans[key].bytes for key in {*weights.patched, *weights.unpacking} - new)
     require_memory(size + others, f"storage={storage}", free_host_memory())
@@ -76,8 +77,9 @@ def quantized_at_hand(
     clone.size = 0  # ComfyUI counts it anew; its clone has the size of the model that came in
     clone.cached_patcher_init = (_again, (patcher, storage, rules))
     clone.injections.pop(LOW_RANK, None)
-    text = f"{len(new)} layers were quantized to {storage}, {size_text(size)}."
-    text += f" The patches of {patched} weights were merged." if patched else ""
+    texts = [Message("{0} layers were quantized to {1}, {2}.", len(new), storage, size_text(size))]
+    texts += [Message("The patches of {0} weights were merged.", patched)] if patched else []
+    text = joined(texts)
     attach(clone, replace(loaded.attachments[ATTACHMENT], storage=Choice(storage, storage, text)))
     return clone, text
 
@@ -94,4 +96,5 @@ def _refuse_bound_to_weights(patcher: ModelPatcher) -> None:
     if is_compiled(patcher):
         bound.append("torch.compile")
     if bound:
-        raise HalfsafeError(f"storage cannot be changed here: {listed(bound)} holds this model's modules.", AFTER)
+        problem = Message("storage cannot be changed here: {0} holds this model's modules.", listed(bound))
+        raise HalfsafeError(problem, AFTER)

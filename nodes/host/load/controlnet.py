@@ -22,6 +22,7 @@ from comfy_execution.progress import get_progress_state
 
 from ....precision.base.dtypes import dtype_named
 from ....precision.base.errors import CheckpointError
+from ....precision.base.message import Message
 from ....precision.base.options import ComputeOption, StorageOption
 from ....precision.devices.memory import require_memory
 from ....precision.formats.checkpoint import Checkpoint
@@ -97,7 +98,7 @@ def _made_by_core(checkpoint: Checkpoint) -> ControlBase:
     held = file_dtype(checkpoint)
     dtype = dtype_named(held) if held in UNQUANTIZED else torch.bfloat16
     needed = sum(prod(weight.shape) for weight in checkpoint.weights.values()) * dtype.itemsize
-    require_memory(needed, f"Loading {checkpoint.path}", free_host_memory())
+    require_memory(needed, Message("Loading {0}", checkpoint.path), free_host_memory())
     tensors = detection.stored_tensors(detection.unpacked(checkpoint))
     check_finite(tensors, checkpoint.path)
     options: dict[str, Any] = {"dtype": dtype, "custom_operations": comfy.ops.manual_cast}
@@ -108,7 +109,7 @@ def _made_by_core(checkpoint: Checkpoint) -> ControlBase:
     except CheckpointError:
         raise
     except Exception as error:  # a file of another kind fails in as many ways as the loader has lines
-        raise _unknown(checkpoint, f", it raised {type(error).__name__}: {error}") from error
+        raise _unknown(checkpoint, Message(", it raised {0}: {1}", type(error).__name__, error)) from error
     if control is None:
         raise _unknown(checkpoint)
     if hasattr(control, "control_model"):
@@ -118,7 +119,8 @@ def _made_by_core(checkpoint: Checkpoint) -> ControlBase:
 
 def _unknown(checkpoint: Checkpoint, why: str = "") -> CheckpointError:
     advice = "Check that it is a ControlNet, ControlLora or T2I adapter, and whether a newer ComfyUI supports it."
-    return CheckpointError(checkpoint.path, f"ComfyUI's loader does not know this ControlNet{why}", advice=advice)
+    problem = Message("ComfyUI's loader does not know this ControlNet{0}", why)
+    return CheckpointError(checkpoint.path, problem, advice=advice)
 
 
 def _own_record(checkpoint: Checkpoint, why: str, storage: StorageOption, compute: ComputeOption) -> ModelPlan:

@@ -13,6 +13,7 @@ import torch
 
 from ....precision.base.dtypes import name_of
 from ....precision.base.errors import CheckpointError
+from ....precision.base.message import Message
 from ....precision.base.text import listed
 from ....precision.formats.checkpoint import Checkpoint, StoredWeight
 from ....precision.formats.comfy_format import finite_bound
@@ -59,7 +60,7 @@ def _without(checkpoint: Checkpoint, names: Sequence[str]) -> Checkpoint:
 
 def left_out_note(names: Sequence[str]) -> str:
     """Return the note on quantized weights that belong to no layer of the model."""
-    return f"Quantized layers of the file that the model does not have were ignored: {_layers_of(names)}."
+    return Message("Quantized layers of the file that the model does not have were ignored: {0}.", _layers_of(names))
 
 
 def recognised(checkpoint: Checkpoint, only_diffusion_model: bool = False) -> tuple[Checkpoint, str, Any]:
@@ -116,11 +117,13 @@ def _with_true_shapes(checkpoint: Checkpoint, prefix: str) -> Checkpoint:
         weight = packed[name]
         why = weight.doubt if weight.format.unpacks else "which this comfy-kitchen cannot unpack"
         if why:
-            problem = f"in {weight.storage}, {why}, and ComfyUI detects the architecture from its shape"
-            advice = f"Use ComfyUI {weight.format.since} or later, or another version of the model."
+            problem = Message("in {0}, {1}, and ComfyUI detects the architecture from its shape", weight.storage, why)
+            advice = Message("Use ComfyUI {0} or later, or another version of the model.", weight.format.since)
             raise CheckpointError(weight.file or checkpoint.path, problem, name, advice)
         weights[name] = weight.with_values(weight.dequantize(torch.bfloat16))
-    note = f"Unpacked to bf16, because ComfyUI detects the architecture from their shapes: {_layers_of(names)}."
+    note = Message(
+        "Unpacked to bf16, because ComfyUI detects the architecture from their shapes: {0}.", _layers_of(names)
+    )
     return replace(checkpoint, weights=weights, notes=[*checkpoint.notes, note])
 
 

@@ -8,6 +8,7 @@ import comfy.model_management
 import comfy.quant_ops
 import torch
 
+from ....precision.base.message import Message
 from ....precision.devices import memory
 from ....precision.devices.detect import Device, detect, requested_profile
 from ....precision.make.on_gpu import OnGpu
@@ -37,8 +38,9 @@ def current_device() -> Device:
         return device
     expected = "hip" if device.profile.vendor == "amd" else "cuda"
     reason = backends.get(expected, {}).get("unavailable_reason") or "turned off or too old"
-    problem = f"comfy-kitchen's {expected} backend has no kernel ({reason})"
-    return device.without("int8_matmul_gains", f"torch's general operations run int8 products here: {problem}.")
+    problem = Message("comfy-kitchen's {0} backend has no kernel ({1})", expected, reason)
+    why = Message("torch's general operations run int8 products here: {0}.", problem)
+    return device.without("int8_matmul_gains", why)
 
 
 def device_at(where: torch.device) -> Device:

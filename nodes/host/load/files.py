@@ -14,6 +14,7 @@ except ImportError:  # before the ComfyUI that follows 0.39
     governance = None
 
 from ....precision.base.errors import CheckpointError, HalfsafeError, ModelNotPermitted
+from ....precision.base.message import Message
 from ....precision.files.safetensors_file import open_checkpoint
 from ....precision.files.tensor_file import TensorFile
 from ....precision.formats.checkpoint import Checkpoint, read_checkpoint
@@ -44,9 +45,8 @@ def model_path(folder: str, name: str) -> str:
     if path is None and name in _examples(folder):
         path = str(EXAMPLES / folder / name)
     if path is None:
-        raise CheckpointError(
-            name, f"there is no such file in ComfyUI's {folder} folders", advice="Choose one from the list."
-        )
+        problem = Message("there is no such file in ComfyUI's {0} folders", folder)
+        raise CheckpointError(name, problem, advice="Choose one from the list.")
     return path
 
 
@@ -54,7 +54,7 @@ def version_of(folder: str, *names: str) -> str:
     """Return the version of listed model files: the size of each, shards included, and the time of its last change."""
     opened = (open_checkpoint(model_path(folder, name)) for name in names)
     stats = (os.stat(file) for checkpoint in opened for file in checkpoint.files)
-    return ", ".join(f"{found.st_size} bytes at {found.st_mtime_ns}" for found in stats)
+    return ", ".join(Message("{0} bytes at {1}", found.st_size, found.st_mtime_ns) for found in stats)
 
 
 def open_model(path: str) -> Checkpoint:
@@ -107,7 +107,7 @@ def output_path(filename_prefix: str) -> tuple[str, str]:
     if "\0" in filename_prefix:
         raise HalfsafeError("The filename prefix holds a NUL character.", "Write the prefix anew.")
     if not Path(os.path.abspath(os.path.join(output, filename_prefix))).is_relative_to(output):
-        problem = f"The filename prefix '{filename_prefix}' leaves ComfyUI's output folder {output}."
+        problem = Message("The filename prefix '{0}' leaves ComfyUI's output folder {1}.", filename_prefix, output)
         raise HalfsafeError(problem, "Give a name below it, such as diffusion_models/my_model.")
     folder, name, counter, subfolder, _ = folder_paths.get_save_image_path(
         filename_prefix, folder_paths.get_output_directory()

@@ -13,6 +13,7 @@ import torch
 from comfy.cli_args import args
 
 from ....precision.base.errors import CheckpointError
+from ....precision.base.message import Message
 from ....precision.base.text import size_text
 from ....precision.files.safetensors_file import open_checkpoint
 from ....precision.formats.checkpoint import Checkpoint, read_checkpoint
@@ -105,7 +106,7 @@ def _judged(loader: Mapping, options: Mapping[str, str]) -> dict:
             file = open_checkpoint(path)
             checkpoint = read_checkpoint(file, file.metadata, path)
         except CheckpointError as error:
-            return {"reason": f"{name}: {str(error).removeprefix(f'{path}: ')}"}
+            return {"reason": Message("{0}: {1}", name, error.found)}
         if DIFFERENCE in checkpoint.weights:
             return {"reason": DIFFERENCES}
         parts += _parts(loader["folder"], checkpoint)

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ....precision.base.errors import CheckpointError
 from ....precision.base.layers import kind_of
+from ....precision.base.message import Message
 from ....precision.files.safetensors_file import open_checkpoint
 from ..comfyui.attributes import dtype_made_for, made_when_loaded, quantization_format
 
@@ -85,14 +86,14 @@ class Lacking(TorchDispatchMode):
         names = self._names(module)
         filled = [name for name in names if unless and unless.search(name)]
         if lacking := [name for name in names if name not in filled]:
-            problem = f"lacks {', '.join(lacking[:SHOWN])}, without which the model cannot run"
+            problem = Message("lacks {0}, without which the model cannot run", ", ".join(lacking[:SHOWN]))
             raise CheckpointError(", ".join(self._paths), problem, advice=AGAIN)
         for name in filled:
             layer, _, leaf = name.rpartition(".")
             _fill(module.get_submodule(layer), leaf, fill)
         if not filled or not without:
             return []
-        note = f"The file lacks {len(filled)} tensors (first: {filled[0]}): {without}."
+        note = Message("The file lacks {0} tensors (first: {1}): {2}.", len(filled), filled[0], without)
         logger.warning("Halfsafe: %s: %s", self._paths[0], note)
         return [note]
 
@@ -161,7 +162,7 @@ def named_if_lacking(*paths: str) -> Iterator[None]:
     except (KeyError, UnboundLocalError) as error:
         if not (name := _looked_for(error)):
             raise
-        problem = f"lacks {name}, which ComfyUI needs to recognise the architecture"
+        problem = Message("lacks {0}, which ComfyUI needs to recognise the architecture", name)
         raise CheckpointError(", ".join(paths), problem, advice=AGAIN) from error
     except RuntimeError as error:
         found = _MISMATCH.search(str(error))
@@ -187,5 +188,5 @@ def _misfit(paths: Sequence[str], tensor: str, shape: Sequence[int], expected: S
     opened = ((file, name) for path in paths for file in [open_checkpoint(path)] for name in file)
     alike = ((file, name) for file, name in opened if file.entries[name].shape == tuple(shape))
     files = {str(file.entries[name].file) for file, name in alike if name.endswith(tensor) or tensor.endswith(name)}
-    problem = f"of shape {'x'.join(map(str, shape))}, but the model has {'x'.join(map(str, expected))}"
+    problem = Message("of shape {0}, but the model has {1}", "x".join(map(str, shape)), "x".join(map(str, expected)))
     return CheckpointError(files.pop() if len(files) == 1 else ", ".join(paths), problem, tensor, MISFIT)

@@ -17,6 +17,7 @@ from comfy.model_patcher import ModelPatcher
 
 from ....precision.base.errors import HalfsafeError
 from ....precision.base.layer_names import plain_name
+from ....precision.base.message import Message
 from ....precision.base.text import listed
 from ....precision.files.safetensors_file import write_safetensors
 from ....precision.formats.card import Provenance, card_entry
@@ -40,6 +41,7 @@ from .identity import marks_of, metadata_of, source_of_model
 from .tensors import byte_progress
 
 BYPASS = "bypass_lora"
+PACKED = "Layer '{0}' and {1} more are packed in another loader's format ({2})."
 logger = logging.getLogger("halfsafe")
 
 
@@ -219,7 +221,7 @@ def _refuse_foreign(patcher: ModelPatcher) -> None:
     foreign = {name: cls for name, cls in foreign_layers(patcher).items() if f"{name}.weight" not in unpacking}
     if foreign:
         first, cls = next(iter(foreign.items()))
-        problem = f"Layer '{first}' and {len(foreign) - 1} more are packed in another loader's format ({cls})."
+        problem = Message(PACKED, first, len(foreign) - 1, cls)
         raise HalfsafeError(problem, "Load the model from a .safetensors file and save that.")
 
 

@@ -6,6 +6,7 @@ import comfy.model_management
 import comfy.utils
 import torch
 
+from ....precision.base.message import Message
 from ....precision.base.text import size_text
 from ....precision.devices.memory import require_memory
 from ....precision.formats.checkpoint import Checkpoint, StoredWeight
@@ -30,7 +31,7 @@ def load_tensors(
         NonFiniteWeight: a weight that is read holds NaN or Inf.
         MemoryShortage: the allocated weights do not fit into the host's memory.
     """
-    require_memory(plan.allocated, f"Loading {checkpoint.path}", free_host_memory())
+    require_memory(plan.allocated, Message("Loading {0}", checkpoint.path), free_host_memory())
     weights, plans, tensors = checkpoint.weights, plan.weights, {}
     advance, size = byte_progress(weights.values()), 0
     with quantizing_device() as device:
@@ -42,9 +43,12 @@ def load_tensors(
 
 
 def _notes(made: int, device: OnGpu | None) -> list[str]:
-    notes = [f"{size_text(made)} of weights were converted while loading. {SAVED}"] if made >= WORTH_TELLING else []
+    notes: list[str] = []
+    if made >= WORTH_TELLING:
+        notes.append(Message("{0} of weights were converted while loading. {1}", size_text(made), SAVED))
     if device and device.without_room:
-        notes.append(f"{size_text(device.without_room)} were quantized on the CPU: the GPU had too little memory.")
+        size = size_text(device.without_room)
+        notes.append(Message("{0} were quantized on the CPU: the GPU had too little memory.", size))
     return notes
 
 

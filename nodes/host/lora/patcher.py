@@ -26,6 +26,7 @@ from ....precision.arithmetic.calibration import until_it_stands
 from ....precision.base.dtypes import name_of
 from ....precision.base.errors import HalfsafeError
 from ....precision.base.layer_names import plain_name
+from ....precision.base.message import Message, joined
 from ....precision.base.modes import FP32
 from ....precision.base.patching import Patch, patched
 from ....precision.base.text import listed
@@ -52,8 +53,10 @@ ENCODER_CALLS = ("encode_token_weights", "generate")
 """The methods of a text encoder's model that ComfyUI's ``CLIP`` calls (comfy/sd.py)."""
 PASSED_BY = (
     "LoRAs are added to weights in each call instead of to results, because ComfyUI did not run these layers beside "
-    "others that it ran, or called them with an argument that is not known: {}."
+    "others that it ran, or called them with an argument that is not known: {0}."
 )
+HOOKED = "A hook applies {0} to '{1}', which 8-bit weights do not support while the model runs."
+ON_EXPERTS = "A LoRA or a merge changes '{0}', quantized expert weights, which ComfyUI cannot patch."
 IN_WEIGHT = "LoRAs added to the weight in each call, because ComfyUI passes the layer by or its call is not known"
 WITHOUT_EFFECT = "LoRAs without effect: calls use neither the layer nor its weight"
 logger = logging.getLogger("halfsafe")
@@ -149,7 +152,7 @@ class AddsLowRank:
         keys = {waiting[module] for module in missed}
         low_rank.by_weight |= keys
         if keys:
-            logger.warning("Halfsafe: %s", PASSED_BY.format(listed(sorted(map(layer_name, keys)))))
+            logger.warning("Halfsafe: %s", Message(PASSED_BY, listed(sorted(map(layer_name, keys)))))
         return bool(keys)
 
     def _strengths_now(self) -> Mapping:
@@ -203,7 +206,7 @@ class AddsLowRank:
         patches = self.sorted_patches()
         if key in patches.merged and is_quantized(patches.modules[key]):
             reason = patches.merged[key]
-            problem = f"A hook applies {reason} to '{key}', which 8-bit weights do not support while the model runs."
+            problem = Message(HOOKED, reason, key)
             raise HalfsafeError(problem, "Load the model with storage bf16, or use a LoRA of another kind.")
         super().patch_hook_weight_to_device(hooks, combined_patches, key, *args, **kwargs)
 
@@ -254,7 +257,7 @@ class AddsLowRank:
         """Patch a weight as ComfyUI does; one that becomes 0 everywhere stays finite."""
         layer = self._layer_of_weight(key)
         if key in self.patches and layer is not None and is_quantized_bank(layer):
-            problem = f"A LoRA or a merge changes '{key}', quantized expert weights, which ComfyUI cannot patch."
+            problem = Message(ON_EXPERTS, key)
             raise HalfsafeError(problem, "Load the model with storage bf16, or leave the LoRA out.")
         kept = self.patches
         if self._all_patches is None and key in kept:
@@ -536,14 +539,16 @@ def low_rank_reasons(patcher: ModelPatcher) -> dict[str, str]:
     unfit = dict(_unfit(patcher))
     if isinstance(patcher, AddsLowRank):
         patches = patcher.sorted_patches()
-        texts = {key: f"LoRAs added to the layer's output: {len(of_key)}" for key, of_key in patches.low_rank.items()}
+        added = "LoRAs added to the layer's output: {0}"
+        texts = {key: Message(added, len(of_key)) for key, of_key in patches.low_rank.items()}
         if has_low_rank(patcher):
             texts |= _passed_by_reasons(patcher)
-        texts |= {key: f"weight quantized again with {why} merged into it" for key, why in patches.merged.items()}
+        again = "weight quantized again with {0} merged into it"
+        texts |= {key: Message(again, why) for key, why in patches.merged.items()}
         unfit |= patches.unfit
     for key, count in unfit.items():
-        own = [texts[key]] if key in texts else []
-        texts[key] = "; ".join([*own, f"LoRAs ignored because they do not fit the weight: {count}"])
+        ignored = Message("LoRAs ignored because they do not fit the weight: {0}", count)
+        texts[key] = joined([texts.get(key, ""), ignored], "; ")
     return {layer_name(key): text for key, text in texts.items()}
 
 

@@ -17,6 +17,7 @@ from ....precision.base.errors import TrainingRefused
 from ....precision.base.patching import Turns
 from ..comfyui.attributes import runs_again
 from ..comfyui.execution import trains
+from ..comfyui.page import errors_explained
 from .call import Call
 
 HALFSAFE = "halfsafe"
@@ -156,7 +157,7 @@ class Interceptor:
         """Wrap a sampler's run (ComfyUI's OUTER_SAMPLE)."""
         for stage in reversed(self._sampling.values()):
             executor = _Executor(stage.around_sampling, executor)
-        with in_runs.of(executor.class_obj.model_patcher.model):  # type: ignore[attr-defined]
+        with errors_explained(), in_runs.of(executor.class_obj.model_patcher.model):  # type: ignore[attr-defined]
             return executor(*args, **kwargs)
 
     def __repr__(self) -> str:

@@ -14,6 +14,7 @@ import comfy.samplers
 import comfy.utils
 import torch
 
+from ....precision.base.message import Message
 from ....precision.devices.random_start import RandomStart
 from ..comfyui.code_owner import code_owner
 from ..comfyui.page import show_progress
@@ -74,7 +75,7 @@ class Sampling:
                 if again.sampling is not self:
                     raise
                 self._undo.append(again.undo)
-                show_progress(f"Starting the sampling again in {again.precision}")
+                show_progress(Message("Starting the sampling again in {0}", again.precision))
             self._times += 1
             self.can_start_again = self._times < MOST_RESTARTS
             start.put_back()

@@ -11,6 +11,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 
 from ....precision.base.dtypes import name_of
+from ....precision.base.message import messages_in
 from ....precision.base.modes import MODES
 from ....precision.plan.auto import UNQUANTIZED
 from ....precision.plan.choice import ATTACHMENT
@@ -30,6 +31,8 @@ REPORT_KEY = "halfsafe_report"
 TOKEN = "halfsafe_token"
 UNMATCHED_KEY = "halfsafe_unmatched"
 INSTEAD_KEY = "halfsafe_instead"
+MESSAGES_KEY = "halfsafe_messages"
+"""The messages of a node's ui output: texts of it -> their templates and values."""
 SHOWN = 20
 
 
@@ -44,7 +47,7 @@ def met_words(model) -> list[str]:
     return [*met_in(modules_of(model.model))]
 
 
-def model_ui(model, *more: str | None) -> dict[str, list[str]]:
+def model_ui(model, *more: str | None) -> dict[str, list]:
     """Make the ui output of a node that gives out a model: its badge, the rules that match no layer, and why the model
     does not compute in the fp16 that it came in."""
     record = model.attachments.get(ATTACHMENT)
@@ -55,7 +58,7 @@ def model_ui(model, *more: str | None) -> dict[str, list[str]]:
         idle += compute.plan.without_effect
         instead = list(filter(None, [compute.plan.instead]))
     rules = list(dict.fromkeys(entry.setting for entry in idle if entry.unmatched))
-    told = {UNMATCHED_KEY: rules, INSTEAD_KEY: instead}
+    told = {UNMATCHED_KEY: rules, INSTEAD_KEY: instead, MESSAGES_KEY: [messages_in(instead)]}
     words = badge(*model_words(model), *more)
     return words | {key: texts for key, texts in told.items() if texts}
 
@@ -115,12 +118,13 @@ def _shown(sizes: Counter) -> list[str]:
     return [name for name, size in sizes.most_common() if size * SHOWN >= sizes.total()]
 
 
-def report_json(patcher: ModelPatcher) -> str:
-    """Return the report of a model as JSON text."""
-    return json.dumps(report_of(patcher, encoder_reports()).to_json(), allow_nan=False)
+def report_json(patcher: ModelPatcher) -> tuple[str, dict]:
+    """Return the report of a model as JSON text, and its messages."""
+    report = report_of(patcher, encoder_reports()).to_json()
+    return json.dumps(report, allow_nan=False), messages_in(report)
 
 
-def with_live_report(patcher: ModelPatcher, node_id: str | None) -> tuple[ModelPatcher, dict[str, list[str]]]:
+def with_live_report(patcher: ModelPatcher, node_id: str | None) -> tuple[ModelPatcher, dict[str, list]]:
     """Return a clone of the model that reports on its runs, and the node's ui output: the report as planned.
 
     The page knows the node's result by a token, which a cached result keeps.
@@ -128,7 +132,8 @@ def with_live_report(patcher: ModelPatcher, node_id: str | None) -> tuple[ModelP
     clone, token = patcher.clone(), uuid.uuid4().hex
 
     put_stage(clone, REPORT, LiveReport(node_id, token))
-    return clone, {REPORT_KEY: [report_json(clone)], TOKEN: [token]}
+    report, messages = report_json(clone)
+    return clone, {REPORT_KEY: [report], MESSAGES_KEY: [messages], TOKEN: [token]}
 
 
 class LiveReport(Stage):
@@ -143,4 +148,4 @@ class LiveReport(Stage):
         try:
             return executor(*args, **kwargs)
         finally:
-            send_report(self.node_id, self.token, report_json(executor.class_obj.model_patcher))
+            send_report(self.node_id, self.token, *report_json(executor.class_obj.model_patcher))

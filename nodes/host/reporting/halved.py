@@ -7,6 +7,7 @@ from comfy.controlnet import ControlNet
 from comfy.model_patcher import ModelPatcher
 
 from ....precision.base.dtypes import QUANTIZED_NAMES
+from ....precision.base.message import Message, joined
 from ....precision.base.text import size_text
 from ....precision.plan.auto import UNQUANTIZED
 from ....precision.plan.choice import ATTACHMENT
@@ -51,14 +52,16 @@ def memory_ui(file: str, *loaded: ModelPatcher) -> dict[str, tuple[str]]:
                     reasons[why] += size
     told = {"file": file, "before": size_text(before), "after": size_text(held), "kept": size_text(kept.total())}
     told["formats"] = " + ".join(storage for storage, _ in kept.most_common())
-    told["reasons"] = "; ".join(f"{reason}: {size_text(size)}" for reason, size in reasons.most_common(SHOWN))
+    kept_for = (Message("{0}: {1}", reason, size_text(size)) for reason, size in reasons.most_common(SHOWN))
+    told["reasons"] = joined(kept_for, "; ")
     saves = before - held > LEAST * before
     sentence = result.HALVED if kept else result.LESS
     if kept.total() == held:
         sentence = result.AS_IT_IS
     elif below and not saves:
         sentence = result.NOT_LESS
-    return Result(sentence, told, GOOD if saves else WARN, text=sentence.format(**told), toast=True).ui()
+    message = Message(sentence, **told)
+    return Result(message, GOOD if saves else WARN, text=message, toast=True).ui()
 
 
 def control_memory_ui(file: str, control: ControlNet) -> dict[str, tuple[str]]:
@@ -66,8 +69,8 @@ def control_memory_ui(file: str, control: ControlNet) -> dict[str, tuple[str]]:
     loaded = loaded_control(control)
     if loaded.planned:
         return memory_ui(file, loaded.planned.current_patcher)
-    told = {"file": file, "reasons": loaded.record.storage.reason}
-    return Result(result.AS_IT_IS, told, WARN, toast=True).ui() if _is_asked(loaded.record) else {}
+    told = Message(result.AS_IT_IS, file=file, reasons=loaded.record.storage.reason)
+    return Result(told, WARN, toast=True).ui() if _is_asked(loaded.record) else {}
 
 
 def _is_asked(record: ModelPlan) -> bool:

@@ -12,6 +12,7 @@ import torch
 from comfy.cli_args import args
 from comfy.ldm.modules.attention import optimized_attention
 
+from ....precision.base.message import Message, joined
 from ....precision.base.text import size_text
 from ....precision.plan.auto import why_int8_is_slow
 from ..comfyui.attributes import compiler_is_off, has_kitchen_attention, kernel_of_file
@@ -56,11 +57,11 @@ class Fact:
 def facts_here() -> list[Fact]:
     """List the five facts, as ComfyUI runs at this moment."""
     return [
-        Fact("kernels", _kernels(), ", ".join(_other_kernels())),
+        Fact("kernels", _kernels(), joined(_other_kernels(), ", ")),
         _compiler(),
         _dynamic_vram(),
-        Fact("attention", "; ".join(_attention()), _of_gpu(_attention_switches())),
-        Fact("loaded", "; ".join(_loaded()) or "nothing yet", _of_gpu("--reserve-vram, --lowvram, --highvram")),
+        Fact("attention", joined(_attention(), "; "), _of_gpu(_attention_switches())),
+        Fact("loaded", joined(_loaded(), "; ") or "nothing yet", _of_gpu("--reserve-vram, --lowvram, --highvram")),
     ]
 
 
@@ -72,7 +73,7 @@ def _other_kernels() -> Iterator[str]:
     """Name what adds kernels: CUDA 13 has comfy-kitchen's int8 products, its Triton backend is off by default."""
     if compute_device().type == "cuda":
         if torch.version.cuda and int(torch.version.cuda.split(".")[0]) < NEWEST_CUDA:
-            yield f"a torch for CUDA {NEWEST_CUDA}"
+            yield Message("a torch for CUDA {0}", NEWEST_CUDA)
         yield "--enable-triton-backend"
 
 
@@ -82,8 +83,8 @@ def _kernels() -> str:
     own = [name for name, state in backends.items() if state["available"] and not state["disabled"] and name != "eager"]
     toolkits = {"CUDA": torch.version.cuda, "HIP": torch.version.hip}
     built = [f"torch {torch.__version__}", *(f"{name} {version}" for name, version in toolkits.items() if version)]
-    kernels = f"comfy-kitchen's kernels: {', '.join(own)}" if own else "no native 8-bit kernels"
-    return f"{', '.join(built)}; {kernels}. {why_int8_is_slow(current_device())}".strip()
+    kernels = Message("comfy-kitchen's kernels: {0}", ", ".join(own)) if own else "no native 8-bit kernels"
+    return joined([joined([", ".join(built), kernels], "; "), why_int8_is_slow(current_device())], ". ")
 
 
 def _compiler() -> Fact:
@@ -96,10 +97,10 @@ def _compiler() -> Fact:
 def _dynamic_vram() -> Fact:
     if not comfy.memory_management.aimdo_enabled:
         reserved = size_text(comfy.model_management.extra_reserved_memory())
-        estimated = f"off: ComfyUI estimates how much to load and leaves {reserved} free"
+        estimated = Message("off: ComfyUI estimates how much to load and leaves {0} free", reserved)
         return Fact("dynamic VRAM", estimated, _of_gpu("--enable-dynamic-vram, --reserve-vram"))
-    running = f"on, {size_text(args.vram_headroom * 2**30)} of headroom"
-    read = f"{running}; weights are read from a fast disk when used" if args.fast_disk else running
+    running = Message("on, {0} of headroom", size_text(args.vram_headroom * 2**30))
+    read = Message("{0}; weights are read from a fast disk when used", running) if args.fast_disk else running
     return Fact("dynamic VRAM", read, "--disable-dynamic-vram, --vram-headroom, --fast-disk")
 
 
@@ -111,11 +112,11 @@ def _attention() -> Iterator[str]:
         options = loaded.model.model_options if loaded.model is not None else {}
         if override := options.get("transformer_options", {}).get(OVERRIDE):
             chosen = inspect.getclosurevars(override).nonlocals if inspect.isfunction(override) else {}
-            yield OF_NODE.format(_named(chosen.get(CHOSEN, override)), type(loaded.model.model).__name__)
+            yield Message(OF_NODE, _named(chosen.get(CHOSEN, override)), type(loaded.model.model).__name__)
     for model in _models():
         asked = Counter(filter(None, map(kernel_of_file, model.modules())))
         for (kernel, is_there), count in asked.items():
-            yield (FILES_OWN if is_there else NOT_HERE).format(kernel, count, type(model).__name__)
+            yield Message(FILES_OWN if is_there else NOT_HERE, kernel, count, type(model).__name__)
 
 
 def _named(attention: Callable) -> str:
@@ -137,4 +138,4 @@ def _loaded() -> Iterator[str]:
             continue
         there, size = loaded.model_loaded_memory(), loaded.model_memory()
         sentence = ALL_ON if there >= size else PART_ON if there else NONE_ON
-        yield sentence.format(type(loaded.model.model).__name__, size_text(size), size_text(there))
+        yield Message(sentence, type(loaded.model.model).__name__, size_text(size), size_text(there))

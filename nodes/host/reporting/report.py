@@ -9,6 +9,7 @@ from pathlib import Path
 from comfy.model_patcher import ModelPatcher
 
 from ....precision.base.dtypes import name_of
+from ....precision.base.message import Message, joined
 from ....precision.base.modes import FP16_ACC16, FP32, INT8
 from ....precision.formats.checkpoint import dialect_text
 from ....precision.plan.accumulation import EXACT_SUMS
@@ -41,22 +42,23 @@ from ..lora.low_rank import LowRankModel
 from ..lora.patcher import low_rank_reasons
 
 PATCHED_BY = (
-    "A model patch ({}) runs inside this model's calls. It is checked and repeated with them, but its own layers are "
+    "A model patch ({0}) runs inside this model's calls. It is checked and repeated with them, but its own layers are "
     "in no compute plan."
 )
+PACKED = "{0} layers are packed in another loader's format ({1}); Save Model cannot read them."
 LISTED = 3
 CALLED_IN_FP32 = "the model's own code casts its input to fp32"
 WIDENED = "widened by the guard"
 STREAM_WIDENED = "its activations were widened to fp32 by the guard"
 UNFUSED = (
-    "{} layers do not use ComfyUI's fused int8 kernel: their activation function runs before the product, in the "
+    "{0} layers do not use ComfyUI's fused int8 kernel: their activation function runs before the product, in the "
     "stream's dtype or because of a LoRA."
 )
 NOT_CALLED = "not called: this layer did not run in the calibrating call, so its mode is planned, not observed"
 OF_FILE = "attention of the file"
-KERNEL_RUNS = "{} in {} attentions"
-KERNEL_REPLACED = "the file requests {} in {} attentions; this compute dtype runs ComfyUI's own instead"
-NO_KERNEL = "the file requests {} in {} attentions, which this device does not support: ComfyUI's own runs instead"
+KERNEL_RUNS = "{0} in {1} attentions"
+KERNEL_REPLACED = "the file requests {0} in {1} attentions; this compute dtype runs ComfyUI's own instead"
+NO_KERNEL = "the file requests {0} in {1} attentions, which this device does not support: ComfyUI's own runs instead"
 Reasons = dict[str, list[str]]
 """Layer name -> why it is as it is, a text each; they are joined when the report is made."""
 
@@ -85,20 +87,19 @@ def report_of(patcher: ModelPatcher, encoders: Sequence[EncoderReport] = ()) -> 
         report.ranges |= compute.ranges(patcher)
         report.attention_in_fp32 = compute.attention_in_fp32(patcher)
     else:
-        report.decisions["compute"] = f"{name_of(activation_dtype(patcher))}: chosen by its loader"
+        report.decisions["compute"] = Message("{0}: chosen by its loader", name_of(activation_dtype(patcher)))
     _add_attention(report, patcher, compute)
     without_effect, decisions = remarks_of(patcher)
     report.without_effect += without_effect
     report.decisions |= decisions
     foreign = Counter(foreign_layers(patcher).values())
-    what = "layers are packed in another loader's format"
-    packed = (f"{count} {what} ({cls}); Save Model cannot read them." for cls, count in foreign.items())
+    packed = (Message(PACKED, count, cls) for cls, count in foreign.items())
     unfused = sum(is_unfused(module) and storage_of(module.weight) == INT8.name for _, module in layers_of(patcher))
-    report.notes += [UNFUSED.format(unfused)] if unfused else []
+    report.notes += [Message(UNFUSED, unfused)] if unfused else []
     met = met_in(modules_of(patcher.model)).values()
     report.notes += [*self_test.found, *met, *_int8_notes(layers), *packed]
     patches = (type(patch.model) for patch in patcher.model_patches_models())
-    report.notes += [PATCHED_BY.format(cls.__name__) for cls in patches if not issubclass(cls, LowRankModel)]
+    report.notes += [Message(PATCHED_BY, cls.__name__) for cls in patches if not issubclass(cls, LowRankModel)]
     report.notes += _modes_elsewhere(patcher, {layer.name: layer.mode for layer in layers}, compute, guard)
     report.encoders = list(encoders)
     report.control_nets = [control_report(control) for control in controls_of(patcher.model)]
@@ -119,13 +120,14 @@ def _modes_elsewhere(
     for device, found in modes.items():
         differing = {name: mode for name, mode in found.items() if here.get(name, mode) != mode}
         if differing and device != str(patcher.load_device):
-            yield f"On {device} {_listed(differing)}, because each device widens layers by its own calls."
+            yield Message("On {0} {1}, because each device widens layers by its own calls.", device, _listed(differing))
 
 
 def _listed(modes: dict[str, str]) -> str:
     named = sorted(modes.items(), key=lambda item: item[1] == FP32.name)  # norms and the like follow what was widened
-    first = ", ".join(f"{name} runs in {mode}" for name, mode in named[:LISTED])
-    return first + (f" and {len(modes) - LISTED} more layers in other modes" if len(modes) > LISTED else "")
+    first = joined((Message("{0} runs in {1}", name, mode) for name, mode in named[:LISTED]), ", ")
+    more = len(modes) - LISTED
+    return first if more <= 0 else Message("{0} and {1} more layers in other modes", first, more)
 
 
 def _layers(patcher: ModelPatcher) -> tuple[list[LayerReport], Reasons]:
@@ -161,14 +163,14 @@ def _layers(patcher: ModelPatcher) -> tuple[list[LayerReport], Reasons]:
 
 def _write_reasons(layers: list[LayerReport], reasons: Reasons) -> None:
     for layer in layers:
-        layer.reason = "; ".join(dict.fromkeys(filter(None, reasons[layer.name])))
+        layer.reason = joined(dict.fromkeys(reasons[layer.name]), "; ")
 
 
 def _add_record(report: Report | ControlReport, record: ModelPlan) -> None:
     report.kept_high = [KeptHigh(name, reason) for name, reason in record.kept.items()]
     report.without_effect = [*record.without_effect, *_unmet(record, report.layers)]
     report.decisions = {
-        "file": f"{Path(record.file).name}, {dialect_text(record.dialects)}",
+        "file": Message("{0}, {1}", Path(record.file).name, dialect_text(record.dialects)),
         "storage": str(record.storage),
     }
     report.notes += record.notes
@@ -193,19 +195,21 @@ def control_report(control: LoadedControl) -> ControlReport:
 def _int8_notes(layers: list[LayerReport]) -> list[str]:
     why = why_int8_is_slow(current_device())
     multiply = any(layer.mode == INT8.name for layer in layers)
-    return [f"Layers that multiply in int8 are not faster here: {why}"] if why and multiply else []
+    return [Message("Layers that multiply in int8 are not faster here: {0}", why)] if why and multiply else []
 
 
 def _add_plan(report: Report | ControlReport, compute: Compute, patcher: ModelPatcher) -> None:
     report.without_effect += [*compute.plan.without_effect, *compute.idle_attention_rules(patcher)]
     ruled, total = Counter(compute.plan.ruled), sum(1 for _ in matrix_layers(patcher.model))
-    by_rules = [f"{mode} in {count} of {total} layers by rules" for mode, count in ruled.most_common()]
+    ruled_in = "{0} in {1} of {2} layers by rules"
+    by_rules = [Message(ruled_in, mode, count, total) for mode, count in ruled.most_common()]
     choice = str(compute.plan.choice)
-    report.decisions["compute"] = "; ".join([*by_rules, f"all other layers: {choice}"]) if by_rules else choice
+    all_others = Message("all other layers: {0}", choice)
+    report.decisions["compute"] = joined([*by_rules, all_others], "; ") if by_rules else choice
     if compute.plan.instead:
         report.decisions["instead"] = compute.plan.instead
     if blocks := compute.attention_in_fp32(patcher):
-        report.decisions["attention by rule"] = f"fp32 in {', '.join(blocks)}"
+        report.decisions["attention by rule"] = Message("fp32 in {0}", ", ".join(blocks))
     if share := compute.fp16_share_text(patcher):
         report.decisions["work"] = share
     report.notes += compute.plan.notes
@@ -216,11 +220,11 @@ def _add_attention(report: Report, patcher: ModelPatcher, compute: Compute | Non
     asked = Counter(filter(None, map(kernel_of_file, modules_of(patcher.model).values())))
     for (kernel, is_there), count in asked.items():
         if not is_there:
-            report.without_effect.append(WithoutEffect(OF_FILE, NO_KERNEL.format(kernel, count)))
+            report.without_effect.append(WithoutEffect(OF_FILE, Message(NO_KERNEL, kernel, count)))
         elif compute and compute.overrides_attention:
-            report.without_effect.append(WithoutEffect(OF_FILE, KERNEL_REPLACED.format(kernel, count)))
+            report.without_effect.append(WithoutEffect(OF_FILE, Message(KERNEL_REPLACED, kernel, count)))
         else:
-            report.decisions[OF_FILE] = KERNEL_RUNS.format(kernel, count)
+            report.decisions[OF_FILE] = Message(KERNEL_RUNS, kernel, count)
 
 
 def _escalate(
@@ -240,5 +244,5 @@ def _unmet(record: ModelPlan, layers: list[LayerReport]) -> Iterator[WithoutEffe
     asked = Counter((record.asked.get(layer.name, layer.storage), layer.storage) for layer in layers)
     for (wanted, held), count in asked.items():
         if wanted != held:
-            why = f"{count} layers are in {held}: ComfyUI keeps unquantized weights in one dtype"
+            why = Message("{0} layers are in {1}: ComfyUI keeps unquantized weights in one dtype", count, held)
             yield WithoutEffect(f"storage={wanted}", why)

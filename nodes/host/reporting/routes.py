@@ -9,6 +9,7 @@ from typing import Any
 from aiohttp import web
 from server import PromptServer
 
+from ....precision.base.message import messages_in
 from ....precision.devices.probes import flags_left_alone
 from ....precision.plan.rules import read
 from ....precision.report import doctor
@@ -41,7 +42,12 @@ async def _device(_: web.Request) -> web.Response:
     with flags_left_alone():
         found = await asyncio.to_thread(lambda: doctor.diagnose(current_device()))
     more = {"refused": self_test.found, "later": later_storages(), "int8_gains": not found["int8"]["slow"]}
-    return web.json_response({**asdict(doctor.diagnosis_result(found)), **more})
+    return _json({**asdict(doctor.diagnosis_result(found)), **more})
+
+
+def _json(answer: dict) -> web.Response:
+    """Answer with JSON data and its messages."""
+    return web.json_response({**answer, "messages": messages_in(answer)})
 
 
 def _answering(answer: Callable[[list], Any], expected: str, fits: Callable[[Any], bool]) -> Callable:
@@ -50,7 +56,7 @@ def _answering(answer: Callable[[list], Any], expected: str, fits: Callable[[Any
     async def handle(request: web.Request) -> web.Response:
         asked = await json_of(request, expected, fits)
         with flags_left_alone():
-            return web.json_response(await asyncio.to_thread(answer, asked))
+            return _json(await asyncio.to_thread(answer, asked))
 
     return handle
 
@@ -73,10 +79,10 @@ def _are_texts(value: Any) -> bool:
 
 
 async def _here(_: web.Request) -> web.Response:
-    return web.json_response([asdict(fact) for fact in facts_here()])
+    return _json({"facts": [asdict(fact) for fact in facts_here()]})
 
 
 async def _rules(request: web.Request) -> web.Response:
     rules, wrong = await asyncio.to_thread(read, await text_of(request, MOST_OF_RULES))
     mistakes = [{"line": error.line, "mistake": error.mistake, "advice": error.advice} for error in wrong]
-    return web.json_response({"count": len(rules), "mistakes": mistakes})
+    return _json({"count": len(rules), "mistakes": mistakes})

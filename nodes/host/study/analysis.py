@@ -12,6 +12,7 @@ from comfy.model_patcher import ModelPatcher
 from ....precision.arithmetic.linear import lent
 from ....precision.base.errors import HalfsafeError
 from ....precision.base.layers import kind_of
+from ....precision.base.message import Message
 from ....precision.base.modes import INT8
 from ....precision.base.patching import Patch
 from ....precision.formats.comfy_format import can_be_quantized
@@ -45,7 +46,8 @@ def analyze_model(
     """
     wanted = Candidate(candidate, _multiplies_in_int8(patcher))
     if wanted.stores and (why := current_device().refuses(candidate)):
-        raise HalfsafeError(f"Layers in {candidate} cannot be measured: {why}", "Choose another, such as int8.")
+        problem = Message("Layers in {0} cannot be measured: {1}", candidate, why)
+        raise HalfsafeError(problem, "Choose another, such as int8.")
     bar = comfy.utils.ProgressBar(STEPS * (1 + MAX_TRIALS))
     advance = advancing(bar)
     clone = bare_clone(patcher)
@@ -55,7 +57,7 @@ def analyze_model(
 
     def begin_step(executor, *args, **kwargs):
         doing = session.begin_step()
-        show_progress(f"step {session.steps} of {2 * STEPS} to {bar.total}: {doing}")
+        show_progress(Message("step {0} of {1} to {2}: {3}", session.steps, 2 * STEPS, bar.total, doing))
         advance()
         return executor(*args, **kwargs)
 
@@ -98,7 +100,9 @@ def subjects_of(patcher: ModelPatcher, candidate: Candidate) -> list[tuple[Layer
 
 def _why_barred(module: torch.nn.Module, candidate: Candidate) -> str:
     if candidate.stores and not can_be_quantized(type(module).__name__, module.weight.dim()):
-        return f"of classes other than Linear, which ComfyUI does not support in {candidate.name.partition('_')[0]}"
+        return Message(
+            "of classes other than Linear, which ComfyUI does not support in {0}", candidate.name.partition("_")[0]
+        )
     if candidate.name == INT8.name and rotation_group(module.weight.shape[1]) is None:
         return "with a number of inputs that is not a multiple of 16"
     if kind_of(module) == "transposed":

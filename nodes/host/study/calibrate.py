@@ -14,6 +14,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy.quant_ops import QuantizedTensor
 
 from ....precision.base.errors import HalfsafeError
+from ....precision.base.message import Message
 from ....precision.base.patching import patched
 from ....precision.base.text import size_text
 from ....precision.devices.memory import require_memory
@@ -77,8 +78,9 @@ def _width(columns: Mapping[str, int], cls: str, widths: Sequence[int]) -> int:
     free = free_host_memory()
     sizes = {width: products_bytes(columns.values(), width) for width in widths}
     width = next((width for width, size in sizes.items() if size <= min(free // 2, MOST_MEMORY)), widths[-1])
-    require_memory(sizes[width], f"Calibrating {cls}", free, "Free some memory: close other programs, unload models.")
-    show_progress(f"calibrating takes {STEPS} sampler steps and {size_text(sizes[width])} of memory")
+    what = Message("Calibrating {0}", cls)
+    require_memory(sizes[width], what, free, "Free some memory: close other programs, unload models.")
+    show_progress(Message("calibrating takes {0} sampler steps and {1} of memory", STEPS, size_text(sizes[width])))
     return width
 
 
@@ -93,7 +95,7 @@ def _sampled(
 
     def step(executor, *args, **kwargs):
         advance()
-        show_progress(f"step {min(next(steps), STEPS)} of {STEPS}")
+        show_progress(Message("step {0} of {1}", min(next(steps), STEPS), STEPS))
         return executor(*args, **kwargs)
 
     @contextmanager

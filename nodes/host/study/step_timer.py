@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from ....precision.base.errors import HalfsafeError
+from ....precision.base.message import Message
 from ....precision.devices.hardware import device_module
 
 
@@ -35,7 +36,7 @@ class StepTimer:
         results = executor(model, conds, x, timestep, *args)
         self.seconds[-1] += self._now() - start
         if not all(torch.isfinite(result).all() for result in results):
-            raise HalfsafeError(f"NaN or Inf in step {len(self.seconds)}.", "NaN Guard names the layer.")
+            raise HalfsafeError(Message("NaN or Inf in step {0}.", len(self.seconds)), "NaN Guard names the layer.")
         return results
 
     def extra_bytes(self) -> int | None:

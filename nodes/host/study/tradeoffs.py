@@ -18,6 +18,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 
 from ....precision.base.errors import CheckpointError, HalfsafeError
+from ....precision.base.message import Message
 from ....precision.formats.checkpoint import Checkpoint
 from ....precision.formats.layer_plan import AS_FILE
 from ....precision.plan.auto import UNQUANTIZED
@@ -82,7 +83,8 @@ def measure_model(patcher: ModelPatcher, inputs: Inputs, settings: Sequence[Sett
     if is_on_several_devices(patcher):
         raise HalfsafeError("The model is spread over several devices.", "Measure on one device, before MultiGPU.")
     bar = comfy.utils.ProgressBar((len(settings) + 1) * STEPS)
-    show_progress(f"measuring takes about {bar.total} sampler steps, plus the time to make each set of weights")
+    what = Message("measuring takes about {0} sampler steps, plus the time to make each set of weights", bar.total)
+    show_progress(what)
     given = _stored_as(patcher)
     patcher, is_of_file = _on_weights_of_file(patcher)
     runner = SettingRunner(patcher, inputs)
@@ -91,7 +93,7 @@ def measure_model(patcher: ModelPatcher, inputs: Inputs, settings: Sequence[Sett
     rows = []
     for place, (setting, *same) in enumerate(_alike(patcher, settings), 1):
         bar.update_absolute(place * STEPS)
-        show_progress(f"measuring {setting} ({place} of {len(settings)})")
+        show_progress(Message("measuring {0} ({1} of {2})", setting, place, len(settings)))
         rows.append(replace(runner.row(setting, advancing(bar)), same=same))
     bar.update_absolute(bar.total)
     automatic = _planned(patcher, Setting(AS_FILE, "auto")).compute.choice.used
@@ -164,7 +166,9 @@ class SettingRunner:
         if row.out_of_memory and current_device().capabilities["fp16"]:
             row = self.row(Setting(AS_FILE, SAFE), lambda: None)
         if row.problem:
-            problem = f"The reference {row.setting} gave no result to compare with: {row.problem.removesuffix('.')}."
+            problem = Message(
+                "The reference {0} gave no result to compare with: {1}.", row.setting, row.problem.removesuffix(".")
+            )
             raise HalfsafeError(problem, "Choose a smaller latent, and check the model with the report or NaN Guard.")
         return replace(row, snr_db=None)
 
@@ -189,7 +193,7 @@ class SettingRunner:
         model.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, ANALYSIS, timer.step)
         latents = sample(model, given.positive, given.negative, given.latent, given.seed, STEPS, cfg=given.cfg)
         if len(timer.seconds) != STEPS:
-            called = f"{len(timer.seconds)} of {STEPS} steps called the model."
+            called = Message("{0} of {1} steps called the model.", len(timer.seconds), STEPS)
             raise HalfsafeError(called, "Remove step caches.")
         self.latents = self.latents or latents
         report, timed = report_of(model), timer.seconds[1:]
@@ -244,7 +248,7 @@ def _named(storages: set[str]) -> str:
 def _checkpoint(patcher: ModelPatcher) -> Checkpoint:
     """Return the loaded weights without LoRAs, as a file of them would be read; they are not copied."""
     weights = {name: weight.moved("cpu") for name, weight in LiveWeights(patcher).stored.items()}
-    name, metadata = f"the loaded {type(patcher.model).__name__}", metadata_of(patcher, None, None)
+    name, metadata = "the loaded " + type(patcher.model).__name__, metadata_of(patcher, None, None)
     return Checkpoint(name, ("loaded",), metadata, weights, [])
 
 

@@ -19,7 +19,7 @@ def test_text_picture_and_what_the_node_shows(comfy):
     text, picture = output.args
     assert [*output.ui["text"]] == [text]
     shown = json.loads(output.ui["halfsafe_result"][0])
-    assert shown["sentence"] == "The difference is hard to see: {psnr}."
+    assert shown["messages"][shown["sentence"]]["template"] == "The difference is hard to see: {psnr}."
     assert len(text.splitlines()) == 4 and "PSNR 40" in text
     assert picture.shape == a.shape and 0 <= picture.min() <= picture.max() <= 1
 

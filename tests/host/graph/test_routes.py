@@ -76,7 +76,7 @@ def test_what_the_page_sends_is_answered(routes):
     bodies = {"halving": [json.dumps([LOADER, sized]).encode()], "computing": [json.dumps([["vae", "none.safetensors"]]).encode()]}
     (halved, loaders), computing = posted(routes, bodies)
     assert halved == 200 and [loader["missing"] for loader in json.loads(loaders)["loaders"]] == [["none.safetensors"]] * 2
-    assert computing == (200, "[]")
+    assert computing == (200, '{"files": [], "messages": {}}')
 
 
 def test_a_setting_is_kept_of_an_open_page_and_ends_with_it(routes):

@@ -26,6 +26,10 @@ def result_of(output):
     return json.loads(output.ui["halfsafe_result"][0])
 
 
+def values_of(result):
+    return result["messages"][result["sentence"]]["values"]
+
+
 def load(comfy, storage, name="halved_wan.safetensors"):
     return comfy.nodes["HalfsafeLoadDiffusionModel"].execute(model_name=name, storage=storage, compute="auto")
 
@@ -45,7 +49,7 @@ def test_a_loader_says_the_bytes_that_its_tensors_take(comfy, files, storage):
     model, result = output.args[0].model.diffusion_model, result_of(output)
     in_16_bit = sum(2 * parameter.numel() for parameter in model.parameters())
     plain = sum(p.nbytes for p in model.parameters() if "Quantized" not in type(p.data).__name__ and "Quantized" not in type(p).__name__)
-    told = result["values"]
+    told = values_of(result)
     assert (told["before"], told["after"], told["kept"]) == tuple(map(said_of, (in_16_bit, bytes_in_memory(model), plain)))
     assert told["file"] == "halved_wan.safetensors" and "text and caption projection: 2.12 MiB" in told["reasons"]
     assert result["toast"] and result["tone"] == "good" and "halfsafe_badge" in output.ui
@@ -53,7 +57,7 @@ def test_a_loader_says_the_bytes_that_its_tensors_take(comfy, files, storage):
 
 def test_a_text_encoder_says_what_it_keeps_and_why(comfy, files):
     output = comfy.nodes["HalfsafeLoadCLIP"].execute(clip_name1="halved_clip.safetensors", type="sd3", storage="fp8_e4m3fn", compute="auto")
-    told = result_of(output)["values"]
+    told = values_of(result_of(output))
     assert told["after"] == said_of(bytes_in_memory(output.args[0].cond_stage_model)) and told["reasons"].startswith("embedding: ")
     assert "halfsafe_result" not in load(comfy, "auto").ui, "nothing was asked to be smaller"
 
@@ -70,11 +74,11 @@ def test_a_control_net_says_it_and_one_that_is_loaded_as_it_is_too(comfy, files)
     control_files.flux(files / "controlnet" / "halved_flux.safetensors")
     shuffled = {"control_net_name": "halved_flux.safetensors", "storage": "int8", "compute": "auto"}
     output = comfy.nodes["HalfsafeLoadControlNet"].execute(**shuffled)
-    assert result_of(output)["values"]["after"] == said_of(bytes_in_memory(output.args[0].control_model))
+    assert values_of(result_of(output))["after"] == said_of(bytes_in_memory(output.args[0].control_model))
     lora = {"lora_controlnet": torch.zeros(()), "input_blocks.0.0.weight": torch.zeros(4, 4, 3, 3)}
     safetensors.torch.save_file(lora, files / "controlnet" / "halved_lora.safetensors")
     told = result_of(comfy.nodes["HalfsafeLoadControlNet"].execute(**shuffled | {"control_net_name": "halved_lora.safetensors"}))
-    assert told["tone"] == "warn" and "ControlLora" in told["values"]["reasons"]
+    assert told["tone"] == "warn" and "ControlLora" in values_of(told)["reasons"]
 
 
 def test_files_that_would_not_be_halved_are_told_with_the_reason(files):
@@ -111,7 +115,7 @@ def test_a_file_in_8_bits_in_part_keeps_what_is_quantized_and_counts_by_its_own_
     (found,) = judged(path.name)
     assert (found["reason"], found["storage"], found["clip_storage"]) == ("", storage, "int8")
     output = load(comfy, found["storage"], path.name)
-    held, told = output.args[0].model.diffusion_model.state_dict(), result_of(output)["values"]
+    held, told = output.args[0].model.diffusion_model.state_dict(), values_of(result_of(output))
     in_file = safetensors.torch.load_file(path)
     assert all(torch.equal(bits(held[f"{layer}.weight"]), bits(in_file[f"{layer}.weight"])) for layer in FIRST)
     own = sum(tensor.nbytes for name, tensor in in_file.items() if not name.endswith(".comfy_quant"))

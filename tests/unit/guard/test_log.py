@@ -92,10 +92,20 @@ def test_a_sentence_has_no_empty_or_meaningless_field(kind, recovered, evidence)
         assert kind != "input" or "NaN or Inf in the" in text
 
 
+def test_the_page_is_told_an_event_in_brief_with_the_labels_of_modes():
+    told = []
+    log = GuardLog(notify=lambda *message: told.append(message))
+    event = event_of(CallPosition(4, 3, 0.7031, [0, 2]), Origin("blocks.0", "mul", "overflow", "", 7e4), "fp16_wide", "fp32", True, "Why.")
+    log.note(event, Origin("blocks.0", "mul", "overflow", "", 7e4), "recovered")
+    (_, _, message, _, event), = told
+    assert message == "Step 3, sigma 0.7031: The result became NaN or Inf in blocks.0 (mul), computed in fp16_wide, largest input 7e+04, batch rows 0, 2. Repeated in fp32: no NaN. Why."
+    assert event.brief == "Step 3: The result became NaN or Inf in blocks.0, computed in fp16 with fp32 results. Repeated in fp32: no NaN. Why."
+
+
 def test_an_event_of_no_known_origin_is_told_as_the_models():
     event = event_of(CallPosition(1, 0, 1.0, [0]), None, "fp16", "fp16", True, "The same again.")
     assert sentence(event, None) == (
-        "Step 0, sigma 1: the result became NaN or Inf in the model, computed in fp16, batch rows 0. Repeated in fp16: no NaN. "
+        "Step 0, sigma 1: The result became NaN or Inf in the model, computed in fp16, batch rows 0. Repeated in fp16: no NaN. "
         "The same again."
     )
 

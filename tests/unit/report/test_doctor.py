@@ -93,10 +93,10 @@ def test_the_text_says_what_storage_auto_takes_and_why_int8_is_slow(name, storag
 def test_a_device_that_was_measured_is_described_by_its_figures_and_conditions(name):
     description, row = doctor.describe(name), PROFILES[name]
     result = doctor.diagnosis_result(description)
-    assert ("{measured}" in result.sentence) is bool(row.measured) is (row.measured in description["remarks"])
-    assert not row.measured or all(what in result.values["measured"] for what in ("H200", "driver", "torch", "2026", "int8 2.99"))
+    assert ("{measured}" in result.sentence.template) is bool(row.measured) is (row.measured in description["remarks"])
+    assert not row.measured or all(what in result.sentence.named["measured"] for what in ("H200", "driver", "torch", "2026", "int8 2.99"))
     fast = [kind for kind in ("int8", "fp8") if description["capabilities"][f"{kind}_matmul_gains"]["value"]]
-    assert [kind for kind in ("int8", "fp8") if kind in result.values["fast"].split(", ")] == fast
+    assert [kind for kind in ("int8", "fp8") if kind in result.sentence.named["fast"].split(", ")] == fast
 
 
 def test_the_doctor_changes_no_flag_and_starts_no_process(monkeypatch):

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from halfsafe.precision.base.modes import MODES
 from halfsafe.precision.guard import verdicts
-from halfsafe.precision.report.result import SENTENCES
+from halfsafe.precision.report import result
 from halfsafe.precision.study.analysis_text import EXACT, HEAD, NO_ERROR
 from halfsafe.precision.study.sensitivity import BARRED, CHOSEN, KEPT, PINNED, UNUSED
 from halfsafe.precision.study.tradeoffs_text import NOISY, REFERENCE, TABLE
-from support.served_sentences import served_sentences, texts_of
+from support.served_sentences import sentences_without_template, served_sentences, templates_in, texts_of
 
 ROOT = Path(__file__).absolute().parents[3]
 LANGUAGES = sorted(path.name for path in (ROOT / "locales").iterdir() if path.name != "en")
@@ -29,7 +29,8 @@ def words_of_the_page() -> set[str]:
     shown = {verdict.replace("_", " ") for verdict in (verdicts.CLEAN, *verdicts.ADVICE)}
     tables = {*HEAD, *TABLE, NOISY, REFERENCE, NO_ERROR, EXACT, BARRED, CHOSEN, KEPT, PINNED, UNUSED}
     given = {*verdicts.ENCODER_INPUTS, *(name for name, _ in verdicts.ENCODER_INPUTS.values())} | INPUTS
-    fixed = tables | given | KINDS | BADGE_WORDS | {*SENTENCES} | {mode.label for mode in MODES.values()}
+    templates = {text for text in vars(result).values() if isinstance(text, str) and "{" in text}
+    fixed = templates | tables | given | KINDS | BADGE_WORDS | {mode.label for mode in MODES.values()}
     return set(CALL.findall(code)) | shown | fixed | guards_sentences() | served_sentences() | titles_of_the_demo()
 
 
@@ -65,9 +66,15 @@ def why(name, held):
     logger.info("this line is for the log")
     if not held:
         raise ValueError(f"{name} is held in no dtype that is known")
-    return f"kept in {held}: {name} is too wide; " if held else "this layer is {} as it is"
+    return joined([Message("kept in {0}: {1} is too wide", held, name), "as in the file"], "; ")
 """
-    assert {*texts_of(ast.parse(code))} == {"{0} is held in no dtype that is known", "kept in {0}: {1} is too wide", "this layer is {0} as it is"}
+    tree = ast.parse(code)
+    assert {*texts_of(tree)} == {"kept in {0}: {1} is too wide", "as in the file", ""}
+    assert {*templates_in(tree)} == {"kept in {0}: {1} is too wide", "{0}; {1}"}
+
+
+def test_a_sentence_with_values_keeps_its_template():
+    assert sentences_without_template() == set()
 
 
 def test_the_pages_texts_are_found_in_its_code():
