@@ -16,7 +16,7 @@ import { following, said, t, together } from "./words.mjs";
  * @typedef {{id: string, title: string, report: Report, earlier: boolean}} NamedReport
  * @typedef {() => string | Promise<import("./measure.mjs").Told>} Action what it did, in words, or a question
  * @typedef {{what: string, here: string, switch: string}} Fact what ComfyUI does here, and the switch that changes it
- * @typedef {{titleOf: (id: string) => string, has: (id: string) => boolean, use: (id: string, use: import("./measure.mjs").Use) => Promise<string>, goTo: (id: string) => void}} Graph
+ * @typedef {{titleOf: (id: string) => string, has: (id: string, result: import("./result.mjs").Result) => boolean, use: (id: string, use: import("./measure.mjs").Use) => Promise<string>, goTo: (id: string) => void}} Graph
  * @typedef {{device: string, gains: boolean, here: Fact[], took: string, showMe: Action, guard: Action, unguard: Action | null, measure: Action, unmeasure: Action | null, halve: Action, unhalve: Action | null, redraw: () => void, watching: string, watch: (value: string) => void, tab: object, nodes: any[], refused: import("./run.mjs").Refusal | null, isWaiting: boolean}} Greeting
  *   what this device can do, whether int8 is faster than 16 bits on it, what ComfyUI does here and how long that took, what to do first; the setting that guards every run and what changes it, the open tab and its
  *   workflow's nodes, why what was pressed does not start, and whether it has not started yet
@@ -121,7 +121,7 @@ function lastRun(sidebar, run, greeting, graph) {
   if (greeting.refused) return [refusedCard(greeting.refused)];
   if (!run) return quiet(sidebar, run, greeting);
   const error = run.error && !run.error.guard ? [errorCard(sidebar, run.error, greeting, graph)] : [];
-  const results = [...run.results].filter(([id]) => graph.has(id)).map(([id, result]) => resultCard(sidebar, id, result, greeting, graph));
+  const results = [...run.results].filter(([id, result]) => graph.has(id, result)).map(([id, result]) => resultCard(sidebar, id, result, greeting, graph));
   const notices = [...run.notices].flatMap(([id, told]) => told.map((notice) => noticeCard(id, notice, graph)));
   return [...error, ...results, ...notices, ...(run.guards.size ? guardCards(run, graph) : quiet(sidebar, run, greeting))];
 }

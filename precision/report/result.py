@@ -31,6 +31,7 @@ HALVED = "{file}: {before} -> {after}. Kept in {formats}: {kept} ({reasons})."
 LESS = "{file}: {before} -> {after}."
 NOT_LESS = "{file} takes {after}, no less than before ({before}): its weights were in 8 bits or fewer already."
 AS_IT_IS = "{file}: no weight is in 8 bits: {reasons}."
+IN_INT8 = "In int8 the weights take {after} instead of {before}. {why}"
 IDENTICAL = "Identical: no pixel differs."
 HARD_TO_SEE = "The difference is hard to see: {psnr}."
 VISIBLE = "The difference is visible side by side: {psnr}."
@@ -38,7 +39,7 @@ PLAIN = "The pictures differ clearly: {psnr}."
 SENTENCES = (
     SAVED, UNLISTED, FINITE, NOT_FINITE, CHOSEN, UNREACHED, BEST, CLOSEST, COMPUTED_IN, ERROR, ERROR_AS_LOADED,
     UNRANKED, NONE_WORKS, DEVICE, DEVICE_MEASURED, DEVICE_PLAIN, CALIBRATED, HALVED, LESS, NOT_LESS, AS_IT_IS,
-    IDENTICAL, HARD_TO_SEE, VISIBLE, PLAIN,
+    IN_INT8, IDENTICAL, HARD_TO_SEE, VISIBLE, PLAIN,
 )  # fmt: skip
 
 
@@ -53,7 +54,7 @@ class Result:
         text: all of it.
         toast: whether the page tells it as a message too.
         use: ``storage`` and ``compute`` of loaders, and as ``rules`` what is computed in, for a button that puts them
-            into the workflow.
+            into the workflow; of the one node its ``storage``.
         copied: what a button copies for others to read; empty for none.
     """
 
