@@ -1,12 +1,12 @@
 """What ``auto`` stands for on a device: the compute of a model and the storage of its weights, each with a reason."""
 
+import sys
 from collections.abc import Sequence
-
-import torch
 
 from ..base.options import ComputeOption, RuledCompute, RuledStorage
 from ..base.text import size_text
 from ..devices.detect import Device
+from ..devices.probes import has_cuda_13
 
 ACTIVATION_ROOM = 2 << 30
 UNQUANTIZED = ("fp16", "bf16", "fp32", "fp64")
@@ -14,6 +14,11 @@ BLOCKS = ("nvfp4", "mxfp8")
 """Storages with a scale for each block of inputs."""
 INT8_COMPUTE = ("auto", "int8")
 """Compute options under which weights held in int8 multiply in int8."""
+FOR_CUDA_13 = ("torch", "torchvision", "torchaudio", "--index-url", "https://download.pytorch.org/whl/cu130")
+IN_CUDA_13 = (
+    "One video took 78 s after that, 123 s before (MiniMax H3 on an RTX Pro 6000, torch 2.13 for CUDA 13 after one for "
+    "CUDA 12.8, dynamic VRAM on too: nosana-ci/pipeline-templates #164)."
+)
 
 
 def auto_compute(device: Device, supported: Sequence[str], file_dtype: str) -> tuple[RuledCompute, str]:
@@ -120,6 +125,21 @@ def why_int8_is_slow(device: Device) -> str:
     return next(map(device.reason, lacking), "")
 
 
+def missing_kernels(device: Device) -> str:
+    """Return that the int8 kernels are missing which the device would be faster with, the command that installs them,
+    and what that gave elsewhere; "" where none is missing."""
+    has_them = device.capabilities["int8_matmul_gains"] or not device.capabilities["int8_matmul"]
+    if has_them or not device.profile.int8_matmul_gains:
+        return ""
+    old, why = device.profile.vendor == "nvidia" and not has_cuda_13(), device.reason("int8_matmul_gains")
+    packages = " ".join(FOR_CUDA_13) if old else "comfy-kitchen"
+    cure = (
+        f'int8 is slow here without its kernels. To install them, run "{sys.executable}" -m pip install -U {packages} '
+        f"and restart ComfyUI. {why}"
+    )
+    return f"{cure} {IN_CUDA_13}" if old else cure
+
+
 def why_low_bits_are_slow(device: Device) -> str:
     """Return why products of 6- and 4-bit weights are not faster than 16-bit ones on a device; "" if they are."""
     slow, oldest = why_int8_is_slow(device), device.profile.name == "sm_75"  # MIN_SM_VERSION of comfy-kitchen's layout
@@ -134,8 +154,7 @@ def why_slow(storage: str, device: Device) -> str:
         return why_low_bits_are_slow(device)
     if not device.profile.blocks_matmul:
         return f"{device.label} does not multiply {storage}."
-    needs_torch = not device.simulated and int((torch.version.cuda or "0").partition(".")[0]) < 13
-    return f"{storage} products need a torch for CUDA 13." if needs_torch else ""
+    return "" if device.simulated or has_cuda_13() else f"{storage} products need a torch for CUDA 13."
 
 
 def held_storage(device: Device, file_dtype: str) -> tuple[RuledStorage, str]:

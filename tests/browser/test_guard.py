@@ -242,14 +242,15 @@ def test_the_sidebar_keeps_what_messages_told(comfy: ComfyPage) -> None:
     comfy.send("promptQueueing", requestId=1, batchCount=1)
     comfy.send("execution_start", prompt_id="kept")
     instead = "Computed in fp32, not in the fp16 that the model was set to. Above 65504 fp16 overflows, which gives black pictures."
-    output = {"halfsafe_badge": ["fp16 \u00b7 fp32"], "halfsafe_instead": [instead], "halfsafe_unmatched": ["blocks.77.* storage=bf16"]}
+    slow, command, why = "int8 is slow here without its kernels.", 'To install them, run "C:/ComfyUI/python.exe" -m pip install -U comfy-kitchen and restart ComfyUI.', "Expected here, but the probe int8_kernels failed."
+    output = {"halfsafe_badge": ["fp16 \u00b7 fp32"], "halfsafe_instead": [instead], "halfsafe_unmatched": ["blocks.77.* storage=bf16"], "halfsafe_kernels": [f"{slow} {command} {why}"]}
     comfy.send("executed", node=guard_id(comfy), display_node=guard_id(comfy), prompt_id="kept", output=output)
     comfy.send("execution_success", prompt_id="kept")
     told = {toast["summary"].removeprefix("Halfsafe: "): toast["detail"] for toast in shown()}
-    assert told == {instead.partition(". ")[0] + ".": instead.partition(". ")[2], "No layer of this model matches:": "blocks.77.* storage=bf16"}
+    assert told == {instead.partition(". ")[0] + ".": instead.partition(". ")[2], "No layer of this model matches:": "blocks.77.* storage=bf16", slow: command}
     comfy.evaluate(TOGGLE_TAB)
     text = comfy.page.inner_text(".hs-sidebar")
-    assert all(what in text for both in told.items() for what in both)
+    assert all(what in text for both in told.items() for what in both) and why in text, "a message shows the first sentence of each part"
     comfy.send("promptQueueing", requestId=1, batchCount=1)
     comfy.send("halfsafe.refused", message="Candidates, line 1, int9/auto: 'int9' is not a storage option. Use one of: auto, int8 as storage.")
     text = comfy.page.inner_text(".hs-sidebar")

@@ -13,6 +13,7 @@ from comfy.cli_args import args
 from comfy.ldm.modules.attention import optimized_attention
 
 from ....precision.base.text import size_text
+from ....precision.devices.probes import has_cuda_13
 from ....precision.plan.auto import why_int8_is_slow
 from ..comfyui.attributes import compiler_is_off, has_kitchen_attention, kernel_of_file
 from ..comfyui.known_calls import OVERRIDE
@@ -30,7 +31,6 @@ ATTENTIONS = {
     "attention_basic": "basic",
 }
 """ComfyUI's function -> what people call it."""
-NEWEST_CUDA = 13
 COMPILER_SWITCH = {False: "--disable-comfy-compiler", True: "without --disable-comfy-compiler"}
 SWITCHES = "--use-pytorch-cross-attention, --use-sage-attention"
 SWITCHES_WITH_KITCHEN = "--use-pytorch-cross-attention, --use-sage-attention, --use-ck-attention"
@@ -71,8 +71,8 @@ def _of_gpu(switch: str) -> str:
 def _other_kernels() -> Iterator[str]:
     """Name what adds kernels: CUDA 13 has comfy-kitchen's int8 products, its Triton backend is off by default."""
     if compute_device().type == "cuda":
-        if torch.version.cuda and int(torch.version.cuda.split(".")[0]) < NEWEST_CUDA:
-            yield f"a torch for CUDA {NEWEST_CUDA}"
+        if torch.version.cuda and not has_cuda_13():
+            yield "a torch for CUDA 13"
         yield "--enable-triton-backend"
 
 

@@ -12,8 +12,9 @@ from ....precision.base.dtypes import name_of
 from ....precision.base.modes import FP16_ACC16, FP32, INT8
 from ....precision.formats.checkpoint import dialect_text
 from ....precision.plan.accumulation import EXACT_SUMS
-from ....precision.plan.auto import why_int8_is_slow
+from ....precision.plan.auto import missing_kernels, why_int8_is_slow
 from ....precision.plan.choice import ATTACHMENT
+from ....precision.plan.compute import WEIGHTS_FOR
 from ....precision.plan.load import ModelPlan
 from ....precision.report.schema import (
     ControlReport,
@@ -191,7 +192,9 @@ def control_report(control: LoadedControl) -> ControlReport:
 
 
 def _int8_notes(layers: list[LayerReport]) -> list[str]:
-    why = why_int8_is_slow(current_device())
+    missing, why = missing_kernels(current_device()), why_int8_is_slow(current_device())
+    if missing and any(layer.storage in WEIGHTS_FOR[INT8.compute] for layer in layers):
+        return [missing]
     multiply = any(layer.mode == INT8.name for layer in layers)
     return [f"Layers that multiply in int8 are not faster here: {why}"] if why and multiply else []
 
