@@ -118,7 +118,7 @@ class AutoPrecision(io.ComfyNode):
         model, vae, why = planned.with_goal(model, goal, clip, vae, given or NO_RULES, encoders)
         why = "\n".join(filter(None, (why, stored and f"storage: {stored}")))
         if guard != OFF:
-            model = with_guard(model, guard, MAX_RETRIES, node_id, checking(check))
+            model = with_guard(model, guard, MAX_RETRIES, node_id, checking(check, model, node_id))
             clip = guard_clip(clip, guard, node_id) if "clip" in encoders else None
             vae = guard_vae(vae, guard, node_id) if "vae" in encoders else None
         model, shown = with_live_report(model, node_id)

@@ -130,14 +130,21 @@ def worst_blocks(
     return [BlockDrift(name, found[name]) for name in sorted(found, key=lambda name: found[name])[:WORST_BLOCKS]]
 
 
-def drift_event(check: CheckReport, snr_db: float, threshold_db: float, batch_rows: list[int]) -> GuardEvent:
-    """Build the report's entry for a call whose SNR is below the threshold of its arithmetic."""
+def drift_event(
+    check: CheckReport, snr_db: float, threshold_db: float, batch_rows: list[int], attention: str = ""
+) -> GuardEvent:
+    """Build the report's entry for a call whose SNR is below the threshold of its arithmetic.
+
+    ``attention``: the quantized attention that was chosen for the model, a candidate for the cause.
+    """
     skipped = check.arithmetic == STEP_CACHE
     worst = "" if skipped or not check.blocks else check.blocks[0].name
     evidence = f"{snr_db:.1f} dB from the same call in fp32; {check.arithmetic} gives at least {threshold_db:.0f}."
     if worst:
         blocks = ", ".join(f"{block.name} {block.snr_db:.1f} dB" for block in check.blocks)
         evidence += f" Farthest: {blocks}."
+    if attention:
+        evidence += f" {attention} attention quantizes its operands and may be the cause: compare a run without it."
     advice = ADVICE.get(check.arithmetic, OTHERWISE).format(block=f"{worst}." if worst else "")
     return GuardEvent(
         check.call, check.step, check.sigma, worst, STEP_CACHE if skipped else "", "drift", batch_rows,

@@ -33,7 +33,8 @@ from ..comfyui.gate import is_unfused, met_in
 from ..comfyui.kernels import DEQUANTIZED
 from ..comfyui.layers import activation_dtype, layers_of, matrix_layers, modules_of
 from ..comfyui.model_facts import bytes_by_storage, foreign_layers, parameter_count, storage_of
-from ..compute.executor import Compute, compute_of
+from ..compute.attention import ATTENTIONS, KITCHEN
+from ..compute.executor import Compute, compute_of, quantized_attention
 from ..compute.layer_modes import is_called_in_fp32, layer_kernels, observed_modes_of, stream_dtype
 from ..guard.model import Guard, guard_of
 from ..load.controlnet import LoadedControl, controls_of
@@ -58,6 +59,15 @@ OF_FILE = "attention of the file"
 KERNEL_RUNS = "{} in {} attentions"
 KERNEL_REPLACED = "the file requests {} in {} attentions; this compute dtype runs ComfyUI's own instead"
 NO_KERNEL = "the file requests {} in {} attentions, which this device does not support: ComfyUI's own runs instead"
+QUANTIZES = (
+    "{} attention is chosen for this model; attention that Halfsafe runs in fp32 does not use it. Its operands are "
+    "quantized: its errors are finite, and no guard finds them."
+)
+MASKED = (
+    "With a mask of more than 64 tokens it gave broken pictures (comfy-kitchen up to 0.2.36, "
+    "Comfy-Org/comfy-kitchen#226)."
+)
+COMPARE = "To compare a step with fp32, set check to first step in NaN Guard or Halfsafe."
 Reasons = dict[str, list[str]]
 """Layer name -> why it is as it is, a text each; they are joined when the report is made."""
 
@@ -224,6 +234,10 @@ def _add_attention(report: Report, patcher: ModelPatcher, compute: Compute | Non
             report.without_effect.append(WithoutEffect(OF_FILE, KERNEL_REPLACED.format(kernel, count)))
         else:
             report.decisions[OF_FILE] = KERNEL_RUNS.format(kernel, count)
+    if name := quantized_attention(patcher):
+        guard, masked = guard_of(patcher), MASKED if name == ATTENTIONS[KITCHEN] else ""
+        compare = "" if guard and guard.check else COMPARE
+        report.notes.append(" ".join(filter(None, (QUANTIZES.format(name), masked, compare))))
 
 
 def _escalate(
