@@ -87,7 +87,7 @@ def test_a_reader_of_one_language_stays_in_it(text: str) -> None:
     for language in LANGUAGES:
         path = translation_of(text, language)
         first, *rest = sections(path.read_text(encoding="utf-8"))
-        assert path.name in (ROOT / text).read_text(encoding="utf-8").splitlines()[2] and f"({Path(text).name})" in first.splitlines()[2]
+        assert path.name in (ROOT / text).read_text(encoding="utf-8").splitlines()[2] and f"{Path(text).name})" in first.splitlines()[2]
         assert [link for section in rest for link in LINK.findall(section) if link in TOLD or f"docs/{link}" in TOLD] == []
 
 

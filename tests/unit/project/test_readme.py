@@ -15,6 +15,7 @@ CHARACTERS = {"README.zh.md": 1800}
 DETAILS = ("## Read on", "## 继续阅读")
 DOCUMENTS = sorted(path.relative_to(ROOT) for pattern in ("README*.md", "CONTRIBUTING.md", "docs/**/*.md", "benchmarks/README.md") for path in ROOT.glob(pattern))
 RAW = "https://raw.githubusercontent.com/halfsafe/halfsafe/main/"
+PAGE = "https://github.com/halfsafe/halfsafe/blob/main/"
 LINK = re.compile(r"\]\(<?([^)>#]+?)>?(?:#[^)]*)?\)")
 SYMPTOMS = {"README.md": ("black", "out of memory", "slow", "precision"), "README.zh.md": ("黑图", "显存不足", "慢", "精度")}
 
@@ -58,10 +59,18 @@ def test_the_registrys_page_finds_each_picture_of_the_readme(readme: str) -> Non
     assert pictures and [address for address in pictures if not address.startswith(RAW) or not (ROOT / address.removeprefix(RAW)).is_file()] == []
 
 
+@pytest.mark.parametrize("readme", SYMPTOMS)
+def test_the_registrys_page_follows_each_link_of_the_readme(readme: str) -> None:
+    """A link of the text alone leads nowhere there: each has its whole address, those of the repository of a file that it has."""
+    links = LINK.findall((ROOT / readme).read_text(encoding="utf-8"))
+    assert [link for link in links if not link.startswith("https://")] == []
+    assert [link for link in links if link.startswith(PAGE) and not (ROOT / link.removeprefix(PAGE)).is_file()] == []
+
+
 def test_the_readme_leads_to_every_page_of_docs() -> None:
     assert {path.name for path in ROOT.glob("docs/internals/*.md")} == {"calibration.md", "decisions.md", "drift.md", "failure-classes.md", "how-a-call-runs.md", "scaling.md"}
     for readme in SYMPTOMS:
-        led = set(LINK.findall((ROOT / readme).read_text(encoding="utf-8")))
+        led = {link.removeprefix(PAGE) for link in LINK.findall((ROOT / readme).read_text(encoding="utf-8"))}
         pages = {re.sub(r"(\.zh)?\.md$", "", link) for link in led if link.startswith("docs/") and link.endswith(".md")}
         assert {re.sub(r"(\.zh)?\.md$", "", f"docs/{path.name}") for path in ROOT.glob("docs/*.md")} <= pages
 
