@@ -121,7 +121,7 @@ function lastRun(sidebar, run, greeting, graph) {
   if (greeting.refused) return [refusedCard(greeting.refused)];
   if (!run) return quiet(sidebar, run, greeting);
   const error = run.error && !run.error.guard ? [errorCard(sidebar, run.error, greeting, graph)] : [];
-  const results = [...run.results].filter(([id, result]) => graph.has(id, result)).map(([id, result]) => resultCard(sidebar, id, result, greeting, graph));
+  const results = [...run.results].filter(([id, result]) => graph.has(id, result)).map(([id, result]) => resultCard(sidebar, id, result, greeting, graph, run.cached.has(id)));
   const notices = [...run.notices].flatMap(([id, told]) => told.map((notice) => noticeCard(id, notice, graph)));
   return [...error, ...results, ...notices, ...(run.guards.size ? guardCards(run, graph) : quiet(sidebar, run, greeting))];
 }
@@ -184,7 +184,7 @@ function watchSwitch({ watching, watch }) {
 function quiet(sidebar, run, greeting) {
   if (greeting.isWaiting) return [hint(t("Nothing has begun yet. If ComfyUI refused the run, its own message says why."))];
   if (!run) return [hint(t("This workflow has not run since this page was opened."))];
-  if (run.state === "done" && !run.computed) return [hint(t("Nothing was computed: ComfyUI kept the results of an earlier run."))];
+  if (run.state === "done" && !run.computed) return run.results.size ? [] : [hint(t("Nothing was computed: ComfyUI kept the results of an earlier run."))];
   const has = (/** @type {string[]} */ types) => greeting.nodes.some(({ comfyClass, mode }) => types.includes(comfyClass) && mode === RUNS);
   if (greeting.watching !== "off" || has(GUARDS)) return guardedText(run).map(hint);
   const samples = greeting.nodes.some(({ inputs }) => inputs?.some((/** @type {any} */ { type, link }) => type === "MODEL" && link !== null));
@@ -224,11 +224,12 @@ function refusedCard({ message, advice }) {
   return el("article", { class: "hs-card hs-error" }, el("div", { class: "hs-title" }, t("The run did not start."), verdictPill("stopped", t("refused"))), el("p", { text: message }), advice ? el("p", { class: "hs-dim", text: advice }) : null);
 }
 
-/** @param {Sidebar} sidebar @param {string} id @param {import("./result.mjs").Result} result @param {Greeting} greeting @param {Graph} graph */
-function resultCard(sidebar, id, result, greeting, graph) {
+/** @param {Sidebar} sidebar @param {string} id @param {import("./result.mjs").Result} result @param {Greeting} greeting @param {Graph} graph @param {boolean} earlier whether ComfyUI kept it from an earlier run */
+function resultCard(sidebar, id, result, greeting, graph, earlier) {
   const { use } = result;
+  const when = earlier ? el("span", { class: "hs-dim", text: t("of an earlier run") }) : null;
   const using = use ? sidebar.button(greeting, () => graph.use(id, use), t("Use this")) : null;
-  return el("article", { class: "hs-card" }, cardTitle(id, graph.titleOf(id), graph, null), el("p", { class: "hs-sentence", "data-tone": result.tone, text: sentenceOf(result) }), using);
+  return el("article", { class: "hs-card" }, cardTitle(id, graph.titleOf(id), graph, when), el("p", { class: "hs-sentence", "data-tone": result.tone, text: sentenceOf(result) }), using);
 }
 
 /** @param {Sidebar} sidebar @param {import("./run.mjs").RunError} error @param {Greeting} greeting @param {Graph} graph */

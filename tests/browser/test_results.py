@@ -156,7 +156,8 @@ def test_a_cached_save_is_not_told_again(small: ComfyPage) -> None:
     small.run()
     assert shown() == []
     small.evaluate(TAB)
-    assert "Nothing was computed: " in small.page.inner_text(".hs-sidebar")
+    text = small.page.inner_text(".hs-sidebar")
+    assert "Saved " in text and "of an earlier run" in text and "Nothing was computed: " not in text, "one of both"
 
 
 def test_another_workflow_shows_nothing_of_a_run(small: ComfyPage) -> None:
