@@ -39,7 +39,7 @@ TIERS = {
 # the end of the other's. A page's tests share its server.
 STEALING = ("--dist", "worksteal")
 NEXT_CORE = (
-    *("compute/test_gate.py", "compute/test_compute.py", "compute/test_compute_fp8.py", "compute/test_int8.py", "compute/test_int8_compute.py"),
+    *("compute/test_gate.py", "compute/test_bound.py", "compute/test_compute.py", "compute/test_compute_fp8.py", "compute/test_int8.py", "compute/test_int8_compute.py"),
     *("guard/test_guard.py", "guard/test_int8.py", "accumulation", "lora/test_encoders_saving_merging.py"),
     *("load/test_loaders.py", "study/test_calibrate.py"),
 )

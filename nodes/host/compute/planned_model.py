@@ -18,6 +18,7 @@ from ....precision.base.patching import Patch, patched
 from ....precision.plan.compute import ComputePlan
 from ..comfyui.attributes import MEMORY_ESTIMATE, cast_dtype, casting, scaled_input, with_cast_dtype, with_scaled_input
 from ..comfyui.execution import switches_by_layer
+from ..comfyui.gate import entering
 from ..comfyui.layers import is_quantized, modules_of
 from ..comfyui.weights import calling_layers, uncast_norm
 from ..replay.calibrated import CalibratedActing
@@ -66,7 +67,7 @@ class PlannedModel(CalibratedActing):
         for name, module in in_int8.items():
             self._patches += int8_patches(module, plan.decisions[name], plan.activation_dtype)
         if binds:
-            self._patches += [(module, "forward", bound_forward(module)) for module in follow.values()]
+            self._patches += [(each, "forward", entering(each, bound_forward(each))) for each in follow.values()]
         self.calling = calling_layers(decided.values())
         if plan.is_safe:
             self._patches += [patch for module in named.values() for patch in uncast_norm(module)]
