@@ -44,8 +44,8 @@ ADVICE = {
         "The layers did not run at this step: lower the threshold of the step cache, start it later, or remove it."
     ),
     "fp8": (
-        "Set compute to fp8 in Compute Dtype: it computes the scale of activations from each input and clips none. Or "
-        "add the rule {block}* compute=bf16."
+        "Set compute to fp8 in Compute Dtype: it computes the scale of activations that do not fit the file's scale. "
+        "Or add the rule {block}* compute=bf16."
     ),
     "int8": (
         "Add the rule {block}* compute=bf16 (or fp16), which dequantizes this block. If every int8 layer is wrong, "

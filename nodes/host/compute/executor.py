@@ -10,7 +10,7 @@ from ....precision.base.modes import INT8
 from ....precision.base.patching import patched
 from ....precision.plan.choice import WithoutEffect
 from ....precision.plan.compute import ComputePlan
-from ..comfyui.execution import Make, adapts_text, conditions_through, trains
+from ..comfyui.execution import Make, adapts_text, conditions_through, is_compiled, trains
 from ..comfyui.gate import met_in
 from ..comfyui.layers import modules_of
 from ..comfyui.page import add_to_badge, running_node_id
@@ -161,6 +161,12 @@ class Compute(Stage):
         run, adapter = self.runs.last_of(patcher), self.adapters.last_of(patcher)
         adapted = adapter.calibration.flops if adapter else {}
         return frozenset(name for name in run.not_called if not adapted.get(name)) if run else frozenset()
+
+    def input_scales(self, patcher: ModelPatcher) -> dict[str, str]:
+        """Return layer -> how its input is scaled, for fp8 products of layers whose file states a scale. A compiled
+        graph always computes the scale."""
+        run = None if is_compiled(patcher) else self.runs.last_of(patcher)
+        return run.layers.input_scales() if run else {}
 
     def fp16_share_text(self, patcher: ModelPatcher) -> str:
         """Describe the share of matmul FLOPs with fp16 operands in one line; empty before a call or without matmuls."""

@@ -17,7 +17,7 @@ from ....precision.base.modes import FP16_WIDE, INT8
 from ....precision.base.patching import Patch, patched
 from ....precision.plan.compute import ComputePlan
 from ..comfyui.attributes import MEMORY_ESTIMATE, cast_dtype, casting, scaled_input, with_cast_dtype, with_scaled_input
-from ..comfyui.execution import switches_by_layer
+from ..comfyui.execution import is_compiled, switches_by_layer
 from ..comfyui.gate import entering
 from ..comfyui.layers import is_quantized, modules_of
 from ..comfyui.weights import calling_layers, uncast_norm
@@ -131,6 +131,7 @@ class PlannedModel(CalibratedActing):
         self._sums_off = self._holds_sums or (self._is_wide and not switches_by_layer(patcher))
         self.layers.switches_flags = not self._has_rules or switches_by_layer(patcher)
         self.calibration.by_layer = not self._sums_off
+        self.calibration.rechecks = self.layers.uses_stated_scales and not is_compiled(patcher)
 
     def _scopes(self) -> tuple[AbstractContextManager, AbstractContextManager]:
         """Prepare an attempt. Returns the scopes of accumulation and of ComfyUI's compiler for it."""

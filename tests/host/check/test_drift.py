@@ -62,7 +62,7 @@ def test_fp8_activations_clipped_at_448(comfy, files, monkeypatch):
     assert checked(comfy, plain)[0] == []
     monkeypatch.setattr(bound, "activation_scale", lambda rows, dtype: torch.ones(()))
     event = found(comfy, plain)
-    assert event.from_mode == "fp8" and "clips none" in event.advice and "blocks.0" in event.evidence
+    assert event.from_mode == "fp8" and "do not fit the file's scale" in event.advice and "blocks.0" in event.evidence
 
 
 def test_a_coarse_attention_kernel_of_another_pack(comfy, files):
