@@ -35,6 +35,7 @@ from ..comfyui.execution import adapts_text, conditions_through, is_compiled, tr
 from ..comfyui.layers import DIFFUSION_MODEL, is_quantized
 from ..comfyui.weights import calling_layers, dequantized, is_divided_by_zero, is_quantized_bank, numbers_of
 from ..compute.executor import Compute, compute_of
+from ..compute.per_model import AddsToResults
 from ..replay.call import Call
 from ..replay.interceptor import LOW_RANK, Acting, Stage, put_stage
 from .low_rank import (
@@ -61,7 +62,7 @@ PATCHED = "comfy_patched_weights"
 """ComfyUI's mark of a layer whose weights are loaded, and patched (``load`` in comfy/model_patcher.py)."""
 
 
-class AddsLowRank:
+class AddsLowRank(AddsToResults):
     """Extend a ModelPatcher: add LoRAs of 8-bit weights to results. A method without a description does what ComfyUI's
     own does."""
 
@@ -83,7 +84,6 @@ class AddsLowRank:
         return self._sorted[1]
 
     def leaves_weights_alone(self) -> bool:
-        """True if no patch is merged into any weight."""
         return self.patches.keys() <= self.sorted_patches().added
 
     def low_rank_patcher(self) -> ModelPatcher | None:
