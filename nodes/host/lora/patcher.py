@@ -134,18 +134,18 @@ class AddsLowRank(AddsToResults):
 
         return module, WEIGHT_FUNCTIONS, [*weight_functions(module), added]
 
-    def passes_to_weights(self, entered: set[torch.nn.Module] | None) -> bool:
+    def passes_to_weights(self, entered: Counter[torch.nn.Module] | None) -> bool:
         """Let LoRAs be added to weights where the call that just ended did not add them to results. True if there are
         any, so that the call has to be repeated.
 
-        ``entered``: the modules that ran in it; None for a call that was not watched.
+        ``entered``: the calls of modules in it; None for a call that was not watched.
         """
         low_rank, modules = self.low_rank_model(), self.sorted_patches().modules
         waiting = {modules[key]: key for key, layer in low_rank.by_key.items() if key not in low_rank.by_weight}
         missed = [module for module, key in waiting.items() if low_rank.by_key[key].missed]
         if entered is not None:
-            idle = [module for module, key in waiting.items() if low_rank.by_key[key] not in entered]
-            missed += passed_by(self.model, idle, entered)
+            runs = {module: entered[low_rank.by_key[key]] for module, key in waiting.items()}
+            missed += passed_by(self.model, runs, entered)
         keys = {waiting[module] for module in missed}
         low_rank.by_weight |= keys
         if keys:
@@ -439,7 +439,7 @@ class LowRankCall(Acting):
 
     def __init__(self, patcher: AddsLowRank):
         self.adds, self.low_rank = patcher, patcher.low_rank_model()
-        self.entered: set[torch.nn.Module] | None = None
+        self.entered: Counter[torch.nn.Module] | None = None
         self.sizes: tuple | None = None
 
     @contextlib.contextmanager
