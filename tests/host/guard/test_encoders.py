@@ -230,8 +230,8 @@ def small_text_model(config: dict, layers: int) -> dict[str, torch.Tensor]:
     from comfy.clip_model import CLIPTextModel
 
     fixed = {"hidden_act": "gelu", "max_position_embeddings": 77, "eos_token_id": 49407, "num_hidden_layers": layers}
-    shapes = tiny_models._shapes_of(tiny_models._on_meta(CLIPTextModel, config_dict=config | fixed))
-    return dict(tiny_models._tensors(shapes, torch.float16, layers))
+    shapes = tiny_models.shapes_of(tiny_models.on_meta(CLIPTextModel, config_dict=config | fixed))
+    return dict(tiny_models.tensors_of_shapes(shapes, torch.float16, layers))
 
 
 @pytest.fixture

@@ -303,13 +303,13 @@ def test_a_report_lists_the_control_nets_that_ran_with_its_model_alone(comfy, co
 def write_adapter(path):
     from comfy.t2i_adapter.adapter import Adapter
 
-    shapes = tiny_models._shapes_of(Adapter(cin=192, channels=[32, 64, 128, 128], nums_rb=2, ksize=1, sk=True, use_conv=False))
-    return tiny_models._save(path, shapes, torch.float16, 0)
+    shapes = tiny_models.shapes_of(Adapter(cin=192, channels=[32, 64, 128, 128], nums_rb=2, ksize=1, sk=True, use_conv=False))
+    return tiny_models.write_shapes(path, shapes, torch.float16, 0)
 
 
 def write_lora(path):
     shapes = {"lora_controlnet": (1,), "input_hint_block.0.weight": (16, 3, 3, 3), "input_blocks.0.0.weight": (32, 4, 3, 3)}
-    return tiny_models._save(path, shapes, torch.float16, 0)
+    return tiny_models.write_shapes(path, shapes, torch.float16, 0)
 
 
 @pytest.mark.parametrize(("write", "kind"), [(write_adapter, "T2IAdapter"), (write_lora, "ControlLora")])
