@@ -438,7 +438,10 @@ function listen() {
   on("halfsafe.report", noteRan);
   on("halfsafe.badge", ({ node_id: id, words }) => noteRanIn(log.run?.tab ?? tabs.open, String(id), (mode) => [mode, ...words.map(said)].join(BETWEEN_WORDS)));
   on("halfsafe.refused", noteRefused);
-  on("reconnected", askAll);
+  on("reconnected", () => {
+    asking = null;  // it may have been started with other options
+    askAll();
+  });
   on("graphChanged", showOutputs);
   on("promptQueueing", notePress);
   on("promptQueued", () => tabs.settle());

@@ -21,7 +21,6 @@ RULES = "() => app.graph.nodes.filter((n) => n.type === 'HalfsafeLayerRules').ma
 VERDICT = ".hs-title .hs-verdict"
 
 
-pytestmark = pytest.mark.paired  # both run the whole workflow; what a report draws test_report shows in each renderer of each page
 
 
 @pytest.fixture
@@ -33,6 +32,7 @@ def one(opened_page: ComfyPage) -> ComfyPage:
     return opened_page
 
 
+@pytest.mark.once  # a run is the server's; test_report draws its report in each page
 def test_it_shows_what_ran(one: ComfyPage, pictures: Path, cell: str) -> None:
     one.zoom_to(NODE, 520, 700)
     one.run()
