@@ -46,7 +46,7 @@ def model(comfy, models_dir, monkeypatch):
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_the_kernel_of_a_file_is_named_where_it_runs_and_where_it_does_not(comfy, model, plan):
+def test_the_kernel_of_a_file_is_named_whether_it_runs_or_not(comfy, model, plan):
     loaded, call, ran = model
     compute, rules, _ = PLANS[plan]
     planned = with_compute(comfy, loaded, compute, rules_from(rules))

@@ -249,7 +249,7 @@ def two_encoders(comfy, models_dir, monkeypatch):
 
 
 @pytest.mark.parametrize("part", ["clip_l", "clip_g"])
-def test_of_two_encoders_the_one_that_overflows_is_named_and_the_other_is_as_it_was(comfy, two_encoders, part):
+def test_of_two_encoders_the_one_that_overflows_is_named_and_widened_alone(comfy, two_encoders, part):
     (expected, given), model = encode(two_encoders)[0], two_encoders.cond_stage_model
     layer = model.get_submodule(f"{part}.transformer.text_model.encoder.layers.5.mlp.fc2")
 

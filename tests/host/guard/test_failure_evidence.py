@@ -193,7 +193,7 @@ class OfAnotherPack(torch.nn.Module):
 OfAnotherPack.forward.__code__ = OfAnotherPack.forward.__code__.replace(co_filename="/custom_nodes/SomePack/layers.py")
 
 
-def test_a_layer_of_another_pack_that_overflows_in_a_dtype_of_its_own_is_no_verdict_on_precision(comfy, overflowing):
+def test_an_overflow_in_another_packs_own_dtype_is_no_verdict_on_precision(comfy, overflowing):
     model = families.load(comfy, overflowing, "fp16", "fp16")
     ffn = model.model.diffusion_model.blocks[1].ffn
     loud, ffn[2] = ffn[2], OfAnotherPack(ffn[2])

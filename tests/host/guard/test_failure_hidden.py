@@ -53,7 +53,7 @@ def planted(plain, family: str, what: str):
 
 
 @pytest.mark.parametrize(("family", "what", "on_nan"), rotated(plants.FAMILIES, all_of(("weight", "LoRA"), ON_NAN), whole=ONE_OF_EACH))
-def test_a_weight_or_a_lora_with_nan_ends_a_run_whether_it_is_hidden_or_not(comfy, models, family, what, on_nan):
+def test_a_weight_or_a_lora_with_nan_ends_a_run_hidden_or_not(comfy, models, family, what, on_nan):
     plain, clean = models(family)
     model, context = planted(plain, family, what)
     with context:
@@ -68,7 +68,7 @@ def test_a_weight_or_a_lora_with_nan_ends_a_run_whether_it_is_hidden_or_not(comf
 
 
 @pytest.mark.parametrize(("family", "batch", "on_nan"), rotated(plants.FAMILIES, all_of((1, 2), ON_NAN), whole=ONE_OF_EACH))
-def test_a_conditioning_with_nan_ends_a_run_or_loses_its_row_whether_it_is_hidden_or_not(comfy, models, family, batch, on_nan):
+def test_a_conditioning_with_nan_ends_a_run_or_loses_its_row(comfy, models, family, batch, on_nan):
     plain, clean = models(family)
     hidden, text = family in plants.HIDING, plants.nan_text(family, batch, row=batch - 1)
     if batch == 1:

@@ -13,6 +13,7 @@ from support.guarding import guarded, report_of
 from support.int8_models import layers_of
 from support.matmul_spy import Products
 from support.measures import relative_error
+from support.rows import rotated
 
 FAMILIES = ("wan", "sdxl")
 LOSS = {"nvfp4": 0.25, "mxfp8": 0.12}
@@ -38,8 +39,7 @@ def held_in(model) -> dict[str, str]:
     return {name: module.weight._layout_cls for name, module in layers_of(model).items() if isinstance(module.weight, comfy.quant_ops.QuantizedTensor)}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("compute", ["fp32", "bf16", "fp16_safe"])
+@pytest.mark.parametrize(("family", "compute"), rotated(FAMILIES, ["fp16_safe", "bf16", "fp32"], whole=["wan"]))
 def test_weights_are_unpacked_for_products_in_the_dtype_asked_for(comfy, files, family: str, storage: str, compute: str) -> None:
     exact, model = load(comfy, files(family), "fp32"), load(comfy, files(family), storage, compute)
     call = families.capture(exact, family)

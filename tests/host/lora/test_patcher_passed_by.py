@@ -226,7 +226,7 @@ def test_qwen_3_in_fp8_whose_parallel_layers_are_one_product():
     assert low_rank.asked == low_rank.by_weight
 
 
-def test_a_repeat_of_a_guard_runs_a_fused_layer_of_an_encoder_in_full_precision(comfy, models_dir):
+def test_a_repeat_runs_a_fused_layer_of_an_encoder_in_full_precision(comfy, models_dir):
     """The request for plain products holds where ComfyUI multiplies by an int8 weight past its layer."""
     path = tiny_models.narrow_clip_l(models_dir / "text_encoders" / "clip_l_plain.safetensors")
     in_int8: list[bool] = []

@@ -19,7 +19,7 @@ PLAN = PlanInUse(MODES, "fp16")
         (PLAN.fp32(), dict.fromkeys(MODES, "fp32")),
     ],
 )
-def test_a_wider_plan_exchanges_the_layers_that_it_widens_or_all_if_the_stream_is_fp32(plan, modes):
+def test_a_wider_plan_exchanges_what_it_widens_or_all_for_the_stream(plan, modes):
     assert plan.exchanged() == modes and plan.is_wider is (plan != PLAN)
 
 

@@ -106,7 +106,7 @@ def test_a_tier_leaves_no_files_in_the_machine_s_temporary_folder(tmp_path: Path
     assert list((tmp_path / "machine").iterdir()) == []
 
 
-def test_the_browser_s_tier_runs_beside_the_others_which_tell_how_far_it_is_and_is_shown_after_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_the_browser_runs_beside_the_others_which_tell_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     ran, go_on = tmp_path / "ran", tmp_path / "go_on"
     (tmp_path / "test_page.py").write_text(
         f"import os, time\ndef test_page():\n    open({str(ran)!r}, 'w').close()\n    while not os.path.exists({str(go_on)!r}): time.sleep(0.05)\n    assert 'seen' == 'wanted'\n"

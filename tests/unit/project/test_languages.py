@@ -135,7 +135,7 @@ def test_a_text_has_the_settings_and_figures_of_english(language: str, text: str
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
-def test_a_help_page_has_each_input_by_the_label_on_the_node_and_by_its_id(language: str) -> None:
+def test_a_help_page_has_each_input_by_its_label_and_its_id(language: str) -> None:
     labels = read_json(language, "nodeDefs.json")
     for node in PAGES:
         rows = ROW.findall(translation_of(f"web/docs/{node}.md", language).read_text(encoding="utf-8"))

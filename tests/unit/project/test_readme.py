@@ -73,7 +73,7 @@ def test_every_workflow_and_block_is_listed(page: str) -> None:
 
 
 @pytest.mark.parametrize("readme", SYMPTOMS)
-def test_it_can_be_tried_by_two_commands_whose_cost_is_told_above_what_else_it_can_do(readme: str) -> None:
+def test_it_is_tried_by_two_commands_whose_cost_is_told_first(readme: str) -> None:
     (tried,) = [part for part in re.split(r"^## .*$", (ROOT / readme).read_text(encoding="utf-8"), flags=re.MULTILINE) if "scripts/demo.py" in part]
     assert {"python scripts/demo.py", "python scripts/test.py"} <= set(tried.splitlines())
     assert all(word in tried for word in ("3 GB", "6 GB", "--serve", "CPU")) and "GPU" in tried.strip().splitlines()[-1]
@@ -83,7 +83,7 @@ NEVER_ON_A_GPU = re.compile(r"(?i)no gpu has|(not|yet) (yet )?(been )?(measured|
 GPU_MEASURED = ("H200", "580.159.04", "2.11.0+cu130")
 
 
-def test_what_a_gpu_measured_stands_where_the_figures_are_with_its_conditions_and_no_page_says_that_none_was() -> None:
+def test_what_a_gpu_measured_stands_with_its_conditions() -> None:
     pages = [*DOCUMENTS, *(path.relative_to(ROOT) for path in ROOT.glob("web/docs/**/*.md"))]
     texts = {str(page): (ROOT / page).read_text(encoding="utf-8") for page in pages}
     assert {page: found for page, text in texts.items() if (found := NEVER_ON_A_GPU.findall(text))} == {}
@@ -93,7 +93,7 @@ def test_what_a_gpu_measured_stands_where_the_figures_are_with_its_conditions_an
 
 
 @pytest.mark.parametrize("page", ["docs/devices.md", "docs/devices.zh.md"])
-def test_the_table_of_measured_cards_begins_with_what_the_h200_gave_and_leads_to_a_form_that_takes_more(page: str) -> None:
+def test_the_table_of_measured_cards_leads_to_a_form_for_more(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     told = (ROOT / "benchmarks" / "results" / "gpu_h200_measure_my_card.txt").read_text(encoding="utf-8")
     measured = re.findall(r"^\d (\S+).*?  +([\d.]+)  +([\d.]+ GiB)  +[\d.]+ GiB  +([\d.]+)", told, flags=re.MULTILINE)
