@@ -172,11 +172,11 @@ def write(comfy, name: str, dtype) -> tuple[str, object]:
     if name == "Flux":
         config = dict(in_channels=16, out_channels=16, vec_in_dim=768, context_in_dim=4096, hidden_size=128, mlp_ratio=4.0, num_heads=1, depth=19)
         config |= dict(depth_single_blocks=38, axes_dim=[16, 56, 56], theta=10000, patch_size=2, qkv_bias=True, guidance_embed=True, txt_ids_dims=[])
-        return "flux", tiny._save(path, tiny._shapes_of(tiny._on_meta(Flux, **config)), dtype, 0)
+        return "flux", tiny.write_shapes(path, tiny.shapes_of(tiny.on_meta(Flux, **config)), dtype, 0)
     config, sizes = tiny.sdxl_unet_config(), {"model_channels": 64}
     config |= {"transformer_depth_output": [0, 0, 0, 2, 2, 2, 10, 10, 10], "transformer_depth_middle": 10}
     metadata = tiny.sized(sizes, {key: config[key] for key in sizes})
-    return "sdxl", tiny._save(path, tiny._shapes_of(tiny._unet(config | sizes)), dtype, 0, metadata=metadata)
+    return "sdxl", tiny.write_shapes(path, tiny.shapes_of(tiny.unet(config | sizes)), dtype, 0, metadata=metadata)
 
 
 def scaled(comfy, path, storage="fp8_e4m3fn"):

@@ -10,7 +10,7 @@ from .host.check.drift import checking
 from .host.guard import planned
 from .host.guard.encoders import guard_clip, guard_vae
 from .host.guard.model import MAX_RETRIES, with_guard
-from .host.load.at_hand import AS_LOADED, STORAGES_AT_HAND, quantized_at_hand
+from .host.load.at_hand import AS_LOADED, STORAGES_AT_HAND, offered_in_int8, quantized_at_hand
 from .host.reporting.badge import met_words, model_ui, with_live_report
 from .inputs import CATEGORY, EXPERT, RulesType, check_input, checked_rules, compute_input, node_id_of, on_nan_input
 
@@ -111,17 +111,20 @@ class AutoPrecision(io.ComfyNode):
         # What a loader did not find is None; an input without a link is not given at all.
         node_id, clip, vae = node_id_of(cls), encoders.get("clip"), encoders.get("vae")
         given, stored = checked_rules(rules), ""
+        offer = {}
         if storage != AS_LOADED:
             model, stored = quantized_at_hand(model, storage, given or rules_from())
+        elif goal == "speed":
+            offer = offered_in_int8(model, given or rules_from())
         model, vae, why = planned.with_goal(model, goal, clip, vae, given or NO_RULES, encoders)
         why = "\n".join(filter(None, (why, stored and f"storage: {stored}")))
         if guard != OFF:
-            model = with_guard(model, guard, MAX_RETRIES, node_id, checking(check))
+            model = with_guard(model, guard, MAX_RETRIES, node_id, checking(check, model, node_id))
             clip = guard_clip(clip, guard, node_id) if "clip" in encoders else None
             vae = guard_vae(vae, guard, node_id) if "vae" in encoders else None
         model, shown = with_live_report(model, node_id)
         words = model_ui(model, "guarded" if guard != OFF else None, *met_words(model))
-        return io.NodeOutput(model, clip, vae, why, ui=words | shown)
+        return io.NodeOutput(model, clip, vae, why, ui=words | shown | offer)
 
 
 NODES = [ComputeDtype, AutoPrecision]

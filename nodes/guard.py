@@ -54,7 +54,8 @@ class NaNGuard(io.ComfyNode):
 
     @classmethod
     def execute(cls, model, on_nan, max_retries, check="off") -> io.NodeOutput:
-        guarded = with_guard(model, on_nan, max_retries, node_id_of(cls), checking(check))
+        node_id = node_id_of(cls)
+        guarded = with_guard(model, on_nan, max_retries, node_id, checking(check, model, node_id))
         return io.NodeOutput(guarded, ui=badge(*model_words(model), "guarded"))
 
 

@@ -5,7 +5,7 @@ from comfy_api.latest import io
 from ..precision.plan.rules import rules_from
 from .host.guard.model import look_at_results
 from .host.load import controlnet, encoders, files, models
-from .host.reporting.badge import badge, clip_word, control_words, model_ui, vae_word
+from .host.reporting.badge import badge, clip_word, control_ui, model_ui, vae_word
 from .host.reporting.halved import control_memory_ui, memory_ui
 from .inputs import LOAD, checked_rules, compute_input, rules_input, storage_input
 
@@ -187,7 +187,7 @@ class LoadControlNet(Loader):
     def execute(cls, control_net_name, storage, compute, rules=None) -> io.NodeOutput:
         path = files.model_path(cls.FOLDER, control_net_name)
         control = controlnet.load_control_net(path, storage, compute, checked_rules(rules) or rules_from())
-        shown = badge(*control_words(control)) | control_memory_ui(control_net_name, control)
+        shown = control_ui(control) | control_memory_ui(control_net_name, control)
         return io.NodeOutput(control, ui=shown)
 
 

@@ -1,4 +1,4 @@
-"""Run every test on a fresh machine: set up, check the style, then each tier, the browser's beside the others. `python scripts/test.py --help`."""
+"""Run every test on a fresh machine: set up, check the style, then each tier, two of them beside the others. `python scripts/test.py --help`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,16 +35,18 @@ TIERS = {
     "browser": "tests/browser",
     "gpu": "tests/gpu",
 }
+BESIDE = ("browser", "compile")
+"""What runs beside the other tiers, one after the other: a page waits half of the time, and the compiler's tests fill what is left in one process."""
 # How a tier's tests are shared out between two processes: each begins with a half, and the one that ends first takes tests from
 # the end of the other's. A page's tests share its server.
 STEALING = ("--dist", "worksteal")
 NEXT_CORE = (
-    *("compute/test_gate.py", "compute/test_compute.py", "compute/test_compute_fp8.py", "compute/test_int8.py", "compute/test_int8_compute.py"),
-    *("guard/test_guard.py", "guard/test_int8.py", "accumulation", "lora/test_encoders_saving_merging.py"),
+    *("compute/test_gate.py", "compute/test_bound.py", "compute/test_compute.py", "compute/test_compute_fp8.py", "compute/test_int8.py", "compute/test_int8_compute.py"),
+    *("guard/test_guard.py", "guard/test_int8.py", "accumulation/test_accumulation_layers.py", "accumulation/test_accumulation_fp8.py", "lora/test_encoders_saving_merging.py"),
     *("load/test_loaders.py", "study/test_calibrate.py"),
 )
 """What of the host tests runs under the next ComfyUI's layer call too: compute, guard, sums, LoRAs, loading and calibration."""
-IN_TWO_PROCESSES = {"unit": STEALING, "host": STEALING, "next": STEALING, "compile": STEALING, "browser": ("--dist", "loadgroup", "--no-loadscope-reorder")}
+IN_TWO_PROCESSES = {"unit": STEALING, "host": STEALING, "next": STEALING, "browser": ("--dist", "loadgroup", "--no-loadscope-reorder")}
 ONE_THREAD_EACH = ("unit", "host", "next", "compile")
 
 
@@ -67,10 +69,10 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 1
     tiers = _tiers(options.tier, environment)
-    with _browser_beside(environment, tiers, pytest_args) as browser:
+    with _beside(environment, tiers, pytest_args) as beside:
         results = _check_style(environment) if options.tier is None else []
         for tier in tiers:
-            results.append(browser() if tier == "browser" and tiers[1:] else _run_tier(tier, environment, pytest_args))
+            results.append(beside.wait_and_show(tier) if tier in beside.logs else _run_tier(tier, environment, pytest_args, beside=beside.last_line))
     return _report(results, required=options.tier)
 
 
@@ -89,29 +91,43 @@ def _tiers(wanted: str | None, environment: Environment) -> list[str]:
     return ["unit", "host", "next", "compile", "browser"] + (["gpu"] if has_gpu_tests and accelerator(environment.python) == "cuda" else [])
 
 
+@dataclass
+class Beside:
+    """The tiers that run beside the others, in their order; what each prints is kept in its log until it is waited for."""
+
+    logs: dict[str, Path]
+    running: dict[str, Future[Result]]
+
+    def last_line(self) -> str:
+        """How far the one that runs now has come."""
+        now = next((tier for tier, future in self.running.items() if not future.done()), None)
+        return f", {now}: {last_line(self.logs[now])}" if now else ""
+
+    def wait_and_show(self, tier: str) -> Result:
+        with stage(f"\n== {tier}, which began beside the others", lambda: last_line(self.logs[tier])):
+            result = self.running[tier].result()
+        print(self.logs[tier].read_text(encoding="utf-8", errors="replace"), flush=True)
+        return result
+
+
 @contextlib.contextmanager
-def _browser_beside(environment: Environment, tiers: list[str], pytest_args: list[str]) -> Iterator[Callable[[], Result]]:
-    """Run the browser's tier while other tiers run, as it waits for its pages half of the time; yield what waits for it and shows its output."""
+def _beside(environment: Environment, tiers: list[str], pytest_args: list[str]) -> Iterator[Beside]:
+    """Run some tiers while the others run, where there are others."""
+    chosen = [tier for tier in BESIDE if tier in tiers] if tiers[1:] else []
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, ThreadPoolExecutor(1) as thread:
-        log = Path(folder) / "browser.log"
-        log.touch()
-        running = thread.submit(_fetch_and_run, environment, pytest_args, log) if "browser" in tiers[1:] else None
-
-        def wait_and_show() -> Result:
-            with stage("\n== browser, which began with the first", lambda: last_line(log)):
-                result = running.result()
-            print(log.read_text(encoding="utf-8", errors="replace"), flush=True)
-            return result
-
-        yield wait_and_show
+        logs = {tier: Path(folder) / f"{tier}.log" for tier in chosen}
+        for log in logs.values():
+            log.touch()
+        yield Beside(logs, {tier: thread.submit(_fetch_and_run, tier, environment, pytest_args, log) for tier, log in logs.items()})
 
 
-def _fetch_and_run(environment: Environment, pytest_args: list[str], log: Path) -> Result:
-    """Fetch the browser and the newest page without a word, and run their tier. It fetches what this could not, and tells why."""
-    command = [sys.executable, "-m", chromium.__name__, str(environment.python)]
-    quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    subprocess.run(command, cwd=ROOT / "scripts", env=clean_environ(), **quiet)
-    return _run_tier("browser", environment, pytest_args, log)
+def _fetch_and_run(tier: str, environment: Environment, pytest_args: list[str], log: Path) -> Result:
+    """Fetch the browser and the newest page without a word if the tier needs them, and run it. It fetches what this could not, and tells why."""
+    if tier == "browser":
+        command = [sys.executable, "-m", chromium.__name__, str(environment.python)]
+        quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        subprocess.run(command, cwd=ROOT / "scripts", env=clean_environ(), **quiet)
+    return _run_tier(tier, environment, pytest_args, log)
 
 
 def _check_style(environment: Environment) -> list[Result]:
@@ -126,8 +142,8 @@ def _check(name: str, command: list[str]) -> Result:
     return Result(name, code == 0, "clean" if code == 0 else "failed", time.monotonic() - started)
 
 
-def _run_tier(tier: str, environment: Environment, pytest_args: list[str], log: Path | None = None) -> Result:
-    """Run a tier and show its output, or keep it in ``log``."""
+def _run_tier(tier: str, environment: Environment, pytest_args: list[str], log: Path | None = None, beside: Callable[[], str] = str) -> Result:
+    """Run a tier and show its output, or keep it in ``log``; ``beside`` says how far another one is."""
     if log is None:
         print(f"\n== {tier}", flush=True)
     started = time.monotonic()
@@ -139,7 +155,7 @@ def _run_tier(tier: str, environment: Environment, pytest_args: list[str], log: 
         except SetupError as error:
             return Result(tier, None, str(error), time.monotonic() - started)
         command, environ = [*command, *pytest_args], environ | dict.fromkeys(("TMPDIR", "TEMP", "TMP"), folder)
-        code = run_shown(command, ROOT, environ) if log is None else _run_logged(command, environ, log)
+        code = run_shown(command, ROOT, environ, beside) if log is None else _run_logged(command, environ, log)
         return Result(tier, code == 0, counts_of(junit), time.monotonic() - started)
 
 

@@ -11,7 +11,7 @@ import { RulesNote } from "./rules.mjs";
 import { errorOf, isWider, RunLog, toastFor, toastOf } from "./run.mjs";
 import { allNodes, isPlannedAnew, keepRules, showMe, showNodes, showWhole, upstream } from "./graph.mjs";
 import { guardWorkflow, isGuard, unguardWorkflow, whereText } from "./guard.mjs";
-import { isMeasure, measureWorkflow, unmeasureWorkflow, useMeasured } from "./measure.mjs";
+import { isMeasure, isTaken, measureWorkflow, unmeasureWorkflow, useMeasured } from "./measure.mjs";
 import { canBeHalved, halveMemory, isHalved, putLoadersBack, whyUnread } from "./memory.mjs";
 import { Sidebar } from "./sidebar.mjs";
 import { Tabs } from "./tabs.mjs";
@@ -117,14 +117,19 @@ function addWidget(node, name, element, minHeight, size) {
 /** @param {any} node */
 function addResult(node) {
   const height = WITH_RESULT[node.comfyClass];
-  const panel = new ResultPanel(height, async (use) => answer(await useMeasured(app, node, use)));
+  const panel = new ResultPanel(height, (use) => useOf(node, use));
   addWidget(node, "halfsafe_result", panel.element, height, RESULT_SIZE);
   results.set(node, { panel, output: undefined });
 }
 
+/** Put what a node's result offers into the workflow. @param {any} node @param {import("./measure.mjs").Use} use */
+async function useOf(node, use) {
+  answer(await useMeasured(app, node, use));
+}
+
 /** @param {any} node */
 function addPanel(node) {
-  const panel = new ReportPanel(node.comfyClass === ONE_NODE ? (rules) => keepRules(app, node, rules) : null);
+  const panel = new ReportPanel(node.comfyClass === ONE_NODE ? (rules) => keepRules(app, node, rules) : null, (use) => useOf(node, use));
   addWidget(node, "halfsafe_report", panel.element, PANEL_MIN_HEIGHT, PANEL_SIZE);
   panels.set(node, { panel, output: undefined, hasRun: false, report: null });
 }
@@ -203,10 +208,11 @@ function putInPage(node) {
 function showResult(node, output) {
   const entry = results.get(node);
   const data = output?.halfsafe_result?.[0];
-  panels.get(node)?.panel.tell(resultIn(output));
+  const result = resultIn(output);
+  panels.get(node)?.panel.tell(isTaken(node, result) ? null : result);
   if (!entry || entry.output === data) return;
   entry.output = data;
-  entry.panel.show(resultIn(output));
+  entry.panel.show(result);
 }
 
 /** The report in a node's output, or the one of the last run with it. @param {any} output @returns {string | undefined} */
@@ -346,7 +352,7 @@ function drawSidebar(one) {
   const ability = device ? together([...device.refused.map(said), said(device.sentence)]) : asking ? t("Detecting the device ...") : t("ComfyUI does not answer.");
   const about = { device: ability, gains: device?.int8_gains ?? false, here, took: timing.text };
   const waiting = { refused: log.refused(tab), isWaiting };
-  one.draw(isWaiting ? null : log.of(tab), reports, { ...about, ...waiting, watching, tab, nodes, redraw: drawTab, ...actions }, { titleOf: (id) => nodeById(id)?.title ?? t("Guard"), has: (id) => Boolean(nodeById(id)), use: (id, use) => useMeasured(app, nodeById(id), use), goTo });
+  one.draw(isWaiting ? null : log.of(tab), reports, { ...about, ...waiting, watching, tab, nodes, redraw: drawTab, ...actions }, { titleOf: (id) => nodeById(id)?.title ?? t("Guard"), has: (id, result) => Boolean(nodeById(id)) && !isTaken(nodeById(id), result), use: (id, use) => useMeasured(app, nodeById(id), use), goTo });
 }
 
 /** Show the node of a card, and say where that is if the page shows another graph then. @param {string} id */
@@ -444,7 +450,10 @@ function listen() {
   on("halfsafe.badge", ({ node_id: id, words }) => noteRanIn(log.run?.tab ?? tabs.open, String(id), (mode) => [mode, ...words.map(said)].join(BETWEEN_WORDS)));
   on("halfsafe.refused", noteRefused);
   on("halfsafe.messages", () => {});
-  on("reconnected", askAll);
+  on("reconnected", () => {
+    asking = null;  // it may have been started with other options
+    askAll();
+  });
   on("graphChanged", showOutputs);
   on("promptQueueing", notePress);
   on("promptQueued", () => tabs.settle());

@@ -1,5 +1,5 @@
 // @ts-check
-/** *Measure my card*, its way back, and *Use this*. */
+/** *Measure my card*, its way back, and *Use this*, also of what the one node offers. */
 import { fileOf, lead, loadersOf, originOf, outputsOf, readFlow, samplingsOf, takesOf, typeOf, usesOf, wayOf } from "./flow.mjs";
 import { allNodes, link, putRules, RUNS, setWidget, showAmong, showNodes, undoable } from "./graph.mjs";
 import { PUT_IN, titled, whereText } from "./guard.mjs";
@@ -27,7 +27,7 @@ const MADE = ["LATENT", "IMAGE", "VIDEO", "AUDIO"];
  * @typedef {import("./flow.mjs").Step} Step
  * @typedef {import("./flow.mjs").Take} Take
  * @typedef {import("./flow.mjs").Sampling} Sampling
- * @typedef {{storage: string, compute: string, rules: string}} Use options of a loader, and settings of a rule that computes so
+ * @typedef {{storage: string, compute: string, rules: string}} Use options of a loader, and settings of a rule that computes so; the one node offers a storage alone
  * @typedef {{text: string, choices: {name: string, act: () => Promise<Told>}[]}} Question
  * @typedef {string | Question} Told
  */
@@ -159,11 +159,12 @@ export async function unmeasureWorkflow(app) {
 }
 
 /**
- * Put what was measured best into the workflow, in one step of undo: onto the loaders of that file and what plans its arithmetic anew; Measure goes.
+ * Put what was measured best into the workflow, in one step of undo: onto the loaders of that file and what plans its arithmetic anew; Measure goes. What the one node offers is set on it.
  * @param {any} app @param {any} measure the node of the result @param {Use} use @returns {Promise<string>} what was done, in words
  */
 export async function useMeasured(app, measure, use) {
   try {
+    if (measure.comfyClass === ONE) return await storeIn(app, measure, use);
     const flow = await readFlow(app);
     const step = [...flow.values()].find(({ node }) => node === measure);
     const model = step && takesOf(step).find(({ name }) => name === "model");
@@ -177,6 +178,18 @@ export async function useMeasured(app, measure, use) {
   } catch (error) {
     return whyUnchanged(error);
   }
+}
+
+/** Let the one node quantize the model that it is given. @param {any} app @param {any} node @param {Use} use */
+async function storeIn(app, node, { storage }) {
+  refuseLinked(node, ["storage"]);
+  await undoable(app, () => setWidget(node, "storage", storage));
+  return together([t("{name} is set to storage {storage}: run the workflow.", { name: node.title, storage }), t("Ctrl+Z undoes this.")]);
+}
+
+/** Whether a node has what its result offers. @param {any} node @param {import("./result.mjs").Result | null} result */
+export function isTaken({ comfyClass, widgets }, result) {
+  return comfyClass === ONE && widgets.some((/** @type {any} */ { name, value }) => name === "storage" && value === result?.use?.storage);
 }
 
 /** @param {any} node */

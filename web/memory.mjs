@@ -137,7 +137,7 @@ async function storeInFewer(app, keys, storage) {
 
 /** @param {string[]} names of files */
 function missingText(names) {
-  return names.length ? t("Missing: {names}. What they will take is not known yet.", { names: names.join(", ") }) : "";
+  return names.length ? t("Missing: {names}. What they will take is not known yet: files in 8 bits already save nothing.", { names: names.join(", ") }) : "";
 }
 
 /** @param {string[]} leftOut */
@@ -149,7 +149,18 @@ function leftOutText(leftOut) {
 function fewerText(loader, advice) {
   const { left = [], size = "" } = answerFor(loader, advice);
   const sizes = left.map(({ storage, size: bytes, needs }) => (needs ? t("{storage} {bytes} (from ComfyUI {needs} on)", { storage, bytes, needs }) : `${storage} ${bytes}`));
-  return t("Fewer bits for {name}, {size} now: {sizes}.", { name: loader.live.title, size, sizes: sizes.join(", ") });
+  return t("Fewer bits for {name}, {size} now: {sizes}.", { name: titleOf(loader), size, sizes: sizes.join(", ") });
+}
+
+/** What a loader is called, with its files: those of a template have one title. @param {Loader} loader */
+function titleOf(loader) {
+  return t("{title} of {file}", { title: loader.live.title, file: filesOf(loader).join(" + ") });
+}
+
+/** The files that a loader would read. @param {Loader} loader @returns {string[]} */
+function filesOf({ live, given }) {
+  const inputs = Object.keys(EXCHANGES[live.comfyClass].names).filter((name) => name.includes("_name"));
+  return [...new Set(given.flatMap((values) => inputs.map((name) => values[name]).filter((name) => typeof name === "string")))];
 }
 
 /** What else makes room, with its bytes. @param {Loader[]} stuck @param {Advice} advice @returns {string[]} */
@@ -239,11 +250,9 @@ function isAt({ graph, node }, path, workflow) {
 /** Ask the server in which storage this device's loaders halve memory, and which of them it would not. @param {any} app @param {any} api @param {Loader[]} loaders @returns {Promise<Advice>} */
 async function advise(app, api, loaders) {
   const sizes = await sizesOf(app);
-  const asked = loaders.map(({ live, given }) => {
-    const { folder, names } = EXCHANGES[live.comfyClass];
-    const inputs = Object.keys(names).filter((name) => name.includes("_name"));
-    const files = given.flatMap((values) => inputs.map((name) => values[name]).filter((name) => typeof name === "string"));
-    return { folder, names: [...new Set(files)], in_8_bits: IN_8_BITS.test(valuesOf(live).weight_dtype), size: sizes.get(live) ?? null };
+  const asked = loaders.map((loader) => {
+    const { live } = loader;
+    return { folder: EXCHANGES[live.comfyClass].folder, names: filesOf(loader), in_8_bits: IN_8_BITS.test(valuesOf(live).weight_dtype), size: sizes.get(live) ?? null };
   });
   const answer = await answerIn(await api.fetchApi("/halfsafe/halving", { method: "POST", body: JSON.stringify(asked) }));
   return { ...answer, of: new Map(loaders.map(({ key }, place) => [key, answer.loaders[place]])) };

@@ -24,7 +24,7 @@ const BUILT_IN = "halfsafe_example.safetensors";
 export class ReportPanel {
   /** @type {Report | null} */
   #report = null;
-  /** @type {Guardstring[] | null} */
+  /** @type {GuardMessage[] | null} */
   #live = null;
   #filter = "";
   /** @type {{column: Column, descending: boolean} | null} */
@@ -32,8 +32,11 @@ export class ReportPanel {
   /** @type {Set<string>} */
   #open = new Set();
 
-  /** @param {((rules: string) => void) | null} [keep] puts the report's rules into the graph; null where nothing takes them */
-  constructor(keep = null) {
+  /** @type {import("./measure.mjs").Use | null} */
+  #use = null;
+
+  /** @param {((rules: string) => void) | null} [keep] puts the report's rules into the graph; null where nothing takes them @param {(use: import("./measure.mjs").Use) => void} [use] puts what the node offers into it */
+  constructor(keep = null, use = () => {}) {
     this.keepRules = keep;
     this.body = el("div", { class: "hs-scroll", tabindex: "0", role: "region", "aria-label": t("Precision report") });
     this.element = el("section", { class: "halfsafe hs-panel", "data-capture-wheel": "true" }, this.body);
@@ -43,8 +46,10 @@ export class ReportPanel {
     this.copied = el("span", { class: "hs-copied", role: "status" });
     this.tools = this.#makeTools();
     this.table = el("table", { class: "hs-table", role: "table", "aria-label": t("Layers") });
-    this.told = el("p", { class: "hs-sentence", hidden: true });
-    this.body.append(this.told, this.head, this.guard, this.remarks, this.tools, this.table);
+    this.told = el("p", { class: "hs-sentence" });
+    this.offer = el("button", { type: "button", class: "hs-button", text: t("Use this"), onclick: () => this.#use && use(this.#use) });
+    this.said = el("div", { class: "hs-told", hidden: true }, this.told, this.offer);
+    this.body.append(this.said, this.head, this.guard, this.remarks, this.tools, this.table);
     this.#drawAll();
   }
 
@@ -54,14 +59,16 @@ export class ReportPanel {
     this.#drawAll();
   }
 
-  /** What the node says beside the report; null where there is nothing. @param {import("./result.mjs").Result | null} result */
+  /** What the node says beside the report, with a button for what it offers; null where there is nothing. @param {import("./result.mjs").Result | null} result */
   tell(result) {
-    this.told.hidden = !result;
+    this.said.hidden = !result;
     this.told.textContent = result ? said(result.sentence) : "";
     this.told.dataset.tone = result?.tone ?? "";
+    this.#use = result?.use ?? null;
+    this.offer.hidden = !this.#use;
   }
 
-  /** What the guard says while a run goes on; null once the report has it. @param {Guardstring[] | null} messages */
+  /** What the guard says while a run goes on; null once the report has it. @param {GuardMessage[] | null} messages */
   showLive(messages) {
     this.#live = messages;
     this.#drawGuard();

@@ -33,13 +33,17 @@ export function toastsOf(result) {
   return result?.toast ? [ourToast(result.tone === "good" ? "success" : "warn", said(result.sentence), "", 6000)] : [];
 }
 
-/** What a node's output tells beside its result: rules that match no layer, and that the model left the fp16 that it came in. @param {any} output */
+/** What a node's output tells beside its result: rules that match no layer, that kernels are missing, and that the model left the fp16 that it came in. @param {any} output */
 export function noticesOf(output) {
-  const { halfsafe_unmatched: unmatched, halfsafe_instead: instead } = output ?? {};
+  const { halfsafe_unmatched: unmatched, halfsafe_kernels: kernels = [], halfsafe_instead: instead = [] } = output ?? {};
   const told = unmatched ? [ourToast("warn", t("No layer of this model matches:"), unmatched.join("\n"), 20000)] : [];
-  if (!instead) return told;
-  const { message, advice } = inTwo(instead[0]);
-  return [...told, ourToast("success", message, advice, 8000)];
+  return [...told, ...kernels.map((/** @type {string} */ text) => noticeOf("warn", text, 20000)), ...instead.map((/** @type {string} */ text) => noticeOf("success", text, 8000))];
+}
+
+/** @param {"success" | "warn"} severity @param {string} text @param {number} life in milliseconds */
+function noticeOf(severity, text, life) {
+  const { message, advice } = inTwo(text);
+  return ourToast(severity, message, advice, life);
 }
 
 export class ResultPanel {

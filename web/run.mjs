@@ -8,11 +8,11 @@ import { firstSentence, inTwo, partsOf, said, t, together } from "./words.mjs";
  * What the guards said in the last run of each tab, and in the last one before it of which they told something, if that was queued before it ended.
  * @typedef {import("./report.mjs").GuardEvent} GuardEvent
  * @typedef {{node_id: string | null, prompt_id: string, workflow?: string, kind: "event" | "verdict" | "calls", verdict: string, message: string, brief: string, advice: string, event: GuardEvent | null, of?: string, calls?: number}} GuardMessage ``brief``: the message in fewer words
- * @typedef {{verdict: string, brief: string, advice: string, events: Guardstring[]}} GuardState
+ * @typedef {{verdict: string, brief: string, advice: string, events: GuardMessage[]}} GuardState
  * @typedef {{node: string, message: string, advice: string, told: boolean, guard?: string, memory?: string}} RunError an error that a guard raised, whose id is ``guard``, is told on the guard's card; ``memory``: what ran out
  * @typedef {{message: string, advice: string}} Refusal why a run does not start
  * @typedef {import("./toasts.mjs").Toast} Toast
- * @typedef {{promptId: string, tab: object | null, before: Run | null, computed: boolean, held: Set<string>, cached: Set<string>, toasts: Toast[], error: RunError | null, causes: Set<string>, state: "running" | "done" | "failed", guards: Map<string, GuardState>, reached: Set<string>, calls: {model: number, encoder: number}, events: Guardstring[], results: Map<string, import("./result.mjs").Result>, notices: Map<string, Toast[]>}} Run
+ * @typedef {{promptId: string, tab: object | null, before: Run | null, computed: boolean, held: Set<string>, cached: Set<string>, toasts: Toast[], error: RunError | null, causes: Set<string>, state: "running" | "done" | "failed", guards: Map<string, GuardState>, reached: Set<string>, calls: {model: number, encoder: number}, events: GuardMessage[], results: Map<string, import("./result.mjs").Result>, notices: Map<string, Toast[]>}} Run
  *   ``tab``: null where it is not known; ``held``: the nodes whose results are those of this run, executed or ``cached``; ``reached``: the guards that were given the NaN of a model that no
  *   repeat cured; ``calls``: those that guards checked
  */

@@ -14,7 +14,7 @@ import { following, said, t, together } from "./words.mjs";
  * @typedef {{id: string, title: string, report: Report, earlier: boolean}} NamedReport
  * @typedef {() => string | Promise<import("./measure.mjs").Told>} Action what it did, in words, or a question
  * @typedef {{what: string, here: string, switch: string}} Fact what ComfyUI does here, and the switch that changes it
- * @typedef {{titleOf: (id: string) => string, has: (id: string) => boolean, use: (id: string, use: import("./measure.mjs").Use) => Promise<string>, goTo: (id: string) => void}} Graph
+ * @typedef {{titleOf: (id: string) => string, has: (id: string, result: import("./result.mjs").Result) => boolean, use: (id: string, use: import("./measure.mjs").Use) => Promise<string>, goTo: (id: string) => void}} Graph
  * @typedef {{device: string, gains: boolean, here: Fact[], took: string, showMe: Action, guard: Action, unguard: Action | null, measure: Action, unmeasure: Action | null, halve: Action, unhalve: Action | null, redraw: () => void, watching: string, watch: (value: string) => void, tab: object, nodes: any[], refused: import("./run.mjs").Refusal | null, isWaiting: boolean}} Greeting
  *   what this device can do, whether int8 is faster than 16 bits on it, what ComfyUI does here and how long that took, what to do first; the setting that guards every run and what changes it, the open tab and its
  *   workflow's nodes, why what was pressed does not start, and whether it has not started yet
@@ -119,7 +119,7 @@ function lastRun(sidebar, run, greeting, graph) {
   if (greeting.refused) return [refusedCard(greeting.refused)];
   if (!run) return quiet(sidebar, run, greeting);
   const error = run.error && !run.error.guard ? [errorCard(sidebar, run.error, greeting, graph)] : [];
-  const results = [...run.results].filter(([id]) => graph.has(id)).map(([id, result]) => resultCard(sidebar, id, result, greeting, graph));
+  const results = [...run.results].filter(([id, result]) => graph.has(id, result)).map(([id, result]) => resultCard(sidebar, id, result, greeting, graph, run.cached.has(id)));
   const notices = [...run.notices].flatMap(([id, told]) => told.map((notice) => noticeCard(id, notice, graph)));
   return [...error, ...results, ...notices, ...(run.guards.size ? guardCards(run, graph) : quiet(sidebar, run, greeting))];
 }
@@ -179,7 +179,7 @@ function watchSwitch({ watching, watch }) {
 function quiet(sidebar, run, greeting) {
   if (greeting.isWaiting) return [hint(t("Nothing has begun yet. If ComfyUI refused the run, its own message says why."))];
   if (!run) return [hint(t("This workflow has not run since this page was opened."))];
-  if (run.state === "done" && !run.computed) return [hint(t("Nothing was computed: ComfyUI kept the results of an earlier run."))];
+  if (run.state === "done" && !run.computed) return run.results.size ? [] : [hint(t("Nothing was computed: ComfyUI kept the results of an earlier run."))];
   const has = (/** @type {string[]} */ types) => greeting.nodes.some(({ comfyClass, mode }) => types.includes(comfyClass) && mode === RUNS);
   if (greeting.watching !== "off" || has(GUARDS)) return guardedText(run).map(hint);
   const samples = greeting.nodes.some(({ inputs }) => inputs?.some((/** @type {any} */ { type, link }) => type === "MODEL" && link !== null));
@@ -219,11 +219,12 @@ function refusedCard({ message, advice }) {
   return el("article", { class: "hs-card hs-error" }, el("div", { class: "hs-title" }, t("The run did not start."), verdictPill("stopped", t("refused"))), el("p", { text: message }), advice ? el("p", { class: "hs-dim", text: advice }) : null);
 }
 
-/** @param {Sidebar} sidebar @param {string} id @param {import("./result.mjs").Result} result @param {Greeting} greeting @param {Graph} graph */
-function resultCard(sidebar, id, result, greeting, graph) {
+/** @param {Sidebar} sidebar @param {string} id @param {import("./result.mjs").Result} result @param {Greeting} greeting @param {Graph} graph @param {boolean} earlier whether ComfyUI kept it from an earlier run */
+function resultCard(sidebar, id, result, greeting, graph, earlier) {
   const { use } = result;
+  const when = earlier ? el("span", { class: "hs-dim", text: t("of an earlier run") }) : null;
   const using = use ? sidebar.button(greeting, () => graph.use(id, use), t("Use this")) : null;
-  return el("article", { class: "hs-card" }, cardTitle(id, graph.titleOf(id), graph, null), el("p", { class: "hs-sentence", "data-tone": result.tone, text: said(result.sentence) }), using);
+  return el("article", { class: "hs-card" }, cardTitle(id, graph.titleOf(id), graph, when), el("p", { class: "hs-sentence", "data-tone": result.tone, text: said(result.sentence) }), using);
 }
 
 /** @param {Sidebar} sidebar @param {import("./run.mjs").RunError} error @param {Greeting} greeting @param {Graph} graph */

@@ -33,18 +33,18 @@ from ..base.layer_names import block_of
 from ..base.nested import plain_alias
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Hides:
     """How an operation hides an overflow.
 
-    ``places``: indices of the operands whose Inf it hides. ``nan``: it hides NaN too. ``is_tested``: model code passes
-    no intended Inf to the operation, as masks do to ``softmax`` and to comparisons, so the operand itself can be tested
-    in plain fp16 (``nodes/host/guard/clamps.py``).
+    ``is_tested``: model code passes no intended Inf to the operation, as masks do to ``softmax`` and to comparisons, so
+    ``nodes/host/guard/clamps.py`` wraps torch's function and tests the operand while a model in plain fp16 is sampled.
+    ``places``: indices of the operands whose Inf it hides. ``nan``: it hides NaN too.
     """
 
+    is_tested: bool
     places: tuple[int, ...] = (0,)
     nan: bool = False
-    is_tested: bool = True
 
 
 SATURATING = (
@@ -58,15 +58,15 @@ OF_TWO = ("minimum", "maximum", "fmin", "fmax", "min", "max")
 OF_MASKS = ("softmax", "_softmax", "_safe_softmax", "exp", "exp2", "expm1", "sort", "topk", "argmax", "sign")
 COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 HIDING = {
-    **dict.fromkeys((*SATURATING, *CLAMPING), Hides()),
-    **dict.fromkeys(POWERS, Hides(places=(0, 1))),
-    **dict.fromkeys(DIVISIONS, Hides(places=(1,))),
-    "addcdiv": Hides(places=(2,)),
-    **dict.fromkeys(OF_TWO, Hides(places=(0, 1))),
+    **dict.fromkeys((*SATURATING, *CLAMPING), Hides(is_tested=True)),
+    **dict.fromkeys(POWERS, Hides(is_tested=True, places=(0, 1))),
+    **dict.fromkeys(DIVISIONS, Hides(is_tested=True, places=(1,))),
+    "addcdiv": Hides(is_tested=True, places=(2,)),
+    **dict.fromkeys(OF_TWO, Hides(is_tested=True, places=(0, 1))),
     **dict.fromkeys(OF_MASKS, Hides(is_tested=False)),
-    **dict.fromkeys(COMPARISONS, Hides(nan=True, is_tested=False)),
-    **dict.fromkeys(("isnan", "isinf", "isfinite"), Hides(nan=True)),
-    "nan_to_num": Hides(nan=True),
+    **dict.fromkeys(COMPARISONS, Hides(is_tested=False, nan=True)),
+    **dict.fromkeys(("isnan", "isinf", "isfinite"), Hides(is_tested=True, nan=True)),
+    "nan_to_num": Hides(is_tested=True, nan=True),
 }
 """Operation name, as torch dispatches or exports it -> how it hides an overflow."""
 

@@ -45,8 +45,8 @@ ADVICE = {
         "The layers did not run at this step: lower the threshold of the step cache, start it later, or remove it."
     ),
     "fp8": (
-        "Set compute to fp8 in Compute Dtype: it computes the scale of activations from each input and clips none. Or "
-        "add the rule {block}* compute=bf16."
+        "Set compute to fp8 in Compute Dtype: it computes the scale of activations that do not fit the file's scale. "
+        "Or add the rule {block}* compute=bf16."
     ),
     "int8": (
         "Add the rule {block}* compute=bf16 (or fp16), which dequantizes this block. If every int8 layer is wrong, "
@@ -54,6 +54,7 @@ ADVICE = {
     ),
     "fp16 sums": "Set fp16_accumulation to auto or off in Accumulation, or the rule {block}* accumulation=fp32.",
 }  # fmt: skip
+MAY_BE_ATTENTION = "{0} attention quantizes its operands and may be the cause: compare a run without it."
 OTHERWISE = (
     "Compute Dtype with fp32 shows whether precision is the cause; then fp16_safe or the rule {block}* compute=fp32 "
     "cures it. Otherwise remove patches of other nodes from the model, attention kernels and LoRAs on 8-bit weights "
@@ -131,8 +132,13 @@ def worst_blocks(
     return [BlockDrift(name, found[name]) for name in sorted(found, key=lambda name: found[name])[:WORST_BLOCKS]]
 
 
-def drift_event(check: CheckReport, snr_db: float, threshold_db: float, batch_rows: list[int]) -> GuardEvent:
-    """Build the report's entry for a call whose SNR is below the threshold of its arithmetic."""
+def drift_event(
+    check: CheckReport, snr_db: float, threshold_db: float, batch_rows: list[int], attention: str = ""
+) -> GuardEvent:
+    """Build the report's entry for a call whose SNR is below the threshold of its arithmetic.
+
+    ``attention``: the quantized attention that was chosen for the model, a candidate for the cause.
+    """
     skipped = check.arithmetic == STEP_CACHE
     worst = "" if skipped or not check.blocks else check.blocks[0].name
     figures = f"{snr_db:.1f}", check.arithmetic, f"{threshold_db:.0f}"
@@ -140,6 +146,8 @@ def drift_event(check: CheckReport, snr_db: float, threshold_db: float, batch_ro
     if worst:
         blocks = ", ".join(f"{block.name} {block.snr_db:.1f} dB" for block in check.blocks)
         evidence = joined([evidence, Message("Farthest: {0}.", blocks)])
+    if attention:
+        evidence = joined([evidence, Message(MAY_BE_ATTENTION, attention)])
     advice = Message(ADVICE.get(check.arithmetic, OTHERWISE), block=f"{worst}." if worst else "")
     return GuardEvent(
         check.call, check.step, check.sigma, worst, STEP_CACHE if skipped else "", "drift", batch_rows,
@@ -157,6 +165,7 @@ def hidden_event(check: CheckReport, block: str, evidence: str, batch_rows: list
 
 def drift_sentence(event: GuardEvent) -> str:
     """Describe a drift event in one line."""
-    step, mode, sigma = event.step, event.from_mode, f"{event.sigma:.4g}"
+    step, mode = event.step, event.from_mode
+    sigma = f"{event.sigma:.4g}"
     event.brief = Message("Step {0}: finite, but off ({1}). {2}", step, label_of(mode), event.evidence)
     return Message("Step {0}, sigma {1}: finite, but off ({2}). {3}", step, sigma, mode, event.evidence)

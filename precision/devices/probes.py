@@ -162,11 +162,14 @@ def int8_kernels(device: torch.device) -> tuple[bool | None, str]:
     """True if torch's CUDA is new enough for comfy-kitchen's kernels."""
     if device.type != "cuda" or not torch.version.cuda:
         return None, "comfy-kitchen has CUDA kernels for NVIDIA only"
-    # ComfyUI turns comfy-kitchen's CUDA kernels off below CUDA 13 (comfy/quant_ops.py).
-    new_enough = int(torch.version.cuda.split(".")[0]) >= 13
-    return new_enough, Message(
-        "torch is built for CUDA {0}, comfy-kitchen's int8 kernels need 13.0", torch.version.cuda
-    )
+    built_for = Message("torch is built for CUDA {0}, comfy-kitchen's int8 kernels need 13.0", torch.version.cuda)
+    return has_cuda_13(), built_for
+
+
+def has_cuda_13() -> bool:
+    """True if torch is built for CUDA 13 or later: below it ComfyUI turns comfy-kitchen's kernels off
+    (comfy/quant_ops.py)."""
+    return int((torch.version.cuda or "0").partition(".")[0]) >= 13
 
 
 def gemm(device: torch.device, name: str) -> tuple[bool, str]:

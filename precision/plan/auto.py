@@ -1,13 +1,13 @@
 """What ``auto`` stands for on a device: the compute of a model and the storage of its weights, each with a reason."""
 
+import sys
 from collections.abc import Sequence
-
-import torch
 
 from ..base.message import Message, joined
 from ..base.options import ComputeOption, RuledCompute, RuledStorage
 from ..base.text import size_text
 from ..devices.detect import Device
+from ..devices.probes import has_cuda_13
 
 ACTIVATION_ROOM = 2 << 30
 UNQUANTIZED = ("fp16", "bf16", "fp32", "fp64")
@@ -17,6 +17,14 @@ STREAMED = "ComfyUI's dynamic VRAM streams the remaining {0} at each step, so no
 NO_LOW_BITS = "comfy-kitchen's product of 4- and 6-bit weights needs sm_80: on {0} they are unpacked first."
 INT8_COMPUTE = ("auto", "int8")
 """Compute options under which weights held in int8 multiply in int8."""
+FOR_CUDA_13 = ("torch", "torchvision", "torchaudio", "--index-url", "https://download.pytorch.org/whl/cu130")
+INSTALL = (
+    'int8 is slow here without its kernels. To install them, run "{0}" -m pip install -U {1} and restart ComfyUI. {2}'
+)
+IN_CUDA_13 = (
+    "One video took 78 s after that, 123 s before (MiniMax H3 on an RTX Pro 6000, torch 2.13 for CUDA 13 after one for "
+    "CUDA 12.8, dynamic VRAM on too: nosana-ci/pipeline-templates #164)."
+)
 
 
 def auto_compute(device: Device, supported: Sequence[str], file_dtype: str) -> tuple[RuledCompute, str]:
@@ -128,6 +136,17 @@ def why_int8_is_slow(device: Device) -> str:
     return next(map(device.reason, lacking), "")
 
 
+def missing_kernels(device: Device) -> str:
+    """Return that the int8 kernels are missing which the device would be faster with, the command that installs them,
+    and what that gave elsewhere; "" where none is missing."""
+    has_them = device.capabilities["int8_matmul_gains"] or not device.capabilities["int8_matmul"]
+    if has_them or not device.profile.int8_matmul_gains:
+        return ""
+    old, why = device.profile.vendor == "nvidia" and not has_cuda_13(), device.reason("int8_matmul_gains")
+    packages = " ".join(FOR_CUDA_13) if old else "comfy-kitchen"
+    return joined([Message(INSTALL, sys.executable, packages, why), IN_CUDA_13 if old else ""])
+
+
 def why_low_bits_are_slow(device: Device) -> str:
     """Return why products of 6- and 4-bit weights are not faster than 16-bit ones on a device; "" if they are."""
     slow, oldest = why_int8_is_slow(device), device.profile.name == "sm_75"  # MIN_SM_VERSION of comfy-kitchen's layout
@@ -141,7 +160,7 @@ def why_slow(storage: str, device: Device) -> str:
         return why_low_bits_are_slow(device)
     if not device.profile.blocks_matmul:
         return Message("{0} does not multiply {1}.", device.label, storage)
-    needs_torch = not device.simulated and int((torch.version.cuda or "0").partition(".")[0]) < 13
+    needs_torch = not device.simulated and not has_cuda_13()
     return Message("{0} products need a torch for CUDA 13.", storage) if needs_torch else ""
 
 

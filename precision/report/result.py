@@ -33,6 +33,7 @@ HALVED = "{file}: {before} -> {after}. Kept in {formats}: {kept} ({reasons})."
 LESS = "{file}: {before} -> {after}."
 NOT_LESS = "{file} takes {after}, no less than before ({before}): its weights were in 8 bits or fewer already."
 AS_IT_IS = "{file}: no weight is in 8 bits: {reasons}."
+IN_INT8 = "In int8 the weights take {after} instead of {before}. {why}"
 IDENTICAL = "Identical: no pixel differs."
 HARD_TO_SEE = "The difference is hard to see: {psnr}."
 VISIBLE = "The difference is visible side by side: {psnr}."
@@ -50,7 +51,7 @@ class Result:
         text: all of it.
         toast: whether the page tells it as a message too.
         use: ``storage`` and ``compute`` of loaders, and as ``rules`` what is computed in, for a button that puts them
-            into the workflow.
+            into the workflow; of the one node its ``storage``.
         copied: what a button copies for others to read; empty for none.
     """
 

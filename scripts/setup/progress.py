@@ -52,14 +52,14 @@ def folder_bytes(folder: Path) -> int:
     return total
 
 
-def run_shown(command: Sequence[str], cwd: Path, env: dict[str, str]) -> int:
-    """Run a command, pass on what it prints, and say after each silence that it still runs; return its exit code."""
+def run_shown(command: Sequence[str], cwd: Path, env: dict[str, str], detail: Callable[[], str] = str) -> int:
+    """Run a command, pass on what it prints, and say after each silence that it still runs, with `detail()`; return its exit code."""
     process = subprocess.Popen(command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, bufsize=0)
     parts: queue.Queue[bytes] = queue.Queue()
     threading.Thread(target=_read, args=(process, parts), daemon=True).start()
     started = time.monotonic()
     try:
-        _pass_on(parts, started)
+        _pass_on(parts, started, detail)
         return process.wait()
     finally:
         if process.poll() is None:
@@ -72,12 +72,12 @@ def _read(process: subprocess.Popen, parts: queue.Queue[bytes]) -> None:
     parts.put(b"")
 
 
-def _pass_on(parts: queue.Queue[bytes], started: float) -> None:
+def _pass_on(parts: queue.Queue[bytes], started: float, detail: Callable[[], str]) -> None:
     while True:
         try:
             part = parts.get(timeout=HEARTBEAT_SECONDS)
         except queue.Empty:
-            part = f"[{time.monotonic() - started:.0f} s]".encode()
+            part = f"[{time.monotonic() - started:.0f} s{detail()}]".encode()
         if not part:
             return
         sys.stdout.buffer.write(part)

@@ -31,6 +31,9 @@ BASE_SETTINGS = {
     "Comfy.Locale": "en",
 }
 TEST_SETTINGS = {"halfsafe.toasts": True, "halfsafe.badges": True, "Halfsafe.WatchEveryRun": "off"}
+STILL = """addEventListener("DOMContentLoaded", () => { const style = document.createElement("style");
+    style.textContent = "*, *::before, *::after { animation: none !important; transition: none !important; }"; document.head.append(style); });"""
+"""Nothing moves by itself: without a GPU a spinner costs as much as a run beside it."""
 VIEW = {"width": 1500, "height": 950}
 BEGIN = """async (settings) => { const { setting, sidebarTab, toast } = app.extensionManager;
     Object.assign(toast, window.toastAs);
@@ -60,8 +63,8 @@ class ComfyPage:
         self.server, self.vue = server, vue
         self.settings = {**BASE_SETTINGS, **TEST_SETTINGS, "Comfy.ColorPalette": theme, "Comfy.VueNodes.Enabled": vue}
         self.problems: list[str] = []
-        context.route(lambda url: not url.startswith(server.url), lambda route: route.abort())
         self.page: Page = context.new_page()
+        self.page.add_init_script(STILL)
         self.page.set_default_timeout(LONGEST)
         if slower := os.environ.get("HALFSAFE_SLOW"):
             context.new_cdp_session(self.page).send("Emulation.setCPUThrottlingRate", {"rate": float(slower)})
@@ -82,8 +85,9 @@ class ComfyPage:
         """Bring the page to the state that every test begins with, whatever the one before left."""
         self.page.unroute_all()
         self.page.set_viewport_size(VIEW)
-        if self.page.locator("[role=dialog]:visible").count():
-            self.open()
+        while (dialogs := self.page.locator("[role=dialog]:visible")).count():
+            self.page.keyboard.press("Escape")
+            dialogs.last.wait_for(state="hidden")
         # The language apart: the page loads the graph of the test before once more after a change, which has to be waited for.
         self.evaluate(BEGIN, {name: value for name, value in self.settings.items() if name != "Comfy.Locale"})
         self.speak(language)

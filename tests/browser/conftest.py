@@ -23,14 +23,19 @@ MISSING = [name for name in NEEDED if not os.environ.get(name)]
 MODELS = {"wan": "diffusion_models", "wan_overflowing": "diffusion_models", "clip_l": "text_encoders", "wan_vae": "vae"}
 FRONTENDS = ("pinned", "newest")
 RENDERERS = ("canvas", "nodes2")
-PAIRS = {("pinned", "canvas"), ("newest", "nodes2")}
-"""Where a test marked `paired` runs: in each page and in each renderer, but not in each renderer of each page."""
+CELLS = {
+    "drawn": {(page, renderer) for page in FRONTENDS for renderer in RENDERERS},
+    "once": {("pinned", "canvas")},
+    "": {("pinned", "canvas"), ("newest", "nodes2")},
+}
+"""Where a test runs by its marker: in each renderer of each page, where it judges what they draw; in one of them, where it judges what
+the server or the pack's own words say; and any other in each page and in each renderer."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist's, which reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     ours = [item for item in items if item.path.parent == Path(__file__).parent]
-    left_out = [item for item in ours if item.get_closest_marker("paired") and not in_a_pair(item)]
+    left_out = [item for item in ours if not in_its_cells(item)]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
     for item in ours:  # a process and a server for each page
@@ -43,8 +48,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.add_marker(pytest.mark.skip(reason=f"set {', '.join(MISSING)}, or run scripts/test.py --tier browser"))
 
 
-def in_a_pair(item: pytest.Item) -> bool:
-    return (item.callspec.params["server"], item.callspec.params["vue"]) in PAIRS
+def in_its_cells(item: pytest.Item) -> bool:
+    marker = next((name for name in CELLS if item.get_closest_marker(name)), "")
+    chosen_by_hand = "server" in {name for mark in item.iter_markers("parametrize") for name in mark.args[0]}
+    return chosen_by_hand or (item.callspec.params["server"], item.callspec.params["vue"]) in CELLS[marker]
 
 
 @pytest.fixture(scope="session")
@@ -66,7 +73,8 @@ def browser() -> Iterator:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        options = ["--no-sandbox", "--disable-gpu", "--force-color-profile=srgb"]
+        # No other host is found: a route that aborts requests would keep the page from its cache, and each opening costs twice as much.
+        options = ["--no-sandbox", "--disable-gpu", "--force-color-profile=srgb", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]
         running = playwright.chromium.launch(executable_path=os.environ["CHROMIUM"], args=options)
         yield running
         running.close()
@@ -83,6 +91,12 @@ def server(request: pytest.FixtureRequest, small_models: Path, tmp_path_factory:
         extra += ["--front-end-root", os.environ["HALFSAFE_FRONTEND"]]
     with Server(os.environ["COMFYUI_DIR"], base, extra) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def info(server: Server) -> dict:
+    """The node definitions of that ComfyUI, which a server makes anew each time that it is asked."""
+    return server.object_info()
 
 
 @pytest.fixture(scope="session", params=RENDERERS)

@@ -28,7 +28,7 @@ SHOWN = """async (result) => { const { ResultPanel } = await import("/extensions
 DRAWN = """() => app.graph.nodes[0].widgets.find((widget) => widget.name === "$$node-text-preview")?.value"""
 TOLD = """async (texts) => { const { errorOf } = await import("/extensions/Halfsafe-Pack/run.mjs");
     return texts.map((text) => { const { message, advice } = errorOf({ node_id: 1, exception_type: "halfsafe.HalfsafeError", exception_message: text }, null); return `${message} ${advice}`; }); }"""
-pytestmark = [pytest.mark.language("zh"), pytest.mark.paired]  # words and what becomes of them; test_results draws errors everywhere
+pytestmark = [pytest.mark.language("zh"), pytest.mark.once]  # words and what becomes of them; test_results draws errors in each page
 ORIGIN = Origin("decoder.mid", "conv2d", "overflow", "", 70000.0)
 
 

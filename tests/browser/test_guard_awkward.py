@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from browser.comfy_page import ComfyPage, without_positions
 from browser.graph_walk import WALK, faults_of
 
+Walk = Callable[..., dict]
 ONE, VAE, CLIP = "HalfsafeAutoPrecision", "HalfsafeGuardVAE", "HalfsafeGuardCLIP"
 TOOLS = """
     const put = (type, x, y, graph = app.graph) => { const node = LiteGraph.createNode(type); node.pos = [x, y]; graph.add(node); return node; };
@@ -120,30 +122,42 @@ REROUTES = "() => [[...app.graph.reroutes.values()].map(({ pos }) => [...pos]), 
 CLICK = "async (name) => { const button = [...document.querySelectorAll('.hs-sidebar .hs-button')].find((one) => one.textContent.startsWith(name)); button.click(); }"
 TAB = "async () => { await app.extensionManager.command.execute('Workspace.ToggleSidebarTab.halfsafe'); }"
 BUTTONS = "() => [...document.querySelectorAll('.hs-actions b')].map((title) => title.textContent)"
-pytestmark = pytest.mark.paired  # what a page makes of links, whatever it draws nodes with
 
 
 def draw(comfy: ComfyPage, code: str) -> None:
     comfy.evaluate(f"async () => {{ app.nodeOutputs = {{}}; {TOOLS} {code} app.canvas.setGraph(app.graph); }}")
 
 
-def walk(comfy: ComfyPage, code: str, held: bool = True) -> dict:
+@pytest.fixture
+def comfy(unseen: ComfyPage) -> Iterator[ComfyPage]:
+    """A page that draws nothing: what becomes of links, whatever nodes are drawn with."""
+    unseen.problems.clear()
+    yield unseen
+    assert unseen.problems == []
+
+
+@pytest.fixture
+def walk(comfy: ComfyPage, info: dict) -> Walk:
     """Draw a graph, guard and measure it, and hold it to what is held of every graph whose nodes are ComfyUI's."""
-    draw(comfy, code)
-    found = comfy.evaluate(WALK, None)
-    assert not held or list(faults_of(found, comfy.server.object_info())) == []
-    return found
+
+    def walk(code: str, held: bool = True) -> dict:
+        draw(comfy, code)
+        found = comfy.evaluate(WALK, None)
+        assert not held or list(faults_of(found, info)) == []
+        return found
+
+    return walk
 
 
 @pytest.mark.parametrize("name", GRAPHS)
-def test_an_awkward_graph_is_guarded(comfy: ComfyPage, name: str) -> None:
+def test_an_awkward_graph_is_guarded(walk: Walk, name: str) -> None:
     code, guards = GRAPHS[name]
-    found = walk(comfy, code)
+    found = walk(code)
     assert sorted(guard["type"] for guard in found["guards"]) == sorted(guards), found["said"]
 
 
-def test_what_is_not_guarded_is_told(comfy: ComfyPage) -> None:
-    said = {name: walk(comfy, GRAPHS[name][0])["said"] for name in ("nothing that runs", "no output", "guarded by hand", "a second VAE inside")}
+def test_what_is_not_guarded_is_told(walk: Walk) -> None:
+    said = {name: walk(GRAPHS[name][0])["said"] for name in ("nothing that runs", "no output", "guarded by hand", "a second VAE inside")}
     nothing = "This workflow runs no model, VAE or text encoder."
     assert said["nothing that runs"] == said["no output"] == nothing
     assert said["guarded by hand"] == "Every model here is guarded already."
@@ -159,10 +173,10 @@ def test_nodes_of_absent_packs_lose_no_link(comfy: ComfyPage) -> None:
     assert found["guarded"].keys() - found["before"].keys(), found["said"]
 
 
-def test_a_group_node_is_guarded_as_the_subgraph_that_the_page_makes_of_it(comfy: ComfyPage) -> None:
+def test_a_group_node_is_guarded_as_the_subgraph_that_the_page_makes_of_it(comfy: ComfyPage, info: dict) -> None:
     draw(comfy, "")
     found = comfy.evaluate(WALK, with_group_node(comfy.saved()))
-    assert list(faults_of(found, comfy.server.object_info())) == []
+    assert list(faults_of(found, info)) == []
     assert [guard["type"] for guard in found["guards"]] == [ONE] and any(":" in node for node in found["before"])
 
 
@@ -183,14 +197,14 @@ def with_group_node(workflow: dict) -> dict:
     return {**workflow, "nodes": [*kept, group], "links": outside, "extra": {"groupNodes": {"Mine": definition}}}
 
 
-def test_what_is_sent_everywhere_is_guarded_before_it_is_sent(comfy: ComfyPage) -> None:
-    found = walk(comfy, """pack("Anything Everywhere", ["anything *"], []).nodeData = { output_node: false }; const all = put("Anything Everywhere", 400, 900); vae.connect(0, all, 0); decode.disconnectInput(1);""")
+def test_what_is_sent_everywhere_is_guarded_before_it_is_sent(walk: Walk) -> None:
+    found = walk("""pack("Anything Everywhere", ["anything *"], []).nodeData = { output_node: false }; const all = put("Anything Everywhere", 400, 900); vae.connect(0, all, 0); decode.disconnectInput(1);""")
     (all_nodes,) = [step for step in found["guarded"].values() if step["class_type"] == "Anything Everywhere"]
     assert found["guarded"][all_nodes["inputs"]["anything *"][0]]["class_type"] == ONE
 
 
-def test_a_sampler_that_hands_its_model_on_is_guarded_once(comfy: ComfyPage) -> None:
-    found = walk(comfy, """pack("KSampler (Efficient)", ["a MODEL", "b CONDITIONING", "c LATENT", "d VAE"], ["MODEL", "LATENT", "VAE", "IMAGE"]); const first = put("KSampler (Efficient)", 600, 900);
+def test_a_sampler_that_hands_its_model_on_is_guarded_once(walk: Walk) -> None:
+    found = walk("""pack("KSampler (Efficient)", ["a MODEL", "b CONDITIONING", "c LATENT", "d VAE"], ["MODEL", "LATENT", "VAE", "IMAGE"]); const first = put("KSampler (Efficient)", 600, 900);
         wire(model, "MODEL", first, "a MODEL"); wire(prompt, "CONDITIONING", first, "b CONDITIONING"); wire(latent, "LATENT", first, "c LATENT"); wire(vae, "VAE", first, "d VAE");
         wire(first, "MODEL", sampler, "model"); wire(first, "LATENT", sampler, "latent_image"); wire(first, "VAE", decode, "vae");""", held=False)
     assert [guard["type"] for guard in found["guards"]] == [ONE]
@@ -198,28 +212,28 @@ def test_a_sampler_that_hands_its_model_on_is_guarded_once(comfy: ComfyPage) -> 
     assert {found["guarded"][first[name][0]]["class_type"] for name in ("a MODEL", "d VAE")} == {ONE}
 
 
-def test_two_models_are_named_by_their_files_and_one_is_measured(comfy: ComfyPage) -> None:
-    found = walk(comfy, TWO_MODELS)
+def test_two_models_are_named_by_their_files_and_one_is_measured(walk: Walk) -> None:
+    found = walk(TWO_MODELS)
     assert [guard["title"] for guard in found["guards"]] == ["Halfsafe (high)", "Halfsafe (low)"]
     assert found["choices"] == ["high", "low"] and found["measures"] == ["Measure Precisions (low)", "Preview Image"]
     with_lora = """set(second, "unet_name", "high.safetensors"); const lora = put("LoraLoaderModelOnly", 600, 900); set(lora, "lora_name", "few_steps.safetensors"); wire(second, "MODEL", lora, "model"); wire(lora, "MODEL", again, "model");"""
-    assert [guard["title"] for guard in walk(comfy, TWO_MODELS + with_lora)["guards"]] == ["Halfsafe (high)", "Halfsafe (high + few_steps)"]
+    assert [guard["title"] for guard in walk(TWO_MODELS + with_lora)["guards"]] == ["Halfsafe (high)", "Halfsafe (high + few_steps)"]
 
 
-def test_measuring_follows_the_guider_and_says_what_it_cannot_read(comfy: ComfyPage) -> None:
-    measured = walk(comfy, GUIDED)
+def test_measuring_follows_the_guider_and_says_what_it_cannot_read(walk: Walk) -> None:
+    measured = walk(GUIDED)
     assert measured["measures"] and measured["told"] == "2 nodes were added: press the blue arrow above them."
     assert [step["inputs"]["cfg"] for step in measured["measured"].values() if step["class_type"] == "HalfsafeMeasurePrecisions"] == [8], "the sampler's own"
-    linked = walk(comfy, GUIDED + "const number = put('PrimitiveFloat', 0, 1200); number.connectSlots(number.outputs[0], guider, guider.inputs[guider.findInputSlot('cfg')]);")
+    linked = walk(GUIDED + "const number = put('PrimitiveFloat', 0, 1200); number.connectSlots(number.outputs[0], guider, guider.inputs[guider.findInputSlot('cfg')]);")
     (asked,) = [step["inputs"] for step in linked["measured"].values() if step["class_type"] == "HalfsafeMeasurePrecisions"]
     assert linked["measured"][asked["cfg"][0]]["class_type"] == "PrimitiveFloat" and "cfg" not in linked["told"]
-    without = walk(comfy, GUIDED + "set(guider, 'cfg', 1);")["measured"]
+    without = walk(GUIDED + "set(guider, 'cfg', 1);")["measured"]
     assert ["negative" in step["inputs"] for step in without.values() if step["class_type"] == "HalfsafeMeasurePrecisions"] == [False], "it is not used"
-    apart = walk(comfy, GUIDED + "inside(guider);")
+    apart = walk(GUIDED + "inside(guider);")
     assert apart["told"] == "Measure cannot read SamplerCustomAdvanced: its model, prompt or latent is not linked in the same graph."
     other = """pack("UltimateSDUpscale", ["image IMAGE", "model MODEL"], ["IMAGE"]); const upscale = put("UltimateSDUpscale", 1600, 400); wire(model, "MODEL", upscale, "model MODEL");
         wire(upscale, "IMAGE", put("SaveImage", 2000, 400), "images"); app.graph.remove(sampler);"""
-    assert walk(comfy, other)["told"] == "Measure does not support UltimateSDUpscale, the sampler of this workflow."
+    assert walk(other)["told"] == "Measure does not support UltimateSDUpscale, the sampler of this workflow."
 
 
 def test_what_fails_midway_changes_nothing_and_what_does_not_is_one_step_of_undo(comfy: ComfyPage) -> None:
@@ -241,7 +255,8 @@ def test_a_reroute_is_kept_and_none_is_left_without_a_link(comfy: ComfyPage) -> 
     assert [500, 20] in kept and floating == 0, kept
 
 
-def test_the_sidebar_asks_which_model_and_takes_measure_out(comfy: ComfyPage, pictures: Path, cell: str) -> None:
+def test_the_sidebar_asks_which_model_and_takes_measure_out(opened_page: ComfyPage, pictures: Path, cell: str) -> None:
+    comfy = opened_page
     draw(comfy, TWO_MODELS)
     comfy.evaluate(TAB)
     comfy.page.wait_for_selector(".hs-actions")

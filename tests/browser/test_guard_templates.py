@@ -34,8 +34,7 @@ def check(found: dict[str, dict], server: Server, info: dict) -> None:
 
 
 @pytest.mark.parametrize(("server", "vue"), [("pinned", "canvas")], indirect=True)
-def test_templates_with_each_kind_of_link_are_guarded_and_measured(unseen: ComfyPage) -> None:
-    info = unseen.server.object_info()
+def test_templates_with_each_kind_of_link_are_guarded_and_measured(unseen: ComfyPage, info: dict) -> None:
     every = templates(info)
     chosen = each_kind(every, links_in)
     assert len(every) > 200 and len({link for workflow in every.values() for link in links_in(workflow)}) > 200
@@ -48,9 +47,8 @@ def test_templates_with_each_kind_of_link_are_guarded_and_measured(unseen: Comfy
 
 
 @pytest.mark.parametrize(("server", "vue", "half"), [("pinned", "nodes2", 0), ("newest", "nodes2", 1)], indirect=["server", "vue"])
-def test_templates_are_guarded_and_measured_where_they_are_drawn(comfy: ComfyPage, half: int, pictures: Path, cell: str) -> None:
+def test_templates_are_guarded_and_measured_where_they_are_drawn(comfy: ComfyPage, info: dict, half: int, pictures: Path, cell: str) -> None:
     """Half of the templates in each page."""
-    info = comfy.server.object_info()
     chosen = templates(info)
     found = {name: comfy.evaluate(WALK, chosen[name]) for name in DRAWN[half::2]}
     check(found, comfy.server, info)

@@ -10,6 +10,7 @@ import pytest
 from browser.comfy_page import ComfyPage
 from browser.test_report import CONTRAST
 from browser.test_results import SEEN, SHOWN
+from halfsafe.precision.base.message import Message, messages_in
 
 WORKFLOWS = sorted((Path(__file__).absolute().parents[2] / "workflows").glob("*.json"))
 TAB = "async () => { await app.extensionManager.command.execute('Workspace.ToggleSidebarTab.halfsafe'); }"
@@ -21,9 +22,11 @@ EVENT = {
 }  # fmt: skip
 OPEN = """async (workflow) => { await app.loadGraphData(workflow, true, true, null, { openSource: "template" }); }"""
 OPENED = "Halfsafe 3 - Half the memory"
+SIZE = """() => { const { nodes } = app.graph, drawn = ({ id }) => document.querySelector(`.lg-node[data-node-id="${id}"]`)?.offsetHeight ?? 0;
+    return [Math.max(...nodes.map((n) => n.pos[0] + n.size[0])) - Math.min(...nodes.map((n) => n.pos[0])),
+        Math.max(...nodes.map((n) => n.pos[1] + Math.max(n.size[1], drawn(n)))) - Math.min(...nodes.map((n) => n.pos[1]))]; }"""
 ABSENT_FILE = r"value_not_in_list: \w+: '[\w.-]+\.safetensors' not in .*"
 CARDS = '[data-testid^="template-workflow-Halfsafe"]'
-pytestmark = pytest.mark.paired  # the pack's own styles and the nodes' sizes: what a renderer adds to them is the same in both pages
 
 
 @pytest.mark.parametrize(("theme", "language", "width"), [("light", "zh", 1366), ("dark", "zh", 1920), ("light", "en", 2560)])
@@ -50,19 +53,18 @@ def test_the_sidebar_and_a_message_can_be_read(comfy: ComfyPage, theme: str, lan
     assert message["x"] >= 0 and message["x"] + message["width"] <= width
 
 
-REFUSED = "The attention of this ComfyUI does not ask Halfsafe 1.2.0, so settings of attention have no effect. Update Halfsafe."
+REFUSED = Message("The attention of this ComfyUI does not ask Halfsafe {0}, so settings of attention have no effect. Update Halfsafe.", "1.2.0")
 """A sentence that the server adds to the device's facts, as the self-test makes it (``nodes/host/comfyui/self_test.py``)."""
 
 
 def test_the_sidebar_begins_with_what_the_self_test_found(comfy: ComfyPage, pictures: Path, cell: str) -> None:
     def with_refusal(route) -> None:
         answer = route.fetch()
-        route.fulfill(response=answer, json={**answer.json(), "refused": [REFUSED]})
+        route.fulfill(response=answer, json={**answer.json(), "refused": [REFUSED], "messages": {**answer.json()["messages"], **messages_in(REFUSED)}})
 
     comfy.page.route("**/halfsafe/device", with_refusal)
     try:
-        comfy.page.reload()
-        comfy.wait_ready()
+        comfy.send("reconnected")
         comfy.evaluate(TAB)
         for language, begins in (("en", REFUSED), ("zh", "此 ComfyUI 的注意力不询问 Halfsafe")):
             comfy.speak(language)
@@ -71,8 +73,7 @@ def test_the_sidebar_begins_with_what_the_self_test_found(comfy: ComfyPage, pict
             comfy.screenshot(pictures, f"refused-{language}-{cell}")
     finally:
         comfy.page.unroute("**/halfsafe/device")
-        comfy.page.reload()
-        comfy.wait_ready()
+        comfy.send("reconnected")
 
 
 def test_the_sidebar_says_that_comfyui_does_not_answer_and_asks_again(comfy: ComfyPage) -> None:
@@ -81,8 +82,7 @@ def test_the_sidebar_says_that_comfyui_does_not_answer_and_asks_again(comfy: Com
     waiting = []
     comfy.page.route("**/halfsafe/device", lambda route: route.abort())
     try:
-        comfy.page.reload()
-        comfy.wait_ready()
+        comfy.send("reconnected")
         comfy.evaluate(TAB)
         comfy.page.wait_for_function(sentence, arg="ComfyUI does not answer.")
         comfy.page.route("**/halfsafe/device", lambda route: waiting.append(route))
@@ -118,18 +118,25 @@ def test_a_storage_that_this_comfyui_does_not_run_says_which_one_does(comfy: Com
     assert comfy.found("() => app.graph.nodes[0].widgets.find(({ name }) => name === 'storage').value", "w4a8") == "w4a8", "the option is what it was"
 
 
-@pytest.mark.parametrize(("tab", "least"), [(None, 0.99), ("halfsafe", 0.93)])
-def test_a_template_opens_whole_and_unzoomed_in_a_small_page(comfy: ComfyPage, tab: str | None, least: float) -> None:
+def opens_whole(comfy: ComfyPage, path: Path, least: float) -> None:
+    comfy.evaluate(OPEN, json.loads(path.read_text(encoding="utf-8")))
+    assert comfy.evaluate(SEEN) == comfy.evaluate(SHOWN) and comfy.evaluate("() => app.canvas.ds.scale") > least, path.stem
+
+
+def test_a_template_opens_whole_and_unzoomed_in_a_small_page(comfy: ComfyPage) -> None:
+    """Beside the sidebar those that no other one is larger than: the view hangs on a graph's size alone."""
     comfy.page.set_viewport_size({"width": 1366, "height": 768})
-    comfy.evaluate("(tab) => { app.extensionManager.sidebarTab.activeSidebarTabId = tab; }", tab)
-    comfy.settle()
     assert len(WORKFLOWS) == 15
-    prompts = []
+    prompts, sizes = [], {}
     for path in WORKFLOWS:
-        comfy.evaluate(OPEN, json.loads(path.read_text(encoding="utf-8")))
-        if tab is None:  # what it runs is the same beside the sidebar
-            prompts.append(comfy.evaluate("async () => (await app.graphToPrompt()).output"))
-        assert comfy.evaluate(SEEN) == comfy.evaluate(SHOWN) and comfy.evaluate("() => app.canvas.ds.scale") > least, path.stem
+        opens_whole(comfy, path, 0.99)
+        prompts.append(comfy.evaluate("async () => (await app.graphToPrompt()).output"))
+        sizes[path] = comfy.evaluate(SIZE)
+    largest = [path for path, (width, height) in sizes.items() if not any(w >= width and h >= height for w, h in {*map(tuple, sizes.values())} - {(width, height)})]
+    comfy.evaluate("() => { app.extensionManager.sidebarTab.activeSidebarTabId = 'halfsafe'; }")
+    comfy.settle()
+    for path in largest:
+        opens_whole(comfy, path, 0.93)
     assert "halfsafe" not in comfy.saved()["extra"], "what is saved has a view of its own"
     refused = [error for errors in comfy.server.post("/prompt_checks", prompts)["errors"] for told in errors.values() for error in told]
     assert [error for error in refused if not re.fullmatch(ABSENT_FILE, error)] == []

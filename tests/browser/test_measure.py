@@ -71,7 +71,6 @@ def measured_alone(comfy: ComfyPage, candidate: str) -> None:
     comfy.evaluate("(text) => { const node = app.graph.nodes.find((n) => n.type === 'HalfsafeMeasurePrecisions'); node.widgets.find((w) => w.name === 'candidates').value = text; }", candidate)
 
 
-@pytest.mark.paired
 def test_a_halved_workflow_is_measured_from_its_file_and_the_answer_is_used(comfy: ComfyPage, pictures: Path, cell: str) -> None:
     """Halve, Measure, Run, Use this, Ctrl+Z, Use this, Run: with ComfyUI's own nodes and a real model."""
     draw(comfy, SMALL)
@@ -116,7 +115,6 @@ def test_a_halved_workflow_is_measured_from_its_file_and_the_answer_is_used(comf
     assert without_seeds(prompt(comfy)) == without_seeds(stock), "a run draws a new seed"
 
 
-@pytest.mark.paired
 def test_one_undo_takes_a_halving_back_after_a_click_on_the_canvas(comfy: ComfyPage) -> None:
     """The page adds properties to new nodes of its own, which are no step of their own."""
     draw_as_opened(comfy)
@@ -136,9 +134,8 @@ AFTER_A_RUN = {
 }
 
 
-@pytest.mark.paired
-@pytest.mark.parametrize("act", AFTER_A_RUN)
-def test_after_a_run_that_drew_a_new_seed_one_undo_takes_back_what_was_done_and_not_the_seed(comfy: ComfyPage, act: str) -> None:
+@pytest.mark.parametrize("act", ["halve", "use this", pytest.param("guard", marks=pytest.mark.once)])
+def test_one_undo_after_a_run_takes_back_what_was_done_not_the_seed(comfy: ComfyPage, act: str) -> None:
     """ComfyUI's page makes the new seed a step of its own: what is done after it is another."""
     draw_as_opened(comfy)
     if act == "use this":
@@ -190,10 +187,9 @@ USE = f"""async (workflow) => {{ {PAGE}
     return run; }}"""
 
 
-@pytest.mark.paired
-def test_on_comfyuis_own_templates_only_the_loaders_of_the_measured_file_change(unseen: ComfyPage) -> None:
+def test_on_comfyuis_own_templates_only_the_loaders_of_the_measured_file_change(unseen: ComfyPage, info: dict) -> None:
     """Each kind of loader; a third of the templates where nodes are elements of the page."""
-    chosen = list(each_kind(templates(unseen.server.object_info()), loaders_in).items())
+    chosen = list(each_kind(templates(info), loaders_in).items())
     runs = {name: unseen.evaluate(USE, workflow) for name, workflow in chosen[:: 3 if unseen.vue else 1]}
     assert unseen.problems == []
     done = {name: run for name, run in runs.items() if run}
@@ -214,7 +210,7 @@ USED_ON = {
 """Graph -> what is said beside the loader."""
 
 
-@pytest.mark.paired
+@pytest.mark.once  # what is set; test_on_comfyuis_own_templates sets it in each page
 @pytest.mark.parametrize("graph", USED_ON)
 def test_what_was_measured_best_reaches_all_that_decides_of_it(comfy: ComfyPage, graph: str) -> None:
     code, said = USED_ON[graph]
@@ -234,7 +230,7 @@ def test_what_was_measured_best_reaches_all_that_decides_of_it(comfy: ComfyPage,
     assert undone(comfy) == before
 
 
-@pytest.mark.paired
+@pytest.mark.once  # words
 def test_what_cannot_be_set_is_told_and_nothing_is_changed(comfy: ComfyPage) -> None:
     cases = {
         """pack("UnetLoaderGGUF", [], ["MODEL"]); const other = put("UnetLoaderGGUF", 0, 900); wire(other, "MODEL", sampler, "model");""": "UnetLoaderGGUF cannot be replaced.",
@@ -250,6 +246,7 @@ def test_what_cannot_be_set_is_told_and_nothing_is_changed(comfy: ComfyPage) -> 
         assert prompt(comfy) == before
 
 
+@pytest.mark.once  # what is set
 def test_after_the_answer_is_used_a_rule_of_before_does_not_stay(comfy: ComfyPage) -> None:
     draw(comfy, USED_ON["behind the one node"][0])
     told = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -109,10 +110,9 @@ def judge(name: str, run: dict) -> None:
     assert run["back"] == before, name
 
 
-@pytest.mark.paired
-def test_on_comfyuis_own_templates_only_loaders_change_and_come_back(unseen: ComfyPage) -> None:
+def test_on_comfyuis_own_templates_only_loaders_change_and_come_back(unseen: ComfyPage, info: dict) -> None:
     """Each kind of loader, and one that is nested; a third of the templates where nodes are elements of the page."""
-    found = templates(unseen.server.object_info())
+    found = templates(info)
     chosen = list({NESTED: found[NESTED], **each_kind(found, kinds_of_loaders)}.items())[:: 3 if unseen.vue else 1]
     done, seen = 0, set()
     for name, workflow in chosen:
@@ -142,14 +142,13 @@ def by_title(prompt: dict, title: str) -> dict:
     return next(node for node in prompt.values() if node["_meta"]["title"] == title)
 
 
-@pytest.mark.paired
 def test_awkward_loaders_are_exchanged_in_place_or_left_out_by_name(awkward: ComfyPage) -> None:
     before, looks = in_page(awkward, "return prompt();"), awkward.evaluate(LOOKS)
     said = in_page(awkward, "return halve();")
     after, now = in_page(awkward, "return prompt();"), awkward.evaluate(LOOKS)
     assert said.startswith(
         "2 loaders were replaced: run the workflow. Left out: Fp8 (its weight_dtype is fp8_e4m3fn), "
-        "Linked (its weight_dtype is linked), On the CPU (its device is cpu). Fewer bits for Fp8, 5."
+        "Linked (its weight_dtype is linked), On the CPU (its device is cpu). Fewer bits for Fp8 of wan.safetensors, 5."
     )
     changed = changes(before, after)
     assert {after[node_id]["class_type"] for node_id in changed} == {"HalfsafeLoadDiffusionModel", "HalfsafeLoadCLIP"}
@@ -168,7 +167,6 @@ def test_awkward_loaders_are_exchanged_in_place_or_left_out_by_name(awkward: Com
     assert (in_page(awkward, "return prompt();"), awkward.evaluate(LOOKS)) == (before, looks)
 
 
-@pytest.mark.paired
 def test_a_loaders_context_menu_exchanges_it_alone_and_back(awkward: ComfyPage) -> None:
     before = in_page(awkward, "return prompt();")
     press = """const node = app.graph.nodes.find(({ title }) => title === "The one I named");
@@ -201,6 +199,7 @@ SEARCH = """(words) => document.querySelector("#vue-app").__vue_app__.config.glo
 TOGGLE_TAB = "async () => { await app.extensionManager.command.execute('Workspace.ToggleSidebarTab.halfsafe'); }"
 
 
+@pytest.mark.once  # a run is the server's; test_sidebar presses the button in each page
 def test_a_run_tells_the_bytes_in_a_card_and_a_message(comfy: ComfyPage, small_models: Path, pictures: Path, cell: str) -> None:
     comfy.evaluate(RUNNABLE)
     toasts = comfy.record_toasts()
@@ -231,7 +230,6 @@ def quantize(small_models: Path) -> None:
         convert_file(folder / "wan.safetensors", folder / "wan_fp8.safetensors", "fp8_e4m3fn", rules_from())
 
 
-@pytest.mark.paired
 def test_a_file_in_8_bits_is_told_what_is_left_with_its_bytes(comfy: ComfyPage, small_models: Path, pictures: Path, cell: str) -> None:
     """The owner of a file in fp8: this ComfyUI runs no fewer bits, a later one does."""
     quantize(small_models)
@@ -245,7 +243,7 @@ def test_a_file_in_8_bits_is_told_what_is_left_with_its_bytes(comfy: ComfyPage, 
     after = in_page(comfy, "return prompt();")
     assert {before[node]["class_type"] for node in changes(before, after)} == {"CLIPLoader"}, "the encoder is in 16 bit"
     assert "Left out: Load Diffusion Model (its weights are in 8 bits or fewer already)." in said
-    assert re.search(r"Fewer bits for Load Diffusion Model, 5\.\d\d MiB now: w6a8 [45]\.\d\d MiB \(from ComfyUI 0\.38\.0 on\), w4a8 4\.\d\d MiB \(from ComfyUI 0\.31\.0 on\)\.", said), said
+    assert re.search(r"Fewer bits for Load Diffusion Model of wan_fp8\.safetensors, 5\.\d\d MiB now: w6a8 [45]\.\d\d MiB \(from ComfyUI 0\.38\.0 on\), w4a8 4\.\d\d MiB \(from ComfyUI 0\.31\.0 on\)\.", said), said
     assert re.search(r"ComfyUI estimates [\d.]+ [MG]iB at this size: half of the pixels or of the frames takes [\d.]+ [MG]iB\.", said), said
     comfy.screenshot(pictures, f"left-{cell}")
     assert comfy.page.locator("[role=status] .hs-button").count() == 0
@@ -278,10 +276,14 @@ TWO_ALIKE = """const other = put("UNETLoader", 0, 900), merge = put("ModelMergeS
 
 @pytest.mark.paired
 def test_who_runs_out_of_memory_halves_it_on_the_errors_card_and_loaders_alike_are_named_once(comfy: ComfyPage, small_models: Path) -> None:
-    """Wan 2.2's templates: two models in fp8, with the same title."""
+    """Wan 2.2's templates: models in fp8 with the same title, of one file and of another."""
     quantize(small_models)
+    shutil.copy(small_models / "diffusion_models" / "wan_fp8.safetensors", small_models / "diffusion_models" / "wan_low_fp8.safetensors")
     draw(comfy, SMALL + TWO_ALIKE)
     comfy.evaluate(IN_FP8)
+    comfy.evaluate("""() => { const [of, TITLE] = [(type) => app.graph.nodes.filter((n) => n.type === type), "wan_low_fp8.safetensors"], third = LiteGraph.createNode("UNETLoader"), merge = LiteGraph.createNode("ModelMergeSimple");
+        app.graph.add(third); app.graph.add(merge); third.widgets[0].value = TITLE; const [sampler] = of("KSampler"), [first] = of("ModelMergeSimple");
+        first.connect(0, merge, "model1"); third.connect(0, merge, "model2"); merge.connect(0, sampler, "model"); }""")
     comfy.evaluate(TOGGLE_TAB)
     comfy.send("execution_start", prompt_id="oom")
     sampler = comfy.evaluate("() => String(app.graph.nodes.find(({ type }) => type === 'KSampler').id)")
@@ -289,7 +291,8 @@ def test_who_runs_out_of_memory_halves_it_on_the_errors_card_and_loaders_alike_a
     comfy.page.locator(".hs-sidebar .hs-error .hs-button", has_text="Halve the memory").click()
     comfy.page.locator("[role=status]", has_text="1 loader was replaced").wait_for()
     said = comfy.page.inner_text("[role=status]")
-    assert said.count("Load Diffusion Model (its weights are in 8 bits or fewer already)") == said.count("Fewer bits for Load Diffusion Model") == 1
+    assert said.count("Load Diffusion Model (its weights are in 8 bits or fewer already)") == 1
+    assert [said.count(f"Fewer bits for Load Diffusion Model of {name}.safetensors, ") for name in ("wan_fp8", "wan_low_fp8")] == [1, 1]
     assert comfy.page.locator(".hs-sidebar .hs-error .hs-button").count() == 0, "it is done"
     comfy.evaluate(TOGGLE_TAB)
 
@@ -303,6 +306,7 @@ RAN_OUT = {
 """What a card says ran out -> the class of an error, its text, and the last function of its traceback."""
 
 
+@pytest.mark.once  # words; the test before draws the card in each page
 def test_an_error_of_too_little_memory_says_what_ran_out(comfy: ComfyPage, small_models: Path) -> None:
     draw(comfy, SMALL)
     comfy.evaluate(TOGGLE_TAB)
@@ -320,7 +324,7 @@ def test_an_error_of_too_little_memory_says_what_ran_out(comfy: ComfyPage, small
     comfy.evaluate(TOGGLE_TAB)
 
 
-@pytest.mark.paired
+@pytest.mark.once  # a run is the server's
 @pytest.mark.parametrize(("loader", "widget", "folder"), [("UNETLoader", "unet_name", "diffusion_models"), ("CLIPLoader", "clip_name", "text_encoders"), ("VAELoader", "vae_name", "vae")])
 def test_a_web_page_in_place_of_a_file_is_named_where_comfyuis_loader_fails(comfy: ComfyPage, small_models: Path, loader: str, widget: str, folder: str) -> None:
     """ComfyUI says "header too large"; the card of its error, and the answer of *Halve the memory*, say which file and what it is."""
@@ -337,12 +341,13 @@ def test_a_web_page_in_place_of_a_file_is_named_where_comfyuis_loader_fails(comf
     comfy.evaluate(TOGGLE_TAB)
 
 
-@pytest.mark.paired
+@pytest.mark.once  # words
 def test_missing_files_are_told_before_a_run(comfy: ComfyPage) -> None:
     draw(comfy, SMALL + """set(clip, "clip_name", "absent.safetensors");""")
-    assert in_page(comfy, "return halve();") == "2 loaders were replaced: run the workflow. Missing: absent.safetensors. What they will take is not known yet."
+    assert in_page(comfy, "return halve();") == "2 loaders were replaced: run the workflow. Missing: absent.safetensors. What they will take is not known yet: files in 8 bits already save nothing."
 
 
+@pytest.mark.once  # a run is the server's
 def test_a_saving_of_nothing_is_none_in_a_run(comfy: ComfyPage, small_models: Path) -> None:
     """A loader of ours in 8 bits on a file that is in 8 bits."""
     quantize(small_models)
@@ -355,7 +360,6 @@ def test_a_saving_of_nothing_is_none_in_a_run(comfy: ComfyPage, small_models: Pa
     assert told["severity"] == "warn" and "no less than before" in told["summary"]
 
 
-@pytest.mark.paired
 def test_the_search_finds_the_loader_first(comfy: ComfyPage) -> None:
     """ComfyUI ranks short names and what is used often before an exact alias: of ours it is the first, of all for words that no other node is like."""
     found = {words: comfy.evaluate(SEARCH, words) for words in ("out of memory", "low vram", "vram", "oom")}

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from browser.comfy_page import VIEW, ComfyPage, without_positions
-from setup.comfyui_server import Server
 
 PANEL = "halfsafe_report"
 STATE = """() => { const { setting, sidebarTab } = app.extensionManager;
@@ -19,13 +18,14 @@ ROOT = Path(__file__).absolute().parents[2]
 
 
 @pytest.fixture(scope="module")
-def definitions(server: Server) -> dict[str, dict]:
+def definitions(info: dict) -> dict[str, dict]:
     """The pack's node definitions, by id."""
-    found = {name: node for name, node in server.object_info().items() if name.startswith("Halfsafe")}
+    found = {name: node for name, node in info.items() if name.startswith("Halfsafe")}
     assert len(found) >= 11
     return found
 
 
+@pytest.mark.drawn
 def test_a_graph_of_every_node_is_saved_and_loaded_without_loss(comfy: ComfyPage, definitions: dict[str, dict]) -> None:
     ids = dict(zip(definitions, comfy.add(*definitions), strict=True))
     comfy.evaluate("""() => { for (const node of app.graph.nodes) for (const widget of node.widgets ?? []) {
@@ -47,6 +47,7 @@ def test_a_graph_of_every_node_is_saved_and_loaded_without_loss(comfy: ComfyPage
     assert after == without_positions(before)
 
 
+@pytest.mark.drawn
 def test_the_report_panel_is_not_saved(comfy: ComfyPage) -> None:
     comfy.add("HalfsafeReport")
     assert comfy.evaluate("() => app.graph.nodes[0].widgets.map((w) => w.name)") == [PANEL]
@@ -78,6 +79,7 @@ def test_panel_badge_and_sidebar_follow_the_pages_language_without_a_reload(comf
         assert tab == speak("Halfsafe: guards and precision reports")
 
 
+@pytest.mark.drawn
 def test_badges_stay_within_a_narrow_node(comfy: ComfyPage) -> None:
     (node,) = comfy.add("HalfsafeNaNGuard")
     comfy.show({str(node): {"halfsafe_badge": ["fp8_e4m3fn \u00b7 bf16 \u00b7 guarded"]}})
@@ -86,7 +88,6 @@ def test_badges_stay_within_a_narrow_node(comfy: ComfyPage) -> None:
     assert comfy.evaluate(edges) == [True] * comfy.vue, "a canvas has no elements: it draws badges above the node"
 
 
-@pytest.mark.paired  # the page's own state; what a renderer draws is not part of it
 def test_what_a_test_leaves_is_put_back(comfy: ComfyPage) -> None:
     comfy.add("HalfsafeNaNGuard")
     comfy.speak("zh")

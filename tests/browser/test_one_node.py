@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
-from browser.comfy_page import ComfyPage
+from browser.comfy_page import ComfyPage, without_positions
+from halfsafe.precision.report.result import IN_INT8
 
 NODE = "HalfsafeAutoPrecision"
 PUT_IN = """() => { const of = (type) => app.graph.nodes.find((n) => n.type === type), one = LiteGraph.createNode("HalfsafeAutoPrecision");
@@ -21,7 +23,6 @@ RULES = "() => app.graph.nodes.filter((n) => n.type === 'HalfsafeLayerRules').ma
 VERDICT = ".hs-title .hs-verdict"
 
 
-pytestmark = pytest.mark.paired  # both run the whole workflow; what a report draws test_report shows in each renderer of each page
 
 
 @pytest.fixture
@@ -33,6 +34,7 @@ def one(opened_page: ComfyPage) -> ComfyPage:
     return opened_page
 
 
+@pytest.mark.once  # a run is the server's; test_report draws its report in each page
 def test_it_shows_what_ran(one: ComfyPage, pictures: Path, cell: str) -> None:
     one.zoom_to(NODE, 520, 700)
     one.run()
@@ -66,3 +68,43 @@ def test_rules_are_kept_in_the_graph_and_undone(one: ComfyPage, pictures: Path, 
     one.evaluate("async () => { await app.extensionManager.command.execute('Comfy.Undo'); }")
     one.page.wait_for_function("() => app.graph.nodes.some((n) => n.type === 'HalfsafeLayerRules' && n.widgets.find((w) => w.name === 'rules').value === '* compute=fp16 stream=same')")
     assert len(one.saved()["nodes"]) == len(before["nodes"])
+
+
+OFFER = json.dumps({
+    "sentence": IN_INT8, "values": {"before": "8.10 GiB", "after": "4.10 GiB", "why": "An A10G is 1.84x as fast with int8 as with bf16, 0.97x with fp8 (comfyui-quant-bench)."},
+    "tone": "good", "head": [], "rows": [], "marked": None, "text": "", "toast": False, "use": {"storage": "int8"}, "copied": "",
+})  # fmt: skip
+STORAGE = "() => app.graph.nodes.find((n) => n.type === 'HalfsafeAutoPrecision').widgets.find((w) => w.name === 'storage').value"
+TAB = "async () => { await app.extensionManager.command.execute('Workspace.ToggleSidebarTab.halfsafe'); }"
+BESIDE_THE_TAB = """() => { const node = app.graph.nodes.find((n) => n.type === "HalfsafeAutoPrecision"), { ds } = app.canvas;
+    ds.scale = 1; ds.offset[0] = 540 - node.pos[0]; ds.offset[1] = 120 - node.pos[1]; app.canvas.setDirty(true, true); }"""
+BUTTONS = [".hs-panel .hs-button:text-is('Use this')", ".hs-sidebar article .hs-button:text-is('Use this')"]
+
+
+def test_int8_that_is_offered_is_set_by_a_button_and_undone(one: ComfyPage, pictures: Path, cell: str) -> None:
+    """A CPU gains nothing from int8, so the offer is sent; what the button sets is run."""
+    node = one.evaluate("() => String(app.graph.nodes.find((n) => n.type === 'HalfsafeAutoPrecision').id)")
+    one.send("execution_start", prompt_id="shown")
+    one.show({node: {"halfsafe_result": [OFFER]}})
+    one.send("execution_success", prompt_id="shown")
+    one.evaluate(TAB)
+    one.zoom_to(NODE, 520, 700)
+    one.evaluate(BESIDE_THE_TAB)
+    one.screenshot(pictures, f"one-node-offer-{cell}")
+    before = one.saved()
+    for button in BUTTONS:
+        text = one.page.locator(button).locator("xpath=..").inner_text()
+        assert "In int8 the weights take 4.10 GiB instead of 8.10 GiB. An A10G is 1.84x as fast" in text, button
+        one.page.locator(button).click()
+        assert one.found(STORAGE, "int8") == "int8"
+        one.page.locator("[role=status]", has_text="Halfsafe is set to storage int8: run the workflow. Ctrl+Z undoes this.").wait_for()
+        assert not any(one.page.locator(each).is_visible() for each in BUTTONS), "what is set is not offered"
+        one.page.mouse.click(1300, 880)
+        one.page.keyboard.press("Control+z")
+        assert one.found(STORAGE, "as loaded") == "as loaded" and without_positions(one.saved()) == without_positions(before), "one step"
+        one.evaluate(BESIDE_THE_TAB)
+        one.page.locator(button).wait_for()
+    one.page.locator(BUTTONS[0]).click()
+    one.evaluate(TAB)
+    one.run()
+    assert one.badges()[NODE].startswith("int8")

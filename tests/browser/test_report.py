@@ -51,6 +51,7 @@ def report(outputs: dict[str, dict]) -> dict:
     return json.loads(next(output["halfsafe_report"][0] for output in outputs.values() if "halfsafe_report" in output))
 
 
+@pytest.mark.drawn
 def test_the_table_has_a_row_for_every_layer(ran: ComfyPage, report: dict, pictures: Path, cell: str) -> None:
     ran.zoom_to("HalfsafeReport", 560, 640)
     ran.screenshot(pictures, f"report-dark-{cell}")
@@ -66,6 +67,7 @@ def test_the_table_has_a_row_for_every_layer(ran: ComfyPage, report: dict, pictu
     assert "planned" in ran.page.inner_text(".hs-head"), "nothing tells that the model ran before this report"
 
 
+@pytest.mark.drawn
 def test_badges_say_what_the_loaders_made(ran: ComfyPage, report: dict) -> None:
     badges = ran.badges()
     storages, mode = badges["HalfsafeLoadDiffusionModel"].split(" \u00b7 ")
@@ -116,6 +118,7 @@ def test_rows_open_by_keyboard_and_say_why(ran: ComfyPage, report: dict) -> None
     assert ran.page.locator(".hs-reason").count() == 0
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("width", [330, 900])
 def test_long_names_are_whole(ran: ComfyPage, report: dict, width: int, pictures: Path, cell: str) -> None:
     rows = [{**row, "name": f"transformer_blocks.12.audio_to_video_attention.{row['name']}"} for row in report["view"]["rows"]]
@@ -130,6 +133,7 @@ def test_long_names_are_whole(ran: ComfyPage, report: dict, width: int, pictures
     assert [name for name in names if not (name["whole"] and name["apart"])] == []
 
 
+@pytest.mark.drawn
 def test_nothing_overflows_at_320_pixels(ran: ComfyPage, pictures: Path, cell: str) -> None:
     ran.zoom_to("HalfsafeReport", 320, 640)
     ran.screenshot(pictures, f"report-320-{cell}")
@@ -141,6 +145,7 @@ def test_nothing_overflows_at_320_pixels(ran: ComfyPage, pictures: Path, cell: s
     assert ran.evaluate("() => document.querySelector('.hs-panel').getBoundingClientRect().width") <= 320
 
 
+@pytest.mark.drawn
 def test_a_node_open_in_the_side_panel_keeps_its_reports_width(ran: ComfyPage) -> None:
     """ComfyUI gives a widget that it shows there too the side panel's width, on the node as well."""
     ran.set("Comfy.RightSidePanel.IsOpen", True)
@@ -184,7 +189,7 @@ def test_copied_rules_are_rules(ran: ComfyPage, report: dict) -> None:
     changed["rules"] = rules_text(changed, fixed=["patch_embedding"])
     ran.show_report(changed)
     ran.zoom_to("HalfsafeReport", 560, 640)
-    ran.page.click(".hs-button")
+    ran.page.click("text=Copy as rules")
     ran.page.wait_for_function("() => document.querySelector('.hs-copied').textContent")
     rules = {rule.pattern: dict(rule.settings) for rule in parse(ran.evaluate("() => navigator.clipboard.readText()"))}
     assert rules == {
@@ -206,7 +211,6 @@ def test_swatches_have_the_colours_of_the_report(ran: ComfyPage, report: dict) -
     assert ran.evaluate("() => getComputedStyle(document.querySelector('.hs-panel .hs-bar > span')).backgroundColor") != "rgba(0, 0, 0, 0)"
 
 
-@pytest.mark.paired  # what the server sends again, and what the page keeps of it
 def test_the_report_survives_a_cached_run_and_another_workflow(ran: ComfyPage, small_workflow: dict, report: dict) -> None:
     rows = ran.evaluate(CELLS)
     ran.page.reload()
@@ -230,13 +234,13 @@ def test_the_report_comes_back_with_its_workflow(ran: ComfyPage) -> None:
     assert ran.badges()["HalfsafeLoadDiffusionModel"]
 
 
-@pytest.mark.paired  # by which name the page keeps what a run gave
 def test_the_same_workflow_opened_anew_shows_its_own_run(ran: ComfyPage, small_workflow: dict) -> None:
     ran.evaluate("async (w) => { await app.loadGraphData(w); await app.loadGraphData(w); }", small_workflow)
     ran.run()
     ran.page.wait_for_selector(ROWS, state="attached")
 
 
+@pytest.mark.drawn
 def test_deleted_report_leaves_nothing_behind(ran: ComfyPage) -> None:
     ran.evaluate("() => app.graph.remove(app.graph.nodes.find((n) => n.type === 'HalfsafeReport'))")
     ran.page.wait_for_function("() => !document.querySelector('.hs-panel')?.isConnected")

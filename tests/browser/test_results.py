@@ -65,7 +65,6 @@ def small(opened_page: ComfyPage) -> ComfyPage:
     return opened_page
 
 
-@pytest.mark.paired  # what is dropped and what is drawn differ by page and by renderer, each for itself
 def test_dropped_workflow_runs_to_a_picture_and_a_report(small: ComfyPage, pictures: Path, cell: str) -> None:
     text = json.dumps(small.saved())
     small.evaluate("() => app.graph.clear()")
@@ -79,7 +78,7 @@ def test_dropped_workflow_runs_to_a_picture_and_a_report(small: ComfyPage, pictu
     assert small.evaluate(width, small.evaluate(code)) == 64
 
 
-@pytest.mark.paired  # a run is the server's; the next test draws results in each renderer of each page
+@pytest.mark.once  # a run is the server's; the next test draws results in each renderer of each page
 def test_results_are_on_their_nodes_and_a_saved_file_is_told(small: ComfyPage, pictures: Path, cell: str) -> None:
     small.evaluate(PUT_RESULTS_IN)
     small.load(small.saved())
@@ -107,6 +106,7 @@ def test_results_are_on_their_nodes_and_a_saved_file_is_told(small: ComfyPage, p
     small.screenshot(pictures, f"device-{cell}")
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("node", ["HalfsafeAnalyzeLayers", "HalfsafeMeasurePrecisions"])
 def test_a_result_is_drawn_as_a_sentence_and_a_table(opened_page: ComfyPage, node: str) -> None:
     opened_page.add(node)
@@ -123,6 +123,7 @@ def test_a_result_is_drawn_as_a_sentence_and_a_table(opened_page: ComfyPage, nod
     assert opened_page.evaluate("() => { const { scrollWidth, clientWidth } = document.querySelector('.hs-result'); return scrollWidth - clientWidth; }") <= 0
 
 
+@pytest.mark.drawn
 def test_a_node_is_as_high_as_before_when_its_words_are_gone(opened_page: ComfyPage) -> None:
     opened_page.add("HalfsafeMeasurePrecisions")
     heights = []
@@ -135,7 +136,7 @@ def test_a_node_is_as_high_as_before_when_its_words_are_gone(opened_page: ComfyP
     assert heights[0] == heights[2] and (heights[1] > heights[0] or opened_page.vue)
 
 
-@pytest.mark.paired  # the toast is the pack's own
+@pytest.mark.once  # words of the server; the toast is drawn by test_guard
 def test_why_a_value_is_refused_is_told(small: ComfyPage) -> None:
     shown = small.record_toasts()
     small.evaluate("""async () => { const rules = LiteGraph.createNode("HalfsafeLayerRules"); app.graph.add(rules); rules.connect(0, app.graph.nodes.find((n) => n.type === "HalfsafeLoadDiffusionModel"), "rules");
@@ -147,7 +148,7 @@ def test_why_a_value_is_refused_is_told(small: ComfyPage) -> None:
     small.evaluate(TAB)
 
 
-@pytest.mark.paired  # what the page makes of a message, whatever it draws nodes with
+@pytest.mark.once  # a run is the server's
 def test_a_cached_save_is_not_told_again(small: ComfyPage) -> None:
     small.evaluate("""() => { const save = LiteGraph.createNode("HalfsafeSaveModel"); app.graph.add(save);
         app.graph.nodes.find((n) => n.type === "HalfsafeLoadDiffusionModel").connect(0, save, "model");
@@ -157,7 +158,8 @@ def test_a_cached_save_is_not_told_again(small: ComfyPage) -> None:
     small.run()
     assert shown() == []
     small.evaluate(TAB)
-    assert "Nothing was computed: " in small.page.inner_text(".hs-sidebar")
+    text = small.page.inner_text(".hs-sidebar")
+    assert "Saved " in text and "of an earlier run" in text and "Nothing was computed: " not in text, "one of both"
 
 
 def test_another_workflow_shows_nothing_of_a_run(small: ComfyPage) -> None:
@@ -204,7 +206,6 @@ def test_a_run_tells_how_long_loading_took(opened_page: ComfyPage) -> None:
     assert last == ended == f"{first}, 0.4 s for each later step: the difference is loading"
 
 
-@pytest.mark.paired  # what is opened and run differs by page and by renderer, each for itself
 def test_show_me_opens_five_nodes_and_draws_a_black_and_a_right_picture(small: ComfyPage, pictures: Path, cell: str) -> None:
     workflows = "() => app.extensionManager.workflow.openWorkflows.map((one) => one.path)"
     before, nodes = len(small.evaluate(workflows)), sorted(small.evaluate(TYPES))

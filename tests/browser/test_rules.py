@@ -54,6 +54,7 @@ def writing(opened_page: ComfyPage) -> Iterator[Writing]:
     opened_page.page.remove_listener("request", found._note)
 
 
+@pytest.mark.drawn
 def test_a_mistake_is_told_while_it_is_written(writing: Writing, pictures: Path, cell: str) -> None:
     writing.write(WRONG)
     writing.waits_for("Line 3")
@@ -104,7 +105,7 @@ def test_text_that_another_node_gives_is_not_judged(writing: Writing) -> None:
     writing.page.wait_for_function("() => !document.querySelector('.hs-note').textContent")
 
 
-@pytest.mark.paired  # words; the tests above draw them in each renderer of each page
+@pytest.mark.once  # words; the test above draws them in each renderer of each page
 def test_mistakes_are_told_in_chinese(writing: Writing, pictures: Path, cell: str) -> None:
     writing.write(f"{WRONG}\nblocks\na colour=red\nrole:x storage=bf16")
     writing.waits_for("Line 6")

@@ -41,12 +41,12 @@ if COMFYUI:
 
 ONCE_PER_CALL = {"arithmetic/proofs.read", "guard/model.around_call"}
 CALIBRATING = {
-    "arithmetic/linear._choose", "arithmetic/calibration.watch_inputs",
+    "arithmetic/linear._choose", "arithmetic/calibration.watch_inputs", "arithmetic/stated_scale.of",
     "arithmetic/fp16_accumulation._calibrate", "arithmetic/attention._calibrated",
 }  # fmt: skip
 IN_A_CHECK = {"check/drift"}
 AFTER_A_FAILURE = {"guard/localize", "guard/failure", "guard/inputs", "guard/causes", "guard/escalation.ranges"}
-ONCE_PER_WEIGHT = {"comfyui/kernels.factor_of"}
+ONCE_PER_WEIGHT = {"comfyui/kernels.factor_of", "compute/bound.stated_scale"}
 ONCE_PER_DEVICE = {"devices/probes", "base/amax._drops_nan"}
 HOST_MEMORY = {"base/amax._fp8_amax", "base/amax.host_amax", "formats/stored_weight.amax", "formats/checkpoint._scale"}
 ANALYSIS = {"study/sensitivity", "study/layer_error", "study/candidates", "formats/fp8"}

@@ -15,7 +15,7 @@ HEADS = 2
 
 def sd15(path: Path, dtype: torch.dtype = torch.float16) -> Path:
     """Write a ControlNet for SD 1.5."""
-    return tiny_models._save(path, _cldm(tiny_models.sd15_unet_config()), dtype, 0)
+    return tiny_models.write_shapes(path, _cldm(tiny_models.sd15_unet_config()), dtype, 0)
 
 
 def sd15_diffusers(path: Path, dtype: torch.dtype = torch.float16) -> Path:
@@ -30,13 +30,13 @@ def sd15_diffusers(path: Path, dtype: torch.dtype = torch.float16) -> Path:
         names |= {f"controlnet_cond_embedding.blocks.{i}.{leaf}": f"input_hint_block.{2 * i + 2}.{leaf}" for i in range(6)}
         names[f"controlnet_cond_embedding.conv_in.{leaf}"] = f"input_hint_block.0.{leaf}"
         names[f"controlnet_cond_embedding.conv_out.{leaf}"] = f"input_hint_block.14.{leaf}"
-    return tiny_models._save(path, {name: shapes[own] for name, own in names.items() if own in shapes}, dtype, 0)
+    return tiny_models.write_shapes(path, {name: shapes[own] for name, own in names.items() if own in shapes}, dtype, 0)
 
 
 def flux(path: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
     """Write a Flux ControlNet in the format of XLabs."""
     shapes = _flux(latent_input=False)
-    return tiny_models._save(path, {name.replace("_norm.weight", "_norm.scale"): shape for name, shape in shapes.items()}, dtype, 0)
+    return tiny_models.write_shapes(path, {name.replace("_norm.weight", "_norm.scale"): shape for name, shape in shapes.items()}, dtype, 0)
 
 
 def flux_diffusers(path: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
@@ -50,15 +50,15 @@ def flux_diffusers(path: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
         if key in shapes:
             own[name] = shapes[key] if part is None else (part[2], *shapes[key][1:])
     rest = {name: shape for name, shape in shapes.items() if name.startswith(("controlnet_", "pos_embed_input"))}
-    return tiny_models._save(path, own | rest | {"controlnet_x_embedder.weight": shapes["pos_embed_input.weight"]}, dtype, 0)
+    return tiny_models.write_shapes(path, own | rest | {"controlnet_x_embedder.weight": shapes["pos_embed_input.weight"]}, dtype, 0)
 
 
 def qwen(path: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
     """Write a Qwen-Image ControlNet of one block, as narrow as :func:`narrow` makes ComfyUI build it."""
     from comfy.ldm.qwen_image.controlnet import QwenImageControlNetModel
 
-    model = tiny_models._on_meta(QwenImageControlNetModel, in_channels=64, num_layers=1, num_attention_heads=HEADS)
-    return tiny_models._save(path, tiny_models._shapes_of(model), dtype, 0)
+    model = tiny_models.on_meta(QwenImageControlNetModel, in_channels=64, num_layers=1, num_attention_heads=HEADS)
+    return tiny_models.write_shapes(path, tiny_models.shapes_of(model), dtype, 0)
 
 
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,9 +76,9 @@ def sd35(path: Path, dtype: torch.dtype = torch.float16) -> Path:
     from comfy.cldm.dit_embedder import ControlNetEmbedder
 
     sizes = dict(img_size=None, patch_size=2, in_chans=16, attention_head_dim=64, num_attention_heads=4, adm_in_channels=2048)
-    model = tiny_models._on_meta(ControlNetEmbedder, num_layers=2, main_model_double=4, double_y_emb=True, **sizes)
-    shapes = {name: shape for name, shape in tiny_models._shapes_of(model).items() if "orig_y_embedder" not in name}
-    return tiny_models._save(path, shapes | {"control_type": (1,)}, dtype, 0)
+    model = tiny_models.on_meta(ControlNetEmbedder, num_layers=2, main_model_double=4, double_y_emb=True, **sizes)
+    shapes = {name: shape for name, shape in tiny_models.shapes_of(model).items() if "orig_y_embedder" not in name}
+    return tiny_models.write_shapes(path, shapes | {"control_type": (1,)}, dtype, 0)
 
 
 KINDS: dict[str, Callable[[Path], Path]] = {"sd15": sd15, "sd15_diffusers": sd15_diffusers, "flux": flux, "flux_diffusers": flux_diffusers, "qwen": qwen}
@@ -115,7 +115,7 @@ def _cldm(config: dict) -> tiny_models.Shapes:
     from comfy.cldm.cldm import ControlNet
 
     own = {name: value for name, value in config.items() if name != "out_channels"}
-    return tiny_models._shapes_of(tiny_models._on_meta(ControlNet, hint_channels=3, **own))
+    return tiny_models.shapes_of(tiny_models.on_meta(ControlNet, hint_channels=3, **own))
 
 
 def _flux(latent_input: bool) -> tiny_models.Shapes:
@@ -127,4 +127,4 @@ def _flux(latent_input: bool) -> tiny_models.Shapes:
         **dict(patch_size=2, qkv_bias=True, guidance_embed=True, txt_ids_dims=[]),
     }
     more = {"control_latent_channels": 16} if latent_input else {}
-    return tiny_models._shapes_of(tiny_models._on_meta(ControlNetFlux, latent_input=latent_input, **more, **config))
+    return tiny_models.shapes_of(tiny_models.on_meta(ControlNetFlux, latent_input=latent_input, **more, **config))

@@ -57,7 +57,7 @@ OVERFLOWS = {
     "sdxl": {
         "ffn": {r"transformer_blocks\.0\.ff\.net\.0\.proj\.weight": 128, r"transformer_blocks\.0\.ff\.net\.2\.weight": 64},
         "residual": {r"transformer_blocks\.\d\.(ff\.net\.2|attn1\.to_out\.0)\.weight": 1e5},
-        "attention": {r"input_blocks\.4\.1\.transformer_blocks\.0\.attn1\.to_[qk]\.weight": 300},
+        "attention": {r"input_blocks\.[34]\.1\.transformer_blocks\.0\.attn1\.to_[qk]\.weight": 300},
         "convolution": {r"in_layers\.2\.weight": 1e5, r"out_layers\.3\.weight": 1e5},
         "embedding": {r"label_emb\.0\.0\.weight": 1e3, r"label_emb\.0\.2\.weight": 1e3},
     },

@@ -23,8 +23,11 @@ class GGMLTensor(torch.Tensor):
         data.tensor_type, data.tensor_shape, data.patches = SimpleNamespace(name="Q8_0"), values.shape, []
         return data
 
+    def detach(self) -> GGMLTensor:
+        return self
 
-class GGMLLinear(comfy.ops.manual_cast.Linear):
+
+class Linear(comfy.ops.manual_cast.Linear):
     def is_ggml_quantized(self) -> bool:
         return isinstance(self.weight, GGMLTensor)
 
@@ -49,9 +52,10 @@ def pack(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Pack the Linear layers inside of blocks; returns their values, by layer."""
     values = {}
     for name, module in model.named_modules():
-        if type(module) is comfy.ops.manual_cast.Linear and "blocks." in name:
+        if isinstance(module, comfy.ops.disable_weight_init.Linear) and "blocks." in name:
             packed = GGMLTensor.of(module.weight.detach().float())
-            module.__class__ = GGMLLinear
+            module.__class__ = Linear
             module.weight = torch.nn.Parameter(packed, requires_grad=False)
             values[name] = module.get_weight(module.weight, torch.float32)
+    assert values, "no layer to pack"
     return values

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from support.families import noise
-from support.tiny_models import _save, _shapes_of, _tensors, sized, with_weights
+from support.tiny_models import shapes_of, sized, tensors_of_shapes, with_weights, write_shapes
 
 CLASSES = {
     "hidream": "comfy.ldm.hidream.model.HiDreamImageTransformer2DModel",
@@ -120,10 +120,10 @@ def write(family: str, path: Path, dtype: torch.dtype = torch.bfloat16, seed: in
     module, _, name = CLASSES[family].rpartition(".")
     build = getattr(importlib.import_module(module), name)
     with with_weights():
-        shapes = _shapes_of(build(**SMALL[family], dtype=torch.float32, device="cpu", operations=comfy.ops.disable_weight_init))
+        shapes = shapes_of(build(**SMALL[family], dtype=torch.float32, device="cpu", operations=comfy.ops.disable_weight_init))
     if family != "stable_audio":
-        return _save(path, shapes, dtype, seed, metadata=sized(SMALL[family], PUBLISHED.get(family)))
-    tensors = dict(_tensors(shapes, dtype, seed)) | _embedders_of_seconds(seed)
+        return write_shapes(path, shapes, dtype, seed, metadata=sized(SMALL[family], PUBLISHED.get(family)))
+    tensors = dict(tensors_of_shapes(shapes, dtype, seed)) | _embedders_of_seconds(seed)
     save_file(tensors, str(path), metadata=sized(SMALL[family]))
     return path
 
@@ -132,8 +132,8 @@ def _embedders_of_seconds(seed: int) -> dict[str, torch.Tensor]:
     from comfy.ldm.audio.embedders import NumberConditioner
 
     with with_weights():
-        shapes = _shapes_of(NumberConditioner(768))
-    made = {start: _tensors(shapes, torch.float32, seed) for start in ("seconds_start", "seconds_total")}
+        shapes = shapes_of(NumberConditioner(768))
+    made = {start: tensors_of_shapes(shapes, torch.float32, seed) for start in ("seconds_start", "seconds_total")}
     return {f"conditioner.conditioners.{start}.{name}": tensor for start, tensors in made.items() for name, tensor in tensors}
 
 

@@ -43,7 +43,7 @@ def wan(
 ) -> Path:
     """Write a Wan2.1 text-to-video model. `scale` multiplies the named tensors, to make layers overflow on purpose."""
     config = {} if text_dim == 4096 else {"config": json.dumps({"transformer": {"text_dim": text_dim}})}
-    return _save(path, wan_shapes(dim, blocks, ffn, in_dim, text_dim), dtype, seed, scale=scale, metadata=config)
+    return write_shapes(path, wan_shapes(dim, blocks, ffn, in_dim, text_dim), dtype, seed, scale=scale, metadata=config)
 
 
 def wan_overflowing(path: Path, **options: object) -> Path:
@@ -80,7 +80,7 @@ def wan_vae(path: Path, dtype: torch.dtype = torch.float32, dim: int = 16, seed:
     options = {"dim_mult": [1, 2, 4, 4], "num_res_blocks": 2, "temperal_downsample": [False, True, True]}
     with with_weights(), torch.device("meta"):
         model = module.WanVAE(dim=dim, z_dim=16, **options)
-    return _save(path, _shapes_of(model), dtype, seed)
+    return write_shapes(path, shapes_of(model), dtype, seed)
 
 
 def flux(path: Path, dtype: torch.dtype = torch.bfloat16, hidden: int = 256, seed: int = 0) -> Path:
@@ -92,7 +92,7 @@ def flux(path: Path, dtype: torch.dtype = torch.bfloat16, hidden: int = 256, see
         **dict(num_heads=hidden // 128, depth=1, depth_single_blocks=1, axes_dim=[16, 56, 56], theta=10000),
         **dict(patch_size=2, qkv_bias=True, guidance_embed=True, txt_ids_dims=[]),
     }
-    return _save(path, _shapes_of(_on_meta(Flux, **config)), dtype, seed)
+    return write_shapes(path, shapes_of(on_meta(Flux, **config)), dtype, seed)
 
 
 def sd3(path: Path, dtype: torch.dtype = torch.float16, depth: int = 2, seed: int = 0) -> Path:
@@ -105,7 +105,7 @@ def sd3(path: Path, dtype: torch.dtype = torch.float16, depth: int = 2, seed: in
         **dict(patch_size=2, in_channels=16, out_channels=16, depth=depth, adm_in_channels=2048),
         "context_embedder_config": context,
     }
-    return _save(path, _shapes_of(_on_meta(OpenAISignatureMMDITWrapper, **config)), dtype, seed)
+    return write_shapes(path, shapes_of(on_meta(OpenAISignatureMMDITWrapper, **config)), dtype, seed)
 
 
 def hunyuan_video(path: Path, dtype: torch.dtype = torch.bfloat16, hidden: int = 256, seed: int = 0) -> Path:
@@ -118,15 +118,15 @@ def hunyuan_video(path: Path, dtype: torch.dtype = torch.bfloat16, hidden: int =
         **dict(patch_size=[1, 2, 2], qkv_bias=True, guidance_embed=True, byt5=False, meanflow=False),
         **dict(use_cond_type_embedding=False, vision_in_dim=None, meanflow_sum=False),
     }
-    return _save(path, _shapes_of(_on_meta(HunyuanVideo, **config)), dtype, seed)
+    return write_shapes(path, shapes_of(on_meta(HunyuanVideo, **config)), dtype, seed)
 
 
 def ltxv(path: Path, dtype: torch.dtype = torch.bfloat16, head_dim: int = 8, layers: int = 2, seed: int = 0) -> Path:
     """Write an LTX-Video model with 32 heads."""
     from comfy.ldm.lightricks.model import LTXVModel
 
-    model = _on_meta(LTXVModel, num_layers=layers, attention_head_dim=head_dim, cross_attention_dim=32 * head_dim)
-    return _save(path, _shapes_of(model), dtype, seed)
+    model = on_meta(LTXVModel, num_layers=layers, attention_head_dim=head_dim, cross_attention_dim=32 * head_dim)
+    return write_shapes(path, shapes_of(model), dtype, seed)
 
 
 def anima(path: Path, dtype: torch.dtype = torch.bfloat16, hidden: int = 256, seed: int = 0) -> Path:
@@ -138,45 +138,45 @@ def anima(path: Path, dtype: torch.dtype = torch.bfloat16, hidden: int = 256, se
         **dict(model_channels=hidden, concat_padding_mask=True, crossattn_emb_channels=1024, pos_emb_cls="rope3d"),
         **dict(pos_emb_learnable=True, use_adaln_lora=True, adaln_lora_dim=256, extra_per_block_abs_pos_emb=False),
     }
-    return _save(path, _shapes_of(_on_meta(Anima, **config)), dtype, seed)
+    return write_shapes(path, shapes_of(on_meta(Anima, **config)), dtype, seed)
 
 
 def qwen_image(path: Path, dtype: torch.dtype = torch.bfloat16, layers: int = 1, seed: int = 0) -> Path:
     """Write a Qwen-Image model with one block of the real width."""
     from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel
 
-    model = _on_meta(QwenImageTransformer2DModel, in_channels=64, num_layers=layers)
-    return _stream(path, _shapes_of(model), dtype, seed)
+    model = on_meta(QwenImageTransformer2DModel, in_channels=64, num_layers=layers)
+    return _stream(path, shapes_of(model), dtype, seed)
 
 
 def z_image(path: Path, dtype: torch.dtype = torch.bfloat16, layers: int = 2, seed: int = 0) -> Path:
     """Write a Z-Image model of the real width with two layers and the four refiner blocks ComfyUI expects."""
     from comfy.ldm.lumina.model import NextDiT
 
-    return _stream(path, _shapes_of(_on_meta(NextDiT, **z_image_config(heads=30, layers=layers))), dtype, seed)
+    return _stream(path, shapes_of(on_meta(NextDiT, **z_image_config(heads=30, layers=layers))), dtype, seed)
 
 
 def sdxl(path: Path, dtype: torch.dtype = torch.float16, seed: int = 0) -> Path:
     """Write an SDXL UNet: the real transformer depths, every level 320 channels wide (0.15 billion parameters)."""
-    return _save(path, _shapes_of(_unet(sdxl_unet_config())), dtype, seed)
+    return write_shapes(path, shapes_of(unet(sdxl_unet_config())), dtype, seed)
 
 
 def segmind_vega(path: Path, dtype: torch.dtype = torch.float16, seed: int = 0) -> Path:
     """Write a Segmind Vega UNet, SDXL with fewer transformer blocks: every level 320 channels wide, two of them in the up path."""
     depths = {"transformer_depth": [0, 0, 1, 1, 2, 2], "transformer_depth_output": [0, 0, 0, 1, 0, 0, 1, 0, 0]}
-    return _save(path, _shapes_of(_unet(sdxl_unet_config() | depths)), dtype, seed)
+    return write_shapes(path, shapes_of(unet(sdxl_unet_config() | depths)), dtype, seed)
 
 
 def sd15_unet(path: Path, dtype: torch.dtype = torch.float16, seed: int = 0) -> Path:
     """Write the UNet of :func:`sd15_checkpoint` alone."""
-    return _save(path, _shapes_of(_unet(sd15_unet_config())), dtype, seed)
+    return write_shapes(path, shapes_of(unet(sd15_unet_config())), dtype, seed)
 
 
 def sd15_checkpoint(path: Path, dtype: torch.dtype = torch.float16, seed: int = 0) -> Path:
     """Stream a full Stable Diffusion 1.5 checkpoint: a one-level UNet, CLIP-L and a VAE with a narrow decoder."""
     parts = {
-        "model.diffusion_model.": _shapes_of(_unet(sd15_unet_config())),
-        "first_stage_model.": _shapes_of(_autoencoder(decoder_channels=32)),
+        "model.diffusion_model.": shapes_of(unet(sd15_unet_config())),
+        "first_stage_model.": shapes_of(_autoencoder(decoder_channels=32)),
         "cond_stage_model.transformer.": clip_l_shapes(),
     }
     return _stream(path, {prefix + k: v for prefix, shapes in parts.items() for k, v in shapes.items()}, dtype, seed)
@@ -184,7 +184,7 @@ def sd15_checkpoint(path: Path, dtype: torch.dtype = torch.float16, seed: int = 
 
 def sd_vae(path: Path, dtype: torch.dtype = torch.float16, seed: int = 0) -> Path:
     """Write a Stable Diffusion VAE, 4 latent channels, with a narrow decoder (the encoder's width is fixed)."""
-    return _save(path, _shapes_of(_autoencoder(decoder_channels=32)), dtype, seed)
+    return write_shapes(path, shapes_of(_autoencoder(decoder_channels=32)), dtype, seed)
 
 
 FAMILIES = {"wan": wan, "flux": flux, "sd3": sd3, "hunyuan_video": hunyuan_video, "ltxv": ltxv, "sdxl": sdxl}
@@ -229,10 +229,11 @@ def _named(metadata: dict | None, key: str) -> dict:
 
 
 def narrow_sdxl(path: Path, dtype: torch.dtype = torch.float16, seed: int = 0, shallow: bool = True) -> Path:
-    """Write an SDXL UNet 64 channels wide instead of 320, with one head instead of five; ``shallow``: 2 blocks where it has 10."""
+    """Write an SDXL UNet 64 channels wide instead of 320, with one head instead of five; ``shallow``: one block of each kind at each level, where it has up to 20."""
     config = sdxl_unet_config()
-    sizes = {"model_channels": 64} | ({"transformer_depth": [0, 0, 1, 1, 2, 2]} if shallow else {})
-    return _save(path, _shapes_of(_unet(config | sizes)), dtype, seed, metadata=sized(sizes, {key: config[key] for key in sizes}))
+    depths = {"num_res_blocks": [1, 1, 1], "transformer_depth": [0, 1, 1], "transformer_depth_output": [0, 0, 1, 1, 1, 1]}
+    sizes = {"model_channels": 64} | (depths if shallow else {})
+    return write_shapes(path, shapes_of(unet(config | sizes)), dtype, seed, metadata=sized(sizes, {key: config[key] for key in sizes}))
 
 
 def narrow_qwen_image(path: Path, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Path:
@@ -240,8 +241,8 @@ def narrow_qwen_image(path: Path, dtype: torch.dtype = torch.bfloat16, seed: int
     from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel
 
     sizes = {"num_attention_heads": 2}
-    model = _on_meta(QwenImageTransformer2DModel, in_channels=64, num_layers=1, **sizes)
-    return _save(path, _shapes_of(model), dtype, seed, metadata=sized(sizes))
+    model = on_meta(QwenImageTransformer2DModel, in_channels=64, num_layers=1, **sizes)
+    return write_shapes(path, shapes_of(model), dtype, seed, metadata=sized(sizes))
 
 
 def narrow_z_image(path: Path, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Path:
@@ -249,7 +250,7 @@ def narrow_z_image(path: Path, dtype: torch.dtype = torch.bfloat16, seed: int = 
     from comfy.ldm.lumina.model import NextDiT
 
     sizes = z_image_config(heads=2)
-    return _save(path, _shapes_of(_on_meta(NextDiT, **sizes)), dtype, seed, metadata=sized(sizes, {"dim": 3840}))
+    return write_shapes(path, shapes_of(on_meta(NextDiT, **sizes)), dtype, seed, metadata=sized(sizes, {"dim": 3840}))
 
 
 def krea2(path: Path, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Path:
@@ -257,8 +258,8 @@ def krea2(path: Path, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Pat
     from comfy.ldm.krea2.model import SingleStreamDiT
 
     sizes = {"txtheads": 1, "txtkvheads": 1, "multiplier": 1}
-    model = _on_meta(SingleStreamDiT, features=256, txtdim=128, heads=2, kvheads=1, layers=2, txtlayers=2, **sizes)
-    return _save(path, _shapes_of(model), dtype, seed, metadata=sized(sizes))
+    model = on_meta(SingleStreamDiT, features=256, txtdim=128, heads=2, kvheads=1, layers=2, txtlayers=2, **sizes)
+    return write_shapes(path, shapes_of(model), dtype, seed, metadata=sized(sizes))
 
 def chroma(path: Path, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Path:
     """Write a Chroma model with 2 heads instead of 24, two double blocks and a single block."""
@@ -269,7 +270,7 @@ def chroma(path: Path, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Pa
         **dict(in_channels=64, out_channels=64, context_in_dim=4096, hidden_size=256, mlp_ratio=4.0, depth=2, depth_single_blocks=1),
         **dict(axes_dim=[16, 56, 56], theta=10000, patch_size=2, qkv_bias=True, in_dim=64, txt_ids_dims=[], vec_in_dim=None),
     }
-    return _save(path, _shapes_of(_on_meta(Chroma, **config, **sizes)), dtype, seed, metadata=sized(sizes))
+    return write_shapes(path, shapes_of(on_meta(Chroma, **config, **sizes)), dtype, seed, metadata=sized(sizes))
 
 
 def lumina2(path: Path, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Path:
@@ -280,7 +281,7 @@ def lumina2(path: Path, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> P
         **dict(patch_size=2, in_channels=16, dim=256, cap_feat_dim=2304, n_layers=2, qk_norm=True, n_heads=2, n_kv_heads=1),
         **dict(axes_dims=[32, 48, 48], axes_lens=[300, 512, 512], rope_theta=10000.0, ffn_dim_multiplier=4.0),
     }
-    return _save(path, _shapes_of(_on_meta(NextDiT, **sizes)), dtype, seed, metadata=sized(sizes, {"dim": 2304}))
+    return write_shapes(path, shapes_of(on_meta(NextDiT, **sizes)), dtype, seed, metadata=sized(sizes, {"dim": 2304}))
 
 
 NARROW = {"sdxl": narrow_sdxl, "qwen_image": narrow_qwen_image, "z_image": narrow_z_image}
@@ -356,10 +357,10 @@ def _unet_config(conditioning: dict, levels: dict) -> dict:
     return fixed | {"use_spatial_transformer": True, "transformer_depth_middle": 1} | conditioning | levels
 
 
-def _unet(config: dict) -> torch.nn.Module:
+def unet(config: dict) -> torch.nn.Module:
     from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 
-    return _on_meta(UNetModel, **config)
+    return on_meta(UNetModel, **config)
 
 
 def _autoencoder(decoder_channels: int) -> torch.nn.Module:
@@ -382,14 +383,14 @@ def with_weights() -> Iterator[None]:
         yield
 
 
-def _on_meta(build: type, **config: object) -> torch.nn.Module:
+def on_meta(build: type, **config: object) -> torch.nn.Module:
     import comfy.ops
 
     with with_weights(), torch.device("meta"):
         return build(**config, dtype=torch.float32, device="meta", operations=comfy.ops.disable_weight_init)
 
 
-def _shapes_of(module: torch.nn.Module) -> Shapes:
+def shapes_of(module: torch.nn.Module) -> Shapes:
     return {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
 
 
@@ -423,7 +424,7 @@ def _std_and_mean(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
     return math.prod(shape[1:]) ** -0.5 if len(shape) > 1 else 0.02, 0.0
 
 
-def _tensors(shapes: Shapes, dtype: torch.dtype, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_of_shapes(shapes: Shapes, dtype: torch.dtype, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     pool = torch.randn(min(POOL_SIZE, sum(map(math.prod, shapes.values())) + 1), generator=generator)
     for name, shape in shapes.items():
@@ -440,10 +441,10 @@ def _take(pool: torch.Tensor, start: int, count: int) -> torch.Tensor:
     return pool.repeat(repeats)[start : start + count]
 
 
-def _save(
+def write_shapes(
     path: Path, shapes: Shapes, dtype: torch.dtype, seed: int, scale: dict | None = None, metadata: dict | None = None
 ) -> Path:
-    tensors = dict(_tensors(shapes, dtype, seed))
+    tensors = dict(tensors_of_shapes(shapes, dtype, seed))
     for name, factor in (scale or {}).items():
         tensors[name] = tensors[name] * factor
     save_file(tensors, str(path), metadata={"format": "pt", **(metadata or {})})
@@ -460,7 +461,7 @@ def _stream(path: Path, shapes: Shapes, dtype: torch.dtype, seed: int) -> Path:
     text += b" " * (-len(text) % 8)
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for _, tensor in _tensors(shapes, dtype, seed):
+        for _, tensor in tensors_of_shapes(shapes, dtype, seed):
             file.write(memoryview(tensor.flatten().view(torch.uint8).numpy()))
     return Path(path)
 

@@ -32,6 +32,8 @@ from ..comfyui.code_owner import packs_on
 from ..comfyui.execution import is_compiled, is_on_several_devices, is_oom
 from ..comfyui.kernels import DEQUANTIZED, general_operations
 from ..comfyui.layers import top_level_parts
+from ..comfyui.page import WATCHED
+from ..compute.executor import quantized_attention
 from ..compute.layer_modes import layer_kernels, planned_modes_of, stream_dtype
 from ..guard.escalation import Guarded, WiderModel, hooked
 from ..guard.failure import ModelCall, images_of, sigma_of, step_of
@@ -56,8 +58,13 @@ GUIDANCE_FACTOR = 1000.0
 STEP_CACHE_KEY = "easycache"
 
 
-def checking(setting: str) -> Callable[..., DriftCheck | None] | None:
-    """Return the factory of checks for a node's ``check`` input; None for off."""
+def checking(setting: str, patcher: ModelPatcher, node_id: str | None) -> Callable[..., DriftCheck | None] | None:
+    """Return the factory of checks for a node's ``check`` input; None for off.
+
+    A guard that *Guard every run* adds has no such input: it checks the first step if the attention is quantized.
+    """
+    if setting == "off" and node_id and node_id.startswith(WATCHED) and quantized_attention(patcher):
+        setting = "first step"
     return None if setting == "off" else functools.partial(check_of, setting)
 
 
@@ -189,7 +196,8 @@ class DriftCheck:
         if min(decibels) < threshold:
             images = images_of(self.call, result)
             rows = {row % images for row, snr in enumerate(decibels) if snr < threshold}
-            event = drift.drift_event(self.report, min(decibels), threshold, sorted(rows))
+            attention = quantized_attention(self.patcher)
+            event = drift.drift_event(self.report, min(decibels), threshold, sorted(rows), attention)
             self.log.note_drift(event, drift.drift_sentence(event))
 
     def _in_fp32(self, run: Run) -> torch.Tensor:

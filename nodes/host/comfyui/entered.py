@@ -5,7 +5,8 @@ of Qwen 3.x text encoders by one combined weight (#17361); after 0.33 Z-Image mu
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -16,10 +17,10 @@ LISTS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
 
 
 @contextlib.contextmanager
-def modules_entered() -> Iterator[set[torch.nn.Module]]:
-    """Collect the modules that are called in the context, on any thread, where compiled code runs as plain torch."""
-    entered: set[torch.nn.Module] = set()
-    handle = register_module_forward_pre_hook(lambda module, args: entered.add(module))
+def modules_entered() -> Iterator[Counter[torch.nn.Module]]:
+    """Count the calls of modules in the context, on any thread, where compiled code runs as plain torch."""
+    entered: Counter[torch.nn.Module] = Counter()
+    handle = register_module_forward_pre_hook(lambda module, args: entered.update((module,)))
     try:
         with compile_disabled():
             yield entered
@@ -28,10 +29,10 @@ def modules_entered() -> Iterator[set[torch.nn.Module]]:
 
 
 def passed_by(
-    model: torch.nn.Module, layers: Iterable[torch.nn.Module], entered: set[torch.nn.Module]
+    model: torch.nn.Module, layers: Mapping[torch.nn.Module, int], entered: Counter[torch.nn.Module]
 ) -> list[torch.nn.Module]:
-    """List those of the layers, which were not entered, that have a neighbour which was: the module that holds them, or
-    another layer in it."""
+    """List the layers that ran less often than the module that holds them, as where decoding passes by them, and those
+    that did not run although another layer in that module did. ``layers``: layer -> how often it ran."""
     holders = {child: holder for holder in model.modules() for child in holder.children()}
 
     def holder_of(module: torch.nn.Module) -> torch.nn.Module:
@@ -40,4 +41,5 @@ def passed_by(
 
     leaves = (module for module in holders if module in entered and next(module.children(), None) is None)
     active = {*entered, *map(holder_of, leaves)}
-    return [layer for layer in layers if holder_of(layer) in active]
+    least = {layer: max(entered[holder_of(layer)], holder_of(layer) in active) for layer in layers}
+    return [layer for layer, runs in layers.items() if runs < least[layer]]

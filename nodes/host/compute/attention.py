@@ -20,6 +20,20 @@ from ..replay.call import Call
 
 _parts: weakref.WeakKeyDictionary[torch.nn.Module, list[weakref.ref]] = weakref.WeakKeyDictionary()
 UNFUSED = ("attention_basic", "attention_split", "attention_sub_quad")
+ATTENTIONS = {
+    "attention_pytorch": "PyTorch's",
+    "attention_sage": "SageAttention's",
+    "attention3_sage": "SageAttention 3's",
+    "attention_comfy_kitchen_int8": "comfy-kitchen's int8",
+    "attention_flash": "FlashAttention's",
+    "attention_xformers": "xformers'",
+    "attention_sub_quad": "sub-quadratic",
+    "attention_split": "split",
+    "attention_basic": "basic",
+}
+"""ComfyUI's function -> what people call it."""
+KITCHEN = "attention_comfy_kitchen_int8"
+QUANTIZED = (KITCHEN, "attention_sage", "attention3_sage")
 EXACT = ("attention_pytorch", *UNFUSED)
 """ComfyUI's attentions that compute in fp32 for fp32 inputs: they neither quantize nor accumulate in fp16."""
 BOUNDED = frozenset((*ATTENTION, "_inside_attn_wrapper"))
@@ -97,6 +111,17 @@ def _entry(forward: Callable, override: Callable, inputs: Callable | None) -> Ca
 
     vars(run)["behind"] = forward
     return run
+
+
+def function_name(attention: Callable) -> str:
+    return getattr(attention, "__name__", type(attention).__name__)
+
+
+def chosen_by(override: Callable) -> Callable:
+    """Return the attention of ComfyUI's that an override runs, which it holds as a variable (``ModelAttentionBackend``,
+    0.33, and KJNodes' SageAttention); the override itself without one."""
+    held = inspect.getclosurevars(override).nonlocals.values() if inspect.isfunction(override) else ()
+    return next((each for each in held if function_name(each) in ATTENTIONS), override)
 
 
 def fuses_by_default() -> bool:

@@ -19,7 +19,7 @@ from ..comfyui.attributes import FULL_PRECISION, casting, is_forced_to_cast, not
 from ..comfyui.gate import entering, is_unequal, ran_own
 from ..comfyui.layers import is_quantized
 from ..comfyui.weights import Bound, exchanged, has_own_forward, only_multiplies, weights_of
-from .bound import FP8_RESULT, Fp8Linear, Int8Linear
+from .bound import FP8_RESULT, Fp8Linear, Int8Linear, stated_scale
 
 Forward = Callable[..., torch.Tensor]
 
@@ -57,7 +57,7 @@ class PlannedLayers:
         """Create the layer's product as a bound method; torch.compile would compile a separate graph for an object.
         None for a layer that calls its own forward."""
         if decision.mode == FP8.name and not has_own_forward(layer) and not is_unequal(layer):
-            self.fp8[name] = Fp8Linear(layer)
+            self.fp8[name] = Fp8Linear(layer, stated_scale(layer, name, self.calibration))
             return self.fp8[name].__call__
         if decision.mode == FP16_WIDE.name and only_multiplies(layer):
             scale, weights = self.calibration.scale(name), weights_of(layer)
@@ -124,7 +124,17 @@ class PlannedLayers:
             name: (each.observed_mode, each.scale.is_watched, each.finite is None)
             for name, each in self.operations.items()
         }
-        return {**self.planned_modes(), **watched}
+        measures = {name: each.stated is None or each.stated.scale is None for name, each in self.fp8.items()}
+        return {**self.planned_modes(), **watched, **measures}
+
+    @property
+    def uses_stated_scales(self) -> bool:
+        """True if the file's scale is used for the input of some layer."""
+        return any(each.stated and each.stated.scale is not None for each in self.fp8.values())
+
+    def input_scales(self) -> dict[str, str]:
+        """Return layer -> how its input is scaled, for the layers whose file states a scale; empty before a call."""
+        return {name: each.stated.reason for name, each in self.fp8.items() if each.stated}
 
     @property
     def fp16_flops(self) -> int:

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import ExitStack
 
+import comfy.ldm.modules.attention
 from comfy.model_patcher import ModelPatcher
 
 from ....precision.base.message import Message
@@ -11,13 +12,15 @@ from ....precision.base.modes import INT8
 from ....precision.base.patching import patched
 from ....precision.plan.choice import WithoutEffect
 from ....precision.plan.compute import ComputePlan
-from ..comfyui.execution import Make, adapts_text, conditions_through, trains
+from ..comfyui.attributes import kernel_of_file
+from ..comfyui.execution import Make, adapts_text, conditions_through, is_compiled, trains
 from ..comfyui.gate import met_in
+from ..comfyui.known_calls import OVERRIDE
 from ..comfyui.layers import modules_of
 from ..comfyui.page import add_to_badge, running_node_id
 from ..replay.call import Call
 from ..replay.interceptor import COMPUTE, Acting, Stage, put_stage, take_stages
-from .attention import fuses_by_default
+from .attention import ATTENTIONS, QUANTIZED, chosen_by, function_name, fuses_by_default
 from .core_layers import is_fp8
 from .per_model import PerModel, runs_in
 from .planned_model import PlannedModel, estimated_in_fp32
@@ -58,6 +61,20 @@ def may_fall_back(patcher) -> bool:
     """True if a patcher's plan has a fallback, and its model does not run in it yet."""
     compute = compute_of(patcher)
     return bool(compute and compute.fallback)
+
+
+def quantized_attention(patcher: ModelPatcher) -> str:
+    """Name the attention with quantized operands that a node, the model's file or ComfyUI's command line chose for a
+    model; "" for another."""
+    if override := patcher.model_options.get("transformer_options", {}).get(OVERRIDE):
+        names = [function_name(chosen_by(override))]
+    else:
+        compute = compute_of(patcher)
+        modules = () if compute and compute.overrides_attention else modules_of(patcher.model).values()
+        asked = filter(None, map(kernel_of_file, modules))
+        names = [f"attention_{kernel}" for kernel, is_there in asked if is_there]
+        names.append(function_name(comfy.ldm.modules.attention.optimized_attention))
+    return next((ATTENTIONS[name] for name in names if name in QUANTIZED), "")
 
 
 class Compute(Stage):
@@ -162,6 +179,12 @@ class Compute(Stage):
         run, adapter = self.runs.last_of(patcher), self.adapters.last_of(patcher)
         adapted = adapter.calibration.flops if adapter else {}
         return frozenset(name for name in run.not_called if not adapted.get(name)) if run else frozenset()
+
+    def input_scales(self, patcher: ModelPatcher) -> dict[str, str]:
+        """Return layer -> how its input is scaled, for fp8 products of layers whose file states a scale. A compiled
+        graph always computes the scale."""
+        run = None if is_compiled(patcher) else self.runs.last_of(patcher)
+        return run.layers.input_scales() if run else {}
 
     def fp16_share_text(self, patcher: ModelPatcher) -> str:
         """Describe the share of matmul FLOPs with fp16 operands in one line; empty before a call or without matmuls."""

@@ -43,6 +43,14 @@ def runs_in(model: torch.nn.Module) -> RunsIn:
     return _runs_in.setdefault(model, RunsIn())
 
 
+class AddsToResults:
+    """Base of a ModelPatcher that adds LoRAs to results in place of weights."""
+
+    def leaves_weights_alone(self) -> bool:
+        """True if no patch is merged into any weight."""
+        raise NotImplementedError
+
+
 class ModelRun(Protocol):
     """State that a wrapper learned of one model. ``modules``: the modules it patches, by name. ``forwards``: ids of the
     foreign forwards found on these modules when this run was created."""
@@ -137,9 +145,8 @@ class PerModel(Generic[Run]):
 
     def _state(self, model: torch.nn.Module) -> tuple:
         patcher = model.current_patcher
-        unmerged = getattr(patcher, "leaves_weights_alone", None)
-        weights = None if unmerged and unmerged() else weight_state(model)
-        return weights, hooks_of(patcher), *self._settings(patcher)
+        alone = isinstance(patcher, AddsToResults) and patcher.leaves_weights_alone()
+        return None if alone else weight_state(model), hooks_of(patcher), *self._settings(patcher)
 
 
 def forwards_on(modules: dict[str, torch.nn.Module]) -> list[int]:

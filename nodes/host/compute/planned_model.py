@@ -3,7 +3,7 @@
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,9 +15,11 @@ from ....precision.base.flags import fp32_accumulation
 from ....precision.base.layer_names import are_alike
 from ....precision.base.modes import FP16_WIDE, INT8
 from ....precision.base.patching import Patch, patched
+from ....precision.base.surroundings import own_dtypes
 from ....precision.plan.compute import ComputePlan
 from ..comfyui.attributes import MEMORY_ESTIMATE, cast_dtype, casting, scaled_input, with_cast_dtype, with_scaled_input
-from ..comfyui.execution import switches_by_layer
+from ..comfyui.execution import is_compiled, switches_by_layer
+from ..comfyui.gate import entering
 from ..comfyui.layers import is_quantized, modules_of
 from ..comfyui.weights import calling_layers, uncast_norm
 from ..replay.calibrated import CalibratedActing
@@ -35,6 +37,7 @@ class PlannedModel(CalibratedActing):
     """Run the calls of a model of ComfyUI under a plan, and record their modes and ranges.
 
     ``binds``: fp8 layers without a decision, whose weights ComfyUI unpacks in each call, have them looked up once.
+    ``is_in_fp32``: all values between layers are fp32, which a caller's autocast would round to 16 bit.
     """
 
     def __init__(self, plan: ComputePlan, model, binds: bool = False):
@@ -44,6 +47,7 @@ class PlannedModel(CalibratedActing):
         self.modules = {**decided, **follow} if binds else decided
         self.forwards = forwards_on(self.modules)
         self.plan = plan
+        self.is_in_fp32 = plan.is_safe
         self._safe, self._mixes = plan.is_safe, plan.mixes_fp32_in  # a graph breaks where it reads the plan's mappings
         self._holds_sums = holds_sums(plan)
         self._model: Callable[[], Any] = weakref.ref(model)  # alive in its own calls, where it is asked for
@@ -66,7 +70,7 @@ class PlannedModel(CalibratedActing):
         for name, module in in_int8.items():
             self._patches += int8_patches(module, plan.decisions[name], plan.activation_dtype)
         if binds:
-            self._patches += [(module, "forward", bound_forward(module)) for module in follow.values()]
+            self._patches += [(each, "forward", entering(each, bound_forward(each))) for each in follow.values()]
         self.calling = calling_layers(decided.values())
         if plan.is_safe:
             self._patches += [patch for module in named.values() for patch in uncast_norm(module)]
@@ -99,8 +103,7 @@ class PlannedModel(CalibratedActing):
         self._settle_flags()
 
         def once():
-            sums, compiler = self._scopes()
-            with sums, compiler, self.calling, patched(patches()):
+            with self._scope(), self.calling, patched(patches()):
                 return make()
 
         return self.calibration.run(once)
@@ -112,9 +115,8 @@ class PlannedModel(CalibratedActing):
     @contextmanager
     def attempt(self, call: Call) -> Iterator[None]:
         measuring = self.calibration.attempt()
-        sums, compiler = self._scopes()
         attention = attending(call.model, call, self.attend, self.inputs)
-        with measuring, sums, compiler, self.calling, patched(self.patches_of_call()), attention:
+        with measuring, self._scope(), self.calling, patched(self.patches_of_call()), attention:
             yield
 
     def stands(self, result: torch.Tensor) -> bool:
@@ -130,13 +132,18 @@ class PlannedModel(CalibratedActing):
         self._sums_off = self._holds_sums or (self._is_wide and not switches_by_layer(patcher))
         self.layers.switches_flags = not self._has_rules or switches_by_layer(patcher)
         self.calibration.by_layer = not self._sums_off
+        self.calibration.rechecks = self.layers.uses_stated_scales and not is_compiled(patcher)
 
-    def _scopes(self) -> tuple[AbstractContextManager, AbstractContextManager]:
-        """Prepare an attempt. Returns the scopes of accumulation and of ComfyUI's compiler for it."""
+    @contextmanager
+    def _scope(self) -> Iterator[None]:
+        """Prepare an attempt, and hold accumulation, ComfyUI's compiler and a caller's autocast for it."""
         self.attention.begin()
         self.ruled.begin()
         sums = fp32_accumulation() if self._sums_off else nullcontext()
-        return sums, nullcontext() if self.allocates_alike() else compiler_off()
+        compiler = nullcontext() if self.allocates_alike() else compiler_off()
+        own = own_dtypes(self._model().current_patcher.load_device) if self.is_in_fp32 else nullcontext()
+        with sums, compiler, own:
+            yield
 
     def blocks_are_alike(self) -> bool:
         decisions = self.plan.decisions

@@ -16,7 +16,6 @@ from ....precision.base.modes import FP8, FP16_WIDE, FP32, modes_named
 from ....precision.base.nested import floats_in
 from ....precision.base.options import Stream
 from ....precision.base.patching import Patch
-from ....precision.base.surroundings import own_dtypes
 from ....precision.formats.layer_plan import LayerPlan
 from ....precision.guard.localize import Origin
 from ....precision.plan.compute import ComputePlan
@@ -57,6 +56,7 @@ class WiderModel(PlannedModel):
         if self.everywhere:  # other layers run as their code has it, on fp32 activations
             self.decided |= dict.fromkeys(modules.keys() - decisions.keys(), FP32.name)
         super().__init__(ComputePlan.of_layers(decisions), model)
+        self.is_in_fp32 = self.everywhere
         self._entry = in_fp32(model) if self.everywhere else []
 
     @contextlib.contextmanager
@@ -65,9 +65,8 @@ class WiderModel(PlannedModel):
         # torch.compile makes a graph anew for each function it has not met.
         if (self.everywhere or self.in_use.patches) and not is_compiled(call.model.current_patcher):
             call.options = with_patches(options, self._patch)
-        wide = own_dtypes(call.x.device) if self.everywhere else contextlib.nullcontext()
         try:
-            with wide, super().attempt(call):
+            with super().attempt(call):
                 yield
         finally:
             call.options = options
@@ -89,8 +88,7 @@ class WiderModel(PlannedModel):
 
     def adapted(self, make: Make) -> dict:
         """Run a text adapter, which calls layers of the model outside of its calls."""
-        with own_dtypes(self._model().current_patcher.load_device):
-            return self.run(make, self.patches_of_call)
+        return self.run(make, self.patches_of_call)
 
     def modes(self) -> dict[str, str]:
         """Map each layer to the mode that it runs in now."""

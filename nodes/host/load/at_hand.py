@@ -1,4 +1,5 @@
-"""Quantize a model in memory, from any loader, with its patches merged: a new model beside the one that came in."""
+"""Quantize a model in memory, from any loader, with its patches merged: a new model beside the one that came in; and
+offer it where a device gains from it."""
 
 from __future__ import annotations
 
@@ -15,14 +16,17 @@ from ....precision.base.text import listed, size_text
 from ....precision.devices.memory import require_memory
 from ....precision.formats.checkpoint import read_checkpoint
 from ....precision.formats.comfy_format import made_here, tensors_made
+from ....precision.plan.auto import UNQUANTIZED, why_int8_is_slow
 from ....precision.plan.choice import ATTACHMENT, Choice
-from ....precision.plan.layers import require_held
+from ....precision.plan.layers import plan_storage, require_held
 from ....precision.plan.rules import Rules
+from ....precision.plan.storage import quantized_bytes
+from ....precision.report.result import IN_INT8, Result
 from ..comfyui.execution import is_compiled
-from ..comfyui.layers import DIFFUSION_MODEL, activation_dtype
-from ..comfyui.model_facts import held_storages
+from ..comfyui.layers import DIFFUSION_MODEL, activation_dtype, layers_of
+from ..comfyui.model_facts import bytes_by_storage, held_storages, model_facts
 from ..replay.interceptor import LOW_RANK
-from .devices import compute_device, device_at, free_host_memory, quantizing_device
+from .devices import compute_device, current_device, device_at, free_host_memory, quantizing_device
 from .identity import metadata_of, source_path_of
 from .models import attach, load_weights
 from .save import plan_live_weights
@@ -84,6 +88,26 @@ def quantized_at_hand(
     return clone, text
 
 
+def offered_in_int8(patcher: ModelPatcher, rules: Rules) -> dict[str, tuple[str]]:
+    """Make the ui output that says what ``storage=int8`` would give a model on this device, with a button that sets it.
+
+    Empty where int8 is not faster than 16 bits, or not held; for a model that is quantized already, or packed in
+    another loader's format; and for one whose storage cannot be changed.
+    """
+    device, held = current_device(), bytes_by_storage(patcher)
+    if why_int8_is_slow(device) or "int8" not in held_storages() or not held.keys() <= {*UNQUANTIZED}:
+        return {}
+    modules, plans = dict(layers_of(patcher)), plan_storage(model_facts(patcher).layers, "int8", rules)
+    made = {modules[name].weight: plan.storage for name, plan in plans.items() if plan.storage in QUANTIZED_NAMES}
+    if not made or _bound_to_weights(patcher):
+        return {}
+    before = sum(held.values())
+    after = before + sum(quantized_bytes(storage, *weight.shape) - weight.nbytes for weight, storage in made.items())
+    why = device.reason("int8_matmul_gains")
+    told = Message(IN_INT8, before=size_text(before), after=size_text(after), why=why)
+    return Result(told, text=told, use={"storage": "int8"}).ui()
+
+
 def _again(patcher: ModelPatcher, storage: StorageAtHand, rules: Rules, disable_dynamic: bool = False) -> ModelPatcher:
     """Quantize once more: ComfyUI's factory of a model for a static clone, or for another device."""
     return quantized_at_hand(patcher, storage, rules, disable_dynamic)[0]
@@ -91,10 +115,14 @@ def _again(patcher: ModelPatcher, storage: StorageAtHand, rules: Rules, disable_
 
 def _refuse_bound_to_weights(patcher: ModelPatcher) -> None:
     """Raise HalfsafeError for code on a model that holds its modules, and would run them instead of new ones."""
+    if bound := _bound_to_weights(patcher):
+        problem = Message("storage cannot be changed here: {0} holds this model's modules.", listed(bound))
+        raise HalfsafeError(problem, AFTER)
+
+
+def _bound_to_weights(patcher: ModelPatcher) -> list[str]:
     bound = [name for name in patcher.object_patches if name.startswith(DIFFUSION_MODEL)]
     bound += [name for name in patcher.injections if name != LOW_RANK]
     if is_compiled(patcher):
         bound.append("torch.compile")
-    if bound:
-        problem = Message("storage cannot be changed here: {0} holds this model's modules.", listed(bound))
-        raise HalfsafeError(problem, AFTER)
+    return bound

@@ -36,6 +36,7 @@ from ..comfyui.execution import adapts_text, conditions_through, is_compiled, tr
 from ..comfyui.layers import DIFFUSION_MODEL, is_quantized
 from ..comfyui.weights import calling_layers, dequantized, is_divided_by_zero, is_quantized_bank, numbers_of
 from ..compute.executor import Compute, compute_of
+from ..compute.per_model import AddsToResults
 from ..replay.call import Call
 from ..replay.interceptor import LOW_RANK, Acting, Stage, put_stage
 from .low_rank import (
@@ -64,7 +65,7 @@ PATCHED = "comfy_patched_weights"
 """ComfyUI's mark of a layer whose weights are loaded, and patched (``load`` in comfy/model_patcher.py)."""
 
 
-class AddsLowRank:
+class AddsLowRank(AddsToResults):
     """Extend a ModelPatcher: add LoRAs of 8-bit weights to results. A method without a description does what ComfyUI's
     own does."""
 
@@ -86,7 +87,6 @@ class AddsLowRank:
         return self._sorted[1]
 
     def leaves_weights_alone(self) -> bool:
-        """True if no patch is merged into any weight."""
         return self.patches.keys() <= self.sorted_patches().added
 
     def low_rank_patcher(self) -> ModelPatcher | None:
@@ -137,18 +137,18 @@ class AddsLowRank:
 
         return module, WEIGHT_FUNCTIONS, [*weight_functions(module), added]
 
-    def passes_to_weights(self, entered: set[torch.nn.Module] | None) -> bool:
+    def passes_to_weights(self, entered: Counter[torch.nn.Module] | None) -> bool:
         """Let LoRAs be added to weights where the call that just ended did not add them to results. True if there are
         any, so that the call has to be repeated.
 
-        ``entered``: the modules that ran in it; None for a call that was not watched.
+        ``entered``: the calls of modules in it; None for a call that was not watched.
         """
         low_rank, modules = self.low_rank_model(), self.sorted_patches().modules
         waiting = {modules[key]: key for key, layer in low_rank.by_key.items() if key not in low_rank.by_weight}
         missed = [module for module, key in waiting.items() if low_rank.by_key[key].missed]
         if entered is not None:
-            idle = [module for module, key in waiting.items() if low_rank.by_key[key] not in entered]
-            missed += passed_by(self.model, idle, entered)
+            runs = {module: entered[low_rank.by_key[key]] for module, key in waiting.items()}
+            missed += passed_by(self.model, runs, entered)
         keys = {waiting[module] for module in missed}
         low_rank.by_weight |= keys
         if keys:
@@ -442,7 +442,7 @@ class LowRankCall(Acting):
 
     def __init__(self, patcher: AddsLowRank):
         self.adds, self.low_rank = patcher, patcher.low_rank_model()
-        self.entered: set[torch.nn.Module] | None = None
+        self.entered: Counter[torch.nn.Module] | None = None
         self.sizes: tuple | None = None
 
     @contextlib.contextmanager

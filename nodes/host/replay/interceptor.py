@@ -116,13 +116,13 @@ class Interceptor:
     def __init__(self, stages: Mapping[str, Stage]):
         self.stages = dict(stages)
         self._guard = self.stages.get(GUARD, Stage())
-        known = {RUNG: _RungStage(), **self.stages} if GUARD in self.stages else self.stages
+        known = {RUNG: _RungStage(), **self.stages}
         self._in_calls = {name: known[name] for name in IN_CALLS if name in known}
         self._sampling = {name: self.stages[name] for name in AROUND_SAMPLING if name in self.stages}
 
     def __call__(self, executor: Callable, *args, **kwargs) -> torch.Tensor:
         """Wrap a model's call (ComfyUI's APPLY_MODEL)."""
-        if not self._in_calls:
+        if self.stages.keys().isdisjoint((GUARD, *IN_CALLS)):
             return executor(*args, **kwargs)
         with in_calls.of(executor.class_obj):  # type: ignore[attr-defined]  # the model
             return self._guard.around_call(self.run, Call(executor, *args, **kwargs))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import uuid
 from collections import Counter
 from collections.abc import Iterable
@@ -12,17 +13,19 @@ from comfy.model_patcher import ModelPatcher
 
 from ....precision.base.dtypes import name_of
 from ....precision.base.message import messages_in
-from ....precision.base.modes import MODES
-from ....precision.plan.auto import UNQUANTIZED
+from ....precision.base.modes import INT8, MODES
+from ....precision.plan.auto import UNQUANTIZED, missing_kernels
 from ....precision.plan.choice import ATTACHMENT
+from ....precision.plan.compute import WEIGHTS_FOR
 from ..accumulation.executor import accumulation_of
 from ..comfyui.gate import met_in
 from ..comfyui.layers import matrix_layers, modules_of
-from ..comfyui.model_facts import storage_of
+from ..comfyui.model_facts import storage_of, storages
 from ..comfyui.page import encoder_reports, send_report
 from ..compute.executor import compute_of
 from ..compute.layer_modes import compute_name
 from ..load.controlnet import loaded_control
+from ..load.devices import current_device
 from ..replay.interceptor import REPORT, Stage, put_stage
 from .report import report_of
 
@@ -33,7 +36,11 @@ UNMATCHED_KEY = "halfsafe_unmatched"
 INSTEAD_KEY = "halfsafe_instead"
 MESSAGES_KEY = "halfsafe_messages"
 """The messages of a node's ui output: texts of it -> their templates and values."""
+KERNELS_KEY = "halfsafe_kernels"
 SHOWN = 20
+logger = logging.getLogger("halfsafe")
+_told: set[str] = set()
+"""What was said of missing kernels in this process."""
 
 
 def badge(*words: str | None) -> dict[str, list[str]]:
@@ -58,9 +65,25 @@ def model_ui(model, *more: str | None) -> dict[str, list]:
         idle += compute.plan.without_effect
         instead = list(filter(None, [compute.plan.instead]))
     rules = list(dict.fromkeys(entry.setting for entry in idle if entry.unmatched))
-    told = {UNMATCHED_KEY: rules, INSTEAD_KEY: instead, MESSAGES_KEY: [messages_in(instead)]}
-    words = badge(*model_words(model), *more)
-    return words | {key: texts for key, texts in told.items() if texts}
+    kernels = missing_kernels_told(model)
+    told = {UNMATCHED_KEY: rules, INSTEAD_KEY: instead, KERNELS_KEY: kernels}
+    return badge(*model_words(model), *more) | told_ui(told)
+
+
+def told_ui(told: dict[str, list[str]]) -> dict[str, list]:
+    """Make the ui output of texts and of their messages; empty lists give none."""
+    shown: dict[str, list] = {key: texts for key, texts in told.items() if texts}
+    return {**shown, MESSAGES_KEY: [messages_in(shown)]} if shown else {}
+
+
+def missing_kernels_told(patcher: ModelPatcher) -> list[str]:
+    """Return and log, once in a process, that the kernels of a model in int8 are missing."""
+    missing = missing_kernels(current_device())
+    if not missing or missing in _told or not {*WEIGHTS_FOR[INT8.compute]} & {*storages(patcher).values()}:
+        return []
+    _told.add(missing)
+    logger.warning("Halfsafe: %s", missing)
+    return [missing]
 
 
 def model_words(model) -> tuple[str, str]:
@@ -79,10 +102,13 @@ def _computed(model) -> str:
     return " + ".join(_shown(own + ruled))
 
 
-def control_words(control) -> tuple[str, ...]:
-    """Return the storages and the compute dtype of a ControlNet; nothing where no compute plan is attached."""
+def control_ui(control) -> dict[str, list]:
+    """Make the ui output of a ControlNet: its badge, nothing where no compute plan is attached."""
     planned = loaded_control(control).planned
-    return model_words(planned.current_patcher) if planned else ()
+    if not planned:
+        return {}
+    kernels = missing_kernels_told(planned.current_patcher)
+    return badge(*model_words(planned.current_patcher)) | told_ui({KERNELS_KEY: kernels})
 
 
 def clip_word(clip) -> str:

@@ -1,6 +1,5 @@
 """What ComfyUI does here: the facts that decide how fast a run is, each with the switch that changes it."""
 
-import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,29 +13,16 @@ from comfy.ldm.modules.attention import optimized_attention
 
 from ....precision.base.message import Message, joined
 from ....precision.base.text import size_text
+from ....precision.devices.probes import has_cuda_13
 from ....precision.plan.auto import why_int8_is_slow
 from ..comfyui.attributes import compiler_is_off, has_kitchen_attention, kernel_of_file
 from ..comfyui.known_calls import OVERRIDE
+from ..compute.attention import ATTENTIONS, chosen_by, function_name
 from ..load.devices import compute_device, current_device
 
-ATTENTIONS = {
-    "attention_pytorch": "PyTorch's",
-    "attention_sage": "SageAttention's",
-    "attention3_sage": "SageAttention 3's",
-    "attention_comfy_kitchen_int8": "comfy-kitchen's int8",
-    "attention_flash": "FlashAttention's",
-    "attention_xformers": "xformers'",
-    "attention_sub_quad": "sub-quadratic",
-    "attention_split": "split",
-    "attention_basic": "basic",
-}
-"""ComfyUI's function -> what people call it."""
-NEWEST_CUDA = 13
 COMPILER_SWITCH = {False: "--disable-comfy-compiler", True: "without --disable-comfy-compiler"}
 SWITCHES = "--use-pytorch-cross-attention, --use-sage-attention"
 SWITCHES_WITH_KITCHEN = "--use-pytorch-cross-attention, --use-sage-attention, --use-ck-attention"
-CHOSEN = "optimized_attention"
-"""The variable of ComfyUI's override that holds the attention which a node chose (``ModelAttentionBackend``, 0.33)."""
 OF_NODE = "{0} in {1}, as a node requests"
 FILES_OWN = "{0} in {1} attentions of {2}, as its file requests"
 NOT_HERE = "the file of {2} requests {0} in {1} attentions, which this device does not support"
@@ -72,8 +58,8 @@ def _of_gpu(switch: str) -> str:
 def _other_kernels() -> Iterator[str]:
     """Name what adds kernels: CUDA 13 has comfy-kitchen's int8 products, its Triton backend is off by default."""
     if compute_device().type == "cuda":
-        if torch.version.cuda and int(torch.version.cuda.split(".")[0]) < NEWEST_CUDA:
-            yield Message("a torch for CUDA {0}", NEWEST_CUDA)
+        if torch.version.cuda and not has_cuda_13():
+            yield "a torch for CUDA 13"
         yield "--enable-triton-backend"
 
 
@@ -111,8 +97,7 @@ def _attention() -> Iterator[str]:
     for loaded in comfy.model_management.current_loaded_models:
         options = loaded.model.model_options if loaded.model is not None else {}
         if override := options.get("transformer_options", {}).get(OVERRIDE):
-            chosen = inspect.getclosurevars(override).nonlocals if inspect.isfunction(override) else {}
-            yield Message(OF_NODE, _named(chosen.get(CHOSEN, override)), type(loaded.model.model).__name__)
+            yield Message(OF_NODE, _named(chosen_by(override)), type(loaded.model.model).__name__)
     for model in _models():
         asked = Counter(filter(None, map(kernel_of_file, model.modules())))
         for (kernel, is_there), count in asked.items():
@@ -120,7 +105,7 @@ def _attention() -> Iterator[str]:
 
 
 def _named(attention: Callable) -> str:
-    name = getattr(attention, "__name__", type(attention).__name__)
+    name = function_name(attention)
     return ATTENTIONS.get(name, name)
 
 

@@ -13,8 +13,9 @@ from ....precision.base.message import Message, joined
 from ....precision.base.modes import FP16_ACC16, FP32, INT8
 from ....precision.formats.checkpoint import dialect_text
 from ....precision.plan.accumulation import EXACT_SUMS
-from ....precision.plan.auto import why_int8_is_slow
+from ....precision.plan.auto import missing_kernels, why_int8_is_slow
 from ....precision.plan.choice import ATTACHMENT
+from ....precision.plan.compute import WEIGHTS_FOR
 from ....precision.plan.load import ModelPlan
 from ....precision.report.schema import (
     ControlReport,
@@ -33,7 +34,8 @@ from ..comfyui.gate import is_unfused, met_in
 from ..comfyui.kernels import DEQUANTIZED
 from ..comfyui.layers import activation_dtype, layers_of, matrix_layers, modules_of
 from ..comfyui.model_facts import bytes_by_storage, foreign_layers, parameter_count, storage_of
-from ..compute.executor import Compute, compute_of
+from ..compute.attention import ATTENTIONS, KITCHEN
+from ..compute.executor import Compute, compute_of, quantized_attention
 from ..compute.layer_modes import is_called_in_fp32, layer_kernels, observed_modes_of, stream_dtype
 from ..guard.model import Guard, guard_of
 from ..load.controlnet import LoadedControl, controls_of
@@ -59,6 +61,15 @@ OF_FILE = "attention of the file"
 KERNEL_RUNS = "{0} in {1} attentions"
 KERNEL_REPLACED = "the file requests {0} in {1} attentions; this compute dtype runs ComfyUI's own instead"
 NO_KERNEL = "the file requests {0} in {1} attentions, which this device does not support: ComfyUI's own runs instead"
+QUANTIZES = (
+    "{0} attention is chosen for this model; attention that Halfsafe runs in fp32 does not use it. Its operands are "
+    "quantized: its errors are finite, and no guard finds them."
+)
+MASKED = (
+    "With a mask of more than 64 tokens it gave broken pictures (comfy-kitchen up to 0.2.36, "
+    "Comfy-Org/comfy-kitchen#226)."
+)
+COMPARE = "To compare a step with fp32, set check to first step in NaN Guard or Halfsafe."
 Reasons = dict[str, list[str]]
 """Layer name -> why it is as it is, a text each; they are joined when the report is made."""
 
@@ -135,6 +146,7 @@ def _layers(patcher: ModelPatcher) -> tuple[list[LayerReport], Reasons]:
     record, compute = patcher.attachments.get(ATTACHMENT), compute_of(patcher)
     modes, stream = observed_modes_of(patcher), name_of(stream_dtype(patcher))
     not_called = compute.not_called(patcher) if compute else frozenset()
+    scales = compute.input_scales(patcher) if compute else {}
     kernels, sums = layer_kernels(patcher, modes), layer_accumulation(patcher)
     layers: list[LayerReport] = []
     reasons: Reasons = {}
@@ -157,7 +169,7 @@ def _layers(patcher: ModelPatcher) -> tuple[list[LayerReport], Reasons]:
         of_storage, of_mode = record.reasons.get(name, "") if record else "", decision.reason if decision else ""
         if name in not_called:
             of_mode = NOT_CALLED
-        reasons[name] = [of_storage, of_mode, why, CALLED_IN_FP32 if by_code else ""]
+        reasons[name] = [of_storage, of_mode, scales.get(name, ""), why, CALLED_IN_FP32 if by_code else ""]
     return layers, reasons
 
 
@@ -193,7 +205,9 @@ def control_report(control: LoadedControl) -> ControlReport:
 
 
 def _int8_notes(layers: list[LayerReport]) -> list[str]:
-    why = why_int8_is_slow(current_device())
+    missing, why = missing_kernels(current_device()), why_int8_is_slow(current_device())
+    if missing and any(layer.storage in WEIGHTS_FOR[INT8.compute] for layer in layers):
+        return [missing]
     multiply = any(layer.mode == INT8.name for layer in layers)
     return [Message("Layers that multiply in int8 are not faster here: {0}", why)] if why and multiply else []
 
@@ -225,6 +239,10 @@ def _add_attention(report: Report, patcher: ModelPatcher, compute: Compute | Non
             report.without_effect.append(WithoutEffect(OF_FILE, Message(KERNEL_REPLACED, kernel, count)))
         else:
             report.decisions[OF_FILE] = Message(KERNEL_RUNS, kernel, count)
+    if name := quantized_attention(patcher):
+        guard, masked = guard_of(patcher), MASKED if name == ATTENTIONS[KITCHEN] else ""
+        compare = "" if guard and guard.check else COMPARE
+        report.notes.append(joined([Message(QUANTIZES, name), masked, compare]))
 
 
 def _escalate(

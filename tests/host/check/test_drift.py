@@ -62,7 +62,7 @@ def test_fp8_activations_clipped_at_448(comfy, files, monkeypatch):
     assert checked(comfy, plain)[0] == []
     monkeypatch.setattr(bound, "activation_scale", lambda rows, dtype: torch.ones(()))
     event = found(comfy, plain)
-    assert event.from_mode == "fp8" and "clips none" in event.advice and "blocks.0" in event.evidence
+    assert event.from_mode == "fp8" and "do not fit the file's scale" in event.advice and "blocks.0" in event.evidence
 
 
 def test_a_coarse_attention_kernel_of_another_pack(comfy, files):
@@ -162,7 +162,7 @@ def test_models_that_predict_something_else_than_the_noise(comfy, models_dir, fa
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-def test_a_finite_call_that_is_nan_in_fp32_is_an_event_that_names_the_weight(comfy, models_dir, dtype):
+def test_a_finite_call_that_is_nan_in_fp32_names_the_weight(comfy, models_dir, dtype):
     """torch's attention with a key that is Inf is finite in 16 bit, and NaN in fp32."""
     plain = load(comfy, plants.write("sd15", models_dir / "diffusion_models"), dtype, dtype)
     fused = core("comfy.ldm.modules.attention").attention_pytorch

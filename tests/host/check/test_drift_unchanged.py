@@ -102,7 +102,7 @@ def test_a_check_without_memory_is_left_out(comfy, wan, flags_as_before, caplog)
     assert not any("forward" in own for own in left_on(model.model.diffusion_model).values())
 
 
-def test_a_call_that_the_guard_repeats_is_left_out_and_the_next_of_its_step_checked(comfy, wan):
+def test_a_repeated_call_is_left_out_and_the_next_of_its_step_checked(comfy, wan):
     model = guarded(comfy, inside(load(comfy, wan, "fp16", "fp16"), nan_at(1)), check="first step")
     sample(model, families.conditioning("wan", length=16), families.conditioning("wan", length=79))  # too unlike for one call
     report = report_of(model)

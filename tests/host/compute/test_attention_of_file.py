@@ -46,7 +46,7 @@ def model(comfy, models_dir, monkeypatch):
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_the_kernel_of_a_file_is_named_where_it_runs_and_where_it_does_not(comfy, model, plan):
+def test_the_kernel_of_a_file_is_named_whether_it_runs_or_not(comfy, model, plan):
     loaded, call, ran = model
     compute, rules, _ = PLANS[plan]
     planned = with_compute(comfy, loaded, compute, rules_from(rules))
@@ -56,6 +56,7 @@ def test_the_kernel_of_a_file_is_named_where_it_runs_and_where_it_does_not(comfy
     count = len(loaded.model.diffusion_model.blocks)
     assert bool(ran) == (not reasons) == (found["decisions"].get(OF_FILE) == f"comfy_kitchen_int8 in {count} attentions")
     assert bool(ran) is PLANS[plan][2]
+    assert any(note.startswith("comfy-kitchen's int8 attention is chosen") for note in found["notes"]) is bool(ran)
     assert all("own instead" in reason and f"comfy_kitchen_int8 in {count} attentions" in reason for reason in reasons)
 
 

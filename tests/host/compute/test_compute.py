@@ -32,6 +32,15 @@ def test_fp16_safe_is_finite_and_closer_than_bf16(comfy, overflowing, reference,
         assert relative_error(fp32, denoise(model)) < 0.6 * bf16
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_fp16_safe_computes_in_its_own_dtypes_under_a_callers_autocast(comfy, overflowing, dtype):
+    """As a node does that samples inside of ``torch.autocast``; no guard is on the model."""
+    expected = denoise(load(comfy, overflowing, "fp16", "fp16_safe"))
+    with torch.autocast("cpu", dtype):
+        result = denoise(load(comfy, overflowing, "fp16", "fp16_safe"))
+    assert result.isfinite().all() and torch.equal(expected, result)
+
+
 def repeats(model):
     return compute_of(model).runs.of(model.model).calibration.repeats
 

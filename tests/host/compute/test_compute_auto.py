@@ -9,6 +9,7 @@ from support.families import load, with_compute
 from support.guarding import guarded
 from support.matmul_spy import MatmulSpy
 from support.measures import relative_error
+from support.rows import rotated
 
 NO_HALF = ("sm_61", "cpu")
 NO_BF16 = ("sm_70", "sm_75", "mps_m1")
@@ -22,7 +23,9 @@ MODELS = {
     "not listed": ("qwen_image", families.OVERFLOWS["qwen_image"]["ffn"], torch.bfloat16),
     "convolutions": ("sdxl", families.OVERFLOWS["sdxl"]["convolution"], torch.float16),
 }
-CASES = [(model, profile) for model in list(MODELS)[:4] for profile in PROFILE_NAMES]
+KINDS = ("cpu", "sm_70", "sm_75", "sm_86", "gfx1100", "mps_m1")
+"""A device of each kind, on which every model is tried; on the others one in turn."""
+CASES = [(model, profile) for profile, model in rotated(PROFILE_NAMES, list(MODELS)[:4], whole=KINDS)]
 CASES += [("convolutions", profile) for profile in ("sm_90", "gfx1100", "mps_m1")]
 
 

@@ -141,7 +141,7 @@ def test_a_wide_layer_is_given_its_bias_as_torch_can_add_it(held, patched, given
         assert torch.equal(bias.float(), torch.full((16,), 3.0 if patched else 1.0))
 
 
-def test_a_patch_of_a_bias_with_dynamic_vram_is_seen_by_comfyuis_name_for_it():
+def test_a_patched_bias_with_dynamic_vram_is_seen_by_comfyuis_name():
     import inspect
 
     import comfy.model_patcher

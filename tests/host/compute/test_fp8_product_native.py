@@ -56,7 +56,7 @@ def says_so(comfy, model) -> None:
 
 @pytest.mark.parametrize("card", FP8_CARDS, indirect=True)
 @pytest.mark.parametrize("write", [dialects.comfy_quant, dialects.quantization_metadata, dialects.scaled_fp8])
-def test_a_scaled_fp8_file_multiplies_in_fp8_and_report_and_reason_say_what_that_costs(comfy, wan, models_dir, call, card, write):
+def test_a_scaled_fp8_file_multiplies_in_fp8_and_its_cost_is_told(comfy, wan, models_dir, call, card, write):
     path = model_files.in_dialect(wan, models_dir / "diffusion_models" / f"native_{write.__name__}.safetensors", write)
     model = load(comfy, path, "auto", "auto")
     assert set(multiplied(model, call).values()) == {"fp8"}
@@ -97,7 +97,7 @@ def test_the_goal_quality_and_a_dtype_that_is_asked_for_unpack(comfy, scaled, ca
         assert "fp8" not in multiplied(model, call).values()
 
 
-def test_weights_that_are_made_fp8_here_and_files_without_scales_are_unpacked_as_in_comfyui(comfy, wan, models_dir, call):
+def test_fp8_made_here_and_files_without_scales_are_unpacked_as_in_comfyui(comfy, wan, models_dir, call):
     path = model_files.in_dialect(wan, models_dir / "diffusion_models" / "native_plain.safetensors", dialects.plain, dtype=torch.float8_e4m3fn)
     for model in (load(comfy, wan, "fp8_e4m3fn", "auto"), load(comfy, path, "auto", "auto"), by_core(comfy, path)):
         assert "fp8" not in multiplied(model, call).values()

@@ -403,7 +403,7 @@ def test_what_is_measured_is_not_compiled(comfy, minimax, what):
 
 
 @pytest.mark.parametrize("before", [False, True])
-def test_the_compiler_is_off_until_the_last_has_left_and_then_as_the_user_has_it(monkeypatch, before):
+def test_the_compiler_is_off_until_the_last_has_left_then_as_before(monkeypatch, before):
     monkeypatch.setattr(comfy.cli_args.args, "disable_comfy_compiler", before, raising=False)
     first, last = compiler_off(), compiler_off()
     first.__enter__(), last.__enter__(), first.__exit__()

@@ -20,6 +20,7 @@ from support.families import load
 from support.guarding import guarded, plain_fp16
 from support.mapped_loading import mapped_loading
 from support.measures import relative_error
+from support.rows import rotated
 from support.summing import accumulation
 
 LAYERS = {"blocks.0.ffn.0": (1024, 256), "blocks.1.ffn.2": (256, 1024), "blocks.1.self_attn.v": (256, 256)}
@@ -52,8 +53,7 @@ def twice(model, call):
     return [families.replay(model, call) for _ in range(2)]
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "way"), rotated(MODELS, WAYS, whole=["fp16_safe", "int8"]))
 @torch.inference_mode()
 def test_a_model_gives_the_same(comfy, wan, call, name, way):
     expected = twice(MODELS[name](comfy, wan), call)

@@ -11,6 +11,7 @@ from support import families, model_files
 from support.compiling import compiled
 from support.fake_cuda import FakeCuda, Kernels
 from support.families import load
+from support.rows import rotated
 from torch._dynamo.utils import counters
 
 FAMILIES = ("wan", "flux", "sd3", "hunyuan_video", "sdxl")
@@ -106,8 +107,7 @@ def test_a_compiled_model_is_one_graph(comfy, files, calls, family):
         torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("compute", ["bf16", "fp16", "fp16_safe"])
-@pytest.mark.parametrize("family", ["wan", "flux"])
+@pytest.mark.parametrize(("family", "compute"), rotated(["flux", "wan"], ["fp16_safe", "bf16", "fp16"], whole=["wan"]))
 def test_a_lora_of_eight_bit_weights_takes_few_kernels_a_layer(comfy, files, calls, alone, family, compute):
     """Its two products, of which one adds to the layer's, and one kernel between them: no copy of an input or a result. In
     `fp16_safe` its input is measured and brought to fp16, and the sum is in fp32: an operand more may be measured and cast."""

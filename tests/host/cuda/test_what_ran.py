@@ -13,6 +13,7 @@ from support.fake_cuda import FakeCuda
 from support.fake_tensors import fake_cuda_tensors
 from support.families import load, with_compute
 from support.matmul_spy import MatmulSpy, differences
+from support.rows import rotated
 from support.summing import accumulation
 
 COMPUTES = ("auto", "fp16", "fp16_safe", "bf16", "fp32", "fp8", "int8")
@@ -82,8 +83,7 @@ def test_auto_on_every_profile(comfy, wan, call, profile, name):
         assert disagreements(comfy, model, on_a_cpu(model, call)) == [], storage
 
 
-@pytest.mark.parametrize("run", [on_a_cpu, on_fake_cuda])
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize(("storage", "run"), rotated(STORAGES, [on_fake_cuda, on_a_cpu], whole=["as_file", "int8"]))
 def test_every_compute_option_on_every_storage(comfy, wan, call, profile, storage, run):
     profile("sm_89")
     stored, found = load(comfy, wan, storage, "bf16"), {}

@@ -7,6 +7,7 @@ from support.families import load, with_compute
 from support.guarding import guarded, is_finite, plain_fp16, report_of
 from support.matmul_spy import MatmulSpy, differences
 from support.measures import relative_error
+from support.rows import rotated
 
 COMMON = {**tiny_models.FAMILIES, "sdxl": tiny_models.narrow_sdxl}
 FAMILIES = (*COMMON, *rare_families.FAMILIES, "cogvideox")
@@ -35,8 +36,7 @@ def disagreements(comfy, model, family):
     return differences(families.report(comfy, model)["layers"], spy)
 
 
-@pytest.mark.parametrize("storage", ["as_file", "int8"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "storage"), rotated(FAMILIES, ["as_file", "int8"], whole=["wan", "sdxl"]))
 def test_the_report_is_what_ran(comfy, files, ampere, family, storage):
     stored = load(comfy, files(family), storage, "bf16")
     computes = ("fp16", "fp16_safe", "bf16") if storage == "as_file" else ("fp16", "fp16_safe")

@@ -121,7 +121,7 @@ def test_a_weight_that_the_device_has_no_memory_for_is_made_on_the_cpu(on):
     assert there.made == 3 * there.without_room > 0
 
 
-def test_a_weight_that_does_not_fit_beside_what_is_there_is_made_on_the_cpu(on):
+def test_a_weight_without_room_on_the_device_is_made_on_the_cpu(on):
     weights = {"large.weight": torch.randn(512, 1024), "small.weight": torch.randn(16, 64)}
     there = both(on("cuda"), weights, dict.fromkeys(weights, "int8"), free=2 * (on_gpu.WORK + 512 * 1024 * 4))
     assert 0 < there.made < 2000 < there.without_room

@@ -48,7 +48,7 @@ def test_compute_nodes_say_what_they_chose_on_any_model(comfy, files):
     assert words.startswith(f"{held} \u00b7 ") and chosen is not model
 
 
-def test_a_node_that_leaves_the_fp16_a_model_came_in_says_so_unless_it_was_asked_to(comfy, files, monkeypatch):
+def test_a_node_that_leaves_the_fp16_of_a_model_unasked_says_so(comfy, files, monkeypatch):
     """Whoever chose the fp16: its file, or ComfyUI's own ModelComputeDtype."""
     monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "cpu")
     (of_file,), _ = load(comfy, "fp16", "fp16")
@@ -63,7 +63,7 @@ def test_a_node_that_leaves_the_fp16_a_model_came_in_says_so_unless_it_was_asked
     assert "halfsafe_instead" not in comfy.nodes["HalfsafeAutoPrecision"].execute(model=plain, goal="balanced").ui
 
 
-def test_badge_and_head_say_what_rules_run_and_a_rule_for_no_layer_is_told(comfy, files, monkeypatch):
+def test_badge_and_head_say_what_rules_run_and_which_match_nothing(comfy, files, monkeypatch):
     monkeypatch.setattr(plan_compute, "NO_LAYER", "the reason may be worded otherwise")
     rules, _ = comfy.run("HalfsafeLayerRules", rules="* compute=fp16\nblocks.77.* compute=fp32", preset="none")
     inputs = {"model_name": "badge_wan.safetensors", "storage": "as_file", "compute": "bf16", "rules": rules}

@@ -18,7 +18,7 @@ def fact(what: str) -> here.Fact:
     return found
 
 
-def test_five_facts_are_told_on_a_gpu_each_with_a_switch_that_comfyui_has_and_on_a_cpu_with_none(comfy, monkeypatch):
+def test_each_fact_has_a_switch_of_comfyui_on_a_gpu_and_none_elsewhere(comfy, monkeypatch):
     from comfy.cli_args import parser
 
     known = {option for action in parser._actions for option in action.option_strings}

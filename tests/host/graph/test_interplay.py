@@ -77,12 +77,12 @@ def test_a_lora_with_nan_is_named(comfy, clean, models_dir, stack):
 @pytest.fixture(scope="module")
 def control(models_dir):
     """ComfyUI's ControlNet for Stable Diffusion 1.5, with the one level of the small UNet."""
-    module = tiny_models._on_meta(
+    module = tiny_models.on_meta(
         core("comfy.cldm.cldm").ControlNet,
         **{key: value for key, value in tiny_models.sd15_unet_config().items() if key not in ("out_channels",)},
         hint_channels=3,
     )
-    path = tiny_models._save(models_dir / "controlnet" / "control.safetensors", tiny_models._shapes_of(module), torch.float16, 1)
+    path = tiny_models.write_shapes(models_dir / "controlnet" / "control.safetensors", tiny_models.shapes_of(module), torch.float16, 1)
     return path.name
 
 

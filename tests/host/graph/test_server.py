@@ -146,7 +146,7 @@ def controlled_graph(storage: str) -> dict:
     return graph
 
 
-def test_a_control_net_runs_beside_a_guarded_model_and_is_loaded_anew_once_its_file_changes(server: Server, control_net: Path) -> None:
+def test_a_control_net_beside_a_guard_is_loaded_anew_once_its_file_changes(server: Server, control_net: Path) -> None:
     pixels = []
     graph = controlled_graph("fp8_e4m3fn")
     for factor in (1, 3):

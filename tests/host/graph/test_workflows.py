@@ -107,9 +107,14 @@ def test_workflow_of_the_built_in_model_runs_as_it_is_and_downloads_nothing(path
     assert pictures == ([None, HEART] if path.stem[9] == "1" else [HEART])
 
 
-def test_the_built_in_model_is_black_without_guards(server: Server) -> None:
-    prompt = to_prompt(bypass(named("Halfsafe 2 - Find the layer that turns black"), GUARDS), server.object_info())
-    assert [seen(picture) for picture in pictures_of(server, prompt)] == [None]
+def test_without_guards_or_in_fp16_the_built_in_model_is_black(server: Server) -> None:
+    """Workflow 2 with its guards bypassed, workflow 4 with its loader set to fp16."""
+    info = server.object_info()
+    unguarded = to_prompt(bypass(named("Halfsafe 2 - Find the layer that turns black"), GUARDS), info)
+    in_fp16 = to_prompt(named("Halfsafe 4 - Old GPU without bf16"), info)
+    next(step["inputs"] for step in in_fp16.values() if step["class_type"] == "HalfsafeLoadDiffusionModel")["compute"] = "fp16"
+    for prompt in (unguarded, in_fp16):
+        assert [seen(picture) for picture in pictures_of(server, prompt)] == [None]
 
 
 def unpacked(graph: dict) -> dict:
@@ -182,7 +187,7 @@ def test_nodes_say_which_pack_to_install(path: Path) -> None:
     assert {n["properties"]["ver"] for n in load(path)["nodes"] if n["type"].startswith("Halfsafe")} == {project["version"]}
 
 
-def test_a_workflow_whose_nodes_need_a_newer_comfyui_says_so_in_its_note_and_on_the_nodes() -> None:
+def test_a_workflow_that_needs_a_newer_comfyui_says_so() -> None:
     needed = {}
     for path in WORKFLOWS:
         note, *nodes = load(path)["nodes"]

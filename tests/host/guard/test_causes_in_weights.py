@@ -10,6 +10,7 @@ from support import families, model_files
 from support.dynamic_vram import WAYS, dynamic_vram
 from support.families import load
 from support.guarding import guarded, report_of
+from support.rows import all_of, rotated
 
 LAYER = "blocks.1.self_attn.k"
 NAME = f"{LAYER}.weight"
@@ -42,7 +43,7 @@ LOADS = {
 
 @pytest.mark.parametrize("on_nan", ["retry_higher", "stop"])
 @pytest.mark.parametrize("loaded", LOADS)
-def test_a_weight_that_is_fine_in_its_file_is_bad_weights_with_words_that_the_file_is_finite(comfy, wan, loaded, on_nan):
+def test_a_bad_weight_that_is_finite_in_its_file_is_told_so(comfy, wan, loaded, on_nan):
     error = stopped(guarded(comfy, spoiled(LOADS[loaded](comfy, wan)), on_nan))
     assert error.verdict == "bad_weights" and NAME in str(error) and f"is finite in {wan.name}" in str(error)
 
@@ -51,9 +52,7 @@ def test_infinity_is_told_too(comfy, wan):
     assert "is finite in" in str(stopped(guarded(comfy, spoiled(by_core(comfy, wan), math.inf))))
 
 
-@pytest.mark.parametrize("own", ["weight", "bias"])
-@pytest.mark.parametrize("way", ["static", *WAYS])
-@pytest.mark.parametrize("storage", ["fp16", "fp8_e5m2"])
+@pytest.mark.parametrize(("way", "storage", "own"), rotated(["static", *WAYS], all_of(["fp16", "fp8_e5m2"], ["weight", "bias"]), whole=["static"]))
 def test_infinity_is_told_however_the_weights_reach_the_device(comfy, wan, storage, way, own):
     """Dynamic VRAM multiplies by copies, also by those that lie in its pages since an earlier call."""
     model = guarded(comfy, spoiled(load(comfy, wan, storage, "bf16"), math.inf, own))

@@ -10,6 +10,7 @@ from support import families, tiny_encoders, tiny_models, tiny_vaes
 from support.families import load
 from support.guarding import guarded, is_finite, report_of
 from support.model_files import changed
+from support.rows import rotated
 
 VALUE = 1e5
 """A number that bf16 holds, and fp16 does not."""
@@ -62,9 +63,8 @@ def with_inf(module: torch.nn.Module, layer: str) -> None:
     weight.data.view(-1)[0] = math.inf
 
 
-@pytest.mark.parametrize("name", VAES)
-@pytest.mark.parametrize("on_nan", ["retry_higher", "stop"])
-def test_a_vae_whose_file_is_not_known_is_told_that_fp16_may_be_too_narrow(comfy, name, on_nan):
+@pytest.mark.parametrize(("name", "on_nan"), rotated(VAES, ["retry_higher", "stop"]))
+def test_a_vae_of_no_known_file_is_told_that_fp16_may_be_narrow(comfy, name, on_nan):
     vae = tiny_vaes.build(name, torch.float16)
     options = [tiny_vaes.VAES[name].options] if tiny_vaes.VAES[name].options else []
     with_inf(vae.first_stage_model, layer_in(vae.first_stage_model, lambda: vae.decode(tiny_vaes.latent(name), *options)))

@@ -230,8 +230,8 @@ def small_text_model(config: dict, layers: int) -> dict[str, torch.Tensor]:
     from comfy.clip_model import CLIPTextModel
 
     fixed = {"hidden_act": "gelu", "max_position_embeddings": 77, "eos_token_id": 49407, "num_hidden_layers": layers}
-    shapes = tiny_models._shapes_of(tiny_models._on_meta(CLIPTextModel, config_dict=config | fixed))
-    return dict(tiny_models._tensors(shapes, torch.float16, layers))
+    shapes = tiny_models.shapes_of(tiny_models.on_meta(CLIPTextModel, config_dict=config | fixed))
+    return dict(tiny_models.tensors_of_shapes(shapes, torch.float16, layers))
 
 
 @pytest.fixture
@@ -249,7 +249,7 @@ def two_encoders(comfy, models_dir, monkeypatch):
 
 
 @pytest.mark.parametrize("part", ["clip_l", "clip_g"])
-def test_of_two_encoders_the_one_that_overflows_is_named_and_the_other_is_as_it_was(comfy, two_encoders, part):
+def test_of_two_encoders_the_one_that_overflows_is_named_and_widened_alone(comfy, two_encoders, part):
     (expected, given), model = encode(two_encoders)[0], two_encoders.cond_stage_model
     layer = model.get_submodule(f"{part}.transformer.text_model.encoder.layers.5.mlp.fc2")
 

@@ -19,6 +19,8 @@ NOT_CALLED = {
     ("hunyuan3d", "decode_tiled"): "its tokens have no place", ("cosmos", "encode"): "a CPU has no avg_pool3d in fp16", ("cosmos", "encode_tiled"): "as encode",
     ("hunyuan_image", "encode_tiled"): "ComfyUI raises in every dtype", ("ace", "encode_tiled"): "ComfyUI raises in every dtype", ("cogvideox", "decode_tiled"): "ComfyUI raises in every dtype",
 }  # fmt: skip
+TILED = {(tiny.latent and len(tiny.latent), tiny.pixels and len(tiny.pixels), bool(tiny.options)): name for name, tiny in tiny_vaes.VAES.items()}.values()
+"""One class for each number of dimensions: what is done in tiles is the same for all of them."""
 LOOSE = {"oobleck": 0.2}
 """Its toy is chaotic: fp16's rounding of the weights' norms alone is 0.03 at the result."""
 
@@ -34,7 +36,8 @@ def calls(name):
         found["encode"] = lambda vae: vae.encode(tiny_vaes.pixels(name))
         tiles = SOUND_TILES if len(tiny.pixels) == 3 else PIXEL_TILES
         found["encode_tiled"] = lambda vae: vae.encode_tiled(tiny_vaes.pixels(name), **tiles)
-    return {action: functools.partial(drawn_alike, run) for action, run in found.items() if (name, action) not in NOT_CALLED}
+    tiled = name in TILED
+    return {action: functools.partial(drawn_alike, run) for action, run in found.items() if (name, action) not in NOT_CALLED and (tiled or "tiled" not in action)}
 
 
 def drawn_alike(run, vae):

@@ -16,6 +16,7 @@ from support import tiny_models, tiny_vaes
 from support.guarding import is_finite
 from support.measures import relative_error
 from support.model_files import changed
+from support.rows import rotated
 
 
 def test_every_method_that_computes_is_guarded():
@@ -70,8 +71,7 @@ def test_text_is_generated_again_in_fp32(clip, generating, how):
         assert tokens == [99] * 4
 
 
-@pytest.mark.parametrize("how", CHOICES)
-@pytest.mark.parametrize("on_nan", ["retry_higher", "stop"])
+@pytest.mark.parametrize(("how", "on_nan"), rotated(CHOICES, ["retry_higher", "stop"], whole=["no sampling"]))
 def test_what_no_dtype_generates_is_a_verdict_and_no_error_of_torchs(clip, generating, monkeypatch, on_nan, how):
     monkeypatch.setattr(generating, "bad_in", (torch.bfloat16, torch.float32), raising=False)
     with pytest.raises(NonFinite) as error:

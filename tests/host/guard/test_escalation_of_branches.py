@@ -56,7 +56,7 @@ def test_a_report_behind_another_node_is_that_of_the_model_that_ran(comfy, wan):
     assert modes_of(model)["blocks.1.ffn.2"] == "fp16_wide"
 
 
-def test_what_overflowed_under_a_lora_in_bypass_mode_runs_without_it_once_it_is_gone(comfy, overflowing):
+def test_what_overflowed_under_a_bypassed_lora_runs_without_it_once_it_is_gone(comfy, overflowing):
     """Its forwards are on the layers while it is used, and the wider layers are made to call them."""
     lora = model_files.lora({"blocks.0.ffn.0": (1024, 256)}, size=1.0)
 

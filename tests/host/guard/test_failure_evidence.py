@@ -193,13 +193,13 @@ class OfAnotherPack(torch.nn.Module):
 OfAnotherPack.forward.__code__ = OfAnotherPack.forward.__code__.replace(co_filename="/custom_nodes/SomePack/layers.py")
 
 
-def test_a_layer_of_another_pack_that_overflows_in_a_dtype_of_its_own_is_no_verdict_on_precision(comfy, overflowing):
+def test_an_overflow_in_another_packs_own_dtype_is_no_verdict_on_precision(comfy, overflowing):
     model = families.load(comfy, overflowing, "fp16", "fp16")
     ffn = model.model.diffusion_model.blocks[1].ffn
-    loud, ffn[2] = ffn[2], OfAnotherPack(ffn[2])
+    loud, ffn[0] = ffn[0], OfAnotherPack(ffn[0])  # ffn.2 is called with a folded activation by a later ComfyUI
     with torch.no_grad():
         loud.weight.mul_(30000 / loud.weight.abs().amax().float().item())
     with pytest.raises(NonFinite) as error:
         families.sample(guarded(comfy, model), "wan", steps=1)
     assert error.value.verdict == "stopped" and "No higher precision" not in str(error.value)
-    assert "blocks.1.ffn.2 is created by SomePack and computes in its own dtype, which Halfsafe does not change" in str(error.value)
+    assert "blocks.1.ffn.0 is created by SomePack and computes in its own dtype, which Halfsafe does not change" in str(error.value)

@@ -12,8 +12,11 @@ from support import families, plants
 from support.families import load, with_compute
 from support.guarding import Counted, guarded, is_finite, report_of
 from support.measures import relative_error
+from support.rows import all_of, rotated
 
 ON_NAN = ("stop", "report", "retry_higher")
+ONE_OF_EACH = ("flux", "sd15")
+"""A family whose code hides NaN and one whose does not, beside all settings; the others beside one each."""
 
 
 @pytest.fixture(scope="module")
@@ -49,10 +52,8 @@ def planted(plain, family: str, what: str):
     return plants.nan_lora(plain, family), contextlib.nullcontext()
 
 
-@pytest.mark.parametrize("on_nan", ON_NAN)
-@pytest.mark.parametrize("what", ["weight", "LoRA"])
-@pytest.mark.parametrize("family", plants.FAMILIES)
-def test_a_weight_or_a_lora_with_nan_ends_a_run_whether_it_is_hidden_or_not(comfy, models, family, what, on_nan):
+@pytest.mark.parametrize(("family", "what", "on_nan"), rotated(plants.FAMILIES, all_of(("weight", "LoRA"), ON_NAN), whole=ONE_OF_EACH))
+def test_a_weight_or_a_lora_with_nan_ends_a_run_hidden_or_not(comfy, models, family, what, on_nan):
     plain, clean = models(family)
     model, context = planted(plain, family, what)
     with context:
@@ -66,10 +67,8 @@ def test_a_weight_or_a_lora_with_nan_ends_a_run_whether_it_is_hidden_or_not(comf
     assert report.extra_calls == 1 and not report.escalations
 
 
-@pytest.mark.parametrize("on_nan", ON_NAN)
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("family", plants.FAMILIES)
-def test_a_conditioning_with_nan_ends_a_run_or_loses_its_row_whether_it_is_hidden_or_not(comfy, models, family, batch, on_nan):
+@pytest.mark.parametrize(("family", "batch", "on_nan"), rotated(plants.FAMILIES, all_of((1, 2), ON_NAN), whole=ONE_OF_EACH))
+def test_a_conditioning_with_nan_ends_a_run_or_loses_its_row(comfy, models, family, batch, on_nan):
     plain, clean = models(family)
     hidden, text = family in plants.HIDING, plants.nan_text(family, batch, row=batch - 1)
     if batch == 1:
@@ -83,8 +82,7 @@ def test_a_conditioning_with_nan_ends_a_run_or_loses_its_row_whether_it_is_hidde
     assert report.extra_calls <= 3 and not report.escalations
 
 
-@pytest.mark.parametrize("on_nan", ON_NAN)
-@pytest.mark.parametrize("family", plants.HIDING)
+@pytest.mark.parametrize(("family", "on_nan"), rotated(plants.HIDING, ON_NAN, whole=ONE_OF_EACH))
 def test_a_real_saturation_ends_nothing(comfy, models, family, on_nan):
     plain, _ = models(family)
     with plants.loud_weights(plain, family):
@@ -97,8 +95,7 @@ def test_a_real_saturation_ends_nothing(comfy, models, family, on_nan):
     assert torch.equal(found, clamped) == (on_nan != "retry_higher")
 
 
-@pytest.mark.parametrize("on_nan", ON_NAN)
-@pytest.mark.parametrize("family", plants.FAMILIES)
+@pytest.mark.parametrize(("family", "on_nan"), rotated(plants.FAMILIES, ON_NAN, whole=ONE_OF_EACH))
 def test_one_fault_of_the_device_is_no_overflow_whether_it_is_hidden_or_not(comfy, models, family, on_nan):
     plain, clean = models(family)
     model = guarded(comfy, plain, on_nan)

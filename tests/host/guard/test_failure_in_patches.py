@@ -123,7 +123,7 @@ def test_a_packs_adapter_is_named_with_its_pack_and_widened_alone(comfy, models_
     assert "SomePack may keep state" in report.events[0].evidence, "the sampling starts again beside it"
 
 
-def test_a_patch_in_place_of_a_block_is_named_and_the_block_does_not_run_in_its_arithmetic(comfy, files):
+def test_a_patch_in_place_of_a_block_is_named_and_widened_alone(comfy, files):
     ran = []
 
     class Replacing:

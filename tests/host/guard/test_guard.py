@@ -9,7 +9,7 @@ from halfsafe.nodes.host.guard.model import Guard, guard_of
 from halfsafe.precision.base.modes import label_of
 from halfsafe.precision.plan.rules import rules_from
 from support import families
-from support.families import load
+from support.families import denoise, load
 from support.guarding import Counted, guarded, inside, is_finite, left_on, modes_of, plain_fp16, report_of, step_of
 from support.measures import relative_error
 
@@ -62,6 +62,13 @@ def test_an_overflowing_model_comes_out_right(comfy, files, family, kind, layer,
     assert relative_error(reference, again) < min(0.02, 0.6 * bf16)
     modes = list(modes_of(model).values())
     assert modes.count("fp16") > len(modes) / 2
+
+
+def test_a_rung_computes_in_its_own_dtypes_under_a_callers_autocast(comfy, overflowing):
+    model = guarded(comfy, load(comfy, overflowing, "fp16", "fp16"))
+    with torch.autocast("cpu", torch.float16):
+        assert denoise(model).isfinite().all()
+    assert report_of(model).verdict == "recovered"
 
 
 def test_each_repeat_is_told_where_the_model_runs(comfy, files, monkeypatch):

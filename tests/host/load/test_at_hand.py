@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import comfy.lora
+import json
+
 import comfy.model_sampling
 import pytest
 import torch
+from comfy.lora import calculate_weight
 from comfy.sd import load_lora_for_models
 from halfsafe.nodes.host.comfyui.layers import matrix_layers
-from halfsafe.nodes.host.comfyui.model_facts import held_storages
+from halfsafe.nodes.host.comfyui.model_facts import held_bytes, held_storages
 from halfsafe.nodes.host.load import at_hand
 from halfsafe.precision.base.errors import HalfsafeError, MemoryShortage, StorageNotHeld
 from halfsafe.precision.base.layers import kind_of
@@ -48,6 +50,54 @@ def with_lora(model):
     linear = {name: tuple(module.weight.shape) for name, module in matrix_layers(model.model) if kind_of(module) == "linear"}
     tensors = model_files.lora({name: shape for name, shape in linear.items() if "block" in name}, size=0.05)
     return load_lora_for_models(model, None, tensors, 1.0, 0.0)[0]
+
+
+def offer(comfy, model, goal: str = "speed", **more) -> dict | None:
+    """What the node says beside its report."""
+    node = comfy.nodes["HalfsafeAutoPrecision"].PREPARE_CLASS_CLONE(None)
+    said = node.execute(model, goal, **{"guard": "off", **more}).ui
+    return json.loads(said["halfsafe_result"][0]) if "halfsafe_result" in said else None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_speed_offers_int8_with_the_bytes_that_it_then_takes(comfy, files, monkeypatch, family: str, dtype: torch.dtype) -> None:
+    monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_86")
+    stock = families.stock(files(family), dtype)
+    told = offer(comfy, stock)
+    values = told["messages"][told["sentence"]]["values"]
+    assert told["use"] == {"storage": "int8"} and "An A10G is 1.84x as fast with int8 as with bf16" in values["why"]
+    model, _ = halfsafe(comfy, stock, goal="speed", **told["use"])
+    for when, held in (("before", stock), ("after", model)):
+        size = sum(held_bytes(weight) for weight in held.model.diffusion_model.parameters())
+        assert in_bytes(values[when]) == pytest.approx(size, rel=0.02), when
+    assert offer(comfy, model) is None and in_bytes(values["after"]) < 0.8 * in_bytes(values["before"])
+
+
+def in_bytes(text: str) -> float:
+    number, unit = text.split()
+    return float(number) * 1024 ** ["B", "KiB", "MiB", "GiB"].index(unit)
+
+
+@pytest.mark.parametrize("profile", ["sm_61", "sm_90", "sm_100", "gfx1100", "xpu", "mps_m1", "cpu"])
+def test_nothing_is_offered_on_a_device_that_int8_is_not_faster_on(comfy, files, monkeypatch, profile: str) -> None:
+    monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", profile)
+    assert offer(comfy, families.stock(files("wan"), torch.bfloat16)) is None
+
+
+def test_nothing_is_offered_for_other_goals_or_for_what_storage_does_not_change(comfy, files, gguf, monkeypatch) -> None:
+    monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_86")
+    stock = families.stock(files("wan"), torch.bfloat16)
+    assert offer(comfy, stock)
+    assert not any(offer(comfy, stock, goal) for goal in ("balanced", "quality", "memory")) and offer(comfy, stock, storage="int8") is None
+    assert offer(comfy, load(comfy, files("wan"), "fp8_e4m3fn", "bf16")) is None and offer(comfy, gguf[0]) is None
+    kept = comfy.run("HalfsafeLayerRules", rules="* storage=as_file", preset="none")[0]
+    assert offer(comfy, stock, rules=kept) is None, "no layer would be quantized"
+    bound = stock.clone()
+    bound.model_options["torch_compile_kwargs"] = {}
+    assert offer(comfy, bound) is None, "which storage=int8 would refuse"
+    monkeypatch.setattr(at_hand, "held_storages", lambda: frozenset({"fp8_e4m3fn"}))
+    assert offer(comfy, stock) is None
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -207,7 +257,7 @@ def test_layers_that_a_gguf_loader_packed_are_asked_for_their_values(comfy, gguf
     row = FORMAT_OF_STORAGE["int8"]
     for name, value in values.items():
         key = f"diffusion_model.{name}.weight"
-        merged = comfy.lora.calculate_weight(patched.patches[key], value.clone(), key)
+        merged = calculate_weight(patched.patches[key], value.clone(), key)
         made = row.encode(merged, {})
         assert torch.equal(layers_of(quantized)[name].weight._qdata, made["weight"]), name
         assert not is_loaded or model.get_model_object(f"diffusion_model.{name}").weight.patches, "put back"

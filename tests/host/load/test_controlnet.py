@@ -11,7 +11,11 @@ import pytest
 import torch
 from comfy.controlnet import ControlNet
 from comfy.ops import disable_weight_init
+from comfy.quant_ops import QuantizedTensor
 from halfsafe.nodes.host.comfyui.execution import switches_by_layer
+from halfsafe.nodes.host.comfyui.layers import is_quantized
+from halfsafe.nodes.host.comfyui.weights import Bound
+from halfsafe.nodes.host.compute.bound import Int8Linear
 from halfsafe.nodes.host.load.controlnet import controls_of, loaded_control
 from halfsafe.nodes.host.reporting.report import control_report
 from halfsafe.precision.base.errors import CheckpointError, MemoryShortage
@@ -303,13 +307,13 @@ def test_a_report_lists_the_control_nets_that_ran_with_its_model_alone(comfy, co
 def write_adapter(path):
     from comfy.t2i_adapter.adapter import Adapter
 
-    shapes = tiny_models._shapes_of(Adapter(cin=192, channels=[32, 64, 128, 128], nums_rb=2, ksize=1, sk=True, use_conv=False))
-    return tiny_models._save(path, shapes, torch.float16, 0)
+    shapes = tiny_models.shapes_of(Adapter(cin=192, channels=[32, 64, 128, 128], nums_rb=2, ksize=1, sk=True, use_conv=False))
+    return tiny_models.write_shapes(path, shapes, torch.float16, 0)
 
 
 def write_lora(path):
     shapes = {"lora_controlnet": (1,), "input_hint_block.0.weight": (16, 3, 3, 3), "input_blocks.0.0.weight": (32, 4, 3, 3)}
-    return tiny_models._save(path, shapes, torch.float16, 0)
+    return tiny_models.write_shapes(path, shapes, torch.float16, 0)
 
 
 @pytest.mark.parametrize(("write", "kind"), [(write_adapter, "T2IAdapter"), (write_lora, "ControlLora")])
@@ -342,3 +346,20 @@ def test_an_sd35_control_net_takes_the_model_s_embedder(comfy, models_dir, stora
         outputs.append(give(control, "sd35"))
     assert storage == "as_file" or sum(layer.storage == "fp8_e4m3fn" for layer in reported(control)[1].values()) >= 4
     assert relative_error(*outputs) < (1e-6 if storage == "as_file" else 0.06)
+
+
+@pytest.mark.parametrize("storage", ["fp8_e4m3fn", "fp8_e5m2", "int8"])
+@pytest.mark.parametrize("kind", ["sd15", "flux", "qwen"])
+@torch.inference_mode()
+def test_quantized_layers_are_bound_in_the_runs_of_a_control_net_whose_plan_changes_nothing(comfy, control_file, monkeypatch, kind, storage):
+    control = load(comfy, control_file(kind), storage, "bf16")
+    give(control, kind)
+    quantized = {part for part in control.control_model.modules() if is_quantized(part)}
+    bound, asked = set(), []
+    for product in (Bound, Int8Linear):
+        own = product.product
+        monkeypatch.setattr(product, "product", lambda self, *args, own=own: bound.add(self.module) or own(self, *args))
+    own = QuantizedTensor.__torch_dispatch__.__func__
+    monkeypatch.setattr(QuantizedTensor, "__torch_dispatch__", classmethod(lambda cls, func, *args: asked.append(func.name()) or own(cls, func, *args)))
+    give(control, kind)
+    assert bound == quantized and not asked

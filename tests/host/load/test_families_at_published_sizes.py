@@ -233,7 +233,7 @@ def shapes_of(name: str) -> dict[str, tuple[int, ...]]:
 
 @every_model
 @pytest.mark.parametrize("storage", ["fp8_e4m3fn", "int8"])
-def test_the_ends_of_the_data_path_stay_high_and_most_of_the_blocks_do_not(name, storage):
+def test_ends_of_the_data_path_stay_high_and_most_blocks_do_not(name, storage):
     layers = layers_of(name)
     decisions, roles = plan_storage(layers, storage, rules_from()), roles_of(layers)
     for end in next(ends for start, ends in ENDS.items() if name.startswith(start)):

@@ -109,7 +109,7 @@ IN_FP8 = {"dtype": torch.float8_e4m3fn}
 
 
 @pytest.mark.parametrize("write, options, storage", [(int8_models.int8, {}, "int8"), (dialects.comfy_quant, {}, "fp8_e4m3fn"), (dialects.plain, IN_FP8, "fp8_e4m3fn")])
-def test_a_file_in_8_bits_in_part_keeps_what_is_quantized_and_counts_by_its_own_bytes(comfy, files, write, options, storage):
+def test_a_file_in_8_bits_in_part_counts_by_its_own_bytes(comfy, files, write, options, storage):
     """What is int8 stays int8 to the bit where the device's own choice is fp8, and the other way round."""
     path = in_part(files, write, FIRST, **options)
     (found,) = judged(path.name)
@@ -128,7 +128,7 @@ def bits(tensor):
 
 
 @pytest.mark.parametrize("write, name", [(int8_models.int8, ""), (dialects.comfy_quant, ""), (dialects.in_format, "nvfp4"), (dialects.in_format, "mxfp8"), (dialects.in_format, "int4")])
-def test_a_file_whose_blocks_are_quantized_is_left_and_no_saving_is_told_of_it(comfy, files, write, name):
+def test_a_file_with_quantized_blocks_is_left_and_no_saving_is_told(comfy, files, write, name):
     """Whatever the format: what is in 16 bit there is sensitive and stays."""
     path = in_part(files, write, **({"name": name} if name else {}))
     (found,) = judged(path.name)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import comfy.quant_ops
 import pytest
 import torch
 from comfy.sd import load_lora_for_models
+from halfsafe.nodes.host.comfyui.layers import matrix_layers
 from halfsafe.precision.plan.rules import rules_from
 from support import families, model_files
 from support.families import load
@@ -13,6 +17,7 @@ from support.guarding import guarded, report_of
 from support.int8_models import layers_of
 from support.matmul_spy import Products
 from support.measures import relative_error
+from support.rows import rotated
 
 FAMILIES = ("wan", "sdxl")
 LOSS = {"nvfp4": 0.25, "mxfp8": 0.12}
@@ -38,8 +43,7 @@ def held_in(model) -> dict[str, str]:
     return {name: module.weight._layout_cls for name, module in layers_of(model).items() if isinstance(module.weight, comfy.quant_ops.QuantizedTensor)}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("compute", ["fp32", "bf16", "fp16_safe"])
+@pytest.mark.parametrize(("family", "compute"), rotated(FAMILIES, ["fp16_safe", "bf16", "fp32"], whole=["wan"]))
 def test_weights_are_unpacked_for_products_in_the_dtype_asked_for(comfy, files, family: str, storage: str, compute: str) -> None:
     exact, model = load(comfy, files(family), "fp32"), load(comfy, files(family), storage, compute)
     call = families.capture(exact, family)
@@ -86,6 +90,22 @@ def test_rules_mix_formats(comfy, files) -> None:
         assert found == {layout}, part
     exact = load(comfy, files("wan"), "fp32")
     call = families.capture(exact, "wan")
+    assert relative_error(families.replay(exact, call), families.replay(model, call)) < LOSS["nvfp4"]
+
+
+@pytest.mark.parametrize("page", ["nodes.md", "nodes.zh.md"])
+def test_the_mix_of_formats_that_is_documented_loads_as_it_says(comfy, files, page: str) -> None:
+    """For Wan 14B, whose last block is 39: the small one has blocks 0 and 1."""
+    (lines,) = re.findall(r"```\n([^`]*storage=nvfp4[^`]*)```", (Path(__file__).parents[3] / "docs" / page).read_text(encoding="utf-8"))
+    rules = comfy.run("HalfsafeLayerRules", rules=lines, preset="keep sensitive layers")[0]
+    model = load(comfy, files("wan"), "as_file", "auto", rules)
+    held = held_in(model)
+    wanted = {"ffn": "TensorCoreNVFP4Layout", "self_attn": "TensorWiseINT8Layout", "cross_attn": "TensorWiseINT8Layout"}
+    inner = [name for name, _ in matrix_layers(model.model) if name.startswith("blocks.1.")]
+    assert len(inner) > 5 and {name: held.get(name) for name in inner} == {name: wanted[name.split(".")[2]] for name in inner}
+    edge = [module.weight for name, module in matrix_layers(model.model) if name.startswith("blocks.0.")]
+    assert len(edge) > 5 and {weight.dtype for weight in edge} == {torch.bfloat16} and not any(name.startswith("blocks.0.") for name in held)
+    call = families.capture(exact := load(comfy, files("wan"), "fp32"), "wan")
     assert relative_error(families.replay(exact, call), families.replay(model, call)) < LOSS["nvfp4"]
 
 

@@ -133,7 +133,7 @@ def test_workflow_is_in_the_metadata(comfy, wan, saved_folder):
         assert {**file.metadata(), CARD_KEY: ""} == {CARD_KEY: "", "format": "pt", "prompt": '{"1": {}}', "workflow": '{"a": 1}'}
 
 
-def test_the_card_tells_of_the_source_and_its_loras_and_changes_nothing_that_is_detected(comfy, wan, lora_file, saved_folder):
+def test_the_card_tells_of_source_and_loras_and_changes_no_detection(comfy, wan, lora_file, saved_folder):
     model = with_lora(comfy, load(comfy, wan.name, "as_file", "bf16"), lora_file)
     path = save(comfy, model, saved_folder, "fp8_e4m3fn")
     with safe_open(path, "pt") as file:

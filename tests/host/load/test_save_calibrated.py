@@ -74,7 +74,7 @@ def test_a_calibrated_file_is_closer_and_stock_computes_the_same(comfy, calibrat
     )
 
 
-def test_on_a_device_room_is_asked_for_tf32_is_off_and_the_cpu_rounds_what_finds_no_memory(comfy, calibrated, saved_folder, monkeypatch):
+def test_on_a_device_the_cpu_rounds_what_finds_no_memory(comfy, calibrated, saved_folder, monkeypatch):
     model, calibration = calibrated
     expected = load_file(save_calibrated(comfy, model, calibration, "int8", saved_folder))
     asked, own, freed = [], rounding.rounded, []

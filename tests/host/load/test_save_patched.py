@@ -46,18 +46,20 @@ def changes(comfy, wan, other, storage):
     yield "blocks", lambda model: blocks.merge(model, second, **{"blocks.": 0.3, "text_embedding": 0.3})[0], exact(0.3, 0.7)
 
 
-@pytest.mark.parametrize("run", [False, True], ids=["unloaded", "loaded"])
-def test_each_layer_is_saved_in_its_own_format(comfy, wan, other, saved_folder, run):
+def test_each_layer_is_saved_in_its_own_format(comfy, wan, other, saved_folder):
+    """Every other change is saved after a run, which puts it into the weights; in fp8 what a LoRA changed is saved, and in each storage what any did."""
     wrong, table = 0, ["", f"{'storage':12}{'change':8}{'asked':12}{'size':>8}{'error':>9}{'kept':>9}"]
-    for storage in [name for name in ERROR if name in {"bf16", "fp16"} | held_storages()]:
+    for turn, storage in enumerate(name for name in ERROR if name in {"bf16", "fp16"} | held_storages()):
         sizes = {}
         for asked in ("as_file", "fp8_e4m3fn"):
             sizes[asked] = save(comfy, loaded(comfy, wan, storage), saved_folder, asked).stat().st_size
-        for change, changed, exact in changes(comfy, wan, other, storage):
+        for place, (change, changed, exact) in enumerate(changes(comfy, wan, other, storage)):
             model = changed(loaded(comfy, wan, storage))
-            if run:
+            if (turn + place) % 2:
                 families.denoise(model)
             for asked, size in sizes.items():
+                if asked != "as_file" and change != "LoRA":
+                    continue
                 path = save(comfy, model, saved_folder, asked)
                 file = open_checkpoint(path)
                 weights = read_checkpoint(dict(file.items()), file.metadata, path).weights

@@ -1,13 +1,16 @@
 """Storage auto and Device Info in ComfyUI: int8 where the weights do not fit and a kernel of comfy-kitchen gains from it."""
 
 import json
+import sys
 from dataclasses import replace
 
 import pytest
+import torch
 from halfsafe.nodes.host.load import devices, models
+from halfsafe.nodes.host.reporting import badge, report
 from halfsafe.precision.devices.detect import detect
 from halfsafe.precision.devices.profiles import PROFILE_NAMES
-from support import families
+from support import control_files, families
 from support.int8_models import layers_of
 
 GIB = 1024**3
@@ -95,3 +98,67 @@ def test_a_card_without_the_kernel_gains_nothing_from_int8(comfy, monkeypatch, p
     device = devices.current_device()
     assert device.capabilities["int8_matmul_gains"] is gains
     assert ("general operations" in device.reason("int8_matmul_gains")) is (not backends)
+
+
+WHY = "torch is built for CUDA 12.8, comfy-kitchen's int8 kernels need 13.0."
+
+
+@pytest.fixture
+def without_kernels(monkeypatch):
+    """Report as on a card of a profile whose int8 kernels are missing, in a process that has said nothing of it."""
+
+    def pretend(profile, cuda):
+        device = replace(detect(profile=profile), simulated=False).without("int8_matmul_gains", WHY)
+        for module in (badge, report):
+            monkeypatch.setattr(module, "current_device", lambda: device)
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        monkeypatch.setattr(badge, "_told", set())
+
+    return pretend
+
+
+def notice(comfy, node, *inputs, **more) -> tuple[str, object]:
+    """(what a node says of missing kernels, what it gives out)."""
+    made = comfy.nodes[node].PREPARE_CLASS_CLONE(None).execute(*inputs, **more)
+    return "".join(made.ui.get("halfsafe_kernels", ())), made.args[0]
+
+
+@pytest.mark.parametrize(
+    ("profile", "cuda", "packages"),
+    [
+        ("sm_86", "12.8", "torch torchvision torchaudio --index-url https://download.pytorch.org/whl/cu130"),
+        ("sm_86", "13.0", "comfy-kitchen"), ("gfx1201", None, "comfy-kitchen"),
+    ],
+)  # fmt: skip
+def test_the_first_model_in_int8_says_once_which_command_installs_its_kernels(comfy, wan, without_kernels, caplog, profile, cuda, packages):
+    without_kernels(profile, cuda)
+    caplog.set_level("WARNING", logger="halfsafe")
+    load = ("HalfsafeLoadDiffusionModel", wan.name)
+    assert notice(comfy, *load, "bf16", "auto")[0] == "", "16 bits need none"
+    said, model = notice(comfy, *load, "int8", "auto")
+    assert f'run "{sys.executable}" -m pip install -U {packages} and restart ComfyUI. {WHY}' in said
+    assert ("78 s after that, 123 s before (MiniMax H3 on an RTX Pro 6000" in said) is (cuda == "12.8")
+    assert notice(comfy, *load, "int8", "bf16")[0] == "" and [said in line for line in caplog.messages].count(True) == 1
+    assert said in families.report(comfy, model)["notes"], "a report is asked for at any time"
+
+
+@pytest.mark.parametrize("way", ["at hand", "another loader", "ControlNet"])
+def test_missing_kernels_are_told_whatever_holds_int8(comfy, wan, models_dir, without_kernels, monkeypatch, way):
+    control_files.narrow(monkeypatch)
+    stock = families.stock(wan, torch.bfloat16)
+    held = comfy.run("HalfsafeLoadDiffusionModel", model_name=wan.name, storage="int8", compute="auto")[0]
+    without_kernels("sm_86", "12.8")
+    if way == "at hand":
+        assert WHY in notice(comfy, "HalfsafeAutoPrecision", stock, "balanced", storage="int8")[0]
+    elif way == "another loader":
+        assert WHY in notice(comfy, "HalfsafeComputeDtype", held, "auto")[0]
+    else:
+        path = control_files.KINDS["flux"](models_dir / "controlnet" / "kernels.safetensors")
+        assert WHY in notice(comfy, "HalfsafeLoadControlNet", path.name, "int8", "bf16")[0]
+
+
+@pytest.mark.parametrize("profile", ["sm_61", "sm_90", "sm_100", "gfx1100", "xpu", "mps_m3", "cpu"])
+def test_no_command_is_told_for_a_device_that_int8_is_not_faster_on(comfy, wan, without_kernels, profile):
+    without_kernels(profile, "12.8")
+    said, model = notice(comfy, "HalfsafeLoadDiffusionModel", wan.name, "int8", "auto")
+    assert said == "" and not any("pip install" in note for note in families.report(comfy, model)["notes"])

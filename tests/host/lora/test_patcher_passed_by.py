@@ -226,7 +226,33 @@ def test_qwen_3_in_fp8_whose_parallel_layers_are_one_product():
     assert low_rank.asked == low_rank.by_weight
 
 
-def test_a_repeat_of_a_guard_runs_a_fused_layer_of_an_encoder_in_full_precision(comfy, models_dir):
+def test_layers_of_an_encoder_that_are_passed_by_in_decoding_alone():
+    """One call of the encoder runs them on the prompt, and multiplies past them for each token."""
+    plain = Attention.forward
+    with never_called(Attention, "q_proj", "k_proj", "v_proj"):
+        together = Attention.forward
+
+    def forward(self, hidden_states, *args, **kwargs):
+        return (plain if hidden_states.shape[1] > 1 else together)(self, hidden_states, *args, **kwargs)
+
+    clip = tiny_encoders.build("qwen3")
+    transformer = clip.cond_stage_model.tiny.transformer
+    for name, module in clip.cond_stage_model.named_modules():
+        if name.endswith("_proj"):
+            module.weight = torch.nn.Parameter(module.weight.to(torch.float8_e4m3fn), requires_grad=False)
+    places = (f"model.layers.{number}.self_attn.{part}_proj" for number in range(2) for part in "qk")
+    names = {name: tuple(transformer.get_submodule(name).weight.shape) for name in places}
+    keep_low_rank_unmerged(clip.patcher)
+    clip = load_lora_for_models(None, clip, encoder_lora(names, "text_encoders.tiny.transformer."), 0.0, 1.0)[1]
+    clip.generate(tiny_encoders.tokens(), max_length=3, do_sample=False)
+    low_rank = clip.patcher.low_rank_model()
+    assert not low_rank.by_weight
+    with changed(Attention, "forward", forward):
+        clip.generate(tiny_encoders.tokens(), max_length=3, do_sample=False)
+    assert len(low_rank.by_weight) == len(names) and low_rank.asked == low_rank.by_weight
+
+
+def test_a_repeat_runs_a_fused_layer_of_an_encoder_in_full_precision(comfy, models_dir):
     """The request for plain products holds where ComfyUI multiplies by an int8 weight past its layer."""
     path = tiny_models.narrow_clip_l(models_dir / "text_encoders" / "clip_l_plain.safetensors")
     in_int8: list[bool] = []

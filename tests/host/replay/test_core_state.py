@@ -70,7 +70,7 @@ def test_an_overflow_is_cured_by_a_repeat_of_the_call_alone(comfy, models, name)
     assert report.verdict == "recovered" and not any("restarted" in event.evidence for event in report.events)
 
 
-def test_easycache_skips_the_steps_of_a_cured_run_that_it_skips_of_the_next_which_nothing_is_repeated_in(comfy, models, caplog):
+def test_easycache_skips_the_same_steps_of_a_cured_run_and_of_the_next(comfy, models, caplog):
     """Not those of the model in fp32, to whose own latent it adds in place."""
     caplog.set_level("INFO")
     model = guarded(comfy, models("wan", "ffn", "fp16"))
@@ -98,7 +98,7 @@ class PrefixCache:
         return self.result
 
 
-def test_a_prefix_cache_that_the_failed_call_filled_is_read_by_no_repeat_and_no_later_call(comfy, overflowing):
+def test_no_call_reads_a_prefix_cache_that_the_failed_call_filled(comfy, overflowing):
     plain = plain_fp16(comfy, overflowing)
     model = guarded(comfy, inside(plain, PrefixCache(plain.model.diffusion_model)))
     assert is_finite(families.sample(model, "wan", steps=3))
@@ -162,7 +162,7 @@ def posed(model, cache):
 
 
 @pytest.mark.parametrize("dtype", CACHES)
-def test_a_pose_cache_that_the_failed_call_filled_is_read_by_no_repeat_and_no_later_call(comfy, overflowing, dtype):
+def test_no_call_reads_a_pose_cache_that_the_failed_call_filled(comfy, overflowing, dtype):
     model = guarded(comfy, posed(plain_fp16(comfy, overflowing), CACHES[dtype]()))
     assert is_finite(families.sample(model, "wan", steps=3))
     assert report_of(model).verdict == "recovered" and len(report_of(model).events) == 1

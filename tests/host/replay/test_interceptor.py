@@ -1,5 +1,6 @@
 """The order in which the forwards of our stages run one layer in a call, and what stands around a call."""
 
+import contextlib
 import logging
 import sys
 import traceback
@@ -54,6 +55,22 @@ def with_everything(comfy, wan):
     model = families.with_compute(comfy, load(comfy, wan, "fp8_e4m3fn", "fp16"), "fp16", rules)
     model = accumulation(comfy, model, fp16_accumulation="auto")
     return load_lora_for_models(model, None, model_files.lora({LAYER: (OUTPUTS, INPUTS)}, rank=4), 1.0, 0.0)[0]
+
+
+def test_the_rung_of_a_call_acts_without_a_guard_too(comfy, wan, call):
+    model, acted = load(comfy, wan), []
+
+    class Rung(interceptor.Acting):
+        def attempt(self, call):
+            return contextlib.nullcontext(acted.append(call))
+
+    class Sets(interceptor.Stage):
+        def in_call(self, call):
+            call.rung = Rung()
+
+    interceptor.put_stage(model, interceptor.ACCUMULATION, Sets())
+    families.replay(model, call)
+    assert len(acted) == 1
 
 
 def test_the_chain_of_a_layer_is_the_one_that_the_interceptor_documents(comfy, wan, call, ampere):

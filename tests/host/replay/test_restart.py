@@ -46,7 +46,7 @@ def test_a_check_is_left_out_with_one_sentence_and_the_picture_is_the_same(comfy
 
 
 @pytest.mark.parametrize("name", PACKS)
-def test_an_overflow_starts_the_sampling_again_and_gives_the_bits_of_a_run_in_that_precision(comfy, models, name):
+def test_an_overflow_starts_the_sampling_again_as_a_run_in_that_precision(comfy, models, name):
     expected = run(PACKS[name](models("wan", "ffn", "fp32")))
     model, steps = guarded(comfy, PACKS[name](models("wan", "ffn", "fp16"))), []
     found = run(model, callback=lambda step, *_: steps.append(step))
@@ -106,7 +106,7 @@ def test_a_sampling_without_memory_to_start_again_is_stopped_and_says_so(comfy, 
     assert report.verdict == "stopped" and "Not enough memory" in report.advice and report.escalations == {}
 
 
-def test_an_interrupt_after_autos_own_start_again_is_an_interrupt_and_the_event_tells_no_rules(comfy, models, monkeypatch):
+def test_an_interrupt_after_auto_started_again_is_an_interrupt_without_rules(comfy, models, monkeypatch):
     monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_75")
     interrupt = core("comfy.model_management").InterruptProcessingException
     plain = families.with_compute(comfy, step_caches.cache_dit(models("wan", "ffn", "fp16")), "auto")

@@ -68,7 +68,7 @@ def test_parts_of_a_step_are_one_step():
     assert len(timer.seconds) == len(advanced) == 2 and all(seconds > 0 for seconds in timer.seconds)
 
 
-def test_a_device_that_tells_no_memory_has_no_peak_and_is_waited_for_by_a_read(monkeypatch):
+def test_a_device_that_tells_no_memory_has_no_peak(monkeypatch):
     """DirectML's is ``privateuseone``."""
     assert StepTimer(torch.device("privateuseone"), lambda: None)._memory is None
     reads, item = [], torch.Tensor.item

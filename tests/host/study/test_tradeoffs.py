@@ -191,7 +191,7 @@ def test_the_reference_is_the_file_whatever_its_loader_made_of_it(comfy, path, m
     assert f"weights of the file in bf16 (loaded in {found.given}, measured from the file)" in table
 
 
-def test_a_file_that_is_int8_in_part_is_the_reference_after_the_rest_was_halved(comfy, path):
+def test_a_file_partly_in_int8_stays_the_reference_after_a_halving(comfy, path):
     """Both are int8 by name."""
     first = [layer for layer in WAN_LINEARS if layer.startswith("blocks.0.")]
     mixed = in_dialect(path, path.with_name("measured_mixed.safetensors"), int8_models.int8, layers=first)

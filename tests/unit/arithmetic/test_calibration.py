@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from halfsafe.precision.arithmetic.calibration import Calibration
+from halfsafe.precision.arithmetic.calibration import Calibration, until_it_stands
 from halfsafe.precision.arithmetic.operand_scale import OperandScale
 from halfsafe.precision.base.amax import amax
 from halfsafe.precision.base.dtypes import FP16_MAX
@@ -146,6 +146,35 @@ def test_a_call_whose_error_no_other_attempt_avoids_is_made_once(error, calibrat
     with pytest.raises(RuntimeError) as raised:
         calibration.run(raising(error))
     assert raised.value is error and calibration.repeats == 0
+
+
+class Look:
+    """Lets the results stand, or the errors pass, that are in ``refuses`` no more; notes what it is asked."""
+
+    def __init__(self, name, asked, refuses=0):
+        self.name, self.asked, self.refuses = name, asked, refuses
+
+    def _refused(self) -> bool:
+        self.asked.append(self.name)
+        self.refuses -= 1
+        return self.refuses >= 0
+
+    def stands(self, result) -> bool:
+        return not self._refused()
+
+    def goes_on_after(self, error) -> bool:
+        return self._refused()
+
+    def take_back(self) -> None: ...
+
+
+@pytest.mark.parametrize("errors", [(), (RuntimeError("of an attempt"),)])
+def test_a_look_that_repeats_a_call_ends_the_asking(errors):
+    """Looks change as they are asked: an outer one would count a repeat for a result that an inner one refused."""
+    asked = []
+    looks = [Look("outer", asked), Look("inner", asked, refuses=1)]
+    until_it_stands(looks, raising(*errors))
+    assert asked == ["inner", "inner", "outer"]
 
 
 class OfInductor(RuntimeError):

@@ -113,7 +113,7 @@ def test_a_layer_takes_a_cast_its_product_and_its_bias(as_on_cuda):
             assert launches.names == expected
 
 
-def test_a_transformer_is_looked_at_at_its_inputs_its_queries_and_its_result_and_casts_what_layers_and_attentions_read(as_on_cuda):
+def test_a_transformer_is_looked_at_at_inputs_queries_and_result(as_on_cuda):
     model = Model()
     names = model.launched().names
     assert names.count(LOOK) == 3 + 2 * len(model.blocks) and names.count(CAST) <= 19 * len(model.blocks)

@@ -27,7 +27,7 @@ def test_operations_that_refuse_two_dtypes_run_in_the_wider(name):
         assert MIXED[name]().dtype == torch.float32
 
 
-def test_what_is_of_one_dtype_stays_so_and_what_is_written_to_keeps_its_own():
+def test_what_is_of_one_dtype_stays_so_and_targets_keep_theirs():
     with PromotesFloats():
         assert F.linear(X.half(), W).dtype == torch.float16
         target = torch.zeros(2, 4, 8, dtype=torch.float16)

@@ -107,7 +107,7 @@ def attend(projections, x):
     return calibration, call
 
 
-def test_a_layer_whose_second_input_in_a_call_needs_another_scale_is_right_for_both():
+def test_a_layer_whose_second_input_needs_another_scale_is_right_for_both():
     first, second = linear(bias=False), linear(bias=False)
     calibration = Calibration()
     one, other = (SafeOperation(m, calibration.scale(name), calibration, plain_weights) for name, m in (("a", first), ("b", second)))

@@ -92,7 +92,7 @@ def test_on_cuda_there_is_one_graph_and_no_break(build, shape, wide):
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_on_cuda_the_products_of_a_linear_are_of_fp16_operands_with_an_fp32_result(device):
+def test_on_cuda_a_linear_multiplies_fp16_operands_into_an_fp32_result(device):
     """The graph itself says which product runs."""
     graphs = []
 

@@ -12,7 +12,7 @@ SIZES = (1e7, 1e-3)
 """Magnitudes of an operand that are farther apart than one exponent serves."""
 
 
-def test_a_layer_whose_operand_keeps_swinging_ends_in_fp32_and_is_not_repeated_any_more():
+def test_a_layer_whose_operand_keeps_swinging_ends_in_fp32():
     torch.manual_seed(0)
     layer, x, calibration = torch.nn.Linear(64, 64), torch.randn(8, 64), Calibration()
     operation = SafeOperation(layer, calibration.scale("layer"), calibration, plain_weights)

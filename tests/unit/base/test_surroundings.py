@@ -46,7 +46,7 @@ def state() -> tuple:
 
 
 @pytest.mark.parametrize("name", SURROUNDINGS)
-def test_what_a_caller_set_is_off_inside_and_on_again_after_it_or_an_error(name):
+def test_what_a_caller_set_is_off_inside_and_on_again_after(name):
     with SURROUNDINGS[name]():
         before = state()
         with pytest.raises(ValueError), neutral(CPU):

@@ -333,7 +333,7 @@ def test_storage_auto_takes_fp8_where_the_kernels_of_int8_are_missing_and_says_w
     ("capability", "name", "figure"),
     [((9, 0), "NVIDIA H200", "0.93 to 1.55"), ((10, 0), "NVIDIA B200", "GB200"), ((10, 3), "NVIDIA B300 SXM6 AC", "0.15 against 2.25")],
 )
-def test_data_center_cards_from_hopper_on_gain_from_fp8_alone_and_say_by_which_figure(cuda, capability, name, figure):
+def test_data_center_cards_from_hopper_on_gain_from_fp8_alone(cuda, capability, name, figure):
     device = devices.detect(cuda(capability, name))
     assert device.capabilities["fp8_matmul_gains"] and not device.capabilities["int8_matmul_gains"]
     assert figure in auto.why_int8_is_slow(device)

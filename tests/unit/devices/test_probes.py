@@ -230,7 +230,7 @@ def test_the_accumulation_probe_turns_nothing_on_while_a_model_holds_it_off(monk
     assert True not in seen and found[0] is None and "keeps the flag off" in found[1]
 
 
-def test_what_a_page_asks_for_switches_no_flag_and_is_tried_again_at_a_load(monkeypatch):
+def test_what_a_page_asks_for_is_tried_again_at_a_load(monkeypatch):
     cuda, seen = torch.device("cuda", 0), []
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(probes, "accumulation_operands", lambda *_: (torch.zeros(1), torch.zeros(1)))

@@ -118,7 +118,7 @@ def test_any_shard_opens_the_whole_set(tmp_path, suffix):
 
 
 @pytest.mark.parametrize("indexed", [3, 2])
-def test_a_set_is_whole_or_its_missing_part_is_named_whatever_its_index_leaves_out(tmp_path, indexed):
+def test_a_set_is_whole_or_its_missing_part_is_named(tmp_path, indexed):
     names, index = shards(tmp_path, indexed), tmp_path / "model.safetensors.index.json"
     assert len(open_checkpoint(index)) == 3
     (tmp_path / names[2]).unlink()

@@ -65,7 +65,7 @@ def test_the_header_names_layers_with_the_tensors_prefix_or_without(tmp_path, fo
     assert_same(expected, load_file(tmp_path / "converted.safetensors"), prefix)
 
 
-def test_of_two_names_the_one_without_the_prefix_wins_and_both_win_over_the_tensor(tmp_path):
+def test_the_name_without_the_prefix_wins_and_both_over_the_tensor(tmp_path):
     """As ComfyUI overwrites the one by the other (``convert_old_quants`` in comfy/utils.py)."""
     weights, biases = dialects.reference(("blocks.0.ffn.0",))
     path = dialects.in_format(tmp_path / "a.safetensors", weights, biases, "int8")

@@ -146,7 +146,7 @@ def test_an_unchanged_file_keeps_every_byte_and_is_inspected_and_scanned(tmp_pat
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp8", "int4", "w4a8", "w6a8", "awq4"])
-def test_without_a_comfy_kitchen_that_has_it_a_format_stays_or_is_refused_by_name(tmp_path, monkeypatch, name):
+def test_a_format_that_comfy_kitchen_lacks_stays_or_is_refused_by_name(tmp_path, monkeypatch, name):
     monkeypatch.setattr(format_module, "kitchen_function", lambda name: None)
     row = FORMAT_OF_STORAGE[name]
     source = dialects.in_format(tmp_path / "in.safetensors", *dialects.reference(), name)

@@ -190,7 +190,7 @@ def test_the_fallback_of_the_plan_is_tried_whatever_the_guard_is_set_to(on_nan):
     assert (log.verdict, log.advice, event.evidence) == ("recovered", BEGINS_SAFE, f"{GOES_ON} {SAME_SEED}")
 
 
-def test_a_call_that_the_fallback_of_the_plan_does_not_cure_goes_on_as_the_guard_is_set():
+def test_a_call_that_the_fallback_does_not_cure_is_the_guards():
     assert resolve(Fake(finite_at("fp32"), promised=PROMISED, rungs=["fp32"]))[0].events[0].to_mode == "fp32"
     log, result, _ = resolve(Fake(finite_at(), promised=PROMISED), "off")
     assert result is BAD and log.given_up and not log.events
@@ -200,7 +200,7 @@ def test_a_call_that_the_fallback_of_the_plan_does_not_cure_goes_on_as_the_guard
     ({}, ["watched", "as it was"], ADVICE["device_fault"], SAME_AGAIN),
     ({"compiled": True}, ["watched"], COMPILED, EAGER_IS_FINITE),
 ])  # fmt: skip
-def test_a_call_that_is_finite_in_the_same_arithmetic_blames_the_device_and_no_layer(about, finite, advice, evidence):
+def test_a_call_finite_in_the_same_arithmetic_blames_the_device(about, finite, advice, evidence):
     place = Origin("VAE decode", "", "overflow", "fp16", math.nan)
     call = Fake(finite_at(*finite), default_origin=place, **about)
     log, result, _ = resolve(call)
@@ -265,7 +265,7 @@ def test_beside_a_pack_nothing_starts_again_without_a_step_or_a_repeat_left(abou
     assert resolve(Beside(finite_at(), **about), most=most)[2].verdict == verdict
 
 
-def test_beside_a_pack_where_the_sampling_cannot_start_again_no_verdict_is_given_on_precision():
+def test_where_the_sampling_cannot_start_again_there_is_no_verdict_on_precision():
     call = Beside(finite_at())
     call.can_start_again = False
     _, _, error = resolve(call)
@@ -313,7 +313,7 @@ def test_of_two_infinite_inputs_the_one_without_which_it_is_finite_is_named(on_n
     assert "fp16_safe" not in call.ran, "what came in with the inputs is tried in fp32 alone"
 
 
-def test_what_may_be_repeated_to_cure_does_not_bound_the_search_of_a_guard_that_only_tells():
+def test_the_limit_of_repeats_does_not_bound_a_guard_that_only_tells():
     given = {"text": torch.full((1,), math.inf)}
     log, _, _ = resolve(Fake(lambda given, how, zeroed: GOOD if torch.isfinite(given["text"]).all() else BAD, UNKNOWN), "report", 0, given)
     assert log.verdict == "bad_input"
@@ -344,7 +344,7 @@ def test_a_weight_that_the_failed_operation_reads_is_blamed_for_its_nan_at_once(
     assert error.verdict == "bad_weights" and call.ran == ["watched"] and "holds NaN" in str(error)
 
 
-def test_a_weight_with_inf_is_blamed_where_a_zero_for_it_cures_and_not_else():
+def test_a_weight_with_inf_is_blamed_only_where_a_zero_cures():
     weights = OneWeight(torch.tensor([math.inf]))
     call = Fake(lambda given, how, zeroed: GOOD if zeroed == ["blocks.0.weight"] else BAD, weights=weights)
     _, _, error = resolve(call)
@@ -352,7 +352,7 @@ def test_a_weight_with_inf_is_blamed_where_a_zero_for_it_cures_and_not_else():
     assert resolve(Fake(finite_at(), weights=weights))[2].verdict == "not_precision"
 
 
-def test_a_call_that_a_search_found_finite_in_fp32_is_not_said_to_fail_there():
+def test_a_call_found_finite_in_fp32_is_not_said_to_fail_there():
     """No repeat is left for a rung, after one in fp32 told that the weight with Inf is not at fault."""
     origin = Origin("blocks.0", "blocks.0.weight", "weights", "fp16", math.nan)
     call = Fake(finite_at("fp32"), origin, OneWeight(torch.tensor([math.inf])))
@@ -448,7 +448,7 @@ def test_values_that_the_models_own_code_clamps_are_cured_as_others_are():
 
 
 @pytest.mark.parametrize("on_nan", ["stop", "report", "retry_higher"])
-def test_what_is_hidden_and_fails_in_fp32_too_is_no_clamp_and_ends_a_run_as_any_failure(on_nan):
+def test_what_is_hidden_and_fails_in_fp32_too_is_no_clamp(on_nan):
     call = hidden()
     log, result, error = resolve(call, on_nan)
     (event,) = log.events
@@ -513,7 +513,7 @@ def test_no_fallback_is_taken_for_a_failure_that_does_not_come_again(on_nan, is_
 
 
 @pytest.mark.parametrize("about", [{}, {"promised": PROMISED}])
-def test_beside_a_pack_the_sampling_starts_again_as_it_was_once_after_a_fault_of_the_device(about):
+def test_beside_a_pack_the_sampling_starts_again_once_after_a_device_fault(about):
     call, log = Beside(finite_at("watched", "as it was"), **about), GuardLog("retry_higher")
     with pytest.raises(StartsAgain):
         Ladder(call, log, 8).resolved()

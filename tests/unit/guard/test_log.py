@@ -182,7 +182,7 @@ def test_between_calls_nothing_is_blamed_on_a_run_that_was_given_up():
 
 
 @pytest.mark.parametrize(("on_nan", "cured"), [("retry_higher", True), ("report", False), ("stop", False)])
-def test_a_device_whose_product_is_wrong_runs_in_fp32_if_the_guard_is_to_repair(on_nan, cured):
+def test_a_device_whose_product_is_wrong_is_repaired_in_fp32(on_nan, cured):
     log = GuardLog(on_nan)
     def blamed():
         return blame_device(log, CallPosition(1), torch.device("cpu"), "fp16", "fp16 matmul gives zeros")

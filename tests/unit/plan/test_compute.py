@@ -143,7 +143,7 @@ def test_speed_without_the_kernels_of_int8_advises_fp8_where_that_gains():
         assert ("storage fp8_e4m3fn to multiply in fp8. Not int8: torch is built for CUDA 12.8." in reason) is advised
 
 
-def test_speed_on_hopper_keeps_16_bits_and_multiplies_fp8_weights_in_fp8_each_with_what_was_measured():
+def test_speed_on_hopper_keeps_16_bits_and_multiplies_fp8_in_fp8():
     """8-bit weights were slower than 16-bit ones in every whole call that an H200 has run, and fp8 products alone are faster."""
     facts, device = ModelFacts(LAYERS, 10**9, "bf16", QWEN_IMAGE), detect(profile="sm_90")
     assert device.profile.measured in plan_for_goal(facts, device, "speed", {"blocks.0.ffn": "bf16"})[1]

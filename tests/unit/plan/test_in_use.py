@@ -1,7 +1,7 @@
 """The plan that calls run under, and the wider plans of the guard."""
 
 import pytest
-from halfsafe.precision.plan.in_use import PlanInUse
+from halfsafe.precision.plan.in_use import STREAM, WHOLE_MODEL, PlanInUse
 from halfsafe.precision.plan.rules import rules_from
 
 MODES = {"up": "fp16", "down": "int8", "head": "fp32"}
@@ -19,8 +19,20 @@ PLAN = PlanInUse(MODES, "fp16")
         (PLAN.fp32(), dict.fromkeys(MODES, "fp32")),
     ],
 )
-def test_a_wider_plan_exchanges_the_layers_that_it_widens_or_all_if_the_stream_is_fp32(plan, modes):
+def test_a_wider_plan_exchanges_what_it_widens_or_all_for_the_stream(plan, modes):
     assert plan.exchanged() == modes and plan.is_wider is (plan != PLAN)
+
+
+def test_safe_widens_the_stream_and_fp32_the_whole_model():
+    assert PLAN.safe() == PlanInUse(MODES, "fp16", dict.fromkeys(MODES, "fp16_wide"), stream=True)
+    assert PLAN.fp32() == PlanInUse(MODES, "fp16", dict.fromkeys(MODES, "fp32"), whole=True)
+
+
+def test_wider_keeps_what_was_wider_before():
+    first = PLAN.wider({"up": "fp16_wide"}, stream=True, patches=frozenset("p"))
+    assert first == PlanInUse(MODES, "fp16", {"up": "fp16_wide"}, stream=True, patches=frozenset("p"))
+    second = first.wider({"down": "fp32"}, patches=frozenset("q"))
+    assert second == PlanInUse(MODES, "fp16", {"up": "fp16_wide", "down": "fp32"}, stream=True, patches=frozenset("pq"))
 
 
 @pytest.mark.parametrize("wider", ["safe", "fp32"])
@@ -52,6 +64,13 @@ def test_two_plans_merge_into_what_either_widens():
     either = PlanInUse(layers={"a": "fp32", "b": "fp32", "c": "fp16"}, stream=True, whole=True, patches=frozenset("pq"))
     assert one | other == other | one == either
     assert (PlanInUse() | one) == one and (one | PlanInUse()) == one
+
+
+def test_the_report_names_each_part_with_its_mode():
+    plan = PlanInUse(layers={"a": "fp16_wide"}, patches=frozenset(["a patch"]))
+    assert plan.named() == {"a": "fp16_wide", "a patch": "fp32"}
+    assert plan.wider({}, stream=True).named() == {"a": "fp16_wide", "a patch": "fp32", STREAM: "fp32"}
+    assert plan.fp32().named() == {WHOLE_MODEL: "fp32"}
 
 
 def test_the_page_names_the_widest_part():

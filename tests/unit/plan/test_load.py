@@ -75,7 +75,7 @@ def test_fp8_unpacked_for_fp32_is_16_bit():
     assert in_memory(stored, "as_file", "fp32").dtype == unpacked_dtype("fp32") == "bf16"
 
 
-def test_bytes_count_quantized_weights_with_their_scales_and_the_rest_as_they_are_in_memory():
+def test_bytes_count_quantized_weights_with_scales_and_the_rest_as_held():
     stored = weights(position=torch.zeros(5, dtype=torch.int64))
     scales = in_memory(stored, "int8", "fp16").allocated - (FFN + 2 * KEPT + 40)
     assert 64 * 4 <= scales < 64 * 4 + 100
@@ -88,14 +88,14 @@ def test_the_bytes_of_a_model_leave_out_the_rest_of_its_file():
     assert mapped.allocated == found.allocated - 2 * 32 * 32, "a Linear that stays in its dtype is not copied"
 
 
-def test_a_model_that_would_be_in_fp16_is_in_bf16_where_a_weight_exceeds_it():
+def test_a_model_is_in_bf16_where_a_weight_exceeds_fp16():
     stored = weights()
     assert in_memory(stored, "as_file", "fp16").dtype == "bf16" and in_memory(stored, "fp8_e4m3fn", "fp16").dtype == "fp16"
     stored["time_embedding.0.weight"].data[0, 0] = 1e5
     assert in_memory(stored, "fp8_e4m3fn", "fp16").dtype == "bf16"
 
 
-def test_fp8_of_a_layer_that_holds_no_scale_is_unpacked_and_that_of_another_part_of_the_file_stays():
+def test_fp8_of_a_layer_that_holds_no_scale_is_unpacked_alone():
     stored = weights(torch.float8_e4m3fn, "net.") | weights(torch.float8_e4m3fn)
     plans = in_memory(stored, "as_file", "fp16", prefix="net.").weights
     assert {name: plans[name].storage for name in plans if "ffn" in name or "patch" in name} == {
@@ -140,7 +140,7 @@ def without_fp8(profile="sm_86"):
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
-def test_what_the_device_cannot_hold_is_unpacked_with_a_note_in_the_part_that_goes_there(name, monkeypatch):
+def test_what_the_device_cannot_hold_is_unpacked_in_the_part_there(name, monkeypatch):
     encoder_weights = {f"clip.{key}": replace(weight, name=f"clip.{key}") for key, weight in weights(torch.float8_e4m3fn).items()}
     weight, row = encoded(name)
     inside = replace(weight, name=f"model.{weight.name}")

@@ -65,7 +65,7 @@ FFN = "blocks.0.ffn.0"
 
 
 @pytest.mark.parametrize("profile", ["sm_89", "sm_90", "sm_120", "gfx1201"])
-def test_auto_multiplies_in_fp8_what_comfyui_does_where_the_device_gains_and_says_what_that_costs(profile):
+def test_auto_multiplies_in_fp8_where_the_device_gains_and_says_the_cost(profile):
     result = planned(profile, native_fp8={FFN}, file_dtype="fp8_e4m3fn").compute
     assert result.fp8_matmul and {name: d.mode for name, d in result.decisions.items()} == {FFN: "fp8"}
     assert "multiply in fp8" in result.choice.reason and "1.4 times the error" in result.choice.reason and result.without_effect == ()
@@ -206,7 +206,7 @@ def held(plan):
         (9, ("int8", "w4a8"), "w4a8"), (9, ("int8",), "int8"),
     ],
 )  # fmt: skip
-def test_auto_takes_the_most_bits_that_fit_for_the_whole_model_and_says_what_it_costs(gib, formats, expected):
+def test_auto_takes_the_most_bits_that_fit_and_says_the_cost(gib, formats, expected):
     plan = fitted("sm_86", gib, formats)
     assert held(plan) == {expected} == {plan.storage.used}
     assert {d.mode for d in plan.compute.decisions.values()} == {"int8"}
@@ -226,7 +226,7 @@ def test_auto_takes_the_most_bits_that_fit_for_the_whole_model_and_says_what_it_
         ("sm_90", QUANTIZED_NAMES, "auto", "fp8_e4m3fn"), ("sm_86", ("int8", "nvfp4"), "auto", "int8"),
     ],
 )  # fmt: skip
-def test_auto_takes_nvfp4_only_where_the_device_multiplies_it_and_8_bits_do_not_fit(profile, formats, compute, expected):
+def test_auto_takes_nvfp4_only_where_multiplied_and_8_bits_do_not_fit(profile, formats, compute, expected):
     plan = fitted(profile, 7, formats, compute=compute)
     assert held(plan) == {expected} == {plan.storage.used}
     if expected == "nvfp4":

@@ -103,7 +103,7 @@ def test_blocks_inside_blocks_do_not_count():
     assert named(OUTSIDE, [*FIRST, *stack("blocks", 3, **experts)]) == {"first"}
 
 
-def test_a_short_stack_of_few_weights_is_a_refiner_and_one_of_many_is_not():
+def test_a_short_stack_is_a_refiner_only_with_few_weights():
     small, large = stack("refiner", 2, WIDTH // 2), stack("refiner", 2)
     assert named(OUTSIDE, [*small, *stack("blocks", 24)]) == {layer.name for layer in small}
     assert named(OUTSIDE, [*large, *stack("blocks", 24)]) == set()

@@ -106,20 +106,24 @@ def test_a_tier_leaves_no_files_in_the_machine_s_temporary_folder(tmp_path: Path
     assert list((tmp_path / "machine").iterdir()) == []
 
 
-def test_the_browser_s_tier_runs_beside_the_others_and_is_shown_after_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    ran = tmp_path / "ran"
-    (tmp_path / "test_page.py").write_text(f"def test_page(): open({str(ran)!r}, 'w').close(); assert 'seen' == 'wanted'\n")
+def test_the_browser_runs_beside_the_others_which_tell_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    ran, go_on = tmp_path / "ran", tmp_path / "go_on"
+    (tmp_path / "test_page.py").write_text(
+        f"import os, time\ndef test_page():\n    open({str(ran)!r}, 'w').close()\n    while not os.path.exists({str(go_on)!r}): time.sleep(0.05)\n    assert 'seen' == 'wanted'\n"
+    )
     monkeypatch.setattr(test_script, "chromium", types.ModuleType("this"))
     monkeypatch.setattr(test_script, "_tier_environ", lambda *_: dict(os.environ))
     monkeypatch.setattr(test_script, "IN_TWO_PROCESSES", {})
     monkeypatch.setitem(test_script.TIERS, "browser", str(tmp_path / "test_page.py"))
-    beside = test_script._browser_beside(environment.Environment(PYTHON, tmp_path), ["unit", "browser"], ["-p", "no:cacheprovider"])
-    with beside as wait_and_show:
+    with test_script._beside(environment.Environment(PYTHON, tmp_path), ["unit", "browser"], ["-p", "no:cacheprovider"]) as beside:
         deadline = time.monotonic() + 120
         while not ran.exists() and time.monotonic() < deadline:
             time.sleep(0.05)
         assert ran.exists() and capsys.readouterr().out == "", "it runs without a word between the lines of another tier"
-        result = wait_and_show()
+        assert beside.last_line().startswith(", browser: ")
+        go_on.touch()
+        result = beside.wait_and_show("browser")
+    assert beside.last_line() == ""
     assert (result.name, result.passed, result.summary) == ("browser", False, "0 passed, 1 failed, 0 errors, 0 skipped")
     assert "AssertionError: assert 'seen' == 'wanted'" in capsys.readouterr().out
 

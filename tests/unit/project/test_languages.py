@@ -87,7 +87,7 @@ def test_a_reader_of_one_language_stays_in_it(text: str) -> None:
     for language in LANGUAGES:
         path = translation_of(text, language)
         first, *rest = sections(path.read_text(encoding="utf-8"))
-        assert path.name in (ROOT / text).read_text(encoding="utf-8").splitlines()[2] and f"({Path(text).name})" in first.splitlines()[2]
+        assert path.name in (ROOT / text).read_text(encoding="utf-8").splitlines()[2] and f"{Path(text).name})" in first.splitlines()[2]
         assert [link for section in rest for link in LINK.findall(section) if link in TOLD or f"docs/{link}" in TOLD] == []
 
 
@@ -135,7 +135,7 @@ def test_a_text_has_the_settings_and_figures_of_english(language: str, text: str
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
-def test_a_help_page_has_each_input_by_the_label_on_the_node_and_by_its_id(language: str) -> None:
+def test_a_help_page_has_each_input_by_its_label_and_its_id(language: str) -> None:
     labels = read_json(language, "nodeDefs.json")
     for node in PAGES:
         rows = ROW.findall(translation_of(f"web/docs/{node}.md", language).read_text(encoding="utf-8"))

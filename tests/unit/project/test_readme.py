@@ -15,6 +15,7 @@ CHARACTERS = {"README.zh.md": 1800}
 DETAILS = ("## Read on", "## 继续阅读")
 DOCUMENTS = sorted(path.relative_to(ROOT) for pattern in ("README*.md", "CONTRIBUTING.md", "docs/**/*.md", "benchmarks/README.md") for path in ROOT.glob(pattern))
 RAW = "https://raw.githubusercontent.com/halfsafe/halfsafe/main/"
+PAGE = "https://github.com/halfsafe/halfsafe/blob/main/"
 LINK = re.compile(r"\]\(<?([^)>#]+?)>?(?:#[^)]*)?\)")
 SYMPTOMS = {"README.md": ("black", "out of memory", "slow", "precision"), "README.zh.md": ("黑图", "显存不足", "慢", "精度")}
 
@@ -58,10 +59,18 @@ def test_the_registrys_page_finds_each_picture_of_the_readme(readme: str) -> Non
     assert pictures and [address for address in pictures if not address.startswith(RAW) or not (ROOT / address.removeprefix(RAW)).is_file()] == []
 
 
+@pytest.mark.parametrize("readme", SYMPTOMS)
+def test_the_registrys_page_follows_each_link_of_the_readme(readme: str) -> None:
+    """A link of the text alone leads nowhere there: each has its whole address, those of the repository of a file that it has."""
+    links = LINK.findall((ROOT / readme).read_text(encoding="utf-8"))
+    assert [link for link in links if not link.startswith("https://")] == []
+    assert [link for link in links if link.startswith(PAGE) and not (ROOT / link.removeprefix(PAGE)).is_file()] == []
+
+
 def test_the_readme_leads_to_every_page_of_docs() -> None:
     assert {path.name for path in ROOT.glob("docs/internals/*.md")} == {"calibration.md", "decisions.md", "drift.md", "failure-classes.md", "how-a-call-runs.md", "scaling.md"}
     for readme in SYMPTOMS:
-        led = set(LINK.findall((ROOT / readme).read_text(encoding="utf-8")))
+        led = {link.removeprefix(PAGE) for link in LINK.findall((ROOT / readme).read_text(encoding="utf-8"))}
         pages = {re.sub(r"(\.zh)?\.md$", "", link) for link in led if link.startswith("docs/") and link.endswith(".md")}
         assert {re.sub(r"(\.zh)?\.md$", "", f"docs/{path.name}") for path in ROOT.glob("docs/*.md")} <= pages
 
@@ -73,7 +82,7 @@ def test_every_workflow_and_block_is_listed(page: str) -> None:
 
 
 @pytest.mark.parametrize("readme", SYMPTOMS)
-def test_it_can_be_tried_by_two_commands_whose_cost_is_told_above_what_else_it_can_do(readme: str) -> None:
+def test_it_is_tried_by_two_commands_whose_cost_is_told_first(readme: str) -> None:
     (tried,) = [part for part in re.split(r"^## .*$", (ROOT / readme).read_text(encoding="utf-8"), flags=re.MULTILINE) if "scripts/demo.py" in part]
     assert {"python scripts/demo.py", "python scripts/test.py"} <= set(tried.splitlines())
     assert all(word in tried for word in ("3 GB", "6 GB", "--serve", "CPU")) and "GPU" in tried.strip().splitlines()[-1]
@@ -83,7 +92,7 @@ NEVER_ON_A_GPU = re.compile(r"(?i)no gpu has|(not|yet) (yet )?(been )?(measured|
 GPU_MEASURED = ("H200", "580.159.04", "2.11.0+cu130")
 
 
-def test_what_a_gpu_measured_stands_where_the_figures_are_with_its_conditions_and_no_page_says_that_none_was() -> None:
+def test_what_a_gpu_measured_stands_with_its_conditions() -> None:
     pages = [*DOCUMENTS, *(path.relative_to(ROOT) for path in ROOT.glob("web/docs/**/*.md"))]
     texts = {str(page): (ROOT / page).read_text(encoding="utf-8") for page in pages}
     assert {page: found for page, text in texts.items() if (found := NEVER_ON_A_GPU.findall(text))} == {}
@@ -93,7 +102,7 @@ def test_what_a_gpu_measured_stands_where_the_figures_are_with_its_conditions_an
 
 
 @pytest.mark.parametrize("page", ["docs/devices.md", "docs/devices.zh.md"])
-def test_the_table_of_measured_cards_begins_with_what_the_h200_gave_and_leads_to_a_form_that_takes_more(page: str) -> None:
+def test_the_table_of_measured_cards_leads_to_a_form_for_more(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     told = (ROOT / "benchmarks" / "results" / "gpu_h200_measure_my_card.txt").read_text(encoding="utf-8")
     measured = re.findall(r"^\d (\S+).*?  +([\d.]+)  +([\d.]+ GiB)  +[\d.]+ GiB  +([\d.]+)", told, flags=re.MULTILINE)

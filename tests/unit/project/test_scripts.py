@@ -150,7 +150,7 @@ def test_unknown_node_and_file_are_named() -> None:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="the packed machine is a Linux one")
-def test_the_interpreter_of_a_gpu_machine_finds_what_was_unpacked_and_what_the_machine_has_without_pythonpath(tmp_path: Path) -> None:
+def test_the_interpreter_of_a_gpu_machine_finds_what_was_unpacked(tmp_path: Path) -> None:
     for file in ("stubs/av/__init__.py", "site/only_unpacked.py", "site/pytest.py"):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_text("here = True\n", encoding="utf-8")

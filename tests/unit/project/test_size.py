@@ -10,8 +10,8 @@ from pathlib import Path
 
 from support.shipped import ROOT, tracked_files
 
-MOST_LINES = 17_030
-MOST_TOKENS_A_LINE = 10.67
+MOST_LINES = 17_204
+MOST_TOKENS_A_LINE = 10.79
 NOT_CODE = {
     tokenize.COMMENT,
     tokenize.NL,

@@ -147,7 +147,7 @@ def test_the_weight_is_that_of_the_packs_own_quantizer():
         assert weight_error(weight, candidate) == pytest.approx(sqnr_db(weight, expected), abs=1e-3)
 
 
-def test_int8_is_that_of_the_packs_own_files_and_products_cost_the_inputs_error_too():
+def test_int8_is_that_of_the_packs_files_and_products_cost_more():
     stored = StoredWeight("a.weight", normal(48, 128))
     held = read_checkpoint(tensors_in(stored, "int8"), {}, "m").weights["a.weight"]
     weights, products = Candidate("int8", products=False), Candidate("int8")

@@ -189,7 +189,7 @@ def test_what_a_button_puts_into_the_workflow_is_what_was_measured():
     assert [tradeoffs_result(found(rows), "").use for rows in ([FAST], [BAD], NOISY_ROWS[1:])] == [None] * 3
 
 
-def test_what_a_button_copies_has_each_row_that_worked_as_a_table_and_as_json():
+def test_what_a_button_copies_is_a_table_and_json():
     *lines, _, told = tradeoffs_result(found(), "").copied.splitlines()
     head, rule, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert head == ["card", "driver", "torch", "model", "setting", "s/step", "memory", "SNR dB"] and {*rule} == {"---"}

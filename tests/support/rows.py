@@ -1,0 +1,31 @@
+"""Rows of a parametrization whose values are handled apart: each of one list beside one of another in turn, instead of beside all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import product
+
+
+def rotated(many: Iterable, few: Iterable, whole: Sequence = ()) -> list[tuple]:
+    """Each of ``many`` beside the next of ``few``, and those of ``whole``, which stand for the others of their kind, beside all of them.
+
+    Values that are tuples are put into the row as columns of it.
+    """
+    few, rows = list(few), []
+    turn = 0
+    for each in many:
+        if each in whole:
+            rows += [(*_columns(each), *_columns(other)) for other in few]
+        else:
+            rows.append((*_columns(each), *_columns(few[turn % len(few)])))
+            turn += 1
+    return rows
+
+
+def all_of(*lists: Iterable) -> list[tuple]:
+    """Each of a list beside each of the others, as ``few`` of `rotated`."""
+    return list(product(*lists))
+
+
+def _columns(value: object) -> tuple:
+    return value if isinstance(value, tuple) else (value,)
