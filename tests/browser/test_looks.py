@@ -53,7 +53,7 @@ def test_the_sidebar_and_a_message_can_be_read(comfy: ComfyPage, theme: str, lan
     assert message["x"] >= 0 and message["x"] + message["width"] <= width
 
 
-REFUSED = Message("The attention of this ComfyUI does not ask Halfsafe {0}, so settings of attention have no effect. Update Halfsafe.", "1.2.0")
+REFUSED = Message("The attention of this ComfyUI does not ask Halfsafe {0}, so settings of attention have no effect. Update Halfsafe.", "1.3.0")
 """A sentence that the server adds to the device's facts, as the self-test makes it (``nodes/host/comfyui/self_test.py``)."""
 
 
@@ -69,7 +69,7 @@ def test_the_sidebar_begins_with_what_the_self_test_found(comfy: ComfyPage, pict
         for language, begins in (("en", REFUSED), ("zh", "此 ComfyUI 的注意力不询问 Halfsafe")):
             comfy.speak(language)
             comfy.page.wait_for_function("(begins) => document.querySelector('.hs-sidebar .hs-sentence')?.textContent.startsWith(begins)", arg=begins)
-            assert "1.2.0" in comfy.page.inner_text(".hs-sidebar .hs-sentence")
+            assert "1.3.0" in comfy.page.inner_text(".hs-sidebar .hs-sentence")
             comfy.screenshot(pictures, f"refused-{language}-{cell}")
     finally:
         comfy.page.unroute("**/halfsafe/device")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
 import pytest
 from browser.comfy_page import ComfyPage, without_positions
-from halfsafe.precision.report.result import IN_INT8
+from halfsafe.precision.base.message import Message
+from halfsafe.precision.report.result import IN_INT8, RESULT_KEY, Result
 
 NODE = "HalfsafeAutoPrecision"
 PUT_IN = """() => { const of = (type) => app.graph.nodes.find((n) => n.type === type), one = LiteGraph.createNode("HalfsafeAutoPrecision");
@@ -70,10 +70,8 @@ def test_rules_are_kept_in_the_graph_and_undone(one: ComfyPage, pictures: Path, 
     assert len(one.saved()["nodes"]) == len(before["nodes"])
 
 
-OFFER = json.dumps({
-    "sentence": IN_INT8, "values": {"before": "8.10 GiB", "after": "4.10 GiB", "why": "An A10G is 1.84x as fast with int8 as with bf16, 0.97x with fp8 (comfyui-quant-bench)."},
-    "tone": "good", "head": [], "rows": [], "marked": None, "text": "", "toast": False, "use": {"storage": "int8"}, "copied": "",
-})  # fmt: skip
+GAIN = "An A10G is 1.84x as fast with int8 as with bf16, 0.97x with fp8 (comfyui-quant-bench)."
+OFFER = Result(Message(IN_INT8, before="8.10 GiB", after="4.10 GiB", why=GAIN), use={"storage": "int8"}).ui()[RESULT_KEY][0]
 STORAGE = "() => app.graph.nodes.find((n) => n.type === 'HalfsafeAutoPrecision').widgets.find((w) => w.name === 'storage').value"
 TAB = "async () => { await app.extensionManager.command.execute('Workspace.ToggleSidebarTab.halfsafe'); }"
 BESIDE_THE_TAB = """() => { const node = app.graph.nodes.find((n) => n.type === "HalfsafeAutoPrecision"), { ds } = app.canvas;

@@ -189,7 +189,7 @@ def test_copied_rules_are_rules(ran: ComfyPage, report: dict) -> None:
     changed["rules"] = rules_text(changed, fixed=["patch_embedding"])
     ran.show_report(changed)
     ran.zoom_to("HalfsafeReport", 560, 640)
-    ran.page.click("text=Copy as rules")
+    ran.page.click(".hs-button:text-is('Copy as rules')")
     ran.page.wait_for_function("() => document.querySelector('.hs-copied').textContent")
     rules = {rule.pattern: dict(rule.settings) for rule in parse(ran.evaluate("() => navigator.clipboard.readText()"))}
     assert rules == {
