@@ -144,9 +144,9 @@ class PerModel(Generic[Run]):
         return *branch_of(patcher), *self._settings(patcher)
 
     def _state(self, model: torch.nn.Module) -> tuple:
-        patcher = model.current_patcher
-        alone = isinstance(patcher, AddsToResults) and patcher.leaves_weights_alone()
-        return None if alone else weight_state(model), hooks_of(patcher), *self._settings(patcher)
+        current = model.current_patcher
+        alone = isinstance(current, AddsToResults) and current.leaves_weights_alone()
+        return None if alone else weight_state(model), hooks_of(current), *self._settings(current)
 
 
 def forwards_on(modules: dict[str, torch.nn.Module]) -> list[int]:
