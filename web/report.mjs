@@ -1,5 +1,5 @@
 // @ts-check
-import { modeText, verdictText } from "./dom.mjs";
+import { modeText } from "./dom.mjs";
 import { said, t, together } from "./words.mjs";
 
 /**

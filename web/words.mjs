@@ -28,11 +28,6 @@ export async function loadWords(api, pageLanguage) {
   language = pageLanguage;
 }
 
-/** Whether the page's language has words of its own. */
-export function isTranslated() {
-  return Boolean(languages[language()]?.halfsafe);
-}
-
 /**
  * A text in the page's language, with `{name}` replaced by that value.
  * @param {string} text in English @param {Record<string, string | number>} [values]

@@ -164,7 +164,7 @@ def hidden_event(check: CheckReport, block: str, evidence: str, batch_rows: list
 
 
 def drift_sentence(event: GuardEvent) -> str:
-    """Describe a drift event in one line."""
+    """Describe a drift event in one line, and set its ``brief``, the same without the noise level."""
     step, mode = event.step, event.from_mode
     sigma = f"{event.sigma:.4g}"
     event.brief = Message("Step {0}: finite, but off ({1}). {2}", step, label_of(mode), event.evidence)
