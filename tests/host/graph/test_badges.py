@@ -1,11 +1,14 @@
 """What nodes send to the page beside their outputs: the dtypes in use, and the report."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 from halfsafe.precision.base.dtypes import name_of
+from halfsafe.precision.base.errors import HalfsafeError
 from halfsafe.precision.plan import compute as plan_compute
+from server import PromptServer
 from support import tiny_models
 
 SUMS = {"reduced_precision_reduction": "unchanged", "fp8_fast_accumulation": "unchanged", "attention": "unchanged"}
@@ -93,3 +96,15 @@ def test_the_report_is_sent_as_text_so_that_it_counts_as_no_file(comfy, files):
     assert output.ui["text"] == (output.args[0],)
     (data,) = output.ui["halfsafe_report"]
     assert data == output.args[1] and json.loads(data)["version"] == 1
+
+
+def test_an_error_of_a_node_is_preceded_by_its_messages(comfy, monkeypatch):
+    """ComfyUI sends the text of an error alone, which a page in another language words by its templates."""
+    sent = []
+    server = SimpleNamespace(send_sync=lambda event, data, page: sent.append((event, data)), client_id="page")
+    monkeypatch.setattr(PromptServer, "instance", server, raising=False)
+    with pytest.raises(HalfsafeError) as caught:
+        comfy.nodes["HalfsafeCheckFinite"].execute(value=3, on_nan="stop")
+    ((event, data),) = sent
+    assert event == "halfsafe.messages" and data["messages"]["Check Finite cannot check a int."] == {"template": "Check Finite cannot check a {0}.", "values": {"0": "int"}}
+    assert data["messages"][str(caught.value)]["template"] == "{0} {1}" and data["text"] == str(caught.value)
