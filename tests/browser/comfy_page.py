@@ -199,15 +199,25 @@ class ComfyPage:
         node = self.evaluate("() => String(app.graph.nodes.find((n) => n.type === 'HalfsafeReport').id)")
         self.show({node: {"halfsafe_report": [json.dumps(report)]}})
 
-    def record_toasts(self) -> Callable[[], list[dict]]:
-        """Keep the toasts that the pack shows until the test's end, instead of showing them."""
+    def record_toasts(self) -> Callable[..., list[dict]]:
+        """Keep the toasts that the pack shows until the test's end, instead of showing them.
+
+        Returns:
+            A function ``shown(at_least=0)``: the toasts so far, once there are that many. What a server sends over its socket comes
+            after its answer to a request, if the machine is busy: a test that has not waited for a later event gives the number.
+        """
         code = """() => { const { toast } = app.extensionManager, ours = (message) => message.summary?.startsWith("Halfsafe: ") && window.toasts.push(message);
             window.toasts = []; window.toastAs ??= Object.fromEntries(["add", "success", "warning", "error"].filter((name) => toast[name]).map((name) => [name, toast[name]]));
             toast.add = (message) => ours(message) || window.toastAs.add(message);
             for (const [name, severity] of [["success", "success"], ["warning", "warn"], ["error", "error"]])  // how the newest page is told
                 if (window.toastAs[name]) toast[name] = (summary, { description: detail } = {}) => ours({ severity, summary, detail }) || window.toastAs[name](summary, { description: detail }); }"""
         self.evaluate(code)
-        return lambda: self.evaluate("() => window.toasts")
+
+        def shown(at_least: int = 0) -> list[dict]:
+            self.page.wait_for_function("(count) => window.toasts.length >= count", arg=at_least)
+            return self.evaluate("() => window.toasts")
+
+        return shown
 
     def send_guard(self, **message: object) -> None:
         """Let the page receive a guard's message."""

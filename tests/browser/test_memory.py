@@ -274,7 +274,6 @@ def later_comfyui(route: Route) -> None:
 TWO_ALIKE = """const other = put("UNETLoader", 0, 900), merge = put("ModelMergeSimple", 300, 900); wire(other, "MODEL", merge, "model2"); wire(model, "MODEL", merge, "model1"); wire(merge, "MODEL", sampler, "model");"""
 
 
-@pytest.mark.paired
 def test_who_runs_out_of_memory_halves_it_on_the_errors_card_and_loaders_alike_are_named_once(comfy: ComfyPage, small_models: Path) -> None:
     """Wan 2.2's templates: models in fp8 with the same title, of one file and of another."""
     quantize(small_models)

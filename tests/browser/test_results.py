@@ -141,7 +141,7 @@ def test_why_a_value_is_refused_is_told(small: ComfyPage) -> None:
     shown = small.record_toasts()
     small.evaluate("""async () => { const rules = LiteGraph.createNode("HalfsafeLayerRules"); app.graph.add(rules); rules.connect(0, app.graph.nodes.find((n) => n.type === "HalfsafeLoadDiffusionModel"), "rules");
         rules.widgets.find((w) => w.name === "rules").value = "a storage=fp4\\nb compte=fp16"; await app.queuePrompt(0, 1); }""")
-    (toast,) = shown()
+    (toast,) = shown(at_least=1)
     assert toast["summary"].startswith("Halfsafe: Rules, line 1") and toast["detail"].startswith("Use one of: "), toast
     small.evaluate(TAB)
     small.page.locator(".hs-sidebar", has_text="line 2").wait_for()
