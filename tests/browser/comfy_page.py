@@ -34,6 +34,14 @@ TEST_SETTINGS = {"halfsafe.toasts": True, "halfsafe.badges": True, "Halfsafe.Wat
 STILL = """addEventListener("DOMContentLoaded", () => { const style = document.createElement("style");
     style.textContent = "*, *::before, *::after { animation: none !important; transition: none !important; }"; document.head.append(style); });"""
 """Nothing moves by itself: without a GPU a spinner costs as much as a run beside it."""
+LATE = """(late) => { const { WebSocket, fetch: fetched } = window, listen = WebSocket.prototype.addEventListener;
+    WebSocket.prototype.addEventListener = function (name, listener, ...rest) {
+        return listen.call(this, name, name === "message" ? (event) => setTimeout(() => listener.handleEvent?.(event) ?? listener.call(this, event), late) : listener, ...rest); };
+    window.fetch = async (...given) => {
+        const answer = await fetched(...given);
+        if (answer.url.includes("halfsafe")) await new Promise((done) => setTimeout(done, late));
+        return answer; }; }"""
+"""What the server sends, and answers to the pack's requests, arrive this many milliseconds late."""
 VIEW = {"width": 1500, "height": 950}
 BEGIN = """async (settings) => { const { setting, sidebarTab, toast } = app.extensionManager;
     Object.assign(toast, window.toastAs);
@@ -68,6 +76,8 @@ class ComfyPage:
         self.page.set_default_timeout(LONGEST)
         if slower := os.environ.get("HALFSAFE_SLOW"):
             context.new_cdp_session(self.page).send("Emulation.setCPUThrottlingRate", {"rate": float(slower)})
+        if late := os.environ.get("HALFSAFE_LATE"):
+            self.page.add_init_script(f"({LATE})({float(late)})")
         self.page.on("console", self._note_message)
         self.page.on("pageerror", lambda error: self._note(f"{error.name}: {error.message} {error.stack}"))
         self.page.on("response", self._note_response)

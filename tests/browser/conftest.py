@@ -1,8 +1,8 @@
 """A real ComfyUI, its pinned page and the newest one, and Chromium.
 
 `scripts/test.py` provides all three through COMFYUI_DIR, HALFSAFE_FRONTEND and CHROMIUM. Without one the tests are skipped,
-or fail where HALFSAFE_STRICT is set. HALFSAFE_SLOW=6 makes the page six times slower, to find tests that
-take a busy machine for a fault.
+or fail where HALFSAFE_STRICT is set. HALFSAFE_SLOW=6 makes the page six times slower and
+HALFSAFE_LATE=400 lets what the server sends arrive 400 ms later, to find tests that take a busy machine for a fault.
 """
 
 from __future__ import annotations
