@@ -262,7 +262,7 @@ function put(flow, plan, plans) {
   const name = nameOf(flow, plan, plans);
   if (name) node.title = titled(node, name);
   graph.add(node);
-  node.setSize([WIDTH, node.size[1]]);
+  node.setSize([Math.max(WIDTH, node.computeSize()[0]), node.size[1]]); // a title that is longer widens it when the workflow is opened
   const origins = groups.map(({ places: [{ node: next, slot }] }) => /** @type {Origin} */ (originOf(next, slot)));
   const [next] = groups[0].places.map((place) => place.node).sort((a, b) => a.pos[0] - b.pos[0]);
   node.pos = placeBetween(node, nodeAt(graph, origins[0]), next);

@@ -112,10 +112,11 @@ async function put(app, sampling, name) {
   const [measure, show] = [MEASURE, "PreviewImage"].map((type) => window.LiteGraph.createNode(type));
   await undoable(app, () => {
     show.setSize(CHART);
+    if (name) measure.title = titled(measure, name);
+    measure.setSize([Math.max(measure.size[0], measure.computeSize()[0]), measure.size[1]]); // as wide as its title makes it when the workflow is opened
     const size = [measure.size[0] + GAP + show.size[0], Math.max(measure.size[1], show.size[1])];
     measure.pos = placeBetween({ size, graph }, sampler, sampler);
     show.pos = [measure.pos[0] + measure.size[0] + GAP, measure.pos[1]];
-    if (name) measure.title = titled(measure, name);
     for (const node of [measure, show]) {
       node.properties[PUT_IN] = BY_MEASURE;
       graph.add(node);

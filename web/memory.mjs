@@ -38,6 +38,8 @@ const OTHERS = { VAELoader: "vae", LoraLoader: "loras", LoraLoaderModelOnly: "lo
 const BEFORE = "halfsafe_before";
 /** What is left free below a loader that grew, in pixels. */
 const GAP = 24;
+/** The axes of a position and a size. */
+const RIGHT = 0, DOWN = 1;
 /** What the page notes of a node's pack: another pack's after the exchange. */
 const OF_THE_PACK = ["cnr_id", "aux_id", "ver", "Node name for S&R"];
 /** ComfyUI's values of `weight_dtype` that hold weights in 8 bits. */
@@ -193,7 +195,8 @@ async function putBack(app, only) {
       if (reason) leftOut.push(`${place.live.title} (${reason})`);
       else {
         exchange(place, before.type, back, { ...before.values, ...renamed(valuesOf(place.live), back) }, before);
-        moveBack(place.graph, before.moved);
+        moveBack(place.graph, before.moved_right ?? {}, RIGHT); // earlier versions moved nothing to the right
+        moveBack(place.graph, before.moved, DOWN);
         count += 1;
       }
     }
@@ -326,33 +329,58 @@ function exchange({ graph, node }, type, names, values, { properties, title, siz
   if (title !== undefined) node.title = title;
 }
 
-/** Let one of our nodes be as high as it needs, and move down what it would cover, and what that would. Its record keeps where that was. @param {Place} place */
+/** Let one of our nodes be as high and as wide as the page makes it, and move down or to the right what it would cover, and what that would. Its record keeps where that was. @param {Place} place */
 function makeRoom({ graph, node }) {
-  const was = node.size[1];
-  const [width, height] = window.LiteGraph.createNode(node.type).computeSize();
-  node.size = [Math.max(node.size[0], width), Math.max(was, height)];
-  /** @type {Record<string, {from: number, to: number}>} node id -> where its top was, and is */
-  const moved = {};
-  const free = window.LiteGraph.vueNodesMode ? GAP + HIGHER : GAP;
-  const grown = [{ upper: node, bottomWas: node.pos[1] + was, free }];
-  const topOf = (/** @type {any} */ one) => one.pos[1] - window.LiteGraph.NODE_TITLE_HEIGHT;
-  const shareColumn = (/** @type {any} */ a, /** @type {any} */ b) => a.pos[0] < b.pos[0] + b.size[0] && b.pos[0] < a.pos[0] + a.size[0];
-  for (const lower of [...graph.nodes].sort((a, b) => topOf(a) - topOf(b))) { // each is moved once, after all above it
-    const over = grown.filter(({ upper, bottomWas }) => topOf(lower) >= bottomWas && shareColumn(upper, lower));
-    const way = Math.max(0, ...over.map((above) => above.upper.pos[1] + above.upper.size[1] + above.free - topOf(lower)));
-    if (way === 0) continue;
-    grown.push({ upper: lower, bottomWas: lower.pos[1] + lower.size[1], free: GAP });
-    moved[lower.id] = { from: lower.pos[1], to: lower.pos[1] + way };
-    lower.pos[1] += way;
-  }
-  node.properties[BEFORE].moved = moved;
+  const [wide, high] = node.size;
+  const like = window.LiteGraph.createNode(node.type);
+  like.title = node.title ?? like.title;
+  const [width, height] = like.computeSize();
+  node.size = [Math.max(wide, width), Math.max(high, height)];
+  const before = node.properties[BEFORE];
+  before.moved = moveApart(graph, node, DOWN, high, window.LiteGraph.vueNodesMode ? GAP + HIGHER : GAP);
+  before.moved_right = moveApart(graph, node, RIGHT, wide, GAP);
 }
 
-/** Move up what *Halve the memory* moved down, unless it was moved since. @param {any} graph @param {Record<string, {from: number, to: number}>} moved */
-function moveBack(graph, moved) {
+/** @param {any} node @param {number} axis */
+function startOf(node, axis) {
+  return node.pos[axis] - (axis === DOWN ? window.LiteGraph.NODE_TITLE_HEIGHT : 0);
+}
+
+/** @param {any} node @param {number} axis */
+function endOf(node, axis) {
+  return node.pos[axis] + node.size[axis];
+}
+
+/**
+ * Move the nodes that a grown node would cover along an axis, and those that these would.
+ * @param {any} graph @param {any} node @param {number} axis @param {number} was its size along it @param {number} free between it and the next
+ * @returns {Record<string, {from: number, to: number}>} node id -> where it was on the axis, and is
+ */
+function moveApart(graph, node, axis, was, free) {
+  /** @type {Record<string, {from: number, to: number}>} */
+  const moved = {};
+  if (node.size[axis] === was) return moved;
+  const grown = [{ before: node, endWas: node.pos[axis] + was, free, by: 0 }];
+  const across = DOWN - axis;
+  const meet = (/** @type {any} */ a, /** @type {any} */ b) => startOf(a, across) < endOf(b, across) && startOf(b, across) < endOf(a, across);
+  for (const next of [...graph.nodes].sort((a, b) => startOf(a, axis) - startOf(b, axis))) { // each is moved once, after all before it
+    const wayFrom = (/** @type {typeof grown[0]} */ one) => { // what lay on it already, by more than a title, lies on it as before
+      return next.pos[axis] < one.endWas ? one.by : endOf(one.before, axis) + one.free - startOf(next, axis);
+    };
+    const way = Math.max(0, ...grown.filter(({ before }) => meet(before, next)).map(wayFrom));
+    if (way === 0) continue;
+    grown.push({ before: next, endWas: endOf(next, axis), free: GAP, by: way });
+    moved[next.id] = { from: next.pos[axis], to: next.pos[axis] + way };
+    next.pos[axis] += way;
+  }
+  return moved;
+}
+
+/** Move back what *Halve the memory* moved along an axis, unless it was moved since. @param {any} graph @param {Record<string, {from: number, to: number}>} moved @param {number} axis */
+function moveBack(graph, moved, axis) {
   for (const node of graph.nodes) {
     const way = moved[node.id];
-    if (way && node.pos[1] === way.to) node.pos[1] = way.from;
+    if (way && node.pos[axis] === way.to) node.pos[axis] = way.from;
   }
 }
 

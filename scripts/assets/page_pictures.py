@@ -70,7 +70,8 @@ def _chromium() -> Iterator[Browser]:
 
 
 def _open(studio: Studio, browser: Browser, workflow: dict, vue: bool, theme: str, sharpness: int) -> ComfyPage:
-    from browser.comfy_page import ComfyPage  # `pictures` has put tests/ on the path
+    import conftest  # noqa: F401  it makes the pack importable as `halfsafe`; `pictures` has put tests/ on the path
+    from browser.comfy_page import ComfyPage
 
     page = ComfyPage(browser.new_context(viewport=VIEW, device_scale_factor=sharpness), studio.server, vue, theme)
     page.open(**SETTINGS).load(workflow)

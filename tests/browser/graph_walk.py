@@ -24,7 +24,8 @@ WALK = """async (workflow) => {
         return output; };
     const frames = async () => { for (let frame = 0; frame < 3; frame++) await new Promise(requestAnimationFrame); };
     const drawn = ({ id, graph }) => (graph === app.canvas.graph ? document.querySelector(`.lg-node[data-node-id="${id}"]`)?.offsetHeight ?? 0 : 0);
-    const boxOf = (node, top = node.pos[1] - LiteGraph.NODE_TITLE_HEIGHT) => ({ left: node.pos[0], top, right: node.pos[0] + node.size[0],
+    const boxOf = (node, top = node.pos[1] - LiteGraph.NODE_TITLE_HEIGHT) => ({ left: node.pos[0], top,
+        right: node.pos[0] + Math.max(node.size[0], node.computeSize?.()[0] ?? 0), // the width that the page gives it when the workflow is opened
         bottom: Math.max(node.pos[1] + (node.flags?.collapsed ? 0 : node.size[1]), top + drawn(node)) });
     const meet = (a, b) => a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom;
     const around = (node) => [...node.graph.nodes, node.graph.inputNode, node.graph.outputNode].filter((other) => other && other !== node);

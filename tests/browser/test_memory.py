@@ -127,6 +127,37 @@ def test_on_comfyuis_own_templates_only_loaders_change_and_come_back(unseen: Com
     assert unseen.problems == []
 
 
+CROWDED = ("gsl_starter_1_2", "image-qwen_image_edit_2511_lora_inflation", "sd3.5_large_depth", "templates-6-key-frames", "video_bernini_r_image_editing", "video_ltx2_t2v")
+"""Templates with nodes beside and below loaders that have no room for wider and higher ones, or whose models need long titles."""
+COVERED = f"""async (workflow) => {{ {PAGE}
+    const open = (workflow) => app.loadGraphData(workflow, true, true, app.extensionManager.workflow.activeWorkflow);
+    const graphs = () => [app.graph, ...app.graph.subgraphs.values()];
+    const places = () => graphs().flatMap((graph) => graph.nodes.map(({{ id, pos }}) => [id, ...pos]));
+    const between = (a, b, axis, above) => Math.min(a.pos[axis] + a.size[axis], b.pos[axis] + b.size[axis]) - Math.max(a.pos[axis], b.pos[axis]) + above;
+    const covered = () => Object.fromEntries(graphs().flatMap(({{ id, nodes }}) => {{ const open = nodes.filter(({{ flags }}) => !flags?.collapsed);
+        return open.flatMap((a, place) => open.slice(place + 1).map((b) => [`${{id}}: ${{a.id}} and ${{b.id}}`, [between(a, b, 0, 0), between(a, b, 1, LiteGraph.NODE_TITLE_HEIGHT)]])); }}).filter(([, sides]) => Math.min(...sides) > 0));
+    await open(workflow);
+    const before = covered(), from = places();
+    await (await import("/extensions/Halfsafe-Pack/guard.mjs")).guardWorkflow(app);
+    const guarded = places(), said = await halve();
+    await open(app.graph.serialize());
+    const more = Object.entries(covered()).filter(([pair, sides]) => !before[pair] || sides.some((side, axis) => side > before[pair][axis] + 1));
+    await putBack();
+    const back = places();
+    await (await import("/extensions/Halfsafe-Pack/guard.mjs")).unguardWorkflow(app);
+    return {{ said, more, stayed: JSON.stringify(guarded) === JSON.stringify(back), taken_out: JSON.stringify(from) === JSON.stringify(places()) }}; }}"""
+
+
+@pytest.mark.once  # every size is the graph's own
+def test_no_node_covers_another_after_guarding_halving_and_opening_anew(unseen: ComfyPage, info: dict) -> None:
+    """ComfyUI makes a node at least as wide as its title when it opens a workflow."""
+    every = templates(info)
+    for name in CROWDED:
+        found = unseen.evaluate(COVERED, every[name])
+        assert "replaced" in found["said"] and found["more"] == [], (name, found)
+        assert found["stayed"] and found["taken_out"], (name, "what was moved is not back")
+
+
 def in_page(comfy: ComfyPage, code: str) -> object:
     return comfy.evaluate(f"async () => {{ {PAGE} {code} }}")
 
