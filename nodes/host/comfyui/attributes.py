@@ -29,6 +29,7 @@ PrefixOption = Annotated[str, "comfy.ldm.qwen_image21.model"]
 PoseCache = Annotated[Any, "comfy.ldm.wan.model_animate2"]
 PoseOption = Annotated[str, "comfy.ldm.wan.model_animate2"]
 FileAttention = Annotated[torch.nn.Module, "comfy.ldm.modules.attention"]
+AttentionOption = Annotated[str, "comfy.ldm.modules.attention"]
 CommandLine = Annotated[Any, "comfy.cli_args"]
 TrainedPart = Annotated[torch.nn.Module, "comfy_extras.nodes_train"]
 PrefetchingAttribute = Annotated[str, "comfy.model_prefetch"]
@@ -56,6 +57,8 @@ STEP_METADATA: StepCacheAttribute = "state_metadata"
 CLOSE_GRAPH: PrefetchingAttribute = "cleanup_malloc_graph"
 PREFIX_CACHE: PrefixOption = "qwen_image21_cache"
 POSE_CACHE: PoseOption = "animate2_cache"
+OVERRIDE: AttentionOption = "optimized_attention_override"
+"""The option of a model's call that runs in place of each attention (``wrap_attn``)."""
 
 
 class OnlyCalled:

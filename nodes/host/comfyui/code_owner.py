@@ -15,6 +15,7 @@ import comfy.model_management
 from comfy.patcher_extension import WrappersMP
 
 from ....precision.base.nested import leaves
+from .attributes import OVERRIDE
 
 if TYPE_CHECKING:
     from ..replay.call import Call
@@ -27,7 +28,7 @@ PYTHON = tuple(Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib
 FRAMEWORK = ("torch", "numpy", "einops", "comfy_kitchen", "comfy_aimdo")
 RUN_AGAIN = (WrappersMP.APPLY_MODEL, WrappersMP.DIFFUSION_MODEL)
 """Wrappers that run again in a repeat of a call; all others run outside calls."""
-NO_PATCHES = ("wrappers", "callbacks", "optimized_attention_override")
+NO_PATCHES = ("wrappers", "callbacks", OVERRIDE)
 """Options that contain no patch of the model. An attention override is a kernel; repeats in a higher precision and
 checks run ComfyUI's own kernel instead."""
 FUNCTION_WRAPPER = "model_function_wrapper"

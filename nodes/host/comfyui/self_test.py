@@ -18,9 +18,8 @@ from ....precision.base.message import Message
 from ....precision.base.patching import Patch, patched
 from ....precision.base.surroundings import neutral
 from ....precision.version import VERSION
-from .attributes import casting, set_quantization_format
+from .attributes import OVERRIDE, casting, set_quantization_format
 from .gate import ACTIVATION, NORM, OF_RESIDUAL, RESIDUAL, UNEQUAL, activated, folded_parameters
-from .known_calls import OVERRIDE
 from .weights import core_weights, exchanged, uncast_norm
 
 SIZE = 32

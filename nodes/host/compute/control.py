@@ -13,8 +13,7 @@ from comfy.model_patcher import ModelPatcher
 
 from ....precision.base.patching import Patch
 from ....precision.plan.compute import ComputePlan
-from ..comfyui.attributes import casting
-from ..comfyui.known_calls import OVERRIDE
+from ..comfyui.attributes import OVERRIDE, casting
 from ..replay.call import OPTIONS
 from ..replay.interceptor import COMPUTE, in_calls
 from .attention import overridden

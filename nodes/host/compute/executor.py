@@ -12,10 +12,9 @@ from ....precision.base.modes import INT8
 from ....precision.base.patching import patched
 from ....precision.plan.choice import WithoutEffect
 from ....precision.plan.compute import ComputePlan
-from ..comfyui.attributes import kernel_of_file
+from ..comfyui.attributes import OVERRIDE, kernel_of_file
 from ..comfyui.execution import Make, adapts_text, conditions_through, is_compiled, trains
 from ..comfyui.gate import met_in
-from ..comfyui.known_calls import OVERRIDE
 from ..comfyui.layers import modules_of
 from ..comfyui.page import add_to_badge, running_node_id
 from ..replay.call import Call

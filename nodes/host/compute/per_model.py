@@ -12,8 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ....precision.base.nested import tensors_in
 from ....precision.plan.in_use import PlanInUse
-from ..comfyui.attributes import weight_state
-from ..comfyui.known_calls import OVERRIDE
+from ..comfyui.attributes import OVERRIDE, weight_state
 from ..comfyui.weights import has_own_forward
 
 KEPT = 4

@@ -24,10 +24,10 @@ from ....precision.guard.verdicts import GOES_ON, MODEL, SAME_SEED
 from ....precision.plan.compute import SAFE
 from ....precision.plan.in_use import PlanInUse
 from ....precision.report.schema import GuardEvent
+from ..comfyui.attributes import OVERRIDE
 from ..comfyui.code_owner import code_owner, packs_on
 from ..comfyui.execution import is_compiled, is_on_several_devices, is_oom
 from ..comfyui.gate import measuring
-from ..comfyui.known_calls import OVERRIDE
 from ..comfyui.page import running_prompt_id, send_to_page, show_progress, shown_id
 from ..compute.attention import overridden
 from ..compute.executor import may_fall_back

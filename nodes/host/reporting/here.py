@@ -15,8 +15,7 @@ from ....precision.base.message import Message, joined
 from ....precision.base.text import size_text
 from ....precision.devices.probes import has_cuda_13
 from ....precision.plan.auto import why_int8_is_slow
-from ..comfyui.attributes import compiler_is_off, has_kitchen_attention, kernel_of_file
-from ..comfyui.known_calls import OVERRIDE
+from ..comfyui.attributes import OVERRIDE, compiler_is_off, has_kitchen_attention, kernel_of_file
 from ..compute.attention import ATTENTIONS, chosen_by, function_name
 from ..load.devices import compute_device, current_device
 
