@@ -56,7 +56,6 @@ UNEQUAL: set[str] = set()
 than alone. The gate computes nothing for them, and no code of ours runs in place of theirs."""
 logger = logging.getLogger("halfsafe")
 _noted = threading.local()
-_unfused: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 _met: weakref.WeakKeyDictionary[torch.nn.Module, set[str]] = weakref.WeakKeyDictionary()
 _told: set[tuple[type, str]] = set()
 
@@ -74,22 +73,13 @@ def entering(module: torch.nn.Module, forward: Forward, own: Forward | None = No
     It is ``forward`` itself if this ComfyUI passes nothing else to the module. ``own``: what runs in a call with an
     argument that is not known; None: ``forward`` hands such arguments on.
     """
-    return _entering(module, forward, own, notes=True)
-
-
-def measuring(module: torch.nn.Module, forward: Forward, own: Forward | None = None) -> Forward:
-    """Return the same for a ``forward`` that measures and calls the layer's own."""
-    return _entering(module, forward, own, notes=False)
-
-
-def _entering(module: torch.nn.Module, forward: Forward, own: Forward | None, notes: bool) -> Forward:
     if kind_of(module) is None:
         return forward
     call, is_core = call_of(type(module)), _is_core(type(module))
     folds = kind_of(module) == "linear" and bool(folded_parameters(comfy.ops.manual_cast.Linear))
     meets = own is not None and not call.defaults.keys() <= {*PASSED}
     if folds or meets or (is_core and call.input != INPUT):
-        return Gate(module, forward, own, call if is_core else None, notes).__call__
+        return Gate(module, forward, own, call if is_core else None).__call__
     return forward
 
 
@@ -133,17 +123,6 @@ def product_of(module: torch.nn.Module, args: tuple, result: torch.Tensor) -> tu
     return _noted.products.pop(module, (args[:1], result))
 
 
-def note_unfused(module: torch.nn.Module) -> None:
-    """Note that the activation of a layer is computed before its product, not in ComfyUI's fused kernel."""
-    if not torch.compiler.is_compiling():
-        _unfused.add(module)
-
-
-def is_unfused(module: torch.nn.Module) -> bool:
-    """True if some call computed the activation of a layer before its product."""
-    return module in _unfused
-
-
 def ran_own(module: torch.nn.Module) -> bool:
     """True if some call of a layer ran the layer's own code because of an argument that is not known."""
     return module in _met
@@ -158,19 +137,16 @@ class Gate:
     """Call a forward of ours with the plain input, inside of what ComfyUI folds into the layer.
 
     ``own``: as :func:`entering` has it. ``call``: what ComfyUI's class takes; None for a layer of another pack, whose
-    own arguments stay where they are. ``notes``: note that no fused kernel runs.
+    own arguments stay where they are.
     """
 
-    __slots__ = ("call", "folds", "forward", "module", "notes", "own")
+    __slots__ = ("call", "folds", "forward", "module", "own")
 
-    def __init__(
-        self, module: torch.nn.Module, forward: Forward, own: Forward | None, call: LayerCall | None, notes: bool
-    ):
+    def __init__(self, module: torch.nn.Module, forward: Forward, own: Forward | None, call: LayerCall | None):
         self.module = module
         self.forward = forward
         self.own = own
         self.call = call
-        self.notes = notes
         takes = () if call else call_of(type(module)).defaults
         self.folds = () if call and is_unequal(module) else tuple(name for name in FOLDED if name not in takes)
 
@@ -195,8 +171,6 @@ class Gate:
             except TypeError as error:
                 problem = Message(NOT_TAKEN, name_of_layer(self.module), listed(sorted(unknown)), error)
                 raise HalfsafeError(problem, UPDATE) from error
-        if self.notes and folded.get(ACTIVATION) is not None:
-            note_unfused(self.module)
         operand = activated(x, folded)
         result = run(operand, *places, **given)
         if folded and getattr(_noted, "products", None) is not None:

@@ -1,6 +1,7 @@
 """Send the open page what guards and long work say while a prompt runs, and keep what guards say for its report."""
 
 import contextlib
+import logging
 import weakref
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -10,7 +11,9 @@ from comfy_execution.utils import get_executing_context
 from server import PromptServer
 
 from ....precision.base.errors import HalfsafeError
-from ....precision.base.message import messages_in
+from ....precision.base.message import Message, messages_in
+from ....precision.base.modes import label_of
+from ....precision.guard.log import Notify
 from ....precision.guard.policy import EVENT, OFF
 from ....precision.guard.verdicts import CURED, EVERY_RUN, NAN_GUARD, ONE_NODE, Place
 from ....precision.report.schema import EncoderReport, GuardEvent, plain
@@ -31,6 +34,7 @@ WATCHED = "halfsafe_"
 """What the ids of the guards begin with that *Guard every run* adds."""
 queued_by: ContextVar[str | None] = ContextVar("halfsafe_queued_by", default=None)
 """The id of the page that queues the prompt which the server is checking; None where no page does."""
+logger = logging.getLogger("halfsafe")
 # ComfyUI makes a registry for each prompt and drops it with the next one: what is kept with it is the prompt's own.
 _sent: weakref.WeakKeyDictionary[ProgressRegistry, list[dict]] = weakref.WeakKeyDictionary()
 
@@ -64,7 +68,7 @@ def shown_id(node_id: str | None, of: str) -> str | None:
     """Return the id by which the running prompt has a guard.
 
     ComfyUI's cache gives a guard that was made under one id to a node with another id and the same inputs: then it is
-    the guard nearest before the running node. ``of``: as for :func:`send_to_page`.
+    the guard nearest before the running node. ``of``: as for :func:`notifier`.
     """
     prompt, ways = running_prompt(), [running_node_id()]
     if node_id in prompt:
@@ -94,41 +98,42 @@ def show_progress(text: str) -> None:
         server.send_progress_text(f"Halfsafe: {text}", context.node_id, server.client_id)
 
 
-def send_to_page(
-    node_id: str | None,
-    prompt: str | None,
-    kind: str,
-    verdict: str,
-    message: str,
-    advice: str,
-    event: GuardEvent | None = None,
-    of: str = "",
-    fell_back: str | None = None,
-    calls: int = 0,
-) -> None:
-    """Send a guard's event, a run's verdict or a number of checked calls to the page that queued the prompt, if any.
+def notifier(node_id: str | None, prompt: str | None = None, of: str = "", planner: str | None = None) -> Notify:
+    """Return a function that logs a guard's events, and sends events, verdicts and numbers of checked calls to the page
+    that queued the prompt, if any.
 
-    ``of``: what is guarded, ``vae`` or ``clip``; empty for a model. ``fell_back``: the node whose plan runs in its
-    fallback from this event on.
+    ``prompt``: None for the running prompt. ``of``: the guarded object, ``vae`` or ``clip``; empty for a model.
+    ``planner``: id of the node whose plan the model runs under.
     """
-    data = {
-        "node_id": node_id,
-        "prompt_id": prompt,
-        "kind": kind,
-        "verdict": verdict,
-        "message": message,
-        "brief": event.brief if event else message,
-        "advice": advice,
-        "of": of,
-        "fell_back": fell_back,
-        "calls": calls,
-        "workflow": _workflow_id(),
-        "event": plain(event) if event else None,
-    }
-    running = get_progress_state()
-    if prompt == running.prompt_id:
-        _sent.setdefault(running, []).append(data)
-    _send(EVENT, data)
+
+    def notify(
+        kind: str, verdict: str, message: str, advice: str, event: GuardEvent | None = None, calls: int = 0
+    ) -> None:
+        if event:
+            if event.recovered and event.to_mode:
+                what = Message("{0}: repeated in {1}, no NaN", event.layer or "the model", label_of(event.to_mode))
+                show_progress(what)
+            logger.warning("Halfsafe guard: %s %s", message, advice)
+        data = {
+            "node_id": shown_id(node_id, of),
+            "prompt_id": prompt or running_prompt_id(),
+            "kind": kind,
+            "verdict": verdict,
+            "message": message,
+            "brief": event.brief if event else message,
+            "advice": advice,
+            "of": of,
+            "fell_back": planner if event and event.fell_back else None,
+            "calls": calls,
+            "workflow": _workflow_id(),
+            "event": plain(event) if event else None,
+        }
+        running = get_progress_state()
+        if data["prompt_id"] == running.prompt_id:
+            _sent.setdefault(running, []).append(data)
+        _send(EVENT, data)
+
+    return notify
 
 
 def send_report(node_id: str | None, token: str, report: str, messages: dict) -> None:

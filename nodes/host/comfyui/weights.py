@@ -34,7 +34,7 @@ from .attributes import (
     resident_weights,
     weight_functions,
 )
-from .gate import Forward, entering, is_unequal, note_unfused
+from .gate import Forward, entering, is_unequal
 from .kernels import DATA, PARAMS, factor_of, group_of, is_plain, unpacked_weight, unpacking
 from .layers import is_quantized, modules_of
 
@@ -90,10 +90,8 @@ def _core_modules(count: int) -> list[ModuleType]:
 
 def _input_act_calling(original: Callable) -> Callable:
     def run(linear, x, *args, **kwargs):
-        of_other_dtype = is_quantized(linear) and linear.weight.dtype != x.dtype
-        if has_own_forward(linear) or of_other_dtype:
-            note_unfused(linear)
-            return original(OnlyCalled(linear), x, *args, **kwargs)
+        if has_own_forward(linear) or (is_quantized(linear) and linear.weight.dtype != x.dtype):
+            linear = OnlyCalled(linear)
         return original(linear, x, *args, **kwargs)
 
     return run

@@ -119,10 +119,6 @@ class Compute(Stage):
         ran = adapter.calibration.flops
         return modes | {name: mode for name, mode in adapter.layers.observed_modes().items() if ran[name]}
 
-    def modes_by_device(self, patcher: ModelPatcher) -> dict[str, dict[str, str]]:
-        """Return device -> layer -> mode, for each device with calls (MultiGPU)."""
-        return {device: run.layers.observed_modes() for device, run in self.runs.by_device(patcher).items()}
-
     def around_sampling(self, executor, *args, **kwargs):
         """Run a sampler with the plan also applied to the model's text adapters, and to ComfyUI's memory estimate."""
         model = executor.class_obj.model_patcher.model

@@ -66,12 +66,10 @@ Run = TypeVar("Run", bound=ModelRun)
 
 @dataclass
 class _Kept(Generic[Run]):
-    """Run of one model state. ``branches``: branches of the patchers that made its calls. ``device``: device of its
-    calls."""
+    """Run of one model state. ``branches``: branches of the patchers that made its calls."""
 
     state: tuple
     run: Run
-    device: str = ""
     branches: set[tuple] = field(default_factory=set)
 
 
@@ -112,7 +110,6 @@ class PerModel(Generic[Run]):
         kept = next(alike, None) or _Kept(state, self._make(model))
         if model.current_patcher is not None:  # detached from its last patcher, as between two prompts
             kept.branches.add(self._branch(model.current_patcher))
-            kept.device = str(model.current_patcher.load_device)
         runs[:] = [kept, *(each for each in runs if each is not kept)][:KEPT]
         return kept.run
 
@@ -128,16 +125,9 @@ class PerModel(Generic[Run]):
     def runs_of(self, patcher: ModelPatcher) -> list[Run]:
         """Return the runs of a patcher's branch, most recent first, then those of its clones on other devices
         (MultiGPU)."""
-        return [kept.run for runs in self._by_device(patcher) for kept in runs]
-
-    def by_device(self, patcher: ModelPatcher) -> dict[str, Run]:
-        """Return device -> last run of a patcher's branch on it, the patcher's own device first."""
-        return {runs[0].device: runs[0].run for runs in self._by_device(patcher) if runs}
-
-    def _by_device(self, patcher: ModelPatcher) -> list[list[_Kept[Run]]]:
         branch, own = self._branch(patcher), self._runs.get(patcher.model, [])
         others = [runs for model, runs in list(self._runs.items()) if model is not patcher.model]
-        return [[kept for kept in runs if branch in kept.branches] for runs in [own, *others]]
+        return [kept.run for runs in [own, *others] for kept in runs if branch in kept.branches]
 
     def _branch(self, patcher: ModelPatcher) -> tuple:
         return *branch_of(patcher), *self._settings(patcher)

@@ -33,15 +33,14 @@ from ....precision.guard.verdicts import ENCODER_INPUTS, ENCODERS, NO_CHOICE, No
 from ..comfyui.attributes import CAST_DTYPE
 from ..comfyui.code_owner import code_owner
 from ..comfyui.execution import is_oom
-from ..comfyui.gate import measuring
+from ..comfyui.gate import entering
 from ..comfyui.layers import is_quantized
-from ..comfyui.page import place_of, show_progress
+from ..comfyui.page import notifier, place_of, show_progress
 from ..comfyui.weights import HALF, ask_for_plain_products
 from ..load.devices import current_device
 from ..load.encoders import vae_in
 from ..replay.interceptor import in_calls
 from .causes import LoadedWeights
-from .failure import notifier
 
 ATTRIBUTE = "halfsafe_guard"
 OF = {"VAE": "vae", "Text encoder": "clip"}
@@ -49,11 +48,7 @@ SETTING = {"VAE": "dtype", "Text encoder": "storage"}
 VAE_METHODS = tuple(
     f"{action}{how}" for action in ("decode", "encode") for how in ("", "_tiled", "_tiled_", "_tiled_1d", "_tiled_3d")
 )
-CLIP_METHODS = {
-    "encode_from_tokens": "encode",
-    "encode_from_tokens_scheduled": "encode",
-    "generate": "generate",
-}
+CLIP_METHODS = ("encode_from_tokens", "encode_from_tokens_scheduled", "generate")
 CHOICES = ("argmax", "topk", "multinomial")
 MISSING = (
     "The loaded file contains no {0} that ComfyUI recognises, so none is guarded; the rest is. Load a {0} from a file "
@@ -133,7 +128,7 @@ class EncoderCall(FailedCall):
         self, rung: Rung[EncoderStep], given: Any, why: str, zeroed: Sequence[str] = (), watched: bool = False
     ) -> Attempt:
         show_progress(Message("Repeating {0} {1}", self.default_origin.layer, why))
-        localizer = Localizer(self.weights.model, measuring) if watched else None
+        localizer = Localizer(self.weights.model, entering) if watched else None
         watching = localizer.watching() if localizer else contextlib.nullcontext()
         dtypes = own_dtypes(self.device) if rung.arithmetic else contextlib.nullcontext()
         with watching, dtypes:
@@ -263,7 +258,7 @@ def _watched_output(vae) -> list[float]:
 
 
 def _run_clip(clip, name: str, tokens, *args, **kwargs):
-    guard, action = getattr(clip, ATTRIBUTE), CLIP_METHODS[name]
+    guard, action = getattr(clip, ATTRIBUTE), name.partition("_")[0]
 
     def make(step: EncoderStep | None, given, zeroed: Sequence[str]) -> Attempt:
         one = unguarded(clip.clone() if step else clip)
@@ -320,14 +315,14 @@ for _name in VAE_METHODS:
 
 
 class _GuardedCLIP(_Guarded):
-    encode_from_tokens = functools.partialmethod(_run_clip, "encode_from_tokens")
-    encode_from_tokens_scheduled = functools.partialmethod(_run_clip, "encode_from_tokens_scheduled")
-    generate = functools.partialmethod(_run_clip, "generate")
-
     def clone(self, *args, **kwargs):
         clone = _as(type(self), super().clone(*args, **kwargs))
         setattr(clone, ATTRIBUTE, getattr(self, ATTRIBUTE))
         return clone
+
+
+for _name in CLIP_METHODS:
+    setattr(_GuardedCLIP, _name, functools.partialmethod(_run_clip, _name))
 
 
 def _worst(sizes) -> float:

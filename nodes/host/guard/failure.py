@@ -1,7 +1,6 @@
-"""Repeat a diffusion model's call that returned NaN or Inf, and notify the user."""
+"""Repeat a diffusion model's call that returned NaN or Inf."""
 
 import functools
-import logging
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -11,24 +10,23 @@ import torch
 
 from ....precision.base.amax import amax_value
 from ....precision.base.message import Message
-from ....precision.base.modes import FP16_WIDE, FP32, label_of
+from ....precision.base.modes import FP16_WIDE, FP32
 from ....precision.base.patching import Patch, compile_disabled, patched
 from ....precision.devices.random_start import RandomStart
 from ....precision.guard.failed_call import Attempt, FailedCall
 from ....precision.guard.inputs import NotFiniteInput
 from ....precision.guard.localize import Localizer, Origin
-from ....precision.guard.log import CallPosition, Notify
+from ....precision.guard.log import CallPosition
 from ....precision.guard.policy import plan_after
 from ....precision.guard.rungs import Rung, fp32_rung, model_rungs
 from ....precision.guard.verdicts import GOES_ON, MODEL, SAME_SEED
 from ....precision.plan.compute import SAFE
 from ....precision.plan.in_use import PlanInUse
-from ....precision.report.schema import GuardEvent
 from ..comfyui.attributes import OVERRIDE
 from ..comfyui.code_owner import code_owner, packs_on
 from ..comfyui.execution import is_compiled, is_on_several_devices, is_oom
-from ..comfyui.gate import measuring
-from ..comfyui.page import running_prompt_id, send_to_page, show_progress, shown_id
+from ..comfyui.gate import entering
+from ..comfyui.page import show_progress
 from ..compute.attention import overridden
 from ..compute.executor import may_fall_back
 from ..compute.per_model import runs_in
@@ -43,29 +41,6 @@ REPEATED_BESIDE = (
     "failed call."
 )
 OUR_PACKAGE = __name__.partition(".nodes.")[0]
-logger = logging.getLogger("halfsafe")
-
-
-def notifier(node_id: str | None, prompt: str | None = None, of: str = "", planner: str | None = None) -> Notify:
-    """Return a function to notify the user of a node's events, in ``prompt`` or else in the running prompt.
-
-    ``of``: the guarded object, as for :func:`send_to_page`. ``planner``: id of the node whose plan the model runs
-    under.
-    """
-
-    def notify(
-        kind: str, verdict: str, message: str, advice: str, event: GuardEvent | None = None, calls: int = 0
-    ) -> None:
-        if event:
-            if event.recovered and event.to_mode:
-                what = Message("{0}: repeated in {1}, no NaN", event.layer or "the model", label_of(event.to_mode))
-                show_progress(what)
-            logger.warning("Halfsafe guard: %s %s", message, advice)
-        fell_back = planner if event and event.fell_back else None
-        page_id, prompt_id = shown_id(node_id, of), prompt or running_prompt_id()
-        send_to_page(page_id, prompt_id, kind, verdict, message, advice, event, of, fell_back, calls)
-
-    return notify
 
 
 class ModelCall(FailedCall):
@@ -129,7 +104,7 @@ class ModelCall(FailedCall):
             return self._attempt(again)
 
     def _watched(self, again: Call) -> Attempt:
-        localizer = Localizer(self.model.diffusion_model, measuring)
+        localizer = Localizer(self.model.diffusion_model, entering)
         again.executor = functools.partial(_watched, localizer, again.places, again.executor)
         with compile_disabled():
             attempt = self._attempt(again)
@@ -218,18 +193,14 @@ def _opaque_attention(localizer: Localizer, options: dict) -> dict:
 
 def sigma_of(call: Call) -> float:
     """Return the noise level of a call. Synchronizes with the device."""
-    return float(_sigma(call))
-
-
-def _sigma(call: Call) -> torch.Tensor:
-    return call.options.get("sigmas", call.t).flatten()[0].float()
+    return float(call.options.get("sigmas", call.t).flatten()[0])
 
 
 def step_of(call: Call) -> int:
     """Return the index of a call's step in the sampler's schedule; 0 without a schedule. Synchronizes with the
     device."""
-    schedule, sigma = call.options.get("sample_sigmas"), _sigma(call)
-    return int((schedule.to(sigma) - sigma).abs().argmin()) if schedule is not None else 0
+    schedule = call.options.get("sample_sigmas")
+    return int((schedule - sigma_of(call)).abs().argmin()) if schedule is not None else 0
 
 
 def images_of(call: Call, result: torch.Tensor) -> int:

@@ -28,7 +28,7 @@ from ....precision.plan.in_use import PlanInUse
 from ....precision.report.schema import GuardReport
 from ..comfyui.execution import is_oom
 from ..comfyui.layers import activation_dtype
-from ..comfyui.page import place_of, running_node_id, running_prompt_id
+from ..comfyui.page import notifier, place_of, running_node_id, running_prompt_id
 from ..compute.executor import planned_on
 from ..compute.layer_modes import settings_of
 from ..compute.per_model import PerModel, branch_of, patches_of
@@ -38,7 +38,7 @@ from ..replay.restart import Sampling
 from .causes import sampler_inputs
 from .clamps import hiding_is_seen
 from .escalation import Guarded, text_adapter_in_fp32, watches_clamps
-from .failure import REPEATED_BESIDE, ModelCall, notifier, sigma_of
+from .failure import REPEATED_BESIDE, ModelCall, sigma_of
 
 LOGS_KEPT = 8
 MAX_RETRIES = 8
@@ -167,18 +167,13 @@ class Guard(Stage):
 
     def modes(self, patcher: ModelPatcher) -> dict[str, str]:
         """Map each layer that runs wider now to its mode."""
-        adapted = dict.fromkeys(self._log(patcher).adapted, FP32.name)
-        return next(iter(self.modes_by_device(patcher).values()), {}) | adapted
+        guarded, adapted = self.states.last_of(patcher), dict.fromkeys(self._log(patcher).adapted, FP32.name)
+        return (guarded.layers.modes() if guarded and guarded.layers else {}) | adapted
 
     def not_called(self, patcher: ModelPatcher) -> frozenset[str]:
         """Layers that were to run wider, and did not run in the call that measured them."""
         guarded = self.states.last_of(patcher)
         return guarded.layers.not_called if guarded and guarded.layers else frozenset()
-
-    def modes_by_device(self, patcher: ModelPatcher) -> dict[str, dict[str, str]]:
-        """Map each device (the patcher's own first) to layer -> mode for the layers that run wider there."""
-        runs = self.states.by_device(patcher).items()
-        return {device: run.layers.modes() if run.layers else {} for device, run in runs}
 
     def ranges(self, patcher: ModelPatcher) -> dict[str, float]:
         """Map each layer that runs wider to the amax of its operands."""

@@ -30,14 +30,14 @@ from ....precision.report.schema import (
 from ..accumulation.accumulation_report import flags_of, layer_accumulation, remarks_of
 from ..comfyui import self_test
 from ..comfyui.attributes import kernel_of_file
-from ..comfyui.gate import is_unfused, met_in
+from ..comfyui.gate import met_in
 from ..comfyui.kernels import DEQUANTIZED
 from ..comfyui.layers import activation_dtype, layers_of, matrix_layers, modules_of
 from ..comfyui.model_facts import bytes_by_storage, foreign_layers, parameter_count, storage_of
 from ..compute.attention import ATTENTIONS, KITCHEN
 from ..compute.executor import Compute, compute_of, quantized_attention
 from ..compute.layer_modes import is_called_in_fp32, layer_kernels, observed_modes_of, stream_dtype
-from ..guard.model import Guard, guard_of
+from ..guard.model import guard_of
 from ..load.controlnet import LoadedControl, controls_of
 from ..load.devices import current_device
 from ..lora.low_rank import LowRankModel
@@ -48,14 +48,9 @@ PATCHED_BY = (
     "in no compute plan."
 )
 PACKED = "{0} layers are packed in another loader's format ({1}); Save Model cannot read them."
-LISTED = 3
 CALLED_IN_FP32 = "the model's own code casts its input to fp32"
 WIDENED = "widened by the guard"
 STREAM_WIDENED = "its activations were widened to fp32 by the guard"
-UNFUSED = (
-    "{0} layers do not use ComfyUI's fused int8 kernel: their activation function runs before the product, in the "
-    "stream's dtype or because of a LoRA."
-)
 NOT_CALLED = "not called: this layer did not run in the calibrating call, so its mode is planned, not observed"
 OF_FILE = "attention of the file"
 KERNEL_RUNS = "{0} in {1} attentions"
@@ -105,40 +100,16 @@ def report_of(patcher: ModelPatcher, encoders: Sequence[EncoderReport] = ()) -> 
     report.decisions |= decisions
     foreign = Counter(foreign_layers(patcher).values())
     packed = (Message(PACKED, count, cls) for cls, count in foreign.items())
-    unfused = sum(is_unfused(module) and storage_of(module.weight) == INT8.name for _, module in layers_of(patcher))
-    report.notes += [Message(UNFUSED, unfused)] if unfused else []
     met = met_in(modules_of(patcher.model)).values()
     report.notes += [*self_test.found, *met, *_int8_notes(layers), *packed]
     patches = (type(patch.model) for patch in patcher.model_patches_models())
     report.notes += [Message(PATCHED_BY, cls.__name__) for cls in patches if not issubclass(cls, LowRankModel)]
-    report.notes += _modes_elsewhere(patcher, {layer.name: layer.mode for layer in layers}, compute, guard)
     report.encoders = list(encoders)
     report.control_nets = [control_report(control) for control in controls_of(patcher.model)]
     names = {layer.name for layer in layers}
     report.ranges = {name: largest for name, largest in report.ranges.items() if name in names}
     _write_reasons(layers, reasons)
     return report
-
-
-def _modes_elsewhere(
-    patcher: ModelPatcher, here: dict[str, str], *settings: Compute | Guard | None
-) -> Iterator[str]:
-    """Describe the layers that run in another mode on other devices (MultiGPU), where calls there need another mode."""
-    modes: dict[str, dict[str, str]] = {}
-    for setting in (setting for setting in settings if setting):
-        for device, found in setting.modes_by_device(patcher).items():
-            modes[device] = modes.get(device, here) | found
-    for device, found in modes.items():
-        differing = {name: mode for name, mode in found.items() if here.get(name, mode) != mode}
-        if differing and device != str(patcher.load_device):
-            yield Message("On {0} {1}, because each device widens layers by its own calls.", device, _listed(differing))
-
-
-def _listed(modes: dict[str, str]) -> str:
-    named = sorted(modes.items(), key=lambda item: item[1] == FP32.name)  # norms and the like follow what was widened
-    first = joined((Message("{0} runs in {1}", name, mode) for name, mode in named[:LISTED]), ", ")
-    more = len(modes) - LISTED
-    return first if more <= 0 else Message("{0} and {1} more layers in other modes", first, more)
 
 
 def _layers(patcher: ModelPatcher) -> tuple[list[LayerReport], Reasons]:

@@ -23,7 +23,7 @@ from ....precision.study.candidates import Candidate, with_fp16_sums
 from ....precision.study.layer_error import LayerResult
 from ....precision.study.sensitivity import BARRED, KEPT, MAX_TRIALS, Analysis, Session, analyze
 from ..comfyui.attributes import WEIGHT_FUNCTIONS, casting, casts_weights, weight_functions
-from ..comfyui.gate import measuring
+from ..comfyui.gate import entering
 from ..comfyui.layers import matrix_layers
 from ..comfyui.model_facts import model_facts
 from ..comfyui.page import show_progress
@@ -76,7 +76,7 @@ def analyze_model(
 
 def _measured(module: torch.nn.Module, forward: Callable) -> Callable:
     """Return the function that measures a layer in the calls whose arguments are known."""
-    return measuring(module, forward, module.forward)
+    return entering(module, forward, module.forward)
 
 
 def _multiplies_in_int8(patcher: ModelPatcher) -> bool:
@@ -117,7 +117,7 @@ def change(module: torch.nn.Module, candidate: Candidate) -> list[Patch]:
     if candidate.stores:
         exact = module.forward
         stored = [(module, WEIGHT_FUNCTIONS, [*weight_functions(module), candidate.weight])]
-        rounded = measuring(module, lambda x, *args, **kwargs: exact(candidate.input(x), *args, **kwargs))
+        rounded = entering(module, lambda x, *args, **kwargs: exact(candidate.input(x), *args, **kwargs))
         rounding = (module, "forward", rounded)
         return [*stored, rounding] if candidate.rounds_inputs else stored
 

@@ -22,7 +22,7 @@ from ....precision.files.atomic_write import require_space
 from ....precision.formats.comfy_format import can_be_quantized
 from ....precision.make.calibration import WIDTHS, CalibrationData, Products, products_bytes
 from ..comfyui.execution import is_on_several_devices
-from ..comfyui.gate import measuring
+from ..comfyui.gate import entering
 from ..comfyui.layers import matrix_layers
 from ..comfyui.page import show_progress
 from ..comfyui.weights import calling_layers
@@ -103,7 +103,7 @@ def _sampled(
         next(calls)
         # A call with an argument that is not known is not summed: what the layer multiplies is not known either.
         forwards = ((module, partial(summed, module.forward, sums[name])) for name, module in modules.items())
-        watched = ((module, "forward", measuring(module, forward, module.forward)) for module, forward in forwards)
+        watched = ((module, "forward", entering(module, forward, module.forward)) for module, forward in forwards)
         with patched(watched), calling_layers(modules.values()):
             yield
 

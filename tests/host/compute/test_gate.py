@@ -14,7 +14,6 @@ from comfy.sd import load_lora_for_models
 from halfsafe.nodes.host.comfyui import gate
 from halfsafe.nodes.host.comfyui.layers import modules_of
 from halfsafe.nodes.host.compute.bound import Int8Linear
-from halfsafe.nodes.host.reporting.report import UNFUSED
 from halfsafe.precision.base.errors import HalfsafeError
 from halfsafe.precision.plan.rules import rules_from
 from support import families, model_files, next_core, tiny_models
@@ -132,15 +131,6 @@ def test_an_int8_layer_of_which_nothing_is_changed_keeps_the_fused_kernel(comfy,
         names = {module: name for name, module in modules_of(model.model).items()}
     assert {names[module] for module in fused} >= set(FFN)
     assert {names[module] for module in alone} == set(WAN_LINEARS) - set(FFN)
-
-
-@pytest.mark.parametrize(("rules", "layers"), [("", 0), ("*.ffn.2 stream=fp32", len(FFN))])
-def test_the_report_counts_the_layers_whose_fused_int8_kernel_is_not_used(comfy, wan, call, rules, layers):
-    with next_core.installed():
-        model = load(comfy, wan, "int8", "int8", rules=rules_from(text=rules))
-        families.replay(model, call)
-        notes = families.report(comfy, model)["notes"]
-    assert [note for note in notes if "fused int8" in note] == ([UNFUSED.format(layers)] if layers else [])
 
 
 def test_calibration_sums_what_the_layer_multiplies(comfy, models_dir):

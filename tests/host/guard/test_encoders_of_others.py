@@ -22,7 +22,7 @@ from support.rows import rotated
 def test_every_method_that_computes_is_guarded():
     """Those of ComfyUI's classes that call their module, but for what a guarded method calls itself."""
     calls = ("first_stage_model.", "cond_stage_model.generate", "cond_stage_model.encode_token_weights")
-    for kind, guarded in ((VAE, VAE_METHODS), (CLIP, tuple(CLIP_METHODS))):
+    for kind, guarded in ((VAE, VAE_METHODS), (CLIP, CLIP_METHODS)):
         found = {name for name, method in vars(kind).items() if inspect.isfunction(method) and any(call in inspect.getsource(method) for call in calls)}
         assert found - {"__init__", "get_sd", "_decode_tiled_owned", "_encode_tiled_owned"} <= set(guarded), kind
 
