@@ -103,11 +103,8 @@ class Evidence:
     @property
     def comes_from_inputs(self) -> bool:
         """True if no watched operation produced the Inf and an input holds one."""
-        return self._is_unknown and bool(self.inputs) and not self.call.hidden
-
-    @property
-    def _is_unknown(self) -> bool:
-        return self.origin is not None and self.origin.kind == "unknown"
+        is_unknown = self.origin is not None and self.origin.kind == "unknown"
+        return is_unknown and bool(self.inputs) and not self.call.hidden
 
     def _may_search(self) -> bool:
         """True if a repeat for evidence is allowed: ``most`` limits those for a cure alone."""
@@ -253,7 +250,7 @@ def explained(evidence: Evidence, rows: Sequence[Row]) -> Diagnosis | None:
     for condition, verdict, advice, text in rows:
         found = condition(evidence)
         if isinstance(found, NotFiniteInput):
-            return found.diagnosis(evidence.call.wording.input_made_finite)
+            return found.diagnosis(verdicts.INPUT_MADE_FINITE)
         if found:
             advice = None if advice is None else Message(advice, found)
             return Diagnosis(evidence.place, verdict, advice, Message(text, found))

@@ -135,19 +135,15 @@ def zeroed(tensor: torch.Tensor) -> torch.Tensor:
 
 def not_finite(values) -> list[NotFiniteTensor]:
     """List the tensors with NaN or Inf in nested lists, tuples and dicts, named by their path."""
-    found = (_check(leaf, name) for name, leaf in leaves(values) if isinstance(leaf, torch.Tensor))
-    return [finding for finding in found if finding]
+    tensors = ((name, leaf) for name, leaf in leaves(values) if isinstance(leaf, torch.Tensor))
+    return [_counted(name, tensor) for name, tensor in tensors if not is_finite(tensor)]
 
 
-def _check(tensor: torch.Tensor, name: str) -> NotFiniteTensor | None:
-    if not tensor.numel() or not (tensor.is_floating_point() or tensor.is_complex()):
-        return None
+def _counted(name: str, tensor: torch.Tensor) -> NotFiniteTensor:
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    rows = tensor.reshape(tensor.shape[0], -1) if tensor.dim() else tensor.reshape(1, 1)
+    rows = tensor.reshape(tensor.shape[0] if tensor.dim() else 1, -1)
     rows = rows.float() if rows.dtype.itemsize == 1 else rows
     bad = ~torch.isfinite(rows)
-    if not bad.any():
-        return None
     nan = int(torch.isnan(rows).sum())
     places = tuple(bad.any(1).nonzero().flatten().tolist())
     return NotFiniteTensor(name, nan, int(bad.sum()) - nan, tensor.numel(), places)

@@ -74,6 +74,7 @@ EAGER_IS_FINITE = "The compiled call is NaN or Inf each time; without torch.comp
 PATCH_READ = "The first operation that returned NaN or Inf uses this patch."
 NAN_READ = "The weight itself is NaN."
 WEIGHTS_MADE_FINITE = "In fp32 the call is NaN or Inf, but finite if each NaN and Inf in the weights is set to 0."
+INPUT_MADE_FINITE = "In fp32 the result is NaN or Inf with this input, but finite if its NaN and Inf are set to 0."
 FINITE_HERE = "The call is finite, but NaN or Inf in fp32: model code or a kernel hides it in this arithmetic."
 FAILS_IN_FP32 = "In fp32 the call is NaN or Inf too."
 WRONG_IN_FP32 = "A test product in fp32 is wrong."
@@ -143,9 +144,6 @@ class Wording:
 
     no_memory: str
     broken_off: str
-    input_made_finite: str = (
-        "In fp32 the call is NaN or Inf with this input, but finite if its NaN and Inf are set to 0."
-    )
     advice: Mapping[Verdict, str] = field(default_factory=dict)
 
 
@@ -171,10 +169,7 @@ def encoder_wording(kind: str, without_cure: str, without_retries: str, stopped:
     return Wording(
         Message(NO_MEMORY, without_retries),
         Message("Instead, {0}.", without_retries),
-        input_made_finite=(
-            "In fp32 the result is NaN or Inf with this input, but finite if its NaN and Inf are set to 0."
-        ),
-        advice=advice,
+        advice,
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 
 import torch
 from comfy.model_patcher import ModelPatcher
@@ -155,25 +156,16 @@ class Interceptor:
 
     def sampling(self, executor: Callable, *args, **kwargs):
         """Wrap a sampler's run (ComfyUI's OUTER_SAMPLE)."""
+        guider = executor.class_obj  # type: ignore[attr-defined]
         for stage in reversed(self._sampling.values()):
-            executor = _Executor(stage.around_sampling, executor)
-        with errors_explained(), in_runs.of(executor.class_obj.model_patcher.model):  # type: ignore[attr-defined]
+            executor = partial(stage.around_sampling, executor)
+            executor.class_obj = guider  # type: ignore[attr-defined]  # as ComfyUI's executor has it
+        with errors_explained(), in_runs.of(guider.model_patcher.model):
             return executor(*args, **kwargs)
 
     def __repr__(self) -> str:
         around = [name for name in self.stages if name == GUARD]
         return f"Interceptor(calls: {' > '.join([*around, *self._in_calls])}; sampling: {' > '.join(self._sampling)})"
-
-
-class _Executor:
-    """ComfyUI's executor of the inner wrappers, or a stage around it. ``class_obj``: the guider."""
-
-    def __init__(self, around: Callable, executor: Callable):
-        self.class_obj = executor.class_obj  # type: ignore[attr-defined]
-        self._around, self._executor = around, executor
-
-    def __call__(self, *args, **kwargs):
-        return self._around(self._executor, *args, **kwargs)
 
 
 def interceptor_of(patcher: ModelPatcher) -> Interceptor:
