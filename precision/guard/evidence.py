@@ -16,7 +16,7 @@ from .failed_call import Attempt, FailedCall
 from .inputs import Diagnosis, NotFiniteInput, changed, rows_not_finite, zeroed
 from .localize import Origin
 from .log import GuardLog
-from .rungs import Rung
+from .rungs import AS_IT_WAS, Rung
 from .verdicts import BAD_INPUT, BAD_WEIGHTS, DEVICE_FAULT, STOPPED
 
 MOST_INPUTS = 4
@@ -95,7 +95,7 @@ class Evidence:
 
     def locate(self) -> Attempt:
         """Make the call as it was with every operation watched, to find the one that failed."""
-        attempt = self.repeat(self.call.as_it_was, "to locate the NaN", watched=True)
+        attempt = self.repeat(AS_IT_WAS, "to locate the NaN", watched=True)
         self.origin = attempt.origin
         self.recurs = self.recurs or not attempt.finite
         return attempt
@@ -123,8 +123,8 @@ class Evidence:
         return "" if self.fails_in_fp32 else str(self.most)
 
     def unexplained(self) -> str:
-        """Return how many repeats were allowed, if more could tell whether an input or a weight is at fault."""
-        if self.may_repeat() or not (self.inputs or self._weights_not_finite):
+        """Return how many repeats were allowed, if more could tell which input, weight or layer is at fault."""
+        if self.may_repeat() or not (self.call.rungs or self.inputs or self._weights_not_finite):
             return ""
         return str(self.most)
 
@@ -185,11 +185,7 @@ class Evidence:
         known = self.call.was_finite
         if known is None or not self.may_repeat():
             return ""
-        return "" if self.repeat(self.call.as_it_was, "with an earlier input", known).finite else "yes"
-
-    def unlocated(self) -> str:
-        """Return how many repeats were allowed, if that leaves unknown which layer fails in fp32."""
-        return str(self.most) if self.call.rungs and not self.may_repeat() else ""
+        return "" if self.repeat(AS_IT_WAS, "with an earlier input", known).finite else "yes"
 
     def own_dtype(self) -> str:
         """Describe the layer that computes in 16 bit although all of the call was to run in fp32."""
@@ -238,7 +234,6 @@ BEYOND_RUNGS = (
 LAST = (
     Row(Evidence.unexplained, STOPPED, RAISE_RETRIES),
     Row(Evidence.was_finite, DEVICE_FAULT, None, verdicts.WAS_FINITE),
-    Row(Evidence.unlocated, STOPPED, RAISE_RETRIES),
     Row(Evidence.own_dtype, STOPPED, verdicts.OF_ITS_OWN, "{0}"),
 )
 """The explanations of a call whose inputs and weights are not at fault either, in order; if none holds, the call fails

@@ -13,7 +13,7 @@ from ..devices.random_start import RandomStart
 from .inputs import NotFiniteInput
 from .localize import Origin
 from .log import CallPosition
-from .rungs import AS_IT_WAS, Rung
+from .rungs import Rung
 from .verdicts import Wording
 
 
@@ -54,7 +54,6 @@ class FailedCall(ABC):
         rungs: what it is repeated in, the last one in fp32; empty if it ran in fp32 already.
         fp32: the rung in which everything runs in fp32.
         is_out_of_memory: tells an error for lack of memory from others.
-        as_it_was: the rung that the call failed in.
         locates_first: the failed operation is looked for before the first rung: a call costs little of its run.
         hidden: the result is finite, but the model's own code clamped a value that was not.
         promised: the rung of the model's plan, tried whatever the guard is set to; None if the plan has no fallback.
@@ -77,7 +76,6 @@ class FailedCall(ABC):
     fp32: Rung
     is_out_of_memory: Callable[[BaseException], bool]
     _: KW_ONLY
-    as_it_was: Rung = AS_IT_WAS
     locates_first: bool = True
     hidden: bool = False
     promised: Rung | None = None

@@ -14,7 +14,7 @@ from .inputs import Diagnosis, is_finite, rows_not_finite, with_nan, without_nan
 from .localize import Origin
 from .log import CallPosition, GuardLog, event_of, sentence
 from .policy import OFF
-from .rungs import Rung
+from .rungs import AS_IT_WAS, Rung
 from .verdicts import CLEAN, DEVICE_FAULT, NOT_PRECISION, RECOVERED, STOPPED, NonFinite
 
 
@@ -189,7 +189,7 @@ class Ladder:
         """
         if self.evidence.recurs or (self.call.restarts and self.log.verdict != CLEAN):
             return None
-        attempt = self.evidence.at(self.call.as_it_was)
+        attempt = self.evidence.at(AS_IT_WAS)
         return attempt if attempt.finite else None
 
     def _was_a_fault(self, attempt: Attempt) -> Any:
@@ -198,7 +198,7 @@ class Ladder:
         It is not if rows were given up: the repeat was not given their NaN.
         """
         if self.call.restarts:
-            return self._start_again(self.call.as_it_was)
+            return self._start_again(AS_IT_WAS)
         if not self.lost:
             self._note_unchanged(None, self._same_again)
         return attempt.result

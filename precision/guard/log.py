@@ -63,7 +63,8 @@ def event_of(
 def sentence(event: GuardEvent, origin: Origin | None, brief: bool = False) -> str:
     """Describe an event in one line: for the log and errors, or ``brief``, for the page."""
     in_step, of_input = math.isfinite(event.sigma), event.kind == "input"
-    layer = event.layer if brief else f"{event.layer}{_op(event)}"
+    of_tensor = event.op == event.layer or event.op.startswith(f"{event.layer}.")
+    layer = event.layer if brief or not event.op or of_tensor else f"{event.layer} ({event.op})"
     failure = FAILURES.get(event.kind, "The result became NaN or Inf")
     parts = [Message("NaN or Inf in the {0}", event.layer) if of_input else failure]
     if in_step and not of_input:
@@ -80,11 +81,6 @@ def sentence(event: GuardEvent, origin: Origin | None, brief: bool = False) -> s
     step = Message("Step {0}" if brief else "Step {0}, sigma {1}", event.step, f"{event.sigma:.4g}")
     repeated = Message("Repeated in {0}: no NaN.", label_of(event.to_mode)) if event.recovered else ""
     return joined([joined([step if in_step else "", found], ": "), repeated, event.evidence])
-
-
-def _op(event: GuardEvent) -> str:
-    tensor = event.op == event.layer or event.op.startswith(f"{event.layer}.")
-    return f" ({event.op})" if event.op and not tensor else ""
 
 
 Notify = Callable[..., None]
