@@ -1,11 +1,10 @@
-"""comfy-kitchen: the kernel that multiplies or unpacks a quantized weight, and its warnings once each.
+"""comfy-kitchen: the kernel that multiplies or unpacks a quantized weight.
 
 A kernel is the device's own for a format, torch's general operations, or neither where the weight is dequantized.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -28,11 +27,9 @@ NATIVE, EAGER, DEQUANTIZED = "native", "eager", "dequantized"
 ROWS = 32
 DATA, PARAMS = "_qdata", "_params"
 """Where comfy-kitchen's tensors keep their data and scales; its properties take a function of Python each time."""
-_warned: set[str] = set()
 INT8_RESULTS = (torch.float32, torch.float16, torch.bfloat16)
 """The dtypes that comfy-kitchen unpacks int8 to, by their codes (``_dtype_code`` in its ``tensor/int8.py``)."""
 _unpacking: dict[tuple[torch.device, torch.dtype, torch.dtype, int], tuple[Callable, tuple]] = {}
-LOGGERS = ("comfy_kitchen.tensor.fp8", "comfy_kitchen.tensor.mxfp8", "comfy_kitchen.tensor.nvfp4")
 
 
 def general_operations() -> AbstractContextManager:
@@ -131,20 +128,3 @@ def unpacked_weight(weight: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor
 def kernel_that_takes(name: str, **arguments: object) -> Callable:
     """Return comfy-kitchen's function for a call in the first of its backends that takes these arguments."""
     return registry.get_implementation(name, kwargs=arguments)
-
-
-def is_new(record: logging.LogRecord) -> bool:
-    """Let each message through the first time."""
-    text = record.getMessage()
-    new = text not in _warned
-    _warned.add(text)
-    return new
-
-
-def warn_once() -> None:
-    """Pass on the warnings of comfy-kitchen's ``scaled_mm`` fallbacks (``tensor/fp8.py`` and others) once each.
-
-    It warns at every product: some hundred times a step where a profile of another device is simulated.
-    """
-    for name in LOGGERS:
-        logging.getLogger(name).addFilter(is_new)
