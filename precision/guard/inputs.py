@@ -63,10 +63,11 @@ def inputs_not_finite(
 ) -> list[NotFiniteInput]:
     """List the inputs with NaN or Inf among (name, nested values). ``advice``: name -> what to do."""
     found = ((name, tuple(tensor for tensor in tensors_in(values) if not is_finite(tensor))) for name, values in named)
-    verdicts: dict[str, Verdict] = dict.fromkeys(MADE_WHILE_SAMPLING, NOT_PRECISION)
-    return [
-        NotFiniteInput(name, bad, verdicts.get(name, BAD_INPUT), (advice or {}).get(name)) for name, bad in found if bad
-    ]
+    return [NotFiniteInput(name, bad, _verdict_on(name), (advice or {}).get(name)) for name, bad in found if bad]
+
+
+def _verdict_on(name: str) -> Verdict:
+    return NOT_PRECISION if name in MADE_WHILE_SAMPLING else BAD_INPUT
 
 
 def nan_inputs(named: Iterable[tuple[str, object]]) -> list[NotFiniteInput]:
@@ -102,7 +103,7 @@ def without_nan(inputs: Iterable[NotFiniteInput]) -> tuple[Callable, list[NotFin
     zeros: dict[int, torch.Tensor] = {}
     infinite = []
     for one in inputs:
-        zeros |= {id(value): torch.where(torch.isnan(value), torch.zeros_like(value), value) for value in one.values}
+        zeros |= {id(value): torch.nan_to_num(value, 0.0, math.inf, -math.inf) for value in one.values}
         left = tuple(zeros[id(value)] for value in one.values if not is_finite(zeros[id(value)]))
         if left:
             infinite.append(replace(one, values=left))
@@ -130,7 +131,7 @@ class NotFiniteTensor:
 def zeroed(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy with a zero for each NaN and Inf. For evidence only: results of it are never returned to the
     user."""
-    return torch.where(torch.isfinite(tensor), tensor, torch.zeros_like(tensor))
+    return torch.nan_to_num(tensor, 0.0, 0.0, 0.0)
 
 
 def not_finite(values) -> list[NotFiniteTensor]:

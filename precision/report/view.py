@@ -46,7 +46,7 @@ def view_of(report: Mapping) -> dict:
 def shares(amounts: Mapping[str, int]) -> list[tuple[str, float, int]]:
     """Return (name, share of the whole, amount), largest first."""
     total = sum(amounts.values()) or 1
-    return [(name, amount / total, amount) for name, amount in sorted(amounts.items(), key=lambda item: -item[1])]
+    return [(name, amount / total, amount) for name, amount in Counter(amounts).most_common()]
 
 
 def _rows(layers: list[dict]) -> list[dict]:

@@ -159,7 +159,8 @@ class Gate:
             note_met(self.module, unknown)
             run = self.own
         if unknown and self.call:
-            return run(x, *args[1:], **{name: value for name, value in kwargs.items() if name != self.call.input})
+            kwargs.pop(self.call.input, None)
+            return run(x, *args[1:], **kwargs)
         operand = activated(x, folded)
         result = run(operand, *places, **given)
         if folded and getattr(_noted, "products", None) is not None:

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterator
 from contextvars import ContextVar
 
+from comfy_execution.graph_utils import is_link
 from comfy_execution.progress import ProgressRegistry, get_progress_state
 from comfy_execution.utils import get_executing_context
 from server import PromptServer
@@ -77,7 +78,7 @@ def shown_id(node_id: str | None, of: str) -> str | None:
         node = prompt.get(way, {"class_type": "", "inputs": {}})
         if (of or "model") in GUARDED.get(node["class_type"], ()):
             return way
-        links = (value[0] for value in node["inputs"].values() if isinstance(value, list) and value)
+        links = (value[0] for value in node["inputs"].values() if is_link(value))
         ways += [link for link in links if link in prompt and link not in ways]
     return node_id
 

@@ -6,15 +6,16 @@ from typing import Any
 import nodes
 from aiohttp import web
 from comfy_execution.graph import DynamicPrompt
+from comfy_execution.graph_utils import is_link
 from server import PromptServer
 
 from ....precision.guard.policy import OFF, ON_NAN
 from ..comfyui.bodies import json_of
-from ..comfyui.page import WATCHED, queued_by
+from ..comfyui.page import GUARDED, WATCHED, queued_by
 
 ASKED_BY = "halfsafe_watch"
 """The entry of a prompt's ``extra_data`` that asks for guards, for prompts that no page queues; and of each guard that
-is added, which marks it as one."""
+is added: the link that it guards."""
 GUARDS = {"MODEL": ("HalfsafeNaNGuard", "model"), "VAE": ("HalfsafeGuardVAE", "vae")}
 OURS = "Halfsafe"
 _settings: dict[str | None, str] = {}
@@ -65,8 +66,7 @@ def _without_guards(original_prompt: Callable) -> Callable:
 
 def as_asked(prompt: dict) -> dict:
     """Return the nodes of a prompt without the guards that :func:`with_guards` added."""
-    names, added = dict(GUARDS.values()), {node_id: node for node_id, node in prompt.items() if ASKED_BY in node}
-    behind = {node_id: node["inputs"][names[node["class_type"]]] for node_id, node in added.items()}
+    behind = {node_id: node[ASKED_BY] for node_id, node in prompt.items() if ASKED_BY in node}
     asked = {}
     for node_id, node in prompt.items():
         if node_id not in behind:
@@ -110,7 +110,7 @@ def _through_guard(running: dict, prompt: dict, node: dict, value: Any, on_nan: 
     cls, name = GUARDS[kind]
     guard_id = _guard_id(value, prompt)
     retries = {"max_retries": 8} if kind == "MODEL" else {}
-    running[guard_id] = {"class_type": cls, "inputs": {name: value, "on_nan": on_nan, **retries}, ASKED_BY: on_nan}
+    running[guard_id] = {"class_type": cls, "inputs": {name: value, "on_nan": on_nan, **retries}, ASKED_BY: value}
     return [guard_id, 0]
 
 
@@ -121,9 +121,9 @@ def _guarded(prompt: dict) -> set[tuple[str, str]]:
         for value in node.get("inputs", {}).values():
             if kind := _kind(prompt, value):
                 after.setdefault((value[0], kind), []).append((node_id, kind))
-    guards = {cls: [kind] for kind, (cls, _) in GUARDS.items()} | {"HalfsafeAutoPrecision": [*GUARDS]}
     found: set[tuple[str, str]] = set()
-    ways = [(node_id, kind) for node_id, node in prompt.items() for kind in guards.get(node["class_type"], ())]
+    nodes_of = {node_id: GUARDED.get(node["class_type"], ()) for node_id, node in prompt.items()}
+    ways = [(node_id, kind) for node_id, inputs in nodes_of.items() for kind in GUARDS if kind.lower() in inputs]
     while ways:
         way = ways.pop()
         if way not in found:
@@ -132,12 +132,11 @@ def _guarded(prompt: dict) -> set[tuple[str, str]]:
     return found
 
 
-def _kind(prompt: dict, value: object) -> str:
+def _kind(prompt: dict, value: Any) -> str:
     """Return the type that a link carries; empty for what is no link to a known node."""
-    if not isinstance(value, list) or len(value) != 2 or not isinstance(value[0], str) or value[0] not in prompt:
+    if not is_link(value) or value[0] not in prompt:
         return ""
-    returned = _returned(prompt[value[0]])
-    return returned[value[1]] if isinstance(value[1], int) and value[1] < len(returned) else ""
+    return dict(enumerate(_returned(prompt[value[0]]))).get(value[1], "")
 
 
 def _returned(node: dict) -> tuple:
