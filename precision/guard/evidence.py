@@ -17,7 +17,6 @@ from .inputs import Diagnosis, NotFiniteInput, changed, rows_not_finite, zeroed
 from .localize import Origin
 from .log import GuardLog
 from .rungs import AS_IT_WAS, Rung
-from .verdicts import BAD_INPUT, BAD_WEIGHTS, DEVICE_FAULT, STOPPED
 
 MOST_INPUTS = 4
 NARROW = ("fp16", "bf16")
@@ -217,24 +216,24 @@ class Row(NamedTuple):
 
 
 RAISE_RETRIES = "max_retries is {0}, which left repeats untried: increase it."
-BY_INPUTS = (Row(Evidence.bad_input, BAD_INPUT),)
+BY_INPUTS = (Row(Evidence.bad_input, "bad_input"),)
 BY_WEIGHTS = (
-    Row(Evidence.bad_copy, DEVICE_FAULT, None, "{0}"),
-    Row(Evidence.bad_patch, BAD_WEIGHTS, "{0}", verdicts.PATCH_READ),
-    Row(Evidence.nan_weight, BAD_WEIGHTS, "{0}", verdicts.NAN_READ),
-    Row(Evidence.bad_weight, BAD_WEIGHTS, "{0}", verdicts.WEIGHTS_MADE_FINITE),
+    Row(Evidence.bad_copy, "device_fault", None, "{0}"),
+    Row(Evidence.bad_patch, "bad_weights", "{0}", verdicts.PATCH_READ),
+    Row(Evidence.nan_weight, "bad_weights", "{0}", verdicts.NAN_READ),
+    Row(Evidence.bad_weight, "bad_weights", "{0}", verdicts.WEIGHTS_MADE_FINITE),
 )
 BEYOND_RUNGS = (
-    Row(Evidence.untried, STOPPED, RAISE_RETRIES),
-    Row(Evidence.kept_state, STOPPED, verdicts.LEAVE_OUT, verdicts.MAY_BE_KEPT),
-    Row(Evidence.wrong_in_fp32, DEVICE_FAULT, "{0}.", verdicts.WRONG_IN_FP32),
+    Row(Evidence.untried, "stopped", RAISE_RETRIES),
+    Row(Evidence.kept_state, "stopped", verdicts.LEAVE_OUT, verdicts.MAY_BE_KEPT),
+    Row(Evidence.wrong_in_fp32, "device_fault", "{0}.", verdicts.WRONG_IN_FP32),
     *BY_INPUTS,
 )
 """The first explanations of a call that no rung cured, in order."""
 LAST = (
-    Row(Evidence.unexplained, STOPPED, RAISE_RETRIES),
-    Row(Evidence.was_finite, DEVICE_FAULT, None, verdicts.WAS_FINITE),
-    Row(Evidence.own_dtype, STOPPED, verdicts.OF_ITS_OWN, "{0}"),
+    Row(Evidence.unexplained, "stopped", RAISE_RETRIES),
+    Row(Evidence.was_finite, "device_fault", None, verdicts.WAS_FINITE),
+    Row(Evidence.own_dtype, "stopped", verdicts.OF_ITS_OWN, "{0}"),
 )
 """The explanations of a call whose inputs and weights are not at fault either, in order; if none holds, the call fails
 in fp32 by itself (``NOT_PRECISION``)."""

@@ -11,7 +11,7 @@ from ..base.message import Message, joined
 from ..base.nested import leaves, replaced, tensors_in
 from ..report.schema import Verdict
 from .localize import Origin
-from .verdicts import BAD_INPUT, BETWEEN_CALLS, NOT_PRECISION
+from .verdicts import BETWEEN_CALLS
 
 LISTED = 8
 SIGMA, SIGMAS, SAMPLER = "sigma", "sigmas of the scheduler", "sampler"
@@ -29,7 +29,7 @@ class NotFiniteInput:
 
     name: str
     values: tuple[torch.Tensor, ...]
-    verdict: Verdict = BAD_INPUT
+    verdict: Verdict = "bad_input"
     advice: str | None = None
 
     def nan_rows(self, batch: int) -> set[int]:
@@ -67,7 +67,7 @@ def inputs_not_finite(
 
 
 def _verdict_on(name: str) -> Verdict:
-    return NOT_PRECISION if name in MADE_WHILE_SAMPLING else BAD_INPUT
+    return "not_precision" if name in MADE_WHILE_SAMPLING else "bad_input"
 
 
 def nan_inputs(named: Iterable[tuple[str, object]]) -> list[NotFiniteInput]:

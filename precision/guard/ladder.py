@@ -15,7 +15,7 @@ from .localize import Origin
 from .log import CallPosition, GuardLog, event_of, sentence
 from .policy import OFF
 from .rungs import AS_IT_WAS, Rung
-from .verdicts import CLEAN, DEVICE_FAULT, NOT_PRECISION, RECOVERED, STOPPED, NonFinite
+from .verdicts import NonFinite
 
 
 class Ladder:
@@ -80,10 +80,10 @@ class Ladder:
     def _broken_off(self, error: Exception) -> Any:
         """Return the first result: the run goes on as it would have without a repeat."""
         if self.call.is_out_of_memory(error):
-            found = Diagnosis(self.evidence.place, STOPPED, self.call.wording.no_memory)
+            found = Diagnosis(self.evidence.place, "stopped", self.call.wording.no_memory)
         else:
             reason = Message(verdicts.BROKEN_OFF, f"{type(error).__name__}: {error}")
-            found = Diagnosis(self.evidence.place, STOPPED, self.call.wording.broken_off, reason)
+            found = Diagnosis(self.evidence.place, "stopped", self.call.wording.broken_off, reason)
         return self._give_up(found, goes_on=True)
 
     def _give_up_rows(self) -> None:
@@ -141,16 +141,16 @@ class Ladder:
     def _explained(self) -> Any:
         """Find what explains a call that the guard may not cure."""
         call, evidence = self.call, self.evidence
-        if call.hidden and self.log.verdict != CLEAN:
+        if call.hidden and self.log.verdict != "clean":
             return call.result
         if evidence.locate().finite and self._finite_again():
-            return self._give_up(Diagnosis(call.default_origin, DEVICE_FAULT, None, self._same_again))
+            return self._give_up(Diagnosis(call.default_origin, "device_fault", None, self._same_again))
         found = explained(evidence, [*BY_WEIGHTS, *BY_INPUTS])
         if found or not call.hidden:
-            return self._give_up(found or Diagnosis(evidence.place, STOPPED))
+            return self._give_up(found or Diagnosis(evidence.place, "stopped"))
         if not evidence.at(call.fp32).finite:
             return self._not_cured()
-        self._note_clamped(Diagnosis(evidence.place, STOPPED))
+        self._note_clamped(Diagnosis(evidence.place, "stopped"))
         return call.result
 
     def _climbed(self) -> Any:
@@ -187,7 +187,7 @@ class Ladder:
 
         Beside a pack that may keep state the sampling starts again then, as it was, once.
         """
-        if self.evidence.recurs or (self.call.restarts and self.log.verdict != CLEAN):
+        if self.evidence.recurs or (self.call.restarts and self.log.verdict != "clean"):
             return None
         attempt = self.evidence.at(AS_IT_WAS)
         return attempt if attempt.finite else None
@@ -210,9 +210,9 @@ class Ladder:
     def _cured(self, rung: Rung, attempt: Attempt, advice: str | None = None) -> Any:
         modes = self.call.keep(rung, self.evidence.origin, self.evidence.place)
         place = self.evidence.place
-        event = self._event(place, RECOVERED, modes, rung.later)
+        event = self._event(place, "recovered", modes, rung.later)
         event.fell_back = rung is self.call.promised
-        self.log.note(event, place, RECOVERED, self._advice(RECOVERED) if advice is None else advice)
+        self.log.note(event, place, "recovered", self._advice("recovered") if advice is None else advice)
         return attempt.result
 
     def _start_again(self, rung: Rung) -> Any:
@@ -227,7 +227,7 @@ class Ladder:
         place = call.default_origin if rung.as_it_was else evidence.place
         again, modes = call.start_again(rung, place)
         text = Message(verdicts.STARTED_AGAIN, modes[1] if rung.as_it_was else rung.name, call.packs)
-        verdict: Verdict = DEVICE_FAULT if rung.as_it_was else RECOVERED
+        verdict: Verdict = "device_fault" if rung.as_it_was else "recovered"
         more = verdicts.GOES_ON if promised else self._same_again if rung.as_it_was else ""
         event = self._event(place, verdict, modes, Message("{0} {1}", text, more))
         event.fell_back = promised
@@ -246,7 +246,7 @@ class Ladder:
             if not self.call.locates_first:
                 evidence.locate()
             found = explained(evidence, [*BY_WEIGHTS, *LAST])
-        return self._give_up(found or Diagnosis(evidence.place, NOT_PRECISION, None, verdicts.FAILS_IN_FP32))
+        return self._give_up(found or Diagnosis(evidence.place, "not_precision", None, verdicts.FAILS_IN_FP32))
 
     @property
     def _position(self) -> CallPosition:
@@ -260,7 +260,7 @@ class Ladder:
 
     def _give_up(self, found: Diagnosis, goes_on: bool = False) -> Any:
         call = self.call
-        if call.hidden and found.verdict == STOPPED:
+        if call.hidden and found.verdict == "stopped":
             self._note_clamped(found)
             self.log.given_up = True
             return call.result
@@ -272,8 +272,8 @@ class Ladder:
     def _note_clamped(self, found: Diagnosis) -> None:
         """Note a hidden failure that may be a clamp of values past fp16's range: it ends no run."""
         mode = self.call.mode(found.origin)
-        event = self._event(found.origin, STOPPED, (mode, mode), found.evidence)
-        self.log.note(event, found.origin, STOPPED, self._advice_on(found))
+        event = self._event(found.origin, "stopped", (mode, mode), found.evidence)
+        self.log.note(event, found.origin, "stopped", self._advice_on(found))
 
     def _log_given_up(self, found: Diagnosis, position: CallPosition, goes_on: bool = False) -> None:
         mode = self.call.mode(found.origin)
@@ -286,11 +286,11 @@ class Ladder:
         """
         place = self.call.default_origin
         mode = mode or self.call.mode(place)
-        self.log.note(self._event(place, DEVICE_FAULT, (mode, mode), evidence), place, DEVICE_FAULT, advice)
+        self.log.note(self._event(place, "device_fault", (mode, mode), evidence), place, "device_fault", advice)
 
     def _event(self, place: Origin | None, verdict: Verdict, modes: tuple[str, str], evidence: str) -> GuardEvent:
         """Build the report's entry for a failure that does not end the run."""
-        event = event_of(self._position, place, *modes, verdict != STOPPED, evidence)
-        if self.call.hidden and verdict != DEVICE_FAULT:
+        event = event_of(self._position, place, *modes, verdict != "stopped", evidence)
+        if self.call.hidden and verdict != "device_fault":
             event.kind = "saturation"
         return event

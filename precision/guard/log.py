@@ -107,7 +107,7 @@ class GuardLog:
     prompt: str | None = None
     calls: int = 0
     extra_calls: int = 0
-    verdict: Verdict = verdicts.CLEAN
+    verdict: Verdict = "clean"
     events: list[GuardEvent] = field(default_factory=list)
     advice: str = ""
     given_up: bool = False
@@ -171,31 +171,31 @@ class GuardLog:
 
     def notify_verdict(self, plan: PlanInUse) -> None:
         """Notify the user of the verdict of a sampler's run that ended under ``plan``, if there is one."""
-        if self.verdict != verdicts.CLEAN:
+        if self.verdict != "clean":
             self.notify("verdict", self.verdict, self._became(), self.advice)
         elif plan.is_wider:
             self.notify("verdict", self.verdict, Message(verdicts.BEGAN_WITH, parts=", ".join(plan.parts())), "")
 
     def notify_calls(self, count: int) -> None:
         """Notify the user of a number of calls that were checked."""
-        self.notify("calls", verdicts.CLEAN, "", "", None, count)
+        self.notify("calls", "clean", "", "", None, count)
 
     def _became(self) -> str:
         """Return one sentence on how a run with NaN or Inf ended."""
-        if self.verdict == verdicts.RECOVERED:
+        if self.verdict == "recovered":
             steps = len({(event.call, event.step) for event in self.events if event.recovered})
             return (
                 "Repaired: 1 step was repeated." if steps == 1 else Message("Repaired: {0} steps were repeated.", steps)
             )
-        if self.verdict == verdicts.STOPPED and self.on_nan == "stop":
+        if self.verdict == "stopped" and self.on_nan == "stop":
             return "Stopped, because the guard is set to stop."
-        if self.verdict == verdicts.STOPPED and self.on_nan == "report":
+        if self.verdict == "stopped" and self.on_nan == "report":
             return "Not repaired, because the guard is set to report."
         return Message("Guard: {0}.", verdict_shown(self.verdict))
 
     def report(self, plan: PlanInUse) -> GuardReport:
         """Return the guard's section of the report, with the parts that run wider now."""
-        advice = verdicts.BEGAN_WIDER if plan.is_wider and self.verdict == verdicts.CLEAN else self.advice
+        advice = verdicts.BEGAN_WIDER if plan.is_wider and self.verdict == "clean" else self.advice
         return GuardReport(
             self.verdict, self.calls, self.extra_calls, plan.named(), list(self.events), plan.rules(),
             advice, list(self.checks),
@@ -227,7 +227,7 @@ def blame_between_calls(log: GuardLog, result: torch.Tensor, sigmas: torch.Tenso
             log.calls, len(sigmas) - 1, float(sigmas[-1]), rows, len(log.lost.union(rows)) >= len(bad[0])
         )
         origin = Origin("sampler", "", "nan", "fp32", math.nan)
-        log.give_up(position, Diagnosis(origin, verdicts.NOT_PRECISION, None, verdicts.BETWEEN_CALLS), "fp32")
+        log.give_up(position, Diagnosis(origin, "not_precision", None, verdicts.BETWEEN_CALLS), "fp32")
 
 
 def blame_device(log: GuardLog, position: CallPosition, device: torch.device, mode: str, detail: str) -> bool:
@@ -240,9 +240,9 @@ def blame_device(log: GuardLog, position: CallPosition, device: torch.device, mo
     origin = Origin("", "matmul", "canary", mode, math.nan)
     event = event_of(position, origin, mode, "fp32" if cured else mode, cured)
     event.ended = log.on_nan == "stop"
-    advice = Message("{0}. {1}", detail, verdicts.ADVICE[verdicts.DEVICE_FAULT])
+    advice = Message("{0}. {1}", detail, verdicts.ADVICE["device_fault"])
     message = Message("A test product on {0} is wrong.", device)
-    error = log.note(event, origin, verdicts.DEVICE_FAULT, advice, message)
+    error = log.note(event, origin, "device_fault", advice, message)
     if event.ended:
         raise error
     return cured
@@ -250,6 +250,6 @@ def blame_device(log: GuardLog, position: CallPosition, device: torch.device, mo
 
 def blame_memory(log: GuardLog) -> None:
     """Revoke the verdict ``recovered`` of a run that ran out of memory in the higher precision."""
-    if log.verdict == verdicts.RECOVERED:
+    if log.verdict == "recovered":
         event = event_of(CallPosition(log.calls), None, "", "", False)
-        log.note(event, None, verdicts.STOPPED, verdicts.MODEL.no_memory)
+        log.note(event, None, "stopped", verdicts.MODEL.no_memory)

@@ -2,31 +2,23 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from ..base.errors import HalfsafeError
 from ..base.message import Message, joined
 from ..report.schema import Verdict
 
-CLEAN: Final = "clean"
-RECOVERED: Final = "recovered"
-STOPPED: Final = "stopped"
-BAD_WEIGHTS: Final = "bad_weights"
-BAD_INPUT: Final = "bad_input"
-NOT_PRECISION: Final = "not_precision"
-DEVICE_FAULT: Final = "device_fault"
-
-CURED = (CLEAN, RECOVERED)
+CURED = ("clean", "recovered")
 ADVICE: dict[Verdict, str] = {
-    RECOVERED: "No NaN or Inf is left. {keep}",
-    STOPPED: "Set {switch} to retry_higher: it repeats a failed call in a higher precision.",
-    BAD_WEIGHTS: "Remove the file or download it again. No precision repairs a weight that is NaN or Inf.",
-    BAD_INPUT: "Check the node that made this input; Check Finite after it shows where the NaN begins.",
-    NOT_PRECISION: (
+    "recovered": "No NaN or Inf is left. {keep}",
+    "stopped": "Set {switch} to retry_higher: it repeats a failed call in a higher precision.",
+    "bad_weights": "Remove the file or download it again. No precision repairs a weight that is NaN or Inf.",
+    "bad_input": "Check the node that made this input; Check Finite after it shows where the NaN begins.",
+    "not_precision": (
         "No higher precision cures this: try another sampler or scheduler, more steps, a lower cfg, or no patches of "
         "other nodes. Also try a lower dtype in Compute Dtype, because the device's fp32 may be at fault."
     ),
-    DEVICE_FAULT: (
+    "device_fault": (
         "The device or its driver gave a wrong result, not the model: try another driver or torch, "
         "--disable-dynamic-vram, --disable-async-offload, or a device that is not overclocked."
     ),
@@ -128,10 +120,10 @@ ENCODER_INPUTS = {
 class NonFinite(HalfsafeError):
     """A model, VAE or text encoder returned NaN or Inf, and the run was stopped."""
 
-    def __init__(self, problem: str, verdict: Verdict = STOPPED, advice: str = ""):
+    def __init__(self, problem: str, verdict: Verdict = "stopped", advice: str = ""):
         found = joined([problem, Message("Verdict: {0}.", verdict)])
         cure = advice or ANY_GUARD.worded(ADVICE[verdict])
-        if verdict == BAD_WEIGHTS:  # whose advice names the file
+        if verdict == "bad_weights":  # whose advice names the file
             found, cure = cure, found
         super().__init__(found, cure)
         self.verdict = verdict
@@ -161,10 +153,10 @@ def encoder_wording(kind: str, without_cure: str, without_retries: str, stopped:
     ``without_cure``: advice if no precision helps. ``without_retries``: what to do instead of a repeat. ``stopped``:
     advice if the guard repeats nothing."""
     advice: dict[Verdict, str] = {
-        RECOVERED: "",
-        NOT_PRECISION: Message("No higher precision cures this {0}: {1}.", kind, without_cure),
-        DEVICE_FAULT: Message("{0} Or run the {1} on the CPU.", ADVICE[DEVICE_FAULT], kind),
-        STOPPED: stopped,
+        "recovered": "",
+        "not_precision": Message("No higher precision cures this {0}: {1}.", kind, without_cure),
+        "device_fault": Message("{0} Or run the {1} on the CPU.", ADVICE["device_fault"], kind),
+        "stopped": stopped,
     }
     return Wording(
         Message(NO_MEMORY, without_retries),

@@ -63,8 +63,8 @@ def test_the_help_on_rules_has_every_preset_and_key(page):
 
 @pytest.mark.parametrize("document", [*BLACK_IMAGES, *pages("HalfsafeNaNGuard")])
 def test_every_verdict_is_explained(document):
-    names = {verdicts.CLEAN, *verdicts.ADVICE}
-    assert [cell for cell in first_cells(document) if cell in names].count(verdicts.CLEAN) == 1
+    names = {"clean", *verdicts.ADVICE}
+    assert [cell for cell in first_cells(document) if cell in names].count("clean") == 1
     assert names <= {*first_cells(document)}
 
 

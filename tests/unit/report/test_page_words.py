@@ -26,7 +26,7 @@ VALUE = re.compile(r"\{\w+\}")
 def words_of_the_page() -> set[str]:
     """Texts spelled in the page's code, and those it takes from the server: verdicts, kinds of events, modes, badges, reasons."""
     code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "web").iterdir() if path.suffix in (".js", ".mjs"))
-    shown = {verdict.replace("_", " ") for verdict in (verdicts.CLEAN, *verdicts.ADVICE)}
+    shown = {verdict.replace("_", " ") for verdict in ("clean", *verdicts.ADVICE)}
     tables = {*HEAD, *TABLE, NOISY, REFERENCE, NO_ERROR, EXACT, BARRED, CHOSEN, KEPT, PINNED, UNUSED}
     given = {*verdicts.ENCODER_INPUTS, *(name for name, _ in verdicts.ENCODER_INPUTS.values())} | INPUTS
     templates = {text for text in vars(result).values() if isinstance(text, str) and "{" in text}
