@@ -1,7 +1,6 @@
 """Torch functions that can hide an fp16 overflow (clamp, tanh, isfinite, ...), wrapped while a sampler runs."""
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 
@@ -20,7 +19,6 @@ WATCHED = (
     *((torch.Tensor, each, name) for name in _TESTED for each in (name, f"{name}_") if hasattr(torch.Tensor, each)),
 )
 """(owner, function, operation) of each function that is exchanged."""
-_OWN = [(vars(owner).get, each) for owner, each, _ in WATCHED]
 _largest_of = torch.maximum
 _watches: ContextVar[tuple["ClampWatch", ...]] = ContextVar("halfsafe_clamp_watches", default=())
 """Those of this thread."""
@@ -40,26 +38,19 @@ def _watched(function: Callable, name: str) -> Callable:
     return run
 
 
-@functools.lru_cache(maxsize=1)
-def _stand_ins(own: tuple) -> list[tuple]:
-    """List (owner, name, own attribute of the owner, wrapper) for each function that is exchanged."""
-    found = zip(WATCHED, own, strict=True)
-    return [(owner, each, has, _watched(has or getattr(owner, each), name)) for (owner, each, name), has in found]
-
-
 @contextlib.contextmanager
 def _functions_exchanged() -> Iterator[None]:
-    exchanged = _stand_ins(tuple([get(each) for get, each in _OWN]))
-    for owner, each, _, watched in exchanged:
-        setattr(owner, each, watched)
+    own = [vars(owner).get(each) for owner, each, _ in WATCHED]
+    for owner, each, name in WATCHED:
+        setattr(owner, each, _watched(getattr(owner, each), name))
     try:
         yield
     finally:
-        for owner, each, has, _ in exchanged:
-            if has is None:
+        for (owner, each, _), function in zip(WATCHED, own, strict=True):
+            if function is None:
                 delattr(owner, each)
             else:
-                setattr(owner, each, has)
+                setattr(owner, each, function)
 
 
 hiding_is_seen = SharedScope(_functions_exchanged)

@@ -95,7 +95,6 @@ def test_an_overflow_that_model_code_hides_is_seen_by_its_watch_alone(comfy, pat
     left = [entry for entry in clamps.WATCHED if entry[1] != watched]
     assert len(left) < len(clamps.WATCHED)
     monkeypatch.setattr(clamps, "WATCHED", left)
-    monkeypatch.setattr(clamps, "_OWN", [(vars(owner).get, each) for owner, each, _ in left])
     assert verdict_of(comfy, path, way)[0] == "off"
 
 
