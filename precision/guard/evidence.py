@@ -1,7 +1,6 @@
 """What is known of a failed call, and the table of what explains its failure."""
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ from ..report.schema import Verdict
 from . import verdicts
 from .failed_call import Attempt, FailedCall
 from .inputs import Diagnosis, NotFiniteInput, changed, rows_not_finite, zeroed
-from .localize import Origin
+from .localize import Origin, origin_of_weight
 from .log import GuardLog
 from .rungs import AS_IT_WAS, Rung
 
@@ -88,9 +87,8 @@ class Evidence:
 
     def failed_rows(self) -> set[int]:
         """List the rows of a hidden failure, which its result does not show: those not finite in fp32, else all."""
-        found = tensors_in(self.call.result if self._in_fp32 is None else self._in_fp32)[:1]
-        failed = {row for tensor in found for row in rows_not_finite(tensor)}
-        return failed or {row for tensor in found for row in range(len(tensor))}
+        result = self.call.result if self._in_fp32 is None else self._in_fp32
+        return rows_not_finite(result) or {*range(next(map(len, tensors_in(result)), 0))}
 
     def locate(self) -> Attempt:
         """Make the call as it was with every operation watched, to find the one that failed."""
@@ -157,8 +155,7 @@ class Evidence:
         if not bad or not self._is_not_finite_in_fp32() or not self._finite_in_fp32(zeroed=list(bad)):
             return ""
         if self.origin is None or self.origin.op not in bad:
-            name = next(iter(bad))
-            self.origin = Origin(name.rpartition(".")[0], name, "weights", "", math.nan)
+            self.origin = origin_of_weight(next(iter(bad)))
         return self.call.weights.sentence(self.origin.op)
 
     def _bad_weights(self) -> dict[str, torch.Tensor]:
@@ -178,13 +175,6 @@ class Evidence:
             if self._finite_in_fp32(self.call.replaced(self.given, changed([one], zeroed))):
                 return one
         return None
-
-    def was_finite(self) -> str:
-        """Return yes if earlier inputs, with which the result was finite, make it NaN or Inf now."""
-        known = self.call.was_finite
-        if known is None or not self.may_repeat():
-            return ""
-        return "" if self.repeat(AS_IT_WAS, "with an earlier input", known).finite else "yes"
 
     def own_dtype(self) -> str:
         """Describe the layer that computes in 16 bit although all of the call was to run in fp32."""
@@ -232,7 +222,6 @@ BEYOND_RUNGS = (
 """The first explanations of a call that no rung cured, in order."""
 LAST = (
     Row(Evidence.unexplained, "stopped", RAISE_RETRIES),
-    Row(Evidence.was_finite, "device_fault", None, verdicts.WAS_FINITE),
     Row(Evidence.own_dtype, "stopped", verdicts.OF_ITS_OWN, "{0}"),
 )
 """The explanations of a call whose inputs and weights are not at fault either, in order; if none holds, the call fails

@@ -61,7 +61,6 @@ class FailedCall(ABC):
         default_origin: the origin of events that blame no operation.
         packs: the packs that may keep state between steps, so that the sampling starts again and not the call.
         can_start_again: the sampling can start again.
-        was_finite: earlier inputs, with which the result was finite; None if none are known.
     """
 
     given: Any
@@ -83,7 +82,6 @@ class FailedCall(ABC):
     default_origin: Origin | None = None
     packs: str = ""
     can_start_again: bool = True
-    was_finite: Any = None
 
     @abstractmethod
     def repeat(self, rung: Rung, given: Any, why: str, zeroed: Sequence[str] = (), watched: bool = False) -> Attempt:

@@ -80,9 +80,10 @@ def is_finite(tensor: torch.Tensor) -> bool:
     return math.isfinite(amax_value(tensor))
 
 
-def rows_not_finite(tensor: torch.Tensor) -> list[int]:
-    """List the indices along the first dimension that hold NaN or Inf."""
-    return (~torch.isfinite(tensor.flatten(1))).any(1).nonzero().flatten().tolist()
+def rows_not_finite(values) -> set[int]:
+    """Return the rows of the first tensor in nested values that hold NaN or Inf."""
+    bad = [(~torch.isfinite(tensor.flatten(1))).any(1) for tensor in tensors_in(values)[:1]]
+    return {row for rows in bad for row in rows.nonzero().flatten().tolist()}
 
 
 def with_nan(values, rows: Iterable[int]):

@@ -112,7 +112,7 @@ class Ladder:
             if all(row % self.call.images in self.log.lost for row in given_nan):
                 return set()
             result = self.evidence.repeat(self.call.fp32, IN_FP32).result
-        failed = {row for tensor in tensors_in(result)[:1] for row in rows_not_finite(tensor)}
+        failed = rows_not_finite(result)
         # Not hidden and finite: a clamp after the call put a number in place of what is not finite.
         return failed if failed or self.call.hidden else set(range(batch))
 

@@ -221,7 +221,7 @@ def blame_between_calls(log: GuardLog, result: torch.Tensor, sigmas: torch.Tenso
         NonFinite: no image is left, or the guard is set to stop.
     """
     bad = [] if log.given_up else [tensor for tensor in tensors_in(result) if not is_finite(tensor)]
-    rows = sorted(set(rows_not_finite(bad[0])) - log.lost) if bad else []
+    rows = sorted(rows_not_finite(bad) - log.lost)
     if rows:
         position = CallPosition(
             log.calls, len(sigmas) - 1, float(sigmas[-1]), rows, len(log.lost.union(rows)) >= len(bad[0])

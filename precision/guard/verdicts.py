@@ -80,7 +80,6 @@ UNPACKED = (
 )
 NO_MEMORY = "Not enough memory to repeat this in a higher precision: {0}, or use a smaller picture or batch."
 NO_CHOICE = "The text encoder cannot choose a token, because its scores are NaN or Inf."
-WAS_FINITE = "An earlier input gave a finite result before, and gives NaN or Inf now."
 BROKEN_OFF = "The repeat raised an error, so the first result is returned: {0}"
 
 MAY_BE_KEPT = "The retry in fp32 is NaN or Inf as well, or it was fed a value cached from the failed call."

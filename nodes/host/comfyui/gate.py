@@ -167,9 +167,6 @@ class Gate:
             _noted.products[self.module] = operand, result
         return with_residual(result, folded)
 
-    def __repr__(self) -> str:
-        return f"Gate({getattr(self.forward, '__self__', self.forward)!r})"
-
     def _read(self, args: tuple, kwargs: dict) -> tuple[torch.Tensor, tuple, dict]:
         """Return the input, the arguments that stay in their places, and those by name that change something."""
         if self.call is None:

@@ -68,7 +68,6 @@ class EncoderGuard:
         self.kind = kind
         place = functools.partial(place_of, node_id, OF[kind])
         self.log = GuardLog(on_nan, notifier(node_id, of=OF[kind]), place=place)
-        self._was_finite: dict[str, Any] = {}
 
     def run(self, action: str, make: Make, patcher: ModelPatcher, dtype: torch.dtype, given: Any) -> Any:
         """Return ``make(None, given, ())``, or the result of a wider step if that is not finite.
@@ -89,8 +88,6 @@ class EncoderGuard:
         attempt = make(None, given, ())
         if attempt.finite:
             self.log.notify_calls(1)
-            if self.kind == "Text encoder":  # its tokens are small
-                self._was_finite[action] = given
             return attempt.result
         quantized = any(map(is_quantized, patcher.model.modules()))
         casts = bool(autocasts(patcher.load_device))
@@ -109,7 +106,6 @@ class EncoderGuard:
             is_out_of_memory=is_oom,
             locates_first=False,
             default_origin=Origin(f"{self.kind} {action}", "", "overflow", name_of(dtype), math.nan),
-            was_finite=self._was_finite.get(action),
         )
         call.make, call.dtype = make, dtype
         result = Ladder(call, self.log).resolved()

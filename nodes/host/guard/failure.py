@@ -193,14 +193,18 @@ def _opaque_attention(localizer: Localizer, options: dict) -> dict:
 
 def sigma_of(call: Call) -> float:
     """Return the noise level of a call. Synchronizes with the device."""
-    return float(call.options.get("sigmas", call.t).flatten()[0])
+    return float(_sigma(call))
+
+
+def _sigma(call: Call) -> torch.Tensor:
+    return call.options.get("sigmas", call.t).flatten()[0].float()
 
 
 def step_of(call: Call) -> int:
     """Return the index of a call's step in the sampler's schedule; 0 without a schedule. Synchronizes with the
     device."""
-    schedule = call.options.get("sample_sigmas")
-    return int((schedule - sigma_of(call)).abs().argmin()) if schedule is not None else 0
+    schedule, sigma = call.options.get("sample_sigmas"), _sigma(call)
+    return int((schedule.to(sigma) - sigma).abs().argmin()) if schedule is not None else 0
 
 
 def images_of(call: Call, result: torch.Tensor) -> int:

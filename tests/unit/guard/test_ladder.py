@@ -418,13 +418,6 @@ def test_fp32_is_no_evidence_on_a_layer_that_was_not_widened(name):
     assert ("dtype" in log.advice) or verdict == "stopped"
 
 
-@pytest.mark.parametrize(("finite", "verdict"), [(True, "not_precision"), (False, "device_fault")])
-def test_inputs_that_were_finite_before_tell_whether_it_is_the_input_or_the_device(finite, verdict):
-    earlier = {"text": GOOD.clone()}
-    log, _, error = resolve(Fake(lambda given, how, zeroed: GOOD if finite and given is earlier else BAD, was_finite=earlier))
-    assert error.verdict == verdict and ("An earlier input" in log.events[0].evidence) != finite
-
-
 def hidden(*hows: str, **about) -> Fake:
     """A call of a finite result in which model code replaced what is not finite, and which hides nothing if it is repeated as ``hows``."""
     return Fake(finite_at(*hows), hidden=True, result=GOOD, **about)
