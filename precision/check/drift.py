@@ -94,7 +94,7 @@ def sampled(values) -> torch.Tensor | None:
     tensors."""
     floats = [tensor.detach().flatten() for tensor in floats_in(values) if tensor.numel()]
     taken = [flat[:: -(-flat.numel() // SAMPLES)].float() for flat in floats]
-    return torch.cat([part.clone() for part in taken]) if taken else None
+    return torch.cat(taken) if taken else None
 
 
 def row_errors(

@@ -71,7 +71,7 @@ def call_inputs(call: Call, first: bool) -> list[NotFiniteInput]:
 
 def sampler_inputs(noise, latent_image, sigmas, denoise_mask, conds: dict) -> list[NotFiniteInput]:
     """List the inputs of a sampler's run with NaN."""
-    masks = [cond["mask"] for group in conds.values() for cond in group if isinstance(cond.get("mask"), torch.Tensor)]
+    masks = [cond.get("mask") for group in conds.values() for cond in group]
     named = [
         (SIGMAS, sigmas.sum()),
         ("latent image", latent_image),

@@ -12,11 +12,12 @@ from ....precision.base.amax import amax
 from ....precision.base.patching import SharedScope
 
 _TESTED = tuple(name for name, how in HIDING.items() if how.is_tested)
-WATCHED = (
-    *((torch, name, name) for name in _TESTED if hasattr(torch, name)),
+WATCHED = tuple(
+    (owner, each, name)
+    for name in _TESTED
+    for owner, each in ((torch, name), (functional, name), (torch.Tensor, name), (torch.Tensor, f"{name}_"))
     # Those of ``functional`` that torch has too call torch's or the method.
-    *((functional, name, name) for name in _TESTED if hasattr(functional, name) and not hasattr(torch, name)),
-    *((torch.Tensor, each, name) for name in _TESTED for each in (name, f"{name}_") if hasattr(torch.Tensor, each)),
+    if hasattr(owner, each) and not (owner is functional and hasattr(torch, name))
 )
 """(owner, function, operation) of each function that is exchanged."""
 _largest_of = torch.maximum

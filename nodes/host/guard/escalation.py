@@ -204,9 +204,8 @@ class Guarded:
     def __init__(self, model: BaseModel, recall: bool):
         patcher = model.current_patcher
         self.model = weakref.ref(model)
-        multiplying = {name for name, _ in matrix_layers(model)}
-        modes = {name: mode for name, mode in planned_modes_of(patcher).items() if name in multiplying}
-        self.plan = PlanInUse(modes, name_of(stream_dtype(patcher)))
+        modes = planned_modes_of(patcher)
+        self.plan = PlanInUse({name: modes[name] for name, _ in matrix_layers(model)}, name_of(stream_dtype(patcher)))
         self.watches_clamps = watches_clamps(patcher)
         self.device = patcher.load_device
         self.layers: WiderModel | None = None
