@@ -26,6 +26,7 @@ import comfy.model_management
 import comfy.ops
 import torch
 
+from ....precision.base.errors import HalfsafeError
 from ....precision.base.layers import kind_of
 from ....precision.base.message import Message
 from ....precision.base.text import listed
@@ -45,6 +46,9 @@ PASSED = ("autopad", "output_size")
 INPUT = "input"
 BY_PLACE = "an argument by its place"
 MET = "{0} calls layers with `{1}`, which Halfsafe {2} does not know, so in these calls they run their own code: {3}."
+NO_ACTIVATION = "Layer '{0}' of another pack is called with `input_act` = '{1}', for which comfy.ops has no function."
+NOT_TAKEN = "Layer '{0}' is called with `{1}`, which its own code cannot run with: {2}."
+UPDATE = "Update Halfsafe, or remove its nodes from this model."
 OWN_CODE = "{0} runs its own code, because of `{1}`"
 NORM = "norm"
 UNEQUAL: set[str] = set()
@@ -153,6 +157,8 @@ class Gate:
         folded = {name: given.pop(name) for name in self.folds if name in given}
         unknown = {*given} - {*PASSED} | {BY_PLACE for _ in places}
         if not can_activate(folded):
+            if self.call is None:
+                raise HalfsafeError(Message(NO_ACTIVATION, name_of_layer(self.module), folded[ACTIVATION]), UPDATE)
             unknown.add(ACTIVATION)
         run = self.forward
         if unknown and self.own is not None:
@@ -160,7 +166,11 @@ class Gate:
             run = self.own
         if unknown and self.call:
             kwargs.pop(self.call.input, None)
-            return run(x, *args[1:], **kwargs)
+            try:
+                return run(x, *args[1:], **kwargs)
+            except TypeError as error:
+                problem = Message(NOT_TAKEN, name_of_layer(self.module), listed(sorted(unknown)), error)
+                raise HalfsafeError(problem, UPDATE) from error
         operand = activated(x, folded)
         result = run(operand, *places, **given)
         if folded and getattr(_noted, "products", None) is not None:

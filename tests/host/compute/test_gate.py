@@ -14,6 +14,7 @@ from comfy.sd import load_lora_for_models
 from halfsafe.nodes.host.comfyui import gate
 from halfsafe.nodes.host.comfyui.layers import modules_of
 from halfsafe.nodes.host.compute.bound import Int8Linear
+from halfsafe.precision.base.errors import HalfsafeError
 from halfsafe.precision.plan.rules import rules_from
 from support import families, model_files, next_core, tiny_models
 from support.families import load
@@ -212,10 +213,11 @@ def test_a_result_of_fp16_is_scaled_in_the_dtype_of_the_residual():
         assert gate.with_residual(result, {"residual": residual, "residual_scale": scale}).tolist() == pytest.approx([1.2e5 + 1] * 2, rel=1e-3)
 
 
-def test_an_argument_that_nobody_takes_ends_as_in_comfyui(comfy, wan, call):
-    for core in (contextlib.nullcontext(), next_core.installed()):
+def test_an_argument_that_nobody_takes_is_named_with_its_layer(comfy, wan, call):
+    named = r"Layer 'diffusion_model\.blocks\.0\.ffn\.2' is called with `unheard_of`"
+    for core, error in ((contextlib.nullcontext(), pytest.raises((TypeError, HalfsafeError), match="unheard_of")), (next_core.installed(), pytest.raises(HalfsafeError, match=named))):
         with core:
             model = load(comfy, wan, "fp16", "fp16_safe")
             layer = model.model.diffusion_model.blocks[0].ffn[2]
-            with pytest.raises(TypeError, match="unheard_of"):
+            with error:
                 families.replay(inside(model, lambda *args, layer=layer: layer(torch.zeros(1, 1024), unheard_of=1)), call)
