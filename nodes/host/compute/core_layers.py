@@ -127,13 +127,8 @@ class PlannedLayers:
         measures = {name: each.stated is None or each.stated.scale is None for name, each in self.fp8.items()}
         return {**self.planned_modes(), **watched, **measures}
 
-    @property
-    def uses_stated_scales(self) -> bool:
-        """True if the file's scale is used for the input of some layer."""
-        return any(each.stated and each.stated.scale is not None for each in self.fp8.values())
-
     def input_scales(self) -> dict[str, str]:
-        """Return layer -> how its input is scaled, for the layers whose file states a scale; empty before a call."""
+        """Return layer -> how its input is scaled, "" before a call, for the layers whose file states a scale."""
         return {name: each.stated.reason for name, each in self.fp8.items() if each.stated}
 
     @property
