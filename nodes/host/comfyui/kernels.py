@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 from comfy.quant_ops import QuantizedTensor
@@ -22,6 +23,7 @@ except ImportError:
     registry = None
 
 from ....precision.base.modes import FP8
+from ....precision.base.patching import patched
 from ....precision.formats.registry import FORMAT_OF_STORAGE, Format
 
 NATIVE, EAGER, DEQUANTIZED = "native", "eager", "dequantized"
@@ -35,12 +37,15 @@ _unpacking: dict[tuple[torch.device, torch.dtype, torch.dtype, int], tuple[Calla
 LOGGERS = ("comfy_kitchen.tensor.fp8", "comfy_kitchen.tensor.mxfp8", "comfy_kitchen.tensor.nvfp4")
 
 
-def general_operations() -> AbstractContextManager:
+@contextmanager
+def general_operations() -> Iterator[None]:
     """Run comfy-kitchen's operations as torch's general ones while the context lasts, where it has them as such.
 
     A kernel of a device may be finite and wrong, as its RoPE is on Blackwell (``comfy/ldm/sensenova/model.py``).
     """
-    return registry.use_backend(EAGER) if registry else nullcontext()
+    known_anew = patched([(sys.modules[__name__], "_unpacking", {})])
+    with known_anew, registry.use_backend(EAGER) if registry else nullcontext():
+        yield
 
 
 def kernel_of_product(row: Format | None, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:
