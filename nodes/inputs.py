@@ -67,9 +67,8 @@ def node_id_of(cls: type[io.ComfyNode]) -> str | None:
 
 def checked_rules(rules: object, name: str = "rules") -> Rules | None:
     """Return the value of an input of rules; None if nothing is connected."""
-    problem = Message(
-        "The input '{0}' takes the output of Layer Rules (Halfsafe), not a {1}.", name, type(rules).__name__
-    )
+    given = type(rules).__name__
+    problem = Message("The input '{0}' takes the output of Layer Rules (Halfsafe), not a {1}.", name, given)
     return _checked(rules, Rules, problem, "Connect a Layer Rules node and write the rules into its text box.")
 
 

@@ -197,7 +197,7 @@ export function errorOf({ node_id: id, exception_type: type, exception_message: 
   if (!String(type).startsWith(OURS)) return { node, ...ofComfyUI(text), told: true, memory: ranOut(`${type}: ${text}`, traceback.join("")) };
   const guards = type === OF_GUARD ? run?.events.find(({ event }) => event?.ended) : undefined;
   if (guards) return { node, message: said(guards.brief), advice: said(guards.advice), told: true, guard: String(guards.node_id ?? "") };
-  const { message, advice } = inTwo(text);
+  const { message, advice } = inTwo(text.trim()); // ComfyUI adds the end of a line
   return { node, message: message.replace(FOLDERS, ""), advice, told: false };
 }
 

@@ -149,7 +149,7 @@ class Calibration:
 
     def recalibrate(self) -> None:
         """Calibrate in the next call, as in the first one. Compiled graphs are kept if the decisions are the same."""
-        self.calibrating = True
+        self.calibrating, self._calls = True, 0
         for proof in self.proofs.values():
             proof.forget()
 

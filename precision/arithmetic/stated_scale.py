@@ -41,7 +41,7 @@ class StatedScale(InputRange):
         """Return the scale for an input, or None if the input needs its own, as in a calibrating call, which measures
         it."""
         if not self.calibration.calibrating:
-            return self.scale
+            return self.scale if self.range[1] else None
         self.measure(amax(x).item())
         smallest, largest = self.range
         limit = self.held * 2.0**HEADROOM_BITS

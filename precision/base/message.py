@@ -5,9 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping
 
-END = "{0}."
-"""The template of a sentence made of a text without a full stop."""
-
 
 class Message(str):
     """The text of a template and values: a ``str``, equal to the same text and written to JSON and logs as one.
@@ -52,14 +49,21 @@ def joined(texts: Iterable[str], between: str = " ") -> str:
     return functools.reduce(functools.partial(Message, f"{{0}}{between}{{1}}"), present)
 
 
+def ended(text: str) -> str:
+    """Return a text as a sentence, which ends with a full stop."""
+    return text if text.endswith(".") else Message("{0}.", text)
+
+
 def messages_in(value) -> dict[str, dict]:
-    """Return each message in JSON data, and the messages it is made of: text -> its ``template`` and ``values``."""
+    """Return each message in JSON data, and the messages it is made of: text -> its ``template`` and ``values``. A
+    message whose other values are empty is the value that is left."""
     if isinstance(value, Message):
         parts = {**{str(place): each for place, each in enumerate(value.values)}, **value.named}
         values = {name: each if isinstance(each, int) else str(each) for name, each in parts.items()}
-        return {value: {"template": value.template, "values": values}, **messages_in(values)}
-    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+        inner = messages_in(values)
+        return inner if value in values.values() else {value: {"template": value.template, "values": values}, **inner}
+    inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
     found: dict[str, dict] = {}
-    for each in inner:
+    for each in inside:
         found |= messages_in(each)
     return found

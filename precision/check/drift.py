@@ -149,9 +149,10 @@ def drift_event(
     if attention:
         evidence = joined([evidence, Message(MAY_BE_ATTENTION, attention)])
     advice = Message(ADVICE.get(check.arithmetic, OTHERWISE), block=f"{worst}." if worst else "")
+    brief = Message("Step {0}: finite, but off ({1}). {2}", check.step, label_of(check.arithmetic), evidence)
     return GuardEvent(
         check.call, check.step, check.sigma, worst, STEP_CACHE if skipped else "", "drift", batch_rows,
-        check.arithmetic, "fp32", False, evidence, snr_db, threshold_db, advice,
+        check.arithmetic, "fp32", False, evidence, snr_db, threshold_db, advice, brief=brief,
     )  # fmt: skip
 
 
@@ -164,8 +165,6 @@ def hidden_event(check: CheckReport, block: str, evidence: str, batch_rows: list
 
 
 def drift_sentence(event: GuardEvent) -> str:
-    """Describe a drift event in one line, and set its ``brief``, the same without the noise level."""
-    step, mode = event.step, event.from_mode
-    sigma = f"{event.sigma:.4g}"
-    event.brief = Message("Step {0}: finite, but off ({1}). {2}", step, label_of(mode), event.evidence)
-    return Message("Step {0}, sigma {1}: finite, but off ({2}). {3}", step, sigma, mode, event.evidence)
+    """Describe a drift event in one line."""
+    sigma, off = f"{event.sigma:.4g}", event.from_mode
+    return Message("Step {0}, sigma {1}: finite, but off ({2}). {3}", event.step, sigma, off, event.evidence)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from ..base.errors import UnknownProfile
-from ..base.message import Message
+from ..base.message import Message, ended
 from ..formats.registry import fp8_dtypes
 from .hardware import default_device, hardware_name, indexed, profile_of
 from .probes import Probe, run_probes, why_dtype_not_held
@@ -116,9 +116,9 @@ def _confirmed(
 ) -> Device:
     capabilities = profile.capabilities
     reasons = {capability: profile.reason(capability) for capability in capabilities}
-    failed = {probe.name: probe.detail.rstrip(".") for probe in probes if probe.ok is False}
+    failed = {probe.name: ended(probe.detail) for probe in probes if probe.ok is False}
     for capability in (name for name, on in capabilities.items() if on):
         if probe := next((name for name in failed if name in CAPABILITIES[capability][2:]), ""):
             capabilities[capability] = False
-            reasons[capability] = Message("Expected here, but the probe {0} failed: {1}.", probe, failed[probe])
+            reasons[capability] = Message("Expected here, but the probe {0} failed: {1}", probe, failed[probe])
     return Device(device, hardware_name(device), profile, simulated, probes, capabilities, reasons)

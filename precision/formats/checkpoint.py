@@ -320,8 +320,8 @@ class _Reader:
             scale = scale * self._scale(f"{key}_tensor")
         if data.dtype not in EIGHT_BIT:
             if scale.numel() > 1 or data.dtype not in NUMBERS:
-                values = "of many values " if scale.numel() > 1 else ""
-                problem = Message("a scale {0}next to a weight in {1}", values, name_of(data.dtype))
+                one, many = "a scale next to a weight in {0}", "a scale of many values next to a weight in {0}"
+                problem = Message(many if scale.numel() > 1 else one, name_of(data.dtype))
                 raise UnconsumedScale(self.path, problem, key)
             if scale.item() == 1:
                 return None, "none", dialect

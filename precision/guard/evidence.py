@@ -195,8 +195,8 @@ class Row(NamedTuple):
     Args:
         condition: the question that finds it.
         verdict: of the run, if the condition found something. A bad input has a verdict of its own.
-        advice: with what was found in place of {}; None for the advice of the verdict.
-        evidence: with what was found in place of {}.
+        advice: with what was found in place of {0}; None for the advice of the verdict.
+        evidence: with what was found in place of {0}.
     """
 
     condition: Callable[[Evidence], object]

@@ -184,9 +184,8 @@ class GuardLog:
         """Return one sentence on how a run with NaN or Inf ended."""
         if self.verdict == "recovered":
             steps = len({(event.call, event.step) for event in self.events if event.recovered})
-            return (
-                "Repaired: 1 step was repeated." if steps == 1 else Message("Repaired: {0} steps were repeated.", steps)
-            )
+            several = Message("Repaired: {0} steps were repeated.", steps)
+            return "Repaired: 1 step was repeated." if steps == 1 else several
         if self.verdict == "stopped" and self.on_nan == "stop":
             return "Stopped, because the guard is set to stop."
         if self.verdict == "stopped" and self.on_nan == "report":

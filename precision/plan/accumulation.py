@@ -8,7 +8,7 @@ from typing import Final, Literal
 import torch
 
 from ..base import flags
-from ..base.message import Message
+from ..base.message import Message, ended
 from ..base.modes import FP8, FP32, Mode, modes_named
 from ..devices.detect import Device
 from .choice import WithoutEffect, frozen
@@ -112,10 +112,10 @@ def _problem(setting: str, value: str, device: Device, matmuls: MatmulProfile) -
     if setting == "fp16_accumulation":
         problem = fp16_sums_inert(device, matmuls)
         no_gain = value == "auto" and not device.capabilities[setting]
-        return device.reason(setting).rstrip(".") if no_gain and not problem else problem
+        return device.reason(setting) if no_gain and not problem else problem
     if setting == "fp8_fast_accumulation":
         if not device.capabilities[setting]:
-            return device.reason(setting).rstrip(".")
+            return device.reason(setting)
         if matmuls.compiled:
             return "under torch.compile ComfyUI's own fp8 matmul runs, which this setting does not reach"
         return _without_layer(FP8, matmuls)
@@ -132,7 +132,7 @@ def _reason(setting: str, asked: str | None, problem: str | None, device: Device
     if asked is None:
         return "Not changed."
     if problem:
-        return Message("No effect here: {0}.", problem)
+        return Message("No effect here: {0}", ended(problem))
     if asked == "auto":
         return "fp16 sums in the layers whose overflow bound proves them safe, fp32 sums in the others."
     more = ""

@@ -120,9 +120,7 @@ def choose_compute(facts: ModelFacts, device: Device, compute: ComputeOption) ->
     if device.capabilities[f"{compute}_matmul"]:
         how = Message("{0} matmul of {1} weights, other operations in {2}", compute, compute, automatic)
         return Choice(compute, automatic, how)
-    why = Message(
-        "{0} has no {1} matmul: {2} weights are computed in {3}", device.profile.name, compute, compute, automatic
-    )
+    why = Message("{0} has no {1} matmul: {1} weights are computed in {2}", device.profile.name, compute, automatic)
     return Choice(compute, automatic, why)
 
 

@@ -9,6 +9,7 @@ from ..base.message import Message, joined
 from ..base.modes import FP16, FP32
 from ..base.options import ComputeOption, Goal
 from ..devices.detect import Device
+from ..formats.layer_plan import AS_FILE
 from .accumulation import Request
 from .auto import UNQUANTIZED, smallest_storage
 from .choice import WithoutEffect, frozen
@@ -66,19 +67,22 @@ def _advice(device: Device) -> str:
     if not (device.capabilities["int8_matmul_gains"] or device.capabilities["fp8_matmul_gains"]):
         return ""
     storage, reason = smallest_storage(device)
-    return Message("Load the model with storage {0} to multiply in {1}. {2}", storage, storage.split('_')[0], reason)
+    return Message("Set storage to {0}, here or in the loader, to multiply in 8 bits. {1}", storage, reason)
 
 
 def on_loaded(
-    plan: ComputePlan, facts: ModelFacts, rules: Rules, foreign: Mapping[str, str], came_in: str = ""
-) -> ComputePlan:
+    plan: ComputePlan, facts: ModelFacts, rules: Rules, foreign: Mapping[str, str], held: Mapping[str, str],
+    came_in: str = "",
+) -> ComputePlan:  # fmt: skip
     """Return a plan for a model in memory, with a list of the rules too late for a loaded model.
 
     ``foreign``: layer name -> the Python module of its class, for layers of another loader: fp32, not ``fp16_safe``.
-    ``came_in``: the dtype that the model computes in without the plan.
+    ``held``: layer name -> storage name. ``came_in``: the dtype that the model computes in without the plan.
     """
-    fallback = plan.fallback and on_loaded(plan.fallback, facts, rules, foreign, came_in)
-    late = (WithoutEffect(str(rule), STORAGE_RULE) for rule in rules.own if "storage" in dict(rule.settings))
+    fallback = plan.fallback and on_loaded(plan.fallback, facts, rules, foreign, held, came_in)
+    asked = ((layer, rules.on(facts.layers).setting("storage", layer.name, layer.cls)) for layer in facts.layers)
+    unmet = [found[1] for layer, found in asked if found and found[0] not in (held.get(layer.name), AS_FILE)]
+    late = (WithoutEffect(str(rule), STORAGE_RULE) for rule in rules.own if rule in unmet)
     idle = [*plan.without_effect, *rules_without_effect(facts.layers, rules), *late]
     moved = {
         name: replace(decision, mode=FP32.name, sums="", reason=Message(OWN_MATMUL, foreign[name]))

@@ -124,9 +124,7 @@ def rules_from(text: str = "", preset: str = DEFAULT_PRESET, previous: Rules | N
         'fp32'
     """
     if preset not in PRESETS:
-        raise HalfsafeError(
-            Message("'{0}' is not a rules preset.", preset), Message("Use one of: {0}.", ", ".join(PRESETS))
-        )
+        raise HalfsafeError(Message("'{0}' is not a rules preset.", preset), _one_of(PRESETS))
     previous = previous or Rules()
     added = (Rule(pattern, KEEP, role, preset) for pattern, role in PRESETS[preset])
     presets = previous.presets + tuple(rule for rule in added if rule not in previous.presets)
@@ -172,12 +170,11 @@ def _parse_line(number: int, words: list[str], reason: str) -> Rule:
         advice = "Write: <pattern> <key>=<value>, e.g. blocks.0.* storage=bf16."
         raise RuleError(number, Message("'{0}' has no setting", pattern), advice)
     if "=" in pattern and not pattern.startswith("re:"):
-        problem = Message("'{0}' is a setting, not a pattern", pattern)
-        raise RuleError(number, problem, "Write: <pattern> <key>=<value>.")
+        advice = "Write: <pattern> <key>=<value>."
+        raise RuleError(number, Message("'{0}' is a setting, not a pattern", pattern), advice)
     if pattern.startswith("role:") and pattern[5:] not in ROLES:
-        problem = Message("'{0}' is not a layer role", pattern[5:])
         advice = Message("The known roles are: {0}.", ", ".join(ROLES))
-        raise RuleError(number, problem, advice)
+        raise RuleError(number, Message("'{0}' is not a layer role", pattern[5:]), advice)
     try:
         if pattern.startswith("re:"):
             compile_pattern(pattern)
@@ -190,14 +187,16 @@ def _parse_line(number: int, words: list[str], reason: str) -> Rule:
 def _parse_setting(number: int, setting: str) -> tuple[str, str]:
     key, _, value = setting.lower().partition("=")
     if key not in VALUES:
-        raise RuleError(
-            number, Message("'{0}' has an unknown key", setting), Message("The known keys are: {0}.", ", ".join(VALUES))
-        )
+        advice = Message("The known keys are: {0}.", ", ".join(VALUES))
+        raise RuleError(number, Message("'{0}' has an unknown key", setting), advice)
     if value not in VALUES[key]:
         problem = Message("'{0}' is not a valid value for '{1}'", value, key)
-        advice = Message("Use one of: {0}.", ", ".join(VALUES[key]))
-        raise RuleError(number, problem, advice)
+        raise RuleError(number, problem, _one_of(VALUES[key]))
     return key, value
+
+
+def _one_of(names: Iterable[str]) -> str:
+    return Message("Use one of: {0}.", ", ".join(names))
 
 
 def compile_pattern(pattern: str) -> Callable[..., object]:

@@ -110,10 +110,8 @@ def _fitted(
 def _error_of(storage: str) -> str:
     if storage not in PREDICTED_ERROR:
         return Message("The error of {0} products is {1} times that of fp8 products.", storage, NVFP4_ERROR)
-    shares = PREDICTED_ERROR[storage], PREDICTED_ERROR["int8"]
-    return Message(
-        "The predicted error of a layer's output is {0}, against {1} in int8.", f"{shares[0]:.1%}", f"{shares[1]:.1%}"
-    )
+    shares = (f"{PREDICTED_ERROR[name]:.1%}" for name in (storage, "int8"))
+    return Message("The predicted error of a layer's output is {0}, against {1} in int8.", *shares)
 
 
 def bytes_stored(facts: ModelFacts, layers: Layers) -> int:

@@ -114,8 +114,7 @@ def _shown(row: Tradeoff, name: str) -> list[str]:
     name, seconds, memory, _, snr, ran = _cells(row, name)
     share = row.spread / row.seconds if row.seconds else 0.0
     spread = f" \u00b1{share * 100:.0f} %" if share >= 0.01 else ""
-    noisy = f"\n{NOISY}" if row.is_noisy else ""
-    return [name, seconds + spread + noisy, memory, snr, ran]
+    return [name, joined([seconds + spread, NOISY if row.is_noisy else ""], "\n"), memory, snr, ran]
 
 
 def _size(found: Measurements) -> str:

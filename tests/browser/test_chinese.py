@@ -18,6 +18,7 @@ from halfsafe.precision.guard.verdicts import ADVICE, ENCODERS, FAILS_IN_FP32, N
 from halfsafe.precision.plan.rules import parse
 from halfsafe.precision.report.result import BEST, COMPUTED_IN, ERROR, Result
 from halfsafe.precision.study.tradeoffs_text import REFERENCE
+from support.page_words import english_in
 
 WORDS = json.loads((Path(__file__).absolute().parents[2] / "locales" / "zh" / "main.json").read_text(encoding="utf-8"))["halfsafe"]
 TAB = "async () => { await app.extensionManager.command.execute('Workspace.ToggleSidebarTab.halfsafe'); }"
@@ -27,15 +28,9 @@ SHOWN = """async (result) => { const { ResultPanel } = await import("/extensions
     return [...panel.element.querySelectorAll(".hs-sentence, td")].map((part) => part.textContent); }"""
 DRAWN = """() => app.graph.nodes[0].widgets.find((widget) => widget.name === "$$node-text-preview")?.value"""
 TOLD = """async (texts) => { const { errorOf } = await import("/extensions/Halfsafe-Pack/run.mjs");
-    return texts.map((text) => { const { message, advice } = errorOf({ node_id: 1, exception_type: "halfsafe.HalfsafeError", exception_message: text }, null); return `${message} ${advice}`; }); }"""
+    return texts.map((text) => { const { message, advice } = errorOf({ node_id: 1, exception_type: "halfsafe.HalfsafeError", exception_message: `${text}\n` }, null); return `${message} ${advice}`; }); }"""
 pytestmark = [pytest.mark.language("zh"), pytest.mark.once]  # words and what becomes of them; test_results draws errors in each page
 ORIGIN = Origin("decoder.mid", "conv2d", "overflow", "", 70000.0)
-
-
-def english_in(text: str) -> list[str]:
-    """The English words of a text, without names: those in a row, at least three."""
-    words = "".join(letter if letter.isascii() and (letter.isalpha() or letter == " ") else "|" for letter in text)
-    return [run.strip() for run in words.split("|") if len(run.split()) >= 3]
 
 
 def error_of(make: Callable[[], object]) -> str:
@@ -60,7 +55,7 @@ def test_an_error_is_a_toast_and_a_card_in_chinese(comfy: ComfyPage, pictures: P
     error = {"node_id": "1", "prompt_id": "bad", "node_type": "HalfsafeLayerRules", "traceback": [], "executed": [], "exception_type": "halfsafe.RuleError"}
     comfy.send("execution_start", prompt_id="bad")
     comfy.send("halfsafe.messages", text=rules, messages=messages_in(rules))
-    comfy.send("execution_error", **{**error, "exception_message": rules})
+    comfy.send("execution_error", **{**error, "exception_message": f"{rules}\n"})
     (toast,) = shown()
     assert toast["summary"].startswith("Halfsafe: \u89c4\u5219\uff0c\u7b2c 1 \u884c"), toast
     comfy.evaluate(TAB)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from browser.comfy_page import ComfyPage
-from browser.test_chinese import english_in
 from browser.test_guard import EVENT, REPORT, TOGGLE_TAB
 from halfsafe.precision.base.message import Message, joined, messages_in
 from halfsafe.precision.guard.verdicts import ADVICE
+from support.page_words import english_in
 
 DID = "() => document.querySelector('.hs-did').innerText"
 RUN = "() => document.querySelector('.hs-sidebar section').innerText"

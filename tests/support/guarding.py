@@ -34,7 +34,7 @@ def report_of(model):
 def modes_of(model) -> dict[str, str]:
     """Layer -> the mode it runs in now, of all layers that multiply."""
     guard = guard_of(model)
-    own, now = guard.states.last(model.model).plan.modes, guard.modes(model)
+    own, now = guard.states.kept()[0].plan.modes, guard.modes(model)
     return {name: now.get(name, mode) for name, mode in own.items()}
 
 

@@ -168,9 +168,8 @@ class AccumulationRun(CalibratedActing):
         in_fp32 = self.attention.calls_in_fp32
         if not in_fp32:
             return ""
-        return Message(
-            "{0} attentions run in fp16, {1} in fp32 to avoid overflow", in_fp32.count(False), in_fp32.count(True)
-        )
+        counts = in_fp32.count(False), in_fp32.count(True)
+        return Message("{0} attentions run in fp16, {1} in fp32 to avoid overflow", *counts)
 
     def used(self) -> list[Fp16AccumulationLinear]:
         """Return the layers that met fp16 inputs, and those whose weight is out of reach."""

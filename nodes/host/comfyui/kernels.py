@@ -6,8 +6,9 @@ A kernel is the device's own for a format, torch's general operations, or neithe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 from comfy.quant_ops import QuantizedTensor
@@ -21,6 +22,7 @@ except ImportError:
     registry = None
 
 from ....precision.base.modes import FP8
+from ....precision.base.patching import patched
 from ....precision.formats.registry import FORMAT_OF_STORAGE, Format
 
 NATIVE, EAGER, DEQUANTIZED = "native", "eager", "dequantized"
@@ -32,12 +34,15 @@ INT8_RESULTS = (torch.float32, torch.float16, torch.bfloat16)
 _unpacking: dict[tuple[torch.device, torch.dtype, torch.dtype, int], tuple[Callable, tuple]] = {}
 
 
-def general_operations() -> AbstractContextManager:
+@contextmanager
+def general_operations() -> Iterator[None]:
     """Run comfy-kitchen's operations as torch's general ones while the context lasts, where it has them as such.
 
     A kernel of a device may be finite and wrong, as its RoPE is on Blackwell (``comfy/ldm/sensenova/model.py``).
     """
-    return registry.use_backend(EAGER) if registry else nullcontext()
+    known_anew = patched([(sys.modules[__name__], "_unpacking", {})])
+    with known_anew, registry.use_backend(EAGER) if registry else nullcontext():
+        yield
 
 
 def kernel_of_product(row: Format | None, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:

@@ -16,9 +16,9 @@ from ....precision.base.patching import Patch
 from ....precision.formats.layer_plan import LayerPlan
 from ....precision.plan.compute import ComputePlan
 from ..comfyui.attributes import FULL_PRECISION, casting, is_forced_to_cast, not_forced_to_cast, quantization_format
-from ..comfyui.gate import entering, is_unequal, ran_own
+from ..comfyui.gate import entering, ran_own
 from ..comfyui.layers import is_quantized
-from ..comfyui.weights import Bound, exchanged, has_own_forward, only_multiplies, weights_of
+from ..comfyui.weights import Bound, exchanged, only_multiplies, weights_of
 from .bound import FP8_RESULT, Fp8Linear, Int8Linear, stated_scale
 
 Forward = Callable[..., torch.Tensor]
@@ -56,7 +56,7 @@ class PlannedLayers:
     def _product(self, name: str, layer: torch.nn.Module, decision: LayerPlan) -> Forward | None:
         """Create the layer's product as a bound method; torch.compile would compile a separate graph for an object.
         None for a layer that calls its own forward."""
-        if decision.mode == FP8.name and not has_own_forward(layer) and not is_unequal(layer):
+        if decision.mode == FP8.name and only_multiplies(layer):
             self.fp8[name] = Fp8Linear(layer, stated_scale(layer, name, self.calibration))
             return self.fp8[name].__call__
         if decision.mode == FP16_WIDE.name and only_multiplies(layer):
@@ -127,13 +127,8 @@ class PlannedLayers:
         measures = {name: each.stated is None or each.stated.scale is None for name, each in self.fp8.items()}
         return {**self.planned_modes(), **watched, **measures}
 
-    @property
-    def uses_stated_scales(self) -> bool:
-        """True if the file's scale is used for the input of some layer."""
-        return any(each.stated and each.stated.scale is not None for each in self.fp8.values())
-
     def input_scales(self) -> dict[str, str]:
-        """Return layer -> how its input is scaled, for the layers whose file states a scale; empty before a call."""
+        """Return layer -> how its input is scaled, "" before a call, for the layers whose file states a scale."""
         return {name: each.stated.reason for name, each in self.fp8.items() if each.stated}
 
     @property

@@ -125,6 +125,7 @@ class Compute(Stage):
         if trains():
             logger.info("Halfsafe: %s", Message(TRAINED, self.acting(model).plan.choice.used))
             return executor(*args, **kwargs)
+        self.acting(model).begin_run(executor.class_obj.model_patcher)
         with ExitStack() as held:
             held.enter_context(patched(estimated_in_fp32(model) if self.acting(model).plan.is_safe else []))
             if adapts_text(model):
@@ -132,6 +133,13 @@ class Compute(Stage):
                 held.enter_context(through)
             held.callback(lambda: add_to_badge(self.node_id, [*met_in(modules_of(model))]))
             return executor(*args, **kwargs)
+
+    def begin_run(self, patcher: ModelPatcher) -> None:
+        """Start a sampler's run. Whether inputs fit the scales that a file states is measured anew: which scale a call
+        uses depends on no run before, so the same seed gives the same picture."""
+        for run in self.runs.kept():
+            if run.layers.input_scales() and not is_compiled(patcher):
+                run.calibration.recalibrate()
 
     def conditions(self, model, make: Make) -> dict:
         """Compute the conditions of a text under the plan."""
@@ -190,6 +198,5 @@ class Compute(Stage):
         share = (run.layers.fp16_flops + run.attention.fp16_flops) / total
         in_int8 = any(decision.mode == INT8.name for decision in self.plan.decisions.values())
         work = "matrix work outside int8 layers" if in_int8 else "matrix work"
-        return Message(
-            "{0} of the {1} has fp16 operands; {2} calls were repeated", f"{share:.1%}", work, run.calibration.repeats
-        )
+        figures = f"{share:.1%}", work, run.calibration.repeats
+        return Message("{0} of the {1} has fp16 operands; {2} calls were repeated", *figures)

@@ -113,10 +113,9 @@ class PerModel(Generic[Run]):
         runs[:] = [kept, *(each for each in runs if each is not kept)][:KEPT]
         return kept.run
 
-    def last(self, model: torch.nn.Module) -> Run | None:
-        """Return the run of the model's last call, by any patcher; None before any call."""
-        runs = self._runs.get(model)
-        return runs[0].run if runs else None
+    def kept(self) -> list[Run]:
+        """Return the cached runs of every model and state, of a model the last one first."""
+        return [kept.run for runs in list(self._runs.values()) for kept in runs]
 
     def last_of(self, patcher: ModelPatcher) -> Run | None:
         """Return the run of the last call with a patcher or a clone of its branch; None before any call."""

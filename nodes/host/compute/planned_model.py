@@ -11,6 +11,7 @@ from comfy.model_patcher import ModelPatcher
 
 from ....precision.arithmetic.attention import SafeAttention, run_in_fp32
 from ....precision.arithmetic.attention_bounds import AttentionCall
+from ....precision.arithmetic.stated_scale import USED
 from ....precision.base.flags import fp32_accumulation
 from ....precision.base.layer_names import are_alike
 from ....precision.base.modes import FP16_WIDE, INT8
@@ -132,7 +133,7 @@ class PlannedModel(CalibratedActing):
         self._sums_off = self._holds_sums or (self._is_wide and not switches_by_layer(patcher))
         self.layers.switches_flags = not self._has_rules or switches_by_layer(patcher)
         self.calibration.by_layer = not self._sums_off
-        self.calibration.rechecks = self.layers.uses_stated_scales and not is_compiled(patcher)
+        self.calibration.rechecks = USED in self.layers.input_scales().values() and not is_compiled(patcher)
 
     @contextmanager
     def _scope(self) -> Iterator[None]:

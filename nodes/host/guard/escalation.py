@@ -251,6 +251,10 @@ class Guarded:
         return own, self.layers.modes().get(layer, own) if self.layers else own
 
 
+def depends_on(patcher: ModelPatcher) -> tuple:
+    """Return what a guard's findings depend on besides weights: unmerged LoRAs change which layers overflow."""
+    return patches_of(patcher), *settings_of(patcher)
+
+
 def _known_as(model: BaseModel) -> tuple:
-    patcher = model.current_patcher
-    return patches_of(patcher), hooks_of(patcher), *settings_of(patcher)
+    return hooks_of(model.current_patcher), *depends_on(model.current_patcher)

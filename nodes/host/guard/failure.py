@@ -118,7 +118,8 @@ class ModelCall(FailedCall):
         name, present = origin.layer if origin else "", self.guarded.plan
         if self.compiled or present.everywhere or name in present.patches or name not in patches_in(self.given.options):
             return []
-        return [Rung(f"{FP32.name} ({name})", present.wider({}, patches=frozenset([name])), later=SAME_SEED)]
+        wide = present.wider({}, patches=frozenset([name]))
+        return [Rung(Message("{0} ({1})", FP32.name, name), wide, later=SAME_SEED)]
 
     def replaced(self, given: Call, function: Callable[[torch.Tensor], torch.Tensor]) -> Call:
         return given.replaced(function)

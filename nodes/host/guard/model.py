@@ -30,14 +30,13 @@ from ..comfyui.execution import is_oom
 from ..comfyui.layers import activation_dtype
 from ..comfyui.page import notifier, place_of, running_node_id, running_prompt_id
 from ..compute.executor import planned_on
-from ..compute.layer_modes import settings_of
-from ..compute.per_model import PerModel, branch_of, patches_of
+from ..compute.per_model import PerModel, branch_of
 from ..replay.call import Call
 from ..replay.interceptor import GUARD, Run, Stage, put_stage, take_stages
 from ..replay.restart import Sampling
 from .causes import sampler_inputs
 from .clamps import hiding_is_seen
-from .escalation import Guarded, text_adapter_in_fp32, watches_clamps
+from .escalation import Guarded, depends_on, text_adapter_in_fp32, watches_clamps
 from .failure import REPEATED_BESIDE, ModelCall, sigma_of
 
 LOGS_KEPT = 8
@@ -92,7 +91,7 @@ class Guard(Stage):
         self.max_retries = max_retries
         self.node_id = node_id
         self.check = check
-        self.states: PerModel[Guarded] = PerModel(lambda model: Guarded(model, on_nan == "retry_higher"), _settings)
+        self.states: PerModel[Guarded] = PerModel(lambda model: Guarded(model, on_nan == "retry_higher"), depends_on)
         self._logs: dict[tuple, GuardLog] = {}
 
     def around_call(self, run: Run, call: Call) -> torch.Tensor:
@@ -215,8 +214,3 @@ class Guard(Stage):
         ok, detail = probes.canary(device, mode)
         if not ok and blame_device(log, CallPosition(log.calls, 0, sigma_of(call)), device, mode, detail):
             guarded.remember(guarded.plan.fp32())
-
-
-def _settings(patcher: ModelPatcher) -> tuple:
-    """Return what a guard's findings depend on besides weights: unmerged LoRAs change which layers overflow."""
-    return patches_of(patcher), *settings_of(patcher)

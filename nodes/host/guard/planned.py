@@ -74,7 +74,7 @@ def _runs_in(model: ModelPatcher, plan: ComputePlan, reason: str) -> str:
 
 def _on_loaded(patcher: ModelPatcher, plan: ComputePlan, facts: ModelFacts, rules: Rules) -> ComputePlan:
     foreign = {name: type(module).__module__ for name, module in layers_of(patcher) if not only_multiplies(module)}
-    return on_loaded(plan, facts, rules, foreign, name_of(activation_dtype(patcher)))
+    return on_loaded(plan, facts, rules, foreign, storages(patcher), name_of(activation_dtype(patcher)))
 
 
 def _planned(patcher: ModelPatcher, plan: ComputePlan) -> ModelPatcher:

@@ -203,6 +203,8 @@ def _follow(control: ControlNet, loaded: LoadedControl) -> ControlNet:
         if model not in _runs or _runs[model][0]() is not prompt:
             _runs[model] = weakref.ref(prompt), weakref.WeakKeyDictionary()
         _runs[model][1][loaded] = None
+        if loaded.planned:
+            loaded.planned.compute.begin_run(loaded.planned.current_patcher)
         type(control).pre_run(control, model, *args)
 
     # Its class stays ComfyUI's: other packs ask for ``type(control) == ControlNet``.

@@ -100,9 +100,8 @@ def subjects_of(patcher: ModelPatcher, candidate: Candidate) -> list[tuple[Layer
 
 def _why_barred(module: torch.nn.Module, candidate: Candidate) -> str:
     if candidate.stores and not can_be_quantized(type(module).__name__, module.weight.dim()):
-        return Message(
-            "of classes other than Linear, which ComfyUI does not support in {0}", candidate.name.partition("_")[0]
-        )
+        kind = candidate.name.partition("_")[0]
+        return Message("of classes other than Linear, which ComfyUI does not support in {0}", kind)
     if candidate.name == INT8.name and rotation_group(module.weight.shape[1]) is None:
         return "with a number of inputs that is not a multiple of 16"
     if kind_of(module) == "transposed":

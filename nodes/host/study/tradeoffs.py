@@ -18,7 +18,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 
 from ....precision.base.errors import CheckpointError, HalfsafeError
-from ....precision.base.message import Message
+from ....precision.base.message import Message, ended
 from ....precision.formats.checkpoint import Checkpoint
 from ....precision.formats.layer_plan import AS_FILE
 from ....precision.plan.auto import UNQUANTIZED
@@ -166,9 +166,8 @@ class SettingRunner:
         if row.out_of_memory and current_device().capabilities["fp16"]:
             row = self.row(Setting(AS_FILE, SAFE), lambda: None)
         if row.problem:
-            problem = Message(
-                "The reference {0} gave no result to compare with: {1}.", row.setting, row.problem.removesuffix(".")
-            )
+            why = ended(row.problem)
+            problem = Message("The reference {0} gave no result to compare with: {1}", row.setting, why)
             raise HalfsafeError(problem, "Choose a smaller latent, and check the model with the report or NaN Guard.")
         return replace(row, snr_db=None)
 

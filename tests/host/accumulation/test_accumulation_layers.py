@@ -95,7 +95,7 @@ def test_a_louder_step_is_repeated_without_the_layers_it_disproves(comfy, base, 
     ours = accumulation(comfy, base, fp16_accumulation="auto")
     for _ in range(2):
         seen, _ = products(ours, call)
-    count, run = len(seen), accumulation_of(ours).runs.last(ours.model)
+    count, run = len(seen), accumulation_of(ours).runs.kept()[0]
     assert run.calibration.repeats == 0
     seen, _ = products(ours, call, c_crossattn=call.args[3] * 2000)
     assert run.calibration.repeats == 1 and len(seen) == 2 * count
@@ -112,7 +112,7 @@ def test_on_is_obeyed_and_measures_nothing(comfy, mixed, ampere):
         assert seen and all(on for _, on in seen)
     layer = layers_of(comfy, ours)[UNPROVEN]
     assert layer["accumulation"] == "fp16" and "fp16 sums as requested, not proven safe" in layer["reason"]
-    assert not accumulation_of(ours).runs.last(ours.model).operations
+    assert not accumulation_of(ours).runs.kept()[0].operations
 
 
 @pytest.mark.parametrize("order", ["compute first", "compute last"])

@@ -153,7 +153,7 @@ def test_layers_that_the_guard_left_alone_sum_as_asked_beside_those_it_widened(c
     if asked == "by the node":
         model = accumulation(comfy, model, fp16_accumulation="on")
     families.replay(model, call)
-    state = guard_of(model).states.last(model.model)
+    state = guard_of(model).states.kept()[0]
     state.grow(state.plan.wider({"blocks.0.ffn.2": "fp16_wide", "text_embedding.0": "fp16_wide"}))
     with started_with([FP16_ACCUMULATION], asked == "by ComfyUI"):
         spy = spied(model, call)

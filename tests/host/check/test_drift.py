@@ -6,6 +6,9 @@ import pytest
 import torch
 from comfy.sd import load_lora_for_models
 from comfy_extras.nodes_easycache import EasyCacheNode
+from comfy_kitchen.backends import eager
+from comfy_kitchen.registry import registry
+from halfsafe.nodes.host.comfyui import kernels
 from halfsafe.nodes.host.compute import bound
 from halfsafe.precision.devices import probes
 from support import families, model_files, plants, rare_families
@@ -199,3 +202,23 @@ def test_one_fault_in_the_fp32_call_of_a_check_is_the_devices(comfy, files, cach
     (event,) = report.events
     assert report.verdict == "device_fault" and (event.from_mode, event.to_mode, event.recovered) == ("fp32", "fp32", True)
     assert report.extra_calls == report.checks[0].repeats == 2
+
+
+def test_the_fp32_call_of_a_check_unpacks_by_general_operations_and_no_other_call(comfy, wan, monkeypatch):
+    """As a device has a kernel of its own: which one unpacks is looked up once, in the check anew."""
+    name, ran = "dequantize_int8_convrot_weight_dtype", []
+
+    def kernel(*args):
+        ran.append(registry.get_capable_backend(name))
+        return getattr(eager, name)(*args)
+
+    monkeypatch.setattr(kernels, "_unpacking", {})
+    monkeypatch.setattr(registry, "_priority", ["device", *registry._priority])
+    monkeypatch.setitem(registry._backends, "device", SimpleNamespace(**{name: kernel}))
+    monkeypatch.setitem(registry._capabilities, "device", {name})
+    plain, in_fp32 = (load(comfy, wan, "int8", compute) for compute in ("auto", "fp32"))
+    for _ in range(2):
+        assert checked(comfy, plain)[1][0].snr_db > 30 and "eager" not in ran
+        ran.clear()
+        families.sample(in_fp32, "wan", steps=1)
+        assert len(ran) > 10, "what the check looked up is not kept"

@@ -101,6 +101,17 @@ def test_a_clean_call_makes_the_planned_product_without_the_tensor_subclass(comf
     assert {name: modes[name] for name in WAN_LINEARS} == products.modes()
 
 
+@pytest.mark.parametrize(("storage", "compute"), [("fp8_e4m3fn", "fp8"), ("fp8_e4m3fn", "bf16"), ("fp8_e4m3fn", "fp16_safe"), ("int8", "int8")])
+@torch.inference_mode()
+def test_a_layers_own_scale_of_its_input_is_applied(comfy, wan, call, storage, compute):
+    """`pre_quant_scale`, of AWQ."""
+    plain, exact, result = (load(comfy, wan, storage, each) for each in ("fp32", "fp32", compute))
+    for model in (exact, result):
+        linears(model)[LAYER].register_buffer("pre_quant_scale", torch.full((256,), 40.0))
+    plain, exact, result = (families.replay(model, call) for model in (plain, exact, result))
+    assert relative_error(exact, result) < 0.3 * relative_error(exact, plain)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("storage", STORAGES)
 @torch.inference_mode()

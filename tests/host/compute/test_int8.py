@@ -154,7 +154,7 @@ def test_the_guard_repeats_without_int8_and_reports_it(comfy, models_dir, overfl
     assert products == reported(comfy, model)
     widened = guard_of(model).report(model).escalations.keys() & products.keys()
     assert widened and "int8" not in {products[name] for name in widened}
-    state = guard_of(model).states.last(model.model)
+    state = guard_of(model).states.kept()[0]
     state.grow(state.plan.fp32())
     products = made(model, call)
     assert set(products.values()) == {"fp32"} and products == reported(comfy, model)

@@ -168,9 +168,36 @@ def test_an_input_beyond_the_scale_is_clipped_and_nan_stays(comfy, stating, dtyp
     calibration = Calibration()
     calibration.calibrating = False
     stated = StatedScale(LAYER, 1.0, calibration)
+    stated.measure(1.0)
     stated.scale = torch.tensor(2.0)
     x = torch.randn(4, 1024).to(dtype)
     x[0, 0], x[1, 0], x[2, 0] = 1e6, -1e6, math.nan
     result, expected = Fp8Linear(module, stated)(x), Fp8Linear(module)(x.clamp(-896, 896).nan_to_num())
     assert result[2].isnan().all()
     assert relative_error(expected[[0, 1, 3]].float(), result[[0, 1, 3]].float()) < 0.05
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+@torch.inference_mode()
+def test_the_same_seed_gives_the_same_picture_in_a_later_run(comfy, stating, steps):
+    """Another run between leaves the counted calls, and a layer whose inputs had left the scale's range."""
+    model = load(comfy, stating())
+    first = families.sample(model, "wan", steps=steps)
+    bias = linears(model)[BEFORE].bias
+    own = bias.clone()
+    bias.add_(1000.0)
+    families.sample(model, "wan", steps=1)
+    bias.copy_(own)
+    assert torch.equal(families.sample(model, "wan", steps=steps), first)
+
+
+@torch.inference_mode()
+def test_a_layer_that_the_first_call_of_a_run_passes_by_has_no_scale_of_the_run_before(comfy):
+    calibration, x = Calibration(), torch.ones(2, 16, dtype=torch.bfloat16)
+    stated = calibration.add(StatedScale(LAYER, 1 / 448, calibration))
+    stated.of(x)
+    calibration.calibrating = False
+    assert stated.of(x) is not None
+    calibration.recalibrate()
+    calibration.calibrating = False
+    assert stated.of(x) is None

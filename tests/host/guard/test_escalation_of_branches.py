@@ -79,3 +79,19 @@ def test_what_a_clone_on_another_device_saw_is_in_the_report(comfy, overflowing)
     families.sample(other, "wan", steps=1)
     report = report_of(model)
     assert report.verdict == "recovered" and report.calls == 1 and "blocks.0.ffn.2" in report.escalations
+
+
+@pytest.mark.parametrize("other", ["plan", "dtype"])
+def test_what_a_model_needed_under_one_setting_is_not_taken_for_another(comfy, overflowing, other):
+    stock = families.stock(overflowing, torch.float16)
+    if other == "plan":
+        rules = comfy.run("HalfsafeLayerRules", rules="blocks.* compute=fp32 stream=fp32", preset="none")[0]
+        narrow, wide = (comfy.run("HalfsafeComputeDtype", model=stock, compute="fp16", rules=each)[0] for each in (None, rules))
+    else:
+        set_to = core("comfy_extras.nodes_model_advanced").ModelComputeDtype().patch
+        narrow, wide = (set_to(stock, dtype)[0] for dtype in ("fp16", "bf16"))
+    first, unlike, again = (guarded(comfy, model) for model in (narrow, wide, narrow))
+    for model in (first, unlike, again):
+        families.sample(model, "wan", steps=1)
+    assert [report_of(model).verdict for model in (first, unlike, again)] == ["recovered", "clean", "clean"]
+    assert not report_of(unlike).escalations and report_of(again).escalations == report_of(first).escalations

@@ -13,6 +13,7 @@ from support import families, plants
 from support.families import load
 from support.guarding import core, guarded, is_finite, plain_fp16, report_of
 from support.measures import relative_error
+from support.page_words import untranslated
 
 PICTURE = torch.full((1, 64, 64, 3), 0.5)
 
@@ -121,6 +122,7 @@ def test_a_packs_adapter_is_named_with_its_pack_and_widened_alone(comfy, models_
     report = report_of(model)
     assert report.events[0].layer == "patch adapter of SomePack" and set(report.escalations) == {"patch adapter of SomePack"}
     assert "SomePack may keep state" in report.events[0].evidence, "the sampling starts again beside it"
+    assert untranslated([report.events[0].brief]) == []
 
 
 def test_a_patch_in_place_of_a_block_is_named_and_widened_alone(comfy, files):

@@ -120,7 +120,7 @@ def test_a_failure_under_an_escalation_is_located_too(comfy, files, call_of_two)
     reference = families.replay(load(comfy, files("wan"), "fp32", "fp32"), call_of_two, c_crossattn=text)
     model = guarded(comfy, plain_fp16(comfy, files("wan")))
     assert is_finite(families.replay(model, call_of_two))
-    state = guard_of(model).states.last(model.model)
+    state = guard_of(model).states.kept()[0]
     state.grow(state.plan.wider({"blocks.1.ffn.0": "fp16_wide"}))
     assert relative_error(reference, families.replay(model, call_of_two, c_crossattn=text)) < 0.02
     (event,) = report_of(model).events
@@ -133,7 +133,7 @@ def test_the_model_is_given_nothing_of_the_guards(comfy, files, wider):
     seen, given = [], []
     model = inside(guarded(comfy, plain_fp16(comfy, files("wan"))), lambda executor, args, kwargs: _twice(executor, args, kwargs, seen))
     families.sample(model, "wan", steps=1)
-    state = guard_of(model).states.last(model.model)
+    state = guard_of(model).states.kept()[0]
     state.grow(state.plan.wider(wider))
     module = model.model.diffusion_model
     forward = module.forward

@@ -234,6 +234,7 @@ def test_rules_keep_layers(comfy, files) -> None:
     rules = comfy.run("HalfsafeLayerRules", rules="*ffn* storage=as_file", preset="keep sensitive layers")[0]
     model, _ = halfsafe(comfy, families.stock(files("wan"), torch.bfloat16), "int8", rules=rules)
     assert packed(model) and not any("ffn" in name for name in packed(model))
+    assert families.report(comfy, model)["without_effect"] == [], "the node obeyed the rule"
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from halfsafe.nodes.host.reporting import badge
 from halfsafe.nodes.host.study import tradeoffs as host
 from halfsafe.nodes.host.study.step_timer import StepTimer
 from halfsafe.precision.base.errors import HalfsafeError
+from halfsafe.precision.base.message import Message
 from halfsafe.precision.plan.rules import rules_from
 from halfsafe.precision.study.tradeoffs import Setting, Tradeoff, rules_for, settings_from
 from safetensors.torch import load_file
@@ -17,6 +18,7 @@ from support import families, int8_models, tiny_models
 from support.matmul_spy import MatmulSpy
 from support.measures import sqnr_db
 from support.model_files import WAN_LINEARS, in_dialect, lora
+from support.page_words import untranslated
 
 NODE = "HalfsafeMeasurePrecisions"
 MATRICES = ("Linear", "Conv2d", "Conv3d")
@@ -334,6 +336,13 @@ def test_a_setting_that_fails_is_a_row_and_the_next_goes_on(comfy, model, monkey
     failing(monkeypatch, error, 1)
     found, table, *_ = measured(comfy, model, "fp32/fp32", "int8/auto")
     assert found.rows[0].problem == problem and problem in table and found.rows[1].works
+
+
+def test_why_the_reference_gave_no_result_is_said_in_chinese(comfy, model, monkeypatch):
+    failing(monkeypatch, HalfsafeError(Message("NaN or Inf in step {0}.", 1), "NaN Guard names the layer."), 0)
+    with pytest.raises(HalfsafeError) as caught:
+        measured(comfy, model, "fp32/fp32")
+    assert untranslated(str(caught.value)) == []
 
 
 def test_an_error_of_the_reference_ends_the_node(comfy, model, monkeypatch):

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 from halfsafe.precision.base.errors import CheckpointError, HalfsafeError
-from halfsafe.precision.base.message import Message, joined, messages_in
+from halfsafe.precision.base.message import Message, ended, joined, messages_in
 
 INNER = Message("in {0}", "fp32")
 WHOLE = Message("{0} runs {1}", "blocks.0", INNER)
@@ -51,3 +51,16 @@ def test_texts_are_joined_without_the_empty_ones():
 
 def test_what_an_empty_value_leaves_at_an_end_is_removed():
     assert Message("{0} {1}", "", "b") == "b" and Message("{0} {1}", "a", "") == "a"
+
+
+@pytest.mark.parametrize("value", ["No model.", Message("No {0}.", "model")])
+def test_a_message_that_is_one_of_its_values_is_not_made_of_itself(value):
+    """The page words what a message is made of: it would never end."""
+    found = messages_in([str(HalfsafeError(value)), Message("{0} {1}", "", value)])
+    assert all(text not in message["values"].values() for text, message in found.items())
+    assert found == messages_in(value)
+
+
+def test_a_sentence_ends_once():
+    assert ended("No model.") == "No model." and messages_in(ended("No model.")) == {}
+    assert ended(INNER) == "in fp32." and messages_in(ended(INNER))["in fp32."] == {"template": "{0}.", "values": {"0": "in fp32"}}

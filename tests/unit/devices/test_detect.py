@@ -9,10 +9,12 @@ import pytest
 import torch
 from halfsafe.precision.base.dtypes import DTYPES
 from halfsafe.precision.base.errors import UnknownProfile
+from halfsafe.precision.base.message import Message
 from halfsafe.precision.devices import detect as devices
 from halfsafe.precision.devices import hardware, probes, profiles
 from halfsafe.precision.formats.registry import FORMAT_OF_STORAGE
 from halfsafe.precision.plan import auto
+from support.page_words import untranslated
 from support.probing import missed_expectations
 from support.shipped import ROOT
 
@@ -270,6 +272,12 @@ def test_a_failing_probe_turns_its_capabilities_off_and_says_so(failing, off, cu
     assert {name for name, on in device.capabilities.items() if not on} == off
     for capability in off:
         assert failing in device.reason(capability) and "gave zeros" in device.reason(capability)
+
+
+@pytest.mark.parametrize("detail", [Message("torch {0} has no such flag", "2.6"), Message("{0}.", Message("torch {0} has no such flag", "2.6"))])
+def test_what_a_failed_probe_found_is_said_in_chinese(cuda, detail):
+    device = devices.detect(cuda((8, 9), results=(probes.Probe("fp8_cast", False, detail),)))
+    assert untranslated(device.reason("fp8_storage")) == [] and not device.reason("fp8_storage").endswith("..")
 
 
 @pytest.mark.parametrize("ok", [True, None])

@@ -14,6 +14,7 @@ from halfsafe.precision.plan.accumulation import PARTS, MatmulProfile, Request, 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.measures import relative_error
+from support.page_words import untranslated
 from support.plain_weights import plain_weights
 
 GAINING = ("sm_75", "sm_86", "sm_89", "sm_120")
@@ -345,3 +346,11 @@ def test_threads_that_disagree_get_the_more_precise_value_and_switch_nothing():
     assert seen == [False, False, True, True, False, False, False, False]
     with flags.switched(FP16_ACCUMULATION, True):
         assert flags.is_on(FP16_ACCUMULATION) is False, "outside of any scope nothing is switched"
+
+
+@pytest.mark.parametrize("profile", PROFILE_NAMES[1:])
+def test_why_a_setting_has_no_effect_is_said_in_chinese(profile):
+    for value in ("auto", "on"):
+        request = Request(fp16_accumulation=value, reduced_precision_reduction="on", tf32="on", fp8_fast_accumulation=value)
+        found = plan_accumulation(request, detect(profile=profile), MatmulProfile(frozenset({"fp16", "fp8"})))
+        assert untranslated([[*found.reasons.values()], [idle.reason for idle in found.without_effect]]) == []

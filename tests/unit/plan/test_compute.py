@@ -124,15 +124,15 @@ def test_a_goal_that_8_bits_would_serve_says_how_to_get_them(profile, monkeypatc
     facts, device, storage = ModelFacts(LAYERS, 10**9, "bf16", QWEN_IMAGE), detect(profile=profile), ADVISED[profile]
     plans = {goal: plan_for_goal(facts, device, goal, {"blocks.0.ffn": "bf16"}) for goal in ("speed", "balanced", "memory")}
     reason = plans["speed"][1]
-    assert (f"Load the model with storage {storage} " in reason) is bool(storage) is ("Load the model" in reason)
-    assert "Load the model" not in plans["balanced"][1] and plans["memory"] == plans["balanced"]
+    assert (f"Set storage to {storage}, here or in the loader, " in reason) is bool(storage) is ("Set storage" in reason)
+    assert "Set storage" not in plans["balanced"][1] and plans["memory"] == plans["balanced"]
 
 
 @pytest.mark.parametrize("storage", ["fp8_e4m3fn", "int8", "nvfp4"])
 def test_a_quantized_model_is_not_told_to_be_loaded_again(storage):
     facts = ModelFacts(LAYERS, 10**9, "bf16", QWEN_IMAGE)
     found = plan_for_goal(facts, detect(profile="sm_89"), "speed", {"blocks.0.ffn": storage, "patch": "bf16"})
-    assert "Load the model" not in found[1]
+    assert "Set storage" not in found[1]
 
 
 def test_speed_without_the_kernels_of_int8_advises_fp8_where_that_gains():
@@ -140,7 +140,7 @@ def test_speed_without_the_kernels_of_int8_advises_fp8_where_that_gains():
     for profile, advised in (("sm_89", True), ("sm_86", False)):
         device = detect(profile=profile).without("int8_matmul_gains", "torch is built for CUDA 12.8.")
         reason = plan_for_goal(facts, device, "speed", {})[1]
-        assert ("storage fp8_e4m3fn to multiply in fp8. Not int8: torch is built for CUDA 12.8." in reason) is advised
+        assert ("storage to fp8_e4m3fn, here or in the loader, to multiply in 8 bits. Not int8: torch is built for CUDA 12.8." in reason) is advised
 
 
 def test_speed_on_hopper_keeps_16_bits_and_multiplies_fp8_in_fp8():
@@ -276,10 +276,10 @@ SMALL = (LayerSpec("a", "Linear", (32, 32)), LayerSpec("b", "Linear", (32, 32)),
 FACTS = ModelFacts(SMALL, 2048, "bf16", ("bf16", "fp32"))
 
 
-def loaded(compute="fp16_safe", text="", foreign=()):
+def loaded(compute="fp16_safe", text="", foreign=(), held="bf16"):
     rules = rules_from(text, "none")
     plan = plan_compute(FACTS, detect(profile="sm_86"), compute, rules, {})
-    return on_loaded(plan, FACTS, rules, dict.fromkeys(foreign, "other.pack"))
+    return on_loaded(plan, FACTS, rules, dict.fromkeys(foreign, "other.pack"), {"a": held, "b": "bf16", "norm": "bf16"})
 
 
 def test_layers_of_another_loader_run_in_fp32_and_are_named_once():
@@ -297,3 +297,15 @@ def test_rules_that_cannot_act_on_a_loaded_model_are_listed():
     found = loaded("bf16", "nowhere compute=fp32\na storage=fp8_e4m3fn")
     assert [entry.setting for entry in found.without_effect] == ["nowhere compute=fp32", "a storage=fp8_e4m3fn"]
     assert "Save Model" in found.without_effect[1].reason
+
+
+@pytest.mark.parametrize(("text", "held", "late"), [
+    ("a storage=int8", "int8", []),
+    ("* storage=bf16\na storage=int8", "int8", []),
+    ("a storage=as_file", "bf16", []),
+    ("a storage=as_file", "int8", []),
+    ("a storage=bf16", "fp16", ["a storage=bf16"]),
+    ("* storage=int8", "int8", ["* storage=int8"]),
+])  # fmt: skip
+def test_a_rule_on_storage_that_the_loaded_model_meets_is_not_late(text, held, late):
+    assert [entry.setting for entry in loaded("bf16", text, held=held).without_effect] == late

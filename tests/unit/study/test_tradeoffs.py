@@ -28,6 +28,7 @@ from halfsafe.precision.study.tradeoffs import (
 )
 from halfsafe.precision.study.tradeoffs_text import NOISY, table_text, tradeoffs_result
 from PIL import ImageColor
+from support.page_words import untranslated
 
 MIB = 1 << 20
 LAYERS = [
@@ -211,6 +212,7 @@ def test_the_best_row_comes_first_and_a_noisy_one_is_not_ranked():
     noisy = replace(SMALL, spread=0.21)
     rows = tradeoffs_result(found([SLOW, noisy, FAST]), "").rows
     assert [(row[0], NOISY in row[1]) for row in rows] == [("as_file/bf16", False), ("int8/auto = int8/bf16", True), ("fp8_e4m3fn/fp8", False), ("as_file/fp32 (reference)", False)]
+    assert untranslated([list(row[1:4]) for row in rows]) == []
     none_ranks = tradeoffs_result(found([noisy, noisy]), "")
     assert none_ranks.marked is None and none_ranks.tone == "warn" and found([noisy, noisy]).rules == rules_from()
     assert tradeoffs_result(found(), "").rows[0][0] == "int8/auto = int8/bf16"
