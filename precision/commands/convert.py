@@ -4,7 +4,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..base.errors import CheckpointError
@@ -76,14 +76,14 @@ def convert_file(
     plans = plan_weights(checkpoint.weights, by_name, source, done=_done(file))
     lines = [str(rule) for rule in rules.own]
     provenance = Provenance(source_of(file), storage, rules.names, lines, card=file.metadata.get(CARD_KEY, ""))
-    card, rounding = card_entry(provenance, plans.values()), None
+    rounding = None
     if calibration:
         origin = provenance.source
         name = str(origin["file"])
         prefix, device = checkpoint.prefix, default_device()
         rounding = CalibratedRounding(calibration, checkpoint.weights, plans, origin, name, prefix, device)
-        card = rounding.card_entry(provenance, plans)
-    metadata = {"format": "pt"} | checkpoint.metadata | card
+        provenance = replace(provenance, calibration=rounding.noted())
+    metadata = {"format": "pt"} | checkpoint.metadata | card_entry(provenance, plans.values())
     made = (rounding.made if rounding else made_here)(checkpoint.weights, plans, source)
     specs = [spec for plan in plans.values() for spec in plan.specs]
     write_safetensors(target, specs, tensors_made(made, _done(file, progress)), metadata, overwrite)

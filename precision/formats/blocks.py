@@ -4,11 +4,10 @@ Scales of blocks lie in cuBLAS' layout, tiles of 128 rows x 4 columns, and rows 
 https://docs.nvidia.com/cuda/cublas/index.html#d-block-scaling-factors-layout
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 
-from ..base.amax import host_amax
 from ..base.dtypes import max_of
 from ..base.message import Message
 from .format import Format
@@ -69,10 +68,6 @@ class Blocks(Format):
             else ""
         )
 
-    def rounded(self, rows: torch.Tensor, params: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        tensors = {leaf: tensor for leaf, tensor in params.items() if leaf != "weight"}
-        return self.rows(StoredWeight("", params["weight"], format=self, tensors=tensors), slice(0, len(rows)))
-
     def _scales(self, rows: int, columns: int) -> tuple[int, int]:
         """Return the shape of the padded scales."""
         return -(-rows // TILE) * TILE, -(-columns // self.block // 4) * 4
@@ -125,9 +120,6 @@ class Nvfp4(Blocks):
             "weight_scale": (self._scales(rows, columns), torch.float8_e4m3fn),
             "weight_scale_2": ((), torch.float32),
         }
-
-    def shared(self, parts: Iterable[torch.Tensor]) -> Tensors:
-        return self.scale_for(max(map(host_amax, parts)))
 
     def scale_for(self, largest: float) -> Tensors:
         # As ``TensorCoreNVFP4Layout.quantize`` of comfy/quant_ops.py; above 0, because kernels divide by it.

@@ -6,13 +6,13 @@ already on an fp8 grid survives being scaled again.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from threading import get_ident
 
 import torch
 
-from ..base.amax import amax, host_amax
+from ..base.amax import amax
 from ..base.dtypes import max_of
 from ..base.modes import FP8
 from .format import Format
@@ -114,9 +114,6 @@ class Fp8(Format):
 
     def specs(self, rows: int, columns: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return {"weight": ((rows, columns), self.dtype), "weight_scale": ((), torch.float32)}
-
-    def shared(self, parts: Iterable[torch.Tensor]) -> Tensors:
-        return self.scale_for(max(map(host_amax, parts)))
 
     def scale_for(self, largest: float) -> Tensors:
         """Make the scale of a weight by its largest magnitude."""

@@ -11,17 +11,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 
 import torch
 
 from ..base.flags import flags_set
 from ..base.message import Message
 from ..base.oom import is_torch_oom
-from ..formats.card import Provenance, card_entry
 from ..formats.comfy_format import Made, made_here
 from ..formats.format import Format
-from ..formats.layer_plan import UNMEASURED, LayerPlan
+from ..formats.layer_plan import LayerPlan
 from ..formats.registry import FORMAT_OF_STORAGE
 from ..formats.stored_weight import StoredWeight
 from .calibration import CalibrationData, Products
@@ -81,13 +79,11 @@ class CalibratedRounding:
         can = format and format.calibrates and plan.changes and weight.name.endswith(".weight")
         return self.calibration.usable(self._layer(weight)) if can else None
 
-    def card_entry(self, provenance: Provenance, plans: Mapping[str, LayerPlan]) -> dict[str, str]:
-        """Make the card of the file, without errors of the weights that are rounded here."""
+    def noted(self) -> dict[str, object]:
+        """Return what the card of the file says of the calibration; nothing if no weight is rounded by it."""
         of = self.calibration
         seen = {"model": of.name, "runs": of.runs, "model_calls": of.calls, "layers": len(self._work)}
-        card = {"method": "GPTQ", **seen} if self._work else {}
-        others = [replace(p, error=UNMEASURED) if name in self._work else p for name, p in plans.items()]
-        return card_entry(replace(provenance, calibration=card), others)
+        return {"method": "GPTQ", **seen} if self._work else {}
 
     def made(self, weights: Mapping[str, StoredWeight], plans: Mapping[str, LayerPlan], path) -> Iterator[Made]:
         """Make weights as :func:`~halfsafe.precision.formats.comfy_format.made_here` does, with codes that are chosen.

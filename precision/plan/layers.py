@@ -23,10 +23,9 @@ from ..formats.comfy_format import (
     can_be_quantized,
     exceeds_fp16,
     requantization_error,
-    sampled_error,
     specs_of,
 )
-from ..formats.layer_plan import AS_FILE, UNMEASURED, LayerPlan
+from ..formats.layer_plan import AS_FILE, LayerPlan
 from ..formats.registry import FORMAT_OF_STORAGE
 from .choice import frozen
 from .facts import LayerSpec
@@ -148,7 +147,7 @@ def plan_weights(
 
     Args:
         layers: tensor name -> the plan of its layer by name; other tensors stay as they are.
-        target: where the weights are loaded; None for a file, which holds every format, and whose card gets errors.
+        target: where the weights are loaded; None for a file, which holds every format.
 
     Raises:
         NonFiniteWeight: a weight whose values were read holds NaN or Inf.
@@ -177,7 +176,6 @@ def plan_weights(
             declared=stored in FORMAT_OF_STORAGE and (made or weight.format is not None),
             changes=made and (storage != weight.storage or weight.granularity != "tensor"),
             specs=tuple(specs_of(weight, storage)),
-            error=UNMEASURED if target else sampled_error(weight, storage),
         )
         if done:
             done(name, weight.data.nbytes)

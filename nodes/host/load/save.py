@@ -151,7 +151,8 @@ def save_model(
     lines = [str(rule) for rule in rules.own]
     provenance = Provenance(source_of_model(patcher), storage, rules.names, lines, patched, unfit=weights.unfit)
     rounding = _rounding(patcher, calibration, weights, plans, provenance.source) if calibration else None
-    metadata |= rounding.card_entry(provenance, plans) if rounding else card_entry(provenance, plans.values())
+    provenance = replace(provenance, calibration=rounding.noted() if rounding else {})
+    metadata |= card_entry(provenance, plans.values())
     made = (rounding.made if rounding else made_here)(weights, plans, name)
     specs, progress = [spec for plan in plans.values() for spec in plan.specs], byte_progress(weights.stored.values())
     write_safetensors(path, specs, tensors_made(made, lambda name, size: progress(size)), metadata)

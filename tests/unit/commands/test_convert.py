@@ -14,7 +14,6 @@ from halfsafe.precision.base.errors import CheckpointError, NonFiniteWeight
 from halfsafe.precision.commands.convert import convert_file
 from halfsafe.precision.commands.inspect import inspect_file
 from halfsafe.precision.files.safetensors_file import open_checkpoint
-from halfsafe.precision.formats import comfy_format
 from halfsafe.precision.formats.checkpoint import CARD_KEY
 from halfsafe.precision.plan import layers as plan_of_layers
 from halfsafe.precision.plan.rules import rules_from
@@ -135,11 +134,11 @@ def test_a_source_that_is_cut_while_it_is_planned_is_an_error(tmp_path, monkeypa
     def sampled(*_):
         assert source.stat().st_size == size, "a weight is read of a file that was cut"
         os.truncate(source, 4096)
-        return comfy_format.UNMEASURED
+        return False
 
-    monkeypatch.setattr(plan_of_layers, "sampled_error", sampled)
+    monkeypatch.setattr(plan_of_layers, "exceeds_fp16", sampled)
     with pytest.raises(CheckpointError, match=r"in\.safetensors.*truncated to 4096 bytes"):
-        convert_file(source, tmp_path / "out.safetensors", "fp8_e4m3fn", NO_RULES)
+        convert_file(source, tmp_path / "out.safetensors", "fp16", NO_RULES)
     assert sorted(os.listdir(tmp_path)) == ["in.safetensors"]
 
 
