@@ -125,11 +125,13 @@ def _inspect(options: argparse.Namespace) -> int:
 def _progress(total: int, verb: str, name: str) -> Callable[[int], None]:
     """Return a function that is called with the bytes just dealt with, and prints a line at a tenth of all if none was
     printed for ``QUIET`` seconds: nothing for a small file."""
-    done, told = 0, time.monotonic()
+    done = 0
+    told = time.monotonic()
 
     def advance(count: int) -> None:
         nonlocal done, told
-        before, done = done, done + count
+        before = done
+        done = done + count
         if count and 10 * before // total < 10 * done // total and time.monotonic() - told >= QUIET:
             told = time.monotonic()
             _tell(f"{100 * done // total:3d} % {verb} of {name}, {size_text(total)}")

@@ -80,7 +80,8 @@ def convert_file(
     if calibration:
         origin = provenance.source
         name = str(origin["file"])
-        prefix, device = checkpoint.prefix, default_device()
+        prefix = checkpoint.prefix
+        device = default_device()
         rounding = CalibratedRounding(calibration, checkpoint.weights, plans, origin, name, prefix, device)
         provenance = replace(provenance, calibration=rounding.noted())
     metadata = {"format": "pt"} | checkpoint.metadata | card_entry(provenance, plans.values())
@@ -140,7 +141,8 @@ def decide(checkpoint: Checkpoint, storage: str, rules: Rules) -> dict[str, Laye
 def conversion_text(summary: ConvertSummary) -> str:
     """Describe the file that was written, the time, and the layers stored otherwise than asked."""
     rate = summary.source_bytes / max(summary.seconds, 1e-9)
-    source, target = size_text(summary.source_bytes), size_text(summary.target_bytes)
+    source = size_text(summary.source_bytes)
+    target = size_text(summary.target_bytes)
     done = f"{source} ({summary.dialect}) to {target} in {summary.seconds:.1f} s, {size_text(rate)}/s"
     lines = wrapped(f"{summary.target}: {done}", "")
     lines += hanging("  stored      ", ", ".join(f"{count} {storage}" for storage, count in summary.weights.items()))

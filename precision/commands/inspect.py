@@ -106,7 +106,8 @@ def inspect_file(path, values: bool = False, progress: Callable[[int], None] | N
 
 
 def _described(checkpoint: Checkpoint) -> dict[str, Any]:
-    weights, model = list(checkpoint.weights.values()), family_of(checkpoint.model_shapes).name
+    weights = list(checkpoint.weights.values())
+    model = family_of(checkpoint.model_shapes).name
     return dict(
         dialect=dialect_text(checkpoint.dialects),
         parameters=sum(prod(weight.shape) for weight in weights),

@@ -52,7 +52,8 @@ class Blocks(Format):
             )
 
     def rows(self, weight: StoredWeight, part: slice) -> torch.Tensor:
-        start, end = part.start // TILE * TILE, -(-part.stop // TILE) * TILE
+        start = part.start // TILE * TILE
+        end = -(-part.stop // TILE) * TILE
         scales = weight.tensors["weight_scale"].reshape(-(-weight.shape[0] // TILE) * TILE, -1)
         values = self._unpacked(weight, weight.data[start:end], scales[start:end])
         return values[part.start - start : part.stop - start]
@@ -89,14 +90,20 @@ class Nvfp4(Blocks):
     ``pre_quant_scale`` (columns,), which ComfyUI multiplies the layer's inputs by, is part of the weight here.
     """
 
-    name, storage, since, colour = "nvfp4", "nvfp4", "0.8.0", (236, 214, 92)
-    product, unpacker = "scaled_mm_nvfp4", "dequantize_nvfp4"
+    name = "nvfp4"
+    storage = "nvfp4"
+    since = "0.8.0"
+    colour = (236, 214, 92)
+    product = "scaled_mm_nvfp4"
+    unpacker = "dequantize_nvfp4"
     needs = ("weight_scale", "weight_scale_2")
     may_have = ("input_scale", "pre_quant_scale")
     signed = ("pre_quant_scale",)
     byte_scale = ("weight_scale", "float8_e4m3fn")
-    largest, factors = 6, ("weight_scale", "weight_scale_2", "pre_quant_scale")
-    writer, by_largest = "quantize_nvfp4", True
+    largest = 6
+    factors = ("weight_scale", "weight_scale_2", "pre_quant_scale")
+    writer = "quantize_nvfp4"
+    by_largest = True
     dtypes = (torch.uint8,)
     per_byte = 2
     block = 16
@@ -134,8 +141,12 @@ class Nvfp4(Blocks):
 class Mxfp8(Blocks):
     """e4m3 numbers, ``weight_scale`` e8m0 for each 32 inputs."""
 
-    name, storage, since, colour = "mxfp8", "mxfp8", "0.18.0", (190, 108, 70)
-    product, unpacker = "scaled_mm_mxfp8", "dequantize_mxfp8"
+    name = "mxfp8"
+    storage = "mxfp8"
+    since = "0.18.0"
+    colour = (190, 108, 70)
+    product = "scaled_mm_mxfp8"
+    unpacker = "dequantize_mxfp8"
     writer = "quantize_mxfp8"
     may_have = ("input_scale",)
     byte_scale = ("weight_scale", "float8_e8m0fnu")

@@ -76,7 +76,9 @@ def requantization_error(weight: StoredWeight, storage: str, path) -> float:
     Raises:
         NonFiniteWeight: it holds NaN or Inf.
     """
-    bound, squares, rows = finite_bound(weight, path), 0.0, 0
+    bound = finite_bound(weight, path)
+    squares = 0.0
+    rows = 0
     largest = bound if weight.format is None else weight.amax  # the bound of what is unpacked is loose
     for _, part in weight.parts(sample=ERROR_SAMPLE):
         data, scale = quantize(part, dtype_named(storage), largest)

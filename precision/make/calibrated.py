@@ -62,7 +62,9 @@ class CalibratedRounding:
         prefix: str = "",
         device: torch.device | str = "cpu",
     ):
-        self.calibration, self._prefix, self._device = calibration, prefix, torch.device(device)
+        self.calibration = calibration
+        self._prefix = prefix
+        self._device = torch.device(device)
         self.errors: dict[str, tuple[float, float]] = {}
         matrices = [weight for weight in weights.values() if len(weight.shape) == 2]
         columns = {self._layer(weight): weight.shape[1] for weight in matrices}
@@ -106,13 +108,15 @@ class CalibratedRounding:
 
     def _chosen(self, weight: StoredWeight, plan: LayerPlan, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Choose a weight's codes some rows at a time; its scales stay as they are."""
-        format, sums = FORMAT_OF_STORAGE[plan.storage], self._work[weight.name]
+        format = FORMAT_OF_STORAGE[plan.storage]
+        sums = self._work[weight.name]
         rows, columns = weight.shape
         blocks = turned_products(sums.blocks, format)
         params = {name.rpartition(".")[2]: tensor.to(self._device) for name, tensor in tensors.items()}
         by_row = [leaf for leaf, (shape, _) in format.specs(rows, columns).items() if shape[:1] == (rows,)]
         data = torch.empty_like(tensors[weight.name])
-        before, after = 0.0, 0.0
+        before = 0.0
+        after = 0.0
         count = -(-rows * columns // VALUES)
         for i in range(count):
             part = slice(rows * i // count, rows * (i + 1) // count)
@@ -120,7 +124,8 @@ class CalibratedRounding:
             exact = format.turned(weight.rows(part).to(self._device))
             numbers, *errors = rounded(exact, blocks, sums.tokens, lambda v, at, own=own: format.nearest(v, own, at))
             data[part] = format.codes(numbers, own).to(data.device)
-            before, after = before + errors[0].item(), after + errors[1].item()
+            before = before + errors[0].item()
+            after = after + errors[1].item()
         self.errors[self._layer(weight)] = before, after
         return data
 
@@ -173,7 +178,8 @@ def rounded(
     chosen = _gptq(exact, columns, factor, grid)
     for _ in range(SWEEPS):
         _sweep(chosen, exact, columns, damped, grid)
-    before, after = _errors(near - exact, ordered), _errors(chosen - exact, ordered)
+    before = _errors(near - exact, ordered)
+    after = _errors(chosen - exact, ordered)
     chosen = torch.where((after < before)[:, None], chosen, near)
     result = torch.empty_like(values.T)
     result[columns.reshape(-1)] = chosen.flatten(0, 1)
