@@ -87,18 +87,14 @@ class ComputePlan:
     @property
     def ruled(self) -> list[str]:
         """List the modes of the layers that rules compute in another dtype than the option, a mode per layer."""
-        own, modes = MODES[MODE_OF[self.choice.used]], (MODES[decision.mode] for decision in self.decisions.values())
+        own = MODES[MODE_OF[self.choice.used]]
+        modes = (MODES[decision.mode] for decision in self.decisions.values())
         return [mode.name for mode in modes if not mode.is_8bit and mode.operand != own.operand]
 
     @property
     def activation_dtype(self) -> ComputeOption:
         """The dtype of activations between layers."""
         return "fp32" if self.is_safe else self.choice.used
-
-    @property
-    def weight_dtype(self) -> ComputeOption:
-        """The best dtype of unquantized weights."""
-        return weight_dtype(self.choice.used)
 
 
 BY_COMFYUI = ComputePlan(Choice("auto", "auto"), {})
@@ -148,7 +144,8 @@ def _planned(
     rules = rules.on(facts.layers)
     compute = choice.requested
     stored = storages or {}
-    in_fp8, follower = _multiplied_in_fp8(facts, device, compute), LayerPlan(mode=MODE_OF[choice.used])
+    in_fp8 = _multiplied_in_fp8(facts, device, compute)
+    follower = LayerPlan(mode=MODE_OF[choice.used])
     decisions: dict[str, LayerPlan] = {}
     without_effect = rules_on_other_layers(facts.layers, rules)
     if compute in WEIGHTS_FOR and not device.capabilities[f"{compute}_matmul"]:
@@ -239,7 +236,8 @@ def _without(
 
 def rules_on_other_layers(layers: Sequence[LayerSpec], rules: Rules) -> list[WithoutEffect]:
     """List the user's own compute and stream rules that match only layers without a matmul."""
-    found, rules = [], rules.on(layers)
+    found = []
+    rules = rules.on(layers)
     for rule in (rule for rule in rules.own if {"compute", "stream"} & dict(rule.settings).keys()):
         matched = [layer for layer in layers if rule in rules.matching(layer.name, layer.cls)]
         if matched and not any(layer.multiplies for layer in matched):

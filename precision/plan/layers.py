@@ -48,14 +48,20 @@ def plan_storage(layers: Sequence[LayerSpec], storage: str, rules: Rules) -> Map
 
 
 def _by_name(layer: LayerSpec, storage: str, rules: Rules) -> LayerPlan:
-    wanted, reason, asked = storage, "", storage in QUANTIZED_NAMES
+    wanted = storage
+    reason = ""
+    asked = storage in QUANTIZED_NAMES
     found = rules.setting("storage", layer.name, layer.cls)
     if found and (asked or not found[1].preset):  # presets guard layers against 8 bits only
-        wanted, reason = found[0], found[1].reason or str(found[1])
+        wanted = found[0]
+        reason = found[1].reason or str(found[1])
     if wanted in QUANTIZED_NAMES and (why := why_not_quantized(wanted, layer.shape, layer.cls)):
-        wanted, reason, asked = AS_FILE, why, True
+        wanted = AS_FILE
+        reason = why
+        asked = True
     elif wanted in QUANTIZED_NAMES and FORMAT_OF_STORAGE[wanted].is_packed and _TELLS_MODEL.search(layer.name):
-        wanted, reason = "int8", TOLD_BY
+        wanted = "int8"
+        reason = TOLD_BY
     kept = asked and wanted not in QUANTIZED_NAMES and len(layer.shape) > 1
     return LayerPlan(wanted, reason, kept, can_be_quantized(layer.cls, len(layer.shape)))
 
@@ -164,7 +170,8 @@ def plan_weights(
         by_name = layers.get(name, LayerPlan())
         storage, note = _by_tensor(weight, by_name, path, target)
         if storage in QUANTIZED_NAMES and not weight.quantized and weight.layer in with_scales:
-            storage, note = _not_quantized(weight), "another tensor of the layer is named like a scale"
+            storage = _not_quantized(weight)
+            note = "another tensor of the layer is named like a scale"
         made = storage != AS_FILE
         stored = storage if made else weight.storage
         plans[name] = replace(

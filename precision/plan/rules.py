@@ -154,7 +154,8 @@ def parse(text: str) -> list[Rule]:
 
 def read(text: str) -> tuple[list[Rule], list[RuleError]]:
     """Read the rules of a text, and the mistake of each line without a rule; see :func:`parse`."""
-    rules, wrong = [], []
+    rules = []
+    wrong = []
     for number, line in numbered_lines(text):
         line, _, comment = re.sub(r"(^|\s)#", "\0", line, count=1).partition("\0")
         if not line.strip():
@@ -221,10 +222,13 @@ def _test_of(pattern: str) -> tuple[int, Callable[[str], object]]:
 
 def patterns(names: Iterable[str], others: Iterable[str]) -> list[tuple[str, list[str]]]:
     """Find few patterns that match all ``names`` and none of ``others``: (pattern, its names)."""
-    left, others, found = dict.fromkeys(names), list(others), []
+    left = dict.fromkeys(names)
+    others = list(others)
+    found = []
     tried = sorted(_possible_patterns(left).items(), key=lambda item: -len(item[1]))
     for pattern, members in tried:
-        matches, members = compile_pattern(pattern), [name for name in members if name in left]
+        matches = compile_pattern(pattern)
+        members = [name for name in members if name in left]
         if len(members) > 1 and not any(matches(name, "") for name in others):
             found.append((pattern, members))
             for name in members:

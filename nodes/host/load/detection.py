@@ -67,9 +67,11 @@ def recognised(checkpoint: Checkpoint, only_diffusion_model: bool = False) -> tu
     """Return a checkpoint as :func:`detect_model` names its tensors, the model's prefix and ComfyUI's config."""
     prefix = comfy.model_detection.unet_prefix_from_state_dict(checkpoint.weights)
     if only_diffusion_model:
-        checkpoint, prefix = _stripped(checkpoint, prefix), ""
+        checkpoint = _stripped(checkpoint, prefix)
+        prefix = ""
     checkpoint = _with_true_shapes(checkpoint, prefix)
-    original, config = checkpoint, _config(checkpoint, prefix)
+    original = checkpoint
+    config = _config(checkpoint, prefix)
     if config is None and only_diffusion_model:
         checkpoint = _from_diffusers(checkpoint)
         config = _config(checkpoint, "")

@@ -39,7 +39,8 @@ from .tensors import load_tensors
 logger = logging.getLogger("halfsafe")
 FP32_ACTIVATIONS = "ComfyUI runs text encoders with fp32 activations"
 OPEN_CLIP = "transformer.resblocks.0.ln_1.weight"
-CLIP_WORDS, CLIP_LAYER = "text_model.embeddings.token_embedding.weight", "mlp.fc1.weight"
+CLIP_WORDS = "text_model.embeddings.token_embedding.weight"
+CLIP_LAYER = "mlp.fc1.weight"
 CLIP_NORM = "text_model.final_layer_norm.weight"
 VISION = re.compile(r"(^|\.)(visual|vision_\w+|audio_(model|projector)|multi_modal_projector|lm_head)\.")
 """Parts of a text encoder that texts do without."""
@@ -96,7 +97,8 @@ def _clip_sizes(files: Sequence[Checkpoint]) -> dict:
     if CLIP_WORDS not in shapes:
         return {}
     numbers = (re.search(r"encoder\.layers\.(\d+)\.", name) for name in shapes)
-    width, layers = shapes[CLIP_WORDS][1], 1 + max((int(number[1]) for number in numbers if number), default=0)
+    width = shapes[CLIP_WORDS][1]
+    layers = 1 + max((int(number[1]) for number in numbers if number), default=0)
     inner = next(shape[0] for name, shape in shapes.items() if name.endswith(CLIP_LAYER))
     sizes = {"hidden_size": width, "num_hidden_layers": layers, "intermediate_size": inner}
     return {"model_config": {**sizes, "num_attention_heads": max(1, width // 64)}}
@@ -191,7 +193,8 @@ def _missing_projections(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Te
 
 
 def _options(plans: Sequence[ModelPlan]) -> dict:
-    storage, quantized = plans[0].storage.used, any(own.declared for plan in plans for own in plan.weights.values())
+    storage = plans[0].storage.used
+    quantized = any(own.declared for plan in plans for own in plan.weights.values())
     options = {} if storage in (*QUANTIZED_NAMES, "as_file") else {"dtype": dtype_named(storage)}
     return {**options, "quantization_metadata": {"mixed_ops": True}} if quantized else options
 
@@ -202,7 +205,8 @@ def load_vae(path: str, dtype: str, whole: bool = False, disable_dynamic: bool =
     ``whole``: the file is a full checkpoint; if it holds no VAE, the result is as of ComfyUI's loader: a VAE without a
     module, whose use raises an error that says so. ``disable_dynamic`` is ComfyUI's and changes nothing here.
     """
-    checkpoint, config = open_model(path), None
+    checkpoint = open_model(path)
+    config = None
     for note in checkpoint.notes:
         logger.info("Halfsafe: %s: %s", path, note)
     if whole:

@@ -65,7 +65,8 @@ class LiveWeights(Mapping[str, StoredWeight]):
         self.unpacking = dict(unpacking_layers(patcher.model))
         self.stored = read_checkpoint(_unpatched(patcher, self.unpacking), {}, type(patcher.model).__name__).weights
         self.stored.update(marks_of(patcher))
-        self.patched, self.unfit = set[str](), list[str]()
+        self.patched = set[str]()
+        self.unfit = list[str]()
         for name, weight in self.stored.items():
             patches = patcher.patches.get(DIFFUSION_MODEL + name, [])
             left_out = [is_left_out(patch, weight.shape) for patch in patches]
@@ -75,7 +76,8 @@ class LiveWeights(Mapping[str, StoredWeight]):
                 self.patched.add(name)
 
     def __getitem__(self, name: str) -> StoredWeight:
-        weight, key = self.stored[name], DIFFUSION_MODEL + name
+        weight = self.stored[name]
+        key = DIFFUSION_MODEL + name
         if name in self.unpacking:
             weight = weight.with_values(self.unpacking[name]())
         weight = weight.moved("cpu")
@@ -114,7 +116,8 @@ def _unpatched(patcher: ModelPatcher, unpacking: Mapping[str, Unpack]) -> dict[s
     state = {plain_name(name): tensor.detach().as_subclass(torch.Tensor) for name, tensor in tensors.items()}
     for key, backup in patcher.backup.items():
         if key.startswith(DIFFUSION_MODEL):
-            name, weight = plain_name(key.removeprefix(DIFFUSION_MODEL)), backup.weight
+            name = plain_name(key.removeprefix(DIFFUSION_MODEL))
+            weight = backup.weight
             quantized = isinstance(weight, comfy.quant_ops.QuantizedTensor)
             state.update(weight.state_dict(name) if quantized else {name: weight})
     return state
@@ -154,7 +157,8 @@ def save_model(
     provenance = replace(provenance, calibration=rounding.noted() if rounding else {})
     metadata |= card_entry(provenance, plans.values())
     made = (rounding.made if rounding else made_here)(weights, plans, name)
-    specs, progress = [spec for plan in plans.values() for spec in plan.specs], byte_progress(weights.stored.values())
+    specs = [spec for plan in plans.values() for spec in plan.specs]
+    progress = byte_progress(weights.stored.values())
     write_safetensors(path, specs, tensors_made(made, lambda name, size: progress(size)), metadata)
     if rounding:
         logger.info("Halfsafe: %s: %s", name, rounding.text())

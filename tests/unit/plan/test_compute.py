@@ -5,7 +5,7 @@ import torch
 from halfsafe.precision.base.options import GOALS
 from halfsafe.precision.devices.detect import detect
 from halfsafe.precision.devices.profiles import PROFILE_NAMES
-from halfsafe.precision.plan.compute import plan_compute
+from halfsafe.precision.plan.compute import plan_compute, weight_dtype
 from halfsafe.precision.plan.facts import LayerSpec, ModelFacts
 from halfsafe.precision.plan.goal import on_loaded, plan_for_goal
 from halfsafe.precision.plan.rules import rules_from
@@ -163,7 +163,7 @@ def test_fp16_safe_decides_every_matrix_layer_and_nothing_else():
     assert {name: decision.mode for name, decision in found.decisions.items()} == {
         "blocks.0.ffn": "fp16_wide", "blocks.0.odd": "fp16_wide", "patch": "fp16_wide", "causal": "fp16_wide",
     }  # fmt: skip
-    assert (found.activation_dtype, found.weight_dtype) == ("fp32", "fp16")
+    assert (found.activation_dtype, weight_dtype(found.choice.used)) == ("fp32", "fp16")
 
 
 def test_a_wider_stream_makes_the_other_layers_keep_their_dtype():
