@@ -55,12 +55,8 @@ def detect_model(checkpoint: Checkpoint, only_diffusion_model: bool) -> ModelFac
 
 def _without(checkpoint: Checkpoint, names: Sequence[str]) -> Checkpoint:
     weights = {name: weight for name, weight in checkpoint.weights.items() if name not in names}
-    return replace(checkpoint, weights=weights, notes=[*checkpoint.notes, left_out_note(names)])
-
-
-def left_out_note(names: Sequence[str]) -> str:
-    """Return the note on quantized weights that belong to no layer of the model."""
-    return Message("Quantized layers of the file that the model does not have were ignored: {0}.", _layers_of(names))
+    note = Message("Quantized layers of the file that the model does not have were ignored: {0}.", _layers_of(names))
+    return replace(checkpoint, weights=weights, notes=[*checkpoint.notes, note])
 
 
 def recognised(checkpoint: Checkpoint, only_diffusion_model: bool = False) -> tuple[Checkpoint, str, Any]:

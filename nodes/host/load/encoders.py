@@ -29,7 +29,7 @@ from ....precision.plan.layers import LoadTarget
 from ....precision.plan.load import ModelPlan, plan_encoder
 from ..comfyui.model_facts import held_storages
 from ..comfyui.weights import ask_for_plain_products
-from .detection import left_out_note, recognised, renamed_by, stored_tensors, unpacked
+from .detection import recognised, renamed_by, stored_tensors, unpacked
 from .devices import device_at, free_host_memory, streams_weights
 from .files import open_model
 from .lacking import lacking_tensors
@@ -46,8 +46,6 @@ VISION = re.compile(r"(^|\.)(visual|vision_\w+|audio_(model|projector)|multi_mod
 """Parts of a text encoder that texts do without."""
 ENCODER = re.compile(r"^(encoder|quant_conv)\.")
 """Parts of a VAE that decoding does without."""
-OWN_PARTS = 4
-"""Parts of a layer's name, from its end, that no text encoder shares between two of its own."""
 VAE_CALLS = ("decode", "encode", "decode_tiled", "encode_tiled")
 """The methods of a VAE's module that ComfyUI's ``VAE`` and nodes call."""
 
@@ -135,7 +133,6 @@ def _loaded(
     with lacking_tensors(*paths) as lacking:
         clip = make(list(tensors), _options(plans))
     lacks = lacking.refuse(clip.cond_stage_model, VISION, "images in a prompt give NaN")
-    lacks += _left_out(files, clip.cond_stage_model)
     hold_as_made(clip.patcher)
     idle = [] if compute in ("auto", "fp32") else [WithoutEffect(f"compute={compute}", FP32_ACTIVATIONS)]
     plan = ModelPlan(
@@ -151,19 +148,6 @@ def _loaded(
     if compute == "fp32":
         ask_for_plain_products(clip.patcher)
     return clip
-
-
-def _left_out(files: Sequence[Checkpoint], model: torch.nn.Module) -> list[str]:
-    """Return the note on quantized layers of text encoder files that the model does not have: ComfyUI ignores them.
-
-    ComfyUI changes the beginnings of names as it loads, so that a layer is looked for by the end of its name.
-    """
-    parts = (name.split(".") for name, _ in model.named_modules())
-    ends = {".".join(names[start:]) for names in parts for start in range(len(names))}
-    quantized = [name for file in files for name, weight in file.weights.items() if weight.quantized]
-    layers = (name.removesuffix(".weight") for name in quantized)
-    lacking = [layer for layer in layers if ".".join(layer.split(".")[-OWN_PARTS:]) not in ends]
-    return [left_out_note(lacking)] if lacking else []
 
 
 def _reloaded(load: Callable, *arguments, disable_dynamic: bool = False) -> ModelPatcher:
