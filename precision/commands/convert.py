@@ -20,7 +20,7 @@ from ..make.calibrated import CalibratedRounding
 from ..make.calibration import CalibrationData
 from ..plan.compute import rules_without_effect
 from ..plan.facts import layer_specs
-from ..plan.layers import notes_on, plan_storage, plan_weights
+from ..plan.layers import notes_on, plan_file, plan_weights
 from ..plan.rules import Rules
 from .inspect import section
 
@@ -71,18 +71,16 @@ def convert_file(
     """
     began = time.perf_counter()
     file, checkpoint = _read(source, Path(target))
-    layers = decide(checkpoint, storage, rules)
-    by_name = {f"{layer}.weight": own for layer, own in layers.items()}
+    by_name = plan_file(checkpoint, checkpoint.prefix, storage, rules)
     plans = plan_weights(checkpoint.weights, by_name, source, done=_done(file))
     lines = [str(rule) for rule in rules.own]
     provenance = Provenance(source_of(file), storage, rules.names, lines, card=file.metadata.get(CARD_KEY, ""))
     rounding = None
     if calibration:
-        origin = provenance.source
-        name = str(origin["file"])
+        name = str(provenance.source["file"])
         prefix = checkpoint.prefix
         device = default_device()
-        rounding = CalibratedRounding(calibration, checkpoint.weights, plans, origin, name, prefix, device)
+        rounding = CalibratedRounding(calibration, checkpoint.weights, plans, provenance.source, name, prefix, device)
         provenance = replace(provenance, calibration=rounding.noted())
     metadata = {"format": "pt"} | checkpoint.metadata | card_entry(provenance, plans.values())
     made = (rounding.made if rounding else made_here)(checkpoint.weights, plans, source)
@@ -98,7 +96,7 @@ def convert_file(
         target_bytes=os.path.getsize(target),
         seconds=time.perf_counter() - began,
         weights=dict(Counter(plan.stored for plan in plans.values())),
-        kept=[(layer, own.why_stored) for layer, own in layers.items() if own.kept],
+        kept=[(name.removesuffix(".weight"), plan.why_stored) for name, plan in plans.items() if plan.kept],
         notes=_notes(checkpoint, rules, plans) + ([rounding.text()] if rounding else []),
     )
 
@@ -129,13 +127,6 @@ def _done(file: TensorFile, progress: Callable[[int], None] | None = None) -> Ca
 def _notes(checkpoint: Checkpoint, rules: Rules, plans: Mapping[str, LayerPlan]) -> list[str]:
     idle = rules_without_effect(layer_specs(checkpoint, checkpoint.prefix), rules)
     return [*checkpoint.notes, *(f"{rule.setting}: {rule.reason}" for rule in idle), *notes_on(plans)]
-
-
-def decide(checkpoint: Checkpoint, storage: str, rules: Rules) -> dict[str, LayerPlan]:
-    """Decide the storage of each layer of the diffusion model, by full layer name; a bundled VAE or CLIP has none."""
-    prefix = checkpoint.prefix
-    decisions = plan_storage(layer_specs(checkpoint, prefix), storage, rules)
-    return {prefix + name: decision for name, decision in decisions.items()}
 
 
 def conversion_text(summary: ConvertSummary) -> str:

@@ -121,8 +121,8 @@ def _described(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def _dtypes(file: TensorFile) -> dict[str, dict[str, int]]:
     result: dict[str, dict[str, int]] = {}
-    for name, entry in file.entries.items():
-        row = result.setdefault(name_of(file.entries[name].torch_dtype), {"tensors": 0, "bytes": 0})
+    for entry in file.entries.values():
+        row = result.setdefault(name_of(entry.torch_dtype), {"tensors": 0, "bytes": 0})
         row["tensors"] += 1
         row["bytes"] += entry.end - entry.start
     return dict(sorted(result.items(), key=lambda item: -item[1]["bytes"]))

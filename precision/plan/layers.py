@@ -17,7 +17,7 @@ from ..base.message import Message
 from ..base.options import StorageOption
 from ..base.text import listed
 from ..devices.detect import Device
-from ..formats.checkpoint import StoredWeight, looks_like_scale
+from ..formats.checkpoint import Checkpoint, StoredWeight, looks_like_scale
 from ..formats.comfy_format import (
     OF_FNUZ,
     can_be_quantized,
@@ -28,7 +28,7 @@ from ..formats.comfy_format import (
 from ..formats.layer_plan import AS_FILE, LayerPlan
 from ..formats.registry import FORMAT_OF_STORAGE
 from .choice import frozen
-from .facts import LayerSpec
+from .facts import LayerSpec, layer_specs
 from .rules import Rules
 
 FEWER_BITS: tuple[StorageOption, ...] = ("w6a8", "w4a8", "nvfp4")
@@ -45,6 +45,12 @@ def plan_storage(layers: Sequence[LayerSpec], storage: str, rules: Rules) -> Map
     """
     rules = rules.on(layers)
     return frozen({layer.name: _by_name(layer, storage, rules) for layer in layers})
+
+
+def plan_file(checkpoint: Checkpoint, prefix: str, storage: str, rules: Rules) -> dict[str, LayerPlan]:
+    """Decide the storage of each layer below ``prefix`` of a file, by the name of its weight in the file."""
+    layers = plan_storage(layer_specs(checkpoint, prefix), storage, rules)
+    return {f"{prefix}{layer}.weight": plan for layer, plan in layers.items()}
 
 
 def _by_name(layer: LayerSpec, storage: str, rules: Rules) -> LayerPlan:

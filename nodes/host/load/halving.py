@@ -20,8 +20,7 @@ from ....precision.formats.checkpoint import Checkpoint, read_checkpoint
 from ....precision.formats.layer_plan import AS_FILE
 from ....precision.plan import storage as plan
 from ....precision.plan.auto import BLOCKS, smallest_storage, why_low_bits_are_slow, why_slow
-from ....precision.plan.facts import layer_specs
-from ....precision.plan.layers import FEWER_BITS, plan_storage
+from ....precision.plan.layers import FEWER_BITS, plan_file
 from ....precision.plan.rules import TEXT_ENCODER_RULES, Rules, rules_from
 from ..comfyui.attributes import MEMORY_ESTIMATE
 from ..comfyui.model_facts import held_storages, later_storages
@@ -55,8 +54,7 @@ class Part(NamedTuple):
 
     def bytes_in(self, storage: str) -> int:
         """Count the bytes of the weights in a storage; their sensitive layers stay."""
-        layers = plan_storage(layer_specs(self.checkpoint, self.prefix), storage, self.rules)
-        decisions = {f"{self.prefix}{layer}.weight": decision for layer, decision in layers.items()}
+        decisions = plan_file(self.checkpoint, self.prefix, storage, self.rules)
         return plan.bytes_in_memory(self.checkpoint.weights.values(), decisions)
 
     def held(self) -> set[str]:
