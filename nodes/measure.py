@@ -28,14 +28,7 @@ class MeasurePrecisions(io.ComfyNode):
                 seed_input(),
                 io.String.Input("candidates", multiline=True, default=DEFAULT_SETTINGS),
                 io.Conditioning.Input("negative", optional=True),
-                io.Float.Input(
-                    "cfg",
-                    default=4.0,
-                    min=0.0,
-                    max=100.0,
-                    step=0.1,
-                    optional=True,
-                ),
+                io.Float.Input("cfg", default=4.0, min=0.0, max=100.0, step=0.1, optional=True),
             ],
             outputs=[io.String.Output(), RulesType.Output(), io.Image.Output()],
         )

@@ -144,9 +144,8 @@ def _group_size(weight: StoredWeight) -> int:
 def _nearest(grids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Find the index of the nearest number of its row's ascending grid for each target, the lower of two as near."""
     position = torch.searchsorted(grids, targets.contiguous())
-    last = grids.shape[1] - 1
     low = (position - 1).clamp_(min=0)
-    high = position.clamp_(max=last)
+    high = position.clamp_(max=grids.shape[1] - 1)
     return torch.where((targets - grids.gather(1, high)).abs_() < (targets - grids.gather(1, low)).abs_(), high, low)
 
 

@@ -123,27 +123,26 @@ def choose_compute(facts: ModelFacts, device: Device, compute: ComputeOption) ->
 
 
 def plan_compute(
-    facts: ModelFacts, device: Device, compute: ComputeOption, rules: Rules, storages: Mapping[str, str] | None = None
+    facts: ModelFacts, device: Device, compute: ComputeOption, rules: Rules, stored: Mapping[str, str]
 ) -> ComputePlan:
     """Resolve ``compute`` for a model on a device, layer by layer.
 
-    ``storages``: layer name -> storage of its weight, if known: only fp8 weights can multiply in fp8, and quantized
+    ``stored``: layer name -> storage of its weight: only fp8 weights can multiply in fp8, and quantized
     weights multiply quantized unless a dtype is requested.
     """
     choice = choose_compute(facts, device, compute)
-    plan = _planned(facts, device, choice, rules, storages)
+    plan = _planned(facts, device, choice, rules, stored)
     if choice.requested not in LEAVES_QUANTIZED or choice.used != FP16.compute:
         return plan
     safe = replace(choice, used=SAFE, reason=OVERFLOWED)
-    return replace(plan, fallback=_planned(facts, device, safe, rules, storages))
+    return replace(plan, fallback=_planned(facts, device, safe, rules, stored))
 
 
 def _planned(
-    facts: ModelFacts, device: Device, choice: Choice[ComputeOption], rules: Rules, storages: Mapping[str, str] | None
+    facts: ModelFacts, device: Device, choice: Choice[ComputeOption], rules: Rules, stored: Mapping[str, str]
 ) -> ComputePlan:
     rules = rules.on(facts.layers)
     compute = choice.requested
-    stored = storages or {}
     in_fp8 = _multiplied_in_fp8(facts, device, compute)
     follower = LayerPlan(mode=MODE_OF[choice.used])
     decisions: dict[str, LayerPlan] = {}
@@ -163,7 +162,7 @@ def _planned(
         entries = (problem, WithoutEffect(str(sums[1]), inert) if sums and inert else None)
         without_effect += [entry for entry in entries if entry and entry not in without_effect]
     kinds = WEIGHTS_FOR.get(compute)
-    if storages is not None and not without_effect and kinds and not {*kinds} & {*stored.values()}:
+    if not without_effect and kinds and not {*kinds} & {*stored.values()}:
         why = Message("no weight of this model is stored in {0}: load it with storage {1}", compute, kinds[0])
         without_effect.append(WithoutEffect(f"compute={compute}", why))
     if any(decision.stream == "fp32" for decision in decisions.values()):

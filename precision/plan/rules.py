@@ -39,9 +39,10 @@ class Rule:
     reason: str = ""
     preset: str = ""
 
-    def matches(self, name: str, cls: str, role: str = "") -> bool:
-        """True if the pattern matches a layer, by its name inside the diffusion model, its class and its role."""
-        return bool(compile_pattern(self.pattern)(name, cls, role))
+    def matches(self, name: str, cls: str) -> bool:
+        """True if the pattern matches a layer by its name inside the diffusion model or its class."""
+        place, test = _test_of(self.pattern)
+        return bool(test((name, cls, "")[place]))
 
     def matches_block(self, name: str, cls: str) -> bool:
         """True if the pattern, ``blocks.0`` or ``blocks.0.*``, matches a module of layers or all layers in it."""
@@ -181,7 +182,7 @@ def _parse_line(number: int, words: list[str], reason: str) -> Rule:
         raise RuleError(number, problem, advice)
     try:
         if pattern.startswith("re:"):
-            compile_pattern(pattern)
+            _test_of(pattern)
     except re.error as error:
         advice = "Write \\ before a literal character such as ( or [."
         raise RuleError(number, Message("'{0}' is not a regular expression ({1})", pattern, error), advice) from None
@@ -201,18 +202,12 @@ def _parse_setting(number: int, setting: str) -> tuple[str, str]:
     return key, value
 
 
-def compile_pattern(pattern: str) -> Callable[..., object]:
-    """Compile a test on (layer name, module class, role).
+@lru_cache(4096)
+def _test_of(pattern: str) -> tuple[int, Callable[[str], object]]:
+    """Return the place of name, class or role that a pattern is about, and a test that runs no Python.
 
     A pattern is a glob over names, ``re:<regex>`` (searched in the name), ``class:<glob>`` or ``role:<role>``.
     """
-    place, test = _test_of(pattern)
-    return lambda name, cls, role="": test((name, cls, role)[place])
-
-
-@lru_cache(4096)
-def _test_of(pattern: str) -> tuple[int, Callable[[str], object]]:
-    """Return the place of name, class or role that a pattern is about, and a test that runs no Python."""
     if pattern.startswith("re:"):
         return 0, re.compile(pattern[3:]).search
     if pattern.startswith("class:"):
@@ -227,9 +222,9 @@ def patterns(names: Iterable[str], others: Iterable[str]) -> list[tuple[str, lis
     found = []
     tried = sorted(_possible_patterns(left).items(), key=lambda item: -len(item[1]))
     for pattern, members in tried:
-        matches = compile_pattern(pattern)
+        _, matches = _test_of(pattern)
         members = [name for name in members if name in left]
-        if len(members) > 1 and not any(matches(name, "") for name in others):
+        if len(members) > 1 and not any(map(matches, others)):
             found.append((pattern, members))
             for name in members:
                 del left[name]
