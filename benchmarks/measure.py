@@ -93,18 +93,19 @@ def convert_read_all(path: Path) -> dict:
 
 def _quantized_at_once(path: Path) -> dict:
     import torch
-    from halfsafe.precision.commands.convert import decide
     from halfsafe.precision.formats.checkpoint import read_checkpoint
     from halfsafe.precision.formats.stored_weight import comfy_quant_tensor
+    from halfsafe.precision.plan.layers import plan_file
     from halfsafe.precision.plan.rules import rules_from
     from safetensors.torch import load_file
 
     tensors = load_file(path)
-    decisions = decide(read_checkpoint(tensors, {}, path), "fp8_e4m3fn", rules_from())
+    checkpoint = read_checkpoint(tensors, {}, path)
+    plans = plan_file(checkpoint, checkpoint.prefix, "fp8_e4m3fn", rules_from())
     result = {}
     for name, tensor in tensors.items():
         layer = name.removesuffix(".weight")
-        if layer not in decisions or decisions[layer].storage != "fp8_e4m3fn":
+        if name not in plans or plans[name].storage != "fp8_e4m3fn":
             result[name] = tensor
             continue
         scale = tensor.abs().max().float() / torch.finfo(torch.float8_e4m3fn).max

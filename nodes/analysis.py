@@ -8,7 +8,7 @@ from ..precision.study.candidates import CANDIDATES
 from ..precision.study.charts import analysis_chart
 from .host.compute.layer_modes import compute_name
 from .host.study import analysis as host
-from .inputs import MEASURE, RulesType, seed_input
+from .inputs import MEASURE, RulesType, schema, seed_input
 
 
 class AnalyzeLayers(io.ComfyNode):
@@ -16,60 +16,37 @@ class AnalyzeLayers(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="HalfsafeAnalyzeLayers",
-            display_name="Analyze Layers (Halfsafe)",
-            category=MEASURE,
-            description=(
-                "Measure on your own prompt which layers tolerate a lower precision, and return rules that keep the "
-                "others."
-            ),
+        return schema(
+            "HalfsafeAnalyzeLayers",
+            MEASURE,
             search_aliases=[
                 "layer analysis", "sensitivity", "mixed precision", "layer quality", "which layers", "snr",
                 "quantization error",
             ],
             has_intermediate_output=True,
             inputs=[
-                io.Model.Input(
-                    "model", tooltip="The model to compare with, from any loader, LoRAs included. It is not changed."
-                ),
-                io.Conditioning.Input(
-                    "positive", tooltip="A typical prompt: layers are measured on the inputs it produces."
-                ),
-                io.Latent.Input(
-                    "latent_image",
-                    tooltip="The size to measure at: a small one is much faster. It costs 8 to 52 steps.",
-                ),
-                seed_input("The noise. The same seed gives the same rules."),
-                io.Combo.Input(
-                    "candidate",
-                    options=list(CANDIDATES),
-                    default="fp8_e4m3fn",
-                    tooltip="fp8, int8: stored weights. fp16, bf16, fp16_acc16: products, for Compute Dtype.",
-                ),
+                io.Model.Input("model"),
+                io.Conditioning.Input("positive"),
+                io.Latent.Input("latent_image"),
+                seed_input(),
+                io.Combo.Input("candidate", options=list(CANDIDATES), default="fp8_e4m3fn"),
                 io.Float.Input(
                     "target_snr_db",
                     default=25.0,
                     min=0.0,
                     max=120.0,
                     step=0.5,
-                    tooltip="The SNR of the final latent: 20 dB is an error of 10 %, 25 of 5.6 %, 40 of 1 %.",
                 ),
-                io.Conditioning.Input("negative", optional=True, tooltip="Measured if connected, at twice the time."),
+                io.Conditioning.Input("negative", optional=True),
                 io.Combo.Input(
                     "sensitive_layers",
                     options=[cls.KEEP, "measure"],
                     default=cls.KEEP,
                     optional=True,
                     advanced=True,
-                    tooltip="keep high: embeddings, first and last layers stay. measure: chosen like the others.",
                 ),
             ],
-            outputs=[
-                RulesType.Output(display_name="rules"),
-                io.String.Output(display_name="text"),
-                io.Image.Output(display_name="chart"),
-            ],
+            outputs=[RulesType.Output(), io.String.Output(), io.Image.Output()],
         )
 
     @classmethod

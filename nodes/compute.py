@@ -12,29 +12,33 @@ from .host.guard.encoders import guard_clip, guard_vae
 from .host.guard.model import MAX_RETRIES, with_guard
 from .host.load.at_hand import AS_LOADED, STORAGES_AT_HAND, offered_in_int8, quantized_at_hand
 from .host.reporting.badge import met_words, model_ui, with_live_report
-from .inputs import CATEGORY, EXPERT, RulesType, check_input, checked_rules, compute_input, node_id_of, on_nan_input
+from .inputs import (
+    CATEGORY,
+    EXPERT,
+    check_input,
+    checked_rules,
+    compute_input,
+    node_id_of,
+    on_nan_input,
+    rules_input,
+    schema,
+)
 
 
 class ComputeDtype(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="HalfsafeComputeDtype",
-            display_name="Compute Dtype (Halfsafe)",
-            category=EXPERT,
-            description="Choose the dtype a model computes in, for all layers or by rules. Works with any loader.",
+        return schema(
+            "HalfsafeComputeDtype",
+            EXPERT,
             search_aliases=[
                 "bf16", "fp16 safe", "black image", "old gpu", "manual cast", "compute dtype", "fp16", "precision",
             ],
             has_intermediate_output=True,
             inputs=[
-                io.Model.Input("model", tooltip="The model; it is not changed, the output is a patched clone."),
+                io.Model.Input("model"),
                 compute_input(),
-                RulesType.Input(
-                    "rules",
-                    optional=True,
-                    tooltip="Exceptions per layer: compute=..., stream=... and attention=... of Layer Rules.",
-                ),
+                rules_input(),
             ],
             outputs=[io.Model.Output()],
         )
@@ -48,59 +52,29 @@ class ComputeDtype(io.ComfyNode):
 class AutoPrecision(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="HalfsafeAutoPrecision",
-            display_name="Halfsafe",
-            category=CATEGORY,
-            description=(
-                "One node between loaders and sampler: chooses the precision for this device, "
-                "guards model, VAE and CLIP against black images, and shows what ran."
-            ),
+        return schema(
+            "HalfsafeAutoPrecision",
+            CATEGORY,
             search_aliases=[
                 "black image", "nan", "auto precision", "auto dtype", "halfsafe", "best precision", "noise", "fp8",
             ],
             has_intermediate_output=True,
             inputs=[
-                io.Model.Input(
-                    "model", tooltip="The model, from any loader; the output is a patched and guarded clone."
-                ),
-                io.Combo.Input(
-                    "goal",
-                    options=list(GOALS),
-                    default="balanced",
-                    tooltip=(
-                        "balanced: fast and safe. quality: closest to fp32. speed: 8-bit products if the weights are "
-                        "8 bit. memory: the same as balanced."
-                    ),
-                ),
-                io.Clip.Input(
-                    "clip",
-                    optional=True,
-                    tooltip="Guarded. Its precision is not changed: ComfyUI runs text encoders with fp32 activations.",
-                ),
-                io.Vae.Input("vae", optional=True, tooltip="Guarded. With goal quality: a copy that computes in fp32."),
-                RulesType.Input(
-                    "rules", optional=True, tooltip="Exceptions per layer, such as those of Keep for next run."
-                ),
+                io.Model.Input("model"),
+                io.Combo.Input("goal", options=list(GOALS), default="balanced"),
+                io.Clip.Input("clip", optional=True),
+                io.Vae.Input("vae", optional=True),
+                rules_input(),
                 on_nan_input("guard", (*ON_NAN, OFF), optional=True),
                 check_input(),
-                io.Combo.Input(
-                    "storage",
-                    options=list(STORAGES_AT_HAND),
-                    default=AS_LOADED,
-                    optional=True,
-                    tooltip=(
-                        "as loaded: unchanged. Else the weights are quantized here, with LoRAs merged, whatever loaded "
-                        "them; sensitive layers stay 16 bit. Save Model saves the result."
-                    ),
-                ),
+                io.Combo.Input("storage", options=list(STORAGES_AT_HAND), default=AS_LOADED, optional=True),
             ],
             hidden=[io.Hidden.unique_id],
             outputs=[
                 io.Model.Output(),
                 io.Clip.Output(),
                 io.Vae.Output(),
-                io.String.Output(display_name="why"),
+                io.String.Output(),
             ],
         )
 
@@ -109,8 +83,11 @@ class AutoPrecision(io.ComfyNode):
         cls, model, goal, rules=None, guard="retry_higher", check=OFF, storage=AS_LOADED, **encoders
     ) -> io.NodeOutput:
         # What a loader did not find is None; an input without a link is not given at all.
-        node_id, clip, vae = node_id_of(cls), encoders.get("clip"), encoders.get("vae")
-        given, stored = checked_rules(rules), ""
+        node_id = node_id_of(cls)
+        clip = encoders.get("clip")
+        vae = encoders.get("vae")
+        given = checked_rules(rules)
+        stored = ""
         offer = {}
         if storage != AS_LOADED:
             model, stored = quantized_at_hand(model, storage, given or rules_from())

@@ -12,7 +12,7 @@ from .host.check.drift import checking
 from .host.guard.encoders import guard_clip, guard_vae
 from .host.guard.model import MAX_RETRIES, with_guard
 from .host.reporting.badge import badge, model_words
-from .inputs import GUARD, check_input, node_id_of, on_nan_input
+from .inputs import GUARD, check_input, node_id_of, on_nan_input, schema
 
 CHECK_ADVICE = (
     "The node before this one made the NaN or Inf, or received it: add Check Finite before that node too, or NaN "
@@ -23,28 +23,16 @@ CHECK_ADVICE = (
 class NaNGuard(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="HalfsafeNaNGuard",
-            display_name="NaN Guard (Halfsafe)",
-            category=GUARD,
-            description=(
-                "Check every step for NaN and Inf: find the layer, repeat it in a higher precision, or report another "
-                "cause."
-            ),
+        return schema(
+            "HalfsafeNaNGuard",
+            GUARD,
             search_aliases=[
                 "black image", "inf", "overflow", "invalid value encountered in cast", "fp16 fix", "nan", "no half",
             ],
             inputs=[
-                io.Model.Input("model", tooltip="The model; the output is a guarded clone. Works with any loader."),
+                io.Model.Input("model"),
                 on_nan_input(),
-                io.Int.Input(
-                    "max_retries",
-                    default=MAX_RETRIES,
-                    min=0,
-                    max=64,
-                    advanced=True,
-                    tooltip="The most repeats of one step. A repair takes five at most.",
-                ),
+                io.Int.Input("max_retries", default=MAX_RETRIES, min=0, max=64, advanced=True),
                 check_input(),
             ],
             outputs=[io.Model.Output()],
@@ -62,13 +50,11 @@ class NaNGuard(io.ComfyNode):
 class GuardVAE(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="HalfsafeGuardVAE",
-            display_name="Guard VAE (Halfsafe)",
-            category=GUARD,
-            description="Repeat decoding or encoding in bf16, then fp32, if the result is NaN or Inf.",
+        return schema(
+            "HalfsafeGuardVAE",
+            GUARD,
             search_aliases=["black image", "nan in vae", "no half vae", "vae fp32", "vae overflow", "black tiles"],
-            inputs=[io.Vae.Input("vae", tooltip="The VAE; the output is a guarded copy."), on_nan_input()],
+            inputs=[io.Vae.Input("vae"), on_nan_input()],
             outputs=[io.Vae.Output()],
             hidden=[io.Hidden.unique_id],
         )
@@ -81,13 +67,11 @@ class GuardVAE(io.ComfyNode):
 class GuardCLIP(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="HalfsafeGuardCLIP",
-            display_name="Guard CLIP (Halfsafe)",
-            category=GUARD,
-            description="Encode a prompt again in bf16, then fp32, if its conditioning is NaN or Inf.",
+        return schema(
+            "HalfsafeGuardCLIP",
+            GUARD,
             search_aliases=["nan conditioning", "black image", "t5 fp16", "text encoder nan", "empty prompt result"],
-            inputs=[io.Clip.Input("clip", tooltip="The text encoder; the output is a guarded clone."), on_nan_input()],
+            inputs=[io.Clip.Input("clip"), on_nan_input()],
             outputs=[io.Clip.Output()],
             hidden=[io.Hidden.unique_id],
         )
@@ -102,26 +86,19 @@ class CheckFinite(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         kinds = [io.Latent, io.Image, io.Conditioning, io.Audio, io.Video, io.Mask, io.ClipVisionOutput]
         value = io.MatchType.Template("value", kinds)
-        return io.Schema(
-            node_id="HalfsafeCheckFinite",
-            display_name="Check Finite (Halfsafe)",
-            category=GUARD,
-            description="Check a latent, image, conditioning, sound, video or mask for NaN and Inf.",
+        return schema(
+            "HalfsafeCheckFinite",
+            GUARD,
             search_aliases=["nan check", "isnan", "black image", "debug latent", "find nan", "is finite"],
             has_intermediate_output=True,
             inputs=[
-                io.MatchType.Input("value", template=value, tooltip="The value to check. It is passed on unchanged."),
-                io.Combo.Input(
-                    "on_nan",
-                    options=["stop", "report"],
-                    default="stop",
-                    tooltip="stop: raise an error with the number of NaN values and their place. report: only show it.",
-                ),
+                io.MatchType.Input("value", template=value),
+                io.Combo.Input("on_nan", options=["stop", "report"], default="stop"),
             ],
             outputs=[
-                io.MatchType.Output(template=value, display_name="value"),
-                io.Boolean.Output(display_name="finite"),
-                io.String.Output(display_name="report"),
+                io.MatchType.Output(template=value),
+                io.Boolean.Output(),
+                io.String.Output(),
             ],
         )
 

@@ -1,4 +1,9 @@
-"""Inputs that several nodes have, their category, and the socket type of rules."""
+"""Schemas of nodes with their English words, inputs that several nodes have, and the socket types of rules."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 from comfy_api.latest import io
 
@@ -9,60 +14,64 @@ from ..precision.check.drift import CHECKS
 from ..precision.guard.policy import ON_NAN
 from ..precision.make.calibration import CalibrationData
 from ..precision.plan.rules import Rules
+from .host.comfyui.page import refusal
 
 CATEGORY = "precision"
-LOAD, GUARD, MEASURE, EXPERT = (f"{CATEGORY}/{name}" for name in ("load", "guard", "measure", "expert"))
+LOAD = f"{CATEGORY}/load"
+GUARD = f"{CATEGORY}/guard"
+MEASURE = f"{CATEGORY}/measure"
+EXPERT = f"{CATEGORY}/expert"
 RulesType = io.Custom("HALFSAFE_RULES")
 CalibrationType = io.Custom("HALFSAFE_CALIBRATION")
-STORAGE_TOOLTIP = (
-    "auto: as in the file, 8 bit if 16 does not fit. fp8, int8: half the memory. w4a8: ComfyUI 0.31, w6a8: 0.38. "
-    "nvfp4, mxfp8: RTX 50. Sensitive layers stay 16 bit."
-)
-COMPUTE_TOOLTIP = (
-    "The dtype of the matrix products. auto: fast and safe on this device. fp16_safe: fp16 that cannot overflow. fp8: "
-    "RTX 40/50, Hopper, RX 9000."
-)
-RULES_TOOLTIP = "Exceptions per layer, from Layer Rules. If not connected, the preset 'keep sensitive layers' applies."
-
-ON_NAN_TOOLTIP = (
-    "On NaN or Inf: retry_higher repeats the failed call in a higher precision; stop ends the run with the reason; "
-    "report only shows it."
-)
-GUARD_OFF = " off: no guard."
-CHECK_TOOLTIP = (
-    "Also compares steps with fp32, one extra call each. Skipped beside nodes that may keep state between steps."
-)
+WORDS = json.loads((Path(__file__).parents[1] / "locales/en/nodeDefs.json").read_text(encoding="utf-8"))
 
 
-def storage_input(name: str = "storage", tooltip: str = STORAGE_TOOLTIP, default: str = "auto") -> io.Combo.Input:
-    return io.Combo.Input(name, options=list(STORAGE_OPTIONS), default=default, tooltip=tooltip)
+def schema(node_id: str, category: str, **parts: Any) -> io.Schema:
+    """Make the schema of a node, with the English names, description and tooltips of ``locales/en/nodeDefs.json``."""
+    words = WORDS[node_id]
+    for given in parts["inputs"]:
+        given.tooltip = words["inputs"][given.id]["tooltip"]
+    for place, output in enumerate(parts["outputs"]):
+        output.display_name = words["outputs"][str(place)]["name"]
+    return io.Schema(node_id, words["display_name"], category, description=words["description"], **parts)
+
+
+def storage_input(name: str = "storage", default: str = "auto") -> io.Combo.Input:
+    return io.Combo.Input(name, options=list(STORAGE_OPTIONS), default=default)
 
 
 def compute_input() -> io.Combo.Input:
-    return io.Combo.Input("compute", options=list(COMPUTE_OPTIONS), default="auto", tooltip=COMPUTE_TOOLTIP)
+    return io.Combo.Input("compute", options=list(COMPUTE_OPTIONS), default="auto")
 
 
 def rules_input() -> io.Input:
-    return RulesType.Input("rules", optional=True, tooltip=RULES_TOOLTIP)
+    return RulesType.Input("rules", optional=True)
 
 
 def on_nan_input(name: str = "on_nan", options: tuple[str, ...] = ON_NAN, optional: bool = False) -> io.Combo.Input:
-    """Make the input that says what a guard does; options of its own are described by ``GUARD_OFF``."""
-    tooltip = ON_NAN_TOOLTIP + (GUARD_OFF if options != ON_NAN else "")
-    return io.Combo.Input(name, options=list(options), default="retry_higher", optional=optional, tooltip=tooltip)
+    return io.Combo.Input(name, options=list(options), default="retry_higher", optional=optional)
 
 
-def seed_input(tooltip: str) -> io.Int.Input:
-    return io.Int.Input("seed", default=0, min=0, max=0xFFFFFFFFFFFFFFFF, control_after_generate=False, tooltip=tooltip)
+def seed_input() -> io.Int.Input:
+    return io.Int.Input("seed", default=0, min=0, max=0xFFFFFFFFFFFFFFFF, control_after_generate=False)
 
 
 def check_input() -> io.Combo.Input:
-    return io.Combo.Input("check", options=list(CHECKS), default="off", optional=True, tooltip=CHECK_TOOLTIP)
+    return io.Combo.Input("check", options=list(CHECKS), default="off", optional=True)
 
 
 def node_id_of(cls: type[io.ComfyNode]) -> str | None:
     """Return the id of the node that is executed; None outside of a prompt."""
     return cls.hidden.unique_id if cls.hidden else None
+
+
+def validated(read: Callable[[str], object], text: str) -> bool | str:
+    """Return True if a node's text can be read; else the message of its first mistake, as ``validate_inputs`` does."""
+    try:
+        read(text)
+    except HalfsafeError as error:
+        return refusal(error)
+    return True
 
 
 def checked_rules(rules: object, name: str = "rules") -> Rules | None:

@@ -7,13 +7,9 @@ from .host.guard.model import look_at_results
 from .host.load import controlnet, encoders, files, models
 from .host.reporting.badge import badge, clip_word, control_ui, model_ui, vae_word
 from .host.reporting.halved import control_memory_ui, memory_ui
-from .inputs import LOAD, checked_rules, compute_input, rules_input, storage_input
+from .inputs import LOAD, checked_rules, compute_input, rules_input, schema, storage_input
 
 NO_FILE = "none"
-VAE_DTYPE_TOOLTIP = (
-    "The dtype the VAE computes in. auto: ComfyUI's choice. fp32 usually cures black images from a VAE, at twice the "
-    "memory."
-)
 
 
 class Loader(io.ComfyNode):
@@ -27,12 +23,12 @@ class Loader(io.ComfyNode):
         return files.version_of(cls.FOLDER, *names)
 
 
-def file_input(name: str, folder: str, tooltip: str) -> io.Combo.Input:
-    return io.Combo.Input(name, options=files.model_files(folder), tooltip=tooltip)
+def file_input(name: str, folder: str) -> io.Combo.Input:
+    return io.Combo.Input(name, options=files.model_files(folder))
 
 
 def vae_dtype_input(name: str) -> io.Combo.Input:
-    return io.Combo.Input(name, options=["auto", "fp16", "bf16", "fp32"], default="auto", tooltip=VAE_DTYPE_TOOLTIP)
+    return io.Combo.Input(name, options=["auto", "fp16", "bf16", "fp32"], default="auto")
 
 
 class LoadDiffusionModel(Loader):
@@ -40,22 +36,16 @@ class LoadDiffusionModel(Loader):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="HalfsafeLoadDiffusionModel",
-            display_name="Load Diffusion Model fp8/int8 (Halfsafe)",
-            category=LOAD,
-            description="Load a diffusion model in scaled fp8, int8 or another dtype. Sensitive layers stay in 16 bit.",
+        return schema(
+            "HalfsafeLoadDiffusionModel",
+            LOAD,
             search_aliases=[
                 "out of memory", "oom", "low vram", "vram", "halve the memory", "fp8 loader", "unet loader", "dtype",
                 "quantize", "fp8", "fp8 scaled", "int8", "precision", "bf16", "fp16",
             ],
             has_intermediate_output=True,
             inputs=[
-                file_input(
-                    "model_name",
-                    cls.FOLDER,
-                    "A .safetensors file in models/diffusion_models, in any ComfyUI format, also sharded.",
-                ),
+                file_input("model_name", cls.FOLDER),
                 storage_input(),
                 compute_input(),
                 rules_input(),
@@ -76,21 +66,16 @@ class LoadCheckpoint(Loader):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="HalfsafeLoadCheckpoint",
-            display_name="Load Checkpoint (Halfsafe)",
-            category=LOAD,
-            description="Load a full checkpoint with separate dtypes for the model, the text encoder and the VAE.",
+        return schema(
+            "HalfsafeLoadCheckpoint",
+            LOAD,
             search_aliases=["fp8 checkpoint", "ckpt", "sdxl fp8", "dtype", "precision", "vae fp32", "no-half-vae"],
             has_intermediate_output=True,
             inputs=[
-                file_input("ckpt_name", cls.FOLDER, "A .safetensors file in models/checkpoints."),
+                file_input("ckpt_name", cls.FOLDER),
                 storage_input(),
                 compute_input(),
-                storage_input(
-                    "clip_storage",
-                    "The dtype of the text encoder's weights. auto: ComfyUI's choice, int8 if memory is short.",
-                ),
+                storage_input("clip_storage"),
                 vae_dtype_input("vae_dtype"),
                 rules_input(),
             ],
@@ -116,30 +101,18 @@ class LoadCLIP(Loader):
     def define_schema(cls) -> io.Schema:
         names = files.model_files(cls.FOLDER)
         more = [
-            io.Combo.Input(
-                f"clip_name{number}",
-                options=[NO_FILE, *names],
-                default=NO_FILE,
-                optional=True,
-                tooltip="Another encoder file, for types that use several.",
-            )
+            io.Combo.Input(f"clip_name{number}", options=[NO_FILE, *names], default=NO_FILE, optional=True)
             for number in (2, 3, 4)
         ]
-        return io.Schema(
-            node_id="HalfsafeLoadCLIP",
-            display_name="Load CLIP (Halfsafe)",
-            category=LOAD,
-            description="Load one to four text encoder files in a chosen storage dtype.",
+        return schema(
+            "HalfsafeLoadCLIP",
+            LOAD,
             search_aliases=["text encoder", "t5 fp8", "clip fp8", "dual clip loader", "umt5", "dtype", "precision"],
             has_intermediate_output=True,
             inputs=[
-                io.Combo.Input("clip_name1", options=names, tooltip="A .safetensors file in models/text_encoders."),
-                io.Combo.Input(
-                    "type", options=encoders.text_encoder_types(), tooltip="The model family the encoder is for."
-                ),
-                storage_input(
-                    tooltip="auto: ComfyUI's choice, int8 if memory is short. fp8 and int8 save memory, not time."
-                ),
+                io.Combo.Input("clip_name1", options=names),
+                io.Combo.Input("type", options=encoders.text_encoder_types()),
+                storage_input(),
                 compute_input(),
                 *more,
             ],
@@ -161,21 +134,15 @@ class LoadControlNet(Loader):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="HalfsafeLoadControlNet",
-            display_name="Load ControlNet (Halfsafe)",
-            category=LOAD,
-            description="Load a ControlNet in scaled fp8, int8 or another dtype. Sensitive layers stay in 16 bit.",
+        return schema(
+            "HalfsafeLoadControlNet",
+            LOAD,
             search_aliases=[
                 "control net", "controlnet fp8", "int8", "quantize", "dtype", "controlnet", "fp8", "precision",
             ],
             has_intermediate_output=True,
             inputs=[
-                file_input(
-                    "control_net_name",
-                    cls.FOLDER,
-                    "A .safetensors file in models/controlnet, of any kind that ComfyUI supports, also quantized.",
-                ),
+                file_input("control_net_name", cls.FOLDER),
                 storage_input(),
                 compute_input(),
                 rules_input(),
@@ -196,15 +163,13 @@ class LoadVAE(Loader):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="HalfsafeLoadVAE",
-            display_name="Load VAE (Halfsafe)",
-            category=LOAD,
-            description="Load a VAE in a chosen dtype, for this workflow only.",
+        return schema(
+            "HalfsafeLoadVAE",
+            LOAD,
             search_aliases=["vae fp32", "vae dtype", "no-half-vae", "fp32-vae", "precision"],
             has_intermediate_output=True,
             inputs=[
-                file_input("vae_name", cls.FOLDER, "A .safetensors file in models/vae."),
+                file_input("vae_name", cls.FOLDER),
                 vae_dtype_input("dtype"),
             ],
             outputs=[io.Vae.Output()],

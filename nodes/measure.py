@@ -3,71 +3,39 @@
 import torch
 from comfy_api.latest import io
 
-from ..precision.base.errors import HalfsafeError
 from ..precision.study.charts import tradeoffs_chart
 from ..precision.study.tradeoffs import DEFAULT_SETTINGS, settings_from
 from ..precision.study.tradeoffs_text import table_text, tradeoffs_result
-from .host.comfyui.page import refusal
 from .host.study import tradeoffs as host
-from .inputs import MEASURE, RulesType, seed_input
+from .inputs import MEASURE, RulesType, schema, seed_input, validated
 
 
 class MeasurePrecisions(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="HalfsafeMeasurePrecisions",
-            display_name="Measure Precisions (Halfsafe)",
-            category=MEASURE,
-            description=(
-                "Try storage and compute dtypes on your own model and prompt: "
-                "time per step, memory and error of each, and the best for a goal."
-            ),
+        return schema(
+            "HalfsafeMeasurePrecisions",
+            MEASURE,
             search_aliases=[
                 "benchmark", "which precision", "fastest dtype", "speed test", "snr", "pareto",
                 "compare dtypes",
             ],
             has_intermediate_output=True,
             inputs=[
-                io.Model.Input(
-                    "model",
-                    tooltip="The model, LoRAs included. Its file's own weights are measured, whatever storage it has.",
-                ),
-                io.Conditioning.Input("positive", tooltip="A typical prompt."),
-                io.Latent.Input(
-                    "latent_image",
-                    tooltip="Time and memory are measured at this size. Each candidate costs four steps.",
-                ),
-                seed_input("The noise, the same for every candidate."),
-                io.String.Input(
-                    "candidates",
-                    multiline=True,
-                    default=DEFAULT_SETTINGS,
-                    tooltip="One <storage>/<compute> per line, such as int8/auto; # comments. as_file: as in the file.",
-                ),
-                io.Conditioning.Input(
-                    "negative", optional=True, tooltip="Sampled if connected, with cfg, at twice the time."
-                ),
-                io.Float.Input(
-                    "cfg", default=4.0, min=0.0, max=100.0, step=0.1, optional=True, tooltip="Used with a negative."
-                ),
+                io.Model.Input("model"),
+                io.Conditioning.Input("positive"),
+                io.Latent.Input("latent_image"),
+                seed_input(),
+                io.String.Input("candidates", multiline=True, default=DEFAULT_SETTINGS),
+                io.Conditioning.Input("negative", optional=True),
+                io.Float.Input("cfg", default=4.0, min=0.0, max=100.0, step=0.1, optional=True),
             ],
-            outputs=[
-                io.String.Output(display_name="table"),
-                RulesType.Output(display_name="rules"),
-                io.Image.Output(display_name="chart"),
-            ],
+            outputs=[io.String.Output(), RulesType.Output(), io.Image.Output()],
         )
 
     @classmethod
     def validate_inputs(cls, candidates=None):
-        if candidates is None:  # given by another node
-            return True
-        try:
-            settings_from(candidates)
-        except HalfsafeError as error:
-            return refusal(error)
-        return True
+        return candidates is None or validated(settings_from, candidates)  # None: given by another node
 
     @classmethod
     def execute(cls, model, positive, latent_image, seed, candidates, negative=None, cfg=4.0) -> io.NodeOutput:

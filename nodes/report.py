@@ -15,32 +15,19 @@ from .host.load.devices import current_device
 from .host.reporting import report as host
 from .host.reporting.badge import MESSAGES_KEY, REPORT_KEY
 from .host.reporting.here import facts_here
-from .inputs import MEASURE
+from .inputs import MEASURE, schema
 
 
 class ReportNode(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="HalfsafeReport",
-            display_name="Precision Report (Halfsafe)",
-            category=MEASURE,
-            description="Show the storage and compute dtype of each layer, the device, and the reason.",
+        return schema(
+            "HalfsafeReport",
+            MEASURE,
             search_aliases=["dtype", "precision", "report", "used dtype", "manual cast", "weight dtype", "debug"],
             is_output_node=True,
-            inputs=[
-                io.Model.Input("model", tooltip="The model to report on, as the sampler gets it."),
-                io.AnyType.Input(
-                    "after",
-                    optional=True,
-                    tooltip="Any input, for example the sampled latent: the report runs after it.",
-                ),
-            ],
-            outputs=[
-                io.String.Output(display_name="text"),
-                io.String.Output(display_name="json"),
-                io.Image.Output(display_name="chart"),
-            ],
+            inputs=[io.Model.Input("model"), io.AnyType.Input("after", optional=True)],
+            outputs=[io.String.Output(), io.String.Output(), io.Image.Output()],
         )
 
     @classmethod
@@ -59,22 +46,15 @@ class DeviceInfo(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="HalfsafeDeviceInfo",
-            display_name="Device Info (Halfsafe)",
-            category=MEASURE,
-            description="Show what this device or another profile supports, what is fast on it, and what auto chooses.",
+        return schema(
+            "HalfsafeDeviceInfo",
+            MEASURE,
             search_aliases=["gpu info", "gpu support", "bf16 support", "capabilities", "doctor"],
             is_output_node=True,
             inputs=[
-                io.Combo.Input(
-                    "profile",
-                    options=[cls.THIS_DEVICE, *PROFILE_NAMES],
-                    default=cls.THIS_DEVICE,
-                    tooltip="This device, tested now, or the expected values of another one.",
-                )
+                io.Combo.Input("profile", options=[cls.THIS_DEVICE, *PROFILE_NAMES], default=cls.THIS_DEVICE)
             ],
-            outputs=[io.String.Output(display_name="text"), io.String.Output(display_name="json")],
+            outputs=[io.String.Output(), io.String.Output()],
         )
 
     @classmethod

@@ -1,16 +1,15 @@
 """The commands ``inspect`` (``scan`` with values), ``convert`` and ``doctor``: arguments, output, exit codes.
 
-torch, which takes seconds to import, is imported once a command has all that it needs.
+torch, which takes seconds to import, is imported once a command runs.
 Exit code 0: done; 1: ``inspect`` found problems; 2: an error, in one line on stderr; 130: interrupted.
 """
 
 import argparse
-import errno
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,20 +38,9 @@ def main(arguments: list[str] | None = None) -> int:
         parser.print_help()
         return 0
     try:
-        _require_some(getattr(options, name) for name in ("file", "files", "source") if name in options)
         return options.run(options)
     except HalfsafeError as error:
         return _fail(error)
-
-
-def _require_some(named: Iterable[Path | list[Path]]) -> None:
-    """Raise :class:`CheckpointError` for the first file that a command is to read, if none of them exists."""
-    paths: list[Path] = []
-    for value in named:
-        paths += value if isinstance(value, list) else [value]
-    if paths and not any(map(os.path.lexists, paths)):
-        problem = f"cannot be opened ({os.strerror(errno.ENOENT)})"
-        raise CheckpointError(paths[0], problem, advice="Check the path.")
 
 
 def _fail(error: HalfsafeError) -> int:
@@ -137,11 +125,13 @@ def _inspect(options: argparse.Namespace) -> int:
 def _progress(total: int, verb: str, name: str) -> Callable[[int], None]:
     """Return a function that is called with the bytes just dealt with, and prints a line at a tenth of all if none was
     printed for ``QUIET`` seconds: nothing for a small file."""
-    done, told = 0, time.monotonic()
+    done = 0
+    told = time.monotonic()
 
     def advance(count: int) -> None:
         nonlocal done, told
-        before, done = done, done + count
+        before = done
+        done = done + count
         if count and 10 * before // total < 10 * done // total and time.monotonic() - told >= QUIET:
             told = time.monotonic()
             _tell(f"{100 * done // total:3d} % {verb} of {name}, {size_text(total)}")

@@ -4,7 +4,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..base.errors import CheckpointError
@@ -20,7 +20,7 @@ from ..make.calibrated import CalibratedRounding
 from ..make.calibration import CalibrationData
 from ..plan.compute import rules_without_effect
 from ..plan.facts import layer_specs
-from ..plan.layers import notes_on, plan_storage, plan_weights
+from ..plan.layers import notes_on, plan_file, plan_weights
 from ..plan.rules import Rules
 from .inspect import section
 
@@ -71,19 +71,18 @@ def convert_file(
     """
     began = time.perf_counter()
     file, checkpoint = _read(source, Path(target))
-    layers = decide(checkpoint, storage, rules)
-    by_name = {f"{layer}.weight": own for layer, own in layers.items()}
+    by_name = plan_file(checkpoint, checkpoint.prefix, storage, rules)
     plans = plan_weights(checkpoint.weights, by_name, source, done=_done(file))
     lines = [str(rule) for rule in rules.own]
     provenance = Provenance(source_of(file), storage, rules.names, lines, card=file.metadata.get(CARD_KEY, ""))
-    card, rounding = card_entry(provenance, plans.values()), None
+    rounding = None
     if calibration:
-        origin = provenance.source
-        name = str(origin["file"])
-        prefix, device = checkpoint.prefix, default_device()
-        rounding = CalibratedRounding(calibration, checkpoint.weights, plans, origin, name, prefix, device)
-        card = rounding.card_entry(provenance, plans)
-    metadata = {"format": "pt"} | checkpoint.metadata | card
+        name = str(provenance.source["file"])
+        prefix = checkpoint.prefix
+        device = default_device()
+        rounding = CalibratedRounding(calibration, checkpoint.weights, plans, provenance.source, name, prefix, device)
+        provenance = replace(provenance, calibration=rounding.noted())
+    metadata = {"format": "pt"} | checkpoint.metadata | card_entry(provenance, plans.values())
     made = (rounding.made if rounding else made_here)(checkpoint.weights, plans, source)
     specs = [spec for plan in plans.values() for spec in plan.specs]
     write_safetensors(target, specs, tensors_made(made, _done(file, progress)), metadata, overwrite)
@@ -97,7 +96,7 @@ def convert_file(
         target_bytes=os.path.getsize(target),
         seconds=time.perf_counter() - began,
         weights=dict(Counter(plan.stored for plan in plans.values())),
-        kept=[(layer, own.why_stored) for layer, own in layers.items() if own.kept],
+        kept=[(name.removesuffix(".weight"), plan.why_stored) for name, plan in plans.items() if plan.kept],
         notes=_notes(checkpoint, rules, plans) + ([rounding.text()] if rounding else []),
     )
 
@@ -130,17 +129,11 @@ def _notes(checkpoint: Checkpoint, rules: Rules, plans: Mapping[str, LayerPlan])
     return [*checkpoint.notes, *(f"{rule.setting}: {rule.reason}" for rule in idle), *notes_on(plans)]
 
 
-def decide(checkpoint: Checkpoint, storage: str, rules: Rules) -> dict[str, LayerPlan]:
-    """Decide the storage of each layer of the diffusion model, by full layer name; a bundled VAE or CLIP has none."""
-    prefix = checkpoint.prefix
-    decisions = plan_storage(layer_specs(checkpoint, prefix), storage, rules)
-    return {prefix + name: decision for name, decision in decisions.items()}
-
-
 def conversion_text(summary: ConvertSummary) -> str:
     """Describe the file that was written, the time, and the layers stored otherwise than asked."""
     rate = summary.source_bytes / max(summary.seconds, 1e-9)
-    source, target = size_text(summary.source_bytes), size_text(summary.target_bytes)
+    source = size_text(summary.source_bytes)
+    target = size_text(summary.target_bytes)
     done = f"{source} ({summary.dialect}) to {target} in {summary.seconds:.1f} s, {size_text(rate)}/s"
     lines = wrapped(f"{summary.target}: {done}", "")
     lines += hanging("  stored      ", ", ".join(f"{count} {storage}" for storage, count in summary.weights.items()))

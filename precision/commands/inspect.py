@@ -12,7 +12,6 @@ from ..base.dtypes import FP8_DTYPES, FP16_MAX, name_of
 from ..base.errors import CheckpointError
 from ..base.text import count_text, size_text, table, wrapped
 from ..files.safetensors_file import open_checkpoint
-from ..files.safetensors_header import read_object
 from ..files.tensor_file import TensorFile
 from ..files.zeros import zero_runs
 from ..formats.card import card_in, card_lines
@@ -29,10 +28,6 @@ from ..formats.stored_weight import StoredWeight
 
 _CHUNK = 1 << 22
 PAST_FP16 = "values above 65504: Inf once cast to fp16"
-ATTENTION = (
-    "{1} attentions: ComfyUI 0.38 or later runs them in {0} if the device has that kernel. "
-    "fp16_safe and rules on attention run ComfyUI's own attention instead."
-)
 COMFYUI_READS = frozenset({COMFY_QUANT, QUANTIZATION_KEY, SCALED_FP8})
 MOST_ITEMS = 30
 
@@ -56,7 +51,6 @@ class Inspection:
     Attributes:
         dtypes: dtype name -> {"tensors": n, "bytes": n}.
         model: the diffusion model's name or family; None for another kind of file.
-        attention: kernel that the file asks its attentions to run in -> number of attentions.
         scales: granularity, or the storage with scales of its own (``int8``, ``nvfp4``) -> number of weights; also
             ``input`` and ``full_precision``.
         values: its values were read too, and not only headers and scales.
@@ -73,7 +67,6 @@ class Inspection:
     layers: int
     dtypes: dict[str, dict[str, int]]
     model: str | None = None
-    attention: dict[str, int] = field(default_factory=dict)
     scales: dict[str, int] = field(default_factory=dict)
     problems: list[FileFinding] = field(default_factory=list)
     in_comfyui: list[str] = field(default_factory=list)
@@ -113,42 +106,26 @@ def inspect_file(path, values: bool = False, progress: Callable[[int], None] | N
 
 
 def _described(checkpoint: Checkpoint) -> dict[str, Any]:
-    weights, model = list(checkpoint.weights.values()), family_of(checkpoint.model_shapes).name
-    attention = _attention(checkpoint)
+    weights = list(checkpoint.weights.values())
+    model = family_of(checkpoint.model_shapes).name
     return dict(
         dialect=dialect_text(checkpoint.dialects),
         parameters=sum(prod(weight.shape) for weight in weights),
         layers=sum(weight.name.endswith(".weight") for weight in weights),
         model=None if model == UNKNOWN.name else model,
-        attention=attention,
         scales=_scales(weights),
-        in_comfyui=[*_in_comfyui(checkpoint), *(ATTENTION.format(*item) for item in attention.items())],
+        in_comfyui=_in_comfyui(checkpoint),
         notes=checkpoint.notes,
     )
 
 
 def _dtypes(file: TensorFile) -> dict[str, dict[str, int]]:
     result: dict[str, dict[str, int]] = {}
-    for name, entry in file.entries.items():
-        row = result.setdefault(name_of(file.entries[name].torch_dtype), {"tensors": 0, "bytes": 0})
+    for entry in file.entries.values():
+        row = result.setdefault(name_of(entry.torch_dtype), {"tensors": 0, "bytes": 0})
         row["tensors"] += 1
         row["bytes"] += entry.end - entry.start
     return dict(sorted(result.items(), key=lambda item: -item[1]["bytes"]))
-
-
-def _attention(checkpoint: Checkpoint) -> dict[str, int]:
-    """Count the kernels that the file asks for: ``ComfyAttention`` of ``ldm/modules/attention.py`` reads one from JSON
-    as uint8, ``<attention>.config``."""
-    counts: Counter[str] = Counter()
-    for name, weight in checkpoint.weights.items():
-        if name.endswith(".config") and weight.data.dtype == torch.uint8:
-            try:
-                kernel = read_object(weight.data.numpy().tobytes()).get("attention")
-            except ValueError as error:
-                raise CheckpointError(checkpoint.path, str(error), name) from None
-            if kernel is not None:
-                counts[str(kernel)] += 1
-    return dict(counts)
 
 
 def _scales(weights: list[StoredWeight]) -> dict[str, int]:
@@ -222,7 +199,6 @@ def inspection_text(inspection: Inspection) -> str:
     facts = [
         ("dialect", inspection.dialect or "unknown"),
         ("model", inspection.model),
-        ("attention", ", ".join(f"{count} in {kernel}" for kernel, count in inspection.attention.items())),
         ("size", f"{size_text(inspection.bytes)}, {count_text(inspection.parameters)} parameters"),
         ("tensors", f"{inspection.tensors}, {inspection.layers} layers"),
     ]

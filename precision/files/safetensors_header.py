@@ -153,7 +153,9 @@ def _refusal(path: Path, text: bytes, data: int, error: SafetensorError) -> Chec
 def _entry(path: Path, name: str, value: Any, base: int) -> Entry:
     if len(name) > MAX_NAME or not name.isprintable():
         raise CheckpointError(path, "its name is too long or cannot be shown", ascii(name[:80])[1:-1], AGAIN)
-    code, shape, (start, end) = value["dtype"], value["shape"], value["data_offsets"]
+    code = value["dtype"]
+    shape = value["shape"]
+    start, end = value["data_offsets"]
     if code not in TORCH_DTYPES:
         problem = Message("torch {0} has no such dtype", torch.__version__) if code in CODES else "an unknown dtype"
         problem = Message("stored as {0}, {1}", f"{code[:40]!r}", problem)
@@ -176,7 +178,8 @@ def layout(specs: Sequence[TensorSpec]) -> dict[str, tuple[TensorSpec, int]]:
     Raises:
         ValueError: a name occurs twice.
     """
-    places, position = {}, 0
+    places = {}
+    position = 0
     for spec in sorted(specs, key=lambda spec: -spec.dtype.itemsize):
         if spec.name in places:
             raise ValueError(Message("{0} is announced twice", spec.name))

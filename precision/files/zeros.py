@@ -5,15 +5,17 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ..base.message import Message
+from .safetensors_header import Entry
 from .tensor_file import TensorFile
 
 FEWEST = 4
 """Matrices in a row: layers that start at zero, and stay so, are fewer."""
-_FIRST, _PART = 64, 1 << 22
+FIRST = 64
 
 
 class ZeroRun(NamedTuple):
-    """Matrices that follow each other in ``file`` and hold only zeros, which begin at the byte ``start``."""
+    """Matrices that follow each other in ``file`` and hold only zeros, the first of which begins at the byte ``start``.
+    """
 
     tensor: str
     file: str
@@ -32,34 +34,23 @@ def zero_runs(file: TensorFile) -> Iterator[ZeroRun]:
     file.require_whole()
     for path, pages in file.maps.items():
         part = [(name, entry) for name, entry in file.entries.items() if entry.file is path and entry.end > entry.start]
-        matrices, end = [(name, entry) for name, entry in part if len(entry.shape) > 1], 0
-        for _, entry in matrices[FEWEST - 1 :: FEWEST]:
-            if entry.start < end or pages[entry.start : entry.start + _FIRST].strip(b"\0"):
+        matrices = [place for place, (_, entry) in enumerate(part) if len(entry.shape) > 1]
+        end = 0
+        for place in matrices[FEWEST - 1 :: FEWEST]:
+            if place < end or not _is_zero(pages, part[place][1]):
                 continue
-            start = _start_of_zeros(pages, entry.start, part[0][1].start)
-            end = _end_of_zeros(pages, entry.start, part[-1][1].end)
-            zeros = [name for name, entry in matrices if start <= entry.start and entry.end <= end]
+            start = place
+            end = place + 1
+            while start > 0 and _is_zero(pages, part[start - 1][1]):
+                start -= 1
+            while end < len(part) and _is_zero(pages, part[end][1]):
+                end += 1
+            zeros = [part[place] for place in matrices if start <= place < end]
             if len(zeros) >= FEWEST:
-                yield ZeroRun(zeros[0], path.name, start, len(zeros))
+                name, entry = zeros[0]
+                yield ZeroRun(name, path.name, entry.start, len(zeros))
 
 
-def _start_of_zeros(pages: mmap.mmap, at: int, lowest: int) -> int:
-    """Return the first of the zero bytes that end at a byte."""
-    while at > lowest:
-        part = pages[max(lowest, at - _PART) : at]
-        others = len(part.rstrip(b"\0"))
-        at -= len(part) - others
-        if others:
-            break
-    return at
-
-
-def _end_of_zeros(pages: mmap.mmap, at: int, highest: int) -> int:
-    """Return the end of the zero bytes that begin at a byte."""
-    while at < highest:
-        part = pages[at : min(at + _PART, highest)]
-        others = len(part.lstrip(b"\0"))
-        at += len(part) - others
-        if others:
-            break
-    return at
+def _is_zero(pages: mmap.mmap, entry: Entry) -> bool:
+    begins = pages[entry.start : min(entry.start + FIRST, entry.end)]
+    return not (begins.strip(b"\0") or pages[entry.start : entry.end].strip(b"\0"))

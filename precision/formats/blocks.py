@@ -4,11 +4,10 @@ Scales of blocks lie in cuBLAS' layout, tiles of 128 rows x 4 columns, and rows 
 https://docs.nvidia.com/cuda/cublas/index.html#d-block-scaling-factors-layout
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 
-from ..base.amax import host_amax
 from ..base.dtypes import max_of
 from ..base.message import Message
 from .format import Format
@@ -53,7 +52,8 @@ class Blocks(Format):
             )
 
     def rows(self, weight: StoredWeight, part: slice) -> torch.Tensor:
-        start, end = part.start // TILE * TILE, -(-part.stop // TILE) * TILE
+        start = part.start // TILE * TILE
+        end = -(-part.stop // TILE) * TILE
         scales = weight.tensors["weight_scale"].reshape(-(-weight.shape[0] // TILE) * TILE, -1)
         values = self._unpacked(weight, weight.data[start:end], scales[start:end])
         return values[part.start - start : part.stop - start]
@@ -68,10 +68,6 @@ class Blocks(Format):
             if odd
             else ""
         )
-
-    def rounded(self, rows: torch.Tensor, params: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        tensors = {leaf: tensor for leaf, tensor in params.items() if leaf != "weight"}
-        return self.rows(StoredWeight("", params["weight"], format=self, tensors=tensors), slice(0, len(rows)))
 
     def _scales(self, rows: int, columns: int) -> tuple[int, int]:
         """Return the shape of the padded scales."""
@@ -94,14 +90,20 @@ class Nvfp4(Blocks):
     ``pre_quant_scale`` (columns,), which ComfyUI multiplies the layer's inputs by, is part of the weight here.
     """
 
-    name, storage, since, colour = "nvfp4", "nvfp4", "0.8.0", (236, 214, 92)
-    product, unpacker = "scaled_mm_nvfp4", "dequantize_nvfp4"
+    name = "nvfp4"
+    storage = "nvfp4"
+    since = "0.8.0"
+    colour = (236, 214, 92)
+    product = "scaled_mm_nvfp4"
+    unpacker = "dequantize_nvfp4"
     needs = ("weight_scale", "weight_scale_2")
     may_have = ("input_scale", "pre_quant_scale")
     signed = ("pre_quant_scale",)
     byte_scale = ("weight_scale", "float8_e4m3fn")
-    largest, factors = 6, ("weight_scale", "weight_scale_2", "pre_quant_scale")
-    writer, by_largest = "quantize_nvfp4", True
+    largest = 6
+    factors = ("weight_scale", "weight_scale_2", "pre_quant_scale")
+    writer = "quantize_nvfp4"
+    by_largest = True
     dtypes = (torch.uint8,)
     per_byte = 2
     block = 16
@@ -126,9 +128,6 @@ class Nvfp4(Blocks):
             "weight_scale_2": ((), torch.float32),
         }
 
-    def shared(self, parts: Iterable[torch.Tensor]) -> Tensors:
-        return self.scale_for(max(map(host_amax, parts)))
-
     def scale_for(self, largest: float) -> Tensors:
         # As ``TensorCoreNVFP4Layout.quantize`` of comfy/quant_ops.py; above 0, because kernels divide by it.
         scale = torch.tensor(largest / (self.largest * max_of(torch.float8_e4m3fn)))
@@ -142,8 +141,12 @@ class Nvfp4(Blocks):
 class Mxfp8(Blocks):
     """e4m3 numbers, ``weight_scale`` e8m0 for each 32 inputs."""
 
-    name, storage, since, colour = "mxfp8", "mxfp8", "0.18.0", (190, 108, 70)
-    product, unpacker = "scaled_mm_mxfp8", "dequantize_mxfp8"
+    name = "mxfp8"
+    storage = "mxfp8"
+    since = "0.18.0"
+    colour = (190, 108, 70)
+    product = "scaled_mm_mxfp8"
+    unpacker = "dequantize_mxfp8"
     writer = "quantize_mxfp8"
     may_have = ("input_scale",)
     byte_scale = ("weight_scale", "float8_e8m0fnu")

@@ -1,7 +1,6 @@
-"""The card in the metadata of a file that was written here: what made it, from what, and what that cost in accuracy."""
+"""The card in the metadata of a file that was written here: what made it, and from what."""
 
 import json
-import math
 import os
 import re
 from collections import Counter
@@ -14,11 +13,9 @@ from pathlib import Path
 from ..files.safetensors_header import read_object
 from ..files.tensor_file import TensorFile, fingerprint
 from .checkpoint import CARD_KEY
-from .comfy_format import SAMPLED_ROWS
 from .layer_plan import LayerPlan
 from .registry import FORMAT_OF_STORAGE
 
-WHAT_ERROR = f"relative_rms_error_of_{SAMPLED_ROWS}_rows_per_weight"
 _VERSION = re.compile(r'^version = "(.+)"$', re.MULTILINE)
 
 
@@ -58,11 +55,6 @@ def card_entry(provenance: Provenance, plans: Iterable[LayerPlan]) -> dict[str, 
     if provenance.card and not any(plan.changes for plan in plans):
         return {CARD_KEY: provenance.card}
     needed = {FORMAT_OF_STORAGE[plan.stored].since for plan in plans if plan.declared}
-    sums = {plan.storage: (0.0, 0.0) for plan in plans}
-    for plan in plans:
-        error, values = sums[plan.storage]
-        sums[plan.storage] = error + plan.error[0], values + plan.error[1]
-    errors = {storage: round(math.sqrt(error / values), 6) for storage, (error, values) in sums.items() if values}
     card = {
         "halfsafe": pack_version(),
         "needs_comfyui": max(needed, key=lambda since: [*map(int, since.split("."))], default=None),
@@ -73,7 +65,6 @@ def card_entry(provenance: Provenance, plans: Iterable[LayerPlan]) -> dict[str, 
         **({"weights_that_patches_do_not_fit": list(provenance.unfit)} if provenance.unfit else {}),
         "source": dict(provenance.source),
         **({"calibration": dict(provenance.calibration)} if provenance.calibration else {}),
-        **({WHAT_ERROR: errors} if errors else {}),
     }
     return {CARD_KEY: json.dumps(card)}
 

@@ -33,7 +33,8 @@ from .stored_weight import (
     granularity_of,
 )
 
-COMFY_QUANT, SCALED_FP8 = "comfy_quant", "scaled_fp8"
+COMFY_QUANT = "comfy_quant"
+SCALED_FP8 = "scaled_fp8"
 QUANTIZATION_KEY = "_quantization_metadata"
 CARD_KEY = "halfsafe"
 MODEL_PREFIXES = ("model.diffusion_model.", "model.model.", "net.")
@@ -52,7 +53,8 @@ TILED_OR_NOT = (
 MX_BLOCK = 32
 _DAMAGED = "The file is damaged: download it again."
 _SCALE_LEAF = re.compile(r"(^|_)scales?(_|$)")
-_PARAMETER, _POSITIONS = re.compile(r"(weight|bias)$"), re.compile(r"(ids|index|mask)$")
+_PARAMETER = re.compile(r"(weight|bias)$")
+_POSITIONS = re.compile(r"(ids|index|mask)$")
 _WEIGHT_SCALES = ("weight_scale", "weight_scale_inv", "scale_weight", "weight_scale_2", "scale_input")
 _PARTS = frozenset(leaf for format in FORMATS.values() for leaf in format.needs)
 _INPUT_SCALES = ("input_scale", "scale_input")
@@ -296,7 +298,8 @@ class _Reader:
         return "int8_tensorwise" if data.dtype == torch.int8 else packed
 
     def _in_format(self, name: str, data: torch.Tensor, settings: dict) -> StoredWeight:
-        layer, declared = _layer(name), settings["format"]
+        layer = _layer(name)
+        declared = settings["format"]
         found = {leaf: f"{layer}.{leaf}" for leaf in FORMATS[declared].leaves if f"{layer}.{leaf}" in self.tensors}
         tensors = {leaf: self.tensors[key] for leaf, key in found.items()}
         self.taken.update(found.values())

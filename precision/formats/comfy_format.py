@@ -17,14 +17,13 @@ from ..base.message import Message
 from ..files.safetensors_header import TensorSpec
 from .format import Format
 from .fp8 import Fp8, quantize
-from .layer_plan import AS_FILE, UNMEASURED, LayerPlan
+from .layer_plan import AS_FILE, LayerPlan
 from .registry import FORMAT_OF_STORAGE
 from .stored_weight import FULL_PRECISION, StoredWeight, Tensors, comfy_quant_tensor
 
 LARGEST_ROUNDED = max_of(torch.float32) / 2
 ERROR_SAMPLE = 8
 SHARED_SAMPLE = 4
-SAMPLED_ROWS = 16
 OF_FNUZ = {"fp8_e4m3fnuz": "fp8_e4m3fn", "fp8_e5m2fnuz": "fp8_e5m2"}
 Made = tuple[StoredWeight, dict[str, torch.Tensor]]
 """A weight and its tensors as they are planned."""
@@ -77,7 +76,9 @@ def requantization_error(weight: StoredWeight, storage: str, path) -> float:
     Raises:
         NonFiniteWeight: it holds NaN or Inf.
     """
-    bound, squares, rows = finite_bound(weight, path), 0.0, 0
+    bound = finite_bound(weight, path)
+    squares = 0.0
+    rows = 0
     largest = bound if weight.format is None else weight.amax  # the bound of what is unpacked is loose
     for _, part in weight.parts(sample=ERROR_SAMPLE):
         data, scale = quantize(part, dtype_named(storage), largest)
@@ -85,28 +86,6 @@ def requantization_error(weight: StoredWeight, storage: str, path) -> float:
         squares += (error / part.square().sum(1).clamp_min(torch.finfo(torch.float32).tiny)).sum().item()
         rows += part.shape[0]
     return math.sqrt(squares / rows)
-
-
-def sampled_error(weight: StoredWeight, storage: str) -> tuple[float, float]:
-    """Compare some rows of a weight, quantized to ``storage``, with their own values; zeros where none is quantized.
-
-    Nothing but these rows is read: fp8 gets a scale for their own amax. Scales are powers of two, so that the error
-    differs from that of the whole weight's scale only for values that become subnormal with one of them.
-    """
-    if storage not in QUANTIZED_NAMES or _is_same_fp8(weight, storage):
-        return UNMEASURED
-    count, half = weight.shape[0], SAMPLED_ROWS // 2
-    starts = (count * quarter // 4 - half // 2 for quarter in (1, 3))
-    runs = [slice(start, start + half) for start in starts] if count > SAMPLED_ROWS else [slice(0, count)]
-    rows = torch.cat([weight.rows(run) for run in runs])
-    if not torch.isfinite(rows).all():
-        return UNMEASURED  # the weight is refused once it is read whole
-    format = FORMAT_OF_STORAGE[storage]
-    shared = format.shared([rows])
-    params = {**format.encode(rows, shared), **shared}
-    found = format.rounded(rows, params)
-    exact = rows.double()  # squares of small weights are zero in fp32, of large ones Inf
-    return (found - exact).square().sum().item(), exact.square().sum().item()
 
 
 def stays(weight: StoredWeight, storage: str) -> bool:

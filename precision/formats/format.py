@@ -161,7 +161,8 @@ class Format:
         return {}
 
     def shared(self, parts: Iterable[torch.Tensor]) -> Tensors:
-        """Make the tensors shared by all rows of a weight, from rows in parts that are spread over the weight."""
+        """Make the tensors shared by all rows of a weight, from rows in parts that are spread over the weight, unless
+        ``by_largest``."""
         return {}
 
     def scale_for(self, largest: float) -> Tensors:
@@ -171,10 +172,6 @@ class Format:
     def encode(self, rows: torch.Tensor, params: Mapping[str, torch.Tensor]) -> Tensors:
         """Round rows of a weight to nearest and make their tensors, without the shared tensors in ``params``."""
         raise NotImplementedError
-
-    def rounded(self, rows: torch.Tensor, params: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return rows ``(n, K)`` as they are stored, in fp32. ``params``: all their tensors."""
-        return self.turned(self.nearest(self.turned(rows), params))
 
     def turned(self, rows: torch.Tensor) -> torch.Tensor:
         """Rotate rows ``(n, K)`` to the basis of the codes, in fp32. Turning twice gives the rows again."""

@@ -6,13 +6,13 @@ already on an fp8 grid survives being scaled again.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from threading import get_ident
 
 import torch
 
-from ..base.amax import amax, host_amax
+from ..base.amax import amax
 from ..base.dtypes import max_of
 from ..base.modes import FP8
 from .format import Format
@@ -69,7 +69,8 @@ def quantize(tensor: torch.Tensor, dtype: torch.dtype, largest: float) -> tuple[
 @torch.no_grad()
 def _divided(tensor: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
     data = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
-    source, target = tensor.contiguous().view(-1), data.view(-1)
+    source = tensor.contiguous().view(-1)
+    target = data.view(-1)
     grows = tensor.dtype == torch.bfloat16 and scale <= 1
     scaled = room(min(PART, len(source)), torch.int16 if grows else torch.float32, tensor.device)
     for part, out in zip(source.split(PART), target.split(PART), strict=True):
@@ -107,16 +108,17 @@ class Fp8(Format):
     dtypes = (torch.float8_e4m3fn, torch.float8_e5m2)
 
     def __init__(self, name: str, storage: str, since: str, colour: tuple[int, int, int], dtype: torch.dtype):
-        self.name, self.storage, self.since, self.colour, self.dtype = name, storage, since, colour, dtype
+        self.name = name
+        self.storage = storage
+        self.since = since
+        self.colour = colour
+        self.dtype = dtype
 
     def rows(self, weight: StoredWeight, part: slice) -> torch.Tensor:
         return weight.data[part].float().mul_(weight.row_scales(part))
 
     def specs(self, rows: int, columns: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return {"weight": ((rows, columns), self.dtype), "weight_scale": ((), torch.float32)}
-
-    def shared(self, parts: Iterable[torch.Tensor]) -> Tensors:
-        return self.scale_for(max(map(host_amax, parts)))
 
     def scale_for(self, largest: float) -> Tensors:
         """Make the scale of a weight by its largest magnitude."""
@@ -129,7 +131,8 @@ class Fp8(Format):
         self, values: torch.Tensor, params: Mapping[str, torch.Tensor], at: Sequence[int] | None = None
     ) -> torch.Tensor:
         # Columns that were corrected for earlier ones may exceed the range, which the cast would make NaN of.
-        largest, scale = torch.finfo(self.dtype).max, params["weight_scale"].to(values.device)
+        largest = torch.finfo(self.dtype).max
+        scale = params["weight_scale"].to(values.device)
         return (values / scale).clamp(-largest, largest).to(self.dtype).float() * scale
 
     def codes(self, numbers: torch.Tensor, params: Mapping[str, torch.Tensor]) -> torch.Tensor:

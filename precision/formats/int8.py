@@ -93,15 +93,21 @@ class Rotated(Format):
 class Int8(Rotated):
     """One int8 number a weight, ``weight_scale`` fp32 of shape () or (rows, 1); rotated where ``convrot`` is set."""
 
-    name, storage, since, colour = "int8_tensorwise", "int8", "0.27.0", INT8.colour
-    product, mode = "int8_linear", INT8
-    largest, rotated = 128, None
+    name = "int8_tensorwise"
+    storage = "int8"
+    since = "0.27.0"
+    colour = INT8.colour
+    product = "int8_linear"
+    mode = INT8
+    largest = 128
+    rotated = None
     writes = calibrates = True
 
     def read(self, weight: StoredWeight) -> StoredWeight:
         """Give a weight its ``weight_scale`` in the shape that ComfyUI multiplies by, and ``convrot`` where also its
         embeddings look."""
-        scale, settings = weight.tensors["weight_scale"], weight.settings
+        scale = weight.tensors["weight_scale"]
+        settings = weight.settings
         if scale.dim() == 1 or (scale.numel() == 1 and len(weight.data) > 1):
             scale = scale.reshape(()) if scale.numel() == 1 else scale.reshape(-1, 1)
         if weight.group is not None:

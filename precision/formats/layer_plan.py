@@ -8,7 +8,6 @@ from ..base.options import RuledSums, Stream
 from ..files.safetensors_header import TensorSpec
 
 AS_FILE: Final = "as_file"
-UNMEASURED = (0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,6 @@ class LayerPlan:
         declared: the weight has a ``comfy_quant`` then: ComfyUI holds it quantized.
         changes: the values or the scale differ from the source.
         specs: the tensors that hold the weight.
-        error: squared error of some rows as stored, and squared values, summed; zeros if unmeasured.
         mode: the arithmetic of the layer; empty if the layer computes in the dtype of the model.
         stream: the dtype of the result: ``fp32``, or ``same`` as the input.
         sums: the accumulation dtype that a rule sets, which overrides the Accumulation node; empty without such a rule.
@@ -43,7 +41,6 @@ class LayerPlan:
     declared: bool = False
     changes: bool = False
     specs: tuple[TensorSpec, ...] = ()
-    error: tuple[float, float] = UNMEASURED
     mode: ModeName | Literal[""] = ""
     stream: Stream = "same"
     sums: RuledSums | Literal[""] = ""

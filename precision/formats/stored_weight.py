@@ -224,7 +224,8 @@ class StoredWeight:
             return self._rows_of_experts(rows)
         if self.format is not None:
             return self.format.rows(self, rows)
-        part, scale = self.matrix(self.data)[rows].float(), self.scale
+        part = self.matrix(self.data)[rows].float()
+        scale = self.scale
         if scale is None:
             return part
         if self.granularity == "row":
@@ -237,7 +238,8 @@ class StoredWeight:
 
     def _rows_of_experts(self, part: slice) -> torch.Tensor:
         each = self.shape[1]
-        first, last = part.start // each, (part.stop - 1) // each
+        first = part.start // each
+        last = (part.stop - 1) // each
         slices = [slice(max(part.start - i * each, 0), min(part.stop - i * each, each)) for i in range(first, last + 1)]
         return torch.cat([self.experts[i].rows(rows) for i, rows in enumerate(slices, first)])
 

@@ -21,24 +21,34 @@ LARGEST_6_BIT = 31
 class W4a8(Rotated):
     """Codes of 4 bits, or of 6."""
 
-    name, product, mode = "asym_w4a8_int8", "w4a8_int8_linear", INT8
+    name = "asym_w4a8_int8"
+    product = "w4a8_int8_linear"
+    mode = INT8
     needs = ("weight_s_rel", "weight_s_channel")
     may_have = ("weight_codebook", "weight_correction")
     signed = ("weight_codebook", "weight_correction")
     byte_scale = ("weight_s_rel", "float8_e4m3fn")
-    largest, factors, offset = 127, ("weight_s_channel",), "weight_correction"
-    unpacker, writer = "dequantize_w4a8_int8_weight", "quantize_w4a8_int8_weight"
+    largest = 127
+    factors = ("weight_s_channel",)
+    offset = "weight_correction"
+    unpacker = "dequantize_w4a8_int8_weight"
+    writer = "quantize_w4a8_int8_weight"
     writes = calibrates = True
 
     def __init__(self, storage: str, bits: int, since: str, colour: tuple[int, int, int], asks: str = ""):
-        self.storage, self.bits, self.since, self.colour, self.asks = storage, bits, since, colour, asks
+        self.storage = storage
+        self.bits = bits
+        self.since = since
+        self.colour = colour
+        self.asks = asks
 
     def shape(self, weight: StoredWeight) -> tuple[int, ...]:
         scale = weight.tensors["weight_s_rel"]
         return (len(weight.data), (scale.shape[1] if scale.dim() == 2 else 0) * _group_size(weight))
 
     def check(self, weight: StoredWeight) -> None:
-        (rows, columns), size = weight.shape, _group_size(weight)
+        rows, columns = weight.shape
+        size = _group_size(weight)
         shapes = {"weight_s_rel": (rows, columns // size), "weight_s_channel": (rows,)}
         shapes |= {"weight_codebook": (16,), "weight_correction": (columns // size, rows)}
         for name in weight.tensors:
@@ -96,7 +106,8 @@ class W4a8(Rotated):
     def nearest(
         self, values: torch.Tensor, params: Mapping[str, torch.Tensor], at: Sequence[int] | None = None
     ) -> torch.Tensor:
-        grids, channel = self._grids(params, at), params["weight_s_channel"].unsqueeze(1)
+        grids = self._grids(params, at)
+        channel = params["weight_s_channel"].unsqueeze(1)
         targets = (values / channel).reshape(len(grids), -1)
         return grids.gather(1, _nearest(grids, targets)).view(values.shape).mul_(channel)
 
@@ -132,8 +143,9 @@ def _group_size(weight: StoredWeight) -> int:
 
 def _nearest(grids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Find the index of the nearest number of its row's ascending grid for each target, the lower of two as near."""
-    position, last = torch.searchsorted(grids, targets.contiguous()), grids.shape[1] - 1
-    low, high = (position - 1).clamp_(min=0), position.clamp_(max=last)
+    position = torch.searchsorted(grids, targets.contiguous())
+    low = (position - 1).clamp_(min=0)
+    high = position.clamp_(max=grids.shape[1] - 1)
     return torch.where((targets - grids.gather(1, high)).abs_() < (targets - grids.gather(1, low)).abs_(), high, low)
 
 

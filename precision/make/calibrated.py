@@ -11,17 +11,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 
 import torch
 
 from ..base.flags import flags_set
 from ..base.message import Message
 from ..base.oom import is_torch_oom
-from ..formats.card import Provenance, card_entry
 from ..formats.comfy_format import Made, made_here
 from ..formats.format import Format
-from ..formats.layer_plan import UNMEASURED, LayerPlan
+from ..formats.layer_plan import LayerPlan
 from ..formats.registry import FORMAT_OF_STORAGE
 from ..formats.stored_weight import StoredWeight
 from .calibration import CalibrationData, Products
@@ -64,7 +62,9 @@ class CalibratedRounding:
         prefix: str = "",
         device: torch.device | str = "cpu",
     ):
-        self.calibration, self._prefix, self._device = calibration, prefix, torch.device(device)
+        self.calibration = calibration
+        self._prefix = prefix
+        self._device = torch.device(device)
         self.errors: dict[str, tuple[float, float]] = {}
         matrices = [weight for weight in weights.values() if len(weight.shape) == 2]
         columns = {self._layer(weight): weight.shape[1] for weight in matrices}
@@ -81,13 +81,11 @@ class CalibratedRounding:
         can = format and format.calibrates and plan.changes and weight.name.endswith(".weight")
         return self.calibration.usable(self._layer(weight)) if can else None
 
-    def card_entry(self, provenance: Provenance, plans: Mapping[str, LayerPlan]) -> dict[str, str]:
-        """Make the card of the file, without errors of the weights that are rounded here."""
+    def noted(self) -> dict[str, object]:
+        """Return what the card of the file says of the calibration; nothing if no weight is rounded by it."""
         of = self.calibration
         seen = {"model": of.name, "runs": of.runs, "model_calls": of.calls, "layers": len(self._work)}
-        card = {"method": "GPTQ", **seen} if self._work else {}
-        others = [replace(p, error=UNMEASURED) if name in self._work else p for name, p in plans.items()]
-        return card_entry(replace(provenance, calibration=card), others)
+        return {"method": "GPTQ", **seen} if self._work else {}
 
     def made(self, weights: Mapping[str, StoredWeight], plans: Mapping[str, LayerPlan], path) -> Iterator[Made]:
         """Make weights as :func:`~halfsafe.precision.formats.comfy_format.made_here` does, with codes that are chosen.
@@ -110,13 +108,15 @@ class CalibratedRounding:
 
     def _chosen(self, weight: StoredWeight, plan: LayerPlan, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Choose a weight's codes some rows at a time; its scales stay as they are."""
-        format, sums = FORMAT_OF_STORAGE[plan.storage], self._work[weight.name]
+        format = FORMAT_OF_STORAGE[plan.storage]
+        sums = self._work[weight.name]
         rows, columns = weight.shape
         blocks = turned_products(sums.blocks, format)
         params = {name.rpartition(".")[2]: tensor.to(self._device) for name, tensor in tensors.items()}
         by_row = [leaf for leaf, (shape, _) in format.specs(rows, columns).items() if shape[:1] == (rows,)]
         data = torch.empty_like(tensors[weight.name])
-        before, after = 0.0, 0.0
+        before = 0.0
+        after = 0.0
         count = -(-rows * columns // VALUES)
         for i in range(count):
             part = slice(rows * i // count, rows * (i + 1) // count)
@@ -124,7 +124,8 @@ class CalibratedRounding:
             exact = format.turned(weight.rows(part).to(self._device))
             numbers, *errors = rounded(exact, blocks, sums.tokens, lambda v, at, own=own: format.nearest(v, own, at))
             data[part] = format.codes(numbers, own).to(data.device)
-            before, after = before + errors[0].item(), after + errors[1].item()
+            before = before + errors[0].item()
+            after = after + errors[1].item()
         self.errors[self._layer(weight)] = before, after
         return data
 
@@ -177,7 +178,8 @@ def rounded(
     chosen = _gptq(exact, columns, factor, grid)
     for _ in range(SWEEPS):
         _sweep(chosen, exact, columns, damped, grid)
-    before, after = _errors(near - exact, ordered), _errors(chosen - exact, ordered)
+    before = _errors(near - exact, ordered)
+    after = _errors(chosen - exact, ordered)
     chosen = torch.where((after < before)[:, None], chosen, near)
     result = torch.empty_like(values.T)
     result[columns.reshape(-1)] = chosen.flatten(0, 1)

@@ -126,7 +126,8 @@ class CalibrationData:
         Args:
             columns: layer -> its number of inputs, of at least the layers that are calibrated.
         """
-        mine, other = self.model.get(FINGERPRINT), model.get(FINGERPRINT)
+        mine = self.model.get(FINGERPRINT)
+        other = model.get(FINGERPRINT)
         odd = next((layer for layer, sums in self.layers.items() if columns.get(layer) != sums.columns), None)
         if odd is None and (mine == other or not mine or not other):
             return
@@ -183,7 +184,8 @@ def read_calibration(path: str | os.PathLike) -> CalibrationData:
     try:
         values = read_object(file.metadata[KEY])
         names = {name: [int(number) for number in numbers] for name, numbers in values["layers"].items()}
-        model, cls = dict(values["model"]), str(values["class"])
+        model = dict(values["model"])
+        cls = str(values["class"])
         width, runs, calls = (int(values[key]) for key in ("width", "runs", "calls"))
         layers = {name: _products(file, path, name, *numbers) for name, numbers in names.items()}
     except (KeyError, ValueError, TypeError, AttributeError):

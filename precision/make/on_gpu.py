@@ -34,7 +34,8 @@ class OnGpu:
     """
 
     def __init__(self, device: torch.device, free: int):
-        self._device, self._room = device, free // 2
+        self._device = device
+        self._room = free // 2
         self.made = self.without_room = 0
 
     def weights(

@@ -142,14 +142,16 @@ def missing_kernels(device: Device) -> str:
     has_them = device.capabilities["int8_matmul_gains"] or not device.capabilities["int8_matmul"]
     if has_them or not device.profile.int8_matmul_gains:
         return ""
-    old, why = device.profile.vendor == "nvidia" and not has_cuda_13(), device.reason("int8_matmul_gains")
+    old = device.profile.vendor == "nvidia" and not has_cuda_13()
+    why = device.reason("int8_matmul_gains")
     packages = " ".join(FOR_CUDA_13) if old else "comfy-kitchen"
     return joined([Message(INSTALL, sys.executable, packages, why), IN_CUDA_13 if old else ""])
 
 
 def why_low_bits_are_slow(device: Device) -> str:
     """Return why products of 6- and 4-bit weights are not faster than 16-bit ones on a device; "" if they are."""
-    slow, oldest = why_int8_is_slow(device), device.profile.name == "sm_75"  # MIN_SM_VERSION of comfy-kitchen's layout
+    slow = why_int8_is_slow(device)
+    oldest = device.profile.name == "sm_75"  # MIN_SM_VERSION of comfy-kitchen's layout
     return slow or (Message(NO_LOW_BITS, device.label) if oldest else "")
 
 

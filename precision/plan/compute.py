@@ -87,18 +87,14 @@ class ComputePlan:
     @property
     def ruled(self) -> list[str]:
         """List the modes of the layers that rules compute in another dtype than the option, a mode per layer."""
-        own, modes = MODES[MODE_OF[self.choice.used]], (MODES[decision.mode] for decision in self.decisions.values())
+        own = MODES[MODE_OF[self.choice.used]]
+        modes = (MODES[decision.mode] for decision in self.decisions.values())
         return [mode.name for mode in modes if not mode.is_8bit and mode.operand != own.operand]
 
     @property
     def activation_dtype(self) -> ComputeOption:
         """The dtype of activations between layers."""
         return "fp32" if self.is_safe else self.choice.used
-
-    @property
-    def weight_dtype(self) -> ComputeOption:
-        """The best dtype of unquantized weights."""
-        return weight_dtype(self.choice.used)
 
 
 BY_COMFYUI = ComputePlan(Choice("auto", "auto"), {})
@@ -125,28 +121,28 @@ def choose_compute(facts: ModelFacts, device: Device, compute: ComputeOption) ->
 
 
 def plan_compute(
-    facts: ModelFacts, device: Device, compute: ComputeOption, rules: Rules, storages: Mapping[str, str] | None = None
+    facts: ModelFacts, device: Device, compute: ComputeOption, rules: Rules, stored: Mapping[str, str]
 ) -> ComputePlan:
     """Resolve ``compute`` for a model on a device, layer by layer.
 
-    ``storages``: layer name -> storage of its weight, if known: only fp8 weights can multiply in fp8, and quantized
+    ``stored``: layer name -> storage of its weight: only fp8 weights can multiply in fp8, and quantized
     weights multiply quantized unless a dtype is requested.
     """
     choice = choose_compute(facts, device, compute)
-    plan = _planned(facts, device, choice, rules, storages)
+    plan = _planned(facts, device, choice, rules, stored)
     if choice.requested not in LEAVES_QUANTIZED or choice.used != FP16.compute:
         return plan
     safe = replace(choice, used=SAFE, reason=OVERFLOWED)
-    return replace(plan, fallback=_planned(facts, device, safe, rules, storages))
+    return replace(plan, fallback=_planned(facts, device, safe, rules, stored))
 
 
 def _planned(
-    facts: ModelFacts, device: Device, choice: Choice[ComputeOption], rules: Rules, storages: Mapping[str, str] | None
+    facts: ModelFacts, device: Device, choice: Choice[ComputeOption], rules: Rules, stored: Mapping[str, str]
 ) -> ComputePlan:
     rules = rules.on(facts.layers)
     compute = choice.requested
-    stored = storages or {}
-    in_fp8, follower = _multiplied_in_fp8(facts, device, compute), LayerPlan(mode=MODE_OF[choice.used])
+    in_fp8 = _multiplied_in_fp8(facts, device, compute)
+    follower = LayerPlan(mode=MODE_OF[choice.used])
     decisions: dict[str, LayerPlan] = {}
     without_effect = rules_on_other_layers(facts.layers, rules)
     if compute in WEIGHTS_FOR and not device.capabilities[f"{compute}_matmul"]:
@@ -164,7 +160,7 @@ def _planned(
         entries = (problem, WithoutEffect(str(sums[1]), inert) if sums and inert else None)
         without_effect += [entry for entry in entries if entry and entry not in without_effect]
     kinds = WEIGHTS_FOR.get(compute)
-    if storages is not None and not without_effect and kinds and not {*kinds} & {*stored.values()}:
+    if not without_effect and kinds and not {*kinds} & {*stored.values()}:
         why = Message("no weight of this model is stored in {0}: load it with storage {1}", compute, kinds[0])
         without_effect.append(WithoutEffect(f"compute={compute}", why))
     if any(decision.stream == "fp32" for decision in decisions.values()):
@@ -237,7 +233,8 @@ def _without(
 
 def rules_on_other_layers(layers: Sequence[LayerSpec], rules: Rules) -> list[WithoutEffect]:
     """List the user's own compute and stream rules that match only layers without a matmul."""
-    found, rules = [], rules.on(layers)
+    found = []
+    rules = rules.on(layers)
     for rule in (rule for rule in rules.own if {"compute", "stream"} & dict(rule.settings).keys()):
         matched = [layer for layer in layers if rule in rules.matching(layer.name, layer.cls)]
         if matched and not any(layer.multiplies for layer in matched):

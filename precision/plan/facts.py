@@ -84,11 +84,13 @@ def facts_of(
 ) -> ModelFacts:
     """Collect the facts of the model below ``prefix`` of a file, with the arguments of :class:`ModelFacts`."""
     inside = [weight for name, weight in checkpoint.weights.items() if name.startswith(prefix)]
-    parameters, dtype = sum(prod(weight.shape) for weight in inside), file_dtype(checkpoint, prefix)
+    parameters = sum(prod(weight.shape) for weight in inside)
+    dtype = file_dtype(checkpoint, prefix)
     scaled = (weight for weight in inside if weight.data.dtype in FP8_DTYPES and weight.scale is not None)
     by_layer = {names.get(weight.name) or weight.layer[len(prefix) :]: weight for weight in scaled}
     native = frozenset(layer for layer, weight in by_layer.items() if not weight.full_precision)
-    layers, supported = tuple(layers), tuple(supported)
+    layers = tuple(layers)
+    supported = tuple(supported)
     return ModelFacts(layers, parameters, dtype, supported, native, checkpoint, prefix, names, complete)
 
 

@@ -17,19 +17,18 @@ from ..base.message import Message
 from ..base.options import StorageOption
 from ..base.text import listed
 from ..devices.detect import Device
-from ..formats.checkpoint import StoredWeight, looks_like_scale
+from ..formats.checkpoint import Checkpoint, StoredWeight, looks_like_scale
 from ..formats.comfy_format import (
     OF_FNUZ,
     can_be_quantized,
     exceeds_fp16,
     requantization_error,
-    sampled_error,
     specs_of,
 )
-from ..formats.layer_plan import AS_FILE, UNMEASURED, LayerPlan
+from ..formats.layer_plan import AS_FILE, LayerPlan
 from ..formats.registry import FORMAT_OF_STORAGE
 from .choice import frozen
-from .facts import LayerSpec
+from .facts import LayerSpec, layer_specs
 from .rules import Rules
 
 FEWER_BITS: tuple[StorageOption, ...] = ("w6a8", "w4a8", "nvfp4")
@@ -48,15 +47,27 @@ def plan_storage(layers: Sequence[LayerSpec], storage: str, rules: Rules) -> Map
     return frozen({layer.name: _by_name(layer, storage, rules) for layer in layers})
 
 
+def plan_file(checkpoint: Checkpoint, prefix: str, storage: str, rules: Rules) -> dict[str, LayerPlan]:
+    """Decide the storage of each layer below ``prefix`` of a file, by the name of its weight in the file."""
+    layers = plan_storage(layer_specs(checkpoint, prefix), storage, rules)
+    return {f"{prefix}{layer}.weight": plan for layer, plan in layers.items()}
+
+
 def _by_name(layer: LayerSpec, storage: str, rules: Rules) -> LayerPlan:
-    wanted, reason, asked = storage, "", storage in QUANTIZED_NAMES
+    wanted = storage
+    reason = ""
+    asked = storage in QUANTIZED_NAMES
     found = rules.setting("storage", layer.name, layer.cls)
     if found and (asked or not found[1].preset):  # presets guard layers against 8 bits only
-        wanted, reason = found[0], found[1].reason or str(found[1])
+        wanted = found[0]
+        reason = found[1].reason or str(found[1])
     if wanted in QUANTIZED_NAMES and (why := why_not_quantized(wanted, layer.shape, layer.cls)):
-        wanted, reason, asked = AS_FILE, why, True
+        wanted = AS_FILE
+        reason = why
+        asked = True
     elif wanted in QUANTIZED_NAMES and FORMAT_OF_STORAGE[wanted].is_packed and _TELLS_MODEL.search(layer.name):
-        wanted, reason = "int8", TOLD_BY
+        wanted = "int8"
+        reason = TOLD_BY
     kept = asked and wanted not in QUANTIZED_NAMES and len(layer.shape) > 1
     return LayerPlan(wanted, reason, kept, can_be_quantized(layer.cls, len(layer.shape)))
 
@@ -148,7 +159,7 @@ def plan_weights(
 
     Args:
         layers: tensor name -> the plan of its layer by name; other tensors stay as they are.
-        target: where the weights are loaded; None for a file, which holds every format, and whose card gets errors.
+        target: where the weights are loaded; None for a file, which holds every format.
 
     Raises:
         NonFiniteWeight: a weight whose values were read holds NaN or Inf.
@@ -165,7 +176,8 @@ def plan_weights(
         by_name = layers.get(name, LayerPlan())
         storage, note = _by_tensor(weight, by_name, path, target)
         if storage in QUANTIZED_NAMES and not weight.quantized and weight.layer in with_scales:
-            storage, note = _not_quantized(weight), "another tensor of the layer is named like a scale"
+            storage = _not_quantized(weight)
+            note = "another tensor of the layer is named like a scale"
         made = storage != AS_FILE
         stored = storage if made else weight.storage
         plans[name] = replace(
@@ -177,7 +189,6 @@ def plan_weights(
             declared=stored in FORMAT_OF_STORAGE and (made or weight.format is not None),
             changes=made and (storage != weight.storage or weight.granularity != "tensor"),
             specs=tuple(specs_of(weight, storage)),
-            error=UNMEASURED if target else sampled_error(weight, storage),
         )
         if done:
             done(name, weight.data.nbytes)

@@ -98,10 +98,12 @@ def plan_load(
 
 def _with_tensors(plan: ModelPlan, facts: ModelFacts, target: LoadTarget, computed: str) -> ModelPlan:
     """Complete a plan with the tensors of the model's file. ``computed``: the best dtype of unquantized weights."""
-    checkpoint, inside = facts.checkpoint, facts.inside
+    checkpoint = facts.checkpoint
+    inside = facts.inside
     target = replace(target, unpacked=unpacked_dtype(computed), only_linear=True)
     weights = _planned(plan, facts, target)
-    first, no_bf16 = _common_dtype(plan, inside, weights, computed), target.device.refuses("bf16")
+    first = _common_dtype(plan, inside, weights, computed)
+    no_bf16 = target.device.refuses("bf16")
     dtype = computed if first == "bf16" and no_bf16 else first
     cast = (w for name, w in inside.items() if weights[name].storage not in QUANTIZED_NAMES and w.format is None)
     if dtype == "fp16" and any(exceeds_fp16(weight, checkpoint.path) for weight in cast):
@@ -155,7 +157,8 @@ def _common_dtype(
     the others are converted to the dtype they are computed in, unless that is wider than in the file: ComfyUI casts
     such weights at each use.
     """
-    by_rules, used = {own.storage for own in plan.layers.values()}, plan.storage.used
+    by_rules = {own.storage for own in plan.layers.values()}
+    used = plan.storage.used
     candidates = [*by_rules, used] if len(by_rules) == 1 else [used]
     for requested in candidates:
         if requested not in (AS_FILE, *QUANTIZED_NAMES):
@@ -175,7 +178,8 @@ def _in_memory(
     plan: ModelPlan, facts: ModelFacts, weights: dict[str, LayerPlan], target: LoadTarget, dtype: str
 ) -> ModelPlan:
     """Complete a plan with planned tensors: layers, notes, and the memory they take."""
-    inside, file = facts.inside, facts.checkpoint
+    inside = facts.inside
+    file = facts.checkpoint
     unknown = Counter(w.format for w in inside.values() if w.format and w.storage not in target.formats)
     notes = [Message(UNPACKED, count, kind.title, kind.since, target.unpacked) for kind, count in unknown.items()]
     as_file = Counter(w.storage for name, w in inside.items() if weights[name].asked == AS_FILE and w.quantized)

@@ -39,9 +39,10 @@ class Rule:
     reason: str = ""
     preset: str = ""
 
-    def matches(self, name: str, cls: str, role: str = "") -> bool:
-        """True if the pattern matches a layer, by its name inside the diffusion model, its class and its role."""
-        return bool(compile_pattern(self.pattern)(name, cls, role))
+    def matches(self, name: str, cls: str) -> bool:
+        """True if the pattern matches a layer by its name inside the diffusion model or its class."""
+        place, test = _test_of(self.pattern)
+        return bool(test((name, cls, "")[place]))
 
     def matches_block(self, name: str, cls: str) -> bool:
         """True if the pattern, ``blocks.0`` or ``blocks.0.*``, matches a module of layers or all layers in it."""
@@ -152,7 +153,8 @@ def parse(text: str) -> list[Rule]:
 
 def read(text: str) -> tuple[list[Rule], list[RuleError]]:
     """Read the rules of a text, and the mistake of each line without a rule; see :func:`parse`."""
-    rules, wrong = [], []
+    rules = []
+    wrong = []
     for number, line in numbered_lines(text):
         line, _, comment = re.sub(r"(^|\s)#", "\0", line, count=1).partition("\0")
         if not line.strip():
@@ -177,7 +179,7 @@ def _parse_line(number: int, words: list[str], reason: str) -> Rule:
         raise RuleError(number, Message("'{0}' is not a layer role", pattern[5:]), advice)
     try:
         if pattern.startswith("re:"):
-            compile_pattern(pattern)
+            _test_of(pattern)
     except re.error as error:
         advice = "Write \\ before a literal character such as ( or [."
         raise RuleError(number, Message("'{0}' is not a regular expression ({1})", pattern, error), advice) from None
@@ -199,18 +201,12 @@ def _one_of(names: Iterable[str]) -> str:
     return Message("Use one of: {0}.", ", ".join(names))
 
 
-def compile_pattern(pattern: str) -> Callable[..., object]:
-    """Compile a test on (layer name, module class, role).
+@lru_cache(4096)
+def _test_of(pattern: str) -> tuple[int, Callable[[str], object]]:
+    """Return the place of name, class or role that a pattern is about, and a test that runs no Python.
 
     A pattern is a glob over names, ``re:<regex>`` (searched in the name), ``class:<glob>`` or ``role:<role>``.
     """
-    place, test = _test_of(pattern)
-    return lambda name, cls, role="": test((name, cls, role)[place])
-
-
-@lru_cache(4096)
-def _test_of(pattern: str) -> tuple[int, Callable[[str], object]]:
-    """Return the place of name, class or role that a pattern is about, and a test that runs no Python."""
     if pattern.startswith("re:"):
         return 0, re.compile(pattern[3:]).search
     if pattern.startswith("class:"):
@@ -220,11 +216,14 @@ def _test_of(pattern: str) -> tuple[int, Callable[[str], object]]:
 
 def patterns(names: Iterable[str], others: Iterable[str]) -> list[tuple[str, list[str]]]:
     """Find few patterns that match all ``names`` and none of ``others``: (pattern, its names)."""
-    left, others, found = dict.fromkeys(names), list(others), []
+    left = dict.fromkeys(names)
+    others = list(others)
+    found = []
     tried = sorted(_possible_patterns(left).items(), key=lambda item: -len(item[1]))
     for pattern, members in tried:
-        matches, members = compile_pattern(pattern), [name for name in members if name in left]
-        if len(members) > 1 and not any(matches(name, "") for name in others):
+        _, matches = _test_of(pattern)
+        members = [name for name in members if name in left]
+        if len(members) > 1 and not any(map(matches, others)):
             found.append((pattern, members))
             for name in members:
                 del left[name]

@@ -54,14 +54,17 @@ def _choose(facts: ModelFacts, storage: StorageOption, compute: Choice, target: 
         return Choice(storage, used, reason if used != storage else "")
     if storage != "auto":
         return Choice(storage, storage)
-    size, own = 2 * facts.parameters, facts.file_dtype
+    size = 2 * facts.parameters
+    own = facts.file_dtype
     used, reason = auto_storage(target.device, size, own, target.free, compute.requested, target.streamed_from)
     enough: StorageOption = "fp16" if compute.used == SAFE else compute.used
     if used == AS_FILE and own == "fp32" and enough != "fp32":
-        used, reason = enough, Message("an fp32 file computed in {0} needs only {1} weights", compute.used, enough)
+        used = enough
+        reason = Message("an fp32 file computed in {0} needs only {1} weights", compute.used, enough)
     fits = target.free is None or not target.streams or size <= target.free - ACTIVATION_ROOM
     if used == AS_FILE and own == "bf16" and enough == "fp16" and fits:
-        used, reason = enough, Message("{0} multiplies in {1}: converted once, not at every step", compute.used, enough)
+        used = enough
+        reason = Message("{0} multiplies in {1}: converted once, not at every step", compute.used, enough)
     return Choice(storage, used, reason)
 
 
@@ -92,13 +95,16 @@ def _fitted(
     sizes = {name: bytes_stored(facts, own) for name, own in smaller.items()}
     fitting = [name for name in smaller if sizes[name] <= room]
     fast = next((name for name in fitting if not why_slow(name, target.device)), None)
-    used, held, moved = choice.used, choice.used.split("_")[0], size_text(size - room)
+    used = choice.used
+    held = choice.used.split("_")[0]
+    moved = size_text(size - room)
     if fast:
         given = size_text(size), held, fast, size_text(sizes[fast])
         needed = Message("{0} in {1} do not fit either: {2} takes {3}.", *given)
         instead = Message("With storage={0} ComfyUI moves {1} in and out at each step.", used, moved)
         reason = joined([needed, _error_of(fast), instead])
-        used, layers = fast, smaller[fast]
+        used = fast
+        layers = smaller[fast]
     else:
         why: str = "Fewer bits do not make it fit either."
         if fitting:
@@ -153,7 +159,8 @@ def choose_encoder_storage(facts: ModelFacts, storage: str, default: str, target
     ``default``: the dtype ComfyUI keeps text encoders in. An encoder runs once per prompt: 8 bits save memory, not
     time.
     """
-    own, needed = facts.file_dtype, 2 * facts.parameters
+    own = facts.file_dtype
+    needed = 2 * facts.parameters
     refused = "" if own in UNQUANTIZED else target.device.refuses(own)
     if storage in ("auto", AS_FILE) and refused:
         return Choice(storage, default, Message("The file is {0}. {1}", own, refused))

@@ -120,7 +120,8 @@ def _modulation(block: Block) -> list[LayerSpec]:
     and no layer of the block takes it as the second layer of an MLP takes the first's.
     """
     linears = [layer for layer in block if layer.cls == "Linear"]
-    outputs, inputs = {layer.shape[0] for layer in linears}, {layer.shape[1] for layer in linears}
+    outputs = {layer.shape[0] for layer in linears}
+    inputs = {layer.shape[1] for layer in linears}
     widening = [layer for layer in linears if layer.shape[0] >= layer.shape[1] and layer.shape[1] > 0]
     widths = {layer.shape[1] for layer in widening} & outputs
     return [layer for layer in linears if _makes_vectors(layer, widths) and not _is_taken(layer, inputs, outputs)]

@@ -10,11 +10,12 @@ import torch
 from halfsafe.precision.base.dtypes import QUANTIZED_NAMES
 from halfsafe.precision.base.errors import CheckpointError, HalfsafeError, StorageNotHeld
 from halfsafe.precision.base.options import STORAGE_OPTIONS
-from halfsafe.precision.commands.convert import conversion_text, convert_file, decide
+from halfsafe.precision.commands.convert import conversion_text, convert_file
 from halfsafe.precision.commands.inspect import inspect_file, inspection_text
 from halfsafe.precision.files.safetensors_file import open_checkpoint
 from halfsafe.precision.formats.checkpoint import read_checkpoint
 from halfsafe.precision.formats.registry import FORMAT_OF_STORAGE
+from halfsafe.precision.plan.layers import plan_file
 from halfsafe.precision.plan.presets import PRESETS
 from halfsafe.precision.plan.rules import rules_from
 from support.measures import relative_error
@@ -88,7 +89,7 @@ def _close(name: str, reference: torch.Tensor, found: torch.Tensor, storage: str
 def _same_in_memory(path: Path, target: Path, storage: str, rules) -> None:
     file, written = open_checkpoint(path), open_checkpoint(target)
     checkpoint = read_checkpoint(file, file.metadata, path)
-    wanted = {name: decision.storage for name, decision in decide(checkpoint, storage, rules).items()}
+    wanted = {name.removesuffix(".weight"): plan.storage for name, plan in plan_file(checkpoint, checkpoint.prefix, storage, rules).items()}
     tensors, _ = in_storages(checkpoint, wanted)
     if set(tensors) != set(written):
         raise Wrong(f"in memory and in the file: {set(tensors) ^ set(written)}")

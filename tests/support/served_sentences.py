@@ -6,7 +6,6 @@ Reasons, notes, advice, errors and what guards found: all that a page may draw. 
 from __future__ import annotations
 
 import ast
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,16 +22,15 @@ WORD = re.compile(r"(?<![\w=.])[A-Za-z][a-z]+(?![\w=])")
 WORDS = 2
 CODE = re.compile(r"\\\S|\||\(\?|^[^ ]*$")
 """Regular expressions, paths and names."""
-UNSAID = {"Schema", "compile", "define"}
-"""What takes texts that the page has from nodeDefs.json, or that are patterns or an operator's types."""
+UNSAID = {"schema", "compile", "define"}
+"""What takes words to search a node by, patterns, or an operator's types."""
 
 
 def served_sentences() -> set[str]:
     """Every text of two words or more in what runs in ComfyUI, but docstrings, annotations, log lines and the nodes' own labels; and every template of a message."""
-    labels = list(labels_in(json.loads((ROOT / "locales" / "en" / "nodeDefs.json").read_text(encoding="utf-8"))))
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in modules()]
     said = {text for tree in trees for text in texts_of(tree) if is_sentence(text) and not CODE.search(text)}
-    return {text for text in said if not is_label(text, labels)} | {text for tree in trees for text in templates_in(tree)}
+    return said | {text for tree in trees for text in templates_in(tree)}
 
 
 def templates_in(tree: ast.AST) -> Iterator[str]:
@@ -62,23 +60,10 @@ def is_sentence(text: str) -> bool:
     return len(words) >= WORDS and any(word.islower() for word in words)
 
 
-def is_label(text: str, labels: list[str]) -> bool:
-    """Whether nodeDefs.json has a text, or the sentence that a text is, in what a node and its inputs are labelled with."""
-    return text in labels or (text.endswith(".") and any(text in label for label in labels))
-
-
 def modules() -> list[Path]:
     skipped = [ROOT / name for name in (*OUTSIDE_OF_THE_PAGE, *TEXTS_AND_PICTURES)]
     paths = [path for package in ("precision", "nodes") for path in sorted((ROOT / package).rglob("*.py"))]
     return [path for path in paths if not any(path.is_relative_to(folder) for folder in skipped)]
-
-
-def labels_in(words: object) -> Iterator[str]:
-    if isinstance(words, dict):
-        for inner in words.values():
-            yield from labels_in(inner)
-    else:
-        yield str(words)
 
 
 def texts_of(tree: ast.AST) -> Iterator[str]:
@@ -107,6 +92,5 @@ def is_log(node: ast.AST) -> bool:
 
 
 def is_unsaid(node: ast.AST) -> bool:
-    """Whether this is a call of one of :data:`UNSAID`, or a keyword that labels a node's input."""
-    name = getattr(node.func, "attr", getattr(node.func, "id", "")) if isinstance(node, ast.Call) else ""
-    return name in UNSAID or (isinstance(node, ast.keyword) and node.arg in ("tooltip", "display_name"))
+    """Whether this is a call of one of :data:`UNSAID`."""
+    return isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in UNSAID

@@ -33,7 +33,8 @@ def computing(files: list[tuple[str, str]]) -> dict[str, list[dict[str, str]]]:
 
 def _computing(path: str, only_diffusion_model: bool) -> tuple[str, str]:
     checkpoint, prefix, config = recognised(open_model(path), only_diffusion_model)
-    tensors, supported = stored_tensors(checkpoint), list(config.supported_inference_dtypes)
+    tensors = stored_tensors(checkpoint)
+    supported = list(config.supported_inference_dtypes)
     size = comfy.utils.calculate_parameters(tensors, prefix)
     in_file = None if config.quant_config else comfy.utils.weight_dtype(tensors, prefix)
     held = management.unet_dtype(model_params=size, supported_dtypes=supported, weight_dtype=in_file)

@@ -77,7 +77,9 @@ def quantized_at_hand(
     loaded = load_weights(checkpoint, "as_file", computed, Rules(), disable_dynamic=disable_dynamic)
     clone = patcher.clone(model_override=(loaded.model, ({}, {}, {}, set())))
     clone.__class__ = type(loaded)
-    clone.patches, clone.patches_uuid, clone.parent = {}, loaded.patches_uuid, None
+    clone.patches = {}
+    clone.patches_uuid = loaded.patches_uuid
+    clone.parent = None
     clone.size = 0  # ComfyUI counts it anew; its clone has the size of the model that came in
     clone.cached_patcher_init = (_again, (patcher, storage, rules))
     clone.injections.pop(LOW_RANK, None)
@@ -94,10 +96,12 @@ def offered_in_int8(patcher: ModelPatcher, rules: Rules) -> dict[str, tuple[str]
     Empty where int8 is not faster than 16 bits, or not held; for a model that is quantized already, or packed in
     another loader's format; and for one whose storage cannot be changed.
     """
-    device, held = current_device(), bytes_by_storage(patcher)
+    device = current_device()
+    held = bytes_by_storage(patcher)
     if why_int8_is_slow(device) or "int8" not in held_storages() or not held.keys() <= {*UNQUANTIZED}:
         return {}
-    modules, plans = dict(layers_of(patcher)), plan_storage(model_facts(patcher).layers, "int8", rules)
+    modules = dict(layers_of(patcher))
+    plans = plan_storage(model_facts(patcher).layers, "int8", rules)
     made = {modules[name].weight: plan.storage for name, plan in plans.items() if plan.storage in QUANTIZED_NAMES}
     if not made or _bound_to_weights(patcher):
         return {}

@@ -126,7 +126,8 @@ def _unknown(checkpoint: Checkpoint, why: str = "") -> CheckpointError:
 def _own_record(checkpoint: Checkpoint, why: str, storage: StorageOption, compute: ComputeOption) -> ModelPlan:
     asked = {"storage": storage, "compute": compute}
     idle = tuple(WithoutEffect(f"{name}={value}", why) for name, value in asked.items() if value not in AS_IT_IS)
-    choice, notes = Choice(storage, "as_file", why), (*checkpoint.notes,)
+    choice = Choice(storage, "as_file", why)
+    notes = (*checkpoint.notes,)
     return ModelPlan(choice, without_effect=idle, notes=notes, file=checkpoint.path, dialects=checkpoint.dialects)
 
 
@@ -166,9 +167,11 @@ def _facts(checkpoint: Checkpoint, module: torch.nn.Module) -> ModelFacts:
 def _store(module: torch.nn.Module, facts: ModelFacts, plan: ModelPlan, tensors: Mapping[str, torch.Tensor]) -> None:
     """Give a model its tensors as planned, and ComfyUI's quantized layers for quantized weights."""
     layers = [facts.names[name] for name in models.quantized_tensors(facts, plan)]
-    operations, dtype = models.operations_for(facts, plan), dtype_named(plan.dtype)
+    operations = models.operations_for(facts, plan)
+    dtype = dtype_named(plan.dtype)
     for layer in layers:
-        plain, inside = module.get_submodule(layer), f"{layer}."
+        plain = module.get_submodule(layer)
+        inside = f"{layer}."
         made = operations.Linear(plain.in_features, plain.out_features, plain.bias is not None, "cpu", dtype)
         made.load_state_dict({n.removeprefix(inside): it for n, it in tensors.items() if n.startswith(inside)})
         parent, _, leaf = layer.rpartition(".")

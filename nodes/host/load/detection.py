@@ -55,21 +55,19 @@ def detect_model(checkpoint: Checkpoint, only_diffusion_model: bool) -> ModelFac
 
 def _without(checkpoint: Checkpoint, names: Sequence[str]) -> Checkpoint:
     weights = {name: weight for name, weight in checkpoint.weights.items() if name not in names}
-    return replace(checkpoint, weights=weights, notes=[*checkpoint.notes, left_out_note(names)])
-
-
-def left_out_note(names: Sequence[str]) -> str:
-    """Return the note on quantized weights that belong to no layer of the model."""
-    return Message("Quantized layers of the file that the model does not have were ignored: {0}.", _layers_of(names))
+    note = Message("Quantized layers of the file that the model does not have were ignored: {0}.", _layers_of(names))
+    return replace(checkpoint, weights=weights, notes=[*checkpoint.notes, note])
 
 
 def recognised(checkpoint: Checkpoint, only_diffusion_model: bool = False) -> tuple[Checkpoint, str, Any]:
     """Return a checkpoint as :func:`detect_model` names its tensors, the model's prefix and ComfyUI's config."""
     prefix = comfy.model_detection.unet_prefix_from_state_dict(checkpoint.weights)
     if only_diffusion_model:
-        checkpoint, prefix = _stripped(checkpoint, prefix), ""
+        checkpoint = _stripped(checkpoint, prefix)
+        prefix = ""
     checkpoint = _with_true_shapes(checkpoint, prefix)
-    original, config = checkpoint, _config(checkpoint, prefix)
+    original = checkpoint
+    config = _config(checkpoint, prefix)
     if config is None and only_diffusion_model:
         checkpoint = _from_diffusers(checkpoint)
         config = _config(checkpoint, "")

@@ -29,7 +29,7 @@ from ....precision.plan.layers import LoadTarget
 from ....precision.plan.load import ModelPlan, plan_encoder
 from ..comfyui.model_facts import held_storages
 from ..comfyui.weights import ask_for_plain_products
-from .detection import left_out_note, recognised, renamed_by, stored_tensors, unpacked
+from .detection import recognised, renamed_by, stored_tensors, unpacked
 from .devices import device_at, free_host_memory, streams_weights
 from .files import open_model
 from .lacking import lacking_tensors
@@ -39,14 +39,13 @@ from .tensors import load_tensors
 logger = logging.getLogger("halfsafe")
 FP32_ACTIVATIONS = "ComfyUI runs text encoders with fp32 activations"
 OPEN_CLIP = "transformer.resblocks.0.ln_1.weight"
-CLIP_WORDS, CLIP_LAYER = "text_model.embeddings.token_embedding.weight", "mlp.fc1.weight"
+CLIP_WORDS = "text_model.embeddings.token_embedding.weight"
+CLIP_LAYER = "mlp.fc1.weight"
 CLIP_NORM = "text_model.final_layer_norm.weight"
 VISION = re.compile(r"(^|\.)(visual|vision_\w+|audio_(model|projector)|multi_modal_projector|lm_head)\.")
 """Parts of a text encoder that texts do without."""
 ENCODER = re.compile(r"^(encoder|quant_conv)\.")
 """Parts of a VAE that decoding does without."""
-OWN_PARTS = 4
-"""Parts of a layer's name, from its end, that no text encoder shares between two of its own."""
 VAE_CALLS = ("decode", "encode", "decode_tiled", "encode_tiled")
 """The methods of a VAE's module that ComfyUI's ``VAE`` and nodes call."""
 
@@ -96,7 +95,8 @@ def _clip_sizes(files: Sequence[Checkpoint]) -> dict:
     if CLIP_WORDS not in shapes:
         return {}
     numbers = (re.search(r"encoder\.layers\.(\d+)\.", name) for name in shapes)
-    width, layers = shapes[CLIP_WORDS][1], 1 + max((int(number[1]) for number in numbers if number), default=0)
+    width = shapes[CLIP_WORDS][1]
+    layers = 1 + max((int(number[1]) for number in numbers if number), default=0)
     inner = next(shape[0] for name, shape in shapes.items() if name.endswith(CLIP_LAYER))
     sizes = {"hidden_size": width, "num_hidden_layers": layers, "intermediate_size": inner}
     return {"model_config": {**sizes, "num_attention_heads": max(1, width // 64)}}
@@ -133,7 +133,6 @@ def _loaded(
     with lacking_tensors(*paths) as lacking:
         clip = make(list(tensors), _options(plans))
     lacks = lacking.refuse(clip.cond_stage_model, VISION, "images in a prompt give NaN")
-    lacks += _left_out(files, clip.cond_stage_model)
     hold_as_made(clip.patcher)
     idle = [] if compute in ("auto", "fp32") else [WithoutEffect(f"compute={compute}", FP32_ACTIVATIONS)]
     plan = ModelPlan(
@@ -149,19 +148,6 @@ def _loaded(
     if compute == "fp32":
         ask_for_plain_products(clip.patcher)
     return clip
-
-
-def _left_out(files: Sequence[Checkpoint], model: torch.nn.Module) -> list[str]:
-    """Return the note on quantized layers of text encoder files that the model does not have: ComfyUI ignores them.
-
-    ComfyUI changes the beginnings of names as it loads, so that a layer is looked for by the end of its name.
-    """
-    parts = (name.split(".") for name, _ in model.named_modules())
-    ends = {".".join(names[start:]) for names in parts for start in range(len(names))}
-    quantized = [name for file in files for name, weight in file.weights.items() if weight.quantized]
-    layers = (name.removesuffix(".weight") for name in quantized)
-    lacking = [layer for layer in layers if ".".join(layer.split(".")[-OWN_PARTS:]) not in ends]
-    return [left_out_note(lacking)] if lacking else []
 
 
 def _reloaded(load: Callable, *arguments, disable_dynamic: bool = False) -> ModelPatcher:
@@ -191,7 +177,8 @@ def _missing_projections(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Te
 
 
 def _options(plans: Sequence[ModelPlan]) -> dict:
-    storage, quantized = plans[0].storage.used, any(own.declared for plan in plans for own in plan.weights.values())
+    storage = plans[0].storage.used
+    quantized = any(own.declared for plan in plans for own in plan.weights.values())
     options = {} if storage in (*QUANTIZED_NAMES, "as_file") else {"dtype": dtype_named(storage)}
     return {**options, "quantization_metadata": {"mixed_ops": True}} if quantized else options
 
@@ -202,7 +189,8 @@ def load_vae(path: str, dtype: str, whole: bool = False, disable_dynamic: bool =
     ``whole``: the file is a full checkpoint; if it holds no VAE, the result is as of ComfyUI's loader: a VAE without a
     module, whose use raises an error that says so. ``disable_dynamic`` is ComfyUI's and changes nothing here.
     """
-    checkpoint, config = open_model(path), None
+    checkpoint = open_model(path)
+    config = None
     for note in checkpoint.notes:
         logger.info("Halfsafe: %s: %s", path, note)
     if whole:

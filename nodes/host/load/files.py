@@ -81,7 +81,8 @@ def _check_policy(file: TensorFile) -> None:
 
 
 def _is_mapped(file: TensorFile) -> bool:
-    codes, suffixes = {entry.dtype for entry in file.entries.values()}, {path.suffix.lower() for path in file.files}
+    codes = {entry.dtype for entry in file.entries.values()}
+    suffixes = {path.suffix.lower() for path in file.files}
     # By these suffixes ``load_torch_file`` in comfy/utils.py knows safetensors.
     return codes <= comfy.utils._TYPES.keys() and suffixes <= {".safetensors", ".sft"}
 

@@ -20,8 +20,7 @@ from ....precision.formats.checkpoint import Checkpoint, read_checkpoint
 from ....precision.formats.layer_plan import AS_FILE
 from ....precision.plan import storage as plan
 from ....precision.plan.auto import BLOCKS, smallest_storage, why_low_bits_are_slow, why_slow
-from ....precision.plan.facts import layer_specs
-from ....precision.plan.layers import FEWER_BITS, plan_storage
+from ....precision.plan.layers import FEWER_BITS, plan_file
 from ....precision.plan.rules import TEXT_ENCODER_RULES, Rules, rules_from
 from ..comfyui.attributes import MEMORY_ESTIMATE
 from ..comfyui.model_facts import held_storages, later_storages
@@ -34,8 +33,10 @@ NOT_READ = "Halfsafe's loaders read .safetensors files only"
 DIFFERENCES = "it stores differences to a model's weights"
 NOT_16_BIT = "its weights are in 8 bits or fewer already"
 NO_LAYER = "none of its layers can be in 8 bits"
-ENCODERS, CHECKPOINTS = "text_encoders", "checkpoints"
-MODEL, CLIP = "storage", "clip_storage"
+ENCODERS = "text_encoders"
+CHECKPOINTS = "checkpoints"
+MODEL = "storage"
+CLIP = "clip_storage"
 """The options of a loader for the weights of a model, and of text encoders."""
 DEVICES = {MODEL: compute_device, CLIP: comfy.model_management.text_encoder_device}
 VAE = re.compile(r"^(first_stage_model|vae)\.")
@@ -53,8 +54,7 @@ class Part(NamedTuple):
 
     def bytes_in(self, storage: str) -> int:
         """Count the bytes of the weights in a storage; their sensitive layers stay."""
-        layers = plan_storage(layer_specs(self.checkpoint, self.prefix), storage, self.rules)
-        decisions = {f"{self.prefix}{layer}.weight": decision for layer, decision in layers.items()}
+        decisions = plan_file(self.checkpoint, self.prefix, storage, self.rules)
         return plan.bytes_in_memory(self.checkpoint.weights.values(), decisions)
 
     def held(self) -> set[str]:
@@ -94,7 +94,8 @@ def _judged(loader: Mapping, options: Mapping[str, str]) -> dict:
         ComfyUI that it ``needs``, empty where this one runs it; ``activations``: see :func:`_activations`. The reason
         alone if ours cannot read a file.
     """
-    parts, missing = [], []
+    parts = []
+    missing = []
     for name in loader["names"]:
         path = folder_paths.get_full_path(loader["folder"], name)
         if not name.lower().endswith(READ):
@@ -111,7 +112,8 @@ def _judged(loader: Mapping, options: Mapping[str, str]) -> dict:
             return {"reason": DIFFERENCES}
         parts += _parts(loader["folder"], checkpoint)
     chosen = {option: _storage_beside(parts, option, default) for option, default in options.items()}
-    is_cast, then = loader.get("in_8_bits"), _sum(parts, chosen)
+    is_cast = loader.get("in_8_bits")
+    then = _sum(parts, chosen)
     now = then if is_cast else _sum(parts, {})
     saves = not parts or now - then > LEAST * now
     usable = [name for name in FEWER_BITS if name not in BLOCKS or not why_slow(name, current_device())]
@@ -128,7 +130,8 @@ def _judged(loader: Mapping, options: Mapping[str, str]) -> dict:
 
 
 def _parts(folder: str, checkpoint: Checkpoint) -> Iterator[Part]:
-    prefix, encoder = checkpoint.prefix, Rules(presets=TEXT_ENCODER_RULES)
+    prefix = checkpoint.prefix
+    encoder = Rules(presets=TEXT_ENCODER_RULES)
     inside = {name: weight for name, weight in checkpoint.weights.items() if name.startswith(prefix)}
     outside = {name: it for name, it in checkpoint.weights.items() if name not in inside and not VAE.match(name)}
     if folder == ENCODERS:
@@ -141,7 +144,8 @@ def _parts(folder: str, checkpoint: Checkpoint) -> Iterator[Part]:
 
 def _storage_beside(parts: list[Part], option: str, default: str) -> str:
     """Choose the storage in which weights that are quantized already stay as they are."""
-    device, own = device_at(DEVICES[option]()), [part for part in parts if part.option == option]
+    device = device_at(DEVICES[option]())
+    own = [part for part in parts if part.option == option]
     usable = {storage for part in own for storage in part.held() if not device.refuses(storage)}
     return next((storage for storage in plan.EIGHT_BITS if usable == {storage}), AS_FILE) if usable else default
 
@@ -160,14 +164,16 @@ def _fewer(parts: list[Part], storage: str, now: int) -> dict | None:
 def _activations(loader: Mapping, checkpoint: Checkpoint) -> list[str]:
     """Return what ComfyUI estimates for the values between a model's layers at a size, and half of it, as half of the
     pixels or frames takes; empty where the size is not known."""
-    size, folder = loader.get("size"), loader["folder"]
+    size = loader.get("size")
+    folder = loader["folder"]
     if not size or folder == ENCODERS:
         return []
     try:
         _, _, config = recognised(checkpoint, only_diffusion_model=folder != CHECKPOINTS)
     except CheckpointError:
         return []
-    latent, side = config.latent_format, config.latent_format.spacial_downscale_ratio
+    latent = config.latent_format
+    side = config.latent_format.spacial_downscale_ratio
     frames = (size["length"] - 1) // latent.temporal_downscale_ratio + 1
     shape = [size["batch_size"], latent.latent_channels, frames, size["height"] // side, size["width"] // side]
     model = SimpleNamespace(memory_usage_factor=config.memory_usage_factor, memory_usage_factor_conds=())

@@ -43,7 +43,8 @@ def marks_of(patcher: ModelPatcher) -> dict[str, StoredWeight]:
 
 def _sampling_marks(patcher: ModelPatcher) -> dict[str, torch.Tensor]:
     """Make the keys by which the loaders tell how a model of the SD family predicts; see ``SDXL.model_type`` there."""
-    sampling, kind = patcher.get_model_object("model_sampling"), patcher.model.model_type
+    sampling = patcher.get_model_object("model_sampling")
+    kind = patcher.model.model_type
     if kind == comfy.model_base.ModelType.EDM:
         latent = patcher.model.latent_format
         return {"edm_mean": latent.latents_mean.clone(), "edm_std": latent.latents_std.clone()}

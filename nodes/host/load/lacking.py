@@ -99,7 +99,8 @@ class Lacking(TorchDispatchMode):
 
     def _names(self, module: torch.nn.Module) -> list[str]:
         """List the parameters of a module that the file had nothing for."""
-        none, unwritten = [], []
+        none = []
+        unwritten = []
         for name, part in module.named_modules():
             weight = getattr(part, "weight", part)
             # ComfyUI's quantized layers take a weight of any shape, and have none before they are given one

@@ -20,6 +20,7 @@ from ....precision.base.errors import CheckpointError
 from ....precision.base.options import ComputeOption, StorageOption
 from ....precision.formats.checkpoint import Checkpoint
 from ....precision.plan.choice import ATTACHMENT, Choice
+from ....precision.plan.compute import weight_dtype
 from ....precision.plan.facts import ModelFacts
 from ....precision.plan.layers import LoadTarget
 from ....precision.plan.load import ModelPlan, plan_load
@@ -113,7 +114,8 @@ def prepare(
         StorageNotHeld: this ComfyUI or the device cannot hold the weights as requested.
         MemoryShortage: the weights do not fit into the host's memory.
     """
-    device, host = current_device(), free_host_memory() if streamed else None
+    device = current_device()
+    host = free_host_memory() if streamed else None
     free = None if device.simulated else free_device_memory()
     plan = plan_load(facts, storage, compute, rules, LoadTarget(device, free, held_storages(), host))
     tensors, notes = load_tensors(facts.checkpoint, plan, read=not streamed)
@@ -127,7 +129,8 @@ def quantized_tensors(facts: ModelFacts, plan: ModelPlan) -> list[str]:
 
 def operations_for(facts: ModelFacts, plan: ModelPlan) -> Any:
     """Choose ComfyUI's operations. Its quantized ones give their dtype to weights that are not quantized as well."""
-    quantized, dtype = bool(quantized_tensors(facts, plan)), dtype_named(plan.dtype)
+    quantized = bool(quantized_tensors(facts, plan))
+    dtype = dtype_named(plan.dtype)
     computed = dtype if quantized else dtype_named(plan.compute.activation_dtype)
     config = SimpleNamespace(quant_config={"mixed_ops": True} if quantized else None)
     return comfy.ops.pick_operations(dtype, computed, load_device=compute_device(), model_config=config)
@@ -158,7 +161,8 @@ def settle_quantized(model: torch.nn.Module, facts: ModelFacts, plan: ModelPlan)
     Raises:
         CheckpointError: ComfyUI does not hold a weight quantized that was given to it so.
     """
-    names, dtype = quantized_tensors(facts, plan), dtype_named(plan.compute.weight_dtype)
+    names = quantized_tensors(facts, plan)
+    dtype = dtype_named(weight_dtype(plan.compute.choice.used))
     modules = dict(model.named_modules()) if names else {}
     for name in names:
         module = modules.get(facts.names.get(name, ""), model)
@@ -195,7 +199,8 @@ def attach(patcher: ModelPatcher, plan: ModelPlan, compute: Choice | None = None
 
 def tell(plan: ModelPlan, compute: Choice | None = None) -> None:
     """Log the plan of a load."""
-    storage, arithmetic = str(plan.storage).removesuffix("."), f"; compute {compute}" if compute else ""
+    storage = str(plan.storage).removesuffix(".")
+    arithmetic = f"; compute {compute}" if compute else ""
     logger.info("Halfsafe: %s: storage %s%s", plan.file, storage, arithmetic)
     for note in plan.notes:
         logger.info("Halfsafe: %s: %s", plan.file, note)

@@ -65,7 +65,8 @@ class LiveWeights(Mapping[str, StoredWeight]):
         self.unpacking = dict(unpacking_layers(patcher.model))
         self.stored = read_checkpoint(_unpatched(patcher, self.unpacking), {}, type(patcher.model).__name__).weights
         self.stored.update(marks_of(patcher))
-        self.patched, self.unfit = set[str](), list[str]()
+        self.patched = set[str]()
+        self.unfit = list[str]()
         for name, weight in self.stored.items():
             patches = patcher.patches.get(DIFFUSION_MODEL + name, [])
             left_out = [is_left_out(patch, weight.shape) for patch in patches]
@@ -75,7 +76,8 @@ class LiveWeights(Mapping[str, StoredWeight]):
                 self.patched.add(name)
 
     def __getitem__(self, name: str) -> StoredWeight:
-        weight, key = self.stored[name], DIFFUSION_MODEL + name
+        weight = self.stored[name]
+        key = DIFFUSION_MODEL + name
         if name in self.unpacking:
             weight = weight.with_values(self.unpacking[name]())
         weight = weight.moved("cpu")
@@ -91,21 +93,11 @@ class LiveWeights(Mapping[str, StoredWeight]):
         return len(self.stored)
 
     def keep_storage(self, name: str, quantizable: bool) -> str:
-        """Return the storage to request so that a patched weight keeps its storage.
-
-        What nothing here writes is rounded by comfy-kitchen now.
-        """
+        """Return the storage to request so that a patched weight keeps its storage; bf16 if it cannot be written."""
         weight = self.stored[name]
-        if weight.format is None or weight.format.can_write:
-            fits = quantizable and weight.storage in FORMAT_OF_STORAGE
-            return weight.storage if fits or not weight.quantized else "bf16"
-        held = comfy.utils.get_attr(self._patcher.model, DIFFUSION_MODEL + name)
-        merged = self[name].data.to(compute_device(), held.dtype)
-        parts = held.requantize_from_float(merged, scale="recalculate").state_dict(name)
-        tensors = {leaf: parts.get(f"{weight.layer}.{leaf}", tensor) for leaf, tensor in weight.tensors.items()}
-        self.stored[name] = replace(weight, data=parts[name], tensors=tensors).moved("cpu")
-        self.patched.remove(name)
-        return AS_FILE
+        format = FORMAT_OF_STORAGE.get(weight.storage)
+        fits = quantizable and format is not None and format.can_write
+        return weight.storage if fits or not weight.quantized else "bf16"
 
 
 def _unpatched(patcher: ModelPatcher, unpacking: Mapping[str, Unpack]) -> dict[str, torch.Tensor]:
@@ -124,7 +116,8 @@ def _unpatched(patcher: ModelPatcher, unpacking: Mapping[str, Unpack]) -> dict[s
     state = {plain_name(name): tensor.detach().as_subclass(torch.Tensor) for name, tensor in tensors.items()}
     for key, backup in patcher.backup.items():
         if key.startswith(DIFFUSION_MODEL):
-            name, weight = plain_name(key.removeprefix(DIFFUSION_MODEL)), backup.weight
+            name = plain_name(key.removeprefix(DIFFUSION_MODEL))
+            weight = backup.weight
             quantized = isinstance(weight, comfy.quant_ops.QuantizedTensor)
             state.update(weight.state_dict(name) if quantized else {name: weight})
     return state
@@ -161,9 +154,11 @@ def save_model(
     lines = [str(rule) for rule in rules.own]
     provenance = Provenance(source_of_model(patcher), storage, rules.names, lines, patched, unfit=weights.unfit)
     rounding = _rounding(patcher, calibration, weights, plans, provenance.source) if calibration else None
-    metadata |= rounding.card_entry(provenance, plans) if rounding else card_entry(provenance, plans.values())
+    provenance = replace(provenance, calibration=rounding.noted() if rounding else {})
+    metadata |= card_entry(provenance, plans.values())
     made = (rounding.made if rounding else made_here)(weights, plans, name)
-    specs, progress = [spec for plan in plans.values() for spec in plan.specs], byte_progress(weights.stored.values())
+    specs = [spec for plan in plans.values() for spec in plan.specs]
+    progress = byte_progress(weights.stored.values())
     write_safetensors(path, specs, tensors_made(made, lambda name, size: progress(size)), metadata)
     if rounding:
         logger.info("Halfsafe: %s: %s", name, rounding.text())

@@ -32,8 +32,11 @@ def load_tensors(
         MemoryShortage: the allocated weights do not fit into the host's memory.
     """
     require_memory(plan.allocated, Message("Loading {0}", checkpoint.path), free_host_memory())
-    weights, plans, tensors = checkpoint.weights, plan.weights, {}
-    advance, size = byte_progress(weights.values()), 0
+    weights = checkpoint.weights
+    plans = plan.weights
+    tensors = {}
+    advance = byte_progress(weights.values())
+    size = 0
     with quantizing_device() as device:
         for weight, made in (device.weights if device else made_here)(weights, plans, checkpoint.path, read):
             size += 0 if stays(weight, plans[weight.name].storage) else plans[weight.name].bytes

@@ -1,8 +1,7 @@
-"""Files with quantized layers that the model does not have: loaded without them, which a note names."""
+"""Files with quantized layers that the model does not have: loaded without them, which a note on a diffusion model names."""
 
 import pytest
 from halfsafe.nodes.host.comfyui.model_facts import held_storages
-from halfsafe.precision.plan.choice import ATTACHMENT
 from safetensors.torch import load_file, save_file
 from support import dialects, families, tiny_models
 from support.measures import relative_error
@@ -39,17 +38,15 @@ def test_they_are_left_out_and_named(comfy, wan, tmp_path, asked):
 
 
 @pytest.mark.parametrize("asked", ["as_file", "bf16", "int8"])
-def test_those_of_a_text_encoder_are_named_too(comfy, models_dir, tmp_path, asked):
+def test_those_of_a_text_encoder_change_nothing(comfy, models_dir, tmp_path, asked):
     plain = tiny_models.narrow_clip_l(models_dir / "text_encoders" / "clip_l_lacks.safetensors")
 
     def encoded(path):
         clip = comfy.run("HalfsafeLoadCLIP", clip_name1=path.name, type="stable_diffusion", storage=asked, compute="auto")[0]
-        return clip.encode_from_tokens(clip.tokenize("a lighthouse")), " ".join(clip.patcher.attachments[ATTACHMENT].notes)
+        return clip.encode_from_tokens(clip.tokenize("a lighthouse"))
 
-    expected, notes = encoded(plain)
-    assert "left out" not in notes
+    expected = encoded(plain)
     for storage in [name for name in FORMATS if name in held_storages()]:
         path = plain.with_name(f"clip_l_lacks_{storage}.safetensors")
         save_file(load_file(plain) | in_extra_layers(storage, tmp_path), path)
-        result, notes = encoded(path)
-        assert relative_error(expected, result) < 1e-5 and all(name in notes for name in EXTRA), (storage, notes)
+        assert relative_error(expected, encoded(path)) < 1e-5, storage

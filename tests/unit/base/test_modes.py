@@ -48,7 +48,7 @@ def test_a_compute_option_asks_for_the_plain_mode_of_its_rule():
 
 @pytest.mark.parametrize("option", ["fp16", "fp16_safe", "bf16", "fp32"])
 def test_a_plan_runs_its_layers_in_the_mode_of_the_option(option):
-    plan = plan_compute(FACTS, detect(torch.device("cpu"), profile="sm_86"), option, Rules())
+    plan = plan_compute(FACTS, detect(torch.device("cpu"), profile="sm_86"), option, Rules(), {})
     modes = {decision.mode for decision in plan.decisions.values()} or {plan.activation_dtype}
     assert modes == {MODE_OF[option]}
 

@@ -11,11 +11,10 @@ from halfsafe.precision.files.safetensors_file import open_checkpoint
 from halfsafe.precision.files.tensor_file import fingerprint
 from halfsafe.precision.formats import card
 from halfsafe.precision.formats.card import pack_version
-from halfsafe.precision.formats.checkpoint import CARD_KEY, read_checkpoint
+from halfsafe.precision.formats.checkpoint import CARD_KEY
 from halfsafe.precision.plan.rules import rules_from
 from safetensors.torch import save_file
 from support import dialects
-from support.measures import relative_error
 
 
 def model(folder):
@@ -36,7 +35,6 @@ def test_the_card_tells_how_a_file_was_made(tmp_path):
     source, _ = model(tmp_path)
     convert_file(source, tmp_path / "out.safetensors", "fp8_e4m3fn", rules_from("blocks.0.ffn.2 storage=int8"))
     card, size = card_of(tmp_path / "out.safetensors"), source.stat().st_size
-    errors = card.pop("relative_rms_error_of_16_rows_per_weight")
     number = card["source"].pop("sha256_of_header_and_4096_bytes_of_each_tensor")
     assert number == fingerprint(open_checkpoint(source)) and len(number) == 64
     assert card == {
@@ -48,21 +46,6 @@ def test_the_card_tells_how_a_file_was_made(tmp_path):
         "merged_patches": 0,
         "source": {"file": "in.safetensors", "bytes": size},
     }
-    assert 0.02 < errors["fp8_e4m3fn"] < 0.032 and 0.005 < errors["int8"] < 0.012
-
-
-@pytest.mark.parametrize("storage", ["fp8_e4m3fn", "fp8_e5m2", "int8"])
-def test_the_cards_error_is_that_of_the_weights(tmp_path, storage):
-    generator = torch.Generator().manual_seed(0)
-    save_file({"a.weight": torch.randn(4096, 256, generator=generator), "a.bias": torch.zeros(4096)}, tmp_path / "in.safetensors")
-    convert_file(tmp_path / "in.safetensors", tmp_path / "out.safetensors", storage, rules_from(preset="none"))
-    before, after = (open_checkpoint(tmp_path / name) for name in ("in.safetensors", "out.safetensors"))
-    kept, exact = read_checkpoint(after, after.metadata, "out").weights["a.weight"].dequantize(torch.float32), before["a.weight"]
-    told = card_of(tmp_path / "out.safetensors")["relative_rms_error_of_16_rows_per_weight"][storage]
-    taken = [len(exact) * quarter // 4 - 4 + row for quarter in (1, 3) for row in range(8)]
-    assert told == pytest.approx(relative_error(exact[taken], kept[taken]), rel=0.01)
-    squares = ((kept - exact).square().mean(1) / exact.square().mean()).double()
-    assert told**2 == pytest.approx(squares.mean().item(), abs=4 * squares.std().item() / 16**0.5), "these rows stand for the others"
 
 
 def test_converting_twice_gives_the_same_bytes_whatever_an_earlier_card_said(tmp_path):
@@ -73,7 +56,6 @@ def test_converting_twice_gives_the_same_bytes_whatever_an_earlier_card_said(tmp
     convert_file(tmp_path / "a.safetensors", tmp_path / "again.safetensors", "bf16", rules_from(preset="none"))
     card = card_of(tmp_path / "again.safetensors")
     assert card["source"]["file"] == "a.safetensors" and card["needs_comfyui"] is None
-    assert "relative_rms_error_of_16_rows_per_weight" not in card
 
 
 def test_files_of_one_architecture_have_fingerprints_of_their_own(tmp_path):

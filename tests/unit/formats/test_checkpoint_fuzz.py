@@ -9,12 +9,13 @@ import fuzz
 import pytest
 import torch
 from halfsafe.precision.base.errors import CheckpointError, NonFiniteWeight, UnconsumedScale
-from halfsafe.precision.commands.convert import convert_file, decide
+from halfsafe.precision.commands.convert import convert_file
 from halfsafe.precision.commands.inspect import inspect_file
 from halfsafe.precision.files.safetensors_file import open_checkpoint
 from halfsafe.precision.formats.checkpoint import read_checkpoint
 from halfsafe.precision.formats.stored_weight import comfy_quant_tensor, granularity_of
 from halfsafe.precision.plan.facts import layer_specs
+from halfsafe.precision.plan.layers import plan_file
 from halfsafe.precision.plan.rules import rules_from
 from halfsafe.precision.report.schema import LayerReport, Report
 from hypothesis import HealthCheck, given, settings
@@ -148,7 +149,7 @@ def test_a_weight_beside_a_tensor_named_like_a_scale_stays_in_16_bit(tmp_path, l
     assert torch.equal(out[f"a.{leaf}"], open_checkpoint(path)[f"a.{leaf}"]) and any("a.weight" in note for note in summary.notes)
     assert inspect_file(out.path).problems == []
     checkpoint = read_checkpoint(open_checkpoint(path), {}, path)
-    wanted = {name: decision.storage for name, decision in decide(checkpoint, "fp8_e4m3fn", NO_RULES).items()}
+    wanted = {name.removesuffix(".weight"): plan.storage for name, plan in plan_file(checkpoint, checkpoint.prefix, "fp8_e4m3fn", NO_RULES).items()}
     assert set(in_storages(checkpoint, wanted)[0]) == set(out)
 
 

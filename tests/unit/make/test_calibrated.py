@@ -35,7 +35,7 @@ def weight_of(rows: int, columns: int, seed: int = 1) -> torch.Tensor:
 def chosen_for(storage, weight, products):
     """The turned weight, its nearest numbers and those chosen by the products, and the squared errors of both."""
     row = FORMAT_OF_STORAGE[storage]
-    shared = row.shared([weight])
+    shared = row.scale_for(weight.abs().max().item()) if row.by_largest else row.shared([weight])
     params, turned = {**row.encode(weight, shared), **shared}, row.turned(weight)
     blocks = turned_products(products.blocks, row)
     found, before, after = rounded(turned, blocks, products.tokens, lambda values, at: row.nearest(values, params, at))

@@ -7,7 +7,7 @@ import torch
 from halfsafe.precision.base.errors import CheckpointError, HalfsafeError
 from halfsafe.precision.commands.convert import convert_file
 from halfsafe.precision.files.safetensors_file import open_checkpoint
-from halfsafe.precision.formats.card import WHAT_ERROR, card_in, source_of
+from halfsafe.precision.formats.card import card_in, source_of
 from halfsafe.precision.formats.checkpoint import read_checkpoint
 from halfsafe.precision.formats.registry import FORMAT_OF_STORAGE
 from halfsafe.precision.make import calibrated as weights_of
@@ -73,10 +73,8 @@ def test_the_card_says_what_was_rounded_by_what(tmp_path):
     calibration = calibrated(source)
     calibration.layers["blocks.0.attn"].tokens = 0
     converted(source, tmp_path / "found.safetensors", "int8", calibration)
-    converted(source, tmp_path / "near.safetensors", "int8")
-    near, card = (card_in(open_checkpoint(tmp_path / f"{name}.safetensors").metadata) for name in ("near", "found"))
+    card = card_in(open_checkpoint(tmp_path / "found.safetensors").metadata)
     assert card["calibration"] == {"method": "GPTQ", "model": "model.safetensors", "runs": 1, "model_calls": 8, "layers": 2}
-    assert 0 < card[WHAT_ERROR]["int8"] != near[WHAT_ERROR]["int8"], "of the weights that were rounded to nearest alone"
 
 
 def test_another_model_s_calibration_is_an_error_that_names_both(tmp_path):
