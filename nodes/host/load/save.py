@@ -93,11 +93,21 @@ class LiveWeights(Mapping[str, StoredWeight]):
         return len(self.stored)
 
     def keep_storage(self, name: str, quantizable: bool) -> str:
-        """Return the storage to request so that a patched weight keeps its storage; bf16 if it cannot be written."""
+        """Return the storage to request so that a patched weight keeps its storage.
+
+        What nothing here writes is rounded by comfy-kitchen now.
+        """
         weight = self.stored[name]
-        format = FORMAT_OF_STORAGE.get(weight.storage)
-        fits = quantizable and format is not None and format.can_write
-        return weight.storage if fits or not weight.quantized else "bf16"
+        if weight.format is None or weight.format.can_write:
+            fits = quantizable and weight.storage in FORMAT_OF_STORAGE
+            return weight.storage if fits or not weight.quantized else "bf16"
+        held = comfy.utils.get_attr(self._patcher.model, DIFFUSION_MODEL + name)
+        merged = self[name].data.to(compute_device(), held.dtype)
+        parts = held.requantize_from_float(merged, scale="recalculate").state_dict(name)
+        tensors = {leaf: parts.get(f"{weight.layer}.{leaf}", tensor) for leaf, tensor in weight.tensors.items()}
+        self.stored[name] = replace(weight, data=parts[name], tensors=tensors).moved("cpu")
+        self.patched.remove(name)
+        return AS_FILE
 
 
 def _unpatched(patcher: ModelPatcher, unpacking: Mapping[str, Unpack]) -> dict[str, torch.Tensor]:

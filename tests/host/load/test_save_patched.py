@@ -95,15 +95,3 @@ def test_full_precision_of_a_layer_outlives_a_lora(comfy, wan, saved_folder, for
     weights = read_checkpoint(file, file.metadata, path).weights
     assert all(weights[f"{layer}.weight"].full_precision for layer in model_files.WAN_LINEARS)
     assert {weights[f"{layer}.weight"].storage for layer in model_files.WAN_LINEARS} == {format}
-
-
-@pytest.mark.parametrize("storage", ["int4", "awq4"])
-def test_a_patched_weight_in_a_format_that_is_not_written_is_saved_in_bf16(comfy, wan, saved_folder, storage):
-    if storage not in held_storages():
-        pytest.skip(f"this ComfyUI does not run {storage}")
-    source = model_files.in_dialect(wan, wan.with_name(f"save_patched_{storage}.safetensors"), dialects.in_format, name=storage)
-    before = read_checkpoint(load_file(source), open_checkpoint(source).metadata, source).weights[f"{LAYER}.weight"]
-    lora = model_files.lora({LAYER: tuple(before.shape)}, size=0.1)
-    saved = load_file(save(comfy, load_lora_for_models(loaded(comfy, source, "as_file"), None, lora, 1.0, 0.0)[0], saved_folder, "as_file"))
-    assert saved[f"{LAYER}.weight"].dtype == torch.bfloat16 and f"{LAYER}.comfy_quant" not in saved
-    assert relative_error(before.dequantize(torch.float32) + model_files.lora_delta(lora, LAYER), saved[f"{LAYER}.weight"]) < ERROR["bf16"]
