@@ -149,7 +149,7 @@ def test_a_reason_says_how_a_layer_sums_and_by_which_numbers(norm, how):
     module, sums = torch.nn.Linear(2, 2), SumBound("layer")
     operation = Fp16AccumulationLinear(module, module.forward, sums, Calibration(), weights=lambda *args: None)
     assert described(operation)[1] == "fp32 sums until a call proves fp16 sums safe"
-    sums.prove(largest=norm, norm=1e12, row_sum=1.0, row_norm=1.0, terms=2)
+    sums.prove(norm, 1.0, 2)
     accumulation, reason = described(operation)
     assert accumulation == how[:4] and reason.startswith(how)
     unknown = Fp16AccumulationLinear(module, module.forward, SumBound("own"), Calibration(), weights=None)
