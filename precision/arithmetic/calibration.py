@@ -18,7 +18,7 @@ import torch
 
 from ..base.amax import amax
 from ..base.nested import floats_in
-from ..base.oom import is_of_compiler, is_torch_oom
+from ..base.oom import is_torch_oom
 from ..base.patching import compile_disabled
 from .hiding import HidingCode
 from .operand_scale import OperandScale
@@ -193,9 +193,7 @@ class Calibration:
 
         A call is repeated once, with calibration, if an operation ran that was never measured.
         """
-        if is_torch_oom(error) or is_of_compiler(error):
-            return False
-        if self.calibrating or not self._missed.any:
+        if is_torch_oom(error) or self.calibrating or not self._missed.any:
             return False
         self.repeats += 1
         self.calibrating = True

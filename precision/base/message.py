@@ -5,9 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping
 
-END = "{0}."
-"""The template of a sentence made of a text without a full stop."""
-
 
 class Message(str):
     """The text of a template and values: a ``str``, equal to the same text and written to JSON and logs as one.

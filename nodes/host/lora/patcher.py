@@ -410,13 +410,14 @@ class LowRankCall(Acting):
     def __init__(self, patcher: AddsLowRank):
         self.adds, self.low_rank = patcher, patcher.low_rank_model()
         self.entered: Counter[torch.nn.Module] | None = None
-        self.sizes: tuple | None = None
+        self.sizes: tuple = ()
 
     @contextlib.contextmanager
     def attempt(self, call: Call | None = None) -> Iterator[None]:
         """Add the LoRAs, and watch which layers run in the first call of each size of a sampler's run: ComfyUI may
         multiply past a layer at some sizes only. ``call``: None for a text adapter."""
-        self.sizes = None if call is None else tuple(map(_size, (call.x, call.c_crossattn)))
+        given = () if call is None else (call.x, call.c_crossattn)
+        self.sizes = tuple(getattr(tensor, "shape", None) for tensor in given)
         watched = self.sizes not in self.low_rank.seen
         self.low_rank.ran.clear()
         with contextlib.ExitStack() as held:
@@ -431,7 +432,7 @@ class LowRankCall(Acting):
             if ran and seen[self.sizes] - ran - self.low_rank.by_weight and not is_compiled(self.adds):
                 del seen[self.sizes]
                 return False
-        elif self.sizes is not None:
+        elif self.sizes:
             seen[self.sizes] = ran
         return not self.adds.passes_to_weights(self.entered)
 
@@ -440,10 +441,6 @@ class LowRankCall(Acting):
 def _on_layers(patcher: AddsLowRank) -> Iterator[None]:
     with patched(patcher.forwards()), calling_layers(patcher.sorted_patches().modules.values()):
         yield
-
-
-def _size(tensor: torch.Tensor | None) -> torch.Size | None:
-    return None if tensor is None else tensor.shape
 
 
 def _with_low_rank(patcher: ModelPatcher, make: Callable):
@@ -495,11 +492,6 @@ def layer_name(key: str) -> str:
     return plain_name(key.removeprefix(DIFFUSION_MODEL)).removesuffix(".weight")
 
 
-def _passed_by_reasons(patcher: AddsLowRank) -> dict[str, str]:
-    low_rank = patcher.low_rank_model()
-    return {key: IN_WEIGHT if key in low_rank.asked else WITHOUT_EFFECT for key in low_rank.by_weight}
-
-
 def low_rank_reasons(patcher: ModelPatcher) -> dict[str, str]:
     """Return by layer what was done with the patches of its 8-bit weight, and how many do not fit its weight."""
     texts: dict[str, str] = {}
@@ -509,7 +501,8 @@ def low_rank_reasons(patcher: ModelPatcher) -> dict[str, str]:
         added = "LoRAs added to the layer's output: {0}"
         texts = {key: Message(added, len(of_key)) for key, of_key in patches.low_rank.items()}
         if has_low_rank(patcher):
-            texts |= _passed_by_reasons(patcher)
+            low_rank = patcher.low_rank_model()
+            texts |= {key: IN_WEIGHT if key in low_rank.asked else WITHOUT_EFFECT for key in low_rank.by_weight}
         again = "weight quantized again with {0} merged into it"
         texts |= {key: Message(again, why) for key, why in patches.merged.items()}
         unfit |= patches.unfit
