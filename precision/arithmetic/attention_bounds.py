@@ -53,13 +53,11 @@ class AttentionCall(NamedTuple):
         return self.q.shape[-1] if self.q.dim() == 4 else self.q.shape[-1] // self.heads
 
     def score_factor(self) -> float:
-        """Return the largest factor of a product of rows of q and k; unfused scores are scaled after the product."""
+        """Return the largest factor of a product of rows of q and k: unfused scores are scaled after the product. With
+        a mask it is 8 times larger, so that no score outweighs a masked score."""
         scale = self.kwargs.get("scale") or self.head_size() ** -0.5
-        return scale if self.fused else max(scale, 1.0)
-
-    def masked_factor(self) -> float:
-        """Return the score factor, times 8 with a mask, so that no score outweighs a masked score."""
-        return self.score_factor() * (MASK_FACTOR if self.is_masked() else 1.0)
+        factor = scale if self.fused else max(scale, 1.0)
+        return factor * MASK_FACTOR if self.is_masked() else factor
 
     def is_masked(self) -> bool:
         masks = (mask for mask in (*self.args, self.kwargs.get("mask")) if isinstance(mask, torch.Tensor))
@@ -70,7 +68,7 @@ class AttentionCall(NamedTuple):
         fp16 rounds them to zero count as too large."""
         of_q, of_k = self.norms()
         of_v = amax(self.v)
-        score = of_q * of_k * self.masked_factor()
+        score = of_q * of_k * self.score_factor()
         return torch.stack([of_q, of_k, score, of_v, SMALLEST_VALUE * FP16_MAX / of_v]).amax()
 
 
@@ -102,7 +100,7 @@ class AttentionBound(AttentionRange):
     def calibrate(self, call: AttentionCall, amax_of_q: float, largest: float) -> None:
         """Choose the numbers to record. ``largest``: the largest number in the attention."""
         self.device = call.q.device
-        self.factor, self.by_norm = call.masked_factor(), not call.fused or call.is_masked()
+        self.factor, self.by_norm = call.score_factor(), not call.fused or call.is_masked()
         self.limit = min(math.sqrt(LARGEST_SCORE / largest), 2.0**HEADROOM_BITS) * amax_of_q
 
     def record_call(self, call: AttentionCall) -> None:
@@ -113,7 +111,7 @@ class AttentionBound(AttentionRange):
             return
         if not self.by_norm:
             self.missed.any = True
-        self.factor = max(self.factor, call.masked_factor())
+        self.factor = max(self.factor, call.score_factor())
         for place, norm in enumerate(call.norms()):
             self.record(norm, place)
 

@@ -13,27 +13,7 @@ SMALLEST_UNWATCHED = 2.0 ** (6 - FLOOR_BITS)
 """The amax from which on an unscaled operand is not measured in each call: 64 times what fp16 is too coarse for."""
 
 
-class ScaledOperand(Proof):
-    """Proof about the operand of an operation after it was multiplied by ``2**-exponent``."""
-
-    def scaled(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x * 2**-exponent`` in fp16, exact. A compiled graph multiplies by a tensor, even if the factor is
-        1."""
-        if torch.compiler.is_compiling() and self.entry is not None:
-            return (x * self.entry.scale()[0]).to(torch.float16)
-        return self.scaled_eagerly(x)
-
-    def scaled_eagerly(self, x: torch.Tensor) -> torch.Tensor:
-        """Scale ``x`` in eager code, in a single kernel if the device has one that also casts."""
-        if not self.exponent:
-            return x if x.dtype is torch.float16 else x.half()  # faster on the host than ``to``
-        recorded = x.requires_grad and torch.is_grad_enabled()
-        if torch.compiler.is_compiling() or recorded or not converts_results(x.device):
-            return (x * 2.0**-self.exponent).to(torch.float16)
-        return torch.mul(x, 2.0**-self.exponent, out=torch.empty_like(x, dtype=torch.float16))
-
-
-class OperandScale(ScaledOperand):
+class OperandScale(Proof):
     """Proof that an operand times ``2**-exponent`` fits fp16, and its product too if the device returns fp16.
 
     It holds for operands with an amax between ``floor`` and ``limit``: a sum of products is at most ``gain`` times that
@@ -93,6 +73,22 @@ class OperandScale(ScaledOperand):
         self._falls += measured and needed < self.exponent
         self.in_fp32 = self.in_fp32 or self._falls > MAX_FALLS
         self.exponent = needed
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``x * 2**-exponent`` in fp16, exact. A compiled graph multiplies by a tensor, even if the factor is
+        1."""
+        if torch.compiler.is_compiling() and self.entry is not None:
+            return (x * self.entry.scale()[0]).to(torch.float16)
+        return self.scaled_eagerly(x)
+
+    def scaled_eagerly(self, x: torch.Tensor) -> torch.Tensor:
+        """Scale ``x`` in eager code, in a single kernel if the device has one that also casts."""
+        if not self.exponent:
+            return x if x.dtype is torch.float16 else x.half()  # faster on the host than ``to``
+        recorded = x.requires_grad and torch.is_grad_enabled()
+        if torch.compiler.is_compiling() or recorded or not converts_results(x.device):
+            return (x * 2.0**-self.exponent).to(torch.float16)
+        return torch.mul(x, 2.0**-self.exponent, out=torch.empty_like(x, dtype=torch.float16))
 
     def recorded(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x`` scaled in fp16, and record its amax. Under torch.compile, cast and record are fused into the

@@ -171,20 +171,7 @@ class _Scopes:
             if state_of(name) != wanted:
                 SETTINGS[name].write(wanted)
 
-    @contextmanager
-    def switched(self, name: str, value: bool) -> Iterator[None]:
-        """Override one flag that an open scope of this thread holds. No other thread can open a scope meanwhile.
-
-        No effect while another thread has a scope open, since the flags are process-wide.
-        """
-        with self.lock:
-            alone = name in self.before and all(thread == threading.get_ident() for _, thread, _ in self._open)
-            with flags_set({name: value}) if alone else nullcontext():
-                yield
-
-
 _scopes = _Scopes()
-switched = _scopes.switched
 
 
 @contextmanager

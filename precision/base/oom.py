@@ -1,4 +1,4 @@
-"""Recognize out-of-memory errors of a device, and errors of a compiler's backend."""
+"""Recognize out-of-memory errors of a device."""
 
 import re
 
@@ -11,8 +11,6 @@ LACK = re.compile(
     r"out of memory|(BLAS|CUDNN)_STATUS_\w*ALLOC\w*_FAILED|BLAS_STATUS_NOT_INITIALIZED|miopenStatusAllocFailed", re.I
 )
 
-COMPILERS = ("torch._inductor", "triton.")
-
 
 def is_torch_oom(error: BaseException) -> bool:
     """True if an error means that a device has no memory left."""
@@ -21,12 +19,3 @@ def is_torch_oom(error: BaseException) -> bool:
     # CUDA itself raises an AcceleratorError with ``cudaErrorMemoryAllocation``.
     no_memory = getattr(error, "error_code", None) == CUDA_OUT_OF_MEMORY or LACK.search(str(error)) is not None
     return isinstance(error, RuntimeError) and no_memory
-
-
-def is_of_compiler(error: BaseException | None) -> bool:
-    """True if a kernel compiler of torch raised an error, or one that it was raised from: Inductor or Triton."""
-    while error is not None:
-        if any(cls.__module__.startswith(COMPILERS) for cls in type(error).__mro__):
-            return True
-        error = error.__cause__
-    return False

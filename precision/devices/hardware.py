@@ -22,19 +22,15 @@ B300_INT8 = "B300 multiplies int8 at a fifteenth of its fp16 rate: 0.15 against 
 
 FAULTY_INT8 = "No tensor cores: int8 is faster than fp32, the only other arithmetic on this card (INT8-Fast PR #61)."
 FULL_RATE_SUMS = "Workstation and server cards add in fp32 at full rate: fp16 accumulation adds a risk and no speed."
-NO_DML = "DirectML has no {0} (microsoft/DirectML #688)."
-# What its list of types lacks (DML_TENSOR_DATA_TYPE).
-DIRECTML_NOTES = {
-    "fp16": "ComfyUI computes in fp16 under DirectML (should_use_fp16 in comfy/model_management.py of 0.30.0).",
-    **{name: Message(NO_DML, name.split("_")[0]) for name in ("bf16", "fp8_storage", "fp8_matmul", "fp8_matmul_gains")},
-    "int8_matmul": "torch-directml has no int8 matmul: int8 weights are widened before the matmul.",
-    "int8_matmul_gains": "torch-directml has no int8 matmul.",
-    "match": "DirectML uses the CPU's profile with fp16, without fp8 and int8 matmul. Not tested on such a device. "
-    "ComfyUI 0.46 removed DirectML.",
-}
-DIRECTML = {
-    "label": "DirectML", "type": "privateuseone", "fp16": True, "fp8_storage": False, "int8_matmul": False,
-}  # fmt: skip
+DIRECTML = replace(
+    PROFILES["cpu"], label="DirectML", type="privateuseone", fp16=True, fp8_storage=False, int8_matmul=False,
+    notes={
+        "bf16": "DirectML has no bf16 (microsoft/DirectML #688).",
+        "match": "DirectML uses the CPU's profile with fp16, without fp8 and int8 matmul. Not tested on such a device. "
+        "ComfyUI 0.46 removed DirectML.",
+    },
+)  # fmt: skip
+"""What its list of types lacks (DML_TENSOR_DATA_TYPE) is off."""
 
 GFX_ROWS = (
     ("gfx90a", "gfx90a"), ("gfx908", "gfx90a"), ("gfx94", "gfx942"), ("gfx95", "gfx950"),
@@ -92,7 +88,7 @@ def profile_of(device: torch.device) -> DeviceProfile:
     if device.type == "mps":
         return _apple_profile(metal_name())
     if device.type == "privateuseone":
-        return adapted(PROFILES["cpu"], DIRECTML_NOTES, **DIRECTML)
+        return DIRECTML
     if device.type == "cpu" and cpu_bf16():
         return adapted(PROFILES["cpu"], {"bf16": "This CPU has bf16 instructions."}, bf16=True)
     unmatched = {

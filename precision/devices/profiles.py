@@ -58,7 +58,6 @@ class DeviceProfile:
     Args:
         vendor: nvidia, amd, apple, intel or any.
         type: torch device type: cuda (also AMD), mps, xpu or cpu.
-        called: pattern of the names people know such devices by, in small letters and digits.
         fp16 to int8_matmul_gains: the capabilities, see ``CAPABILITIES``; ``gains``: faster than 16 bit.
         fp8_formats: storage names ``torch._scaled_mm`` takes here; MI300 has fnuz only.
         blocks_matmul: ComfyUI multiplies nvfp4 and mxfp8 weights as they are stored here.
@@ -75,7 +74,6 @@ class DeviceProfile:
     label: str
     vendor: str
     type: str = "cuda"
-    called: str = ""
     fp16: bool = True
     bf16: bool = True
     fp8_storage: bool = True
@@ -154,7 +152,7 @@ FP8_NVIDIA: dict[str, Any] = {
 ROWS = (
     DeviceProfile(
         "sm_61", "GTX 10xx, P40 (Pascal)", "nvidia",
-        called=r"gtx10[5-8]0(ti)?|titanx[mp]|p4|p40", fp16=False, bf16=False,
+        fp16=False, bf16=False,
         notes={"fp16": "fp16 math runs at 1/64 of the fp32 rate.",
                "bf16": "bf16 is emulated, about 1.9x slower than fp32.",
                "fp16_accumulation": "fp16 math is slow here, with or without fp16 accumulation.",
@@ -162,24 +160,24 @@ ROWS = (
     ),
     DeviceProfile(
         "sm_70", "V100, Titan V (Volta)", "nvidia",
-        called=r"titanv|v100s?|gv100", fp16_safe_cost="7 to 45 %", bf16=False,
+        fp16_safe_cost="7 to 45 %", bf16=False,
         notes={"bf16": "bf16 is emulated, without cuDNN convolution or Triton kernels.",
                "fp16_accumulation": NO_GAIN, "int8_matmul": NO_INT8_UNITS},
     ),
     DeviceProfile(
         "sm_75", "RTX 20xx, T4 (Turing)", "nvidia",
-        called=r"rtx20[5-8]0(super|ti)?|titanrtx|t4|rtx[3-8]000", fp16_safe_cost="5 to 44 %", bf16=False,
+        fp16_safe_cost="5 to 44 %", bf16=False,
         **GEFORCE, **INT8,
         notes={"fp16_accumulation": GEFORCE_GAIN},
     ),
     DeviceProfile(
         "sm_80", "A100, A30 (Ampere)", "nvidia",
-        called=r"a100|a800|a30", fp16_safe_cost="12 to 61 %", **INT8,
+        fp16_safe_cost="12 to 61 %", **INT8,
         notes={"fp16_accumulation": NO_GAIN},
     ),
     DeviceProfile(
         "sm_86", "RTX 30xx (Ampere)", "nvidia",
-        called=r"rtx30[5-9]0(super|ti)?|rtxa[2-6]\d00|a2|a10g?|a16|a40", fp16_safe_cost="6 to 33 %",
+        fp16_safe_cost="6 to 33 %",
         **GEFORCE, **INT8,
         notes={"fp16_accumulation": GEFORCE_GAIN,
                "int8_matmul_gains": "An A10G is 1.84x as fast with int8 as with bf16, 0.97x with fp8 "
@@ -188,7 +186,6 @@ ROWS = (
     ),
     DeviceProfile(
         "sm_89", "RTX 40xx, L4, L40 (Ada)",
-        called=r"rtx40[5-9]0(super|tisuper|ti|d)?|rtx[2-6]\d00ada(generation)?|l4|l40s?",
         fp16_safe_cost="13 to 62 %", fp8_fast_accumulation=True, **GEFORCE, **FP8_NVIDIA,
         notes={"fp16_accumulation": GEFORCE_GAIN,
                "fp8_matmul": "fp8 matmul units, which accumulate in about 22 bits.",
@@ -198,7 +195,7 @@ ROWS = (
     ),
     DeviceProfile(
         "sm_90", "H100, H200 (Hopper)",
-        called=r"h20|h100(nvl)?|h200(nvl)?|h800|gh200", fp16_safe_cost="16 to 92 %", fp8_fast_accumulation=True,
+        fp16_safe_cost="16 to 92 %", fp8_fast_accumulation=True,
         measured=MEASURED_H200, slower_in_8_bits=True, **FP8_NVIDIA | {"int8_matmul_gains": False},
         notes={"fp16_accumulation": NO_GAIN,
                "fp8_fast_accumulation": "On keeps about 14 bits of the sums; off promotes them to fp32.",
@@ -207,7 +204,7 @@ ROWS = (
                "int8_matmul_gains": "An H200 takes 0.93 to 1.55 of fp16's time for an int8 matmul at four shapes."},
     ),
     DeviceProfile(
-        "sm_100", "B200 (Blackwell)", fp16_safe_cost="17 to 53 %", called=r"g?b[123]00", blocks_matmul=True,
+        "sm_100", "B200 (Blackwell)", fp16_safe_cost="17 to 53 %", blocks_matmul=True,
         **FP8_NVIDIA | {"int8_matmul_gains": False},
         notes={"fp16_accumulation": "fp16 accumulation is not expected to be faster here.",
                "fp8_matmul_gains": "A B300 is 1.07x as fast with fp8 as with bf16 (vLLM recipes #766).",
@@ -216,7 +213,7 @@ ROWS = (
     ),
     DeviceProfile(
         "sm_120", "RTX 50xx (Blackwell)",
-        called=r"rtx50[5-9]0(ti|d)?|rtxpro\d000(blackwell)?", fp16_safe_cost="9 to 49 %", blocks_matmul=True,
+        fp16_safe_cost="9 to 49 %", blocks_matmul=True,
         **GEFORCE, **FP8_NVIDIA,
         notes={"fp16_accumulation": GEFORCE_GAIN,
                "int8_matmul_gains": "An RTX 5060 is 1.20x as fast with int8 as with fp8 (ComfyUI-INT8-Fast #69).",
@@ -224,19 +221,19 @@ ROWS = (
     ),
     DeviceProfile(
         "gfx90a", "MI200 (CDNA2)", "amd",
-        called=r"mi100|mi2[15]0x?", int8_matmul=True,
+        int8_matmul=True,
         notes={"fp16_accumulation": NO_CUBLAS, "int8_matmul_gains": CDNA_INT8,
                "denormals": "fp16 and bf16 matmuls flush denormals to zero here (PyTorch numerical accuracy notes)."},
     ),
     DeviceProfile(
         "gfx942", "MI300 (CDNA3)", "amd",
-        called=r"mi300[ax]?|mi325x", fp8_formats=FNUZ_FP8, int8_matmul=True,
+        fp8_formats=FNUZ_FP8, int8_matmul=True,
         notes={"fp16_accumulation": NO_CUBLAS, "int8_matmul_gains": CDNA_INT8,
                "fp8_matmul": "fp8 matmul units for the fnuz formats only: e4m3fn weights are widened to 16 bit."},
     ),
     DeviceProfile(
         "gfx1100", "RX 7000 (RDNA3)", "amd",
-        called=r"rx7\d00(xtx|xt|gre)?|(pro)?w7\d00", int8_matmul=True,
+        int8_matmul=True,
         notes={"fp16_accumulation": NO_CUBLAS, "fp8_matmul": "No fp8 units: fp8 weights are widened to bf16.",
                "int8_matmul_gains": (
                    "No speedup was measured on RDNA3; 2-3x slower than fp8 without the HIP backend (ComfyUI #14777)."
@@ -244,19 +241,18 @@ ROWS = (
     ),
     DeviceProfile(
         "gfx1201", "RX 9000 (RDNA4)", "amd",
-        called=r"rx90[67]0(xt|gre)?|aipror9700", fp8_matmul=True, fp8_formats=OCP_FP8, fp8_matmul_gains=True,
+        fp8_matmul=True, fp8_formats=OCP_FP8, fp8_matmul_gains=True,
         needs_torch={"fp8_matmul": (2, 7)}, **INT8,
         notes={"fp16_accumulation": NO_CUBLAS, "fp8_matmul": "fp8 matmul units; needs ROCm 6.4 or later."},
     ),
     DeviceProfile(
         "mps_m1", "Apple M1, M2",
-        called=r"m[12](pro|max|ultra)?", bf16=False, **APPLE,
+        bf16=False, **APPLE,
         notes={**APPLE_NOTES, "bf16": "bf16 is emulated (macOS 14 or later), about 50 % slower."},
     ),
-    DeviceProfile("mps_m3", "Apple M3 or later", called=r"m[3-9](pro|max|ultra)?", **APPLE, notes=APPLE_NOTES),
+    DeviceProfile("mps_m3", "Apple M3 or later", **APPLE, notes=APPLE_NOTES),
     DeviceProfile(
         "xpu", "Intel Arc", "intel", "xpu",
-        called=r"arc([ab]\d\d0|prob\d\d)?|[ab](310|380|570|580|750|770)",
         fp8_matmul=True, fp8_formats=OCP_FP8, needs_torch={"fp8_matmul": (2, 10)},
         notes={"fp16_accumulation": NO_CUBLAS,
                "fp8_matmul_gains": "fp8 matmul is slower than bf16 here: 87 against 101 TFLOPS on an Arc B580.",
@@ -273,14 +269,6 @@ ROWS = (
     ),
 )  # fmt: skip
 
-_VENDORS = re.compile(
-    r"nvidia|geforce|quadro|tesla|amd|radeon|instinct|intel|apple|graphics|laptop|gpu|pcie|sxm\d?|hbm\d?e?|"
-    r"(workstation|server)?\s*edition|max-q|[^a-z0-9]"
-)
-_MEMORY = re.compile(r"\b\d+ ?gi?b\b")
-_BARE = re.compile(r"\d(?!000)\d{3}")
-"""A number that one series alone has: 3060, and not 4000, which is of two."""
-NAME_EXAMPLES = "2080 ti, 3060, rtx 4090, gtx 1080, t4, v100, a100, h100, rx 7900, arc b580, m2"
 PROFILES = {row.name: row for row in ROWS}
 PROFILE_NAMES = tuple(PROFILES)
 
@@ -294,16 +282,12 @@ def torch_version() -> tuple[int, int]:
 
 
 def profile_named(name: str) -> DeviceProfile:
-    """Find the row of a code such as ``sm_86``, or of a device's name such as ``RTX 3060 12GB`` or ``3060``.
+    """Return the row of a code such as ``sm_86``.
 
     Raises:
-        UnknownProfile: no row is called so; names the codes and some names.
+        UnknownProfile: no row has that code; names those that exist.
     """
-    plain = _VENDORS.sub("", _MEMORY.sub("", name.lower()))
-    spelled = [plain, *(f"{series}{plain}" for series in ("rtx", "gtx", "rx") if _BARE.match(plain))]
-    named = (row for row in ROWS if any(re.fullmatch(row.called, spelling) for spelling in spelled))
-    row = PROFILES.get(name.strip()) or next(named, None)
-    if row is None or not plain:
-        advice = Message("Use a device's name, such as {0}, or a code: {1}.", NAME_EXAMPLES, ", ".join(PROFILE_NAMES))
-        raise UnknownProfile(Message("There is no device profile '{0}'.", name), advice)
-    return row
+    if name in PROFILES:
+        return PROFILES[name]
+    advice = Message("Use one of: {0}.", ", ".join(PROFILE_NAMES))
+    raise UnknownProfile(Message("There is no device profile '{0}'.", name), advice)

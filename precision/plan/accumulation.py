@@ -64,13 +64,12 @@ class AccumulationPlan:
 
     Args:
         flags: settings of ``flags.SETTINGS`` to hold while the model runs.
-        proving: fp16 sums wherever a layer's bound proves them; ``whole``: in all layers or none.
+        proving: fp16 sums wherever a layer's bound proves them.
     """
 
     request: Request
     flags: Mapping[str, bool] = field(default_factory=dict)
     proving: bool = False
-    whole: bool = False
     fp8_fast: bool = False
     attention: AttentionOption = UNCHANGED
     reasons: Mapping[str, str] = field(default_factory=dict)
@@ -99,7 +98,6 @@ def plan_accumulation(request: Request, device: Device, matmuls: MatmulProfile) 
         request=request,
         flags=frozen(held),
         proving=("fp16_accumulation", "auto") in acting,
-        whole=matmuls.whole,
         fp8_fast=("fp8_fast_accumulation", "on") in acting,
         attention=request.attention if in_fp16 else UNCHANGED,
         reasons=frozen({name: _reason(name, asked.get(name), problems.get(name), device) for name in PARTS}),
@@ -111,8 +109,9 @@ def _problem(setting: str, value: str, device: Device, matmuls: MatmulProfile) -
     """Return why a setting has no effect; None if it has one. On and off are obeyed even if they gain no speed."""
     if setting == "fp16_accumulation":
         problem = fp16_sums_inert(device, matmuls)
-        no_gain = value == "auto" and not device.capabilities[setting]
-        return device.reason(setting) if no_gain and not problem else problem
+        if problem or value != "auto" or (device.capabilities[setting] and not matmuls.whole):
+            return problem
+        return NO_SWITCH if device.capabilities[setting] else device.reason(setting)
     if setting == "fp8_fast_accumulation":
         if not device.capabilities[setting]:
             return device.reason(setting)

@@ -12,7 +12,7 @@ from ..plan.presets import DEFAULT_PRESET
 from ..plan.rules import Rules, patterns, rules_from
 from ..report import result
 from ..report.result import Result
-from .sensitivity import BARRED, CHOSEN, KEPT, PINNED, UNUSED, Analysis, LayerResult
+from .sensitivity import BARRED, CHOSEN, KEPT, MAX_TRIALS, PINNED, UNUSED, Analysis, LayerResult
 
 HEAD = ("layer", "weight dB", "output dB", "channel dB", "outcome")
 WORST = 16
@@ -51,7 +51,7 @@ def analysis_text(analysis: Analysis, model: str = "", computed_in: str = "") ->
     """Write the analysis in the form of Layer Rules: comments, then the rules."""
     target = f"{analysis.candidate.name}, target {analysis.target_db:g} dB"
     sets = f"{analysis.trials} sets of layers tried, {analysis.steps} steps of the sampler"
-    more = "" if analysis.complete else " The search stopped at its limit: more layers may be possible."
+    more = "" if analysis.trials < MAX_TRIALS else " The search stopped at its limit: more layers may be possible."
     paragraphs = [
         ["Halfsafe layer analysis", f"{model}, {target}" if model else target],
         paragraph([*outcome(analysis), f"Measured: {len(analysis.layers)} layers, {sets}.{more}"]),
@@ -71,7 +71,7 @@ def analysis_result(analysis: Analysis, text: str) -> Result:
         return Result(unreached, result.WARN, HEAD, rows, text=text, toast=True)
     free = len(chosen) + len(analysis.named(KEPT))
     snr = whole_decibel_text(analysis.snr_db)
-    error = f"{100 * 10 ** (-analysis.snr_db / 20):.2g} %"
+    error = error_text(analysis.snr_db)
     sentence = Message(result.CHOSEN, chosen=len(chosen), free=free, candidate=name, snr=snr, error=error)
     return Result(sentence, head=HEAD, rows=rows, text=text, toast=True)
 
@@ -88,6 +88,11 @@ def whole_decibel_text(value: float) -> str:
     return f"{value:.1f} dB" if math.isfinite(value) else NO_ERROR if value > 0 else "NaN or Inf"
 
 
+def error_text(snr_db: float) -> str:
+    """Write an SNR as the relative error that it is: "3.2 %" for 30 dB, "0 %" for equal latents."""
+    return f"{100 * 10 ** (-snr_db / 20):.2g} %"
+
+
 def outcome(analysis: Analysis) -> list[str]:
     """Return in sentences which share of the layers was chosen, and how close the final latent stays."""
     chosen = analysis.chosen
@@ -99,7 +104,7 @@ def outcome(analysis: Analysis) -> list[str]:
             share += f", {' of '.join(sizes)} in {analysis.candidate.name.partition('_')[0]}"
         said = f"Chosen: {share}; {whole_decibel_text(analysis.snr_db)} at the final latent."
     else:
-        none = "The target cannot be reached: no layer" if analysis.complete else "No layer was found that"
+        none = "The target cannot be reached: no layer" if analysis.trials < MAX_TRIALS else "No layer was found that"
         said = f"{none} can be in {analysis.candidate.name}, so all are kept."
     plain = f"all {analysis.all_count} layers that the preset '{DEFAULT_PRESET}' does not keep"
     return [said, f"For comparison, {plain}: {whole_decibel_text(analysis.all_db)}."]

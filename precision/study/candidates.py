@@ -75,10 +75,8 @@ class Candidate:
     ):
         """Return the error added to ``exact``, a layer's fp32 output for ``x``; not finite on overflow."""
         rounded = self.rounded(weight, amax)
-        if self.rounds_inputs:
-            return multiply(module, self.input(x), rounded, bias) - exact
         if self.stores:
-            return multiply(module, x, rounded - weight, None)
+            return multiply(module, self.input(x), rounded, bias) - exact
         x = x.to(self.dtype)
         if self.sums_in_fp16 and weight.dim() == 2:
             return with_fp16_sums(x, rounded, bias).float() - exact

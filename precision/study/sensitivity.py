@@ -34,7 +34,7 @@ class Analysis:
     """The result of :func:`analyze`. ``snr_db``: of the final latent with the ``chosen`` layers; inf for no error.
 
     ``all_db``: the same with all ``all_count`` layers that are not sensitive. ``steps``: of the sampler, in all runs.
-    ``trials``: sets of layers that were run. ``complete``: every set that the search asks for was run.
+    ``trials``: sets of layers that were run; with ``MAX_TRIALS`` the search may have ended early.
     """
 
     candidate: Candidate
@@ -45,7 +45,6 @@ class Analysis:
     all_count: int = 0
     trials: int = 0
     steps: int = 0
-    complete: bool = True
 
     def named(self, status: str) -> list[LayerResult]:
         return [layer for layer in self.layers if layer.status == status]
@@ -86,7 +85,6 @@ class Session:
         self.candidate = candidate
         self.layers = [layer for layer, _ in subjects]
         self.steps = 0
-        self.complete = True
         self._modules = {layer.name: module for layer, module in subjects}
         self._run = run
         self._weights = weights
@@ -169,7 +167,7 @@ def analyze(session: Session, target_db: float, pin: bool = True) -> Analysis:
     chosen = _grown(session, target_db, frozenset(), ordered(free, session.candidate))
     for layer in free:
         layer.status = CHOSEN if layer.name in chosen else KEPT
-    analysis.snr_db, analysis.complete = session.snr(chosen), session.complete
+    analysis.snr_db = session.snr(chosen)
     analysis.trials, analysis.steps = session.trials, session.steps
     return analysis
 
@@ -177,8 +175,7 @@ def analyze(session: Session, target_db: float, pin: bool = True) -> Analysis:
 def _grown(session: Session, target_db: float, chosen: frozenset[str], segment: Sequence[str]) -> frozenset[str]:
     if not segment or session.snr(chosen) < target_db + NEAR_DB:
         return chosen
-    session.complete = session.complete and session.trials < MAX_TRIALS
-    if not session.complete:
+    if session.trials >= MAX_TRIALS:
         return chosen
     together = chosen.union(segment)
     if session.snr(together) >= target_db:

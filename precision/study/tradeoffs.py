@@ -8,7 +8,7 @@ from typing import Any
 from ..base.dtypes import QUANTIZED_NAMES
 from ..base.errors import HalfsafeError
 from ..base.message import Message, joined
-from ..base.modes import MODES, label_of
+from ..base.modes import MODES
 from ..base.options import COMPUTE_OPTIONS, GOALS, STORAGE_OPTIONS, ComputeOption, Goal, StorageOption
 from ..devices.detect import Device
 from ..formats.layer_plan import AS_FILE
@@ -117,18 +117,10 @@ class Tradeoff:
         return " = ".join(map(str, (self.setting, *self.same)))
 
     @property
-    def computed(self) -> str:
-        """Name in words what most layers multiplied in."""
-        return label_of(self._mode)
-
-    @property
     def computed_by(self) -> str:
-        """Return the compute option that asks for it."""
-        return MODES[self._mode].compute if self._mode in MODES else self._mode
-
-    @property
-    def _mode(self) -> str:
-        return max(self.modes, key=self.modes.__getitem__)
+        """Return the compute option that asks for what most layers multiplied in."""
+        mode = max(self.modes, key=self.modes.__getitem__)
+        return MODES[mode].compute if mode in MODES else mode
 
     @property
     def bytes(self) -> int:

@@ -10,7 +10,7 @@ from ..base.text import paragraph, size_text, table
 from ..report import result
 from ..report.result import BAD, GOOD, WARN, Result
 from ..report.view import shares
-from .analysis_text import decibel_text, whole_decibel_text
+from .analysis_text import decibel_text, error_text, whole_decibel_text
 from .tradeoffs import CLOSE, FLOORS, Measurements, Tradeoff, compute_rule
 
 TABLE = ("setting", "s/step", "memory", "SNR dB")
@@ -91,11 +91,6 @@ def _memory(row: Tradeoff, beside: Tradeoff) -> str:
 
 def _closeness(row: Tradeoff, found: Measurements) -> str:
     return Message(result.ERROR if found.is_of_file else result.ERROR_AS_LOADED, error_text(row.snr_db))
-
-
-def error_text(snr_db: float) -> str:
-    """Write an SNR as the relative error that it is: "3.2 %" for 30 dB, "0 %" for equal latents."""
-    return f"{100 * 10 ** (-snr_db / 20):.2g} %"
 
 
 def _cells(row: Tradeoff, name: str) -> list[str]:

@@ -29,28 +29,22 @@ from .executor import AccumulationRun, accumulation_of, asked_by_rule, sums_by_r
 
 HELD_OFF = "Kept off while this model runs: its fp16 products return fp32, which fp16 sums cannot produce."
 NO_FP8_OF_OURS = "ComfyUI runs these fp8 products itself: set compute=fp8 in Compute Dtype (Halfsafe)"
-HOW = {
-    (True, True): "fp16 sums",
-    (False, False): "fp32 sums",
-    (True, False): "fp32 sums, because not all layers are proven safe",
-}
-"""(a layer is proven, its sums are in fp16) -> how the reason begins."""
-NOT_BY_LAYER = "{0} Under torch.compile or on several devices it cannot be switched layer by layer: {1}."
 AS_ASKED = "fp16 sums as requested, not proven safe"
 NOT_MEASURED = "fp32 sums until a call proves fp16 sums safe"
 
 
-def described(operation: Fp16AccumulationLinear, in_fp16: bool) -> tuple[Sums, str]:
+def described(operation: Fp16AccumulationLinear) -> tuple[Sums, str]:
     """Return (accumulation, reason) of a layer."""
-    unknown = "" if operation.weights else Message("{0} has its own matmul", type(operation.module).__name__)
-    why, how = unknown or operation.sums.evidence, HOW[operation.sums.proven, in_fp16]
-    return "fp16" if in_fp16 else "fp32", Message("{0}: {1}", how, why) if why else NOT_MEASURED
+    sums: Sums = "fp16" if operation.sums.proven else "fp32"
+    why = operation.sums.evidence
+    if operation.weights is None:
+        why = Message("{0} has its own matmul", type(operation.module).__name__)
+    return sums, Message("{0} sums: {1}", sums, why) if why else NOT_MEASURED
 
 
 def _sums_of(run: AccumulationRun) -> dict[str, tuple[Sums, str]]:
     """Return layer -> (accumulation, reason) of a run's fp16 layers."""
-    whole = run.all_in_fp16 if run.plan.whole else True
-    return {name: described(operation, operation.sums.proven and whole) for name, operation in run.operations.items()}
+    return {name: described(operation) for name, operation in run.operations.items()}
 
 
 def _state_text(run: AccumulationRun) -> str:
@@ -58,15 +52,9 @@ def _state_text(run: AccumulationRun) -> str:
     if run.calibration.calibrating:
         return ""
     used = run.used()
-    proven = [op.sums for op in used if op.sums.proven]
-    scaled = sum(sums.exponent > 0 for sums in proven)
-    counts = len(proven), len(used), scaled
-    safe = Message("{0} of {1} fp16 layers are proven safe for fp16 sums ({2} with a scaled input)", *counts)
-    line = joined([safe, Message("{0} calls were repeated.", run.calibration.repeats)], "; ")
-    if not run.plan.whole:
-        return line
-    why = "" if run.attention_is_bounded else "because the products inside attention have no overflow bound"
-    return Message(NOT_BY_LAYER, line, joined(["on for all" if run.all_in_fp16 else "off", why], ", "))
+    proven = sum(operation.sums.proven for operation in used)
+    safe = Message("{0} of {1} fp16 layers are proven safe for fp16 sums", proven, len(used))
+    return joined([safe, Message("{0} calls were repeated.", run.calibration.repeats)], "; ")
 
 
 def _inert_rules(patcher) -> list[WithoutEffect]:

@@ -9,13 +9,13 @@ import torch
 from ....precision.arithmetic.attention import SafeAttention, run_in_fp32
 from ....precision.arithmetic.attention_bounds import AttentionCall
 from ....precision.arithmetic.calibration import Calibration
-from ....precision.arithmetic.fp16_accumulation import FP16_ACCUMULATION, Fp16AccumulationLinear, SumBound
+from ....precision.arithmetic.fp16_accumulation import Fp16AccumulationLinear, SumBound
 from ....precision.base import flags
 from ....precision.base.layer_names import are_alike
 from ....precision.base.layers import kind_of
 from ....precision.base.message import Message
 from ....precision.base.modes import FP16
-from ....precision.base.patching import Patch, compile_disabled, patched
+from ....precision.base.patching import Patch, patched
 from ....precision.devices.detect import detect
 from ....precision.plan.accumulation import AccumulationPlan, MatmulProfile, Request, plan_accumulation
 from ....precision.report.schema import Sums
@@ -96,7 +96,6 @@ class AccumulationRun(CalibratedActing):
         self.forwards = forwards_on(self.modules)
         self.attention = SafeAttention(self.calibration) if plan.attention == "auto" else None
         self.attend = {"auto": self._attend_safely, "fp32": _attend_in_fp32}.get(plan.attention)
-        self.attends_unfused = False
         self.watches = bool(self.operations) or self.attention is not None
         self.refused_fp8: Refused = {}
         self._names = list(modules_of(model))
@@ -110,55 +109,31 @@ class AccumulationRun(CalibratedActing):
             if modes.get(name) == FP16.name and kind_of(module) == "linear" and name not in ruled:
                 sums = self.calibration.add(SumBound(name))
                 weights = weights_of(module) if only_multiplies(module) else None
-                by_layer = not self.plan.whole
-                yield name, Fp16AccumulationLinear(module, module.forward, sums, self.calibration, weights, by_layer)
+                yield name, Fp16AccumulationLinear(module, module.forward, sums, self.calibration, weights)
 
     @contextlib.contextmanager
     def attempt(self, call: Call) -> Iterator[None]:
-        measuring = self.calibration.attempt() if self.watches else contextlib.nullcontext()
-        with measuring, patched(self.patches), attending(call.model, call, self.attend), self.scope():
-            yield
-
-    @contextlib.contextmanager
-    def scope(self) -> Iterator[None]:
-        """Hold the flags for the length of one call of the model."""
         if self.attention:
             self.attention.begin()
-        held = {**self.plan.flags, FP16_ACCUMULATION: self.all_in_fp16} if self.plan.proving else self.plan.flags
-        with contextlib.ExitStack() as scopes:
-            scopes.enter_context(flags.flags_set(held))
-            if self.plan.fp8_fast:
-                scopes.enter_context(fast_accumulation(self.refused_fp8))
-            if self.plan.whole and self.watches and self.calibration.calibrating:
-                scopes.enter_context(compile_disabled())
-            if not self.allocates_alike():
-                scopes.enter_context(compiler_off())
+        measuring = self.calibration.attempt() if self.watches else contextlib.nullcontext()
+        fast = fast_accumulation(self.refused_fp8) if self.plan.fp8_fast else contextlib.nullcontext()
+        compiler = contextlib.nullcontext() if self.allocates_alike() else compiler_off()
+        attention = attending(call.model, call, self.attend)
+        with measuring, patched(self.patches), attention, flags.flags_set(self.plan.flags), fast, compiler:
             yield
 
     def blocks_are_alike(self) -> bool:
-        scaled = {name: (op.sums.proven, op.sums.exponent) for name, op in self.operations.items()}
+        proven = {name: operation.sums.proven for name, operation in self.operations.items()}
         in_fp32 = {*self.attention.calls_in_fp32} if self.attention else set()
-        return len(in_fp32) < 2 and are_alike(scaled, self._names)
-
-    @property
-    def all_in_fp16(self) -> bool:
-        """True if every matmul may accumulate in fp16; only asked where the flag cannot be switched by layer."""
-        if not self.plan.whole or self.calibration.calibrating:
-            return False
-        return self.attention_is_bounded and all(op.weights and op.sums.proven for op in self.used())
-
-    @property
-    def attention_is_bounded(self) -> bool:
-        return self.attention is not None and not self.attends_unfused
+        return len(in_fp32) < 2 and are_alike(proven, self._names)
 
     def _attend_safely(
         self, function: Callable, attention: Callable, q: torch.Tensor, k, v, heads: int, *args, **kwargs
     ) -> torch.Tensor:
         """Run an fp16 attention so that it cannot overflow, in front of whatever override is there already."""
-        kernels = kernels_of(function, attention, args, kwargs)
-        self.attends_unfused = self.attends_unfused or not kernels.fused
         if q.dtype != torch.float16 or self.attention is None:
             return attention(q, k, v, heads, *args, **kwargs)
+        kernels = kernels_of(function, attention, args, kwargs)
         return self.attention(kernels, q, k, v, heads, *args, **kwargs).to(q.dtype)
 
     def attention_text(self) -> str:

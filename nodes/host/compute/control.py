@@ -53,13 +53,7 @@ class PlannedControl(torch.nn.Module):
         return copied
 
     def forward(self, *args, **kwargs):
-        with in_calls.of(self):
-            return self._planned(*args, **kwargs)
-
-    def _planned(self, *args, **kwargs):
-        self.calls[0] += 1
         module = self.diffusion_model
-        run = self.compute.runs.of(self)
 
         def patches() -> Iterator[Patch]:
             yield from run.patches
@@ -71,7 +65,10 @@ class PlannedControl(torch.nn.Module):
                 for part in base.modules():
                     yield from casting(part)
 
-        return run.run(functools.partial(type(module).forward, module, *args, **kwargs), patches)
+        with in_calls.of(self):
+            self.calls[0] += 1
+            run = self.compute.runs.of(self)
+            return run.run(functools.partial(type(module).forward, module, *args, **kwargs), patches)
 
 
 def _attending(module: torch.nn.Module, attend: Callable) -> Iterator[Patch]:

@@ -50,11 +50,9 @@ class PlannedModel(CalibratedActing):
         self.plan = plan
         self.is_in_fp32 = plan.is_safe
         self._safe, self._mixes = plan.is_safe, plan.mixes_fp32_in  # a graph breaks where it reads the plan's mappings
-        self._holds_sums = holds_sums(plan)
         self._model: Callable[[], Any] = weakref.ref(model)  # alive in its own calls, where it is asked for
         # Whether flags are switched by layer is found by a walk over the model: asked where the answer matters.
         self._has_rules = any(plan.decisions[name].sums for name in decided)
-        self._is_wide = any(decision.mode == FP16_WIDE.name for decision in plan.decisions.values())
         in_int8 = {
             name: module
             for name, module in decided.items()
@@ -130,7 +128,7 @@ class PlannedModel(CalibratedActing):
     def _settle_flags(self) -> None:
         """Decide whether fp16 accumulation is switched off for the whole call or layer by layer."""
         patcher = self._model().current_patcher
-        self._sums_off = self._holds_sums or (self._is_wide and not switches_by_layer(patcher))
+        self._sums_off = needs_fp32_accumulation(self.plan, patcher)
         self.layers.switches_flags = not self._has_rules or switches_by_layer(patcher)
         self.calibration.by_layer = not self._sums_off
         self.calibration.rechecks = USED in self.layers.input_scales().values() and not is_compiled(patcher)

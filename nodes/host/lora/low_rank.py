@@ -289,7 +289,7 @@ class LowRankModel(torch.nn.Module):
         self._set: Mapping | None = None
         self.by_weight: set[str] = set()
         self.asked: set[str] = set()
-        self.seen: dict[tuple | None, set[str]] = {}
+        self.seen: dict[tuple, set[str]] = {}
         of_layers = iter(self._strengths.split([len(layer.changes) for layer in layers]))
         for layer in layers:
             layer.strengths = next(of_layers).unbind()

@@ -10,8 +10,8 @@ import contextlib
 import functools
 import logging
 import uuid
-from collections import Counter
-from collections.abc import Callable, ItemsView, Iterator, Mapping, ValuesView
+from collections import Counter, UserDict
+from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, TypeGuard, cast
 
@@ -227,7 +227,7 @@ class AddsLowRank(AddsToResults):
         kept = {name: state[name] for name, layer in named.items() if not is_quantized(layer) or _has_leaf(layer, name)}
         own = {name for name in kept if name.endswith(".weight")}
         read = {name for name in own if is_quantized(named[name]) or name in self.sorted_patches().added}
-        return Numbers(kept, {name: functools.partial(self._numbers, name, named[name]) for name in read})
+        return Numbers(kept | {name: functools.partial(self._numbers, name, named[name]) for name in read})
 
     def _numbers(self, key: str, layer: torch.nn.Module) -> torch.Tensor:
         weight = numbers_of(layer)
@@ -343,47 +343,15 @@ def _extended(base: type) -> type:
     return type(base.__name__, (AddsLowRank, base), {"__module__": base.__module__})
 
 
-class Numbers(dict):
+class Numbers(UserDict):
     """A state dict that makes some weights as they are read: codes of a quantized weight say nothing without its scale.
 
-    ``made``: what returns each of those, by name.
+    It holds a function that returns the weight in place of each of those.
     """
 
-    def __init__(self, state: dict, made: Mapping[str, Callable[[], torch.Tensor]]):
-        super().__init__(state)
-        self._made = dict(made)
-
     def __getitem__(self, name):
-        return self._made[name]() if name in self._made else super().__getitem__(name)
-
-    def __setitem__(self, name, tensor):
-        self._made.pop(name, None)
-        super().__setitem__(name, tensor)
-
-    def __iter__(self):  # without it, dict(numbers) copies the codes
-        return super().__iter__()
-
-    def __or__(self, other):
-        return {**self, **other}
-
-    def get(self, name, default=None):
-        return self[name] if name in self.keys() else default
-
-    def pop(self, name, *default):
-        if name not in self:
-            return super().pop(name, *default)
-        weight = self[name]
-        del self[name]
-        return weight
-
-    def copy(self):
-        return dict(self)
-
-    def items(self):
-        return ItemsView(self)
-
-    def values(self):
-        return ValuesView(self)
+        held = super().__getitem__(name)
+        return held() if callable(held) else held
 
 
 def _divided(scale: torch.Tensor, offset: tuple | None, own: Callable | None, change: torch.Tensor) -> torch.Tensor:
@@ -406,8 +374,7 @@ def _has_leaf(module: torch.nn.Module | None, name: str) -> bool:
 def _numbers_of(network: torch.nn.Module, state: dict) -> Numbers:
     """Make the state dict of a network to be read dequantized: ComfyUI's ControlLora copies weights without scales."""
     named = {f"{name}.weight": module for name, module in network.named_modules() if is_quantized(module)}
-    made = {name: functools.partial(numbers_of, named[name]) for name in named}
-    return Numbers(state, made)
+    return Numbers(state | {name: functools.partial(numbers_of, named[name]) for name in state.keys() & named.keys()})
 
 
 class LowRankStage(Stage):
@@ -443,13 +410,14 @@ class LowRankCall(Acting):
     def __init__(self, patcher: AddsLowRank):
         self.adds, self.low_rank = patcher, patcher.low_rank_model()
         self.entered: Counter[torch.nn.Module] | None = None
-        self.sizes: tuple | None = None
+        self.sizes: tuple = ()
 
     @contextlib.contextmanager
     def attempt(self, call: Call | None = None) -> Iterator[None]:
         """Add the LoRAs, and watch which layers run in the first call of each size of a sampler's run: ComfyUI may
         multiply past a layer at some sizes only. ``call``: None for a text adapter."""
-        self.sizes = None if call is None else tuple(map(_size, (call.x, call.c_crossattn)))
+        given = () if call is None else (call.x, call.c_crossattn)
+        self.sizes = tuple(getattr(tensor, "shape", None) for tensor in given)
         watched = self.sizes not in self.low_rank.seen
         self.low_rank.ran.clear()
         with contextlib.ExitStack() as held:
@@ -464,7 +432,7 @@ class LowRankCall(Acting):
             if ran and seen[self.sizes] - ran - self.low_rank.by_weight and not is_compiled(self.adds):
                 del seen[self.sizes]
                 return False
-        elif self.sizes is not None:
+        elif self.sizes:
             seen[self.sizes] = ran
         return not self.adds.passes_to_weights(self.entered)
 
@@ -473,10 +441,6 @@ class LowRankCall(Acting):
 def _on_layers(patcher: AddsLowRank) -> Iterator[None]:
     with patched(patcher.forwards()), calling_layers(patcher.sorted_patches().modules.values()):
         yield
-
-
-def _size(tensor: torch.Tensor | None) -> torch.Size | None:
-    return None if tensor is None else tensor.shape
 
 
 def _with_low_rank(patcher: ModelPatcher, make: Callable):
@@ -528,11 +492,6 @@ def layer_name(key: str) -> str:
     return plain_name(key.removeprefix(DIFFUSION_MODEL)).removesuffix(".weight")
 
 
-def _passed_by_reasons(patcher: AddsLowRank) -> dict[str, str]:
-    low_rank = patcher.low_rank_model()
-    return {key: IN_WEIGHT if key in low_rank.asked else WITHOUT_EFFECT for key in low_rank.by_weight}
-
-
 def low_rank_reasons(patcher: ModelPatcher) -> dict[str, str]:
     """Return by layer what was done with the patches of its 8-bit weight, and how many do not fit its weight."""
     texts: dict[str, str] = {}
@@ -542,7 +501,8 @@ def low_rank_reasons(patcher: ModelPatcher) -> dict[str, str]:
         added = "LoRAs added to the layer's output: {0}"
         texts = {key: Message(added, len(of_key)) for key, of_key in patches.low_rank.items()}
         if has_low_rank(patcher):
-            texts |= _passed_by_reasons(patcher)
+            low_rank = patcher.low_rank_model()
+            texts |= {key: IN_WEIGHT if key in low_rank.asked else WITHOUT_EFFECT for key in low_rank.by_weight}
         again = "weight quantized again with {0} merged into it"
         texts |= {key: Message(again, why) for key, why in patches.merged.items()}
         unfit |= patches.unfit

@@ -11,11 +11,10 @@ SIGMAS = torch.tensor([1.0]), torch.tensor([0.5])
 
 
 class Memory:
-    """torch's module of a device: bytes allocated now and at most, and when it was waited for."""
+    """torch's module of a device: bytes allocated now and at most."""
 
     def __init__(self):
         self.now = self.most = 1000
-        self.events = []
 
     def allocate(self, count: int) -> None:
         self.now += count
@@ -29,10 +28,6 @@ class Memory:
 
     def reset_peak_memory_stats(self, device) -> None:
         self.most = self.now
-
-    def synchronize(self, device) -> None:
-        assert device == torch.device("cpu"), "the timer's own, not the current one"
-        self.events.append("wait")
 
 
 def timer_on(memory, advance=lambda: None) -> StepTimer:
@@ -48,7 +43,6 @@ def test_the_peak_counts_from_the_first_step_on():
     timer = timer_on(memory)
 
     def executor(model, conds, x, timestep):
-        memory.events.append("call")
         memory.allocate(300)
         memory.allocate(-300)
         return [x]
@@ -56,7 +50,6 @@ def test_the_peak_counts_from_the_first_step_on():
     for sigma in SIGMAS:
         timer.step(executor, None, [], torch.ones(2), sigma)
     assert timer.extra_bytes() == 300 and len(timer.seconds) == 2
-    assert memory.events == ["wait", "call", "wait"] * 2
 
 
 def test_parts_of_a_step_are_one_step():
@@ -68,17 +61,21 @@ def test_parts_of_a_step_are_one_step():
     assert len(timer.seconds) == len(advanced) == 2 and all(seconds > 0 for seconds in timer.seconds)
 
 
-def test_a_device_that_tells_no_memory_has_no_peak(monkeypatch):
+def test_a_step_begins_and_ends_on_an_idle_device(monkeypatch):
+    """A read waits for what was asked of the device before it."""
+    events, item = [], torch.Tensor.item
+    monkeypatch.setattr(torch.Tensor, "item", lambda tensor: events.append("wait") or item(tensor))
+    timer_on(Memory()).step(lambda model, conds, x, timestep: events.append("call") or [x], None, [], torch.ones(2), SIGMAS[0])
+    assert events == ["wait", "call", "wait"]
+
+
+def test_a_device_that_tells_no_memory_has_no_peak():
     """DirectML's is ``privateuseone``."""
     assert StepTimer(torch.device("privateuseone"), lambda: None)._memory is None
-    reads, item = [], torch.Tensor.item
-    monkeypatch.setattr(torch.Tensor, "item", lambda tensor: reads.append(1) or item(tensor))
-    timer = timer_on(None)
-    timer.step(lambda model, conds, x, timestep: [x], None, [], torch.ones(2), SIGMAS[0])
-    assert len(reads) == 2 and timer.extra_bytes() is None
-    timer = timer_on(SimpleNamespace(synchronize=lambda device: None))
-    timer.step(lambda model, conds, x, timestep: [x], None, [], torch.ones(2), SIGMAS[0])
-    assert timer.extra_bytes() is None and timer.seconds[0] >= 0
+    for memory in (None, SimpleNamespace()):
+        timer = timer_on(memory)
+        timer.step(lambda model, conds, x, timestep: [x], None, [], torch.ones(2), SIGMAS[0])
+        assert timer.extra_bytes() is None and timer.seconds[0] >= 0
 
 
 def test_a_step_that_is_not_finite_ends_the_run():

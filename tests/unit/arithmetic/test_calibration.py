@@ -165,8 +165,6 @@ class Look:
     def goes_on_after(self, error) -> bool:
         return self._refused()
 
-    def take_back(self) -> None: ...
-
 
 @pytest.mark.parametrize("errors", [(), (RuntimeError("of an attempt"),)])
 def test_a_look_that_repeats_a_call_ends_the_asking(errors):
@@ -177,26 +175,18 @@ def test_a_look_that_repeats_a_call_ends_the_asking(errors):
     assert asked == ["inner", "inner", "outer"]
 
 
-class OfInductor(RuntimeError):
-    """An error of torch's kernel compiler."""
-
-    __module__ = "torch._inductor.exc"
-
-
-@pytest.mark.parametrize(("kind", "attempts"), [(RuntimeError, 2), (OfInductor, 1)])
-def test_an_error_of_a_kernel_compiler_is_raised_at_once(kind, attempts):
-    """Whatever was measured, a repeat would compile the same."""
+def test_an_error_that_a_repeat_does_not_cure_is_raised():
     calibration, made = Calibration(), []
     calibration.run(raising())
 
     def call():
         made.append(1)
         calibration._missed.any = True
-        raise RuntimeError("the backend failed") from kind("no kernel")
+        raise RuntimeError("the backend failed")
 
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match="the backend failed"):
         calibration.run(call)
-    assert len(made) == attempts
+    assert len(made) == 2
 
 
 def test_an_error_of_an_operation_that_was_never_measured_has_the_call_measured():
@@ -213,22 +203,3 @@ def test_an_error_of_an_operation_that_was_never_measured_has_the_call_measured(
 
     calibration.run(call)
     assert attempts == [False, True] and calibration.repeats == 1 and not calibration.calibrating
-
-
-@pytest.mark.parametrize("helps", [True, False])
-def test_measuring_that_runs_out_of_memory_is_tried_again_with_less_and_once(helps):
-    calibration, attempts = Calibration(), []
-
-    def call():
-        attempts.append(calibration.spares_memory)
-        if not (helps and calibration.spares_memory):
-            with calibration.measuring():
-                raise torch.OutOfMemoryError("no memory")
-        return torch.ones(1)
-
-    if helps:
-        calibration.run(call)
-    else:
-        with pytest.raises(torch.OutOfMemoryError):
-            calibration.run(call)
-    assert attempts == [False, True] and calibration.spares_memory is helps

@@ -62,24 +62,6 @@ def test_running_out_of_memory_is_no_reason_to_try_again(error):
     assert len(calls) == 1
 
 
-def test_a_weight_without_room_beside_its_fp16_form_is_measured_in_that():
-    """As one that is cast on the device; a weight past fp16's range is then asked for in fp32, and each once a call."""
-    modules, asked = [linear(), linear(scale=1e6)], []
-
-    def weights(module, x, dtype, bias_dtype=torch.float32):
-        asked.append(dtype)
-        if dtype is None:
-            raise torch.OutOfMemoryError("on purpose")
-        return plain_weights(module, x, dtype, bias_dtype)
-
-    calibration, operations = layers(*modules, weights=weights)
-    x = torch.randn(4, 64)
-    for _ in range(2):
-        results = calibration.run(lambda: [operation(x) for operation in operations])
-        assert all(relative_error(module(x), result) < 2e-3 for module, result in zip(modules, results, strict=True))
-    assert [dtype and dtype.itemsize for dtype in asked] == [None, 2, 2, 2, 4, 2, 4]
-
-
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_layer_that_runs_twice_in_a_call_overflows_in_either(place):
     module = linear()
