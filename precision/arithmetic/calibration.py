@@ -9,8 +9,8 @@ synchronisation, and a value that overflowed is never used.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import accumulate
 from typing import Any, Protocol, TypeVar
 
@@ -34,6 +34,8 @@ RECHECKED = 7
 class Looks(Protocol):
     """What looks at the attempts of a call: :class:`Calibration` says what each method does."""
 
+    def take_back(self) -> None: ...
+
     def stands(self, result: Any) -> bool: ...
 
     def goes_on_after(self, error: RuntimeError) -> bool: ...
@@ -48,15 +50,20 @@ def until_it_stands(looks: Collection[Looks], attempt: Callable[[], Result]) -> 
     Raises:
         Whatever an attempt raises, if no look goes on after it.
     """
-    while True:
-        try:
-            result = attempt()
-        except RuntimeError as error:
-            if not any(each.goes_on_after(error) for each in reversed([*looks])):
-                raise
-            continue
-        if all(each.stands(result) for each in reversed([*looks])):
-            return result
+    try:
+        while True:
+            try:
+                result = attempt()
+            except RuntimeError as error:
+                if not any(each.goes_on_after(error) for each in reversed([*looks])):
+                    raise
+                continue
+            if all(each.stands(result) for each in reversed([*looks])):
+                return result
+    except BaseException:
+        for each in looks:
+            each.take_back()
+        raise
 
 
 class InputRange(Proof):
@@ -85,10 +92,11 @@ class Calibration:
     ``calibrating``: this call may read numbers back from the device to choose scales, and runs no compiled code. A
     compiled graph depends on the decisions of a proof, such as ``in_fp32``, but not on the number of measurements.
     ``flops``: floating-point operations of each operation in the calibrating call. ``repeats``: number of calls that
-    ran twice. ``in_fp16``: some operation or attention multiplies in fp16, so results are checked. ``by_layer``: each
-    product switches fp16 accumulation off itself, because it is not switched off for the whole call. ``rechecks``:
-    every ``RECHECKED``-th call calibrates, because inputs that are not measured in the others may have left their
-    range.
+    ran twice. ``in_fp16``: some operation or attention multiplies in fp16, so results are checked. ``spares_memory``:
+    calibrate without a second copy of the weight, after an out-of-memory error. ``lacks_precision``: in this
+    calibrating attempt some weight was asked for in fp16 that has to be multiplied in fp32. ``by_layer``: each product
+    switches fp16 accumulation off itself, because it is not switched off for the whole call. ``rechecks``: every
+    ``RECHECKED``-th call calibrates, because inputs that are not measured in the others may have left their range.
     """
 
     def __init__(self, looks_at_result: bool = True) -> None:
@@ -99,9 +107,12 @@ class Calibration:
         self.calibrating = True
         self.in_fp16 = False
         self.by_layer = True
+        self.spares_memory = self._ran_short = False
         self.repeats = 0
+        self.lacks_precision = False
         self.rechecks = False
         self._calls = 0
+        self._spared = False
         self._result = Proof("result of the call")
         self._missed = self._result.missed
         self._buffers: dict[torch.device, tuple[AmaxBuffer, dict[int, Proof]]] = {}
@@ -158,9 +169,15 @@ class Calibration:
 
     def begin_call(self) -> None:
         """Start a model call, which may take several attempts."""
+        self._spared = False
         self._calls += 1
         if self.rechecks and self._calls % RECHECKED == 0:
             self.calibrating = True
+
+    def take_back(self) -> None:
+        """Undo the changes of the attempts at a call that failed."""
+        if self._spared:
+            self.spares_memory = False  # the call does not fit without measuring either
 
     def attempt(self) -> AbstractContextManager:
         """Prepare one attempt and return the context to run it in. A calibrating attempt runs no compiled code."""
@@ -169,6 +186,7 @@ class Calibration:
             for buffer, _ in self._buffers.values():
                 buffer.clear()
             return NOTHING_ELSE
+        self._ran_short = self.lacks_precision = False
         self.flops.clear()
         held = ExitStack()
         held.enter_context(compile_disabled())
@@ -179,6 +197,8 @@ class Calibration:
     def stands(self, result: object) -> bool:
         """Check an attempt. Returns True if its result may be used, False if the call has to be repeated."""
         if self.calibrating:
+            if self.lacks_precision:
+                return False
             self._place(result)
             self.calibrating = False
             return True
@@ -191,13 +211,27 @@ class Calibration:
     def goes_on_after(self, error: RuntimeError) -> bool:
         """True if a call is repeated after an attempt that raised ``error``.
 
-        A call is repeated once, with calibration, if an operation ran that was never measured.
+        A call is repeated at most once for each reason: with calibration, if an operation ran that was never measured;
+        and with less memory, if measuring ran out of memory.
         """
+        if self.calibrating and self._ran_short and not self.spares_memory:
+            self.spares_memory = self._spared = True
+            return True
         if is_torch_oom(error) or self.calibrating or not self._missed.any:
             return False
         self.repeats += 1
         self.calibrating = True
         return True
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Context for measuring a layer. After an out-of-memory error the call is measured again with less memory,
+        once."""
+        try:
+            yield
+        except RuntimeError as error:
+            self._ran_short = is_torch_oom(error)
+            raise
 
     def _place(self, result: object) -> None:
         """Allocate one record buffer per device, assign slots to the measured proofs, and upload the scales that

@@ -166,19 +166,25 @@ class SafeOperation:
         # ComfyUI adds a LoRA in place to a weight that it prefetched (comfy/ops.py, resolve_cast_module_with_vbar):
         # asked for twice, the weight has the LoRA twice. A quantized weight, which no LoRA is added to in place, is
         # asked for in fp16 as in later calls, so that it is rounded alike and the first run of a seed equals the next.
+        # Where memory is short any weight is asked for so.
+        asked = None
+        if self.calibration.spares_memory:
+            asked = torch.float32 if self.scale.in_fp32 else torch.float16
         plain = type(self.module.weight) in (torch.Tensor, torch.nn.Parameter)
         self.scale.device = x.device
         self.is_wide, self.is_emulated = self._is_wide(x), is_emulated(x.device)
         result = None
-        with self.calibration.hiding.pause():
+        with self.calibration.measuring(), self.calibration.hiding.pause():
             bias_dtype = None if self.is_wide else torch.float32
-            with lent(self.weights(self.module, x, None, bias_dtype)) as (weight, bias):
+            with lent(self.weights(self.module, x, asked, bias_dtype)) as (weight, bias):
                 self.bias_dtype = torch.float32 if bias is None else bias.dtype
                 half = weight.to(torch.float16)
                 self._choose(x, half)
                 if not self.scale.in_fp32:
                     result = self._in_fp16(self.scale.scaled_eagerly(x), half, bias, *args, **kwargs)
                 elif plain:
+                    # Beside ``asked``, the weight was rounded to fp16.
+                    self.calibration.lacks_precision |= asked == torch.float16
                     bias = None if bias is None else bias.float()
                     result = multiplied(self.module, self.kind, x.float(), weight.float(), bias, *args, **kwargs)
             if result is None:

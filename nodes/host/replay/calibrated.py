@@ -18,6 +18,9 @@ class CalibratedActing(Acting):
     def begin_call(self) -> None:
         self.calibration.begin_call()
 
+    def take_back(self) -> None:
+        self.calibration.take_back()
+
     def stands(self, result: torch.Tensor) -> bool:
         return not self.watches or self.calibration.stands(result)
 

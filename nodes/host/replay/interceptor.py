@@ -72,6 +72,9 @@ class Acting:
     def begin_call(self) -> None:
         """Start a call, which may take several attempts."""
 
+    def take_back(self) -> None:
+        """Undo the changes of the attempts at a call that failed."""
+
     def attempt(self, call: Call) -> AbstractContextManager:
         """Return the context with the stage's patches of layers and attention for one attempt."""
         return nullcontext()

@@ -165,6 +165,8 @@ class Look:
     def goes_on_after(self, error) -> bool:
         return self._refused()
 
+    def take_back(self) -> None: ...
+
 
 @pytest.mark.parametrize("errors", [(), (RuntimeError("of an attempt"),)])
 def test_a_look_that_repeats_a_call_ends_the_asking(errors):
@@ -203,3 +205,22 @@ def test_an_error_of_an_operation_that_was_never_measured_has_the_call_measured(
 
     calibration.run(call)
     assert attempts == [False, True] and calibration.repeats == 1 and not calibration.calibrating
+
+
+@pytest.mark.parametrize("helps", [True, False])
+def test_measuring_that_runs_out_of_memory_is_tried_again_with_less_and_once(helps):
+    calibration, attempts = Calibration(), []
+
+    def call():
+        attempts.append(calibration.spares_memory)
+        if not (helps and calibration.spares_memory):
+            with calibration.measuring():
+                raise torch.OutOfMemoryError("no memory")
+        return torch.ones(1)
+
+    if helps:
+        calibration.run(call)
+    else:
+        with pytest.raises(torch.OutOfMemoryError):
+            calibration.run(call)
+    assert attempts == [False, True] and calibration.spares_memory is helps
