@@ -262,13 +262,9 @@ class Calibration:
         hold = not self._missed.any
         for buffer, proofs in self._buffers.values():
             records = buffer.read()
-            for place in [place for place, record in enumerate(records) if record != NOTHING and place in proofs]:
-                hold = _is_held(proofs[place], records[place : place + proofs[place].width]) and hold
+            for place, proof in proofs.items():
+                if records[place] != NOTHING:
+                    magnitude = proof.magnitude(records[place : place + proof.width])
+                    proof.largest = max(proof.largest, magnitude)
+                    hold = proof.holds(magnitude) and hold
         return hold
-
-
-def _is_held(proof: Proof, numbers: list[float]) -> bool:
-    """Check one proof against the ``numbers`` recorded in this call. Updates ``largest``."""
-    magnitude = proof.magnitude(numbers)
-    proof.largest = max(proof.largest, magnitude)
-    return proof.holds(magnitude)

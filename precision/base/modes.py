@@ -51,11 +51,6 @@ class Mode:
         """True when 16-bit operands give an fp32 result, so that no sum can overflow."""
         return self.is_16bit and self.result == torch.float32
 
-    @property
-    def takes_fp16_sums(self) -> bool:
-        """True for the matmuls that cuBLAS can accumulate in fp16: fp16 operands and an fp16 result."""
-        return self.operand == self.result == torch.float16
-
 
 _E4M3, _FP16, _BF16, _FP32 = torch.float8_e4m3fn, torch.float16, torch.bfloat16, torch.float32
 FP8 = Mode("fp8", "fp8", "fp8", _E4M3, None, (238, 165, 42))

@@ -21,6 +21,8 @@ FULL_RATE = re.compile(r"\b(Quadro|Tesla|TITAN RTX|T4|A2|A10G?|A16|A40|A\d[05]00
 B300_INT8 = "B300 multiplies int8 at a fifteenth of its fp16 rate: 0.15 against 2.25 POPS (NVIDIA Blackwell brief)."
 
 FAULTY_INT8 = "No tensor cores: int8 is faster than fp32, the only other arithmetic on this card (INT8-Fast PR #61)."
+OLDER = "sm_{0}{1} is older than every device profile."
+NEWER = "sm_{0}{1} is newer than every device profile."
 FULL_RATE_SUMS = "Workstation and server cards add in fp32 at full rate: fp16 accumulation adds a risk and no speed."
 DIRECTML = replace(
     PROFILES["cpu"], label="DirectML", type="privateuseone", fp16=True, fp8_storage=False, int8_matmul=False,
@@ -123,13 +125,9 @@ def nvidia_row(capability: tuple[int, int]) -> DeviceProfile:
     major, minor = max((row for row in capabilities if row <= capability), default=capabilities[0])
     row = PROFILES[f"sm_{major}{minor}"]
     if capability < (6, 0):
-        return adapted(
-            row, {"match": Message("sm_{0}{1} is older than every device profile.", capability[0], capability[1])}
-        )
+        return adapted(row, {"match": Message(OLDER, *capability)})
     if capability[0] > capabilities[-1][0]:
-        return adapted(
-            row, {"match": Message("sm_{0}{1} is newer than every device profile.", capability[0], capability[1])}
-        )
+        return adapted(row, {"match": Message(NEWER, *capability)})
     return row
 
 

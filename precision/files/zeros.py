@@ -45,7 +45,7 @@ def zero_runs(file: TensorFile) -> Iterator[ZeroRun]:
                 start -= 1
             while end < len(part) and _is_zero(pages, part[end][1]):
                 end += 1
-            zeros = [part[place] for place in matrices if start <= place < end]
+            zeros = [part[place] for place in matrices if place in range(start, end)]
             if len(zeros) >= FEWEST:
                 name, entry = zeros[0]
                 yield ZeroRun(name, path.name, entry.start, len(zeros))

@@ -148,7 +148,7 @@ def fp16_sums_inert(device: Device, matmuls: MatmulProfile) -> str | None:
         return problem
     modes = modes_named(matmuls.modes)
     wide = any(mode.is_wide for mode in modes)
-    if any(mode.takes_fp16_sums for mode in modes):
+    if any(mode.operand == mode.result == torch.float16 for mode in modes):  # what cuBLAS can accumulate in fp16
         return Message("{0}, and {1}", FP32_RESULTS, NO_SWITCH) if wide and matmuls.whole else None
     if wide:
         return FP32_RESULTS

@@ -163,13 +163,12 @@ def analyze(session: Session, target_db: float, pin: bool = True) -> Analysis:
             layer.status, layer.reason = UNUSED, "not called in the measured steps"
     free = [layer for layer in layers if layer.status == KEPT]
     plain = frozenset(layer.name for layer in free if not layer.sensitive)
-    analysis = Analysis(session.candidate, target_db, layers, all_db=session.snr(plain), all_count=len(plain))
+    all_db = session.snr(plain)
     chosen = _grown(session, target_db, frozenset(), ordered(free, session.candidate))
     for layer in free:
         layer.status = CHOSEN if layer.name in chosen else KEPT
-    analysis.snr_db = session.snr(chosen)
-    analysis.trials, analysis.steps = session.trials, session.steps
-    return analysis
+    snr = session.snr(chosen)
+    return Analysis(session.candidate, target_db, layers, snr, all_db, len(plain), session.trials, session.steps)
 
 
 def _grown(session: Session, target_db: float, chosen: frozenset[str], segment: Sequence[str]) -> frozenset[str]:

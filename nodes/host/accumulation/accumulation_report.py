@@ -48,10 +48,11 @@ def _sums_of(run: AccumulationRun) -> dict[str, tuple[Sums, str]]:
 
 
 def _state_text(run: AccumulationRun) -> str:
-    """Return in one line how many layers accumulate in fp16; empty before the first call."""
+    """Return in one line how many layers accumulate in fp16, of those that met fp16 inputs or whose weight is out of
+    reach; empty before the first call."""
     if run.calibration.calibrating:
         return ""
-    used = run.used()
+    used = [operation for operation in run.operations.values() if operation.sums.terms or not operation.weights]
     proven = sum(operation.sums.proven for operation in used)
     safe = Message("{0} of {1} fp16 layers are proven safe for fp16 sums", proven, len(used))
     return joined([safe, Message("{0} calls were repeated.", run.calibration.repeats)], "; ")

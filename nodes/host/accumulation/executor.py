@@ -17,7 +17,7 @@ from ....precision.base.message import Message
 from ....precision.base.modes import FP16
 from ....precision.base.patching import Patch, patched
 from ....precision.devices.detect import detect
-from ....precision.plan.accumulation import AccumulationPlan, MatmulProfile, Request, plan_accumulation
+from ....precision.plan.accumulation import UNCHANGED, AccumulationPlan, MatmulProfile, Request, plan_accumulation
 from ....precision.report.schema import Sums
 from ..comfyui.execution import COMPILE_KWARGS, is_compiled, is_on_several_devices, switches_by_layer, trains
 from ..comfyui.layers import modules_of
@@ -95,7 +95,7 @@ class AccumulationRun(CalibratedActing):
         self.modules = {name: operation.module for name, operation in self.operations.items()}
         self.forwards = forwards_on(self.modules)
         self.attention = SafeAttention(self.calibration) if plan.attention == "auto" else None
-        self.attend = {"auto": self._attend_safely, "fp32": _attend_in_fp32}.get(plan.attention)
+        self.attend = self._attend_safely if plan.attention != UNCHANGED else None
         self.watches = bool(self.operations) or self.attention is not None
         self.refused_fp8: Refused = {}
         self._names = list(modules_of(model))
@@ -130,10 +130,13 @@ class AccumulationRun(CalibratedActing):
     def _attend_safely(
         self, function: Callable, attention: Callable, q: torch.Tensor, k, v, heads: int, *args, **kwargs
     ) -> torch.Tensor:
-        """Run an fp16 attention so that it cannot overflow, in front of whatever override is there already."""
-        if q.dtype != torch.float16 or self.attention is None:
+        """Run an fp16 attention so that it cannot overflow, in front of whatever override is there already: as it was
+        measured, or each in fp32."""
+        if q.dtype != torch.float16:
             return attention(q, k, v, heads, *args, **kwargs)
         kernels = kernels_of(function, attention, args, kwargs)
+        if self.attention is None:
+            return run_in_fp32(kernels, AttentionCall(q, k, v, heads, args, kwargs))
         return self.attention(kernels, q, k, v, heads, *args, **kwargs).to(q.dtype)
 
     def attention_text(self) -> str:
@@ -145,18 +148,6 @@ class AccumulationRun(CalibratedActing):
             return ""
         counts = in_fp32.count(False), in_fp32.count(True)
         return Message("{0} attentions run in fp16, {1} in fp32 to avoid overflow", *counts)
-
-    def used(self) -> list[Fp16AccumulationLinear]:
-        """Return the layers that met fp16 inputs, and those whose weight is out of reach."""
-        return [op for op in self.operations.values() if op.sums.terms or not op.weights]
-
-
-def _attend_in_fp32(
-    function: Callable, attention: Callable, q: torch.Tensor, k, v, heads: int, *args, **kwargs
-) -> torch.Tensor:
-    if q.dtype != torch.float16:
-        return attention(q, k, v, heads, *args, **kwargs)
-    return run_in_fp32(kernels_of(function, attention, args, kwargs), AttentionCall(q, k, v, heads, args, kwargs))
 
 
 def _planned(request: Request, patcher) -> AccumulationPlan:

@@ -20,7 +20,7 @@ from comfy.patcher_extension import WrappersMP
 from ....precision.base.errors import CheckpointError, HalfsafeError
 from ....precision.base.message import Message, ended
 from ....precision.formats.checkpoint import Checkpoint
-from ....precision.formats.layer_plan import AS_FILE
+from ....precision.formats.layer_plan import AS_FILE, LayerPlan
 from ....precision.plan.auto import UNQUANTIZED
 from ....precision.plan.choice import ATTACHMENT
 from ....precision.plan.compute import SAFE
@@ -146,7 +146,7 @@ def _alike(patcher: ModelPatcher, settings: Sequence[Setting]) -> list[list[Sett
         if not why_not(setting, current_device()):
             plan = _planned(patcher, setting)
             storage, compute = AS_FILE if _is_held(patcher, plan) else plan.storage.used, plan.compute
-            layers = frozenset((n, own.mode, own.stream, own.sums, own.reason) for n, own in compute.decisions.items())
+            layers = frozenset((name, LayerPlan().with_arithmetic(own)) for name, own in compute.decisions.items())
             comes_to = storage, compute.choice.used, compute.fp8_matmul, layers
         groups.setdefault(comes_to, []).append(setting)
     return list(groups.values())
