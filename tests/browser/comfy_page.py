@@ -34,6 +34,8 @@ TEST_SETTINGS = {"halfsafe.toasts": True, "halfsafe.badges": True, "Halfsafe.Wat
 STILL = """addEventListener("DOMContentLoaded", () => { const style = document.createElement("style");
     style.textContent = "*, *::before, *::after { animation: none !important; transition: none !important; }"; document.head.append(style); });"""
 """Nothing moves by itself: without a GPU a spinner costs as much as a run beside it."""
+SELDOM = """window.requestAnimationFrame = (act) => setTimeout(() => act(performance.now()), 50); window.cancelAnimationFrame = clearTimeout;"""
+"""Twenty frames a second: a page that shows a graph and does nothing asks for every frame there is, and took an eighth of a core."""
 LATE = """(late) => { const { WebSocket, fetch: fetched } = window, listen = WebSocket.prototype.addEventListener;
     WebSocket.prototype.addEventListener = function (name, listener, ...rest) {
         return listen.call(this, name, name === "message" ? (event) => setTimeout(() => listener.handleEvent?.(event) ?? listener.call(this, event), late) : listener, ...rest); };
@@ -73,6 +75,7 @@ class ComfyPage:
         self.problems: list[str] = []
         self.page: Page = context.new_page()
         self.page.add_init_script(STILL)
+        self.page.add_init_script(SELDOM)
         self.page.set_default_timeout(LONGEST)
         if slower := os.environ.get("HALFSAFE_SLOW"):
             context.new_cdp_session(self.page).send("Emulation.setCPUThrottlingRate", {"rate": float(slower)})
@@ -245,10 +248,10 @@ class ComfyPage:
         self.settle()
 
     def settle(self) -> None:
-        """Wait until the canvas, its nodes and the pack's elements keep their boxes for ten frames: a busy machine draws late."""
+        """Wait until the canvas, its nodes and the pack's elements keep their boxes for four frames: a busy machine draws late."""
         code = """async () => { const { ds } = app.canvas, boxes = () => JSON.stringify([[ds.scale, ...ds.offset], ...app.graph.nodes.map(({ pos, size }) => [...pos, ...size]),
                 ...[...document.querySelectorAll("[class^=hs-]")].map((e) => { const { x, y, width, height } = e.getBoundingClientRect(); return [x, y, width, height, e.scrollWidth]; })]);
-            for (let last = boxes(), same = 0, frames = 0; same < 10 && frames < 600; frames++) {
+            for (let last = boxes(), same = 0, frames = 0; same < 4 && frames < 600; frames++) {
                 await new Promise(requestAnimationFrame); const now = boxes(); same = now === last ? same + 1 : 0; last = now; } }"""
         self.evaluate(code)
 

@@ -1,4 +1,4 @@
-"""NaN planted where a run takes it from: a weight, a LoRA, a conditioning, one product of one call; in families whose own code hides NaN in fp16 and in one that does not."""
+"""NaN planted where a run takes it from: a weight, a LoRA, a conditioning, one product of one call; in families whose own code hides NaN in fp16 and in some that do not."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ HIDING = {
     "lumina2": Family(tiny_models.lumina2, "layers.1.feed_forward.w2", 2304, masked=True),
     "z_image": Family(tiny_models.narrow_z_image, "layers.1.feed_forward.w2", 2560, masked=True),
 }
-PLAIN = {"sd15": Family(tiny_models.sd15_unet, "middle_block.1.transformer_blocks.0.ff.net.2", 768)}
+PLAIN = {
+    "wan": Family(tiny_models.wan, "blocks.0.ffn.2", 4096),
+    "sd15": Family(tiny_models.sd15_unet, "middle_block.1.transformer_blocks.0.ff.net.2", 768),
+}
 FAMILIES = HIDING | PLAIN
 
 

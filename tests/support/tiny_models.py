@@ -17,8 +17,9 @@ import importlib
 import json
 import math
 import os
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -130,7 +131,7 @@ def ltxv(path: Path, dtype: torch.dtype = torch.bfloat16, head_dim: int = 8, lay
 
 
 def anima(path: Path, dtype: torch.dtype = torch.bfloat16, hidden: int = 256, seed: int = 0) -> Path:
-    """Write an Anima model; its text adapter has its real size, 130 million parameters, which ComfyUI fixes; half of its blocks under `small_sizes`."""
+    """Write an Anima model; its text adapter has its real size, 130 million parameters, which ComfyUI fixes; a third of its blocks under `small_sizes`."""
     from comfy.ldm.anima.model import Anima
 
     config = {
@@ -172,12 +173,12 @@ def sd15_unet(path: Path, dtype: torch.dtype = torch.float16, seed: int = 0) -> 
     return write_shapes(path, shapes_of(unet(sd15_unet_config())), dtype, seed)
 
 
-def sd15_checkpoint(path: Path, dtype: torch.dtype = torch.float16, seed: int = 0) -> Path:
-    """Stream a full Stable Diffusion 1.5 checkpoint: a one-level UNet, CLIP-L and a VAE with a narrow decoder."""
+def sd15_checkpoint(path: Path, dtype: torch.dtype = torch.float16, seed: int = 0, layers: int = 12) -> Path:
+    """Stream a full Stable Diffusion 1.5 checkpoint: a one-level UNet, so many layers of CLIP-L and a VAE with a narrow decoder."""
     parts = {
         "model.diffusion_model.": shapes_of(unet(sd15_unet_config())),
         "first_stage_model.": shapes_of(_autoencoder(decoder_channels=32)),
-        "cond_stage_model.transformer.": clip_l_shapes(),
+        "cond_stage_model.transformer.": clip_l_shapes(layers=layers),
     }
     return _stream(path, {prefix + k: v for prefix, shapes in parts.items() for k, v in shapes.items()}, dtype, seed)
 
@@ -198,7 +199,7 @@ def sized(sizes: dict, published: dict | None = None) -> dict[str, str]:
 
 @contextlib.contextmanager
 def small_sizes() -> Iterator[None]:
-    """What ComfyUI detects has the sizes that a file's metadata names, and Anima's text adapter half of its blocks."""
+    """What ComfyUI detects has the sizes that a file's metadata names, a full checkpoint's CLIP-L the file's layers, and Anima's text adapter two of its six blocks."""
     from comfy import model_detection
     from comfy.ldm.anima import model as of_anima
 
@@ -213,15 +214,27 @@ def small_sizes() -> Iterator[None]:
         found = detect_class(*args, metadata=metadata, **options)
         if found is not None:
             found.unet_config |= _named(metadata, "sizes")
+            found.clip_target = functools.partial(_with_its_layers, found.clip_target)
         return found
 
     model_detection.detect_unet_config, model_detection.model_config_from_unet = published, small
-    of_anima.LLMAdapter = functools.partial(adapter, num_layers=3)
+    of_anima.LLMAdapter = functools.partial(adapter, num_layers=2)
     try:
         yield
     finally:
         of_anima.LLMAdapter = adapter
         model_detection.detect_unet_config, model_detection.model_config_from_unet = detect_config, detect_class
+
+
+def _with_its_layers(clip_target: Callable, state_dict: Iterable[str] = ()) -> object:
+    """The class of a full checkpoint's text encoder, of which a CLIP-L has as many layers as the file."""
+    target = clip_target(state_dict=state_dict)
+    layers = {found[1] for found in (re.match(r"cond_stage_model\.transformer\..*\.layers\.(\d+)\.", name) for name in state_dict) if found}
+    if target is None or not layers:
+        return target
+    made, sizes = target.clip, {"clip_l_model_config": {"num_hidden_layers": len(layers)}}
+    target.clip = lambda model_options, **options: made(model_options={**model_options, **sizes}, **options)
+    return target
 
 
 def _named(metadata: dict | None, key: str) -> dict:

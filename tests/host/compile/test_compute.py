@@ -30,6 +30,7 @@ def test_one_graph_no_break_and_no_recompilation(comfy, overflowing, reference, 
         assert relative_error(reference, families.sample(model, "wan", steps=4)) < 2e-3
         assert counters["stats"]["unique_graphs"] == 1
         assert sum(counters["graph_break"].values()) == 0
+        assert not any("forward" in module.__dict__ for module in model.model.diffusion_model.modules()), "no patch is left"
 
 
 def test_blocks_compiled_on_their_own(comfy, models_dir):
@@ -56,12 +57,6 @@ def test_a_later_overflow_is_right_and_compiles_once_more(comfy, overflowing, fp
         assert relative_error(reference, families.replay(model, call, c_crossattn=text)) < 2e-3
     assert compute_of(model).runs.of(model.model).calibration.repeats == 1
     assert counters["stats"]["unique_graphs"] == 2
-
-
-def test_the_compiled_model_is_left_without_patches(comfy, overflowing):
-    model = planned_and_compiled(comfy, overflowing, "plan first", backend="eager")
-    families.sample(model, "wan", steps=2)
-    assert not any("forward" in module.__dict__ for module in model.model.diffusion_model.modules())
 
 
 def test_a_plan_for_a_model_in_which_a_block_is_compiled(comfy, overflowing, reference):

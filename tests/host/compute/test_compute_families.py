@@ -15,7 +15,7 @@ MODULES = {"wan": "comfy.ldm.wan.model", "flux": "comfy.ldm.flux.math", "sdxl": 
 
 @pytest.fixture(scope="module")
 def model_of(comfy, models_dir):
-    """``(path, call, reference)`` of a family's clean model or of one that overflows; files of the last family only."""
+    """``(path, call)`` of a family's clean model or of one that overflows; files of the last family only."""
     state = {}
 
     def build(family, kind):
@@ -26,7 +26,22 @@ def model_of(comfy, models_dir):
         path = state["clean"]
         if kind != "clean":
             path = families.write_scaled(path, path.with_name("scaled.safetensors"), families.OVERFLOWS[family][kind])
-        return path, state["call"], families.replay(families.load(comfy, path, "fp32"), state["call"])
+        return path, state["call"]
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def with_attention_that_overflows(comfy, model_of):
+    """``(path, call, reference)`` of a family."""
+    state = {}
+
+    def build(family):
+        if family not in state:
+            path, call = model_of(family, "attention")
+            state.clear()
+            state[family] = path, call, families.replay(families.load(comfy, path, "fp32"), call)
+        return state[family]
 
     return build
 
@@ -34,7 +49,7 @@ def model_of(comfy, models_dir):
 @pytest.mark.parametrize(("family", "kind"), CASES)
 def test_finite_and_at_most_six_tenths_of_the_error_of_bf16(comfy, model_of, family, kind):
     """Attention that overflows fp16 takes one token each, and of two that are nearly equal either: a median says less of chance."""
-    path, call, _ = model_of(family, kind)
+    path, call = model_of(family, kind)
     x = call.args[0]
     latents = (x, x.flip(-1), x.flip(-2)) if kind == "attention" else (x,)
     exact = families.load(comfy, path, "fp32")
@@ -60,7 +75,7 @@ def test_finite_and_at_most_six_tenths_of_the_error_of_bf16(comfy, model_of, fam
 
 @pytest.mark.parametrize("family", ["wan", "flux", "sd3", "hunyuan_video", "ltxv"])
 def test_the_work_it_counts_is_all_the_matrix_work_there_is(comfy, model_of, family):
-    path, call, _ = model_of(family, "clean")
+    path, call = model_of(family, "clean")
     with FlopCounterMode(display=False) as counter:
         families.replay(families.load(comfy, path, "fp32"), call)
     model = families.load(comfy, path, "as_file", "fp16_safe")
@@ -71,12 +86,12 @@ def test_the_work_it_counts_is_all_the_matrix_work_there_is(comfy, model_of, fam
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("family", ["wan", "flux"])
-def test_every_attention_function_of_core_stays_finite(comfy, model_of, monkeypatch, family, function):
+def test_every_attention_function_of_core_stays_finite(comfy, with_attention_that_overflows, monkeypatch, family, function):
     import importlib
 
     import comfy.ldm.modules.attention as attention
 
-    path, call, reference = model_of(family, "attention")
+    path, call, reference = with_attention_that_overflows(family)
     monkeypatch.setattr(importlib.import_module(MODULES[family]), "optimized_attention", getattr(attention, function))
     bf16 = relative_error(reference, families.replay(families.load(comfy, path, "as_file", "bf16"), call))
     model = families.load(comfy, path, "as_file", "fp16_safe")

@@ -22,7 +22,7 @@ from halfsafe.precision.base.patching import patched
 from halfsafe.precision.formats.layer_plan import LayerPlan
 from halfsafe.precision.plan.compute import ComputePlan
 from halfsafe.precision.version import VERSION
-from support import families, imagined_cores, model_files, next_core
+from support import families, imagined_cores, model_files, next_core, tiny_models
 from support.families import load
 from support.guarding import guarded, inside, left_on
 from support.imagined_cores import (
@@ -41,7 +41,7 @@ from support.matmul_spy import Products
 from support.measures import relative_error
 from support.summing import accumulation
 
-LORA = {name: shape for block in (0, 1) for name, shape in ((f"blocks.{block}.self_attn.q", (256, 256)), (f"blocks.{block}.ffn.2", (256, 1024)))}
+LORA = {"blocks.0.self_attn.q": (256, 256), "blocks.0.ffn.2": (256, 1024)}
 
 
 def with_lora(model):
@@ -99,8 +99,9 @@ def outcome(comfy, setting: str, path, call, changes: dict, reference: torch.Ten
 
 
 @pytest.fixture(scope="module")
-def tried(comfy, wan, overflowing, call):
-    """Setting -> its outcome, on a core."""
+def tried(comfy, models_dir, call):
+    """Setting -> its outcome, on a core; of models of one block, whose layers are called as those of the next would be."""
+    clean, loud = (write(models_dir / "diffusion_models" / f"imagined_{write.__name__}.safetensors", blocks=1) for write in (tiny_models.wan, tiny_models.wan_overflowing))
 
     def of(core, changes: dict, settings: Iterable[str] = SETTINGS) -> dict[str, tuple[float, int]]:
         references, seen = {}, {}
@@ -108,7 +109,7 @@ def tried(comfy, wan, overflowing, call):
             for setting in settings:
                 overflows = SETTINGS[setting][0]
                 patch.setenv("HALFSAFE_DEVICE_PROFILE", PROFILES.get(setting, "sm_89"))
-                path, changed = overflowing if overflows else wan, "LoRA" in setting
+                path, changed = loud if overflows else clean, "LoRA" in setting
                 if (path, changed) not in references:
                     exact = load(comfy, path, "fp32", "fp32")
                     references[path, changed] = families.replay(with_lora(exact) if changed else exact, call, **changes)

@@ -17,7 +17,7 @@ SUMS = {"reduced_precision_reduction": "unchanged", "fp8_fast_accumulation": "un
 @pytest.fixture(scope="module")
 def files(models_dir):
     tiny_models.wan(models_dir / "diffusion_models" / "badge_wan.safetensors")
-    tiny_models.clip_l(models_dir / "text_encoders" / "badge_clip.safetensors")
+    tiny_models.narrow_clip_l(models_dir / "text_encoders" / "badge_clip.safetensors")
     tiny_models.wan_vae(models_dir / "vae" / "badge_vae.safetensors")
     return models_dir
 

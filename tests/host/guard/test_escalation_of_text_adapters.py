@@ -11,7 +11,7 @@ from support.guarding import guarded, is_finite, left_on, plain_fp16, report_of
 from support.measures import relative_error
 
 LOUD = {
-    "anima": {r"llm_adapter\.blocks\.2\.mlp\.0\.weight": 64.0, r"llm_adapter\.blocks\.2\.mlp\.2\.weight": 4096.0},
+    "anima": {r"llm_adapter\.blocks\.1\.mlp\.0\.weight": 64.0, r"llm_adapter\.blocks\.1\.mlp\.2\.weight": 4096.0},
     "ltxav": {r"^video_embeddings_connector\.transformer_1d_blocks\.0\.ff\.net\.2\.weight$": 1e6},
     "minimax_h3": {r"^token_refiner\.blocks\.0\.mlp\.fc2\.weight$": 1e6},
 }

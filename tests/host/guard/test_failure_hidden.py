@@ -15,7 +15,7 @@ from support.measures import relative_error
 from support.rows import all_of, rotated
 
 ON_NAN = ("stop", "report", "retry_higher")
-ONE_OF_EACH = ("flux", "sd15")
+ONE_OF_EACH = ("flux", "wan")
 """A family whose code hides NaN and one whose does not, beside all settings; the others beside one each."""
 
 
@@ -110,7 +110,7 @@ def test_one_fault_of_the_device_is_no_overflow_whether_it_is_hidden_or_not(comf
     assert on_nan != "retry_higher" or torch.equal(found, clean)
 
 
-@pytest.mark.parametrize("family", ["sd15", "flux"])
+@pytest.mark.parametrize("family", ["wan", "flux"])
 @pytest.mark.parametrize("guard", ["off", *ON_NAN])
 def test_auto_falls_back_for_no_fault_that_does_not_come_again(comfy, models, monkeypatch, family, guard):
     monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_75")

@@ -293,7 +293,7 @@ def test_the_same_seed_gives_the_same_picture_beside_a_control_net_that_states_s
 
 
 def test_whole_run_with_a_control_net_and_its_report(comfy, control_file, models_dir):
-    checkpoint = tiny_models.sd15_checkpoint(models_dir / "checkpoints" / "sd15_controlled.safetensors")
+    checkpoint = tiny_models.sd15_checkpoint(models_dir / "checkpoints" / "sd15_controlled.safetensors", layers=2)
     model = comfy.run("HalfsafeLoadCheckpoint", ckpt_name=checkpoint.name, storage="as_file", compute="fp32", clip_storage="auto", vae_dtype="auto")[0]
     expected = sample(comfy, model, in_fp32(stock(comfy, control_file("sd15"))))
     assert relative_error(expected, sample(comfy, model, load(comfy, control_file("sd15")))) < 1e-5
@@ -306,7 +306,7 @@ def test_whole_run_with_a_control_net_and_its_report(comfy, control_file, models
 
 
 def test_a_report_lists_the_control_nets_that_ran_with_its_model_alone(comfy, control_file, models_dir):
-    path = tiny_models.sd15_checkpoint(models_dir / "checkpoints" / "sd15_controlled.safetensors")
+    path = tiny_models.sd15_checkpoint(models_dir / "checkpoints" / "sd15_controlled.safetensors", layers=2)
     settings = {"storage": "as_file", "clip_storage": "auto", "vae_dtype": "auto"}
     one, other = (comfy.run("HalfsafeLoadCheckpoint", ckpt_name=path.name, compute=name, **settings)[0] for name in ("fp32", "bf16"))
     first, second, idle = (load(comfy, control_file("sd15"), storage) for storage in ("fp8_e4m3fn", "bf16", "int8"))

@@ -52,7 +52,7 @@ def test_a_load_runs_at_most_so_many_functions_for_one_of_comfyuis(comfy, models
 
 @pytest.fixture(scope="module")
 def checkpoint(models_dir):
-    return tiny_models.sd15_checkpoint(models_dir / "checkpoints" / "sd15.safetensors")
+    return tiny_models.sd15_checkpoint(models_dir / "checkpoints" / "sd15.safetensors", layers=2)
 
 
 def picture(model, clip, vae):

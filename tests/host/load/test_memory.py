@@ -78,9 +78,9 @@ def test_the_check_before_loading_is_right(comfy, small, profile, said, name):
 @pytest.mark.parametrize("family", [*tiny_models.FAMILIES])
 @pytest.mark.parametrize("storage", ["as_file", "fp8_e4m3fn", "int8"])
 def test_it_is_right_for_every_family_in_fp32(comfy, models_dir, profile, said, family, storage):
-    path = models_dir / "diffusion_models" / f"memory_{family}.safetensors"
+    path = models_dir / "diffusion_models" / f"narrow_{family}.safetensors"
     if not path.exists():
-        tiny_models.FAMILIES[family](path)
+        families.write_narrow(family, path.parent)
     model = families.load(comfy, path, storage, "fp32")
     found = held(model.model.diffusion_model)
     assert abs(said[-1] / own_bytes(model.model.diffusion_model, path) - 1) < CLOSE
@@ -124,6 +124,6 @@ def test_weights_kept_from_fp8_compute_as_in_fp32(comfy, wan, call, models_dir):
 def test_the_check_before_loading_a_text_encoder_is_right(comfy, models_dir, said, storage):
     path = models_dir / "text_encoders" / "memory_clip_l.safetensors"
     if not path.exists():
-        tiny_models.clip_l(path)
+        tiny_models.narrow_clip_l(path)
     clip = comfy.run("HalfsafeLoadCLIP", clip_name1=path.name, type="stable_diffusion", storage=storage, compute="auto")[0]
     assert said[-1] == pytest.approx(own_bytes(clip.patcher.model, path), rel=CLOSE)
