@@ -29,7 +29,15 @@ from setup.environment import ROOT, Environment, SetupError, clean_environ, prep
 MODULES = {
     **dict.fromkeys(("load", "convert"), "files"),
     **dict.fromkeys(("safe16", "fp8mm", "patch", "guard", "lora"), "compute"),
-    **{"import": "import_time", "cost": "cost", "host_time": "host_time", "calibrate": "calibrate", "first_step": "first_step", "drift": "drift", "gpu": "gpu"},
+    **{
+        "import": "import_time",
+        "cost": "cost",
+        "host_time": "host_time",
+        "calibrate": "calibrate",
+        "first_step": "first_step",
+        "drift": "drift",
+        "gpu": "gpu",
+    },
 }
 SHARED = ("files", "compute")
 
@@ -37,7 +45,9 @@ SHARED = ("files", "compute")
 def main() -> int:
     """Run the benchmark named on the command line in an environment that has torch and a ComfyUI, and return its exit code."""
     named = sys.argv[1:2] and sys.argv[1] in MODULES
-    parser = argparse.ArgumentParser(prog="benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, add_help=not named)
+    parser = argparse.ArgumentParser(
+        prog="benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, add_help=not named
+    )
     parser.add_argument("name", choices=MODULES)
     parser.add_argument("--comfyui", type=Path, help="a ComfyUI folder to use instead of the pinned one")
     options, rest = parser.parse_known_args()
@@ -48,7 +58,15 @@ def main() -> int:
         return 1
     module = MODULES[options.name]
     arguments = [options.name] if module in SHARED else []
-    command = [str(environment.python), "-m", f"benchmarks.{module}", *arguments, "--comfyui", str(environment.comfyui), *rest]
+    command = [
+        str(environment.python),
+        "-m",
+        f"benchmarks.{module}",
+        *arguments,
+        "--comfyui",
+        str(environment.comfyui),
+        *rest,
+    ]
     return subprocess.run(command, check=False, env=clean_environ(PYTHONPATH=str(ROOT))).returncode
 
 

@@ -34,7 +34,11 @@ def main() -> int:
     if args.save:
         reporting.save(result)
     for row in rows:
-        print("{storage}: nearest {nearest:.5f}, calibrated {calibrated:.5f} ({share:.2f}), {seconds:.0f} s to save".format(**row))
+        print(
+            "{storage}: nearest {nearest:.5f}, calibrated {calibrated:.5f} ({share:.2f}), {seconds:.0f} s to save".format(
+                **row
+            )
+        )
     return reporting.exit_code(result)
 
 
@@ -44,7 +48,9 @@ def _rows(comfy) -> Iterator[dict]:
     shutil.copy(shapes.MODEL, comfy.folder)
     model = families.load(comfy, comfy.folder / shapes.MODEL.name, "as_file", "fp32")
     every = shapes.all_shapes()
-    conds = [shapes.conditioning(comfy.folder, shape) for shape in every[:: len(every) // (PROMPTS + TESTED)]][: PROMPTS + TESTED]
+    conds = [shapes.conditioning(comfy.folder, shape) for shape in every[:: len(every) // (PROMPTS + TESTED)]][
+        : PROMPTS + TESTED
+    ]
     calibration, latent = None, {"samples": torch.zeros_like(families.noise(model, size=shapes.SIZE // 8))}
     for seed, cond in enumerate(conds[:PROMPTS]):
         inputs = {"positive": cond, "latent_image": latent, "seed": seed, "previous": calibration}
@@ -75,7 +81,9 @@ def _sampled(model, cond) -> torch.Tensor:
     from support import families, shapes
 
     noise = families.noise(model, size=shapes.SIZE // 8)
-    return comfy.sample.sample(model, noise, 8, 1.0, "euler", "simple", cond, cond, torch.zeros_like(noise), seed=1, disable_pbar=True)
+    return comfy.sample.sample(
+        model, noise, 8, 1.0, "euler", "simple", cond, cond, torch.zeros_like(noise), seed=1, disable_pbar=True
+    )
 
 
 if __name__ == "__main__":

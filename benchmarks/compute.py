@@ -125,14 +125,18 @@ RUNS = {"safe16": run_safe16, "fp8mm": run_fp8mm, "patch": run_patch, "guard": r
 def main() -> int:
     parser = reporting.parser(__doc__)
     parser.add_argument("name", choices=RUNS)
-    parser.add_argument("--slow", action="store_true", help="safe16 and guard: the families with 0.4 and 1.1 billion parameters too")
+    parser.add_argument(
+        "--slow", action="store_true", help="safe16 and guard: the families with 0.4 and 1.1 billion parameters too"
+    )
     parser.add_argument("--runs", type=int, default=10, help="patch and guard: pairs of measurements")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     args = parser.parse_args()
     result = conditions(args) | RUNS[args.name](args)
     if args.save:
         reporting.save(result)
-    print(json.dumps(result, indent=2) if args.json else result.get("markdown", json.dumps(result["targets"], indent=2)))
+    print(
+        json.dumps(result, indent=2) if args.json else result.get("markdown", json.dumps(result["targets"], indent=2))
+    )
     return reporting.exit_code(result)
 
 

@@ -74,14 +74,18 @@ class Counted:
     """How weights lie -> seconds of the host, as measured: of a call, and from one call's last product to the next one's first beyond ComfyUI's."""
 
     def on_device(self, card: Card) -> float:
-        return sum(kernel.seconds(card) for kernel in self.kernels) + self.times * sum(kernel.seconds(card) for kernel in self.repeated)
+        return sum(kernel.seconds(card) for kernel in self.kernels) + self.times * sum(
+            kernel.seconds(card) for kernel in self.repeated
+        )
 
     def on_host(self, card: Card, cpu: str) -> float:
         return CPUS[cpu] * self.host[card.weights] + DRIVER * (len(self.kernels) + self.times * len(self.repeated))
 
     def seconds(self, card: Card, cpu: str = "server") -> float:
         """The longer of both, and what reads add to it; see the module's assumptions."""
-        return max(self.on_device(card) + CPUS[cpu] * self.gap[card.weights], self.on_host(card, cpu)) + READ * self.reads
+        return (
+            max(self.on_device(card) + CPUS[cpu] * self.gap[card.weights], self.on_host(card, cpu)) + READ * self.reads
+        )
 
 
 def run_cost(args: argparse.Namespace) -> dict:
@@ -100,12 +104,20 @@ def _model_rows(name: str) -> dict:
     ways = {way: _way(found, plain) for way, found in counted.items()}
     safe = counted["fp16_safe"]
     estimates = {card: {way: found.seconds(CARDS[card]) for way, found in counted.items()} for card in CARDS}
-    beside = {cpu: {name: round(safe.seconds(card, cpu) / plain.seconds(card, cpu), 3) for name, card in CARDS.items()} for cpu in CPUS}
+    beside = {
+        cpu: {name: round(safe.seconds(card, cpu) / plain.seconds(card, cpu), 3) for name, card in CARDS.items()}
+        for cpu in CPUS
+    }
     to_fp16 = {card: max(of[card] for of in beside.values()) for card in CARDS}
     device = {card: round(safe.on_device(CARDS[card]) / plain.on_device(CARDS[card]), 3) for card in CARDS}
     guarded = replace(plain, reads=1, **_host_of(name, "plain, guard"))
     guard = {card: round(guarded.seconds(CARDS[card]) / of["fp16"], 3) for card, of in estimates.items()}
-    host_bound = [f"{name}, {cpu}" for cpu in CPUS for name, card in CARDS.items() if plain.on_host(card, cpu) > plain.on_device(card)]
+    host_bound = [
+        f"{name}, {cpu}"
+        for cpu in CPUS
+        for name, card in CARDS.items()
+        if plain.on_host(card, cpu) > plain.on_device(card)
+    ]
     of_fp32 = {card: round(of["fp32"] / of["fp16_safe"], 2) for card, of in estimates.items()}
     ratios = {"to_fp16": to_fp16, "beside": beside, "on_device": device, "guard": guard, "bound_by_host": host_bound}
     return {"counts": ways, "seconds": estimates, **ratios, "fp32_to_safe": of_fp32}
@@ -133,10 +145,16 @@ def _measured(part: str) -> dict:
         host = {lie: blocks * taken for lie, taken in of_whole["host"].items()}
         counted = replace(_count(way, ON_A_GPU[model]), **of_whole | {"host": host})
         seconds[way] = {"device": counted.on_device(card), "call": counted.seconds(card)}
-    rows = {row["row"]: row for row in json.loads((reporting.FOLDER / f"{file}.json").read_text(encoding="utf-8"))["rows"]}
+    rows = {
+        row["row"]: row for row in json.loads((reporting.FOLDER / f"{file}.json").read_text(encoding="utf-8"))["rows"]
+    }
     plain, safe = rows[f"{part}: core fp16"], rows[f"{part}: fp16_safe"]
     return {
-        "estimated": {"fp16_ms": round(1e3 * seconds["fp16"]["call"], 1), "fp16_ms_on_device": round(1e3 * seconds["fp16"]["device"], 1), "to_fp16": round(seconds["fp16_safe"]["call"] / seconds["fp16"]["call"], 3)},
+        "estimated": {
+            "fp16_ms": round(1e3 * seconds["fp16"]["call"], 1),
+            "fp16_ms_on_device": round(1e3 * seconds["fp16"]["device"], 1),
+            "to_fp16": round(seconds["fp16_safe"]["call"] / seconds["fp16"]["call"], 3),
+        },
         "measured": {"fp16_ms": round(1e3 * plain["seconds"], 1), "to_fp16": safe["seconds_to_core"]},
     }
 
@@ -155,7 +173,9 @@ def _way(found: Counted, plain: Counted) -> dict:
         "layers": len(layers),
         "layers_with_fp16_results": len(fp16),
         "kernels_of_layer_with_fp16_result": max((mine[layer] - theirs[layer] for layer in fp16), default=0),
-        "kernels_per_attention": round((mine["attention"] - theirs["attention"]) / sum(k.kind == "attention" for k in plain.kernels), 2),
+        "kernels_per_attention": round(
+            (mine["attention"] - theirs["attention"]) / sum(k.kind == "attention" for k in plain.kernels), 2
+        ),
     }
 
 
@@ -169,7 +189,9 @@ def _targets(rows: dict) -> dict:
         for card, limit in LIMITS[name].items():
             found = row["to_fp16"].get(card, max(row["to_fp16"].values()))
             targets[f"{name}: fp16_safe to fp16, {card}"] = reporting.target(found, limit)
-        targets[f"{name}: kernels of a proven layer"] = reporting.target(row["counts"]["fp16_safe"]["kernels_of_layer_with_fp16_result"], 2)
+        targets[f"{name}: kernels of a proven layer"] = reporting.target(
+            row["counts"]["fp16_safe"]["kernels_of_layer_with_fp16_result"], 2
+        )
         if name.startswith(("Wan", "Flux")):
             slowest = min(row["fp32_to_safe"][card] for card in WITHOUT_BF16)
             targets[f"{name}: fp32 to fp16_safe"] = reporting.target(slowest, 3.0, at_least=True)
@@ -303,7 +325,9 @@ def _marked_attention() -> Iterator[None]:
     marked.__name__ = original.__name__
     with contextlib.ExitStack() as undo:
         for name, module in list(sys.modules.items()):
-            for function in ("optimized_attention", "optimized_attention_masked") if name.startswith("comfy.ldm") else ():
+            for function in (
+                ("optimized_attention", "optimized_attention_masked") if name.startswith("comfy.ldm") else ()
+            ):
                 if hasattr(module, function):
                     undo.enter_context(mock.patch.object(module, function, marked))
         yield
@@ -313,12 +337,20 @@ def as_text(result: dict) -> str:
     """A table for each model, then the targets."""
     lines = []
     for name, row in result["models"].items():
-        lines += [f"\n{name}", "| | kernels | beyond fp16 | bytes to fp16 | reads | layers in fp16 |", "|---|---|---|---|---|---|"]
+        lines += [
+            f"\n{name}",
+            "| | kernels | beyond fp16 | bytes to fp16 | reads | layers in fp16 |",
+            "|---|---|---|---|---|---|",
+        ]
         for way, found in row["counts"].items():
             fp16 = f"{found['layers_with_fp16_results']} of {found['layers']}" if way == "fp16_safe" else ""
-            lines.append(f"| {way} | {found['kernels']} | {found['kernels_beyond_fp16']:+} | {found['bytes_to_fp16']} | {found['reads']} | {fp16} |")
+            lines.append(
+                f"| {way} | {found['kernels']} | {found['kernels_beyond_fp16']:+} | {found['bytes_to_fp16']} | {found['reads']} | {fp16} |"
+            )
         lines.append(f"bound by the host: {', '.join(row['bound_by_host']) or 'no card'}")
-        lines += [f"{cpu}: " + ", ".join(f"{card} {value}" for card, value in of.items()) for cpu, of in row["beside"].items()]
+        lines += [
+            f"{cpu}: " + ", ".join(f"{card} {value}" for card, value in of.items()) for cpu, of in row["beside"].items()
+        ]
         for key in ("to_fp16", "on_device", "guard", "fp32_to_safe"):
             lines.append(f"{key}: " + ", ".join(f"{name} {value}" for name, value in row[key].items()))
     for part, found in result["measured"].items():

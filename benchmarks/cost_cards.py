@@ -9,7 +9,13 @@ CPUS = {"server": 1.0, "desktop": 0.5}
 """Kind of CPU -> what a call takes there of what it takes on the one that measured it; a fast desktop core takes half."""
 DRIVER = 2.5e-6
 """What a launch takes on the host beyond what a CPU's own kernel does."""
-TOYS = {"Wan 1.3B": ("Wan", 0.75), "Wan 14B": ("Wan", 1.0), "Flux": ("Flux", 1.0), "SDXL": ("SDXL", 1.0), "Qwen-Image": ("Flux", 1.6)}
+TOYS = {
+    "Wan 1.3B": ("Wan", 0.75),
+    "Wan 14B": ("Wan", 1.0),
+    "Flux": ("Flux", 1.0),
+    "SDXL": ("SDXL", 1.0),
+    "Qwen-Image": ("Flux", 1.6),
+}
 """Model -> the model of host_time.py that stands for it, and how many of its blocks the model has, where a double block counts twice."""
 
 

@@ -15,7 +15,13 @@ from torch.utils._pytree import tree_leaves
 from .cost_cards import Kernel
 
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
-PRODUCTS = {aten.mm.default: 0, aten.mm.dtype: 0, aten.addmm.default: 1, aten.bmm.default: 0, aten.convolution.default: 0}
+PRODUCTS = {
+    aten.mm.default: 0,
+    aten.mm.dtype: 0,
+    aten.addmm.default: 1,
+    aten.bmm.default: 0,
+    aten.convolution.default: 0,
+}
 ATTENTIONS = {aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_efficient_attention.default}
 _layers: list[str] = []
 
@@ -36,7 +42,10 @@ def rope_in_one_kernel() -> Iterator[None]:
     import comfy.quant_ops
 
     ck = comfy.quant_ops.ck
-    both = mock.patch.object(ck, "apply_rope", lambda q, k, _: (q.neg(), k.neg())), mock.patch.object(ck, "apply_rope1", lambda x, _: x.neg())
+    both = (
+        mock.patch.object(ck, "apply_rope", lambda q, k, _: (q.neg(), k.neg())),
+        mock.patch.object(ck, "apply_rope1", lambda x, _: x.neg()),
+    )
     with both[0], both[1]:
         yield
 
@@ -52,7 +61,9 @@ class Costs(LeafOperations):
         super().__init__()
         self.seen: list[Kernel] = []
         self._names = {
-            module: name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear | torch.nn.modules.conv._ConvNd)
+            module: name
+            for name, module in model.named_modules()
+            if isinstance(module, torch.nn.Linear | torch.nn.modules.conv._ConvNd)
         }
 
     @contextlib.contextmanager
@@ -95,7 +106,11 @@ def _kind(func, args, first, result) -> str:
 
 
 def _reduces_all(func, result) -> bool:
-    return func.overloadpacket in (aten.linalg_vector_norm, aten.amax) and isinstance(result, torch.Tensor) and result.dim() == 0
+    return (
+        func.overloadpacket in (aten.linalg_vector_norm, aten.amax)
+        and isinstance(result, torch.Tensor)
+        and result.dim() == 0
+    )
 
 
 def _flops(func, args, result) -> int:
@@ -109,8 +124,12 @@ def _flops(func, args, result) -> int:
 
 def _bytes(values) -> int:
     """The bytes that are there: of a broadcast tensor, those it is broadcast from."""
-    return sum(_stored(leaf) for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor) and leaf.device.type == "cuda")
+    return sum(
+        _stored(leaf) for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor) and leaf.device.type == "cuda"
+    )
 
 
 def _stored(tensor: torch.Tensor) -> int:
-    return math.prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride) * tensor.itemsize
+    return (
+        math.prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride) * tensor.itemsize
+    )

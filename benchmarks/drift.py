@@ -42,9 +42,14 @@ def measured(comfy, family: str) -> dict:
     from support.guarding import modes_of
 
     path = clean_runs.write(family, comfy.folder)
-    models = {name: clean_runs.checked(comfy, family, path, name, STEPS) for name in clean_runs.ARITHMETICS if name != "fp32"}
+    models = {
+        name: clean_runs.checked(comfy, family, path, name, STEPS) for name in clean_runs.ARITHMETICS if name != "fp32"
+    }
     path.unlink()
-    return {"layers": len(modes_of(models["bf16"])), "arithmetics": {name: lowest(model) for name, model in models.items()}}
+    return {
+        "layers": len(modes_of(models["bf16"])),
+        "arithmetics": {name: lowest(model) for name, model in models.items()},
+    }
 
 
 def lowest(model) -> dict:

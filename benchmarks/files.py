@@ -28,7 +28,13 @@ BENCHES = {
 }
 OTHER = {"load": "UNETLoader, fp8_e4m3fn", "convert": "read all, quantize to fp8, save"}
 TARGETS = {
-    "load": {"cpu_seconds": 1.4, "again_cpu_seconds": 1.25, "memory_to_weights": 1.1, "int8_to_fp8": 2.0, "int8_memory_to_weights": 1.1},
+    "load": {
+        "cpu_seconds": 1.4,
+        "again_cpu_seconds": 1.25,
+        "memory_to_weights": 1.1,
+        "int8_to_fp8": 2.0,
+        "int8_memory_to_weights": 1.1,
+    },
     "convert": {"memory_to_largest_tensor": 3.0, "int8_to_fp8": 2.0, "int8_memory_to_largest_tensor": 3.0},
 }
 MODEL = "wan_1_3b_shaped"
@@ -89,7 +95,9 @@ def _compare(name: str, environment: Environment, model: Path, base: Path, runs:
 
 def _measure(environment: Environment, measurement: str, model: Path, base: Path) -> dict:
     command = [str(environment.python), "-m", "benchmarks.measure", measurement, str(model), str(base)]
-    environ = clean_environ(COMFYUI_DIR=str(environment.comfyui), PYTHONDONTWRITEBYTECODE="1", OMP_WAIT_POLICY="passive")
+    environ = clean_environ(
+        COMFYUI_DIR=str(environment.comfyui), PYTHONDONTWRITEBYTECODE="1", OMP_WAIT_POLICY="passive"
+    )
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environ, check=False)
     if done.returncode:
         raise SystemExit(f"{measurement} failed:\n{done.stderr}")
@@ -99,7 +107,10 @@ def _measure(environment: Environment, measurement: str, model: Path, base: Path
 def _summary(results: list[dict]) -> dict:
     """The median of the seconds, and of bytes the most that any run took."""
     known = {key: [result[key] for result in results if result[key] is not None] for key in results[0]}
-    return {key: (statistics.median if key.endswith("seconds") else max)(values) if values else None for key, values in known.items()}
+    return {
+        key: (statistics.median if key.endswith("seconds") else max)(values) if values else None
+        for key, values in known.items()
+    }
 
 
 def _ratios(taken: dict[str, list[dict]], summary: dict[str, dict], ours: str, other: str) -> dict[str, float]:
@@ -131,7 +142,9 @@ def _as_text(result: dict) -> str:
     lines.append(f"  {'':16} {'fp8':>12} {'int8':>12} {'other':>12}   fp8 / other, int8 / fp8, int8 / other")
     ratios = [result[name] for name in ("ratios", "int8_to_fp8", "int8_to_other")]
     for key in result["summary"]["halfsafe"]:
-        figures = " ".join(f"{_number(key, result['summary'][side][key]):>12}" for side in ("halfsafe", "int8", "other"))
+        figures = " ".join(
+            f"{_number(key, result['summary'][side][key]):>12}" for side in ("halfsafe", "int8", "other")
+        )
         lines.append(f"  {key:16} {figures}   {', '.join(str(ratio.get(key)) for ratio in ratios)}")
     lines.append(f"  fastest runs: {', '.join(str(ratio['best_seconds']) for ratio in ratios)}")
     for key, held in result["targets"].items():

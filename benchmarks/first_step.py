@@ -58,7 +58,12 @@ def main() -> int:
         base = make_base_directory(Path(folder), ROOT)
         write_models(environment, base / "models" / "diffusion_models", MODEL, WARMING)
         taken = _in_process(environment, {"base": str(base), "packs": given, "sides": sides, "runs": options.runs})
-    about = {"benchmark": "first_step", **machine.conditions(environment), "torch_threads": 1, "model": "8 of 30 blocks of Wan2.1 T2V 1.3B shapes, 0.40 billion parameters, 0.80 GB in bf16"}
+    about = {
+        "benchmark": "first_step",
+        **machine.conditions(environment),
+        "torch_threads": 1,
+        "model": "8 of 30 blocks of Wan2.1 T2V 1.3B shapes, 0.40 billion parameters, 0.80 GB in bf16",
+    }
     peers = {name: _commit(folder) for name, folder in given.items()}
     rows = [{"name": name, **_summary(found)} for name, found in taken.items()]
     result = {**about, "peers": peers, "runs": options.runs, "rows": rows, "targets": {}}
@@ -68,8 +73,15 @@ def main() -> int:
 def _parse():
     parser = reporting.parser(__doc__)
     parser.add_argument("--kjnodes", type=Path, metavar="DIR", help="a checkout of kijai/ComfyUI-KJNodes")
-    parser.add_argument("--gguf", type=Path, metavar="DIR", help="a checkout of city96/ComfyUI-GGUF, whose package gguf has to be installed")
-    parser.add_argument("--runs", type=int, default=3, help="loads of each side from the disk and from the page cache (default: 3)")
+    parser.add_argument(
+        "--gguf",
+        type=Path,
+        metavar="DIR",
+        help="a checkout of city96/ComfyUI-GGUF, whose package gguf has to be installed",
+    )
+    parser.add_argument(
+        "--runs", type=int, default=3, help="loads of each side from the disk and from the page cache (default: 3)"
+    )
     parser.add_argument("--folder", help="where to put the model files for the time being (2 GB, on a disk)")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser.parse_args()
@@ -90,10 +102,7 @@ def _in_process(environment: Environment, job: dict) -> dict[str, list[dict]]:
 
 def _summary(found: list[dict]) -> dict:
     """The medians of seconds and the most of bytes, from the disk and from the page cache."""
-    return {
-        kind: {key: _of_all(key, [run[kind][key] for run in found]) for key in found[0][kind]}
-        for kind in KINDS
-    }
+    return {kind: {key: _of_all(key, [run[kind][key] for run in found]) for key in found[0][kind]} for kind in KINDS}
 
 
 def _of_all(key: str, values: list) -> float | None:
@@ -105,10 +114,19 @@ def _of_all(key: str, values: list) -> float | None:
 def as_text(result: dict) -> str:
     """The figures as a table of Markdown."""
     lines = [f"{result['model']}; medians of {result['runs']}", ""]
-    lines += ["| | load: disk | cache | to the end of the first step: disk | cache | computing, cache | anonymous memory |", "|---|---|---|---|---|---|---|"]
+    lines += [
+        "| | load: disk | cache | to the end of the first step: disk | cache | computing, cache | anonymous memory |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for row in result["rows"]:
         cold, warm = row["cold"], row["warm"]
-        seconds = (cold["loaded_seconds"], warm["loaded_seconds"], cold["step_seconds"], warm["step_seconds"], warm["step_cpu_seconds"])
+        seconds = (
+            cold["loaded_seconds"],
+            warm["loaded_seconds"],
+            cold["step_seconds"],
+            warm["step_seconds"],
+            warm["step_cpu_seconds"],
+        )
         memory = max(cold["anonymous_bytes"] or 0, warm["anonymous_bytes"] or 0)
         lines.append(f"| {row['name']} | {' | '.join(f'{value:.2f} s' for value in seconds)} | {memory / 1e9:.2f} GB |")
     return "\n".join(lines)

@@ -112,7 +112,9 @@ READS = ("tolist", "item", "cpu", "__bool__")
 def main() -> int:
     parser = reporting.parser(__doc__)
     parser.add_argument("--out", type=Path, help="write the result here after every row")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no row after this time, and end one that lasts")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="begin no row after this time, and end one that lasts"
+    )
     parser.add_argument("--only", nargs="+", default=(), metavar="ITEM", help="only these items or rows")
     parser.add_argument("--kernels", action="store_true", help="kernels of each call by name")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
@@ -124,7 +126,11 @@ def main() -> int:
         return run_part(args)
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-    result = machine.gpu_conditions(Environment(Path(sys.executable), args.comfyui.resolve())) | {"benchmark": "gpu", "dry_run": args.dry_run, "rows": []}
+    result = machine.gpu_conditions(Environment(Path(sys.executable), args.comfyui.resolve())) | {
+        "benchmark": "gpu",
+        "dry_run": args.dry_run,
+        "rows": [],
+    }
     run_all(args, chosen(tuple(args.only)), result, time.monotonic() + args.seconds)
     if args.save and not args.dry_run:
         reporting.save(result)
@@ -212,7 +218,10 @@ def _makers(comfy, args: argparse.Namespace) -> list[tuple[str, Callable[[], dic
     if args.part == "device":
         made = {"probes": probes_found, "constants": partial(constants, args.dry_run), "rules": gpu_checks.rules}
     elif args.part == CLONES:
-        made = {"loaded": partial(gpu_checks.static_clones, comfy), "compiled": partial(gpu_checks.compiled_clones, comfy, args.dry_run)}
+        made = {
+            "loaded": partial(gpu_checks.static_clones, comfy),
+            "compiled": partial(gpu_checks.compiled_clones, comfy, args.dry_run),
+        }
     else:
         model = Model(comfy, args.part, args.dry_run, args.kernels)
         made = {setting: partial(model.row, setting) for setting in PARTS[args.part]}
@@ -298,7 +307,9 @@ class Model:
             row[clock] = statistics.median(one[clock] for one in taken["ours"])
             if "plain" in taken:
                 pairs = zip(taken["plain"], taken["ours"], strict=True)
-                row[f"{clock}_to_core"] = round(statistics.median(ours[clock] / plain[clock] for plain, ours in pairs), 4)
+                row[f"{clock}_to_core"] = round(
+                    statistics.median(ours[clock] / plain[clock] for plain, ours in pairs), 4
+                )
         with MatmulSpy(model.model) as spy:
             runs["ours"]()
         products = Counter(f"{' x '.join(product.operands)} to {product.result}" for product in spy.seen)
@@ -355,7 +366,11 @@ class Model:
         import torch
 
         if name not in self._cores:
-            model = cores_own(self.path, torch.float16) if name == "core fp16" else comfy.sd.load_diffusion_model(str(self._scaled()))
+            model = (
+                cores_own(self.path, torch.float16)
+                if name == "core fp16"
+                else comfy.sd.load_diffusion_model(str(self._scaled()))
+            )
             self._cores[name] = model
         return self._cores[name]
 
@@ -486,11 +501,18 @@ def kernels_of(call: Callable) -> dict:
         call()
         wait()
     kind = DeviceType.CUDA if on_cuda else DeviceType.CPU
-    events = [event for event in profiled.events() if event.device_type == kind and not event.name.startswith(("Memcpy", "Memset"))]
+    events = [
+        event
+        for event in profiled.events()
+        if event.device_type == kind and not event.name.startswith(("Memcpy", "Memset"))
+    ]
     counts, micros = Counter(event.name for event in events), Counter()
     for event in events:
         micros[event.name] += event.time_range.elapsed_us()
-    named = {name[:120]: {"count": counts[name], "microseconds": round(taken, 1)} for name, taken in micros.most_common(NAMES)}
+    named = {
+        name[:120]: {"count": counts[name], "microseconds": round(taken, 1)}
+        for name, taken in micros.most_common(NAMES)
+    }
     found = {"kernels": len(events), "longest_kernels": named}
     if on_cuda and events:
         span = max(event.time_range.end for event in events) - min(event.time_range.start for event in events)

@@ -40,7 +40,10 @@ def rules() -> dict:
     if device.type == "cpu":
         otherwise.pop("two devices", None)
     asked = len(rule_cases.REFUSED) + len(rule_cases.TAKEN) + len(rule_cases.READS)
-    return {"said": f"{len(otherwise)} of {asked} rules answered otherwise: {', '.join(otherwise) or 'none'}", "otherwise": otherwise}
+    return {
+        "said": f"{len(otherwise)} of {asked} rules answered otherwise: {', '.join(otherwise) or 'none'}",
+        "otherwise": otherwise,
+    }
 
 
 def static_clones(comfy) -> dict:
@@ -90,20 +93,47 @@ def run_tests(args: argparse.Namespace, ends: float) -> dict:
     """Run tests/gpu; outcome of each test. A test that hangs ends pytest, which begins again after it."""
     lines = (args.out or Path(tempfile.gettempdir()) / "gpu.json").absolute().with_suffix(".tests.jsonl")
     lines.write_text("", encoding="utf-8")
-    more = {"COMFYUI_DIR": str(args.comfyui.resolve()), "HALFSAFE_TEST_LINES": str(lines), "HALFSAFE_TEST_SECONDS": str(TEST_SECONDS * (8 if args.dry_run else 1))}
-    environ = os.environ | more | ({"HALFSAFE_DRY_RUN": "1"} if args.dry_run else {}) | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    more = {
+        "COMFYUI_DIR": str(args.comfyui.resolve()),
+        "HALFSAFE_TEST_LINES": str(lines),
+        "HALFSAFE_TEST_SECONDS": str(TEST_SECONDS * (8 if args.dry_run else 1)),
+    }
+    environ = (
+        os.environ
+        | more
+        | ({"HALFSAFE_DRY_RUN": "1"} if args.dry_run else {})
+        | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    )
     last: dict[str, dict] = {}
     while True:
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu", *(f"--deselect={test}" for test in last)]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "tests/gpu",
+            *(f"--deselect={test}" for test in last),
+        ]
         code, printed = ended(command, max(1, ends - time.monotonic()), environ)
         found = {line["test"]: line for line in map(json.loads, lines.read_text(encoding="utf-8").splitlines())}
         hung = {test for test, line in found.items() if line["outcome"] == "begun"} - {*last}
         last = found
         if not hung or code is None:
             break
-    bad = {test.split("::")[-1]: line.get("why", "hung")[-300:] for test, line in last.items() if line["outcome"] in ("failed", "begun")}
+    bad = {
+        test.split("::")[-1]: line.get("why", "hung")[-300:]
+        for test, line in last.items()
+        if line["outcome"] in ("failed", "begun")
+    }
     passed, skipped = (sum(line["outcome"] == outcome for line in last.values()) for outcome in ("passed", "skipped"))
-    row = {"said": f"{passed} passed, {skipped} skipped, {len(bad)} failed", "passed": passed, "skipped": skipped, "failed": bad}
+    row = {
+        "said": f"{passed} passed, {skipped} skipped, {len(bad)} failed",
+        "passed": passed,
+        "skipped": skipped,
+        "failed": bad,
+    }
     if code is None:
         return row | {"problem": "the time was up"}
     return row if passed and not bad else row | {"problem": ", ".join(bad) or printed[-TAIL:]}
@@ -112,8 +142,18 @@ def run_tests(args: argparse.Namespace, ends: float) -> dict:
 def run_demo(args: argparse.Namespace, ends: float) -> dict:
     """Run scripts/demo.py, which starts a ComfyUI server; what each of its pictures shows."""
     pictures = (args.out.absolute().parent if args.out else Path(tempfile.mkdtemp(prefix="halfsafe-gpu-"))) / "demo"
-    command = [sys.executable, str(ROOT / "scripts" / "demo.py"), "--installed", "--comfyui", str(args.comfyui.resolve()), "--output", str(pictures)]
-    code, printed = ended(command, min(SERVER_SECONDS * (8 if args.dry_run else 1), max(1, ends - time.monotonic())), os.environ)
+    command = [
+        sys.executable,
+        str(ROOT / "scripts" / "demo.py"),
+        "--installed",
+        "--comfyui",
+        str(args.comfyui.resolve()),
+        "--output",
+        str(pictures),
+    ]
+    code, printed = ended(
+        command, min(SERVER_SECONDS * (8 if args.dry_run else 1), max(1, ends - time.monotonic())), os.environ
+    )
     shown = dict(PICTURE.findall(printed))
     row = {"said": "; ".join(f"{name}: {what.strip()}" for name, what in shown.items()), "pictures": shown}
     if code == 0:

@@ -5,7 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-SHAPES = {"SDXL": (8192, 640, 5120), "Flux": (4352, 3072, 12288), "Wan 1.3B": (32760, 1536, 8960), "Wan 14B": (32760, 5120, 13824)}
+SHAPES = {
+    "SDXL": (8192, 640, 5120),
+    "Flux": (4352, 3072, 12288),
+    "Wan 1.3B": (32760, 1536, 8960),
+    "Wan 14B": (32760, 5120, 13824),
+}
 """Layer -> rows, inputs and outputs of its matmul."""
 TIMES = 20
 
@@ -65,7 +70,11 @@ def _measured(run: Callable, flops: int | None, moved: int | None) -> dict:
     except (RuntimeError, NotImplementedError, TypeError, ImportError) as error:
         return {"problem": f"{type(error).__name__}: {error}"[:200]}
     seconds = _seconds(run) if torch.cuda.is_available() else _seconds_of_a_cpu(run)
-    rate = {"tflops": round(flops / seconds / 1e12, 2)} if flops is not None else {"gb_per_second": round(moved / seconds / 1e9, 1)}
+    rate = (
+        {"tflops": round(flops / seconds / 1e12, 2)}
+        if flops is not None
+        else {"gb_per_second": round(moved / seconds / 1e9, 1)}
+    )
     return {"microseconds": round(1e6 * seconds, 1), **rate}
 
 

@@ -16,7 +16,13 @@ NOT_BEGUN = "the time was up"
 TAIL, AT_ITS_END = 500, 20
 
 
-def measured(names: list[str], command: Callable[[list[str], Path], list[str]], ends: float, longest: float, env: Mapping[str, str] | None = None) -> Iterator[dict]:
+def measured(
+    names: list[str],
+    command: Callable[[list[str], Path], list[str]],
+    ends: float,
+    longest: float,
+    env: Mapping[str, str] | None = None,
+) -> Iterator[dict]:
     """Yield a row for each name, in order, as it comes.
 
     Args:
@@ -33,7 +39,9 @@ def measured(names: list[str], command: Callable[[list[str], Path], list[str]], 
     yield from ({"row": name, "problem": NOT_BEGUN} for name in left)
 
 
-def _of_a_process(left: list[str], command: Callable, ends: float, longest: float, env: Mapping[str, str] | None) -> Generator[dict, None, str]:
+def _of_a_process(
+    left: list[str], command: Callable, ends: float, longest: float, env: Mapping[str, str] | None
+) -> Generator[dict, None, str]:
     """Yield what one process writes and take it off ``left``; return why the next row did not come, "" if the process ended by itself."""
     with tempfile.TemporaryDirectory(prefix="halfsafe-gpu-") as folder, tempfile.TemporaryFile("w+") as log:
         lines = Path(folder) / "rows.jsonl"
@@ -66,7 +74,10 @@ def _of_a_process(left: list[str], command: Callable, ends: float, longest: floa
 def ended(command: list[str], seconds: float, env: Mapping[str, str]) -> tuple[int | None, str]:
     """Run a command and return its exit code, None if it had to be ended, and what it printed. It is asked to end first, so that it can
     end what it started."""
-    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log, subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log) as process:
+    with (
+        tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log,
+        subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log) as process,
+    ):
         code: int | None = None
         try:
             code = process.wait(seconds if seconds != float("inf") else None)

@@ -31,7 +31,13 @@ def run_guard(args: argparse.Namespace) -> dict:
         "clean_run": reporting.target(worst, LIMIT),
         "error": reporting.target(error, ERROR_LIMIT),
     }
-    return {"benchmark": "guard", "clean_runs": clean, "rows": rows, "targets": targets, "markdown": _markdown(clean, rows)}
+    return {
+        "benchmark": "guard",
+        "clean_runs": clean,
+        "rows": rows,
+        "targets": targets,
+        "markdown": _markdown(clean, rows),
+    }
 
 
 def _overhead(comfy, families, path, family: str, compute: str, runs: int) -> dict[str, float]:
@@ -53,9 +59,15 @@ def _overhead(comfy, families, path, family: str, compute: str, runs: int) -> di
             taken[name].append(time.perf_counter() - start)
             for hook in hooks:
                 hook.remove()
-    pairs = {name: [one / base for one, base in zip(times[1:], taken["none"][1:], strict=True)] for name, times in taken.items()}
+    pairs = {
+        name: [one / base for one, base in zip(times[1:], taken["none"][1:], strict=True)]
+        for name, times in taken.items()
+    }
     base = round(statistics.median(taken["none"]), 3)
-    return {name: round(statistics.median(ratios), 4) for name, ratios in pairs.items()} | {"seconds": base, "pairs": runs}
+    return {name: round(statistics.median(ratios), 4) for name, ratios in pairs.items()} | {
+        "seconds": base,
+        "pairs": runs,
+    }
 
 
 def _hooks(model) -> list:
@@ -65,7 +77,11 @@ def _hooks(model) -> list:
         if hasattr(output, "isfinite") and not output.isfinite().all():
             raise ValueError("not finite")
 
-    return [module.register_forward_hook(check) for module in model.model.diffusion_model.modules() if not list(module.children())]
+    return [
+        module.register_forward_hook(check)
+        for module in model.model.diffusion_model.modules()
+        if not list(module.children())
+    ]
 
 
 def _rescues(comfy, families, family: str) -> list[dict]:
@@ -90,11 +106,20 @@ def _rescue(comfy, families, path, family: str) -> dict:
 
     reference = families.sample(families.load(comfy, path, "fp32"), family)
     model = guarded(comfy, families.load(comfy, path, "fp16", "fp16"))
-    found = {"fp16": error(families.load(comfy, path, "fp16", "fp16")), "bf16": error(families.load(comfy, path, "as_file", "bf16"))}
+    found = {
+        "fp16": error(families.load(comfy, path, "fp16", "fp16")),
+        "bf16": error(families.load(comfy, path, "as_file", "bf16")),
+    }
     found["guard"] = error(model)
     report, modes = report_of(model), modes_of(model)
     event = report.events[0]
-    found |= {"verdict": report.verdict, "named": event.layer, "op": event.op, "kind_seen": event.kind, "extra_calls": report.extra_calls}
+    found |= {
+        "verdict": report.verdict,
+        "named": event.layer,
+        "op": event.op,
+        "kind_seen": event.kind,
+        "extra_calls": report.extra_calls,
+    }
     found["still_fp16"] = round(list(modes.values()).count("fp16") / len(modes), 3)
     found["second_run"] = error(model)
     return found | {"second_run_extra_calls": report_of(model).extra_calls}
@@ -103,9 +128,15 @@ def _rescue(comfy, families, path, family: str) -> dict:
 def _markdown(clean: dict, rows: list[dict]) -> str:
     lines = ["| clean run | no guard | guard | check per layer |", "|---|---|---|---|"]
     lines += [f"| {name} | 1 | {row['guard']} | {row['check_per_layer']} |" for name, row in clean.items()]
-    lines += ["", "| family | kind | fp16 | bf16 | guard | named | extra calls | layers still fp16 |", "|---|---|---|---|---|---|---|---|"]
+    lines += [
+        "",
+        "| family | kind | fp16 | bf16 | guard | named | extra calls | layers still fp16 |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     for row in rows:
         errors = (f"{row[key]:.1e}" if row[key] is not None else "NaN" for key in ("fp16", "bf16", "guard"))
         named = f"{row['named']} ({row['op']})"
-        lines.append(f"| {row['family']} | {row['kind']} | {' | '.join(errors)} | {named} | {row['extra_calls']} | {row['still_fp16']:.0%} |")
+        lines.append(
+            f"| {row['family']} | {row['kind']} | {' | '.join(errors)} | {named} | {row['extra_calls']} | {row['still_fp16']:.0%} |"
+        )
     return "\n".join(lines)

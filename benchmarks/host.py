@@ -13,7 +13,9 @@ from setup import machine
 from setup.environment import ROOT, Environment
 
 
-def load_comfy(args: argparse.Namespace, on_cpu: bool = True, more: tuple[str, ...] = (), dynamic: bool = False) -> SimpleNamespace:
+def load_comfy(
+    args: argparse.Namespace, on_cpu: bool = True, more: tuple[str, ...] = (), dynamic: bool = False
+) -> SimpleNamespace:
     """A ComfyUI and this pack in this process, with a models folder that goes away with it.
 
     Raises:
@@ -28,7 +30,9 @@ def load_comfy(args: argparse.Namespace, on_cpu: bool = True, more: tuple[str, .
     base = make_base_directory(Path(keep.name), ROOT)
     inprocess.setup_comfyui(args.comfyui.resolve(), base, *(["--cpu"] if on_cpu else []), *more)
     if dynamic and not on_cpu and not inprocess.turn_on_dynamic_vram():
-        raise RuntimeError("comfy-aimdo, which lends memory under dynamic VRAM, does not work with this driver or device")
+        raise RuntimeError(
+            "comfy-aimdo, which lends memory under dynamic VRAM, does not work with this driver or device"
+        )
     logging.disable(logging.WARNING)
     run = inprocess.runner(inprocess.node_classes(inprocess.load_pack()))
     return SimpleNamespace(run=run, folder=base / "models" / "diffusion_models", keep=keep)

@@ -69,13 +69,20 @@ def main() -> int:
     targets = {}
     for name, row in named.items():
         if "functions_to_fp16" in row and row["setting"] == "plain":
-            targets[f"{name}, functions to fp16"] = reporting.target(row["functions_to_fp16"], TO_FP16[row["weights"].partition(", ")[0]])
+            targets[f"{name}, functions to fp16"] = reporting.target(
+                row["functions_to_fp16"], TO_FP16[row["weights"].partition(", ")[0]]
+            )
         if row["weights"].startswith("dynamic VRAM"):
             targets[f"{name}, functions"] = reporting.target(row["functions_to_core"], FUNCTIONS[row["setting"]])
         if "ms" in row:
             targets[name] = reporting.target(row["to_core"], TARGETS[row["setting"]])
             targets[f"{name}, gap"] = reporting.target(row["gap_above_core_ms"], GAP_MS)
-    return reporting.told(conditions(args) | {"benchmark": "host_functions" if args.count else "host_time", "rows": rows, "targets": targets}, args, as_text)
+    return reporting.told(
+        conditions(args)
+        | {"benchmark": "host_functions" if args.count else "host_time", "rows": rows, "targets": targets},
+        args,
+        as_text,
+    )
 
 
 def _rows(comfy, name: str, weights: str, args) -> Iterator[dict]:
@@ -114,7 +121,11 @@ def _times(theirs: Callable, ours: Callable, clock: list[float], hides: bool) ->
 
     taken = [(_timed(theirs, clock), _timed(ours, clock, hiding_is_seen if hides else None)) for _ in range(PAIRS)]
     seconds, of_core = (statistics.median(pair[i][0] for pair in taken) for i in (1, 0))
-    row = {"ms": round(1e3 * seconds, 2), "core_ms": round(1e3 * of_core, 2), "to_core": round(statistics.median(b[0] / a[0] for a, b in taken), 3)}
+    row = {
+        "ms": round(1e3 * seconds, 2),
+        "core_ms": round(1e3 * of_core, 2),
+        "to_core": round(statistics.median(b[0] / a[0] for a, b in taken), 3),
+    }
     return row | {"gap_above_core_ms": round(1e3 * statistics.median(b[1] - a[1] for a, b in taken), 2)}
 
 
@@ -131,7 +142,11 @@ def loaded(comfy, name: str, weights: str) -> tuple:
     def load(setting: str):
         model = families.load(comfy, path, storage, "fp16_safe" if "fp16_safe" in setting else plain)
         model = with_lora(model) if "LoRA" in weights else model
-        return comfy.run("HalfsafeNaNGuard", model=model, on_nan="retry_higher", max_retries=8)[0] if "guard" in setting else model
+        return (
+            comfy.run("HalfsafeNaNGuard", model=model, on_nan="retry_higher", max_retries=8)[0]
+            if "guard" in setting
+            else model
+        )
 
     return core, families.capture(core, family), load
 
@@ -143,7 +158,11 @@ def with_lora(model):
     from support.model_files import lora
 
     named = model.model.diffusion_model.named_modules()
-    shapes = {name: tuple(module.weight.shape) for name, module in named if isinstance(getattr(module, "weight", None), QuantizedTensor)}
+    shapes = {
+        name: tuple(module.weight.shape)
+        for name, module in named
+        if isinstance(getattr(module, "weight", None), QuantizedTensor)
+    }
     return load_lora_for_models(model, None, lora(shapes, rank=16), 1.0, 0.0)[0]
 
 
@@ -170,8 +189,25 @@ def write(comfy, name: str, dtype) -> tuple[str, object]:
     if name == "Wan":
         return "wan", tiny.wan(path, dim=128, blocks=40, ffn=256, dtype=dtype)
     if name == "Flux":
-        config = dict(in_channels=16, out_channels=16, vec_in_dim=768, context_in_dim=4096, hidden_size=128, mlp_ratio=4.0, num_heads=1, depth=19)
-        config |= dict(depth_single_blocks=38, axes_dim=[16, 56, 56], theta=10000, patch_size=2, qkv_bias=True, guidance_embed=True, txt_ids_dims=[])
+        config = dict(
+            in_channels=16,
+            out_channels=16,
+            vec_in_dim=768,
+            context_in_dim=4096,
+            hidden_size=128,
+            mlp_ratio=4.0,
+            num_heads=1,
+            depth=19,
+        )
+        config |= dict(
+            depth_single_blocks=38,
+            axes_dim=[16, 56, 56],
+            theta=10000,
+            patch_size=2,
+            qkv_bias=True,
+            guidance_embed=True,
+            txt_ids_dims=[],
+        )
         return "flux", tiny.write_shapes(path, tiny.shapes_of(tiny.on_meta(Flux, **config)), dtype, 0)
     config, sizes = tiny.sdxl_unet_config(), {"model_channels": 64}
     config |= {"transformer_depth_output": [0, 0, 0, 2, 2, 2, 10, 10, 10], "transformer_depth_middle": 10}
@@ -227,7 +263,9 @@ def _kernel(name: str, **call) -> Callable:
     import torch
 
     if name == "int8_linear":
-        return lambda x, weight, scale, bias, dtype, *rotation: torch.full((*x.shape[:-1], weight.shape[0]), 0.01, dtype=dtype)
+        return lambda x, weight, scale, bias, dtype, *rotation: torch.full(
+            (*x.shape[:-1], weight.shape[0]), 0.01, dtype=dtype
+        )
     return lambda rows, scale, dtype: torch.zeros(rows.shape, dtype=dtype)
 
 
@@ -312,7 +350,9 @@ def as_text(result: dict) -> str:
     """Write the rows as a table."""
     keys = list(dict.fromkeys(key for row in result["rows"] for key in row))
     lines = ["| " + " | ".join(keys).replace("_", " ") + " |", "|---" * len(keys) + "|"]
-    return "\n".join([*lines, *("| " + " | ".join(str(row.get(key, "")) for key in keys) + " |" for row in result["rows"])])
+    return "\n".join(
+        [*lines, *("| " + " | ".join(str(row.get(key, "")) for key in keys) + " |" for row in result["rows"])]
+    )
 
 
 if __name__ == "__main__":

@@ -59,7 +59,9 @@ def figures(python: Path, comfyui: Path, runs: int = 5) -> dict:
 
 def _import_once(python: Path, comfyui: Path, base: Path, pack: Path) -> dict:
     code = IN_COMFYUI.format(comfyui=str(comfyui.resolve()), base=str(base), pack=str(pack))
-    done = subprocess.run([str(python), "-c", code], capture_output=True, text=True, env=clean_environ(), cwd=comfyui, check=False)
+    done = subprocess.run(
+        [str(python), "-c", code], capture_output=True, text=True, env=clean_environ(), cwd=comfyui, check=False
+    )
     if done.returncode:
         raise SystemExit(f"the import failed:\n{done.stderr}")
     run = json.loads(done.stdout.splitlines()[-1])

@@ -15,7 +15,14 @@ from .host import load_comfy
 
 EFFECTS = (6e-4, 1e-3, 5e-3, 1e-2, 5e-2)
 RANK = 16
-WAYS = (("fp8_e4m3fn", "fp16_safe"), ("fp8_e4m3fn", "bf16"), ("fp8_e4m3fn", "fp8"), ("int8", "fp16_safe"), ("int8", "bf16"), ("int8", "auto"))
+WAYS = (
+    ("fp8_e4m3fn", "fp16_safe"),
+    ("fp8_e4m3fn", "bf16"),
+    ("fp8_e4m3fn", "fp8"),
+    ("int8", "fp16_safe"),
+    ("int8", "bf16"),
+    ("int8", "auto"),
+)
 LIMIT = 1.1
 
 
@@ -58,7 +65,11 @@ def _layers(model) -> dict[str, tuple[int, int]]:
     from comfy.quant_ops import QuantizedTensor
 
     named = model.model.diffusion_model.named_modules()
-    return {name: tuple(module.weight.shape) for name, module in named if isinstance(getattr(module, "weight", None), QuantizedTensor)}
+    return {
+        name: tuple(module.weight.shape)
+        for name, module in named
+        if isinstance(getattr(module, "weight", None), QuantizedTensor)
+    }
 
 
 def _strengths(exact, tensors, call) -> dict[float, float]:
@@ -117,5 +128,7 @@ def markdown(rows: list[dict]) -> str:
     ]
     for row in rows:
         errors = (f"{row[key]:.4f}" for key in ("without", "merged", "added", "merged_effect", "added_effect"))
-        lines.append(f"| {row['model']} | {row['storage']} | {row['compute']} | {row['effect']:.2%} | {' | '.join(errors)} |")
+        lines.append(
+            f"| {row['model']} | {row['storage']} | {row['compute']} | {row['effect']:.2%} | {' | '.join(errors)} |"
+        )
     return "\n".join(lines)

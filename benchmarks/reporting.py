@@ -17,7 +17,9 @@ def parser(doc: str) -> argparse.ArgumentParser:
     """A parser with `--comfyui`, in whose place COMFYUI_DIR may stand, and `--save`."""
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     named = os.environ.get("COMFYUI_DIR")
-    made.add_argument("--comfyui", type=Path, default=named, required=not named, help="a ComfyUI folder (default: COMFYUI_DIR)")
+    made.add_argument(
+        "--comfyui", type=Path, default=named, required=not named, help="a ComfyUI folder (default: COMFYUI_DIR)"
+    )
     made.add_argument("--save", action="store_true", help="write the result to benchmarks/results/")
     return made
 

@@ -20,7 +20,12 @@ class AnalyzeLayers(io.ComfyNode):
             "HalfsafeAnalyzeLayers",
             MEASURE,
             search_aliases=[
-                "layer analysis", "sensitivity", "mixed precision", "layer quality", "which layers", "snr",
+                "layer analysis",
+                "sensitivity",
+                "mixed precision",
+                "layer quality",
+                "which layers",
+                "snr",
                 "quantization error",
             ],
             has_intermediate_output=True,

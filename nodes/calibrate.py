@@ -16,7 +16,13 @@ class Calibrate(io.ComfyNode):
             "HalfsafeCalibrate",
             MEASURE,
             search_aliases=[
-                "gptq", "calibration", "better int8", "quantize quality", "hessian", "w4a8", "calibrated quantization",
+                "gptq",
+                "calibration",
+                "better int8",
+                "quantize quality",
+                "hessian",
+                "w4a8",
+                "calibrated quantization",
             ],
             has_intermediate_output=True,
             inputs=[

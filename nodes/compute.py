@@ -32,7 +32,14 @@ class ComputeDtype(io.ComfyNode):
             "HalfsafeComputeDtype",
             EXPERT,
             search_aliases=[
-                "bf16", "fp16 safe", "black image", "old gpu", "manual cast", "compute dtype", "fp16", "precision",
+                "bf16",
+                "fp16 safe",
+                "black image",
+                "old gpu",
+                "manual cast",
+                "compute dtype",
+                "fp16",
+                "precision",
             ],
             has_intermediate_output=True,
             inputs=[
@@ -56,7 +63,14 @@ class AutoPrecision(io.ComfyNode):
             "HalfsafeAutoPrecision",
             CATEGORY,
             search_aliases=[
-                "black image", "nan", "auto precision", "auto dtype", "halfsafe", "best precision", "noise", "fp8",
+                "black image",
+                "nan",
+                "auto precision",
+                "auto dtype",
+                "halfsafe",
+                "best precision",
+                "noise",
+                "fp8",
             ],
             has_intermediate_output=True,
             inputs=[

@@ -27,7 +27,13 @@ class NaNGuard(io.ComfyNode):
             "HalfsafeNaNGuard",
             GUARD,
             search_aliases=[
-                "black image", "inf", "overflow", "invalid value encountered in cast", "fp16 fix", "nan", "no half",
+                "black image",
+                "inf",
+                "overflow",
+                "invalid value encountered in cast",
+                "fp16 fix",
+                "nan",
+                "no half",
             ],
             inputs=[
                 io.Model.Input("model"),

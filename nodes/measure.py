@@ -17,7 +17,12 @@ class MeasurePrecisions(io.ComfyNode):
             "HalfsafeMeasurePrecisions",
             MEASURE,
             search_aliases=[
-                "benchmark", "which precision", "fastest dtype", "speed test", "snr", "pareto",
+                "benchmark",
+                "which precision",
+                "fastest dtype",
+                "speed test",
+                "snr",
+                "pareto",
                 "compare dtypes",
             ],
             has_intermediate_output=True,

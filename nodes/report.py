@@ -51,9 +51,7 @@ class DeviceInfo(io.ComfyNode):
             MEASURE,
             search_aliases=["gpu info", "gpu support", "bf16 support", "capabilities", "doctor"],
             is_output_node=True,
-            inputs=[
-                io.Combo.Input("profile", options=[cls.THIS_DEVICE, *PROFILE_NAMES], default=cls.THIS_DEVICE)
-            ],
+            inputs=[io.Combo.Input("profile", options=[cls.THIS_DEVICE, *PROFILE_NAMES], default=cls.THIS_DEVICE)],
             outputs=[io.String.Output(), io.String.Output()],
         )
 

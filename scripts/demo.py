@@ -71,10 +71,16 @@ def main() -> int:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--serve", action="store_true", help="leave ComfyUI open in the browser until Ctrl-C")
-    parser.add_argument("--installed", action="store_true", help="install nothing: this Python has all that ComfyUI needs, but for its page")
+    parser.add_argument(
+        "--installed",
+        action="store_true",
+        help="install nothing: this Python has all that ComfyUI needs, but for its page",
+    )
     parser.add_argument("--comfyui", type=Path, help="an existing ComfyUI folder, instead of the pinned one")
     parser.add_argument("--prompt", help="what to draw, such as 'a blue star on a pink background'")
-    parser.add_argument("--model", type=Path, help="a real Wan 2.1 diffusion model, instead of a tiny one that draws shapes")
+    parser.add_argument(
+        "--model", type=Path, help="a real Wan 2.1 diffusion model, instead of a tiny one that draws shapes"
+    )
     parser.add_argument("--clip", type=Path, help="its real text encoder; without it the prompt means nothing")
     parser.add_argument("--vae", type=Path, help="its real VAE; without it the picture is noise")
     parser.add_argument("--output", type=Path, default=ROOT / "output" / "demo", help="where to save the results")
@@ -169,7 +175,9 @@ def _show(stage: Stage) -> bool:
     pictures = [_play(stage, QUICK, asked), *(_play(stage, scene) for scene in STORY)]
     _run_shapes(stage.environment, "sheet", folder / "side-by-side.png", *pictures[1:])
     right = _tell(stage, (QUICK, *STORY), pictures, asked)
-    print(f"\nSaved in {folder}: these pictures, side-by-side.png, and every layer of each run in report*.txt and .json.")
+    print(
+        f"\nSaved in {folder}: these pictures, side-by-side.png, and every layer of each run in report*.txt and .json."
+    )
     return right
 
 
@@ -178,7 +186,11 @@ def _tell(stage: Stage, scenes: tuple[Scene, ...], pictures: list[Path], asked: 
     seen = [json.loads(line) for line in _run_shapes(stage.environment, "read", *pictures).splitlines()]
     expected = [asked, *(None if scene.bypassed else BUILT_IN for scene in STORY)]
     right = seen == expected or bool(stage.options.prompt)
-    print("\nIt works: black without Halfsafe, right with it." if right else f"\nNot as it should be: {expected} was expected.")
+    print(
+        "\nIt works: black without Halfsafe, right with it."
+        if right
+        else f"\nNot as it should be: {expected} was expected."
+    )
     for scene, shows in zip(scenes, seen, strict=True):
         print(f"  {scene.name + '.png':18} {shows or 'black':34} {scene.says}")
     return right
@@ -203,7 +215,9 @@ def _play(stage: Stage, scene: Scene, asked: str | None = None) -> Path:
 def _prompt_of(stage: Stage, scene: Scene, asked: str | None) -> dict:
     workflow = json.loads((ROOT / "workflows" / f"{scene.workflow}.json").read_text(encoding="utf-8"))
     info = stage.server.object_info()
-    prompt = substitute_files(to_prompt(bypass(workflow, scene.bypassed), info), info, lambda name, _: stage.files.get(name))
+    prompt = substitute_files(
+        to_prompt(bypass(workflow, scene.bypassed), info), info, lambda name, _: stage.files.get(name)
+    )
     if scene is not QUICK:
         return prompt
     return shrink(ask_for(prompt, asked), **SMALL) if asked else shrink(prompt, **FEW_STEPS)

@@ -37,7 +37,9 @@ def main() -> int:
             for place, text in run_case(case, options.seed, Path(folder), outcomes).items():
                 failures.setdefault(place, f"case {case}: {text}")
     faulthandler.cancel_dump_traceback_later()
-    print(f"\n{len(cases)} files, seed {options.seed}: {', '.join(f'{count} {name}' for name, count in sorted(outcomes.items()))}")
+    print(
+        f"\n{len(cases)} files, seed {options.seed}: {', '.join(f'{count} {name}' for name, count in sorted(outcomes.items()))}"
+    )
     print("".join(f"FAILED {place}\n  {text}\n" for place, text in failures.items()), end="")
     return 1 if failures else 0
 

@@ -48,8 +48,12 @@ def main() -> int:
     running = commands.add_parser("run")
     running.add_argument("folder", type=Path)
     running.add_argument("--out", type=Path, required=True)
-    running.add_argument("--seconds", default="300", help="begin no row after this time, and end one that lasts (default: 300)")
-    running.add_argument("--only", nargs="+", default=(), metavar="ITEM", help="only these, as benchmarks/gpu.py lists them")
+    running.add_argument(
+        "--seconds", default="300", help="begin no row after this time, and end one that lasts (default: 300)"
+    )
+    running.add_argument(
+        "--only", nargs="+", default=(), metavar="ITEM", help="only these, as benchmarks/gpu.py lists them"
+    )
     running.add_argument("--dry-run", action="store_true", help="on a CPU, with small models")
     options = parser.parse_args()
     try:
@@ -75,8 +79,25 @@ def pack(folder: Path, comfyui: Path, python: str) -> None:
     wheels.mkdir(parents=True)
     lines = (comfyui / "requirements.txt").read_text(encoding="utf-8").split()
     versions = {re.split(r"[<>=~!]", line)[0]: line for line in lines}
-    pip = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check", "--only-binary", ":all:", "-d", str(wheels)]
-    target = ["--implementation", "cp", "--python-version", python, *(part for tag in PLATFORMS for part in ("--platform", tag))]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "-q",
+        "--disable-pip-version-check",
+        "--only-binary",
+        ":all:",
+        "-d",
+        str(wheels),
+    ]
+    target = [
+        "--implementation",
+        "cp",
+        "--python-version",
+        python,
+        *(part for tag in PLATFORMS for part in ("--platform", tag)),
+    ]
     for names in (WITH_DEPENDENCIES, ("--no-deps", *(versions.get(name, name) for name in WITHOUT))):
         _checked([*pip, *target, *names], f"Downloading {', '.join(names)}")
     for wheel in wheels.glob("*.whl"):
@@ -105,23 +126,45 @@ def run(options: argparse.Namespace) -> int:
         SetupError: the folder was not packed here, or its wheels do not fit this Python.
     """
     if not (options.folder / "comfyui.tar.xz").exists():
-        raise SetupError(f"{options.folder} was not packed: make it with `python scripts/gpu.py pack {options.folder}`.")
+        raise SetupError(
+            f"{options.folder} was not packed: make it with `python scripts/gpu.py pack {options.folder}`."
+        )
     options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="halfsafe-gpu-") as name:
         work = Path(name)
         wheels = map(str, sorted((options.folder / "wheels").glob("*.whl")))
-        pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-index", "--no-deps", "--no-compile"]
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "-q",
+            "--disable-pip-version-check",
+            "--no-index",
+            "--no-deps",
+            "--no-compile",
+        ]
         _checked([*pip, "--no-cache-dir", "--target", str(work / "site"), *wheels], "Installing the wheels")
         for stub in STUBS:
             (work / "stubs" / stub).mkdir(parents=True)
             (work / "stubs" / stub / "__init__.py").write_text(STUB, encoding="utf-8")
         with tarfile.open(options.folder / "comfyui.tar.xz") as tar:
             tar.extractall(work / "comfyui", **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
-        environ = {key: value for key, value in os.environ.items() if key not in ("PYTHONHOME", "HALFSAFE_DEVICE_PROFILE")}
+        environ = {
+            key: value for key, value in os.environ.items() if key not in ("PYTHONHOME", "HALFSAFE_DEVICE_PROFILE")
+        }
         environ |= {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "scripts"))), "PYTHONUTF8": "1"}
         # ComfyUI's main.py turns this allocator on by default (cuda_malloc.py).
         environ |= {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
-        command = [str(python_with(work)), "-m", "benchmarks.gpu", "--comfyui", str(work / "comfyui"), "--out", str((options.out / "gpu.json").absolute())]
+        command = [
+            str(python_with(work)),
+            "-m",
+            "benchmarks.gpu",
+            "--comfyui",
+            str(work / "comfyui"),
+            "--out",
+            str((options.out / "gpu.json").absolute()),
+        ]
         command += ["--dry-run"] if options.dry_run else ["--seconds", options.seconds]
         command += ["--only", *options.only] if options.only else []
         return subprocess.run(command, cwd=ROOT, env=environ, check=False).returncode

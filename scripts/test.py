@@ -41,12 +41,30 @@ BESIDE = ("browser", "compile")
 # the end of the other's. A page's tests share its server.
 STEALING = ("--dist", "worksteal")
 NEXT_CORE = (
-    *("compute/test_gate.py", "compute/test_bound.py", "compute/test_compute.py", "compute/test_compute_fp8.py", "compute/test_int8.py", "compute/test_int8_compute.py"),
-    *("guard/test_guard.py", "guard/test_int8.py", "accumulation/test_accumulation_layers.py", "accumulation/test_accumulation_fp8.py", "lora/test_encoders_saving_merging.py"),
+    *(
+        "compute/test_gate.py",
+        "compute/test_bound.py",
+        "compute/test_compute.py",
+        "compute/test_compute_fp8.py",
+        "compute/test_int8.py",
+        "compute/test_int8_compute.py",
+    ),
+    *(
+        "guard/test_guard.py",
+        "guard/test_int8.py",
+        "accumulation/test_accumulation_layers.py",
+        "accumulation/test_accumulation_fp8.py",
+        "lora/test_encoders_saving_merging.py",
+    ),
     *("load/test_loaders.py", "study/test_calibrate.py"),
 )
 """What of the host tests runs under the next ComfyUI's layer call too: compute, guard, sums, LoRAs, loading and calibration."""
-IN_TWO_PROCESSES = {"unit": STEALING, "host": STEALING, "next": STEALING, "browser": ("--dist", "loadgroup", "--no-loadscope-reorder")}
+IN_TWO_PROCESSES = {
+    "unit": STEALING,
+    "host": STEALING,
+    "next": STEALING,
+    "browser": ("--dist", "loadgroup", "--no-loadscope-reorder"),
+}
 ONE_THREAD_EACH = ("unit", "host", "next", "compile")
 
 
@@ -72,7 +90,11 @@ def main() -> int:
     with _beside(environment, tiers, pytest_args) as beside:
         results = _check_style(environment) if options.tier is None else []
         for tier in tiers:
-            results.append(beside.wait_and_show(tier) if tier in beside.logs else _run_tier(tier, environment, pytest_args, beside=beside.last_line))
+            results.append(
+                beside.wait_and_show(tier)
+                if tier in beside.logs
+                else _run_tier(tier, environment, pytest_args, beside=beside.last_line)
+            )
     return _report(results, required=options.tier)
 
 
@@ -88,7 +110,9 @@ def _tiers(wanted: str | None, environment: Environment) -> list[str]:
     if wanted:
         return [wanted]
     has_gpu_tests = (ROOT / TIERS["gpu"]).is_dir()
-    return ["unit", "host", "next", "compile", "browser"] + (["gpu"] if has_gpu_tests and accelerator(environment.python) == "cuda" else [])
+    return ["unit", "host", "next", "compile", "browser"] + (
+        ["gpu"] if has_gpu_tests and accelerator(environment.python) == "cuda" else []
+    )
 
 
 @dataclass
@@ -118,7 +142,10 @@ def _beside(environment: Environment, tiers: list[str], pytest_args: list[str]) 
         logs = {tier: Path(folder) / f"{tier}.log" for tier in chosen}
         for log in logs.values():
             log.touch()
-        yield Beside(logs, {tier: thread.submit(_fetch_and_run, tier, environment, pytest_args, log) for tier, log in logs.items()})
+        yield Beside(
+            logs,
+            {tier: thread.submit(_fetch_and_run, tier, environment, pytest_args, log) for tier, log in logs.items()},
+        )
 
 
 def _fetch_and_run(tier: str, environment: Environment, pytest_args: list[str], log: Path) -> Result:
@@ -131,7 +158,11 @@ def _fetch_and_run(tier: str, environment: Environment, pytest_args: list[str], 
 
 
 def _check_style(environment: Environment) -> list[Result]:
-    commands = {"ruff": ["-m", "ruff", "check", "."], "types": ["scripts/typecheck.py"]}
+    commands = {
+        "ruff": ["-m", "ruff", "check", "."],
+        "format": ["-m", "ruff", "format", "--check", "--quiet", "."],
+        "types": ["scripts/typecheck.py"],
+    }
     return [_check(name, [str(environment.python), *command]) for name, command in commands.items()]
 
 
@@ -142,14 +173,29 @@ def _check(name: str, command: list[str]) -> Result:
     return Result(name, code == 0, "clean" if code == 0 else "failed", time.monotonic() - started)
 
 
-def _run_tier(tier: str, environment: Environment, pytest_args: list[str], log: Path | None = None, beside: Callable[[], str] = str) -> Result:
+def _run_tier(
+    tier: str,
+    environment: Environment,
+    pytest_args: list[str],
+    log: Path | None = None,
+    beside: Callable[[], str] = str,
+) -> Result:
     """Run a tier and show its output, or keep it in ``log``; ``beside`` says how far another one is."""
     if log is None:
         print(f"\n== {tier}", flush=True)
     started = time.monotonic()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:  # pytest keeps gigabytes of three runs
         junit = Path(folder) / "junit.xml"
-        command = [str(environment.python), "-m", "pytest", *_paths(tier), f"--junitxml={junit}", "--durations=5", *_color(), *_workers(tier)]
+        command = [
+            str(environment.python),
+            "-m",
+            "pytest",
+            *_paths(tier),
+            f"--junitxml={junit}",
+            "--durations=5",
+            *_color(),
+            *_workers(tier),
+        ]
         try:
             environ = _tier_environ(tier, environment)
         except SetupError as error:
@@ -161,7 +207,9 @@ def _run_tier(tier: str, environment: Environment, pytest_args: list[str], log: 
 
 def _run_logged(command: list[str], environ: dict[str, str], log: Path) -> int:
     with log.open("wb") as output:
-        return subprocess.run(command, cwd=ROOT, env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT).returncode
+        return subprocess.run(
+            command, cwd=ROOT, env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+        ).returncode
 
 
 def _paths(tier: str) -> list[str]:
@@ -183,7 +231,10 @@ def _tier_environ(tier: str, environment: Environment) -> dict[str, str]:
     if tier == "next":
         more["HALFSAFE_NEXT_CORE"] = "1"
     if tier == "browser":
-        more = {"CHROMIUM": str(chromium.provide_chromium(environment.python)), "HALFSAFE_FRONTEND": str(newest_frontend(environment.python))}
+        more = {
+            "CHROMIUM": str(chromium.provide_chromium(environment.python)),
+            "HALFSAFE_FRONTEND": str(newest_frontend(environment.python)),
+        }
     return clean_environ(PYTHONUNBUFFERED="1", HALFSAFE_STRICT="1", COMFYUI_DIR=str(environment.comfyui), **more)
 
 

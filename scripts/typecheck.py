@@ -24,7 +24,9 @@ def main() -> int:
         options = ["--config-file", str(ROOT / "pyproject.toml"), "--cache-dir", str(ROOT / ".mypy_cache")]
         wanted = [word for name in PACKAGES for word in ("-p", f"halfsafe.{name}")]
         environ = {**os.environ, "MYPYPATH": folder}
-        return subprocess.run([sys.executable, "-m", "mypy", *options, *wanted], cwd=folder, env=environ, check=False).returncode
+        return subprocess.run(
+            [sys.executable, "-m", "mypy", *options, *wanted], cwd=folder, env=environ, check=False
+        ).returncode
 
 
 if __name__ == "__main__":

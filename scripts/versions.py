@@ -56,21 +56,34 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--torch", nargs="+", default=TORCH, metavar="VERSION", help=f"default: {' '.join(TORCH)}")
     parser.add_argument("--comfyui", nargs="+", type=Path, default=[], metavar="DIR", help="folders for tests/host")
     parser.add_argument("--cpu", nargs="+", choices=CPUS, default=["native"], help="as on these CPUs")
-    parser.add_argument("--threads", nargs="+", type=int, default=[0], metavar="N", help="with these numbers of threads; 0: torch's own choice")
+    parser.add_argument(
+        "--threads",
+        nargs="+",
+        type=int,
+        default=[0],
+        metavar="N",
+        help="with these numbers of threads; 0: torch's own choice",
+    )
     parser.add_argument("--seed", metavar="N", help="HALFSAFE_SEED: other numbers where tests draw by chance")
     parser.add_argument("--save", action="store_true", help="add the outcomes to benchmarks/results/versions.json")
     return parser.parse_args(arguments[:split]), arguments[split + 1 :]
 
 
 def _on_one_torch(torch: str, options: argparse.Namespace, pytest_args: list[str]):
-    python = _environment(environment.cache_folder() / "versions" / f"python-{platform.python_version()}-torch-{torch}", torch, bool(options.comfyui))
+    python = _environment(
+        environment.cache_folder() / "versions" / f"python-{platform.python_version()}-torch-{torch}",
+        torch,
+        bool(options.comfyui),
+    )
     environment.provide_kitchen(python)
     about = {"python": platform.python_version(), "torch": _torch_version(python)}
     for cpu in options.cpu:
         for threads in options.threads:
             yield _run("unit", python, None, about | {"comfyui": "-", "cpu": cpu, "threads": threads}, pytest_args)
             for comfyui in options.comfyui:
-                environment.install_packages(python, f"what {comfyui} requires", ["-r", str(comfyui / "requirements.txt")])
+                environment.install_packages(
+                    python, f"what {comfyui} requires", ["-r", str(comfyui / "requirements.txt")]
+                )
                 row = about | {"comfyui": comfyui_version(comfyui), "cpu": cpu, "threads": threads}
                 yield from (_run(tier, python, comfyui, row, pytest_args) for tier in ("host", "compile"))
 
@@ -100,7 +113,13 @@ def _torch_packages(version: str, for_comfyui: bool) -> list[str]:
 
 
 def _torch_version(python: Path) -> str:
-    done = subprocess.run([str(python), "-c", "import torch; print(torch.__version__)"], capture_output=True, text=True, env=clean_environ(), check=False)
+    done = subprocess.run(
+        [str(python), "-c", "import torch; print(torch.__version__)"],
+        capture_output=True,
+        text=True,
+        env=clean_environ(),
+        check=False,
+    )
     if done.returncode:
         raise SetupError(f"torch cannot be imported: {done.stderr.splitlines()[-1]}")
     return done.stdout.strip()
@@ -112,11 +131,26 @@ def _run(tier: str, python: Path, comfyui: Path | None, row: dict, pytest_args: 
     with tempfile.TemporaryDirectory() as folder:
         junit = Path(folder) / "junit.xml"
         command = [str(python), "-m", "pytest", FOLDERS[tier], f"--junitxml={junit}", "-q", "-p", "no:cacheprovider"]
-        command += ["--deselect", OF_THE_MAIN_ENVIRONMENT, *(["--ignore", FOLDERS["compile"]] if tier == "host" else [])]
-        more = {"COMFYUI_DIR": comfyui and str(comfyui.resolve()), "OMP_NUM_THREADS": row["threads"] and str(row["threads"])}
-        environ = clean_environ(HALFSAFE_STRICT="1", **CPUS[row["cpu"]], **{name: value for name, value in more.items() if value})
+        command += [
+            "--deselect",
+            OF_THE_MAIN_ENVIRONMENT,
+            *(["--ignore", FOLDERS["compile"]] if tier == "host" else []),
+        ]
+        more = {
+            "COMFYUI_DIR": comfyui and str(comfyui.resolve()),
+            "OMP_NUM_THREADS": row["threads"] and str(row["threads"]),
+        }
+        environ = clean_environ(
+            HALFSAFE_STRICT="1", **CPUS[row["cpu"]], **{name: value for name, value in more.items() if value}
+        )
         code = subprocess.run([*command, *pytest_args], cwd=ROOT, env=environ, check=False).returncode
-        return {"tier": tier, **row, "outcome": counts_of(junit), "seconds": round(time.monotonic() - started, 1), "exit_code": code}
+        return {
+            "tier": tier,
+            **row,
+            "outcome": counts_of(junit),
+            "seconds": round(time.monotonic() - started, 1),
+            "exit_code": code,
+        }
 
 
 def _save(row: dict) -> None:

@@ -63,9 +63,7 @@ class SafeOperation:
     ``bias_dtype``: the dtype to ask for the bias in.
     """
 
-    def __init__(
-        self, module: torch.nn.Module, scale: OperandScale, calibration: Calibration, weights: WeightProvider
-    ):
+    def __init__(self, module: torch.nn.Module, scale: OperandScale, calibration: Calibration, weights: WeightProvider):
         self.module = module
         kind = kind_of(module)
         if kind is None:

@@ -171,6 +171,7 @@ class _Scopes:
             if state_of(name) != wanted:
                 SETTINGS[name].write(wanted)
 
+
 _scopes = _Scopes()
 
 

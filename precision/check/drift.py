@@ -97,9 +97,7 @@ def sampled(values) -> torch.Tensor | None:
     return torch.cat(taken) if taken else None
 
 
-def row_errors(
-    result: torch.Tensor, reference: torch.Tensor, without: torch.Tensor
-) -> tuple[list[float], list[float]]:
+def row_errors(result: torch.Tensor, reference: torch.Tensor, without: torch.Tensor) -> tuple[list[float], list[float]]:
     """Compute (power of the error, power of the signal) of each row of a batch, against a reference.
 
     The signal is the network's contribution to the result: the difference from the result ``without``, computed from a

@@ -14,8 +14,7 @@ FIRST = 64
 
 
 class ZeroRun(NamedTuple):
-    """Matrices that follow each other in ``file`` and hold only zeros, the first of which begins at the byte ``start``.
-    """
+    """Matrices that follow each other in ``file`` and hold only zeros. The first one begins at the byte ``start``."""
 
     tensor: str
     file: str

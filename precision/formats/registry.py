@@ -37,8 +37,7 @@ def fp8_dtypes(storage: str) -> tuple[str, ...]:
 
 
 def format_of(name: str, size: int, count: int) -> Format:
-    """Return the format of a weight of ``count`` values whose data take ``size`` bytes, in what ComfyUI calls ``name``.
-    """
+    """Return the format that ComfyUI calls ``name``, of a weight of ``count`` values whose data take ``size`` bytes."""
     return next(format for format in _ALL if format.name == name and format.bits in (0, 8 * size // count))
 
 

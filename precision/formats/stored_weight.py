@@ -199,7 +199,7 @@ class StoredWeight:
         size = self.setting("convrot_groupsize", 256)
         # A regular Hadamard matrix exists for powers of 4.
         if type(size) is not int or size not in (4, 16, 64, 256, 1024) or self.shape[-1] % size:
-            raise ValueError(Message("a convrot_groupsize of {0} for {1} inputs", f'{size!r}', self.shape[-1]))
+            raise ValueError(Message("a convrot_groupsize of {0} for {1} inputs", f"{size!r}", self.shape[-1]))
         return size
 
     def parts(self, sample: int | None = None, align: int = 1) -> Iterator[tuple[slice, torch.Tensor]]:
@@ -267,8 +267,7 @@ class StoredWeight:
         return max(part.abs().max().item() for _, part in self.parts())
 
     def exceeds(self, limit: float, bound: float) -> bool:
-        """True if a value of the weight exceeds ``limit``; reads the weight where its ``bound`` leaves that open.
-        """
+        """True if a value of the weight exceeds ``limit``; reads the weight where its ``bound`` leaves that open."""
         if bound <= limit or (self.format is None and self.granularity in ("none", "tensor")):
             return bound > limit
         return any(part.abs().max() > limit for _, part in self.parts())

@@ -20,9 +20,7 @@ LIMIT = FP16_MAX / 2
 EVENT = "halfsafe.guard"
 
 
-def plan_after(
-    repeat: PlanInUse, present: PlanInUse, largest: Mapping[str, float], origin: Origin | None
-) -> PlanInUse:
+def plan_after(repeat: PlanInUse, present: PlanInUse, largest: Mapping[str, float], origin: Origin | None) -> PlanInUse:
     """Return the plan of later calls after a repeat under the plan ``repeat`` was finite.
 
     A repeat with patches in fp32 changed nothing else. Any other repeat had fp16 operands of products and nothing else

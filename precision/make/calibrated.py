@@ -88,8 +88,7 @@ class CalibratedRounding:
         return {"method": "GPTQ", **seen} if self._work else {}
 
     def made(self, weights: Mapping[str, StoredWeight], plans: Mapping[str, LayerPlan], path) -> Iterator[Made]:
-        """Make weights as :func:`~halfsafe.precision.formats.comfy_format.made_here` does, with codes that are chosen.
-        """
+        """Make weights as :func:`~halfsafe.precision.formats.comfy_format.made_here` does, with chosen codes."""
         for weight, tensors in made_here(weights, plans, path):
             if weight.name in self._work:
                 with flags_set({"tf32_matmul": False}):  # which rounds what is rotated to 10 bits

@@ -171,16 +171,14 @@ def _missing(name: str) -> str | None:
     if flags.state_of(name) is not None:
         return None
     since = " (it came with 2.7)" if name == "fp16_accumulation" else ""
-    return Message("torch {0} has no {1} flag{2}", torch.__version__, name.replace('_', ' '), since)
+    return Message("torch {0} has no {1} flag{2}", torch.__version__, name.replace("_", " "), since)
 
 
 def _listed(modes: Collection[str]) -> str:
     return ", ".join(sorted(modes)) or "nothing"
 
 
-def flag_report(
-    setting: str, requested: str = UNCHANGED, reason: str = NO_NODE, in_scope: bool | None = None
-) -> dict:
+def flag_report(setting: str, requested: str = UNCHANGED, reason: str = NO_NODE, in_scope: bool | None = None) -> dict:
     """Return the report's entry for an accumulation setting, from torch's present flags.
 
     ``in_scope``: its state while the model runs; None if that is its state outside. States in the entry are true

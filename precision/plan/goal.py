@@ -46,17 +46,15 @@ def plan_for_goal(
     return plan, Message("{0} {1}", reason, plan.choice.reason)
 
 
-def _compute_for(
-    facts: ModelFacts, device: Device, goal: Goal, stored: frozenset[str]
-) -> tuple[ComputeOption, str]:
+def _compute_for(facts: ModelFacts, device: Device, goal: Goal, stored: frozenset[str]) -> tuple[ComputeOption, str]:
     if goal == "quality":
         if device.capabilities["fp16"]:
             return SAFE, "fp16 products with fp32 sums and fp32 between layers are closer to fp32 than bf16 is."
         return "fp32", "fp16 is not fast on this device, so fp32 is used."
     if goal == "speed" and stored & {*FP8_NAMES} and device.capabilities["fp8_matmul_gains"]:
-        return "fp8", Message("fp8 products. {0}", device.reason('fp8_matmul_gains'))
+        return "fp8", Message("fp8 products. {0}", device.reason("fp8_matmul_gains"))
     if goal == "speed" and stored & {*WEIGHTS_FOR["int8"]} and device.capabilities["int8_matmul_gains"]:
-        return "auto", Message("int8 products. {0}", device.reason('int8_matmul_gains'))
+        return "auto", Message("int8 products. {0}", device.reason("int8_matmul_gains"))
     return "auto", _advice(device) if goal == "speed" and stored <= {*UNQUANTIZED} else ""
 
 

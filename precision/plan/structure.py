@@ -29,7 +29,6 @@ _NUMBERED = re.compile(r"(.*?)\d+")
 _NUMBER = re.compile(r"\d+")
 
 
-
 def roles_of(layers: Iterable[LayerSpec]) -> Mapping[str, str]:
     """Return the role of layers, by name: ``outside`` the repeated blocks, or ``modulation`` in one. Others have none.
 

@@ -1,6 +1,6 @@
 """Draw the banner of the pack's page on the registry: the picture of the README below the name.
 
-    .venv/bin/python scripts/assets/banner.py
+.venv/bin/python scripts/assets/banner.py
 """
 
 from __future__ import annotations
@@ -22,7 +22,13 @@ def main() -> None:
     story = story.resize((round(story.width * 270 / story.height), 270), Image.Resampling.LANCZOS)
     banner.paste(story, ((SIZE[0] - story.width) // 2, 118))
     draw.text((SIZE[0] / 2, 58), "Halfsafe", font=ImageFont.load_default(72), fill=INK, anchor="mm")
-    draw.text((SIZE[0] / 2, 420), "no black images - half the memory - fp8, int8, fp16, bf16", font=ImageFont.load_default(26), fill=DIM, anchor="mm")
+    draw.text(
+        (SIZE[0] / 2, 420),
+        "no black images - half the memory - fp8, int8, fp16, bf16",
+        font=ImageFont.load_default(26),
+        fill=DIM,
+        anchor="mm",
+    )
     banner.save(IMAGES / "banner.jpg", quality=88, optimize=True)
 
 

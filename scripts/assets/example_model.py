@@ -40,7 +40,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         whole = Path(folder) / NAME
         train_shapes.write(whole, shapes.overflowing(model))
-        smaller = ["convert", str(whole), str(EXAMPLES / "diffusion_models"), "--storage", "fp8_e4m3fn", "--preset", "none", "--force"]
+        smaller = [
+            "convert",
+            str(whole),
+            str(EXAMPLES / "diffusion_models"),
+            "--storage",
+            "fp8_e4m3fn",
+            "--preset",
+            "none",
+            "--force",
+        ]
         subprocess.run([sys.executable, str(train_shapes.ROOT), *smaller], check=True)
 
 

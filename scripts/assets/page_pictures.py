@@ -53,7 +53,10 @@ GESTURE = Box(0, 38, 1300, 860)
 
 
 def main() -> None:
-    with open_studio("halfsafe", ["--front-end-root", os.environ["HALFSAFE_FRONTEND"]]) as studio, _chromium() as browser:
+    with (
+        open_studio("halfsafe", ["--front-end-root", os.environ["HALFSAFE_FRONTEND"]]) as studio,
+        _chromium() as browser,
+    ):
         _take_graph(studio, browser)
         _take_gesture(studio, browser)
         for theme in ("dark", "light"):
@@ -95,9 +98,14 @@ def _take_gesture(studio: Studio, browser: Browser) -> None:
     buttons = page.page.locator(".hs-actions button")
     buttons.first.wait_for()
     page.page.wait_for_timeout(2500)
-    page.evaluate("() => { const { ds } = app.canvas; ds.scale = 0.6; ds.offset[0] = 720; ds.offset[1] = 170; app.canvas.setDirty(true, true); }")
+    page.evaluate(
+        "() => { const { ds } = app.canvas; ds.scale = 0.6; ds.offset[0] = 720; ds.offset[1] = 170; app.canvas.setDirty(true, true); }"
+    )
     frames = [_frame(page)]
-    for name, after in (("Guard this workflow", "Take the guard out"), ("Halve the memory", "Put ComfyUI's loaders back")):
+    for name, after in (
+        ("Guard this workflow", "Take the guard out"),
+        ("Halve the memory", "Put ComfyUI's loaders back"),
+    ):
         button = buttons.filter(has_text=name)
         button.hover()
         frames.append(_frame(page))
@@ -105,7 +113,15 @@ def _take_gesture(studio: Studio, browser: Browser) -> None:
         buttons.filter(has_text=after).wait_for()
         frames.append(_frame(page))
     path = IMAGES / "guard.webp"
-    frames[0].save(path, save_all=True, append_images=frames[1:], duration=[1600, 1200, 3200, 1200, 3200], loop=0, quality=80, method=6)
+    frames[0].save(
+        path,
+        save_all=True,
+        append_images=frames[1:],
+        duration=[1600, 1200, 3200, 1200, 3200],
+        loop=0,
+        quality=80,
+        method=6,
+    )
     print(f"{path.relative_to(ROOT)}: {frames[0].width} x {frames[0].height}, {path.stat().st_size} bytes", flush=True)
 
 
@@ -114,7 +130,11 @@ def _without_the_node(workflow: dict) -> dict:
     (node,) = [node for node in workflow["nodes"] if node["type"] == "HalfsafeAutoPrecision"]
     origins = {link[0]: link[1:3] for link in workflow["links"] if link[3] == node["id"]}
     before = [origins[slot["link"]] for slot in node["inputs"] if slot["link"]]
-    links = [[link[0], *before[link[2]], *link[3:]] if link[1] == node["id"] else link for link in workflow["links"] if link[3] != node["id"]]
+    links = [
+        [link[0], *before[link[2]], *link[3:]] if link[1] == node["id"] else link
+        for link in workflow["links"]
+        if link[3] != node["id"]
+    ]
     others = [one for one in workflow["nodes"] if one is not node and one["type"] != "MarkdownNote"]
     nodes = [{**one, "outputs": [{**slot, "links": []} for slot in one["outputs"]]} for one in others]
     left = node["pos"][0]

@@ -104,7 +104,9 @@ def _thumbnail(studio: Studio, title: str) -> shapes.Image.Image:
     if number in SKETCHES:
         return SKETCHES[number]()
     if number == "3":
-        kept = [studio.draw(title, SHOWN[4], storage=storage, compute="bf16")[0] for storage in ("as_file", "fp8_e4m3fn")]
+        kept = [
+            studio.draw(title, SHOWN[4], storage=storage, compute="bf16")[0] for storage in ("as_file", "fp8_e4m3fn")
+        ]
         return thumbnails.pictures(list(zip(kept, ("16 bits", "8 bits: half"), strict=True)))
     captions = {"1": ("black", "with Halfsafe"), "2": ("which layer?", "found"), "4": ("fp16", "fp16_safe")}[number]
     return thumbnails.pictures(list(zip((_black(studio), studio.draw(title)[-1]), captions, strict=True)))
@@ -128,7 +130,9 @@ def _readme(studio: Studio) -> None:
 def _save(path: Path, pictures: list[bytes], columns: int, factor: float) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     sheet = shapes.side_by_side(pictures, columns)
-    enlarged = sheet.resize((round(sheet.width * factor), round(sheet.height * factor)), shapes.Image.Resampling.LANCZOS)
+    enlarged = sheet.resize(
+        (round(sheet.width * factor), round(sheet.height * factor)), shapes.Image.Resampling.LANCZOS
+    )
     enlarged.save(path, quality=88)
     print(f"{path.relative_to(ROOT)}: {enlarged.width} x {enlarged.height}, {path.stat().st_size} bytes", flush=True)
 

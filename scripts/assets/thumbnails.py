@@ -21,7 +21,9 @@ def pictures(shown: Sequence[tuple[bytes, str]]) -> Image.Image:
     top = (SIZE[1] - height - CAPTION) // 2
     for index, (data, caption) in enumerate(shown):
         left = MARGIN + index * (width + MARGIN)
-        card.paste(Image.open(io.BytesIO(data)).convert("RGB").resize((width, height), Image.Resampling.LANCZOS), (left, top))
+        card.paste(
+            Image.open(io.BytesIO(data)).convert("RGB").resize((width, height), Image.Resampling.LANCZOS), (left, top)
+        )
         draw.rectangle((left, top, left + width - 1, top + height - 1), outline=DIM)
         _text(draw, (left + width / 2, top + height + CAPTION / 2), caption, 24)
     return card
@@ -46,7 +48,9 @@ def chain(name: str, below: str = "one node added") -> Image.Image:
     middle, width, gap = 230, 140, 30
     for index, label in enumerate(("Load", "Halfsafe", "Sample")):
         left = MARGIN + index * (width + gap)
-        draw.rounded_rectangle((left, middle - 52, left + width, middle + 52), 12, fill=COOL if index == 1 else PANEL, outline=DIM)
+        draw.rounded_rectangle(
+            (left, middle - 52, left + width, middle + 52), 12, fill=COOL if index == 1 else PANEL, outline=DIM
+        )
         _text(draw, (left + width / 2, middle), label, 28, colour=GROUND if index == 1 else INK)
         if index:
             draw.line((left - gap, middle, left, middle), fill=INK, width=4)
@@ -59,5 +63,7 @@ def _card() -> tuple[Image.Image, ImageDraw.ImageDraw]:
     return card, ImageDraw.Draw(card)
 
 
-def _text(draw: ImageDraw.ImageDraw, place: tuple[float, float], text: str, size: int, anchor: str = "mm", colour: str = INK) -> None:
+def _text(
+    draw: ImageDraw.ImageDraw, place: tuple[float, float], text: str, size: int, anchor: str = "mm", colour: str = INK
+) -> None:
     draw.text(place, text, font=ImageFont.load_default(size), fill=colour, anchor=anchor)

@@ -34,7 +34,9 @@ from support import inprocess, shapes, tiny_models  # noqa: E402
 
 DIM, BLOCKS, TEXT_WIDTH, BATCH = 128, 2, 768, 24
 VAE_DIM, VAE_BATCH, CROP, LATENT_NOISE = 8, 8, 64, 0.15
-UNUSED = r"time_conv$|middle\.[12]$|encoder\.(middle\.0|downsamples\.(1|4|7|10))$|decoder\.upsamples\.(1|2|5|6|9|10|13|14)$"
+UNUSED = (
+    r"time_conv$|middle\.[12]$|encoder\.(middle\.0|downsamples\.(1|4|7|10))$|decoder\.upsamples\.(1|2|5|6|9|10|13|14)$"
+)
 NEGATIVE = ("", "blurry, low quality, watermark")
 UNCONDITIONAL = 0.12
 SHIFT = 5.0
@@ -61,10 +63,17 @@ def main() -> None:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "halfsafe-shapes", help="where stages are kept; delete it to train anew")
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=Path(tempfile.gettempdir()) / "halfsafe-shapes",
+        help="where stages are kept; delete it to train anew",
+    )
     parser.add_argument("--output", type=Path, default=shapes.ASSETS, help="where to write the two files")
     parser.add_argument("--steps", type=int, default=800, help="training steps of the diffusion model")
-    parser.add_argument("--vae-steps", type=int, default=1500, help="training steps of the VAE, and again of its decoder")
+    parser.add_argument(
+        "--vae-steps", type=int, default=1500, help="training steps of the VAE, and again of its decoder"
+    )
     parser.add_argument("--threads", type=int, default=2, help="threads of torch (default: 2)")
     return parser.parse_args()
 
@@ -108,7 +117,9 @@ def refine_decoder(tensors: dict[str, torch.Tensor], steps: int) -> dict[str, to
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
-def _train_on_pictures(name: str, model: torch.nn.Module, encode: Callable, steps: int, seed: int, unit: float = 1.0) -> None:
+def _train_on_pictures(
+    name: str, model: torch.nn.Module, encode: Callable, steps: int, seed: int, unit: float = 1.0
+) -> None:
     """Make a VAE draw again what it was shown, from latents with noise on them; ``unit``: what 1 is in those latents."""
     optimiser = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-3, weight_decay=0.0)
     pictures = crops(VAE_BATCH, CROP, seed)
@@ -203,7 +214,9 @@ def make_latents(vae: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return latents
 
 
-def train_model(prompts: dict, latents: dict, steps: int, rate: float, start: dict | None = None) -> dict[str, torch.Tensor]:
+def train_model(
+    prompts: dict, latents: dict, steps: int, rate: float, start: dict | None = None
+) -> dict[str, torch.Tensor]:
     """The diffusion model's tensors: flow matching as ComfyUI samples HunyuanVideo, averaged over the last steps."""
     model = build_model(prompts)
     model.load_state_dict(start or model.state_dict())

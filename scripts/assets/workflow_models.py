@@ -6,12 +6,19 @@ Qwen-Image 2.1 is newer than the ComfyUI that the workflows are written with.
 from __future__ import annotations
 
 WAN21, WAN22 = "Comfy-Org/Wan_2.1_ComfyUI_repackaged", "Comfy-Org/Wan_2.2_ComfyUI_Repackaged"
-QWEN, KREA, H3, Z_IMAGE = "Comfy-Org/Qwen-Image_ComfyUI", "Comfy-Org/Krea-2", "Comfy-Org/MiniMax-H3", "Comfy-Org/z_image_turbo"
+QWEN, KREA, H3, Z_IMAGE = (
+    "Comfy-Org/Qwen-Image_ComfyUI",
+    "Comfy-Org/Krea-2",
+    "Comfy-Org/MiniMax-H3",
+    "Comfy-Org/z_image_turbo",
+)
 QWEN_21, PIXEL_ART = "Comfy-Org/Qwen-Image-2.1", "tarn59/pixel_art_style_lora_z_image_turbo"
 FLUX_TEXT, LUMINA = "comfyanonymous/flux_text_encoders", "Comfy-Org/Lumina_Image_2.0_Repackaged"
 
 
-def _model(repository: str, folder: str, name: str, within: str = "split_files/{folder}/") -> tuple[str, tuple[str, str]]:
+def _model(
+    repository: str, folder: str, name: str, within: str = "split_files/{folder}/"
+) -> tuple[str, tuple[str, str]]:
     return name, (folder, f"https://huggingface.co/{repository}/resolve/main/{within.format(folder=folder)}{name}")
 
 

@@ -55,7 +55,17 @@ class Sheet:
         """Keep the top of a column free for a picture, which is added when what draws it is."""
         self.ends[column] = height
 
-    def add(self, kind: str, column: int, height: int, *values: object, title: str = "", top: int | None = None, folded: bool = False, **sources: Output) -> int:
+    def add(
+        self,
+        kind: str,
+        column: int,
+        height: int,
+        *values: object,
+        title: str = "",
+        top: int | None = None,
+        folded: bool = False,
+        **sources: Output,
+    ) -> int:
         """Put a node below the others of its column, or at its ``top``. Returns its id.
 
         Args:
@@ -105,7 +115,10 @@ class Sheet:
             shown: the widgets that are on it, each by its node and name.
         """
         name = str(uuid.uuid5(uuid.NAMESPACE_URL, f"{PROJECT['urls']['Repository']}/subgraphs/{self.title}"))
-        links = [dict(zip(("id", "origin_id", "origin_slot", "target_id", "target_slot", "type"), link, strict=True)) for link in self.links]
+        links = [
+            dict(zip(("id", "origin_id", "origin_slot", "target_id", "target_slot", "type"), link, strict=True))
+            for link in self.links
+        ]
         ins, outs = [], []
         for slot, (label, end) in enumerate(taken):
             entry = self.nodes[end.node - 1]["inputs"][end.slot]
@@ -114,7 +127,9 @@ class Sheet:
         for slot, source in enumerate(given):
             entry = self.nodes[source.node - 1]["outputs"][source.slot]
             entry["links"].append(self._border(links, source, (BORDER_OUT, slot), entry["type"]))
-            outs.append(self._port(name, "out", slot, entry["name"], {"link": entry["links"][-1], "type": entry["type"]}))
+            outs.append(
+                self._port(name, "out", slot, entry["name"], {"link": entry["links"][-1], "type": entry["type"]})
+            )
         right = max(node["pos"][0] + node["size"][0] for node in self.nodes)
         inner = {
             "id": name, "version": 1, "revision": 0, "config": {}, "name": self.title, "groups": [], "widgets": [],
@@ -128,15 +143,39 @@ class Sheet:
             "outputs": [{"name": port["name"], "type": port["type"], "links": []} for port in outs],
             "properties": {**PACK, "proxyWidgets": [[str(node), widget] for node, widget in shown]}, "widgets_values": [],
         }  # fmt: skip
-        return {"revision": 0, "last_node_id": 1, "last_link_id": 0, "nodes": [outer], "links": [], "version": 0.4, "definitions": {"subgraphs": [inner]}, "extra": {}}
+        return {
+            "revision": 0,
+            "last_node_id": 1,
+            "last_link_id": 0,
+            "nodes": [outer],
+            "links": [],
+            "version": 0.4,
+            "definitions": {"subgraphs": [inner]},
+            "extra": {},
+        }
 
     def _border(self, links: list[dict], origin: tuple[int, int], target: tuple[int, int], kind: str) -> int:
         """Link a node with the border of the block."""
-        links.append({"id": len(links) + 1, "origin_id": origin[0], "origin_slot": origin[1], "target_id": target[0], "target_slot": target[1], "type": kind})
+        links.append(
+            {
+                "id": len(links) + 1,
+                "origin_id": origin[0],
+                "origin_slot": origin[1],
+                "target_id": target[0],
+                "target_slot": target[1],
+                "type": kind,
+            }
+        )
         return len(links)
 
     def _port(self, block: str, side: str, slot: int, name: str, entry: dict) -> dict:
-        return {"id": str(uuid.uuid5(uuid.NAMESPACE_URL, f"{block}/{side}/{name}")), "name": name, "type": entry["type"], "linkIds": [entry["link"]], "pos": [0, 20 * slot]}
+        return {
+            "id": str(uuid.uuid5(uuid.NAMESPACE_URL, f"{block}/{side}/{name}")),
+            "name": name,
+            "type": entry["type"],
+            "linkIds": [entry["link"]],
+            "pos": [0, 20 * slot],
+        }
 
     def _place(self, kind, column, height, values, title, properties, inputs, outputs, top=None, folded=False) -> int:
         number = len(self.nodes) + 1

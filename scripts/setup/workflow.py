@@ -46,7 +46,10 @@ def node(class_type: str, **inputs: object) -> dict:
 
 def written_back(workflow: dict, object_info: dict, prompt: dict) -> dict:
     """The workflow as the page saves it, with the values that its prompt has."""
-    return {**workflow, "nodes": [_with_values(node, object_info, prompt.get(str(node["id"]))) for node in workflow["nodes"]]}
+    return {
+        **workflow,
+        "nodes": [_with_values(node, object_info, prompt.get(str(node["id"]))) for node in workflow["nodes"]],
+    }
 
 
 def _with_values(node: dict, object_info: dict, prompted: dict | None) -> dict:
@@ -98,7 +101,12 @@ def small_file(name: str, wanted: str) -> str | None:
     if name in ("model_name", "unet_name"):
         families = ("flux", "hunyuan_video", "ltxv", "sd3", "sdxl", "qwen_image", "z_image")
         return f"{next((f for f in families if f in wanted.lower()), 'shapes')}.safetensors"
-    stand_ins = {"ckpt_name": "sd15_checkpoint", "clip_name": "clip_l", "clip_name1": "clip_l", "vae_name": "shapes_vae"}
+    stand_ins = {
+        "ckpt_name": "sd15_checkpoint",
+        "clip_name": "clip_l",
+        "clip_name1": "clip_l",
+        "vae_name": "shapes_vae",
+    }
     return f"{stand_ins[name]}.safetensors" if name in stand_ins else None
 
 
@@ -109,7 +117,8 @@ def ask_for(prompt: dict, text: str, cfg: float = 3.0) -> dict:
         if "cfg" in node["inputs"]:
             wanted |= {node["inputs"]["positive"][0]: text, node["inputs"]["negative"][0]: ""}
     return {
-        node_id: {**node, "inputs": _asked(node["inputs"], wanted.get(node_id), cfg)} for node_id, node in prompt.items()
+        node_id: {**node, "inputs": _asked(node["inputs"], wanted.get(node_id), cfg)}
+        for node_id, node in prompt.items()
     }
 
 

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 WORKFLOWS = Path(__file__).absolute().parents[2] / "workflows"
 PACK = "/extensions/Halfsafe-Pack/"
-REGISTRY = "https://api.comfy.org/"  # ComfyUI looks up there the packs that a workflow names; nothing outside is reached here
+REGISTRY = (
+    "https://api.comfy.org/"  # ComfyUI looks up there the packs that a workflow names; nothing outside is reached here
+)
 LONGEST = 120_000
 """Milliseconds to wait for what is to come: on a busy machine it comes late."""
 READY = "() => window.app?.extensionManager && window.app.graph && !document.getElementById('splash-loader')"
@@ -112,7 +114,9 @@ class ComfyPage:
 
     def set(self, name: str, value: object) -> None:
         """Change one of the page's settings."""
-        self.evaluate("async ([name, value]) => { await app.extensionManager.setting.set(name, value); }", [name, value])
+        self.evaluate(
+            "async ([name, value]) => { await app.extensionManager.setting.set(name, value); }", [name, value]
+        )
 
     def speak(self, language: str) -> None:
         """Change the page's language and wait until the page has fetched its node definitions and loaded the graph anew.
@@ -187,7 +191,9 @@ class ComfyPage:
             window.runEnd = new Promise((done) => ends.forEach((end) => api.addEventListener(end, ({ detail }) => done([end, detail]), { once: true })));
             return app.queuePrompt(0, 1); }"""
         assert self.evaluate(code), "the prompt was refused"
-        end, detail = self.evaluate("() => Promise.race([window.runEnd, new Promise((done) => setTimeout(() => done(['timeout', null]), 120000))])")
+        end, detail = self.evaluate(
+            "() => Promise.race([window.runEnd, new Promise((done) => setTimeout(() => done(['timeout', null]), 120000))])"
+        )
         assert end == "execution_success", detail
 
     def badges(self) -> dict[str, str]:
@@ -200,7 +206,10 @@ class ComfyPage:
 
     def send(self, event: str, /, **detail: object) -> None:
         """Let the page receive an event, as from the server."""
-        self.evaluate("async ([event, detail]) => { (await import('/scripts/api.js')).api.dispatchCustomEvent(event, detail); }", [event, detail])
+        self.evaluate(
+            "async ([event, detail]) => { (await import('/scripts/api.js')).api.dispatchCustomEvent(event, detail); }",
+            [event, detail],
+        )
 
     def show(self, outputs: dict[str, dict]) -> None:
         """Let the page receive outputs of nodes, by their ids."""
@@ -234,7 +243,15 @@ class ComfyPage:
 
     def send_guard(self, **message: object) -> None:
         """Let the page receive a guard's message."""
-        whole = {"node_id": None, "prompt_id": "p", "kind": "event", "verdict": "recovered", "message": "", "advice": "", "event": None}
+        whole = {
+            "node_id": None,
+            "prompt_id": "p",
+            "kind": "event",
+            "verdict": "recovered",
+            "message": "",
+            "advice": "",
+            "event": None,
+        }
         data = {"brief": message.get("message", ""), **whole, **message}
         self.send("halfsafe.guard", **data, messages=messages_in(data))
 
@@ -258,7 +275,9 @@ class ComfyPage:
     def screenshot(self, folder: Path | None, name: str) -> None:
         """Bring the page to rest and keep a picture of it, where there is a folder for it."""
         self.page.mouse.move(760, 900)
-        self.evaluate("() => { document.activeElement?.blur(); document.querySelectorAll('.hs-scroll').forEach((e) => e.scrollTo(0, 0)); }")
+        self.evaluate(
+            "() => { document.activeElement?.blur(); document.querySelectorAll('.hs-scroll').forEach((e) => e.scrollTo(0, 0)); }"
+        )
         if folder is None:
             return
         self.page.wait_for_timeout(1000)

@@ -39,7 +39,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
     for item in ours:  # a process and a server for each page
-        item.add_marker(pytest.mark.xdist_group(getattr(item, "callspec", None) and item.callspec.params.get("server", "")))
+        item.add_marker(
+            pytest.mark.xdist_group(getattr(item, "callspec", None) and item.callspec.params.get("server", ""))
+        )
     if not MISSING or not ours:
         return
     if os.environ.get("HALFSAFE_STRICT"):
@@ -74,14 +76,21 @@ def browser() -> Iterator:
 
     with sync_playwright() as playwright:
         # No other host is found: a route that aborts requests would keep the page from its cache, and each opening costs twice as much.
-        options = ["--no-sandbox", "--disable-gpu", "--force-color-profile=srgb", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]
+        options = [
+            "--no-sandbox",
+            "--disable-gpu",
+            "--force-color-profile=srgb",
+            "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
+        ]
         running = playwright.chromium.launch(executable_path=os.environ["CHROMIUM"], args=options)
         yield running
         running.close()
 
 
 @pytest.fixture(scope="session", params=FRONTENDS)
-def server(request: pytest.FixtureRequest, small_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(
+    request: pytest.FixtureRequest, small_models: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
     """A real ComfyUI that serves one of the two pages."""
     base = make_base_directory(tmp_path_factory.mktemp("base"), ROOT)
     for pack in ("prompt_checks", "qwen_image_21"):

@@ -67,7 +67,9 @@ def faults_of(found: dict, info: dict) -> Iterator[str]:
     new = guarded.keys() - before.keys()
     if found["guards"] and not new:
         yield "guards were put where nothing runs"
-    if found["guards"] and not found["said"].startswith((f"{len(found['guards'])} nodes were added", "1 node was added")):
+    if found["guards"] and not found["said"].startswith(
+        (f"{len(found['guards'])} nodes were added", "1 node was added")
+    ):
         yield f"{len(found['guards'])} guards, and told was: {found['said']}"
     if any(measured.get(node) != step for node, step in before.items()):
         yield "measuring changed what was there"
@@ -82,14 +84,24 @@ def changed_faults(before: dict, guarded: dict) -> Iterator[str]:
     """Yield inputs that were changed otherwise than by a guard between them and what they were given."""
     new = guarded.keys() - before.keys()
     yield from (f"{node} is gone" for node in before.keys() - guarded.keys())
-    yield from (f"{guarded[node]['class_type']} is new" for node in new if not guarded[node]["class_type"].startswith("Halfsafe"))
+    yield from (
+        f"{guarded[node]['class_type']} is new"
+        for node in new
+        if not guarded[node]["class_type"].startswith("Halfsafe")
+    )
     yield from (f"{node} has no input" for node in new if not any(map(is_link, guarded[node]["inputs"].values())))
-    yield from (f"{node} has no model" for node in new if guarded[node]["class_type"] == "HalfsafeAutoPrecision" and "model" not in guarded[node]["inputs"])
+    yield from (
+        f"{node} has no model"
+        for node in new
+        if guarded[node]["class_type"] == "HalfsafeAutoPrecision" and "model" not in guarded[node]["inputs"]
+    )
     for node in before.keys() & guarded.keys():
         was, now = before[node]["inputs"], guarded[node]["inputs"]
         for name in was.keys() | now.keys():
             given = now.get(name)
-            if was.get(name) != given and not (is_link(given) and given[0] in new and passed_on(guarded, given) == was.get(name)):
+            if was.get(name) != given and not (
+                is_link(given) and given[0] in new and passed_on(guarded, given) == was.get(name)
+            ):
                 yield f"{node} {before[node]['class_type']}.{name} was {was.get(name)}, is {given}"
 
 
@@ -104,12 +116,28 @@ def uses_of(prompt: dict, info: dict) -> Iterator[tuple[str, str, str, list]]:
     """Yield (type, node, input, link) where a model, VAE or text encoder is used up, what is in no way to an output left out."""
     for node in leading_to_outputs(prompt, info):
         spec = info.get(prompt[node]["class_type"])
-        if spec is None or spec["name"].startswith("Halfsafe") or spec["name"].endswith("Save") or set(spec["output"]) == {"SIGMAS"}:
+        if (
+            spec is None
+            or spec["name"].startswith("Halfsafe")
+            or spec["name"].endswith("Save")
+            or set(spec["output"]) == {"SIGMAS"}
+        ):
             continue
-        inputs = {name: value[0] for part in spec["input"].values() if isinstance(part, dict) for name, value in part.items() if isinstance(value, list)}
+        inputs = {
+            name: value[0]
+            for part in spec["input"].values()
+            if isinstance(part, dict)
+            for name, value in part.items()
+            if isinstance(value, list)
+        }
         for name, value in prompt[node]["inputs"].items():
             kind = inputs.get(name)
-            if is_link(value) and isinstance(kind, str) and kind in GUARDED_BY and not {kind, "*"} & {str(output) for output in spec["output"]}:
+            if (
+                is_link(value)
+                and isinstance(kind, str)
+                and kind in GUARDED_BY
+                and not {kind, "*"} & {str(output) for output in spec["output"]}
+            ):
                 yield kind, node, name, value
 
 
@@ -139,7 +167,13 @@ def picture_faults(guarded: dict, info: dict) -> Iterator[str]:
             makes.setdefault(link[0], set()).update(info[guarded[node]["class_type"]]["output"])
     graph_of = {node: node.rpartition(":")[0] for node in makes}
     for one, made in makes.items():
-        others = [other for other in makes if graph_of[other] == graph_of[one] and "IMAGE" in makes[other] and guarded[other]["class_type"] == "HalfsafeGuardVAE"]
+        others = [
+            other
+            for other in makes
+            if graph_of[other] == graph_of[one]
+            and "IMAGE" in makes[other]
+            and guarded[other]["class_type"] == "HalfsafeGuardVAE"
+        ]
         if guarded[one]["class_type"] == "HalfsafeAutoPrecision" and "AUDIO" in made and others:
             yield f"{one} guards the VAE of sound before {others}"
 
@@ -147,13 +181,19 @@ def picture_faults(guarded: dict, info: dict) -> Iterator[str]:
 def measure_faults(before: dict, measured: dict, told: str) -> Iterator[str]:
     new = [measured[node] for node in measured.keys() - before.keys()]
     measures = [step["inputs"] for step in new if step["class_type"] == "HalfsafeMeasurePrecisions"]
-    if not measures and (new or not (told == (
-        "This workflow has no sampler with a model."
-    ) or any(step["class_type"] in told for step in before.values()))):
+    if not measures and (
+        new
+        or not (
+            told == ("This workflow has no sampler with a model.")
+            or any(step["class_type"] in told for step in before.values())
+        )
+    ):
         yield f"nothing is measured, and told was: {told}"
     for given in measures:  # one in each copy of its subgraph
         yield from (f"the measured {name} is missing" for name in MEASURED if not is_link(given.get(name)))
         samplers = [step["inputs"] for step in before.values() if given["latent_image"] in step["inputs"].values()]
-        holders = samplers + [before[inputs["guider"][0]]["inputs"] for inputs in samplers if is_link(inputs.get("guider"))]
+        holders = samplers + [
+            before[inputs["guider"][0]]["inputs"] for inputs in samplers if is_link(inputs.get("guider"))
+        ]
         if not any(given["model"] in inputs.values() and given["positive"] in inputs.values() for inputs in holders):
             yield "what is measured is no sampler's"

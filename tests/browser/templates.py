@@ -11,7 +11,15 @@ import comfyui_workflow_templates_json
 FOLDER = Path(comfyui_workflow_templates_json.__file__).parent / "templates"
 OF_THE_PAGE = {"Note", "MarkdownNote", "Reroute", "PrimitiveNode"}
 GUARDED = {"MODEL", "CLIP", "VAE", "GUIDER"}
-EXCHANGED = {"UNETLoader", "CheckpointLoaderSimple", "ControlNetLoader", "CLIPLoader", "DualCLIPLoader", "TripleCLIPLoader", "QuadrupleCLIPLoader"}
+EXCHANGED = {
+    "UNETLoader",
+    "CheckpointLoaderSimple",
+    "ControlNetLoader",
+    "CLIPLoader",
+    "DualCLIPLoader",
+    "TripleCLIPLoader",
+    "QuadrupleCLIPLoader",
+}
 """ComfyUI's loaders in whose place one of ours can stand."""
 SHORT = 20
 """A template takes this many nodes' time beside that of its nodes."""
@@ -19,14 +27,22 @@ SHORT = 20
 
 def templates(info: dict) -> dict[str, dict]:
     """Name -> workflow."""
-    loaders = {name for name, node in info.items() if "Loader" in name and {"MODEL", "CLIP", "VAE"} & {str(output) for output in node["output"]}}
+    loaders = {
+        name
+        for name, node in info.items()
+        if "Loader" in name and {"MODEL", "CLIP", "VAE"} & {str(output) for output in node["output"]}
+    }
     found = {}
     for path in sorted(FOLDER.glob("*.json")):
         workflow = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(workflow, dict) or "nodes" not in workflow:
             continue  # an index
         subgraphs = workflow.get("definitions", {}).get("subgraphs", [])
-        types = {node["type"] for graph in (workflow, *subgraphs) for node in graph["nodes"]} - {graph["id"] for graph in subgraphs} - OF_THE_PAGE
+        types = (
+            {node["type"] for graph in (workflow, *subgraphs) for node in graph["nodes"]}
+            - {graph["id"] for graph in subgraphs}
+            - OF_THE_PAGE
+        )
         if types & loaders and types <= info.keys():
             found[path.stem] = workflow
     return found
@@ -57,7 +73,11 @@ def links_in(workflow: dict) -> Iterator[tuple]:
     for graph in (outer, *inner):
         types = {node["id"]: "a subgraph" if node["type"] in subgraphs else node["type"] for node in graph["nodes"]}
         for link in graph.get("links", []):
-            origin, target, kind = (link[1], link[3], link[5]) if isinstance(link, list) else (link["origin_id"], link["target_id"], link["type"])
+            origin, target, kind = (
+                (link[1], link[3], link[5])
+                if isinstance(link, list)
+                else (link["origin_id"], link["target_id"], link["type"])
+            )
             if kind in GUARDED:
                 yield types.get(origin, "a border"), types.get(target, "a border"), kind
 

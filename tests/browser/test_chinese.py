@@ -20,16 +20,23 @@ from halfsafe.precision.report.result import BEST, COMPUTED_IN, ERROR, Result
 from halfsafe.precision.study.tradeoffs_text import REFERENCE
 from support.page_words import english_in
 
-WORDS = json.loads((Path(__file__).absolute().parents[2] / "locales" / "zh" / "main.json").read_text(encoding="utf-8"))["halfsafe"]
+WORDS = json.loads((Path(__file__).absolute().parents[2] / "locales" / "zh" / "main.json").read_text(encoding="utf-8"))[
+    "halfsafe"
+]
 TAB = "async () => { await app.extensionManager.command.execute('Workspace.ToggleSidebarTab.halfsafe'); }"
-KEEP = """async (messages) => { const { keep } = await import("/extensions/Halfsafe-Pack/words.mjs"); keep(messages); }"""
+KEEP = (
+    """async (messages) => { const { keep } = await import("/extensions/Halfsafe-Pack/words.mjs"); keep(messages); }"""
+)
 SAID = """async (texts) => { const { said } = await import("/extensions/Halfsafe-Pack/words.mjs"); return texts.map(said); }"""
 SHOWN = """async (result) => { const { ResultPanel } = await import("/extensions/Halfsafe-Pack/result.mjs"); const panel = new ResultPanel(1); panel.show(result);
     return [...panel.element.querySelectorAll(".hs-sentence, td")].map((part) => part.textContent); }"""
 DRAWN = """() => app.graph.nodes[0].widgets.find((widget) => widget.name === "$$node-text-preview")?.value"""
 TOLD = """async (texts) => { const { errorOf } = await import("/extensions/Halfsafe-Pack/run.mjs");
     return texts.map((text) => { const { message, advice } = errorOf({ node_id: 1, exception_type: "halfsafe.HalfsafeError", exception_message: `${text}\n` }, null); return `${message} ${advice}`; }); }"""
-pytestmark = [pytest.mark.language("zh"), pytest.mark.once]  # words and what becomes of them; test_results draws errors in each page
+pytestmark = [
+    pytest.mark.language("zh"),
+    pytest.mark.once,
+]  # words and what becomes of them; test_results draws errors in each page
 ORIGIN = Origin("decoder.mid", "conv2d", "overflow", "", 70000.0)
 
 
@@ -52,7 +59,14 @@ def test_an_error_is_a_toast_and_a_card_in_chinese(comfy: ComfyPage, pictures: P
     rules = error_of(lambda: parse("blocks.0\nblocks.1 storage=bf17\nrole:nose storage=bf16"))
     shown = comfy.record_toasts()
     comfy.add("HalfsafeLayerRules")
-    error = {"node_id": "1", "prompt_id": "bad", "node_type": "HalfsafeLayerRules", "traceback": [], "executed": [], "exception_type": "halfsafe.RuleError"}
+    error = {
+        "node_id": "1",
+        "prompt_id": "bad",
+        "node_type": "HalfsafeLayerRules",
+        "traceback": [],
+        "executed": [],
+        "exception_type": "halfsafe.RuleError",
+    }
     comfy.send("execution_start", prompt_id="bad")
     comfy.send("halfsafe.messages", text=rules, messages=messages_in(rules))
     comfy.send("execution_error", **{**error, "exception_message": f"{rules}\n"})
@@ -70,13 +84,36 @@ def test_the_error_of_a_guard_is_told_as_its_event(comfy: ComfyPage) -> None:
     event = event_of(position, ORIGIN, "fp16", "fp16", False)
     error = NonFinite(sentence(event, ORIGIN), "stopped")
     comfy.send("execution_start", prompt_id="nan")
-    told = {"call": 1, "step": 3, "sigma": 0.7, "layer": ORIGIN.layer, "op": "", "kind": "overflow", "batch_rows": [0], "from": "fp16", "to": "fp16", "recovered": False, "ended": True}
+    told = {
+        "call": 1,
+        "step": 3,
+        "sigma": 0.7,
+        "layer": ORIGIN.layer,
+        "op": "",
+        "kind": "overflow",
+        "batch_rows": [0],
+        "from": "fp16",
+        "to": "fp16",
+        "recovered": False,
+        "ended": True,
+    }
     shown = comfy.record_toasts()
-    comfy.send_guard(prompt_id="nan", verdict="stopped", message=sentence(event, ORIGIN), advice=error.advice, event=told)
-    detail = {"node_id": "1", "prompt_id": "nan", "exception_type": "halfsafe.NonFinite", "exception_message": str(error)}
+    comfy.send_guard(
+        prompt_id="nan", verdict="stopped", message=sentence(event, ORIGIN), advice=error.advice, event=told
+    )
+    detail = {
+        "node_id": "1",
+        "prompt_id": "nan",
+        "exception_type": "halfsafe.NonFinite",
+        "exception_message": str(error),
+    }
     comfy.send("execution_error", **detail)
     (toast,) = shown()
-    assert WORDS["The result became NaN or Inf"] in toast["detail"] and english_in(toast["detail"]) == [] and "decoder.mid" in toast["detail"], toast
+    assert (
+        WORDS["The result became NaN or Inf"] in toast["detail"]
+        and english_in(toast["detail"]) == []
+        and "decoder.mid" in toast["detail"]
+    ), toast
     comfy.evaluate(TAB)
     comfy.page.wait_for_selector(".hs-sidebar .hs-error")
     card = comfy.page.inner_text(".hs-sidebar .hs-error")
@@ -86,7 +123,10 @@ def test_the_error_of_a_guard_is_told_as_its_event(comfy: ComfyPage) -> None:
 
 def test_a_value_that_is_words_is_told_in_chinese(comfy: ComfyPage) -> None:
     figures = {"seconds": "1.00", "beside": "bf16 2.00", "memory": "50.00 MiB (100.00 MiB)"}
-    in_english, in_chinese = ({"name": Message(say(COMPUTED_IN), "int8", "bf16"), "close": Message(say(ERROR), "1.3 %"), **figures} for say in (str, WORDS.get))
+    in_english, in_chinese = (
+        {"name": Message(say(COMPUTED_IN), "int8", "bf16"), "close": Message(say(ERROR), "1.3 %"), **figures}
+        for say in (str, WORDS.get)
+    )
     result = Result(Message(BEST, **in_english), head=["setting"], rows=[[f"fp32 {REFERENCE}"]])
     comfy.evaluate(KEEP, messages_in(result.sentence))
     assert comfy.evaluate(SHOWN, asdict(result)) == [WORDS[BEST].format(**in_chinese), f"fp32 {WORDS[REFERENCE]}"]

@@ -39,7 +39,12 @@ PUT_STALE_CACHE_IN = """() => { const of = (type) => app.graph.nodes.find((n) =>
     guard.connect(0, of("KSampler"), "model"); guard.connect(0, of("HalfsafeReport"), "model"); }"""
 
 DEVICE = {"name": "CPU", "profile": "cpu", "simulated": False, "capabilities": {}}
-REPORT = Report(DEVICE, ModelReport("WAN21", 1, 2, {"bf16": 2}), [LayerReport("blocks.0", "Linear", "bf16", "bf16", "fp32", "bf16")], guard=GuardReport("recovered", 2)).to_json()
+REPORT = Report(
+    DEVICE,
+    ModelReport("WAN21", 1, 2, {"bf16": 2}),
+    [LayerReport("blocks.0", "Linear", "bf16", "bf16", "fp32", "bf16")],
+    guard=GuardReport("recovered", 2),
+).to_json()
 WORDS = json.loads((WORKFLOWS.parent / "locales" / "zh" / "main.json").read_text(encoding="utf-8"))["halfsafe"]
 ADVICE = "Remove the file or download it again. No precision repairs a weight that is NaN or Inf."
 ENGLISH = """(selector) => [...document.querySelectorAll(selector)].flatMap((e) => e.textContent.match(/[a-z]+ [a-z]+ [a-z]+ [a-z]+/g) ?? [])"""
@@ -49,7 +54,9 @@ ENGLISH = """(selector) => [...document.querySelectorAll(selector)].flatMap((e) 
 def comfy(opened_page) -> ComfyPage:
     """A page with a report and a guard node on it, the guard before the report."""
     opened_page.add("HalfsafeLoadDiffusionModel", "HalfsafeNaNGuard", "HalfsafeReport")
-    opened_page.evaluate("() => { const [load, guard, report] = app.graph.nodes; load.connect(0, guard, 'model'); guard.connect(0, report, 'model'); guard.setSize([420, guard.size[1]]); }")  # a badge keeps to its node
+    opened_page.evaluate(
+        "() => { const [load, guard, report] = app.graph.nodes; load.connect(0, guard, 'model'); guard.connect(0, report, 'model'); guard.setSize([420, guard.size[1]]); }"
+    )  # a badge keeps to its node
     return opened_page
 
 
@@ -62,7 +69,16 @@ def tell(comfy: ComfyPage, prompt_id: str, count: int = 1, **message: object) ->
         event = {**EVENT, "step": number, "layer": f"blocks.{number}.ffn.2"}
         text = f"Step {number}: blocks.{number}.ffn.2 overflowed in fp16 and was repeated in fp16_wide."
         brief = message.get("message", text.replace("fp16_wide", "fp16 with fp32 results"))
-        comfy.send_guard(**{"node_id": guard_id(comfy), "prompt_id": prompt_id, "message": text, "brief": brief, "event": event, **message})
+        comfy.send_guard(
+            **{
+                "node_id": guard_id(comfy),
+                "prompt_id": prompt_id,
+                "message": text,
+                "brief": brief,
+                "event": event,
+                **message,
+            }
+        )
 
 
 @pytest.mark.drawn
@@ -87,7 +103,10 @@ def test_a_cause_is_told_once_and_lines_are_all_there(comfy: ComfyPage) -> None:
     shown = comfy.record_toasts()
     tell(comfy, "two", count=12)
     assert comfy.page.locator(".hs-guard .hs-event").count() == 12
-    assert comfy.page.locator(".hs-guard > .hs-event").count() == 5 and comfy.page.inner_text(".hs-guard .hs-rest summary") == "7 more"
+    assert (
+        comfy.page.locator(".hs-guard > .hs-event").count() == 5
+        and comfy.page.inner_text(".hs-guard .hs-rest summary") == "7 more"
+    )
     comfy.page.locator(".hs-guard .hs-rest").evaluate("(rest) => { rest.open = true; }")
     tell(comfy, "two", kind="verdict", event=None, message="12 events, all recovered.")
     (toast,) = shown()
@@ -99,8 +118,16 @@ def test_a_cause_is_told_once_and_lines_are_all_there(comfy: ComfyPage) -> None:
     assert "and 13 more" in comfy.page.inner_text(".hs-guard"), "what was unfolded stays so"
     comfy.set("halfsafe.toasts", False)
     tell(comfy, "four", count=2)
-    tell(comfy, "four", node_id=comfy.evaluate("() => { const node = LiteGraph.createNode('HalfsafeNaNGuard'); app.graph.add(node); return String(node.id); }"))
-    assert len(shown()) == 2 and comfy.page.locator(".hs-guard .hs-event").count() == 2, "another model's guard is not shown"
+    tell(
+        comfy,
+        "four",
+        node_id=comfy.evaluate(
+            "() => { const node = LiteGraph.createNode('HalfsafeNaNGuard'); app.graph.add(node); return String(node.id); }"
+        ),
+    )
+    assert len(shown()) == 2 and comfy.page.locator(".hs-guard .hs-event").count() == 2, (
+        "another model's guard is not shown"
+    )
 
 
 def test_a_badge_says_what_a_model_fell_back_to_until_its_node_runs_anew(comfy: ComfyPage) -> None:
@@ -116,13 +143,26 @@ def test_a_badge_says_what_a_model_fell_back_to_until_its_node_runs_anew(comfy: 
     assert badge_after() == "fp32 \u00b7 fp16 \u00b7 guarded"
     tell(comfy, "shown", node_id="a guard of its own", fell_back=node)
     assert comfy.badges()["HalfsafeNaNGuard"] == "fp32 \u00b7 fp16_safe \u00b7 guarded"
-    assert badge_after(node) == "fp32 \u00b7 fp16_safe \u00b7 guarded", "the server sends a cached node's badge again as it was planned"
+    assert badge_after(node) == "fp32 \u00b7 fp16_safe \u00b7 guarded", (
+        "the server sends a cached node's badge again as it was planned"
+    )
     assert badge_after() == "fp32 \u00b7 fp16 \u00b7 guarded"
-    tell(comfy, "shown", kind="verdict", verdict="clean", event=None, message="Started as the last repair ended, with these in a higher precision: blocks.0.")
-    assert comfy.badges()["HalfsafeNaNGuard"] == badge_after(node) == "fp32 \u00b7 fp16, some layers wider \u00b7 guarded"
+    tell(
+        comfy,
+        "shown",
+        kind="verdict",
+        verdict="clean",
+        event=None,
+        message="Started as the last repair ended, with these in a higher precision: blocks.0.",
+    )
+    assert (
+        comfy.badges()["HalfsafeNaNGuard"] == badge_after(node) == "fp32 \u00b7 fp16, some layers wider \u00b7 guarded"
+    )
 
 
-def test_a_real_overflow_is_told_while_it_runs_and_in_the_report(opened_page: ComfyPage, pictures: Path, cell: str) -> None:
+def test_a_real_overflow_is_told_while_it_runs_and_in_the_report(
+    opened_page: ComfyPage, pictures: Path, cell: str
+) -> None:
     comfy = opened_page
     comfy.load_small()
     comfy.evaluate(PUT_GUARD_IN)
@@ -146,14 +186,18 @@ def test_a_real_overflow_is_told_while_it_runs_and_in_the_report(opened_page: Co
 
 
 @pytest.mark.once  # a run is the server's, words are the pack's; test_nodes changes the language of each page
-def test_a_drift_is_told_and_stays_on_the_report_when_the_language_changes(opened_page: ComfyPage, pictures: Path, cell: str) -> None:
+def test_a_drift_is_told_and_stays_on_the_report_when_the_language_changes(
+    opened_page: ComfyPage, pictures: Path, cell: str
+) -> None:
     comfy = opened_page
     comfy.load_small()
     comfy.evaluate(PUT_STALE_CACHE_IN)
     comfy.load(comfy.saved())
     shown = comfy.record_toasts()
     comfy.run()
-    summaries = [toast["summary"] for toast in shown() if "MiB" not in toast["summary"]]  # the loader tells what it holds
+    summaries = [
+        toast["summary"] for toast in shown() if "MiB" not in toast["summary"]
+    ]  # the loader tells what it holds
     assert summaries == ["Halfsafe: A step is farther from fp32 than it should be"]
     comfy.page.wait_for_selector(".hs-guard .hs-event")
     comfy.zoom_to("HalfsafeReport", 520, 640)
@@ -167,34 +211,75 @@ def test_a_drift_is_told_and_stays_on_the_report_when_the_language_changes(opene
     assert comfy.page.locator(".hs-sidebar .hs-verdict").all_inner_texts() == ["drift", "drift"]
     comfy.evaluate(TOGGLE_TAB)
     comfy.speak("zh")
-    comfy.page.wait_for_function("() => [...document.querySelectorAll('.hs-verdict')].some((pill) => pill.textContent === '\u504f\u5dee')")
+    comfy.page.wait_for_function(
+        "() => [...document.querySelectorAll('.hs-verdict')].some((pill) => pill.textContent === '\u504f\u5dee')"
+    )
     for selector in (".hs-guard", ".hs-remark", ".hs-sidebar"):
         assert (found := comfy.evaluate(ENGLISH, selector)) == [], found
-    tell(comfy, "zh", kind="verdict", verdict="bad_weights", event=None, message=Message("Guard: {0}.", "bad weights"), advice=ADVICE)
-    (toast,) = [toast for toast in shown() if toast["summary"].startswith("Halfsafe: ") and "MiB" not in toast["summary"]][1:]
-    assert (toast["summary"], toast["detail"]) == (f"Halfsafe: {WORDS['A weight is NaN']}", f"\u9632\u62a4\uff1a{WORDS['bad weights']}\u3002")
+    tell(
+        comfy,
+        "zh",
+        kind="verdict",
+        verdict="bad_weights",
+        event=None,
+        message=Message("Guard: {0}.", "bad weights"),
+        advice=ADVICE,
+    )
+    (toast,) = [
+        toast for toast in shown() if toast["summary"].startswith("Halfsafe: ") and "MiB" not in toast["summary"]
+    ][1:]
+    assert (toast["summary"], toast["detail"]) == (
+        f"Halfsafe: {WORDS['A weight is NaN']}",
+        f"\u9632\u62a4\uff1a{WORDS['bad weights']}\u3002",
+    )
     comfy.send("execution_success", prompt_id="zh")
     comfy.speak("en")
-    comfy.page.wait_for_function("(text) => [...document.querySelectorAll('.hs-guard')].some((guard) => guard.innerText === text)", arg=text)
+    comfy.page.wait_for_function(
+        "(text) => [...document.querySelectorAll('.hs-guard')].some((guard) => guard.innerText === text)", arg=text
+    )
 
 
-def test_the_sidebar_tells_the_last_run_and_a_rescue_before_it_in_its_queue(comfy: ComfyPage, pictures: Path, cell: str) -> None:
-    shown, cured = comfy.record_toasts(), "Step 0 was repeated in fp16 with fp32 results: blocks.0.ffn.2 overflowed in fp16."
+def test_the_sidebar_tells_the_last_run_and_a_rescue_before_it_in_its_queue(
+    comfy: ComfyPage, pictures: Path, cell: str
+) -> None:
+    shown, cured = (
+        comfy.record_toasts(),
+        "Step 0 was repeated in fp16 with fp32 results: blocks.0.ffn.2 overflowed in fp16.",
+    )
     comfy.send("promptQueueing", requestId=1, batchCount=1)
     comfy.send("execution_start", prompt_id="first")
     tell(comfy, "first", count=2)
-    tell(comfy, "first", kind="verdict", event=None, message="2 events in 2 layers, all recovered.", advice="Nothing to do.")
+    tell(
+        comfy,
+        "first",
+        kind="verdict",
+        event=None,
+        message="2 events in 2 layers, all recovered.",
+        advice="Nothing to do.",
+    )
     for prompt in ("second", "third"):
         comfy.send("execution_success", prompt_id="first")
         comfy.send("execution_start", prompt_id=prompt)
-        tell(comfy, prompt, kind="verdict", verdict="clean", event=None, message="Started as the last repair ended, with these in a higher precision: blocks.0.")
+        tell(
+            comfy,
+            prompt,
+            kind="verdict",
+            verdict="clean",
+            event=None,
+            message="Started as the last repair ended, with these in a higher precision: blocks.0.",
+        )
         assert [toast["detail"] for toast in shown()] == [cured, cured, f"Previous run: {cured}"]
         comfy.evaluate(TOGGLE_TAB)
         comfy.page.wait_for_selector(".hs-sidebar .hs-card")
         comfy.screenshot(pictures, f"sidebar-guard-{cell}")
         last, before = comfy.page.inner_text(".hs-sidebar").split("Earlier in this queue")
         comfy.evaluate(TOGGLE_TAB)
-        assert "Started as the last repair ended" in last and "recovered" in before and "blocks.1.ffn.2 overflowed" in before and "Nothing to do." in before
+        assert (
+            "Started as the last repair ended" in last
+            and "recovered" in before
+            and "blocks.1.ffn.2 overflowed" in before
+            and "Nothing to do." in before
+        )
     comfy.evaluate(TOGGLE_TAB)
     comfy.page.click(".hs-sidebar .hs-link")
     assert comfy.evaluate("() => [...app.canvas.selectedItems].map((n) => n.type)") == ["HalfsafeNaNGuard"]
@@ -208,30 +293,54 @@ def test_the_sidebar_tells_the_last_run_and_a_rescue_before_it_in_its_queue(comf
 
 def test_a_run_that_ends_is_told_once_by_what_is_at_fault(comfy: ComfyPage, pictures: Path, cell: str) -> None:
     """The report of the run before is told to be of that one, and the error that ComfyUI shows is on the guard's card."""
-    shown, sentence = comfy.record_toasts(), "Step 0, sigma 1: A weight is not finite in blocks.0.ffn.2, computed in fp16."
+    shown, sentence = (
+        comfy.record_toasts(),
+        "Step 0, sigma 1: A weight is not finite in blocks.0.ffn.2, computed in fp16.",
+    )
     comfy.send("execution_start", prompt_id="clean")
     comfy.show_report(REPORT)
     comfy.send("execution_success", prompt_id="clean")
     assert "blocks" in comfy.page.inner_text(".hs-table")
     cure = "leave it out or download it again. (tensor 'lora_up.weight')"
-    event = {**EVENT, "recovered": False, "ended": True, "layer": "blocks.0.ffn.2", "evidence": "The weight itself is NaN."}
+    event = {
+        **EVENT,
+        "recovered": False,
+        "ended": True,
+        "layer": "blocks.0.ffn.2",
+        "evidence": "The weight itself is NaN.",
+    }
     comfy.send("promptQueueing", requestId=1, batchCount=1)
     comfy.evaluate(TOGGLE_TAB)
     assert "Nothing has begun yet." in comfy.page.inner_text(".hs-sidebar")
     comfy.evaluate(TOGGLE_TAB)
     comfy.send("execution_start", prompt_id="bad")
-    comfy.send_guard(node_id=guard_id(comfy), prompt_id="bad", verdict="bad_weights", message=sentence, advice=Message("{culprit}: {cure}", culprit="nan_lora.safetensors holds NaN or Inf", cure=cure), event=event)
-    error = {"exception_type": "halfsafe.NonFinite", "exception_message": "Worded as it may be: the event says that the guard ended the run with it."}
+    comfy.send_guard(
+        node_id=guard_id(comfy),
+        prompt_id="bad",
+        verdict="bad_weights",
+        message=sentence,
+        advice=Message("{culprit}: {cure}", culprit="nan_lora.safetensors holds NaN or Inf", cure=cure),
+        event=event,
+    )
+    error = {
+        "exception_type": "halfsafe.NonFinite",
+        "exception_message": "Worded as it may be: the event says that the guard ended the run with it.",
+    }
     comfy.send("execution_error", prompt_id="bad", node_id="9", **error)
     (toast,) = shown()
-    assert toast["summary"] == "Halfsafe: nan_lora.safetensors holds NaN or Inf" and toast["detail"] == "Leave it out or download it again."
+    assert (
+        toast["summary"] == "Halfsafe: nan_lora.safetensors holds NaN or Inf"
+        and toast["detail"] == "Leave it out or download it again."
+    )
     comfy.evaluate(TOGGLE_TAB)
     text = comfy.page.inner_text(".hs-sidebar")
     comfy.screenshot(pictures, f"sidebar-bad-weights-{cell}")
     assert text.count("nan_lora.safetensors") == text.count("download it again") == 1 and "Verdict" not in text
     assert text.index("nan_lora.safetensors") < text.index("Leave it out") < text.index("blocks.0.ffn.2")
     assert comfy.page.locator(".hs-sidebar .hs-card:not(.hs-earlier)").count() == 1
-    assert "of an earlier run" in comfy.page.inner_text(".hs-sidebar .hs-earlier") and "of an earlier run" in comfy.page.inner_text(".hs-panel .hs-earlier")
+    assert "of an earlier run" in comfy.page.inner_text(
+        ".hs-sidebar .hs-earlier"
+    ) and "of an earlier run" in comfy.page.inner_text(".hs-panel .hs-earlier")
     comfy.evaluate(TOGGLE_TAB)
 
 
@@ -240,19 +349,42 @@ def test_the_sidebar_keeps_what_messages_told(comfy: ComfyPage) -> None:
     comfy.send("promptQueueing", requestId=1, batchCount=1)
     comfy.send("execution_start", prompt_id="kept")
     instead = "Computed in fp32, not in the fp16 that the model was set to. Above 65504 fp16 overflows, which gives black pictures."
-    slow, command, why = "int8 is slow here without its kernels.", 'To install them, run "C:/ComfyUI/python.exe" -m pip install -U comfy-kitchen and restart ComfyUI.', "Expected here, but the probe int8_kernels failed."
-    output = {"halfsafe_badge": ["fp16 \u00b7 fp32"], "halfsafe_instead": [instead], "halfsafe_unmatched": ["blocks.77.* storage=bf16"], "halfsafe_kernels": [f"{slow} {command} {why}"]}
+    slow, command, why = (
+        "int8 is slow here without its kernels.",
+        'To install them, run "C:/ComfyUI/python.exe" -m pip install -U comfy-kitchen and restart ComfyUI.',
+        "Expected here, but the probe int8_kernels failed.",
+    )
+    output = {
+        "halfsafe_badge": ["fp16 \u00b7 fp32"],
+        "halfsafe_instead": [instead],
+        "halfsafe_unmatched": ["blocks.77.* storage=bf16"],
+        "halfsafe_kernels": [f"{slow} {command} {why}"],
+    }
     comfy.send("executed", node=guard_id(comfy), display_node=guard_id(comfy), prompt_id="kept", output=output)
     comfy.send("execution_success", prompt_id="kept")
     told = {toast["summary"].removeprefix("Halfsafe: "): toast["detail"] for toast in shown()}
-    assert told == {instead.partition(". ")[0] + ".": instead.partition(". ")[2], "No layer of this model matches:": "blocks.77.* storage=bf16", slow: command}
+    assert told == {
+        instead.partition(". ")[0] + ".": instead.partition(". ")[2],
+        "No layer of this model matches:": "blocks.77.* storage=bf16",
+        slow: command,
+    }
     comfy.evaluate(TOGGLE_TAB)
     text = comfy.page.inner_text(".hs-sidebar")
-    assert all(what in text for both in told.items() for what in both) and why in text, "a message shows the first sentence of each part"
+    assert all(what in text for both in told.items() for what in both) and why in text, (
+        "a message shows the first sentence of each part"
+    )
     comfy.send("promptQueueing", requestId=1, batchCount=1)
-    comfy.send("halfsafe.refused", message="Candidates, line 1, int9/auto: 'int9' is not a storage option. Use one of: auto, int8 as storage.")
+    comfy.send(
+        "halfsafe.refused",
+        message="Candidates, line 1, int9/auto: 'int9' is not a storage option. Use one of: auto, int8 as storage.",
+    )
     text = comfy.page.inner_text(".hs-sidebar")
-    assert "The run did not start." in text and "'int9' is not a storage option" in text and "Use one of" in text and "blocks.77" not in text
+    assert (
+        "The run did not start." in text
+        and "'int9' is not a storage option" in text
+        and "Use one of" in text
+        and "blocks.77" not in text
+    )
     comfy.evaluate(TOGGLE_TAB)
 
 
@@ -265,17 +397,31 @@ def test_the_setting_alone_guards_every_run(opened_page: ComfyPage, small_models
     comfy.evaluate("""() => { app.graph.nodes.find((n) => n.type === 'KSampler').widgets.find((w) => w.name === 'seed').value += 70;
         const bypassed = LiteGraph.createNode("HalfsafeNaNGuard"); bypassed.mode = 4; app.graph.add(bypassed); }""")
     shown = comfy.record_toasts()
-    runs = (("off", [], "This workflow has no guard."), ("report", ["Halfsafe: NaN or Inf found"], "not cured"), ("retry_higher", ["Halfsafe: Black image prevented"] * 2, "recovered"))
+    runs = (
+        ("off", [], "This workflow has no guard."),
+        ("report", ["Halfsafe: NaN or Inf found"], "not cured"),
+        ("retry_higher", ["Halfsafe: Black image prevented"] * 2, "recovered"),
+    )
     for setting, told, said in runs:
         comfy.set("Halfsafe.WatchEveryRun", setting)
-        with comfy.page.expect_request(lambda request: request.method == "POST" and request.url.endswith("/prompt")) as sent:
+        with comfy.page.expect_request(
+            lambda request: request.method == "POST" and request.url.endswith("/prompt")
+        ) as sent:
             comfy.run()
-        assert not any("halfsafe" in name for name in sent.value.post_data_json["extra_data"]), "ComfyUI's own request is as it was"
-        assert [toast["summary"] for toast in shown()] == told, "one cause is one message, and a rescue is told once more beside the picture"
+        assert not any("halfsafe" in name for name in sent.value.post_data_json["extra_data"]), (
+            "ComfyUI's own request is as it was"
+        )
+        assert [toast["summary"] for toast in shown()] == told, (
+            "one cause is one message, and a rescue is told once more beside the picture"
+        )
         comfy.evaluate("() => { window.toasts.length = 0; }")
         comfy.evaluate(TOGGLE_TAB)
         text = comfy.page.inner_text(".hs-sidebar")
         assert said in text and "stopped" not in text
-        assert ("Set Guard every run to retry_higher: it repeats" in text) == (setting == "report"), "in the words of the list above it"
-        assert comfy.evaluate("() => document.querySelector('.hs-sidebar .hs-watch select').selectedOptions[0].textContent").startswith(setting)
+        assert ("Set Guard every run to retry_higher: it repeats" in text) == (setting == "report"), (
+            "in the words of the list above it"
+        )
+        assert comfy.evaluate(
+            "() => document.querySelector('.hs-sidebar .hs-watch select').selectedOptions[0].textContent"
+        ).startswith(setting)
         comfy.evaluate(TOGGLE_TAB)

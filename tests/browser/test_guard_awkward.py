@@ -157,11 +157,16 @@ def test_an_awkward_graph_is_guarded(walk: Walk, name: str) -> None:
 
 
 def test_what_is_not_guarded_is_told(walk: Walk) -> None:
-    said = {name: walk(GRAPHS[name][0])["said"] for name in ("nothing that runs", "no output", "guarded by hand", "a second VAE inside")}
+    said = {
+        name: walk(GRAPHS[name][0])["said"]
+        for name in ("nothing that runs", "no output", "guarded by hand", "a second VAE inside")
+    }
     nothing = "This workflow runs no model, VAE or text encoder."
     assert said["nothing that runs"] == said["no output"] == nothing
     assert said["guarded by hand"] == "Every model here is guarded already."
-    assert said["a second VAE inside"].startswith("2 nodes were added, some of them inside of subgraphs: run the workflow.")
+    assert said["a second VAE inside"].startswith(
+        "2 nodes were added, some of them inside of subgraphs: run the workflow."
+    )
 
 
 def test_nodes_of_absent_packs_lose_no_link(comfy: ComfyPage) -> None:
@@ -182,7 +187,9 @@ def test_a_group_node_is_guarded_as_the_subgraph_that_the_page_makes_of_it(comfy
 
 def with_group_node(workflow: dict) -> dict:
     """A workflow whose sampler and decoder are in a group node, as ComfyUI saved those before there were subgraphs."""
-    sampler, decode = (next(node for node in workflow["nodes"] if node["type"] == name) for name in ("KSampler", "VAEDecode"))
+    sampler, decode = (
+        next(node for node in workflow["nodes"] if node["type"] == name) for name in ("KSampler", "VAEDecode")
+    )
     kept = [node for node in workflow["nodes"] if node not in (sampler, decode)]
     outside = []
     for link, origin, slot, target, to, kind in workflow["links"]:
@@ -192,21 +199,34 @@ def with_group_node(workflow: dict) -> dict:
         outside.append([link, *ends, *((sampler["id"], 4) if target == decode["id"] else (target, to)), kind])
     slots = [*sampler["inputs"][:4], decode["inputs"][1]]
     group = {**sampler, "type": "workflow>Mine", "inputs": slots, "outputs": decode["outputs"]}
-    parts = [{**node, "index": index, "inputs": [{**one, "link": None} for one in node["inputs"]], "outputs": [{**one, "links": []} for one in node["outputs"]]} for index, node in enumerate((sampler, decode))]
+    parts = [
+        {
+            **node,
+            "index": index,
+            "inputs": [{**one, "link": None} for one in node["inputs"]],
+            "outputs": [{**one, "links": []} for one in node["outputs"]],
+        }
+        for index, node in enumerate((sampler, decode))
+    ]
     definition = {"nodes": parts, "links": [[0, 0, 1, 0, decode["id"], "LATENT"]], "external": []}
     return {**workflow, "nodes": [*kept, group], "links": outside, "extra": {"groupNodes": {"Mine": definition}}}
 
 
 def test_what_is_sent_everywhere_is_guarded_before_it_is_sent(walk: Walk) -> None:
-    found = walk("""pack("Anything Everywhere", ["anything *"], []).nodeData = { output_node: false }; const all = put("Anything Everywhere", 400, 900); vae.connect(0, all, 0); decode.disconnectInput(1);""")
+    found = walk(
+        """pack("Anything Everywhere", ["anything *"], []).nodeData = { output_node: false }; const all = put("Anything Everywhere", 400, 900); vae.connect(0, all, 0); decode.disconnectInput(1);"""
+    )
     (all_nodes,) = [step for step in found["guarded"].values() if step["class_type"] == "Anything Everywhere"]
     assert found["guarded"][all_nodes["inputs"]["anything *"][0]]["class_type"] == ONE
 
 
 def test_a_sampler_that_hands_its_model_on_is_guarded_once(walk: Walk) -> None:
-    found = walk("""pack("KSampler (Efficient)", ["a MODEL", "b CONDITIONING", "c LATENT", "d VAE"], ["MODEL", "LATENT", "VAE", "IMAGE"]); const first = put("KSampler (Efficient)", 600, 900);
+    found = walk(
+        """pack("KSampler (Efficient)", ["a MODEL", "b CONDITIONING", "c LATENT", "d VAE"], ["MODEL", "LATENT", "VAE", "IMAGE"]); const first = put("KSampler (Efficient)", 600, 900);
         wire(model, "MODEL", first, "a MODEL"); wire(prompt, "CONDITIONING", first, "b CONDITIONING"); wire(latent, "LATENT", first, "c LATENT"); wire(vae, "VAE", first, "d VAE");
-        wire(first, "MODEL", sampler, "model"); wire(first, "LATENT", sampler, "latent_image"); wire(first, "VAE", decode, "vae");""", held=False)
+        wire(first, "MODEL", sampler, "model"); wire(first, "LATENT", sampler, "latent_image"); wire(first, "VAE", decode, "vae");""",
+        held=False,
+    )
     assert [guard["type"] for guard in found["guards"]] == [ONE]
     (first,) = [step["inputs"] for step in found["guarded"].values() if step["class_type"] == "KSampler (Efficient)"]
     assert {found["guarded"][first[name][0]]["class_type"] for name in ("a MODEL", "d VAE")} == {ONE}
@@ -217,20 +237,37 @@ def test_two_models_are_named_by_their_files_and_one_is_measured(walk: Walk) -> 
     assert [guard["title"] for guard in found["guards"]] == ["Halfsafe (high)", "Halfsafe (low)"]
     assert found["choices"] == ["high", "low"] and found["measures"] == ["Measure Precisions (low)", "Preview Image"]
     with_lora = """set(second, "unet_name", "high.safetensors"); const lora = put("LoraLoaderModelOnly", 600, 900); set(lora, "lora_name", "few_steps.safetensors"); wire(second, "MODEL", lora, "model"); wire(lora, "MODEL", again, "model");"""
-    assert [guard["title"] for guard in walk(TWO_MODELS + with_lora)["guards"]] == ["Halfsafe (high)", "Halfsafe (high + few_steps)"]
+    assert [guard["title"] for guard in walk(TWO_MODELS + with_lora)["guards"]] == [
+        "Halfsafe (high)",
+        "Halfsafe (high + few_steps)",
+    ]
 
 
 def test_measuring_follows_the_guider_and_says_what_it_cannot_read(walk: Walk) -> None:
     measured = walk(GUIDED)
     assert measured["measures"] and measured["told"] == "2 nodes were added: press the blue arrow above them."
-    assert [step["inputs"]["cfg"] for step in measured["measured"].values() if step["class_type"] == "HalfsafeMeasurePrecisions"] == [8], "the sampler's own"
-    linked = walk(GUIDED + "const number = put('PrimitiveFloat', 0, 1200); number.connectSlots(number.outputs[0], guider, guider.inputs[guider.findInputSlot('cfg')]);")
-    (asked,) = [step["inputs"] for step in linked["measured"].values() if step["class_type"] == "HalfsafeMeasurePrecisions"]
+    assert [
+        step["inputs"]["cfg"]
+        for step in measured["measured"].values()
+        if step["class_type"] == "HalfsafeMeasurePrecisions"
+    ] == [8], "the sampler's own"
+    linked = walk(
+        GUIDED
+        + "const number = put('PrimitiveFloat', 0, 1200); number.connectSlots(number.outputs[0], guider, guider.inputs[guider.findInputSlot('cfg')]);"
+    )
+    (asked,) = [
+        step["inputs"] for step in linked["measured"].values() if step["class_type"] == "HalfsafeMeasurePrecisions"
+    ]
     assert linked["measured"][asked["cfg"][0]]["class_type"] == "PrimitiveFloat" and "cfg" not in linked["told"]
     without = walk(GUIDED + "set(guider, 'cfg', 1);")["measured"]
-    assert ["negative" in step["inputs"] for step in without.values() if step["class_type"] == "HalfsafeMeasurePrecisions"] == [False], "it is not used"
+    assert [
+        "negative" in step["inputs"] for step in without.values() if step["class_type"] == "HalfsafeMeasurePrecisions"
+    ] == [False], "it is not used"
     apart = walk(GUIDED + "inside(guider);")
-    assert apart["told"] == "Measure cannot read SamplerCustomAdvanced: its model, prompt or latent is not linked in the same graph."
+    assert (
+        apart["told"]
+        == "Measure cannot read SamplerCustomAdvanced: its model, prompt or latent is not linked in the same graph."
+    )
     other = """pack("UltimateSDUpscale", ["image IMAGE", "model MODEL"], ["IMAGE"]); const upscale = put("UltimateSDUpscale", 1600, 400); wire(model, "MODEL", upscale, "model MODEL");
         wire(upscale, "IMAGE", put("SaveImage", 2000, 400), "images"); app.graph.remove(sampler);"""
     assert walk(other)["told"] == "Measure does not support UltimateSDUpscale, the sampler of this workflow."
@@ -244,12 +281,18 @@ def test_what_fails_midway_changes_nothing_and_what_does_not_is_one_step_of_undo
         try { return await guardWorkflow(app); } finally { LiteGraph.createNode = create; } }"""
     assert comfy.evaluate(failing) == "Nothing was changed: no such node"
     assert without_positions(comfy.saved()) == before
-    comfy.evaluate("async () => { await (await import('/extensions/Halfsafe-Pack/guard.mjs')).guardWorkflow(app); await app.extensionManager.command.execute('Comfy.Undo'); }")
+    comfy.evaluate(
+        "async () => { await (await import('/extensions/Halfsafe-Pack/guard.mjs')).guardWorkflow(app); await app.extensionManager.command.execute('Comfy.Undo'); }"
+    )
     assert without_positions(comfy.saved()) == before
 
 
 def test_a_reroute_is_kept_and_none_is_left_without_a_link(comfy: ComfyPage) -> None:
-    draw(comfy, GRAPHS["reroutes"][0] + "for (const text of [prompt, negative]) app.graph.createReroute([390, text.pos[1]], app.graph.getLink(text.inputs[0].link));")
+    draw(
+        comfy,
+        GRAPHS["reroutes"][0]
+        + "for (const text of [prompt, negative]) app.graph.createReroute([390, text.pos[1]], app.graph.getLink(text.inputs[0].link));",
+    )
     comfy.evaluate(WALK, None)
     kept, floating = comfy.evaluate(REROUTES)
     assert [500, 20] in kept and floating == 0, kept

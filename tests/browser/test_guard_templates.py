@@ -26,7 +26,10 @@ def check(found: dict[str, dict], server: Server, info: dict) -> None:
     faults = {name: list(faults_of(one, info)) for name, one in found.items()}
     for start in range(0, len(found), AT_ONCE):
         part = dict(list(found.items())[start : start + AT_ONCE])
-        before, *others = (server.post("/prompt_checks", [one[kind] for one in part.values()])["errors"] for kind in ("before", "guarded", "measured"))
+        before, *others = (
+            server.post("/prompt_checks", [one[kind] for one in part.values()])["errors"]
+            for kind in ("before", "guarded", "measured")
+        )
         for errors in others:
             for name, was, now in zip(part, before, errors, strict=True):
                 faults[name] += [f"refused: {now}"] if now != was != NO_OUTPUTS else []
@@ -43,15 +46,24 @@ def test_templates_with_each_kind_of_link_are_guarded_and_measured(unseen: Comfy
     check(found, unseen.server, info)
     assert len(found) > 50
     assert sum(bool(one["guards"]) for one in found.values()) > 0.98 * len(found)
-    assert sum(bool(one["measures"]) for one in found.values()) > 0.8 * len(found), "the others sample nothing: of text, masks and poses"
+    assert sum(bool(one["measures"]) for one in found.values()) > 0.8 * len(found), (
+        "the others sample nothing: of text, masks and poses"
+    )
 
 
-@pytest.mark.parametrize(("server", "vue", "half"), [("pinned", "nodes2", 0), ("newest", "nodes2", 1)], indirect=["server", "vue"])
-def test_templates_are_guarded_and_measured_where_they_are_drawn(comfy: ComfyPage, info: dict, half: int, pictures: Path, cell: str) -> None:
+@pytest.mark.parametrize(
+    ("server", "vue", "half"), [("pinned", "nodes2", 0), ("newest", "nodes2", 1)], indirect=["server", "vue"]
+)
+def test_templates_are_guarded_and_measured_where_they_are_drawn(
+    comfy: ComfyPage, info: dict, half: int, pictures: Path, cell: str
+) -> None:
     """Half of the templates in each page."""
     chosen = templates(info)
     found = {name: comfy.evaluate(WALK, chosen[name]) for name in DRAWN[half::2]}
     check(found, comfy.server, info)
     for name in ("guard", "measure"):
-        comfy.evaluate("(name) => import(`/extensions/Halfsafe-Pack/${name}.mjs`).then((made) => made[`${name}Workflow`](app))", name)
+        comfy.evaluate(
+            "(name) => import(`/extensions/Halfsafe-Pack/${name}.mjs`).then((made) => made[`${name}Workflow`](app))",
+            name,
+        )
         comfy.screenshot(pictures, f"template-{name}-{cell}")

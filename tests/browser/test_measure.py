@@ -32,7 +32,9 @@ SENTENCE = "() => [...document.querySelectorAll('.hs-result .hs-sentence')].map(
 
 
 def draw(comfy: ComfyPage, code: str) -> None:
-    comfy.evaluate(f"async () => {{ app.nodeOutputs = {{}}; {TOOLS} {code} app.canvas.setGraph(app.graph); app.canvas.emitBeforeChange(); app.canvas.emitAfterChange(); }}")
+    comfy.evaluate(
+        f"async () => {{ app.nodeOutputs = {{}}; {TOOLS} {code} app.canvas.setGraph(app.graph); app.canvas.emitBeforeChange(); app.canvas.emitAfterChange(); }}"
+    )
 
 
 def draw_as_opened(comfy: ComfyPage) -> None:
@@ -54,7 +56,10 @@ def of_class(steps: dict, name: str) -> list[dict]:
 
 
 def without_seeds(steps: dict) -> dict:
-    return {node: step | {"inputs": {name: value for name, value in step["inputs"].items() if name != "seed"}} for node, step in steps.items()}
+    return {
+        node: step | {"inputs": {name: value for name, value in step["inputs"].items() if name != "seed"}}
+        for node, step in steps.items()
+    }
 
 
 def undone(comfy: ComfyPage) -> dict:
@@ -68,10 +73,15 @@ def undone(comfy: ComfyPage) -> dict:
 
 def measured_alone(comfy: ComfyPage, candidate: str) -> None:
     """Let one candidate run, so that no time has to be told from another on a busy machine."""
-    comfy.evaluate("(text) => { const node = app.graph.nodes.find((n) => n.type === 'HalfsafeMeasurePrecisions'); node.widgets.find((w) => w.name === 'candidates').value = text; }", candidate)
+    comfy.evaluate(
+        "(text) => { const node = app.graph.nodes.find((n) => n.type === 'HalfsafeMeasurePrecisions'); node.widgets.find((w) => w.name === 'candidates').value = text; }",
+        candidate,
+    )
 
 
-def test_a_halved_workflow_is_measured_from_its_file_and_the_answer_is_used(comfy: ComfyPage, pictures: Path, cell: str) -> None:
+def test_a_halved_workflow_is_measured_from_its_file_and_the_answer_is_used(
+    comfy: ComfyPage, pictures: Path, cell: str
+) -> None:
     """Halve, Measure, Run, Use this, Ctrl+Z, Use this, Run: with ComfyUI's own nodes and a real model."""
     draw(comfy, SMALL)
     stock = prompt(comfy)
@@ -84,20 +94,35 @@ def test_a_halved_workflow_is_measured_from_its_file_and_the_answer_is_used(comf
     comfy.page.wait_for_function(f"() => ({SENTENCE})()")
     before = prompt(comfy)
     text = comfy.evaluate(SENTENCE)
-    assert text.startswith("Best: int8, computed in bf16. ") and "(fp32 " in text and "5.25 MiB (7.25 MiB), error 0." in text, "the file takes 7.25 MiB"
-    details = comfy.evaluate("() => [...document.querySelectorAll('.hs-result .hs-text')].map((e) => e.textContent).join('')")
+    assert (
+        text.startswith("Best: int8, computed in bf16. ")
+        and "(fp32 " in text
+        and "5.25 MiB (7.25 MiB), error 0." in text
+    ), "the file takes 7.25 MiB"
+    details = comfy.evaluate(
+        "() => [...document.querySelectorAll('.hs-result .hs-text')].map((e) => e.textContent).join('')"
+    )
     assert "weights of the file in bf16 (loaded in fp8_e4m3fn, measured from the file)" in details
     comfy.evaluate(TAB)
-    comfy.evaluate("""() => { const node = app.graph.nodes.find((n) => n.type === "HalfsafeMeasurePrecisions"), { ds } = app.canvas; ds.scale = 0.9; ds.offset[0] = 480 - node.pos[0]; ds.offset[1] = 150 - node.pos[1]; }""")
+    comfy.evaluate(
+        """() => { const node = app.graph.nodes.find((n) => n.type === "HalfsafeMeasurePrecisions"), { ds } = app.canvas; ds.scale = 0.9; ds.offset[0] = 480 - node.pos[0]; ds.offset[1] = 150 - node.pos[1]; }"""
+    )
     comfy.settle()
     comfy.screenshot(pictures, f"use-this-{cell}")
     comfy.page.locator(COPY).click()
     comfy.page.locator(".hs-panel .hs-button:text-is('Copied')").wait_for()
     shared = comfy.evaluate("() => navigator.clipboard.readText()").splitlines()
-    assert shared[2].startswith("| ") and "| int8/bf16 |" in shared[2] and json.loads(shared[-1])[0]["setting"] == "int8/bf16"
+    assert (
+        shared[2].startswith("| ")
+        and "| int8/bf16 |" in shared[2]
+        and json.loads(shared[-1])[0]["setting"] == "int8/bf16"
+    )
     comfy.page.locator(".hs-sidebar article .hs-button", has_text="Use this").click()
     comfy.page.wait_for_function("() => !app.graph.nodes.some(({ type }) => type === 'HalfsafeMeasurePrecisions')")
-    comfy.page.locator("[role=status]", has_text="Load Diffusion Model fp8/int8 (Halfsafe) is set to storage int8, compute bf16. Measure Precisions was removed. Ctrl+Z undoes this.").wait_for()
+    comfy.page.locator(
+        "[role=status]",
+        has_text="Load Diffusion Model fp8/int8 (Halfsafe) is set to storage int8, compute bf16. Measure Precisions was removed. Ctrl+Z undoes this.",
+    ).wait_for()
     comfy.screenshot(pictures, f"used-{cell}")
     assert undone(comfy) == before, "one step"
     comfy.page.wait_for_function(f"() => ({SENTENCE})()")
@@ -167,8 +192,16 @@ def wrong_in(run: dict) -> Iterator[str]:
         yield f"{len(changed)} loaders in {run['steps']} steps: {run['told']}"
     for node in changed:
         was, now = before[node], used[node]
-        files = [value for value in was["inputs"].values() if isinstance(value, str) and value.endswith((".safetensors", ".sft"))]
-        if EXCHANGED.get(was["class_type"]) != now["class_type"] or (now["inputs"]["storage"], now["inputs"]["compute"]) != ("int8", "bf16") or not {*files} <= {*map(str, now["inputs"].values())}:
+        files = [
+            value
+            for value in was["inputs"].values()
+            if isinstance(value, str) and value.endswith((".safetensors", ".sft"))
+        ]
+        if (
+            EXCHANGED.get(was["class_type"]) != now["class_type"]
+            or (now["inputs"]["storage"], now["inputs"]["compute"]) != ("int8", "bf16")
+            or not {*files} <= {*map(str, now["inputs"].values())}
+        ):
             yield f"{was} became {now}"
 
 
@@ -194,7 +227,9 @@ def test_on_comfyuis_own_templates_only_the_loaders_of_the_measured_file_change(
     assert unseen.problems == []
     done = {name: run for name, run in runs.items() if run}
     assert {name: wrong for name, run in done.items() if (wrong := list(wrong_in(run)))} == {}
-    assert len(done) > 0.7 * len(runs) and sum("is set to storage" in run["told"] for run in done.values()) > 0.5 * len(done), {name: run["told"] for name, run in done.items()}
+    assert len(done) > 0.7 * len(runs) and sum("is set to storage" in run["told"] for run in done.values()) > 0.5 * len(
+        done
+    ), {name: run["told"] for name, run in done.items()}
 
 
 USED_ON = {
@@ -217,14 +252,23 @@ def test_what_was_measured_best_reaches_all_that_decides_of_it(comfy: ComfyPage,
     draw(comfy, code.replace("low.gguf", "low.safetensors"))
     in_page(comfy, "await measure();")
     before = prompt(comfy)
-    told = in_page(comfy, """return use({ storage: "int8", compute: "fp16_safe", rules: "compute=fp16_safe stream=fp32" });""")
+    told = in_page(
+        comfy, """return use({ storage: "int8", compute: "fp16_safe", rules: "compute=fp16_safe stream=fp32" });"""
+    )
     used = prompt(comfy)
-    assert "is set to storage int8, compute fp16_safe." in told and said in told and "Measure Precisions was removed." in told
+    assert (
+        "is set to storage int8, compute fp16_safe." in told
+        and said in told
+        and "Measure Precisions was removed." in told
+    )
     loaders = of_class(used, "HalfsafeLoadDiffusionModel")
     assert [(loader["storage"], loader["compute"]) for loader in loaders] == [("int8", "fp16_safe")]
     assert all(inputs["compute"] == "fp16_safe" for inputs in of_class(used, "HalfsafeComputeDtype"))
     for inputs in of_class(used, "HalfsafeAutoPrecision"):
-        assert inputs["goal"] == "balanced" and used[inputs["rules"][0]]["inputs"]["rules"] == "* compute=fp16_safe stream=fp32  # measured"
+        assert (
+            inputs["goal"] == "balanced"
+            and used[inputs["rules"][0]]["inputs"]["rules"] == "* compute=fp16_safe stream=fp32  # measured"
+        )
     if graph.startswith("two"):
         assert [inputs["unet_name"] for inputs in of_class(used, "UNETLoader")] == ["folder/high.safetensors"]
     assert undone(comfy) == before
@@ -250,7 +294,16 @@ def test_what_cannot_be_set_is_told_and_nothing_is_changed(comfy: ComfyPage) -> 
 def test_after_the_answer_is_used_a_rule_of_before_does_not_stay(comfy: ComfyPage) -> None:
     draw(comfy, USED_ON["behind the one node"][0])
     told = []
-    for compute, rules in (("fp32", "compute=fp32 stream=fp32"), ("fp16_safe", "compute=fp16_safe stream=fp32"), ("auto", "")):
-        told.append(in_page(comfy, f"await measure(); await use({json.dumps({'storage': 'as_file', 'compute': compute, 'rules': rules})}); return (await prompt());"))
+    for compute, rules in (
+        ("fp32", "compute=fp32 stream=fp32"),
+        ("fp16_safe", "compute=fp16_safe stream=fp32"),
+        ("auto", ""),
+    ):
+        told.append(
+            in_page(
+                comfy,
+                f"await measure(); await use({json.dumps({'storage': 'as_file', 'compute': compute, 'rules': rules})}); return (await prompt());",
+            )
+        )
     lines = [steps[of_class(steps, "HalfsafeAutoPrecision")[0]["rules"][0]]["inputs"]["rules"] for steps in told]
     assert lines == ["* compute=fp32 stream=fp32  # measured", "* compute=fp16_safe stream=fp32  # measured", ""]

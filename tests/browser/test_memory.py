@@ -90,7 +90,12 @@ def missing_files(found: dict, prompt: dict, names: bool = False) -> set[tuple] 
 def changes(before: dict, after: dict) -> set[str]:
     """The nodes of a prompt that are not as before."""
     assert before.keys() == after.keys()
-    return {node_id for node_id in before if {k: before[node_id][k] for k in ("class_type", "inputs")} != {k: after[node_id][k] for k in ("class_type", "inputs")}}
+    return {
+        node_id
+        for node_id in before
+        if {k: before[node_id][k] for k in ("class_type", "inputs")}
+        != {k: after[node_id][k] for k in ("class_type", "inputs")}
+    }
 
 
 def judge(name: str, run: dict) -> None:
@@ -102,8 +107,14 @@ def judge(name: str, run: dict) -> None:
         ours, names = FILES[before[node_id]["class_type"]]
         now = after[node_id]
         storage = "int8" if ours == "HalfsafeLoadCLIP" else "fp8_e4m3fn"
-        assert now["class_type"] == ours and now["inputs"]["storage"] == storage and now["inputs"].get("clip_storage", "int8") == "int8", (name, now)
-        assert {new: now["inputs"][new] for new in names.values()} == {new: before[node_id]["inputs"][old] for old, new in names.items()}, name
+        assert (
+            now["class_type"] == ours
+            and now["inputs"]["storage"] == storage
+            and now["inputs"].get("clip_storage", "int8") == "int8"
+        ), (name, now)
+        assert {new: now["inputs"][new] for new in names.values()} == {
+            new: before[node_id]["inputs"][old] for old, new in names.items()
+        }, name
     kept = loaders_in(before).keys() - changed
     assert len(kept) == run["said"].count("its weight_dtype is "), (name, run["said"])
     assert missing_files(run["found"][1], after) == missing_files(run["found"][0], before), name
@@ -127,7 +138,14 @@ def test_on_comfyuis_own_templates_only_loaders_change_and_come_back(unseen: Com
     assert unseen.problems == []
 
 
-CROWDED = ("gsl_starter_1_2", "image-qwen_image_edit_2511_lora_inflation", "sd3.5_large_depth", "templates-6-key-frames", "video_bernini_r_image_editing", "video_ltx2_t2v")
+CROWDED = (
+    "gsl_starter_1_2",
+    "image-qwen_image_edit_2511_lora_inflation",
+    "sd3.5_large_depth",
+    "templates-6-key-frames",
+    "video_bernini_r_image_editing",
+    "video_ltx2_t2v",
+)
 """Templates with nodes beside and below loaders that have no room for wider and higher ones, or whose models need long titles."""
 COVERED = f"""async (workflow) => {{ {PAGE}
     const open = (workflow) => app.loadGraphData(workflow, true, true, app.extensionManager.workflow.activeWorkflow);
@@ -184,9 +202,16 @@ def test_awkward_loaders_are_exchanged_in_place_or_left_out_by_name(awkward: Com
     changed = changes(before, after)
     assert {after[node_id]["class_type"] for node_id in changed} == {"HalfsafeLoadDiffusionModel", "HalfsafeLoadCLIP"}
     assert by_title(after, "The one I named")["inputs"]["model_name"] == "wan.safetensors"
-    assert next(after[node_id]["inputs"]["clip_name1"] for node_id in changed if node_id.count(":") == 2) == "clip_l.safetensors"
-    awkward.evaluate("() => { for (const node of app.graph.nodes) for (const widget of node.widgets ?? []) if (widget.name === 'file') widget.value = 'other.safetensors'; }")
-    assert "other.safetensors" in [node["inputs"].get("clip_name1") for node in in_page(awkward, "return prompt();").values()], "the face's file counts"
+    assert (
+        next(after[node_id]["inputs"]["clip_name1"] for node_id in changed if node_id.count(":") == 2)
+        == "clip_l.safetensors"
+    )
+    awkward.evaluate(
+        "() => { for (const node of app.graph.nodes) for (const widget of node.widgets ?? []) if (widget.name === 'file') widget.value = 'other.safetensors'; }"
+    )
+    assert "other.safetensors" in [
+        node["inputs"].get("clip_name1") for node in in_page(awkward, "return prompt();").values()
+    ], "the face's file counts"
     note = next(node_id for node_id, (title, _, _) in now.items() if title == "Note")
     ours = {node_id.split(":")[-1] for node_id in changed}
     assert now[note][2][1] > looks[note][2][1], "what the higher node would cover is moved down"
@@ -231,7 +256,9 @@ TOGGLE_TAB = "async () => { await app.extensionManager.command.execute('Workspac
 
 
 @pytest.mark.once  # a run is the server's; test_sidebar presses the button in each page
-def test_a_run_tells_the_bytes_in_a_card_and_a_message(comfy: ComfyPage, small_models: Path, pictures: Path, cell: str) -> None:
+def test_a_run_tells_the_bytes_in_a_card_and_a_message(
+    comfy: ComfyPage, small_models: Path, pictures: Path, cell: str
+) -> None:
     comfy.evaluate(RUNNABLE)
     toasts = comfy.record_toasts()
     comfy.run()
@@ -243,8 +270,14 @@ def test_a_run_tells_the_bytes_in_a_card_and_a_message(comfy: ComfyPage, small_m
     card = comfy.page.locator(".hs-sidebar article", has_text="wan.safetensors: ").first
     card.wait_for()
     told = card.inner_text()
-    numbers = sum(tensor.numel() for tensor in load_file(small_models / "diffusion_models" / "wan.safetensors").values())
-    assert f"{2 * numbers / 2**20:.2f} MiB -> 5." in told and "Kept in bf16" in told and "text and caption projection: 2.12 MiB" in told
+    numbers = sum(
+        tensor.numel() for tensor in load_file(small_models / "diffusion_models" / "wan.safetensors").values()
+    )
+    assert (
+        f"{2 * numbers / 2**20:.2f} MiB -> 5." in told
+        and "Kept in bf16" in told
+        and "text and caption projection: 2.12 MiB" in told
+    )
     assert toasts() == [], "the sidebar says it"
     comfy.screenshot(pictures, f"halved-{cell}")
     comfy.page.locator(".hs-sidebar button", has_text="Put ComfyUI's loaders back").click()
@@ -261,7 +294,9 @@ def quantize(small_models: Path) -> None:
         convert_file(folder / "wan.safetensors", folder / "wan_fp8.safetensors", "fp8_e4m3fn", rules_from())
 
 
-def test_a_file_in_8_bits_is_told_what_is_left_with_its_bytes(comfy: ComfyPage, small_models: Path, pictures: Path, cell: str) -> None:
+def test_a_file_in_8_bits_is_told_what_is_left_with_its_bytes(
+    comfy: ComfyPage, small_models: Path, pictures: Path, cell: str
+) -> None:
     """The owner of a file in fp8: this ComfyUI runs no fewer bits, a later one does."""
     quantize(small_models)
     draw(comfy, SMALL + """set(video, "width", 832); set(video, "height", 480); set(video, "length", 81);""")
@@ -274,8 +309,13 @@ def test_a_file_in_8_bits_is_told_what_is_left_with_its_bytes(comfy: ComfyPage, 
     after = in_page(comfy, "return prompt();")
     assert {before[node]["class_type"] for node in changes(before, after)} == {"CLIPLoader"}, "the encoder is in 16 bit"
     assert "Left out: Load Diffusion Model (its weights are in 8 bits or fewer already)." in said
-    assert re.search(r"Fewer bits for Load Diffusion Model of wan_fp8\.safetensors, 5\.\d\d MiB now: w6a8 [45]\.\d\d MiB \(from ComfyUI 0\.38\.0 on\), w4a8 4\.\d\d MiB \(from ComfyUI 0\.31\.0 on\)\.", said), said
-    assert re.search(r"ComfyUI estimates [\d.]+ [MG]iB at this size: half of the pixels or of the frames takes [\d.]+ [MG]iB\.", said), said
+    assert re.search(
+        r"Fewer bits for Load Diffusion Model of wan_fp8\.safetensors, 5\.\d\d MiB now: w6a8 [45]\.\d\d MiB \(from ComfyUI 0\.38\.0 on\), w4a8 4\.\d\d MiB \(from ComfyUI 0\.31\.0 on\)\.",
+        said,
+    ), said
+    assert re.search(
+        r"ComfyUI estimates [\d.]+ [MG]iB at this size: half of the pixels or of the frames takes [\d.]+ [MG]iB\.", said
+    ), said
     comfy.screenshot(pictures, f"left-{cell}")
     assert comfy.page.locator("[role=status] .hs-button").count() == 0
     comfy.page.route("**/halfsafe/halving", lambda route: later_comfyui(route))
@@ -283,11 +323,17 @@ def test_a_file_in_8_bits_is_told_what_is_left_with_its_bytes(comfy: ComfyPage, 
     comfy.page.locator("[role=status]", has_text="ComfyUI's loader was restored.").wait_for()
     comfy.page.locator(".hs-sidebar button", has_text="Halve the memory").click()
     comfy.page.locator("[role=status] .hs-button", has_text="w4a8").wait_for()
-    assert "A layer's error is about 1.8 % in w6a8 and 6.2 % in w4a8, 0.89 % in int8." in comfy.page.inner_text("[role=status]")
+    assert "A layer's error is about 1.8 % in w6a8 and 6.2 % in w4a8, 0.89 % in int8." in comfy.page.inner_text(
+        "[role=status]"
+    )
     comfy.screenshot(pictures, f"left-later-{cell}")
     comfy.page.locator("[role=status] .hs-button", has_text="w6a8").click()
     comfy.page.wait_for_function("() => app.graph.nodes.some(({ type }) => type === 'HalfsafeLoadDiffusionModel')")
-    loader = next(node["inputs"] for node in in_page(comfy, "return prompt();").values() if node["class_type"] == "HalfsafeLoadDiffusionModel")
+    loader = next(
+        node["inputs"]
+        for node in in_page(comfy, "return prompt();").values()
+        if node["class_type"] == "HalfsafeLoadDiffusionModel"
+    )
     assert (loader["storage"], loader["model_name"]) == ("w6a8", "wan_fp8.safetensors")
     comfy.evaluate(TOGGLE_TAB)
 
@@ -305,10 +351,15 @@ def later_comfyui(route: Route) -> None:
 TWO_ALIKE = """const other = put("UNETLoader", 0, 900), merge = put("ModelMergeSimple", 300, 900); wire(other, "MODEL", merge, "model2"); wire(model, "MODEL", merge, "model1"); wire(merge, "MODEL", sampler, "model");"""
 
 
-def test_who_runs_out_of_memory_halves_it_on_the_errors_card_and_loaders_alike_are_named_once(comfy: ComfyPage, small_models: Path) -> None:
+def test_who_runs_out_of_memory_halves_it_on_the_errors_card_and_loaders_alike_are_named_once(
+    comfy: ComfyPage, small_models: Path
+) -> None:
     """Wan 2.2's templates: models in fp8 with the same title, of one file and of another."""
     quantize(small_models)
-    shutil.copy(small_models / "diffusion_models" / "wan_fp8.safetensors", small_models / "diffusion_models" / "wan_low_fp8.safetensors")
+    shutil.copy(
+        small_models / "diffusion_models" / "wan_fp8.safetensors",
+        small_models / "diffusion_models" / "wan_low_fp8.safetensors",
+    )
     draw(comfy, SMALL + TWO_ALIKE)
     comfy.evaluate(IN_FP8)
     comfy.evaluate("""() => { const [of, TITLE] = [(type) => app.graph.nodes.filter((n) => n.type === type), "wan_low_fp8.safetensors"], third = LiteGraph.createNode("UNETLoader"), merge = LiteGraph.createNode("ModelMergeSimple");
@@ -317,21 +368,39 @@ def test_who_runs_out_of_memory_halves_it_on_the_errors_card_and_loaders_alike_a
     comfy.evaluate(TOGGLE_TAB)
     comfy.send("execution_start", prompt_id="oom")
     sampler = comfy.evaluate("() => String(app.graph.nodes.find(({ type }) => type === 'KSampler').id)")
-    comfy.send("execution_error", prompt_id="oom", node_id=sampler, exception_type="torch.OutOfMemoryError", exception_message="Allocation on device 0 would exceed allowed memory.", traceback=[])
+    comfy.send(
+        "execution_error",
+        prompt_id="oom",
+        node_id=sampler,
+        exception_type="torch.OutOfMemoryError",
+        exception_message="Allocation on device 0 would exceed allowed memory.",
+        traceback=[],
+    )
     comfy.page.locator(".hs-sidebar .hs-error .hs-button", has_text="Halve the memory").click()
     comfy.page.locator("[role=status]", has_text="1 loader was replaced").wait_for()
     said = comfy.page.inner_text("[role=status]")
     assert said.count("Load Diffusion Model (its weights are in 8 bits or fewer already)") == 1
-    assert [said.count(f"Fewer bits for Load Diffusion Model of {name}.safetensors, ") for name in ("wan_fp8", "wan_low_fp8")] == [1, 1]
+    assert [
+        said.count(f"Fewer bits for Load Diffusion Model of {name}.safetensors, ")
+        for name in ("wan_fp8", "wan_low_fp8")
+    ] == [1, 1]
     assert comfy.page.locator(".hs-sidebar .hs-error .hs-button").count() == 0, "it is done"
     comfy.evaluate(TOGGLE_TAB)
 
 
 RAN_OUT = {
     "GPU memory ran out for weights.": ("torch.OutOfMemoryError", "Allocation on device", "load_models_gpu"),
-    "GPU memory ran out for activations: fewer pixels, frames or images in a batch need less.": ("torch.OutOfMemoryError", "Allocation on device", "_apply_model"),
+    "GPU memory ran out for activations: fewer pixels, frames or images in a batch need less.": (
+        "torch.OutOfMemoryError",
+        "Allocation on device",
+        "_apply_model",
+    ),
     "GPU memory ran out.": ("torch.OutOfMemoryError", "Allocation on device", "somewhere"),
-    "Host memory (RAM) ran out.": ("RuntimeError", "[enforce fail at alloc_cpu.cpp:121] . DefaultCPUAllocator: can't allocate memory", "load_models_gpu"),
+    "Host memory (RAM) ran out.": (
+        "RuntimeError",
+        "[enforce fail at alloc_cpu.cpp:121] . DefaultCPUAllocator: can't allocate memory",
+        "load_models_gpu",
+    ),
 }
 """What a card says ran out -> the class of an error, its text, and the last function of its traceback."""
 
@@ -343,24 +412,50 @@ def test_an_error_of_too_little_memory_says_what_ran_out(comfy: ComfyPage, small
     for said, (kind, text, function) in RAN_OUT.items():
         comfy.send("execution_start", prompt_id=function)
         frame = f'  File "/comfy/code.py", line 700, in {function}\n    run()\n'
-        comfy.send("execution_error", prompt_id=function, node_id="1", exception_type=kind, exception_message=text, traceback=[frame])
+        comfy.send(
+            "execution_error",
+            prompt_id=function,
+            node_id="1",
+            exception_type=kind,
+            exception_message=text,
+            traceback=[frame],
+        )
         card = comfy.page.locator(".hs-sidebar .hs-error", has=comfy.page.get_by_text(said, exact=True))
         card.wait_for(timeout=20_000)
         assert card.locator(".hs-button", has_text="Halve the memory").count() == 1
     comfy.send("execution_start", prompt_id="other")
-    comfy.send("execution_error", prompt_id="other", node_id="1", exception_type="ValueError", exception_message="wrong size", traceback=[])
+    comfy.send(
+        "execution_error",
+        prompt_id="other",
+        node_id="1",
+        exception_type="ValueError",
+        exception_message="wrong size",
+        traceback=[],
+    )
     comfy.page.locator(".hs-sidebar .hs-error", has_text="wrong size").wait_for(timeout=20_000)
     assert "ran out" not in comfy.page.inner_text(".hs-sidebar .hs-error")
     comfy.evaluate(TOGGLE_TAB)
 
 
 @pytest.mark.once  # a run is the server's
-@pytest.mark.parametrize(("loader", "widget", "folder"), [("UNETLoader", "unet_name", "diffusion_models"), ("CLIPLoader", "clip_name", "text_encoders"), ("VAELoader", "vae_name", "vae")])
-def test_a_web_page_in_place_of_a_file_is_named_where_comfyuis_loader_fails(comfy: ComfyPage, small_models: Path, loader: str, widget: str, folder: str) -> None:
+@pytest.mark.parametrize(
+    ("loader", "widget", "folder"),
+    [
+        ("UNETLoader", "unet_name", "diffusion_models"),
+        ("CLIPLoader", "clip_name", "text_encoders"),
+        ("VAELoader", "vae_name", "vae"),
+    ],
+)
+def test_a_web_page_in_place_of_a_file_is_named_where_comfyuis_loader_fails(
+    comfy: ComfyPage, small_models: Path, loader: str, widget: str, folder: str
+) -> None:
     """ComfyUI says "header too large"; the card of its error, and the answer of *Halve the memory*, say which file and what it is."""
     (small_models / folder / "page.safetensors").write_bytes(b"<!DOCTYPE html><html><body>Log in</body></html>" * 9)
     draw(comfy, SMALL)
-    comfy.evaluate("([loader, widget]) => { app.graph.nodes.find(({ type }) => type === loader).widgets.find(({ name }) => name === widget).value = 'page.safetensors'; }", [loader, widget])
+    comfy.evaluate(
+        "([loader, widget]) => { app.graph.nodes.find(({ type }) => type === loader).widgets.find(({ name }) => name === widget).value = 'page.safetensors'; }",
+        [loader, widget],
+    )
     comfy.evaluate(TOGGLE_TAB)
     with pytest.raises(AssertionError, match="header too large"):
         comfy.run()
@@ -374,7 +469,10 @@ def test_a_web_page_in_place_of_a_file_is_named_where_comfyuis_loader_fails(comf
 @pytest.mark.once  # words
 def test_missing_files_are_told_before_a_run(comfy: ComfyPage) -> None:
     draw(comfy, SMALL + """set(clip, "clip_name", "absent.safetensors");""")
-    assert in_page(comfy, "return halve();") == "2 loaders were replaced: run the workflow. Missing: absent.safetensors. What they will take is not known yet: files in 8 bits already save nothing."
+    assert (
+        in_page(comfy, "return halve();")
+        == "2 loaders were replaced: run the workflow. Missing: absent.safetensors. What they will take is not known yet: files in 8 bits already save nothing."
+    )
 
 
 @pytest.mark.once  # a run is the server's
@@ -383,7 +481,9 @@ def test_a_saving_of_nothing_is_none_in_a_run(comfy: ComfyPage, small_models: Pa
     quantize(small_models)
     comfy.evaluate(RUNNABLE)
     in_page(comfy, "await halve();")
-    comfy.evaluate("""() => { for (const node of app.graph.nodes) for (const widget of node.widgets ?? []) if (widget.name === "model_name") widget.value = "wan_fp8.safetensors"; }""")
+    comfy.evaluate(
+        """() => { for (const node of app.graph.nodes) for (const widget of node.widgets ?? []) if (widget.name === "model_name") widget.value = "wan_fp8.safetensors"; }"""
+    )
     toasts = comfy.record_toasts()
     comfy.run()
     (told,) = [toast for toast in toasts() if "wan_fp8" in toast["summary"]]
@@ -394,4 +494,6 @@ def test_the_search_finds_the_loader_first(comfy: ComfyPage) -> None:
     """ComfyUI ranks short names and what is used often before an exact alias: of ours it is the first, of all for words that no other node is like."""
     found = {words: comfy.evaluate(SEARCH, words) for words in ("out of memory", "low vram", "vram", "oom")}
     assert [found[words][0] for words in ("out of memory", "low vram")] == ["HalfsafeLoadDiffusionModel"] * 2
-    assert [next(name for name in found[words] if name.startswith("Halfsafe")) for words in ("vram", "oom")] == ["HalfsafeLoadDiffusionModel"] * 2
+    assert [next(name for name in found[words] if name.startswith("Halfsafe")) for words in ("vram", "oom")] == [
+        "HalfsafeLoadDiffusionModel"
+    ] * 2

@@ -53,7 +53,9 @@ def test_the_report_panel_is_not_saved(comfy: ComfyPage) -> None:
     assert comfy.evaluate("() => app.graph.nodes[0].widgets.map((w) => w.name)") == [PANEL]
     (node,) = comfy.saved()["nodes"]
     assert not node.get("widgets_values")
-    assert "halfsafe" not in str({key: value for key, value in node.items() if key not in ("type", "properties")}).lower()
+    assert (
+        "halfsafe" not in str({key: value for key, value in node.items() if key not in ("type", "properties")}).lower()
+    )
     prompt = comfy.evaluate("async () => (await app.graphToPrompt()).output")
     assert all(PANEL not in entry["inputs"] for entry in prompt.values())
 
@@ -71,7 +73,9 @@ def test_panel_badge_and_sidebar_follow_the_pages_language_without_a_reload(comf
     comfy.show({node: {"halfsafe_badge": ["fp16 sums \u00b7 tf32"]}})
     for language, speak in (("zh", words.__getitem__), ("en", str)):
         comfy.speak(language)
-        shown = "(hint) => [...document.querySelectorAll('.hs-hint')].some((e) => e.isConnected && e.textContent === hint)"
+        shown = (
+            "(hint) => [...document.querySelectorAll('.hs-hint')].some((e) => e.isConnected && e.textContent === hint)"
+        )
         comfy.page.wait_for_function(shown, arg=speak(hint))
         assert comfy.page.locator(".hs-filter").first.get_attribute("placeholder") == speak("Filter layers")
         assert comfy.badges()["HalfsafeAccumulation"] == f"{speak('fp16 sums')} \u00b7 tf32"
@@ -94,7 +98,9 @@ def test_what_a_test_leaves_is_put_back(comfy: ComfyPage) -> None:
     for name, value in CHANGES.items():
         comfy.set(name, value)
     comfy.record_toasts()
-    comfy.evaluate("() => { app.canvas.selectNode(app.graph.nodes[0]); app.extensionManager.sidebarTab.activeSidebarTabId = 'halfsafe'; }")
+    comfy.evaluate(
+        "() => { app.canvas.selectNode(app.graph.nodes[0]); app.extensionManager.sidebarTab.activeSidebarTabId = 'halfsafe'; }"
+    )
     comfy.page.wait_for_selector(".hs-sidebar")
     comfy.page.set_viewport_size({"width": 800, "height": 600})
     assert comfy.evaluate(STATE) == ["zh", "light", False, True, "halfsafe", 1, 1]

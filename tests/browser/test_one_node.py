@@ -23,8 +23,6 @@ RULES = "() => app.graph.nodes.filter((n) => n.type === 'HalfsafeLayerRules').ma
 VERDICT = ".hs-title .hs-verdict"
 
 
-
-
 @pytest.fixture
 def one(opened_page: ComfyPage) -> ComfyPage:
     """A page with the one node before the sampler of a model that overflows in fp16."""
@@ -41,10 +39,18 @@ def test_it_shows_what_ran(one: ComfyPage, pictures: Path, cell: str) -> None:
     one.page.wait_for_selector(".hs-happened")
     one.screenshot(pictures, f"one-node-{cell}")
     text = one.page.inner_text(".hs-panel")
-    assert re.search(r"No NaN and no Inf in \d+ calls\. Computed in \w+, not in the fp16 that the model was set to\. Above 65504 fp16 overflows", text) and "WAN21" in text
+    assert (
+        re.search(
+            r"No NaN and no Inf in \d+ calls\. Computed in \w+, not in the fp16 that the model was set to\. Above 65504 fp16 overflows",
+            text,
+        )
+        and "WAN21" in text
+    )
     assert one.page.locator(VERDICT).first.inner_text() == "clean"
     badges = one.badges()
-    assert "guarded" in badges[NODE] and badges["HalfsafeLoadDiffusionModel"] == "fp16", "what the one node computes in is its own to say"
+    assert "guarded" in badges[NODE] and badges["HalfsafeLoadDiffusionModel"] == "fp16", (
+        "what the one node computes in is its own to say"
+    )
     loader = one.evaluate("""() => { const of = (type) => app.graph.nodes.find((n) => n.type === type), loader = of("HalfsafeLoadDiffusionModel");
         loader.connect(0, of("KSampler"), "model"); return String(loader.id); }""")
     one.show({loader: {"halfsafe_badge": ["fp16 \u00b7 fp16"]}})
@@ -66,12 +72,16 @@ def test_rules_are_kept_in_the_graph_and_undone(one: ComfyPage, pictures: Path, 
     (kept,) = one.evaluate(RULES)
     assert "* compute=fp32 stream=fp32" in kept
     one.evaluate("async () => { await app.extensionManager.command.execute('Comfy.Undo'); }")
-    one.page.wait_for_function("() => app.graph.nodes.some((n) => n.type === 'HalfsafeLayerRules' && n.widgets.find((w) => w.name === 'rules').value === '* compute=fp16 stream=same')")
+    one.page.wait_for_function(
+        "() => app.graph.nodes.some((n) => n.type === 'HalfsafeLayerRules' && n.widgets.find((w) => w.name === 'rules').value === '* compute=fp16 stream=same')"
+    )
     assert len(one.saved()["nodes"]) == len(before["nodes"])
 
 
 GAIN = "An A10G is 1.84x as fast with int8 as with bf16, 0.97x with fp8 (comfyui-quant-bench)."
-OFFER = Result(Message(IN_INT8, before="8.10 GiB", after="4.10 GiB", why=GAIN), use={"storage": "int8"}).ui()[RESULT_KEY][0]
+OFFER = Result(Message(IN_INT8, before="8.10 GiB", after="4.10 GiB", why=GAIN), use={"storage": "int8"}).ui()[
+    RESULT_KEY
+][0]
 STORAGE = "() => app.graph.nodes.find((n) => n.type === 'HalfsafeAutoPrecision').widgets.find((w) => w.name === 'storage').value"
 TAB = "async () => { await app.extensionManager.command.execute('Workspace.ToggleSidebarTab.halfsafe'); }"
 BESIDE_THE_TAB = """() => { const node = app.graph.nodes.find((n) => n.type === "HalfsafeAutoPrecision"), { ds } = app.canvas;
@@ -95,11 +105,15 @@ def test_int8_that_is_offered_is_set_by_a_button_and_undone(one: ComfyPage, pict
         assert "In int8 the weights take 4.10 GiB instead of 8.10 GiB. An A10G is 1.84x as fast" in text, button
         one.page.locator(button).click()
         assert one.found(STORAGE, "int8") == "int8"
-        one.page.locator("[role=status]", has_text="Halfsafe is set to storage int8: run the workflow. Ctrl+Z undoes this.").wait_for()
+        one.page.locator(
+            "[role=status]", has_text="Halfsafe is set to storage int8: run the workflow. Ctrl+Z undoes this."
+        ).wait_for()
         assert not any(one.page.locator(each).is_visible() for each in BUTTONS), "what is set is not offered"
         one.page.mouse.click(1300, 880)
         one.page.keyboard.press("Control+z")
-        assert one.found(STORAGE, "as loaded") == "as loaded" and without_positions(one.saved()) == without_positions(before), "one step"
+        assert one.found(STORAGE, "as loaded") == "as loaded" and without_positions(one.saved()) == without_positions(
+            before
+        ), "one step"
         one.evaluate(BESIDE_THE_TAB)
         one.page.locator(button).wait_for()
     one.page.locator(BUTTONS[0]).click()

@@ -61,8 +61,12 @@ def test_the_table_has_a_row_for_every_layer(ran: ComfyPage, report: dict, pictu
     assert shown == {(layer["storage"], layer["mode"]) for layer in report["layers"]}
     assert any(storage == "fp8_e4m3fn" for storage, _ in shown)
     assert "patch_embedding" in {row["name"] for row in rows}
-    assert report["model"]["class"] in ran.page.inner_text(".hs-title") and "computed" in ran.page.inner_text(".hs-head")
-    ran.evaluate("() => { const node = app.graph.nodes.find((n) => n.type === 'HalfsafeReport'); node.disconnectInput(node.inputs.findIndex((i) => i.name === 'after')); }")
+    assert report["model"]["class"] in ran.page.inner_text(".hs-title") and "computed" in ran.page.inner_text(
+        ".hs-head"
+    )
+    ran.evaluate(
+        "() => { const node = app.graph.nodes.find((n) => n.type === 'HalfsafeReport'); node.disconnectInput(node.inputs.findIndex((i) => i.name === 'after')); }"
+    )
     ran.show_report(report)
     assert "planned" in ran.page.inner_text(".hs-head"), "nothing tells that the model ran before this report"
 
@@ -71,13 +75,17 @@ def test_the_table_has_a_row_for_every_layer(ran: ComfyPage, report: dict, pictu
 def test_badges_say_what_the_loaders_made(ran: ComfyPage, report: dict) -> None:
     badges = ran.badges()
     storages, mode = badges["HalfsafeLoadDiffusionModel"].split(" \u00b7 ")
-    assert storages.startswith("fp8_e4m3fn") and {*storages.split(" + ")} <= {layer["storage"] for layer in report["layers"]}
+    assert storages.startswith("fp8_e4m3fn") and {*storages.split(" + ")} <= {
+        layer["storage"] for layer in report["layers"]
+    }
     assert mode == report["layers"][-1]["mode"]
     assert badges["HalfsafeLoadVAE"] in ("fp32", "bf16")
     assert badges["HalfsafeLoadCLIP"] in ("fp16", "fp32")
     if ran.vue:
         text = badges["HalfsafeLoadDiffusionModel"]
-        ran.page.wait_for_function("(text) => [...document.querySelectorAll('.lg-node')].some((n) => n.innerText.includes(text))", arg=text)
+        ran.page.wait_for_function(
+            "(text) => [...document.querySelectorAll('.lg-node')].some((n) => n.innerText.includes(text))", arg=text
+        )
 
 
 def test_badges_can_be_turned_off(ran: ComfyPage) -> None:
@@ -85,7 +93,9 @@ def test_badges_can_be_turned_off(ran: ComfyPage) -> None:
     ran.set("halfsafe.badges", False)
     assert not any(ran.badges().values())
     if ran.vue:
-        ran.page.wait_for_function("(text) => ![...document.querySelectorAll('.lg-node')].some((n) => n.innerText.includes(text))", arg=text)
+        ran.page.wait_for_function(
+            "(text) => ![...document.querySelectorAll('.lg-node')].some((n) => n.innerText.includes(text))", arg=text
+        )
     ran.set("halfsafe.badges", True)
     assert ran.badges()["HalfsafeLoadDiffusionModel"]
 
@@ -121,7 +131,10 @@ def test_rows_open_by_keyboard_and_say_why(ran: ComfyPage, report: dict) -> None
 @pytest.mark.drawn
 @pytest.mark.parametrize("width", [330, 900])
 def test_long_names_are_whole(ran: ComfyPage, report: dict, width: int, pictures: Path, cell: str) -> None:
-    rows = [{**row, "name": f"transformer_blocks.12.audio_to_video_attention.{row['name']}"} for row in report["view"]["rows"]]
+    rows = [
+        {**row, "name": f"transformer_blocks.12.audio_to_video_attention.{row['name']}"}
+        for row in report["view"]["rows"]
+    ]
     ran.show_report({**report, "view": {**report["view"], "rows": rows}})
     ran.zoom_to("HalfsafeReport", width, 640)
     ran.screenshot(pictures, f"names-{width}-{cell}")
@@ -141,7 +154,9 @@ def test_nothing_overflows_at_320_pixels(ran: ComfyPage, pictures: Path, cell: s
         return [panel, ...panel.querySelectorAll("*")].filter((e) => e.scrollWidth > e.clientWidth + 1 && getComputedStyle(e).overflowX === "visible" && e.clientWidth
             || e.getBoundingClientRect().right > right + 1).map((e) => [e.outerHTML.slice(0, 80), e.getBoundingClientRect().right, right]); }"""
     assert ran.found(wide, []) == []
-    assert ran.evaluate("() => { const p = document.querySelector('.hs-scroll'); return p.scrollWidth <= p.clientWidth; }")
+    assert ran.evaluate(
+        "() => { const p = document.querySelector('.hs-scroll'); return p.scrollWidth <= p.clientWidth; }"
+    )
     assert ran.evaluate("() => document.querySelector('.hs-panel').getBoundingClientRect().width") <= 320
 
 
@@ -149,7 +164,9 @@ def test_nothing_overflows_at_320_pixels(ran: ComfyPage, pictures: Path, cell: s
 def test_a_node_open_in_the_side_panel_keeps_its_reports_width(ran: ComfyPage) -> None:
     """ComfyUI gives a widget that it shows there too the side panel's width, on the node as well."""
     ran.set("Comfy.RightSidePanel.IsOpen", True)
-    title = ran.evaluate("() => { const node = app.graph.nodes.find((n) => n.type === 'HalfsafeReport'); app.canvas.selectNode(node); return node.title; }")
+    title = ran.evaluate(
+        "() => { const node = app.graph.nodes.find((n) => n.type === 'HalfsafeReport'); app.canvas.selectNode(node); return node.title; }"
+    )
     ran.page.locator('[data-testid="properties-panel"]', has_text=title).wait_for()
     ran.zoom_to("HalfsafeReport", 560, 640)
     assert ran.found("() => document.querySelector('.hs-panel').getBoundingClientRect().width > 500", True)
@@ -164,12 +181,29 @@ def test_text_stands_out_in_each_theme(ran: ComfyPage, theme: str, pictures: Pat
     assert worst["ratio"] >= 4.5, worst
 
 
-def test_guards_of_encoders_and_control_nets_are_on_the_report(ran: ComfyPage, report: dict, pictures: Path, cell: str) -> None:
-    vae = {"node": "8", "kind": "VAE", "verdict": "recovered", "messages": ["VAE decode: repeated in bf16: finite."], "advice": "Keep it so.", "calls": 3}
-    control = {"file": "depth.safetensors", "class": "ControlNet", "calls": 4, "layers": report["layers"][:2], "notes": ["Stored in fp8."]}
+def test_guards_of_encoders_and_control_nets_are_on_the_report(
+    ran: ComfyPage, report: dict, pictures: Path, cell: str
+) -> None:
+    vae = {
+        "node": "8",
+        "kind": "VAE",
+        "verdict": "recovered",
+        "messages": ["VAE decode: repeated in bf16: finite."],
+        "advice": "Keep it so.",
+        "calls": 3,
+    }
+    control = {
+        "file": "depth.safetensors",
+        "class": "ControlNet",
+        "calls": 4,
+        "layers": report["layers"][:2],
+        "notes": ["Stored in fp8."],
+    }
     ran.show_report({**report, "encoders": [vae, {**vae, "node": "9", "verdict": "clean"}], "control_nets": [control]})
     panel = ran.page.locator(".hs-panel")
-    assert "VAE (node 8) recovered VAE decode: repeated in bf16: finite. Keep it so." in " ".join(panel.inner_text().split())
+    assert "VAE (node 8) recovered VAE decode: repeated in bf16: finite. Keep it so." in " ".join(
+        panel.inner_text().split()
+    )
     assert "VAE (node 9) clean" in " ".join(panel.inner_text().split())
     panel.locator("summary", has_text="ControlNets (1)").click()
     assert "depth.safetensors: ControlNet, 4 calls, 2 layers. Stored in fp8." in panel.inner_text()
@@ -180,7 +214,11 @@ def test_guards_of_encoders_and_control_nets_are_on_the_report(ran: ComfyPage, r
 
 
 def test_copied_rules_are_rules(ran: ComfyPage, report: dict) -> None:
-    changed = {**report, "layers": [dict(layer) for layer in report["layers"]], "guard": {**report["guard"], "verdict": "recovered"}}
+    changed = {
+        **report,
+        "layers": [dict(layer) for layer in report["layers"]],
+        "guard": {**report["guard"], "verdict": "recovered"},
+    }
     for layer in changed["layers"]:
         if layer["name"] in ("blocks.0.self_attn.q", "blocks.1.self_attn.q", "blocks.1.ffn.0"):
             layer["mode"] = "fp16_wide"
@@ -208,10 +246,15 @@ def test_swatches_have_the_colours_of_the_report(ran: ComfyPage, report: dict) -
     found = ran.evaluate("""() => [...document.querySelectorAll('.hs-panel td[data-column="mode"] .hs-swatch')]
         .map((swatch) => [swatch.parentElement.textContent, getComputedStyle(swatch).backgroundColor])""")
     assert (mode, "rgb({}, {}, {})".format(*wanted)) in {(name, colour) for name, colour in found}
-    assert ran.evaluate("() => getComputedStyle(document.querySelector('.hs-panel .hs-bar > span')).backgroundColor") != "rgba(0, 0, 0, 0)"
+    assert (
+        ran.evaluate("() => getComputedStyle(document.querySelector('.hs-panel .hs-bar > span')).backgroundColor")
+        != "rgba(0, 0, 0, 0)"
+    )
 
 
-def test_the_report_survives_a_cached_run_and_another_workflow(ran: ComfyPage, small_workflow: dict, report: dict) -> None:
+def test_the_report_survives_a_cached_run_and_another_workflow(
+    ran: ComfyPage, small_workflow: dict, report: dict
+) -> None:
     rows = ran.evaluate(CELLS)
     ran.page.reload()
     ran.wait_ready()

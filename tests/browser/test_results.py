@@ -48,7 +48,9 @@ PLACE = """() => { const one = app.graph.nodes.find((n) => n.type === "HalfsafeA
 ROOM = """(group) => { const of = (type) => app.graph.nodes.filter((n) => n.type === type), [sampler] = of("KSampler"); sampler.pos = [2600, 300];
     for (const type of ["HalfsafeLoadCLIP", "HalfsafeLoadVAE", "CLIPTextEncode", "EmptyHunyuanLatentVideo", "HalfsafeReport", "VAEDecode", "SaveImage"]) for (const node of of(type)) node.pos = [node.pos[0], node.pos[1] + 1500];
     if (group) { const box = new LiteGraph.LGraphGroup("Mine"); box.pos = [760, -100]; box.size = [900, 700]; app.graph.add(box); } }"""
-BEFORE = """() => { const [sampler] = app.graph.nodes.filter((n) => n.type === "KSampler"); sampler.pos = [-400, 0]; }"""
+BEFORE = (
+    """() => { const [sampler] = app.graph.nodes.filter((n) => n.type === "KSampler"); sampler.pos = [-400, 0]; }"""
+)
 ON_TOP = """() => { for (const node of app.graph.nodes) if (!["HalfsafeLoadDiffusionModel", "KSampler"].includes(node.type)) node.pos = [node.pos[0], node.pos[1] + 700]; }"""
 ROOM_BESIDE_BADGES = """() => { const context = document.createElement("canvas").getContext("2d"), ours = app.graph.nodes.filter((n) => n.type.startsWith("Halfsafe"));
     return ours.map((n) => n.size[0] - n.badges.at(-1)().getWidth(context)); }"""
@@ -87,19 +89,37 @@ def test_results_are_on_their_nodes_and_a_saved_file_is_told(small: ComfyPage, p
     small.page.wait_for_function("() => document.querySelectorAll('.hs-panel .hs-sentence').length === 6")
     found = small.evaluate(SENTENCES)
     assert any(text.startswith("Saved diffusion_models/halfsafe") and "MiB: bf16 " in text for text in found), found
-    (measured,) = (text for text in found if text.startswith(("Best: ", "The times were too noisy to rank")))  # on a busy machine no time can be ranked
+    (measured,) = (
+        text for text in found if text.startswith(("Best: ", "The times were too noisy to rank"))
+    )  # on a busy machine no time can be ranked
     assert "Finite: no NaN and no Inf." in found
     assert any("CPU computes in" in text for text in found)
     told = sorted(toast["summary"].split()[1] for toast in shown())
     assert told == sorted([measured.split()[0], "Saved", "No", "wan.safetensors:"])
-    assert all(toast.get("life", 0) <= 6000 for toast in shown() if toast["severity"] == "success"), "it covers a corner of what was drawn"
-    assert [toast["detail"] for toast in shown() if "No layer of this model matches" in toast["summary"]] == ["blocks.77.* storage=bf16"]
+    assert all(toast.get("life", 0) <= 6000 for toast in shown() if toast["severity"] == "success"), (
+        "it covers a corner of what was drawn"
+    )
+    assert [toast["detail"] for toast in shown() if "No layer of this model matches" in toast["summary"]] == [
+        "blocks.77.* storage=bf16"
+    ]
     small.evaluate(TAB)
-    assert measured in small.page.inner_text(".hs-sidebar") and "This workflow has no guard" not in small.page.inner_text(".hs-sidebar"), "it is there to measure"
-    assert small.evaluate("() => app.graph.nodes.flatMap((n) => n.widgets ?? []).filter((w) => w.name === '$$node-text-preview')") == [], "progress ends with the node"
-    rows = small.evaluate("() => [...document.querySelectorAll('.hs-figures tbody tr')].map((row) => row.cells[0].textContent)")
+    assert measured in small.page.inner_text(
+        ".hs-sidebar"
+    ) and "This workflow has no guard" not in small.page.inner_text(".hs-sidebar"), "it is there to measure"
+    assert (
+        small.evaluate(
+            "() => app.graph.nodes.flatMap((n) => n.widgets ?? []).filter((w) => w.name === '$$node-text-preview')"
+        )
+        == []
+    ), "progress ends with the node"
+    rows = small.evaluate(
+        "() => [...document.querySelectorAll('.hs-figures tbody tr')].map((row) => row.cells[0].textContent)"
+    )
     assert len(rows) == 3 and any(" = " in row for row in rows), rows
-    assert small.evaluate("() => document.querySelector('.hs-figures tbody tr').dataset.marked") == str(measured.startswith("Best")).lower(), "the best comes first"
+    assert (
+        small.evaluate("() => document.querySelector('.hs-figures tbody tr').dataset.marked")
+        == str(measured.startswith("Best")).lower()
+    ), "the best comes first"
     small.zoom_to("HalfsafeMeasurePrecisions", 620, 560)
     small.screenshot(pictures, f"measured-{cell}")
     small.zoom_to("HalfsafeDeviceInfo", 620, 560)
@@ -111,16 +131,31 @@ def test_results_are_on_their_nodes_and_a_saved_file_is_told(small: ComfyPage, p
 def test_a_result_is_drawn_as_a_sentence_and_a_table(opened_page: ComfyPage, node: str) -> None:
     opened_page.add(node)
     values = {"chosen": 3, "free": 4, "candidate": "int8", "snr": "31.0 dB", "error": "2.8 %"}
-    rows = [["blocks.0.individual_token_refiner.0", "31.0", "30.9", "31.0", "pinned"], ["blocks.0.ffn.2", "12.0", "±12 %", "12.0", "chosen"]]
+    rows = [
+        ["blocks.0.individual_token_refiner.0", "31.0", "30.9", "31.0", "pinned"],
+        ["blocks.0.ffn.2", "12.0", "±12 %", "12.0", "chosen"],
+    ]
     result = Result(Message(CHOSEN, **values), head=HEAD, rows=rows, marked=1, text="All of it.")
-    sent = {"node": opened_page.evaluate("() => String(app.graph.nodes[0].id)"), "prompt_id": "p", "output": result.ui()}
+    sent = {
+        "node": opened_page.evaluate("() => String(app.graph.nodes[0].id)"),
+        "prompt_id": "p",
+        "output": result.ui(),
+    }
     opened_page.send("executed", **{**sent, "display_node": sent["node"]})
     opened_page.page.wait_for_selector(".hs-figures")
     assert opened_page.evaluate(SENTENCES) == ["3 of 4 layers can use int8: error about 2.8 % (31.0 dB)."]
     marked = opened_page.page.locator('.hs-figures tbody tr[data-marked="true"]')
-    assert marked.all_text_contents() == ["blocks.0.ffn.212.0±12\u00a0%12.0chosen"] and opened_page.page.locator(".hs-figures tbody tr").count() == 2
+    assert (
+        marked.all_text_contents() == ["blocks.0.ffn.212.0±12\u00a0%12.0chosen"]
+        and opened_page.page.locator(".hs-figures tbody tr").count() == 2
+    )
     opened_page.zoom_to(node, 296)  # as narrow as in a template
-    assert opened_page.evaluate("() => { const { scrollWidth, clientWidth } = document.querySelector('.hs-result'); return scrollWidth - clientWidth; }") <= 0
+    assert (
+        opened_page.evaluate(
+            "() => { const { scrollWidth, clientWidth } = document.querySelector('.hs-result'); return scrollWidth - clientWidth; }"
+        )
+        <= 0
+    )
 
 
 @pytest.mark.drawn
@@ -128,7 +163,9 @@ def test_a_node_is_as_high_as_before_when_its_words_are_gone(opened_page: ComfyP
     opened_page.add("HalfsafeMeasurePrecisions")
     heights = []
     for node in (None, "1", None):
-        opened_page.evaluate("async (id) => { (await import('/scripts/api.js')).api.dispatchCustomEvent('executing', id); }", node)
+        opened_page.evaluate(
+            "async (id) => { (await import('/scripts/api.js')).api.dispatchCustomEvent('executing', id); }", node
+        )
         if node:
             opened_page.send("progress_text", nodeId=node, text="Halfsafe: measuring")
         opened_page.settle()
@@ -166,19 +203,44 @@ def test_another_workflow_shows_nothing_of_a_run(small: ComfyPage) -> None:
     small.add("HalfsafeNaNGuard", "HalfsafeReport")
     small.evaluate("() => { const [guard, report] = app.graph.nodes; guard.connect(0, report, 'model'); }")
     guard = small.evaluate("() => String(app.graph.nodes[0].id)")
-    event = {"step": 0, "sigma": 1.0, "layer": "a", "op": "", "kind": "overflow", "from": "fp16", "to": "fp32", "recovered": True}
+    event = {
+        "step": 0,
+        "sigma": 1.0,
+        "layer": "a",
+        "op": "",
+        "kind": "overflow",
+        "from": "fp16",
+        "to": "fp32",
+        "recovered": True,
+    }
     small.send_guard(node_id=guard, prompt_id="elsewhere", workflow="another", message="Overflow.", event=event)
     assert small.page.locator(".hs-guard .hs-event").count() == 0
-    small.send_guard(node_id=guard, prompt_id="here", workflow=small.evaluate("() => String(app.graph.id)"), message="Overflow.", event=event)
+    small.send_guard(
+        node_id=guard,
+        prompt_id="here",
+        workflow=small.evaluate("() => String(app.graph.id)"),
+        message="Overflow.",
+        event=event,
+    )
     assert small.page.locator(".hs-guard .hs-event").count() == 1
 
 
 def test_an_error_is_told_by_its_first_sentence(small: ComfyPage, pictures: Path, cell: str) -> None:
     shown = small.record_toasts()
     node = small.evaluate("() => String(app.graph.nodes.find((n) => n.type === 'HalfsafeLoadDiffusionModel').id)")
-    error = {"prompt_id": "bad", "node_id": node, "node_type": "HalfsafeLoadDiffusionModel", "traceback": [], "executed": [], "exception_type": "halfsafe.CheckpointError"}
+    error = {
+        "prompt_id": "bad",
+        "node_id": node,
+        "node_type": "HalfsafeLoadDiffusionModel",
+        "traceback": [],
+        "executed": [],
+        "exception_type": "halfsafe.CheckpointError",
+    }
     small.send("execution_start", prompt_id="bad")
-    small.send("execution_error", **{**error, "exception_message": "/models/unet/x.safetensors: the file is cut short. Get it again."})
+    small.send(
+        "execution_error",
+        **{**error, "exception_message": "/models/unet/x.safetensors: the file is cut short. Get it again."},
+    )
     (toast,) = shown()
     assert (toast["summary"], toast["detail"]) == ("Halfsafe: x.safetensors: the file is cut short.", "Get it again.")
     small.evaluate(TAB)
@@ -188,10 +250,23 @@ def test_an_error_is_told_by_its_first_sentence(small: ComfyPage, pictures: Path
     assert "x.safetensors: the file is cut short." in small.page.inner_text(".hs-sidebar .hs-error")
     sampler = small.evaluate("() => String(app.graph.nodes.find((n) => n.type === 'KSampler').id)")
     small.send("execution_start", prompt_id="other")
-    small.send("execution_error", **{**error, "prompt_id": "other", "node_id": sampler, "exception_type": "RuntimeError", "exception_message": missing})
+    small.send(
+        "execution_error",
+        **{
+            **error,
+            "prompt_id": "other",
+            "node_id": sampler,
+            "exception_type": "RuntimeError",
+            "exception_message": missing,
+        },
+    )
     assert len(shown()) == 1
     card = small.page.inner_text(".hs-sidebar .hs-error")
-    assert card.split()[:2] == ["KSampler", "stopped"] and "VAE is invalid: None" in card and "does not contain a valid VAE." in card, "the line that helps is the last"
+    assert (
+        card.split()[:2] == ["KSampler", "stopped"]
+        and "VAE is invalid: None" in card
+        and "does not contain a valid VAE." in card
+    ), "the line that helps is the last"
     assert "This workflow has no guard" not in small.page.inner_text(".hs-sidebar"), "none would have helped"
 
 
@@ -206,14 +281,18 @@ def test_a_run_tells_how_long_loading_took(opened_page: ComfyPage) -> None:
     assert last == ended == f"{first}, 0.4 s for each later step: the difference is loading"
 
 
-def test_show_me_opens_five_nodes_and_draws_a_black_and_a_right_picture(small: ComfyPage, pictures: Path, cell: str) -> None:
+def test_show_me_opens_five_nodes_and_draws_a_black_and_a_right_picture(
+    small: ComfyPage, pictures: Path, cell: str
+) -> None:
     workflows = "() => app.extensionManager.workflow.openWorkflows.map((one) => one.path)"
     before, nodes = len(small.evaluate(workflows)), sorted(small.evaluate(TYPES))
     first = small.evaluate("() => app.extensionManager.workflow.activeWorkflow.path")
     small.page.set_viewport_size({"width": 1920, "height": 1080} if small.vue else {"width": 1366, "height": 768})
     small.evaluate(TAB)
     small.page.locator(".hs-sidebar .hs-button", has_text="Show me").click()
-    small.page.wait_for_function("() => app.graph.nodes.length === 5 && app.graph.nodes.some((n) => n.title === 'As it is')")
+    small.page.wait_for_function(
+        "() => app.graph.nodes.length === 5 && app.graph.nodes.some((n) => n.title === 'As it is')"
+    )
     assert len(small.evaluate(workflows)) == before + 1
     small.settle()
     assert small.evaluate(SEEN) == small.evaluate(SHOWN)
@@ -225,7 +304,9 @@ def test_show_me_opens_five_nodes_and_draws_a_black_and_a_right_picture(small: C
     black, drawn = (small.server.view(image) for image in small.evaluate(shown))
     assert not shapes.pixels_of(black).any()
     assert told() == [], "the sidebar says it"
-    assert re.search(r"Computed in \w+, not in the fp16 that the model was set to\.", small.page.inner_text(".hs-sidebar .hs-card"))
+    assert re.search(
+        r"Computed in \w+, not in the fp16 that the model was set to\.", small.page.inner_text(".hs-sidebar .hs-card")
+    )
     assert shapes.read_picture(drawn) == shapes.Shape("red", "heart")
     assert small.evaluate("() => app.canvas.ds.scale * 300 / innerWidth") > 0.19, "the pictures are large on any page"
     small.screenshot(pictures, f"show-me-{cell}")
@@ -238,13 +319,20 @@ def test_show_me_opens_five_nodes_and_draws_a_black_and_a_right_picture(small: C
 def test_the_sidebar_greets_and_guards_and_measures_the_open_graph(small: ComfyPage, pictures: Path, cell: str) -> None:
     before, links, view = sorted(small.evaluate(TYPES)), small.evaluate(LINKS), small.evaluate(VIEW)
     small.evaluate(TAB)
-    small.page.wait_for_function("() => document.querySelector('.hs-sidebar .hs-sentence')?.textContent.includes('CPU computes in')")
+    small.page.wait_for_function(
+        "() => document.querySelector('.hs-sidebar .hs-sentence')?.textContent.includes('CPU computes in')"
+    )
     small.screenshot(pictures, f"sidebar-greeting-{cell}")
-    for name, added in (("Guard this workflow", ["HalfsafeAutoPrecision"]), ("Measure my card", ["HalfsafeMeasurePrecisions", "PreviewImage"])):
+    for name, added in (
+        ("Guard this workflow", ["HalfsafeAutoPrecision"]),
+        ("Measure my card", ["HalfsafeMeasurePrecisions", "PreviewImage"]),
+    ):
         small.page.locator(".hs-sidebar .hs-actions .hs-button", has_text=name).click()
         assert sorted(small.evaluate(TYPES)) == sorted([*before, *added])
         small.settle()  # what the graph's change draws
-        assert re.search("added: (run the workflow|press the blue arrow)", small.page.inner_text(".hs-sidebar [role=status]"))
+        assert re.search(
+            "added: (run the workflow|press the blue arrow)", small.page.inner_text(".hs-sidebar [role=status]")
+        )
         assert small.evaluate(SEEN) == small.evaluate(SHOWN) and small.evaluate(VIEW)[1] >= 0.5, name
         assert small.evaluate("() => [...app.canvas.selectedItems].map((n) => n.type)") == added
         if name == "Guard this workflow":

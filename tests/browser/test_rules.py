@@ -60,14 +60,19 @@ def test_a_mistake_is_told_while_it_is_written(writing: Writing, pictures: Path,
     writing.waits_for("Line 3")
     mistakes = writing.page.locator(".hs-mistake").all_inner_texts()
     assert len(mistakes) == 2
-    assert mistakes[0].startswith("Line 2 'fp4' is not a valid value for 'storage'.") and all(value in mistakes[0] for value in VALUES["storage"])
+    assert mistakes[0].startswith("Line 2 'fp4' is not a valid value for 'storage'.") and all(
+        value in mistakes[0] for value in VALUES["storage"]
+    )
     assert mistakes[1].startswith("Line 3 're:(' is not a regular expression (")
     writing.comfy.settle()
     below, wider, clipped = writing.comfy.evaluate(OUTSIDE)
     assert below >= 0 and abs(wider) <= 24 and not clipped
     writing.comfy.screenshot(pictures, f"rules-{cell}")
     writing.page.locator(".hs-mistake").first.click()
-    assert writing.area.evaluate("(area) => area.value.slice(area.selectionStart, area.selectionEnd)") == "blocks.1.* storage=fp4"
+    assert (
+        writing.area.evaluate("(area) => area.value.slice(area.selectionStart, area.selectionEnd)")
+        == "blocks.1.* storage=fp4"
+    )
     writing.page.keyboard.type("blocks.1.* storage=fp16")
     writing.page.wait_for_function("() => document.querySelectorAll('.hs-mistake').length === 1")
     writing.write(RIGHT)
@@ -93,7 +98,9 @@ def test_what_was_read_is_not_asked_again(writing: Writing) -> None:
     writing.comfy.load(writing.comfy.saved())
     writing.waits_for("'bf17' is not a valid value")
     writing.comfy.evaluate("() => { for (let i = 0; i < 50; i++) app.graph.setDirtyCanvas(true, true); }")
-    writing.comfy.evaluate("() => new Promise((done) => setTimeout(done, 600))")  # twice as long as a text rests, by the page's clock
+    writing.comfy.evaluate(
+        "() => new Promise((done) => setTimeout(done, 600))"
+    )  # twice as long as a text rests, by the page's clock
     assert writing.asked == []
 
 
@@ -115,8 +122,12 @@ def test_mistakes_are_told_in_chinese(writing: Writing, pictures: Path, cell: st
     assert [line.split(" ")[:3] for line in lines] == [["第", str(number), "行"] for number in range(2, 7)]
     assert "“fp4”不是“storage”的有效值。请使用其中之一" in lines[0]
     writing.comfy.screenshot(pictures, f"rules-zh-{cell}")
-    words = writing.comfy.evaluate("() => document.querySelector('.hs-note').innerText.match(/\\b[A-Za-z]+ [a-z]+ [a-z]+ [a-z]+\\b/g)")
-    assert words is None or words == ["unterminated subpattern at position"], "Python words what is wrong with an expression"
+    words = writing.comfy.evaluate(
+        "() => document.querySelector('.hs-note').innerText.match(/\\b[A-Za-z]+ [a-z]+ [a-z]+ [a-z]+\\b/g)"
+    )
+    assert words is None or words == ["unterminated subpattern at position"], (
+        "Python words what is wrong with an expression"
+    )
 
 
 def test_without_the_server_nothing_is_marked(writing: Writing) -> None:

@@ -70,8 +70,12 @@ def test_two_tabs_with_the_same_graph_id_have_each_its_own_answer_and_run(tab: C
 def test_a_run_is_of_the_tab_that_it_was_queued_from(tab: ComfyPage) -> None:
     press(tab, "Guard this workflow")
     tab.evaluate(LEAVE)
-    tab.evaluate("async () => { const { api } = await import('/scripts/api.js'); window.ended = new Promise((done) => api.addEventListener('execution_success', done, { once: true })); await app.queuePrompt(0, 1); }")
-    tab.evaluate("async () => { await app.extensionManager.command.execute('Comfy.NewBlankWorkflow'); await window.ended; }")
+    tab.evaluate(
+        "async () => { const { api } = await import('/scripts/api.js'); window.ended = new Promise((done) => api.addEventListener('execution_success', done, { once: true })); await app.queuePrompt(0, 1); }"
+    )
+    tab.evaluate(
+        "async () => { await app.extensionManager.command.execute('Comfy.NewBlankWorkflow'); await window.ended; }"
+    )
     assert "This workflow has not run" in tab.evaluate(RUN)
     tab.evaluate(BACK)
     tab.page.wait_for_function(f"() => ({RUN})().includes('calls of the model checked, no NaN')")
@@ -97,19 +101,28 @@ def test_buttons_and_the_answer_follow_nodes_that_come_and_go(tab: ComfyPage) ->
 
 def test_the_focus_stays_on_the_button_and_the_answer_is_a_live_region(tab: ComfyPage) -> None:
     tab.evaluate(KEEP_STATUS)
-    for name, after in (("Guard this workflow", "Take the guard out"), ("Halve the memory", "Put ComfyUI's loaders back")):
+    for name, after in (
+        ("Guard this workflow", "Take the guard out"),
+        ("Halve the memory", "Put ComfyUI's loaders back"),
+    ):
         tab.page.locator(".hs-actions .hs-button", has_text=name).focus()
         tab.page.keyboard.press("Enter")
         tab.page.wait_for_function(f"(after) => ({BUTTONS})().includes(after)", arg=after)
         assert tab.found(FOCUSED, after) == after
-    assert tab.evaluate("() => { window.watcher.disconnect(); return [window.told.isConnected, window.told.getAttribute('role'), window.taken]; }") == [True, "status", 0], "one that is put in anew is not read out"
+    assert tab.evaluate(
+        "() => { window.watcher.disconnect(); return [window.told.isConnected, window.told.getAttribute('role'), window.taken]; }"
+    ) == [True, "status", 0], "one that is put in anew is not read out"
 
 
 def test_it_is_said_before_the_run_that_the_picture_will_differ(tab: ComfyPage) -> None:
     press(tab, "Guard this workflow")
     said = tab.evaluate(DID)
-    native = tab.evaluate("async () => { const found = await (await fetch('/halfsafe/device')).json(); return found.messages[found.sentence].values.compute; }")
-    assert ("wan.safetensors computes in bf16 now, with ComfyUI alone in fp32: the picture will differ a little." in said) == ("bf16" in native), (said, native)
+    native = tab.evaluate(
+        "async () => { const found = await (await fetch('/halfsafe/device')).json(); return found.messages[found.sentence].values.compute; }"
+    )
+    assert (
+        "wan.safetensors computes in bf16 now, with ComfyUI alone in fp32: the picture will differ a little." in said
+    ) == ("bf16" in native), (said, native)
 
 
 def test_a_guard_put_in_while_comfyui_does_not_answer_is_said_to_be_there(tab: ComfyPage) -> None:
@@ -117,7 +130,9 @@ def test_a_guard_put_in_while_comfyui_does_not_answer_is_said_to_be_there(tab: C
     press(tab, "Guard this workflow")
     assert tab.evaluate(DID) == "1 node was added: run the workflow." and "Take the guard out" in tab.evaluate(BUTTONS)
     press(tab, "Halve the memory")
-    assert tab.found(DID, "ComfyUI does not answer. Nothing was changed.").startswith("ComfyUI does not answer.") and "Halve the memory" in tab.evaluate(BUTTONS)
+    assert tab.found(DID, "ComfyUI does not answer. Nothing was changed.").startswith(
+        "ComfyUI does not answer."
+    ) and "Halve the memory" in tab.evaluate(BUTTONS)
     tab.page.unroute_all()
     tab.problems.clear()  # the requests that failed
 
@@ -127,7 +142,10 @@ def test_a_report_without_calls_is_not_green_and_an_old_one_is_earlier(opened_pa
     comfy.add("HalfsafeNaNGuard", "HalfsafeReport")
     comfy.send("execution_start", prompt_id="shown")
     comfy.show_report({**REPORT, "guard": {**REPORT["guard"], "verdict": "clean", "calls": 0}})
-    assert comfy.page.inner_text(".hs-title .hs-verdict") == "not run yet" and comfy.page.locator(".hs-verdict[data-verdict=clean]").count() == 0
+    assert (
+        comfy.page.inner_text(".hs-title .hs-verdict") == "not run yet"
+        and comfy.page.locator(".hs-verdict[data-verdict=clean]").count() == 0
+    )
     comfy.show_report(REPORT)
     comfy.send("execution_success", prompt_id="shown")
     assert comfy.page.locator(".hs-earlier").count() == 0
@@ -144,7 +162,9 @@ def test_what_ran_with_other_settings_is_of_an_earlier_run(tab: ComfyPage) -> No
     marked = "() => [document.querySelector('.hs-panel .hs-earlier'), document.querySelector('.hs-sidebar .hs-earlier')].filter(Boolean).length"
     ran = tab.badges()["HalfsafeAutoPrecision"]
     assert tab.evaluate(marked) == 0 and ran
-    tab.evaluate("() => { app.canvas.emitBeforeChange(); app.graph.nodes.find(({ type }) => type === 'HalfsafeAutoPrecision').widgets.find(({ name }) => name === 'goal').value = 'speed'; app.canvas.emitAfterChange(); }")
+    tab.evaluate(
+        "() => { app.canvas.emitBeforeChange(); app.graph.nodes.find(({ type }) => type === 'HalfsafeAutoPrecision').widgets.find(({ name }) => name === 'goal').value = 'speed'; app.canvas.emitAfterChange(); }"
+    )
     assert tab.found(marked, 2) == 2 and tab.badges()["HalfsafeAutoPrecision"] == f"of an earlier run \u00b7 {ran}"
     tab.evaluate("async () => { await app.extensionManager.workflow.activeWorkflow.changeTracker.undo(); }")
     assert tab.found(marked, 0) == 0 and tab.badges()["HalfsafeAutoPrecision"] == ran
@@ -160,9 +180,30 @@ def test_nan_that_goes_on_to_the_vae_is_told_on_one_card(opened_page: ComfyPage)
     comfy.evaluate(TOGGLE_TAB)
     comfy.send("execution_start", prompt_id="one")
     lost = {**EVENT, "recovered": False, "kind": "nan"}
-    comfy.send_guard(node_id="1", prompt_id="one", verdict="not_precision", message="Step 3: NaN in blocks.0.", advice="Try another sampler.", event=lost)
-    comfy.send_guard(node_id="2", prompt_id="one", of="vae", verdict="bad_input", message="NaN or Inf in the latent.", advice="Guard the model.", event={**lost, "kind": "input", "layer": "latent", "ended": True})
-    comfy.send("execution_error", prompt_id="one", node_id="9", exception_type="halfsafe.NonFinite", exception_message="NaN or Inf in the latent.")
+    comfy.send_guard(
+        node_id="1",
+        prompt_id="one",
+        verdict="not_precision",
+        message="Step 3: NaN in blocks.0.",
+        advice="Try another sampler.",
+        event=lost,
+    )
+    comfy.send_guard(
+        node_id="2",
+        prompt_id="one",
+        of="vae",
+        verdict="bad_input",
+        message="NaN or Inf in the latent.",
+        advice="Guard the model.",
+        event={**lost, "kind": "input", "layer": "latent", "ended": True},
+    )
+    comfy.send(
+        "execution_error",
+        prompt_id="one",
+        node_id="9",
+        exception_type="halfsafe.NonFinite",
+        exception_message="NaN or Inf in the latent.",
+    )
     assert comfy.page.locator(".hs-sidebar article").count() == 1
     card = comfy.page.inner_text(".hs-sidebar article")
     assert "NaN in blocks.0." in card and "This NaN also reached Guard VAE" in card and "Guard the model." not in card
@@ -174,7 +215,11 @@ def test_badges_follow_exchanged_loaders_and_fit_their_nodes(tab: ComfyPage) -> 
     press(tab, "Halve the memory")
     tab.run()
     badges = tab.badges()
-    assert badges["HalfsafeAutoPrecision"].startswith("fp8_e4m3fn") and badges["HalfsafeLoadDiffusionModel"] and badges["HalfsafeLoadCLIP"]
+    assert (
+        badges["HalfsafeAutoPrecision"].startswith("fp8_e4m3fn")
+        and badges["HalfsafeLoadDiffusionModel"]
+        and badges["HalfsafeLoadCLIP"]
+    )
     if tab.vue:
         assert tab.found(BADGES_DRAWN, sorted(badges.values())) == sorted(badges.values()), "as drawn"
         assert tab.evaluate(OVERLAP) == 0
@@ -185,19 +230,39 @@ def test_badges_follow_exchanged_loaders_and_fit_their_nodes(tab: ComfyPage) -> 
 
 
 FACTS = [
-    {"what": "dynamic VRAM", "here": Message("off: ComfyUI estimates how much to load and leaves {0} free", "400.00 MiB"), "switch": "--disable-dynamic-vram"},
-    {"what": "loaded", "here": joined((Message("{0}, all of {1} on the device", name, size) for name, size in (("WanVAE", "3.53 MiB"), ("HunyuanVideo", "8.12 MiB"), ("SD1ClipModel", "235.84 MiB"))), "; "), "switch": ""},
+    {
+        "what": "dynamic VRAM",
+        "here": Message("off: ComfyUI estimates how much to load and leaves {0} free", "400.00 MiB"),
+        "switch": "--disable-dynamic-vram",
+    },
+    {
+        "what": "loaded",
+        "here": joined(
+            (
+                Message("{0}, all of {1} on the device", name, size)
+                for name, size in (("WanVAE", "3.53 MiB"), ("HunyuanVideo", "8.12 MiB"), ("SD1ClipModel", "235.84 MiB"))
+            ),
+            "; ",
+        ),
+        "switch": "",
+    },
 ]
 HERE = "() => [...document.querySelectorAll('.hs-facts dd')].map((fact) => fact.textContent)"
 
 
 def test_each_loaded_model_is_worded_and_a_switch_is_named_as_one(opened_page: ComfyPage) -> None:
     comfy = opened_page
-    comfy.page.route("**/halfsafe/here", lambda route: route.fulfill(json={"facts": FACTS, "messages": messages_in(FACTS)}))
+    comfy.page.route(
+        "**/halfsafe/here", lambda route: route.fulfill(json={"facts": FACTS, "messages": messages_in(FACTS)})
+    )
     comfy.evaluate(TOGGLE_TAB)
     comfy.page.wait_for_function(f"() => ({HERE})().length === 2")
     dynamic, loaded = comfy.evaluate(HERE)
-    assert dynamic == "off: ComfyUI estimates how much to load and leaves 400.00 MiB freeTo change it: --disable-dynamic-vram" and loaded.startswith(FACTS[1]["here"])
+    assert (
+        dynamic
+        == "off: ComfyUI estimates how much to load and leaves 400.00 MiB freeTo change it: --disable-dynamic-vram"
+        and loaded.startswith(FACTS[1]["here"])
+    )
     comfy.evaluate(TOGGLE_TAB)
     comfy.speak("zh")
     comfy.evaluate(TOGGLE_TAB)
@@ -213,20 +278,56 @@ def test_the_list_of_guards_has_the_words_that_advice_names(opened_page: ComfyPa
     assert "retry_higher" in ADVICE["stopped"]
 
 
-def test_a_message_has_two_lines_and_none_is_shown_beside_its_card(opened_page: ComfyPage, pictures: Path, cell: str) -> None:
+def test_a_message_has_two_lines_and_none_is_shown_beside_its_card(
+    opened_page: ComfyPage, pictures: Path, cell: str
+) -> None:
     comfy = opened_page
     comfy.add("HalfsafeNaNGuard")
     shown = comfy.record_toasts()
-    result = {"sentence": "HALVED", "messages": {"HALVED": {"template": "{file}: {before} -> {after}. Kept in {formats}: {kept} ({reasons}).", "values": {"file": "clip_l.safetensors", "before": "235.84 MiB", "after": "154.84 MiB", "formats": "fp16", "kept": "73.84 MiB", "reasons": "embedding: 72.49 MiB"}}}, "tone": "good", "head": [], "rows": [], "marked": None, "text": "", "toast": True, "pictures": []}
+    result = {
+        "sentence": "HALVED",
+        "messages": {
+            "HALVED": {
+                "template": "{file}: {before} -> {after}. Kept in {formats}: {kept} ({reasons}).",
+                "values": {
+                    "file": "clip_l.safetensors",
+                    "before": "235.84 MiB",
+                    "after": "154.84 MiB",
+                    "formats": "fp16",
+                    "kept": "73.84 MiB",
+                    "reasons": "embedding: 72.49 MiB",
+                },
+            }
+        },
+        "tone": "good",
+        "head": [],
+        "rows": [],
+        "marked": None,
+        "text": "",
+        "toast": True,
+        "pictures": [],
+    }
     for prompt in ("closed", "open"):
         comfy.send("execution_start", prompt_id=prompt)
-        comfy.send("executed", node="1", display_node="1", prompt_id=prompt, output={"halfsafe_result": [json.dumps(result)]})
-        comfy.send_guard(node_id="1", prompt_id=prompt, message="Step 3: overflow.", event={**EVENT, "evidence": "Until a restart later runs start in that precision."})
+        comfy.send(
+            "executed", node="1", display_node="1", prompt_id=prompt, output={"halfsafe_result": [json.dumps(result)]}
+        )
+        comfy.send_guard(
+            node_id="1",
+            prompt_id=prompt,
+            message="Step 3: overflow.",
+            event={**EVENT, "evidence": "Until a restart later runs start in that precision."},
+        )
         comfy.send("execution_success", prompt_id=prompt)
         if prompt == "closed":
             told = [(toast["summary"], toast.get("detail") or "") for toast in shown()]
             assert told[0] == ("Halfsafe: clip_l.safetensors: 235.84 MiB -> 154.84 MiB.", "")
-            assert set(told[1:]) == {("Halfsafe: Black image prevented", "Step 3 was repeated in fp16 with fp32 results: blocks.0.ffn.2 overflowed in fp16.")}
+            assert set(told[1:]) == {
+                (
+                    "Halfsafe: Black image prevented",
+                    "Step 3 was repeated in fp16 with fp32 results: blocks.0.ffn.2 overflowed in fp16.",
+                )
+            }
             comfy.evaluate("() => { window.toasts.length = 0; }")
             comfy.evaluate(TOGGLE_TAB)
             comfy.page.wait_for_selector(".hs-actions button")

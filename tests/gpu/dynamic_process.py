@@ -43,7 +43,9 @@ def main(comfyui: Path, folder: Path) -> None:
     make_base_directory(folder, ROOT)
     inprocess.setup_comfyui(comfyui, folder, *(["--cpu"] if os.environ.get("HALFSAFE_DRY_RUN") else []))
     if not inprocess.turn_on_dynamic_vram():
-        print(json.dumps({"unavailable": "comfy-aimdo lends CUDA memory, and does not work with this driver or device"}))
+        print(
+            json.dumps({"unavailable": "comfy-aimdo lends CUDA memory, and does not work with this driver or device"})
+        )
         return
     inprocess.node_classes(inprocess.load_pack())
     print(json.dumps(errors(folder)))

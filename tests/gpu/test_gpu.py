@@ -32,11 +32,19 @@ from torch._dynamo.utils import counters
 DRY = bool(os.environ.get("HALFSAFE_DRY_RUN"))
 ROOT = Path(__file__).absolute().parents[2]
 LORA = {f"blocks.{block}.ffn.0": (1024, 256) for block in (0, 1)} | {"blocks.0.self_attn.q": (256, 256)}
-QUANTIZED = {"int8": ("int8", "auto"), "int8, fp16_safe": ("int8", "fp16_safe"), "fp8, bf16": ("fp8_e4m3fn", "bf16"), "fp8 products": ("fp8_e4m3fn", "fp8")}
+QUANTIZED = {
+    "int8": ("int8", "auto"),
+    "int8, fp16_safe": ("int8", "fp16_safe"),
+    "fp8, bf16": ("fp8_e4m3fn", "bf16"),
+    "fp8 products": ("fp8_e4m3fn", "fp8"),
+}
 BOUND = {"int8": 0.05, "int8, fp16_safe": 0.05, "fp8, bf16": 0.1, "fp8 products": 0.15}
 DYNAMIC = {"fp32": 5e-3, "bf16": 0.05, "fp16": 0.02, "fp16_safe": 0.01, "fp8": 0.15}
 IN_A_PROCESS = "import conftest, sys; sys.argv[0] = 'main.py'; from pathlib import Path; import dynamic_process as p; p.main(*map(Path, sys.argv[1:]))"
-VAES = {"image": ((1, 4, 8, 8), "decoder.mid.block_1.conv2.weight"), "video": ((1, 16, 2, 8, 8), "decoder.middle.0.residual.6.weight")}
+VAES = {
+    "image": ((1, 4, 8, 8), "decoder.mid.block_1.conv2.weight"),
+    "video": ((1, 16, 2, 8, 8), "decoder.middle.0.residual.6.weight"),
+}
 needs_cuda = pytest.mark.skipif(DRY, reason="counts what a CPU does not have")
 
 
@@ -102,7 +110,9 @@ def test_the_guard_recovers_and_does_not_repeat_afterwards(comfy, overflowing, r
 @pytest.mark.parametrize("family", ["flux", "sd3", "sdxl"])
 def test_families_under_the_guard(comfy, models_dir, family):
     folder = models_dir / "diffusion_models"
-    path = families.write_scaled(families.write(family, folder), folder / f"gpu_{family}.safetensors", families.OVERFLOWS[family]["ffn"])
+    path = families.write_scaled(
+        families.write(family, folder), folder / f"gpu_{family}.safetensors", families.OVERFLOWS[family]["ffn"]
+    )
     expected = families.sample(load(comfy, path, "fp32", "fp32"), family).cpu()
     assert relative_error(expected, families.sample(guarded(comfy, plain_fp16(comfy, path)), family).cpu()) < 0.02
 
@@ -129,7 +139,9 @@ def test_reduced_precision_reduction_is_off_around_a_whole_model(comfy, clean, e
 @pytest.mark.parametrize("with_guard", [False, True])
 def test_a_model_that_overflows_is_right_under_the_flag_of_fast(comfy, overflowing, reference, with_guard):
     """ComfyUI's ``--fast`` sets fp16 accumulation for the whole process; cuBLAS refuses fp32 results meanwhile."""
-    model = guarded(comfy, plain_fp16(comfy, overflowing)) if with_guard else load(comfy, overflowing, "fp16", "fp16_safe")
+    model = (
+        guarded(comfy, plain_fp16(comfy, overflowing)) if with_guard else load(comfy, overflowing, "fp16", "fp16_safe")
+    )
     with started_with([FP16_ACCUMULATION], True) as fast:
         assert all(error(reference, model) < 0.02 for _ in range(2))
         assert states() == fast

@@ -51,7 +51,17 @@ ONCE_PER_DEVICE = {"devices/probes", "base/amax._drops_nan"}
 HOST_MEMORY = {"base/amax._fp8_amax", "base/amax.host_amax", "formats/stored_weight.amax", "formats/checkpoint._scale"}
 ANALYSIS = {"study/sensitivity", "study/layer_error", "study/candidates", "formats/fp8"}
 CALIBRATE = {"make/calibration.add"}
-ALLOWED_READS = frozenset(CALIBRATE | ONCE_PER_CALL | ONCE_PER_WEIGHT | CALIBRATING | AFTER_A_FAILURE | IN_A_CHECK | ONCE_PER_DEVICE | HOST_MEMORY | ANALYSIS)
+ALLOWED_READS = frozenset(
+    CALIBRATE
+    | ONCE_PER_CALL
+    | ONCE_PER_WEIGHT
+    | CALIBRATING
+    | AFTER_A_FAILURE
+    | IN_A_CHECK
+    | ONCE_PER_DEVICE
+    | HOST_MEMORY
+    | ANALYSIS
+)
 
 
 class Unavailable(pytest.Module):
@@ -75,7 +85,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     The slow ones come next: one that began last would leave the other process without work.
     """
-    items.sort(key=lambda item: ({"server", "small_models"}.isdisjoint(item.fixturenames), item.get_closest_marker("slow") is None))
+    items.sort(
+        key=lambda item: (
+            {"server", "small_models"}.isdisjoint(item.fixturenames),
+            item.get_closest_marker("slow") is None,
+        )
+    )
 
 
 def pytest_sessionfinish() -> None:
@@ -111,7 +126,10 @@ def fast_matmuls() -> Iterator[None]:
         yield
         return
     library = torch.library.Library("aten", "IMPL")
-    kernels = {"_scaled_mm": _scaled_mm(_own("_scaled_mm")), **{name: _convolution(_own(name)) for name in CONVOLUTIONS}}
+    kernels = {
+        "_scaled_mm": _scaled_mm(_own("_scaled_mm")),
+        **{name: _convolution(_own(name)) for name in CONVOLUTIONS},
+    }
     kernels |= {name: _product(_own(name)) for name in PRODUCTS}
     for operation in RULES:
         name = operation.name().removeprefix("aten::")
@@ -199,7 +217,11 @@ def _rules(x: torch.Tensor) -> contextlib.AbstractContextManager:
     """CUDA's rules for a call of a model: in the kernels, or as a mode where tensors without values reach no kernel."""
     if second_device.is_present():
         return contextlib.nullcontext()  # it has a rule book of its own
-    in_kernels = hasattr(torch.library, "get_kernel") and not isinstance(x, FakeTensor) and torch._C._len_torch_dispatch_stack() == 0
+    in_kernels = (
+        hasattr(torch.library, "get_kernel")
+        and not isinstance(x, FakeTensor)
+        and torch._C._len_torch_dispatch_stack() == 0
+    )
     return rules_in_kernels() if in_kernels else CudaRules()
 
 
@@ -268,7 +290,9 @@ def running(server: Server, small_models: Path) -> Server:
 def shared_files(models_dir: Path) -> tuple[Path, Path]:
     """The files that every module has: ``wan`` and ``overflowing``."""
     folder = models_dir / "diffusion_models"
-    return tiny_models.wan(folder / "wan_clean.safetensors"), tiny_models.wan_overflowing(folder / "wan_overflowing.safetensors")
+    return tiny_models.wan(folder / "wan_clean.safetensors"), tiny_models.wan_overflowing(
+        folder / "wan_overflowing.safetensors"
+    )
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -291,7 +315,9 @@ def files_of_a_module(shared_files: tuple[Path, Path]) -> Iterator[None]:
 
 
 def _files() -> set[Path]:
-    return {path for folder in ("models", "output") for path in (Path(_base.name) / folder).rglob("*") if path.is_file()}
+    return {
+        path for folder in ("models", "output") for path in (Path(_base.name) / folder).rglob("*") if path.is_file()
+    }
 
 
 @pytest.fixture(scope="session")

@@ -27,7 +27,9 @@ def sd15_diffusers(path: Path, dtype: torch.dtype = torch.float16) -> Path:
     for leaf in ("weight", "bias"):
         names |= {f"controlnet_mid_block.{leaf}": f"middle_block_out.0.{leaf}"}
         names |= {f"controlnet_down_blocks.{i}.{leaf}": f"zero_convs.{i}.0.{leaf}" for i in range(2)}
-        names |= {f"controlnet_cond_embedding.blocks.{i}.{leaf}": f"input_hint_block.{2 * i + 2}.{leaf}" for i in range(6)}
+        names |= {
+            f"controlnet_cond_embedding.blocks.{i}.{leaf}": f"input_hint_block.{2 * i + 2}.{leaf}" for i in range(6)
+        }
         names[f"controlnet_cond_embedding.conv_in.{leaf}"] = f"input_hint_block.0.{leaf}"
         names[f"controlnet_cond_embedding.conv_out.{leaf}"] = f"input_hint_block.14.{leaf}"
     return tiny_models.write_shapes(path, {name: shapes[own] for name, own in names.items() if own in shapes}, dtype, 0)
@@ -36,7 +38,9 @@ def sd15_diffusers(path: Path, dtype: torch.dtype = torch.float16) -> Path:
 def flux(path: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
     """Write a Flux ControlNet in the format of XLabs."""
     shapes = _flux(latent_input=False)
-    return tiny_models.write_shapes(path, {name.replace("_norm.weight", "_norm.scale"): shape for name, shape in shapes.items()}, dtype, 0)
+    return tiny_models.write_shapes(
+        path, {name.replace("_norm.weight", "_norm.scale"): shape for name, shape in shapes.items()}, dtype, 0
+    )
 
 
 def flux_diffusers(path: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
@@ -50,7 +54,9 @@ def flux_diffusers(path: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
         if key in shapes:
             own[name] = shapes[key] if part is None else (part[2], *shapes[key][1:])
     rest = {name: shape for name, shape in shapes.items() if name.startswith(("controlnet_", "pos_embed_input"))}
-    return tiny_models.write_shapes(path, own | rest | {"controlnet_x_embedder.weight": shapes["pos_embed_input.weight"]}, dtype, 0)
+    return tiny_models.write_shapes(
+        path, own | rest | {"controlnet_x_embedder.weight": shapes["pos_embed_input.weight"]}, dtype, 0
+    )
 
 
 def qwen(path: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
@@ -68,20 +74,30 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
 
     model = controlnet.QwenImageControlNetModel
     monkeypatch.setattr(controlnet, "QwenImageControlNetModel", functools.partial(model, num_attention_heads=HEADS))
-    monkeypatch.setattr(model_detection, "unet_config_from_diffusers_unet", lambda tensors: tiny_models.sd15_unet_config())
+    monkeypatch.setattr(
+        model_detection, "unet_config_from_diffusers_unet", lambda tensors: tiny_models.sd15_unet_config()
+    )
 
 
 def sd35(path: Path, dtype: torch.dtype = torch.float16) -> Path:
     """Write an SD3.5 ControlNet of two blocks: it gets an embedder from the model it runs beside."""
     from comfy.cldm.dit_embedder import ControlNetEmbedder
 
-    sizes = dict(img_size=None, patch_size=2, in_chans=16, attention_head_dim=64, num_attention_heads=4, adm_in_channels=2048)
+    sizes = dict(
+        img_size=None, patch_size=2, in_chans=16, attention_head_dim=64, num_attention_heads=4, adm_in_channels=2048
+    )
     model = tiny_models.on_meta(ControlNetEmbedder, num_layers=2, main_model_double=4, double_y_emb=True, **sizes)
     shapes = {name: shape for name, shape in tiny_models.shapes_of(model).items() if "orig_y_embedder" not in name}
     return tiny_models.write_shapes(path, shapes | {"control_type": (1,)}, dtype, 0)
 
 
-KINDS: dict[str, Callable[[Path], Path]] = {"sd15": sd15, "sd15_diffusers": sd15_diffusers, "flux": flux, "flux_diffusers": flux_diffusers, "qwen": qwen}
+KINDS: dict[str, Callable[[Path], Path]] = {
+    "sd15": sd15,
+    "sd15_diffusers": sd15_diffusers,
+    "flux": flux,
+    "flux_diffusers": flux_diffusers,
+    "qwen": qwen,
+}
 CONTEXT = {"sd15": 768, "sd15_diffusers": 768, "flux": 4096, "flux_diffusers": 4096, "qwen": 3584, "sd35": 4096}
 
 
@@ -102,7 +118,11 @@ def _inputs(kind: str, seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     latent = {"qwen": (1, 16, 1, 8, 8)}.get(kind, (1, 16, 8, 8) if kind.startswith(("flux", "sd35")) else (1, 4, 8, 8))
     in_latents = kind in ("flux_diffusers", "qwen", "sd35")
-    inputs = {"x": random(*latent), "hint": random(*latent) if in_latents else random(1, 3, 64, 64), "context": random(1, 16, CONTEXT[kind])}
+    inputs = {
+        "x": random(*latent),
+        "hint": random(*latent) if in_latents else random(1, 3, 64, 64),
+        "context": random(1, 16, CONTEXT[kind]),
+    }
     inputs["timesteps"] = torch.tensor([0.5 if in_latents or kind == "flux" else 500.0])
     if kind == "sd35":
         inputs["y"] = random(1, 2048)

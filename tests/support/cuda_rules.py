@@ -133,7 +133,9 @@ def _scaled(a, b, bias, out_dtype) -> None:
     if b.stride(0) != 1 or b.stride(1) <= 1:
         raise RuntimeError(f"mat2 must be col_major, got stride {tuple(b.stride())}")
     if a.shape[1] % 16:
-        raise ValueError(f"Expected trailing dimension of mat1 to be divisible by 16 but got mat1 shape: {tuple(a.shape)}")
+        raise ValueError(
+            f"Expected trailing dimension of mat1 to be divisible by 16 but got mat1 shape: {tuple(a.shape)}"
+        )
     if b.shape[0] % 16 or b.shape[1] % 16:
         raise ValueError(f"mat2 shape ({b.shape[0]}x{b.shape[1]}) must be divisible by 16")
     if bias is not None:
@@ -232,7 +234,19 @@ def with_rules(operation: OpOverload, kernel: Callable | None) -> Callable:
     return run
 
 
-METHODS = ("item", "tolist", "cpu", "numpy", "nonzero", "equal", "unique", "__bool__", "__float__", "__int__", "__index__")
+METHODS = (
+    "item",
+    "tolist",
+    "cpu",
+    "numpy",
+    "nonzero",
+    "equal",
+    "unique",
+    "__bool__",
+    "__float__",
+    "__int__",
+    "__index__",
+)
 FUNCTIONS = ("equal", "allclose", "nonzero", "unique", "is_nonzero")
 WAITING = [(torch.Tensor, name) for name in METHODS] + [(torch, name) for name in FUNCTIONS]
 WAITING.append((FakeTensor, "tolist"))

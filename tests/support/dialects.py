@@ -103,8 +103,14 @@ def with_settings_in_header(path: Path, prefix: str = "", of_tensors: str | None
     tensors = load_file(path)
     marks = {name: tensors.pop(name) for name in [*tensors] if name.endswith(".comfy_quant")}
     named = prefix if of_tensors is None else of_tensors
-    layers = {named + name.removesuffix(".comfy_quant"): json.loads(mark.numpy().tobytes()) for name, mark in marks.items()}
-    save_file({prefix + name: tensor for name, tensor in tensors.items()}, path, {"_quantization_metadata": json.dumps({"layers": layers})})
+    layers = {
+        named + name.removesuffix(".comfy_quant"): json.loads(mark.numpy().tobytes()) for name, mark in marks.items()
+    }
+    save_file(
+        {prefix + name: tensor for name, tensor in tensors.items()},
+        path,
+        {"_quantization_metadata": json.dumps({"layers": layers})},
+    )
     return path
 
 
@@ -163,6 +169,7 @@ def in_format(path: Path, weights: Weights, biases: Weights, name: str, settings
 
 def rotation(size: int) -> torch.Tensor:
     """The normalized regular Hadamard matrix, entry by entry: the sign flips once for each base-4 digit pair that adds to 3."""
+
     def sign(i: int, j: int) -> int:
         flips = 0
         for _ in range(10):
@@ -249,7 +256,11 @@ def _mxfp8(weight: torch.Tensor) -> Weights:
     exponent = (blocks.abs().amax(2).clamp(min=1e-30) / 448).log2().ceil()
     data = (blocks / exponent.exp2()[:, :, None]).clamp(-448, 448).to(E4M3)
     scale = tiled((exponent + 127).to(torch.uint8))
-    return {"weight": data.reshape(weight.shape), "weight_scale": scale, "comfy_quant": comfy_quant_bytes({"format": "mxfp8"})}
+    return {
+        "weight": data.reshape(weight.shape),
+        "weight_scale": scale,
+        "comfy_quant": comfy_quant_bytes({"format": "mxfp8"}),
+    }
 
 
 def _w4a8(weight: torch.Tensor, bits: int = 4) -> Weights:
@@ -264,7 +275,9 @@ def _w4a8(weight: torch.Tensor, bits: int = 4) -> Weights:
     codes = codes.reshape(weight.shape)
     settings = {"format": "asym_w4a8_int8", "group_size": 16, "convrot_groupsize": size}
     return {
-        "weight": _two_a_byte(codes % 16) if bits == 4 else torch.cat((_two_a_byte(codes % 16), _four_a_byte(codes // 16)), 1),
+        "weight": _two_a_byte(codes % 16)
+        if bits == 4
+        else torch.cat((_two_a_byte(codes % 16), _four_a_byte(codes // 16)), 1),
         "weight_s_rel": relative,
         "weight_s_channel": channel,
         "comfy_quant": comfy_quant_bytes(settings),

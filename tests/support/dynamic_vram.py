@@ -75,7 +75,9 @@ class DynamicVram:
 
     def _set_up(self, key: str, module, patches: dict) -> None:
         """As ``ModelPatcherDynamic.load`` does."""
-        module.__dict__.update(_v=(self, module, _size(module)), _v_signature=None, seed_key=key, was_cast=module.comfy_cast_weights)
+        module.__dict__.update(
+            _v=(self, module, _size(module)), _v_signature=None, seed_key=key, was_cast=module.comfy_cast_weights
+        )
         module.comfy_cast_weights = True
         for name in ("weight", "bias"):
             parameter = getattr(module, name, None)
@@ -147,15 +149,25 @@ class DynamicVram:
             if tensor is not None:
                 place.copy_(tensor)
         geometry = tensors_to_geometries(source)
-        needs_cast = any(tensor is not None and tensor.dtype != cast.dtype for tensor, cast in zip(source, geometry, strict=True))
+        needs_cast = any(
+            tensor is not None and tensor.dtype != cast.dtype for tensor, cast in zip(source, geometry, strict=True)
+        )
         module._prefetch = {
-            **{"signature": signature, "resident": False, "xfer_dest": buffer, "cast_dest": None, "needs_cast": needs_cast},
+            **{
+                "signature": signature,
+                "resident": False,
+                "xfer_dest": buffer,
+                "cast_dest": None,
+                "needs_cast": needs_cast,
+            },
             "cast_geometry": geometry,
         }
 
     def prefetch(self, block: torch.nn.Module) -> None:
         modules = [module for module in block.modules() if hasattr(module, "_v")]
-        assert not any(hasattr(module, "_prefetch") for module in modules), "the pages of an earlier call are still pinned"
+        assert not any(hasattr(module, "_prefetch") for module in modules), (
+            "the pages of an earlier call are still pinned"
+        )
         for module in modules:
             self._transfer(module, torch.empty(_size(module), dtype=torch.uint8))
         comfy.model_prefetch.PREFETCH_QUEUES.append([(None, (block, modules))])
@@ -208,7 +220,11 @@ def _lend_by_aimdo(module, state: str, buffer: _Buffer, patch: pytest.MonkeyPatc
     buffer.reserve(size)
     own = {"_v": (_Pages(state), 0, size), "_v_signature": None, "seed_key": "", "comfy_cast_weights": True}
     if state == "resident":
-        own |= {"_v_signature": SIGNATURE, "_v_weight": kept[0].data, "_v_bias": None if kept[1] is None else kept[1].data}
+        own |= {
+            "_v_signature": SIGNATURE,
+            "_v_weight": kept[0].data,
+            "_v_bias": None if kept[1] is None else kept[1].data,
+        }
     else:
         pin = torch.empty(size, dtype=torch.uint8)
         for tensor, place in zip(kept, comfy.memory_management.interpret_gathered_like(kept, pin), strict=True):

@@ -23,7 +23,13 @@ from support.families import Call, transformer_options
 from support.leaf_operations import LeafOperations, aten
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-NO_KERNEL = {aten._unsafe_view.default, aten.lift_fresh.default, aten.detach.default, aten.empty.memory_format, aten.empty_like.default}
+NO_KERNEL = {
+    aten._unsafe_view.default,
+    aten.lift_fresh.default,
+    aten.detach.default,
+    aten.empty.memory_format,
+    aten.empty_like.default,
+}
 
 
 class FakeCuda:
@@ -60,7 +66,10 @@ class FakeCuda:
         args, kwargs = tree_map_only(torch.Tensor, self.fake, (call.args, dict(call.kwargs)))
         names = ("c_concat", "c_crossattn", "control")
         arguments = {**dict(zip(names, args[2:], strict=False)), **kwargs}
-        arguments["transformer_options"] = {**arguments.get("transformer_options", {}), **transformer_options(self.patcher)}
+        arguments["transformer_options"] = {
+            **arguments.get("transformer_options", {}),
+            **transformer_options(self.patcher),
+        }
         self.reads.places, self.reads.foreign = [], 0
         with torch.inference_mode(False), torch.no_grad(), self.mode, self.reads:
             return self.patcher.model.apply_model(args[0], args[1], **arguments)
@@ -159,4 +168,6 @@ class Kernels(LeafOperations):
 
 
 def _bytes(values) -> int:
-    return sum(leaf.nbytes for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor) and leaf.device.type == "cuda")
+    return sum(
+        leaf.nbytes for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor) and leaf.device.type == "cuda"
+    )

@@ -116,7 +116,9 @@ def noise(model, batch: int = 1, size: int = 8, seed: int = 2, frames: int = 1) 
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def sample(model, family: str, steps: int = 4, cond: list | None = None, sampler: str = "euler", **options) -> torch.Tensor:
+def sample(
+    model, family: str, steps: int = 4, cond: list | None = None, sampler: str = "euler", **options
+) -> torch.Tensor:
     """A latent from ComfyUI's sampler."""
     import comfy.sample
 

@@ -89,7 +89,10 @@ def _close(name: str, reference: torch.Tensor, found: torch.Tensor, storage: str
 def _same_in_memory(path: Path, target: Path, storage: str, rules) -> None:
     file, written = open_checkpoint(path), open_checkpoint(target)
     checkpoint = read_checkpoint(file, file.metadata, path)
-    wanted = {name.removesuffix(".weight"): plan.storage for name, plan in plan_file(checkpoint, checkpoint.prefix, storage, rules).items()}
+    wanted = {
+        name.removesuffix(".weight"): plan.storage
+        for name, plan in plan_file(checkpoint, checkpoint.prefix, storage, rules).items()
+    }
     tensors, _ = in_storages(checkpoint, wanted)
     if set(tensors) != set(written):
         raise Wrong(f"in memory and in the file: {set(tensors) ^ set(written)}")

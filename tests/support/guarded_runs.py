@@ -17,7 +17,14 @@ MODEL = "guarded_overflowing.safetensors"
 
 def graph(on_nan: str, model: str = MODEL, seed: int = 1) -> dict:
     """A text-to-image prompt in plain fp16 with the guard as node 9 and the report as node 10."""
-    sampled = {"positive": ["4", 0], "negative": ["4", 0], "latent_image": ["5", 0], "seed": seed, "steps": 2, "cfg": 1.0}
+    sampled = {
+        "positive": ["4", 0],
+        "negative": ["4", 0],
+        "latent_image": ["5", 0],
+        "seed": seed,
+        "steps": 2,
+        "cfg": 1.0,
+    }
     return {
         "1": node("HalfsafeLoadDiffusionModel", model_name=model, storage="fp16", compute="fp16"),
         "9": node("HalfsafeNaNGuard", model=["1", 0], on_nan=on_nan, max_retries=8),
@@ -32,20 +39,29 @@ def graph(on_nan: str, model: str = MODEL, seed: int = 1) -> dict:
     }
 
 
-def told(server: Server, prompt: dict, extra: dict | None = None, settings: dict[str, str] | None = None) -> tuple[list[dict], dict]:
+def told(
+    server: Server, prompt: dict, extra: dict | None = None, settings: dict[str, str] | None = None
+) -> tuple[list[dict], dict]:
     """Run a prompt as an open page does, with ``extra_data``: the guard's events it was sent, and the history's entry.
 
     ``settings``: page -> what that page, open as well, sends as its setting before.
     """
-    return asyncio.run(_told(server, {"prompt": prompt, "client_id": "page", "extra_data": extra or {}}, settings or {}))
+    return asyncio.run(
+        _told(server, {"prompt": prompt, "client_id": "page", "extra_data": extra or {}}, settings or {})
+    )
 
 
 async def _told(server: Server, request: dict, settings: dict[str, str]) -> tuple[list[dict], dict]:
     events = []
     async with aiohttp.ClientSession() as session, contextlib.AsyncExitStack() as pages:
-        sockets = {page: await pages.enter_async_context(session.ws_connect(f"{server.url}/ws?clientId={page}")) for page in {"page", *settings}}
+        sockets = {
+            page: await pages.enter_async_context(session.ws_connect(f"{server.url}/ws?clientId={page}"))
+            for page in {"page", *settings}
+        }
         for page, on_nan in settings.items():
-            async with session.post(f"{server.url}/halfsafe/watch", json={"client_id": page, "on_nan": on_nan}) as answer:
+            async with session.post(
+                f"{server.url}/halfsafe/watch", json={"client_id": page, "on_nan": on_nan}
+            ) as answer:
                 assert answer.status == 200, await answer.text()
         async with session.post(f"{server.url}/prompt", json=request) as answer:
             assert answer.status == 200, await answer.text()
@@ -55,7 +71,10 @@ async def _told(server: Server, request: dict, settings: dict[str, str]) -> tupl
                 continue  # of a guard that found nothing
             if message["type"] == "halfsafe.guard":
                 events.append(message["data"])
-            elif message["type"] in ("execution_success", "execution_error") and message["data"]["prompt_id"] == prompt_id:
+            elif (
+                message["type"] in ("execution_success", "execution_error")
+                and message["data"]["prompt_id"] == prompt_id
+            ):
                 break
     return events, await asyncio.to_thread(server.wait, prompt_id)
 

@@ -81,7 +81,9 @@ def inside(model, change, key: str = "test.inside"):
     from comfy.patcher_extension import WrappersMP
 
     clone = model.clone()
-    clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, key, lambda executor, *args, **kwargs: change(executor, args, kwargs))
+    clone.add_wrapper_with_key(
+        WrappersMP.APPLY_MODEL, key, lambda executor, *args, **kwargs: change(executor, args, kwargs)
+    )
     return clone
 
 
@@ -135,7 +137,9 @@ def sample(model, positive, negative=None, cfg=3.0, steps=2, sampler="euler", ba
     start = families.noise(model, batch)
     negative = negative or families.conditioning("wan", seed=9)
     run = core("comfy.sample").sample
-    return run(model, start, steps, cfg, sampler, "simple", positive, negative, torch.zeros_like(start), seed=1, **options)
+    return run(
+        model, start, steps, cfg, sampler, "simple", positive, negative, torch.zeros_like(start), seed=1, **options
+    )
 
 
 def int8_attention(function, q, k, v, heads, *args, **kwargs):

@@ -24,7 +24,6 @@ class _Wrapper(torch.Tensor):
         raise NotImplementedError(f"{func} in a thread without the second device")
 
 
-
 def is_plain(kind: type) -> bool:
     """Whether a class leaves its tensors' operations to whoever is below it."""
     return kind is _Wrapper or kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__

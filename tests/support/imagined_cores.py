@@ -4,6 +4,8 @@ that are gone or have another name, with layers that are multiplied past their f
 Each is a context manager. Where a parameter is passed it does something, so that dropping it gives another picture: it multiplies the result.
 """
 
+# ruff: noqa: B006  ComfyUI's own default of transformer_options
+
 from __future__ import annotations
 
 import contextlib
@@ -19,7 +21,18 @@ GAIN = "gain"
 NEW = "brand_new"
 """A parameter that nobody passes."""
 LINEAR, MIXED = "Linear", "mixed Linear"
-LAYERS = (LINEAR, MIXED, "Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "LayerNorm", "GroupNorm", "RMSNorm")
+LAYERS = (
+    LINEAR,
+    MIXED,
+    "Conv1d",
+    "Conv2d",
+    "Conv3d",
+    "ConvTranspose1d",
+    "ConvTranspose2d",
+    "LayerNorm",
+    "GroupNorm",
+    "RMSNorm",
+)
 FORMS = ("keyword", "placed", "required")
 """How a parameter is added: by its name alone, in a place, without a default."""
 
@@ -120,13 +133,39 @@ def attention_takes(form: str = "keyword", passed: tuple = ()) -> Iterator[None]
     plain = attention.attention_pytorch.__wrapped__
     if form == "keyword":
 
-        def attention_pytorch(q, k, v, heads, mask=None, attn_precision=None, skip_reshape=False, skip_output_reshape=False, gain=None, **kwargs):
-            return multiplied(plain(q, k, v, heads, mask, attn_precision, skip_reshape, skip_output_reshape, **kwargs), gain)
+        def attention_pytorch(
+            q,
+            k,
+            v,
+            heads,
+            mask=None,
+            attn_precision=None,
+            skip_reshape=False,
+            skip_output_reshape=False,
+            gain=None,
+            **kwargs,
+        ):
+            return multiplied(
+                plain(q, k, v, heads, mask, attn_precision, skip_reshape, skip_output_reshape, **kwargs), gain
+            )
 
     else:
 
-        def attention_pytorch(q, k, v, heads, gain=None, mask=None, attn_precision=None, skip_reshape=False, skip_output_reshape=False, **kwargs):
-            return multiplied(plain(q, k, v, heads, mask, attn_precision, skip_reshape, skip_output_reshape, **kwargs), gain)
+        def attention_pytorch(
+            q,
+            k,
+            v,
+            heads,
+            gain=None,
+            mask=None,
+            attn_precision=None,
+            skip_reshape=False,
+            skip_output_reshape=False,
+            **kwargs,
+        ):
+            return multiplied(
+                plain(q, k, v, heads, mask, attn_precision, skip_reshape, skip_output_reshape, **kwargs), gain
+            )
 
     if form == "renamed":
 
@@ -138,9 +177,21 @@ def attention_takes(form: str = "keyword", passed: tuple = ()) -> Iterator[None]
 
     def of_model(q, k, v, *args, heads=None, **kwargs):
         args = (heads, *args) if heads is not None else args
-        return function(q, k, v, *args, *(passed if by_place else ()), **kwargs, **({} if by_place else dict(zip((GAIN,), passed, strict=False))))
+        return function(
+            q,
+            k,
+            v,
+            *args,
+            *(passed if by_place else ()),
+            **kwargs,
+            **({} if by_place else dict(zip((GAIN,), passed, strict=False))),
+        )
 
-    with changed(attention, "attention_pytorch", function), changed(attention, "optimized_attention", function), changed(model, "optimized_attention", of_model):
+    with (
+        changed(attention, "attention_pytorch", function),
+        changed(attention, "optimized_attention", function),
+        changed(model, "optimized_attention", of_model),
+    ):
         yield
 
 
@@ -158,35 +209,47 @@ def model_takes(form: str = "keyword") -> Iterator[None]:
 
     if form == "keyword":
 
-        def inner(self, x, t, c_concat=None, c_crossattn=None, control=None, transformer_options={}, gain=None, **kwargs):  # noqa: B006
+        def inner(
+            self, x, t, c_concat=None, c_crossattn=None, control=None, transformer_options={}, gain=None, **kwargs
+        ):
             return multiplied(plain(self, x, t, c_concat, c_crossattn, control, transformer_options, **kwargs), gain)
 
-        def outer(self, x, t, c_concat=None, c_crossattn=None, control=None, transformer_options={}, **kwargs):  # noqa: B006
-            return around(self, transformer_options).execute(x, t, c_concat, c_crossattn, control, transformer_options, **kwargs)
+        def outer(self, x, t, c_concat=None, c_crossattn=None, control=None, transformer_options={}, **kwargs):
+            return around(self, transformer_options).execute(
+                x, t, c_concat, c_crossattn, control, transformer_options, **kwargs
+            )
 
     elif form == "placed":
 
-        def inner(self, x, t, c_concat=None, c_crossattn=None, control=None, gain=None, transformer_options={}, **kwargs):  # noqa: B006
+        def inner(
+            self, x, t, c_concat=None, c_crossattn=None, control=None, gain=None, transformer_options={}, **kwargs
+        ):
             return multiplied(plain(self, x, t, c_concat, c_crossattn, control, transformer_options, **kwargs), gain)
 
-        def outer(self, x, t, c_concat=None, c_crossattn=None, control=None, gain=None, transformer_options={}, **kwargs):  # noqa: B006
-            return around(self, transformer_options).execute(x, t, c_concat, c_crossattn, control, gain, transformer_options, **kwargs)
+        def outer(
+            self, x, t, c_concat=None, c_crossattn=None, control=None, gain=None, transformer_options={}, **kwargs
+        ):
+            return around(self, transformer_options).execute(
+                x, t, c_concat, c_crossattn, control, gain, transformer_options, **kwargs
+            )
 
     elif form == "removed":
 
-        def inner(self, x, t, c_crossattn=None, transformer_options={}, **kwargs):  # noqa: B006
+        def inner(self, x, t, c_crossattn=None, transformer_options={}, **kwargs):
             return plain(self, x, t, None, c_crossattn, None, transformer_options, **kwargs)
 
-        def outer(self, x, t, c_concat=None, c_crossattn=None, control=None, transformer_options={}, **kwargs):  # noqa: B006
+        def outer(self, x, t, c_concat=None, c_crossattn=None, control=None, transformer_options={}, **kwargs):
             return around(self, transformer_options).execute(x, t, c_crossattn, transformer_options, **kwargs)
 
     else:
 
-        def inner(self, x, t, concat=None, context=None, control=None, transformer_options={}, **kwargs):  # noqa: B006
+        def inner(self, x, t, concat=None, context=None, control=None, transformer_options={}, **kwargs):
             return plain(self, x, t, concat, context, control, transformer_options, **kwargs)
 
-        def outer(self, x, t, c_concat=None, c_crossattn=None, control=None, transformer_options={}, **kwargs):  # noqa: B006
-            return around(self, transformer_options).execute(x, t, c_concat, c_crossattn, control, transformer_options, **kwargs)
+        def outer(self, x, t, c_concat=None, c_crossattn=None, control=None, transformer_options={}, **kwargs):
+            return around(self, transformer_options).execute(
+                x, t, c_concat, c_crossattn, control, transformer_options, **kwargs
+            )
 
     base = comfy.model_base.BaseModel
     with changed(base, "_apply_model", inner), changed(base, "apply_model", outer):
@@ -208,7 +271,9 @@ def sampling_takes(passed: tuple = (), own: bool = False) -> Iterator[None]:
     def inner(self, *args, **kwargs):
         place = self.model_sampling.__dict__
         before = place.get("calculate_input")
-        place["calculate_input"] = functools.partial(self.model_sampling.calculate_input, **dict(zip((GAIN,), passed, strict=False)))
+        place["calculate_input"] = functools.partial(
+            self.model_sampling.calculate_input, **dict(zip((GAIN,), passed, strict=False))
+        )
         try:
             return apply(self, *args, **kwargs)
         finally:
@@ -249,8 +314,13 @@ def combined(layers, x: torch.Tensor) -> list[torch.Tensor]:
 
     lent = [comfy.ops.cast_bias_weight(layer, x, offloadable=True) for layer in layers]
     weights = [weight.dequantize() if isinstance(weight, QuantizedTensor) else weight for weight, _, _ in lent]
-    biases = [torch.zeros_like(weight[:, 0]) if bias is None else bias for weight, (_, bias, _) in zip(weights, lent, strict=True)]
-    results = torch.nn.functional.linear(x, torch.cat(weights), torch.cat(biases)).split([len(weight) for weight in weights], -1)
+    biases = [
+        torch.zeros_like(weight[:, 0]) if bias is None else bias
+        for weight, (_, bias, _) in zip(weights, lent, strict=True)
+    ]
+    results = torch.nn.functional.linear(x, torch.cat(weights), torch.cat(biases)).split(
+        [len(weight) for weight in weights], -1
+    )
     for layer, (weight, bias, stream) in zip(layers, lent, strict=True):
         comfy.ops.uncast_bias_weight(layer, weight, bias, stream)
     return list(results)

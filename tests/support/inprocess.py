@@ -61,7 +61,9 @@ def benchmark(name: str) -> ModuleType:
     """A file of `benchmarks/`, whose folder's parent is on no path: it holds a `nodes` beside ComfyUI's."""
     if "benchmarks" not in sys.modules:
         folder = ROOT / "benchmarks"
-        spec = importlib.util.spec_from_file_location("benchmarks", folder / "__init__.py", submodule_search_locations=[str(folder)])
+        spec = importlib.util.spec_from_file_location(
+            "benchmarks", folder / "__init__.py", submodule_search_locations=[str(folder)]
+        )
         sys.modules["benchmarks"] = importlib.util.module_from_spec(spec)
     return importlib.import_module(f"benchmarks.{name}")
 

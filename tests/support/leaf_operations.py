@@ -50,7 +50,11 @@ class LeafOperations(TorchDispatchMode):
                 return result
         result = self.leaf(func, args, kwargs)
         # torch would call the constructor of a class made by as_subclass on this, without its arguments
-        return result.as_subclass(torch.Tensor) if func is aten.alias.default and not isinstance(result, FakeTensor) else result
+        return (
+            result.as_subclass(torch.Tensor)
+            if func is aten.alias.default and not isinstance(result, FakeTensor)
+            else result
+        )
 
     def leaf(self, func, args: tuple, kwargs: dict):
         """One operation on plain tensors. Returns its result."""

@@ -54,7 +54,9 @@ class Reads(TorchDispatchMode):
     def __enter__(self) -> Reads:
         self._patch = pytest.MonkeyPatch()
         numpy = torch.Tensor.numpy
-        self._patch.setattr(torch.Tensor, "numpy", lambda tensor, **options: self._note(tensor) or numpy(tensor, **options))
+        self._patch.setattr(
+            torch.Tensor, "numpy", lambda tensor, **options: self._note(tensor) or numpy(tensor, **options)
+        )
         return super().__enter__()
 
     def __exit__(self, *error) -> None:

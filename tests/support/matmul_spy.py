@@ -26,7 +26,13 @@ from support.leaf_operations import FakeTensor, LeafOperations, overloads
 from torch.nn.modules import module as hooks
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int8: "int8", **dict.fromkeys(FP8, "fp8")}
+SHORT = {
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.int8: "int8",
+    **dict.fromkeys(FP8, "fp8"),
+}
 OPERANDS = overloads({
     "mm.default": (0, 1), "mm.dtype": (0, 1), "addmm.default": (1, 2), "addmm_.default": (1, 2), "addmm.dtype_out": (1, 2), "bmm.default": (0, 1),
     "bmm.dtype": (0, 1), "baddbmm.default": (1, 2), "_scaled_mm.default": (0, 1), "_scaled_mm_v2.default": (0, 1),
@@ -127,7 +133,11 @@ class MatmulSpy(LeafOperations):
 
     def leaf(self, func, args, kwargs):
         result = func(*args, **kwargs)
-        if func in OPERANDS and not getattr(_rotating, "depth", 0) and not _with_itself(*(args[index] for index in OPERANDS[func])):
+        if (
+            func in OPERANDS
+            and not getattr(_rotating, "depth", 0)
+            and not _with_itself(*(args[index] for index in OPERANDS[func]))
+        ):
             self.seen.append(self._product(func, args, kwargs, result))
         elif func.name() == INT8_LINEAR:
             assert args[1].dtype == torch.int8
@@ -213,7 +223,11 @@ class Products(MatmulSpy):
             import comfy.ops
 
             fused = getattr(comfy.ops, "linear_input_act", None)
-            self._patch = mock.patch.object(comfy.ops, "linear_input_act", self._past_forward(fused)) if fused else contextlib.nullcontext()
+            self._patch = (
+                mock.patch.object(comfy.ops, "linear_input_act", self._past_forward(fused))
+                if fused
+                else contextlib.nullcontext()
+            )
             self._patch.__enter__()
         return super().__enter__()
 
@@ -241,7 +255,11 @@ class Products(MatmulSpy):
     @property
     def beside(self) -> dict[str, list[str]]:
         """The same of the LoRAs that are added to a layer's own product."""
-        return {name.removesuffix(" beside"): list(map(_mode, products)) for name, products in self.by_layer().items() if name.endswith(" beside")}
+        return {
+            name.removesuffix(" beside"): list(map(_mode, products))
+            for name, products in self.by_layer().items()
+            if name.endswith(" beside")
+        }
 
     def modes(self) -> dict[str, str]:
         """Layer -> what it multiplied in; every call of a layer must have been alike."""

@@ -11,7 +11,22 @@ import math
 import torch
 from support.leaf_operations import LeafOperations, aten, overloads
 
-BINARY = ("add", "sub", "mul", "div", "maximum", "minimum", "fmax", "fmin", "atan2", "copysign", "hypot", "remainder", "fmod", "pow")
+BINARY = (
+    "add",
+    "sub",
+    "mul",
+    "div",
+    "maximum",
+    "minimum",
+    "fmax",
+    "fmin",
+    "atan2",
+    "copysign",
+    "hypot",
+    "remainder",
+    "fmod",
+    "pow",
+)
 NO_KERNEL = "Failed to create function state object for: {}_dense_{}_{}"
 SHORT = {torch.float16: "half", torch.bfloat16: "bfloat", torch.float32: "float"}
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
@@ -33,7 +48,9 @@ def binary_with_another_result(name: str, out: torch.Tensor, a: torch.Tensor, b)
 def float64(dtype: torch.dtype) -> None:
     """empty_mps and empty_strided_mps, aten/src/ATen/mps/EmptyTensor.cpp."""
     if dtype == torch.float64:
-        raise TypeError("Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64. Please use float32 instead.")
+        raise TypeError(
+            "Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64. Please use float32 instead."
+        )
 
 
 def fp8(dtype: torch.dtype) -> None:

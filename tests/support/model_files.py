@@ -33,7 +33,9 @@ def in_parts(source: Path, folder: Path, stem: str) -> list[Path]:
     return paths
 
 
-def in_dialect(source: Path, target: Path, write: Callable, prefix: str = "", layers: Sequence[str] = WAN_LINEARS, **options) -> Path:
+def in_dialect(
+    source: Path, target: Path, write: Callable, prefix: str = "", layers: Sequence[str] = WAN_LINEARS, **options
+) -> Path:
     """The Wan model of ``source`` with the layers of its blocks as ``write``, of `support.dialects`, stores them."""
     tensors = load_file(source)
     weights = {layer: tensors.pop(f"{layer}.weight") for layer in layers}
@@ -54,12 +56,16 @@ def raw(target: Path, header: object, data: bytes = b"", length: int | None = No
     return target
 
 
-def lora(layers: dict[str, tuple[int, int]], rank: int = 4, size: float = 1.0, seed: int = 5) -> dict[str, torch.Tensor]:
+def lora(
+    layers: dict[str, tuple[int, int]], rank: int = 4, size: float = 1.0, seed: int = 5
+) -> dict[str, torch.Tensor]:
     """A LoRA in diffusers' format for Linear layers of the given (outputs, inputs)."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for layer, (outputs, inputs) in layers.items():
-        tensors[f"diffusion_model.{layer}.lora_A.weight"] = torch.randn(rank, inputs, generator=generator) * inputs**-0.5
+        tensors[f"diffusion_model.{layer}.lora_A.weight"] = (
+            torch.randn(rank, inputs, generator=generator) * inputs**-0.5
+        )
         tensors[f"diffusion_model.{layer}.lora_B.weight"] = torch.randn(outputs, rank, generator=generator) * size
     return tensors
 

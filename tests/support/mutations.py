@@ -97,14 +97,18 @@ def _writers() -> dict[str, Callable[[Path], Path]]:
         "fp32": with_all(dialects.plain, dtype=torch.float32),
         "unscaled": with_all(dialects.plain, dtype=dialects.E4M3),
         "checkpoint": lambda path: dialects.plain(path, prefixed, {}),
-        "comfy_quant e5m2": with_all(dialects.comfy_quant, dtype=dialects.E5M2, settings={"full_precision_matrix_mult": True}),
+        "comfy_quant e5m2": with_all(
+            dialects.comfy_quant, dtype=dialects.E5M2, settings={"full_precision_matrix_mult": True}
+        ),
         "metadata": with_all(dialects.quantization_metadata),
         "scaled_fp8": with_all(dialects.scaled_fp8, input_scale=0.5),
         "fnuz": with_all(dialects.modelopt, dtype=torch.float8_e4m3fnuz),
         "row": with_all(dialects.row_wise),
         "block": with_all(dialects.block_wise, rows=16, columns=16),
         "native": lambda path: dialects.native(path, four, {}),
-        "int8 without format": lambda path: dialects.in_format(path, four, {}, "int8", {"convrot": True, "convrot_groupsize": 64}),
+        "int8 without format": lambda path: dialects.in_format(
+            path, four, {}, "int8", {"convrot": True, "convrot_groupsize": 64}
+        ),
     }
 
 
@@ -114,7 +118,10 @@ def _taken_apart(name: str) -> ModelFile:
     length = int.from_bytes(content[:8], "little")
     header, data = json.loads(content[8 : 8 + length]), content[8 + length :]
     metadata = header.pop("__metadata__", {})
-    tensors = {key: Tensor(value["dtype"], value["shape"], data[slice(*value["data_offsets"])]) for key, value in header.items()}
+    tensors = {
+        key: Tensor(value["dtype"], value["shape"], data[slice(*value["data_offsets"])])
+        for key, value in header.items()
+    }
     return ModelFile(tensors, metadata)
 
 
@@ -122,7 +129,9 @@ def mutated(random: Random) -> bytes:
     """A genuine file after a few mutations: of its parts, of its header, of its bytes, or of several of these."""
     name = random.choice(list(genuine()))
     model = _taken_apart(name)
-    model = ModelFile({key: Tensor(t.code, list(t.shape), t.data) for key, t in model.tensors.items()}, dict(model.metadata))
+    model = ModelFile(
+        {key: Tensor(t.code, list(t.shape), t.data) for key, t in model.tensors.items()}, dict(model.metadata)
+    )
     levels = random.choices(("parts", "header", "bytes"), (6, 3, 2), k=random.choice((1, 1, 1, 2)))
     if "parts" in levels:
         for _ in range(random.choice((1, 1, 2, 3, 5))):
@@ -181,7 +190,11 @@ def _other_shape(random: Random, model: ModelFile) -> None:
     tensor = _any_tensor(random, model)
     tensor.data = random.choice((b"", tensor.data))
     count = len(tensor.data) // SIZES[tensor.code]
-    tensor.shape = _shape_of(random, count) if random.random() < 0.8 else [random.choice(EXTREMES) for _ in range(random.randrange(5))]
+    tensor.shape = (
+        _shape_of(random, count)
+        if random.random() < 0.8
+        else [random.choice(EXTREMES) for _ in range(random.randrange(5))]
+    )
 
 
 def _shape_of(random: Random, count: int) -> list[int]:
@@ -208,7 +221,9 @@ def _huge_values(random: Random, model: ModelFile) -> None:
 
 def _scale(random: Random, model: ModelFile) -> None:
     """A scale beside a weight: of any shape, dtype and value."""
-    shape = random.choice(([], [1], [1, 1], [32], [32, 1], [2, 3], [32, 3], [1, 48], [48], [0], [7, 3], [32, 48], [1, 32, 1]))
+    shape = random.choice(
+        ([], [1], [1, 1], [32], [32, 1], [2, 3], [32, 3], [1, 48], [48], [0], [7, 3], [32, 48], [1, 32, 1])
+    )
     code = random.choice(("F32", "F32", "BF16", "F16", "F64", "F8_E8M0", "U8", "I32", "C64", "BOOL", "F8_E4M3"))
     data = _values(random, code, prod(shape), (0.5, 0.01, 1.0, *NUMBERS))
     model.tensors[f"{_any_layer(random, model)}.{random.choice(SCALES)}"] = Tensor(code, shape, data)
@@ -219,13 +234,17 @@ def _comfy_quant(random: Random, model: ModelFile) -> None:
     shape = random.choice(([len(text)], [len(text)], [1, len(text)], [len(text), 1]))
     tensor = Tensor(random.choice(("U8", "U8", "U8", "I8", "F8_E4M3", "BOOL")), shape, text)
     if random.random() < 0.1:
-        tensor = random.choice((Tensor("I64", [], b"\xff" * 8), Tensor("U8", [], b"\x05"), Tensor("F32", [1], b"\0\0\xc0\x7f")))
+        tensor = random.choice(
+            (Tensor("I64", [], b"\xff" * 8), Tensor("U8", [], b"\x05"), Tensor("F32", [1], b"\0\0\xc0\x7f"))
+        )
     model.tensors[f"{_any_layer(random, model)}.comfy_quant"] = tensor
 
 
 def _metadata(random: Random, model: ModelFile) -> None:
     values = ("", "\ud800", "\0", 1, None, {}, "y" * 100_000, *[_any_json(random).decode("utf-8", "replace")] * 7)
-    model.metadata[random.choice(("format", "\ud800", "prompt", *["_quantization_metadata"] * 5))] = random.choice(values)
+    model.metadata[random.choice(("format", "\ud800", "prompt", *["_quantization_metadata"] * 5))] = random.choice(
+        values
+    )
 
 
 def _any_json(random: Random) -> bytes:
@@ -233,8 +252,13 @@ def _any_json(random: Random) -> bytes:
     if random.random() < 0.6:
         return random.choice(JSON_TEXTS)
     sizes = (64, 16, 256, 0, -1, 3, 1.0, True, None, "64", [64], 10**30)
-    settings = {key: random.choice(sizes) for key in random.sample(("convrot", "convrot_groupsize", "group_size", "num_experts"), 2)}
-    settings["format"] = random.choice(("float8_e4m3fn", "nvfp4", "mxfp8", "int8_tensorwise", "convrot_w4a4", "asym_w4a8_int8", "awq_w4a16", "x"))
+    settings = {
+        key: random.choice(sizes)
+        for key in random.sample(("convrot", "convrot_groupsize", "group_size", "num_experts"), 2)
+    }
+    settings["format"] = random.choice(
+        ("float8_e4m3fn", "nvfp4", "mxfp8", "int8_tensorwise", "convrot_w4a4", "asym_w4a8_int8", "awq_w4a16", "x")
+    )
     text = bytearray(json.dumps(settings).encode())
     for _ in range(random.randrange(3)):
         text[random.randrange(len(text))] = random.randrange(256)
@@ -250,7 +274,11 @@ def _with_other_header(random: Random, content: bytes) -> bytes:
     length = int.from_bytes(content[:8], "little")
     text, data = content[8 : 8 + length], content[8 + length :]
     text = random.choice((_entry_changed, _text_changed))(random, text)
-    declared = len(text) if random.random() < 0.7 else random.choice((*(n for n in EXTREMES if 0 <= n < 2**64), 10**8, 10**8 + 1, len(text) + 1))
+    declared = (
+        len(text)
+        if random.random() < 0.7
+        else random.choice((*(n for n in EXTREMES if 0 <= n < 2**64), 10**8, 10**8 + 1, len(text) + 1))
+    )
     return declared.to_bytes(8, "little") + text + data
 
 
@@ -261,7 +289,20 @@ def _entry_changed(random: Random, text: bytes) -> bytes:
         return text
     entry = header[random.choice(list(header))]
     other = header[random.choice(list(header))]
-    junk = (None, True, "x", [], {}, -1, *EXTREMES, [0, 10**30], [5, 1], ["0", "1"], [0.0, 4.0], *[other.get("data_offsets")] * 3)
+    junk = (
+        None,
+        True,
+        "x",
+        [],
+        {},
+        -1,
+        *EXTREMES,
+        [0, 10**30],
+        [5, 1],
+        ["0", "1"],
+        [0.0, 4.0],
+        *[other.get("data_offsets")] * 3,
+    )
     entry[random.choice(("dtype", "shape", "data_offsets", "data_offsets"))] = random.choice(junk)
     return dumped(header)
 
@@ -271,8 +312,23 @@ def _text_changed(random: Random, text: bytes) -> bytes:
     depth, at = random.choice((10, 950, 100_000)), random.randrange(len(text))
     repeated = b'{"blocks.0.ffn.0.weight":{"dtype":"F32","shape":[],"data_offsets":[0,4]},' + text[1:]
     nested = b'{"a":' + b"[" * depth + b"]" * depth + b"," + text[1:]
-    changed = text[:at] + random.choice((b"", b'"', b"{", b"]", b",", b"0", b"\\", b"\xff", b"9" * 400)) + text[at + random.randrange(3) :]
-    return random.choice((random.choice(JSON_TEXTS), repeated, nested, changed, changed, b"\xef\xbb\xbf" + text, text + b" " * 64, text[:-1]))
+    changed = (
+        text[:at]
+        + random.choice((b"", b'"', b"{", b"]", b",", b"0", b"\\", b"\xff", b"9" * 400))
+        + text[at + random.randrange(3) :]
+    )
+    return random.choice(
+        (
+            random.choice(JSON_TEXTS),
+            repeated,
+            nested,
+            changed,
+            changed,
+            b"\xef\xbb\xbf" + text,
+            text + b" " * 64,
+            text[:-1],
+        )
+    )
 
 
 def _with_other_bytes(random: Random, content: bytes) -> bytes:

@@ -21,7 +21,9 @@ def folding(plain: Callable, fused: Callable) -> Callable:
 
     def forward(self, input, input_act=None, act_weight=None, residual=None, residual_scale=None):
         is_int8 = getattr(self, "quant_format", None) == "int8_tensorwise"
-        unfused = input_act in (None, "rms_norm") or getattr(self, "_full_precision_mm", False) or len(self.weight_function)
+        unfused = (
+            input_act in (None, "rms_norm") or getattr(self, "_full_precision_mm", False) or len(self.weight_function)
+        )
         if unfused or not is_int8:
             result = plain(self, eager_input_act(input, input_act, act_weight))
         else:
@@ -85,9 +87,15 @@ def wan_block(self, x, e, freqs, context, context_img_len=257, transformer_optio
     modulation = cast_to(self.modulation, dtype=x.dtype, device=x.device)
     e = (modulation + e).chunk(6, dim=1) if e.ndim < 4 else (modulation.unsqueeze(0) + e).unbind(2)
     x = x.contiguous()
-    attended = self.self_attn(torch.addcmul(repeat_e(e[0], x), self.norm1(x), 1 + repeat_e(e[1], x)), freqs, transformer_options=transformer_options)
+    attended = self.self_attn(
+        torch.addcmul(repeat_e(e[0], x), self.norm1(x), 1 + repeat_e(e[1], x)),
+        freqs,
+        transformer_options=transformer_options,
+    )
     x = torch.addcmul(x, attended, repeat_e(e[2], x))
-    x = x + self.cross_attn(self.norm3(x), context, context_img_len=context_img_len, transformer_options=transformer_options)
+    x = x + self.cross_attn(
+        self.norm3(x), context, context_img_len=context_img_len, transformer_options=transformer_options
+    )
     for patch in transformer_options.get("patches", {}).get("attn2_patch", ()):
         x = patch({"x": x, "transformer_options": transformer_options})
     hidden = self.ffn[0](torch.addcmul(repeat_e(e[3], x), self.norm2(x), 1 + repeat_e(e[4], x)))
@@ -97,7 +105,9 @@ def wan_block(self, x, e, freqs, context, context_img_len=257, transformer_optio
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
     """Have the pinned ComfyUI call its layers as the next one does while the context lasts."""
-    pytest.importorskip("comfy.ldm.minimax.model", reason="ComfyUI 0.29 computes no activation of a layer, which the stand-in calls")
+    pytest.importorskip(
+        "comfy.ldm.minimax.model", reason="ComfyUI 0.29 computes no activation of a layer, which the stand-in calls"
+    )
     import comfy.ldm.minimax.model
     import comfy.ldm.wan.model
     import comfy.ops
@@ -121,7 +131,11 @@ def installed() -> Iterator[None]:
 
         comfy.ops._eager_input_act = eager_input_act
         undo.callback(delattr, comfy.ops, "_eager_input_act")
-        exchange(comfy.ops.disable_weight_init.Linear, "forward", folding(comfy.ops.disable_weight_init.Linear.forward, fused))
+        exchange(
+            comfy.ops.disable_weight_init.Linear,
+            "forward",
+            folding(comfy.ops.disable_weight_init.Linear.forward, fused),
+        )
         exchange(comfy.ops, "mixed_precision_ops", mixed_precision_ops)
         exchange(torch.nn.Sequential, "forward", folded_sequence)
         exchange(comfy.ldm.wan.model.WanAttentionBlock, "forward", wan_block)

@@ -9,15 +9,24 @@ from pathlib import Path
 
 from halfsafe.precision.base.message import messages_in
 
-WORDS = json.loads((Path(__file__).absolute().parents[2] / "locales" / "zh" / "main.json").read_text(encoding="utf-8"))["halfsafe"]
+WORDS = json.loads((Path(__file__).absolute().parents[2] / "locales" / "zh" / "main.json").read_text(encoding="utf-8"))[
+    "halfsafe"
+]
 NAME = re.compile("[a-z_]+")
 
 
 def said(text: str, messages: dict[str, dict]) -> str:
     """A text in Chinese. ``messages``: those that were sent along with it."""
     message = messages.get(text, {"template": text, "values": {}})
-    values = {name: said(value, messages) if isinstance(value, str) and not NAME.fullmatch(value) else value for name, value in message["values"].items()}
-    return re.sub(r"\{(\w+)\}", lambda found: str(values.get(found[1], found[0])), WORDS.get(message["template"], message["template"]))
+    values = {
+        name: said(value, messages) if isinstance(value, str) and not NAME.fullmatch(value) else value
+        for name, value in message["values"].items()
+    }
+    return re.sub(
+        r"\{(\w+)\}",
+        lambda found: str(values.get(found[1], found[0])),
+        WORDS.get(message["template"], message["template"]),
+    )
 
 
 def english_in(text: str) -> list[str]:

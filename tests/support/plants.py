@@ -54,7 +54,9 @@ def sample(model, family: str, positive: list | None = None, batch: int = 1, ste
 
     start = families.noise(model, batch)
     positive, negative = positive or conditioning(family, batch), conditioning(family, batch, seed=9)
-    return comfy.sample.sample(model, start, steps, 3.0, "euler", "simple", positive, negative, torch.zeros_like(start), seed=1)
+    return comfy.sample.sample(
+        model, start, steps, 3.0, "euler", "simple", positive, negative, torch.zeros_like(start), seed=1
+    )
 
 
 def nan_text(family: str, batch: int = 1, row: int = 0) -> list:

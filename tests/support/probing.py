@@ -16,4 +16,6 @@ def missed_expectations(device) -> list[str]:
     found = detect(device)
     failed = {probe.name: probe.detail for probe in found.probes if probe.ok is False}
     expected = [name for name, on in found.profile.capabilities.items() if on]
-    return [f"{name}: {probe}: {failed[probe]}" for name in expected for probe in probes_of[name][2:] if probe in failed]
+    return [
+        f"{name}: {probe}: {failed[probe]}" for name in expected for probe in probes_of[name][2:] if probe in failed
+    ]

@@ -33,8 +33,17 @@ CLASSES = {
     "minimax_h3": "comfy.ldm.minimax.model.MiniMaxH3Model",
 }
 COSMOS = {
-    **dict(max_img_h=240, max_img_w=240, max_frames=128, in_channels=16, out_channels=16, patch_spatial=2, patch_temporal=1),
-    **dict(concat_padding_mask=True, model_channels=128, num_blocks=4, num_heads=2, crossattn_emb_channels=64, pos_emb_cls="rope3d"),
+    **dict(
+        max_img_h=240, max_img_w=240, max_frames=128, in_channels=16, out_channels=16, patch_spatial=2, patch_temporal=1
+    ),
+    **dict(
+        concat_padding_mask=True,
+        model_channels=128,
+        num_blocks=4,
+        num_heads=2,
+        crossattn_emb_channels=64,
+        pos_emb_cls="rope3d",
+    ),
     **dict(use_adaln_lora=True, adaln_lora_dim=32),
 }
 SMALL = {
@@ -109,8 +118,26 @@ LOUD = {
     "ltxav": {r"transformer_blocks\.1\.ff\.net\.2\.weight": 1e6},
     "minimax_h3": {r"^blocks\.1\.mlp\.fc2\.weight": 1e6},
 }
-WIDTH = {"hidream": 64, "ace15": 64, "omnigen2": 64, "pixart": 64, "mochi": 64, "stable_audio": 768, "hunyuan_video15": 64, "ltxav": 32}
-WIDTH |= {"krea2": 256, "svd": 1024, "cosmos1": 64, "cosmos2": 64, "anima": 1024, "cogvideox": 4096, "kandinsky5": 64, "stable_cascade": 64}
+WIDTH = {
+    "hidream": 64,
+    "ace15": 64,
+    "omnigen2": 64,
+    "pixart": 64,
+    "mochi": 64,
+    "stable_audio": 768,
+    "hunyuan_video15": 64,
+    "ltxav": 32,
+}
+WIDTH |= {
+    "krea2": 256,
+    "svd": 1024,
+    "cosmos1": 64,
+    "cosmos2": 64,
+    "anima": 1024,
+    "cogvideox": 4096,
+    "kandinsky5": 64,
+    "stable_cascade": 64,
+}
 
 
 def write(family: str, path: Path, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Path:
@@ -120,7 +147,9 @@ def write(family: str, path: Path, dtype: torch.dtype = torch.bfloat16, seed: in
     module, _, name = CLASSES[family].rpartition(".")
     build = getattr(importlib.import_module(module), name)
     with with_weights():
-        shapes = shapes_of(build(**SMALL[family], dtype=torch.float32, device="cpu", operations=comfy.ops.disable_weight_init))
+        shapes = shapes_of(
+            build(**SMALL[family], dtype=torch.float32, device="cpu", operations=comfy.ops.disable_weight_init)
+        )
     if family != "stable_audio":
         return write_shapes(path, shapes, dtype, seed, metadata=sized(SMALL[family], PUBLISHED.get(family)))
     tensors = dict(tensors_of_shapes(shapes, dtype, seed)) | _embedders_of_seconds(seed)
@@ -134,7 +163,11 @@ def _embedders_of_seconds(seed: int) -> dict[str, torch.Tensor]:
     with with_weights():
         shapes = shapes_of(NumberConditioner(768))
     made = {start: tensors_of_shapes(shapes, torch.float32, seed) for start in ("seconds_start", "seconds_total")}
-    return {f"conditioner.conditioners.{start}.{name}": tensor for start, tensors in made.items() for name, tensor in tensors}
+    return {
+        f"conditioner.conditioners.{start}.{name}": tensor
+        for start, tensors in made.items()
+        for name, tensor in tensors
+    }
 
 
 def conditioning(family: str, batch: int = 1, length: int = 16, seed: int = 1) -> list:

@@ -47,11 +47,17 @@ def _bmm(device, left=HALF, right=None, **options):
 
 
 def _linear(device, left=HALF, right=None, bias=False):
-    return F.linear(ones(device, 2, 16, 32, dtype=left), ones(device, 16, 32, dtype=right or left), ones(device, 16, dtype=left) if bias else None)
+    return F.linear(
+        ones(device, 2, 16, 32, dtype=left),
+        ones(device, 16, 32, dtype=right or left),
+        ones(device, 16, dtype=left) if bias else None,
+    )
 
 
 def _addmm(device, dtype=HALF):
-    return torch.addmm(ones(device, 16, 16, dtype=dtype), ones(device, 16, 32, dtype=dtype), ones(device, 32, 16, dtype=dtype))
+    return torch.addmm(
+        ones(device, 16, 16, dtype=dtype), ones(device, 16, 32, dtype=dtype), ones(device, 32, 16, dtype=dtype)
+    )
 
 
 def _addmm_in_place(device):
@@ -64,13 +70,21 @@ def _addmm_wide(device, total=WIDE):
 
 
 def _int_mm(device, rows=32, inner=32, columns=32, row_major=False):
-    right = ones(device, inner, columns, dtype=torch.int8) if row_major else ones(device, columns, inner, dtype=torch.int8).t()
+    right = (
+        ones(device, inner, columns, dtype=torch.int8)
+        if row_major
+        else ones(device, columns, inner, dtype=torch.int8).t()
+    )
     return torch._int_mm(ones(device, rows, inner, dtype=torch.int8), right)
 
 
 def _scaled(device, left=E4M3, right=E4M3, inner=32, columns=16, turned="", bias=None, out=torch.bfloat16, newer=False):
     """A product of fp8; ``turned``: the operand, left or right, in the layout that CUDA does not take."""
-    a, b, one = ones(device, 16, inner, dtype=left), ones(device, columns, inner, dtype=right).t(), torch.ones((), device=device)
+    a, b, one = (
+        ones(device, 16, inner, dtype=left),
+        ones(device, columns, inner, dtype=right).t(),
+        torch.ones((), device=device),
+    )
     a, b = a.t().contiguous().t() if turned == "left" else a, b.contiguous() if turned == "right" else b
     bias = None if bias is None else ones(device, columns, dtype=bias)
     if newer:
@@ -106,12 +120,16 @@ def _summing_in_fp16(run: Callable, device: torch.device, **options) -> object:
 def _of_fp8(newer: bool) -> dict[str, Refused]:
     multiply = partial(_scaled, newer=newer)
     return {
-        "e5m2 by e5m2": Refused(partial(multiply, left=E5M2, right=E5M2), "Multiplication of two Float8_e5m2 matrices", ValueError),
+        "e5m2 by e5m2": Refused(
+            partial(multiply, left=E5M2, right=E5M2), "Multiplication of two Float8_e5m2 matrices", ValueError
+        ),
         "left operand column-major": Refused(partial(multiply, turned="left"), "must be row_major"),
         "right operand row-major": Refused(partial(multiply, turned="right"), "must be col_major"),
         "24 inputs": Refused(partial(multiply, inner=24), "divisible by 16", ValueError),
         "24 outputs": Refused(partial(multiply, columns=24), "divisible by 16", ValueError),
-        "bias of an fp32 result": Refused(partial(multiply, bias=torch.bfloat16, out=WIDE), "Bias is not supported when out_dtype", ValueError),
+        "bias of an fp32 result": Refused(
+            partial(multiply, bias=torch.bfloat16, out=WIDE), "Bias is not supported when out_dtype", ValueError
+        ),
         "bias in another dtype": Refused(partial(multiply, bias=HALF), "Bias must be", ValueError),
     }
 
@@ -147,7 +165,10 @@ TAKEN: dict[str, Callable[[torch.device], torch.Tensor]] = {
 }  # fmt: skip
 """What no rule refuses -> an operation whose result is its number of terms, 32, throughout."""
 READS: dict[str, Callable[[torch.Tensor], object]] = {
-    **{name: lambda x, name=name: getattr(x[0], name)() for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__")},
+    **{
+        name: lambda x, name=name: getattr(x[0], name)()
+        for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__")
+    },
     "__index__": lambda x: x[0].int().__index__(),
     **{name: lambda x, name=name: getattr(x, name)() for name in ("nonzero", "unique")},
     **{name: lambda x, name=name: getattr(torch, name)(x, x.clone()) for name in ("equal", "allclose")},
@@ -160,7 +181,9 @@ assert READS.keys() == {name for _, name in WAITING}
 def answered_otherwise(device: torch.device) -> dict[str, str]:
     """Run every case on a device; name of each that it answers otherwise than the rule book -> what it did."""
     with torch.inference_mode():
-        found = {name: unrefused(case, device) for name, case in REFUSED.items()} | {name: untaken(run, device) for name, run in TAKEN.items()}
+        found = {name: unrefused(case, device) for name, case in REFUSED.items()} | {
+            name: untaken(run, device) for name, run in TAKEN.items()
+        }
         if device.type == "cuda":
             found |= {f"read by {name}": _unwaited(read, device) for name, read in READS.items()}
     return {name: what for name, what in found.items() if what}

@@ -94,10 +94,20 @@ class SecondDevice:
         self._undo.enter_context(mock.patch.object(torch.Tensor, "tolist", tolist(torch.Tensor.tolist)))
         self._undo.enter_context(mock.patch.object(torch.Tensor, "as_subclass", as_subclass(torch.Tensor.as_subclass)))
         self._undo.enter_context(mock.patch.object(torch.Tensor, "set_", self._set(torch.Tensor.set_)))
-        self._undo.enter_context(mock.patch.object(torch.Tensor, "_make_wrapper_subclass", self._wrapper(torch.Tensor._make_wrapper_subclass)))
+        self._undo.enter_context(
+            mock.patch.object(
+                torch.Tensor, "_make_wrapper_subclass", self._wrapper(torch.Tensor._make_wrapper_subclass)
+            )
+        )
         for name in ("untyped_storage", "data_ptr"):
             self._undo.enter_context(mock.patch.object(torch.Tensor, name, of_raw(getattr(torch.Tensor, name))))
-        self._undo.enter_context(mock.patch.object(_python_dispatch, "_disable_current_modes", self._other_modes_off(_python_dispatch._disable_current_modes)))
+        self._undo.enter_context(
+            mock.patch.object(
+                _python_dispatch,
+                "_disable_current_modes",
+                self._other_modes_off(_python_dispatch._disable_current_modes),
+            )
+        )
         for name in ("tensor", "as_tensor"):
             self._undo.enter_context(mock.patch.object(torch, name, made_on_the_host(getattr(torch, name))))
         for name, answer in self._answers().items():
@@ -116,7 +126,9 @@ class SecondDevice:
 
     def _set(self, real: Callable) -> Callable:
         """A new tensor of another's memory; the one it is asked of, which has none of its own, is left as it is."""
-        return lambda tensor, *source: self.hold(source[0].raw, source[0].device) if is_held(source[0]) else real(tensor, *source)
+        return lambda tensor, *source: (
+            self.hold(source[0].raw, source[0].device) if is_held(source[0]) else real(tensor, *source)
+        )
 
     def _other_modes_off(self, real: Callable) -> Callable:
         """A device stays where torch's modes are turned off."""
@@ -131,7 +143,10 @@ class SecondDevice:
     def _answers(self) -> dict[str, Callable]:
         """What a tensor says of where it is."""
         where = torch._C.TensorBase.device.__get__
-        kinds = {f"is_{kind}": lambda tensor, kind=kind: self.outside(where(tensor)).type == kind for kind in ("cuda", "mps", "xpu", "cpu")}
+        kinds = {
+            f"is_{kind}": lambda tensor, kind=kind: self.outside(where(tensor)).type == kind
+            for kind in ("cuda", "mps", "xpu", "cpu")
+        }
         return {"device": lambda tensor: self.outside(where(tensor)), **kinds}
 
     def device(self, index: int = 0) -> torch.device:
@@ -174,10 +189,14 @@ class SecondDevice:
         if func in (aten._to_copy.default, aten.copy_.default):
             return self._copied(func, args, kwargs, target)
         with torch._C._DisableTorchDispatch():
-            computed = self.book.answers.get(func, func)(*tree_map(raw_of, args), **tree_map(raw_of, _on_the_cpu(kwargs)))
+            computed = self.book.answers.get(func, func)(
+                *tree_map(raw_of, args), **tree_map(raw_of, _on_the_cpu(kwargs))
+            )
         known = {id(tensor.raw): tensor for tensor in ours}
         # torch gives the view of a tensor that was made outside of inference mode its base's version, which one made inside has not
-        with torch.inference_mode(torch.is_inference_mode_enabled() and not (func.is_view and not ours[0].is_inference())):
+        with torch.inference_mode(
+            torch.is_inference_mode_enabled() and not (func.is_view and not ours[0].is_inference())
+        ):
             return tree_map(lambda result: self._given(result, known, target), computed)
 
     def _refuse(self, func, args, kwargs, ours: list[torch.Tensor], target: torch.device) -> None:

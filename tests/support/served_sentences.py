@@ -38,7 +38,11 @@ def templates_in(tree: ast.AST) -> Iterator[str]:
     for call in ast.walk(tree):
         name = getattr(call.func, "id", "") if isinstance(call, ast.Call) else ""
         if name == "Message":
-            yield from (part.value for part in ast.walk(call.args[0]) if isinstance(part, ast.Constant) and isinstance(part.value, str) and part.value != "{0} {1}")
+            yield from (
+                part.value
+                for part in ast.walk(call.args[0])
+                if isinstance(part, ast.Constant) and isinstance(part.value, str) and part.value != "{0} {1}"
+            )
         if name == "joined" and len(call.args) == 2 and call.args[1].value.strip():
             yield f"{{0}}{call.args[1].value}{{1}}"
 
@@ -50,7 +54,11 @@ def sentences_without_template() -> set[str]:
         for text in shown_nodes(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(text, ast.JoinedStr):
                 words = "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in text.values)
-                found |= {f"{path.relative_to(ROOT)}:{text.lineno}: {words}"} if is_sentence(words) and not CODE.search(words) else set()
+                found |= (
+                    {f"{path.relative_to(ROOT)}:{text.lineno}: {words}"}
+                    if is_sentence(words) and not CODE.search(words)
+                    else set()
+                )
     return found
 
 
@@ -68,7 +76,11 @@ def modules() -> list[Path]:
 
 def texts_of(tree: ast.AST) -> Iterator[str]:
     """Yield the texts below a node, without what no page shows, and without the joint that they begin or end with."""
-    yield from (node.value.strip(" ;") for node in shown_nodes(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    yield from (
+        node.value.strip(" ;")
+        for node in shown_nodes(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
 
 
 def shown_nodes(tree: ast.AST) -> Iterator[ast.AST]:
@@ -88,7 +100,12 @@ def is_log(node: ast.AST) -> bool:
     """Whether this is written to the log alone: what ``logger`` is given, and a ``__repr__``, which the log at debug prints."""
     if isinstance(node, ast.FunctionDef):
         return node.name in ("__repr__", "repr_of")
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name) and node.func.value.id == "logger"
+    return (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and isinstance(node.func.value, ast.Name)
+        and node.func.value.id == "logger"
+    )
 
 
 def is_unsaid(node: ast.AST) -> bool:

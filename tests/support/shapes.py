@@ -55,7 +55,9 @@ def all_shapes() -> list[Shape]:
     return [Shape(*parts) for parts in itertools.product(COLOURS, SHAPES, BACKGROUNDS)]
 
 
-def render(shape: Shape, centre: tuple[float, float] = (0.0, 0.0), radius: float = 0.6, size: int = SIZE) -> torch.Tensor:
+def render(
+    shape: Shape, centre: tuple[float, float] = (0.0, 0.0), radius: float = 0.6, size: int = SIZE
+) -> torch.Tensor:
     """Draw a shape with a soft shadow: RGB in 0..1, (3, size, size). Centre and radius in half widths of the picture."""
     x, y = _grid(size)
     x, y = x - centre[0], y - centre[1]
@@ -97,7 +99,10 @@ def overflowing(tensors: dict[str, torch.Tensor], factor: float = 2.0**13) -> di
 
     The stream leaves fp16's range, and is only ever read through layer norms, which divide the power out again.
     """
-    return {name: tensor * factor if any(part in name for part in RESIDUAL_WRITERS) else tensor for name, tensor in tensors.items()}
+    return {
+        name: tensor * factor if any(part in name for part in RESIDUAL_WRITERS) else tensor
+        for name, tensor in tensors.items()
+    }
 
 
 def side_by_side(pictures: list[bytes], columns: int | None = None, gap: int = 8) -> Image.Image:
@@ -168,13 +173,22 @@ def _cross(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return torch.minimum(torch.maximum(x - 0.9, y - 0.3), torch.maximum(x - 0.3, y - 0.9))
 
 
-_DISTANCES = {"circle": _circle, "square": _square, "triangle": _triangle, "star": _star, "heart": _heart, "cross": _cross}
+_DISTANCES = {
+    "circle": _circle,
+    "square": _square,
+    "triangle": _triangle,
+    "star": _star,
+    "heart": _heart,
+    "cross": _cross,
+}
 
 
 def _object_mask(pixels: np.ndarray, background: np.ndarray) -> np.ndarray:
     """Pixels whose hue, or brightness against a grey, is the object's and not the background's or its shadow's."""
     nearest = np.stack([_colour_distance(pixels, np.array(colour)) for colour in COLOURS.values()]).min(axis=0)
-    shaded = np.stack([_colour_distance(pixels, background * shade) for shade in (0.65, 0.75, 0.85, 0.95, 1.05)]).min(axis=0)
+    shaded = np.stack([_colour_distance(pixels, background * shade) for shade in (0.65, 0.75, 0.85, 0.95, 1.05)]).min(
+        axis=0
+    )
     return nearest < shaded
 
 

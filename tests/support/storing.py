@@ -25,7 +25,9 @@ def tensors_in(weight: StoredWeight, storage: str) -> dict[str, torch.Tensor]:
     return tensors_of(weight, plan_of(weight, storage).storage, "m")
 
 
-def in_storages(checkpoint: Checkpoint, storages: dict[str, str]) -> tuple[dict[str, torch.Tensor], list[tuple[str, str]]]:
+def in_storages(
+    checkpoint: Checkpoint, storages: dict[str, str]
+) -> tuple[dict[str, torch.Tensor], list[tuple[str, str]]]:
     """A checkpoint's tensors, its layers in these storages, and (tensor, why it is not stored as asked)."""
     by_name = {f"{layer}.weight": LayerPlan(storage) for layer, storage in storages.items()}
     plans = plan_weights(checkpoint.weights, by_name, checkpoint.path)

@@ -10,11 +10,38 @@ from types import SimpleNamespace
 
 import torch
 
-CLIP = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_hidden_layers": 3, "projection_dim": 64, "max_position_embeddings": 6}
+CLIP = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 3,
+    "projection_dim": 64,
+    "max_position_embeddings": 6,
+}
 T5 = {"d_model": 64, "d_ff": 128, "d_kv": 16, "num_heads": 4, "num_layers": 3, "vocab_size": 128}
-BERT = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 3, "vocab_size": 128}
-LLAMA = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4, "vocab_size": 128}
-QWEN35 = {"head_dim": 16, "mrope_section": [1, 1, 0], "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+BERT = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 3,
+    "vocab_size": 128,
+}
+LLAMA = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 4,
+    "vocab_size": 128,
+}
+QWEN35 = {
+    "head_dim": 16,
+    "mrope_section": [1, 1, 0],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
 GPT_OSS = LLAMA | {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}
 NAMES = ("tiny", "clip_g", "t5xxl", "hydit_clip", "llama")
 """What ComfyUI's classes ask for the sizes of, each by its own name."""
@@ -46,13 +73,22 @@ ENCODERS = {
     "pile_t5": TinyEncoder(_in("aura_t5:PT5XlModel"), T5),
     "bert": TinyEncoder(_in("hydit:HyditBertModel"), BERT),
     "jina": TinyEncoder(_in("jina_clip_2:JinaClip2TextModel"), BERT),
-    "gpt_oss": TinyEncoder(_in("gpt_oss:LensGptOssClipModel"), options={"gpt_oss_config": GPT_OSS, "selected_layers": (0, 1, 2), "txt_offset": 0}),
+    "gpt_oss": TinyEncoder(
+        _in("gpt_oss:LensGptOssClipModel"),
+        options={"gpt_oss_config": GPT_OSS, "selected_layers": (0, 1, 2), "txt_offset": 0},
+    ),
     "llama": TinyEncoder(_in("hunyuan_video:LLAMAModel"), LLAMA),
     "mistral": TinyEncoder(_in("flux:Mistral3_24BModel"), LLAMA),
     "ministral": TinyEncoder(_in("ernie:Ministral3_3BModel"), LLAMA, generates=True),
     "gemma2": TinyEncoder(_in("lumina2:Gemma2_2BModel"), LLAMA, generates=True),
     "gemma3": TinyEncoder(_in("lumina2:Gemma3_4BModel"), LLAMA, generates=True),
-    "gemma4": TinyEncoder(_in("gemma4:Gemma4Model"), LLAMA | {"hidden_size_per_layer_input": 16, "num_kv_shared_layers": 0}, generates=True, encodes=False, model="Gemma4_E2B"),
+    "gemma4": TinyEncoder(
+        _in("gemma4:Gemma4Model"),
+        LLAMA | {"hidden_size_per_layer_input": 16, "num_kv_shared_layers": 0},
+        generates=True,
+        encodes=False,
+        model="Gemma4_E2B",
+    ),
     "qwen2.5": TinyEncoder(_in("omnigen2:Qwen25_3BModel"), LLAMA),
     "qwen2.5_vl": TinyEncoder(_in("qwen_image:Qwen25_7BVLIModel"), LLAMA),
     "qwen3": TinyEncoder(_in("z_image:Qwen3_4BModel"), LLAMA, generates=True),
@@ -79,8 +115,15 @@ def build(name: str, **more: object):
     kind = getattr(module, cls)
     if ENCODERS[name].model:
         kind = type(cls, (kind,), {"model_class": getattr(module, ENCODERS[name].model)})
-    target = SimpleNamespace(params={"name": "tiny", "clip_model": kind}, clip=SD1ClipModel, tokenizer=lambda **_: SimpleNamespace())
-    options = {"dtype": torch.float16, "initial_device": "cpu"} | {f"{each}_model_config": dict(ENCODERS[name].sizes) for each in NAMES} | ENCODERS[name].options | more
+    target = SimpleNamespace(
+        params={"name": "tiny", "clip_model": kind}, clip=SD1ClipModel, tokenizer=lambda **_: SimpleNamespace()
+    )
+    options = (
+        {"dtype": torch.float16, "initial_device": "cpu"}
+        | {f"{each}_model_config": dict(ENCODERS[name].sizes) for each in NAMES}
+        | ENCODERS[name].options
+        | more
+    )
     with torch.inference_mode(False):
         clip = comfy.sd.CLIP(target, model_options=options)
     encoder, draw = clip.cond_stage_model.tiny, torch.Generator().manual_seed(0)
@@ -100,8 +143,19 @@ def build(name: str, **more: object):
 
 def _not_made_yet(network: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The weights that ComfyUI's operations for quantized weights make as they are loaded."""
-    layers = {key: module for key, module in network.named_modules() if hasattr(module, "in_features") and getattr(module, "weight", None) is None}
-    sizes = {key: (*([module.num_experts] if hasattr(module, "num_experts") else []), module.out_features, module.in_features) for key, module in layers.items()}
+    layers = {
+        key: module
+        for key, module in network.named_modules()
+        if hasattr(module, "in_features") and getattr(module, "weight", None) is None
+    }
+    sizes = {
+        key: (
+            *([module.num_experts] if hasattr(module, "num_experts") else []),
+            module.out_features,
+            module.in_features,
+        )
+        for key, module in layers.items()
+    }
     return {f"{key}.weight": torch.zeros(size, dtype=torch.float16) for key, size in sizes.items()}
 
 

@@ -135,7 +135,15 @@ def anima(path: Path, dtype: torch.dtype = torch.bfloat16, hidden: int = 256, se
     from comfy.ldm.anima.model import Anima
 
     config = {
-        **dict(max_img_h=240, max_img_w=240, max_frames=128, in_channels=16, out_channels=16, patch_spatial=2, patch_temporal=1),
+        **dict(
+            max_img_h=240,
+            max_img_w=240,
+            max_frames=128,
+            in_channels=16,
+            out_channels=16,
+            patch_spatial=2,
+            patch_temporal=1,
+        ),
         **dict(model_channels=hidden, concat_padding_mask=True, crossattn_emb_channels=1024, pos_emb_cls="rope3d"),
         **dict(pos_emb_learnable=True, use_adaln_lora=True, adaln_lora_dim=256, extra_per_block_abs_pos_emb=False),
     }
@@ -229,7 +237,11 @@ def small_sizes() -> Iterator[None]:
 def _with_its_layers(clip_target: Callable, state_dict: Iterable[str] = ()) -> object:
     """The class of a full checkpoint's text encoder, of which a CLIP-L has as many layers as the file."""
     target = clip_target(state_dict=state_dict)
-    layers = {found[1] for found in (re.match(r"cond_stage_model\.transformer\..*\.layers\.(\d+)\.", name) for name in state_dict) if found}
+    layers = {
+        found[1]
+        for found in (re.match(r"cond_stage_model\.transformer\..*\.layers\.(\d+)\.", name) for name in state_dict)
+        if found
+    }
     if target is None or not layers:
         return target
     made, sizes = target.clip, {"clip_l_model_config": {"num_hidden_layers": len(layers)}}
@@ -244,9 +256,15 @@ def _named(metadata: dict | None, key: str) -> dict:
 def narrow_sdxl(path: Path, dtype: torch.dtype = torch.float16, seed: int = 0, shallow: bool = True) -> Path:
     """Write an SDXL UNet 64 channels wide instead of 320, with one head instead of five; ``shallow``: one block of each kind at each level, where it has up to 20."""
     config = sdxl_unet_config()
-    depths = {"num_res_blocks": [1, 1, 1], "transformer_depth": [0, 1, 1], "transformer_depth_output": [0, 0, 1, 1, 1, 1]}
+    depths = {
+        "num_res_blocks": [1, 1, 1],
+        "transformer_depth": [0, 1, 1],
+        "transformer_depth_output": [0, 0, 1, 1, 1, 1],
+    }
     sizes = {"model_channels": 64} | (depths if shallow else {})
-    return write_shapes(path, shapes_of(unet(config | sizes)), dtype, seed, metadata=sized(sizes, {key: config[key] for key in sizes}))
+    return write_shapes(
+        path, shapes_of(unet(config | sizes)), dtype, seed, metadata=sized(sizes, {key: config[key] for key in sizes})
+    )
 
 
 def narrow_qwen_image(path: Path, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Path:
@@ -274,14 +292,25 @@ def krea2(path: Path, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Pat
     model = on_meta(SingleStreamDiT, features=256, txtdim=128, heads=2, kvheads=1, layers=2, txtlayers=2, **sizes)
     return write_shapes(path, shapes_of(model), dtype, seed, metadata=sized(sizes))
 
+
 def chroma(path: Path, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Path:
     """Write a Chroma model with 2 heads instead of 24, two double blocks and a single block."""
     from comfy.ldm.chroma.model import Chroma
 
     sizes = {"num_heads": 2, "out_dim": 256, "hidden_dim": 64, "n_layers": 1}
     config = {
-        **dict(in_channels=64, out_channels=64, context_in_dim=4096, hidden_size=256, mlp_ratio=4.0, depth=2, depth_single_blocks=1),
-        **dict(axes_dim=[16, 56, 56], theta=10000, patch_size=2, qkv_bias=True, in_dim=64, txt_ids_dims=[], vec_in_dim=None),
+        **dict(
+            in_channels=64,
+            out_channels=64,
+            context_in_dim=4096,
+            hidden_size=256,
+            mlp_ratio=4.0,
+            depth=2,
+            depth_single_blocks=1,
+        ),
+        **dict(
+            axes_dim=[16, 56, 56], theta=10000, patch_size=2, qkv_bias=True, in_dim=64, txt_ids_dims=[], vec_in_dim=None
+        ),
     }
     return write_shapes(path, shapes_of(on_meta(Chroma, **config, **sizes)), dtype, seed, metadata=sized(sizes))
 
@@ -291,7 +320,9 @@ def lumina2(path: Path, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> P
     from comfy.ldm.lumina.model import NextDiT
 
     sizes = {
-        **dict(patch_size=2, in_channels=16, dim=256, cap_feat_dim=2304, n_layers=2, qk_norm=True, n_heads=2, n_kv_heads=1),
+        **dict(
+            patch_size=2, in_channels=16, dim=256, cap_feat_dim=2304, n_layers=2, qk_norm=True, n_heads=2, n_kv_heads=1
+        ),
         **dict(axes_dims=[32, 48, 48], axes_lens=[300, 512, 512], rope_theta=10000.0, ffn_dim_multiplier=4.0),
     }
     return write_shapes(path, shapes_of(on_meta(NextDiT, **sizes)), dtype, seed, metadata=sized(sizes, {"dim": 2304}))

@@ -16,7 +16,11 @@ LARGEST = 30000.0
 """The largest magnitude of a weight that overflows: fp16 holds it, and a result ten times as large it does not."""
 ENGINE = "comfy.ldm.modules.diffusionmodules.model"
 CONSTANTS = ("wavelets",)
-HUNYUAN, REFINER, MOCHI = "comfy.ldm.hunyuan_video.vae", "comfy.ldm.hunyuan_video.vae_refiner", "comfy.ldm.genmo.vae.model"
+HUNYUAN, REFINER, MOCHI = (
+    "comfy.ldm.hunyuan_video.vae",
+    "comfy.ldm.hunyuan_video.vae_refiner",
+    "comfy.ldm.genmo.vae.model",
+)
 NARROW_KL = {f"{ENGINE}:Encoder": {"ch": 32}, f"{ENGINE}:Decoder": {"ch": 32}}
 BLOCKS, DECODER = {"block_out_channels": [64] * 5}, {"block_out_channels": [32] * 5}
 LTX = {
@@ -43,7 +47,10 @@ def _efficientnet() -> torch.nn.Module:
     """An EfficientNet with a block for each halving of the picture."""
     from torchvision.models import efficientnet
 
-    blocks = [efficientnet.FusedMBConvConfig(1, 3, 1, 16, 16, 1), *(efficientnet.MBConvConfig(2, 3, 2, 16, 16, 1) for _ in range(4))]
+    blocks = [
+        efficientnet.FusedMBConvConfig(1, 3, 1, 16, 16, 1),
+        *(efficientnet.MBConvConfig(2, 3, 2, 16, 16, 1) for _ in range(4)),
+    ]
     return efficientnet.EfficientNet(blocks, dropout=0.0, last_channel=1280)
 
 
@@ -161,7 +168,9 @@ FP32_ONLY = ("MMAudio", "LTX audio", "MiniMax audio")
 
 def is_known(name: str) -> bool:
     """Whether the ComfyUI in use has the class."""
-    return all(importlib.util.find_spec(place.partition(":")[0]) for place in [*VAES[name].sizes, *VAES[name].constants])
+    return all(
+        importlib.util.find_spec(place.partition(":")[0]) for place in [*VAES[name].sizes, *VAES[name].constants]
+    )
 
 
 @contextlib.contextmanager
@@ -218,7 +227,11 @@ def _drawn(key: str, shape: tuple[int, ...], draw: torch.Generator) -> torch.Ten
         return 1 + 0.1 * values
     if len(shape) > 1:
         return values / math.sqrt(math.prod(shape[1:]))
-    return 1 + 0.1 * values if key.endswith(("weight", "gamma", "var", "std-of-means", "pixel_std", "latents_std")) else 0.1 * values
+    return (
+        1 + 0.1 * values
+        if key.endswith(("weight", "gamma", "var", "std-of-means", "pixel_std", "latents_std"))
+        else 0.1 * values
+    )
 
 
 def latent(name: str) -> torch.Tensor:

@@ -218,9 +218,7 @@ def weights_of(module: torch.nn.Module) -> WeightProvider:
     return core_weights if casts_weights(module) else torch_weights
 
 
-def torch_weights(
-    module: torch.nn.Module, x: torch.Tensor, dtype: Dtype, bias_dtype: Dtype = torch.float32
-) -> tuple:
+def torch_weights(module: torch.nn.Module, x: torch.Tensor, dtype: Dtype, bias_dtype: Dtype = torch.float32) -> tuple:
     """Provide the weight and bias of a layer of torch's own classes on its input's device, each rounded once.
     ``bias_dtype``: None for fp32."""
     bias = module.bias
@@ -228,9 +226,7 @@ def torch_weights(
     return weight, None if bias is None else bias.to(x.device, bias_dtype or torch.float32)
 
 
-def core_weights(
-    module: torch.nn.Module, x: torch.Tensor, dtype: Dtype, bias_dtype: Dtype = torch.float32
-) -> Provided:
+def core_weights(module: torch.nn.Module, x: torch.Tensor, dtype: Dtype, bias_dtype: Dtype = torch.float32) -> Provided:
     """Provide a module's weight in ``dtype`` and its bias in ``bias_dtype``, as ``WeightProvider`` says: torch's own
     cast of the parameters where they lie ready, else ``CastWeights``.
 

@@ -86,9 +86,7 @@ def load_weights(
     options["model_options"] = {"dtype": dtype_named(plan.dtype), "custom_operations": operations_for(facts, plan)}
     with lacking_tensors(checkpoint.path, complete=facts.complete) as lacking:
         if whole:
-            patcher, *_ = comfy.sd.load_state_dict_guess_config(
-                tensors, output_vae=False, output_clip=False, **options
-            )
+            patcher, *_ = comfy.sd.load_state_dict_guess_config(tensors, output_vae=False, output_clip=False, **options)
         else:
             patcher = comfy.sd.load_diffusion_model_state_dict(tensors, **options)
     lacks = lacking.refuse(patcher.model.diffusion_model, CONNECTOR, CONNECTED)

@@ -216,9 +216,7 @@ def _add_attention(report: Report, patcher: ModelPatcher, compute: Compute | Non
         report.notes.append(joined([Message(QUANTIZES, name), masked, compare]))
 
 
-def _escalate(
-    layers: list[LayerReport], reasons: Reasons, modes: dict[str, str], not_called: frozenset[str]
-) -> None:
+def _escalate(layers: list[LayerReport], reasons: Reasons, modes: dict[str, str], not_called: frozenset[str]) -> None:
     for layer in layers:
         if layer.name in modes and (layer.mode, layer.stream) != (modes[layer.name], FP32.name):
             why = STREAM_WIDENED if layer.mode == modes[layer.name] else WIDENED

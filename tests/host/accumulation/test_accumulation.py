@@ -1,6 +1,5 @@
 """How a model's products are summed, in a real ComfyUI: set inside its calls, exactly as before outside of them."""
 
-
 import pytest
 from halfsafe.nodes.host.accumulation.executor import accumulation_of
 from halfsafe.nodes.host.replay.interceptor import ACCUMULATION, interceptor_of
@@ -33,7 +32,9 @@ def fail_with(error):
 
 def opposite(comfy, model, another):
     request = accumulation_of(model).request
-    return accumulation(comfy, another, **{n: {"on": "off", "off": "on"}.get(getattr(request, n), "unchanged") for n in SETTINGS[:3]})
+    return accumulation(
+        comfy, another, **{n: {"on": "off", "off": "on"}.get(getattr(request, n), "unchanged") for n in SETTINGS[:3]}
+    )
 
 
 def alternate_with_another_model(comfy, model, another, call, look):
@@ -104,7 +105,9 @@ def test_a_setting_that_cannot_act_says_why(comfy, wan, call, monkeypatch, profi
 def test_tf32_acts_on_the_layer_that_wan_itself_calls_in_fp32(comfy, wan, monkeypatch):
     monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_86")
     found = report(comfy, accumulation(comfy, load(comfy, wan, "as_file", "bf16"), tf32="on"))
-    assert [layer["name"] for layer in found["layers"] if layer["mode"] == "fp32" and layer["class"] == "Conv3d"] == ["patch_embedding"]
+    assert [layer["name"] for layer in found["layers"] if layer["mode"] == "fp32" and layer["class"] == "Conv3d"] == [
+        "patch_embedding"
+    ]
     assert not [e for e in found["without_effect"] if e["setting"] == "tf32=on"]
 
 

@@ -48,7 +48,9 @@ def fp16_math():
 
 @pytest.mark.parametrize(("offset", "size", "in_fp32"), [(0.0, 1.0, False), (3000.0, 1.0, True), (0.0, 100.0, True)])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_every_attention_function_of_core_is_right_where_plain_fp16_is_not(comfy, base, ampere, name, offset, size, in_fp32):
+def test_every_attention_function_of_core_is_right_where_plain_fp16_is_not(
+    comfy, base, ampere, name, offset, size, in_fp32
+):
     from comfy.ldm.modules import attention as core
 
     tensors = onediff_454(offset, size)

@@ -46,7 +46,9 @@ def layer(comfy, wan):
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize(("storage", "dtype", "fast"), [("fp8_e4m3fn", torch.bfloat16, False), ("fp8_e5m2", torch.float16, True)])
+@pytest.mark.parametrize(
+    ("storage", "dtype", "fast"), [("fp8_e4m3fn", torch.bfloat16, False), ("fp8_e5m2", torch.float16, True)]
+)
 def test_the_bits_are_those_of_comfyuis_dispatch(comfy, wan, storage, dtype, fast):
     rows, layer = rows_of(dtype), load(comfy, wan, storage, "fp8").model.diffusion_model.blocks[0].ffn[0]
     with fast_accumulation({}) if fast else contextlib.nullcontext():

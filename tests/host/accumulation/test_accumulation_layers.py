@@ -1,6 +1,5 @@
 """fp16 sums layer by layer in a real ComfyUI: on for what is proven, off for the rest, and the report says which."""
 
-
 import pytest
 import torch
 from halfsafe.nodes.host.accumulation.accumulation_report import described
@@ -122,7 +121,9 @@ def test_fp16_safe_has_fp32_results_and_says_so(comfy, wan, call, ampere):
     ours = accumulation(comfy, model, fp16_accumulation="auto", attention="auto")
     assert torch.equal(families.replay(ours, call), families.replay(model, call))
     found = report(comfy, ours)
-    assert any(e["setting"] == "fp16_accumulation=auto" and "return fp32" in e["reason"] for e in found["without_effect"])
+    assert any(
+        e["setting"] == "fp16_accumulation=auto" and "return fp32" in e["reason"] for e in found["without_effect"]
+    )
     assert found["flags"][FP16_ACCUMULATION]["in_scope"] is False
 
 

@@ -59,7 +59,11 @@ class FlagSpy(TorchFunctionMode):
     @property
     def plain(self):
         """The same of the other products with an fp16 result."""
-        return [flag_states[FP16_ACCUMULATION] for wide, dtype, flag_states in self.seen if not wide and dtype == torch.float16]
+        return [
+            flag_states[FP16_ACCUMULATION]
+            for wide, dtype, flag_states in self.seen
+            if not wide and dtype == torch.float16
+        ]
 
 
 def spied(model, call, calls=2):
@@ -175,7 +179,10 @@ class Graphs:
 
 
 @pytest.mark.usefixtures("one_graph")
-@pytest.mark.parametrize(("plan", "keys"), rotated([*MIXED, "all wide"], [["diffusion_model"], ["diffusion_model.blocks.0", "diffusion_model.blocks.1"]]))
+@pytest.mark.parametrize(
+    ("plan", "keys"),
+    rotated([*MIXED, "all wide"], [["diffusion_model"], ["diffusion_model.blocks.0", "diffusion_model.blocks.1"]]),
+)
 def test_compiled_graphs_run_with_the_flag_off_if_any_layer_is_wide(comfy, wan, call, plan, keys, fast):
     compute, rule = MIXED.get(plan, ("fp16_safe", ""))
     graphs = Graphs()
@@ -195,7 +202,10 @@ def test_quality_allows_split_k_in_every_product(comfy, wan, call, fast):
     for _, _, in_product in spy.seen:
         pairs = [in_product[f"{name}_reduced_precision_reduction"] for name in ("fp16", "bf16")]
         assert [pair if isinstance(pair, tuple) else (pair, True) for pair in pairs] == [(False, True)] * 2
-        assert in_product[FP16_ACCUMULATION] is False and flags.SETTINGS["tf32_matmul"].is_on(in_product["tf32_matmul"]) is False
+        assert (
+            in_product[FP16_ACCUMULATION] is False
+            and flags.SETTINGS["tf32_matmul"].is_on(in_product["tf32_matmul"]) is False
+        )
     entry = report(comfy, model)["flags"]["reduced_precision_reduction"]
     assert entry["in_scope"] is False and "added in fp32" in entry["reason"]
 

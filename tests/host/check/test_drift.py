@@ -16,7 +16,11 @@ from support.cuda_rules import HostReads
 from support.families import load
 from support.guarding import core, guarded, inside, int8_attention, nan_at, report_of
 
-LAYERS = {f"blocks.{block}.{layer}": shape for block in (0, 1) for layer, shape in {"ffn.0": (1024, 256), "ffn.2": (256, 1024)}.items()}
+LAYERS = {
+    f"blocks.{block}.{layer}": shape
+    for block in (0, 1)
+    for layer, shape in {"ffn.0": (1024, 256), "ffn.2": (256, 1024)}.items()
+}
 RARE = ("svd", "cosmos1", "cogvideox", "kandinsky5", "stable_cascade")
 
 
@@ -104,7 +108,9 @@ def hooked(size):
 
 
 def test_a_lora_of_a_hook_on_a_layer_with_another_lora_is_no_drift(comfy, files):
-    plain = load_lora_for_models(load(comfy, files("wan"), "fp16", "fp16"), None, model_files.lora(LAYERS, size=0.1), 1.0, 0.0)[0]
+    plain = load_lora_for_models(
+        load(comfy, files("wan"), "fp16", "fp16"), None, model_files.lora(LAYERS, size=0.1), 1.0, 0.0
+    )[0]
     events, (check,) = checked(comfy, plain, cond=hooked(0.1))
     assert events == [] and check.snr_db > 48
 
@@ -161,7 +167,9 @@ def test_models_that_predict_something_else_than_the_noise(comfy, models_dir, fa
         rare_families.sample(model, family, steps=6)
         report = report_of(model)
         assert [check.step for check in report.checks] == [0, 5] and not any(check.left_out for check in report.checks)
-        assert [event.step for event in report.events] == steps and all(event.layer and event.kind == "drift" for event in report.events)
+        assert [event.step for event in report.events] == steps and all(
+            event.layer and event.kind == "drift" for event in report.events
+        )
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
@@ -183,7 +191,9 @@ def test_a_finite_call_that_is_nan_in_fp32_names_the_weight(comfy, models_dir, d
 def test_code_that_is_nan_in_fp32_alone_is_an_event_that_names_its_block(comfy, files):
     plain = load(comfy, files("wan"), "fp16", "fp16")
     block = plain.model.diffusion_model.blocks[1]
-    handle = block.register_forward_hook(lambda module, args, result: result * torch.nan if result.dtype == torch.float32 else result)
+    handle = block.register_forward_hook(
+        lambda module, args, result: result * torch.nan if result.dtype == torch.float32 else result
+    )
     try:
         event = found(comfy, plain)
     finally:
@@ -200,7 +210,11 @@ def test_one_fault_in_the_fp32_call_of_a_check_is_the_devices(comfy, files, cach
     assert torch.equal(families.sample(model, "wan", steps=6), expected)
     report = report_of(model)
     (event,) = report.events
-    assert report.verdict == "device_fault" and (event.from_mode, event.to_mode, event.recovered) == ("fp32", "fp32", True)
+    assert report.verdict == "device_fault" and (event.from_mode, event.to_mode, event.recovered) == (
+        "fp32",
+        "fp32",
+        True,
+    )
     assert report.extra_calls == report.checks[0].repeats == 2
 
 

@@ -59,7 +59,10 @@ def patched(name, model):
 
 
 def sampled(family, model, lengths):
-    conds = [families.conditioning(family, seed=seed, **({"length": length} if length else {})) for seed, length in zip((1, 2), lengths, strict=True)]
+    conds = [
+        families.conditioning(family, seed=seed, **({"length": length} if length else {}))
+        for seed, length in zip((1, 2), lengths, strict=True)
+    ]
     start = families.noise(model, **SIZES.get(family, {}))
     torch.manual_seed(5)
     return core("comfy.sample").sample(model, start, 6, 3.0, "euler", "simple", *conds, torch.zeros_like(start), seed=1)

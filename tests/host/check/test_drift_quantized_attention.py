@@ -13,7 +13,11 @@ from support import families
 from support.families import load, report
 from support.guarding import int8_attention, report_of
 
-NAMED = {"attention_comfy_kitchen_int8": "comfy-kitchen's int8", "attention_sage": "SageAttention's", "attention3_sage": "SageAttention 3's"}
+NAMED = {
+    "attention_comfy_kitchen_int8": "comfy-kitchen's int8",
+    "attention_sage": "SageAttention's",
+    "attention3_sage": "SageAttention 3's",
+}
 
 
 def kernel(name: str, ran: list, coarse: bool = False):
@@ -32,7 +36,9 @@ def kernel(name: str, ran: list, coarse: bool = False):
 def chosen(model, function):
     """A clone whose attention is chosen as by ComfyUI's ModelAttentionBackend: the override holds the function."""
     clone = model.clone()
-    clone.model_options["transformer_options"]["optimized_attention_override"] = lambda _, *args, **kwargs: function(*args, **kwargs)
+    clone.model_options["transformer_options"]["optimized_attention_override"] = lambda _, *args, **kwargs: function(
+        *args, **kwargs
+    )
     return clone
 
 
@@ -87,7 +93,9 @@ def test_a_failed_check_names_it_as_what_may_be_the_cause(comfy, plain) -> None:
         model = guarded(comfy, chosen(plain, attend), "9", "first step")
         families.sample(model, "wan", steps=1)
         evidence = [event.evidence for event in report_of(model).events]
-        assert [("SageAttention's attention quantizes its operands and may be the cause" in text) for text in evidence] == [True] * coarse
+        assert [
+            ("SageAttention's attention quantizes its operands and may be the cause" in text) for text in evidence
+        ] == [True] * coarse
     model = guarded(comfy, chosen(plain, kernel("of_another_pack", ran, True)), "9", "first step")
     families.sample(model, "wan", steps=1)
     (event,) = report_of(model).events

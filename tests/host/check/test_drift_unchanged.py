@@ -84,7 +84,9 @@ def test_a_sampler_that_calls_twice_a_step_is_checked_once_for_each(comfy, wan, 
 
 
 def test_each_run_of_a_sampler_begins_anew(comfy, wan):
-    model, other = (guarded(comfy, load(comfy, wan, "fp32", compute), check="first step") for compute in ("fp32", "bf16"))
+    model, other = (
+        guarded(comfy, load(comfy, wan, "fp32", compute), check="first step") for compute in ("fp32", "bf16")
+    )
     for one in (model, other, model):
         families.sample(one, "wan", steps=1)
     assert len(report_of(other).checks) == 1 and report_of(other).checks[0].arithmetic == "bf16"
@@ -94,7 +96,9 @@ def test_each_run_of_a_sampler_begins_anew(comfy, wan):
 def test_a_check_without_memory_is_left_out(comfy, wan, flags_as_before, caplog):
     plain = wrong(load(comfy, wan, "fp16", "fp16"))
     expected = families.sample(plain, "wan", steps=2)
-    model = guarded(comfy, inside(plain, raising_at(torch.OutOfMemoryError("CUDA out of memory"), 2)), check="first step")
+    model = guarded(
+        comfy, inside(plain, raising_at(torch.OutOfMemoryError("CUDA out of memory"), 2)), check="first step"
+    )
     with caplog.at_level("INFO", "halfsafe"):
         assert torch.equal(expected, families.sample(model, "wan", steps=2))
     (check,) = report_of(model).checks
@@ -104,7 +108,9 @@ def test_a_check_without_memory_is_left_out(comfy, wan, flags_as_before, caplog)
 
 def test_a_repeated_call_is_left_out_and_the_next_of_its_step_checked(comfy, wan):
     model = guarded(comfy, inside(load(comfy, wan, "fp16", "fp16"), nan_at(1)), check="first step")
-    sample(model, families.conditioning("wan", length=16), families.conditioning("wan", length=79))  # too unlike for one call
+    sample(
+        model, families.conditioning("wan", length=16), families.conditioning("wan", length=79)
+    )  # too unlike for one call
     report = report_of(model)
     assert report.verdict == "device_fault" and report.calls == 4
     assert [event.call for event in report.events] == [1]
@@ -131,6 +137,8 @@ def test_the_text_of_the_report_has_the_figures(comfy, wan):
     families.sample(model, "wan", steps=1)
     report = families.report(comfy, model)
     event, check = report["guard"]["events"][0], report["guard"]["checks"][0]
-    assert event["kind"] == "drift" and event["snr_db"] == check["snr_db"] < check["threshold_db"] == event["threshold_db"]
+    assert (
+        event["kind"] == "drift" and event["snr_db"] == check["snr_db"] < check["threshold_db"] == event["threshold_db"]
+    )
     text = " ".join(report_text(report).split())
     assert f"{check['snr_db']:.1f} dB from fp32 (fp16" in text and "drift" in text and "Farthest:" in text

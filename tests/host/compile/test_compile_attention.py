@@ -37,7 +37,9 @@ def operands(monkeypatch):
         return q.clone()
 
     note.register_fake(lambda q: torch.empty_like(q))
-    monkeypatch.setattr(core.comfy.ops, "scaled_dot_product_attention", lambda q, *args, **kwargs: product(note(q), *args, **kwargs))
+    monkeypatch.setattr(
+        core.comfy.ops, "scaled_dot_product_attention", lambda q, *args, **kwargs: product(note(q), *args, **kwargs)
+    )
     return met
 
 
@@ -112,7 +114,9 @@ def test_another_override_is_followed_when_it_changes(comfy, base, call):
     results = {}
     for factor in (2.0, 3.0):
         model = base.clone()
-        model.model_options["transformer_options"][OVERRIDE] = lambda f, q, *args, factor=factor, **kwargs: f(q * factor, *args, **kwargs)
+        model.model_options["transformer_options"][OVERRIDE] = lambda f, q, *args, factor=factor, **kwargs: f(
+            q * factor, *args, **kwargs
+        )
         results[factor] = families.replay(accumulation(comfy, model, attention="auto"), call)
         ours = accumulation(comfy, compiled(model, backend="eager"), attention="auto")
         for _ in range(2):
@@ -124,7 +128,9 @@ def test_another_override_is_followed_when_it_changes(comfy, base, call):
 def test_compute_and_accumulation_share_the_attention_of_a_compiled_model(comfy, overflowing, call, fp32, keys):
     """Both put their attention in front of the other's; neither is lost where a graph is entered."""
     reference = families.replay(fp32, call)
-    model = accumulation(comfy, compiled(load(comfy, overflowing, "as_file", "fp16_safe"), KEYS[keys]), attention="auto")
+    model = accumulation(
+        comfy, compiled(load(comfy, overflowing, "as_file", "fp16_safe"), KEYS[keys]), attention="auto"
+    )
     for _ in range(3):
         assert relative_error(reference, families.replay(model, call)) < 2e-3
     assert run_of(model).attention.calls_in_fp32 and compute_of(model).runs.kept()[0].attention.range.largest > 0
@@ -138,7 +144,9 @@ def test_nine_blocks_compiled_one_by_one_share_their_graphs(comfy, models_dir, s
     start = load(comfy, path, "as_file", "fp16_safe") if setting == "fp16_safe" else load(comfy, path, "fp16", "fp16")
     model = compiled(start, [f"diffusion_model.blocks.{index}" for index in range(9)], backend="eager")
     model = model if setting == "fp16_safe" else accumulation(comfy, model, attention="auto")
-    expected = families.sample(start if setting == "fp16_safe" else accumulation(comfy, start, attention="auto"), "wan", steps=2)
+    expected = families.sample(
+        start if setting == "fp16_safe" else accumulation(comfy, start, attention="auto"), "wan", steps=2
+    )
     for _ in range(2):
         assert torch.equal(families.sample(model, "wan", steps=2), expected)
     assert counters["stats"]["unique_graphs"] <= 3 and not counters["recompile_limit"]

@@ -30,7 +30,9 @@ def test_one_graph_no_break_and_no_recompilation(comfy, overflowing, reference, 
         assert relative_error(reference, families.sample(model, "wan", steps=4)) < 2e-3
         assert counters["stats"]["unique_graphs"] == 1
         assert sum(counters["graph_break"].values()) == 0
-        assert not any("forward" in module.__dict__ for module in model.model.diffusion_model.modules()), "no patch is left"
+        assert not any("forward" in module.__dict__ for module in model.model.diffusion_model.modules()), (
+            "no patch is left"
+        )
 
 
 def test_blocks_compiled_on_their_own(comfy, models_dir):

@@ -24,7 +24,9 @@ def written(models_dir, keys, write):
     return write(models_dir / "diffusion_models" / f"{write.__name__}_{keys}.safetensors", blocks=len(KEYS[keys]))
 
 
-@pytest.mark.parametrize(("order", "keys"), [("guard first", "whole"), ("compile first", "whole"), ("compile first", "blocks")])
+@pytest.mark.parametrize(
+    ("order", "keys"), [("guard first", "whole"), ("compile first", "whole"), ("compile first", "blocks")]
+)
 def test_a_compiled_clean_model_is_compiled_as_without_the_guard(comfy, models_dir, one_graph, order, keys):
     plain = plain_fp16(comfy, written(models_dir, keys, tiny_models.wan))
     how = {"keys": KEYS[keys], "backend": BACKENDS[keys]}
@@ -41,7 +43,9 @@ def test_a_compiled_clean_model_is_compiled_as_without_the_guard(comfy, models_d
     assert report_of(model).verdict == "clean"
 
 
-@pytest.mark.parametrize(("order", "keys"), [("guard first", "whole"), ("compile first", "whole"), ("compile first", "blocks")])
+@pytest.mark.parametrize(
+    ("order", "keys"), [("guard first", "whole"), ("compile first", "whole"), ("compile first", "blocks")]
+)
 def test_a_compiled_model_that_overflows_is_cured(comfy, models_dir, one_graph, order, keys):
     path = written(models_dir, keys, tiny_models.wan_overflowing)
     reference = families.sample(load(comfy, path, "fp32", "fp32"), "wan")

@@ -15,7 +15,9 @@ LAYERS = {"blocks.0.ffn.0": (1024, 256), "blocks.0.ffn.2": (256, 1024), "blocks.
 
 
 @pytest.mark.parametrize("order", ["lora first", "compile first"])
-@pytest.mark.parametrize(("storage", "compute", "backend"), [("fp8_e4m3fn", "fp16_safe", "eager"), ("int8", "auto", COMPILER)])
+@pytest.mark.parametrize(
+    ("storage", "compute", "backend"), [("fp8_e4m3fn", "fp16_safe", "eager"), ("int8", "auto", COMPILER)]
+)
 def test_a_strength_compiles_nothing_anew(comfy, wan, call, order, storage, compute, backend):
     tensors = model_files.lora(LAYERS, size=0.05)
     model, exact = load(comfy, wan, storage, compute), load(comfy, wan, "fp32", "fp32")
@@ -24,7 +26,11 @@ def test_a_strength_compiles_nothing_anew(comfy, wan, call, order, storage, comp
     def with_lora(start, strength):
         return load_lora_for_models(start, None, tensors, strength, 0.0)[0]
 
-    first = compiled(with_lora(model, 1.0), backend=backend) if order == "lora first" else with_lora(compiled(model, backend=backend), 1.0)
+    first = (
+        compiled(with_lora(model, 1.0), backend=backend)
+        if order == "lora first"
+        else with_lora(compiled(model, backend=backend), 1.0)
+    )
     for strength in (1.0, 2.5, 1.0):
         model = at(first, strength)
         for _ in range(2):

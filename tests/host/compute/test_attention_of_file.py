@@ -54,7 +54,9 @@ def test_the_kernel_of_a_file_is_named_whether_it_runs_or_not(comfy, model, plan
     found = report(comfy, planned)
     reasons = [entry["reason"] for entry in found["without_effect"] if entry["setting"] == OF_FILE]
     count = len(loaded.model.diffusion_model.blocks)
-    assert bool(ran) == (not reasons) == (found["decisions"].get(OF_FILE) == f"comfy_kitchen_int8 in {count} attentions")
+    assert (
+        bool(ran) == (not reasons) == (found["decisions"].get(OF_FILE) == f"comfy_kitchen_int8 in {count} attentions")
+    )
     assert bool(ran) is PLANS[plan][2]
     assert any(note.startswith("comfy-kitchen's int8 attention is chosen") for note in found["notes"]) is bool(ran)
     assert all("own instead" in reason and f"comfy_kitchen_int8 in {count} attentions" in reason for reason in reasons)

@@ -102,18 +102,36 @@ def test_in_every_arithmetic(comfy, model_of, compute):
 
 def test_a_rule_that_cannot_act_is_listed_with_its_reason(comfy, model_of):
     path, call = model_of("wan")
-    lines = ("nothing.* attention=fp32", "blocks.0.ffn attention=fp32", "class:Linear attention=fp32", "blocks.0 attention=fp32", "role:outside attention=fp32")
+    lines = (
+        "nothing.* attention=fp32",
+        "blocks.0.ffn attention=fp32",
+        "class:Linear attention=fp32",
+        "blocks.0 attention=fp32",
+        "role:outside attention=fp32",
+    )
     model = load(comfy, path, "as_file", "bf16", rules_from("\n".join(lines)))
-    assert {entry["setting"] for entry in report(comfy, model)["without_effect"]} == {lines[0], lines[2], lines[4]}, "what attends is known after a call"
+    assert {entry["setting"] for entry in report(comfy, model)["without_effect"]} == {lines[0], lines[2], lines[4]}, (
+        "what attends is known after a call"
+    )
     families.replay(model, call)
     found = {entry["setting"]: entry["reason"] for entry in report(comfy, model)["without_effect"]}
     assert set(found) == {*lines} - {"blocks.0 attention=fp32"}
-    assert "matches no block" in found[lines[0]] and found["blocks.0.ffn attention=fp32"] == "no attention that ComfyUI allows to be replaced ran in a forward of blocks.0.ffn"
+    assert (
+        "matches no block" in found[lines[0]]
+        and found["blocks.0.ffn attention=fp32"]
+        == "no attention that ComfyUI allows to be replaced ran in a forward of blocks.0.ffn"
+    )
 
 
 def test_by_class_and_with_settings_of_its_layers(comfy, model_of):
     path, call = model_of("wan")
-    model = load(comfy, path, "as_file", "fp16", rules_from("class:WanSelfAttention attention=fp32\nblocks.0 attention=fp32 stream=fp32"))
+    model = load(
+        comfy,
+        path,
+        "as_file",
+        "fp16",
+        rules_from("class:WanSelfAttention attention=fp32\nblocks.0 attention=fp32 stream=fp32"),
+    )
     _, met = attentions(model, call)
     assert len(met) == 4
     for name, dtypes in met.items():

@@ -1,6 +1,5 @@
 """``auto`` in plain fp16: as ComfyUI's own until a result is not finite, then ``fp16_safe`` for as long as the model is loaded."""
 
-
 import pytest
 import torch
 from comfy import model_management
@@ -41,7 +40,11 @@ class Reductions(LeafOperations):
 def nvidia(monkeypatch):
     """Decisions and the attention kernel are those on an NVIDIA card."""
     monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_86")
-    for module, name in ((attention, "optimized_attention"), (attention, "optimized_attention_masked"), (wan, "optimized_attention")):
+    for module, name in (
+        (attention, "optimized_attention"),
+        (attention, "optimized_attention_masked"),
+        (wan, "optimized_attention"),
+    ):
         monkeypatch.setattr(module, name, attention.attention_pytorch)
 
 
@@ -52,7 +55,9 @@ def clean(models_dir):
 
 @pytest.fixture(scope="module")
 def loud(models_dir):
-    return tiny_models.wan_overflowing(models_dir / "diffusion_models" / "plain_loud.safetensors", dtype=torch.float16, blocks=2)
+    return tiny_models.wan_overflowing(
+        models_dir / "diffusion_models" / "plain_loud.safetensors", dtype=torch.float16, blocks=2
+    )
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +74,9 @@ def of_loader(comfy, path):
 
 
 def of_the_one_node(comfy, path, guard="off"):
-    return comfy.run("HalfsafeAutoPrecision", model=load(comfy, path, "as_file", "fp16"), goal="balanced", guard=guard)[0]
+    return comfy.run("HalfsafeAutoPrecision", model=load(comfy, path, "as_file", "fp16"), goal="balanced", guard=guard)[
+        0
+    ]
 
 
 WAYS = (of_node, of_loader, of_the_one_node)
@@ -88,7 +95,9 @@ def test_a_model_in_range_runs_as_comfyui_runs_it(comfy, monkeypatch, clean, way
     exchanged = []
 
     def look(executor, args, kwargs):
-        exchanged.extend(name for name, module in model.model.diffusion_model.named_modules() if "forward" in vars(module))
+        exchanged.extend(
+            name for name, module in model.model.diffusion_model.named_modules() if "forward" in vars(module)
+        )
         return executor(*args, **kwargs)
 
     model = inside(way(comfy, clean), look)
@@ -106,10 +115,14 @@ def test_a_model_that_overflows_goes_on_in_fp16_safe(comfy, loud, reference, way
         found = families.sample(model, "wan")
     assert calls.count == STEPS + 2 and relative_error(reference, found) < 2e-3
     report = families.report(comfy, model)
-    assert GOES_ON in report["decisions"]["compute"] and report["decisions"]["compute"].startswith("fp16_safe (asked: auto)")
+    assert GOES_ON in report["decisions"]["compute"] and report["decisions"]["compute"].startswith(
+        "fp16_safe (asked: auto)"
+    )
     assert report["guard"]["verdict"] == "recovered" and report["guard"]["extra_calls"] == 2
     (event,) = report["guard"]["events"]
-    assert (event["from"], event["to"], event["recovered"]) == ("fp16", "fp16_wide", True) and GOES_ON in event["evidence"]
+    assert (event["from"], event["to"], event["recovered"]) == ("fp16", "fp16_wide", True) and GOES_ON in event[
+        "evidence"
+    ]
     assert modes(comfy, model) >= {"fp16_wide"} and {layer["stream"] for layer in report["layers"]} == {"fp32"}
     assert model_words(model)[1] == "fp16_safe"
     for later in (model, model.clone(), with_compute(comfy, model, "auto"), guarded(comfy, model)):
@@ -152,7 +165,9 @@ def test_the_node_that_planned_is_told_of_the_fallback_whoever_guards(comfy, lou
 @pytest.mark.not_as_on_cuda("packs read noise levels back by themselves")
 @pytest.mark.parametrize("name", PACKS)
 def test_beside_a_step_cache_the_sampling_starts_again_and_is_that_of_fp16_safe(comfy, loud, name):
-    expected = families.sample(PACKS[name](with_compute(comfy, load(comfy, loud, "as_file", "fp16"), "fp16_safe")), "wan")
+    expected = families.sample(
+        PACKS[name](with_compute(comfy, load(comfy, loud, "as_file", "fp16"), "fp16_safe")), "wan"
+    )
     model = PACKS[name](of_node(comfy, loud))
     assert torch.equal(families.sample(model, "wan"), expected)
     report = report_of(model)
@@ -175,7 +190,9 @@ def test_what_fp16_safe_does_not_cure_is_handed_on_once_a_run(comfy, clean):
         assert not is_finite(families.sample(broken, "wan"))
     assert calls.count == STEPS + 2, "a repeat as it was and one in fp16_safe, and no other in this run"
     assert families.report(comfy, broken)["guard"]["verdict"] == "off"
-    assert is_finite(families.sample(model, "wan")) and modes(comfy, model) <= {"fp16", "fp32"}, "the model is not held to it"
+    assert is_finite(families.sample(model, "wan")) and modes(comfy, model) <= {"fp16", "fp32"}, (
+        "the model is not held to it"
+    )
 
 
 @pytest.mark.parametrize("on_nan", ["retry_higher", "stop"])
@@ -186,7 +203,10 @@ def test_what_fp16_safe_does_not_cure_is_the_guards_own(comfy, clean, on_nan):
     assert error.value.verdict == ("stopped" if on_nan == "stop" else "not_precision")
 
 
-@pytest.mark.parametrize("error", [model_management.InterruptProcessingException(), RuntimeError("planted"), torch.OutOfMemoryError("no memory")])
+@pytest.mark.parametrize(
+    "error",
+    [model_management.InterruptProcessingException(), RuntimeError("planted"), torch.OutOfMemoryError("no memory")],
+)
 def test_a_repeat_that_is_broken_off_leaves_nothing(comfy, loud, reference, error):
     model = inside(of_node(comfy, loud), raising_at(error, 2))
     model_management.load_models_gpu([model])
@@ -224,7 +244,11 @@ def test_memory_is_asked_for_fp32_activations_once_a_model_fell_back(comfy, loud
     """ComfyUI estimates them by the dtype that it casts to, which stays fp16 on the model: half of what is taken."""
     monkeypatch.setattr(model_management, "pytorch_attention_flash_attention", lambda: True)
     estimates, own = [], BaseModel.memory_required
-    monkeypatch.setattr(BaseModel, "memory_required", lambda self, *given, **options: estimates.append(own(self, *given, **options)) or estimates[-1])
+    monkeypatch.setattr(
+        BaseModel,
+        "memory_required",
+        lambda self, *given, **options: estimates.append(own(self, *given, **options)) or estimates[-1],
+    )
     model = of_node(comfy, loud)
     asked = []
     for _ in range(2):
@@ -239,7 +263,11 @@ def test_memory_is_asked_for_fp32_activations_once_a_model_fell_back(comfy, loud
 def test_a_compiled_model_falls_back_too(comfy, loud, reference, order):
     plain = load(comfy, loud, "as_file", "fp16")
     how = {"keys": ["diffusion_model"], "backend": "eager"}
-    model = compiled(with_compute(comfy, plain, "auto"), **how) if order == "compiled last" else with_compute(comfy, compiled(plain, **how), "auto")
+    model = (
+        compiled(with_compute(comfy, plain, "auto"), **how)
+        if order == "compiled last"
+        else with_compute(comfy, compiled(plain, **how), "auto")
+    )
     for _ in range(2):
         assert relative_error(reference, families.sample(model, "wan")) < 5e-3
     assert model_words(model)[1] == "fp16_safe"
@@ -248,7 +276,11 @@ def test_a_compiled_model_falls_back_too(comfy, loud, reference, order):
 @pytest.mark.parametrize(("family", "most"), [("wan", 1), ("sdxl", 3)])
 def test_a_call_is_looked_at_no_more_often_than_this(comfy, models_dir, family, most):
     folder = models_dir / "diffusion_models"
-    path = tiny_models.wan(folder / "looked.safetensors", torch.float16) if family == "wan" else families.write_narrow(family, folder)
+    path = (
+        tiny_models.wan(folder / "looked.safetensors", torch.float16)
+        if family == "wan"
+        else families.write_narrow(family, folder)
+    )
     model = with_compute(comfy, load(comfy, path, "as_file", "fp16"), "auto")
     call = families.capture(model, family)
     with Reductions() as looks:
@@ -259,7 +291,12 @@ def test_a_call_is_looked_at_no_more_often_than_this(comfy, models_dir, family, 
 @pytest.mark.not_as_on_cuda
 @pytest.mark.parametrize(
     ("storage", "compute", "most"),
-    [("as_file", "auto", 1.06), ("as_file", "fp16_safe", 1.15), ("fp8_e4m3fn", "fp16", 1.3), ("fp8_e4m3fn", "fp16_safe", 1.3)],
+    [
+        ("as_file", "auto", 1.06),
+        ("as_file", "fp16_safe", 1.15),
+        ("fp8_e4m3fn", "fp16", 1.3),
+        ("fp8_e4m3fn", "fp16_safe", 1.3),
+    ],
 )
 def test_a_call_runs_at_most_so_many_functions_for_one_of_comfyuis_own(comfy, models_dir, storage, compute, most):
     """In fp16, with weights in fp16. CUDA's rules are left out: they see each operation in Python."""
@@ -267,6 +304,9 @@ def test_a_call_runs_at_most_so_many_functions_for_one_of_comfyuis_own(comfy, mo
     plain, stored = load(comfy, path, "as_file", "fp16"), load(comfy, path, storage, "fp16")
     call = families.capture(plain, "wan")
     with clamps.hiding_is_seen:  # as in a sampler's run, which exchanges torch's functions once
-        counts = [functions_run(lambda model=model: families.replay(model, call)) for model in (plain, with_compute(comfy, stored, compute))]
+        counts = [
+            functions_run(lambda model=model: families.replay(model, call))
+            for model in (plain, with_compute(comfy, stored, compute))
+        ]
     of_plain, of_ours = (count["call"] + (count["c_call"] if compute == "auto" else 0) for count in counts)
     assert of_ours <= most * of_plain, of_ours / of_plain

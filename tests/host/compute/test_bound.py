@@ -90,18 +90,26 @@ def dispatches(monkeypatch):
 @pytest.mark.parametrize("compute", COMPUTES)
 @pytest.mark.parametrize("storage", STORAGES)
 @torch.inference_mode()
-def test_a_clean_call_makes_the_planned_product_without_the_tensor_subclass(comfy, wan, call, storage, compute, monkeypatch):
+def test_a_clean_call_makes_the_planned_product_without_the_tensor_subclass(
+    comfy, wan, call, storage, compute, monkeypatch
+):
     model = load(comfy, wan, storage, compute)
     families.replay(model, call)
     with dispatches(monkeypatch) as asked, Products(linears(model)) as products:
         families.replay(model, call)
     assert products.modes() == dict.fromkeys(WAN_LINEARS, expected_mode(storage, compute))
     assert asked == []
-    modes = {layer["name"]: layer["mode"].replace("fp16_scaled", "fp16_wide") for layer in families.report(comfy, model)["layers"]}
+    modes = {
+        layer["name"]: layer["mode"].replace("fp16_scaled", "fp16_wide")
+        for layer in families.report(comfy, model)["layers"]
+    }
     assert {name: modes[name] for name in WAN_LINEARS} == products.modes()
 
 
-@pytest.mark.parametrize(("storage", "compute"), [("fp8_e4m3fn", "fp8"), ("fp8_e4m3fn", "bf16"), ("fp8_e4m3fn", "fp16_safe"), ("int8", "int8")])
+@pytest.mark.parametrize(
+    ("storage", "compute"),
+    [("fp8_e4m3fn", "fp8"), ("fp8_e4m3fn", "bf16"), ("fp8_e4m3fn", "fp16_safe"), ("int8", "int8")],
+)
 @torch.inference_mode()
 def test_a_layers_own_scale_of_its_input_is_applied(comfy, wan, call, storage, compute):
     """`pre_quant_scale`, of AWQ."""
@@ -132,7 +140,9 @@ def with_scale(weight: torch.Tensor, factor: float, layout: str = "") -> torch.n
     """A copy of a quantized weight with its scale times a factor that is no power of two."""
     params = weight.params
     changed = type(params)(**{**vars(params), "scale": params.scale * factor})
-    return torch.nn.Parameter(QuantizedTensor(weight._qdata, layout or weight._layout_cls, changed), requires_grad=False)
+    return torch.nn.Parameter(
+        QuantizedTensor(weight._qdata, layout or weight._layout_cls, changed), requires_grad=False
+    )
 
 
 def exact_numbers(module: torch.nn.Module) -> torch.Tensor:
@@ -148,7 +158,9 @@ def test_the_error_to_fp64_is_at_most_comfyuis(stored, storage, dtype, factor, m
     monkeypatch.setitem(module._parameters, "weight", with_scale(module.weight, factor))
     x = torch.randn(64, 256, generator=torch.Generator().manual_seed(1)).to(dtype)
     exact = F.linear(x.double(), exact_numbers(module), module.bias.double())
-    ours, core = (relative_error(exact, run(x).double()) for run in (Bound(module), lambda x: type(module).forward(module, x)))
+    ours, core = (
+        relative_error(exact, run(x).double()) for run in (Bound(module), lambda x: type(module).forward(module, x))
+    )
     assert ours <= core * (1 + 1e-3)
     if factor != 1.0 and dtype == torch.bfloat16:
         assert ours < 0.8 * core, "no weight is rounded"
@@ -159,7 +171,11 @@ def test_the_error_to_fp64_is_at_most_comfyuis(stored, storage, dtype, factor, m
 def test_int8_products_and_unpacked_int8_weights_have_comfyuis_bits(stored, dtype):
     module = linears(stored["int8"])[LAYER]
     x = torch.randn(2, 8, 256, generator=torch.Generator().manual_seed(1)).to(dtype)
-    quantized = F.linear(x, QuantizedTensor(module.weight._qdata, module.weight._layout_cls, module.weight.params).to(dtype), module.bias.to(dtype))
+    quantized = F.linear(
+        x,
+        QuantizedTensor(module.weight._qdata, module.weight._layout_cls, module.weight.params).to(dtype),
+        module.bias.to(dtype),
+    )
     assert torch.equal(Int8Linear(module)(x), quantized)
     assert torch.equal(Bound(module)(x), F.linear(x, module.weight.to(dtype).dequantize(), module.bias.to(dtype)))
 
@@ -183,7 +199,9 @@ def test_fp16_sums_are_those_of_scaled_weights(stored, monkeypatch):
     """torch lets a device keep parts of a sum in fp16, which sums of unscaled fp8 data overflow."""
     module, largest = linears(stored["fp8_e4m3fn"])[LAYER], []
     linear = F.linear
-    monkeypatch.setattr(F, "linear", lambda x, weight, bias: (largest.append(weight.abs().max()), linear(x, weight, bias))[1])
+    monkeypatch.setattr(
+        F, "linear", lambda x, weight, bias: (largest.append(weight.abs().max()), linear(x, weight, bias))[1]
+    )
     Bound(module)(torch.randn(4, 256).half())
     assert largest == [module.weight.to(torch.float16).dequantize().abs().max()] and largest[0] < 1
 
@@ -200,12 +218,16 @@ def test_a_scale_of_zero_hides_no_nan(stored, monkeypatch, dtype):
 
 
 CHANGES = {
-    "a function of the weight": lambda module, patch: patch.setattr(module, "weight_function", [lambda weight: weight * 2]),
+    "a function of the weight": lambda module, patch: patch.setattr(
+        module, "weight_function", [lambda weight: weight * 2]
+    ),
     "a function of the bias": lambda module, patch: patch.setattr(module, "bias_function", [lambda bias: bias * 2]),
     "a weight in 16 bit": lambda module, patch: patch.setitem(
         module._parameters, "weight", torch.nn.Parameter(module.weight.dequantize().bfloat16(), requires_grad=False)
     ),
-    "another layout": lambda module, patch: patch.setitem(module._parameters, "weight", with_scale(module.weight, 1.0, "TensorCoreNVFP4Layout")),
+    "another layout": lambda module, patch: patch.setitem(
+        module._parameters, "weight", with_scale(module.weight, 1.0, "TensorCoreNVFP4Layout")
+    ),
 }
 
 
@@ -248,7 +270,9 @@ def test_a_weight_that_comfyui_moves_is_let_go_and_looked_up_anew(stored, monkey
     assert data() is None
 
 
-@pytest.mark.parametrize(("storage", "compute", "way"), rotated(all_of(STORAGES, ("bf16", "fp16", "fp8", "int8")), WAYS))
+@pytest.mark.parametrize(
+    ("storage", "compute", "way"), rotated(all_of(STORAGES, ("bf16", "fp16", "fp8", "int8")), WAYS)
+)
 @torch.inference_mode()
 def test_under_dynamic_vram_a_weight_is_lent_once_and_given_back(comfy, wan, call, storage, compute, way):
     model = load(comfy, wan, storage, compute)
@@ -272,7 +296,10 @@ def test_a_model_whose_plan_changes_nothing_has_its_fp8_layers_bound_in_calls_al
     assert not [name for name, module in modules_of(model.model).items() if "forward" in vars(module)]
 
 
-@pytest.mark.skipif(not hasattr(comfy_ops, "linear_input_act") or bool(os.environ.get("HALFSAFE_NEXT_CORE")), reason="the core under test has no linear_input_act")
+@pytest.mark.skipif(
+    not hasattr(comfy_ops, "linear_input_act") or bool(os.environ.get("HALFSAFE_NEXT_CORE")),
+    reason="the core under test has no linear_input_act",
+)
 @torch.inference_mode()
 def test_comfyuis_kernel_with_a_fused_activation_runs_beside_a_bound_layer(comfy, wan, call, monkeypatch):
     model, fused = load(comfy, wan, "int8", "int8"), []
@@ -280,7 +307,9 @@ def test_comfyuis_kernel_with_a_fused_activation_runs_beside_a_bound_layer(comfy
     run, module = compute_of(model).runs.last_of(model), linears(model)["blocks.0.ffn.2"]
     kitchen = comfy_ops.quant_ops.ck
     own = kitchen.int8_linear
-    monkeypatch.setattr(kitchen, "int8_linear", lambda *args, **kwargs: fused.append(kwargs["input_act"]) or own(*args, **kwargs))
+    monkeypatch.setattr(
+        kitchen, "int8_linear", lambda *args, **kwargs: fused.append(kwargs["input_act"]) or own(*args, **kwargs)
+    )
     with run.calling:
         for dtype in (module.weight.dtype, torch.float32):
             with patched(run.patches):

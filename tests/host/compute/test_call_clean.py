@@ -23,7 +23,10 @@ class Operations(LeafOperations):
 
 @pytest.fixture(scope="module")
 def files(models_dir):
-    return [tiny_models.wan(models_dir / "diffusion_models" / f"wan_of_{blocks}.safetensors", blocks=blocks) for blocks in (2, 6)]
+    return [
+        tiny_models.wan(models_dir / "diffusion_models" / f"wan_of_{blocks}.safetensors", blocks=blocks)
+        for blocks in (2, 6)
+    ]
 
 
 @pytest.mark.not_as_on_cuda
@@ -36,7 +39,9 @@ def test_it_looks_at_no_module_of_the_model(comfy, files):
     for path in files:
         plain = load(comfy, path, "as_file", "bf16")
         call = families.capture(plain, "wan")
-        counts.append([functions_run(partial(families.replay, model, call))["call"] for model in (plain, guarded(comfy, plain))])
+        counts.append(
+            [functions_run(partial(families.replay, model, call))["call"] for model in (plain, guarded(comfy, plain))]
+        )
     (plain, with_guard), (more_plain, more_with_guard) = counts
     assert more_with_guard - more_plain == with_guard - plain
 

@@ -50,7 +50,9 @@ def test_an_overflow_of_a_later_call_in_one_row_repeats_that_call_once(comfy, wa
     families.replay(model, call_of_two)
     text = families.louder(call_of_two, 1e7, slice(1, 2))
     reference = families.replay(fp32, call_of_two, c_crossattn=text)
-    assert not torch.isfinite(families.replay(load(comfy, wan, "as_file", "fp16"), call_of_two, c_crossattn=text)[1]).all()
+    assert not torch.isfinite(
+        families.replay(load(comfy, wan, "as_file", "fp16"), call_of_two, c_crossattn=text)[1]
+    ).all()
     for _ in range(3):
         assert relative_error(reference, families.replay(model, call_of_two, c_crossattn=text)) < 2e-3
         assert repeats(model) == 1
@@ -75,16 +77,26 @@ class Full(LeafOperations):
 
 def test_measuring_that_runs_out_of_memory_takes_less_of_it(comfy, overflowing, fp32, call_of_two):
     model, reference = load(comfy, overflowing, "as_file", "fp16_safe"), families.replay(fp32, call_of_two)
-    with Full(1, lambda name, x=None, ord=None, *_: name == "linalg_vector_norm" and ord == math.inf and x.dtype == torch.float16 and x.dim() == 2) as full:  # of a weight
+    with Full(
+        1,
+        lambda name, x=None, ord=None, *_: (
+            name == "linalg_vector_norm" and ord == math.inf and x.dtype == torch.float16 and x.dim() == 2
+        ),
+    ) as full:  # of a weight
         results = [families.replay(model, call_of_two)]
     results += [families.replay(model, call_of_two) for _ in range(2)]
-    assert full.left == 0 and repeats(model) == 0 and max(relative_error(reference, result) for result in results) < 2e-3
+    assert (
+        full.left == 0 and repeats(model) == 0 and max(relative_error(reference, result) for result in results) < 2e-3
+    )
     assert compute_of(model).runs.of(model.model).calibration.spares_memory
 
 
 def test_a_product_that_runs_out_of_memory_is_comfyuis_to_handle(comfy, overflowing, fp32, call_of_two):
     model = load(comfy, overflowing, "as_file", "fp16_safe")
-    with pytest.raises(torch.OutOfMemoryError, match="on purpose"), Full(9, lambda name, *args: name in ("mm", "addmm")) as full:
+    with (
+        pytest.raises(torch.OutOfMemoryError, match="on purpose"),
+        Full(9, lambda name, *args: name in ("mm", "addmm")) as full,
+    ):
         families.replay(model, call_of_two)
     assert full.left == 7, "once, and once with less"
     assert relative_error(families.replay(fp32, call_of_two), families.replay(model, call_of_two)) < 2e-3

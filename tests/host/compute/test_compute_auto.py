@@ -14,7 +14,11 @@ from support.rows import rotated
 NO_HALF = ("sm_61", "cpu")
 NO_BF16 = ("sm_70", "sm_75", "mps_m1")
 LORA = {"blocks.0.ffn.0": (1024, 256), "blocks.0.ffn.2": (256, 1024)}
-FIRST_LAYERS = {r"^patch_embedding\.weight": 3e4, r"^text_embedding\.0\.weight": 3e3, r"^text_embedding\.2\.weight": 3e3}
+FIRST_LAYERS = {
+    r"^patch_embedding\.weight": 3e4,
+    r"^text_embedding\.0\.weight": 3e3,
+    r"^text_embedding\.2\.weight": 3e3,
+}
 # model: family, {pattern of tensor names: factor}, dtype of its file; Wan and SDXL are listed for fp16, Qwen-Image is not
 MODELS = {
     "listed and in range": ("wan", {}, torch.bfloat16),
@@ -39,7 +43,11 @@ def model_of(comfy, models_dir):
             state.clear()
             family, factors, dtype = MODELS[name]
             folder = models_dir / "diffusion_models"
-            clean = tiny_models.wan(folder / "auto_wan.safetensors", blocks=1) if family == "wan" else families.write_narrow(family, folder)
+            clean = (
+                tiny_models.wan(folder / "auto_wan.safetensors", blocks=1)
+                if family == "wan"
+                else families.write_narrow(family, folder)
+            )
             path = families.write_scaled(clean, folder / "auto_scaled.safetensors", factors, dtype)
             exact = load(comfy, path, "fp32")
             call = families.capture(exact, family)
@@ -74,7 +82,10 @@ def test_no_model_is_black_on_any_device(comfy, monkeypatch, model_of, name, pro
     used = {product.operands for product in products}
     rounded = [product.rounded or "fp16" in product.operands for product in products]
     report = families.report(comfy, model)
-    modes, instead = {layer["mode"] for layer in report["layers"]} & {"fp32", "fp16_wide", "fp16", "bf16"}, report["decisions"].get("instead", "")
+    modes, instead = (
+        {layer["mode"] for layer in report["layers"]} & {"fp32", "fp16_wide", "fp16", "bf16"},
+        report["decisions"].get("instead", ""),
+    )
     if profile in NO_HALF:
         expected, error = "fp32", 1e-5
     elif name == "listed and in range" and profile.startswith("sm_"):
@@ -85,7 +96,9 @@ def test_no_model_is_black_on_any_device(comfy, monkeypatch, model_of, name, pro
         expected, error = "bf16", 5e-2
     assert relative_error(reference, result) < error
     assert expected in modes and len(products) > 10
-    assert bool(instead) is (expected != "fp16") and ("ComfyUI does not list fp16" in instead) is (name == "not listed"), instead
+    assert bool(instead) is (expected != "fp16") and ("ComfyUI does not list fp16" in instead) is (
+        name == "not listed"
+    ), instead
     assert (("bf16", "bf16") in used) is (expected == "bf16")
     assert (sum(rounded) / len(rounded) > 0.8) is (expected in ("fp16", "fp16_wide"))
 
@@ -107,7 +120,10 @@ def test_the_loader_decides_as_the_node_does(comfy, monkeypatch, model_of, profi
 def test_a_lora_that_leaves_the_range_of_fp16_makes_no_picture_black(comfy, monkeypatch, models_dir):
     monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_86")
     path = tiny_models.wan(models_dir / "diffusion_models" / "auto_clean.safetensors", torch.float16, blocks=1)
-    save_file({name: 40 * tensor for name, tensor in model_files.lora(LORA, size=0.5).items()}, str(models_dir / "loras" / "auto.safetensors"))
+    save_file(
+        {name: 40 * tensor for name, tensor in model_files.lora(LORA, size=0.5).items()},
+        str(models_dir / "loras" / "auto.safetensors"),
+    )
 
     def with_lora(model):
         return comfy.core["LoraLoaderModelOnly"]().load_lora_model_only(model, "auto.safetensors", 1.0)[0]

@@ -58,7 +58,10 @@ def test_finite_and_at_most_six_tenths_of_the_error_of_bf16(comfy, model_of, fam
     errors = {}
     for compute in ("fp16", "bf16", "fp16_safe"):
         model = families.load(comfy, path, "as_file", compute)
-        found = [relative_error(one, families.replay(model, call, latent)) for one, latent in zip(references, latents, strict=True)]
+        found = [
+            relative_error(one, families.replay(model, call, latent))
+            for one, latent in zip(references, latents, strict=True)
+        ]
         errors[compute] = torch.tensor(found).median().item()
     assert errors["fp16_safe"] <= 0.6 * errors["bf16"]
     if kind == "clean":
@@ -67,7 +70,12 @@ def test_finite_and_at_most_six_tenths_of_the_error_of_bf16(comfy, model_of, fam
         assert errors["fp16"] != errors["fp16"], "plain fp16 was to overflow"
     else:
         assert not errors["fp16"] < 0.1, "plain fp16 was to be wrong"
-    again = torch.tensor([relative_error(one, families.replay(model, call, latent)) for one, latent in zip(references, latents, strict=True)])
+    again = torch.tensor(
+        [
+            relative_error(one, families.replay(model, call, latent))
+            for one, latent in zip(references, latents, strict=True)
+        ]
+    )
     assert again.median() <= 0.6 * errors["bf16"], "the second call"
     share = float(families.report(comfy, model)["decisions"]["work"].split("%")[0])
     assert share >= 80
@@ -86,7 +94,9 @@ def test_the_work_it_counts_is_all_the_matrix_work_there_is(comfy, model_of, fam
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("family", ["wan", "flux"])
-def test_every_attention_function_of_core_stays_finite(comfy, with_attention_that_overflows, monkeypatch, family, function):
+def test_every_attention_function_of_core_stays_finite(
+    comfy, with_attention_that_overflows, monkeypatch, family, function
+):
     import importlib
 
     import comfy.ldm.modules.attention as attention

@@ -103,7 +103,9 @@ def test_without_fp8_units_weights_are_widened_and_the_report_says_so(comfy, wan
     report = families.report(comfy, model)
     reference = families.replay(load(comfy, wan, "fp8_e4m3fn", "auto"), call)
     assert torch.equal(families.replay(model, call), reference)
-    assert any(entry["setting"] == "compute=fp8" and "no fp8 matmul" in entry["reason"] for entry in report["without_effect"])
+    assert any(
+        entry["setting"] == "compute=fp8" and "no fp8 matmul" in entry["reason"] for entry in report["without_effect"]
+    )
     assert "fp8" not in {entry["mode"] for entry in report["layers"]}
 
 
@@ -129,10 +131,13 @@ def test_activations_are_e4m3_beside_weights_of_either_format(comfy, wan, call, 
 
 
 @pytest.mark.parametrize(
-    ("storage", "rules"), [("as_file", "blocks.0.ffn.0 storage=fp8_e4m3fn"), ("fp8_e4m3fn", "blocks.0.ffn.0 storage=as_file")]
+    ("storage", "rules"),
+    [("as_file", "blocks.0.ffn.0 storage=fp8_e4m3fn"), ("fp8_e4m3fn", "blocks.0.ffn.0 storage=as_file")],
 )
 @torch.inference_mode()
-def test_of_a_file_in_two_storages_the_layers_in_fp8_multiply_in_fp8(comfy, wan, call, models_dir, with_fp8_units, storage, rules):
+def test_of_a_file_in_two_storages_the_layers_in_fp8_multiply_in_fp8(
+    comfy, wan, call, models_dir, with_fp8_units, storage, rules
+):
     """Whatever most of the file is stored in."""
     path = models_dir / "diffusion_models" / f"two_storages_{storage}.safetensors"
     convert_file(wan, path, storage, rules_from(rules, "none"))
@@ -140,7 +145,11 @@ def test_of_a_file_in_two_storages_the_layers_in_fp8_multiply_in_fp8(comfy, wan,
     with Products(linears(model)) as products:
         families.replay(model, call)
     fp8 = {name for name, made in products.made.items() if "fp8" in made}
-    assert fp8 == {name for name, layer in linears(model).items() if isinstance(layer.weight, QuantizedTensor) and name in products.made}
+    assert fp8 == {
+        name
+        for name, layer in linears(model).items()
+        if isinstance(layer.weight, QuantizedTensor) and name in products.made
+    }
     report = families.report(comfy, model)
     assert fp8 == {entry["name"] for entry in report["layers"] if entry["mode"] == "fp8"}
     assert ("blocks.0.ffn.0" in fp8) == (storage == "as_file") and not report["without_effect"]

@@ -43,7 +43,11 @@ def louder(models, name, factor=LOUD, row=slice(None)):
 
 def layers_of(model):
     """One layer of each kind: the last of those whose names end alike."""
-    named = [name.split(".") for name, module in model.model.diffusion_model.named_modules() if isinstance(module, torch.nn.Linear | torch.nn.Conv2d)]
+    named = [
+        name.split(".")
+        for name, module in model.model.diffusion_model.named_modules()
+        if isinstance(module, torch.nn.Linear | torch.nn.Conv2d)
+    ]
     kinds = {(*("*" if part.isdigit() else part for part in parts[-3:-1]), parts[-1]): parts for parts in named}
     return [".".join(parts) for parts in kinds.values()]
 

@@ -35,7 +35,9 @@ def loud(models_dir):
 
     def get(family, kind):
         if family not in made:
-            made[family] = rare_families.write(family, models_dir / "diffusion_models" / f"compute_{family}.safetensors")
+            made[family] = rare_families.write(
+                family, models_dir / "diffusion_models" / f"compute_{family}.safetensors"
+            )
         factors = rare_families.OVERFLOWS[family].get(kind, {})
         return families.write_scaled(made[family], made[family].with_name("loud.safetensors"), factors)
 
@@ -61,7 +63,9 @@ def measured(comfy, family, path, ways, texts):
 @pytest.mark.parametrize(("family", "kind"), CASES)
 def test_fp16_safe_is_clean_and_at_most_six_tenths_of_the_error_of_bf16(comfy, loud, family, kind):
     path = loud(family, kind)
-    assert not torch.isfinite(rare_families.sample(load(comfy, path, "fp16", "fp16"), family, 1)).all(), "plain fp16 was to overflow"
+    assert not torch.isfinite(rare_families.sample(load(comfy, path, "fp16", "fp16"), family, 1)).all(), (
+        "plain fp16 was to overflow"
+    )
     found = measured(comfy, family, path, ("bf16", "fp16_safe"), TEXTS.get(kind, 1))
     assert [verdict for _, verdict in found.values()] == ["clean", "clean"]
     assert found["fp16_safe"][0] <= 0.6 * found["bf16"][0]
@@ -72,11 +76,17 @@ def test_a_minimax_h3_in_every_storage_and_compute(comfy, loud, kind):
     path = loud("minimax_h3", kind)
     found = measured(comfy, "minimax_h3", path, WAYS, TEXTS.get(kind, 1))
     errors = {way: error for way, (error, _) in found.items()}
-    meant = dict.fromkeys(MEANT, "clean") if kind in ("clean", "text adapter") else MEANT  # a guard runs adapters in fp32
+    meant = (
+        dict.fromkeys(MEANT, "clean") if kind in ("clean", "text adapter") else MEANT
+    )  # a guard runs adapters in fp32
     assert {way: verdict for way, (_, verdict) in found.items()} == meant
     assert max(errors["fp16"], errors["fp16_safe"]) <= 0.6 * errors["bf16"] and errors["fp8"] < 0.2
     of_storage = errors_of_scores(comfy, path) if kind == "attention" else errors
-    assert max(of_storage["int8"], of_storage["int8 storage, fp16_safe"]) < of_storage["fp8 storage, fp16_safe"] <= of_storage["fp8"]
+    assert (
+        max(of_storage["int8"], of_storage["int8 storage, fp16_safe"])
+        < of_storage["fp8 storage, fp16_safe"]
+        <= of_storage["fp8"]
+    )
 
 
 def errors_of_scores(comfy, path):

@@ -82,8 +82,10 @@ def test_stream_fp32_makes_the_layers_result_fp32(comfy, wan, call, base):
     seen = {}
     for stream in ("fp32", "same"):
         model = load(comfy, wan, "as_file", base, rules_from(f"{LAYER} compute=fp32 stream={stream}"))
-        hook = model.model.diffusion_model.blocks[0].ffn[0].register_forward_hook(
-            lambda module, inputs, output, stream=stream: seen.update({stream: output.dtype})
+        hook = (
+            model.model.diffusion_model.blocks[0]
+            .ffn[0]
+            .register_forward_hook(lambda module, inputs, output, stream=stream: seen.update({stream: output.dtype}))
         )
         families.replay(model, call)
         hook.remove()
@@ -131,7 +133,9 @@ class Sums(TorchFunctionMode):
 @pytest.mark.parametrize(("asked", "node"), [("fp16", "unchanged"), ("fp32", "on"), ("fp16", "off")])
 def test_a_rule_on_sums_holds_for_its_layer_alone(comfy, wan, call, monkeypatch, asked, node):
     monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_86")
-    model = with_compute(comfy, load(comfy, wan, "fp16", "fp16"), "fp16", rules_from(f"{LAYER} accumulation={asked}", "none"))
+    model = with_compute(
+        comfy, load(comfy, wan, "fp16", "fp16"), "fp16", rules_from(f"{LAYER} accumulation={asked}", "none")
+    )
     model = accumulation(comfy, model, fp16_accumulation=node)
     before = states()
     with Sums() as sums:
@@ -145,7 +149,9 @@ def test_a_rule_on_sums_holds_for_its_layer_alone(comfy, wan, call, monkeypatch,
 
 def test_a_plan_with_a_rule_on_sums_is_freed_without_a_garbage_collection(comfy, wan):
     """It holds weights, which would stay in the device's memory."""
-    model = with_compute(comfy, load(comfy, wan, "fp16", "fp16"), "fp16", rules_from(f"{LAYER} accumulation=fp16", "none"))
+    model = with_compute(
+        comfy, load(comfy, wan, "fp16", "fp16"), "fp16", rules_from(f"{LAYER} accumulation=fp16", "none")
+    )
     layers = PlannedModel(compute_of(model).plan, model.model)
     dropped = weakref.ref(layers)
     gc.disable()
@@ -160,7 +166,9 @@ def test_a_plan_with_a_rule_on_sums_is_freed_without_a_garbage_collection(comfy,
 def test_a_rule_on_sums_that_cannot_act_is_reported_so(comfy, wan, call, monkeypatch, several):
     """torch's flag is the whole process's: another device's thread would sum in fp16 too, and no graph can switch it."""
     monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_86")
-    model = with_compute(comfy, load(comfy, wan, "fp16", "fp16"), "fp16", rules_from(f"{LAYER} accumulation=fp16", "none"))
+    model = with_compute(
+        comfy, load(comfy, wan, "fp16", "fp16"), "fp16", rules_from(f"{LAYER} accumulation=fp16", "none")
+    )
     if several == "devices":
         model.is_multigpu_base_clone = True
     else:

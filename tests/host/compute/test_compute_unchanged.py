@@ -99,7 +99,9 @@ def test_two_plans_of_one_model_alternate(comfy, overflowing, call, reference):
 
 def test_the_last_compute_node_decides(comfy, overflowing, call, reference):
     twice = with_compute(comfy, with_compute(comfy, stock(overflowing), "fp16_safe"), "bf16")
-    assert torch.equal(families.replay(twice, call), families.replay(with_compute(comfy, stock(overflowing), "bf16"), call))
+    assert torch.equal(
+        families.replay(twice, call), families.replay(with_compute(comfy, stock(overflowing), "bf16"), call)
+    )
     back = with_compute(comfy, twice, "fp16_safe")
     assert relative_error(reference, families.replay(back, call)) < 2e-3
 

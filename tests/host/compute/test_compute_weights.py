@@ -39,7 +39,9 @@ def test_a_lora_acts_and_its_strength_can_change(comfy, overflowing, lora, call,
         assert (relative_error(plain, reference) > 0.01) == (strength > 0)
         result = families.replay(with_lora(comfy, model, lora, strength), call)
         assert relative_error(reference, result) < bound, strength
-        assert compute_of(model).runs.of(model.model).calibration.repeats == 0, "other weights are measured, not found out"
+        assert compute_of(model).runs.of(model.model).calibration.repeats == 0, (
+            "other weights are measured, not found out"
+        )
 
 
 def test_a_lora_in_bypass_mode_is_not_lost(comfy, overflowing, lora, call):
@@ -87,7 +89,10 @@ def test_a_loader_with_its_own_classes_runs_them_in_fp32_and_says_so(comfy, over
     report = families.report(comfy, planned)
     layer = next(layer for layer in report["layers"] if layer["name"] == "blocks.0.ffn.0")
     assert layer["mode"] == "fp32" and "its own matmul" in layer["reason"]
-    assert any(entry["setting"] == "compute=fp16_safe" and "another loader" in entry["reason"] for entry in report["without_effect"])
+    assert any(
+        entry["setting"] == "compute=fp16_safe" and "another loader" in entry["reason"]
+        for entry in report["without_effect"]
+    )
     assert float(report["decisions"]["work"].split("%")[0]) < 20
 
 
@@ -155,5 +160,11 @@ def test_a_patched_bias_with_dynamic_vram_is_seen_by_comfyuis_name():
 
 def test_norms_are_lent_memory_in_the_dtype_they_are_held_in(comfy, overflowing):
     model = load(comfy, overflowing, "fp16", "fp16_safe")
-    norms = [module for module in model.model.diffusion_model.modules() if isinstance(module, torch.nn.LayerNorm) and module.weight is not None]
-    assert norms and {(norm.weight.dtype, norm.weight_comfy_model_dtype, norm.bias_comfy_model_dtype) for norm in norms} == {(torch.float32,) * 3}
+    norms = [
+        module
+        for module in model.model.diffusion_model.modules()
+        if isinstance(module, torch.nn.LayerNorm) and module.weight is not None
+    ]
+    assert norms and {
+        (norm.weight.dtype, norm.weight_comfy_model_dtype, norm.bias_comfy_model_dtype) for norm in norms
+    } == {(torch.float32,) * 3}

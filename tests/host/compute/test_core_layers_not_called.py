@@ -23,7 +23,11 @@ class PastForward(torch.nn.Sequential):
         *before, last = self
         for module in before:
             x = module(x)
-        if flags.is_on(FP16_ACCUMULATION) and x.dtype == torch.float16 and not getattr(last, "_full_precision_mm", False):
+        if (
+            flags.is_on(FP16_ACCUMULATION)
+            and x.dtype == torch.float16
+            and not getattr(last, "_full_precision_mm", False)
+        ):
             self.past.append(last)
             return F.linear(x, last.weight, last.bias)
         return last(x)
@@ -61,7 +65,9 @@ def test_layers_whose_sums_are_measured_are_called(comfy, went_past, call, amper
     assert not past, "the first call measures the sums of each layer"
 
 
-def test_with_fp16_sums_for_all_layers_are_multiplied_as_comfyui_does_it(comfy, went_past, call, ampere, flags_as_before):
+def test_with_fp16_sums_for_all_layers_are_multiplied_as_comfyui_does_it(
+    comfy, went_past, call, ampere, flags_as_before
+):
     model, past = went_past
     families.replay(accumulation(comfy, model, fp16_accumulation="on"), call)
     assert len(past) == len(LAYERS)

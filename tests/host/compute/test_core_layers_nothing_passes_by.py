@@ -80,7 +80,9 @@ def spied(monkeypatch):
 
 
 @pytest.mark.parametrize(("core", "family", "storage"), CASES)
-def test_every_layer_with_a_plan_multiplies_inside_of_a_forward_of_ours(comfy, files, calls, spied, core, family, storage, monkeypatch):
+def test_every_layer_with_a_plan_multiplies_inside_of_a_forward_of_ours(
+    comfy, files, calls, spied, core, family, storage, monkeypatch
+):
     monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_75")
     with next_core.installed() if core == "next" else contextlib.nullcontext():
         rules = rules_from(text="* stream=fp32") if storage == "int8" else None

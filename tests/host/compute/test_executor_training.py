@@ -20,7 +20,9 @@ LAYERS = {"blocks.0.ffn.0": (256, 128), "blocks.1.self_attn.v": (128, 128)}
 SAFE = "*.ffn.* compute=fp16_safe stream=fp32"
 
 
-def trained(model, checkpointing: bool, bypass: bool = False, training_dtype: str = "bf16") -> tuple[torch.Tensor, float]:
+def trained(
+    model, checkpointing: bool, bypass: bool = False, training_dtype: str = "bf16"
+) -> tuple[torch.Tensor, float]:
     """What a LoRA has learned after two steps, from zeros, and the last loss."""
     inputs = {
         "batch_size": 1, "steps": 2, "grad_accumulation_steps": 1, "learning_rate": 1e-3, "rank": 2, "optimizer": "SGD", "loss_function": "MSE", "seed": 1,
@@ -30,7 +32,9 @@ def trained(model, checkpointing: bool, bypass: bool = False, training_dtype: st
     latents = {"samples": families.noise(model, seed=3)}
     torch.manual_seed(5)
     node = core("comfy_extras.nodes_train").TrainLoraNode
-    lora, losses = node.execute([model], [latents], [families.conditioning("wan")], **{name: [value] for name, value in inputs.items()}).args[:2]
+    lora, losses = node.execute(
+        [model], [latents], [families.conditioning("wan")], **{name: [value] for name, value in inputs.items()}
+    ).args[:2]
     return torch.cat([lora[name].flatten() for name in sorted(lora) if "lora_down" in name]), losses["loss"][-1]
 
 
@@ -41,7 +45,9 @@ def file(models_dir):
 
 @pytest.fixture(scope="module")
 def overflowing_file(models_dir):
-    return tiny_models.wan_overflowing(models_dir / "diffusion_models" / "trained_overflowing.safetensors", dim=128, ffn=256)
+    return tiny_models.wan_overflowing(
+        models_dir / "diffusion_models" / "trained_overflowing.safetensors", dim=128, ffn=256
+    )
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +62,9 @@ def with_lora(model):
 
 MODELS = {
     "fp16_safe": lambda comfy, file: load(comfy, file, "as_file", "fp16_safe"),
-    "Compute Dtype": lambda comfy, file: families.with_compute(comfy, load(comfy, file, "as_file", "bf16"), "fp16_safe"),
+    "Compute Dtype": lambda comfy, file: families.with_compute(
+        comfy, load(comfy, file, "as_file", "bf16"), "fp16_safe"
+    ),
     "fp32 stored": lambda comfy, file: load(comfy, file, "fp32", "fp16_safe"),
     "fp16": lambda comfy, file: load(comfy, file, "fp16", "fp16"),
     "auto": lambda comfy, file: load(comfy, file, "auto", "auto"),
@@ -65,7 +73,9 @@ MODELS = {
     "fp8 in fp16_safe": lambda comfy, file: load(comfy, file, "fp8_e4m3fn", "fp16_safe"),
     "int8": lambda comfy, file: load(comfy, file, "int8", "int8"),
     "int8 in fp16_safe": lambda comfy, file: load(comfy, file, "int8", "fp16_safe"),
-    "accumulation": lambda comfy, file: accumulation(comfy, load(comfy, file, "fp16", "fp16"), fp16_accumulation="auto", attention="auto"),
+    "accumulation": lambda comfy, file: accumulation(
+        comfy, load(comfy, file, "fp16", "fp16"), fp16_accumulation="auto", attention="auto"
+    ),
     "guard": lambda comfy, file: guarded(comfy, load(comfy, file, "as_file", "fp16_safe")),
 }
 ROUNDED = {"fp8": 0.12, "fp8 in fp16_safe": 0.12, "int8": 0.04, "int8 in fp16_safe": 0.04}

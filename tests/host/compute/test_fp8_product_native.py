@@ -25,7 +25,9 @@ def card(request, monkeypatch):
 
 @pytest.fixture(scope="module")
 def scaled(wan, models_dir):
-    return model_files.in_dialect(wan, models_dir / "diffusion_models" / "native_scaled.safetensors", dialects.comfy_quant)
+    return model_files.in_dialect(
+        wan, models_dir / "diffusion_models" / "native_scaled.safetensors", dialects.comfy_quant
+    )
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +52,12 @@ def multiplied(model, call) -> dict[str, str]:
 
 def says_so(comfy, model) -> None:
     report = families.report(comfy, model)
-    assert {entry["name"]: entry["mode"] for entry in report["layers"] if entry["name"] in WAN_LINEARS} == dict.fromkeys(WAN_LINEARS, "fp8")
-    assert "multiply in fp8" in report["decisions"]["compute"] and "1.4 times the error" in report["decisions"]["compute"]
+    assert {
+        entry["name"]: entry["mode"] for entry in report["layers"] if entry["name"] in WAN_LINEARS
+    } == dict.fromkeys(WAN_LINEARS, "fp8")
+    assert (
+        "multiply in fp8" in report["decisions"]["compute"] and "1.4 times the error" in report["decisions"]["compute"]
+    )
 
 
 @pytest.mark.parametrize("card", FP8_CARDS, indirect=True)
@@ -64,7 +70,9 @@ def test_a_scaled_fp8_file_multiplies_in_fp8_and_its_cost_is_told(comfy, wan, mo
 
 
 @pytest.mark.parametrize("goal", ["balanced", "speed", "memory"])
-@pytest.mark.parametrize("loaded", [by_core, lambda comfy, path: load(comfy, path, "auto", "bf16")], ids=["core", "ours"])
+@pytest.mark.parametrize(
+    "loaded", [by_core, lambda comfy, path: load(comfy, path, "auto", "bf16")], ids=["core", "ours"]
+)
 def test_so_does_the_one_node_with_any_loaders_model(comfy, scaled, call, loaded, goal):
     model, _, _, why = comfy.run("HalfsafeAutoPrecision", model=loaded(comfy, scaled), goal=goal, guard="off")
     assert set(multiplied(model, call).values()) == {"fp8"}
@@ -84,7 +92,9 @@ def test_a_scale_of_the_input_keeps_what_a_scale_of_1_clips(comfy, scaled, call)
     assert relative_error(exact, ours) < relative_error(exact, core) / 2
 
 
-@pytest.mark.parametrize("loaded", [by_core, lambda comfy, path: load(comfy, path, "auto", "auto")], ids=["core", "ours"])
+@pytest.mark.parametrize(
+    "loaded", [by_core, lambda comfy, path: load(comfy, path, "auto", "auto")], ids=["core", "ours"]
+)
 def test_a_file_that_asks_for_full_precision_is_unpacked(comfy, full_precision, call, loaded):
     model = with_compute(comfy, loaded(comfy, full_precision), "auto")
     assert "fp8" not in multiplied(model, call).values()
@@ -98,7 +108,9 @@ def test_the_goal_quality_and_a_dtype_that_is_asked_for_unpack(comfy, scaled, ca
 
 
 def test_fp8_made_here_and_files_without_scales_are_unpacked_as_in_comfyui(comfy, wan, models_dir, call):
-    path = model_files.in_dialect(wan, models_dir / "diffusion_models" / "native_plain.safetensors", dialects.plain, dtype=torch.float8_e4m3fn)
+    path = model_files.in_dialect(
+        wan, models_dir / "diffusion_models" / "native_plain.safetensors", dialects.plain, dtype=torch.float8_e4m3fn
+    )
     for model in (load(comfy, wan, "fp8_e4m3fn", "auto"), load(comfy, path, "auto", "auto"), by_core(comfy, path)):
         assert "fp8" not in multiplied(model, call).values()
 

@@ -45,7 +45,9 @@ SETTINGS = {
     "fp32": lambda comfy, path, lora: load(comfy, path, "fp32", "fp32"),
     "fp16_safe": lambda comfy, path, lora: load(comfy, path, "fp16", "fp16_safe"),
     "bf16": lambda comfy, path, lora: load(comfy, path, "bf16", "bf16"),
-    "fp16 sums": lambda comfy, path, lora: accumulation(comfy, load(comfy, path, "fp16", "fp16"), fp16_accumulation="on"),
+    "fp16 sums": lambda comfy, path, lora: accumulation(
+        comfy, load(comfy, path, "fp16", "fp16"), fp16_accumulation="on"
+    ),
     "fp8 in bf16": lambda comfy, path, lora: load(comfy, path, "fp8_e4m3fn", "bf16"),
     "fp8 in fp8": lambda comfy, path, lora: load(comfy, path, "fp8_e4m3fn", "fp8"),
     "fp8 in fp16_safe": lambda comfy, path, lora: load(comfy, path, "fp8_e4m3fn", "fp16_safe"),
@@ -126,7 +128,9 @@ def test_an_int8_layer_of_which_nothing_is_changed_keeps_the_fused_kernel(comfy,
             return own(self, input, *args, **kwargs)
 
         monkeypatch.setattr(cls, "forward", forward)
-        monkeypatch.setattr(Int8Linear, "product", lambda self, *args: alone.append(self.module) or product(self, *args))
+        monkeypatch.setattr(
+            Int8Linear, "product", lambda self, *args: alone.append(self.module) or product(self, *args)
+        )
         families.replay(model, call)
         names = {module: name for name, module in modules_of(model.model).items()}
     assert {names[module] for module in fused} >= set(FFN)
@@ -140,7 +144,9 @@ def test_calibration_sums_what_the_layer_multiplies(comfy, models_dir):
     def sums() -> dict[str, torch.Tensor]:
         model = load(comfy, path, "as_file", "fp32")
         latent = {"samples": torch.zeros_like(families.noise(model, size=8))}
-        found, _ = comfy.run("HalfsafeCalibrate", model=model, latent_image=latent, positive=families.conditioning("wan"), seed=1)
+        found, _ = comfy.run(
+            "HalfsafeCalibrate", model=model, latent_image=latent, positive=families.conditioning("wan"), seed=1
+        )
         return {name: products.blocks for name, products in found.layers.items()}
 
     pinned = sums()
@@ -157,7 +163,13 @@ def test_analysis_measures_what_the_layer_multiplies(comfy, wan):
     def analysed() -> str:
         model = load(comfy, wan, "fp32", "fp32")
         latent = {"samples": torch.zeros_like(families.noise(model, size=8))}
-        inputs = {"latent_image": latent, "positive": families.conditioning("wan"), "seed": 1, "candidate": "fp8_e4m3fn", "target_snr_db": 10.0}
+        inputs = {
+            "latent_image": latent,
+            "positive": families.conditioning("wan"),
+            "seed": 1,
+            "candidate": "fp8_e4m3fn",
+            "target_snr_db": 10.0,
+        }
         return comfy.run("HalfsafeAnalyzeLayers", model=model, **inputs)[1]
 
     pinned = analysed()
@@ -165,7 +177,15 @@ def test_analysis_measures_what_the_layer_multiplies(comfy, wan):
         assert analysed() == pinned
 
 
-@pytest.mark.parametrize("given", [{"input_act": "gelu_tanh"}, {"residual": 1.0}, {"residual": 1.0, "residual_scale": 0.5}, {"input_act": "rms_norm"}])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"input_act": "gelu_tanh"},
+        {"residual": 1.0},
+        {"residual": 1.0, "residual_scale": 0.5},
+        {"input_act": "rms_norm"},
+    ],
+)
 def test_the_gate_computes_what_the_layer_itself_does(given):
     from comfy.ops import manual_cast
 
@@ -174,7 +194,9 @@ def test_the_gate_computes_what_the_layer_itself_does(given):
         torch.nn.init.normal_(layer.weight)
         torch.nn.init.normal_(layer.bias)
         x = torch.randn(3, 8)
-        arguments = {name: torch.full((3, 8), value) if isinstance(value, float) else value for name, value in given.items()}
+        arguments = {
+            name: torch.full((3, 8), value) if isinstance(value, float) else value for name, value in given.items()
+        }
         if "rms_norm" in given.values():
             arguments["act_weight"] = manual_cast.RMSNorm(8, device="cpu", dtype=torch.float32)
             torch.nn.init.uniform_(arguments["act_weight"].weight)
@@ -210,14 +232,21 @@ def test_no_gate_is_put_on_in_a_core_that_folds_nothing():
 def test_a_result_of_fp16_is_scaled_in_the_dtype_of_the_residual():
     result, residual = torch.full((2,), 3e4).half(), torch.ones(2)
     for scale in (4.0, torch.full((2,), 4.0).half()):
-        assert gate.with_residual(result, {"residual": residual, "residual_scale": scale}).tolist() == pytest.approx([1.2e5 + 1] * 2, rel=1e-3)
+        assert gate.with_residual(result, {"residual": residual, "residual_scale": scale}).tolist() == pytest.approx(
+            [1.2e5 + 1] * 2, rel=1e-3
+        )
 
 
 def test_an_argument_that_nobody_takes_is_named_with_its_layer(comfy, wan, call):
     named = r"Layer 'diffusion_model\.blocks\.0\.ffn\.2' is called with `unheard_of`"
-    for core, error in ((contextlib.nullcontext(), pytest.raises((TypeError, HalfsafeError), match="unheard_of")), (next_core.installed(), pytest.raises(HalfsafeError, match=named))):
+    for core, error in (
+        (contextlib.nullcontext(), pytest.raises((TypeError, HalfsafeError), match="unheard_of")),
+        (next_core.installed(), pytest.raises(HalfsafeError, match=named)),
+    ):
         with core:
             model = load(comfy, wan, "fp16", "fp16_safe")
             layer = model.model.diffusion_model.blocks[0].ffn[2]
             with error:
-                families.replay(inside(model, lambda *args, layer=layer: layer(torch.zeros(1, 1024), unheard_of=1)), call)
+                families.replay(
+                    inside(model, lambda *args, layer=layer: layer(torch.zeros(1, 1024), unheard_of=1)), call
+                )

@@ -50,9 +50,17 @@ def with_lora(model):
 
 SETTINGS = {
     "fp16_safe": (True, lambda comfy, path: load(comfy, path, "fp16", "fp16_safe")),
-    "auto": (True, lambda comfy, path: comfy.run("HalfsafeAutoPrecision", model=load(comfy, path, "fp16", "auto"), goal="balanced", guard="off")[0]),
+    "auto": (
+        True,
+        lambda comfy, path: comfy.run(
+            "HalfsafeAutoPrecision", model=load(comfy, path, "fp16", "auto"), goal="balanced", guard="off"
+        )[0],
+    ),
     "guard": (True, lambda comfy, path: guarded(comfy, load(comfy, path, "fp16", "fp16"))),
-    "fp16 sums": (False, lambda comfy, path: accumulation(comfy, load(comfy, path, "fp16", "fp16"), fp16_accumulation="auto")),
+    "fp16 sums": (
+        False,
+        lambda comfy, path: accumulation(comfy, load(comfy, path, "fp16", "fp16"), fp16_accumulation="auto"),
+    ),
     "fp8 in fp8": (False, lambda comfy, path: load(comfy, path, "fp8_e4m3fn", "fp8")),
     "int8 in int8": (False, lambda comfy, path: load(comfy, path, "int8", "int8")),
     "LoRA beside fp8": (False, lambda comfy, path: with_lora(load(comfy, path, "fp8_e4m3fn", "bf16"))),
@@ -61,14 +69,24 @@ SETTINGS = {
 """Setting -> whether its model overflows in plain fp16, and how it is made."""
 PROFILES = {"auto": "sm_75", "fp16 sums": "sm_86"}
 CORES = {
-    **{f"{kind}, {form}, not passed": (lambda kind=kind, form=form: layers_take(kind, form)) for kind in ("Linear", MIXED) for form in ("keyword", "placed")},
+    **{
+        f"{kind}, {form}, not passed": (lambda kind=kind, form=form: layers_take(kind, form))
+        for kind in ("Linear", MIXED)
+        for form in ("keyword", "placed")
+    },
     "Linear, keyword, its default passed": lambda: layers_take("Linear", "keyword", (None,)),
     **{f"Linear, {form}, passed": (lambda form=form: layers_take("Linear", form, (0.9,))) for form in FORMS},
     "Linear, input renamed": imagined_cores.layers_renamed,
     "Conv3d, keyword, not passed": lambda: layers_take("Conv3d"),
-    **{f"{kind}, keyword, passed": (lambda kind=kind: layers_take(kind, "keyword", (0.9,))) for kind in ("Conv3d", "RMSNorm", "LayerNorm")},
+    **{
+        f"{kind}, keyword, passed": (lambda kind=kind: layers_take(kind, "keyword", (0.9,)))
+        for kind in ("Conv3d", "RMSNorm", "LayerNorm")
+    },
     "attention, keyword, not passed": attention_takes,
-    **{f"attention, {form}, passed": (lambda form=form: attention_takes(form, (0.9,))) for form in ("keyword", "placed")},
+    **{
+        f"attention, {form}, passed": (lambda form=form: attention_takes(form, (0.9,)))
+        for form in ("keyword", "placed")
+    },
     "attention, mask renamed, precision removed": lambda: attention_takes("renamed"),
     **{f"apply_model, {form}": (lambda form=form: model_takes(form)) for form in ("placed", "removed", "renamed")},
     **{f"apply_model, {form}, passed": (lambda form=form: model_takes(form)) for form in ("keyword", "placed")},
@@ -79,7 +97,14 @@ CORES = {
     "classes in another module": imagined_cores.moved,
 }
 """What is imagined -> a context in which the pinned core has it."""
-EVERY_SETTING = ("Linear, keyword, passed", "Linear, keyword, not passed", "attention, keyword, passed", "apply_model, placed", "calculate_input, passed", "q, k and v in one product")
+EVERY_SETTING = (
+    "Linear, keyword, passed",
+    "Linear, keyword, not passed",
+    "attention, keyword, passed",
+    "apply_model, placed",
+    "calculate_input, passed",
+    "q, k and v in one product",
+)
 """One core of each kind, on which every setting is tried; on the others, which differ by how an argument is passed, a third of them in turn."""
 MORE_ERROR = 1.3
 """A layer that runs its own code rounds otherwise than one of ours; an argument that is dropped is off by 0.1 and more."""
@@ -101,7 +126,10 @@ def outcome(comfy, setting: str, path, call, changes: dict, reference: torch.Ten
 @pytest.fixture(scope="module")
 def tried(comfy, models_dir, call):
     """Setting -> its outcome, on a core; of models of one block, whose layers are called as those of the next would be."""
-    clean, loud = (write(models_dir / "diffusion_models" / f"imagined_{write.__name__}.safetensors", blocks=1) for write in (tiny_models.wan, tiny_models.wan_overflowing))
+    clean, loud = (
+        write(models_dir / "diffusion_models" / f"imagined_{write.__name__}.safetensors", blocks=1)
+        for write in (tiny_models.wan, tiny_models.wan_overflowing)
+    )
 
     def of(core, changes: dict, settings: Iterable[str] = SETTINGS) -> dict[str, tuple[float, int]]:
         references, seen = {}, {}
@@ -131,8 +159,12 @@ def test_each_setting_acts_and_is_as_near_to_fp32_as_on_the_pinned_core(tried, p
     settings = [setting for index, setting in enumerate(SETTINGS) if core in EVERY_SETTING or index % 3 == place % 3]
     seen = tried(CORES[core], changes, settings)
     print(core, {setting: f"{error:.2g} with {count} forwards" for setting, (error, count) in seen.items()})
-    assert {setting: error for setting, (error, _) in seen.items() if not error <= MORE_ERROR * pinned[setting][0] + 1e-3} == {}
-    assert {setting: count for setting, (_, count) in seen.items()} == {setting: pinned[setting][1] for setting in settings}
+    assert {
+        setting: error for setting, (error, _) in seen.items() if not error <= MORE_ERROR * pinned[setting][0] + 1e-3
+    } == {}
+    assert {setting: count for setting, (_, count) in seen.items()} == {
+        setting: pinned[setting][1] for setting in settings
+    }
 
 
 def a_layer(kind: str) -> tuple[torch.nn.Module, torch.Tensor]:
@@ -145,7 +177,9 @@ def a_layer(kind: str) -> tuple[torch.nn.Module, torch.Tensor]:
     elif kind == "GroupNorm":
         layer = comfy.ops.manual_cast.GroupNorm(4, 16, device="cpu", dtype=torch.float32)
     else:
-        layer = getattr(comfy.ops.manual_cast, kind)(*(16,) * (1 + (kind == "Linear")), device="cpu", dtype=torch.float32)
+        layer = getattr(comfy.ops.manual_cast, kind)(
+            *(16,) * (1 + (kind == "Linear")), device="cpu", dtype=torch.float32
+        )
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter)
     spatial = int(kind[-2]) if kind.startswith("Conv") else 0
@@ -163,7 +197,9 @@ def test_a_layer_of_each_kind_returns_what_it_returns_alone(kind, form, passed):
             patches = uncast_norm(layer)
             assert patches
         else:
-            planned = PlannedLayers(ComputePlan.of_layers({"a": LayerPlan(mode="fp16_wide", stream="fp32")}), {"a": layer})
+            planned = PlannedLayers(
+                ComputePlan.of_layers({"a": LayerPlan(mode="fp16_wide", stream="fp32")}), {"a": layer}
+            )
             patches = planned.patches
         with patched(patches):
             assert relative_error(expected, layer(x)) < 2e-3
@@ -192,7 +228,9 @@ def test_report_badge_and_log_name_the_layers_and_the_argument(comfy, wan, call,
     layer = "blocks.0.self_attn.q"
     assert f"calls layers with `{GAIN}`" in caplog.text and "diffusion_model." in caplog.text
     notes = [note for note in found["notes"] if f"`{GAIN}`" in note]
-    assert [note.partition(": ")[0] for note in notes] == [MET.format("This ComfyUI", GAIN, VERSION, "").partition(": ")[0]]
+    assert [note.partition(": ")[0] for note in notes] == [
+        MET.format("This ComfyUI", GAIN, VERSION, "").partition(": ")[0]
+    ]
     assert {each["mode"] for each in found["layers"] if each["name"] == layer} == {"fp32"}
     (badge,) = comfy.nodes["HalfsafeComputeDtype"].execute(model, "fp16_safe").ui["halfsafe_badge"]
     assert OWN_CODE.partition("{} ")[2].format(GAIN) in badge
@@ -216,7 +254,10 @@ def test_new_parameters_are_logged_in_one_line(caplog):
     with layers_take("Linear"), layers_take("Conv2d"), attention_takes(), caplog.at_level(logging.INFO, "halfsafe"):
         known_calls.log_new_parameters()
     (record,) = caplog.records
-    assert all(f"{name}({GAIN})" in record.getMessage() for name in ("manual_cast.Linear", "manual_cast.Conv2d", "attention_pytorch"))
+    assert all(
+        f"{name}({GAIN})" in record.getMessage()
+        for name in ("manual_cast.Linear", "manual_cast.Conv2d", "attention_pytorch")
+    )
     caplog.clear()
     known_calls.log_new_parameters()
     assert not caplog.records
@@ -239,7 +280,11 @@ def test_a_method_of_a_patcher_is_handed_what_it_takes(comfy, wan, name):
 def test_functions_that_multiply_past_a_layer_are_handed_what_they_take(monkeypatch):
     layer = next(layer for kind, layer, _ in self_test._layers() if kind == "int8_tensorwise")
     monkeypatch.setattr(lumina, "_int8_convrot_linear", lambda linear: True, raising=False)
-    with function_takes(lumina, "_int8_convrot_linear") as fuses, function_takes(comfy.ops, "linear_input_act") as act, calling_layers([layer]):
+    with (
+        function_takes(lumina, "_int8_convrot_linear") as fuses,
+        function_takes(comfy.ops, "linear_input_act") as act,
+        calling_layers([layer]),
+    ):
         assert lumina._int8_convrot_linear(layer, gain=1) and fuses == [1]
         comfy.ops.linear_input_act(layer, torch.ones(1, self_test.SIZE), "gelu_tanh", gain=2)
         assert act == [2]
@@ -276,7 +321,9 @@ def test_layers_that_run_otherwise_through_the_gate_run_their_own_code(comfy, wa
     with next_core.installed():
         monkeypatch.setattr(gate, broken, lambda x, folded: x[..., : self_test.SIZE])
         checked()
-        assert {"", "int8_tensorwise"} <= gate.UNEQUAL and "returns another result through Halfsafe" in self_test.found[0]
+        assert {"", "int8_tensorwise"} <= gate.UNEQUAL and "returns another result through Halfsafe" in self_test.found[
+            0
+        ]
         reference = families.replay(load(comfy, wan, "fp32", "fp32"), call)
         for storage, compute in (("fp16", "fp16_safe"), ("fp8_e4m3fn", "fp8"), ("int8", "int8")):
             assert relative_error(reference, families.replay(load(comfy, wan, storage, compute), call)) < 0.06
@@ -291,7 +338,9 @@ def test_a_layer_that_raises_is_left_alone(monkeypatch, checked):
 
 
 def test_a_norm_and_an_attention_that_do_not_ask_us_are_told(monkeypatch, checked):
-    monkeypatch.setattr(comfy.ldm.modules.attention, "attention_pytorch", comfy.ldm.modules.attention.attention_pytorch.__wrapped__)
+    monkeypatch.setattr(
+        comfy.ldm.modules.attention, "attention_pytorch", comfy.ldm.modules.attention.attention_pytorch.__wrapped__
+    )
     norm = comfy.ops.disable_weight_init.LayerNorm
     plain = norm.forward_comfy_cast_weights
 

@@ -41,7 +41,11 @@ def test_a_goal_is_carried_out_on_this_model(comfy, model, reference, monkeypatc
     before = denoise(model)
     planned, _, _, why = with_goal(comfy, model, goal)
     overruled = with_goal(comfy, comfy.run("HalfsafeComputeDtype", model=model, compute="fp16", rules=None)[0], goal)[3]
-    assert f"model: {used}." in why and "was set to" not in why and f"Computed in {used}, not in the fp16 that the model was set to." in overruled
+    assert (
+        f"model: {used}." in why
+        and "was set to" not in why
+        and f"Computed in {used}, not in the fp16 that the model was set to." in overruled
+    )
     assert relative_error(reference, denoise(planned)) < 2e-3
     assert torch.equal(denoise(model), before)
 
@@ -54,7 +58,9 @@ def test_quality_keeps_sums_exact_while_it_runs_and_speed_asks_for_fast_ones(com
         planned = with_goal(comfy, model, goal)[0]
         denoise(planned)
         entries = json.loads(comfy.run("HalfsafeReport", model=planned)[1])["flags"]
-        requested[goal] = [entries[name]["requested"] for name in ("fp16_accumulation", "reduced_precision_reduction", "tf32")]
+        requested[goal] = [
+            entries[name]["requested"] for name in ("fp16_accumulation", "reduced_precision_reduction", "tf32")
+        ]
     assert requested == {
         "quality": ["off", "off", "off"],
         "speed": ["auto", "unchanged", "on"],
@@ -84,5 +90,7 @@ def test_rules_come_before_the_goal(comfy, model):
     rules, _ = comfy.run("HalfsafeLayerRules", rules="blocks.0.ffn.0 compute=fp16 stream=same", preset="none")
     planned = with_goal(comfy, model, "quality", rules=rules)[0]
     denoise(planned)
-    modes = {layer["name"]: layer["mode"] for layer in json.loads(comfy.run("HalfsafeReport", model=planned)[1])["layers"]}
+    modes = {
+        layer["name"]: layer["mode"] for layer in json.loads(comfy.run("HalfsafeReport", model=planned)[1])["layers"]
+    }
     assert modes["blocks.0.ffn.0"] == "fp16" != modes["blocks.0.ffn.2"]

@@ -46,10 +46,17 @@ def reported(comfy, model):
 def test_the_fixture_is_what_kitchen_writes(tmp_path):
     weights, biases = dialects.reference(("a", "b", "c", "d"), (256, 384))
     tensors = model_files.load_file(dialects.native(tmp_path / "native.safetensors", weights, biases))
-    layouts = {"c": ("TensorWiseINT8Layout", {"per_channel": True, "convrot": True}), "d": ("TensorCoreConvRotW4A4Layout", {})}
+    layouts = {
+        "c": ("TensorWiseINT8Layout", {"per_channel": True, "convrot": True}),
+        "d": ("TensorCoreConvRotW4A4Layout", {}),
+    }
     for layer, (layout, options) in layouts.items():
-        held = QuantizedTensor.from_float(weights[layer], layout, convrot_groupsize=64, **options).state_dict(f"{layer}.weight")
-        assert {n: (t.shape, t.dtype) for n, t in held.items()} == {n: (tensors[n].shape, tensors[n].dtype) for n in held}
+        held = QuantizedTensor.from_float(weights[layer], layout, convrot_groupsize=64, **options).state_dict(
+            f"{layer}.weight"
+        )
+        assert {n: (t.shape, t.dtype) for n, t in held.items()} == {
+            n: (tensors[n].shape, tensors[n].dtype) for n in held
+        }
 
 
 @pytest.mark.parametrize("compute", ASKED)
@@ -100,7 +107,9 @@ def called_with_input_act(linear, x, input_act, *_):
 
 @pytest.mark.parametrize(("newest", "product"), [(False, "int8"), (True, "fp32")])
 @torch.inference_mode()
-def test_full_precision_products_of_int8_are_reported_as_each_comfyui_makes_them(comfy, file, call, monkeypatch, newest, product):
+def test_full_precision_products_of_int8_are_reported_as_each_comfyui_makes_them(
+    comfy, file, call, monkeypatch, newest, product
+):
     """ComfyUI 0.38 dequantizes an int8 weight that ``_full_precision_mm`` is set on; those before it do so with fp8 only."""
     model = families.stock(file, torch.bfloat16)
     if newest:  # 0.33's multiplies past the layer, 0.38's calls it
@@ -110,7 +119,9 @@ def test_full_precision_products_of_int8_are_reported_as_each_comfyui_makes_them
         if newest:
             forward = module._forward
             monkeypatch.setattr(type(module), "can_use_quantized_matmul", lambda *_: False, raising=False)
-            monkeypatch.setattr(module, "_forward", lambda x, weight, bias, forward=forward: forward(x, weight.dequantize(), bias))
+            monkeypatch.setattr(
+                module, "_forward", lambda x, weight, bias, forward=forward: forward(x, weight.dequantize(), bias)
+            )
     products = made(model, call)
     assert set(products.values()) == {product} and products == reported(comfy, model)
 

@@ -85,7 +85,9 @@ def test_the_report_is_what_the_products_are(comfy, wan, stored, call, profile, 
         assert {name: found[name]["mode"].replace("fp16_scaled", "fp16_wide") for name in layers} == made
         assert count == sum(layer["mode"] == "int8" for layer in found.values())
         assert (count == 20) == (storage == "int8" and compute in ("auto", "fp8", "int8"))
-        assert {name: layer["kernel"] for name, layer in found.items()} == {n: kernel_of(layer) for n, layer in found.items()}
+        assert {name: layer["kernel"] for name, layer in found.items()} == {
+            n: kernel_of(layer) for n, layer in found.items()
+        }
 
 
 # profile: (mode of int8 weights, of the others, stream), for a model that is not safe in plain fp16
@@ -116,7 +118,11 @@ def test_the_stream_is_fp32_where_the_model_is_not_safe_in_16_bit(comfy, ltxv, l
     either = {"fp16", "fp16_wide"} if of_int8 == "fp16_wide" else {of_int8}
     assert set(made.values()) <= either and count == len(layers) * (of_int8 == "int8")
     others = {plain(layer) for layer in found.values() if layer["class"] == "Linear" and layer["name"] not in layers}
-    assert others <= ({"fp16", "fp16_wide"} if of_others == "fp16_wide" else {of_others}) and others and {layer["stream"] for layer in found.values()} == {stream}
+    assert (
+        others <= ({"fp16", "fp16_wide"} if of_others == "fp16_wide" else {of_others})
+        and others
+        and {layer["stream"] for layer in found.values()} == {stream}
+    )
     told = [entry["setting"] for entry in families.report(comfy, model)["without_effect"]]
     assert told == (["compute=int8"] if compute == "int8" and of_int8 != "int8" else [])
     if of_int8 != "int8":
@@ -243,7 +249,9 @@ def test_layers_that_comfyui_multiplies_past_their_forward(comfy, stored, profil
 
 def test_neither_fp16_sums_nor_fast_fp8_sums_act_on_int8(comfy, stored, call, profile):
     profile("sm_89")
-    model = accumulation(comfy, with_compute(comfy, stored["int8"], "int8"), fp16_accumulation="auto", fp8_fast_accumulation="on")
+    model = accumulation(
+        comfy, with_compute(comfy, stored["int8"], "int8"), fp16_accumulation="auto", fp8_fast_accumulation="on"
+    )
     families.replay(model, call)
     report = families.report(comfy, model)
     int8 = [layer for layer in report["layers"] if layer["mode"] == "int8"]

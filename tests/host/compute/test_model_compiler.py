@@ -172,13 +172,18 @@ class Block(torch.nn.Module):
         """Adds to the states of the text; returns its keys and values."""
         normed = self.norm(states)
         keys, values = self.to_k(normed), self.to_v(normed)
-        states.add_(self.to_out(optimized_attention(self.to_q(normed), keys, values, QWEN_HEADS, transformer_options=options)))
+        states.add_(
+            self.to_out(optimized_attention(self.to_q(normed), keys, values, QWEN_HEADS, transformer_options=options))
+        )
         return keys, values
 
     def forward(self, x, scale, gate, kept, options):
         normed = self.norm(x) * (1 + scale)
         keys, values = (torch.cat(pair, 1) for pair in zip(kept, (self.to_k(normed), self.to_v(normed)), strict=True))
-        x.addcmul_(self.to_out(optimized_attention(self.to_q(normed), keys, values, QWEN_HEADS, transformer_options=options)), gate)
+        x.addcmul_(
+            self.to_out(optimized_attention(self.to_q(normed), keys, values, QWEN_HEADS, transformer_options=options)),
+            gate,
+        )
         return x.add_(self.down(torch.nn.functional.silu(self.up(self.norm(x)))))
 
 
@@ -204,14 +209,18 @@ class QwenImage21(torch.nn.Module):
 
     def forward(self, x, timestep, context, *, transformer_options, **kwargs):
         rows, text = self.img_in(x.flatten(2).transpose(1, 2)), self.txt_in(context)
-        scale, gate = self.modulation(timestep.to(x.dtype).cos().reshape(-1, 1, 1).expand(-1, 1, rows.shape[-1])).chunk(2, -1)
+        scale, gate = self.modulation(timestep.to(x.dtype).cos().reshape(-1, 1, 1).expand(-1, 1, rows.shape[-1])).chunk(
+            2, -1
+        )
         off = transformer_options.get("qwen_image21_cache", {}).get("device") == "off" or not self.prefix_cache_enabled
         key = tuple(context.shape), tuple(transformer_options["uuids"])
         cache = {} if off else self.prefix_cache.setdefault(key, {})
         queue = comfy.model_prefetch.make_prefetch_queue(list(self.transformer_blocks), x.device, transformer_options)
         for index, block in enumerate(self.transformer_blocks):
             comfy.model_prefetch.prefetch_queue_pop(queue, x.device, block)
-            rows = block(rows, scale, gate, self._kept(block, index, text, cache, off, transformer_options), transformer_options)
+            rows = block(
+                rows, scale, gate, self._kept(block, index, text, cache, off, transformer_options), transformer_options
+            )
         comfy.model_prefetch.prefetch_queue_pop(queue, x.device, None) if queue else None
         return self.proj_out(rows).transpose(1, 2).reshape(x.shape)
 
@@ -286,7 +295,9 @@ def test_8_bit_layers_with_a_lora_keep_it(comfy, minimax, ampere, storage, compu
 
 
 def test_fp16_sums_keep_it(comfy, minimax, ampere):
-    model = accumulation(comfy, families.load(comfy, minimax, "fp16", "fp16"), fp16_accumulation="auto", attention="auto")
+    model = accumulation(
+        comfy, families.load(comfy, minimax, "fp16", "fp16"), fp16_accumulation="auto", attention="auto"
+    )
     assert sampled(model)[1].calls == 2
 
 
@@ -430,7 +441,10 @@ def test_the_recorder_sees_what_it_is_for(minimax, what):
     blocks = model.model.diffusion_model.blocks
     for block in blocks:
         block.register_forward_pre_hook(hook)
-    with pytest.raises(GraphError, match="rogues" if what == "kept" else "one before it"), comfy_compiler(MiniMaxH3Model):
+    with (
+        pytest.raises(GraphError, match="rogues" if what == "kept" else "one before it"),
+        comfy_compiler(MiniMaxH3Model),
+    ):
         rare_families.sample(model, "minimax_h3", 2)
 
 

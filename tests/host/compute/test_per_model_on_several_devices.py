@@ -13,7 +13,13 @@ from support.guarding import guarded, report_of
 from support.matmul_spy import MatmulSpy, differences
 
 DEVICES = [torch.device("cpu"), torch.device("cpu", 1)]
-SETTINGS = [("fp16", "fp16_safe"), ("fp8_e4m3fn", "fp8"), ("fp8_e4m3fn", "fp16_safe"), ("int8", "int8"), ("int8", "fp16")]
+SETTINGS = [
+    ("fp16", "fp16_safe"),
+    ("fp8_e4m3fn", "fp8"),
+    ("fp8_e4m3fn", "fp16_safe"),
+    ("int8", "int8"),
+    ("int8", "fp16"),
+]
 
 
 @pytest.fixture
@@ -53,7 +59,9 @@ def sample(model, steps=2):
     cond, uncond = families.conditioning("wan"), families.conditioning("wan")
     uncond[0][0] = uncond[0][0] * 0.5
     start = families.noise(model)
-    return comfy.sample.sample(model, start, steps, 3.0, "euler", "simple", cond, uncond, torch.zeros_like(start), seed=1)
+    return comfy.sample.sample(
+        model, start, steps, 3.0, "euler", "simple", cond, uncond, torch.zeros_like(start), seed=1
+    )
 
 
 def error(found, expected):
@@ -98,7 +106,11 @@ def test_the_test_product_is_made_on_each_device(comfy, wan, split, monkeypatch)
     from halfsafe.precision.devices import probes
 
     canary = probes.canary
-    monkeypatch.setattr(probes, "canary", lambda device, name: (device != DEVICES[1], "zeros") if name != "fp32" else canary(device, name))
+    monkeypatch.setattr(
+        probes,
+        "canary",
+        lambda device, name: (device != DEVICES[1], "zeros") if name != "fp32" else canary(device, name),
+    )
     both = split(guarded(comfy, families.load(comfy, wan, "fp16", "fp16")))
     sample(both)
     assert report_of(both).verdict == "device_fault"

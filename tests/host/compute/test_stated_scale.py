@@ -37,7 +37,9 @@ def inputs_of(model, call) -> dict[str, float]:
     """Layer -> amax of its input."""
     found: dict[str, float] = {}
     handles = [
-        layer.register_forward_pre_hook(lambda module, args, name=name: found.update({name: max(found.get(name, 0.0), args[0].abs().max().item())}))
+        layer.register_forward_pre_hook(
+            lambda module, args, name=name: found.update({name: max(found.get(name, 0.0), args[0].abs().max().item())})
+        )
         for name, layer in linears(model).items()
     ]
     families.replay(model, call)
@@ -56,7 +58,10 @@ def stating(comfy, wan, call, models_dir):
 
     def write(factors: dict[str, float] | None = None):
         path = models_dir / "diffusion_models" / "states_scales.safetensors"
-        scales = {f"{name}.input_scale": torch.tensor(1.3 * amax[name] / 448 * (factors or {}).get(name, 1.0)) for name in WAN_LINEARS}
+        scales = {
+            f"{name}.input_scale": torch.tensor(1.3 * amax[name] / 448 * (factors or {}).get(name, 1.0))
+            for name in WAN_LINEARS
+        }
         save_file(load_file(plain) | scales, path)
         return path
 
@@ -76,7 +81,9 @@ class Measured(LeafOperations):
         self.count = 0
 
     def leaf(self, func, args, kwargs):
-        self.count += func.name().startswith(("aten::linalg_vector_norm", "aten::amax", "aten::max")) and args[0].dim() > 1
+        self.count += (
+            func.name().startswith(("aten::linalg_vector_norm", "aten::amax", "aten::max")) and args[0].dim() > 1
+        )
         return func(*args, **kwargs)
 
 
@@ -88,7 +95,9 @@ def reductions(model, call) -> int:
 
 def reasons(comfy, model) -> dict[str, str]:
     layers = {layer["name"]: layer["reason"] for layer in families.report(comfy, model)["layers"]}
-    return {name: next((each for each in (USED, PASSED, HIDES_INF) if each in layers[name]), "") for name in WAN_LINEARS}
+    return {
+        name: next((each for each in (USED, PASSED, HIDES_INF) if each in layers[name]), "") for name in WAN_LINEARS
+    }
 
 
 @torch.inference_mode()
@@ -148,7 +157,9 @@ def test_an_input_that_outgrows_the_scale_is_met_by_the_next_check(comfy, statin
     linears(exact)[BEFORE].bias.add_(1000.0)
     expected = families.replay(exact, call)
     errors = [relative_error(expected, families.replay(model, call)) for _ in range(2, RECHECKED + 2)]
-    assert all(map(math.isfinite, errors)) and min(errors[:-2]) > 2 * max(errors[-2:]), "clipped until the check, measured from there on"
+    assert all(map(math.isfinite, errors)) and min(errors[:-2]) > 2 * max(errors[-2:]), (
+        "clipped until the check, measured from there on"
+    )
     assert reasons(comfy, model)[LAYER] == PASSED and USED in reasons(comfy, model).values()
 
 

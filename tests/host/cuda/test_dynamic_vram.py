@@ -42,8 +42,12 @@ MODELS = {
     "fp8": lambda comfy, wan: load(comfy, wan, "fp8_e5m2", "fp8"),
     "int8": lambda comfy, wan: load(comfy, wan, "int8", "auto"),
     "int8 stored": lambda comfy, wan: load(comfy, wan, "int8", "fp16_safe"),
-    "rules": lambda comfy, wan: load(comfy, wan, "as_file", "bf16", rules_from("*.ffn.* compute=fp16_safe stream=fp32")),
-    "sums": lambda comfy, wan: accumulation(comfy, load(comfy, wan, "fp16", "fp16"), fp16_accumulation="auto", attention="auto"),
+    "rules": lambda comfy, wan: load(
+        comfy, wan, "as_file", "bf16", rules_from("*.ffn.* compute=fp16_safe stream=fp32")
+    ),
+    "sums": lambda comfy, wan: accumulation(
+        comfy, load(comfy, wan, "fp16", "fp16"), fp16_accumulation="auto", attention="auto"
+    ),
     "guard": lambda comfy, wan: guarded(comfy, load(comfy, wan, "as_file", "fp16")),
 }
 
@@ -123,7 +127,16 @@ def lora(model):
     return load_lora_for_models(model, None, model_files.lora(LAYERS, size=1.0), 1.0, 0.0)[0]
 
 
-BOUNDS = {"fp32": 5e-3, "fp16": 5e-3, "fp16_safe": 2e-3, "fp32 stored": 2e-3, "rules": 2e-2, "sums": 5e-3, "fp8 stored": 0.06, "fp8": 0.12}
+BOUNDS = {
+    "fp32": 5e-3,
+    "fp16": 5e-3,
+    "fp16_safe": 2e-3,
+    "fp32 stored": 2e-3,
+    "rules": 2e-2,
+    "sums": 5e-3,
+    "fp8 stored": 0.06,
+    "fp8": 0.12,
+}
 
 
 @pytest.mark.parametrize(("way", "name"), zip(itertools.cycle(WAYS), BOUNDS, strict=False))
@@ -137,14 +150,18 @@ def test_a_lora_is_added_once_in_every_call(comfy, wan, call, way, name):
         assert all(relative_error(reference, result) < BOUNDS[name] for result in twice(model, call))
 
 
-@pytest.mark.parametrize(("way", "size"), [("offloaded", 3e-4), ("offloaded", 3e4), *zip(WAYS, (3e-4, 3e4, 3e-4), strict=True)])
+@pytest.mark.parametrize(
+    ("way", "size"), [("offloaded", 3e-4), ("offloaded", 3e4), *zip(WAYS, (3e-4, 3e4, 3e-4), strict=True)]
+)
 @torch.inference_mode()
 def test_a_lora_is_added_in_fp32(comfy, wan, way, size):
     """Of two LoRAs that take each other back but for a little, fp16 sums leave nothing, or inf."""
     model, key = load(comfy, wan, "fp16", "fp16_safe"), "diffusion_model.blocks.0.ffn.0.weight"
     module, x = model.model.diffusion_model.blocks[0].ffn[0], torch.zeros(1)
     change = torch.full((1024, 256), size * 1.5)
-    patches = {key: [(strength, ("diff", (change * part,)), 1.0, None, None) for strength, part in ((1, 2), (-1, 1.9999))]}
+    patches = {
+        key: [(strength, ("diff", (change * part,)), 1.0, None, None) for strength, part in ((1, 2), (-1, 1.9999))]
+    }
     expected = calculate_weight(patches[key], module.weight.float(), key).half()
     assert torch.isfinite(expected).all()
     if way == "offloaded":
@@ -156,12 +173,16 @@ def test_a_lora_is_added_in_fp32(comfy, wan, way, size):
         assert weight.dtype == torch.float16 and torch.equal(weight, expected)
 
 
-@pytest.mark.parametrize(("storage", "compute", "way"), [("int8", "int8", "transferred"), ("fp8_e4m3fn", "fp16_safe", "resident")])
+@pytest.mark.parametrize(
+    ("storage", "compute", "way"), [("int8", "int8", "transferred"), ("fp8_e4m3fn", "fp16_safe", "resident")]
+)
 @torch.inference_mode()
 def test_a_lora_on_a_weight_of_zeros_is_all_there_is(comfy, wan, models_dir, call, storage, compute, way):
     """ComfyUI quantizes the sum of weight and LoRA anew, with a scale of its own: that of the zeros would lose it."""
     name = "blocks.0.ffn.0.weight"
-    path = model_files.changed(wan, models_dir / "diffusion_models" / "zeros_dynamic.safetensors", lambda tensors: tensors[name].zero_())
+    path = model_files.changed(
+        wan, models_dir / "diffusion_models" / "zeros_dynamic.safetensors", lambda tensors: tensors[name].zero_()
+    )
     expected = families.replay(lora(load(comfy, path, "as_file", "fp32")), call)
     without, model = families.replay(load(comfy, path, "as_file", "fp32"), call), load(comfy, path, storage, compute)
     with dynamic_vram(model, way, lora(model).patches):

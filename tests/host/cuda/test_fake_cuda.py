@@ -80,7 +80,9 @@ def test_a_clean_call_reads_once_and_once_for_the_guard(comfy, files, calls, alo
     assert reads.foreign == plain.foreign
 
 
-@pytest.mark.parametrize(("storage", "compute"), [("fp16", "fp16_safe"), ("fp8_e4m3fn", "fp16_safe"), ("fp8_e4m3fn", "fp8")])
+@pytest.mark.parametrize(
+    ("storage", "compute"), [("fp16", "fp16_safe"), ("fp8_e4m3fn", "fp16_safe"), ("fp8_e4m3fn", "fp8")]
+)
 @pytest.mark.parametrize("family", ["wan", "flux"])
 def test_a_layer_is_one_product_and_few_kernels_more(comfy, files, alone, family, storage, compute):
     """Two products are ComfyUI's own, of positions and time."""

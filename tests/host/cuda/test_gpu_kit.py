@@ -32,7 +32,14 @@ for name in names:
     if "problem" in row:
         sys.exit(0)
 """
-MACHINE = {"device": "NVIDIA RTX 6000 Ada Generation", "driver": "580.159.04", "torch": "2.11.0+cu130", "comfyui": "0.30.0", "date": "2026-11-27", "dry_run": False}
+MACHINE = {
+    "device": "NVIDIA RTX 6000 Ada Generation",
+    "driver": "580.159.04",
+    "torch": "2.11.0+cu130",
+    "comfyui": "0.30.0",
+    "date": "2026-11-27",
+    "dry_run": False,
+}
 
 
 @pytest.fixture
@@ -41,10 +48,24 @@ def args(tmp_path):
 
 
 def measured(names, seconds=20, longest=1.0):
-    return list(rows.measured(names, lambda left, lines: [sys.executable, "-c", PROCESS, str(lines), *left], time.monotonic() + seconds, longest))
+    return list(
+        rows.measured(
+            names,
+            lambda left, lines: [sys.executable, "-c", PROCESS, str(lines), *left],
+            time.monotonic() + seconds,
+            longest,
+        )
+    )
 
 
-@pytest.mark.parametrize(("bad", "problem"), [("hangs", "no end after 1 s"), ("dies", "ended with 1: no kernel image"), ("breaks the device", "an illegal address")])
+@pytest.mark.parametrize(
+    ("bad", "problem"),
+    [
+        ("hangs", "no end after 1 s"),
+        ("dies", "ended with 1: no kernel image"),
+        ("breaks the device", "an illegal address"),
+    ],
+)
 def test_a_bad_row_leaves_the_others_and_is_told(bad, problem):
     found = measured(["first", bad, "second", "third"])
     assert [row["row"] for row in found] == ["first", bad, "second", "third"]
@@ -70,13 +91,19 @@ def test_a_process_goes_on_after_a_row_that_failed_unless_its_device_is_lost(arg
     args.part = "SDXL"
     assert gpu.run_part(args) == 0
     found = [json.loads(line) for line in args.out.read_text(encoding="utf-8").splitlines()]
-    assert [row["row"] for row in found] == (["a", "b", "c"] if answers else ["a", "b"]) and "out of luck" in found[1]["problem"]
+    assert [row["row"] for row in found] == (["a", "b", "c"] if answers else ["a", "b"]) and "out of luck" in found[1][
+        "problem"
+    ]
 
 
 def test_items_choose_rows_and_every_row_is_of_an_item():
     names = gpu.all_rows()
     assert len(names) == len(set(names)) and gpu.chosen(()) == names == gpu.chosen(tuple(gpu.ITEMS))
-    assert gpu.chosen(("fp16_safe",)) == [name for name in names if (name.startswith("SDXL") and name.split(": ")[1].startswith(("core", "fp16_safe"))) or name == "SDXL: auto"]
+    assert gpu.chosen(("fp16_safe",)) == [
+        name
+        for name in names
+        if (name.startswith("SDXL") and name.split(": ")[1].startswith(("core", "fp16_safe"))) or name == "SDXL: auto"
+    ]
     assert gpu.chosen(("video", "server")) == [name for name in names if name.startswith(("Wan", "server"))]
     assert gpu.chosen(("Flux, dynamic VRAM: int8",)) == ["Flux, dynamic VRAM: int8"] and gpu.chosen(("Chroma",)) == []
     assert not any(len(gpu.chosen((name,))) == 0 for name in names)
@@ -96,8 +123,14 @@ def test_what_is_not_timed_runs_side_by_side_and_nothing_beside_what_is(args, mo
     monkeypatch.setattr(gpu, "_targets", lambda rows: {})
     result = {"rows": []}
     gpu.run_all(args, gpu.all_rows(), result, float("inf"))
-    assert [row["row"] for row in result["rows"]] == gpu.all_rows() == [row["row"] for row in json.loads(args.out.read_text(encoding="utf-8"))["rows"]]
-    assert all(beside[part] == {part} for part in gpu.PARTS if part not in gpu.UNTIMED) and any(beside[part] == {*gpu.UNTIMED} for part in gpu.UNTIMED)
+    assert (
+        [row["row"] for row in result["rows"]]
+        == gpu.all_rows()
+        == [row["row"] for row in json.loads(args.out.read_text(encoding="utf-8"))["rows"]]
+    )
+    assert all(beside[part] == {part} for part in gpu.PARTS if part not in gpu.UNTIMED) and any(
+        beside[part] == {*gpu.UNTIMED} for part in gpu.UNTIMED
+    )
 
 
 def row_of(name, kind):
@@ -105,7 +138,14 @@ def row_of(name, kind):
         return {"row": name, "problem": "RuntimeError: CUDA error: an illegal memory access was encountered\n" * 9}
     if kind == "said" or name.split(": ")[0] in ("device", *gpu.UNTIMED):
         return {"row": name, "said": "a blue star on a pink background; " * 9}
-    figures = {"seconds": 12.3456, "seconds_to_core": 123.456, "device_seconds_to_core": 1.2, "error": 1.23e-3, "peak_bytes": 80 << 30, "held_share": 1.0}
+    figures = {
+        "seconds": 12.3456,
+        "seconds_to_core": 123.456,
+        "device_seconds_to_core": 1.2,
+        "error": 1.23e-3,
+        "peak_bytes": 80 << 30,
+        "held_share": 1.0,
+    }
     return {"row": name, **figures, "products": {"fp16 x fp16 to fp16": 934}}
 
 
@@ -115,7 +155,9 @@ def test_the_table_of_a_whole_run_fits_a_screen(kind):
     text = table.as_table(MACHINE | {"rows": [row_of(name, kind) for name in gpu.all_rows()], "targets": targets})
     lines = text.splitlines()
     assert len(lines) <= table.LINES == 40 and max(map(len, lines)) <= table.COLUMNS == 80
-    assert len(lines) == len(gpu.all_rows()) + 3 and all(("PROBLEM" in line) is (kind == "problem") for line in lines[2:-1])
+    assert len(lines) == len(gpu.all_rows()) + 3 and all(
+        ("PROBLEM" in line) is (kind == "problem") for line in lines[2:-1]
+    )
     assert kind != "figures" or "12345.6   123.46  1.2e-03   81920 100 % held" in text
 
 
@@ -148,7 +190,12 @@ def test_the_demo_tells_what_its_pictures_show_or_why_not(args, monkeypatch, cap
     printed = capsys.readouterr().out
     monkeypatch.setattr(checks, "ended", lambda *_: (code, f"{printed}CUDA error"))
     row = checks.run_demo(args, float("inf"))
-    assert row["pictures"] == {"picture": demo.ASKED, "fp16": "black", "fp16_guarded": "a red heart", "fp16_safe": "a red heart"}
+    assert row["pictures"] == {
+        "picture": demo.ASKED,
+        "fp16": "black",
+        "fp16_guarded": "a red heart",
+        "fp16_safe": "a red heart",
+    }
     assert problem in row.get("problem", "") and ("problem" in row) is bool(problem)
 
 
@@ -192,14 +239,39 @@ def parts_run_here(comfy, models_dir, monkeypatch):
         lines.unlink()
 
     monkeypatch.setattr(gpu, "measured", made)
-    monkeypatch.setattr(gpu, "load_comfy", lambda *_, **__: SimpleNamespace(run=comfy.run, folder=models_dir / "diffusion_models"))
+    monkeypatch.setattr(
+        gpu, "load_comfy", lambda *_, **__: SimpleNamespace(run=comfy.run, folder=models_dir / "diffusion_models")
+    )
 
 
 @pytest.mark.not_as_on_cuda("the kit measures as it does outside of tests")
-def test_a_dry_run_makes_the_chosen_rows_and_its_baseline_multiplies_in_fp16(parts_run_here, comfyui_dir, tmp_path, monkeypatch, capsys):
+def test_a_dry_run_makes_the_chosen_rows_and_its_baseline_multiplies_in_fp16(
+    parts_run_here, comfyui_dir, tmp_path, monkeypatch, capsys
+):
     """Judged at the operation: ComfyUI's loader with fp32 compute multiplies the same weights in fp32."""
-    names = ["Flux, dynamic VRAM: core fp16", "Flux, dynamic VRAM: int8", "Flux, dynamic VRAM: fp8 file", "Flux, streamed: core fp16", "Flux, streamed: int8", "device: rules"]
-    monkeypatch.setattr(sys, "argv", ["gpu", "--dry-run", "--kernels", "--comfyui", str(comfyui_dir), "--out", str(tmp_path / "gpu.json"), "--only", *names])
+    names = [
+        "Flux, dynamic VRAM: core fp16",
+        "Flux, dynamic VRAM: int8",
+        "Flux, dynamic VRAM: fp8 file",
+        "Flux, streamed: core fp16",
+        "Flux, streamed: int8",
+        "device: rules",
+    ]
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        [
+            "gpu",
+            "--dry-run",
+            "--kernels",
+            "--comfyui",
+            str(comfyui_dir),
+            "--out",
+            str(tmp_path / "gpu.json"),
+            "--only",
+            *names,
+        ],
+    )
     assert gpu.main() == 0
     found = {row["row"]: row for row in json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))["rows"]}
     assert found.keys() >= set(names)
@@ -208,7 +280,9 @@ def test_a_dry_run_makes_the_chosen_rows_and_its_baseline_multiplies_in_fp16(par
     assert all(row["error"] > 1e-5 and row["longest_kernels"] and row["kernels"] > 100 for row in models), models
     assert found[names[0]]["products"].keys() == {"fp16 x fp16 to fp16"} and "seconds_to_core" in found[names[1]]
     assert "seconds_to_core" in found["Flux, streamed: int8"] and "held_share" in found["Flux, streamed: core fp16"]
-    assert [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()[2:-1]] == [name.replace("dynamic VRAM", "dynamic") for name in found]
+    assert [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()[2:-1]] == [
+        name.replace("dynamic VRAM", "dynamic") for name in found
+    ]
 
 
 def test_host_time_has_no_wait_in_it(monkeypatch):

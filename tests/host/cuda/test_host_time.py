@@ -17,7 +17,13 @@ COMMAND = ("-m", "benchmarks.host_time", "--count", "--json", "--models", "SDXL"
 def test_a_call_under_dynamic_vram_runs_about_as_many_functions_as_comfyuis(comfyui_dir):
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "scripts")))
     weights = ("--weights", "dynamic VRAM, resident", "dynamic VRAM, streamed", "--comfyui", str(comfyui_dir))
-    ran = subprocess.run([sys.executable, *COMMAND, *weights], cwd=ROOT, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True)
+    ran = subprocess.run(
+        [sys.executable, *COMMAND, *weights],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+    )
     rows = json.loads(ran.stdout or "{}").get("rows", ())
     assert len(rows) == 4, ran.stderr[-2000:]
     assert [row for row in rows if row["functions_to_core"] > MOST[row["setting"]]] == []

@@ -11,10 +11,16 @@ from support import control_files, families, rare_families, tiny_models
 from support.inprocess import benchmark, end_of, turn_on_dynamic_vram
 
 TOYS = {
-    **{name: lambda path, name=name: families.write_narrow(name, path) for name in (*tiny_models.FAMILIES, *tiny_models.NARROW)},
+    **{
+        name: lambda path, name=name: families.write_narrow(name, path)
+        for name in (*tiny_models.FAMILIES, *tiny_models.NARROW)
+    },
     **{name: lambda path, name=name: rare_families.write(name, path) for name in rare_families.SMALL},
     **control_files.KINDS,
-    **{name: getattr(tiny_models, name) for name in ("anima", "krea2", "segmind_vega", "sd15_unet", "sd_vae", "wan_vae")},
+    **{
+        name: getattr(tiny_models, name)
+        for name in ("anima", "krea2", "segmind_vega", "sd15_unet", "sd_vae", "wan_vae")
+    },
 }
 
 
@@ -28,7 +34,11 @@ def test_a_toy_has_every_tensor_though_comfyui_makes_layers_without_weights(tmp_
     written = []
     for module in (tiny_models, rare_families):
         monkeypatch.setattr(module, "write_shapes", lambda path, shapes, *given, **options: written.append(shapes))
-    monkeypatch.setattr(rare_families, "save_file", lambda tensors, *given, **options: written.append({key: one.shape for key, one in tensors.items()}))
+    monkeypatch.setattr(
+        rare_families,
+        "save_file",
+        lambda tensors, *given, **options: written.append({key: one.shape for key, one in tensors.items()}),
+    )
     for switched in (False, True):
         monkeypatch.setattr(comfy.memory_management, "aimdo_enabled", switched)
         TOYS[name](tmp_path)
@@ -37,7 +47,11 @@ def test_a_toy_has_every_tensor_though_comfyui_makes_layers_without_weights(tmp_
 
 def test_a_model_that_a_gpu_draws_has_every_tensor(tmp_path, switched_on):
     def build(operations, **options):
-        layers = operations.Linear(8, 4, **options), operations.Embedding(3, 4, **options), operations.LayerNorm(4, **options)
+        layers = (
+            operations.Linear(8, 4, **options),
+            operations.Embedding(3, 4, **options),
+            operations.LayerNorm(4, **options),
+        )
         return torch.nn.Sequential(*layers), None, {}
 
     benchmark("gpu").write_normal(build, tmp_path / "toy.safetensors", "cpu")
@@ -60,4 +74,7 @@ def test_comfy_aimdo_logs_as_main_py_has_it(monkeypatch, switched_on):
 
 def test_a_failure_is_shown_behind_what_comfy_aimdo_logged():
     logged = "aimdo: /project/src/vbar.c:41:DEBUG:vbar_fault: offset=0k, size=2048k\n" * 200
-    assert end_of(f"{logged}Traceback (most recent call last):\n{logged}RuntimeError: mat1 and mat2\n{logged}") == "Traceback (most recent call last):\nRuntimeError: mat1 and mat2"
+    assert (
+        end_of(f"{logged}Traceback (most recent call last):\n{logged}RuntimeError: mat1 and mat2\n{logged}")
+        == "Traceback (most recent call last):\nRuntimeError: mat1 and mat2"
+    )

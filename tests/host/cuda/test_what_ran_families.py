@@ -64,7 +64,11 @@ def test_an_expert_that_no_token_is_routed_to(comfy, files, monkeypatch):
     monkeypatch.setattr(rare_families, "latent", lambda family, model, batch=1: families.noise(model, batch, size=2))
     expected = rare_families.sample(load(comfy, files("hidream"), "fp32", "fp32"), "hidream", steps=1)
     monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_89")
-    for storage, compute, bound in (("as_file", "fp16_safe", 1e-3), ("int8", "fp16_safe", 0.05), ("fp8_e4m3fn", "fp8", 0.1)):
+    for storage, compute, bound in (
+        ("as_file", "fp16_safe", 1e-3),
+        ("int8", "fp16_safe", 0.05),
+        ("fp8_e4m3fn", "fp8", 0.1),
+    ):
         result = rare_families.sample(load(comfy, files("hidream"), storage, compute), "hidream", steps=1)
         assert relative_error(expected, result) < bound
     assert torch.isfinite(expected).all()

@@ -35,7 +35,9 @@ def test_a_product_that_a_cpu_lacks_runs_in_a_model_s_call_alone(comfy, base, ca
     half, made = torch.ones(16, 16).half(), []
     with pytest.raises(NotImplementedError):
         torch.mm(half, half, out_dtype=torch.float32)
-    hook = base.model.diffusion_model.blocks[0].register_forward_pre_hook(lambda *_: made.append(torch.mm(half, half, out_dtype=torch.float32)))
+    hook = base.model.diffusion_model.blocks[0].register_forward_pre_hook(
+        lambda *_: made.append(torch.mm(half, half, out_dtype=torch.float32))
+    )
     families.replay(base, call)
     hook.remove()
     assert made[0].dtype == torch.float32 and (made[0] == 16).all()

@@ -31,7 +31,9 @@ def machine(kind: str, count: int = 1, memory: int = 8 * GIB) -> Iterator[Second
     with ExitStack() as undo:
         for owner, name, value in (*_of_torch(device, count), *_of_comfyui(kind)):
             undo.enter_context(mock.patch.object(owner, name, value))
-        undo.enter_context(mock.patch.dict(sys.modules, {"torch.privateuseone": SimpleNamespace(_lazy_init=lambda: None)}))
+        undo.enter_context(
+            mock.patch.dict(sys.modules, {"torch.privateuseone": SimpleNamespace(_lazy_init=lambda: None)})
+        )
         if kind in ("cuda", "xpu"):
             undo.enter_context(_attention_of_torch())
         undo.enter_context(device)
@@ -48,13 +50,19 @@ def _of_torch(device: SecondDevice, count: int) -> list[tuple[object, str, objec
     version = [(torch.version, "cuda", "12.8" if kind == "cuda" else None), (torch.cuda, "_lazy_init", lambda: None)]
     if kind in ("cuda", "xpu"):
         module = getattr(torch, kind)
-        return version + [(module, name, value) for name, value in _runtime(device, count).items() if hasattr(module, name)]
+        return version + [
+            (module, name, value) for name, value in _runtime(device, count).items() if hasattr(module, name)
+        ]
     if kind == "mps":
         names = {
             "synchronize": lambda: None, "empty_cache": lambda: None, "device_count": lambda: 1,
             "get_rng_state": lambda *where: torch.zeros(16, dtype=torch.uint8), "set_rng_state": lambda *given: None,
         }  # fmt: skip
-        mac = [(torch.backends.mps, "is_available", lambda: True), (torch.backends.mps, "get_name", lambda: "Apple M2 Pro"), (sys.modules["platform"], "mac_ver", lambda: ("15.5", ("", "", ""), "arm64"))]
+        mac = [
+            (torch.backends.mps, "is_available", lambda: True),
+            (torch.backends.mps, "get_name", lambda: "Apple M2 Pro"),
+            (sys.modules["platform"], "mac_ver", lambda: ("15.5", ("", "", ""), "arm64")),
+        ]
         return version + mac + [(torch.mps, name, value) for name, value in names.items()]
     return version
 
@@ -74,7 +82,10 @@ def _of_comfyui(kind: str) -> list[tuple[object, str, object]]:
         "MAX_PINNED_MEMORY": -1,
         "ENABLE_PYTORCH_ATTENTION": kind in ("cuda", "xpu"),
         "current_loaded_models": [],
-        **{name: {} for name in ("STREAMS", "stream_counters", "STREAM_CAST_BUFFERS", "LORA_COMPUTE_DTYPES", "PINNED_MEMORY")},
+        **{
+            name: {}
+            for name in ("STREAMS", "stream_counters", "STREAM_CAST_BUFFERS", "LORA_COMPUTE_DTYPES", "PINNED_MEMORY")
+        },
         "LARGEST_CASTED_WEIGHT": (None, 0),
         "TOTAL_PINNED_MEMORY": 0,
     }
@@ -116,8 +127,12 @@ def _runtime(device: SecondDevice, count: int) -> dict[str, object]:
             chosen[0] = before
 
     name = NAMES[device.kind]
-    facts = SimpleNamespace(name=name, major=8, minor=9, total_memory=device.memory, multi_processor_count=128, has_fp16=True)
-    silent = dict.fromkeys(("_lazy_init", "synchronize", "empty_cache", "ipc_collect", "set_rng_state"), lambda *given: None)
+    facts = SimpleNamespace(
+        name=name, major=8, minor=9, total_memory=device.memory, multi_processor_count=128, has_fp16=True
+    )
+    silent = dict.fromkeys(
+        ("_lazy_init", "synchronize", "empty_cache", "ipc_collect", "set_rng_state"), lambda *given: None
+    )
     return silent | {
         "is_available": lambda: True,
         "is_bf16_supported": lambda including_emulation=True: True,
@@ -128,7 +143,9 @@ def _runtime(device: SecondDevice, count: int) -> dict[str, object]:
         "get_device_name": lambda where=None: name,
         "get_device_capability": lambda where=None: (8, 9),
         "get_device_properties": lambda where=None: facts,
-        "memory_stats": lambda where=None: dict.fromkeys(("active_bytes.all.current", "reserved_bytes.all.current"), used(where)),
+        "memory_stats": lambda where=None: dict.fromkeys(
+            ("active_bytes.all.current", "reserved_bytes.all.current"), used(where)
+        ),
         "mem_get_info": lambda where=None: (device.memory - used(where), device.memory),
         "memory_allocated": used,
         "get_rng_state": lambda *given: torch.zeros(16, dtype=torch.uint8),

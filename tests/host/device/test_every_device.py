@@ -106,7 +106,13 @@ def test_fp8_weights_are_refused_where_the_device_cannot_hold_them(comfy, wan, o
 def test_a_file_of_fp8_is_unpacked_where_the_device_cannot_hold_it(comfy, wan, on):
     storage = "auto"
     path = wan.with_name("second_device_fp8.safetensors")
-    save_file({name: tensor.to(torch.float8_e4m3fn) if tensor.dim() == 2 else tensor for name, tensor in load_file(str(wan)).items()}, str(path))
+    save_file(
+        {
+            name: tensor.to(torch.float8_e4m3fn) if tensor.dim() == 2 else tensor
+            for name, tensor in load_file(str(wan)).items()
+        },
+        str(path),
+    )
     on("mps")
     model = load(comfy, path, storage, "auto")
     assert bool(torch.isfinite(families.sample(model, "wan", steps=1)).all())
@@ -132,7 +138,9 @@ def dtypes(model) -> set[torch.dtype]:
 
 def in_half(left, right):
     """A product whose sums are in fp16: these overflow where the result does not."""
-    return (left.float() @ right.float()).to(left.dtype) * (float("nan") if (left.abs().float() @ right.abs().float()).max() > 65504 else 1)
+    return (left.float() @ right.float()).to(left.dtype) * (
+        float("nan") if (left.abs().float() @ right.abs().float()).max() > 65504 else 1
+    )
 
 
 @pytest.mark.parametrize("kind", ["mps", "privateuseone"])
@@ -151,7 +159,9 @@ def test_nothing_is_computed_in_fp16_where_sums_are_in_fp16_too(comfy, wan, on, 
 def mixed(models_dir):
     """A checkpoint in fp16 of which some layers of each part are in fp8."""
     path = tiny_models.sd15_checkpoint(models_dir / "checkpoints" / "second_device_whole.safetensors", layers=2)
-    return in_fp8(path, "second_device_mixed.safetensors", re.compile(r"attn1\.to_q|layers\.0\.|^first_stage_model").search)
+    return in_fp8(
+        path, "second_device_mixed.safetensors", re.compile(r"attn1\.to_q|layers\.0\.|^first_stage_model").search
+    )
 
 
 @pytest.fixture(scope="module")
@@ -219,7 +229,9 @@ def test_each_card_runs_its_half_of_the_guidance(comfy, overflowing, on):
         import comfy.sample
 
         start = families.noise(model)
-        return comfy.sample.sample(model, start, 2, 3.0, "euler", "simple", cond, uncond, torch.zeros_like(start), seed=1)
+        return comfy.sample.sample(
+            model, start, 2, 3.0, "euler", "simple", cond, uncond, torch.zeros_like(start), seed=1
+        )
 
     uncond = families.conditioning("wan")
     uncond[0][0] = uncond[0][0] * 0.5

@@ -91,7 +91,9 @@ def test_a_model_is_quantized_there_and_is_as_the_cpus(comfy, wan, on, storage, 
     assert device.used(device.device()) == before
 
 
-@pytest.mark.parametrize(("storage", "dtype"), [*zip(STORAGES, (torch.bfloat16, torch.float16, torch.float32), strict=True)], ids=str)
+@pytest.mark.parametrize(
+    ("storage", "dtype"), [*zip(STORAGES, (torch.bfloat16, torch.float16, torch.float32), strict=True)], ids=str
+)
 def test_weights_of_all_sizes_are_as_the_cpus(on, storage, dtype):
     shapes = {"larger": (96, 1024), "smaller": (16, 64), "none": (0, 64)}
     weights = {f"{name}.weight": (torch.randn(shape) * 0.05).to(dtype) for name, shape in shapes.items()}

@@ -29,16 +29,23 @@ def run(comfy, node_id, **inputs):
 
 
 def load(comfy, storage, compute):
-    return run(comfy, "HalfsafeLoadDiffusionModel", model_name="badge_wan.safetensors", storage=storage, compute=compute)
+    return run(
+        comfy, "HalfsafeLoadDiffusionModel", model_name="badge_wan.safetensors", storage=storage, compute=compute
+    )
 
 
-@pytest.mark.parametrize("storage, compute, held", [("bf16", "fp32", "bf16"), ("fp16", "fp16", "fp16"), ("fp16", "fp16_safe", "fp16"), ("as_file", "fp32", "bf16")])
+@pytest.mark.parametrize(
+    "storage, compute, held",
+    [("bf16", "fp32", "bf16"), ("fp16", "fp16", "fp16"), ("fp16", "fp16_safe", "fp16"), ("as_file", "fp32", "bf16")],
+)
 def test_a_loaded_models_badge_says_what_is_held_and_used(comfy, files, storage, compute, held):
     assert load(comfy, storage, compute)[1] == f"{held} \u00b7 {compute}"
 
 
 def test_a_text_encoder_says_its_storages_and_a_vae_one_dtype(comfy, files):
-    _, clip = run(comfy, "HalfsafeLoadCLIP", clip_name1="badge_clip.safetensors", type="sd3", storage="fp8_e4m3fn", compute="auto")
+    _, clip = run(
+        comfy, "HalfsafeLoadCLIP", clip_name1="badge_clip.safetensors", type="sd3", storage="fp8_e4m3fn", compute="auto"
+    )
     _, vae = run(comfy, "HalfsafeLoadVAE", vae_name="badge_vae.safetensors", dtype="fp32")
     assert (clip, vae) == ("fp8_e4m3fn + fp16", "fp32")
 
@@ -58,10 +65,19 @@ def test_a_node_that_leaves_the_fp16_of_a_model_unasked_says_so(comfy, files, mo
     of_node = comfy.core["UNETLoader"]().load_unet("badge_wan.safetensors", "default")[0].clone()
     of_node.set_model_compute_dtype(torch.float16)
     for model in (of_file, of_node):
-        told = [comfy.nodes[name].execute(model=model, **inputs).ui.get("halfsafe_instead") for name, inputs in (
-            ("HalfsafeAutoPrecision", {"goal": "balanced"}), ("HalfsafeComputeDtype", {"compute": "auto"}), ("HalfsafeComputeDtype", {"compute": "fp32"}),
-        )]
-        assert told[0] == told[1] and told[0][0].startswith("Computed in fp32, not in the fp16 that the model was set to. ") and told[2] is None
+        told = [
+            comfy.nodes[name].execute(model=model, **inputs).ui.get("halfsafe_instead")
+            for name, inputs in (
+                ("HalfsafeAutoPrecision", {"goal": "balanced"}),
+                ("HalfsafeComputeDtype", {"compute": "auto"}),
+                ("HalfsafeComputeDtype", {"compute": "fp32"}),
+            )
+        ]
+        assert (
+            told[0] == told[1]
+            and told[0][0].startswith("Computed in fp32, not in the fp16 that the model was set to. ")
+            and told[2] is None
+        )
     (plain,), _ = load(comfy, "as_file", "fp32")
     assert "halfsafe_instead" not in comfy.nodes["HalfsafeAutoPrecision"].execute(model=plain, goal="balanced").ui
 
@@ -71,16 +87,27 @@ def test_badge_and_head_say_what_rules_run_and_which_match_nothing(comfy, files,
     rules, _ = comfy.run("HalfsafeLayerRules", rules="* compute=fp16\nblocks.77.* compute=fp32", preset="none")
     inputs = {"model_name": "badge_wan.safetensors", "storage": "as_file", "compute": "bf16", "rules": rules}
     output = comfy.nodes["HalfsafeLoadDiffusionModel"].execute(**inputs)
-    assert (output.ui["halfsafe_badge"], output.ui["halfsafe_unmatched"]) == (["bf16 \u00b7 fp16"], ["blocks.77.* compute=fp32"])
+    assert (output.ui["halfsafe_badge"], output.ui["halfsafe_unmatched"]) == (
+        ["bf16 \u00b7 fp16"],
+        ["blocks.77.* compute=fp32"],
+    )
     report = json.loads(comfy.run("HalfsafeReport", model=output.args[0])[1])
-    count, total = report["decisions"]["compute"].removeprefix("fp16 in ").partition(" layers by rules; all other layers: bf16")[0].split(" of ")
+    count, total = (
+        report["decisions"]["compute"]
+        .removeprefix("fp16 in ")
+        .partition(" layers by rules; all other layers: bf16")[0]
+        .split(" of ")
+    )
     assert count == total == str(sum(layer["mode"] == "fp16" for layer in report["layers"]))
 
 
 def test_sums_that_cannot_act_here_are_not_on_the_badge(comfy, files):
     (model,), _ = load(comfy, "fp16", "fp16")
     assert run(comfy, "HalfsafeAccumulation", model=model, fp16_accumulation="on", tf32="on", **SUMS)[1] == "fp32 sums"
-    assert run(comfy, "HalfsafeAccumulation", model=model, fp16_accumulation="unchanged", tf32="unchanged", **SUMS)[1] == ""
+    assert (
+        run(comfy, "HalfsafeAccumulation", model=model, fp16_accumulation="unchanged", tf32="unchanged", **SUMS)[1]
+        == ""
+    )
 
 
 def test_a_cached_node_sends_its_badge_or_result_again(comfy):
@@ -106,5 +133,8 @@ def test_an_error_of_a_node_is_preceded_by_its_messages(comfy, monkeypatch):
     with pytest.raises(HalfsafeError) as caught:
         comfy.nodes["HalfsafeCheckFinite"].execute(value=3, on_nan="stop")
     ((event, data),) = sent
-    assert event == "halfsafe.messages" and data["messages"]["Check Finite cannot check a int."] == {"template": "Check Finite cannot check a {0}.", "values": {"0": "int"}}
+    assert event == "halfsafe.messages" and data["messages"]["Check Finite cannot check a int."] == {
+        "template": "Check Finite cannot check a {0}.",
+        "values": {"0": "int"},
+    }
     assert data["messages"][str(caught.value)]["template"] == "{0} {1}" and data["text"] == str(caught.value)

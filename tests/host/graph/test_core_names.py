@@ -38,7 +38,17 @@ IF_THERE = {
     "comfy.ldm.modules.attention.*.config", "comfy.ldm.modules.attention.*.function",
 }  # fmt: skip
 """What the code asks for before it uses it."""
-NOT_COMFYS = {*dir(torch.nn.Module), "by_key", "plan_for", "set_strengths", "forwards", "sorted_patches", "low_rank_model", "low_rank_patcher", "passes_to_weights"}
+NOT_COMFYS = {
+    *dir(torch.nn.Module),
+    "by_key",
+    "plan_for",
+    "set_strengths",
+    "forwards",
+    "sorted_patches",
+    "low_rank_model",
+    "low_rank_patcher",
+    "passes_to_weights",
+}
 """Attributes that torch gives a model, and those of our own patcher of LoRAs."""
 PROBES = ("getattr", "hasattr", "setattr")
 
@@ -66,10 +76,16 @@ def why_missing(use: Use) -> str:
     for place, part in enumerate(parts := use.name.split(".")):
         owner, value = value, imported(".".join(parts[: place + 1])) or getattr(value, part, None)
         if value is None:
-            in_class = isinstance(owner, type) and any(re.search(rf"\b{part}\b", source_of(base)) for base in owner.__mro__)
+            in_class = isinstance(owner, type) and any(
+                re.search(rf"\b{part}\b", source_of(base)) for base in owner.__mro__
+            )
             return "" if in_class or hasattr(owner, part) else f"there is no {'.'.join(parts[: place + 1])}"
     is_method = isinstance(owner, type) and inspect.isfunction(inspect.getattr_static(owner, part))
-    return why_refused(value, use.call, is_method) if use.call and (inspect.isfunction(value) or isinstance(value, type)) else ""
+    return (
+        why_refused(value, use.call, is_method)
+        if use.call and (inspect.isfunction(value) or isinstance(value, type))
+        else ""
+    )
 
 
 def imported(name: str) -> object | None:
@@ -88,7 +104,9 @@ def why_refused(function: Callable, call: ast.Call, is_method: bool) -> str:
     if any(isinstance(one, ast.Starred) for one in call.args) or any(not one.arg for one in call.keywords):
         return ""
     try:
-        inspect.signature(function).bind(*[None] * (len(call.args) + is_method), **dict.fromkeys(one.arg for one in call.keywords))
+        inspect.signature(function).bind(
+            *[None] * (len(call.args) + is_method), **dict.fromkeys(one.arg for one in call.keywords)
+        )
     except TypeError as error:
         return str(error)
     return ""
@@ -96,15 +114,25 @@ def why_refused(function: Callable, call: ast.Call, is_method: bool) -> str:
 
 @cache
 def all_uses() -> list[Use]:
-    trees = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text(encoding="utf-8")) for path in sorted(NODES.rglob("*.py"))}
+    trees = {
+        path.relative_to(ROOT).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
+        for path in sorted(NODES.rglob("*.py"))
+    }
     found = [use for file, tree in trees.items() for use in uses_in(tree, file)]
-    return [*found, *(Use(f"{file}.*.{name}", "nodes/host/comfyui/attributes.py") for file, name in module_attributes())]
+    return [
+        *found,
+        *(Use(f"{file}.*.{name}", "nodes/host/comfyui/attributes.py") for file, name in module_attributes()),
+    ]
 
 
 def uses_in(tree: ast.Module, file: str) -> Iterator[Use]:
     nodes = list(ast.walk(tree))
-    modules = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names if is_comfys(alias.name)}
-    froms = [node for node in nodes if isinstance(node, ast.ImportFrom) and not node.level and is_comfys(node.module or "")]
+    modules = {
+        alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names if is_comfys(alias.name)
+    }
+    froms = [
+        node for node in nodes if isinstance(node, ast.ImportFrom) and not node.level and is_comfys(node.module or "")
+    ]
     names = {alias.asname or alias.name: f"{node.module}.{alias.name}" for node in froms for alias in node.names}
     calls = {id(node.func): node for node in nodes if isinstance(node, ast.Call)}
     yield from (Use(name, file) for name in names.values())
@@ -120,30 +148,48 @@ def uses_in(tree: ast.Module, file: str) -> Iterator[Use]:
             yield from [Use(f"{of}.{node.attr}", file, calls.get(id(node)))] if of else []
         elif isinstance(node, ast.FunctionDef):
             kinds = {parameter.arg: names.get(annotation_of(parameter), "") for parameter in node.args.args}
-            yield from (Use(f"{kind}.{name}", file) for parameter, kind in kinds.items() if kind for name in attributes_of(node, parameter) if name not in NOT_COMFYS)
+            yield from (
+                Use(f"{kind}.{name}", file)
+                for parameter, kind in kinds.items()
+                if kind
+                for name in attributes_of(node, parameter)
+                if name not in NOT_COMFYS
+            )
     of_modules = {**{module: module for module in modules}, **names}
-    yield from (Use(f"{kind}.{name}", file) for alias, kind in of_modules.items() for name in set_or_probed(tree, [alias]))
+    yield from (
+        Use(f"{kind}.{name}", file) for alias, kind in of_modules.items() for name in set_or_probed(tree, [alias])
+    )
 
 
 @cache
 def module_attributes() -> frozenset[tuple[str, str]]:
     """(file of ComfyUI, attribute) of everything that `attributes.py` reads or sets of ComfyUI's modules."""
     tree = ast.parse(CORE.read_text(encoding="utf-8"))
-    aliases = [node for node in tree.body if isinstance(node, ast.Assign) and dotted(getattr(node.value, "value", node)) == "Annotated"]
+    aliases = [
+        node
+        for node in tree.body
+        if isinstance(node, ast.Assign) and dotted(getattr(node.value, "value", node)) == "Annotated"
+    ]
     owners = {dotted(node.targets[0]): text for node in aliases for text in texts(node.value.slice.elts[1])}
     constants = [node for node in tree.body if isinstance(node, ast.AnnAssign) and dotted(node.annotation) in owners]
     found = {(owners[dotted(node.annotation)], text) for node in constants for text in texts(node.value)}
     for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
         for parameter in (*function.args.args, *function.args.kwonlyargs):
             kind = annotation_of(parameter)
-            found |= {(owners[kind], name) for name in attributes_of(function, parameter.arg)} if kind in owners else set()
+            found |= (
+                {(owners[kind], name) for name in attributes_of(function, parameter.arg)} if kind in owners else set()
+            )
     return frozenset(found)
 
 
 def attributes_of(function: ast.FunctionDef, parameter: str) -> Iterator[str]:
     """The attributes that a function reads or sets of a parameter or its class: in code, by probes and in patches."""
     owners = [parameter, f"type({parameter})"]
-    read = (node.attr for node in ast.walk(function) if isinstance(node, ast.Attribute) and ast.unparse(node.value) in owners)
+    read = (
+        node.attr
+        for node in ast.walk(function)
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in owners
+    )
     yield from (name for name in [*read, *set_or_probed(function, owners)] if "__" not in name)
 
 
@@ -182,7 +228,11 @@ PRIVATE = re.compile(r"\b_qdata\b|\._params\b|\b_layout_cls\b")
 def touched(code: str) -> list[str]:
     """Attributes of ComfyUI's modules that code reads, sets or names, those of its own objects left out."""
     nodes = list(ast.walk(ast.parse(code)))
-    attributes = [ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute) and node.attr in ATTRIBUTES and ast.unparse(node.value) != "self"]
+    attributes = [
+        ast.unparse(node)
+        for node in nodes
+        if isinstance(node, ast.Attribute) and node.attr in ATTRIBUTES and ast.unparse(node.value) != "self"
+    ]
     texts = (node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
     return [text for text in texts if text.rpartition(".")[2] in ATTRIBUTES] + attributes
 
@@ -197,7 +247,9 @@ def test_attributes_of_comfyuis_modules_are_touched_in_one_file_alone() -> None:
 
 def test_no_file_reads_a_private_attribute_of_comfy_kitchens_tensors() -> None:
     """But for those that ``kernels.is_plain`` looks for: a weight without them runs ComfyUI's own forward."""
-    assert [path.name for path in NODES.rglob("*.py") if PRIVATE.search(path.read_text(encoding="utf-8"))] == ["kernels.py"]
+    assert [path.name for path in NODES.rglob("*.py") if PRIVATE.search(path.read_text(encoding="utf-8"))] == [
+        "kernels.py"
+    ]
 
 
 def test_this_comfyui_has_every_name_and_takes_what_it_is_given(comfy):
@@ -221,7 +273,9 @@ def test_a_name_that_is_gone_or_takes_something_else_is_told(comfy, code, why):
 
 
 def test_an_attribute_that_no_module_of_comfyuis_mentions_is_told(comfy):
-    assert missing([Use("comfy.ops.*.gone", "a.py"), Use("comfy.ops.*.weight_function", "a.py")]) == {"comfy.ops.*.gone": "a.py: comfy.ops mentions no gone"}
+    assert missing([Use("comfy.ops.*.gone", "a.py"), Use("comfy.ops.*.weight_function", "a.py")]) == {
+        "comfy.ops.*.gone": "a.py: comfy.ops mentions no gone"
+    }
 
 
 def test_a_wrong_device_profile_is_told_at_start_up(pack, monkeypatch, caplog):
@@ -229,5 +283,7 @@ def test_a_wrong_device_profile_is_told_at_start_up(pack, monkeypatch, caplog):
     with caplog.at_level(logging.ERROR):
         extension = asyncio.run(pack.comfy_entrypoint())
         asyncio.run(extension.on_load())
-    assert "HALFSAFE_DEVICE_PROFILE=rtx 9999: " in caplog.text and "is ignored" in caplog.text and "sm_86" in caplog.text
+    assert (
+        "HALFSAFE_DEVICE_PROFILE=rtx 9999: " in caplog.text and "is ignored" in caplog.text and "sm_86" in caplog.text
+    )
     assert "HALFSAFE_DEVICE_PROFILE" not in os.environ

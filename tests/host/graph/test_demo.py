@@ -26,7 +26,9 @@ def stage(comfyui_dir: Path, tmp_path_factory: pytest.TempPathFactory):
     base = make_base_directory(tmp_path_factory.mktemp("demo"), ROOT, copied=True)
     files = demo._provide_models(environment, base, dict.fromkeys(demo.MODELS))
     with Server(comfyui_dir, base) as server:
-        options = argparse.Namespace(model=None, prompt=None, installed=False, output=tmp_path_factory.mktemp("results"))
+        options = argparse.Namespace(
+            model=None, prompt=None, installed=False, output=tmp_path_factory.mktemp("results")
+        )
         stage = demo.Stage(server, environment, options, files)
         demo._open(stage, base)
         yield stage
@@ -46,7 +48,9 @@ def test_every_template_names_files_that_are_there(stage: demo.Stage, name: str)
         assert to_prompt(shipped, info) == prompt
         return
     assert any("blue star" in str(node["inputs"].get("text")) for node in prompt.values())
-    assert "wan2.1" in json.dumps(shipped["nodes"][1:]) and "wan2.1" not in json.dumps([node["inputs"] for node in prompt.values()])
+    assert "wan2.1" in json.dumps(shipped["nodes"][1:]) and "wan2.1" not in json.dumps(
+        [node["inputs"] for node in prompt.values()]
+    )
 
 
 def test_a_template_runs_as_it_is(stage: demo.Stage) -> None:
@@ -59,7 +63,9 @@ def test_the_result_is_said_first_and_the_layers_are_in_the_report_file(
 ) -> None:
     monkeypatch.setattr(progress, "HEARTBEAT_SECONDS", 0.1)
     assert demo._show(stage)
-    lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("  ... ")]  # those that time prints
+    lines = [
+        line for line in capsys.readouterr().out.splitlines() if not line.startswith("  ... ")
+    ]  # those that time prints
     told = [line for line in lines if not line.startswith(("Running", "  done"))]
     assert [line.split()[:2] for line in told[1:6]] == [
         ["It", "works:"], ["picture.png", "a"], ["fp16.png", "black"], ["fp16_guarded.png", "a"], ["fp16_safe.png", "a"],
@@ -68,7 +74,9 @@ def test_the_result_is_said_first_and_the_layers_are_in_the_report_file(
     assert "double_blocks" in (stage.options.output / "report.txt").read_text(encoding="utf-8")
 
 
-def test_the_address_is_told_before_anything_is_drawn(monkeypatch: pytest.MonkeyPatch, stage: demo.Stage, tmp_path: Path) -> None:
+def test_the_address_is_told_before_anything_is_drawn(
+    monkeypatch: pytest.MonkeyPatch, stage: demo.Stage, tmp_path: Path
+) -> None:
     done = []
     monkeypatch.setattr(demo, "_provide_models", lambda *_: stage.files)
     monkeypatch.setattr(demo, "accelerator", lambda _: "cpu")

@@ -18,7 +18,10 @@ from support import families, model_files, rare_families, tiny_models
 
 WORKFLOWS = Path(__file__).absolute().parents[3] / "workflows"
 GUARDS = ("HalfsafeAutoPrecision", "HalfsafeNaNGuard")
-OLD_CARDS = {"Halfsafe 6 - MiniMax H3 on an RTX 20 or V100": "sm_70", "Halfsafe 7 - Qwen-Image 2.1 without bf16": "sm_75"}
+OLD_CARDS = {
+    "Halfsafe 6 - MiniMax H3 on an RTX 20 or V100": "sm_70",
+    "Halfsafe 7 - Qwen-Image 2.1 without bf16": "sm_75",
+}
 """Title -> a card that it is for."""
 EXTRAS = ("model_advanced", "sd3", "hunyuan", "custom_sampler", "minimax_h3", "video", "audio", "flux")
 SMALL = {"width": 64, "height": 64, "length": 5, "start_at_step": 1}
@@ -39,7 +42,14 @@ WRITERS = {
     "Halfsafe with Wan 2.2": ("wan", tiny_models.wan),
     "Halfsafe with Z-Image Turbo": ("z_image", tiny_models.narrow_z_image),
 }
-CLASSES = {"flux": "Flux", "krea2": "Krea2", "minimax_h3": "MiniMaxH3", "qwen_image": "QwenImage", "wan": "WAN21", "z_image": "Lumina2"}
+CLASSES = {
+    "flux": "Flux",
+    "krea2": "Krea2",
+    "minimax_h3": "MiniMaxH3",
+    "qwen_image": "QwenImage",
+    "wan": "WAN21",
+    "z_image": "Lumina2",
+}
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +83,13 @@ def _described(node: type) -> dict:
     if hasattr(node, "GET_NODE_INFO_V1"):
         return node.GET_NODE_INFO_V1()
     declared = node.INPUT_TYPES()
-    return {"input": {group: {n: list(kind) for n, kind in fields.items()} for group, fields in declared.items() if group != "hidden"}}
+    return {
+        "input": {
+            group: {n: list(kind) for n, kind in fields.items()}
+            for group, fields in declared.items()
+            if group != "hidden"
+        }
+    }
 
 
 class Run:
@@ -86,9 +102,14 @@ class Run:
     def output(self, node_id: str) -> tuple:
         if node_id not in self.results:
             node = self.prompt[node_id]
-            inputs = {name: self.output(value[0])[value[1]] if isinstance(value, list) else value for name, value in node["inputs"].items()}
+            inputs = {
+                name: self.output(value[0])[value[1]] if isinstance(value, list) else value
+                for name, value in node["inputs"].items()
+            }
             stand_in = self.stand_ins.get(node["class_type"])
-            self.results[node_id] = stand_in(inputs) if stand_in else self._execute(self.core[node["class_type"]], inputs)
+            self.results[node_id] = (
+                stand_in(inputs) if stand_in else self._execute(self.core[node["class_type"]], inputs)
+            )
         return self.results[node_id]
 
     @staticmethod
@@ -116,17 +137,30 @@ def stand_ins(family: str, model, parts: dict, seen: list) -> dict:
 
     text = dict.fromkeys(("CLIPLoader", "DualCLIPLoader"), lambda inputs: (parts["clip"],))
     ends = dict.fromkeys(("SaveImage", "SaveVideo", "CreateVideo", "VAEDecodeAudio"), lambda inputs: (inputs,))
-    made = {"UNETLoader": lambda inputs: (model.clone(),), "VAELoader": lambda inputs: (parts["vae"],), "VAEDecode": decoded}
+    made = {
+        "UNETLoader": lambda inputs: (model.clone(),),
+        "VAELoader": lambda inputs: (parts["vae"],),
+        "VAEDecode": decoded,
+    }
     latent = {"samples": rare_families.latent(family, model) * 0.0}
     of_21 = {"TextEncodeQwenImage21": asked, "QwenImage21Cache": lambda inputs: (inputs["model"],)}
-    return made | {"CLIPTextEncode": asked, "MiniMaxH3ImageToVideo": lambda inputs: (positive, latent), **of_21, **text, **ends}
+    return made | {
+        "CLIPTextEncode": asked,
+        "MiniMaxH3ImageToVideo": lambda inputs: (positive, latent),
+        **of_21,
+        **text,
+        **ends,
+    }
 
 
 def read(title: str, core: dict, **files: str) -> dict:
     """The prompt of a workflow, small, with other ``files`` by input name."""
     workflow = json.loads((WORKFLOWS / f"{title}.json").read_text(encoding="utf-8"))
     prompt = shrink(to_prompt(workflow, info(core)), **SMALL)
-    return {node: {**step, "inputs": {name: files.get(name, value) for name, value in step["inputs"].items()}} for node, step in prompt.items()}
+    return {
+        node: {**step, "inputs": {name: files.get(name, value) for name, value in step["inputs"].items()}}
+        for node, step in prompt.items()
+    }
 
 
 def nodes_of(prompt: dict, *kinds: str) -> list[str]:
@@ -159,7 +193,9 @@ def test_it_runs_and_the_node_reports_the_family(title, comfy, core, parts, mode
     assert seen and all(part.isfinite().all() for result in seen for part in result.unbind())
     for report in found:
         if title in OLD_CARDS:
-            assert {layer["stream"] for layer in report["layers"]} == {"fp32"} and "fp16_wide" in {layer["mode"] for layer in report["layers"]}
+            assert {layer["stream"] for layer in report["layers"]} == {"fp32"} and "fp16_wide" in {
+                layer["mode"] for layer in report["layers"]
+            }
         if "LoRA" in title:
             (layer,) = [layer for layer in report["layers"] if layer["name"] == "layers.0.attention.qkv"]
             assert layer["mode"] == "int8" and "LoRA" in layer["reason"], layer

@@ -35,7 +35,10 @@ def test_a_switch_shows_in_its_fact(pack, monkeypatch):
     assert fact("dynamic VRAM").here.startswith("off: ")
     monkeypatch.setattr(comfy.memory_management, "aimdo_enabled", True)
     monkeypatch.setattr(here, "args", SimpleNamespace(vram_headroom=1.5, fast_disk=True, disable_comfy_compiler=False))
-    assert fact("dynamic VRAM").here == "on, 1.50 GiB of headroom; weights are read from a fast disk when used" and fact("compiler").here == "on"
+    assert (
+        fact("dynamic VRAM").here == "on, 1.50 GiB of headroom; weights are read from a fast disk when used"
+        and fact("compiler").here == "on"
+    )
     here.args.disable_comfy_compiler = True
     assert fact("compiler").here == "off"
 
@@ -43,17 +46,27 @@ def test_a_switch_shows_in_its_fact(pack, monkeypatch):
 def test_what_is_loaded_is_told_with_its_size_and_what_its_file_asks_for(comfy, models_dir, monkeypatch):
     families.unload_models()
     assert fact("loaded").here == "nothing yet"
-    model = families.load(comfy, tiny_models.wan(models_dir / "diffusion_models" / "here.safetensors"), "as_file", "auto")
+    model = families.load(
+        comfy, tiny_models.wan(models_dir / "diffusion_models" / "here.safetensors"), "as_file", "auto"
+    )
     load_models_gpu([model])
     assert fact("loaded").here.startswith("WAN21, all of ") and fact("loaded").here.endswith(" on the device")
-    monkeypatch.setattr(here, "kernel_of_file", lambda module: ("kitchen int8", False) if module is model.model.diffusion_model else None)
-    assert fact("attention").here.endswith("the file of WAN21 requests kitchen int8 in 1 attentions, which this device does not support")
+    monkeypatch.setattr(
+        here,
+        "kernel_of_file",
+        lambda module: ("kitchen int8", False) if module is model.model.diffusion_model else None,
+    )
+    assert fact("attention").here.endswith(
+        "the file of WAN21 requests kitchen int8 in 1 attentions, which this device does not support"
+    )
     families.unload_models()
 
 
 def test_an_attention_that_a_node_chose_and_its_switch_are_told(comfy, models_dir, monkeypatch):
     """As ComfyUI 0.33 has it: comfy-kitchen's attention for all models, or by ModelAttentionBackend for one."""
-    model = families.load(comfy, tiny_models.wan(models_dir / "diffusion_models" / "chosen.safetensors"), "as_file", "auto")
+    model = families.load(
+        comfy, tiny_models.wan(models_dir / "diffusion_models" / "chosen.safetensors"), "as_file", "auto"
+    )
 
     def attention_comfy_kitchen_int8(q, k, v, heads, **kwargs):
         return q

@@ -55,14 +55,18 @@ def test_import_from_a_read_only_folder_imports_writes_and_starts_nothing(comfyu
         _set_writable(pack, False)
         code = CODE.format(comfyui=str(comfyui_dir), base=str(base), pack=str(pack))
         environ = clean_environ(PYTHONDONTWRITEBYTECODE="1")
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=comfyui_dir, env=environ)
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, cwd=comfyui_dir, env=environ
+        )
     finally:
         _set_writable(pack, True)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     golden = json.loads((ROOT / "tests" / "golden" / "object_info.json").read_text(encoding="utf-8"))
     assert result["loaded"] and result["nodes"] == sorted(golden)
-    assert result["searches"] == [], "inspect looks through every module that was ever imported: seconds, in a ComfyUI with many packs"
+    assert result["searches"] == [], (
+        "inspect looks through every module that was ever imported: seconds, in a ComfyUI with many packs"
+    )
     assert result["commands"] == [], "what the command line alone runs is imported there"
     assert result["seen"] == [["open", str(base / "probe")]], "what is not the probe came from the import"
     assert result["threads"] == []

@@ -53,7 +53,9 @@ def test_a_lora_of_the_core_node(comfy, overflowing, lora, stack, order):
     plain = load(comfy, overflowing, storage, "fp32")
     expected = families.sample(with_lora(plain), "wan")
     loaded = load(comfy, overflowing, storage, compute)
-    model = with_lora(through_the_nodes(comfy, loaded)) if order == "after" else through_the_nodes(comfy, with_lora(loaded))
+    model = (
+        with_lora(through_the_nodes(comfy, loaded)) if order == "after" else through_the_nodes(comfy, with_lora(loaded))
+    )
     result = families.sample(model, "wan")
     assert relative_error(families.sample(plain, "wan"), expected) > 5 * BOUND, "the LoRA acts"
     assert relative_error(expected, result) < BOUND
@@ -82,7 +84,9 @@ def control(models_dir):
         **{key: value for key, value in tiny_models.sd15_unet_config().items() if key not in ("out_channels",)},
         hint_channels=3,
     )
-    path = tiny_models.write_shapes(models_dir / "controlnet" / "control.safetensors", tiny_models.shapes_of(module), torch.float16, 1)
+    path = tiny_models.write_shapes(
+        models_dir / "controlnet" / "control.safetensors", tiny_models.shapes_of(module), torch.float16, 1
+    )
     return path.name
 
 
@@ -129,8 +133,14 @@ def test_a_scheduled_lora_by_hook(comfy, overflowing, lora, storage, compute):
 def vaes(models_dir):
     """A picture VAE and a video VAE whose decoders overflow in fp16."""
     made = {
-        "image": (tiny_models.sd_vae(models_dir / "vae" / "interplay_image.safetensors"), "decoder.mid.block_1.conv2.weight"),
-        "video": (tiny_models.wan_vae(models_dir / "vae" / "interplay_video.safetensors"), "decoder.middle.0.residual.6.weight"),
+        "image": (
+            tiny_models.sd_vae(models_dir / "vae" / "interplay_image.safetensors"),
+            "decoder.mid.block_1.conv2.weight",
+        ),
+        "video": (
+            tiny_models.wan_vae(models_dir / "vae" / "interplay_video.safetensors"),
+            "decoder.middle.0.residual.6.weight",
+        ),
     }
     for path, name in made.values():
         tensors = load_file(str(path))

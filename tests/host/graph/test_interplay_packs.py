@@ -60,7 +60,12 @@ def packed(weight: torch.Tensor) -> BlockTensor:
     blocks = weight.float().reshape(-1, BLOCK)
     scale = blocks.abs().amax(1, keepdim=True).clamp(min=1e-12) / 127
     tensor = (blocks / scale).round().to(torch.int8).flatten().as_subclass(BlockTensor)
-    tensor.wide_shape, tensor.scale, tensor.patches, tensor.tensor_type = weight.shape, scale, [], GGMLQuantizationType.Q8_0
+    tensor.wide_shape, tensor.scale, tensor.patches, tensor.tensor_type = (
+        weight.shape,
+        scale,
+        [],
+        GGMLQuantizationType.Q8_0,
+    )
     return tensor
 
 
@@ -79,7 +84,9 @@ class BlockOps(manual_cast):
             self.bias = torch.nn.Parameter(bias, requires_grad=False)
 
         def forward_comfy_cast_weights(self, x):
-            wide = (self.weight.as_subclass(torch.Tensor).reshape(-1, BLOCK) * self.weight.scale).reshape(self.weight.shape)
+            wide = (self.weight.as_subclass(torch.Tensor).reshape(-1, BLOCK) * self.weight.scale).reshape(
+                self.weight.shape
+            )
             for patches, key in self.weight.patches:
                 wide = core("comfy.lora").calculate_weight(patches, wide, key)
             return torch.nn.functional.linear(x, wide.to(x.dtype), torch.Tensor(self.bias.to(x.dtype)))
@@ -200,7 +207,9 @@ def test_callbacks_that_write_the_flag_for_all(comfy, wan, monkeypatch, wanted, 
     before, seen = states(), []
     model = families.load(comfy, wan, "fp16", "fp16")
     model = ours(switching(model)) if order == "theirs first" else switching(ours(model))
-    hook = model.model.diffusion_model.head.register_forward_pre_hook(lambda *_: seen.append(flags.is_on(FP16_ACCUMULATION)))
+    hook = model.model.diffusion_model.head.register_forward_pre_hook(
+        lambda *_: seen.append(flags.is_on(FP16_ACCUMULATION))
+    )
     try:
         result = families.sample(model, "wan", steps=2)
     finally:

@@ -37,14 +37,22 @@ def test_a_tooltip_is_short(comfy):
     """What is longer belongs on the help page: 160 characters are eight lines in Nodes 2.0."""
     for language in LANGUAGES:
         words = json.loads((ROOT / "locales" / language / "nodeDefs.json").read_text(encoding="utf-8"))
-        inputs = [(node, name, found["tooltip"]) for node, entry in words.items() for name, found in entry["inputs"].items()]
+        inputs = [
+            (node, name, found["tooltip"]) for node, entry in words.items() for name, found in entry["inputs"].items()
+        ]
         assert [(node, name, len(text)) for node, name, text in inputs if len(text) > TOOLTIP] == [], language
 
 
 def test_fp8_finds_what_makes_it_and_nothing_else(comfy):
     schemas = [node.GET_SCHEMA() for node in comfy.nodes.values()]
-    found = {schema.node_id for schema in schemas if any("fp8" in text for text in (schema.display_name, *schema.search_aliases))}
-    makes = {schema.node_id for schema in schemas if any(item.id in ("storage", "clip_storage") for item in schema.inputs)}
+    found = {
+        schema.node_id
+        for schema in schemas
+        if any("fp8" in text for text in (schema.display_name, *schema.search_aliases))
+    }
+    makes = {
+        schema.node_id for schema in schemas if any(item.id in ("storage", "clip_storage") for item in schema.inputs)
+    }
     assert found == makes
     first = next(schema for schema in schemas if schema.node_id == "HalfsafeLoadDiffusionModel")
     assert {"oom", "out of memory", "fp8 loader"} <= {*first.search_aliases}

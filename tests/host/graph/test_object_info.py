@@ -14,7 +14,16 @@ import pytest
 from setup.comfyui_server import Server
 
 GOLDEN = Path(__file__).absolute().parents[2] / "golden" / "object_info.json"
-FILE_LISTS = ("model_name", "ckpt_name", "vae_name", "control_net_name", "clip_name1", "clip_name2", "clip_name3", "clip_name4")
+FILE_LISTS = (
+    "model_name",
+    "ckpt_name",
+    "vae_name",
+    "control_net_name",
+    "clip_name1",
+    "clip_name2",
+    "clip_name3",
+    "clip_name4",
+)
 CORE_LISTS = {("HalfsafeLoadCLIP", "type")}
 KEPT = ("default", "min", "max", "step", "multiline", "options")
 
@@ -74,7 +83,9 @@ def _broken_node(old: dict, new: dict) -> list[str]:
         before, after = old["inputs"][kind], new["inputs"][kind]
         if list(after)[: len(before)] != list(before):
             problems.append(f"{kind} inputs were {list(before)}, are {list(after)}")
-        problems += [p for name in before.keys() & after.keys() for p in _broken_socket(name, before[name], after[name])]
+        problems += [
+            p for name in before.keys() & after.keys() for p in _broken_socket(name, before[name], after[name])
+        ]
     added = list(new["inputs"]["required"])[len(old["inputs"]["required"]) :]
     problems += [f"a new required input {name}" for name in added]
     if new["outputs"][: len(old["outputs"])] != old["outputs"]:
@@ -132,6 +143,8 @@ def test_inputs_that_few_need_are_folded_away(server: Server) -> None:
     found = {}
     for name, info in server.object_info().items():
         inputs = [item for kind in ("required", "optional") for item in info["input"].get(kind, {}).items()]
-        if name.startswith("Halfsafe") and (folded := {key for key, (_, *options) in inputs if options and options[0].get("advanced")}):
+        if name.startswith("Halfsafe") and (
+            folded := {key for key, (_, *options) in inputs if options and options[0].get("advanced")}
+        ):
             found[name] = folded
     assert found == ADVANCED

@@ -33,7 +33,9 @@ def routes(comfy, monkeypatch):
 
     monkeypatch.setattr(watch, "_settings", {})
     handlers = {}
-    table = SimpleNamespace(get=lambda path: str, post=lambda path: lambda handler: handlers.update({path.split("/")[-1]: handler}))
+    table = SimpleNamespace(
+        get=lambda path: str, post=lambda path: lambda handler: handlers.update({path.split("/")[-1]: handler})
+    )
     server = SimpleNamespace(sockets={PAGE: None}, routes=table)
     monkeypatch.setattr(watch.PromptServer, "instance", server, raising=False)
     routes.serve_page()
@@ -47,13 +49,27 @@ def posted(routes, bodies: dict[str, list[bytes]]) -> list[tuple[int, str]]:
         app = web.Application(client_max_size=1 << 24)
         app.add_routes([web.post(f"/{name}", handler) for name, handler in routes.handlers.items()])
         async with TestClient(TestServer(app)) as client:
-            answers = [await client.post(f"/{name}", data=body) for name, of_route in bodies.items() for body in of_route]
+            answers = [
+                await client.post(f"/{name}", data=body) for name, of_route in bodies.items() for body in of_route
+            ]
             return [(answer.status, await answer.text()) for answer in answers]
 
     return asyncio.run(run())
 
 
-@pytest.mark.parametrize(("profile", "gains"), [("sm_75", True), ("sm_86", True), ("sm_89", True), ("sm_90", False), ("sm_100", False), ("gfx1100", False), ("mps_m3", False), ("cpu", False)])
+@pytest.mark.parametrize(
+    ("profile", "gains"),
+    [
+        ("sm_75", True),
+        ("sm_86", True),
+        ("sm_89", True),
+        ("sm_90", False),
+        ("sm_100", False),
+        ("gfx1100", False),
+        ("mps_m3", False),
+        ("cpu", False),
+    ],
+)
 def test_speed_is_promised_only_on_a_device_where_int8_gains(routes, monkeypatch, profile, gains):
     monkeypatch.setattr(routes.routes, "current_device", lambda: detect(profile=profile))
     answer = json.loads(asyncio.run(routes.routes._device(None)).text)
@@ -73,9 +89,14 @@ def test_every_malformed_body_is_answered_with_a_sentence(routes):
 def test_what_the_page_sends_is_answered(routes):
     """As web/memory.mjs and web/guard.mjs send it."""
     sized = {**LOADER, "size": {"width": 64, "height": 64, "length": 1, "batch_size": 1}}
-    bodies = {"halving": [json.dumps([LOADER, sized]).encode()], "computing": [json.dumps([["vae", "none.safetensors"]]).encode()]}
+    bodies = {
+        "halving": [json.dumps([LOADER, sized]).encode()],
+        "computing": [json.dumps([["vae", "none.safetensors"]]).encode()],
+    }
     (halved, loaders), computing = posted(routes, bodies)
-    assert halved == 200 and [loader["missing"] for loader in json.loads(loaders)["loaders"]] == [["none.safetensors"]] * 2
+    assert (
+        halved == 200 and [loader["missing"] for loader in json.loads(loaders)["loaders"]] == [["none.safetensors"]] * 2
+    )
     assert computing == (200, '{"files": [], "messages": {}}')
 
 

@@ -20,7 +20,15 @@ ROOT = Path(__file__).absolute().parents[3]
 
 def stock_graph() -> dict:
     """A text-to-image prompt of stock nodes alone."""
-    sampled = {"model": ["1", 0], "positive": ["4", 0], "negative": ["4", 0], "latent_image": ["5", 0], "seed": 1, "steps": 2, "cfg": 3.0}
+    sampled = {
+        "model": ["1", 0],
+        "positive": ["4", 0],
+        "negative": ["4", 0],
+        "latent_image": ["5", 0],
+        "seed": 1,
+        "steps": 2,
+        "cfg": 3.0,
+    }
     return {
         "1": node("UNETLoader", unet_name="wan.safetensors", weight_dtype="default"),
         "2": node("CLIPLoader", clip_name="clip_l.safetensors", type="sd3"),
@@ -41,7 +49,9 @@ def test_the_pack_imports_without_a_failure(server: Server) -> None:
 
 def test_workflows_are_served_as_templates(server):
     """ComfyUI serves one folder of a pack: with one named `example` or `examples` beside it, it would not be `workflows`."""
-    (pack, names), *_ = [item for item in json.loads(server.get("/workflow_templates")).items() if "Halfsafe" in item[0]]
+    (pack, names), *_ = [
+        item for item in json.loads(server.get("/workflow_templates")).items() if "Halfsafe" in item[0]
+    ]
     assert sorted(names) == sorted(path.stem for path in (ROOT / "workflows").glob("*.json"))
     for name in names:
         assert "nodes" in json.loads(server.get(f"/api/workflow_templates/{pack}/{quote(name)}.json"))
@@ -51,30 +61,56 @@ def test_workflows_are_served_as_templates(server):
 def test_the_block_is_listed_by_comfyui_and_its_nodes_and_links_are_valid(server: Server) -> None:
     """A block of `subgraphs/` is what the page's node library offers; each of its nodes is one that ComfyUI has, each link joins two slots of one type."""
     info = server.object_info()
-    listed = {key: entry for key, entry in json.loads(server.get("/global_subgraphs")).items() if "Halfsafe" in entry["info"]["node_pack"]}
-    assert {entry["name"] for entry in listed.values()} == {path.stem for path in (ROOT / "subgraphs").glob("*.json")} and listed
+    listed = {
+        key: entry
+        for key, entry in json.loads(server.get("/global_subgraphs")).items()
+        if "Halfsafe" in entry["info"]["node_pack"]
+    }
+    assert {entry["name"] for entry in listed.values()} == {
+        path.stem for path in (ROOT / "subgraphs").glob("*.json")
+    } and listed
     for key in listed:
         data = json.loads(json.loads(server.get(f"/global_subgraphs/{key}"))["data"])
         (shown,), (inner,) = data["nodes"], data["definitions"]["subgraphs"]
         nodes = {node["id"]: node for node in inner["nodes"]}
         assert shown["type"] == inner["id"]
-        assert [[port["name"], port["type"]] for port in shown["inputs"]] == [[port["name"], port["type"]] for port in inner["inputs"]]
-        assert [[port["name"], port["type"]] for port in shown["outputs"]] == [[port["name"], port["type"]] for port in inner["outputs"]]
+        assert [[port["name"], port["type"]] for port in shown["inputs"]] == [
+            [port["name"], port["type"]] for port in inner["inputs"]
+        ]
+        assert [[port["name"], port["type"]] for port in shown["outputs"]] == [
+            [port["name"], port["type"]] for port in inner["outputs"]
+        ]
         for entry in nodes.values():
             declared = {**info[entry["type"]]["input"]["required"], **info[entry["type"]]["input"].get("optional", {})}
-            assert {end["name"]: end["type"] for end in entry["inputs"]}.items() <= {name: kinds[0] for name, kinds in declared.items()}.items()
+            assert {end["name"]: end["type"] for end in entry["inputs"]}.items() <= {
+                name: kinds[0] for name, kinds in declared.items()
+            }.items()
             assert [end["type"] for end in entry["outputs"]] == info[entry["type"]]["output"]
             widgets = [name for name, kinds in declared.items() if name not in {end["name"] for end in entry["inputs"]}]
-            options = {name: declared[name][1].get("options", declared[name][0]) for name in widgets if name != "model_name"}
-            assert [name for name, value in zip(widgets, entry["widgets_values"], strict=False) if name in options and value not in options[name]] == []
-        assert all(widget in {**info[nodes[int(node)]["type"]]["input"]["required"]} for node, widget in shown["properties"]["proxyWidgets"])
+            options = {
+                name: declared[name][1].get("options", declared[name][0]) for name in widgets if name != "model_name"
+            }
+            assert [
+                name
+                for name, value in zip(widgets, entry["widgets_values"], strict=False)
+                if name in options and value not in options[name]
+            ] == []
+        assert all(
+            widget in {**info[nodes[int(node)]["type"]]["input"]["required"]}
+            for node, widget in shown["properties"]["proxyWidgets"]
+        )
         for link in inner["links"]:
             begin = inner["inputs"] if link["origin_id"] == -10 else nodes[link["origin_id"]]["outputs"]
             end = inner["outputs"] if link["target_id"] == -20 else nodes[link["target_id"]]["inputs"]
             one, other = begin[link["origin_slot"]], end[link["target_slot"]]
             assert one["type"] == other["type"] == link["type"]
-            assert link["id"] in (one.get("links") or one.get("linkIds")) and link["id"] in (other.get("linkIds") or [other.get("link")])
-        assert [end["name"] for entry in nodes.values() for end in entry["inputs"] if end["link"] is None] == ["rules", "rules"]
+            assert link["id"] in (one.get("links") or one.get("linkIds")) and link["id"] in (
+                other.get("linkIds") or [other.get("link")]
+            )
+        assert [end["name"] for entry in nodes.values() for end in entry["inputs"] if end["link"] is None] == [
+            "rules",
+            "rules",
+        ]
 
 
 def reported(outputs: dict) -> dict:
@@ -83,14 +119,23 @@ def reported(outputs: dict) -> dict:
 
 def test_a_check_finds_a_stale_step_cache_and_a_cached_prompt_still_tells_it(server: Server) -> None:
     graph = stock_graph()
-    graph["20"] = node("EasyCache", model=["1", 0], reuse_threshold=3.0, start_percent=0.0, end_percent=1.0, verbose=False)
+    graph["20"] = node(
+        "EasyCache", model=["1", 0], reuse_threshold=3.0, start_percent=0.0, end_percent=1.0, verbose=False
+    )
     graph["9"] = node("HalfsafeNaNGuard", model=["20", 0], on_nan="retry_higher", max_retries=8, check="every 5th step")
     graph["10"] = node("HalfsafeReport", model=["9", 0], after=["6", 0])
     graph["6"]["inputs"] |= {"model": ["9", 0], "steps": 12, "seed": 3}
     before = len(server.log())
     guard = reported(server.prompt(graph))["guard"]
-    assert [(check["step"], check["arithmetic"] == "step cache") for check in guard["checks"]] == [(0, False), (5, True), (10, True)]
-    assert [(event["kind"], event["step"], event["op"]) for event in guard["events"]] == [("drift", 5, "step cache"), ("drift", 10, "step cache")]
+    assert [(check["step"], check["arithmetic"] == "step cache") for check in guard["checks"]] == [
+        (0, False),
+        (5, True),
+        (10, True),
+    ]
+    assert [(event["kind"], event["step"], event["op"]) for event in guard["events"]] == [
+        ("drift", 5, "step cache"),
+        ("drift", 10, "step cache"),
+    ]
     assert (guard["verdict"], guard["extra_calls"]) == ("clean", 3)
     log = server.log()[before:]
     assert log.count("Halfsafe check: step") == 3 and log.count("finite, but off") == 2
@@ -112,7 +157,9 @@ def test_a_calibration_is_kept_until_one_of_its_inputs_changes(server: Server) -
     graph = {name: found for name, found in stock_graph().items() if name in "1245"}
     graph["5"]["inputs"] |= {"width": 128, "height": 128}
     graph["11"] = node("HalfsafeCalibrate", model=["1", 0], positive=["4", 0], latent_image=["5", 0], seed=1)
-    graph["12"] = node("HalfsafeSaveModel", model=["1", 0], filename_prefix="kept", storage="int8", calibration=["11", 0])
+    graph["12"] = node(
+        "HalfsafeSaveModel", model=["1", 0], filename_prefix="kept", storage="int8", calibration=["11", 0]
+    )
     before = len(server.log())
     assert "11" not in cached_nodes(server, graph)
     assert {"11", "12"} <= cached_nodes(server, graph)
@@ -137,9 +184,19 @@ def controlled_graph(storage: str) -> dict:
     graph["5"] = node("EmptyLatentImage", **widths)
     graph["9"] = node("HalfsafeNaNGuard", model=["1", 0], on_nan="stop", max_retries=8)
     graph["12"] = node("EmptyImage", **widths, color=8421504)
-    graph["13"] = node("HalfsafeLoadControlNet", control_net_name="control.safetensors", storage=storage, compute="fp16_safe")
+    graph["13"] = node(
+        "HalfsafeLoadControlNet", control_net_name="control.safetensors", storage=storage, compute="fp16_safe"
+    )
     prompts = {"positive": ["4", 0], "negative": ["4", 0]}
-    graph["14"] = node("ControlNetApplyAdvanced", **prompts, control_net=["13", 0], image=["12", 0], strength=1.0, start_percent=0.0, end_percent=1.0)
+    graph["14"] = node(
+        "ControlNetApplyAdvanced",
+        **prompts,
+        control_net=["13", 0],
+        image=["12", 0],
+        strength=1.0,
+        start_percent=0.0,
+        end_percent=1.0,
+    )
     graph["6"]["inputs"] |= {"model": ["9", 0], "positive": ["14", 0], "negative": ["14", 1]}
     graph["10"] = node("HalfsafeReport", model=["9", 0], after=["6", 0])
     del graph["2"], graph["3"]
@@ -151,13 +208,20 @@ def test_a_control_net_beside_a_guard_is_loaded_anew_once_its_file_changes(serve
     graph = controlled_graph("fp8_e4m3fn")
     for factor in (1, 3):
         tensors = load_file(control_net)
-        save_file({name: value * factor if name.startswith("zero_convs") else value for name, value in tensors.items()}, control_net)
+        save_file(
+            {name: value * factor if name.startswith("zero_convs") else value for name, value in tensors.items()},
+            control_net,
+        )
         before = len(server.log())
         for _ in range(2):
             outputs = server.prompt(graph)
             report = reported(outputs)
             (control,) = report["control_nets"]
-            assert (control["file"], control["calls"], control["decisions"]["compute"]) == ("control.safetensors", 2, "fp16_safe")
+            assert (control["file"], control["calls"], control["decisions"]["compute"]) == (
+                "control.safetensors",
+                2,
+                "fp16_safe",
+            )
             modes = {layer["mode"] for layer in control["layers"] if layer["storage"] == "fp8_e4m3fn"}
             assert modes and modes <= {"fp16", "fp16_wide"} and report["guard"]["verdict"] == "clean"
         assert server.log()[before:].count("control.safetensors: storage fp8_e4m3fn; compute fp16_safe") == 1

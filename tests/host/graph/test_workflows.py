@@ -26,7 +26,10 @@ WORKFLOWS = sorted((ROOT / "workflows").glob("*.json"))
 NUMBERED = [path for path in WORKFLOWS if re.match(r"Halfsafe \d - ", path.stem)]
 OF_THE_PACK = [path for path in NUMBERED if path.stem[9] in "124"]
 OF_WAN = [path for path in NUMBERED if path.stem[9] in "358"]
-WIDEST, HIGHEST = 1020, 640  # graph units: a page of 1,366 x 768 pixels shows them at scale 1 between its bars and its map, in the view that the pack sets
+WIDEST, HIGHEST = (
+    1020,
+    640,
+)  # graph units: a page of 1,366 x 768 pixels shows them at scale 1 between its bars and its map, in the view that the pack sets
 MAP = (973, 391)  # from where on the page's map covers what is at the bottom right then
 SEEN = ("SaveImage", "SaveVideo", "PreviewImage", "HalfsafeReport", "HalfsafeCompareImages")
 ASKED = shapes.Shape("blue", "star", "pink")
@@ -58,7 +61,12 @@ def studio(server: Server, small_models: Path) -> Server:
 def pictures_of(server: Server, prompt: dict) -> list[bytes]:
     """The pictures that a prompt saves, in the order of their nodes."""
     outputs = server.prompt(prompt, timeout=300)
-    saved = [image for node_id in sorted(outputs, key=int) for image in outputs[node_id].get("images", []) if image["type"] == "output"]
+    saved = [
+        image
+        for node_id in sorted(outputs, key=int)
+        for image in outputs[node_id].get("images", [])
+        if image["type"] == "output"
+    ]
     return [server.view(image) for image in saved]
 
 
@@ -90,8 +98,12 @@ def test_workflows_are_those_of_their_script(server: Server, monkeypatch: pytest
     show_me.main()
     assert load(show_me.TARGET) == load(SHOW_ME), "run scripts/assets/show_me.py"
     script = importlib.import_module("workflows")
-    assert json.loads(json.dumps(script.block(server.object_info()))) == load(ROOT / "subgraphs" / f"{script.BLOCK}.json"), "run scripts/assets/workflows.py"
-    assert json.loads(json.dumps(script.made(server.object_info()))) == {path.stem: load(path) for path in WORKFLOWS}, "run scripts/assets/workflows.py"
+    assert json.loads(json.dumps(script.block(server.object_info()))) == load(
+        ROOT / "subgraphs" / f"{script.BLOCK}.json"
+    ), "run scripts/assets/workflows.py"
+    assert json.loads(json.dumps(script.made(server.object_info()))) == {path.stem: load(path) for path in WORKFLOWS}, (
+        "run scripts/assets/workflows.py"
+    )
 
 
 @pytest.mark.parametrize("path", OF_WAN, ids=lambda path: path.stem)
@@ -112,7 +124,9 @@ def test_without_guards_or_in_fp16_the_built_in_model_is_black(server: Server) -
     info = server.object_info()
     unguarded = to_prompt(bypass(named("Halfsafe 2 - Find the layer that turns black"), GUARDS), info)
     in_fp16 = to_prompt(named("Halfsafe 4 - Old GPU without bf16"), info)
-    next(step["inputs"] for step in in_fp16.values() if step["class_type"] == "HalfsafeLoadDiffusionModel")["compute"] = "fp16"
+    next(step["inputs"] for step in in_fp16.values() if step["class_type"] == "HalfsafeLoadDiffusionModel")[
+        "compute"
+    ] = "fp16"
     for prompt in (unguarded, in_fp16):
         assert [seen(picture) for picture in pictures_of(server, prompt)] == [None]
 
@@ -121,12 +135,21 @@ def unpacked(graph: dict) -> dict:
     """A graph with one subgraph, as a workflow without."""
     (inner,) = graph["definitions"]["subgraphs"]
     (node,) = [one for one in graph["nodes"] if one["type"] == inner["id"]]
-    within = [[one["id"], one["origin_id"], one["origin_slot"], one["target_id"], one["target_slot"], one["type"]] for one in inner["links"]]
+    within = [
+        [one["id"], one["origin_id"], one["origin_slot"], one["target_id"], one["target_slot"], one["type"]]
+        for one in inner["links"]
+    ]
     given = {slot: link[1:3] for link in graph["links"] for slot in [link[4]] if link[3] == node["id"]}
     drawn = {link[4]: link[1:3] for link in within if link[3] == inner["outputNode"]["id"]}
-    joined = [[100 + link[0], *(given[link[2]] if link[1] == inner["inputNode"]["id"] else link[1:3]), *link[3:]] for link in within]
+    joined = [
+        [100 + link[0], *(given[link[2]] if link[1] == inner["inputNode"]["id"] else link[1:3]), *link[3:]]
+        for link in within
+    ]
     outer = [[link[0], *(drawn[link[2]] if link[1] == node["id"] else link[1:3]), *link[3:]] for link in graph["links"]]
-    parts = [{**one, "inputs": [{**slot, "link": slot["link"] and 100 + slot["link"]} for slot in one["inputs"]]} for one in inner["nodes"]]
+    parts = [
+        {**one, "inputs": [{**slot, "link": slot["link"] and 100 + slot["link"]} for slot in one["inputs"]]}
+        for one in inner["nodes"]
+    ]
     return {**graph, "nodes": [one for one in graph["nodes"] if one is not node] + parts, "links": outer + joined}
 
 
@@ -134,14 +157,26 @@ def test_show_me_draws_a_black_picture_and_one_that_the_guard_repaired(server: S
     graph = load(SHOW_ME)
     prompt = to_prompt(unpacked(graph), server.object_info())
     guard = next(number for number, one in prompt.items() if one["class_type"] == "HalfsafeAutoPrecision")
-    latent = next(number for number, one in prompt.items() if one["class_type"] == "KSampler" and one["inputs"]["model"][0] == guard)
+    latent = next(
+        number
+        for number, one in prompt.items()
+        if one["class_type"] == "KSampler" and one["inputs"]["model"][0] == guard
+    )
     prompt["98"] = api_node("HalfsafeReport", model=[guard, 0], after=[latent, 0])
     prompt["99"] = api_node("PreviewAny", source=["98", 1])
     outputs = server.prompt(prompt, timeout=300)
-    shown = {one["title"]: outputs[str(one["id"])]["images"][0] for one in graph["nodes"] if one["type"] == "PreviewImage"}
-    assert {title: seen(server.view(image)) for title, image in shown.items()} == {"As it is": None, "Through Halfsafe": HEART}
+    shown = {
+        one["title"]: outputs[str(one["id"])]["images"][0] for one in graph["nodes"] if one["type"] == "PreviewImage"
+    }
+    assert {title: seen(server.view(image)) for title, image in shown.items()} == {
+        "As it is": None,
+        "Through Halfsafe": HEART,
+    }
     report = json.loads(outputs["99"]["text"][0])
-    assert report["guard"]["verdict"] == "clean" and "not in the fp16 that the model was set to" in report["decisions"]["instead"]
+    assert (
+        report["guard"]["verdict"] == "clean"
+        and "not in the fp16 that the model was set to" in report["decisions"]["instead"]
+    )
 
 
 def test_show_me_has_two_large_pictures_first_and_says_which_pack_to_install() -> None:
@@ -149,7 +184,9 @@ def test_show_me_has_two_large_pictures_first_and_says_which_pack_to_install() -
     pictures = [one for one in graph["nodes"] if one["type"] == "PreviewImage"]
     assert [one["pos"][1] for one in pictures] == [0, 0] and all(min(one["size"]) >= 300 for one in pictures)
     left = min(one["pos"][0] for one in pictures)
-    assert all(one["pos"][0] + one["size"][0] < left or one["pos"][1] > 340 for one in graph["nodes"] if one not in pictures)
+    assert all(
+        one["pos"][0] + one["size"][0] < left or one["pos"][1] > 340 for one in graph["nodes"] if one not in pictures
+    )
     (inner,) = graph["definitions"]["subgraphs"]
     assert all(one["properties"].get("cnr_id") for one in graph["nodes"] + inner["nodes"] if one["type"] != inner["id"])
 
@@ -165,33 +202,47 @@ def test_workflow_has_the_slots_of_this_comfyui(path: Path, server: Server) -> N
         for slot in node["inputs"]:
             assert slot["name"] in declared, f"{node['type']} has no input {slot['name']}"
         slots = [(slot["type"], slot["name"]) for slot in node["outputs"]]
-        assert slots == list(zip(definition["output"], definition["output_name"], strict=True))[: len(slots)], node["type"]
+        assert slots == list(zip(definition["output"], definition["output_name"], strict=True))[: len(slots)], node[
+            "type"
+        ]
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
 def test_every_file_that_a_workflow_names_can_be_downloaded_from_the_page(path: Path) -> None:
     for node in load(path)["nodes"]:
-        named = {value for value in node["widgets_values"] if isinstance(value, str) and value.endswith(".safetensors")} - BUILT_IN
+        named = {
+            value for value in node["widgets_values"] if isinstance(value, str) and value.endswith(".safetensors")
+        } - BUILT_IN
         offered = {model["name"]: model for model in node["properties"].get("models", [])}
         assert set(offered) == named, node["type"]
         for name, model in offered.items():
-            assert re.fullmatch(rf"https://huggingface\.co/[\w./-]+/resolve/main/[\w./-]*{re.escape(name)}", model["url"])
+            assert re.fullmatch(
+                rf"https://huggingface\.co/[\w./-]+/resolve/main/[\w./-]*{re.escape(name)}", model["url"]
+            )
             assert model["directory"] in MODEL_FOLDERS
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
 def test_nodes_say_which_pack_to_install(path: Path) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    packs = {(n["type"].startswith("Halfsafe"), n["properties"].get("cnr_id")) for n in load(path)["nodes"] if n["type"] != "MarkdownNote"}
+    packs = {
+        (n["type"].startswith("Halfsafe"), n["properties"].get("cnr_id"))
+        for n in load(path)["nodes"]
+        if n["type"] != "MarkdownNote"
+    }
     assert packs == {(True, project["name"]), (False, "comfy-core")}
-    assert {n["properties"]["ver"] for n in load(path)["nodes"] if n["type"].startswith("Halfsafe")} == {project["version"]}
+    assert {n["properties"]["ver"] for n in load(path)["nodes"] if n["type"].startswith("Halfsafe")} == {
+        project["version"]
+    }
 
 
 def test_a_workflow_that_needs_a_newer_comfyui_says_so() -> None:
     needed = {}
     for path in WORKFLOWS:
         note, *nodes = load(path)["nodes"]
-        versions = {node["properties"]["ver"] for node in nodes if node["properties"]["cnr_id"] == "comfy-core"} - {"0.29.0"}
+        versions = {node["properties"]["ver"] for node in nodes if node["properties"]["cnr_id"] == "comfy-core"} - {
+            "0.29.0"
+        }
         assert [f"ComfyUI {version} or newer" for version in versions if version not in note["widgets_values"][0]] == []
         needed |= {node["type"]: node["properties"]["ver"] for node in nodes if node["properties"]["ver"] in versions}
     assert needed == {"TextEncodeQwenImage21": "0.37.2", "QwenImage21Cache": "0.37.2"}

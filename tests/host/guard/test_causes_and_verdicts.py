@@ -27,7 +27,10 @@ def test_a_lora_with_nan_is_named_with_its_file(comfy, wan, models_dir, monkeypa
     delta[0, 0] = math.nan
     save_file({"diffusion_model.blocks.0.ffn.2.diff": delta}, str(models_dir / "loras" / "broken_lora.safetensors"))
     save_file({"fine": torch.zeros(2)}, str(models_dir / "loras" / "fine_lora.safetensors"))
-    prompt = {"7": {"inputs": {"lora_name": "broken_lora.safetensors"}}, "8": {"inputs": {"lora_name": "fine_lora.safetensors"}}}
+    prompt = {
+        "7": {"inputs": {"lora_name": "broken_lora.safetensors"}},
+        "8": {"inputs": {"lora_name": "fine_lora.safetensors"}},
+    }
     monkeypatch.setattr(causes, "running_prompt", lambda: prompt)
     model = plain_fp16(comfy, wan).clone()
     model.add_patches({"diffusion_model.blocks.0.ffn.2.weight": ("diff", (delta,))}, 1.0)
@@ -55,13 +58,13 @@ def test_a_bad_latent_is_named_before_any_call(comfy, wan):
     noise, cond = families.noise(model), families.conditioning("wan")
     latent = torch.full_like(noise, math.nan)
     with Counted(model) as calls, pytest.raises(NonFinite, match="latent image") as error:
-        core("comfy.sample").sample(
-            model, noise, 4, 1.0, "euler", "simple", cond, cond, latent, seed=1
-        )
+        core("comfy.sample").sample(model, noise, 4, 1.0, "euler", "simple", cond, cond, latent, seed=1)
     assert calls.count == 0 and error.value.verdict == "bad_input"
 
 
-@pytest.mark.parametrize(("value", "words"), [(math.nan, "A LoRA or other patch of 'blocks.0.ffn.2.weight'"), (1e6, "With its LoRA, weight")])
+@pytest.mark.parametrize(
+    ("value", "words"), [(math.nan, "A LoRA or other patch of 'blocks.0.ffn.2.weight'"), (1e6, "With its LoRA, weight")]
+)
 def test_a_lora_of_a_hook_is_not_blamed_on_the_model_s_file(comfy, wan, value, words):
     hooks, delta = core("comfy.hooks"), torch.zeros(256, 1024)
     delta[0, 0] = value
@@ -76,7 +79,9 @@ def test_a_sampler_that_makes_nan_between_calls(comfy, wan):
 
     def broken(model, x, sigmas, extra_args=None, callback=None, disable=None):
         for sigma in sigmas[:-1]:
-            x = (x - model(x, sigma * x.new_ones([x.shape[0]]), **extra_args)) * (math.nan if sigma < sigmas[0] else 1.0)
+            x = (x - model(x, sigma * x.new_ones([x.shape[0]]), **extra_args)) * (
+                math.nan if sigma < sigmas[0] else 1.0
+            )
         return x
 
     model = guarded(comfy, plain_fp16(comfy, wan))

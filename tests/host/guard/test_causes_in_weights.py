@@ -26,7 +26,9 @@ def spoiled(model, value: float = math.nan, own: str = "weight"):
     """A patcher whose weight has a bad value in memory, as of a copy that failed."""
     weight = getattr(model.model.diffusion_model.get_submodule(LAYER), own)
     data = weight._qdata if hasattr(weight, "_qdata") else weight.data
-    data.view(torch.uint8).reshape(-1)[: data.element_size()] = torch.tensor([value], dtype=data.dtype).view(torch.uint8)
+    data.view(torch.uint8).reshape(-1)[: data.element_size()] = torch.tensor([value], dtype=data.dtype).view(
+        torch.uint8
+    )
     return model
 
 
@@ -52,7 +54,10 @@ def test_infinity_is_told_too(comfy, wan):
     assert "is finite in" in str(stopped(guarded(comfy, spoiled(by_core(comfy, wan), math.inf))))
 
 
-@pytest.mark.parametrize(("way", "storage", "own"), rotated(["static", *WAYS], all_of(["fp16", "fp8_e5m2"], ["weight", "bias"]), whole=["static"]))
+@pytest.mark.parametrize(
+    ("way", "storage", "own"),
+    rotated(["static", *WAYS], all_of(["fp16", "fp8_e5m2"], ["weight", "bias"]), whole=["static"]),
+)
 def test_infinity_is_told_however_the_weights_reach_the_device(comfy, wan, storage, way, own):
     """Dynamic VRAM multiplies by copies, also by those that lie in its pages since an earlier call."""
     model = guarded(comfy, spoiled(load(comfy, wan, storage, "bf16"), math.inf, own))
@@ -84,7 +89,12 @@ def test_a_copy_in_dynamic_vram_that_differs_from_host_memory_is_the_devices_fau
 
         monkeypatch.setattr(lender, "_transfer", transfer)
         error = stopped(model)
-    assert error.verdict == "device_fault" and NAME in str(error) and "finite in host memory" in str(error) and torch.isfinite(module.weight).all()
+    assert (
+        error.verdict == "device_fault"
+        and NAME in str(error)
+        and "finite in host memory" in str(error)
+        and torch.isfinite(module.weight).all()
+    )
 
 
 def test_an_overflow_in_dynamic_vram_is_no_fault_of_the_device(comfy, overflowing):

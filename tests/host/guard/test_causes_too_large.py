@@ -29,18 +29,30 @@ def test_a_model_keeps_such_a_weight_in_bf16_and_a_repeat_cures_it(comfy, wan, m
     with pytest.raises(NonFinite, match="retry_higher") as error:
         families.sample(guarded(comfy, plain, "stop"), "wan")
     model = guarded(comfy, plain)
-    assert error.value.verdict == "stopped" and is_finite(families.sample(model, "wan")) and report_of(model).verdict == "recovered"
+    assert (
+        error.value.verdict == "stopped"
+        and is_finite(families.sample(model, "wan"))
+        and report_of(model).verdict == "recovered"
+    )
 
 
 @pytest.mark.parametrize("on_nan", ["retry_higher", "stop"])
 def test_a_vae_names_the_file_the_value_and_dtype(comfy, models_dir, on_nan):
     folder, name = models_dir / "vae", "decoder.mid.block_1.conv2.weight"
-    path = changed(tiny_models.sd_vae(folder / "held.safetensors"), folder / "too_large_vae.safetensors", lambda tensors: spoil(tensors, name))
+    path = changed(
+        tiny_models.sd_vae(folder / "held.safetensors"),
+        folder / "too_large_vae.safetensors",
+        lambda tensors: spoil(tensors, name),
+    )
     vae = comfy.run("HalfsafeLoadVAE", vae_name=path.name, dtype="fp16")[0]
     with pytest.raises(NonFinite) as error:
         guard_vae(vae, on_nan).decode(torch.randn(1, 4, 8, 8))
     said = (name, path.name, "reaches 9.984e+04 in", "more than fp16 holds", "load it with dtype bf16 or fp32")
-    assert error.value.verdict == "bad_weights" and all(each in str(error.value) for each in said) and "No higher precision" not in str(error.value)
+    assert (
+        error.value.verdict == "bad_weights"
+        and all(each in str(error.value) for each in said)
+        and "No higher precision" not in str(error.value)
+    )
 
 
 def layer_in(module: torch.nn.Module, run) -> str:
@@ -67,11 +79,15 @@ def with_inf(module: torch.nn.Module, layer: str) -> None:
 def test_a_vae_of_no_known_file_is_told_that_fp16_may_be_narrow(comfy, name, on_nan):
     vae = tiny_vaes.build(name, torch.float16)
     options = [tiny_vaes.VAES[name].options] if tiny_vaes.VAES[name].options else []
-    with_inf(vae.first_stage_model, layer_in(vae.first_stage_model, lambda: vae.decode(tiny_vaes.latent(name), *options)))
+    with_inf(
+        vae.first_stage_model, layer_in(vae.first_stage_model, lambda: vae.decode(tiny_vaes.latent(name), *options))
+    )
     with pytest.raises(NonFinite) as error:
         guard_vae(vae, on_nan).decode(tiny_vaes.latent(name), *options)
     text = str(error.value)
-    assert error.value.verdict == "bad_weights" and "is Inf in fp16, perhaps because its own value is too large" in text, text
+    assert (
+        error.value.verdict == "bad_weights" and "is Inf in fp16, perhaps because its own value is too large" in text
+    ), text
     assert "load it with dtype bf16 or fp32" in text and "No higher precision" not in text
 
 
@@ -83,4 +99,8 @@ def test_a_text_encoder_whose_file_is_not_known_is_told_so_too(comfy, name):
     with pytest.raises(NonFinite) as error:
         guard_clip(clip, "retry_higher").encode_from_tokens(tiny_encoders.tokens())
     text = str(error.value)
-    assert error.value.verdict == "bad_weights" and "perhaps because its own value is too large" in text and "load it with storage bf16 or fp32" in text, text
+    assert (
+        error.value.verdict == "bad_weights"
+        and "perhaps because its own value is too large" in text
+        and "load it with storage bf16 or fp32" in text
+    ), text

@@ -72,7 +72,10 @@ def hiding(model, way):
 
     def block(arguments: dict, extra: dict) -> dict:
         img = extra["original_block"](arguments)["img"]
-        return {"img": img + 0.1 * way(img / img.abs().amax()).to(img.dtype) / (BOUND if "BOUND" in way.__code__.co_names else 1.0)}
+        return {
+            "img": img
+            + 0.1 * way(img / img.abs().amax()).to(img.dtype) / (BOUND if "BOUND" in way.__code__.co_names else 1.0)
+        }
 
     clone.set_model_patch_replace(block, "dit", "double_block", 0)
     return clone

@@ -104,7 +104,9 @@ def test_a_clean_decode_is_the_same_and_is_made_once(comfy, models_dir, monkeypa
     plain = load(comfy, path, "fp32")
     expected, calls = plain.decode(latent("image")), []
     decode = plain.first_stage_model.decode
-    monkeypatch.setattr(plain.first_stage_model, "decode", lambda *args, **kwargs: calls.append(1) or decode(*args, **kwargs))
+    monkeypatch.setattr(
+        plain.first_stage_model, "decode", lambda *args, **kwargs: calls.append(1) or decode(*args, **kwargs)
+    )
     guarded = guard(comfy, plain)
     assert torch.equal(guarded.decode(latent("image")), expected)
     assert len(calls) == 1 and getattr(guarded, ATTRIBUTE).log.verdict == "clean"
@@ -156,7 +158,9 @@ def test_stop_and_report(comfy, files):
 @pytest.fixture(scope="module")
 def clip(comfy, models_dir):
     tiny_models.narrow_clip_l(models_dir / "text_encoders" / "guard_clip.safetensors")
-    return comfy.run("HalfsafeLoadCLIP", clip_name1="guard_clip.safetensors", type="stable_diffusion", storage="auto", compute="auto")[0]
+    return comfy.run(
+        "HalfsafeLoadCLIP", clip_name1="guard_clip.safetensors", type="stable_diffusion", storage="auto", compute="auto"
+    )[0]
 
 
 def encode(clip, text="a black image"):
@@ -241,11 +245,17 @@ def two_encoders(comfy, models_dir, monkeypatch):
     options = load_encoders._options
     small = {"clip_l_model_config": config, "clip_g_model_config": config}
     monkeypatch.setattr(load_encoders, "_options", lambda *args: options(*args) | small)
-    monkeypatch.setattr(core("comfy.text_encoders.long_clipl"), "model_options_long_clip", lambda tensors, data, options: (data, options))
+    monkeypatch.setattr(
+        core("comfy.text_encoders.long_clipl"),
+        "model_options_long_clip",
+        lambda tensors, data, options: (data, options),
+    )
     names = ["guard_small_l.safetensors", "guard_small_g.safetensors"]
     for name, layers in zip(names, (12, 32), strict=True):
         save_file(small_text_model(config, layers), models_dir / "text_encoders" / name)
-    return comfy.run("HalfsafeLoadCLIP", clip_name1=names[0], clip_name2=names[1], type="sdxl", storage="int8", compute="auto")[0]
+    return comfy.run(
+        "HalfsafeLoadCLIP", clip_name1=names[0], clip_name2=names[1], type="sdxl", storage="int8", compute="auto"
+    )[0]
 
 
 @pytest.mark.parametrize("part", ["clip_l", "clip_g"])
@@ -254,7 +264,11 @@ def test_of_two_encoders_the_one_that_overflows_is_named_and_widened_alone(comfy
     layer = model.get_submodule(f"{part}.transformer.text_model.encoder.layers.5.mlp.fc2")
 
     def in_half(module, args, result):
-        return result if getattr(model, "manual_cast_dtype", None) == torch.float32 else (result * 1e7).half().float() / 1e7
+        return (
+            result
+            if getattr(model, "manual_cast_dtype", None) == torch.float32
+            else (result * 1e7).half().float() / 1e7
+        )
 
     half = two_encoders.clone()
     half.patcher.set_model_compute_dtype(torch.float16)

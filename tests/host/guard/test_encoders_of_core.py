@@ -19,7 +19,10 @@ NOT_CALLED = {
     ("hunyuan3d", "decode_tiled"): "its tokens have no place", ("cosmos", "encode"): "a CPU has no avg_pool3d in fp16", ("cosmos", "encode_tiled"): "as encode",
     ("hunyuan_image", "encode_tiled"): "ComfyUI raises in every dtype", ("ace", "encode_tiled"): "ComfyUI raises in every dtype", ("cogvideox", "decode_tiled"): "ComfyUI raises in every dtype",
 }  # fmt: skip
-TILED = {(tiny.latent and len(tiny.latent), tiny.pixels and len(tiny.pixels), bool(tiny.options)): name for name, tiny in tiny_vaes.VAES.items()}.values()
+TILED = {
+    (tiny.latent and len(tiny.latent), tiny.pixels and len(tiny.pixels), bool(tiny.options)): name
+    for name, tiny in tiny_vaes.VAES.items()
+}.values()
 """One class for each number of dimensions: what is done in tiles is the same for all of them."""
 LOOSE = {"oobleck": 0.2}
 """Its toy is chaotic: fp16's rounding of the weights' norms alone is 0.03 at the result."""
@@ -37,7 +40,11 @@ def calls(name):
         tiles = SOUND_TILES if len(tiny.pixels) == 3 else PIXEL_TILES
         found["encode_tiled"] = lambda vae: vae.encode_tiled(tiny_vaes.pixels(name), **tiles)
     tiled = name in TILED
-    return {action: functools.partial(drawn_alike, run) for action, run in found.items() if (name, action) not in NOT_CALLED and (tiled or "tiled" not in action)}
+    return {
+        action: functools.partial(drawn_alike, run)
+        for action, run in found.items()
+        if (name, action) not in NOT_CALLED and (tiled or "tiled" not in action)
+    }
 
 
 def drawn_alike(run, vae):
@@ -51,7 +58,9 @@ def loud(layer, *vaes):
     weights = []
     for vae in vaes:
         module = vae.first_stage_model.get_submodule(layer)
-        weights.append(module.parametrizations.weight.original0 if hasattr(module, "parametrizations") else module.weight)
+        weights.append(
+            module.parametrizations.weight.original0 if hasattr(module, "parametrizations") else module.weight
+        )
     kept = [weight.clone() for weight in weights]
     for weight, before in zip(weights, kept, strict=True):
         weight.copy_((before.float() * (tiny_vaes.LARGEST / before.float().abs().amax())).half())
@@ -101,7 +110,9 @@ def outcome(vae, run, reference, bound):
     except Exception as error:
         return f"{type(error).__name__}: {error}"[:200]
     log, error = getattr(guarded, ATTRIBUTE).log, relative_error(reference, result)
-    return f"{log.verdict if error < bound else 'wrong'} in {log.events[0].to_mode}: {error:.1e} {log.events[0].evidence}"
+    return (
+        f"{log.verdict if error < bound else 'wrong'} in {log.events[0].to_mode}: {error:.1e} {log.events[0].evidence}"
+    )
 
 
 LOUDEST = {("ace", "decode"): "vocoder.head.ups.1"}
@@ -113,10 +124,15 @@ RAISED = ("svd", "seedvr2", "oobleck", "stage_a")
 @pytest.mark.parametrize("profile", ["sm_75", "sm_86"])
 def test_every_vae_that_overflows_comes_out_finite_and_right(comfy, monkeypatch, profile):
     monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", profile)
-    table = {name: outcomes(name, profile) for name in filter(tiny_vaes.is_known, tiny_vaes.VAES if profile == "sm_75" else RAISED)}
+    table = {
+        name: outcomes(name, profile)
+        for name in filter(tiny_vaes.is_known, tiny_vaes.VAES if profile == "sm_75" else RAISED)
+    }
     text = "\n".join(f"{name:22}{action:14}{found}" for name, row in table.items() for action, found in row.items())
     print(text)
-    assert all(found.startswith("recovered") for name, row in table.items() for found in row.values() if name != "pixel_space"), text
+    assert all(
+        found.startswith("recovered") for name, row in table.items() for found in row.values() if name != "pixel_space"
+    ), text
 
 
 def run_in_half(clip):
@@ -168,7 +184,11 @@ def calls_of_text(name):
 
 def layers_of_text(clip):
     """The layers of a text encoder, from the middle one on."""
-    layers = [module for module in clip.cond_stage_model.modules() if getattr(module, "weight", None) is not None and module.weight.dim() == 2]
+    layers = [
+        module
+        for module in clip.cond_stage_model.modules()
+        if getattr(module, "weight", None) is not None and module.weight.dim() == 2
+    ]
     return layers[len(layers) // 2 :] + layers[: len(layers) // 2]
 
 

@@ -22,14 +22,24 @@ def test_every_method_that_computes_is_guarded():
     """Those of ComfyUI's classes that call their module, but for what a guarded method calls itself."""
     calls = ("first_stage_model.", "cond_stage_model.generate", "cond_stage_model.encode_token_weights")
     for kind, guarded in ((VAE, VAE_METHODS), (CLIP, CLIP_METHODS)):
-        found = {name for name, method in vars(kind).items() if inspect.isfunction(method) and any(call in inspect.getsource(method) for call in calls)}
+        found = {
+            name
+            for name, method in vars(kind).items()
+            if inspect.isfunction(method) and any(call in inspect.getsource(method) for call in calls)
+        }
         assert found - {"__init__", "get_sd", "_decode_tiled_owned", "_encode_tiled_owned"} <= set(guarded), kind
 
 
 @pytest.fixture(scope="module")
 def clip(comfy, models_dir):
     tiny_models.narrow_clip_l(models_dir / "text_encoders" / "others_clip.safetensors")
-    return comfy.run("HalfsafeLoadCLIP", clip_name1="others_clip.safetensors", type="stable_diffusion", storage="auto", compute="auto")[0]
+    return comfy.run(
+        "HalfsafeLoadCLIP",
+        clip_name1="others_clip.safetensors",
+        type="stable_diffusion",
+        storage="auto",
+        compute="auto",
+    )[0]
 
 
 class Language(torch.nn.Module):
@@ -44,7 +54,9 @@ class Language(torch.nn.Module):
         chosen = []
         for _ in range(max_length):
             logits = torch.linspace(0, 1, 100, dtype=dtype)[None] * (math.nan if dtype in self.bad_in else 1.0)
-            chosen.append(int(BaseGenerate.sample_token(self, logits, 1.0, top_k, 0.9, 0.0, 1.0, [], None, do_sample=do_sample)))
+            chosen.append(
+                int(BaseGenerate.sample_token(self, logits, 1.0, top_k, 0.9, 0.0, 1.0, [], None, do_sample=do_sample))
+            )
         return chosen
 
 
@@ -93,7 +105,11 @@ def test_quantized_weights_are_dequantized_before_anything_is_wider(comfy, monke
     expected = vae.decode(tiny_vaes.latent("minimax"))
     module.quant_format, forward = "int8_tensorwise", type(module).forward
     monkeypatch.setattr(encoders, "is_quantized", lambda one: one is module)
-    monkeypatch.setattr(encoders, "ask_for_plain_products", lambda patcher: patcher.add_object_patch("decoder.x_embedder.unpacked", True))
+    monkeypatch.setattr(
+        encoders,
+        "ask_for_plain_products",
+        lambda patcher: patcher.add_object_patch("decoder.x_embedder.unpacked", True),
+    )
     module.unpacked = False
     module.forward = types.MethodType(lambda self, x: forward(self, x) * (1.0 if self.unpacked else math.nan), module)
     guarded = guard_vae(vae, "retry_higher")
@@ -105,7 +121,13 @@ def test_quantized_weights_are_dequantized_before_anything_is_wider(comfy, monke
 
 def test_so_are_those_of_a_text_encoder(comfy, models_dir, monkeypatch):
     tiny_models.narrow_clip_l(models_dir / "text_encoders" / "others_int8.safetensors")
-    clip = comfy.run("HalfsafeLoadCLIP", clip_name1="others_int8.safetensors", type="stable_diffusion", storage="int8", compute="auto")[0]
+    clip = comfy.run(
+        "HalfsafeLoadCLIP",
+        clip_name1="others_int8.safetensors",
+        type="stable_diffusion",
+        storage="int8",
+        compute="auto",
+    )[0]
     module = clip.cond_stage_model.clip_l.transformer.text_model.encoder.layers[2].mlp.fc1
     expected, forward = clip.encode_from_tokens(clip.tokenize("a")), type(module).forward
     monkeypatch.setattr(module, "_full_precision_mm", False)
@@ -127,10 +149,18 @@ def test_parts_that_a_checkpoint_lacks_are_passed_on_and_the_rest_is_guarded(com
     model, vae = comfy.core["UNETLoader"]().load_unet(wan.name, "default")[0], no_vae()
     settings = {"model": model, "goal": goal, "guard": on_nan}
     _, passed_clip, passed_vae, why = comfy.run("HalfsafeAutoPrecision", clip=None, vae=vae, **settings)
-    assert passed_clip is None and passed_vae is vae and "VAE: The loaded file contains no VAE" in why and "contains no text encoder" in why
+    assert (
+        passed_clip is None
+        and passed_vae is vae
+        and "VAE: The loaded file contains no VAE" in why
+        and "contains no text encoder" in why
+    )
     _, guarded, none, why = comfy.run("HalfsafeAutoPrecision", clip=clip, **settings)
     assert none is None and "holds no" not in why and hasattr(guarded, ATTRIBUTE) == (on_nan != "off")
-    assert comfy.run("HalfsafeGuardVAE", vae=vae, on_nan="stop")[0] is vae and comfy.run("HalfsafeGuardVAE", vae=None, on_nan="stop")[0] is None
+    assert (
+        comfy.run("HalfsafeGuardVAE", vae=vae, on_nan="stop")[0] is vae
+        and comfy.run("HalfsafeGuardVAE", vae=None, on_nan="stop")[0] is None
+    )
     assert comfy.run("HalfsafeGuardCLIP", clip=None, on_nan="stop")[0] is None and "none is guarded" in caplog.text
 
 
@@ -171,7 +201,14 @@ def test_a_checkpoint_without_a_vae_is_told_in_comfyuis_words(comfy, without_enc
 
 
 def test_a_checkpoint_without_a_text_encoder_is_told_in_comfyuis_words(comfy, without_encoders):
-    _, clip, _ = comfy.run("HalfsafeLoadCheckpoint", ckpt_name=without_encoders.name, storage="auto", compute="auto", clip_storage="auto", vae_dtype="auto")
+    _, clip, _ = comfy.run(
+        "HalfsafeLoadCheckpoint",
+        ckpt_name=without_encoders.name,
+        storage="auto",
+        compute="auto",
+        clip_storage="auto",
+        vae_dtype="auto",
+    )
     for given in (clip, comfy.run("HalfsafeGuardCLIP", clip=None, on_nan="stop")[0]):
         with pytest.raises(RuntimeError, match="clip input is invalid: None"):
             comfy.core["CLIPTextEncode"]().encode(given, "a cat")

@@ -23,10 +23,17 @@ def reported(comfy, model, family):
 
 
 @pytest.mark.parametrize("compute", ["fp16", "bf16"])
-@pytest.mark.parametrize("family,layer", [("ltxav", "audio_embeddings_connector.transformer_1d_blocks.0.ff.net.2"), ("minimax_h3", "condition_proj")])
+@pytest.mark.parametrize(
+    "family,layer",
+    [("ltxav", "audio_embeddings_connector.transformer_1d_blocks.0.ff.net.2"), ("minimax_h3", "condition_proj")],
+)
 def test_a_text_adapter_is_reported_in_fp32(comfy, file, family, layer, compute):
     layers = reported(comfy, guarded(comfy, load(comfy, file(family), "as_file", compute)), family)
-    assert (layers[layer]["mode"], layers[layer]["stream"], layers[layer]["reason"]) == ("fp32", "fp32", "widened by the guard")
+    assert (layers[layer]["mode"], layers[layer]["stream"], layers[layer]["reason"]) == (
+        "fp32",
+        "fp32",
+        "widened by the guard",
+    )
     assert compute in {layer["mode"] for layer in layers.values()}
 
 
@@ -34,6 +41,8 @@ def test_a_text_adapter_is_reported_in_fp32(comfy, file, family, layer, compute)
 def test_widened_values_are_reported_for_layers_of_all_classes(comfy, file, family):
     """HiDream's routers multiply by a weight of their own class; stable audio's operands outgrow their scale in the second step."""
     source = file(family)
-    path = families.write_scaled(source, source.with_name(f"loud_{source.name}"), rare_families.OVERFLOWS[family]["ffn"])
+    path = families.write_scaled(
+        source, source.with_name(f"loud_{source.name}"), rare_families.OVERFLOWS[family]["ffn"]
+    )
     layers = reported(comfy, guarded(comfy, plain_fp16(comfy, path)), family)
     assert {layer["stream"] for layer in layers.values()} == {"fp32"}

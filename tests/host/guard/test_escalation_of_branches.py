@@ -86,7 +86,9 @@ def test_what_a_model_needed_under_one_setting_is_not_taken_for_another(comfy, o
     stock = families.stock(overflowing, torch.float16)
     if other == "plan":
         rules = comfy.run("HalfsafeLayerRules", rules="blocks.* compute=fp32 stream=fp32", preset="none")[0]
-        narrow, wide = (comfy.run("HalfsafeComputeDtype", model=stock, compute="fp16", rules=each)[0] for each in (None, rules))
+        narrow, wide = (
+            comfy.run("HalfsafeComputeDtype", model=stock, compute="fp16", rules=each)[0] for each in (None, rules)
+        )
     else:
         set_to = core("comfy_extras.nodes_model_advanced").ModelComputeDtype().patch
         narrow, wide = (set_to(stock, dtype)[0] for dtype in ("fp16", "bf16"))

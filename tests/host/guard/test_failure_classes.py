@@ -130,7 +130,10 @@ def rms(eps, zero=None):
     return norm
 
 
-NORMS = {"its square is inf, its result zero": lambda x: rms(1e-6)(x * 3e3), "of a blank input: eps is 0 in fp16": rms(1e-9, zero=0.0)}
+NORMS = {
+    "its square is inf, its result zero": lambda x: rms(1e-6)(x * 3e3),
+    "of a blank input: eps is 0 in fp16": rms(1e-9, zero=0.0),
+}
 
 
 @pytest.mark.parametrize("kind", NORMS)
@@ -245,7 +248,9 @@ def test_18_scaled_e5m2(comfy, files, models_dir, fp32):
     target = models_dir / "diffusion_models" / "class_e5m2.safetensors"
     path = model_files.in_dialect(files("wan"), target, dialects.scaled_fp8, dtype=dialects.E5M2)
     reference_model, call = fp32
-    ours = relative_error(families.replay(reference_model, call), families.replay(load(comfy, path, "as_file", "fp32"), call))
+    ours = relative_error(
+        families.replay(reference_model, call), families.replay(load(comfy, path, "as_file", "fp32"), call)
+    )
     text = hopeless(comfy, stock(path), lambda model: families.replay(model, call), "bad_weights", 1)
     assert "e5m2" in text and ours < 0.2
 
@@ -318,7 +323,9 @@ def test_32_finite_when_run_again(comfy, files, fp32):
     reference_model, call = fp32
     plain = plain_fp16(comfy, files("wan"))
     model = inside(guarded(comfy, plain), nan_at(1))
-    reference, before, after = (families.replay(one, call) for one in (reference_model, inside(plain, nan_at(1)), model))
+    reference, before, after = (
+        families.replay(one, call) for one in (reference_model, inside(plain, nan_at(1)), model)
+    )
     row = seen(reference, before, model, after)
     assert row.verdict == "device_fault" and row.after < GOOD and row.extra_calls == 2
 
@@ -339,7 +346,9 @@ def test_35_a_scheduler_that_divides_by_zero(comfy, files):
     noise, cond = families.noise(plain), families.conditioning("wan")
 
     def run(model):
-        return core("comfy.sample").sample(model, noise, 1, 1.0, "euler", "kl_optimal", cond, cond, torch.zeros_like(noise), seed=1)
+        return core("comfy.sample").sample(
+            model, noise, 1, 1.0, "euler", "kl_optimal", cond, cond, torch.zeros_like(noise), seed=1
+        )
 
     text = hopeless(comfy, plain, run, "not_precision", 0)
     assert "scheduler" in text

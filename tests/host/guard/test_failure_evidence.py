@@ -175,7 +175,9 @@ def test_what_is_advised_of_a_control_net_can_be_done(comfy, models_dir, value):
     text, model = [[torch.randn(1, 16, 768), {"control": control}]], guarded(comfy, plain_fp16(comfy, path))
     start = families.noise(model)
     with pytest.raises(NonFinite, match=r"ControlNet output.*bad_input\. Load the ControlNet with compute fp32"):
-        core("comfy.sample").sample(model, start, 1, 1.0, "euler", "simple", text, text, torch.zeros_like(start), seed=1)
+        core("comfy.sample").sample(
+            model, start, 1, 1.0, "euler", "simple", text, text, torch.zeros_like(start), seed=1
+        )
 
 
 class OfAnotherPack(torch.nn.Module):
@@ -202,4 +204,6 @@ def test_an_overflow_in_another_packs_own_dtype_is_no_verdict_on_precision(comfy
     with pytest.raises(NonFinite) as error:
         families.sample(guarded(comfy, model), "wan", steps=1)
     assert error.value.verdict == "stopped" and "No higher precision" not in str(error.value)
-    assert "blocks.1.ffn.0 is created by SomePack and computes in its own dtype, which Halfsafe does not change" in str(error.value)
+    assert "blocks.1.ffn.0 is created by SomePack and computes in its own dtype, which Halfsafe does not change" in str(
+        error.value
+    )

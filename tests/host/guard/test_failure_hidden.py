@@ -52,7 +52,9 @@ def planted(plain, family: str, what: str):
     return plants.nan_lora(plain, family), contextlib.nullcontext()
 
 
-@pytest.mark.parametrize(("family", "what", "on_nan"), rotated(plants.FAMILIES, all_of(("weight", "LoRA"), ON_NAN), whole=ONE_OF_EACH))
+@pytest.mark.parametrize(
+    ("family", "what", "on_nan"), rotated(plants.FAMILIES, all_of(("weight", "LoRA"), ON_NAN), whole=ONE_OF_EACH)
+)
 def test_a_weight_or_a_lora_with_nan_ends_a_run_hidden_or_not(comfy, models, family, what, on_nan):
     plain, clean = models(family)
     model, context = planted(plain, family, what)
@@ -67,7 +69,9 @@ def test_a_weight_or_a_lora_with_nan_ends_a_run_hidden_or_not(comfy, models, fam
     assert report.extra_calls == 1 and not report.escalations
 
 
-@pytest.mark.parametrize(("family", "batch", "on_nan"), rotated(plants.FAMILIES, all_of((1, 2), ON_NAN), whole=ONE_OF_EACH))
+@pytest.mark.parametrize(
+    ("family", "batch", "on_nan"), rotated(plants.FAMILIES, all_of((1, 2), ON_NAN), whole=ONE_OF_EACH)
+)
 def test_a_conditioning_with_nan_ends_a_run_or_loses_its_row(comfy, models, family, batch, on_nan):
     plain, clean = models(family)
     hidden, text = family in plants.HIDING, plants.nan_text(family, batch, row=batch - 1)

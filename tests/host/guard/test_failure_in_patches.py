@@ -96,7 +96,10 @@ def test_a_nodes_own_arithmetic_is_named_and_widened_alone(comfy, models_dir):
     assert not relative_error(reference, plants.sample(plain, "sd15")) < 0.1, "it overflows"
     model = guarded(comfy, plain)
     assert relative_error(reference, plants.sample(model, "sd15")) < 0.01
-    assert set(report_of(model).escalations) == {"patch NAGuidance"} and report_of(model).events[0].layer == "patch NAGuidance"
+    assert (
+        set(report_of(model).escalations) == {"patch NAGuidance"}
+        and report_of(model).events[0].layer == "patch NAGuidance"
+    )
 
 
 def adapter(out: torch.Tensor, options: dict) -> torch.Tensor:
@@ -120,7 +123,9 @@ def test_a_packs_adapter_is_named_with_its_pack_and_widened_alone(comfy, models_
     model = guarded(comfy, adapted(plain_fp16(comfy, path)))
     assert relative_error(reference, plants.sample(model, "sd15")) < 0.01
     report = report_of(model)
-    assert report.events[0].layer == "patch adapter of SomePack" and set(report.escalations) == {"patch adapter of SomePack"}
+    assert report.events[0].layer == "patch adapter of SomePack" and set(report.escalations) == {
+        "patch adapter of SomePack"
+    }
     assert "SomePack may keep state" in report.events[0].evidence, "the sampling starts again beside it"
     assert untranslated([report.events[0].brief]) == []
 
@@ -145,7 +150,9 @@ def test_a_patch_in_place_of_a_block_is_named_and_widened_alone(comfy, files):
     model = guarded(comfy, replaced(plain_fp16(comfy, path)))
     ran.clear()
     assert relative_error(reference, families.sample(model, "qwen_image", steps=1)) < 0.01
-    assert report_of(model).events[0].layer == "patch Replacing" and set(report_of(model).escalations) == {"residual stream"}
+    assert report_of(model).events[0].layer == "patch Replacing" and set(report_of(model).escalations) == {
+        "residual stream"
+    }
     assert ran == [torch.float16, torch.float16, torch.float16, torch.float32]
 
 

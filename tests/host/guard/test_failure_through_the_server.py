@@ -80,4 +80,6 @@ def test_the_report_tells_what_the_guard_of_the_vae_saw_in_its_prompt(running: S
     prompt["3"]["inputs"]["dtype"] = "fp32"
     _, entry = told(running, prompt)
     (report,) = entry["outputs"]["10"]["halfsafe_report"]
-    assert json.loads(report)["encoders"] == [{"node": "11", "kind": "VAE", "verdict": "clean", "messages": [], "advice": "", "calls": 1}]
+    assert json.loads(report)["encoders"] == [
+        {"node": "11", "kind": "VAE", "verdict": "clean", "messages": [], "advice": "", "calls": 1}
+    ]

@@ -131,13 +131,19 @@ def test_a_failure_under_an_escalation_is_located_too(comfy, files, call_of_two)
 def test_the_model_is_given_nothing_of_the_guards(comfy, files, wider):
     """Beside what it would be given without one: a wrapper may hand the same options to another model, or use them twice."""
     seen, given = [], []
-    model = inside(guarded(comfy, plain_fp16(comfy, files("wan"))), lambda executor, args, kwargs: _twice(executor, args, kwargs, seen))
+    model = inside(
+        guarded(comfy, plain_fp16(comfy, files("wan"))),
+        lambda executor, args, kwargs: _twice(executor, args, kwargs, seen),
+    )
     families.sample(model, "wan", steps=1)
     state = guard_of(model).states.kept()[0]
     state.grow(state.plan.wider(wider))
     module = model.model.diffusion_model
     forward = module.forward
-    module.forward = lambda *args, **kwargs: (given.append(set(kwargs["transformer_options"])), forward(*args, **kwargs))[1]
+    module.forward = lambda *args, **kwargs: (
+        given.append(set(kwargs["transformer_options"])),
+        forward(*args, **kwargs),
+    )[1]
     try:
         families.sample(model, "wan", steps=1)
     finally:
@@ -286,7 +292,9 @@ def test_what_a_patch_brings_in_fp16_runs_in_a_repeat_in_fp32(comfy, overflowing
 
 def test_what_a_patch_brings_in_fp16_is_compared_by_the_check(comfy, wan):
     model = guarded(comfy, with_adapter(comfy, wan), check="first step")
-    assert torch.equal(families.sample(model, "wan", steps=1), families.sample(with_adapter(comfy, wan), "wan", steps=1))
+    assert torch.equal(
+        families.sample(model, "wan", steps=1), families.sample(with_adapter(comfy, wan), "wan", steps=1)
+    )
     (check,) = report_of(model).checks
     assert not check.left_out and check.snr_db > 40
 

@@ -136,7 +136,10 @@ def test_a_guard_on_a_guarded_model_is_one_guard(comfy, overflowing, fp32):
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
-@pytest.mark.parametrize("error", [ValueError("of another pack"), torch.OutOfMemoryError("Allocation on device"), InterruptProcessingException()])
+@pytest.mark.parametrize(
+    "error",
+    [ValueError("of another pack"), torch.OutOfMemoryError("Allocation on device"), InterruptProcessingException()],
+)
 def test_an_error_in_a_call_or_a_repeat_leaves_nothing_behind(comfy, overflowing, error, number):
     plain = plain_fp16(comfy, overflowing)
     families.sample(plain, "wan", steps=1)
@@ -155,7 +158,9 @@ def test_an_error_in_a_call_or_a_repeat_leaves_nothing_behind(comfy, overflowing
     assert is_finite(families.sample(model, "wan"))
 
 
-@pytest.mark.not_as_on_cuda("two threads put the rules on torch at once, and what the first takes off the second puts back")
+@pytest.mark.not_as_on_cuda(
+    "two threads put the rules on torch at once, and what the first takes off the second puts back"
+)
 def test_two_models_in_two_threads(comfy, overflowing, fp32, models_dir):
     reference = families.sample(fp32, "wan")
     models = [guarded(comfy, plain_fp16(comfy, overflowing)) for _ in range(2)]
@@ -179,7 +184,9 @@ def test_two_models_in_two_threads(comfy, overflowing, fp32, models_dir):
 
 def test_a_nodes_code_of_its_own_norms_runs_beside_a_widened_stream(comfy, models_dir):
     folder, nag = models_dir / "diffusion_models", core("comfy_extras.nodes_nag").NAGuidance.execute
-    path = families.write_scaled(families.write_narrow("flux", folder), folder / "nag.safetensors", {r"attn\.qkv\.weight": 2000})
+    path = families.write_scaled(
+        families.write_narrow("flux", folder), folder / "nag.safetensors", {r"attn\.qkv\.weight": 2000}
+    )
     text, other = families.conditioning("flux"), families.conditioning("flux", seed=9)
     expected = sample(nag(load(comfy, path), 5.0, 0.5, 1.5).args[0], text, other)
     model = guarded(comfy, nag(plain_fp16(comfy, path), 5.0, 0.5, 1.5).args[0])

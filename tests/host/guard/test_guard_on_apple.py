@@ -50,7 +50,9 @@ def test_comfyui_does_not_know_the_lack_of_memory_of_mps():
     assert not model_management.is_oom(RuntimeError(MPS_OOM))
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), RuntimeError(MPS_OOM), AcceleratorError("CUDA error")])
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("no memory"), RuntimeError(MPS_OOM), AcceleratorError("CUDA error")]
+)
 def test_a_lack_of_memory_for_a_repeat_is_told_whatever_its_class(comfy, overflowing, caplog, error):
     model = inside(guarded(comfy, plain_fp16(comfy, overflowing)), raising_at(error, 3))
     assert not is_finite(families.sample(model, "wan"))
@@ -61,5 +63,7 @@ def test_a_lack_of_memory_for_a_repeat_is_told_whatever_its_class(comfy, overflo
 def test_another_error_of_a_repeat_is_not_told_as_a_lack_of_memory(comfy, overflowing, caplog):
     model = inside(guarded(comfy, plain_fp16(comfy, overflowing)), raising_at(RuntimeError("shapes differ"), 3))
     assert not is_finite(families.sample(model, "wan")), "as without the guard"
-    assert report_of(model).verdict == "stopped" and "RuntimeError: shapes differ" in report_of(model).events[0].evidence
+    assert (
+        report_of(model).verdict == "stopped" and "RuntimeError: shapes differ" in report_of(model).events[0].evidence
+    )
     assert "Not enough memory" not in caplog.text and not is_oom(RuntimeError("shapes differ"))

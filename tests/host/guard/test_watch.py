@@ -42,7 +42,11 @@ def test_every_run_is_guarded_and_pictures_are_as_asked(running: Server) -> None
 
 
 def test_the_setting_of_an_open_page_guards_what_that_page_queues(running: Server) -> None:
-    for page, setting, seed, guarded in (("page", "report", 45, True), ("another", "off", 46, True), ("page", "off", 47, False)):
+    for page, setting, seed, guarded in (
+        ("page", "report", 45, True),
+        ("another", "off", 46, True),
+        ("page", "off", 47, False),
+    ):
         events, _ = told(running, unguarded(seed=seed), settings={page: setting})
         assert bool(events) is guarded
 
@@ -84,7 +88,10 @@ def test_a_node_of_the_users_is_never_replaced_because_of_its_id(comfy, cls: str
     prompt["20"] = {"class_type": "KSampler", "inputs": {"model": ["1", 0]}}
     guarded = with_guards(prompt | own, "report")
     assert {name: guarded[name]["class_type"] for name in own} == dict.fromkeys(own, cls)
-    assert guarded["20"]["inputs"]["model"] == ["halfsafe_1_000", 0] and guarded["halfsafe_1_000"]["class_type"] == "HalfsafeNaNGuard"
+    assert (
+        guarded["20"]["inputs"]["model"] == ["halfsafe_1_000", 0]
+        and guarded["halfsafe_1_000"]["class_type"] == "HalfsafeNaNGuard"
+    )
     assert as_asked(guarded) == prompt | own
 
 
@@ -95,7 +102,10 @@ def test_report_only_tells(running: Server) -> None:
 
 def test_guards_stand_where_models_and_vaes_are_used_up_and_never_twice(comfy) -> None:
     prompt = unguarded()
-    prompt["11"] = {"class_type": "LoraLoaderModelOnly", "inputs": {"model": ["1", 0], "lora_name": "a", "strength_model": 1.0}}
+    prompt["11"] = {
+        "class_type": "LoraLoaderModelOnly",
+        "inputs": {"model": ["1", 0], "lora_name": "a", "strength_model": 1.0},
+    }
     prompt["6"]["inputs"]["model"] = ["11", 0]
     guarded = with_guards(prompt, "report")
     assert guarded["6"]["inputs"]["model"] == ["halfsafe_11_0", 0] and guarded["11"] == prompt["11"]

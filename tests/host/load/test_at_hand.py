@@ -47,7 +47,9 @@ def tensors_in(model) -> dict[str, torch.Tensor]:
 
 
 def with_lora(model):
-    linear = {name: tuple(module.weight.shape) for name, module in matrix_layers(model.model) if kind_of(module) == "linear"}
+    linear = {
+        name: tuple(module.weight.shape) for name, module in matrix_layers(model.model) if kind_of(module) == "linear"
+    }
     tensors = model_files.lora({name: shape for name, shape in linear.items() if "block" in name}, size=0.05)
     return load_lora_for_models(model, None, tensors, 1.0, 0.0)[0]
 
@@ -61,7 +63,9 @@ def offer(comfy, model, goal: str = "speed", **more) -> dict | None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_speed_offers_int8_with_the_bytes_that_it_then_takes(comfy, files, monkeypatch, family: str, dtype: torch.dtype) -> None:
+def test_speed_offers_int8_with_the_bytes_that_it_then_takes(
+    comfy, files, monkeypatch, family: str, dtype: torch.dtype
+) -> None:
     monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_86")
     stock = families.stock(files(family), dtype)
     told = offer(comfy, stock)
@@ -85,11 +89,16 @@ def test_nothing_is_offered_on_a_device_that_int8_is_not_faster_on(comfy, files,
     assert offer(comfy, families.stock(files("wan"), torch.bfloat16)) is None
 
 
-def test_nothing_is_offered_for_other_goals_or_for_what_storage_does_not_change(comfy, files, gguf, monkeypatch) -> None:
+def test_nothing_is_offered_for_other_goals_or_for_what_storage_does_not_change(
+    comfy, files, gguf, monkeypatch
+) -> None:
     monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_86")
     stock = families.stock(files("wan"), torch.bfloat16)
     assert offer(comfy, stock)
-    assert not any(offer(comfy, stock, goal) for goal in ("balanced", "quality", "memory")) and offer(comfy, stock, storage="int8") is None
+    assert (
+        not any(offer(comfy, stock, goal) for goal in ("balanced", "quality", "memory"))
+        and offer(comfy, stock, storage="int8") is None
+    )
     assert offer(comfy, load(comfy, files("wan"), "fp8_e4m3fn", "bf16")) is None and offer(comfy, gguf[0]) is None
     kept = comfy.run("HalfsafeLayerRules", rules="* storage=as_file", preset="none")[0]
     assert offer(comfy, stock, rules=kept) is None, "no layer would be quantized"
@@ -102,7 +111,9 @@ def test_nothing_is_offered_for_other_goals_or_for_what_storage_does_not_change(
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("storage", HELD)
-def test_a_model_of_comfyuis_loader_is_as_one_that_our_loader_quantized(comfy, files, family: str, storage: str) -> None:
+def test_a_model_of_comfyuis_loader_is_as_one_that_our_loader_quantized(
+    comfy, files, family: str, storage: str
+) -> None:
     stock = families.stock(files(family), torch.float32)  # which holds the numbers of any file
     before = tensors_in(stock)
     model, why = halfsafe(comfy, stock, storage)
@@ -110,7 +121,9 @@ def test_a_model_of_comfyuis_loader_is_as_one_that_our_loader_quantized(comfy, f
     assert packed(model) == packed(ours) != {} and not packed(stock)
     for name, layer in layers_of(model).items():
         if name in packed(ours):
-            assert torch.equal(layer.weight._qdata.view(torch.uint8), layers_of(ours)[name].weight._qdata.view(torch.uint8)), name
+            assert torch.equal(
+                layer.weight._qdata.view(torch.uint8), layers_of(ours)[name].weight._qdata.view(torch.uint8)
+            ), name
     after = tensors_in(stock)
     assert all(torch.equal(before[name], after[name]) for name in before), "the model that came in"
     assert f"storage: {len(packed(model))} layers were quantized to {storage}, " in why
@@ -126,7 +139,10 @@ def test_a_lora_is_merged_before_the_weights_are_rounded(comfy, files, family: s
     model, why = halfsafe(comfy, with_lora(families.stock(files(family), torch.float32)), "int8", goal="quality")
     assert model.patches == {} and "The patches of" in why
     beside = with_lora(load(comfy, files(family), "int8", "fp32"))
-    error, limit = relative_error(right, families.replay(model, call)), relative_error(right, families.replay(beside, call))
+    error, limit = (
+        relative_error(right, families.replay(model, call)),
+        relative_error(right, families.replay(beside, call)),
+    )
     assert relative_error(families.replay(exact, call), right) > 5 * error
     assert error < 1.3 * limit, f"{error:.4f}, with the LoRA beside the weights {limit:.4f}"
 
@@ -139,7 +155,9 @@ def test_what_other_nodes_set_on_the_model_is_kept(comfy, files) -> None:
     stock.add_wrapper_with_key("apply_model", "mark", lambda executor, *args, **kwargs: executor(*args, **kwargs))
     stock.set_attachments("mark", "kept")
     model, _ = halfsafe(comfy, stock, "int8")
-    assert model.object_patches["model_sampling"] is sampling and model.model_options["transformer_options"]["mark"] == 1
+    assert (
+        model.object_patches["model_sampling"] is sampling and model.model_options["transformer_options"]["mark"] == 1
+    )
     assert model.wrappers["apply_model"]["mark"] and model.attachments["mark"] == "kept"
     assert packed(model)
 
@@ -215,7 +233,9 @@ def test_comfyui_counts_the_bytes_of_the_new_model(comfy, files, storage: str) -
     stock = families.stock(files("wan"), torch.bfloat16)
     stock.model_size()
     model, _ = halfsafe(comfy, stock, storage)
-    held = sum(tensor.nbytes for tensor in {each.data_ptr(): each for each in tensors_of(model.model.diffusion_model)}.values())
+    held = sum(
+        tensor.nbytes for tensor in {each.data_ptr(): each for each in tensors_of(model.model.diffusion_model)}.values()
+    )
     assert model.model_size() == pytest.approx(held, rel=0.05) and model.model_size() < 0.75 * stock.model_size()
 
 

@@ -44,7 +44,10 @@ def reference(wan):
 @pytest.fixture(scope="module")
 def floors(wan, reference, tmp_path_factory):
     """The error of each fp8 format with one scale per tensor, dequantized here, through stock ComfyUI."""
-    return {dtype: relative_error(reference, denoise(stock(dequantized(wan, dtype, tmp_path_factory)))) for dtype in (E4M3, E5M2)}
+    return {
+        dtype: relative_error(reference, denoise(stock(dequantized(wan, dtype, tmp_path_factory))))
+        for dtype in (E4M3, E5M2)
+    }
 
 
 def dequantized(wan, dtype, tmp_path_factory):
@@ -89,24 +92,43 @@ def test_a_rotation_is_there_where_comfyui_takes_it_to_be(folder, wan, said):
     ["row scales bf16", "block scales weight_scale_inv", "musubi"],
     [("sm_86", "auto", "int8"), ("sm_86", "bf16", "fp8_e4m3fn"), ("sm_70", "auto", "fp8_e4m3fn")], whole=["row scales bf16"],
 ))  # fmt: skip
-def test_fp8_with_many_scales_is_int8_where_fast_else_its_cost_is_told(comfy, folder, wan, reference, monkeypatch, name, profile, compute, storage):
+def test_fp8_with_many_scales_is_int8_where_fast_else_its_cost_is_told(
+    comfy, folder, wan, reference, monkeypatch, name, profile, compute, storage
+):
     """At the same size: int8 is nearer to the file's own numbers than fp8 with a single scale."""
-    write, options, *_ = (dialects.block_wise, {"scale_name": "scale_weight", "rows": 1, "columns": 64}) if name == "musubi" else DIALECTS[name]
+    write, options, *_ = (
+        (dialects.block_wise, {"scale_name": "scale_weight", "rows": 1, "columns": 64})
+        if name == "musubi"
+        else DIALECTS[name]
+    )
     path = model_files.in_dialect(wan, folder / "scales.safetensors", write, **options)
     if name == "musubi":
-        model_files.changed(path, path, lambda tensors: tensors.update({key: tensor[:, :, None] for key, tensor in tensors.items() if key.endswith("scale_weight")}))
+        model_files.changed(
+            path,
+            path,
+            lambda tensors: tensors.update(
+                {key: tensor[:, :, None] for key, tensor in tensors.items() if key.endswith("scale_weight")}
+            ),
+        )
     own = relative_error(reference, denoise(load(comfy, path, "fp32", "fp32")))
     monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", profile)
     model = load(comfy, path, "as_file", compute)
-    layers = {layer["name"]: layer for layer in report(comfy, model)["layers"] if layer["name"] in model_files.WAN_LINEARS}
+    layers = {
+        layer["name"]: layer for layer in report(comfy, model)["layers"] if layer["name"] in model_files.WAN_LINEARS
+    }
     assert {layer["storage"] for layer in layers.values()} == {storage}
     notes = " ".join(model.attachments["halfsafe"].notes)
     if storage == "int8":
         assert all("int8 takes the same bytes" in layer["reason"] for layer in layers.values())
         assert relative_error(reference, denoise(model)) < 1.3 * own
     else:
-        assert all("a single scale in place of the file's many costs an error of" in layer["reason"] for layer in layers.values())
-        assert 1 <= notes.count("a single scale in place of the file's many costs an error of") <= 2, "a note for each figure, not for each layer"
+        assert all(
+            "a single scale in place of the file's many costs an error of" in layer["reason"]
+            for layer in layers.values()
+        )
+        assert 1 <= notes.count("a single scale in place of the file's many costs an error of") <= 2, (
+            "a note for each figure, not for each layer"
+        )
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
@@ -120,7 +142,9 @@ def test_unscaled_fp8_keeps_its_bits(comfy, folder, wan, reference, dtype):
 
 
 @pytest.mark.parametrize("prefix", ["model.diffusion_model.", "diffusion_model.", "transformer."])
-@pytest.mark.parametrize("name", ["comfy_quant", "scaled_fp8", "weight_scale, no marker", "block scales weight_scale_inv"])
+@pytest.mark.parametrize(
+    "name", ["comfy_quant", "scaled_fp8", "weight_scale, no marker", "block scales weight_scale_inv"]
+)
 def test_prefixed_names(comfy, folder, wan, reference, floors, name, prefix):
     write, options, floor, factor, _ = DIALECTS[name]
     path = model_files.in_dialect(wan, folder / "prefixed.safetensors", write, prefix, **options)
@@ -130,8 +154,13 @@ def test_prefixed_names(comfy, folder, wan, reference, floors, name, prefix):
 BY_NODE = all_of(["model.diffusion_model.", "net."], ["HalfsafeLoadDiffusionModel", "HalfsafeLoadCheckpoint"])
 
 
-@pytest.mark.parametrize(("format", "prefix", "node"), rotated(["float8_e4m3fn", "int8", "mxfp8", "nvfp4", "int4", "w4a8"], BY_NODE, whole=["float8_e4m3fn"]))
-def test_a_header_that_names_layers_without_the_prefix_is_read_as_comfyui_reads_it(comfy, folder, wan, node, prefix, format):
+@pytest.mark.parametrize(
+    ("format", "prefix", "node"),
+    rotated(["float8_e4m3fn", "int8", "mxfp8", "nvfp4", "int4", "w4a8"], BY_NODE, whole=["float8_e4m3fn"]),
+)
+def test_a_header_that_names_layers_without_the_prefix_is_read_as_comfyui_reads_it(
+    comfy, folder, wan, node, prefix, format
+):
     """As the same file with ``comfy_quant`` tensors, bit for bit; ComfyUI's own loader of checkpoints takes whole names alone."""
     from halfsafe.nodes.host.comfyui.model_facts import held_storages
 
@@ -143,7 +172,9 @@ def test_a_header_that_names_layers_without_the_prefix_is_read_as_comfyui_reads_
     dialects.with_settings_in_header(path, prefix, "")
     if node == "HalfsafeLoadCheckpoint":
         path = path.rename(folder.parent / "checkpoints" / path.name)
-        model = comfy.run(node, ckpt_name=path.name, storage="as_file", compute="fp32", clip_storage="auto", vae_dtype="auto")[0]
+        model = comfy.run(
+            node, ckpt_name=path.name, storage="as_file", compute="fp32", clip_storage="auto", vae_dtype="auto"
+        )[0]
     else:
         assert torch.equal(denoise(stock(path)), theirs)
         model = load(comfy, path)
@@ -157,13 +188,25 @@ def test_comfyuis_formats_are_handed_to_it_and_too_new_ones_are_unpacked_or_refu
 
     held = held_storages() & dialects.NATIVE.keys()
     path = model_files.in_dialect(wan, folder / "native.safetensors", dialects.native, names=sorted(held))
-    assert {"nvfp4", "mxfp8", "int8", "int4"} <= held <= {layer["storage"] for layer in report(comfy, load(comfy, path))["layers"]}
+    assert (
+        {"nvfp4", "mxfp8", "int8", "int4"}
+        <= held
+        <= {layer["storage"] for layer in report(comfy, load(comfy, path))["layers"]}
+    )
     for name in dialects.NATIVE.keys() - held:
-        row, path = FORMAT_OF_STORAGE[name], model_files.in_dialect(wan, folder / f"{name}.safetensors", dialects.native, names=[name])
+        row, path = (
+            FORMAT_OF_STORAGE[name],
+            model_files.in_dialect(wan, folder / f"{name}.safetensors", dialects.native, names=[name]),
+        )
         if row.unpacks:
-            assert f"layers in {row.title}, which needs ComfyUI" in " ".join(load(comfy, path).attachments["halfsafe"].notes)
+            assert f"layers in {row.title}, which needs ComfyUI" in " ".join(
+                load(comfy, path).attachments["halfsafe"].notes
+            )
         else:
-            with pytest.raises(CheckpointError, match=rf"{name}\.safetensors: tensor .*comfy-kitchen cannot unpack.*ComfyUI {row.since}"):
+            with pytest.raises(
+                CheckpointError,
+                match=rf"{name}\.safetensors: tensor .*comfy-kitchen cannot unpack.*ComfyUI {row.since}",
+            ):
                 load(comfy, path)
 
 

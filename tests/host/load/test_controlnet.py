@@ -103,7 +103,12 @@ def reported(control):
 
 @pytest.mark.parametrize(
     ("storage", "compute", "modes"),
-    [("fp8_e4m3fn", "fp32", {"fp32"}), ("as_file", "bf16", {"bf16"}), ("fp8_e4m3fn", "fp16_safe", {"fp16", "fp16_wide"}), ("int8", "int8", {"int8"})],
+    [
+        ("fp8_e4m3fn", "fp32", {"fp32"}),
+        ("as_file", "bf16", {"bf16"}),
+        ("fp8_e4m3fn", "fp16_safe", {"fp16", "fp16_wide"}),
+        ("int8", "int8", {"int8"}),
+    ],
 )
 @pytest.mark.parametrize("kind", ["sd15", "flux", "qwen"])
 def test_layers_multiply_in_the_modes_that_the_report_says(comfy, control_file, kind, storage, compute, modes):
@@ -119,7 +124,11 @@ def test_layers_multiply_in_the_modes_that_the_report_says(comfy, control_file, 
 
 
 def test_rules_act_on_layers(comfy, control_file):
-    (rules, _) = comfy.run("HalfsafeLayerRules", rules="controlnet_blocks.* storage=as_file  # zero at first", preset="keep sensitive layers")
+    (rules, _) = comfy.run(
+        "HalfsafeLayerRules",
+        rules="controlnet_blocks.* storage=as_file  # zero at first",
+        preset="keep sensitive layers",
+    )
     report, layers = reported(load(comfy, control_file("flux"), "fp8_e4m3fn", "fp16_safe", rules=rules))
     assert layers["controlnet_blocks.0"].storage != "fp8_e4m3fn" == layers["double_blocks.0.img_mlp.0"].storage
     assert "zero at first" in {kept.reason for kept in report.kept_high}
@@ -139,10 +148,15 @@ def test_quantized_files_are_read(comfy, control_file, models_dir, storage):
 def test_quantized_weights_that_comfyui_fuses_are_unpacked_first(comfy, control_file, models_dir):
     path = models_dir / "controlnet" / "fused.safetensors"
     convert_file(models_dir / "controlnet" / control_file("flux_diffusers"), path, "fp8_e4m3fn", rules_from())
-    control, expected = load(comfy, path.name), give(load(comfy, control_file("flux_diffusers"), "fp32"), "flux_diffusers")
+    control, expected = (
+        load(comfy, path.name),
+        give(load(comfy, control_file("flux_diffusers"), "fp32"), "flux_diffusers"),
+    )
     report, layers = reported(control)
     assert 0 < relative_error(expected, give(control, "flux_diffusers")) < 0.08
-    assert layers["double_blocks.0.img_attn.qkv"].storage == "bf16" and any("diffusers" in note for note in report.notes)
+    assert layers["double_blocks.0.img_attn.qkv"].storage == "bf16" and any(
+        "diffusers" in note for note in report.notes
+    )
 
 
 def operands_of_attention(control, kind):
@@ -158,13 +172,20 @@ def operands_of_attention(control, kind):
 
 @pytest.mark.parametrize(
     ("kind", "block"),
-    [("flux", "double_blocks.0"), ("qwen", "transformer_blocks.0"), ("sd15", "middle_block.1.transformer_blocks.0.attn1"), ("sd15", "middle_block.1")],
+    [
+        ("flux", "double_blocks.0"),
+        ("qwen", "transformer_blocks.0"),
+        ("sd15", "middle_block.1.transformer_blocks.0.attn1"),
+        ("sd15", "middle_block.1"),
+    ],
 )
 def test_a_rule_runs_the_attention_of_its_block_alone_in_fp32(comfy, control_file, kind, block):
     (rules, _) = comfy.run("HalfsafeLayerRules", rules=f"{block} attention=fp32", preset="none")
     control = load(comfy, control_file(kind), "bf16", "bf16", rules=rules)
     found = operands_of_attention(control, kind)
-    assert found and all(dtypes == {"fp32" if f"{name}.".startswith(f"{block}.") else "bf16"} for name, dtypes in found.items())
+    assert found and all(
+        dtypes == {"fp32" if f"{name}.".startswith(f"{block}.") else "bf16"} for name, dtypes in found.items()
+    )
     report, _ = reported(control)
     assert report.decisions["attention by rule"] == f"fp32 in {block}" and report.without_effect == []
 
@@ -178,7 +199,10 @@ def test_a_rule_without_an_attention_to_exchange_is_told(comfy, models_dir, kind
     found = operands_of_attention(control, kind)
     assert found and all(dtypes == {"bf16"} for dtypes in found.values())
     (told,) = reported(control)[0].without_effect
-    assert told.setting == f"{block} attention=fp32" and told.reason == f"no attention that ComfyUI allows to be replaced ran in a forward of {block}"
+    assert (
+        told.setting == f"{block} attention=fp32"
+        and told.reason == f"no attention that ComfyUI allows to be replaced ran in a forward of {block}"
+    )
 
 
 def damaged(source, path, change):
@@ -206,12 +230,17 @@ def add_scale(tensors):
         (change_to_nan, "NaN"),
         (change_shape, "of shape 64x320, but the model has 320x320"),
         (add_scale, "scale"),
-        (lambda tensors: tensors.pop("input_hint_block.0.weight"), "lacks input_hint_block.0.weight, which ComfyUI needs to recognise the architecture"),
+        (
+            lambda tensors: tensors.pop("input_hint_block.0.weight"),
+            "lacks input_hint_block.0.weight, which ComfyUI needs to recognise the architecture",
+        ),
         (lambda tensors: tensors.update(difference=torch.zeros(1)), "DiffControlNetLoader"),
     ],
 )
 def test_bad_files_are_refused_by_name(comfy, control_file, models_dir, change, words):
-    name = damaged(models_dir / "controlnet" / control_file("sd15"), models_dir / "controlnet" / "bad.safetensors", change)
+    name = damaged(
+        models_dir / "controlnet" / control_file("sd15"), models_dir / "controlnet" / "bad.safetensors", change
+    )
     with pytest.raises(CheckpointError, match=f"bad.safetensors.*{words}"):
         load(comfy, name, "fp8_e4m3fn")
 
@@ -241,7 +270,9 @@ def test_a_copy_for_another_device_keeps_the_plan(comfy, control_file):
     clone.control_model_wrapped.attachments.clear()
     planned = planned_control(control)
     calls = planned.calls[0]
-    assert not any(switches_by_layer(one.current_patcher) for one in (planned, planned_control(clone))), "their threads share torch's flags"
+    assert not any(switches_by_layer(one.current_patcher) for one in (planned, planned_control(clone))), (
+        "their threads share torch's flags"
+    )
     assert torch.equal(expected, give(clone, "flux"))
     assert planned.calls[0] == calls + 1
     assert planned_control(clone) is not planned and planned_control(clone).diffusion_model is clone.control_model
@@ -272,17 +303,27 @@ def sample(comfy, model, control, seed=1):
     """A latent of a whole run with the stock nodes."""
     image = torch.rand(1, 64, 64, 3, generator=torch.Generator().manual_seed(seed))
     cond = [[torch.randn(1, 16, 768, generator=torch.Generator().manual_seed(2)), {}]]
-    positive, negative = comfy.core["ControlNetApplyAdvanced"]().apply_controlnet(cond, cond, control, image, 0.8, 0.0, 1.0)
+    positive, negative = comfy.core["ControlNetApplyAdvanced"]().apply_controlnet(
+        cond, cond, control, image, 0.8, 0.0, 1.0
+    )
     latent = {"samples": torch.zeros(1, 4, 8, 8)}
-    return comfy.core["KSampler"]().sample(model, seed, 2, 2.0, "euler", "simple", positive, negative, latent)[0]["samples"]
+    return comfy.core["KSampler"]().sample(model, seed, 2, 2.0, "euler", "simple", positive, negative, latent)[0][
+        "samples"
+    ]
 
 
-def test_the_same_seed_gives_the_same_picture_beside_a_control_net_that_states_scales(comfy, control_file, models_dir, monkeypatch):
+def test_the_same_seed_gives_the_same_picture_beside_a_control_net_that_states_scales(
+    comfy, control_file, models_dir, monkeypatch
+):
     monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_89")
     path = models_dir / "controlnet" / "sd15_stating.safetensors"
     convert_file(models_dir / "controlnet" / control_file("sd15"), path, "fp8_e4m3fn", rules_from(preset="none"))
     tensors = load_file(path)
-    scales = {name.replace("weight_scale", "input_scale"): torch.tensor(4.0 / 448) for name in tensors if name.endswith(".weight_scale")}
+    scales = {
+        name.replace("weight_scale", "input_scale"): torch.tensor(4.0 / 448)
+        for name in tensors
+        if name.endswith(".weight_scale")
+    }
     save_file(tensors | scales, path)
     control = comfy.run("HalfsafeLoadControlNet", control_net_name=path.name, storage="as_file", compute="fp8")[0]
     checkpoint = tiny_models.sd15_checkpoint(models_dir / "checkpoints" / "sd15_controlled.safetensors")
@@ -294,7 +335,14 @@ def test_the_same_seed_gives_the_same_picture_beside_a_control_net_that_states_s
 
 def test_whole_run_with_a_control_net_and_its_report(comfy, control_file, models_dir):
     checkpoint = tiny_models.sd15_checkpoint(models_dir / "checkpoints" / "sd15_controlled.safetensors", layers=2)
-    model = comfy.run("HalfsafeLoadCheckpoint", ckpt_name=checkpoint.name, storage="as_file", compute="fp32", clip_storage="auto", vae_dtype="auto")[0]
+    model = comfy.run(
+        "HalfsafeLoadCheckpoint",
+        ckpt_name=checkpoint.name,
+        storage="as_file",
+        compute="fp32",
+        clip_storage="auto",
+        vae_dtype="auto",
+    )[0]
     expected = sample(comfy, model, in_fp32(stock(comfy, control_file("sd15"))))
     assert relative_error(expected, sample(comfy, model, load(comfy, control_file("sd15")))) < 1e-5
     control = load(comfy, control_file("sd15"), "fp8_e4m3fn", "fp16_safe")
@@ -308,7 +356,10 @@ def test_whole_run_with_a_control_net_and_its_report(comfy, control_file, models
 def test_a_report_lists_the_control_nets_that_ran_with_its_model_alone(comfy, control_file, models_dir):
     path = tiny_models.sd15_checkpoint(models_dir / "checkpoints" / "sd15_controlled.safetensors", layers=2)
     settings = {"storage": "as_file", "clip_storage": "auto", "vae_dtype": "auto"}
-    one, other = (comfy.run("HalfsafeLoadCheckpoint", ckpt_name=path.name, compute=name, **settings)[0] for name in ("fp32", "bf16"))
+    one, other = (
+        comfy.run("HalfsafeLoadCheckpoint", ckpt_name=path.name, compute=name, **settings)[0]
+        for name in ("fp32", "bf16")
+    )
     first, second, idle = (load(comfy, control_file("sd15"), storage) for storage in ("fp8_e4m3fn", "bf16", "int8"))
     sample(comfy, one, first)
     sample(comfy, one.clone(), first.copy().copy())
@@ -323,12 +374,18 @@ def test_a_report_lists_the_control_nets_that_ran_with_its_model_alone(comfy, co
 def write_adapter(path):
     from comfy.t2i_adapter.adapter import Adapter
 
-    shapes = tiny_models.shapes_of(Adapter(cin=192, channels=[32, 64, 128, 128], nums_rb=2, ksize=1, sk=True, use_conv=False))
+    shapes = tiny_models.shapes_of(
+        Adapter(cin=192, channels=[32, 64, 128, 128], nums_rb=2, ksize=1, sk=True, use_conv=False)
+    )
     return tiny_models.write_shapes(path, shapes, torch.float16, 0)
 
 
 def write_lora(path):
-    shapes = {"lora_controlnet": (1,), "input_hint_block.0.weight": (16, 3, 3, 3), "input_blocks.0.0.weight": (32, 4, 3, 3)}
+    shapes = {
+        "lora_controlnet": (1,),
+        "input_hint_block.0.weight": (16, 3, 3, 3),
+        "input_blocks.0.0.weight": (32, 4, 3, 3),
+    }
     return tiny_models.write_shapes(path, shapes, torch.float16, 0)
 
 
@@ -354,7 +411,12 @@ def test_an_sd35_control_net_takes_the_model_s_embedder(comfy, models_dir, stora
 
     path = control_files.sd35(models_dir / "controlnet" / "sd35.safetensors")
     embedder = VectorEmbedder(2048, 256, torch.float16, torch.device("cpu"), disable_weight_init)
-    embedder.load_state_dict({name: torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1)) / 50 for name, tensor in embedder.state_dict().items()})
+    embedder.load_state_dict(
+        {
+            name: torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1)) / 50
+            for name, tensor in embedder.state_dict().items()
+        }
+    )
     model, outputs = torch.nn.Module(), []
     model.diffusion_model, model.model_sampling = SimpleNamespace(y_embedder=embedder), None
     for control in (in_fp32(stock(comfy, path.name)), load(comfy, path.name, storage, compute)):
@@ -367,7 +429,9 @@ def test_an_sd35_control_net_takes_the_model_s_embedder(comfy, models_dir, stora
 @pytest.mark.parametrize("storage", ["fp8_e4m3fn", "fp8_e5m2", "int8"])
 @pytest.mark.parametrize("kind", ["sd15", "flux", "qwen"])
 @torch.inference_mode()
-def test_quantized_layers_are_bound_in_the_runs_of_a_control_net_whose_plan_changes_nothing(comfy, control_file, monkeypatch, kind, storage):
+def test_quantized_layers_are_bound_in_the_runs_of_a_control_net_whose_plan_changes_nothing(
+    comfy, control_file, monkeypatch, kind, storage
+):
     control = load(comfy, control_file(kind), storage, "bf16")
     give(control, kind)
     quantized = {part for part in control.control_model.modules() if is_quantized(part)}
@@ -376,6 +440,10 @@ def test_quantized_layers_are_bound_in_the_runs_of_a_control_net_whose_plan_chan
         own = product.product
         monkeypatch.setattr(product, "product", lambda self, *args, own=own: bound.add(self.module) or own(self, *args))
     own = QuantizedTensor.__torch_dispatch__.__func__
-    monkeypatch.setattr(QuantizedTensor, "__torch_dispatch__", classmethod(lambda cls, func, *args: asked.append(func.name()) or own(cls, func, *args)))
+    monkeypatch.setattr(
+        QuantizedTensor,
+        "__torch_dispatch__",
+        classmethod(lambda cls, func, *args: asked.append(func.name()) or own(cls, func, *args)),
+    )
     give(control, kind)
     assert bound == quantized and not asked

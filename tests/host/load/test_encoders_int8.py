@@ -23,7 +23,9 @@ def encoded(clip) -> torch.Tensor:
 def held_in(clip, name: str, storage: str):
     """The encoder with its weights stored as the loader does it, and how many are."""
     network = clip.cond_stage_model.tiny.transformer
-    checkpoint = read_checkpoint({key: tensor for key, tensor in network.state_dict().items() if tensor.dim()}, {}, name)
+    checkpoint = read_checkpoint(
+        {key: tensor for key, tensor in network.state_dict().items() if tensor.dim()}, {}, name
+    )
     layers = plan_storage(layer_specs(checkpoint), storage, Rules(presets=TEXT_ENCODER_RULES))
     tensors, count = {}, 0
     for key, weight in checkpoint.weights.items():

@@ -24,12 +24,46 @@ from halfsafe.precision.plan.structure import OUTSIDE, roles_of
 _WAN = dict(dim=5120, ffn_dim=13824, num_heads=40, num_layers=40)
 _WAN_IMAGE = _WAN | dict(in_dim=36, model_type="i2v")
 _FLUX = {
-    **dict(in_channels=16, out_channels=16, vec_in_dim=768, context_in_dim=4096, hidden_size=3072, mlp_ratio=4.0, num_heads=24, depth=19),
-    **dict(depth_single_blocks=38, axes_dim=[16, 56, 56], theta=10000, patch_size=2, qkv_bias=True, guidance_embed=True, txt_ids_dims=[]),
+    **dict(
+        in_channels=16,
+        out_channels=16,
+        vec_in_dim=768,
+        context_in_dim=4096,
+        hidden_size=3072,
+        mlp_ratio=4.0,
+        num_heads=24,
+        depth=19,
+    ),
+    **dict(
+        depth_single_blocks=38,
+        axes_dim=[16, 56, 56],
+        theta=10000,
+        patch_size=2,
+        qkv_bias=True,
+        guidance_embed=True,
+        txt_ids_dims=[],
+    ),
 }
 _FLUX2 = {
-    **dict(in_channels=128, out_channels=128, vec_in_dim=None, context_in_dim=15360, hidden_size=6144, mlp_ratio=3.0, num_heads=48, depth=8),
-    **dict(depth_single_blocks=48, axes_dim=[32] * 4, theta=2000, patch_size=1, qkv_bias=False, guidance_embed=True, txt_ids_dims=[3]),
+    **dict(
+        in_channels=128,
+        out_channels=128,
+        vec_in_dim=None,
+        context_in_dim=15360,
+        hidden_size=6144,
+        mlp_ratio=3.0,
+        num_heads=48,
+        depth=8,
+    ),
+    **dict(
+        depth_single_blocks=48,
+        axes_dim=[32] * 4,
+        theta=2000,
+        patch_size=1,
+        qkv_bias=False,
+        guidance_embed=True,
+        txt_ids_dims=[3],
+    ),
     **dict(global_modulation=True, mlp_silu_act=True, ops_bias=False),
 }
 _CHROMA = {
@@ -37,35 +71,79 @@ _CHROMA = {
     **dict(in_channels=64, out_channels=64, in_dim=64, out_dim=3072, hidden_dim=5120, n_layers=5, vec_in_dim=None),
 }
 _HUNYUAN = {
-    **dict(in_channels=16, out_channels=16, vec_in_dim=768, context_in_dim=4096, hidden_size=3072, mlp_ratio=4.0, num_heads=24, depth=20),
-    **dict(depth_single_blocks=40, axes_dim=[16, 56, 56], theta=256, patch_size=[1, 2, 2], qkv_bias=True, guidance_embed=True, byt5=False),
+    **dict(
+        in_channels=16,
+        out_channels=16,
+        vec_in_dim=768,
+        context_in_dim=4096,
+        hidden_size=3072,
+        mlp_ratio=4.0,
+        num_heads=24,
+        depth=20,
+    ),
+    **dict(
+        depth_single_blocks=40,
+        axes_dim=[16, 56, 56],
+        theta=256,
+        patch_size=[1, 2, 2],
+        qkv_bias=True,
+        guidance_embed=True,
+        byt5=False,
+    ),
     **dict(meanflow=False, use_cond_type_embedding=False, vision_in_dim=None, meanflow_sum=False),
 }
 _COSMOS = {
-    **dict(max_img_h=240, max_img_w=240, max_frames=128, in_channels=16, out_channels=16, patch_spatial=2, patch_temporal=1),
+    **dict(
+        max_img_h=240, max_img_w=240, max_frames=128, in_channels=16, out_channels=16, patch_spatial=2, patch_temporal=1
+    ),
     **dict(pos_emb_cls="rope3d", use_adaln_lora=True),
 }
-_PREDICT2 = _COSMOS | dict(concat_padding_mask=True, pos_emb_learnable=True, crossattn_emb_channels=1024, extra_per_block_abs_pos_emb=False)
+_PREDICT2 = _COSMOS | dict(
+    concat_padding_mask=True, pos_emb_learnable=True, crossattn_emb_channels=1024, extra_per_block_abs_pos_emb=False
+)
 _Z_IMAGE = {
-    **dict(patch_size=2, in_channels=16, dim=3840, cap_feat_dim=2560, n_layers=30, qk_norm=True, n_heads=30, n_kv_heads=30),
+    **dict(
+        patch_size=2, in_channels=16, dim=3840, cap_feat_dim=2560, n_layers=30, qk_norm=True, n_heads=30, n_kv_heads=30
+    ),
     **dict(axes_dims=[32, 48, 48], axes_lens=[1536, 512, 512], rope_theta=256.0, ffn_dim_multiplier=8.0 / 3.0),
     **dict(z_image_modulation=True, time_scale=1000.0, pad_tokens_multiple=32),
 }
 _LUMINA2 = {
-    **dict(patch_size=2, in_channels=16, dim=2304, cap_feat_dim=2304, n_layers=26, qk_norm=True, n_heads=24, n_kv_heads=8),
+    **dict(
+        patch_size=2, in_channels=16, dim=2304, cap_feat_dim=2304, n_layers=26, qk_norm=True, n_heads=24, n_kv_heads=8
+    ),
     **dict(axes_dims=[32, 32, 32], axes_lens=[300, 512, 512], rope_theta=10000.0, ffn_dim_multiplier=4.0),
 }
 _UNET = {
-    **dict(image_size=32, in_channels=4, out_channels=4, model_channels=320, legacy=False, use_spatial_transformer=True),
+    **dict(
+        image_size=32, in_channels=4, out_channels=4, model_channels=320, legacy=False, use_spatial_transformer=True
+    ),
     **dict(use_linear_in_transformer=True, num_head_channels=64),
 }
 _SDXL = _UNET | {
-    **dict(num_res_blocks=[2, 2, 2], channel_mult=[1, 2, 4], context_dim=2048, num_classes="sequential", adm_in_channels=2816),
-    **dict(transformer_depth=[0, 0, 2, 2, 10, 10], transformer_depth_middle=10, transformer_depth_output=[0, 0, 0, 2, 2, 2, 10, 10, 10]),
+    **dict(
+        num_res_blocks=[2, 2, 2],
+        channel_mult=[1, 2, 4],
+        context_dim=2048,
+        num_classes="sequential",
+        adm_in_channels=2816,
+    ),
+    **dict(
+        transformer_depth=[0, 0, 2, 2, 10, 10],
+        transformer_depth_middle=10,
+        transformer_depth_output=[0, 0, 0, 2, 2, 2, 10, 10, 10],
+    ),
 }
 _SD15 = _UNET | {
-    **dict(num_res_blocks=[2] * 4, channel_mult=[1, 2, 4, 4], context_dim=768, use_linear_in_transformer=False, num_heads=8),
-    **dict(transformer_depth=[1] * 6 + [0, 0], transformer_depth_middle=1, transformer_depth_output=[1] * 9 + [0] * 3, num_head_channels=-1),
+    **dict(
+        num_res_blocks=[2] * 4, channel_mult=[1, 2, 4, 4], context_dim=768, use_linear_in_transformer=False, num_heads=8
+    ),
+    **dict(
+        transformer_depth=[1] * 6 + [0, 0],
+        transformer_depth_middle=1,
+        transformer_depth_output=[1] * 9 + [0] * 3,
+        num_head_channels=-1,
+    ),
     **dict(adm_in_channels=None),
 }
 _SD3 = {
@@ -73,16 +151,41 @@ _SD3 = {
     "context_embedder_config": {"target": "torch.nn.Linear", "params": {"in_features": 4096, "out_features": 2432}},
 }
 _HUNYUAN15 = _HUNYUAN | {
-    **dict(in_channels=65, out_channels=32, vec_in_dim=None, context_in_dim=3584, hidden_size=2048, num_heads=16, depth=54),
-    **dict(depth_single_blocks=0, patch_size=[1, 1, 1], guidance_embed=False, byt5=True, use_cond_type_embedding=True, vision_in_dim=1152),
+    **dict(
+        in_channels=65, out_channels=32, vec_in_dim=None, context_in_dim=3584, hidden_size=2048, num_heads=16, depth=54
+    ),
+    **dict(
+        depth_single_blocks=0,
+        patch_size=[1, 1, 1],
+        guidance_embed=False,
+        byt5=True,
+        use_cond_type_embedding=True,
+        vision_in_dim=1152,
+    ),
     **dict(meanflow_sum=True),
 }
 _HUNYUAN_IMAGE = _HUNYUAN | {
-    **dict(in_channels=64, out_channels=64, vec_in_dim=None, context_in_dim=3584, hidden_size=3584, num_heads=28, axes_dim=[64, 64]),
+    **dict(
+        in_channels=64,
+        out_channels=64,
+        vec_in_dim=None,
+        context_in_dim=3584,
+        hidden_size=3584,
+        num_heads=28,
+        axes_dim=[64, 64],
+    ),
     **dict(patch_size=[1, 1], guidance_embed=False, byt5=True),
 }
 _MOCHI = {
-    **dict(num_heads=24, hidden_size_x=3072, hidden_size_y=1536, mlp_ratio_x=4.0, learn_sigma=False, in_channels=12, qk_norm=True),
+    **dict(
+        num_heads=24,
+        hidden_size_x=3072,
+        hidden_size_y=1536,
+        mlp_ratio_x=4.0,
+        learn_sigma=False,
+        in_channels=12,
+        qk_norm=True,
+    ),
     **dict(qkv_bias=False, out_bias=True, timestep_scale=1000.0, use_t5=True),
 }
 _COSMOS1 = _COSMOS | {
@@ -90,19 +193,48 @@ _COSMOS1 = _COSMOS | {
     **dict(extra_per_block_abs_pos_emb=True, extra_per_block_abs_pos_emb_type="learnable"),
 }
 _HIDREAM = {
-    **dict(attention_head_dim=128, axes_dims_rope=[64, 32, 32], caption_channels=[4096, 4096], max_resolution=[128, 128], in_channels=16),
+    **dict(
+        attention_head_dim=128,
+        axes_dims_rope=[64, 32, 32],
+        caption_channels=[4096, 4096],
+        max_resolution=[128, 128],
+        in_channels=16,
+    ),
     **dict(llama_layers=[*range(32), *[31] * 16], out_channels=16, patch_size=2),
 }
 _RADIANCE = _CHROMA | {
-    **dict(in_channels=3, out_channels=3, patch_size=16, nerf_hidden_size=64, nerf_mlp_ratio=4, nerf_depth=4, nerf_max_freqs=8),
-    **dict(nerf_tile_size=512, nerf_final_head_type="conv", nerf_embedder_dtype=torch.float32, use_x0=True, use_sequential_txt_ids=False),
+    **dict(
+        in_channels=3,
+        out_channels=3,
+        patch_size=16,
+        nerf_hidden_size=64,
+        nerf_mlp_ratio=4,
+        nerf_depth=4,
+        nerf_max_freqs=8,
+    ),
+    **dict(
+        nerf_tile_size=512,
+        nerf_final_head_type="conv",
+        nerf_embedder_dtype=torch.float32,
+        use_x0=True,
+        use_sequential_txt_ids=False,
+    ),
 }
 _ACE = {
-    **dict(attention_head_dim=128, inner_dim=2560, max_width=32768, mlp_ratio=2.5, num_attention_heads=20, num_layers=24),
+    **dict(
+        attention_head_dim=128, inner_dim=2560, max_width=32768, mlp_ratio=2.5, num_attention_heads=20, num_layers=24
+    ),
     **dict(ssl_encoder_depths=[8, 8], lyric_encoder_vocab_size=6693),
 }
 _OMNIGEN2 = {
-    **dict(axes_dim_rope=[40, 40, 40], axes_lens=[1024, 1664, 1664], hidden_size=2520, num_attention_heads=21, num_kv_heads=7, num_layers=32),
+    **dict(
+        axes_dim_rope=[40, 40, 40],
+        axes_lens=[1024, 1664, 1664],
+        hidden_size=2520,
+        num_attention_heads=21,
+        num_kv_heads=7,
+        num_layers=32,
+    ),
     **dict(text_feat_dim=2048, timestep_scale=1000.0),
 }
 
@@ -141,7 +273,10 @@ MODELS: dict[str, tuple[str, dict]] = {
     "Mochi": ("genmo.joint_model.asymm_models_joint.AsymmDiTJoint", _MOCHI),
     "MiniMax H3": ("minimax.model.MiniMaxH3Model", {}),
     "Cosmos 7B": ("cosmos.model.GeneralDIT", _COSMOS1),
-    "Cosmos Predict2 2B": ("cosmos.predict2.MiniTrainDIT", _PREDICT2 | dict(model_channels=2048, num_blocks=28, num_heads=16)),
+    "Cosmos Predict2 2B": (
+        "cosmos.predict2.MiniTrainDIT",
+        _PREDICT2 | dict(model_channels=2048, num_blocks=28, num_heads=16),
+    ),
     "Anima": ("anima.model.Anima", _PREDICT2 | dict(model_channels=2048, num_blocks=28, num_heads=16)),
     "HiDream": ("hidream.model.HiDreamImageTransformer2DModel", _HIDREAM),
     "HiDream O1": ("hidream_o1.model.HiDreamO1Transformer", {}),
@@ -157,7 +292,10 @@ MODELS: dict[str, tuple[str, dict]] = {
     "JoyImage": ("joyimage.model.JoyImageTransformer3DModel", {}),
     "Kandinsky 5 Lite": ("kandinsky5.model.Kandinsky5", {}),
     "ERNIE-Image": ("ernie.model.ErnieImageModel", {}),
-    "CogVideoX 5B": ("cogvideo.model.CogVideoXTransformer3DModel", dict(num_attention_heads=48, num_layers=42, use_rotary_positional_embeddings=True)),
+    "CogVideoX 5B": (
+        "cogvideo.model.CogVideoXTransformer3DModel",
+        dict(num_attention_heads=48, num_layers=42, use_rotary_positional_embeddings=True),
+    ),
     "SeedVR2 3B": ("seedvr.model.NaDiT", dict(norm_eps=1e-5, num_layers=32, mlp_type="swiglu", vid_out_norm=True)),
     "Stable Audio": ("audio.dit.AudioDiffusionTransformer", {}),
     "TripoSplat": ("triposplat.model.LatentSeqMMFlowModel", {}),
@@ -219,7 +357,11 @@ def built(name: str) -> torch.nn.Module:
 def layers_of(name: str) -> list[LayerSpec]:
     """Its layers as a loaded model has them."""
     weights = ((path, module, getattr(module, "weight", None)) for path, module in built(name).named_modules())
-    return [LayerSpec(path, type(module).__name__, tuple(weight.shape)) for path, module, weight in weights if isinstance(weight, torch.Tensor)]
+    return [
+        LayerSpec(path, type(module).__name__, tuple(weight.shape))
+        for path, module, weight in weights
+        if isinstance(weight, torch.Tensor)
+    ]
 
 
 def weights(layers) -> int:

@@ -73,7 +73,10 @@ BAD = {
     "nan": (poisoned(float("nan")), f"{WEIGHT}.*NaN or Inf"),
     "nan_scale": (with_scale("weight_scale", float("nan")), r"blocks\.0\.ffn\.0\.weight_scale.*NaN"),
     "zero_scale": (with_scale("weight_scale", 0.0), r"blocks\.0\.ffn\.0\.weight_scale.*a scale of 0"),
-    "lonely_scale": (with_scale("weight_scale", torch.ones(7, 3)), r"blocks\.0\.ffn\.0\.weight_scale.*does not fit a weight"),
+    "lonely_scale": (
+        with_scale("weight_scale", torch.ones(7, 3)),
+        r"blocks\.0\.ffn\.0\.weight_scale.*does not fit a weight",
+    ),
     "strange_scale": (with_scale("blockwise_scale", torch.ones(2)), r"blocks\.0\.ffn\.0\.blockwise_scale"),
     "narrowed": (narrowed, r"tensor 'blocks\.0\.ffn\.0\.weight': of shape 1024x240, but the model has 1024x256"),
     "unknown_architecture": (unknown_architecture, "does not recognise this architecture"),
@@ -136,13 +139,17 @@ def load(comfy, node, name, storage="fp8_e4m3fn"):
     return comfy.run(node, ckpt_name=name, storage=storage, compute="bf16", clip_storage="auto", vae_dtype="auto")
 
 
-@pytest.mark.parametrize(("damage", "message"), [(poisoned(float("nan")), "NaN or Inf"), (narrowed, "of shape [0-9]+x240")])
+@pytest.mark.parametrize(
+    ("damage", "message"), [(poisoned(float("nan")), "NaN or Inf"), (narrowed, "of shape [0-9]+x240")]
+)
 @pytest.mark.parametrize("storage", ["as_file", "int8"])
 @pytest.mark.parametrize(
     ("node", "folder"),
     [("HalfsafeLoadDiffusionModel", "diffusion_models"), ("HalfsafeLoadCheckpoint", "checkpoints")],
 )
-def test_the_damaged_part_of_a_model_in_parts_is_named(comfy, wan, checkpoint, models_dir, node, folder, storage, damage, message):
+def test_the_damaged_part_of_a_model_in_parts_is_named(
+    comfy, wan, checkpoint, models_dir, node, folder, storage, damage, message
+):
     source = wan if folder == "diffusion_models" else checkpoint
     first, second = model_files.in_parts(source, models_dir / folder, "parts")
     damage(second, second)
@@ -190,7 +197,16 @@ def test_a_diffusion_model_is_no_encoder_and_no_vae(comfy, models_dir, wan, node
 
 
 @pytest.mark.parametrize(
-    "name", ["../secret.safetensors", "../../models/secret.safetensors", "{}", "", ".", "absent.safetensors", "nul\0.safetensors"]
+    "name",
+    [
+        "../secret.safetensors",
+        "../../models/secret.safetensors",
+        "{}",
+        "",
+        ".",
+        "absent.safetensors",
+        "nul\0.safetensors",
+    ],
 )
 def test_paths_outside_the_model_folders_are_refused(comfy, models_dir, wan, name):
     secret = models_dir / "secret.safetensors"

@@ -10,7 +10,10 @@ from safetensors.torch import save_file
 
 LOADERS = {
     "HalfsafeLoadDiffusionModel": ("diffusion_models", {"model_name": "{}", "storage": "as_file", "compute": "auto"}),
-    "HalfsafeLoadCheckpoint": ("checkpoints", {"ckpt_name": "{}", "storage": "as_file", "compute": "auto", "clip_storage": "auto", "vae_dtype": "auto"}),
+    "HalfsafeLoadCheckpoint": (
+        "checkpoints",
+        {"ckpt_name": "{}", "storage": "as_file", "compute": "auto", "clip_storage": "auto", "vae_dtype": "auto"},
+    ),
     "HalfsafeLoadVAE": ("vae", {"vae_name": "{}", "dtype": "auto"}),
     "HalfsafeLoadCLIP": ("text_encoders", {"clip_name1": "{}", "type": "sd3", "storage": "auto", "compute": "auto"}),
     "HalfsafeLoadControlNet": ("controlnet", {"control_net_name": "{}", "storage": "as_file", "compute": "auto"}),
@@ -44,5 +47,8 @@ def test_every_loader_asks_before_it_reads_weights(comfy, models_dir, refused, n
 def test_each_shard_is_asked_about(comfy, tmp_path, refused):
     for number, name in enumerate(("a", "b"), 1):
         save_file({f"{name}.weight": torch.ones(4, 4)}, tmp_path / f"permitted-{number:05d}-of-00002.safetensors")
-    assert set(files.open_model(str(tmp_path / "permitted-00001-of-00002.safetensors")).weights) == {"a.weight", "b.weight"}
+    assert set(files.open_model(str(tmp_path / "permitted-00001-of-00002.safetensors")).weights) == {
+        "a.weight",
+        "b.weight",
+    }
     assert len(refused) == 2

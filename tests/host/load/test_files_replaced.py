@@ -7,7 +7,10 @@ import shutil
 import pytest
 
 LOADERS = {
-    "HalfsafeLoadDiffusionModel": ("diffusion_models", {"model_name": "replaced.safetensors", "storage": "auto", "compute": "auto"}),
+    "HalfsafeLoadDiffusionModel": (
+        "diffusion_models",
+        {"model_name": "replaced.safetensors", "storage": "auto", "compute": "auto"},
+    ),
     "HalfsafeLoadControlNet": ("controlnet", {"control_net_name": "replaced.safetensors"}),
     "HalfsafeLoadVAE": ("vae", {"vae_name": "replaced.safetensors", "dtype": "auto"}),
     "HalfsafeLoadCheckpoint": ("checkpoints", {"ckpt_name": "replaced.safetensors"}),

@@ -32,7 +32,12 @@ def control(path):
 
 LOADERS = {
     "diffusion model": (tiny_models.wan, diffusion_model),
-    "checkpoint": (functools.partial(tiny_models.sd15_checkpoint, layers=2), lambda path: load_diffusion_model(str(path), "as_file", "fp32", NO_RULES, whole=True).attachments["halfsafe"].notes),
+    "checkpoint": (
+        functools.partial(tiny_models.sd15_checkpoint, layers=2),
+        lambda path: (
+            load_diffusion_model(str(path), "as_file", "fp32", NO_RULES, whole=True).attachments["halfsafe"].notes
+        ),
+    ),
     "text encoder": (tiny_models.clip_l, encoder),
     "VAE": (tiny_models.sd_vae, lambda path: load_vae(str(path), "auto") and ()),
     "ControlNet": (control_files.sd15, control),
@@ -48,7 +53,11 @@ def loader(comfy, request, tmp_path_factory):
 def test_a_matrix_of_whole_numbers_is_refused_by_name(loader, tmp_path):
     path, load = loader
     name = next(name for name, tensor in load_file(path).items() if tensor.dim() > 1 and name.endswith("weight"))
-    whole = model_files.changed(path, tmp_path / "whole.safetensors", lambda tensors: tensors.update({name: (tensors[name].float() * 20).to(torch.int8)}))
+    whole = model_files.changed(
+        path,
+        tmp_path / "whole.safetensors",
+        lambda tensors: tensors.update({name: (tensors[name].float() * 20).to(torch.int8)}),
+    )
     with pytest.raises(CheckpointError, match=f"'{re.escape(name)}': in int8, and nothing in the file says"):
         load(whole)
 

@@ -48,17 +48,27 @@ def test_a_loader_says_the_bytes_that_its_tensors_take(comfy, files, storage):
     output = load(comfy, storage)
     model, result = output.args[0].model.diffusion_model, result_of(output)
     in_16_bit = sum(2 * parameter.numel() for parameter in model.parameters())
-    plain = sum(p.nbytes for p in model.parameters() if "Quantized" not in type(p.data).__name__ and "Quantized" not in type(p).__name__)
+    plain = sum(
+        p.nbytes
+        for p in model.parameters()
+        if "Quantized" not in type(p.data).__name__ and "Quantized" not in type(p).__name__
+    )
     told = values_of(result)
-    assert (told["before"], told["after"], told["kept"]) == tuple(map(said_of, (in_16_bit, bytes_in_memory(model), plain)))
+    assert (told["before"], told["after"], told["kept"]) == tuple(
+        map(said_of, (in_16_bit, bytes_in_memory(model), plain))
+    )
     assert told["file"] == "halved_wan.safetensors" and "text and caption projection: 2.12 MiB" in told["reasons"]
     assert result["toast"] and result["tone"] == "good" and "halfsafe_badge" in output.ui
 
 
 def test_a_text_encoder_says_what_it_keeps_and_why(comfy, files):
-    output = comfy.nodes["HalfsafeLoadCLIP"].execute(clip_name1="halved_clip.safetensors", type="sd3", storage="fp8_e4m3fn", compute="auto")
+    output = comfy.nodes["HalfsafeLoadCLIP"].execute(
+        clip_name1="halved_clip.safetensors", type="sd3", storage="fp8_e4m3fn", compute="auto"
+    )
     told = values_of(result_of(output))
-    assert told["after"] == said_of(bytes_in_memory(output.args[0].cond_stage_model)) and told["reasons"].startswith("embedding: ")
+    assert told["after"] == said_of(bytes_in_memory(output.args[0].cond_stage_model)) and told["reasons"].startswith(
+        "embedding: "
+    )
     assert "halfsafe_result" not in load(comfy, "auto").ui, "nothing was asked to be smaller"
 
 
@@ -67,7 +77,10 @@ def test_the_memory_goal_is_balanced(comfy, files):
         return comfy.nodes["HalfsafeAutoPrecision"].execute(model=load(comfy, "auto").args[0], goal=goal, guard="off")
 
     memory, balanced = output("memory"), output("balanced")
-    assert memory.args[3].replace("goal memory", "goal balanced") == balanced.args[3] and memory.ui.keys() == balanced.ui.keys()
+    assert (
+        memory.args[3].replace("goal memory", "goal balanced") == balanced.args[3]
+        and memory.ui.keys() == balanced.ui.keys()
+    )
 
 
 def test_a_control_net_says_it_and_one_that_is_loaded_as_it_is_too(comfy, files):
@@ -77,16 +90,37 @@ def test_a_control_net_says_it_and_one_that_is_loaded_as_it_is_too(comfy, files)
     assert values_of(result_of(output))["after"] == said_of(bytes_in_memory(output.args[0].control_model))
     lora = {"lora_controlnet": torch.zeros(()), "input_blocks.0.0.weight": torch.zeros(4, 4, 3, 3)}
     safetensors.torch.save_file(lora, files / "controlnet" / "halved_lora.safetensors")
-    told = result_of(comfy.nodes["HalfsafeLoadControlNet"].execute(**shuffled | {"control_net_name": "halved_lora.safetensors"}))
+    told = result_of(
+        comfy.nodes["HalfsafeLoadControlNet"].execute(**shuffled | {"control_net_name": "halved_lora.safetensors"})
+    )
     assert told["tone"] == "warn" and "ControlLora" in values_of(told)["reasons"]
 
 
 def test_files_that_would_not_be_halved_are_told_with_the_reason(files):
-    changed(files / "diffusion_models" / "halved_wan.safetensors", files / "diffusion_models" / "halved_8.safetensors", in_fp8)
-    names = ("halved_wan.safetensors", "absent.safetensors", "halved.ckpt", "halved_html.safetensors", "halved_8.safetensors")
+    changed(
+        files / "diffusion_models" / "halved_wan.safetensors",
+        files / "diffusion_models" / "halved_8.safetensors",
+        in_fp8,
+    )
+    names = (
+        "halved_wan.safetensors",
+        "absent.safetensors",
+        "halved.ckpt",
+        "halved_html.safetensors",
+        "halved_8.safetensors",
+    )
     found = judged(*names)
-    reasons = ["", "", "Halfsafe's loaders read .safetensors files only", "halved_html.safetensors: a web page (HTML), not a model.", host.NOT_16_BIT]
-    assert all(loader["reason"].startswith(reason) and bool(loader["reason"]) == bool(reason) for loader, reason in zip(found, reasons, strict=True)), found
+    reasons = [
+        "",
+        "",
+        "Halfsafe's loaders read .safetensors files only",
+        "halved_html.safetensors: a web page (HTML), not a model.",
+        host.NOT_16_BIT,
+    ]
+    assert all(
+        loader["reason"].startswith(reason) and bool(loader["reason"]) == bool(reason)
+        for loader, reason in zip(found, reasons, strict=True)
+    ), found
     assert [loader.get("missing", []) for loader in found] == [[], ["absent.safetensors"], [], [], []]
 
 
@@ -97,7 +131,11 @@ def judged(*names, folder="diffusion_models", **more):
 
 def in_part(files, write, layers=WAN_LINEARS, **options):
     """The small Wan with some layers quantized, the others in bf16."""
-    path = files / "diffusion_models" / f"in_part_{write.__name__}_{'_'.join(map(str, options.values()))}_{len(layers)}.safetensors"
+    path = (
+        files
+        / "diffusion_models"
+        / f"in_part_{write.__name__}_{'_'.join(map(str, options.values()))}_{len(layers)}.safetensors"
+    )
     in_dialect(files / "diffusion_models" / "halved_wan.safetensors", path, write, layers=layers, **options)
     return path
 
@@ -108,7 +146,10 @@ FIRST = [layer for layer in WAN_LINEARS if layer.startswith("blocks.0.")]
 IN_FP8 = {"dtype": torch.float8_e4m3fn}
 
 
-@pytest.mark.parametrize("write, options, storage", [(int8_models.int8, {}, "int8"), (dialects.comfy_quant, {}, "fp8_e4m3fn"), (dialects.plain, IN_FP8, "fp8_e4m3fn")])
+@pytest.mark.parametrize(
+    "write, options, storage",
+    [(int8_models.int8, {}, "int8"), (dialects.comfy_quant, {}, "fp8_e4m3fn"), (dialects.plain, IN_FP8, "fp8_e4m3fn")],
+)
 def test_a_file_in_8_bits_in_part_counts_by_its_own_bytes(comfy, files, write, options, storage):
     """What is int8 stays int8 to the bit where the device's own choice is fp8, and the other way round."""
     path = in_part(files, write, FIRST, **options)
@@ -127,7 +168,16 @@ def bits(tensor):
     return getattr(tensor, "_qdata", tensor).contiguous().view(torch.uint8)
 
 
-@pytest.mark.parametrize("write, name", [(int8_models.int8, ""), (dialects.comfy_quant, ""), (dialects.in_format, "nvfp4"), (dialects.in_format, "mxfp8"), (dialects.in_format, "int4")])
+@pytest.mark.parametrize(
+    "write, name",
+    [
+        (int8_models.int8, ""),
+        (dialects.comfy_quant, ""),
+        (dialects.in_format, "nvfp4"),
+        (dialects.in_format, "mxfp8"),
+        (dialects.in_format, "int4"),
+    ],
+)
 def test_a_file_with_quantized_blocks_is_left_and_no_saving_is_told(comfy, files, write, name):
     """Whatever the format: what is in 16 bit there is sensitive and stays."""
     path = in_part(files, write, **({"name": name} if name else {}))
@@ -135,7 +185,9 @@ def test_a_file_with_quantized_blocks_is_left_and_no_saving_is_told(comfy, files
     assert found["reason"] == host.NOT_16_BIT
     for storage in ("int8", "fp8_e4m3fn") if not name else ():
         result = result_of(load(comfy, storage, path.name))
-        assert result["tone"] == "warn" and "no less than before" in result["text"], "the same bytes, rounded again or not"
+        assert result["tone"] == "warn" and "no less than before" in result["text"], (
+            "the same bytes, rounded again or not"
+        )
 
 
 def test_one_storage_leaves_all_files_of_a_loader_untouched(files):
@@ -144,8 +196,15 @@ def test_one_storage_leaves_all_files_of_a_loader_untouched(files):
     for name, write in (("in_fp8", in_fp8), ("in_e5m2", in_e5m2)):
         changed(folder / "halved_clip.safetensors", folder / f"halved_{name}.safetensors", write)
     names = ["halved_clip.safetensors", "halved_in_fp8.safetensors", "halved_in_e5m2.safetensors"]
-    found = halving([{"folder": "text_encoders", "names": part} for part in (names[:1], names[:2], names[1:2], names)])["loaders"]
-    assert [(loader["clip_storage"], loader["reason"]) for loader in found] == [("int8", ""), ("fp8_e4m3fn", ""), ("fp8_e4m3fn", host.NOT_16_BIT), ("as_file", host.NOT_16_BIT)]
+    found = halving([{"folder": "text_encoders", "names": part} for part in (names[:1], names[:2], names[1:2], names)])[
+        "loaders"
+    ]
+    assert [(loader["clip_storage"], loader["reason"]) for loader in found] == [
+        ("int8", ""),
+        ("fp8_e4m3fn", ""),
+        ("fp8_e4m3fn", host.NOT_16_BIT),
+        ("as_file", host.NOT_16_BIT),
+    ]
 
 
 def in_e5m2(tensors):
@@ -155,7 +214,10 @@ def in_e5m2(tensors):
 
 def test_a_full_checkpoint_is_judged_by_its_model_and_its_encoder(files):
     path = tiny_models.sd15_checkpoint(files / "checkpoints" / "halved.safetensors", layers=2)
-    model_only, both = (changed(path, path.with_name(f"halved_{name}.safetensors"), change) for name, change in (("model", model_in_fp8), ("both", in_fp8)))
+    model_only, both = (
+        changed(path, path.with_name(f"halved_{name}.safetensors"), change)
+        for name, change in (("model", model_in_fp8), ("both", in_fp8))
+    )
     found = judged(path.name, model_only.name, both.name, folder="checkpoints")
     assert [(loader["storage"], loader["clip_storage"], loader["reason"]) for loader in found] == [
         ("fp8_e4m3fn", "int8", ""), ("fp8_e4m3fn", "int8", ""), ("fp8_e4m3fn", "fp8_e4m3fn", host.NOT_16_BIT),
@@ -170,21 +232,29 @@ def model_in_fp8(tensors):
 def test_what_is_left_for_a_file_in_8_bits_is_offered_with_its_bytes(comfy, files, monkeypatch):
     path = in_part(files, dialects.comfy_quant)
     (found,) = judged(path.name)
-    assert [(one["storage"], one["needs"]) for one in found["left"]] == [("w6a8", "0.38.0"), ("w4a8", "0.31.0")], "0.30 runs neither"
+    assert [(one["storage"], one["needs"]) for one in found["left"]] == [("w6a8", "0.38.0"), ("w4a8", "0.31.0")], (
+        "0.30 runs neither"
+    )
     sizes = [float(size.split()[0]) for size in (found["size"], *(one["size"] for one in found["left"]))]
     assert sizes == sorted(sizes, reverse=True) and sizes[2] < 0.85 * sizes[0]
     monkeypatch.setattr(host, "later_storages", dict)
     assert [one["needs"] for one in judged(path.name)[0]["left"]] == ["", ""]
     assert judged("halved_wan.safetensors")[0]["left"] == [], "8 bits are left"
     (cast,) = judged("halved_wan.safetensors", in_8_bits=True)
-    assert cast["reason"] == host.NOT_16_BIT and [one["storage"] for one in cast["left"]] == ["w6a8", "w4a8"], "ComfyUI casts it"
+    assert cast["reason"] == host.NOT_16_BIT and [one["storage"] for one in cast["left"]] == ["w6a8", "w4a8"], (
+        "ComfyUI casts it"
+    )
 
 
 @pytest.mark.parametrize("storage", ["w6a8", "w4a8"])
 def test_the_bytes_of_fewer_bits_are_those_of_a_file_in_them(files, storage):
     """No ComfyUI here runs it: the file is written as ComfyUI's own tools write it."""
     smaller = in_part(files, dialects.in_format, name=storage)
-    own = sum(tensor.nbytes for name, tensor in safetensors.torch.load_file(smaller).items() if not name.endswith(".comfy_quant"))
+    own = sum(
+        tensor.nbytes
+        for name, tensor in safetensors.torch.load_file(smaller).items()
+        if not name.endswith(".comfy_quant")
+    )
     left = judged(in_part(files, dialects.comfy_quant).name)[0]["left"]
     assert [one["size"] for one in left if one["storage"] == storage] == [said_of(own)]
 
@@ -195,7 +265,9 @@ def test_activations_are_comfyuis_own_estimate_for_the_size(comfy, files):
     (found,), (unknown,) = judged(path.name, size=size), judged(path.name, size=None)
     model = load(comfy, "as_file", path.name).args[0].model
     needed = model.memory_required([1, 16, 21, 60, 104])
-    assert found["activations"] == [size_text(int(needed)), size_text(int(needed) // 2)] and unknown["activations"] == []
+    assert (
+        found["activations"] == [size_text(int(needed)), size_text(int(needed) // 2)] and unknown["activations"] == []
+    )
 
 
 def test_what_reserve_vram_keeps_free_is_told_on_a_gpu(monkeypatch):
@@ -212,7 +284,10 @@ def in_fp8(tensors):
         tensors[name] = tensor.to(torch.float8_e4m3fn) if tensor.dim() == 2 else tensor
 
 
-@pytest.mark.parametrize("profile, storage, clip_storage", [("sm_86", "int8", "int8"), ("sm_61", "fp8_e4m3fn", "int8"), ("mps_m1", "as_file", "int8")])
+@pytest.mark.parametrize(
+    "profile, storage, clip_storage",
+    [("sm_86", "int8", "int8"), ("sm_61", "fp8_e4m3fn", "int8"), ("mps_m1", "as_file", "int8")],
+)
 def test_the_storage_is_what_the_device_is_fast_at(monkeypatch, profile, storage, clip_storage):
     monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", profile)
     answer = halving([])
@@ -227,6 +302,9 @@ def test_the_error_is_smaller_than_that_of_comfyuis_own_cast(comfy, files):
     cast = comfy.core["UNETLoader"]().load_unet(path.name, "fp8_e4m3fn")[0]
     assert cast.model.manual_cast_dtype == torch.float32, "the arithmetic is fp32 in all"
     of_core = relative_error(expected, families.replay(cast, call))
-    ours = {storage: relative_error(expected, families.replay(families.load(comfy, path, storage), call)) for storage in ("fp8_e4m3fn", "int8")}
+    ours = {
+        storage: relative_error(expected, families.replay(families.load(comfy, path, storage), call))
+        for storage in ("fp8_e4m3fn", "int8")
+    }
     print(f"core {of_core:.4f}, ours {ours}")
     assert of_core > 1.8 * ours["fp8_e4m3fn"] and of_core > 5 * ours["int8"]

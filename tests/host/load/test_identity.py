@@ -14,10 +14,17 @@ from safetensors.torch import load_file, save_file
 from support import families, model_files, rare_families, tiny_models
 from support.measures import relative_error
 
-LTX = {"timestep_scale_multiplier": 500, "positional_embedding_max_pos": [10, 512, 512], "causal_temporal_positioning": True}
+LTX = {
+    "timestep_scale_multiplier": 500,
+    "positional_embedding_max_pos": [10, 512, 512],
+    "causal_temporal_positioning": True,
+}
 CONFIGS = {
     "ltxv": (tiny_models.ltxv, LTX),
-    "ltxav": (partial(rare_families.write, "ltxav"), {**rare_families.SMALL["ltxav"], **LTX, "av_ca_timestep_scale_multiplier": 7.0}),
+    "ltxav": (
+        partial(rare_families.write, "ltxav"),
+        {**rare_families.SMALL["ltxav"], **LTX, "av_ca_timestep_scale_multiplier": 7.0},
+    ),
     "wan": (tiny_models.wan, {"eps": 0.5}),
     "minimax_h3": (partial(rare_families.write, "minimax_h3"), {"sigma_shift_audio": 5.0, "qk_norm_eps": 0.1}),
 }
@@ -43,9 +50,16 @@ def configured(models_dir):
             build, config = CONFIGS[family]
             folder = models_dir / "diffusion_models"
             bare = build(folder / f"bare_{family}.safetensors")
-            metadata = {"config": json.dumps({"transformer": config, "vae": {"a": 1}}), "workflow": "old", "author": "me"}
+            metadata = {
+                "config": json.dumps({"transformer": config, "vae": {"a": 1}}),
+                "workflow": "old",
+                "author": "me",
+            }
             metadata |= {"modelspec.hash_sha256": "0x0", "modelspec.title": "A model"}
-            made[family] = bare, model_files.changed(bare, folder / f"configured_{family}.safetensors", lambda _: None, metadata)
+            made[family] = (
+                bare,
+                model_files.changed(bare, folder / f"configured_{family}.safetensors", lambda _: None, metadata),
+            )
         return made[family]
 
     return get
@@ -110,7 +124,14 @@ def test_a_model_of_a_checkpoint_keeps_its_config(comfy, configured, models_dir,
     _, path = configured("ltxv")
     whole = {f"model.diffusion_model.{name}": tensor for name, tensor in load_file(path).items()}
     save_file(whole, models_dir / "checkpoints" / "ltxv.safetensors", metadata(path))
-    model = comfy.run("HalfsafeLoadCheckpoint", ckpt_name="ltxv.safetensors", storage="as_file", compute="fp32", clip_storage="auto", vae_dtype="auto")[0]
+    model = comfy.run(
+        "HalfsafeLoadCheckpoint",
+        ckpt_name="ltxv.safetensors",
+        storage="as_file",
+        compute="fp32",
+        clip_storage="auto",
+        vae_dtype="auto",
+    )[0]
     assert described(load(comfy, save(comfy, model, output), "stock")) == described(load(comfy, path, "stock"))
 
 
@@ -118,7 +139,6 @@ def test_texts_that_no_longer_hold_stay_behind(comfy, configured, output):
     _, path = configured("wan")
     kept = metadata(save(comfy, load(comfy, path), output))
     assert kept.keys() == {"format", "config", "author", "modelspec.title", CARD_KEY}
-
 
 
 def test_a_model_of_playground_keeps_its_latents_and_its_sampling(comfy, models_dir, output):

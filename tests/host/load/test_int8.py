@@ -39,7 +39,9 @@ def of_comfyui(wan, folder):
         weight = tensors.pop(f"{layer}.weight").float()
         data, params = layout.quantize(weight, per_channel=True, convrot=True, convrot_groupsize=64)
         settings = {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 64}
-        tensors |= {f"{layer}.weight{suffix}": tensor for suffix, tensor in layout.state_dict_tensors(data, params).items()}
+        tensors |= {
+            f"{layer}.weight{suffix}": tensor for suffix, tensor in layout.state_dict_tensors(data, params).items()
+        }
         tensors[f"{layer}.comfy_quant"] = torch.tensor(list(json.dumps(settings).encode()), dtype=torch.uint8)
     save_file(tensors, folder / "kitchen.safetensors")
     return folder / "kitchen.safetensors"

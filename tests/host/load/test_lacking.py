@@ -59,7 +59,14 @@ def checkpoint(models_dir):
 def test_a_checkpoint(comfy, checkpoint, models_dir, loading, name, storage, clip_storage):
     path = without(checkpoint, models_dir / "checkpoints" / "lacking.safetensors", name)
     with loading, refused(path, name):
-        comfy.run("HalfsafeLoadCheckpoint", ckpt_name=path, storage=storage, clip_storage=clip_storage, vae_dtype="auto", **SETTINGS)
+        comfy.run(
+            "HalfsafeLoadCheckpoint",
+            ckpt_name=path,
+            storage=storage,
+            clip_storage=clip_storage,
+            vae_dtype="auto",
+            **SETTINGS,
+        )
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +107,10 @@ def test_a_vae_that_cannot_encode_decodes_and_says_so(comfy, models_dir, caplog)
 
 
 @pytest.mark.parametrize("storage", ["as_file", "int8"])
-@pytest.mark.parametrize("name", ["middle_block.1.transformer_blocks.0.norm1.weight", "middle_block.1.transformer_blocks.0.attn1.to_q.weight"])
+@pytest.mark.parametrize(
+    "name",
+    ["middle_block.1.transformer_blocks.0.norm1.weight", "middle_block.1.transformer_blocks.0.attn1.to_q.weight"],
+)
 def test_a_control_net(comfy, models_dir, loading, name, storage):
     whole = control_files.sd15(models_dir / "controlnet" / "whole_for_lacking.safetensors")
     path = without(whole, models_dir / "controlnet" / "lacking.safetensors", name)
@@ -110,7 +120,9 @@ def test_a_control_net(comfy, models_dir, loading, name, storage):
 
 def test_a_tensor_that_comfyui_makes_itself_is_not_lacking(comfy, clip_l, models_dir):
     """The text projection of a CLIP is the identity where a file has none."""
-    clip = comfy.run("HalfsafeLoadCLIP", clip_name1=clip_l.name, type="stable_diffusion", storage="fp8_e4m3fn", **SETTINGS)[0]
+    clip = comfy.run(
+        "HalfsafeLoadCLIP", clip_name1=clip_l.name, type="stable_diffusion", storage="fp8_e4m3fn", **SETTINGS
+    )[0]
     assert not any("lacks" in note for note in clip.patcher.attachments[ATTACHMENT].notes)
     assert torch.isfinite(clip.encode_from_tokens(clip.tokenize("a cat"))).all()
 
@@ -121,7 +133,8 @@ def test_connectors_that_a_text_encoder_of_ltx_2_brings_are_not_lacking(comfy, m
     whole = rare_families.write("ltxav", models_dir / "diffusion_models" / "ltxav_whole.safetensors")
     path = whole.with_name("ltxav_alone.safetensors")
     with safe_open(str(whole), "pt") as file:
-        save_file({name: file.get_tensor(name) for name in file.keys() if "_connector." not in name}, str(path), file.metadata())  # noqa: SIM118
+        kept = {name: file.get_tensor(name) for name in file.keys() if "_connector." not in name}  # noqa: SIM118
+        save_file(kept, str(path), file.metadata())
     with loading:
         model = families.load(comfy, path, storage, "auto")
     assert "audio_embeddings_connector" in caplog.text and "a text encoder without them gives NaN" in caplog.text
@@ -131,7 +144,9 @@ def test_connectors_that_a_text_encoder_of_ltx_2_brings_are_not_lacking(comfy, m
     assert report_of(model).layers
 
 
-@pytest.mark.parametrize("error", [KeyError("blocks"), KeyError(3), KeyError(), UnboundLocalError("local variable 'x'")])
+@pytest.mark.parametrize(
+    "error", [KeyError("blocks"), KeyError(3), KeyError(), UnboundLocalError("local variable 'x'")]
+)
 def test_an_error_of_another_kind_is_not_called_a_lacking_tensor(error):
     with pytest.raises(type(error)) as raised, named_if_lacking("wan.safetensors"):
         raise error

@@ -42,7 +42,9 @@ def test_those_of_a_text_encoder_change_nothing(comfy, models_dir, tmp_path, ask
     plain = tiny_models.narrow_clip_l(models_dir / "text_encoders" / "clip_l_lacks.safetensors")
 
     def encoded(path):
-        clip = comfy.run("HalfsafeLoadCLIP", clip_name1=path.name, type="stable_diffusion", storage=asked, compute="auto")[0]
+        clip = comfy.run(
+            "HalfsafeLoadCLIP", clip_name1=path.name, type="stable_diffusion", storage=asked, compute="auto"
+        )[0]
         return clip.encode_from_tokens(clip.tokenize("a lighthouse"))
 
     expected = encoded(plain)

@@ -40,14 +40,27 @@ def test_what_comfyui_says_of_a_model_is_said_once(comfy, wan, caplog):
     assert sum("model weight dtype" in message for message in caplog.messages) == 1
 
 
-@pytest.mark.parametrize(("held", "storage", "most"), [("fp8_e4m3fn", "as_file", 3.6), ("int8", "as_file", 3.7), ("bf16", "fp8_e4m3fn", 4.2), ("bf16", "int8", 4.3)])
+@pytest.mark.parametrize(
+    ("held", "storage", "most"),
+    [("fp8_e4m3fn", "as_file", 3.6), ("int8", "as_file", 3.7), ("bf16", "fp8_e4m3fn", 4.2), ("bf16", "int8", 4.3)],
+)
 def test_a_load_runs_at_most_so_many_functions_for_one_of_comfyuis(comfy, models_dir, held, storage, most):
     """With these a model of 1,300 tensors takes 0.1 to 0.3 s of Python, by CPU, more than ComfyUI takes for the file."""
-    path = tiny_models.wan(models_dir / "diffusion_models" / "functions.safetensors", dim=128, ffn=256, blocks=12, text_dim=256)
+    path = tiny_models.wan(
+        models_dir / "diffusion_models" / "functions.safetensors", dim=128, ffn=256, blocks=12, text_dim=256
+    )
     if held != "bf16":
         convert_file(path, path := path.with_stem(f"functions_{held}"), held, rules_from())
-    ours = functions_run(lambda: comfy.run("HalfsafeLoadDiffusionModel", model_name=path.name, storage=storage, compute="bf16"))["call"]
-    assert ours <= most * functions_run(lambda: comfy.core["UNETLoader"]().load_unet(path.name, storage if storage == "fp8_e4m3fn" else "default"))["call"]
+    ours = functions_run(
+        lambda: comfy.run("HalfsafeLoadDiffusionModel", model_name=path.name, storage=storage, compute="bf16")
+    )["call"]
+    assert (
+        ours
+        <= most
+        * functions_run(
+            lambda: comfy.core["UNETLoader"]().load_unet(path.name, storage if storage == "fp8_e4m3fn" else "default")
+        )["call"]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -166,6 +179,8 @@ def test_vae_decodes_the_picture(comfy, models_dir, name, shape, dtype, bound):
 @pytest.mark.parametrize(("storage", "compute"), [("fp16", "fp32"), ("auto", "fp16_safe")])
 def test_a_weight_beyond_fp16_is_not_held_in_fp16(comfy, models_dir, storage, compute):
     path = tiny_models.wan(models_dir / "diffusion_models" / "large.safetensors", scale={"blocks.0.ffn.2.weight": 3e6})
-    reference = denoise(comfy.run("HalfsafeLoadDiffusionModel", model_name=path.name, storage="as_file", compute="fp32")[0])
+    reference = denoise(
+        comfy.run("HalfsafeLoadDiffusionModel", model_name=path.name, storage="as_file", compute="fp32")[0]
+    )
     (model,) = comfy.run("HalfsafeLoadDiffusionModel", model_name=path.name, storage=storage, compute=compute)
     assert relative_error(reference, denoise(model)) < 0.005

@@ -60,7 +60,9 @@ def small(models_dir):
 def paired(name: str) -> list[tuple[str, str]]:
     """A device's pairs of storage and compute: each storage once, and over all devices each pair."""
     start = PROFILE_NAMES.index(name)
-    return [(storage, COMPUTE_OPTIONS[(start + 2 * place) % len(COMPUTE_OPTIONS)]) for place, storage in enumerate(STORAGES)]
+    return [
+        (storage, COMPUTE_OPTIONS[(start + 2 * place) % len(COMPUTE_OPTIONS)]) for place, storage in enumerate(STORAGES)
+    ]
 
 
 @pytest.mark.parametrize("name", PROFILE_NAMES)
@@ -115,7 +117,9 @@ def test_weights_kept_from_fp8_compute_as_in_fp32(comfy, wan, call, models_dir):
     assert model.model.diffusion_model.head.head.weight.dtype == torch.bfloat16
     rounded = {"blocks.1.ffn.2.weight": layer.weight.to(dtype=torch.float32).dequantize()}
     path = models_dir / "diffusion_models" / "rounded.safetensors"
-    model_files.changed(wan, path, lambda tensors: tensors.update({name: t.float() for name, t in tensors.items()} | rounded))
+    model_files.changed(
+        wan, path, lambda tensors: tensors.update({name: t.float() for name, t in tensors.items()} | rounded)
+    )
     expected = families.replay(families.load(comfy, path, "fp32", "fp32"), call)
     assert relative_error(expected, families.replay(model, call)) < 1e-6
 
@@ -125,5 +129,7 @@ def test_the_check_before_loading_a_text_encoder_is_right(comfy, models_dir, sai
     path = models_dir / "text_encoders" / "memory_clip_l.safetensors"
     if not path.exists():
         tiny_models.narrow_clip_l(path)
-    clip = comfy.run("HalfsafeLoadCLIP", clip_name1=path.name, type="stable_diffusion", storage=storage, compute="auto")[0]
+    clip = comfy.run(
+        "HalfsafeLoadCLIP", clip_name1=path.name, type="stable_diffusion", storage=storage, compute="auto"
+    )[0]
     assert said[-1] == pytest.approx(own_bytes(clip.patcher.model, path), rel=CLOSE)

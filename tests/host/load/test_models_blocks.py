@@ -40,11 +40,17 @@ def layers_in(comfy, model) -> dict[str, dict]:
 
 def held_in(model) -> dict[str, str]:
     """Layer -> the layout of its weight."""
-    return {name: module.weight._layout_cls for name, module in layers_of(model).items() if isinstance(module.weight, comfy.quant_ops.QuantizedTensor)}
+    return {
+        name: module.weight._layout_cls
+        for name, module in layers_of(model).items()
+        if isinstance(module.weight, comfy.quant_ops.QuantizedTensor)
+    }
 
 
 @pytest.mark.parametrize(("family", "compute"), rotated(FAMILIES, ["fp16_safe", "bf16", "fp32"], whole=["wan"]))
-def test_weights_are_unpacked_for_products_in_the_dtype_asked_for(comfy, files, family: str, storage: str, compute: str) -> None:
+def test_weights_are_unpacked_for_products_in_the_dtype_asked_for(
+    comfy, files, family: str, storage: str, compute: str
+) -> None:
     exact, model = load(comfy, files(family), "fp32"), load(comfy, files(family), storage, compute)
     call = families.capture(exact, family)
     families.replay(model, call)
@@ -53,7 +59,9 @@ def test_weights_are_unpacked_for_products_in_the_dtype_asked_for(comfy, files, 
     layers, packed = layers_in(comfy, model), held_in(model)
     told = [name for name in layers if name.endswith(WIDTH_TELLS_THE_MODEL)]
     assert len(packed) > 3 and {layers[name]["storage"] for name in packed if name not in told} == {storage}
-    assert {layers[name]["kernel"] for name in packed if name not in told} == {"dequantized"}, "no CPU multiplies the format"
+    assert {layers[name]["kernel"] for name in packed if name not in told} == {"dequantized"}, (
+        "no CPU multiplies the format"
+    )
     assert {seen.made[name][-1] for name in packed if name in seen.made} <= {compute, "fp16_wide", "fp16_scaled"}
     assert 0 < relative_error(families.replay(exact, call), result) < LOSS[storage]
 
@@ -71,12 +79,19 @@ def test_a_lora_changes_the_result_and_no_weight(comfy, files, family: str, stor
     exact, model = load(comfy, files(family), "fp32"), load(comfy, files(family), storage, "bf16")
     call = families.capture(exact, family)
     plain = families.replay(model, call)
-    weights = {name: module.weight._qdata.clone() for name, module in layers_of(model).items() if name in held_in(model)}
-    tensors = model_files.lora({name: tuple(module.weight.shape) for name, module in layers_of(model).items()}, size=0.05)
+    weights = {
+        name: module.weight._qdata.clone() for name, module in layers_of(model).items() if name in held_in(model)
+    }
+    tensors = model_files.lora(
+        {name: tuple(module.weight.shape) for name, module in layers_of(model).items()}, size=0.05
+    )
     theirs, ours = (load_lora_for_models(each, None, dict(tensors), 1.0, 0.0)[0] for each in (exact, model))
     adapted = families.replay(ours, call)
     assert relative_error(plain, adapted) > 0.01
-    assert relative_error(families.replay(theirs, call), adapted) < 1.3 * relative_error(families.replay(exact, call), plain) + 0.02
+    assert (
+        relative_error(families.replay(theirs, call), adapted)
+        < 1.3 * relative_error(families.replay(exact, call), plain) + 0.02
+    )
     assert all(torch.equal(layers_of(model)[name].weight._qdata, data) for name, data in weights.items())
 
 
@@ -84,7 +99,11 @@ def test_rules_mix_formats(comfy, files) -> None:
     rules = rules_from("*ffn* storage=nvfp4\n*self_attn* storage=int8\n*cross_attn* storage=mxfp8")
     model = load(comfy, files("wan"), "bf16", "bf16", rules)
     held = held_in(model)
-    wanted = {"ffn": "TensorCoreNVFP4Layout", "self_attn": "TensorWiseINT8Layout", "cross_attn": "TensorCoreMXFP8Layout"}
+    wanted = {
+        "ffn": "TensorCoreNVFP4Layout",
+        "self_attn": "TensorWiseINT8Layout",
+        "cross_attn": "TensorCoreMXFP8Layout",
+    }
     for part, layout in wanted.items():
         found = {held.get(name) for name in layers_of(model) if f".{part}." in name}
         assert found == {layout}, part
@@ -96,15 +115,23 @@ def test_rules_mix_formats(comfy, files) -> None:
 @pytest.mark.parametrize("page", ["nodes.md", "nodes.zh.md"])
 def test_the_mix_of_formats_that_is_documented_loads_as_it_says(comfy, files, page: str) -> None:
     """For Wan 14B, whose last block is 39: the small one has blocks 0 and 1."""
-    (lines,) = re.findall(r"```\n([^`]*storage=nvfp4[^`]*)```", (Path(__file__).parents[3] / "docs" / page).read_text(encoding="utf-8"))
+    (lines,) = re.findall(
+        r"```\n([^`]*storage=nvfp4[^`]*)```", (Path(__file__).parents[3] / "docs" / page).read_text(encoding="utf-8")
+    )
     rules = comfy.run("HalfsafeLayerRules", rules=lines, preset="keep sensitive layers")[0]
     model = load(comfy, files("wan"), "as_file", "auto", rules)
     held = held_in(model)
     wanted = {"ffn": "TensorCoreNVFP4Layout", "self_attn": "TensorWiseINT8Layout", "cross_attn": "TensorWiseINT8Layout"}
     inner = [name for name, _ in matrix_layers(model.model) if name.startswith("blocks.1.")]
-    assert len(inner) > 5 and {name: held.get(name) for name in inner} == {name: wanted[name.split(".")[2]] for name in inner}
+    assert len(inner) > 5 and {name: held.get(name) for name in inner} == {
+        name: wanted[name.split(".")[2]] for name in inner
+    }
     edge = [module.weight for name, module in matrix_layers(model.model) if name.startswith("blocks.0.")]
-    assert len(edge) > 5 and {weight.dtype for weight in edge} == {torch.bfloat16} and not any(name.startswith("blocks.0.") for name in held)
+    assert (
+        len(edge) > 5
+        and {weight.dtype for weight in edge} == {torch.bfloat16}
+        and not any(name.startswith("blocks.0.") for name in held)
+    )
     call = families.capture(exact := load(comfy, files("wan"), "fp32"), "wan")
     assert relative_error(families.replay(exact, call), families.replay(model, call)) < LOSS["nvfp4"]
 

@@ -44,10 +44,20 @@ def linear(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def encoders() -> list[type]:
     """Every text encoder of ComfyUI that is one transformer and can be built without a file."""
-    modules = (importlib.import_module(module.name) for module in pkgutil.walk_packages(comfy.text_encoders.__path__, "comfy.text_encoders."))
+    modules = (
+        importlib.import_module(module.name)
+        for module in pkgutil.walk_packages(comfy.text_encoders.__path__, "comfy.text_encoders.")
+    )
     found = {cls: None for module in modules for cls in vars(module).values() if inspect.isclass(cls)}
-    bases = [cls for cls in found if issubclass(cls, comfy.sd1_clip.SDClipModel) and cls.__module__.startswith("comfy.text_encoders.")]
-    variants = [type(name, (gemma4.Gemma4Model,), {"model_class": getattr(gemma4, name)}) for name in ("Gemma4_E2B", "Gemma4_12B")]
+    bases = [
+        cls
+        for cls in found
+        if issubclass(cls, comfy.sd1_clip.SDClipModel) and cls.__module__.startswith("comfy.text_encoders.")
+    ]
+    variants = [
+        type(name, (gemma4.Gemma4Model,), {"model_class": getattr(gemma4, name)})
+        for name in ("Gemma4_E2B", "Gemma4_12B")
+    ]
     return [cls for cls in (*bases, *variants) if getattr(cls, "model_class", True)]
 
 
@@ -75,4 +85,6 @@ def test_every_lookup_table_that_comfyui_makes_is_known():
 
 def test_weights_that_are_a_module_s_own_parameter_are_no_linear_layers():
     assert quantized({name: torch.empty(8, 2048, device="meta") for name in BARE}) == set()
-    assert quantized({"blocks.0.attn.gate.weight": torch.empty(2048, 2048, device="meta")}) == {"blocks.0.attn.gate.weight"}
+    assert quantized({"blocks.0.attn.gate.weight": torch.empty(2048, 2048, device="meta")}) == {
+        "blocks.0.attn.gate.weight"
+    }

@@ -98,7 +98,10 @@ def test_a_comfyui_without_the_format_refuses_it_and_names_the_one_that_has_it(c
     for module in ("load.models", "load.save"):
         monkeypatch.setattr(f"halfsafe.nodes.host.{module}.held_storages", lambda: held_storages() - {*LOW})
     format = FORMAT_OF_STORAGE[storage]
-    with pytest.raises(StorageNotHeld, match=rf"storage={storage}: this ComfyUI does not run {re.escape(format.title)}.*ComfyUI {re.escape(format.since)}"):
+    with pytest.raises(
+        StorageNotHeld,
+        match=rf"storage={storage}: this ComfyUI does not run {re.escape(format.title)}.*ComfyUI {re.escape(format.since)}",
+    ):
         if node == "load":
             load(comfy, wan, storage)
         elif node == "rule":

@@ -62,11 +62,15 @@ def test_products_are_as_reported_and_a_lora_stays_beside_the_weight(comfy, file
     with_8_bits = families.replay(load(comfy, files(family), "int8", "int8"), call)
     assert 0 < error < LOSS[storage] + relative_error(families.replay(exact, call), with_8_bits)
     weights = {name: module.weight._qdata.clone() for name, module in layers_of(model).items()}
-    tensors = model_files.lora({name: tuple(module.weight.shape) for name, module in layers_of(model).items()}, size=0.05)
+    tensors = model_files.lora(
+        {name: tuple(module.weight.shape) for name, module in layers_of(model).items()}, size=0.05
+    )
     changed = families.replay(with_lora(exact, tensors), call)
     again, adapted = products(with_lora(model, tensors), call)
     assert relative_error(result, adapted) > 0.01 and relative_error(changed, adapted) < 1.2 * error
-    assert again == made and all(torch.equal(module.weight._qdata, weights[name]) for name, module in layers_of(model).items())
+    assert again == made and all(
+        torch.equal(module.weight._qdata, weights[name]) for name, module in layers_of(model).items()
+    )
 
 
 def load_int8(comfy, path, storage):

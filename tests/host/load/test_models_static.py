@@ -63,7 +63,11 @@ def of_module(module):
 def is_same(one, other):
     """Whether two state dicts have the same names, dtypes and bits."""
     one, other = ({name: parts_of(tensor) for name, tensor in each.items()} for each in (one, other))
-    alike = all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for name in one for a, b in zip(one[name], other[name], strict=True))
+    alike = all(
+        torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+        for name in one
+        for a, b in zip(one[name], other[name], strict=True)
+    )
     return one.keys() == other.keys() and alike
 
 
@@ -77,7 +81,12 @@ def test_a_model_is_that_of_a_comfyui_without_it(comfy, in_dtype, held, storage)
 
 
 def test_weights_of_half_the_size_take_half_of_the_memory(in_dtype):
-    sizes = [sum(one.nbytes for one in tensors_of(load(in_dtype("fp32"), storage, "fp32", mapped=True).model.diffusion_model)) for storage in ("bf16", "as_file")]
+    sizes = [
+        sum(
+            one.nbytes for one in tensors_of(load(in_dtype("fp32"), storage, "fp32", mapped=True).model.diffusion_model)
+        )
+        for storage in ("bf16", "as_file")
+    ]
     assert sizes[0] < 0.55 * sizes[1]
 
 
@@ -125,14 +134,21 @@ def test_a_clone_is_stored_as_the_report_of_the_dynamic_model_says(comfy, in_dty
     with mapped_loading():
         model = families.load(comfy, in_dtype("bf16"), "auto", "auto")
         static = model.clone(disable_dynamic=True)
-    assert not any(isinstance(one, QuantizedTensor) for one in model.model.parameters()) and "streams" in families.report(comfy, static)["decisions"]["storage"]
+    assert (
+        not any(isinstance(one, QuantizedTensor) for one in model.model.parameters())
+        and "streams" in families.report(comfy, static)["decisions"]["storage"]
+    )
     assert not any(isinstance(one, QuantizedTensor) for one in static.model.parameters())
 
 
 @pytest.mark.parametrize("storage", ["as_file", "fp16", "fp32", "int8"])
 def test_a_text_encoder_is_that_of_a_comfyui_without_it(comfy, models_dir, storage):
     clip_l = tiny_models.narrow_clip_l(models_dir / "text_encoders" / "static_clip_l.safetensors")
-    path = model_files.changed(clip_l, clip_l.with_stem("static_bf16"), lambda tensors: tensors.update({name: it.bfloat16() for name, it in tensors.items()}))
+    path = model_files.changed(
+        clip_l,
+        clip_l.with_stem("static_bf16"),
+        lambda tensors: tensors.update({name: it.bfloat16() for name, it in tensors.items()}),
+    )
     plain = load_text_encoder([str(path)], "stable_diffusion", storage, "auto", disable_dynamic=True)
     with mapped_loading():
         static = load_text_encoder([str(path)], "stable_diffusion", storage, "auto", disable_dynamic=True)
@@ -145,7 +161,9 @@ def test_the_parts_of_a_checkpoint_are_those_of_a_comfyui_without_it(comfy, mode
 
     def parts():
         model = load_diffusion_model(path, "bf16", "bf16", Rules(), whole=True, disable_dynamic=True)
-        return of_module(model.model.diffusion_model), of_module(load_checkpoint_text_encoder(path, "bf16", disable_dynamic=True).cond_stage_model)
+        return of_module(model.model.diffusion_model), of_module(
+            load_checkpoint_text_encoder(path, "bf16", disable_dynamic=True).cond_stage_model
+        )
 
     plain = parts()
     with mapped_loading():
@@ -155,18 +173,28 @@ def test_the_parts_of_a_checkpoint_are_those_of_a_comfyui_without_it(comfy, mode
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("name", ["ace", "seedvr2"])
-def test_a_vae_that_comfyui_never_streams_decodes_in_another_dtype_than_its_file(comfy, models_dir, monkeypatch, name, dtype):
+def test_a_vae_that_comfyui_never_streams_decodes_in_another_dtype_than_its_file(
+    comfy, models_dir, monkeypatch, name, dtype
+):
     """Its own loader raises here: "expected scalar type Float but found BFloat16"."""
-    exact, path, tiny = tiny_vaes.build(name, torch.float32), models_dir / "vae" / f"static_{name}.safetensors", tiny_vaes.VAES[name]
+    exact, path, tiny = (
+        tiny_vaes.build(name, torch.float32),
+        models_dir / "vae" / f"static_{name}.safetensors",
+        tiny_vaes.VAES[name],
+    )
     missing = {key: torch.zeros(shape) for key, shape in tiny.names.items()}
-    save_file({key: one.contiguous() for key, one in (missing | exact.first_stage_model.state_dict()).items()}, str(path))
+    save_file(
+        {key: one.contiguous() for key, one in (missing | exact.first_stage_model.state_dict()).items()}, str(path)
+    )
     own = torch.nn.Module.load_state_dict
     with mapped_loading(), tiny_vaes._narrowed(tiny):
         monkeypatch.setattr(torch.nn.Module, "load_state_dict", own)
         vae = load_vae(str(path), dtype)
         monkeypatch.undo()
     vae.process_output = exact.process_output
-    assert not vae.patcher.is_dynamic() and {one.dtype for one in vae.first_stage_model.parameters()} == {encoders.dtype_named(dtype)}
+    assert not vae.patcher.is_dynamic() and {one.dtype for one in vae.first_stage_model.parameters()} == {
+        encoders.dtype_named(dtype)
+    }
     results = []
     for each in (exact, vae):
         torch.manual_seed(3)
@@ -179,5 +207,9 @@ def test_dynamic_vram_casts_a_control_net_to_its_storage(comfy, models_dir, stor
     path = control_files.sd15(models_dir / "controlnet" / "static_fp16.safetensors", torch.float16)
     with mapped_loading():
         control = comfy.run("HalfsafeLoadControlNet", control_net_name=path.name, storage=storage, compute="fp32")[0]
-    made_for = {getattr(layer, f"{name}_comfy_model_dtype") for layer in control.control_model.modules() for name, _ in layer.named_parameters(recurse=False)}
+    made_for = {
+        getattr(layer, f"{name}_comfy_model_dtype")
+        for layer in control.control_model.modules()
+        for name, _ in layer.named_parameters(recurse=False)
+    }
     assert made_for == {HELD[storage]} == {parameter.dtype for parameter in control.control_model.parameters()}

@@ -1,6 +1,5 @@
 """A loaded model under ComfyUI's patchers: clones, LoRAs, other compute dtypes, reloads, other devices."""
 
-
 import pytest
 import torch
 from support import model_files, tiny_models

@@ -1,6 +1,5 @@
 """Saved models: stock ComfyUI computes the very same with them, LoRAs are merged, and a failure leaves no file."""
 
-
 import pytest
 import torch
 from halfsafe.precision.base.errors import HalfsafeError
@@ -23,8 +22,12 @@ def test_stock_loader_computes_with_the_same_bits(comfy, wan, saved_folder, stor
     theirs = stock(comfy, path, torch.bfloat16)
     results = [denoise(one) for one in (model, theirs)]
     ours, core = ([bits(part) for part in one.model.diffusion_model.parameters()] for one in (model, theirs))
-    assert all(torch.equal(*pair) for own, other in zip(ours, core, strict=True) for pair in zip(own, other, strict=True))
-    assert relative_error(*results) < 2**-8, "weights elsewhere in memory may be summed in another order, and a sum then rounded otherwise"
+    assert all(
+        torch.equal(*pair) for own, other in zip(ours, core, strict=True) for pair in zip(own, other, strict=True)
+    )
+    assert relative_error(*results) < 2**-8, (
+        "weights elsewhere in memory may be summed in another order, and a sum then rounded otherwise"
+    )
 
 
 def bits(weight):
@@ -128,9 +131,16 @@ def test_v_prediction_is_kept(comfy, models_dir, saved_folder):
 def test_workflow_is_in_the_metadata(comfy, wan, saved_folder):
     from halfsafe.nodes.host.load.save import save_model
 
-    name = save_model(load(comfy, wan.name), "diffusion_models/saved", "as_file", rules_from(), {"1": {}}, {"workflow": {"a": 1}}).name
+    name = save_model(
+        load(comfy, wan.name), "diffusion_models/saved", "as_file", rules_from(), {"1": {}}, {"workflow": {"a": 1}}
+    ).name
     with safe_open(saved_folder.parent / name, "pt") as file:
-        assert {**file.metadata(), CARD_KEY: ""} == {CARD_KEY: "", "format": "pt", "prompt": '{"1": {}}', "workflow": '{"a": 1}'}
+        assert {**file.metadata(), CARD_KEY: ""} == {
+            CARD_KEY: "",
+            "format": "pt",
+            "prompt": '{"1": {}}',
+            "workflow": '{"a": 1}',
+        }
 
 
 def test_the_card_tells_of_source_and_loras_and_changes_no_detection(comfy, wan, lora_file, saved_folder):
@@ -139,7 +149,11 @@ def test_the_card_tells_of_source_and_loras_and_changes_no_detection(comfy, wan,
     with safe_open(path, "pt") as file:
         metadata = file.metadata()
     card = card_in(metadata)
-    assert card["source"]["file"] == wan.name and card["source"]["bytes"] == wan.stat().st_size and card["merged_patches"] == 2
+    assert (
+        card["source"]["file"] == wan.name
+        and card["source"]["bytes"] == wan.stat().st_size
+        and card["merged_patches"] == 2
+    )
     assert card["asked_storage"] == "fp8_e4m3fn" and card["needs_comfyui"] == "0.4.0"
     bare = saved_folder / "without_card.safetensors"
     save_file(load_file(path), bare, {name: text for name, text in metadata.items() if name != CARD_KEY})
@@ -173,7 +187,9 @@ def test_a_compiled_block_is_saved_under_the_names_of_its_layers(comfy, wan, lor
     model = with_lora(comfy, load(comfy, wan.name, "as_file", "bf16"), lora_file)
     expected = load_file(save(comfy, model, saved_folder))
     other = model.clone()
-    other.add_object_patch("diffusion_model.blocks.0", torch.compile(model.model.diffusion_model.blocks[0], backend="eager"))
+    other.add_object_patch(
+        "diffusion_model.blocks.0", torch.compile(model.model.diffusion_model.blocks[0], backend="eager")
+    )
     denoise(other)
     assert any("_orig_mod" in name for name in model.model.diffusion_model.state_dict())
     found = load_file(save(comfy, model, saved_folder))

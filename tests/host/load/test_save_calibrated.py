@@ -45,20 +45,26 @@ def error_of_results(path, exact, calibration) -> float:
     stored, original = (read_checkpoint(open_checkpoint(file), {}, file).weights for file in (path, exact))
     total = 0.0
     for layer in filter(calibration.usable, calibration.layers):
-        parts = (stored[f"{layer}.weight"].dequantize(torch.float32) - original[f"{layer}.weight"].dequantize(torch.float32))
+        parts = stored[f"{layer}.weight"].dequantize(torch.float32) - original[f"{layer}.weight"].dequantize(
+            torch.float32
+        )
         parts = parts.unflatten(1, (-1, calibration.layers[layer].width)).transpose(0, 1)
         total += float((parts @ calibration.layers[layer].blocks * parts).sum())
     return total**0.5
 
 
 @pytest.mark.parametrize(("storage", "products"), [("int8", 5e-3), ("fp8_e4m3fn", 1e-6)])
-def test_a_calibrated_file_is_closer_and_stock_computes_the_same(comfy, calibrated, wan, saved_folder, storage, products):
+def test_a_calibrated_file_is_closer_and_stock_computes_the_same(
+    comfy, calibrated, wan, saved_folder, storage, products
+):
     """``products``: ComfyUI multiplies int8 weights by int8 inputs whatever the compute dtype, this pack in fp32 where asked."""
     model, calibration = calibrated
     near = save(comfy, model, saved_folder, storage)
     found = save_calibrated(comfy, model, calibration, storage, saved_folder)
     tensors, others = load_file(found), load_file(near)
-    assert {name: (one.dtype, one.shape) for name, one in tensors.items()} == {name: (one.dtype, one.shape) for name, one in others.items()}
+    assert {name: (one.dtype, one.shape) for name, one in tensors.items()} == {
+        name: (one.dtype, one.shape) for name, one in others.items()
+    }
     assert {name for name in tensors if not torch.equal(tensors[name].float(), others[name].float())} <= {
         f"{layer}.weight" for layer in calibration.layers if calibration.usable(layer)
     }
@@ -70,7 +76,9 @@ def test_a_calibrated_file_is_closer_and_stock_computes_the_same(comfy, calibrat
     with safe_open(found, "pt") as file:
         card = card_in(file.metadata())
     assert card["calibration"]["method"] == "GPTQ" and card["calibration"]["layers"] == sum(
-        tensors[f"{layer}.weight"].dtype in (torch.int8, torch.float8_e4m3fn) for layer in calibration.layers if calibration.usable(layer)
+        tensors[f"{layer}.weight"].dtype in (torch.int8, torch.float8_e4m3fn)
+        for layer in calibration.layers
+        if calibration.usable(layer)
     )
 
 
@@ -100,7 +108,10 @@ def test_low_bits_are_calibrated(comfy, calibrated, wan, saved_folder, storage):
     model, calibration = calibrated
     if storage not in held_storages():
         pytest.skip(f"this ComfyUI does not run {storage}")
-    near, found = save(comfy, model, saved_folder, storage), save_calibrated(comfy, model, calibration, storage, saved_folder)
+    near, found = (
+        save(comfy, model, saved_folder, storage),
+        save_calibrated(comfy, model, calibration, storage, saved_folder),
+    )
     exact = denoise(model)
     assert relative_error(exact, denoise(stock(comfy, found))) < relative_error(exact, denoise(stock(comfy, near)))
     assert error_of_results(found, wan, calibration) < 0.8 * error_of_results(near, wan, calibration)
@@ -119,10 +130,16 @@ def test_a_merged_lora_is_what_a_calibration_rounds(comfy, calibrated, saved_fol
     near = save(comfy, patched, saved_folder, "int8")
     found = save_calibrated(comfy, patched, calibration, "int8", saved_folder)
     exact = denoise(patched)
-    assert relative_error(exact, denoise(stock(comfy, found))) < relative_error(exact, denoise(stock(comfy, near))) < relative_error(exact, denoise(model))
+    assert (
+        relative_error(exact, denoise(stock(comfy, found)))
+        < relative_error(exact, denoise(stock(comfy, near)))
+        < relative_error(exact, denoise(model))
+    )
 
 
-def test_a_calibration_of_another_model_is_refused_before_anything_is_written(comfy, calibrated, saved_folder, models_dir):
+def test_a_calibration_of_another_model_is_refused_before_anything_is_written(
+    comfy, calibrated, saved_folder, models_dir
+):
     other = tiny_models.wan(models_dir / "diffusion_models" / "other_model.safetensors", seed=4)
     before = set(saved_folder.iterdir())
     with pytest.raises(HalfsafeError, match=r"not other_model\.safetensors"):

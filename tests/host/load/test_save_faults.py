@@ -14,7 +14,22 @@ from support.summing import accumulation, states
 from torch.utils._python_dispatch import TorchDispatchMode
 
 SAMPLED = 12
-ALLOCATING = ("empty", "mm", "add", "mul", "copy", "convolution", "softmax", "attention", "cat", "norm", "clone", "gelu", "zeros", "stack")
+ALLOCATING = (
+    "empty",
+    "mm",
+    "add",
+    "mul",
+    "copy",
+    "convolution",
+    "softmax",
+    "attention",
+    "cat",
+    "norm",
+    "clone",
+    "gelu",
+    "zeros",
+    "stack",
+)
 
 
 class FaultMode(TorchDispatchMode):

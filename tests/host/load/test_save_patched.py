@@ -13,7 +13,16 @@ from support.measures import relative_error
 from support.saved_models import save
 
 LAYER, KEPT = "blocks.0.ffn.0", "text_embedding.0"
-ERROR = {"bf16": 0.004, "fp16": 0.001, "fp8_e4m3fn": 0.04, "mxfp8": 0.06, "int8": 0.02, "w6a8": 0.04, "w4a8": 0.12, "nvfp4": 0.15}
+ERROR = {
+    "bf16": 0.004,
+    "fp16": 0.001,
+    "fp8_e4m3fn": 0.04,
+    "mxfp8": 0.06,
+    "int8": 0.02,
+    "w6a8": 0.04,
+    "w4a8": 0.12,
+    "nvfp4": 0.15,
+}
 """How far a saved weight may be from the exact one: the rounding of its format, in which the file was before."""
 READ_ONLY = ("nvfp4", "mxfp8")
 
@@ -26,7 +35,9 @@ def other(wan):
 
 def loaded(comfy, path, storage):
     if storage in READ_ONLY:
-        path = model_files.in_dialect(path, path.with_name(f"{path.stem}-{storage}.safetensors"), dialects.in_format, name=storage)
+        path = model_files.in_dialect(
+            path, path.with_name(f"{path.stem}-{storage}.safetensors"), dialects.in_format, name=storage
+        )
         storage = "as_file"
     return families.load(comfy, path, storage, "bf16")
 
@@ -38,12 +49,22 @@ def changes(comfy, wan, other, storage):
     blocks = core("comfy_extras.nodes_model_merging").ModelMergeBlocks()
 
     def exact(first, share):
-        return lambda layer: first * load_file(wan)[f"{layer}.weight"].float() + share * load_file(other)[f"{layer}.weight"].float()
+        return lambda layer: (
+            first * load_file(wan)[f"{layer}.weight"].float() + share * load_file(other)[f"{layer}.weight"].float()
+        )
 
-    yield "LoRA", lambda model: load_lora_for_models(model, None, lora, 1.0, 0.0)[0], lambda layer: exact(1, 0)(layer) + model_files.lora_delta(lora, layer)
+    yield (
+        "LoRA",
+        lambda model: load_lora_for_models(model, None, lora, 1.0, 0.0)[0],
+        lambda layer: exact(1, 0)(layer) + model_files.lora_delta(lora, layer),
+    )
     yield "merge", lambda model: merging.ModelMergeSimple().merge(model, second, 0.6)[0], exact(0.6, 0.4)
     yield "add", lambda model: merging.ModelAdd().merge(model, second)[0], exact(1, 1)
-    yield "blocks", lambda model: blocks.merge(model, second, **{"blocks.": 0.3, "text_embedding": 0.3})[0], exact(0.3, 0.7)
+    yield (
+        "blocks",
+        lambda model: blocks.merge(model, second, **{"blocks.": 0.3, "text_embedding": 0.3})[0],
+        exact(0.3, 0.7),
+    )
 
 
 def test_each_layer_is_saved_in_its_own_format(comfy, wan, other, saved_folder):
@@ -63,20 +84,32 @@ def test_each_layer_is_saved_in_its_own_format(comfy, wan, other, saved_folder):
                 path = save(comfy, model, saved_folder, asked)
                 file = open_checkpoint(path)
                 weights = read_checkpoint(dict(file.items()), file.metadata, path).weights
-                errors = [relative_error(exact(layer), weights[f"{layer}.weight"].dequantize(torch.float32)) for layer in (LAYER, KEPT)]
+                errors = [
+                    relative_error(exact(layer), weights[f"{layer}.weight"].dequantize(torch.float32))
+                    for layer in (LAYER, KEPT)
+                ]
                 larger = path.stat().st_size / size
                 kept = weights[f"{KEPT}.weight"].storage
                 limits = [ERROR[storage] + ERROR.get(asked, 0), ERROR[storage] if kept == storage else ERROR["bf16"]]
-                good = abs(larger - 1) < 0.01 and all(error < limit for error, limit in zip(errors, limits, strict=True))
+                good = abs(larger - 1) < 0.01 and all(
+                    error < limit for error, limit in zip(errors, limits, strict=True)
+                )
                 wrong += not good
-                table.append(f"{storage:12}{change:8}{asked:12}{larger:8.3f}{errors[0]:9.4f}{errors[1]:9.4f}{'' if good else '  WRONG'}")
+                table.append(
+                    f"{storage:12}{change:8}{asked:12}{larger:8.3f}{errors[0]:9.4f}{errors[1]:9.4f}{'' if good else '  WRONG'}"
+                )
     assert not wrong, "\n".join(table)
 
 
 def test_the_node_tells_the_formats_that_it_wrote(comfy, wan, other, saved_folder):
     merge = core("comfy_extras.nodes_model_merging").ModelMergeSimple().merge
     model = merge(families.load(comfy, wan, "int8", "bf16"), families.load(comfy, other, "int8", "bf16"), 0.6)[0]
-    told = comfy.nodes["HalfsafeSaveModel"].PREPARE_CLASS_CLONE(None).execute(model, "diffusion_models/saved", "as_file", None).ui
+    told = (
+        comfy.nodes["HalfsafeSaveModel"]
+        .PREPARE_CLASS_CLONE(None)
+        .execute(model, "diffusion_models/saved", "as_file", None)
+        .ui
+    )
     assert all(part in str(told) for part in ("int8", "bf16")), told
 
 
@@ -90,7 +123,9 @@ def test_full_precision_of_a_layer_outlives_a_lora(comfy, wan, saved_folder, for
         more = {"convrot": True, "convrot_groupsize": 256} if format == "int8" else {}
         name = {"int8": "int8_tensorwise"}.get(format, format)
         model_files.in_dialect(wan, path, dialects.in_format, name=format, settings={"format": name} | more | settings)
-    model = load_lora_for_models(families.load(comfy, path, "as_file", "bf16"), None, model_files.lora({LAYER: (1024, 256)}), 1.0, 0.0)[0]
+    model = load_lora_for_models(
+        families.load(comfy, path, "as_file", "bf16"), None, model_files.lora({LAYER: (1024, 256)}), 1.0, 0.0
+    )[0]
     file = open_checkpoint(save(comfy, model, saved_folder, "as_file"))
     weights = read_checkpoint(file, file.metadata, path).weights
     assert all(weights[f"{layer}.weight"].full_precision for layer in model_files.WAN_LINEARS)

@@ -86,7 +86,13 @@ def test_a_report_says_why_int8_products_are_slow_here(comfy, wan, card, monkeyp
 
 @pytest.mark.parametrize(
     ("profile", "backends", "gains"),
-    [("sm_86", "cuda", True), ("sm_86", "", False), ("gfx1201", "hip", True), ("gfx1201", "", False), ("gfx1100", "hip", False)],
+    [
+        ("sm_86", "cuda", True),
+        ("sm_86", "", False),
+        ("gfx1201", "hip", True),
+        ("gfx1201", "", False),
+        ("gfx1100", "hip", False),
+    ],
 )
 def test_a_card_without_the_kernel_gains_nothing_from_int8(comfy, monkeypatch, profile, backends, gains):
     import comfy.quant_ops
@@ -130,7 +136,9 @@ def notice(comfy, node, *inputs, **more) -> tuple[str, object]:
         ("sm_86", "13.0", "comfy-kitchen"), ("gfx1201", None, "comfy-kitchen"),
     ],
 )  # fmt: skip
-def test_the_first_model_in_int8_says_once_which_command_installs_its_kernels(comfy, wan, without_kernels, caplog, profile, cuda, packages):
+def test_the_first_model_in_int8_says_once_which_command_installs_its_kernels(
+    comfy, wan, without_kernels, caplog, profile, cuda, packages
+):
     without_kernels(profile, cuda)
     caplog.set_level("WARNING", logger="halfsafe")
     load = ("HalfsafeLoadDiffusionModel", wan.name)

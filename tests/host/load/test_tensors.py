@@ -27,14 +27,18 @@ def in_file(wan, models_dir):
             path = folder / "mapped_plain.safetensors"
             path.write_bytes(wan.read_bytes())
         else:
-            path = model_files.in_dialect(wan, folder / f"mapped_{kind}.safetensors", {"fp8": dialects.comfy_quant, "int8": int8}[kind])
+            path = model_files.in_dialect(
+                wan, folder / f"mapped_{kind}.safetensors", {"fp8": dialects.comfy_quant, "int8": int8}[kind]
+            )
         return path, [path]
 
     return write
 
 
 READ = [(kind, compute) for kind in ("plain", "parts") for compute in ("auto", "bf16", "fp32", "fp16_safe")]
-READ += [(kind, compute) for kind in ("fp8", "int8") for compute in ("auto", "fp32")]  # in fp16_safe the rest becomes fp16
+READ += [
+    (kind, compute) for kind in ("fp8", "int8") for compute in ("auto", "fp32")
+]  # in fp16_safe the rest becomes fp16
 
 
 @pytest.mark.parametrize(("kind", "compute"), READ)
@@ -87,7 +91,8 @@ GIB = 1024**3
 
 
 @pytest.mark.parametrize(
-    ("host", "quantized", "said"), [(64 * GIB, False, "streams the remaining"), (1_000_000, True, "read from disk at each step")]
+    ("host", "quantized", "said"),
+    [(64 * GIB, False, "streams the remaining"), (1_000_000, True, "read from disk at each step")],
 )
 def test_auto_says_what_is_streamed(comfy, in_file, monkeypatch, host, quantized, said):
     from dataclasses import replace

@@ -17,7 +17,11 @@ def control_lora(model):
     net = ControlNet(**config, hint_channels=3, operations=disable_weight_init, device="meta")
     own = {name: tuple(tensor.shape) for name, tensor in net.state_dict().items()}
     shared = model.model.diffusion_model.state_dict()
-    made = dict(tiny_models.tensors_of_shapes({name: shape for name, shape in own.items() if name not in shared}, torch.float32, seed=3))
+    made = dict(
+        tiny_models.tensors_of_shapes(
+            {name: shape for name, shape in own.items() if name not in shared}, torch.float32, seed=3
+        )
+    )
     return ControlLora(made)
 
 

@@ -36,7 +36,10 @@ def encoder_lora():
     """A LoRA for the first layers of a CLIP-L, by the names that ComfyUI gives any text encoder's layers."""
     layers = {f"text_model.encoder.layers.{number}.mlp.fc1": (1024, 256) for number in range(4)}
     tensors = model_files.lora(layers, size=0.05)
-    return {name.replace("diffusion_model.", "text_encoders.clip_l.transformer."): tensor for name, tensor in tensors.items()}
+    return {
+        name.replace("diffusion_model.", "text_encoders.clip_l.transformer."): tensor
+        for name, tensor in tensors.items()
+    }
 
 
 @pytest.mark.parametrize("storage", ["fp8_e4m3fn", "int8"])
@@ -129,6 +132,10 @@ def test_a_merge_is_that_of_the_models(comfy, wan, storages):
     other = families.write_scaled(wan, wan.with_name("merged_other.safetensors"), {r"ffn\.0\.weight": 1.5})
     merge = core("comfy_extras.nodes_model_merging").ModelMergeSimple().merge
     parts = zip((wan, other), storages, strict=True)
-    result = families.sample(merge(*(load(comfy, path, storage, "bf16") for path, storage in parts), 0.6)[0], "wan", steps=1)
-    expected = families.sample(merge(load(comfy, wan, "fp32", "fp32"), load(comfy, other, "fp32", "fp32"), 0.6)[0], "wan", steps=1)
+    result = families.sample(
+        merge(*(load(comfy, path, storage, "bf16") for path, storage in parts), 0.6)[0], "wan", steps=1
+    )
+    expected = families.sample(
+        merge(load(comfy, wan, "fp32", "fp32"), load(comfy, other, "fp32", "fp32"), 0.6)[0], "wan", steps=1
+    )
     assert relative_error(expected, result) < 0.08

@@ -25,7 +25,12 @@ from support.measures import relative_error
 LAYERS = {
     **{f"blocks.{block}.ffn.0": (1024, 256) for block in (0, 1)},
     **{f"blocks.{block}.ffn.2": (256, 1024) for block in (0, 1)},
-    **{f"blocks.{block}.{kind}_attn.{part}": (256, 256) for block in (0, 1) for kind in ("self", "cross") for part in "qkvo"},
+    **{
+        f"blocks.{block}.{kind}_attn.{part}": (256, 256)
+        for block in (0, 1)
+        for kind in ("self", "cross")
+        for part in "qkvo"
+    },
 }
 EFFECTS = (6e-4, 5e-3, 5e-2)
 FFN = "blocks.0.ffn.0"
@@ -109,7 +114,9 @@ def test_the_layers_own_product_stays_what_it_was(comfy, wan, call, lora, way, m
     model = with_lora(load(comfy, wan, *WAYS[way]), {name: tensor for name, tensor in lora.items() if "ffn.0" in name})
     if memory == "little":
         partially_load = type(model).partially_load
-        monkeypatch.setattr(type(model), "partially_load", lambda self, device, *_, **__: partially_load(self, device, 1))
+        monkeypatch.setattr(
+            type(model), "partially_load", lambda self, device, *_, **__: partially_load(self, device, 1)
+        )
     plain = families.replay(model, call)
     assert model.model.model_lowvram == (memory == "little")
     seen = products(model, call)
@@ -131,7 +138,12 @@ def test_loras_are_applied_together_and_each_clone_has_its_own(comfy, wan, call,
     floor = relative_error(families.replay(exact, call), plain)
 
     def stacked(start):
-        return [start, with_lora(start, lora, 0.1), with_lora(with_lora(start, lora, 0.1), other, -0.2), with_lora(start, other, 0.3)]
+        return [
+            start,
+            with_lora(start, lora, 0.1),
+            with_lora(with_lora(start, lora, 0.1), other, -0.2),
+            with_lora(start, other, 0.3),
+        ]
 
     ours = stacked(model)
     expected = [families.replay(one, call) for one in stacked(exact)]
@@ -165,7 +177,9 @@ def test_the_factors_are_counted_and_go_with_the_model(comfy, wan, call, lora):
     assert len(model_management.current_loaded_models) <= before
 
 
-def test_a_model_of_comfyuis_own_loader_is_changed_by_our_node_alone(comfy, wan, models_dir, call, exact, lora, strengths):
+def test_a_model_of_comfyuis_own_loader_is_changed_by_our_node_alone(
+    comfy, wan, models_dir, call, exact, lora, strengths
+):
     from halfsafe.precision.commands.convert import convert_file
     from halfsafe.precision.plan.rules import rules_from
 
@@ -195,7 +209,11 @@ def dora(lora):
 @pytest.mark.parametrize("storage", ["fp8_e4m3fn", "int8"])
 @pytest.mark.parametrize("kind", ["diff", "dora"])
 def test_what_cannot_be_added_is_merged_and_named(comfy, wan, call, lora, storage, kind):
-    value = dora(lora) if kind == "dora" else ("diff", (torch.randn(1024, 256, generator=torch.Generator().manual_seed(1)),))
+    value = (
+        dora(lora)
+        if kind == "dora"
+        else ("diff", (torch.randn(1024, 256, generator=torch.Generator().manual_seed(1)),))
+    )
     model = full_patch(load(comfy, wan, storage, "fp32"), value)
     weight = model.model.diffusion_model.blocks[0].ffn[0].weight.to(torch.float32).dequantize()
     exact = calculate_weight(model.patches[KEY], weight.clone(), KEY)
@@ -284,7 +302,10 @@ def test_layers_that_run_on_the_text_before_the_models_calls(comfy, models_dir):
     cond = [[states, {"t5xxl_ids": torch.arange(6), "t5xxl_weights": torch.ones(6)}]]
     exact = load(comfy, path, "fp32", "fp32")
     modules = dict(exact.model.diffusion_model.named_modules())
-    shapes = {name: tuple(modules[name].weight.shape) for name in (f"llm_adapter.blocks.{b}.mlp.{i}" for b in (0, 1) for i in (0, 2))}
+    shapes = {
+        name: tuple(modules[name].weight.shape)
+        for name in (f"llm_adapter.blocks.{b}.mlp.{i}" for b in (0, 1) for i in (0, 2))
+    }
     tensors = model_files.lora(shapes, rank=8)
 
     def latent_of(model):
@@ -299,7 +320,9 @@ def test_layers_that_run_on_the_text_before_the_models_calls(comfy, models_dir):
         ours = guarded(comfy, ours) if compute == "fp16_safe" else ours
         error = relative_error(expected, latent_of(ours))
         assert error < 1.1 * floor < 0.8 * (floor**2 + effect**2) ** 0.5, "without the LoRA both add up"
-        assert "LoRAs added" in next(layer["reason"] for layer in families.report(comfy, ours)["layers"] if layer["name"] in shapes)
+        assert "LoRAs added" in next(
+            layer["reason"] for layer in families.report(comfy, ours)["layers"] if layer["name"] in shapes
+        )
         assert not any("LowRank" in note for note in families.report(comfy, ours)["notes"])
 
 

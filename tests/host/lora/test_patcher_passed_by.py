@@ -54,7 +54,9 @@ def counted(monkeypatch):
     return calls
 
 
-@pytest.mark.parametrize(("storage", "compute"), [("fp8_e4m3fn", "bf16"), ("int8", "int8"), ("fp8_e4m3fn", "fp16_safe")])
+@pytest.mark.parametrize(
+    ("storage", "compute"), [("fp8_e4m3fn", "bf16"), ("int8", "int8"), ("fp8_e4m3fn", "fp16_safe")]
+)
 def test_the_first_picture_is_right_and_the_layers_are_named(comfy, wan, counted, caplog, storage, compute):
     exact = families.sample(with_lora(load(comfy, wan, "fp32", "fp32")), "wan")
     beside = families.sample(with_lora(load(comfy, wan, storage, compute)), "wan")
@@ -82,7 +84,9 @@ def test_another_fused_function_of_an_int8_layer(comfy, wan, call):
         *before, last = self
         for module in before:
             x = module(x)
-        weight, bias, stream = operations.cast_bias_weight(last, x, offloadable=True, compute_dtype=x.dtype, want_requant=True)
+        weight, bias, stream = operations.cast_bias_weight(
+            last, x, offloadable=True, compute_dtype=x.dtype, want_requant=True
+        )
         weight = weight.dequantize() if isinstance(weight, QuantizedTensor) else weight
         result = F.linear(x, weight.to(x.dtype), bias)
         operations.uncast_bias_weight(last, weight, bias, stream)
@@ -105,11 +109,17 @@ def test_another_fused_function_of_an_int8_layer(comfy, wan, call):
 
 def test_layers_that_are_passed_by_at_one_size_of_a_call_alone(comfy, wan, call, call_of_two):
     """As a fused product does that gains in large batches only: the first call of that size shows it, not the first of all."""
-    exact, beside, model = (with_lora(load(comfy, wan, *how)) for how in (("fp32", "fp32"), ("int8", "int8"), ("int8", "int8")))
+    exact, beside, model = (
+        with_lora(load(comfy, wan, *how)) for how in (("fp32", "fp32"), ("int8", "int8"), ("int8", "int8"))
+    )
     plain = WanSelfAttention.forward
     with together():
         fused = WanSelfAttention.forward
-        with changed(WanSelfAttention, "forward", lambda self, x, *args, **kwargs: (fused if len(x) > 1 else plain)(self, x, *args, **kwargs)):
+        with changed(
+            WanSelfAttention,
+            "forward",
+            lambda self, x, *args, **kwargs: (fused if len(x) > 1 else plain)(self, x, *args, **kwargs),
+        ):
             results = [families.replay(model, each) for each in (call, call_of_two)]
     for each, result in zip((call, call_of_two), results, strict=True):
         expected = families.replay(exact, each)
@@ -133,7 +143,9 @@ def test_layers_that_are_passed_by_from_a_later_step_on(comfy, wan, counted, sto
             counted.clear()
             result = families.sample(model, "wan", steps=steps)
     assert relative_error(exact, result) < 1.1 * relative_error(exact, beside)
-    assert len(counted) == steps + 2, "the call that shows it is watched in a repeat, and made again with the LoRAs in the weights"
+    assert len(counted) == steps + 2, (
+        "the call that shows it is watched in a repeat, and made again with the LoRAs in the weights"
+    )
 
 
 def test_a_lora_by_hooks_follows_its_strength(comfy, wan, models_dir):
@@ -178,11 +190,15 @@ def encode(clip, tokens=None):
 @pytest.mark.parametrize("storage", ["fp8_e4m3fn", "int8"])
 def test_a_clip_whose_parallel_layers_are_one_product(comfy, models_dir, storage, caplog):
     path = tiny_models.narrow_clip_l(models_dir / "text_encoders" / "clip_l_together.safetensors")
-    names = {f"text_model.encoder.layers.{number}.self_attn.{part}_proj": (256, 256) for number in range(3) for part in "qk"}
+    names = {
+        f"text_model.encoder.layers.{number}.self_attn.{part}_proj": (256, 256) for number in range(3) for part in "qk"
+    }
     lora = encoder_lora(names, "text_encoders.clip_l.transformer.")
 
     def loaded(storage):
-        clip = comfy.run("HalfsafeLoadCLIP", clip_name1=path.name, type="stable_diffusion", storage=storage, compute="auto")[0]
+        clip = comfy.run(
+            "HalfsafeLoadCLIP", clip_name1=path.name, type="stable_diffusion", storage=storage, compute="auto"
+        )[0]
         return clip, load_lora_for_models(None, clip, lora, 0.0, 1.0)[1]
 
     exact = encode(loaded("fp32")[1])
@@ -195,7 +211,10 @@ def test_a_clip_whose_parallel_layers_are_one_product(comfy, models_dir, storage
         assert relative_error(exact, encode(with_it)) < 1.1 * floor
         assert relative_error(plain, encode(clip)) < 1e-3, "the encoder without the LoRA"
     assert caplog.text.count("LoRAs are added to weights") == 1
-    assert not any("forward" in module.__dict__ or module.__dict__.get("weight_function") for module in clip.cond_stage_model.modules())
+    assert not any(
+        "forward" in module.__dict__ or module.__dict__.get("weight_function")
+        for module in clip.cond_stage_model.modules()
+    )
     assert "encode_token_weights" not in vars(clip.cond_stage_model)
 
 
@@ -203,7 +222,10 @@ def test_qwen_3_in_fp8_whose_parallel_layers_are_one_product():
     """ComfyUI 0.45 multiplies q, k and v of Qwen 3.x together, and gate and up (#17361)."""
     parts = ("self_attn.q_proj", "self_attn.k_proj", "mlp.gate_proj", "mlp.down_proj")
     transformer = tiny_encoders.build("qwen3").cond_stage_model.tiny.transformer
-    names = {name: tuple(transformer.get_submodule(name).weight.shape) for name in (f"model.layers.{number}.{part}" for number in range(2) for part in parts)}
+    names = {
+        name: tuple(transformer.get_submodule(name).weight.shape)
+        for name in (f"model.layers.{number}.{part}" for number in range(2) for part in parts)
+    }
     lora = encoder_lora(names, "text_encoders.tiny.transformer.")
 
     def built(dtype):
@@ -222,7 +244,9 @@ def test_qwen_3_in_fp8_whose_parallel_layers_are_one_product():
         clip = built(torch.float8_e4m3fn)
         assert relative_error(exact, encode(clip, tiny_encoders.tokens())) < 1.5 * floor
     low_rank = clip.patcher.low_rank_model()
-    assert {key.partition("layers.0.")[2] for key in low_rank.by_weight if "layers.0." in key} == {f"{part}.weight" for part in parts if "down" not in part}
+    assert {key.partition("layers.0.")[2] for key in low_rank.by_weight if "layers.0." in key} == {
+        f"{part}.weight" for part in parts if "down" not in part
+    }
     assert low_rank.asked == low_rank.by_weight
 
 
@@ -268,6 +292,10 @@ def test_a_repeat_runs_a_fused_layer_of_an_encoder_in_full_precision(comfy, mode
     with changed(CLIPMLP, "forward", forward):
         for compute in ("auto", "fp32"):
             in_int8.clear()
-            encode(comfy.run("HalfsafeLoadCLIP", clip_name1=path.name, type="stable_diffusion", storage="int8", compute=compute)[0])
+            encode(
+                comfy.run(
+                    "HalfsafeLoadCLIP", clip_name1=path.name, type="stable_diffusion", storage="int8", compute=compute
+                )[0]
+            )
             seen[compute] = {*in_int8}
     assert seen == {"auto": {True}, "fp32": {False}}

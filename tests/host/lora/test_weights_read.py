@@ -52,7 +52,10 @@ def error_of(expected, weight):
 def test_weights_are_read_as_numbers(comfy, wan, run):
     other = families.write_scaled(wan, wan.with_name("weights_read_other.safetensors"), {r"ffn\.0\.weight": 1.5})
     subtract = core("comfy_extras.nodes_model_merging").ModelSubtract().merge
-    exact, lora = load_file(wan)[f"{LAYER}.weight"].float(), model_files.lora({LAYER: (1024, 256), KEPT: (256, 4096)}, size=0.1)
+    exact, lora = (
+        load_file(wan)[f"{LAYER}.weight"].float(),
+        model_files.lora({LAYER: (1024, 256), KEPT: (256, 4096)}, size=0.1),
+    )
     merged, key, table = exact + model_files.lora_delta(lora, LAYER), f"diffusion_model.{LAYER}.weight", []
     for storage in [name for name in ERROR if name in {"bf16"} | held_storages()]:
         model = loaded(comfy, wan, storage)
@@ -70,7 +73,18 @@ def test_weights_are_read_as_numbers(comfy, wan, run):
         whole, parts = extracted(difference, full=True), extracted(difference, full=False)
         up, down = (parts[f"diffusion_model.{LAYER}.lora_{part}.weight"].float() for part in ("up", "down"))
         table.append((storage, "subtract", "patch_weight", error_of(exact / 2, weight), 4 * ERROR[storage]))
-        table.append((storage, "subtract", "LoraSave in full", error_of(exact / 2, whole[f"diffusion_model.{LAYER}.diff"]), 4 * ERROR[storage]))
+        table.append(
+            (
+                storage,
+                "subtract",
+                "LoraSave in full",
+                error_of(exact / 2, whole[f"diffusion_model.{LAYER}.diff"]),
+                4 * ERROR[storage],
+            )
+        )
         table.append((storage, "subtract", "LoraSave", error_of(exact / 2, up @ down), 0.2 + ERROR[storage]))
-    lines = [f"{storage:12}{name:10}{how:18}{error:10.4f}{'' if error < limit else '  WRONG'}" for storage, name, how, error, limit in table]
+    lines = [
+        f"{storage:12}{name:10}{how:18}{error:10.4f}{'' if error < limit else '  WRONG'}"
+        for storage, name, how, error, limit in table
+    ]
     assert all(error < limit for *_, error, limit in table), "\n".join(["", *lines])

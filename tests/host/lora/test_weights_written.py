@@ -37,7 +37,9 @@ def storages() -> list[str]:
 @pytest.fixture(scope="module")
 def files(wan):
     """Two exact models that differ in some layers."""
-    return wan, families.write_scaled(wan, wan.with_name("weights_written.safetensors"), {rf"{LAYER}\.weight": 1.5, rf"{KEPT}\.weight": 1.3})
+    return wan, families.write_scaled(
+        wan, wan.with_name("weights_written.safetensors"), {rf"{LAYER}\.weight": 1.5, rf"{KEPT}\.weight": 1.3}
+    )
 
 
 def loaded(comfy, path: Path, storage: str):
@@ -125,10 +127,21 @@ def test_a_model_is_saved_as_it_was_changed(comfy, files, storage):
             saved = {layer: weights[f"{layer}.weight"] for layer in (LAYER, KEPT, SAME)}
             assert saved[KEPT].storage in ("bf16", "fp16")
             limits = {layer: times * ERROR[weight.storage] for layer, weight in saved.items()}
-            errors = {layer: relative_error(exact(layer), weight.dequantize(torch.float32)) for layer, weight in saved.items() if exact(layer).any()}
-            zeros = all(not weight.dequantize(torch.float32).any() for layer, weight in saved.items() if layer not in errors)
+            errors = {
+                layer: relative_error(exact(layer), weight.dequantize(torch.float32))
+                for layer, weight in saved.items()
+                if exact(layer).any()
+            }
+            zeros = all(
+                not weight.dequantize(torch.float32).any() for layer, weight in saved.items() if layer not in errors
+            )
             larger = path.stat().st_size / size
-            good = finite and zeros and abs(larger - 1) < 0.01 and all(error < limits[layer] for layer, error in errors.items())
+            good = (
+                finite
+                and zeros
+                and abs(larger - 1) < 0.01
+                and all(error < limits[layer] for layer, error in errors.items())
+            )
             wrong += not good
             shown = "".join(f"{errors.get(layer, 0):9.4f}" for layer in (LAYER, KEPT, SAME))
             table.append(f"{storage:12}{name:10}{run:10}{larger:8.4f}{shown}{'' if good else '  WRONG'}")
@@ -144,7 +157,9 @@ def trained(model, bypass: bool) -> tuple[dict[str, torch.Tensor], float]:
     }  # fmt: skip
     latents = {"samples": families.noise(model, seed=3)}
     torch.manual_seed(5)
-    made = core("comfy_extras.nodes_train").TrainLoraNode.execute([model], [latents], [families.conditioning("wan")], **{name: [value] for name, value in inputs.items()})
+    made = core("comfy_extras.nodes_train").TrainLoraNode.execute(
+        [model], [latents], [families.conditioning("wan")], **{name: [value] for name, value in inputs.items()}
+    )
     return made.args[0], made.args[1]["loss"][-1]
 
 
@@ -156,25 +171,45 @@ def test_a_lora_is_trained_on_a_quantized_model(comfy, wan, bypass):
     for storage in storages():
         model = loaded(comfy, wan, storage)
         lora, own_loss = trained(model, bypass)
-        error = relative_error(torch.cat([exact[name].flatten() for name in down]), torch.cat([lora[name].flatten() for name in down]))
+        error = relative_error(
+            torch.cat([exact[name].flatten() for name in down]), torch.cat([lora[name].flatten() for name in down])
+        )
         assert error < 0.01 + 1.5 * ERROR[storage], (storage, error)
         assert abs(own_loss - loss) < 0.01 * loss, (storage, own_loss, loss)
-        plain, with_lora = families.denoise(model), families.denoise(nodes.LoraModelLoader.execute(model, lora, 1.0, bypass).args[0])
+        plain, with_lora = (
+            families.denoise(model),
+            families.denoise(nodes.LoraModelLoader.execute(model, lora, 1.0, bypass).args[0]),
+        )
         assert with_lora.isfinite().all() and not torch.equal(with_lora, plain), storage
 
 
-ENCODER_CHANGES = {"as it is": (1, 0, 0), "LoRA": (1, 0, 1), "subtract": (1, -1, 0), "add": (1, 1, 0), "simple": (0.6, 0.4, 0)}
+ENCODER_CHANGES = {
+    "as it is": (1, 0, 0),
+    "LoRA": (1, 0, 1),
+    "subtract": (1, -1, 0),
+    "add": (1, 1, 0),
+    "simple": (0.6, 0.4, 0),
+}
 """Share of the first encoder, of the second, and strength of a LoRA."""
 
 
 @pytest.mark.parametrize("storage", ENCODERS)
 def test_an_encoder_a_vae_and_a_checkpoint_are_saved(comfy, wan, models_dir, storage):
     first = tiny_models.narrow_clip_l(models_dir / "text_encoders" / f"clip_l_written_{storage}.safetensors")
-    second = families.write_scaled(first, first.with_name(f"clip_l_other_{storage}.safetensors"), {rf"{FC1}\.weight": 1.5})
-    clip, other = (comfy.run("HalfsafeLoadCLIP", clip_name1=path.name, type="stable_diffusion", storage=storage, compute="auto")[0] for path in (first, second))
+    second = families.write_scaled(
+        first, first.with_name(f"clip_l_other_{storage}.safetensors"), {rf"{FC1}\.weight": 1.5}
+    )
+    clip, other = (
+        comfy.run("HalfsafeLoadCLIP", clip_name1=path.name, type="stable_diffusion", storage=storage, compute="auto")[0]
+        for path in (first, second)
+    )
     made = model_files.lora({FC1: (1024, 256)}, size=0.05)
     lora = {name.replace("diffusion_model.", "text_encoders.clip_l.transformer."): part for name, part in made.items()}
-    merging, one, two = core("comfy_extras.nodes_model_merging").NODE_CLASS_MAPPINGS, load_file(first), load_file(second)
+    merging, one, two = (
+        core("comfy_extras.nodes_model_merging").NODE_CLASS_MAPPINGS,
+        load_file(first),
+        load_file(second),
+    )
     changed = {
         "as it is": clip, "LoRA": load_lora_for_models(None, clip, lora, 0.0, 1.0)[1], "subtract": merging["CLIPMergeSubtract"]().merge(clip, other, 1.0)[0],
         "add": merging["CLIPMergeAdd"]().merge(clip, other)[0], "simple": merging["CLIPMergeSimple"]().merge(clip, other, 0.6)[0],
@@ -195,14 +230,26 @@ def test_an_encoder_a_vae_and_a_checkpoint_are_saved(comfy, wan, models_dir, sto
         assert abs(path.stat().st_size / size - 1) < 0.01, (name, path.stat().st_size / size)
         check(read(path), "", name)
     whole = core("comfy_extras.nodes_lora_extract")
-    output = whole.calc_lora_model(changed["subtract"].patcher, 8, "", "text_encoders.", {}, whole.LORAType.FULL_DIFF, bias_diff=False)
-    assert relative_error((one[f"{FC1}.weight"] - two[f"{FC1}.weight"]).float(), output[f"text_encoders.clip_l.transformer.{FC1}.diff"].float()) < 6 * ERROR[storage]
+    output = whole.calc_lora_model(
+        changed["subtract"].patcher, 8, "", "text_encoders.", {}, whole.LORAType.FULL_DIFF, bias_diff=False
+    )
+    assert (
+        relative_error(
+            (one[f"{FC1}.weight"] - two[f"{FC1}.weight"]).float(),
+            output[f"text_encoders.clip_l.transformer.{FC1}.diff"].float(),
+        )
+        < 6 * ERROR[storage]
+    )
     vae_file = tiny_models.wan_vae(models_dir / "vae" / "wan_vae_written.safetensors")
     vae = comfy.run("HalfsafeLoadVAE", vae_name=vae_file.name, dtype="bf16")[0]
     exact = load_file(vae_file)
     path = written("VAESave", vae)
     assert abs(path.stat().st_size / (2 * sum(tensor.numel() for tensor in exact.values())) - 1) < 0.01
-    assert all(relative_error(exact[key], tensor.float()) < 0.004 for key, tensor in load_file(path).items() if exact[key].any())
+    assert all(
+        relative_error(exact[key], tensor.float()) < 0.004
+        for key, tensor in load_file(path).items()
+        if exact[key].any()
+    )
     model = loaded(comfy, wan, storage)
     path = written("CheckpointSave", model, changed["LoRA"], vae)
     parts = size + bytes_of(model.model.diffusion_model, storage)
@@ -213,7 +260,10 @@ def test_an_encoder_a_vae_and_a_checkpoint_are_saved(comfy, wan, models_dir, sto
 @pytest.mark.parametrize("experts", [4, 64])
 def test_experts_are_read_and_no_patch_is_lost(comfy, wan, experts):
     """64 experts with a scale each have 64 inputs: a scale for each column, as ComfyUI's own unpacking has it."""
-    exact, key = torch.randn(experts, 64, 64) * torch.linspace(0.2, 2, experts)[:, None, None], "diffusion_model.blocks.0.experts.weight"
+    exact, key = (
+        torch.randn(experts, 64, 64) * torch.linspace(0.2, 2, experts)[:, None, None],
+        "diffusion_model.blocks.0.experts.weight",
+    )
     scales = exact.abs().amax((1, 2)) / 448
     bank = mixed_precision_ops({}, torch.bfloat16).MoEExperts(experts, 64, 64, bias=False)
     settings = dialects.comfy_quant_bytes({"format": "float8_e4m3fn", "num_experts": experts})
@@ -223,9 +273,17 @@ def test_experts_are_read_and_no_patch_is_lost(comfy, wan, experts):
     model.model.diffusion_model.blocks[0].experts = bank
     patched = model.clone()
     patched.add_patches({key: ("diff", (torch.randn(experts, 64, 64),))}, 1.0)
-    for weight in (model.model_state_dict()[key], model.patch_weight_to_device(key, return_weight=True), read(written("ModelSave", model))[f"model.{key}"].dequantize(torch.float32)):
+    for weight in (
+        model.model_state_dict()[key],
+        model.patch_weight_to_device(key, return_weight=True),
+        read(written("ModelSave", model))[f"model.{key}"].dequantize(torch.float32),
+    ):
         assert relative_error(exact, weight.float()) < 0.04
-    for use in (families.denoise, lambda model: written("ModelSave", model), lambda model: model.patch_weight_to_device(key, return_weight=True)):
+    for use in (
+        families.denoise,
+        lambda model: written("ModelSave", model),
+        lambda model: model.patch_weight_to_device(key, return_weight=True),
+    ):
         with pytest.raises(HalfsafeError, match="quantized expert weights"):
             use(patched)
 
@@ -240,14 +298,21 @@ def test_a_weight_with_a_scale_for_inputs_is_its_product(comfy, wan, tmp_path):
     save_file(tensors | made | {f"{LAYER}.pre_quant_scale": scale.bfloat16()}, path)
     model, other = families.load(comfy, path, "as_file", "bf16"), families.load(comfy, wan, "bf16", "bf16")
     lora, key = model_files.lora({LAYER: (256, 256)}, size=0.1), f"diffusion_model.{LAYER}.weight"
-    with_lora, merge = load_lora_for_models(model, None, lora, 1.0, 0.0)[0], core("comfy_extras.nodes_model_merging").ModelMergeSimple().merge
+    with_lora, merge = (
+        load_lora_for_models(model, None, lora, 1.0, 0.0)[0],
+        core("comfy_extras.nodes_model_merging").ModelMergeSimple().merge,
+    )
     changed = exact + model_files.lora_delta(lora, LAYER)
     assert hasattr(model.get_model_object(f"diffusion_model.{LAYER}"), "pre_quant_scale")
     errors = {
         "read": relative_error(exact, model.model_state_dict()[key].float()),
         "patched": relative_error(changed, with_lora.patch_weight_to_device(key, return_weight=True).float()),
-        "into it": relative_error(exact, merge(model, other, 0.5)[0].patch_weight_to_device(key, return_weight=True).float()),
-        "into another": relative_error(exact, merge(other, model, 0.5)[0].patch_weight_to_device(key, return_weight=True).float()),
+        "into it": relative_error(
+            exact, merge(model, other, 0.5)[0].patch_weight_to_device(key, return_weight=True).float()
+        ),
+        "into another": relative_error(
+            exact, merge(other, model, 0.5)[0].patch_weight_to_device(key, return_weight=True).float()
+        ),
     }
     for name, each in {"saved": with_lora, "merged and saved": merge(model, other, 0.5)[0]}.items():
         for run in ("unloaded", "loaded"):

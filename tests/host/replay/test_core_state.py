@@ -75,7 +75,10 @@ def test_easycache_skips_the_same_steps_of_a_cured_run_and_of_the_next(comfy, mo
     caplog.set_level("INFO")
     model = guarded(comfy, models("wan", "ffn", "fp16"))
     cured, extra = sampled("EasyCache", model, STEPS), report_of(model).extra_calls
-    assert relative_error(sampled("EasyCache", model, STEPS), cured) < 0.01 and (extra, report_of(model).extra_calls) == (2, 0)
+    assert relative_error(sampled("EasyCache", model, STEPS), cured) < 0.01 and (
+        extra,
+        report_of(model).extra_calls,
+    ) == (2, 0)
     first, second = (record.getMessage() for record in caplog.records if "skipped" in record.getMessage())
     assert first == second and "skipped 0/" not in first
 
@@ -140,7 +143,10 @@ class PoseCache:
 PoseCache.__module__ = "comfy.ldm.wan.model_animate2"  # as what CoreState looks at
 CACHES = {"stand-in": PoseCache}
 with contextlib.suppress(ImportError):
-    CACHES |= {dtype: functools.partial(core("comfy.ldm.wan.model_animate2").PoseBranchCache, dtype=dtype) for dtype in ("default", "int8", "int4")}
+    CACHES |= {
+        dtype: functools.partial(core("comfy.ldm.wan.model_animate2").PoseBranchCache, dtype=dtype)
+        for dtype in ("default", "int8", "int4")
+    }
 
 
 def posed(model, cache):
@@ -183,7 +189,10 @@ def test_a_check_draws_no_random_numbers_of_pythons(comfy, wan):
     latents = []
     for check in ("off", "first step"):
         random.seed(7)
-        changed = inside(families.load(comfy, wan, "bf16", "bf16"), lambda run, args, kwargs: run(*args, **kwargs) * (1 + 0.1 * random.random()))
+        changed = inside(
+            families.load(comfy, wan, "bf16", "bf16"),
+            lambda run, args, kwargs: run(*args, **kwargs) * (1 + 0.1 * random.random()),
+        )
         model = guarded(comfy, changed, check=check)
         latents.append([families.sample(model, "wan", steps=3), torch.tensor(random.random())])
     assert all(map(torch.equal, *latents))

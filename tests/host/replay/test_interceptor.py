@@ -27,7 +27,11 @@ def chain_of(forward):
     steps = []
     while forward is not None:
         step = getattr(forward, "__self__", forward)
-        steps.append(" ".join(filter(None, [type(step).__name__, str(getattr(step, "dtype", None) or "").removeprefix("torch.")])))
+        steps.append(
+            " ".join(
+                filter(None, [type(step).__name__, str(getattr(step, "dtype", None) or "").removeprefix("torch.")])
+            )
+        )
         forward = getattr(step, "inner", None)
     return steps
 

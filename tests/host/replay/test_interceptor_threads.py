@@ -17,19 +17,33 @@ from support.guarding import core, guarded, left_on, plain_fp16
 from support.measures import relative_error
 from support.summing import accumulation, states
 
-pytestmark = pytest.mark.not_as_on_cuda("two threads put the rules on torch at once, and what the first takes off the second puts back")
+pytestmark = pytest.mark.not_as_on_cuda(
+    "two threads put the rules on torch at once, and what the first takes off the second puts back"
+)
 
 LAYERS = {"blocks.0.ffn.0": (1024, 256), "blocks.1.ffn.2": (256, 1024)}
 MEET = 0.4
 """Seconds for which the first thread waits in a call for the second."""
 KINDS = {
     "compute": lambda comfy, wan, overflowing: families.load(comfy, wan, "as_file", "fp16_safe"),
-    "rules": lambda comfy, wan, overflowing: families.load(comfy, wan, "as_file", "bf16", rules_from("*.ffn.* compute=fp16_safe stream=fp32\nblocks.0 attention=fp32")),
+    "rules": lambda comfy, wan, overflowing: families.load(
+        comfy, wan, "as_file", "bf16", rules_from("*.ffn.* compute=fp16_safe stream=fp32\nblocks.0 attention=fp32")
+    ),
     "int8": lambda comfy, wan, overflowing: families.load(comfy, wan, "int8", "fp16_safe"),
     "rungs of the guard": lambda comfy, wan, overflowing: guarded(comfy, plain_fp16(comfy, overflowing)),
-    "accumulation": lambda comfy, wan, overflowing: accumulation(comfy, families.load(comfy, wan, "fp16", "fp16"), fp16_accumulation="auto", attention="auto"),
-    "LoRA": lambda comfy, wan, overflowing: load_lora_for_models(families.load(comfy, wan, "int8", "bf16"), None, model_files.lora(LAYERS, size=0.3), 1.0, 0.0)[0],
-    "check": lambda comfy, wan, overflowing: comfy.run("HalfsafeNaNGuard", model=families.load(comfy, wan, "as_file", "bf16"), on_nan="retry_higher", max_retries=8, check="first step")[0],
+    "accumulation": lambda comfy, wan, overflowing: accumulation(
+        comfy, families.load(comfy, wan, "fp16", "fp16"), fp16_accumulation="auto", attention="auto"
+    ),
+    "LoRA": lambda comfy, wan, overflowing: load_lora_for_models(
+        families.load(comfy, wan, "int8", "bf16"), None, model_files.lora(LAYERS, size=0.3), 1.0, 0.0
+    )[0],
+    "check": lambda comfy, wan, overflowing: comfy.run(
+        "HalfsafeNaNGuard",
+        model=families.load(comfy, wan, "as_file", "bf16"),
+        on_nan="retry_higher",
+        max_retries=8,
+        check="first step",
+    )[0],
 }
 
 
@@ -164,7 +178,10 @@ def test_two_text_encoders_that_generate_in_fp32_leave_comfyui_as_it_was():
 
 def test_two_texts_of_one_guarded_encoder_take_turns(comfy, models_dir):
     meeting = Meeting(MEET)
-    guard, patcher = encoders.EncoderGuard("Text encoder", "report", None), core("comfy.model_patcher").ModelPatcher(torch.nn.Linear(2, 2), torch.device("cpu"), torch.device("cpu"))
+    guard, patcher = (
+        encoders.EncoderGuard("Text encoder", "report", None),
+        core("comfy.model_patcher").ModelPatcher(torch.nn.Linear(2, 2), torch.device("cpu"), torch.device("cpu")),
+    )
 
     def make(step, given, beside):
         meeting()

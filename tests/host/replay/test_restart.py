@@ -32,7 +32,9 @@ def run(model, sampler="euler", steps=STEPS, callback=None):
     random.seed(5)
     torch.manual_seed(5)
     with torch.inference_mode():
-        return sample(model, start, steps, 1.0, sampler, "simple", cond, cond, torch.zeros_like(start), seed=1, callback=callback)
+        return sample(
+            model, start, steps, 1.0, sampler, "simple", cond, cond, torch.zeros_like(start), seed=1, callback=callback
+        )
 
 
 @pytest.mark.parametrize("name", PACKS)
@@ -54,7 +56,9 @@ def test_an_overflow_starts_the_sampling_again_as_a_run_in_that_precision(comfy,
     assert relative_error(expected, found) < 0.02 and report.verdict == "recovered"
     (event,) = report.events
     assert event.evidence == STARTED.format("fp16_safe") and steps == [*range(STEPS)]
-    assert event.layer.startswith("blocks.0.ffn") or name == "CacheDiT", "which gives the repeat that is watched the failed result"
+    assert event.layer.startswith("blocks.0.ffn") or name == "CacheDiT", (
+        "which gives the repeat that is watched the failed result"
+    )
     assert torch.equal(found, run(model)) and report_of(model).extra_calls == 0
 
 
@@ -65,7 +69,9 @@ def test_samplers_begin_anew_from_their_first_step_with_their_own_random_numbers
     failing = inside(step_caches.cache_dit(plain), nan_at(2), key="test.last")
     model = guarded(comfy, failing)
     found = run(model, sampler, callback=lambda step, *_: steps.append(step))
-    assert report_of(model).verdict == "recovered" and STARTED.format("fp16_safe") in report_of(model).events[0].evidence
+    assert (
+        report_of(model).verdict == "recovered" and STARTED.format("fp16_safe") in report_of(model).events[0].evidence
+    )
     assert is_finite(found) and torch.equal(found, run(model, sampler)) and steps.count(0) == 2
 
 
@@ -82,7 +88,9 @@ def test_what_fp16_safe_does_not_cure_starts_again_in_fp32_and_then_no_more(comf
     report = report_of(model)
     assert report.verdict == "not_precision" and [event.recovered for event in report.events] == [True, True, False]
     assert [event.evidence for event in report.events[:2]] == [STARTED.format("fp16_safe"), STARTED.format("fp32")]
-    assert report.escalations == {} and not any(plan.is_wider for plan in runs_in(model.model).wider.values()), "what cured nothing is not kept"
+    assert report.escalations == {} and not any(plan.is_wider for plan in runs_in(model.model).wider.values()), (
+        "what cured nothing is not kept"
+    )
 
 
 def test_an_ip_adapter_starts_the_sampling_again_and_has_no_check(comfy, models):
@@ -94,11 +102,17 @@ def test_an_ip_adapter_starts_the_sampling_again_and_has_no_check(comfy, models)
     model = guarded(comfy, step_caches.ip_adapter(models("sdxl", "ffn", "fp16"), torch.float16), check="first step")
     assert relative_error(expected, sample(model)) < 0.05
     report = report_of(model)
-    assert report.verdict == "recovered" and report.events[0].evidence == STARTED.format("fp16_safe") and len(report.checks) == 1
+    assert (
+        report.verdict == "recovered"
+        and report.events[0].evidence == STARTED.format("fp16_safe")
+        and len(report.checks) == 1
+    )
 
 
 def test_a_sampling_without_memory_to_start_again_is_stopped_and_says_so(comfy, models):
-    failing = inside(step_caches.magcache(models("wan", "ffn", "fp16")), raising_at(torch.OutOfMemoryError("CUDA out of memory"), 3))
+    failing = inside(
+        step_caches.magcache(models("wan", "ffn", "fp16")), raising_at(torch.OutOfMemoryError("CUDA out of memory"), 3)
+    )
     model = guarded(comfy, failing)
     with pytest.raises(torch.OutOfMemoryError):
         run(model)
@@ -138,7 +152,9 @@ def test_a_sampler_of_a_pack_is_not_started_again_and_the_call_alone_repeated(co
     sigmas = samplers.calculate_sigmas(model.get_model_object("model_sampling"), "simple", STEPS)
     sampler = OthersSampler(samplers.sampler_object("euler"))
     with torch.inference_mode():
-        found = core("comfy.sample").sample_custom(model, start, 1.0, sampler, sigmas, cond, cond, torch.zeros_like(start), seed=1)
+        found = core("comfy.sample").sample_custom(
+            model, start, 1.0, sampler, sigmas, cond, cond, torch.zeros_like(start), seed=1
+        )
     report = families.report(comfy, model)
     assert is_finite(found) and report["guard"]["verdict"] == "recovered"
     assert any("the sampling could not restart" in note for note in report["notes"])
@@ -153,9 +169,22 @@ def test_a_clean_run_of_a_pack_costs_no_call(comfy, models):
 def test_the_code_on_a_model_is_told_apart_by_the_file_it_stands_in(comfy, models):
     easycache = core("comfy_extras.nodes_easycache")
     ours = guarded(comfy, models("wan", None, "bf16")).attachments["halfsafe.guard"]
-    for own in (easycache.easycache_forward_wrapper, easycache.EasyCacheHolder, ours, ours.around_call, torch.relu, random.random, print):
+    for own in (
+        easycache.easycache_forward_wrapper,
+        easycache.EasyCacheHolder,
+        ours,
+        ours.around_call,
+        torch.relu,
+        random.random,
+        print,
+    ):
         assert code_owner(own) == ""
-    for other in (step_caches.teacache, step_caches.CacheDiT().call, step_caches.Kept, step_caches.Adapter(torch.float32)):
+    for other in (
+        step_caches.teacache,
+        step_caches.CacheDiT().call,
+        step_caches.Kept,
+        step_caches.Adapter(torch.float32),
+    ):
         assert code_owner(other) == "step_caches"
 
 

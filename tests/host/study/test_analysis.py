@@ -16,7 +16,9 @@ NODE = "HalfsafeAnalyzeLayers"
 OUTLIERS = {"blocks.1.ffn.2", "blocks.2.ffn.2", "blocks.2.ffn.0"}
 OUTLIER = 2.0**16
 pytestmark = pytest.mark.usefixtures("one_thread")
-unruled = pytest.mark.not_as_on_cuda("other tests here run each candidate under CUDA's rules, at two to three times the time")
+unruled = pytest.mark.not_as_on_cuda(
+    "other tests here run each candidate under CUDA's rules, at two to three times the time"
+)
 
 
 def plant_outliers(tensors: dict) -> None:
@@ -66,7 +68,9 @@ def analyzed(comfy, model, family="wan", target=25.0, candidate="fp8_e4m3fn", pi
 
 def final_snr(reference, model, family="wan") -> float:
     """The SNR of the latent that the analysis's run of the sampler ends with, each model left to itself."""
-    ends = [sample(one, families.conditioning(family), None, latent(one), 1, host.STEPS)[0] for one in (reference, model)]
+    ends = [
+        sample(one, families.conditioning(family), None, latent(one), 1, host.STEPS)[0] for one in (reference, model)
+    ]
     return sqnr_db(*ends)
 
 
@@ -88,7 +92,11 @@ def test_the_loader_with_the_rules_gives_what_was_measured(comfy, models_dir, fa
     loaded = families.load(comfy, path, "fp8_e4m3fn", "fp32", rules)
     assert stored_in_fp8(comfy, loaded) == names_of(found.chosen)
     assert final_snr(model, loaded, family) == pytest.approx(found.snr_db, abs=0.05)
-    assert all(layer.status == BARRED and "classes other than" in layer.reason for layer in found.layers if layer.cls.startswith("Conv"))
+    assert all(
+        layer.status == BARRED and "classes other than" in layer.reason
+        for layer in found.layers
+        if layer.cls.startswith("Conv")
+    )
 
 
 @pytest.mark.parametrize(("compute", "products"), [("fp32", False), ("auto", True)])
@@ -155,12 +163,15 @@ def states(model) -> dict:
 
 def same(a: dict, b: dict) -> bool:
     return a.keys() == b.keys() and all(
-        a[name].keys() == b[name].keys() and all(a[name][key] is b[name][key] or a[name][key] == b[name][key] for key in a[name])
+        a[name].keys() == b[name].keys()
+        and all(a[name][key] is b[name][key] or a[name][key] == b[name][key] for key in a[name])
         for name in a
     )
 
 
-@pytest.mark.parametrize(("candidate", "stop_at"), [("fp8_e4m3fn", 0), ("fp16", 40), ("int8", 460), ("fp16_acc16", 700)])
+@pytest.mark.parametrize(
+    ("candidate", "stop_at"), [("fp8_e4m3fn", 0), ("fp16", 40), ("int8", 460), ("fp16_acc16", 700)]
+)
 def test_an_interrupt_leaves_nothing_on_the_model(comfy, planted, monkeypatch, candidate, stop_at):
     from comfy import model_management as management
     from comfy import ops
@@ -196,7 +207,9 @@ def test_it_measures_the_model_with_its_lora(comfy, wan):
     up, down = (made[f"diffusion_model.blocks.1.ffn.2.lora_{part}.weight"] for part in "BA")
     model = families.load(comfy, wan, "fp32", "fp32")
     patched, _ = load_lora_for_models(model, None, made, 1.0, 0)
-    of_file = families.load(comfy, changed(wan, wan.with_name("merged.safetensors"), merged, {"format": "pt"}), "fp32", "fp32")
+    of_file = families.load(
+        comfy, changed(wan, wan.with_name("merged.safetensors"), merged, {"format": "pt"}), "fp32", "fp32"
+    )
     plain, with_lora, expected = (analyzed(comfy, one)[0].all_db for one in (model, patched, of_file))
     assert with_lora == pytest.approx(expected, abs=0.1) and abs(with_lora - plain) > 0.2
 
@@ -236,7 +249,9 @@ def test_a_device_that_holds_no_fp8_says_so_before_a_call(comfy, wan, monkeypatc
     monkeypatch.setattr(host, "current_device", lambda: without)
     monkeypatch.setattr(host, "sample", lambda *_, **__: pytest.fail("called"))
     model = families.load(comfy, wan)
-    with pytest.raises(HalfsafeError, match=r"Layers in fp8_e5m2 cannot be measured: not on .*MPS has no fp8 tensors\. .*int8"):
+    with pytest.raises(
+        HalfsafeError, match=r"Layers in fp8_e5m2 cannot be measured: not on .*MPS has no fp8 tensors\. .*int8"
+    ):
         analyzed(comfy, model, candidate="fp8_e5m2")
     with pytest.raises(pytest.fail.Exception, match="called"):
         analyzed(comfy, model, candidate="int8")
@@ -247,5 +262,10 @@ def test_what_is_measured_and_tried_is_told_in_words(comfy, wan, monkeypatch):
     monkeypatch.setattr(host, "show_progress", said.append)
     found, *_ = analyzed(comfy, families.load(comfy, wan, "as_file", "bf16"))
     layers = len(found.layers)
-    assert said[: host.STEPS] == [f"step {step + 1} of 8 to 52: measuring {layers} layers" for step in range(host.STEPS)]
-    assert len(said) == found.steps and said[-1] == f"step {found.steps} of 8 to 52: trying {found.all_count} of {layers} layers in fp8_e4m3fn"
+    assert said[: host.STEPS] == [
+        f"step {step + 1} of 8 to 52: measuring {layers} layers" for step in range(host.STEPS)
+    ]
+    assert (
+        len(said) == found.steps
+        and said[-1] == f"step {found.steps} of 8 to 52: trying {found.all_count} of {layers} layers in fp8_e4m3fn"
+    )

@@ -48,13 +48,18 @@ def inputs_of(model, layer: str, **inputs) -> list[torch.Tensor]:
     met = []
     module = model.model.get_submodule(f"diffusion_model.{layer}")
 
-
     def note(module, args, kwargs) -> None:
         met.append(next_core.operand_of(args, kwargs).flatten(0, -2).float())
 
     hook = module.register_forward_pre_hook(note, with_kwargs=True)
     try:
-        given = {"positive": families.conditioning("wan"), "negative": None, "latent": latent(model, 16), "seed": 1, **inputs}
+        given = {
+            "positive": families.conditioning("wan"),
+            "negative": None,
+            "latent": latent(model, 16),
+            "seed": 1,
+            **inputs,
+        }
         sample(model, **given, steps=host.STEPS)
     finally:
         hook.remove()
@@ -65,7 +70,12 @@ def state_of(model) -> dict:
     """Everything of a model and its modules that a calibration could leave changed."""
     modules = model.model.named_modules()
     values = {name: (sorted(module.__dict__), dict(module._forward_hooks), module.training) for name, module in modules}
-    return {"modules": values, "options": repr(sorted(model.model_options)), "wrappers": repr(model.wrappers), "patches": len(model.patches)}
+    return {
+        "modules": values,
+        "options": repr(sorted(model.model_options)),
+        "wrappers": repr(model.wrappers),
+        "patches": len(model.patches),
+    }
 
 
 def test_the_sums_are_those_of_the_inputs(comfy, model):
@@ -91,7 +101,12 @@ def test_a_quantized_model_is_calibrated_on_what_its_layers_meet(comfy, path):
     found, _ = calibrated(comfy, families.load(comfy, path, "int8", "auto"), size=16)
     exact, _ = calibrated(comfy, families.load(comfy, path, "as_file", "fp32"), size=16)
     assert found.layers[LAYER].tokens == exact.layers[LAYER].tokens > 0
-    torch.testing.assert_close(found.layers[LAYER].blocks, exact.layers[LAYER].blocks, rtol=0.1, atol=0.1 * exact.layers[LAYER].blocks.abs().max())
+    torch.testing.assert_close(
+        found.layers[LAYER].blocks,
+        exact.layers[LAYER].blocks,
+        rtol=0.1,
+        atol=0.1 * exact.layers[LAYER].blocks.abs().max(),
+    )
     assert found.model == exact.model
 
 
@@ -139,13 +154,21 @@ def test_inputs_with_nan_are_left_out_and_told(comfy, model):
         found, text = calibrated(comfy, model, size=16)
     finally:
         hook.remove()
-    assert found.layers[LAYER].left_out == 1 and found.layers["blocks.0.ffn.0"].left_out == 0 and torch.isfinite(found.layers[LAYER].blocks).all()
+    assert (
+        found.layers[LAYER].left_out == 1
+        and found.layers["blocks.0.ffn.0"].left_out == 0
+        and torch.isfinite(found.layers[LAYER].blocks).all()
+    )
     assert "NaN or Inf were skipped" in text and LAYER in text
 
 
 def test_layers_that_are_called_once_a_step_count_and_those_never_called_are_named(comfy, path, model):
     found, text = calibrated(comfy, model)
-    assert found.layers["time_embedding.0"].tokens == host.STEPS and found.usable("time_embedding.0") and "not called" not in text
+    assert (
+        found.layers["time_embedding.0"].tokens == host.STEPS
+        and found.usable("time_embedding.0")
+        and "not called" not in text
+    )
     another = families.load(comfy, path, "as_file", "fp32")
     another.model.diffusion_model.idle = torch.nn.Linear(32, 32)
     found, text = calibrated(comfy, another)

@@ -65,7 +65,9 @@ def test_a_step_begins_and_ends_on_an_idle_device(monkeypatch):
     """A read waits for what was asked of the device before it."""
     events, item = [], torch.Tensor.item
     monkeypatch.setattr(torch.Tensor, "item", lambda tensor: events.append("wait") or item(tensor))
-    timer_on(Memory()).step(lambda model, conds, x, timestep: events.append("call") or [x], None, [], torch.ones(2), SIGMAS[0])
+    timer_on(Memory()).step(
+        lambda model, conds, x, timestep: events.append("call") or [x], None, [], torch.ones(2), SIGMAS[0]
+    )
     assert events == ["wait", "call", "wait"]
 
 

@@ -76,9 +76,15 @@ class Watched:
                 return real(timer, executor, model, *args)
             with MatmulSpy(model.diffusion_model) as spy:
                 result = real(timer, executor, model, *args)
-            layers = {name: module for name, module in model.diffusion_model.named_modules() if type(module).__name__ in MATRICES}
+            layers = {
+                name: module
+                for name, module in model.diffusion_model.named_modules()
+                if type(module).__name__ in MATRICES
+            }
             self.products.append({name: made for name, made in spy.by_layer().items() if name in layers})
-            self.weights.append({name: getattr(module.weight, "_qdata", module.weight).dtype for name, module in layers.items()})
+            self.weights.append(
+                {name: getattr(module.weight, "_qdata", module.weight).dtype for name, module in layers.items()}
+            )
             return result
 
         patch.setattr(StepTimer, "step", step)
@@ -91,7 +97,9 @@ def as_the_row_says(row: Tradeoff, products: dict) -> bool:
     possible = [set.intersection(*(product.modes for product in made)) for made in own]
     sure = {mode: sum(modes == {mode} for modes in possible) for mode in row.modes}
     most = {mode: sum(mode in modes for modes in possible) for mode in row.modes}
-    return sum(row.modes.values()) == len(products) and all(sure[mode] <= count <= most[mode] for mode, count in row.modes.items())
+    return sum(row.modes.values()) == len(products) and all(
+        sure[mode] <= count <= most[mode] for mode, count in row.modes.items()
+    )
 
 
 SETTINGS = {
@@ -149,7 +157,9 @@ def test_a_lora_stays_on_whatever_holds_the_weights(comfy, model, path):
 
 
 def test_an_overflow_is_told_and_the_rest_goes_on(comfy, path):
-    planted = families.write_scaled(path, path.with_name("measured_overflowing.safetensors"), families.OVERFLOWS["wan"]["ffn"])
+    planted = families.write_scaled(
+        path, path.with_name("measured_overflowing.safetensors"), families.OVERFLOWS["wan"]["ffn"]
+    )
     model = families.load(comfy, planted, "as_file", "fp32")
     guarded = comfy.run("HalfsafeNaNGuard", model=model, on_nan="retry_higher", max_retries=8)[0]
     found, table, rules, _ = measured(comfy, guarded, "as_file/fp16", "as_file/fp16_safe")
@@ -163,7 +173,9 @@ def test_what_the_device_cannot_is_a_row_with_the_reason(comfy, model, monkeypat
     monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_75")
     found, table, *_ = measured(comfy, model, "as_file/bf16", "fp8_e4m3fn/fp8", "as_file/fp16")
     assert [row.works for row in found.rows] == [False, False, True]
-    assert all(row.problem.startswith("not on RTX 20xx, T4 (Turing): ") and row.problem in table for row in found.rows[:2])
+    assert all(
+        row.problem.startswith("not on RTX 20xx, T4 (Turing): ") and row.problem in table for row in found.rows[:2]
+    )
 
 
 def halved_by_core(comfy, path):
@@ -173,7 +185,9 @@ def halved_by_core(comfy, path):
 HOW_LOADED = {
     "halved to fp8": lambda comfy, path: families.load(comfy, path, "fp8_e4m3fn", "auto"),
     "halved to int8": lambda comfy, path: families.load(comfy, path, "int8", "auto"),
-    "some layers by rules": lambda comfy, path: families.load(comfy, path, "as_file", "auto", rules_from("blocks.0.* storage=int8")),
+    "some layers by rules": lambda comfy, path: families.load(
+        comfy, path, "as_file", "auto", rules_from("blocks.0.* storage=int8")
+    ),
     "weight_dtype of ComfyUI's loader": halved_by_core,
     "ComfyUI's loader, in fp32 on a CPU": lambda comfy, path: families.stock(path),
 }
@@ -214,9 +228,17 @@ def test_loras_stay_on_the_weights_of_the_file(comfy, path, model):
 @pytest.mark.parametrize("loader", ["HalfsafeLoadCheckpoint", "CheckpointLoaderSimple"])
 def test_a_full_checkpoint_is_read_as_one(comfy, models_dir, monkeypatch, loader):
     """Marks outside of the diffusion model can tell how it predicts."""
-    path, read, real = tiny_models.sd15_checkpoint(models_dir / "checkpoints" / "measured.safetensors", layers=2), [], host.load_weights
+    path, read, real = (
+        tiny_models.sd15_checkpoint(models_dir / "checkpoints" / "measured.safetensors", layers=2),
+        [],
+        host.load_weights,
+    )
     options = {"storage": "fp8_e4m3fn", "compute": "auto", "clip_storage": "auto", "vae_dtype": "auto"}
-    given = comfy.run(loader, ckpt_name=path.name, **options)[0] if loader.startswith("Halfsafe") else comfy.core[loader]().load_checkpoint(path.name)[0]
+    given = (
+        comfy.run(loader, ckpt_name=path.name, **options)[0]
+        if loader.startswith("Halfsafe")
+        else comfy.core[loader]().load_checkpoint(path.name)[0]
+    )
     monkeypatch.setattr(host, "load_weights", lambda *args: read.append(args[4]) or real(*args))
     text = [[torch.randn(1, 8, 768, generator=torch.Generator().manual_seed(3)), {}]]
     found, *_ = measured(comfy, given, "as_file/fp32", positive=text)
@@ -261,9 +283,13 @@ def test_the_rules_give_loaders_and_compute_dtype_what_was_measured(comfy, path,
     for made in (by_rules, loaded):
         assert sqnr_db(reference, final(made)) > measured_db - 0.5
         found = families.report(comfy, made)["layers"]
-        assert [layer["storage"] == asked.storage for layer in found] == [layer["storage"] == asked.storage for layer in wanted]
+        assert [layer["storage"] == asked.storage for layer in found] == [
+            layer["storage"] == asked.storage for layer in wanted
+        ]
     if asked.compute in ("auto", automatic):
-        assert [layer["mode"] for layer in families.report(comfy, by_rules)["layers"]] == [layer["mode"] for layer in wanted]
+        assert [layer["mode"] for layer in families.report(comfy, by_rules)["layers"]] == [
+            layer["mode"] for layer in wanted
+        ]
 
 
 @pytest.mark.parametrize(("error", "stop_at"), [("interrupt", 130), ("ValueError", 240), ("none", 0)])
@@ -277,7 +303,11 @@ def test_nothing_is_left_on_the_model(comfy, model, path, monkeypatch, error, st
     families.unload_models()
     wrappers = {kind: dict(values) for kind, values in model.wrappers.items()}
     weights = {name: tensor.clone() for name, tensor in model.model.state_dict().items()}
-    errors = {"interrupt": management.InterruptProcessingException(), "ValueError": ValueError("in the middle"), "none": None}
+    errors = {
+        "interrupt": management.InterruptProcessingException(),
+        "ValueError": ValueError("in the middle"),
+        "none": None,
+    }
     real, count = ops.run_every_op, iter(range(10**6))
 
     def op():
@@ -309,7 +339,14 @@ def test_no_report_tells_of_a_run_that_only_measures(comfy, model, monkeypatch, 
         "HalfsafeMeasurePrecisions": {"candidates": "fp8_e4m3fn/auto"},
         "HalfsafeAnalyzeLayers": {"candidate": "fp8_e4m3fn", "target_snr_db": 25.0, "sensitive_layers": "keep high"},
     }
-    comfy.run(study, model=planned, latent_image=latent(model), positive=families.conditioning("wan"), seed=1, **options.get(study, {}))
+    comfy.run(
+        study,
+        model=planned,
+        latent_image=latent(model),
+        positive=families.conditioning("wan"),
+        seed=1,
+        **options.get(study, {}),
+    )
     assert told == [] and badge.report_json(planned) == before
     final(planned)
     assert len(told) == 1
@@ -348,7 +385,9 @@ def test_why_the_reference_gave_no_result_is_said_in_chinese(comfy, model, monke
 def test_an_error_of_the_reference_ends_the_node(comfy, model, monkeypatch):
     """Words of an error, here "memory", do not decide what it is."""
     failing(monkeypatch, RuntimeError("unsupported memory format option"), 0)
-    with pytest.raises(HalfsafeError, match="The reference as_file/fp32 gave no result to compare with: unsupported memory format"):
+    with pytest.raises(
+        HalfsafeError, match="The reference as_file/fp32 gave no result to compare with: unsupported memory format"
+    ):
         measured(comfy, model, "int8/auto")
 
 
@@ -378,7 +417,9 @@ def test_one_other_model_is_held_at_a_time(comfy, model, monkeypatch):
 
 
 def test_a_stock_loaders_model_with_a_negative_prompt(comfy, path):
-    found, *_ = measured(comfy, families.stock(path), "int8/bf16", "fp8_e4m3fn/auto", negative=families.conditioning("wan", seed=9))
+    found, *_ = measured(
+        comfy, families.stock(path), "int8/bf16", "fp8_e4m3fn/auto", negative=families.conditioning("wan", seed=9)
+    )
     alone, *_ = measured(comfy, families.stock(path), "int8/bf16")
     assert all(row.works and row.snr_db > 15 for row in found.rows) and found.rows[0].snr_db != alone.rows[0].snr_db
 
@@ -390,7 +431,10 @@ def test_a_row_names_the_card_and_its_driver(comfy, model, monkeypatch, tmp_path
     found, *_ = measured(comfy, model, "as_file/auto")
     card, driver, built = found.machine
     assert (card, driver, built) == (host.current_device().name, "-", torch.__version__)
-    for line in ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue", "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build"):
+    for line in (
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue",
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build",
+    ):
         told.write_text(f"{line}\nGCC version:  gcc version 13.2.0\n", encoding="utf-8")
         assert host.nvidia_driver() in ("550.54.15", "580.159.04") and host.nvidia_driver() in line
 
@@ -398,4 +442,6 @@ def test_a_row_names_the_card_and_its_driver(comfy, model, monkeypatch, tmp_path
 def test_candidates_are_checked_before_the_prompt_runs(comfy):
     node = comfy.nodes[NODE]
     assert node.validate_inputs(candidates="int8/auto") is True and node.validate_inputs() is True
-    assert "line 2" in node.validate_inputs(candidates="int8/auto\nint9/auto") and "no candidate" in node.validate_inputs(candidates="")
+    assert "line 2" in node.validate_inputs(
+        candidates="int8/auto\nint9/auto"
+    ) and "no candidate" in node.validate_inputs(candidates="")

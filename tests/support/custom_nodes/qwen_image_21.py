@@ -20,9 +20,15 @@ class TextEncodeQwenImage21(io.ComfyNode):
                 io.String.Input("negative_prompt", multiline=True, dynamic_prompts=True),
                 io.Vae.Input("vae", optional=True),
                 io.Int.Input("resolution", default=1024, min=0, max=4096, step=32),
-                io.Autogrow.Input("images", template=io.Autogrow.TemplateNames(io.Image.Input("image"), names=NAMES, min=0)),
+                io.Autogrow.Input(
+                    "images", template=io.Autogrow.TemplateNames(io.Image.Input("image"), names=NAMES, min=0)
+                ),
             ],
-            outputs=[io.Conditioning.Output(display_name="positive"), io.Conditioning.Output(display_name="negative"), io.Latent.Output(display_name="latent")],
+            outputs=[
+                io.Conditioning.Output(display_name="positive"),
+                io.Conditioning.Output(display_name="negative"),
+                io.Latent.Output(display_name="latent"),
+            ],
         )
 
     @classmethod

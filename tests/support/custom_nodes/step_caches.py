@@ -40,7 +40,9 @@ def teacache(model):
     def forward(x, *args, transformer_options, **kwargs):
         if is_first(transformer_options):
             module.teacache_state = Kept()
-        return module.teacache_state.through(x, lambda: own(x, *args, transformer_options=transformer_options, **kwargs))
+        return module.teacache_state.through(
+            x, lambda: own(x, *args, transformer_options=transformer_options, **kwargs)
+        )
 
     clone = model.clone()
     clone.add_object_patch("diffusion_model.forward", forward)
@@ -92,7 +94,9 @@ def wavespeed(model):
         if is_first(given["c"]["transformer_options"]):
             kept.update(state=Kept())
         own = block.forward
-        with patch.object(block, "forward", lambda x, *args, **kwargs: kept["state"].through(x, lambda: own(x, *args, **kwargs))):
+        with patch.object(
+            block, "forward", lambda x, *args, **kwargs: kept["state"].through(x, lambda: own(x, *args, **kwargs))
+        ):
             return apply_model(given["input"], given["timestep"], **given["c"])
 
     clone = model.clone()

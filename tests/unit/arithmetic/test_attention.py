@@ -96,7 +96,9 @@ def test_an_override_whose_result_is_not_finite_is_off_for_that_attention_only()
     calibration = Calibration()
     bound = SafeAttention(calibration)
     calibration.run(lambda: call(quiet))
-    assert all(torch.isfinite(result).all() for result in calibration.run(lambda: call(loud))), "an overflow at a later step"
+    assert all(torch.isfinite(result).all() for result in calibration.run(lambda: call(loud))), (
+        "an overflow at a later step"
+    )
     assert calibration.repeats == 1
 
 

@@ -88,7 +88,11 @@ def test_zeros_are_held_once_they_were_met(placed):
     """A zero may be what fp16 leaves of a small number: only a calibration sees the difference."""
     calibration, (a, _) = placed
     calibration.run(lambda: a.calibrate(0.0) if calibration.calibrating else recorded(a, 0.0))
-    for magnitude, repeats in ((0.0, 1), (1.0, 1), (2.0**-20, 2)):  # between a zero and a number that held may be what is too small
+    for magnitude, repeats in (
+        (0.0, 1),
+        (1.0, 1),
+        (2.0**-20, 2),
+    ):  # between a zero and a number that held may be what is too small
         calibration.run(lambda magnitude=magnitude: recorded(a, magnitude))
         assert calibration.repeats == repeats
 
@@ -109,7 +113,9 @@ def test_an_operation_that_has_moved_is_measured_there(placed):
 def test_an_input_that_leaves_the_measured_range_has_the_call_repeated(size, repeats):
     calibration = Calibration()
     for each in (1.0, size, size):
-        calibration.run(lambda each=each: calibration.watch_inputs({0: torch.full((2, 3), each), "t": torch.full((2,), 1e9 * each)}))
+        calibration.run(
+            lambda each=each: calibration.watch_inputs({0: torch.full((2, 3), each), "t": torch.full((2,), 1e9 * each)})
+        )
     assert calibration.repeats == (2 if math.isnan(size) else repeats)
 
 

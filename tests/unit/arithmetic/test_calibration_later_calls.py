@@ -30,9 +30,13 @@ HIDDEN = {
     "clamp": lambda x: x.clamp(-50, 50),
     "clip": lambda x: x.clip(-50, 50),
     "clamp_": lambda x: x.clone().clamp_(-50, 50),
-    "maximum": lambda x: torch.minimum(torch.maximum(x, torch.tensor(-50.0, dtype=x.dtype)), torch.tensor(50.0, dtype=x.dtype)),
+    "maximum": lambda x: torch.minimum(
+        torch.maximum(x, torch.tensor(-50.0, dtype=x.dtype)), torch.tensor(50.0, dtype=x.dtype)
+    ),
     "nan_to_num": torch.nan_to_num,
-    "nan_to_num as ComfyUI's": lambda x: torch.nan_to_num(x, nan=0.0, posinf=65504, neginf=-65504) if x.dtype == torch.float16 else x,
+    "nan_to_num as ComfyUI's": lambda x: (
+        torch.nan_to_num(x, nan=0.0, posinf=65504, neginf=-65504) if x.dtype == torch.float16 else x
+    ),
     "nan_to_num_": lambda x: x.clone().nan_to_num_(0.0),
     "where finite": lambda x: torch.where(torch.isfinite(x), x, torch.zeros_like(x)),
     "where not NaN": lambda x: torch.where(x == x, x, torch.zeros_like(x)).clamp(-1e4, 1e4),
@@ -70,7 +74,8 @@ class Gated(torch.nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.blocks = torch.nn.ModuleList(
-            torch.nn.ModuleDict({name: torch.nn.Linear(width, width, bias=False) for name in ("gate", "value", "out")}) for _ in range(2)
+            torch.nn.ModuleDict({name: torch.nn.Linear(width, width, bias=False) for name in ("gate", "value", "out")})
+            for _ in range(2)
         )
         self.hide = hide
 
@@ -194,7 +199,10 @@ def test_a_query_that_overflows_later_is_seen_whatever_the_order_of_attentions(n
 
     def call(order):
         attention.begin()
-        return [attention(Kernels(sdpa, sdpa), q, k, k, 2) for q in (F.layer_norm(x, (32,)), QUERIES[name](x, loud))[::order]]
+        return [
+            attention(Kernels(sdpa, sdpa), q, k, k, 2)
+            for q in (F.layer_norm(x, (32,)), QUERIES[name](x, loud))[::order]
+        ]
 
     with torch.inference_mode():
         calibration.run(lambda: call(1))

@@ -122,7 +122,9 @@ def test_no_partial_sum_of_a_scaled_convolution_passes_fp16(inputs, outputs, ker
 
 
 @pytest.mark.parametrize("wide", [True, False])
-@pytest.mark.parametrize("sizes", [(1e-7, 1e-7), (1e12, 1e-6, 1e12, 1e-6, 1.0), (1.0, 0.0, 1.0), (2e-3, 1e-6, 1e-7, 0.0, 1e-9)])
+@pytest.mark.parametrize(
+    "sizes", [(1e-7, 1e-7), (1e12, 1e-6, 1e12, 1e-6, 1.0), (1.0, 0.0, 1.0), (2e-3, 1e-6, 1e-7, 0.0, 1e-9)]
+)
 def test_small_inputs_are_not_rounded_to_nothing(wide, sizes):
     torch.manual_seed(0)
     module = torch.nn.Linear(64, 48, bias=False)
@@ -239,7 +241,9 @@ def test_a_kernel_of_16_bit_is_given_no_attention_that_runs_in_fp32():
 
     def call():
         attention.begin()
-        return [attention(Kernels(kernel, sdpa), q, q, q, 4) for q in (torch.ones(1, 3, 32), torch.ones(1, 3, 32) * 1e5)]
+        return [
+            attention(Kernels(kernel, sdpa), q, q, q, 4) for q in (torch.ones(1, 3, 32), torch.ones(1, 3, 32) * 1e5)
+        ]
 
     sdpa.dtypes = []
     for _ in range(2):

@@ -14,7 +14,9 @@ from support.plain_weights import plain_weights
 
 def layers(*modules, weights=plain_weights):
     calibration = Calibration()
-    return calibration, [SafeOperation(m, calibration.scale(f"blocks.0.{i}"), calibration, weights) for i, m in enumerate(modules)]
+    return calibration, [
+        SafeOperation(m, calibration.scale(f"blocks.0.{i}"), calibration, weights) for i, m in enumerate(modules)
+    ]
 
 
 def linear(inputs=64, outputs=64, bias=True, scale=1.0):
@@ -46,7 +48,10 @@ def test_an_input_that_grows_out_of_the_range_is_scaled_in_a_repeat():
     assert calibration.repeats == 1
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("on purpose"), RuntimeError("MPS backend out of memory (MPS allocated: 19.13 GiB)")])
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("on purpose"), RuntimeError("MPS backend out of memory (MPS allocated: 19.13 GiB)")],
+)
 def test_running_out_of_memory_is_no_reason_to_try_again(error):
     module, calls = linear(), []
     calibration, (operation,) = layers(module)
@@ -92,7 +97,10 @@ def attend(projections, x):
 def test_a_layer_whose_second_input_needs_another_scale_is_right_for_both():
     first, second = linear(bias=False), linear(bias=False)
     calibration = Calibration()
-    one, other = (SafeOperation(m, calibration.scale(name), calibration, plain_weights) for name, m in (("a", first), ("b", second)))
+    one, other = (
+        SafeOperation(m, calibration.scale(name), calibration, plain_weights)
+        for name, m in (("a", first), ("b", second))
+    )
     x, large = torch.randn(4, 64), torch.randn(4, 64)
     large *= 30000 / large.abs().max()
     for _ in range(3):
@@ -119,7 +127,9 @@ def test_a_mask_that_comes_after_the_measured_call_bounds_the_scores_too():
     mask[:, -1] = -math.inf
 
     def masked(q, k, v, heads, mask=None, **kwargs):
-        return F.scaled_dot_product_attention(q.float(), k.float(), v.float(), None if mask is None else mask.float()).to(q.dtype)
+        return F.scaled_dot_product_attention(
+            q.float(), k.float(), v.float(), None if mask is None else mask.float()
+        ).to(q.dtype)
 
     calibration = Calibration()
     attention = SafeAttention(calibration)

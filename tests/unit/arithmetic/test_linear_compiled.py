@@ -55,7 +55,9 @@ class Block(torch.nn.Module):
     def __init__(self, calibration, width=32):
         super().__init__()
         self.qkv, self.out = torch.nn.Linear(width, 3 * width), torch.nn.Linear(width, width, bias=False)
-        self.ffn = torch.nn.Sequential(torch.nn.Linear(width, 2 * width), torch.nn.GELU(), torch.nn.Linear(2 * width, width))
+        self.ffn = torch.nn.Sequential(
+            torch.nn.Linear(width, 2 * width), torch.nn.GELU(), torch.nn.Linear(2 * width, width)
+        )
         self.attention = SafeAttention(calibration)
         self.attention.calls_in_fp32 = [False, False]
 
@@ -69,12 +71,16 @@ class Block(torch.nn.Module):
 
 CONVOLUTION = (lambda calibration: torch.nn.Conv2d(4, 8, 3, padding=1), (2, 4, 9, 9))
 TRANSPOSED = (lambda calibration: torch.nn.ConvTranspose2d(4, 8, 3, stride=2), (2, 4, 9, 9))
-LINEARS = (lambda calibration: torch.nn.Sequential(*(torch.nn.Linear(16, 16, bias=bias) for bias in (True, False, True))), (2, 5, 16))
+LINEARS = (
+    lambda calibration: torch.nn.Sequential(*(torch.nn.Linear(16, 16, bias=bias) for bias in (True, False, True))),
+    (2, 5, 16),
+)
 BLOCK = (Block, (1, 12, 32))
 
 
 @pytest.mark.parametrize(
-    ("build", "shape", "wide"), [(*LINEARS, None), (*LINEARS, False), (*CONVOLUTION, None), (*TRANSPOSED, None), (*BLOCK, None)]
+    ("build", "shape", "wide"),
+    [(*LINEARS, None), (*LINEARS, False), (*CONVOLUTION, None), (*TRANSPOSED, None), (*BLOCK, None)],
 )
 def test_on_cuda_there_is_one_graph_and_no_break(build, shape, wide):
     """``fullgraph`` raises at the first break."""
@@ -105,7 +111,11 @@ def test_on_cuda_a_linear_multiplies_fp16_operands_into_an_fp32_result(device):
             module, x = safe(torch.nn.Linear(16, 16), calibration), torch.empty(2, 16)
         measured(calibration, x.device)
         torch.compile(module, backend=kept, fullgraph=True)(x)
-    wide = [node for node in graphs[0].graph.nodes if node.target is torch.mm and node.kwargs == {"out_dtype": torch.float32}]
+    wide = [
+        node
+        for node in graphs[0].graph.nodes
+        if node.target is torch.mm and node.kwargs == {"out_dtype": torch.float32}
+    ]
     assert len(wide) == (device == "cuda")
     assert all(argument.meta["example_value"].dtype == torch.float16 for node in wide for argument in node.args)
 
@@ -131,7 +141,10 @@ def test_compiled_parts_are_watched(inference):
     """What each of two compiled parts has recorded is right after both have run, NaN and inf too."""
     torch.manual_seed(0)
     calibration, backend = Calibration(), CompileCounter()
-    parts = [safe(torch.nn.Sequential(torch.nn.Linear(16, 16)), calibration), torch.nn.Sequential(torch.nn.Linear(16, 16))]
+    parts = [
+        safe(torch.nn.Sequential(torch.nn.Linear(16, 16)), calibration),
+        torch.nn.Sequential(torch.nn.Linear(16, 16)),
+    ]
     scales = [calibration.proofs["0"], calibration.scale("second")]
     parts[1][0].forward = SafeOperation(parts[1][0], scales[1], calibration, plain_weights).__call__
     compiled = [torch.compile(part, backend=backend) for part in parts]

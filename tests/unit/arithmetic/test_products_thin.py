@@ -36,7 +36,9 @@ def test_a_row_that_is_not_finite_leaves_the_others():
     x = torch.ones(3, 8)
     x[1, 2], x[2, 3] = float("inf"), float("nan")
     half, size = rows_in_fp16(x)
-    assert torch.isfinite(half[0] * size[0]).all() and not any(torch.isfinite(half[row] * size[row]).all() for row in (1, 2))
+    assert torch.isfinite(half[0] * size[0]).all() and not any(
+        torch.isfinite(half[row] * size[row]).all() for row in (1, 2)
+    )
 
 
 def test_a_factor_of_few_columns_stays_above_what_matrix_units_flush():

@@ -44,7 +44,9 @@ print(can_be_traced(), counter.frame_count, result.dtype, result.device.type, tu
 """
 
 
-@pytest.mark.skipif(not has_wide_output(torch.device("cuda"), "linear"), reason="this torch gives no fp32 results on CUDA")
+@pytest.mark.skipif(
+    not has_wide_output(torch.device("cuda"), "linear"), reason="this torch gives no fp32 results on CUDA"
+)
 @pytest.mark.parametrize("compiler", ["this", "old"])
 def test_a_compiled_model_is_one_graph_of_wide_products(compiler):
     """In a process of its own, as torch keeps what it was told of an operation. ``fullgraph`` raises at the first break."""

@@ -32,7 +32,16 @@ def made_of(buffer, record=AmaxEntry.record):
     return model
 
 
-H100 = dict(type="cuda", index=0, multi_processor_count=132, cc=90, major=9, regs_per_multiprocessor=65536, max_threads_per_multi_processor=2048, warp_size=32)
+H100 = dict(
+    type="cuda",
+    index=0,
+    multi_processor_count=132,
+    cc=90,
+    major=9,
+    regs_per_multiprocessor=65536,
+    max_threads_per_multi_processor=2048,
+    warp_size=32,
+)
 
 
 def kernels_written(graph, inputs):
@@ -69,7 +78,9 @@ def test_a_record_takes_no_kernel_of_its_own_in_a_graph():
         written, buffer = [], AmaxBuffer(3, x.device)
         buffer.clear()
         lower = lambda graph, inputs: written.append(kernels_written(graph, inputs)) or graph  # noqa: E731
-        torch.compile(made_of(buffer, record), backend=aot_autograd(fw_compiler=lower, decompositions=select_decomp_table()))(x)
+        torch.compile(
+            made_of(buffer, record), backend=aot_autograd(fw_compiler=lower, decompositions=select_decomp_table())
+        )(x)
         return sum(written)
 
     with fake_cuda_tensors(), torch.no_grad():

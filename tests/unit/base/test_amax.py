@@ -137,7 +137,9 @@ def test_amax_value_is_the_largest_magnitude(values, expected):
 def test_host_amax_sees_nan_and_inf(dtype, bad):
     values = torch.linspace(-3, 2, 1000).to(dtype)
     assert host_amax(values) == 3.0
-    values[777] = math.nan if dtype == E4M3 else bad  # which has no inf: torch's cast gives NaN for it, or from 2.12 on 448
+    values[777] = (
+        math.nan if dtype == E4M3 else bad
+    )  # which has no inf: torch's cast gives NaN for it, or from 2.12 on 448
     found = host_amax(values)
     assert not math.isfinite(found)
 

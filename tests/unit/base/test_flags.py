@@ -78,8 +78,14 @@ STARTS = {
     "tf32 off, old name": lambda: setattr(MATMUL, "allow_tf32", False),
     "tf32 on, new name": lambda: setattr(MATMUL, "fp32_precision", "tf32"),
     "ieee, new name": lambda: setattr(MATMUL, "fp32_precision", "ieee"),
-    **{f"{word}, by the word": lambda word=word: torch.set_float32_matmul_precision(word) for word in ("highest", "high", "medium")},
-    "medium, then in part": lambda: [torch.set_float32_matmul_precision("medium"), setattr(MATMUL, "allow_tf32", False)],
+    **{
+        f"{word}, by the word": lambda word=word: torch.set_float32_matmul_precision(word)
+        for word in ("highest", "high", "medium")
+    },
+    "medium, then in part": lambda: [
+        torch.set_float32_matmul_precision("medium"),
+        setattr(MATMUL, "allow_tf32", False),
+    ],
     "convolution off, old name": lambda: setattr(torch.backends.cudnn, "allow_tf32", False),
     "convolution ieee, new name": lambda: setattr(torch.backends.cudnn.conv, "fp32_precision", "ieee"),
 }
@@ -117,7 +123,10 @@ def test_a_flag_that_cannot_be_written_leaves_no_scope_open(monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setitem(flags.SETTINGS, "tf32_matmul", replace(flags.SETTINGS["tf32_matmul"], write=refuse))
-        wanted = {"fp16_accumulation": not flags.is_on("fp16_accumulation"), "tf32_matmul": not flags.is_on("tf32_matmul")}
+        wanted = {
+            "fp16_accumulation": not flags.is_on("fp16_accumulation"),
+            "tf32_matmul": not flags.is_on("tf32_matmul"),
+        }
         with pytest.raises(RuntimeError, match="refused"), flags.flags_set(wanted):
             pass
     assert everything() == before

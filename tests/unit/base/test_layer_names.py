@@ -21,4 +21,6 @@ def test_blocks_are_alike_where_each_of_their_layers_is_of_one_kind():
     names = [f"blocks.{block}.{layer}" for block in range(3) for layer in ("qkv", "out")] + ["head"]
     kinds = {name: "fp16" for name in names if "qkv" in name}
     assert are_alike(kinds | {"head": "fp32"}, names) and are_alike({}, names)
-    assert not are_alike(kinds | {"blocks.1.qkv": "fp32"}, names) and not are_alike(kinds | {"blocks.1.out": "fp32"}, names)
+    assert not are_alike(kinds | {"blocks.1.qkv": "fp32"}, names) and not are_alike(
+        kinds | {"blocks.1.out": "fp32"}, names
+    )

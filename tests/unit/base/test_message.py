@@ -63,4 +63,7 @@ def test_a_message_that_is_one_of_its_values_is_not_made_of_itself(value):
 
 def test_a_sentence_ends_once():
     assert ended("No model.") == "No model." and messages_in(ended("No model.")) == {}
-    assert ended(INNER) == "in fp32." and messages_in(ended(INNER))["in fp32."] == {"template": "{0}.", "values": {"0": "in fp32"}}
+    assert ended(INNER) == "in fp32." and messages_in(ended(INNER))["in fp32."] == {
+        "template": "{0}.",
+        "values": {"0": "in fp32"},
+    }

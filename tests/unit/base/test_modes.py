@@ -32,7 +32,13 @@ def exponent_of(dtype: torch.dtype | None) -> int:
 def test_each_mode_is_nearer_to_fp32_than_those_before_it():
     """Two escalations of a layer are joined by this order: a mode that is added has its place in it."""
     places = [
-        (not mode.is_8bit, not mode.sums_in_fp16, exponent_of(mode.result), exponent_of(mode.operand), mode.operand.itemsize)
+        (
+            not mode.is_8bit,
+            not mode.sums_in_fp16,
+            exponent_of(mode.result),
+            exponent_of(mode.operand),
+            mode.operand.itemsize,
+        )
         for mode in MODES.values()
         if mode.name != "int8"
     ]
@@ -56,7 +62,13 @@ def test_a_plan_runs_its_layers_in_the_mode_of_the_option(option):
 def test_what_a_matmul_reads_and_returns_decides_what_may_act_on_it():
     assert [name for name, mode in MODES.items() if mode.is_wide] == ["fp16_wide", "fp16_scaled"]
     assert [name for name, mode in MODES.items() if mode.is_8bit] == ["fp8", "int8"]
-    assert [name for name, mode in MODES.items() if mode.is_16bit] == ["fp16_acc16", "fp16", "fp16_wide", "fp16_scaled", "bf16"]
+    assert [name for name, mode in MODES.items() if mode.is_16bit] == [
+        "fp16_acc16",
+        "fp16",
+        "fp16_wide",
+        "fp16_scaled",
+        "bf16",
+    ]
 
 
 def test_a_dtype_that_is_no_mode_is_left_out():
@@ -80,4 +92,6 @@ def test_no_other_file_spells_a_modes_name():
 
 def test_the_page_spells_modes_names_where_it_words_them_alone():
     pages = [path for path in (ROOT / "web").iterdir() if path.is_file()]
-    assert [path.name for path in pages if any(name in path.read_text(encoding="utf-8") for name in ONLY_MODES)] == ["dom.mjs"]
+    assert [path.name for path in pages if any(name in path.read_text(encoding="utf-8") for name in ONLY_MODES)] == [
+        "dom.mjs"
+    ]

@@ -19,7 +19,11 @@ class Other(torch.Tensor):
 
 def test_tensors_are_found_in_lists_tuples_dicts_and_nested_tensors():
     values = {"samples": Nested(), "more": [(INTEGERS, 3.5), None, "text"]}
-    assert [name for name, leaf in leaves(values) if isinstance(leaf, torch.Tensor)] == ["samples[0]", "samples[1]", "more[0][0]"]
+    assert [name for name, leaf in leaves(values) if isinstance(leaf, torch.Tensor)] == [
+        "samples[0]",
+        "samples[1]",
+        "more[0][0]",
+    ]
     assert [id(tensor) for tensor in tensors_in(values)] == [id(A), id(B), id(INTEGERS)]
     assert [id(tensor) for tensor in floats_in(values)] == [id(A), id(B)]
 

@@ -24,12 +24,13 @@ def test_the_signal_is_what_the_network_gives_and_rows_count_alone():
     reference = 0.9 * noisy - 0.4 * output
     result = 0.9 * noisy - 0.4 * (output + torch.tensor([[0.1], [0.0]]))
     errors, signals = drift.row_errors(result, reference, 0.9 * noisy)
-    assert drift.finite_decibels(errors[0], signals[0]) == pytest.approx(20.0, abs=0.01) and drift.finite_decibels(errors[1], signals[1]) == math.inf
+    assert (
+        drift.finite_decibels(errors[0], signals[0]) == pytest.approx(20.0, abs=0.01)
+        and drift.finite_decibels(errors[1], signals[1]) == math.inf
+    )
 
 
-@pytest.mark.parametrize(
-    ("check", "steps"), [("first step", [0]), ("every 5th step", [0, 5, 10])]
-)
+@pytest.mark.parametrize(("check", "steps"), [("first step", [0]), ("every 5th step", [0, 5, 10])])
 def test_the_steps_that_are_checked_once_each(check, steps):
     seen = set()
     for step in (0, 0, 1, 2, 3, 4, 5, 5, 6, 7, 8, 9, 10, 11):
@@ -45,7 +46,9 @@ def test_a_threshold_falls_with_the_number_of_layers_as_powers_add_up():
 
 @pytest.mark.parametrize("names", list(itertools.permutations(("fp32", "fp16_safe", "none of them"))))
 def test_the_coarsest_arithmetic_does_not_depend_on_the_order_of_a_set(names):
-    assert drift.THRESHOLDS["fp32"] == drift.THRESHOLDS["fp16_safe"], "a tie, which the order of a set would break by the process's hash seed"
+    assert drift.THRESHOLDS["fp32"] == drift.THRESHOLDS["fp16_safe"], (
+        "a tie, which the order of a set would break by the process's hash seed"
+    )
     assert drift.coarsest(names) == "fp16_safe"
     assert list(drift.THRESHOLDS.values()) == sorted(drift.THRESHOLDS.values(), reverse=True), "finest first"
 
@@ -54,7 +57,14 @@ def test_casts_to_16_bit_give_fp32_and_bits_are_read_as_they_are():
     x = torch.tensor([4001.0])
     bits = torch.tensor([1.0], dtype=torch.bfloat16).view(torch.int16)
     with CastsToFp32():
-        made = [x.bfloat16(), x.half(), x.to(torch.bfloat16), x.to(dtype=torch.float16), x.type(torch.bfloat16), torch.full((1,), 4001.0, dtype=torch.bfloat16)]
+        made = [
+            x.bfloat16(),
+            x.half(),
+            x.to(torch.bfloat16),
+            x.to(dtype=torch.float16),
+            x.type(torch.bfloat16),
+            torch.full((1,), 4001.0, dtype=torch.bfloat16),
+        ]
         read = bits.view(torch.bfloat16)
     assert all(tensor.dtype == torch.float32 and tensor.item() == 4001.0 for tensor in made)
     assert read.dtype == torch.bfloat16 and read.item() == 1.0

@@ -44,7 +44,13 @@ def in_a_process(*arguments, before="", **options):
 
 def test_inspect(capsys, source):
     code, out, err = run(capsys, "inspect", source)
-    assert code == 0 and err == "" and "scaled_fp8" in out and "clipped at 448" in out and "none in headers and scales; --values reads the values too" in out
+    assert (
+        code == 0
+        and err == ""
+        and "scaled_fp8" in out
+        and "clipped at 448" in out
+        and "none in headers and scales; --values reads the values too" in out
+    )
     code, out, _ = run(capsys, "inspect", source, "--json")
     found = json.loads(out)
     assert code == 0 and found["scales"] == {"tensor": 2} and not found["values"]
@@ -57,7 +63,11 @@ def test_inspect_exits_one_on_a_problem_and_scan_is_inspect_with_values(capsys, 
         code, out, _ = run(capsys, *command, source)
         assert code == 0 and re.search(r"problems +none\n", out) and "scaled_fp8" in out
         code, out, _ = run(capsys, *command, bad)
-        assert code == 1 and re.search(r"problems +1\n", out) and "blocks.0.ffn.0.weight: 4096 of 4096 values are NaN" in out
+        assert (
+            code == 1
+            and re.search(r"problems +1\n", out)
+            and "blocks.0.ffn.0.weight: 4096 of 4096 values are NaN" in out
+        )
         code, out, _ = run(capsys, *command, bad, "--json")
         assert code == 1 and json.loads(out)["problems"][0]["kind"] == "nan" and json.loads(out)["values"]
     assert run(capsys, "inspect", bad)[0] == 0, "no value was read"
@@ -93,7 +103,11 @@ def test_convert_writes_refuses_and_overwrites(capsys, source, tmp_path, monkeyp
     code, out, err = run(capsys, "convert", source, target, "--storage", "bf16", "--force", "--json")
     assert code == 0 and err == "" and json.loads(out)["weights"] == {"bf16": 4}
     assert open_checkpoint(target)["blocks.0.ffn.0.weight"].dtype == torch.bfloat16
-    for wrong, problem in ((source, "same file"), (tmp_path, "not the name of a .safetensors file"), (tmp_path / "a.gguf", "not the name")):
+    for wrong, problem in (
+        (source, "same file"),
+        (tmp_path, "not the name of a .safetensors file"),
+        (tmp_path / "a.gguf", "not the name"),
+    ):
         code, _, err = run(capsys, "convert", source, wrong, "--storage", "bf16", "--force")
         assert code == 2 and problem in err
 
@@ -113,7 +127,12 @@ def test_convert_takes_rules_and_a_preset(capsys, source, tmp_path, encoding):
 @pytest.mark.parametrize("command", ["inspect", "scan"])
 def test_errors_are_one_line_and_exit_two(capsys, tmp_path, command):
     (tmp_path / "page.safetensors").write_text("<!DOCTYPE html>")
-    names = [tmp_path / "missing.safetensors", tmp_path / "page.safetensors", tmp_path, tmp_path / f"{'x' * 300}.safetensors"]
+    names = [
+        tmp_path / "missing.safetensors",
+        tmp_path / "page.safetensors",
+        tmp_path,
+        tmp_path / f"{'x' * 300}.safetensors",
+    ]
     for file in names:
         code, out, err = run(capsys, command, file)
         assert code == 2 and out == "" and err.startswith("halfsafe: ") and err.count("\n") == 1 and str(file) in err
@@ -135,7 +154,9 @@ def test_wrong_usage_exits_two(arguments):
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["inspect", "--help"], ["inspct"]])
 def test_what_needs_no_file_is_answered_before_torch_is_imported(arguments):
     code = "import runpy, sys; sys.argv[0] = sys.argv.pop(1)\ntry: runpy.run_path(sys.argv[0], run_name='__main__')\nexcept SystemExit: pass\nfinally: sys.exit('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code, str(ROOT / "__main__.py"), *arguments], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(ROOT / "__main__.py"), *arguments], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     assert bool(done.stdout) == ("--help" in arguments or not arguments)
 
@@ -152,7 +173,10 @@ def test_progress_is_a_line_every_tenth(capsys, monkeypatch):
 
 def test_inspect_names_the_model(capsys, tmp_path):
     shapes = {"head.modulation": (1, 2, 8), "blocks.0.ffn.0.weight": (32, 8)}
-    save_file({f"model.diffusion_model.{name}": torch.randn(shape) for name, shape in shapes.items()}, tmp_path / "wan.safetensors")
+    save_file(
+        {f"model.diffusion_model.{name}": torch.randn(shape) for name, shape in shapes.items()},
+        tmp_path / "wan.safetensors",
+    )
     assert re.search(r"  model +Wan\n", run(capsys, "inspect", tmp_path / "wan.safetensors")[1])
 
 
@@ -191,7 +215,9 @@ def test_starts_as_a_module_with_the_folder_installed_as_halfsafe(tmp_path, sour
     (tmp_path / "site" / "halfsafe").symlink_to(ROOT, target_is_directory=True)
     environ = os.environ | {"PYTHONPATH": str(tmp_path / "site")}
     command = [sys.executable, "-m", "halfsafe", "inspect"]
-    done = subprocess.run([*command, str(source), "--json"], capture_output=True, text=True, timeout=120, env=environ, cwd=tmp_path)
+    done = subprocess.run(
+        [*command, str(source), "--json"], capture_output=True, text=True, timeout=120, env=environ, cwd=tmp_path
+    )
     assert done.returncode == 0 and done.stderr == "" and json.loads(done.stdout)["dialect"] == "scaled_fp8"
     done = subprocess.run([*command, "no"], capture_output=True, text=True, env=environ, cwd=tmp_path)
     assert done.returncode == 2 and done.stderr.startswith("halfsafe: no: cannot be opened")
@@ -208,7 +234,9 @@ def test_starts_from_any_folder_name(tmp_path, source):
 def test_without_torch_it_says_what_to_install(tmp_path, form):
     (tmp_path / "halfsafe").symlink_to(ROOT, target_is_directory=True)
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run([sys.executable, "-S", *form, "doctor"], capture_output=True, text=True, timeout=120, cwd=tmp_path, env=environ)
+    done = subprocess.run(
+        [sys.executable, "-S", *form, "doctor"], capture_output=True, text=True, timeout=120, cwd=tmp_path, env=environ
+    )
     assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
     assert done.stderr.startswith("halfsafe: torch, ") and f"{sys.executable} -m pip install torch" in done.stderr
 
@@ -241,7 +269,14 @@ class Interrupts:
             os.kill(os.getpid(), signal.SIGINT)
 sys.meta_path.insert(0, Interrupts)
 """
-    done = in_a_process("convert", plain(tmp_path / "in.safetensors"), tmp_path / "out.safetensors", "--storage", "bf16", before=interrupt)
+    done = in_a_process(
+        "convert",
+        plain(tmp_path / "in.safetensors"),
+        tmp_path / "out.safetensors",
+        "--storage",
+        "bf16",
+        before=interrupt,
+    )
     assert (done.returncode, done.stderr) == (130, b"halfsafe: interrupted\n")
     assert os.listdir(tmp_path) == ["in.safetensors"]
 

@@ -32,7 +32,10 @@ def model(folder, name="in.safetensors", prefix="", **extra):
     weights, _ = dialects.reference()
     tensors = {f"{layer}.weight": weight for layer, weight in weights.items()}
     tensors |= {"blocks.0.norm.weight": torch.ones(64), "blocks.0.ffn.0.bias": torch.randn(256).bfloat16()}
-    tensors |= {"time_embedding.0.weight": torch.randn(64, 64).bfloat16(), "conv.weight": torch.randn(4, 4, 3, 3).half()}
+    tensors |= {
+        "time_embedding.0.weight": torch.randn(64, 64).bfloat16(),
+        "conv.weight": torch.randn(4, 4, 3, 3).half(),
+    }
     named = {prefix + key: value for key, value in tensors.items()} | extra
     save_file(named, folder / name, {"format": "pt", "author": "me"})
     return folder / name, named
@@ -92,7 +95,9 @@ def test_a_converted_file_is_comfyuis_own_format_and_converts_to_itself(tmp_path
     assert (tmp_path / "one.safetensors").read_bytes() == (tmp_path / "two.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize(("storage", "name"), [("fp8_e4m3fn", f"{LAYER}.weight"), ("as_file", f"{LAYER}.bias"), ("bf16", f"{LAYER}.weight")])
+@pytest.mark.parametrize(
+    ("storage", "name"), [("fp8_e4m3fn", f"{LAYER}.weight"), ("as_file", f"{LAYER}.bias"), ("bf16", f"{LAYER}.weight")]
+)
 def test_nan_is_an_error_wherever_it_is_and_leaves_no_file(tmp_path, storage, name):
     weights, biases = dialects.reference()
     (weights if name.endswith("weight") else biases)[LAYER].view(-1)[5] = float("nan")
@@ -243,10 +248,22 @@ NAN = float("nan")
 FAULTS = {
     "nan": ({"a.weight": torch.tensor([[1.0, NAN, NAN]])}, "a.weight", "2 of 3 values are NaN"),
     "inf": ({"b.bias": torch.tensor([1.0, -float("inf")]).half()}, "b.bias", "1 of 2 values are infinite"),
-    "fp8 nan": ({"a.weight": torch.full((2, 2), 0x7F, dtype=torch.uint8).view(E4M3)}, "a.weight", "4 of 4 values are NaN"),
+    "fp8 nan": (
+        {"a.weight": torch.full((2, 2), 0x7F, dtype=torch.uint8).view(E4M3)},
+        "a.weight",
+        "4 of 4 values are NaN",
+    ),
     "fp16_range": ({"a.weight": torch.full((2, 2), 70000.0).bfloat16()}, "a.weight", "65504"),
-    "row range": ({"a.weight": torch.full((2, 2), 448.0).to(E4M3), "a.weight_scale": torch.tensor([1.0, 200.0])}, "a.weight", "65504"),
-    "zero scale": ({"a.weight": torch.ones(2, 2).to(E4M3), "a.weight_scale": torch.tensor(0.0)}, "a.weight_scale", "scale of 0"),
+    "row range": (
+        {"a.weight": torch.full((2, 2), 448.0).to(E4M3), "a.weight_scale": torch.tensor([1.0, 200.0])},
+        "a.weight",
+        "65504",
+    ),
+    "zero scale": (
+        {"a.weight": torch.ones(2, 2).to(E4M3), "a.weight_scale": torch.tensor(0.0)},
+        "a.weight_scale",
+        "scale of 0",
+    ),
     "lost scale": ({"a.weight": torch.ones(2, 2).to(E4M3), "a.act_scale": torch.tensor(1.0)}, "a.act_scale", "scale"),
 }
 
@@ -261,7 +278,12 @@ def test_scan_names_tensor_and_fault(tmp_path, fault):
 
 def test_scan_takes_zero_weights_and_rows_in_range(tmp_path):
     data = torch.tensor([[448.0], [1.0]]).to(E4M3)
-    tensors = {"zero.weight": torch.zeros(4, 4), "none.weight": torch.zeros(0, 4), "a.weight": data, "a.weight_scale": torch.tensor([1.0, 200.0])}
+    tensors = {
+        "zero.weight": torch.zeros(4, 4),
+        "none.weight": torch.zeros(0, 4),
+        "a.weight": data,
+        "a.weight_scale": torch.tensor([1.0, 200.0]),
+    }
     save_file(tensors, tmp_path / "a.safetensors")
     assert inspect_file(tmp_path / "a.safetensors", values=True).problems == []
 

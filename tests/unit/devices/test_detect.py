@@ -168,7 +168,12 @@ def test_directml_has_fp16_and_none_of_what_its_types_lack():
     assert [name for name, on in row.capabilities.items() if on] == ["fp16"] and row.label == "DirectML"
     for capability in COLUMNS:
         assert row.reason(capability).endswith(".") and "CPU" not in row.reason(capability)
-    device = dataclasses.replace(devices.detect(torch.device("cpu")), profile=row, capabilities=row.capabilities, reasons={name: row.reason(name) for name in COLUMNS})
+    device = dataclasses.replace(
+        devices.detect(torch.device("cpu")),
+        profile=row,
+        capabilities=row.capabilities,
+        reasons={name: row.reason(name) for name in COLUMNS},
+    )
     for supported in (WAN, FLUX, QWEN):
         assert auto.auto_compute(device, supported, "bf16")[0] == "fp16_safe"
 
@@ -235,7 +240,9 @@ def test_a_wrong_environment_variable_is_named_and_can_be_taken_off(monkeypatch)
 def test_a_profile_asked_for_beats_the_variable(monkeypatch):
     monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", " sm_75 ")
     assert devices.detect().profile.name == "sm_75" and devices.drop_wrong_profile() is None
-    assert devices.detect(profile="sm_120").profile.name == "sm_120" and os.environ["HALFSAFE_DEVICE_PROFILE"] == " sm_75 "
+    assert (
+        devices.detect(profile="sm_120").profile.name == "sm_120" and os.environ["HALFSAFE_DEVICE_PROFILE"] == " sm_75 "
+    )
 
 
 @pytest.mark.parametrize(
@@ -254,13 +261,18 @@ def test_a_profile_asked_for_beats_the_variable(monkeypatch):
 def test_a_failing_probe_turns_its_capabilities_off_and_says_so(failing, off, cuda):
     card = cuda((8, 9), "NVIDIA GeForce RTX 4090", results=(probes.Probe(failing, False, "gave zeros"),))
     device = devices.detect(card)
-    assert sorted(missed_expectations(card)) == sorted(f"{name}: {failing}: gave zeros" for name in off), "the GPU tier's test sees it"
+    assert sorted(missed_expectations(card)) == sorted(f"{name}: {failing}: gave zeros" for name in off), (
+        "the GPU tier's test sees it"
+    )
     assert {name for name, on in device.capabilities.items() if not on} == off
     for capability in off:
         assert failing in device.reason(capability) and "gave zeros" in device.reason(capability)
 
 
-@pytest.mark.parametrize("detail", [Message("torch {0} has no such flag", "2.6"), Message("{0}.", Message("torch {0} has no such flag", "2.6"))])
+@pytest.mark.parametrize(
+    "detail",
+    [Message("torch {0} has no such flag", "2.6"), Message("{0}.", Message("torch {0} has no such flag", "2.6"))],
+)
 def test_what_a_failed_probe_found_is_said_in_chinese(cuda, detail):
     device = devices.detect(cuda((8, 9), results=(probes.Probe("fp8_cast", False, detail),)))
     assert untranslated(device.reason("fp8_storage")) == [] and not device.reason("fp8_storage").endswith("..")
@@ -288,7 +300,11 @@ def test_a_model_that_prefers_fp32_keeps_it_where_bf16_is_native():
 
 def test_an_fp16_file_is_computed_in_fp16_where_the_model_allows_it():
     row = devices.detect(profile="sm_86")
-    assert auto.auto_compute(row, FLUX, "fp16")[0] == auto.auto_compute(devices.detect(profile="sm_75"), FLUX, "fp16")[0] == "fp16"
+    assert (
+        auto.auto_compute(row, FLUX, "fp16")[0]
+        == auto.auto_compute(devices.detect(profile="sm_75"), FLUX, "fp16")[0]
+        == "fp16"
+    )
     assert auto.auto_compute(devices.detect(profile="sm_75"), FLUX, "bf16")[0] == "fp16_safe"
     assert auto.auto_compute(devices.detect(profile="gfx1100"), FLUX, "fp16")[0] == "bf16"
     assert auto.auto_compute(devices.detect(profile="mps_m1"), FLUX, "fp16")[0] == "fp16_safe"
@@ -325,7 +341,11 @@ def test_storage_auto_takes_fp8_where_the_kernels_of_int8_are_missing_and_says_w
 
 @pytest.mark.parametrize(
     ("capability", "name", "figure"),
-    [((9, 0), "NVIDIA H200", "0.93 to 1.55"), ((10, 0), "NVIDIA B200", "GB200"), ((10, 3), "NVIDIA B300 SXM6 AC", "0.15 against 2.25")],
+    [
+        ((9, 0), "NVIDIA H200", "0.93 to 1.55"),
+        ((10, 0), "NVIDIA B200", "GB200"),
+        ((10, 3), "NVIDIA B300 SXM6 AC", "0.15 against 2.25"),
+    ],
 )
 def test_data_center_cards_from_hopper_on_gain_from_fp8_alone(cuda, capability, name, figure):
     device = devices.detect(cuda(capability, name))
@@ -362,8 +382,15 @@ def test_the_cost_of_fp16_safe_is_the_one_that_was_counted(name):
 
 
 def test_each_fp8_dtype_that_a_device_cannot_hold_is_asked_of_it(monkeypatch):
-    monkeypatch.setattr(devices, "why_dtype_not_held", lambda device, name: "no such dtype" if name in ("float8_e5m2", "float8_e8m0fnu") else "")
+    monkeypatch.setattr(
+        devices,
+        "why_dtype_not_held",
+        lambda device, name: "no such dtype" if name in ("float8_e5m2", "float8_e8m0fnu") else "",
+    )
     here = dataclasses.replace(devices.detect(profile="cpu"), simulated=False)
     found = {storage: why for storage in {**FORMAT_OF_STORAGE, **DTYPES} if (why := here.refuses(storage))}
-    assert set(found) == {"fp8_e5m2", "mxfp8"} and found["mxfp8"] == f"not on {here.label}: It does not support float8_e8m0fnu (no such dtype)."
+    assert (
+        set(found) == {"fp8_e5m2", "mxfp8"}
+        and found["mxfp8"] == f"not on {here.label}: It does not support float8_e8m0fnu (no such dtype)."
+    )
     assert auto.held_storage(here, "mxfp8")[0] in ("fp16", "bf16") and auto.held_storage(here, "nvfp4")[0] == "as_file"

@@ -46,7 +46,9 @@ def test_all_probes_run_on_a_cpu():
     assert named(results, "int8_kernels").ok is None
 
 
-KITCHEN = pytest.param(True, marks=pytest.mark.skipif(probes.kitchen_function("int8_linear") is None, reason="needs comfy-kitchen"))
+KITCHEN = pytest.param(
+    True, marks=pytest.mark.skipif(probes.kitchen_function("int8_linear") is None, reason="needs comfy-kitchen")
+)
 
 
 @pytest.fixture(params=[KITCHEN, False], ids=["by comfy-kitchen", "by torch"])
@@ -60,7 +62,10 @@ def kitchen(request, monkeypatch):
 def test_no_probe_asks_for_what_cuda_refuses(kitchen):
     """What a probe is refused the plan takes for missing."""
     with CudaRules():
-        asked = [*probes.run_probes(CPU), *(probes.probe(name, probes.gemm, CPU, name) for name in ("fp16", "bf16", "fp32"))]
+        asked = [
+            *probes.run_probes(CPU),
+            *(probes.probe(name, probes.gemm, CPU, name) for name in ("fp16", "bf16", "fp32")),
+        ]
         _, sums = probes._overflows_in_fp16(*probes.accumulation_operands(CPU))
     outcome = {probe.name: probe.detail for probe in asked if probe.ok is False}
     assert set(outcome) <= {"bf16_native"} and "has no effect" in sums, outcome
@@ -104,7 +109,12 @@ def test_a_lack_of_memory_says_nothing_and_is_not_remembered(monkeypatch, error)
     first = {probe.name: probe.ok for probe in probes.run_probes(CPU)}
     probes._kept.clear()
     with monkeypatch.context() as patch:
-        for owner, name in ((torch.Tensor, "to"), (torch.Tensor, "__matmul__"), (torch, "_scaled_mm"), (torch, "_int_mm")):
+        for owner, name in (
+            (torch.Tensor, "to"),
+            (torch.Tensor, "__matmul__"),
+            (torch, "_scaled_mm"),
+            (torch, "_int_mm"),
+        ):
             patch.setattr(owner, name, raising(error))
         without = {probe.name: (probe.ok, probe.detail) for probe in probes.run_probes(CPU)}
         assert probes.canary(CPU, "fp32") == (True, "not enough free memory to try")
@@ -136,7 +146,11 @@ def test_kernels_of_comfy_kitchen_need_a_torch_built_for_cuda_13(monkeypatch):
 def test_int8_products_are_those_of_a_layer(monkeypatch):
     """Its input rotated by 256, a scale for each row of the weight, and a result in the input's dtype."""
     calls, real = [], probes.kitchen_function("int8_linear") or pytest.skip("needs comfy-kitchen")
-    monkeypatch.setattr(probes, "kitchen_function", lambda name: lambda *given, **options: calls.append((given, options)) or real(*given, **options))
+    monkeypatch.setattr(
+        probes,
+        "kitchen_function",
+        lambda name: lambda *given, **options: calls.append((given, options)) or real(*given, **options),
+    )
     assert probes.int8_matmul(CPU)[0]
     (x, weight, scale), options = calls[0]
     assert (x.dtype, weight.dtype, scale.shape) == (torch.float16, torch.int8, (len(weight), 1))
@@ -163,7 +177,10 @@ def test_a_gemm_that_gives_zeros_or_garbage_is_caught(name, wrong, monkeypatch):
 
 def test_a_cast_that_loses_values_or_hides_nan_is_caught(monkeypatch):
     real = probes._round_trip
-    for broken, told in ((lambda values: values * 0, "changed values"), (lambda values: values.nan_to_num(0.0), "turned NaN into 0")):
+    for broken, told in (
+        (lambda values: values * 0, "changed values"),
+        (lambda values: values.nan_to_num(0.0), "turned NaN into 0"),
+    ):
         monkeypatch.setattr(probes, "_round_trip", lambda *arguments, broken=broken: broken(real(*arguments)))
         ok, detail = probes.fp8_cast(CPU, "fp8_e4m3fn")
         assert ok is False and told in detail
@@ -214,17 +231,27 @@ def test_the_accumulation_probe_multiplies_what_no_card_splits_over_its_inner_di
     """Of 64 x 4096 x 64 cuBLAS gives 128 multiprocessors a part of the inner dimension each, and no part overflows."""
     asked = []
     monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(probes, "_overflows_in_fp16", lambda left, right: asked.append((left.shape, right.shape)) or (True, ""))
-    monkeypatch.setattr(torch, "full", lambda shape, *given, full=torch.full, **options: full(shape, *given, **options | {"device": "cpu"}))
+    monkeypatch.setattr(
+        probes, "_overflows_in_fp16", lambda left, right: asked.append((left.shape, right.shape)) or (True, "")
+    )
+    monkeypatch.setattr(
+        torch,
+        "full",
+        lambda shape, *given, full=torch.full, **options: full(shape, *given, **options | {"device": "cpu"}),
+    )
     assert probes.fp16_accumulation(torch.device("cuda", 0))[0]
     assert asked == [((1024, 4096), (4096, 1024))]
 
 
 def test_the_accumulation_probe_turns_nothing_on_while_a_model_holds_it_off(monkeypatch):
     seen, found = [], []
-    monkeypatch.setattr(torch.Tensor, "__matmul__", lambda *_: seen.append(flags.is_on("fp16_accumulation")) or torch.zeros(1))
+    monkeypatch.setattr(
+        torch.Tensor, "__matmul__", lambda *_: seen.append(flags.is_on("fp16_accumulation")) or torch.zeros(1)
+    )
     with flags.fp32_accumulation():
-        thread = threading.Thread(target=lambda: found.extend(probes._overflows_in_fp16(*probes.accumulation_operands(CPU))))
+        thread = threading.Thread(
+            target=lambda: found.extend(probes._overflows_in_fp16(*probes.accumulation_operands(CPU)))
+        )
         thread.start()
         thread.join()
     assert True not in seen and found[0] is None and "keeps the flag off" in found[1]
@@ -234,7 +261,9 @@ def test_what_a_page_asks_for_is_tried_again_at_a_load(monkeypatch):
     cuda, seen = torch.device("cuda", 0), []
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(probes, "accumulation_operands", lambda *_: (torch.zeros(1), torch.zeros(1)))
-    monkeypatch.setattr(torch.Tensor, "__matmul__", lambda *_: seen.append(flags.is_on("fp16_accumulation")) or torch.zeros(1))
+    monkeypatch.setattr(
+        torch.Tensor, "__matmul__", lambda *_: seen.append(flags.is_on("fp16_accumulation")) or torch.zeros(1)
+    )
     with probes.flags_left_alone():
         assert probes._once("fp16_accumulation", probes.fp16_accumulation, cuda).ok is None
     assert not seen

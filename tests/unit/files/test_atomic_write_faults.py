@@ -24,7 +24,9 @@ NO_RULES = rules_from("", "none")
 @pytest.fixture
 def source(tmp_path):
     (tmp_path / "from").mkdir()
-    return dialects.block_wise(tmp_path / "from" / "in.safetensors", *dialects.reference(shape=(32, 48)), rows=16, columns=16)
+    return dialects.block_wise(
+        tmp_path / "from" / "in.safetensors", *dialects.reference(shape=(32, 48)), rows=16, columns=16
+    )
 
 
 @pytest.fixture
@@ -110,7 +112,10 @@ def unreadable(monkeypatch, after: int):
 @pytest.mark.parametrize("after", [0, 1])
 @pytest.mark.parametrize("use", [open_checkpoint, inspect_file, partial(inspect_file, values=True)])
 def test_a_disk_that_cannot_be_read_is_told(source, monkeypatch, after, use):
-    with unreadable(monkeypatch, after), pytest.raises(CheckpointError, match=r"in\.safetensors.*(Input/output error|cannot be read)"):
+    with (
+        unreadable(monkeypatch, after),
+        pytest.raises(CheckpointError, match=r"in\.safetensors.*(Input/output error|cannot be read)"),
+    ):
         use(source)
 
 

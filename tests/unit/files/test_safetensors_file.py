@@ -71,11 +71,16 @@ def test_the_safetensors_library_reads_what_we_write(tmp_path, every_dtype):
     assert all(same_bits(loaded[name], tensor) for name, tensor in readable.items())
     file = open_checkpoint(tmp_path / "a.safetensors")
     assert file.metadata["name"] == "é"
-    assert all(same_bits(file[name], tensor) and file[name].shape == tensor.shape for name, tensor in every_dtype.items())
+    assert all(
+        same_bits(file[name], tensor) and file[name].shape == tensor.shape for name, tensor in every_dtype.items()
+    )
 
 
 def test_every_tensor_is_aligned(tmp_path):
-    write(tmp_path / "a.safetensors", {"odd": torch.ones(27, dtype=torch.uint8), "wide": torch.ones(4), "half": torch.ones(3).half()})
+    write(
+        tmp_path / "a.safetensors",
+        {"odd": torch.ones(27, dtype=torch.uint8), "wide": torch.ones(4), "half": torch.ones(3).half()},
+    )
     file = open_checkpoint(tmp_path / "a.safetensors")
     assert all(tensor.data_ptr() % tensor.element_size() == 0 for tensor in file.values())
 
@@ -219,7 +224,11 @@ HEADERS = {
     "missing key": ({"a": {"dtype": "F32", "shape": [1]}}, b"", "missing field"),
     "negative": ({"a": entry(shape=[-2])}, b"\0" * 8, "-8 bytes, the file holds 8"),
     "float": ({"a": entry(shape=[2.0])}, b"\0" * 8, "damaged.*floating"),
-    "surrogate": (b'{"\\ud800": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}', b"\0" * 8, "hex escape|shown"),
+    "surrogate": (
+        b'{"\\ud800": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}',
+        b"\0" * 8,
+        "hex escape|shown",
+    ),
     "utf-16": (json.dumps({"a": entry()}).encode("utf-16-le"), b"\0" * 8, "damaged"),
     "escape": ({"a\x1b[31m": entry()}, b"\0" * 8, "cannot be shown"),
     "two lines": ({"a\nb": entry()}, b"\0" * 8, "cannot be shown"),

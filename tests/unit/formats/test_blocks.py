@@ -42,14 +42,22 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 @both
 @pytest.mark.parametrize("rows", [32, 128, 160, 416])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_a_weight_made_in_parts_is_comfy_kitchens_own(storage: str, rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_weight_made_in_parts_is_comfy_kitchens_own(
+    storage: str, rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     weight = weight_of(rows, 256, dtype)
     monkeypatch.setattr(stored_weight, "CHUNK", 1 << 12)  # 16 rows, fewer than a tile of scales has
     made = tensors_of(weight, storage, "file")
     codes, scales = own(storage, weight.data.float())
-    assert torch.equal(bits(made[NAME]), bits(codes)) and torch.equal(bits(made["blocks.0.ffn.weight_scale"]), bits(scales))
+    assert torch.equal(bits(made[NAME]), bits(codes)) and torch.equal(
+        bits(made["blocks.0.ffn.weight_scale"]), bits(scales)
+    )
     row = FORMAT_OF_STORAGE[storage]
-    assert {name.rpartition(".")[2]: (tuple(tensor.shape), tensor.dtype) for name, tensor in made.items() if not name.endswith("comfy_quant")} == row.specs(rows, 256)
+    assert {
+        name.rpartition(".")[2]: (tuple(tensor.shape), tensor.dtype)
+        for name, tensor in made.items()
+        if not name.endswith("comfy_quant")
+    } == row.specs(rows, 256)
 
 
 @both
@@ -78,10 +86,16 @@ def test_zeros_and_the_largest_numbers_stay_finite(storage: str) -> None:
         assert torch.isfinite(found).all() and relative_error(each + 1e-30, found + 1e-30) < 0.1
 
 
-@pytest.mark.parametrize(("storage", "shape", "odd"), [("nvfp4", (32, 72), 72), ("nvfp4", (20, 64), 20), ("mxfp8", (48, 64), 48), ("mxfp8", (32, 80), 80)])
+@pytest.mark.parametrize(
+    ("storage", "shape", "odd"),
+    [("nvfp4", (32, 72), 72), ("nvfp4", (20, 64), 20), ("mxfp8", (48, 64), 48), ("mxfp8", (32, 80), 80)],
+)
 def test_a_shape_that_would_be_padded_stays_as_in_the_file(storage: str, shape: tuple[int, int], odd: int) -> None:
     block = FORMAT_OF_STORAGE[storage].block
-    assert FORMAT_OF_STORAGE[storage].why_not(*shape) == f"{storage} needs sizes that are multiples of {block}; this layer has {odd}"
+    assert (
+        FORMAT_OF_STORAGE[storage].why_not(*shape)
+        == f"{storage} needs sizes that are multiples of {block}; this layer has {odd}"
+    )
     assert not FORMAT_OF_STORAGE[storage].why_not(4 * block, 2 * block)
 
 

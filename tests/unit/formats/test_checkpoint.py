@@ -101,7 +101,11 @@ def test_gives_comfyuis_format_from_every_dialect(dialect):
     checkpoint, weights, biases, (_, granularity, _, floor) = dialect
     tensors, notes = in_storages(checkpoint, dict.fromkeys(weights, "as_file"))
     told = [name for name, reason in notes if "a single scale in place of the file's many costs an error of" in reason]
-    assert told == [name for name, _ in notes] == ([f"{layer}.weight" for layer in weights] if granularity in ("row", "block") else [])
+    assert (
+        told
+        == [name for name, _ in notes]
+        == ([f"{layer}.weight" for layer in weights] if granularity in ("row", "block") else [])
+    )
     for layer, weight in weights.items():
         assert f"{layer}.comfy_quant" in tensors
         assert relative_error(weight, as_comfyui_reads(tensors, layer)) < floor
@@ -259,7 +263,9 @@ def test_a_scale_that_is_no_positive_number_is_an_error(value, leaf):
         read_dict({WEIGHT: torch.zeros(8, 8).to(E4M3), f"{LAYER}.{leaf}": torch.tensor(value)})
 
 
-@pytest.mark.parametrize("storage", [*(name for name, row in FORMAT_OF_STORAGE.items() if row.can_write), "fp16", "bf16"])
+@pytest.mark.parametrize(
+    "storage", [*(name for name, row in FORMAT_OF_STORAGE.items() if row.can_write), "fp16", "bf16"]
+)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_nan_or_inf_in_a_converted_weight_is_an_error(storage, value):
     data = torch.zeros(8, 64)
@@ -333,7 +339,13 @@ def test_broken_comfy_quant_is_an_error(text):
 def test_comfy_quant_that_contradicts_the_data_is_an_error():
     marker = dialects.comfy_quant_bytes({"format": "float8_e4m3fn"})
     with pytest.raises(CheckpointError, match="bf16"):
-        read_dict({WEIGHT: torch.zeros(2, 2).bfloat16(), f"{LAYER}.weight_scale": torch.ones(()), f"{LAYER}.comfy_quant": marker})
+        read_dict(
+            {
+                WEIGHT: torch.zeros(2, 2).bfloat16(),
+                f"{LAYER}.weight_scale": torch.ones(()),
+                f"{LAYER}.comfy_quant": marker,
+            }
+        )
     with pytest.raises(CheckpointError, match="not in the file"):
         read_dict({f"{LAYER}.comfy_quant": marker})
 
@@ -350,7 +362,9 @@ def test_blocks_of_128_with_short_last_blocks(shape):
     data, scale = dialects.per_block(weight)
     stored = read_dict({WEIGHT: data, f"{LAYER}.weight_scale_inv": scale}).weights[WEIGHT]
     of_each = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[: shape[0], : shape[1]]
-    half_a_step = torch.maximum(weight.abs() * 2**-4, of_each * 2**-10) * (1 + 1e-6)  # of E4M3's 3 bits, and of its subnormals
+    half_a_step = torch.maximum(weight.abs() * 2**-4, of_each * 2**-10) * (
+        1 + 1e-6
+    )  # of E4M3's 3 bits, and of its subnormals
     assert ((weight - stored.dequantize(torch.float32)).abs() <= half_a_step).all()
 
 

@@ -124,7 +124,9 @@ def test_a_weight_that_would_be_infinite_in_fp32_is_refused(tmp_path, tensors, s
     assert not (tmp_path / "out.safetensors").exists()
 
 
-@pytest.mark.parametrize(("dtype", "storage"), [(torch.bfloat16, "fp8_e5m2"), (torch.float32, "bf16"), (torch.float32, "fp8_e4m3fn")])
+@pytest.mark.parametrize(
+    ("dtype", "storage"), [(torch.bfloat16, "fp8_e5m2"), (torch.float32, "bf16"), (torch.float32, "fp8_e4m3fn")]
+)
 def test_values_that_rounding_would_make_infinite_are_kept_or_refused(tmp_path, dtype, storage):
     path = file_of(tmp_path, {"a.weight": torch.full((4, 4), torch.finfo(dtype).max, dtype=dtype)})
     convert_file(path, tmp_path / "out.safetensors", "as_file", NO_RULES)
@@ -132,7 +134,10 @@ def test_values_that_rounding_would_make_infinite_are_kept_or_refused(tmp_path, 
         convert_file(path, tmp_path / "out.safetensors", storage, NO_RULES)
 
 
-@pytest.mark.parametrize(("dtype", "others"), [(torch.bool, ()), (torch.int64, ()), (torch.uint8, ()), (torch.complex64, ()), (torch.float16, ("weight_scale",))])
+@pytest.mark.parametrize(
+    ("dtype", "others"),
+    [(torch.bool, ()), (torch.int64, ()), (torch.uint8, ()), (torch.complex64, ()), (torch.float16, ("weight_scale",))],
+)
 def test_a_scale_that_a_weight_cannot_have_is_refused(dtype, others):
     """A weight that is no number, or that has another scale."""
     scales = {f"a.{leaf}": torch.tensor(0.5) for leaf in (*others, "scale_weight")}
@@ -142,14 +147,21 @@ def test_a_scale_that_a_weight_cannot_have_is_refused(dtype, others):
 
 @pytest.mark.parametrize("leaf", ["weight_scale_2", "layer_scale"])
 def test_a_weight_beside_a_tensor_named_like_a_scale_stays_in_16_bit(tmp_path, leaf):
-    path = file_of(tmp_path, {"a.weight": torch.randn(16, 16).half(), f"a.{leaf}": torch.rand(3), "b.weight": torch.randn(16, 16)})
+    path = file_of(
+        tmp_path, {"a.weight": torch.randn(16, 16).half(), f"a.{leaf}": torch.rand(3), "b.weight": torch.randn(16, 16)}
+    )
     summary = convert_file(path, tmp_path / "out.safetensors", "fp8_e4m3fn", NO_RULES)
     out = open_checkpoint(tmp_path / "out.safetensors")
     assert (out["a.weight"].dtype, out["b.weight"].dtype) == (torch.float16, E4M3)
-    assert torch.equal(out[f"a.{leaf}"], open_checkpoint(path)[f"a.{leaf}"]) and any("a.weight" in note for note in summary.notes)
+    assert torch.equal(out[f"a.{leaf}"], open_checkpoint(path)[f"a.{leaf}"]) and any(
+        "a.weight" in note for note in summary.notes
+    )
     assert inspect_file(out.path).problems == []
     checkpoint = read_checkpoint(open_checkpoint(path), {}, path)
-    wanted = {name.removesuffix(".weight"): plan.storage for name, plan in plan_file(checkpoint, checkpoint.prefix, "fp8_e4m3fn", NO_RULES).items()}
+    wanted = {
+        name.removesuffix(".weight"): plan.storage
+        for name, plan in plan_file(checkpoint, checkpoint.prefix, "fp8_e4m3fn", NO_RULES).items()
+    }
     assert set(in_storages(checkpoint, wanted)[0]) == set(out)
 
 
@@ -171,13 +183,19 @@ def test_a_tensor_named_as_its_own_prefix_has_a_plan(tmp_path):
 @pytest.mark.parametrize("number", ["²", "٣", "9" * 900, "9" * 5000])
 def test_numbers_that_are_no_block_numbers_are_told_in_a_report(number):
     names = [f"blocks.{number}.a", "blocks.1.a", "blocks.1.b", "blocks.2.b", f"blocks.{number}.b"]
-    report = Report(layers=[LayerReport(name, "Linear", "fp16", name, "fp32", "same") for name in names[:2] * 2 + names[2:]])
+    report = Report(
+        layers=[LayerReport(name, "Linear", "fp16", name, "fp32", "same") for name in names[:2] * 2 + names[2:]]
+    )
     assert number in report.to_text()
 
 
 def test_blocks_of_empty_weights_are_converted(tmp_path):
     path = tmp_path / "empty.safetensors"
-    save_file({f"blocks.{block}.{layer}.weight": torch.zeros(0, 0) for block in range(4) for layer in ("a", "b")} | {"x.weight": torch.ones(16, 16)}, path)
+    save_file(
+        {f"blocks.{block}.{layer}.weight": torch.zeros(0, 0) for block in range(4) for layer in ("a", "b")}
+        | {"x.weight": torch.ones(16, 16)},
+        path,
+    )
     fuzz_targets.judge("convert", path, Random(0))
 
 
@@ -196,7 +214,9 @@ def test_wrong_answers_and_unknown_errors_are_failures(tmp_path, monkeypatch):
     def leaves_a_file(path, random):
         (path.parent / "left").touch()
 
-    monkeypatch.setattr(fuzz_targets, "TARGETS", {"wrong": wrong, "leaves": leaves_a_file, "read": fuzz_targets.check_read})
+    monkeypatch.setattr(
+        fuzz_targets, "TARGETS", {"wrong": wrong, "leaves": leaves_a_file, "read": fuzz_targets.check_read}
+    )
     failures = fuzz.run_case(0, 0, tmp_path, Counter())
     assert {key.split(":")[0] for key in failures} == {"wrong", "leaves"}
     assert list(tmp_path.iterdir()) == []

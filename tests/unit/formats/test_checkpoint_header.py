@@ -71,7 +71,11 @@ def test_the_name_without_the_prefix_wins_and_both_over_the_tensor(tmp_path):
     path = dialects.in_format(tmp_path / "a.safetensors", weights, biases, "int8")
     tensors = {f"net.{name}": tensor for name, tensor in load_file(path).items()}
     one, other = ({"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": size} for size in (64, 16))
-    for layers, group in (({}, 64), ({"net.blocks.0.ffn.0": other}, 16), ({"blocks.0.ffn.0": one, "net.blocks.0.ffn.0": other}, 64)):
+    for layers, group in (
+        ({}, 64),
+        ({"net.blocks.0.ffn.0": other}, 16),
+        ({"blocks.0.ffn.0": one, "net.blocks.0.ffn.0": other}, 64),
+    ):
         tensors["net.blocks.0.ffn.0.comfy_quant"] = dialects.comfy_quant_bytes(one)
         metadata = {"_quantization_metadata": json.dumps({"layers": layers})}
         assert read_checkpoint(tensors, metadata, path).weights["net.blocks.0.ffn.0.weight"].group == group
@@ -79,7 +83,9 @@ def test_the_name_without_the_prefix_wins_and_both_over_the_tensor(tmp_path):
 
 def test_a_name_of_no_layer_is_told(tmp_path):
     path = dialects.with_settings_in_header(marked(tmp_path, "int8"), "net.", "another.")
-    assert any(note.startswith("2 tensors: named in _quantization_metadata, but not in the file") for note in read(path).notes)
+    assert any(
+        note.startswith("2 tensors: named in _quantization_metadata, but not in the file") for note in read(path).notes
+    )
 
 
 @pytest.mark.parametrize("format", [FP8, "int8"])
@@ -105,7 +111,9 @@ def test_settings_without_a_format_are_read_where_the_data_show_it(tmp_path, for
     expected, tensors = in_storages(read(path), {})[0], load_file(path)
     for name in [name for name in tensors if name.endswith(".comfy_quant")]:
         said = json.loads(tensors[name].numpy().tobytes())
-        tensors[name] = dialects.comfy_quant_bytes({key: value for key, value in said.items() if key != "format"} | {FULL: False})
+        tensors[name] = dialects.comfy_quant_bytes(
+            {key: value for key, value in said.items() if key != "format"} | {FULL: False}
+        )
     save_file(tensors, path)
     checkpoint = read(path)
     assert any("without a format, read as" in note for note in checkpoint.notes) and not checkpoint.undecided
@@ -123,7 +131,11 @@ def test_settings_of_zero_bytes_say_nothing(tmp_path, format):
     else:
         path = marked(tmp_path, format)
     tensors = load_file(path)
-    tensors |= {name.replace("weight", "comfy_quant"): torch.zeros(29, dtype=torch.uint8) for name in tensors if name.endswith(".weight")}
+    tensors |= {
+        name.replace("weight", "comfy_quant"): torch.zeros(29, dtype=torch.uint8)
+        for name in tensors
+        if name.endswith(".weight")
+    }
     save_file(tensors, path)
     if format == "nvfp4":
         with pytest.raises(UnconsumedScale):
@@ -138,7 +150,9 @@ def test_settings_of_zero_bytes_say_nothing(tmp_path, format):
 def test_a_rotation_that_settings_without_a_format_do_not_name_is_left_open(tmp_path):
     path = marked(tmp_path, "int8")
     tensors = load_file(path)
-    tensors |= {name: dialects.comfy_quant_bytes({"per_row": True}) for name in tensors if name.endswith(".comfy_quant")}
+    tensors |= {
+        name: dialects.comfy_quant_bytes({"per_row": True}) for name in tensors if name.endswith(".comfy_quant")
+    }
     save_file(tensors, path)
     assert len(read(path).undecided) == 2
 
@@ -149,8 +163,18 @@ def test_scales_are_held_in_fp32_whatever_dtype_a_tool_wrote_them_in(tmp_path, f
     """CUDA kernels take no other, ComfyUI's general ones no fp64."""
     path = marked(tmp_path, format)
     tensors = load_file(path)
-    scales = {name: tensor.to(dtype) for name, tensor in tensors.items() if "scale" in name and tensor.dtype == torch.float32}
+    scales = {
+        name: tensor.to(dtype) for name, tensor in tensors.items() if "scale" in name and tensor.dtype == torch.float32
+    }
     save_file(tensors | scales, path)
     weight = read(path).weights["blocks.0.ffn.0.weight"]
-    assert {tensor.dtype for leaf, tensor in weight.tensors.items() if f"blocks.0.ffn.0.{leaf}" in scales} == {torch.float32}
-    assert torch.equal(weight.tensors["weight_scale"].float().flatten(), tensors["blocks.0.ffn.0.weight_scale"].to(dtype).float().flatten()) or format == "nvfp4"
+    assert {tensor.dtype for leaf, tensor in weight.tensors.items() if f"blocks.0.ffn.0.{leaf}" in scales} == {
+        torch.float32
+    }
+    assert (
+        torch.equal(
+            weight.tensors["weight_scale"].float().flatten(),
+            tensors["blocks.0.ffn.0.weight_scale"].to(dtype).float().flatten(),
+        )
+        or format == "nvfp4"
+    )

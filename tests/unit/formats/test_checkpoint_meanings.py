@@ -26,13 +26,20 @@ def read(path):
 def test_whole_numbers_without_a_format_are_refused_by_name(tmp_path, dtype, name):
     shape = (16,) if name.endswith(("bias", "norm.weight")) else (16, 16)
     save_file({"a.weight": torch.ones(4, 4), name: torch.ones(shape).to(dtype)}, tmp_path / "a.safetensors")
-    with pytest.raises(CheckpointError, match=rf"a\.safetensors: tensor '{name}': in {dtype}.*comfy_quant".replace("torch.", "")):
+    with pytest.raises(
+        CheckpointError, match=rf"a\.safetensors: tensor '{name}': in {dtype}.*comfy_quant".replace("torch.", "")
+    ):
         read(tmp_path / "a.safetensors")
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.int32])
 def test_a_matrix_under_another_name_is_refused_and_positions_masks_and_texts_are_not(tmp_path, dtype):
-    others = {"text_model.embeddings.position_ids": torch.ones(1, 77), "attn.relative_position_index": torch.ones(4, 4), "mask": torch.ones(4, 4), "spiece_model": torch.ones(9)}
+    others = {
+        "text_model.embeddings.position_ids": torch.ones(1, 77),
+        "attn.relative_position_index": torch.ones(4, 4),
+        "mask": torch.ones(4, 4),
+        "spiece_model": torch.ones(9),
+    }
     save_file({name: tensor.to(dtype) for name, tensor in others.items()}, tmp_path / "a.safetensors")
     assert set(read(tmp_path / "a.safetensors").weights) == set(others)
     save_file({"experts.gate_up_proj": torch.ones(2, 4, 4).to(dtype)}, tmp_path / "b.safetensors")
@@ -61,23 +68,39 @@ def interrupted(path, begin, end=None):
 @pytest.mark.parametrize(("begin", "end"), [(0.3, None), (0.52, 0.9), (0.0, 0.4)])
 def test_zeros_where_matrices_were_are_told_with_the_place_where_they_begin(tmp_path, begin, end):
     weights, biases = dialects.reference(tuple(f"blocks.{i}.{j}" for i in range(12) for j in "ab"), (64, 64))
-    path = dialects.save(tmp_path / "model.safetensors", {f"{layer}.weight": weight for layer, weight in weights.items()}, biases)
+    path = dialects.save(
+        tmp_path / "model.safetensors", {f"{layer}.weight": weight for layer, weight in weights.items()}, biases
+    )
     assert not inspect_file(path, values=True).problems and not read(path).notes
     start = interrupted(path, begin, end)
     (problem,) = inspect_file(path, values=True).problems
     entries = open_checkpoint(path).entries
-    lost = [name for name, entry in entries.items() if len(entry.shape) == 2 and entry.start >= start and not open_checkpoint(path)[name].any()]
+    lost = [
+        name
+        for name, entry in entries.items()
+        if len(entry.shape) == 2 and entry.start >= start and not open_checkpoint(path)[name].any()
+    ]
     first = min(lost, key=lambda name: entries[name].start)
     assert (problem.kind, problem.tensor) == ("zeros", first)
-    assert f"{len(lost)} matrices in a row hold only zeros, from byte {entries[first].start} of model.safetensors on" in problem.text
+    assert (
+        f"{len(lost)} matrices in a row hold only zeros, from byte {entries[first].start} of model.safetensors on"
+        in problem.text
+    )
     converted = convert_file(path, tmp_path / "converted.safetensors", "as_file", rules_from())
-    assert problem.text in read(path).notes and problem.text in inspect_file(path).notes and problem.text in converted.notes
+    assert (
+        problem.text in read(path).notes
+        and problem.text in inspect_file(path).notes
+        and problem.text in converted.notes
+    )
 
 
 def test_zeros_are_told_of_the_part_of_a_set_that_has_them(tmp_path):
     weights, _ = dialects.reference(tuple(f"blocks.{i}.a" for i in range(8)), (16, 16))
     for number, zero in ((1, False), (2, True)):
-        part = {f"{number}.{layer}.weight": torch.zeros_like(weight) if zero else weight for layer, weight in weights.items()}
+        part = {
+            f"{number}.{layer}.weight": torch.zeros_like(weight) if zero else weight
+            for layer, weight in weights.items()
+        }
         save_file(part, tmp_path / f"model-0000{number}-of-00002.safetensors")
     (problem,) = inspect_file(tmp_path / "model-00001-of-00002.safetensors", values=True).problems
     assert "8 matrices" in problem.text and "model-00002-of-00002.safetensors" in problem.text
@@ -86,7 +109,11 @@ def test_zeros_are_told_of_the_part_of_a_set_that_has_them(tmp_path):
 def test_layers_that_start_at_zero_are_no_damage(tmp_path):
     tensors = {}
     for block in range(8):
-        tensors |= {f"{block}.in.weight": torch.randn(8, 8), f"{block}.out.bias": torch.zeros(8), f"{block}.out.weight": torch.zeros(8, 8)}
+        tensors |= {
+            f"{block}.in.weight": torch.randn(8, 8),
+            f"{block}.out.bias": torch.zeros(8),
+            f"{block}.out.weight": torch.zeros(8, 8),
+        }
     save_file(tensors, tmp_path / "a.safetensors")
     assert not inspect_file(tmp_path / "a.safetensors", values=True).problems
 
@@ -115,6 +142,9 @@ def test_other_scales_of_several_dimensions_are_refused(shape):
 
 
 def test_a_second_factor_without_the_first_is_refused():
-    tensors = {f"{LAYER}.weight": torch.ones(256, 384).to(dialects.E4M3), f"{LAYER}.scale_weight_tensor": torch.ones(())}
+    tensors = {
+        f"{LAYER}.weight": torch.ones(256, 384).to(dialects.E4M3),
+        f"{LAYER}.scale_weight_tensor": torch.ones(()),
+    }
     with pytest.raises(UnconsumedScale, match="scale_weight_tensor"):
         read_checkpoint(tensors, {}, "model.safetensors")

@@ -20,7 +20,11 @@ def unmarked(folder, name):
     if name == "float8_e4m3fn":
         dialects.comfy_quant(path, weights, biases)
     elif name == "unrotated":
-        tensors = {f"{layer}.{leaf}": value for layer, weight in weights.items() for leaf, value in dialects._int8(weight.float(), False).items()}
+        tensors = {
+            f"{layer}.{leaf}": value
+            for layer, weight in weights.items()
+            for leaf, value in dialects._int8(weight.float(), False).items()
+        }
         dialects.save(path, tensors, biases)
     else:
         dialects.in_format(path, weights, biases, name)
@@ -33,7 +37,10 @@ def outcome(path, weights):
     file = open_checkpoint(path)
     try:
         checkpoint = read_checkpoint(file, file.metadata, path)
-        errors = [relative_error(weight.float(), checkpoint.weights[f"{layer}.weight"].dequantize(weight.dtype)) for layer, weight in weights.items()]
+        errors = [
+            relative_error(weight.float(), checkpoint.weights[f"{layer}.weight"].dequantize(weight.dtype))
+            for layer, weight in weights.items()
+        ]
     except HalfsafeError:
         return "refused"
     except RuntimeError:  # of another shape: ComfyUI refuses it by the layer's name
@@ -41,7 +48,12 @@ def outcome(path, weights):
     if checkpoint.undecided.keys() == {f"{layer}.weight" for layer in weights}:
         what = next(iter(checkpoint.undecided.values()))
         converted = convert_file(path, path.with_suffix(".converted.safetensors"), "bf16", rules_from())
-        told = [inspect_file(path).notes, converted.notes, checkpoint.notes, [finding.text for finding in inspect_file(path, values=True).problems]]
+        told = [
+            inspect_file(path).notes,
+            converted.notes,
+            checkpoint.notes,
+            [finding.text for finding in inspect_file(path, values=True).problems],
+        ]
         return "told" if all(any(what in note for note in notes) for notes in told) else "WRONG"
     return "right" if max(errors) < 0.2 else "WRONG"
 

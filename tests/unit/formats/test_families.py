@@ -11,7 +11,11 @@ REAL = [
     ("Hunyuan Video", "Hunyuan Video 1.5", {"byt5_in.fc1.weight": (2048, 1472), "vision_in.proj.0.weight": (1152,)}),
     ("SD 1.x or 2.x", "SDXL", {"label_emb.0.0.weight": (1280, 2816)}),
     ("Qwen-Image", "Qwen-Image", {}),
-    ("Qwen-Image 2.1", "Qwen-Image 2.1", {"img_in.weight": (4096, 64), "transformer_blocks.0.attn.norm_q.weight": (128,)}),
+    (
+        "Qwen-Image 2.1",
+        "Qwen-Image 2.1",
+        {"img_in.weight": (4096, 64), "transformer_blocks.0.attn.norm_q.weight": (128,)},
+    ),
 ]
 
 

@@ -43,7 +43,9 @@ padding = pytest.mark.parametrize("name", MULTIPLES)
 
 
 def read(tensors, **more):
-    return read_checkpoint({f"{LAYER}.{leaf}": tensor for leaf, tensor in (tensors | more).items()}, {}, "m").weights[NAME]
+    return read_checkpoint({f"{LAYER}.{leaf}": tensor for leaf, tensor in (tensors | more).items()}, {}, "m").weights[
+        NAME
+    ]
 
 
 def in_format(name, shape=(256, 384)):
@@ -64,8 +66,12 @@ def test_every_format_has_names_a_colour_and_a_writer_in_the_tests():
 
 def test_what_can_be_made_is_an_option_and_a_format():
     assert QUANTIZED_NAMES == ("fp8_e4m3fn", "fp8_e5m2", "int8", "w6a8", "w4a8", "nvfp4", "mxfp8")
-    assert {row.storage for row in FORMAT_OF_STORAGE.values() if row.writes} == set(QUANTIZED_NAMES) <= {*STORAGE_OPTIONS}
-    assert WEIGHTS_FOR == {"fp8": FP8_NAMES, "int8": ("int8", "w6a8", "w4a8")} and set(WEIGHTS_FOR) <= set(COMPUTE_OPTIONS)
+    assert (
+        {row.storage for row in FORMAT_OF_STORAGE.values() if row.writes} == set(QUANTIZED_NAMES) <= {*STORAGE_OPTIONS}
+    )
+    assert WEIGHTS_FOR == {"fp8": FP8_NAMES, "int8": ("int8", "w6a8", "w4a8")} and set(WEIGHTS_FOR) <= set(
+        COMPUTE_OPTIONS
+    )
     assert {row.mode for row in FORMAT_OF_STORAGE.values()} == {FP8, INT8, None}
 
 
@@ -74,7 +80,9 @@ def test_devices_and_plans_follow_the_table(row):
     """Files that need fp8 are unpacked on a device without it, and a dtype that is asked for unpacks what multiplies
     quantized operands."""
     apple = detect(profile="mps_m1")  # holds e4m3 from torch 2.15
-    storage, reason = auto_storage(replace(apple, capabilities={**apple.capabilities, "fp8_storage": False}), 1 << 30, row.storage, None)
+    storage, reason = auto_storage(
+        replace(apple, capabilities={**apple.capabilities, "fp8_storage": False}), 1 << 30, row.storage, None
+    )
     assert (storage == "as_file") == (not fp8_dtypes(row.storage)) and row.storage in reason
     assert bool(fp8_dtypes(row.storage)) == ("float8" in str((row.dtypes, row.byte_scale)))
     facts = ModelFacts([LayerSpec("layer", "Linear", (64, 64))], 64 * 64, "bf16", ("fp16", "bf16", "fp32"))
@@ -126,7 +134,10 @@ def test_conversion_between_formats(tmp_path, name, storage):
     source = dialects.in_format(tmp_path / "in.safetensors", *dialects.reference(), name)
     summary = convert_file(source, tmp_path / "out.safetensors", storage, Rules())
     assert summary.weights[storage] in (2, 4) and not inspect_file(tmp_path / "out.safetensors", values=True).problems
-    before, after = (read_checkpoint(file, file.metadata, "m").weights for file in map(open_checkpoint, (source, tmp_path / "out.safetensors")))
+    before, after = (
+        read_checkpoint(file, file.metadata, "m").weights
+        for file in map(open_checkpoint, (source, tmp_path / "out.safetensors"))
+    )
     cost = {"bf16": 0.002, "fp8_e4m3fn": 0.03, "int8": 0.012 if name != "int8" else 0}[storage]
     for key, weight in before.items():
         assert relative_error(weight.dequantize(torch.float32), after[key].dequantize(torch.float32)) <= cost
@@ -138,7 +149,10 @@ def test_an_unchanged_file_keeps_every_byte_and_is_inspected_and_scanned(tmp_pat
     convert_file(source, tmp_path / "out.safetensors", "as_file", Rules())
     before, after = open_checkpoint(source), open_checkpoint(tmp_path / "out.safetensors")
     assert set(before) == set(after)
-    assert all(before[key].reshape(-1).view(torch.uint8).tolist() == after[key].reshape(-1).view(torch.uint8).tolist() for key in before)
+    assert all(
+        before[key].reshape(-1).view(torch.uint8).tolist() == after[key].reshape(-1).view(torch.uint8).tolist()
+        for key in before
+    )
     found, row = inspect_file(source), FORMAT_OF_STORAGE[name]
     assert found.scales == {name: 2} and found.parameters == 2 * (256 * 384 + 256)
     assert not found.problems and not inspect_file(source, values=True).problems
@@ -155,7 +169,9 @@ def test_a_format_that_comfy_kitchen_lacks_stays_or_is_refused_by_name(tmp_path,
         convert_file(source, tmp_path / "out.safetensors", "bf16", Rules())
     file = open_checkpoint(source)
     with pytest.raises(CheckpointError, match=refused):
-        plan_weights(read_checkpoint(file, {}, source).weights, {}, source, LoadTarget(detect(profile="cpu"), formats=()))
+        plan_weights(
+            read_checkpoint(file, {}, source).weights, {}, source, LoadTarget(detect(profile="cpu"), formats=())
+        )
     with pytest.raises(StorageNotHeld, match=rf"comfy-kitchen of ComfyUI {row.since}"):
         read(in_format(name)).dequantize(torch.float32)
 
@@ -181,7 +197,13 @@ def test_int8_settings_of_other_tools_are_read_and_written_as_comfyui_reads_them
 @pytest.mark.parametrize(("scale", "shape"), [(torch.full((1,), 0.5), ()), (torch.full((256,), 0.5), (256, 1))])
 def test_int8_scales_of_every_shape_become_what_comfyui_multiplies_by(scale, shape):
     codes = torch.randint(-127, 128, (256, 64), dtype=torch.int8)
-    stored = read({"weight": codes, "weight_scale": scale, "comfy_quant": dialects.comfy_quant_bytes({"format": "int8_tensorwise"})})
+    stored = read(
+        {
+            "weight": codes,
+            "weight_scale": scale,
+            "comfy_quant": dialects.comfy_quant_bytes({"format": "int8_tensorwise"}),
+        }
+    )
     assert stored.auxiliary[f"{LAYER}.weight_scale"].shape == shape
     assert torch.equal(stored.dequantize(torch.float32), codes * 0.5)
 
@@ -213,7 +235,11 @@ def test_a_bank_of_experts_is_each_of_them(name):
 
 @every_format
 def test_a_missing_or_misshapen_scale_is_an_error_that_names_it(name):
-    for leaf in [leaf for leaf in in_format(name) if ("scale" in leaf or "_s_" in leaf or "zeros" in leaf) and leaf != "input_scale"]:
+    for leaf in [
+        leaf
+        for leaf in in_format(name)
+        if ("scale" in leaf or "_s_" in leaf or "zeros" in leaf) and leaf != "input_scale"
+    ]:
         tensors = in_format(name)
         with pytest.raises(CheckpointError, match=leaf):
             read(tensors | {leaf: tensors[leaf].reshape(-1)[:1].expand(3).clone()})
@@ -229,7 +255,11 @@ def test_a_scale_that_is_no_number_is_an_error(name, value):
         return  # AWQ's scales have a sign
     leaf = {"nvfp4": "weight_scale_2", "w4a8": "weight_s_channel", "w6a8": "weight_s_channel"}.get(name, "weight_scale")
     tensors = in_format(name)
-    like = {"fill_value": value} if value == 1j else {"fill_value": 255 if name == "mxfp8" else value, "dtype": tensors[leaf].dtype}
+    like = (
+        {"fill_value": value}
+        if value == 1j
+        else {"fill_value": 255 if name == "mxfp8" else value, "dtype": tensors[leaf].dtype}
+    )
     tensors[leaf] = torch.full(tensors[leaf].shape, **like)
     with pytest.raises(NonFiniteWeight, match=leaf):
         read(tensors)
@@ -240,7 +270,9 @@ def test_a_scale_that_the_format_has_no_use_for_is_an_error():
         read(in_format("int8"), weight_scale_2=torch.tensor(1.0))
 
 
-@pytest.mark.parametrize("settings", [{"format": "svdquant_w4a4"}, {"format": "x" * 500}, {"format": "float8_x", "num_experts": 1}])
+@pytest.mark.parametrize(
+    "settings", [{"format": "svdquant_w4a4"}, {"format": "x" * 500}, {"format": "float8_x", "num_experts": 1}]
+)
 def test_an_unknown_format_is_refused_with_the_comfyui_it_may_need(settings):
     tensors = in_format("int8") | {"comfy_quant": dialects.comfy_quant_bytes(settings)}
     with pytest.raises(CheckpointError, match=r"neither ComfyUI up to.*Update ComfyUI"):
@@ -307,7 +339,10 @@ def test_nearest_numbers_are_those_of_the_codes_whatever_the_order_of_columns(st
     turned = row.turned(weight)
     numbers = row.nearest(turned, params)
     settings = dialects.comfy_quant_bytes({"format": row.name} | row.settings(320))
-    nearest, coded = (read(params | {"weight": data}, comfy_quant=settings).dequantize(torch.float32) for data in (params["weight"], row.codes(numbers, params)))
+    nearest, coded = (
+        read(params | {"weight": data}, comfy_quant=settings).dequantize(torch.float32)
+        for data in (params["weight"], row.codes(numbers, params))
+    )
     assert torch.equal(nearest, coded)
     order = torch.randperm(320, generator=torch.Generator().manual_seed(0))
     for at in (order[:1], order[:7], order):

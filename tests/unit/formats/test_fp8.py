@@ -59,7 +59,9 @@ def test_every_number_becomes_the_fp8_number_of_its_quotient_in_fp32(source, dty
     for expected in [2.0**exponent for exponent in range(-24, 2)]:
         held = numbers[numbers.abs().float() <= expected * torch.finfo(dtype).max]
         data, scale = q.quantize(held, dtype, host_amax(held))
-        assert scale == expected and torch.equal(data.view(torch.uint8), (held.float() / scale).to(dtype).view(torch.uint8))
+        assert scale == expected and torch.equal(
+            data.view(torch.uint8), (held.float() / scale).to(dtype).view(torch.uint8)
+        )
     assert q.quantize(torch.zeros(4, 4), dtype, 0.0)[1] == 1
 
 
@@ -72,7 +74,10 @@ def test_every_part_of_a_strided_weight_is_written_in_any_grad_mode(monkeypatch)
     assert torch.equal(round_trip(weight.requires_grad_(), E4M3), expected)
 
 
-@pytest.mark.parametrize(("dtype", "amaxes"), [(torch.float16, (0.0, 6e-8, 1e-3, 5e-3, 1.0, 6e4)), (torch.bfloat16, (0.0, 1e-38, 1e-3, 1e38))])
+@pytest.mark.parametrize(
+    ("dtype", "amaxes"),
+    [(torch.float16, (0.0, 6e-8, 1e-3, 5e-3, 1.0, 6e4)), (torch.bfloat16, (0.0, 1e-38, 1e-3, 1e38))],
+)
 def test_an_activation_scale_has_a_finite_reciprocal_in_the_activations_dtype(dtype, amaxes):
     for amax in amaxes:
         x = torch.tensor([amax, 0.0, -amax / 2]).to(dtype)

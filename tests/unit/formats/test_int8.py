@@ -1,6 +1,5 @@
 """INT8 with rotated inputs, bit for bit beside comfy-kitchen's own eager functions."""
 
-
 import pytest
 import torch
 from halfsafe.precision.base.errors import NonFiniteWeight
@@ -22,7 +21,9 @@ def as_int8(weight: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def read(tensors: dict[str, torch.Tensor]) -> StoredWeight:
-    return read_checkpoint({f"blocks.0.ffn.0.{leaf}": tensor for leaf, tensor in tensors.items()}, {}, "m").weights[NAME]
+    return read_checkpoint({f"blocks.0.ffn.0.{leaf}": tensor for leaf, tensor in tensors.items()}, {}, "m").weights[
+        NAME
+    ]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -33,7 +34,10 @@ def test_codes_and_scales_are_those_of_comfy_kitchen(shape, dtype):
     codes, scale = kitchen.quantize_int8_convrot_weight(weight.float(), group)
     found = as_int8(weight)
     assert torch.equal(found["weight"], codes) and torch.equal(found["weight_scale"], scale)
-    assert bytes(found["comfy_quant"].tolist()) == b'{"format": "int8_tensorwise", "convrot": true, "convrot_groupsize": %d}' % group
+    assert (
+        bytes(found["comfy_quant"].tolist())
+        == b'{"format": "int8_tensorwise", "convrot": true, "convrot_groupsize": %d}' % group
+    )
     restored = kitchen.dequantize_int8_convrot_weight(codes, scale, group)
     assert torch.equal(read(found).dequantize(torch.float32), restored)
 
@@ -43,10 +47,17 @@ def test_a_weight_of_several_parts_is_that_of_one():
     assert weight.numel() > 2 * CHUNK
     codes, scale = kitchen.quantize_int8_convrot_weight(weight, 256)
     found = as_int8(weight)
-    assert summed_alike(scale, found["weight_scale"]), "rotated with other numbers of rows, which may be summed in another order"
+    assert summed_alike(scale, found["weight_scale"]), (
+        "rotated with other numbers of rows, which may be summed in another order"
+    )
     steps = (found["weight"].int() - codes).abs()
-    assert steps.max() <= 1 and steps.count_nonzero() < 2 * 127 * 2**-20 * steps.numel() * 4, "what is that near to the middle of two codes"
-    assert relative_error(kitchen.dequantize_int8_convrot_weight(codes, scale, 256), read(found).dequantize(torch.float32)) < 2e-4
+    assert steps.max() <= 1 and steps.count_nonzero() < 2 * 127 * 2**-20 * steps.numel() * 4, (
+        "what is that near to the middle of two codes"
+    )
+    assert (
+        relative_error(kitchen.dequantize_int8_convrot_weight(codes, scale, 256), read(found).dequantize(torch.float32))
+        < 2e-4
+    )
 
 
 def test_rows_wider_than_a_block_are_rounded_in_any_grad_mode(monkeypatch):

@@ -28,7 +28,10 @@ needs_6_bits = pytest.mark.skipif(not HAS_6_BITS, reason="the last test runs it 
 
 def spiky(shape):
     """A weight whose rotated rows have a few values that are far larger than the others: its codebook is fitted."""
-    return rotated(normal_weight(shape) * torch.randn(shape, generator=torch.Generator().manual_seed(1)) ** 5, rotation_group(shape[1]))
+    return rotated(
+        normal_weight(shape) * torch.randn(shape, generator=torch.Generator().manual_seed(1)) ** 5,
+        rotation_group(shape[1]),
+    )
 
 
 def made(weight, storage):
@@ -48,7 +51,10 @@ def test_tensors_and_values_are_those_of_comfy_kitchen(storage, shape, make):
         assert tensor is None or torch.equal(found[leaf].view(torch.uint8), tensor.view(torch.uint8)), leaf
     stored = read_checkpoint({f"layer.{leaf}": tensor for leaf, tensor in found.items()}, {}, "m").weights[NAME]
     options = {"codebook": codebook, "convrot_groupsize": group, "output_dtype": torch.float32}
-    assert torch.equal(stored.dequantize(torch.float32), kitchen_function("dequantize_w4a8_int8_weight")(data, relative, channel, **options))
+    assert torch.equal(
+        stored.dequantize(torch.float32),
+        kitchen_function("dequantize_w4a8_int8_weight")(data, relative, channel, **options),
+    )
     assert make is spiky or relative_error(weight, stored.dequantize(torch.float32)) < ERRORS[storage]
 
 
@@ -79,8 +85,14 @@ def test_the_same_in_a_process_with_a_newer_comfy_kitchen():
     """The one that `scripts/test.py` puts into its cache; one process holds one."""
     folder = kitchen_folder()
     if not folder.exists():
-        (pytest.fail if os.environ.get("HALFSAFE_STRICT") else pytest.skip)(f"run scripts/test.py, which puts {folder.name} into its cache")
-    paths = ("tests/unit/formats/test_w4a8.py", "tests/unit/formats/test_format.py", "tests/unit/make/test_calibrated.py")
+        (pytest.fail if os.environ.get("HALFSAFE_STRICT") else pytest.skip)(
+            f"run scripts/test.py, which puts {folder.name} into its cache"
+        )
+    paths = (
+        "tests/unit/formats/test_w4a8.py",
+        "tests/unit/formats/test_format.py",
+        "tests/unit/make/test_calibrated.py",
+    )
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *paths]
     done = subprocess.run(command, cwd=ROOT, env=clean_environ(PYTHONPATH=str(folder)), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]

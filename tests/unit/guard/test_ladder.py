@@ -72,14 +72,22 @@ class Fake(FailedCall):
     """
 
     def __init__(
-        self, made: Callable, origin: Origin | None = OVERFLOW, weights: OneWeight | None = None, rungs=("fp16_safe", "fp32"), **about
+        self,
+        made: Callable,
+        origin: Origin | None = OVERFLOW,
+        weights: OneWeight | None = None,
+        rungs=("fp16_safe", "fp32"),
+        **about,
     ):
         self.made, self.origin = made, origin
         self.ran: list[str] = []
         self.kept: list[str] = []
         self.origin_in_fp32: Origin | None = None
         cpu = torch.device("cpu")
-        ladder = [AS_IT_WAS if name == "as it was" else Rung(name, EncoderStep(torch.float32), name == "fp32") for name in rungs]
+        ladder = [
+            AS_IT_WAS if name == "as it was" else Rung(name, EncoderStep(torch.float32), name == "fp32")
+            for name in rungs
+        ]
         about["given"] = about.get("given", {"text": GOOD})
         values = {"result": BAD, "rungs": ladder, "fp32": FP32, "wording": MODEL} | about
         super().__init__(
@@ -130,7 +138,11 @@ def test_the_first_step_that_is_finite_is_kept_and_none_after_it_runs():
     log, result, _ = resolve(call)
     assert torch.equal(result, GOOD) and call.ran == ["watched", "fp16_safe"] and call.kept == ["fp16_safe"]
     (event,) = log.events
-    assert log.verdict == "recovered" and (event.layer, event.to_mode, event.recovered) == ("blocks.0", "fp16_safe", True)
+    assert log.verdict == "recovered" and (event.layer, event.to_mode, event.recovered) == (
+        "blocks.0",
+        "fp16_safe",
+        True,
+    )
     assert (event.step, event.batch_rows, log.extra_calls) == (3, [0, 1], 2)
 
 
@@ -171,8 +183,15 @@ def test_the_event_of_a_cured_call_names_place_modes_and_what_later_runs_do():
     call.rungs = [rung, FP32]
     log, _, _ = resolve(call)
     (event,) = log.events
-    assert (event.layer, event.from_mode, event.to_mode, event.evidence) == ("blocks.0", "fp16 of blocks.0", "fp16_safe", SAME_SEED)
-    assert event.fell_back is False and log.advice == ANY_GUARD.worded(ADVICE["recovered"]) and call.kept_for == OVERFLOW
+    assert (event.layer, event.from_mode, event.to_mode, event.evidence) == (
+        "blocks.0",
+        "fp16 of blocks.0",
+        "fp16_safe",
+        SAME_SEED,
+    )
+    assert (
+        event.fell_back is False and log.advice == ANY_GUARD.worded(ADVICE["recovered"]) and call.kept_for == OVERFLOW
+    )
 
 
 def test_a_kind_of_call_has_advice_of_its_own():
@@ -186,7 +205,12 @@ def test_the_fallback_of_the_plan_is_tried_whatever_the_guard_is_set_to(on_nan):
     call = Fake(finite_at("fp16_safe"), promised=PROMISED)
     log, result, _ = resolve(call, on_nan)
     (event,) = log.events
-    assert torch.equal(result, GOOD) and call.ran == ["as it was", "fp16_safe"] and call.kept == ["fp16_safe"] and event.fell_back
+    assert (
+        torch.equal(result, GOOD)
+        and call.ran == ["as it was", "fp16_safe"]
+        and call.kept == ["fp16_safe"]
+        and event.fell_back
+    )
     assert (log.verdict, log.advice, event.evidence) == ("recovered", BEGINS_SAFE, f"{GOES_ON} {SAME_SEED}")
 
 
@@ -218,7 +242,11 @@ def test_a_device_whose_product_in_fp32_is_wrong_is_blamed_before_the_model(monk
 
 @pytest.mark.parametrize("about", [{}, {"locates_first": False}, {"rungs": []}])
 def test_a_weight_whose_copy_on_the_device_is_bad_is_the_devices_fault(about):
-    weights = OneWeight(torch.tensor([torch.nan]), patch="A LoRA of 'blocks.0' holds NaN.", copied="The weight is finite in host memory.")
+    weights = OneWeight(
+        torch.tensor([torch.nan]),
+        patch="A LoRA of 'blocks.0' holds NaN.",
+        copied="The weight is finite in host memory.",
+    )
     log, _, error = resolve(Fake(finite_at(), UNKNOWN, weights, **about))
     assert error.verdict == "device_fault" and "finite in host memory" in str(error) and "driver" in log.advice
 
@@ -246,8 +274,14 @@ def test_beside_a_pack_the_sampling_starts_again_at_the_first_step_of_the_ladder
     assert call.ran == ["watched"] and call.kept == ["fp16_safe"] and log.extra_calls == 2
     (event,) = log.events
     assert log.verdict == "recovered" and event.recovered and event.layer == "blocks.0" and not event.fell_back
-    assert (event.from_mode, event.to_mode, log.advice) == ("fp16 of blocks.0", "fp16_safe", ANY_GUARD.worded(ADVICE["recovered"]))
-    assert event.evidence == "The sampling was restarted in fp16_safe, because ComfyUI-Cache may keep state between steps."
+    assert (event.from_mode, event.to_mode, log.advice) == (
+        "fp16 of blocks.0",
+        "fp16_safe",
+        ANY_GUARD.worded(ADVICE["recovered"]),
+    )
+    assert (
+        event.evidence == "The sampling was restarted in fp16_safe, because ComfyUI-Cache may keep state between steps."
+    )
 
 
 def test_a_sampling_that_starts_again_under_the_fallback_of_its_plan_says_so():
@@ -256,7 +290,12 @@ def test_a_sampling_that_starts_again_under_the_fallback_of_its_plan_says_so():
     with pytest.raises(StartsAgain):
         Ladder(call, log, 0).resolved()
     (event,) = log.events
-    assert call.ran == ["as it was"] and event.fell_back and event.evidence.endswith(GOES_ON) and event.to_mode == "fp16_safe"
+    assert (
+        call.ran == ["as it was"]
+        and event.fell_back
+        and event.evidence.endswith(GOES_ON)
+        and event.to_mode == "fp16_safe"
+    )
     assert log.advice == BEGINS_SAFE and "Repeated in" not in told[0][2], "nothing is repeated before it starts again"
 
 
@@ -269,7 +308,9 @@ def test_where_the_sampling_cannot_start_again_there_is_no_verdict_on_precision(
     call = Beside(finite_at())
     call.can_start_again = False
     _, _, error = resolve(call)
-    assert call.ran == ["watched", "fp16_safe", "fp32"] and error.verdict == "stopped" and "remove its node" in str(error)
+    assert (
+        call.ran == ["watched", "fp16_safe", "fp32"] and error.verdict == "stopped" and "remove its node" in str(error)
+    )
 
 
 @pytest.mark.parametrize("most", [0, 1, 2, 3, 4, 8])
@@ -292,7 +333,10 @@ def test_nan_in_one_row_is_blamed_for_that_row_and_the_other_is_cured():
     log, result_, _ = resolve(Fake(result), given=given)
     assert torch.equal(result_[0], GOOD[0]) and torch.isnan(result_[1]).all()
     assert all(torch.isfinite(text).all() for text in seen), "a repeat is not given the NaN"
-    assert [(event.kind, event.layer, event.batch_rows) for event in log.events] == [("input", "text", [1]), ("overflow", "blocks.0", [0])]
+    assert [(event.kind, event.layer, event.batch_rows) for event in log.events] == [
+        ("input", "text", [1]),
+        ("overflow", "blocks.0", [0]),
+    ]
     assert log.verdict == "bad_input" and log.lost == {1}
 
 
@@ -315,11 +359,18 @@ def test_of_two_infinite_inputs_the_one_without_which_it_is_finite_is_named(on_n
 
 def test_the_limit_of_repeats_does_not_bound_a_guard_that_only_tells():
     given = {"text": torch.full((1,), math.inf)}
-    log, _, _ = resolve(Fake(lambda given, how, zeroed: GOOD if torch.isfinite(given["text"]).all() else BAD, UNKNOWN), "report", 0, given)
+    log, _, _ = resolve(
+        Fake(lambda given, how, zeroed: GOOD if torch.isfinite(given["text"]).all() else BAD, UNKNOWN),
+        "report",
+        0,
+        given,
+    )
     assert log.verdict == "bad_input"
 
 
-@pytest.mark.parametrize(("given", "verdict"), [({"text": torch.full((1,), math.inf)}, "stopped"), (None, "not_precision")])
+@pytest.mark.parametrize(
+    ("given", "verdict"), [({"text": torch.full((1,), math.inf)}, "stopped"), (None, "not_precision")]
+)
 def test_without_repeats_left_an_infinite_input_forbids_a_verdict_on_precision(given, verdict):
     call = Fake(finite_at(), rungs=[], locates_first=False)
     assert resolve(call, most=0, given=given)[2].verdict == verdict
@@ -372,7 +423,11 @@ def test_without_retries_the_layer_is_named_and_the_result_stays(on_nan, raised)
     assert bool(error) == raised and (raised or result is BAD)
 
 
-BREAKING = {"memory": torch.OutOfMemoryError("no memory"), "dtypes": RuntimeError("expected Float but found Half"), "code": KeyError("img")}
+BREAKING = {
+    "memory": torch.OutOfMemoryError("no memory"),
+    "dtypes": RuntimeError("expected Float but found Half"),
+    "code": KeyError("img"),
+}
 
 
 @pytest.mark.parametrize("error", BREAKING)
@@ -389,18 +444,25 @@ def test_a_repeat_that_raises_ends_no_run_that_would_have_gone_on(on_nan, how, e
     assert (given is None if on_nan == "stop" else given is BAD) and bool(raised) == (on_nan == "stop")
     assert log.verdict == "stopped" and not log.events[0].recovered
     if on_nan == "retry_higher" or how == "watched":
-        assert ("memory" in log.advice) == (error == "memory") and (error == "memory" or str(BREAKING[error]) in log.events[0].evidence)
+        assert ("memory" in log.advice) == (error == "memory") and (
+            error == "memory" or str(BREAKING[error]) in log.events[0].evidence
+        )
     assert log.given_up and log.events[0].layer == (OVERFLOW.layer if how != "watched" else "")
 
 
 def test_a_call_whose_inputs_cannot_be_read_goes_on_with_its_first_result():
     call, log = Fake(finite_at("fp32")), GuardLog("retry_higher")
     call.inputs = Mock(side_effect=AttributeError("'list' object has no attribute 'isfinite'"))
-    assert Ladder(call, log).resolved() is BAD and log.verdict == "stopped" and "AttributeError" in log.events[0].evidence
+    assert (
+        Ladder(call, log).resolved() is BAD and log.verdict == "stopped" and "AttributeError" in log.events[0].evidence
+    )
 
 
 OWN = Origin("blocks.0", "matmul", "overflow", "fp16", 400.0, result="fp16")
-OF_PACK, OF_OTHERS = "blocks.0 is created by SomePack and computes in its own dtype", "blocks.1 computes in its own dtype"
+OF_PACK, OF_OTHERS = (
+    "blocks.0 is created by SomePack and computes in its own dtype",
+    "blocks.1 computes in its own dtype",
+)
 UNREACHED = {
     "a pack's layer in fp16": (OWN, "stopped", OF_PACK), "what core's code casts": (Origin("blocks.1", "cast", "overflow", "fp32", 1e6, result="fp16"), "stopped", OF_OTHERS),
     "a pack's kernel unseen": (Origin("blocks.0", "", "unknown", "fp32", 1.0, result="fp32"), "stopped", OF_PACK),
@@ -437,7 +499,11 @@ def test_values_that_the_models_own_code_clamps_are_cured_as_others_are():
     call = hidden("fp16_safe")
     log, result, _ = resolve(call)
     (event,) = log.events
-    assert torch.equal(result, GOOD) and (log.verdict, event.kind) == ("recovered", "saturation") and call.ran == ["watched", "fp16_safe"]
+    assert (
+        torch.equal(result, GOOD)
+        and (log.verdict, event.kind) == ("recovered", "saturation")
+        and call.ran == ["watched", "fp16_safe"]
+    )
 
 
 @pytest.mark.parametrize("on_nan", ["stop", "report", "retry_higher"])
@@ -500,7 +566,9 @@ def test_a_failure_that_does_not_come_again_is_the_devices(on_nan, is_hidden):
 @pytest.mark.parametrize("is_hidden", [False, True])
 @pytest.mark.parametrize("on_nan", ["off", "report", "stop", "retry_higher"])
 def test_no_fallback_is_taken_for_a_failure_that_does_not_come_again(on_nan, is_hidden):
-    call = Fake(finite_at("as it was", "fp16_safe"), hidden=is_hidden, result=GOOD if is_hidden else BAD, promised=PROMISED)
+    call = Fake(
+        finite_at("as it was", "fp16_safe"), hidden=is_hidden, result=GOOD if is_hidden else BAD, promised=PROMISED
+    )
     log, result, _ = resolve(call, on_nan)
     assert torch.equal(result, GOOD) and log.verdict == "device_fault" and call.ran == ["as it was"] and call.kept == []
 

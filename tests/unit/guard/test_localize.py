@@ -138,7 +138,13 @@ def test_what_a_clamp_hides_is_found_though_the_result_is_finite(x):
     assert located(model, x).layer == "blocks.0.down"
 
 
-HIDERS = {"clamp": lambda x: x.clamp(-6e4, 6e4), "clip_": lambda x: x.clip_(-6e4, 6e4), "tanh": torch.tanh, "relu": torch.relu, "nan_to_num_": lambda x: x.nan_to_num_(0.0)}
+HIDERS = {
+    "clamp": lambda x: x.clamp(-6e4, 6e4),
+    "clip_": lambda x: x.clip_(-6e4, 6e4),
+    "tanh": torch.tanh,
+    "relu": torch.relu,
+    "nan_to_num_": lambda x: x.nan_to_num_(0.0),
+}
 
 
 @pytest.mark.parametrize("name", HIDERS)
@@ -285,7 +291,9 @@ def test_a_result_that_no_module_made_is_of_unknown_origin(toy, x):
     with torch.inference_mode(), localizer.watching():
         toy(x)
     origin = localizer.origin(torch.full((2,), math.nan, dtype=torch.bfloat16))
-    assert (origin.layer, origin.op, origin.kind, origin.dtype) == ("", "", "unknown", "bf16") and math.isnan(origin.largest)
+    assert (origin.layer, origin.op, origin.kind, origin.dtype) == ("", "", "unknown", "bf16") and math.isnan(
+        origin.largest
+    )
 
 
 def test_a_kernel_is_given_all_of_its_arguments(toy, x):

@@ -33,7 +33,13 @@ class Told(list):
 
 @pytest.mark.parametrize(
     ("on_nan", "spoils_all", "stops"),
-    [("stop", False, True), ("stop", True, True), ("retry_higher", False, False), ("retry_higher", True, True), ("report", True, False)],
+    [
+        ("stop", False, True),
+        ("stop", True, True),
+        ("retry_higher", False, False),
+        ("retry_higher", True, True),
+        ("report", True, False),
+    ],
 )
 def test_a_run_ends_where_nothing_is_left_to_save_or_the_node_says_so(on_nan, spoils_all, stops):
     told = Told()
@@ -57,7 +63,12 @@ def test_a_verdict_is_told_once_with_the_counts():
     log.notify_verdict(PlanInUse())
     assert told == []
     log.notify_verdict(PlanInUse(layers={"blocks.0.down": "fp32", "head": "fp32"}))
-    assert told.pop() == ("verdict", "clean", "Started as the last repair ended, with these in a higher precision: blocks.0.down, head.", "")
+    assert told.pop() == (
+        "verdict",
+        "clean",
+        "Started as the last repair ended, with these in a higher precision: blocks.0.down, head.",
+        "",
+    )
     log.note(event_of(CallPosition(1), ORIGIN, "fp16", "fp16_wide", True), ORIGIN, "recovered")
     log.extra_calls = 2
     log.notify_verdict(PlanInUse())
@@ -65,9 +76,9 @@ def test_a_verdict_is_told_once_with_the_counts():
     only_told = GuardLog("report", told)
     only_told.note(event_of(CallPosition(1), ORIGIN, "fp16", "fp16", False), ORIGIN, "stopped")
     only_told.notify_verdict(PlanInUse())
-    assert told[-1][:3] == ("verdict", "stopped", (
-        "Not repaired, because the guard is set to report."
-    )), "nothing was stopped"
+    assert told[-1][:3] == ("verdict", "stopped", ("Not repaired, because the guard is set to report.")), (
+        "nothing was stopped"
+    )
 
 
 def test_an_encoder_is_told_of_by_its_dtypes():
@@ -84,7 +95,12 @@ EMPTY = re.compile(r"\bnan\b|computed in[,.]|computed in  |, ,|\(\)|\bin [,.]|  
 def test_a_sentence_has_no_empty_or_meaningless_field(kind, recovered, evidence):
     """Whatever is not known of an event is left out."""
     places = [CallPosition(0), CallPosition(3, 2, 0.5, [0, 2]), CallPosition(3, 2, math.nan, [1])]
-    origins = [Origin(layer, op, kind, "", largest) for layer in ("latent image", "a.b") for op in ("", "mul") for largest in (math.nan, 7.0)]
+    origins = [
+        Origin(layer, op, kind, "", largest)
+        for layer in ("latent image", "a.b")
+        for op in ("", "mul")
+        for largest in (math.nan, 7.0)
+    ]
     for place, origin, mode in itertools.product(places, origins, ("", "fp16")):
         event = event_of(place, origin, mode, mode or "fp32", recovered, evidence)
         text = sentence(event, origin)
@@ -95,11 +111,24 @@ def test_a_sentence_has_no_empty_or_meaningless_field(kind, recovered, evidence)
 def test_the_page_is_told_an_event_in_brief_with_the_labels_of_modes():
     told = []
     log = GuardLog(notify=lambda *message: told.append(message))
-    event = event_of(CallPosition(4, 3, 0.7031, [0, 2]), Origin("blocks.0", "mul", "overflow", "", 7e4), "fp16_wide", "fp32", True, "Why.")
+    event = event_of(
+        CallPosition(4, 3, 0.7031, [0, 2]),
+        Origin("blocks.0", "mul", "overflow", "", 7e4),
+        "fp16_wide",
+        "fp32",
+        True,
+        "Why.",
+    )
     log.note(event, Origin("blocks.0", "mul", "overflow", "", 7e4), "recovered")
-    (_, _, message, _, event), = told
-    assert message == "Step 3, sigma 0.7031: The result became NaN or Inf in blocks.0 (mul), computed in fp16_wide, largest input 7e+04, batch rows 0, 2. Repeated in fp32: no NaN. Why."
-    assert event.brief == "Step 3: The result became NaN or Inf in blocks.0, computed in fp16 with fp32 results. Repeated in fp32: no NaN. Why."
+    ((_, _, message, _, event),) = told
+    assert (
+        message
+        == "Step 3, sigma 0.7031: The result became NaN or Inf in blocks.0 (mul), computed in fp16_wide, largest input 7e+04, batch rows 0, 2. Repeated in fp32: no NaN. Why."
+    )
+    assert (
+        event.brief
+        == "Step 3: The result became NaN or Inf in blocks.0, computed in fp16 with fp32 results. Repeated in fp32: no NaN. Why."
+    )
 
 
 def test_an_event_of_no_known_origin_is_told_as_the_models():
@@ -146,10 +175,18 @@ def test_the_report_of_a_clean_run_says_that_it_began_wider():
     log.calls, log.extra_calls = 3, 2
     log.note(event_of(CallPosition(1), ORIGIN, "fp16", "fp32", True), ORIGIN, "recovered")
     report = log.report(wider)
-    assert (report.verdict, report.calls, report.extra_calls, report.advice) == ("recovered", 3, 2, ANY_GUARD.worded(ADVICE["recovered"]))
+    assert (report.verdict, report.calls, report.extra_calls, report.advice) == (
+        "recovered",
+        3,
+        2,
+        ANY_GUARD.worded(ADVICE["recovered"]),
+    )
 
 
-@pytest.mark.parametrize(("rows", "on_nan", "raised"), [([0], "retry_higher", False), ([0, 1], "retry_higher", True), ([0], "stop", True), ([0, 1], "report", False)])
+@pytest.mark.parametrize(
+    ("rows", "on_nan", "raised"),
+    [([0], "retry_higher", False), ([0, 1], "retry_higher", True), ([0], "stop", True), ([0, 1], "report", False)],
+)
 def test_an_input_with_nan_of_a_sampling_is_blamed_for_its_rows(rows, on_nan, raised):
     value = torch.zeros(2, 3)
     value[rows] = math.nan
@@ -164,7 +201,9 @@ def test_an_input_with_nan_of_a_sampling_is_blamed_for_its_rows(rows, on_nan, ra
     assert (event.layer, event.kind, event.batch_rows) == ("latent image", "input", rows) and log.lost == set(rows)
 
 
-@pytest.mark.parametrize(("bad", "lost", "blamed"), [([], set(), []), ([1], set(), [1]), ([1], {1}, []), ([0, 1], {0}, [1])])
+@pytest.mark.parametrize(
+    ("bad", "lost", "blamed"), [([], set(), []), ([1], set(), [1]), ([1], {1}, []), ([0, 1], {0}, [1])]
+)
 def test_what_arises_between_calls_is_blamed_on_no_layer_and_once(bad, lost, blamed):
     log, result = GuardLog("report", lost=set(lost), calls=4), torch.zeros(2, 3)
     result[bad] = math.nan
@@ -184,15 +223,23 @@ def test_between_calls_nothing_is_blamed_on_a_run_that_was_given_up():
 @pytest.mark.parametrize(("on_nan", "cured"), [("retry_higher", True), ("report", False), ("stop", False)])
 def test_a_device_whose_product_is_wrong_is_repaired_in_fp32(on_nan, cured):
     log = GuardLog(on_nan)
+
     def blamed():
         return blame_device(log, CallPosition(1), torch.device("cpu"), "fp16", "fp16 matmul gives zeros")
+
     if on_nan == "stop":
         with pytest.raises(NonFinite, match="test product on cpu"):
             blamed()
     else:
         assert blamed() is cured
     (event,) = log.events
-    assert (event.op, event.kind, event.from_mode, event.to_mode, event.recovered) == ("matmul", "canary", "fp16", "fp32" if cured else "fp16", cured)
+    assert (event.op, event.kind, event.from_mode, event.to_mode, event.recovered) == (
+        "matmul",
+        "canary",
+        "fp16",
+        "fp32" if cured else "fp16",
+        cured,
+    )
     assert log.verdict == "device_fault" and log.advice == f"fp16 matmul gives zeros. {ADVICE['device_fault']}"
 
 

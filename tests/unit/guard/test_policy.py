@@ -1,6 +1,5 @@
 """What the guard decides from the magnitudes that a repeat has shown."""
 
-
 import pytest
 from halfsafe.precision.base.dtypes import FP16_MAX
 from halfsafe.precision.guard.localize import Origin
@@ -8,7 +7,13 @@ from halfsafe.precision.guard.log import CallPosition, GuardLog, event_of
 from halfsafe.precision.guard.policy import plan_after
 from halfsafe.precision.plan.in_use import PlanInUse
 
-MODES = {"embed": "fp16", "blocks.0.up": "fp16", "blocks.0.down": "fp16", "blocks.1.up": "fp16", "blocks.1.down": "fp16"}
+MODES = {
+    "embed": "fp16",
+    "blocks.0.up": "fp16",
+    "blocks.0.down": "fp16",
+    "blocks.1.up": "fp16",
+    "blocks.1.down": "fp16",
+}
 SMALL = dict.fromkeys([*MODES, "blocks.0", "blocks.1"], 10.0)
 PLAN = PlanInUse(MODES, "fp16")
 
@@ -25,7 +30,9 @@ def product(layer, mode="fp16"):
 @pytest.mark.parametrize(("size", "too_large"), [(FP16_MAX / 2 - 1, False), (FP16_MAX / 2 + 1, True)])
 def test_a_value_past_half_of_fp16s_range_widens_its_layer_and_the_stream(size, too_large):
     grown = widened(PLAN, {"blocks.1.up": size}, product("blocks.0.down"))
-    assert grown.stream is too_large and ("blocks.1.up" in grown.layers) is too_large and "blocks.0.down" in grown.layers
+    assert (
+        grown.stream is too_large and ("blocks.1.up" in grown.layers) is too_large and "blocks.0.down" in grown.layers
+    )
     assert widened(PLAN, {"blocks.1": size}, product("blocks.0.down")).stream is too_large
 
 
@@ -34,7 +41,9 @@ def test_a_residual_add_widens_the_stream_and_no_layer():
     assert grown == PLAN.wider({}, stream=True) and grown.named() == {"residual stream": "fp32"}
 
 
-@pytest.mark.parametrize(("mode", "wider"), [("fp16_acc16", "fp16"), ("int8", "fp16"), ("fp8", "fp16"), ("fp16", "fp16_wide")])
+@pytest.mark.parametrize(
+    ("mode", "wider"), [("fp16_acc16", "fp16"), ("int8", "fp16"), ("fp8", "fp16"), ("fp16", "fp16_wide")]
+)
 def test_a_layer_whose_values_all_fit_fp16_is_widened_alone(mode, wider):
     """Its fp16 sums or its 8-bit operands are what fails."""
     plan = PlanInUse({**MODES, "blocks.1.up": mode}, "fp16")

@@ -43,5 +43,9 @@ def test_an_encoder_with_quantized_weights_is_repeated_with_them_dequantized_bef
     rungs = encoder_rungs(dtype, True, quantized=True)
     unpacked = [rung.arithmetic for rung in rungs if not rung.as_it_was]
     assert all(step.unpacked for step in unpacked) and (unpacked[0].dtype, unpacked[-1].dtype) == (dtype, F32)
-    assert len(rungs) - len(unpacked) == (dtype != F16) and [rung.is_fp32 for rung in rungs] == [rung is rungs[-1] for rung in rungs]
-    assert [rung.name for rung in rungs if rung.later] == [f"{name_of(dtype)} with dequantized weights"], "it says what cured the encoder"
+    assert len(rungs) - len(unpacked) == (dtype != F16) and [rung.is_fp32 for rung in rungs] == [
+        rung is rungs[-1] for rung in rungs
+    ]
+    assert [rung.name for rung in rungs if rung.later] == [f"{name_of(dtype)} with dequantized weights"], (
+        "it says what cured the encoder"
+    )

@@ -70,7 +70,13 @@ def test_it_comes_near_the_best_of_all_on_tiny_problems(seed):
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.sampled_from(WRITTEN), st.integers(1, 12), st.sampled_from((32, 48, 64, 192, 320, 512)), st.integers(1, 300), st.integers(0, 99))
+@given(
+    st.sampled_from(WRITTEN),
+    st.integers(1, 12),
+    st.sampled_from((32, 48, 64, 192, 320, 512)),
+    st.integers(1, 300),
+    st.integers(0, 99),
+)
 def test_it_is_never_worse_than_nearest(storage, rows, columns, tokens, seed):
     if FORMAT_OF_STORAGE[storage].why_not(rows, columns):
         return
@@ -83,14 +89,18 @@ def test_it_is_never_worse_than_nearest(storage, rows, columns, tokens, seed):
         torch.testing.assert_close((parts @ blocks * parts).sum(), which, rtol=2e-2, atol=1e-2 * float(before))
 
 
-@pytest.mark.parametrize(("tokens", "spread", "share"), [(2048, -2, 0.8), (8, -0.5, 1.01), (32, -0.5, 1.01), (128, -0.5, 1.01)])
+@pytest.mark.parametrize(
+    ("tokens", "spread", "share"), [(2048, -2, 0.8), (8, -0.5, 1.01), (32, -0.5, 1.01), (128, -0.5, 1.01)]
+)
 @pytest.mark.parametrize("storage", WRITTEN)
 def test_other_inputs_of_the_same_kind_gain_and_few_tokens_spoil_nothing(storage, tokens, spread, share):
     """With few tokens most directions were never met: what is not seen must not pay for what is."""
     if tokens < 256 and storage.startswith("fp8"):
         return  # fp8 does not rotate
     mix = torch.randn(256, 256, generator=torch.Generator().manual_seed(3)) * torch.logspace(spread, 0, 256)
-    x, other = (torch.randn(count, 256, generator=torch.Generator().manual_seed(count)) @ mix.T for count in (tokens, 2000))
+    x, other = (
+        torch.randn(count, 256, generator=torch.Generator().manual_seed(count)) @ mix.T for count in (tokens, 2000)
+    )
     weight, row, products = weight_of(64, 256), FORMAT_OF_STORAGE[storage], Products.empty(256, 256)
     products.add(x)
     _, near, found, *_ = chosen_for(storage, weight, products)

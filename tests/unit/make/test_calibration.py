@@ -16,20 +16,29 @@ from halfsafe.precision.plan.rules import rules_from
 from safetensors.torch import load_file, save_file
 from support.measures import relative_error
 
-LAYERS = {"blocks.0.attn": (96, 256), "blocks.0.mlp": (256, 512), "blocks.1.attn": (96, 256), "blocks.1.mlp": (256, 512)}
+LAYERS = {
+    "blocks.0.attn": (96, 256),
+    "blocks.0.mlp": (256, 512),
+    "blocks.1.attn": (96, 256),
+    "blocks.1.mlp": (256, 512),
+}
 OTHERS = [name for name, row in FORMAT_OF_STORAGE.items() if row.can_write and row.calibrates and name != "int8"]
 SEEN = ("blocks.0.attn", "blocks.0.mlp", "blocks.1.attn")
 
 
 def inputs(layer: str, seed: int = 0, tokens: int = 600) -> torch.Tensor:
     columns = LAYERS[layer][1]
-    mix = torch.randn(columns, columns, generator=torch.Generator().manual_seed(len(layer))) * torch.logspace(-2, 0, columns)
+    mix = torch.randn(columns, columns, generator=torch.Generator().manual_seed(len(layer))) * torch.logspace(
+        -2, 0, columns
+    )
     return torch.randn(tokens, columns, generator=torch.Generator().manual_seed(seed)) @ mix.T
 
 
 def model_file(path, seed=0, prefix=""):
     generator = torch.Generator().manual_seed(seed)
-    tensors = {f"{prefix}{layer}.weight": torch.randn(shape, generator=generator).bfloat16() for layer, shape in LAYERS.items()}
+    tensors = {
+        f"{prefix}{layer}.weight": torch.randn(shape, generator=generator).bfloat16() for layer, shape in LAYERS.items()
+    }
     save_file(tensors | {f"{prefix}norm.weight": torch.ones(256)}, path)
     return path
 
@@ -52,7 +61,9 @@ def error_of(weights, exact, layer, prefix="") -> float:
     return relative_error(x @ exact[name].float().T, x @ weights[name].dequantize(torch.float32).T)
 
 
-@pytest.mark.parametrize(("storage", "prefix"), [("int8", ""), ("int8", "model.diffusion_model."), *((name, "") for name in OTHERS)])
+@pytest.mark.parametrize(
+    ("storage", "prefix"), [("int8", ""), ("int8", "model.diffusion_model."), *((name, "") for name in OTHERS)]
+)
 def test_a_file_is_converted_closer(tmp_path, monkeypatch, storage, prefix):
     monkeypatch.setattr(weights_of, "VALUES", 1 << 14)  # some rows at a time
     source = model_file(tmp_path / "model.safetensors", prefix=prefix)
@@ -64,7 +75,10 @@ def test_a_file_is_converted_closer(tmp_path, monkeypatch, storage, prefix):
         scale = near[f"{prefix}{layer}.weight"].scale
         assert scale is None or torch.equal(scale, found[f"{prefix}{layer}.weight"].scale)
     unseen = f"{prefix}blocks.1.mlp.weight"
-    assert torch.equal(load_file(tmp_path / "near.safetensors")[unseen].float(), load_file(tmp_path / "found.safetensors")[unseen].float())
+    assert torch.equal(
+        load_file(tmp_path / "near.safetensors")[unseen].float(),
+        load_file(tmp_path / "found.safetensors")[unseen].float(),
+    )
     assert any("3 layers rounded with the calibration" in note for note in summary.notes)
 
 
@@ -74,7 +88,13 @@ def test_the_card_says_what_was_rounded_by_what(tmp_path):
     calibration.layers["blocks.0.attn"].tokens = 0
     converted(source, tmp_path / "found.safetensors", "int8", calibration)
     card = card_in(open_checkpoint(tmp_path / "found.safetensors").metadata)
-    assert card["calibration"] == {"method": "GPTQ", "model": "model.safetensors", "runs": 1, "model_calls": 8, "layers": 2}
+    assert card["calibration"] == {
+        "method": "GPTQ",
+        "model": "model.safetensors",
+        "runs": 1,
+        "model_calls": 8,
+        "layers": 2,
+    }
 
 
 def test_another_model_s_calibration_is_an_error_that_names_both(tmp_path):

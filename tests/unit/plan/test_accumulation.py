@@ -106,7 +106,9 @@ def test_what_is_not_called_safe_does_overflow_in_a_bad_order():
     assert not sums.proven
 
 
-@pytest.mark.parametrize(("bound", "proven"), {100: True, 32752: True, 32768: False, 65504: False, 1e12: False, float("inf"): False}.items())
+@pytest.mark.parametrize(
+    ("bound", "proven"), {100: True, 32752: True, 32768: False, 65504: False, 1e12: False, float("inf"): False}.items()
+)
 def test_a_bound_needs_a_margin_of_two(bound, proven):
     sums = SumBound("layer")
     sums.prove(10.0, bound / 10, 5)
@@ -159,7 +161,9 @@ def test_the_flag_is_on_for_a_proven_layer_and_for_no_other():
 
     for _ in range(3):
         calibration.run(call)
-    assert seen == [True, True] and wild == [False] * 2, "the first call multiplies by itself the weight that it measured"
+    assert seen == [True, True] and wild == [False] * 2, (
+        "the first call multiplies by itself the weight that it measured"
+    )
     assert flags.is_on(FP16_ACCUMULATION) is False
 
 
@@ -211,13 +215,17 @@ def test_inputs_that_are_not_fp16_are_left_alone():
 
 def plan(profile="sm_86", modes=("fp16",), **request):
     work = {name: request.pop(name) for name in ("compiled", "parallel") if name in request}
-    return plan_accumulation(Request(**request), detect(torch.device("cpu"), profile), MatmulProfile(frozenset(modes), **work))
+    return plan_accumulation(
+        Request(**request), detect(torch.device("cpu"), profile), MatmulProfile(frozenset(modes), **work)
+    )
 
 
 OTHER_MODES = [("fp16", "fp32"), ("bf16",), ("fp32",), ("fp16_wide",), ("fp8", "bf16")]
 
 
-@pytest.mark.parametrize(("profile", "modes"), [(name, ("fp16",)) for name in PROFILE_NAMES] + [("sm_86", modes) for modes in OTHER_MODES])
+@pytest.mark.parametrize(
+    ("profile", "modes"), [(name, ("fp16",)) for name in PROFILE_NAMES] + [("sm_86", modes) for modes in OTHER_MODES]
+)
 def test_fp16_sums_by_device_and_compute(profile, modes):
     auto, on, off = (plan(profile, modes, fp16_accumulation=value) for value in ("auto", "on", "off"))
     helps, acts = profile in GAINING and "fp16" in modes, profile in CUBLAS and "fp16" in modes
@@ -261,7 +269,11 @@ def test_fp32_results_rule_out_fp16_sums_where_they_cannot_be_switched_by_layer(
 @pytest.mark.parametrize("execution", [{"compiled": True}, {"parallel": True}])
 def test_auto_acts_only_where_fp16_sums_can_be_switched_by_layer(execution):
     auto, on = (plan("sm_86", fp16_accumulation=value, **execution) for value in ("auto", "on"))
-    assert not auto.proving and auto.flags == {FP16_ACCUMULATION: False} and "cannot be switched per layer" in auto.without_effect[0].reason
+    assert (
+        not auto.proving
+        and auto.flags == {FP16_ACCUMULATION: False}
+        and "cannot be switched per layer" in auto.without_effect[0].reason
+    )
     assert on.flags == {FP16_ACCUMULATION: True} and not on.without_effect
 
 
@@ -271,7 +283,9 @@ def test_auto_keeps_fp8_sums_full_and_unchanged_holds_nothing():
     assert (found.flags, found.proving, found.without_effect) == ({}, False, ())
 
 
-@pytest.mark.parametrize(("modes", "acts"), [(("fp16",), True), (("fp16_wide",), True), (("bf16",), False), (("fp32",), False)])
+@pytest.mark.parametrize(
+    ("modes", "acts"), [(("fp16",), True), (("fp16_wide",), True), (("bf16",), False), (("fp32",), False)]
+)
 @pytest.mark.parametrize("value", ["auto", "fp32"])
 def test_attention_is_watched_only_where_it_runs_in_fp16(modes, acts, value):
     found = plan("sm_86", modes, attention=value)
@@ -323,6 +337,8 @@ def test_threads_that_disagree_get_the_more_precise_value_and_switch_nothing():
 @pytest.mark.parametrize("profile", PROFILE_NAMES[1:])
 def test_why_a_setting_has_no_effect_is_said_in_chinese(profile):
     for value in ("auto", "on"):
-        request = Request(fp16_accumulation=value, reduced_precision_reduction="on", tf32="on", fp8_fast_accumulation=value)
+        request = Request(
+            fp16_accumulation=value, reduced_precision_reduction="on", tf32="on", fp8_fast_accumulation=value
+        )
         found = plan_accumulation(request, detect(profile=profile), MatmulProfile(frozenset({"fp16", "fp8"})))
         assert untranslated([[*found.reasons.values()], [idle.reason for idle in found.without_effect]]) == []

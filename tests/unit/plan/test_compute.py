@@ -67,7 +67,12 @@ def test_the_reason_names_the_cause(profile, models, words):
 
 
 # profile: (quality, every other goal)
-DTYPE_OF_GOALS = {"sm_75": ("fp16_safe", "fp16_safe"), "sm_86": ("fp16_safe", "bf16"), "sm_89": ("fp16_safe", "bf16"), "cpu": ("fp32", "fp32")}
+DTYPE_OF_GOALS = {
+    "sm_75": ("fp16_safe", "fp16_safe"),
+    "sm_86": ("fp16_safe", "bf16"),
+    "sm_89": ("fp16_safe", "bf16"),
+    "cpu": ("fp32", "fp32"),
+}
 
 
 @pytest.mark.parametrize("goal", GOALS)
@@ -82,7 +87,9 @@ def test_goals(profile, goal):
 
 
 @pytest.mark.parametrize("goal", ["balanced", "speed", "memory"])
-@pytest.mark.parametrize(("profile", "held"), [("sm_75", "bf16"), ("sm_86", "fp16"), ("sm_86", "int8"), ("mps_m1", "fp16"), ("cpu", "fp16")])
+@pytest.mark.parametrize(
+    ("profile", "held"), [("sm_75", "bf16"), ("sm_86", "fp16"), ("sm_86", "int8"), ("mps_m1", "fp16"), ("cpu", "fp16")]
+)
 def test_goals_leave_the_dtype_to_auto(goal, profile, held):
     facts = ModelFacts(LAYERS, 10**9, held, WAN)
     found = plan_for_goal(facts, detect(profile=profile), goal, {"blocks.0.ffn": held})[0]
@@ -122,9 +129,13 @@ ADVISED = {
 def test_a_goal_that_8_bits_would_serve_says_how_to_get_them(profile, monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.11.0")
     facts, device, storage = ModelFacts(LAYERS, 10**9, "bf16", QWEN_IMAGE), detect(profile=profile), ADVISED[profile]
-    plans = {goal: plan_for_goal(facts, device, goal, {"blocks.0.ffn": "bf16"}) for goal in ("speed", "balanced", "memory")}
+    plans = {
+        goal: plan_for_goal(facts, device, goal, {"blocks.0.ffn": "bf16"}) for goal in ("speed", "balanced", "memory")
+    }
     reason = plans["speed"][1]
-    assert (f"Set storage to {storage}, here or in the loader, " in reason) is bool(storage) is ("Set storage" in reason)
+    assert (
+        (f"Set storage to {storage}, here or in the loader, " in reason) is bool(storage) is ("Set storage" in reason)
+    )
     assert "Set storage" not in plans["balanced"][1] and plans["memory"] == plans["balanced"]
 
 
@@ -140,7 +151,10 @@ def test_speed_without_the_kernels_of_int8_advises_fp8_where_that_gains():
     for profile, advised in (("sm_89", True), ("sm_86", False)):
         device = detect(profile=profile).without("int8_matmul_gains", "torch is built for CUDA 12.8.")
         reason = plan_for_goal(facts, device, "speed", {})[1]
-        assert ("storage to fp8_e4m3fn, here or in the loader, to multiply in 8 bits. Not int8: torch is built for CUDA 12.8." in reason) is advised
+        assert (
+            "storage to fp8_e4m3fn, here or in the loader, to multiply in 8 bits. Not int8: torch is built for CUDA 12.8."
+            in reason
+        ) is advised
 
 
 def test_speed_on_hopper_keeps_16_bits_and_multiplies_fp8_in_fp8():
@@ -183,7 +197,10 @@ def test_a_rule_on_layers_that_multiply_nothing_has_no_effect():
 def test_fp8_products_need_fp8_weights_of_sizes_that_are_multiples_of_16():
     stored = {"blocks.0.ffn": "fp8_e4m3fn", "blocks.0.odd": "fp8_e4m3fn"}
     found = plan("sm_89", "fp8", supported=QWEN_IMAGE, storages=stored)
-    assert {name: decision.mode for name, decision in found.decisions.items()} == {"blocks.0.ffn": "fp8", "blocks.0.odd": "bf16"}
+    assert {name: decision.mode for name, decision in found.decisions.items()} == {
+        "blocks.0.ffn": "fp8",
+        "blocks.0.odd": "bf16",
+    }
     assert "60 x 32" in found.without_effect[0].reason
 
 
@@ -202,7 +219,9 @@ def test_a_rule_decides_a_layers_sums_where_they_can_be_switched(sums):
     assert not any(text in entry.setting for entry in found.without_effect)
 
 
-@pytest.mark.parametrize(("profile", "compute"), [("sm_86", "bf16"), ("sm_86", "fp16_safe"), ("gfx1100", "fp16"), ("cpu", "fp32")])
+@pytest.mark.parametrize(
+    ("profile", "compute"), [("sm_86", "bf16"), ("sm_86", "fp16_safe"), ("gfx1100", "fp16"), ("cpu", "fp32")]
+)
 def test_a_rule_on_sums_that_cannot_act_is_reported(profile, compute):
     text = "blocks.0.* accumulation=fp16"
     found = plan(profile, compute=compute, text=text)
@@ -255,7 +274,11 @@ def test_a_dtype_that_is_asked_for_dequantizes(compute):
 def test_a_rule_that_cannot_act_leaves_the_layer_as_it_is_without_it():
     found = plan_stored("sm_89", "auto", "int8 compute=fp8\nfp8 compute=int8\nnvfp4 compute=int8")
     assert found.decisions["int8"].mode == "int8" and "nvfp4" not in found.decisions
-    assert [entry.setting for entry in found.without_effect] == ["int8 compute=fp8", "fp8 compute=int8", "nvfp4 compute=int8"]
+    assert [entry.setting for entry in found.without_effect] == [
+        "int8 compute=fp8",
+        "fp8 compute=int8",
+        "nvfp4 compute=int8",
+    ]
 
 
 def test_a_model_without_such_weights_is_told_what_to_load():
@@ -283,7 +306,10 @@ def loaded(compute="fp16_safe", text="", foreign=(), held="bf16"):
 
 def test_layers_of_another_loader_run_in_fp32_and_are_named_once():
     found = loaded(foreign=("a", "norm"))
-    assert {name: (d.mode, d.stream) for name, d in found.decisions.items()} == {"a": ("fp32", "same"), "b": ("fp16_wide", "same")}
+    assert {name: (d.mode, d.stream) for name, d in found.decisions.items()} == {
+        "a": ("fp32", "same"),
+        "b": ("fp16_wide", "same"),
+    }
     assert found.decisions["a"].reason == "other.pack has its own matmul: runs in fp32"
     assert [entry.setting for entry in found.without_effect] == ["compute=fp16_safe"]
 

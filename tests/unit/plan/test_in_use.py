@@ -75,4 +75,7 @@ def test_the_report_names_each_part_with_its_mode():
 
 def test_the_page_names_the_widest_part():
     assert PlanInUse(layers={"b": "fp32", "a": "fp16"}).parts() == ["a", "b"]
-    assert (PlanInUse(layers={"a": "fp32"}, stream=True).parts(), PlanInUse(stream=True, whole=True).parts()) == (["residual stream"], ["whole model"])
+    assert (PlanInUse(layers={"a": "fp32"}, stream=True).parts(), PlanInUse(stream=True, whole=True).parts()) == (
+        ["residual stream"],
+        ["whole model"],
+    )

@@ -25,7 +25,9 @@ def weights(dtype=torch.bfloat16, prefix="", **others):
     return {name: StoredWeight(name, tensor) for name, tensor in named.items()}
 
 
-def in_memory(stored, storage="as_file", compute="bf16", rules="", prefix="", formats=FORMAT_OF_STORAGE, device="sm_86"):
+def in_memory(
+    stored, storage="as_file", compute="bf16", rules="", prefix="", formats=FORMAT_OF_STORAGE, device="sm_86"
+):
     """The plan of a load of these weights: a model of ``LAYERS`` below a prefix of the names, and other parts of the file."""
     names = {f"{prefix}{layer.name}.weight": layer.name for layer in LAYERS}
     facts = facts_of(Checkpoint("file", (), {}, stored, []), prefix, LAYERS, ("bf16", "fp32"), names)
@@ -34,7 +36,9 @@ def in_memory(stored, storage="as_file", compute="bf16", rules="", prefix="", fo
 
 
 def encoder_of(weight, device, formats=FORMAT_OF_STORAGE, default="bf16"):
-    return plan_encoder(Checkpoint("file", (), {}, {weight.name: weight}, []), "as_file", default, LoadTarget(device, formats=formats))
+    return plan_encoder(
+        Checkpoint("file", (), {}, {weight.name: weight}, []), "as_file", default, LoadTarget(device, formats=formats)
+    )
 
 
 @pytest.mark.parametrize(
@@ -90,7 +94,9 @@ def test_the_bytes_of_a_model_leave_out_the_rest_of_its_file():
 
 def test_a_model_is_in_bf16_where_a_weight_exceeds_fp16():
     stored = weights()
-    assert in_memory(stored, "as_file", "fp16").dtype == "bf16" and in_memory(stored, "fp8_e4m3fn", "fp16").dtype == "fp16"
+    assert (
+        in_memory(stored, "as_file", "fp16").dtype == "bf16" and in_memory(stored, "fp8_e4m3fn", "fp16").dtype == "fp16"
+    )
     stored["time_embedding.0.weight"].data[0, 0] = 1e5
     assert in_memory(stored, "fp8_e4m3fn", "fp16").dtype == "bf16"
 
@@ -115,7 +121,11 @@ def encoded(name):
 @pytest.mark.parametrize("name", ["awq4", "nvfp4"])
 def test_a_format_that_comfyui_lacks_is_unpacked_with_a_note_for_models_and_encoders(name):
     weight, row = encoded(name)
-    stored, lacking, device = {weight.name: weight}, FORMAT_OF_STORAGE.keys() - {row.storage}, devices.detect(profile="sm_120")
+    stored, lacking, device = (
+        {weight.name: weight},
+        FORMAT_OF_STORAGE.keys() - {row.storage},
+        devices.detect(profile="sm_120"),
+    )
     for formats, storage in ((FORMAT_OF_STORAGE, "as_file"), (lacking, "bf16")):
         model, encoder = in_memory(stored, formats=formats, device=device), encoder_of(weight, device, formats)
         assert model.weights[weight.name].storage == encoder.weights[weight.name].storage == storage
@@ -141,7 +151,9 @@ def without_fp8(profile="sm_86"):
 
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
 def test_what_the_device_cannot_hold_is_unpacked_in_the_part_there(name, monkeypatch):
-    encoder_weights = {f"clip.{key}": replace(weight, name=f"clip.{key}") for key, weight in weights(torch.float8_e4m3fn).items()}
+    encoder_weights = {
+        f"clip.{key}": replace(weight, name=f"clip.{key}") for key, weight in weights(torch.float8_e4m3fn).items()
+    }
     weight, row = encoded(name)
     inside = replace(weight, name=f"model.{weight.name}")
     monkeypatch.setattr(devices, "fp8_dtypes", lambda storage: ("fp8",) if storage == row.storage else ())
@@ -167,12 +179,20 @@ def modes_of(plan):
 def test_the_arithmetic_follows_what_each_tensor_is_stored_in():
     """Not what most of the file is stored in, nor what was requested: these are known before the tensors are."""
     fp8 = weights(**{f"{FFN_LAYER}.weight": torch.zeros(64, 32, dtype=torch.float8_e4m3fn)})
-    assert modes_of(in_memory(fp8, compute="fp8", device="sm_89")) == {FFN_LAYER: "fp8"}, "a layer of fp8 in a file of bf16"
+    assert modes_of(in_memory(fp8, compute="fp8", device="sm_89")) == {FFN_LAYER: "fp8"}, (
+        "a layer of fp8 in a file of bf16"
+    )
     mostly = weights(torch.float8_e4m3fn, **{f"{FFN_LAYER}.weight": torch.zeros(64, 32, dtype=torch.bfloat16)})
-    assert modes_of(in_memory(mostly, compute="fp8", device="sm_89")) == {"time_embedding.0": "fp8"}, "a layer of bf16 in a file of fp8"
+    assert modes_of(in_memory(mostly, compute="fp8", device="sm_89")) == {"time_embedding.0": "fp8"}, (
+        "a layer of bf16 in a file of fp8"
+    )
     weight, _ = encoded("nvfp4")
     converted = in_memory({weight.name: weight}, "int8", "auto")
-    assert modes_of(converted) == {FFN_LAYER: "int8"} == {name: own.stored for name, own in converted.layers.items() if own.mode}
+    assert (
+        modes_of(converted)
+        == {FFN_LAYER: "int8"}
+        == {name: own.stored for name, own in converted.layers.items() if own.mode}
+    )
     scaled = weights(**{f"{FFN_LAYER}.weight_scale_of_something": torch.ones(3, 5)})
     unconverted = in_memory(scaled, "int8", "bf16")
     assert FFN_LAYER not in unconverted.compute.decisions and unconverted.layers[FFN_LAYER].stored == "bf16"
@@ -189,10 +209,14 @@ def test_the_plan_of_a_layer_holds_its_storage_and_its_arithmetic_with_their_rea
 def test_experts_in_rotated_int8_are_unpacked(rotated):
     """ComfyUI multiplies by the weight of an expert as if it were not rotated."""
     made = [dialects.NATIVE["int8"](torch.randn(64, 64)) for _ in range(2)]
-    settings = {"format": "int8_tensorwise", "num_experts": 2} | ({"convrot": True, "convrot_groupsize": 64} if rotated else {})
+    settings = {"format": "int8_tensorwise", "num_experts": 2} | (
+        {"convrot": True, "convrot_groupsize": 64} if rotated else {}
+    )
     tensors = {f"a.{leaf}": torch.stack([each[leaf] for each in made]) for leaf in made[0] if leaf != "comfy_quant"}
     checkpoint = read_checkpoint(tensors | {"a.comfy_quant": dialects.comfy_quant_bytes(settings)}, {}, "m")
-    (found,) = plan_weights(checkpoint.weights, {}, "m", LoadTarget(devices.detect(profile="cpu"), formats=FORMAT_OF_STORAGE)).values()
+    (found,) = plan_weights(
+        checkpoint.weights, {}, "m", LoadTarget(devices.detect(profile="cpu"), formats=FORMAT_OF_STORAGE)
+    ).values()
     assert found.storage == ("bf16" if rotated else "as_file")
 
 

@@ -23,7 +23,11 @@ def test_own_lines_win_over_presets_even_over_a_later_nodes_preset():
 
 def test_previous_rules_are_built_on():
     rules = rules_from("a storage=fp16", "none", rules_from("a storage=bf16\nb storage=bf16", "wan"))
-    assert (storage_of(rules, "a"), storage_of(rules, "b"), storage_of(rules, "head.head")) == ("fp16", "bf16", "as_file")
+    assert (storage_of(rules, "a"), storage_of(rules, "b"), storage_of(rules, "head.head")) == (
+        "fp16",
+        "bf16",
+        "as_file",
+    )
 
 
 @pytest.mark.parametrize(
@@ -122,6 +126,7 @@ SENSITIVE = {
     "sdxl": ["time_embed.0", "label_emb.0.0", "input_blocks.0.0", "input_blocks.4.0.emb_layers.1", "out.2"],
 }  # fmt: skip
 
+
 @pytest.mark.parametrize("family", SENSITIVE)
 def test_default_preset_keeps_the_sensitive_layers_of_each_family(family):
     found = {name: rules_from().setting("storage", name, "Linear") for name in SENSITIVE[family]}
@@ -137,7 +142,9 @@ KREA = [
 
 
 def storages(rules):
-    return {layer.name: storage_of(rules.on(KREA), layer.name) for layer in KREA if not layer.name.startswith("blocks.1")}
+    return {
+        layer.name: storage_of(rules.on(KREA), layer.name) for layer in KREA if not layer.name.startswith("blocks.1")
+    }
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -153,9 +160,9 @@ def test_every_preset_but_none_keeps_what_lies_outside_the_blocks_and_says_so(pr
 def test_own_rules_win_over_the_structure_and_may_be_about_it():
     found = storages(rules_from("role:outside storage=int8\nlast.* storage=bf16"))
     assert (found["first"], found["last.linear"], found["blocks.0.wq"]) == ("int8", "bf16", None)
-    assert [str(rule) for rule in rules_from("role:modulation storage=int8").on(KREA).without_match([("first", "Linear")])] == [
-        "role:modulation storage=int8"
-    ]
+    assert [
+        str(rule) for rule in rules_from("role:modulation storage=int8").on(KREA).without_match([("first", "Linear")])
+    ] == ["role:modulation storage=int8"]
 
 
 def test_text_encoders_keep_what_lies_outside_the_blocks():

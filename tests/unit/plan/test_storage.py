@@ -68,7 +68,11 @@ FFN = "blocks.0.ffn.0"
 def test_auto_multiplies_in_fp8_where_the_device_gains_and_says_the_cost(profile):
     result = planned(profile, native_fp8={FFN}, file_dtype="fp8_e4m3fn").compute
     assert result.fp8_matmul and {name: d.mode for name, d in result.decisions.items()} == {FFN: "fp8"}
-    assert "multiply in fp8" in result.choice.reason and "1.4 times the error" in result.choice.reason and result.without_effect == ()
+    assert (
+        "multiply in fp8" in result.choice.reason
+        and "1.4 times the error" in result.choice.reason
+        and result.without_effect == ()
+    )
 
 
 @pytest.mark.parametrize(
@@ -102,7 +106,12 @@ def test_storage_auto_keeps_the_file_where_it_fits_and_halves_it_where_not(profi
 
 @pytest.mark.parametrize(
     ("file_dtype", "compute", "used"),
-    [("bf16", "auto", "as_file"), ("bf16", "fp16_safe", "as_file"), ("fp16", "fp16", "as_file"), ("fp32", "bf16", "bf16")],
+    [
+        ("bf16", "auto", "as_file"),
+        ("bf16", "fp16_safe", "as_file"),
+        ("fp16", "fp16", "as_file"),
+        ("fp32", "bf16", "bf16"),
+    ],
 )
 def test_storage_auto_leaves_what_is_streamed_from_memory_and_says_so(file_dtype, compute, used):
     large = {"compute": compute, "free": 24 * 2**30, "parameters": 14 * 10**9, "file_dtype": file_dtype}
@@ -120,7 +129,10 @@ def test_a_layer_that_no_rotation_divides_stays_in_sixteen_bit_with_its_reason()
     layers = [LayerSpec("blocks.0.in", "Linear", (64, 36)), LayerSpec("blocks.0.ffn.0", "Linear", (64, 32))]
     model = ModelFacts(layers, 14 * 10**9, "bf16", ("bf16", "fp32"))
     result = plan_load(model, "auto", "auto", rules_from(), LoadTarget(devices.detect(profile="sm_86"), 24 * 2**30))
-    assert {name: decision.storage for name, decision in result.layers.items()} == {"blocks.0.in": "as_file", "blocks.0.ffn.0": "int8"}
+    assert {name: decision.storage for name, decision in result.layers.items()} == {
+        "blocks.0.in": "as_file",
+        "blocks.0.ffn.0": "int8",
+    }
     assert result.layers["blocks.0.in"].kept and "its 36 inputs are not" in result.layers["blocks.0.in"].why_stored
     assert {name: decision.mode for name, decision in result.compute.decisions.items()} == {"blocks.0.ffn.0": "int8"}
 
@@ -173,8 +185,12 @@ def test_text_encoder_storage():
         choice = choose_encoder_storage(dataclasses.replace(model, file_dtype=file_storage), storage, "fp16", target)
         assert choice.used == expected, (storage, file_storage)
         assert ("No fp8 here." in choice.reason) == (device is unheld and expected == "fp16")
-    assert choose_encoder_storage(model, "auto", "fp16", LoadTarget(held, 1, streamed_from=1)).used == "fp16", "streamed from its file"
-    assert choose_encoder_storage(model, "auto", "fp16", LoadTarget(held, 1, ("fp8_e4m3fn",))).used == "fp8_e4m3fn", "a ComfyUI without int8"
+    assert choose_encoder_storage(model, "auto", "fp16", LoadTarget(held, 1, streamed_from=1)).used == "fp16", (
+        "streamed from its file"
+    )
+    assert choose_encoder_storage(model, "auto", "fp16", LoadTarget(held, 1, ("fp8_e4m3fn",))).used == "fp8_e4m3fn", (
+        "a ComfyUI without int8"
+    )
 
 
 def test_text_encoder_keeps_embeddings():
@@ -192,7 +208,13 @@ def fitted(profile, gib, formats=QUANTIZED_NAMES, rules="", compute="auto"):
     """What ``auto`` makes of 8 GiB of int8 on a card with so much memory."""
     layers = [LayerSpec(f"blocks.{i}.ffn", "Linear", (4096, 4096)) for i in range(512)]
     facts = ModelFacts(layers, 512 << 24, "bf16", ("bf16", "fp32"))
-    return plan_load(facts, "auto", compute, rules_from(rules, "none"), LoadTarget(devices.detect(profile=profile), int(gib * GIB), formats))
+    return plan_load(
+        facts,
+        "auto",
+        compute,
+        rules_from(rules, "none"),
+        LoadTarget(devices.detect(profile=profile), int(gib * GIB), formats),
+    )
 
 
 def held(plan):
@@ -230,13 +252,20 @@ def test_auto_takes_nvfp4_only_where_multiplied_and_8_bits_do_not_fit(profile, f
     plan = fitted(profile, 7, formats, compute=compute)
     assert held(plan) == {expected} == {plan.storage.used}
     if expected == "nvfp4":
-        assert "nvfp4 takes 4.50 GiB. The error of nvfp4 products is 3.5 times that of fp8 products." in plan.storage.reason
+        assert (
+            "nvfp4 takes 4.50 GiB. The error of nvfp4 products is 3.5 times that of fp8 products."
+            in plan.storage.reason
+        )
     assert held(fitted(profile, 11, formats, compute=compute)) != {"nvfp4"}, "8 bits fit"
 
 
 def test_without_a_kernel_for_them_few_bits_are_named_and_not_taken():
     plan = fitted("sm_75", 9)
-    assert held(plan) == {"int8"} and "needs sm_80" in plan.storage.reason and "storage=w6a8 makes it fit" in plan.storage.reason
+    assert (
+        held(plan) == {"int8"}
+        and "needs sm_80" in plan.storage.reason
+        and "storage=w6a8 makes it fit" in plan.storage.reason
+    )
 
 
 def test_a_layer_that_a_rule_stores_in_int8_stays_so():
@@ -248,12 +277,20 @@ def test_the_weight_that_comfyui_tells_the_model_by_is_not_packed():
     told, other = (LayerSpec(f"blocks.1.transformer_blocks.0.attn2.to_{kind}", "Linear", (640, 2048)) for kind in "kv")
     for storage in ("w6a8", "w4a8", "nvfp4"):
         decisions = plan_storage([told, other], storage, rules_from())
-        assert decisions[told.name].storage == "int8" and "ComfyUI detects the architecture" in decisions[told.name].why_stored
+        assert (
+            decisions[told.name].storage == "int8"
+            and "ComfyUI detects the architecture" in decisions[told.name].why_stored
+        )
         assert decisions[other.name].storage == storage
-    assert {plan_storage([told], name, rules_from())[told.name].storage for name in ("fp8_e4m3fn", "mxfp8")} == {"fp8_e4m3fn", "mxfp8"}
+    assert {plan_storage([told], name, rules_from())[told.name].storage for name in ("fp8_e4m3fn", "mxfp8")} == {
+        "fp8_e4m3fn",
+        "mxfp8",
+    }
 
 
 @pytest.mark.parametrize("storage", ["int8", "w6a8", "w4a8"])
 def test_bytes_are_those_of_the_tensors_without_the_text_of_their_settings(storage):
     specs = specs_of(StoredWeight("layer.weight", normal_weight((48, 320))), storage)
-    assert quantized_bytes(storage, 48, 320) == sum(spec.bytes for spec in specs if not spec.name.endswith("comfy_quant"))
+    assert quantized_bytes(storage, 48, 320) == sum(
+        spec.bytes for spec in specs if not spec.name.endswith("comfy_quant")
+    )

@@ -69,7 +69,9 @@ def test_blocks_numbered_in_a_word_are_a_stack():
 def test_a_unet_whose_levels_differ_in_width_is_its_blocks():
     inputs = [LayerSpec("input_blocks.0.0", "Conv2d", (64, 4, 3, 3))]
     for index, width in enumerate((64, 64, 128, 128), 1):
-        inputs += linears({f"input_blocks.{index}.0.{name}": (width, width) for name in ("in_layers.2", "out_layers.3")})
+        inputs += linears(
+            {f"input_blocks.{index}.0.{name}": (width, width) for name in ("in_layers.2", "out_layers.3")}
+        )
         inputs += block(f"input_blocks.{index}.1.transformer_blocks.0", width) if width > 64 else []
     resnets = [
         linears({f"middle_block.{index}.{name}": (128, 128) for name in ("in_layers.2", "out_layers.3")})
@@ -113,7 +115,10 @@ def test_a_short_stack_is_a_refiner_only_with_few_weights():
 def test_short_stacks_count_together_and_without_their_modulation():
     body = stack("blocks", 30)
     one, two = stack("connector", 1, 72), stack("refiner", 2, 50)
-    assert all(sum(prod(layer.shape) for layer in side) < 0.045 * sum(prod(layer.shape) for layer in body) for side in (one, two))
+    assert all(
+        sum(prod(layer.shape) for layer in side) < 0.045 * sum(prod(layer.shape) for layer in body)
+        for side in (one, two)
+    )
     embedder = linears({"connector.0.norm": (72, 72), "connector.0.scale": (72, 72)})
     assert named(OUTSIDE, [*two, *body]) == {layer.name for layer in two}
     assert named(OUTSIDE, [*one, *embedder, *two, *body]) == {layer.name for layer in (*one, *embedder)}
@@ -123,7 +128,11 @@ def test_short_stacks_count_together_and_without_their_modulation():
 
 
 def test_blocks_of_which_each_is_a_little_different_are_a_stack():
-    layers = [layer for index in range(2) for layer in block(f"vace_blocks.{index}", **{f"only_{'ab'[index]}": (WIDTH, WIDTH)})]
+    layers = [
+        layer
+        for index in range(2)
+        for layer in block(f"vace_blocks.{index}", **{f"only_{'ab'[index]}": (WIDTH, WIDTH)})
+    ]
     assert [len(found) for found in stacks_of(layers)] == [2]
 
 
@@ -168,7 +177,12 @@ def _gated(count: int, hidden: int = 3 * WIDTH // 2) -> list[LayerSpec]:
         {"attn.qkv": (6 * WIDTH, WIDTH), "attn.out": (WIDTH, 2 * WIDTH), "q": (WIDTH, WIDTH)},
         {"mlp.gate": (4 * WIDTH, WIDTH), "mlp.up": (4 * WIDTH, WIDTH), "mlp.down": (WIDTH, 4 * WIDTH)},
         {"cross.kv": (2 * WIDTH, 48), "cross.q": (WIDTH, WIDTH), "cross.out": (WIDTH, WIDTH)},
-        {"qkv_x": (3 * WIDTH, WIDTH), "qkv_y": (3 * WIDTH, WIDTH // 2), "out_x": (WIDTH, WIDTH), "out_y": (WIDTH // 2, WIDTH)},
+        {
+            "qkv_x": (3 * WIDTH, WIDTH),
+            "qkv_y": (3 * WIDTH, WIDTH // 2),
+            "out_x": (WIDTH, WIDTH),
+            "out_y": (WIDTH // 2, WIDTH),
+        },
     ],
     ids=["gated", "flux", "flux2", "wide attention", "gate and up", "cross attention", "two streams"],
 )

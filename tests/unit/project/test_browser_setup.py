@@ -55,7 +55,9 @@ def make_program(path: Path) -> Path:
     return path
 
 
-def test_a_program_on_the_path_is_found_and_the_variable_wins(nothing_installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_on_the_path_is_found_and_the_variable_wins(
+    nothing_installed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program = make_program(nothing_installed / "msedge")
     assert chromium.find_chromium() == program
     monkeypatch.setenv("CHROMIUM", str(make_program(nothing_installed / "my browser")))
@@ -77,7 +79,10 @@ def test_the_registry_comes_before_the_package_manager_whatever_the_environment(
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     with pytest.raises(environment.SetupError, match=r"(?s)node and npm failed.*apt-get update failed.*set CHROMIUM"):
         chromium.provide_chromium(PYTHON)
-    assert steps == [[str(PYTHON), "-m", "pip", "install", "--no-deps", "--target", steps[0][6], chromium.NODE], ["apt-get", "update"]]
+    assert steps == [
+        [str(PYTHON), "-m", "pip", "install", "--no-deps", "--target", steps[0][6], chromium.NODE],
+        ["apt-get", "update"],
+    ]
 
 
 def test_a_changed_package_is_refused(nothing_installed: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -87,7 +92,9 @@ def test_a_changed_package_is_refused(nothing_installed: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(("asked_by_name", "code"), [(None, 0), ("browser", 1)])
-def test_a_tier_that_cannot_run_is_told_loudly(steps: list, tmp_path: Path, capsys, asked_by_name: str | None, code: int) -> None:
+def test_a_tier_that_cannot_run_is_told_loudly(
+    steps: list, tmp_path: Path, capsys, asked_by_name: str | None, code: int
+) -> None:
     result = test_script._run_tier("browser", environment.Environment(PYTHON, tmp_path), [])
     assert result.passed is None
     assert test_script._report([result], asked_by_name) == code
@@ -95,8 +102,12 @@ def test_a_tier_that_cannot_run_is_told_loudly(steps: list, tmp_path: Path, caps
     assert "browser NOT RUN" in said and "!!! The browser tests did NOT run.\nNo Chromium was found" in said
 
 
-def test_a_tier_leaves_no_files_in_the_machine_s_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "test_one.py").write_text("import tempfile\ndef test_one(tmp_path): print(tmp_path, tempfile.mkdtemp())\n")
+def test_a_tier_leaves_no_files_in_the_machine_s_temporary_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "test_one.py").write_text(
+        "import tempfile\ndef test_one(tmp_path): print(tmp_path, tempfile.mkdtemp())\n"
+    )
     (tmp_path / "machine").mkdir()
     for name in ("TMPDIR", "TEMP", "TMP"):
         monkeypatch.setenv(name, str(tmp_path / "machine"))
@@ -106,7 +117,9 @@ def test_a_tier_leaves_no_files_in_the_machine_s_temporary_folder(tmp_path: Path
     assert list((tmp_path / "machine").iterdir()) == []
 
 
-def test_the_browser_runs_beside_the_others_which_tell_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_the_browser_runs_beside_the_others_which_tell_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
     ran, go_on = tmp_path / "ran", tmp_path / "go_on"
     (tmp_path / "test_page.py").write_text(
         f"import os, time\ndef test_page():\n    open({str(ran)!r}, 'w').close()\n    while not os.path.exists({str(go_on)!r}): time.sleep(0.05)\n    assert 'seen' == 'wanted'\n"
@@ -115,11 +128,15 @@ def test_the_browser_runs_beside_the_others_which_tell_how_far_it_is(tmp_path: P
     monkeypatch.setattr(test_script, "_tier_environ", lambda *_: dict(os.environ))
     monkeypatch.setattr(test_script, "IN_TWO_PROCESSES", {})
     monkeypatch.setitem(test_script.TIERS, "browser", str(tmp_path / "test_page.py"))
-    with test_script._beside(environment.Environment(PYTHON, tmp_path), ["unit", "browser"], ["-p", "no:cacheprovider"]) as beside:
+    with test_script._beside(
+        environment.Environment(PYTHON, tmp_path), ["unit", "browser"], ["-p", "no:cacheprovider"]
+    ) as beside:
         deadline = time.monotonic() + 120
         while not ran.exists() and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert ran.exists() and capsys.readouterr().out == "", "it runs without a word between the lines of another tier"
+        assert ran.exists() and capsys.readouterr().out == "", (
+            "it runs without a word between the lines of another tier"
+        )
         assert beside.last_line().startswith(", browser: ")
         go_on.touch()
         result = beside.wait_and_show("browser")

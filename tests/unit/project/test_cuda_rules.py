@@ -61,7 +61,9 @@ def test_a_device_that_answers_otherwise_is_told_by_rule(monkeypatch):
 
 
 def test_flags_are_as_before_after_each_case():
-    before = {name: getattr(torch.backends.cuda.matmul, name) for name in ("allow_fp16_accumulation", rule_cases.SPLIT_K)}
+    before = {
+        name: getattr(torch.backends.cuda.matmul, name) for name in ("allow_fp16_accumulation", rule_cases.SPLIT_K)
+    }
     split_k = getattr(torch.backends.cuda.matmul, f"{rule_cases.SPLIT_K}_split_k", None)
     rule_cases.answered_otherwise(CPU)
     assert {name: getattr(torch.backends.cuda.matmul, name) for name in before} == before
@@ -83,7 +85,10 @@ def buffer():
 
 
 def test_a_read_by_the_pack_raises_outside_of_the_allowed_places(buffer):
-    with HostReads(frozenset()), pytest.raises(RuntimeError, match="synchronizing CUDA operation: tolist in arithmetic/proofs.read"):
+    with (
+        HostReads(frozenset()),
+        pytest.raises(RuntimeError, match="synchronizing CUDA operation: tolist in arithmetic/proofs.read"),
+    ):
         buffer.read()
     with HostReads(frozenset({"arithmetic/proofs.read"})) as reads:
         assert buffer.read() == [NOTHING]

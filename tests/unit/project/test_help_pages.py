@@ -35,7 +35,14 @@ def test_no_two_nodes_are_for_the_same() -> None:
 
 
 def test_guards_and_choices_send_back_to_the_one_node() -> None:
-    for page in ("HalfsafeNaNGuard", "HalfsafeGuardVAE", "HalfsafeGuardCLIP", "HalfsafeComputeDtype", "HalfsafeReport", "HalfsafeAccumulation"):
+    for page in (
+        "HalfsafeNaNGuard",
+        "HalfsafeGuardVAE",
+        "HalfsafeGuardCLIP",
+        "HalfsafeComputeDtype",
+        "HalfsafeReport",
+        "HalfsafeAccumulation",
+    ):
         assert "Not needed beside " in first_line(page, ""), page
 
 

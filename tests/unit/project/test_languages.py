@@ -79,7 +79,9 @@ def named(text: str) -> list[tuple[set[str], set[str]]]:
 
 
 def test_every_translated_page_of_the_documents_is_compared() -> None:
-    assert {path.name for path in ROOT.glob("docs/*.*.md")} == {f"{Path(text).stem}.{language}.md" for text in TOLD[1:] for language in LANGUAGES}
+    assert {path.name for path in ROOT.glob("docs/*.*.md")} == {
+        f"{Path(text).stem}.{language}.md" for text in TOLD[1:] for language in LANGUAGES
+    }
 
 
 @pytest.mark.parametrize("text", TOLD)
@@ -87,8 +89,13 @@ def test_a_reader_of_one_language_stays_in_it(text: str) -> None:
     for language in LANGUAGES:
         path = translation_of(text, language)
         first, *rest = sections(path.read_text(encoding="utf-8"))
-        assert path.name in (ROOT / text).read_text(encoding="utf-8").splitlines()[2] and f"{Path(text).name})" in first.splitlines()[2]
-        assert [link for section in rest for link in LINK.findall(section) if link in TOLD or f"docs/{link}" in TOLD] == []
+        assert (
+            path.name in (ROOT / text).read_text(encoding="utf-8").splitlines()[2]
+            and f"{Path(text).name})" in first.splitlines()[2]
+        )
+        assert [
+            link for section in rest for link in LINK.findall(section) if link in TOLD or f"docs/{link}" in TOLD
+        ] == []
 
 
 def test_there_is_a_language_and_a_page_for_each_node() -> None:
@@ -140,7 +147,9 @@ def test_a_help_page_has_each_input_by_its_label_and_its_id(language: str) -> No
     for node in PAGES:
         rows = ROW.findall(translation_of(f"web/docs/{node}.md", language).read_text(encoding="utf-8"))
         for name, words in labels[node]["inputs"].items():
-            assert any(words["name"] in CELLS.split(row)[1] and name in row for row in rows), f"{node}: {words['name']}, {name}"
+            assert any(words["name"] in CELLS.split(row)[1] and name in row for row in rows), (
+                f"{node}: {words['name']}, {name}"
+            )
 
 
 @pytest.mark.parametrize("language", LANGUAGES)

@@ -37,24 +37,34 @@ def test_the_registry_takes_the_metadata(metadata: dict) -> None:
     assert re.fullmatch(r"[A-Za-z][A-Za-z0-9._-]{0,98}", project["name"]) and "comfyui" not in project["name"].lower()
     named = {c for c in project["classifiers"] if c.startswith("Environment ::")}
     assert named and named <= ACCELERATORS
-    assert all(re.fullmatch(r"(>=|<=|>|<|==|~=|!=)\d+\.\d+\.\d+", bound.strip()) for bound in comfy["requires-comfyui"].split(","))
+    assert all(
+        re.fullmatch(r"(>=|<=|>|<|==|~=|!=)\d+\.\d+\.\d+", bound.strip())
+        for bound in comfy["requires-comfyui"].split(",")
+    )
     assert {"Homepage", "Documentation", "Repository", "Issues"} <= set(project["urls"])
     assert re.fullmatch(r"[a-z][a-z0-9-]*", comfy["PublisherId"]) and comfy["DisplayName"] and "web" not in comfy
     base = project["urls"]["Repository"].replace("https://github.com/", "https://raw.githubusercontent.com/") + "/main/"
-    assert all(comfy[picture].startswith(base) and (ROOT / comfy[picture].removeprefix(base)).is_file() for picture in ("Icon", "Banner"))
+    assert all(
+        comfy[picture].startswith(base) and (ROOT / comfy[picture].removeprefix(base)).is_file()
+        for picture in ("Icon", "Banner")
+    )
     width, height = Image.open(ROOT / comfy["Banner"].removeprefix(base)).size
     assert 9 * width == 21 * height, "the registry shows a banner 21 wide and 9 high"
 
 
 def test_version_has_three_numbers_and_a_changelog_entry(metadata: dict) -> None:
     version = metadata["project"]["version"]
-    assert re.fullmatch(r"\d+\.\d+\.\d+", version) and f"## {version}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert re.fullmatch(r"\d+\.\d+\.\d+", version) and f"## {version}" in (ROOT / "CHANGELOG.md").read_text(
+        encoding="utf-8"
+    )
 
 
 def test_the_page_exchanges_nothing_that_all_packs_share() -> None:
     """An exchanged ``api.fetchApi``, a write to ``window`` and the like may undo another pack's, as `comfy-test lint` says."""
     code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "web").rglob("*.*js"))
-    assert "promptQueueing" in code and not re.findall(r"\b(?:api|app|window|LiteGraph|LGraph\w*)\.[\w.]+ = .*|document\.(?:head|body)\..*", code)
+    assert "promptQueueing" in code and not re.findall(
+        r"\b(?:api|app|window|LiteGraph|LGraph\w*)\.[\w.]+ = .*|document\.(?:head|body)\..*", code
+    )
 
 
 def test_pack_adds_no_requirement(metadata: dict) -> None:
@@ -88,12 +98,18 @@ def test_installed_package_runs_doctor(tmp_path: Path) -> None:
     done = subprocess.run(doctor, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)
-    assert list((target / "halfsafe" / "web").glob("docs/*.md")) and list((target / "halfsafe" / "workflows").glob("*.json")) and list((target / "halfsafe" / "subgraphs").glob("*.json"))
+    assert (
+        list((target / "halfsafe" / "web").glob("docs/*.md"))
+        and list((target / "halfsafe" / "workflows").glob("*.json"))
+        and list((target / "halfsafe" / "subgraphs").glob("*.json"))
+    )
 
 
 def functions_for_others() -> list[str]:
     """The functions that the documentation offers for import."""
-    return re.findall(r"^\| `(halfsafe\.[\w.]+)` \|", (ROOT / "docs" / "command-line.md").read_text(encoding="utf-8"), re.MULTILINE)
+    return re.findall(
+        r"^\| `(halfsafe\.[\w.]+)` \|", (ROOT / "docs" / "command-line.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
 
 
 def test_ten_functions_are_offered_for_import() -> None:
@@ -101,12 +117,16 @@ def test_ten_functions_are_offered_for_import() -> None:
 
 
 @pytest.mark.parametrize("name", functions_for_others())
-def test_a_function_that_others_import_has_an_example_that_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_that_others_import_has_an_example_that_runs(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module, _, function = name.rpartition(".")
     shutil.copyfile(ROOT / "tests" / "assets" / "shapes.safetensors", tmp_path / "model.safetensors")
     monkeypatch.chdir(tmp_path)
     code = importlib.import_module(module)
-    (example,) = doctest.DocTestFinder(recurse=False).find(getattr(code, function), function, module=code, globs={**vars(code)})
+    (example,) = doctest.DocTestFinder(recurse=False).find(
+        getattr(code, function), function, module=code, globs={**vars(code)}
+    )
     said: list[str] = []
     outcome = doctest.DocTestRunner().run(example, out=said.append)
     assert example.examples and outcome.failed == 0, "".join(said)

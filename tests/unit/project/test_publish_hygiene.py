@@ -79,7 +79,11 @@ def test_no_absolute_path_of_a_machine() -> None:
 
 
 def test_python_source_is_cp1252() -> None:
-    assert [str(path) for path in SHIPPED if path.suffix == ".py" and "?" in read(path).replace("?", "").encode("cp1252", "replace").decode("cp1252")] == []
+    assert [
+        str(path)
+        for path in SHIPPED
+        if path.suffix == ".py" and "?" in read(path).replace("?", "").encode("cp1252", "replace").decode("cp1252")
+    ] == []
 
 
 def test_the_page_imports_no_script_but_main_js() -> None:
@@ -88,4 +92,12 @@ def test_the_page_imports_no_script_but_main_js() -> None:
 
 def test_contributing_names_files_and_folders_that_exist() -> None:
     named = re.findall(r"`([\w./-]+/[\w./-]*)`|python ([\w./-]+\.py)", read(Path("CONTRIBUTING.md")))
-    assert named and [name for pair in named if (name := "".join(pair)) and not name.startswith("/") and not (ROOT / name).exists()] == []
+    assert (
+        named
+        and [
+            name
+            for pair in named
+            if (name := "".join(pair)) and not name.startswith("/") and not (ROOT / name).exists()
+        ]
+        == []
+    )

@@ -84,9 +84,15 @@ def test_a_public_name_is_defined_once() -> None:
 def test_scripts_and_benchmarks_run_what_they_have_and_import_in_no_circle() -> None:
     files = {_name(path): path for folder in ("scripts", "benchmarks") for path in (ROOT / folder).rglob("*.py")}
     assert len(files) > 25 and {"setup.environment", "benchmarks.reporting", "demo"} <= files.keys()
-    assert all(b'if __name__ == "__main__"' in code for code in map(Path.read_bytes, files.values()) if b"\ndef main(" in code)
+    assert all(
+        b'if __name__ == "__main__"' in code for code in map(Path.read_bytes, files.values()) if b"\ndef main(" in code
+    )
     graph = {name: {one for one in _plain_imports(path) if one in files} for name, path in files.items()}
-    assert "benchmarks.guard" in graph["benchmarks.compute"] and "setup.machine" in graph["benchmarks.host"] and _circles(graph) == {}
+    assert (
+        "benchmarks.guard" in graph["benchmarks.compute"]
+        and "setup.machine" in graph["benchmarks.host"]
+        and _circles(graph) == {}
+    )
 
 
 def _name(path: Path) -> str:

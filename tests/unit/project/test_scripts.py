@@ -116,9 +116,19 @@ def test_stop_ends_the_server_and_keeps_its_log(tmp_path: Path) -> None:
 
 
 def test_a_changed_prompt_is_written_back_where_the_page_reads_it() -> None:
-    fields = {"seed": ["INT", {"control_after_generate": True}], "steps": ["INT", {}], "name": [["a", "b"]], "model": ["MODEL"]}
+    fields = {
+        "seed": ["INT", {"control_after_generate": True}],
+        "steps": ["INT", {}],
+        "name": [["a", "b"]],
+        "model": ["MODEL"],
+    }
     info = {"Sampler": {"input": {"required": fields}}}
-    sampler = {"id": 4, "type": "Sampler", "widgets_values": [7, "randomize", 12, "a"], "inputs": [{"name": "model", "link": 1}]}
+    sampler = {
+        "id": 4,
+        "type": "Sampler",
+        "widgets_values": [7, "randomize", 12, "a"],
+        "inputs": [{"name": "model", "link": 1}],
+    }
     note = {"id": 5, "type": "Note", "widgets_values": ["read me"]}
     prompt = {"4": {"class_type": "Sampler", "inputs": {"seed": 7, "steps": 2, "name": "b", "model": ["3", 0]}}}
     nodes = written_back({"nodes": [sampler, note], "links": []}, info, prompt)["nodes"]
@@ -161,7 +171,9 @@ def test_the_interpreter_of_a_gpu_machine_finds_what_was_unpacked(tmp_path: Path
     assert ran.stdout.split() == ["True"] * 4, ran.stderr
 
 
-def test_a_demo_with_what_is_installed_prepares_nothing_and_needs_no_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_demo_with_what_is_installed_prepares_nothing_and_needs_no_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     demo = importlib.import_module("demo")
     given, started = [], []
 

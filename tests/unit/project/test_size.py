@@ -10,8 +10,8 @@ from pathlib import Path
 
 from support.shipped import ROOT, tracked_files
 
-MOST_LINES = 17_204
-MOST_TOKENS_A_LINE = 10.79
+MOST_LINES = 16_753
+MOST_TOKENS_A_LINE = 10.75
 NOT_CODE = {
     tokenize.COMMENT,
     tokenize.NL,
@@ -51,7 +51,9 @@ def size_of(source: str) -> tuple[int, int]:
 
 
 def test_air_docstrings_and_comments_are_free() -> None:
-    assert size_of('"""Of a file."""\n\n# why\nx = 1  # one\n\n\ndef f():\n    """Of a function."""\n    return x\n') == (3, 10)
+    assert size_of(
+        '"""Of a file."""\n\n# why\nx = 1  # one\n\n\ndef f():\n    """Of a function."""\n    return x\n'
+    ) == (3, 10)
 
 
 def test_the_product_keeps_to_its_size() -> None:

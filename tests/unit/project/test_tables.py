@@ -25,7 +25,10 @@ YES, NO = ("yes", "有"), ("no", "无")
 
 
 def pages(node: str) -> list[str]:
-    return [f"web/docs/{node}.md", *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "web/docs" / node).glob("*.md")))]
+    return [
+        f"web/docs/{node}.md",
+        *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "web/docs" / node).glob("*.md"))),
+    ]
 
 
 def rows(document: str) -> list[list[str]]:
@@ -74,7 +77,18 @@ def test_every_mode_is_explained(page):
     assert set(MODES) <= named
 
 
-HOLDERS = {"WeakKeyDictionary", "WeakSet", "WeakTensorKeyDictionary", "local", "ContextVar", "SharedScope", "Turns", "dict", "set", "list"}
+HOLDERS = {
+    "WeakKeyDictionary",
+    "WeakSet",
+    "WeakTensorKeyDictionary",
+    "local",
+    "ContextVar",
+    "SharedScope",
+    "Turns",
+    "dict",
+    "set",
+    "list",
+}
 """What makes state that a module keeps."""
 
 
@@ -92,11 +106,17 @@ def kept_by_modules() -> Iterator[tuple[str, str]]:
 
 def is_state(value: ast.expr) -> bool:
     if isinstance(value, ast.Call):
-        return ast.unparse(value.func).rpartition(".")[2] in HOLDERS and not (isinstance(value.func, ast.Name) and value.func.id in ("dict", "set", "list") and value.args)
+        return ast.unparse(value.func).rpartition(".")[2] in HOLDERS and not (
+            isinstance(value.func, ast.Name) and value.func.id in ("dict", "set", "list") and value.args
+        )
     return ast.unparse(value) in ("{}", "[]")
 
 
 def test_state_outside_of_calls_is_listed() -> None:
-    listed = {(row[0], row[1].strip("`")) for row in rows("docs/internals/how-a-call-runs.md") if len(row) == 4 and row[0].endswith(".py")}
+    listed = {
+        (row[0], row[1].strip("`"))
+        for row in rows("docs/internals/how-a-call-runs.md")
+        if len(row) == 4 and row[0].endswith(".py")
+    }
     found = {*kept_by_modules()}
     assert len(found) > 20 and found == listed, f"missing: {sorted(found - listed)}; gone: {sorted(listed - found)}"

@@ -8,7 +8,9 @@ from support.shipped import ROOT
 
 THEMES = ("host/compile", "host/cuda", "host/device", "host/graph", "unit/project", "browser", "gpu")
 """Folders of tests that go through the whole product; the folder's name says what they hold."""
-PRODUCT = {path.stem for folder in ("precision", "nodes") for path in (ROOT / folder).rglob("*.py")} - {"__init__"} | {"__main__"}
+PRODUCT = {path.stem for folder in ("precision", "nodes") for path in (ROOT / folder).rglob("*.py")} - {"__init__"} | {
+    "__main__"
+}
 TESTS = [path.relative_to(ROOT / "tests") for path in sorted((ROOT / "tests").rglob("test_*.py"))]
 
 
@@ -41,7 +43,12 @@ def reads_allowed() -> set[str]:
     """The "file" and "file.function" of the product that the host's tests let read a tensor back, from their conftest."""
     tree = ast.parse((ROOT / "tests" / "host" / "conftest.py").read_text(encoding="utf-8"))
     sets = [node.value for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.value, ast.Set)]
-    return {element.value for each in sets for element in each.elts if isinstance(element, ast.Constant) and "/" in element.value}
+    return {
+        element.value
+        for each in sets
+        for element in each.elts
+        if isinstance(element, ast.Constant) and "/" in element.value
+    }
 
 
 def test_a_read_is_allowed_only_to_functions_that_exist() -> None:
@@ -50,7 +57,12 @@ def test_a_read_is_allowed_only_to_functions_that_exist() -> None:
     for allowed in reads_allowed():
         file, _, function = allowed.partition(".")
         paths = [path for folder in ("precision", "nodes/host") for path in (ROOT / folder).glob(f"{file}.py")]
-        functions = {node.name for path in paths for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.FunctionDef)}
+        functions = {
+            node.name
+            for path in paths
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            if isinstance(node, ast.FunctionDef)
+        }
         if not paths or (function and function not in functions):
             missing.append(allowed)
     assert len(reads_allowed()) > 10 and missing == []

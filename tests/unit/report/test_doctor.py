@@ -81,7 +81,9 @@ def test_what_auto_chooses_for_typical_models(name, computes):
     assert chosen(doctor.describe(name)) == computes
 
 
-@pytest.mark.parametrize(("name", "storage"), [("sm_86", "int8"), ("sm_61", "fp8_e4m3fn"), ("cpu", "as_file"), ("mps_m1", "as_file")])
+@pytest.mark.parametrize(
+    ("name", "storage"), [("sm_86", "int8"), ("sm_61", "fp8_e4m3fn"), ("cpu", "as_file"), ("mps_m1", "as_file")]
+)
 def test_the_text_says_what_storage_auto_takes_and_why_int8_is_slow(name, storage):
     description = doctor.describe(name)
     text, slow = " ".join(doctor.to_text(description).split()), description["int8"]["slow"]
@@ -94,7 +96,9 @@ def test_a_device_that_was_measured_is_described_by_its_figures_and_conditions(n
     description, row = doctor.describe(name), PROFILES[name]
     result = doctor.diagnosis_result(description)
     assert ("{measured}" in result.sentence.template) is bool(row.measured) is (row.measured in description["remarks"])
-    assert not row.measured or all(what in result.sentence.named["measured"] for what in ("H200", "driver", "torch", "2026", "int8 2.99"))
+    assert not row.measured or all(
+        what in result.sentence.named["measured"] for what in ("H200", "driver", "torch", "2026", "int8 2.99")
+    )
     fast = [kind for kind in ("int8", "fp8") if description["capabilities"][f"{kind}_matmul_gains"]["value"]]
     assert [kind for kind in ("int8", "fp8") if kind in result.sentence.named["fast"].split(", ")] == fast
 

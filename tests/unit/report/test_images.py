@@ -41,7 +41,9 @@ def test_ssim_is_the_formula_of_the_paper(noise):
     assert compare(a[None], b[None])[0].ssim == pytest.approx(expected, abs=1e-6)
 
 
-@pytest.mark.parametrize(("shift", "height", "width", "channels"), [(1e-4, 1, 40, 3), (0.01, 17, 5, 1), (0.9, 40, 1, 4)])
+@pytest.mark.parametrize(
+    ("shift", "height", "width", "channels"), [(1e-4, 1, 40, 3), (0.01, 17, 5, 1), (0.9, 40, 1, 4)]
+)
 def test_a_constant_shift_has_the_psnr_it_must_have(shift, height, width, channels):
     a = torch.full((1, height, width, channels), 0.05)
     found = compare(a, a + shift)[0]
@@ -49,7 +51,9 @@ def test_a_constant_shift_has_the_psnr_it_must_have(shift, height, width, channe
     assert found.largest == pytest.approx(shift, abs=1e-6)
 
 
-@pytest.mark.parametrize(("noise", "batch", "size"), [(0.0, 1, (7, 30)), (0.1, 3, (16, 16)), (0.5, 2, (1, 1)), (0.01, 1, (40, 12))])
+@pytest.mark.parametrize(
+    ("noise", "batch", "size"), [(0.0, 1, (7, 30)), (0.1, 3, (16, 16)), (0.5, 2, (1, 1)), (0.01, 1, (40, 12))]
+)
 def test_identical_is_perfect_and_both_directions_agree(noise, batch, size):
     a = image(batch, *size, 3)
     for one in compare(a, a.clone()):
@@ -110,7 +114,9 @@ def test_the_difference_is_amplified_by_what_is_stated():
     b[1, 2, 3, 0] += 0.02
     picture, gain = difference_image(a, b)
     assert gain == pytest.approx(45, rel=1e-3) and picture.shape == (2, 16, 16, 3)
-    assert picture[1, 2, 3, 0].item() == pytest.approx(0.9, rel=1e-3) and picture.sum().item() == pytest.approx(0.9, rel=1e-3)
+    assert picture[1, 2, 3, 0].item() == pytest.approx(0.9, rel=1e-3) and picture.sum().item() == pytest.approx(
+        0.9, rel=1e-3
+    )
     assert "amplified 45 times" in compare_text(compare(a, b), gain)
     assert difference_image(a, a)[1] == 1.0
     assert difference_image(a, a + 1e-6)[1] == 255.0

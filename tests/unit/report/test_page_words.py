@@ -25,7 +25,9 @@ VALUE = re.compile(r"\{\w+\}")
 
 def words_of_the_page() -> set[str]:
     """Texts spelled in the page's code, and those it takes from the server: verdicts, kinds of events, modes, badges, reasons."""
-    code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "web").iterdir() if path.suffix in (".js", ".mjs"))
+    code = "".join(
+        path.read_text(encoding="utf-8") for path in (ROOT / "web").iterdir() if path.suffix in (".js", ".mjs")
+    )
     shown = {verdict.replace("_", " ") for verdict in ("clean", *verdicts.ADVICE)}
     tables = {*HEAD, *TABLE, NOISY, REFERENCE, NO_ERROR, EXACT, BARRED, CHOSEN, KEPT, PINNED, UNUSED}
     given = {*verdicts.ENCODER_INPUTS, *(name for name, _ in verdicts.ENCODER_INPUTS.values())} | INPUTS
@@ -36,7 +38,11 @@ def words_of_the_page() -> set[str]:
 
 def guards_sentences() -> set[str]:
     """The fixed sentences of guards: what to do, and what a verdict rests on; those with values filled in are not."""
-    found = {text for text in sentences_in([*(value for name, value in vars(verdicts).items() if not name.startswith("__"))]) if text.endswith((".", ":"))}
+    found = {
+        text
+        for text in sentences_in([*(value for name, value in vars(verdicts).items() if not name.startswith("__"))])
+        if text.endswith((".", ":"))
+    }
     return {text for text in found if "{}" not in text and "{0}" not in text}
 
 

@@ -40,7 +40,9 @@ RULE = "blocks.0.ffn.2 compute=fp16_safe stream=fp32"
 
 def contract_report():
     event = report.GuardEvent(4, 2, 0.75, "blocks.0.ffn.2", "add", "overflow", [0], "fp16", "fp16_wide", True)
-    layer = report.LayerReport("blocks.0.ffn.0", "Linear", "fp8_e4m3fn", "fp16_wide", "fp32", "fp32", "may overflow", "dequantized")
+    layer = report.LayerReport(
+        "blocks.0.ffn.0", "Linear", "fp8_e4m3fn", "fp16_wide", "fp32", "fp32", "may overflow", "dequantized"
+    )
     sizes = {"fp8_e4m3fn": 1_400_000_000, "fp16": 100_000_000}
     return report.Report(
         device=json.loads(CONTRACT)["device"],
@@ -76,7 +78,19 @@ def test_an_empty_report_has_every_section_and_no_guard():
 
 def test_json_is_the_contracts_key_for_key_in_its_order():
     found, contract = contract_report().to_json(), json.loads(CONTRACT)
-    assert list(found) == [*contract, "decisions", "notes", "ranges", "encoders", "control_nets", "attention_in_fp32", "modes", "storages", "rules", "view"]
+    assert list(found) == [
+        *contract,
+        "decisions",
+        "notes",
+        "ranges",
+        "encoders",
+        "control_nets",
+        "attention_in_fp32",
+        "modes",
+        "storages",
+        "rules",
+        "view",
+    ]
     assert list(found["guard"]) == [*contract["guard"], "rules", "advice", "checks"]
     found["guard"] = {key: found["guard"][key] for key in contract["guard"]}
     for event in found["guard"]["events"]:
@@ -86,7 +100,17 @@ def test_json_is_the_contracts_key_for_key_in_its_order():
 
 def test_every_value_becomes_json():
     half, infinite = torch.tensor(0.5), torch.tensor(float("inf"))
-    values = [float("nan"), float("inf"), half, torch.tensor([1, 2]), infinite, np.float32(0.5), np.int64(3), (1, (2.0, None)), {1: True}]
+    values = [
+        float("nan"),
+        float("inf"),
+        half,
+        torch.tensor([1, 2]),
+        infinite,
+        np.float32(0.5),
+        np.int64(3),
+        (1, (2.0, None)),
+        {1: True},
+    ]
     assert report.plain(values) == [None, None, 0.5, [1, 2], None, 0.5, 3, [1, [2.0, None]], {"1": True}]
     json.dumps(report.plain(values), allow_nan=False)
 
@@ -128,16 +152,22 @@ def test_the_text_has_kept_layers_and_a_table_of_storages():
 def test_the_text_tells_guard_flags_and_settings_without_effect():
     text = contract_report().to_text()
     assert "Guard: recovered (20 calls, 2 repeated)" in text
-    assert "step 2, sigma 0.75, call 4: overflow in blocks.0.ffn.2 (add), batch rows 0, fp16 -> fp16_wide" in " ".join(text.split())
+    assert "step 2, sigma 0.75, call 4: overflow in blocks.0.ffn.2 (add), batch rows 0, fp16 -> fp16_wide" in " ".join(
+        text.split()
+    )
     assert RULE in text and "Nothing to do." in text
     assert "tf32: bf16 model" in text
-    assert "NVIDIA GeForce RTX 3090, profile sm_86" in text and "in hardware: bf16; emulated or absent: fp8_matmul" in text
+    assert (
+        "NVIDIA GeForce RTX 3090, profile sm_86" in text and "in hardware: bf16; emulated or absent: fp8_matmul" in text
+    )
     flag = next(line for line in text.splitlines() if line.startswith("  fp16_accumulation"))
     assert flag.split()[:4] == ["fp16_accumulation", "auto", "off", "off"]
 
 
 def test_a_run_without_nan_that_drifted_is_not_called_clean(monkeypatch):
-    event = report.GuardEvent(5, 5, 0.75, "", "step cache", "drift", [], "", "", False, "7 dB.", 7.0, 8.0, "Leave it out.")
+    event = report.GuardEvent(
+        5, 5, 0.75, "", "step cache", "drift", [], "", "", False, "7 dB.", 7.0, 8.0, "Leave it out."
+    )
     found = report.Report(guard=report.GuardReport("clean", 6, 2, events=[event]))
     assert "Guard: drift (6 calls, 2 repeated)" in found.to_text()
     drawn = []
@@ -158,7 +188,9 @@ def test_the_text_lists_control_nets_with_their_layers():
     layer = report.LayerReport("blocks.0.ffn.0", "Linear", "int8", "bf16", "fp32", "bf16", kernel="dequantized")
     refused = report.WithoutEffect("storage=int8", "it is small")
     planned = report.ControlReport("depth.safetensors", "ControlNetFlux", 3, {"storage": "int8"}, [layer])
-    text = report.Report(control_nets=[planned, report.ControlReport("sketch.safetensors", "T2IAdapter", without_effect=[refused])]).to_text()
+    text = report.Report(
+        control_nets=[planned, report.ControlReport("sketch.safetensors", "T2IAdapter", without_effect=[refused])]
+    ).to_text()
     lines = text.splitlines()
     first = lines.index("ControlNet depth.safetensors: ControlNetFlux, ran 3 times")
     assert lines[first + 1] == "  storage: int8" and "bf16" in lines[first + 3] and "dequantized" in lines[first + 3]
@@ -221,8 +253,13 @@ def test_a_flag_report_shows_the_present_flags_and_changes_none(monkeypatch):
     before = {name: flags.state_of(name) for name in flags.SETTINGS}
     entries = flag_reports()
     assert list(entries) == ["fp16_accumulation", "reduced_precision_reduction", "tf32", "fp8_fast_accumulation"]
-    assert all(entry["requested"] == "unchanged" and entry["in_scope"] == entry["outside"] for entry in entries.values())
-    assert entries["fp8_fast_accumulation"]["in_scope"] is False and {name: flags.state_of(name) for name in flags.SETTINGS} == before
+    assert all(
+        entry["requested"] == "unchanged" and entry["in_scope"] == entry["outside"] for entry in entries.values()
+    )
+    assert (
+        entries["fp8_fast_accumulation"]["in_scope"] is False
+        and {name: flags.state_of(name) for name in flags.SETTINGS} == before
+    )
     matmul = types.SimpleNamespace(allow_fp16_accumulation=True, allow_tf32=False)
     monkeypatch.setattr(torch.backends.cuda, "matmul", matmul)
     assert flag_report("fp16_accumulation") == {

@@ -34,7 +34,10 @@ def test_rows_hold_every_layer_once_and_name_the_blocks_they_are_in():
 def test_layers_with_different_reasons_have_rows_of_their_own():
     layers = blocks(2)
     layers[1].reason = "first and last blocks"
-    assert [row["name"] for row in Report(layers=layers).to_json()["view"]["rows"]] == ["blocks.0.ffn.0", "blocks.1.ffn.0"]
+    assert [row["name"] for row in Report(layers=layers).to_json()["view"]["rows"]] == [
+        "blocks.0.ffn.0",
+        "blocks.1.ffn.0",
+    ]
 
 
 def test_shares_are_largest_first_and_count_layers_that_multiply():
@@ -45,7 +48,10 @@ def test_shares_are_largest_first_and_count_layers_that_multiply():
     assert view["stored"] == [
         {"name": "fp8_e4m3fn", "share": 0.75, "size": "3.00 GiB"}, {"name": "fp16", "share": 0.25, "size": "1.00 GiB"},
     ]  # fmt: skip
-    assert view["computed"] == [{"name": "bf16", "share": 0.75, "layers": 3}, {"name": "fp32", "share": 0.25, "layers": 1}]
+    assert view["computed"] == [
+        {"name": "bf16", "share": 0.75, "layers": 3},
+        {"name": "fp32", "share": 0.25, "layers": 1},
+    ]
 
 
 def test_every_mode_and_storage_has_a_colour_for_the_page():
@@ -88,7 +94,9 @@ def test_layers_that_multiply_nothing_or_run_in_no_mode_have_no_rule():
 
 
 def test_a_layer_that_model_code_itself_calls_in_fp32_needs_no_rule():
-    embedding = LayerReport("patch_embedding", "Conv3d", "bf16", "fp32", "fp32", "bf16", "in any words", called_in_fp32=True)
+    embedding = LayerReport(
+        "patch_embedding", "Conv3d", "bf16", "fp32", "fp32", "bf16", "in any words", called_in_fp32=True
+    )
     report = Report(layers=[*blocks(3), embedding]).to_json()
     assert report["rules"] == "" and "called_in_fp32" not in report["layers"][-1]
     assert "patch_embedding" in Report(layers=[*blocks(3), replace(embedding, called_in_fp32=False)]).to_json()["rules"]

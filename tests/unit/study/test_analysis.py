@@ -40,7 +40,9 @@ class NoFloat64(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.Tensor.double and not any(args[0] is tensor for tensor in self.on_host):
-            raise TypeError("Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64.")
+            raise TypeError(
+                "Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64."
+            )
         result = func(*args, **(kwargs or {}))
         if func is torch.Tensor.cpu:
             self.on_host.append(result)
@@ -64,7 +66,10 @@ class Net(torch.nn.Module):
     def __init__(self, blocks=8, outliers=(), width=32):
         super().__init__()
         self.time_embedding, self.unused = torch.nn.Linear(width, width), torch.nn.Linear(width, width)
-        self.up, self.down = (torch.nn.ModuleList(torch.nn.Linear(*size) for _ in range(blocks)) for size in ((width, 2 * width), (2 * width, width)))
+        self.up, self.down = (
+            torch.nn.ModuleList(torch.nn.Linear(*size) for _ in range(blocks))
+            for size in ((width, 2 * width), (2 * width, width))
+        )
         self.mix = torch.nn.Conv1d(width, width, 3, padding=1)
         for seed, layer in enumerate((self.time_embedding, self.unused, *self.up, *self.down, self.mix)):
             layer.weight.data = normal(*layer.weight.shape, seed=seed) * layer.weight[0].numel() ** -0.5
@@ -103,7 +108,9 @@ def change(module, candidate):
 
 
 def layer_result(name, cls="Linear", role="", barred=False, size=10):
-    return a.LayerResult(name, cls, size, a.BARRED if barred else a.KEPT, "no Linear" if barred else role, sensitive=bool(role))
+    return a.LayerResult(
+        name, cls, size, a.BARRED if barred else a.KEPT, "no Linear" if barred else role, sensitive=bool(role)
+    )
 
 
 def analyzed(net, target, candidate=FP8, pin=True):
@@ -165,7 +172,11 @@ def test_int8_is_that_of_the_packs_files_and_products_cost_more():
 def test_fp16_sums_round_as_often_as_they_are_added_up_and_overflow(monkeypatch):
     x, weight = normal(5, 4096), normal(7, 4096, seed=1)
     exact, half = F.linear(x, weight), F.linear(x.half().float(), weight.half().float())
-    assert 3 * relative_error(half, half.half()) < relative_error(exact, with_fp16_sums(x.half(), weight.half(), None)) < 5e-3
+    assert (
+        3 * relative_error(half, half.half())
+        < relative_error(exact, with_fp16_sums(x.half(), weight.half(), None))
+        < 5e-3
+    )
     big, sign = torch.full((1, 64), 200.0), torch.ones(1, 64)
     sign[0, 32:] = -1
     assert F.linear(big, big * sign).item() == 0
@@ -178,7 +189,9 @@ def test_fp16_sums_round_as_often_as_they_are_added_up_and_overflow(monkeypatch)
 def test_the_error_of_a_layer_on_samples_is_that_of_all_its_inputs(name):
     layer, x = torch.nn.Linear(64, 48), normal(1, 4000, 64, seed=1)
     layer.weight.data, candidate = normal(48, 64) / 8, Candidate(name)
-    few, every = (output_error(layer, rows, layer.weight.data, layer.bias.data, candidate) for rows in (sample_of(layer, x), x[0]))
+    few, every = (
+        output_error(layer, rows, layer.weight.data, layer.bias.data, candidate) for rows in (sample_of(layer, x), x[0])
+    )
     assert len(sample_of(layer, x)) == 64 and few == pytest.approx(every, abs=1.0)
     expected = {"fp8_e4m3fn": 31.5, "fp8_e5m2": 25.5, "bf16": 52, "fp16": 70, "fp16_acc16": 66, "int8": 41.5}[name]
     assert few[0] == pytest.approx(expected, abs=3)
@@ -240,12 +253,19 @@ def test_layers_are_found_where_thirteen_of_thirty_hold_the_target_by_themselves
     assert sum(noise <= 0.01 for noise in noises) == 13
     assert len(Additive(noises).analyzed().chosen) == 2, "as many as there is room for"
     upside_down = Additive(noises, [1 / (1 + noise) for noise in noises]).analyzed()
-    assert not upside_down.chosen and upside_down.trials == a.MAX_TRIALS and "No layer was found" in analysis_text(upside_down)
+    assert (
+        not upside_down.chosen
+        and upside_down.trials == a.MAX_TRIALS
+        and "No layer was found" in analysis_text(upside_down)
+    )
     found = [Additive(noises, normal(30, seed=seed).exp().tolist()).analyzed() for seed in range(20)]
     assert sum(bool(one.chosen) for one in found) >= 18, "where errors of layers tell nothing of the model's"
 
 
-@given(st.lists(st.sampled_from([1e-6, 1e-3, 0.009, 0.02, 5.0]), min_size=1, max_size=60), st.lists(st.floats(1e-6, 1.0), min_size=60, max_size=60))
+@given(
+    st.lists(st.sampled_from([1e-6, 1e-3, 0.009, 0.02, 5.0]), min_size=1, max_size=60),
+    st.lists(st.floats(1e-6, 1.0), min_size=60, max_size=60),
+)
 @settings(max_examples=100, deadline=None)
 def test_whatever_layers_cost_the_choice_holds_and_nothing_untried_is_denied(noises, guesses):
     found = Additive(noises, guesses[: len(noises)]).analyzed()
@@ -256,7 +276,10 @@ def test_whatever_layers_cost_the_choice_holds_and_nothing_untried_is_denied(noi
 @pytest.mark.parametrize(("candidate", "first"), [(FP8, "large"), (Candidate("fp16"), "busy")])
 def test_what_saves_most_for_its_error_is_tried_first_and_what_overflows_never(candidate, first):
     figures = {"large": (100, 1, 30.0), "busy": (1, 100, 30.0), "worse": (1, 1, 20.0), "inf": (100, 100, -math.inf)}
-    layers = [a.LayerResult(name, "Linear", size, a.KEPT, "", False, 30.0, snr, snr, work) for name, (size, work, snr) in figures.items()]
+    layers = [
+        a.LayerResult(name, "Linear", size, a.KEPT, "", False, 30.0, snr, snr, work)
+        for name, (size, work, snr) in figures.items()
+    ]
     order = a.ordered(layers, candidate)
     assert order[0] == first and order[-1] == "worse" and len(order) == 3
 
@@ -273,7 +296,10 @@ def test_a_model_that_is_not_called_is_refused():
         a.Session([], FP8, list, plain_weights, change).measure()
 
 
-LAYERS = [f"blocks.{block}.{layer}" for block in range(4) for layer in ("ffn.0", "ffn.2", "attn.q", "attn.o")] + ["head", "mix.blocks.0.ffn.0"]
+LAYERS = [f"blocks.{block}.{layer}" for block in range(4) for layer in ("ffn.0", "ffn.2", "attn.q", "attn.o")] + [
+    "head",
+    "mix.blocks.0.ffn.0",
+]
 
 
 @given(st.sets(st.sampled_from(LAYERS)))
@@ -318,19 +344,32 @@ def test_rules_for_arithmetic_name_the_chosen_layers():
 def test_the_chart_shows_every_outcome(count):
     statuses = [a.CHOSEN, a.KEPT, a.PINNED, a.BARRED, a.UNUSED]
     layers = [
-        a.LayerResult(f"blocks.{index}.a_rather_long_name.ffn.0", "Linear", 10, statuses[index % 5], "", False, 31.0, value, value)
+        a.LayerResult(
+            f"blocks.{index}.a_rather_long_name.ffn.0", "Linear", 10, statuses[index % 5], "", False, 31.0, value, value
+        )
         for index, value in zip(range(count), [31.0, 3.0, -math.inf, math.inf, 12.0] * 200, strict=False)
     ]
     picture = analysis_chart(a.Analysis(FP8, 25.0, layers, 27.1, 12.0, count), "WAN21")
-    assert picture.shape[1:] == (1024, 3) and picture.dtype.name == "float32" and 0 <= picture.min() <= picture.max() <= 1
+    assert (
+        picture.shape[1:] == (1024, 3) and picture.dtype.name == "float32" and 0 <= picture.min() <= picture.max() <= 1
+    )
     for status in {layer.status for layer in layers}:
         assert (np.rint(picture * 255) == ImageColor.getrgb(COLOURS[status])).all(-1).any()
 
 
 def test_what_has_no_decibels_is_said_in_words(monkeypatch):
     written = []
-    monkeypatch.setattr("halfsafe.precision.report.draw.write_text", lambda drawing, x, y, text, *_: written.append(text))
-    found = a.Analysis(FP8, 25.0, [a.LayerResult("a", "Linear", 10, a.CHOSEN, "", False, math.inf, math.inf, math.inf)], math.inf, -math.inf, 3)
+    monkeypatch.setattr(
+        "halfsafe.precision.report.draw.write_text", lambda drawing, x, y, text, *_: written.append(text)
+    )
+    found = a.Analysis(
+        FP8,
+        25.0,
+        [a.LayerResult("a", "Linear", 10, a.CHOSEN, "", False, math.inf, math.inf, math.inf)],
+        math.inf,
+        -math.inf,
+        3,
+    )
     analysis_chart(found)
     for text in (" ".join(written), analysis_text(found)):
         assert "no error" in text and "NaN or Inf" in text and "exact" in text and "inf dB" not in text

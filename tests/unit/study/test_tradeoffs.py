@@ -42,7 +42,17 @@ LAYERS = [
 def row(text: str, seconds=1.0, mib=100, snr=40.0, extra=None, spread=0.0) -> Tradeoff:
     (setting,) = settings_from(text)
     storage = "as_file" if setting.storage == "auto" else setting.storage
-    return Tradeoff(setting, storage, seconds, mib * MIB, extra, snr, {storage: mib * MIB}, {MODE_OF.get(setting.compute, "bf16"): 3}, spread=spread)
+    return Tradeoff(
+        setting,
+        storage,
+        seconds,
+        mib * MIB,
+        extra,
+        snr,
+        {storage: mib * MIB},
+        {MODE_OF.get(setting.compute, "bf16"): 3},
+        spread=spread,
+    )
 
 
 REFERENCE = row("as_file/fp32", 4.0, snr=None)
@@ -56,7 +66,20 @@ ROWS = [SLOW, FAST, SMALL, WORSE, BAD, CANNOT]
 
 
 def found(rows=ROWS, given="bf16", is_of_file=True) -> Measurements:
-    return Measurements("RTX 40xx", "WAN21", "bf16", "bf16", LAYERS, (1, 16, 1, 8, 8), 7, REFERENCE, rows, given, is_of_file, ("RTX 4090", "580.1", "2.11.0+cu130"))
+    return Measurements(
+        "RTX 40xx",
+        "WAN21",
+        "bf16",
+        "bf16",
+        LAYERS,
+        (1, 16, 1, 8, 8),
+        7,
+        REFERENCE,
+        rows,
+        given,
+        is_of_file,
+        ("RTX 4090", "580.1", "2.11.0+cu130"),
+    )
 
 
 def test_each_goal_gets_its_best():
@@ -81,7 +104,11 @@ def test_the_best_for_a_goal(goal, rows, best):
     assert best_for(goal, rows) is rows[best]
 
 
-NOISY_ROWS = [replace(SLOW, seconds=0.1, spread=0.05), replace(SMALL, spread=0.9), replace(SMALL, setting=Setting("fp8_e5m2", "auto"), seconds=1.5, snr_db=30.0)]
+NOISY_ROWS = [
+    replace(SLOW, seconds=0.1, spread=0.05),
+    replace(SMALL, spread=0.9),
+    replace(SMALL, setting=Setting("fp8_e5m2", "auto"), seconds=1.5, snr_db=30.0),
+]
 """Of two rows of one size the faster and closer has a noisy time, and so has the closest."""
 
 
@@ -90,13 +117,17 @@ def test_memory_and_error_are_ranked_where_times_are_too_noisy():
     assert best_for("memory", NOISY_ROWS) is NOISY_ROWS[1] and best_for("quality", NOISY_ROWS) is NOISY_ROWS[0]
     as_close = [replace(SLOW, snr_db=49.5), replace(SMALL, snr_db=50.0, spread=0.9)]
     assert best_for("quality", as_close) is as_close[1]
-    assert [best_for(goal, [replace(row, spread=row.seconds) for row in (SLOW, SMALL)]) for goal in ("balanced", "speed")] == [None, None]
+    assert [
+        best_for(goal, [replace(row, spread=row.seconds) for row in (SLOW, SMALL)]) for goal in ("balanced", "speed")
+    ] == [None, None]
 
 
 def test_chart_table_and_sentence_tell_of_one_verdict(monkeypatch):
     """No best in one of them that another has not, whatever the times are like."""
     drawn = []
-    monkeypatch.setattr(charts, "bar_chart", lambda title, rows, notes: drawn.append(notes) or np.zeros((1, 1, 3), np.uint8))
+    monkeypatch.setattr(
+        charts, "bar_chart", lambda title, rows, notes: drawn.append(notes) or np.zeros((1, 1, 3), np.uint8)
+    )
     for rows in (ROWS, [replace(row, spread=row.seconds) for row in (SLOW, SMALL, FAST)], [FAST], [BAD, CANNOT]):
         tradeoffs_chart(found(rows))
         ranked, notes = found(rows).best, drawn.pop()
@@ -106,7 +137,9 @@ def test_chart_table_and_sentence_tell_of_one_verdict(monkeypatch):
         table = {line.split(":")[0].strip() for line in lines if line.startswith("  ") and " storage " in line}
         assert table == ranked.keys()
         result = tradeoffs_result(found(rows), "")
-        assert (template_of(result) in (BEST, CLOSEST)) == ("balanced" in ranked) and (result.sentence == NONE_WORKS) == (not ranked)
+        assert (template_of(result) in (BEST, CLOSEST)) == ("balanced" in ranked) and (
+            result.sentence == NONE_WORKS
+        ) == (not ranked)
 
 
 @pytest.mark.parametrize(("storage", "compute"), [
@@ -138,7 +171,14 @@ def cells(text: str) -> list[list[str]]:
 def test_the_table_has_the_figures_of_every_row():
     header, *body = cells(table_text(found()))
     assert header == ["setting", "s/step", "memory", "weights", "SNR dB", "what ran"]
-    assert body[0] == ["1 as_file/bf16", "2.00", "100.00 MiB", "100.00 MiB", "50.0", "weights as_file 100 %; layers 3 in bf16"]
+    assert body[0] == [
+        "1 as_file/bf16",
+        "2.00",
+        "100.00 MiB",
+        "100.00 MiB",
+        "50.0",
+        "weights as_file 100 %; layers 3 in bf16",
+    ]
     assert body[4] == ["5 as_file/fp16", "-", "-", "-", "-", BAD.problem]
     assert body[6][:2] == ["as_file/fp32 (reference)", "4.00"]
 
@@ -156,7 +196,12 @@ def test_the_table_ends_with_the_rules_and_says_what_memory_is():
 def test_a_table_without_any_result_says_so():
     none = found([BAD, CANNOT])
     text = table_text(none)
-    assert "No setting gave a finite result." in text and "rules" not in text and none.rules == rules_from() and not none.best
+    assert (
+        "No setting gave a finite result." in text
+        and "rules" not in text
+        and none.rules == rules_from()
+        and not none.best
+    )
     assert tradeoffs_result(none, text).tone == "bad" and tradeoffs_result(found(), "").marked == 0
 
 
@@ -169,24 +214,41 @@ def template_of(result) -> str:
 
 
 def test_the_first_line_answers_in_one_sentence():
-    assert sentence(ROWS) == "Best: int8, computed in bf16. 1.00 s a step (bf16 2.00), 50.00 MiB (100.00 MiB), error 1.3 %."
-    assert sentence([SLOW, WORSE]) == "Best: bf16. 2.00 s a step (fp32 4.00), 100.00 MiB, error 0.32 %.", "beside the reference"
-    assert sentence([row("int8/int8")]).startswith("Best: int8. 1.00 s a step (fp32 4.00), 100.00 MiB, "), "nothing else of the file's own weights"
-    assert sentence([FAST]).startswith("No setting has an error of 5.6 % or less. The closest: fp8_e4m3fn, computed in fp8. 0.900 s a step (fp32 4.00)")
+    assert (
+        sentence(ROWS)
+        == "Best: int8, computed in bf16. 1.00 s a step (bf16 2.00), 50.00 MiB (100.00 MiB), error 1.3 %."
+    )
+    assert sentence([SLOW, WORSE]) == "Best: bf16. 2.00 s a step (fp32 4.00), 100.00 MiB, error 0.32 %.", (
+        "beside the reference"
+    )
+    assert sentence([row("int8/int8")]).startswith("Best: int8. 1.00 s a step (fp32 4.00), 100.00 MiB, "), (
+        "nothing else of the file's own weights"
+    )
+    assert sentence([FAST]).startswith(
+        "No setting has an error of 5.6 % or less. The closest: fp8_e4m3fn, computed in fp8. 0.900 s a step (fp32 4.00)"
+    )
     noisy = [replace(row, spread=row.seconds) for row in (SLOW, SMALL)]
     assert sentence(noisy).endswith("Smallest: int8, computed in bf16, 50.00 MiB. Closest: bf16, error 0.32 %.")
 
 
 def test_weights_whose_file_is_not_known_are_told():
-    assert sentence(ROWS, is_of_file=False).endswith("error 1.3 % against the weights as loaded, whose file is not known.")
+    assert sentence(ROWS, is_of_file=False).endswith(
+        "error 1.3 % against the weights as loaded, whose file is not known."
+    )
     assert "weights as loaded, in bf16: their file is not known; latent" in table_text(found(is_of_file=False))
-    assert "weights of the file in bf16 (loaded in int8, measured from the file); latent" in table_text(found(given="int8"))
+    assert "weights of the file in bf16 (loaded in int8, measured from the file); latent" in table_text(
+        found(given="int8")
+    )
 
 
 def test_what_a_button_puts_into_the_workflow_is_what_was_measured():
     """A storage and compute of loaders, and for nodes that plan anew, what is not computed by itself."""
     assert tradeoffs_result(found(), "").use == {"storage": "int8", "compute": "auto", "rules": ""}
-    assert tradeoffs_result(found([row("as_file/fp16_safe")]), "").use == {"storage": "as_file", "compute": "fp16_safe", "rules": "compute=fp16_safe stream=fp32"}
+    assert tradeoffs_result(found([row("as_file/fp16_safe")]), "").use == {
+        "storage": "as_file",
+        "compute": "fp16_safe",
+        "rules": "compute=fp16_safe stream=fp32",
+    }
     assert [tradeoffs_result(found(rows), "").use for rows in ([FAST], [BAD], NOISY_ROWS[1:])] == [None] * 3
 
 
@@ -195,7 +257,12 @@ def test_what_a_button_copies_is_a_table_and_json():
     head, rule, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert head == ["card", "driver", "torch", "model", "setting", "s/step", "memory", "SNR dB"] and {*rule} == {"---"}
     here = ["RTX 4090", "580.1", "2.11.0+cu130", "WAN21, latent 1 x 16 x 1 x 8 x 8"]
-    assert [row[:4] for row in rows] == [here] * 4 and [row[4] for row in rows] == ["as_file/bf16", "fp8_e4m3fn/fp8", "int8/auto", "fp8_e4m3fn/auto"]
+    assert [row[:4] for row in rows] == [here] * 4 and [row[4] for row in rows] == [
+        "as_file/bf16",
+        "fp8_e4m3fn/fp8",
+        "int8/auto",
+        "fp8_e4m3fn/auto",
+    ]
     assert rows[2][5:] == ["1.00", "50.00 MiB", "38.0"]
     assert json.loads(told) == [dict(zip(head, row, strict=True)) for row in rows]
     assert tradeoffs_result(found([FAST]), "").copied and not tradeoffs_result(found([BAD]), "").copied
@@ -205,13 +272,26 @@ def test_only_the_rows_that_may_win_make_the_ranking_doubtful():
     here = row("as_file/bf16", 1.0, 100, 50.0)
     may, cannot = (row("as_file/bf16", seconds, snr=50.0, spread=0.5) for seconds in (0.9, 1.1))
     tables = ([here], [FAST], [here, may], [here, cannot], [FAST, may, may], [may], [FAST, may])
-    assert [template_of(tradeoffs_result(found(rows), "")) for rows in tables] == [BEST, CLOSEST, UNRANKED, BEST, UNRANKED, BEST, BEST]
+    assert [template_of(tradeoffs_result(found(rows), "")) for rows in tables] == [
+        BEST,
+        CLOSEST,
+        UNRANKED,
+        BEST,
+        UNRANKED,
+        BEST,
+        BEST,
+    ]
 
 
 def test_the_best_row_comes_first_and_a_noisy_one_is_not_ranked():
     noisy = replace(SMALL, spread=0.21)
     rows = tradeoffs_result(found([SLOW, noisy, FAST]), "").rows
-    assert [(row[0], NOISY in row[1]) for row in rows] == [("as_file/bf16", False), ("int8/auto = int8/bf16", True), ("fp8_e4m3fn/fp8", False), ("as_file/fp32 (reference)", False)]
+    assert [(row[0], NOISY in row[1]) for row in rows] == [
+        ("as_file/bf16", False),
+        ("int8/auto = int8/bf16", True),
+        ("fp8_e4m3fn/fp8", False),
+        ("as_file/fp32 (reference)", False),
+    ]
     assert untranslated([list(row[1:4]) for row in rows]) == []
     none_ranks = tradeoffs_result(found([noisy, noisy]), "")
     assert none_ranks.marked is None and none_ranks.tone == "warn" and found([noisy, noisy]).rules == rules_from()
@@ -226,7 +306,11 @@ def test_the_chart_draws_every_row():
     chart, one = tradeoffs_chart(found()), tradeoffs_chart(found([SMALL, BAD]))
     assert chart.dtype == np.float32 and chart.shape[1] == 1024 and 0 <= chart.min() <= chart.max() <= 1
     for figure in ("time", "memory", "SNR"):
-        assert pixels(chart, ImageColor.getrgb(COLOURS[figure])) > 1.5 * pixels(one, ImageColor.getrgb(COLOURS[figure])) > 0
+        assert (
+            pixels(chart, ImageColor.getrgb(COLOURS[figure]))
+            > 1.5 * pixels(one, ImageColor.getrgb(COLOURS[figure]))
+            > 0
+        )
 
 
 def test_lines_are_read_in_order_and_each_setting_once():
@@ -261,7 +345,9 @@ def test_a_device_that_cannot_is_told_with_its_reason(setting, profile, capabili
 
 def test_a_device_without_fp8_stores_none():
     device = detect(profile="sm_86").without("fp8_storage", "No fp8 here.")
-    assert why_not(Setting("fp8_e5m2", "auto"), device).endswith("No fp8 here.") and not why_not(Setting("int8", "auto"), device)
+    assert why_not(Setting("fp8_e5m2", "auto"), device).endswith("No fp8 here.") and not why_not(
+        Setting("int8", "auto"), device
+    )
 
 
 @pytest.mark.parametrize("setting", ["as_file/bf16", "as_file/fp16", "auto/fp16_safe", "int8/int8", "fp8_e5m2/fp32"])
