@@ -14,9 +14,9 @@ pytestmark = pytest.mark.usefixtures("one_graph")
 LAYERS = {"blocks.0.ffn.0": (1024, 256), "blocks.0.ffn.2": (256, 1024), "blocks.0.self_attn.v": (256, 256)}
 
 
-@pytest.mark.parametrize("order", ["lora first", "compile first"])
 @pytest.mark.parametrize(
-    ("storage", "compute", "backend"), [("fp8_e4m3fn", "fp16_safe", "eager"), ("int8", "auto", COMPILER)]
+    ("order", "storage", "compute", "backend"),
+    [("lora first", "fp8_e4m3fn", "fp16_safe", "eager"), ("compile first", "int8", "auto", COMPILER)],
 )
 def test_a_strength_compiles_nothing_anew(comfy, wan, call, order, storage, compute, backend):
     tensors = model_files.lora(LAYERS, size=0.05)
