@@ -5,15 +5,16 @@ import argparse
 import importlib
 import json
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 import torch
 from support.inprocess import benchmark, turn_on_dynamic_vram
+from support.shipped import ROOT
 
 gpu = benchmark("gpu")
 checks, rows, table = (sys.modules[f"benchmarks.gpu_{name}"] for name in ("checks", "rows", "table"))
@@ -224,30 +225,8 @@ def test_dynamic_vram_is_turned_on_with_a_log_level_as_comfyui_sets_one(monkeypa
     assert turn_on_dynamic_vram() and len(levels) == 1
 
 
-@pytest.fixture
-def parts_run_here(comfy, models_dir, monkeypatch):
-    """Each part of a run is made in this process, with its ComfyUI."""
-
-    def made(names, command, ends, longest):
-        if not names:
-            return
-        lines = models_dir / "rows.jsonl"
-        with monkeypatch.context() as patch:
-            patch.setattr(sys, "argv", command(names, lines)[2:])
-            assert gpu.main() == 0
-        yield from map(json.loads, lines.read_text(encoding="utf-8").splitlines())
-        lines.unlink()
-
-    monkeypatch.setattr(gpu, "measured", made)
-    monkeypatch.setattr(
-        gpu, "load_comfy", lambda *_, **__: SimpleNamespace(run=comfy.run, folder=models_dir / "diffusion_models")
-    )
-
-
-@pytest.mark.not_as_on_cuda("the kit measures as it does outside of tests")
-def test_a_dry_run_makes_the_chosen_rows_and_its_baseline_multiplies_in_fp16(
-    parts_run_here, comfyui_dir, tmp_path, monkeypatch, capsys
-):
+@pytest.mark.slow
+def test_a_dry_run_makes_the_chosen_rows_and_its_baseline_multiplies_in_fp16(comfyui_dir, tmp_path):
     """Judged at the operation: ComfyUI's loader with fp32 compute multiplies the same weights in fp32."""
     names = [
         "Flux, dynamic VRAM: core fp16",
@@ -257,30 +236,29 @@ def test_a_dry_run_makes_the_chosen_rows_and_its_baseline_multiplies_in_fp16(
         "Flux, streamed: int8",
         "device: rules",
     ]
-    monkeypatch.setattr(
-        sys,
-        "argv",
-        [
-            "gpu",
-            "--dry-run",
-            "--kernels",
-            "--comfyui",
-            str(comfyui_dir),
-            "--out",
-            str(tmp_path / "gpu.json"),
-            "--only",
-            *names,
-        ],
-    )
-    assert gpu.main() == 0
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "scripts")))
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.gpu",
+        "--dry-run",
+        "--kernels",
+        "--comfyui",
+        str(comfyui_dir),
+        "--out",
+        str(tmp_path / "gpu.json"),
+        "--only",
+        *names,
+    ]
+    ran = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True)
     found = {row["row"]: row for row in json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))["rows"]}
-    assert found.keys() >= set(names)
+    assert found.keys() >= set(names) and ran.returncode == 0, (ran.stderr[-2000:], found)
     assert found["device: rules"]["otherwise"] == {} and "0 of " in found["device: rules"]["said"]
     models = [row for name, row in found.items() if name.startswith("Flux")]
     assert all(row["error"] > 1e-5 and row["longest_kernels"] and row["kernels"] > 100 for row in models), models
     assert found[names[0]]["products"].keys() == {"fp16 x fp16 to fp16"} and "seconds_to_core" in found[names[1]]
     assert "seconds_to_core" in found["Flux, streamed: int8"] and "held_share" in found["Flux, streamed: core fp16"]
-    assert [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()[2:-1]] == [
+    assert [line.split("  ")[0] for line in ran.stdout.splitlines()[2:-1]] == [
         name.replace("dynamic VRAM", "dynamic") for name in found
     ]
 
