@@ -63,6 +63,8 @@ class PlannedModel(CalibratedActing):
         self.calibration = self.layers.calibration
         self.calibration.calibrating = plan.exchanges
         self._sums_off = False
+        self._holds_sums = holds_sums(plan)
+        self._is_wide = any(decision.mode == FP16_WIDE.name for decision in plan.decisions.values())
         self.ruled = RuledAttention(plan.attention, named)
         self.attention = SafeAttention(self.calibration, self.ruled.is_inside)
         self._patches = list(self.layers.patches)
@@ -128,7 +130,7 @@ class PlannedModel(CalibratedActing):
     def _settle_flags(self) -> None:
         """Decide whether fp16 accumulation is switched off for the whole call or layer by layer."""
         patcher = self._model().current_patcher
-        self._sums_off = needs_fp32_accumulation(self.plan, patcher)
+        self._sums_off = self._holds_sums or (self._is_wide and not switches_by_layer(patcher))
         self.layers.switches_flags = not self._has_rules or switches_by_layer(patcher)
         self.calibration.by_layer = not self._sums_off
         self.calibration.rechecks = USED in self.layers.input_scales().values() and not is_compiled(patcher)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from support.shipped import ROOT, tracked_files
 
-MOST_LINES = 16_753
+MOST_LINES = 16_759
 MOST_TOKENS_A_LINE = 10.76
 NOT_CODE = {
     tokenize.COMMENT,
