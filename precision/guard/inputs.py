@@ -104,7 +104,7 @@ def without_nan(inputs: Iterable[NotFiniteInput]) -> tuple[Callable, list[NotFin
     zeros: dict[int, torch.Tensor] = {}
     infinite = []
     for one in inputs:
-        zeros |= {id(value): torch.nan_to_num(value, 0.0, math.inf, -math.inf) for value in one.values}
+        zeros |= {id(value): torch.where(torch.isnan(value), torch.zeros_like(value), value) for value in one.values}
         left = tuple(zeros[id(value)] for value in one.values if not is_finite(zeros[id(value)]))
         if left:
             infinite.append(replace(one, values=left))
@@ -132,7 +132,7 @@ class NotFiniteTensor:
 def zeroed(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy with a zero for each NaN and Inf. For evidence only: results of it are never returned to the
     user."""
-    return torch.nan_to_num(tensor, 0.0, 0.0, 0.0)
+    return torch.where(torch.isfinite(tensor), tensor, torch.zeros_like(tensor))
 
 
 def not_finite(values) -> list[NotFiniteTensor]:
