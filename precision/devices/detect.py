@@ -61,9 +61,11 @@ class Device:
         return why and Message("not on {0}: {1}", self.label, why)
 
     def without(self, capability: str, reason: str) -> "Device":
-        """Return the same device with a capability off, for a reason that the table and the probes cannot know."""
-        capabilities = {**self.capabilities, capability: False}
-        return replace(self, capabilities=capabilities, reasons={**self.reasons, capability: reason})
+        """Return the same device with a capability off, and those that need it, for a reason that the table and the
+        probes cannot know."""
+        off = [name for name, (_, _, *needs) in CAPABILITIES.items() if capability in (name, *needs)]
+        reasons = {**self.reasons, **dict.fromkeys(off, reason)}
+        return replace(self, capabilities={**self.capabilities, **dict.fromkeys(off, False)}, reasons=reasons)
 
 
 def detect(device: torch.device | None = None, profile: str | None = None) -> Device:

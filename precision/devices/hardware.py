@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -20,10 +21,10 @@ FAULTY_FP16 = (
 FULL_RATE = re.compile(r"\b(Quadro|Tesla|TITAN RTX|T4|A2|A10G?|A16|A40|A\d[05]00|L4|L40S?|RTX PRO|Ada Generation)\b")
 B300_INT8 = "B300 multiplies int8 at a fifteenth of its fp16 rate: 0.15 against 2.25 POPS (NVIDIA Blackwell brief)."
 
-FAULTY_INT8 = "No tensor cores: int8 is faster than fp32, the only other arithmetic on this card (INT8-Fast PR #61)."
 OLDER = "sm_{0}{1} is older than every device profile."
 NEWER = "sm_{0}{1} is newer than every device profile."
 FULL_RATE_SUMS = "Workstation and server cards add in fp32 at full rate: fp16 accumulation adds a risk and no speed."
+NO_INT8: dict[str, Any] = {"int8_matmul": False, "int8_kernels": False}
 DIRECTML = replace(
     PROFILES["cpu"], label="DirectML", type="privateuseone", fp16=True, fp8_storage=False, int8_matmul=False,
     notes={
@@ -111,7 +112,7 @@ def _nvidia_profile(device: torch.device) -> DeviceProfile:
         return adapted(row, {"int8_matmul_gains": B300_INT8}, label="B300 (Blackwell Ultra)")
     if row.name == "sm_75" and any(chip in name for chip in FAULTY_FP16):
         wrong = Message("{0} gives wrong or NaN fp16 results, so nothing is computed in fp16.", name)
-        notes = {"fp16": wrong, "fp16_accumulation": wrong, "int8_matmul_gains": FAULTY_INT8}
+        notes = {"fp16": wrong, "fp16_accumulation": wrong}
         return adapted(row, notes, label="GTX 16xx (Turing)", fp16=False, fp16_accumulation=False)
     if row.fp16_accumulation and FULL_RATE.search(name):
         return adapted(row, {"fp16_accumulation": FULL_RATE_SUMS}, fp16_accumulation=False)
@@ -140,14 +141,13 @@ def amd_row(arch: str) -> DeviceProfile:
             "int8_matmul": Message("{0} has no int8 matrix units.", arch),
             "match": Message("{0} has no device profile; RDNA3's is used, without bf16.", arch),
         }
-        return adapted(PROFILES["gfx1100"], notes, label="RX 6000 and older", bf16=False, int8_matmul=False)
+        return adapted(PROFILES["gfx1100"], notes, label="RX 6000 and older", bf16=False, **NO_INT8)
     if row == "gfx950":
         notes = {
             "fp8_matmul": "fp8 matmul units for the OCP formats; needs ROCm 6.5 or later.",
             "match": Message("{0} has no device profile; MI300's is used, with e4m3fn and e5m2 instead of fnuz.", arch),
         }
-        fp8 = {"fp8_matmul": True, "fp8_matmul_gains": True, "fp8_formats": OCP_FP8}
-        return adapted(PROFILES["gfx942"], notes, label="MI350 (CDNA4)", **fp8)
+        return adapted(PROFILES["gfx942"], notes, label="MI350 (CDNA4)", fp8_matmul=True, fp8_formats=OCP_FP8)
     nearest = {"match": Message("{0} has no device profile; the nearest safe one is used.", arch)}
     return PROFILES.get(row) or adapted(PROFILES["gfx1100"], nearest)
 

@@ -11,7 +11,11 @@ from typing import Any
 
 from ..base.errors import UnknownProfile
 from ..base.message import Message
+from .measurements import gain, told
 
+NOT_MEASURED = "Not measured on such a device: Measure my card, in the sidebar, compares it with 16 bit."
+GAINS = {"fp8_matmul_gains": "fp8", "int8_matmul_gains": "int8"}
+"""A capability that follows from measurements -> their setting."""
 CAPABILITIES = {
     "fp16": ("fp16 matmuls are fast.", "fp16 math is slow.", "fp16_gemm"),
     "bf16": (
@@ -24,10 +28,7 @@ CAPABILITIES = {
         "fp8 matmul units.", "No fp8 matmul units; fp8 weights are widened to 16 bit before the matmul.",
         "fp8_cast", "fp8_matmul",
     ),
-    "fp8_matmul_gains": (
-        "fp8 matmuls are expected to be faster than 16-bit ones.", "fp8 matmuls bring no speed here.",
-        "fp8_cast", "fp8_matmul",
-    ),
+    "fp8_matmul_gains": ("fp8 matmuls were measured to be faster.", NOT_MEASURED, "fp8_cast", "fp8_matmul"),
     "fp16_accumulation": (
         "fp16 accumulation doubles the fp16 matmul rate.",
         "fp16 accumulation brings no speed here, only the risk of overflow.", "fp16_gemm", "fp16_accumulation",
@@ -40,10 +41,11 @@ CAPABILITIES = {
         "int8 matmul units, which accumulate exactly in int32.",
         "No int8 matmul units; int8 weights are widened before the matmul.", "int8_matmul",
     ),
-    "int8_matmul_gains": (
-        "int8 matmuls are expected to be faster than 16-bit ones.", "int8 matmuls bring no speed here.",
+    "int8_kernels": (
+        "comfy-kitchen has int8 kernels for such a device.", "comfy-kitchen has no int8 kernels for such a device.",
         "int8_matmul", "int8_kernels",
     ),
+    "int8_matmul_gains": ("int8 matmuls were measured to be faster.", NOT_MEASURED, "int8_matmul", "int8_kernels"),
 }  # fmt: skip
 """Each capability of a device, a field of its row -> why it is expected to be on, why to be off, the probes of it."""
 
@@ -58,16 +60,15 @@ class DeviceProfile:
     Args:
         vendor: nvidia, amd, apple, intel or any.
         type: torch device type: cuda (also AMD), mps, xpu or cpu.
-        fp16 to int8_matmul_gains: the capabilities, see ``CAPABILITIES``; ``gains``: faster than 16 bit.
+        fp16 to int8_kernels: the capabilities, see ``CAPABILITIES``. Those of ``GAINS`` follow from ``measurements``.
         fp8_formats: storage names ``torch._scaled_mm`` takes here; MI300 has fnuz only.
         blocks_matmul: ComfyUI multiplies nvfp4 and mxfp8 weights as they are stored here.
         fp16_safe_cost: how much longer than fp16 ``fp16_safe`` takes, least and most of the models of
             benchmarks/results/cost.json on cards of this kind, with weights in VRAM under dynamic VRAM; "" where it was
             not estimated.
-        measured: what calls of the pack took on such a device, with device, driver, torch and date; a remark.
-        slower_in_8_bits: in those calls models whose weights were quantized to 8 bits were slower than in 16.
         needs_torch: capability -> first (major, minor) of torch that has it on this device.
-        notes: capability -> one sentence; other keys are remarks about the device.
+        notes: capability -> one sentence; other keys are remarks about the device. A note on a capability of ``GAINS``
+            says why it brings no speed, where no ratio was measured.
     """
 
     name: str
@@ -79,22 +80,30 @@ class DeviceProfile:
     fp8_storage: bool = True
     fp8_matmul: bool = False
     fp8_formats: tuple[str, ...] = ()
-    fp8_matmul_gains: bool = False
     fp16_accumulation: bool = False
     fp8_fast_accumulation: bool = False
     int8_matmul: bool = False
-    int8_matmul_gains: bool = False
+    int8_kernels: bool = False
     blocks_matmul: bool = False
     fp16_safe_cost: str = ""
-    measured: str = ""
-    slower_in_8_bits: bool = False
     needs_torch: Mapping[str, tuple[int, int]] = field(default_factory=dict, compare=False)
     notes: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property
     def capabilities(self) -> dict[str, bool]:
         """Capability name -> expectation, for the torch that is running."""
-        return {name: getattr(self, name) and not self.missing_torch(name) for name in CAPABILITIES}
+        return {name: self.expects(name) and not self.missing_torch(name) for name in CAPABILITIES}
+
+    def expects(self, capability: str) -> bool:
+        """True if a capability is expected to be on, for a torch that is new enough."""
+        return bool(self.gain(GAINS[capability])) if capability in GAINS else getattr(self, capability)
+
+    def gain(self, setting: str) -> bool | None:
+        """True if products in fp8 or int8 were measured to be faster than in 16 bit, False if they are not; None if
+        nothing tells."""
+        products = f"{setting}_matmul"
+        has_none = not getattr(self, products) or f"{products}_gains" in self.notes
+        return False if has_none else gain(self.name, setting)
 
     def missing_torch(self, capability: str) -> str | None:
         """Name in a sentence the torch that a capability needs; None where the running one is new enough."""
@@ -105,15 +114,19 @@ class DeviceProfile:
 
     def reason(self, capability: str) -> str:
         """Return why the capability is expected to be on or off, as a sentence."""
-        expected, (on, off, *_) = getattr(self, capability), CAPABILITIES[capability]
+        expected, (on, off, *_) = self.expects(capability), CAPABILITIES[capability]
         missing = self.missing_torch(capability) if expected else None
-        return missing or self.notes.get(capability) or (on if expected else off)
+        if own := missing or self.notes.get(capability):
+            return own
+        if capability in GAINS and not getattr(self, products := capability.removesuffix("_gains")):
+            return self.reason(products)
+        figures = told(self.name, GAINS[capability]) if capability in GAINS else ""
+        return figures or (on if expected else off)
 
     @property
     def remarks(self) -> list[str]:
-        """What was measured, and notes about the device that belong to no capability."""
-        notes = [note for key, note in self.notes.items() if key not in CAPABILITIES]
-        return [self.measured, *notes] if self.measured else notes
+        """Notes about the device that belong to no capability."""
+        return [note for key, note in self.notes.items() if key not in CAPABILITIES]
 
 
 NO_GAIN = "fp16 accumulation is no faster than fp32 accumulation here and adds the risk of overflow."
@@ -132,21 +145,15 @@ APPLE: dict[str, Any] = {
     "int8_matmul": True, "needs_torch": {"fp8_storage": (2, 15), "fp8_matmul": (2, 15), "int8_matmul": (2, 15)},
 }  # fmt: skip
 GEFORCE: dict[str, Any] = {"fp16_accumulation": True, "needs_torch": {"fp16_accumulation": (2, 7)}}
-INT8: dict[str, Any] = {"int8_matmul": True, "int8_matmul_gains": True}
+INT8: dict[str, Any] = {"int8_matmul": True, "int8_kernels": True}
 NVFP4 = (
     "nvfp4 files multiply in nvfp4 with a torch for CUDA 13. Qwen-Image-2512 is about 1.8x as fast on an RTX 5090, "
     "where bf16 does not fit (MESHIVEAI/Qwen-Image-2512-NVFP4)."
 )
-MEASURED_H200 = (
-    "Time of a call on an H200 to ComfyUI's own in fp16 (driver 580.159.04, torch 2.11.0+cu130, 27 Nov 2026): SDXL "
-    "auto 0.99, fp16_safe 1.24, fp8 2.71, int8 2.99; Flux with dynamic VRAM auto 1.05, fp16_safe 1.09, fp8 1.19, int8 "
-    "1.49."
-)
-"""Medians of benchmarks/results/gpu_h200.json and gpu_h200_dynamic_vram.json."""
 NO_INT8_UNITS = "No int8 tensor cores; comfy-kitchen's int8 kernels need compute capability 7.5."
 CDNA_INT8 = "comfy-kitchen's HIP kernels are for RDNA: on CDNA, torch's general operations run int8 products."
 FP8_NVIDIA: dict[str, Any] = {
-    "vendor": "nvidia", "fp8_matmul": True, "fp8_formats": OCP_FP8, "fp8_matmul_gains": True, **INT8,
+    "vendor": "nvidia", "fp8_matmul": True, "fp8_formats": OCP_FP8, **INT8,
 }  # fmt: skip
 
 ROWS = (
@@ -180,8 +187,6 @@ ROWS = (
         fp16_safe_cost="6 to 33 %",
         **GEFORCE, **INT8,
         notes={"fp16_accumulation": GEFORCE_GAIN,
-               "int8_matmul_gains": "An A10G is 1.84x as fast with int8 as with bf16, 0.97x with fp8 "
-                                    "(comfyui-quant-bench).",
                "compile": "torch.compile cannot convert e4m3fn here (PyTorch #167082): use int8 or 16 bit with it."},
     ),
     DeviceProfile(
@@ -189,25 +194,19 @@ ROWS = (
         fp16_safe_cost="13 to 62 %", fp8_fast_accumulation=True, **GEFORCE, **FP8_NVIDIA,
         notes={"fp16_accumulation": GEFORCE_GAIN,
                "fp8_matmul": "fp8 matmul units, which accumulate in about 22 bits.",
-               "fp8_fast_accumulation": "torch takes the switch; its documented effect is on Hopper.",
-               "int8_matmul_gains": "An L40S is 2.06x as fast with int8 as with bf16, 1.27x with fp8 "
-                                    "(comfyui-quant-bench)."},
+               "fp8_fast_accumulation": "torch takes the switch; its documented effect is on Hopper."},
     ),
     DeviceProfile(
         "sm_90", "H100, H200 (Hopper)",
-        fp16_safe_cost="16 to 92 %", fp8_fast_accumulation=True,
-        measured=MEASURED_H200, slower_in_8_bits=True, **FP8_NVIDIA | {"int8_matmul_gains": False},
+        fp16_safe_cost="16 to 92 %", fp8_fast_accumulation=True, **FP8_NVIDIA,
         notes={"fp16_accumulation": NO_GAIN,
                "fp8_fast_accumulation": "On keeps about 14 bits of the sums; off promotes them to fp32.",
-               "fp8_matmul_gains": "An H200 takes 0.52 to 0.65 of fp16's time for an fp8 matmul at four shapes, 0.59 "
-                                   "to 1.34 with quantizing the input.",
-               "int8_matmul_gains": "An H200 takes 0.93 to 1.55 of fp16's time for an int8 matmul at four shapes."},
+               "products": "Alone, at four shapes, an H200 takes 0.59 to 1.34 of fp16's time for an fp8 product with "
+                           "its quantizing, and 0.93 to 1.55 for an int8 product."},
     ),
     DeviceProfile(
-        "sm_100", "B200 (Blackwell)", fp16_safe_cost="17 to 53 %", blocks_matmul=True,
-        **FP8_NVIDIA | {"int8_matmul_gains": False},
+        "sm_100", "B200 (Blackwell)", fp16_safe_cost="17 to 53 %", blocks_matmul=True, **FP8_NVIDIA,
         notes={"fp16_accumulation": "fp16 accumulation is not expected to be faster here.",
-               "fp8_matmul_gains": "A B300 is 1.07x as fast with fp8 as with bf16 (vLLM recipes #766).",
                "int8_matmul_gains": "comfy-kitchen's int8 is not faster than bf16 on a GB200 (SGLang #38040).",
                "nvfp4": NVFP4},
     ),
@@ -215,9 +214,7 @@ ROWS = (
         "sm_120", "RTX 50xx (Blackwell)",
         fp16_safe_cost="9 to 49 %", blocks_matmul=True,
         **GEFORCE, **FP8_NVIDIA,
-        notes={"fp16_accumulation": GEFORCE_GAIN,
-               "int8_matmul_gains": "An RTX 5060 is 1.20x as fast with int8 as with fp8 (ComfyUI-INT8-Fast #69).",
-               "nvfp4": NVFP4},
+        notes={"fp16_accumulation": GEFORCE_GAIN, "nvfp4": NVFP4},
     ),
     DeviceProfile(
         "gfx90a", "MI200 (CDNA2)", "amd",
@@ -232,17 +229,12 @@ ROWS = (
                "fp8_matmul": "fp8 matmul units for the fnuz formats only: e4m3fn weights are widened to 16 bit."},
     ),
     DeviceProfile(
-        "gfx1100", "RX 7000 (RDNA3)", "amd",
-        int8_matmul=True,
-        notes={"fp16_accumulation": NO_CUBLAS, "fp8_matmul": "No fp8 units: fp8 weights are widened to bf16.",
-               "int8_matmul_gains": (
-                   "No speedup was measured on RDNA3; 2-3x slower than fp8 without the HIP backend (ComfyUI #14777)."
-               )},
+        "gfx1100", "RX 7000 (RDNA3)", "amd", **INT8,
+        notes={"fp16_accumulation": NO_CUBLAS, "fp8_matmul": "No fp8 units: fp8 weights are widened to bf16."},
     ),
     DeviceProfile(
         "gfx1201", "RX 9000 (RDNA4)", "amd",
-        fp8_matmul=True, fp8_formats=OCP_FP8, fp8_matmul_gains=True,
-        needs_torch={"fp8_matmul": (2, 7)}, **INT8,
+        fp8_matmul=True, fp8_formats=OCP_FP8, needs_torch={"fp8_matmul": (2, 7)}, **INT8,
         notes={"fp16_accumulation": NO_CUBLAS, "fp8_matmul": "fp8 matmul units; needs ROCm 6.4 or later."},
     ),
     DeviceProfile(
@@ -255,7 +247,7 @@ ROWS = (
         "xpu", "Intel Arc", "intel", "xpu",
         fp8_matmul=True, fp8_formats=OCP_FP8, needs_torch={"fp8_matmul": (2, 10)},
         notes={"fp16_accumulation": NO_CUBLAS,
-               "fp8_matmul_gains": "fp8 matmul is slower than bf16 here: 87 against 101 TFLOPS on an Arc B580.",
+               "fp8_matmul_gains": "fp8 matmul is slower than bf16 here: 87 against 101 TFLOPS on an Arc B580 (SDNQ).",
                "int8_matmul": "ComfyUI widens int8 weights on XPU (supports_int8_compute)."},
     ),
     DeviceProfile(

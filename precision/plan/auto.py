@@ -119,10 +119,11 @@ def smallest_storage(device: Device, compute: ComputeOption = "auto") -> tuple[R
     """Choose the 8-bit storage for a model, or as_file where there is none, and say why in a sentence.
 
     int8 and fp8 take the same bytes. int8 has a third of fp8's error, but its weights are dear to unpack: it is chosen
-    where its products are fast and are what runs.
+    where its products are what runs, and were not measured to bring no speed.
     """
-    if compute in INT8_COMPUTE and device.capabilities["int8_matmul_gains"]:
-        return "int8", Message("{0} Its error is a third of fp8's.", device.reason("int8_matmul_gains"))
+    multiplies = device.capabilities["int8_kernels"] and device.profile.gain("int8") is not False
+    if compute in INT8_COMPUTE and multiplies:
+        return "int8", Message("int8's error is a third of fp8's. {0}", device.reason("int8_matmul_gains"))
     if device.capabilities["fp8_storage"]:
         if compute not in INT8_COMPUTE:
             return "fp8_e4m3fn", Message("Not int8: compute={0} does not multiply in int8.", compute)
@@ -131,7 +132,7 @@ def smallest_storage(device: Device, compute: ComputeOption = "auto") -> tuple[R
 
 
 def why_int8_is_slow(device: Device) -> str:
-    """Return why a model with int8 weights is not faster than a 16-bit one on a device; "" if it is."""
+    """Return why a model with int8 weights is not known to be faster than a 16-bit one on a device; "" if it is."""
     lacking = (name for name in ("int8_matmul", "int8_matmul_gains") if not device.capabilities[name])
     return next(map(device.reason, lacking), "")
 
@@ -139,20 +140,19 @@ def why_int8_is_slow(device: Device) -> str:
 def missing_kernels(device: Device) -> str:
     """Return that the int8 kernels are missing which the device would be faster with, the command that installs them,
     and what that gave elsewhere; "" where none is missing."""
-    has_them = device.capabilities["int8_matmul_gains"] or not device.capabilities["int8_matmul"]
-    if has_them or not device.profile.int8_matmul_gains:
+    has_them = device.capabilities["int8_kernels"] or not device.capabilities["int8_matmul"]
+    if has_them or not device.profile.int8_kernels or device.profile.gain("int8") is False:
         return ""
     old = device.profile.vendor == "nvidia" and not has_cuda_13()
-    why = device.reason("int8_matmul_gains")
+    why = device.reason("int8_kernels")
     packages = " ".join(FOR_CUDA_13) if old else "comfy-kitchen"
     return joined([Message(INSTALL, sys.executable, packages, why), IN_CUDA_13 if old else ""])
 
 
 def why_low_bits_are_slow(device: Device) -> str:
     """Return why products of 6- and 4-bit weights are not faster than 16-bit ones on a device; "" if they are."""
-    slow = why_int8_is_slow(device)
     oldest = device.profile.name == "sm_75"  # MIN_SM_VERSION of comfy-kitchen's layout
-    return slow or (Message(NO_LOW_BITS, device.label) if oldest else "")
+    return Message(NO_LOW_BITS, device.label) if oldest else why_int8_is_slow(device)
 
 
 def why_slow(storage: str, device: Device) -> str:

@@ -168,7 +168,7 @@ def _planned(
         decisions |= dict.fromkeys(followers, follower)
     attention = tuple(rule for rule in rules.all if "attention" in dict(rule.settings))
     multiplies = any(decision.mode == FP8.name for decision in decisions.values())
-    if compute in AUTOMATIC and device.capabilities["fp8_matmul_gains"] and {*FP8_NAMES} & {*stored.values()}:
+    if compute in AUTOMATIC and _as_comfyui(device) and {*FP8_NAMES} & {*stored.values()}:
         fp8 = NATIVE_FP8 if multiplies else UNPACKED_FP8
         choice = replace(choice, reason=Message("{0} {1}", choice.reason, fp8))
     unlisted = compute not in (*LEAVES_QUANTIZED, *facts.supported, SAFE, "fp32")
@@ -184,7 +184,12 @@ def _multiplied_in_fp8(facts: ModelFacts, device: Device, compute: ComputeOption
     """Return the layers that multiply in fp8 if their weights are in fp8 and no rule decides otherwise."""
     if compute == FP8.compute and device.capabilities["fp8_matmul"]:
         return {layer.name for layer in facts.layers}
-    return facts.native_fp8 if compute in AUTOMATIC and device.capabilities["fp8_matmul_gains"] else ()
+    return facts.native_fp8 if compute in AUTOMATIC and _as_comfyui(device) else ()
+
+
+def _as_comfyui(device: Device) -> bool:
+    """True if ``auto`` multiplies fp8 weights in fp8 where ComfyUI does; not where these products are known as slow."""
+    return device.capabilities["fp8_matmul"] and "fp8_matmul_gains" not in device.profile.notes
 
 
 def _decide(

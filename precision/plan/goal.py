@@ -9,6 +9,8 @@ from ..base.message import Message, joined
 from ..base.modes import FP16, FP32
 from ..base.options import ComputeOption, Goal
 from ..devices.detect import Device
+from ..devices.measurements import told
+from ..devices.profiles import GAINS
 from ..formats.layer_plan import AS_FILE
 from .accumulation import Request
 from .auto import UNQUANTIZED, smallest_storage
@@ -59,11 +61,10 @@ def _compute_for(facts: ModelFacts, device: Device, goal: Goal, stored: frozense
 
 
 def _advice(device: Device) -> str:
-    """Return the advice which storage is faster than 16 bit, or that 8 bits were slower; empty if none gains."""
-    if device.profile.slower_in_8_bits:
-        return Message("Weights in 8 bits were slower in measured calls. {0}", device.profile.measured)
+    """Return the advice which storage is faster than 16 bit, or that 8 bits are not; empty if nothing is known."""
     if not (device.capabilities["int8_matmul_gains"] or device.capabilities["fp8_matmul_gains"]):
-        return ""
+        figures = [device.reason(name) for name, setting in GAINS.items() if told(device.profile.name, setting)]
+        return Message("Weights in 8 bits are not known to be faster here. {0}", joined(figures)) if figures else ""
     storage, reason = smallest_storage(device)
     return Message("Set storage to {0}, here or in the loader, to multiply in 8 bits. {1}", storage, reason)
 

@@ -6,13 +6,14 @@ from dataclasses import asdict
 import torch
 
 from ..base.flags import SETTINGS, is_on
-from ..base.message import Message
+from ..base.message import Message, joined
 from ..base.text import on_off, paragraph, table, wrapped
 from ..devices.detect import Device, detect
-from ..devices.profiles import CAPABILITIES, PROFILES
+from ..devices.measurements import told
+from ..devices.profiles import CAPABILITIES, GAINS
 from ..formats.families import family_named
 from ..plan.auto import auto_compute, smallest_storage, why_int8_is_slow
-from .result import DEVICE, DEVICE_MEASURED, DEVICE_PLAIN, Result
+from .result import DEVICE_MEASURED, DEVICE_PLAIN, Result
 from .schema import device_section
 
 # What people call it -> its family, and the dtype its files usually have.
@@ -68,7 +69,7 @@ def _description(device: Device) -> dict:
     return {
         "device": {**device_section(device), "vendor": row.vendor, "type": row.type},
         "capabilities": {
-            name: {"value": device.capabilities[name], "table": getattr(row, name), "reason": device.reason(name)}
+            name: {"value": device.capabilities[name], "table": row.expects(name), "reason": device.reason(name)}
             for name in CAPABILITIES
         },
         "fp8": {"formats": list(row.fp8_formats)},
@@ -119,11 +120,13 @@ def diagnosis_result(diagnosis: dict) -> Result:
     names = {"fp16": "fp16", "bf16": "bf16", "int8_matmul_gains": "int8", "fp8_matmul_gains": "fp8"}
     fast = [name for key, name in names.items() if diagnosis["capabilities"][key]["value"]]
     used = " or ".join(dict.fromkeys(entry["compute"] for entry in diagnosis["auto"]))
+    profile = diagnosis["device"]["profile"]
     values = {"device": diagnosis["device"]["label"], "compute": used, "fast": ", ".join(fast)}
-    if measured := PROFILES[diagnosis["device"]["profile"]].measured:
-        return Result(Message(DEVICE_MEASURED, **values, measured=measured), text=to_text(diagnosis))
-    gains = {"int8", "fp8"} & {*fast}
-    return Result(Message(DEVICE if gains else DEVICE_PLAIN, **values), text=to_text(diagnosis))
+    capabilities = diagnosis["capabilities"].items()
+    figures = [entry["reason"] for name, entry in capabilities if name in GAINS and told(profile, GAINS[name])]
+    if figures:
+        return Result(Message(DEVICE_MEASURED, **values, measured=joined(figures)), text=to_text(diagnosis))
+    return Result(Message(DEVICE_PLAIN, **values), text=to_text(diagnosis))
 
 
 def _machine(diagnosis: dict) -> str:
@@ -136,7 +139,7 @@ def _device(diagnosis: dict) -> str:
     device, fp8, slow = diagnosis["device"], diagnosis["fp8"], diagnosis["int8"]["slow"]
     where = "simulated on" if device["simulated"] else "on"
     remarks = [f"fp8 matmul: {', '.join(fp8['formats'])}"] if fp8["formats"] else []
-    remarks += [f"int8 models are not faster here: {slow}"] if slow else []
+    remarks += [f"int8 models are not known to be faster here: {slow}"] if slow else []
     lines = wrapped(f"Profile {device['profile']}: {device['label']}, {where} {device['name']}", "")
     return "\n".join([*lines, *(line for text in (*remarks, *diagnosis["remarks"]) for line in wrapped(text, "  "))])
 

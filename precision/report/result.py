@@ -25,9 +25,8 @@ UNRANKED = (
     "{closest}."
 )
 NONE_WORKS = "No setting gave a finite result."
-DEVICE = "{device} computes in {compute}. Fast products: {fast}."
 DEVICE_MEASURED = "{device} computes in {compute}. Fast products: {fast}. {measured}"
-DEVICE_PLAIN = "{device} computes in {compute}. 8-bit weights save memory here, not time."
+DEVICE_PLAIN = "{device} computes in {compute}. 8-bit weights save memory here, and are not known to save time."
 CALIBRATED = "Calibrated {layers} layers. Connect the calibration to Save Model, which rounds these layers with it."
 HALVED = "{file}: {before} -> {after}. Kept in {formats}: {kept} ({reasons})."
 LESS = "{file}: {before} -> {after}."

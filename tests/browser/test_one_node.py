@@ -78,7 +78,7 @@ def test_rules_are_kept_in_the_graph_and_undone(one: ComfyPage, pictures: Path, 
     assert len(one.saved()["nodes"]) == len(before["nodes"])
 
 
-GAIN = "An A10G is 1.84x as fast with int8 as with bf16, 0.97x with fp8 (comfyui-quant-bench)."
+GAIN = "int8 ran at 1.84 times the speed of 16 bit (A10G 1.84)."
 OFFER = Result(Message(IN_INT8, before="8.10 GiB", after="4.10 GiB", why=GAIN), use={"storage": "int8"}).ui()[
     RESULT_KEY
 ][0]
@@ -102,7 +102,7 @@ def test_int8_that_is_offered_is_set_by_a_button_and_undone(one: ComfyPage, pict
     before = one.saved()
     for button in BUTTONS:
         text = one.page.locator(button).locator("xpath=..").inner_text()
-        assert "In int8 the weights take 4.10 GiB instead of 8.10 GiB. An A10G is 1.84x as fast" in text, button
+        assert "In int8 the weights take 4.10 GiB instead of 8.10 GiB. int8 ran at 1.84 times" in text, button
         one.page.locator(button).click()
         assert one.found(STORAGE, "int8") == "int8"
         one.page.locator(

@@ -25,11 +25,10 @@ def compute_device() -> torch.device:
 def current_device() -> Device:
     """Describe ComfyUI's compute device, or the profile that ``HALFSAFE_DEVICE_PROFILE`` asks for.
 
-    Unlike a device that is detected without ComfyUI, it gains nothing from int8 where comfy-kitchen has no kernel for
-    it.
+    Unlike a device that is detected without ComfyUI, it lacks int8 kernels where this comfy-kitchen has none for it.
     """
     device = detect(compute_device())
-    if device.simulated or not (device.capabilities["int8_matmul_gains"] or device.profile.vendor == "amd"):
+    if device.simulated or not device.capabilities["int8_kernels"]:
         return device
     kitchen = getattr(comfy.quant_ops, "ck", None)  # absent where ComfyUI could not import comfy-kitchen
     backends = kitchen.list_backends() if kitchen else {}
@@ -40,7 +39,7 @@ def current_device() -> Device:
     reason = backends.get(expected, {}).get("unavailable_reason") or "turned off or too old"
     problem = Message("comfy-kitchen's {0} backend has no kernel ({1})", expected, reason)
     why = Message("torch's general operations run int8 products here: {0}.", problem)
-    return device.without("int8_matmul_gains", why)
+    return device.without("int8_kernels", why)
 
 
 def device_at(where: torch.device) -> Device:

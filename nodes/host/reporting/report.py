@@ -179,8 +179,9 @@ def _int8_notes(layers: list[LayerReport]) -> list[str]:
     missing, why = missing_kernels(current_device()), why_int8_is_slow(current_device())
     if missing and any(layer.storage in WEIGHTS_FOR[INT8.compute] for layer in layers):
         return [missing]
-    multiply = any(layer.mode == INT8.name for layer in layers)
-    return [Message("Layers that multiply in int8 are not faster here: {0}", why)] if why and multiply else []
+    if not why or not any(layer.mode == INT8.name for layer in layers):
+        return []
+    return [Message("Layers that multiply in int8 are not known to be faster here: {0}", why)]
 
 
 def _add_plan(report: Report | ControlReport, compute: Compute, patcher: ModelPatcher) -> None:

@@ -60,7 +60,7 @@ def posted(routes, bodies: dict[str, list[bytes]]) -> list[tuple[int, str]]:
 @pytest.mark.parametrize(
     ("profile", "gains"),
     [
-        ("sm_75", True),
+        ("sm_75", False),
         ("sm_86", True),
         ("sm_89", True),
         ("sm_90", False),

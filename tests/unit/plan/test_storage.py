@@ -93,7 +93,7 @@ def test_auto_unpacks_fp8_weights_elsewhere_and_where_the_file_asks_for_full_pre
     [
         ("sm_61", "auto", "fp8_e4m3fn", None), ("sm_75", "auto", "int8", "int8"), ("sm_86", "auto", "int8", "int8"),
         ("sm_86", "bf16", "fp8_e4m3fn", None), ("sm_89", "auto", "int8", "int8"), ("sm_89", "fp8", "fp8_e4m3fn", "fp8"),
-        ("sm_89", "fp16_safe", "fp8_e4m3fn", "fp16_wide"), ("gfx1100", "auto", "fp8_e4m3fn", None), ("gfx1201", "auto", "int8", "int8"),
+        ("sm_89", "fp16_safe", "fp8_e4m3fn", "fp16_wide"), ("gfx1100", "auto", "fp8_e4m3fn", None), ("gfx1201", "auto", "fp8_e4m3fn", None),
     ],
 )  # fmt: skip
 def test_storage_auto_keeps_the_file_where_it_fits_and_halves_it_where_not(profile, compute, storage, mode):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from support.shipped import ROOT
 
-from .test_size import product
+from .test_ideas import product
 
 BRANCHES = (ast.IfExp, ast.BoolOp)
 TRUTHS = (ast.Compare, ast.BoolOp)

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 
 import pytest
+from assets.devices_table import measurement_rows
 from halfsafe.precision.base.modes import MODES
 from halfsafe.precision.devices.detect import detect
 from halfsafe.precision.devices.profiles import ROWS
@@ -22,6 +23,7 @@ BLACK_IMAGES = ["docs/black-images.md", "docs/black-images.zh.md"]
 FAMILIES = (("Wan", "SDXL"), ("Flux",), ("Qwen-Image", "Z-Image, Ming-Image or Lumina 2"))  # of the columns for compute
 CODE = re.compile(r"\(`(\w+)`\)$")
 YES, NO = ("yes", "有"), ("no", "无")
+GAIN = {True: ("faster", "更快"), False: ("not faster", "不更快"), None: ("not measured", "未测量")}
 
 
 def pages(node: str) -> list[str]:
@@ -48,11 +50,18 @@ def test_the_table_of_devices_is_the_codes(document):
     for profile in ROWS:
         device, (_, bf16, fp8, int8, *computes) = detect(profile=profile.name), devices[profile.name]
         assert bf16.startswith(YES if profile.bf16 else NO), profile.name
-        assert fp8.startswith(YES) is profile.fp8_matmul_gains, profile.name
-        assert (int8 in YES, int8 in NO) == (profile.int8_matmul_gains, not profile.int8_matmul), profile.name
+        # a measured gain, a measured or known lack of it, or nothing known
+        for said, setting in ((fp8, "fp8"), (int8, "int8")):
+            known = NO if not getattr(profile, f"{setting}_matmul") else GAIN[profile.gain(setting)]
+            assert said.startswith(known), (profile.name, setting)
         for said, families in zip(computes, FAMILIES, strict=True):
             chosen = {auto_compute(device, family_named(name).supported, "bf16")[0] for name in families}
             assert {re.match(r"\w+", said, re.ASCII)[0]} == chosen, profile.name
+
+
+@pytest.mark.parametrize("document", DEVICES)
+def test_the_documents_show_every_measurement(document):
+    assert "\n".join(measurement_rows()) in (ROOT / document).read_text("utf-8")
 
 
 @pytest.mark.parametrize("page", pages("HalfsafeLayerRules"))
