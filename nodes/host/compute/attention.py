@@ -15,7 +15,6 @@ from ....precision.base.layers import kind_of
 from ....precision.base.patching import Patch, patched
 from ..comfyui.attributes import OVERRIDE
 from ..comfyui.gate import is_default
-from ..comfyui.known_calls import ATTENTION
 from ..comfyui.layers import top_level_parts
 from ..replay.call import Call
 
@@ -37,7 +36,10 @@ KITCHEN = "attention_comfy_kitchen_int8"
 QUANTIZED = (KITCHEN, "attention_sage", "attention3_sage")
 EXACT = ("attention_pytorch", *UNFUSED)
 """ComfyUI's attentions that compute in fp32 for fp32 inputs: they neither quantize nor accumulate in fp16."""
-BOUNDED = frozenset((*ATTENTION, "_inside_attn_wrapper"))
+BOUNDED = frozenset((
+    "q", "k", "v", "heads", "mask", "attn_precision", "skip_reshape", "skip_output_reshape", "transformer_options",
+    "scale", "enable_gqa", "low_precision_attention", "preferred_attention", "low_precision", "_inside_attn_wrapper",
+))  # fmt: skip
 """The arguments of an attention of ComfyUI that the bounds of its numbers take into account."""
 
 

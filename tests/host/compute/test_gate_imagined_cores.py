@@ -13,7 +13,7 @@ import pytest
 import torch
 from comfy.ldm.wan.model import WanSelfAttention
 from comfy.sd import load_lora_for_models
-from halfsafe.nodes.host.comfyui import gate, known_calls, self_test
+from halfsafe.nodes.host.comfyui import gate, self_test
 from halfsafe.nodes.host.comfyui.gate import MET, OWN_CODE
 from halfsafe.nodes.host.comfyui.weights import calling_layers, uncast_norm
 from halfsafe.nodes.host.compute.core_layers import PlannedLayers
@@ -242,25 +242,11 @@ def test_the_pack_that_replaced_a_layer_s_code_is_named(monkeypatch):
     forward = imagined_cores.taking(linear.forward, "keyword")
     forward.__code__ = forward.__code__.replace(co_filename="/a/custom_nodes/faster_layers/__init__.py")
     monkeypatch.setattr(linear, "forward", forward)
-    assert any(f"({GAIN}) of faster_layers" in new for new in known_calls.new_parameters())
     layer, x = a_layer("Linear")
     planned = PlannedLayers(ComputePlan.of_layers({"a": LayerPlan(mode="fp16_wide", stream="fp32")}), {"a": layer})
     with patched(planned.patches):
         assert relative_error(linear.forward(layer, x, gain=2.0), layer(x, gain=2.0)) < 1e-6
     assert [*gate.met_in({"a": layer}).values()] == [MET.format("The pack faster_layers", GAIN, VERSION, "a")]
-
-
-def test_new_parameters_are_logged_in_one_line(caplog):
-    with layers_take("Linear"), layers_take("Conv2d"), attention_takes(), caplog.at_level(logging.INFO, "halfsafe"):
-        known_calls.log_new_parameters()
-    (record,) = caplog.records
-    assert all(
-        f"{name}({GAIN})" in record.getMessage()
-        for name in ("manual_cast.Linear", "manual_cast.Conv2d", "attention_pytorch")
-    )
-    caplog.clear()
-    known_calls.log_new_parameters()
-    assert not caplog.records
 
 
 # functions and methods
