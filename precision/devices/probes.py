@@ -1,5 +1,6 @@
 """Tiny executed probes: what this device and this torch really do. They never raise and leave no flag changed."""
 
+import functools
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -63,9 +64,9 @@ def _once(name: str, check: Callable[..., tuple[bool | None, str]], *args) -> Pr
 
 
 def canary(device: torch.device, name: str) -> tuple[bool, str]:
-    """True if a small product in ``fp16``, ``bf16`` or ``fp32`` is right on a device, and its error.
-    Once per process."""
-    result = _once(f"{name}_canary", gemm, device, name)
+    """True if a small product, convolution and attention in ``fp16``, ``bf16`` or ``fp32`` are right on a device, and
+    the error of the first that is not. Once per process."""
+    result = _once(f"{name}_canary", _operations, device, name)
     return result.ok is not False, result.detail
 
 
@@ -170,6 +171,36 @@ def has_cuda_13() -> bool:
     """True if torch is built for CUDA 13 or later: below it ComfyUI turns comfy-kitchen's kernels off
     (comfy/quant_ops.py)."""
     return int((torch.version.cuda or "0").partition(".")[0]) >= 13
+
+
+def _operations(device: torch.device, name: str) -> tuple[bool, str]:
+    """Compare a product, then a convolution and an attention with fp64: these run other kernels, and MIOpen's
+    convolution was wrong where its products were right (guinmoon/rocm7_builds#5). What a device lacks is left out."""
+    ok, detail = gemm(device, name)
+    for what, operation, shapes in OPERATIONS if ok else ():
+        inputs = [_drawn(shape, seed).to(dtype_named(name)) for seed, shape in enumerate(shapes)]
+        try:
+            result = operation(*(one.to(device) for one in inputs)).cpu()
+        except (RuntimeError, NotImplementedError) as error:
+            if is_torch_oom(error):
+                raise
+            continue
+        error = relative_error(result, operation(*(one.double() for one in inputs)))
+        if not error < GEMM_TOLERANCE[name]:
+            return False, Message("{0} {1} is wrong here: relative error {2}", name, what, f"{error:.2g}")
+    return ok, detail
+
+
+def _drawn(shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    """Normal values of size 2, at which an attention picks few of its values, from a generator of their own."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).mul(2)
+
+
+OPERATIONS: tuple[tuple[str, Callable[..., torch.Tensor], tuple[tuple[int, ...], ...]], ...] = (
+    ("convolution", functools.partial(F.conv2d, padding=1), ((1, 16, 16, 16), (16, 16, 3, 3))),
+    ("attention", F.scaled_dot_product_attention, ((1, 2, 64, 32),) * 3),
+)
+"""Name, function, and the shapes of its inputs."""
 
 
 def gemm(device: torch.device, name: str) -> tuple[bool, str]:

@@ -130,7 +130,7 @@ class Evidence:
         return "" if self.call.can_start_again else self.call.packs
 
     def wrong_in_fp32(self) -> str:
-        """Describe a wrong test product of the device in fp32."""
+        """Describe a wrong test operation of the device in fp32."""
         ok, detail = probes.canary(self.call.device, "fp32")
         return "" if ok else detail
 

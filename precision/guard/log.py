@@ -230,7 +230,7 @@ def blame_between_calls(log: GuardLog, result: torch.Tensor, sigmas: torch.Tenso
 
 
 def blame_device(log: GuardLog, position: CallPosition, device: torch.device, mode: str, detail: str) -> bool:
-    """Blame a device for a wrong test product in ``mode``. Returns whether to run all in fp32 from now on.
+    """Blame a device for a wrong test operation in ``mode``. Returns whether to run all in fp32 from now on.
 
     Raises:
         NonFinite: the guard is set to stop.
@@ -240,7 +240,7 @@ def blame_device(log: GuardLog, position: CallPosition, device: torch.device, mo
     event = event_of(position, origin, mode, "fp32" if cured else mode, cured)
     event.ended = log.on_nan == "stop"
     advice = Message("{0}. {1}", detail, verdicts.ADVICE["device_fault"])
-    message = Message("A test product on {0} is wrong.", device)
+    message = Message("A test operation on {0} is wrong.", device)
     error = log.note(event, origin, "device_fault", advice, message)
     if event.ended:
         raise error

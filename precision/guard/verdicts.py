@@ -69,7 +69,7 @@ WEIGHTS_MADE_FINITE = "In fp32 the call is NaN or Inf, but finite if each NaN an
 INPUT_MADE_FINITE = "In fp32 the result is NaN or Inf with this input, but finite if its NaN and Inf are set to 0."
 FINITE_HERE = "The call is finite, but NaN or Inf in fp32: model code or a kernel hides it in this arithmetic."
 FAILS_IN_FP32 = "In fp32 the call is NaN or Inf too."
-WRONG_IN_FP32 = "A test product in fp32 is wrong."
+WRONG_IN_FP32 = "A test operation in fp32 is wrong."
 
 STAYS_LOW = "{0} computes in its own dtype, which Halfsafe does not change."
 STAYS_LOW_OF = "{0} is created by {1} and computes in its own dtype, which Halfsafe does not change."

@@ -204,7 +204,7 @@ class Guard(Stage):
         return log
 
     def _check_device(self, call: Call, guarded: Guarded, log: GuardLog) -> None:
-        """Check a test product in the model's dtype once per device: some devices return zeros."""
+        """Check test operations in the model's dtype once per device: some devices return zeros."""
         device, mode = guarded.device, guarded.plan.dtype
         if str(device) in log.devices:
             return

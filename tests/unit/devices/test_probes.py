@@ -123,6 +123,26 @@ def test_a_lack_of_memory_says_nothing_and_is_not_remembered(monkeypatch, error)
     assert {probe.name: probe.ok for probe in probes.run_probes(CPU)} == first
 
 
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("operation", ["convolution", "attention"])
+def test_a_wrong_and_finite_operation_is_named_by_the_check_of_a_device(operation, dtype, monkeypatch):
+    """On a device that is right in products, and whose result is of half the size."""
+
+    def halved(name, function, shapes):
+        wrong = lambda *inputs: function(*inputs) / (2 if inputs[0].dtype != torch.float64 else 1)  # noqa: E731
+        return name, wrong if name == operation else function, shapes
+
+    monkeypatch.setattr(probes, "OPERATIONS", tuple(halved(*row) for row in probes.OPERATIONS))
+    assert probes.gemm(CPU, dtype)[0]
+    assert probes.canary(CPU, dtype) == (False, f"{dtype} {operation} is wrong here: relative error 0.5")
+
+
+def test_an_operation_that_a_device_lacks_says_nothing_of_it(monkeypatch):
+    lacking = tuple((name, raising(NotImplementedError(name)), shapes) for name, _, shapes in probes.OPERATIONS)
+    monkeypatch.setattr(probes, "OPERATIONS", lacking)
+    assert probes.canary(CPU, "fp16")[0]
+
+
 def test_fp8_matmul_zeros_are_caught(monkeypatch):
     monkeypatch.setattr(torch, "_scaled_mm", lambda a, b, **_: torch.zeros(32, 32, dtype=torch.bfloat16))
     ok, detail = probes.fp8_matmul(CPU, "fp8_e4m3fn")

@@ -237,7 +237,7 @@ def test_a_call_finite_in_the_same_arithmetic_blames_the_device(about, finite, a
 def test_a_device_whose_product_in_fp32_is_wrong_is_blamed_before_the_model(monkeypatch):
     monkeypatch.setattr(probes, "canary", lambda device, dtype: (False, f"{dtype} matmul is wrong"))
     log, _, error = resolve(Fake(finite_at()))
-    assert error.verdict == "device_fault" and log.events[0].evidence == "A test product in fp32 is wrong."
+    assert error.verdict == "device_fault" and log.events[0].evidence == "A test operation in fp32 is wrong."
 
 
 @pytest.mark.parametrize("about", [{}, {"locates_first": False}, {"rungs": []}])

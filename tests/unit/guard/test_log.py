@@ -228,7 +228,7 @@ def test_a_device_whose_product_is_wrong_is_repaired_in_fp32(on_nan, cured):
         return blame_device(log, CallPosition(1), torch.device("cpu"), "fp16", "fp16 matmul gives zeros")
 
     if on_nan == "stop":
-        with pytest.raises(NonFinite, match="test product on cpu"):
+        with pytest.raises(NonFinite, match="test operation on cpu"):
             blamed()
     else:
         assert blamed() is cured
