@@ -6,7 +6,8 @@ replaced by a constant of the right shape, and the operand of each look by one n
 default, comfy-aimdo's own calls stubbed; "dynamic VRAM, streamed": copied from pinned memory in each call, as where VRAM is short; "cast": in bf16, cast to
 fp16 in each call; "fp8": stored in fp8, beside ComfyUI's own run of the same weights and scales; "fp8 products" and "int8" multiply as stored; "with LoRA": one of rank 16 beside each
 quantized layer. The 8-bit ones are also compared
-with ComfyUI's call of the same model in fp16, whose weights lie alike (``functions_to_fp16``). comfy-kitchen's kernels count as one function each, as torch's products do. "gap": what a GPU waits for between two calls: from where the host has waited for a call, or from
+with ComfyUI's call of the same model in fp16, whose weights lie alike (``functions_to_fp16``). comfy-kitchen's kernels run their own functions of Python, without the calls into its CUDA library; ``kitchen`` counts these. On a GPU there are more: at each of its exports torch asks for the
+current device, and its stream is looked up. "gap": what a GPU waits for between two calls: from where the host has waited for a call, or from
 its last product where nothing waits, to the first product of the next.
 Ratios of medians of pairs; functions of Python are counted, which no other work on the machine disturbs.
 """
@@ -14,10 +15,13 @@ Ratios of medians of pairs; functions of Python are counted, which no other work
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
+import re
 import statistics
 import sys
 import time
+import types
 from collections.abc import Callable, Iterator
 from unittest import mock
 
@@ -41,7 +45,7 @@ WEIGHTS = {
     "int8 with LoRA, dynamic VRAM, streamed": ("int8", "bfloat16", "int8"),
 }
 """How weights lie -> the storage asked for, the file's dtype, and the compute that is ComfyUI's own there."""
-TO_FP16 = {"fp8": 1.35, "fp8 products": 1.6, "int8": 1.6, "fp8 with LoRA": 2.0, "int8 with LoRA": 2.0}
+TO_FP16 = {"fp8": 1.35, "fp8 products": 1.5, "int8": 1.6, "fp8 with LoRA": 2.0, "int8 with LoRA": 2.0}
 """Most functions of Python of a quantized model in its plain setting for one of ComfyUI's own in fp16, by how weights are stored."""
 TARGETS = {"plain": 1.02, "plain, guard": 1.05, "fp16_safe": 1.25, "fp16_safe, guard": 1.28}
 FUNCTIONS = {"plain": 1.02, "plain, guard": 1.03, "fp16_safe": 1.12, "fp16_safe, guard": 1.14}
@@ -99,11 +103,35 @@ def _rows(comfy, name: str, weights: str, args) -> Iterator[dict]:
             if not args.count:
                 row |= _times(theirs, ours, clock, "fp16_safe" not in setting)
             of_core, count = (functions_run(run)["call"] for run in (theirs, ours))
-        row |= {"functions": count, "functions_to_core": round(count / of_core, 3)}
+            row |= {"functions": count, "functions_to_core": round(count / of_core, 3), "kitchen": in_kitchen(ours)}
         if of_fp16:
             row["functions_to_fp16"] = round(count / of_fp16, 3)
         print(row, file=sys.stderr, flush=True)
         yield row
+
+
+def in_kitchen(run: Callable[[], object]) -> int:
+    """Count the functions of Python of comfy-kitchen in a piece of work, and those that they call."""
+    import comfy_kitchen
+
+    folder = os.path.dirname(comfy_kitchen.__file__)
+    outermost, count = [], 0
+
+    def note(frame, event: str, _) -> None:
+        nonlocal count
+        if event == "call":
+            if not outermost and frame.f_code.co_filename.startswith(folder):
+                outermost.append(frame)
+            count += bool(outermost)
+        elif event == "return" and outermost and frame is outermost[0]:
+            outermost.clear()
+
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return count
 
 
 def _functions_in_fp16(comfy, name: str, weights: str) -> int:
@@ -243,14 +271,25 @@ def cores_own(path, dtype):
 
 @contextlib.contextmanager
 def as_on_cuda() -> Iterator[None]:
-    """Multiply as on CUDA: wide matrix products alone have fp32 results, and none is made of fp32 operands; comfy-kitchen's kernels are functions of C."""
+    """Multiply as on CUDA: wide matrix products alone have fp32 results, and none is made of fp32 operands; comfy-kitchen's kernels are those of its CUDA backend."""
     import torch
+    from comfy_kitchen.backends import cuda
+    from halfsafe.nodes.host.comfyui import kernels
     from halfsafe.nodes.host.compute import bound
     from halfsafe.precision.arithmetic import linear
 
     plain = torch.mm
+    ours = mock.Mock(wraps=kernels.registry, get_implementation=lambda name, kwargs=None: getattr(cuda, name))
     with (
-        mock.patch.object(bound, "kernel_that_takes", _kernel),
+        mock.patch.object(bound, "kernel_that_takes", lambda name, **call: getattr(cuda, name)),
+        mock.patch.multiple(kernels, registry=ours, _unpacking={}),
+        mock.patch.multiple(
+            cuda,
+            _C=_library(cuda),
+            torch=_torch_without_cuda(),
+            _turing_device_cache={-1: False},
+            _cuda_device_supports_cutlass_int8_dequant=lambda tensor: True,
+        ),
         mock.patch.object(linear, "has_wide_output", lambda device, kind: kind == "linear"),
         mock.patch.object(linear, "is_emulated", lambda device: False),
         mock.patch.object(torch, "mm", lambda x, y, out_dtype=None: plain(x.to(out_dtype), y.to(out_dtype))),
@@ -258,15 +297,23 @@ def as_on_cuda() -> Iterator[None]:
         yield
 
 
-def _kernel(name: str, **call) -> Callable:
-    """Return a kernel of comfy-kitchen as a function that returns a constant."""
+def _library(backend) -> types.SimpleNamespace:
+    """Return functions of C that do nothing and return something true, by the names of comfy-kitchen's CUDA library."""
+    return types.SimpleNamespace(
+        **dict.fromkeys(re.findall(r"\b_C\.(\w+)\(", inspect.getsource(backend)), "done".format)
+    )
+
+
+def _torch_without_cuda() -> types.ModuleType:
+    """Return torch with streams that are one object, and tensors of zeros in place of memory that no kernel fills."""
     import torch
 
-    if name == "int8_linear":
-        return lambda x, weight, scale, bias, dtype, *rotation: torch.full(
-            (*x.shape[:-1], weight.shape[0]), 0.01, dtype=dtype
-        )
-    return lambda rows, scale, dtype: torch.zeros(rows.shape, dtype=dtype)
+    stream = types.SimpleNamespace(cuda_stream=0)
+    changed = types.ModuleType("torch")
+    vars(changed).update(vars(torch))
+    changed.cuda = types.SimpleNamespace(current_stream=lambda device: stream)
+    changed.empty, changed.empty_like = torch.zeros, torch.zeros_like
+    return changed
 
 
 def prepared(model, call) -> Callable[[], object]:
