@@ -23,6 +23,12 @@ const OF_GUARD = "halfsafe.NonFinite";
 /** The classes of torch's errors for too little memory on a GPU, and what Python and torch say where the host's is used up. */
 const OUT_OF_MEMORY = /OutOfMemory/;
 const OUT_OF_HOST_MEMORY = /^MemoryError|DefaultCPUAllocator/;
+/** What ComfyUI's dynamic VRAM says if a weight cannot be read into pinned memory (Comfy-Org/ComfyUI#15255, #14250: gone with this switch). */
+const OUT_OF_PINNED_MEMORY = /HostBuffer\.read_file_slice failed/;
+/** What torch's CPU says that it could not allocate, in bytes (#16246: far more than any weight). */
+const ASKED_AT_ONCE = /you tried to allocate (\d+) bytes/;
+/** What torch says of fp8 weights on a Mac (#9263, #6859, #4212). */
+const NO_FP8_ON_MPS = /Trying to convert Float8_\w+ to the MPS backend/;
 /** The functions of ComfyUI that bring weights to the GPU, and those that compute with them, as a traceback names them. */
 const BRINGS_WEIGHTS = /, in (load_models_gpu|partially_load|patch_weight_to_device|cast_bias_weight|cast_modules_with_vbar|cast_to)\s/;
 const COMPUTES = /, in (apply_model|_apply_model|decode|decode_tiled|encode|encode_token_weights)\s/;
@@ -201,8 +207,12 @@ export function errorOf({ node_id: id, exception_type: type, exception_message: 
   return { node, message: message.replace(FOLDERS, ""), advice, told: false };
 }
 
-/** What an error of too little memory ran out of; empty for other errors. @param {string} error its class and text @param {string} traceback @returns {string} */
+/** What a known error of a device's memory means, and what helps; empty for other errors. @param {string} error its class and text @param {string} traceback @returns {string} */
 function ranOut(error, traceback) {
+  if (NO_FP8_ON_MPS.test(error)) return t("This torch holds no fp8 weights on a Mac. Halfsafe's loaders unpack them.");
+  if (OUT_OF_PINNED_MEMORY.test(error)) return t("Dynamic VRAM could not read a weight into pinned host memory. Start ComfyUI with --disable-pinned-memory, or with --disable-dynamic-vram: copies of weights are slower then.");
+  const [, asked] = ASKED_AT_ONCE.exec(error) ?? [];
+  if (asked) return t("Host memory (RAM) ran out: {size} GiB were asked for at once. If dynamic VRAM is on, start ComfyUI with --disable-dynamic-vram: models are moved whole then, which is slower if they do not fit.", { size: (Number(asked) / 2 ** 30).toPrecision(2) });
   if (OUT_OF_HOST_MEMORY.test(error)) return t("Host memory (RAM) ran out.");
   if (!OUT_OF_MEMORY.test(error)) return "";
   if (BRINGS_WEIGHTS.test(traceback)) return t("GPU memory ran out for weights.");

@@ -396,6 +396,21 @@ RAN_OUT = {
         "_apply_model",
     ),
     "GPU memory ran out.": ("torch.OutOfMemoryError", "Allocation on device", "somewhere"),
+    "This torch holds no fp8 weights on a Mac. Halfsafe's loaders unpack them.": (
+        "TypeError",
+        "Trying to convert Float8_e5m2 to the MPS backend but it does not have support for that dtype.",
+        "cast_to_device",
+    ),
+    "Dynamic VRAM could not read a weight into pinned host memory. Start ComfyUI with --disable-pinned-memory, or with --disable-dynamic-vram: copies of weights are slower then.": (
+        "RuntimeError",
+        "HostBuffer.read_file_slice failed",
+        "read_slice",
+    ),
+    "Host memory (RAM) ran out: 90 GiB were asked for at once. If dynamic VRAM is on, start ComfyUI with --disable-dynamic-vram: models are moved whole then, which is slower if they do not fit.": (
+        "RuntimeError",
+        "[enforce fail at alloc_cpu.cpp:121] . DefaultCPUAllocator: not enough memory: you tried to allocate 96636764160 bytes.",
+        "to_cpu",
+    ),
     "Host memory (RAM) ran out.": (
         "RuntimeError",
         "[enforce fail at alloc_cpu.cpp:121] . DefaultCPUAllocator: can't allocate memory",
