@@ -2,7 +2,7 @@
 
 from comfy_api.latest import io
 
-from ..precision.base.message import Message
+from ..precision.base.message import Message, joined
 from ..precision.base.text import size_text
 from ..precision.plan.rules import rules_from
 from ..precision.report.result import GOOD, SAVED, UNLISTED, WARN, Result
@@ -33,18 +33,19 @@ class SaveModel(io.ComfyNode):
                 storage_input(default="fp8_e4m3fn"),
                 rules_input(),
                 CalibrationType.Input("calibration", optional=True),
+                io.Boolean.Input("card", default=True, optional=True),
             ],
             outputs=[io.String.Output()],
         )
 
     @classmethod
-    def execute(cls, model, filename_prefix, storage, rules=None, calibration=None) -> io.NodeOutput:
+    def execute(cls, model, filename_prefix, storage, rules=None, calibration=None, card=True) -> io.NodeOutput:
         given = checked_rules(rules) or rules_from()
         workflow = (cls.hidden.prompt, cls.hidden.extra_pnginfo)
-        saved = save_model(model, filename_prefix, storage, given, *workflow, checked_calibration(calibration))
+        saved = save_model(model, filename_prefix, storage, given, *workflow, checked_calibration(calibration), card)
         sentence, tone = (SAVED, GOOD) if saved.name.startswith("diffusion_models/") else (UNLISTED, WARN)
         formats = ", ".join(f"{storage} {size_text(size)}" for storage, size in saved.by_storage.items())
-        told = Message(sentence, file=saved.name, size=size_text(saved.bytes), formats=formats)
+        told = joined([Message(sentence, file=saved.name, size=size_text(saved.bytes), formats=formats), *saved.notes])
         return io.NodeOutput(saved.name, ui=Result(told, tone, text=f"Saved {saved.name}", toast=True).ui())
 
 

@@ -98,6 +98,8 @@ def _add_convert(commands) -> None:
     calibration = "a file that Calibrate (Halfsafe) wrote: round with less error"
     convert.add_argument("--calibration", type=Path, metavar="FILE", help=calibration)
     convert.add_argument("--force", action="store_true", help="overwrite the target")
+    without = "write no model card (the target's name with .md) beside the target"
+    convert.add_argument("--no-card", action="store_false", dest="card", help=without)
 
 
 def _inspect(options: argparse.Namespace) -> int:
@@ -153,7 +155,8 @@ def _convert(options: argparse.Namespace) -> int:
     rules = rules_from(_rules_text(options.rules), options.preset)
     calibration = options.calibration and read_calibration(options.calibration)
     progress = _progress(open_checkpoint(options.source).data_bytes, "converted", options.source.name)
-    summary = convert_file(options.source, target, options.storage, rules, progress, calibration, options.force)
+    given = rules, progress, calibration, options.force, options.card
+    summary = convert_file(options.source, target, options.storage, *given)
     _print(options, asdict(summary), conversion_text(summary))
     return 0
 

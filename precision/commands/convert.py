@@ -1,6 +1,7 @@
 """Convert a file from disk to disk into ComfyUI's own quantization format."""
 
 import os
+import shlex
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -21,13 +22,18 @@ from ..make.calibration import CalibrationData
 from ..plan.compute import rules_without_effect
 from ..plan.facts import layer_specs
 from ..plan.layers import notes_on, plan_file, plan_weights
+from ..plan.nvfp4 import nvfp4_doubts
+from ..plan.presets import DEFAULT_PRESET
 from ..plan.rules import Rules
+from ..report.model_card import add_model_card, fenced, folder_in_comfyui, measuring_errors
 from .inspect import section
 
 
 @dataclass(frozen=True)
 class ConvertSummary:
-    """What :func:`convert_file` did. ``weights`` counts weights per storage; ``kept`` holds (layer, reason)."""
+    """What :func:`convert_file` did. ``weights`` counts weights per storage, ``kept`` holds (layer, reason). ``card``:
+    a sentence on the model card.
+    """
 
     source: str
     target: str
@@ -38,6 +44,7 @@ class ConvertSummary:
     weights: dict[str, int]
     kept: list[tuple[str, str]]
     notes: list[str]
+    card: str = ""
 
 
 def convert_file(
@@ -48,6 +55,7 @@ def convert_file(
     progress: Callable[[int], None] | None = None,
     calibration: CalibrationData | None = None,
     overwrite: bool = True,
+    card: bool = False,
 ) -> ConvertSummary:
     """Convert a file, or the parts of a sharded set into a single file, weight by weight. Every weight is checked for
     NaN/Inf.
@@ -56,6 +64,7 @@ def convert_file(
         progress: called with the bytes of the source just dealt with, :attr:`TensorFile.data_bytes` in all.
         calibration: of this very file; its weights are rounded by it, on a GPU where there is one.
         overwrite: False to leave a target as it is that appears meanwhile.
+        card: write a model card beside the target once it is complete, if there is no file of that name.
 
     Raises:
         CheckpointError: source unreadable, damaged, cut while it is read, or a LoRA; target not writable, the same
@@ -84,10 +93,20 @@ def convert_file(
         provenance = replace(provenance, calibration=rounding.noted())
     metadata = {"format": "pt"} | checkpoint.metadata | card_entry(provenance, plans.values())
     made = (rounding.made if rounding else made_here)(checkpoint.weights, plans, source)
+    errors: dict[str, float] = {}
+    if card:
+        made = measuring_errors(made, plans, errors)
     specs = [spec for plan in plans.values() for spec in plan.specs]
     write_safetensors(target, specs, tensors_made(made, _done(file, progress)), metadata, overwrite)
     if progress:
         progress(file.data_bytes - sum(weight.data.nbytes for weight in checkpoint.weights.values()))
+    notes = _notes(checkpoint, rules, plans)
+    doubts = nvfp4_doubts(checkpoint.model_shapes, plans.values())
+    told = ""
+    if card:
+        command = fenced([_command_line(source, target, storage, rules, calibration)])
+        folder = folder_in_comfyui(checkpoint)
+        told = add_model_card(target, provenance, command, plans, errors, folder, doubts)
     return ConvertSummary(
         source=str(source),
         target=str(target),
@@ -97,8 +116,18 @@ def convert_file(
         seconds=time.perf_counter() - began,
         weights=dict(Counter(plan.stored for plan in plans.values())),
         kept=[(name.removesuffix(".weight"), plan.why_stored) for name, plan in plans.items() if plan.kept],
-        notes=_notes(checkpoint, rules, plans) + ([rounding.text()] if rounding else []),
+        notes=[*doubts, *notes] + ([rounding.text()] if rounding else []),
+        card=told,
     )
+
+
+def _command_line(source, target, storage: str, rules: Rules, calibration: CalibrationData | None) -> str:
+    """Return the command that makes such a file: with the names of files, and no path of this machine."""
+    words = ["python", "-m", "halfsafe", "convert", Path(source).name, Path(target).name, "--storage", storage]
+    words += [word for preset in rules.names or ("none",) if preset != DEFAULT_PRESET for word in ("--preset", preset)]
+    words += ["--rules", "rules.txt"] if rules.own else []
+    words += ["--calibration", "calibration.safetensors"] if calibration else []
+    return shlex.join(words)
 
 
 def _read(source: str | os.PathLike, target: Path) -> tuple[TensorFile, Checkpoint]:
@@ -137,5 +166,6 @@ def conversion_text(summary: ConvertSummary) -> str:
     done = f"{source} ({summary.dialect}) to {target} in {summary.seconds:.1f} s, {size_text(rate)}/s"
     lines = wrapped(f"{summary.target}: {done}", "")
     lines += hanging("  stored      ", ", ".join(f"{count} {storage}" for storage, count in summary.weights.items()))
+    lines += hanging("  model card  ", summary.card) if summary.card else []
     lines += section("kept", [f"{name}: {reason}" for name, reason in summary.kept])
     return "\n".join(lines + section("notes", summary.notes))

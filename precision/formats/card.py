@@ -13,6 +13,7 @@ from pathlib import Path
 from ..files.safetensors_header import read_object
 from ..files.tensor_file import TensorFile, fingerprint
 from .checkpoint import CARD_KEY
+from .format import Format
 from .layer_plan import LayerPlan
 from .registry import FORMAT_OF_STORAGE
 
@@ -54,10 +55,10 @@ def card_entry(provenance: Provenance, plans: Iterable[LayerPlan]) -> dict[str, 
     plans = list(plans)
     if provenance.card and not any(plan.changes for plan in plans):
         return {CARD_KEY: provenance.card}
-    needed = {FORMAT_OF_STORAGE[plan.stored].since for plan in plans if plan.declared}
+    needed = first_comfyui(FORMAT_OF_STORAGE[plan.stored] for plan in plans if plan.declared)
     card = {
         "halfsafe": pack_version(),
-        "needs_comfyui": max(needed, key=lambda since: [*map(int, since.split("."))], default=None),
+        "needs_comfyui": needed,
         "asked_storage": provenance.asked,
         "weights": dict(sorted(Counter(plan.stored for plan in plans).items())),
         "rules": {"presets": list(dict.fromkeys(provenance.presets)), "lines": list(provenance.rules)},
@@ -67,6 +68,12 @@ def card_entry(provenance: Provenance, plans: Iterable[LayerPlan]) -> dict[str, 
         **({"calibration": dict(provenance.calibration)} if provenance.calibration else {}),
     }
     return {CARD_KEY: json.dumps(card)}
+
+
+def first_comfyui(formats: Iterable[Format]) -> str | None:
+    """Return the first ComfyUI that has all of these formats; None without formats."""
+    needed = {format.since for format in formats}
+    return max(needed, key=lambda since: [*map(int, since.split("."))], default=None)
 
 
 @cache

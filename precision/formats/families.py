@@ -30,6 +30,7 @@ _FLUX_LINEAR = "single_blocks.0.linear1.weight"
 _FLUX = ("double_blocks.0.img_attn.qkv.weight", _FLUX_LINEAR)
 _REFINER = "txt_in.individual_token_refiner.blocks.0.norm1.weight"
 _SD = ("input_blocks.0.0.weight", "middle_block.0.in_layers.2.weight")
+_QWEN_IMAGE = ("txt_norm.weight", "transformer_blocks.0.img_mod.1.weight")
 _MOT = "language_model.model.layers.0.self_attn.q_proj_mot_gen.weight"
 # The first that fits is it. The names are those that ComfyUI's ``model_detection.py`` looks for, or next to them. Rarer
 # families that are not safe in fp16 are not here: an unknown one is taken for such. Wan-Animate-2 has Wan's tensors and
@@ -43,10 +44,12 @@ FAMILIES = (
     Family("Flux.1 Fill", NO_FP16, ("guidance_in.in_layer.weight", _FLUX_LINEAR, "img_in.weight"), 384),
     Family("Flux.2", BF16_FIRST, (*_FLUX, "double_stream_modulation_img.lin.weight")),
     Family("Flux", BF16_FIRST, _FLUX),
-    Family("Qwen-Image", NO_FP16, ("txt_norm.weight", "transformer_blocks.0.img_mod.1.weight")),
+    Family("Mage-Flow", NO_FP16, (*_QWEN_IMAGE, "txt_in.weight"), 2560),
+    Family("Qwen-Image", NO_FP16, _QWEN_IMAGE),
     Family("Qwen-Image 2.1", NO_FP16, ("txt_in.text_norm.weight", "modulation.1.weight")),
     Family("Z-Image, Ming-Image or Lumina 2", NO_FP16, ("cap_embedder.1.weight", "layers.0.attention.qkv.weight")),
     Family("LTX Video", NO_FP16, ("patchify_proj.weight", "adaln_single.linear.weight")),
+    Family("Ideogram 4", NO_FP16, ("embed_image_indicator.weight",)),
     Family("Krea 2", BF16_FIRST, ("txtfusion.projector.weight",)),
     Family("HiDream", NO_FP16, ("caption_projection.0.linear.weight",)),
     Family("Anima", BF16_FIRST, ("llm_adapter.blocks.0.cross_attn.q_proj.weight",)),

@@ -202,17 +202,20 @@ class StoredWeight:
             raise ValueError(Message("a convrot_groupsize of {0} for {1} inputs", f"{size!r}", self.shape[-1]))
         return size
 
-    def parts(self, sample: int | None = None, align: int = 1) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield the weight in fp32, some rows at a time: slices of :meth:`matrix` and their values. Up to 4 MB each, of
-        like size: a BLAS may sum the few rows of a small rest in another order. The rows of a 2-D weight stay whole.
+    def parts(
+        self, sample: int | None = None, align: int = 1, most: int | None = None
+    ) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield the weight in fp32, some rows at a time: slices of :meth:`matrix` and their values. Up to ``most``
+        values each (4 MB), of like size: a BLAS may sum the few rows of a small rest in another order. The rows of a
+        2-D weight stay whole.
 
         ``sample``: give at most twice so many parts, spread evenly over the weight. ``align``: parts begin at multiples
         of so many rows, and may be that large.
         """
         rows, columns = self._matrix_shape
-        most = max(1, CHUNK // max(columns, 1))
-        count = -(-rows // most)
-        starts = range(0, rows, -(-most // align) * align) if align > 1 else [rows * i // count for i in range(count)]
+        height = max(1, (most or CHUNK) // max(columns, 1))
+        count = -(-rows // height)
+        starts = range(0, rows, -(-height // align) * align) if align > 1 else [rows * i // count for i in range(count)]
         ends = [*starts[1:], rows]
         for i in range(0, len(starts), max(1, len(starts) // sample) if sample else 1):
             part = slice(starts[i], ends[i])

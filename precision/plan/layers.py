@@ -29,6 +29,7 @@ from ..formats.layer_plan import AS_FILE, LayerPlan
 from ..formats.registry import FORMAT_OF_STORAGE
 from .choice import frozen
 from .facts import LayerSpec, layer_specs
+from .nvfp4 import NVFP4, kept_from_nvfp4
 from .rules import Rules
 
 FEWER_BITS: tuple[StorageOption, ...] = ("w6a8", "w4a8", "nvfp4")
@@ -44,6 +45,8 @@ def plan_storage(layers: Sequence[LayerSpec], storage: str, rules: Rules) -> Map
     ``storage``: the storage requested for the model.
     """
     rules = rules.on(layers)
+    if storage == NVFP4 and any(preset != "none" for preset in rules.names):
+        rules = replace(rules, presets=rules.presets + kept_from_nvfp4(layers))
     return frozen({layer.name: _by_name(layer, storage, rules) for layer in layers})
 
 

@@ -20,6 +20,7 @@ from .choice import Choice, WithoutEffect, frozen
 from .compute import BY_COMFYUI, ComputePlan, choose_compute, plan_compute, rules_without_effect, weight_dtype
 from .facts import ModelFacts, facts_of, layer_specs, most
 from .layers import LoadTarget, notes_on, plan_storage, plan_weights
+from .nvfp4 import nvfp4_doubts, shapes_by_weight
 from .rules import TEXT_ENCODER_RULES, Rules
 from .storage import bytes_below_16_bit, choose_encoder_storage, choose_storage
 
@@ -93,7 +94,8 @@ def plan_load(
         storages = {name: own.stored for name, own in plan.layers.items()}
     arithmetic = plan_compute(facts, target.device, compute, rules, storages)
     decided = {name: plan.layers[name].with_arithmetic(own) for name, own in arithmetic.decisions.items()}
-    return replace(plan, compute=arithmetic, layers=frozen({**plan.layers, **decided}))
+    notes = (*plan.notes, *nvfp4_doubts(shapes_by_weight(facts.layers), plan.layers.values()))
+    return replace(plan, compute=arithmetic, layers=frozen({**plan.layers, **decided}), notes=notes)
 
 
 def _with_tensors(plan: ModelPlan, facts: ModelFacts, target: LoadTarget, computed: str) -> ModelPlan:

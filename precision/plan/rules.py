@@ -21,6 +21,8 @@ from .structure import ROLES, roles_of
 
 ANYTHING = "(any layer)"
 KEEP = (("storage", "as_file"),)
+MEASURED = "measured: "
+"""What the comment of a rule begins with that *Measure my card* wrote, before the setting and its figures."""
 VALUES = {
     "storage": get_args(RuledStorage),
     "compute": get_args(RuledCompute),

@@ -10,13 +10,15 @@ from ..base.errors import HalfsafeError
 from ..base.message import Message, joined
 from ..base.modes import MODES
 from ..base.options import COMPUTE_OPTIONS, GOALS, STORAGE_OPTIONS, ComputeOption, Goal, StorageOption
+from ..base.text import size_text
 from ..devices.detect import Device
 from ..formats.layer_plan import AS_FILE
 from ..plan.auto import INT8_COMPUTE
 from ..plan.compute import SAFE
 from ..plan.facts import LayerSpec
 from ..plan.layers import why_not_run
-from ..plan.rules import Rules, numbered_lines, rules_from
+from ..plan.nvfp4 import NVFP4, kept_from_nvfp4
+from ..plan.rules import MEASURED, Rules, numbered_lines, rules_from
 
 DEFAULT_SETTINGS = """\
 auto/auto
@@ -185,7 +187,14 @@ class Measurements:
     def rules(self) -> Rules:
         """The best row for balanced as rules, see :func:`rules_for`; the default preset's where there is none."""
         best = self.best.get("balanced")
-        return rules_for(best, self.automatic, self.layers) if best else rules_from()
+        return rules_for(best, self.automatic, self.layers, self._figures(best)) if best else rules_from()
+
+    def _figures(self, row: Tradeoff) -> str:
+        """Write the figures of a row, the card, its software and the model."""
+        card, driver, torch = self.machine
+        figures = f"{row.seconds:.3g} s/step", size_text(row.bytes), f"{row.snr_db:.1f} dB"
+        latent = " x ".join(map(str, self.shape))
+        return ", ".join([*figures, card, f"driver {driver}", f"torch {torch}", self.model, f"latent {latent}"])
 
 
 def best_for(goal: Goal, rows: Iterable[Tradeoff]) -> Tradeoff | None:
@@ -229,19 +238,22 @@ def _level(rows: Sequence[Tradeoff]) -> list[Tradeoff]:
     return [row for row, margin in margins if row.seconds <= fastest.seconds + margin]
 
 
-def rules_for(row: Tradeoff, automatic: str, layers: Sequence[LayerSpec]) -> Rules:
+def rules_for(row: Tradeoff, automatic: str, layers: Sequence[LayerSpec], figures: str = "") -> Rules:
     """Write a row as rules for a loader, or for Compute Dtype, whose own options are ``auto``.
 
-    The first line is for all layers. Rules change layers of a model that computes as ``automatic``: where another dtype
-    is asked for, what passes between them is fp32, so that the result is no less close than with the option. Where the
-    line asks for 8 bits, lines for the sensitive layers of this model follow, as it would win over the preset's.
+    The first line is for all layers, with ``figures`` in its comment, which a saved file's model card shows. Rules
+    change layers of a model that computes as ``automatic``: where another dtype is asked for, what passes between them
+    is fp32, so that the result is no less close than with the option. Where the line asks for 8 bits, lines for the
+    sensitive layers of this model follow, as it would win over the preset's.
     """
-    words = filter(None, (f"* storage={row.storage}", compute_rule(row, automatic), f" # measured: {row.setting}"))
+    comment = f" # {MEASURED}{', '.join(filter(None, (str(row.setting), figures)))}"
+    words = filter(None, (f"* storage={row.storage}", compute_rule(row, automatic), comment))
     lines = [" ".join(words)]
     if row.storage in QUANTIZED_NAMES:
         preset = rules_from().on(layers)
         matching = {rule for layer in layers for rule in preset.matching(layer.name, layer.cls)}
         lines += [str(rule) for rule in preset.presets if rule in matching]
+        lines += [str(rule) for rule in kept_from_nvfp4(layers)] if row.storage == NVFP4 else []
     return rules_from("\n".join(lines))
 
 

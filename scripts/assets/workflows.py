@@ -271,15 +271,16 @@ def save_calibrated(sheet: Sheet) -> None:
         "The picture is the original's. Press R after the run and choose the saved file in the second loader.", 264)  # fmt: skip
     model = _load(sheet, "as_file", "auto")
     clip, frame = _load_text(sheet), _frame(sheet, 0)
-    sheet.leave(1, 286)
+    sheet.leave(1, 334)
     asked = _prompts(sheet, clip) | {"latent_image": frame}
     calibration = Output(sheet.add("HalfsafeCalibrate", 2, 350, SEED, "", model=model, **asked))
     sheet.add(
         "HalfsafeSaveModel",
         1,
-        286,
+        334,
         "diffusion_models/halfsafe-calibrated",
         "int8",
+        True,
         top=0,
         model=model,
         calibration=calibration,

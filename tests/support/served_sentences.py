@@ -16,8 +16,9 @@ OUTSIDE_OF_THE_PAGE = ("precision/commands", "precision/base/debug_log.py", "nod
 TEXTS_AND_PICTURES = (
     "precision/study/analysis_text.py", "precision/study/charts.py", "precision/report/draw.py", "precision/study/tradeoffs_text.py",
     "precision/report/report_chart.py", "precision/report/view.py", "precision/report/report_text.py", "precision/report/doctor.py",
+    "precision/report/model_card.py",
 )  # fmt: skip
-"""What a STRING or IMAGE output holds, which stays as it was made."""
+"""What a STRING or IMAGE output, or a file beside a saved model, holds, which stays as it was made."""
 WORD = re.compile(r"(?<![\w=.])[A-Za-z][a-z]+(?![\w=])")
 WORDS = 2
 CODE = re.compile(r"\\\S|\||\(\?|^[^ ]*$")

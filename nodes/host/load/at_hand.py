@@ -19,6 +19,7 @@ from ....precision.formats.comfy_format import made_here, tensors_made
 from ....precision.plan.auto import UNQUANTIZED, why_int8_is_slow
 from ....precision.plan.choice import ATTACHMENT, Choice
 from ....precision.plan.layers import plan_storage, require_held
+from ....precision.plan.nvfp4 import nvfp4_doubts
 from ....precision.plan.rules import Rules
 from ....precision.plan.storage import quantized_bytes
 from ....precision.report.result import IN_INT8, Result
@@ -83,8 +84,9 @@ def quantized_at_hand(
     clone.size = 0  # ComfyUI counts it anew; its clone has the size of the model that came in
     clone.cached_patcher_init = (_again, (patcher, storage, rules))
     clone.injections.pop(LOW_RANK, None)
-    texts = [Message("{0} layers were quantized to {1}, {2}.", len(new), storage, size_text(size))]
+    texts: list[str] = [Message("{0} layers were quantized to {1}, {2}.", len(new), storage, size_text(size))]
     texts += [Message("The patches of {0} weights were merged.", patched)] if patched else []
+    texts += nvfp4_doubts(weights.shapes, plans.values())
     text = joined(texts)
     attach(clone, replace(loaded.attachments[ATTACHMENT], storage=Choice(storage, storage, text)))
     return clone, text

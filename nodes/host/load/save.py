@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -29,7 +29,9 @@ from ....precision.make.calibrated import CalibratedRounding
 from ....precision.make.calibration import CalibrationData
 from ....precision.plan.facts import LayerSpec
 from ....precision.plan.layers import plan_storage, plan_weights, require_held
+from ....precision.plan.nvfp4 import nvfp4_doubts
 from ....precision.plan.rules import Rules
+from ....precision.report.model_card import add_model_card, measuring_errors, saved_by_node
 from ..comfyui.layers import DIFFUSION_MODEL, modules_of
 from ..comfyui.model_facts import foreign_layers, held_storages
 from ..comfyui.page import show_progress
@@ -46,11 +48,13 @@ logger = logging.getLogger("halfsafe")
 
 
 class Saved(NamedTuple):
-    """A file that was written: its name below the output folder, its bytes, and those of its weights by storage."""
+    """A file that was written: its name below the output folder, its bytes, those of its weights by storage, and
+    sentences on its storage and its model card."""
 
     name: str
     bytes: int
     by_storage: Mapping[str, int]
+    notes: Sequence[str] = ()
 
 
 class LiveWeights(Mapping[str, StoredWeight]):
@@ -85,6 +89,11 @@ class LiveWeights(Mapping[str, StoredWeight]):
             return weight
         base = weight.dequantize(torch.float32).clone()
         return weight.with_values(comfy.lora.calculate_weight(self._patcher.patches[key], base, key))
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of each weight."""
+        return {name: weight.shape for name, weight in self.stored.items()}
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.stored)
@@ -141,10 +150,12 @@ def save_model(
     prompt: dict | None,
     extra: dict | None,
     calibration: CalibrationData | None = None,
+    card: bool = True,
 ) -> Saved:
     """Save the diffusion model below ComfyUI's output folder.
 
-    ``calibration``: of this model; its quantized weights are rounded by it.
+    ``calibration``: of this model; its quantized weights are rounded by it. ``card``: write a model card beside the
+    file.
 
     Raises:
         HalfsafeError: the disk is full, the model holds NaN or Inf, it has a LoRA that cannot be merged, or the
@@ -167,6 +178,9 @@ def save_model(
     provenance = replace(provenance, calibration=rounding.noted() if rounding else {})
     metadata |= card_entry(provenance, plans.values())
     made = (rounding.made if rounding else made_here)(weights, plans, name)
+    errors: dict[str, float] = {}
+    if card:
+        made = measuring_errors(made, plans, errors)
     specs = [spec for plan in plans.values() for spec in plan.specs]
     progress = byte_progress(weights.stored.values())
     write_safetensors(path, specs, tensors_made(made, lambda name, size: progress(size)), metadata)
@@ -175,7 +189,14 @@ def save_model(
     by_storage: Counter[str] = Counter()
     for plan in plans.values():
         by_storage[plan.stored] += plan.bytes
-    return Saved(name, os.path.getsize(path), dict(by_storage.most_common()))
+    size = os.path.getsize(path)
+    notes = nvfp4_doubts(weights.shapes, plans.values())
+    if card:
+        made_by = saved_by_node(storage)
+        notes = [*notes, add_model_card(path, provenance, made_by, plans, errors, "diffusion_models", notes)]
+    for note in notes:
+        logger.info("Halfsafe: %s: %s", name, note)
+    return Saved(name, size, dict(by_storage.most_common()), notes)
 
 
 def plan_live_weights(

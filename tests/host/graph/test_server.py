@@ -170,6 +170,20 @@ def test_a_calibration_is_kept_until_one_of_its_inputs_changes(server: Server) -
     assert not {"11", "12"} & cached_nodes(server, graph)
 
 
+def test_a_queued_prompt_without_the_input_writes_a_card_and_one_that_switches_it_off_none(server: Server) -> None:
+    graph = {"1": node("UNETLoader", unet_name="wan.safetensors", weight_dtype="default")}
+    graph["2"] = node("HalfsafeSaveModel", model=["1", 0], filename_prefix="cards/queued", storage="int8")
+    output = server.base / "output" / "cards"
+    server.prompt(graph)
+    (card,) = output.glob("*.md")
+    text = card.read_text(encoding="utf-8")
+    assert card.with_suffix(".safetensors").exists() and "made from `wan.safetensors`" in text
+    assert str(server.base) not in text
+    graph["2"]["inputs"] |= {"card": False}
+    server.prompt(graph)
+    assert len([*output.glob("*.safetensors")]) == 2 and [*output.glob("*.md")] == [card]
+
+
 @pytest.fixture
 def control_net(small_models: Path) -> Path:
     return control_files.sd15(small_models / "controlnet" / "control.safetensors")

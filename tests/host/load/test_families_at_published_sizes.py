@@ -16,8 +16,10 @@ from halfsafe.precision.base.dtypes import name_of
 from halfsafe.precision.formats.checkpoint import Checkpoint, StoredWeight
 from halfsafe.precision.formats.families import family_of
 from halfsafe.precision.formats.int8 import rotation_group
+from halfsafe.precision.formats.layer_plan import LayerPlan
 from halfsafe.precision.plan.facts import LayerSpec, layer_specs
 from halfsafe.precision.plan.layers import plan_storage
+from halfsafe.precision.plan.nvfp4 import nvfp4_doubts, shapes_by_weight
 from halfsafe.precision.plan.rules import rules_from
 from halfsafe.precision.plan.structure import OUTSIDE, roles_of
 
@@ -426,3 +428,24 @@ def test_every_diffusion_model_of_comfyui_is_of_a_family_with_its_dtypes():
             if family.supported != dtypes_of(cls):
                 different[cls.__name__] = (family.name, dtypes_of(cls))
     assert different == {}
+
+
+def test_flux2_and_anima_are_in_nvfp4_where_comfy_orgs_recipes_have_them():
+    """Comfy-Org/comfy-quants#6: 128 layers of Flux.2 dev in the mixed recipe; Anima without its block 0, the modulation of block 1 and the adapter."""
+    made = {}
+    for name in ("Flux.2 dev", "Anima"):
+        plans = plan_storage(layers_of(name), "nvfp4", rules_from())
+        made[name] = [layer for layer, plan in plans.items() if plan.storage == "nvfp4"]
+    assert len(made["Flux.2 dev"]) == 128 and not any("_attn." in layer for layer in made["Flux.2 dev"])
+    kept = ("blocks.0.", "blocks.1.adaln_modulation", "llm_adapter.")
+    assert len(made["Anima"]) > 250 and not any(layer.startswith(kept) for layer in made["Anima"])
+
+
+def test_a_doubt_about_nvfp4_is_of_the_model_it_is_reported_of():
+    doubted = {
+        name
+        for name in MODELS
+        if nvfp4_doubts(shapes_of(name), plan_storage(layers_of(name), "nvfp4", rules_from()).values())
+        if nvfp4_doubts(shapes_by_weight(layers_of(name)), [LayerPlan("nvfp4")])
+    }
+    assert doubted == {"Krea 2", "Ideogram 4", "Qwen-Image", "Z-Image", "Lumina 2"}
