@@ -166,6 +166,8 @@ def as_on_mps(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from halfsafe.precision.base import amax
     from support.broken_arithmetic import NormsLoseNaN
 
-    monkeypatch.setattr(amax, "norm_loses_nan", lambda device: True)
+    monkeypatch.setattr(amax, "KEEP_NAN", ())
+    monkeypatch.setattr(amax, "_HOST", ())
+    monkeypatch.setattr(amax, "_loses_nan", {"cpu": True, "meta": True})
     with NormsLoseNaN():
         yield

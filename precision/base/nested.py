@@ -28,8 +28,9 @@ def tensors_in(values) -> list[torch.Tensor]:
 
 
 def floats_in(values) -> list[torch.Tensor]:
-    """List the floating tensors of any class among nested values."""
-    return [leaf for _, leaf in leaves(values) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+    """List the tensors of floating-point or complex numbers among nested values, of any class."""
+    tensors = [leaf for _, leaf in leaves(values) if isinstance(leaf, torch.Tensor)]
+    return [tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
 
 
 def replaced(values, function):

@@ -92,8 +92,8 @@ def threshold_of(arithmetic: str, layers: int) -> float:
 def sampled(values) -> torch.Tensor | None:
     """Take at most ``SAMPLES`` evenly spaced numbers of each floating tensor, in fp32; None without floating
     tensors."""
-    floats = [tensor.detach().flatten() for tensor in floats_in(values) if tensor.numel()]
-    taken = [flat[:: -(-flat.numel() // SAMPLES)].float() for flat in floats]
+    flats = [amax.floats(tensor.detach()).flatten() for tensor in floats_in(values) if tensor.numel()]
+    taken = [flat[:: -(-flat.numel() // SAMPLES)].float() for flat in flats]
     return torch.cat(taken) if taken else None
 
 
@@ -104,7 +104,8 @@ def row_errors(result: torch.Tensor, reference: torch.Tensor, without: torch.Ten
     network output of zeros. A sampler's parametrization is linear in the network output (EDM, v, noise, flow, x0), so
     the ratio of both powers is the network's own, however much of the noisy latent the result contains.
     """
-    return _powers(result.float() - reference), _powers(reference - without)
+    wide = torch.promote_types(result.dtype, torch.float32)
+    return _powers(result.to(wide) - reference), _powers(reference - without)
 
 
 def _powers(tensor: torch.Tensor) -> list[float]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..base.amax import amax_value, host_amax
+from ..base.amax import amax_value
 from ..base.dtypes import FP8_DTYPES, name_of
 from ..base.message import Message
 
@@ -250,7 +250,7 @@ class StoredWeight:
         """Find the largest magnitude in the data; of whole numbers, the largest that they may have."""
         if not self.is_number:
             return 0.0 if self.scale is None else float(torch.iinfo(self.data.dtype).max + 1)
-        return host_amax(self.data) if self.data.device.type == "cpu" else amax_value(self.data)
+        return amax_value(self.data)
 
     def bound(self) -> float:
         """Return an upper bound on ``|weight|``; NaN if its data hold a NaN. Tight where there is one scale."""

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..base.message import Message
-from ..base.nested import tensors_in
+from ..base.nested import floats_in
 from ..devices import probes
 from ..report.schema import Verdict
 from . import verdicts
@@ -88,7 +88,7 @@ class Evidence:
     def failed_rows(self) -> set[int]:
         """List the rows of a hidden failure, which its result does not show: those not finite in fp32, else all."""
         result = self.call.result if self._in_fp32 is None else self._in_fp32
-        return rows_not_finite(result) or {*range(next(map(len, tensors_in(result)), 0))}
+        return rows_not_finite(result) or {*range(next(map(len, floats_in(result)), 0))}
 
     def locate(self) -> Attempt:
         """Make the call as it was with every operation watched, to find the one that failed."""

@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..base.amax import amax_value
+from ..base.amax import amax_value, finite, floats
+from ..base.errors import HalfsafeError
 from ..base.message import Message, joined
-from ..base.nested import leaves, replaced, tensors_in
+from ..base.nested import floats_in, leaves, replaced
 from ..report.schema import Verdict
 from .localize import Origin
 from .verdicts import BETWEEN_CALLS
@@ -36,10 +37,9 @@ class NotFiniteInput:
         """List the rows of a batch whose input holds NaN; all rows if a value has no batch dimension."""
         rows: set[int] = set()
         for value in self.values:
-            bad = torch.isnan(value if value.dim() else value[None])
-            bad = bad.reshape(len(bad), -1).any(1)
-            found = bad.nonzero().flatten().tolist()
-            rows.update(found if len(bad) == batch else range(batch) if found else ())
+            found = _rows_of(torch.isnan(floats(value)))
+            has_rows = value.dim() and len(value) == batch
+            rows.update(found if has_rows else range(batch) if found else ())
         return rows
 
     def diagnosis(self, evidence: str = "") -> "Diagnosis":
@@ -62,7 +62,7 @@ def inputs_not_finite(
     named: Iterable[tuple[str, object]], advice: dict[str, str] | None = None
 ) -> list[NotFiniteInput]:
     """List the inputs with NaN or Inf among (name, nested values). ``advice``: name -> what to do."""
-    found = ((name, tuple(tensor for tensor in tensors_in(values) if not is_finite(tensor))) for name, values in named)
+    found = ((name, tuple(tensor for tensor in floats_in(values) if not is_finite(tensor))) for name, values in named)
     return [NotFiniteInput(name, bad, _verdict_on(name), (advice or {}).get(name)) for name, bad in found if bad]
 
 
@@ -72,7 +72,7 @@ def _verdict_on(name: str) -> Verdict:
 
 def nan_inputs(named: Iterable[tuple[str, object]]) -> list[NotFiniteInput]:
     """List the inputs with NaN among (name, nested values). Inf may be intended (a mask) or harmless."""
-    return [one for one in inputs_not_finite(named) if any(torch.isnan(value).any() for value in one.values)]
+    return [one for one in inputs_not_finite(named) if any(torch.isnan(floats(value)).any() for value in one.values)]
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
@@ -81,15 +81,27 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 
 def rows_not_finite(values) -> set[int]:
-    """Return the rows of the first tensor in nested values that hold NaN or Inf."""
-    bad = [(~torch.isfinite(tensor.flatten(1))).any(1) for tensor in tensors_in(values)[:1]]
-    return {row for rows in bad for row in rows.nonzero().flatten().tolist()}
+    """Return the rows of nested values that hold NaN or Inf, in the first tensor and those of as many rows."""
+    tensors = floats_in(values)
+    return {row for each in tensors if each.shape[:1] == tensors[0].shape[:1] for row in _rows_of(~finite(each))}
+
+
+def _rows_of(mask: torch.Tensor) -> list[int]:
+    """List the places along the first dimension where a mask is set; a 0-dim mask has one."""
+    rows = mask if mask.dim() else mask[None]
+    return rows.reshape(len(rows), math.prod(rows.shape[1:])).any(1).nonzero().flatten().tolist()
 
 
 def with_nan(values, rows: Iterable[int]):
-    """Return a copy of nested values with these rows set to NaN."""
+    """Return a copy of nested values with these rows of their floating-point tensors set to NaN."""
     index = torch.tensor(sorted(rows))
-    return replaced(values, lambda value: value.index_fill(0, index.to(value.device), math.nan))
+
+    def filled(value: torch.Tensor) -> torch.Tensor:
+        # Token masks beside a conditioning are integers, and a number for all rows has no dimension.
+        has_rows = value.is_floating_point() and value.dim() and len(value) > index[-1]
+        return value.index_fill(0, index.to(value.device), math.nan) if has_rows else value
+
+    return replaced(values, filled)
 
 
 def changed(chosen: Iterable[NotFiniteInput], change: Callable[[torch.Tensor], torch.Tensor]) -> Callable:
@@ -132,20 +144,25 @@ class NotFiniteTensor:
 def zeroed(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy with a zero for each NaN and Inf. For evidence only: results of it are never returned to the
     user."""
-    return torch.where(torch.isfinite(tensor), tensor, torch.zeros_like(tensor))
+    return torch.where(finite(tensor), tensor, torch.zeros_like(tensor))
 
 
 def not_finite(values) -> list[NotFiniteTensor]:
-    """List the tensors with NaN or Inf in nested lists, tuples and dicts, named by their path."""
-    tensors = ((name, leaf) for name, leaf in leaves(values) if isinstance(leaf, torch.Tensor))
+    """List the tensors with NaN or Inf in nested lists, tuples and dicts, named by their path.
+
+    Raises:
+        HalfsafeError: a tensor is on torch's meta device.
+    """
+    tensors = [(name, leaf) for name, leaf in leaves(values) if isinstance(leaf, torch.Tensor)]
+    for name, tensor in tensors:
+        if tensor.is_meta:
+            problem = Message("Check Finite cannot check '{0}': a tensor on torch's meta device has no values.", name)
+            raise HalfsafeError(problem, "Check the node before it.")
     return [_counted(name, tensor) for name, tensor in tensors if not is_finite(tensor)]
 
 
 def _counted(name: str, tensor: torch.Tensor) -> NotFiniteTensor:
-    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    rows = tensor.reshape(tensor.shape[0] if tensor.dim() else 1, -1)
-    rows = rows.float() if rows.dtype.itemsize == 1 else rows
-    bad = ~torch.isfinite(rows)
-    nan = int(torch.isnan(rows).sum())
-    places = tuple(bad.any(1).nonzero().flatten().tolist())
-    return NotFiniteTensor(name, nan, int(bad.sum()) - nan, tensor.numel(), places)
+    numbers = floats(tensor)
+    bad = ~torch.isfinite(numbers)
+    nan = int(torch.isnan(numbers).sum())
+    return NotFiniteTensor(name, nan, int(bad.sum()) - nan, numbers.numel(), tuple(_rows_of(bad)))

@@ -5,7 +5,7 @@ from typing import Any
 
 from ..base.message import Message
 from ..base.modes import FP32
-from ..base.nested import tensors_in
+from ..base.nested import floats_in
 from ..report.schema import GuardEvent, Verdict
 from . import verdicts
 from .evidence import BEYOND_RUNGS, BY_INPUTS, BY_WEIGHTS, IN_FP32, LAST, Evidence, explained
@@ -57,7 +57,7 @@ class Ladder:
         evidence.inputs = call.inputs()
         evidence.failed_in_fp32(exact)
         self.rows = evidence.failed_rows()
-        if all(map(is_finite, tensors_in(again))):
+        if all(map(is_finite, floats_in(again))):
             self._note_unchanged(None, verdicts.SAME_AGAIN, FP32.name)
             return True
         found = explained(evidence, [*BEYOND_RUNGS, *BY_WEIGHTS])
@@ -89,7 +89,7 @@ class Ladder:
     def _give_up_rows(self) -> None:
         """Blame inputs for the rows that were given NaN. Repeats are given a zero for each NaN."""
         call, inputs = self.call, self.evidence.inputs
-        batch = next(map(len, tensors_in(call.result)), 1)
+        batch = next(map(len, floats_in(call.result)), 1)
         self.rows = self._failed_rows(set().union(*(one.nan_rows(batch) for one in inputs)), batch)
         self._lose({row for row in self.rows if row % call.images in self.log.lost})
         for one in inputs:

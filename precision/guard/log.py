@@ -12,7 +12,7 @@ import torch
 
 from ..base.message import Message, joined
 from ..base.modes import label_of
-from ..base.nested import tensors_in
+from ..base.nested import floats_in
 from ..plan.in_use import PlanInUse
 from ..report.report_text import verdict_shown
 from ..report.schema import CheckReport, EventKind, GuardEvent, GuardReport, Verdict
@@ -219,7 +219,7 @@ def blame_between_calls(log: GuardLog, result: torch.Tensor, sigmas: torch.Tenso
     Raises:
         NonFinite: no image is left, or the guard is set to stop.
     """
-    bad = [] if log.given_up else [tensor for tensor in tensors_in(result) if not is_finite(tensor)]
+    bad = [] if log.given_up else [tensor for tensor in floats_in(result) if not is_finite(tensor)]
     rows = sorted(rows_not_finite(bad) - log.lost)
     if rows:
         position = CallPosition(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from ..base.dtypes import name_of
 from ..base.errors import HalfsafeError
 from ..base.message import Message, joined
 from .result import BAD, GOOD, HARD_TO_SEE, IDENTICAL, NOT_FINITE, PLAIN, VISIBLE, WARN, Result
@@ -40,7 +41,7 @@ def compare(reference: torch.Tensor, candidate: torch.Tensor) -> list[Difference
     """Compare pairs of images (batch, height, width, channels); a batch of one is compared with each of the other.
 
     Raises:
-        HalfsafeError: the sizes, channels or batches do not go together.
+        HalfsafeError: an input is no image, or the sizes, channels or batches do not go together.
 
     Example:
         >>> from halfsafe.precision.report.images import compare
@@ -52,6 +53,8 @@ def compare(reference: torch.Tensor, candidate: torch.Tensor) -> list[Difference
 
 
 def _pairs(reference: torch.Tensor, candidate: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    _require_image("reference", reference)
+    _require_image("candidate", candidate)
     a, b = tuple(reference.shape), tuple(candidate.shape)
     if a[1:] != b[1:]:
         sized = "{0} x {1} with {2} channels"
@@ -65,6 +68,16 @@ def _pairs(reference: torch.Tensor, candidate: torch.Tensor) -> list[tuple[torch
         raise HalfsafeError("There is no image to compare: one input is empty.", "Check the node before it.")
     left, right = reference.detach().cpu(), candidate.detach().cpu()
     return [(left[index % a[0]], right[index % b[0]]) for index in range(max(a[0], b[0]))]
+
+
+def _require_image(name: str, image) -> None:
+    is_tensor = isinstance(image, torch.Tensor)
+    is_dense = is_tensor and image.layout is torch.strided and not (image.is_nested or image.is_meta)
+    if is_dense and image.dim() == 4 and not (image.is_complex() or image.is_quantized):
+        return
+    held = f"{name_of(image.dtype)}, {image.layout}, {image.device}, {image.dim()}-D" if is_tensor else ""
+    problem = Message("The {0} is no image, but {1} ({2}).", name, type(image).__name__, held)
+    raise HalfsafeError(problem, "Connect an IMAGE: real numbers of shape (batch, height, width, channels).")
 
 
 def _difference(a: torch.Tensor, b: torch.Tensor) -> Difference:
@@ -109,12 +122,12 @@ def difference_image(reference: torch.Tensor, candidate: torch.Tensor) -> tuple[
     One factor for the whole batch brings the largest difference to 0.9; it is 255 at most. A difference in alpha shows
     in all three channels. A pixel that is NaN or Inf in either image is magenta.
     """
-    differences = torch.stack([(a.float() - b.float()).abs() for a, b in _pairs(reference, candidate)])
+    differences = torch.stack([(a.double() - b.double()).abs() for a, b in _pairs(reference, candidate)])
     bad = ~torch.isfinite(differences).all(-1)
     differences[bad] = 0.0
     largest = differences.max().item()
     gain = min(255.0, 0.9 / largest) if largest else 1.0
-    picture = (_as_colour(differences) * gain).clamp(0, 1)
+    picture = (_as_colour(differences) * gain).clamp(0, 1).float()
     picture[bad] = torch.tensor(MAGENTA)
     return picture, gain
 

@@ -307,5 +307,5 @@ def reader() -> str:
 def _passes_on(code: CodeType) -> bool:
     """Whether a frame is torch's, a mode's or of these modules, or ``amax_value``, whose caller reads, or a comprehension, which is a frame up to Python 3.11."""
     if code.co_filename == AMAX:
-        return code.co_name == "amax_value"
+        return code.co_name in ("amax_value", "_fp8_amax")
     return code.co_filename.startswith((torch.__path__[0], SUPPORT)) or code.co_name.startswith(("<", "__torch_"))

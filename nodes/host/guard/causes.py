@@ -15,7 +15,7 @@ from ....precision.base.dtypes import name_of
 from ....precision.base.errors import CheckpointError
 from ....precision.base.layers import kind_of, stored
 from ....precision.base.message import Message
-from ....precision.base.nested import leaves, tensors_in
+from ....precision.base.nested import floats_in, leaves
 from ....precision.base.patching import Patch
 from ....precision.files.safetensors_file import open_checkpoint
 from ....precision.guard.inputs import (
@@ -26,6 +26,7 @@ from ....precision.guard.inputs import (
     inputs_not_finite,
     is_finite,
     nan_inputs,
+    rows_not_finite,
     zeroed,
 )
 from ....precision.guard.localize import Origin
@@ -87,7 +88,7 @@ def _conditioning(context: torch.Tensor | None, options: dict) -> str:
     if context is None or is_finite(context):
         return "conditioning"
     kinds = options.get("cond_or_uncond") or [0]
-    row = int((~torch.isfinite(context.flatten(1)).all(1)).nonzero()[0])
+    row = min(rows_not_finite(context))
     return CONDITIONINGS.get(kinds[row * len(kinds) // len(context)], "conditioning")
 
 
@@ -252,7 +253,7 @@ def _bad_lora_files() -> dict[str, str]:
 
 def _patch_tensors(patch: tuple) -> list[torch.Tensor]:
     values = [getattr(value, "weights", value) for value in patch]
-    return tensors_in([value for value in values if not callable(value)])
+    return floats_in([value for value in values if not callable(value)])
 
 
 def _file_of(patcher) -> str:

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from ....precision.base.amax import amax_value
 from ....precision.base.dtypes import name_of
 from ....precision.base.message import Message
-from ....precision.base.nested import tensors_in
+from ....precision.base.nested import floats_in, tensors_in
 from ....precision.base.patching import Patch, SharedScope, patched
 from ....precision.base.surroundings import autocasts, own_dtypes
 from ....precision.devices.random_start import RandomStart
@@ -97,7 +97,7 @@ class EncoderGuard:
             attempt.result,
             start,
             CallPosition(number),
-            images=next(map(len, tensors_in(attempt.result)), 1),
+            images=next(map(len, floats_in(attempt.result)), 1),
             device=patcher.load_device,
             weights=LoadedWeights(patcher, SETTING[self.kind]),
             wording=ENCODERS[self.kind],
@@ -131,7 +131,7 @@ class EncoderCall(FailedCall):
             attempt = self.make(rung.arithmetic, given, zeroed)
         if localizer is None:
             return attempt
-        found = [localizer.origin(tensor) for tensor in attempt.judged or tensors_in(attempt.result)]
+        found = [localizer.origin(tensor) for tensor in attempt.judged or floats_in(attempt.result)]
         return replace(attempt, origin=next(filter(None, found), None))
 
     def maker(self, layer: str) -> str:
@@ -235,7 +235,7 @@ def _run_vae(vae, name: str, *args, **kwargs):
         sizes = _watched_output(one)
         with patched(_prepared(one, step, zeroed)):
             result = getattr(one, name)(*given[0], **given[1])
-        return Attempt(result, _worst([*sizes, *map(amax_value, tensors_in(result))]))
+        return Attempt(result, _worst([*sizes, *map(amax_value, floats_in(result))]))
 
     action = name.partition("_")[0]
     return getattr(vae, ATTRIBUTE).run(action, make, vae.patcher, vae.vae_dtype, [list(args), kwargs])
@@ -271,7 +271,7 @@ def _run_clip(clip, name: str, tokens, *args, **kwargs):
             return Attempt(None, math.nan, [choice.failed], error)
         if choice.failed is not None:
             return Attempt(result, math.nan, [choice.failed])
-        return Attempt(result, _worst(map(amax_value, tensors_in(result))))
+        return Attempt(result, _worst(map(amax_value, floats_in(result))))
 
     device = clip.patcher.load_device
     bf16 = action == "generate" and comfy.model_management.should_use_bf16(device)

@@ -7,7 +7,7 @@ import torch
 from halfsafe.precision.arithmetic.calibration import Calibration
 from halfsafe.precision.arithmetic.linear import SafeOperation
 from halfsafe.precision.base import amax as amax_module
-from halfsafe.precision.base.amax import amax, amax_value, host_amax, norm_loses_nan
+from halfsafe.precision.base.amax import amax, amax_value
 from halfsafe.precision.formats.fp8 import activation_scale
 from halfsafe.precision.guard.localize import Localizer, first_bad_weight
 from support.broken_arithmetic import NormsLoseNaN
@@ -24,7 +24,7 @@ def either_norm(request):
 
 
 def test_a_cpu_and_cuda_are_not_asked():
-    assert not any(norm_loses_nan(torch.device(kind)) for kind in ("cpu", "cuda", "meta"))
+    assert not any(amax_module._norm_loses_nan(torch.device(kind)) for kind in ("cpu", "cuda", "meta"))
 
 
 @pytest.fixture
@@ -38,13 +38,13 @@ def as_on_another_device(monkeypatch):
 
 
 def test_any_other_device_is_asked_once(as_on_another_device):
-    assert not norm_loses_nan(torch.device("cpu")) and not norm_loses_nan(torch.device("cpu"))
+    assert not amax_module._norm_loses_nan(torch.device("cpu")) and not amax_module._norm_loses_nan(torch.device("cpu"))
     assert len(as_on_another_device) == 1
 
 
 def test_a_device_that_loses_nan_is_found_by_its_norm(as_on_another_device):
     with NormsLoseNaN():
-        assert norm_loses_nan(torch.device("cpu"))
+        assert amax_module._norm_loses_nan(torch.device("cpu"))
     assert amax(torch.ones(2).log_().sub_(1).sqrt_()).isnan(), "what was found holds"
 
 
@@ -134,26 +134,26 @@ def test_amax_value_is_the_largest_magnitude(values, expected):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64, E4M3, E5M2])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_host_amax_sees_nan_and_inf(dtype, bad):
+def test_amax_value_sees_nan_and_inf(dtype, bad):
     values = torch.linspace(-3, 2, 1000).to(dtype)
-    assert host_amax(values) == 3.0
+    assert amax_value(values) == 3.0
     values[777] = (
         math.nan if dtype == E4M3 else bad
     )  # which has no inf: torch's cast gives NaN for it, or from 2.12 on 448
-    found = host_amax(values)
+    found = amax_value(values)
     assert not math.isfinite(found)
 
 
-def test_host_amax_sees_the_only_nan_of_fnuz():
+def test_amax_value_sees_the_only_nan_of_fnuz():
     values = torch.tensor([1.0, -2.0]).to(torch.float8_e4m3fnuz)
-    assert host_amax(values) == 2.0
-    assert math.isnan(host_amax(torch.tensor([1.0, math.nan]).to(torch.float8_e4m3fnuz)))
+    assert amax_value(values) == 2.0
+    assert math.isnan(amax_value(torch.tensor([1.0, math.nan]).to(torch.float8_e4m3fnuz)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, E4M3])
-def test_host_amax_finds_a_negative_number_at_every_place(dtype):
+def test_amax_value_finds_a_negative_number_at_every_place(dtype):
     for position in range(0, 50, 7):
         values = torch.zeros(50).to(dtype)
         values[position] = -5.0
-        assert host_amax(values) == 5.0
-    assert host_amax(torch.zeros(0, dtype=dtype)) == 0.0 and host_amax(torch.full((9,), -0.0).to(dtype)) == 0.0
+        assert amax_value(values) == 5.0
+    assert amax_value(torch.zeros(0, dtype=dtype)) == 0.0 and amax_value(torch.full((9,), -0.0).to(dtype)) == 0.0

@@ -153,14 +153,14 @@ SCRIPT = """
     import os, signal, sys, threading
     sys.path.insert(0, {tests!r})
     import conftest, torch
-    from halfsafe.precision.base.amax import host_amax
+    from halfsafe.precision.base.amax import amax_value
     from halfsafe.precision.commands.convert import convert_file
     from halfsafe.precision.formats.fp8 import quantize
     from halfsafe.precision.plan.rules import rules_from
     def anonymous():
         with open("/proc/self/status") as status:
             return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
-    quantize(torch.ones(1 << 22).bfloat16(), torch.float8_e4m3fn, host_amax(torch.ones(1 << 22)))
+    quantize(torch.ones(1 << 22).bfloat16(), torch.float8_e4m3fn, amax_value(torch.ones(1 << 22)))
     done, peak, start = threading.Event(), [0], anonymous()
     def watch():
         while not done.wait(0.002):

@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
-from halfsafe.precision.base.amax import host_amax
+from halfsafe.precision.base.amax import amax_value
 from halfsafe.precision.formats import fp8 as q
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -15,7 +15,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def round_trip(weight, dtype, out=torch.float32):
-    data, scale = q.quantize(weight, dtype, host_amax(weight))
+    data, scale = q.quantize(weight, dtype, amax_value(weight))
     return (data.float() * scale).to(out)
 
 
@@ -35,7 +35,7 @@ def test_error_is_the_formats_own_at_every_spread(std, source, dtype, bound):
 @settings(max_examples=100, deadline=None)
 def test_never_nan_and_never_beyond_the_largest_value(values, dtype, source):
     weight = torch.tensor(values).to(source)
-    data, scale = q.quantize(weight, dtype, host_amax(weight))
+    data, scale = q.quantize(weight, dtype, amax_value(weight))
     assert torch.isfinite(data.float()).all()
     assert math.frexp(scale.item())[0] == 0.5, "the scale is no power of two"
     largest = (1 + torch.finfo(dtype).eps / 2) * weight.double().abs().max()
@@ -58,7 +58,7 @@ def test_every_number_becomes_the_fp8_number_of_its_quotient_in_fp32(source, dty
     numbers = torch.arange(1 << 16).to(torch.int16).view(source)
     for expected in [2.0**exponent for exponent in range(-24, 2)]:
         held = numbers[numbers.abs().float() <= expected * torch.finfo(dtype).max]
-        data, scale = q.quantize(held, dtype, host_amax(held))
+        data, scale = q.quantize(held, dtype, amax_value(held))
         assert scale == expected and torch.equal(
             data.view(torch.uint8), (held.float() / scale).to(dtype).view(torch.uint8)
         )

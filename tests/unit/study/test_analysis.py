@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from halfsafe.precision.base.amax import host_amax
+from halfsafe.precision.base.amax import amax_value
 from halfsafe.precision.base.errors import HalfsafeError
 from halfsafe.precision.formats.checkpoint import StoredWeight, read_checkpoint
 from halfsafe.precision.formats.fp8 import quantize
@@ -148,7 +148,7 @@ def names_of(layers) -> set[str]:
 def test_the_weight_is_that_of_the_packs_own_quantizer():
     for dtype, name in ((torch.float32, "fp8_e4m3fn"), (torch.bfloat16, "fp8_e5m2")):
         weight, candidate = (normal(64, 48) * 0.02).to(dtype), Candidate(name)
-        data, scale = quantize(weight, candidate.dtype, host_amax(weight))
+        data, scale = quantize(weight, candidate.dtype, amax_value(weight))
         expected = (data.float() * scale).to(dtype)
         assert torch.equal(candidate.weight(weight), expected)
         assert weight_error(weight, candidate) == pytest.approx(sqnr_db(weight, expected), abs=1e-3)
