@@ -177,7 +177,9 @@ def _operations(device: torch.device, name: str) -> tuple[bool, str]:
     """Compare a product, then a convolution and an attention with fp64: these run other kernels, and MIOpen's
     convolution was wrong where its products were right (guinmoon/rocm7_builds#5). What a device lacks is left out."""
     ok, detail = gemm(device, name)
-    for what, operation, shapes in OPERATIONS if ok else ():
+    if not ok:
+        return ok, detail
+    for what, operation, shapes in OPERATIONS:
         inputs = [_drawn(shape, seed).to(dtype_named(name)) for seed, shape in enumerate(shapes)]
         try:
             result = operation(*(one.to(device) for one in inputs)).cpu()
