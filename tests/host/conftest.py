@@ -46,7 +46,7 @@ CALIBRATING = {
 }  # fmt: skip
 IN_A_CHECK = {"check/drift"}
 AFTER_A_FAILURE = {"guard/localize", "guard/failure", "guard/inputs", "guard/causes", "guard/escalation.ranges"}
-ONCE_PER_WEIGHT = {"comfyui/kernels.factor_of", "compute/bound.stated_scale"}
+ONCE_PER_PLAN = {"compute/bound.stated_scale"}
 ONCE_PER_DEVICE = {"devices/probes", "base/amax._drops_nan"}
 HOST_MEMORY = {"formats/stored_weight._data_amax", "formats/stored_weight.amax", "formats/checkpoint._scale"}
 ANALYSIS = {"study/sensitivity", "study/layer_error", "study/candidates", "formats/fp8"}
@@ -54,7 +54,7 @@ CALIBRATE = {"make/calibration.add"}
 ALLOWED_READS = frozenset(
     CALIBRATE
     | ONCE_PER_CALL
-    | ONCE_PER_WEIGHT
+    | ONCE_PER_PLAN
     | CALIBRATING
     | AFTER_A_FAILURE
     | IN_A_CHECK

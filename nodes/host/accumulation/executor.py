@@ -3,6 +3,7 @@ call."""
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import cast
 
 import torch
 
@@ -26,10 +27,10 @@ from ..compute.attention import attending, kernels_of
 from ..compute.bound import Refused, fast_accumulation
 from ..compute.executor import compute_of
 from ..compute.layer_modes import planned_modes_of, settings_of
-from ..compute.per_model import PerModel, forwards_on
+from ..compute.per_model import PerModel, put_on
 from ..replay.calibrated import CalibratedActing
 from ..replay.call import Call
-from ..replay.interceptor import ACCUMULATION, Acting, Stage, put_stage
+from ..replay.interceptor import ACCUMULATION, Acting, Stage, put_stage, stage_of
 from ..replay.model_compiler import compiler_off
 
 
@@ -42,13 +43,12 @@ def with_accumulation(patcher, request: Request):
     earlier = accumulation_of(patcher)
     accumulation = Accumulation(request.over(earlier.request) if earlier else request)
     put_stage(clone, ACCUMULATION, accumulation)
-    clone.set_attachments(ACCUMULATION, accumulation)
     return clone
 
 
 def accumulation_of(patcher) -> "Accumulation | None":
     """Return the request's executor on a patcher, if it has one."""
-    return patcher.attachments.get(ACCUMULATION)
+    return cast("Accumulation | None", stage_of(patcher, ACCUMULATION))
 
 
 class Accumulation(Stage):
@@ -93,7 +93,7 @@ class AccumulationRun(CalibratedActing):
         if plan.proving:
             self.operations = dict(self._operations(patcher))
         self.modules = {name: operation.module for name, operation in self.operations.items()}
-        self.forwards = forwards_on(self.modules)
+        self.found = put_on(self.modules)
         self.attention = SafeAttention(self.calibration) if plan.attention == "auto" else None
         self.attend = self._attend_safely if plan.attention != UNCHANGED else None
         self.watches = bool(self.operations) or self.attention is not None

@@ -5,7 +5,7 @@ A kernel is the device's own for a format, torch's general operations, or neithe
 
 from __future__ import annotations
 
-import math
+import operator
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -27,11 +27,12 @@ from ....precision.formats.registry import FORMAT_OF_STORAGE, Format
 
 NATIVE, EAGER, DEQUANTIZED = "native", "eager", "dequantized"
 ROWS = 32
-DATA, PARAMS = "_qdata", "_params"
-"""Where comfy-kitchen's tensors keep their data and scales; its properties take a function of Python each time."""
+DATA, PARAMS, LAYOUT = "_qdata", "_params", "_layout_cls"
+"""Where comfy-kitchen's tensors keep their data, their scales and the name of their layout; its properties take a
+function of Python each time."""
 INT8_RESULTS = (torch.float32, torch.float16, torch.bfloat16)
 """The dtypes that comfy-kitchen unpacks int8 to, by their codes (``_dtype_code`` in its ``tensor/int8.py``)."""
-_unpacking: dict[tuple[torch.device, torch.dtype, torch.dtype, int], tuple[Callable, tuple]] = {}
+_unpacking: dict[tuple[torch.device, torch.dtype, torch.dtype, torch.dtype, int], tuple[Callable, tuple]] = {}
 
 
 @contextmanager
@@ -98,12 +99,9 @@ def group_of(weight: QuantizedTensor) -> int:
     return params.convrot_groupsize if getattr(params, "convrot", False) else 0
 
 
-def factor_of(weight: QuantizedTensor) -> float:
-    """Return the scale of a plain fp8 weight as a number, which waits for its device; 0 for a scale that is not finite
-    or not in memory, and for other weights."""
-    scale = weight.params.scale
-    factor = 0.0 if getattr(weight, DATA).dtype == torch.int8 or scale.is_meta else scale.item()
-    return factor if math.isfinite(factor) else 0.0
+def settings_reader(params: object) -> Callable[[object], object]:
+    """Return a function that reads the fields of a weight's parameters that are no tensors, such as its rotation."""
+    return operator.attrgetter(*(name for name, value in vars(params).items() if not isinstance(value, torch.Tensor)))
 
 
 def unpacking(weight: QuantizedTensor, dtype: torch.dtype) -> tuple[Callable, tuple]:
@@ -112,14 +110,14 @@ def unpacking(weight: QuantizedTensor, dtype: torch.dtype) -> tuple[Callable, tu
     Its registry is asked once: comfy-kitchen's operator asks it at each call, which takes longer on the host than the
     kernel does on a GPU.
     """
-    data, group = getattr(weight, DATA), group_of(weight)
-    key = data.device, data.dtype, dtype, group
+    data, group, scale = getattr(weight, DATA), group_of(weight), weight.params.scale
+    key = data.device, data.dtype, scale.dtype, dtype, group
     if key not in _unpacking:
         name, more = "dequantize_per_tensor_fp8", {"output_type": dtype}
         if data.dtype == torch.int8:
             name = "dequantize_int8_convrot_weight_dtype" if group else "dequantize_int8_simple_dtype"
             more = {**({"group_size": group} if group else {}), "output_dtype_code": INT8_RESULTS.index(dtype)}
-        operands = {"q" if data.dtype == torch.int8 else "x": data, "scale": weight.params.scale}
+        operands = {"q" if data.dtype == torch.int8 else "x": data, "scale": scale}
         _unpacking[key] = registry.get_implementation(name, kwargs=operands | more), tuple(more.values())
     return _unpacking[key]
 

@@ -16,6 +16,7 @@ from ....precision.base.dtypes import name_of
 from ....precision.formats.registry import FORMAT_OF_STORAGE, FORMATS, Format, format_of
 from ....precision.plan.choice import ATTACHMENT
 from ....precision.plan.facts import LayerSpec, ModelFacts, most
+from ....precision.plan.load import ModelPlan
 from .attributes import FILE_ASKS_FULL_PRECISION, quantization_format
 from .layers import layers_of
 
@@ -33,9 +34,19 @@ def model_facts(patcher: ModelPatcher) -> ModelFacts:
     return ModelFacts(layers, parameter_count(patcher), held, supported, _native_fp8(patcher))
 
 
+def record_of(patcher: ModelPatcher) -> ModelPlan | None:
+    """Return the record of the load of a patcher's weights; None where another loader loaded them."""
+    return patcher.attachments.get(ATTACHMENT)
+
+
+def keep_record(patcher: ModelPatcher, record: ModelPlan) -> None:
+    """Keep the record of the load of a patcher's weights, for its clones too."""
+    patcher.set_attachments(ATTACHMENT, record)
+
+
 def _native_fp8(patcher: ModelPatcher) -> Container[str]:
     """Return the layers whose weights ComfyUI multiplies in fp8, by the file that this package loaded, or by itself."""
-    if record := patcher.attachments.get(ATTACHMENT):
+    if record := record_of(patcher):
         return record.native_fp8
     layers = ((name, module) for name, module in layers_of(patcher) if quantization_format(module).startswith("float8"))
     return frozenset(name for name, module in layers if not getattr(module, FILE_ASKS_FULL_PRECISION, False))

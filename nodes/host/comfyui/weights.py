@@ -4,7 +4,6 @@ import contextlib
 import functools
 import inspect
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -35,7 +34,7 @@ from .attributes import (
     weight_functions,
 )
 from .gate import Forward, entering, is_unequal
-from .kernels import DATA, PARAMS, factor_of, group_of, is_plain, unpacked_weight, unpacking
+from .kernels import DATA, LAYOUT, PARAMS, group_of, is_plain, settings_reader, unpacked_weight, unpacking
 from .layers import is_quantized, modules_of
 
 CAST_PARAMETERS = inspect.signature(comfy.ops.cast_bias_weight).parameters
@@ -306,11 +305,14 @@ class CastWeights:
 
 
 class Bound:
-    """Forward of a quantized Linear with data, scale and kernel looked up once per weight, not in each call.
+    """Forward of a quantized Linear whose kernels are looked up once for the form of its weight, not in each call.
 
-    The product is that of ComfyUI's forward with an unpacked weight. In bf16 and fp32 the scale of fp8 data is a factor
-    of the fp32 sums, so that no weight is rounded. In fp16 it is not: torch lets a device keep parts of a sum in fp16
-    (``allow_fp16_reduced_precision_reduction``), where sums of unscaled data overflow.
+    The form is everything of a weight but its numbers: format, dtypes, rotation. It is compared in each call, and
+    numbers are read in each call: data, scale and bias may change in place, be exchanged in the weight, or come with
+    another weight. In inference mode tensors count no changes, so no copy of a number could be known to be right.
+    No reference to a tensor is kept: ComfyUI moves weights, and ``torch.utils.swap_tensors`` refuses those with one.
+
+    The product is that of ComfyUI's forward with an unpacked weight.
 
     ``own``: the layer's forward, which runs in place of the product if ComfyUI changes the weight in this call, if the
     weight has another layout, with further arguments, in a graph of torch.compile, and if a gradient is needed.
@@ -321,8 +323,11 @@ class Bound:
 
     def __init__(self, module: torch.nn.Module):
         self.module, self.own = module, module.forward
-        self.bound: weakref.ref | Callable[[], None] = lambda: None
-        self.factor: float | None = None
+        self.form: tuple = ()
+        self.read_settings: Callable[[object], object] = type
+        self.settings: object = None
+        self.plain = False
+        self.kernels: dict[object, Any] = {}
         self.ran = False
 
     def __call__(self, input: torch.Tensor, *args, **kwargs) -> torch.Tensor:
@@ -348,21 +353,27 @@ class Bound:
         resolved in this call."""
         module = self.module
         weight, bias = module._parameters["weight"], module._parameters["bias"]
-        if weight is not self.bound():
-            self.look_up(weight)
+        params = getattr(weight, PARAMS, None)
+        if params is None:
+            return None
+        data, scale = getattr(weight, DATA), params.scale
+        # Written out: a function of Python would be one more in each layer.
+        form = type(params), getattr(weight, LAYOUT), data.dtype, scale.dtype, scale.numel()
+        if form != self.form or self.read_settings(params) != self.settings:
+            self.look_up(weight, form)
         if not self.plain or getattr(module, WEIGHT_FUNCTIONS) or getattr(module, BIAS_FUNCTIONS):
             return None
         device = x.get_device()
         if DYNAMIC in module.__dict__:
             patched = is_patched(module, "weight") or is_patched(module, "bias")
             return None if patched and not self.takes_patched else False
-        return getattr(weight, DATA).get_device() == device and (bias is None or bias.get_device() == device)
+        return data.get_device() == device and (bias is None or bias.get_device() == device)
 
-    def look_up(self, weight: torch.Tensor) -> None:
-        """Look up the scale and the kernels of a weight. No reference to it is kept, as ComfyUI moves it."""
-        self.bound, self.plain = weakref.ref(weight), is_plain(weight)
-        self.kernels: dict[object, Any] = {}
-        self.factor = None
+    def look_up(self, weight: QuantizedTensor, form: tuple) -> None:
+        """Look up what a weight's form decides, and forget the kernels of another form."""
+        self.form, self.read_settings = form, settings_reader(weight.params)
+        self.settings, self.plain = self.read_settings(weight.params), is_plain(weight)
+        self.kernels = {}
         if self.plain:
             self.group, self.orig_dtype = group_of(weight), weight.dtype
 
@@ -380,17 +391,9 @@ class Bound:
     def product(self, x: torch.Tensor, weight: QuantizedTensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Multiply ``x`` (..., K) by a weight (N, K). Returns (..., N) in the dtype of ``x``."""
         dtype = x.dtype
-        bias = bias if bias is None else bias.to(dtype)
-        if self.factor is None and dtype is not torch.float16:
-            self.factor = factor_of(self.module._parameters["weight"])
-        # A factor of 0 would skip the product, and hide data that are NaN.
-        if not self.factor or dtype is torch.float16:
-            kernel, more = self.kernels.get((dtype, x.get_device())) or self._kernel(weight, dtype)
-            return F.linear(x, kernel(getattr(weight, DATA), getattr(weight, PARAMS).scale, *more), bias)
-        rows, numbers = x.reshape(-1, x.shape[-1]), getattr(weight, DATA).to(dtype)
-        summand, beta = (rows.new_empty(1), 0) if bias is None else (bias, 1)
-        result = torch.addmm(summand, rows, numbers.t(), beta=beta, alpha=self.factor)
-        return result.view(*x.shape[:-1], len(numbers))
+        kernel, more = self.kernels.get((dtype, x.get_device())) or self._kernel(weight, dtype)
+        unpacked = kernel(getattr(weight, DATA), getattr(weight, PARAMS).scale, *more)
+        return F.linear(x, unpacked, bias if bias is None else bias.to(dtype))
 
     def _kernel(self, weight: QuantizedTensor, dtype: torch.dtype) -> tuple[Callable, tuple]:
         found = self.kernels[dtype, getattr(weight, DATA).get_device()] = unpacking(weight, dtype)

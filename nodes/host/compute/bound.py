@@ -1,4 +1,4 @@
-"""Quantized products of layers whose weight is resolved once: fp8 by fp8, and int8 by int8."""
+"""Quantized products of layers whose kernels are looked up once: fp8 by fp8, and int8 by int8."""
 
 import contextlib
 import logging

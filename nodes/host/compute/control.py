@@ -15,7 +15,7 @@ from ....precision.base.patching import Patch
 from ....precision.plan.compute import ComputePlan
 from ..comfyui.attributes import OVERRIDE, casting
 from ..replay.call import OPTIONS
-from ..replay.interceptor import COMPUTE, in_calls
+from ..replay.interceptor import COMPUTE, in_calls, put_stage
 from .attention import overridden
 from .executor import Compute
 
@@ -40,7 +40,7 @@ class PlannedControl(torch.nn.Module):
         self.calls = [0]
         self.current_patcher = ModelPatcher(self, device, device)
         self.compute = Compute(plan, False)
-        self.current_patcher.set_attachments(COMPUTE, self.compute)
+        put_stage(self.current_patcher, COMPUTE, self.compute)
         module.__dict__["forward"] = self
 
     def __deepcopy__(self, memo: dict) -> PlannedControl:

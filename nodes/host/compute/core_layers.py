@@ -197,7 +197,7 @@ def int8_patches(module: torch.nn.Module, decision: LayerPlan, activations: str)
 
 
 def bound_forward(layer: torch.nn.Module, product: type[Bound] = Bound) -> Forward:
-    """Return the forward of a quantized layer with its weight resolved once; the layer's own forward for others."""
+    """Return the forward of a quantized layer with its kernels looked up once; the layer's own forward for others."""
     if is_quantized(layer) and only_multiplies(layer):
         return product(layer).__call__
     return layer.forward

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack
+from typing import cast
 
 import comfy.ldm.modules.attention
 from comfy.model_patcher import ModelPatcher
@@ -18,7 +19,7 @@ from ..comfyui.gate import met_in
 from ..comfyui.layers import modules_of
 from ..comfyui.page import add_to_badge, running_node_id
 from ..replay.call import Call
-from ..replay.interceptor import COMPUTE, Acting, Stage, put_stage, take_stages
+from ..replay.interceptor import COMPUTE, Acting, Stage, put_stage, stage_of
 from .attention import ATTENTIONS, QUANTIZED, chosen_by, function_name, fuses_by_default
 from .core_layers import is_fp8
 from .per_model import PerModel, runs_in
@@ -37,17 +38,13 @@ def set_compute(patcher, plan: ComputePlan) -> "Compute":
     No wrapper is added for a plan that replaces nothing and has no fallback, on a model without fp8 weights.
     """
     compute = Compute(plan, not plan.exchanges and any(map(is_fp8, patcher.model.diffusion_model.modules())))
-    patcher.set_attachments(COMPUTE, compute)
-    if plan.exchanges or plan.fallback or compute.binds:
-        put_stage(patcher, COMPUTE, compute)
-    else:
-        take_stages(patcher, COMPUTE)
+    put_stage(patcher, COMPUTE, compute)
     return compute
 
 
 def planned_on(patcher) -> "Compute | None":
     """Return the plan's executor on a patcher, not its fallback; None without a plan."""
-    return patcher.attachments.get(COMPUTE)
+    return cast("Compute | None", stage_of(patcher, COMPUTE))
 
 
 def compute_of(patcher) -> "Compute | None":
@@ -79,13 +76,14 @@ def quantized_attention(patcher: ModelPatcher) -> str:
 class Compute(Stage):
     """Run the calls of models under one plan. It stores measurements per model, and no reference to the model.
 
-    ``binds``: the plan changes nothing, and the model has fp8 weights, which are looked up once. ``node_id``: the node
-    that made the plan; its badge shows the dtypes in use.
+    ``binds``: the plan changes nothing, and the model has fp8 weights, whose kernels are looked up once. ``node_id``:
+    the node that made the plan; its badge shows the dtypes in use.
     """
 
     def __init__(self, plan: ComputePlan, binds: bool):
         self.plan = plan
         self.binds = binds
+        self.acts = bool(plan.exchanges or plan.fallback or binds)
         self.node_id = running_node_id()
         self.fallback = Compute(plan.fallback, binds) if plan.fallback else None
         self.runs: PerModel[PlannedModel] = PerModel(lambda model: PlannedModel(plan, model, True))

@@ -8,11 +8,12 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 from comfy.model_patcher import ModelPatcher
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ....precision.base.nested import tensors_in
 from ....precision.plan.in_use import PlanInUse
-from ..comfyui.attributes import OVERRIDE, weight_state
+from ..comfyui.attributes import INPUT_SCALE, OVERRIDE, weight_state
+from ..comfyui.kernels import DATA
 from ..comfyui.weights import has_own_forward
 
 KEPT = 4
@@ -51,14 +52,14 @@ class AddsToResults:
 
 
 class ModelRun(Protocol):
-    """State that a wrapper learned of one model. ``modules``: the modules it patches, by name. ``forwards``: ids of the
-    foreign forwards found on these modules when this run was created."""
+    """State that a wrapper learned of one model. ``modules``: the modules it patches, by name. ``found``: what other
+    code had put on these modules when this run was created."""
 
     @property
     def modules(self) -> dict[str, torch.nn.Module]: ...
 
     @property
-    def forwards(self) -> list[int]: ...
+    def found(self) -> list[int]: ...
 
 
 Run = TypeVar("Run", bound=ModelRun)
@@ -78,8 +79,8 @@ class PerModel(Generic[Run]):
 
     Args:
         make: creates the run of a model in its present state.
-        settings: extra cache key of a ModelPatcher, compared for equality. Patches of weights, active hooks and the
-            foreign forwards on the run's modules are always part of the key.
+        settings: extra cache key of a ModelPatcher, compared for equality. Patches of weights, active hooks and what
+            other code put on the run's modules are always part of the key.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class PerModel(Generic[Run]):
 
     def _found(self, model: torch.nn.Module) -> Run:
         runs, state = self._runs.setdefault(model, []), self._state(model)
-        alike = (kept for kept in runs if kept.state == state and kept.run.forwards == forwards_on(kept.run.modules))
+        alike = (kept for kept in runs if kept.state == state and kept.run.found == put_on(kept.run.modules))
         kept = next(alike, None) or _Kept(state, self._make(model))
         if model.current_patcher is not None:  # detached from its last patcher, as between two prompts
             kept.branches.add(self._branch(model.current_patcher))
@@ -137,11 +138,18 @@ class PerModel(Generic[Run]):
         return None if alone else weight_state(model), hooks_of(current), *self._settings(current)
 
 
-def forwards_on(modules: dict[str, torch.nn.Module]) -> list[int]:
-    """Return ids of the forwards that modules did not get from their classes: those of an outer wrapper, or of a LoRA
-    in bypass mode (comfy/weight_adapter/bypass.py)."""
+def put_on(modules: dict[str, torch.nn.Module]) -> list[int]:
+    """Return ids of what other code put on modules, by which a run chooses their forwards: forwards that they did not
+    get from their classes, of an outer wrapper or of a LoRA in bypass mode (comfy/weight_adapter/bypass.py), and scales
+    for their inputs (``pre_quant_scale``)."""
     exchanged = [module for module in modules.values() if "forward" in module.__dict__]
-    return [id(module.__dict__["forward"]) for module in exchanged if has_own_forward(module)]
+    scaled = [
+        id(module)
+        for module in modules.values()
+        # Looked up as nn.Module does: ``hasattr`` for a name that is not there takes ten times as long.
+        if INPUT_SCALE in module._parameters or INPUT_SCALE in module._buffers or INPUT_SCALE in module.__dict__
+    ]
+    return [*scaled, *(id(module.__dict__["forward"]) for module in exchanged if has_own_forward(module))]
 
 
 def hooks_of(patcher) -> weakref.ref | None:
@@ -151,7 +159,7 @@ def hooks_of(patcher) -> weakref.ref | None:
 
 
 _count = itertools.count()
-_numbers = WeakTensorKeyDictionary()
+_numbers = WeakIdKeyDictionary()
 _patches_known: weakref.WeakKeyDictionary[ModelPatcher, tuple] = weakref.WeakKeyDictionary()
 
 
@@ -174,7 +182,11 @@ def patches_of(patcher: ModelPatcher) -> int:
     return known[1]
 
 
-def _number_of(patch) -> int:
-    """Return a number unique to a patch's tensors; ids of objects are reused after a LoRA is freed."""
+def _number_of(patch) -> tuple[int, int]:
+    """Return what tells a patch's tensors from others: a number of their storage, and the place in it. Ids of objects
+    are reused after a LoRA is freed, and a weak reference to a tensor forbids ``torch.utils.swap_tensors``."""
     tensors = tensors_in([getattr(patch, "weights", patch)])
-    return _numbers.setdefault(tensors[0], next(_count)) if tensors else id(patch)
+    if not tensors:
+        return id(patch), 0
+    first = getattr(tensors[0], DATA, tensors[0])  # a quantized tensor has no storage of its own
+    return _numbers.setdefault(first.untyped_storage(), next(_count)), first.storage_offset()

@@ -28,7 +28,7 @@ from ..replay.call import Call
 from ..replay.model_compiler import compiler_off
 from .attention import attending, fuses_by_default, in_one_dtype, kernels_of, scores_in_fp32
 from .core_layers import PlannedLayers, bound_forward, holds_sums, int8_patches, is_unpacked
-from .per_model import forwards_on
+from .per_model import put_on
 from .ruled_attention import RuledAttention
 
 logger = logging.getLogger("halfsafe.compute")
@@ -37,7 +37,8 @@ logger = logging.getLogger("halfsafe.compute")
 class PlannedModel(CalibratedActing):
     """Run the calls of a model of ComfyUI under a plan, and record their modes and ranges.
 
-    ``binds``: fp8 layers without a decision, whose weights ComfyUI unpacks in each call, have them looked up once.
+    ``binds``: fp8 layers without a decision, whose weights ComfyUI unpacks in each call, have their kernels looked up
+    once.
     ``is_in_fp32``: all values between layers are fp32, which a caller's autocast would round to 16 bit.
     """
 
@@ -46,7 +47,7 @@ class PlannedModel(CalibratedActing):
         decided = {name: module for name, module in named.items() if name in plan.decisions}
         follow = {name: module for name, module in named.items() if name not in decided and is_unpacked(module)}
         self.modules = {**decided, **follow} if binds else decided
-        self.forwards = forwards_on(self.modules)
+        self.found = put_on(self.modules)
         self.plan = plan
         self.is_in_fp32 = plan.is_safe
         self._safe, self._mixes = plan.is_safe, plan.mixes_fp32_in  # a graph breaks where it reads the plan's mappings

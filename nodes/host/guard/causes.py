@@ -31,10 +31,10 @@ from ....precision.guard.inputs import (
 )
 from ....precision.guard.localize import Origin
 from ....precision.guard.verdicts import CONTROL_ADVICE
-from ....precision.plan.choice import ATTACHMENT
 from ..comfyui.attributes import BIAS_FUNCTIONS, WEIGHT_FUNCTIONS, casts_weights
 from ..comfyui.code_owner import code_owner
 from ..comfyui.layers import DIFFUSION_MODEL
+from ..comfyui.model_facts import record_of
 from ..comfyui.page import running_prompt
 from ..comfyui.weights import dequantized, weights_of
 from ..load.files import open_model
@@ -257,7 +257,7 @@ def _patch_tensors(patch: tuple) -> list[torch.Tensor]:
 
 
 def _file_of(patcher) -> str:
-    record = patcher.attachments.get(ATTACHMENT)
+    record = record_of(patcher)
     if record:
         return record.file
     arguments = (patcher.cached_patcher_init or (None, ()))[1]

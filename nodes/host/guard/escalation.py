@@ -222,8 +222,8 @@ class Guarded:
         return self.layers.modules if self.layers else {}
 
     @property
-    def forwards(self) -> list[int]:
-        return self.layers.forwards if self.layers else []
+    def found(self) -> list[int]:
+        return self.layers.found if self.layers else []
 
     def grow(self, plan: PlanInUse) -> None:
         """Run under this plan from now on."""

@@ -5,6 +5,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from comfy.model_patcher import ModelPatcher
@@ -32,7 +33,7 @@ from ..comfyui.page import notifier, place_of, running_node_id, running_prompt_i
 from ..compute.executor import planned_on
 from ..compute.per_model import PerModel, branch_of
 from ..replay.call import Call
-from ..replay.interceptor import GUARD, Run, Stage, put_stage, take_stages
+from ..replay.interceptor import GUARD, Run, Stage, put_stage, stage_of, take_stages
 from ..replay.restart import Sampling
 from .causes import sampler_inputs
 from .clamps import hiding_is_seen
@@ -53,7 +54,7 @@ def with_guard(patcher, on_nan: OnNan, max_retries: int, node_id: str | None = N
     ``check``: makes the comparison of a call with fp32 (``check.drift.checking``).
     """
     clone = patcher.clone()
-    _put(clone, Guard(on_nan, max_retries, node_id, check))
+    put_stage(clone, GUARD, Guard(on_nan, max_retries, node_id, check))
     return clone
 
 
@@ -63,21 +64,14 @@ def look_at_results(patcher: ModelPatcher) -> None:
     guard, compute = guard_of(patcher), planned_on(patcher)
     if guard and guard.on_nan != OFF:
         return
-    if guard:
-        take_stages(patcher, GUARD)
-        del patcher.attachments[GUARD]
+    take_stages(patcher, GUARD)
     if compute and compute.fallback:
-        _put(patcher, Guard(OFF, 0, running_node_id()))
-
-
-def _put(patcher: ModelPatcher, guard: "Guard") -> None:
-    put_stage(patcher, GUARD, guard)
-    patcher.set_attachments(GUARD, guard)
+        put_stage(patcher, GUARD, Guard(OFF, 0, running_node_id()))
 
 
 def guard_of(patcher) -> "Guard | None":
     """Return the guard on a patcher; None for a patcher without a guard."""
-    return patcher.attachments.get(GUARD)
+    return cast("Guard | None", stage_of(patcher, GUARD))
 
 
 class Guard(Stage):

@@ -17,19 +17,19 @@ from ....precision.devices.memory import require_memory
 from ....precision.formats.checkpoint import read_checkpoint
 from ....precision.formats.comfy_format import made_here, tensors_made
 from ....precision.plan.auto import UNQUANTIZED, why_int8_is_slow
-from ....precision.plan.choice import ATTACHMENT, Choice
+from ....precision.plan.choice import Choice
 from ....precision.plan.layers import plan_storage, require_held
+from ....precision.plan.load import ModelPlan
 from ....precision.plan.nvfp4 import nvfp4_doubts
 from ....precision.plan.rules import Rules
 from ....precision.plan.storage import quantized_bytes
 from ....precision.report.result import IN_INT8, Result
-from ..comfyui.execution import is_compiled
+from ..comfyui.execution import is_compiled, is_on_several_devices
 from ..comfyui.layers import DIFFUSION_MODEL, activation_dtype, layers_of
-from ..comfyui.model_facts import bytes_by_storage, held_storages, model_facts
-from ..replay.interceptor import LOW_RANK
+from ..comfyui.model_facts import bytes_by_storage, held_storages, model_facts, record_of
 from .devices import compute_device, current_device, device_at, free_host_memory, quantizing_device
 from .identity import metadata_of, source_path_of
-from .models import attach, load_weights
+from .models import attach, load_onto
 from .save import plan_live_weights
 from .tensors import byte_progress
 
@@ -75,20 +75,14 @@ def quantized_at_hand(
         tensors = dict(tensors_made(made, lambda _, done: progress(done)))
     checkpoint = read_checkpoint(tensors, metadata_of(patcher, None, None), name)
     computed = cast(ComputeOption, name_of(activation_dtype(patcher)))
-    loaded = load_weights(checkpoint, "as_file", computed, Rules(), disable_dynamic=disable_dynamic)
-    clone = patcher.clone(model_override=(loaded.model, ({}, {}, {}, set())))
-    clone.__class__ = type(loaded)
-    clone.patches = {}
-    clone.patches_uuid = loaded.patches_uuid
-    clone.parent = None
-    clone.size = 0  # ComfyUI counts it anew; its clone has the size of the model that came in
+    clone = load_onto(patcher, checkpoint, "as_file", computed, Rules(), disable_dynamic=disable_dynamic)
+    clone.patches = {}  # merged
     clone.cached_patcher_init = (_again, (patcher, storage, rules))
-    clone.injections.pop(LOW_RANK, None)
     texts: list[str] = [Message("{0} layers were quantized to {1}, {2}.", len(new), storage, size_text(size))]
     texts += [Message("The patches of {0} weights were merged.", patched)] if patched else []
     texts += nvfp4_doubts(weights.shapes, plans.values())
     text = joined(texts)
-    attach(clone, replace(loaded.attachments[ATTACHMENT], storage=Choice(storage, storage, text)))
+    attach(clone, replace(cast(ModelPlan, record_of(clone)), storage=Choice(storage, storage, text)))
     return clone, text
 
 
@@ -128,7 +122,9 @@ def _refuse_bound_to_weights(patcher: ModelPatcher) -> None:
 
 def _bound_to_weights(patcher: ModelPatcher) -> list[str]:
     bound = [name for name in patcher.object_patches if name.startswith(DIFFUSION_MODEL)]
-    bound += [name for name in patcher.injections if name != LOW_RANK]
+    bound += [*patcher.injections]
     if is_compiled(patcher):
         bound.append("torch.compile")
+    if is_on_several_devices(patcher):
+        bound.append("MultiGPU")
     return bound

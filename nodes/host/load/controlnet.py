@@ -34,6 +34,7 @@ from ....precision.plan.facts import ModelFacts, file_dtype
 from ....precision.plan.load import ModelPlan
 from ....precision.plan.rules import Rules
 from ..comfyui.attributes import set_control_dtype
+from ..comfyui.model_facts import keep_record
 from ..compute.control import PlannedControl
 from . import detection, models
 from .devices import free_host_memory
@@ -143,7 +144,7 @@ def _plan(
     module.dtype = dtype_named(arithmetic.activation_dtype)  # ComfyUI casts inputs to it (``get_control``)
     set_control_dtype(control, module.dtype)
     planned = PlannedControl(module, arithmetic, module.dtype, control.load_device)
-    planned.current_patcher.set_attachments(models.ATTACHMENT, plan)
+    keep_record(planned.current_patcher, plan)
     models.tell(plan, arithmetic.choice)
     return LoadedControl(type(module).__name__, plan, planned)
 

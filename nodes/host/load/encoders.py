@@ -16,6 +16,7 @@ import folder_paths
 import nodes
 import torch
 from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import CallbacksMP
 from comfy.sd import CLIP, VAE
 
 from ....precision.arithmetic.casting import promoting
@@ -46,6 +47,7 @@ VISION = re.compile(r"(^|\.)(visual|vision_\w+|audio_(model|projector)|multi_mod
 """Parts of a text encoder that texts do without."""
 ENCODER = re.compile(r"^(encoder|quant_conv)\.")
 """Parts of a VAE that decoding does without."""
+PROMOTED = "halfsafe.promoted"
 VAE_CALLS = ("decode", "encode", "decode_tiled", "encode_tiled")
 """The methods of a VAE's module that ComfyUI's ``VAE`` and nodes call."""
 
@@ -223,9 +225,17 @@ def vae_in(vae: VAE, dtype: torch.dtype) -> VAE:
     clone.patcher.set_model_compute_dtype(dtype)
     # ComfyUI casts the weights of its own operations alone, and not those with parameters below them (``_load_list`` in
     # comfy/model_patcher.py), such as convolutions with a weight norm; SeedVR2's code casts to its weights' dtype.
-    for name in VAE_CALLS:
-        if hasattr(vae.first_stage_model, name):
-            method = vae.patcher.get_model_object(name)
-            clone.patcher.add_object_patch(name, promoting(method, casts=dtype != torch.float32))
+    promoted = functools.partial(promoting, casts=dtype != torch.float32)
+    calls = [name for name in VAE_CALLS if hasattr(vae.first_stage_model, name)]
+    for name in calls:
+        clone.patcher.add_object_patch(name, promoted(vae.patcher.get_model_object(name)))
+
+    def on_other_weights(patcher: ModelPatcher, made: ModelPatcher) -> None:
+        # For another device ComfyUI clones a patcher onto a model of its own (``deepclone_multigpu`` there).
+        if made.model is not patcher.model:
+            for name in calls:
+                made.add_object_patch(name, promoted(getattr(made.model, name)))
+
+    clone.patcher.add_callback_with_key(CallbacksMP.ON_CLONE, PROMOTED, on_other_weights)
     clone.vae_dtype = dtype
     return clone

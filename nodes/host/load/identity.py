@@ -16,7 +16,7 @@ from ....precision.files.tensor_file import TensorFile
 from ....precision.formats.card import source_of
 from ....precision.formats.checkpoint import lasting_metadata
 from ....precision.formats.stored_weight import StoredWeight
-from ....precision.plan.choice import ATTACHMENT
+from ..comfyui.model_facts import record_of
 
 # Modules of a model outside its denoiser -> their names in a file; get_model of Stable Audio 1 and 3 and of Stable
 # Zero123 (comfy/supported_models.py) reads them there.
@@ -83,7 +83,7 @@ def source_of_model(patcher: ModelPatcher) -> dict[str, object]:
 
 def source_path_of(patcher: ModelPatcher) -> str:
     """Return the path of the file that a model was loaded from; "" if it is not known."""
-    record = patcher.attachments.get(ATTACHMENT)
+    record = record_of(patcher)
     path = record.file if record else next(iter((patcher.cached_patcher_init or (None, ()))[1]), None)
     return path if isinstance(path, str) else ""
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import comfy.ops
 import comfy.quant_ops
@@ -19,7 +19,7 @@ from ....precision.base.dtypes import dtype_named
 from ....precision.base.errors import CheckpointError
 from ....precision.base.options import ComputeOption, StorageOption
 from ....precision.formats.checkpoint import Checkpoint
-from ....precision.plan.choice import ATTACHMENT, Choice
+from ....precision.plan.choice import Choice
 from ....precision.plan.compute import weight_dtype
 from ....precision.plan.facts import ModelFacts
 from ....precision.plan.layers import LoadTarget
@@ -33,9 +33,9 @@ from ..comfyui.attributes import (
     hold_in_dtype,
     quantization_format,
 )
-from ..comfyui.model_facts import held_storages
+from ..comfyui.model_facts import held_storages, keep_record, record_of
 from ..comfyui.weights import NORMS
-from ..compute.executor import set_compute
+from ..compute.executor import Compute, planned_on, set_compute
 from ..lora.patcher import keep_low_rank_unmerged
 from .detection import detect_model
 from .devices import (
@@ -53,6 +53,12 @@ CONNECTOR = re.compile(r"^(audio|video)_embeddings_connector\.")
 """Parts of LTX-2 that some publishers put into a file for its text encoder, which runs them
 (``enable_compat_mode`` in comfy/text_encoders/lt.py)."""
 CONNECTED = "a text encoder without them gives NaN"
+OF_WEIGHTS = (
+    "size", "parent", "patches_uuid", "force_cast_weights", "is_injected", "current_hooks", "hook_backup",
+    "hook_patches_backup", "cached_hook_patches", "clone_base_uuid", "is_multigpu_base_clone", "cached_patcher_init",
+)  # fmt: skip
+"""What a ModelPatcher carries of the weights that it patches, beside the model and the backups of ``model_override``:
+``clone`` of comfy/model_patcher.py copies it, because its clones have the same weights."""
 logger = logging.getLogger("halfsafe")
 
 
@@ -69,7 +75,7 @@ def load_diffusion_model(
     """
     patcher = load_weights(open_model(path), storage, compute, rules, whole, disable_dynamic)
     # A clone that is loaded again has this record, though ``auto`` might choose another storage then.
-    chosen = patcher.attachments[ATTACHMENT].storage.used
+    chosen = cast(ModelPlan, record_of(patcher)).storage.used
     patcher.cached_patcher_init = (load_diffusion_model, (path, chosen, compute, rules, whole))
     return patcher
 
@@ -188,9 +194,32 @@ def hold_norms_in_fp32(modules: Iterable[torch.nn.Module]) -> None:
                     hold_in_dtype(module, name, torch.float32)
 
 
+def load_onto(
+    patcher: ModelPatcher, checkpoint: Checkpoint, storage: StorageOption, compute: ComputeOption, rules: Rules,
+    whole: bool = False, disable_dynamic: bool = False,
+) -> ModelPatcher:  # fmt: skip
+    """Make a model of other weights of the same architecture, and clone a patcher onto it; see :func:`load_weights`.
+
+    What nodes set on a patcher is the clone's: patches, hooks, wrappers, options. What belongs to weights
+    (``OF_WEIGHTS``), the class that loads and patches them, the dtype they are cast to, the record of their load and
+    their compute plan are those of the new model. It is static if ``patcher`` is.
+    """
+    made = load_weights(checkpoint, storage, compute, rules, whole, disable_dynamic or not patcher.is_dynamic())
+    clone = patcher.clone(disable_dynamic=not made.is_dynamic(), model_override=made.get_clone_model_override())
+    clone.__class__ = type(made)  # another pack's class, such as ComfyUI-GGUF's, knows its own weights alone
+    for name in OF_WEIGHTS:
+        if name in vars(made):
+            setattr(clone, name, getattr(made, name))
+    clone.object_patches.pop(CAST_DTYPE, None)
+    keep_record(clone, cast(ModelPlan, record_of(made)))
+    set_compute(clone, cast(Compute, planned_on(made)).plan)
+    keep_low_rank_unmerged(clone)
+    return clone
+
+
 def attach(patcher: ModelPatcher, plan: ModelPlan, compute: Choice | None = None) -> None:
     """Attach the plan of a load to its model, log it, and keep LoRAs out of 8-bit weights."""
-    patcher.set_attachments(ATTACHMENT, plan)
+    keep_record(patcher, plan)
     keep_low_rank_unmerged(patcher)
     tell(plan, compute)
 

@@ -20,7 +20,7 @@ import comfy.model_base
 import comfy.utils
 import torch
 from comfy.model_patcher import ModelPatcher
-from comfy.patcher_extension import CallbacksMP, PatcherInjection
+from comfy.patcher_extension import PatcherInjection
 
 from ....precision.arithmetic.calibration import until_it_stands
 from ....precision.base.dtypes import name_of
@@ -38,7 +38,7 @@ from ..comfyui.weights import calling_layers, dequantized, is_divided_by_zero, i
 from ..compute.executor import Compute, compute_of
 from ..compute.per_model import AddsToResults
 from ..replay.call import Call
-from ..replay.interceptor import LOW_RANK, Acting, Stage, put_stage
+from ..replay.interceptor import LOW_RANK, Acting, Stage, put_stage, stage_of
 from .low_rank import (
     LowRankModel,
     SortedPatches,
@@ -77,6 +77,12 @@ class AddsLowRank(AddsToResults):
     _all_patches: dict | None = None
     _strengths: tuple[tuple, dict] | None = None
     _low_rank: ModelPatcher | None = None
+
+    def clone(self, *args, **kwargs):
+        clone = super().clone(*args, **kwargs)
+        if not isinstance(clone, AddsLowRank):  # a static clone of a dynamic model is of ComfyUI's own class
+            clone.__class__ = _extended(type(clone))  # type: ignore[arg-type]  # a class is hashable
+        return clone
 
     def sorted_patches(self) -> SortedPatches:
         """Sort the patches of 8-bit weights; anew where patches were added, and not while weights are loaded."""
@@ -309,33 +315,33 @@ class AddsLowRank(AddsToResults):
 
 def has_low_rank(given: object) -> TypeGuard[AddsLowRank]:
     """True if a patcher adds LoRAs to results."""
-    return isinstance(given, AddsLowRank) and given.low_rank_patcher() is not None
+    return keeps_low_rank_unmerged(given) and given.low_rank_patcher() is not None
+
+
+def keeps_low_rank_unmerged(given: object) -> TypeGuard[AddsLowRank]:
+    """True if a patcher leaves LoRAs out of 8-bit weights, and adds them to results."""
+    return isinstance(given, AddsLowRank) and (LOW_RANK in given.injections or stage_of(given, LOW_RANK) is not None)
 
 
 def keep_low_rank_unmerged(patcher: ModelPatcher) -> None:
-    """Make a patcher and all of its later clones add LoRAs of 8-bit weights to results.
+    """Make a patcher and all of its later clones add LoRAs of 8-bit weights to results, instead of merging them.
 
+    The class leaves them out of the weights; the stage, of a text encoder the injection, adds them. A clone has both.
     ``patcher``: a clone, or of a model just loaded.
     """
-    if isinstance(patcher, AddsLowRank) or not any(
+    if keeps_low_rank_unmerged(patcher) or not any(
         is_8bit_matrix(module) or is_quantized(module) for module in patcher.model.modules()
     ):
         return
-    _extend(patcher)
+    if not isinstance(patcher, AddsLowRank):
+        patcher.__class__ = _extended(type(patcher))  # type: ignore[arg-type]
     if patcher.patches or patcher.hook_patches:
         # They are merged into the weights where a clone of ComfyUI's class is loaded, which has the same uuid.
         patcher.patches_uuid = uuid.uuid4()
-    # A static clone of a dynamic model is of ComfyUI's own class.
-    patcher.add_callback_with_key(CallbacksMP.ON_CLONE, LOW_RANK, lambda _, clone: _extend(clone))
     if isinstance(patcher.model, comfy.model_base.BaseModel):
         put_stage(patcher, LOW_RANK, LowRankStage())
     else:  # ComfyUI calls text encoders past all wrappers (``encode_from_tokens`` in comfy/sd.py).
         patcher.set_injections(LOW_RANK, [PatcherInjection(_inject, _eject)])
-
-
-def _extend(patcher: ModelPatcher) -> None:
-    if not isinstance(patcher, AddsLowRank):
-        patcher.__class__ = _extended(type(patcher))  # type: ignore[arg-type]  # a class is hashable
 
 
 @functools.cache
@@ -496,7 +502,7 @@ def low_rank_reasons(patcher: ModelPatcher) -> dict[str, str]:
     """Return by layer what was done with the patches of its 8-bit weight, and how many do not fit its weight."""
     texts: dict[str, str] = {}
     unfit = dict(_unfit(patcher))
-    if isinstance(patcher, AddsLowRank):
+    if keeps_low_rank_unmerged(patcher):
         patches = patcher.sorted_patches()
         added = "LoRAs added to the layer's output: {0}"
         texts = {key: Message(added, len(of_key)) for key, of_key in patches.low_rank.items()}

@@ -49,6 +49,7 @@ state and creates another run.
 AROUND_SAMPLING = (REPORT, LOW_RANK, GUARD, COMPUTE)
 """The stages around a sampler's run, outermost first. If several change how a text becomes conditions
 (``execution.conditions_through``), the first one set runs last: LoRAs are innermost in this case too."""
+STAGES = tuple(dict.fromkeys((GUARD, *IN_CALLS, *AROUND_SAMPLING)))
 
 RUNS_AGAIN = (
     "Train LoRA's gradient_checkpointing runs layers again in the backward pass, where NaN Guard's higher precision "
@@ -89,7 +90,12 @@ class Acting:
 
 
 class Stage:
-    """Part of one Halfsafe node around the calls of a model and around a sampler's run; the base class does nothing."""
+    """Part of one Halfsafe node around the calls of a model and around a sampler's run; the base class does nothing.
+
+    ``acts``: False for a stage that changes no call; a patcher that has only such stages has no wrapper.
+    """
+
+    acts = True
 
     def around_call(self, run: Run, call: Call) -> torch.Tensor:
         """Run a call with ``run``, which may be called several times. Only the guard overrides this."""
@@ -174,17 +180,27 @@ def interceptor_of(patcher: ModelPatcher) -> Interceptor:
     return found[0] if found else Interceptor({})
 
 
+def stage_of(patcher: ModelPatcher, name: str) -> Stage | None:
+    """Return the stage of a patcher with this name, also one that does not act; None without it."""
+    return patcher.attachments.get(name)
+
+
 def put_stage(patcher: ModelPatcher, name: str, stage: Stage) -> None:
     """Add a stage to a patcher; it replaces a stage with the same name."""
-    _put(patcher, {**interceptor_of(patcher).stages, name: stage})
+    patcher.set_attachments(name, stage)
+    _wrap(patcher)
 
 
 def take_stages(patcher: ModelPatcher, *names: str) -> None:
     """Remove the stages with these names from a patcher."""
-    _put(patcher, {name: stage for name, stage in interceptor_of(patcher).stages.items() if name not in names})
+    for name in names:
+        patcher.attachments.pop(name, None)
+    _wrap(patcher)
 
 
-def _put(patcher: ModelPatcher, stages: Mapping[str, Stage]) -> None:
+def _wrap(patcher: ModelPatcher) -> None:
+    """Put one interceptor of all stages that act around a patcher's calls; none without such a stage."""
+    stages = {name: stage for name in STAGES if (stage := stage_of(patcher, name)) and stage.acts}
     interceptor = Interceptor(stages)
     for kind, wrapper in ((WrappersMP.APPLY_MODEL, interceptor), (WrappersMP.OUTER_SAMPLE, interceptor.sampling)):
         patcher.remove_wrappers_with_key(kind, HALFSAFE)

@@ -15,12 +15,11 @@ from ....precision.base.dtypes import name_of
 from ....precision.base.message import messages_in
 from ....precision.base.modes import INT8, MODES
 from ....precision.plan.auto import UNQUANTIZED, missing_kernels
-from ....precision.plan.choice import ATTACHMENT
 from ....precision.plan.compute import WEIGHTS_FOR
 from ..accumulation.executor import accumulation_of
 from ..comfyui.gate import met_in
 from ..comfyui.layers import matrix_layers, modules_of
-from ..comfyui.model_facts import storage_of, storages
+from ..comfyui.model_facts import record_of, storage_of, storages
 from ..comfyui.page import encoder_reports, send_report
 from ..compute.executor import compute_of
 from ..compute.layer_modes import compute_name
@@ -57,7 +56,7 @@ def met_words(model) -> list[str]:
 def model_ui(model, *more: str | None) -> dict[str, list]:
     """Make the ui output of a node that gives out a model: its badge, the rules that match no layer, and why the model
     does not compute in the fp16 that it came in."""
-    record = model.attachments.get(ATTACHMENT)
+    record = record_of(model)
     compute = compute_of(model)
     idle = list(record.without_effect) if record else []
     instead = []

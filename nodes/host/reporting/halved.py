@@ -1,6 +1,7 @@
 """What loaded weights take, measured in the tensors in memory, beside what they took."""
 
 from collections import Counter
+from typing import cast
 
 import torch
 from comfy.controlnet import ControlNet
@@ -10,12 +11,11 @@ from ....precision.base.dtypes import QUANTIZED_NAMES
 from ....precision.base.message import Message, joined
 from ....precision.base.text import size_text
 from ....precision.plan.auto import UNQUANTIZED
-from ....precision.plan.choice import ATTACHMENT
 from ....precision.plan.layers import why_not_quantized
 from ....precision.plan.load import ModelPlan
 from ....precision.report import result
 from ....precision.report.result import GOOD, WARN, Result
-from ..comfyui.model_facts import held_bytes, storage_of
+from ..comfyui.model_facts import held_bytes, record_of, storage_of
 from ..load.controlnet import loaded_control
 from ..load.halving import LEAST
 
@@ -29,7 +29,7 @@ def memory_ui(file: str, *loaded: ModelPatcher) -> dict[str, tuple[str]]:
 
     ``file``: what was loaded; ``loaded``: the models in it. Empty where no 8 bits were asked for.
     """
-    records = [patcher.attachments[ATTACHMENT] for patcher in loaded]
+    records = [cast(ModelPlan, record_of(patcher)) for patcher in loaded]
     if not any(_is_asked(record) for record in records):
         return {}
     below = sum(record.below_16_bit for record in records)

@@ -14,7 +14,6 @@ from ....precision.base.modes import FP16_ACC16, FP32, INT8
 from ....precision.formats.checkpoint import dialect_text
 from ....precision.plan.accumulation import EXACT_SUMS
 from ....precision.plan.auto import missing_kernels, why_int8_is_slow
-from ....precision.plan.choice import ATTACHMENT
 from ....precision.plan.compute import WEIGHTS_FOR
 from ....precision.plan.load import ModelPlan
 from ....precision.report.schema import (
@@ -33,7 +32,7 @@ from ..comfyui.attributes import kernel_of_file
 from ..comfyui.gate import met_in
 from ..comfyui.kernels import DEQUANTIZED
 from ..comfyui.layers import activation_dtype, layers_of, matrix_layers, modules_of
-from ..comfyui.model_facts import bytes_by_storage, foreign_layers, parameter_count, storage_of
+from ..comfyui.model_facts import bytes_by_storage, foreign_layers, parameter_count, record_of, storage_of
 from ..compute.attention import ATTENTIONS, KITCHEN
 from ..compute.executor import Compute, compute_of, quantized_attention
 from ..compute.layer_modes import is_called_in_fp32, layer_kernels, observed_modes_of, stream_dtype
@@ -74,7 +73,7 @@ def report_of(patcher: ModelPatcher, encoders: Sequence[EncoderReport] = ()) -> 
 
     ``encoders``: what the guards of VAEs and text encoders have reported in the same prompt.
     """
-    record, compute = patcher.attachments.get(ATTACHMENT), compute_of(patcher)
+    record, compute = record_of(patcher), compute_of(patcher)
     layers, reasons = _layers(patcher)
     for name, reason in low_rank_reasons(patcher).items():
         reasons.setdefault(name, []).append(reason)
@@ -114,7 +113,7 @@ def report_of(patcher: ModelPatcher, encoders: Sequence[EncoderReport] = ()) -> 
 
 def _layers(patcher: ModelPatcher) -> tuple[list[LayerReport], Reasons]:
     """Report on each layer, and list the reasons of its storage, mode and sums; a choice without one gives no text."""
-    record, compute = patcher.attachments.get(ATTACHMENT), compute_of(patcher)
+    record, compute = record_of(patcher), compute_of(patcher)
     modes, stream = observed_modes_of(patcher), name_of(stream_dtype(patcher))
     not_called = compute.not_called(patcher) if compute else frozenset()
     scales = compute.input_scales(patcher) if compute else {}

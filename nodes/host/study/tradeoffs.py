@@ -22,7 +22,6 @@ from ....precision.base.message import Message, ended
 from ....precision.formats.checkpoint import Checkpoint
 from ....precision.formats.layer_plan import AS_FILE, LayerPlan
 from ....precision.plan.auto import UNQUANTIZED
-from ....precision.plan.choice import ATTACHMENT
 from ....precision.plan.compute import SAFE
 from ....precision.plan.facts import file_dtype, multiplies
 from ....precision.plan.goal import SUMS
@@ -32,19 +31,16 @@ from ....precision.plan.rules import Rules, rules_from
 from ....precision.study.sensitivity import snr_db
 from ....precision.study.tradeoffs import Measurements, Setting, Tradeoff, why_not
 from ..accumulation.executor import with_accumulation
-from ..comfyui.attributes import CAST_DTYPE
 from ..comfyui.execution import is_on_several_devices, is_oom
-from ..comfyui.model_facts import bytes_by_storage, held_storages, model_facts, storages
+from ..comfyui.model_facts import bytes_by_storage, held_storages, model_facts, record_of, storages
 from ..comfyui.page import show_progress
-from ..compute.executor import compute_of, set_compute
 from ..guard.planned import with_compute
 from ..load.devices import current_device, free_device_memory
 from ..load.files import open_model
 from ..load.identity import metadata_of
-from ..load.models import load_diffusion_model, load_weights
+from ..load.models import load_diffusion_model, load_onto
 from ..load.save import BYPASS, LiveWeights
 from ..load.tensors import advancing
-from ..lora.patcher import keep_low_rank_unmerged
 from ..replay.interceptor import ANALYSIS
 from ..reporting.report import report_of
 from .sampling import bare_clone, sample
@@ -124,12 +120,12 @@ def _on_weights_of_file(patcher: ModelPatcher) -> tuple[ModelPatcher, bool]:
         return patcher, False
     if _is_as_in_file(patcher, checkpoint):
         return patcher, True
-    return _on_other_weights(patcher, load_weights(checkpoint, AS_FILE, "auto", rules_from(), whole)), True
+    return _on_other_weights(patcher, checkpoint, AS_FILE, "auto", rules_from(), whole), True
 
 
 def _is_as_in_file(patcher: ModelPatcher, checkpoint: Checkpoint) -> bool:
     """True if a model holds the weights of its file as they are there: of another loader by storage and size."""
-    if record := patcher.attachments.get(ATTACHMENT):
+    if record := record_of(patcher):
         return not record.asked
     inside = [weight for name, weight in checkpoint.weights.items() if name.startswith(checkpoint.prefix)]
     quantized = {weight.storage for weight in inside if weight.quantized}
@@ -214,10 +210,10 @@ def _clear_device() -> None:
 def _prepared(patcher: ModelPatcher, setting: Setting) -> tuple[ModelPatcher, str]:
     bare, plan = bare_clone(patcher), _planned(patcher, setting)
     if _is_held(patcher, plan):
-        record = patcher.attachments.get(ATTACHMENT)
+        record = record_of(patcher)
         return with_compute(bare, setting.compute, Rules()), record.storage.used if record else AS_FILE
     wanted = plan.storage.used
-    return _on_other_weights(bare, load_weights(_checkpoint(patcher), wanted, setting.compute, rules_from())), wanted
+    return _on_other_weights(bare, _checkpoint(patcher), wanted, setting.compute, rules_from()), wanted
 
 
 def _is_held(patcher: ModelPatcher, plan: ModelPlan) -> bool:
@@ -251,17 +247,12 @@ def _checkpoint(patcher: ModelPatcher) -> Checkpoint:
     return Checkpoint(name, ("loaded",), metadata, weights, [])
 
 
-def _on_other_weights(patcher: ModelPatcher, fresh: ModelPatcher) -> ModelPatcher:
-    """Clone a patcher, LoRAs and all, onto another model of its architecture, without patches of single modules."""
+def _on_other_weights(patcher: ModelPatcher, *weights) -> ModelPatcher:
+    """Clone a patcher, LoRAs and all, onto another model of its architecture, without patches of single modules.
+    ``weights``: see ``load_onto``."""
     if BYPASS in patcher.injections:
         raise HalfsafeError("A bypass LoRA works on the loaded weights only: measure without it.")
-    clone = patcher.clone(model_override=fresh.get_clone_model_override())
-    for name in [name for name in clone.object_patches if name.startswith(("diffusion_model", CAST_DTYPE))]:
+    clone = load_onto(patcher, *weights)
+    for name in [name for name in clone.object_patches if name.startswith("diffusion_model")]:
         del clone.object_patches[name]
-    clone.force_cast_weights = fresh.force_cast_weights
-    clone.size = fresh.model_size()
-    clone.cached_patcher_init = None
-    clone.set_attachments(ATTACHMENT, fresh.attachments[ATTACHMENT])
-    set_compute(clone, compute_of(fresh).plan)
-    keep_low_rank_unmerged(clone)
     return clone

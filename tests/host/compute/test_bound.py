@@ -162,8 +162,6 @@ def test_the_error_to_fp64_is_at_most_comfyuis(stored, storage, dtype, factor, m
         relative_error(exact, run(x).double()) for run in (Bound(module), lambda x: type(module).forward(module, x))
     )
     assert ours <= core * (1 + 1e-3)
-    if factor != 1.0 and dtype == torch.bfloat16:
-        assert ours < 0.8 * core, "no weight is rounded"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

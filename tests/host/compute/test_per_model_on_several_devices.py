@@ -8,7 +8,8 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from support import families
+from comfy.sd import load_lora_for_models
+from support import families, model_files
 from support.guarding import guarded, report_of
 from support.matmul_spy import MatmulSpy, differences
 
@@ -115,3 +116,19 @@ def test_the_test_product_is_made_on_each_device(comfy, wan, split, monkeypatch)
     sample(both)
     assert report_of(both).verdict == "device_fault"
     assert [event.op for event in report_of(both).events] == ["matmul"]
+
+
+@pytest.mark.parametrize("storage", ["as loaded", "int8"])
+def test_a_lora_acts_on_both_devices_before_and_behind_the_split(comfy, wan, split, storage):
+    """``as loaded``: quantized by the loader; else by the node Halfsafe, whose result ComfyUI makes again for the other device."""
+    lora = model_files.lora({"blocks.0.ffn.0": (1024, 256), "blocks.1.self_attn.q": (256, 256)}, size=0.5)
+
+    def with_lora(model):
+        return load_lora_for_models(model, None, dict(lora), 1.0, 0.0)[0]
+
+    exact = families.stock(wan, torch.float32)
+    plain, right = sample(exact), sample(with_lora(exact))
+    loaded = exact if storage == "int8" else families.load(comfy, wan, "int8", "bf16")
+    model = comfy.run("HalfsafeAutoPrecision", model=loaded, goal="quality", storage=storage, guard="off")[0]
+    for both in (split(with_lora(model)), with_lora(split(model))):
+        assert error(sample(both), right) < 0.1 * error(plain, right)

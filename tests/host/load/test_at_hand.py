@@ -7,11 +7,13 @@ import json
 import comfy.model_sampling
 import pytest
 import torch
+from comfy import sd
 from comfy.lora import calculate_weight
 from comfy.sd import load_lora_for_models
 from halfsafe.nodes.host.comfyui.layers import matrix_layers
 from halfsafe.nodes.host.comfyui.model_facts import held_bytes, held_storages
 from halfsafe.nodes.host.load import at_hand
+from halfsafe.nodes.host.load.models import OF_WEIGHTS
 from halfsafe.precision.base.errors import HalfsafeError, MemoryShortage, StorageNotHeld
 from halfsafe.precision.base.layers import kind_of
 from halfsafe.precision.formats.registry import FORMAT_OF_STORAGE
@@ -248,6 +250,29 @@ def test_patched_weights_that_stay_in_16_bit_are_counted_before_a_weight_is_made
     for model in (stock, with_lora(stock)):
         halfsafe(comfy, model, "int8", rules=rules)
     assert asked[1] - asked[0] == stock.get_model_object(f"diffusion_model.{kept}.weight").nbytes
+
+
+def test_nothing_of_the_old_weights_is_carried_over(comfy, files) -> None:
+    """ComfyUI's clone copies what belongs to weights, because its clones have the same ones."""
+    stock = families.stock(files("wan"), torch.bfloat16).clone()
+    missing = [name for name in OF_WEIGHTS if name not in vars(stock)]
+    stock.is_injected = True
+    stock.hook_backup["a weight"] = stock.cached_hook_patches["hooks"] = {}
+    model, _ = halfsafe(comfy, stock, "int8")
+    assert missing == [] and model.hook_backup == {} == model.cached_hook_patches and not model.is_injected
+    assert model.clone_base_uuid != stock.clone_base_uuid, "by it ComfyUI unloads a model with its clones"
+
+
+@pytest.mark.parametrize("is_dynamic", [False, True])
+def test_a_model_is_static_if_that_which_came_in_is(comfy, files, monkeypatch, is_dynamic: bool) -> None:
+    stock, made = families.stock(files("wan"), torch.bfloat16), []
+    own = sd.load_diffusion_model_state_dict
+    monkeypatch.setattr(stock, "is_dynamic", lambda: is_dynamic)
+    monkeypatch.setattr(
+        sd, "load_diffusion_model_state_dict", lambda *args, **more: made.append(more) or own(*args, **more)
+    )
+    model, _ = halfsafe(comfy, stock, "int8")
+    assert [more["disable_dynamic"] for more in made] == [not is_dynamic] and packed(model)
 
 
 def test_rules_keep_layers(comfy, files) -> None:

@@ -38,7 +38,14 @@ def unet(models_dir):
     return tiny_models.sd15_unet(models_dir / "diffusion_models" / "control_lora.safetensors")
 
 
+def at_hand(comfy, unet, storage: str):
+    """A model of ComfyUI's loader that the node Halfsafe quantizes."""
+    model = families.stock(unet, torch.float32)
+    return comfy.run("HalfsafeAutoPrecision", model=model, goal="quality", storage=storage, guard="off")[0]
+
+
 @pytest.mark.parametrize(("storage", "bound"), [("int8", 0.05), ("fp8_e4m3fn", 0.1)])
-def test_a_control_lora_gives_what_it_gives_in_fp32(comfy, unet, storage, bound):
-    expected, result = (controlled(load(comfy, unet, stored, "fp32")) for stored in ("fp32", storage))
+@pytest.mark.parametrize("quantized", [load, at_hand])
+def test_a_control_lora_gives_what_it_gives_in_fp32(comfy, unet, quantized, storage, bound):
+    expected, result = (controlled(model) for model in (load(comfy, unet, "fp32"), quantized(comfy, unet, storage)))
     assert relative_error(expected, result) < bound

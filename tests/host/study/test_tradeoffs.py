@@ -231,7 +231,7 @@ def test_a_full_checkpoint_is_read_as_one(comfy, models_dir, monkeypatch, loader
     path, read, real = (
         tiny_models.sd15_checkpoint(models_dir / "checkpoints" / "measured.safetensors", layers=2),
         [],
-        host.load_weights,
+        host.load_onto,
     )
     options = {"storage": "fp8_e4m3fn", "compute": "auto", "clip_storage": "auto", "vae_dtype": "auto"}
     given = (
@@ -239,7 +239,7 @@ def test_a_full_checkpoint_is_read_as_one(comfy, models_dir, monkeypatch, loader
         if loader.startswith("Halfsafe")
         else comfy.core[loader]().load_checkpoint(path.name)[0]
     )
-    monkeypatch.setattr(host, "load_weights", lambda *args: read.append(args[4]) or real(*args))
+    monkeypatch.setattr(host, "load_onto", lambda *args: read.append(args[5]) or real(*args))
     text = [[torch.randn(1, 8, 768, generator=torch.Generator().manual_seed(3)), {}]]
     found, *_ = measured(comfy, given, "as_file/fp32", positive=text)
     assert read == [True] and found.given != found.storage == "fp16" and found.rows[0].snr_db == math.inf
@@ -403,7 +403,7 @@ def test_where_fp32_does_not_fit_the_reference_is_fp16_safe(comfy, model, monkey
 
 
 def test_one_other_model_is_held_at_a_time(comfy, model, monkeypatch):
-    made, real = [], host.load_weights
+    made, real = [], host.load_onto
 
     def load(*args):
         assert [ref for ref in made if ref() is not None] == []
@@ -411,7 +411,7 @@ def test_one_other_model_is_held_at_a_time(comfy, model, monkeypatch):
         made.append(weakref.ref(fresh.model))
         return fresh
 
-    monkeypatch.setattr(host, "load_weights", load)
+    monkeypatch.setattr(host, "load_onto", load)
     measured(comfy, model, "int8/auto", "fp32/fp32", "as_file/bf16", "fp8_e4m3fn/auto")
     assert len(made) == 3 and not any(ref() for ref in made)
 

@@ -89,7 +89,7 @@ def test_every_mode_is_explained(page):
 HOLDERS = {
     "WeakKeyDictionary",
     "WeakSet",
-    "WeakTensorKeyDictionary",
+    "WeakIdKeyDictionary",
     "local",
     "ContextVar",
     "SharedScope",
@@ -129,3 +129,46 @@ def test_state_outside_of_calls_is_listed() -> None:
     }
     found = {*kept_by_modules()}
     assert len(found) > 20 and found == listed, f"missing: {sorted(found - listed)}; gone: {sorted(listed - found)}"
+
+
+OWNERS = {
+    "attachments": {"record_of", "stage_of", "take_stages"},
+    "set_attachments": {"keep_record", "put_stage"},
+    "get_wrappers": {"interceptor_of"},
+    "add_wrapper_with_key": {"_wrap", "_measured", "watch_sampling"},
+    "remove_wrappers_with_key": {"_wrap", "bare_clone"},
+    "set_injections": {"keep_low_rank_unmerged"},
+    "add_callback_with_key": {"vae_in"},
+    "add_object_patch": {"ask_for_plain_products", "vae_in"},
+    "add_weight_wrapper": {"ask_for_plain_products", "zeroed"},
+    "set_model_compute_dtype": {"_planned", "_run_clip", "vae_in"},
+    "__class__": {"keep_low_rank_unmerged", "clone", "load_onto"},
+    "cached_patcher_init": {"load_diffusion_model", "_loaded", "load_vae", "quantized_at_hand"},
+    "patches_uuid": {"keep_low_rank_unmerged"},
+}
+"""What sets a state of a patcher, or reads an attachment or a wrapper -> the functions that do; attributes without a call are assigned."""
+ASSIGNED = {"__class__", "cached_patcher_init", "patches_uuid"}
+
+
+def touching_patchers() -> Iterator[tuple[str, str]]:
+    """(attribute, function or method) of ``OWNERS`` in the product."""
+    for path in (ROOT / "nodes").rglob("*.py"):
+        body = ast.parse(path.read_text("utf-8")).body
+        body += [each for node in body if isinstance(node, ast.ClassDef) for each in node.body]
+        for function in (node for node in body if isinstance(node, ast.FunctionDef)):
+            for node in ast.walk(function):
+                is_touched = isinstance(node, ast.Attribute) and node.attr in OWNERS
+                if is_touched and (node.attr not in ASSIGNED or isinstance(node.ctx, ast.Store)):
+                    yield node.attr, function.name
+
+
+def test_each_state_of_a_patcher_has_its_owner_in_the_table() -> None:
+    found = {attribute: set() for attribute in OWNERS}
+    for attribute, function in touching_patchers():
+        found[attribute].add(function)
+    assert found == OWNERS
+    cells = [row for row in rows("docs/internals/how-a-call-runs.md") if len(row) == 5]
+    named = {name for row in cells for cell in row[2:] for name in re.findall(r"`(\w+)`", cell)}
+    assert sorted(set().union(*OWNERS.values()) - named) == []
+    product = "\n".join(path.read_text("utf-8") for path in (ROOT / "nodes").rglob("*.py"))
+    assert sorted(name for name in named if f"def {name}(" not in product) == []
