@@ -70,7 +70,9 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND")
     described = "show what a model file holds, its problems, and how ComfyUI reads its quantized layers"
     inspect = _command(commands, "inspect", _inspect, described)
-    inspect.add_argument("--values", action="store_true", help="read the values too: NaN, Inf, zeros, out of range")
+    inspect.add_argument(
+        "--values", action="store_true", help="read the values too: NaN, Inf, holes of zeros, out of range"
+    )
     scan = _command(commands, "scan", _inspect, "the same as inspect --values")
     scan.set_defaults(values=True)
     for command in (inspect, scan):

@@ -3,7 +3,7 @@
 import os
 import shlex
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,8 +13,9 @@ from ..base.text import hanging, size_text, wrapped
 from ..devices.hardware import default_device
 from ..files.safetensors_file import open_checkpoint, write_safetensors
 from ..files.tensor_file import TensorFile
+from ..files.zeros import zero_places
 from ..formats.card import Provenance, card_entry, source_of
-from ..formats.checkpoint import CARD_KEY, Checkpoint, dialect_text, read_checkpoint
+from ..formats.checkpoint import CARD_KEY, Checkpoint, dialect_text, read_checkpoint, zero_notes
 from ..formats.comfy_format import made_here, tensors_made
 from ..formats.layer_plan import LayerPlan
 from ..make.calibrated import CalibratedRounding
@@ -97,7 +98,8 @@ def convert_file(
     if card:
         made = measuring_errors(made, plans, errors)
     specs = [spec for plan in plans.values() for spec in plan.specs]
-    write_safetensors(target, specs, tensors_made(made, _done(file, progress)), metadata, overwrite)
+    zeros: dict[str, list[int]] = defaultdict(list)
+    write_safetensors(target, specs, tensors_made(made, _done(file, progress, zeros)), metadata, overwrite)
     if progress:
         progress(file.data_bytes - sum(weight.data.nbytes for weight in checkpoint.weights.values()))
     notes = _notes(checkpoint, rules, plans)
@@ -116,7 +118,7 @@ def convert_file(
         seconds=time.perf_counter() - began,
         weights=dict(Counter(plan.stored for plan in plans.values())),
         kept=[(name.removesuffix(".weight"), plan.why_stored) for name, plan in plans.items() if plan.kept],
-        notes=[*doubts, *notes] + ([rounding.text()] if rounding else []),
+        notes=[*doubts, *notes, *zero_notes(checkpoint, zeros)] + ([rounding.text()] if rounding else []),
         card=told,
     )
 
@@ -140,11 +142,16 @@ def _read(source: str | os.PathLike, target: Path) -> tuple[TensorFile, Checkpoi
     return file, checkpoint
 
 
-def _done(file: TensorFile, progress: Callable[[int], None] | None = None) -> Callable[[str, int], None]:
-    """Return what to do once a weight of a file is planned or written: give its pages back, call the progress,
-    and check the source."""
+def _done(
+    file: TensorFile, progress: Callable[[int], None] | None = None, zeros: dict[str, list[int]] | None = None
+) -> Callable[[str, int], None]:
+    """Return what to do once a weight of a file is planned or written: look for zeros in its data, give its pages back,
+    call the progress, and check the source."""
 
     def done(name: str, size: int) -> None:
+        if zeros is not None:
+            entry = file.entries[name]
+            zeros[str(entry.file)] += zero_places(file[name], entry.start)
         file.release(name)
         if progress:
             progress(size)

@@ -13,7 +13,7 @@ from ..base.errors import CheckpointError
 from ..base.text import count_text, size_text, table, wrapped
 from ..files.safetensors_file import open_checkpoint
 from ..files.tensor_file import TensorFile
-from ..files.zeros import zero_runs
+from ..files.zeros import zero_places, zero_runs
 from ..formats.card import card_in, card_lines
 from ..formats.checkpoint import (
     COMFY_QUANT,
@@ -30,6 +30,11 @@ _CHUNK = 1 << 22
 PAST_FP16 = "values above 65504: Inf once cast to fp16"
 COMFYUI_READS = frozenset({COMFY_QUANT, QUANTIZATION_KEY, SCALED_FP8})
 MOST_ITEMS = 30
+FUSED_GROUP = 256
+ROTATED_APART = (
+    "{} layers: int8 rotated in groups of {} inputs. comfy-kitchen's CUDA kernel that rotates and quantizes inputs at "
+    "once takes groups of 256 alone (0.2.40); others are rotated by a product of their own."
+)
 
 
 @dataclass(frozen=True)
@@ -153,6 +158,8 @@ def _in_comfyui(checkpoint: Checkpoint) -> list[str]:
         (clipped, "no input scale: where the GPU multiplies in fp8, activations are clipped at 448"),
     )
     found = [f"{len(weights)} layers: {text}." for weights, text in statements if weights]
+    groups = Counter(w.group for w in checkpoint.weights.values() if w.format is not None and w.storage == "int8")
+    found += [ROTATED_APART.format(count, size) for size, count in groups.items() if size not in (None, FUSED_GROUP)]
     formats = Counter(w.format for w in checkpoint.weights.values() if w.format is not None)
     found += [f"{count} layers: {kind.title} needs ComfyUI {kind.since} or later." for kind, count in formats.items()]
     return found
@@ -162,15 +169,19 @@ def value_problems(
     file: TensorFile, weights: Mapping[str, StoredWeight], progress: Callable[[int], None] | None = None
 ) -> list[FileFinding]:
     """Read every tensor of a file once, and list the problems of their values."""
-    problems = [FileFinding(run.tensor, "zeros", str(run)) for run in zero_runs(file)]
+    problems: list[FileFinding] = []
+    places: dict[str, list[int]] = {str(path): [] for path in file.files}
     for name, tensor in file.items():
+        entry = file.entries[name]
+        places[str(entry.file)] += zero_places(tensor, entry.start)
         weight = weights.get(name, StoredWeight(name, tensor))
-        where = f", in {file.entries[name].file.name}" if len(file.files) > 1 else ""
+        where = f", in {entry.file.name}" if len(file.files) > 1 else ""
         problems += [FileFinding(name, kind, text + where) for kind, text in _faults(weight).items()]
         file.release(name)
         if progress:
             progress(tensor.nbytes)
-    return problems
+    runs = dict.fromkeys([*zero_runs(file), *zero_runs(file, places)])
+    return [*(FileFinding(run.tensor, "zeros", str(run)) for run in runs), *problems]
 
 
 def _faults(weight: StoredWeight) -> dict[str, str]:

@@ -3,6 +3,7 @@
 The ``safetensors`` library checks headers. Its ``save_file`` needs all tensors in memory at once.
 """
 
+import json
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -14,7 +15,18 @@ import torch
 from ..base.errors import CheckpointError
 from ..base.message import Message
 from .atomic_write import os_errors_as, replacing, require_space
-from .safetensors_header import AGAIN, MAX_HEADER, Entry, TensorSpec, header_bytes, layout, read_header, read_object
+from .safetensors_header import (
+    AGAIN,
+    MAX_HEADER,
+    QUANTIZATION_KEY,
+    Entry,
+    TensorSpec,
+    contradiction,
+    header_bytes,
+    layout,
+    read_header,
+    read_object,
+)
 from .tensor_file import TensorFile, map_pages, open_regular
 
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.(?i:safetensors|sft))")
@@ -81,6 +93,8 @@ def _open_files(path: Path, files: list[Path]) -> TensorFile:
         with open_regular(file) as opened, os_errors_as(file, "read"):
             own, part = read_header(file, opened, os.fstat(opened.fileno()).st_size)
             maps[file] = map_pages(file, opened)
+        if QUANTIZATION_KEY in own and QUANTIZATION_KEY in metadata:
+            metadata[QUANTIZATION_KEY] = _joined_tables(file, metadata[QUANTIZATION_KEY], own[QUANTIZATION_KEY])
         metadata = own | metadata
         twice = next((name for name in part if name in entries), None)
         if twice is not None:
@@ -88,6 +102,29 @@ def _open_files(path: Path, files: list[Path]) -> TensorFile:
             raise CheckpointError(file, problem, twice, "Download the set again.")
         entries |= part
     return TensorFile(path, metadata, entries, maps)
+
+
+def _joined_tables(file: Path, before: str, own: str) -> str:
+    """Join the table of quantized layers of a shard with that of the shards before it.
+
+    Raises:
+        CheckpointError: the two contradict each other.
+    """
+    if before == own:
+        return before
+    try:
+        whole, table = read_object(before), read_object(own)
+        layers = whole["layers"]
+        for layer, settings in table["layers"].items():
+            known = layers.setdefault(layer, {})
+            if key := contradiction(known, settings):
+                said = json.dumps(known[key]), json.dumps(settings[key])
+                problem = Message("{0} of layer {1} is {2} in another file of the set, here {3}", key, layer, *said)
+                raise CheckpointError(file, problem, QUANTIZATION_KEY, "Download all files of one version of the set.")
+            layers[layer] = known | settings
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise CheckpointError(file, Message("its {0} holds no table of layers", QUANTIZATION_KEY)) from None
+    return json.dumps(whole)
 
 
 def write_safetensors(

@@ -21,6 +21,8 @@ MAX_NAME = 1000
 MAX_DIMENSIONS = 64
 MAX_ELEMENTS = 1 << 62
 PRINTABLE = frozenset([*range(32, 127), *b"\t\r\n"])
+QUANTIZATION_KEY = "_quantization_metadata"
+"""The metadata with ComfyUI's table of quantized layers: ``{"layers": {layer: settings}}`` as JSON."""
 AGAIN = "Download it again."
 CODES = {
     "BOOL": "bool",
@@ -197,6 +199,11 @@ def header_bytes(places: dict[str, tuple[TensorSpec, int]], metadata: dict[str, 
     text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+def contradiction(one: dict, other: dict) -> str | None:
+    """Return the first key to which two objects give different values; None where both can be true."""
+    return next((key for key in one if key in other and other[key] != one[key]), None)
 
 
 def read_object(text: str | bytes) -> dict:

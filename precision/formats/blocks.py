@@ -40,6 +40,10 @@ class Blocks(Format):
         rows, columns = super().shape(weight)
         return (self._outputs(weight) or rows, columns)
 
+    def stored_shape(self, rows: int, columns: int) -> tuple[int, int]:
+        rows, columns = (-(-size // self.block) * self.block for size in (rows, columns))
+        return super().stored_shape(rows, columns)
+
     def check(self, weight: StoredWeight) -> None:
         columns = weight.shape[1]
         if columns % self.block:

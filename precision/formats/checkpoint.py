@@ -6,20 +6,23 @@ NVIDIA ModelOpt and vLLM (``weight_scale``, ``input_scale``, ``k_scale``); DeepS
 musubi-tuner ``modules/fp8_optimization_utils.py`` (``scale_weight`` of three dimensions, ``scale_weight_tensor``).
 """
 
+import json
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
 from ..base.dtypes import FP8_DTYPES, name_of
 from ..base.errors import CheckpointError, NonFiniteWeight, UnconsumedScale
 from ..base.message import Message
-from ..files.safetensors_header import read_object
+from ..files.safetensors_file import open_checkpoint
+from ..files.safetensors_header import QUANTIZATION_KEY, contradiction, read_object
 from ..files.tensor_file import TensorFile
-from ..files.zeros import zero_runs
+from ..files.zeros import zero_places, zero_runs
 from .fp8 import E4M3
 from .int8 import rotation_group
 from .registry import FORMATS, weight_in_format
@@ -35,7 +38,8 @@ from .stored_weight import (
 
 COMFY_QUANT = "comfy_quant"
 SCALED_FP8 = "scaled_fp8"
-QUANTIZATION_KEY = "_quantization_metadata"
+UNSCALED = "unscaled fp8"
+WITHOUT_SCALES = "fp8 without its scales"
 CARD_KEY = "halfsafe"
 MODEL_PREFIXES = ("model.diffusion_model.", "model.model.", "net.")
 WHOLE_PREFIXES = ("diffusion_model.", "model.", "transformer.")
@@ -50,13 +54,39 @@ TILED_OR_NOT = (
     "a scale for each 32 inputs without comfy_quant, so whether the scales are tiled is unknown; they are read as "
     "rows, which gives noise if they are tiled: get the file from the model's publisher"
 )
+SCALES_ELSEWHERE = (
+    "fp8 weights were scaled, and the scales are not in the file (each magnitude is that of a weight divided by a "
+    "scale); they are read without, which gives noise: get the file with its scales, or the 16-bit version"
+)
+JOINED = "settings were taken from comfy_quant where the header's table says nothing; ComfyUI reads the table alone"
 MX_BLOCK = 32
+LARGE = 0.95
+SCALED = 8.0
+"""Magnitude below which most numbers of a weight lie, and above which some of a weight divided by a scale do.
+
+A scale brings the largest number of a matrix, row or block to 448 (e4m3fn) or 57344 (e5m2): one in 20 numbers of a
+normal weight is then above 200, and above 8 where the largest is 50 times that. In weights themselves one in 20 is
+above 0.02 to 0.4, and above 2 where layers are normalized to unit variance.
+"""
+FEWEST_MATRICES = 4
+SAMPLED_MATRICES = 64
+SAMPLED_PLACES = 4
+SAMPLED_BYTES = 1024
 _DAMAGED = "The file is damaged: download it again."
+_ITS_NODES = "Load it with the nodes that its publisher names, or use another version of the model."
+_ANOTHER = "Use another version of the model, and tell the authors of the tool that wrote this one."
+_IN_INT8 = ("int8_blockwise", "int8_lodewise", "int8_tensorwise")
+"""Formats of int8 numbers and scales, which the shape of the scales tells apart: ComfyUI's, and those of
+silveroxides/convert_to_quant (``comfy/quant_ops.py``), which some of its versions wrote for one another."""
+_LIKE = {"hybrid_mxfp8": ("mxfp8", "weight_scalar")}
+"""A format of convert_to_quant -> ComfyUI's format with the same numbers, and the tensor that is added for GPUs without
+products in it (``formats/hybrid_mxfp8_conversion.py``)."""
+_CHANGES_NUMBERS = ("format", "convrot", "convrot_groupsize", "group_size", "num_experts")
 _SCALE_LEAF = re.compile(r"(^|_)scales?(_|$)")
 _PARAMETER = re.compile(r"(weight|bias)$")
 _POSITIONS = re.compile(r"(ids|index|mask)$")
 _WEIGHT_SCALES = ("weight_scale", "weight_scale_inv", "scale_weight", "weight_scale_2", "scale_input")
-_PARTS = frozenset(leaf for format in FORMATS.values() for leaf in format.needs)
+_PARTS = frozenset(leaf for format in FORMATS.values() for leaf in format.leaves)
 _INPUT_SCALES = ("input_scale", "scale_input")
 _CACHE_SCALES = ("q_scale", "k_scale", "v_scale", "kv_scale", "prob_scale", "prob_output_scale", "output_scale")
 
@@ -111,6 +141,23 @@ class Checkpoint:
         name = next((name for name in self.weights if "lora_" in name), None)
         if name is not None:
             raise CheckpointError(self.path, "a LoRA, which is applied in 16 bit", name, "Convert the model instead.")
+
+
+def zeros_in(weights: Iterable[StoredWeight]) -> dict[str, list[int]]:
+    """Read the data of weights, and map their files to the bytes at which zeros follow, for :func:`zero_notes`."""
+    places: dict[str, list[int]] = defaultdict(list)
+    for weight in weights:
+        if weight.start:
+            places[weight.file] += zero_places(weight.data, weight.start)
+    return places
+
+
+def zero_notes(checkpoint: Checkpoint, places: Mapping[str, Iterable[int]]) -> list[str]:
+    """Return a note for each run of zero bytes around ``places`` that the checkpoint has none for."""
+    if not any(places.values()):
+        return []
+    notes = map(str, zero_runs(open_checkpoint(checkpoint.path), places))
+    return [note for note in notes if note not in checkpoint.notes]
 
 
 def dialect_text(dialects: Sequence[str]) -> str:
@@ -170,10 +217,11 @@ class _Reader:
             name: self._weight(name, tensor) for name, tensor in self.tensors.items() if self._is_owner(name, tensor)
         }
         self._check_leftovers(quantized)
+        self._tell_missing_scales([weight for weight in quantized.values() if _is_bare(weight)])
         weights = {
-            name: replace(quantized[name], file=self._file_of(name))
+            name: replace(quantized[name], **self._place_of(name))
             if name in quantized
-            else StoredWeight(name, tensor, file=self._file_of(name))
+            else StoredWeight(name, tensor, **self._place_of(name))
             for name, tensor in self.tensors.items()
             if name not in self.taken
         }
@@ -187,8 +235,12 @@ class _Reader:
     def _file_of(self, name: str) -> str:
         return str(self.entries[name].file if name in self.entries else self.path)
 
+    def _place_of(self, name: str) -> dict[str, Any]:
+        entry = self.entries.get(name)
+        return {"file": str(self.path)} if entry is None else {"file": str(entry.file), "start": entry.start}
+
     def _settings(self) -> dict[str, dict]:
-        """Map layer names to ComfyUI's per-layer JSON, from ``comfy_quant`` tensors and from the header, which wins."""
+        """Map layer names to ComfyUI's per-layer JSON, of ``comfy_quant`` tensors joined with the header's table."""
         settings = {}
         for name in self.tensors:
             if name.endswith(".comfy_quant"):
@@ -201,7 +253,23 @@ class _Reader:
                     self.remarks["comfy_quant of zero bytes, which says nothing and which ComfyUI cannot read"] += 1
                 if f"{layer}.weight" not in self.tensors:
                     raise CheckpointError(self.path, "describes a weight that is not in the file", name)
-        return settings | self._settings_in_header()
+        for layer, stated in self._settings_in_header().items():
+            settings[layer] = self._joined(layer, settings.get(layer, {}), stated) if layer in settings else stated
+        return settings
+
+    def _joined(self, layer: str, marked: dict, stated: dict) -> dict:
+        """Join what ``comfy_quant`` and the header's table say of a layer; the table wins, as in ComfyUI."""
+        marked, stated = _flat(marked), _flat(stated)
+        if key := contradiction(marked, stated):
+            said = Message("{0} is {1} in comfy_quant and {2}", key, json.dumps(marked[key]), json.dumps(stated[key]))
+            self.undecided[f"{layer}.weight"] = Message(
+                "{0} in the header's table, which is read, as ComfyUI does: if the result is noise, get the file from "
+                "the model's publisher",
+                said,
+            )
+        elif any(key in marked and key not in stated for key in _CHANGES_NUMBERS):
+            self.remarks[JOINED] += 1
+        return marked | stated
 
     def _settings_in_header(self) -> dict[str, dict]:
         """Map the layers of the file to what the header says of them, by their names with or without a prefix.
@@ -215,7 +283,17 @@ class _Reader:
         if not isinstance(layers, dict) or not all(isinstance(value, dict) for value in layers.values()):
             raise CheckpointError(self.path, Message("its {0} holds no table of layers", QUANTIZATION_KEY))
         names = [(f"{start}{layer}", layer) for start in MAY_PRECEDE for layer in layers]
-        found = {name: layer for name, layer in names if f"{name}.weight" in self.tensors}
+        found: dict[str, str] = {}
+        for name, layer in names:
+            if f"{name}.weight" not in self.tensors:
+                continue
+            before = found.get(name, layer)
+            one, other = _flat(layers[before]), _flat(layers[layer])
+            if key := contradiction(one, other):
+                two = (before, json.dumps(one[key]), layer, json.dumps(other[key]))
+                told = Message("{0} of {1} is {2} in the header's table, and of {3} {4}: the last is read", key, *two)
+                self.undecided[f"{name}.weight"] = told
+            found[name] = layer
         if absent := len(layers.keys() - found.values()):
             self.remarks[Message("named in {0}, but not in the file", QUANTIZATION_KEY)] += absent
         return {name: layers[layer] for name, layer in found.items()}
@@ -251,10 +329,10 @@ class _Reader:
         settings = self.settings.get(layer) if layer else None
         if settings is not None:
             self.dialects[COMFY_QUANT if f"{layer}.comfy_quant" in self.tensors else QUANTIZATION_KEY] += 1
-            declared = self._format(name, data, settings)
-            if data.dtype not in FP8_DTYPES or not declared.startswith("float8_") or "num_experts" in settings:
-                return self._in_format(name, data, settings | {"format": declared})
-        scale, granularity, dialect = self._weight_scale(name, data)
+            settings = settings | {"format": self._format(name, data, settings)}
+            if not self._is_plain(name, data, settings):
+                return self._in_format(name, data, settings)
+        scale, granularity, dialect = self._weight_scale(name, data, _flat(settings or {}).get("group_size"))
         if settings is None and data.dtype in EIGHT_BIT:
             self.dialects[dialect] += 1
             if what := _undecided(data, scale, granularity):
@@ -266,8 +344,30 @@ class _Reader:
                 settings = {"format": E4M3.name} | settings | {FULL_PRECISION: True}
         return StoredWeight(name, data, scale, granularity, self._input_scale(layer), settings=settings)
 
+    def _is_plain(self, name: str, data: torch.Tensor, settings: dict) -> bool:
+        """True for numbers and scales that no format of ComfyUI has: fp8, and int8 that is no matrix or has a scale for
+        each block.
+
+        Raises:
+            CheckpointError: such numbers are rotated, in a way that the file does not tell.
+        """
+        if "num_experts" in settings:
+            return False
+        if data.dtype in FP8_DTYPES:
+            return settings["format"].startswith("float8_")
+        scale = self.tensors.get(f"{_layer(name)}.weight_scale")
+        if data.dtype != torch.int8 or settings["format"] not in _IN_INT8 or scale is None:
+            return False
+        if data.dim() == 2 and granularity_of(scale, data.shape, _flat(settings).get("group_size")) != "block":
+            return False
+        if _flat(settings).get("convrot"):
+            problem = Message("in int8 of shape {0} with scales of shape {1}", tuple(data.shape), tuple(scale.shape))
+            problem = Message("{0} and a convrot, which is known for matrices with scales of rows alone", problem)
+            raise CheckpointError(self._file_of(name), problem, name, _ANOTHER)
+        return True
+
     def _format(self, name: str, data: torch.Tensor, settings: dict) -> str:
-        """Return the format that ``comfy_quant`` declares."""
+        """Return the format that ``comfy_quant`` declares, by the name that it has in ComfyUI."""
         declared = settings.get("format")
         # Some files name none (ComfyUI issues 14722, 15400): their data show it.
         if declared is None and (shown := self._format_shown(_layer(name), data)):
@@ -278,11 +378,18 @@ class _Reader:
         if not isinstance(declared, str):
             raise CheckpointError(self.path, "its comfy_quant names no format", name)
         fp8 = declared.startswith("float8_") and data.dtype in FP8_DTYPES and "num_experts" not in settings
+        if declared in _LIKE:
+            same, unused = _LIKE[declared]
+            self.taken.add(f"{_layer(name)}.{unused}")
+            self.remarks[Message("{0}, read as {1}; its {2} is not used", declared, same, unused)] += 1
+            return same
+        if declared in _IN_INT8 and declared not in FORMATS:
+            self.remarks[Message("{0}, read by the shape of its scales; ComfyUI refuses it", declared)] += 1
+            return "int8_tensorwise"
         if declared not in FORMATS and not fp8:
-            advice = "Update ComfyUI and Halfsafe, or use another version of the model."
-            unknown = Message("which neither ComfyUI up to {0} nor Halfsafe can read", READS_UP_TO)
+            unknown = Message("which neither ComfyUI up to {0} nor Halfsafe reads", READS_UP_TO)
             problem = Message("in the format {0}, {1}", f"{declared[:80]!r}", unknown)
-            raise CheckpointError(self.path, problem, name, advice)
+            raise CheckpointError(self.path, problem, name, _ITS_NODES)
         if fp8 and not declared.startswith(str(data.dtype).removeprefix("torch.")):
             self.remarks[Message("declared as {0}, stored and read as {1}", declared, name_of(data.dtype))] += 1
         return declared
@@ -310,13 +417,16 @@ class _Reader:
             key = found[error.leaf]
             raise NonFiniteWeight(self._file_of(key), str(error), key, _DAMAGED) from None
         except ValueError as error:
+            # No damage changes a shape or a setting and leaves the header's JSON readable.
             problem = Message("{0}, but {1}", declared, error)
-            raise CheckpointError(self._file_of(name), problem, name, _DAMAGED) from None
+            raise CheckpointError(self._file_of(name), problem, name, _ANOTHER) from None
 
-    def _weight_scale(self, name: str, data: torch.Tensor) -> tuple[torch.Tensor | None, str, str]:
+    def _weight_scale(
+        self, name: str, data: torch.Tensor, block: object = None
+    ) -> tuple[torch.Tensor | None, str, str]:
         found = next(((key, dialect) for key, dialect in _weight_scale_names(name) if key in self.tensors), None)
         if found is None:
-            return None, "none", "unscaled fp8"
+            return None, "none", UNSCALED
         key, dialect = found
         scale = self._scale(key)
         if dialect == SCALED_FP8 and f"{key}_tensor" in self.tensors:
@@ -329,7 +439,7 @@ class _Reader:
             if scale.item() == 1:
                 return None, "none", dialect
             self.remarks["16-bit weights with a scale_weight: the scale was applied"] += 1
-        granularity = granularity_of(scale, data.shape)
+        granularity = granularity_of(scale, data.shape, block)
         if granularity is None:
             shapes = Message("{0} does not fit a weight of shape {1}", tuple(scale.shape), tuple(data.shape))
             problem = Message("a scale of shape {0}", shapes)
@@ -367,6 +477,19 @@ class _Reader:
             raise NonFiniteWeight(self._file_of(key), Message("a scale of {0}", f"{lowest:g}"), key, _DAMAGED)
         return scale
 
+    def _tell_missing_scales(self, bare: Sequence[StoredWeight]) -> None:
+        """Tell of fp8 matrices without a scale if most of a sample are as large as after a division by one.
+
+        A scale leaves one number at the largest code, which a sample does not find in a matrix of millions: the larger
+        of a few thousand numbers tell it too, and of scales that are rounded up to a power of two as well.
+        """
+        sample = bare[:: -(-len(bare) // SAMPLED_MATRICES) or 1]
+        sizes = [_large_number(weight.data) for weight in sample]
+        scaled = sum(size > SCALED for size in sizes)
+        if scaled >= FEWEST_MATRICES and 2 * scaled > sum(size > 0 for size in sizes):
+            self.dialects[WITHOUT_SCALES] = self.dialects.pop(UNSCALED, 0)
+            self.undecided |= {weight.name: SCALES_ELSEWHERE for weight in bare}
+
     def _check_meanings(self, weights: Iterable[StoredWeight]) -> None:
         """Raise CheckpointError for whole numbers and the like that stand for a model's numbers in an unknown way."""
         for weight in weights:
@@ -390,14 +513,46 @@ class _Reader:
         elif leaf in _INPUT_SCALES and weight is not None and weight.dtype not in EIGHT_BIT:
             self.taken.add(name)
             self.remarks["input scales of layers that are not quantized were ignored"] += 1
+        elif leaf in _INPUT_SCALES and f"{layer}.weight" in quantized:
+            self.taken.add(name)
+            self.remarks["input scales of layers whose inputs have a scale for each token were ignored"] += 1
         elif (weight is not None and weight.dtype in EIGHT_BIT | {torch.uint8}) or (
             leaf in _WEIGHT_SCALES and (weight is None or f"{layer}.weight" in quantized)
         ):
-            problem = "looks like a quantization scale, but no readable weight uses it"
-            advice = "Without the scale it would give noise. ComfyUI can load this model from a comfy_quant file."
-            raise UnconsumedScale(self.path, problem, name, advice)
+            if f"{layer}.weight" in quantized and leaf in _PARTS:
+                own = quantized[f"{layer}.weight"].storage
+                beside = Message("beside a weight in {0}, which has no such tensor", own)
+                problem = Message("{0}: ComfyUI leaves it out, and the result is wrong", beside)
+                raise UnconsumedScale(self._file_of(name), problem, name, _ANOTHER)
+            unknown = "looks like a quantization scale, but no readable weight uses it"
+            marked = "ComfyUI can load this model from a comfy_quant file."
+            advice = Message("Without the scale it would give noise. {0}", _ANOTHER if self.settings else marked)
+            raise UnconsumedScale(self.path, unknown, name, advice)
         elif leaf in _WEIGHT_SCALES:
             self.remarks["named like weight scales, next to weights that are not quantized; kept unchanged"] += 1
+
+
+def _flat(settings: dict) -> dict:
+    """Return the settings of a layer with those under ``params``, which ComfyUI reads where the top has none."""
+    params = settings.get("params")
+    return {**params, **{k: v for k, v in settings.items() if k != "params"}} if isinstance(params, dict) else settings
+
+
+def _is_bare(weight: StoredWeight) -> bool:
+    """True for an fp8 matrix without a scale, or with one of 1, which a conversion of such a matrix writes."""
+    is_matrix = weight.format is None and weight.data.dtype in FP8_DTYPES and weight.data.dim() > 1
+    return is_matrix and (weight.scale is None or (weight.granularity == "tensor" and weight.scale.item() == 1))
+
+
+def _large_number(data: torch.Tensor) -> float:
+    """Return the magnitude that one in 20 numbers of fp8 data exceeds, of those other than zero in places spread over
+    the data; 0 where all are zero."""
+    codes = data.reshape(-1)
+    step = max(1, len(codes) // SAMPLED_PLACES)
+    places = [codes[start : start + SAMPLED_BYTES] for start in range(0, len(codes), step)]
+    values = torch.cat([place.float() for place in places]).abs()
+    values = values[values > 0]
+    return values.quantile(LARGE).item() if len(values) else 0.0
 
 
 def _is_parameter(weight: StoredWeight) -> bool:

@@ -133,6 +133,10 @@ class Format:
         """Return the shape of the values."""
         return (weight.data.shape[0], weight.data.shape[1] * self.per_byte)
 
+    def stored_shape(self, rows: int, columns: int) -> tuple[int, int]:
+        """Return the shape of ``<layer>.weight`` of a weight of so many rows and columns."""
+        return (rows, columns // self.per_byte)
+
     def check(self, weight: StoredWeight) -> None:
         """Raise ValueError unless the tensors' shapes fit the weight's: one scale, or a scale for each row."""
         if weight.tensors["weight_scale"].numel() > 1:

@@ -21,6 +21,7 @@ from .fp8 import room
 from .stored_weight import StoredWeight, Tensors
 
 GROUPS = (256, 64, 16)
+LARGEST_MATRIX = 1024
 LARGEST_CODE = 127
 SMALLEST_SCALE = 1e-30
 BLOCK = 1 << 20
@@ -44,6 +45,11 @@ def hadamard(size: int) -> torch.Tensor:
 
 def rotated(rows: torch.Tensor, group: int) -> torch.Tensor:
     """Rotate every ``group`` of columns of fp32 rows ``(n, K)``. Rotating twice gives the rows again."""
+    if group > LARGEST_MATRIX:  # the Kronecker product of two smaller matrices: 64 MB for a group of 4096
+        right = hadamard(LARGEST_MATRIX).to(rows.device)
+        left = hadamard(group // LARGEST_MATRIX).to(rows.device)
+        halves = rows.reshape(-1, len(left), len(right))
+        return torch.matmul(left, torch.matmul(halves, right.T)).reshape(rows.shape)
     return torch.matmul(rows.reshape(-1, group), hadamard(group).to(rows.device).T).reshape(rows.shape)
 
 

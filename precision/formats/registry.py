@@ -1,6 +1,7 @@
 """The quantization formats of ComfyUI, by their names and storages."""
 
 from dataclasses import replace
+from functools import cache
 from math import prod
 
 import torch
@@ -39,6 +40,12 @@ def fp8_dtypes(storage: str) -> tuple[str, ...]:
 def format_of(name: str, size: int, count: int) -> Format:
     """Return the format that ComfyUI calls ``name``, of a weight of ``count`` values whose data take ``size`` bytes."""
     return next(format for format in _ALL if format.name == name and format.bits in (0, 8 * size // count))
+
+
+@cache
+def stored_shapes(name: str, rows: int, columns: int) -> list[tuple[int, int]]:
+    """List the shapes that ``<layer>.weight`` may have in a format that ComfyUI calls ``name``."""
+    return [format.stored_shape(rows, columns) for format in _ALL if format.name == name]
 
 
 def weight_in_format(

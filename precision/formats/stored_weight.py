@@ -19,6 +19,8 @@ CHUNK = 1 << 20
 EIGHT_BIT = FP8_DTYPES | {torch.int8}
 NUMBERS = FP8_DTYPES | {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 FULL_PRECISION = "full_precision_matrix_mult"
+POWERS_OF_4 = tuple(4**exponent for exponent in range(1, 9))
+"""The sizes of regular Hadamard matrices, as comfy-kitchen makes them (``_build_hadamard`` in tensor/int8_utils.py)."""
 USUAL_BLOCKS = (128, 64, 32, 16, 256, 512, 1)
 
 
@@ -45,6 +47,7 @@ class StoredWeight:
         settings: what the file's ``comfy_quant`` says of the layer, also of a weight that was patched since.
         outputs: of the layer, if the file tells them; rows beyond those are padding.
         file: the file that holds it, which of a sharded set is one of several.
+        start: the byte of that file at which ``data`` begin; 0 for data that were made in memory.
     """
 
     name: str
@@ -57,6 +60,7 @@ class StoredWeight:
     settings: dict = field(default_factory=dict)
     outputs: int | None = None
     file: str = ""
+    start: int = 0
 
     @property
     def layer(self) -> str:
@@ -107,7 +111,7 @@ class StoredWeight:
 
     def with_values(self, values: torch.Tensor) -> "StoredWeight":
         """Return plain values in place of the data, with the settings of the layer."""
-        return replace(self, data=values, scale=None, granularity="none", format=None, tensors={})
+        return replace(self, data=values, scale=None, granularity="none", format=None, tensors={}, start=0)
 
     @property
     def auxiliary(self) -> dict[str, torch.Tensor]:
@@ -197,9 +201,9 @@ class StoredWeight:
         if not (self.setting("convrot", False) if self.format.rotated is None else self.format.rotated):
             return None
         size = self.setting("convrot_groupsize", 256)
-        # A regular Hadamard matrix exists for powers of 4.
-        if type(size) is not int or size not in (4, 16, 64, 256, 1024) or self.shape[-1] % size:
-            raise ValueError(Message("a convrot_groupsize of {0} for {1} inputs", f"{size!r}", self.shape[-1]))
+        if type(size) is not int or size not in POWERS_OF_4 or self.shape[-1] % size:
+            problem = Message("a convrot_groupsize of {0} for {1} inputs", f"{size!r}", self.shape[-1])
+            raise ValueError(Message("{0}, where a power of 4 that divides them is meant", problem))
         return size
 
     def parts(
@@ -234,7 +238,7 @@ class StoredWeight:
         if self.granularity == "row":
             scale = scale[rows]
         elif self.granularity == "block":
-            down, across = block_sizes(self.data.shape, scale.shape)
+            down, across = block_sizes(self.data.shape, scale.shape, self.setting("group_size", None))
             scale = scale[torch.arange(rows.start, rows.stop) // down]
             scale = scale.repeat_interleave(across, 1)[:, : part.shape[1]]
         return part * scale if self.data.dtype == torch.float32 else part.mul_(scale)
@@ -299,11 +303,12 @@ class StoredWeight:
         return result
 
 
-def granularity_of(scale: torch.Tensor, shape: Sequence[int]) -> str | None:
+def granularity_of(scale: torch.Tensor, shape: Sequence[int], stated: object = None) -> str | None:
     """Return how far one entry of ``scale`` reaches over a weight of ``shape``; None where they do not fit.
 
     ``row``: the scale's shape is the beginning of the weight's, with ones after it:
-    ``(N,)``, ``(N, 1)``, ``(E, N, 1)``. ``block``: of a 2-D weight, the blocks each way: ``(R, C)``, ``(R, C, 1)``.
+    ``(N,)``, ``(N, 1)``, ``(E, N, 1)``. ``block``: of a 2-D weight, the blocks each way: ``(R, C)``, ``(R, C, 1)``, of
+    the ``stated`` length if the file says one.
     """
     if scale.numel() == 1:
         return "tensor"
@@ -313,16 +318,18 @@ def granularity_of(scale: torch.Tensor, shape: Sequence[int]) -> str | None:
     if leading == list(shape[: len(leading)]):
         return "row"
     counts = scale.shape[:2]
-    if len(counts) == len(shape) == 2 and scale.numel() == math.prod(counts) and block_sizes(shape, counts):
+    if len(counts) == len(shape) == 2 and scale.numel() == math.prod(counts) and block_sizes(shape, counts, stated):
         return "block"
     return None
 
 
-def block_sizes(shape: Sequence[int], counts: Sequence[int]) -> tuple[int, int] | None:
-    """Return the lengths of blocks that cut a 2-D weight into ``counts`` of them, the last possibly short: square where
-    a usual length fits both ways (DeepSeek, Qwen and vLLM use 128); None where none fit."""
+def block_sizes(shape: Sequence[int], counts: Sequence[int], stated: object = None) -> tuple[int, int] | None:
+    """Return the lengths of blocks that cut a 2-D weight into ``counts`` of them, the last possibly short: the
+    ``stated`` length where it fits, and square where a usual length fits both ways (DeepSeek, Qwen and vLLM use 128);
+    None where none fit."""
+    own = (stated,) if type(stated) is int and stated > 0 else ()
     down, across = (
-        [block for block in (*USUAL_BLOCKS, max(size, 1)) if -(-size // block) == count]
+        [block for block in (*own, *USUAL_BLOCKS, max(size, 1)) if -(-size // block) == count]
         for size, count in zip(shape, counts, strict=True)
     )
     if not down or not across:

@@ -46,6 +46,9 @@ class W4a8(Rotated):
         scale = weight.tensors["weight_s_rel"]
         return (len(weight.data), (scale.shape[1] if scale.dim() == 2 else 0) * _group_size(weight))
 
+    def stored_shape(self, rows: int, columns: int) -> tuple[int, int]:
+        return (rows, columns * self.bits // 8)
+
     def check(self, weight: StoredWeight) -> None:
         rows, columns = weight.shape
         size = _group_size(weight)

@@ -24,8 +24,8 @@ from ....precision.base.dtypes import QUANTIZED_NAMES, dtype_named, name_of
 from ....precision.base.errors import CheckpointError
 from ....precision.base.options import ComputeOption, StorageOption
 from ....precision.formats import comfy_format
-from ....precision.formats.checkpoint import Checkpoint
-from ....precision.plan.choice import WithoutEffect
+from ....precision.formats.checkpoint import Checkpoint, zero_notes, zeros_in
+from ....precision.plan.choice import ATTACHMENT, Choice, WithoutEffect
 from ....precision.plan.layers import LoadTarget
 from ....precision.plan.load import ModelPlan, plan_encoder
 from ..comfyui.model_facts import held_storages
@@ -34,7 +34,7 @@ from .detection import recognised, renamed_by, stored_tensors, unpacked
 from .devices import device_at, free_host_memory, streams_weights
 from .files import open_model
 from .lacking import lacking_tensors
-from .models import attach, hold_as_made
+from .models import attach, hold_as_made, tell
 from .tensors import load_tensors
 
 logger = logging.getLogger("halfsafe")
@@ -143,6 +143,7 @@ def _loaded(
         without_effect=tuple(idle),
         notes=(*(note for each in plans for note in each.notes), *lacks),
         file=paths[0],
+        dialects=tuple(dict.fromkeys(dialect for file in files for dialect in file.dialects)),
         below_16_bit=sum(each.below_16_bit for each in plans),
     )
     attach(clip.patcher, plan)
@@ -193,8 +194,6 @@ def load_vae(path: str, dtype: str, whole: bool = False, disable_dynamic: bool =
     """
     checkpoint = open_model(path)
     config = None
-    for note in checkpoint.notes:
-        logger.info("Halfsafe: %s: %s", path, note)
     if whole:
         checkpoint, _, config = recognised(checkpoint)
         prefixes = dict.fromkeys(config.vae_key_prefix, "")
@@ -205,6 +204,7 @@ def load_vae(path: str, dtype: str, whole: bool = False, disable_dynamic: bool =
     tensors = stored_tensors(unpacked(checkpoint))
     tensors = config.process_vae_state_dict(tensors) if config else tensors
     comfy_format.check_finite(tensors, path)
+    notes = [*checkpoint.notes, *zero_notes(checkpoint, zeros_in(checkpoint.weights.values()))]
     with lacking_tensors(path) as lacking:
         vae = comfy.sd.VAE(
             sd=tensors, metadata=checkpoint.metadata, dtype=None if dtype == "auto" else dtype_named(dtype)
@@ -214,6 +214,10 @@ def load_vae(path: str, dtype: str, whole: bool = False, disable_dynamic: bool =
     lacking.refuse(vae.first_stage_model, ENCODER, "encoding gives NaN")
     if not vae.patcher.is_dynamic():  # ComfyUI notes no dtype for a Linear that it makes without one: ``hold_as_made``
         vae.first_stage_model.to(vae.vae_dtype)
+    choice = Choice(dtype, name_of(vae.vae_dtype))
+    record = ModelPlan(choice, notes=tuple(notes), file=checkpoint.path, dialects=checkpoint.dialects)
+    vae.patcher.set_attachments(ATTACHMENT, record)
+    tell(record)
     vae.patcher.cached_patcher_init = (_reloaded, (load_vae, path, dtype, whole))
     return vae
 

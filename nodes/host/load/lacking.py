@@ -18,6 +18,7 @@ from ....precision.base.errors import CheckpointError
 from ....precision.base.layers import kind_of
 from ....precision.base.message import Message
 from ....precision.files.safetensors_file import open_checkpoint
+from ....precision.formats.registry import stored_shapes
 from ..comfyui.attributes import dtype_made_for, made_when_loaded, quantization_format
 
 aten = torch.ops.aten
@@ -107,9 +108,9 @@ class Lacking(TorchDispatchMode):
             # (``_load_quantized_module`` in comfy/ops.py); without one their bias is not loaded either.
             if weight is None and kind_of(part):
                 none.append(f"{name}.weight")
-            quantized = isinstance(weight, QuantizedTensor) and quantization_format(part).startswith(("float8", "int8"))
-            if quantized and weight.storage_shape != weight.shape:
-                raise _misfit(self._paths, f"{name}.weight", weight.storage_shape, weight.shape)
+            other = None if weight is part else _other_shape(part)
+            if other and not self._is_stand_in(part, other[0], part._parameters[other[0]]):
+                raise _misfit(self._paths, f"{name}.{other[0]}", *other[1:])
             own = part._parameters.items() if self._unwritten or self._zeros else ()
             unwritten += [
                 f"{name}.{leaf}".lstrip(".")
@@ -117,6 +118,33 @@ class Lacking(TorchDispatchMode):
                 if self._is_unwritten(tensor) or self._is_stand_in(part, leaf, tensor)
             ]
         return none + [name for name in unwritten if f"{name.rpartition('.')[0]}.weight" not in none]
+
+
+def _other_shape(part: torch.nn.Module) -> tuple[str, Sequence[int], Sequence[int], Sequence[int]] | None:
+    """Return name, shape, expected shape and shape of the data of a layer's parameter that does not fit the layer.
+
+    Layers that ComfyUI loads by its own code take a tensor of any shape: quantized ones, those beside them, and under
+    dynamic VRAM all (``_load_quantized_module`` and ``_lazy_load_from_state_dict`` in comfy/ops.py).
+    """
+    made_for = vars(part)
+    if "in_features" in made_for:
+        shape = (made_for["out_features"], made_for["in_features"])
+    elif "num_embeddings" in made_for:
+        shape = (made_for["num_embeddings"], made_for["embedding_dim"])
+    else:
+        return None
+    weight, bias = part._parameters.get("weight"), part._parameters.get("bias")
+    if isinstance(weight, QuantizedTensor):
+        stored = weight.storage_shape
+        fitting = stored_shapes(quantization_format(part), *shape)
+        if tuple(stored[-2:]) not in fitting:  # a bank of experts has one more dimension
+            columns = stored[-1] * shape[1] // max(1, fitting[0][1])
+            return "weight", (stored[-2], columns), shape, stored
+    elif weight is not None and weight.dim() == 2 and weight.shape != shape:
+        return "weight", weight.shape, shape, weight.shape
+    if bias is not None and bias.dim() == 1 and len(bias) != shape[0]:
+        return "bias", bias.shape, shape[:1], bias.shape
+    return None
 
 
 @functools.cache  # torch hashes an operation in Python, which takes longer than all else here
@@ -181,13 +209,17 @@ def _looked_for(error: KeyError | UnboundLocalError) -> str:
     return key if isinstance(key, str) and TENSOR_NAME.fullmatch(key) else ""
 
 
-def _misfit(paths: Sequence[str], tensor: str, shape: Sequence[int], expected: Sequence[int]) -> CheckpointError:
+def _misfit(
+    paths: Sequence[str], tensor: str, shape: Sequence[int], expected: Sequence[int], stored: Sequence[int] = ()
+) -> CheckpointError:
     """Return the error that names the file or shard of a tensor of another shape; all files if several may hold it.
+
+    ``stored``: its shape in the file, where several numbers lie in a byte.
 
     A tensor has another prefix in the model than in its file: ``model.diffusion_model.`` and the like.
     """
     opened = ((file, name) for path in paths for file in [open_checkpoint(path)] for name in file)
-    alike = ((file, name) for file, name in opened if file.entries[name].shape == tuple(shape))
+    alike = ((file, name) for file, name in opened if file.entries[name].shape == tuple(stored or shape))
     files = {str(file.entries[name].file) for file, name in alike if name.endswith(tensor) or tensor.endswith(name)}
     problem = Message("of shape {0}, but the model has {1}", "x".join(map(str, shape)), "x".join(map(str, expected)))
     return CheckpointError(files.pop() if len(files) == 1 else ", ".join(paths), problem, tensor, MISFIT)

@@ -1,5 +1,6 @@
 """Make the tensors of a model's file as planned, before ComfyUI makes a model of them."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 
 import comfy.model_management
@@ -9,7 +10,8 @@ import torch
 from ....precision.base.message import Message
 from ....precision.base.text import size_text
 from ....precision.devices.memory import require_memory
-from ....precision.formats.checkpoint import Checkpoint, StoredWeight
+from ....precision.files.zeros import STRIDE, zero_places
+from ....precision.formats.checkpoint import Checkpoint, StoredWeight, zero_notes
 from ....precision.formats.comfy_format import made_here, stays
 from ....precision.make.on_gpu import OnGpu
 from ....precision.plan.load import ModelPlan
@@ -37,12 +39,15 @@ def load_tensors(
     tensors = {}
     advance = byte_progress(weights.values())
     size = 0
+    zeros: dict[str, list[int]] = defaultdict(list)
     with quantizing_device() as device:
         for weight, made in (device.weights if device else made_here)(weights, plans, checkpoint.path, read):
             size += 0 if stays(weight, plans[weight.name].storage) else plans[weight.name].bytes
             tensors |= made
+            if read and weight.start and weight.data.nbytes >= STRIDE:
+                zeros[weight.file] += zero_places(weight.data, weight.start)
             advance(weight.data.nbytes)
-    return tensors, _notes(size, device)
+    return tensors, [*zero_notes(checkpoint, zeros), *_notes(size, device)]
 
 
 def _notes(made: int, device: OnGpu | None) -> list[str]:

@@ -14,6 +14,7 @@ from comfy.model_patcher import ModelPatcher
 from ....precision.base.dtypes import name_of
 from ....precision.base.message import messages_in
 from ....precision.base.modes import INT8, MODES
+from ....precision.formats.checkpoint import WITHOUT_SCALES
 from ....precision.plan.auto import UNQUANTIZED, missing_kernels
 from ....precision.plan.compute import WEIGHTS_FOR
 from ..accumulation.executor import accumulation_of
@@ -66,7 +67,7 @@ def model_ui(model, *more: str | None) -> dict[str, list]:
     rules = list(dict.fromkeys(entry.setting for entry in idle if entry.unmatched))
     kernels = missing_kernels_told(model)
     told = {UNMATCHED_KEY: rules, INSTEAD_KEY: instead, KERNELS_KEY: kernels}
-    return badge(*model_words(model), *more) | told_ui(told)
+    return badge(*model_words(model), *more, scales_word(model)) | told_ui(told)
 
 
 def told_ui(told: dict[str, list[str]]) -> dict[str, list]:
@@ -107,7 +108,14 @@ def control_ui(control) -> dict[str, list]:
     if not planned:
         return {}
     kernels = missing_kernels_told(planned.current_patcher)
-    return badge(*model_words(planned.current_patcher)) | told_ui({KERNELS_KEY: kernels})
+    patcher = planned.current_patcher
+    return badge(*model_words(patcher), scales_word(patcher)) | told_ui({KERNELS_KEY: kernels})
+
+
+def scales_word(patcher: ModelPatcher) -> str | None:
+    """Return the word for a model, text encoder or VAE whose file lacks the scales of its fp8 weights."""
+    record = patcher.attachments.get(ATTACHMENT)
+    return WITHOUT_SCALES if record and WITHOUT_SCALES in record.dialects else None
 
 
 def clip_word(clip) -> str:

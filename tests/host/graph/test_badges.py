@@ -9,7 +9,7 @@ from halfsafe.precision.base.dtypes import name_of
 from halfsafe.precision.base.errors import HalfsafeError
 from halfsafe.precision.plan import compute as plan_compute
 from server import PromptServer
-from support import tiny_models
+from support import model_files, tiny_models
 
 SUMS = {"reduced_precision_reduction": "unchanged", "fp8_fast_accumulation": "unchanged", "attention": "unchanged"}
 
@@ -48,6 +48,27 @@ def test_a_text_encoder_says_its_storages_and_a_vae_one_dtype(comfy, files):
     )
     _, vae = run(comfy, "HalfsafeLoadVAE", vae_name="badge_vae.safetensors", dtype="fp32")
     assert (clip, vae) == ("fp8_e4m3fn + fp16", "fp32")
+
+
+AS_FILE = {"storage": "as_file", "compute": "auto"}
+OF_FP8 = [
+    ("HalfsafeLoadDiffusionModel", "diffusion_models", "badge_wan", {"model_name": None, **AS_FILE}),
+    ("HalfsafeLoadCLIP", "text_encoders", "badge_clip", {"clip_name1": None, "type": "sd3", **AS_FILE}),
+    ("HalfsafeLoadVAE", "vae", "badge_vae", {"vae_name": None, "dtype": "fp32"}),
+]
+
+
+@pytest.mark.parametrize(("node", "folder", "file", "inputs"), OF_FP8, ids=["model", "text encoder", "VAE"])
+def test_a_loader_says_that_the_file_lacks_the_scales_of_its_fp8(comfy, files, node, folder, file, inputs):
+    def scaled(tensors):
+        for name, tensor in tensors.items():
+            if tensor.dim() > 1 and name.endswith("weight"):
+                tensors[name] = torch.randn(tensor.shape).mul_(100).clamp_(-448, 448).to(torch.float8_e4m3fn)
+
+    source = files / folder / f"{file}.safetensors"
+    path = model_files.changed(source, source.with_stem("badge_fp8"), scaled)
+    named = {key: path.name if value is None else value for key, value in inputs.items()}
+    assert run(comfy, node, **named)[1].endswith(" \u00b7 fp8 without its scales")
 
 
 def test_compute_nodes_say_what_they_chose_on_any_model(comfy, files):

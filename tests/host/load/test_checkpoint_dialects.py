@@ -251,3 +251,38 @@ def test_diffusers_names(comfy, folder):
     original = stock(source).model.diffusion_model.state_dict()
     assert ours.keys() == original.keys()
     assert all(torch.equal(ours[name].float(), tensor.float()) for name, tensor in original.items())
+
+
+def said_by_the_table_alone(tensors):
+    """The marks say all, and the table of the header the format alone."""
+    layers = [name.removesuffix(".comfy_quant") for name in tensors if name.endswith("comfy_quant")]
+    return {"_quantization_metadata": json.dumps({"layers": {name: {"format": "int8_tensorwise"} for name in layers}})}
+
+
+@pytest.mark.parametrize("kind", ["table", "shards", "convolution"])
+def test_int8_that_other_tools_mark_otherwise_is_right(comfy, folder, wan, reference, kind):
+    path = model_files.in_dialect(wan, folder / "otherwise.safetensors", dialects.in_format, name="int8")
+    right = relative_error(reference, denoise(load(comfy, path)))
+    tensors, metadata = load_file(path), None
+    if kind == "table":
+        metadata = said_by_the_table_alone(tensors)
+    elif kind == "convolution":
+        weight = tensors["patch_embedding.weight"].float()
+        scale = weight.abs().amax((1, 2, 3, 4), keepdim=True) / 127
+        tensors |= {
+            "patch_embedding.weight": (weight / scale).round().to(torch.int8),
+            "patch_embedding.weight_scale": scale,
+            "patch_embedding.comfy_quant": dialects.comfy_quant_bytes({"format": "int8_tensorwise"}),
+        }
+    if kind != "shards":
+        save_file(tensors, path, metadata)
+    else:
+        for path, of in ((folder / f"of-0000{n}-of-00002.safetensors", n == 1) for n in (1, 2)):
+            part = {name: tensor for name, tensor in tensors.items() if name.startswith("blocks.0.") is of}
+            marks = {name: part.pop(name) for name in [*part] if name.endswith("comfy_quant")}
+            layers = {name.removesuffix(".comfy_quant"): json.loads(bytes(it.tolist())) for name, it in marks.items()}
+            save_file(part, path, {"_quantization_metadata": json.dumps({"layers": layers})})
+    model = load(comfy, path)
+    assert relative_error(reference, denoise(model)) < 1.5 * right
+    held = {layer["name"]: layer["storage"] for layer in report(comfy, model)["layers"]}
+    assert {held[layer] for layer in model_files.WAN_LINEARS} == {"int8"} and held["patch_embedding"] == "fp32"

@@ -78,7 +78,9 @@ def test_the_name_without_the_prefix_wins_and_both_over_the_tensor(tmp_path):
     ):
         tensors["net.blocks.0.ffn.0.comfy_quant"] = dialects.comfy_quant_bytes(one)
         metadata = {"_quantization_metadata": json.dumps({"layers": layers})}
-        assert read_checkpoint(tensors, metadata, path).weights["net.blocks.0.ffn.0.weight"].group == group
+        checkpoint = read_checkpoint(tensors, metadata, path)
+        assert checkpoint.weights["net.blocks.0.ffn.0.weight"].group == group
+        assert bool(checkpoint.undecided) is bool(layers), "told where two differ"
 
 
 def test_a_name_of_no_layer_is_told(tmp_path):

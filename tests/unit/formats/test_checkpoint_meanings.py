@@ -6,7 +6,7 @@ from halfsafe.precision.base.errors import CheckpointError, UnconsumedScale
 from halfsafe.precision.commands.convert import convert_file
 from halfsafe.precision.commands.inspect import inspect_file
 from halfsafe.precision.files.safetensors_file import open_checkpoint
-from halfsafe.precision.formats.checkpoint import read_checkpoint
+from halfsafe.precision.formats.checkpoint import read_checkpoint, zero_notes, zeros_in
 from halfsafe.precision.plan.rules import rules_from
 from safetensors.torch import save_file
 from support import dialects
@@ -55,43 +55,106 @@ def test_an_int8_bias_beside_an_int8_weight_is_refused(tmp_path):
 
 
 def interrupted(path, begin, end=None):
-    """The same file with zeros in its data, from a share of them on to another."""
+    """The same file with zeros in its data, from a share of them on to another; returns the first and the last byte of those zeros, with
+    zeros that were there beside them."""
     data = bytearray(path.read_bytes())
     start = int.from_bytes(data[:8], "little") + 8
     size = len(data) - start
     hole = slice(start + int(size * begin), len(data) if end is None else start + int(size * end))
     data[hole] = bytes(hole.stop - hole.start)
     path.write_bytes(data)
-    return hole.start
+    return len(data[: hole.start].rstrip(b"\0")), len(data) - len(data[hole.stop :].lstrip(b"\0")) - 1
+
+
+def tensors_between(path, first, last):
+    entries = open_checkpoint(path).entries.items()
+    return [name for name, entry in entries if entry.start <= last and entry.end > first]
+
+
+def told_everywhere(path, hole, folder):
+    """The hole's bytes and tensors are told by ``inspect --values``, by the loaders' functions, and by ``convert``."""
+    (problem,) = inspect_file(path, values=True).problems
+    lost = tensors_between(path, *hole)
+    expected = f"bytes {hole[0]} to {hole[1]} of {path.name} hold only zeros ({len(lost)} tensors, from {lost[0]} to {lost[-1]})"
+    assert (problem.kind, problem.tensor) == ("zeros", lost[0]) and expected in problem.text
+    checkpoint = read(path)
+    notes = [*checkpoint.notes, *zero_notes(checkpoint, zeros_in(checkpoint.weights.values()))]
+    converted = convert_file(path, folder / "converted.safetensors", "as_file", rules_from())
+    assert notes.count(problem.text) == 1 and converted.notes.count(problem.text) == 1
 
 
 @pytest.mark.parametrize(("begin", "end"), [(0.3, None), (0.52, 0.9), (0.0, 0.4)])
-def test_zeros_where_matrices_were_are_told_with_the_place_where_they_begin(tmp_path, begin, end):
+def test_zeros_where_matrices_were_are_told_with_the_bytes_that_they_are(tmp_path, begin, end):
     weights, biases = dialects.reference(tuple(f"blocks.{i}.{j}" for i in range(12) for j in "ab"), (64, 64))
     path = dialects.save(
         tmp_path / "model.safetensors", {f"{layer}.weight": weight for layer, weight in weights.items()}, biases
     )
     assert not inspect_file(path, values=True).problems and not read(path).notes
-    start = interrupted(path, begin, end)
-    (problem,) = inspect_file(path, values=True).problems
-    entries = open_checkpoint(path).entries
-    lost = [
-        name
-        for name, entry in entries.items()
-        if len(entry.shape) == 2 and entry.start >= start and not open_checkpoint(path)[name].any()
-    ]
-    first = min(lost, key=lambda name: entries[name].start)
-    assert (problem.kind, problem.tensor) == ("zeros", first)
-    assert (
-        f"{len(lost)} matrices in a row hold only zeros, from byte {entries[first].start} of model.safetensors on"
-        in problem.text
-    )
-    converted = convert_file(path, tmp_path / "converted.safetensors", "as_file", rules_from())
-    assert (
-        problem.text in read(path).notes
-        and problem.text in inspect_file(path).notes
-        and problem.text in converted.notes
-    )
+    hole = interrupted(path, begin, end)
+    told_everywhere(path, hole, tmp_path)
+    assert "hold only zeros" in " ".join(read(path).notes) and inspect_file(path).notes
+
+
+ROWS = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp8": torch.float8_e4m3fn}
+
+
+def large(path, dtype, change=None, shape=(512, 1024)):
+    """Two matrices and a bias, with some rows or all of the first as ``change`` makes them."""
+    torch.manual_seed(0)
+    tensors = {"a.weight": torch.randn(shape), "b.bias": torch.randn(1024), "b.weight": torch.randn(shape)}
+    if change:
+        change(tensors)
+    save_file({name: tensor.to(dtype) for name, tensor in tensors.items()}, path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("begin", "end"), [(0.2003, 0.3507), (0.3011, 0.7003), (0.6017, 0.8), (0.7131, None), (0.0, 0.2173)],
+    ids=["inside of one", "of two", "of the last", "to the end", "from the start"],
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", ROWS)
+def test_a_hole_whose_ends_lie_inside_of_matrices_is_told(tmp_path, dtype, begin, end):
+    path = large(tmp_path / "model.safetensors", ROWS[dtype])
+    assert not inspect_file(path, values=True).problems
+    told_everywhere(path, interrupted(path, begin, end), tmp_path)
+
+
+def zero_rows(tensors):
+    tensors["a.weight"][100:400] = 0
+
+
+def zero_tail_and_bias(tensors):
+    tensors["b.weight"][200:] = 0
+    tensors["b.bias"].zero_()
+
+
+def zero_matrix(tensors):
+    tensors["a.weight"].zero_()
+
+
+def zero_columns(tensors):
+    tensors["a.weight"][:, 100:900] = 0
+
+
+REAL = {
+    "rows, as of a pruned head": (zero_rows, (512, 1024)),
+    "the last rows, as of a padded embedding": (zero_tail_and_bias, (512, 1024)),
+    "a whole matrix, as of a layer that starts at zero": (zero_matrix, (512, 1024)),
+    "columns": (zero_columns, (512, 1024)),
+    "a kernel's outputs": (zero_rows, (512, 128, 3, 3)),
+    "rows of a low rank": (zero_rows, (4096, 16)),
+    "rows of 3 numbers": (lambda tensors: tensors["a.weight"][5000:35000].zero_(), (40000, 3)),
+}
+
+
+@pytest.mark.parametrize("dtype", ROWS)
+@pytest.mark.parametrize("kind", REAL)
+def test_zeros_that_a_model_really_holds_are_not_told(tmp_path, kind, dtype):
+    change, shape = REAL[kind]
+    path = large(tmp_path / "model.safetensors", ROWS[dtype], change, shape)
+    checkpoint = read(path)
+    assert not inspect_file(path, values=True).problems and not checkpoint.notes
+    assert not zero_notes(checkpoint, zeros_in(checkpoint.weights.values()))
 
 
 def test_zeros_are_told_of_the_part_of_a_set_that_has_them(tmp_path):
@@ -103,7 +166,7 @@ def test_zeros_are_told_of_the_part_of_a_set_that_has_them(tmp_path):
         }
         save_file(part, tmp_path / f"model-0000{number}-of-00002.safetensors")
     (problem,) = inspect_file(tmp_path / "model-00001-of-00002.safetensors", values=True).problems
-    assert "8 matrices" in problem.text and "model-00002-of-00002.safetensors" in problem.text
+    assert "8 tensors" in problem.text and "model-00002-of-00002.safetensors" in problem.text
 
 
 def test_layers_that_start_at_zero_are_no_damage(tmp_path):
