@@ -4,20 +4,27 @@ import os
 import shlex
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..base.errors import CheckpointError
-from ..base.text import hanging, size_text, wrapped
+from ..base.errors import CheckpointError, NonFiniteWeight
+from ..base.message import Message
+from ..base.text import hanging, listed, size_text, wrapped
 from ..devices.hardware import default_device
 from ..files.safetensors_file import open_checkpoint, write_safetensors
 from ..files.tensor_file import TensorFile
 from ..files.zeros import zero_places
 from ..formats.card import Provenance, card_entry, source_of
 from ..formats.checkpoint import CARD_KEY, Checkpoint, dialect_text, read_checkpoint, zero_notes
-from ..formats.comfy_format import made_here, tensors_made
+from ..formats.comfy_format import finite_bound, made_here, tensors_made
+from ..formats.diffusers_names import origins_of
+from ..formats.joined import FUSED, JoinedWeights
 from ..formats.layer_plan import LayerPlan
+from ..formats.readers import UNKNOWN_PREFIXES, read_by, refuse_lora, refuse_unread
+from ..formats.registry import FORMAT_OF_STORAGE
+from ..formats.stored_weight import StoredWeight
 from ..make.calibrated import CalibratedRounding
 from ..make.calibration import CalibrationData
 from ..plan.compute import rules_without_effect
@@ -29,11 +36,14 @@ from ..plan.rules import Rules
 from ..report.model_card import add_model_card, fenced, folder_in_comfyui, measuring_errors
 from .inspect import section
 
+WITHOUT_PREFIX = "The names were written without '{0}', with which ComfyUI does not load them."
+WITH_OWN_NAMES = "The file uses diffusers' layer names; ComfyUI's were written."
+
 
 @dataclass(frozen=True)
 class ConvertSummary:
-    """What :func:`convert_file` did. ``weights`` counts weights per storage, ``kept`` holds (layer, reason). ``card``:
-    a sentence on the model card.
+    """What :func:`convert_file` did. ``weights`` counts weights per storage; ``kept`` holds (layer, reason);
+    ``readers`` says who reads the quantized layers of the file; ``card`` is a sentence on the model card.
     """
 
     source: str
@@ -45,6 +55,7 @@ class ConvertSummary:
     weights: dict[str, int]
     kept: list[tuple[str, str]]
     notes: list[str]
+    readers: list[str]
     card: str = ""
 
 
@@ -68,8 +79,8 @@ def convert_file(
         card: write a model card beside the target once it is complete, if there is no file of that name.
 
     Raises:
-        CheckpointError: source unreadable, damaged, cut while it is read, or a LoRA; target not writable, the same
-            file, or to be left; NaN or Inf.
+        CheckpointError: source unreadable, damaged, cut while it is read, a LoRA, or of a kind in which nothing reads
+            quantized layers; target not writable, the same file, or to be left; NaN or Inf.
         HalfsafeError: the calibration is of another model.
 
     Example:
@@ -80,9 +91,14 @@ def convert_file(
         {'fp16': 84, 'int8': 16}
     """
     began = time.perf_counter()
-    file, checkpoint = _read(source, Path(target))
-    by_name = plan_file(checkpoint, checkpoint.prefix, storage, rules)
-    plans = plan_weights(checkpoint.weights, by_name, source, done=_done(file))
+    file, checkpoint, sources = _read(source, Path(target))
+    outline = _outline(checkpoint)
+    by_name = plan_file(outline, checkpoint.prefix, storage, rules)
+    with _told_by_its_part(checkpoint.weights, source):
+        plans = plan_weights(checkpoint.weights, by_name, source, done=_done(file, sources))
+    formats = {name: FORMAT_OF_STORAGE[plan.stored] for name, plan in plans.items() if plan.declared}
+    readings = read_by(outline, formats)
+    refuse_unread(checkpoint, readings)
     lines = [str(rule) for rule in rules.own]
     provenance = Provenance(source_of(file), storage, rules.names, lines, card=file.metadata.get(CARD_KEY, ""))
     rounding = None
@@ -92,23 +108,25 @@ def convert_file(
         device = default_device()
         rounding = CalibratedRounding(calibration, checkpoint.weights, plans, provenance.source, name, prefix, device)
         provenance = replace(provenance, calibration=rounding.noted())
-    metadata = {"format": "pt"} | checkpoint.metadata | card_entry(provenance, plans.values())
+    metadata = {"format": "pt"} | checkpoint.metadata | card_entry(provenance, plans.values(), readings)
     made = (rounding.made if rounding else made_here)(checkpoint.weights, plans, source)
     errors: dict[str, float] = {}
     if card:
         made = measuring_errors(made, plans, errors)
     specs = [spec for plan in plans.values() for spec in plan.specs]
     zeros: dict[str, list[int]] = defaultdict(list)
-    write_safetensors(target, specs, tensors_made(made, _done(file, progress, zeros)), metadata, overwrite)
+    done = _done(file, sources, progress, zeros)
+    with _told_by_its_part(checkpoint.weights, source):
+        write_safetensors(target, specs, tensors_made(made, done), metadata, overwrite)
     if progress:
-        progress(file.data_bytes - sum(weight.data.nbytes for weight in checkpoint.weights.values()))
-    notes = _notes(checkpoint, rules, plans)
-    doubts = nvfp4_doubts(checkpoint.model_shapes, plans.values())
+        progress(file.data_bytes - sum(_size(file, names) for names in sources.values()))
+    notes = _notes(outline, checkpoint, rules, plans)
+    doubts = nvfp4_doubts(outline.model_shapes, plans.values())
     told = ""
     if card:
         command = fenced([_command_line(source, target, storage, rules, calibration)])
-        folder = folder_in_comfyui(checkpoint)
-        told = add_model_card(target, provenance, command, plans, errors, folder, doubts)
+        folder = folder_in_comfyui(outline)
+        told = add_model_card(target, provenance, command, plans, errors, folder, readings, doubts)
     return ConvertSummary(
         source=str(source),
         target=str(target),
@@ -119,6 +137,7 @@ def convert_file(
         weights=dict(Counter(plan.stored for plan in plans.values())),
         kept=[(name.removesuffix(".weight"), plan.why_stored) for name, plan in plans.items() if plan.kept],
         notes=[*doubts, *notes, *zero_notes(checkpoint, zeros)] + ([rounding.text()] if rounding else []),
+        readers=[reading.text for reading in readings],
         card=told,
     )
 
@@ -132,41 +151,82 @@ def _command_line(source, target, storage: str, rules: Rules, calibration: Calib
     return shlex.join(words)
 
 
-def _read(source: str | os.PathLike, target: Path) -> tuple[TensorFile, Checkpoint]:
-    """Open a file that can be converted into ``target``."""
+def _read(source: str | os.PathLike, target: Path) -> tuple[TensorFile, Checkpoint, Mapping[str, Sequence[str]]]:
+    """Open a file that can be converted into ``target``. Returns the file, its contents under the names that ComfyUI
+    reads, and for each the names of its tensors in the file."""
     file = open_checkpoint(source)
     if os.path.exists(target) and any(target.samefile(part) for part in file.files):
         raise CheckpointError(target, "source and target are the same file", advice="Choose another name for it.")
     checkpoint = read_checkpoint(file, file.metadata, source)
-    checkpoint.refuse_lora()
-    return file, checkpoint
+    refuse_lora(checkpoint)
+    prefix = checkpoint.prefix
+    start = prefix if prefix in UNKNOWN_PREFIXES else ""
+    weights: Mapping[str, StoredWeight] = {
+        name.removeprefix(start): replace(weight, name=name.removeprefix(start)) if start else weight
+        for name, weight in checkpoint.weights.items()
+    }
+    sources: dict[str, Sequence[str]] = {name: [start + name] for name in weights}
+    notes: list[str] = [Message(WITHOUT_PREFIX, prefix)] if start else []
+    if origins := origins_of({name: weight.shape for name, weight in weights.items()}, source):
+        weights = JoinedWeights(weights, origins)
+        sources = {name: [start + part for part in origin.names] for name, origin in origins.items()}
+        notes.append(WITH_OWN_NAMES)
+    return file, replace(checkpoint, weights=weights, notes=[*checkpoint.notes, *notes]), sources
+
+
+@contextmanager
+def _told_by_its_part(weights: Mapping[str, StoredWeight], path) -> Iterator[None]:
+    """Name the tensor of the file that holds NaN, and not the one that it is joined to."""
+    try:
+        yield
+    except NonFiniteWeight as error:
+        if isinstance(weights, JoinedWeights) and error.tensor in weights:
+            for part in weights.parts(str(error.tensor)):
+                finite_bound(part, path)
+        raise
+
+
+def _outline(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a checkpoint without data, by whose names and shapes a plan is made: joining weights reads them."""
+    weights = checkpoint.weights
+    return replace(checkpoint, weights=weights.outline()) if isinstance(weights, JoinedWeights) else checkpoint
+
+
+def _size(file: TensorFile, names: Iterable[str]) -> int:
+    return sum(file.entries[name].end - file.entries[name].start for name in names)
 
 
 def _done(
-    file: TensorFile, progress: Callable[[int], None] | None = None, zeros: dict[str, list[int]] | None = None
+    file: TensorFile,
+    sources: Mapping[str, Sequence[str]],
+    progress: Callable[[int], None] | None = None,
+    zeros: dict[str, list[int]] | None = None,
 ) -> Callable[[str, int], None]:
-    """Return what to do once a weight of a file is planned or written: look for zeros in its data, give its pages back,
-    call the progress, and check the source."""
+    """Return what to do once a weight is planned or written: look for zeros in its data, give the pages of its tensors
+    in the file back, call the progress, and check the source."""
 
     def done(name: str, size: int) -> None:
-        if zeros is not None:
-            entry = file.entries[name]
-            zeros[str(entry.file)] += zero_places(file[name], entry.start)
-        file.release(name)
+        for source in sources[name]:
+            if zeros is not None:
+                entry = file.entries[source]
+                zeros[str(entry.file)] += zero_places(file[source], entry.start)
+            file.release(source)
         if progress:
-            progress(size)
+            progress(_size(file, sources[name]))
         file.require_whole()
 
     return done
 
 
-def _notes(checkpoint: Checkpoint, rules: Rules, plans: Mapping[str, LayerPlan]) -> list[str]:
-    idle = rules_without_effect(layer_specs(checkpoint, checkpoint.prefix), rules)
-    return [*checkpoint.notes, *(f"{rule.setting}: {rule.reason}" for rule in idle), *notes_on(plans)]
+def _notes(outline: Checkpoint, checkpoint: Checkpoint, rules: Rules, plans: Mapping[str, LayerPlan]) -> list[str]:
+    idle = rules_without_effect(layer_specs(outline, outline.prefix), rules)
+    unpacked = checkpoint.weights.unpacked if isinstance(checkpoint.weights, JoinedWeights) else ()
+    told = [Message(FUSED, listed([name.removesuffix(".weight") for name in unpacked]))] if unpacked else []
+    return [*checkpoint.notes, *told, *(f"{rule.setting}: {rule.reason}" for rule in idle), *notes_on(plans)]
 
 
 def conversion_text(summary: ConvertSummary) -> str:
-    """Describe the file that was written, the time, and the layers stored otherwise than asked."""
+    """Describe the file that was written, the time, the layers stored otherwise than asked, and who reads the file."""
     rate = summary.source_bytes / max(summary.seconds, 1e-9)
     source = size_text(summary.source_bytes)
     target = size_text(summary.target_bytes)
@@ -175,4 +235,4 @@ def conversion_text(summary: ConvertSummary) -> str:
     lines += hanging("  stored      ", ", ".join(f"{count} {storage}" for storage, count in summary.weights.items()))
     lines += hanging("  model card  ", summary.card) if summary.card else []
     lines += section("kept", [f"{name}: {reason}" for name, reason in summary.kept])
-    return "\n".join(lines + section("notes", summary.notes))
+    return "\n".join(lines + section("notes", summary.notes) + section("read by", summary.readers))

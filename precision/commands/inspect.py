@@ -24,6 +24,8 @@ from ..formats.checkpoint import (
     read_checkpoint,
 )
 from ..formats.families import UNKNOWN, family_of
+from ..formats.readers import read_by
+from ..formats.registry import FORMAT_OF_STORAGE
 from ..formats.stored_weight import StoredWeight
 
 _CHUNK = 1 << 22
@@ -160,9 +162,10 @@ def _in_comfyui(checkpoint: Checkpoint) -> list[str]:
     found = [f"{len(weights)} layers: {text}." for weights, text in statements if weights]
     groups = Counter(w.group for w in checkpoint.weights.values() if w.format is not None and w.storage == "int8")
     found += [ROTATED_APART.format(count, size) for size, count in groups.items() if size not in (None, FUSED_GROUP)]
-    formats = Counter(w.format for w in checkpoint.weights.values() if w.format is not None)
-    found += [f"{count} layers: {kind.title} needs ComfyUI {kind.since} or later." for kind, count in formats.items()]
-    return found
+    held = {weight.name: weight.format for weight in checkpoint.weights.values() if weight.format is not None}
+    known_fp8 = [weight for weight in scaled if known and weight.storage in FORMAT_OF_STORAGE]
+    held |= {weight.name: FORMAT_OF_STORAGE[weight.storage] for weight in known_fp8}
+    return found + [reading.text for reading in read_by(checkpoint, held)]
 
 
 def value_problems(

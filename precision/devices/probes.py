@@ -183,8 +183,8 @@ def _operations(device: torch.device, name: str) -> tuple[bool, str]:
         inputs = [_drawn(shape, seed).to(dtype_named(name)) for seed, shape in enumerate(shapes)]
         try:
             result = operation(*(one.to(device) for one in inputs)).cpu()
-        except (RuntimeError, NotImplementedError) as error:
-            if is_torch_oom(error):
+        except (RuntimeError, NotImplementedError) as lacking:
+            if is_torch_oom(lacking):
                 raise
             continue
         error = relative_error(result, operation(*(one.double() for one in inputs)))

@@ -30,6 +30,7 @@ class Blocks(Format):
     block: int
     writes = True
     aligned = TILE
+    by_row = ("weight_scale",)
 
     def _outputs(self, weight: StoredWeight) -> int | None:
         """Return the rows before the padding, where the layer's bias tells them."""

@@ -13,9 +13,8 @@ from pathlib import Path
 from ..files.safetensors_header import read_object
 from ..files.tensor_file import TensorFile, fingerprint
 from .checkpoint import CARD_KEY
-from .format import Format
 from .layer_plan import LayerPlan
-from .registry import FORMAT_OF_STORAGE
+from .readers import Reading, first_comfyui
 
 _VERSION = re.compile(r'^version = "(.+)"$', re.MULTILINE)
 
@@ -50,15 +49,19 @@ def source_of(file: TensorFile) -> dict[str, object]:
     return {"file": file.path.name, "bytes": size, "sha256_of_header_and_4096_bytes_of_each_tensor": fingerprint(file)}
 
 
-def card_entry(provenance: Provenance, plans: Iterable[LayerPlan]) -> dict[str, str]:
-    """Make the card of a file of these weights, as an entry of its metadata."""
+def card_entry(provenance: Provenance, plans: Iterable[LayerPlan], readings: Sequence[Reading]) -> dict[str, str]:
+    """Make the card of a file of these weights, as an entry of its metadata.
+
+    ``readings``: who reads its quantized layers.
+    """
     plans = list(plans)
     if provenance.card and not any(plan.changes for plan in plans):
         return {CARD_KEY: provenance.card}
-    needed = first_comfyui(FORMAT_OF_STORAGE[plan.stored] for plan in plans if plan.declared)
+    unread = [reading.text for reading in readings if reading.since is None]
     card = {
         "halfsafe": pack_version(),
-        "needs_comfyui": needed,
+        "needs_comfyui": first_comfyui(readings),
+        **({"not_read_by_comfyui": unread} if unread else {}),
         "asked_storage": provenance.asked,
         "weights": dict(sorted(Counter(plan.stored for plan in plans).items())),
         "rules": {"presets": list(dict.fromkeys(provenance.presets)), "lines": list(provenance.rules)},
@@ -68,12 +71,6 @@ def card_entry(provenance: Provenance, plans: Iterable[LayerPlan]) -> dict[str, 
         **({"calibration": dict(provenance.calibration)} if provenance.calibration else {}),
     }
     return {CARD_KEY: json.dumps(card)}
-
-
-def first_comfyui(formats: Iterable[Format]) -> str | None:
-    """Return the first ComfyUI that has all of these formats; None without formats."""
-    needed = {format.since for format in formats}
-    return max(needed, key=lambda since: [*map(int, since.split("."))], default=None)
 
 
 @cache

@@ -113,14 +113,16 @@ class Checkpoint:
         dialects: the quantization formats of the file, in the order found; none in one that is not quantized.
         notes: what was repaired or assumed while reading, one sentence each.
         undecided: name of a weight -> what the file does not tell of it, and how it was read.
+        unpacked: weights that are quantized in the file and were unpacked to bf16 after it was read, by their names.
     """
 
     path: str
     dialects: tuple[str, ...]
     metadata: dict[str, str]
-    weights: dict[str, StoredWeight]
+    weights: Mapping[str, StoredWeight]
     notes: list[str]
     undecided: Mapping[str, str] = field(default_factory=dict)
+    unpacked: tuple[str, ...] = ()
 
     @property
     def prefix(self) -> str:
@@ -135,12 +137,6 @@ class Checkpoint:
         """The shapes of the diffusion model's weights by its own names."""
         prefix = self.prefix
         return {name.removeprefix(prefix): weight.shape for name, weight in self.weights.items()}
-
-    def refuse_lora(self) -> None:
-        """Raise :class:`CheckpointError` for a LoRA, which is no model."""
-        name = next((name for name in self.weights if "lora_" in name), None)
-        if name is not None:
-            raise CheckpointError(self.path, "a LoRA, which is applied in 16 bit", name, "Convert the model instead.")
 
 
 def zeros_in(weights: Iterable[StoredWeight]) -> dict[str, list[int]]:

@@ -47,6 +47,7 @@ class Format:
         writes: weights are written in it; ``calibrates``: with codes that a calibration chooses, too.
         by_largest: the tensors shared by all rows follow from the largest magnitude of the weight.
         aligned: the rows that are encoded together begin at multiples of it.
+        by_row: the tensors beside the data that have a row for each row of the weight.
         needs: the tensors beside ``<layer>.weight`` that a file must have, and ``may_have``: those that it may.
         signed: the tensors that may be negative.
         largest: magnitude of a code; 0 where the data are numbers. A weight is at most that times its ``factors``, plus
@@ -72,6 +73,7 @@ class Format:
     calibrates: bool = False
     by_largest: bool = False
     aligned: int = 1
+    by_row: tuple[str, ...] = ()
     needs: tuple[str, ...] = ("weight_scale",)
     may_have: tuple[str, ...] = ()
     signed: tuple[str, ...] = ()

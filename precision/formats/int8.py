@@ -108,6 +108,7 @@ class Int8(Rotated):
     largest = 128
     rotated = None
     writes = calibrates = True
+    by_row = ("weight_scale",)
 
     def read(self, weight: StoredWeight) -> StoredWeight:
         """Give a weight its ``weight_scale`` in the shape that ComfyUI multiplies by, and ``convrot`` where also its

@@ -19,6 +19,7 @@ class Int4(Format):
     largest = 8
     rotated = True
     per_byte = 2
+    by_row = ("weight_scale",)
 
     def check(self, weight: StoredWeight) -> None:
         weight.require_shape("weight_scale", (weight.shape[0],), (weight.shape[0], 1))

@@ -25,6 +25,7 @@ class W4a8(Rotated):
     product = "w4a8_int8_linear"
     mode = INT8
     needs = ("weight_s_rel", "weight_s_channel")
+    by_row = ("weight_s_rel", "weight_s_channel")
     may_have = ("weight_codebook", "weight_correction")
     signed = ("weight_codebook", "weight_correction")
     byte_scale = ("weight_s_rel", "float8_e4m3fn")

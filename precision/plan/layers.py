@@ -31,11 +31,15 @@ from .choice import frozen
 from .facts import LayerSpec, layer_specs
 from .nvfp4 import NVFP4, kept_from_nvfp4
 from .rules import Rules
+from .structure import OUTSIDE, roles_of
 
 FEWER_BITS: tuple[StorageOption, ...] = ("w6a8", "w4a8", "nvfp4")
 REQUANTIZATION_LIMIT = {"fp8_e4m3fn": 0.04, "fp8_e5m2": 0.08}
 # ComfyUI tells SD, SDXL and LTX-Video by the columns of this weight (comfy/model_detection.py).
 _TELLS_MODEL = re.compile(r"(^|\.)transformer_blocks\.0\.attn2\.to_k$")
+# ``process_unet_state_dict`` of PixelDiT in comfy/supported_models.py.
+_SPLIT = re.compile(r"(^|\.)pixel_blocks\.\d+\.adaLN_modulation\.0$")
+SPLIT = "ComfyUI splits this weight while loading, without its scale"
 TOLD_BY = "ComfyUI detects the architecture from this weight's width, which storages below 8 bits change"
 
 
@@ -52,8 +56,28 @@ def plan_storage(layers: Sequence[LayerSpec], storage: str, rules: Rules) -> Map
 
 def plan_file(checkpoint: Checkpoint, prefix: str, storage: str, rules: Rules) -> dict[str, LayerPlan]:
     """Decide the storage of each layer below ``prefix`` of a file, by the name of its weight in the file."""
-    layers = plan_storage(layer_specs(checkpoint, prefix), storage, rules)
+    layers = plan_written(layer_specs(checkpoint, prefix), storage, rules)
     return {f"{prefix}{layer}.weight": plan for layer, plan in layers.items()}
+
+
+def plan_written(layers: Sequence[LayerSpec], storage: str, rules: Rules) -> Mapping[str, LayerPlan]:
+    """Decide the storage of each layer as :func:`plan_storage`, for a file.
+
+    ComfyUI tells families by the widths of layers outside of the repeated blocks, which packed weights change.
+    """
+    plans = plan_storage(layers, storage, rules)
+    roles = roles_of(layers)
+    outside = [layer for layer in layers if roles.get(layer.name) == OUTSIDE]
+    return frozen({**plans, **{layer.name: _as_wide(plans[layer.name], layer) for layer in outside}})
+
+
+def _as_wide(plan: LayerPlan, layer: LayerSpec) -> LayerPlan:
+    """Store a layer in int8, or as it is, instead of a storage with several values in a byte."""
+    if plan.storage not in QUANTIZED_NAMES or not FORMAT_OF_STORAGE[plan.storage].is_packed:
+        return plan
+    if why_not_quantized("int8", layer.shape, layer.cls):
+        return replace(plan, storage=AS_FILE, why_stored=TOLD_BY, kept=True)
+    return replace(plan, storage="int8", why_stored=TOLD_BY)
 
 
 def _by_name(layer: LayerSpec, storage: str, rules: Rules) -> LayerPlan:
@@ -67,6 +91,10 @@ def _by_name(layer: LayerSpec, storage: str, rules: Rules) -> LayerPlan:
     if wanted in QUANTIZED_NAMES and (why := why_not_quantized(wanted, layer.shape, layer.cls)):
         wanted = AS_FILE
         reason = why
+        asked = True
+    elif wanted in QUANTIZED_NAMES and _SPLIT.search(layer.name):
+        wanted = AS_FILE
+        reason = SPLIT
         asked = True
     elif wanted in QUANTIZED_NAMES and FORMAT_OF_STORAGE[wanted].is_packed and _TELLS_MODEL.search(layer.name):
         wanted = "int8"

@@ -39,6 +39,7 @@ _SENSITIVE = (
     *_named(
         "modulation",
         "*_mod.*", "*.mod_[xy]", r"re:\.mapper(_\w+)?$", "*modulation*", "*adaln*", "*adaLN*", "*emb_layers*",
+        "*.norm.linear", "*.norm1.linear", "*.norm1_context.linear", "*.time_emb_proj",
     ),
     *_named(
         "output projection",

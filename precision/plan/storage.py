@@ -24,6 +24,7 @@ PREDICTED_ERROR = {"int8": 0.0089, "w6a8": 0.0184, "w4a8": 0.0617}
 NVFP4_ERROR = 3.5
 """Of the layers of the trained HunyuanVideo in docs/numbers.md."""
 MANY_SCALES = "the file's fp8 has many scales, ComfyUI's has one: int8 takes the same bytes and is nearer to the file"
+UNPACKED_WEIGHTS = "{0} of {1} quantized weights were unpacked to bf16 while loading: the weights take {2}."
 Layers = Mapping[str, LayerPlan]
 """Layer name -> plan."""
 
@@ -37,6 +38,8 @@ def choose_storage(
     """
     choice = _choose(facts, storage, computed, target)
     layers = plan_storage(facts.layers, choice.used, rules)
+    if facts.checkpoint.unpacked and storage == "auto":
+        return choice, _quantized_as_they_are(facts, layers)
     if smallest_storage(target.device, computed.requested)[0] == "int8":
         layers = _many_scales_in_int8(facts, layers)
     if storage == "auto" and choice.used in EIGHT_BITS and target.free is not None:
@@ -49,14 +52,22 @@ def choose_storage(
 
 def _choose(facts: ModelFacts, storage: StorageOption, compute: Choice, target: LoadTarget) -> Choice[StorageOption]:
     used: StorageOption
+    unpacked = _told_unpacked(facts)
     if storage == AS_FILE:
         used, reason = held_storage(target.device, facts.file_dtype)
-        return Choice(storage, used, reason if used != storage else "")
+        return Choice(storage, used, joined([reason if used != storage else "", unpacked]))
     if storage != "auto":
         return Choice(storage, storage)
     size = 2 * facts.parameters
     own = facts.file_dtype
+    if unpacked:
+        size = bytes_in_memory(facts.inside.values(), {})
+        refused = own not in UNQUANTIZED and target.device.refuses(own)
+        own = own if refused else "bf16"
     used, reason = auto_storage(target.device, size, own, target.free, compute.requested, target.streamed_from)
+    if unpacked and used in EIGHT_BITS:
+        reason = Message("The weights do not fit: those unpacked to bf16 are stored in {0}.", used)
+    reason = joined([reason, unpacked])
     enough: StorageOption = "fp16" if compute.used == SAFE else compute.used
     if used == AS_FILE and own == "fp32" and enough != "fp32":
         used = enough
@@ -66,6 +77,23 @@ def _choose(facts: ModelFacts, storage: StorageOption, compute: Choice, target: 
         used = enough
         reason = Message("{0} multiplies in {1}: converted once, not at every step", compute.used, enough)
     return Choice(storage, used, reason)
+
+
+def _told_unpacked(facts: ModelFacts) -> str:
+    """Return which share of the file's quantized weights is in bf16 now, and the bytes of all; "" if none is."""
+    unpacked = facts.checkpoint.unpacked
+    if not unpacked:
+        return ""
+    quantized = sum(weight.quantized for weight in facts.inside.values())
+    size = size_text(bytes_in_memory(facts.inside.values(), {}))
+    return Message(UNPACKED_WEIGHTS, len(unpacked), len(unpacked) + quantized, size)
+
+
+def _quantized_as_they_are(facts: ModelFacts, layers: Layers) -> Layers:
+    """Keep the file's storage of the layers that are still quantized."""
+    quantized = {facts.names.get(name, "") for name, weight in facts.inside.items() if weight.quantized}
+    kept = {name: replace(own, storage=AS_FILE) for name, own in layers.items() if name in quantized}
+    return frozen({**layers, **kept})
 
 
 def _many_scales_in_int8(facts: ModelFacts, layers: Layers) -> Layers:

@@ -133,7 +133,11 @@ def _makes_vectors(layer: LayerSpec, widths: set[int]) -> bool:
 
 
 def _is_taken(layer: LayerSpec, inputs: set[int], outputs: set[int]) -> bool:
-    """True if a layer of the block takes the output: an MLP's second, attention's last, or Flux's that is both."""
+    """True if a layer of the block takes the output: an MLP's second, attention's last, or Flux's that is both.
+
+    That one takes the attention beside the MLP, whose first layer ComfyUI fuses with q, k and v (``linear1``), and
+    diffusers does not (``proj_mlp``).
+    """
     out, width = layer.shape
     others = {size for size in inputs if size not in outputs and 2 * size not in outputs}
-    return bool({out, out / 2} & inputs) or bool({out / 3, out - 2 * width, (out - width) / 2} & others)
+    return bool({out, out / 2} & inputs) or bool({out / 3, out - 2 * width, (out - width) / 2, out + width} & others)

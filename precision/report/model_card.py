@@ -19,11 +19,12 @@ from ..base.message import Message
 from ..base.text import count_text, size_text
 from ..files.atomic_write import os_errors_as, replacing
 from ..files.safetensors_file import open_checkpoint
-from ..formats.card import Provenance, first_comfyui, pack_version
+from ..formats.card import Provenance, pack_version
 from ..formats.checkpoint import Checkpoint, StoredWeight, read_checkpoint
 from ..formats.comfy_format import Made
 from ..formats.families import UNKNOWN, family_of
 from ..formats.layer_plan import LayerPlan
+from ..formats.readers import Reading, first_comfyui
 from ..plan.rules import MEASURED
 from .result import CARD_LEFT, CARD_UNWRITTEN, CARD_WRITTEN
 
@@ -67,6 +68,7 @@ def add_model_card(
     plans: Mapping[str, LayerPlan],
     errors: Mapping[str, float],
     folder: str,
+    readings: Sequence[Reading],
     notes: Sequence[str] = (),
 ) -> str:
     """Write the model card beside a file that was just saved, and return a sentence on it.
@@ -79,6 +81,7 @@ def add_model_card(
         plans: tensor name -> plan of the file that was written.
         errors: of :func:`measuring_errors`.
         folder: of the file's kind below ComfyUI's ``models``; empty for that of the source file.
+        readings: who reads the quantized layers of the file.
         notes: sentences on the storage in this family.
     """
     path = Path(path)
@@ -88,7 +91,7 @@ def add_model_card(
     try:
         file = open_checkpoint(path)
         checkpoint = read_checkpoint(file, file.metadata, path)
-        text = _model_card(path, checkpoint, provenance, made_by, plans, errors, folder, notes)
+        text = _model_card(path, checkpoint, provenance, made_by, plans, errors, folder, readings, notes)
         with os_errors_as(card, "written"), replacing(card, overwrite=False) as written:
             written.write(text.encode("utf-8"))
     except CheckpointError as error:
@@ -104,6 +107,7 @@ def _model_card(
     plans: Mapping[str, LayerPlan],
     errors: Mapping[str, float],
     folder: str,
+    readings: Sequence[Reading],
     notes: Sequence[str],
 ) -> str:
     storages = _by_storage(checkpoint)
@@ -115,7 +119,7 @@ def _model_card(
         "Rules": [_rules(given)],
         "Measured": [_measured(given)],
         "Made by": [made_by, _changes(given)],
-        "Load it in ComfyUI": [_loading(path, checkpoint, folder)],
+        "Load it in ComfyUI": [_loading(path, readings, folder)],
     }
     parts = [
         _front_matter(storages, folder),
@@ -247,8 +251,10 @@ def _changes(given: Provenance) -> str:
     return "\n".join(lines)
 
 
-def _loading(path: Path, checkpoint: Checkpoint, folder: str) -> str:
-    since = first_comfyui(weight.format for weight in checkpoint.weights.values() if weight.format)
+def _loading(path: Path, readings: Sequence[Reading], folder: str) -> str:
+    if unread := [reading.text for reading in readings if reading.since is None]:
+        return _plain(" ".join(unread))
+    since = first_comfyui(readings)
     needs = f" It needs ComfyUI {since} or later." if since else ""
     if folder not in LOADERS:
         return f"Put {_code(path.name)} into the folder of its source file and load it with the same node.{needs}"

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support import tiny_models
 
-CONTEXT_WIDTH = {"sdxl": 2048, "qwen_image": 3584, "z_image": 2560}
+CONTEXT_WIDTH = {"sd15": 768, "sdxl": 2048, "qwen_image": 3584, "z_image": 2560}
 POOLED_WIDTH = {"flux": 768, "hunyuan_video": 768, "sd3": 2048, "sdxl": 1280}
 NEEDS_MASK = ("ltxv", "z_image")
 

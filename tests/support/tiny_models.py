@@ -244,8 +244,13 @@ def _with_its_layers(clip_target: Callable, state_dict: Iterable[str] = ()) -> o
     }
     if target is None or not layers:
         return target
-    made, sizes = target.clip, {"clip_l_model_config": {"num_hidden_layers": len(layers)}}
-    target.clip = lambda model_options, **options: made(model_options={**model_options, **sizes}, **options)
+    made, key = target.clip, "clip_l_model_config"
+
+    def with_layers(model_options, **options):
+        sizes = model_options.get(key, {}) | {"num_hidden_layers": len(layers)}
+        return made(model_options={**model_options, key: sizes}, **options)
+
+    target.clip = with_layers
     return target
 
 

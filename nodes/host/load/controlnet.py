@@ -27,6 +27,7 @@ from ....precision.base.options import ComputeOption, StorageOption
 from ....precision.devices.memory import require_memory
 from ....precision.formats.checkpoint import Checkpoint, zero_notes, zeros_in
 from ....precision.formats.comfy_format import check_finite
+from ....precision.formats.joined import FUSED, joined_rows
 from ....precision.formats.stored_weight import StoredWeight
 from ....precision.plan.auto import UNQUANTIZED
 from ....precision.plan.choice import Choice, WithoutEffect
@@ -152,16 +153,26 @@ def _plan(
 
 
 def _facts(checkpoint: Checkpoint, module: torch.nn.Module) -> ModelFacts:
-    """Describe a model that ComfyUI has loaded: its weights, quantized ones as in the file if the file has their names.
+    """Describe a model that ComfyUI has loaded: its weights, quantized ones as in the file.
 
-    ComfyUI renames or fuses layers of files with diffusers' names: their quantized weights stay unpacked.
+    ComfyUI renames or fuses layers of files with diffusers' names: those whose format does not hold the result exactly
+    stay unpacked.
     """
     quantized = {name: weight for name, weight in checkpoint.weights.items() if weight.quantized}
-    weights = {name: quantized.get(name, StoredWeight(name, tensor)) for name, tensor in module.state_dict().items()}
+    own = module.state_dict()
+    plain = []
     notes = checkpoint.notes
-    if quantized.keys() - weights.keys():
-        notes = [*notes, "The file uses diffusers' layer names; they were converted to ComfyUI's."]
-    checkpoint = replace(checkpoint, weights=weights, notes=notes)
+    if quantized.keys() - own.keys():
+        notes = [*notes, detection.RENAMED]
+    for name, (sources, order) in detection.diffusers_origins(checkpoint).items():
+        if name in own and not quantized.keys().isdisjoint(sources):
+            made = joined_rows(name, [checkpoint.weights[source] for source in sources], order)
+            quantized |= {} if made is None else {name: made}
+            plain += [name] if made is None else []
+    notes = [*notes, Message(FUSED, detection.listed_layers(plain))] if plain else notes
+    weights = {name: quantized.get(name, StoredWeight(name, tensor)) for name, tensor in own.items()}
+    unpacked = (*checkpoint.unpacked, *plain)
+    checkpoint = replace(checkpoint, weights=weights, notes=notes, unpacked=unpacked)
     family = FAMILIES.get(type(module).__module__.rpartition(".")[0], BASE)
     names = {name: name.removesuffix(".weight") for name in weights if name.endswith(".weight")}
     return detection.facts_of_modules(checkpoint, dict(module.named_modules()), names, "", family)

@@ -17,9 +17,12 @@ from ....precision.base.message import Message
 from ....precision.base.text import listed
 from ....precision.formats.checkpoint import Checkpoint, StoredWeight
 from ....precision.formats.comfy_format import finite_bound
+from ....precision.formats.joined import FUSED, JoinedWeights, RowsOf
 from ....precision.plan.facts import LayerSpec, ModelFacts, facts_of
 from ..comfyui.attributes import made_when_loaded
 from .lacking import named_if_lacking
+
+RENAMED = "The file uses diffusers' layer names; they were converted to ComfyUI's."
 
 
 def detect_model(checkpoint: Checkpoint, only_diffusion_model: bool) -> ModelFacts:
@@ -55,7 +58,7 @@ def detect_model(checkpoint: Checkpoint, only_diffusion_model: bool) -> ModelFac
 
 def _without(checkpoint: Checkpoint, names: Sequence[str]) -> Checkpoint:
     weights = {name: weight for name, weight in checkpoint.weights.items() if name not in names}
-    note = Message("Quantized layers of the file that the model does not have were ignored: {0}.", _layers_of(names))
+    note = Message("Quantized layers of the file that the model does not have were ignored: {0}.", listed_layers(names))
     return replace(checkpoint, weights=weights, notes=[*checkpoint.notes, note])
 
 
@@ -69,7 +72,7 @@ def recognised(checkpoint: Checkpoint, only_diffusion_model: bool = False) -> tu
     original = checkpoint
     config = _config(checkpoint, prefix)
     if config is None and only_diffusion_model:
-        checkpoint = _from_diffusers(checkpoint)
+        checkpoint = _with_true_shapes(_from_diffusers(checkpoint), "")
         config = _config(checkpoint, "")
     if config is None:
         advice = _hint(original, only_diffusion_model)
@@ -120,9 +123,10 @@ def _with_true_shapes(checkpoint: Checkpoint, prefix: str) -> Checkpoint:
             raise CheckpointError(weight.file or checkpoint.path, problem, name, advice)
         weights[name] = weight.with_values(weight.dequantize(torch.bfloat16))
     note = Message(
-        "Unpacked to bf16, because ComfyUI detects the architecture from their shapes: {0}.", _layers_of(names)
+        "Unpacked to bf16, because ComfyUI detects the architecture from their shapes: {0}.", listed_layers(names)
     )
-    return replace(checkpoint, weights=weights, notes=[*checkpoint.notes, note])
+    unpacked = (*checkpoint.unpacked, *names)
+    return replace(checkpoint, weights=weights, notes=[*checkpoint.notes, note], unpacked=unpacked)
 
 
 def _is_same_model(one, other) -> bool:
@@ -130,7 +134,8 @@ def _is_same_model(one, other) -> bool:
     return type(one) is type(other) and (one is None or one.unet_config == other.unet_config)
 
 
-def _layers_of(names: Sequence[str]) -> str:
+def listed_layers(names: Sequence[str]) -> str:
+    """Write the layers of weights for people."""
     return listed([name.removesuffix(".weight") for name in names])
 
 
@@ -163,22 +168,63 @@ def stored_tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
 
 
 def _from_diffusers(checkpoint: Checkpoint) -> Checkpoint:
-    """Rename a model to ComfyUI's names. Fused layers mix the weights of several, so quantized ones become bf16."""
-    if not _renamed({name: tensor.to("meta") for name, tensor in stored_tensors(checkpoint).items()}):
+    """Rename a model to ComfyUI's names. Quantized weights keep their storage, unless they are fused with others and
+    the result has no exact form in it; those become bf16."""
+    origins = diffusers_origins(checkpoint)
+    if not origins:
         return checkpoint
-    note = "The file uses diffusers' layer names; they were converted to ComfyUI's."
-    plain = unpacked(checkpoint)
-    converted = renamed_by(plain, _renamed)
-    kept = {id(weight.data) for weight in converted.weights.values()}
-    for name, weight in checkpoint.weights.items():
-        if id(plain.weights[name].data) not in kept:  # part of another now: NaN is told by its own name and file
-            finite_bound(weight, checkpoint.path)
-    return replace(converted, notes=[*checkpoint.notes, note])
+    made = JoinedWeights(checkpoint.weights, origins)
+    for sources, order in origins.values():
+        if len(sources) > 1 or order is not None:  # NaN is told by the name and file of the part that has it
+            for source in sources:
+                finite_bound(checkpoint.weights[source], checkpoint.path)
+    weights = dict(made)
+    plain = [*made.unpacked]
+    notes: list[str] = [RENAMED]
+    if plain:
+        notes.append(Message(FUSED, listed_layers(plain)))
+    notes = [*checkpoint.notes, *notes]
+    return replace(checkpoint, weights=weights, notes=notes, unpacked=(*checkpoint.unpacked, *plain))
 
 
-def _renamed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Rename the tensors of a model with diffusers' names that ComfyUI knows; none of any other."""
-    return comfy.model_detection.convert_diffusers_mmdit(dict(tensors), "") or _from_diffusers_unet(tensors)
+def diffusers_origins(checkpoint: Checkpoint) -> dict[str, RowsOf]:
+    """Map ComfyUI's names of a model with diffusers' names to where their rows come from; empty for any other model.
+
+    ``convert_diffusers_mmdit`` in comfy/model_detection.py moves whole rows alone: it is given their numbers.
+
+    Raises:
+        CheckpointError: a part of a fused tensor is missing, which ComfyUI would leave as it finds the memory.
+    """
+    weights = checkpoint.weights
+    rows: dict[str, range] = {}
+    numbered: dict[str, torch.Tensor] = {}
+    end = 0
+    for name, weight in weights.items():
+        rows[name] = range(end, end + (weight.shape[0] if weight.shape else 1))
+        end = rows[name].stop
+        numbers = torch.arange(rows[name].start, end)
+        numbered[name] = numbers.view(-1, *[1] * (len(weight.shape) - 1)) if weight.shape else numbers[0]
+    converted = comfy.model_detection.convert_diffusers_mmdit(numbered, "")
+    if not converted:
+        return _unet_origins(checkpoint)
+    firsts = torch.tensor([each.start for each in rows.values()])
+    names = list(rows)
+    taken: set[str] = set()
+    origins = {}
+    for target, tensor in converted.items():
+        numbers = tensor.reshape(-1)
+        inside = bool(((numbers >= 0) & (numbers < end)).all())
+        at = torch.bucketize(numbers, firsts, right=True) - 1 if inside else numbers[:0]
+        sources = [names[i] for i in dict.fromkeys(at.unique_consecutive().tolist())]
+        whole = torch.tensor([number for source in sources for number in rows[source]], dtype=numbers.dtype)
+        place = whole.argsort()
+        if not taken.isdisjoint(sources) or not torch.equal(whole[place], numbers.sort().values):
+            problem = Message("lacks a part of {0}, which ComfyUI fuses of several tensors", target)
+            raise CheckpointError(checkpoint.path, problem, advice="Download the model again.")
+        taken.update(sources)
+        order = place[torch.searchsorted(whole[place], numbers)]
+        origins[target] = RowsOf(sources, None if torch.equal(whole, numbers) else order)
+    return origins
 
 
 def unpacked(checkpoint: Checkpoint) -> Checkpoint:
@@ -199,15 +245,16 @@ def renamed_by(checkpoint: Checkpoint, process: Callable[[dict], dict]) -> Check
     return replace(checkpoint, weights=weights)
 
 
-def _from_diffusers_unet(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _unet_origins(checkpoint: Checkpoint) -> dict[str, RowsOf]:
+    shapes = {name: torch.empty(weight.shape, device="meta") for name, weight in checkpoint.weights.items()}
     try:
-        config = comfy.model_detection.model_config_from_diffusers_unet(tensors)
+        config = comfy.model_detection.unet_config_from_diffusers_unet(shapes)
     except KeyError:
         config = None
     if config is None:
         return {}
-    names = comfy.utils.unet_to_diffusers(config.unet_config)
-    return {name: tensors[source] for source, name in names.items() if source in tensors}
+    names = comfy.utils.unet_to_diffusers(config)
+    return {name: RowsOf([source]) for source, name in names.items() if source in shapes}
 
 
 def facts_of_modules(

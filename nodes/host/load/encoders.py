@@ -41,7 +41,10 @@ logger = logging.getLogger("halfsafe")
 FP32_ACTIVATIONS = "ComfyUI runs text encoders with fp32 activations"
 OPEN_CLIP = "transformer.resblocks.0.ln_1.weight"
 CLIP_WORDS = "text_model.embeddings.token_embedding.weight"
+CLIP_POSITIONS = "text_model.embeddings.position_embedding.weight"
 CLIP_LAYER = "mlp.fc1.weight"
+IN_CHECKPOINT = re.compile(rf"(clip_\w+)\.transformer\.{re.escape(CLIP_WORDS)}")
+"""The words of a CLIP in a full checkpoint, by ComfyUI's names."""
 CLIP_NORM = "text_model.final_layer_norm.weight"
 VISION = re.compile(r"(^|\.)(visual|vision_\w+|audio_(model|projector)|multi_modal_projector|lm_head)\.")
 """Parts of a text encoder that texts do without."""
@@ -68,6 +71,7 @@ def load_text_encoder(
         raise CheckpointError(
             paths[0], "ComfyUI does not recognise this text encoder", advice="Check that it is a text encoder."
         )
+    sizes = _clip_sizes(files[0]) if len(files) == 1 else {}
 
     def make(tensors: list[dict], options: dict) -> CLIP:
         return comfy.sd.load_text_encoder_state_dicts(
@@ -75,7 +79,7 @@ def load_text_encoder(
             embedding_directory=folder_paths.get_folder_paths("embeddings"),
             # SDXL, which ComfyUI knows by its files, has no type: its nodes' default.
             clip_type=getattr(comfy.sd.CLIPType, kind.upper(), comfy.sd.CLIPType.STABLE_DIFFUSION),
-            model_options=options | _clip_sizes(files),
+            model_options=options | ({"model_config": sizes} if sizes else {}),
             disable_dynamic=disable_dynamic,
         )
 
@@ -88,12 +92,14 @@ def _open_clip_split(checkpoint: Checkpoint) -> Checkpoint:
     return renamed_by(checkpoint, lambda tensors: comfy.utils.clip_text_transformers_convert(tensors, "", ""))
 
 
-def _clip_sizes(files: Sequence[Checkpoint]) -> dict:
-    """Return ComfyUI's option for the sizes of a CLIP that comes alone; it knows those of the usual ones by itself.
+def _clip_sizes(file: Checkpoint, prefix: str = "") -> dict[str, int]:
+    """Return the sizes of the CLIP below a prefix as ComfyUI's config has them; empty without one.
 
-    ``model_options_long_clip`` in comfy/text_encoders/long_clipl.py takes the option. Every CLIP has heads of 64.
+    ComfyUI knows those of the usual ones by itself, and takes others as an option (``model_options_long_clip`` in
+    comfy/text_encoders/long_clipl.py). Every CLIP has heads of 64.
     """
-    shapes = {name: weight.shape for name, weight in files[0].weights.items()} if len(files) == 1 else {}
+    start = len(prefix)
+    shapes = {name[start:]: weight.shape for name, weight in file.weights.items() if name.startswith(prefix)}
     if CLIP_WORDS not in shapes:
         return {}
     numbers = (re.search(r"encoder\.layers\.(\d+)\.", name) for name in shapes)
@@ -101,7 +107,8 @@ def _clip_sizes(files: Sequence[Checkpoint]) -> dict:
     layers = 1 + max((int(number[1]) for number in numbers if number), default=0)
     inner = next(shape[0] for name, shape in shapes.items() if name.endswith(CLIP_LAYER))
     sizes = {"hidden_size": width, "num_hidden_layers": layers, "intermediate_size": inner}
-    return {"model_config": {**sizes, "num_attention_heads": max(1, width // 64)}}
+    positions = {"max_position_embeddings": shapes[CLIP_POSITIONS][0]} if CLIP_POSITIONS in shapes else {}
+    return {**sizes, **positions, "num_attention_heads": max(1, width // 64)}
 
 
 def load_checkpoint_text_encoder(path: str, storage: StorageOption, disable_dynamic: bool = False) -> CLIP | None:
@@ -111,15 +118,23 @@ def load_checkpoint_text_encoder(path: str, storage: StorageOption, disable_dyna
     encoder = renamed_by(checkpoint, config.process_clip_state_dict)
     if target is None or not encoder.weights:
         return None
+    clips = [found[1] for name in encoder.weights if (found := IN_CHECKPOINT.fullmatch(name))]
+    sizes = {clip: _clip_sizes(encoder, f"{clip}.transformer.") for clip in clips}
+    # LongCLIP has 248 positions. ComfyUI takes them of files with an encoder alone (Comfy-Org/ComfyUI#7538).
+    lengths = {
+        f"{clip}_max_length": own["max_position_embeddings"]
+        for clip, own in sizes.items()
+        if "max_position_embeddings" in own
+    }
 
     def make(tensors: list[dict], options: dict) -> CLIP:
         return comfy.sd.CLIP(
             target,
             embedding_directory=folder_paths.get_folder_paths("embeddings"),
-            tokenizer_data=tensors[0],
+            tokenizer_data=tensors[0] | lengths,
             parameters=comfy.utils.calculate_parameters(tensors[0]),
             state_dict=tensors[0],
-            model_options=options,
+            model_options=options | {f"{clip}_model_config": own for clip, own in sizes.items()},
             disable_dynamic=disable_dynamic,
         )
 

@@ -24,11 +24,12 @@ from ....precision.formats.card import Provenance, card_entry
 from ....precision.formats.checkpoint import StoredWeight, read_checkpoint
 from ....precision.formats.comfy_format import made_here, tensors_made
 from ....precision.formats.layer_plan import AS_FILE, LayerPlan
+from ....precision.formats.readers import MODEL, Reading
 from ....precision.formats.registry import FORMAT_OF_STORAGE
 from ....precision.make.calibrated import CalibratedRounding
 from ....precision.make.calibration import CalibrationData
 from ....precision.plan.facts import LayerSpec
-from ....precision.plan.layers import plan_storage, plan_weights, require_held
+from ....precision.plan.layers import plan_weights, plan_written, require_held
 from ....precision.plan.nvfp4 import nvfp4_doubts
 from ....precision.plan.rules import Rules
 from ....precision.report.model_card import add_model_card, measuring_errors, saved_by_node
@@ -67,7 +68,8 @@ class LiveWeights(Mapping[str, StoredWeight]):
     def __init__(self, patcher: ModelPatcher):
         self._patcher = patcher
         self.unpacking = dict(unpacking_layers(patcher.model))
-        self.stored = read_checkpoint(_unpatched(patcher, self.unpacking), {}, type(patcher.model).__name__).weights
+        read = read_checkpoint(_unpatched(patcher, self.unpacking), {}, type(patcher.model).__name__)
+        self.stored = dict(read.weights)
         self.stored.update(marks_of(patcher))
         self.patched = set[str]()
         self.unfit = list[str]()
@@ -176,7 +178,9 @@ def save_model(
     provenance = Provenance(source_of_model(patcher), storage, rules.names, lines, patched, unfit=weights.unfit)
     rounding = _rounding(patcher, calibration, weights, plans, provenance.source) if calibration else None
     provenance = replace(provenance, calibration=rounding.noted() if rounding else {})
-    metadata |= card_entry(provenance, plans.values())
+    formats = Counter(FORMAT_OF_STORAGE[plan.stored] for plan in plans.values() if plan.declared)
+    readings = [Reading(MODEL, formats)] if formats else []
+    metadata |= card_entry(provenance, plans.values(), readings)
     made = (rounding.made if rounding else made_here)(weights, plans, name)
     errors: dict[str, float] = {}
     if card:
@@ -186,6 +190,8 @@ def save_model(
     write_safetensors(path, specs, tensors_made(made, lambda name, size: progress(size)), metadata)
     if rounding:
         logger.info("Halfsafe: %s: %s", name, rounding.text())
+    for reading in readings:
+        logger.info("Halfsafe: %s: %s", name, reading.text)
     by_storage: Counter[str] = Counter()
     for plan in plans.values():
         by_storage[plan.stored] += plan.bytes
@@ -193,7 +199,7 @@ def save_model(
     notes = nvfp4_doubts(weights.shapes, plans.values())
     if card:
         made_by = saved_by_node(storage)
-        notes = [*notes, add_model_card(path, provenance, made_by, plans, errors, "diffusion_models", notes)]
+        notes = [*notes, add_model_card(path, provenance, made_by, plans, errors, "diffusion_models", readings, notes)]
     for note in notes:
         logger.info("Halfsafe: %s: %s", name, note)
     return Saved(name, size, dict(by_storage.most_common()), notes)
@@ -217,7 +223,7 @@ def plan_live_weights(
     if weights.unfit:
         unfit = len(weights.unfit), listed(weights.unfit)
         logger.warning("Halfsafe: %s: patches that do not fit %d weights are left out: %s", name, *unfit)
-    layers = plan_storage(_layers(patcher, weights), storage, rules)
+    layers = plan_written(_layers(patcher, weights), storage, rules)
     require_held((own.storage for own in layers.values()), held_storages())
     by_name = {f"{layer}.weight": own for layer, own in layers.items()}
     if keeps_quantized:

@@ -114,7 +114,7 @@ def control_ui(control) -> dict[str, list]:
 
 def scales_word(patcher: ModelPatcher) -> str | None:
     """Return the word for a model, text encoder or VAE whose file lacks the scales of its fp8 weights."""
-    record = patcher.attachments.get(ATTACHMENT)
+    record = record_of(patcher)
     return WITHOUT_SCALES if record and WITHOUT_SCALES in record.dialects else None
 
 

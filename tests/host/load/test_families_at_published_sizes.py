@@ -12,16 +12,22 @@ import comfy.ops
 import comfy.supported_models
 import pytest
 import torch
+from halfsafe.nodes.host.load import detection
 from halfsafe.precision.base.dtypes import name_of
-from halfsafe.precision.formats.checkpoint import Checkpoint, StoredWeight
+from halfsafe.precision.formats.checkpoint import Checkpoint
+from halfsafe.precision.formats.diffusers_names import origins_of
 from halfsafe.precision.formats.families import family_of
 from halfsafe.precision.formats.int8 import rotation_group
 from halfsafe.precision.formats.layer_plan import LayerPlan
+from halfsafe.precision.formats.readers import DIFFUSERS as DIFFUSERS_NAMES
+from halfsafe.precision.formats.readers import MODEL, kind_of_file
+from halfsafe.precision.formats.stored_weight import StoredWeight
 from halfsafe.precision.plan.facts import LayerSpec, layer_specs
 from halfsafe.precision.plan.layers import plan_storage
 from halfsafe.precision.plan.nvfp4 import nvfp4_doubts, shapes_by_weight
 from halfsafe.precision.plan.rules import rules_from
 from halfsafe.precision.plan.structure import OUTSIDE, roles_of
+from support import diffusers_names
 
 _WAN = dict(dim=5120, ffn_dim=13824, num_heads=40, num_layers=40)
 _WAN_IMAGE = _WAN | dict(in_dim=36, model_type="i2v")
@@ -399,6 +405,61 @@ def test_a_file_s_header_gives_the_same_decisions_as_the_loaded_model(name):
     loaded = plan_storage(layers, "fp8_e4m3fn", rules_from())
     linear = [layer.name for layer in layers if layer.cls == "Linear"]
     assert {name: from_file[name].storage for name in linear} == {name: loaded[name].storage for name in linear}
+
+
+DIFFUSERS = {
+    "Flux.1 dev": ("flux", None),
+    "SD 3.5 Large": ("sd3", None),
+    "AuraFlow": ("auraflow", None),
+    "PixArt Sigma": ("pixart", None),
+    "Z-Image": ("z_image", None),
+    "SDXL": ("unet", _SDXL),
+    "SD 1.5": ("unet", _SD15),
+}
+"""Models that ComfyUI reads with diffusers' names too: the table of their names, and a UNet's config."""
+
+
+def decided(tensors: dict[str, torch.Tensor], storage: str = "int8") -> dict[str, bool]:
+    """Layer of a file -> whether it is kept in 16 bit."""
+    stored = {name: StoredWeight(name, value) for name, value in tensors.items()}
+    layers = layer_specs(Checkpoint("", "", {}, stored, []))
+    return {layer: plan.kept for layer, plan in plan_storage(layers, storage, rules_from()).items()}
+
+
+@pytest.mark.parametrize("name", DIFFUSERS)
+def test_a_layer_is_kept_whatever_the_names_of_the_file(name):
+    family, config = DIFFUSERS[name]
+    tensors = {tensor: value.to("meta") for tensor, value in built(name).state_dict().items()}
+    other = diffusers_names.renamed(family, tensors, config)
+    own, found = decided(tensors), decided(other)
+    place = {}
+    for theirs, target in diffusers_names.table(family, tensors, config).items():
+        place[theirs.removesuffix(".weight")] = (target if isinstance(target, str) else target[0]).removesuffix(
+            ".weight"
+        )
+    wrong = {layer: kept for layer, kept in found.items() if kept != own[place[layer]]}
+    assert wrong == {}
+
+
+@pytest.mark.parametrize("name", DIFFUSERS)
+def test_convert_makes_of_diffusers_names_what_comfyui_makes(name):
+    family, config = DIFFUSERS[name]
+    tensors = {tensor: value.to("meta") for tensor, value in built(name).state_dict().items()}
+    other = diffusers_names.renamed(family, tensors, config)
+    stored = {tensor: StoredWeight(tensor, value) for tensor, value in other.items()}
+    core = detection.diffusers_origins(Checkpoint("made", (), {}, stored, []))
+    own = origins_of({tensor: tuple(value.shape) for tensor, value in other.items()}, "made")
+    assert kind_of_file({tensor: tuple(value.shape) for tensor, value in other.items()}) == DIFFUSERS_NAMES
+    assert len(core) > 100 and sorted(own.keys() ^ core.keys()) == []
+    for tensor, (sources, order) in core.items():
+        assert [*own[tensor].names] == [*sources], tensor
+        found = own[tensor].order
+        assert (order is None) == (found is None) and (order is None or torch.equal(order, found)), tensor
+
+
+@every_model
+def test_every_model_is_known_as_one_whose_quantized_layers_are_read(name):
+    assert kind_of_file(shapes_of(name)) == MODEL
 
 
 def core_class(name: str) -> type:

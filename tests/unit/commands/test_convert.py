@@ -295,3 +295,58 @@ def test_convert_keeps_the_attention_that_a_file_asks_for(tmp_path):
     save_file({"blocks.0.ffn.0.weight": torch.randn(256, 256).half(), **asked}, source)
     convert_file(source, target, "fp8_e4m3fn", NO_RULES)
     assert all(torch.equal(load_file(target)[name], tensor) for name, tensor in asked.items())
+
+
+FLUX_WIDTH = 32
+
+
+def flux_with_diffusers_names(folder):
+    """A double and a single block of Flux, by the names by which ComfyUI knows such a file."""
+    draw = torch.Generator().manual_seed(7)
+
+    def matrix(rows, columns=FLUX_WIDTH):
+        return torch.randn(rows, columns, generator=draw).bfloat16()
+
+    double = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj")
+    tensors = {f"transformer_blocks.0.{layer}.weight": matrix(FLUX_WIDTH) for layer in double}
+    tensors |= {f"single_transformer_blocks.0.attn.to_{leaf}.weight": matrix(FLUX_WIDTH) for leaf in "qkv"}
+    tensors["single_transformer_blocks.0.proj_mlp.weight"] = matrix(4 * FLUX_WIDTH)
+    tensors["norm_out.linear.weight"] = matrix(2 * FLUX_WIDTH)
+    tensors["time_text_embed.text_embedder.linear_1.weight"] = matrix(FLUX_WIDTH)
+    tensors["x_embedder.weight"] = matrix(FLUX_WIDTH)
+    tensors["of_another_tool"] = torch.ones(3)
+    save_file(tensors, folder / "flux.safetensors")
+    return folder / "flux.safetensors", tensors
+
+
+def test_diffusers_names_become_comfyui_s_and_every_value_is_written(tmp_path):
+    source, tensors = flux_with_diffusers_names(tmp_path)
+    seen = []
+    summary = convert_file(source, tmp_path / "out.safetensors", "bf16", NO_RULES, seen.append)
+    out = load_file(tmp_path / "out.safetensors")
+    single = [
+        f"single_transformer_blocks.0.{layer}.weight" for layer in ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp")
+    ]
+    assert torch.equal(out["single_blocks.0.linear1.weight"], torch.cat([tensors[name] for name in single]))
+    halves = tensors["norm_out.linear.weight"].chunk(2)
+    assert torch.equal(out["final_layer.adaLN_modulation.1.weight"], torch.cat(halves[::-1]))
+    assert torch.equal(out["of_another_tool"], tensors["of_another_tool"])
+    assert sum(it.numel() for it in out.values()) == sum(it.numel() for it in tensors.values())
+    assert sum(seen) == summary.source_bytes and any("diffusers" in note for note in summary.notes)
+
+
+def test_nan_in_a_part_of_a_fused_tensor_is_told_by_its_own_name(tmp_path):
+    source, tensors = flux_with_diffusers_names(tmp_path)
+    tensors["transformer_blocks.0.attn.to_k.weight"][3, 5] = torch.nan
+    save_file(tensors, source)
+    with pytest.raises(NonFiniteWeight, match="tensor 'transformer_blocks.0.attn.to_k.weight'"):
+        convert_file(source, tmp_path / "out.safetensors", "int8", NO_RULES)
+    assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_a_fused_tensor_without_one_of_its_parts_is_refused(tmp_path):
+    source, tensors = flux_with_diffusers_names(tmp_path)
+    del tensors["single_transformer_blocks.0.proj_mlp.weight"]
+    save_file(tensors, source)
+    with pytest.raises(CheckpointError, match="proj_mlp.weight': lacks a part of single_blocks.0.linear1.weight"):
+        convert_file(source, tmp_path / "out.safetensors", "int8", NO_RULES)

@@ -6,11 +6,12 @@ from halfsafe.precision.base.dtypes import QUANTIZED_NAMES
 from halfsafe.precision.devices import detect as devices
 from halfsafe.precision.formats.checkpoint import Checkpoint, StoredWeight
 from halfsafe.precision.formats.comfy_format import specs_of
+from halfsafe.precision.plan.choice import Choice
 from halfsafe.precision.plan.facts import LayerSpec, ModelFacts, file_dtype, layer_specs
 from halfsafe.precision.plan.layers import LoadTarget, plan_storage
 from halfsafe.precision.plan.load import plan_encoder, plan_load
 from halfsafe.precision.plan.rules import rules_from
-from halfsafe.precision.plan.storage import choose_encoder_storage, quantized_bytes
+from halfsafe.precision.plan.storage import choose_encoder_storage, choose_storage, quantized_bytes
 from support.storing import LAYERS as FEW_LAYERS
 from support.storing import normal_weight
 
@@ -294,3 +295,33 @@ def test_bytes_are_those_of_the_tensors_without_the_text_of_their_settings(stora
     assert quantized_bytes(storage, 48, 320) == sum(
         spec.bytes for spec in specs if not spec.name.endswith("comfy_quant")
     )
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(("free", "used", "unpacked"), [(9 * GIB, "as_file", "as_file"), (6 * GIB, "int8", "int8")])
+def test_auto_reckons_with_weights_that_were_unpacked_while_loading(free, used, unpacked):
+    """4 GiB were unpacked to bf16 and 2 GiB are still in fp8: 6 GiB, where all in 16 bit would be 8."""
+    shape = (1 << 16, 1 << 15)
+    names = [f"blocks.{number}.attn.{layer}" for number in range(2) for layer in ("qkv", "out")][:2]
+    held = StoredWeight(
+        f"{names[1]}.weight", torch.empty(shape, dtype=torch.float8_e4m3fn, device="meta"), torch.tensor(1.0), "tensor"
+    )
+    plain = StoredWeight(f"{names[0]}.weight", torch.empty(shape, dtype=torch.bfloat16, device="meta"))
+    weights = {weight.name: weight for weight in (plain, held)}
+    checkpoint = Checkpoint("made", ("comfy_quant",), {}, weights, [], unpacked=(plain.name,))
+    layers = [LayerSpec(name, "Linear", shape) for name in names]
+    by_name = {f"{name}.weight": name for name in names}
+    model = ModelFacts(layers, 1 << 32, "bf16", ("bf16", "fp32"), checkpoint=checkpoint, names=by_name)
+    target = LoadTarget(devices.detect(profile="sm_86"), free)
+    choice, plans = choose_storage(model, "auto", Choice("auto", "bf16"), rules_from("", "none"), target)
+    assert choice.used == used and "1 of 2 quantized weights were unpacked to bf16" in choice.reason
+    assert {name: plans[name].storage for name in names} == {names[0]: unpacked, names[1]: "as_file"}
+
+
+@pytest.mark.parametrize("storage", ["int8", "fp8_e4m3fn", "nvfp4"])
+def test_a_weight_that_comfyui_splits_while_loading_is_not_quantized(storage):
+    layer = LayerSpec("pixel_blocks.3.adaLN_modulation.0", "Linear", (6 * 64, 64))
+    plan = plan_storage([layer], storage, rules_from("", "none"))[layer.name]
+    assert (plan.storage, plan.kept) == ("as_file", True) and "splits" in plan.why_stored

@@ -238,3 +238,13 @@ def test_what_stays_high_in_families_of_later_comfyuis(family):
     high, low = NEWER[family]
     blocks = {name.replace("#", str(index)): shape for index in range(30) for name, shape in low.items()}
     assert set(roles_of(linears(high | blocks))) == set(high)
+
+
+def test_the_first_layer_of_an_mlp_beside_an_attention_is_no_modulation():
+    """Flux's single block as diffusers names it: its last layer takes the attention and the MLP together."""
+    sizes = {f"attn.to_{leaf}": (WIDTH, WIDTH) for leaf in "qkv"}
+    sizes |= {"proj_mlp": (4 * WIDTH, WIDTH), "proj_out": (WIDTH, 5 * WIDTH), "norm.linear": (3 * WIDTH, WIDTH)}
+    layers = [
+        layer for index in range(3) for layer in linears({f"blocks.{index}.{name}": it for name, it in sizes.items()})
+    ]
+    assert named(MODULATION, [*FIRST, *layers]) == set()
