@@ -368,6 +368,10 @@ async function goTo(id) {
 /** @param {any} message a `halfsafe.guard` event's detail */
 function onGuard(message) {
   const tab = tabOf(message.prompt_id, message.workflow);
+  if (message.kind === "taken_back") {
+    forgetRanIn(tab, [message.planner, message.node_id]);
+    return;
+  }
   const toast = toastFor(message, log.add(message, tab));
   if (toast) {
     log.run?.toasts.push(toast);
@@ -381,6 +385,13 @@ function onGuard(message) {
 function noteRanIn(tab, id, mode) {
   if (!tab) return;
   ranIn.set(tab, (ranIn.get(tab) ?? new Map()).set(id, mode));
+  showOutputs();
+}
+
+/** Let badges say again what was planned: what the model was to go on in failed. @param {object | null} tab @param {(string | null)[]} ids */
+function forgetRanIn(tab, ids) {
+  if (!tab) return;
+  ids.forEach((id) => ranIn.get(tab)?.delete(String(id)));
   showOutputs();
 }
 

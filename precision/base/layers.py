@@ -12,6 +12,12 @@ def kind_of(module: torch.nn.Module) -> str | None:
     return "conv" if isinstance(module, torch.nn.modules.conv._ConvNd) else None
 
 
+def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the stored data of a quantized weight and its scales; a tuple of any other tensor."""
+    layout = getattr(tensor, "layout_cls", None)
+    return (tensor,) if layout is None else tuple(filter(torch.is_tensor, layout.get_plain_tensors(tensor)))
+
+
 def stored(tensor: torch.Tensor) -> torch.Tensor:
     """Return the stored data of a quantized weight without its scales; any other tensor unchanged."""
     # comfy-kitchen's ``QuantizedTensor`` gives its layout, and that its plain tensors (comfy_kitchen/tensor/base.py).

@@ -12,7 +12,7 @@ from ..devices import probes
 from ..report.schema import Verdict
 from . import verdicts
 from .failed_call import Attempt, FailedCall
-from .inputs import Diagnosis, NotFiniteInput, changed, rows_not_finite, zeroed
+from .inputs import Diagnosis, NotFiniteInput, changed, rows_not_finite, rows_that_differ, without_nan, zeroed
 from .localize import Origin, origin_of_weight
 from .log import GuardLog
 from .rungs import AS_IT_WAS, Rung
@@ -20,6 +20,7 @@ from .rungs import AS_IT_WAS, Rung
 MOST_INPUTS = 4
 NARROW = ("fp16", "bf16")
 IN_FP32 = "in fp32, to find the cause"
+WITHOUT_NAN = "with a zero for each NaN of its inputs"
 
 
 class Evidence:
@@ -85,6 +86,12 @@ class Evidence:
         self.fails_in_fp32 = self.exhausted = True
         self._in_fp32 = result
 
+    def changed_rows(self) -> set[int]:
+        """List the rows of a finite result that another number in place of each NaN of the inputs changes."""
+        zeros_for_nan, _ = without_nan(self.inputs)
+        again = self.repeat(AS_IT_WAS, WITHOUT_NAN, self.call.replaced(self.call.given, zeros_for_nan))
+        return rows_that_differ(self.call.result, again.result)
+
     def failed_rows(self) -> set[int]:
         """List the rows of a hidden failure, which its result does not show: those not finite in fp32, else all."""
         result = self.call.result if self._in_fp32 is None else self._in_fp32
@@ -103,17 +110,17 @@ class Evidence:
         is_unknown = self.origin is not None and self.origin.kind == "unknown"
         return is_unknown and bool(self.inputs) and not self.call.hidden
 
-    def _may_search(self) -> bool:
+    def may_search(self) -> bool:
         """True if a repeat for evidence is allowed: ``most`` limits those for a cure alone."""
         return self.log.on_nan != "retry_higher" or self.may_repeat()
 
     def _is_not_finite_in_fp32(self) -> bool:
-        if self.fails_in_fp32 is None and self._may_search():
+        if self.fails_in_fp32 is None and self.may_search():
             self.at(self.call.fp32)
         return bool(self.fails_in_fp32)
 
     def _finite_in_fp32(self, given: Any = None, zeroed: Sequence[str] = ()) -> bool:
-        return self._may_search() and self.repeat(self.call.fp32, IN_FP32, given, zeroed).finite
+        return self.may_search() and self.repeat(self.call.fp32, IN_FP32, given, zeroed).finite
 
     def untried(self) -> str:
         """Return how many repeats were allowed, if they left fp32 untried, or finite there in a search alone."""
@@ -148,6 +155,11 @@ class Evidence:
         """Describe the weight with NaN that the failed operation reads."""
         weights, name = self.call.weights, self.origin.op if self.origin else ""
         return weights.sentence(name) if name in self._bad_weights() and weights.has_nan(name) else ""
+
+    def read_weight(self) -> str:
+        """Describe the weight of which an operation made NaN in a call whose result is finite."""
+        origin = self.origin
+        return self.call.weights.sentence(origin.op) if origin and origin.kind == "weights" else ""
 
     def bad_weight(self) -> str:
         """Describe the weight with NaN or Inf, if a zero for each of these makes the call finite in fp32."""
@@ -213,6 +225,11 @@ BY_WEIGHTS = (
     Row(Evidence.nan_weight, "bad_weights", "{0}", verdicts.NAN_READ),
     Row(Evidence.bad_weight, "bad_weights", "{0}", verdicts.WEIGHTS_MADE_FINITE),
 )
+BY_READING = (
+    *BY_WEIGHTS[:2],
+    Row(Evidence.read_weight, "bad_weights", "{0}", verdicts.NAN_REPLACED),
+)
+"""The explanations of NaN that a call reads and its result does not show."""
 BEYOND_RUNGS = (
     Row(Evidence.untried, "stopped", RAISE_RETRIES),
     Row(Evidence.kept_state, "stopped", verdicts.LEAVE_OUT, verdicts.MAY_BE_KEPT),

@@ -3,7 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ class Attempt:
 
     Args:
         largest: its largest magnitude before any clamp; NaN or inf if it is not finite.
+        hidden: the places in the model's code that replaced NaN or Inf by a number.
         judged: the tensors that decide whether it is finite, if they are not those of the result.
         error: the exception that ended the call because of numbers that are not finite; there is no result then.
         origin: what failed in a watched repeat; None if it is finite or was not watched.
@@ -33,11 +34,12 @@ class Attempt:
     judged: Sequence[torch.Tensor] = ()
     error: Exception | None = None
     origin: Origin | None = None
+    hidden: frozenset = frozenset()
 
     @property
     def finite(self) -> bool:
-        """True if it holds neither NaN nor Inf."""
-        return math.isfinite(self.largest)
+        """True if it holds neither NaN nor Inf, and none was replaced in it."""
+        return math.isfinite(self.largest) and not self.hidden
 
 
 @dataclass(eq=False)
@@ -55,7 +57,10 @@ class FailedCall(ABC):
         fp32: the rung in which everything runs in fp32.
         is_out_of_memory: tells an error for lack of memory from others.
         locates_first: the failed operation is looked for before the first rung: a call costs little of its run.
-        hidden: the result is finite, but the model's own code clamped a value that was not.
+        sites: the places in the model's own code that replaced NaN or Inf by a number in a result that is finite.
+        by_design: the places that do so in fp32 too, with a finite result; filled by repeats in fp32.
+        nan_weights: weights or LoRAs of a call whose result is finite hold NaN.
+        nan_inputs: so do conditionings of its run.
         promised: the rung of the model's plan, tried whatever the guard is set to; None if the plan has no fallback.
         compiled: torch.compile runs the call.
         default_origin: the origin of events that blame no operation.
@@ -76,7 +81,10 @@ class FailedCall(ABC):
     is_out_of_memory: Callable[[BaseException], bool]
     _: KW_ONLY
     locates_first: bool = True
-    hidden: bool = False
+    sites: frozenset = frozenset()
+    by_design: set = field(default_factory=set)
+    nan_weights: bool = False
+    nan_inputs: bool = False
     promised: Rung | None = None
     compiled: bool = False
     default_origin: Origin | None = None
@@ -131,6 +139,11 @@ class FailedCall(ABC):
         """Return the place of the call with the images of failed rows. ``lost``: images given up before."""
         images = {row % self.images for row in rows}
         return replace(self.position, batch_rows=sorted(images), spoils_all=len(lost | images) >= self.images)
+
+    @property
+    def hidden(self) -> bool:
+        """True if the result is finite, but the model's own code clamped a value that is finite in fp32."""
+        return not self.by_design >= self.sites
 
     @property
     def restarts(self) -> bool:

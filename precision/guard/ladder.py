@@ -1,5 +1,6 @@
 """Go up the ladder with a call that returned NaN or Inf: what cures it, and if nothing does, what explains it."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -8,7 +9,7 @@ from ..base.modes import FP32
 from ..base.nested import floats_in
 from ..report.schema import GuardEvent, Verdict
 from . import verdicts
-from .evidence import BEYOND_RUNGS, BY_INPUTS, BY_WEIGHTS, IN_FP32, LAST, Evidence, explained
+from .evidence import BEYOND_RUNGS, BY_INPUTS, BY_READING, BY_WEIGHTS, LAST, Evidence, explained
 from .failed_call import Attempt, FailedCall
 from .inputs import Diagnosis, is_finite, rows_not_finite, with_nan, without_nan
 from .localize import Origin
@@ -72,10 +73,25 @@ class Ladder:
         call = self.call
         self.evidence.inputs = call.inputs()
         self._give_up_rows()
+        if not call.hidden and (call.nan_weights or call.nan_inputs):
+            return self._judged()
         if not self.rows and (not call.hidden or (self.lost and self.log.on_nan != "retry_higher")):
             return call.result
         result = self._as_asked()
         return result if result is call.result or not self.lost else with_nan(result, self.lost)
+
+    def _judged(self) -> Any:
+        """Return the result of a finite call whose weights or inputs hold NaN, if they are not at fault."""
+        call = self.call
+        if call.nan_weights and not self.evidence.may_search():
+            self.log.remarks.add(verdicts.NOT_SEARCHED)
+        elif call.nan_weights and not self.lost:
+            self.evidence.locate()
+            if found := explained(self.evidence, BY_READING):
+                self.rows = {*range(next(map(len, tensors_in(call.result)), 1))}
+                return self._give_up(found)
+            self.log.remarks.add(verdicts.READ_BY_NONE)
+        return with_nan(call.result, self.lost) if self.lost and self.log.on_nan == "retry_higher" else call.result
 
     def _broken_off(self, error: Exception) -> Any:
         """Return the first result: the run goes on as it would have without a repeat."""
@@ -105,16 +121,19 @@ class Ladder:
     def _failed_rows(self, given_nan: set[int], batch: int) -> set[int]:
         """Return the rows of the result that failed.
 
-        A hidden failure shows in no row. If rows were given NaN, it is looked for in fp32, where model code hides none.
+        A hidden failure shows in no row. If rows were given NaN, those failed that are others without it.
         """
         result = self.call.result
-        if self.call.hidden:
+        if self.call.hidden or self.call.nan_weights or self.call.nan_inputs:
             if all(row % self.call.images in self.log.lost for row in given_nan):
                 return set()
-            result = self.evidence.repeat(self.call.fp32, IN_FP32).result
-        failed = rows_not_finite(result)
+            found = self.evidence.changed_rows()
+            if not found:
+                self.log.harmless = True
+                self.log.remarks.add(verdicts.NAN_CHANGES_NOTHING)
+            return found
         # Not hidden and finite: a clamp after the call put a number in place of what is not finite.
-        return failed if failed or self.call.hidden else set(range(batch))
+        return rows_not_finite(result) or set(range(batch))
 
     def _lose(self, rows: set[int]) -> None:
         self.rows = self.rows - rows
@@ -126,22 +145,30 @@ class Ladder:
         if call.promised:
             if again := self._finite_again():
                 return self._was_a_fault(again)
+            attempt = self._at(call.promised)
+            if self._is_by_design:
+                return call.result
             if call.restarts:
                 return self._start_again(call.promised)
-            attempt = self.evidence.at(call.promised)
             if attempt.finite:
                 return self._cured(call.promised, attempt, verdicts.BEGINS_SAFE)
         if self.log.on_nan == "retry_higher":
             return self._climbed()
         if self.log.on_nan == OFF:
-            self.log.given_up = True
-            return call.result
+            return self._unguarded()
         return self._explained()
+
+    def _unguarded(self) -> Any:
+        """Go on with the first result, as without a guard. A run that was repaired before is so no more."""
+        if self.log.verdict == "recovered" and not self.call.hidden:
+            return self._give_up(Diagnosis(self.evidence.place, "stopped", verdicts.UNGUARDED, verdicts.IN_VAIN))
+        self.log.given_up = True
+        return self.call.result
 
     def _explained(self) -> Any:
         """Find what explains a call that the guard may not cure."""
         call, evidence = self.call, self.evidence
-        if call.hidden and self.log.verdict != "clean":
+        if call.hidden and self.log.verdict != "clean" and (self.log.lost or not evidence.inputs):
             return call.result
         if evidence.locate().finite and self._finite_again():
             return self._give_up(Diagnosis(call.default_origin, "device_fault", None, self._same_again))
@@ -150,6 +177,8 @@ class Ladder:
             return self._give_up(found or Diagnosis(evidence.place, "stopped"))
         if not evidence.at(call.fp32).finite:
             return self._not_cured()
+        if self._is_by_design:
+            return call.result
         self._note_clamped(Diagnosis(evidence.place, "stopped"))
         return call.result
 
@@ -167,14 +196,30 @@ class Ladder:
             elif found := explained(evidence, BY_WEIGHTS):
                 return self._give_up(found)
         for rung in self._rungs():
-            if call.restarts:
-                return self._start_again(rung)
             if not evidence.may_repeat():
                 break
-            attempt = evidence.at(rung)
+            attempt = self._at(rung)
+            if self._is_by_design:
+                return call.result
+            if call.restarts:  # finite or not: a pack may have given the repeat what it kept of the failed call
+                return self._start_again(rung)
             if attempt.finite:
                 return self._was_a_fault(attempt) if rung.as_it_was else self._cured(rung, attempt)
         return self._not_cured()
+
+    def _at(self, rung: Rung) -> Attempt:
+        """Repeat the call at a rung. If model code replaces there what it replaced in the failed call, fp32 tells
+        whether it always does."""
+        call, attempt = self.call, self.evidence.at(rung)
+        of_all = rung is call.promised or rung in call.rungs
+        if call.hidden and of_all and attempt.hidden & call.sites and math.isfinite(attempt.largest):
+            self.evidence.at(call.fp32)
+        return replace(attempt, hidden=attempt.hidden - call.by_design)
+
+    @property
+    def _is_by_design(self) -> bool:
+        """True if all that model code replaced in the failed call is NaN or Inf in fp32 as well: it is no overflow."""
+        return bool(self.call.sites) and not self.call.hidden
 
     def _rungs(self) -> list[Rung]:
         """List the rungs left to try: fp32 alone for what came in with the inputs."""
@@ -218,12 +263,10 @@ class Ladder:
     def _start_again(self, rung: Rung) -> Any:
         """Start the whole sampling again at a rung, by an exception: what the packs keep is of the failed run.
 
-        Returns only if no repeat is allowed.
+        The failed call ran at that rung before, so an error that it raises there ends no run.
         """
         call, evidence = self.call, self.evidence
         promised = rung is call.promised
-        if not promised and not evidence.may_repeat():
-            return self._not_cured()
         place = call.default_origin if rung.as_it_was else evidence.place
         again, modes = call.start_again(rung, place)
         text = Message(verdicts.STARTED_AGAIN, modes[1] if rung.as_it_was else rung.name, call.packs)
@@ -235,6 +278,7 @@ class Ladder:
         message, event.brief = sentence(worded, place), sentence(worded, place, brief=True)
         self.log.note(event, place, verdict, verdicts.BEGINS_SAFE if promised else self._advice(verdict), message)
         self.log.extra_calls += 1
+        self.log.restarts.append(event)
         raise again
 
     def _not_cured(self) -> Any:

@@ -16,7 +16,7 @@ from ..arithmetic.hiding import HIDING, hidden_operands
 from ..base.amax import amax_value
 from ..base.dtypes import name_of
 from ..base.layer_names import plain_name
-from ..base.layers import kind_of, stored
+from ..base.layers import kind_of, parts_of
 from ..base.nested import PLAIN, plain_alias, tensors_in
 from ..base.patching import Entering, patched, taken_as_called
 from ..report.schema import EventKind
@@ -89,6 +89,7 @@ class Localizer(TorchDispatchMode):
         self._first_bad: Origin | None = None
         self.hidden: list[Origin] = []
         """Origins of NaN and Inf that model code replaced by a number."""
+        self._read: Origin | None = None
 
     @contextmanager
     def watching(self) -> Iterator["Localizer"]:
@@ -100,9 +101,10 @@ class Localizer(TorchDispatchMode):
             yield self
 
     def origin(self, result: torch.Tensor) -> Origin | None:
-        """Return the origin of NaN and Inf in ``result``, or of a value that a clamp hid; None if there is neither."""
+        """Return the origin of NaN and Inf in ``result``. In a finite result: of the first NaN that an operation made
+        of what it was given, a weight or an input; else of a value that a clamp hid; None if there is neither."""
         if math.isfinite(amax_value(result)):
-            return self.hidden[0] if self.hidden else None
+            return self._read or (self.hidden[0] if self.hidden else None)
         unknown = Origin("", "", "unknown", name_of(result.dtype), math.nan)
         return self._made.get(_key(result)) or self._first_bad or unknown
 
@@ -143,11 +145,20 @@ class Localizer(TorchDispatchMode):
                 if _key(tensor) not in shared or id(tensor) in written:  # else a view, which tells nothing of the rest
                     self._made.pop(_key(tensor), None)
             elif bad:
-                self._made[_key(tensor)] = self._source_of(bad, op, inputs)
+                source = self._made[_key(tensor)] = self._source_of(bad, op, inputs)
+                if math.isnan(size) and (_key(tensor) not in shared or id(tensor) in written):
+                    self._note_read(source, inputs)
             elif inputs and not any(one.is_floating_point() for one, _ in inputs):  # bytes that are read as numbers
                 self._made.pop(_key(tensor), None)
             else:
                 self._made[_key(tensor)] = replace(self._made_by(op, inputs, size), result=name_of(tensor.dtype))
+
+    def _note_read(self, source: Origin, inputs: list[tuple[torch.Tensor, float]]) -> None:
+        """Note the source of a NaN if it is a weight, else if an operation was given NaN that none was seen to make."""
+        known = self._read.kind if self._read else ""
+        given = source.kind == "unknown" and any(math.isnan(size) for _, size in inputs)
+        if (source.kind == "weights" and known != "weights") or (given and not known):
+            self._read = source
 
     def _kind(self) -> str | None:
         return kind_of(self._stack[-1].module) if self._stack else None
@@ -209,7 +220,9 @@ class Localizer(TorchDispatchMode):
 def first_bad_weight(module: torch.nn.Module) -> str | None:
     """Return the name of a parameter or buffer of ``module`` that holds NaN or Inf."""
     named = [*module.named_parameters(), *module.named_buffers()]
-    return next((name for name, tensor in named if not math.isfinite(amax_value(stored(tensor)))), None)
+    return next(
+        (name for name, tensor in named if not all(map(math.isfinite, map(amax_value, parts_of(tensor))))), None
+    )
 
 
 def _with_reach(values) -> list[tuple[torch.Tensor, float]]:
@@ -230,5 +243,5 @@ def _key(tensor: torch.Tensor) -> int:
 
 def _storages(model: torch.nn.Module) -> dict[int, str]:
     named = [*model.named_parameters(), *model.named_buffers()]
-    plain = ((plain_name(name), stored(tensor)) for name, tensor in named)
+    plain = ((plain_name(name), part) for name, tensor in named for part in parts_of(tensor))
     return {_key(tensor): name for name, tensor in plain if tensor.numel()}

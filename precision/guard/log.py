@@ -85,7 +85,8 @@ def sentence(event: GuardEvent, origin: Origin | None, brief: bool = False) -> s
 
 Notify = Callable[..., None]
 """Tells the user of (kind, verdict, message, advice, event); without an event, of the verdict of a run. Of the kind
-``calls`` with a number after the event: of calls that were checked."""
+``calls`` with a number after the event: of calls that were checked. Of the kind ``taken_back``: a run that failed keeps
+no precision that it chose."""
 
 
 @dataclass
@@ -99,6 +100,9 @@ class GuardLog:
         devices: devices that made calls; MultiGPU has a thread for each.
         checks: reports on calls that were compared with fp32; ``checked``: their steps in this run of the sampler.
         adapted: layers of the model's text adapter that ran, in fp32.
+        restarts: the events of this run of the sampler that restarted it.
+        nan_given: conditionings of this run hold NaN; ``harmless``: which was found to change no result.
+        ended_in: says which error or interrupt ended this run after it was repaired.
         place: returns where a user finds this guard.
     """
 
@@ -117,6 +121,10 @@ class GuardLog:
     checks: list[CheckReport] = field(default_factory=list)
     checked: set[int] = field(default_factory=set)
     adapted: set[str] = field(default_factory=set)
+    restarts: list[GuardEvent] = field(default_factory=list)
+    ended_in: str = ""
+    nan_given: bool = False
+    harmless: bool = False
     place: Callable[[], verdicts.Place] = lambda: verdicts.ANY_GUARD
     _numbers: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
@@ -133,11 +141,16 @@ class GuardLog:
         event.brief = event.brief or message or sentence(event, origin, brief=True)
         message = message or sentence(event, origin)
         advice = self.place().worded(verdicts.ADVICE[verdict] if advice is None else advice)
-        self.events.append(event)
-        if self.verdict in verdicts.CURED:
+        if self.verdict in verdicts.CURED or (verdict != "stopped" and self._only_clamped()):
             self.verdict, self.advice = verdict, advice
+        self.events.append(event)
         self.notify("event", verdict, message, advice, event)
         return NonFinite(message, verdict, advice)
+
+    def _only_clamped(self) -> bool:
+        """True if the verdict is that of clamped values, which end no run: any other failure is worse."""
+        harmless = all(event.recovered or event.kind in ("saturation", "drift") for event in self.events)
+        return self.verdict == "stopped" and harmless
 
     def give_up(self, position: CallPosition, found: Diagnosis, mode: str = "", goes_on: bool = False) -> None:
         """Give up the images of ``position``, or the whole run if it names no image or all of them.
@@ -168,6 +181,15 @@ class GuardLog:
         self.given_up = False
         self.lost.clear()
         self.checked.clear()
+        self.restarts.clear()
+        self.ended_in = ""
+        self.nan_given = self.harmless = False
+
+    def take_back(self) -> None:
+        """Note that the run failed after it had chosen a higher precision, which is not kept."""
+        for event in self.restarts:
+            event.recovered = False
+        self.notify("taken_back", self.verdict, "", "")
 
     def notify_verdict(self, plan: PlanInUse) -> None:
         """Notify the user of the verdict of a sampler's run that ended under ``plan``, if there is one."""
@@ -186,6 +208,8 @@ class GuardLog:
             steps = len({(event.call, event.step) for event in self.events if event.recovered})
             several = Message("Repaired: {0} steps were repeated.", steps)
             return "Repaired: 1 step was repeated." if steps == 1 else several
+        if self.ended_in:
+            return self.ended_in
         if self.verdict == "stopped" and self.on_nan == "stop":
             return "Stopped, because the guard is set to stop."
         if self.verdict == "stopped" and self.on_nan == "report":
@@ -247,8 +271,14 @@ def blame_device(log: GuardLog, position: CallPosition, device: torch.device, mo
     return cured
 
 
-def blame_memory(log: GuardLog) -> None:
-    """Revoke the verdict ``recovered`` of a run that ran out of memory in the higher precision."""
-    if log.verdict == "recovered":
-        event = event_of(CallPosition(log.calls), None, "", "", False)
-        log.note(event, None, "stopped", verdicts.MODEL.no_memory)
+def blame_end(log: GuardLog, error: BaseException, is_out_of_memory: Callable[[BaseException], bool]) -> None:
+    """Revoke the verdict ``recovered`` of a run that ended in an error or an interrupt."""
+    if log.verdict != "recovered":
+        return
+    log.ended_in, advice = Message(verdicts.ENDED_IN, f"{type(error).__name__}: {error}"), verdicts.OTHERWISE
+    if not isinstance(error, Exception):
+        log.ended_in, advice = verdicts.INTERRUPTED, ""
+    elif is_out_of_memory(error):
+        advice = verdicts.MODEL.no_memory
+    event = event_of(CallPosition(log.calls), None, "", "", False, log.ended_in)
+    log.note(event, None, "stopped", advice, log.ended_in)

@@ -65,6 +65,12 @@ NOT_HIDDEN_AGAIN = (
 EAGER_IS_FINITE = "The compiled call is NaN or Inf each time; without torch.compile it is finite."
 PATCH_READ = "The first operation that returned NaN or Inf uses this patch."
 NAN_READ = "The weight itself is NaN."
+NAN_REPLACED = "An operation returned NaN because of this weight, and the code that runs with the model replaced it."
+READ_BY_NONE = "Weights hold NaN, and the first call of the run read none of it, so they are not at fault in that call."
+NOT_SEARCHED = "Weights hold NaN, and max_retries leaves no repeat to tell whether a call reads it: increase it."
+NAN_CHANGES_NOTHING = (
+    "A conditioning holds NaN, and a zero in place of it gives the same result, so it is not at fault."
+)
 WEIGHTS_MADE_FINITE = "In fp32 the call is NaN or Inf, but finite if each NaN and Inf in the weights is set to 0."
 INPUT_MADE_FINITE = "In fp32 the result is NaN or Inf with this input, but finite if its NaN and Inf are set to 0."
 FINITE_HERE = "The call is finite, but NaN or Inf in fp32: model code or a kernel hides it in this arithmetic."
@@ -82,6 +88,13 @@ NO_MEMORY = "Not enough memory to repeat this in a higher precision: {0}, or use
 NO_CHOICE = "The text encoder cannot choose a token, because its scores are NaN or Inf."
 BROKEN_OFF = "The repeat raised an error, so the first result is returned: {0}"
 
+ENDED_IN = "The run ended in an error, and no precision that it chose is kept ({0})."
+INTERRUPTED = "The run was interrupted, and no precision that it chose is kept."
+OTHERWISE = (
+    "Choose bf16 or fp32 in Compute Dtype or in the model's loader, or remove patches of other nodes from the model."
+)
+IN_VAIN = "The model's fallback, fp16_safe, did not cure this call, so NaN or Inf is in the result."
+UNGUARDED = "Add NaN Guard to the model: it repeats a failed call in a higher precision, and names the cause."
 MAY_BE_KEPT = "The retry in fp32 is NaN or Inf as well, or it was fed a value cached from the failed call."
 LEAVE_OUT = "The sampling could not restart because of {0}: remove its node, or let it start after this step."
 GOES_ON = "The model uses fp16_safe until it is unloaded."

@@ -47,6 +47,7 @@ def loaded_once(comfy, files):
         if key not in loaded:
             loaded[key] = load(comfy, files(family, kind), dtype, dtype)
         runs_in(loaded[key].model).wider.clear()
+        runs_in(loaded[key].model).fallback = False
         return loaded[key]
 
     return get

@@ -173,7 +173,9 @@ class DriftCheck:
     def _tell_hidden(self, run: Run, result: torch.Tensor, exact: torch.Tensor, blocks: BlockOutputs) -> None:
         """Log an event for a finite result that is NaN or Inf in fp32: the input or weight that explains it, else the
         first block whose result is NaN or Inf there."""
-        call = ModelCall(run, self._uncached(), self.report.call, self.start, result, self.guarded, hidden=True)
+        call = ModelCall(
+            run, self._uncached(), self.report.call, self.start, result, self.guarded, sites=frozenset([FINITE_HERE])
+        )
         again = self._in_fp32(run)
         extra = self.log.extra_calls
         if not Ladder(call, self.log).tell_hidden(exact, again):

@@ -251,5 +251,6 @@ def has_kitchen_attention(arguments: CommandLine) -> bool:
 
 
 def without_compiler(arguments: CommandLine) -> list[Patch]:
-    """Return the patches that turn off ComfyUI's model compiler, if there is one; read at the start of a call."""
-    return [(arguments, "disable_comfy_compiler", True)] if hasattr(arguments, "disable_comfy_compiler") else []
+    """Return the patches that turn off ComfyUI's model compiler and CUDA graphs, if it has them; read in each call."""
+    switches = ("disable_comfy_compiler", "disable_cuda_graphs")
+    return [(arguments, switch, True) for switch in switches if hasattr(arguments, switch)]

@@ -125,6 +125,7 @@ def notifier(node_id: str | None, prompt: str | None = None, of: str = "", plann
             "advice": advice,
             "of": of,
             "fell_back": planner if event and event.fell_back else None,
+            "planner": planner,
             "calls": calls,
             "workflow": _workflow_id(),
             "event": plain(event) if event else None,

@@ -139,6 +139,11 @@ class Compute(Stage):
             if run.layers.input_scales() and not is_compiled(patcher):
                 run.calibration.recalibrate()
 
+    def measure_anew(self) -> None:
+        """Measure in the next call of each model, as in its first."""
+        for run in self.runs.kept():
+            run.calibration.recalibrate()
+
     def conditions(self, model, make: Make) -> dict:
         """Compute the conditions of a text under the plan."""
         if not self.plan.exchanges:

@@ -13,7 +13,7 @@ from comfy.model_patcher import ModelPatcher
 from ....precision.arithmetic.linear import lent
 from ....precision.base.dtypes import name_of
 from ....precision.base.errors import CheckpointError
-from ....precision.base.layers import kind_of, stored
+from ....precision.base.layers import kind_of, parts_of, stored
 from ....precision.base.message import Message
 from ....precision.base.nested import floats_in, leaves
 from ....precision.base.patching import Patch
@@ -136,7 +136,7 @@ class LoadedWeights:
 
     def not_finite(self) -> dict[str, torch.Tensor]:
         named = [*self.model.named_parameters(), *self.model.named_buffers()]
-        return {name: value for name, value in named if not is_finite(stored(value))}
+        return {name: value for name, value in named if not all(map(is_finite, parts_of(value)))}
 
     def zeroed(self, names: Sequence[str], to_load: ModelPatcher | None = None) -> list[Patch]:
         """Return patches that replace each NaN and Inf in these weights by a zero.
@@ -159,14 +159,14 @@ class LoadedWeights:
         return patches
 
     def has_nan(self, name: str) -> bool:
-        return bool(torch.isnan(stored(operator.attrgetter(name)(self.model)).float()).any())
+        return any(torch.isnan(part.float()).any() for part in parts_of(operator.attrgetter(name)(self.model)))
 
     def bad_copy(self, origin: Origin) -> str:
         name = f"{origin.layer}.weight"
         module = dict(self.model.named_modules()).get(origin.layer)
         if module is None or kind_of(module) is None or self._is_patched(name):
             return ""
-        if not is_finite(stored(module.weight)):
+        if not all(map(is_finite, parts_of(module.weight))):
             return ""
         there = torch.zeros(1, device=self._patcher.load_device)
         with lent(weights_of(module)(module, there, torch.float32)) as (copied, _):
@@ -189,7 +189,7 @@ class LoadedWeights:
         if largest is None or not math.isfinite(largest):
             cure = Message("{0} (weight '{1}')", _advice_on(weight), name)
             return _blamed(Message("{0} holds NaN or Inf", file), cure)
-        if largest <= torch.finfo(held).max:
+        if not held.is_floating_point or largest <= torch.finfo(held).max:
             culprit = Message("Weight '{0}' holds NaN or Inf in memory, but is finite in {1}", name, file)
             return _blamed(culprit, RUN_AGAIN)
         reaches = "Weight '{0}' reaches {1} in {2}, more than {3} holds"

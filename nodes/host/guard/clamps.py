@@ -1,7 +1,9 @@
 """Torch functions that can hide an fp16 overflow (clamp, tanh, isfinite, ...), wrapped while a sampler runs."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+import math
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextvars import ContextVar
 
 import torch
@@ -21,6 +23,8 @@ WATCHED = tuple(
 )
 """(owner, function, operation) of each function that is exchanged."""
 _largest_of = torch.maximum
+SITES = 64
+"""How many places of hiding operations in model code are told apart in a call."""
 _watches: ContextVar[tuple["ClampWatch", ...]] = ContextVar("halfsafe_clamp_watches", default=())
 """Those of this thread."""
 
@@ -37,9 +41,11 @@ def _watched(function: Callable, name: str) -> Callable:
             is_there = place is not None and len(args) > place
             operands = (args[place],) if is_there else hidden_operands(name, args, kwargs)
             for operand in operands:
-                if isinstance(operand, torch.Tensor) and operand.dtype == torch.float16:
+                if isinstance(operand, torch.Tensor):
                     for watch in watches:
-                        watch.see(operand)
+                        if operand.dtype == torch.float16 or watch.also:
+                            frame = sys._getframe(1)
+                            watch.see(operand, (frame.f_code, frame.f_lasti))
         return function(*args, **kwargs)
 
     return run
@@ -68,11 +74,20 @@ thousand times (``MAX_VERSIONS_PER_CLASS`` in Objects/typeobject.c), to which tw
 class ClampWatch:
     """Record the amax, Inf or NaN of the fp16 operands of hiding operations on this thread, without a synchronization.
 
-    The record is one number on ``device``, allocated before the call, so blocks allocate as they do without it.
+    The record is a number on ``device`` for each place in the code, allocated before the call, so blocks allocate as
+    they do without it.
+
+    Args:
+        passed: places that are not watched: what they hide is NaN or Inf in fp32 too.
+        also: places that are watched in every dtype.
     """
 
-    def __init__(self, device: torch.device):
-        self.largest = torch.zeros((), dtype=torch.float32, device=device)
+    def __init__(self, device: torch.device, passed: Collection = (), also: Collection = ()):
+        self.largest = torch.zeros(SITES, dtype=torch.float32, device=device)
+        self.also = also
+        self._passed = passed
+        self._numbers: dict[object, torch.Tensor] = {}
+        self._places = self.largest.unbind()
 
     def __enter__(self) -> "ClampWatch":
         hiding_is_seen.__enter__()
@@ -83,6 +98,20 @@ class ClampWatch:
         _watches.reset(self._outside)
         hiding_is_seen.__exit__(*error)
 
-    def see(self, operand: torch.Tensor) -> None:
-        """Update the record with the amax of an fp16 tensor."""
-        _largest_of(self.largest, amax(operand), out=self.largest)
+    def see(self, operand: torch.Tensor, site: object) -> None:
+        """Update the record of a place with the amax of a tensor."""
+        if site in self._passed:
+            return
+        if operand.dtype != torch.float16:
+            if site not in self.also or not operand.is_floating_point():
+                return
+            operand = operand.float()
+        number = self._numbers.get(site)
+        if number is None:
+            number = self._numbers[site] = self._places[min(len(self._numbers), SITES - 1)]
+        _largest_of(number, amax(operand), out=number)
+
+    def hidden(self, largest: Sequence[float]) -> frozenset:
+        """Return the places that met Inf or NaN. ``largest``: the numbers of the record, read back."""
+        met = zip(self._numbers, [*largest] + [largest[-1]] * len(self._numbers), strict=False)
+        return frozenset(site for site, number in met if not math.isfinite(number))

@@ -40,6 +40,7 @@ from ..comfyui.weights import HALF, ask_for_plain_products
 from ..load.devices import current_device
 from ..load.encoders import vae_in
 from ..replay.interceptor import in_calls
+from ..replay.model_compiler import repeating
 from .causes import LoadedWeights
 
 ATTRIBUTE = "halfsafe_guard"
@@ -127,7 +128,7 @@ class EncoderCall(FailedCall):
         localizer = Localizer(self.weights.model, entering) if watched else None
         watching = localizer.watching() if localizer else contextlib.nullcontext()
         dtypes = own_dtypes(self.device) if rung.arithmetic else contextlib.nullcontext()
-        with watching, dtypes:
+        with repeating(), watching, dtypes:
             attempt = self.make(rung.arithmetic, given, zeroed)
         if localizer is None:
             return attempt
@@ -167,6 +168,8 @@ class TokenChoice(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _look(self, numbers: torch.Tensor) -> None:
+        if numbers.is_cuda and torch.cuda.is_current_stream_capturing():
+            return  # MiniMax Music chooses codes inside of a CUDA graph (``ar.py``, 0.33), which allows no read
         largest = numbers.amax()  # a token that may not be chosen has -inf
         if not math.isfinite(largest.item()):
             self.failed = largest

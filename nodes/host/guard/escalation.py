@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 import torch
 from comfy.model_base import BaseModel
@@ -20,6 +20,7 @@ from ....precision.formats.layer_plan import LayerPlan
 from ....precision.guard.localize import Origin
 from ....precision.plan.compute import ComputePlan
 from ....precision.plan.in_use import PlanInUse
+from ..comfyui.attributes import weight_state
 from ..comfyui.execution import Make, adapts_text, conditions_through, is_compiled
 from ..comfyui.gate import product_of, products_noted
 from ..comfyui.layers import matrix_layers, modules_of, top_level_parts
@@ -30,6 +31,8 @@ from ..compute.layer_modes import planned_modes_of, settings_of, stream_dtype
 from ..compute.per_model import hooks_of, patches_of, runs_in
 from ..compute.planned_model import PlannedModel, in_fp32
 from ..replay.call import Call
+from ..replay.model_compiler import compiler_off
+from .asked import AskedWeights
 from .causes import patch_name, with_patches
 from .clamps import ClampWatch
 
@@ -199,7 +202,11 @@ def watches_clamps(patcher: ModelPatcher) -> bool:
 
 
 class Guarded:
-    """What a guard knows of a model in one state of its weights. ``recall``: start with what earlier guards learned."""
+    """What a guard knows of a model in one state of its weights. ``recall``: start with what earlier guards learned.
+
+    Attributes:
+        by_design: places in the model's code that replace NaN or Inf by a number in fp32 too.
+    """
 
     def __init__(self, model: BaseModel, recall: bool):
         patcher = model.current_patcher
@@ -207,14 +214,31 @@ class Guarded:
         modes = planned_modes_of(patcher)
         self.plan = PlanInUse({name: modes[name] for name, _ in matrix_layers(model)}, name_of(stream_dtype(patcher)))
         self.watches_clamps = watches_clamps(patcher)
+        self.by_design: set = set()
+        self._asked: tuple | None = None
         self.device = patcher.load_device
         self.layers: WiderModel | None = None
         if recall:
             self.grow(self.plan | runs_in(model).wider.get(_known_as(model), self.plan))
 
-    def clamps(self, device: torch.device) -> contextlib.AbstractContextManager[ClampWatch | None]:
-        """Watch what the model's own code hides in a call."""
-        return ClampWatch(device) if self.watches_clamps else contextlib.nullcontext()
+    def clamps(
+        self, device: torch.device, also: Collection = ()
+    ) -> contextlib.AbstractContextManager[ClampWatch | None]:
+        """Watch what the model's own code hides in a call. ``also``: places to watch in every dtype."""
+        return ClampWatch(device, self.by_design, also) if self.watches_clamps else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def asking(self) -> Iterator[AskedWeights | None]:
+        """Ask the weights for NaN in the first call in each state of them; yield None in other calls."""
+        patcher = self.model().current_patcher
+        state = weight_state(self.model()), patcher.patches_uuid
+        if state == self._asked:
+            yield None
+            return
+        asked = AskedWeights(patcher)
+        with compiler_off(), asked.watching():
+            yield asked
+        self._asked = state
 
     @property
     def modules(self) -> dict[str, torch.nn.Module]:

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -28,7 +28,7 @@ from ..comfyui.execution import is_compiled, is_on_several_devices, is_oom
 from ..comfyui.gate import entering
 from ..comfyui.page import show_progress
 from ..compute.attention import overridden
-from ..compute.executor import may_fall_back
+from ..compute.executor import compute_of, may_fall_back
 from ..compute.per_model import runs_in
 from ..replay.call import OPTIONS, Call
 from ..replay.interceptor import Run
@@ -54,7 +54,9 @@ class ModelCall(FailedCall):
         start: RandomStart,
         result: torch.Tensor,
         guarded: Guarded,
-        hidden: bool,
+        sites: frozenset = frozenset(),
+        nan_weights: bool = False,
+        nan_inputs: bool = False,
     ):
         self.model = call.model
         self.guarded = guarded
@@ -79,7 +81,10 @@ class ModelCall(FailedCall):
             rungs=[fp32] if promised else model_rungs(plan),
             fp32=fp32,
             is_out_of_memory=is_oom,
-            hidden=hidden,
+            sites=sites,
+            by_design=guarded.by_design,
+            nan_weights=nan_weights,
+            nan_inputs=nan_inputs,
             promised=promised,
             compiled=is_compiled(patcher),
             packs=" and ".join(packs_on(call)),
@@ -98,10 +103,15 @@ class ModelCall(FailedCall):
             again.executor = functools.partial(_with_weights, self.weights.zeroed(zeroed), again.executor)
         if watched:
             return self._watched(again)
-        self._observer = RangeObserver(layers) if wider and not rung.is_fp32 else None  # fp32 is the widest
+        observer = RangeObserver(layers) if wider and not rung.is_fp32 else None  # fp32 is the widest
+        self._observer = self._observer if rung.is_fp32 else observer
         falls_back = [(runs_in(self.model), "fallback", True)] if rung is self.promised else []
-        with patched(falls_back), self._observer.watching() if self._observer else nullcontext():
-            return self._attempt(again)
+        with patched(falls_back), observer.watching() if observer else nullcontext():
+            attempt = self._attempt(again, () if rung.as_it_was else self.sites)
+        if not rung.is_fp32 or zeroed or not math.isfinite(attempt.largest):
+            return attempt
+        self.by_design |= attempt.hidden
+        return replace(attempt, hidden=frozenset())
 
     def _watched(self, again: Call) -> Attempt:
         localizer = Localizer(self.model.diffusion_model, entering)
@@ -133,20 +143,34 @@ class ModelCall(FailedCall):
     def keep(self, rung: Rung[PlanInUse], origin: Origin | None, place: Origin | None) -> tuple[str, str]:
         guarded = self.guarded
         if rung is self.promised:
-            runs_in(self.model).fallback = True
-            return guarded.plan.dtype, FP16_WIDE.name
+            return self._fall_back()
         ranges = self._observer.ranges() if self._observer else {}
-        guarded.remember(plan_after(rung.arithmetic, guarded.plan, ranges, origin))
+        self._change(guarded.remember(plan_after(rung.arithmetic, guarded.plan, ranges, origin)))
         return guarded.modes_at(place)
 
     def start_again(self, rung: Rung[PlanInUse], place: Origin | None) -> tuple[StartAgain, tuple[str, str]]:
         if rung.as_it_was:
             mode = self.mode(place)
             return StartAgain(self.given.sampling, mode), (mode, mode)
+        again = StartAgain(self.given.sampling, rung.name)
         if rung is self.promised:
-            return StartAgain(self.given.sampling, rung.name), self.keep(rung, None, place)
-        take_back = self.guarded.remember(self.guarded.plan | rung.arithmetic)
-        return StartAgain(self.given.sampling, rung.name, take_back), self.guarded.modes_at(place)
+            modes = self._fall_back()
+            if compute := compute_of(self.model.current_patcher):
+                compute.measure_anew()  # it measured in the try, where a pack may have given what it kept
+            return again, modes
+        self._change(self.guarded.remember(self.guarded.plan | rung.arithmetic))
+        return again, self.guarded.modes_at(place)
+
+    def _fall_back(self) -> tuple[str, str]:
+        runs = runs_in(self.model)
+        runs.fallback = True
+        self._change(functools.partial(setattr, runs, "fallback", False))
+        return self.guarded.plan.dtype, FP16_WIDE.name
+
+    def _change(self, undo: Callable[[], object]) -> None:
+        """Keep a change for as long as its run does not fail."""
+        if self.given.sampling is not None:
+            self.given.sampling.changed.append(undo)
 
     def settle(self) -> None:
         """Keep ComfyUI's state after the repeat that cured the call, else restore its state before the call."""
@@ -157,12 +181,12 @@ class ModelCall(FailedCall):
         else:
             self.given.forget()
 
-    def _attempt(self, again: Call) -> Attempt:
-        with self.guarded.clamps(self.device) as watch:
+    def _attempt(self, again: Call, also: Collection = ()) -> Attempt:
+        """Run the model. ``also``: places of hiding operations to watch in every dtype."""
+        with self.guarded.clamps(self.device, also) as watch:
             result = self._run(again)
-        hidden = watch.largest.item() if watch else 0.0
-        largest = amax_value(result)
-        self._last = Attempt(result, largest if math.isfinite(hidden) else hidden)
+        hidden = watch.hidden(watch.largest.tolist()) if watch else frozenset()
+        self._last = Attempt(result, amax_value(result), hidden=hidden)
         return self._last
 
 

@@ -13,6 +13,7 @@ from comfy.model_patcher import ModelPatcher
 from ....precision.base.amax import amax
 from ....precision.base.message import Message
 from ....precision.base.modes import FP32
+from ....precision.base.nested import tensors_in
 from ....precision.devices import probes
 from ....precision.devices.random_start import RandomStart
 from ....precision.guard.ladder import Ladder
@@ -21,8 +22,8 @@ from ....precision.guard.log import (
     GuardLog,
     blame_between_calls,
     blame_device,
+    blame_end,
     blame_inputs,
-    blame_memory,
 )
 from ....precision.guard.policy import OFF, OnNan
 from ....precision.plan.in_use import PlanInUse
@@ -34,7 +35,8 @@ from ..compute.executor import planned_on
 from ..compute.per_model import PerModel, branch_of
 from ..replay.call import Call
 from ..replay.interceptor import GUARD, Run, Stage, put_stage, stage_of, take_stages
-from ..replay.restart import Sampling
+from ..replay.restart import Sampling, StartAgain
+from .asked import holds_nan
 from .causes import sampler_inputs
 from .clamps import hiding_is_seen
 from .escalation import Guarded, depends_on, text_adapter_in_fp32, watches_clamps
@@ -98,19 +100,24 @@ class Guard(Stage):
         start = RandomStart.of(call.x.device)
         check = self.check and self.check(call, number, guarded, log)
         watching = check.watching() if check else contextlib.nullcontext()
-        with guarded.clamps(call.x.device) as watch, watching:
+        asking = contextlib.nullcontext() if self.on_nan == OFF else guarded.asking()
+        with guarded.clamps(call.x.device) as watch, watching, asking as asked:
             call.rung = guarded.layers
             result = run(call)
-        sizes = [amax(result)]
+        sizes = [amax(result)[None], (asked.largest() if asked else amax(result[:0]))[None]]
         if watch:
             sizes.append(watch.largest)
-        numbers = torch.stack(sizes).tolist()
-        finite = all(map(math.isfinite, numbers))
+        largest, of_weights, *hidden = torch.cat(sizes).tolist()
+        finite = math.isfinite(largest)
+        sites = watch.hidden(hidden) if watch and finite else frozenset()
+        nan_weights, nan_inputs = finite and math.isnan(of_weights), finite and log.nan_given and not log.harmless
+        if asked:
+            log.remarks |= asked.remarks()
         if check:
-            check.compare(run, result) if finite else check.leave_out()
-        if finite or log.given_up:
+            check.compare(run, result) if finite and not sites else check.leave_out()
+        if log.given_up or (finite and not (sites or nan_weights or nan_inputs)):
             return result
-        failed = ModelCall(run, call, number, start, result, guarded, hidden=math.isfinite(numbers[0]))
+        failed = ModelCall(run, call, number, start, result, guarded, sites, nan_weights, nan_inputs)
         if failed.packs and not failed.can_start_again:
             log.remarks.add(Message(REPEATED_BESIDE, failed.packs))
         try:
@@ -122,25 +129,34 @@ class Guard(Stage):
         """Check the inputs and the result of a sampler's run."""
         guider = executor.class_obj
         log = self._begin(guider.model_patcher)
-        before = log.calls
+        before, again = log.calls, Sampling(guider, sampler)
         try:
             if self.on_nan != OFF:
                 blame_inputs(log, sampler_inputs(noise, latent_image, sigmas, denoise_mask, guider.conds), len(noise))
+                log.nan_given = holds_nan(tensors_in([*guider.conds.values()]))
             hiding = hiding_is_seen if watches_clamps(guider.model_patcher) else contextlib.nullcontext()
             with text_adapter_in_fp32(guider.model_patcher.model, log.adapted), hiding:
-                again = Sampling(guider, sampler)
                 result = again.run(executor, noise, latent_image, sampler, sigmas, denoise_mask, *args, **kwargs)
             if self.on_nan != OFF:
                 blame_between_calls(log, result, sigmas)
+            if log.given_up:
+                self._take_back(again, log)
             return result
-        except RuntimeError as error:
-            if is_oom(error):
-                blame_memory(log)
+        except StartAgain:  # of a sampler around this one, which runs this one again
+            self._take_back(again, log)
+            raise
+        except BaseException as error:
+            self._take_back(again, log)
+            blame_end(log, error, is_oom)
             raise
         finally:
             if self.on_nan != OFF:
                 log.notify_calls(log.calls - before)
             log.notify_verdict(self._plan(guider.model_patcher))
+
+    def _take_back(self, sampling: Sampling, log: GuardLog) -> None:
+        if sampling.take_back():
+            log.take_back()
 
     def report(self, patcher: ModelPatcher) -> GuardReport:
         """Report on the last prompt of a patcher, or of a clone with the same arithmetic.

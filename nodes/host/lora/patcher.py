@@ -39,6 +39,7 @@ from ..compute.executor import Compute, compute_of
 from ..compute.per_model import AddsToResults
 from ..replay.call import Call
 from ..replay.interceptor import LOW_RANK, Acting, Stage, put_stage, stage_of
+from ..replay.model_compiler import repeating
 from .low_rank import (
     LowRankModel,
     SortedPatches,
@@ -490,7 +491,8 @@ def _call(patcher: AddsLowRank, call: Callable, *args, **kwargs):
         return result
     _eject(patcher)
     _inject(patcher)
-    return call(*args, **kwargs)
+    with repeating():
+        return call(*args, **kwargs)
 
 
 def layer_name(key: str) -> str:

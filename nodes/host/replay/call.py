@@ -58,8 +58,8 @@ class Call:
     def run(self) -> torch.Tensor:
         """Run the model, inside the wrappers of other packs.
 
-        The first run stores the state that ComfyUI keeps between calls. Each later run restores it and disables
-        ComfyUI's model compiler; a repeat that fails restores it too.
+        The first run stores the state that ComfyUI keeps between calls. Each later run restores it and runs without
+        what ComfyUI records of blocks; a repeat that fails restores it too.
         """
         again = self.before is not None
         if again:
@@ -71,7 +71,7 @@ class Call:
         values |= {"control": _fresh(self.control), OPTIONS: options}
         placed, named = (values[name] for name in self.places), {name: values[name] for name in self.names}
         try:
-            with model_compiler.compiler_off() if again else nullcontext():
+            with model_compiler.repeating() if again else nullcontext():
                 return self.executor(*placed, **named)
         except BaseException:
             model_compiler.after_failure()

@@ -30,39 +30,40 @@ class StartAgain(BaseException):
     """Raised from a model's call to restart its sampling. Not an ``Exception``, so that no pack's ``except Exception``
     catches it.
 
-    ``precision``: name of the precision of the new run. ``undo``: undoes the changes made for the new run, if that run
-    fails.
+    ``precision``: name of the precision of the new run.
     """
 
-    def __init__(self, sampling: Sampling, precision: str, undo: Callable[[], object] = lambda: None):
+    def __init__(self, sampling: Sampling, precision: str):
         super().__init__()
         self.sampling = sampling
         self.precision = precision
-        self.undo = undo
 
 
 class Sampling:
-    """One run of a sampler: the arguments of an OUTER_SAMPLE wrapper, and its restarts."""
+    """One run of a sampler: the arguments of an OUTER_SAMPLE wrapper, its restarts, and what it changed.
+
+    ``changed``: a function for each change of a model's arithmetic that a call of this run made, which undoes it.
+    """
 
     def __init__(self, guider: comfy.samplers.CFGGuider, sampler: comfy.samplers.Sampler):
         self.can_start_again = _can_begin_anew(guider, sampler)
         self._guider = guider
         self._times = 0
-        self._undo: list[Callable[[], object]] = []
+        self.changed: list[Callable[[], object]] = []
 
     def __deepcopy__(self, memo: dict) -> Sampling:
         return self
 
-    def run(self, executor: Callable, *args, **kwargs):
-        """Run the sampler, and restart it from its first step whenever a call requests it."""
-        try:
-            return self._run(executor, *args, **kwargs)
-        except BaseException:
-            for undo in reversed(self._undo):
-                undo()
-            raise
+    def take_back(self) -> bool:
+        """Undo what the run changed, because it failed: the next run starts as this one did. Returns whether it changed
+        anything."""
+        changed, self.changed = self.changed, []
+        for undo in reversed(changed):
+            undo()
+        return bool(changed)
 
-    def _run(self, executor: Callable, noise: torch.Tensor, latent_image, sampler, sigmas, *args, **kwargs):
+    def run(self, executor: Callable, noise: torch.Tensor, latent_image, sampler, sigmas, *args, **kwargs):
+        """Run the sampler, and restart it from its first step whenever a call requests it."""
         guider = self._guider
         conditionings, start = guider.conds, RandomStart.of(guider.model_patcher.load_device)
         others = CoreState({})
@@ -74,7 +75,6 @@ class Sampling:
             except StartAgain as again:
                 if again.sampling is not self:
                     raise
-                self._undo.append(again.undo)
                 show_progress(Message("Starting the sampling again in {0}", again.precision))
             self._times += 1
             self.can_start_again = self._times < MOST_RESTARTS

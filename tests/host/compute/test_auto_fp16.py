@@ -172,7 +172,7 @@ def test_beside_a_step_cache_the_sampling_starts_again_and_is_that_of_fp16_safe(
     assert torch.equal(families.sample(model, "wan"), expected)
     report = report_of(model)
     (event,) = report.events
-    assert (report.verdict, report.extra_calls, model_words(model)[1]) == ("recovered", 2, "fp16_safe")
+    assert (report.verdict, report.extra_calls, model_words(model)[1]) == ("recovered", 3, "fp16_safe")
     assert event.evidence == (
         "The sampling was restarted in fp16_safe, because step_caches may keep state between steps. "
         "The model uses fp16_safe until it is unloaded."

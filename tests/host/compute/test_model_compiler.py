@@ -311,7 +311,7 @@ def test_repeats_of_the_guard_and_what_it_widens_keep_it(comfy, loud):
     model = guarded(comfy, families.load(comfy, loud, "fp16", "fp16"))
     latent, recorder = sampled(model)
     assert report_of(model).verdict == "recovered" and (latent - expected).norm() < 0.02 * expected.norm()
-    assert recorder.calls >= 1, "the first call, which failed"
+    assert recorder.calls == 0, "the first call asks the weights for NaN, and those after it are widened in one block"
 
 
 def test_a_layer_that_the_guard_widens_in_one_block_is_not_compiled(comfy, minimax):
@@ -326,7 +326,7 @@ def test_a_layer_that_the_guard_widens_in_one_block_is_not_compiled(comfy, minim
 def test_repeats_that_change_nothing_are_not_compiled_either(comfy, minimax):
     """A call that fails once is made again with every operation watched, and once more as it was."""
     model = guarded(comfy, inside(families.load(comfy, minimax, "fp16", "fp16"), nan_at(2)))
-    assert sampled(model)[1].calls == 3 and report_of(model).verdict == "device_fault"
+    assert sampled(model)[1].calls == 2 and report_of(model).verdict == "device_fault", "all but the first"
 
 
 def test_a_check_keeps_it(comfy, minimax):
@@ -383,7 +383,7 @@ def test_a_graph_around_the_blocks_alone_is_kept_too(comfy, qwen, compute, recor
 
 def test_a_guard_and_a_check_on_it_keep_it(comfy, qwen):
     model = guarded(comfy, families.with_compute(comfy, loaded_qwen(qwen, loud=3e3), "fp16"))
-    assert qwen_sampled(model).calls >= 1 and report_of(model).verdict == "recovered"
+    assert qwen_sampled(model).calls == 0 and report_of(model).verdict == "recovered"
     model = guarded(comfy, families.with_compute(comfy, loaded_qwen(qwen), "fp16"), check="first step")
     assert qwen_sampled(model).calls == 2 and report_of(model).checks[0].left_out == ""
 
@@ -396,7 +396,7 @@ def test_watching_for_clamps_keeps_nothing():
             torch.nan_to_num(torch.full((3,), 70000.0).half())
         recorder.iterate(None)
         recorder.end()
-    assert watch.largest.isinf()
+    assert watch.largest.isinf().any()
 
 
 @pytest.mark.parametrize("what", ["analysis", "measurement", "calibration"])

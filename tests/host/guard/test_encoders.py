@@ -326,6 +326,46 @@ def test_the_guarded_vae_is_still_a_vae(comfy, files):
     assert guard(comfy, guard(comfy, vae)).decode(latent("image")).shape == (1, 64, 64, 3)
 
 
+REPEAT_RAISES = {
+    "a dtype": lambda: RuntimeError("mat1 and mat2 must have the same dtype, but got Float and Half"),
+    "no memory": lambda: torch.OutOfMemoryError("CUDA out of memory"),
+    "an interrupt": lambda: core("comfy.model_management").InterruptProcessingException(),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [(kind, error) for kind in ("VAE", "CLIP") for error in REPEAT_RAISES if (kind, error) != ("VAE", "no memory")],
+)
+def test_a_repeat_that_raises_is_no_recovery(comfy, files, in_half, monkeypatch, kind, error):
+    """Without memory for a repeat of a VAE ComfyUI decodes in tiles."""
+    raised, wide = REPEAT_RAISES[error](), []
+    if kind == "VAE":
+        model, run = guard(comfy, load(comfy, files["image"])), lambda one: one.decode(latent("image"))
+        owner, name = model.first_stage_model, "decode"
+    else:
+        model, run = guard_clip(comfy, in_half), lambda one: encode(one)[0][0]
+        owner, name = in_half.cond_stage_model, "encode_token_weights"
+    own = getattr(owner, name)
+
+    def once(*args, **kwargs):
+        wide.append(1)
+        if len(wide) == 2:
+            raise raised
+        return own(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, once)
+    if error == "an interrupt":
+        with pytest.raises(type(raised)):
+            run(model)
+    else:
+        assert not is_finite(run(model))
+    log = getattr(model, ATTRIBUTE).log
+    assert log.verdict == ("clean" if error == "an interrupt" else "stopped")
+    assert [str(raised) in event.evidence or "memory" in log.advice for event in log.events] == [True] * len(log.events)
+    assert is_finite(run(model)), "the next call is repaired"
+
+
 @pytest.mark.parametrize("on_nan", ["retry_higher", "report"])
 def test_nan_in_one_latent_is_not_blamed_for_the_overflow_of_the_others(comfy, files, on_nan):
     batch = torch.cat([latent("image"), latent("image")])

@@ -1,5 +1,6 @@
 """Beside packs that may keep state between steps: a failed call starts its sampling again, and a check is left out."""
 
+import math
 import random
 from types import SimpleNamespace
 
@@ -7,8 +8,9 @@ import pytest
 import torch
 from halfsafe.nodes.host.comfyui.code_owner import code_owner
 from halfsafe.nodes.host.compute.per_model import runs_in
+from halfsafe.nodes.host.guard import model as guard_of_models
 from halfsafe.nodes.host.replay.restart import MOST_RESTARTS, Sampling, StartAgain
-from halfsafe.precision.guard.verdicts import BEGINS_SAFE, GOES_ON
+from halfsafe.precision.guard.verdicts import ENDED_IN, INTERRUPTED, NonFinite
 from support import families
 from support.custom_nodes import step_caches
 from support.custom_nodes.step_caches import PACKS
@@ -86,7 +88,7 @@ def test_what_fp16_safe_does_not_cure_starts_again_in_fp32_and_then_no_more(comf
     with pytest.raises(Exception, match="In fp32 the call is NaN or Inf too"):
         run(model)
     report = report_of(model)
-    assert report.verdict == "not_precision" and [event.recovered for event in report.events] == [True, True, False]
+    assert report.verdict == "not_precision" and not any(event.recovered for event in report.events)
     assert [event.evidence for event in report.events[:2]] == [STARTED.format("fp16_safe"), STARTED.format("fp32")]
     assert report.escalations == {} and not any(plan.is_wider for plan in runs_in(model.model).wider.values()), (
         "what cured nothing is not kept"
@@ -109,26 +111,127 @@ def test_an_ip_adapter_starts_the_sampling_again_and_has_no_check(comfy, models)
     )
 
 
-def test_a_sampling_without_memory_to_start_again_is_stopped_and_says_so(comfy, models):
-    failing = inside(
-        step_caches.magcache(models("wan", "ffn", "fp16")), raising_at(torch.OutOfMemoryError("CUDA out of memory"), 3)
+MAKES = {
+    "rung": lambda comfy, model: guarded(comfy, model),
+    "auto": lambda comfy, model: families.with_compute(comfy, model, "auto"),
+    "auto, stop": lambda comfy, model: guarded(comfy, families.with_compute(comfy, model, "auto"), "stop"),
+    "auto, report": lambda comfy, model: guarded(comfy, families.with_compute(comfy, model, "auto"), "report"),
+    "auto, retry_higher": lambda comfy, model: guarded(comfy, families.with_compute(comfy, model, "auto")),
+}
+"""What restarts the sampling: a rung of the guard, or the fallback that the plan promised, beside each setting of a guard."""
+ERRORS = {
+    "a dtype": lambda: RuntimeError("mat1 and mat2 must have the same dtype, but got Float and Half"),
+    "a value": lambda: ValueError("of another pack"),
+    "no memory": lambda: torch.OutOfMemoryError("CUDA out of memory"),
+    "an interrupt": lambda: core("comfy.model_management").InterruptProcessingException(),
+}
+TRIED, RESTARTED = 3, 5
+"""The number of the call that tries the precision on the failed call, and of the second call of the restarted run."""
+
+
+def failing(comfy, models, monkeypatch, how: str, change):
+    """(a model that overflows beside a pack, whose calls go through ``change``, what the page is told)"""
+    monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_75")
+    told = []
+    monkeypatch.setattr(guard_of_models, "notifier", lambda *args, **kwargs: lambda *message: told.append(message))
+    plain = models("wan", "ffn", "fp16")
+    return MAKES[how](comfy, inside(step_caches.magcache(plain), change)), told
+
+
+def starts_as_the_first(model, told) -> bool:
+    """Whether the next prompt fails, and is repaired, as if there had been none before."""
+    told.clear()
+    found = run(model)
+    return is_finite(found) and [message[:2] for message in told if message[0] == "event"] == [("event", "recovered")]
+
+
+def is_as_planned(model) -> bool:
+    runs = runs_in(model.model)
+    return not runs.fallback and not any(plan.is_wider for plan in runs.wider.values())
+
+
+@pytest.mark.parametrize("how", MAKES)
+@pytest.mark.parametrize("error", ERRORS)
+def test_a_restarted_run_that_ends_in_an_error_is_not_recovered_and_leaves_nothing(
+    comfy, models, monkeypatch, how, error
+):
+    raised = ERRORS[error]()
+    model, told = failing(comfy, models, monkeypatch, how, raising_at(raised, RESTARTED))
+    with pytest.raises(type(raised)) as found:
+        run(model)
+    report = families.report(comfy, model)["guard"]
+    last = report["events"][-1]
+    assert found.value is raised and report["verdict"] == "stopped" and is_as_planned(model)
+    assert [event["recovered"] for event in report["events"]] == [False, False]
+    assert last["evidence"] == (
+        INTERRUPTED if error == "an interrupt" else ENDED_IN.format(f"{type(raised).__name__}: {raised}")
     )
-    model = guarded(comfy, failing)
-    with pytest.raises(torch.OutOfMemoryError):
+    assert ("memory" in report["advice"]) == (error == "no memory")
+    kinds = [message[:2] for message in told if message[0] != "calls"]
+    assert kinds == [("event", "recovered"), ("taken_back", "recovered"), ("event", "stopped"), ("verdict", "stopped")]
+    assert told[-1][2] == last["evidence"], "the toast, the log and the report say the same"
+    assert starts_as_the_first(model, told)
+
+
+@pytest.mark.parametrize("how", MAKES)
+@pytest.mark.parametrize("error", ERRORS)
+def test_a_precision_that_raises_is_tried_before_the_sampling_starts_again_in_it(
+    comfy, models, monkeypatch, how, error
+):
+    raised = ERRORS[error]()
+    model, told = failing(comfy, models, monkeypatch, how, raising_at(raised, TRIED))
+    if error == "an interrupt" or how == "auto, stop":
+        with pytest.raises(type(raised) if error == "an interrupt" else NonFinite):
+            run(model)
+    else:
+        assert not is_finite(run(model))
+    report = families.report(comfy, model)["guard"]
+    assert report["verdict"] == ("stopped" if error != "an interrupt" else "off" if how == "auto" else "clean")
+    assert is_as_planned(model) and not any("restarted" in event["evidence"] for event in report["events"])
+    if error in ("a dtype", "a value"):
+        assert str(raised) in report["events"][-1]["evidence"]
+    assert starts_as_the_first(model, told)
+
+
+@pytest.mark.parametrize("how", MAKES)
+def test_a_second_nan_in_the_restarted_run_is_not_recovered_and_leaves_nothing(comfy, models, monkeypatch, how):
+    calls = []
+
+    def change(executor, args, kwargs):
+        calls.append(1)
+        return executor(*args, **kwargs) * (torch.nan if calls_before < len(calls) else 1)
+
+    calls_before = RESTARTED
+    model, told = failing(comfy, models, monkeypatch, how, change)
+    if how in ("auto", "auto, report"):
+        assert not is_finite(run(model))
+    else:
+        with pytest.raises(NonFinite):
+            run(model)
+    report = families.report(comfy, model)["guard"]
+    assert report["verdict"] == ("not_precision" if how in ("rung", "auto, retry_higher") else "stopped")
+    assert not any(event["recovered"] for event in report["events"]) and is_as_planned(model)
+    calls_before = math.inf
+    assert starts_as_the_first(model, told)
+
+
+@pytest.mark.parametrize("error", ["a value", "an interrupt"])
+def test_a_run_that_was_repaired_without_a_restart_and_ends_in_an_error_is_not_recovered(comfy, models, error):
+    raised = ERRORS[error]()
+    model = guarded(comfy, inside(models("wan", "ffn", "fp16"), raising_at(raised, 5)))
+    with pytest.raises(type(raised)):
         run(model)
     report = report_of(model)
-    assert report.verdict == "stopped" and "Not enough memory" in report.advice and report.escalations == {}
+    assert report.verdict == "stopped" and is_as_planned(model) and report.events[0].recovered, "that call was"
+    assert is_finite(run(model)) and report_of(model).verdict == "recovered"
 
 
-def test_an_interrupt_after_auto_started_again_is_an_interrupt_without_rules(comfy, models, monkeypatch):
-    monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_75")
-    interrupt = core("comfy.model_management").InterruptProcessingException
-    plain = families.with_compute(comfy, step_caches.cache_dit(models("wan", "ffn", "fp16")), "auto")
-    model = guarded(comfy, inside(plain, raising_at(interrupt(), 3)))
-    with pytest.raises(interrupt):
+def test_a_run_inside_of_one_that_starts_again_keeps_nothing(comfy, models):
+    outer = Sampling(SimpleNamespace(conds={}, model_patcher=None, model_options={}), SimpleNamespace())
+    model = guarded(comfy, inside(models("wan", "ffn", "fp16"), raising_at(StartAgain(outer, "fp32"), 4)))
+    with pytest.raises(StartAgain):
         run(model)
-    (event,) = report_of(model).events
-    assert event.evidence == f"{STARTED.format('fp16_safe')} {GOES_ON}" and report_of(model).advice == BEGINS_SAFE
+    assert is_as_planned(model) and len(report_of(model).events) == 1, "it is no error of this run"
 
 
 class OthersSampler:

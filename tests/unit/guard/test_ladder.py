@@ -28,6 +28,8 @@ from halfsafe.precision.guard.verdicts import (
     GOES_ON,
     MODEL,
     NOT_HIDDEN_AGAIN,
+    NOT_SEARCHED,
+    READ_BY_NONE,
     SAME_AGAIN,
     SAME_SEED,
     NonFinite,
@@ -89,6 +91,7 @@ class Fake(FailedCall):
             for name in rungs
         ]
         about["given"] = about.get("given", {"text": GOOD})
+        about["sites"] = frozenset(["clamp"] if about.pop("hidden", False) else [])
         values = {"result": BAD, "rungs": ladder, "fp32": FP32, "wording": MODEL} | about
         super().__init__(
             start=RandomStart.of(cpu), position=CallPosition(1, 3, 0.5), images=2, device=cpu,
@@ -100,6 +103,8 @@ class Fake(FailedCall):
         self.ran.append("watched" if watched and rung.as_it_was else how)
         result = self.made(given, self.ran[-1], zeroed)
         origin = self.origin if rung.as_it_was else self.origin_in_fp32
+        if self.sites and rung.as_it_was and not torch.isfinite(result).all():
+            return Attempt(self.result, 1.0, origin=origin if watched else None, hidden=self.sites)
         return Attempt(result, result.abs().amax().item(), origin=origin if watched else None)
 
     def maker(self, layer):
@@ -271,7 +276,7 @@ def test_beside_a_pack_the_sampling_starts_again_at_the_first_step_of_the_ladder
     call, log = Beside(finite_at("fp16_safe")), GuardLog("retry_higher")
     with pytest.raises(StartsAgain):
         Ladder(call, log, 8).resolved()
-    assert call.ran == ["watched"] and call.kept == ["fp16_safe"] and log.extra_calls == 2
+    assert call.ran == ["watched", "fp16_safe"] and call.kept == ["fp16_safe"] and log.extra_calls == 3
     (event,) = log.events
     assert log.verdict == "recovered" and event.recovered and event.layer == "blocks.0" and not event.fell_back
     assert (event.from_mode, event.to_mode, log.advice) == (
@@ -291,12 +296,12 @@ def test_a_sampling_that_starts_again_under_the_fallback_of_its_plan_says_so():
         Ladder(call, log, 0).resolved()
     (event,) = log.events
     assert (
-        call.ran == ["as it was"]
+        call.ran == ["as it was", "fp16_safe"]
         and event.fell_back
         and event.evidence.endswith(GOES_ON)
         and event.to_mode == "fp16_safe"
     )
-    assert log.advice == BEGINS_SAFE and "Repeated in" not in told[0][2], "nothing is repeated before it starts again"
+    assert log.advice == BEGINS_SAFE and "Repeated in" not in told[0][2], "the sampling is what is repeated"
 
 
 @pytest.mark.parametrize(("about", "most", "verdict"), [({"rungs": []}, 8, "not_precision"), ({}, 0, "stopped")])
@@ -536,14 +541,14 @@ def test_a_hidden_nan_of_an_input_costs_its_row_and_no_other(row):
     log, result, _ = resolve(call, given={"text": text})
     assert [bool(torch.isfinite(each).all()) for each in result] == [row == 1, row == 0]
     assert [(event.kind, event.batch_rows) for event in log.events] == [("input", [row])] and log.verdict == "bad_input"
-    assert call.kept == [] and call.ran == ["fp32", "watched", "as it was"]
+    assert call.kept == [] and call.ran == ["as it was", "watched", "as it was"]
 
 
 @pytest.mark.parametrize("on_nan", ["stop", "retry_higher"])
 def test_a_hidden_nan_of_every_row_ends_a_run(on_nan):
     call = Fake(lambda given, how, zeroed: GOOD * given["text"], UNKNOWN, hidden=True, result=GOOD)
     log, _, error = resolve(call, on_nan, given={"text": torch.full((2, 1), math.nan)})
-    assert error.verdict == "bad_input" and log.events[0].batch_rows == [0, 1] and call.ran == ["fp32"]
+    assert error.verdict == "bad_input" and log.events[0].batch_rows == [0, 1] and call.ran == ["as it was"]
 
 
 def test_a_nan_that_nothing_reads_is_not_blamed_for_what_is_hidden():
@@ -593,3 +598,40 @@ def test_what_is_hidden_and_cannot_be_repeated_ends_nothing(on_nan):
 
     log, result, _ = resolve(Fake(made, hidden=True, result=GOOD), on_nan)
     assert result is GOOD and log.verdict == "stopped" and "memory" in log.advice and log.given_up
+
+
+class Designed(Fake):
+    """A call whose code replaces NaN by a number in every dtype."""
+
+    def repeat(self, rung, given, why, zeroed=(), watched=False):
+        super().repeat(rung, given, why, zeroed, watched)
+        if rung.is_fp32:
+            self.by_design |= self.sites
+        return Attempt(GOOD, 1.0, origin=OVERFLOW if watched else None, hidden=self.sites - self.by_design)
+
+
+@pytest.mark.parametrize("about", [{}, {"promised": PROMISED}, {"packs": "SomePack"}])
+@pytest.mark.parametrize("on_nan", ["off", "stop", "report", "retry_higher"])
+def test_what_is_hidden_in_fp32_too_is_no_failure(on_nan, about):
+    if on_nan == "off" and "promised" not in about:
+        return
+    call = Designed(finite_at("watched", "as it was", "fp16_safe", "fp32"), hidden=True, result=GOOD, **about)
+    log, result, error = resolve(call, on_nan)
+    assert result is GOOD and error is None and log.verdict == "clean" and not log.events and not call.kept
+    assert call.ran[-1] == "fp32" and len(call.ran) <= 3 and call.by_design
+
+
+@pytest.mark.parametrize("most", [0, 8])
+def test_weights_that_no_call_reads_are_not_at_fault(most):
+    call = Fake(finite_at("watched"), None, OneWeight(torch.tensor([math.nan])), result=GOOD, nan_weights=True)
+    log, result, _ = resolve(call, most=most)
+    assert result is GOOD and log.verdict == "clean" and call.ran == ["watched"] * bool(most)
+    assert log.remarks == {READ_BY_NONE if most else NOT_SEARCHED}
+
+
+@pytest.mark.parametrize("on_nan", ["stop", "report", "retry_higher"])
+def test_a_weight_that_a_call_reads_is_at_fault_although_its_result_is_finite(on_nan):
+    origin = Origin("blocks.0", "blocks.0.weight", "weights", "fp16", math.nan)
+    call = Fake(finite_at("watched"), origin, OneWeight(torch.tensor([math.nan])), result=GOOD, nan_weights=True)
+    log, _, error = resolve(call, on_nan)
+    assert log.verdict == "bad_weights" and (error is None) == (on_nan == "report") and call.ran == ["watched"]

@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from halfsafe.precision.base.oom import is_torch_oom
 from halfsafe.precision.guard.inputs import Diagnosis, NotFiniteInput
 from halfsafe.precision.guard.localize import Origin
 from halfsafe.precision.guard.log import (
@@ -13,8 +14,8 @@ from halfsafe.precision.guard.log import (
     GuardLog,
     blame_between_calls,
     blame_device,
+    blame_end,
     blame_inputs,
-    blame_memory,
     event_of,
     sentence,
 )
@@ -248,7 +249,7 @@ def test_a_cured_run_that_found_no_memory_is_not_cured(verdict):
     log = GuardLog("retry_higher", calls=7)
     if verdict != "clean":
         log.note(event_of(CallPosition(1), ORIGIN, "fp16", "fp32", True), ORIGIN, verdict)
-    blame_memory(log)
+    blame_end(log, torch.OutOfMemoryError("no memory"), is_torch_oom)
     assert log.verdict == ("stopped" if verdict == "recovered" else verdict)
     if verdict == "recovered":
         assert (log.events[-1].call, log.advice) == (7, MODEL.no_memory)
@@ -262,3 +263,28 @@ def test_advice_names_the_setting_and_the_button_that_are_on_the_screen():
     cured = GuardLog(place=log.place)
     cured.note(event_of(CallPosition(1), origin, "fp16", "fp32", True), origin, "recovered")
     assert cured.advice == "No NaN or Inf is left. Click Guard this workflow."
+
+
+@pytest.mark.parametrize("kind", ["saturation", "overflow"])
+@pytest.mark.parametrize("worse", ["bad_input", "bad_weights", "not_precision", "device_fault"])
+def test_any_failure_is_worse_than_values_that_were_clamped(kind, worse):
+    log = GuardLog("report")
+    clamped = event_of(CallPosition(1), ORIGIN, "fp16", "fp16", False)
+    clamped.kind = kind
+    log.note(clamped, ORIGIN, "stopped")
+    log.note(event_of(CallPosition(2), ORIGIN, "fp16", "fp16", False), ORIGIN, worse)
+    assert log.verdict == (worse if kind == "saturation" else "stopped")
+
+
+@pytest.mark.parametrize("error", [ValueError("of a pack"), torch.OutOfMemoryError("no memory"), KeyboardInterrupt()])
+def test_the_end_of_a_run_that_was_repaired_is_told_with_its_verdict(error):
+    told = Told()
+    log = GuardLog("report", told)
+    event = event_of(CallPosition(1), ORIGIN, "fp16", "fp32", True)
+    log.note(event, ORIGIN, "recovered")
+    log.restarts.append(event)
+    log.take_back()
+    blame_end(log, error, is_torch_oom)
+    log.notify_verdict(PlanInUse())
+    assert [message[0] for message in told] == ["event", "taken_back", "event", "verdict"] and not event.recovered
+    assert told[-1][1:3] == ("stopped", told[-2][2]) and "guard is set to" not in told[-1][2]
