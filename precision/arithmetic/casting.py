@@ -1,7 +1,7 @@
 """Run model code that creates 16-bit tensors itself on activations that were widened to fp32."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -11,6 +11,7 @@ from ..base.nested import PLAIN, replaced, tensors_in
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 NARROW = (torch.float16, torch.bfloat16)
 CASTS = (torch.Tensor.to, torch.Tensor.type_as)
+OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 NARROW_CASTS = (torch.Tensor.half, torch.Tensor.bfloat16)
 NO_ARITHMETIC = frozenset((
     "__get__", "__getitem__", "__len__", "size", "dim", "numel", "stride", "view", "view_as", "reshape", "transpose",
@@ -23,8 +24,8 @@ NO_ARITHMETIC = frozenset((
 class PromotesFloats(TorchFunctionMode):
     """Cast the float arguments of an operation to fp32 if their dtypes differ, while the mode is on.
 
-    In-place operations and casts to the dtype of another tensor are not changed. ``widens``: cast arguments that are
-    all of one 16-bit dtype too.
+    In-place operations, casts to the dtype of another tensor and operators of other libraries are not changed.
+    ``widens``: cast arguments that are all of one 16-bit dtype too.
     """
 
     def __init__(self, widens: bool = False):
@@ -33,10 +34,15 @@ class PromotesFloats(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        dtypes = {tensor.dtype for tensor in tensors_in((args, kwargs))}
-        mixed = len(dtypes.intersection(FLOATS)) > 1
-        narrow = self.widens and dtypes.intersection(NARROW) and getattr(func, "__name__", "") not in NO_ARITHMETIC
-        if not (mixed or narrow) or func in CASTS or _writes(func, kwargs):
+        name = getattr(func, "__name__", "")
+        if name in NO_ARITHMETIC:  # most of what code asks of a tensor
+            return func(*args, **kwargs)
+        dtypes = _dtypes(args, set())
+        if kwargs:
+            _dtypes(kwargs.values(), dtypes)
+        mixed = len(dtypes) > 1 and len(dtypes.intersection(FLOATS)) > 1
+        narrow = self.widens and dtypes.intersection(NARROW)
+        if not (mixed or narrow) or func in CASTS or _writes(name, kwargs) or _is_kernel(func, name):
             return func(*args, **kwargs)
         # torch's products, convolutions, norms and attention refuse to mix dtypes; elementwise operations promote.
         return func(*replaced(tuple(args), _float), **replaced(kwargs, _float))
@@ -64,15 +70,16 @@ def _widened(value):
     return torch.float32 if isinstance(value, torch.dtype) and value in NARROW else value
 
 
-def promoting(function: Callable, casts: bool = True) -> Callable:
+def promoting(function: Callable, casts: bool = True, results: bool = True) -> Callable:
     """Wrap a function so that its operations promote to fp32 and its 16-bit results become fp32.
 
-    ``casts``: keep its casts to fp16 or bf16; otherwise they become casts to fp32.
+    ``casts``: keep its casts to fp16 or bf16; otherwise they become casts to fp32. ``results``: cast its results.
     """
 
     def run(*args, **kwargs):
         with contextlib.nullcontext() if casts else CastsToFp32(), PromotesFloats():
-            return replaced(function(*args, **kwargs), _float)
+            result = function(*args, **kwargs)
+            return replaced(result, _float) if results else result
 
     run.__wrapped__ = function  # type: ignore[attr-defined]
     return run
@@ -96,10 +103,31 @@ def widened(function: Callable, dtype: torch.dtype) -> Callable:
     return run
 
 
-def _writes(func: Callable, kwargs: dict) -> bool:
-    name = getattr(func, "__name__", "")
+def _dtypes(values: Iterable, found: set[torch.dtype]) -> set[torch.dtype]:
+    """Add the dtypes of the tensors of torch's own classes among nested values to ``found``, without the generators of
+    ``tensors_in``: it is asked for each operation."""
+    for value in values:
+        kind = type(value)
+        if kind in PLAIN:
+            found.add(value.dtype)
+        elif kind in (tuple, list):
+            _dtypes(value, found)
+        elif kind is dict:
+            _dtypes(value.values(), found)
+    return found
+
+
+def _writes(name: str, kwargs: dict) -> bool:
     in_place = name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
     return "out" in kwargs or name == "__setitem__" or in_place
+
+
+def _is_kernel(func: Callable, name: str) -> bool:
+    """True for an operator of another library, and for torch's private ones, such as ``_scaled_mm``: scales are fp32
+    and other operands are not."""
+    if isinstance(func, OPERATORS):
+        return not str(func).startswith("aten.")
+    return name.startswith("_") and not name.startswith("__")
 
 
 def _float(tensor: torch.Tensor) -> torch.Tensor:

@@ -94,7 +94,7 @@ def _rows_of(mask: torch.Tensor) -> list[int]:
 
 def rows_that_differ(values, others) -> set[int]:
     """Return the rows in which the first tensors of nested values differ."""
-    one, other = (tensors_in(each)[0].flatten(1) for each in (values, others))
+    one, other = (floats_in(each)[0].flatten(1) for each in (values, others))
     return {*(one != other).any(1).nonzero().flatten().tolist()}
 
 

@@ -88,7 +88,7 @@ class Ladder:
         elif call.nan_weights and not self.lost:
             self.evidence.locate()
             if found := explained(self.evidence, BY_READING):
-                self.rows = {*range(next(map(len, tensors_in(call.result)), 1))}
+                self.rows = {*range(next(map(len, floats_in(call.result)), 1))}
                 return self._give_up(found)
             self.log.remarks.add(verdicts.READ_BY_NONE)
         return with_nan(call.result, self.lost) if self.lost and self.log.on_nan == "retry_higher" else call.result

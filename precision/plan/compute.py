@@ -6,7 +6,7 @@ from typing import Final, Literal
 
 from ..base.dtypes import FP8_NAMES, QUANTIZED_NAMES
 from ..base.message import Message
-from ..base.modes import FP8, FP16, INT8, MODE_OF, MODES
+from ..base.modes import FP8, FP16, FP32, INT8, MODE_OF, MODES
 from ..base.options import ComputeOption, RuledCompute
 from ..devices.detect import Device
 from ..formats.layer_plan import LayerPlan
@@ -66,6 +66,11 @@ class ComputePlan:
     def is_safe(self) -> bool:
         """True if the whole model computes as ``fp16_safe``."""
         return self.choice.used == SAFE
+
+    @property
+    def is_in_fp32(self) -> bool:
+        """True if all values between layers are fp32, which the code of other packs may not take."""
+        return self.activation_dtype == FP32.name
 
     @property
     def exchanges(self) -> bool:

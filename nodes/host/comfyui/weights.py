@@ -114,10 +114,12 @@ def uncast_norm(module: torch.nn.Module) -> list[Patch]:
     kind = next((each for each in NORMS if isinstance(module, each)), None)
     if kind is None or not casts_weights(module) or not only_computes(module) or module.weight is None:
         return []
+    plain = kind.forward
 
     def forward(x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         weight, bias = module._parameters["weight"], module._parameters.get("bias")
-        if args or kwargs or not lie_ready(module, weight, bias, x):
+        # AnimateDiff-Evolved replaces torch's GroupNorm, and ComfyUI's, in each call (animatediff/sampling.py).
+        if args or kwargs or kind.forward is not plain or not lie_ready(module, weight, bias, x):
             return type(module).forward(module, x, *args, **kwargs)
         comfy.ops.run_every_op()
         if weight.dtype == x.dtype:

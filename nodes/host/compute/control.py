@@ -57,6 +57,8 @@ class PlannedControl(torch.nn.Module):
 
         def patches() -> Iterator[Patch]:
             yield from run.patches
+            if run.has_borders:
+                yield from run.borders(self)
             if run.attend:
                 yield from _attending(module, run.attend)
             if base := kwargs.get("base_model"):

@@ -11,6 +11,7 @@ from ....precision.arithmetic.linear import SafeOperation, matmul_flops
 from ....precision.base.dtypes import dtype_named, name_of
 from ....precision.base.flags import flags_set
 from ....precision.base.layers import kind_of
+from ....precision.base.message import Message
 from ....precision.base.modes import FP8, FP16, FP16_WIDE, FP32, INT8, MODE_OF
 from ....precision.base.patching import Patch
 from ....precision.formats.layer_plan import LayerPlan
@@ -19,6 +20,7 @@ from ..comfyui.attributes import FULL_PRECISION, casting, is_forced_to_cast, not
 from ..comfyui.gate import entering, ran_own
 from ..comfyui.layers import is_quantized
 from ..comfyui.weights import Bound, exchanged, only_multiplies, weights_of
+from .borders import casts_itself, crossing
 from .bound import FP8_RESULT, Fp8Linear, Int8Linear, stated_scale
 
 Forward = Callable[..., torch.Tensor]
@@ -86,11 +88,12 @@ class PlannedLayers:
         return forward
 
     def _own_dtype(self, layer: torch.nn.Module, mode: str) -> torch.dtype:
-        if type(layer).forward.__module__.startswith("torch.nn."):
-            return layer.weight.dtype  # torch's own classes cannot cast their weights
         if mode == FP8.name:  # a LoRA in bypass mode has put its own forward around the layer's
             mode = FP8_RESULT if self._activations == FP32.name else self._activations
-        return torch.float32 if mode == FP16_WIDE.name else dtype_named(mode)
+        dtype = torch.float32 if mode == FP16_WIDE.name else dtype_named(mode)
+        if type(layer).forward.__module__.startswith("torch.nn."):
+            return torch.promote_types(layer.weight.dtype, dtype)  # torch's own classes cannot cast their weights
+        return dtype
 
     def __repr__(self) -> str:
         """One line per layer: its operation, mode, operand scale and reason."""
@@ -154,7 +157,8 @@ class CastOperation:
     def __init__(self, name: str, layer: torch.nn.Module, dtype: torch.dtype, calibration: Calibration):
         self.name = name
         self.layer = layer
-        self.inner = bound_forward(layer)
+        inner = bound_forward(layer)
+        self.inner = inner if casts_itself(layer) else crossing(inner, Message("'{0}'", name))
         self.dtype = dtype
         self.calibration = calibration
 

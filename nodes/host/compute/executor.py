@@ -35,7 +35,8 @@ def set_compute(patcher, plan: ComputePlan) -> "Compute":
     """Run ``patcher``, a clone or a newly loaded model, under a plan, which replaces an earlier one. Return the plan's
     executor.
 
-    No wrapper is added for a plan that replaces nothing and has no fallback, on a model without fp8 weights.
+    No wrapper is added for a plan that replaces nothing, is not in fp32 and has no fallback, on a model without fp8
+    weights.
     """
     compute = Compute(plan, not plan.exchanges and any(map(is_fp8, patcher.model.diffusion_model.modules())))
     put_stage(patcher, COMPUTE, compute)
@@ -83,7 +84,7 @@ class Compute(Stage):
     def __init__(self, plan: ComputePlan, binds: bool):
         self.plan = plan
         self.binds = binds
-        self.acts = bool(plan.exchanges or plan.fallback or binds)
+        self.acts = bool(plan.exchanges or plan.fallback or plan.is_in_fp32 or binds)
         self.node_id = running_node_id()
         self.fallback = Compute(plan.fallback, binds) if plan.fallback else None
         self.runs: PerModel[PlannedModel] = PerModel(lambda model: PlannedModel(plan, model, True))
@@ -99,7 +100,8 @@ class Compute(Stage):
         if trains() or (call.rung and call.rung.everywhere):
             return None
         acting = self.acting(call.model)
-        acts = acting.plan.exchanges or acting.binds or (acting.fallback and not fuses_by_default())
+        plan = acting.plan
+        acts = plan.exchanges or plan.is_in_fp32 or acting.binds or (acting.fallback and not fuses_by_default())
         return acting.runs.of(call.model) if acts else None
 
     def planned_modes(self, patcher: ModelPatcher) -> dict[str, str]:
@@ -123,7 +125,7 @@ class Compute(Stage):
         if trains():
             logger.info("Halfsafe: %s", Message(TRAINED, self.acting(model).plan.choice.used))
             return executor(*args, **kwargs)
-        self.acting(model).begin_run(executor.class_obj.model_patcher)
+        self.begin_run(executor.class_obj.model_patcher)
         with ExitStack() as held:
             held.enter_context(patched(estimated_in_fp32(model) if self.acting(model).plan.is_safe else []))
             if adapts_text(model):
@@ -136,8 +138,11 @@ class Compute(Stage):
         """Start a sampler's run. Whether inputs fit the scales that a file states is measured anew: which scale a call
         uses depends on no run before, so the same seed gives the same picture."""
         for run in self.runs.kept():
+            run.begin_run()
             if run.layers.input_scales() and not is_compiled(patcher):
                 run.calibration.recalibrate()
+        if self.fallback:
+            self.fallback.begin_run(patcher)
 
     def measure_anew(self) -> None:
         """Measure in the next call of each model, as in its first."""

@@ -4,6 +4,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from ....precision.base.patching import Patch, patched
 from ....precision.base.surroundings import own_dtypes
 from ....precision.plan.compute import ComputePlan
 from ..comfyui.attributes import MEMORY_ESTIMATE, cast_dtype, casting, scaled_input, with_cast_dtype, with_scaled_input
-from ..comfyui.execution import is_compiled, switches_by_layer
+from ..comfyui.execution import is_compiled, is_injected, switches_by_layer
 from ..comfyui.gate import entering
 from ..comfyui.layers import is_quantized, modules_of
 from ..comfyui.weights import calling_layers, uncast_norm
@@ -27,6 +28,7 @@ from ..replay.calibrated import CalibratedActing
 from ..replay.call import Call
 from ..replay.model_compiler import compiler_off
 from .attention import attending, fuses_by_default, in_one_dtype, kernels_of, scores_in_fp32
+from .borders import bordered, borders_in, with_borders
 from .core_layers import PlannedLayers, bound_forward, holds_sums, int8_patches, is_unpacked
 from .per_model import put_on
 from .ruled_attention import RuledAttention
@@ -49,7 +51,7 @@ class PlannedModel(CalibratedActing):
         self.modules = {**decided, **follow} if binds else decided
         self.found = put_on(self.modules)
         self.plan = plan
-        self.is_in_fp32 = plan.is_safe
+        self.is_in_fp32 = plan.is_in_fp32
         self._safe, self._mixes = plan.is_safe, plan.mixes_fp32_in  # a graph breaks where it reads the plan's mappings
         self._model: Callable[[], Any] = weakref.ref(model)  # alive in its own calls, where it is asked for
         # Whether flags are switched by layer is found by a walk over the model: asked where the answer matters.
@@ -63,6 +65,9 @@ class PlannedModel(CalibratedActing):
         self.layers = PlannedLayers(plan, exchanged)
         self.calibration = self.layers.calibration
         self.calibration.calibrating = plan.exchanges
+        self._known = frozenset(named.values())
+        self._borders: list[Patch] | None = None
+        self._borders_of: tuple = ()
         self._sums_off = False
         self._holds_sums = holds_sums(plan)
         self._is_wide = any(decision.mode == FP16_WIDE.name for decision in plan.decisions.values())
@@ -116,10 +121,44 @@ class PlannedModel(CalibratedActing):
 
     @contextmanager
     def attempt(self, call: Call) -> Iterator[None]:
+        options, patches = call.options, self.patches_of_call()
         measuring = self.calibration.attempt()
+        call.options = self.options_of_call(options)
+        if self.has_borders:
+            patches = [*patches, *self.borders(call.model)]
         attention = attending(call.model, call, self.attend, self.inputs)
-        with measuring, self._scope(), self.calling, patched(self.patches_of_call()), attention:
-            yield
+        try:
+            with measuring, self._scope(), self.calling, patched(patches), attention:
+                yield
+        finally:
+            call.options = options
+
+    @property
+    def has_borders(self) -> bool:
+        """True if values between layers may be fp32 where the code of other packs expects 16 bit."""
+        return self.is_in_fp32 or self._mixes
+
+    def options_of_call(self, options: dict) -> dict:
+        """Return ``transformer_options`` for an attempt, with the functions that nodes patched into the model as they
+        run in it."""
+        change = partial(bordered, results=self.is_in_fp32)
+        return with_borders(options, change, change) if self.has_borders else options
+
+    def borders(self, model) -> list[Patch]:
+        """Return the patches of modules of other packs in a model; looked for once in a sampler's run of a patcher."""
+        patcher = model.current_patcher
+        state = patcher and weakref.ref(patcher), is_injected(patcher)
+        if self._borders is None or state != self._borders_of:
+            modules = modules_of(model)
+            # AnimateDiff puts ComfyUI's layers in, of the class that does not cast.
+            added = (patch for module in modules.values() if module not in self._known for patch in casting(module))
+            self._borders = [*added, *borders_in(modules, {*self.modules.values()}, self.is_in_fp32)]
+            self._borders_of = state
+        return self._borders
+
+    def begin_run(self) -> None:
+        """Start a sampler's run: packs may have changed the model since the last one."""
+        self._borders = None
 
     def stands(self, result: torch.Tensor) -> bool:
         measures = self.calibration.calibrating

@@ -93,11 +93,7 @@ def _nan_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return a number on a tensor's device that is NaN if the tensor holds NaN; None for a tensor that cannot."""
     if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.numel() == 0 or tensor.is_meta:
         return None
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    if tensor.dtype.itemsize == 1:
-        return _nan_of_fp8(tensor)
-    return tensor.abs().amax().float() if tensor.dtype == torch.float64 else amax(tensor)
+    return _nan_of_fp8(tensor) if tensor.dtype.itemsize == 1 else amax(tensor)
 
 
 def _nan_of_fp8(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,8 @@
 """Check the inputs and weights of a call for NaN and Inf, which no precision cures."""
 
-import inspect
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import folder_paths
@@ -15,7 +14,7 @@ from ....precision.base.dtypes import name_of
 from ....precision.base.errors import CheckpointError
 from ....precision.base.layers import kind_of, parts_of, stored
 from ....precision.base.message import Message
-from ....precision.base.nested import floats_in, leaves
+from ....precision.base.nested import floats_in
 from ....precision.base.patching import Patch
 from ....precision.files.safetensors_file import open_checkpoint
 from ....precision.guard.inputs import (
@@ -32,7 +31,6 @@ from ....precision.guard.inputs import (
 from ....precision.guard.localize import Origin
 from ....precision.guard.verdicts import CONTROL_ADVICE
 from ..comfyui.attributes import BIAS_FUNCTIONS, WEIGHT_FUNCTIONS, casts_weights
-from ..comfyui.code_owner import code_owner
 from ..comfyui.layers import DIFFUSION_MODEL
 from ..comfyui.model_facts import record_of
 from ..comfyui.page import running_prompt
@@ -50,7 +48,6 @@ WIDER = "load it with {0} bf16 or fp32."
 WIDER_OR_AGAIN = "load it with {0} bf16 or fp32. If it is Inf there too, download the file again."
 WITHOUT_PATCH = "leave it out or download it again."
 WEAKER = "lower the strength, or load the model with storage bf16 or fp32."
-CALL_PATCHES = ("patches", "patches_replace")
 FUNCTIONS = {"weight": WEIGHT_FUNCTIONS, "bias": BIAS_FUNCTIONS}
 
 
@@ -90,34 +87,6 @@ def _conditioning(context: torch.Tensor | None, options: dict) -> str:
     kinds = options.get("cond_or_uncond") or [0]
     row = min(rows_not_finite(context))
     return CONDITIONINGS.get(kinds[row * len(kinds) // len(context)], "conditioning")
-
-
-def patches_in(options: dict) -> dict[str, Callable]:
-    """Map names for events to the functions that nodes patched into the model's blocks."""
-    found = [value for key in CALL_PATCHES for _, value in leaves(options.get(key, {})) if callable(value)]
-    return {patch_name(patch): patch for patch in found}
-
-
-def patch_name(patch: Callable) -> str:
-    """Name a function that a node patched into the model's blocks by its class or function, and by its pack."""
-    patch = inspect.unwrap(patch)
-    owner = code_owner(patch)
-    name = getattr(patch, "__qualname__", type(patch).__name__).partition(".")[0]
-    return Message("patch {0} of {1}", name, owner) if owner else f"patch {name}"
-
-
-def with_patches(options: dict, change: Callable[[Callable], Callable]) -> dict:
-    """Copy ``transformer_options`` with ``change`` applied to each function that nodes patched into the model's
-    blocks."""
-    return options | {key: _each(options[key], change) for key in CALL_PATCHES if options.get(key)}
-
-
-def _each(value: object, change: Callable[[Callable], Callable]) -> object:
-    if isinstance(value, dict):
-        return {key: _each(inner, change) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_each(inner, change) for inner in value]
-    return change(value) if callable(value) else value
 
 
 class LoadedWeights:

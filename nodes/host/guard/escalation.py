@@ -9,7 +9,7 @@ import torch
 from comfy.model_base import BaseModel
 from comfy.model_patcher import ModelPatcher
 
-from ....precision.arithmetic.casting import promoting, widened
+from ....precision.arithmetic.casting import widened
 from ....precision.base.amax import amax
 from ....precision.base.dtypes import name_of
 from ....precision.base.modes import FP8, FP16_WIDE, FP32, modes_named
@@ -24,16 +24,16 @@ from ..comfyui.attributes import weight_state
 from ..comfyui.execution import Make, adapts_text, conditions_through, is_compiled
 from ..comfyui.gate import product_of, products_noted
 from ..comfyui.layers import matrix_layers, modules_of, top_level_parts
+from ..comfyui.patches import patch_name, with_patches
 from ..comfyui.weights import only_multiplies
 from ..compute.attention import full_precision_attention, in_one_dtype, kernels_of
+from ..compute.borders import bordered, crossing, with_borders
 from ..compute.executor import compute_of
 from ..compute.layer_modes import planned_modes_of, settings_of, stream_dtype
 from ..compute.per_model import hooks_of, patches_of, runs_in
 from ..compute.planned_model import PlannedModel, in_fp32
-from ..replay.call import Call
 from ..replay.model_compiler import compiler_off
 from .asked import AskedWeights
-from .causes import patch_name, with_patches
 from .clamps import ClampWatch
 
 ORIGINAL_BLOCK = "original_block"
@@ -62,24 +62,21 @@ class WiderModel(PlannedModel):
         self.is_in_fp32 = self.everywhere
         self._entry = in_fp32(model) if self.everywhere else []
 
-    @contextlib.contextmanager
-    def attempt(self, call: Call) -> Iterator[None]:
-        options = call.options
+    @property
+    def has_borders(self) -> bool:
         # torch.compile makes a graph anew for each function it has not met.
-        if (self.everywhere or self.in_use.patches) and not is_compiled(call.model.current_patcher):
-            call.options = with_patches(options, self._patch)
-        try:
-            with super().attempt(call):
-                yield
-        finally:
-            call.options = options
+        return self.everywhere and not is_compiled(self._model().current_patcher)
 
-    def _patch(self, patch: Callable) -> Callable:
+    def options_of_call(self, options: dict) -> dict:
+        if self.in_use.patches and not is_compiled(self._model().current_patcher):
+            options = with_patches(options, self._widened)
+        return with_borders(options, bordered, crossing) if self.has_borders else options
+
+    def _widened(self, patch: Callable) -> Callable:
         """Return a patch of another node as it runs in a call: in fp32 itself, if it is among those widened."""
-        if patch_name(patch) in self.in_use.patches:
-            stream = torch.float32 if self.everywhere else stream_dtype(self._model().current_patcher)
-            patch = _in_fp32(patch, stream)
-        return promoting(patch) if self.everywhere else patch
+        if patch_name(patch) not in self.in_use.patches:
+            return patch
+        return _in_fp32(patch, torch.float32 if self.everywhere else stream_dtype(self._model().current_patcher))
 
     def _settle_flags(self) -> None:
         super()._settle_flags()
@@ -248,6 +245,11 @@ class Guarded:
     @property
     def found(self) -> list[int]:
         return self.layers.found if self.layers else []
+
+    def begin_run(self) -> None:
+        """Start a sampler's run."""
+        if self.layers:
+            self.layers.begin_run()
 
     def grow(self, plan: PlanInUse) -> None:
         """Run under this plan from now on."""

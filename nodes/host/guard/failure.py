@@ -27,13 +27,14 @@ from ..comfyui.code_owner import code_owner, packs_on
 from ..comfyui.execution import is_compiled, is_on_several_devices, is_oom
 from ..comfyui.gate import entering
 from ..comfyui.page import show_progress
+from ..comfyui.patches import patch_name, patches_in, with_patches
 from ..compute.attention import overridden
 from ..compute.executor import compute_of, may_fall_back
 from ..compute.per_model import runs_in
 from ..replay.call import OPTIONS, Call
 from ..replay.interceptor import Run
 from ..replay.restart import StartAgain
-from .causes import LoadedWeights, call_inputs, patch_name, patches_in, with_patches
+from .causes import LoadedWeights, call_inputs
 from .escalation import Guarded, RangeObserver, WiderModel
 
 REPEATED_BESIDE = (

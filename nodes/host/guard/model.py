@@ -130,6 +130,8 @@ class Guard(Stage):
         guider = executor.class_obj
         log = self._begin(guider.model_patcher)
         before, again = log.calls, Sampling(guider, sampler)
+        for guarded in self.states.kept():
+            guarded.begin_run()
         try:
             if self.on_nan != OFF:
                 blame_inputs(log, sampler_inputs(noise, latent_image, sigmas, denoise_mask, guider.conds), len(noise))

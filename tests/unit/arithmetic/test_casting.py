@@ -41,3 +41,24 @@ def test_what_a_function_returns_is_in_fp32():
     run = promoting(lambda block: {**block, "img": W, "ids": torch.arange(2)})
     result = run({"img": X})
     assert result["img"].dtype == torch.float32 and result["ids"].dtype == torch.int64
+
+
+def test_results_may_keep_their_dtype():
+    run = promoting(lambda x: (x, F.linear(X, W)), results=False)
+    kept, mixed = run(W)
+    assert kept.dtype == torch.float16 and mixed.dtype == torch.float32
+
+
+def test_operators_of_other_libraries_and_private_functions_keep_their_operands(monkeypatch):
+    """Their scales are fp32, and other operands are not."""
+    met = []
+    library = torch.library.Library("halfsafe_casting_test", "DEF")
+    library.define("scaled(Tensor x, Tensor scale) -> Tensor")
+    library.impl("scaled", lambda x, scale: met.append(x.dtype) or x.clone(), "CompositeExplicitAutograd")
+    scale = torch.ones(8)
+    with PromotesFloats():
+        torch.ops.halfsafe_casting_test.scaled(W, scale)
+        torch.ops.halfsafe_casting_test.scaled.default(W, scale)
+        assert torch.ops.aten.mul(W, scale).dtype == torch.float32
+    library._destroy()
+    assert met == [torch.float16] * 2
