@@ -23,11 +23,11 @@ class Loader(io.ComfyNode):
         return files.version_of(cls.FOLDER, *names)
 
 
-def file_input(name: str, folder: str) -> io.Combo.Input:
+def _file_input(name: str, folder: str) -> io.Combo.Input:
     return io.Combo.Input(name, options=files.model_files(folder))
 
 
-def vae_dtype_input(name: str) -> io.Combo.Input:
+def _vae_dtype_input(name: str) -> io.Combo.Input:
     return io.Combo.Input(name, options=["auto", "fp16", "bf16", "fp32"], default="auto")
 
 
@@ -58,7 +58,7 @@ class LoadDiffusionModel(Loader):
             ],
             has_intermediate_output=True,
             inputs=[
-                file_input("model_name", cls.FOLDER),
+                _file_input("model_name", cls.FOLDER),
                 storage_input(),
                 compute_input(),
                 rules_input(),
@@ -85,11 +85,11 @@ class LoadCheckpoint(Loader):
             search_aliases=["fp8 checkpoint", "ckpt", "sdxl fp8", "dtype", "precision", "vae fp32", "no-half-vae"],
             has_intermediate_output=True,
             inputs=[
-                file_input("ckpt_name", cls.FOLDER),
+                _file_input("ckpt_name", cls.FOLDER),
                 storage_input(),
                 compute_input(),
                 storage_input("clip_storage"),
-                vae_dtype_input("vae_dtype"),
+                _vae_dtype_input("vae_dtype"),
                 rules_input(),
             ],
             outputs=[io.Model.Output(), io.Clip.Output(), io.Vae.Output()],
@@ -163,7 +163,7 @@ class LoadControlNet(Loader):
             ],
             has_intermediate_output=True,
             inputs=[
-                file_input("control_net_name", cls.FOLDER),
+                _file_input("control_net_name", cls.FOLDER),
                 storage_input(),
                 compute_input(),
                 rules_input(),
@@ -190,8 +190,8 @@ class LoadVAE(Loader):
             search_aliases=["vae fp32", "vae dtype", "no-half-vae", "fp32-vae", "precision"],
             has_intermediate_output=True,
             inputs=[
-                file_input("vae_name", cls.FOLDER),
-                vae_dtype_input("dtype"),
+                _file_input("vae_name", cls.FOLDER),
+                _vae_dtype_input("dtype"),
             ],
             outputs=[io.Vae.Output()],
         )

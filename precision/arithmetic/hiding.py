@@ -34,7 +34,7 @@ from ..base.nested import plain_alias
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hides:
+class _Hides:
     """How an operation hides an overflow.
 
     ``is_tested``: model code passes no intended Inf to the operation, as masks do to ``softmax`` and to comparisons, so
@@ -58,15 +58,15 @@ OF_TWO = ("minimum", "maximum", "fmin", "fmax", "min", "max")
 OF_MASKS = ("softmax", "_softmax", "_safe_softmax", "exp", "exp2", "expm1", "sort", "topk", "argmax", "sign")
 COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 HIDING = {
-    **dict.fromkeys((*SATURATING, *CLAMPING), Hides(is_tested=True)),
-    **dict.fromkeys(POWERS, Hides(is_tested=True, places=(0, 1))),
-    **dict.fromkeys(DIVISIONS, Hides(is_tested=True, places=(1,))),
-    "addcdiv": Hides(is_tested=True, places=(2,)),
-    **dict.fromkeys(OF_TWO, Hides(is_tested=True, places=(0, 1))),
-    **dict.fromkeys(OF_MASKS, Hides(is_tested=False)),
-    **dict.fromkeys(COMPARISONS, Hides(is_tested=False, nan=True)),
-    **dict.fromkeys(("isnan", "isinf", "isfinite"), Hides(is_tested=True, nan=True)),
-    "nan_to_num": Hides(is_tested=True, nan=True),
+    **dict.fromkeys((*SATURATING, *CLAMPING), _Hides(is_tested=True)),
+    **dict.fromkeys(POWERS, _Hides(is_tested=True, places=(0, 1))),
+    **dict.fromkeys(DIVISIONS, _Hides(is_tested=True, places=(1,))),
+    "addcdiv": _Hides(is_tested=True, places=(2,)),
+    **dict.fromkeys(OF_TWO, _Hides(is_tested=True, places=(0, 1))),
+    **dict.fromkeys(OF_MASKS, _Hides(is_tested=False)),
+    **dict.fromkeys(COMPARISONS, _Hides(is_tested=False, nan=True)),
+    **dict.fromkeys(("isnan", "isinf", "isfinite"), _Hides(is_tested=True, nan=True)),
+    "nan_to_num": _Hides(is_tested=True, nan=True),
 }
 """Operation name, as torch dispatches or exports it -> how it hides an overflow."""
 
@@ -157,6 +157,6 @@ class HidingCode(TorchDispatchMode):
             self._look_behind(HIDING[name])
         return plain_alias(func, func(*args, **(kwargs or {})))
 
-    def _look_behind(self, how: Hides) -> None:
+    def _look_behind(self, how: _Hides) -> None:
         for layer in [layer for _, layer in self._recent] + (self._ends if how.nan else []):
             layer.look()

@@ -108,7 +108,7 @@ def inspect_file(path, values: bool = False, progress: Callable[[int], None] | N
     except CheckpointError as error:
         problems.append(FileFinding(error.tensor or "", "scale" if error.tensor else "unreadable", str(error)))
     if values:
-        problems += value_problems(file, weights, progress)
+        problems += _value_problems(file, weights, progress)
     return replace(found, values=values, problems=problems)
 
 
@@ -168,7 +168,7 @@ def _in_comfyui(checkpoint: Checkpoint) -> list[str]:
     return found + [reading.text for reading in read_by(checkpoint, held)]
 
 
-def value_problems(
+def _value_problems(
     file: TensorFile, weights: Mapping[str, StoredWeight], progress: Callable[[int], None] | None = None
 ) -> list[FileFinding]:
     """Read every tensor of a file once, and list the problems of their values."""

@@ -86,7 +86,7 @@ def profile_of(device: torch.device) -> DeviceProfile:
     """Return the nearest row for a real device, adjusted and with a note where the row is not exact. Probes nothing."""
     if device.type == "cuda":
         if torch.version.hip:
-            return amd_row(torch.cuda.get_device_properties(device).gcnArchName.split(":")[0])
+            return _amd_row(torch.cuda.get_device_properties(device).gcnArchName.split(":")[0])
         return _nvidia_profile(device)
     if device.type == "mps":
         return _apple_profile(metal_name())
@@ -132,7 +132,7 @@ def nvidia_row(capability: tuple[int, int]) -> DeviceProfile:
     return row
 
 
-def amd_row(arch: str) -> DeviceProfile:
+def _amd_row(arch: str) -> DeviceProfile:
     """Return the row for a gcnArchName such as gfx1103, gfx942 or gfx950."""
     row = next((row for prefix, row in GFX_ROWS if arch.startswith(prefix)), "")
     if row == "gfx1030":  # RDNA2 and older, and Vega

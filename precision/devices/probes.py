@@ -140,13 +140,13 @@ def int8_matmul(device: torch.device) -> tuple[bool, str]:
     """Try an int8 matmul of 32x256 by 256x32 over the whole range of int8."""
     codes = torch.arange(32 * 256).remainder(255).sub(127).to(torch.int8)
     left, weight = codes.reshape(32, 256), codes.flip(0).reshape(32, 256)
-    error = relative_error(int8_product(left, weight, device).cpu(), left.double() @ weight.double().t())
+    error = relative_error(_int8_product(left, weight, device).cpu(), left.double() @ weight.double().t())
     if not error < INT8_TOLERANCE:
         return False, "int8 matmul ran and gave wrong values"
     return True, "int8 matmul runs, values right"
 
 
-def int8_product(left: torch.Tensor, weight: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _int8_product(left: torch.Tensor, weight: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Compute ``left @ weight.T`` of int8 codes (M, 256) and (N, 256) on a device as a layer does: by comfy-kitchen's
     function, which rotates and quantizes its input, and by torch's own where comfy-kitchen is missing."""
     linear = kitchen_function(Int8.product)

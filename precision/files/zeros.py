@@ -27,7 +27,7 @@ NARROW = 16
 CHUNK = 1 << 20
 
 
-class ZeroRun(NamedTuple):
+class _ZeroRun(NamedTuple):
     """Bytes of ``file`` from ``start`` to before ``end`` that are zeros, in so many ``tensors``."""
 
     file: str
@@ -43,7 +43,7 @@ class ZeroRun(NamedTuple):
         return Message("{0} ({1}). If its download was interrupted, download it again.", zeros, where)
 
 
-def zero_runs(file: TensorFile, places: Mapping[str, Iterable[int]] | None = None) -> Iterator[ZeroRun]:
+def zero_runs(file: TensorFile, places: Mapping[str, Iterable[int]] | None = None) -> Iterator[_ZeroRun]:
     """Find runs of zero bytes that are at least ``FEWEST`` matrices, or at least ``SHORTEST`` bytes that begin or end
     inside of a row.
 
@@ -64,7 +64,7 @@ def zero_runs(file: TensorFile, places: Mapping[str, Iterable[int]] | None = Non
             whole = [entry for _, entry in held if len(entry.shape) > 1 and start <= entry.start and entry.end <= end]
             cut = end - start >= SHORTEST and any(_cuts(entry, at) for _, entry in held for at in (start, end))
             if cut or len(whole) >= FEWEST:
-                yield ZeroRun(path.name, start, end, held[0][0], held[-1][0], len(held))
+                yield _ZeroRun(path.name, start, end, held[0][0], held[-1][0], len(held))
 
 
 def zero_places(data: torch.Tensor, start: int) -> list[int]:

@@ -45,7 +45,7 @@ class JoinedWeights(Mapping[str, StoredWeight]):
         made = joined_rows(name, parts, order)
         if made is None:
             self.unpacked[name] = None
-            made = joined_rows_in_16_bit(name, parts, order)
+            made = _joined_rows_in_16_bit(name, parts, order)
         return made
 
     def __contains__(self, name: object) -> bool:
@@ -96,7 +96,7 @@ def joined_rows(name: str, parts: Sequence[StoredWeight], order: torch.Tensor | 
     return replace(made, name=name, settings=settings | ({FULL_PRECISION: True} if full else {}))
 
 
-def joined_rows_in_16_bit(name: str, parts: Sequence[StoredWeight], order: torch.Tensor | None = None) -> StoredWeight:
+def _joined_rows_in_16_bit(name: str, parts: Sequence[StoredWeight], order: torch.Tensor | None = None) -> StoredWeight:
     """Join weights by rows as :func:`joined_rows`, quantized ones unpacked to bf16 first."""
     plain = [part.data if part.plain and not part.quantized else part.dequantize(torch.bfloat16) for part in parts]
     return StoredWeight(name, _rows(plain, order), file=parts[0].file)

@@ -159,7 +159,7 @@ MODEL = Wording(
 )
 
 
-def encoder_wording(kind: str, without_cure: str, without_retries: str, stopped: str) -> Wording:
+def _encoder_wording(kind: str, without_cure: str, without_retries: str, stopped: str) -> Wording:
     """Return the sentences for a VAE or text encoder, named ``kind``.
 
     ``without_cure``: advice if no precision helps. ``without_retries``: what to do instead of a repeat. ``stopped``:
@@ -178,13 +178,13 @@ def encoder_wording(kind: str, without_cure: str, without_retries: str, stopped:
 
 
 ENCODERS = {
-    "VAE": encoder_wording(
+    "VAE": _encoder_wording(
         "VAE",
         "try another file, another tile size, or decode on the CPU",
         "load the VAE with dtype bf16 or fp32",
         "Set {switch} to retry_higher, or load the VAE with dtype bf16 or fp32.",
     ),
-    "Text encoder": encoder_wording(
+    "Text encoder": _encoder_wording(
         "Text encoder",
         "try another file, remove LoRAs and embeddings one by one, or run it on the CPU (device = cpu in Load CLIP)",
         "find the node or pack that runs it in fp16 (ComfyUI itself uses fp32 activations)",

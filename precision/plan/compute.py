@@ -149,7 +149,7 @@ def _planned(
     in_fp8 = _multiplied_in_fp8(facts, device, compute)
     follower = LayerPlan(mode=MODE_OF[choice.used])
     decisions: dict[str, LayerPlan] = {}
-    without_effect = rules_on_other_layers(facts.layers, rules)
+    without_effect = _rules_on_other_layers(facts.layers, rules)
     if compute in WEIGHTS_FOR and not device.capabilities[f"{compute}_matmul"]:
         reason = choose_compute(facts, device, compute).reason
         without_effect.insert(0, WithoutEffect(f"compute={compute}", reason))
@@ -241,7 +241,7 @@ def _without(
     return own if own and not _why_no_product(own, layer, device, storage) else choice.used
 
 
-def rules_on_other_layers(layers: Sequence[LayerSpec], rules: Rules) -> list[WithoutEffect]:
+def _rules_on_other_layers(layers: Sequence[LayerSpec], rules: Rules) -> list[WithoutEffect]:
     """List the user's own compute and stream rules that match only layers without a matmul."""
     found = []
     rules = rules.on(layers)

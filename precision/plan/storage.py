@@ -116,11 +116,11 @@ def _fitted(
 ) -> tuple[Choice[StorageOption], Layers]:
     """Store the model in the first storage of fewer bits that is fast on the device and fits into ``room``, if 8 bits
     do not fit, and say so."""
-    size = bytes_stored(facts, layers)
+    size = _bytes_stored(facts, layers)
     if size <= room:
         return choice, layers
     smaller = {name: plan_storage(facts.layers, name, rules) for name in FEWER_BITS if name in target.formats}
-    sizes = {name: bytes_stored(facts, own) for name, own in smaller.items()}
+    sizes = {name: _bytes_stored(facts, own) for name, own in smaller.items()}
     fitting = [name for name in smaller if sizes[name] <= room]
     fast = next((name for name in fitting if not why_slow(name, target.device)), None)
     used = choice.used
@@ -148,7 +148,7 @@ def _error_of(storage: str) -> str:
     return Message("The predicted error of a layer's output is {0}, against {1} in int8.", *shares)
 
 
-def bytes_stored(facts: ModelFacts, layers: Layers) -> int:
+def _bytes_stored(facts: ModelFacts, layers: Layers) -> int:
     """Count the bytes of a model's weights as planned by name; what is not quantized counts as 16 bit."""
     quantized = [layer for layer in facts.layers if layers[layer.name].storage in QUANTIZED_NAMES]
     size = sum(quantized_bytes(layers[layer.name].storage, *layer.shape) for layer in quantized)

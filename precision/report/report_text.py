@@ -125,7 +125,7 @@ def _guard(guard: dict) -> list[str]:
     verdict = verdict_shown(guard["verdict"], (event["kind"] for event in guard["events"]))
     lines = [f"Guard: {verdict} ({guard['calls']} calls, {guard['extra_calls']} repeated)"]
     lines += paragraph((f"{layer} -> {mode}" for layer, mode in guard["escalations"].items()), "  ")
-    lines += paragraph([*map(event_text, guard["events"]), *map(check_text, guard["checks"])], "  ")
+    lines += paragraph([*map(_event_text, guard["events"]), *map(check_text, guard["checks"])], "  ")
     if guard["rules"]:
         lines.append("  As rules for Layer Rules and Compute Dtype:")
         lines += [f"      {rule}" for rule in guard["rules"].splitlines()]
@@ -170,7 +170,7 @@ def _decibels(value: float | None) -> str:
     return "equal" if value in (None, math.inf) else f"{value:.1f} dB"
 
 
-def event_text(event: dict) -> str:
+def _event_text(event: dict) -> str:
     """Describe an event of the guard in a line."""
     if event["kind"] == "drift":
         where = " in ".join(filter(None, [event["op"], event["layer"]]))

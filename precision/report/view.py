@@ -11,18 +11,18 @@ from ..plan.facts import multiplies
 from ..plan.rules import patterns
 
 
-def hex_of(colour: tuple[int, int, int]) -> str:
+def _hex_of(colour: tuple[int, int, int]) -> str:
     """Write an RGB colour as CSS does: #eea52a."""
     return "#{:02x}{:02x}{:02x}".format(*colour)
 
 
 OTHER = "#b0a05a"
-MODE_COLOURS = {name: hex_of(mode.colour) for name, mode in MODES.items()}
+MODE_COLOURS = {name: _hex_of(mode.colour) for name, mode in MODES.items()}
 STORAGE_COLOURS = {
-    **{row.storage: hex_of(row.colour) for row in FORMAT_OF_STORAGE.values()},
+    **{row.storage: _hex_of(row.colour) for row in FORMAT_OF_STORAGE.values()},
     **{name: MODE_COLOURS[name] for name in ("fp16", "bf16", "fp32")},
 }
-SUM_COLOURS = {"fp32": hex_of(FP32.colour), "fp16": hex_of(FP16_ACC16.colour), "fp8_fast": hex_of(FP8.colour)}
+SUM_COLOURS = {"fp32": _hex_of(FP32.colour), "fp16": _hex_of(FP16_ACC16.colour), "fp8_fast": _hex_of(FP8.colour)}
 
 
 def view_of(report: Mapping) -> dict:

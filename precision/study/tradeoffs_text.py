@@ -39,7 +39,7 @@ def tradeoffs_result(found: Measurements, text: str) -> Result:
     rows.append(_shown(found.reference, f"{found.reference.setting} {REFERENCE}"))
     if best is None:
         return _without_best(found, rows, text)
-    copied = shared_rows(found)
+    copied = _shared_rows(found)
     values = {
         "name": _name(best, found),
         "seconds": seconds_text(best.seconds),
@@ -54,7 +54,7 @@ def tradeoffs_result(found: Measurements, text: str) -> Result:
     return Result(Message(result.BEST, **values), GOOD, TABLE, rows, 0, text, toast=True, use=use, copied=copied)
 
 
-def shared_rows(found: Measurements) -> str:
+def _shared_rows(found: Measurements) -> str:
     """Write what worked as rows of the table in docs/devices.md, and the same as JSON, for others to read."""
     about = (*found.machine, f"{found.model}, latent {_size(found)}")
     rows = [

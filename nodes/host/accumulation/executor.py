@@ -64,7 +64,7 @@ class Accumulation(Stage):
         if trains():
             return None
         sums = self.runs.of(call.model)
-        return FlagsAlone(sums.plan) if call.rung and call.rung.everywhere else sums
+        return _FlagsAlone(sums.plan) if call.rung and call.rung.everywhere else sums
 
     def plan_for(self, patcher) -> AccumulationPlan:
         """Return the plan its calls followed, else the one the next call will."""
@@ -72,7 +72,7 @@ class Accumulation(Stage):
         return run.plan if run else _planned(self.request, patcher)
 
 
-class FlagsAlone(Acting):
+class _FlagsAlone(Acting):
     """Hold the flags of a plan, and measure nothing."""
 
     def __init__(self, plan: AccumulationPlan):

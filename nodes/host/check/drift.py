@@ -58,17 +58,17 @@ GUIDANCE_FACTOR = 1000.0
 STEP_CACHE_KEY = "easycache"
 
 
-def checking(setting: str, patcher: ModelPatcher, node_id: str | None) -> Callable[..., DriftCheck | None] | None:
+def checking(setting: str, patcher: ModelPatcher, node_id: str | None) -> Callable[..., _DriftCheck | None] | None:
     """Return the factory of checks for a node's ``check`` input; None for off.
 
     A guard that *Guard every run* adds has no such input: it checks the first step if the attention is quantized.
     """
     if setting == "off" and node_id and node_id.startswith(WATCHED) and quantized_attention(patcher):
         setting = "first step"
-    return None if setting == "off" else functools.partial(check_of, setting)
+    return None if setting == "off" else functools.partial(_check_of, setting)
 
 
-def check_of(setting: str, call: Call, number: int, guarded: Guarded, log: GuardLog) -> DriftCheck | None:
+def _check_of(setting: str, call: Call, number: int, guarded: Guarded, log: GuardLog) -> _DriftCheck | None:
     """Return the check of the next call, if its step is to be checked and an extra call has no side effects; else None.
 
     ``number``: index of the call among those of the log.
@@ -78,7 +78,7 @@ def check_of(setting: str, call: Call, number: int, guarded: Guarded, log: Guard
     step = step_of(call)
     if not drift.is_checked(setting, step, log.checked):
         return None
-    check, told = DriftCheck(call, number, guarded, log, step), bool(log.checked)
+    check, told = _DriftCheck(call, number, guarded, log, step), bool(log.checked)
     log.checked.add(step)
     if packs := packs_on(call):
         if not told:
@@ -87,7 +87,7 @@ def check_of(setting: str, call: Call, number: int, guarded: Guarded, log: Guard
     return check
 
 
-class BlockOutputs:
+class _BlockOutputs:
     """Samples of the results of a model's blocks in a call: name -> one sample per run of the block."""
 
     def __init__(self, model: torch.nn.Module):
@@ -104,7 +104,7 @@ class BlockOutputs:
             self.samples.setdefault(name, []).append(taken)
 
 
-class DriftCheck:
+class _DriftCheck:
     """Comparison of one call with the same call in fp32. Enter :meth:`watching` around the call, then pass its result
     to :meth:`compare`, or call :meth:`leave_out` for a result that is not finite."""
 
@@ -116,7 +116,7 @@ class DriftCheck:
         self.latent = call.x.clone()
         self.start = RandomStart.of(call.x.device)
         self.report = CheckReport(number, step, sigma_of(call), "")
-        self.blocks = BlockOutputs(self.model.diffusion_model)
+        self.blocks = _BlockOutputs(self.model.diffusion_model)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -155,7 +155,7 @@ class DriftCheck:
         """Compare the call with fp32. Returns the reason if that was not possible, else ""."""
         if is_on_several_devices(self.patcher):
             return OTHER_DEVICES
-        blocks = BlockOutputs(self.model.diffusion_model)
+        blocks = _BlockOutputs(self.model.diffusion_model)
         with blocks.watched():
             exact = self._in_fp32(run)
         if not blocks.samples:
@@ -170,7 +170,7 @@ class DriftCheck:
         self._judge(result, exact)
         return ""
 
-    def _tell_hidden(self, run: Run, result: torch.Tensor, exact: torch.Tensor, blocks: BlockOutputs) -> None:
+    def _tell_hidden(self, run: Run, result: torch.Tensor, exact: torch.Tensor, blocks: _BlockOutputs) -> None:
         """Log an event for a finite result that is NaN or Inf in fp32: the input or weight that explains it, else the
         first block whose result is NaN or Inf there."""
         call = ModelCall(
@@ -207,7 +207,7 @@ class DriftCheck:
         call = self._uncached()
         call.rung = WiderModel(self.guarded.plan.fp32(), self.model)
         given = torch.float32 if self.guarded.plan.everywhere else stream_dtype(self.patcher)
-        call.extra = with_rounded_guidance(call.extra, given)
+        call.extra = _with_rounded_guidance(call.extra, given)
         self.report.repeats += 1
         self.log.extra_calls += 1
         with self.start.again(), general_operations(), CastsToFp32():
@@ -216,7 +216,7 @@ class DriftCheck:
     def _uncached(self) -> Call:
         """Return a copy of the call in which no step cache skips the model."""
         call = self.call.again(None)
-        call.options, call.x = without_step_cache(call.options), self.latent.clone()
+        call.options, call.x = _without_step_cache(call.options), self.latent.clone()
         return call
 
 
@@ -234,7 +234,7 @@ def _arithmetic(patcher: ModelPatcher, plan: PlanInUse) -> str:
     return drift.coarsest(found | ({"4-bit products"} if other else set()))
 
 
-def without_step_cache(options: dict) -> dict:
+def _without_step_cache(options: dict) -> dict:
     """Copy ``transformer_options`` without the wrapper of ComfyUI's EasyCache, which reuses results of earlier
     steps."""
     wrappers = dict(options.get("wrappers", {}))
@@ -243,7 +243,7 @@ def without_step_cache(options: dict) -> dict:
     return {**options, "wrappers": wrappers}
 
 
-def with_rounded_guidance(arguments: dict, dtype: torch.dtype) -> dict:
+def _with_rounded_guidance(arguments: dict, dtype: torch.dtype) -> dict:
     """Copy a call's arguments with the embedded guidance rounded as in the model's own code."""
     # Flux and Hunyuan Video multiply it by 1000 in the dtype of the values between layers (``timestep_embedding`` in
     # comfy/ldm/flux/layers.py): 6.0 becomes 6016 in bf16.

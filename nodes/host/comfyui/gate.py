@@ -75,7 +75,7 @@ def entering(module: torch.nn.Module, forward: Forward, own: Forward | None = No
     """
     if kind_of(module) is None:
         return forward
-    call, is_core = call_of(type(module)), _is_core(type(module))
+    call, is_core = _call_of(type(module)), _is_core(type(module))
     folds = kind_of(module) == "linear" and bool(folded_parameters(comfy.ops.manual_cast.Linear))
     meets = own is not None and not call.defaults.keys() <= {*PASSED}
     if folds or meets or (is_core and call.input != INPUT):
@@ -89,10 +89,10 @@ def _is_core(cls: type[torch.nn.Module]) -> bool:
 
 def folded_parameters(cls: type) -> tuple[str, ...]:
     """Return the parameters of a class's forward after its input that are folded, in their order."""
-    return tuple(name for name in call_of(cls).defaults if name in FOLDED)
+    return tuple(name for name in _call_of(cls).defaults if name in FOLDED)
 
 
-def call_of(cls: type) -> LayerCall:
+def _call_of(cls: type) -> LayerCall:
     """Return the parameters of a call of a layer class: those of ``forward``, or of the method that a ``forward`` of
     ``*args, **kwargs`` hands them on to."""
     return _call(tuple(getattr(cls, name, None) for name in FORWARDS[:2]))
@@ -147,7 +147,7 @@ class Gate:
         self.forward = forward
         self.own = own
         self.call = call
-        takes = () if call else call_of(type(module)).defaults
+        takes = () if call else _call_of(type(module)).defaults
         self.folds = () if call and is_unequal(module) else tuple(name for name in FOLDED if name not in takes)
 
     def __call__(self, *args, **kwargs) -> torch.Tensor:
@@ -156,20 +156,20 @@ class Gate:
         x, places, given = self._read(args, kwargs)
         folded = {name: given.pop(name) for name in self.folds if name in given}
         unknown = {*given} - {*PASSED} | {BY_PLACE for _ in places}
-        if not can_activate(folded):
+        if not _can_activate(folded):
             if self.call is None:
-                raise HalfsafeError(Message(NO_ACTIVATION, name_of_layer(self.module), folded[ACTIVATION]), UPDATE)
+                raise HalfsafeError(Message(NO_ACTIVATION, _name_of_layer(self.module), folded[ACTIVATION]), UPDATE)
             unknown.add(ACTIVATION)
         run = self.forward
         if unknown and self.own is not None:
-            note_met(self.module, unknown)
+            _note_met(self.module, unknown)
             run = self.own
         if unknown and self.call:
             kwargs.pop(self.call.input, None)
             try:
                 return run(x, *args[1:], **kwargs)
             except TypeError as error:
-                problem = Message(NOT_TAKEN, name_of_layer(self.module), listed(sorted(unknown)), error)
+                problem = Message(NOT_TAKEN, _name_of_layer(self.module), listed(sorted(unknown)), error)
                 raise HalfsafeError(problem, UPDATE) from error
         operand = activated(x, folded)
         result = run(operand, *places, **given)
@@ -195,7 +195,7 @@ def is_default(value: object, name: str, defaults: Mapping[str, object]) -> bool
     return name in defaults and not isinstance(value, torch.Tensor) and value == defaults[name]
 
 
-def note_met(module: torch.nn.Module, arguments: set[str]) -> None:
+def _note_met(module: torch.nn.Module, arguments: set[str]) -> None:
     """Note that a call of a layer ran the layer's own code because of arguments; tell each argument of a class once."""
     if torch.compiler.is_compiling():
         return
@@ -203,7 +203,7 @@ def note_met(module: torch.nn.Module, arguments: set[str]) -> None:
     for argument in sorted(arguments):
         if (type(module), argument) not in _told:
             _told.add((type(module), argument))
-            logger.warning("Halfsafe: %s", Message(MET, _caller(module), argument, VERSION, name_of_layer(module)))
+            logger.warning("Halfsafe: %s", Message(MET, _caller(module), argument, VERSION, _name_of_layer(module)))
 
 
 def met_in(modules: Mapping[str, torch.nn.Module]) -> dict[str, str]:
@@ -225,14 +225,14 @@ def _caller(module: torch.nn.Module) -> str:
     return Message("The pack {0}", owner) if owner else "This ComfyUI"
 
 
-def name_of_layer(module: torch.nn.Module) -> str:
+def _name_of_layer(module: torch.nn.Module) -> str:
     """Return the name of a layer in the models that are loaded; its class's in none."""
     models = (loaded.model.model for loaded in comfy.model_management.current_loaded_models if loaded.model is not None)
     names = (name for model in models for name, each in model.named_modules() if each is module)
     return next(names, type(module).__name__)
 
 
-def can_activate(folded: dict) -> bool:
+def _can_activate(folded: dict) -> bool:
     """True if this ComfyUI gives a function for the activation of a layer's call."""
     name = folded.get(ACTIVATION)
     return name is None or hasattr(comfy.ops, "_eager_input_act") or name in comfy.ops.INPUT_ACT_EAGER

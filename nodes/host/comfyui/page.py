@@ -65,7 +65,7 @@ def _running_item() -> tuple | None:
     return next((item for item in running if item[1] == prompt_id), None)
 
 
-def shown_id(node_id: str | None, of: str) -> str | None:
+def _shown_id(node_id: str | None, of: str) -> str | None:
     """Return the id by which the running prompt has a guard.
 
     ComfyUI's cache gives a guard that was made under one id to a node with another id and the same inputs: then it is
@@ -84,8 +84,8 @@ def shown_id(node_id: str | None, of: str) -> str | None:
 
 
 def place_of(node_id: str | None, of: str = "") -> Place:
-    """Return where a user finds a guard, with the arguments of :func:`shown_id`."""
-    page_id = shown_id(node_id, of) or ""
+    """Return where a user finds a guard, with the arguments of :func:`_shown_id`."""
+    page_id = _shown_id(node_id, of) or ""
     if page_id.startswith(WATCHED):
         return EVERY_RUN
     return PLACES.get(running_prompt().get(page_id, {}).get("class_type"), NAN_GUARD)
@@ -116,7 +116,7 @@ def notifier(node_id: str | None, prompt: str | None = None, of: str = "", plann
                 show_progress(what)
             logger.warning("Halfsafe guard: %s %s", message, advice)
         data = {
-            "node_id": shown_id(node_id, of),
+            "node_id": _shown_id(node_id, of),
             "prompt_id": prompt or running_prompt_id(),
             "kind": kind,
             "verdict": verdict,

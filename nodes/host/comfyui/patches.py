@@ -11,7 +11,7 @@ from .code_owner import code_owner
 CALL_PATCHES = ("patches", "patches_replace")
 
 
-def is_patch(value: object) -> TypeGuard[Callable]:
+def _is_patch(value: object) -> TypeGuard[Callable]:
     """True for a function among patches. ``forward_timestep_embed_patch`` has pairs of a class and a function, and
     ComfyUI asks for the class (``forward_timestep_embed`` in comfy/ldm/modules/diffusionmodules/openaimodel.py)."""
     return callable(value) and not isinstance(value, type)
@@ -19,7 +19,7 @@ def is_patch(value: object) -> TypeGuard[Callable]:
 
 def patches_in(options: dict) -> dict[str, Callable]:
     """Map names for events to the functions that nodes patched into the model's blocks."""
-    found = [value for key in CALL_PATCHES for _, value in leaves(options.get(key, {})) if is_patch(value)]
+    found = [value for key in CALL_PATCHES for _, value in leaves(options.get(key, {})) if _is_patch(value)]
     return {patch_name(patch): patch for patch in found}
 
 
@@ -43,4 +43,4 @@ def each_changed(value: object, change: Callable[[Callable], Callable]) -> objec
         return {key: each_changed(inner, change) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
         return [each_changed(inner, change) for inner in value]
-    return change(value) if is_patch(value) else value
+    return change(value) if _is_patch(value) else value

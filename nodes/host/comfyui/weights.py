@@ -64,7 +64,7 @@ def exchanged(
     patches: list[Patch] = [(module, "forward", entering(module, forward, own))]
     if fp16_sums or is_quantized(module):
         patches.append((module, FULL_PRECISION, True))
-    return [*patches, (module, PRODUCT, DequantizedProduct(module).__call__)] if is_quantized(module) else patches
+    return [*patches, (module, PRODUCT, _DequantizedProduct(module).__call__)] if is_quantized(module) else patches
 
 
 def _calls_layers() -> contextlib.AbstractContextManager[None]:
@@ -72,12 +72,12 @@ def _calls_layers() -> contextlib.AbstractContextManager[None]:
     past_forward: list[Patch] = []
     if hasattr(comfy.ops, "linear_input_act"):
         past_forward.append((comfy.ops, "linear_input_act", _input_act_calling(comfy.ops.linear_input_act)))
-    for place in places_of(FUSES_INT8):
+    for place in _places_of(FUSES_INT8):
         past_forward.append((place, FUSES_INT8, _fuses_no_exchanged(getattr(place, FUSES_INT8))))
     return patched(past_forward)
 
 
-def places_of(name: str) -> list[ModuleType]:
+def _places_of(name: str) -> list[ModuleType]:
     """List the modules of ComfyUI in use that have a function of this name, their own or another's."""
     return [module for module in _core_modules(len(sys.modules)) if hasattr(module, name)]
 
@@ -112,7 +112,7 @@ _layers_called = SharedScope(_calls_layers)
 def uncast_norm(module: torch.nn.Module) -> list[Patch]:
     """Run a norm of ComfyUI's as torch does, with its parameters cast to its input's dtype, while they lie ready."""
     kind = next((each for each in NORMS if isinstance(module, each)), None)
-    if kind is None or not casts_weights(module) or not only_computes(module) or module.weight is None:
+    if kind is None or not casts_weights(module) or not _only_computes(module) or module.weight is None:
         return []
     plain = kind.forward
 
@@ -150,12 +150,12 @@ def ask_for_plain_products(patcher: ModelPatcher) -> None:
     for name, module in patcher.model.named_modules():
         if is_quantized(module) and hasattr(module, PRODUCT):
             patcher.add_object_patch(f"{name}.{FULL_PRECISION}", True)
-            patcher.add_object_patch(f"{name}.{PRODUCT}", DequantizedProduct(module).__call__)
+            patcher.add_object_patch(f"{name}.{PRODUCT}", _DequantizedProduct(module).__call__)
             # ComfyUI asks a weight for its functions also where it multiplies by the weight past the layer's forward.
             patcher.add_weight_wrapper(f"{name}.weight", dequantized)
 
 
-class DequantizedProduct:
+class _DequantizedProduct:
     """The product inside of ComfyUI's quantized Linear, of a dequantized weight. An int8 weight left quantized
     multiplies in int8 whatever ``_full_precision_mm`` says, up to ComfyUI 0.33 (``forward_comfy_cast_weights`` in
     ``comfy/ops.py``)."""
@@ -200,10 +200,10 @@ def is_divided_by_zero(weight: torch.Tensor) -> bool:
 
 def only_multiplies(module: torch.nn.Module) -> bool:
     """Tell whether the module does no more than cast its weights and multiply: ComfyUI's and torch's own classes."""
-    return not hasattr(module, INPUT_SCALE) and kind_of(module) is not None and only_computes(module)
+    return not hasattr(module, INPUT_SCALE) and kind_of(module) is not None and _only_computes(module)
 
 
-def only_computes(module: torch.nn.Module) -> bool:
+def _only_computes(module: torch.nn.Module) -> bool:
     """Tell whether the module runs as ComfyUI's and torch's own classes do."""
     if has_own_forward(module) or is_unequal(module):
         return False
@@ -216,10 +216,10 @@ def weights_of(module: torch.nn.Module) -> WeightProvider:
     """Return the provider of such a module's weight in a dtype and its bias in fp32."""
     if is_quantized(module):
         return Bound(module).numbers
-    return core_weights if casts_weights(module) else torch_weights
+    return core_weights if casts_weights(module) else _torch_weights
 
 
-def torch_weights(module: torch.nn.Module, x: torch.Tensor, dtype: Dtype, bias_dtype: Dtype = torch.float32) -> tuple:
+def _torch_weights(module: torch.nn.Module, x: torch.Tensor, dtype: Dtype, bias_dtype: Dtype = torch.float32) -> tuple:
     """Provide the weight and bias of a layer of torch's own classes on its input's device, each rounded once.
     ``bias_dtype``: None for fp32."""
     bias = module.bias
@@ -229,12 +229,12 @@ def torch_weights(module: torch.nn.Module, x: torch.Tensor, dtype: Dtype, bias_d
 
 def core_weights(module: torch.nn.Module, x: torch.Tensor, dtype: Dtype, bias_dtype: Dtype = torch.float32) -> Provided:
     """Provide a module's weight in ``dtype`` and its bias in ``bias_dtype``, as ``WeightProvider`` says: torch's own
-    cast of the parameters where they lie ready, else ``CastWeights``.
+    cast of the parameters where they lie ready, else ``_CastWeights``.
 
     What needs no cast, or is lent, does not ask for an interrupt: the norms between such layers do.
     """
     if DYNAMIC in module.__dict__:
-        return CastWeights(module, x, dtype or _dtype_to_measure(module), bias_dtype or _dtype_of_bias(module))
+        return _CastWeights(module, x, dtype or _dtype_to_measure(module), bias_dtype or _dtype_of_bias(module))
     parameters = module._parameters
     weight, bias = parameters.get("weight"), parameters.get("bias")
     plain = type(weight) is Parameter
@@ -245,7 +245,7 @@ def core_weights(module: torch.nn.Module, x: torch.Tensor, dtype: Dtype, bias_dt
         dtype = _dtype_to_measure(module)
     quantized = isinstance(weight, QuantizedTensor)
     if not (quantized or plain) or not lie_ready(module, weight, bias, x):
-        return CastWeights(module, x, dtype, bias_dtype or _dtype_of_bias(module))
+        return _CastWeights(module, x, dtype, bias_dtype or _dtype_of_bias(module))
     comfy.ops.run_every_op()
     if bias is not None and bias.dtype != bias_dtype:
         bias = bias.to(bias_dtype or (bias.dtype if bias.dtype in HALF else torch.float32))
@@ -267,7 +267,7 @@ def _dtype_of_bias(module: torch.nn.Module) -> torch.dtype:
     return held if held in HALF else torch.float32
 
 
-class CastWeights:
+class _CastWeights:
     """Lend a module's weight in ``dtype`` and its bias in ``bias_dtype``: from its pages in VRAM, else through
     ComfyUI's cast: offload, LoRA, quantization. ``want_requant``: a quantized weight stays quantized, its LoRA merged.
 
@@ -341,7 +341,7 @@ class Bound:
             return self.product(input, parameters["weight"], parameters["bias"])
         if ready is None:
             return self.otherwise(input)
-        with CastWeights(self.module, input, self.orig_dtype, input.dtype, want_requant=True) as (weight, bias):
+        with _CastWeights(self.module, input, self.orig_dtype, input.dtype, want_requant=True) as (weight, bias):
             if not isinstance(weight, QuantizedTensor):  # on a CPU, for which dynamic VRAM has no pages
                 return F.linear(input, weight.to(input.dtype), bias)
             return self.product(input, weight, bias)

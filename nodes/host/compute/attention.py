@@ -147,11 +147,11 @@ def kernels_of(function: Callable, attention: Callable, args: tuple, kwargs: dic
     name, fp32 = function.__name__, full_precision_attention(function)
     foreign = attention is not function or name not in EXACT
     # A compiled graph runs as the calibrating call did, which no graph is made of.
-    unbounded = not torch.compiler.is_compiling() and not are_known(function, args, kwargs)
+    unbounded = not torch.compiler.is_compiling() and not _are_known(function, args, kwargs)
     return Kernels(attention, fp32, name not in UNFUSED, foreign, unbounded)
 
 
-def are_known(function: Callable, args: tuple, kwargs: dict) -> bool:
+def _are_known(function: Callable, args: tuple, kwargs: dict) -> bool:
     """True if the bounds of an attention take all of its arguments into account that are not their defaults."""
     if not args and kwargs.keys() <= BOUNDED:
         return True

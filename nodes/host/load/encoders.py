@@ -25,10 +25,10 @@ from ....precision.base.errors import CheckpointError
 from ....precision.base.options import ComputeOption, StorageOption
 from ....precision.formats import comfy_format
 from ....precision.formats.checkpoint import Checkpoint, zero_notes, zeros_in
-from ....precision.plan.choice import ATTACHMENT, Choice, WithoutEffect
+from ....precision.plan.choice import Choice, WithoutEffect
 from ....precision.plan.layers import LoadTarget
 from ....precision.plan.load import ModelPlan, plan_encoder
-from ..comfyui.model_facts import held_storages
+from ..comfyui.model_facts import held_storages, keep_record
 from ..comfyui.weights import ask_for_plain_products
 from .detection import recognised, renamed_by, stored_tensors, unpacked
 from .devices import device_at, free_host_memory, streams_weights
@@ -231,7 +231,7 @@ def load_vae(path: str, dtype: str, whole: bool = False, disable_dynamic: bool =
         vae.first_stage_model.to(vae.vae_dtype)
     choice = Choice(dtype, name_of(vae.vae_dtype))
     record = ModelPlan(choice, notes=tuple(notes), file=checkpoint.path, dialects=checkpoint.dialects)
-    vae.patcher.set_attachments(ATTACHMENT, record)
+    keep_record(vae.patcher, record)
     tell(record)
     vae.patcher.cached_patcher_init = (_reloaded, (load_vae, path, dtype, whole))
     return vae

@@ -67,7 +67,7 @@ def open_model(path: str) -> Checkpoint:
     file = open_checkpoint(path)
     _check_policy(file)
     if getattr(comfy.memory_management, "aimdo_enabled", False) and _is_mapped(file):
-        file = MappedByCore(file)
+        file = _MappedByCore(file)
     return read_checkpoint(file, file.metadata, path)
 
 
@@ -87,7 +87,7 @@ def _is_mapped(file: TensorFile) -> bool:
     return codes <= comfy.utils._TYPES.keys() and suffixes <= {".safetensors", ".sft"}
 
 
-class MappedByCore(TensorFile):
+class _MappedByCore(TensorFile):
     """The tensors of a file or of a sharded set as ComfyUI maps them: those alone are streamed from the disk."""
 
     def __init__(self, file: TensorFile):

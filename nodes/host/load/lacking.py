@@ -39,7 +39,7 @@ _MISMATCH = re.compile(r"size mismatch for (\S+): .*?Size\(\[(.*?)\]\) from chec
 logger = logging.getLogger("halfsafe")
 
 
-class Lacking(TorchDispatchMode):
+class _Lacking(TorchDispatchMode):
     """Watches a model being made and loaded: which of its parameters are memory that nothing was written to.
 
     ComfyUI loads with ``strict=False``, and its layers do not initialize their weights (``disable_weight_init``): such
@@ -174,10 +174,10 @@ def _storages(value: object) -> list[StorageWeakRef]:
 
 
 @contextlib.contextmanager
-def lacking_tensors(*paths: str, complete: bool = False) -> Iterator[Lacking]:
+def lacking_tensors(*paths: str, complete: bool = False) -> Iterator[_Lacking]:
     """Watch ComfyUI load a model of these files. ``complete``: they have a tensor for each parameter, so that no
     operation is watched."""
-    lacking = Lacking(paths)
+    lacking = _Lacking(paths)
     with named_if_lacking(*paths), contextlib.nullcontext() if complete else lacking:
         yield lacking
 

@@ -90,7 +90,7 @@ class AddsLowRank(AddsToResults):
         state = self.patches_uuid, len(self.patches), tuple(map(id, self.hook_patches))
         if self._sorted is None or (self._all_patches is None and self._sorted[0] != state):
             self._sorted, self._low_rank = (state, sort_patches(self)), None
-            _tell_left_out(tuple(map(layer_name, self._sorted[1].unfit)))
+            _tell_left_out(tuple(map(_layer_name, self._sorted[1].unfit)))
         return self._sorted[1]
 
     def leaves_weights_alone(self) -> bool:
@@ -114,7 +114,7 @@ class AddsLowRank(AddsToResults):
 
     def _multiplies_in_fp32(self, compute: Compute | None, key: str) -> bool:
         """True if a layer that is given fp32 multiplies in fp32 itself, and not in a 16-bit dtype or 8 bits."""
-        decision = compute.plan.decisions.get(layer_name(key)) if compute else None
+        decision = compute.plan.decisions.get(_layer_name(key)) if compute else None
         mode = decision.mode if decision else name_of(self._cast_dtype()) if compute else FP32.name
         return mode == FP32.name
 
@@ -159,7 +159,7 @@ class AddsLowRank(AddsToResults):
         keys = {waiting[module] for module in missed}
         low_rank.by_weight |= keys
         if keys:
-            logger.warning("Halfsafe: %s", Message(PASSED_BY, listed(sorted(map(layer_name, keys)))))
+            logger.warning("Halfsafe: %s", Message(PASSED_BY, listed(sorted(map(_layer_name, keys)))))
         return bool(keys)
 
     def _strengths_now(self) -> Mapping:
@@ -316,10 +316,10 @@ class AddsLowRank(AddsToResults):
 
 def has_low_rank(given: object) -> TypeGuard[AddsLowRank]:
     """True if a patcher adds LoRAs to results."""
-    return keeps_low_rank_unmerged(given) and given.low_rank_patcher() is not None
+    return _keeps_low_rank_unmerged(given) and given.low_rank_patcher() is not None
 
 
-def keeps_low_rank_unmerged(given: object) -> TypeGuard[AddsLowRank]:
+def _keeps_low_rank_unmerged(given: object) -> TypeGuard[AddsLowRank]:
     """True if a patcher leaves LoRAs out of 8-bit weights, and adds them to results."""
     return isinstance(given, AddsLowRank) and (LOW_RANK in given.injections or stage_of(given, LOW_RANK) is not None)
 
@@ -330,7 +330,7 @@ def keep_low_rank_unmerged(patcher: ModelPatcher) -> None:
     The class leaves them out of the weights; the stage, of a text encoder the injection, adds them. A clone has both.
     ``patcher``: a clone, or of a model just loaded.
     """
-    if keeps_low_rank_unmerged(patcher) or not any(
+    if _keeps_low_rank_unmerged(patcher) or not any(
         is_8bit_matrix(module) or is_quantized(module) for module in patcher.model.modules()
     ):
         return
@@ -340,7 +340,7 @@ def keep_low_rank_unmerged(patcher: ModelPatcher) -> None:
         # They are merged into the weights where a clone of ComfyUI's class is loaded, which has the same uuid.
         patcher.patches_uuid = uuid.uuid4()
     if isinstance(patcher.model, comfy.model_base.BaseModel):
-        put_stage(patcher, LOW_RANK, LowRankStage())
+        put_stage(patcher, LOW_RANK, _LowRankStage())
     else:  # ComfyUI calls text encoders past all wrappers (``encode_from_tokens`` in comfy/sd.py).
         patcher.set_injections(LOW_RANK, [PatcherInjection(_inject, _eject)])
 
@@ -384,7 +384,7 @@ def _numbers_of(network: torch.nn.Module, state: dict) -> Numbers:
     return Numbers(state | {name: functools.partial(numbers_of, named[name]) for name in state.keys() & named.keys()})
 
 
-class LowRankStage(Stage):
+class _LowRankStage(Stage):
     """Run calls with the LoRAs of 8-bit weights added to the results of their layers.
 
     While Train LoRA trains they are on the layers for the whole sampler's run: its backward pass runs layers again.
@@ -392,7 +392,7 @@ class LowRankStage(Stage):
 
     def in_call(self, call: Call) -> Acting | None:
         patcher = call.model.current_patcher
-        return LowRankCall(patcher) if has_low_rank(patcher) and not trains() else None
+        return _LowRankCall(patcher) if has_low_rank(patcher) and not trains() else None
 
     def around_sampling(self, executor: Callable, *args, **kwargs):
         """Run a sampler: layers that run on the text before the model's calls have LoRAs too."""
@@ -411,7 +411,7 @@ class LowRankStage(Stage):
             return executor(*args, **kwargs)
 
 
-class LowRankCall(Acting):
+class _LowRankCall(Acting):
     """A call with the LoRAs of a patcher. A call that shows that some cannot be added to results is repeated."""
 
     def __init__(self, patcher: AddsLowRank):
@@ -454,7 +454,7 @@ def _with_low_rank(patcher: ModelPatcher, make: Callable):
     """Make conditions with the LoRAs of layers that run on the text."""
     if not has_low_rank(patcher):
         return make()
-    one = LowRankCall(patcher)
+    one = _LowRankCall(patcher)
 
     def attempt():
         with one.attempt():
@@ -495,7 +495,7 @@ def _call(patcher: AddsLowRank, call: Callable, *args, **kwargs):
         return call(*args, **kwargs)
 
 
-def layer_name(key: str) -> str:
+def _layer_name(key: str) -> str:
     """Return the name that plans and reports give the layer whose weight has this key."""
     return plain_name(key.removeprefix(DIFFUSION_MODEL)).removesuffix(".weight")
 
@@ -504,7 +504,7 @@ def low_rank_reasons(patcher: ModelPatcher) -> dict[str, str]:
     """Return by layer what was done with the patches of its 8-bit weight, and how many do not fit its weight."""
     texts: dict[str, str] = {}
     unfit = dict(_unfit(patcher))
-    if keeps_low_rank_unmerged(patcher):
+    if _keeps_low_rank_unmerged(patcher):
         patches = patcher.sorted_patches()
         added = "LoRAs added to the layer's output: {0}"
         texts = {key: Message(added, len(of_key)) for key, of_key in patches.low_rank.items()}
@@ -517,7 +517,7 @@ def low_rank_reasons(patcher: ModelPatcher) -> dict[str, str]:
     for key, count in unfit.items():
         ignored = Message("LoRAs ignored because they do not fit the weight: {0}", count)
         texts[key] = joined([texts.get(key, ""), ignored], "; ")
-    return {layer_name(key): text for key, text in texts.items()}
+    return {_layer_name(key): text for key, text in texts.items()}
 
 
 def _unfit(patcher: ModelPatcher) -> dict[str, int]:

@@ -65,18 +65,18 @@ def model_ui(model, *more: str | None) -> dict[str, list]:
         idle += compute.plan.without_effect
         instead = list(filter(None, [compute.plan.instead]))
     rules = list(dict.fromkeys(entry.setting for entry in idle if entry.unmatched))
-    kernels = missing_kernels_told(model)
+    kernels = _missing_kernels_told(model)
     told = {UNMATCHED_KEY: rules, INSTEAD_KEY: instead, KERNELS_KEY: kernels}
-    return badge(*model_words(model), *more, scales_word(model)) | told_ui(told)
+    return badge(*model_words(model), *more, scales_word(model)) | _told_ui(told)
 
 
-def told_ui(told: dict[str, list[str]]) -> dict[str, list]:
+def _told_ui(told: dict[str, list[str]]) -> dict[str, list]:
     """Make the ui output of texts and of their messages; empty lists give none."""
     shown: dict[str, list] = {key: texts for key, texts in told.items() if texts}
     return {**shown, MESSAGES_KEY: [messages_in(shown)]} if shown else {}
 
 
-def missing_kernels_told(patcher: ModelPatcher) -> list[str]:
+def _missing_kernels_told(patcher: ModelPatcher) -> list[str]:
     """Return and log, once in a process, that the kernels of a model in int8 are missing."""
     missing = missing_kernels(current_device())
     if not missing or missing in _told or not {*WEIGHTS_FOR[INT8.compute]} & {*storages(patcher).values()}:
@@ -107,9 +107,9 @@ def control_ui(control) -> dict[str, list]:
     planned = loaded_control(control).planned
     if not planned:
         return {}
-    kernels = missing_kernels_told(planned.current_patcher)
+    kernels = _missing_kernels_told(planned.current_patcher)
     patcher = planned.current_patcher
-    return badge(*model_words(patcher), scales_word(patcher)) | told_ui({KERNELS_KEY: kernels})
+    return badge(*model_words(patcher), scales_word(patcher)) | _told_ui({KERNELS_KEY: kernels})
 
 
 def scales_word(patcher: ModelPatcher) -> str | None:
@@ -164,12 +164,12 @@ def with_live_report(patcher: ModelPatcher, node_id: str | None) -> tuple[ModelP
     """
     clone, token = patcher.clone(), uuid.uuid4().hex
 
-    put_stage(clone, REPORT, LiveReport(node_id, token))
+    put_stage(clone, REPORT, _LiveReport(node_id, token))
     report, messages = report_json(clone)
     return clone, {REPORT_KEY: [report], MESSAGES_KEY: [messages], TOKEN: [token]}
 
 
-class LiveReport(Stage):
+class _LiveReport(Stage):
     """Send the page a report after each run of a sampler. ``token``: how the page knows the result of the node."""
 
     def __init__(self, node_id: str | None, token: str):

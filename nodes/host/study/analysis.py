@@ -66,7 +66,7 @@ def analyze_model(
         with session.inside(), calling_layers(layer for _, layer in subjects):
             yield
 
-    subjects = subjects_of(patcher, wanted)
+    subjects = _subjects_of(patcher, wanted)
     session = Session(subjects, wanted, run, core_weights, change, _measured)
     watch_sampling(clone, begin_step, inside)
     analysis = analyze(session, target_db, pin)
@@ -86,7 +86,7 @@ def _multiplies_in_int8(patcher: ModelPatcher) -> bool:
     return asked in LEAVES_QUANTIZED and current_device().capabilities["int8_matmul"]
 
 
-def subjects_of(patcher: ModelPatcher, candidate: Candidate) -> list[tuple[LayerResult, torch.nn.Module]]:
+def _subjects_of(patcher: ModelPatcher, candidate: Candidate) -> list[tuple[LayerResult, torch.nn.Module]]:
     """List every layer that multiplies, in model order, with its module."""
     preset, subjects = rules_from().on(model_facts(patcher).layers), []
     for name, module in matrix_layers(patcher.model):

@@ -24,7 +24,7 @@ COMPILE_KEY = "torch.compile"
 """The key of ComfyUI's TorchCompileModel's wrapper on a model (``comfy_api/torch_helpers/torch_compile.py``)."""
 
 
-class CallsInside(Stage, Acting):
+class _CallsInside(Stage, Acting):
     """Make each call of a model inside of a context."""
 
     def __init__(self, context: Callable[[], AbstractContextManager]):
@@ -41,7 +41,7 @@ def watch_sampling(patcher: ModelPatcher, step: Callable, calls: Callable[[], Ab
     """Call ``step`` around each step of a sampler, with ComfyUI's executor of it, and make each call of the model
     inside of ``calls``."""
     patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, ANALYSIS, step)
-    put_stage(patcher, ANALYSIS, CallsInside(calls))
+    put_stage(patcher, ANALYSIS, _CallsInside(calls))
 
 
 def bare_clone(patcher: ModelPatcher) -> ModelPatcher:

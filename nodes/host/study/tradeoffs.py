@@ -83,7 +83,7 @@ def measure_model(patcher: ModelPatcher, inputs: Inputs, settings: Sequence[Sett
     show_progress(what)
     given = _stored_as(patcher)
     patcher, is_of_file = _on_weights_of_file(patcher)
-    runner = SettingRunner(patcher, inputs)
+    runner = _SettingRunner(patcher, inputs)
     _clear_device()
     reference = runner.reference(advancing(bar))
     rows = []
@@ -148,7 +148,7 @@ def _alike(patcher: ModelPatcher, settings: Sequence[Setting]) -> list[list[Sett
     return list(groups.values())
 
 
-class SettingRunner:
+class _SettingRunner:
     """Measure settings of a model in turn. ``latents``: of the reference."""
 
     def __init__(self, patcher: ModelPatcher, inputs: Inputs):
