@@ -60,7 +60,7 @@ _met: weakref.WeakKeyDictionary[torch.nn.Module, set[str]] = weakref.WeakKeyDict
 _told: set[tuple[type, str]] = set()
 
 
-class LayerCall(NamedTuple):
+class _LayerCall(NamedTuple):
     """What a layer class takes in a call: the name of its input, and the defaults of its other parameters by name."""
 
     input: str
@@ -92,20 +92,20 @@ def folded_parameters(cls: type) -> tuple[str, ...]:
     return tuple(name for name in _call_of(cls).defaults if name in FOLDED)
 
 
-def _call_of(cls: type) -> LayerCall:
+def _call_of(cls: type) -> _LayerCall:
     """Return the parameters of a call of a layer class: those of ``forward``, or of the method that a ``forward`` of
     ``*args, **kwargs`` hands them on to."""
     return _call(tuple(getattr(cls, name, None) for name in FORWARDS[:2]))
 
 
 @functools.cache
-def _call(methods: tuple[Callable | None, ...]) -> LayerCall:
+def _call(methods: tuple[Callable | None, ...]) -> _LayerCall:
     for method in filter(None, methods):
         parameters = list(inspect.signature(method).parameters.values())[1:]
         named = [each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
         if named:
-            return LayerCall(named[0].name, {each.name: each.default for each in named[1:]})
-    return LayerCall(INPUT, {})
+            return _LayerCall(named[0].name, {each.name: each.default for each in named[1:]})
+    return _LayerCall(INPUT, {})
 
 
 @contextlib.contextmanager
@@ -142,7 +142,7 @@ class Gate:
 
     __slots__ = ("call", "folds", "forward", "module", "own")
 
-    def __init__(self, module: torch.nn.Module, forward: Forward, own: Forward | None, call: LayerCall | None):
+    def __init__(self, module: torch.nn.Module, forward: Forward, own: Forward | None, call: _LayerCall | None):
         self.module = module
         self.forward = forward
         self.own = own

@@ -20,7 +20,7 @@ KEPT = 4
 
 
 @dataclass
-class RunsIn:
+class _RunsIn:
     """What the calls of a model run in instead of its plan, because calls failed in it.
 
     Attributes:
@@ -32,15 +32,15 @@ class RunsIn:
     wider: dict[tuple, PlanInUse] = field(default_factory=dict)
 
 
-_runs_in: weakref.WeakKeyDictionary[torch.nn.Module, RunsIn] = weakref.WeakKeyDictionary()
+_runs_in: weakref.WeakKeyDictionary[torch.nn.Module, _RunsIn] = weakref.WeakKeyDictionary()
 
 
-def runs_in(model: torch.nn.Module) -> RunsIn:
+def runs_in(model: torch.nn.Module) -> _RunsIn:
     """Return what a model runs in until it is unloaded, whatever patcher it has.
 
     It is not stored on the model, whose attributes are restored before a repeat.
     """
-    return _runs_in.setdefault(model, RunsIn())
+    return _runs_in.setdefault(model, _RunsIn())
 
 
 class AddsToResults:

@@ -93,7 +93,7 @@ class EncoderGuard:
         quantized = any(map(is_quantized, patcher.model.modules()))
         casts = bool(autocasts(patcher.load_device))
         rungs = encoder_rungs(dtype, current_device().capabilities["bf16"], quantized, casts)
-        call = EncoderCall(
+        call = _EncoderCall(
             given,
             attempt.result,
             start,
@@ -115,7 +115,7 @@ class EncoderGuard:
         return result
 
 
-class EncoderCall(FailedCall):
+class _EncoderCall(FailedCall):
     """A call of a VAE or text encoder that ran in ``dtype``. Methods do what ``FailedCall`` says of them."""
 
     make: Make
