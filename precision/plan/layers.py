@@ -35,8 +35,12 @@ from .structure import OUTSIDE, roles_of
 
 FEWER_BITS: tuple[StorageOption, ...] = ("w6a8", "w4a8", "nvfp4")
 REQUANTIZATION_LIMIT = {"fp8_e4m3fn": 0.04, "fp8_e5m2": 0.08}
-# ComfyUI tells SD, SDXL and LTX-Video by the columns of this weight (comfy/model_detection.py).
-_TELLS_MODEL = re.compile(r"(^|\.)transformer_blocks\.0\.attn2\.to_k$")
+# ComfyUI tells these models by the columns of a weight in a block (``shape[1]`` in comfy/model_detection.py, 0.30).
+_TELLS_MODEL = re.compile(
+    r"(^|\.)transformer_blocks\.0\.attn2\.to_k$"  # SD, SDXL, LTX-Video
+    r"|^transformer\.layers\.0\.(self_attn\.to_qkv|to_local_embed\.0)$"  # Stable Audio
+    r"|^blocks\.0\.norm1\.linear$"  # CogVideoX
+)
 # ``process_unet_state_dict`` of PixelDiT in comfy/supported_models.py.
 _SPLIT = re.compile(r"(^|\.)pixel_blocks\.\d+\.adaLN_modulation\.0$")
 SPLIT = "ComfyUI splits this weight while loading, without its scale"
@@ -46,34 +50,36 @@ TOLD_BY = "ComfyUI detects the architecture from this weight's width, which stor
 def plan_storage(layers: Sequence[LayerSpec], storage: str, rules: Rules) -> Mapping[str, LayerPlan]:
     """Decide the storage of each layer by its name, class and shape, without its tensor.
 
+    ComfyUI tells families by the widths of layers outside of the repeated blocks, which packed weights change, of a
+    file and of a model that is loaded: these layers are not packed.
+
     ``storage``: the storage requested for the model.
     """
     rules = rules.on(layers)
     if storage == NVFP4 and any(preset != "none" for preset in rules.names):
         rules = replace(rules, presets=rules.presets + kept_from_nvfp4(layers))
-    return frozen({layer.name: _by_name(layer, storage, rules) for layer in layers})
+    plans = {layer.name: _by_name(layer, storage, rules) for layer in layers}
+    if any(_is_packed(plan.storage) for plan in plans.values()):
+        roles = roles_of(layers)
+        outside = [layer for layer in layers if roles.get(layer.name) == OUTSIDE]
+        plans |= {layer.name: _as_wide(plans[layer.name], layer) for layer in outside}
+    return frozen(plans)
+
+
+def _is_packed(storage: str) -> bool:
+    """True for a storage with several values in a byte."""
+    return storage in QUANTIZED_NAMES and FORMAT_OF_STORAGE[storage].is_packed
 
 
 def plan_file(checkpoint: Checkpoint, prefix: str, storage: str, rules: Rules) -> dict[str, LayerPlan]:
     """Decide the storage of each layer below ``prefix`` of a file, by the name of its weight in the file."""
-    layers = plan_written(layer_specs(checkpoint, prefix), storage, rules)
+    layers = plan_storage(layer_specs(checkpoint, prefix), storage, rules)
     return {f"{prefix}{layer}.weight": plan for layer, plan in layers.items()}
-
-
-def plan_written(layers: Sequence[LayerSpec], storage: str, rules: Rules) -> Mapping[str, LayerPlan]:
-    """Decide the storage of each layer as :func:`plan_storage`, for a file.
-
-    ComfyUI tells families by the widths of layers outside of the repeated blocks, which packed weights change.
-    """
-    plans = plan_storage(layers, storage, rules)
-    roles = roles_of(layers)
-    outside = [layer for layer in layers if roles.get(layer.name) == OUTSIDE]
-    return frozen({**plans, **{layer.name: _as_wide(plans[layer.name], layer) for layer in outside}})
 
 
 def _as_wide(plan: LayerPlan, layer: LayerSpec) -> LayerPlan:
     """Store a layer in int8, or as it is, instead of a storage with several values in a byte."""
-    if plan.storage not in QUANTIZED_NAMES or not FORMAT_OF_STORAGE[plan.storage].is_packed:
+    if not _is_packed(plan.storage):
         return plan
     if why_not_quantized("int8", layer.shape, layer.cls):
         return replace(plan, storage=AS_FILE, why_stored=TOLD_BY, kept=True)
@@ -96,7 +102,7 @@ def _by_name(layer: LayerSpec, storage: str, rules: Rules) -> LayerPlan:
         wanted = AS_FILE
         reason = SPLIT
         asked = True
-    elif wanted in QUANTIZED_NAMES and FORMAT_OF_STORAGE[wanted].is_packed and _TELLS_MODEL.search(layer.name):
+    elif _is_packed(wanted) and _TELLS_MODEL.search(layer.name):
         wanted = "int8"
         reason = TOLD_BY
     kept = asked and wanted not in QUANTIZED_NAMES and len(layer.shape) > 1

@@ -97,6 +97,13 @@ def pytest_sessionfinish() -> None:
     _base.cleanup()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Options of `graph/test_composed.py`; `scripts/compose.py` gives them."""
+    parser.addoption("--composed-seed", type=int, default=0)
+    parser.addoption("--composed-cases", type=int, default=0)
+    parser.addoption("--composed-row", action="append", default=[])
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "not_as_on_cuda(reason): outside of CUDA's rules and of inference mode")
 

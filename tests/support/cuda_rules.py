@@ -25,6 +25,7 @@ from torch._ops import OpOverload
 
 ROOT = Path(__file__).absolute().parents[2]
 SUPPORT = str(Path(__file__).absolute().parent)
+PACKS = f"{SUPPORT}/custom_nodes/"
 COMPILER = f"{torch.__path__[0]}/_dynamo/"
 OURS = tuple(str(ROOT / folder) for folder in ("precision", "nodes"))
 AMAX = str(ROOT / "precision" / "base" / "amax.py")
@@ -295,7 +296,7 @@ def reader() -> str:
     """``room/module.function`` of the pack that asked for what torch is about to do; "" where it is somebody else."""
     frame = sys._getframe(1)
     while frame and _passes_on(frame.f_code):
-        if frame.f_code.co_filename.startswith(COMPILER):
+        if frame.f_code.co_filename.startswith((COMPILER, PACKS)):
             return ""
         frame = frame.f_back
     if frame is None or not frame.f_code.co_filename.startswith(OURS):

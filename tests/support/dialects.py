@@ -1,5 +1,6 @@
 """Writers of model files as the real tools lay them out. Each takes 16-bit reference weights and biases by layer name."""
 
+import functools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -167,6 +168,7 @@ def in_format(path: Path, weights: Weights, biases: Weights, name: str, settings
     return save(path, tensors, biases, {"format": "pt"})
 
 
+@functools.cache
 def rotation(size: int) -> torch.Tensor:
     """The normalized regular Hadamard matrix, entry by entry: the sign flips once for each base-4 digit pair that adds to 3."""
 

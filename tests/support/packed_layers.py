@@ -9,7 +9,9 @@ from types import SimpleNamespace
 
 import comfy.lora
 import comfy.ops
+import comfy.utils
 import torch
+from comfy.model_patcher import ModelPatcher
 
 STEP = 1 / 64
 
@@ -25,6 +27,11 @@ class GGMLTensor(torch.Tensor):
 
     def detach(self) -> GGMLTensor:
         return self
+
+    def to(self, *args, **kwargs) -> GGMLTensor:
+        moved = super().to(*args, **kwargs)
+        moved.__dict__.update(self.__dict__)
+        return moved
 
 
 class Linear(comfy.ops.manual_cast.Linear):
@@ -59,3 +66,19 @@ def pack(model: torch.nn.Module) -> dict[str, torch.Tensor]:
             values[name] = module.get_weight(module.weight, torch.float32)
     assert values, "no layer to pack"
     return values
+
+
+class HangingPatcher(ModelPatcher):
+    """LoRAs are hung on a packed weight instead of added to it, as by ComfyUI-GGUF's ``GGUFModelPatcher``."""
+
+    def patch_weight_to_device(self, key, device_to=None, inplace_update=False, **kwargs):
+        weight = comfy.utils.get_attr(self.model, key)
+        if not hasattr(weight, "patches"):
+            return super().patch_weight_to_device(key, device_to, inplace_update, **kwargs)
+        weight.patches = [(self.patches[key], key)] if key in self.patches else []
+
+    def unpatch_model(self, device_to=None, unpatch_weights=True):
+        for parameter in self.model.parameters() if unpatch_weights else ():
+            if hasattr(parameter, "patches"):
+                parameter.patches = []
+        return super().unpatch_model(device_to, unpatch_weights)

@@ -320,14 +320,22 @@ def chroma(path: Path, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Pa
     return write_shapes(path, shapes_of(on_meta(Chroma, **config, **sizes)), dtype, seed, metadata=sized(sizes))
 
 
-def lumina2(path: Path, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Path:
+def lumina2(path: Path, dtype: torch.dtype = torch.bfloat16, seed: int = 0, layers: int = 2, refiners: int = 2) -> Path:
     """Write a Lumina 2 model of 256 channels with 2 heads of 128 instead of 24 of 96."""
     from comfy.ldm.lumina.model import NextDiT
 
     sizes = {
         **dict(
-            patch_size=2, in_channels=16, dim=256, cap_feat_dim=2304, n_layers=2, qk_norm=True, n_heads=2, n_kv_heads=1
+            patch_size=2,
+            in_channels=16,
+            dim=256,
+            cap_feat_dim=2304,
+            n_layers=layers,
+            qk_norm=True,
+            n_heads=2,
+            n_kv_heads=1,
         ),
+        **({"n_refiner_layers": refiners} if refiners != 2 else {}),
         **dict(axes_dims=[32, 48, 48], axes_lens=[300, 512, 512], rope_theta=10000.0, ffn_dim_multiplier=4.0),
     }
     return write_shapes(path, shapes_of(on_meta(NextDiT, **sizes)), dtype, seed, metadata=sized(sizes, {"dim": 2304}))

@@ -29,7 +29,7 @@ from ....precision.formats.registry import FORMAT_OF_STORAGE
 from ....precision.make.calibrated import CalibratedRounding
 from ....precision.make.calibration import CalibrationData
 from ....precision.plan.facts import LayerSpec
-from ....precision.plan.layers import plan_weights, plan_written, require_held
+from ....precision.plan.layers import plan_storage, plan_weights, require_held
 from ....precision.plan.nvfp4 import nvfp4_doubts
 from ....precision.plan.rules import Rules
 from ....precision.report.model_card import add_model_card, measuring_errors, saved_by_node
@@ -223,7 +223,7 @@ def plan_live_weights(
     if weights.unfit:
         unfit = len(weights.unfit), listed(weights.unfit)
         logger.warning("Halfsafe: %s: patches that do not fit %d weights are left out: %s", name, *unfit)
-    layers = plan_written(_layers(patcher, weights), storage, rules)
+    layers = plan_storage(_layers(patcher, weights), storage, rules)
     require_held((own.storage for own in layers.values()), held_storages())
     by_name = {f"{layer}.weight": own for layer, own in layers.items()}
     if keeps_quantized:

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from support import families, model_files
 from support.guarding import core, guarded, report_of
 from support.measures import relative_error
+from support.packed_layers import HangingPatcher
 from support.summing import FP16_ACCUMULATION, accumulation, states
 
 GGMLQuantizationType = enum.IntEnum("GGMLQuantizationType", {"F32": 0, "F16": 1, "Q8_0": 8})
@@ -92,27 +93,11 @@ class BlockOps(manual_cast):
             return torch.nn.functional.linear(x, wide.to(x.dtype), torch.Tensor(self.bias.to(x.dtype)))
 
 
-class BlockPatcher(core("comfy.model_patcher").ModelPatcher):
-    """LoRAs are hung on the packed weight instead of added to it."""
-
-    def patch_weight_to_device(self, key, device_to=None, inplace_update=False, **kwargs):
-        weight = core("comfy.utils").get_attr(self.model, key)
-        if not isinstance(weight, BlockTensor):
-            return super().patch_weight_to_device(key, device_to, inplace_update, **kwargs)
-        weight.patches = [(self.patches[key], key)] if key in self.patches else []
-
-    def unpatch_model(self, device_to=None, unpatch_weights=True):
-        for parameter in self.model.parameters() if unpatch_weights else ():
-            if isinstance(parameter, BlockTensor):
-                parameter.patches = []
-        return super().unpatch_model(device_to, unpatch_weights)
-
-
 def unpacking(path):
     """A loader with packed weights, in fp16, as it comes from another pack."""
     load = core("comfy.sd").load_diffusion_model
     patcher = load(str(path), model_options={"custom_operations": BlockOps, "dtype": torch.float16})
-    patcher.__class__ = BlockPatcher
+    patcher.__class__ = HangingPatcher
     patcher.set_model_compute_dtype(torch.float16)
     return patcher
 
