@@ -61,8 +61,9 @@ class Saved(NamedTuple):
 class LiveWeights(Mapping[str, StoredWeight]):
     """The weights of a model in memory; a patched weight is computed in fp32 at each access.
 
-    ``patched``: the names of those, and ``unfit``: of those that all or some patches do not fit. ``unpacking``: name ->
-    function of the weights that another pack's layer unpacks.
+    ``patched``: the names of those, ``unfit``: of those that all or some patches do not fit, and ``passed_over``: of
+    those whose patches ComfyUI does not apply. ``unpacking``: name -> function of the weights that another pack's layer
+    unpacks.
     """
 
     def __init__(self, patcher: ModelPatcher):
@@ -73,8 +74,13 @@ class LiveWeights(Mapping[str, StoredWeight]):
         self.stored.update(marks_of(patcher))
         self.patched = set[str]()
         self.unfit = list[str]()
+        self.passed_over = list[str]()
+        beside_modules = _beside_modules(patcher.model.diffusion_model)
         for name, weight in self.stored.items():
             patches = patcher.patches.get(DIFFUSION_MODEL + name, [])
+            if patches and name in beside_modules:
+                self.passed_over.append(name)
+                continue
             left_out = [is_left_out(patch, weight.shape) for patch in patches]
             if any(left_out):
                 self.unfit.append(name)
@@ -119,6 +125,17 @@ class LiveWeights(Mapping[str, StoredWeight]):
         self.stored[name] = replace(weight, data=parts[name], tensors=tensors).moved("cpu")
         self.patched.remove(name)
         return AS_FILE
+
+
+def _beside_modules(network: torch.nn.Module) -> set[str]:
+    """Return the names of parameters that ComfyUI does not patch, as Wan's modulations: of modules that hold modules
+    with parameters (``_load_list`` in comfy/model_patcher.py). A file has them as the picture has."""
+    names: set[str] = set()
+    for prefix, module in network.named_modules():
+        own = [name for name, _ in module.named_parameters(recurse=False)]
+        if own and len(own) < sum(1 for _ in module.parameters()):
+            names |= {plain_name(f"{prefix}.{name}".removeprefix(".")) for name in own}
+    return names
 
 
 def _unpatched(patcher: ModelPatcher, unpacking: Mapping[str, Unpack]) -> dict[str, torch.Tensor]:
@@ -220,6 +237,11 @@ def plan_live_weights(
     _refuse_foreign(patcher)
     weights = LiveWeights(patcher)
     patched = len(weights.patched)
+    if weights.passed_over:
+        over = len(weights.passed_over), listed(weights.passed_over)
+        logger.warning(
+            "Halfsafe: %s: ComfyUI does not patch %d weights, so their patches are left out: %s", name, *over
+        )
     if weights.unfit:
         unfit = len(weights.unfit), listed(weights.unfit)
         logger.warning("Halfsafe: %s: patches that do not fit %d weights are left out: %s", name, *unfit)

@@ -81,7 +81,7 @@ def test_flux2_dev_has_the_128_layers_of_comfy_orgs_mixed_recipe():
     """docs/quantization/flux2.md of that pull request: "This quantizes 128 Linears (vs 160)"."""
     layers = flux2()
     assert in_nvfp4(layers) == by_recipe(layers, "flux2_nvfp4_mixed")
-    assert len(in_nvfp4(layers)) == 128 and len(in_nvfp4(layers, rules_from(preset="none"))) > 160
+    assert len(in_nvfp4(layers)) == 128 and len(in_nvfp4(layers, rules_from(preset="none"))) == 160
 
 
 def test_anima_has_no_layer_that_comfy_orgs_recipe_keeps_out():
