@@ -123,11 +123,11 @@ def _writes(name: str, kwargs: dict) -> bool:
 
 
 def _is_kernel(func: Callable, name: str) -> bool:
-    """True for an operator of another library, and for torch's private ones, such as ``_scaled_mm``: scales are fp32
-    and other operands are not."""
+    """True for an operator of another library, and for torch's private products, such as ``_scaled_mm``: scales are
+    fp32 and other operands are not."""
     if isinstance(func, OPERATORS):
         return not str(func).startswith("aten.")
-    return name.startswith("_") and not name.startswith("__")
+    return name.startswith("_") and "_mm" in name
 
 
 def _float(tensor: torch.Tensor) -> torch.Tensor:

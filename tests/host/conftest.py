@@ -48,7 +48,12 @@ IN_A_CHECK = {"check/drift"}
 AFTER_A_FAILURE = {"guard/localize", "guard/failure", "guard/inputs", "guard/causes", "guard/escalation.ranges"}
 ONCE_PER_PLAN = {"compute/bound.stated_scale"}
 ONCE_PER_DEVICE = {"devices/probes", "base/amax._drops_nan"}
-HOST_MEMORY = {"formats/stored_weight._data_amax", "formats/stored_weight.amax", "formats/checkpoint._scale"}
+HOST_MEMORY = {
+    "formats/stored_weight._data_amax",
+    "formats/stored_weight.amax",
+    "formats/checkpoint._scale",
+    "formats/checkpoint._is_bare",
+}
 ANALYSIS = {"study/sensitivity", "study/layer_error", "study/candidates", "formats/fp8"}
 CALIBRATE = {"make/calibration.add"}
 ALLOWED_READS = frozenset(

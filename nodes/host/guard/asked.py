@@ -63,6 +63,7 @@ class AskedWeights:
     def _begin(self, module: torch.nn.Module, args: tuple) -> None:
         self._largest.zero_()  # an attempt that is repeated may have overflowed
 
+    @torch.no_grad()  # Train LoRA's checkpointing compares what a call keeps for its gradients with a second one
     def _see(self, module: torch.nn.Module, args: tuple, result) -> None:
         for value in floats_in(result):
             number = _nan_of(value)

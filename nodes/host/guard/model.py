@@ -104,10 +104,11 @@ class Guard(Stage):
         with guarded.clamps(call.x.device) as watch, watching, asking as asked:
             call.rung = guarded.layers
             result = run(call)
-        sizes = [amax(result)[None], (asked.largest() if asked else amax(result[:0]))[None]]
+        sizes = torch.stack([amax(result), *([asked.largest().to(result.device)] if asked else [])])
         if watch:
-            sizes.append(watch.largest)
-        largest, of_weights, *hidden = torch.cat(sizes).tolist()
+            sizes = torch.cat([sizes, watch.largest])
+        largest, *hidden = sizes.tolist()
+        of_weights = hidden.pop(0) if asked else 0.0
         finite = math.isfinite(largest)
         sites = watch.hidden(hidden) if watch and finite else frozenset()
         nan_weights, nan_inputs = finite and math.isnan(of_weights), finite and log.nan_given and not log.harmless

@@ -77,7 +77,7 @@ def test_so_does_the_one_node_with_any_loaders_model(comfy, scaled, call, loaded
     model, _, _, why = comfy.run("HalfsafeAutoPrecision", model=loaded(comfy, scaled), goal=goal, guard="off")
     assert set(multiplied(model, call).values()) == {"fp8"}
     if goal == "speed":  # asks for fp8
-        assert "fp8 products. fp8 matmuls are expected to be faster" in why
+        assert "fp8 products. fp8 ran at 1.27 to 1.45 times" in why
     else:
         says_so(comfy, model)
 
