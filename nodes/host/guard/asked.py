@@ -57,7 +57,8 @@ class AskedWeights:
             for handle in handles:
                 handle.remove()
         if entered:
-            named = {module: name for name, module in self._model.named_modules() if name in self._elsewhere}
+            below = self._elsewhere - {""}  # the model itself ran
+            named = {module: name for name, module in self._model.named_modules() if name in below}
             self._missed = [named[each] for each in passed_by(self._model, dict.fromkeys(named, 1), entered)]
 
     def _begin(self, module: torch.nn.Module, args: tuple) -> None:
