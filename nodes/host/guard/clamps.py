@@ -111,6 +111,11 @@ class ClampWatch:
             number = self._numbers[site] = self._places[min(len(self._numbers), SITES - 1)]
         _largest_of(number, amax(operand), out=number)
 
+    @property
+    def reached(self) -> frozenset:
+        """The places that were met, and are not passed."""
+        return frozenset(self._numbers)
+
     def hidden(self, largest: Sequence[float]) -> frozenset:
         """Return the places that met Inf or NaN. ``largest``: the numbers of the record, read back."""
         met = zip(self._numbers, [*largest] + [largest[-1]] * len(self._numbers), strict=False)

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -103,22 +103,22 @@ class ModelCall(FailedCall):
         if zeroed:
             again.executor = functools.partial(_with_weights, self.weights.zeroed(zeroed), again.executor)
         if watched:
-            return self._watched(again)
+            return self._watched(again, rung)
         observer = RangeObserver(layers) if wider and not rung.is_fp32 else None  # fp32 is the widest
         self._observer = self._observer if rung.is_fp32 else observer
         falls_back = [(runs_in(self.model), "fallback", True)] if rung is self.promised else []
         with patched(falls_back), observer.watching() if observer else nullcontext():
-            attempt = self._attempt(again, () if rung.as_it_was else self.sites)
+            attempt = self._attempt(again, rung)
         if not rung.is_fp32 or zeroed or not math.isfinite(attempt.largest):
             return attempt
         self.by_design |= attempt.hidden
         return replace(attempt, hidden=frozenset())
 
-    def _watched(self, again: Call) -> Attempt:
+    def _watched(self, again: Call, rung: Rung) -> Attempt:
         localizer = Localizer(self.model.diffusion_model, entering)
         again.executor = functools.partial(_watched, localizer, again.places, again.executor)
         with compile_disabled():
-            attempt = self._attempt(again)
+            attempt = self._attempt(again, rung)
         return replace(attempt, origin=localizer.origin(attempt.result))
 
     def maker(self, layer: str) -> str:
@@ -182,11 +182,17 @@ class ModelCall(FailedCall):
         else:
             self.given.forget()
 
-    def _attempt(self, again: Call, also: Collection = ()) -> Attempt:
-        """Run the model. ``also``: places of hiding operations to watch in every dtype."""
-        with self.guarded.clamps(self.device, also) as watch:
+    def _attempt(self, again: Call, rung: Rung) -> Attempt:
+        """Run the model. The places that replaced NaN or Inf in the failed call are watched in every dtype.
+
+        In the same arithmetic model code takes the same path, so a place that this repeat does not reach was skipped by
+        a cache, which returned what it kept of the failed call: NaN or Inf is replaced in that result as well.
+        """
+        with self.guarded.clamps(self.device, () if rung.as_it_was else self.sites) as watch:
             result = self._run(again)
         hidden = watch.hidden(watch.largest.tolist()) if watch else frozenset()
+        if watch and rung.as_it_was:
+            hidden |= self.sites - self.by_design - watch.reached
         self._last = Attempt(result, amax_value(result), hidden=hidden)
         return self._last
 

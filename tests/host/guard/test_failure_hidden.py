@@ -9,6 +9,7 @@ from comfy.patcher_extension import WrappersMP
 from halfsafe.nodes.host.compute.per_model import runs_in
 from halfsafe.precision.guard.verdicts import NonFinite
 from support import families, plants
+from support.custom_nodes import step_caches
 from support.families import load, with_compute
 from support.guarding import Counted, guarded, is_finite, report_of
 from support.measures import relative_error
@@ -174,3 +175,40 @@ def test_beside_a_pack_the_sampling_starts_again_as_it_was_after_one_fault(comfy
     report = report_of(model)
     assert report.verdict == "device_fault" and "restarted in fp16, because SomePack" in report.events[0].evidence
     assert not runs_in(plain.model).wider
+
+
+def around_the_model(plain):
+    """A cache that returns in a repeat what the model returned in the failed call."""
+    return step_caches.cache_dit(plain)
+
+
+def around_a_block(plain):
+    """A cache of the block that saturates: the rest of the model runs in a repeat."""
+    kept = {}
+
+    def run(executor, *args, **kwargs):
+        kept.clear()
+        return executor(*args, **kwargs)
+
+    def block(args, extra):
+        if not kept:
+            kept.update(extra["original_block"](args))
+        return {name: value.to(args["img"].dtype) for name, value in kept.items()}
+
+    clone = plain.clone()
+    clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "SomePack", of_pack)
+    clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, "SomePack", run)
+    clone.set_model_patch_replace(block, "dit", "double_block", 0)
+    return clone
+
+
+@pytest.mark.parametrize("on_nan", ON_NAN)
+@pytest.mark.parametrize("cached", [around_the_model, around_a_block])
+def test_a_saturation_beside_a_cache_that_a_repeat_is_answered_from_is_one(comfy, models, cached, on_nan):
+    plain, _ = models("flux")
+    with plants.loud_weights(plain, "flux"):
+        model = guarded(comfy, cached(plain), on_nan)
+        plants.sample(model, "flux")
+    report = report_of(model)
+    assert report.verdict == ("recovered" if on_nan == "retry_higher" else "stopped")
+    assert {(event.kind, event.ended) for event in report.events} == {("saturation", False)}
