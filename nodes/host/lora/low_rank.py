@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from comfy.model_patcher import ModelPatcher
 from comfy.weight_adapter import LoHaAdapter, LoKrAdapter, LoRAAdapter, WeightAdapterBase
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ....precision.arithmetic.products import normalized, rows_in_fp16
 from ....precision.base.flags import fp32_accumulation
@@ -103,6 +104,8 @@ def sort_patches(patcher: ModelPatcher) -> SortedPatches:
     return result
 
 
+# A TorchDispatchMode that reads numbers, as to find NaN, raises on meta tensors: that is no misfit of a patch.
+@_disable_current_modes()
 def is_left_out(patch: tuple, shape: Sequence[int]) -> bool:
     """True if ComfyUI leaves out a patch because its shape does not fit that of the weight: it logs that alone.
 
@@ -150,6 +153,7 @@ def why_merged(patch: tuple, whole: tuple[int, int]) -> str:
     return OTHER
 
 
+@_disable_current_modes()
 def _fits(change: LowRank, shape: list[int]) -> bool:
     """True if a change takes the inputs of a weight of this shape, and gives its outputs."""
     if change.offset:

@@ -208,14 +208,21 @@ class AddsLowRank(AddsToResults):
         return super().inject_model(*args, **kwargs)
 
     def patch_hook_weight_to_device(self, hooks, combined_patches, key, *args, **kwargs):
-        """Refuse hooks that would be merged into an 8-bit weight."""
+        """Refuse hooks that would be merged into a quantized weight, and merge other hooks in place."""
         # ComfyUI cannot put it back: its scale is copied into a copy (``copy_to_param`` in comfy/utils.py).
         patches = self.sorted_patches()
         if key in patches.merged and is_quantized(patches.modules[key]):
             reason = patches.merged[key]
             problem = Message(HOOKED, reason, key)
             raise HalfsafeError(problem, "Load the model with storage bf16, or use a LoRA of another kind.")
-        super().patch_hook_weight_to_device(hooks, combined_patches, key, *args, **kwargs)
+        # ComfyUI asks ``set_weight`` of a layer to write in place, which its mixed-precision layers refuse by an assert
+        # (comfy/ops.py). Where a layer has none, ComfyUI copies the sum into the weight (``copy_to_param``).
+        layer = self._layer_of_weight(key)
+        if key in combined_patches:
+            _refuse_experts(layer, key)
+        in_place = [] if layer is None or is_quantized(layer) else [(layer, "set_weight", None)]
+        with patched(in_place):
+            super().patch_hook_weight_to_device(hooks, combined_patches, key, *args, **kwargs)
 
     def model_patches_models(self, *args, **kwargs):
         models = list(super().model_patches_models(*args, **kwargs))
@@ -263,9 +270,8 @@ class AddsLowRank(AddsToResults):
     def _patched_whole(self, key: str, *args, return_weight=False, **kwargs):
         """Patch a weight as ComfyUI does; one that becomes 0 everywhere stays finite."""
         layer = self._layer_of_weight(key)
-        if key in self.patches and layer is not None and is_quantized_bank(layer):
-            problem = Message(ON_EXPERTS, key)
-            raise HalfsafeError(problem, "Load the model with storage bf16, or leave the LoRA out.")
+        if key in self.patches:
+            _refuse_experts(layer, key)
         kept = self.patches
         if self._all_patches is None and key in kept:
             self.patches = kept | {key: self._of_quantized(key, kept[key])}
@@ -371,6 +377,12 @@ def _smoothed(convert: Callable, layer: torch.nn.Module, weight: torch.Tensor, *
     """Convert a weight of a layer as ComfyUI does, and multiply it by the layer's scale for inputs."""
     numbers = convert(weight, **kwargs)
     return numbers * getattr(layer, INPUT_SCALE).to(numbers)
+
+
+def _refuse_experts(layer: torch.nn.Module | None, key: str) -> None:
+    """Refuse patches of quantized weights of experts."""
+    if layer is not None and is_quantized_bank(layer):
+        raise HalfsafeError(Message(ON_EXPERTS, key), "Load the model with storage bf16, or leave the LoRA out.")
 
 
 def _has_leaf(module: torch.nn.Module | None, name: str) -> bool:

@@ -5,6 +5,8 @@ import pytest
 import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.sd import load_bypass_lora_for_models, load_lora_for_models, save_checkpoint
+from comfy_extras.nodes_hooks import SetClipHooks
+from halfsafe.nodes.host.comfyui.layers import is_quantized
 from halfsafe.nodes.host.comfyui.weights import dequantized
 from halfsafe.precision.files.safetensors_file import open_checkpoint
 from halfsafe.precision.formats.checkpoint import read_checkpoint
@@ -110,6 +112,24 @@ def test_a_lora_of_comfyuis_bypass_node_beside_ours(comfy, wan, call, storage):
     exact, model = load(comfy, wan, "fp32", "fp32"), load(comfy, wan, storage, "fp32")
     floor = relative_error(families.replay(exact, call), families.replay(model, call))
     assert relative_error(families.replay(both(exact), call), families.replay(both(model), call)) < 1.1 * floor
+
+
+@pytest.mark.parametrize("storage", ["fp8_e4m3fn", "int8"])
+def test_a_lora_of_a_hook_acts_on_a_layer_of_an_encoder_that_stays_in_16_bit(comfy, clip_file, storage):
+    clip, name = encoder(comfy, clip_file, storage), "text_encoders.clip_l.transformer.text_projection"
+    layer, tensors = clip.cond_stage_model.clip_l.transformer.text_projection, model_files.lora({"layer": (256, 256)})
+    assert not is_quantized(layer)
+    lora = {key.replace("diffusion_model.layer", name): tensor for key, tensor in tensors.items()}
+    hooks = comfy_hooks.create_hook_lora(lora=lora, strength_model=0.0, strength_clip=1.0)
+    hooks.set_keyframes_on_hooks(comfy_hooks.HookKeyframeGroup())
+    before, ran_with = layer.weight.clone(), []
+    watch = layer.register_forward_hook(lambda layer, *_: ran_with.append(layer.weight.clone()))
+    for one in (SetClipHooks().apply_hooks(clip, True, False, hooks)[0], clip):
+        one.encode_from_tokens_scheduled(one.tokenize("a lighthouse"))
+    watch.remove()
+    hooked, after = ran_with
+    assert relative_error(before.float() + model_files.lora_delta(tensors, "layer"), hooked.float()) < 0.004
+    assert torch.equal(after, before)
 
 
 def test_a_text_encoder_is_freed_while_a_hook_changes_it(comfy, clip_file):

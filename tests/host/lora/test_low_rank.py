@@ -11,7 +11,7 @@ from comfy.sd import load_bypass_lora_for_models, load_diffusion_model, load_lor
 from comfy.weight_adapter import LoHaAdapter, LoKrAdapter, LoRAAdapter
 from halfsafe.nodes.host.compute.executor import compute_of
 from halfsafe.nodes.host.guard.model import guard_of
-from halfsafe.nodes.host.lora.low_rank import LowRankModel, change_of, why_merged
+from halfsafe.nodes.host.lora.low_rank import LowRankModel, change_of, is_left_out, why_merged
 from halfsafe.nodes.host.lora.patcher import AddsLowRank
 from halfsafe.precision.base.errors import HalfsafeError
 from safetensors.torch import save_file
@@ -21,6 +21,7 @@ from support.families import load, with_compute
 from support.guarding import guarded
 from support.matmul_spy import Products
 from support.measures import relative_error
+from torch.utils._python_dispatch import TorchDispatchMode
 
 LAYERS = {
     **{f"blocks.{block}.ffn.0": (1024, 256) for block in (0, 1)},
@@ -258,6 +259,31 @@ def test_what_is_added_is_what_comfyui_merges(name, offset, dtype, size, bound):
     model.set_strengths({("key", change): 0.7})
     expected = x.float() @ calculate_weight([patch], weight.clone(), "key").T
     assert relative_error(expected, model.layers[0](x, torch.zeros(2, 5, len(weight), dtype=dtype)).float()) < bound
+
+
+CHANGES = {
+    **ADAPTERS,
+    "difference": lambda r: ("diff", (r(1024, 256),)),
+    "another model's weight": lambda r: [(r(1024, 256), lambda weight, **kwargs: weight)],
+}
+
+
+class _FindsNaN(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        assert not (isinstance(result, torch.Tensor) and result.is_floating_point() and result.isnan().any())
+        return result
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_dispatch_mode_does_not_change_what_becomes_of_a_patch(name):
+    """One that reads numbers, which tensors on the meta device do not have."""
+    patch = (1.0, CHANGES[name](torch.ones), 1.0, None, None)
+    before = is_left_out(patch, (1024, 256)), is_left_out(patch, (1024, 200))
+    merged = name in ADAPTERS and why_merged(patch, (1024, 256))
+    with _FindsNaN():
+        assert before == (is_left_out(patch, (1024, 256)), is_left_out(patch, (1024, 200))) == (False, True)
+        assert merged == (name in ADAPTERS and why_merged(patch, (1024, 256)))
 
 
 @pytest.mark.not_as_on_cuda("autograd records nothing in inference mode")

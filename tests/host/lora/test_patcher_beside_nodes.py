@@ -14,6 +14,7 @@ import torch
 from comfy.sd import load_bypass_lora_for_models, load_lora_for_models
 from comfy_extras import nodes_hooks
 from comfy_extras.nodes_model_merging import ModelMergeSimple
+from halfsafe.nodes.host.comfyui.layers import is_quantized
 from halfsafe.nodes.host.comfyui.model_facts import held_storages
 from halfsafe.nodes.host.load.at_hand import STORAGES_AT_HAND
 from halfsafe.precision.base.errors import HalfsafeError
@@ -25,6 +26,8 @@ from support.measures import relative_error
 from support.rows import rotated
 
 LAYERS = {"blocks.0.ffn.0": (256, 128), "blocks.0.self_attn.q": (128, 128), "blocks.0.cross_attn.o": (128, 128)}
+KEPT = {"text_embedding.0": (128, 4096), "time_projection.1": (768, 128), "head.head": (64, 128)}
+"""Layers that every storage leaves in 16 bit."""
 SIDES = {"before": (1.0, 0.0), "behind": (0.0, 1.0), "both": (0.5, 0.5)}
 HELD = [name for name in STORAGES_AT_HAND[1:] if name in held_storages()]
 
@@ -157,24 +160,54 @@ def floor(at_hand, plain, captured):
     return lambda storage: relative_error(plain, families.replay(at_hand(storage), captured))
 
 
+@pytest.fixture
+def hooked(models_dir):
+    """Conditioning that hooks a LoRA: at 0.7 of its strength, and not before half of the steps."""
+
+    def make(lora, strength: float = 1.0) -> list:
+        save_file(lora, str(models_dir / "loras" / "beside_by_hook.safetensors"))
+        (hooks,) = nodes_hooks.CreateHookLoraModelOnly().create_hook_model_only("beside_by_hook.safetensors", strength)
+        (off,) = nodes_hooks.CreateHookKeyframe().create_hook_keyframe(0.0, 0.0)
+        (on,) = nodes_hooks.CreateHookKeyframe().create_hook_keyframe(0.7, 0.5, off)
+        (hooks,) = nodes_hooks.SetHookKeyframes().set_hook_keyframes(hooks, on)
+        set_on = nodes_hooks.ConditioningSetProperties().set_properties
+        return set_on(families.conditioning("wan"), 1.0, "default", hooks=hooks)[0]
+
+    return make
+
+
 @pytest.mark.parametrize("storage", ["int8", "fp8_e4m3fn"])
-def test_a_lora_of_a_hook_acts_on_a_model_quantized_at_hand(
-    comfy, one_block, at_hand, models_dir, exact, lora, storage
-):
-    save_file(lora, str(models_dir / "loras" / "at_hand_by_hook.safetensors"))
-    (hooks,) = nodes_hooks.CreateHookLoraModelOnly().create_hook_model_only("at_hand_by_hook.safetensors", 1.0)
-    (off,) = nodes_hooks.CreateHookKeyframe().create_hook_keyframe(0.0, 0.0)
-    (on,) = nodes_hooks.CreateHookKeyframe().create_hook_keyframe(0.7, 0.5, off)
-    (hooks,) = nodes_hooks.SetHookKeyframes().set_hook_keyframes(hooks, on)
-    cond = families.conditioning("wan")
-    (hooked,) = nodes_hooks.ConditioningSetProperties().set_properties(cond, 1.0, "default", hooks=hooks)
+def test_a_lora_of_a_hook_acts_on_a_model_quantized_at_hand(comfy, one_block, at_hand, hooked, exact, lora, storage):
+    cond, by_hook = families.conditioning("wan"), hooked(lora)
     model = at_hand(storage, with_lora(source(comfy, one_block, "ComfyUI, bf16"), lora, 0.3))
     expected, without = (
-        families.sample(with_lora(exact, lora, 0.3), "wan", cond=one, steps=2) for one in (hooked, cond)
+        families.sample(with_lora(exact, lora, 0.3), "wan", cond=one, steps=2) for one in (by_hook, cond)
     )
     floor = relative_error(without, families.sample(model, "wan", cond=cond, steps=2))
-    assert not judged(families.sample(model, "wan", cond=hooked, steps=2), expected, without, floor)
+    assert not judged(families.sample(model, "wan", cond=by_hook, steps=2), expected, without, floor)
     assert not model.hook_backup and not model.cached_hook_patches
+
+
+@pytest.mark.parametrize("made", [*(f"ours, {storage}" for storage in HELD), "ComfyUI, bf16"])
+def test_a_lora_of_a_hook_acts_on_layers_that_stay_in_16_bit(comfy, one_block, at_hand, hooked, exact, made):
+    """Of a model with quantized layers. The next prompt has another strength, and the last one no hook."""
+    model = at_hand("int8") if made.startswith("ComfyUI") else source(comfy, one_block, made)
+    kept, cond = model_files.lora(KEPT, rank=8, size=0.5), families.conditioning("wan")
+    layers = {name: model.get_model_object(f"diffusion_model.{name}") for name in KEPT}
+    assert not any(map(is_quantized, layers.values())) and any(map(is_quantized, model.model.modules()))
+    before = {name: layer.weight.clone() for name, layer in layers.items()}
+    without = families.sample(exact, "wan", cond=cond, steps=2)
+    floor = relative_error(without, families.sample(model, "wan", cond=cond, steps=2))
+    wrong = {}
+    for strength in (1.0, -0.7):
+        expected, result = (families.sample(one, "wan", cond=hooked(kept, strength), steps=2) for one in (exact, model))
+        wrong[f"strength {strength}"] = judged(result, expected, without, floor)
+        changed = [name for name, layer in layers.items() if not torch.equal(layer.weight, before[name])]
+        wrong[f"left after strength {strength}"] = ", ".join(changed)
+        families.unload_models()
+    error = relative_error(without, families.sample(model, "wan", cond=cond, steps=2))
+    wrong["no hook"] = f"error {error:.4f}, before the hooks {floor:.4f}" if error > 1.01 * floor else ""
+    assert not any(wrong.values()), {what: text for what, text in wrong.items() if text}
 
 
 @pytest.mark.parametrize("storage", ["int8", "fp8_e4m3fn"])

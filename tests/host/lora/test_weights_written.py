@@ -7,6 +7,7 @@ import comfy.hooks
 import folder_paths
 import pytest
 import torch
+from comfy.model_patcher import MemoryCounter
 from comfy.ops import mixed_precision_ops
 from comfy.quant_ops import QuantizedTensor
 from comfy.sd import load_lora_for_models
@@ -283,6 +284,7 @@ def test_experts_are_read_and_no_patch_is_lost(comfy, wan, experts):
         families.denoise,
         lambda model: written("ModelSave", model),
         lambda model: model.patch_weight_to_device(key, return_weight=True),
+        lambda model: model.patch_hook_weight_to_device(None, model.patches, key, {key: None}, MemoryCounter(0)),
     ):
         with pytest.raises(HalfsafeError, match="quantized expert weights"):
             use(patched)
