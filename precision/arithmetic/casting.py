@@ -2,12 +2,16 @@
 
 import contextlib
 from collections.abc import Callable, Iterable
+from typing import Literal
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from ..base.nested import PLAIN, replaced, tensors_in
 
+Results = Literal["fp32", "given", "computed"]
+"""Dtype of the 16-bit and fp32 results of a promoted function: fp32, that of its first tensor if it is of 16 bit, or as
+its operations return them."""
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 NARROW = (torch.float16, torch.bfloat16)
 CASTS = (torch.Tensor.to, torch.Tensor.type_as)
@@ -70,16 +74,19 @@ def _widened(value):
     return torch.float32 if isinstance(value, torch.dtype) and value in NARROW else value
 
 
-def promoting(function: Callable, casts: bool = True, results: bool = True) -> Callable:
-    """Wrap a function so that its operations promote to fp32 and its 16-bit results become fp32.
+def promoting(function: Callable, casts: bool = True, results: Results = "fp32") -> Callable:
+    """Wrap a function so that its operations promote to fp32 where dtypes differ.
 
-    ``casts``: keep its casts to fp16 or bf16; otherwise they become casts to fp32. ``results``: cast its results.
+    ``casts``: keep its casts to fp16 or bf16; otherwise they become casts to fp32. ``results``: dtype of its results. A
+    tensor that it received and returns keeps its own with "given".
     """
 
     def run(*args, **kwargs):
         with contextlib.nullcontext() if casts else CastsToFp32(), PromotesFloats():
             result = function(*args, **kwargs)
-            return replaced(result, _float) if results else result
+        if results == "given":
+            return _as_given(result, [*tensors_in((args, kwargs))])
+        return replaced(result, _float) if results == "fp32" else result
 
     run.__wrapped__ = function  # type: ignore[attr-defined]
     return run
@@ -101,6 +108,19 @@ def widened(function: Callable, dtype: torch.dtype) -> Callable:
 
     run.__wrapped__ = function  # type: ignore[attr-defined]
     return run
+
+
+def _as_given(result, given: list[torch.Tensor]):
+    """Cast what was computed to the dtype of the first float tensor among ``given``, if it is of 16 bit."""
+    dtype = next((each.dtype for each in given if each.dtype in FLOATS), None)
+    if dtype not in NARROW:
+        return result
+    kept = set(map(id, given))
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.dtype in FLOATS and id(tensor) not in kept else tensor
+
+    return replaced(result, cast)
 
 
 def _dtypes(values: Iterable, found: set[torch.dtype]) -> set[torch.dtype]:

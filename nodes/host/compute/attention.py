@@ -101,7 +101,11 @@ def holds_modules(module: torch.nn.Module) -> bool:
 
 def forward_of(part: torch.nn.Module) -> Callable:
     """Return the forward of a part without the attention entry of an outer wrapper."""
-    return getattr(part.forward, "behind", part.forward)
+    return without_entry(part.forward)
+
+
+def without_entry(forward: Callable) -> Callable:
+    return getattr(forward, "behind", forward)
 
 
 def _entry(forward: Callable, override: Callable, inputs: Callable | None) -> Callable:

@@ -1,4 +1,4 @@
-"""The border between a model whose values are fp32 and the code of other packs on it.
+"""The border between a model and the code of other packs on it, which expects values of another dtype.
 
 ComfyUI's layers cast their weights to the dtype of what they are given. Layers of other packs mostly do not: the keys
 and values of IPAdapter, InstantID and PuLID, the motion modules of AnimateDiff, and the attention that packs add to
@@ -6,7 +6,8 @@ Flux's blocks are in one dtype, which each pack chooses by itself: by ``unet_dty
 fixed one. So no dtype that values could be rounded to at the border fits all of them.
 
 Values cross the border as they are. While a pack's code runs, torch's operations cast their operands to fp32 where
-dtypes differ, and its results are cast to fp32: no number is rounded on the way, so none can overflow.
+dtypes differ, and its results are cast to fp32: no number is rounded on the way, so none can overflow. A model whose
+values a node made 16-bit, of another dtype than the model stated before, is given results in its own dtype.
 """
 
 import functools
@@ -19,7 +20,7 @@ from types import FunctionType, MethodType
 import torch
 from comfy.patcher_extension import WrappersMP
 
-from ....precision.arithmetic.casting import NARROW, promoting
+from ....precision.arithmetic.casting import FLOATS, NARROW, Results, promoting
 from ....precision.base.errors import HalfsafeError
 from ....precision.base.message import Message
 from ....precision.base.patching import Patch
@@ -27,6 +28,7 @@ from ..comfyui.attributes import OVERRIDE, casts_weights
 from ..comfyui.code_owner import code_owner
 from ..comfyui.patches import each_changed, patch_name, with_patches
 from ..comfyui.weights import has_own_forward
+from .attention import without_entry
 
 Change = Callable[[Callable], Callable]
 FUNCTIONS = (FunctionType, MethodType, functools.partial)
@@ -38,28 +40,29 @@ OF_DTYPES = re.compile(
 )
 REFUSED = (
     "{0} stopped with '{1}'. With compute fp16_safe or fp32, and where NaN Guard repeats a step in one of them, the "
-    "values between layers are fp32, which this code, or what it calls, does not take."
+    "values between layers are fp32, and with another compute than the model was loaded in they are in another dtype, "
+    "which this code, or what it calls, does not take."
 )
 CHOOSE = (
     "Choose a compute whose values this code takes: bf16, or auto or fp16 if the model stays finite in plain fp16. Or "
-    "remove the node of that pack."
+    "put the node of that pack behind the node that chooses the compute, or remove it."
 )
 
 
-def bordered(function: Callable, place: str = "", results: bool = True) -> Callable:
-    """Wrap a function of another pack so that it takes fp32 values. ComfyUI's own is returned as it is.
+def bordered(function: Callable, place: str = "", results: Results = "fp32") -> Callable:
+    """Wrap a function of another pack so that it takes values of any dtype. ComfyUI's own is returned as it is.
 
-    ``place``: what errors call it; "" for a function that a node patched into the model's blocks. ``results``: cast its
-    16-bit results to fp32.
+    ``place``: what errors call it; "" for a function that a node patched into the model's blocks. ``results``: dtype of
+    its results.
 
     Raises:
         HalfsafeError: the function refuses a dtype nevertheless, as a kernel for 16-bit operands does.
     """
-    owner = code_owner(function) or code_owner(inspect.unwrap(function))
+    owner = code_owner(function) or code_owner(inspect.unwrap(without_entry(function)))
     return crossing(function, place and Message("{0} of {1}", place, owner), results) if owner else function
 
 
-def crossing(function: Callable, place: str = "", results: bool = True) -> Callable:
+def crossing(function: Callable, place: str = "", results: Results = "fp32") -> Callable:
     """Wrap a function as :func:`bordered` does, whoever owns it."""
     inner = promoting(function, results=results)
 
@@ -73,6 +76,8 @@ def crossing(function: Callable, place: str = "", results: bool = True) -> Calla
             raise HalfsafeError(problem, CHOOSE) from error
 
     run.__wrapped__ = function  # type: ignore[attr-defined]
+    if (own := without_entry(function)) is not function:
+        vars(run)["behind"] = crossing(own, place, results)
     return run
 
 
@@ -94,20 +99,21 @@ def with_borders(options: dict, change: Change, patched: Change) -> dict:
 
 
 def borders_in(
-    modules: Mapping[str, torch.nn.Module], planned: Collection[torch.nn.Module] = (), results: bool = True
+    modules: Mapping[str, torch.nn.Module], planned: Collection[torch.nn.Module] = (), results: Results = "fp32"
 ) -> list[Patch]:
     """Return patches of those modules, by name, that other packs added, changed or hooked.
 
     ``planned``: layers whose forward a plan sets.
     """
     found: list[Patch] = []
+    refusing = FLOATS if results == "given" else NARROW  # fp32 weights take fp32 values
     for name, module in modules.items():
         place, own = Message("'{0}'", name or type(module).__name__), vars(module)
         for attribute, value in own.items():
             is_code = isinstance(value, FUNCTIONS) or (attribute == "forward" and callable(value))
             if is_code and not (attribute == "forward" and module in planned):
                 found.append((module, attribute, bordered(value, place, results)))
-        if "forward" not in own and module not in planned and not casts_itself(module):
+        if "forward" not in own and module not in planned and not casts_itself(module, refusing):
             found.append((module, "forward", crossing(module.forward, place, results)))
         for kind in HOOKS:
             if any(map(code_owner, own[kind].values())):
@@ -116,13 +122,13 @@ def borders_in(
     return [each for each in found if each[2] is not vars(each[0]).get(each[1])]
 
 
-def casts_itself(module: torch.nn.Module) -> bool:
+def casts_itself(module: torch.nn.Module, refusing: Collection[torch.dtype] = NARROW) -> bool:
     """True for a module that takes inputs of any dtype: an operation of ComfyUI, whatever derives from it, a module of
-    ComfyUI's, and a layer without 16-bit parameters of torch's own classes."""
+    ComfyUI's, and a layer of torch's own classes without parameters in the dtypes ``refusing``."""
     if has_own_forward(module):
         return not code_owner(module.forward)
     if casts_weights(module):
         return True
     if type(module).forward.__module__.startswith("torch.nn."):
-        return not any(each.dtype in NARROW for each in module.parameters(recurse=False))
+        return not any(each.dtype in refusing for each in module.parameters(recurse=False))
     return not code_owner(type(module).forward)

@@ -13,7 +13,7 @@ from ....precision.base.modes import INT8
 from ....precision.base.patching import patched
 from ....precision.plan.choice import WithoutEffect
 from ....precision.plan.compute import ComputePlan
-from ..comfyui.attributes import OVERRIDE, kernel_of_file
+from ..comfyui.attributes import CAST_DTYPE, OVERRIDE, kernel_of_file
 from ..comfyui.execution import Make, adapts_text, conditions_through, is_compiled, trains
 from ..comfyui.gate import met_in
 from ..comfyui.layers import modules_of
@@ -35,10 +35,11 @@ def set_compute(patcher, plan: ComputePlan) -> "Compute":
     """Run ``patcher``, a clone or a newly loaded model, under a plan, which replaces an earlier one. Return the plan's
     executor.
 
-    No wrapper is added for a plan that replaces nothing, is not in fp32 and has no fallback, on a model without fp8
-    weights.
+    No wrapper is added for a plan that replaces nothing, is in the dtype that the model was loaded to compute in, not
+    fp32, and has no fallback, on a model without fp8 weights.
     """
-    compute = Compute(plan, not plan.exchanges and any(map(is_fp8, patcher.model.diffusion_model.modules())))
+    binds = not plan.exchanges and any(map(is_fp8, patcher.model.diffusion_model.modules()))
+    compute = Compute(plan, binds, CAST_DTYPE in patcher.object_patches)
     put_stage(patcher, COMPUTE, compute)
     return compute
 
@@ -77,17 +78,19 @@ def quantized_attention(patcher: ModelPatcher) -> str:
 class Compute(Stage):
     """Run the calls of models under one plan. It stores measurements per model, and no reference to the model.
 
-    ``binds``: the plan changes nothing, and the model has fp8 weights, whose kernels are looked up once. ``node_id``:
-    the node that made the plan; its badge shows the dtypes in use.
+    ``binds``: the plan changes nothing, and the model has fp8 weights, whose kernels are looked up once.
+    ``restates``: a node changed the dtype that the model computes in. ``node_id``: the node that made the plan; its
+    badge shows the dtypes in use.
     """
 
-    def __init__(self, plan: ComputePlan, binds: bool):
+    def __init__(self, plan: ComputePlan, binds: bool, restates: bool = False):
         self.plan = plan
         self.binds = binds
-        self.acts = bool(plan.exchanges or plan.fallback or plan.is_in_fp32 or binds)
+        self.restates = restates
+        self.acts = bool(plan.exchanges or plan.fallback or plan.is_in_fp32 or binds or restates)
         self.node_id = running_node_id()
-        self.fallback = Compute(plan.fallback, binds) if plan.fallback else None
-        self.runs: PerModel[PlannedModel] = PerModel(lambda model: PlannedModel(plan, model, True))
+        self.fallback = Compute(plan.fallback, binds, restates) if plan.fallback else None
+        self.runs: PerModel[PlannedModel] = PerModel(lambda model: PlannedModel(plan, model, True, restates))
         self.adapters: PerModel[PlannedModel] = PerModel(lambda model: PlannedModel(plan, model))
 
     def acting(self, model) -> "Compute":
@@ -101,7 +104,8 @@ class Compute(Stage):
             return None
         acting = self.acting(call.model)
         plan = acting.plan
-        acts = plan.exchanges or plan.is_in_fp32 or acting.binds or (acting.fallback and not fuses_by_default())
+        changes = plan.exchanges or plan.is_in_fp32 or acting.binds or acting.restates
+        acts = changes or (acting.fallback and not fuses_by_default())
         return acting.runs.of(call.model) if acts else None
 
     def planned_modes(self, patcher: ModelPatcher) -> dict[str, str]:

@@ -12,6 +12,7 @@ from comfy.model_patcher import ModelPatcher
 
 from ....precision.arithmetic.attention import SafeAttention, run_in_fp32
 from ....precision.arithmetic.attention_bounds import AttentionCall
+from ....precision.arithmetic.casting import Results
 from ....precision.arithmetic.stated_scale import USED
 from ....precision.base.flags import fp32_accumulation
 from ....precision.base.layer_names import are_alike
@@ -41,10 +42,11 @@ class PlannedModel(CalibratedActing):
 
     ``binds``: fp8 layers without a decision, whose weights ComfyUI unpacks in each call, have their kernels looked up
     once.
+    ``restates``: a node changed the dtype that the model computes in, after other packs may have made layers for it.
     ``is_in_fp32``: all values between layers are fp32, which a caller's autocast would round to 16 bit.
     """
 
-    def __init__(self, plan: ComputePlan, model, binds: bool = False):
+    def __init__(self, plan: ComputePlan, model, binds: bool = False, restates: bool = False):
         named = modules_of(model)
         decided = {name: module for name, module in named.items() if name in plan.decisions}
         follow = {name: module for name, module in named.items() if name not in decided and is_unpacked(module)}
@@ -52,6 +54,7 @@ class PlannedModel(CalibratedActing):
         self.found = put_on(self.modules)
         self.plan = plan
         self.is_in_fp32 = plan.is_in_fp32
+        self.restates = restates
         self._safe, self._mixes = plan.is_safe, plan.mixes_fp32_in  # a graph breaks where it reads the plan's mappings
         self._model: Callable[[], Any] = weakref.ref(model)  # alive in its own calls, where it is asked for
         # Whether flags are switched by layer is found by a walk over the model: asked where the answer matters.
@@ -135,13 +138,20 @@ class PlannedModel(CalibratedActing):
 
     @property
     def has_borders(self) -> bool:
-        """True if values between layers may be fp32 where the code of other packs expects 16 bit."""
-        return self.is_in_fp32 or self._mixes
+        """True if values between layers may be of another dtype than the code of other packs expects."""
+        return self.is_in_fp32 or self._mixes or self.restates
+
+    @property
+    def _results(self) -> Results:
+        """The dtype in which code of other packs returns its results."""
+        if self.is_in_fp32:
+            return "fp32"
+        return "computed" if self._mixes else "given"
 
     def options_of_call(self, options: dict) -> dict:
         """Return ``transformer_options`` for an attempt, with the functions that nodes patched into the model as they
         run in it."""
-        change = partial(bordered, results=self.is_in_fp32)
+        change = partial(bordered, results=self._results)
         return with_borders(options, change, change) if self.has_borders else options
 
     def borders(self, model) -> list[Patch]:
@@ -152,7 +162,7 @@ class PlannedModel(CalibratedActing):
             modules = modules_of(model)
             # AnimateDiff puts ComfyUI's layers in, of the class that does not cast.
             added = (patch for module in modules.values() if module not in self._known for patch in casting(module))
-            self._borders = [*added, *borders_in(modules, {*self.modules.values()}, self.is_in_fp32)]
+            self._borders = [*added, *borders_in(modules, {*self.modules.values()}, self._results)]
             self._borders_of = state
         return self._borders
 

@@ -33,6 +33,7 @@ from ..comfyui.attributes import (
     hold_in_dtype,
     quantization_format,
 )
+from ..comfyui.layers import activation_dtype
 from ..comfyui.model_facts import held_storages, keep_record, record_of
 from ..comfyui.weights import NORMS
 from ..compute.executor import Compute, planned_on, set_compute
@@ -210,7 +211,9 @@ def load_onto(
     for name in OF_WEIGHTS:
         if name in vars(made):
             setattr(clone, name, getattr(made, name))
-    clone.object_patches.pop(CAST_DTYPE, None)
+    own = activation_dtype(made)
+    if CAST_DTYPE in patcher.object_patches or activation_dtype(patcher) != own:
+        clone.object_patches[CAST_DTYPE] = own  # packs may have made layers in the dtype stated before
     keep_record(clone, cast(ModelPlan, record_of(made)))
     set_compute(clone, cast(Compute, planned_on(made)).plan)
     keep_low_rank_unmerged(clone)

@@ -5,6 +5,8 @@ Each is held against ComfyUI alone in fp32 with the same code, whose weights are
 
 from __future__ import annotations
 
+import functools
+
 import comfy.sd
 import pytest
 import torch
@@ -36,6 +38,7 @@ from support.custom_nodes.foreign_layers import (
 from support.guarding import guarded, left_on, report_of
 from support.measures import relative_error
 from support.page_words import untranslated
+from support.summing import accumulation
 
 BOUND = 0.003
 """fp16_safe differs from fp32 by at most 0.0011 in these models without the code, and by 0.0013 with it."""
@@ -167,6 +170,56 @@ def test_code_runs_beside_a_node_that_chooses_fp32_values(comfy, name, node, dty
     assert relative_error(expected(name), sample(model, kind)) < BOUND
 
 
+@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize(
+    ("dtype", "chosen"), [(torch.float32, "fp16"), (torch.bfloat16, "fp16"), (torch.float16, "bf16")]
+)
+def test_code_made_for_the_dtype_before_a_node_changes_it_runs_in_a_16_bit_model(
+    comfy, name, dtype, chosen, expected, of_core, turing
+):
+    kind = KINDS[name]
+    with_code = kind.on(families.with_compute(comfy, of_core(kind.family), "fp32"), dtype)
+    model = families.with_compute(comfy, with_code, chosen)
+    seen = []
+    model.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "seen", functools.partial(note_dtypes, seen))
+    found = relative_error(expected(name), sample(model, kind))
+    own = {"fp16": torch.float16, "bf16": torch.bfloat16}[chosen]
+    kind.off(model)
+    behind = kind.on(families.with_compute(comfy, of_core(kind.family), chosen), own)
+    right = relative_error(expected(name), sample(behind, kind))
+    kind.off(model)
+    assert found < 1.2 * right, (found, right)
+    assert {*seen} == {own}, "the values stay in 16 bit"
+
+
+def test_code_beside_a_node_that_replaces_attention_crosses_the_border(comfy, expected, of_core, monkeypatch):
+    monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_89")
+    kind = KINDS["forwards of blocks"]
+    model = families.with_compute(comfy, kind.on(of_core(kind.family), UNET), "fp16_safe")
+    summing = accumulation(comfy, model, attention="auto")
+    assert relative_error(expected("forwards of blocks"), sample(summing, kind)) < BOUND
+
+
+def note_dtypes(seen: list, executor, x, *args, **kwargs):
+    result = executor(x, *args, **kwargs)
+    seen.extend((x.dtype, result.dtype))
+    return result
+
+
+def test_a_model_in_the_dtype_it_was_loaded_in_has_no_border(comfy, of_core, turing):
+    kind, given = KINDS["attn2 replaced"], []
+
+    def note(executor, x, timesteps, context, y, control, options, **kwargs):
+        given.extend(options["patches"]["attn2_output_patch"])
+        return executor(x, timesteps, context, y, control, options, **kwargs)
+
+    for compute in ("fp16", "bf16"):
+        model = families.with_compute(comfy, on_attention(of_core(kind.family), kernel_for_16_bit), compute)
+        model.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "note", note)
+        sample(model, kind)
+    assert [each is kernel_for_16_bit for each in given] == [True, False]
+
+
 @pytest.mark.parametrize(
     ("node", "given"),
     [
@@ -260,6 +313,13 @@ def test_a_kernel_that_refuses_fp32_is_named_with_its_pack_and_what_to_choose(ke
     problem, advice = refused.value.problem, refused.value.advice
     assert problem.startswith(f"patch {kernel.__name__} of foreign_layers stopped with ") and "fp16_safe" in problem
     assert "bf16" in advice and "auto" in advice and untranslated([advice]) == []
+
+
+def test_a_kernel_that_refuses_a_changed_16_bit_dtype_is_named(comfy, of_core, turing):
+    kind = KINDS["attn2 replaced"]
+    model = families.with_compute(comfy, on_attention(of_core(kind.family), kernel_of_one_dtype), "bf16")
+    with pytest.raises(HalfsafeError, match="patch kernel_of_one_dtype of foreign_layers stopped with "):
+        sample(model, kind)
 
 
 def test_another_error_of_a_pack_stays_as_it_is(ours, turing):

@@ -44,9 +44,17 @@ def test_what_a_function_returns_is_in_fp32():
 
 
 def test_results_may_keep_their_dtype():
-    run = promoting(lambda x: (x, F.linear(X, W)), results=False)
+    run = promoting(lambda x: (x, F.linear(X, W)), results="computed")
     kept, mixed = run(W)
     assert kept.dtype == torch.float16 and mixed.dtype == torch.float32
+
+
+def test_results_as_given_are_in_the_16_bit_dtype_of_the_first_tensor():
+    wide = X.clone()
+    run = promoting(lambda x, y: {"x": x, "y": y, "out": x + F.linear(X, W), "ids": torch.arange(2)}, results="given")
+    found = {name: each.dtype for name, each in run(X.bfloat16(), wide).items()}
+    assert found == {"x": torch.bfloat16, "y": torch.float32, "out": torch.bfloat16, "ids": torch.int64}
+    assert run(X, W)["out"].dtype == torch.float32
 
 
 def test_operators_of_other_libraries_and_private_functions_keep_their_operands(monkeypatch):
