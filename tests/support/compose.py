@@ -81,6 +81,7 @@ FELL = (
     "family=flux nodes=C compute=fp16_safe foreign=block side=behind",
     "family=wan device=sm_89 nodes=H goal=quality foreign=injected",
     "family=sd15 source=our_checkpoint weights=overflowing compute=int8 nodes=GH foreign=injected",
+    "family=wan device=sm_89 weights=overflowing source=ours stored_by=loader compute=fp16 nodes=G foreign=block side=behind lora=hook_keyframes",
 )
 """Cases that were wrong once, each the smallest of a cause."""
 

@@ -104,10 +104,13 @@ class Guard(Stage):
         with guarded.clamps(call.x.device) as watch, watching, asking as asked:
             call.rung = guarded.layers
             result = run(call)
-        sizes = torch.stack([amax(result), *([asked.largest().to(result.device)] if asked else [])])
+        sizes = [amax(result)]
+        if asked:
+            sizes.append(asked.largest().to(result.device))
+        numbers = torch.stack(sizes)
         if watch:
-            sizes = torch.cat([sizes, watch.largest])
-        largest, *hidden = sizes.tolist()
+            numbers = torch.cat([numbers, watch.largest])
+        largest, *hidden = numbers.tolist()
         of_weights = hidden.pop(0) if asked else 0.0
         finite = math.isfinite(largest)
         sites = watch.hidden(hidden) if watch and finite else frozenset()

@@ -66,7 +66,11 @@ class Sampling:
         """Run the sampler, and restart it from its first step whenever a call requests it."""
         guider = self._guider
         conditionings, start = guider.conds, RandomStart.of(guider.model_patcher.load_device)
-        others = CoreState({})
+        # Keyframes of hooks pass over a step at the noise level of their last one, which ``reset`` in comfy/hooks.py
+        # leaves as it is: it resets ``curr_t`` in place of ``_curr_t``.
+        groups = [one.get("hooks") for group in conditionings.values() for one in group]
+        hooks = [hook for group in groups if group is not None for hook in group.hooks]
+        others = CoreState({"keyframes": [hook.hook_keyframe for hook in hooks]})
         guider.model_options.setdefault("transformer_options", {})[SAMPLING] = self
         while True:
             guider.conds = {name: [copy.copy(each) for each in group] for name, group in conditionings.items()}

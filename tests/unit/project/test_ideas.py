@@ -15,13 +15,13 @@ import pytest
 from support.shipped import ROOT, tracked_files
 
 AT_MOST = {
-    "places that put a forward on a module": 14,
-    "record types": 67,
+    "places that put a forward on a module": 15,
+    "record types": 68,
     "public names": 802,
-    "questions of format or scale": 52,
+    "questions of format or scale": 64,
     "states of a module": 22,
     "states of a page's module": 22,
-    "lines over 100 columns, in thousandths": 105,
+    "lines over 100 columns, in thousandths": 107,
 }
 """What is counted -> how many there may be. A lower count is written here; a higher one names in its commit what it replaces."""
 IS_STATE = re.compile(r"WeakKeyDictionary|ContextVar|threading\.|^\{\}$|^set\(\)$|^\[\]$|deque\(")
