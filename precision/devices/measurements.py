@@ -11,7 +11,7 @@ BENCH = "https://huggingface.co/datasets/anla1234-itachi/comfyui-quant-bench"
 INT8_FAST = "https://github.com/BobJohnson24/ComfyUI-INT8-Fast"
 FORGE = "https://github.com/Haoming02/sd-webui-forge-classic"
 CORE = "https://github.com/Comfy-Org/ComfyUI"
-PACK = "benchmarks/results/gpu_h200.json"
+PACK, PACK_DYNAMIC = "benchmarks/results/gpu_h200.json", "benchmarks/results/gpu_h200_dynamic_vram.json"
 RANGE = "{0} ran at {1} times the speed of {2} ({3})."
 ONE_CARD = "{0} {1}"
 
@@ -28,7 +28,7 @@ class Measurement:
         to: what it is compared with; fp8 is whatever the program ran fp8 weights in.
         torch: version of torch, "" where the source does not say.
         date: year and month or day, "" where the source does not say.
-        source: address of the figure, or :data:`PACK`.
+        source: address of the figure, or a file of the repository.
         remark: what else decided the figure, as kernels of another program.
     """
 
@@ -51,7 +51,8 @@ class Measurement:
 def _of_h200(model: str, setting: str, seconds: float) -> Measurement:
     """A whole call of a model on an H200; ``seconds``: its time relative to ComfyUI's own fp16."""
     speed = round(1 / seconds, 2)
-    return Measurement("H200", model, setting, (speed, speed), "16 bit", "2.11.0+cu130", "2026-11-27", PACK)
+    source = PACK_DYNAMIC if "dynamic" in model else PACK
+    return Measurement("H200", model, setting, (speed, speed), "16 bit", "2.11.0+cu130", "2026-11-27", source)
 
 
 MEASURED: dict[str, tuple[Measurement, ...]] = {

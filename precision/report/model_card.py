@@ -4,6 +4,7 @@ Its text is Markdown with the YAML block of a Hugging Face model page. All figur
 measured while it was.
 """
 
+import contextlib
 import math
 import os
 import re
@@ -13,7 +14,6 @@ from math import prod
 from pathlib import Path
 
 from ..base.dtypes import QUANTIZED_NAMES
-from ..base.errors import CheckpointError
 from ..base.layer_names import by_pattern, count_patterns, group_name
 from ..base.message import Message
 from ..base.text import count_text, size_text
@@ -45,7 +45,8 @@ def measuring_errors(made: Iterable[Made], plans: Mapping[str, LayerPlan], error
     """Yield weights as they are made, and put the relative error of each changed weight into ``errors`` by its name."""
     for weight, tensors in made:
         if plans[weight.name].changes:
-            errors[weight.name] = _error(weight, tensors)
+            with contextlib.suppress(Exception):  # rather a card without a figure than no file
+                errors[weight.name] = _error(weight, tensors)
         yield weight, tensors
 
 
@@ -94,7 +95,7 @@ def add_model_card(
         text = _model_card(path, checkpoint, provenance, made_by, plans, errors, folder, readings, notes)
         with os_errors_as(card, "written"), replacing(card, overwrite=False) as written:
             written.write(text.encode("utf-8"))
-    except CheckpointError as error:
+    except Exception as error:  # the file is saved: a card is not worth an error of the node
         return Message(CARD_UNWRITTEN, why=str(error))
     return Message(CARD_WRITTEN, card=card.name)
 

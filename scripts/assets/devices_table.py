@@ -15,7 +15,7 @@ LINE = "\n|---|---|---|---|---|---|\n"
 
 def measurement_rows() -> list[str]:
     """One row of markdown a measurement: profile, card and model, setting, ratio and what it is beside, conditions, source."""
-    from halfsafe.precision.devices.measurements import MEASURED, PACK
+    from halfsafe.precision.devices.measurements import MEASURED
 
     rows = []
     for profile, measurements in MEASURED.items():
@@ -23,7 +23,11 @@ def measurement_rows() -> list[str]:
             what = ", ".join(filter(None, (row.card, row.model)))
             conditions = ", ".join(filter(None, (row.torch and f"torch {row.torch}", row.date, row.remark)))
             name = "/".join(row.source.split("/")[-4:]) if "github.com" in row.source else row.source.split("/", 3)[-1]
-            source = f"[Halfsafe 1.2.0](../{PACK})" if row.source == PACK else f"[{name}]({row.source})"
+            source = (
+                f"[Halfsafe 1.2.0](../{row.source})"
+                if row.source.startswith("benchmarks/")
+                else f"[{name}]({row.source})"
+            )
             rows.append(f"| `{profile}` | {what} | {row.setting} | {row.times} of {row.to} | {conditions} | {source} |")
     return rows
 

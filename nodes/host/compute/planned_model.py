@@ -2,6 +2,7 @@
 
 import logging
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -71,6 +72,7 @@ class PlannedModel(CalibratedActing):
         self._known = frozenset(named.values())
         self._borders: list[Patch] | None = None
         self._borders_of: tuple = ()
+        self._stood: list = []
         self._sums_off = False
         self._holds_sums = holds_sums(plan)
         self._is_wide = any(decision.mode == FP16_WIDE.name for decision in plan.decisions.values())
@@ -155,15 +157,17 @@ class PlannedModel(CalibratedActing):
         return with_borders(options, change, change) if self.has_borders else options
 
     def borders(self, model) -> list[Patch]:
-        """Return the patches of modules of other packs in a model; looked for once in a sampler's run of a patcher."""
+        """Return the patches of modules of other packs in a model; looked for once in a sampler's run of a patcher, and
+        again if a pack, or a watch of ours, has changed what they stand on."""
         patcher = model.current_patcher
         state = patcher and weakref.ref(patcher), is_injected(patcher)
-        if self._borders is None or state != self._borders_of:
+        if self._borders is None or state != self._borders_of or _standing(self._borders) != self._stood:
             modules = modules_of(model)
             # AnimateDiff puts ComfyUI's layers in, of the class that does not cast.
             added = (patch for module in modules.values() if module not in self._known for patch in casting(module))
             self._borders = [*added, *borders_in(modules, {*self.modules.values()}, self._results)]
             self._borders_of = state
+            self._stood = _standing(self._borders)
         return self._borders
 
     def begin_run(self) -> None:
@@ -254,3 +258,9 @@ def needs_fp32_accumulation(plan: ComputePlan, patcher: ModelPatcher) -> bool:
     accumulate in fp16 or the flag cannot be switched per layer. Else each ``SafeOperation`` switches it off."""
     wide = any(decision.mode == FP16_WIDE.name for decision in plan.decisions.values())
     return holds_sums(plan) or (wide and not switches_by_layer(patcher))
+
+
+def _standing(patches: Iterable[Patch]) -> list:
+    """Return what stands now where patches of ``borders_in`` will: functions, and the hooks of a module by key."""
+    values = [vars(module).get(attribute) for module, attribute, _ in patches]
+    return [tuple(value.items()) if isinstance(value, OrderedDict) else value for value in values]

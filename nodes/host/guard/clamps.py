@@ -98,6 +98,7 @@ class ClampWatch:
         _watches.reset(self._outside)
         hiding_is_seen.__exit__(*error)
 
+    @torch.no_grad()  # an operand of Train LoRA requires a gradient
     def see(self, operand: torch.Tensor, site: object) -> None:
         """Update the record of a place with the amax of a tensor."""
         if site in self._passed:

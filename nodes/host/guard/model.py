@@ -122,6 +122,8 @@ class Guard(Stage):
         if log.given_up or (finite and not (sites or nan_weights or nan_inputs)):
             return result
         failed = ModelCall(run, call, number, start, result, guarded, sites, nan_weights, nan_inputs)
+        if nan_weights or log.nan_given:  # what is hidden in fp32 too may be that NaN: it says nothing of other calls
+            failed.by_design = set(failed.by_design)
         if failed.packs and not failed.can_start_again:
             log.remarks.add(Message(REPEATED_BESIDE, failed.packs))
         try:

@@ -14,6 +14,7 @@ from comfy.model_base import BaseModel
 
 from ....precision.base.nested import replaced
 from ..comfyui.attributes import POSE_CACHE, PREFIX_CACHE, STEP_METADATA, empty_pose_cache, empty_prefix_cache
+from ..comfyui.execution import is_on_several_devices
 from . import model_compiler
 from .core_state import CoreState
 from .restart import SAMPLING, Sampling
@@ -71,13 +72,17 @@ class Call:
         values |= {"control": _fresh(self.control), OPTIONS: options}
         placed, named = (values[name] for name in self.places), {name: values[name] for name in self.names}
         try:
-            with model_compiler.repeating() if again else nullcontext():
+            with model_compiler.repeating(self._is_alone()) if again else nullcontext():
                 return self.executor(*placed, **named)
         except BaseException:
             model_compiler.after_failure()
             if again:
                 self.forget()
             raise
+
+    def _is_alone(self) -> bool:
+        patcher = self.model.current_patcher
+        return patcher is None or not is_on_several_devices(patcher)
 
     def forget(self) -> None:
         """Restore the state that ComfyUI had before the call."""

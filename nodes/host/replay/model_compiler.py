@@ -37,8 +37,12 @@ def after_failure() -> None:
 
 
 @contextlib.contextmanager
-def repeating() -> Iterator[None]:
-    """Context of a repeated call: nothing that was recorded of the failed one runs in its place."""
-    after_failure()
+def repeating(is_alone: bool = True) -> Iterator[None]:
+    """Context of a repeated call: nothing that was recorded of the failed one runs in its place.
+
+    ``is_alone``: False while other threads call copies of the model on other devices, whose prefetched weights stay.
+    """
+    if is_alone:
+        after_failure()
     with compiler_off():
         yield
