@@ -35,6 +35,8 @@ from .structure import OUTSIDE, roles_of
 
 FEWER_BITS: tuple[StorageOption, ...] = ("w6a8", "w4a8", "nvfp4")
 REQUANTIZATION_LIMIT = {"fp8_e4m3fn": 0.04, "fp8_e5m2": 0.08}
+_PACKED = frozenset(name for name in QUANTIZED_NAMES if FORMAT_OF_STORAGE[name].is_packed)
+"""Storages with several values in a byte."""
 # ComfyUI tells these models by the columns of a weight in a block (``shape[1]`` in comfy/model_detection.py, 0.30).
 _TELLS_MODEL = re.compile(
     r"(^|\.)transformer_blocks\.0\.attn2\.to_k$"  # SD, SDXL, LTX-Video
@@ -59,16 +61,11 @@ def plan_storage(layers: Sequence[LayerSpec], storage: str, rules: Rules) -> Map
     if storage == NVFP4 and any(preset != "none" for preset in rules.names):
         rules = replace(rules, presets=rules.presets + kept_from_nvfp4(layers))
     plans = {layer.name: _by_name(layer, storage, rules) for layer in layers}
-    if any(_is_packed(plan.storage) for plan in plans.values()):
+    if not _PACKED.isdisjoint({plan.storage for plan in plans.values()}):
         roles = roles_of(layers)
         outside = [layer for layer in layers if roles.get(layer.name) == OUTSIDE]
         plans |= {layer.name: _as_wide(plans[layer.name], layer) for layer in outside}
     return frozen(plans)
-
-
-def _is_packed(storage: str) -> bool:
-    """True for a storage with several values in a byte."""
-    return storage in QUANTIZED_NAMES and FORMAT_OF_STORAGE[storage].is_packed
 
 
 def plan_file(checkpoint: Checkpoint, prefix: str, storage: str, rules: Rules) -> dict[str, LayerPlan]:
@@ -79,7 +76,7 @@ def plan_file(checkpoint: Checkpoint, prefix: str, storage: str, rules: Rules) -
 
 def _as_wide(plan: LayerPlan, layer: LayerSpec) -> LayerPlan:
     """Store a layer in int8, or as it is, instead of a storage with several values in a byte."""
-    if not _is_packed(plan.storage):
+    if plan.storage not in _PACKED:
         return plan
     if why_not_quantized("int8", layer.shape, layer.cls):
         return replace(plan, storage=AS_FILE, why_stored=TOLD_BY, kept=True)
@@ -102,7 +99,7 @@ def _by_name(layer: LayerSpec, storage: str, rules: Rules) -> LayerPlan:
         wanted = AS_FILE
         reason = SPLIT
         asked = True
-    elif _is_packed(wanted) and _TELLS_MODEL.search(layer.name):
+    elif wanted in _PACKED and _TELLS_MODEL.search(layer.name):
         wanted = "int8"
         reason = TOLD_BY
     kept = asked and wanted not in QUANTIZED_NAMES and len(layer.shape) > 1
