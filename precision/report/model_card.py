@@ -4,7 +4,6 @@ Its text is Markdown with the YAML block of a Hugging Face model page. All figur
 measured while it was.
 """
 
-import contextlib
 import math
 import os
 import re
@@ -45,8 +44,7 @@ def measuring_errors(made: Iterable[Made], plans: Mapping[str, LayerPlan], error
     """Yield weights as they are made, and put the relative error of each changed weight into ``errors`` by its name."""
     for weight, tensors in made:
         if plans[weight.name].changes:
-            with contextlib.suppress(Exception):  # rather a card without a figure than no file
-                errors[weight.name] = _error(weight, tensors)
+            errors[weight.name] = _error(weight, tensors)
         yield weight, tensors
 
 
