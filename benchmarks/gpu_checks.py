@@ -1,18 +1,15 @@
-"""What benchmarks/gpu.py asks a GPU without timing it: rules, tests, clones, a server."""
+"""What benchmarks/gpu.py asks a GPU without timing it: rules, tests, clones."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-import re
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-
-from setup.environment import ROOT
 
 from .gpu_rows import TAIL, ended
 
@@ -21,9 +18,7 @@ COMPUTES = ("auto", "fp16", "bf16", "fp32", "fp16_safe", "fp8")
 COMPILED = (("as_file", "auto"), ("as_file", "fp16_safe"), ("int8", "auto"))
 RIGHT = 0.2
 """Relative error of four steps of a toy, which no setting reaches that computes what it says."""
-TEST_SECONDS, SERVER_SECONDS = 60, 150
-PICTURE = re.compile(r"^  (\S+)\.png +(.*?)  ", re.MULTILINE)
-"""A line of demo.py on what a picture shows."""
+TEST_SECONDS = 40
 
 
 def rules() -> dict:
@@ -137,25 +132,3 @@ def run_tests(args: argparse.Namespace, ends: float) -> dict:
     if code is None:
         return row | {"problem": "the time was up"}
     return row if passed and not bad else row | {"problem": ", ".join(bad) or printed[-TAIL:]}
-
-
-def run_demo(args: argparse.Namespace, ends: float) -> dict:
-    """Run scripts/demo.py, which starts a ComfyUI server; what each of its pictures shows."""
-    pictures = (args.out.absolute().parent if args.out else Path(tempfile.mkdtemp(prefix="halfsafe-gpu-"))) / "demo"
-    command = [
-        sys.executable,
-        str(ROOT / "scripts" / "demo.py"),
-        "--installed",
-        "--comfyui",
-        str(args.comfyui.resolve()),
-        "--output",
-        str(pictures),
-    ]
-    code, printed = ended(
-        command, min(SERVER_SECONDS * (8 if args.dry_run else 1), max(1, ends - time.monotonic())), os.environ
-    )
-    shown = dict(PICTURE.findall(printed))
-    row = {"said": "; ".join(f"{name}: {what.strip()}" for name, what in shown.items()), "pictures": shown}
-    if code == 0:
-        return row
-    return row | {"problem": "the time was up" if code is None else printed[-TAIL:]}

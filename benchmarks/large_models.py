@@ -97,5 +97,5 @@ TWICE = {
     "Qwen-Image": _qwen_image(4),
 }
 """The same with twice as many blocks."""
-ON_A_GPU = {"SDXL": BUILD["SDXL"], "Flux": TWICE["Flux"], "Wan 1.3B": _wan(1536, 8960, 12, 30)}
-"""What a GPU measures with weights of its own: Flux with as many blocks as make a call of milliseconds."""
+ON_A_GPU = {"SDXL": BUILD["SDXL"], "Flux": TWICE["Flux"], "Wan 1.3B": _wan(1536, 8960, 12, 10)}
+"""What a GPU measures with weights of its own: Flux with as many blocks as make a call of milliseconds, a third of Wan, whose calls are long."""

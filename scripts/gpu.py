@@ -1,11 +1,11 @@
-"""Test and measure the pack on a GPU machine without a network: `pack` here, `run` there, one command of five minutes.
+"""Test and measure the pack on a GPU machine without a network: `pack` here, `run` there, one command of six minutes.
 
     python scripts/gpu.py pack .gpu --comfyui DIR
-    python3 scripts/gpu.py run .gpu --out RESULTS [--only ITEM ...]
+    python3 scripts/gpu.py run .gpu --out RESULTS [--only PART ...]
 
 The machine brings Python, torch and what ComfyUI commonly needs; `.gpu` holds the rest: a ComfyUI without what no model and no server without
-a page needs, and wheels. `run` prints a table, and leaves `gpu.json`, a row written as it comes (benchmarks/gpu.py), the outcome of each test
-and the pictures of `demo.py`. `--dry-run` runs it on a CPU.
+a page needs, and wheels. `run` prints a table, and leaves `gpu.json`, a row written as it comes (benchmarks/gpu.py), and the
+outcome of each test. `--dry-run` runs it on a CPU.
 """
 
 from __future__ import annotations
@@ -48,12 +48,8 @@ def main() -> int:
     running = commands.add_parser("run")
     running.add_argument("folder", type=Path)
     running.add_argument("--out", type=Path, required=True)
-    running.add_argument(
-        "--seconds", default="300", help="begin no row after this time, and end one that lasts (default: 300)"
-    )
-    running.add_argument(
-        "--only", nargs="+", default=(), metavar="ITEM", help="only these, as benchmarks/gpu.py lists them"
-    )
+    running.add_argument("--seconds", default="360", help="scales the time of each part (default: 360)")
+    running.add_argument("--only", nargs="+", default=(), metavar="PART", help="only these parts or rows")
     running.add_argument("--dry-run", action="store_true", help="on a CPU, with small models")
     options = parser.parse_args()
     try:

@@ -2,14 +2,12 @@
 time, the baseline is fp16, and the table fits a screen."""
 
 import argparse
-import importlib
 import json
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,7 +15,7 @@ from support.inprocess import benchmark, turn_on_dynamic_vram
 from support.shipped import ROOT
 
 gpu = benchmark("gpu")
-checks, rows, table = (sys.modules[f"benchmarks.gpu_{name}"] for name in ("checks", "rows", "table"))
+checks, models, rows, table = (sys.modules[f"benchmarks.gpu_{name}"] for name in ("checks", "models", "rows", "table"))
 
 PROCESS = """
 import json, sys, time
@@ -45,7 +43,7 @@ MACHINE = {
 
 @pytest.fixture
 def args(tmp_path):
-    return argparse.Namespace(comfyui=Path("comfyui"), out=tmp_path / "gpu.json", dry_run=True, kernels=False)
+    return argparse.Namespace(comfyui=Path("comfyui"), out=tmp_path / "gpu.json", dry_run=True, models=tmp_path)
 
 
 def measured(names, seconds=20, longest=1.0):
@@ -97,69 +95,82 @@ def test_a_process_goes_on_after_a_row_that_failed_unless_its_device_is_lost(arg
     ]
 
 
-def test_items_choose_rows_and_every_row_is_of_an_item():
-    names = gpu.all_rows()
-    assert len(names) == len(set(names)) and gpu.chosen(()) == names == gpu.chosen(tuple(gpu.ITEMS))
-    assert gpu.chosen(("fp16_safe",)) == [
-        name
-        for name in names
-        if (name.startswith("SDXL") and name.split(": ")[1].startswith(("core", "fp16_safe"))) or name == "SDXL: auto"
+def test_parts_and_beginnings_of_rows_choose_rows():
+    names = gpu.chosen(())
+    assert len(names) == len(set(names)) and [*dict.fromkeys(name.partition(": ")[0] for name in names)] == [*gpu.PARTS]
+    assert gpu.chosen(("layers", "tests")) == [name for name in names if name.startswith(("layers", "tests"))]
+    assert gpu.chosen(("Flux, dynamic VRAM: int8",)) == [
+        "Flux, dynamic VRAM: int8",
+        "Flux, dynamic VRAM: int8 unpacked",
     ]
-    assert gpu.chosen(("video", "server")) == [name for name in names if name.startswith(("Wan", "server"))]
-    assert gpu.chosen(("Flux, dynamic VRAM: int8",)) == ["Flux, dynamic VRAM: int8"] and gpu.chosen(("Chroma",)) == []
-    assert not any(len(gpu.chosen((name,))) == 0 for name in names)
+    assert gpu.chosen(("Chroma",)) == []
 
 
 def test_what_is_not_timed_runs_side_by_side_and_nothing_beside_what_is(args, monkeypatch):
-    running, beside = set(), {}
+    running, beside, limits = set(), {}, {}
 
     def rows_of(_, part, names, ends):
         running.add(part)
+        limits[part] = ends
         time.sleep(0.05)
         beside[part] = {*running}
         yield from ({"row": name, "said": "done"} for name in names)
         running.discard(part)
 
     monkeypatch.setattr(gpu, "rows_of", rows_of)
-    monkeypatch.setattr(gpu, "_targets", lambda rows: {})
-    result = {"rows": []}
-    gpu.run_all(args, gpu.all_rows(), result, float("inf"))
-    assert (
-        [row["row"] for row in result["rows"]]
-        == gpu.all_rows()
-        == [row["row"] for row in json.loads(args.out.read_text(encoding="utf-8"))["rows"]]
-    )
-    assert all(beside[part] == {part} for part in gpu.PARTS if part not in gpu.UNTIMED) and any(
-        beside[part] == {*gpu.UNTIMED} for part in gpu.UNTIMED
-    )
+    args.dry_run, args.only, args.seconds = False, (), gpu.ALL_SECONDS / 2
+    result, began = {"rows": []}, time.monotonic()
+    gpu.run_all(args, gpu.chosen(()), result)
+    written = json.loads(args.out.read_text(encoding="utf-8"))["rows"]
+    assert [row["row"] for row in result["rows"]] == gpu.chosen(()) == [row["row"] for row in written]
+    assert all(beside[part] == {part} for part in gpu.PARTS if part not in gpu.UNTIMED)
+    assert any(beside[part] == {*gpu.UNTIMED} for part in gpu.UNTIMED)
+    ends = {part: until - began for part, until in limits.items()}
+    assert all(ends[part] == pytest.approx(seconds / 2, abs=2) for part, (seconds, _) in gpu.PARTS.items()), ends
 
 
 def row_of(name, kind):
     if kind == "problem":
         return {"row": name, "problem": "RuntimeError: CUDA error: an illegal memory access was encountered\n" * 9}
-    if kind == "said" or name.split(": ")[0] in ("device", *gpu.UNTIMED):
+    if name.split(": ")[0] in ("layers", *gpu.UNTIMED):
         return {"row": name, "said": "a blue star on a pink background; " * 9}
-    figures = {
-        "seconds": 12.3456,
-        "seconds_to_core": 123.456,
-        "device_seconds_to_core": 1.2,
-        "error": 1.23e-3,
-        "peak_bytes": 80 << 30,
-        "held_share": 1.0,
-    }
-    return {"row": name, **figures, "products": {"fp16 x fp16 to fp16": 934}}
+    clocks = {"seconds": 12.3456, "seconds_to_core": 123.456, "device_seconds_to_core": 1.2}
+    return {"row": name, **clocks, "busy_ms": 12345.6, "error": 1.23e-3, "peak_bytes": 9 << 30}
 
 
-@pytest.mark.parametrize("kind", ["problem", "said", "figures"])
+@pytest.mark.parametrize("kind", ["problem", "figures"])
 def test_the_table_of_a_whole_run_fits_a_screen(kind):
-    targets = {name: {"limit": 1.02, "measured": 1.234, "met": False} for name in gpu.all_rows()}
-    text = table.as_table(MACHINE | {"rows": [row_of(name, kind) for name in gpu.all_rows()], "targets": targets})
+    targets = {name: {"limit": 1.02, "measured": 1.234, "met": False} for name in gpu.chosen(())}
+    text = table.as_table(MACHINE | {"rows": [row_of(name, kind) for name in gpu.chosen(())], "targets": targets})
     lines = text.splitlines()
-    assert len(lines) <= table.LINES == 40 and max(map(len, lines)) <= table.COLUMNS == 80
-    assert len(lines) == len(gpu.all_rows()) + 3 and all(
-        ("PROBLEM" in line) is (kind == "problem") for line in lines[2:-1]
-    )
-    assert kind != "figures" or "12345.6   123.46  1.2e-03   81920 100 % held" in text
+    assert len(lines) <= table.LINES and max(map(len, lines)) <= table.COLUMNS == 80, (len(lines), text)
+    shown = [line for line in lines if ("PROBLEM" if kind == "problem" else "123.46 1.00") in line]
+    assert len(shown) >= 2 * len(models.CALLS), text
+    assert all(part.partition(",")[0] in text for part in gpu.PARTS)
+
+
+def test_a_row_is_held_against_the_fp16_of_its_own_state():
+    """Of a video its own; of formats that of dynamic VRAM; of compiled models that of static weights."""
+    found = {
+        name: {"row": name, "seconds": 1.0, "busy_ms": busy}
+        for name, busy in (
+            ("Flux, dynamic VRAM: core fp16", 2.0),
+            ("Flux: core fp16", 4.0),
+            ("Wan 1.3B, video: core fp16", 8.0),
+        )
+    }
+    asked = {
+        "Flux, dynamic VRAM, formats: mxfp8": 2.0,
+        "Flux, compiled: fp8 compiled": 4.0,
+        "Wan 1.3B, video: int8": 8.0,
+    }
+    for name in asked:
+        found[name] = {"row": name, "seconds": 1.0, "seconds_to_core": 1.0, "busy_ms": 8.0}
+    lines = table.as_table(MACHINE | {"rows": list(found.values())}).splitlines()
+    shown = {line[:20]: line.split() for line in lines}
+    for name, core in asked.items():
+        words = shown[name.replace("dynamic VRAM", "dyn.")[:20]]
+        assert f"{8 / core:.2f}" in words, (name, words)
 
 
 def test_a_test_that_hangs_on_the_device_leaves_the_tests_after_it(args, monkeypatch):
@@ -180,24 +191,6 @@ def test_a_test_that_hangs_on_the_device_leaves_the_tests_after_it(args, monkeyp
     monkeypatch.setattr(checks, "ended", ended)
     row = checks.run_tests(args, float("inf"))
     assert asked == [[], ["a", "b"]] and (row["passed"], row["failed"], row["problem"]) == (2, {"b": "hung"}, "b")
-
-
-@pytest.mark.parametrize(("code", "problem"), [(0, ""), (1, "CUDA error"), (None, "the time was up")])
-def test_the_demo_tells_what_its_pictures_show_or_why_not(args, monkeypatch, capsys, code, problem):
-    """By the lines that demo.py itself prints."""
-    demo = importlib.import_module("demo")
-    monkeypatch.setattr(demo, "_run_shapes", lambda *_: f'"{demo.ASKED}"\nnull\n"a red heart"\n"a red heart"')
-    demo._tell(Mock(options=Mock(prompt=None)), (demo.QUICK, *demo.STORY), [], demo.ASKED)
-    printed = capsys.readouterr().out
-    monkeypatch.setattr(checks, "ended", lambda *_: (code, f"{printed}CUDA error"))
-    row = checks.run_demo(args, float("inf"))
-    assert row["pictures"] == {
-        "picture": demo.ASKED,
-        "fp16": "black",
-        "fp16_guarded": "a red heart",
-        "fp16_safe": "a red heart",
-    }
-    assert problem in row.get("problem", "") and ("problem" in row) is bool(problem)
 
 
 def test_a_command_that_lasts_is_asked_to_end_and_then_ended():
@@ -228,39 +221,19 @@ def test_dynamic_vram_is_turned_on_with_a_log_level_as_comfyui_sets_one(monkeypa
 @pytest.mark.slow
 def test_a_dry_run_makes_the_chosen_rows_and_its_baseline_multiplies_in_fp16(comfyui_dir, tmp_path):
     """Judged at the operation: ComfyUI's loader with fp32 compute multiplies the same weights in fp32."""
-    names = [
-        "Flux, dynamic VRAM: core fp16",
-        "Flux, dynamic VRAM: int8",
-        "Flux, dynamic VRAM: fp8 file",
-        "Flux, streamed: core fp16",
-        "Flux, streamed: int8",
-        "device: rules",
-    ]
+    names = ["Flux, dynamic VRAM: core fp16", "Flux, dynamic VRAM: core int8", "layers: host", "device: rules"]
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "scripts")))
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.gpu",
-        "--dry-run",
-        "--kernels",
-        "--comfyui",
-        str(comfyui_dir),
-        "--out",
-        str(tmp_path / "gpu.json"),
-        "--only",
-        *names,
-    ]
+    options = ["--dry-run", "--comfyui", str(comfyui_dir), "--out", str(tmp_path / "gpu.json"), "--only", *names]
+    command = [sys.executable, "-m", "benchmarks.gpu", *options]
     ran = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True)
     found = {row["row"]: row for row in json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))["rows"]}
-    assert found.keys() >= set(names) and ran.returncode == 0, (ran.stderr[-2000:], found)
+    assert list(found) == names and ran.returncode == 0, (ran.stderr[-2000:], found)
     assert found["device: rules"]["otherwise"] == {} and "0 of " in found["device: rules"]["said"]
-    models = [row for name, row in found.items() if name.startswith("Flux")]
-    assert all(row["error"] > 1e-5 and row["longest_kernels"] and row["kernels"] > 100 for row in models), models
-    assert found[names[0]]["products"].keys() == {"fp16 x fp16 to fp16"} and "seconds_to_core" in found[names[1]]
-    assert "seconds_to_core" in found["Flux, streamed: int8"] and "held_share" in found["Flux, streamed: core fp16"]
-    assert [line.split("  ")[0] for line in ran.stdout.splitlines()[2:-1]] == [
-        name.replace("dynamic VRAM", "dynamic") for name in found
-    ]
+    fp16, int8, layers, _ = found.values()
+    assert fp16["error"] > 1e-5 and fp16["products"].keys() == {"fp16 x fp16 to fp16"}, fp16
+    assert "seconds_to_core" in int8 and any("int8" in product for product in int8["products"]), int8
+    ours = {way: "host_us" in figures for way, figures in layers["ways"].items() if not way.startswith("part")}
+    assert ours == dict.fromkeys(ours, True) and sum(way.startswith("ours") for way in ours) == 4, layers
 
 
 def test_host_time_has_no_wait_in_it(monkeypatch):
@@ -275,6 +248,6 @@ def test_host_time_has_no_wait_in_it(monkeypatch):
         return read(self)
 
     monkeypatch.setattr(torch.Tensor, "tolist", spinning)
-    monkeypatch.setattr(gpu, "wait", lambda: None)
-    clocks = gpu.timed(lambda: tensor.tolist())
+    monkeypatch.setattr(models, "wait", lambda: None)
+    clocks = models.timed(lambda: tensor.tolist())
     assert clocks["host_seconds"] < waited / 4 and clocks["seconds"] > waited

@@ -54,7 +54,7 @@ def test_a_model_that_a_gpu_draws_has_every_tensor(tmp_path, switched_on):
         )
         return torch.nn.Sequential(*layers), None, {}
 
-    benchmark("gpu").write_normal(build, tmp_path / "toy.safetensors", "cpu")
+    benchmark("gpu_models").write_normal(build, tmp_path / "toy.safetensors", "cpu")
     tensors = load_file(tmp_path / "toy.safetensors")
     assert tensors.keys() == {"0.weight", "0.bias", "1.weight", "2.weight", "2.bias"}
     assert all(one.dtype == torch.float16 and one.isfinite().all() for one in tensors.values())
