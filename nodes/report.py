@@ -10,7 +10,7 @@ from ..precision.base.message import messages_in
 from ..precision.devices.profiles import PROFILE_NAMES
 from ..precision.report import doctor
 from ..precision.report.report_chart import chart
-from .host.comfyui.page import encoder_reports
+from .host.guard.notices import encoder_reports
 from .host.load.devices import current_device
 from .host.reporting import report as host
 from .host.reporting.badge import MESSAGES_KEY, REPORT_KEY

@@ -171,7 +171,7 @@ def rounded(
     ordered = blocks.gather(1, order[:, :, None].expand_as(blocks)).gather(2, order[:, None, :].expand_as(blocks))
     columns = (order + torch.arange(count)[:, None] * width).to(values.device)
     exact = values.T[columns.reshape(-1)].view(count, width, -1)
-    damped, factor = (matrix.to(values.device) for matrix in _damped_and_factor(ordered, damping(width, tokens)))
+    damped, factor = (matrix.to(values.device) for matrix in _damped_and_factor(ordered, _damping(width, tokens)))
     ordered = ordered.to(values.device)
     near = grid(columns.reshape(-1), exact.flatten(0, 1)).view_as(exact)
     chosen = _gptq(exact, columns, factor, grid)
@@ -185,7 +185,7 @@ def rounded(
     return result.T.contiguous(), before.sum(), torch.minimum(before, after).sum()
 
 
-def damping(width: int, tokens: int) -> float:
+def _damping(width: int, tokens: int) -> float:
     """Return the share of the mean diagonal to add to blocks of that width, sums over so many tokens.
 
     1 % is GPTQ's own. Fewer tokens than inputs say nothing of most directions, and a larger part keeps the change there

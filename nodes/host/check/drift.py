@@ -28,19 +28,19 @@ from ....precision.report.report_text import check_text
 from ....precision.report.schema import CheckReport
 from ..accumulation.accumulation_report import layer_accumulation
 from ..comfyui.attributes import DENOISED
-from ..comfyui.code_owner import packs_on
 from ..comfyui.execution import is_compiled, is_on_several_devices, is_oom
 from ..comfyui.kernels import DEQUANTIZED, general_operations
 from ..comfyui.layers import top_level_parts
-from ..comfyui.page import WATCHED
 from ..compute.executor import quantized_attention
 from ..compute.layer_modes import layer_kernels, planned_modes_of, stream_dtype
 from ..guard.escalation import Guarded, WiderModel, hooked
 from ..guard.failure import ModelCall, images_of, sigma_of, step_of
+from ..guard.notices import WATCHED
 from ..replay.call import Call
 from ..replay.core_state import CoreState
 from ..replay.interceptor import Run
 from ..replay.model_compiler import compiler_off
+from ..replay.packs import packs_on
 
 logger = logging.getLogger("halfsafe")
 OTHER_DEVICES = "The model runs on several devices in parallel, and their calls share torch's flags."

@@ -35,13 +35,14 @@ from ..comfyui.code_owner import code_owner
 from ..comfyui.execution import is_oom
 from ..comfyui.gate import entering
 from ..comfyui.layers import is_quantized
-from ..comfyui.page import notifier, place_of, show_progress
+from ..comfyui.page import show_progress
 from ..comfyui.weights import HALF, ask_for_plain_products
 from ..load.devices import current_device
 from ..load.encoders import vae_in
 from ..replay.interceptor import in_calls
 from ..replay.model_compiler import repeating
 from .causes import LoadedWeights
+from .notices import notifier, place_of
 
 ATTRIBUTE = "halfsafe_guard"
 OF = {"VAE": "vae", "Text encoder": "clip"}

@@ -23,7 +23,7 @@ from ....precision.guard.verdicts import GOES_ON, MODEL, SAME_SEED
 from ....precision.plan.compute import SAFE
 from ....precision.plan.in_use import PlanInUse
 from ..comfyui.attributes import OVERRIDE
-from ..comfyui.code_owner import code_owner, packs_on
+from ..comfyui.code_owner import code_owner
 from ..comfyui.execution import is_compiled, is_on_several_devices, is_oom
 from ..comfyui.gate import entering
 from ..comfyui.page import show_progress
@@ -33,6 +33,7 @@ from ..compute.executor import compute_of, may_fall_back
 from ..compute.per_model import runs_in
 from ..replay.call import OPTIONS, Call
 from ..replay.interceptor import Run
+from ..replay.packs import packs_on
 from ..replay.restart import StartAgain
 from .causes import LoadedWeights, call_inputs
 from .escalation import Guarded, RangeObserver, WiderModel

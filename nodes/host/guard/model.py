@@ -30,7 +30,7 @@ from ....precision.plan.in_use import PlanInUse
 from ....precision.report.schema import GuardReport
 from ..comfyui.execution import is_oom
 from ..comfyui.layers import activation_dtype
-from ..comfyui.page import notifier, place_of, running_node_id, running_prompt_id
+from ..comfyui.page import running_node_id, running_prompt_id
 from ..compute.executor import planned_on
 from ..compute.per_model import PerModel, branch_of
 from ..replay.call import Call
@@ -41,6 +41,7 @@ from .causes import sampler_inputs
 from .clamps import hiding_is_seen
 from .escalation import Guarded, depends_on, text_adapter_in_fp32, watches_clamps
 from .failure import REPEATED_BESIDE, ModelCall, sigma_of
+from .notices import notifier, place_of
 
 LOGS_KEPT = 8
 MAX_RETRIES = 8

@@ -11,7 +11,8 @@ from server import PromptServer
 
 from ....precision.guard.policy import OFF, ON_NAN
 from ..comfyui.bodies import json_of
-from ..comfyui.page import GUARDED, WATCHED, queued_by
+from ..comfyui.page import queued_by
+from .notices import GUARDED, WATCHED
 
 ASKED_BY = "halfsafe_watch"
 """The entry of a prompt's ``extra_data`` that asks for guards, for prompts that no page queues; and of each guard that

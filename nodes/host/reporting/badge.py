@@ -21,9 +21,10 @@ from ..accumulation.executor import accumulation_of
 from ..comfyui.gate import met_in
 from ..comfyui.layers import matrix_layers, modules_of
 from ..comfyui.model_facts import record_of, storage_of, storages
-from ..comfyui.page import encoder_reports, send_report
+from ..comfyui.page import send_report
 from ..compute.executor import compute_of
 from ..compute.layer_modes import compute_name
+from ..guard.notices import encoder_reports
 from ..load.controlnet import loaded_control
 from ..load.devices import current_device
 from ..replay.interceptor import REPORT, Stage, put_stage

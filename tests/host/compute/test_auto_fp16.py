@@ -6,9 +6,8 @@ from comfy import model_management
 from comfy.ldm.modules import attention
 from comfy.ldm.wan import model as wan
 from comfy.model_base import BaseModel
-from halfsafe.nodes.host.comfyui import page
 from halfsafe.nodes.host.compute import executor
-from halfsafe.nodes.host.guard import clamps
+from halfsafe.nodes.host.guard import clamps, notices
 from halfsafe.nodes.host.guard.model import guard_of
 from halfsafe.nodes.host.reporting.badge import model_words
 from halfsafe.precision.guard.verdicts import NonFinite
@@ -153,7 +152,7 @@ def test_a_guard_takes_what_auto_promises_as_its_first_step(comfy, loud, referen
 
 def test_the_node_that_planned_is_told_of_the_fallback_whoever_guards(comfy, loud, monkeypatch):
     sent = []
-    monkeypatch.setattr(page, "_send", lambda event, data: sent.append(data))
+    monkeypatch.setattr(notices, "send", lambda event, data: sent.append(data))
     monkeypatch.setattr(executor, "running_node_id", lambda: "7")
     model = of_node(comfy, loud)
     families.sample(guarded(comfy, model), "wan")

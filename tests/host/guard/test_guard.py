@@ -4,8 +4,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from halfsafe.nodes.host.comfyui import page
-from halfsafe.nodes.host.guard import failure
+from halfsafe.nodes.host.guard import failure, notices
 from halfsafe.nodes.host.guard.model import Guard, guard_of
 from halfsafe.precision.base.modes import label_of
 from halfsafe.precision.plan.rules import rules_from
@@ -74,7 +73,7 @@ def test_a_rung_computes_in_its_own_dtypes_under_a_callers_autocast(comfy, overf
 
 def test_each_repeat_is_told_where_the_model_runs(comfy, files, monkeypatch):
     said = []
-    for module in (failure, page):
+    for module in (failure, notices):
         monkeypatch.setattr(module, "show_progress", said.append)
     model = guarded(comfy, plain_fp16(comfy, files("wan", "ffn")))
     families.sample(model, "wan")
