@@ -137,7 +137,7 @@ def run_all(args: argparse.Namespace, names: list[str], result: dict) -> None:
 def rows_of(args: argparse.Namespace, part: str, names: list[str], ends: float) -> Iterator[dict]:
     """Yield the rows of a part: its own process makes them, but for tests, which are a process."""
     if part != "tests":
-        longest = COMPILED_SECONDS if "compiled" in part else ROW_SECONDS
+        longest = COMPILED_SECONDS if part.startswith(("clones", "Flux, compiled")) else ROW_SECONDS
         yield from measured(names, partial(_command, args, part), ends, longest * (10 if args.dry_run else 1))
     elif names:
         began = time.monotonic()
