@@ -6,8 +6,8 @@ replaced by a constant of the right shape, and the operand of each look by one n
 default, comfy-aimdo's own calls stubbed; "dynamic VRAM, streamed": copied from pinned memory in each call, as where VRAM is short; "cast": in bf16, cast to
 fp16 in each call; "fp8": stored in fp8, beside ComfyUI's own run of the same weights and scales; "fp8 products" and "int8" multiply as stored; "with LoRA": one of rank 16 beside each
 quantized layer. The 8-bit ones are also compared
-with ComfyUI's call of the same model in fp16, whose weights lie alike (``functions_to_fp16``). comfy-kitchen's kernels run their own functions of Python, without the calls into its CUDA library; ``kitchen`` counts these. On a GPU there are more: at each of its exports torch asks for the
-current device, and its stream is looked up. "gap": what a GPU waits for between two calls: from where the host has waited for a call, or from
+with ComfyUI's call of the same model in fp16, whose weights lie alike (``functions_to_fp16``). comfy-kitchen's kernels run their own functions of Python, without the calls into its CUDA library; ``kitchen`` counts these. On a GPU there are more: the stream
+is looked up, and ComfyUI's own call asks for the current device at each export of a tensor. "gap": what a GPU waits for between two calls: from where the host has waited for a call, or from
 its last product where nothing waits, to the first product of the next.
 Ratios of medians of pairs; functions of Python are counted, which no other work on the machine disturbs.
 """
@@ -15,6 +15,7 @@ Ratios of medians of pairs; functions of Python are counted, which no other work
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import os
 import re
@@ -275,14 +276,13 @@ def as_on_cuda() -> Iterator[None]:
     import torch
     from comfy_kitchen.backends import cuda
     from halfsafe.nodes.host.comfyui import kernels
-    from halfsafe.nodes.host.compute import bound
     from halfsafe.precision.arithmetic import linear
 
     plain = torch.mm
+    copies, bound = (functools.cache(each.__wrapped__) for each in (kernels._copies, kernels._exporting_in_c))
     ours = mock.Mock(wraps=kernels.registry, get_implementation=lambda name, kwargs=None: getattr(cuda, name))
     with (
-        mock.patch.object(bound, "kernel_that_takes", lambda name, **call: getattr(cuda, name)),
-        mock.patch.multiple(kernels, registry=ours, _unpacking={}),
+        mock.patch.multiple(kernels, registry=ours, _unpacking={}, _exporting_in_c=bound, _copies=copies),
         mock.patch.multiple(
             cuda,
             _C=_library(cuda),

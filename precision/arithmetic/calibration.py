@@ -27,8 +27,6 @@ from .proofs import HEADROOM_BITS, NOTHING, AmaxBuffer, Proof
 Result = TypeVar("Result")
 AnyProof = TypeVar("AnyProof", bound=Proof)
 NOTHING_ELSE = nullcontext()
-RECHECKED = 7
-"""Odd, because calls with and without the prompt may alternate."""
 
 
 class Looks(Protocol):
@@ -95,8 +93,7 @@ class Calibration:
     ran twice. ``in_fp16``: some operation or attention multiplies in fp16, so results are checked. ``spares_memory``:
     calibrate without a second copy of the weight, after an out-of-memory error. ``lacks_precision``: in this
     calibrating attempt some weight was asked for in fp16 that has to be multiplied in fp32. ``by_layer``: each product
-    switches fp16 accumulation off itself, because it is not switched off for the whole call. ``rechecks``: every
-    ``RECHECKED``-th call calibrates, because inputs that are not measured in the others may have left their range.
+    switches fp16 accumulation off itself, because it is not switched off for the whole call.
     """
 
     def __init__(self, looks_at_result: bool = True) -> None:
@@ -110,8 +107,6 @@ class Calibration:
         self.spares_memory = self._ran_short = False
         self.repeats = 0
         self.lacks_precision = False
-        self.rechecks = False
-        self._calls = 0
         self._spared = False
         self._result = Proof("result of the call")
         self._missed = self._result.missed
@@ -149,7 +144,7 @@ class Calibration:
 
     def recalibrate(self) -> None:
         """Calibrate in the next call, as in the first one. Compiled graphs are kept if the decisions are the same."""
-        self.calibrating, self._calls = True, 0
+        self.calibrating = True
         for proof in self.proofs.values():
             proof.forget()
 
@@ -170,9 +165,6 @@ class Calibration:
     def begin_call(self) -> None:
         """Start a model call, which may take several attempts."""
         self._spared = False
-        self._calls += 1
-        if self.rechecks and self._calls % RECHECKED == 0:
-            self.calibrating = True
 
     def take_back(self) -> None:
         """Undo the changes of the attempts at a call that failed."""

@@ -20,6 +20,7 @@ from .stored_weight import StoredWeight, Tensors
 
 PART = 1 << 22
 MIN_SCALE_EXPONENT = -24
+SMALLEST_SCALE = 2.0**-126
 SMALLEST_ACTIVATION_SCALE = {torch.float16: 2.0**-15}
 BELOW_TWO = 2.0 - 2.0**-15
 """Rounds up to a power of two where what is multiplied by it is then rounded down to one: by less than the step from an
@@ -83,20 +84,25 @@ def _divided(tensor: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Te
     return data
 
 
-def activation_scale(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the 0-dim fp32 power of two that brings a tensor into the range of an fp8 dtype, computed on its device.
+def activation_scale(tensor: torch.Tensor, dtype: torch.dtype, divided_in_fp32: bool = False) -> torch.Tensor:
+    """Return the 0-dim fp32 scale that brings a tensor into the range of an fp8 dtype, computed on its device.
 
-    The smallest one that does. A kernel that multiplies by its inverse in the tensor's dtype, as comfy-kitchen's eager
-    one (``quantize_per_tensor_fp8``), rounds nothing: that of amax / 448 is off by up to 2^-9 in bf16, all of a layer
-    one way. Never so small that ``1 / scale`` passes the range of the tensor's own dtype, as inf times 0 is NaN: 2^15
-    is the largest power of two that fp16 holds. A scale is raised to that only where amax is below 448 * 2^-15 =
-    0.0137; the largest value is a normal number of e4m3fn for every amax from 2^-21 on.
+    ``divided_in_fp32``: the kernel that quantizes divides by the scale in fp32 and clamps. The scale is then amax /
+    448, in two launches; else a power of two, in four.
 
-    Inf where the tensor holds NaN or inf, so that the product shows it: an fp8 cast would turn inf into the largest
-    number.
+    The smallest power of two that does. A kernel that multiplies by its inverse in the tensor's dtype, as
+    comfy-kitchen's eager one (``quantize_per_tensor_fp8``), rounds nothing: that of amax / 448 is off by up to 2^-9 in
+    bf16, all of a layer one way. Never so small that ``1 / scale`` passes the range of the tensor's own dtype, as inf
+    times 0 is NaN: 2^15 is the largest power of two that fp16 holds. A scale is raised to that only where amax is below
+    448 * 2^-15 = 0.0137; the largest value is a normal number of e4m3fn for every amax from 2^-21 on.
+
+    Inf or NaN where the tensor holds NaN or inf, so that the product shows it: an fp8 cast would turn inf into the
+    largest number.
     """
+    if divided_in_fp32:  # of zeros by more than 0
+        return torch.rsub(amax(tensor), SMALLEST_SCALE, alpha=-1 / max_of(dtype))
     scale = amax(tensor) * (BELOW_TWO / max_of(dtype))
-    scale = scale.clamp_(min=SMALLEST_ACTIVATION_SCALE.get(tensor.dtype, 2.0**-126))
+    scale = scale.clamp_(min=SMALLEST_ACTIVATION_SCALE.get(tensor.dtype, SMALLEST_SCALE))
     return (scale.view(torch.int32) & FP32_EXPONENT).view(torch.float32)
 
 

@@ -41,12 +41,11 @@ if COMFYUI:
 
 ONCE_PER_CALL = {"arithmetic/proofs.read", "guard/model.around_call"}
 CALIBRATING = {
-    "arithmetic/linear._choose", "arithmetic/calibration.watch_inputs", "arithmetic/stated_scale.of",
+    "arithmetic/linear._choose", "arithmetic/calibration.watch_inputs",
     "arithmetic/fp16_accumulation._calibrate", "arithmetic/attention._calibrated",
 }  # fmt: skip
 IN_A_CHECK = {"check/drift"}
 AFTER_A_FAILURE = {"guard/localize", "guard/failure", "guard/inputs", "guard/causes", "guard/escalation.ranges"}
-ONCE_PER_PLAN = {"compute/bound.stated_scale"}
 ONCE_PER_DEVICE = {"devices/probes", "base/amax._drops_nan"}
 HOST_MEMORY = {
     "formats/stored_weight._data_amax",
@@ -57,15 +56,7 @@ HOST_MEMORY = {
 ANALYSIS = {"study/sensitivity", "study/layer_error", "study/candidates", "formats/fp8"}
 CALIBRATE = {"make/calibration.add"}
 ALLOWED_READS = frozenset(
-    CALIBRATE
-    | ONCE_PER_CALL
-    | ONCE_PER_PLAN
-    | CALIBRATING
-    | AFTER_A_FAILURE
-    | IN_A_CHECK
-    | ONCE_PER_DEVICE
-    | HOST_MEMORY
-    | ANALYSIS
+    CALIBRATE | ONCE_PER_CALL | CALIBRATING | AFTER_A_FAILURE | IN_A_CHECK | ONCE_PER_DEVICE | HOST_MEMORY | ANALYSIS
 )
 
 

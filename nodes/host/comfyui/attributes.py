@@ -43,8 +43,6 @@ PRODUCT: LayerAttribute = "_forward"
 FORWARDS = ("forward", "forward_comfy_cast_weights", PRODUCT)
 INPUT_SCALE: LayerAttribute = "pre_quant_scale"
 """What a layer multiplies its input by before the matmul, as AWQ's do."""
-STATED_SCALE: LayerAttribute = "input_scale"
-"""What a calibration found to bring the layer's input into fp8's range, 0-dim."""
 DYNAMIC: LayerAttribute = "_v"
 """A layer's pages in comfy-aimdo's virtual memory, as (owner, address, bytes)."""
 PREFETCHED: LayerAttribute = "_prefetch"

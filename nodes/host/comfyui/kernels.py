@@ -5,10 +5,16 @@ A kernel is the device's own for a format, torch's general operations, or neithe
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import inspect
+import logging
 import operator
 import sys
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from comfy.quant_ops import QuantizedTensor
@@ -32,6 +38,11 @@ DATA, PARAMS, LAYOUT = "_qdata", "_params", "_layout_cls"
 function of Python each time."""
 INT8_RESULTS = (torch.float32, torch.float16, torch.bfloat16)
 """The dtypes that comfy-kitchen unpacks int8 to, by their codes (``_dtype_code`` in its ``tensor/int8.py``)."""
+EXPORT = "_wrap_for_dlpack"
+"""The function of comfy-kitchen's CUDA backend that exports a tensor to its library."""
+EXPORT_READ = "75902b722bba1bdc8d64d91f84ab55d03e2581d6ff8e6f4bef567f0e6067841e"
+"""Hash of that function's source as :func:`_exporting_in_c` replaces it: comfy-kitchen 0.2.26 to 0.2.40."""
+logger = logging.getLogger("halfsafe")
 _unpacking: dict[tuple[torch.device, torch.dtype, torch.dtype, torch.dtype, int], tuple[Callable, tuple]] = {}
 
 
@@ -118,7 +129,7 @@ def unpacking(weight: QuantizedTensor, dtype: torch.dtype) -> tuple[Callable, tu
             name = "dequantize_int8_convrot_weight_dtype" if group else "dequantize_int8_simple_dtype"
             more = {**({"group_size": group} if group else {}), "output_dtype_code": INT8_RESULTS.index(dtype)}
         operands = {"q" if data.dtype == torch.int8 else "x": data, "scale": scale}
-        _unpacking[key] = registry.get_implementation(name, kwargs=operands | more), tuple(more.values())
+        _unpacking[key] = kernel_that_takes(name, **operands, **more), tuple(more.values())
     return _unpacking[key]
 
 
@@ -128,6 +139,64 @@ def unpacked_weight(weight: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor
     return kernel(getattr(weight, DATA), weight.params.scale, *more)
 
 
-def kernel_that_takes(name: str, **arguments: object) -> Callable:
-    """Return comfy-kitchen's function for a call in the first of its backends that takes these arguments."""
-    return registry.get_implementation(name, kwargs=arguments)
+def kernel_that_takes(name: str, **arguments: Any) -> Callable:
+    """Return comfy-kitchen's function for a call in the first of its backends that takes these arguments.
+
+    It takes arguments by their places, and tensors of the device of the first argument.
+    """
+    kernel = registry.get_implementation(name, kwargs=arguments)
+    return _exporting_in_c(kernel, next(iter(arguments.values())).device.index)
+
+
+@functools.cache
+def _exporting_in_c(kernel: Callable, device: int | None) -> Callable:
+    """Return a copy of a function of comfy-kitchen's CUDA backend that exports tensors in C; other functions as they
+    are.
+
+    Its ``_wrap_for_dlpack`` ends in ``torch._C._to_dlpack`` after checks in ``Tensor.__dlpack__`` that take 3
+    microseconds of Python a tensor, half of the function's time. The capsule is the same. One of these checks counts:
+    it refuses a tensor of another device than the current one, where the library would launch its kernel. With several
+    GPUs the tensor's device is therefore made the current one (Comfy-Org/ComfyUI#16016).
+    """
+    names = getattr(kernel, "__globals__", {})
+    if EXPORT not in names:
+        return kernel
+    if _is_read(names[EXPORT]):
+        kernel = _copies(names["__name__"], torch._C._to_dlpack)[kernel.__name__]
+    return kernel if torch.cuda.device_count() < 2 else _on_device(kernel, device)
+
+
+@functools.cache
+def _copies(module: str, export: Callable) -> dict[str, Any]:
+    """Return the names of a module, with its functions copied: they call each other, and ``export`` to export."""
+    own = vars(sys.modules[module])
+    names = {**own, EXPORT: export}
+    for name, function in own.items():
+        if name != EXPORT and getattr(function, "__globals__", None) is own:
+            parts = function.__code__, names, name, function.__defaults__, function.__closure__
+            names[name] = types.FunctionType(*parts)
+    return names
+
+
+@functools.cache
+def _is_read(export: Callable) -> bool:
+    """True if comfy-kitchen's export of tensors is the one that was read; its own runs, and is logged, if not."""
+    is_read = hashlib.sha256(inspect.getsource(export).encode()).hexdigest() == EXPORT_READ
+    if not is_read:
+        logger.info("Halfsafe: this comfy-kitchen exports tensors in another way, so its functions run unchanged.")
+    return is_read
+
+
+def _on_device(kernel: Callable, device: int | None) -> Callable:
+    def run(*args: object) -> torch.Tensor:
+        with torch.cuda.device(device):
+            return kernel(*args)
+
+    return run
+
+
+def divides_in_fp32(kernel: Callable) -> bool:
+    """True if a kernel that quantizes to fp8 divides by the scale in fp32, whatever the dtype of its input."""
+    # ``static_cast<float>(_src_ptr[j]) / *scale_f``, in quantize_fp8_tensor_kernel of comfy-kitchen's
+    # backends/cuda/ops/per_tensor_quantize.cu; its eager kernel multiplies by the inverse in the input's dtype.
+    return kernel.__module__.startswith("comfy_kitchen.backends.cuda")

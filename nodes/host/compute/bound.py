@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import math
 from collections.abc import Iterator
 from contextvars import ContextVar
 
@@ -15,13 +14,11 @@ try:
 except ImportError:
     scaled_mm_v2 = None
 
-from ....precision.arithmetic.calibration import Calibration
-from ....precision.arithmetic.stated_scale import StatedScale
 from ....precision.base.dtypes import dtype_named
 from ....precision.base.oom import is_torch_oom
 from ....precision.formats.fp8 import activation_scale
-from ..comfyui.attributes import STATED_SCALE, bias_functions, weight_functions
-from ..comfyui.kernels import DATA, INT8_RESULTS, PARAMS, kernel_that_takes, unpacked_weight
+from ..comfyui.attributes import bias_functions, weight_functions
+from ..comfyui.kernels import DATA, INT8_RESULTS, PARAMS, divides_in_fp32, kernel_that_takes, unpacked_weight
 from ..comfyui.layers import is_quantized
 from ..comfyui.weights import Bound
 
@@ -53,30 +50,15 @@ def has_changed_weight(module: torch.nn.Module) -> bool:
     return not is_quantized(module) or bool(weight_functions(module) or bias_functions(module))
 
 
-def stated_scale(layer: torch.nn.Module, name: str, calibration: Calibration) -> StatedScale | None:
-    """Register the scale that the file states for a layer's input; None without a positive number."""
-    scale = getattr(layer, STATED_SCALE, None)
-    if scale is None or not 0 < scale.item() < math.inf:
-        return None
-    return calibration.add(StatedScale(name, scale.item(), calibration))
-
-
 class Fp8Linear(Bound):
-    """Multiply in fp8 with a scale computed from the activation, or with the file's if the activation fits it.
+    """Multiply in fp8 with a scale computed from the activation, whatever scale the file states for it.
 
     Activations are e4m3fn for weights in either format: CUDA does not multiply e5m2 by e5m2 ("Multiplication of two
     Float8_e5m2 matrices is not supported", ``aten/src/ATen/native/cuda/ScaledBlas.cpp``). fp32 activations are rounded
     to bf16 first: torch has no product with an fp32 result and a bias.
-
-    ``stated``: the scale that the file states for the activation. A graph of torch.compile always computes the scale:
-    inductor fuses the amax into the kernel that makes the activation.
     """
 
     takes_patched = True
-
-    def __init__(self, module: torch.nn.Module, stated: StatedScale | None = None):
-        super().__init__(module)
-        self.stated = stated
 
     def otherwise(self, input: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         module, dtype = self.module, input.dtype if input.dtype.itemsize == 2 else RESULT
@@ -93,14 +75,13 @@ class Fp8Linear(Bound):
         data, scale = getattr(weight, DATA), getattr(weight, PARAMS).scale
         dtype = x.dtype if x.dtype.itemsize == 2 else RESULT
         rows = x.reshape(-1, x.shape[-1]).to(dtype)
-        of_rows = self.stated.of(rows) if self.stated else None
-        if of_rows is None:
-            of_rows = activation_scale(rows, E4M3)
         key = E4M3, dtype, x.get_device()
-        kernel = self.kernels.get(key)
-        if kernel is None:
-            name = "quantize_per_tensor_fp8"
-            kernel = self.kernels[key] = kernel_that_takes(name, x=rows, scale=of_rows, output_type=E4M3)
+        found = self.kernels.get(key)
+        if found is None:
+            kernel = kernel_that_takes("quantize_per_tensor_fp8", x=rows, scale=scale.float(), output_type=E4M3)
+            found = self.kernels[key] = kernel, divides_in_fp32(kernel)
+        kernel, in_fp32 = found
+        of_rows = activation_scale(rows, E4M3, in_fp32)
         left, refused = kernel(rows, of_rows, E4M3), _refused.get()
         how = {"bias": None if bias is None else bias.to(dtype), "out_dtype": dtype}
         ways: list[dict] = [{}] if refused is None else [{"use_fast_accum": True}, {}]

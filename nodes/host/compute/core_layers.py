@@ -21,7 +21,7 @@ from ..comfyui.gate import entering, ran_own
 from ..comfyui.layers import is_quantized
 from ..comfyui.weights import Bound, exchanged, only_multiplies, weights_of
 from .borders import casts_itself, crossing
-from .bound import FP8_RESULT, Fp8Linear, Int8Linear, stated_scale
+from .bound import FP8_RESULT, Fp8Linear, Int8Linear
 
 Forward = Callable[..., torch.Tensor]
 
@@ -59,7 +59,7 @@ class PlannedLayers:
         """Create the layer's product as a bound method; torch.compile would compile a separate graph for an object.
         None for a layer that calls its own forward."""
         if decision.mode == FP8.name and only_multiplies(layer):
-            self.fp8[name] = Fp8Linear(layer, stated_scale(layer, name, self.calibration))
+            self.fp8[name] = Fp8Linear(layer)
             return self.fp8[name].__call__
         if decision.mode == FP16_WIDE.name and only_multiplies(layer):
             scale, weights = self.calibration.scale(name), weights_of(layer)
@@ -127,12 +127,7 @@ class PlannedLayers:
             name: (each.observed_mode, each.scale.is_watched, each.finite is None)
             for name, each in self.operations.items()
         }
-        measures = {name: each.stated is None or each.stated.scale is None for name, each in self.fp8.items()}
-        return {**self.planned_modes(), **watched, **measures}
-
-    def input_scales(self) -> dict[str, str]:
-        """Return layer -> how its input is scaled, "" before a call, for the layers whose file states a scale."""
-        return {name: each.stated.reason for name, each in self.fp8.items() if each.stated}
+        return {**self.planned_modes(), **watched}
 
     @property
     def fp16_flops(self) -> int:

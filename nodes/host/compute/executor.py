@@ -14,7 +14,7 @@ from ....precision.base.patching import patched
 from ....precision.plan.choice import WithoutEffect
 from ....precision.plan.compute import ComputePlan
 from ..comfyui.attributes import CAST_DTYPE, OVERRIDE, kernel_of_file
-from ..comfyui.execution import Make, adapts_text, conditions_through, is_compiled, trains
+from ..comfyui.execution import Make, adapts_text, conditions_through, trains
 from ..comfyui.gate import met_in
 from ..comfyui.layers import modules_of
 from ..comfyui.page import add_to_badge, running_node_id
@@ -129,7 +129,7 @@ class Compute(Stage):
         if trains():
             logger.info("Halfsafe: %s", Message(TRAINED, self.acting(model).plan.choice.used))
             return executor(*args, **kwargs)
-        self.begin_run(executor.class_obj.model_patcher)
+        self.begin_run()
         with ExitStack() as held:
             held.enter_context(patched(estimated_in_fp32(model) if self.acting(model).plan.is_safe else []))
             if adapts_text(model):
@@ -138,15 +138,12 @@ class Compute(Stage):
             held.callback(lambda: add_to_badge(self.node_id, [*met_in(modules_of(model))]))
             return executor(*args, **kwargs)
 
-    def begin_run(self, patcher: ModelPatcher) -> None:
-        """Start a sampler's run. Whether inputs fit the scales that a file states is measured anew: which scale a call
-        uses depends on no run before, so the same seed gives the same picture."""
+    def begin_run(self) -> None:
+        """Start a sampler's run."""
         for run in self.runs.kept():
             run.begin_run()
-            if run.layers.input_scales() and not is_compiled(patcher):
-                run.calibration.recalibrate()
         if self.fallback:
-            self.fallback.begin_run(patcher)
+            self.fallback.begin_run()
 
     def measure_anew(self) -> None:
         """Measure in the next call of each model, as in its first."""
@@ -194,12 +191,6 @@ class Compute(Stage):
         run, adapter = self.runs.last_of(patcher), self.adapters.last_of(patcher)
         adapted = adapter.calibration.flops if adapter else {}
         return frozenset(name for name in run.not_called if not adapted.get(name)) if run else frozenset()
-
-    def input_scales(self, patcher: ModelPatcher) -> dict[str, str]:
-        """Return layer -> how its input is scaled, for fp8 products of layers whose file states a scale. A compiled
-        graph always computes the scale."""
-        run = None if is_compiled(patcher) else self.runs.last_of(patcher)
-        return run.layers.input_scales() if run else {}
 
     def fp16_share_text(self, patcher: ModelPatcher) -> str:
         """Describe the share of matmul FLOPs with fp16 operands in one line; empty before a call or without matmuls."""

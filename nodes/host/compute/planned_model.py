@@ -14,7 +14,6 @@ from comfy.model_patcher import ModelPatcher
 from ....precision.arithmetic.attention import SafeAttention, run_in_fp32
 from ....precision.arithmetic.attention_bounds import AttentionCall
 from ....precision.arithmetic.casting import Results
-from ....precision.arithmetic.stated_scale import USED
 from ....precision.base.flags import fp32_accumulation
 from ....precision.base.layer_names import are_alike
 from ....precision.base.modes import FP16_WIDE, INT8
@@ -22,7 +21,7 @@ from ....precision.base.patching import Patch, patched
 from ....precision.base.surroundings import own_dtypes
 from ....precision.plan.compute import ComputePlan
 from ..comfyui.attributes import MEMORY_ESTIMATE, cast_dtype, casting, scaled_input, with_cast_dtype, with_scaled_input
-from ..comfyui.execution import is_compiled, is_injected, switches_by_layer
+from ..comfyui.execution import is_injected, switches_by_layer
 from ..comfyui.gate import entering
 from ..comfyui.layers import is_quantized, modules_of
 from ..comfyui.weights import calling_layers, uncast_norm
@@ -187,7 +186,6 @@ class PlannedModel(CalibratedActing):
         self._sums_off = self._holds_sums or (self._is_wide and not switches_by_layer(patcher))
         self.layers.switches_flags = not self._has_rules or switches_by_layer(patcher)
         self.calibration.by_layer = not self._sums_off
-        self.calibration.rechecks = USED in self.layers.input_scales().values() and not is_compiled(patcher)
 
     @contextmanager
     def _scope(self) -> Iterator[None]:

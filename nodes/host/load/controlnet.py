@@ -221,7 +221,7 @@ def _follow(control: ControlNet, loaded: LoadedControl) -> ControlNet:
             _runs[model] = weakref.ref(prompt), weakref.WeakKeyDictionary()
         _runs[model][1][loaded] = None
         if loaded.planned:
-            loaded.planned.compute.begin_run(loaded.planned.current_patcher)
+            loaded.planned.compute.begin_run()
         type(control).pre_run(control, model, *args)
 
     # Its class stays ComfyUI's: other packs ask for ``type(control) == ControlNet``.

@@ -116,7 +116,6 @@ def _layers(patcher: ModelPatcher) -> tuple[list[LayerReport], Reasons]:
     record, compute = record_of(patcher), compute_of(patcher)
     modes, stream = observed_modes_of(patcher), name_of(stream_dtype(patcher))
     not_called = compute.not_called(patcher) if compute else frozenset()
-    scales = compute.input_scales(patcher) if compute else {}
     kernels, sums = layer_kernels(patcher, modes), layer_accumulation(patcher)
     layers: list[LayerReport] = []
     reasons: Reasons = {}
@@ -139,7 +138,7 @@ def _layers(patcher: ModelPatcher) -> tuple[list[LayerReport], Reasons]:
         of_storage, of_mode = record.reasons.get(name, "") if record else "", decision.reason if decision else ""
         if name in not_called:
             of_mode = NOT_CALLED
-        reasons[name] = [of_storage, of_mode, scales.get(name, ""), why, CALLED_IN_FP32 if by_code else ""]
+        reasons[name] = [of_storage, of_mode, why, CALLED_IN_FP32 if by_code else ""]
     return layers, reasons
 
 

@@ -67,7 +67,7 @@ def test_fp8_activations_clipped_at_448(comfy, files, monkeypatch):
     monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_89")
     plain = load(comfy, path, "fp8_e4m3fn", "fp8")
     assert checked(comfy, plain)[0] == []
-    monkeypatch.setattr(bound, "activation_scale", lambda rows, dtype: torch.ones(()))
+    monkeypatch.setattr(bound, "activation_scale", lambda rows, *how: torch.ones(()))
     event = found(comfy, plain)
     assert event.from_mode == "fp8" and "do not fit the file's scale" in event.advice and "blocks.0" in event.evidence
 

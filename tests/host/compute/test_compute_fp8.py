@@ -61,6 +61,18 @@ def test_a_value_that_is_no_number_stays_visible(comfy, wan, with_fp8_units, bad
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_scale_that_the_file_states_clips_no_input_and_hides_no_overflow(comfy, wan, with_fp8_units, dtype):
+    _, module = fp8_layer(comfy, wan)
+    x = (outliers() / 8).to(dtype)
+    expected = Fp8Linear(module)(x)
+    module.input_scale = torch.nn.Parameter(x.abs().amax().float() / 448 / 4, requires_grad=False)
+    assert torch.equal(Fp8Linear(module)(x), expected)
+    x[0, 0] = torch.inf
+    assert not torch.isfinite(Fp8Linear(module)(x)).all()
+
+
+@torch.inference_mode()
 @pytest.mark.parametrize("shape", [(256,), (3, 256), (2, 5, 256), (2, 3, 4, 256)])
 def test_every_rank_of_input_and_an_fp32_stream(comfy, wan, with_fp8_units, shape):
     _, module = fp8_layer(comfy, wan)

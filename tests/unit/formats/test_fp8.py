@@ -9,6 +9,7 @@ from halfsafe.precision.base.amax import amax_value
 from halfsafe.precision.formats import fp8 as q
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.leaf_operations import LeafOperations
 from support.measures import relative_error
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -97,3 +98,28 @@ def test_an_activation_scale_is_the_smallest_power_of_two_that_fits(dtype):
         scales = q.activation_scale(every.to(dtype), E4M3)
     assert (torch.frexp(scales).mantissa == 0.5).all()
     assert (every / scales <= 448).all() and (every / scales > 224).all()
+
+
+class Kernels(LeafOperations):
+    """Counts the operations that launch a kernel."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def leaf(self, func, args, kwargs):
+        self.count += not func.is_view
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_scale_for_a_kernel_that_divides_in_fp32_takes_two_launches_and_fits_every_amax(dtype):
+    for largest in (0.0, 6e-8, 1e-3, 1.0, 6e4):
+        x = torch.tensor([largest, 0.0, -largest / 2]).to(dtype)
+        with Kernels() as kernels:
+            scale = q.activation_scale(x, E4M3, divided_in_fp32=True)
+        quotients = x.float() / scale
+        assert kernels.count == 2 and scale.dtype == torch.float32 and scale.dim() == 0
+        assert quotients.isfinite().all() and abs(quotients.abs().max() - 448 * (largest > 0)) < 0.01, largest
+    for bad in (math.nan, math.inf):
+        assert not q.activation_scale(torch.tensor([bad, 1.0], dtype=dtype), E4M3, True).isfinite()
