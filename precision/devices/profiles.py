@@ -62,6 +62,8 @@ class DeviceProfile:
         type: torch device type: cuda (also AMD), mps, xpu or cpu.
         fp16 to int8_kernels: the capabilities, see ``CAPABILITIES``. Those of ``GAINS`` follow from ``measurements``.
         fp8_formats: storage names ``torch._scaled_mm`` takes here; MI300 has fnuz only.
+        fp8_width: the least of a layer's inputs and outputs from which an fp8 product was measured to be faster than
+            in 16 bit with its scale and quantizing; 0 where no width was measured to be slower.
         blocks_matmul: ComfyUI multiplies nvfp4 and mxfp8 weights as they are stored here.
         fp16_safe_cost: how much longer than fp16 ``fp16_safe`` takes, least and most of the models of
             benchmarks/results/cost.json on cards of this kind, with weights in VRAM under dynamic VRAM; "" where it was
@@ -84,6 +86,7 @@ class DeviceProfile:
     fp8_fast_accumulation: bool = False
     int8_matmul: bool = False
     int8_kernels: bool = False
+    fp8_width: int = 0
     blocks_matmul: bool = False
     fp16_safe_cost: str = ""
     needs_torch: Mapping[str, tuple[int, int]] = field(default_factory=dict, compare=False)
@@ -198,7 +201,7 @@ ROWS = (
     ),
     DeviceProfile(
         "sm_90", "H100, H200 (Hopper)",
-        fp16_safe_cost="16 to 92 %", fp8_fast_accumulation=True, **FP8_NVIDIA,
+        fp16_safe_cost="16 to 92 %", fp8_fast_accumulation=True, fp8_width=3072, **FP8_NVIDIA,
         notes={"fp16_accumulation": NO_GAIN,
                "fp8_fast_accumulation": "On keeps about 14 bits of the sums; off promotes them to fp32.",
                "products": "Alone, at four shapes, an H200 takes 0.59 to 1.34 of fp16's time for an fp8 product with "

@@ -16,7 +16,12 @@ BLOCKS = ("nvfp4", "mxfp8")
 STREAMED = "ComfyUI's dynamic VRAM streams the remaining {0} at each step, so nothing is quantized."
 NO_LOW_BITS = "comfy-kitchen's product of 4- and 6-bit weights needs sm_80: on {0} they are unpacked first."
 INT8_COMPUTE = ("auto", "int8")
-"""Compute options under which weights held in int8 multiply in int8."""
+"""Compute options under which weights held in int8 multiply in int8, where that is known or likely to gain."""
+ROTATES_IN_FP32 = ("cpu", "mps")
+"""Types of devices whose fp32 products take about as long as 16-bit ones: rotating a weight back in a call takes a
+sixteenth of its product with 4,096 rows. Elsewhere comfy-kitchen's kernels do it as they unpack, or nothing does fast:
+a V100 and an Arc multiply in 16 bit seven times as fast as in fp32."""
+NEARER = "int8's error is a quarter of fp8's at the same size, and both are unpacked in each call."
 FOR_CUDA_13 = ("torch", "torchvision", "torchaudio", "--index-url", "https://download.pytorch.org/whl/cu130")
 INSTALL = (
     'int8 is slow here without its kernels. To install them, run "{0}" -m pip install -U {1} and restart ComfyUI. {2}'
@@ -118,17 +123,30 @@ def auto_storage(
 def smallest_storage(device: Device, compute: ComputeOption = "auto") -> tuple[RuledStorage, str]:
     """Choose the 8-bit storage for a model, or as_file where there is none, and say why in a sentence.
 
-    int8 and fp8 take the same bytes. int8 has a third of fp8's error, but its weights are dear to unpack: it is chosen
-    where its products are what runs, and were not measured to bring no speed.
+    int8 and fp8 take the same bytes, and int8 has a quarter of fp8's error unpacked, a third multiplied. fp8 is chosen
+    where its products are what runs, and where unpacking a rotated weight takes long.
     """
-    multiplies = device.capabilities["int8_kernels"] and device.profile.gain("int8") is not False
-    if compute in INT8_COMPUTE and multiplies:
+    unpacked = why_int8_is_unpacked(device)
+    if compute in INT8_COMPUTE and not unpacked:
         return "int8", Message("int8's error is a third of fp8's. {0}", device.reason("int8_matmul_gains"))
-    if device.capabilities["fp8_storage"]:
-        if compute not in INT8_COMPUTE:
+    in_fp8 = compute == "fp8" or (compute in INT8_COMPUTE and device.capabilities["fp8_matmul_gains"])
+    rotates = device.capabilities["int8_kernels"] or device.profile.type in ROTATES_IN_FP32
+    if device.capabilities["fp8_storage"] and (in_fp8 or not rotates):
+        if compute == "fp8":
             return "fp8_e4m3fn", Message("Not int8: compute={0} does not multiply in int8.", compute)
         return "fp8_e4m3fn", Message("Not int8: {0}", why_int8_is_slow(device))
+    if rotates:
+        return "int8", joined([NEARER, unpacked])
     return "as_file", device.reason("fp8_storage")
+
+
+def why_int8_is_unpacked(device: Device) -> str:
+    """Return why weights held in int8 are unpacked on a device unless compute=int8 is requested; "" where they multiply
+    in int8: by kernels of the device, which are not known to bring no speed."""
+    for needed in ("int8_matmul", "int8_kernels"):
+        if not device.capabilities[needed]:
+            return device.reason(needed)
+    return device.reason("int8_matmul_gains") if device.profile.gain("int8") is False else ""
 
 
 def why_int8_is_slow(device: Device) -> str:

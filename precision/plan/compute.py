@@ -1,5 +1,6 @@
 """Decide the arithmetic of each layer from the option, the rules, the storage of its weight and the device."""
 
+import re
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
@@ -12,7 +13,7 @@ from ..devices.detect import Device
 from ..formats.layer_plan import LayerPlan
 from ..formats.registry import FORMAT_OF_STORAGE
 from .accumulation import MatmulProfile, fp16_sums_inert
-from .auto import auto_compute
+from .auto import auto_compute, why_int8_is_unpacked
 from .choice import Choice, WithoutEffect, frozen
 from .facts import LayerSpec, ModelFacts
 from .rules import Rule, Rules
@@ -33,6 +34,11 @@ NATIVE_FP8 = (
     "error of unpacked weights."
 )
 UNPACKED_FP8 = "fp8 weights are unpacked in each call: compute=fp8 multiplies them as stored, at 1.4 times the error."
+OF_TEXT = re.compile(r"(^|\.)attn2\.to_[kv]$")
+"""Layers of SD, SDXL and LTX-Video whose input is the text: 77 to 154 rows in SD and SDXL."""
+FEW_ROWS = "its input is the text, too few rows to pay for a product in 8 bits: the weight is unpacked in each call"
+NARROW = "on {0} fp8 products were measured to be faster from {1} inputs and outputs on: the weight is unpacked"
+INT8_UNPACKED = "its int8 weight is unpacked in each call: {0}"
 NO_LAYER = "the pattern matches no layer of this model"
 NOT_LOOKED_AT = "These results are not checked for NaN, so fp16_safe is used instead of plain fp16: it cannot overflow."
 
@@ -203,9 +209,10 @@ def _decide(
     if not layer.multiplies:
         return None, None
     compute, stream = (rules.setting(key, layer.name, layer.cls) for key in ("compute", "stream"))
-    wanted = compute[0] if compute else _product_of(storage, choice, in_fp8) or choice.used
+    product, unpacked = _product_of(layer, choice, in_fp8, device, storage)
+    wanted = compute[0] if compute else product or choice.used
     found = compute or stream
-    reason = found[1].reason or str(found[1]) if found else ""
+    reason = found[1].reason or str(found[1]) if found else unpacked
     problem = None
     if wanted in WEIGHTS_FOR and (why := _why_no_product(wanted, layer, device, storage)):
         # Only a request can be without effect, not int8 weights on a device that has no int8 matmul.
@@ -215,7 +222,7 @@ def _decide(
         reason = why
         compute = None
     row = FORMAT_OF_STORAGE.get(storage)
-    follows = wanted == choice.used and choice.used != SAFE and not problem
+    follows = wanted == choice.used and choice.used != SAFE and not problem and not unpacked
     if row and row.quantizes_operands and row.mode is not FP8 and wanted != INT8.compute:
         follows = storage not in WEIGHTS_FOR[INT8.compute] and not compute and choice.requested in LEAVES_QUANTIZED
         reason = reason or Message("its {0} weight is dequantized because {1} was requested", storage, choice.requested)
@@ -226,18 +233,35 @@ def _decide(
     return LayerPlan(mode=MODE_OF[wanted], stream=stream[0] if stream else "same", reason=reason), problem
 
 
-def _product_of(storage: str, choice: Choice[ComputeOption], in_fp8: bool) -> RuledCompute | Literal[""]:
-    """Return the quantized product that a layer makes without a rule; empty if it makes none."""
+def _product_of(
+    layer: LayerSpec, choice: Choice[ComputeOption], in_fp8: bool, device: Device, storage: str
+) -> tuple[RuledCompute | Literal[""], str]:
+    """Return the quantized product that a layer makes without a rule, empty if it makes none; and why it makes none
+    where ComfyUI multiplies the weight as stored."""
     if storage in WEIGHTS_FOR[INT8.compute] and choice.requested in LEAVES_QUANTIZED:
-        return INT8.compute
-    return FP8.compute if in_fp8 and storage in FP8_NAMES else ""
+        own = INT8.compute
+    elif in_fp8 and storage in FP8_NAMES:
+        own = FP8.compute
+    else:
+        return "", ""
+    unpacked = _why_unpacked(layer, device, storage) if choice.requested != own else ""
+    return ("", unpacked) if unpacked else (own, "")
+
+
+def _why_unpacked(layer: LayerSpec, device: Device, storage: str) -> str:
+    """Return why an 8-bit weight is unpacked unless its product is requested; "" if it multiplies as stored."""
+    if storage == "int8" and (why := why_int8_is_unpacked(device)):
+        return Message(INT8_UNPACKED, why)
+    if storage in FP8_NAMES and min(layer.shape) < device.profile.fp8_width:
+        return Message(NARROW, device.label, device.profile.fp8_width)
+    return FEW_ROWS if OF_TEXT.search(layer.name) and storage in ("int8", *FP8_NAMES) else ""
 
 
 def _without(
     product: str, layer: LayerSpec, choice: Choice[ComputeOption], device: Device, storage: str
 ) -> ComputeOption:
     """Return the arithmetic of a layer without the requested product: int8 for an int8 weight, else the model's."""
-    own = _product_of(storage, choice, False) if product != INT8.compute else ""
+    own = _product_of(layer, choice, False, device, storage)[0] if product != INT8.compute else ""
     return own if own and not _why_no_product(own, layer, device, storage) else choice.used
 
 

@@ -5,10 +5,12 @@ import torch
 from halfsafe.precision.base.options import GOALS
 from halfsafe.precision.devices.detect import detect
 from halfsafe.precision.devices.profiles import PROFILE_NAMES
+from halfsafe.precision.plan.auto import smallest_storage
 from halfsafe.precision.plan.compute import plan_compute, weight_dtype
 from halfsafe.precision.plan.facts import LayerSpec, ModelFacts
 from halfsafe.precision.plan.goal import on_loaded, plan_for_goal
 from halfsafe.precision.plan.rules import rules_from
+from support.shipped import ROOT
 
 LAYERS = [
     LayerSpec("blocks.0.ffn", "Linear", (64, 32)),
@@ -238,6 +240,10 @@ STORED = {"int8": "int8", "fp8": "fp8_e4m3fn", "nvfp4": "nvfp4", "plain": "bf16"
 NO_INT8 = ("sm_61", "sm_70", "mps_m1", "mps_m3", "xpu")  # torch before 2.15 has no int8 matmul on MPS
 
 
+MAY_GAIN = ("sm_75", "sm_86", "sm_89", "sm_120")
+"""Of a Turing nothing was measured; the others gain in each measurement."""
+
+
 def plan_stored(profile, compute, text="", storages=STORED):
     facts = ModelFacts([LayerSpec(name, "Linear", (64, 32)) for name in STORED], 10**9, "bf16", QWEN_IMAGE)
     return plan_compute(facts, detect(profile=profile), compute, rules_from(text), storages)
@@ -249,16 +255,61 @@ def modes(found):
 
 @pytest.mark.parametrize("name", PROFILE_NAMES)
 @pytest.mark.parametrize("compute", ["auto", "int8"])
-def test_int8_weights_multiply_in_int8_where_the_device_can(monkeypatch, name, compute):
+def test_int8_weights_multiply_in_int8_where_the_device_can_and_for_auto_where_it_may_gain(monkeypatch, name, compute):
     monkeypatch.setattr("halfsafe.precision.devices.profiles.torch_version", lambda: (2, 11))
     found, plain = plan_stored(name, compute), plan_stored(name, "auto", storages={"plain": "bf16"})
-    assert (modes(found)["int8"] == "int8") == (name not in NO_INT8)
+    assert (modes(found)["int8"] == "int8") == (name in MAY_GAIN if compute == "auto" else name not in NO_INT8)
     assert found.choice.used == plain.choice.used and found.activation_dtype == plain.activation_dtype
     assert modes(found).get("plain") == modes(plain).get("plain") and "nvfp4" not in modes(found)
     told = [entry.setting for entry in found.without_effect]
     assert told == (["compute=int8"] if compute == "int8" and name in NO_INT8 else [])
-    if name in NO_INT8:
+    if compute == "int8" and name in NO_INT8:
         assert f"{name} has no int8 matmul" in found.decisions["int8"].reason
+    elif modes(found)["int8"] != "int8":
+        assert "unpacked in each call: " in found.decisions["int8"].reason
+
+
+TABLE = ROOT / "docs" / "internals" / "eight-bits.md"
+LAYERS_BY_WIDTH = {
+    "wide": ("ffn", (12288, 3072)),
+    "narrow": ("attn1.to_q", (640, 640)),
+    "text": ("attn2.to_k", (640, 2048)),
+}
+STORED_AS = {"fp8 of a file": "fp8_e4m3fn", "int8": "int8"}
+
+
+def row_of(name: str) -> str:
+    """A line of the table: how each storage computes under ``auto`` in a layer of each width, and why, on a device."""
+    cells, reasons = [], {}
+    layers = [LayerSpec(layer, "Linear", shape) for layer, shape in LAYERS_BY_WIDTH.values()]
+    for storage in STORED_AS.values():
+        facts = ModelFacts(layers, 10**9, storage, QWEN_IMAGE, native_fp8={layer.name for layer in layers})
+        stored = {layer.name: storage for layer in layers}
+        found = plan_compute(facts, detect(profile=name), "auto", rules_from(), stored)
+        for layer in layers:
+            decision = found.decisions.get(layer.name)
+            eight = decision is not None and decision.mode in ("fp8", "int8")
+            cells.append(decision.mode if eight else "unpacked")
+            reasons |= {decision.reason: None} if decision and not eight and layer.name != "attn2.to_k" else {}
+    stored, _ = smallest_storage(detect(profile=name))
+    return f"| {name} | {' | '.join([*cells, stored, ' '.join(each for each in reasons if each)])} |"
+
+
+@pytest.mark.parametrize("name", PROFILE_NAMES)
+def test_the_table_says_how_8_bits_compute_on_each_device(monkeypatch, name):
+    monkeypatch.setattr("halfsafe.precision.devices.profiles.torch_version", lambda: (2, 11))
+    assert row_of(name) in TABLE.read_text(encoding="utf-8").splitlines(), f"write: {row_of(name)}"
+
+
+def test_products_that_are_requested_are_made_in_text_and_narrow_layers_too():
+    layers = [LayerSpec(layer, "Linear", shape) for layer, shape in LAYERS_BY_WIDTH.values()]
+    for storage, compute in (("fp8_e4m3fn", "fp8"), ("int8", "int8")):
+        stored = {layer.name: storage for layer in layers}
+        facts = ModelFacts(layers, 10**9, storage, QWEN_IMAGE)
+        found = plan_compute(facts, detect(profile="sm_90"), compute, rules_from(), stored)
+        assert {*modes(found).values()} == {compute}
+    found = plan_compute(facts, detect(profile="sm_90"), "auto", rules_from("ffn compute=int8"), stored)
+    assert modes(found) == {"ffn": "int8", "attn1.to_q": "bf16", "attn2.to_k": "bf16"}
 
 
 @pytest.mark.parametrize(("profile", "stream"), [("sm_75", "fp32"), ("sm_86", "bf16"), ("cpu", "fp32")])

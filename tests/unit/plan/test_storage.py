@@ -65,7 +65,7 @@ def test_fp8_compute_with_units():
 FFN = "blocks.0.ffn.0"
 
 
-@pytest.mark.parametrize("profile", ["sm_89", "sm_90", "sm_120", "gfx1201"])
+@pytest.mark.parametrize("profile", ["sm_89", "sm_120", "gfx1201"])
 def test_auto_multiplies_in_fp8_where_the_device_gains_and_says_the_cost(profile):
     result = planned(profile, native_fp8={FFN}, file_dtype="fp8_e4m3fn").compute
     assert result.fp8_matmul and {name: d.mode for name, d in result.decisions.items()} == {FFN: "fp8"}
@@ -93,8 +93,10 @@ def test_auto_unpacks_fp8_weights_elsewhere_and_where_the_file_asks_for_full_pre
     ("profile", "compute", "storage", "mode"),
     [
         ("sm_61", "auto", "fp8_e4m3fn", None), ("sm_75", "auto", "int8", "int8"), ("sm_86", "auto", "int8", "int8"),
-        ("sm_86", "bf16", "fp8_e4m3fn", None), ("sm_89", "auto", "int8", "int8"), ("sm_89", "fp8", "fp8_e4m3fn", "fp8"),
-        ("sm_89", "fp16_safe", "fp8_e4m3fn", "fp16_wide"), ("gfx1100", "auto", "fp8_e4m3fn", None), ("gfx1201", "auto", "fp8_e4m3fn", None),
+        ("sm_86", "bf16", "int8", "bf16"), ("sm_89", "auto", "int8", "int8"), ("sm_89", "fp8", "fp8_e4m3fn", "fp8"),
+        ("sm_89", "fp16_safe", "int8", "fp16_wide"), ("gfx1100", "auto", "int8", "bf16"), ("gfx1201", "auto", "int8", "bf16"),
+        ("sm_90", "auto", "int8", "bf16"), ("sm_90", "int8", "int8", "int8"), ("sm_90", "fp8", "fp8_e4m3fn", "fp8"),
+        ("mps_m3", "auto", "int8", "bf16"), ("cpu", "auto", "int8", "fp32"), ("sm_100", "auto", "fp8_e4m3fn", None), ("xpu", "auto", "fp8_e4m3fn", None),
     ],
 )  # fmt: skip
 def test_storage_auto_keeps_the_file_where_it_fits_and_halves_it_where_not(profile, compute, storage, mode):
@@ -245,8 +247,8 @@ def test_auto_takes_the_most_bits_that_fit_and_says_the_cost(gib, formats, expec
         ("sm_100", QUANTIZED_NAMES, "auto", "nvfp4"),  # int8 brings no speed there
         ("sm_120", ("int8", "nvfp4"), "auto", "nvfp4"),  # a ComfyUI before 0.31
         ("sm_120", QUANTIZED_NAMES, "auto", "w4a8"),  # of the same size, with less error
-        ("sm_120", ("int8", "nvfp4"), "int8", "int8"), ("sm_100", QUANTIZED_NAMES, "fp16", "fp8_e4m3fn"),  # which would dequantize nvfp4
-        ("sm_90", QUANTIZED_NAMES, "auto", "fp8_e4m3fn"), ("sm_86", ("int8", "nvfp4"), "auto", "int8"),
+        ("sm_120", ("int8", "nvfp4"), "int8", "int8"), ("sm_100", QUANTIZED_NAMES, "fp16", "int8"),  # which would dequantize nvfp4
+        ("sm_90", QUANTIZED_NAMES, "auto", "int8"), ("sm_86", ("int8", "nvfp4"), "auto", "int8"),
     ],
 )  # fmt: skip
 def test_auto_takes_nvfp4_only_where_multiplied_and_8_bits_do_not_fit(profile, formats, compute, expected):
