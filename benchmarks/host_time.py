@@ -4,7 +4,7 @@ Toys of real structure (SDXL with 70 transformer blocks, Flux with 19 and 38, Wa
 replaced by a constant of the right shape, and the operand of each look by one number, so that what is left is Python; layers multiply as on CUDA, and calls are those of one run of a sampler. A GPU that waits for the host waits for this.
 "ready": weights lie in fp16 as they are multiplied, as without dynamic VRAM; "dynamic VRAM, resident": the same weights as NVIDIA's users have them by
 default, comfy-aimdo's own calls stubbed; "dynamic VRAM, streamed": copied from pinned memory in each call, as where VRAM is short; "cast": in bf16, cast to
-fp16 in each call; "fp8": stored in fp8, beside ComfyUI's own run of the same weights and scales; "fp8 products" and "int8" multiply as stored; "with LoRA": one of rank 16 beside each
+fp16 in each call; "fp8": stored in fp8, beside ComfyUI's own run of the same weights and scales; "fp8 products" and "int8" multiply as stored, "int8 unpacked" as fp8; "with LoRA": one of rank 16 beside each
 quantized layer. The 8-bit ones are also compared
 with ComfyUI's call of the same model in fp16, whose weights lie alike (``functions_to_fp16``). comfy-kitchen's kernels run their own functions of Python, without the calls into its CUDA library; ``kitchen`` counts these. On a GPU there are more: the stream
 is looked up, and ComfyUI's own call asks for the current device at each export of a tensor. "gap": what a GPU waits for between two calls: from where the host has waited for a call, or from
@@ -40,13 +40,21 @@ WEIGHTS = {
     "fp8 products, dynamic VRAM, resident": ("fp8_e4m3fn", "bfloat16", "fp8"),
     "int8": ("int8", "bfloat16", "int8"),
     "int8, dynamic VRAM, resident": ("int8", "bfloat16", "int8"),
+    "int8 unpacked": ("int8", "bfloat16", "fp16"),
     "fp8 with LoRA": ("fp8_e4m3fn", "bfloat16", "fp16"),
     "int8 with LoRA": ("int8", "bfloat16", "int8"),
     "int8 with LoRA, dynamic VRAM, resident": ("int8", "bfloat16", "int8"),
     "int8 with LoRA, dynamic VRAM, streamed": ("int8", "bfloat16", "int8"),
 }
 """How weights lie -> the storage asked for, the file's dtype, and the compute that is ComfyUI's own there."""
-TO_FP16 = {"fp8": 1.35, "fp8 products": 1.5, "int8": 1.6, "fp8 with LoRA": 2.0, "int8 with LoRA": 2.0}
+TO_FP16 = {
+    "fp8": 1.35,
+    "fp8 products": 1.5,
+    "int8": 1.6,
+    "int8 unpacked": 1.3,
+    "fp8 with LoRA": 2.0,
+    "int8 with LoRA": 2.0,
+}
 """Most functions of Python of a quantized model in its plain setting for one of ComfyUI's own in fp16, by how weights are stored."""
 TARGETS = {"plain": 1.02, "plain, guard": 1.05, "fp16_safe": 1.25, "fp16_safe, guard": 1.28}
 FUNCTIONS = {"plain": 1.02, "plain, guard": 1.03, "fp16_safe": 1.12, "fp16_safe, guard": 1.14}

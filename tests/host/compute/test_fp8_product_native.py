@@ -13,7 +13,7 @@ from support.matmul_spy import Products
 from support.measures import functions_run, relative_error
 from support.model_files import WAN_LINEARS
 
-FP8_CARDS = ("sm_89", "sm_90", "sm_120")
+FP8_CARDS = ("sm_89", "sm_120")
 
 
 @pytest.fixture(autouse=True)
@@ -67,6 +67,14 @@ def test_a_scaled_fp8_file_multiplies_in_fp8_and_its_cost_is_told(comfy, wan, mo
     model = load(comfy, path, "auto", "auto")
     assert set(multiplied(model, call).values()) == {"fp8"}
     says_so(comfy, model)
+
+
+@pytest.mark.parametrize("card", ["sm_90"], indirect=True)
+def test_on_hopper_a_narrow_layer_is_unpacked_unless_its_product_is_requested(comfy, scaled, call, card):
+    unpacked, requested = (load(comfy, scaled, "auto", compute) for compute in ("auto", "fp8"))
+    assert "fp8" not in multiplied(unpacked, call).values() and {*multiplied(requested, call).values()} == {"fp8"}
+    reasons = {layer["name"]: layer["reason"] for layer in families.report(comfy, unpacked)["layers"]}
+    assert all("from 3072 inputs and outputs on" in reasons[name] for name in WAN_LINEARS)
 
 
 @pytest.mark.parametrize("goal", ["balanced", "speed", "memory"])

@@ -109,6 +109,8 @@ def test_the_stream_is_fp32_where_the_model_is_not_safe_in_16_bit(comfy, ltxv, l
     profile(name)
     model = load(comfy, ltxv, "int8", compute)
     of_int8, of_others, stream = DEVICES[name]
+    if compute == "auto" and name == "gfx1100":
+        of_int8 = "bf16"  # measured to be slower in int8
     layers = layers_of(model)
     made, count = ran(model, ltxv_call, layers)
     found = entries(comfy, model)
@@ -126,7 +128,8 @@ def test_the_stream_is_fp32_where_the_model_is_not_safe_in_16_bit(comfy, ltxv, l
     told = [entry["setting"] for entry in families.report(comfy, model)["without_effect"]]
     assert told == (["compute=int8"] if compute == "int8" and of_int8 != "int8" else [])
     if of_int8 != "int8":
-        assert all(f"{name} has no int8 matmul" in found[layer]["reason"] for layer in layers)
+        why = f"{name} has no int8 matmul" if compute == "int8" else "its int8 weight is unpacked in each call: "
+        assert all(why in found[layer]["reason"] for layer in layers)
 
 
 def test_int8_with_an_fp32_stream_cannot_overflow(comfy, models_dir, profile):

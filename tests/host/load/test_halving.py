@@ -220,7 +220,7 @@ def test_a_full_checkpoint_is_judged_by_its_model_and_its_encoder(files):
     )
     found = judged(path.name, model_only.name, both.name, folder="checkpoints")
     assert [(loader["storage"], loader["clip_storage"], loader["reason"]) for loader in found] == [
-        ("fp8_e4m3fn", "int8", ""), ("fp8_e4m3fn", "int8", ""), ("fp8_e4m3fn", "fp8_e4m3fn", host.NOT_16_BIT),
+        ("int8", "int8", ""), ("fp8_e4m3fn", "int8", ""), ("fp8_e4m3fn", "fp8_e4m3fn", host.NOT_16_BIT),
     ]  # fmt: skip
 
 
@@ -286,7 +286,7 @@ def in_fp8(tensors):
 
 @pytest.mark.parametrize(
     "profile, storage, clip_storage",
-    [("sm_86", "int8", "int8"), ("sm_61", "fp8_e4m3fn", "int8"), ("mps_m1", "as_file", "int8")],
+    [("sm_86", "int8", "int8"), ("sm_61", "fp8_e4m3fn", "int8"), ("mps_m1", "int8", "int8"), ("sm_90", "int8", "int8")],
 )
 def test_the_storage_is_what_the_device_is_fast_at(monkeypatch, profile, storage, clip_storage):
     monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", profile)

@@ -96,7 +96,7 @@ def test_auto_unpacks_fp8_weights_elsewhere_and_where_the_file_asks_for_full_pre
         ("sm_86", "bf16", "int8", "bf16"), ("sm_89", "auto", "int8", "int8"), ("sm_89", "fp8", "fp8_e4m3fn", "fp8"),
         ("sm_89", "fp16_safe", "int8", "fp16_wide"), ("gfx1100", "auto", "int8", "bf16"), ("gfx1201", "auto", "int8", "bf16"),
         ("sm_90", "auto", "int8", "bf16"), ("sm_90", "int8", "int8", "int8"), ("sm_90", "fp8", "fp8_e4m3fn", "fp8"),
-        ("mps_m3", "auto", "int8", "bf16"), ("cpu", "auto", "int8", "fp32"), ("sm_100", "auto", "fp8_e4m3fn", None), ("xpu", "auto", "fp8_e4m3fn", None),
+        ("mps_m3", "auto", "int8", "bf16"), ("cpu", "auto", "int8", "int8"), ("sm_100", "auto", "fp8_e4m3fn", None), ("xpu", "auto", "fp8_e4m3fn", None),
     ],
 )  # fmt: skip
 def test_storage_auto_keeps_the_file_where_it_fits_and_halves_it_where_not(profile, compute, storage, mode):
