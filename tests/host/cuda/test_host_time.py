@@ -15,8 +15,8 @@ import pytest
 from support.shipped import ROOT
 
 MOST = {"plain, guard": 1.03, "fp16_safe": 1.12}
-MOST_TO_FP16 = {"fp8 products": 1.57, "int8": 2.07}
-"""With comfy-kitchen's own functions of Python, which take 0.44 and 1.17 of them."""
+MOST_TO_FP16 = {"fp8 products": 1.31, "int8": 1.51}
+"""With comfy-kitchen's own functions of Python, which take 0.26 and 0.64 of them."""
 
 
 def counted(comfyui_dir: Path, model: str, settings: tuple[str, ...], weights: tuple[str, ...]) -> list[dict]:

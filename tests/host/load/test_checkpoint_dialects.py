@@ -90,9 +90,9 @@ def test_a_rotation_is_there_where_comfyui_takes_it_to_be(folder, wan, said):
 
 @pytest.mark.parametrize(("name", "profile", "compute", "storage"), rotated(
     ["row scales bf16", "block scales weight_scale_inv", "musubi"],
-    [("sm_86", "auto", "int8"), ("sm_86", "bf16", "fp8_e4m3fn"), ("sm_70", "auto", "fp8_e4m3fn")], whole=["row scales bf16"],
+    [("sm_86", "auto", "int8"), ("sm_90", "bf16", "int8"), ("sm_70", "auto", "fp8_e4m3fn")], whole=["row scales bf16"],
 ))  # fmt: skip
-def test_fp8_with_many_scales_is_int8_where_fast_else_its_cost_is_told(
+def test_fp8_with_many_scales_is_int8_where_that_is_the_8_bits_of_the_device_else_its_cost_is_told(
     comfy, folder, wan, reference, monkeypatch, name, profile, compute, storage
 ):
     """At the same size: int8 is nearer to the file's own numbers than fp8 with a single scale."""

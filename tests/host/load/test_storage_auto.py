@@ -45,11 +45,12 @@ def held_in(model) -> set[str]:
     ("profile", "compute", "held"),
     [
         ("sm_61", "auto", "float8_e4m3fn"), ("sm_75", "auto", "int8_tensorwise"), ("sm_86", "auto", "int8_tensorwise"),
-        ("sm_86", "bf16", "float8_e4m3fn"), ("sm_89", "auto", "int8_tensorwise"), ("sm_89", "fp8", "float8_e4m3fn"),
-        ("gfx1100", "auto", "float8_e4m3fn"), ("gfx1201", "auto", "float8_e4m3fn"), ("sm_80", "auto", "float8_e4m3fn"), ("xpu", "auto", "float8_e4m3fn"),
+        ("sm_86", "bf16", "int8_tensorwise"), ("sm_89", "auto", "int8_tensorwise"), ("sm_89", "fp8", "float8_e4m3fn"),
+        ("gfx1100", "auto", "int8_tensorwise"), ("gfx1201", "auto", "int8_tensorwise"), ("sm_80", "auto", "int8_tensorwise"), ("sm_90", "auto", "int8_tensorwise"),
+        ("sm_100", "auto", "float8_e4m3fn"), ("xpu", "auto", "float8_e4m3fn"),
     ],
 )  # fmt: skip
-def test_a_model_that_does_not_fit_is_held_in_int8_unless_it_was_measured_to_bring_no_speed(
+def test_a_model_that_does_not_fit_is_held_in_int8_unless_fp8_gains_or_is_unpacked_faster(
     comfy, wan, card, profile, compute, held
 ):
     card(profile, SMALL)

@@ -93,6 +93,7 @@ def test_the_readme_leads_to_every_page_of_docs() -> None:
         "calibration.md",
         "decisions.md",
         "drift.md",
+        "eight-bits.md",
         "failure-classes.md",
         "how-a-call-runs.md",
         "scaling.md",
