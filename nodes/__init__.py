@@ -7,6 +7,7 @@ from comfy_api.latest import ComfyExtension, io
 from ..precision.base.debug_log import set_log_level
 from ..precision.devices.detect import drop_wrong_profile
 from . import accumulation, analysis, calibrate, compare, compute, guard, loaders, measure, report, rules, save
+from .host.comfyui.metal import hold_8_bits_on_metal
 from .host.comfyui.page import errors_explained
 from .host.comfyui.self_test import check_core
 from .host.guard.watch import watch_every_run
@@ -22,6 +23,7 @@ class HalfsafeExtension(ComfyExtension):
     async def on_load(self) -> None:
         for problem in filter(None, (drop_wrong_profile(), set_log_level())):
             logging.error("Halfsafe: %s", problem)
+        hold_8_bits_on_metal()
         check_core()
         watch_every_run()
         serve_page()

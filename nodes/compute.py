@@ -10,7 +10,7 @@ from .host.check.drift import checking
 from .host.guard import planned
 from .host.guard.encoders import guard_clip, guard_vae
 from .host.guard.model import MAX_RETRIES, with_guard
-from .host.load.at_hand import AS_LOADED, STORAGES_AT_HAND, offered_in_int8, quantized_at_hand
+from .host.load.at_hand import AS_LOADED, STORAGES_AT_HAND, held_on_device, offered_in_int8, quantized_at_hand
 from .host.reporting.badge import met_words, model_ui, with_live_report
 from .inputs import (
     CATEGORY,
@@ -52,6 +52,7 @@ class ComputeDtype(io.ComfyNode):
 
     @classmethod
     def execute(cls, model, compute, rules=None) -> io.NodeOutput:
+        model = held_on_device(model)
         model = planned.with_compute(model, compute, checked_rules(rules) or Rules())
         return io.NodeOutput(model, ui=model_ui(model, *met_words(model)))
 
@@ -101,6 +102,7 @@ class AutoPrecision(io.ComfyNode):
         clip = encoders.get("clip")
         vae = encoders.get("vae")
         given = checked_rules(rules)
+        model = held_on_device(model)
         stored = ""
         offer = {}
         if storage != AS_LOADED:

@@ -28,7 +28,7 @@ const OUT_OF_PINNED_MEMORY = /HostBuffer\.read_file_slice failed/;
 /** What torch's CPU says that it could not allocate, in bytes (#16246: far more than any weight). */
 const ASKED_AT_ONCE = /you tried to allocate (\d+) bytes/;
 /** What torch says of fp8 weights on a Mac (#9263, #6859, #4212). */
-const NO_FP8_ON_MPS = /Trying to convert Float8_\w+ to the MPS backend/;
+const NO_FP8_ON_MPS = /Trying to convert Float8_\w+ to the MPS backend|Undefined type Float8_/;
 /** The functions of ComfyUI that bring weights to the GPU, and those that compute with them, as a traceback names them. */
 const BRINGS_WEIGHTS = /, in (load_models_gpu|partially_load|patch_weight_to_device|cast_bias_weight|cast_modules_with_vbar|cast_to)\s/;
 const COMPUTES = /, in (apply_model|_apply_model|decode|decode_tiled|encode|encode_token_weights)\s/;
@@ -209,7 +209,7 @@ export function errorOf({ node_id: id, exception_type: type, exception_message: 
 
 /** What a known error of a device's memory means, and what helps; empty for other errors. @param {string} error its class and text @param {string} traceback @returns {string} */
 function ranOut(error, traceback) {
-  if (NO_FP8_ON_MPS.test(error)) return t("This torch holds no fp8 weights on a Mac. Halfsafe's loaders unpack them.");
+  if (NO_FP8_ON_MPS.test(error)) return t("torch does not cast fp8 on a Mac. Halfsafe's loaders unpack fp8 weights by a table, and so does the node Halfsafe behind another loader.");
   if (OUT_OF_PINNED_MEMORY.test(error)) return t("Dynamic VRAM could not read a weight into pinned host memory. Start ComfyUI with --disable-pinned-memory, or with --disable-dynamic-vram: copies of weights are slower then.");
   const [, asked] = ASKED_AT_ONCE.exec(error) ?? [];
   if (asked) return t("Host memory (RAM) ran out: {size} GiB were asked for at once. If dynamic VRAM is on, start ComfyUI with --disable-dynamic-vram: models are moved whole then, which is slower if they do not fit.", { size: (Number(asked) / 2 ** 30).toPrecision(2) });

@@ -11,7 +11,7 @@ import math
 import numpy as np
 import torch
 
-from .dtypes import FP8_DTYPES
+from .dtypes import FP8_DTYPES, looked_up
 
 KEEP_NAN = ("cpu", "cuda", "meta")
 _HOST = ("cpu",)
@@ -76,6 +76,8 @@ def floats(tensor: torch.Tensor) -> torch.Tensor:
         return torch.view_as_real(tensor.resolve_conj())
     if not tensor.is_floating_point() or tensor.dtype is _PACKED:
         return torch.zeros((), device=tensor.device).expand(tensor.shape)
+    if tensor.dtype in FP8_DTYPES and tensor.device.type == "mps":
+        return looked_up(tensor, torch.float32)
     return tensor.float() if tensor.dtype.itemsize == 1 else tensor
 
 

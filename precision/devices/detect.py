@@ -47,7 +47,8 @@ class Device:
     def refuses(self, storage: str) -> str:
         """Return why the device cannot hold weights in a storage; "" if it can.
 
-        Apple's GPUs hold e4m3 from torch 2.15, and no e5m2. DirectML has no bf16 (microsoft/DirectML #688).
+        Apple's GPUs hold fp8 weights, and cast no fp8 scales of blocks below torch 2.15. DirectML has no bf16
+        (microsoft/DirectML #688).
         """
         if storage == "bf16":
             error = "" if self.simulated else why_dtype_not_held(self.torch_device, storage)
@@ -56,8 +57,13 @@ class Device:
         if dtypes and not self.capabilities["fp8_storage"]:
             why = self.reason("fp8_storage")
         elif not self.simulated:
-            errors = ((name, why_dtype_not_held(self.torch_device, name)) for name in dtypes)
-            why = next((Message("It does not support {0} ({1}).", name, error) for name, error in errors if error), "")
+            of_blocks = not storage.startswith("fp8")
+            errors = ((name, why_dtype_not_held(self.torch_device, name, of_blocks)) for name in dtypes)
+            found = next(((name, error) for name, error in errors if error), ())
+            if found and of_blocks:
+                why = Message("torch does not cast the {0} scales of blocks there ({1}).", *found)
+            elif found:
+                why = Message("It does not support {0} ({1}).", *found)
         return why and Message("not on {0}: {1}", self.label, why)
 
     def without(self, capability: str, reason: str) -> "Device":

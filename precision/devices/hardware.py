@@ -69,14 +69,14 @@ def hardware_name(device: torch.device) -> str:
     if device.type in ("cuda", "xpu"):
         return getattr(torch, device.type).get_device_name(device)
     if device.type == "mps":
-        return metal_name() or "Apple GPU"
+        return _metal_name() or "Apple GPU"
     if device.type == "cpu":
         capabilities = getattr(torch.cpu, "get_capabilities", dict)()
         return capabilities.get("cpu_name") or platform.machine() or "CPU"
     return "DirectML device" if device.type == "privateuseone" else str(device)
 
 
-def metal_name() -> str:
+def _metal_name() -> str:
     """Return the Metal device's name, e.g. "Apple M3 Pro"; "" where this torch cannot tell."""
     get_name = getattr(torch.backends.mps, "get_name", None)
     return get_name() if get_name else ""
@@ -89,7 +89,7 @@ def profile_of(device: torch.device) -> DeviceProfile:
             return _amd_row(torch.cuda.get_device_properties(device).gcnArchName.split(":")[0])
         return _nvidia_profile(device)
     if device.type == "mps":
-        return _apple_profile(metal_name())
+        return _apple_profile(_metal_name())
     if device.type == "privateuseone":
         return DIRECTML
     if device.type == "cpu" and cpu_bf16():
@@ -107,7 +107,7 @@ def adapted(profile: DeviceProfile, notes: Mapping[str, str], **changes) -> Devi
 
 def _nvidia_profile(device: torch.device) -> DeviceProfile:
     capability = tuple(torch.cuda.get_device_capability(device))
-    row, name = nvidia_row(capability), torch.cuda.get_device_name(device)
+    row, name = _nvidia_row(capability), torch.cuda.get_device_name(device)
     if capability == (10, 3):
         return adapted(row, {"int8_matmul_gains": B300_INT8}, label="B300 (Blackwell Ultra)")
     if row.name == "sm_75" and any(chip in name for chip in FAULTY_FP16):
@@ -119,7 +119,7 @@ def _nvidia_profile(device: torch.device) -> DeviceProfile:
     return row
 
 
-def nvidia_row(capability: tuple[int, int]) -> DeviceProfile:
+def _nvidia_row(capability: tuple[int, int]) -> DeviceProfile:
     """Return the highest row not above a compute capability: (8, 7) -> sm_86, (7, 2) -> sm_70, (10, 3) -> sm_100."""
     names = (name.removeprefix("sm_") for name in PROFILES if name.startswith("sm_"))
     capabilities = sorted((int(digits[:-1]), int(digits[-1])) for digits in names)

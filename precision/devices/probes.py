@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from ..base.dtypes import DTYPES, dtype_named
+from ..base.dtypes import DTYPES, dtype_named, looked_up
 from ..base.flags import flags_set, is_on
 from ..base.message import Message
 from ..base.oom import is_torch_oom
@@ -70,16 +70,21 @@ def canary(device: torch.device, name: str) -> tuple[bool, str]:
     return result.ok is not False, result.detail
 
 
-def why_dtype_not_held(device: torch.device, name: str) -> str:
-    """Return the error of a device that does not support a dtype, or "" if it does. Once per process."""
-    result = _once(f"{name}_held", _held, device, name)
+def why_dtype_not_held(device: torch.device, name: str, is_cast: bool = False) -> str:
+    """Return the error of a device that does not support a dtype, or "" if it does. Once per process.
+
+    ``is_cast``: the device casts it too, as comfy-kitchen casts the fp8 scales of blocks.
+    """
+    result = _once(f"{name}_held", _held, device, name, is_cast)
     return result.detail if result.ok is False else ""
 
 
-def _held(device: torch.device, name: str) -> tuple[bool, str]:
+def _held(device: torch.device, name: str, is_cast: bool) -> tuple[bool, str]:
     dtype = DTYPES.get(name) or getattr(torch, name, None)  # torch 2.8 has no dtype of mxfp8's scales
     if dtype is not None:
-        torch.empty(1, dtype=dtype).to(device)
+        held = torch.empty(1, dtype=dtype).to(device)
+        if is_cast:
+            held.float()
     return True, ""
 
 
@@ -98,7 +103,10 @@ def probe(name: str, check: Callable[..., tuple[bool | None, str]], device: torc
 
 
 def fp8_cast(device: torch.device, fmt: str) -> tuple[bool, str]:
-    """Cast every finite value of a format there and back (16x16), then one value past its range, and NaN."""
+    """Cast every finite value of a format there and back (16x16), then one value past its range, and NaN.
+
+    On MPS as weights are: cast on the CPU, and back by a table.
+    """
     dtype = dtype_named(fmt)
     values = torch.arange(256, dtype=torch.uint8).view(dtype).float()
     values = values[torch.isfinite(values)]
@@ -107,12 +115,15 @@ def fp8_cast(device: torch.device, fmt: str) -> tuple[bool, str]:
     past, nan = _round_trip(torch.tensor([1e6, float("nan")]), device, dtype).tolist()
     if nan == nan:
         return False, Message("a cast to {0} turned NaN into {1}", fmt, f"{nan:g}")
-    return True, Message(
-        "exact up to {0}; above that {1}", f"{torch.finfo(dtype).max:g}", "NaN" if past != past else f"{past:g}"
-    )
+    beyond = "NaN" if past != past else f"{past:g}"
+    by_table = "exact up to {0}, by a table; above that {1}"
+    said = by_table if device.type == "mps" else "exact up to {0}; above that {1}"
+    return True, Message(said, f"{torch.finfo(dtype).max:g}", beyond)
 
 
 def _round_trip(values: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    if device.type == "mps":
+        return looked_up(values.to(dtype).to(device), torch.float32).cpu()
     return values.to(device).to(dtype).float().cpu()
 
 
@@ -215,7 +226,7 @@ def gemm(device: torch.device, name: str) -> tuple[bool, str]:
     if not error < GEMM_TOLERANCE[name]:
         return False, Message("{0} matmul is wrong here: relative error {1}", name, f"{error:.2g}")
     if name == "fp16" and device.type not in ("cuda", "cpu"):  # CUDA adds in fp32 unless the flag for fp16 sums is on
-        left, right = accumulation_operands(device)
+        left, right = _accumulation_operands(device)
         if not torch.isfinite((left @ right).cpu()).all():
             return False, "fp16 matmul accumulates in fp16 here: sums overflow even if the result is small"
     return True, Message("relative error {0}", f"{error:.1e}")
@@ -275,10 +286,10 @@ def fp16_accumulation(device: torch.device) -> tuple[bool | None, str]:
         return False, Message("torch {0} has no such flag", torch.__version__)
     if _leaves_flags.get():
         return None, NOT_TRIED
-    return _overflows_in_fp16(*accumulation_operands(device, UNSPLIT))
+    return _overflows_in_fp16(*_accumulation_operands(device, UNSPLIT))
 
 
-def accumulation_operands(device: torch.device, size: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
+def _accumulation_operands(device: torch.device, size: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
     """Return fp16 operands (size, 4096) and (4096, size) whose product is 0 and whose partial sums reach 524288."""
     left = torch.full((size, 4096), 16.0, dtype=torch.float16, device=device)
     right = torch.full((4096, size), 16.0, dtype=torch.float16, device=device)

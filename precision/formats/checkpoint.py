@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ..base.amax import floats
 from ..base.dtypes import FP8_DTYPES, name_of
 from ..base.errors import CheckpointError, NonFiniteWeight, UnconsumedScale
 from ..base.message import Message
@@ -546,7 +547,7 @@ def _large_number(data: torch.Tensor) -> float:
     codes = data.reshape(-1)
     step = max(1, len(codes) // SAMPLED_PLACES)
     places = [codes[start : start + SAMPLED_BYTES] for start in range(0, len(codes), step)]
-    values = torch.cat([place.float() for place in places]).abs()
+    values = torch.cat([floats(place) for place in places]).abs()
     values = values[values > 0]
     return values.quantile(LARGE).item() if len(values) else 0.0
 

@@ -12,7 +12,7 @@ from threading import get_ident
 
 import torch
 
-from ..base.amax import amax
+from ..base.amax import amax, floats
 from ..base.dtypes import max_of
 from ..base.modes import FP8
 from .format import Format
@@ -67,8 +67,15 @@ def quantize(tensor: torch.Tensor, dtype: torch.dtype, largest: float) -> tuple[
     return _divided(tensor, dtype, scale), torch.tensor(scale)
 
 
+def _rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Cast to fp8; values on MPS on the CPU, because torch casts no fp8 there before 2.15."""
+    return values.cpu().to(dtype).to(values.device) if values.device.type == "mps" else values.to(dtype)
+
+
 @torch.no_grad()
 def _divided(tensor: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
+    if tensor.device.type == "mps":
+        return _divided(tensor.cpu(), dtype, scale).to(tensor.device)
     data = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
     source = tensor.contiguous().view(-1)
     target = data.view(-1)
@@ -121,7 +128,7 @@ class Fp8(Format):
         self.dtype = dtype
 
     def rows(self, weight: StoredWeight, part: slice) -> torch.Tensor:
-        return weight.data[part].float().mul_(weight.row_scales(part))
+        return floats(weight.data[part]).mul_(weight.row_scales(part))
 
     def specs(self, rows: int, columns: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return {"weight": ((rows, columns), self.dtype), "weight_scale": ((), torch.float32)}
@@ -139,10 +146,10 @@ class Fp8(Format):
         # Columns that were corrected for earlier ones may exceed the range, which the cast would make NaN of.
         largest = torch.finfo(self.dtype).max
         scale = params["weight_scale"].to(values.device)
-        return (values / scale).clamp(-largest, largest).to(self.dtype).float() * scale
+        return floats(_rounded((values / scale).clamp(-largest, largest), self.dtype)) * scale
 
     def codes(self, numbers: torch.Tensor, params: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return (numbers / params["weight_scale"].to(numbers.device)).to(self.dtype)
+        return _rounded(numbers / params["weight_scale"].to(numbers.device), self.dtype)
 
 
 E4M3 = Fp8("float8_e4m3fn", "fp8_e4m3fn", "0.4.0", FP8.colour, torch.float8_e4m3fn)

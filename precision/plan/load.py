@@ -133,7 +133,9 @@ def plan_encoder(checkpoint: Checkpoint, storage: str, default: str, target: Loa
     facts = facts_of(checkpoint, "", layers, (), {f"{layer.name}.weight": layer.name for layer in layers})
     choice = choose_encoder_storage(facts, storage, default, target)
     plan = ModelPlan(choice, plan_storage(layers, choice.used, Rules(presets=TEXT_ENCODER_RULES)))
-    target = replace(target, unpacked=unpacked_dtype(default))
+    # ComfyUI casts embeddings of fp8, which torch does not do on MPS; Linear weights it unpacks.
+    on_mps = target.device.profile.type == "mps"
+    target = replace(target, unpacked=unpacked_dtype(default), only_linear=on_mps)
     dtype = default if choice.used in (*QUANTIZED_NAMES, AS_FILE) else choice.used
     planned = _in_memory(plan, facts, _planned(plan, facts, target), target, dtype)
     return replace(planned, below_16_bit=bytes_below_16_bit(checkpoint.weights.values()))

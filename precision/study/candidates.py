@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from ..base.amax import amax_value
+from ..base.amax import amax_value, floats
 from ..base.dtypes import FP8_NAMES, QUANTIZED_NAMES, dtype_named
 from ..base.modes import BF16, FP16, FP16_ACC16, INT8, MODES
 from ..formats.fp8 import quantize
@@ -56,7 +56,7 @@ class Candidate:
         if self.name == INT8.name:
             return _in_int8(weight)
         data, scale = quantize(weight, self.dtype, amax)
-        return (data.float() * scale.to(weight.device)).to(weight.dtype)
+        return (floats(data) * scale.to(weight.device)).to(weight.dtype)
 
     def input(self, x: torch.Tensor) -> torch.Tensor:
         """Round a layer's input ``(..., K)`` to int8 where this candidate does; the dtype stays."""

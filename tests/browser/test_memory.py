@@ -396,7 +396,7 @@ RAN_OUT = {
         "_apply_model",
     ),
     "GPU memory ran out.": ("torch.OutOfMemoryError", "Allocation on device", "somewhere"),
-    "This torch holds no fp8 weights on a Mac. Halfsafe's loaders unpack them.": (
+    "torch does not cast fp8 on a Mac. Halfsafe's loaders unpack fp8 weights by a table, and so does the node Halfsafe behind another loader.": (
         "TypeError",
         "Trying to convert Float8_e5m2 to the MPS backend but it does not have support for that dtype.",
         "cast_to_device",

@@ -41,7 +41,7 @@ aten = torch.ops.aten
 CPU = torch.device("cpu")
 COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
-WHOLE = {aten.scaled_dot_product_attention.default, aten.quantile.default}
+WHOLE = {aten.scaled_dot_product_attention.default, aten.quantile.default, aten.quantile.scalar}
 """Computed in one: in parts, torch asks which of its kernels the device has, or turns a tensor in place."""
 ANY_DEVICES = {
     aten.copy_.default, aten._to_copy.default, aten.index.Tensor, aten.index_put_.default, aten._index_put_impl_.default,

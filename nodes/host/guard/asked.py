@@ -101,10 +101,11 @@ def _nan_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _nan_of_fp8(tensor: torch.Tensor) -> torch.Tensor:
-    """Look at the codes: magnitudes order like them, and NaN is the largest. A number per weight is converted."""
+    """Look at the codes: magnitudes order like them, and NaN is the largest. MPS converts no fp8."""
     codes = tensor.view(torch.uint8)
     if "fnuz" in str(tensor.dtype):
         return torch.where((codes == 0x80).any(), torch.nan, 0.0)
     if "e8m0" in str(tensor.dtype):  # from torch 2.7 on
         return torch.where((codes == 0xFF).any(), torch.nan, 0.0)
-    return (codes & 0x7F).amax().view(tensor.dtype).float()
+    largest = 0x7C if "e5m2" in str(tensor.dtype) else 0x7E  # inf; 448, as e4m3fn has no inf
+    return torch.where((codes & 0x7F).amax() > largest, torch.nan, 0.0)

@@ -10,6 +10,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 
 from ....precision.arithmetic.linear import lent
+from ....precision.base.amax import floats
 from ....precision.base.dtypes import name_of
 from ....precision.base.errors import CheckpointError
 from ....precision.base.layers import kind_of, parts_of, stored
@@ -128,7 +129,7 @@ class LoadedWeights:
         return patches
 
     def has_nan(self, name: str) -> bool:
-        return any(torch.isnan(part.float()).any() for part in parts_of(operator.attrgetter(name)(self.model)))
+        return any(torch.isnan(floats(part)).any() for part in parts_of(operator.attrgetter(name)(self.model)))
 
     def bad_copy(self, origin: Origin) -> str:
         name = f"{origin.layer}.weight"

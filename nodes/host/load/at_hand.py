@@ -8,8 +8,8 @@ from typing import Literal, cast, get_args
 
 from comfy.model_patcher import ModelPatcher
 
-from ....precision.base.dtypes import QUANTIZED_NAMES, name_of
-from ....precision.base.errors import HalfsafeError
+from ....precision.base.dtypes import FP8_DTYPES, QUANTIZED_NAMES, name_of
+from ....precision.base.errors import HalfsafeError, StorageNotHeld
 from ....precision.base.message import Message, joined
 from ....precision.base.options import ComputeOption
 from ....precision.base.text import listed, size_text
@@ -30,13 +30,12 @@ from ..comfyui.model_facts import bytes_by_storage, held_storages, model_facts, 
 from .devices import compute_device, current_device, device_at, free_host_memory, quantizing_device
 from .identity import metadata_of, source_path_of
 from .models import attach, load_onto
-from .save import plan_live_weights
+from .save import LiveWeights, plan_live_weights
 from .tensors import byte_progress
 
 StorageAtHand = Literal["as loaded", "int8", "fp8_e4m3fn", "w6a8", "w4a8", "nvfp4", "mxfp8"]
 STORAGES_AT_HAND: tuple[StorageAtHand, ...] = get_args(StorageAtHand)
 AS_LOADED: StorageAtHand = "as loaded"
-AFTER = "Connect the node that does this behind Halfsafe, or use storage=as loaded."
 KEPT = "storage={0} changes nothing: {1}"
 ALREADY = "the weights are quantized already"
 NO_LAYER = "the rules and the format keep every layer as it is"
@@ -86,6 +85,44 @@ def quantized_at_hand(
     return clone, text
 
 
+def held_on_device(patcher: ModelPatcher) -> ModelPatcher:
+    """Return a model whose quantized weights the device unpacks: ``patcher``, or on a Mac a model
+    whose fp8 weights without a scale are ComfyUI's quantized ones of the same bytes.
+
+    ComfyUI's layers cast weights without a scale themselves, which torch does not do there;
+    quantized ones it unpacks by comfy-kitchen (``metal.py``). Patches stay patches.
+
+    Raises:
+        StorageNotHeld: the device cannot unpack the weights.
+        HalfsafeError: code on the model would go on running the old weights.
+    """
+    device = device_at(compute_device())
+    held = bytes_by_storage(patcher)
+    if device.simulated or held.keys() <= {*UNQUANTIZED}:
+        return patcher
+    refused = ((storage, device.refuses(storage)) for storage in held if storage in QUANTIZED_NAMES)
+    if found := next((Message("{0} weights: {1}", storage, why) for storage, why in refused if why), ""):
+        advice = "Load the file with Load Diffusion Model (Halfsafe), which unpacks such weights to 16 bit."
+        raise StorageNotHeld(found, advice)
+    if compute_device().type != "mps" or not any(weight.dtype in FP8_DTYPES for weight in patcher.model.parameters()):
+        return patcher
+    if bound := _bound_to_weights(patcher):
+        problem = Message(
+            "ComfyUI cannot cast this model's fp8 weights here, and {0} holds its modules.", listed(bound)
+        )
+        advice = (
+            "Connect the node that does this behind Halfsafe, or load the file with Load Diffusion Model (Halfsafe)."
+        )
+        raise HalfsafeError(problem, advice)
+    name = source_path_of(patcher) or type(patcher.model).__name__
+    tensors = {key: tensor.cpu() for key, tensor in LiveWeights(patcher).tensors.items()}
+    checkpoint = read_checkpoint(tensors, metadata_of(patcher, None, None), name)
+    computed = cast(ComputeOption, name_of(activation_dtype(patcher)))
+    clone = load_onto(patcher, checkpoint, "as_file", computed, Rules())
+    clone.cached_patcher_init = (held_on_device, (patcher,))
+    return clone
+
+
 def offered_in_int8(patcher: ModelPatcher, rules: Rules) -> dict[str, tuple[str]]:
     """Make the ui output that says what ``storage=int8`` would give a model on this device, with a button that sets it.
 
@@ -117,7 +154,7 @@ def _refuse_bound_to_weights(patcher: ModelPatcher) -> None:
     """Raise HalfsafeError for code on a model that holds its modules, and would run them instead of new ones."""
     if bound := _bound_to_weights(patcher):
         problem = Message("storage cannot be changed here: {0} holds this model's modules.", listed(bound))
-        raise HalfsafeError(problem, AFTER)
+        raise HalfsafeError(problem, "Connect the node that does this behind Halfsafe, or use storage=as loaded.")
 
 
 def _bound_to_weights(patcher: ModelPatcher) -> list[str]:

@@ -115,7 +115,9 @@ def _judged(loader: Mapping, options: Mapping[str, str]) -> dict:
     is_cast = loader.get("in_8_bits")
     then = _sum(parts, chosen)
     now = then if is_cast else _sum(parts, {})
-    saves = not parts or now - then > LEAST * now
+    # ComfyUI's layers cast such weights in each call, which torch does not do on MPS.
+    fails = is_cast and compute_device().type == "mps"
+    saves = not parts or fails or now - then > LEAST * now
     usable = [name for name in FEWER_BITS if name not in BLOCKS or not why_slow(name, current_device())]
     left = [] if saves else [_fewer(parts, name, now) for name in usable]
     is_in_8_bits = is_cast or any(part.held() for part in parts)

@@ -62,14 +62,15 @@ class LiveWeights(Mapping[str, StoredWeight]):
     """The weights of a model in memory; a patched weight is computed in fp32 at each access.
 
     ``patched``: the names of those, ``unfit``: of those that all or some patches do not fit, and ``passed_over``: of
-    those whose patches ComfyUI does not apply. ``unpacking``: name -> function of the weights that another pack's layer
-    unpacks.
+    those whose patches ComfyUI does not apply. ``tensors``: the tensors before patches. ``unpacking``: name -> function
+    of the weights that another pack's layer unpacks.
     """
 
     def __init__(self, patcher: ModelPatcher):
         self._patcher = patcher
         self.unpacking = dict(unpacking_layers(patcher.model))
-        read = read_checkpoint(_unpatched(patcher, self.unpacking), {}, type(patcher.model).__name__)
+        self.tensors = _unpatched(patcher, self.unpacking)
+        read = read_checkpoint(self.tensors, {}, type(patcher.model).__name__)
         self.stored = dict(read.weights)
         self.stored.update(marks_of(patcher))
         self.patched = set[str]()

@@ -16,6 +16,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.mps
+from comfy_kitchen.registry import registry
+from halfsafe.nodes.host.comfyui.metal import hold_8_bits_on_metal
 from support import families, rule_book
 from support.probing import forget_probes
 from support.second_device import SecondDevice
@@ -36,6 +38,9 @@ def machine(kind: str, count: int = 1, memory: int = 8 * GIB) -> Iterator[Second
         )
         if kind in ("cuda", "xpu"):
             undo.enter_context(_attention_of_torch())
+        if kind == "mps":
+            undo.enter_context(mock.patch.object(registry, "_priority", registry._priority))
+            hold_8_bits_on_metal()
         undo.enter_context(device)
         forget_probes()
         undo.callback(forget_probes)
@@ -62,6 +67,7 @@ def _of_torch(device: SecondDevice, count: int) -> list[tuple[object, str, objec
             (torch.backends.mps, "is_available", lambda: True),
             (torch.backends.mps, "get_name", lambda: "Apple M2 Pro"),
             (sys.modules["platform"], "mac_ver", lambda: ("15.5", ("", "", ""), "arm64")),
+            (torch, "Generator", lambda device=None, made=torch.Generator: made()),
         ]
         return version + mac + [(torch.mps, name, value) for name, value in names.items()]
     return version

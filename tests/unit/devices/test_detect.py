@@ -92,8 +92,8 @@ def test_every_row_matches_the_device_table_and_has_a_sentence_for_every_capabil
 @pytest.mark.parametrize(
     ("name", "version", "capability", "on"),
     [
-        ("mps_m3", "2.14.1", "fp8_storage", False),
-        ("mps_m3", "2.15.0.dev20260912", "fp8_storage", True),
+        ("mps_m3", "2.8.0", "fp8_storage", True),
+        ("mps_m3", "2.15.0.dev20260912", "fp8_matmul", True),
         ("mps_m1", "2.14.1", "fp8_matmul", False),
         ("sm_86", "2.6.0+cu124", "fp16_accumulation", False),
         ("sm_86", "2.7.0+cu128", "fp16_accumulation", True),
@@ -127,7 +127,7 @@ def test_another_name_than_a_code_lists_the_codes():
     ],
 )  # fmt: skip
 def test_compute_capabilities_go_to_the_nearest_row_and_those_outside_the_table_are_told(capability, row):
-    found = hardware.nvidia_row(capability)
+    found = hardware._nvidia_row(capability)
     told = {(5, 2): "sm_52 is older than", (13, 0): "sm_130 is newer than"}.get(capability, "")
     assert found.name == row and told in " ".join(found.remarks) and ("match" in found.notes) is bool(told)
 
@@ -201,7 +201,7 @@ def test_only_geforce_gains_from_fp16_accumulation(capability, name, gains, cuda
     ],
 )  # fmt: skip
 def test_apple_chips(metal, row, monkeypatch):
-    monkeypatch.setattr(hardware, "metal_name", lambda: metal)
+    monkeypatch.setattr(hardware, "_metal_name", lambda: metal)
     found = hardware.profile_of(torch.device("mps"))
     assert found.name == row
     assert bool(found.remarks) is ("Apple" not in metal)
@@ -358,13 +358,24 @@ def test_data_center_cards_store_fp8_where_it_gains_and_else_int8_for_its_error(
 
 
 @pytest.mark.parametrize(("profile", "storage"), [("mps_m1", "fp16"), ("mps_m3", "bf16")])
-def test_an_fp8_file_is_widened_where_fp8_tensors_do_not_work(profile, storage, monkeypatch):
-    monkeypatch.setattr(torch, "__version__", "2.11.0")
+def test_an_fp8_file_is_widened_where_fp8_tensors_do_not_work(profile, storage):
     row = devices.detect(profile=profile)
-    chosen, reason = auto.auto_storage(row, 26 * GIB, "fp8_e4m3fn", 64 * GIB)
-    assert chosen == storage and "Needs torch 2.15" in reason
-    assert auto.auto_storage(row, 26 * GIB, "bf16", 24 * GIB)[0] == "int8"
-    assert auto.auto_storage(row, 26 * GIB, "int8", 24 * GIB)[0] == "as_file"
+    without = row.without("fp8_storage", "No fp8 here.")
+    chosen, reason = auto.auto_storage(without, 26 * GIB, "fp8_e4m3fn", 64 * GIB)
+    assert chosen == storage and "No fp8 here." in reason
+    assert auto.auto_storage(without, 26 * GIB, "bf16", 24 * GIB)[0] == "int8"
+    assert auto.auto_storage(without, 26 * GIB, "int8", 24 * GIB)[0] == "as_file"
+
+
+@pytest.mark.parametrize("profile", ["mps_m1", "mps_m3"])
+def test_a_mac_keeps_8_bits_with_any_torch_and_promises_no_speed(profile, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.8.0")
+    row = devices.detect(profile=profile)
+    for storage in ("fp8_e4m3fn", "fp8_e5m2", "int8"):
+        assert auto.auto_storage(row, 26 * GIB, storage, 64 * GIB)[0] == "as_file"
+        assert auto.auto_storage(row, 26 * GIB, "bf16", 24 * GIB)[0] == "int8"
+    assert not row.capabilities["fp8_matmul_gains"] and not row.capabilities["int8_matmul_gains"]
+    assert "simulated" in row.reason("fp8_storage")
 
 
 def test_torch_versions_are_read_from_any_build_name(monkeypatch):
@@ -387,12 +398,14 @@ def test_each_fp8_dtype_that_a_device_cannot_hold_is_asked_of_it(monkeypatch):
     monkeypatch.setattr(
         devices,
         "why_dtype_not_held",
-        lambda device, name: "no such dtype" if name in ("float8_e5m2", "float8_e8m0fnu") else "",
+        lambda device, name, is_cast=False: "no such dtype" if name in ("float8_e5m2", "float8_e8m0fnu") else "",
     )
     here = dataclasses.replace(devices.detect(profile="cpu"), simulated=False)
     found = {storage: why for storage in {**FORMAT_OF_STORAGE, **DTYPES} if (why := here.refuses(storage))}
     assert (
         set(found) == {"fp8_e5m2", "mxfp8"}
-        and found["mxfp8"] == f"not on {here.label}: It does not support float8_e8m0fnu (no such dtype)."
+        and found["fp8_e5m2"] == f"not on {here.label}: It does not support float8_e5m2 (no such dtype)."
+        and found["mxfp8"]
+        == f"not on {here.label}: torch does not cast the float8_e8m0fnu scales of blocks there (no such dtype)."
     )
     assert auto.held_storage(here, "mxfp8")[0] in ("fp16", "bf16") and auto.held_storage(here, "nvfp4")[0] == "as_file"

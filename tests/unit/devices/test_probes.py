@@ -66,7 +66,7 @@ def test_no_probe_asks_for_what_cuda_refuses(kitchen):
             *probes.run_probes(CPU),
             *(probes.probe(name, probes.gemm, CPU, name) for name in ("fp16", "bf16", "fp32")),
         ]
-        _, sums = probes._overflows_in_fp16(*probes.accumulation_operands(CPU))
+        _, sums = probes._overflows_in_fp16(*probes._accumulation_operands(CPU))
     outcome = {probe.name: probe.detail for probe in asked if probe.ok is False}
     assert set(outcome) <= {"bf16_native"} and "has no effect" in sums, outcome
 
@@ -242,7 +242,7 @@ def as_if_the_flag_acted(left, right):
 def test_the_accumulation_flag_is_seen_to_act_and_put_back(before, monkeypatch):
     monkeypatch.setattr(torch.backends.cuda, "matmul", types.SimpleNamespace(allow_fp16_accumulation=before))
     monkeypatch.setattr(torch.Tensor, "__matmul__", as_if_the_flag_acted)
-    operands = probes.accumulation_operands(CPU)
+    operands = probes._accumulation_operands(CPU)
     assert probes._overflows_in_fp16(*operands)[0] is True
     assert torch.backends.cuda.matmul.allow_fp16_accumulation is before
 
@@ -270,7 +270,7 @@ def test_the_accumulation_probe_turns_nothing_on_while_a_model_holds_it_off(monk
     )
     with flags.fp32_accumulation():
         thread = threading.Thread(
-            target=lambda: found.extend(probes._overflows_in_fp16(*probes.accumulation_operands(CPU)))
+            target=lambda: found.extend(probes._overflows_in_fp16(*probes._accumulation_operands(CPU)))
         )
         thread.start()
         thread.join()
@@ -280,7 +280,7 @@ def test_the_accumulation_probe_turns_nothing_on_while_a_model_holds_it_off(monk
 def test_what_a_page_asks_for_is_tried_again_at_a_load(monkeypatch):
     cuda, seen = torch.device("cuda", 0), []
     monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(probes, "accumulation_operands", lambda *_: (torch.zeros(1), torch.zeros(1)))
+    monkeypatch.setattr(probes, "_accumulation_operands", lambda *_: (torch.zeros(1), torch.zeros(1)))
     monkeypatch.setattr(
         torch.Tensor, "__matmul__", lambda *_: seen.append(flags.is_on("fp16_accumulation")) or torch.zeros(1)
     )

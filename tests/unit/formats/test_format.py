@@ -79,7 +79,7 @@ def test_what_can_be_made_is_an_option_and_a_format():
 def test_devices_and_plans_follow_the_table(row):
     """Files that need fp8 are unpacked on a device without it, and a dtype that is asked for unpacks what multiplies
     quantized operands."""
-    apple = detect(profile="mps_m1")  # holds e4m3 from torch 2.15
+    apple = detect(profile="mps_m1")
     storage, reason = auto_storage(
         replace(apple, capabilities={**apple.capabilities, "fp8_storage": False}), 1 << 30, row.storage, None
     )

@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 import torch
 from halfsafe.precision.base.amax import amax_value
+from halfsafe.precision.base.dtypes import looked_up
 from halfsafe.precision.formats import fp8 as q
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -26,6 +27,18 @@ def round_trip(weight, dtype, out=torch.float32):
 def test_error_is_the_formats_own_at_every_spread(std, source, dtype, bound):
     weight = (torch.randn(512, 512, generator=torch.Generator().manual_seed(1)) * std).to(source)
     assert relative_error(weight, round_trip(weight, dtype)) < bound
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("fp8", [E4M3, E5M2])
+@pytest.mark.parametrize("scale", [torch.tensor(0.01), torch.tensor([3.0])], ids=["scalar", "vector"])
+def test_a_table_unpacks_as_a_cast_and_a_product_do(fp8, dtype, scale):
+    """Every byte, NaN and Inf among them, and a weight whose rows do not lie one after another."""
+    data = torch.arange(256, dtype=torch.uint8).view(16, 16).view(fp8)
+    for each in (data, data.t(), data[:, ::2]):
+        found = looked_up(each, dtype, scale)
+        torch.testing.assert_close(found, each.to(dtype) * scale.to(dtype), rtol=0, atol=0, equal_nan=True)
+        assert found.is_contiguous() and found.dtype == dtype
 
 
 @given(

@@ -18,7 +18,7 @@ AT_MOST = {
     "places that put a forward on a module": 15,
     "record types": 68,
     "public names": 802,
-    "questions of format or scale": 64,
+    "questions of format or scale": 63,
     "states of a module": 22,
     "states of a page's module": 22,
     "lines over 100 columns, in thousandths": 107,

@@ -143,7 +143,7 @@ OWNERS = {
     "add_weight_wrapper": {"ask_for_plain_products", "zeroed"},
     "set_model_compute_dtype": {"_planned", "_run_clip", "vae_in"},
     "__class__": {"keep_low_rank_unmerged", "clone", "load_onto"},
-    "cached_patcher_init": {"load_diffusion_model", "_loaded", "load_vae", "quantized_at_hand"},
+    "cached_patcher_init": {"load_diffusion_model", "_loaded", "load_vae", "quantized_at_hand", "held_on_device"},
     "patches_uuid": {"keep_low_rank_unmerged"},
 }
 """What sets a state of a patcher, or reads an attachment or a wrapper -> the functions that do; attributes without a call are assigned."""
