@@ -132,11 +132,17 @@ def worst_blocks(
 
 
 def drift_event(
-    check: CheckReport, snr_db: float, threshold_db: float, batch_rows: list[int], attention: str = ""
+    check: CheckReport,
+    snr_db: float,
+    threshold_db: float,
+    batch_rows: list[int],
+    attention: str = "",
+    instead: str = "",
 ) -> GuardEvent:
     """Build the report's entry for a call whose SNR is below the threshold of its arithmetic.
 
-    ``attention``: the quantized attention that was chosen for the model, a candidate for the cause.
+    ``attention``: the quantized attention that was chosen for the model, a candidate for the cause; ``instead``: how to
+    choose another.
     """
     skipped = check.arithmetic == STEP_CACHE
     worst = "" if skipped or not check.blocks else check.blocks[0].name
@@ -146,7 +152,7 @@ def drift_event(
         blocks = ", ".join(f"{block.name} {block.snr_db:.1f} dB" for block in check.blocks)
         evidence = joined([evidence, Message("Farthest: {0}.", blocks)])
     if attention:
-        evidence = joined([evidence, Message(MAY_BE_ATTENTION, attention)])
+        evidence = joined([evidence, Message(MAY_BE_ATTENTION, attention), instead])
     advice = Message(ADVICE.get(check.arithmetic, OTHERWISE), block=f"{worst}." if worst else "")
     brief = Message("Step {0}: finite, but off ({1}). {2}", check.step, label_of(check.arithmetic), evidence)
     return GuardEvent(

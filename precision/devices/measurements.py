@@ -1,5 +1,7 @@
 """Measured speeds of 8 and 4 bits beside 16 bit. What a profile is said to gain follows from these rows alone."""
 
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,6 +16,7 @@ CORE = "https://github.com/Comfy-Org/ComfyUI"
 PACK, PACK_DYNAMIC = "benchmarks/results/gpu_h200.json", "benchmarks/results/gpu_h200_dynamic_vram.json"
 RANGE = "{0} ran at {1} times the speed of {2} ({3})."
 ONE_CARD = "{0} {1}"
+HERE = "Measured on this card on {0} ({1}): {2}."
 
 
 @dataclass(frozen=True)
@@ -149,11 +152,28 @@ def gain(profile: str, setting: str) -> bool | None:
     unpacked or multiplied, and are not slower than 16 bit for that reason alone.
     """
     rows = _measured(profile, setting)
-    beside_16_bit = [row.ratio[0] for row in rows if row.to == "16 bit"]
-    if beside_16_bit:
-        return min(beside_16_bit) > MARGIN
+    beside_16_bit = gains_in(rows)
+    if setting in beside_16_bit:
+        return beside_16_bit[setting]
     beside_fp8 = [row.ratio[1] for row in rows if row.to == "fp8"]
     return False if beside_fp8 and max(beside_fp8) < 1 else None
+
+
+def gains_in(rows: Iterable[Measurement]) -> dict[str, bool]:
+    """Map each setting that was measured beside 16 bit to whether each of its rows is faster by :data:`MARGIN`."""
+    least: dict[str, float] = {}
+    for row in rows:
+        if row.to == "16 bit":
+            least[row.setting] = min(row.ratio[0], least.get(row.setting, math.inf))
+    return {setting: ratio > MARGIN for setting, ratio in least.items()}
+
+
+def told_here(rows: Sequence[Measurement]) -> str:
+    """Return the measurements of one model on this machine as a sentence, with date and model; "" for none."""
+    if not rows:
+        return ""
+    speeds = joined([Message("{0} {1} of {2}", row.setting, row.times, row.to) for row in rows], ", ")
+    return Message(HERE, rows[0].date, rows[0].model, speeds)
 
 
 def told(profile: str, setting: str) -> str:

@@ -155,6 +155,14 @@ NVFP4 = (
 )
 NO_INT8_UNITS = "No int8 tensor cores; comfy-kitchen's int8 kernels need compute capability 7.5."
 CDNA_INT8 = "comfy-kitchen's HIP kernels are for RDNA: on CDNA, torch's general operations run int8 products."
+TRITON_FIRST = (
+    "Triton's int8 products ran at 1.13 to 1.15 times the speed of HIP's, which comfy-kitchen tries first "
+    "(comfy-kitchen PR #94; comfy_kitchen.set_backend_priority changes the order)."
+)
+ARC_INT8 = (
+    "ComfyUI unpacks int8 weights on Intel GPUs (supports_int8_compute): they save memory, not time. int8 products of "
+    "OmniXPU gave snow on an Arc B580 (intel/llm-scaler #548)."
+)
 FP8_NVIDIA: dict[str, Any] = {
     "vendor": "nvidia", "fp8_matmul": True, "fp8_formats": OCP_FP8, **INT8,
 }  # fmt: skip
@@ -238,7 +246,8 @@ ROWS = (
     DeviceProfile(
         "gfx1201", "RX 9000 (RDNA4)", "amd",
         fp8_matmul=True, fp8_formats=OCP_FP8, needs_torch={"fp8_matmul": (2, 7)}, **INT8,
-        notes={"fp16_accumulation": NO_CUBLAS, "fp8_matmul": "fp8 matmul units; needs ROCm 6.4 or later."},
+        notes={"fp16_accumulation": NO_CUBLAS, "fp8_matmul": "fp8 matmul units; needs ROCm 6.4 or later.",
+               "order": TRITON_FIRST},
     ),
     DeviceProfile(
         "mps_m1", "Apple M1, M2",
@@ -251,7 +260,7 @@ ROWS = (
         fp8_matmul=True, fp8_formats=OCP_FP8, needs_torch={"fp8_matmul": (2, 10)},
         notes={"fp16_accumulation": NO_CUBLAS,
                "fp8_matmul_gains": "fp8 matmul is slower than bf16 here: 87 against 101 TFLOPS on an Arc B580 (SDNQ).",
-               "int8_matmul": "ComfyUI widens int8 weights on XPU (supports_int8_compute)."},
+               "int8_matmul": ARC_INT8},
     ),
     DeviceProfile(
         "cpu", "CPU", "any", "cpu", fp16=False, bf16=False, int8_matmul=True,

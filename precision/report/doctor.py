@@ -1,6 +1,7 @@
 """What this machine is and what ``auto`` would do on it, for ``python -m halfsafe doctor`` and the device node."""
 
 import platform
+from collections.abc import Sequence
 from dataclasses import asdict
 
 import torch
@@ -9,7 +10,7 @@ from ..base.flags import SETTINGS, is_on
 from ..base.message import Message, joined
 from ..base.text import on_off, paragraph, table, wrapped
 from ..devices.detect import Device, detect
-from ..devices.measurements import told
+from ..devices.measurements import Measurement, gains_in, told, told_here
 from ..devices.profiles import CAPABILITIES, GAINS
 from ..formats.families import family_named
 from ..plan.auto import auto_compute, smallest_storage, why_int8_is_slow
@@ -115,15 +116,21 @@ def _comfyui(facts: list[dict]) -> str:
     return "\n".join(["What ComfyUI does here", *paragraph(lines, "  ")]) if facts else ""
 
 
-def diagnosis_result(diagnosis: dict) -> Result:
-    """Sum up the result of ``diagnose`` or ``describe`` in a sentence."""
+def diagnosis_result(diagnosis: dict, here: Sequence[Sequence[Measurement]] = ()) -> Result:
+    """Sum up the result of ``diagnose`` or ``describe`` in a sentence.
+
+    ``here``: the measurements of each model on this machine. Where there are any they are told, and no others' figures.
+    """
     names = {"fp16": "fp16", "bf16": "bf16", "int8_matmul_gains": "int8", "fp8_matmul_gains": "fp8"}
-    fast = [name for key, name in names.items() if diagnosis["capabilities"][key]["value"]]
+    gains = gains_in(row for rows in here for row in rows)
+    fast = [name for key, name in names.items() if gains.get(name, diagnosis["capabilities"][key]["value"])]
     used = " or ".join(dict.fromkeys(entry["compute"] for entry in diagnosis["auto"]))
     profile = diagnosis["device"]["profile"]
     values = {"device": diagnosis["device"]["label"], "compute": used, "fast": ", ".join(fast)}
     capabilities = diagnosis["capabilities"].items()
-    figures = [entry["reason"] for name, entry in capabilities if name in GAINS and told(profile, GAINS[name])]
+    figures = list(map(told_here, here)) or [
+        entry["reason"] for name, entry in capabilities if name in GAINS and told(profile, GAINS[name])
+    ]
     if figures:
         return Result(Message(DEVICE_MEASURED, **values, measured=joined(figures)), text=to_text(diagnosis))
     return Result(Message(DEVICE_PLAIN, **values), text=to_text(diagnosis))

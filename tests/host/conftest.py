@@ -44,7 +44,7 @@ CALIBRATING = {
     "arithmetic/linear._choose", "arithmetic/calibration.watch_inputs",
     "arithmetic/fp16_accumulation._calibrate", "arithmetic/attention._calibrated",
 }  # fmt: skip
-IN_A_CHECK = {"check/drift"}
+IN_A_CHECK = {"check/drift", "check/attention"}
 AFTER_A_FAILURE = {"guard/localize", "guard/failure", "guard/inputs", "guard/causes", "guard/escalation.ranges"}
 ONCE_PER_DEVICE = {"devices/probes", "base/amax._drops_nan"}
 HOST_MEMORY = {

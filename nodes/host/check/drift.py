@@ -31,6 +31,7 @@ from ..comfyui.attributes import DENOISED
 from ..comfyui.execution import is_compiled, is_on_several_devices, is_oom
 from ..comfyui.kernels import DEQUANTIZED, general_operations
 from ..comfyui.layers import top_level_parts
+from ..compute.attention import how_to_choose_another
 from ..compute.executor import quantized_attention
 from ..compute.layer_modes import layer_kernels, planned_modes_of, stream_dtype
 from ..guard.escalation import Guarded, WiderModel, hooked
@@ -41,6 +42,7 @@ from ..replay.core_state import CoreState
 from ..replay.interceptor import Run
 from ..replay.model_compiler import compiler_off
 from ..replay.packs import packs_on
+from .attention import UnaskedChecks
 
 logger = logging.getLogger("halfsafe")
 OTHER_DEVICES = "The model runs on several devices in parallel, and their calls share torch's flags."
@@ -58,14 +60,22 @@ GUIDANCE_FACTOR = 1000.0
 STEP_CACHE_KEY = "easycache"
 
 
-def checking(setting: str, patcher: ModelPatcher, node_id: str | None) -> Callable[..., _DriftCheck | None] | None:
-    """Return the factory of checks for a node's ``check`` input; None for off.
+def checking(setting: str, patcher: ModelPatcher, node_id: str | None) -> Callable:
+    """Return the factory of checks for a node's ``check`` input. With it off, attentions of quantized operands are
+    compared alone: each for a guard of *Guard every run*, which has no such input, else on AMD and with many tokens.
 
-    A guard that *Guard every run* adds has no such input: it checks the first step if the attention is quantized.
+    Kernels that the model's file requests are not compared alone: *Guard every run* compares the first step with them.
     """
-    if setting == "off" and node_id and node_id.startswith(WATCHED) and quantized_attention(patcher):
+    watched = bool(node_id and node_id.startswith(WATCHED))
+    options = patcher.model_options.get("transformer_options", {})
+    if (
+        setting == "off"
+        and watched
+        and UnaskedChecks.are_of_file(patcher.model, options)
+        and quantized_attention(patcher)
+    ):
         setting = "first step"
-    return None if setting == "off" else functools.partial(_check_of, setting)
+    return UnaskedChecks(watched) if setting == "off" else functools.partial(_check_of, setting)
 
 
 def _check_of(setting: str, call: Call, number: int, guarded: Guarded, log: GuardLog) -> _DriftCheck | None:
@@ -199,7 +209,8 @@ class _DriftCheck:
             images = images_of(self.call, result)
             rows = {row % images for row, snr in enumerate(decibels) if snr < threshold}
             attention = quantized_attention(self.patcher)
-            event = drift.drift_event(self.report, min(decibels), threshold, sorted(rows), attention)
+            instead = how_to_choose_another(attention, self.call.options) if attention else ""
+            event = drift.drift_event(self.report, min(decibels), threshold, sorted(rows), attention, instead)
             self.log.note_drift(event, drift.drift_sentence(event))
 
     def _in_fp32(self, run: Run) -> torch.Tensor:

@@ -30,6 +30,7 @@ PoseCache = Annotated[Any, "comfy.ldm.wan.model_animate2"]
 PoseOption = Annotated[str, "comfy.ldm.wan.model_animate2"]
 FileAttention = Annotated[torch.nn.Module, "comfy.ldm.modules.attention"]
 AttentionOption = Annotated[str, "comfy.ldm.modules.attention"]
+EncoderAttention = Annotated[torch.nn.Module, "comfy.text_encoders.qwen35"]
 CommandLine = Annotated[Any, "comfy.cli_args"]
 TrainedPart = Annotated[torch.nn.Module, "comfy_extras.nodes_train"]
 PrefetchingAttribute = Annotated[str, "comfy.model_prefetch"]
@@ -236,6 +237,13 @@ def kernel_of_file(attention: FileAttention) -> tuple[str, bool] | None:
     if type(attention).__name__ != "ComfyAttention" or attention.config is None:
         return None
     return attention.config["attention"], attention.function is not None
+
+
+def caches_in_int8(attention: EncoderAttention, device: torch.device) -> bool:
+    """True if an attention of a text encoder that generates keeps its keys and values in int8 on a device, as its file
+    or ``--use-ck-attention`` requests (ComfyUI 0.39)."""
+    cache_of = getattr(attention, "kv_cache_type", None)
+    return cache_of is not None and "Int8" in cache_of(device, torch.bfloat16).__name__
 
 
 def compiler_is_off(arguments: CommandLine) -> bool | None:

@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterator
 
 import comfy.ldm.modules.attention
 import torch
+from comfy.cli_args import args as command_line
 
 from ....precision.arithmetic.attention import Kernels
 from ....precision.base.layers import kind_of
+from ....precision.base.message import Message, joined
 from ....precision.base.patching import Patch, patched
-from ..comfyui.attributes import OVERRIDE
+from ..comfyui.attributes import OVERRIDE, has_kitchen_attention
 from ..comfyui.gate import is_default
 from ..comfyui.layers import top_level_parts
 from ..replay.call import Call
@@ -34,6 +36,10 @@ ATTENTIONS = {
 """ComfyUI's function -> what people call it."""
 KITCHEN = "attention_comfy_kitchen_int8"
 QUANTIZED = (KITCHEN, "attention_sage", "attention3_sage")
+SWITCH_OF = {KITCHEN: "--use-ck-attention", "attention_sage": "--use-sage-attention"}
+REMOVE_NODE = "Remove the node that chose this attention, or choose another there."
+OTHER_SWITCH = "Start ComfyUI with --use-pytorch-cross-attention in place of {0}."
+BACKEND_NODE = "ComfyUI's node Model Attention Backend, set to pytorch attention, chooses another for one model."
 EXACT = ("attention_pytorch", *UNFUSED)
 """ComfyUI's attentions that compute in fp32 for fp32 inputs: they neither quantize nor accumulate in fp16."""
 BOUNDED = frozenset((
@@ -129,6 +135,14 @@ def chosen_by(override: Callable) -> Callable:
     0.33, and KJNodes' SageAttention); the override itself without one."""
     held = inspect.getclosurevars(override).nonlocals.values() if inspect.isfunction(override) else ()
     return next((each for each in held if function_name(each) in ATTENTIONS), override)
+
+
+def how_to_choose_another(kernel: str, options: dict) -> str:
+    """Return how to choose another attention than ``kernel``, by its name in ``ATTENTIONS``. ``options``: the
+    ``transformer_options`` of the model: with an override if a node chose it."""
+    switch = next((switch for name, switch in SWITCH_OF.items() if ATTENTIONS[name] == kernel), "")
+    own = REMOVE_NODE if OVERRIDE in options else switch and Message(OTHER_SWITCH, switch)
+    return joined([own, BACKEND_NODE if has_kitchen_attention(command_line) else ""])
 
 
 def fuses_by_default() -> bool:

@@ -30,7 +30,7 @@ from ....precision.guard.log import CallPosition, GuardLog
 from ....precision.guard.policy import OnNan
 from ....precision.guard.rungs import EncoderStep, Rung, encoder_rungs
 from ....precision.guard.verdicts import ENCODER_INPUTS, ENCODERS, NO_CHOICE, NonFinite
-from ..comfyui.attributes import CAST_DTYPE
+from ..comfyui.attributes import CAST_DTYPE, caches_in_int8
 from ..comfyui.code_owner import code_owner
 from ..comfyui.execution import is_oom
 from ..comfyui.gate import entering
@@ -51,6 +51,7 @@ VAE_METHODS = tuple(
     f"{action}{how}" for action in ("decode", "encode") for how in ("", "_tiled", "_tiled_", "_tiled_1d", "_tiled_3d")
 )
 CLIP_METHODS = ("encode_from_tokens", "encode_from_tokens_scheduled", "generate")
+INT8_CACHE = "int8 KV cache"
 CHOICES = ("argmax", "topk", "multinomial")
 MISSING = (
     "The loaded file contains no {0} that ComfyUI recognises, so none is guarded; the rest is. Load a {0} from a file "
@@ -107,13 +108,22 @@ class EncoderGuard:
             fp32=rungs[-1],
             is_out_of_memory=is_oom,
             locates_first=False,
-            default_origin=Origin(f"{self.kind} {action}", "", "overflow", name_of(dtype), math.nan),
+            default_origin=Origin(
+                f"{self.kind} {action}", _cache(action, patcher), "overflow", name_of(dtype), math.nan
+            ),
         )
         call.make, call.dtype = make, dtype
         result = Ladder(call, self.log).resolved()
         if attempt.error and result is attempt.result:
             raise attempt.error
         return result
+
+
+def _cache(action: str, patcher: ModelPatcher) -> str:
+    """Name the cache of quantized keys and values that a text encoder generates with; "" for none. A repeat in fp32
+    has none."""
+    is_int8 = any(caches_in_int8(module, patcher.load_device) for module in patcher.model.modules())
+    return INT8_CACHE if action == "generate" and is_int8 else ""
 
 
 class _EncoderCall(FailedCall):

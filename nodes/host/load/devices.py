@@ -1,7 +1,9 @@
 """The device ComfyUI computes on, as the precision core sees it."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import comfy.memory_management
 import comfy.model_management
@@ -13,6 +15,7 @@ from ....precision.devices import memory
 from ....precision.devices.detect import Device, detect, requested_profile
 from ....precision.make.on_gpu import OnGpu
 
+DRIVER = Path("/proc/driver/nvidia/version")
 QUANTIZING = 2 << 30
 """Bytes that ComfyUI is asked to free of the device before weights are quantized there: room for the largest, twice."""
 
@@ -40,6 +43,12 @@ def current_device() -> Device:
     problem = Message("comfy-kitchen's {0} backend has no kernel ({1})", expected, reason)
     why = Message("torch's general operations run int8 products here: {0}.", problem)
     return device.without("int8_kernels", why)
+
+
+def nvidia_driver() -> str:
+    """Return the version of NVIDIA's driver, as Linux tells it; "-" elsewhere."""
+    told = DRIVER.read_text(encoding="utf-8") if DRIVER.is_file() else ""
+    return found.group() if (found := re.search(r"\b\d+\.\d+(\.\d+)?\b", told)) else "-"
 
 
 def device_at(where: torch.device) -> Device:

@@ -1,7 +1,8 @@
 """Answer *Halve the memory* before it exchanges loaders: this device's 8-bit storages, and files to leave."""
 
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from comfy.cli_args import args
 from ....precision.base.errors import CheckpointError
 from ....precision.base.message import Message
 from ....precision.base.text import size_text
+from ....precision.devices.measurements import MARGIN, Measurement, told_here
 from ....precision.files.safetensors_file import open_checkpoint
 from ....precision.formats.checkpoint import Checkpoint, read_checkpoint
 from ....precision.formats.layer_plan import AS_FILE
@@ -27,6 +29,7 @@ from ..comfyui.model_facts import held_storages, later_storages
 from .controlnet import DIFFERENCE
 from .detection import recognised
 from .devices import compute_device, current_device, device_at
+from .kept_speeds import Kept, kept_speeds
 
 READ = (".safetensors", ".sft", ".index.json")
 NOT_READ = "Halfsafe's loaders read .safetensors files only"
@@ -35,6 +38,7 @@ NOT_16_BIT = "its weights are in 8 bits or fewer already"
 NO_LAYER = "none of its layers can be in 8 bits"
 ENCODERS = "text_encoders"
 CHECKPOINTS = "checkpoints"
+MODELS = ("diffusion_models", CHECKPOINTS)
 MODEL = "storage"
 CLIP = "clip_storage"
 """The options of a loader for the weights of a model, and of text encoders."""
@@ -67,32 +71,36 @@ def halving(loaders: list[dict]) -> dict:
     ``names`` of files in it, ``in_8_bits`` where ComfyUI's own loader casts to fp8, and the ``size`` that is sampled at
     where it is known.
 
-    ``storage``: of models and ControlNets, ``as_file`` where the device holds no 8-bit weights, and ``why``;
+    ``storage``: of models and ControlNets, ``as_file`` where the device holds no 8-bit weights, and ``why``; a model
+    that was measured on this machine is stored as was fastest there, which its loader's ``measured`` tells;
     ``clip_storage``: of text encoders; ``reserved``: what ``--reserve-vram`` keeps free; ``slow``: why products of
     fewer than 8 bits are not faster here; ``errors``: storage -> error of a layer; ``loaders``: see :func:`_judged`.
     """
-    storage, why = smallest_storage(current_device())
+    device = current_device()
+    storage, why = smallest_storage(device)
+    kept = kept_speeds(device)
     options = {MODEL: storage, CLIP: plan.smallest_of_encoder(held_storages())}
     reserved = None if comfy.model_management.is_device_cpu(compute_device()) else args.reserve_vram
     return {
         **options,
         "why": why,
         "reserved": size_text(int(reserved * 2**30)) if reserved else "",
-        "slow": why_low_bits_are_slow(current_device()),
+        "slow": why_low_bits_are_slow(device),
         "errors": {name: f"{100 * error:.2g} %" for name, error in plan.PREDICTED_ERROR.items()},
-        "loaders": [_judged(loader, options) for loader in loaders],
+        "loaders": [_judged(loader, options, kept) for loader in loaders],
     }
 
 
-def _judged(loader: Mapping, options: Mapping[str, str]) -> dict:
-    """Return what a loader would be exchanged for.
+def _judged(loader: Mapping, options: Mapping[str, str], kept: Sequence[Kept]) -> dict:
+    """Return what a loader would be exchanged for. ``kept``: speeds that were measured on this machine.
 
     Returns:
         ``reason``: why it would not be, empty where it would; ``missing``: files that are not there; its ``storage``
         and ``clip_storage``: what its quantized weights have, so that they stay untouched, or ``options``; ``size``: of
         its weights now; ``left``: the storages of fewer bits for a model in 8 bits, each with its ``size`` and the
-        ComfyUI that it ``needs``, empty where this one runs it; ``activations``: see :func:`_activations`. The reason
-        alone if ours cannot read a file.
+        ComfyUI that it ``needs``, empty where this one runs it; ``activations``: see :func:`_activations`;
+        ``measured``: what was measured of this model, empty where nothing was. The reason alone if ours cannot read a
+        file.
     """
     parts = []
     missing = []
@@ -111,6 +119,8 @@ def _judged(loader: Mapping, options: Mapping[str, str]) -> dict:
         if DIFFERENCE in checkpoint.weights:
             return {"reason": DIFFERENCES}
         parts += _parts(loader["folder"], checkpoint)
+    faster, measured = _measured(loader["folder"], parts, kept)
+    options = {**options, **({MODEL: faster} if faster else {})}
     chosen = {option: _storage_beside(parts, option, default) for option, default in options.items()}
     is_cast = loader.get("in_8_bits")
     then = _sum(parts, chosen)
@@ -128,7 +138,33 @@ def _judged(loader: Mapping, options: Mapping[str, str]) -> dict:
         "size": size_text(now),
         "left": [one for one in left if one],
         "activations": [] if saves else _activations(loader, parts[0].checkpoint),
+        "measured": measured,
     }
+
+
+def _measured(folder: str, parts: list[Part], kept: Sequence[Kept]) -> tuple[str, str]:
+    """Return the 8-bit storage that was faster for this model on this machine, and what was measured of it; both empty
+    where nothing was, the storage where the measurement does not tell."""
+    model = next((part for part in parts if part.option == MODEL), None)
+    if not kept or model is None or folder not in MODELS:
+        return "", ""
+    try:
+        _, _, config = recognised(model.checkpoint, only_diffusion_model=folder != CHECKPOINTS)
+    except CheckpointError:
+        return "", ""
+    parameters = sum(math.prod(weight.shape) for weight in model.checkpoint.weights.values())
+    found = next((one for one in kept if one.is_of(type(config).__name__, parameters)), None)
+    return (_faster(found.speeds), told_here(found.speeds)) if found else ("", "")
+
+
+def _faster(rows: Sequence[Measurement]) -> str:
+    """Return the 8-bit storage in which one model was faster on a card: int8, whose error is a third of fp8's, unless
+    it was slower than unpacked fp8 by more than the spread; "" where they do not tell."""
+    of = {row.setting: row.ratio for row in rows if row.to == "16 bit"}
+    int8, fp8 = of.get("int8"), of.get("fp8 unpacked")
+    if int8 and fp8:
+        return "int8" if int8[1] >= fp8[0] else "fp8_e4m3fn"
+    return "int8" if int8 and int8[0] > MARGIN else ""
 
 
 def _parts(folder: str, checkpoint: Checkpoint) -> Iterator[Part]:

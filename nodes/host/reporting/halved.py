@@ -10,6 +10,7 @@ from comfy.model_patcher import ModelPatcher
 from ....precision.base.dtypes import QUANTIZED_NAMES
 from ....precision.base.message import Message, joined
 from ....precision.base.text import size_text
+from ....precision.devices.measurements import told_here
 from ....precision.plan.auto import UNQUANTIZED
 from ....precision.plan.layers import why_not_quantized
 from ....precision.plan.load import ModelPlan
@@ -18,6 +19,7 @@ from ....precision.report.result import GOOD, WARN, Result
 from ..comfyui.model_facts import held_bytes, record_of, storage_of
 from ..load.controlnet import loaded_control
 from ..load.halving import LEAST
+from ..load.kept_speeds import speeds_of
 
 NO_MATRIX = "norms and biases"
 NOT_IN_FILE = "layers that ComfyUI creates or renames"
@@ -61,7 +63,8 @@ def memory_ui(file: str, *loaded: ModelPatcher) -> dict[str, tuple[str]]:
     elif below and not saves:
         sentence = result.NOT_LESS
     message = Message(sentence, **told)
-    return Result(message, GOOD if saves else WARN, text=message, toast=True).ui()
+    measured = joined(told_here(speeds_of(patcher)) for patcher in loaded)
+    return Result(message, GOOD if saves else WARN, text=joined([message, measured]), toast=True).ui()
 
 
 def control_memory_ui(file: str, control: ControlNet) -> dict[str, tuple[str]]:

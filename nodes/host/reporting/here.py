@@ -8,25 +8,38 @@ import comfy.memory_management
 import comfy.model_management
 import comfy.quant_ops
 import torch
-from comfy.cli_args import args
+from comfy.cli_args import PerformanceFeature, args
 from comfy.ldm.modules.attention import optimized_attention
 
 from ....precision.base.message import Message, joined
 from ....precision.base.text import size_text
+from ....precision.devices.measurements import told_here
 from ....precision.devices.probes import has_cuda_13
 from ....precision.plan.auto import why_int8_is_slow
-from ..comfyui.attributes import OVERRIDE, compiler_is_off, has_kitchen_attention, kernel_of_file
-from ..compute.attention import ATTENTIONS, chosen_by, function_name
+from ..comfyui.attributes import OVERRIDE, caches_in_int8, compiler_is_off, has_kitchen_attention, kernel_of_file
+from ..compute.attention import ATTENTIONS, KITCHEN, chosen_by, function_name
 from ..load.devices import compute_device, current_device
+from ..load.kept_speeds import kept_speeds
 
 COMPILER_SWITCH = {False: "--disable-comfy-compiler", True: "without --disable-comfy-compiler"}
 SWITCHES = "--use-pytorch-cross-attention, --use-sage-attention"
 SWITCHES_WITH_KITCHEN = "--use-pytorch-cross-attention, --use-sage-attention, --use-ck-attention"
+NO_HIP = "COMFY_KITCHEN_DISABLE_HIP=1"
+"""Leaves comfy-kitchen's HIP kernels out (``_register`` in its backends/hip/__init__.py): an RX 6400 and an RX 6600 XT
+became slow with them, the first stayed so without (patientx-cfz/comfyui-rocm#97, Comfy-Org/ComfyUI#15878)."""
+CRASHES = "gfx1151"
+"""Where comfy-kitchen's attention crashed (Comfy-Org/comfy-kitchen#110)."""
+FAST = "--fast: {0}"
+FELL_BACK = "ComfyUI found no flash attention (AOTriton) for {0} in this torch"
+CRASHED = "it crashed on {0} (Comfy-Org/comfy-kitchen#110)"
 OF_NODE = "{0} in {1}, as a node requests"
 FILES_OWN = "{0} in {1} attentions of {2}, as its file requests"
 NOT_HERE = "the file of {2} requests {0} in {1} attentions, which this device does not support"
+INT8_CACHE = "{0} keeps keys and values in int8 in {1} attentions, as its file or --use-ck-attention requests"
 ALL_ON, PART_ON = "{0}, all of {1} on the device", "{0}, {2} of {1} on the device"
 NONE_ON = "{0}, {1}, not on the device"
+SHOWN = 3
+"""Models of which it is told what was measured, the last ones."""
 
 
 @dataclass(frozen=True)
@@ -55,21 +68,37 @@ def _of_gpu(switch: str) -> str:
 
 
 def _other_kernels() -> Iterator[str]:
-    """Name what adds kernels: CUDA 13 has comfy-kitchen's int8 products, its Triton backend is off by default."""
+    """Name what adds or removes kernels: CUDA 13 has comfy-kitchen's int8 products, its Triton backend is off by
+    default."""
     if compute_device().type == "cuda":
         if torch.version.cuda and not has_cuda_13():
             yield "a torch for CUDA 13"
         yield "--enable-triton-backend"
+        if "hip" in _backends():
+            yield NO_HIP
+
+
+def _backends() -> list[str]:
+    """List comfy-kitchen's backends with kernels of their own that run here."""
+    kitchen = getattr(comfy.quant_ops, "ck", None)  # absent where ComfyUI could not import comfy-kitchen
+    backends = kitchen.list_backends() if kitchen else {}
+    return [
+        name for name, state in backends.items() if state["available"] and not state["disabled"] and name != "eager"
+    ]
 
 
 def _kernels() -> str:
-    kitchen = getattr(comfy.quant_ops, "ck", None)  # absent where ComfyUI could not import comfy-kitchen
-    backends = kitchen.list_backends() if kitchen else {}
-    own = [name for name, state in backends.items() if state["available"] and not state["disabled"] and name != "eager"]
+    own = _backends()
     toolkits = {"CUDA": torch.version.cuda, "HIP": torch.version.hip}
     built = [f"torch {torch.__version__}", *(f"{name} {version}" for name, version in toolkits.items() if version)]
     kernels = Message("comfy-kitchen's kernels: {0}", ", ".join(own)) if own else "no native 8-bit kernels"
-    return joined([joined([", ".join(built), kernels], "; "), why_int8_is_slow(current_device())], ". ")
+    device = current_device()
+    measured = joined(told_here(one.speeds) for one in kept_speeds(device)[:SHOWN])
+    order = device.profile.notes.get("order", "") if "hip" in own else ""
+    asks_for_sums = device.profile.vendor == "amd" and PerformanceFeature.Fp16Accumulation in getattr(args, "fast", ())
+    sums = Message(FAST, device.reason("fp16_accumulation")) if asks_for_sums else ""
+    about = joined([measured or why_int8_is_slow(device), order, sums])
+    return joined([joined([", ".join(built), kernels], "; "), about], ". ")
 
 
 def _compiler() -> Fact:
@@ -93,11 +122,20 @@ def _attention() -> Iterator[str]:
     """Name ComfyUI's attention, what nodes chose for loaded models, and what their files ask for (``ComfyAttention``,
     ComfyUI 0.38)."""
     yield _named(optimized_attention)
+    arch = _amd_architecture()
+    asked = getattr(args, "use_quad_cross_attention", False)
+    if arch and function_name(optimized_attention) == "attention_sub_quad" and not asked:
+        # What ComfyUI falls back to without a word where its probe of AOTriton fails (Comfy-Org/ComfyUI#16526).
+        yield Message(FELL_BACK, arch)
+    if arch == CRASHES and function_name(optimized_attention) == KITCHEN:
+        yield Message(CRASHED, arch)
     for loaded in comfy.model_management.current_loaded_models:
         options = loaded.model.model_options if loaded.model is not None else {}
         if override := options.get("transformer_options", {}).get(OVERRIDE):
             yield Message(OF_NODE, _named(chosen_by(override)), type(loaded.model.model).__name__)
     for model in _models():
+        if count := sum(caches_in_int8(module, compute_device()) for module in model.modules()):
+            yield Message(INT8_CACHE, type(model).__name__, count)
         asked = Counter(filter(None, map(kernel_of_file, model.modules())))
         for (kernel, is_there), count in asked.items():
             yield Message(FILES_OWN if is_there else NOT_HERE, kernel, count, type(model).__name__)
@@ -109,7 +147,15 @@ def _named(attention: Callable) -> str:
 
 
 def _attention_switches() -> str:
-    return SWITCHES_WITH_KITCHEN if has_kitchen_attention(args) else SWITCHES
+    return SWITCHES_WITH_KITCHEN if has_kitchen_attention(args) and _amd_architecture() != CRASHES else SWITCHES
+
+
+def _amd_architecture() -> str:
+    """Return the name of an AMD GPU's architecture, such as gfx1151; "" for other devices."""
+    device = compute_device()
+    if device.type != "cuda" or not torch.version.hip:
+        return ""
+    return torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
 
 
 def _models() -> list[torch.nn.Module]:

@@ -27,6 +27,7 @@ from ....precision.report.schema import (
     device_section,
 )
 from ..accumulation.accumulation_report import flags_of, layer_accumulation, remarks_of
+from ..check.attention import UnaskedChecks
 from ..comfyui import self_test
 from ..comfyui.attributes import kernel_of_file
 from ..comfyui.gate import met_in
@@ -57,7 +58,7 @@ KERNEL_REPLACED = "the file requests {0} in {1} attentions; this compute dtype r
 NO_KERNEL = "the file requests {0} in {1} attentions, which this device does not support: ComfyUI's own runs instead"
 QUANTIZES = (
     "{0} attention is chosen for this model; attention that Halfsafe runs in fp32 does not use it. Its operands are "
-    "quantized: its errors are finite, and no guard finds them."
+    "quantized: its errors are finite. A guard compares it with fp32 on AMD and above 100,000 tokens."
 )
 MASKED = (
     "With a mask of more than 64 tokens it gave broken pictures (comfy-kitchen up to 0.2.36, "
@@ -211,7 +212,7 @@ def _add_attention(report: Report, patcher: ModelPatcher, compute: Compute | Non
             report.decisions[OF_FILE] = Message(KERNEL_RUNS, kernel, count)
     if name := quantized_attention(patcher):
         guard, masked = guard_of(patcher), MASKED if name == ATTENTIONS[KITCHEN] else ""
-        compare = "" if guard and guard.check else COMPARE
+        compare = COMPARE if guard is None or isinstance(guard.check, UnaskedChecks | None) else ""
         report.notes.append(joined([Message(QUANTIZES, name), masked, compare]))
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import gc
-import re
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import comfy.model_management
 import comfy.sd
@@ -35,9 +33,10 @@ from ..comfyui.execution import is_on_several_devices, is_oom
 from ..comfyui.model_facts import bytes_by_storage, held_storages, model_facts, record_of, storages
 from ..comfyui.page import show_progress
 from ..guard.planned import with_compute
-from ..load.devices import current_device, free_device_memory
+from ..load.devices import current_device, free_device_memory, nvidia_driver
 from ..load.files import open_model
 from ..load.identity import metadata_of
+from ..load.kept_speeds import keep_speeds
 from ..load.models import load_diffusion_model, load_onto
 from ..load.save import BYPASS, LiveWeights
 from ..load.tensors import advancing
@@ -46,7 +45,6 @@ from ..reporting.report import report_of
 from .sampling import bare_clone, sample
 from .step_timer import StepTimer
 
-DRIVER = Path("/proc/driver/nvidia/version")
 STEPS = 4
 NO_MEMORY = "out of memory"
 CREATED = 0.01
@@ -98,13 +96,9 @@ def measure_model(patcher: ModelPatcher, inputs: Inputs, settings: Sequence[Sett
     device, name = current_device(), type(patcher.model).__name__
     about = device.label, name, _stored_as(patcher), automatic, layers, shape, inputs.seed
     machine = device.name, nvidia_driver(), str(torch.__version__)
-    return Measurements(*about, reference, rows, given, is_of_file, machine)
-
-
-def nvidia_driver() -> str:
-    """Return the version of NVIDIA's driver, as Linux tells it; "-" elsewhere."""
-    told = DRIVER.read_text(encoding="utf-8") if DRIVER.is_file() else ""
-    return found.group() if (found := re.search(r"\b\d+\.\d+(\.\d+)?\b", told)) else "-"
+    measured = Measurements(*about, reference, rows, given, is_of_file, machine)
+    keep_speeds(measured, patcher)
+    return measured
 
 
 def _on_weights_of_file(patcher: ModelPatcher) -> tuple[ModelPatcher, bool]:

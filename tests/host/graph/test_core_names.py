@@ -35,7 +35,7 @@ IF_THERE = {
     "comfy.ldm.qwen_image21.model.*.prefix_cache_enabled", "comfy.ldm.qwen_image21.model.*.qwen_image21_cache",
     "comfy.ldm.qwen_image21.model.*.reset_prefix_cache", "comfy.cli_args.*.disable_comfy_compiler", "comfy.cli_args.*.use_ck_attention", "comfy.model_prefetch.*.cleanup_malloc_graph",
     "comfy.ldm.wan.model_animate2.*.animate2_cache", "comfy.ldm.wan.model_animate2.*.free",
-    "comfy.ldm.modules.attention.*.config", "comfy.ldm.modules.attention.*.function",
+    "comfy.ldm.modules.attention.*.config", "comfy.ldm.modules.attention.*.function", "comfy.text_encoders.qwen35.*.kv_cache_type",
 }  # fmt: skip
 """What the code asks for before it uses it."""
 NOT_COMFYS = {

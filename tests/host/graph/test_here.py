@@ -7,7 +7,9 @@ import comfy.memory_management
 import pytest
 import torch
 from comfy.model_management import load_models_gpu
+from halfsafe.nodes.host.guard import encoders
 from halfsafe.nodes.host.reporting import here
+from halfsafe.precision.devices.detect import detect
 from support import families, tiny_models
 
 SWITCHES = {"kernels", "compiler", "dynamic VRAM", "attention", "loaded"}
@@ -88,3 +90,88 @@ def test_an_attention_that_a_node_chose_and_its_switch_are_told(comfy, models_di
 def test_device_info_tells_them_of_this_device_alone(comfy, profile):
     text, data = comfy.run("HalfsafeDeviceInfo", profile=profile)
     assert ("What ComfyUI does here" in text) == ("comfyui" in json.loads(data)) == (profile == "this device")
+
+
+class Amd:
+    """A ComfyUI that sees an AMD GPU, with comfy-kitchen's HIP backend."""
+
+    def __init__(self, monkeypatch, arch: str, profile: str, **arguments):
+        monkeypatch.setattr(here, "compute_device", lambda: torch.device("cuda"))
+        monkeypatch.setattr(torch.version, "hip", "7.2")
+        monkeypatch.setattr(torch.version, "cuda", None)
+        of_gpu = SimpleNamespace(gcnArchName=f"{arch}:sramecc-")
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: of_gpu)
+        monkeypatch.setattr(here, "current_device", lambda: detect(profile=profile))
+        kitchen = SimpleNamespace(list_backends=lambda: {"hip": ON, "eager": ON})
+        monkeypatch.setattr(here.comfy.quant_ops, "ck", kitchen)
+        given = {"vram_headroom": 1, "fast_disk": False, "disable_comfy_compiler": False, "fast": set(), **arguments}
+        monkeypatch.setattr(here, "args", SimpleNamespace(**given))
+        self.monkeypatch = monkeypatch
+
+    def attention(self, name: str) -> None:
+        function = lambda: None  # noqa: E731
+        function.__name__ = name
+        self.monkeypatch.setattr(here, "optimized_attention", function)
+
+
+ON = {"available": True, "disabled": False, "unavailable_reason": None, "capabilities": ["int8_linear"]}
+SAYS = ("Triton's int8 products", "--fast: ", "AOTriton", "it crashed on")
+
+
+def said() -> set[str]:
+    told = " ".join(one.here for one in (fact("kernels"), fact("attention")))
+    return {words for words in SAYS if words in told}
+
+
+def test_each_sentence_for_amd_is_said_where_it_applies_alone(pack, monkeypatch):
+    """The order of comfy-kitchen's backends on RDNA4; --fast; what ComfyUI falls back to; what crashed on gfx1151."""
+    from comfy.cli_args import PerformanceFeature
+
+    families.unload_models()
+    assert said() == set(), "not on this CPU"
+    rdna4 = Amd(monkeypatch, "gfx1201", "gfx1201")
+    rdna4.attention("attention_pytorch")
+    assert said() == {SAYS[0]} and here.NO_HIP in fact("kernels").switch
+    rdna4.attention("attention_sub_quad")
+    assert said() == {SAYS[0], SAYS[2]} and "for gfx1201 in this torch" in fact("attention").here
+    Amd(monkeypatch, "gfx1034", "gfx1100", use_quad_cross_attention=True, fast={PerformanceFeature.Fp16Accumulation})
+    assert said() == {SAYS[1]}, "sub-quadratic attention was requested"
+    strix = Amd(monkeypatch, "gfx1151", "gfx1100", use_ck_attention=True, fast={PerformanceFeature.AutoTune})
+    strix.attention("attention_comfy_kitchen_int8")
+    assert said() == {SAYS[3]} and "--use-ck-attention" not in fact("attention").switch
+    Amd(monkeypatch, "gfx1100", "gfx1100", use_ck_attention=True)
+    assert said() == set() and "--use-ck-attention" in fact("attention").switch
+    monkeypatch.setattr(here.comfy.quant_ops, "ck", SimpleNamespace(list_backends=dict))
+    assert here.NO_HIP not in fact("kernels").switch, "without HIP kernels there is nothing to turn off"
+
+
+def test_an_nvidia_card_is_told_none_of_it(pack, monkeypatch):
+    from comfy.cli_args import PerformanceFeature
+
+    Amd(monkeypatch, "", "sm_120", fast={PerformanceFeature.Fp16Accumulation}).attention("attention_sub_quad")
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert said() == set()
+
+
+def test_int8_caches_of_a_text_encoder_are_named(pack, monkeypatch):
+    """As ComfyUI's Qwen 3.5 keeps keys and values of its attentions where its file or --use-ck-attention asks."""
+
+    class Int8FixedKVCache: ...
+
+    class FixedKVCache: ...
+
+    class Attention(torch.nn.Module):
+        def __init__(self, kind):
+            super().__init__()
+            self.kind = kind
+
+        def kv_cache_type(self, device, dtype):
+            return self.kind if dtype == torch.bfloat16 else FixedKVCache
+
+    encoder = torch.nn.Sequential(Attention(Int8FixedKVCache), Attention(FixedKVCache), Attention(Int8FixedKVCache))
+    monkeypatch.setattr(here, "_models", lambda: [encoder])
+    assert "Sequential keeps keys and values in int8 in 2 attentions" in fact("attention").here
+    monkeypatch.setattr(here, "_models", lambda: [torch.nn.Sequential(Attention(FixedKVCache))])
+    assert "int8" not in fact("attention").here
+    patcher = SimpleNamespace(model=encoder, load_device=torch.device("cpu"))
+    assert encoders._cache("generate", patcher) == "int8 KV cache" and encoders._cache("encode", patcher) == ""

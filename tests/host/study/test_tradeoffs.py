@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 from halfsafe.nodes.host.comfyui.model_facts import model_facts
+from halfsafe.nodes.host.load import devices
 from halfsafe.nodes.host.reporting import badge
 from halfsafe.nodes.host.study import tradeoffs as host
 from halfsafe.nodes.host.study.step_timer import StepTimer
@@ -427,7 +428,7 @@ def test_a_stock_loaders_model_with_a_negative_prompt(comfy, path):
 def test_a_row_names_the_card_and_its_driver(comfy, model, monkeypatch, tmp_path):
     """NVIDIA's driver as Linux tells it, in the words of either of its modules; "-" where there is none."""
     told = tmp_path / "version"
-    monkeypatch.setattr(host, "DRIVER", told)
+    monkeypatch.setattr(devices, "DRIVER", told)
     found, *_ = measured(comfy, model, "as_file/auto")
     card, driver, built = found.machine
     assert (card, driver, built) == (host.current_device().name, "-", torch.__version__)

@@ -86,7 +86,7 @@ def test_every_row_matches_the_device_table_and_has_a_sentence_for_every_capabil
         for capability in COLUMNS:
             reason = row.reason(capability)  # a range of measurements names its cards
             assert reason.endswith(".") and len(reason) < (200 if capability in profiles.GAINS else 120), reason
-        assert set(row.notes) <= {*COLUMNS, "compile", "denormals", "nvfp4", "products"}
+        assert set(row.notes) <= {*COLUMNS, "compile", "denormals", "nvfp4", "order", "products"}
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,7 @@ def test_the_registrys_page_follows_each_link_of_the_readme(readme: str) -> None
 
 def test_the_readme_leads_to_every_page_of_docs() -> None:
     assert {path.name for path in ROOT.glob("docs/internals/*.md")} == {
+        "asked.md",
         "calibration.md",
         "decisions.md",
         "drift.md",
