@@ -8,6 +8,7 @@ from ..precision.study.candidates import CANDIDATES
 from ..precision.study.charts import analysis_chart
 from .host.compute.layer_modes import compute_name
 from .host.study import analysis as host
+from .host.study.sampling import Inputs
 from .inputs import MEASURE, RulesType, schema, seed_input
 
 
@@ -59,7 +60,8 @@ class AnalyzeLayers(io.ComfyNode):
         cls, model, positive, latent_image, seed, candidate, target_snr_db, negative=None, sensitive_layers=KEEP
     ) -> io.NodeOutput:
         pin = sensitive_layers == cls.KEEP
-        found = host.analyze_model(model, positive, negative, latent_image, seed, candidate, target_snr_db, pin)
+        inputs = Inputs(positive, negative, latent_image, seed)
+        found = host.analyze_model(model, inputs, candidate, target_snr_db, pin)
         name = type(model.model).__name__
         text = analysis_text(found, name, compute_name(model))
         chart = torch.from_numpy(analysis_chart(found, name)).unsqueeze(0)

@@ -6,6 +6,7 @@ from ..precision.base.message import Message, joined
 from ..precision.report.result import CALIBRATED, Result
 from .host.load.files import output_path
 from .host.study import calibrate as host
+from .host.study.sampling import Inputs
 from .inputs import MEASURE, CalibrationType, checked_calibration, schema, seed_input
 
 
@@ -43,7 +44,8 @@ class Calibrate(io.ComfyNode):
     ) -> io.NodeOutput:
         path, name = output_path(filename_prefix) if filename_prefix.strip("/ ") else ("", "")
         previous = checked_calibration(previous)
-        found = host.calibrate_model(model, positive, negative, latent_image, seed, previous, path)
+        inputs = Inputs(positive, negative, latent_image, seed)
+        found = host.calibrate_model(model, inputs, previous, path)
         text = found.text()
         if path:
             found.save(path)

@@ -12,6 +12,7 @@ from .host.guard.encoders import guard_clip, guard_vae
 from .host.guard.model import MAX_RETRIES, with_guard
 from .host.load.at_hand import AS_LOADED, STORAGES_AT_HAND, held_on_device, offered_in_int8, quantized_at_hand
 from .host.reporting.badge import met_words, model_ui, with_live_report
+from .host.reporting.halved import storage_ui
 from .inputs import (
     CATEGORY,
     EXPERT,
@@ -104,11 +105,13 @@ class AutoPrecision(io.ComfyNode):
         given = checked_rules(rules)
         model = held_on_device(model)
         stored = ""
-        offer = {}
+        told = {}
         if storage != AS_LOADED:
-            model, stored = quantized_at_hand(model, storage, given or rules_from())
+            loaded = model
+            model, stored = quantized_at_hand(loaded, storage, given or rules_from())
+            told = storage_ui(loaded, model, stored)
         elif goal == "speed":
-            offer = offered_in_int8(model, given or rules_from())
+            told = offered_in_int8(model, given or rules_from())
         model, vae, why = planned.with_goal(model, goal, clip, vae, given or NO_RULES, encoders)
         why = "\n".join(filter(None, (why, stored and f"storage: {stored}")))
         if guard != OFF:
@@ -117,7 +120,7 @@ class AutoPrecision(io.ComfyNode):
             vae = guard_vae(vae, guard, node_id) if "vae" in encoders else None
         model, shown = with_live_report(model, node_id)
         words = model_ui(model, "guarded" if guard != OFF else None, *met_words(model))
-        return io.NodeOutput(model, clip, vae, why, ui=words | shown | offer)
+        return io.NodeOutput(model, clip, vae, why, ui=words | shown | told)
 
 
 NODES = [ComputeDtype, AutoPrecision]

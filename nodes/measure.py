@@ -4,9 +4,11 @@ import torch
 from comfy_api.latest import io
 
 from ..precision.study.charts import tradeoffs_chart
+from ..precision.study.pictures import with_pictures
 from ..precision.study.tradeoffs import DEFAULT_SETTINGS, settings_from
 from ..precision.study.tradeoffs_text import table_text, tradeoffs_result
 from .host.study import tradeoffs as host
+from .host.study.sampling import Inputs
 from .inputs import MEASURE, RulesType, schema, seed_input, validated
 
 
@@ -34,6 +36,7 @@ class MeasurePrecisions(io.ComfyNode):
                 io.String.Input("candidates", multiline=True, default=DEFAULT_SETTINGS),
                 io.Conditioning.Input("negative", optional=True),
                 io.Float.Input("cfg", default=4.0, min=0.0, max=100.0, step=0.1, optional=True),
+                io.Int.Input("seeds", default=1, min=1, max=64, optional=True),
             ],
             outputs=[io.String.Output(), RulesType.Output(), io.Image.Output()],
         )
@@ -43,12 +46,14 @@ class MeasurePrecisions(io.ComfyNode):
         return candidates is None or validated(settings_from, candidates)  # None: given by another node
 
     @classmethod
-    def execute(cls, model, positive, latent_image, seed, candidates, negative=None, cfg=4.0) -> io.NodeOutput:
-        inputs = host.Inputs(positive, negative, latent_image, seed, cfg)
+    def execute(cls, model, positive, latent_image, seed, candidates, negative=None, cfg=4.0, seeds=1) -> io.NodeOutput:
+        inputs = Inputs(positive, negative, latent_image, seed, cfg, seeds)
         found = host.measure_model(model, inputs, settings_from(candidates))
         text = table_text(found)
-        chart = torch.from_numpy(tradeoffs_chart(found)).unsqueeze(0)
-        return io.NodeOutput(text, found.rules, chart, ui=tradeoffs_result(found, text).ui())
+        chart = with_pictures(tradeoffs_chart(found), found)
+        return io.NodeOutput(
+            text, found.rules, torch.from_numpy(chart).unsqueeze(0), ui=tradeoffs_result(found, text).ui()
+        )
 
 
 NODES = [MeasurePrecisions]

@@ -30,7 +30,7 @@ class SaveModel(io.ComfyNode):
             inputs=[
                 io.Model.Input("model"),
                 io.String.Input("filename_prefix", default="diffusion_models/halfsafe"),
-                storage_input(default="fp8_e4m3fn"),
+                storage_input(default="as_file"),
                 rules_input(),
                 CalibrationType.Input("calibration", optional=True),
                 io.Boolean.Input("card", default=True, optional=True),

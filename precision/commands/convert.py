@@ -27,13 +27,14 @@ from ..formats.registry import FORMAT_OF_STORAGE
 from ..formats.stored_weight import StoredWeight
 from ..make.calibrated import CalibratedRounding
 from ..make.calibration import CalibrationData
+from ..make.weight_errors import measuring_errors, told_again
 from ..plan.compute import rules_without_effect
 from ..plan.facts import layer_specs
 from ..plan.layers import notes_on, plan_file, plan_weights
 from ..plan.nvfp4 import nvfp4_doubts
 from ..plan.presets import DEFAULT_PRESET
 from ..plan.rules import Rules
-from ..report.model_card import add_model_card, fenced, folder_in_comfyui, measuring_errors
+from ..report.model_card import add_model_card, fenced, folder_in_comfyui
 from .inspect import section
 
 WITHOUT_PREFIX = "The names were written without '{0}', with which ComfyUI does not load them."
@@ -111,8 +112,7 @@ def convert_file(
     metadata = {"format": "pt"} | checkpoint.metadata | card_entry(provenance, plans.values(), readings)
     made = (rounding.made if rounding else made_here)(checkpoint.weights, plans, source)
     errors: dict[str, float] = {}
-    if card:
-        made = measuring_errors(made, plans, errors)
+    made = measuring_errors(made, plans, errors, all_changed=card)
     specs = [spec for plan in plans.values() for spec in plan.specs]
     zeros: dict[str, list[int]] = defaultdict(list)
     done = _done(file, sources, progress, zeros)
@@ -121,7 +121,7 @@ def convert_file(
     if progress:
         progress(file.data_bytes - sum(_size(file, names) for names in sources.values()))
     notes = _notes(outline, checkpoint, rules, plans)
-    doubts = nvfp4_doubts(outline.model_shapes, plans.values())
+    doubts = [*told_again(plans, errors), *nvfp4_doubts(outline.model_shapes, plans.values())]
     told = ""
     if card:
         command = fenced([_command_line(source, target, storage, rules, calibration)])

@@ -91,7 +91,7 @@ def requantization_error(weight: StoredWeight, storage: str, path) -> float:
 def stays(weight: StoredWeight, storage: str) -> bool:
     """True if a weight keeps the data of its file in a storage."""
     if storage in QUANTIZED_NAMES:
-        return _is_same_fp8(weight, storage) and weight.data.dtype == dtype_named(storage)
+        return is_same_fp8(weight, storage) and weight.data.dtype == dtype_named(storage)
     return storage == AS_FILE or (weight.plain and weight.data.dtype == dtype_named(storage))
 
 
@@ -138,7 +138,7 @@ def _comfy_quant(storage: str, columns: int, full_precision: bool) -> torch.Tens
 
 def _encoded(weight: StoredWeight, format: Format, bound: float) -> Tensors:
     """Round a weight to nearest in a format; its tensors by the last part of their names."""
-    if isinstance(format, Fp8) and _is_same_fp8(weight, format.storage):
+    if isinstance(format, Fp8) and is_same_fp8(weight, format.storage):
         # The values of an fnuz format fit its sibling with the same scale; only its last subnormal bit is lost.
         scale = torch.tensor(1.0) if weight.scale is None else weight.scale
         return {"weight": weight.data.to(format.dtype), "weight_scale": scale}
@@ -157,7 +157,7 @@ def _encoded(weight: StoredWeight, format: Format, bound: float) -> Tensors:
     return {**made, **shared}
 
 
-def _is_same_fp8(weight: StoredWeight, storage: str) -> bool:
+def is_same_fp8(weight: StoredWeight, storage: str) -> bool:
     """True if a weight is in an fp8 storage with one scale, or in its fnuz sibling."""
     own = OF_FNUZ.get(name_of(weight.data.dtype), name_of(weight.data.dtype))
     has_one_scale = weight.format is None and weight.granularity in ("none", "tensor")

@@ -24,6 +24,8 @@ class LayerPlan:
         stored: the storage of the weight after conversion.
         declared: the weight has a ``comfy_quant`` then: ComfyUI holds it quantized.
         changes: the values or the scale differ from the source.
+        again: the quantized storage whose numbers are rounded once more; empty for a weight that keeps its numbers, or
+            was not quantized.
         specs: the tensors that hold the weight.
         mode: the arithmetic of the layer; empty if the layer computes in the dtype of the model.
         stream: the dtype of the result: ``fp32``, or ``same`` as the input.
@@ -40,6 +42,7 @@ class LayerPlan:
     stored: str = ""
     declared: bool = False
     changes: bool = False
+    again: str = ""
     specs: tuple[TensorSpec, ...] = ()
     mode: ModeName | Literal[""] = ""
     stream: Stream = "same"

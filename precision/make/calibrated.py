@@ -138,7 +138,7 @@ class CalibratedRounding:
         """Return the gain: the error on the calibration's own inputs, as a share of rounding to nearest."""
         shares = [math.sqrt(after / before) for before, after in self.errors.values() if before]
         if not shares:
-            return "no layer was rounded with the calibration"
+            return "The calibration was not used: no layer is newly quantized. Choose a storage such as int8."
         share = sum(shares) / len(shares)
         return Message(ROUNDED, len(self.errors), f"{share:.2f}")
 

@@ -22,6 +22,7 @@ from ..formats.comfy_format import (
     OF_FNUZ,
     can_be_quantized,
     exceeds_fp16,
+    is_same_fp8,
     requantization_error,
     specs_of,
 )
@@ -222,11 +223,16 @@ def plan_weights(
             stored=stored,
             declared=stored in FORMAT_OF_STORAGE and (made or weight.format is not None),
             changes=made and (storage != weight.storage or weight.granularity != "tensor"),
+            again=weight.storage if _is_rounded_again(weight, storage) else "",
             specs=tuple(specs_of(weight, storage)),
         )
         if done:
             done(name, weight.data.nbytes)
     return plans
+
+
+def _is_rounded_again(weight: StoredWeight, storage: str) -> bool:
+    return weight.quantized and storage in QUANTIZED_NAMES and not is_same_fp8(weight, storage)
 
 
 def notes_on(plans: Mapping[str, LayerPlan]) -> list[str]:

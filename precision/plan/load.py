@@ -41,6 +41,8 @@ class ModelPlan:
         dtype: the dtype of the weights that are not quantized; ComfyUI has one for them all.
         allocated: bytes allocated in host memory; all other bytes are memory-mapped and can be evicted.
         notes: what was repaired in the file, what was unpacked, and what is not stored as requested.
+        costs: what the storage costs beside bytes: weights quantized again, or dequantized in each call; doubts of a
+            family. They are told with the bytes.
         native_fp8: as of :class:`~halfsafe.precision.plan.facts.ModelFacts`.
         below_16_bit: the bytes that the file's quantized weights save compared with 16 bit.
     """
@@ -53,6 +55,7 @@ class ModelPlan:
     allocated: int = 0
     without_effect: tuple[WithoutEffect, ...] = ()
     notes: tuple[str, ...] = ()
+    costs: tuple[str, ...] = ()
     file: str = ""
     dialects: tuple[str, ...] = ()
     native_fp8: Container[str] = frozenset()
@@ -94,8 +97,8 @@ def plan_load(
         storages = {name: own.stored for name, own in plan.layers.items()}
     arithmetic = plan_compute(facts, target.device, compute, rules, storages)
     decided = {name: plan.layers[name].with_arithmetic(own) for name, own in arithmetic.decisions.items()}
-    notes = (*plan.notes, *nvfp4_doubts(shapes_by_weight(facts.layers), plan.layers.values()))
-    return replace(plan, compute=arithmetic, layers=frozen({**plan.layers, **decided}), notes=notes)
+    costs = (*plan.costs, *nvfp4_doubts(shapes_by_weight(facts.layers), plan.layers.values()))
+    return replace(plan, compute=arithmetic, layers=frozen({**plan.layers, **decided}), costs=costs)
 
 
 def _with_tensors(plan: ModelPlan, facts: ModelFacts, target: LoadTarget, computed: str) -> ModelPlan:
@@ -191,7 +194,6 @@ def _in_memory(
     notes += [Message(LOADED_IN, count, storage, dtype, why) for storage, count, why in refused if why]
     blocks = Counter(own.stored for name, own in weights.items() if own.stored in BLOCKS and name in inside)
     slow = ((count, storage, why_slow(storage, target.device)) for storage, count in blocks.items())
-    notes += [Message(UNPACKED_BLOCKS, *told) for told in slow if told[-1]]
     quantized = {name for name, weight in inside.items() if _is_quantized(weight, weights[name])}
     allocated = 0
     for name, weight in inside.items():
@@ -212,6 +214,7 @@ def _in_memory(
         dtype=dtype,
         allocated=allocated,
         notes=(*file.notes, *notes, *notes_on(weights)),
+        costs=tuple(Message(UNPACKED_BLOCKS, *told) for told in slow if told[-1]),
         file=file.path,
         dialects=file.dialects,
         native_fp8=facts.native_fp8,

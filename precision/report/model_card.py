@@ -8,7 +8,7 @@ import math
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
 
@@ -20,7 +20,6 @@ from ..files.atomic_write import os_errors_as, replacing
 from ..files.safetensors_file import open_checkpoint
 from ..formats.card import Provenance, pack_version
 from ..formats.checkpoint import Checkpoint, StoredWeight, read_checkpoint
-from ..formats.comfy_format import Made
 from ..formats.families import UNKNOWN, family_of
 from ..formats.layer_plan import LayerPlan
 from ..formats.readers import Reading, first_comfyui
@@ -28,36 +27,12 @@ from ..plan.rules import MEASURED
 from .result import CARD_LEFT, CARD_UNWRITTEN, CARD_WRITTEN
 
 HALFSAFE = "https://github.com/halfsafe/halfsafe"
-PARTS = 8
-VALUES_A_PART = 1 << 15
-"""The error of a weight is measured on at most twice so many parts of so many values, which are half a million: in fp8
-the whole weight takes ten times as long as its conversion."""
 PATTERNS = 8
 LOADERS = {"diffusion_models": "Load Diffusion Model", "checkpoints": "Load Checkpoint"}
 """Folder below ComfyUI's ``models`` -> the node of ComfyUI that loads its files."""
 ERRORS = """\
 Error: the relative error (Frobenius norm) of each weight as stored against the source, measured on up to 500,000
 values of each weight, spread evenly over its rows."""
-
-
-def measuring_errors(made: Iterable[Made], plans: Mapping[str, LayerPlan], errors: dict[str, float]) -> Iterator[Made]:
-    """Yield weights as they are made, and put the relative error of each changed weight into ``errors`` by its name."""
-    for weight, tensors in made:
-        if plans[weight.name].changes:
-            errors[weight.name] = _error(weight, tensors)
-        yield weight, tensors
-
-
-def _error(weight: StoredWeight, tensors: Mapping) -> float:
-    """Return the relative error of a weight as stored in ``tensors``, on a sample of its rows."""
-    plain = weight.matrix(tensors[weight.name]) if len(tensors) == 1 else None  # of any name: a norm's may be ``scale``
-    stored = weight if plain is not None else read_checkpoint(tensors, None, weight.name).weights[weight.name]
-    error = size = 0.0
-    for part, values in weight.parts(sample=PARTS, most=VALUES_A_PART):
-        own = stored.rows(part) if plain is None else plain[part].float()
-        error += (own - values).square().sum().item()
-        size += values.square().sum().item()
-    return math.sqrt(error / size) if size else 0.0
 
 
 def add_model_card(
@@ -78,7 +53,7 @@ def add_model_card(
     Args:
         made_by: the command or the node, in Markdown: of :func:`fenced` or :func:`saved_by_node`.
         plans: tensor name -> plan of the file that was written.
-        errors: of :func:`measuring_errors`.
+        errors: of :func:`~halfsafe.precision.make.weight_errors.measuring_errors`.
         folder: of the file's kind below ComfyUI's ``models``; empty for that of the source file.
         readings: who reads the quantized layers of the file.
         notes: sentences on the storage in this family.

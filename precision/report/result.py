@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from ..base.message import messages_in
 
@@ -17,12 +18,12 @@ FINITE = "Finite: no NaN and no Inf."
 NOT_FINITE = "NaN or Inf in {names}."
 CHOSEN = "{chosen} of {free} layers can use {candidate}: error about {error} ({snr})."
 UNREACHED = "No layer can be in {candidate} at the target of {target} dB."
-BEST = "Best: {name}. {seconds} s a step ({beside}), {memory}, {close}."
-CLOSEST = (
-    "No setting has an error of {floor} or less. The closest: {name}. {seconds} s a step ({beside}), {memory}, {close}."
-)
+BEST = "Best: {name}. {time}, {memory}, {close}."
+CLOSEST = "No setting has an error of {floor} or less. The closest: {name}. {time}, {memory}, {close}."
+A_STEP, A_STEP_BESIDE = "{0} s a step", "{0} s a step ({1} {2})"
 COMPUTED_IN = "{0}, computed in {1}"
 ERROR, ERROR_AS_LOADED = "error {0}", "error {0} against the weights as loaded, whose file is not known"
+COSINES = "cosine {mean} over {count} seeds (least {least}, seed {seed})"
 UNRANKED = (
     "The times were too noisy to rank: run it again while nothing else uses the machine. Smallest: {small}. Closest: "
     "{closest}."
@@ -55,6 +56,8 @@ class Result:
         use: ``storage`` and ``compute`` of loaders, and as ``rules`` what is computed in, for a button that puts them
             into the workflow; of the one node its ``storage``.
         copied: what a button copies for others to read; empty for none.
+        choices: of *Measure my card*: the fastest, the smallest and the closest setting and the reference, each with
+            its figures and its own ``use``.
     """
 
     sentence: str
@@ -66,6 +69,7 @@ class Result:
     toast: bool = False
     use: Mapping[str, str] | None = None
     copied: str = ""
+    choices: Sequence[Mapping[str, Any]] = ()
 
     def ui(self) -> dict[str, tuple[str]]:
         """Make a node's ui output of the result, with the text where other packs' viewers look."""

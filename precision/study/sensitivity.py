@@ -120,7 +120,7 @@ class Session:
         """Return the SNR in dB of the final latents with the layers ``changed``."""
         if changed not in self._snrs:
             self._changed = changed
-            self._snrs[changed] = min(map(snr_db, self._final, self._run()))
+            self._snrs[changed], _ = closeness(self._final, self._run())
         return self._snrs[changed]
 
     @contextmanager
@@ -147,6 +147,19 @@ def snr_db(reference: torch.Tensor, result: torch.Tensor) -> float:
     exact = reference.cpu().double()
     noise = (result.cpu().double() - exact).square().sum().item()
     return decibels(noise, exact.square().sum().item())
+
+
+def closeness(reference: Sequence[torch.Tensor], result: Sequence[torch.Tensor]) -> tuple[float, float]:
+    """Compare the final latents of two runs: the SNR in dB and the cosine, the least of several latents."""
+    pairs = [*zip(reference, result, strict=True)]
+    return min(snr_db(*pair) for pair in pairs), min(_cosine(*pair) for pair in pairs)
+
+
+def _cosine(reference: torch.Tensor, result: torch.Tensor) -> float:
+    """Compute the cosine of two results: 1 if one is a multiple of the other, 0 if one is zero everywhere."""
+    exact, other = (tensor.cpu().double().flatten() for tensor in (reference, result))
+    size = (exact.norm() * other.norm()).item()
+    return (exact @ other).item() / size if size else 0.0
 
 
 def analyze(session: Session, target_db: float, pin: bool = True) -> Analysis:

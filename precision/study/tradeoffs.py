@@ -5,6 +5,8 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from ..base.dtypes import QUANTIZED_NAMES
 from ..base.errors import HalfsafeError
 from ..base.message import Message, joined
@@ -35,6 +37,10 @@ NOISE = 0.2
 """The spread of a row's timed steps, as a share of their median, above which its time ranks nothing."""
 CLOSE_DB = 1.0
 CLOSE = 1.03
+SAME_DB = 100.0
+"""The SNR from which results of equal products differ by the order of sums alone: 0.001 % of the latent."""
+CHOICES: dict[str, Goal] = {"fastest": "speed", "smallest": "memory", "closest": "quality"}
+"""What people ask for -> the goal whose best row it is."""
 
 
 @dataclass(frozen=True)
@@ -91,9 +97,13 @@ class Tradeoff:
 
     Attributes:
         storage: what a loader has to be asked for to hold the weights so.
-        seconds: of one step, the median of those timed; ``spread``: the farthest of them from it.
+        seconds: of one step, the median of those timed in both turns; ``spread``: the farthest of them from it;
+            ``timed``: all of them.
         extra_bytes: the most that was allocated on the device beyond them; None where the device does not tell.
-        snr_db: of the final latent against the reference; None where nothing was compared.
+        snr_db: of the final latent against the reference, the least of all seeds; None where nothing was compared.
+        cosines: of the final latent and that of the reference, one for each seed.
+        pictures: of the reference and of this row, of the seed with the least cosine: uint8 (height, width, 3), with a
+            pixel for each of the latent; none where ComfyUI does not tell the colours of the latent.
         storages: storage -> bytes of weights; ``modes``: mode -> number of layers that multiplied so.
         problem: why it was not measured, or what is wrong with its result; empty where nothing is.
         same: other settings that come to the same here, and are not measured again.
@@ -110,8 +120,16 @@ class Tradeoff:
     modes: Mapping[str, int] = field(default_factory=dict)
     problem: str = ""
     spread: float = 0.0
+    timed: Sequence[float] = ()
     same: Sequence[Setting] = ()
     out_of_memory: bool = False
+    cosines: Sequence[float] = ()
+    pictures: Sequence[np.ndarray] = field(default=(), compare=False)
+
+    @property
+    def worst(self) -> int:
+        """The place of the seed with the least cosine."""
+        return min(range(len(self.cosines)), key=self.cosines.__getitem__)
 
     @property
     def names(self) -> str:
@@ -134,6 +152,13 @@ class Tradeoff:
         """True if the timed steps lie too far apart to rank the row by its time."""
         return self.seconds is not None and self.spread > NOISE * self.seconds
 
+    def computes_as(self, other: "Tradeoff") -> bool:
+        """True if two rows held the same weights, multiplied in the same modes and gave the same result: neither can be
+        faster than the other."""
+        same = self.storages == other.storages and self.modes == other.modes
+        one, another = (math.inf if row.snr_db is None else row.snr_db for row in (self, other))
+        return same and (one == another or min(one, another) >= SAME_DB)
+
     @property
     def works(self) -> bool:
         """True if it ran and its result is finite."""
@@ -151,6 +176,8 @@ class Measurements:
         machine: the card's own name, its driver, and torch.
         automatic: what compute ``auto`` stands for here.
         reference: what the others are compared with; it has no SNR.
+        seeds: that were sampled, from ``seed`` on.
+        took: seconds of the whole measurement, and of the sampler's runs in it; the rest makes and moves weights.
     """
 
     device: str
@@ -165,23 +192,46 @@ class Measurements:
     given: str
     is_of_file: bool
     machine: tuple[str, str, str]
+    took: tuple[float, float] = (0.0, 0.0)
+    seeds: int = 1
 
     @property
     def best(self) -> dict[Goal, Tradeoff]:
         """Goal -> its best row, without the goals that no row can be chosen for: see :func:`best_for`."""
-        found = {goal: best_for(goal, self.rows) for goal in GOALS}
+        found = {goal: best_for(goal, self.rows, self.has_drifted) for goal in GOALS}
         return {goal: row for goal, row in found.items() if row is not None}
+
+    @property
+    def choices(self) -> dict[str, Tradeoff]:
+        """The rows of ``CHOICES``, without those that no row can be chosen for."""
+        best = self.best
+        return {choice: best[goal] for choice, goal in CHOICES.items() if goal in best}
+
+    @property
+    def shown(self) -> Tradeoff | None:
+        """The row whose pictures are shown: the best for balanced, or for quality where there is none."""
+        best = self.best
+        return best.get("balanced") or best.get("quality")
+
+    @property
+    def has_drifted(self) -> bool:
+        """True if a row that computes as the reference took another time, by more than the spread of both: the noise of
+        the measurement is larger than the spread of a row tells, and no time ranks."""
+        twins = (row for row in self.rows if row.works and row.computes_as(self.reference))
+        return any(abs(row.seconds - self.reference.seconds) > _margin(row, self.reference) for row in twins)
 
     def is_as_file(self, row: Tradeoff) -> bool:
         """True if a row holds the weights as the file does."""
         return row.storage in (AS_FILE, self.storage)
 
     @property
-    def beside(self) -> Tradeoff:
-        """What the best for balanced is told beside: the fastest row of the file's own weights, or the reference."""
+    def beside(self) -> Tradeoff | None:
+        """What the best for balanced is told beside: the fastest row of the file's own weights, or the reference; None
+        if the best computes as that row."""
         own = [row for row in self.rows if row.works and self.is_as_file(row)]
         best = self.best.get("balanced")
-        return self.reference if best in own or not own else min(own, key=lambda row: row.seconds)
+        beside = self.reference if best in own or not own else min(own, key=lambda row: row.seconds)
+        return None if best is None or best.computes_as(beside) else beside
 
     @property
     def rules(self) -> Rules:
@@ -197,7 +247,7 @@ class Measurements:
         return ", ".join([*figures, card, f"driver {driver}", f"torch {torch}", self.model, f"latent {latent}"])
 
 
-def best_for(goal: Goal, rows: Iterable[Tradeoff]) -> Tradeoff | None:
+def best_for(goal: Goal, rows: Iterable[Tradeoff], has_drifted: bool = False) -> Tradeoff | None:
     """Choose the best row for a goal; None where no row works, or the times are too noisy to tell.
 
     quality: the fastest of those within 1 dB of the highest SNR. memory: the fastest of those within 3 % of the
@@ -205,24 +255,27 @@ def best_for(goal: Goal, rows: Iterable[Tradeoff]) -> Tradeoff | None:
     smallest of those as fast as the fastest, the closest where several are within 3 %. All but quality among the rows
     that reach the goal's SNR (``FLOORS``); where none does, the choice is quality's. quality and memory need no time:
     where it is noisy, the smallest is chosen for quality, and the closest for memory.
+
+    ``has_drifted``: all times are too noisy.
     """
     working = [row for row in rows if row.works]
     fair = [row for row in working if row.snr_db >= FLOORS.get(goal, math.inf)]
     if goal == "quality" or not fair:
         highest = max((row.snr_db for row in working), default=0.0)
-        return _fastest([row for row in working if row.snr_db >= highest - CLOSE_DB], lambda row: row.bytes)
+        close = [row for row in working if row.snr_db >= highest - CLOSE_DB]
+        return _fastest(close, lambda row: row.bytes, has_drifted)
     if goal == "memory":
-        return _fastest(_smallest(fair), lambda row: -row.snr_db)
-    calm = fair if len(fair) == 1 else [row for row in fair if not row.is_noisy]
+        return _fastest(_smallest(fair), lambda row: -row.snr_db, has_drifted)
+    calm = fair if len(fair) == 1 else [row for row in fair if not row.is_noisy and not has_drifted]
     level = _level(calm) if calm else []
     best = max(level if goal == "speed" else _smallest(level), key=lambda row: row.snr_db, default=None)
     noisy = (row for row in fair if row.is_noisy and row is not best)
     return None if best is None or any(row.seconds <= best.seconds for row in noisy) else best
 
 
-def _fastest(rows: Sequence[Tradeoff], otherwise: Callable[[Tradeoff], float]) -> Tradeoff | None:
+def _fastest(rows: Sequence[Tradeoff], otherwise: Callable[[Tradeoff], float], has_drifted: bool) -> Tradeoff | None:
     """Return the fastest row, or the first by another figure where a time is too noisy."""
-    is_noisy = any(row.is_noisy for row in rows)
+    is_noisy = has_drifted or any(row.is_noisy for row in rows)
     return min(rows, key=otherwise if is_noisy else lambda row: row.seconds, default=None)
 
 
@@ -234,8 +287,12 @@ def _smallest(rows: Sequence[Tradeoff]) -> list[Tradeoff]:
 def _level(rows: Sequence[Tradeoff]) -> list[Tradeoff]:
     """List the rows as fast as the fastest, within 3 % or the larger spread of both."""
     fastest = min(rows, key=lambda row: row.seconds)
-    margins = ((row, max(row.spread, fastest.spread, (CLOSE - 1) * fastest.seconds)) for row in rows)
-    return [row for row, margin in margins if row.seconds <= fastest.seconds + margin]
+    return [row for row in rows if row.seconds <= fastest.seconds + _margin(row, fastest)]
+
+
+def _margin(row: Tradeoff, other: Tradeoff) -> float:
+    """Return the difference in seconds up to which two rows take the same time: 3 %, or the larger spread of both."""
+    return max(row.spread, other.spread, (CLOSE - 1) * other.seconds)
 
 
 def rules_for(row: Tradeoff, automatic: str, layers: Sequence[LayerSpec], figures: str = "") -> Rules:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from typing import Any
 
 from ..base.message import Message, joined
 from ..base.modes import label_of
@@ -26,8 +27,8 @@ def table_text(found: Measurements) -> str:
     Columns are two or more spaces apart.
     """
     head = f"{found.device}: {found.model}, {_weights(found)}; latent {_size(found)}, seed {found.seed}"
-    rows = [_cells(row, f"{number} {row.names}") for number, row in enumerate(found.rows, 1)]
-    rows.append(_cells(found.reference, f"  {found.reference.setting} {REFERENCE}"))
+    rows = [_cells(row, found, f"{number} {row.names}") for number, row in enumerate(found.rows, 1)]
+    rows.append(_cells(found.reference, found, f"  {found.reference.setting} {REFERENCE}"))
     written = table(rows, HEADER, math.inf)
     return "\n".join(["Halfsafe: precisions measured", head, "", written, "", *_notes(found), "", *_best(found)])
 
@@ -35,33 +36,66 @@ def table_text(found: Measurements) -> str:
 def tradeoffs_result(found: Measurements, text: str) -> Result:
     """Sum the measurements up: the best for balanced in a sentence, and a table of all with the best first."""
     best = found.best.get("balanced")
-    rows = [_shown(row, row.names) for row in sorted(found.rows, key=lambda row: row is not best)]
-    rows.append(_shown(found.reference, f"{found.reference.setting} {REFERENCE}"))
+    rows = [_shown(row, found, row.names) for row in sorted(found.rows, key=lambda row: row is not best)]
+    rows.append(_shown(found.reference, found, f"{found.reference.setting} {REFERENCE}"))
     if best is None:
         return _without_best(found, rows, text)
     copied = _shared_rows(found)
     values = {
         "name": _name(best, found),
-        "seconds": seconds_text(best.seconds),
-        "beside": f"{found.beside.computed_by} {seconds_text(found.beside.seconds)}",
+        "time": _time(best, found.beside),
         "memory": _memory(best, found.beside),
         "close": _closeness(best, found),
     }
     if best.snr_db < FLOORS["balanced"]:
         values["floor"] = error_text(FLOORS["balanced"])
-        return Result(Message(result.CLOSEST, **values), WARN, TABLE, rows, 0, text, toast=True, copied=copied)
-    use = {"storage": best.storage, "compute": best.setting.compute, "rules": compute_rule(best, found.automatic)}
-    return Result(Message(result.BEST, **values), GOOD, TABLE, rows, 0, text, toast=True, use=use, copied=copied)
+        message, tone, use = Message(result.CLOSEST, **values), WARN, None
+    else:
+        message, tone, use = Message(result.BEST, **values), GOOD, _use(best, found)
+    choices = _choices(found)
+    return Result(message, tone, TABLE, rows, 0, text, toast=True, use=use, copied=copied, choices=choices)
+
+
+def _use(row: Tradeoff, found: Measurements) -> dict[str, str]:
+    return {"storage": row.storage, "compute": row.setting.compute, "rules": compute_rule(row, found.automatic)}
+
+
+def _choices(found: Measurements) -> list[dict[str, Any]]:
+    """Describe the rows that people choose among, and the reference as the last: figures as numbers and as texts.
+
+    ``error``: relative to the reference; ``cosines``: with it, one for each seed. ``is_reference``: the row computes as
+    the reference, and can be no faster.
+    """
+    shown = [*found.choices.items(), ("reference", found.reference)]
+    return [
+        {
+            "choice": choice,
+            "name": _name(row, found),
+            "setting": str(row.setting),
+            "seconds": row.seconds,
+            "spread": row.spread,
+            "bytes": row.bytes,
+            "error": 0.0 if row.snr_db is None else 10 ** (-row.snr_db / 20),
+            "texts": {"seconds": _seconds(row), "memory": size_text(row.bytes), "error": _error(row)},
+            "cosines": [*row.cosines],
+            "is_reference": row.computes_as(found.reference),
+            "use": None if row is found.reference else _use(row, found),
+        }
+        for choice, row in shown
+    ]
+
+
+def _error(row: Tradeoff) -> str:
+    return "" if row.snr_db is None else error_text(row.snr_db)
 
 
 def _shared_rows(found: Measurements) -> str:
-    """Write what worked as rows of the table in docs/devices.md, and the same as JSON, for others to read."""
+    """Write what worked, and the reference, as rows of the table in docs/devices.md, and the same as JSON, for others
+    to read. Times have their spread."""
     about = (*found.machine, f"{found.model}, latent {_size(found)}")
-    rows = [
-        (*about, str(row.setting), seconds_text(row.seconds), size_text(row.bytes), decibel_text(row.snr_db, "NaN"))
-        for row in found.rows
-        if row.works
-    ]
+    named = [(str(row.setting), row) for row in found.rows if row.works]
+    named += [(f"{found.reference.setting} {REFERENCE}", found.reference)] if named else []
+    rows = [(*about, name, _seconds(row), size_text(row.bytes), decibel_text(row.snr_db, "NaN")) for name, row in named]
     lines = [f"| {' | '.join(cells)} |" for cells in (SHARED, ["---"] * len(SHARED), *rows)]
     return "\n".join([*lines, "", json.dumps([dict(zip(SHARED, cells, strict=True)) for cells in rows])])
 
@@ -75,7 +109,8 @@ def _without_best(found: Measurements, rows: list[list[str]], text: str) -> Resu
         "small": joined([_name(smallest, found), size_text(smallest.bytes)], ", "),
         "closest": joined([_name(closest, found), _closeness(closest, found)], ", "),
     }
-    return Result(Message(result.UNRANKED, **values), WARN, TABLE, rows, None, text, toast=True)
+    message, copied, choices = Message(result.UNRANKED, **values), _shared_rows(found), _choices(found)
+    return Result(message, WARN, TABLE, rows, None, text, toast=True, copied=copied, choices=choices)
 
 
 def _name(row: Tradeoff, found: Measurements) -> str:
@@ -84,32 +119,55 @@ def _name(row: Tradeoff, found: Measurements) -> str:
     return stored if stored == row.computed_by else Message(result.COMPUTED_IN, stored, row.computed_by)
 
 
-def _memory(row: Tradeoff, beside: Tradeoff) -> str:
-    own, other = size_text(row.bytes), size_text(beside.bytes)
+def _time(row: Tradeoff, beside: Tradeoff | None) -> str:
+    if beside is None:
+        return Message(result.A_STEP, seconds_text(row.seconds))
+    return Message(result.A_STEP_BESIDE, seconds_text(row.seconds), beside.computed_by, seconds_text(beside.seconds))
+
+
+def _memory(row: Tradeoff, beside: Tradeoff | None) -> str:
+    own = size_text(row.bytes)
+    other = own if beside is None else size_text(beside.bytes)
     return own if own == other else f"{own} ({other})"
 
 
 def _closeness(row: Tradeoff, found: Measurements) -> str:
-    return Message(result.ERROR if found.is_of_file else result.ERROR_AS_LOADED, error_text(row.snr_db))
+    error = Message(result.ERROR if found.is_of_file else result.ERROR_AS_LOADED, error_text(row.snr_db))
+    return joined([_cosines(row, found), error], ", ")
 
 
-def _cells(row: Tradeoff, name: str) -> list[str]:
+def _cosines(row: Tradeoff, found: Measurements) -> str:
+    """Return the mean and the least cosine of a row over several seeds; empty for one seed."""
+    if found.seeds == 1 or not row.cosines:
+        return ""
+    mean = f"{sum(row.cosines) / len(row.cosines):.4f}"
+    least = f"{row.cosines[row.worst]:.4f}"
+    return Message(result.COSINES, mean=mean, count=found.seeds, least=least, seed=found.seed + row.worst)
+
+
+def _cells(row: Tradeoff, found: Measurements, name: str) -> list[str]:
     if not row.modes:
         return [name, "-", "-", "-", "-", row.problem]
     weights = ", ".join(f"{storage} {100 * share:.0f} %" for storage, share, _ in shares(row.storages))
     modes = ", ".join(f"{count} in {label_of(mode)}" for mode, _, count in shares(row.modes))
+    cosines = _cosines(row, found)
     snr, ran = decibel_text(row.snr_db, "NaN"), row.problem or f"weights {weights}; layers {modes}"
-    return [name, seconds_text(row.seconds), size_text(row.bytes), size_text(row.weight_bytes), snr, ran]
+    ran = joined([ran, cosines], "; ")
+    return [name, _seconds(row), size_text(row.bytes), size_text(row.weight_bytes), snr, ran]
 
 
-def _shown(row: Tradeoff, name: str) -> list[str]:
-    """Return the cells that the page shows: without the weights' size, with how far the timed steps lie apart."""
+def _seconds(row: Tradeoff) -> str:
+    """Write the time of a step, and how far the timed steps lie from it where that is 1 % or more."""
+    share = row.spread / row.seconds if row.seconds else 0.0
+    return seconds_text(row.seconds) + (f" \u00b1{share * 100:.0f} %" if share >= 0.01 else "")
+
+
+def _shown(row: Tradeoff, found: Measurements, name: str) -> list[str]:
+    """Return the cells that the page shows: without the weights' size, with a word on a time that ranks nothing."""
     if "auto" in (row.setting.storage, row.setting.compute) and row.modes:
         name = f"{name} = {row.storage}/{row.computed_by}"
-    name, seconds, memory, _, snr, ran = _cells(row, name)
-    share = row.spread / row.seconds if row.seconds else 0.0
-    spread = f" \u00b1{share * 100:.0f} %" if share >= 0.01 else ""
-    return [name, joined([seconds + spread, NOISY if row.is_noisy else ""], "\n"), memory, snr, ran]
+    name, seconds, memory, _, snr, ran = _cells(row, found, name)
+    return [name, joined([seconds, NOISY if row.is_noisy else ""], "\n"), memory, snr, ran]
 
 
 def _size(found: Measurements) -> str:
@@ -133,10 +191,21 @@ def _notes(found: Measurements) -> list[str]:
     has_peak = any(row.extra_bytes is not None for row in (found.reference, *found.rows))
     beyond = "plus the peak of other device memory" if has_peak else "alone: this device reports no peak"
     return paragraph((
-        "s/step: the median of three euler steps; the first of four is a warm-up and is not timed.",
+        "s/step: the median of four euler steps, three in a first turn of all settings and one in a second turn, in "
+        "reverse order; the first step of each run is a warm-up. \u00b1: the farthest of the four.",
         f"memory: weights {beyond}. as_file: the weights as in the file.",
         f"SNR: of the final latent against {found.reference.setting}; 20 dB is an error of 10 %, 30 dB of 3.2 %.",
+        *_twins(found),
+        "It took {:.0f} s: {:.0f} s in the sampler, the rest made and moved weights.".format(*found.took),
     ))  # fmt: skip
+
+
+def _twins(found: Measurements) -> list[str]:
+    twins = [str(row.setting) for row in found.rows if row.works and row.computes_as(found.reference)]
+    if not twins:
+        return []
+    differ = "differ by more than the spread: the times rank nothing." if found.has_drifted else "agree."
+    return [f"{', '.join(twins)} and the reference compute the same; their times {differ}"]
 
 
 def _best(found: Measurements) -> list[str]:

@@ -8,25 +8,28 @@ from typing import Literal, cast, get_args
 
 from comfy.model_patcher import ModelPatcher
 
-from ....precision.base.dtypes import FP8_DTYPES, QUANTIZED_NAMES, name_of
+from ....precision.base.dtypes import FP8_DTYPES, QUANTIZED_NAMES, dtype_named, name_of
 from ....precision.base.errors import HalfsafeError, StorageNotHeld
+from ....precision.base.layer_names import plain_name
 from ....precision.base.message import Message, joined
 from ....precision.base.options import ComputeOption
 from ....precision.base.text import listed, size_text
 from ....precision.devices.memory import require_memory
-from ....precision.formats.checkpoint import read_checkpoint
+from ....precision.formats.checkpoint import StoredWeight, read_checkpoint
 from ....precision.formats.comfy_format import made_here, tensors_made
+from ....precision.make.weight_errors import measuring_errors, told_again
 from ....precision.plan.auto import UNQUANTIZED, why_int8_is_slow
-from ....precision.plan.choice import Choice
+from ....precision.plan.choice import Choice, frozen
 from ....precision.plan.layers import plan_storage, require_held
 from ....precision.plan.load import ModelPlan
 from ....precision.plan.nvfp4 import nvfp4_doubts
 from ....precision.plan.rules import Rules
-from ....precision.plan.storage import quantized_bytes
+from ....precision.plan.storage import bytes_below_16_bit, quantized_bytes
 from ....precision.report.result import IN_INT8, Result
 from ..comfyui.execution import is_compiled, is_on_several_devices
 from ..comfyui.layers import DIFFUSION_MODEL, activation_dtype, layers_of
 from ..comfyui.model_facts import bytes_by_storage, held_storages, model_facts, record_of
+from .detection import narrower_in_file
 from .devices import compute_device, current_device, device_at, free_host_memory, quantizing_device
 from .identity import metadata_of, source_path_of
 from .models import attach, load_onto
@@ -44,8 +47,8 @@ NO_LAYER = "the rules and the format keep every layer as it is"
 def quantized_at_hand(
     patcher: ModelPatcher, storage: StorageAtHand, rules: Rules, disable_dynamic: bool = False
 ) -> tuple[ModelPatcher, str]:
-    """Return a model whose weights are quantized to ``storage``, with the patches of ``patcher`` merged, and a sentence
-    on the result. ``patcher`` and its model are not changed.
+    """Return a model whose weights are quantized to ``storage``, with the patches of ``patcher`` merged, and sentences
+    on the result. ``patcher`` and its model are not changed. Its record is that of a loader with this storage.
 
     Layers that are quantized already keep their storage. The weights are made one after another.
 
@@ -59,7 +62,7 @@ def quantized_at_hand(
     _refuse_bound_to_weights(patcher)
     require_held([storage], held_storages(), device_at(compute_device()))
     name = source_path_of(patcher) or type(patcher.model).__name__
-    weights, plans, patched = plan_live_weights(patcher, name, storage, rules, keeps_quantized=True)
+    weights, plans, merged = plan_live_weights(patcher, name, storage, rules, keeps_quantized=True)
     stored = weights.stored
     new = {key for key, plan in plans.items() if plan.stored in QUANTIZED_NAMES and not stored[key].quantized}
     if not new:
@@ -69,20 +72,27 @@ def quantized_at_hand(
     others = sum(plans[key].bytes for key in {*weights.patched, *weights.unpacking} - new)
     require_memory(size + others, f"storage={storage}", free_host_memory())
     progress = byte_progress(stored.values())
+    errors: dict[str, float] = {}
     with quantizing_device() as device:
         made = (device.weights if device else made_here)(weights, plans, name)
+        made = measuring_errors(made, plans, errors, all_changed=False)
         tensors = dict(tensors_made(made, lambda _, done: progress(done)))
     checkpoint = read_checkpoint(tensors, metadata_of(patcher, None, None), name)
     computed = cast(ComputeOption, name_of(activation_dtype(patcher)))
     clone = load_onto(patcher, checkpoint, "as_file", computed, Rules(), disable_dynamic=disable_dynamic)
     clone.patches = {}  # merged
     clone.cached_patcher_init = (_again, (patcher, storage, rules))
+    record = cast(ModelPlan, record_of(clone))
     texts: list[str] = [Message("{0} layers were quantized to {1}, {2}.", len(new), storage, size_text(size))]
-    texts += [Message("The patches of {0} weights were merged.", patched)] if patched else []
-    texts += nvfp4_doubts(weights.shapes, plans.values())
-    text = joined(texts)
-    attach(clone, replace(cast(ModelPlan, record_of(clone)), storage=Choice(storage, storage, text)))
-    return clone, text
+    texts += [Message("The patches of {0} weights were merged.", len(merged))] if merged else []
+    doubts = nvfp4_doubts(weights.shapes, plans.values())
+    costs = (*told_again(plans, errors, merged), *record.costs, *doubts)
+    by_layer = ((layer, own, plans.get(f"{layer}.weight", own)) for layer, own in record.layers.items())
+    layers = {layer: replace(own, why_stored=as_made.why_stored, kept=as_made.kept) for layer, own, as_made in by_layer}
+    below = bytes_below_16_bit(stored.values())
+    choice = Choice(storage, storage, joined(texts))
+    attach(clone, replace(record, storage=choice, layers=frozen(layers), costs=costs, below_16_bit=below))
+    return clone, joined([*texts, *costs])
 
 
 def held_on_device(patcher: ModelPatcher) -> ModelPatcher:
@@ -130,16 +140,22 @@ def offered_in_int8(patcher: ModelPatcher, rules: Rules) -> dict[str, tuple[str]
     another loader's format; and for one whose storage cannot be changed.
     """
     device = current_device()
-    held = bytes_by_storage(patcher)
-    if why_int8_is_slow(device) or "int8" not in held_storages() or not held.keys() <= {*UNQUANTIZED}:
+    sizes = bytes_by_storage(patcher)
+    if why_int8_is_slow(device) or "int8" not in held_storages() or not sizes.keys() <= {*UNQUANTIZED}:
         return {}
     modules = dict(layers_of(patcher))
     plans = plan_storage(model_facts(patcher).layers, "int8", rules)
     made = {modules[name].weight: plan.storage for name, plan in plans.items() if plan.storage in QUANTIZED_NAMES}
     if not made or _bound_to_weights(patcher):
         return {}
-    before = sum(held.values())
-    after = before + sum(quantized_bytes(storage, *weight.shape) - weight.nbytes for weight, storage in made.items())
+    before = sum(sizes.values())
+    weights = {plain_name(name): weight for name, weight in patcher.model.diffusion_model.named_parameters()}
+    held = {name: StoredWeight(name, weight) for name, weight in weights.items()}
+    of_file = narrower_in_file(patcher, held)
+    after = 0
+    for name, weight in weights.items():
+        plain = weight.numel() * dtype_named(of_file[name]).itemsize if name in of_file else weight.nbytes
+        after += quantized_bytes(made[weight], *weight.shape) if weight in made else plain
     why = device.reason("int8_matmul_gains")
     told = Message(IN_INT8, before=size_text(before), after=size_text(after), why=why)
     return Result(told, text=told, use={"storage": "int8"}).ui()

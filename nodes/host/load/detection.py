@@ -10,16 +10,20 @@ import comfy.model_detection
 import comfy.ops
 import comfy.utils
 import torch
+from comfy.model_patcher import ModelPatcher
 
 from ....precision.base.dtypes import name_of
 from ....precision.base.errors import CheckpointError
 from ....precision.base.message import Message
 from ....precision.base.text import listed
-from ....precision.formats.checkpoint import Checkpoint, StoredWeight
+from ....precision.files.safetensors_file import open_checkpoint
+from ....precision.formats.checkpoint import Checkpoint, StoredWeight, read_checkpoint
 from ....precision.formats.comfy_format import finite_bound
 from ....precision.formats.joined import FUSED, JoinedWeights, RowsOf
+from ....precision.plan.auto import UNQUANTIZED
 from ....precision.plan.facts import LayerSpec, ModelFacts, facts_of
 from ..comfyui.attributes import made_when_loaded
+from .identity import source_path_of
 from .lacking import named_if_lacking
 
 RENAMED = "The file uses diffusers' layer names; they were converted to ComfyUI's."
@@ -225,6 +229,29 @@ def diffusers_origins(checkpoint: Checkpoint) -> dict[str, RowsOf]:
         order = place[torch.searchsorted(whole[place], numbers)]
         origins[target] = RowsOf(sources, None if torch.equal(whole, numbers) else order)
     return origins
+
+
+def narrower_in_file(patcher: ModelPatcher, held: Mapping[str, StoredWeight]) -> dict[str, str]:
+    """Map each unquantized weight that a model holds in a wider dtype than its file to its storage in the file; empty
+    if the file is not known.
+
+    ``held``: the weights of the model, by name.
+    """
+    path = source_path_of(patcher)
+    if not path:
+        return {}
+    try:
+        file = open_checkpoint(path)
+        checkpoint = read_checkpoint(file, file.metadata, path)
+        checkpoint = _stripped(checkpoint, comfy.model_detection.unet_prefix_from_state_dict(checkpoint.weights))
+        found = renamed_by(checkpoint, patcher.model.model_config.process_unet_state_dict).weights
+        if 2 * len(found.keys() & held.keys()) < len(held) and (origins := diffusers_origins(checkpoint)):
+            found = {**found, **JoinedWeights(checkpoint.weights, origins).outline()}
+    except (CheckpointError, OSError):
+        return {}
+    both = [(name, held[name], own) for name, own in found.items() if name in held]
+    plain = [(name, held, own) for name, held, own in both if {held.storage, own.storage} <= {*UNQUANTIZED}]
+    return {name: own.storage for name, held, own in plain if own.data.dtype.itemsize < held.data.dtype.itemsize}
 
 
 def unpacked(checkpoint: Checkpoint) -> Checkpoint:

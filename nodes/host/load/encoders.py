@@ -7,7 +7,6 @@ import functools
 import logging
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import comfy.model_management
 import comfy.sd
@@ -157,6 +156,7 @@ def _loaded(
         {layer: own for each in plans for layer, own in each.layers.items()},
         without_effect=tuple(idle),
         notes=(*(note for each in plans for note in each.notes), *lacks),
+        costs=tuple(cost for each in plans for cost in each.costs),
         file=paths[0],
         dialects=tuple(dict.fromkeys(dialect for file in files for dialect in file.dialects)),
         below_16_bit=sum(each.below_16_bit for each in plans),
@@ -180,8 +180,8 @@ def _converted(checkpoint: Checkpoint, storage: str, disable_dynamic: bool) -> t
     free = free_host_memory()
     target = LoadTarget(device_at(device), free, held_storages(), free if streamed else None)
     plan = plan_encoder(checkpoint, storage, default, target)
-    tensors, notes = load_tensors(checkpoint, plan, read=not streamed)
-    return replace(plan, notes=(*plan.notes, *notes)), tensors | _missing_projections(tensors)
+    plan, tensors = load_tensors(checkpoint, plan, read=not streamed)
+    return plan, tensors | _missing_projections(tensors)
 
 
 def _missing_projections(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -123,8 +123,7 @@ def prepare(
     host = free_host_memory() if streamed else None
     free = None if device.simulated else free_device_memory()
     plan = plan_load(facts, storage, compute, rules, LoadTarget(device, free, held_storages(), host))
-    tensors, notes = load_tensors(facts.checkpoint, plan, read=not streamed)
-    return replace(plan, notes=(*plan.notes, *notes)), tensors
+    return load_tensors(facts.checkpoint, plan, read=not streamed)
 
 
 def quantized_tensors(facts: ModelFacts, plan: ModelPlan) -> list[str]:
@@ -232,7 +231,7 @@ def tell(plan: ModelPlan, compute: Choice | None = None) -> None:
     storage = str(plan.storage).removesuffix(".")
     arithmetic = f"; compute {compute}" if compute else ""
     logger.info("Halfsafe: %s: storage %s%s", plan.file, storage, arithmetic)
-    for note in plan.notes:
+    for note in (*plan.costs, *plan.notes):
         logger.info("Halfsafe: %s: %s", plan.file, note)
     for idle in plan.without_effect:
         logger.warning("Halfsafe: %s: %s has no effect: %s", plan.file, idle.setting, idle.reason)

@@ -7,6 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from typing import NamedTuple
 
 import comfy.lora
@@ -15,10 +16,11 @@ import comfy.utils
 import torch
 from comfy.model_patcher import ModelPatcher
 
+from ....precision.base.dtypes import QUANTIZED_NAMES, dtype_named
 from ....precision.base.errors import HalfsafeError
 from ....precision.base.layer_names import plain_name
 from ....precision.base.message import Message
-from ....precision.base.text import listed
+from ....precision.base.text import listed, size_text
 from ....precision.files.safetensors_file import write_safetensors
 from ....precision.formats.card import Provenance, card_entry
 from ....precision.formats.checkpoint import StoredWeight, read_checkpoint
@@ -28,22 +30,25 @@ from ....precision.formats.readers import MODEL, Reading
 from ....precision.formats.registry import FORMAT_OF_STORAGE
 from ....precision.make.calibrated import CalibratedRounding
 from ....precision.make.calibration import CalibrationData
+from ....precision.make.weight_errors import measuring_errors, told_again
 from ....precision.plan.facts import LayerSpec
 from ....precision.plan.layers import plan_storage, plan_weights, require_held
 from ....precision.plan.nvfp4 import nvfp4_doubts
 from ....precision.plan.rules import Rules
-from ....precision.report.model_card import add_model_card, measuring_errors, saved_by_node
+from ....precision.report.model_card import add_model_card, saved_by_node
 from ..comfyui.layers import DIFFUSION_MODEL, modules_of
-from ..comfyui.model_facts import foreign_layers, held_storages
+from ..comfyui.model_facts import foreign_layers, held_storages, storage_of
 from ..comfyui.page import show_progress
 from ..comfyui.weights import Unpack, unpacking_layers
 from ..lora.low_rank import is_left_out
+from .detection import narrower_in_file
 from .devices import compute_device, make_room_to_quantize
 from .files import output_path
 from .identity import marks_of, metadata_of, source_of_model
 from .tensors import byte_progress
 
 BYPASS = "bypass_lora"
+NOT_SMALLER = "The weights take {0}, no less than in the model's file ({1})."
 PACKED = "Layer '{0}' and {1} more are packed in another loader's format ({2})."
 logger = logging.getLogger("halfsafe")
 
@@ -61,9 +66,10 @@ class Saved(NamedTuple):
 class LiveWeights(Mapping[str, StoredWeight]):
     """The weights of a model in memory; a patched weight is computed in fp32 at each access.
 
-    ``patched``: the names of those, ``unfit``: of those that all or some patches do not fit, and ``passed_over``: of
-    those whose patches ComfyUI does not apply. ``tensors``: the tensors before patches. ``unpacking``: name -> function
-    of the weights that another pack's layer unpacks.
+    ``in_file``: name -> storage in the model's file, of the weights that ComfyUI holds in a wider one.
+    ``patched``: the names of patched weights, ``unfit``: of those that all or some patches do not fit, and
+    ``passed_over``: of those whose patches ComfyUI does not apply. ``tensors``: the tensors before patches.
+    ``unpacking``: name -> function of the weights that another pack's layer unpacks.
     """
 
     def __init__(self, patcher: ModelPatcher):
@@ -72,6 +78,7 @@ class LiveWeights(Mapping[str, StoredWeight]):
         self.tensors = _unpatched(patcher, self.unpacking)
         read = read_checkpoint(self.tensors, {}, type(patcher.model).__name__)
         self.stored = dict(read.weights)
+        self.in_file = narrower_in_file(patcher, self.stored)
         self.stored.update(marks_of(patcher))
         self.patched = set[str]()
         self.unfit = list[str]()
@@ -111,11 +118,16 @@ class LiveWeights(Mapping[str, StoredWeight]):
         return len(self.stored)
 
     def keep_storage(self, name: str, quantizable: bool) -> str:
-        """Return the storage to request so that a patched weight keeps its storage.
+        """Return the storage to request so that a weight keeps its storage, although it is made in fp32 if it is
+        patched or unpacked, and has its file's dtype if ComfyUI holds it in a wider one.
 
         What nothing here writes is rounded by comfy-kitchen now.
         """
         weight = self.stored[name]
+        if name in self.in_file:
+            return self.in_file[name]
+        if name not in self.patched and name not in self.unpacking:
+            return AS_FILE
         if weight.format is None or weight.format.can_write:
             fits = quantizable and weight.storage in FORMAT_OF_STORAGE
             return weight.storage if fits or not weight.quantized else "bf16"
@@ -190,10 +202,10 @@ def save_model(
     path, name = output_path(filename_prefix)
     if calibration:
         make_room_to_quantize()
-    weights, plans, patched = plan_live_weights(patcher, name, AS_FILE if storage == "auto" else storage, rules)
+    weights, plans, merged = plan_live_weights(patcher, name, AS_FILE if storage == "auto" else storage, rules)
     metadata = metadata_of(patcher, prompt, extra)
     lines = [str(rule) for rule in rules.own]
-    provenance = Provenance(source_of_model(patcher), storage, rules.names, lines, patched, unfit=weights.unfit)
+    provenance = Provenance(source_of_model(patcher), storage, rules.names, lines, len(merged), unfit=weights.unfit)
     rounding = _rounding(patcher, calibration, weights, plans, provenance.source) if calibration else None
     provenance = replace(provenance, calibration=rounding.noted() if rounding else {})
     formats = Counter(FORMAT_OF_STORAGE[plan.stored] for plan in plans.values() if plan.declared)
@@ -201,33 +213,41 @@ def save_model(
     metadata |= card_entry(provenance, plans.values(), readings)
     made = (rounding.made if rounding else made_here)(weights, plans, name)
     errors: dict[str, float] = {}
-    if card:
-        made = measuring_errors(made, plans, errors)
+    made = measuring_errors(made, plans, errors, all_changed=card)
     specs = [spec for plan in plans.values() for spec in plan.specs]
     progress = byte_progress(weights.stored.values())
     write_safetensors(path, specs, tensors_made(made, lambda name, size: progress(size)), metadata)
-    if rounding:
-        logger.info("Halfsafe: %s: %s", name, rounding.text())
     for reading in readings:
         logger.info("Halfsafe: %s: %s", name, reading.text)
     by_storage: Counter[str] = Counter()
     for plan in plans.values():
         by_storage[plan.stored] += plan.bytes
     size = os.path.getsize(path)
-    notes = nvfp4_doubts(weights.shapes, plans.values())
+    notes = [*told_again(plans, errors, merged), *nvfp4_doubts(weights.shapes, plans.values())]
+    rounded = [rounding.text()] if rounding else []
+    told = [*notes, *rounded, *_not_smaller(weights, plans)]
     if card:
         made_by = saved_by_node(storage)
-        notes = [*notes, add_model_card(path, provenance, made_by, plans, errors, "diffusion_models", readings, notes)]
-    for note in notes:
+        told.append(add_model_card(path, provenance, made_by, plans, errors, "diffusion_models", readings, notes))
+    for note in told:
         logger.info("Halfsafe: %s: %s", name, note)
-    return Saved(name, size, dict(by_storage.most_common()), notes)
+    return Saved(name, size, dict(by_storage.most_common()), told)
+
+
+def _not_smaller(weights: LiveWeights, plans: Mapping[str, LayerPlan]) -> list[str]:
+    """Return a sentence if newly quantized weights and all others take no less than they take in the model's file."""
+    new = any(plan.stored in QUANTIZED_NAMES and not weights.stored[name].quantized for name, plan in plans.items())
+    before = sum(weight.bytes for name, weight in weights.stored.items() if name not in weights.in_file)
+    before += sum(dtype_named(own).itemsize * prod(weights.shapes[name]) for name, own in weights.in_file.items())
+    after = sum(plan.bytes for plan in plans.values())
+    return [Message(NOT_SMALLER, size_text(after), size_text(before))] if new and after >= before else []
 
 
 def plan_live_weights(
     patcher: ModelPatcher, name: str, storage: str, rules: Rules, keeps_quantized: bool = False
-) -> tuple[LiveWeights, Mapping[str, LayerPlan], int]:
+) -> tuple[LiveWeights, Mapping[str, LayerPlan], set[str]]:
     """Plan the weights of a model in memory in a storage, patches merged. Returns the weights, their plans and the
-    number of patched weights.
+    names of patched weights.
 
     ``name``: the model, in messages. ``keeps_quantized``: layers that are quantized already keep their storage.
 
@@ -237,7 +257,7 @@ def plan_live_weights(
     """
     _refuse_foreign(patcher)
     weights = LiveWeights(patcher)
-    patched = len(weights.patched)
+    merged = {*weights.patched}
     if weights.passed_over:
         over = len(weights.passed_over), listed(weights.passed_over)
         logger.warning(
@@ -252,12 +272,16 @@ def plan_live_weights(
     if keeps_quantized:
         quantized = (tensor for tensor in by_name if weights.stored[tensor].quantized)
         by_name |= {tensor: replace(by_name[tensor], storage=AS_FILE) for tensor in quantized}
-    for tensor in [*weights.patched, *weights.unpacking]:
+    for tensor in weights.stored:
         own = by_name.get(tensor, LayerPlan())
-        # Merged and unpacked weights are in fp32: as_file would write them so, at up to four times the size.
         if own.storage == AS_FILE:
             by_name[tensor] = replace(own, storage=weights.keep_storage(tensor, own.quantizable))
-    return weights, plan_weights(weights, by_name, name), patched
+    plans = plan_weights(weights, by_name, name)
+    network = patcher.model.diffusion_model
+    before = {tensor: weights.stored[tensor].storage for tensor in merged if weights.stored[tensor].quantized}
+    before |= {tensor: storage_of(comfy.utils.get_attr(network, tensor)) for tensor in weights.unpacking}
+    again = {tensor: storage for tensor, storage in before.items() if plans[tensor].declared}
+    return weights, plans | {tensor: replace(plans[tensor], again=own) for tensor, own in again.items()}, merged
 
 
 def _rounding(

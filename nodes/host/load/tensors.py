@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import comfy.model_management
 import comfy.utils
@@ -14,6 +15,7 @@ from ....precision.files.zeros import STRIDE, zero_places
 from ....precision.formats.checkpoint import Checkpoint, StoredWeight, zero_notes
 from ....precision.formats.comfy_format import made_here, stays
 from ....precision.make.on_gpu import OnGpu
+from ....precision.make.weight_errors import measuring_errors, told_again
 from ....precision.plan.load import ModelPlan
 from .devices import free_host_memory, quantizing_device
 
@@ -24,8 +26,9 @@ SAVED = "Save Model with storage=as_file writes them to a file that later loads 
 
 def load_tensors(
     checkpoint: Checkpoint, plan: ModelPlan, read: bool = True
-) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """Make the tensors of a file in ComfyUI's format as planned, and notes on the conversion.
+) -> tuple[ModelPlan, dict[str, torch.Tensor]]:
+    """Make the tensors of a file in ComfyUI's format as planned. Returns the plan with notes on the conversion, and
+    with the error of weights that were quantized again.
 
     ``read``: False to leave memory-mapped weights unread.
 
@@ -40,14 +43,17 @@ def load_tensors(
     advance = byte_progress(weights.values())
     size = 0
     zeros: dict[str, list[int]] = defaultdict(list)
+    errors: dict[str, float] = {}
     with quantizing_device() as device:
-        for weight, made in (device.weights if device else made_here)(weights, plans, checkpoint.path, read):
+        every = (device.weights if device else made_here)(weights, plans, checkpoint.path, read)
+        for weight, made in measuring_errors(every, plans, errors, all_changed=False):
             size += 0 if stays(weight, plans[weight.name].storage) else plans[weight.name].bytes
             tensors |= made
             if read and weight.start and weight.data.nbytes >= STRIDE:
                 zeros[weight.file] += zero_places(weight.data, weight.start)
             advance(weight.data.nbytes)
-    return tensors, [*zero_notes(checkpoint, zeros), *_notes(size, device)]
+    notes = (*plan.notes, *zero_notes(checkpoint, zeros), *_notes(size, device))
+    return replace(plan, notes=notes, costs=(*told_again(plans, errors), *plan.costs)), tensors
 
 
 def _notes(made: int, device: OnGpu | None) -> list[str]:

@@ -1,6 +1,7 @@
 """What loaded weights take, measured in the tensors in memory, beside what they took."""
 
 from collections import Counter
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -62,9 +63,17 @@ def memory_ui(file: str, *loaded: ModelPatcher) -> dict[str, tuple[str]]:
         sentence = result.AS_IT_IS
     elif below and not saves:
         sentence = result.NOT_LESS
-    message = Message(sentence, **told)
+    message = joined([Message(sentence, **told), *(cost for record in records for cost in record.costs)])
     measured = joined(told_here(speeds_of(patcher)) for patcher in loaded)
     return Result(message, GOOD if saves else WARN, text=joined([message, measured]), toast=True).ui()
+
+
+def storage_ui(given: ModelPatcher, made: ModelPatcher, text: str) -> dict[str, tuple[str]]:
+    """Make the ui output of a node that was to quantize the weights of ``given``: that of :func:`memory_ui`, or
+    ``text`` if nothing was quantized."""
+    if made is given:
+        return Result(text, WARN, text=text, toast=True).ui()
+    return memory_ui(Path(cast(ModelPlan, record_of(made)).file).name, made)
 
 
 def control_memory_ui(file: str, control: ControlNet) -> dict[str, tuple[str]]:

@@ -155,7 +155,7 @@ def _add_record(report: Report | ControlReport, record: ModelPlan) -> None:
         "file": Message("{0}, {1}", Path(record.file).name, dialect_text(record.dialects)),
         "storage": str(record.storage),
     }
-    report.notes += record.notes
+    report.notes += [*record.costs, *record.notes]
 
 
 def control_report(control: LoadedControl) -> ControlReport:

@@ -31,14 +31,12 @@ from ..comfyui.weights import calling_layers, core_weights, exchanged, only_mult
 from ..compute.executor import compute_of
 from ..load.devices import current_device
 from ..load.tensors import advancing
-from .sampling import bare_clone, sample, watch_sampling
+from .sampling import Inputs, bare_clone, sample, watch_sampling
 
 STEPS = 4
 
 
-def analyze_model(
-    patcher: ModelPatcher, positive, negative, latent: dict, seed: int, candidate: str, target_db: float, pin: bool
-) -> Analysis:
+def analyze_model(patcher: ModelPatcher, inputs: Inputs, candidate: str, target_db: float, pin: bool) -> Analysis:
     """Find layers that survive the candidate's precision on a prompt and latent. The model is not changed.
 
     Raises:
@@ -53,7 +51,7 @@ def analyze_model(
     clone = bare_clone(patcher)
 
     def run() -> list[torch.Tensor]:
-        return sample(clone, positive, negative, latent, seed, STEPS, image_denoise=0.75)
+        return sample(clone, inputs, STEPS, image_denoise=0.75)
 
     def begin_step(executor, *args, **kwargs):
         doing = session.begin_step()

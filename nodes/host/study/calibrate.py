@@ -29,20 +29,14 @@ from ..comfyui.weights import calling_layers
 from ..load.devices import free_host_memory
 from ..load.identity import source_of_model
 from ..load.tensors import advancing
-from .sampling import bare_clone, sample, watch_sampling
+from .sampling import Inputs, bare_clone, sample, watch_sampling
 
 STEPS = 8
 MOST_MEMORY = 8 << 30
 
 
 def calibrate_model(
-    patcher: ModelPatcher,
-    positive,
-    negative,
-    latent: dict,
-    seed: int,
-    previous: CalibrationData | None = None,
-    path: str = "",
+    patcher: ModelPatcher, inputs: Inputs, previous: CalibrationData | None = None, path: str = ""
 ) -> CalibrationData:
     """Sample ``STEPS`` steps and sum the inputs of every quantizable layer. The model is not changed.
 
@@ -66,7 +60,7 @@ def calibrate_model(
         require_space(Path(path), products_bytes(columns.values(), width) // 2)
     sums = {name: Products.empty(number, width) for name, number in columns.items()}
     sums |= previous.copied() if previous else {}
-    calls = _sampled(patcher, modules, sums, (positive, negative, latent, seed, STEPS))
+    calls = _sampled(patcher, modules, sums, inputs)
     if not calls:
         raise HalfsafeError("The model was not called, so nothing was calibrated.", "Connect a latent and a prompt.")
     runs, earlier = (previous.runs, previous.calls) if previous else (0, 0)
@@ -85,7 +79,7 @@ def _width(columns: Mapping[str, int], cls: str, widths: Sequence[int]) -> int:
 
 
 def _sampled(
-    patcher: ModelPatcher, modules: Mapping[str, torch.nn.Module], sums: Mapping[str, Products], inputs: tuple
+    patcher: ModelPatcher, modules: Mapping[str, torch.nn.Module], sums: Mapping[str, Products], inputs: Inputs
 ) -> int:
     """Run the sampler with every layer's inputs summed; return how many calls the model had."""
     steps, calls = count(1), count()
@@ -113,6 +107,6 @@ def _sampled(
         return forward(x, **kwargs)
 
     watch_sampling(clone, step, inside)
-    sample(clone, *inputs)
+    sample(clone, inputs, STEPS)
     bar.update_absolute(STEPS)
     return next(calls)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 import comfy.sample
+import numpy as np
 import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
@@ -22,6 +24,19 @@ CFG = 4.0
 RATIOS = ("downscale_ratio_spacial", "downscale_ratio_temporal")
 COMPILE_KEY = "torch.compile"
 """The key of ComfyUI's TorchCompileModel's wrapper on a model (``comfy_api/torch_helpers/torch_compile.py``)."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a study samples with: conditionings, a latent as nodes pass it, the first of some ``seeds`` of the noise,
+    and the sampler's cfg. ``negative``: None samples the positive conditioning alone."""
+
+    positive: list
+    negative: list | None
+    latent: dict
+    seed: int
+    cfg: float = CFG
+    seeds: int = 1
 
 
 class _CallsInside(Stage, Acting):
@@ -61,19 +76,40 @@ def bare_clone(patcher: ModelPatcher) -> ModelPatcher:
     return clone
 
 
+def picture_of(patcher: ModelPatcher, latents: list[torch.Tensor]) -> np.ndarray | None:
+    """Draw final latents as ComfyUI's previews do (``Latent2RGBPreviewer`` in latent_preview.py), without a VAE.
+
+    Returns:
+        uint8 (height, width, 3), a pixel for each of the first image or frame; None if ComfyUI does not tell the
+        colours of these latents.
+    """
+    known = patcher.model.latent_format
+    if known.latent_rgb_factors is None or latents[0].dim() not in (4, 5):
+        return None
+    latent = patcher.model.process_latent_in(latents[0].cpu().float())
+    if known.latent_rgb_factors_reshape is not None:
+        latent = known.latent_rgb_factors_reshape(latent)
+    first = latent[0, :, 0] if latent.dim() == 5 else latent[0]
+    colours = first.movedim(0, -1) @ torch.tensor(known.latent_rgb_factors)
+    if known.latent_rgb_factors_bias is not None:
+        colours += torch.tensor(known.latent_rgb_factors_bias)
+    return ((colours + 1) / 2).clamp(0, 1).mul(255).to(torch.uint8).numpy()
+
+
 def sample(
-    patcher: ModelPatcher, positive, negative, latent: dict, seed: int, steps: int, image_denoise: float = 1.0,
-    cfg: float = CFG,
-) -> list[torch.Tensor]:  # fmt: skip
+    patcher: ModelPatcher, given: Inputs, steps: int, number: int = 0, image_denoise: float = 1.0
+) -> list[torch.Tensor]:
     """Run the sampler and return the final latents, several for a nested latent.
 
-    ``negative``: None samples the positive conditioning alone; ``image_denoise``: for a latent that holds an image.
+    ``number``: of the seed, from ``given.seed`` on; ``image_denoise``: for a latent that holds an image.
     """
+    latent = given.latent
+    seed = (given.seed + number) % (1 << 64)
     ratios = {name: latent[name] for name in RATIOS if name in latent}
     start = comfy.sample.fix_empty_latent_channels(patcher, latent["samples"], **ratios)
     noise = comfy.sample.prepare_noise(start, seed, latent.get("batch_index"))
-    conds = positive, positive if negative is None else negative
-    cfg = 1.0 if negative is None else cfg
+    conds = given.positive, given.positive if given.negative is None else given.negative
+    cfg = 1.0 if given.negative is None else given.cfg
     denoise = image_denoise if not start.is_nested and torch.count_nonzero(start) else 1.0
     with compile_disabled(), compiler_off(), torch.no_grad():
         result = comfy.sample.sample(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import statistics
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 
 import comfy.model_management
 import comfy.sd
@@ -26,7 +28,7 @@ from ....precision.plan.goal import SUMS
 from ....precision.plan.layers import LoadTarget
 from ....precision.plan.load import ModelPlan, plan_load
 from ....precision.plan.rules import Rules, rules_from
-from ....precision.study.sensitivity import snr_db
+from ....precision.study.sensitivity import closeness
 from ....precision.study.tradeoffs import Measurements, Setting, Tradeoff, why_not
 from ..accumulation.executor import with_accumulation
 from ..comfyui.execution import is_on_several_devices, is_oom
@@ -42,53 +44,49 @@ from ..load.save import BYPASS, LiveWeights
 from ..load.tensors import advancing
 from ..replay.interceptor import ANALYSIS
 from ..reporting.report import report_of
-from .sampling import bare_clone, sample
+from .sampling import Inputs, bare_clone, picture_of, sample
 from .step_timer import StepTimer
 
 STEPS = 4
+TURN = 2
+"""The steps of each setting in the second turn, of which the first is a warm-up."""
 NO_MEMORY = "out of memory"
 CREATED = 0.01
 """The share of a model's bytes that ComfyUI may create beside those of its file."""
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """What every setting is sampled with: conditionings, a latent as nodes pass it, the seed of the noise, and the
-    sampler's cfg."""
-
-    positive: list
-    negative: list | None
-    latent: dict
-    seed: int
-    cfg: float
-
-
 def measure_model(patcher: ModelPatcher, inputs: Inputs, settings: Sequence[Setting]) -> Measurements:
-    """Sample four steps with each setting and with the reference, the file's own weights computed in fp32.
+    """Sample four steps with each setting and with the reference, the file's own weights computed in fp32, and two more
+    steps with each in reverse order, so that what drifts meanwhile is in the spread of each time.
 
-    The model is not changed. Held at once: the loaded model, which ComfyUI keeps in host memory meanwhile, the weights
-    of its file where it was loaded in another storage, and one other, of the setting that is measured. Settings of the
-    file's own weights need no other. What is on the device is moved off before each setting, so that every one finds
-    it empty.
+    Weights of another storage are made in both turns, which is not timed. The model is not changed. Held at once: the
+    loaded model, which ComfyUI keeps in host memory meanwhile, the weights of its file where it was loaded in another
+    storage, and one other, of the setting that is measured. Settings of the file's own weights need no other. What is
+    on the device is moved off before each setting, so that every one finds it empty.
 
     Raises:
         HalfsafeError: the reference is not finite or does not fit, or the model is spread over several devices.
     """
     if is_on_several_devices(patcher):
         raise HalfsafeError("The model is spread over several devices.", "Measure on one device, before MultiGPU.")
-    bar = comfy.utils.ProgressBar((len(settings) + 1) * STEPS)
-    what = Message("measuring takes about {0} sampler steps, plus the time to make each set of weights", bar.total)
-    show_progress(what)
+    began = time.perf_counter()
+    first = STEPS * inputs.seeds
+    bar = comfy.utils.ProgressBar((len(settings) + 1) * (first + TURN))
+    what = "measuring takes about {0} sampler steps, plus twice the time to make each set of weights"
+    show_progress(Message(what, bar.total))
     given = _stored_as(patcher)
     patcher, is_of_file = _on_weights_of_file(patcher)
-    runner = _SettingRunner(patcher, inputs)
+    runner = _SettingRunner(patcher, inputs, advancing(bar))
     _clear_device()
-    reference = runner.reference(advancing(bar))
-    rows = []
+    rows = [runner.reference()]
     for place, (setting, *same) in enumerate(_alike(patcher, settings), 1):
-        bar.update_absolute(place * STEPS)
+        bar.update_absolute(place * first)
         show_progress(Message("measuring {0} ({1} of {2})", setting, place, len(settings)))
-        rows.append(replace(runner.row(setting, advancing(bar)), same=same))
+        rows.append(replace(runner.row(setting), same=same))
+    for place, row in reversed([*enumerate(rows)]):
+        show_progress(Message("measuring {0} once more ({1} left)", row.setting, place))
+        rows[place] = runner.again(row)
+    reference, *rows = rows
     bar.update_absolute(bar.total)
     automatic = _planned(patcher, Setting(AS_FILE, "auto")).compute.choice.used
     layers = model_facts(patcher).layers
@@ -96,7 +94,8 @@ def measure_model(patcher: ModelPatcher, inputs: Inputs, settings: Sequence[Sett
     device, name = current_device(), type(patcher.model).__name__
     about = device.label, name, _stored_as(patcher), automatic, layers, shape, inputs.seed
     machine = device.name, nvidia_driver(), str(torch.__version__)
-    measured = Measurements(*about, reference, rows, given, is_of_file, machine)
+    took = time.perf_counter() - began, runner.sampling
+    measured = Measurements(*about, reference, rows, given, is_of_file, machine, took, inputs.seeds)
     keep_speeds(measured, patcher)
     return measured
 
@@ -143,30 +142,44 @@ def _alike(patcher: ModelPatcher, settings: Sequence[Setting]) -> list[list[Sett
 
 
 class _SettingRunner:
-    """Measure settings of a model in turn. ``latents``: of the reference."""
+    """Measure settings of a model in two turns.
 
-    def __init__(self, patcher: ModelPatcher, inputs: Inputs):
+    ``latents``: of the reference, by seed. ``sampling``: seconds of all steps.
+    """
+
+    def __init__(self, patcher: ModelPatcher, inputs: Inputs, advance: Callable[[], object]):
         self.patcher = patcher
         self.inputs = inputs
-        self.latents: list[torch.Tensor] = []
+        self.advance = advance
+        self.latents: list[list[torch.Tensor]] = []
+        self.sampling = 0.0
 
-    def reference(self, advance: Callable[[], object]) -> Tradeoff:
+    def reference(self) -> Tradeoff:
         """Sample the reference, in fp32, or in fp16_safe where fp32 does not fit."""
-        row = self.row(Setting(AS_FILE, "fp32"), advance)
+        row = self.row(Setting(AS_FILE, "fp32"))
         if row.out_of_memory and current_device().capabilities["fp16"]:
-            row = self.row(Setting(AS_FILE, SAFE), lambda: None)
+            row = self.row(Setting(AS_FILE, SAFE))
         if row.problem:
             why = ended(row.problem)
             problem = Message("The reference {0} gave no result to compare with: {1}", row.setting, why)
             raise HalfsafeError(problem, "Choose a smaller latent, and check the model with the report or NaN Guard.")
         return replace(row, snr_db=None)
 
-    def row(self, setting: Setting, advance: Callable[[], object]) -> Tradeoff:
+    def row(self, setting: Setting) -> Tradeoff:
         """Measure a setting, or say in the row why the device, its memory or the weights do not allow it."""
-        if why := why_not(setting, current_device(), held_storages()):
-            return Tradeoff(setting, problem=why)
+        why = why_not(setting, current_device(), held_storages())
+        return Tradeoff(setting, problem=why) if why else self._tried(setting, self._measured)
+
+    def again(self, row: Tradeoff) -> Tradeoff:
+        """Time a setting that gave a result in a second turn. A time of the reference without one is too noisy."""
+        if row.problem:
+            return row
+        made = self._tried(row.setting, lambda setting: self._timed_again(row))
+        return replace(row, spread=row.seconds) if made.problem and row.snr_db is None else replace(made, same=row.same)
+
+    def _tried(self, setting: Setting, measure: Callable[[Setting], Tradeoff]) -> Tradeoff:
         try:
-            return self._measured(setting, advance)
+            return measure(setting)
         except (HalfsafeError, RuntimeError) as error:  # RuntimeError: a kernel that this device or its driver refuses
             if is_oom(error):
                 return Tradeoff(setting, problem=NO_MEMORY, out_of_memory=True)
@@ -174,23 +187,49 @@ class _SettingRunner:
         finally:
             _clear_device()
 
-    def _measured(self, setting: Setting, advance: Callable[[], object]) -> Tradeoff:
-        model, storage = _prepared(self.patcher, setting)
-        if not self.latents:
-            model = with_accumulation(model, SUMS["quality"][0])
-        timer, given = StepTimer(model.load_device, advance), self.inputs
-        model.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, ANALYSIS, timer.step)
-        latents = sample(model, given.positive, given.negative, given.latent, given.seed, STEPS, cfg=given.cfg)
-        if len(timer.seconds) != STEPS:
-            called = Message("{0} of {1} steps called the model.", len(timer.seconds), STEPS)
-            raise HalfsafeError(called, "Remove step caches.")
+    def _measured(self, setting: Setting) -> Tradeoff:
+        model, storage = self._prepared(setting, is_reference=not self.latents)
+        latents, timer = self._sampled(model, STEPS, self.inputs.seeds)
         self.latents = self.latents or latents
-        report, timed = report_of(model), timer.seconds[1:]
-        seconds, snr = statistics.median(timed), min(map(snr_db, self.latents, latents))
-        spread = max(abs(one - seconds) for one in timed)
+        report, pairs = report_of(model), [*zip(self.latents, latents, strict=True)]
+        snrs, cosines = zip(*(closeness(*pair) for pair in pairs), strict=True)
+        worst = pairs[cosines.index(min(cosines))]
+        pictures = [*map(partial(picture_of, model), worst)] if self.inputs.seeds > 1 else []
+        timed = [step for place, step in enumerate(timer.seconds) if place % STEPS]
+        seconds, spread = _median_and_spread(timed)
         modes = Counter(layer.mode for layer in report.layers if multiplies(layer.cls))
         size, held = report.model.weight_bytes, report.model.bytes_by_storage
-        return Tradeoff(setting, storage, seconds, size, timer.extra_bytes(), snr, held, modes, spread=spread)
+        figures = setting, storage, seconds, size, timer.extra_bytes(), min(snrs), held, modes
+        shown = [picture for picture in pictures if picture is not None]
+        return Tradeoff(*figures, spread=spread, timed=timed, cosines=cosines, pictures=shown)
+
+    def _timed_again(self, row: Tradeoff) -> Tradeoff:
+        model, _ = self._prepared(row.setting, is_reference=row.snr_db is None)
+        _, timer = self._sampled(model, TURN, 1)
+        timed = [*row.timed, *timer.seconds[1:]]
+        seconds, spread = _median_and_spread(timed)
+        return replace(row, seconds=seconds, spread=spread, timed=timed)
+
+    def _prepared(self, setting: Setting, is_reference: bool) -> tuple[ModelPatcher, str]:
+        model, storage = _prepared(self.patcher, setting)
+        return with_accumulation(model, SUMS["quality"][0]) if is_reference else model, storage
+
+    def _sampled(self, model: ModelPatcher, steps: int, seeds: int) -> tuple[list[list[torch.Tensor]], StepTimer]:
+        """Sample some steps with each of some seeds. Returns the final latents by seed, and the timer of all steps."""
+        timer = StepTimer(model.load_device, self.advance)
+        model.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, ANALYSIS, timer.step)
+        latents = [sample(model, self.inputs, steps, number) for number in range(seeds)]
+        if len(timer.seconds) != steps * seeds:
+            called = Message("{0} of {1} steps called the model.", len(timer.seconds), steps * seeds)
+            raise HalfsafeError(called, "Remove step caches.")
+        self.sampling += sum(timer.seconds)
+        return latents, timer
+
+
+def _median_and_spread(timed: Sequence[float]) -> tuple[float, float]:
+    """Return the median of the times of steps, and how far the farthest of them is from it."""
+    median = statistics.median(timed)
+    return median, max(abs(one - median) for one in timed)
 
 
 def _clear_device() -> None:

@@ -22,7 +22,8 @@ from halfsafe.nodes.host.guard.model import guard_of
 from halfsafe.nodes.host.replay.model_compiler import compiler_off
 from halfsafe.nodes.host.study.analysis import analyze_model
 from halfsafe.nodes.host.study.calibrate import calibrate_model
-from halfsafe.nodes.host.study.tradeoffs import Inputs, measure_model
+from halfsafe.nodes.host.study.sampling import Inputs
+from halfsafe.nodes.host.study.tradeoffs import measure_model
 from halfsafe.precision.arithmetic.proofs import Missed
 from halfsafe.precision.base.nested import tensors_in
 from halfsafe.precision.study.tradeoffs import settings_from
@@ -402,14 +403,15 @@ def test_watching_for_clamps_keeps_nothing():
 @pytest.mark.parametrize("what", ["analysis", "measurement", "calibration"])
 def test_what_is_measured_is_not_compiled(comfy, minimax, what):
     model = families.load(comfy, minimax, "as_file", "bf16")
-    given = rare_families.conditioning("minimax_h3"), None, {"samples": rare_families.latent("minimax_h3", model)}, 1
+    latent = {"samples": rare_families.latent("minimax_h3", model)}
+    given = Inputs(rare_families.conditioning("minimax_h3"), None, latent, 1)
     with comfy_compiler(MiniMaxH3Model) as recorder:
         if what == "analysis":
-            analyze_model(model, *given, "fp8_e4m3fn", 25.0, True)
+            analyze_model(model, given, "fp8_e4m3fn", 25.0, True)
         elif what == "calibration":
-            calibrate_model(model, *given, None)
+            calibrate_model(model, given, None)
         else:
-            measure_model(model, Inputs(*given, cfg=4.0), settings_from("as_file/fp16_safe\nint8/auto"))
+            measure_model(model, given, settings_from("as_file/fp16_safe\nint8/auto"))
     assert recorder.calls == 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import comfy.model_sampling
 import pytest
@@ -99,7 +100,7 @@ def test_nothing_is_offered_for_other_goals_or_for_what_storage_does_not_change(
     assert offer(comfy, stock)
     assert (
         not any(offer(comfy, stock, goal) for goal in ("balanced", "quality", "memory"))
-        and offer(comfy, stock, storage="int8") is None
+        and offer(comfy, stock, storage="int8")["use"] is None
     )
     assert offer(comfy, load(comfy, files("wan"), "fp8_e4m3fn", "bf16")) is None and offer(comfy, gguf[0]) is None
     kept = comfy.run("HalfsafeLayerRules", rules="* storage=as_file", preset="none")[0]
@@ -300,6 +301,9 @@ def test_layers_that_a_gguf_loader_packed_are_asked_for_their_values(comfy, gguf
             module.weight.patches = [(patched.patches[key], key)]
     quantized, why = halfsafe(comfy, patched, "int8", goal="quality")
     assert f"{len(values)} layers were quantized to int8" in why
+    assert re.search(
+        rf"{len(values)} layers in \S.* were unpacked, merged .* quantized again, to int8, with an error of 0", why
+    ), "the second rounding, and what it costs"
     row = FORMAT_OF_STORAGE["int8"]
     for name, value in values.items():
         key = f"diffusion_model.{name}.weight"

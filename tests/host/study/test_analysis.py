@@ -4,7 +4,7 @@ import pytest
 import torch
 from halfsafe.nodes.host.load.devices import current_device
 from halfsafe.nodes.host.study import analysis as host
-from halfsafe.nodes.host.study.sampling import sample
+from halfsafe.nodes.host.study.sampling import Inputs, sample
 from halfsafe.precision.base.errors import HalfsafeError
 from halfsafe.precision.plan.rules import rules_from
 from halfsafe.precision.study.sensitivity import BARRED, CHOSEN, KEPT, MAX_TRIALS
@@ -69,7 +69,8 @@ def analyzed(comfy, model, family="wan", target=25.0, candidate="fp8_e4m3fn", pi
 def final_snr(reference, model, family="wan") -> float:
     """The SNR of the latent that the analysis's run of the sampler ends with, each model left to itself."""
     ends = [
-        sample(one, families.conditioning(family), None, latent(one), 1, host.STEPS)[0] for one in (reference, model)
+        sample(one, Inputs(families.conditioning(family), None, latent(one), 1), host.STEPS)[0]
+        for one in (reference, model)
     ]
     return sqnr_db(*ends)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from halfsafe.nodes.host.load.files import output_path
 from halfsafe.nodes.host.study import calibrate as host
-from halfsafe.nodes.host.study.sampling import sample
+from halfsafe.nodes.host.study.sampling import Inputs, sample
 from halfsafe.precision.base.errors import HalfsafeError, MemoryShortage
 from halfsafe.precision.make.calibration import read_calibration
 from safetensors.torch import save_file
@@ -60,7 +60,7 @@ def inputs_of(model, layer: str, **inputs) -> list[torch.Tensor]:
             "seed": 1,
             **inputs,
         }
-        sample(model, **given, steps=host.STEPS)
+        sample(model, Inputs(**given), host.STEPS)
     finally:
         hook.remove()
     return met

@@ -3,12 +3,14 @@
 import math
 import weakref
 
+import numpy
 import pytest
 import torch
 from halfsafe.nodes.host.comfyui.model_facts import model_facts
 from halfsafe.nodes.host.load import devices
 from halfsafe.nodes.host.reporting import badge
 from halfsafe.nodes.host.study import tradeoffs as host
+from halfsafe.nodes.host.study.sampling import picture_of
 from halfsafe.nodes.host.study.step_timer import StepTimer
 from halfsafe.precision.base.errors import HalfsafeError
 from halfsafe.precision.base.message import Message
@@ -115,8 +117,9 @@ def test_every_row_ran_what_it_says(comfy, model, monkeypatch):
     found, table, _, chart = measured(comfy, model, *SETTINGS)
     assert chart.shape[0] == 1 and chart.shape[-1] == 3 and table.count("\n") > len(SETTINGS)
     rows = [found.reference, *found.rows]
-    assert len(rows) == len(watched.products) and [str(row.setting) for row in found.rows] == list(SETTINGS)
-    for row, products, weights in zip(rows, watched.products, watched.weights, strict=True):
+    turns = [*rows, *reversed(rows)]
+    assert len(turns) == len(watched.products) and [str(row.setting) for row in found.rows] == list(SETTINGS)
+    for row, products, weights in zip(turns, watched.products, watched.weights, strict=True):
         assert as_the_row_says(row, products), (row, products)
         dtype, mode = SETTINGS.get(str(row.setting), (torch.bfloat16, "fp32"))
         assert weights["blocks.0.ffn.0"] == dtype and row.modes[mode] == max(row.modes.values()), row
@@ -266,7 +269,7 @@ def test_the_samplers_cfg_is_sampled_with(comfy, model, monkeypatch):
     negative = {"negative": families.conditioning("wan", seed=9)}
     for given in ({}, negative, negative | {"cfg": 6.5}, {"cfg": 6.5}):
         measured(comfy, model, "as_file/bf16", **given)
-    assert seen == [1.0] * 2 + [4.0] * 2 + [6.5] * 2 + [1.0] * 2
+    assert seen == [1.0] * 4 + [4.0] * 4 + [6.5] * 4 + [1.0] * 4
 
 
 @pytest.mark.parametrize("setting", ["int8/auto", "fp8_e4m3fn/fp16_safe", "fp8_e5m2/fp32"])
@@ -403,6 +406,114 @@ def test_where_fp32_does_not_fit_the_reference_is_fp16_safe(comfy, model, monkey
         measured(comfy, model, "as_file/fp16")
 
 
+def cosine(one: torch.Tensor, other: torch.Tensor) -> float:
+    return torch.nn.functional.cosine_similarity(one.flatten().double(), other.flatten().double(), dim=0).item()
+
+
+def test_several_seeds_tell_whether_a_setting_draws_the_same_picture(comfy, path, model):
+    """By ComfyUI's own runs with each seed; the pictures are those of the worst."""
+    found, table, _, chart = measured(comfy, model, "fp8_e4m3fn/bf16", seeds=3)
+    one, *_, alone = measured(comfy, model, "fp8_e4m3fn/bf16")
+    (row,), exact, rounded = (
+        found.rows,
+        families.load(comfy, path, "as_file", "fp32"),
+        families.load(comfy, path, "fp8_e4m3fn", "bf16"),
+    )
+    latents = [[final(each, seed) for each in (exact, rounded)] for seed in (1, 2, 3)]
+    assert row.cosines == pytest.approx([cosine(*pair) for pair in latents], abs=1e-5)
+    assert (
+        row.snr_db == pytest.approx(min(sqnr_db(*pair) for pair in latents), abs=0.05) and len(row.timed) == 3 * 3 + 1
+    )
+    worst = min(latents, key=lambda pair: cosine(*pair))
+    assert all(
+        (picture == picture_of(model, [latent])).mean() > 0.99
+        for picture, latent in zip(row.pictures, worst, strict=True)
+    )
+    assert "over 3 seeds" in table and chart.shape[1] > alone.shape[1] and chart.shape[2] == alone.shape[2]
+    assert one.rows[0].cosines == pytest.approx(row.cosines[:1], abs=1e-6) and not one.rows[0].pictures
+
+
+def test_the_pictures_are_comfyuis_previews(comfy, model, models_dir):
+    from latent_preview import Latent2RGBPreviewer
+
+    latent = torch.randn(1, 16, 1, 8, 8, generator=torch.Generator().manual_seed(3))
+    known = model.model.latent_format
+    colours = known.latent_rgb_factors, known.latent_rgb_factors_bias, known.latent_rgb_factors_reshape
+    theirs = Latent2RGBPreviewer(*colours).decode_latent_to_preview(model.model.process_latent_in(latent))
+    ours = picture_of(model, [latent])
+    assert ours.shape == (8, 8, 3) and abs(ours.astype(int) - numpy.array(theirs).astype(int)).max() <= 1
+    assert picture_of(model, [latent.flatten(1)]) is None, "of sound, say"
+
+
+class Clock:
+    """A clock of which each step of a sampler takes the next of some times; the last one is taken on."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, *steps: float):
+        self.now, self.steps, real = 0.0, [*steps], StepTimer.step
+
+        def step(timer, executor, *args):
+            def run(*given):
+                result = executor(*given)
+                self.now += self.steps.pop(0) if len(self.steps) > 1 else self.steps[0]
+                return result
+
+            return real(timer, run, *args)
+
+        patch.setattr(StepTimer, "step", step)
+        patch.setattr(StepTimer, "_now", lambda timer: self.now)
+
+
+FIRST, SECOND = host.STEPS, host.TURN
+
+
+def test_what_drifts_between_the_turns_is_in_the_spread(comfy, model, monkeypatch):
+    """Each row's own steps are even; the machine is twice as fast when the second turn comes."""
+    Clock(monkeypatch, *[2.0] * 3 * FIRST, 1.0)
+    found, *_ = measured(comfy, model, "as_file/bf16", "as_file/fp16")
+    for row in (found.reference, *found.rows):
+        assert row.timed == [2.0, 2.0, 2.0, 1.0] and (row.seconds, row.spread) == (2.0, 1.0)
+    assert "balanced" not in found.best and found.took[1] == 3 * FIRST * 2.0 + 3 * SECOND * 1.0
+
+
+def test_the_time_of_a_setting_is_free_of_what_it_takes_to_come_to_it(comfy, model, monkeypatch):
+    """Weights of another storage are made twice, and the first step of each run is a warm-up."""
+    one_row = [[9.0, *[1.0] * (FIRST - 1)], [9.0, *[1.0] * (SECOND - 1)]]
+    clock = Clock(monkeypatch, *one_row[0] * 2, *one_row[1] * 2)
+    real = host.load_onto
+
+    def load(*args):
+        clock.now += 1000.0
+        return real(*args)
+
+    monkeypatch.setattr(host, "load_onto", load)
+    found, *_ = measured(comfy, model, "int8/auto")
+    assert (
+        clock.now > 2000.0 and [(row.seconds, row.spread) for row in (found.reference, *found.rows)] == [(1.0, 0.0)] * 2
+    )
+
+
+def test_what_computes_as_the_reference_is_known_by_what_ran(comfy, path, model, monkeypatch):
+    """``auto`` of a CPU is fp32 for an fp16 file that ComfyUI does not list for fp16."""
+    Clock(monkeypatch, *[2.0] * FIRST, *[1.0] * (FIRST + SECOND), 2.0)
+    found, table, *_ = measured(comfy, model, "as_file/fp32")
+    assert found.has_drifted and [*found.best] == ["balanced", "quality", "speed", "memory"], (
+        "one setting needs no rank"
+    )
+    said = "as_file/fp32 and the reference compute the same; their times differ by more than the spread"
+    assert said in " ".join(table.split())
+    assert not found.rows[0].computes_as(measured(comfy, model, "as_file/bf16")[0].rows[0])
+
+
+def test_a_setting_that_fails_in_the_second_turn_is_a_row_with_the_reason(comfy, model, monkeypatch):
+    error = torch.OutOfMemoryError("CUDA out of memory")
+    failing(monkeypatch, error, 2)
+    found, *_ = measured(comfy, model, "as_file/bf16")
+    assert found.rows[0].problem == "out of memory" and found.reference.works is False
+    failing(monkeypatch, error, 3)
+    found, *_ = measured(comfy, model, "as_file/bf16")
+    assert found.rows[0].works and found.reference.is_noisy and not found.reference.problem
+
+
 def test_one_other_model_is_held_at_a_time(comfy, model, monkeypatch):
     made, real = [], host.load_onto
 
@@ -414,7 +525,7 @@ def test_one_other_model_is_held_at_a_time(comfy, model, monkeypatch):
 
     monkeypatch.setattr(host, "load_onto", load)
     measured(comfy, model, "int8/auto", "fp32/fp32", "as_file/bf16", "fp8_e4m3fn/auto")
-    assert len(made) == 3 and not any(ref() for ref in made)
+    assert len(made) == 6 and not any(ref() for ref in made)
 
 
 def test_a_stock_loaders_model_with_a_negative_prompt(comfy, path):

@@ -142,7 +142,7 @@ def test_what_unpacking_blocks_costs_is_told_where_no_product_takes_them(name, p
     if found.weights[weight.name].stored != name:
         return  # the device cannot hold it
     why = f"1 layers in {name} are dequantized in each call, which takes longer than 16-bit weights: {device.label} does not multiply {name}."
-    assert (why in found.notes) == (profile not in ("sm_100", "sm_120"))
+    assert (why in found.costs) == (profile not in ("sm_100", "sm_120"))
 
 
 def without_fp8(profile="sm_86"):

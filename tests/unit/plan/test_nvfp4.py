@@ -131,7 +131,7 @@ def test_a_family_that_is_known_to_lose_quality_is_told_by_the_loader_with_its_s
     facts = ModelFacts(TOLD[family], 10**9, "bf16", ("bf16", "fp32"))
     target = LoadTarget(detect(profile="sm_120"))
     notes = {
-        storage: plan_load(facts, storage, "auto", rules_from(), target).notes
+        storage: plan_load(facts, storage, "auto", rules_from(), target).costs
         for storage in ("nvfp4", "int8", "mxfp8", "as_file")
     }
     (told,) = notes.pop("nvfp4")

@@ -135,7 +135,7 @@ OWNERS = {
     "attachments": {"record_of", "stage_of", "take_stages"},
     "set_attachments": {"keep_record", "put_stage"},
     "get_wrappers": {"interceptor_of"},
-    "add_wrapper_with_key": {"_wrap", "_measured", "watch_sampling"},
+    "add_wrapper_with_key": {"_wrap", "_sampled", "watch_sampling"},
     "remove_wrappers_with_key": {"_wrap", "bare_clone"},
     "set_injections": {"keep_low_rank_unmerged"},
     "add_callback_with_key": {"vae_in"},

@@ -11,8 +11,6 @@ from halfsafe.precision.commands.convert import conversion_text, convert_file
 from halfsafe.precision.files.safetensors_file import open_checkpoint
 from halfsafe.precision.formats.card import pack_version
 from halfsafe.precision.formats.checkpoint import read_checkpoint
-from halfsafe.precision.formats.layer_plan import LayerPlan
-from halfsafe.precision.formats.stored_weight import StoredWeight
 from halfsafe.precision.plan.rules import Rules, rules_from
 from halfsafe.precision.report import model_card
 from safetensors.torch import load, save_file
@@ -122,18 +120,6 @@ def test_the_command_on_the_card_makes_the_same_file_again(tmp_path, monkeypatch
     assert cli.main([*command.split(), "--force"]) == 0
     again = load((tmp_path / "out.safetensors").read_bytes())
     assert again.keys() == made.keys() and [name for name in made if not torch.equal(made[name], again[name])] == []
-
-
-@pytest.mark.parametrize("name", ["prenorm.scale", "a.weight_scale", "b.comfy_quant", "logit_scale", "v_pred"])
-def test_a_merged_tensor_is_measured_as_what_it_is_whatever_it_is_called(name):
-    """Krea 2 calls the weight of a norm ``scale``; a patch may be on any tensor."""
-    weight = StoredWeight(name, torch.rand({"logit_scale": (), "v_pred": (0,)}.get(name, (64,))))
-    stored = {name: weight.data.bfloat16()}
-    errors: dict[str, float] = {}
-    made = [*model_card.measuring_errors([(weight, stored)], {name: LayerPlan("bf16", changes=True)}, errors)]
-    assert made == [(weight, stored)]
-    exact = relative_error(weight.data, stored[name].float()) if weight.data.numel() else 0.0
-    assert errors == {name: pytest.approx(exact, rel=1e-3)}
 
 
 def test_five_hundred_layers_are_told_in_a_few_lines(tmp_path):

@@ -15,7 +15,7 @@ from halfsafe.precision.plan.facts import LayerSpec
 from halfsafe.precision.plan.layers import plan_storage
 from halfsafe.precision.plan.rules import parse, rules_from
 from halfsafe.precision.report.result import BEST, CLOSEST, NONE_WORKS, UNRANKED
-from halfsafe.precision.study import charts
+from halfsafe.precision.study import charts, pictures
 from halfsafe.precision.study.charts import COLOURS, tradeoffs_chart
 from halfsafe.precision.study.tradeoffs import (
     Measurements,
@@ -265,15 +265,107 @@ def test_what_a_button_copies_is_a_table_and_json():
     head, rule, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert head == ["card", "driver", "torch", "model", "setting", "s/step", "memory", "SNR dB"] and {*rule} == {"---"}
     here = ["RTX 4090", "580.1", "2.11.0+cu130", "WAN21, latent 1 x 16 x 1 x 8 x 8"]
-    assert [row[:4] for row in rows] == [here] * 4 and [row[4] for row in rows] == [
+    assert [row[:4] for row in rows] == [here] * 5 and [row[4] for row in rows] == [
         "as_file/bf16",
         "fp8_e4m3fn/fp8",
         "int8/auto",
         "fp8_e4m3fn/auto",
+        "as_file/fp32 (reference)",
     ]
     assert rows[2][5:] == ["1.00", "50.00 MiB", "38.0"]
     assert json.loads(told) == [dict(zip(head, row, strict=True)) for row in rows]
     assert tradeoffs_result(found([FAST]), "").copied and not tradeoffs_result(found([BAD]), "").copied
+
+
+def test_a_copied_row_has_its_spread():
+    rows = [replace(SMALL, spread=0.41), replace(SLOW, spread=0.06)]
+    copied = tradeoffs_result(found(rows), "").copied
+    assert "| 1.00 \u00b141 % |" in copied and "| 2.00 \u00b13 % |" in copied and "\\u00b141 %" in copied
+
+
+def test_several_seeds_are_told_by_their_mean_and_least_cosine():
+    seen = replace(SMALL, cosines=[0.999, 0.95, 0.998])
+    measured = replace(found([SLOW, seen]), seeds=3)
+    said = "cosine 0.9823 over 3 seeds (least 0.9500, seed 8)"
+    result = tradeoffs_result(measured, "")
+    assert seen.worst == 1 and f"{said}, error 1.3 %." in result.sentence and said in table_text(measured)
+    assert next(each["cosines"] for each in result.choices if each["setting"] == "int8/auto") == seen.cosines
+    assert "cosine" not in tradeoffs_result(found([SLOW, seen]), "").sentence, "one seed is told by its error"
+
+
+def test_two_pictures_stand_below_the_chart(monkeypatch):
+    """Of the reference and of the best setting, with the seed of the least cosine."""
+    said = []
+    monkeypatch.setattr(pictures, "write_text", lambda drawing, x, y, text, *_: said.append(text))
+    chart = np.full((10, 1024, 3), 0.5, np.float32)
+    drawn = [np.full((4, 8, 3), value, np.uint8) for value in (0, 255)]
+    measured = replace(found([SLOW, replace(SMALL, cosines=[0.9, 0.8], pictures=drawn)]), seeds=2)
+    whole = pictures.with_pictures(chart, measured)
+    assert np.allclose(whole[:10], 128 / 255, atol=0.01) and whole.shape[1] == 1024 and len(whole) > 200
+    assert (whole[150, 100] == 0).all() and (whole[150, 900] == 1).all()
+    assert said == [f"{setting}, after four steps, seed 8 (least cosine)" for setting in ("as_file/fp32", "int8/auto")]
+    assert pictures.with_pictures(chart, found()) is chart
+
+
+TWIN = replace(row("auto/auto", 3.9, snr=math.inf), storages=REFERENCE.storages, modes=REFERENCE.modes)
+"""Computes as the reference does, as ``auto`` of an fp16 file on a CPU."""
+
+
+def test_a_setting_that_computes_as_the_reference_is_shown_without_a_gain():
+    assert sentence([TWIN]) == "Best: bf16, computed in fp32. 3.90 s a step, 100.00 MiB, error 0 %."
+    assert "(" not in sentence([replace(TWIN, seconds=2.0, spread=3.0)])
+    lossy = replace(TWIN, snr_db=60.0)
+    assert sentence([lossy]).startswith("Best: bf16, computed in fp32. 3.90 s a step (fp32 4.00)"), "TF32 is no twin"
+    assert "s a step (fp32 3.90), " in sentence([replace(SMALL, seconds=1.0), TWIN]), "a gain over the twin is one"
+
+
+@pytest.mark.parametrize(("seconds", "spread", "ranks"), [
+    (3.9, 0.0, True), (3.0, 0.0, False), (5.0, 0.0, False), (3.0, 0.9, False), (3.0, 1.1, True), (3.9, 1.1, True),
+])  # fmt: skip
+def test_twins_that_differ_by_more_than_their_spread_rank_nothing(seconds, spread, ranks):
+    """Whichever of both is the faster: what they differ by is the noise of the measurement."""
+    twin = replace(TWIN, seconds=seconds, spread=0.0)
+    for rows in ([twin, SMALL, SLOW], [SMALL, twin]):
+        measured = replace(found(rows), reference=replace(REFERENCE, spread=spread))
+        assert (measured.best.keys() == {"balanced", "quality", "speed", "memory"}) == ranks
+        assert ranks or measured.best == {"quality": twin, "memory": SMALL}, "which need no time"
+        result, text = tradeoffs_result(measured, ""), " ".join(table_text(measured).split())
+        assert (template_of(result) == UNRANKED) != ranks and (result.use is None) != ranks
+        assert ("their times differ by more than the spread" in text) != ranks and (
+            "their times agree" in text
+        ) == ranks
+
+
+def test_the_page_is_given_three_choices_with_their_figures_beside_the_reference():
+    result = tradeoffs_result(found([replace(SLOW, spread=0.1), FAST, SMALL]), "")
+    choices = {each["choice"]: each for each in result.choices}
+    assert [*choices] == ["fastest", "smallest", "closest", "reference"]
+    assert [choices[name]["setting"] for name in choices] == [
+        "fp8_e4m3fn/fp8",
+        "int8/auto",
+        "as_file/bf16",
+        "as_file/fp32",
+    ]
+    closest = choices["closest"]
+    assert (closest["seconds"], closest["spread"], closest["bytes"]) == (2.0, 0.1, 100 * MIB)
+    assert closest["error"] == pytest.approx(10**-2.5)
+    assert closest["texts"] == {"seconds": "2.00 \u00b15 %", "memory": "100.00 MiB", "error": "0.32 %"}
+    assert (
+        closest["use"] == {"storage": "as_file", "compute": "bf16", "rules": "compute=bf16"}
+        and choices["reference"]["use"] is None
+    )
+    assert [each["is_reference"] for each in result.choices] == [False, False, False, True]
+    assert json.loads(result.ui()["halfsafe_result"][0])["choices"] == [*result.choices]
+    noisy = tradeoffs_result(found([replace(row, spread=row.seconds) for row in (SLOW, SMALL)]), "")
+    assert [each["choice"] for each in noisy.choices] == ["smallest", "closest", "reference"], "no time, no fastest"
+    assert tradeoffs_result(found([BAD]), "").choices == ()
+    twins = tradeoffs_result(found([TWIN, SMALL]), "").choices
+    assert {each["choice"]: each["is_reference"] for each in twins} == {
+        "fastest": False,
+        "smallest": False,
+        "closest": True,
+        "reference": True,
+    }
 
 
 def test_only_the_rows_that_may_win_make_the_ranking_doubtful():
