@@ -1,10 +1,12 @@
 // @ts-check
-import { t } from "./words.mjs";
+import { sizeText, t } from "./words.mjs";
 
 const FIRST_LINES = 5;
 const MOST_LINES = 50;
-/** The verdict of a guard that has checked no call. */
-const IDLE = "idle";
+/** The verdict of a guard that has checked no call, and of one whose run ended before its result. */
+const IDLE = "idle", ENDED = "ended";
+/** The share of the bytes from which a storage has its name beside the bar. */
+const SHOWN = 0.03;
 
 /**
  * @param {string} tag
@@ -32,7 +34,7 @@ export async function addStyles() {
   document.adoptedStyleSheets.push(sheet);
 }
 
-/** Give an element the report's colours, for the swatches and bars in it. @param {HTMLElement} element @param {import("./report.mjs").Report} report */
+/** Give an element the report's colours, for the swatches and bars in it. @param {HTMLElement} element @param {Pick<import("./report.mjs").Report, "storages" | "modes">} report */
 export function paint(element, { storages, modes }) {
   for (const [dtype, { colour }] of Object.entries({ ...storages, ...modes })) element.style.setProperty(`--hs-dtype-${dtype}`, colour);
 }
@@ -55,6 +57,7 @@ export function swatch(dtype) {
 
 /** A guard's verdict; nothing is NaN where a check only found a drift, and yet not all is well. @param {string} verdict @param {({kind: string} | null)[]} events @param {number} [calls] that were checked: where there were none, nothing is well either */
 export function verdictOf(verdict, events, calls = 1) {
+  if (verdict === "stopped" && events.every((event) => event?.kind === "drift")) return ENDED;
   if (verdict !== "clean") return verdict;
   return events.some((event) => event?.kind === "drift") ? "drift" : calls ? verdict : IDLE;
 }
@@ -66,7 +69,7 @@ export function verdictPill(verdict, text = verdictText(verdict)) {
 
 /** What a guard found, in words; where it was to tell alone, nothing was stopped. @param {string} verdict */
 export function verdictText(verdict) {
-  const texts = { off: t("no guard"), stopped: t("not cured"), [IDLE]: t("not run yet") };
+  const texts = { off: t("no guard"), stopped: t("not cured"), [IDLE]: t("not run yet"), [ENDED]: t("no result") };
   return texts[verdict] ?? t(verdict.replaceAll("_", " "));
 }
 
@@ -91,6 +94,17 @@ export function shareBar(label, shares) {
     legend.append(el("span", { class: "hs-key", title }, swatch(part.name), modeText(part.name), el("b", { text: percent(part.share) })));
   }
   return el("div", { class: "hs-share" }, el("span", { class: "hs-label", text: label }), bar, legend);
+}
+
+/** What is stored of a number of bytes, as the report's bar; what is free of it was saved. @param {import("./result.mjs").Bar} bar */
+export function storageBar({ before, stored }) {
+  const parts = Object.entries(stored).filter(([, size]) => size > 0).sort(([, a], [, b]) => b - a);
+  const after = parts.reduce((sum, [, size]) => sum + size, 0);
+  const shown = parts.filter(([, size]) => size >= SHOWN * after); // a sliver of fp32 is no word
+  const titled = (/** @type {string} */ name, /** @type {number} */ size) => `${name}: ${sizeText(size)}`;
+  const bar = el("div", { class: "hs-bar", role: "img", "aria-label": parts.map(([name, size]) => titled(name, size)).join(", ") });
+  bar.append(...parts.map(([name, size]) => el("span", { style: `flex: 0 0 ${(100 * size) / before}%; ${background(name)}`, title: titled(name, size) })));
+  return el("div", { class: "hs-stored" }, bar, el("div", { class: "hs-legend" }, ...shown.map(([name, size]) => el("span", { class: "hs-key", title: titled(name, size) }, swatch(name), name))));
 }
 
 /** The first lines of a long list, and the others folded away. @param {HTMLElement[]} lines @param {HTMLElement | null} [drawn] where the list stood before */

@@ -1,11 +1,13 @@
 // @ts-check
 import { boxOf, isApart, isIn } from "./room.mjs";
-import { t } from "./words.mjs";
+import { t, titlesOf } from "./words.mjs";
 /** Changes of the open workflow, each of them one step of the page's undo. */
 
-const RULES = "HalfsafeLayerRules";
+export const RULES = "HalfsafeLayerRules";
 const ONE = "HalfsafeAutoPrecision";
 const PLANNERS = [ONE, "HalfsafeComputeDtype"];
+/** The end of a line that *Use this* put into the rules of the one node. */
+export const MEASURED = "  # measured";
 /** The mode of a node that is neither muted nor bypassed. */
 export const RUNS = 0;
 const GAP = 40;
@@ -17,6 +19,11 @@ const BARS = 92;
 const MARGIN = 12;
 /** What the pack's own workflows ask for in their `extra`. */
 const WHOLE = "whole";
+/** What the page notes of a node's pack, as pyproject.toml has it: where the pack is absent, the page offers it by that. */
+export const PACK = { cnr_id: "halfsafe", ver: "1.3.0" };
+/** The widgets of our loaders that name the one file they cannot do without. */
+const FILES = ["model_name", "ckpt_name", "clip_name1", "control_net_name", "vae_name"];
+
 /**
  * Change the open workflow as one step of undo, or not at all: where a change fails midway, what it did is undone.
  * @param {any} app @param {() => void} change
@@ -50,6 +57,37 @@ export function addNode(graph, type, pos) {
   node.pos = pos;
   graph.add(node);
   return node;
+}
+
+/**
+ * Let a node of ours be known where the pack is absent: by the pack's id, and by its English title, which the page leaves out where it is the type's own; it is read again in
+ * the page's language. A loader that is opened without a file's name, as that of the block is, takes the first file of its list.
+ * @param {any} node
+ */
+export function introduce(node) {
+  node.properties = { ...PACK, ...node.properties };
+  after(node, "onSerialize", (saved) => {
+    saved.title ??= titlesOf(node.comfyClass)[0] ?? node.constructor.title;
+  });
+  after(node, "onConfigure", (saved) => {
+    if (titlesOf(node.comfyClass).includes(saved.title)) node.title = node.constructor.title;
+    for (const widget of (node.widgets ?? []).filter((/** @type {any} */ { name, value }) => value === "" && FILES.includes(name))) [widget.value = ""] = widget.options?.values ?? [];
+  });
+}
+
+/** Act each time after the page called a method of a node. @param {any} node @param {string} method @param {(given: any) => void} act */
+function after(node, method, act) {
+  const before = node[method];
+  node[method] = function (/** @type {any[]} */ ...given) {
+    const result = before?.apply(this, given);
+    act(given[0]);
+    return result;
+  };
+}
+
+/** What a node gave in its last run, as the page keeps it. @param {any} app @param {any} node @returns {any} */
+export function outputOf(app, { id, graph }) {
+  return app.nodeOutputs[graph.isRootGraph ? String(id) : `${graph.id}:${id}`];
 }
 
 /** Give a widget a value. @param {any} node @param {string} name @param {any} value */

@@ -2,7 +2,7 @@
 /** *Guard this workflow*, and its way back. */
 import { api } from "../../scripts/api.js";
 import { filesOf, hasPassed, isFromOutside, joined, lead, loadersOf, nodeAt, originOf, outputsOf, readFlow, takesOf, usesOf } from "./flow.mjs";
-import { allNodes, enter, setView, showAmong, undoable, viewNow } from "./graph.mjs";
+import { allNodes, enter, MEASURED, RULES, setView, showAmong, undoable, viewNow } from "./graph.mjs";
 import { placeBetween } from "./room.mjs";
 import { t, together, whyUnchanged } from "./words.mjs";
 
@@ -325,7 +325,16 @@ function takeOut(node) {
     if (!origin) continue;
     for (const id of [...(output.links ?? [])]) leadPast(graph, origin, graph.getLink(id));
   }
+  const slot = node.findInputSlot("rules");
+  const rules = slot < 0 ? null : node.getInputNode(slot);
   graph.remove(node);
+  if (rules && isLeftByUse(rules)) graph.remove(rules);
+}
+
+/** Whether a node holds rules of *Use this* alone, and nothing takes them now. @param {any} node */
+function isLeftByUse({ comfyClass, widgets, outputs }) {
+  const [preset, rules] = ["preset", "rules"].map((wanted) => widgets?.find((/** @type {any} */ { name }) => name === wanted)?.value);
+  return comfyClass === RULES && preset === "none" && rules.split("\n").filter(Boolean).every((/** @type {string} */ line) => line.endsWith(MEASURED)) && !outputs.some((/** @type {any} */ { links }) => links?.length);
 }
 
 /** @param {any} graph @param {Origin} origin @param {any} link that began at a guard */

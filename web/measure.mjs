@@ -1,16 +1,18 @@
 // @ts-check
 /** *Measure my card*, its way back, and *Use this*, also of what the one node offers. */
+import { api } from "../../scripts/api.js";
 import { fileOf, lead, loadersOf, originOf, outputsOf, readFlow, samplingsOf, takesOf, typeOf, usesOf, wayOf } from "./flow.mjs";
-import { allNodes, link, putRules, RUNS, setWidget, showAmong, showNodes, undoable } from "./graph.mjs";
+import { allNodes, link, MEASURED, outputOf, putRules, RUNS, setWidget, showAmong, showNodes, undoable } from "./graph.mjs";
 import { PUT_IN, titled, whereText } from "./guard.mjs";
-import { canBeHalved, inOneStep, loadInstead } from "./memory.mjs";
+import { bytesIn, canBeHalved, inOneStep, isHalved, loadInstead } from "./memory.mjs";
+import { resultIn } from "./result.mjs";
 import { placeBetween } from "./room.mjs";
-import { t, together, whyUnchanged } from "./words.mjs";
+import { sizeText, t, together, whyUnchanged } from "./words.mjs";
 
 const MEASURE = "HalfsafeMeasurePrecisions";
 const BY_MEASURE = "measure";
 /** The size at which the chart of Measure Precisions is read. */
-const CHART = [520, 300];
+const CHART = [560, 400];
 const GAP = 40;
 const OURS = ["HalfsafeLoadDiffusionModel", "HalfsafeLoadCheckpoint"];
 const COMPUTE_DTYPE = "HalfsafeComputeDtype";
@@ -18,8 +20,14 @@ const ONE = "HalfsafeAutoPrecision";
 const LAYER_RULES = "HalfsafeLayerRules";
 /** The goals of the one node that compute as loaders do with compute `auto`. */
 const AS_AUTO = ["balanced", "memory"];
-/** The end of a line that *Use this* put into the rules of the one node. */
-const MEASURED = "  # measured";
+/** The one node's `storage` where it quantizes nothing. */
+const AS_LOADED = "as loaded";
+/** Values of ComfyUI's `weight_dtype` -> the storage of ours that takes as much. @type {Record<string, string>} */
+const CAST_TO = { fp8_e4m3fn: "fp8_e4m3fn", fp8_e4m3fn_fast: "fp8_e4m3fn", fp8_e5m2: "fp8_e5m2" };
+/** Storages of fewer than 16 bits, as a loader's badge has them. */
+const QUANTIZED = /^(fp8_e4m3fn|fp8_e5m2|int8|w6a8|w4a8|nvfp4|mxfp8)$/;
+/** How much more a setting may take than is taken now before that is said. */
+const MORE = 1.03;
 const MADE = ["LATENT", "IMAGE", "VIDEO", "AUDIO"];
 
 /**
@@ -28,8 +36,8 @@ const MADE = ["LATENT", "IMAGE", "VIDEO", "AUDIO"];
  * @typedef {import("./flow.mjs").Take} Take
  * @typedef {import("./flow.mjs").Sampling} Sampling
  * @typedef {{storage: string, compute: string, rules: string}} Use options of a loader, and settings of a rule that computes so; the one node offers a storage alone
- * @typedef {{text: string, choices: {name: string, act: () => Promise<Told>}[]}} Question
- * @typedef {string | Question} Told
+ * @typedef {import("./result.mjs").Card} Card
+ * @typedef {import("./result.mjs").Told} Told
  */
 
 /** Whether *Take Measure out* takes a node out. @param {any} node */
@@ -99,10 +107,10 @@ function nameOf(flow, { from }) {
   return loadersOf(flow, from, "MODEL").map((id) => fileOf(flow, id) || flow.get(id)?.title).join(" + ");
 }
 
-/** @param {any} app @param {string[]} models @returns {Question} */
+/** @param {any} app @param {string[]} models @returns {Card} */
 function questionOf(app, models) {
   const choices = models.map((name) => ({ name, act: () => measureWorkflow(app, name) }));
-  return { text: t("{count} models are sampled here. Which one should be measured?", { count: models.length }), choices };
+  return { headline: t("{count} models are sampled here. Which one should be measured?", { count: models.length }), choices };
 }
 
 /** @param {any} app @param {Sampling} sampling @param {string} name of the model, where there are several */
@@ -161,9 +169,10 @@ export async function unmeasureWorkflow(app) {
 
 /**
  * Put what was measured best into the workflow, in one step of undo: onto the loaders of that file and what plans its arithmetic anew; Measure goes. What the one node offers is set on it.
- * @param {any} app @param {any} measure the node of the result @param {Use} use @returns {Promise<string>} what was done, in words
+ * What would take more than the workflow takes now is asked first.
+ * @param {any} app @param {any} measure the node of the result @param {Use} use @param {boolean} [sure] that it may take more @returns {Promise<Told>} what was done, in words
  */
-export async function useMeasured(app, measure, use) {
+export async function useMeasured(app, measure, use, sure = false) {
   try {
     if (measure.comfyClass === ONE) return await storeIn(app, measure, use);
     const flow = await readFlow(app);
@@ -171,14 +180,71 @@ export async function useMeasured(app, measure, use) {
     const model = step && takesOf(step).find(({ name }) => name === "model");
     if (!model) return t("Nothing was changed: {why}", { why: t("Measure Precisions is given no model that runs.") });
     const uses = usesOfItsFile(flow, model);
-    const loaders = nodesOf(uses.flatMap((take) => loadersOf(flow, take.from, "MODEL")), flow);
+    const ids = [...new Set(uses.flatMap((take) => loadersOf(flow, take.from, "MODEL")))];
+    const loaders = nodesOf(ids, flow);
     const other = loaders.find((node) => !isOurs(node) && !canBeHalved(node));
     if (other) return t("Nothing was changed: {why}", { why: t("{loader} cannot be replaced. A loader of Halfsafe's takes storage {storage}, Compute Dtype behind it compute {compute}.", { loader: other.title, ...use }) });
-    const planners = nodesOf(uses.flatMap((take) => wayOf(flow, take.from, "MODEL").map(({ id }) => id)), flow).filter(({ comfyClass }) => [COMPUTE_DTYPE, ONE].includes(comfyClass));
-    return await putInto(app, loaders, planners, use, isMeasure(measure));
+    const ways = uses.map((take) => nodesOf(wayOf(flow, take.from, "MODEL").map(({ id }) => id), flow));
+    const planners = [...new Set(ways.flat())].filter(({ comfyClass }) => [COMPUTE_DTYPE, ONE].includes(comfyClass));
+    const quantizing = planners.find((node) => isQuantizing(node) && ways.every((way) => way.includes(node)));
+    const steps = ids.flatMap((id) => flow.get(id) ?? []).filter(({ node }) => node);
+    const question = sure ? null : await whatIsLost(app, measure, use, steps, quantizing);
+    if (question) return question;
+    return await putInto(app, quantizing && offers(quantizing, use.storage) ? [quantizing] : loaders, planners, use, isMeasure(measure));
   } catch (error) {
     return whyUnchanged(error);
   }
+}
+
+/** Whether a node is the one node, set to quantize the model that it is given. @param {any} node */
+function isQuantizing(node) {
+  return node.comfyClass === ONE && (valueOf(node, "storage") ?? AS_LOADED) !== AS_LOADED;
+}
+
+/** @param {any} node @param {string} storage */
+function offers({ widgets }, storage) {
+  return widgets.find((/** @type {any} */ { name }) => name === "storage").options.values.includes(storage);
+}
+
+/** @param {any} node @param {string} name of a widget @returns {any} */
+function valueOf({ widgets = [] }, name) {
+  return widgets.find((/** @type {any} */ one) => one.name === name)?.value;
+}
+
+/**
+ * The question whether a setting may take more than the workflow takes now: memory was saved because it had run out. Null where it takes no more.
+ * @param {any} app @param {any} measure @param {Use} use @param {Step[]} steps of the loaders @param {any} quantizing the one node that quantizes behind them @returns {Promise<Card | null>}
+ */
+async function whatIsLost(app, measure, use, steps, quantizing) {
+  const now = steps.map(({ node }) => (quantizing ? valueOf(quantizing, "storage") : storageNow(app, node)));
+  if (now.every((storage) => !QUANTIZED.test(storage) || storage === use.storage)) return null;
+  const sizes = await bytesIn(api, steps, [...new Set([...now, use.storage])]);
+  const [before, after] = [0, 0].map((_, of) => sizes.reduce((sum, size, place) => sum + (size[of ? use.storage : now[place]] ?? 0), 0));
+  if (after <= MORE * before) return null;
+  const isUndone = Boolean(quantizing) || steps.some(({ node }) => isHalved(node));
+  const takes = { after: sizeText(after), before: sizeText(before) };
+  const smallest = smallestOf(app, measure);
+  const act = (/** @type {Use} */ one) => () => useMeasured(app, measure, one, true);
+  return {
+    headline: t("This takes {after} instead of {before}.", takes),
+    line: isUndone ? t("The halving would be undone.") : t("It was set to storage {storage}.", { storage: now.find((storage) => QUANTIZED.test(storage)) }),
+    tone: "warn",
+    choices: [...(smallest && smallest.storage !== use.storage ? [{ name: t("Smallest: {storage}", smallest), act: act(smallest) }] : []), { name: t("Use it all the same"), act: act(use) }],
+  };
+}
+
+/** The storage that a loader has: as it is set, or as it chose at its last run. @param {any} app @param {any} node @returns {string} */
+function storageNow(app, node) {
+  if (!isOurs(node)) return CAST_TO[valueOf(node, "weight_dtype")] ?? "as_file";
+  const storage = valueOf(node, "storage");
+  const [held = ""] = outputOf(app, node)?.halfsafe_badge ?? [];
+  const [stored] = held.split(" \u00b7 ");
+  return storage === "auto" ? stored.split(" + ").find((/** @type {string} */ word) => QUANTIZED.test(word)) ?? storage : storage;
+}
+
+/** The smallest setting that was measured; null where none is. @param {any} app @param {any} measure @returns {Use | null} */
+function smallestOf(app, measure) {
+  return resultIn(outputOf(app, measure))?.best?.find(({ goals }) => goals.includes("memory"))?.use ?? null;
 }
 
 /** Let the one node quantize the model that it is given. @param {any} app @param {any} node @param {Use} use */
@@ -210,25 +276,27 @@ function nodesOf(ids, flow) {
   return [...new Set(ids.map((id) => flow.get(id)?.node).filter(Boolean))];
 }
 
-/** @param {any} app @param {any[]} loaders @param {any[]} planners @param {Use} use @param {boolean} isPutIn whether Measure was put in by the button */
+/** @param {any} app @param {any[]} loaders or the one node, where that quantizes @param {any[]} planners @param {Use} use @param {boolean} isPutIn whether Measure was put in by the button */
 async function putInto(app, loaders, planners, use, isPutIn) {
-  const [ours, others] = [loaders.filter(isOurs), loaders.filter((node) => !isOurs(node))];
+  const [ours, others] = [loaders.filter((node) => !canBeHalved(node)), loaders.filter(canBeHalved)];
   const { storage, compute } = use;
-  for (const node of ours) refuseLinked(node, ["storage", "compute"]);
+  const values = (/** @type {any} */ node) => (isOurs(node) ? { storage, compute } : { storage });
+  for (const node of ours) refuseLinked(node, Object.keys(values(node)));
   const names = loaders.map(({ title }) => title).join(", ");
   const wasRuled = ours.some((node) => node.inputs.some((/** @type {any} */ { name, link: id }) => name === "rules" && id != null && node.getInputNode(node.findInputSlot(name))?.comfyClass !== MEASURE));
   /** @type {string[]} */
   let planned = [];
   await inOneStep(app, () => {
-    for (const node of ours) setValues(node, { storage, compute });
-    planned = planners.map((node) => planAs(node, use));
+    for (const node of ours) setValues(node, values(node));
+    planned = planners.map((node) => planAs(node, use, loaders.includes(node)));
     if (isPutIn) for (const node of allNodes(app).filter(isMeasure)) node.graph.remove(node);
   }, (places) => {
     for (const place of places.filter(({ live }) => others.includes(live))) loadInstead(place, { storage, compute });
   });
   const removed = isPutIn ? t("Measure Precisions was removed.") : "";
-  const ruled = wasRuled ? t("Its rules stay: they were not measured.") : "";
-  return together([t("{names} is set to storage {storage}, compute {compute}.", { names, storage, compute }), ...planned, ruled, removed, t("Ctrl+Z undoes this.")]);
+  const ruled = wasRuled && ours.some(isOurs) ? t("Its rules stay: they were not measured.") : "";
+  const set = ours.length && !ours.some(isOurs) ? t("{name} is set to storage {storage}: run the workflow.", { name: names, storage }) : t("{names} is set to storage {storage}, compute {compute}.", { names, storage, compute });
+  return together([set, ...planned, ruled, removed, t("Ctrl+Z undoes this.")]);
 }
 
 /** @param {any} node @param {Record<string, string>} values */
@@ -242,19 +310,25 @@ function refuseLinked(node, names) {
   if (linked) throw new Error(`${node.title}: ${t("its {name} is linked", { name: linked.name })}`);
 }
 
-/** Let a node that plans the arithmetic anew compute as measured. @param {any} node @param {Use} use @returns {string} what it is set to */
-function planAs(node, { compute, rules }) {
+/** Let a node that plans the arithmetic anew compute as measured. @param {any} node @param {Use} use @param {boolean} stores whether it holds the storage too @returns {string} what it is set to */
+function planAs(node, { compute, rules }, stores) {
   if (node.comfyClass === COMPUTE_DTYPE) {
     refuseLinked(node, ["compute"]);
     setWidget(node, "compute", compute);
     return t("{name} is set to compute {compute}.", { name: node.title, compute });
   }
   refuseLinked(node, ["goal"]);
-  const goal = node.widgets.find((/** @type {any} */ { name }) => name === "goal").value;
+  const isFreed = !stores && isQuantizing(node);
+  if (isFreed) {
+    refuseLinked(node, ["storage"]);
+    setWidget(node, "storage", AS_LOADED);
+  }
+  const goal = valueOf(node, "goal");
   if (!AS_AUTO.includes(goal)) setWidget(node, "goal", "balanced");
   const holder = node.getInputNode(node.findInputSlot("rules"));
   if (holder && holder.comfyClass !== LAYER_RULES) refuseLinked(node, ["rules"]);
   const withoutOurs = (/** @type {string} */ text) => text.split("\n").filter((line) => !line.endsWith(MEASURED));
   if (rules || holder) putRules(node, (before) => [...withoutOurs(before), ...(rules ? [`* ${rules}${MEASURED}`] : [])].join("\n").trim());
-  return rules ? t("{name} has a rule for it: {rules}.", { name: node.title, rules }) : AS_AUTO.includes(goal) ? "" : t("{name} is set to goal {goal}.", { name: node.title, goal: "balanced" });
+  const planned = rules ? t("{name} has a rule for it: {rules}.", { name: node.title, rules }) : AS_AUTO.includes(goal) ? "" : t("{name} is set to goal {goal}.", { name: node.title, goal: "balanced" });
+  return together([isFreed ? t("{name} is set to storage {storage}.", { name: node.title, storage: AS_LOADED }) : "", planned]);
 }

@@ -1,8 +1,8 @@
 // @ts-check
 import { loadersOf, readFlow, samplingsOf } from "./flow.mjs";
-import { allNodes } from "./graph.mjs";
+import { allNodes, PACK, setWidget, undoable } from "./graph.mjs";
 import { HIGHER } from "./room.mjs";
-import { answerIn, said, t, together, whyUnchanged } from "./words.mjs";
+import { answerIn, said, sizeText, t, whyUnchanged } from "./words.mjs";
 /** *Halve the memory*: ComfyUI's loaders become the pack's in their places, and back. The workflow is changed as saved, then opened as an undone one is. */
 
 /**
@@ -11,12 +11,14 @@ import { answerIn, said, t, together, whyUnchanged } from "./words.mjs";
  *   our node, the folder of its files, our names by ComfyUI's for the inputs that stay, what the others of ComfyUI's have to be, and what ours are given
  * @typedef {{graph: any, node: any, live: any}} Place a node as saved, the saved graph that it is in, and the node of the page
  * @typedef {Place & {key: string, given: Record<string, any>[]}} Loader with what it is known by, and what it would be given, once for each place of its subgraph
- * @typedef {{storage: string, size: string, needs: string}} Fewer a storage of fewer bits, its bytes, and the ComfyUI that runs it, empty where this one does
- * @typedef {{reason: string, missing?: string[], storage?: string, clip_storage?: string, size?: string, left?: Fewer[], activations?: string[]}} Answer
- *   why a loader stays, and what it would be loaded in; its bytes, what is left for a model in 8 bits, and ComfyUI's estimate for its activations and half of them
- * @typedef {{storage: string, clip_storage: string, why: string, reserved: string, slow: string, errors: Record<string, string>, of: Map<string, Answer>}} Advice
- *   what the server says of the device, and of each loader by its key
- * @typedef {import("./measure.mjs").Told} Told
+ * @typedef {{storage: string, bytes: number, needs: string}} Fewer a storage of fewer bits, its bytes, and the ComfyUI that runs it, empty where this one does
+ * @typedef {Record<string, number>} Size width, height, length and batch_size
+ * @typedef {{name: string, changes: Size, key: string, size: Size}} Smaller a size that takes less, what it is called, and the values of the node that sets it, by its key
+ * @typedef {{reason: string, missing?: string[], storage?: string, clip_storage?: string, bytes?: number, sizes?: Record<string, number>, left?: Fewer[], activations?: number[]}} Answer
+ *   why a loader stays, and what it would be loaded in; its bytes, those by storage, what is left for a model in 8 bits, and what ComfyUI estimates for its activations at its size and smaller ones
+ * @typedef {{storage: string, clip_storage: string, why: string, reserved: string, slow: string, told: string, errors: Record<string, string>, of: Map<string, Answer>, smaller: Map<string, Smaller[]>}} Advice
+ *   what the server says of the device, and of each loader by its key; the smaller sizes it was asked of
+ * @typedef {import("./result.mjs").Told} Told
  */
 const ENCODER = { ours: "HalfsafeLoadCLIP", folder: "text_encoders", add: {} };
 const FOUR = { clip_name1: "clip_name1", clip_name2: "clip_name2", clip_name3: "clip_name3", clip_name4: "clip_name4" };
@@ -33,7 +35,7 @@ const EXCHANGES = {
   QuadrupleCLIPLoader: { ...ENCODER, names: FOUR, plain: {}, add: { type: "stable_diffusion" } },
 };
 /** Other loaders of ComfyUI's -> the folder of their files. @type {Record<string, string>} */
-const OTHERS = { VAELoader: "vae", LoraLoader: "loras", LoraLoaderModelOnly: "loras", CLIPVisionLoader: "clip_vision" };
+const OTHERS = { VAELoader: "vae", HalfsafeLoadVAE: "vae", LoraLoader: "loras", LoraLoaderModelOnly: "loras", CLIPVisionLoader: "clip_vision" };
 /** The property of our node that says what it was. */
 const BEFORE = "halfsafe_before";
 /** What is left free below a loader that grew, in pixels. */
@@ -45,6 +47,12 @@ const OF_THE_PACK = ["cnr_id", "aux_id", "ver", "Node name for S&R"];
 /** ComfyUI's values of `weight_dtype` that hold weights in 8 bits. */
 const IN_8_BITS = /^fp8/;
 const STEPS = { width: null, height: null, length: 1, batch_size: 1 };
+
+/** The folder of the files that a loader reads, ComfyUI's or ours; "" for other nodes. @param {any} node @returns {string} */
+export function folderOf({ comfyClass }) {
+  const exchange = EXCHANGES[comfyClass] ?? Object.values(EXCHANGES).find(({ ours }) => ours === comfyClass);
+  return exchange?.folder ?? OTHERS[comfyClass] ?? "";
+}
 
 /** Whether a node is one of ComfyUI's loaders that can be exchanged. @param {any} node */
 export function canBeHalved({ comfyClass }) {
@@ -58,7 +66,7 @@ export function isHalved({ properties }) {
 
 /** Why the file of one of ComfyUI's loaders cannot be read, in English; empty where it can. @param {any} api @param {any} node that failed @returns {Promise<string>} */
 export async function whyUnread(api, { comfyClass, inputs, widgets = [] }) {
-  const folder = EXCHANGES[comfyClass]?.folder ?? OTHERS[comfyClass];
+  const folder = folderOf({ comfyClass });
   const isLinked = (/** @type {string} */ widget) => inputs.some((/** @type {any} */ { name, link }) => name === widget && link != null);
   const names = widgets.filter((/** @type {any} */ { name }) => name.includes("_name") && !isLinked(name)).map((/** @type {any} */ { value }) => value);
   if (!folder || !names.length) return "";
@@ -100,10 +108,20 @@ async function halve(app, api, only) {
   await exchangeAll(app, chosen, (loader) => valuesFor(loader, advice));
   const missing = [...new Set(loaders.flatMap((loader) => answerFor(loader, advice).missing ?? []))];
   const leftOut = loaders.filter((loader) => !chosen.includes(loader)).map((loader) => `${loader.live.title} (${said(reasons.get(loader) ?? "")})`);
-  const stuck = loaders.filter((loader) => reasons.get(loader) && answerFor(loader, advice).left?.length);
-  const text = together([toldOf(chosen.length), missingText(missing), leftOutText([...new Set(leftOut)]), ...new Set(stuck.map((loader) => fewerText(loader, advice))), ...(stuck.length ? otherwise(stuck, advice) : [])]);
-  const choices = choicesFor(app, stuck, advice);
-  return choices.length ? { text, choices } : text;
+  const stuck = loaders.filter((loader) => reasons.get(loader) && isIn8Bits(answerFor(loader, advice)));
+  const speed = chosen.length && advice.told ? said(advice.told) : "";
+  const measuring = speed ? [{ name: t("Measure my card"), act: async () => (await import("./measure.mjs")).measureWorkflow(app) }] : [];
+  return {
+    headline: chosen.length || !stuck.length ? toldOf(chosen.length) : t("Already in 8 bits"),
+    line: missing.length ? missingText(missing) : stuck.length ? updateText(stuck, advice) : speed ? t("int8 is faster on cards like this one.") : "",
+    choices: [...choicesFor(app, stuck, advice), ...measuring],
+    why: [speed, ...missing.length ? [t("What a missing file will take is not known yet: files in 8 bits already save nothing.")] : [], leftOutText([...new Set(leftOut)]), ...new Set(stuck.map((loader) => fewerText(loader, advice))), ...(stuck.length ? otherwise(stuck, advice) : [])].filter(Boolean),
+  };
+}
+
+/** Whether a loader stays because its model is in few bits: something is left for it, or for what it computes. @param {Answer} answer */
+function isIn8Bits({ left = [], activations = [] }) {
+  return left.length > 0 || activations.length > 0;
 }
 
 /** Exchange loaders for ours in one step of undo. @param {any} app @param {Loader[]} loaders @param {(loader: Loader) => Record<string, any>} values */
@@ -122,11 +140,56 @@ export function loadInstead(place, values) {
   makeRoom(place);
 }
 
-/** Store models that are in 8 bits already in fewer. @param {any} app @param {Loader[]} stuck @param {Advice} advice */
+/** What takes less memory and can be pressed: fewer bits for models that are in 8 bits already, where this ComfyUI runs them, and smaller sizes. @param {any} app @param {Loader[]} stuck @param {Advice} advice */
 function choicesFor(app, stuck, advice) {
   const left = stuck.flatMap((loader) => answerFor(loader, advice).left ?? []).filter(({ needs }) => !needs);
   const keys = stuck.map(({ key }) => key);
-  return [...new Set(left.map(({ storage }) => storage))].map((storage) => ({ name: storage, act: () => orUnchanged(() => storeInFewer(app, keys, storage)) }));
+  const bits = [...new Set(left.map(({ storage }) => storage))].map((storage) => ({ name: t("{bits} bits ({storage}): {size}", { bits: bitsOf(storage), storage, size: changeText(storage, stuck, advice) }), act: () => orUnchanged(() => storeInFewer(app, keys, storage)) }));
+  const sizes = largest(stuck, advice).map(({ smaller, saved }) => ({ name: `${smaller.name}: -${sizeText(saved)}`, act: () => orUnchanged(() => makeSmaller(app, smaller)) }));
+  return [...bits, ...sizes];
+}
+
+/** What all models that would be stored in fewer bits take then, and by what share that is less: "3.0 MiB (-9 %)". @param {string} storage @param {Loader[]} stuck @param {Advice} advice */
+function changeText(storage, stuck, advice) {
+  const answers = stuck.map((loader) => answerFor(loader, advice)).filter(({ left = [] }) => left.some((one) => one.storage === storage));
+  const before = answers.reduce((sum, { bytes = 0 }) => sum + bytes, 0);
+  const after = answers.reduce((sum, { left = [] }) => sum + (left.find((one) => one.storage === storage)?.bytes ?? 0), 0);
+  return `${sizeText(after)} (-${Math.round(100 * (1 - after / before))} %)`;
+}
+
+/** Which ComfyUI stores models in the fewest bits, where this one does not. @param {Loader[]} stuck @param {Advice} advice */
+function updateText(stuck, advice) {
+  const later = stuck.flatMap((loader) => answerFor(loader, advice).left ?? []).filter(({ needs }) => needs);
+  const [fewest] = later.sort((a, b) => a.bytes - b.bytes);
+  return fewest ? t("Update ComfyUI to {needs} for {bits} bits ({storage}): {size}.", { ...fewest, bits: bitsOf(fewest.storage), size: changeText(fewest.storage, stuck, advice) }) : "";
+}
+
+/** The bits of a value in a storage, as its name has them: 4 of w4a8 and nvfp4. @param {string} storage */
+function bitsOf(storage) {
+  return /\d/.exec(storage)?.[0] ?? "";
+}
+
+/** The smaller sizes of the model whose activations take most, with what each saves. @param {Loader[]} stuck @param {Advice} advice */
+function largest(stuck, advice) {
+  const [most] = stuck.filter((loader) => answerFor(loader, advice).activations?.length).sort((a, b) => activationsOf(b, advice)[0] - activationsOf(a, advice)[0]);
+  if (!most) return [];
+  const [now, ...less] = activationsOf(most, advice);
+  return (advice.smaller.get(most.key) ?? []).map((smaller, place) => ({ smaller, saved: now - less[place] })).filter(({ saved }) => saved > 0);
+}
+
+/** @param {Loader} loader @param {Advice} advice @returns {number[]} */
+function activationsOf(loader, advice) {
+  return answerFor(loader, advice).activations ?? [];
+}
+
+/** Let the node that sets the size make a smaller one. @param {any} app @param {Smaller} smaller */
+async function makeSmaller(app, { key, changes, name }) {
+  const node = allNodes(app).find((one) => keyOf(one) === key);
+  if (!node) return t("The node that sets the size is gone.");
+  await undoable(app, () => {
+    for (const [widget, value] of Object.entries(changes)) setWidget(node, widget, value);
+  });
+  return t("{title} is set to {size}. Ctrl+Z undoes this.", { title: node.title, size: name });
 }
 
 /** @param {any} app @param {string[]} keys of the loaders @param {string} storage */
@@ -139,7 +202,7 @@ async function storeInFewer(app, keys, storage) {
 
 /** @param {string[]} names of files */
 function missingText(names) {
-  return names.length ? t("Missing: {names}. What they will take is not known yet: files in 8 bits already save nothing.", { names: names.join(", ") }) : "";
+  return t("Missing: {names}.", { names: names.join(", ") });
 }
 
 /** @param {string[]} leftOut */
@@ -149,9 +212,9 @@ function leftOutText(leftOut) {
 
 /** What a model that is in 8 bits already would take in fewer. @param {Loader} loader @param {Advice} advice */
 function fewerText(loader, advice) {
-  const { left = [], size = "" } = answerFor(loader, advice);
-  const sizes = left.map(({ storage, size: bytes, needs }) => (needs ? t("{storage} {bytes} (from ComfyUI {needs} on)", { storage, bytes, needs }) : `${storage} ${bytes}`));
-  return t("Fewer bits for {name}, {size} now: {sizes}.", { name: titleOf(loader), size, sizes: sizes.join(", ") });
+  const { left = [], bytes: now = 0 } = answerFor(loader, advice);
+  const sizes = left.map(({ storage, bytes, needs }) => (needs ? t("{storage} {bytes} (from ComfyUI {needs} on)", { storage, bytes: sizeText(bytes), needs }) : `${storage} ${sizeText(bytes)}`));
+  return left.length ? t("Fewer bits for {name}, {size} now: {sizes}.", { name: titleOf(loader), size: sizeText(now), sizes: sizes.join(", ") }) : "";
 }
 
 /** What a loader is called, with its files: those of a template have one title. @param {Loader} loader */
@@ -170,16 +233,16 @@ function otherwise(stuck, advice) {
   const answers = stuck.map((loader) => answerFor(loader, advice));
   const { w6a8 = "", w4a8 = "", int8 = "" } = advice.errors;
   const canRun = answers.some(({ left = [] }) => left.some(({ needs }) => !needs));
-  const [largest] = answers.flatMap(({ activations = [] }) => (activations.length ? [activations] : []));
+  const most = Math.max(...answers.map(({ activations = [0] }) => activations[0]));
   return [
     canRun ? t("A layer's error is about {w6a8} in w6a8 and {w4a8} in w4a8, {int8} in int8.", { w6a8, w4a8, int8 }) : "",
     canRun && advice.slow ? t("They are no faster here: {why}", { why: said(advice.slow) }) : "",
-    largest ? t("For values between layers ComfyUI estimates {size} at this size: half of the pixels or of the frames takes {half}.", { size: largest[0], half: largest[1] }) : "",
+    most ? t("For values between layers ComfyUI estimates {size} at this size: half of the pixels or of the frames takes {half}.", { size: sizeText(most), half: sizeText(most / 2) }) : "",
     advice.reserved ? t("--reserve-vram keeps {size} of the GPU free: a smaller value leaves more for the model.", { size: advice.reserved }) : "",
   ];
 }
 
-/** @param {any} app @param {any} only @returns {Promise<string>} */
+/** @param {any} app @param {any} only @returns {Promise<Told>} */
 async function putBack(app, only) {
   /** @type {string[]} */
   const leftOut = [];
@@ -203,12 +266,12 @@ async function putBack(app, only) {
     return count > 0;
   });
   const done = count === 1 ? t("ComfyUI's loader was restored.") : t("{count} of ComfyUI's loaders were restored.", { count });
-  return together([done, leftOutText(leftOut)]);
+  return { headline: done, why: [leftOutText(leftOut)].filter(Boolean) };
 }
 
 /** What a loader is known by, also once the page has made its node anew. @param {any} live */
 function keyOf(live) {
-  return `${live.graph.id} ${live.id}`;
+  return `${live.graph.isRootGraph ? "" : live.graph.id} ${live.id}`; // a new graph gets an id when it is opened anew
 }
 
 /** The workflow as the page would save it. @param {any} app */
@@ -253,25 +316,91 @@ function isAt({ graph, node }, path, workflow) {
 /** Ask the server in which storage this device's loaders halve memory, and which of them it would not. @param {any} app @param {any} api @param {Loader[]} loaders @returns {Promise<Advice>} */
 async function advise(app, api, loaders) {
   const sizes = await sizesOf(app);
+  const smaller = new Map(loaders.map(({ key, live }) => [key, smallerThan(sizes.get(live))]));
   const asked = loaders.map((loader) => {
-    const { live } = loader;
-    return { folder: EXCHANGES[live.comfyClass].folder, names: filesOf(loader), in_8_bits: IN_8_BITS.test(valuesOf(live).weight_dtype), size: sizes.get(live) ?? null };
+    const { live, key } = loader;
+    const size = sizes.get(live)?.size ?? null;
+    return { folder: EXCHANGES[live.comfyClass].folder, names: filesOf(loader), in_8_bits: IN_8_BITS.test(valuesOf(live).weight_dtype), size, smaller: (smaller.get(key) ?? []).map((one) => one.size) };
   });
-  const answer = await answerIn(await api.fetchApi("/halfsafe/halving", { method: "POST", body: JSON.stringify(asked) }));
-  return { ...answer, of: new Map(loaders.map(({ key }, place) => [key, answer.loaders[place]])) };
+  const answer = await answersOf(api, asked);
+  return { ...answer, smaller, of: new Map(loaders.map(({ key }, place) => [key, answer.loaders[place]])) };
 }
 
-/** The size at which the model of each loader is sampled, where a node says it in numbers. @param {any} app @returns {Promise<Map<any, Record<string, number>>>} by loader */
+/** What the server answers of loaders. @param {any} api @param {object[]} loaders @returns {Promise<any>} */
+async function answersOf(api, loaders) {
+  return answerIn(await api.fetchApi("/halfsafe/halving", { method: "POST", body: JSON.stringify(loaders) }));
+}
+
+/** The bytes of what loaders read, ComfyUI's or ours, in storages. @param {any} api @param {import("./flow.mjs").Step[]} steps @param {string[]} storages @returns {Promise<Record<string, number>[]>} by loader and storage; empty where a file cannot be read */
+export async function bytesIn(api, steps, storages) {
+  const byOurs = Object.fromEntries(Object.values(EXCHANGES).map((one) => [one.ours, one]));
+  const asked = steps.map(({ type, given }) => {
+    const { folder, names } = EXCHANGES[type] ?? byOurs[type];
+    const inputs = type in EXCHANGES ? Object.keys(names) : Object.values(names);
+    return { folder, names: inputs.filter((name) => name.includes("_name")).map((name) => given[name]), size: null, storages };
+  });
+  return (await answersOf(api, asked)).loaders.map(({ sizes = {} }) => sizes);
+}
+
+/** The size at which the model of each loader is sampled, where a node says it in numbers, and that node. @param {any} app @returns {Promise<Map<any, {size: Size, step: import("./flow.mjs").Step}>>} by loader */
 async function sizesOf(app) {
   const flow = await readFlow(app);
   const sizes = new Map();
   for (const { model, latent_image: latent } of [...flow.values()].flatMap((step) => samplingsOf(flow, step))) {
-    const given = flow.get(latent.from)?.given ?? {};
+    const step = flow.get(latent.from);
+    const given = step?.given ?? {};
     const size = Object.fromEntries(Object.entries(STEPS).map(([name, otherwise]) => [name, given[name] ?? otherwise]));
     if (!Object.values(size).every((value) => typeof value === "number")) continue;
-    for (const id of loadersOf(flow, model.from, "MODEL")) sizes.set(flow.get(id)?.node, size);
+    for (const id of loadersOf(flow, model.from, "MODEL")) sizes.set(flow.get(id)?.node, { size, step });
   }
   return sizes;
+}
+
+/** The sizes that take about half: fewer frames, fewer images, fewer pixels, where a widget on the page sets that. @param {{size: Size, step: import("./flow.mjs").Step} | undefined} sampled @returns {Smaller[]} */
+function smallerThan(sampled) {
+  if (!sampled) return [];
+  const { size, step } = sampled;
+  const widgets = Object.fromEntries(Object.keys(STEPS).map((name) => [name, settingOf(step, name)]));
+  const at = (/** @type {string} */ name, /** @type {number} */ share) => onGrid(widgets[name]?.widget, size[name] * share);
+  const [width, height] = ["width", "height"].map((name) => at(name, Math.SQRT1_2));
+  const wanted = [
+    size.length > 1 ? { name: t("{count} frames", { count: at("length", 0.5) }), changes: { length: at("length", 0.5) } } : null,
+    size.batch_size > 1 ? { name: t("{count} in a batch", { count: at("batch_size", 0.5) }), changes: { batch_size: at("batch_size", 0.5) } } : null,
+    { name: `${width} x ${height}`, changes: { width, height } },
+  ];
+  return wanted.flatMap((one) => {
+    const names = Object.keys(one?.changes ?? {});
+    const [node] = names.map((name) => widgets[name]?.node);
+    const fits = one && node && names.every((name) => widgets[name]?.node === node);
+    const changes = Object.fromEntries(names.map((name) => [widgets[name]?.widget.name ?? name, /** @type {any} */ (one?.changes)[name]]));
+    return fits ? [{ name: one.name, changes, key: keyOf(node), size: { ...size, ...one.changes } }] : [];
+  });
+}
+
+/** The widget that sets an input of a step: its own, or that of the subgraph node on whose face the input is. @param {import("./flow.mjs").Step} step @param {string} name @returns {{node: any, widget: any} | null} */
+function settingOf({ node, hosts }, name) {
+  let [at, slot] = [node, name];
+  for (const host of [null, ...[...hosts].reverse()]) {
+    if (host) [at, slot] = [host, nameOutside(at, slot)];
+    const input = at?.inputs?.find((/** @type {any} */ one) => one.name === slot);
+    if (input?.link == null) {
+      const widget = at?.widgets?.find((/** @type {any} */ one) => one.name === slot);
+      return widget && typeof widget.value === "number" ? { node: at, widget } : null;
+    }
+  }
+  return null;
+}
+
+/** What an input that comes from outside of its subgraph is called there; "" where it comes from a node. @param {any} node @param {string} name @returns {string} */
+function nameOutside({ graph, inputs }, name) {
+  const link = graph.getLink(inputs.find((/** @type {any} */ one) => one.name === name)?.link);
+  return link && link.origin_id === graph.inputNode?.id ? graph.inputNode.slots[link.origin_slot].name : "";
+}
+
+/** The value of a widget nearest to a number, by its steps. @param {any} widget @param {number} wanted */
+function onGrid(widget, wanted) {
+  const { min = 0, step2: step = 1 } = widget?.options ?? {};
+  return Math.max(min, min + step * Math.round((wanted - min) / step));
 }
 
 /** @param {Loader} loader @param {Advice} advice @returns {Answer} */
@@ -310,7 +439,7 @@ function oursFor({ node, live }, more) {
   const { ours, names, add } = EXCHANGES[live.comfyClass];
   const values = { ...add, ...more, ...renamed(valuesOf(live), names) };
   const before = { type: live.comfyClass, title: ownTitle(node, live), size: node.size, properties: node.properties, values: valuesOf(live) };
-  return [ours, names, values, { properties: { ...withoutPack(node.properties), [BEFORE]: before }, title: before.title, size: node.size }];
+  return [ours, names, values, { properties: { ...withoutPack(node.properties), ...PACK, [BEFORE]: before }, title: before.title, size: node.size }];
 }
 
 /** Make a node as saved one of another type, in its place: the same id, position and links. @param {Place} place @param {string} type @param {Names} names of the inputs that stay @param {Record<string, any>} values of its widgets @param {{properties: object, title?: string, size: number[]}} look */

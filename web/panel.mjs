@@ -304,7 +304,7 @@ function remarksOf(report) {
 
 /** @param {import("./report.mjs").Encoder} encoder */
 function encoderLine({ kind, node, verdict, messages, advice, calls = 0 }) {
-  return el("li", {}, `${said(kind)} (${t("node {node}", { node })}) `, verdictPill(verdictOf(verdict, [], calls)), ` ${together([...messages, advice].map(said))}`);
+  return el("li", {}, `${said(kind)} (${t("node {node}", { node })}) `, verdictPill(verdictOf(verdict, [null], calls)), ` ${together([...messages, advice].map(said))}`);
 }
 
 /** @param {string} title @param {HTMLElement[]} items */

@@ -4,7 +4,26 @@ import { el, nameOf } from "./dom.mjs";
 import { ourToast } from "./toasts.mjs";
 import { inTwo, keep, said, t } from "./words.mjs";
 
-/** @typedef {{sentence: string, tone: string, head: string[], rows: string[][], marked: number | null, text: string, toast: boolean, use: import("./measure.mjs").Use | null, copied: string}} Result */
+/**
+ * An answer is seen before it is read. An action returns a `Card` (or a text, which is its headline); a node's output carries a `Result`, of which the sidebar makes a card.
+ * - `headline`: the answer in at most ten words, without a full stop where it is no sentence: "236 → 155 MiB". Large, never bold.
+ * - `line`: one short line below it: what to do. `bar`: bytes before, and what is stored after, drawn as parts of it. `rows`: answers to choose from, each with figures as bars and a button.
+ * - `choices`: buttons below it. `why`: sentences, folded behind *Why*: reasons, lists of files, what to know. Long sentences go here.
+ * @typedef {{name: string, act: () => Promise<Told>}} Choice
+ * @typedef {{before: number, stored: Record<string, number>}} Bar in bytes
+ * @typedef {{text: string, share: number}} Figure `share`: of the longest bar of its column, 0 to 1
+ * @typedef {{name: string, detail: string, figures: Figure[], act: () => Promise<Told>}} Row
+ * @typedef {{headline: string, line?: string, tone?: string, bar?: Bar | null, rows?: Row[], choices?: Choice[], why?: (string | Node)[]}} Card
+ * @typedef {string | Card} Told
+ * @typedef {{goals: string[], name: string, seconds: number, bytes: number, error: number, use: import("./measure.mjs").Use}} Best what was measured best for goals: speed, memory, quality; `error`: a share of 1
+ * @typedef {{sentence: string, tone: string, head: string[], rows: string[][], marked: number | null, text: string, toast: boolean, use: import("./measure.mjs").Use | null, copied: string, sizes?: [number, number] | null, stored?: Record<string, number>, best?: Best[]}} Result
+ *   `sizes`: bytes of the weights before and after; `stored`: those after by storage
+ */
+
+/** A told text as a card. @param {Told} told @returns {Card} */
+export function cardOf(told) {
+  return typeof told === "string" ? { headline: told } : told;
+}
 
 /** What stands in a table where there is no number. */
 const NOTHING = "-";

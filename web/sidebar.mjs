@@ -1,105 +1,140 @@
 // @ts-check
-/** The sidebar tab: what to do, what the last run and its guards said, the reports of this workflow in short, and what ComfyUI does here. */
-import { el, firstOf, paint, verdictOf, verdictPill } from "./dom.mjs";
-import { RUNS } from "./graph.mjs";
-import { adviceLine, headOf } from "./panel.mjs";
-import { culpritOf } from "./run.mjs";
-import { saidIn } from "./toasts.mjs";
-import { following, said, t, together } from "./words.mjs";
+/** The sidebar tab: the answer of the last run, what to do next, and, folded, all that explains it. */
+import { cardsBefore, cardsOf, isLost } from "./cards.mjs";
+import { el, paint, storageBar } from "./dom.mjs";
+import { headOf } from "./panel.mjs";
+import { addressOf } from "./pictures.mjs";
+import { cardOf } from "./result.mjs";
+import { partsOf, said, t, together } from "./words.mjs";
 
 /**
- * @typedef {import("./report.mjs").Report} Report
- * @typedef {import("./run.mjs").Run} Run
- * @typedef {import("./run.mjs").GuardState} GuardState
- * @typedef {{id: string, title: string, report: Report, earlier: boolean}} NamedReport
- * @typedef {() => string | Promise<import("./measure.mjs").Told>} Action what it did, in words, or a question
- * @typedef {{what: string, here: string, switch: string}} Fact what ComfyUI does here, and the switch that changes it
- * @typedef {{titleOf: (id: string) => string, has: (id: string, result: import("./result.mjs").Result) => boolean, use: (id: string, use: import("./measure.mjs").Use) => Promise<string>, goTo: (id: string) => void}} Graph
- * @typedef {{device: string, gains: boolean, here: Fact[], took: string, showMe: Action, guard: Action, unguard: Action | null, measure: Action, unmeasure: Action | null, halve: Action, unhalve: Action | null, redraw: () => void, watching: string, watch: (value: string) => void, tab: object, nodes: any[], refused: import("./run.mjs").Refusal | null, isWaiting: boolean}} Greeting
- *   what this device can do, whether int8 is faster than 16 bits on it, what ComfyUI does here and how long that took, what to do first; the setting that guards every run and what changes it, the open tab and its
- *   workflow's nodes, why what was pressed does not start, and whether it has not started yet
+ * @typedef {import("./page.mjs").Page} Page
+ * @typedef {import("./page.mjs").ActName} ActName
+ * @typedef {import("./cards.mjs").RunCard} RunCard
+ * @typedef {import("./result.mjs").Card} Card
+ * @typedef {import("./result.mjs").Told} Told
  */
-const GUARDS = ["HalfsafeNaNGuard", "HalfsafeGuardVAE", "HalfsafeGuardCLIP", "HalfsafeAutoPrecision"];
-const REPORTING = ["HalfsafeReport", "HalfsafeAutoPrecision"];
-/** A workflow with one of these is there to measure or to make a file: a guard is no part of that. */
-const TOOLS = ["HalfsafeMeasurePrecisions", "HalfsafeAnalyzeLayers", "HalfsafeCalibrate", "HalfsafeSaveModel", "HalfsafeCompareImages"];
-const states = () => ({ running: t("running"), done: t("finished"), failed: t("stopped") });
 
 /** What has the focus, or is given it by a key. */
 const FOCUSABLE = "button, select, summary";
 
+/** The order of actions that do not fit more than others. @type {ActName[]} */
+const ORDER = ["measure", "halve", "guard", "showMe"];
+
 /** The tab's parts stay in the page while it is open: what is read aloud, and what has the focus, is not taken away from under a user. */
 export class Sidebar {
-  /** What the last action did, and in which tab with which nodes that is true; "" once either has changed. @type {import("./measure.mjs").Told} */
+  /** What the last action did, and in which tab with which nodes that is true; "" once either has changed. @type {Told} */
   #told = "";
   #toldOf = "";
+  /** A tab -> its number, by which an answer is known to be of it. @type {WeakMap<object, number>} */
+  #numbers = new WeakMap();
+  #tabs = 0;
 
   constructor() {
-    this.device = el("p", { class: "hs-sentence" });
+    this.device = el("div", { class: "hs-device" });
+    this.run = el("section", { class: "hs-run" });
     this.actions = el("div", { class: "hs-actions" });
-    this.did = el("div", { class: "hs-hint hs-did", role: "status", tabindex: "-1" });
+    this.did = el("div", { class: "hs-did", role: "status", tabindex: "-1" });
     this.watch = el("div");
-    this.run = el("section");
-    this.reports = el("section");
-    this.here = el("section");
-    const parts = [this.device, this.actions, this.did, this.watch, this.run, this.reports, this.here];
-    this.element = el("div", { class: "halfsafe hs-sidebar" }, el("h2", { text: "Halfsafe" }), ...parts);
+    this.folds = el("div");
+    this.element = el("div", { class: "halfsafe hs-sidebar" }, el("h2", { text: "Halfsafe" }), this.device, this.run, this.actions, this.did, this.watch, this.folds);
   }
 
-  /** Say what was done, from the next drawing on. @param {import("./measure.mjs").Told} told */
+  /** Say what was done, from the next drawing on. @param {Told} told */
   tell(told) {
     this.#told = told;
     this.#toldOf = "";
   }
 
-  /** @param {Run | null} run @param {NamedReport[]} reports @param {Greeting} greeting @param {Graph} graph */
-  draw(run, reports, greeting, graph) {
-    const state = run ? el("span", { class: "hs-dim", text: states()[run.state] }) : null;
-    fill(this.device, greeting.device);
-    fill(this.actions, ...actionsOf(this, greeting));
-    fill(this.did, ...this.#answer(greeting));
-    fill(this.watch, watchSwitch(greeting));
-    fill(
-      this.run, el("h3", {}, t("Last run"), " ", state), ...lastRun(this, run, greeting, graph),
-      ...(run?.before ? [el("h3", { text: t("Earlier in this queue") }), ...guardCards(run.before, graph)] : []),
-    );
-    fill(this.reports, el("h3", { text: t("Reports") }), ...(reports.length ? reports.map((entry) => reportCard(entry, graph)) : [hint(whyNoReport(run, greeting))]));
-    fill(this.here, el("h3", { text: t("What ComfyUI does here") }), factsOf(greeting));
+  /** @param {Page} page */
+  draw(page) {
+    if (page.device) paint(this.element, { storages: page.device.storages ?? {}, modes: {} });
+    fill(this.device, ...deviceOf(page));
+    fill(this.run, ...this.#answerOf(page));
+    fill(this.actions, ...this.#actionsOf(page));
+    fill(this.did, ...this.#toldIn(page));
+    fill(this.watch, watchSwitch(page));
+    fill(this.folds, ...foldsOf(page));
   }
 
-  /** What the last action said, with a button for each answer to a question. @param {Greeting} greeting */
-  #answer(greeting) {
-    const now = stateOf(greeting);
+  /** What the last run said: its answer, lines beside it, and why. @param {Page} page */
+  #answerOf(page) {
+    const [answer, ...others] = cardsOf(page), before = cardsBefore(page);
+    const ended = answer?.tone === "bad" ? "" : t("stopped");
+    const state = page.isWaiting ? page.refused ? "" : t("Nothing has begun yet. If ComfyUI refused the run, its own message says why.") : { running: t("running"), failed: ended, done: "" }[page.run?.state ?? "done"];
+    const status = state ? [el("p", { class: "hs-state", text: state })] : [];
+    if (!answer && !before.length) return status;
+    const large = answer ? [this.#card(page, answer, "hs-answer")] : [];
+    const earlier = before.length ? [el("h3", { text: t("Earlier in this queue") }), ...before.map((card) => this.#card(page, card))] : [];
+    const all = [...(answer ? [answer] : []), ...others, ...before];
+    return [...status, el("div", { class: "hs-box" }, ...large, ...others.map((card) => this.#card(page, card)), ...earlier, whyOf(page, all))];
+  }
+
+  /** @param {Page} page @param {RunCard} card @param {string} [size] */
+  #card(page, card, size = "") {
+    const { headline, line, tone, bar, rows = [], pictures, choices = [], when } = card;
+    const head = headline ? el("p", { class: bar ? "hs-headline hs-number" : "hs-headline", "data-tone": tone || null, text: headline }) : null;
+    return el(
+      "article", { class: `hs-card ${size} ${tone === "bad" ? "hs-error" : ""}`.trim() },
+      when ? el("p", { class: "hs-dim", text: when }) : null, head, line ? el("p", { class: "hs-line", text: line }) : null,
+      bar ? storageBar(bar) : null, pictures ? picturesOf(page, pictures) : null, rows.length ? this.#rows(page, rows) : null,
+      ...choices.map(({ name, act }) => this.button(page, act, name)),
+    );
+  }
+
+  /** Answers to choose from, with the figures of each as bars below the same heads. @param {Page} page @param {NonNullable<Card["rows"]>} rows */
+  #rows(page, rows) {
+    const heads = [t("Time"), t("Memory"), t("Error")].map((text) => el("span", { text }));
+    const lines = rows.map(({ name, detail, figures, act }) => el(
+      "div", { class: "hs-choice" }, el("span", { class: "hs-choice-name" }, name, " ", el("span", { class: "hs-dim", text: detail })), this.button(page, act, t("Use this")),
+      el("div", { class: "hs-figs" }, ...figures.map(({ text, share }) => el("span", { class: "hs-fig" }, track(share), text))),
+    ));
+    return el("div", { class: "hs-choices" }, el("div", { class: "hs-figs hs-dim" }, ...heads), ...lines);
+  }
+
+  /** The action that fits, large, and the others as lines. @param {Page} page */
+  #actionsOf(page) {
+    const { acts } = page, words = wordsOf(page);
+    const fits = fitting(page), first = acts[fits].undo ? null : fits; // what is done already is a line, and what is to do is Run
+    const others = ORDER.filter((name) => name !== first);
+    return [...(first ? [first] : []), ...others].map((name) => {
+      const { act, undo } = acts[name], { title, hint, about, back } = words[name];
+      const button = undo ? this.button(page, undo, el("b", { text: back })) : this.button(page, act, el("b", { text: title }), el("span", { text: hint }));
+      button.dataset.act = name;
+      button.classList.add(name === first ? "hs-first" : "hs-other");
+      if (undo) button.classList.add("hs-on");
+      button.title = undo ? "" : about;
+      return button;
+    });
+  }
+
+  /** What the last action said, with a button for each answer to a question. @param {Page} page */
+  #toldIn(page) {
+    const now = this.#stateOf(page);
     this.#toldOf ||= now;
     if (this.#toldOf !== now) this.#told = "";
-    if (typeof this.#told === "string") return [this.#told];
-    const { text, choices } = this.#told;
-    return [text, ...choices.map(({ name, act }) => this.button(greeting, act, name))];
+    const { headline, line = "", why = [], choices = [] } = cardOf(this.#told);
+    return [together([headline, line]), ...choices.map(({ name, act }) => this.button(page, act, name)), ...(why.length ? [el("details", { class: "hs-why" }, el("summary", { text: t("Why") }), ...why.map(paragraph))] : [])];
   }
 
-  /** A button that says what it did, and has the focus as before. @param {Pick<Greeting, "redraw">} greeting @param {Action} act @param {...(Node | string)} children */
-  button({ redraw }, act, ...children) {
+  /** What an answer is true of: the tab, and its nodes. @param {Page} page */
+  #stateOf({ tab, nodes }) {
+    if (!this.#numbers.has(tab)) this.#numbers.set(tab, (this.#tabs += 1));
+    return [this.#numbers.get(tab), ...nodes.map(({ graph, id, type }) => `${graph.id} ${id} ${type}`)].join();
+  }
+
+  /** A button that says what it did, and has the focus as before. @param {Page} page @param {() => Told | Promise<Told>} act @param {...(Node | string)} children */
+  button(page, act, ...children) {
     const onclick = async () => {
-      const part = made.closest(".hs-sidebar > *");
-      const place = [...part.querySelectorAll(FOCUSABLE)].indexOf(made);
+      const part = made.closest(".hs-sidebar > *"), same = sameIn(part, made);
       this.tell(await act());
-      redraw();
+      page.draw();
       const { activeElement: focused } = document;
-      if (focused === document.body || focused instanceof HTMLCanvasElement) (part.querySelectorAll(FOCUSABLE)[place] ?? this.did).focus({ preventScroll: true });
+      if (focused === document.body || focused instanceof HTMLCanvasElement) (same() ?? this.did).focus({ preventScroll: true });
     };
     const made = el("button", { type: "button", class: "hs-button", onclick }, ...children);
     return made;
   }
-}
-
-/** What an answer is true of. @type {WeakMap<object, number>} */
-const numbers = new WeakMap();
-let tabs = 0;
-
-/** What an answer is true of: the tab, and its nodes. @param {Greeting} greeting */
-function stateOf({ tab, nodes }) {
-  if (!numbers.has(tab)) numbers.set(tab, (tabs += 1));
-  return [numbers.get(tab), ...nodes.map(({ graph, id, type }) => `${graph.id} ${id} ${type}`)].join();
 }
 
 /** Put children into an element, unless it has the same: what has the focus or is unfolded stays so. @param {HTMLElement} element @param {...(Node | string | null)} children */
@@ -109,146 +144,110 @@ function fill(element, ...children) {
   for (const [place, fold] of [...next.querySelectorAll("details")].entries()) fold.open ||= unfolded[place] ?? false;
   const same = next.childNodes.length === element.childNodes.length && [...next.childNodes].every((child, place) => child.isEqualNode(element.childNodes[place]));
   if (same) return;
-  const focused = [...element.querySelectorAll(FOCUSABLE)].indexOf(/** @type {Element} */ (document.activeElement));
+  const { activeElement: focused } = document, isIn = focused && element.contains(focused), after = sameIn(element, focused);
   element.replaceChildren(...next.childNodes);
-  if (focused >= 0) /** @type {HTMLElement} */ (element.querySelectorAll(FOCUSABLE)[focused] ?? element).focus({ preventScroll: true });
+  if (isIn) (after() ?? element).focus({ preventScroll: true });
 }
 
-/** @param {Sidebar} sidebar @param {Run | null} run @param {Greeting} greeting @param {Graph} graph */
-function lastRun(sidebar, run, greeting, graph) {
-  if (greeting.refused) return [refusedCard(greeting.refused)];
-  if (!run) return quiet(sidebar, run, greeting);
-  const error = run.error && !run.error.guard ? [errorCard(sidebar, run.error, greeting, graph)] : [];
-  const results = [...run.results].filter(([id, result]) => graph.has(id, result)).map(([id, result]) => resultCard(sidebar, id, result, greeting, graph, run.cached.has(id)));
-  const notices = [...run.notices].flatMap(([id, told]) => told.map((notice) => noticeCard(id, notice, graph)));
-  return [...error, ...results, ...notices, ...(run.guards.size ? guardCards(run, graph) : quiet(sidebar, run, greeting))];
+/** What finds an element once its part is drawn anew: an action by its name, as it may move, another by its place. @param {Element} part @param {Element | null} element @returns {() => HTMLElement | undefined} */
+function sameIn(part, element) {
+  const all = () => /** @type {HTMLElement[]} */ ([...part.querySelectorAll(FOCUSABLE)]);
+  const place = all().findIndex((one) => one === element), { act } = /** @type {HTMLElement | null} */ (element)?.dataset ?? {};
+  return () => all().find((one) => act && one.dataset.act === act) ?? all()[place];
 }
 
-/** @param {Run} run @param {Graph} graph */
-function guardCards({ guards, reached }, graph) {
-  const names = [...reached].filter((id) => !guards.has(id)).map(graph.titleOf);
-  const also = names.length ? t("This NaN also reached {names}.", { names: names.join(t(", ")) }) : "";
-  return [...guards].map(([id, guard]) => guardCard(id, guard, guard.events.some(({ event }) => event && !event.recovered) ? also : "", graph));
+/** What this device computes in, and what of this ComfyUI is not used. @param {Page} page */
+function deviceOf({ device, asking }) {
+  if (!device) return [el("p", { class: "hs-dim", text: asking ? t("Detecting the device ...") : t("ComfyUI does not answer.") })];
+  const { device: name = "", compute = "" } = partsOf(device.sentence);
+  return [...device.refused.map((text) => el("p", { class: "hs-line hs-refused", text: said(text) })), el("p", { class: "hs-dim", text: t("{device} computes in {compute}.", { device: name, compute }) })];
 }
 
-/** @param {Run | null} run @param {Greeting} greeting */
-function whyNoReport(run, { nodes }) {
-  const withReport = nodes.some(({ comfyClass }) => REPORTING.includes(comfyClass));
-  if (!withReport) return t("No report yet: Guard this workflow adds one.");
-  return run?.state === "failed" ? t("The last run ended before its report.") : t("Run the workflow to see the storage and compute dtype of each layer, with the reason.");
+/** What fits what the open workflow did, or has. @param {Page} page @returns {ActName} */
+function fitting({ run, nodes }) {
+  if (run?.error?.memory) return "halve";
+  if (isLost(run)) return "guard";
+  return nodes.some(({ inputs }) => inputs?.some((/** @type {any} */ { type, link }) => type === "MODEL" && link !== null)) ? "measure" : "showMe";
 }
 
-/** What each fact is called. @returns {Record<string, string>} */
-const facts = () => ({ kernels: t("8-bit kernels"), compiler: t("Comfy Compiler"), "dynamic VRAM": t("Dynamic VRAM"), attention: t("Attention"), loaded: t("Loaded") });
-
-/** @param {Greeting} greeting */
-function factsOf({ here, took }) {
-  const lines = here.map((fact) => {
-    const text = [said(fact.here), fact.what === "loaded" ? took : ""].filter(Boolean).join(t("; "));
-    return [el("dt", { text: facts()[fact.what] ?? fact.what }), el("dd", {}, text, fact.switch ? el("div", { class: "hs-dim", text: t("To change it: {switch}", { switch: said(fact.switch) }) }) : null)];
-  });
-  return el("dl", { class: "hs-facts" }, ...lines.flat());
+/** What each action is called, what it gives, what it does, and what takes it back. @param {Page} page @returns {Record<ActName, {title: string, hint: string, about: string, back: string}>} */
+function wordsOf({ device }) {
+  return {
+    showMe: { title: t("Show me"), hint: t("A black picture, and its cure"), about: t("A black picture, and the same one in a format that does not overflow. Nothing to download."), back: "" },
+    guard: { title: t("Guard this workflow"), hint: t("Repairs black pictures"), about: t("Adds the Halfsafe node between loaders and sampler. Click again to remove it."), back: t("Take the guard out") },
+    halve: {
+      title: t("Halve the memory"), hint: device?.int8_gains ? t("8 bits, up to twice as fast") : t("Models in 8 bits"),
+      about: t("Loads models and text encoders in 8 bits: replaces ComfyUI's loaders with Halfsafe's, with the same files and links. Click again to undo it."), back: t("Put ComfyUI's loaders back"),
+    },
+    measure: {
+      title: t("Measure my card"), hint: t("Find the fastest, smallest and closest precision"),
+      about: t("Adds a node that measures this workflow's model: about 30 sampler steps, then it names the best setting for this card."), back: t("Take Measure out"),
+    },
+  };
 }
 
 /** The values of the setting that guards every run, and what each does. @returns {[string, string][]} */
 const watches = () => [["off", t("off")], ["report", t("report: show NaN and Inf")], ["retry_higher", t("retry_higher: repeat failed calls in a higher precision")]];
 
-/** @param {Sidebar} sidebar @param {Greeting} greeting */
-function actionsOf(sidebar, greeting) {
-  const { gains, showMe, guard, unguard, measure, unmeasure, halve, unhalve } = greeting;
-  /** @param {string} title @param {string} text @param {Action} act */
-  const action = (title, text, act) => sidebar.button(greeting, act, el("b", { text: title }), text);
-  const showing = action(t("Show me"), t("A black picture, and the same one in a format that does not overflow. Nothing to download."), showMe);
-  const guarding = unguard ? action(t("Take the guard out"), t("Removes the Halfsafe node and restores the links."), unguard)
-    : action(t("Guard this workflow"), t("Adds the Halfsafe node between loaders and sampler. Click again to remove it."), guard);
-  const measuring = unmeasure ? action(t("Take Measure out"), t("Removes Measure Precisions and its chart."), unmeasure)
-    : action(t("Measure my card"), t("Adds a node that measures this workflow's model: about 30 sampler steps, then it names the best setting for this card."), measure);
-  const halving = unhalve ? action(t("Put ComfyUI's loaders back"), t("Restores each loader to its state before Halve the memory."), unhalve)
-    : action(t("Halve the memory"), together([gains ? t("Half the memory, up to twice as fast.") : t("Half the memory."), t("Loads models and text encoders in 8 bits: replaces ComfyUI's loaders with Halfsafe's, with the same files and links. Click again to undo it.")]), halve);
-  return [showing, guarding, halving, measuring];
+/** @param {Page} page */
+function watchSwitch(page) {
+  const options = watches().map(([value, text]) => el("option", { value, text, selected: value === page.watching }));
+  const select = el("select", { onchange: () => page.watch(select.value) }, ...options);
+  return el("label", { class: "hs-watch" }, t("Guard every run"), select);
 }
 
-/** @param {Greeting} greeting */
-function watchSwitch({ watching, watch }) {
-  const options = watches().map(([value, text]) => el("option", { value, text, selected: value === watching }));
-  const select = el("select", { onchange: () => watch(select.value) }, ...options);
-  return el("label", { class: "hs-watch" }, `${t("Guard every run")}${t(": ")}`, select);
+/** The two pictures of a node, of the run before and of this one. @param {Page} page @param {{before: any, after: any}} pictures */
+function picturesOf({ api }, { before, after }) {
+  const shown = (/** @type {any} */ image, /** @type {string} */ text) => el("figure", {}, el("img", { src: addressOf(api, image), alt: "", loading: "lazy" }), el("figcaption", { text }));
+  return el("div", { class: "hs-pictures" }, shown(before, t("Before")), shown(after, t("Now")));
 }
 
-/** What there is to say where no guard said anything. @param {Sidebar} sidebar @param {Run | null} run @param {Greeting} greeting */
-function quiet(sidebar, run, greeting) {
-  if (greeting.isWaiting) return [hint(t("Nothing has begun yet. If ComfyUI refused the run, its own message says why."))];
-  if (!run) return [hint(t("This workflow has not run since this page was opened."))];
-  if (run.state === "done" && !run.computed) return run.results.size ? [] : [hint(t("Nothing was computed: ComfyUI kept the results of an earlier run."))];
-  const has = (/** @type {string[]} */ types) => greeting.nodes.some(({ comfyClass, mode }) => types.includes(comfyClass) && mode === RUNS);
-  if (greeting.watching !== "off" || has(GUARDS)) return guardedText(run).map(hint);
-  const samples = greeting.nodes.some(({ inputs }) => inputs?.some((/** @type {any} */ { type, link }) => type === "MODEL" && link !== null));
-  if (run.state !== "done" || !samples || has(TOOLS)) return [];
-  return [el("div", { class: "hs-title hs-card" }, t("This workflow has no guard."), sidebar.button(greeting, greeting.guard, t("Guard this workflow")))];
+/** A bar of one share. @param {number} share */
+function track(share) {
+  return el("span", { class: "hs-track", "aria-hidden": "true" }, el("span", { style: `width: ${Math.round(100 * Math.max(0, Math.min(share, 1)))}%` }));
 }
 
-/** What guards looked at that found nothing; nothing is said of a run that ended before they did. @param {Run} run */
-function guardedText({ state, calls: { model, encoder } }) {
-  if (model) return [t("Guarded: {calls} calls of the model checked, no NaN.", { calls: model })];
-  if (encoder) return [t("Guarded: {calls} calls of VAE and text encoder checked, no NaN.", { calls: encoder })];
-  return state === "done" ? [t("Nothing was checked: no guarded model ran.")] : [];
+/** All that explains the cards, each with its node. @param {Page} page @param {RunCard[]} cards */
+function whyOf(page, cards) {
+  const told = cards.filter(({ why = [], ids }) => why.length || ids.length).map(({ ids, why = [] }) => el("div", { class: "hs-reason-of" }, ...ids.map((id) => nodeLink(page, id, page.titleOf(id))), ...why.map(paragraph)));
+  return told.length ? el("details", { class: "hs-why" }, el("summary", { text: t("Why") }), ...told) : null;
 }
 
-/** @param {string} id @param {GuardState} guard @param {string} also where else its NaN came @param {Graph} graph */
-function guardCard(id, guard, also, graph) {
-  const [first] = guard.events;
-  const advice = guard.advice || (first?.advice ?? "");
-  const { culprit, cure } = culpritOf({ ...guard, advice, event: first?.event });
-  const text = said(guard.brief);
-  const summary = text ? el("p", {}, text, cure ? el("span", { class: "hs-dim", text: following(text, cure) }) : null) : null;
-  const events = el("div", { class: "hs-events" }, ...firstOf(guard.events.map((event) => adviceLine(event, culprit || summary ? advice : ""))));
-  const pill = verdictPill(verdictOf(guard.verdict, guard.events.map((message) => message.event)));
-  const named = culprit ? [el("p", { class: "hs-sentence", "data-tone": "bad", text: culprit }), el("p", { text: cure })] : [summary];
-  return el("article", { class: "hs-card" }, cardTitle(id, graph.titleOf(id), graph, pill), ...named, events, also ? el("p", { class: "hs-dim", text: also }) : null);
+/** @param {string | Node} text */
+function paragraph(text) {
+  return typeof text === "string" ? el("p", { class: "hs-lines", text }) : text;
 }
 
-/** What a message told that went away. @param {string} id @param {import("./toasts.mjs").Toast} notice @param {Graph} graph */
-function noticeCard(id, notice, graph) {
-  const tone = notice.severity === "success" ? "good" : "warn";
-  const text = el("p", { class: "hs-sentence", "data-tone": tone, text: saidIn(notice) });
-  return el("article", { class: "hs-card" }, cardTitle(id, graph.titleOf(id), graph, null), text, notice.detail ? el("p", { class: "hs-dim hs-lines", text: notice.detail }) : null);
+/** @param {Page} page @param {string} id @param {string} title */
+function nodeLink(page, id, title) {
+  return el("button", { type: "button", class: "hs-link", title: t("Show this node"), onclick: () => page.goTo(id), text: title });
 }
 
-/** @param {import("./run.mjs").Refusal} refused */
-function refusedCard({ message, advice }) {
-  return el("article", { class: "hs-card hs-error" }, el("div", { class: "hs-title" }, t("The run did not start."), verdictPill("stopped", t("refused"))), el("p", { text: message }), advice ? el("p", { class: "hs-dim", text: advice }) : null);
+/** What can be looked up: reports, and what ComfyUI does here. @param {Page} page */
+function foldsOf(page) {
+  const reports = page.reports.map(({ id, title, report, earlier }) => {
+    const when = earlier ? el("span", { class: "hs-dim", text: t("of an earlier run") }) : null;
+    const card = el("article", { class: `hs-head${earlier ? " hs-earlier" : ""}` }, el("div", { class: "hs-title" }, nodeLink(page, id, title), when), ...headOf(report));
+    paint(card, report);
+    return card;
+  });
+  return [...(reports.length ? [fold(t("Reports"), ...reports)] : []), fold(t("What ComfyUI does here"), factsOf(page))];
 }
 
-/** @param {Sidebar} sidebar @param {string} id @param {import("./result.mjs").Result} result @param {Greeting} greeting @param {Graph} graph @param {boolean} earlier whether ComfyUI kept it from an earlier run */
-function resultCard(sidebar, id, result, greeting, graph, earlier) {
-  const { use } = result;
-  const when = earlier ? el("span", { class: "hs-dim", text: t("of an earlier run") }) : null;
-  const using = use ? sidebar.button(greeting, () => graph.use(id, use), t("Use this")) : null;
-  return el("article", { class: "hs-card" }, cardTitle(id, graph.titleOf(id), graph, when), el("p", { class: "hs-sentence", "data-tone": result.tone, text: said(result.sentence) }), using);
+/** @param {string} title @param {...Node} children */
+function fold(title, ...children) {
+  return el("details", { class: "hs-fold" }, el("summary", { text: title }), ...children);
 }
 
-/** @param {Sidebar} sidebar @param {import("./run.mjs").RunError} error @param {Greeting} greeting @param {Graph} graph */
-function errorCard(sidebar, { node, message, advice, memory }, greeting, graph) {
-  const title = cardTitle(node, graph.titleOf(node), graph, verdictPill("stopped", t("stopped")));
-  const halving = memory && !greeting.unhalve ? sidebar.button(greeting, greeting.halve, t("Halve the memory")) : null;
-  return el("article", { class: "hs-card hs-error" }, title, el("p", { text: message }), memory ? el("p", { text: memory }) : null, advice ? el("p", { class: "hs-dim hs-lines", text: advice }) : null, halving);
-}
+/** What each fact is called. @returns {Record<string, string>} */
+const facts = () => ({ kernels: t("8-bit kernels"), compiler: t("Comfy Compiler"), "dynamic VRAM": t("Dynamic VRAM"), attention: t("Attention"), loaded: t("Loaded") });
 
-/** @param {NamedReport} entry @param {Graph} graph */
-function reportCard({ id, title, report, earlier }, graph) {
-  const when = earlier ? el("span", { class: "hs-dim", text: t("of an earlier run") }) : null;
-  const card = el("article", { class: `hs-card hs-head${earlier ? " hs-earlier" : ""}` }, cardTitle(id, title, graph, when), ...headOf(report));
-  paint(card, report);
-  return card;
-}
-
-/** @param {string} id @param {string} title @param {Graph} graph @param {HTMLElement | null} pill */
-function cardTitle(id, title, graph, pill) {
-  const button = el("button", { type: "button", class: "hs-link", title: t("Show this node"), onclick: () => graph.goTo(id), text: title });
-  return el("div", { class: "hs-title" }, button, pill);
-}
-
-/** @param {string} text */
-function hint(text) {
-  return el("p", { class: "hs-hint", text });
+/** @param {Page} page */
+function factsOf({ device, here, timing }) {
+  const known = device ? [[el("dt", { text: t("Device") }), el("dd", { text: said(device.sentence) })]] : [];
+  const lines = here.map((fact) => {
+    const text = [said(fact.here), fact.what === "loaded" ? timing.text : ""].filter(Boolean).join(t("; "));
+    return [el("dt", { text: facts()[fact.what] ?? fact.what }), el("dd", {}, text, fact.switch ? el("div", { class: "hs-dim", text: t("To change it: {switch}", { switch: said(fact.switch) }) }) : null)];
+  });
+  return el("dl", { class: "hs-facts" }, ...[...known, ...lines].flat());
 }

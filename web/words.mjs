@@ -1,7 +1,7 @@
 // @ts-check
 /** The page's own words in the language of ComfyUI's page: locales/<language>/main.json, `halfsafe`, by the English text. */
 
-/** @type {Record<string, {halfsafe?: Record<string, string>}>} */
+/** @type {Record<string, {halfsafe?: Record<string, string>, nodeDefs?: Record<string, {display_name?: string}>}>} */
 let languages = {};
 /** @type {() => string} */
 let language = () => "en";
@@ -35,6 +35,12 @@ export async function loadWords(api, pageLanguage) {
 export function t(text, values = {}) {
   const words = languages[language()]?.halfsafe ?? {};
   return fill(words[text] ?? text, values);
+}
+
+/** What a type of node is called in each language, English first. @param {string} type @returns {string[]} */
+export function titlesOf(type) {
+  const { en, ...others } = languages;
+  return [en, ...Object.values(others)].flatMap((one) => one?.nodeDefs?.[type]?.display_name ?? []);
 }
 
 /** Keep the messages that the server sent along with texts. @param {Record<string, Message>} [sent] by their text */
@@ -95,6 +101,13 @@ export function inTwo(text) {
 /** @param {string} text */
 export function firstSentence(text) {
   return /^[^]*?(?:[.!?](?=\s+[A-Z(]|\s*$)|[\u3002\uff01\uff1f])/.exec(text)?.[0] ?? text;
+}
+
+/** Bytes as people say them: two figures below ten, whole numbers above. @param {number} bytes */
+export function sizeText(bytes) {
+  const [unit, size] = /** @type {[string, number][]} */ ([["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10]]).find(([, one]) => bytes >= one) ?? ["B", 1];
+  const count = bytes / size;
+  return `${count < 9.95 ? count.toFixed(1) : count.toFixed(0)}\u00a0${unit}`;
 }
 
 /** @param {string} text @param {Record<string, string | number>} values */

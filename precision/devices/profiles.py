@@ -160,8 +160,7 @@ TRITON_FIRST = (
     "(comfy-kitchen PR #94; comfy_kitchen.set_backend_priority changes the order)."
 )
 ARC_INT8 = (
-    "ComfyUI unpacks int8 weights on Intel GPUs (supports_int8_compute): they save memory, not time. int8 products of "
-    "OmniXPU gave snow on an Arc B580 (intel/llm-scaler #548)."
+    "ComfyUI unpacks int8 on Intel GPUs; int8 products of OmniXPU gave snow on an Arc B580 (intel/llm-scaler #548)."
 )
 FP8_NVIDIA: dict[str, Any] = {
     "vendor": "nvidia", "fp8_matmul": True, "fp8_formats": OCP_FP8, **INT8,

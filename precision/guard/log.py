@@ -102,7 +102,7 @@ class GuardLog:
         adapted: layers of the model's text adapter that ran, in fp32.
         restarts: the events of this run of the sampler that restarted it.
         nan_given: conditionings of this run hold NaN; ``harmless``: which was found to change no result.
-        ended_in: says which error or interrupt ended this run after it was repaired.
+        ended_in: says which error or interrupt ended this run before its result.
         place: returns where a user finds this guard.
     """
 
@@ -133,6 +133,11 @@ class GuardLog:
         with self._numbers:
             self.calls += 1
             return self.calls
+
+    def drop_call(self) -> None:
+        """Uncount a call that raised: it returned no result to check."""
+        with self._numbers:
+            self.calls -= 1
 
     def note(
         self, event: GuardEvent, origin: Origin | None, verdict: Verdict, advice: str | None = None, message: str = ""
@@ -192,7 +197,10 @@ class GuardLog:
         self.notify("taken_back", self.verdict, "", "")
 
     def notify_verdict(self, plan: PlanInUse) -> None:
-        """Notify the user of the verdict of a sampler's run that ended under ``plan``, if there is one."""
+        """Notify the user of the verdict of a sampler's run that ended under ``plan``, if there is one. ComfyUI itself
+        tells of an error or interrupt that no event led to."""
+        if self.ended_in and not self.events:
+            return
         if self.verdict != "clean":
             self.notify("verdict", self.verdict, self._became(), self.advice)
         elif plan.is_wider:
@@ -214,7 +222,7 @@ class GuardLog:
             return "Stopped, because the guard is set to stop."
         if self.verdict == "stopped" and self.on_nan == "report":
             return "Not repaired, because the guard is set to report."
-        return Message("Guard: {0}.", verdict_shown(self.verdict))
+        return Message("Guard: {0}.", verdict_shown(self.verdict, [event.kind for event in self.events]))
 
     def report(self, plan: PlanInUse) -> GuardReport:
         """Return the guard's section of the report, with the parts that run wider now."""
@@ -272,10 +280,16 @@ def blame_device(log: GuardLog, position: CallPosition, device: torch.device, mo
 
 
 def blame_end(log: GuardLog, error: BaseException, is_out_of_memory: Callable[[BaseException], bool]) -> None:
-    """Revoke the verdict ``recovered`` of a run that ended in an error or an interrupt."""
+    """Revoke the verdict of a run that ended in an error or an interrupt: ``recovered``, with an event, and ``clean``,
+    because a run without a result has none to be clean."""
+    cause = f"{type(error).__name__}: {error}"
+    if log.verdict == "clean":
+        is_error = isinstance(error, Exception)
+        log.ended_in = Message(verdicts.NO_RESULT, cause) if is_error else verdicts.INTERRUPTED
+        log.verdict, log.advice = "stopped", log.ended_in
     if log.verdict != "recovered":
         return
-    log.ended_in, advice = Message(verdicts.ENDED_IN, f"{type(error).__name__}: {error}"), verdicts.OTHERWISE
+    log.ended_in, advice = Message(verdicts.ENDED_IN, cause), verdicts.OTHERWISE
     if not isinstance(error, Exception):
         log.ended_in, advice = verdicts.INTERRUPTED, ""
     elif is_out_of_memory(error):

@@ -90,6 +90,7 @@ BROKEN_OFF = "The repeat raised an error, so the first result is returned: {0}"
 
 ENDED_IN = "The run ended in an error, and no precision that it chose is kept ({0})."
 INTERRUPTED = "The run was interrupted, and no precision that it chose is kept."
+NO_RESULT = "The run ended in an error before its result, so there is no verdict on it ({0})."
 OTHERWISE = (
     "Choose bf16 or fp32 in Compute Dtype or in the model's loader, or remove patches of other nodes from the model."
 )

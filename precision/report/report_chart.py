@@ -25,7 +25,7 @@ def chart(report: Report) -> np.ndarray:
     simulated = " (simulated)" if device.get("simulated") else ""
     where = [f"{device['name']}, {device['profile']}{simulated}"] if device else []
     if (guard := report.guard).verdict != "off":
-        verdict = verdict_shown(guard.verdict, (event.kind for event in guard.events))
+        verdict = verdict_shown(guard.verdict, [event.kind for event in guard.events], guard.calls)
         where.append(f"guard: {verdict}, {guard.calls} calls, {guard.extra_calls} repeated")
     return bar_chart(f"{model.cls or 'model'}: {size}", rows, where)
 

@@ -122,7 +122,7 @@ def _without_effect(entries: list[dict]) -> list[str]:
 def _guard(guard: dict) -> list[str]:
     if guard["verdict"] == "off":
         return []
-    verdict = verdict_shown(guard["verdict"], (event["kind"] for event in guard["events"]))
+    verdict = verdict_shown(guard["verdict"], [event["kind"] for event in guard["events"]], guard["calls"])
     lines = [f"Guard: {verdict} ({guard['calls']} calls, {guard['extra_calls']} repeated)"]
     lines += paragraph((f"{layer} -> {mode}" for layer, mode in guard["escalations"].items()), "  ")
     lines += paragraph([*map(_event_text, guard["events"]), *map(check_text, guard["checks"])], "  ")
@@ -132,18 +132,26 @@ def _guard(guard: dict) -> list[str]:
     return [*lines, *wrapped(guard["advice"], "  ")] if guard["advice"] else lines
 
 
-def verdict_shown(verdict: str, kinds: Iterable[str] = ()) -> str:
-    """Return what people read as the verdict: "drift" where nothing was NaN and an event's kind is drift, and "not
-    cured" where a guard may have been to tell alone, and nothing was stopped."""
-    if verdict == "clean" and "drift" in kinds:
-        return "drift"
-    return "not cured" if verdict == "stopped" else verdict.replace("_", " ")
+def verdict_shown(verdict: str, kinds: Sequence[str] = (), calls: int = 1) -> str:
+    """Return what people read as the verdict of a guard, given the kinds of its events and the calls that it checked.
+
+    "not run yet" where nothing was checked; "drift" where nothing was NaN and an event's kind is drift; "no result"
+    where a run ended without NaN before its result; "not cured" where a guard may have been to tell alone, and nothing
+    was stopped.
+    """
+    if verdict == "clean":
+        return "drift" if "drift" in kinds else verdict if calls else "not run yet"
+    if verdict == "stopped":
+        return "no result" if {*kinds} <= {"drift"} else "not cured"
+    return verdict.replace("_", " ")
 
 
 def _encoders(encoders: list[dict]) -> list[str]:
     lines = ["Guards of VAEs and text encoders in this prompt"] if encoders else []
     for encoder in encoders:
-        lines += wrapped(f"{encoder['kind']} (node {encoder['node']}): {encoder['verdict']}", "  ")
+        is_idle = encoder["verdict"] == "clean" and not encoder["calls"]
+        verdict = verdict_shown("clean", calls=0) if is_idle else encoder["verdict"]
+        lines += wrapped(f"{encoder['kind']} (node {encoder['node']}): {verdict}", "  ")
         lines += paragraph([*encoder["messages"], encoder["advice"]], "      ")
     return lines
 

@@ -2,8 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, field
 
 from ..base.message import messages_in
 
@@ -56,8 +55,10 @@ class Result:
         use: ``storage`` and ``compute`` of loaders, and as ``rules`` what is computed in, for a button that puts them
             into the workflow; of the one node its ``storage``.
         copied: what a button copies for others to read; empty for none.
-        choices: of *Measure my card*: the fastest, the smallest and the closest setting and the reference, each with
-            its figures and its own ``use``.
+        sizes: bytes of the weights before and after, for a bar; None where nothing is compared.
+        stored: storage -> bytes of the weights after.
+        best: rows for goals: ``goals`` (speed, memory, quality), ``name``, ``seconds``, ``bytes``, ``error`` (a share
+            of 1) and ``use``.
     """
 
     sentence: str
@@ -69,7 +70,9 @@ class Result:
     toast: bool = False
     use: Mapping[str, str] | None = None
     copied: str = ""
-    choices: Sequence[Mapping[str, Any]] = ()
+    sizes: tuple[int, int] | None = None
+    stored: Mapping[str, int] = field(default_factory=dict)
+    best: Sequence[Mapping[str, object]] = ()
 
     def ui(self) -> dict[str, tuple[str]]:
         """Make a node's ui output of the result, with the text where other packs' viewers look."""

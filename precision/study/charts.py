@@ -1,4 +1,4 @@
-"""Pictures of the studies: each layer of an analysis, and time, memory and SNR of each setting that was measured."""
+"""Pictures of the studies: each layer of an analysis, and time, memory and error of each setting that was measured."""
 
 import math
 from collections.abc import Iterable
@@ -6,8 +6,8 @@ from collections.abc import Iterable
 import numpy as np
 
 from ..base.text import size_text
-from ..report.draw import Bar, bar_chart
-from .analysis_text import decibel_text, outcome
+from ..report.draw import Bar, bar_chart, column_chart
+from .analysis_text import decibel_text, error_text, outcome
 from .sensitivity import Analysis
 from .tradeoffs import Measurements, Tradeoff
 from .tradeoffs_text import seconds_text, verdicts
@@ -21,9 +21,6 @@ COLOURS = {
     "pinned": "#5cb2ee",
     "not possible": "#7e8694",
     "never ran": "#5c606a",
-    "time": "#eea52a",
-    "memory": "#36b284",
-    "SNR": "#5cb2ee",
 }
 
 
@@ -43,30 +40,37 @@ def analysis_chart(analysis: Analysis, model: str = "") -> np.ndarray:
 
 
 def tradeoffs_chart(found: Measurements) -> np.ndarray:
-    """Draw three bars for each setting that works, numbered as in the table; why the others do not."""
-    working = [row for row in found.rows if row.works]
-    shown = [found.reference, *working]
-    most = max(row.seconds for row in shown), max(row.bytes for row in shown), _highest(row.snr_db for row in working)
-    rows = [line for number, row in enumerate(found.rows, 1) for line in _lines(f"{number}  {row.setting}", row, most)]
-    rows += _lines(f"{found.reference.setting} (reference)", found.reference, most)
-    legend = _legend(("time", "memory", "SNR"))
-    return bar_chart(f"{found.model} on {found.device}", [*legend, *rows], verdicts(found)).astype(np.float32) / 255
+    """Draw a row for each setting that works, numbered as in the table, with bars of its time, memory and error below
+    their heads; why the others do not."""
+    shown = [found.reference, *(row for row in found.rows if row.works)]
+    most = max(row.seconds for row in shown), max(row.bytes for row in shown), max(map(_error, shown))
+    rows = [_cells(f"{number}  {row.setting}", row, most) for number, row in enumerate(found.rows, 1)]
+    rows.append(_cells(f"{found.reference.setting} (reference)", found.reference, most))
+    title = f"{found.model} on {found.device}"
+    return column_chart(title, ("s/step", "memory", "error"), rows, verdicts(found)).astype(np.float32) / 255
 
 
 def _legend(names: Iterable[str]) -> list[Bar]:
     return [Bar(name, [(LEGEND, COLOURS[name])]) for name in dict.fromkeys(names)]
 
 
-def _lines(label: str, row: Tradeoff, most: tuple[float, int, float]) -> list[Bar]:
+def _cells(name: str, row: Tradeoff, most: tuple[float, int, float]) -> tuple[str, list[tuple[float, str]]]:
+    """Return the shares and figures of a row; without cells why it does not work."""
     if row.problem:
-        return [Bar(f"{label}: {row.problem}")]
-    lines = [
-        Bar(label, [(row.seconds / most[0], COLOURS["time"])], f"{seconds_text(row.seconds)} s/step"),
-        Bar("", [(row.bytes / most[1], COLOURS["memory"])], size_text(row.bytes)),
-    ]
-    if row.snr_db is not None:
-        lines.append(Bar("", [(_share(row.snr_db, most[2]), COLOURS["SNR"])], f"SNR {decibel_text(row.snr_db)}"))
-    return lines
+        return f"{name}: {row.problem}", []
+    error = "-" if row.snr_db is None else error_text(row.snr_db)
+    shares = row.seconds / most[0], row.bytes / most[1], _error(row) / (most[2] or 1.0)
+    return name, list(zip(shares, (seconds_text(row.seconds), _size(row.bytes), error), strict=True))
+
+
+def _size(count: int) -> str:
+    """Write bytes in three digits or fewer, as a picture has room for."""
+    number, unit = size_text(count).split()
+    return f"{float(number):.3g} {unit}"
+
+
+def _error(row: Tradeoff) -> float:
+    return 0.0 if row.snr_db is None else 10 ** (-row.snr_db / 20)
 
 
 def _highest(values) -> float:

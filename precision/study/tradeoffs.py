@@ -39,8 +39,6 @@ CLOSE_DB = 1.0
 CLOSE = 1.03
 SAME_DB = 100.0
 """The SNR from which results of equal products differ by the order of sums alone: 0.001 % of the latent."""
-CHOICES: dict[str, Goal] = {"fastest": "speed", "smallest": "memory", "closest": "quality"}
-"""What people ask for -> the goal whose best row it is."""
 
 
 @dataclass(frozen=True)
@@ -200,12 +198,6 @@ class Measurements:
         """Goal -> its best row, without the goals that no row can be chosen for: see :func:`best_for`."""
         found = {goal: best_for(goal, self.rows, self.has_drifted) for goal in GOALS}
         return {goal: row for goal, row in found.items() if row is not None}
-
-    @property
-    def choices(self) -> dict[str, Tradeoff]:
-        """The rows of ``CHOICES``, without those that no row can be chosen for."""
-        best = self.best
-        return {choice: best[goal] for choice, goal in CHOICES.items() if goal in best}
 
     @property
     def shown(self) -> Tradeoff | None:

@@ -2,7 +2,6 @@
 
 import json
 import math
-from typing import Any
 
 from ..base.message import Message, joined
 from ..base.modes import label_of
@@ -12,12 +11,14 @@ from ..report import result
 from ..report.result import BAD, GOOD, WARN, Result
 from ..report.view import shares
 from .analysis_text import decibel_text, error_text, whole_decibel_text
-from .tradeoffs import CLOSE, FLOORS, Measurements, Tradeoff, compute_rule
+from .tradeoffs import CLOSE, FLOORS, Measurements, Setting, Tradeoff, compute_rule
 
 TABLE = ("setting", "s/step", "memory", "SNR dB")
 SHARED = ("card", "driver", "torch", "model", *TABLE)
 REFERENCE = "(reference)"
 NOISY = "too noisy to rank"
+CHOICES: tuple[Goal, ...] = ("speed", "memory", "quality")
+"""The goals that the page offers, in the order of its rows: the fastest, the smallest, the closest."""
 HEADER = ("  setting", "s/step", "memory", "weights", "SNR dB", "what ran")
 
 
@@ -40,7 +41,7 @@ def tradeoffs_result(found: Measurements, text: str) -> Result:
     rows.append(_shown(found.reference, found, f"{found.reference.setting} {REFERENCE}"))
     if best is None:
         return _without_best(found, rows, text)
-    copied = _shared_rows(found)
+    copied, choices = _shared_rows(found), _choices(found)
     values = {
         "name": _name(best, found),
         "time": _time(best, found.beside),
@@ -52,41 +53,32 @@ def tradeoffs_result(found: Measurements, text: str) -> Result:
         message, tone, use = Message(result.CLOSEST, **values), WARN, None
     else:
         message, tone, use = Message(result.BEST, **values), GOOD, _use(best, found)
-    choices = _choices(found)
-    return Result(message, tone, TABLE, rows, 0, text, toast=True, use=use, copied=copied, choices=choices)
+    return Result(message, tone, TABLE, rows, 0, text, toast=True, use=use, copied=copied, best=choices)
 
 
 def _use(row: Tradeoff, found: Measurements) -> dict[str, str]:
+    """Return the options of a loader for a row, and the rule that computes so."""
     return {"storage": row.storage, "compute": row.setting.compute, "rules": compute_rule(row, found.automatic)}
 
 
-def _choices(found: Measurements) -> list[dict[str, Any]]:
-    """Describe the rows that people choose among, and the reference as the last: figures as numbers and as texts.
-
-    ``error``: relative to the reference; ``cosines``: with it, one for each seed. ``is_reference``: the row computes as
-    the reference, and can be no faster.
-    """
-    shown = [*found.choices.items(), ("reference", found.reference)]
+def _choices(found: Measurements) -> list[dict[str, object]]:
+    """List the fastest, the smallest and the closest row with their figures as numbers; once if they are the same."""
+    chosen: dict[Setting, tuple[Tradeoff, list[Goal]]] = {}
+    for goal in CHOICES:
+        if row := found.best.get(goal):
+            chosen.setdefault(row.setting, (row, []))[1].append(goal)
     return [
         {
-            "choice": choice,
-            "name": _name(row, found),
-            "setting": str(row.setting),
+            "goals": goals,
+            "name": "/".join(dict.fromkeys((found.storage if found.is_as_file(row) else row.storage, row.computed_by))),
             "seconds": row.seconds,
             "spread": row.spread,
             "bytes": row.bytes,
-            "error": 0.0 if row.snr_db is None else 10 ** (-row.snr_db / 20),
-            "texts": {"seconds": _seconds(row), "memory": size_text(row.bytes), "error": _error(row)},
-            "cosines": [*row.cosines],
-            "is_reference": row.computes_as(found.reference),
-            "use": None if row is found.reference else _use(row, found),
+            "error": 0.0 if math.isinf(row.snr_db) else 10 ** (-row.snr_db / 20),
+            "use": _use(row, found),
         }
-        for choice, row in shown
+        for row, goals in chosen.values()
     ]
-
-
-def _error(row: Tradeoff) -> str:
-    return "" if row.snr_db is None else error_text(row.snr_db)
 
 
 def _shared_rows(found: Measurements) -> str:
@@ -109,8 +101,8 @@ def _without_best(found: Measurements, rows: list[list[str]], text: str) -> Resu
         "small": joined([_name(smallest, found), size_text(smallest.bytes)], ", "),
         "closest": joined([_name(closest, found), _closeness(closest, found)], ", "),
     }
-    message, copied, choices = Message(result.UNRANKED, **values), _shared_rows(found), _choices(found)
-    return Result(message, WARN, TABLE, rows, None, text, toast=True, copied=copied, choices=choices)
+    message, copied = Message(result.UNRANKED, **values), _shared_rows(found)
+    return Result(message, WARN, TABLE, rows, None, text, toast=True, copied=copied, best=_choices(found))
 
 
 def _name(row: Tradeoff, found: Measurements) -> str:

@@ -49,6 +49,7 @@ class Box:
 
 
 MORE_ROOM = (90, 430)
+CLICKS = (("Guard this workflow", "Take the guard out"), ("Halve the memory", "Put ComfyUI's loaders back"))
 GESTURE = Box(0, 38, 1300, 860)
 
 
@@ -59,6 +60,7 @@ def main() -> None:
     ):
         _take_graph(studio, browser)
         _take_gesture(studio, browser)
+        _take_sidebar(studio, browser)
         for theme in ("dark", "light"):
             _take_report(studio, browser, theme)
 
@@ -102,10 +104,7 @@ def _take_gesture(studio: Studio, browser: Browser) -> None:
         "() => { const { ds } = app.canvas; ds.scale = 0.6; ds.offset[0] = 720; ds.offset[1] = 170; app.canvas.setDirty(true, true); }"
     )
     frames = [_frame(page)]
-    for name, after in (
-        ("Guard this workflow", "Take the guard out"),
-        ("Halve the memory", "Put ComfyUI's loaders back"),
-    ):
+    for name, after in CLICKS:
         button = buttons.filter(has_text=name)
         button.hover()
         frames.append(_frame(page))
@@ -123,6 +122,22 @@ def _take_gesture(studio: Studio, browser: Browser) -> None:
         method=6,
     )
     print(f"{path.relative_to(ROOT)}: {frames[0].width} x {frames[0].height}, {path.stat().st_size} bytes", flush=True)
+
+
+def _take_sidebar(studio: Studio, browser: Browser) -> None:
+    """The answer of a run that was halved and guarded by the sidebar's own buttons."""
+    page = _open(studio, browser, _without_the_node(studio.workflow(GUARDED)), False, "dark", 2)
+    page.evaluate("() => { app.extensionManager.toast.add = () => {}; }")
+    page.evaluate(TOGGLE_TAB)
+    for name, after in CLICKS:
+        page.page.locator(".hs-actions button", has_text=name).click()
+        page.page.locator(".hs-actions button", has_text=after).wait_for()
+        page.page.wait_for_timeout(2500)
+    page.run()
+    page.page.locator(".hs-answer .hs-number").wait_for()
+    page.page.wait_for_timeout(2500)
+    end = page.page.locator(".hs-fold").last.bounding_box()
+    _save(page, Box(0, 38, end["x"] + end["width"] + MARGIN, end["y"] + end["height"] + MARGIN - 38), "sidebar")
 
 
 def _without_the_node(workflow: dict) -> dict:
@@ -163,10 +178,6 @@ def _take_report(studio: Studio, browser: Browser, theme: str) -> None:
     page.page.fill(".hs-filter", "double_blocks")
     _save(page, _around(page, ".lg-node:has(.hs-panel)"), f"report-{theme}")
     if theme == "dark":
-        page.evaluate(TOGGLE_TAB)
-        page.page.wait_for_selector(".hs-sidebar .hs-bar")
-        end = page.page.locator(".hs-sidebar .hs-card").last.bounding_box()
-        _save(page, Box(0, 38, end["x"] + end["width"] + MARGIN, end["y"] + end["height"] + MARGIN - 38), "sidebar")
         page.evaluate("() => window.showToast()")
         page.page.wait_for_selector(TOAST, timeout=30_000)
         page.page.wait_for_timeout(1500)

@@ -32,7 +32,9 @@ CFG = 6.0
 CANDIDATES = "auto/auto\nauto/fp16_safe\nas_file/bf16\nas_file/fp16\nint8/auto\nfp8_e4m3fn/auto\nfp8_e4m3fn/fp8"
 
 
-BLOCK = "Halfsafe loader in int8, guarded"
+BLOCK = "Halfsafe int8 loader"
+FIRST_FILE = ""
+"""The page puts the first file of the list in its place."""
 
 
 def main() -> None:
@@ -49,7 +51,7 @@ def main() -> None:
 def block(info: dict) -> dict:
     """The one block of `subgraphs/`: a diffusion model in int8 with the one node, in place of a loader; clip and vae pass the guard too."""
     sheet = Sheet(BLOCK, info, FILES, NEWER_NODES)
-    guarded = _one_node(sheet, model=_load(sheet, "int8", "auto"))
+    guarded = _one_node(sheet, model=_load(sheet, "int8", "auto", file=FIRST_FILE))
     return sheet.block(
         taken=[("clip", Output(guarded[0].node, 1)), ("vae", Output(guarded[0].node, 2))],
         given=guarded,

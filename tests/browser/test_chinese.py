@@ -74,7 +74,7 @@ def test_an_error_is_a_toast_and_a_card_in_chinese(comfy: ComfyPage, pictures: P
     assert toast["summary"].startswith("Halfsafe: \u89c4\u5219\uff0c\u7b2c 1 \u884c"), toast
     comfy.evaluate(TAB)
     comfy.page.wait_for_selector(".hs-sidebar .hs-error")
-    card = comfy.page.inner_text(".hs-sidebar .hs-error")
+    card = comfy.page.text_content(".hs-run")
     comfy.screenshot(pictures, f"sidebar-error-zh-{cell}")
     assert card.count("\u89c4\u5219\uff0c\u7b2c") == 3 and english_in(card + toast["detail"]) == [], card
 
@@ -116,7 +116,7 @@ def test_the_error_of_a_guard_is_told_as_its_event(comfy: ComfyPage) -> None:
     ), toast
     comfy.evaluate(TAB)
     comfy.page.wait_for_selector(".hs-sidebar .hs-error")
-    card = comfy.page.inner_text(".hs-sidebar .hs-error")
+    card = comfy.page.text_content(".hs-run")
     assert WORDS[ADVICE["stopped"]].replace("{switch}", WORDS["the guard"]) in card and english_in(card) == [], card
     assert "\u3002 " not in card, "a full-width stop has its space in itself"
 

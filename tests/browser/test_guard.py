@@ -180,9 +180,10 @@ def test_a_real_overflow_is_told_while_it_runs_and_in_the_report(
     assert comfy.page.locator(".hs-table .hs-up").count() == 1
     comfy.page.fill(".hs-filter", "")
     comfy.evaluate(TOGGLE_TAB)
-    comfy.page.wait_for_selector(".hs-sidebar .hs-bar")
+    comfy.page.wait_for_selector(".hs-sidebar .hs-bar", state="attached")
     comfy.screenshot(pictures, f"sidebar-{cell}")
-    assert "WAN21" in comfy.page.inner_text(".hs-sidebar") and "finished" in comfy.page.inner_text(".hs-sidebar h3")
+    assert "WAN21" in comfy.page.text_content(".hs-sidebar .hs-fold")
+    assert "Black image prevented" in comfy.page.inner_text(".hs-answer")
 
 
 @pytest.mark.once  # a run is the server's, words are the pack's; test_nodes changes the language of each page
@@ -207,8 +208,9 @@ def test_a_drift_is_told_and_stays_on_the_report_when_the_language_changes(
     assert text.count("lower the threshold of the step cache") == 1 and text.count("lowest after: ") == 1, text
     assert "6 calls, 2 repeats" in text and "step 0: " in text, text
     comfy.evaluate(TOGGLE_TAB)
-    comfy.page.wait_for_selector(".hs-sidebar .hs-card .hs-verdict")
-    assert comfy.page.locator(".hs-sidebar .hs-verdict").all_inner_texts() == ["drift", "drift"]
+    comfy.page.wait_for_selector(".hs-sidebar .hs-answer")
+    assert comfy.page.inner_text(".hs-answer .hs-headline") == "A step is farther from fp32 than it should be"
+    assert comfy.page.locator(".hs-sidebar .hs-verdict").all_text_contents() == ["drift"]
     comfy.evaluate(TOGGLE_TAB)
     comfy.speak("zh")
     comfy.page.wait_for_function(
@@ -272,15 +274,18 @@ def test_the_sidebar_tells_the_last_run_and_a_rescue_before_it_in_its_queue(
         comfy.evaluate(TOGGLE_TAB)
         comfy.page.wait_for_selector(".hs-sidebar .hs-card")
         comfy.screenshot(pictures, f"sidebar-guard-{cell}")
-        last, before = comfy.page.inner_text(".hs-sidebar").split("Earlier in this queue")
+        assert "Earlier in this queue" in comfy.page.inner_text(".hs-run")
+        last, before = comfy.page.locator(".hs-reason-of").all_text_contents()
+        cards = comfy.page.locator(".hs-sidebar article").all_inner_texts()
         comfy.evaluate(TOGGLE_TAB)
         assert (
             "Started as the last repair ended" in last
-            and "recovered" in before
+            and "Black image prevented" in cards[-1]
             and "blocks.1.ffn.2 overflowed" in before
             and "Nothing to do." in before
         )
     comfy.evaluate(TOGGLE_TAB)
+    comfy.page.click(".hs-run .hs-why > summary")
     comfy.page.click(".hs-sidebar .hs-link")
     assert comfy.evaluate("() => [...app.canvas.selectedItems].map((n) => n.type)") == ["HalfsafeNaNGuard"]
     comfy.send("execution_success", prompt_id="third")
@@ -333,12 +338,12 @@ def test_a_run_that_ends_is_told_once_by_what_is_at_fault(comfy: ComfyPage, pict
         and toast["detail"] == "Leave it out or download it again."
     )
     comfy.evaluate(TOGGLE_TAB)
-    text = comfy.page.inner_text(".hs-sidebar")
+    text = comfy.page.text_content(".hs-run")
     comfy.screenshot(pictures, f"sidebar-bad-weights-{cell}")
     assert text.count("nan_lora.safetensors") == text.count("download it again") == 1 and "Verdict" not in text
     assert text.index("nan_lora.safetensors") < text.index("Leave it out") < text.index("blocks.0.ffn.2")
-    assert comfy.page.locator(".hs-sidebar .hs-card:not(.hs-earlier)").count() == 1
-    assert "of an earlier run" in comfy.page.inner_text(
+    assert comfy.page.locator(".hs-sidebar .hs-card").count() == 1
+    assert "of an earlier run" in comfy.page.text_content(
         ".hs-sidebar .hs-earlier"
     ) and "of an earlier run" in comfy.page.inner_text(".hs-panel .hs-earlier")
     comfy.evaluate(TOGGLE_TAB)
@@ -369,7 +374,7 @@ def test_the_sidebar_keeps_what_messages_told(comfy: ComfyPage) -> None:
         slow: command,
     }
     comfy.evaluate(TOGGLE_TAB)
-    text = comfy.page.inner_text(".hs-sidebar")
+    text = comfy.page.text_content(".hs-run")
     assert all(what in text for both in told.items() for what in both) and why in text, (
         "a message shows the first sentence of each part"
     )
@@ -378,9 +383,9 @@ def test_the_sidebar_keeps_what_messages_told(comfy: ComfyPage) -> None:
         "halfsafe.refused",
         message="Candidates, line 1, int9/auto: 'int9' is not a storage option. Use one of: auto, int8 as storage.",
     )
-    text = comfy.page.inner_text(".hs-sidebar")
+    text = comfy.page.text_content(".hs-run")
     assert (
-        "The run did not start." in text
+        "The run did not start" in text
         and "'int9' is not a storage option" in text
         and "Use one of" in text
         and "blocks.77" not in text
@@ -398,9 +403,9 @@ def test_the_setting_alone_guards_every_run(opened_page: ComfyPage, small_models
         const bypassed = LiteGraph.createNode("HalfsafeNaNGuard"); bypassed.mode = 4; app.graph.add(bypassed); }""")
     shown = comfy.record_toasts()
     runs = (
-        ("off", [], "This workflow has no guard."),
-        ("report", ["Halfsafe: NaN or Inf found"], "not cured"),
-        ("retry_higher", ["Halfsafe: Black image prevented"] * 2, "recovered"),
+        ("off", [], "The picture is black"),
+        ("report", ["Halfsafe: NaN or Inf found"], "NaN or Inf found"),
+        ("retry_higher", ["Halfsafe: Black image prevented"] * 2, "Black image prevented"),
     )
     for setting, told, said in runs:
         comfy.set("Halfsafe.WatchEveryRun", setting)
@@ -416,8 +421,9 @@ def test_the_setting_alone_guards_every_run(opened_page: ComfyPage, small_models
         )
         comfy.evaluate("() => { window.toasts.length = 0; }")
         comfy.evaluate(TOGGLE_TAB)
-        text = comfy.page.inner_text(".hs-sidebar")
-        assert said in text and "stopped" not in text
+        comfy.page.locator(".hs-answer .hs-headline", has_text=said).wait_for()
+        text = comfy.page.text_content(".hs-run")
+        assert "stopped" not in text
         assert ("Set Guard every run to retry_higher: it repeats" in text) == (setting == "report"), (
             "in the words of the list above it"
         )

@@ -43,16 +43,15 @@ def test_the_sidebar_and_a_message_can_be_read(
         "() => { const note = app.graph.nodes[1]; note.widgets.find((w) => w.name === 'rules').value = 'a storage=fp4'; note.onConfigure({}); }"
     )
     comfy.evaluate(TAB)
-    comfy.page.wait_for_function(
-        "() => document.querySelector('.hs-sidebar .hs-sentence')?.textContent.includes('CPU')"
-    )
+    comfy.page.wait_for_function("() => document.querySelector('.hs-sidebar .hs-device')?.textContent.includes('CPU')")
     comfy.send_guard(
         node_id=comfy.evaluate("() => String(app.graph.nodes[0].id)"),
         prompt_id=f"{theme}{language}{width}",
         message="Step 3: overflow.",
         event=EVENT,
     )
-    comfy.page.wait_for_selector(".hs-sidebar .hs-card .hs-event")
+    comfy.page.wait_for_selector(".hs-sidebar .hs-card")
+    comfy.evaluate("() => { for (const fold of document.querySelectorAll('.hs-sidebar details')) fold.open = true; }")
     comfy.page.wait_for_selector(".hs-mistake", state="attached")
     comfy.settle()
     comfy.screenshot(pictures, f"looks-{theme}-{language}-{width}-{cell}")
@@ -97,10 +96,10 @@ def test_the_sidebar_begins_with_what_the_self_test_found(comfy: ComfyPage, pict
         for language, begins in (("en", REFUSED), ("zh", "此 ComfyUI 的注意力不询问 Halfsafe")):
             comfy.speak(language)
             comfy.page.wait_for_function(
-                "(begins) => document.querySelector('.hs-sidebar .hs-sentence')?.textContent.startsWith(begins)",
+                "(begins) => document.querySelector('.hs-sidebar .hs-device')?.textContent.startsWith(begins)",
                 arg=begins,
             )
-            assert "1.3.0" in comfy.page.inner_text(".hs-sidebar .hs-sentence")
+            assert "1.3.0" in comfy.page.inner_text(".hs-sidebar .hs-device")
             comfy.screenshot(pictures, f"refused-{language}-{cell}")
     finally:
         comfy.page.unroute("**/halfsafe/device")
@@ -109,7 +108,7 @@ def test_the_sidebar_begins_with_what_the_self_test_found(comfy: ComfyPage, pict
 
 def test_the_sidebar_says_that_comfyui_does_not_answer_and_asks_again(comfy: ComfyPage) -> None:
     """A server that is away, and then busy: what is known last is said, and what is asked for."""
-    sentence = "(text) => document.querySelector('.hs-sidebar .hs-sentence')?.textContent.startsWith(text)"
+    sentence = "(text) => document.querySelector('.hs-sidebar .hs-device')?.textContent.startsWith(text)"
     waiting = []
     comfy.page.route("**/halfsafe/device", lambda route: route.abort())
     try:

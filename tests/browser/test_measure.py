@@ -13,13 +13,14 @@ from browser.test_guard_awkward import GUIDED, TOOLS, TWO_MODELS
 
 PAGE = """const { halveMemory } = await import("/extensions/Halfsafe-Pack/memory.mjs"), { isMeasure, measureWorkflow, useMeasured } = await import("/extensions/Halfsafe-Pack/measure.mjs");
     const { allNodes } = await import("/extensions/Halfsafe-Pack/graph.mjs"), { api } = await import("/scripts/api.js");
+    const textOf = (told) => (typeof told === "string" ? told : [told.headline, told.line, ...(told.why ?? [])].filter(Boolean).join(" "));
     const measure = async () => { const told = await measureWorkflow(app); return told.choices ? told.choices.at(-1).act() : told; };
     const use = (given) => useMeasured(app, allNodes(app).find(({ comfyClass }) => comfyClass === "HalfsafeMeasurePrecisions"), { rules: "", ...given });
     const prompt = async () => JSON.parse(JSON.stringify((await app.graphToPrompt()).output));
     const tracker = () => app.extensionManager.workflow.activeWorkflow.changeTracker;
     const frames = async () => { for (let frame = 0; frame < 3; frame++) await new Promise(requestAnimationFrame); };
     const click = async () => { window.dispatchEvent(new MouseEvent("mouseup")); await frames(); };"""
-SMALL = """set(model, "unet_name", "wan.safetensors"); set(clip, "clip_name", "clip_l.safetensors"); set(clip, "type", "sd3"); set(vae, "vae_name", "wan_vae.safetensors");
+SMALL = """set(model, "unet_name", "wan.safetensors"); set(model, "weight_dtype", "default"); set(clip, "device", "default"); set(clip, "clip_name", "clip_l.safetensors"); set(clip, "type", "sd3"); set(vae, "vae_name", "wan_vae.safetensors");
     const video = put("EmptyHunyuanLatentVideo", 400, 700); for (const [name, value] of [["width", 64], ["height", 64], ["length", 1]]) set(video, name, value);
     wire(video, "LATENT", sampler, "latent_image"); app.graph.remove(latent); set(sampler, "steps", 2); set(sampler, "cfg", 6);"""
 USED = {"HalfsafeLoadDiffusionModel", "HalfsafeLoadCheckpoint"}
@@ -117,7 +118,7 @@ def test_a_halved_workflow_is_measured_from_its_file_and_the_answer_is_used(
         and "| int8/bf16 |" in shared[2]
         and json.loads(shared[-1])[0]["setting"] == "int8/bf16"
     )
-    comfy.page.locator(".hs-sidebar article .hs-button", has_text="Use this").click()
+    comfy.page.locator(".hs-sidebar article .hs-button", has_text="Use this").first.click()
     comfy.page.wait_for_function("() => !app.graph.nodes.some(({ type }) => type === 'HalfsafeMeasurePrecisions')")
     comfy.page.locator(
         "[role=status]",
@@ -237,7 +238,7 @@ USED_ON = {
         wire(ours, "MODEL", sampler, "model"); app.graph.remove(model);""", "Its rules stay: they were not measured."),
     "in a subgraph of a subgraph": ("inside(inside(model, sampler), decode);", ""),
     "behind Compute Dtype": ("""const compute = put("HalfsafeComputeDtype", 300, 900); wire(model, "MODEL", compute, "model"); wire(compute, "MODEL", sampler, "model");""", "Compute Dtype (Halfsafe) is set to compute fp16_safe."),
-    "behind the one node": ("""const one = put("HalfsafeAutoPrecision", 300, 900); wire(model, "MODEL", one, "model"); wire(one, "MODEL", sampler, "model"); set(one, "goal", "speed");""",
+    "behind the one node": ("""const one = put("HalfsafeAutoPrecision", 300, 900); wire(model, "MODEL", one, "model"); wire(one, "MODEL", sampler, "model"); set(one, "goal", "speed"); set(one, "storage", "as loaded");""",
         "Halfsafe has a rule for it: compute=fp16_safe stream=fp32."),
     "two models, of which one is measured": (TWO_MODELS, ""),
     "a guider": (GUIDED, ""),

@@ -29,8 +29,10 @@ FILES = {
     "QuadrupleCLIPLoader": ("HalfsafeLoadCLIP", {f"clip_name{number}": f"clip_name{number}" for number in (1, 2, 3, 4)}),
 }  # fmt: skip
 """A loader of ComfyUI's -> ours, and our names of its inputs that stay."""
-PAGE = """const halve = async (only = null) => (await import("/extensions/Halfsafe-Pack/memory.mjs")).halveMemory(app, (await import("/scripts/api.js")).api, only);
-    const putBack = async () => (await import("/extensions/Halfsafe-Pack/memory.mjs")).putLoadersBack(app);
+PAGE = """const memory = await import("/extensions/Halfsafe-Pack/memory.mjs"), { api } = await import("/scripts/api.js");
+    const textOf = (told) => (typeof told === "string" ? told : [told.headline, told.line, ...(told.why ?? [])].filter(Boolean).join(" "));
+    const halve = async (only = null) => textOf(await memory.halveMemory(app, api, only));
+    const putBack = () => memory.putLoadersBack(app);
     const prompt = async () => (await app.graphToPrompt()).output;
     const undo = () => app.extensionManager.workflow.activeWorkflow.changeTracker.undo();
     const errors = async (prompt) => { const answer = await (await fetch("/prompt", { method: "POST", body: JSON.stringify({ prompt }) })).json();
@@ -195,10 +197,11 @@ def test_awkward_loaders_are_exchanged_in_place_or_left_out_by_name(awkward: Com
     before, looks = in_page(awkward, "return prompt();"), awkward.evaluate(LOOKS)
     said = in_page(awkward, "return halve();")
     after, now = in_page(awkward, "return prompt();"), awkward.evaluate(LOOKS)
-    assert said.startswith(
-        "2 loaders were replaced: run the workflow. Left out: Fp8 (its weight_dtype is fp8_e4m3fn), "
-        "Linked (its weight_dtype is linked), On the CPU (its device is cpu). Fewer bits for Fp8 of wan.safetensors, 5."
-    )
+    assert said.startswith("2 loaders were replaced: run the workflow. Update ComfyUI to 0.31.0 for 4 bits (w4a8): 4.")
+    assert (
+        "Left out: Fp8 (its weight_dtype is fp8_e4m3fn), Linked (its weight_dtype is linked), On the CPU (its device is cpu). "
+        "Fewer bits for Fp8 of wan.safetensors, 5."
+    ) in said
     changed = changes(before, after)
     assert {after[node_id]["class_type"] for node_id in changed} == {"HalfsafeLoadDiffusionModel", "HalfsafeLoadCLIP"}
     assert by_title(after, "The one I named")["inputs"]["model_name"] == "wan.safetensors"
@@ -267,9 +270,9 @@ def test_a_run_tells_the_bytes_in_a_card_and_a_message(
     comfy.page.locator(".hs-sidebar button", has_text="Halve the memory").click()
     comfy.page.locator(".hs-sidebar", has_text="1 loader was replaced: run the workflow.").wait_for()
     comfy.run()
-    card = comfy.page.locator(".hs-sidebar article", has_text="wan.safetensors: ").first
+    card = comfy.page.locator(".hs-answer .hs-number", has_text=" \u2192 5.")
     card.wait_for()
-    told = card.inner_text()
+    told = comfy.page.text_content(".hs-run .hs-why")
     numbers = sum(
         tensor.numel() for tensor in load_file(small_models / "diffusion_models" / "wan.safetensors").values()
     )
@@ -305,25 +308,25 @@ def test_a_file_in_8_bits_is_told_what_is_left_with_its_bytes(
     comfy.evaluate(TOGGLE_TAB)
     comfy.page.locator(".hs-sidebar button", has_text="Halve the memory").click()
     comfy.page.locator("[role=status]", has_text="1 loader was replaced").wait_for()
-    said = comfy.page.inner_text("[role=status]")
+    said = comfy.page.text_content("[role=status]").replace("\u00a0", " ")
     after = in_page(comfy, "return prompt();")
     assert {before[node]["class_type"] for node in changes(before, after)} == {"CLIPLoader"}, "the encoder is in 16 bit"
     assert "Left out: Load Diffusion Model (its weights are in 8 bits or fewer already)." in said
     assert re.search(
-        r"Fewer bits for Load Diffusion Model of wan_fp8\.safetensors, 5\.\d\d MiB now: w6a8 [45]\.\d\d MiB \(from ComfyUI 0\.38\.0 on\), w4a8 4\.\d\d MiB \(from ComfyUI 0\.31\.0 on\)\.",
+        r"Fewer bits for Load Diffusion Model of wan_fp8\.safetensors, 5\.\d MiB now: w6a8 [45]\.\d MiB \(from ComfyUI 0\.38\.0 on\), w4a8 4\.\d MiB \(from ComfyUI 0\.31\.0 on\)\.",
         said,
     ), said
     assert re.search(
         r"ComfyUI estimates [\d.]+ [MG]iB at this size: half of the pixels or of the frames takes [\d.]+ [MG]iB\.", said
     ), said
     comfy.screenshot(pictures, f"left-{cell}")
-    assert comfy.page.locator("[role=status] .hs-button").count() == 0
+    assert comfy.page.locator("[role=status] .hs-button", has_text="bits").count() == 0
     comfy.page.route("**/halfsafe/halving", lambda route: later_comfyui(route))
     comfy.page.locator(".hs-sidebar button", has_text="Put ComfyUI's loaders back").click()
     comfy.page.locator("[role=status]", has_text="ComfyUI's loader was restored.").wait_for()
     comfy.page.locator(".hs-sidebar button", has_text="Halve the memory").click()
     comfy.page.locator("[role=status] .hs-button", has_text="w4a8").wait_for()
-    assert "A layer's error is about 1.8 % in w6a8 and 6.2 % in w4a8, 0.89 % in int8." in comfy.page.inner_text(
+    assert "A layer's error is about 1.8 % in w6a8 and 6.2 % in w4a8, 0.89 % in int8." in comfy.page.text_content(
         "[role=status]"
     )
     comfy.screenshot(pictures, f"left-later-{cell}")
@@ -376,15 +379,15 @@ def test_who_runs_out_of_memory_halves_it_on_the_errors_card_and_loaders_alike_a
         exception_message="Allocation on device 0 would exceed allowed memory.",
         traceback=[],
     )
-    comfy.page.locator(".hs-sidebar .hs-error .hs-button", has_text="Halve the memory").click()
+    comfy.page.locator(".hs-actions .hs-first", has_text="Halve the memory").click()
     comfy.page.locator("[role=status]", has_text="1 loader was replaced").wait_for()
-    said = comfy.page.inner_text("[role=status]")
+    said = comfy.page.text_content("[role=status]")
     assert said.count("Load Diffusion Model (its weights are in 8 bits or fewer already)") == 1
     assert [
         said.count(f"Fewer bits for Load Diffusion Model of {name}.safetensors, ")
         for name in ("wan_fp8", "wan_low_fp8")
     ] == [1, 1]
-    assert comfy.page.locator(".hs-sidebar .hs-error .hs-button").count() == 0, "it is done"
+    assert comfy.page.locator(".hs-actions .hs-first").count() == 0, "it is done"
     comfy.evaluate(TOGGLE_TAB)
 
 
@@ -435,9 +438,11 @@ def test_an_error_of_too_little_memory_says_what_ran_out(comfy: ComfyPage, small
             exception_message=text,
             traceback=[frame],
         )
-        card = comfy.page.locator(".hs-sidebar .hs-error", has=comfy.page.get_by_text(said, exact=True))
-        card.wait_for(timeout=20_000)
-        assert card.locator(".hs-button", has_text="Halve the memory").count() == 1
+        comfy.page.wait_for_function(
+            "(said) => said.split('. ').every((part) => document.querySelector('.hs-run').textContent.includes(part))",
+            arg=said,
+        )
+        assert "Halve the memory" in comfy.page.inner_text(".hs-actions .hs-first")
     comfy.send("execution_start", prompt_id="other")
     comfy.send(
         "execution_error",
@@ -448,7 +453,7 @@ def test_an_error_of_too_little_memory_says_what_ran_out(comfy: ComfyPage, small
         traceback=[],
     )
     comfy.page.locator(".hs-sidebar .hs-error", has_text="wrong size").wait_for(timeout=20_000)
-    assert "ran out" not in comfy.page.inner_text(".hs-sidebar .hs-error")
+    assert "ran out" not in comfy.page.text_content(".hs-run")
     comfy.evaluate(TOGGLE_TAB)
 
 
@@ -475,9 +480,11 @@ def test_a_web_page_in_place_of_a_file_is_named_where_comfyuis_loader_fails(
     with pytest.raises(AssertionError, match="header too large"):
         comfy.run()
     told = "page.safetensors: a web page (HTML), not a model."
-    comfy.page.locator(".hs-sidebar .hs-error", has_text=told).wait_for(timeout=20_000)
-    assert "Download it again." in comfy.page.inner_text(".hs-sidebar .hs-error")
-    assert (told in in_page(comfy, "const told = await halve(); return told.text ?? told;")) == (loader != "VAELoader")
+    comfy.page.locator(".hs-run", has_text=told).wait_for(timeout=20_000)
+    assert "Download it again." in comfy.page.text_content(".hs-run")
+    assert (told in in_page(comfy, "const told = await halve(); return told.headline ?? told;")) == (
+        loader != "VAELoader"
+    )
     comfy.evaluate(TOGGLE_TAB)
 
 
@@ -486,7 +493,7 @@ def test_missing_files_are_told_before_a_run(comfy: ComfyPage) -> None:
     draw(comfy, SMALL + """set(clip, "clip_name", "absent.safetensors");""")
     assert (
         in_page(comfy, "return halve();")
-        == "2 loaders were replaced: run the workflow. Missing: absent.safetensors. What they will take is not known yet: files in 8 bits already save nothing."
+        == "2 loaders were replaced: run the workflow. Missing: absent.safetensors. What a missing file will take is not known yet: files in 8 bits already save nothing."
     )
 
 

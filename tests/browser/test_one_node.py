@@ -79,9 +79,8 @@ def test_rules_are_kept_in_the_graph_and_undone(one: ComfyPage, pictures: Path, 
 
 
 GAIN = "int8 ran at 1.84 times the speed of 16 bit (A10G 1.84)."
-OFFER = Result(Message(IN_INT8, before="8.10 GiB", after="4.10 GiB", why=GAIN), use={"storage": "int8"}).ui()[
-    RESULT_KEY
-][0]
+OFFERED = Message(IN_INT8, before="8.10 GiB", after="4.10 GiB", why=GAIN)
+OFFER = Result(OFFERED, use={"storage": "int8"}, sizes=(round(8.1 * 2**30), round(4.1 * 2**30))).ui()[RESULT_KEY][0]
 STORAGE = "() => app.graph.nodes.find((n) => n.type === 'HalfsafeAutoPrecision').widgets.find((w) => w.name === 'storage').value"
 TAB = "async () => { await app.extensionManager.command.execute('Workspace.ToggleSidebarTab.halfsafe'); }"
 BESIDE_THE_TAB = """() => { const node = app.graph.nodes.find((n) => n.type === "HalfsafeAutoPrecision"), { ds } = app.canvas;
@@ -101,8 +100,14 @@ def test_int8_that_is_offered_is_set_by_a_button_and_undone(one: ComfyPage, pict
     one.screenshot(pictures, f"one-node-offer-{cell}")
     before = one.saved()
     for button in BUTTONS:
-        text = one.page.locator(button).locator("xpath=..").inner_text()
-        assert "In int8 the weights take 4.10 GiB instead of 8.10 GiB. int8 ran at 1.84 times" in text, button
+        beside = one.page.locator(button).locator("xpath=..").inner_text(), one.page.text_content(".hs-run")
+        assert all(
+            "In int8 the weights take 4.10 GiB instead of 8.10 GiB. int8 ran at 1.84 times" in text
+            for text in beside[1:]
+        ), button
+        assert ("In int8 the weights take" if "panel" in button else "8.1 \u2192 4.1\u00a0GiB in int8") in beside[0], (
+            button
+        )
         one.page.locator(button).click()
         assert one.found(STORAGE, "int8") == "int8"
         one.page.locator(

@@ -104,7 +104,11 @@ class Guard(Stage):
         asking = contextlib.nullcontext() if self.on_nan == OFF else guarded.asking()
         with guarded.clamps(call.x.device) as watch, watching, asking as asked:
             call.rung = guarded.layers
-            result = run(call)
+            try:
+                result = run(call)
+            except BaseException:
+                log.drop_call()
+                raise
         sizes = [amax(result)]
         if asked:
             sizes.append(asked.largest().to(result.device))

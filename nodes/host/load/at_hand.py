@@ -158,7 +158,7 @@ def offered_in_int8(patcher: ModelPatcher, rules: Rules) -> dict[str, tuple[str]
         after += quantized_bytes(made[weight], *weight.shape) if weight in made else plain
     why = device.reason("int8_matmul_gains")
     told = Message(IN_INT8, before=size_text(before), after=size_text(after), why=why)
-    return Result(told, text=told, use={"storage": "int8"}).ui()
+    return Result(told, text=told, use={"storage": "int8"}, sizes=(before, after)).ui()
 
 
 def _again(patcher: ModelPatcher, storage: StorageAtHand, rules: Rules, disable_dynamic: bool = False) -> ModelPatcher:

@@ -13,15 +13,16 @@ import folder_paths
 import torch
 from comfy.cli_args import args
 
+from ....precision.base.dtypes import dtype_named
 from ....precision.base.errors import CheckpointError
 from ....precision.base.message import Message
 from ....precision.base.text import size_text
-from ....precision.devices.measurements import MARGIN, Measurement, told_here
+from ....precision.devices.measurements import MARGIN, Measurement, told, told_here
 from ....precision.files.safetensors_file import open_checkpoint
 from ....precision.formats.checkpoint import Checkpoint, read_checkpoint
 from ....precision.formats.layer_plan import AS_FILE
 from ....precision.plan import storage as plan
-from ....precision.plan.auto import BLOCKS, smallest_storage, why_low_bits_are_slow, why_slow
+from ....precision.plan.auto import BLOCKS, UNQUANTIZED, smallest_storage, why_low_bits_are_slow, why_slow
 from ....precision.plan.layers import FEWER_BITS, plan_file
 from ....precision.plan.rules import TEXT_ENCODER_RULES, Rules, rules_from
 from ..comfyui.attributes import MEMORY_ESTIMATE
@@ -58,6 +59,11 @@ class Part(NamedTuple):
 
     def bytes_in(self, storage: str) -> int:
         """Count the bytes of the weights in a storage; their sensitive layers stay."""
+        if storage == "auto":
+            storage = AS_FILE
+        if storage in UNQUANTIZED:
+            parameters = sum(math.prod(weight.shape) for weight in self.checkpoint.weights.values())
+            return parameters * dtype_named(storage).itemsize
         decisions = plan_file(self.checkpoint, self.prefix, storage, self.rules)
         return plan.bytes_in_memory(self.checkpoint.weights.values(), decisions)
 
@@ -68,13 +74,14 @@ class Part(NamedTuple):
 
 def halving(loaders: list[dict]) -> dict:
     """Answer for loaders: the storages to load them in, and which are left out. Each has the ``folder`` of ComfyUI's,
-    ``names`` of files in it, ``in_8_bits`` where ComfyUI's own loader casts to fp8, and the ``size`` that is sampled at
-    where it is known.
+    ``names`` of files in it, ``in_8_bits`` where ComfyUI's own loader casts to fp8, the ``size`` that is sampled at
+    where it is known, and ``smaller`` ones; optionally ``storages`` to say the bytes of.
 
     ``storage``: of models and ControlNets, ``as_file`` where the device holds no 8-bit weights, and ``why``; a model
     that was measured on this machine is stored as was fastest there, which its loader's ``measured`` tells;
     ``clip_storage``: of text encoders; ``reserved``: what ``--reserve-vram`` keeps free; ``slow``: why products of
-    fewer than 8 bits are not faster here; ``errors``: storage -> error of a layer; ``loaders``: see :func:`_judged`.
+    fewer than 8 bits are not faster here; ``told``: what was measured of int8 on cards like this one, if it is that;
+    ``errors``: storage -> error of a layer; ``loaders``: see :func:`_judged`.
     """
     device = current_device()
     storage, why = smallest_storage(device)
@@ -86,6 +93,7 @@ def halving(loaders: list[dict]) -> dict:
         "why": why,
         "reserved": size_text(int(reserved * 2**30)) if reserved else "",
         "slow": why_low_bits_are_slow(device),
+        "told": told(device.profile.name, storage) if storage == "int8" else "",
         "errors": {name: f"{100 * error:.2g} %" for name, error in plan.PREDICTED_ERROR.items()},
         "loaders": [_judged(loader, options, kept) for loader in loaders],
     }
@@ -96,11 +104,11 @@ def _judged(loader: Mapping, options: Mapping[str, str], kept: Sequence[Kept]) -
 
     Returns:
         ``reason``: why it would not be, empty where it would; ``missing``: files that are not there; its ``storage``
-        and ``clip_storage``: what its quantized weights have, so that they stay untouched, or ``options``; ``size``: of
-        its weights now; ``left``: the storages of fewer bits for a model in 8 bits, each with its ``size`` and the
-        ComfyUI that it ``needs``, empty where this one runs it; ``activations``: see :func:`_activations`;
-        ``measured``: what was measured of this model, empty where nothing was. The reason alone if ours cannot read a
-        file.
+        and ``clip_storage``: what its quantized weights have, so that they stay untouched, or ``options``; ``bytes``:
+        of its weights now; ``sizes``: those of its model in each of the ``storages`` asked for; ``left``: the storages
+        of fewer bits for a model in 8 bits, each with its ``bytes`` and the ComfyUI that it ``needs``, empty where this
+        one runs it; ``activations``: see :func:`_activations`; ``measured``: what was measured of this model, empty
+        where nothing was. The reason alone if ours cannot read a file.
     """
     parts = []
     missing = []
@@ -122,6 +130,7 @@ def _judged(loader: Mapping, options: Mapping[str, str], kept: Sequence[Kept]) -
     faster, measured = _measured(loader["folder"], parts, kept)
     options = {**options, **({MODEL: faster} if faster else {})}
     chosen = {option: _storage_beside(parts, option, default) for option, default in options.items()}
+    models = [part for part in parts if part.option == MODEL]
     is_cast = loader.get("in_8_bits")
     then = _sum(parts, chosen)
     now = then if is_cast else _sum(parts, {})
@@ -135,7 +144,8 @@ def _judged(loader: Mapping, options: Mapping[str, str], kept: Sequence[Kept]) -
         "reason": "" if saves else NOT_16_BIT if is_in_8_bits else NO_LAYER,
         "missing": missing,
         **chosen,
-        "size": size_text(now),
+        "bytes": now,
+        "sizes": {name: _sum(models, {MODEL: name}) for name in loader.get("storages", ())},
         "left": [one for one in left if one],
         "activations": [] if saves else _activations(loader, parts[0].checkpoint),
         "measured": measured,
@@ -196,12 +206,12 @@ def _fewer(parts: list[Part], storage: str, now: int) -> dict | None:
     """Return the size of a model in fewer bits; None if it is no smaller."""
     size = _sum(parts, {MODEL: storage})
     needs = later_storages().get(storage, "")
-    return {"storage": storage, "size": size_text(size), "needs": needs} if now - size > LEAST * now else None
+    return {"storage": storage, "bytes": size, "needs": needs} if now - size > LEAST * now else None
 
 
-def _activations(loader: Mapping, checkpoint: Checkpoint) -> list[str]:
-    """Return what ComfyUI estimates for the values between a model's layers at a size, and half of it, as half of the
-    pixels or frames takes; empty where the size is not known."""
+def _activations(loader: Mapping, checkpoint: Checkpoint) -> list[int]:
+    """Return the bytes that ComfyUI estimates for the values between a model's layers at its size and at each smaller
+    one; empty where the size is not known."""
     size = loader.get("size")
     folder = loader["folder"]
     if not size or folder == ENCODERS:
@@ -210,11 +220,14 @@ def _activations(loader: Mapping, checkpoint: Checkpoint) -> list[str]:
         _, _, config = recognised(checkpoint, only_diffusion_model=folder != CHECKPOINTS)
     except CheckpointError:
         return []
+    return [_estimated(config, one) for one in (size, *loader.get("smaller", ()))]
+
+
+def _estimated(config, size: Mapping) -> int:
     latent = config.latent_format
-    side = config.latent_format.spacial_downscale_ratio
+    side = latent.spacial_downscale_ratio
     frames = (size["length"] - 1) // latent.temporal_downscale_ratio + 1
     shape = [size["batch_size"], latent.latent_channels, frames, size["height"] // side, size["width"] // side]
     model = SimpleNamespace(memory_usage_factor=config.memory_usage_factor, memory_usage_factor_conds=())
     model.get_dtype_inference = lambda: torch.bfloat16
-    needed = int(getattr(comfy.model_base.BaseModel, MEMORY_ESTIMATE)(model, shape))
-    return [size_text(needed), size_text(needed // 2)]
+    return int(getattr(comfy.model_base.BaseModel, MEMORY_ESTIMATE)(model, shape))

@@ -10,7 +10,9 @@ from comfy.model_patcher import ModelPatcher
 
 from ....precision.base.dtypes import QUANTIZED_NAMES
 from ....precision.base.message import Message, joined
+from ....precision.base.modes import INT8
 from ....precision.base.text import size_text
+from ....precision.devices.measurements import told as published
 from ....precision.devices.measurements import told_here
 from ....precision.plan.auto import UNQUANTIZED
 from ....precision.plan.layers import why_not_quantized
@@ -19,6 +21,7 @@ from ....precision.report import result
 from ....precision.report.result import GOOD, WARN, Result
 from ..comfyui.model_facts import held_bytes, record_of, storage_of
 from ..load.controlnet import loaded_control
+from ..load.devices import current_device
 from ..load.halving import LEAST
 from ..load.kept_speeds import speeds_of
 
@@ -36,7 +39,7 @@ def memory_ui(file: str, *loaded: ModelPatcher) -> dict[str, tuple[str]]:
     if not any(_is_asked(record) for record in records):
         return {}
     below = sum(record.below_16_bit for record in records)
-    before, held, kept, reasons = -below, 0, Counter(), Counter()
+    before, kept, reasons, stored = -below, Counter(), Counter(), Counter()
     for record, patcher in zip(records, loaded, strict=True):
         # ``named_modules`` and ``parameters`` of torch call ten functions for each module.
         modules = [("", getattr(patcher.model, "diffusion_model", patcher.model))]
@@ -47,12 +50,13 @@ def memory_ui(file: str, *loaded: ModelPatcher) -> dict[str, tuple[str]]:
                 if parameter is None:
                     continue
                 size, storage = held_bytes(parameter), storage_of(parameter)
-                before, held = before + 2 * parameter.numel(), held + size
+                before, stored[storage] = before + 2 * parameter.numel(), stored[storage] + size
                 if storage in UNQUANTIZED:
                     kept[storage] += size
                     is_matrix = parameter.dim() > 1
                     why = _why_kept(record, name, type(module).__name__, parameter) if is_matrix else NO_MATRIX
                     reasons[why] += size
+    held = stored.total()
     told = {"file": file, "before": size_text(before), "after": size_text(held), "kept": size_text(kept.total())}
     told["formats"] = " + ".join(storage for storage, _ in kept.most_common())
     kept_for = (Message("{0}: {1}", reason, size_text(size)) for reason, size in reasons.most_common(SHOWN))
@@ -64,8 +68,19 @@ def memory_ui(file: str, *loaded: ModelPatcher) -> dict[str, tuple[str]]:
     elif below and not saves:
         sentence = result.NOT_LESS
     message = joined([Message(sentence, **told), *(cost for record in records for cost in record.costs)])
-    measured = joined(told_here(speeds_of(patcher)) for patcher in loaded)
-    return Result(message, GOOD if saves else WARN, text=joined([message, measured]), toast=True).ui()
+    speeds = joined(_speed_told(record, patcher) for record, patcher in zip(records, loaded, strict=True))
+    tone, text = GOOD if saves else WARN, joined([message, speeds])
+    return Result(message, tone, text=text, toast=True, sizes=(before, held), stored=dict(stored)).ui()
+
+
+def _speed_told(record: ModelPlan, patcher: ModelPatcher) -> str:
+    """Return what was measured of a model on this machine; else of int8 on cards like this one, if it was faster and a
+    diffusion model multiplies in it; empty otherwise."""
+    here = told_here(speeds_of(patcher))
+    profile = current_device().profile
+    is_model = hasattr(patcher.model, "diffusion_model")
+    multiplies = any(plan.mode == INT8.name for plan in record.compute.decisions.values())
+    return here or (published(profile.name, INT8.name) if is_model and multiplies and profile.gain(INT8.name) else "")
 
 
 def storage_ui(given: ModelPatcher, made: ModelPatcher, text: str) -> dict[str, tuple[str]]:

@@ -10,10 +10,12 @@ from aiohttp import web
 from server import PromptServer
 
 from ....precision.base.message import messages_in
+from ....precision.base.options import STORAGE_OPTIONS
 from ....precision.devices.measurements import gains_in
 from ....precision.devices.probes import flags_left_alone
 from ....precision.plan.rules import read
 from ....precision.report import doctor
+from ....precision.report.view import STORAGE_COLOURS
 from ..comfyui import self_test
 from ..comfyui.bodies import json_of, text_of
 from ..comfyui.model_facts import later_storages
@@ -26,7 +28,10 @@ from .here import facts_here
 MOST_OF_RULES = 100_000
 """Bytes of rules that are read while they are written: thousands of lines."""
 FILES = "a list of pairs of texts, a folder and a file's name each"
-LOADERS = "a list of loaders, each with the text folder, the list names of texts, and size: numbers or null"
+LOADERS = (
+    "a list of loaders, each with the text folder, the list names of texts, size: numbers or null, and perhaps "
+    "smaller: a list of such sizes, and storages: a list of texts"
+)
 SIZES = {"width", "height", "length", "batch_size"}
 
 
@@ -52,6 +57,7 @@ def _about_device() -> dict:
     found, here = doctor.diagnose(device), [one.speeds for one in kept_speeds(device)]
     gains = gains_in(row for rows in here for row in rows).get("int8", not found["int8"]["slow"])
     more = {"refused": self_test.found, "later": later_storages(), "int8_gains": gains}
+    more |= {"storages": {name: {"colour": colour} for name, colour in STORAGE_COLOURS.items()}}
     return {**asdict(doctor.diagnosis_result(found, here)), **more}
 
 
@@ -79,9 +85,14 @@ def _are_loaders(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(loader, dict) and _is_loader(**loader) for loader in value)
 
 
-def _is_loader(folder: Any = None, names: Any = None, size: Any = None, **_) -> bool:
-    sized = isinstance(size, dict) and size.keys() == SIZES and {int, float}.issuperset(map(type, size.values()))
-    return isinstance(folder, str) and _are_texts(names) and (size is None or sized)
+def _is_loader(folder: Any = None, names: Any = None, size: Any = None, smaller: Any = (), storages: Any = (), **_):
+    sized = (size is None or _is_size(size)) and isinstance(smaller, (list, tuple)) and all(map(_is_size, smaller))
+    stored = not storages or (_are_texts(storages) and {*STORAGE_OPTIONS}.issuperset(storages))
+    return isinstance(folder, str) and _are_texts(names) and sized and stored
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, dict) and value.keys() == SIZES and {int, float}.issuperset(map(type, value.values()))
 
 
 def _are_texts(value: Any) -> bool:

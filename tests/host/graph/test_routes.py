@@ -17,7 +17,7 @@ NO_FILES = [None, 1, {}, "a", ["a"], [["a"]], [["a", 1]], [["a", "b", "c"]], [{"
 LOADER = {"folder": "vae", "names": ["none.safetensors"], "in_8_bits": False, "size": None}
 NO_LOADERS = [
     None, 1, {}, "a", ["a"], [["vae", "a"]], [{}], [{**LOADER, "folder": 1}], [{**LOADER, "names": "a"}], [{**LOADER, "names": [1]}],
-    [{**LOADER, "size": 64}], [{**LOADER, "size": {"width": 64}}], [{**LOADER, "size": {"width": 64, "height": 64, "length": 1, "batch_size": "1"}}],
+    [{**LOADER, "smaller": 64}], [{**LOADER, "smaller": [64]}], [{**LOADER, "storages": "int8"}], [{**LOADER, "storages": ["int9"]}], [{**LOADER, "size": 64}], [{**LOADER, "size": {"width": 64}}], [{**LOADER, "size": {"width": 64, "height": 64, "length": 1, "batch_size": "1"}}],
 ]  # fmt: skip
 NO_SETTING = [
     None, [], "a", {}, {"client_id": PAGE}, {"on_nan": "stop"}, {**SETTING, "client_id": None}, {**SETTING, "client_id": [PAGE]},
@@ -88,7 +88,8 @@ def test_every_malformed_body_is_answered_with_a_sentence(routes):
 
 def test_what_the_page_sends_is_answered(routes):
     """As web/memory.mjs and web/guard.mjs send it."""
-    sized = {**LOADER, "size": {"width": 64, "height": 64, "length": 1, "batch_size": 1}}
+    size = {"width": 64, "height": 64, "length": 1, "batch_size": 1}
+    sized = {**LOADER, "size": size, "smaller": [size], "storages": ["int8", "auto"]}
     bodies = {
         "halving": [json.dumps([LOADER, sized]).encode()],
         "computing": [json.dumps([["vae", "none.safetensors"]]).encode()],

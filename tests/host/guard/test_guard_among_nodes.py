@@ -158,6 +158,22 @@ def test_an_error_in_a_call_or_a_repeat_leaves_nothing_behind(comfy, overflowing
     assert is_finite(families.sample(model, "wan"))
 
 
+@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize(
+    "error", [RuntimeError("mat1 and mat2 shapes cannot be multiplied"), InterruptProcessingException()]
+)
+def test_a_run_without_a_result_is_not_clean(comfy, wan, error, number):
+    """Another pack's code raises in a call of a model that is never NaN."""
+    model = inside(guarded(comfy, load(comfy, wan, "as_file", "fp32")), raising_at(error, number))
+    with pytest.raises(type(error)):
+        families.sample(model, "wan", steps=4)
+    told = report_of(model)
+    assert (told.verdict, told.calls, told.events) == ("stopped", number - 1, [])
+    assert told.advice.startswith(("The run ended in an error before its result", "The run was interrupted"))
+    families.sample(model, "wan", steps=1)
+    assert report_of(model).verdict == "clean", "the next run has one"
+
+
 @pytest.mark.not_as_on_cuda(
     "two threads put the rules on torch at once, and what the first takes off the second puts back"
 )

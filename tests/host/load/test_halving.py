@@ -5,6 +5,7 @@ import json
 import pytest
 import safetensors.torch
 import torch
+from halfsafe.nodes.host.comfyui.model_facts import held_bytes
 from halfsafe.nodes.host.load import halving as host
 from halfsafe.nodes.host.load.halving import halving
 from halfsafe.precision.base.text import size_text
@@ -160,7 +161,7 @@ def test_a_file_in_8_bits_in_part_counts_by_its_own_bytes(comfy, files, write, o
     in_file = safetensors.torch.load_file(path)
     assert all(torch.equal(bits(held[f"{layer}.weight"]), bits(in_file[f"{layer}.weight"])) for layer in FIRST)
     own = sum(tensor.nbytes for name, tensor in in_file.items() if not name.endswith(".comfy_quant"))
-    assert told["before"] == found["size"] == said_of(own)
+    assert told["before"] == size_text(found["bytes"]) == said_of(own)
     assert float(told["after"].split()[0]) < 0.95 * float(told["before"].split()[0])
 
 
@@ -235,7 +236,7 @@ def test_what_is_left_for_a_file_in_8_bits_is_offered_with_its_bytes(comfy, file
     assert [(one["storage"], one["needs"]) for one in found["left"]] == [("w6a8", "0.38.0"), ("w4a8", "0.31.0")], (
         "0.30 runs neither"
     )
-    sizes = [float(size.split()[0]) for size in (found["size"], *(one["size"] for one in found["left"]))]
+    sizes = [found["bytes"], *(one["bytes"] for one in found["left"])]
     assert sizes == sorted(sizes, reverse=True) and sizes[2] < 0.85 * sizes[0]
     monkeypatch.setattr(host, "later_storages", dict)
     assert [one["needs"] for one in judged(path.name)[0]["left"]] == ["", ""]
@@ -256,18 +257,29 @@ def test_the_bytes_of_fewer_bits_are_those_of_a_file_in_them(files, storage):
         if not name.endswith(".comfy_quant")
     )
     left = judged(in_part(files, dialects.comfy_quant).name)[0]["left"]
-    assert [one["size"] for one in left if one["storage"] == storage] == [said_of(own)]
+    assert [size_text(one["bytes"]) for one in left if one["storage"] == storage] == [said_of(own)]
 
 
 def test_activations_are_comfyuis_own_estimate_for_the_size(comfy, files):
     path = in_part(files, dialects.comfy_quant)
     size = {"width": 832, "height": 480, "length": 81, "batch_size": 1}
-    (found,), (unknown,) = judged(path.name, size=size), judged(path.name, size=None)
+    smaller = [{**size, "length": 41}, {**size, "width": 592, "height": 336}]
+    (found,), (unknown,) = judged(path.name, size=size, smaller=smaller), judged(path.name, size=None)
     model = load(comfy, "as_file", path.name).args[0].model
-    needed = model.memory_required([1, 16, 21, 60, 104])
-    assert (
-        found["activations"] == [size_text(int(needed)), size_text(int(needed) // 2)] and unknown["activations"] == []
-    )
+    shapes = ([1, 16, 21, 60, 104], [1, 16, 11, 60, 104], [1, 16, 21, 42, 74])
+    assert found["activations"] == [int(model.memory_required(list(shape))) for shape in shapes]
+    assert unknown["activations"] == []
+
+
+def test_the_bytes_of_a_storage_are_those_that_a_loader_takes(comfy, files):
+    """As asked before *Use this* changes a storage."""
+    storages = ["auto", "as_file", "fp8_e4m3fn", "fp32"]
+    sizes = judged("halved_wan.safetensors", storages=storages)[0]["sizes"]
+    assert sizes["auto"] == sizes["as_file"]
+    for storage in storages[1:]:
+        model = load(comfy, storage, "halved_wan.safetensors").args[0].model.diffusion_model
+        held = sum(held_bytes(one) for one in model.parameters())
+        assert abs(sizes[storage] - held) < 0.02 * held, (storage, sizes[storage], held)
 
 
 def test_what_reserve_vram_keeps_free_is_told_on_a_gpu(monkeypatch):
@@ -292,6 +304,22 @@ def test_the_storage_is_what_the_device_is_fast_at(monkeypatch, profile, storage
     monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", profile)
     answer = halving([])
     assert (answer["storage"], answer["clip_storage"]) == (storage, clip_storage) and answer["why"]
+
+
+@pytest.mark.parametrize("profile", ["sm_86", "sm_90"])
+@pytest.mark.parametrize("compute", ["auto", "bf16"])
+def test_a_model_in_int8_is_told_the_times_of_others_where_int8_gains(comfy, files, monkeypatch, profile, compute):
+    """Before the run by the answer of *Halve the memory*, after it by the loader, with the names of their cards."""
+    monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", profile)
+    gains, asked = profile == "sm_86", halving([])["told"]
+    assert ("A10G 1.84" in asked) == gains
+    node, clip = comfy.nodes["HalfsafeLoadDiffusionModel"], comfy.nodes["HalfsafeLoadCLIP"]
+    shown = result_of(node.execute(model_name="halved_wan.safetensors", storage="int8", compute=compute))["sentence"]
+    assert ("(A10G 1.84" in shown) == (gains and compute == "auto"), "products in bf16 are no faster for it"
+    encoder = clip.execute(
+        clip_name1="halved_clip.safetensors", type="stable_diffusion", storage="int8", compute="auto"
+    )
+    assert "A10G" not in result_of(encoder)["sentence"]
 
 
 def test_the_error_is_smaller_than_that_of_comfyuis_own_cast(comfy, files):

@@ -245,14 +245,20 @@ def test_a_device_whose_product_is_wrong_is_repaired_in_fp32(on_nan, cured):
 
 
 @pytest.mark.parametrize("verdict", ["recovered", "clean", "bad_input"])
-def test_a_cured_run_that_found_no_memory_is_not_cured(verdict):
-    log = GuardLog("retry_higher", calls=7)
+def test_a_run_that_found_no_memory_has_a_verdict_only_if_something_was_at_fault_before(verdict):
+    told = Told()
+    log = GuardLog("retry_higher", told, calls=7)
     if verdict != "clean":
         log.note(event_of(CallPosition(1), ORIGIN, "fp16", "fp32", True), ORIGIN, verdict)
     blame_end(log, torch.OutOfMemoryError("no memory"), is_torch_oom)
-    assert log.verdict == ("stopped" if verdict == "recovered" else verdict)
+    assert log.verdict == ("bad_input" if verdict == "bad_input" else "stopped")
     if verdict == "recovered":
         assert (log.events[-1].call, log.advice) == (7, MODEL.no_memory)
+    if verdict == "clean":
+        log.notify_verdict(PlanInUse())
+        assert log.advice.endswith("(OutOfMemoryError: no memory).") and not log.events and not told, (
+            "nothing was NaN, and ComfyUI tells the error"
+        )
 
 
 def test_advice_names_the_setting_and_the_button_that_are_on_the_screen():

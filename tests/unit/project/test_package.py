@@ -59,6 +59,13 @@ def test_version_has_three_numbers_and_a_changelog_entry(metadata: dict) -> None
     )
 
 
+def test_the_page_signs_nodes_with_the_id_and_version_of_the_pack(metadata: dict) -> None:
+    """By which a page without the pack offers it."""
+    project = metadata["project"]
+    signed = f'PACK = {{ cnr_id: "{project["name"]}", ver: "{project["version"]}" }};'
+    assert signed in (ROOT / "web" / "graph.mjs").read_text(encoding="utf-8")
+
+
 def test_the_page_exchanges_nothing_that_all_packs_share() -> None:
     """An exchanged ``api.fetchApi``, a write to ``window`` and the like may undo another pack's, as `comfy-test lint` says."""
     code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "web").rglob("*.*js"))

@@ -3,6 +3,7 @@
 import json
 import platform
 import types
+from dataclasses import replace
 from typing import get_args
 
 import numpy as np
@@ -181,7 +182,21 @@ def test_the_text_tells_what_the_guards_of_encoders_saw():
     vae = report.EncoderReport("8", "VAE", "recovered", ["VAE decode: repeated in bf16: finite."])
     lines = report.Report(encoders=[vae, report.EncoderReport("9", "text encoder")]).to_text().splitlines()
     assert lines[lines.index("  VAE (node 8): recovered") + 1] == "      VAE decode: repeated in bf16: finite."
-    assert lines[-1] == "  text encoder (node 9): clean"
+    assert lines[-1] == "  text encoder (node 9): not run yet"
+
+
+GUARDS_IN_WORDS = {
+    "clean": (report.GuardReport("clean", calls=3), "clean"),
+    "before a run": (report.GuardReport("clean"), "not run yet"),
+    "ended before its result": (report.GuardReport("stopped", calls=3), "no result"),
+    "no repeat cured it": (replace(contract_report().guard, verdict="stopped"), "not cured"),
+}
+
+
+@pytest.mark.parametrize("state", GUARDS_IN_WORDS)
+def test_a_guard_is_clean_in_words_only_after_a_result(state):
+    guard, words = GUARDS_IN_WORDS[state]
+    assert f"Guard: {words} ({guard.calls} calls" in report.Report(guard=guard).to_text()
 
 
 def test_the_text_lists_control_nets_with_their_layers():
@@ -278,5 +293,5 @@ def test_a_report_from_inside_of_a_models_call_tells_what_is_outside():
 
 
 def test_a_name_of_any_length_is_cut_at_once():
-    text = draw.shortened("x" * 10_000_000, 100, 15)
+    text = draw._shortened("x" * 10_000_000, 100, 15)
     assert text.endswith("...") and len(text) < 100

@@ -14,9 +14,10 @@ from halfsafe.precision.devices.detect import detect
 from halfsafe.precision.plan.facts import LayerSpec
 from halfsafe.precision.plan.layers import plan_storage
 from halfsafe.precision.plan.rules import parse, rules_from
+from halfsafe.precision.report import draw
 from halfsafe.precision.report.result import BEST, CLOSEST, NONE_WORKS, UNRANKED
 from halfsafe.precision.study import charts, pictures
-from halfsafe.precision.study.charts import COLOURS, tradeoffs_chart
+from halfsafe.precision.study.charts import tradeoffs_chart
 from halfsafe.precision.study.tradeoffs import (
     Measurements,
     Setting,
@@ -27,7 +28,6 @@ from halfsafe.precision.study.tradeoffs import (
     why_not,
 )
 from halfsafe.precision.study.tradeoffs_text import NOISY, table_text, tradeoffs_result
-from PIL import ImageColor
 from support.page_words import untranslated
 
 MIB = 1 << 20
@@ -126,7 +126,7 @@ def test_chart_table_and_sentence_tell_of_one_verdict(monkeypatch):
     """No best in one of them that another has not, whatever the times are like."""
     drawn = []
     monkeypatch.setattr(
-        charts, "bar_chart", lambda title, rows, notes: drawn.append(notes) or np.zeros((1, 1, 3), np.uint8)
+        charts, "column_chart", lambda title, heads, rows, notes: drawn.append(notes) or np.zeros((1, 1, 3), np.uint8)
     )
     for rows in (ROWS, [replace(row, spread=row.seconds) for row in (SLOW, SMALL, FAST)], [FAST], [BAD, CANNOT]):
         tradeoffs_chart(found(rows))
@@ -289,7 +289,6 @@ def test_several_seeds_are_told_by_their_mean_and_least_cosine():
     said = "cosine 0.9823 over 3 seeds (least 0.9500, seed 8)"
     result = tradeoffs_result(measured, "")
     assert seen.worst == 1 and f"{said}, error 1.3 %." in result.sentence and said in table_text(measured)
-    assert next(each["cosines"] for each in result.choices if each["setting"] == "int8/auto") == seen.cosines
     assert "cosine" not in tradeoffs_result(found([SLOW, seen]), "").sentence, "one seed is told by its error"
 
 
@@ -336,38 +335,6 @@ def test_twins_that_differ_by_more_than_their_spread_rank_nothing(seconds, sprea
         ) == ranks
 
 
-def test_the_page_is_given_three_choices_with_their_figures_beside_the_reference():
-    result = tradeoffs_result(found([replace(SLOW, spread=0.1), FAST, SMALL]), "")
-    choices = {each["choice"]: each for each in result.choices}
-    assert [*choices] == ["fastest", "smallest", "closest", "reference"]
-    assert [choices[name]["setting"] for name in choices] == [
-        "fp8_e4m3fn/fp8",
-        "int8/auto",
-        "as_file/bf16",
-        "as_file/fp32",
-    ]
-    closest = choices["closest"]
-    assert (closest["seconds"], closest["spread"], closest["bytes"]) == (2.0, 0.1, 100 * MIB)
-    assert closest["error"] == pytest.approx(10**-2.5)
-    assert closest["texts"] == {"seconds": "2.00 \u00b15 %", "memory": "100.00 MiB", "error": "0.32 %"}
-    assert (
-        closest["use"] == {"storage": "as_file", "compute": "bf16", "rules": "compute=bf16"}
-        and choices["reference"]["use"] is None
-    )
-    assert [each["is_reference"] for each in result.choices] == [False, False, False, True]
-    assert json.loads(result.ui()["halfsafe_result"][0])["choices"] == [*result.choices]
-    noisy = tradeoffs_result(found([replace(row, spread=row.seconds) for row in (SLOW, SMALL)]), "")
-    assert [each["choice"] for each in noisy.choices] == ["smallest", "closest", "reference"], "no time, no fastest"
-    assert tradeoffs_result(found([BAD]), "").choices == ()
-    twins = tradeoffs_result(found([TWIN, SMALL]), "").choices
-    assert {each["choice"]: each["is_reference"] for each in twins} == {
-        "fastest": False,
-        "smallest": False,
-        "closest": True,
-        "reference": True,
-    }
-
-
 def test_only_the_rows_that_may_win_make_the_ranking_doubtful():
     here = row("as_file/bf16", 1.0, 100, 50.0)
     may, cannot = (row("as_file/bf16", seconds, snr=50.0, spread=0.5) for seconds in (0.9, 1.1))
@@ -398,19 +365,32 @@ def test_the_best_row_comes_first_and_a_noisy_one_is_not_ranked():
     assert tradeoffs_result(found(), "").rows[0][0] == "int8/auto = int8/bf16"
 
 
+def test_the_fastest_the_smallest_and_the_closest_are_given_as_numbers():
+    """One row for each, and one for all where they are the same; nothing is fastest where times are too noisy."""
+    measured = found()
+    best = {goal: one for one in tradeoffs_result(measured, "").best for goal in one["goals"]}
+    for goal, row in ((goal, measured.best[goal]) for goal in ("speed", "memory", "quality")):
+        figures = (row.seconds, row.bytes, pytest.approx(10 ** (-row.snr_db / 20)), row.storage, row.setting.compute)
+        one = best[goal]
+        assert (one["seconds"], one["bytes"], one["error"], one["use"]["storage"], one["use"]["compute"]) == figures
+    assert [one["goals"] for one in tradeoffs_result(found([FAST]), "").best] == [["speed", "memory", "quality"]]
+    noisy = tradeoffs_result(found([replace(row, spread=row.seconds) for row in (SLOW, SMALL)]), "")
+    assert "speed" not in {goal for one in noisy.best for goal in one["goals"]} and noisy.best
+
+
 def pixels(chart: np.ndarray, colour) -> int:
     return int((np.rint(chart * 255) == colour).all(-1).sum())
 
 
-def test_the_chart_draws_every_row():
+def test_the_chart_draws_every_row_and_is_read_at_half_its_size():
+    """Three bars a row and nothing else in their colour, so that no legend is taken for a row."""
     chart, one = tradeoffs_chart(found()), tradeoffs_chart(found([SMALL, BAD]))
     assert chart.dtype == np.float32 and chart.shape[1] == 1024 and 0 <= chart.min() <= chart.max() <= 1
-    for figure in ("time", "memory", "SNR"):
-        assert (
-            pixels(chart, ImageColor.getrgb(COLOURS[figure]))
-            > 1.5 * pixels(one, ImageColor.getrgb(COLOURS[figure]))
-            > 0
-        )
+    assert pixels(chart, draw.FILL) > 1.5 * pixels(one, draw.FILL) > 0
+    filled = (np.rint(chart * 255) == draw.FILL).all(-1).any(1)
+    bars = int((np.diff(filled.astype(int)) == 1).sum())
+    assert bars == 1 + sum(not row.problem for row in ROWS), bars
+    assert draw.LARGE / 2 >= 13 and chart.shape[0] <= 0.75 * 1024, "a node of 560 x 420 pixels shows it whole"
 
 
 def test_lines_are_read_in_order_and_each_setting_once():

@@ -1,0 +1,225 @@
+// @ts-check
+/** A run as cards: its answer as a headline, and what is behind *Why*. */
+import { el, firstOf, verdictOf, verdictText } from "./dom.mjs";
+import { RUNS } from "./graph.mjs";
+import { missingCard, missingFiles } from "./missing.mjs";
+import { locatorOf } from "./page.mjs";
+import { adviceLine } from "./panel.mjs";
+import { causes, culpritOf } from "./run.mjs";
+import { saidIn } from "./toasts.mjs";
+import { firstSentence, said, sizeText, t } from "./words.mjs";
+
+/**
+ * @typedef {import("./page.mjs").Page} Page
+ * @typedef {import("./run.mjs").Run} Run
+ * @typedef {import("./run.mjs").GuardState} GuardState
+ * @typedef {import("./result.mjs").Card} Card
+ * @typedef {Card & {rank: number, ids: string[], when?: string, pictures?: {before: any, after: any}}} RunCard `rank`: the lowest is the answer; `ids`: the nodes that it is of; `when`: it is older
+ */
+
+const GUARDS = ["HalfsafeNaNGuard", "HalfsafeGuardVAE", "HalfsafeGuardCLIP", "HalfsafeAutoPrecision"];
+/** A workflow with one of these is there to measure or to make a file: a guard is no part of that. */
+const TOOLS = ["HalfsafeMeasurePrecisions", "HalfsafeAnalyzeLayers", "HalfsafeCalibrate", "HalfsafeSaveModel", "HalfsafeCompareImages"];
+/** The order of cards: what stops a run, what was asked for, what was found. */
+const STOPS = 0, FAILED = 1, ASKED = 2, FOUND = 3, NOTED = 4;
+/** The words of a sentence that is a headline; a longer one is cut after its first sentence, or is behind *Why*. */
+const MOST_WORDS = 14;
+
+/** What the last run of the open tab has to say, the answer first. @param {Page} page @returns {RunCard[]} */
+export function cardsOf(page) {
+  const { run, refused } = page;
+  if (refused) {
+    const [line, more] = shown(refused.message);
+    return [{ rank: STOPS, ids: [], headline: t("The run did not start"), tone: "bad", line, why: filled(more, refused.advice) }];
+  }
+  const missing = missingCards(page);
+  if (!run) return missing;
+  const cards = [...missing, ...errorCards(run), ...blackCard(run), ...measuredCards(page, run), ...halvedCard(page, run), ...resultCards(page, run), ...guardCards(page, run), ...noticeCards(page, run), ...quietCard(page, run)];
+  return cards.sort((a, b) => a.rank - b.rank);
+}
+
+/** Files that a run would not find. @param {Page} page @returns {RunCard[]} */
+function missingCards({ nodes }) {
+  const card = missingCard(nodes);
+  return card ? [{ rank: STOPS, ids: missingFiles(nodes).map(({ node }) => locatorOf(node)), ...card }] : [];
+}
+
+/** What the runs before this one in its queue have to say. @param {Page} page @returns {RunCard[]} */
+export function cardsBefore(page) {
+  const before = page.run?.before;
+  return before ? guardCards(page, before) : [];
+}
+
+/** Whether the last run was black or NaN, so that a guard is what fits. @param {Run | null} run */
+export function isLost(run) {
+  return run !== null && (run.isBlack || hasLost(run));
+}
+
+/** Whether a guard found NaN or Inf that it did not repair. @param {Run} run */
+function hasLost({ events }) {
+  return events.some(({ event }) => event && !event.recovered && event.kind !== "drift");
+}
+
+/** The first sentence of a text where it is short, else nothing, and the rest. @param {string} text @returns {[string, string]} */
+function shown(text) {
+  const first = firstSentence(text);
+  return countOf(first) <= MOST_WORDS ? [first, text.slice(first.length).trim()] : ["", text];
+}
+
+/** How many words a text has; in Chinese two characters are one. @param {string} text */
+function countOf(text) {
+  const wide = text.match(/[\u3400-\u9fff]/g)?.length ?? 0;
+  return wide / 2 + text.replace(/[\u3400-\u9fff]/g, " ").split(/\s+/).filter(Boolean).length;
+}
+
+/** @param {Run} run @returns {RunCard[]} */
+function errorCards({ error }) {
+  if (!error || error.guard) return [];
+  const { node, memory = "" } = error;
+  const [headline, more] = shown(memory || error.message), [line, advice] = memory ? ["", error.advice] : shown(error.advice);
+  return [{ rank: FAILED, ids: [node], tone: "bad", headline: headline || t("The run stopped"), line, why: filled(more, memory && error.message, advice) }];
+}
+
+/** @param {...string} texts */
+function filled(...texts) {
+  return texts.filter(Boolean);
+}
+
+/** @param {Run} run @returns {RunCard[]} */
+function blackCard(run) {
+  return run.isBlack && !hasLost(run) ? [{ rank: FAILED, ids: [], tone: "bad", headline: t("The picture is black") }] : [];
+}
+
+/** The fastest, the smallest and the closest setting, each with its figures as bars. @param {Page} page @param {Run} run @returns {RunCard[]} */
+function measuredCards(page, run) {
+  return resultsOf(page, run).filter(([, { best }]) => best?.length).map(([id, result]) => {
+    const best = result.best ?? [];
+    const most = (/** @type {(one: import("./result.mjs").Best) => number} */ of) => Math.max(...best.map(of), Number.MIN_VALUE);
+    const [seconds, bytes, error] = [most((one) => one.seconds), most((one) => one.bytes), most((one) => one.error)];
+    const rows = best.map((one) => ({
+      name: one.goals.map((goal) => goalText(goal)).join(t(", ")), detail: one.name, act: () => page.use(page.nodeById(id), one.use),
+      figures: [
+        { text: `${figureOf(one.seconds)}\u00a0s`, share: one.seconds / seconds }, { text: sizeText(one.bytes), share: one.bytes / bytes },
+        { text: one.error > 0 ? `${figureOf(100 * one.error)}\u00a0%` : "0", share: one.error / error },
+      ],
+    }));
+    const isNoisy = !best.some(({ goals }) => goals.includes("speed"));
+    return { rank: ASKED, ids: [id], tone: result.tone, headline: isNoisy ? t("Too noisy to tell which is fastest") : "", rows, why: [said(result.sentence)], when: whenOf(run, id) };
+  });
+}
+
+/** @param {string} goal */
+function goalText(goal) {
+  return { speed: t("Fastest"), memory: t("Smallest"), quality: t("Closest") }[goal] ?? goal;
+}
+
+/** A number in two figures, with no more zeros than it needs. @param {number} value */
+function figureOf(value) {
+  return value >= 10 ? value.toFixed(0) : Number(value.toPrecision(2)).toString();
+}
+
+/** The bytes of all loaders that were to save some, in one bar. @param {Page} page @param {Run} run @returns {RunCard[]} */
+function halvedCard(page, run) {
+  const halved = resultsOf(page, run).filter(([, { sizes, use }]) => sizes && !use);
+  if (!halved.length) return [];
+  /** @type {Record<string, number>} */
+  const stored = {};
+  for (const [, result] of halved) for (const [name, size] of Object.entries(result.stored ?? {})) stored[name] = (stored[name] ?? 0) + size;
+  const [before, after] = [0, 1].map((place) => halved.reduce((sum, [, { sizes }]) => sum + (sizes?.[place] ?? 0), 0));
+  const saves = halved.some(([, { tone }]) => tone === "good");
+  const headline = saves ? fromTo(before, after) : t("{size}, no smaller", { size: sizeText(after) });
+  const bar = saves ? { before: Math.max(before, after), stored } : null;
+  return [{ rank: ASKED, ids: halved.map(([id]) => id), tone: saves ? "good" : "warn", headline, bar, why: halved.map(([, { sentence }]) => said(sentence)), when: whenOf(run, ...halved.map(([id]) => id)) }];
+}
+
+/** "236 -> 155 MiB", or each with its unit where these differ. @param {number} before @param {number} after */
+function fromTo(before, after) {
+  const [from, to] = [before, after].map((size) => sizeText(size));
+  const [number, unit] = from.split("\u00a0");
+  return `${unit === to.split("\u00a0")[1] ? number : from} \u2192 ${to}`;
+}
+
+/** Results that are sentences. @param {Page} page @param {Run} run @returns {RunCard[]} */
+function resultCards(page, run) {
+  return resultsOf(page, run).filter(([, { sizes, best, use }]) => (!sizes || use) && !best?.length).map(([id, { sentence, tone, use, sizes }]) => {
+    const offered = use && sizes ? t("{sizes} in {storage}", { sizes: fromTo(...sizes), storage: use.storage }) : "";
+    const [headline, more] = offered ? [offered, said(sentence)] : shown(said(sentence));
+    const choices = use ? [{ name: t("Use this"), act: () => page.use(page.nodeById(id), use) }] : [];
+    return { rank: FOUND, ids: [id], tone, headline: headline || page.titleOf(id), choices, why: filled(more), when: whenOf(run, id) };
+  });
+}
+
+/** @param {Page} page @param {Run} run */
+function resultsOf(page, run) {
+  return [...run.results].filter(([id, result]) => page.has(id, result));
+}
+
+/** @param {Run} run @param {...string} ids */
+function whenOf(run, ...ids) {
+  return ids.every((id) => run.cached.has(id)) ? t("of an earlier run") : "";
+}
+
+/** @param {Page} page @param {Run} run @returns {RunCard[]} */
+function guardCards(page, { guards, reached, pictures }) {
+  const names = [...reached].filter((id) => !guards.has(id)).map((id) => page.titleOf(id));
+  const also = names.length ? t("This NaN also reached {names}.", { names: names.join(t(", ")) }) : "";
+  return [...guards].map(([id, guard]) => {
+    const isCured = guard.verdict === "recovered";
+    const card = guardCard(id, guard, guard.events.some(({ event }) => event && !event.recovered) ? also : "");
+    return { ...card, rank: card.tone === "good" ? FOUND : FAILED, ...(isCured ? { pictures: beforeAndAfter(page, pictures) } : {}) };
+  });
+}
+
+/** The picture of the first node that showed another one before this run. @param {Page} page @param {Map<string, any>} before */
+function beforeAndAfter(page, before) {
+  const pair = [...page.pictures].map(([key, after]) => ({ before: before.get(key), after })).find(({ before: earlier, after }) => earlier && earlier.filename !== after.filename);
+  return pair;
+}
+
+/** What to do about a verdict whose advice is long, in one line; all of it is behind *Why*. @returns {Record<string, string>} */
+const cures = () => ({
+  bad_input: t("Check the node that made it."), not_precision: t("Try another sampler, more steps or a lower cfg."), device_fault: t("Try another driver or torch."),
+});
+
+/** @param {string} id @param {GuardState} guard @param {string} also where else its NaN came @returns {Omit<RunCard, "rank">} */
+function guardCard(id, guard, also) {
+  const events = guard.events.map(({ event }) => event).filter((event) => event !== null);
+  const [first] = guard.events, advice = guard.advice || (first?.advice ?? "");
+  const verdict = verdictOf(guard.verdict, events);
+  const { culprit, cure } = culpritOf({ ...guard, advice, event: first?.event });
+  const repeated = events.filter(({ recovered, kind }) => recovered && kind !== "drift");
+  const text = said(guard.brief);
+  const lines = el("div", { class: "hs-events" }, ...firstOf(guard.events.map((event) => adviceLine(event, advice))));
+  const [line, more] = cure && verdict !== "recovered" && verdict !== "clean" ? shown(cure) : ["", cure];
+  const why = [...filled(guard.events.some(({ brief }) => brief === guard.brief) ? "" : text, more), lines, ...filled(also)];
+  const steps = new Set(repeated.map(({ step }) => step)).size;
+  if (verdict === "recovered") return { ids: [id], tone: "good", headline: t("Black image prevented"), line: steps === 1 ? t("1 step was repeated.") : t("{count} steps were repeated.", { count: steps }), why };
+  const headline = culprit || causes()[/** @type {keyof ReturnType<typeof causes>} */ (verdict)] || (verdict === "clean" ? t("No NaN left") : verdictText(verdict));
+  return { ids: [id], tone: verdict === "clean" ? "good" : verdict === "drift" ? "warn" : "bad", headline, line: line || cures()[verdict] || "", why };
+}
+
+/** @param {Page} page @param {Run} run @returns {RunCard[]} */
+function noticeCards(page, { notices }) {
+  return [...notices].flatMap(([id, told]) => told.map((notice) => {
+    const [headline, more] = shown(saidIn(notice));
+    return { rank: NOTED, ids: [id], tone: notice.severity === "success" ? "good" : "warn", headline: headline || page.titleOf(id), why: filled(more, notice.detail ?? "") };
+  }));
+}
+
+/** What there is to say where no guard said anything. @param {Page} page @param {Run} run @returns {RunCard[]} */
+function quietCard(page, run) {
+  const { state, computed, results, guards, error, calls: { model, encoder } } = run;
+  if (guards.size || error) return [];
+  const one = (/** @type {string} */ headline, tone = "") => [{ rank: FOUND, ids: [], tone, headline }];
+  if (state === "done" && !computed) return results.size ? [] : one(t("Nothing was computed: ComfyUI kept the results of an earlier run."));
+  const has = (/** @type {string[]} */ types) => page.nodes.some(({ comfyClass, mode }) => types.includes(comfyClass) && mode === RUNS);
+  if (page.watching !== "off" || has(GUARDS)) {
+    const tone = state === "done" ? "good" : ""; // without a result there is nothing to be good
+    if (model) return one(t("No NaN in {calls} calls of the model", { calls: model }), tone);
+    if (encoder) return one(t("No NaN in {calls} calls of VAE and text encoder", { calls: encoder }), tone);
+    const isMeasured = [...results.values()].some(({ best }) => best?.length); // which runs without the guard
+    return state === "done" && !isMeasured ? [{ rank: NOTED, ids: [], headline: t("Nothing was checked"), why: [t("No guarded model ran.")] }] : [];
+  }
+  const samples = page.nodes.some(({ inputs }) => inputs?.some((/** @type {any} */ { type, link }) => type === "MODEL" && link !== null));
+  return state === "done" && samples && !results.size && !run.isBlack && !has(TOOLS) ? [{ rank: NOTED, ids: [], tone: "", headline: t("This workflow has no guard") }] : [];
+}
