@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +25,9 @@ from setup.environment import (
     prepare,
     provide_kitchen,
 )
-from setup.machine import counts_of
+from setup.machine import counts_of, cpu_of
 from setup.progress import last_line, run_shown, stage
+from setup.quick import changed_files, tests_of
 
 TIERS = {
     "unit": "tests/unit",
@@ -40,31 +42,97 @@ BESIDE = ("browser", "compile")
 # How a tier's tests are shared out between two processes: each begins with a half, and the one that ends first takes tests from
 # the end of the other's. A page's tests share its server.
 STEALING = ("--dist", "worksteal")
-NEXT_CORE = (
-    *(
-        "compute/test_gate.py",
-        "compute/test_bound.py",
-        "compute/test_compute.py",
-        "compute/test_compute_fp8.py",
-        "compute/test_int8.py",
-        "compute/test_int8_compute.py",
+NEXT_CORE = {
+    "compute/test_bound.py": (
+        "a_clean_call_makes_the_planned_product_without_the_tensor_subclass",
+        "a_layers_own_scale_of_its_input_is_applied",
+        "every_rank_of_input_with_and_without_a_bias",
+        "what_is_not_resolved_runs_comfyuis_own_forward",
+        "further_arguments_and_gradients_run_comfyuis_own_forward",
+        "under_dynamic_vram_a_weight_is_lent_once_and_given_back",
     ),
-    *(
-        "guard/test_guard.py",
-        "guard/test_int8.py",
-        "accumulation/test_accumulation_layers.py",
-        "accumulation/test_accumulation_fp8.py",
-        "lora/test_encoders_saving_merging.py",
+    "compute/test_compute.py": (
+        "fp16_safe_is_finite_and_closer_than_bf16",
+        "an_overflow_of_a_later_call_in_one_row_repeats_that_call_once",
+        "through_the_sampler_twice_in_one_prompt",
     ),
-    *("load/test_loaders.py", "study/test_calibrate.py"),
-)
-"""What of the host tests runs under the next ComfyUI's layer call too: compute, guard, sums, LoRAs, loading and calibration."""
+    "compute/test_compute_fp8.py": (
+        "every_rank_of_input_and_an_fp32_stream",
+        "the_model_multiplies_in_fp8_where_weights_are_and_16_bit_elsewhere",
+        "of_a_file_in_two_storages_the_layers_in_fp8_multiply_in_fp8",
+        "a_rule_multiplies_in_fp8_whatever_dtype_the_weight_stands_for",
+        "a_lora_in_bypass_mode_is_multiplied_in_16_bit",
+    ),
+    "compute/test_int8.py": (
+        "a_dtype_that_is_asked_for_is_what_int8_weights_multiply_in",
+        "where_nothing_is_asked_for_the_product_stays_int8",
+        "rules_of_each_layer",
+        "the_guard_repeats_without_int8_and_reports_it",
+    ),
+    "compute/test_int8_compute.py": (
+        "the_report_is_what_the_products_are",
+        "the_stream_is_fp32_where_the_model_is_not_safe_in_16_bit",
+        "rules",
+        "a_lora_runs_as_the_report_says",
+        "a_lora_in_bypass_mode",
+        "layers_that_comfyui_multiplies_past_their_forward",
+    ),
+    "guard/test_guard.py": (
+        "an_overflowing_model_comes_out_right",
+        "a_rung_computes_in_its_own_dtypes_under_a_callers_autocast",
+        "escalations_are_rules_that_need_no_guard",
+        "fp8_weights_that_overflow_fp16",
+        "a_broken_attention_is_left_out_of_later_calls",
+        "what_a_patch_brings_in_fp16_runs_in_a_repeat_in_fp32",
+        "what_a_patch_brings_in_fp16_is_compared_by_the_check",
+    ),
+    "guard/test_int8.py": (
+        "an_overflow_is_dequantized_and_the_other_layers_stay_in_int8",
+        "what_is_escalated_in_int8_is_dequantized",
+        "four_bit_weights_are_dequantized_when_they_are_escalated",
+    ),
+    "accumulation/test_accumulation_layers.py": (
+        "proven_layers_sum_in_fp16_and_the_others_in_fp32",
+        "the_result_is_that_of_the_plain_model",
+        "a_lora_is_part_of_the_weight_that_is_proven",
+        "a_louder_step_is_repeated_without_the_layers_it_disproves",
+        "a_rule_that_makes_a_layer_fp16_is_bounded_in_fp16",
+    ),
+    "accumulation/test_accumulation_fp8.py": (
+        "the_bits_are_those_of_comfyuis_dispatch",
+        "the_same_under_dynamic_vram",
+        "fp8_fast_accumulation_holds_for_one_model",
+    ),
+    "lora/test_encoders_saving_merging.py": (
+        "a_text_encoder",
+        "a_text_encoder_with_a_lora_of_comfyuis_bypass_node",
+        "a_lora_of_comfyuis_bypass_node_beside_ours",
+        "a_lora_of_a_hook_acts_on_a_layer_of_an_encoder_that_stays_in_16_bit",
+        "a_merge_is_that_of_the_models",
+    ),
+    "load/test_loaders.py": (
+        "every_storage_gives_the_picture",
+        "full_checkpoint_makes_the_picture",
+        "text_encoder_gives_the_conditioning",
+    ),
+    "study/test_calibrate.py": (
+        "the_sums_are_those_of_the_inputs",
+        "a_quantized_model_is_calibrated_on_what_its_layers_meet",
+        "a_lora_is_in_what_the_layers_meet",
+    ),
+}
+"""Host tests that run under the next ComfyUI's layer call too, each value of their parameters once: one of each setting. Before a release
+these files run whole. The tests of the gate put that call on by themselves, in the host tier."""
 IN_TWO_PROCESSES = {
     "unit": STEALING,
     "host": STEALING,
     "next": STEALING,
     "browser": ("--dist", "loadgroup", "--no-loadscope-reorder"),
 }
+CPU_MINUTES = 24
+"""What all tests may take of an idle processor; `tests/support/cpu_time.py` holds each test to its part."""
+SLOWEST = 5
+"""How many tests of a tier are named with the seconds that they took, where none took more than it may."""
 ONE_THREAD_EACH = ("unit", "host", "next", "compile")
 
 
@@ -76,6 +144,7 @@ class Result:
     passed: bool | None
     summary: str
     seconds: float
+    cpu_seconds: float = 0.0
 
 
 def main() -> int:
@@ -86,6 +155,10 @@ def main() -> int:
     except SetupError as error:
         print(error, file=sys.stderr)
         return 1
+    if options.quick:
+        return _quick(environment, pytest_args)
+    if options.release:
+        os.environ["HALFSAFE_RELEASE"] = "1"  # the tests' processes have it from here
     tiers = _tiers(options.tier, environment)
     with _beside(environment, tiers, pytest_args) as beside:
         results = _check_style(environment) if options.tier is None else []
@@ -95,13 +168,45 @@ def main() -> int:
                 if tier in beside.logs
                 else _run_tier(tier, environment, pytest_args, beside=beside.last_line)
             )
-    return _report(results, required=options.tier)
+    code = _report(results, required=options.tier)
+    if options.tier is None and not options.release:
+        minutes = sum(result.cpu_seconds for result in results) / 60
+        print(
+            f"The tests took {minutes:.1f} minutes of the processor; {CPU_MINUTES} is what they may take on idle cores."
+        )
+    return code
+
+
+def _quick(environment: Environment, pytest_args: list[str]) -> int:
+    """Run the tests of what changed, and say what this leaves out."""
+    try:
+        chosen = tests_of(changed_files())
+    except SetupError as error:
+        print(error, file=sys.stderr)
+        return 1
+    results = _check_style(environment, ("ruff", "format"))
+    for tier in ("unit", "host"):
+        if paths := [path for path in chosen if path.startswith(TIERS[tier])]:
+            results.append(_run_tier(tier, environment, pytest_args, paths=paths))
+    code = _report(results)
+    print(
+        f"These were the tests of {', '.join(chosen)}. This is NOT all: run scripts/test.py before a change is merged."
+    )
+    return code
 
 
 def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     split = arguments.index("--") if "--" in arguments else len(arguments)
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tier", choices=TIERS, help="run this tier only")
+    parser.add_argument(
+        "--quick", action="store_true", help="two minutes: the tests of the rooms that changed since main; not all"
+    )
+    parser.add_argument(
+        "--release",
+        action="store_true",
+        help="all that is run before a release, too: marker `release`, each page, each case",
+    )
     parser.add_argument("--comfyui", type=Path, help="a ComfyUI folder to test with, instead of the pinned one")
     return parser.parse_args(arguments[:split]), arguments[split + 1 :]
 
@@ -157,13 +262,13 @@ def _fetch_and_run(tier: str, environment: Environment, pytest_args: list[str], 
     return _run_tier(tier, environment, pytest_args, log)
 
 
-def _check_style(environment: Environment) -> list[Result]:
+def _check_style(environment: Environment, names: Sequence[str] = ("ruff", "format", "types")) -> list[Result]:
     commands = {
         "ruff": ["-m", "ruff", "check", "."],
         "format": ["-m", "ruff", "format", "--check", "--quiet", "."],
         "types": ["scripts/typecheck.py"],
     }
-    return [_check(name, [str(environment.python), *command]) for name, command in commands.items()]
+    return [_check(name, [str(environment.python), *commands[name]]) for name in names]
 
 
 def _check(name: str, command: list[str]) -> Result:
@@ -179,8 +284,9 @@ def _run_tier(
     pytest_args: list[str],
     log: Path | None = None,
     beside: Callable[[], str] = str,
+    paths: Sequence[str] = (),
 ) -> Result:
-    """Run a tier and show its output, or keep it in ``log``; ``beside`` says how far another one is."""
+    """Run a tier, or these tests of it, and show its output, or keep it in ``log``; ``beside`` says how far another one is."""
     if log is None:
         print(f"\n== {tier}", flush=True)
     started = time.monotonic()
@@ -190,9 +296,8 @@ def _run_tier(
             str(environment.python),
             "-m",
             "pytest",
-            *_paths(tier),
+            *(paths or _paths(tier)),
             f"--junitxml={junit}",
-            "--durations=5",
             *_color(),
             *_workers(tier),
         ]
@@ -202,7 +307,25 @@ def _run_tier(
             return Result(tier, None, str(error), time.monotonic() - started)
         command, environ = [*command, *pytest_args], environ | dict.fromkeys(("TMPDIR", "TEMP", "TMP"), folder)
         code = run_shown(command, ROOT, environ, beside) if log is None else _run_logged(command, environ, log)
-        return Result(tier, code == 0, counts_of(junit), time.monotonic() - started)
+        taken, tests = cpu_of(junit)
+        _tell_slow(tests, log)
+        return Result(tier, code == 0, counts_of(junit), time.monotonic() - started, taken)
+
+
+def _tell_slow(tests: list[dict], log: Path | None) -> None:
+    """Print the tests that took most of the processor, and all that took more than they may, behind what their tier printed."""
+    shown = [
+        test for place, test in enumerate(tests) if place < SLOWEST or test["own_seconds"] > test["may_take_seconds"]
+    ]
+    lines = "".join(
+        f"{test['own_seconds']:7.1f} s of the processor, of {test['may_take_seconds']:.1f}: {test['name']}\n"
+        for test in shown
+    )
+    if log is None:
+        print(lines, flush=True)
+        return
+    with log.open("a", encoding="utf-8") as output:
+        output.write(lines)
 
 
 def _run_logged(command: list[str], environ: dict[str, str], log: Path) -> int:
@@ -213,7 +336,12 @@ def _run_logged(command: list[str], environ: dict[str, str], log: Path) -> int:
 
 
 def _paths(tier: str) -> list[str]:
-    return [f"{TIERS[tier]}/{path}" for path in NEXT_CORE] if tier == "next" else [TIERS[tier]]
+    if tier != "next":
+        return [TIERS[tier]]
+    files = {f"{TIERS[tier]}/{path}": names for path, names in NEXT_CORE.items()}
+    if os.environ.get("HALFSAFE_RELEASE"):
+        return [*files]
+    return [f"{path}::test_{name}" for path, names in files.items() for name in names]
 
 
 def _color() -> list[str]:
@@ -244,7 +372,8 @@ def _report(results: list[Result], required: str | None = None) -> int:
     for result in results:
         word = {True: "ok", False: "FAILED", None: "NOT RUN"}[result.passed]
         summary = result.summary if result.passed is not None else "see below"
-        print(f"{result.name:7} {word:7} {summary} in {result.seconds:.1f} s")
+        cpu = f", {result.cpu_seconds:.0f} s of the processor" if result.cpu_seconds else ""
+        print(f"{result.name:7} {word:7} {summary} in {result.seconds:.1f} s{cpu}")
     for result in results:
         if result.passed is None:
             print(f"\n!!! The {result.name} tests did NOT run.\n{result.summary}")

@@ -2,7 +2,7 @@
 
 Each torch has a virtual environment of its own below the user's cache folder, kept for the next run (1 to 6 GB each). tests/unit runs
 on each of them, tests/host and the tests of torch.compile on each with each ComfyUI folder given. `--cpu` runs them as on other CPUs too.
-What follows `--` goes to pytest.
+The tests that are run before a release alone run too (marker `release`). What follows `--` goes to pytest.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ KEYS = ("tier", "python", "torch", "comfyui", "cpu", "threads")
 
 def main() -> int:
     options, pytest_args = _parse(sys.argv[1:])
+    os.environ["HALFSAFE_RELEASE"] = "1"  # with what `scripts/test.py` leaves out
     if options.seed:
         os.environ["HALFSAFE_SEED"] = options.seed  # the tests' processes have it from here
     rows: list[dict] = []

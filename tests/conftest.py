@@ -20,6 +20,8 @@ sys.path[:] = [
     *(path for path in sys.path if Path(path).absolute() != ROOT),
     str(ROOT / "scripts"),
 ]
+RELEASE = bool(os.environ.get("HALFSAFE_RELEASE"))
+"""Whether the tests run that are run before a release alone: benchmarks, the GPU kit, settings beside settings that others stand for."""
 SHIFT = int(os.environ.get("HALFSAFE_SEED") or 0)
 """Tests draw the same alone, in any order and in any process; HALFSAFE_SEED shifts the seeds that tests and ComfyUI give to generators, not the product's own."""
 
@@ -83,7 +85,10 @@ class RootIsAFolder:
 
 @pytest.hookimpl(tryfirst=True)  # before hypothesis reads its seed
 def pytest_configure(config: pytest.Config) -> None:
+    from support.cpu_time import CpuTime
+
     config.pluginmanager.register(RootIsAFolder(), "halfsafe-root")
+    config.pluginmanager.register(CpuTime(), "halfsafe-cpu-time")
     if getattr(config.option, "hypothesis_seed", None) is None:
         config.option.hypothesis_seed = str(SHIFT)
     if SHIFT:
@@ -113,6 +118,17 @@ def pytest_collection() -> Iterator[None]:
         return (yield)
     finally:
         gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist shares them out
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what runs before a release alone: marker `release`."""
+    if RELEASE:
+        return
+    left_out = [item for item in items if item.get_closest_marker("release")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.hookimpl(trylast=True)

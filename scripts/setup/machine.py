@@ -67,3 +67,15 @@ def counts_of(junit: Path) -> str:
     suite = next(ElementTree.parse(junit).iter("testsuite"))
     total, failed, errors, skipped = (int(suite.get(k, 0)) for k in ("tests", "failures", "errors", "skipped"))
     return f"{total - failed - errors - skipped} passed, {failed} failed, {errors} errors, {skipped} skipped"
+
+
+def cpu_of(junit: Path) -> tuple[float, list[dict]]:
+    """Return the seconds of the processor that a run of the tests took, and of each test its ``name``, ``own_seconds`` and
+    ``may_take_seconds``, the one that took the most first."""
+    tests = []
+    for case in ElementTree.parse(junit).iter("testcase") if junit.exists() else ():
+        numbers = {str(one.get("name")): one.get("value") for one in case.iter("property")}
+        if "cpu_seconds" in numbers:
+            seconds = {name: float(value or 0) for name, value in numbers.items() if name.endswith("_seconds")}
+            tests.append({"name": f"{case.get('classname')}.{case.get('name')}", **seconds})
+    return sum(test["cpu_seconds"] for test in tests), sorted(tests, key=lambda test: -test["own_seconds"])

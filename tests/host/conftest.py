@@ -76,17 +76,40 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist shares them out
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the tests that need the server or its models first: the process that begins with them keeps them, and the other takes tests from the end.
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Under the next core, run one test of each setting. Put the tests that need the server or its models first: the process that begins with them keeps them, and the other takes tests from the end.
 
     The slow ones come next: one that began last would leave the other process without work.
     """
+    if os.environ.get("HALFSAFE_NEXT_CORE") and not os.environ.get("HALFSAFE_RELEASE"):
+        kept = each_value_once(items)
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
     items.sort(
         key=lambda item: (
             {"server", "small_models"}.isdisjoint(item.fixturenames),
             item.get_closest_marker("slow") is None,
         )
     )
+
+
+def each_value_once(items: list[pytest.Item]) -> set[pytest.Item]:
+    """The fewest cases of each parametrized test that have each value of each of its parameters; tests without parameters whole."""
+    cases: dict[tuple[Path, str], dict[pytest.Item, set]] = {}
+    for item in items:
+        spec = getattr(item, "callspec", None)
+        values = {(name, repr(value)) for name, value in spec.params.items()} if spec else set()
+        cases.setdefault((item.path, item.originalname), {})[item] = values
+    kept: set[pytest.Item] = set()
+    for of_test in cases.values():
+        left = set().union(*of_test.values())
+        while True:
+            best = max(of_test, key=lambda item: len(of_test[item] & left))
+            kept.add(best)
+            left -= of_test[best]
+            if not left:
+                break
+    return kept
 
 
 def pytest_sessionfinish() -> None:

@@ -301,10 +301,16 @@ def reader() -> str:
         frame = frame.f_back
     if frame is None or not frame.f_code.co_filename.startswith(OURS):
         return ""
-    path = Path(frame.f_code.co_filename)
-    return f"{path.parent.name}/{path.stem}.{frame.f_code.co_name}"
+    return f"{_module(frame.f_code.co_filename)}.{frame.f_code.co_name}"
 
 
+@functools.cache
+def _module(file: str) -> str:
+    path = Path(file)
+    return f"{path.parent.name}/{path.stem}"
+
+
+@functools.cache
 def _passes_on(code: CodeType) -> bool:
     """Whether a frame is torch's, a mode's or of these modules, or ``amax_value``, whose caller reads, or a comprehension, which is a frame up to Python 3.11."""
     if code.co_filename == AMAX:

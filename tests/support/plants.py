@@ -75,10 +75,19 @@ def nan_lora(model, family: str):
     return clone
 
 
+def weight_of(model, family: str) -> torch.Tensor:
+    """The numbers of the family's layer in memory, as this patcher has them: ComfyUI leaves the LoRA that another patcher of the model
+    merged until the model is loaded again, and would put its own copy of the weight back over what is planted."""
+    import comfy.model_management
+
+    comfy.model_management.load_models_gpu([model])
+    return model.model.diffusion_model.get_submodule(FAMILIES[family].layer).weight.data
+
+
 @contextlib.contextmanager
 def nan_weight(model, family: str, value: float = math.nan) -> Iterator[None]:
     """A NaN in the first element of a weight in memory."""
-    weight = model.model.diffusion_model.get_submodule(FAMILIES[family].layer).weight.data.view(-1)
+    weight = weight_of(model, family).view(-1)
     before = weight[0].clone()
     weight[0] = value
     try:
@@ -90,7 +99,7 @@ def nan_weight(model, family: str, value: float = math.nan) -> Iterator[None]:
 @contextlib.contextmanager
 def loud_weights(model, family: str) -> Iterator[None]:
     """A layer whose product passes fp16's range, in front of the code that clamps it."""
-    weight = model.model.diffusion_model.get_submodule(FAMILIES[family].layer).weight.data
+    weight = weight_of(model, family)
     before = weight.clone()
     weight *= 3e4 / float(weight.abs().amax())
     try:

@@ -131,7 +131,7 @@ def ltxv(path: Path, dtype: torch.dtype = torch.bfloat16, head_dim: int = 8, lay
 
 
 def anima(path: Path, dtype: torch.dtype = torch.bfloat16, hidden: int = 256, seed: int = 0) -> Path:
-    """Write an Anima model; its text adapter has its real size, 130 million parameters, which ComfyUI fixes; a third of its blocks under `small_sizes`."""
+    """Write an Anima model; its text adapter has its real size, 130 million parameters, which ComfyUI fixes; small under `small_sizes`."""
     from comfy.ldm.anima.model import Anima
 
     config = {
@@ -207,7 +207,8 @@ def sized(sizes: dict, published: dict | None = None) -> dict[str, str]:
 
 @contextlib.contextmanager
 def small_sizes() -> Iterator[None]:
-    """What ComfyUI detects has the sizes that a file's metadata names, a full checkpoint's CLIP-L the file's layers, and Anima's text adapter two of its six blocks."""
+    """What ComfyUI detects has the sizes that a file's metadata names, a full checkpoint's CLIP-L the file's layers, and Anima's text adapter
+    two of its six blocks, a quarter of its width and its first tokens."""
     from comfy import model_detection
     from comfy.ldm.anima import model as of_anima
 
@@ -226,7 +227,14 @@ def small_sizes() -> Iterator[None]:
         return found
 
     model_detection.detect_unet_config, model_detection.model_config_from_unet = published, small
-    of_anima.LLMAdapter = functools.partial(adapter, num_layers=2)
+
+    def small_adapter(*args, operations, **options):
+        made = adapter(*args, num_layers=2, model_dim=256, num_heads=4, operations=operations, **options)
+        placed = {key: options.get(key) for key in ("device", "dtype")}
+        made.embed = operations.Embedding(ANIMA_TOKENS, made.embed.embedding_dim, **placed)
+        return made
+
+    of_anima.LLMAdapter = small_adapter
     try:
         yield
     finally:
@@ -341,6 +349,8 @@ def lumina2(path: Path, dtype: torch.dtype = torch.bfloat16, seed: int = 0, laye
     return write_shapes(path, shapes_of(on_meta(NextDiT, **sizes)), dtype, seed, metadata=sized(sizes, {"dim": 2304}))
 
 
+ANIMA_TOKENS = 64
+"""How many of T5's 32128 tokens Anima's text adapter knows under `small_sizes`."""
 NARROW = {"sdxl": narrow_sdxl, "qwen_image": narrow_qwen_image, "z_image": narrow_z_image}
 """For tests of many runs."""
 

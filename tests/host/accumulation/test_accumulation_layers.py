@@ -127,6 +127,7 @@ def test_fp16_safe_has_fp32_results_and_says_so(comfy, wan, call, ampere):
     assert found["flags"][FP16_ACCUMULATION]["in_scope"] is False
 
 
+@pytest.mark.usefixtures("one_graph")
 @pytest.mark.parametrize("where", ["compiled", "several devices"])
 def test_auto_says_where_fp16_sums_cannot_be_switched_by_layer(comfy, base, call, ampere, where):
     from comfy_api.torch_helpers import set_torch_compile_wrapper

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -218,7 +219,21 @@ def test_dynamic_vram_is_turned_on_with_a_log_level_as_comfyui_sets_one(monkeypa
     assert turn_on_dynamic_vram() and len(levels) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.not_as_on_cuda("it measures ComfyUI as it runs on this device")
+def test_a_row_of_a_model_multiplies_in_fp16_in_its_baseline_and_is_held_against_it(
+    args, comfy, models_dir, monkeypatch
+):
+    """Two rows of a dry run, in this process; the test after it starts the whole command."""
+    made = SimpleNamespace(run=comfy.run, folder=models_dir / "diffusion_models")
+    monkeypatch.setattr(gpu, "load_comfy", lambda *_, **__: made)
+    args.part, args.rows = "Flux", ["Flux: core fp16", "Flux: int8"]
+    assert gpu.run_part(args) == 0
+    core, ours = (json.loads(line) for line in args.out.read_text(encoding="utf-8").splitlines())
+    assert core["products"].keys() == {"fp16 x fp16 to fp16"} and core["error"] > 1e-5, core
+    assert ours["error"] > 1e-5 and "seconds_to_core" in ours, ours
+
+
+@pytest.mark.release
 def test_a_dry_run_makes_the_chosen_rows_and_its_baseline_multiplies_in_fp16(comfyui_dir, tmp_path):
     """Judged at the operation: ComfyUI's loader with fp32 compute multiplies the same weights in fp32."""
     names = ["Flux, dynamic VRAM: core fp16", "Flux, dynamic VRAM: core int8", "layers: host", "device: rules"]

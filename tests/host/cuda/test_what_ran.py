@@ -3,6 +3,8 @@
 On a CPU an ``fp16_wide`` product is one of rounded operands in fp32; on fake CUDA tensors it is ``mm(out_dtype)`` itself.
 """
 
+import functools
+
 import pytest
 import torch
 from halfsafe.precision.devices.profiles import PROFILE_NAMES
@@ -83,14 +85,18 @@ def test_auto_on_every_profile(comfy, wan, call, profile, name):
         assert disagreements(comfy, model, on_a_cpu(model, call)) == [], storage
 
 
+@pytest.fixture(scope="module")
+def stored(comfy, wan):
+    """(storage, compute) -> the model in it; each test puts its own settings on a clone."""
+    return functools.cache(lambda storage, compute: load(comfy, wan, storage, compute))
+
+
+@pytest.mark.parametrize("compute", COMPUTES)
 @pytest.mark.parametrize(("storage", "run"), rotated(STORAGES, [on_fake_cuda, on_a_cpu], whole=["as_file", "int8"]))
-def test_every_compute_option_on_every_storage(comfy, wan, call, profile, storage, run):
+def test_every_compute_option_on_every_storage(comfy, stored, call, profile, storage, run, compute):
     profile("sm_89")
-    stored, found = load(comfy, wan, storage, "bf16"), {}
-    for compute in COMPUTES:
-        model = with_compute(comfy, stored, compute)
-        found[compute] = disagreements(comfy, model, run(model, call))
-    assert found == {compute: [] for compute in COMPUTES}
+    model = with_compute(comfy, stored(storage, "bf16"), compute)
+    assert disagreements(comfy, model, run(model, call)) == []
 
 
 @pytest.mark.parametrize("answer", [1e6, 1e-6])
@@ -100,26 +106,22 @@ def test_scaled_operands_on_fake_cuda(comfy, wan, call, answer):
     assert disagreements(comfy, model, on_fake_cuda(model, call, answer)) == []
 
 
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("base", ["fp16", "fp16_safe"])
-def test_rules(comfy, wan, call, profile, base):
+def test_rules(comfy, stored, call, profile, base, rule):
     profile("sm_89")
-    stored, found = load(comfy, wan, "fp8_e4m3fn", "fp16"), {}
-    for rule, text in RULES.items():
-        model = with_compute(comfy, stored, base, rules_from(text, "none"))
-        found[rule] = disagreements(comfy, model, on_fake_cuda(model, call))
-    assert found == {rule: [] for rule in RULES}
+    model = with_compute(comfy, stored("fp8_e4m3fn", "fp16"), base, rules_from(RULES[rule], "none"))
+    assert disagreements(comfy, model, on_fake_cuda(model, call)) == []
 
 
+@pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize(
     ("compute", "run"), [("fp16", on_a_cpu), ("fp16", on_fake_cuda), ("fp16_safe", on_fake_cuda), ("fp8", on_fake_cuda)]
 )
-def test_settings_of_the_accumulation_node(comfy, wan, call, profile, compute, run):
+def test_settings_of_the_accumulation_node(comfy, stored, call, profile, compute, run, setting):
     profile("sm_89")
-    stored, found = load(comfy, wan, "fp8_e4m3fn", compute), {}
-    for setting, wanted in SETTINGS.items():
-        model = accumulation(comfy, stored, **wanted)
-        found[setting] = disagreements(comfy, model, run(model, call))
-    assert found == {setting: [] for setting in SETTINGS}
+    model = accumulation(comfy, stored("fp8_e4m3fn", compute), **SETTINGS[setting])
+    assert disagreements(comfy, model, run(model, call)) == []
 
 
 def test_a_layer_that_model_code_calls_in_fp32_is_reported_so(comfy, wan, call):

@@ -32,11 +32,14 @@ def test_a_graph_is_right_or_refused_in_a_sentence(composer, case, record_proper
     assert found.kind != "wrong", f"{found.text}\n{compose.row_of(case)}"
 
 
+ACTING = {"lora": ("both", "hook_keyframes"), "merge": ("whole", "blocks"), "foreign": ("wrapper", "block", "attn2")}
+
+
+@pytest.mark.parametrize("factor", ACTING)
 @pytest.mark.parametrize("family", compose.FACTORS["family"])
-def test_what_a_graph_would_lose_is_seen(composer, family):
+def test_what_a_graph_would_lose_is_seen(composer, family, factor):
     """A LoRA, a merge or another pack's code moves the reference by more than what storage and compute may cost."""
-    acting = {"lora": ("both", "hook_keyframes"), "merge": ("whole", "blocks"), "foreign": ("wrapper", "block", "attn2")}  # fmt: skip
-    rows = [f"family={family} {factor}={value} storage=fp8_e4m3fn nodes=G" for factor in acting for value in acting[factor]]  # fmt: skip
+    rows = [f"family={family} {factor}={value} storage=fp8_e4m3fn nodes=G" for value in ACTING[factor]]
     cases = [case for case in map(compose.case_of, rows) if not compose.refusal(case)]
     assert {compose.row_of(case): small for case in cases if (small := composer.is_blind(case))} == {}
 

@@ -238,24 +238,22 @@ def small_text_model(config: dict, layers: int) -> dict[str, torch.Tensor]:
     return dict(tiny_models.tensors_of_shapes(shapes, torch.float16, layers))
 
 
-@pytest.fixture
-def two_encoders(comfy, models_dir, monkeypatch):
+@pytest.fixture(scope="module")
+def two_encoders(comfy, models_dir):
     """SDXL's CLIP-L and CLIP-G, narrow; ComfyUI tells CLIP-G by its layer 30."""
     config = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "projection_dim": 64}
     options = load_encoders._options
     small = {"clip_l_model_config": config, "clip_g_model_config": config}
-    monkeypatch.setattr(load_encoders, "_options", lambda *args: options(*args) | small)
-    monkeypatch.setattr(
-        core("comfy.text_encoders.long_clipl"),
-        "model_options_long_clip",
-        lambda tensors, data, options: (data, options),
-    )
     names = ["guard_small_l.safetensors", "guard_small_g.safetensors"]
     for name, layers in zip(names, (12, 32), strict=True):
         save_file(small_text_model(config, layers), models_dir / "text_encoders" / name)
-    return comfy.run(
-        "HalfsafeLoadCLIP", clip_name1=names[0], clip_name2=names[1], type="sdxl", storage="int8", compute="auto"
-    )[0]
+    with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(load_encoders, "_options", lambda *args: options(*args) | small)
+        long_clip = core("comfy.text_encoders.long_clipl")
+        patch.setattr(long_clip, "model_options_long_clip", lambda tensors, data, options: (data, options))
+        return comfy.run(
+            "HalfsafeLoadCLIP", clip_name1=names[0], clip_name2=names[1], type="sdxl", storage="int8", compute="auto"
+        )[0]
 
 
 @pytest.mark.parametrize("part", ["clip_l", "clip_g"])

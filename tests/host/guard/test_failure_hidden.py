@@ -159,6 +159,15 @@ def test_a_weight_that_is_infinite_is_no_saturation_where_it_is_hidden(comfy, mo
     assert seen == report.verdict == "bad_weights" and "set to 0" in report.events[0].evidence
 
 
+@pytest.mark.parametrize("planted_in", [plants.loud_weights, plants.nan_weight])
+def test_what_is_planted_in_a_weight_runs_after_a_lora_was_merged_into_it(models, planted_in):
+    plain, clean = models("wan")
+    plants.sample(plants.nan_lora(plain, "wan"), "wan", steps=1)
+    with planted_in(plain, "wan"):
+        assert not torch.equal(plants.sample(plain, "wan"), clean)
+    assert torch.equal(plants.sample(plain, "wan"), clean), "and is taken out again"
+
+
 def of_pack(executor, *args, **kwargs):
     return executor(*args, **kwargs)
 

@@ -24,6 +24,7 @@ ERROR = {
     "nvfp4": 0.15,
 }
 """How far a saved weight may be from the exact one: the rounding of its format, in which the file was before."""
+STORAGES = [name for name in ERROR if name in {"bf16", "fp16"} | held_storages()]
 READ_ONLY = ("nvfp4", "mxfp8")
 
 
@@ -67,37 +68,35 @@ def changes(comfy, wan, other, storage):
     )
 
 
-def test_each_layer_is_saved_in_its_own_format(comfy, wan, other, saved_folder):
+@pytest.mark.parametrize("storage", STORAGES)
+def test_each_layer_is_saved_in_its_own_format(comfy, wan, other, saved_folder, storage):
     """Every other change is saved after a run, which puts it into the weights; in fp8 what a LoRA changed is saved, and in each storage what any did."""
-    wrong, table = 0, ["", f"{'storage':12}{'change':8}{'asked':12}{'size':>8}{'error':>9}{'kept':>9}"]
-    for turn, storage in enumerate(name for name in ERROR if name in {"bf16", "fp16"} | held_storages()):
-        sizes = {}
-        for asked in ("as_file", "fp8_e4m3fn"):
-            sizes[asked] = save(comfy, loaded(comfy, wan, storage), saved_folder, asked).stat().st_size
-        for place, (change, changed, exact) in enumerate(changes(comfy, wan, other, storage)):
-            model = changed(loaded(comfy, wan, storage))
-            if (turn + place) % 2:
-                families.denoise(model)
-            for asked, size in sizes.items():
-                if asked != "as_file" and change != "LoRA":
-                    continue
-                path = save(comfy, model, saved_folder, asked)
-                file = open_checkpoint(path)
-                weights = read_checkpoint(dict(file.items()), file.metadata, path).weights
-                errors = [
-                    relative_error(exact(layer), weights[f"{layer}.weight"].dequantize(torch.float32))
-                    for layer in (LAYER, KEPT)
-                ]
-                larger = path.stat().st_size / size
-                kept = weights[f"{KEPT}.weight"].storage
-                limits = [ERROR[storage] + ERROR.get(asked, 0), ERROR[storage] if kept == storage else ERROR["bf16"]]
-                good = abs(larger - 1) < 0.01 and all(
-                    error < limit for error, limit in zip(errors, limits, strict=True)
-                )
-                wrong += not good
-                table.append(
-                    f"{storage:12}{change:8}{asked:12}{larger:8.3f}{errors[0]:9.4f}{errors[1]:9.4f}{'' if good else '  WRONG'}"
-                )
+    wrong, table = 0, ["", f"{'change':8}{'asked':12}{'size':>8}{'error':>9}{'kept':>9}"]
+    sizes = {}
+    for asked in ("as_file", "fp8_e4m3fn"):
+        sizes[asked] = save(comfy, loaded(comfy, wan, storage), saved_folder, asked).stat().st_size
+    for place, (change, changed, exact) in enumerate(changes(comfy, wan, other, storage)):
+        model = changed(loaded(comfy, wan, storage))
+        if (STORAGES.index(storage) + place) % 2:
+            families.denoise(model)
+        for asked, size in sizes.items():
+            if asked != "as_file" and change != "LoRA":
+                continue
+            path = save(comfy, model, saved_folder, asked)
+            file = open_checkpoint(path)
+            weights = read_checkpoint(dict(file.items()), file.metadata, path).weights
+            errors = [
+                relative_error(exact(layer), weights[f"{layer}.weight"].dequantize(torch.float32))
+                for layer in (LAYER, KEPT)
+            ]
+            larger = path.stat().st_size / size
+            kept = weights[f"{KEPT}.weight"].storage
+            limits = [ERROR[storage] + ERROR.get(asked, 0), ERROR[storage] if kept == storage else ERROR["bf16"]]
+            good = abs(larger - 1) < 0.01 and all(error < limit for error, limit in zip(errors, limits, strict=True))
+            wrong += not good
+            table.append(
+                f"{change:8}{asked:12}{larger:8.3f}{errors[0]:9.4f}{errors[1]:9.4f}{'' if good else '  WRONG'}"
+            )
     assert not wrong, "\n".join(table)
 
 

@@ -48,41 +48,45 @@ def error_of(expected, weight):
     return relative_error(expected, weight.float()) if plain else float("inf")
 
 
+@pytest.fixture(scope="module")
+def other(wan):
+    return families.write_scaled(wan, wan.with_name("weights_read_other.safetensors"), {r"ffn\.0\.weight": 1.5})
+
+
+@pytest.mark.parametrize("storage", [name for name in ERROR if name in {"bf16"} | held_storages()])
 @pytest.mark.parametrize("run", [False, True], ids=["unloaded", "loaded"])
-def test_weights_are_read_as_numbers(comfy, wan, run):
-    other = families.write_scaled(wan, wan.with_name("weights_read_other.safetensors"), {r"ffn\.0\.weight": 1.5})
+def test_weights_are_read_as_numbers(comfy, wan, other, run, storage):
     subtract = core("comfy_extras.nodes_model_merging").ModelSubtract().merge
     exact, lora = (
         load_file(wan)[f"{LAYER}.weight"].float(),
         model_files.lora({LAYER: (1024, 256), KEPT: (256, 4096)}, size=0.1),
     )
     merged, key, table = exact + model_files.lora_delta(lora, LAYER), f"diffusion_model.{LAYER}.weight", []
-    for storage in [name for name in ERROR if name in {"bf16"} | held_storages()]:
-        model = loaded(comfy, wan, storage)
-        with_lora = load_lora_for_models(model, None, lora, 1.0, 0.0)[0]
-        for name, each in (("", model), ("LoRA", with_lora)):
-            if run:
-                families.denoise(each)
-            for how, weight in read(each, key):
-                if how == "patch_weight" and name and run and storage == "bf16":
-                    continue  # ComfyUI's own class, which patches the patched weight again
-                expected = merged if name and (how == "patch_weight" or (run and how != "key_patches")) else exact
-                table.append((storage, name, how, error_of(expected, weight), ERROR[storage]))
-        difference = subtract(loaded(comfy, other, storage), model, 1.0)[0]
-        weight = difference.patch_weight_to_device(key, difference.load_device, return_weight=True)
-        whole, parts = extracted(difference, full=True), extracted(difference, full=False)
-        up, down = (parts[f"diffusion_model.{LAYER}.lora_{part}.weight"].float() for part in ("up", "down"))
-        table.append((storage, "subtract", "patch_weight", error_of(exact / 2, weight), 4 * ERROR[storage]))
-        table.append(
-            (
-                storage,
-                "subtract",
-                "LoraSave in full",
-                error_of(exact / 2, whole[f"diffusion_model.{LAYER}.diff"]),
-                4 * ERROR[storage],
-            )
+    model = loaded(comfy, wan, storage)
+    with_lora = load_lora_for_models(model, None, lora, 1.0, 0.0)[0]
+    for name, each in (("", model), ("LoRA", with_lora)):
+        if run:
+            families.denoise(each)
+        for how, weight in read(each, key):
+            if how == "patch_weight" and name and run and storage == "bf16":
+                continue  # ComfyUI's own class, which patches the patched weight again
+            expected = merged if name and (how == "patch_weight" or (run and how != "key_patches")) else exact
+            table.append((storage, name, how, error_of(expected, weight), ERROR[storage]))
+    difference = subtract(loaded(comfy, other, storage), model, 1.0)[0]
+    weight = difference.patch_weight_to_device(key, difference.load_device, return_weight=True)
+    whole, parts = extracted(difference, full=True), extracted(difference, full=False)
+    up, down = (parts[f"diffusion_model.{LAYER}.lora_{part}.weight"].float() for part in ("up", "down"))
+    table.append((storage, "subtract", "patch_weight", error_of(exact / 2, weight), 4 * ERROR[storage]))
+    table.append(
+        (
+            storage,
+            "subtract",
+            "LoraSave in full",
+            error_of(exact / 2, whole[f"diffusion_model.{LAYER}.diff"]),
+            4 * ERROR[storage],
         )
-        table.append((storage, "subtract", "LoraSave", error_of(exact / 2, up @ down), 0.2 + ERROR[storage]))
+    )
+    table.append((storage, "subtract", "LoraSave", error_of(exact / 2, up @ down), 0.2 + ERROR[storage]))
     lines = [
         f"{storage:12}{name:10}{how:18}{error:10.4f}{'' if error < limit else '  WRONG'}"
         for storage, name, how, error, limit in table

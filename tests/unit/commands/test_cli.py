@@ -1,5 +1,6 @@
 """`python -m halfsafe`: exit codes, one-line errors, JSON, progress, 80 columns; and that the module really starts."""
 
+import io
 import json
 import math
 import os
@@ -219,8 +220,11 @@ def test_starts_as_a_module_with_the_folder_installed_as_halfsafe(tmp_path, sour
         [*command, str(source), "--json"], capture_output=True, text=True, timeout=120, env=environ, cwd=tmp_path
     )
     assert done.returncode == 0 and done.stderr == "" and json.loads(done.stdout)["dialect"] == "scaled_fp8"
-    done = subprocess.run([*command, "no"], capture_output=True, text=True, env=environ, cwd=tmp_path)
-    assert done.returncode == 2 and done.stderr.startswith("halfsafe: no: cannot be opened")
+
+
+def test_a_file_that_is_not_there_is_named(capsys, tmp_path):
+    code, out, err = run(capsys, "inspect", tmp_path / "no")
+    assert code == 2 and out == "" and err.startswith(f"halfsafe: {tmp_path / 'no'}: cannot be opened")
 
 
 def test_starts_from_any_folder_name(tmp_path, source):
@@ -242,12 +246,18 @@ def test_without_torch_it_says_what_to_install(tmp_path, form):
 
 
 @pytest.mark.parametrize(("encoding", "name"), [("cp1252", "模型"), ("utf-8", "\udce9")])
-def test_any_name_is_printed_in_any_encoding(tmp_path, encoding, name):
+def test_any_name_is_printed_in_any_encoding(tmp_path, monkeypatch, encoding, name):
     if os.name != "posix" and name == "\udce9":
         pytest.skip("a name of bytes that are no text")
     source, target = plain(tmp_path / f"{name}.safetensors"), tmp_path / f"{name}-out.safetensors"
-    done = in_a_process("convert", source, target, "--storage", "bf16", env=os.environ | {"PYTHONIOENCODING": encoding})
-    assert done.returncode == 0 and b"-out.safetensors:" in done.stdout and target.exists(), done.stderr
+    printed = {}
+    for stream in ("stdout", "stderr"):
+        printed[stream] = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+        monkeypatch.setattr(sys, stream, printed[stream])
+    code = cli.main(["convert", str(source), str(target), "--storage", "bf16"])
+    monkeypatch.undo()
+    printed["stdout"].flush()
+    assert code == 0 and b"-out.safetensors:" in printed["stdout"].buffer.getvalue() and target.exists()
 
 
 @posix

@@ -82,17 +82,15 @@ def test_without_such_a_comfy_kitchen_they_are_refused_by_name(monkeypatch):
 
 @pytest.mark.skipif(HAS_6_BITS, reason="this process has it")
 def test_the_same_in_a_process_with_a_newer_comfy_kitchen():
-    """The one that `scripts/test.py` puts into its cache; one process holds one."""
+    """The one that `scripts/test.py` puts into its cache; one process holds one. Before a release, every test that asks for a format runs with it."""
     folder = kitchen_folder()
     if not folder.exists():
         (pytest.fail if os.environ.get("HALFSAFE_STRICT") else pytest.skip)(
             f"run scripts/test.py, which puts {folder.name} into its cache"
         )
-    paths = (
-        "tests/unit/formats/test_w4a8.py",
-        "tests/unit/formats/test_format.py",
-        "tests/unit/make/test_calibrated.py",
-    )
+    paths = ["tests/unit/formats/test_w4a8.py"]
+    if os.environ.get("HALFSAFE_RELEASE"):
+        paths += ["tests/unit/formats/test_format.py", "tests/unit/make/test_calibrated.py"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *paths]
     done = subprocess.run(command, cwd=ROOT, env=clean_environ(PYTHONPATH=str(folder)), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]

@@ -91,7 +91,16 @@ def test_tests_import_the_pack_without_running_it() -> None:
     assert str(ROOT) not in sys.path
 
 
-@pytest.mark.slow
+def test_every_file_of_the_packs_folders_is_package_data(metadata: dict) -> None:
+    """What `pip install` copies beside the code; before a release it is installed and run."""
+    patterns = metadata["tool"]["setuptools"]["package-data"]["halfsafe"]
+    copied = {path.relative_to(ROOT) for pattern in patterns for path in ROOT.glob(pattern) if path.is_file()}
+    folders = {pattern.partition("/")[0] for pattern in patterns}
+    needed = {path for path in tracked_files() if path.parts[0] in folders and path.suffix != ".py"}
+    assert folders == {"web", "workflows", "subgraphs", "locales", "builtin_model"} and needed <= copied
+
+
+@pytest.mark.release
 def test_installed_package_runs_doctor(tmp_path: Path) -> None:
     source, target = tmp_path / "My Halfsafe-Pack", tmp_path / "site"
     for path in tracked_files():

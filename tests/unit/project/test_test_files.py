@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from pathlib import Path
 
 from support.shipped import ROOT
 
@@ -66,3 +67,47 @@ def test_a_read_is_allowed_only_to_functions_that_exist() -> None:
         if not paths or (function and function not in functions):
             missing.append(allowed)
     assert len(reads_allowed()) > 10 and missing == []
+
+
+def test_the_next_core_is_asked_for_tests_that_exist() -> None:
+    """pytest runs none of a tier where one of the names it is given is gone."""
+    tree = ast.parse((ROOT / "scripts" / "test.py").read_text(encoding="utf-8"))
+    (table,) = (
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "NEXT_CORE"
+    )
+    gone = []
+    for file, names in table.items():
+        module = ast.parse((ROOT / "tests" / "host" / file).read_text(encoding="utf-8"))
+        there = {node.name for node in module.body if isinstance(node, ast.FunctionDef)}
+        gone += [f"{file}: {name}" for name in names if f"test_{name}" not in there]
+    assert len(table) > 5 and gone == []
+
+
+def session_fixtures(conftest: Path) -> dict[str, set[str]]:
+    """Name of each session fixture -> names of the fixtures that it asks for."""
+    found = {}
+    for node in ast.parse(conftest.read_text(encoding="utf-8")).body:
+        marks = getattr(node, "decorator_list", [])
+        if any("pytest.fixture" in (text := ast.unparse(mark)) and "scope='session'" in text for mark in marks):
+            found[node.name] = {argument.arg for argument in node.args.args}
+    return found
+
+
+def kept_of_another_folder(outer: dict[str, set[str]], inner: dict[str, set[str]]) -> set[str]:
+    """The fixtures of an outer conftest that ask for one that an inner conftest replaces, and are not replaced there."""
+    return {name for name, asked in outer.items() if asked & inner.keys() and name not in inner}
+
+
+def test_no_session_fixture_keeps_what_another_folder_replaces() -> None:
+    """pytest makes a session fixture once: with what the first folder that asked replaces, for the tests of every other one too."""
+    conftests = {path.parent: session_fixtures(path) for path in (ROOT / "tests").rglob("conftest.py")}
+    wrong = {
+        f"{folder.relative_to(ROOT)}: {name}"
+        for folder, inner in conftests.items()
+        for above in folder.parents
+        for name in kept_of_another_folder(conftests.get(above, {}), inner)
+    }
+    assert len(conftests[ROOT / "tests" / "host"]) > 5 and not wrong
+    assert kept_of_another_folder({"wan": {"files"}, "call": {"wan"}}, {"files": set()}) == {"wan"}

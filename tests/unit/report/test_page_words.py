@@ -1,6 +1,7 @@
 """The page's own words: every text the page shows is in each language's file, with the same values to fill in."""
 
 import ast
+import functools
 import json
 import re
 from pathlib import Path
@@ -23,6 +24,7 @@ CALL = re.compile(r'\bt\("((?:[^"\\]|\\.)*)"')
 VALUE = re.compile(r"\{\w+\}")
 
 
+@functools.cache
 def words_of_the_page() -> set[str]:
     """Texts spelled in the page's code, and those it takes from the server: verdicts, kinds of events, modes, badges, reasons."""
     code = "".join(
