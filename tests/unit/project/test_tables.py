@@ -23,7 +23,7 @@ BLACK_IMAGES = ["docs/black-images.md", "docs/black-images.zh.md"]
 FAMILIES = (("Wan", "SDXL"), ("Flux",), ("Qwen-Image", "Z-Image, Ming-Image or Lumina 2"))  # of the columns for compute
 CODE = re.compile(r"\(`(\w+)`\)$")
 YES, NO = ("yes", "有"), ("no", "无")
-GAIN = {True: ("faster", "更快"), False: ("not faster", "不更快"), None: ("not measured", "未测量")}
+GAIN = {True: ("faster", "更快"), False: ("not faster", "不更快"), None: ("not measured", "未实测")}
 
 
 def pages(node: str) -> list[str]:
