@@ -122,9 +122,13 @@ def test_the_error_of_a_guard_is_told_as_its_event(comfy: ComfyPage) -> None:
 
 
 def test_a_value_that_is_words_is_told_in_chinese(comfy: ComfyPage) -> None:
-    figures = {"seconds": "1.00", "beside": "bf16 2.00", "memory": "50.00 MiB (100.00 MiB)"}
     in_english, in_chinese = (
-        {"name": Message(say(COMPUTED_IN), "int8", "bf16"), "close": Message(say(ERROR), "1.3 %"), **figures}
+        {
+            "name": Message(say(COMPUTED_IN), "int8", "bf16"),
+            "time": Message(say("{0} s a step ({1} {2})"), "1.00", "bf16", "2.00"),
+            "memory": "50.00 MiB (100.00 MiB)",
+            "close": Message(say(ERROR), "1.3 %"),
+        }
         for say in (str, WORDS.get)
     )
     result = Result(Message(BEST, **in_english), head=["setting"], rows=[[f"fp32 {REFERENCE}"]])

@@ -89,7 +89,7 @@ def test_a_halved_workflow_is_measured_from_its_file_and_the_answer_is_used(
     in_page(comfy, "await halveMemory(app, api); await measure();")
     halved = prompt(comfy)
     (asked,) = of_class(halved, "HalfsafeMeasurePrecisions")
-    assert asked["cfg"] == 6 and of_class(halved, "HalfsafeLoadDiffusionModel")[0]["storage"] == "fp8_e4m3fn"
+    assert asked["cfg"] == 6 and of_class(halved, "HalfsafeLoadDiffusionModel")[0]["storage"] == "int8"
     measured_alone(comfy, "int8/bf16")
     comfy.run()
     comfy.page.wait_for_function(f"() => ({SENTENCE})()")
@@ -103,7 +103,7 @@ def test_a_halved_workflow_is_measured_from_its_file_and_the_answer_is_used(
     details = comfy.evaluate(
         "() => [...document.querySelectorAll('.hs-result .hs-text')].map((e) => e.textContent).join('')"
     )
-    assert "weights of the file in bf16 (loaded in fp8_e4m3fn, measured from the file)" in details
+    assert "weights of the file in bf16 (loaded in int8, measured from the file)" in details
     comfy.evaluate(TAB)
     comfy.evaluate(
         """() => { const node = app.graph.nodes.find((n) => n.type === "HalfsafeMeasurePrecisions"), { ds } = app.canvas; ds.scale = 0.9; ds.offset[0] = 480 - node.pos[0]; ds.offset[1] = 150 - node.pos[1]; }"""

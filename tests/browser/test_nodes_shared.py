@@ -82,6 +82,7 @@ def test_where_the_pack_is_absent_the_page_offers_it(comfy: ComfyPage, without_t
 
 
 def test_the_block_takes_the_first_file_of_the_list(comfy: ComfyPage, info: dict) -> None:
+    comfy.open()  # the pinned page gives a new node the values of one that had its id
     title, steps = comfy.evaluate(PUT_BLOCK)
     first = info["HalfsafeLoadDiffusionModel"]["input"]["required"]["model_name"][1]["options"][0]
     (loader,) = [step["inputs"] for step in steps if step["class_type"] == "HalfsafeLoadDiffusionModel"]

@@ -219,7 +219,7 @@ def test_badges_follow_exchanged_loaders_and_fit_their_nodes(tab: ComfyPage) -> 
     tab.run()
     badges = tab.badges()
     assert (
-        badges["HalfsafeAutoPrecision"].startswith("fp8_e4m3fn")
+        badges["HalfsafeAutoPrecision"].startswith("int8")
         and badges["HalfsafeLoadDiffusionModel"]
         and badges["HalfsafeLoadCLIP"]
     )

@@ -41,7 +41,8 @@ def best_of(*goals: str) -> list[dict]:
 
 def measured(sentence: str, *goals: str, **values: object) -> Result:
     shown = {"name": Message(COMPUTED_IN, "int8", "bf16"), "small": "int8", "closest": "bf16", "close": Message(ERROR, "0.9 %")}  # fmt: skip
-    numbers = {"seconds": "0.533", "beside": "bf16 0.871", "memory": "6.43 GiB (12.4 GiB)"}
+    time = Message("{0} s a step ({1} {2})", "0.533", "bf16", "0.871")
+    numbers = {"time": time, "memory": "6.43 GiB (12.4 GiB)"}
     return Result(Message(sentence, **shown, **numbers, **values), toast=True, use=USE, best=best_of(*goals))
 
 
