@@ -59,38 +59,33 @@ class SumBound(Proof):
         self.evidence = Message("bound {0} of {1} ({2})", f"{bound:.4g}", f"{FP16_MAX:.0f}", numbers)
 
 
-class Fp16AccumulationLinear:
-    """Run a Linear with fp16 accumulation if its sums are proven to fit, in a scope in which the flag is off.
+class ProvenSums:
+    """Run the product of a Linear with fp16 accumulation if its sums are proven to fit, in a scope in which the flag is
+    off.
 
-    ``inner``: the layer's forward. ``weights``: weight provider, or None if the module's weight is not accessible, so
-    there is no proof.
+    ``weights``: weight provider, or None if the module's weight is not accessible, so there is no proof.
     """
 
     def __init__(
-        self,
-        module: torch.nn.Module,
-        inner: Callable[..., torch.Tensor],
-        sums: SumBound,
-        calibration: Calibration,
-        weights: WeightProvider | None,
+        self, module: torch.nn.Module, sums: SumBound, calibration: Calibration, weights: WeightProvider | None
     ):
         self.module = module
-        self.inner = inner
         self.sums = sums
         self.calibration = calibration
         self.weights = weights
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, product: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        """Return ``product(x)``; in a calibrating call, the product with the weight that is measured."""
         if x.dtype != torch.float16 or self.weights is None:
-            return self.inner(x)
+            return product(x)
         if self.calibration.calibrating:
             self.sums.device = x.device
             return self._calibrate(x, self.weights)
         if not self.sums.proven:
-            return self.inner(x)
+            return product(x)
         self.sums.record(largest_row_norm(x))
         with flags_set({FP16_ACCUMULATION: True}):
-            return self.inner(x)
+            return product(x)
 
     def _calibrate(self, x: torch.Tensor, weights: WeightProvider) -> torch.Tensor:
         # Asked for once, for the reason at ``SafeOperation._calibrate`` (comfy/ops.py, resolve_cast_module_with_vbar).

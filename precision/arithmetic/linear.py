@@ -77,8 +77,8 @@ class SafeOperation:
         self.bias_dtype = torch.float32
 
     @property
-    def observed_mode(self) -> str:
-        """Mode of the layer in its last calibration; the planned mode is ``fp16_wide``."""
+    def mode(self) -> str:
+        """Mode of the layer in its last calibration; ``fp16_wide`` before it."""
         if self.scale.in_fp32:
             return FP32.name
         return FP16_SCALED.name if self.scale.exponent else FP16_WIDE.name

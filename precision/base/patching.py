@@ -5,19 +5,21 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 
 _ABSENT = ...  # copied and pickled as itself
 Patch = tuple[object, str, Any]
-Entering = Callable[[torch.nn.Module, Callable], Callable]
-"""``entering(module, forward)`` returns what to put on ``module.forward``: ``forward`` is given the plain input."""
+Watch = Callable[..., Any]
+"""``watch(forward, *args, **kwargs)`` runs the forward of a module, and returns its result."""
+PutsWatch = Callable[[torch.nn.Module, Watch], list[Patch]]
 
 
-def taken_as_called(module: torch.nn.Module, forward: Callable) -> Callable:
-    """Return ``forward``: the :data:`Entering` of modules whose calls fold nothing into the layer."""
-    return forward
+def watched_forward(module: torch.nn.Module, watch: Watch) -> list[Patch]:
+    """Return the patches by which a module's calls run through ``watch``."""
+    return [(module, "forward", partial(watch, module.forward))]
 
 
 @contextmanager

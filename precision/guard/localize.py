@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,7 +19,7 @@ from ..base.dtypes import name_of
 from ..base.layer_names import plain_name
 from ..base.layers import kind_of, parts_of
 from ..base.nested import PLAIN, plain_alias, tensors_in
-from ..base.patching import Entering, patched, taken_as_called
+from ..base.patching import PutsWatch, patched, watched_forward
 from ..report.schema import EventKind
 
 FACTORY_OPS = (
@@ -75,13 +76,13 @@ class _Frame:
 class Localizer(TorchDispatchMode):
     """Watch one call of ``model``: run it inside of :meth:`watching`, then ask :meth:`origin`.
 
-    ``entering``: adapts a function of a layer's plain input to the forward of the module. Every watched operation
-    synchronizes with the device: use it for a call that has failed already.
+    ``watched``: returns the patches by which a module's calls are watched. Every watched operation synchronizes with
+    the device: use it for a call that has failed already.
     """
 
-    def __init__(self, model: torch.nn.Module, entering: Entering = taken_as_called):
+    def __init__(self, model: torch.nn.Module, watched: PutsWatch = watched_forward):
         super().__init__()
-        self._entering = entering
+        self._watched = watched
         self._named = {plain_name(name): module for name, module in model.named_modules()}
         self._weights = _storages(model)
         self._stack: list[_Frame] = []
@@ -95,9 +96,8 @@ class Localizer(TorchDispatchMode):
     def watching(self) -> Iterator["Localizer"]:
         """Watch the forwards of the model inside of the context."""
         modules = {id(module): (name, module) for name, module in self._named.items()}
-        framed = [(module, self.framed(name, module.forward, module)) for name, module in modules.values()]
-        forwards = [(module, "forward", self._entering(module, forward)) for module, forward in framed]
-        with patched(forwards), self:
+        framed = [(module, partial(self._framed, name, module)) for name, module in modules.values()]
+        with patched([patch for module, frame in framed for patch in self._watched(module, frame)]), self:
             yield self
 
     def origin(self, result: torch.Tensor) -> Origin | None:
@@ -183,19 +183,18 @@ class Localizer(TorchDispatchMode):
         largest = max(finite, default=math.nan)
         return Origin(frame.name if frame else "", op, kind, dtype, largest, self._kind() is not None)
 
-    def framed(self, name: str, call: Callable, module: torch.nn.Module | None = None) -> Callable:
-        """Wrap a module's forward, or a function that model code calls, so that its operations are of ``name``."""
+    def framed(self, name: str, call: Callable) -> Callable:
+        """Wrap a function that model code calls, so that its operations are of ``name``."""
+        return partial(self._framed, name, torch.nn.Module(), call)
 
-        def run(*args, **kwargs):
-            self._stack.append(_Frame(name, module or torch.nn.Module(), tensors_in((args, kwargs))))
-            try:
-                result = call(*args, **kwargs)
-                self._leave(self._stack[-1], tensors_in(result))
-                return result
-            finally:
-                self._stack.pop()
-
-        return run
+    def _framed(self, name: str, module: torch.nn.Module, call: Callable, *args, **kwargs):
+        self._stack.append(_Frame(name, module, tensors_in((args, kwargs))))
+        try:
+            result = call(*args, **kwargs)
+            self._leave(self._stack[-1], tensors_in(result))
+            return result
+        finally:
+            self._stack.pop()
 
     def _leave(self, frame: _Frame, outputs: list[torch.Tensor]) -> None:
         """Blame a module with finite inputs and a non-finite result if no operation inside of it was seen to fail."""

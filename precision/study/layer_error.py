@@ -41,20 +41,19 @@ class LayerResult:
 
 
 class MeasuredForward:
-    """A module's forward with a measurement, on at most ``ROWS`` rows or a small crop of each input.
+    """Run a module's forward with a measurement, on at most ``ROWS`` rows or a small crop of each input.
 
     Needs memory for pieces of ``PART`` elements of the layer's weight, and keeps no input.
     """
 
     def __init__(self, module: torch.nn.Module, layer: LayerResult, candidate: Candidate, weights: WeightProvider):
         self.module = module
-        self.forward: Callable = module.forward
         self.layer = layer
         self.candidate = candidate
         self.weights = weights
 
-    def __call__(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-        result = self.forward(x, *args, **kwargs)
+    def __call__(self, forward: Callable, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        result = forward(x, *args, **kwargs)
         if x.numel() == 0:
             return result
         layer = self.layer

@@ -16,7 +16,7 @@ from ..arithmetic.linear import WeightProvider
 from ..base.amax import decibels
 from ..base.errors import HalfsafeError
 from ..base.message import Message
-from ..base.patching import Entering, Patch, patched, taken_as_called
+from ..base.patching import Patch, PutsWatch, patched, watched_forward
 from .candidates import Candidate
 from .layer_error import LayerResult, MeasuredForward
 
@@ -67,7 +67,7 @@ class Session:
         subjects: each layer, ``KEPT`` or ``BARRED``, and its module.
         run: samples with the model, each call of which is inside of :meth:`inside`.
         change: returns the patches that make a module compute as the candidate.
-        entering: returns what to put on a layer's forward in place of a function that takes its plain input.
+        measuring: returns the patches by which a layer's products are measured.
 
     Raises:
         HalfsafeError: the model was not called, or its own result is not finite.
@@ -80,7 +80,7 @@ class Session:
         run: Run,
         weights: WeightProvider,
         change: Callable[[torch.nn.Module, Candidate], list[Patch]],
-        entering: Entering = taken_as_called,
+        measuring: PutsWatch = watched_forward,
     ):
         self.candidate = candidate
         self.layers = [layer for layer, _ in subjects]
@@ -89,7 +89,7 @@ class Session:
         self._run = run
         self._weights = weights
         self._change = change
-        self._entering = entering
+        self._measuring = measuring
         self._changed: frozenset[str] | None = None
         self._final: Sequence[torch.Tensor] = ()
         self._snrs: dict[frozenset[str], float] = {frozenset(): math.inf}
@@ -137,8 +137,7 @@ class Session:
         for layer in self.layers:
             if layer.status != BARRED:
                 module = self._modules[layer.name]
-                measured = MeasuredForward(module, layer, self.candidate, self._weights)
-                yield module, "forward", self._entering(module, measured)
+                yield from self._measuring(module, MeasuredForward(module, layer, self.candidate, self._weights))
 
 
 def snr_db(reference: torch.Tensor, result: torch.Tensor) -> float:

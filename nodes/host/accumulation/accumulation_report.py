@@ -2,7 +2,7 @@
 
 import torch
 
-from ....precision.arithmetic.fp16_accumulation import FP16_ACCUMULATION, Fp16AccumulationLinear
+from ....precision.arithmetic.fp16_accumulation import FP16_ACCUMULATION, ProvenSums
 from ....precision.base import flags
 from ....precision.base.layers import kind_of
 from ....precision.base.message import Message, joined
@@ -33,7 +33,7 @@ AS_ASKED = "fp16 sums as requested, not proven safe"
 NOT_MEASURED = "fp32 sums until a call proves fp16 sums safe"
 
 
-def described(operation: Fp16AccumulationLinear) -> tuple[Sums, str]:
+def described(operation: ProvenSums) -> tuple[Sums, str]:
     """Return (accumulation, reason) of a layer."""
     sums: Sums = "fp16" if operation.sums.proven else "fp32"
     why = operation.sums.evidence

@@ -10,7 +10,7 @@ import torch
 from ....precision.arithmetic.attention import SafeAttention, run_in_fp32
 from ....precision.arithmetic.attention_bounds import AttentionCall
 from ....precision.arithmetic.calibration import Calibration
-from ....precision.arithmetic.fp16_accumulation import Fp16AccumulationLinear, SumBound
+from ....precision.arithmetic.fp16_accumulation import ProvenSums, SumBound
 from ....precision.base import flags
 from ....precision.base.layer_names import are_alike
 from ....precision.base.layers import kind_of
@@ -21,6 +21,7 @@ from ....precision.devices.detect import detect
 from ....precision.plan.accumulation import UNCHANGED, AccumulationPlan, MatmulProfile, Request, plan_accumulation
 from ....precision.report.schema import Sums
 from ..comfyui.execution import COMPILE_KWARGS, is_compiled, is_on_several_devices, switches_by_layer, trains
+from ..comfyui.layer_forward import LayerForward, standing_on
 from ..comfyui.layers import modules_of
 from ..comfyui.weights import exchanged, only_multiplies, weights_of
 from ..compute.attention import attending, kernels_of
@@ -89,7 +90,7 @@ class AccumulationRun(CalibratedActing):
         patcher = model.current_patcher
         self.plan = plan = _planned(request, patcher)
         self.calibration = Calibration(looks_at_result=False)
-        self.operations: dict[str, Fp16AccumulationLinear] = {}
+        self.operations: dict[str, ProvenSums] = {}
         if plan.proving:
             self.operations = dict(self._operations(patcher))
         self.modules = {name: operation.module for name, operation in self.operations.items()}
@@ -99,17 +100,19 @@ class AccumulationRun(CalibratedActing):
         self.watches = bool(self.operations) or self.attention is not None
         self.refused_fp8: Refused = {}
         self._names = list(modules_of(model))
-        operations = self.operations.values()
-        patches = (exchanged(operation.module, operation.__call__, operation.inner) for operation in operations)
-        self.patches: list[Patch] = [patch for of_one in patches for patch in of_one]
+        self.patches: list[Patch] = []
+        for operation in self.operations.values():
+            found = standing_on(operation.module)
+            forward = LayerForward(operation.module, found.product, sums=operation, otherwise=found)
+            self.patches += exchanged(forward)
 
-    def _operations(self, patcher) -> Iterator[tuple[str, Fp16AccumulationLinear]]:
+    def _operations(self, patcher) -> Iterator[tuple[str, ProvenSums]]:
         modes, ruled = planned_modes_of(patcher), sums_by_rule(patcher)
         for name, module in modules_of(patcher.model).items():
             if modes.get(name) == FP16.name and kind_of(module) == "linear" and name not in ruled:
                 sums = self.calibration.add(SumBound(name))
                 weights = weights_of(module) if only_multiplies(module) else None
-                yield name, Fp16AccumulationLinear(module, module.forward, sums, self.calibration, weights)
+                yield name, ProvenSums(module, sums, self.calibration, weights)
 
     @contextlib.contextmanager
     def attempt(self, call: Call) -> Iterator[None]:

@@ -1,25 +1,24 @@
-"""The gate: the one place through which ComfyUI's call of a layer enters our code.
+"""The gate: what ComfyUI's call of a layer passes besides its input.
 
 After ComfyUI 0.39 a linear layer is called with more than its input (Comfy-Org/ComfyUI#16816): ``layer(x, input_act,
 act_weight, residual, residual_scale)`` is ``residual + residual_scale * linear(act(x))``. The gate computes the
-activation and the residual as ComfyUI does, around a forward of ours that is given the plain input. The activation
-therefore sees what the stream holds, fp32 in a wide stream, and the residual is added in the dtype of the stream.
+activation and the residual as ComfyUI does, around a :class:`layer_forward.LayerForward` that is given the plain input.
+The activation therefore sees what the stream holds, fp32 in a wide stream, and the residual is added in the dtype of
+the stream.
 
-    ComfyUI's call -> gate: act(x) -> forward of ours(act(x)) -> gate: residual + residual_scale * result
+    ComfyUI's call -> gate: act(x) -> LayerForward(act(x)) -> gate: residual + residual_scale * result
 
 A later ComfyUI may pass arguments that are not listed here. An argument with its default changes nothing. Any other is
 handed on by a forward of ours that calls the layer's own; in place of a forward that multiplies itself the layer's own
 runs, with all arguments, and the layer and the argument are noted (:func:`met_in`).
 """
 
-import contextlib
 import functools
 import inspect
 import logging
-import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 import comfy.model_management
@@ -55,7 +54,6 @@ UNEQUAL: set[str] = set()
 """Quantization formats, "" for none, and ``norm``: layers that the self-test found to run otherwise through our code
 than alone. The gate computes nothing for them, and no code of ours runs in place of theirs."""
 logger = logging.getLogger("halfsafe")
-_noted = threading.local()
 _met: weakref.WeakKeyDictionary[torch.nn.Module, set[str]] = weakref.WeakKeyDictionary()
 _told: set[tuple[type, str]] = set()
 
@@ -67,20 +65,17 @@ class _LayerCall(NamedTuple):
     defaults: dict[str, object]
 
 
-def entering(module: torch.nn.Module, forward: Forward, own: Forward | None = None) -> Forward:
-    """Return the forward to set on ``module`` instead of ``forward``, which takes the plain input.
+def gate_of(module: torch.nn.Module, replaces: bool) -> "Gate | None":
+    """Return the gate of a layer; None if this ComfyUI passes it nothing besides its input.
 
-    It is ``forward`` itself if this ComfyUI passes nothing else to the module. ``own``: what runs in a call with an
-    argument that is not known; None: ``forward`` hands such arguments on.
+    ``replaces``: what runs behind the gate does not take arguments that are not known.
     """
     if kind_of(module) is None:
-        return forward
+        return None
     call, is_core = _call_of(type(module)), _is_core(type(module))
     folds = kind_of(module) == "linear" and bool(folded_parameters(comfy.ops.manual_cast.Linear))
-    meets = own is not None and not call.defaults.keys() <= {*PASSED}
-    if folds or meets or (is_core and call.input != INPUT):
-        return Gate(module, forward, own, call if is_core else None).__call__
-    return forward
+    meets = replaces and not call.defaults.keys() <= {*PASSED}
+    return Gate(module, call if is_core else None) if folds or meets or (is_core and call.input != INPUT) else None
 
 
 def _is_core(cls: type[torch.nn.Module]) -> bool:
@@ -108,21 +103,6 @@ def _call(methods: tuple[Callable | None, ...]) -> _LayerCall:
     return _LayerCall(INPUT, {})
 
 
-@contextlib.contextmanager
-def products_noted() -> Iterator[None]:
-    """Have gates of this thread keep ``(input, result)`` of their products for :func:`product_of`."""
-    _noted.products = {}
-    try:
-        yield
-    finally:
-        _noted.products = None
-
-
-def product_of(module: torch.nn.Module, args: tuple, result: torch.Tensor) -> tuple:
-    """Return ``(input, result)`` of the product in a layer's call that just ended, inside :func:`products_noted`."""
-    return _noted.products.pop(module, (args[:1], result))
-
-
 def ran_own(module: torch.nn.Module) -> bool:
     """True if some call of a layer ran the layer's own code because of an argument that is not known."""
     return module in _met
@@ -134,25 +114,22 @@ def is_unequal(module: torch.nn.Module) -> bool:
 
 
 class Gate:
-    """Call a forward of ours with the plain input, inside of what ComfyUI folds into the layer.
+    """Read the arguments of a layer's call, and compute what ComfyUI folds into the layer.
 
-    ``own``: as :func:`entering` has it. ``call``: what ComfyUI's class takes; None for a layer of another pack, whose
-    own arguments stay where they are.
+    ``call``: what ComfyUI's class takes; None for a layer of another pack, whose own arguments stay where they are.
     """
 
-    __slots__ = ("call", "folds", "forward", "module", "own")
+    __slots__ = ("call", "folds", "module")
 
-    def __init__(self, module: torch.nn.Module, forward: Forward, own: Forward | None, call: _LayerCall | None):
+    def __init__(self, module: torch.nn.Module, call: _LayerCall | None):
         self.module = module
-        self.forward = forward
-        self.own = own
         self.call = call
         takes = () if call else _call_of(type(module)).defaults
         self.folds = () if call and is_unequal(module) else tuple(name for name in FOLDED if name not in takes)
 
-    def __call__(self, *args, **kwargs) -> torch.Tensor:
-        if len(args) == 1 and not kwargs:
-            return self.forward(args[0])
+    def enter(self, chosen: Callable[..., Forward], args: tuple, kwargs: dict) -> torch.Tensor:
+        """Run a layer's call. ``chosen``: returns what to run, given the names of the arguments that are not known,
+        if there are any."""
         x, places, given = self._read(args, kwargs)
         folded = {name: given.pop(name) for name in self.folds if name in given}
         unknown = {*given} - {*PASSED} | {BY_PLACE for _ in places}
@@ -160,10 +137,7 @@ class Gate:
             if self.call is None:
                 raise HalfsafeError(Message(NO_ACTIVATION, _name_of_layer(self.module), folded[ACTIVATION]), UPDATE)
             unknown.add(ACTIVATION)
-        run = self.forward
-        if unknown and self.own is not None:
-            _note_met(self.module, unknown)
-            run = self.own
+        run = chosen(unknown) if unknown else chosen()
         if unknown and self.call:
             kwargs.pop(self.call.input, None)
             try:
@@ -171,11 +145,7 @@ class Gate:
             except TypeError as error:
                 problem = Message(NOT_TAKEN, _name_of_layer(self.module), listed(sorted(unknown)), error)
                 raise HalfsafeError(problem, UPDATE) from error
-        operand = activated(x, folded)
-        result = run(operand, *places, **given)
-        if folded and getattr(_noted, "products", None) is not None:
-            _noted.products[self.module] = operand, result
-        return with_residual(result, folded)
+        return with_residual(run(activated(x, folded), *places, **given), folded)
 
     def _read(self, args: tuple, kwargs: dict) -> tuple[torch.Tensor, tuple, dict]:
         """Return the input, the arguments that stay in their places, and those by name that change something."""
@@ -189,21 +159,23 @@ class Gate:
         }
         return x, args[1 + len(defaults) :], given
 
+    def note_met(self, arguments: Collection[str]) -> None:
+        """Note that a call of the layer ran the layer's own code because of arguments; tell each argument of a class
+        once."""
+        if torch.compiler.is_compiling():
+            return
+        _met.setdefault(self.module, set()).update(arguments)
+        cls = type(self.module)
+        for argument in sorted(arguments):
+            if (cls, argument) not in _told:
+                _told.add((cls, argument))
+                problem = Message(MET, _caller(self.module), argument, VERSION, _name_of_layer(self.module))
+                logger.warning("Halfsafe: %s", problem)
+
 
 def is_default(value: object, name: str, defaults: Mapping[str, object]) -> bool:
     """True if an argument is the default of its parameter; False for a tensor."""
     return name in defaults and not isinstance(value, torch.Tensor) and value == defaults[name]
-
-
-def _note_met(module: torch.nn.Module, arguments: set[str]) -> None:
-    """Note that a call of a layer ran the layer's own code because of arguments; tell each argument of a class once."""
-    if torch.compiler.is_compiling():
-        return
-    _met.setdefault(module, set()).update(arguments)
-    for argument in sorted(arguments):
-        if (type(module), argument) not in _told:
-            _told.add((type(module), argument))
-            logger.warning("Halfsafe: %s", Message(MET, _caller(module), argument, VERSION, _name_of_layer(module)))
 
 
 def met_in(modules: Mapping[str, torch.nn.Module]) -> dict[str, str]:

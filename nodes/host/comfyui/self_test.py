@@ -20,6 +20,7 @@ from ....precision.base.surroundings import neutral
 from ....precision.version import VERSION
 from .attributes import OVERRIDE, casting, set_quantization_format
 from .gate import ACTIVATION, NORM, OF_RESIDUAL, RESIDUAL, UNEQUAL, activated, folded_parameters
+from .layer_forward import LayerForward, standing_on
 from .weights import core_weights, exchanged, uncast_norm
 
 SIZE = 32
@@ -91,7 +92,7 @@ def _multiplied(layer: torch.nn.Module) -> list[Patch]:
         with lent(core_weights(layer, x, torch.float32)) as (weight, bias):
             return F.linear(x, weight, bias)
 
-    return [*exchanged(layer, product, layer.forward), *casting(layer)]
+    return [*exchanged(LayerForward(layer, product, otherwise=standing_on(layer))), *casting(layer)]
 
 
 def _unequal(kind: str, layer: torch.nn.Module, patches: Callable) -> str:

@@ -33,8 +33,9 @@ from .attributes import (
     resident_weights,
     weight_functions,
 )
-from .gate import Forward, entering, is_unequal
+from .gate import is_unequal
 from .kernels import DATA, LAYOUT, PARAMS, group_of, is_plain, settings_reader, unpacked_weight, unpacking
+from .layer_forward import LayerForward
 from .layers import is_quantized, modules_of
 
 CAST_PARAMETERS = inspect.signature(comfy.ops.cast_bias_weight).parameters
@@ -53,15 +54,13 @@ def has_own_forward(module: torch.nn.Module) -> bool:
     return forward is not None and getattr(forward, "__func__", None) not in (type(module).forward, Bound.__call__)
 
 
-def exchanged(
-    module: torch.nn.Module, forward: Forward, own: Forward | None = None, fp16_sums: bool = True
-) -> list[Patch]:
-    """Route all of a layer's matmuls through ``forward``, which the gate gives the plain input; ``own`` as there.
+def exchanged(forward: LayerForward, fp16_sums: bool = True) -> list[Patch]:
+    """Put a forward on its layer, and route all of the layer's matmuls through it.
 
     ``_full_precision_mm`` also turns off the two paths of ``comfy/ops.py`` that bypass ``forward``: its own fp8 matmul
     and, since ComfyUI 0.38, an fp16 matmul taken while fp16 accumulation is on. ``fp16_sums``: it may be on.
     """
-    patches: list[Patch] = [(module, "forward", entering(module, forward, own))]
+    module, patches = forward.module, forward.put_on()
     if fp16_sums or is_quantized(module):
         patches.append((module, FULL_PRECISION, True))
     return [*patches, (module, PRODUCT, _DequantizedProduct(module).__call__)] if is_quantized(module) else patches

@@ -90,7 +90,7 @@ def attending(
 def _entries(model: torch.nn.Module, override: Callable, inputs: Callable | None) -> Iterator[Patch]:
     whole = getattr(model, "_orig_mod", model)
     for part in _compilable_parts(model):
-        yield part, "forward", _entry(forward_of(part), override, inputs if part is whole else None)
+        yield part, "forward", _entry(without_entry(part.forward), override, inputs if part is whole else None)
 
 
 def _compilable_parts(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -105,12 +105,8 @@ def holds_modules(module: torch.nn.Module) -> bool:
     return next(module.children(), None) is not None
 
 
-def forward_of(part: torch.nn.Module) -> Callable:
-    """Return the forward of a part without the attention entry of an outer wrapper."""
-    return without_entry(part.forward)
-
-
 def without_entry(forward: Callable) -> Callable:
+    """Return the forward of a part without the attention entry of an outer wrapper."""
     return getattr(forward, "behind", forward)
 
 

@@ -15,6 +15,7 @@ except ImportError:
     scaled_mm_v2 = None
 
 from ....precision.base.dtypes import dtype_named
+from ....precision.base.modes import FP8, INT8
 from ....precision.base.oom import is_torch_oom
 from ....precision.formats.fp8 import activation_scale
 from ..comfyui.attributes import bias_functions, weight_functions
@@ -59,6 +60,7 @@ class Fp8Linear(Bound):
     """
 
     takes_patched = True
+    mode = FP8.name
 
     def otherwise(self, input: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         module, dtype = self.module, input.dtype if input.dtype.itemsize == 2 else RESULT
@@ -108,6 +110,7 @@ class Int8Linear(Bound):
     The result has the dtype of the activation."""
 
     takes_patched = True
+    mode = INT8.name
 
     def product(self, x: torch.Tensor, weight: QuantizedTensor, bias: torch.Tensor | None) -> torch.Tensor:
         data, scale = getattr(weight, DATA), getattr(weight, PARAMS).scale

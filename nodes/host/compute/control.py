@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 from comfy.model_patcher import ModelPatcher
 
-from ....precision.base.patching import Patch
+from ....precision.base.patching import Patch, watched_forward
 from ....precision.plan.compute import ComputePlan
 from ..comfyui.attributes import OVERRIDE, casting
 from ..replay.call import OPTIONS
@@ -79,10 +79,10 @@ def _attending(module: torch.nn.Module, attend: Callable) -> Iterator[Patch]:
     for part in module.modules():
         signature = _signature(type(part).forward)
         if OPTIONS in signature.parameters and part is not module:
-            yield part, "forward", functools.partial(_call, part.forward, signature.bind, attend)
+            yield from watched_forward(part, functools.partial(_call, signature.bind, attend))
 
 
-def _call(forward: Callable, arguments: Callable, attend: Callable, *args, **kwargs):
+def _call(arguments: Callable, attend: Callable, forward: Callable, *args, **kwargs):
     bound = arguments(None, *args, **kwargs)  # of the class's function: None stands for ``self``
     options = bound.arguments.get(OPTIONS) or {}
     if OVERRIDE not in options:

@@ -1,29 +1,27 @@
 """Apply a plan to a model's layers: the forward that replaces each layer's own, and the operations in it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 
 from ....precision.arithmetic.calibration import Calibration
 from ....precision.arithmetic.fp16_accumulation import FP16_ACCUMULATION
-from ....precision.arithmetic.linear import SafeOperation, matmul_flops
+from ....precision.arithmetic.linear import SafeOperation
 from ....precision.base.dtypes import dtype_named, name_of
 from ....precision.base.flags import flags_set
-from ....precision.base.layers import kind_of
 from ....precision.base.message import Message
 from ....precision.base.modes import FP8, FP16, FP16_WIDE, FP32, INT8, MODE_OF
 from ....precision.base.patching import Patch
 from ....precision.formats.layer_plan import LayerPlan
 from ....precision.plan.compute import ComputePlan
 from ..comfyui.attributes import FULL_PRECISION, casting, is_forced_to_cast, not_forced_to_cast, quantization_format
-from ..comfyui.gate import entering, ran_own
+from ..comfyui.gate import Forward
+from ..comfyui.layer_forward import GIVEN, LayerForward, Sums, standing_on
 from ..comfyui.layers import is_quantized
 from ..comfyui.weights import Bound, exchanged, only_multiplies, weights_of
 from .borders import casts_itself, crossing
 from .bound import FP8_RESULT, Fp8Linear, Int8Linear
-
-Forward = Callable[..., torch.Tensor]
 
 
 class PlannedLayers:
@@ -35,8 +33,8 @@ class PlannedLayers:
     def __init__(self, plan: ComputePlan, layers: Mapping[str, torch.nn.Module]):
         self.calibration = Calibration()
         self.switches_flags = True
+        self.forwards: dict[str, LayerForward] = {}
         self.operations: dict[str, SafeOperation] = {}
-        self.casts: dict[str, CastOperation] = {}
         self.fp8: dict[str, Fp8Linear] = {}
         self.patches: list[Patch] = []
         self._activations, self._safe = plan.activation_dtype, plan.is_safe
@@ -46,46 +44,51 @@ class PlannedLayers:
             decision = self._decisions[name] = plan.decisions[name]
             if decision.mode == INT8.name:  # its weight is not stored in int8: it computes as the other layers do
                 decision = self._decisions[name] = replace(decision, mode=MODE_OF[plan.choice.used])
-            own = CastOperation(name, layer, self._own_dtype(layer, decision.mode), self.calibration)
-            product = self._product(name, layer, decision)
-            if product is None:
-                self.casts[name] = own
-            calls_own = self._finished(own.__call__, name, decision)
-            forward = self._finished(product, name, decision) if product else calls_own
-            self.patches += exchanged(layer, forward, calls_own if product else None, fp16_sums=not holds)
+            forward = self.forwards[name] = self._forward(name, layer, decision)
+            self.patches += exchanged(forward, fp16_sums=not holds)
             self.patches += casting(layer)
+        self._planned = {name: forward.mode for name, forward in self.forwards.items()}
 
-    def _product(self, name: str, layer: torch.nn.Module, decision: LayerPlan) -> Forward | None:
-        """Create the layer's product as a bound method; torch.compile would compile a separate graph for an object.
-        None for a layer that calls its own forward."""
+    def _forward(self, name: str, layer: torch.nn.Module, decision: LayerPlan) -> LayerForward:
+        """Create the forward of a layer: a product of ours, or the layer's own with values in the plan's dtypes."""
+        result = torch.float32 if decision.stream == FP32.name else GIVEN
+        own = self._own(name, layer, decision, result)
+        ruled = self._ruled(decision.sums) if decision.sums else None
         if decision.mode == FP8.name and only_multiplies(layer):
-            self.fp8[name] = Fp8Linear(layer)
-            return self.fp8[name].__call__
+            fp8 = self.fp8[name] = Fp8Linear(layer)
+            wide = None if result == GIVEN else result
+            return LayerForward(layer, fp8.__call__, result=wide, sums=ruled, otherwise=own)
         if decision.mode == FP16_WIDE.name and only_multiplies(layer):
             scale, weights = self.calibration.scale(name), weights_of(layer)
-            self.operations[name] = SafeOperation(layer, scale, self.calibration, weights)
-            return self.operations[name].__call__
-        return None
+            safe = self.operations[name] = SafeOperation(layer, scale, self.calibration, weights)
+            return LayerForward(layer, safe.__call__, result=None if self._safe else result, sums=ruled, otherwise=own)
+        return own
 
-    def _finished(self, forward: Forward, name: str, decision: LayerPlan) -> Forward:
-        """Return a forward with its result in the plan's dtype, and its sums as a rule requests."""
-        as_given = isinstance(forward.__self__, Fp8Linear) and decision.stream != FP32.name  # type: ignore[attr-defined]
-        if not (as_given or (self._safe and name in self.operations)):
-            forward = CastResult(forward, torch.float32 if decision.stream == FP32.name else None).__call__
-        return self._with_sums(decision.sums, forward) if decision.sums else forward
+    def _own(self, name: str, layer: torch.nn.Module, decision: LayerPlan, result: torch.dtype | str) -> LayerForward:
+        """Create the forward that casts the input and calls what was found on a layer; ComfyUI's layers cast their
+        weights to their input's dtype. Sums that accumulation proves are kept, so that the proof is of the operand."""
+        product, found = bound_forward(layer), standing_on(layer)
+        if not casts_itself(layer):
+            product = crossing(product, Message("'{0}'", name))
+        ruled = self._ruled(decision.sums) if decision.sums else None
+        cast = self._own_dtype(layer, decision.mode), result
+        own = LayerForward(layer, product, *cast, ruled, counted=(self.calibration, name))
+        if ruled or found.sums is None:
+            return own
+        return LayerForward(layer, product, *cast, found.sums, otherwise=own, counted=(self.calibration, name))
 
-    def _with_sums(self, sums: str, inner: Forward) -> Forward:
-        """Wrap a forward in the accumulation that a rule of the user requests. It has no effect if flags are switched
-        for whole calls: flags apply to the whole process, so another thread's layers would use them too, and a compiled
-        graph cannot switch them."""
+    def _ruled(self, sums: str) -> Sums:
+        """Return the accumulation that a rule of the user requests. It has no effect if flags are switched for whole
+        calls: flags apply to the whole process, so another thread's layers would use them too, and a compiled graph
+        cannot switch them."""
 
-        def forward(*args, **kwargs) -> torch.Tensor:
+        def run(product: Forward, *args, **kwargs) -> torch.Tensor:
             if torch.compiler.is_compiling() or not self.switches_flags:
-                return inner(*args, **kwargs)
+                return product(*args, **kwargs)
             with flags_set({FP16_ACCUMULATION: sums == "fp16"}):
-                return inner(*args, **kwargs)
+                return product(*args, **kwargs)
 
-        return forward
+        return run
 
     def _own_dtype(self, layer: torch.nn.Module, mode: str) -> torch.dtype:
         if mode == FP8.name:  # a LoRA in bypass mode has put its own forward around the layer's
@@ -104,7 +107,7 @@ class PlannedLayers:
     def repr_of(self, name: str) -> str:
         """Describe the operation of a layer, for the log."""
         if name not in self.operations:
-            return type(self.casts[name]).__name__ if name in self.casts else Fp8Linear.__name__
+            return repr(self.forwards[name])
         operation = self.operations[name]
         watched = "result looked at in each call" if operation.finite else "result not looked at"
         scale = operation.scale
@@ -112,20 +115,16 @@ class PlannedLayers:
 
     def planned_modes(self) -> dict[str, str]:
         """Return layer -> the mode its forward was created for; the same before and after any call."""
-        modes = {name: decision.mode for name, decision in self._decisions.items()}
-        return modes | {name: name_of(cast.dtype) for name, cast in self.casts.items()}
+        return dict(self._planned)
 
     def observed_modes(self) -> dict[str, str]:
         """Return layer -> the mode it ran in at its last calibration."""
-        found = {name: operation.observed_mode for name, operation in self.operations.items()}
-        own = {name: FP32.name for name, operation in self.operations.items() if ran_own(operation.module)}
-        return self.planned_modes() | found | own
+        return {name: forward.observed_mode for name, forward in self.forwards.items()}
 
     def allocations(self) -> dict[str, object]:
         """Return layer -> everything its allocations depend on: its mode, and whether its operand is watched."""
         watched = {
-            name: (each.observed_mode, each.scale.is_watched, each.finite is None)
-            for name, each in self.operations.items()
+            name: (each.mode, each.scale.is_watched, each.finite is None) for name, each in self.operations.items()
         }
         return {**self.planned_modes(), **watched}
 
@@ -142,39 +141,6 @@ def holds_sums(plan: ComputePlan) -> bool:
     return plan.is_safe and FP16_WIDE.name in modes and FP16.name not in modes
 
 
-class CastOperation:
-    """Cast the input and call the layer's current forward; ComfyUI layers cast their weights to the input's dtype.
-
-    The forward is read after accumulation's stage was applied, so it is accumulation's forward if the layer has one
-    (``interceptor.IN_CALLS``).
-    """
-
-    def __init__(self, name: str, layer: torch.nn.Module, dtype: torch.dtype, calibration: Calibration):
-        self.name = name
-        self.layer = layer
-        inner = bound_forward(layer)
-        self.inner = inner if casts_itself(layer) else crossing(inner, Message("'{0}'", name))
-        self.dtype = dtype
-        self.calibration = calibration
-
-    def __call__(self, input: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-        result = self.inner(input.to(self.dtype), *args, **kwargs)
-        if self.calibration.calibrating and (kind := kind_of(self.layer)):
-            self.calibration.flops[self.name] += matmul_flops(result, self.layer, kind)
-        return result
-
-
-class CastResult:
-    """Cast the result of another forward to ``dtype``; None: to the dtype of its first argument."""
-
-    def __init__(self, inner: Forward, dtype: torch.dtype | None):
-        self.inner = inner
-        self.dtype = dtype
-
-    def __call__(self, *args, **kwargs) -> torch.Tensor:
-        return self.inner(*args, **kwargs).to(self.dtype or args[0].dtype)
-
-
 def int8_patches(module: torch.nn.Module, decision: LayerPlan, activations: str) -> list[Patch]:
     """Patches that let ComfyUI's int8 layer multiply in int8 although the model's compute dtype was changed, which
     would dequantize it (``comfy_force_cast_weights``). ``activations``: the dtype between layers.
@@ -183,23 +149,20 @@ def int8_patches(module: torch.nn.Module, decision: LayerPlan, activations: str)
     fp16, before it is widened. ComfyUI's kernel with a fused activation dequantizes a weight whose dtype differs from
     the input's, so the gate then computes the activation; otherwise ComfyUI's own kernel runs.
     """
-    kept = [not_forced_to_cast(module)]
-    forward = bound_forward(module, Int8Linear)
+    kept, product = [not_forced_to_cast(module)], bound_forward(module, Int8Linear)
     if decision.stream == FP32.name:
-
-        def in_fp32(x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-            return forward(x.float(), *args, **kwargs)
-
-        return [*kept, (module, "forward", entering(module, in_fp32))]
-    unfused = forward if name_of(module.weight.dtype) == activations else entering(module, forward)
-    return kept if unfused == module.forward else [*kept, (module, "forward", unfused)]
+        return [*kept, *LayerForward(module, product, operand=torch.float32).put_on()]
+    fuses = name_of(module.weight.dtype) == activations
+    forward = LayerForward(module, product, gated=not fuses)
+    return kept if forward.entrance == module.forward else [*kept, *forward.put_on()]
 
 
 def bound_forward(layer: torch.nn.Module, product: type[Bound] = Bound) -> Forward:
-    """Return the forward of a quantized layer with its kernels looked up once; the layer's own forward for others."""
+    """Return the product of a quantized layer with its kernels looked up once; for others, the forward that was found
+    on the layer."""
     if is_quantized(layer) and only_multiplies(layer):
         return product(layer).__call__
-    return layer.forward
+    return standing_on(layer).product
 
 
 def is_unpacked(layer: torch.nn.Module) -> bool:

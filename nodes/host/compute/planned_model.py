@@ -22,7 +22,7 @@ from ....precision.base.surroundings import own_dtypes
 from ....precision.plan.compute import ComputePlan
 from ..comfyui.attributes import MEMORY_ESTIMATE, cast_dtype, casting, scaled_input, with_cast_dtype, with_scaled_input
 from ..comfyui.execution import is_injected, switches_by_layer
-from ..comfyui.gate import entering
+from ..comfyui.layer_forward import LayerForward
 from ..comfyui.layers import is_quantized, modules_of
 from ..comfyui.weights import calling_layers, uncast_norm
 from ..replay.calibrated import CalibratedActing
@@ -81,7 +81,8 @@ class PlannedModel(CalibratedActing):
         for name, module in in_int8.items():
             self._patches += int8_patches(module, plan.decisions[name], plan.activation_dtype)
         if binds:
-            self._patches += [(each, "forward", entering(each, bound_forward(each))) for each in follow.values()]
+            for module in follow.values():
+                self._patches += LayerForward(module, bound_forward(module)).put_on()
         self.calling = calling_layers(decided.values())
         if plan.is_safe:
             self._patches += [patch for module in named.values() for patch in uncast_norm(module)]
@@ -93,8 +94,8 @@ class PlannedModel(CalibratedActing):
     def not_called(self) -> frozenset[str]:
         """Layers that did not run in the calibrating call; none before that call."""
         flops, fp8 = self.calibration.flops, self.layers.fp8
-        idle = {name for name in (*self.layers.operations, *self.layers.casts) if not flops[name]}
-        return frozenset(idle | {name for name in fp8 if not fp8[name].ran}) if flops else frozenset()
+        idle = (name for name in self.layers.forwards if not (fp8[name].ran if name in fp8 else flops[name]))
+        return frozenset(idle) if flops else frozenset()
 
     @property
     def patches(self) -> list[Patch]:

@@ -8,7 +8,7 @@ from ....precision.base.layers import kind_of
 from ....precision.base.patching import Patch
 from ....precision.plan.rules import Rule
 from ..comfyui.layers import is_called_by_items
-from .attention import forward_of, holds_modules
+from .attention import holds_modules, without_entry
 
 NO_BLOCK = "the pattern matches no block of layers in this model"
 NO_ATTENTION = "no attention that ComfyUI allows to be replaced ran in a forward of {0}"
@@ -42,17 +42,17 @@ class RuledAttention:
         self.rules = blocks_of(rules, modules)
         self.ran_in: dict[str, list[Rule]] = {}
         self._blocks = {name: modules[name] for name in self.rules}
-        self._others = {name: _other_forwards(block) for name, block in self._blocks.items()}
+        self._methods = {name: _forwards(block) for name, block in self._blocks.items()}
         self._depth = 0
         self._seen = 0
 
     def patches(self) -> list[Patch]:
         """Return the patches that track whether a block is running."""
-        found = [(block, "forward", self._noted(name, forward_of(block))) for name, block in self._blocks.items()]
-        for name, methods in self._others.items():
-            block = self._blocks[name]
-            found += [(block, method, self._noted(name, getattr(block, method))) for method in methods]
-        return found
+        return [
+            (self._blocks[name], method, self._noted(name, without_entry(getattr(self._blocks[name], method))))
+            for name, methods in self._methods.items()
+            for method in methods
+        ]
 
     def _noted(self, name: str, forward: Callable) -> Callable:
         def run(*args, **kwargs):
@@ -78,10 +78,11 @@ class RuledAttention:
         self._seen += 1
 
 
-def _other_forwards(block: torch.nn.Module) -> list[str]:
-    """List the methods that a model may call on a block instead of ``forward``: ``forward_gen`` in Wan-Animate-2,
-    ``forward_generation`` in SenseNova (``wan/model_animate2.py``, ``sensenova/model.py`` of ``comfy/ldm``)."""
-    return [name for name in dir(type(block)) if name.startswith("forward_")]
+def _forwards(block: torch.nn.Module) -> list[str]:
+    """List the methods that a model may call on a block: ``forward``, and instead of it ``forward_gen`` in
+    Wan-Animate-2, ``forward_generation`` in SenseNova (``wan/model_animate2.py``, ``sensenova/model.py`` of
+    ``comfy/ldm``)."""
+    return [name for name in dir(type(block)) if name == "forward" or name.startswith("forward_")]
 
 
 def outermost(blocks: Collection[str]) -> list[str]:

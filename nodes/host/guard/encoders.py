@@ -33,7 +33,7 @@ from ....precision.guard.verdicts import ENCODER_INPUTS, ENCODERS, NO_CHOICE, No
 from ..comfyui.attributes import CAST_DTYPE, caches_in_int8
 from ..comfyui.code_owner import code_owner
 from ..comfyui.execution import is_oom
-from ..comfyui.gate import entering
+from ..comfyui.layer_forward import with_frame
 from ..comfyui.layers import is_quantized
 from ..comfyui.page import show_progress
 from ..comfyui.weights import HALF, ask_for_plain_products
@@ -136,7 +136,7 @@ class _EncoderCall(FailedCall):
         self, rung: Rung[EncoderStep], given: Any, why: str, zeroed: Sequence[str] = (), watched: bool = False
     ) -> Attempt:
         show_progress(Message("Repeating {0} {1}", self.default_origin.layer, why))
-        localizer = Localizer(self.weights.model, entering) if watched else None
+        localizer = Localizer(self.weights.model, with_frame) if watched else None
         watching = localizer.watching() if localizer else contextlib.nullcontext()
         dtypes = own_dtypes(self.device) if rung.arithmetic else contextlib.nullcontext()
         with repeating(), watching, dtypes:

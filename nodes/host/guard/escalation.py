@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 
@@ -15,14 +16,14 @@ from ....precision.base.dtypes import name_of
 from ....precision.base.modes import FP8, FP16_WIDE, FP32, modes_named
 from ....precision.base.nested import floats_in
 from ....precision.base.options import Stream
-from ....precision.base.patching import Patch
+from ....precision.base.patching import Patch, patched
 from ....precision.formats.layer_plan import LayerPlan
 from ....precision.guard.localize import Origin
 from ....precision.plan.compute import ComputePlan
 from ....precision.plan.in_use import PlanInUse
 from ..comfyui.attributes import weight_state
 from ..comfyui.execution import Make, adapts_text, conditions_through, is_compiled
-from ..comfyui.gate import product_of, products_noted
+from ..comfyui.layer_forward import with_frame
 from ..comfyui.layers import matrix_layers, modules_of, top_level_parts
 from ..comfyui.patches import patch_name, with_patches
 from ..comfyui.weights import only_multiplies
@@ -127,18 +128,21 @@ class RangeObserver:
     """
 
     def __init__(self, layers: WiderModel):
-        self._named = [(name, module, self._layer) for name, module in layers.modules.items()]
-        self._named += [(name, part, self._part) for name, part in layers.parts.items()]
+        self._layers = layers.modules
+        self._parts = [(name, part, self._part) for name, part in layers.parts.items()]
         self._largest: dict[str, torch.Tensor] = {}
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Watch layers and parts inside of the context."""
-        with hooked(self._named), products_noted():
+        frames = (with_frame(module, functools.partial(self._layer, name)) for name, module in self._layers.items())
+        with hooked(self._parts), patched(itertools.chain.from_iterable(frames)):
             yield
 
-    def _layer(self, name: str, module: torch.nn.Module, args: tuple, result) -> None:
-        self._note(name, product_of(module, args, result))
+    def _layer(self, name: str, forward: Callable, *args, **kwargs):
+        result = forward(*args, **kwargs)
+        self._note(name, (args[:1], result))
+        return result
 
     def _part(self, name: str, module: torch.nn.Module, args: tuple, result) -> None:
         self._note(name, result)

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from ....precision.base.amax import amax_value
 from ....precision.base.message import Message
 from ....precision.base.modes import FP16_WIDE, FP32
-from ....precision.base.patching import Patch, compile_disabled, patched
+from ....precision.base.patching import compile_disabled, patched
 from ....precision.devices.random_start import RandomStart
 from ....precision.guard.failed_call import Attempt, FailedCall
 from ....precision.guard.inputs import NotFiniteInput
@@ -25,7 +25,7 @@ from ....precision.plan.in_use import PlanInUse
 from ..comfyui.attributes import OVERRIDE
 from ..comfyui.code_owner import code_owner
 from ..comfyui.execution import is_compiled, is_on_several_devices, is_oom
-from ..comfyui.gate import entering
+from ..comfyui.layer_forward import with_frame
 from ..comfyui.page import show_progress
 from ..comfyui.patches import patch_name, patches_in, with_patches
 from ..compute.attention import overridden
@@ -102,13 +102,16 @@ class ModelCall(FailedCall):
         layers = WiderModel(rung.arithmetic, self.model) if wider else self.guarded.layers
         again = given.again(layers)
         if zeroed:
-            again.executor = functools.partial(_with_weights, self.weights.zeroed(zeroed), again.executor)
+            zeros = functools.partial(patched, self.weights.zeroed(zeroed))
+            again.executor = functools.partial(_inside, zeros, again.executor)
         if watched:
             return self._watched(again, rung)
         observer = RangeObserver(layers) if wider and not rung.is_fp32 else None  # fp32 is the widest
         self._observer = self._observer if rung.is_fp32 else observer
         falls_back = [(runs_in(self.model), "fallback", True)] if rung is self.promised else []
-        with patched(falls_back), observer.watching() if observer else nullcontext():
+        if observer:
+            again.executor = functools.partial(_inside, observer.watching, again.executor)
+        with patched(falls_back):
             attempt = self._attempt(again, rung)
         if not rung.is_fp32 or zeroed or not math.isfinite(attempt.largest):
             return attempt
@@ -116,7 +119,7 @@ class ModelCall(FailedCall):
         return replace(attempt, hidden=frozenset())
 
     def _watched(self, again: Call, rung: Rung) -> Attempt:
-        localizer = Localizer(self.model.diffusion_model, entering)
+        localizer = Localizer(self.model.diffusion_model, with_frame)
         again.executor = functools.partial(_watched, localizer, again.places, again.executor)
         with compile_disabled():
             attempt = self._attempt(again, rung)
@@ -207,8 +210,8 @@ def _watched(localizer: Localizer, places: Sequence[str], executor: Callable, *a
         return executor(*[given.pop(name) for name in places], **given)
 
 
-def _with_weights(weights: Sequence[Patch], executor: Callable, *args, **kwargs) -> torch.Tensor:
-    with patched(weights):
+def _inside(context: Callable[[], AbstractContextManager], executor: Callable, *args, **kwargs) -> torch.Tensor:
+    with context():
         return executor(*args, **kwargs)
 
 

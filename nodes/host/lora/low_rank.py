@@ -26,7 +26,7 @@ from ....precision.base.flags import fp32_accumulation
 from ....precision.base.layer_names import plain_name
 from ....precision.base.layers import kind_of
 from ....precision.base.patching import Patch
-from ..comfyui.gate import entering
+from ..comfyui.layer_forward import standing_on
 from ..comfyui.layers import is_quantized
 from ..comfyui.weights import core_weights
 
@@ -188,8 +188,9 @@ class LowRankLayer(torch.nn.Module):
     def __init__(self, key: str, changes: Sequence[LowRank], dtype: torch.dtype, ran: set[str]):
         super().__init__()
         self.key, self.ran = key, ran
-        self.changes, self.in_fp32, self.inner = changes, False, None
-        self.entrance: Callable | None = None
+        self.changes, self.in_fp32 = changes, False
+        self._found: Callable | None = None
+        self._patches: list[Patch] = []
         made = [{place: normalized(factor, dtype) for place, factor in change.factors().items()} for change in changes]
         self.shapes = [(place, factor.shape) for parts in made for place, (factor, _) in parts.items()]
         self.sizes = [shape.numel() for _, shape in self.shapes]
@@ -200,27 +201,17 @@ class LowRankLayer(torch.nn.Module):
         self.held = comfy.ops.manual_cast.Linear(len(flat), 1, bias=False, device="meta", dtype=dtype)
         self.held.weight = torch.nn.Parameter(flat[None], requires_grad=False)
 
-    def around(self, module: torch.nn.Module) -> Patch:
-        """Return a patch that puts this layer around the module's present forward."""
+    def beside(self, module: torch.nn.Module) -> list[Patch]:
+        """Return the patches that add this to the results of the module's present forward."""
         # A graph that was compiled with it holds for as long as that forward is the same.
-        if self.inner != module.forward:
-            self.inner = module.forward
-            self.entrance = entering(module, self.run, self.run_without)
-        return module, "forward", self.entrance
-
-    def run(self, x: torch.Tensor) -> torch.Tensor:
-        """Stand in for the layer's forward."""
-        if not torch.compiler.is_dynamo_compiling():
-            self.ran.add(self.key)
-        return self(x, self.inner(x))
-
-    def run_without(self, *args, **kwargs) -> torch.Tensor:
-        """Stand in for the layer's forward in a call whose product is not known."""
-        self.missed = True
-        return self.inner(*args, **kwargs)
+        if self._found != module.forward:
+            self._found, self._patches = module.forward, standing_on(module).with_fields(adds=self)
+        return self._patches
 
     def forward(self, x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
         """Add the LoRAs' products with ``x`` to the layer's ``result``; in fp32 where ``x`` is."""
+        if not torch.compiler.is_dynamo_compiling():
+            self.ran.add(self.key)
         if x.dtype == torch.float32 and not self.in_fp32 and not x.requires_grad:
             x, size = rows_in_fp16(x)
             with fp32_accumulation():

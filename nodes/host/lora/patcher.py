@@ -33,6 +33,7 @@ from ....precision.base.text import listed
 from ..comfyui.attributes import CAST_DTYPE, INPUT_SCALE, WEIGHT_FUNCTIONS, weight_functions
 from ..comfyui.entered import modules_entered, passed_by
 from ..comfyui.execution import adapts_text, conditions_through, is_compiled, trains
+from ..comfyui.layer_forward import STANDING
 from ..comfyui.layers import DIFFUSION_MODEL, is_quantized
 from ..comfyui.weights import calling_layers, dequantized, is_divided_by_zero, is_quantized_bank, numbers_of
 from ..compute.executor import Compute, compute_of
@@ -125,13 +126,14 @@ class AddsLowRank(AddsToResults):
         low_rank, modules = self.low_rank_model(), self.sorted_patches().modules
         low_rank.set_strengths(self._strengths_now())
         low_rank.plan_for(compute_of(self), self._multiplies_in_fp32)
-        return [
-            self._in_weight(key, modules[key]) if key in low_rank.by_weight else layer.around(modules[key])
-            for key, layer in low_rank.by_key.items()
-        ]
+        patches: list[Patch] = []
+        for key, layer in low_rank.by_key.items():
+            of_layer = self._in_weight(key, modules[key]) if key in low_rank.by_weight else layer.beside(modules[key])
+            patches += of_layer
+        return patches
 
-    def _in_weight(self, key: str, module: torch.nn.Module) -> Patch:
-        """Make a patch that adds the LoRAs of a layer to its weight in each call, as ComfyUI does at low VRAM."""
+    def _in_weight(self, key: str, module: torch.nn.Module) -> list[Patch]:
+        """Make the patches that add the LoRAs of a layer to its weight in each call, as ComfyUI does at low VRAM."""
         patches, by_hooks = self.sorted_patches(), super().get_combined_hook_patches(self.current_hooks)
         own = (self._all_patches or self.patches)[key] if key in patches.added else []
         hooked = by_hooks.get(key, []) if key in patches.hooks else []
@@ -142,7 +144,7 @@ class AddsLowRank(AddsToResults):
             whole = weight.to(torch.float32, copy=True)
             return comfy.lora.calculate_weight(self._of_quantized(key, [*own, *hooked]), whole, key).to(weight.dtype)
 
-        return module, WEIGHT_FUNCTIONS, [*weight_functions(module), added]
+        return [(module, WEIGHT_FUNCTIONS, [*weight_functions(module), added])]
 
     def passes_to_weights(self, entered: Counter[torch.nn.Module] | None) -> bool:
         """Let LoRAs be added to weights where the call that just ended did not add them to results. True if there are
@@ -491,7 +493,7 @@ def _eject(patcher: ModelPatcher) -> None:
     # A clone of an injected patcher counts as injected too (``clone`` in comfy/model_patcher.py).
     for module, name, before in vars(patcher.model).pop(INJECTED, []):
         module.__dict__.pop(name, None)
-        if before is not None and name != "forward":  # what another injection put there is gone
+        if before is not None and name not in (STANDING, "forward"):  # what another injection put there is gone
             module.__dict__[name] = before
 
 

@@ -33,18 +33,12 @@ IN_CALLS = (ACCUMULATION, COMPUTE, RUNG, ANALYSIS, LOW_RANK)
 """The stages that act in a call, outermost first. The guard wraps all of them, and wrappers of other packs run inside
 all of them. ``RUNG`` is the arithmetic that a call carries.
 
-An inner stage replaces a layer's forward later, around the forward that it finds, which is behind a gate (``gate.py``)
-if ComfyUI fuses more than an input into a layer's call. From the outside in, a layer runs:
+What a layer runs is the text of ``LayerForward.run`` (``comfyui/layer_forward.py``). An inner stage acts later: it puts
+a ``LayerForward`` of its own in place of the one that stands on a layer (compute, which keeps accumulation's sums; a
+rung, which keeps nothing of both), or sets fields of the one that stands (LoRAs, who watches).
 
-1. ``LowRankLayer``, the LoRAs of an 8-bit weight, which calls the next one and adds to its result;
-2. ``SafeOperation``, ``Fp8Linear`` or ``Int8Linear``, which multiply themselves; or ``CastResult`` of a rung
-   (``guard/escalation.py``) or of compute, around ``CastOperation``, which casts the input and calls
-3. ``Fp16AccumulationLinear`` of accumulation, so that an fp16 bound is checked on the input of the product; it calls
-4. the layer's own forward: ComfyUI's, that of a LoRA in bypass mode, or ``Bound``, the product of a quantized layer.
-
-A rung that decides about a layer calls neither compute's forward nor accumulation's. Compute and accumulation read a
-layer's forward once, when they are created: if a forward below is replaced later, ``per_model.PerModel`` finds another
-state and creates another run.
+Compute and accumulation read what was found on a layer once, when they are created: if a forward below is replaced
+later, ``per_model.PerModel`` finds another state and creates another run.
 """
 AROUND_SAMPLING = (REPORT, LOW_RANK, GUARD, COMPUTE)
 """The stages around a sampler's run, outermost first. If several change how a text becomes conditions

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import comfy.utils
@@ -23,7 +23,7 @@ from ....precision.study.candidates import Candidate, with_fp16_sums
 from ....precision.study.layer_error import LayerResult
 from ....precision.study.sensitivity import BARRED, KEPT, MAX_TRIALS, Analysis, Session, analyze
 from ..comfyui.attributes import WEIGHT_FUNCTIONS, casting, casts_weights, weight_functions
-from ..comfyui.gate import entering
+from ..comfyui.layer_forward import LayerForward, standing_on, with_measure
 from ..comfyui.layers import matrix_layers
 from ..comfyui.model_facts import model_facts
 from ..comfyui.page import show_progress
@@ -65,16 +65,11 @@ def analyze_model(patcher: ModelPatcher, inputs: Inputs, candidate: str, target_
             yield
 
     subjects = _subjects_of(patcher, wanted)
-    session = Session(subjects, wanted, run, core_weights, change, _measured)
+    session = Session(subjects, wanted, run, core_weights, change, with_measure)
     watch_sampling(clone, begin_step, inside)
     analysis = analyze(session, target_db, pin)
     bar.update_absolute(bar.total)
     return analysis
-
-
-def _measured(module: torch.nn.Module, forward: Callable) -> Callable:
-    """Return the function that measures a layer in the calls whose arguments are known."""
-    return entering(module, forward, module.forward)
 
 
 def _multiplies_in_int8(patcher: ModelPatcher) -> bool:
@@ -113,10 +108,12 @@ def change(module: torch.nn.Module, candidate: Candidate) -> list[Patch]:
     """Return patches that make a layer of ComfyUI compute as the candidate, LoRAs and offloading included."""
     if candidate.stores:
         exact = module.forward
-        stored = [(module, WEIGHT_FUNCTIONS, [*weight_functions(module), candidate.weight])]
-        rounded = entering(module, lambda x, *args, **kwargs: exact(candidate.input(x), *args, **kwargs))
-        rounding = (module, "forward", rounded)
-        return [*stored, rounding] if candidate.rounds_inputs else stored
+        stored: list[Patch] = [(module, WEIGHT_FUNCTIONS, [*weight_functions(module), candidate.weight])]
+
+        def rounded(x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+            return exact(candidate.input(x), *args, **kwargs)
+
+        return [*stored, *LayerForward(module, rounded).put_on()] if candidate.rounds_inputs else stored
 
     def call(x, *args, **kwargs):
         if not candidate.sums_in_fp16 or kind_of(module) != "linear":
@@ -124,4 +121,4 @@ def change(module: torch.nn.Module, candidate: Candidate) -> list[Patch]:
         with lent(core_weights(module, x, candidate.dtype)) as (weight, bias):
             return with_fp16_sums(x.to(candidate.dtype), weight, bias).to(x.dtype)
 
-    return [*exchanged(module, call, module.forward), *casting(module)]
+    return [*exchanged(LayerForward(module, call, otherwise=standing_on(module))), *casting(module)]

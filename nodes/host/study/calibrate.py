@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 
 import comfy.utils
@@ -22,7 +22,7 @@ from ....precision.files.atomic_write import require_space
 from ....precision.formats.comfy_format import can_be_quantized
 from ....precision.make.calibration import WIDTHS, CalibrationData, Products, products_bytes
 from ..comfyui.execution import is_on_several_devices
-from ..comfyui.gate import entering
+from ..comfyui.layer_forward import with_measure
 from ..comfyui.layers import matrix_layers
 from ..comfyui.page import show_progress
 from ..comfyui.weights import calling_layers
@@ -96,12 +96,11 @@ def _sampled(
     def inside() -> Iterator[None]:
         next(calls)
         # A call with an argument that is not known is not summed: what the layer multiplies is not known either.
-        forwards = ((module, partial(summed, module.forward, sums[name])) for name, module in modules.items())
-        watched = ((module, "forward", entering(module, forward, module.forward)) for module, forward in forwards)
-        with patched(watched), calling_layers(modules.values()):
+        measuring = (with_measure(module, partial(summed, sums[name])) for name, module in modules.items())
+        with patched(chain.from_iterable(measuring)), calling_layers(modules.values()):
             yield
 
-    def summed(forward: Callable, own: Products, x: torch.Tensor, **kwargs) -> torch.Tensor:
+    def summed(own: Products, forward: Callable, x: torch.Tensor, **kwargs) -> torch.Tensor:
         advance(0)
         own.add(x.dequantize() if isinstance(x, QuantizedTensor) else x)
         return forward(x, **kwargs)

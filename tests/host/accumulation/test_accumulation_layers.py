@@ -5,7 +5,7 @@ import torch
 from halfsafe.nodes.host.accumulation.accumulation_report import described
 from halfsafe.nodes.host.accumulation.executor import accumulation_of
 from halfsafe.precision.arithmetic.calibration import Calibration
-from halfsafe.precision.arithmetic.fp16_accumulation import Fp16AccumulationLinear, SumBound
+from halfsafe.precision.arithmetic.fp16_accumulation import ProvenSums, SumBound
 from halfsafe.precision.base import flags
 from halfsafe.precision.plan.rules import rules_from
 from support import families, model_files
@@ -149,10 +149,10 @@ def test_auto_says_where_fp16_sums_cannot_be_switched_by_layer(comfy, base, call
 @pytest.mark.parametrize(("norm", "how"), [(1.0, "fp16 sums: bound 1 of"), (1e9, "fp32 sums: bound 1e+09 of")])
 def test_a_reason_says_how_a_layer_sums_and_by_which_numbers(norm, how):
     module, sums = torch.nn.Linear(2, 2), SumBound("layer")
-    operation = Fp16AccumulationLinear(module, module.forward, sums, Calibration(), weights=lambda *args: None)
+    operation = ProvenSums(module, sums, Calibration(), weights=lambda *args: None)
     assert described(operation)[1] == "fp32 sums until a call proves fp16 sums safe"
     sums.prove(norm, 1.0, 2)
     accumulation, reason = described(operation)
     assert accumulation == how[:4] and reason.startswith(how)
-    unknown = Fp16AccumulationLinear(module, module.forward, SumBound("own"), Calibration(), weights=None)
+    unknown = ProvenSums(module, SumBound("own"), Calibration(), weights=None)
     assert described(unknown) == ("fp32", "fp32 sums: Linear has its own matmul")

@@ -6,8 +6,7 @@ import contextlib
 
 import pytest
 import torch
-from halfsafe.nodes.host.comfyui import weights
-from halfsafe.nodes.host.compute import core_layers
+from halfsafe.nodes.host.comfyui.layer_forward import LayerForward
 from halfsafe.nodes.host.compute.executor import compute_of
 from halfsafe.nodes.host.reporting.report import NOT_CALLED
 from halfsafe.precision.plan.rules import rules_from
@@ -60,22 +59,22 @@ class InsideOfOurs(LeafOperations):
 @pytest.fixture
 def spied(monkeypatch):
     """A spy that knows each forward that `exchanged` or `int8_patches` puts on a layer."""
-    spy, own_entering = InsideOfOurs(), weights.entering
+    spy, put_on = InsideOfOurs(), LayerForward.put_on
 
-    def entering(module, forward, own=None):
-        spy.products[module] = 0
+    def put_on_framed(self):
+        spy.products[self.module] = 0
 
-        def run(*args, **kwargs):
-            spy.inside.append(module)
+        def run(forward, *args, **kwargs):
+            spy.inside.append(self.module)
             try:
                 return forward(*args, **kwargs)
             finally:
                 spy.inside.pop()
 
-        return own_entering(module, run, own)
+        self.frame = run
+        return put_on(self)
 
-    for room in (weights, core_layers):
-        monkeypatch.setattr(room, "entering", entering)
+    monkeypatch.setattr(LayerForward, "put_on", put_on_framed)
     return spy
 
 

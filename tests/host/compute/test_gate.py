@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from comfy.sd import load_lora_for_models
 from halfsafe.nodes.host.comfyui import gate
+from halfsafe.nodes.host.comfyui.layer_forward import LayerForward
 from halfsafe.nodes.host.comfyui.layers import modules_of
 from halfsafe.nodes.host.compute.bound import Int8Linear
 from halfsafe.precision.base.errors import HalfsafeError
@@ -201,7 +202,7 @@ def test_the_gate_computes_what_the_layer_itself_does(given):
             arguments["act_weight"] = manual_cast.RMSNorm(8, device="cpu", dtype=torch.float32)
             torch.nn.init.uniform_(arguments["act_weight"].weight)
         expected = layer(x, **arguments)
-        entered = gate.entering(layer, functools.partial(type(layer).forward, layer))
+        entered = LayerForward(layer, functools.partial(type(layer).forward, layer)).entrance
         torch.testing.assert_close(entered(x, **arguments), expected)
         in_order = {name: arguments.get(name) for name in next_core.FOLDED}
         torch.testing.assert_close(entered(x, *in_order.values()), expected)
@@ -218,7 +219,7 @@ class OfAPack(torch.nn.Linear):
 def test_a_layer_of_another_pack_keeps_what_it_means_by_names_and_places():
     layer, x = OfAPack(8, 8), torch.randn(3, 8)
     with next_core.installed():
-        entered = gate.entering(layer, layer.forward)
+        entered = LayerForward(layer, layer.forward).entrance
         torch.testing.assert_close(entered(x, 0.5, residual=x), layer(x, 0.5, residual=x))
         torch.testing.assert_close(entered(x, input_act="gelu_tanh"), layer(F.gelu(x, approximate="tanh")))
 
@@ -226,7 +227,7 @@ def test_a_layer_of_another_pack_keeps_what_it_means_by_names_and_places():
 @pytest.mark.skipif(bool(os.environ.get("HALFSAFE_NEXT_CORE")), reason="the core under test folds")
 def test_no_gate_is_put_on_in_a_core_that_folds_nothing():
     layer = OfAPack(8, 8)
-    assert gate.entering(layer, layer.forward) == layer.forward
+    assert LayerForward(layer, layer.forward).entrance == layer.forward
 
 
 def test_a_result_of_fp16_is_scaled_in_the_dtype_of_the_residual():

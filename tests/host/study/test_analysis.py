@@ -1,12 +1,16 @@
 """The analysis in the real ComfyUI: its choice holds, its rules give the loader that choice, the model is left alone."""
 
+import comfy.ops
 import pytest
 import torch
+from halfsafe.nodes.host.comfyui.layer_forward import standing_on
 from halfsafe.nodes.host.load.devices import current_device
 from halfsafe.nodes.host.study import analysis as host
 from halfsafe.nodes.host.study.sampling import Inputs, sample
 from halfsafe.precision.base.errors import HalfsafeError
+from halfsafe.precision.base.patching import patched
 from halfsafe.precision.plan.rules import rules_from
+from halfsafe.precision.study.candidates import Candidate
 from halfsafe.precision.study.sensitivity import BARRED, CHOSEN, KEPT, MAX_TRIALS
 from support import families, tiny_models
 from support.measures import sqnr_db
@@ -270,3 +274,18 @@ def test_what_is_measured_and_tried_is_told_in_words(comfy, wan, monkeypatch):
         len(said) == found.steps
         and said[-1] == f"step {found.steps} of 8 to 52: trying {found.all_count} of {layers} layers in fp8_e4m3fn"
     )
+
+
+def test_a_lora_beside_a_layer_that_is_tried_in_int8_is_given_the_input_as_it_is():
+    layer, given = comfy.ops.manual_cast.Linear(64, 64, bias=False, device="cpu", dtype=torch.float32), []
+    layer.weight = torch.nn.Parameter(torch.eye(64), requires_grad=False)
+
+    class Adds(torch.nn.Module):
+        def forward(self, x, result):
+            given.append(x)
+            return result
+
+    x = torch.randn(4, 64)
+    with patched(host.change(layer, Candidate("int8"))), patched(standing_on(layer).with_fields(adds=Adds())):
+        assert not torch.equal(layer(x), x), "rounded in int8"
+    assert torch.equal(*given, x)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from halfsafe.precision.arithmetic.attention import Kernels, SafeAttention
 from halfsafe.precision.arithmetic.calibration import Calibration
-from halfsafe.precision.arithmetic.fp16_accumulation import Fp16AccumulationLinear, SumBound
+from halfsafe.precision.arithmetic.fp16_accumulation import ProvenSums, SumBound
 from halfsafe.precision.arithmetic.linear import SafeOperation
 from halfsafe.precision.arithmetic.products import can_be_traced
 from halfsafe.precision.base.patching import compile_disabled
@@ -287,7 +287,7 @@ def test_a_call_that_measures_sums_asks_for_its_weight_once():
 
     module.forward = forward
     sums = calibration.add(SumBound("layer"))
-    operation = Fp16AccumulationLinear(module, module.forward, sums, calibration, weights)
+    operation = functools.partial(ProvenSums(module, sums, calibration, weights), module.forward)
     with torch.inference_mode():
         assert torch.equal(calibration.run(lambda: operation(x)), F.linear(x, (torch.eye(16) + 1).half()))
     assert len(weights.asked) == 1 and sums.terms == 16

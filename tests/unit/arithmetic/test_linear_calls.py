@@ -34,7 +34,7 @@ def test_a_result_that_fp16_does_not_hold_is_right(size):
     for _ in range(2):
         result = calibration.run(lambda: operation(x))
         assert result.dtype == torch.float32 and relative_error(module(x), result) < 1e-3
-    assert operation.observed_mode in ("fp16_wide", "fp16_scaled")
+    assert operation.mode in ("fp16_wide", "fp16_scaled")
 
 
 def test_an_input_that_grows_out_of_the_range_is_scaled_in_a_repeat():

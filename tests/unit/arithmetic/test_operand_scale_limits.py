@@ -23,7 +23,7 @@ def test_a_layer_whose_operand_keeps_swinging_ends_in_fp32():
             result = calibration.run(lambda given=given: operation(given))
             repeats.append(calibration.repeats)
             assert relative_error(layer(given), result) < 2e-3, f"call {call}, operand of {SIZES[call % 2]}"
-    assert operation.observed_mode == "fp32", f"repeats after each call: {repeats}"
+    assert operation.mode == "fp32", f"repeats after each call: {repeats}"
     assert repeats[-1] == repeats[2 * MAX_FALLS + 2], f"repeats after each call: {repeats}"
 
 

@@ -1,11 +1,12 @@
 """Sums in fp16 only where they are proven: the bound against emulated tensor cores, the plan per device, threads."""
 
 import threading
+from functools import partial
 
 import pytest
 import torch
 from halfsafe.precision.arithmetic.calibration import Calibration
-from halfsafe.precision.arithmetic.fp16_accumulation import FP16_ACCUMULATION, Fp16AccumulationLinear, SumBound
+from halfsafe.precision.arithmetic.fp16_accumulation import FP16_ACCUMULATION, ProvenSums, SumBound
 from halfsafe.precision.base import flags
 from halfsafe.precision.devices.detect import detect
 from halfsafe.precision.devices.profiles import PROFILE_NAMES
@@ -24,7 +25,7 @@ FAST_FP8 = ("sm_89", "sm_90")
 def bounded(module):
     calibration = Calibration()
     sums = calibration.add(SumBound("layer"))
-    return Fp16AccumulationLinear(module, module.forward, sums, calibration, plain_weights), sums, calibration
+    return partial(ProvenSums(module, sums, calibration, plain_weights), module.forward), sums, calibration
 
 
 def half_linear(weight, bias=None):
@@ -151,7 +152,7 @@ def test_the_flag_is_on_for_a_proven_layer_and_for_no_other():
     seen, wild = [], []
     safe_op, _, calibration = bounded(watched(half_linear(torch.ones(4, 8)), seen))
     module = watched(half_linear(torch.full((4, 8), 6e4)), wild)
-    wild_op = Fp16AccumulationLinear(module, module.forward, SumBound("wild"), calibration, plain_weights)
+    wild_op = partial(ProvenSums(module, SumBound("wild"), calibration, plain_weights), module.forward)
     x = torch.full((2, 8), 6e3).half()
 
     def call():
@@ -176,10 +177,9 @@ def test_an_error_inside_a_layer_leaves_the_flag_off():
         assert flags.is_on(FP16_ACCUMULATION) is True
         raise KeyboardInterrupt
 
-    operation.inner = fail
     with flags.flags_set({FP16_ACCUMULATION: False}):
         with pytest.raises(KeyboardInterrupt):
-            operation(torch.ones(2, 8).half())
+            operation.func(fail, torch.ones(2, 8).half())
         assert flags.is_on(FP16_ACCUMULATION) is False
 
 
