@@ -24,7 +24,7 @@ from ..comfyui.layers import modules_of
 from ..compute.bound import Refused
 from ..compute.executor import compute_of
 from ..compute.layer_modes import planned_modes_of
-from ..compute.planned_model import needs_fp32_accumulation
+from ..compute.planned_model import fp32_sums_of
 from .executor import AccumulationRun, accumulation_of, asked_by_rule, sums_by_rule
 
 HELD_OFF = "Kept off while this model runs: its fp16 products return fp32, which fp16 sums cannot produce."
@@ -106,7 +106,7 @@ def _is_fp16_by_default(patcher, plan: AccumulationPlan) -> bool:
 
 def _held_off(patcher) -> bool:
     compute = compute_of(patcher)
-    return compute is not None and needs_fp32_accumulation(compute.plan, patcher)
+    return compute is not None and fp32_sums_of(compute.plan)(patcher)
 
 
 def flags_of(patcher) -> dict[str, dict]:

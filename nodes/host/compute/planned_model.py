@@ -73,8 +73,7 @@ class PlannedModel(CalibratedActing):
         self._borders_of: tuple = ()
         self._stood: list = []
         self._sums_off = False
-        self._holds_sums = holds_sums(plan)
-        self._is_wide = any(decision.mode == FP16_WIDE.name for decision in plan.decisions.values())
+        self._needs_fp32_sums = fp32_sums_of(plan)
         self.ruled = RuledAttention(plan.attention, named)
         self.attention = SafeAttention(self.calibration, self.ruled.is_inside)
         self._patches = list(self.layers.patches)
@@ -122,7 +121,7 @@ class PlannedModel(CalibratedActing):
 
     def begin_call(self) -> None:
         self._settle_flags()
-        super().begin_call()
+        self.calibration.begin_call()
 
     @contextmanager
     def attempt(self, call: Call) -> Iterator[None]:
@@ -184,7 +183,7 @@ class PlannedModel(CalibratedActing):
     def _settle_flags(self) -> None:
         """Decide whether fp16 accumulation is switched off for the whole call or layer by layer."""
         patcher = self._model().current_patcher
-        self._sums_off = self._holds_sums or (self._is_wide and not switches_by_layer(patcher))
+        self._sums_off = self._needs_fp32_sums(patcher)
         self.layers.switches_flags = not self._has_rules or switches_by_layer(patcher)
         self.calibration.by_layer = not self._sums_off
 
@@ -252,11 +251,12 @@ def estimated_in_fp32(model) -> list[Patch]:
     return [(model, MEMORY_ESTIMATE, estimate)]
 
 
-def needs_fp32_accumulation(plan: ComputePlan, patcher: ModelPatcher) -> bool:
-    """True if fp16 accumulation has to be off for whole calls: some layer returns fp32, and either no layer could
-    accumulate in fp16 or the flag cannot be switched per layer. Else each ``SafeOperation`` switches it off."""
-    wide = any(decision.mode == FP16_WIDE.name for decision in plan.decisions.values())
-    return holds_sums(plan) or (wide and not switches_by_layer(patcher))
+def fp32_sums_of(plan: ComputePlan) -> Callable[[ModelPatcher], bool]:
+    """Return the function that is true for a patcher if fp16 accumulation has to be off for whole calls: some layer
+    returns fp32, and either no layer could accumulate in fp16 or the flag cannot be switched per layer. Else each
+    ``SafeOperation`` switches it off."""
+    holds, wide = holds_sums(plan), FP16_WIDE.name in {decision.mode for decision in plan.decisions.values()}
+    return lambda patcher: holds or (wide and not switches_by_layer(patcher))
 
 
 def _standing(patches: Iterable[Patch]) -> list:
