@@ -5,13 +5,16 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..base.amax import amax_value
 from ..base.dtypes import FP8_DTYPES, name_of
 from ..base.message import Message
+
+if TYPE_CHECKING:
+    from .format import Format
 
 Tensors = dict[str, torch.Tensor]
 """Tensors of a layer by the last part of their names: ``weight``, ``weight_scale``."""
@@ -55,7 +58,7 @@ class StoredWeight:
     scale: torch.Tensor | None = None
     granularity: str = "none"
     input_scale: torch.Tensor | None = None
-    format: Any = None
+    format: "Format | None" = None
     tensors: Tensors = field(default_factory=dict)
     settings: dict = field(default_factory=dict)
     outputs: int | None = None

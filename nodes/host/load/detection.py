@@ -20,6 +20,7 @@ from ....precision.files.safetensors_file import open_checkpoint
 from ....precision.formats.checkpoint import Checkpoint, StoredWeight, read_checkpoint
 from ....precision.formats.comfy_format import finite_bound
 from ....precision.formats.joined import FUSED, JoinedWeights, RowsOf
+from ....precision.formats.registry import FORMAT_OF_STORAGE
 from ....precision.plan.auto import UNQUANTIZED
 from ....precision.plan.facts import LayerSpec, ModelFacts, facts_of
 from ..comfyui.attributes import made_when_loaded
@@ -119,11 +120,11 @@ def _with_true_shapes(checkpoint: Checkpoint, prefix: str) -> Checkpoint:
     if not names or _is_same_model(config, _config(checkpoint, prefix)):  # it counts the rows, which are not packed
         return checkpoint
     for name in names:
-        weight = packed[name]
-        why = weight.doubt if weight.format.unpacks else "which this comfy-kitchen cannot unpack"
+        weight, format = packed[name], FORMAT_OF_STORAGE[packed[name].storage]
+        why = weight.doubt if format.unpacks else "which this comfy-kitchen cannot unpack"
         if why:
             problem = Message("in {0}, {1}, and ComfyUI detects the architecture from its shape", weight.storage, why)
-            advice = Message("Use ComfyUI {0} or later, or another version of the model.", weight.format.since)
+            advice = Message("Use ComfyUI {0} or later, or another version of the model.", format.since)
             raise CheckpointError(weight.file or checkpoint.path, problem, name, advice)
         weights[name] = weight.with_values(weight.dequantize(torch.bfloat16))
     note = Message(
