@@ -215,6 +215,7 @@ def plan_weights(
             note = "another tensor of the layer is named like a scale"
         made = storage != AS_FILE
         stored = storage if made else weight.storage
+        is_again = storage in QUANTIZED_NAMES and weight.quantized and not is_same_fp8(weight, storage)
         plans[name] = replace(
             by_name,
             storage=storage,
@@ -223,16 +224,12 @@ def plan_weights(
             stored=stored,
             declared=stored in FORMAT_OF_STORAGE and (made or weight.format is not None),
             changes=made and (storage != weight.storage or weight.granularity != "tensor"),
-            again=weight.storage if _is_rounded_again(weight, storage) else "",
+            again=weight.storage if is_again else "",
             specs=tuple(specs_of(weight, storage)),
         )
         if done:
             done(name, weight.data.nbytes)
     return plans
-
-
-def _is_rounded_again(weight: StoredWeight, storage: str) -> bool:
-    return weight.quantized and storage in QUANTIZED_NAMES and not is_same_fp8(weight, storage)
 
 
 def notes_on(plans: Mapping[str, LayerPlan]) -> list[str]:

@@ -122,7 +122,8 @@ def test_of_nodes_that_do_not_run_no_file_is_missing(comfy: ComfyPage) -> None:
 
 @pytest.mark.once  # what the server lists
 def test_a_file_that_came_after_the_page_was_opened_is_not_missing(comfy: ComfyPage, small_models: Path) -> None:
-    """The page keeps its lists until it is asked to refresh them."""
+    """The page keeps its lists until it is asked to refresh them; what the server answered holds for five seconds."""
+    comfy.open()
     draw(comfy, SMALL + """set(vae, "vae_name", "late.safetensors");""")
     late = small_models / "vae" / "late.safetensors"
     late.write_bytes(b"")

@@ -81,10 +81,11 @@ def test_where_the_pack_is_absent_the_page_offers_it(comfy: ComfyPage, without_t
     assert titles["HalfsafeAutoPrecision"] == "Halfsafe", "not the name of its class"
 
 
-def test_the_block_takes_the_first_file_of_the_list(comfy: ComfyPage, info: dict) -> None:
+def test_the_block_takes_the_first_file_of_the_list(comfy: ComfyPage) -> None:
     comfy.open()  # the pinned page gives a new node the values of one that had its id
     title, steps = comfy.evaluate(PUT_BLOCK)
-    first = info["HalfsafeLoadDiffusionModel"]["input"]["required"]["model_name"][1]["options"][0]
+    listed = comfy.evaluate("async () => (await fetch('/object_info/HalfsafeLoadDiffusionModel')).json()")
+    first = listed["HalfsafeLoadDiffusionModel"]["input"]["required"]["model_name"][1]["options"][0]
     (loader,) = [step["inputs"] for step in steps if step["class_type"] == "HalfsafeLoadDiffusionModel"]
     assert title == "Halfsafe int8 loader" and (loader["model_name"], loader["storage"]) == (first, "int8"), json.dumps(
         steps

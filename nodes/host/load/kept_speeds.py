@@ -91,8 +91,10 @@ def speeds_of(patcher: ModelPatcher) -> list[Measurement]:
     """List what was measured of a loaded model on this machine; empty for a text encoder."""
     if not isinstance(patcher.model, BaseModel):
         return []
+    if not (kept := kept_speeds(current_device())):
+        return []
     own = _identity(patcher)
-    return next((one.speeds for one in kept_speeds(current_device()) if one.is_of(*own)), [])
+    return next((one.speeds for one in kept if one.is_of(*own)), [])
 
 
 def _identity(patcher: ModelPatcher) -> tuple[str, int]:

@@ -46,7 +46,9 @@ def load_tensors(
     errors: dict[str, float] = {}
     with quantizing_device() as device:
         every = (device.weights if device else made_here)(weights, plans, checkpoint.path, read)
-        for weight, made in measuring_errors(every, plans, errors, all_changed=False):
+        if [plan for plan in plans.values() if plan.again]:
+            every = measuring_errors(every, plans, errors, all_changed=False)
+        for weight, made in every:
             size += 0 if stays(weight, plans[weight.name].storage) else plans[weight.name].bytes
             tensors |= made
             if read and weight.start and weight.data.nbytes >= STRIDE:

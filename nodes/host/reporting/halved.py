@@ -67,10 +67,11 @@ def memory_ui(file: str, *loaded: ModelPatcher) -> dict[str, tuple[str]]:
         sentence = result.AS_IT_IS
     elif below and not saves:
         sentence = result.NOT_LESS
-    message = joined([Message(sentence, **told), *(cost for record in records for cost in record.costs)])
-    speeds = joined(_speed_told(record, patcher) for record, patcher in zip(records, loaded, strict=True))
-    tone, text = GOOD if saves else WARN, joined([message, speeds])
-    return Result(message, tone, text=text, toast=True, sizes=(before, held), stored=dict(stored)).ui()
+    costs = (cost for record in records for cost in record.costs)
+    speeds = (_speed_told(record, patcher) for record, patcher in zip(records, loaded, strict=True))
+    message = joined([Message(sentence, **told), *costs, *speeds])
+    tone = GOOD if saves else WARN
+    return Result(message, tone, text=message, toast=True, sizes=(before, held), stored=dict(stored)).ui()
 
 
 def _speed_told(record: ModelPlan, patcher: ModelPatcher) -> str:

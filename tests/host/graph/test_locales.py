@@ -60,7 +60,7 @@ def test_fp8_finds_what_makes_it_and_nothing_else(comfy):
 
 def test_english_names_the_settings_of_the_page():
     words = json.loads((ROOT / "locales" / "en" / "settings.json").read_text(encoding="utf-8"))
-    page = (ROOT / "web" / "main.js").read_text(encoding="utf-8")
+    page = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "web").glob("*.*js"))
     assert words and all(key.replace("_", ".") in page for key in words)
 
 

@@ -44,5 +44,5 @@ def test_a_nan_that_is_cured_crosses_core_and_host_at_most_eight_times(comfy, ov
     model = guarded(comfy, plain_fp16(comfy, overflowing))
     seen = crossings_of(lambda: families.sample(model, "wan"))
     assert report_of(model).verdict == "recovered" and report_of(model).extra_calls == 2
-    until_told = seen[: seen.index("log -> page.notify") + 1]  # the sum of the run is told at its end
+    until_told = seen[: seen.index("log -> notices.notify") + 1]  # the sum of the run is told at its end
     assert "model -> ladder.resolved" in until_told and len(until_told) <= MOST_CROSSINGS, until_told
