@@ -210,16 +210,21 @@ function noticeCards(page, { notices }) {
 function quietCard(page, run) {
   const { state, computed, results, guards, error, calls: { model, encoder } } = run;
   if (guards.size || error) return [];
+  const asked = page.tabs.settingsOf(run.promptId);
+  const isOfNow = asked === undefined || asked === page.settings(); // else the nodes of now say nothing of the run
   const one = (/** @type {string} */ headline, tone = "") => [{ rank: FOUND, ids: [], tone, headline }];
   if (state === "done" && !computed) return results.size ? [] : one(t("Nothing was computed: ComfyUI kept the results of an earlier run."));
   const has = (/** @type {string[]} */ types) => page.nodes.some(({ comfyClass, mode }) => types.includes(comfyClass) && mode === RUNS);
   if (page.watching !== "off" || has(GUARDS)) {
     const tone = state === "done" ? "good" : ""; // without a result there is nothing to be good
-    if (model) return one(t("No NaN in {calls} calls of the model", { calls: model }), tone);
+    const pictures = state === "done" && !run.isBlack ? beforeAndAfter(page, run.pictures) : undefined;
+    const quiet = t("No NaN in {calls} calls of the model", { calls: model });
+    if (model && pictures) return [{ rank: FOUND, ids: [], tone, headline: t("The picture is no longer black"), line: quiet, pictures }];
+    if (model) return one(quiet, tone);
     if (encoder) return one(t("No NaN in {calls} calls of VAE and text encoder", { calls: encoder }), tone);
     const isMeasured = [...results.values()].some(({ best }) => best?.length); // which runs without the guard
-    return state === "done" && !isMeasured ? [{ rank: NOTED, ids: [], headline: t("Nothing was checked"), why: [t("No guarded model ran.")] }] : [];
+    return state === "done" && isOfNow && !isMeasured ? [{ rank: NOTED, ids: [], headline: t("Nothing was checked"), why: [t("No guarded model ran.")] }] : [];
   }
   const samples = page.nodes.some(({ inputs }) => inputs?.some((/** @type {any} */ { type, link }) => type === "MODEL" && link !== null));
-  return state === "done" && samples && !results.size && !run.isBlack && !has(TOOLS) ? [{ rank: NOTED, ids: [], tone: "", headline: t("This workflow has no guard") }] : [];
+  return state === "done" && isOfNow && samples && !results.size && !run.isBlack && !has(TOOLS) ? [{ rank: NOTED, ids: [], tone: "", headline: t("This workflow has no guard") }] : [];
 }

@@ -210,13 +210,13 @@ function noteTold(promptId, report) {
 /** @param {any} detail of an `execution_start` event */
 function noteStart(detail) {
   const tab = tabOf(detail.prompt_id);
-  const isCured = [...(tab && page.log.of(tab))?.guards.values() ?? []].some(({ verdict }) => verdict === "recovered");
+  const wasBlack = tab && page.log.of(tab)?.isBlack;
   page.told.clear();
   page.toasts.clear();
   page.sidebar?.tell("");
   page.timing = new Timing();
   page.log.start(detail.prompt_id, tab).forEach((toast) => page.tell(toast));
-  if (page.log.run && tab === page.tab && !isCured) page.log.run.pictures = page.pictures;
+  if (page.log.run && tab === page.tab && wasBlack) page.log.run.pictures = page.pictures;
   showOutputs();
 }
 

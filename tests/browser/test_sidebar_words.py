@@ -85,6 +85,17 @@ def start(comfy: ComfyPage, prompt: str) -> None:
     comfy.evaluate("async () => { (await import('/scripts/api.js')).api.dispatchCustomEvent('executing', '1'); }")
 
 
+def queue(comfy: ComfyPage, prompt: str) -> None:
+    """Let the page note a prompt as it does when Run is pressed, so that it knows the settings that the prompt was queued with."""
+    comfy.send("promptQueueing", requestId=1, batchCount=1)
+    comfy.evaluate(
+        """(id) => { const { _p: pinia, workflow } = app.extensionManager;
+        pinia._s.get("execution").storeJob({ id, nodes: [], promptOutput: {}, workflow: workflow.activeWorkflow }); }""",
+        prompt,
+    )
+    comfy.send("promptQueued", requestId=1, batchCount=1)
+
+
 def show(comfy: ComfyPage, prompt: str, results: list[Result]) -> None:
     """Let nodes of the workflow have these results, as after a run."""
     start(comfy, prompt)
@@ -212,7 +223,43 @@ def test_a_black_picture_asks_for_a_guard_and_a_cured_one_stands_beside_it(bar: 
         bar.send_guard(prompt_id="again", node_id=guard, message="Step 3.", advice="", event=EVENT)
         drawn(bar, "again", "dark")
         bar.send("execution_success", prompt_id="again")
-        assert bar.page.locator(".hs-pictures img").count() == 0, "the one before was cured too"
+        assert bar.page.locator(".hs-pictures img").count() == 0, "the one before was not black"
+    finally:
+        bar.page.unroute(PICTURE)
+
+
+PAIR = "() => [...document.querySelectorAll('.hs-pictures img')].map((e) => /filename=(\\w+)/.exec(e.src)[1])"
+
+
+def test_a_run_that_is_no_longer_black_says_so_without_a_nan_and_a_good_one_before_is_no_black_one(
+    bar: ComfyPage,
+) -> None:
+    """A device with bf16 plans without fp16: its guard is clean, and the picture is cured all the same."""
+    pictures(bar, lost="#000000", found="#c04030", next="#30c040")
+    try:
+        queue(bar, "lost")
+        start(bar, "lost")
+        drawn(bar, "lost", "lost")
+        bar.send("execution_success", prompt_id="lost")
+        bar.page.wait_for_selector(".hs-run :text('The picture is black')")
+        guard = put_guard_in(bar)
+        assert (
+            bar.found("() => document.querySelector('.hs-run').innerText.includes('Nothing was checked')", False)
+            is False
+        )
+        start(bar, "found")
+        bar.send_guard(prompt_id="found", node_id=guard, kind="calls", verdict="clean", calls=2)
+        drawn(bar, "found", "found")
+        bar.send("execution_success", prompt_id="found")
+        bar.page.wait_for_selector(".hs-pictures img >> nth=1")
+        assert bar.evaluate(PAIR) == ["lost", "found"]
+        assert "The picture is no longer black" in bar.page.inner_text(".hs-run")
+        start(bar, "next")
+        bar.send_guard(prompt_id="next", node_id=guard, message="Step 3.", advice="", event=EVENT)
+        drawn(bar, "next", "next")
+        bar.send("execution_success", prompt_id="next")
+        bar.page.wait_for_selector(".hs-run :text('Black image prevented')")
+        assert bar.evaluate(PAIR) == [], "the picture before was a good one"
     finally:
         bar.page.unroute(PICTURE)
 
