@@ -110,6 +110,9 @@ class _AttentionCheck:
         try:
             with compiler_off():  # it may record the call in a CUDA graph
                 yield
+        except BaseException:  # an error of the call or an interrupt: nothing is compared
+            self.leave_out()
+            raise
         finally:
             self.call.options = options
 
@@ -137,7 +140,7 @@ class _AttentionCheck:
         )  # fmt: skip
 
     def leave_out(self) -> None:
-        """Have the next call compared: the result of this one is not finite."""
+        """Have the next call compared: this one has no result, or one that is not finite."""
         self.found(None)
 
     def _compared(self, function: Callable, attention: Callable, q, k, v, heads: int, *args, **kwargs) -> torch.Tensor:

@@ -221,7 +221,9 @@ class _DriftCheck:
         call.extra = _with_rounded_guidance(call.extra, given)
         self.report.repeats += 1
         self.log.extra_calls += 1
-        with self.start.again(), general_operations(), CastsToFp32():
+        # comfy-kitchen has no kernels of its own for MPS, and its general operations cast fp8 there (``metal.py``).
+        general = contextlib.nullcontext() if self.latent.device.type == "mps" else general_operations()
+        with self.start.again(), general, CastsToFp32():
             return run(call)
 
     def _uncached(self) -> Call:

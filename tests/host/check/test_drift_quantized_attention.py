@@ -283,7 +283,7 @@ def comparing() -> unasked._AttentionCheck:
 
 def test_repeats_of_the_call_are_not_compared() -> None:
     check, options = comparing(), {"a": 1}
-    check.call = SimpleNamespace(options=options)
+    check.call, check.found = SimpleNamespace(options=options), lambda is_right: None
     with pytest.raises(KeyError), check.watching():
         assert check.call.options.keys() > options.keys()
         raise KeyError
@@ -352,3 +352,23 @@ def test_a_guard_without_an_input_for_it_compares_each_attention_of_quantized_op
     found = report_of(model)
     assert len(found.checks) == checks and found.extra_calls == 0 and ran_guarded == len(alone) > 0
     assert {*ran} == {torch.bfloat16} and not found.events
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_a_call_that_ends_in_an_error_or_interrupt_leaves_the_attention_to_be_compared(
+    comfy, plain, monkeypatch, on, error
+) -> None:
+    on("gfx1201")
+    wrong = noisy("attention_sage", [])
+
+    def fails(*args, **kwargs):
+        raise error
+
+    fails.__name__ = wrong.__name__
+    model = guarded(comfy, plain, "9")
+    started_with(monkeypatch, fails)
+    with pytest.raises(error):
+        families.sample(model, "wan", steps=1)
+    started_with(monkeypatch, wrong)
+    families.sample(model, "wan", steps=1)
+    assert evidence(model), "the next run compares it"

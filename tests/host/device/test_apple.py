@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from support import compose, composing, control_files, families, tiny_models
 from support.composing import Composer
 from support.families import load
+from support.guarding import report_of
 from support.measures import relative_error
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -89,6 +90,16 @@ def test_weights_are_rounded_to_fp8_for_studies_and_calibrations_as_on_a_cpu(on,
     expected, there = [each(weight) for each in roundings], on("mps").device()
     for each, right in zip(roundings, expected, strict=True):
         assert torch.equal(each(weight.to(there)).cpu(), right)
+
+
+@pytest.mark.parametrize("storage", BOUND)
+def test_a_check_compares_the_first_step_in_fp32(comfy, wan, on, storage):
+    on("mps")
+    inputs = {"on_nan": "retry_higher", "max_retries": 8, "check": "first step"}
+    model = comfy.run("HalfsafeNaNGuard", model=load(comfy, wan, storage, "auto"), **inputs)[0]
+    families.sample(model, "wan", steps=1)
+    (check,) = report_of(model).checks
+    assert check.left_out == "" and check.snr_db > 20
 
 
 def by_comfyui(comfy, path, dtype="default"):
