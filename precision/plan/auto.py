@@ -153,6 +153,11 @@ def why_int8_is_unpacked(device: Device) -> str:
     return device.reason("int8_matmul_gains") if device.profile.gain("int8") is False else ""
 
 
+def int8_as_run(device: Device) -> str:
+    """Return the setting of a :class:`Measurement` that ``auto`` runs weights held in int8 in."""
+    return "int8 unpacked" if why_int8_is_unpacked(device) else "int8"
+
+
 def why_int8_is_slow(device: Device) -> str:
     """Return why a model with int8 weights is not known to be faster than a 16-bit one on a device; "" if it is."""
     lacking = (name for name in ("int8_matmul", "int8_matmul_gains") if not device.capabilities[name])

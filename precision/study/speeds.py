@@ -9,10 +9,12 @@ from .tradeoffs import Measurements, Tradeoff
 
 SOURCE = "Measure my card"
 HALF = ("fp16", "bf16", SAFE)
+IN_8_BITS = {"int8": "int8", "fp8_e4m3fn": "fp8"}
+"""Storage -> the mode of its products."""
 
 
 def speeds_beside_16_bit(found: Measurements, date: str) -> list[Measurement]:
-    """List the speed of int8, of fp8 products and of unpacked fp8 relative to the fastest 16-bit row.
+    """List the speeds of int8 and fp8, multiplied and unpacked, relative to the fastest 16-bit row.
 
     The ends of a ratio are what the spreads of both rows allow. Rows that did not work, and rows whose timed steps lie
     too far apart to rank them, are left out; without a 16-bit row the list is empty.
@@ -38,11 +40,8 @@ def _in_8_bits(rows: list[Tradeoff], found: Measurements) -> Iterator[tuple[str,
     """Yield the fastest row of each setting in 8 bits."""
     by_setting: dict[str, list[Tradeoff]] = {}
     for row in rows:
-        stored = _stored(row, found)
-        if stored == "int8" and row.computed_by == "int8":
-            by_setting.setdefault("int8", []).append(row)
-        elif stored == "fp8_e4m3fn":
-            by_setting.setdefault("fp8" if row.computed_by == "fp8" else "fp8 unpacked", []).append(row)
+        if mode := IN_8_BITS.get(_stored(row, found)):
+            by_setting.setdefault(mode if row.computed_by == mode else f"{mode} unpacked", []).append(row)
     for setting, alike in by_setting.items():
         yield setting, min(alike, key=lambda row: row.seconds)
 

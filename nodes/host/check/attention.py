@@ -40,6 +40,8 @@ logger = logging.getLogger("halfsafe")
 ARITHMETIC = "{0} attention"
 OFF = "{0} attention is {1} dB from the same attention in fp32, with {2} tokens: an error of {3} % of its result."
 BRIEF = "Step {0}: finite, but off. {1}"
+IN_4_BITS = "attention3_sage"
+"""ComfyUI's function of SageAttention 3, which multiplies in fp4."""
 NO_MEMORY = "Not enough memory to compare the attention with fp32."
 
 
@@ -90,7 +92,8 @@ class _AttentionCheck:
         self.least = least
         self.found = found
         arithmetic = Message(ARITHMETIC, self.name)
-        self.report = CheckReport(number, step_of(call), sigma_of(call), arithmetic, threshold_db=checked.LEAST_DB)
+        self.least_db = checked.LEAST_DB_OF_4_BITS if kernel == IN_4_BITS else checked.LEAST_DB
+        self.report = CheckReport(number, step_of(call), sigma_of(call), arithmetic, threshold_db=self.least_db)
         self.powers: list[torch.Tensor] = []
         self.tokens: list[int] = []
 
@@ -121,11 +124,13 @@ class _AttentionCheck:
         found = checked.farthest(torch.stack(self.powers).tolist(), self.tokens) if self.powers else None
         if found:
             self.report.snr_db, self.report.left_out = found[0], ""
-        elif not self.report.left_out:
+        elif self.report.left_out:
+            self.found(None)  # it failed for lack of memory, which another run may have
+        else:
             return  # none ran: there are fewer tokens, or Halfsafe computes the attention in fp32
         self.log.checks.append(self.report)
         logger.info("Halfsafe check: %s", check_text(asdict(self.report)))
-        if found and found[0] < checked.LEAST_DB:
+        if found and found[0] < self.least_db:
             event = self._event(*found)
             self.log.note_drift(event, drift_sentence(event))
             self.found(False)
@@ -136,7 +141,7 @@ class _AttentionCheck:
         given, brief = self.report, Message(BRIEF, self.report.step, evidence)
         return GuardEvent(
             given.call, given.step, given.sigma, "", "attention", "drift", [], given.arithmetic, "fp32", False,
-            evidence, snr_db, checked.LEAST_DB, self.instead, brief=brief,
+            evidence, snr_db, self.least_db, self.instead, brief=brief,
         )  # fmt: skip
 
     def leave_out(self) -> None:

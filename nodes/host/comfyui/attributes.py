@@ -243,7 +243,7 @@ def caches_in_int8(attention: EncoderAttention, device: torch.device) -> bool:
     """True if an attention of a text encoder that generates keeps its keys and values in int8 on a device, as its file
     or ``--use-ck-attention`` requests (ComfyUI 0.39)."""
     cache_of = getattr(attention, "kv_cache_type", None)
-    return cache_of is not None and "Int8" in cache_of(device, torch.bfloat16).__name__
+    return callable(cache_of) and "Int8" in cache_of(device, torch.bfloat16).__name__
 
 
 def compiler_is_off(arguments: CommandLine) -> bool | None:

@@ -175,13 +175,18 @@ def _copies(module: str, export: Callable) -> dict[str, Any]:
         if name != EXPORT and getattr(function, "__globals__", None) is own:
             parts = function.__code__, names, name, function.__defaults__, function.__closure__
             names[name] = types.FunctionType(*parts)
+            names[name].__kwdefaults__ = function.__kwdefaults__
     return names
 
 
 @functools.cache
 def _is_read(export: Callable) -> bool:
     """True if comfy-kitchen's export of tensors is the one that was read; its own runs, and is logged, if not."""
-    is_read = hashlib.sha256(inspect.getsource(export).encode()).hexdigest() == EXPORT_READ
+    try:
+        source = inspect.getsource(export)
+    except OSError:  # a package without its source
+        source = ""
+    is_read = hashlib.sha256(source.encode()).hexdigest() == EXPORT_READ
     if not is_read:
         logger.info("Halfsafe: this comfy-kitchen exports tensors in another way, so its functions run unchanged.")
     return is_read

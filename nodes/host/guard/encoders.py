@@ -122,8 +122,10 @@ class EncoderGuard:
 def _cache(action: str, patcher: ModelPatcher) -> str:
     """Name the cache of quantized keys and values that a text encoder generates with; "" for none. A repeat in fp32
     has none."""
+    if action != "generate":
+        return ""
     is_int8 = any(caches_in_int8(module, patcher.load_device) for module in patcher.model.modules())
-    return INT8_CACHE if action == "generate" and is_int8 else ""
+    return INT8_CACHE if is_int8 else ""
 
 
 class _EncoderCall(FailedCall):

@@ -22,7 +22,14 @@ from ....precision.files.safetensors_file import open_checkpoint
 from ....precision.formats.checkpoint import Checkpoint, read_checkpoint
 from ....precision.formats.layer_plan import AS_FILE
 from ....precision.plan import storage as plan
-from ....precision.plan.auto import BLOCKS, UNQUANTIZED, smallest_storage, why_low_bits_are_slow, why_slow
+from ....precision.plan.auto import (
+    BLOCKS,
+    UNQUANTIZED,
+    int8_as_run,
+    smallest_storage,
+    why_low_bits_are_slow,
+    why_slow,
+)
 from ....precision.plan.layers import FEWER_BITS, plan_file
 from ....precision.plan.rules import TEXT_ENCODER_RULES, Rules, rules_from
 from ..comfyui.attributes import MEMORY_ESTIMATE
@@ -164,14 +171,16 @@ def _measured(folder: str, parts: list[Part], kept: Sequence[Kept]) -> tuple[str
         return "", ""
     parameters = sum(math.prod(weight.shape) for weight in model.checkpoint.weights.values())
     found = next((one for one in kept if one.is_of(type(config).__name__, parameters)), None)
-    return (_faster(found.speeds), told_here(found.speeds)) if found else ("", "")
+    return (_faster(found.speeds, int8_as_run(current_device())), told_here(found.speeds)) if found else ("", "")
 
 
-def _faster(rows: Sequence[Measurement]) -> str:
+def _faster(rows: Sequence[Measurement], int8_setting: str) -> str:
     """Return the 8-bit storage in which one model was faster on a card: int8, whose error is a third of fp8's, unless
-    it was slower than unpacked fp8 by more than the spread; "" where they do not tell."""
+    it was slower than unpacked fp8 by more than the spread; "" where they do not tell.
+
+    ``int8_setting``: as the device runs weights in int8."""
     of = {row.setting: row.ratio for row in rows if row.to == "16 bit"}
-    int8, fp8 = of.get("int8"), of.get("fp8 unpacked")
+    int8, fp8 = of.get(int8_setting), of.get("fp8 unpacked")
     if int8 and fp8:
         return "int8" if int8[1] >= fp8[0] else "fp8_e4m3fn"
     return "int8" if int8 and int8[0] > MARGIN else ""

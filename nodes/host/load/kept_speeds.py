@@ -38,6 +38,7 @@ MOST_BYTES = 1 << 16
 MOST = 32
 """Models in the file; the oldest one goes."""
 MOST_LETTERS = 200
+MOST_PARAMETERS = 1 << 63
 SAME_SIZE = 0.02
 """The share by which the parameters of a file may differ from the model measured: ComfyUI creates a few itself."""
 logger = logging.getLogger("halfsafe")
@@ -142,7 +143,7 @@ def _read() -> list[Kept]:
         return list(map(_kept, read_object(data)["speeds"]))
     except (FileNotFoundError, NotADirectoryError):
         return []
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         _log_once(path, repr(error))
         return []
 
@@ -156,7 +157,7 @@ def _kept(one: dict) -> Kept:
     """Check an entry of the file.
 
     Raises:
-        ValueError, TypeError, KeyError: it is not as it was written.
+        ValueError, TypeError, KeyError, AttributeError, OverflowError: it is not as it was written.
     """
     speeds = [Measurement(**{**row, "ratio": _ratio(row["ratio"])}) for row in one["speeds"]]
     found = Kept(one["machine"], one["architecture"], one["parameters"], speeds)
@@ -166,9 +167,9 @@ def _kept(one: dict) -> Kept:
         found.architecture,
         *(text for row in speeds for text in _texts(row)),
     ]
-    if type(found.parameters) is not int or not all(
-        isinstance(text, str) and len(text) <= MOST_LETTERS for text in texts
-    ):
+    if type(found.parameters) is not int or not 0 < found.parameters < MOST_PARAMETERS:
+        raise ValueError
+    if not all(isinstance(text, str) and len(text) <= MOST_LETTERS for text in texts):
         raise ValueError
     return found
 

@@ -13,6 +13,7 @@ from ....precision.base.message import messages_in
 from ....precision.base.options import STORAGE_OPTIONS
 from ....precision.devices.measurements import gains_in
 from ....precision.devices.probes import flags_left_alone
+from ....precision.plan.auto import int8_as_run
 from ....precision.plan.rules import read
 from ....precision.report import doctor
 from ....precision.report.view import STORAGE_COLOURS
@@ -55,7 +56,8 @@ def _about_device() -> dict:
     measured it."""
     device = current_device()
     found, here = doctor.diagnose(device), [one.speeds for one in kept_speeds(device)]
-    gains = gains_in(row for rows in here for row in rows).get("int8", not found["int8"]["slow"])
+    measured = gains_in(row for rows in here for row in rows)
+    gains = measured.get(int8_as_run(device), not found["int8"]["slow"])
     more = {"refused": self_test.found, "later": later_storages(), "int8_gains": gains}
     more |= {"storages": {name: {"colour": colour} for name, colour in STORAGE_COLOURS.items()}}
     return {**asdict(doctor.diagnosis_result(found, here)), **more}

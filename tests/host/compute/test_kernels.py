@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import types
 from types import SimpleNamespace
 
 import pytest
@@ -84,6 +85,23 @@ def test_an_export_that_was_not_read_runs_as_it_is_and_is_logged_once(library, m
     with caplog.at_level("INFO", logger="halfsafe"):
         assert all(ours is own for own, ours in map(bound_to, CALLS))
     assert len(caplog.records) == 1 and "exports tensors" in caplog.text
+
+
+def test_a_package_without_its_source_runs_its_own_functions(library, monkeypatch):
+    def no_source(function):
+        raise OSError("could not get source code")
+
+    monkeypatch.setattr(kernels.inspect, "getsource", no_source)
+    assert all(ours is own for own, ours in map(bound_to, CALLS))
+
+
+def test_a_copied_function_keeps_the_defaults_of_its_keywords(library):
+    names = kernels._copies(cuda.__name__, torch._C._to_dlpack)
+    own = {
+        name: each for name, each in vars(cuda).items() if isinstance(each, types.FunctionType) and each.__kwdefaults__
+    }
+    lost = [name for name, each in own.items() if names[name].__kwdefaults__ != each.__kwdefaults__]
+    assert own and lost == []
 
 
 @pytest.mark.parametrize("is_read", [True, False])

@@ -81,8 +81,21 @@ def test_halve_and_the_sidebar_follow_it_and_name_it(card, model, path) -> None:
 def test_int8_is_taken_unless_unpacked_fp8_was_faster_by_more_than_the_spread(card, int8, fp8, storage) -> None:
     rows = [row for row in measured(int8 or 1, fp8 or 1).rows[1:] if (int8 if "int8" in str(row.setting) else fp8)]
     found = replace(measured(), rows=[measured().rows[0], *rows])
-    chosen = halving_of._faster(host.speeds_beside_16_bit(found, "2026-11-29"))
+    chosen = halving_of._faster(host.speeds_beside_16_bit(found, "2026-11-29"), "int8")
     assert (chosen or "int8") == storage, "where they do not tell, the table's for this card"
+
+
+@pytest.mark.parametrize(("unpacked", "storage", "gains"), [(0.6, "int8", True), (2.0, "fp8_e4m3fn", False)])
+def test_where_int8_is_unpacked_its_products_promise_nothing(card, model, path, unpacked, storage, gains) -> None:
+    """*Halve* chooses a storage and no compute: on this card the product of compute=int8 is not what it gives."""
+    hopper = replace(detect(profile="sm_90"), simulated=False, torch_device=torch.device("cuda"), name=CARD.name)
+    for module in READERS:
+        card.monkeypatch.setattr(module, "current_device", lambda: hopper, raising=False)
+    products = row("int8/int8", 0.3, "int8")
+    own = [row("int8/auto", unpacked, "bf16"), products]
+    host.keep_speeds(replace(measured(), rows=[measured().rows[0], *own, measured().rows[-1]]), model)
+    assert halving(path.name)["storage"] == storage and "int8 unpacked" in halving(path.name)["measured"]
+    assert routes._about_device()["int8_gains"] is gains
 
 
 def test_auto_does_not_follow_it(card, model) -> None:
@@ -150,13 +163,16 @@ DAMAGED = {
     "too large": lambda text: text.encode() + b" " * host.MOST_BYTES,
     "a text of another kind": lambda text: change(text, architecture=["a"]),
     "a machine of another kind": lambda text: change(text, machine=1),
+    "a list as a machine": lambda text: change(text, machine=["a"]),
     "a ratio of text": lambda text: change(
         text, speeds=[{**json.loads(text)["speeds"][0]["speeds"][0], "ratio": "ab"}]
     ),
     "a ratio of NaN": lambda text: text.replace("0.5,", "NaN,").encode(),
+    "a ratio that no float holds": lambda text: text.replace("0.5,", f"1{'0' * 400},").encode(),
     "an unknown field": lambda text: change(text, speeds=[{"another": 1}]),
     "a long text": lambda text: change(text, architecture="a" * 1000),
     "parameters of another kind": lambda text: change(text, parameters=None),
+    "parameters that no float holds": lambda text: change(text, parameters=10**400),
 }
 
 

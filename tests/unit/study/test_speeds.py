@@ -41,8 +41,10 @@ def test_a_row_that_ranks_nothing_is_not_kept() -> None:
     assert speeds(BF16, noisy) == speeds(BF16, failed) == speeds(INT8) == speeds(replace(BF16, spread=0.5), INT8) == {}
 
 
-def test_int8_that_was_unpacked_is_no_speed_of_int8() -> None:
-    assert speeds(BF16, replace(INT8, modes={"bf16": 3})) == {}
+def test_int8_that_was_unpacked_is_a_setting_of_its_own() -> None:
+    unpacked = replace(INT8, modes={"bf16": 3}, seconds=1.0)
+    assert list(speeds(BF16, unpacked)) == ["int8 unpacked"]
+    assert list(speeds(BF16, unpacked, INT8)) == ["int8 unpacked", "int8"]
 
 
 def test_what_is_told_names_the_day_the_model_and_the_figures() -> None:
