@@ -9,6 +9,7 @@ import: how long ComfyUI takes to import the pack.
 calibrate: weights rounded by a calibration against rounded to nearest, on trained models.
 host_time: what a call costs the host in each setting.
 cost: what fp16_safe costs beside fp16, by count and estimated for several cards.
+decibels: errors of each storage and product on trained models, as SNR in dB.
 drift: how far clean runs of every family are from the thresholds of the guard's check.
 gpu: everything that a GPU is needed for.
 
@@ -35,6 +36,7 @@ MODULES = {
         "host_time": "host_time",
         "calibrate": "calibrate",
         "first_step": "first_step",
+        "decibels": "decibels",
         "drift": "drift",
         "gpu": "gpu",
     },

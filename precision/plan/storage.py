@@ -20,9 +20,9 @@ from .rules import Rules
 
 EIGHT_BITS = ("int8", "fp8_e4m3fn")
 PREDICTED_ERROR = {"int8": 0.0089, "w6a8": 0.0184, "w4a8": 0.0617}
-"""Relative error of a layer's int8 product with weights rounded to nearest: MiniLM in benchmarks/README.md."""
+"""Relative error of a layer's int8 product, rounded to nearest: mean over MiniLM's layers, in dB in docs/numbers.md."""
 NVFP4_ERROR = 3.5
-"""Of the layers of the trained HunyuanVideo in docs/numbers.md."""
+"""Error of a layer's nvfp4 product for one of its fp8 product: of the trained HunyuanVideo in docs/numbers.md."""
 MANY_SCALES = "the file's fp8 has many scales, ComfyUI's has one: int8 takes the same bytes and is nearer to the file"
 UNPACKED_WEIGHTS = "{0} of {1} quantized weights were unpacked to bf16 while loading: the weights take {2}."
 Layers = Mapping[str, LayerPlan]
