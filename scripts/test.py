@@ -92,11 +92,11 @@ NEXT_CORE = {
         "four_bit_weights_are_dequantized_when_they_are_escalated",
     ),
     "accumulation/test_accumulation_layers.py": (
-        "proven_layers_sum_in_fp16_and_the_others_in_fp32",
+        "layers_sum_in_fp16_but_those_that_overflow",
         "the_result_is_that_of_the_plain_model",
-        "a_lora_is_part_of_the_weight_that_is_proven",
-        "a_louder_step_is_repeated_without_the_layers_it_disproves",
-        "a_rule_that_makes_a_layer_fp16_is_bounded_in_fp16",
+        "a_lora_is_part_of_the_weight_that_is_tried",
+        "a_louder_step_is_repeated_and_the_layer_that_overflowed_stays_in_fp32",
+        "a_rule_that_makes_a_layer_fp16_has_fp16_sums",
     ),
     "accumulation/test_accumulation_fp8.py": (
         "the_bits_are_those_of_comfyuis_dispatch",

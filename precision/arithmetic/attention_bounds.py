@@ -11,9 +11,10 @@ import torch
 
 from ..base.amax import amax
 from ..base.dtypes import FP16_MAX
-from .proofs import HEADROOM_BITS, MARGIN, Proof, fits_range, largest_row_norm
+from .proofs import HEADROOM_BITS, Proof, fits_range
 
-LARGEST_SCORE = FP16_MAX / MARGIN
+LARGEST_SCORE = FP16_MAX / 2.0
+"""Rounding moves a sum of products by less than its own size."""
 MASK_FACTOR = 8.0
 SMALLEST_VALUE = 2.0**-10
 
@@ -122,6 +123,14 @@ class AttentionBound(AttentionRange):
         if not self.by_norm:
             return FP16_MAX * of_q / self.limit * (1 - 2.0**-12) if self.limit else math.nan
         return max(of_q, of_k, of_q * of_k * self.factor)
+
+
+def largest_row_norm(x: torch.Tensor) -> torch.Tensor:
+    """Compute the largest 2-norm of the rows of ``x`` (..., K), 0-dim fp32 on its device; 0 without rows."""
+    if x.numel() == 0:
+        return x.new_zeros((), dtype=torch.float32)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return torch.linalg.vector_norm(x, dim=-1, dtype=wide).amax().float()
 
 
 def _mask_in(dtype: torch.dtype, mask: object) -> object:

@@ -29,7 +29,7 @@ AnyProof = TypeVar("AnyProof", bound=Proof)
 NOTHING_ELSE = nullcontext()
 
 
-class Looks(Protocol):
+class _Looks(Protocol):
     """What looks at the attempts of a call: :class:`Calibration` says what each method does."""
 
     def take_back(self) -> None: ...
@@ -39,7 +39,7 @@ class Looks(Protocol):
     def goes_on_after(self, error: RuntimeError) -> bool: ...
 
 
-def until_it_stands(looks: Collection[Looks], attempt: Callable[[], Result]) -> Result:
+def until_it_stands(looks: Collection[_Looks], attempt: Callable[[], Result]) -> Result:
     """Make attempts at a call until every look lets the result stand, the last one asked first.
 
     A look that has the call repeated ends the asking: the looks before it see no result of that attempt, and count no
@@ -64,7 +64,7 @@ def until_it_stands(looks: Collection[Looks], attempt: Callable[[], Result]) -> 
         raise
 
 
-class InputRange(Proof):
+class _InputRange(Proof):
     """Proof that an input of the model stays in its measured range, with ``HEADROOM_BITS`` of room on both sides."""
 
     range = math.inf, 0.0
@@ -134,8 +134,8 @@ class Calibration:
                 continue
             name = f"input {key}"
             proof = self.proofs.get(name)
-            if not isinstance(proof, InputRange):
-                proof = self.add(InputRange(name))
+            if not isinstance(proof, _InputRange):
+                proof = self.add(_InputRange(name))
             if not self.calibrating:
                 proof.record_amax(x)
             else:

@@ -1,8 +1,8 @@
-"""Linear layers with fp16 accumulation: layers whose partial sums are proven to stay in fp16's range.
+"""Linear layers with fp16 accumulation, whose overflow is seen in the result of the call.
 
-Every partial sum of ``x . w`` is at most ``max ||x_row||_2 * max ||w_row||_2`` (Cauchy-Schwarz), in whatever order the
-products are added. The margin of 2 covers rounding: adding ``p`` to a sum moves
-the rounded sum by at most ``2 |p|``, because the sum does not change if ``|p|`` is below half a unit in its last place.
+A partial sum that passes fp16's range is Inf, in whatever order the products are added, and Inf plus any number is Inf
+or NaN: what overflowed never becomes a finite number within the product. It reaches the result of the call as Inf or
+NaN, unless model code hides it, behind which the result of the layer itself is checked (``hiding.py``).
 """
 
 import math
@@ -11,85 +11,71 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from ..base.dtypes import FP16_MAX
+from ..base.amax import amax
 from ..base.flags import flags_set
-from ..base.message import Message
 from .calibration import Calibration
 from .linear import WeightProvider, lent
-from .proofs import MARGIN, Proof, largest_row_norm
+from .proofs import Proof
 
 FP16_ACCUMULATION = "fp16_accumulation"
 
 
-class SumBound(Proof):
-    """Proof that no partial sum of a Linear exceeds fp16's range, from norms of its input and of its weight.
+class Fp16Sums(Proof):
+    """Run the product of a Linear with fp16 accumulation, in a scope in which the flag is off, until fp16 sums
+    overflow.
 
-    ``terms``: products per sum (K), 0 until measured. ``gain``: largest 2-norm of the weight's rows. ``proven``: the
-    sums fit. ``evidence``: the numbers behind the decision as text, empty until measured.
+    The calibrating call returns products with fp32 sums, and tries fp16 sums beside them. As a proof it checks the amax
+    of the layer's result, in the calls after :meth:`look`.
+
+    ``weights``: weight provider, or None if the module's weight is not accessible, so sums stay in fp32.
+    ``ran``: some calibrating call ran the layer on an fp16 input. ``overflowed``: the result of fp16 sums was Inf or
+    NaN in one, by fp32 sums too or not: a layer with such results, which model code hides, would fail each call.
     """
 
-    gain = 0.0
-    terms = 0
-    proven = False
-    evidence = ""
-    _largest = 0.0
+    def __init__(self, name: str, module: torch.nn.Module, calibration: Calibration, weights: WeightProvider | None):
+        super().__init__(name)
+        self.module = module
+        self.calibration = calibration
+        self.weights = weights
+        self.ran = self.overflowed = False
+        self._ran_on: torch.device | None = None
+
+    @property
+    def in_fp16(self) -> bool:
+        """True if calls after the calibrating one sum in fp16."""
+        return self.ran and not self.overflowed
 
     def forget(self) -> None:
         super().forget()
-        self.proven, self._largest = False, 0.0
+        self.ran = self.overflowed = False
 
-    @property
-    def limit(self) -> float:
-        """Largest 2-norm of the input's rows for which the proof holds."""
-        return FP16_MAX / (MARGIN * self.gain) if self.gain else math.inf
-
-    def holds(self, magnitude: float) -> bool:
-        return self.proven and magnitude <= self.limit
-
-    def prove(self, norm: float, gain: float, terms: int) -> None:
-        """Decide from the largest 2-norm of the rows of the inputs so far and of the weight; an input with NaN or Inf
-        is ignored."""
-        if not math.isfinite(norm):
-            return
-        self._largest = max(norm, self._largest)
-        self.gain, self.terms = gain, terms
-        bound = self._largest * gain
-        self.proven = bound * MARGIN <= FP16_MAX
-        numbers = f"||x|| {self._largest:.3g}, ||w||2 {gain:.3g}, K {terms}"
-        self.evidence = Message("bound {0} of {1} ({2})", f"{bound:.4g}", f"{FP16_MAX:.0f}", numbers)
-
-
-class ProvenSums:
-    """Run the product of a Linear with fp16 accumulation if its sums are proven to fit, in a scope in which the flag is
-    off.
-
-    ``weights``: weight provider, or None if the module's weight is not accessible, so there is no proof.
-    """
-
-    def __init__(
-        self, module: torch.nn.Module, sums: SumBound, calibration: Calibration, weights: WeightProvider | None
-    ):
-        self.module = module
-        self.sums = sums
-        self.calibration = calibration
-        self.weights = weights
+    def look(self) -> None:
+        """Check the layer's result in every later call."""
+        self.device = self._ran_on
 
     def __call__(self, product: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        """Return ``product(x)``; in a calibrating call, the product with the weight that is measured."""
+        """Return ``product(x)``; in a calibrating call, the product of the weight that fp16 sums were tried with."""
         if x.dtype != torch.float16 or self.weights is None:
             return product(x)
         if self.calibration.calibrating:
-            self.sums.device = x.device
             return self._calibrate(x, self.weights)
-        if not self.sums.proven:
+        if not self.in_fp16:
             return product(x)
-        self.sums.record(largest_row_norm(x))
         with flags_set({FP16_ACCUMULATION: True}):
-            return product(x)
+            result = product(x)
+        if self.device is not None:
+            self.record_amax(result)
+        return result
 
     def _calibrate(self, x: torch.Tensor, weights: WeightProvider) -> torch.Tensor:
         # Asked for once, for the reason at ``SafeOperation._calibrate`` (comfy/ops.py, resolve_cast_module_with_vbar).
-        with lent(weights(self.module, x, torch.float16)) as (weight, bias):
-            norm, gain = torch.stack([largest_row_norm(x), largest_row_norm(weight)]).tolist()
-            self.sums.prove(norm, gain, weight.shape[1])
-            return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
+        with self.calibration.hiding.pause(), lent(weights(self.module, x, torch.float16)) as (weight, bias):
+            bias = None if bias is None else bias.to(x.dtype)
+            with flags_set({FP16_ACCUMULATION: True}):
+                tried = amax(F.linear(x, weight, bias)).item()
+            result = F.linear(x, weight, bias)
+        self.ran, self._ran_on = True, x.device
+        self.overflowed = self.overflowed or not math.isfinite(tried)
+        if not self.overflowed:
+            self.calibration.hiding.ran(self.name, self)
+        return result

@@ -103,7 +103,7 @@ def own_arithmetic() -> contextlib.AbstractContextManager:
     return mode.pause() if mode else contextlib.nullcontext()
 
 
-class Looked(Protocol):
+class _Looked(Protocol):
     """A layer whose result can be checked in every later call."""
 
     def look(self) -> None: ...
@@ -131,8 +131,8 @@ class HidingCode(TorchDispatchMode):
 
     def begin(self) -> None:
         self.paused = 0
-        self._recent: list[tuple[str, Looked]] = []
-        self._ends: list[Looked] = []
+        self._recent: list[tuple[str, _Looked]] = []
+        self._ends: list[_Looked] = []
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
@@ -143,7 +143,7 @@ class HidingCode(TorchDispatchMode):
         finally:
             self.paused -= 1
 
-    def ran(self, name: str, layer: Looked) -> None:
+    def ran(self, name: str, layer: _Looked) -> None:
         """Note a layer that has just run. Of earlier blocks only the last layer is remembered."""
         block = block_of(name)
         if block and self._recent and (last := self._recent[-1])[0] not in ("", block):
@@ -154,9 +154,10 @@ class HidingCode(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__.removesuffix("_")
         if not self.paused and name in HIDING and hidden_operands(name, args, kwargs or {}):
-            self._look_behind(HIDING[name])
+            self.look_behind(HIDING[name].nan)
         return plain_alias(func, func(*args, **(kwargs or {})))
 
-    def _look_behind(self, how: _Hides) -> None:
-        for layer in [layer for _, layer in self._recent] + (self._ends if how.nan else []):
+    def look_behind(self, hides_nan: bool = False) -> None:
+        """Have the results checked that an operation may hide an overflow of."""
+        for layer in [layer for _, layer in self._recent] + (self._ends if hides_nan else []):
             layer.look()

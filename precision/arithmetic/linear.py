@@ -111,7 +111,7 @@ class SafeOperation:
 
     def _in_fp32(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         with lent(self.weights(self.module, x, torch.float32)) as (weight, bias):
-            return multiplied(self.module, self.kind, x.float(), weight, bias, *args, **kwargs)
+            return _multiply(self.module, self.kind, x.float(), weight, bias, *args, **kwargs)
 
     def _in_fp16(self, operand, weight, bias, *args, **kwargs) -> torch.Tensor:
         """Multiply with fp16 accumulation switched off around the product."""
@@ -141,7 +141,7 @@ class SafeOperation:
         """Multiply by torch's own product of this kind, in fp32 if fp16 products are emulated or need a gradient."""
         if self.is_wide:
             operand, weight = operand.float(), weight.float()
-        return multiplied(self.module, self.kind, operand, weight, None, *args, **kwargs)
+        return _multiply(self.module, self.kind, operand, weight, None, *args, **kwargs)
 
     def _beside(self, bias: torch.Tensor | None) -> torch.Tensor | None:
         """Return the bias in a shape that can be added to a product."""
@@ -184,7 +184,7 @@ class SafeOperation:
                     # Beside ``asked``, the weight was rounded to fp16.
                     self.calibration.lacks_precision |= asked == torch.float16
                     bias = None if bias is None else bias.float()
-                    result = multiplied(self.module, self.kind, x.float(), weight.float(), bias, *args, **kwargs)
+                    result = _multiply(self.module, self.kind, x.float(), weight.float(), bias, *args, **kwargs)
             if result is None:
                 result = self._in_fp32(x, *args, **kwargs)
         self.calibration.flops[self.scale.name] += matmul_flops(result, self.module, self.kind)
@@ -204,7 +204,7 @@ class SafeOperation:
             self.scale.calibrate(magnitude, max([1.0, *row_sum]))
 
 
-def multiplied(
+def _multiply(
     module: torch.nn.Module, kind: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *args, **how
 ) -> torch.Tensor:
     """Multiply as a module of ``kind`` does, with a weight and bias of one dtype; further arguments as in its

@@ -17,18 +17,7 @@ from ..base.dtypes import FP16_MAX
 
 HEADROOM_BITS = 2
 FLOOR_BITS = 12
-MARGIN = 2.0
-"""Factor that a bound on a sum must leave free: rounding moves a sum by less than its own size
-(``fp16_accumulation``)."""
 NOTHING = -1.0
-
-
-def largest_row_norm(x: torch.Tensor) -> torch.Tensor:
-    """Compute the largest 2-norm of the rows of ``x`` (..., K), 0-dim fp32 on its device; 0 without rows."""
-    if x.numel() == 0:
-        return x.new_zeros((), dtype=torch.float32)
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return torch.linalg.vector_norm(x, dim=-1, dtype=wide).amax().float()
 
 
 class AmaxBuffer:

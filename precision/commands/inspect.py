@@ -40,7 +40,7 @@ ROTATED_APART = (
 
 
 @dataclass(frozen=True)
-class FileFinding:
+class _FileFinding:
     """A fault that makes a file unsafe to run.
 
     ``kind``: nan, inf, scale, fp16_range, undecided, zeros or unreadable.
@@ -75,7 +75,7 @@ class Inspection:
     dtypes: dict[str, dict[str, int]]
     model: str | None = None
     scales: dict[str, int] = field(default_factory=dict)
-    problems: list[FileFinding] = field(default_factory=list)
+    problems: list[_FileFinding] = field(default_factory=list)
     in_comfyui: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     card: dict | None = None
@@ -98,15 +98,15 @@ def inspect_file(path, values: bool = False, progress: Callable[[int], None] | N
     """
     file = open_checkpoint(path)
     found = Inspection(str(path), None, file.data_bytes, 0, len(file), 0, _dtypes(file), card=card_in(file.metadata))
-    problems: list[FileFinding] = []
+    problems: list[_FileFinding] = []
     weights: Mapping[str, StoredWeight] = {}
     try:
         checkpoint = read_checkpoint(file, file.metadata, path)
         weights = checkpoint.weights
-        problems += [FileFinding(name, "undecided", text) for name, text in checkpoint.undecided.items()]
+        problems += [_FileFinding(name, "undecided", text) for name, text in checkpoint.undecided.items()]
         found = replace(found, **_described(checkpoint))
     except CheckpointError as error:
-        problems.append(FileFinding(error.tensor or "", "scale" if error.tensor else "unreadable", str(error)))
+        problems.append(_FileFinding(error.tensor or "", "scale" if error.tensor else "unreadable", str(error)))
     if values:
         problems += _value_problems(file, weights, progress)
     return replace(found, values=values, problems=problems)
@@ -170,21 +170,21 @@ def _in_comfyui(checkpoint: Checkpoint) -> list[str]:
 
 def _value_problems(
     file: TensorFile, weights: Mapping[str, StoredWeight], progress: Callable[[int], None] | None = None
-) -> list[FileFinding]:
+) -> list[_FileFinding]:
     """Read every tensor of a file once, and list the problems of their values."""
-    problems: list[FileFinding] = []
+    problems: list[_FileFinding] = []
     places: dict[str, list[int]] = {str(path): [] for path in file.files}
     for name, tensor in file.items():
         entry = file.entries[name]
         places[str(entry.file)] += zero_places(tensor, entry.start)
         weight = weights.get(name, StoredWeight(name, tensor))
         where = f", in {entry.file.name}" if len(file.files) > 1 else ""
-        problems += [FileFinding(name, kind, text + where) for kind, text in _faults(weight).items()]
+        problems += [_FileFinding(name, kind, text + where) for kind, text in _faults(weight).items()]
         file.release(name)
         if progress:
             progress(tensor.nbytes)
     runs = dict.fromkeys([*zero_runs(file), *zero_runs(file, places)])
-    return [*(FileFinding(run.tensor, "zeros", str(run)) for run in runs), *problems]
+    return [*(_FileFinding(run.tensor, "zeros", str(run)) for run in runs), *problems]
 
 
 def _faults(weight: StoredWeight) -> dict[str, str]:
@@ -232,7 +232,7 @@ def _verdict(inspection: Inspection) -> str:
     return "none" if inspection.values else "none in headers and scales; --values reads the values too"
 
 
-def _line(finding: FileFinding) -> str:
+def _line(finding: _FileFinding) -> str:
     return finding.text if finding.kind in ("scale", "unreadable") else f"{finding.tensor}: {finding.text}"
 
 

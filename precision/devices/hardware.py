@@ -93,14 +93,14 @@ def profile_of(device: torch.device) -> DeviceProfile:
     if device.type == "privateuseone":
         return DIRECTML
     if device.type == "cpu" and cpu_bf16():
-        return adapted(PROFILES["cpu"], {"bf16": "This CPU has bf16 instructions."}, bf16=True)
+        return _adapted(PROFILES["cpu"], {"bf16": "This CPU has bf16 instructions."}, bf16=True)
     unmatched = {
         "match": Message("torch device type '{0}' has no device profile; the safest one is used.", device.type)
     }
-    return PROFILES.get(device.type) or adapted(PROFILES["cpu"], unmatched)
+    return PROFILES.get(device.type) or _adapted(PROFILES["cpu"], unmatched)
 
 
-def adapted(profile: DeviceProfile, notes: Mapping[str, str], **changes) -> DeviceProfile:
+def _adapted(profile: DeviceProfile, notes: Mapping[str, str], **changes) -> DeviceProfile:
     """Return a row with changed entries and more notes; ``match`` says how it was chosen."""
     return replace(profile, notes={**profile.notes, **notes}, **changes)
 
@@ -109,13 +109,13 @@ def _nvidia_profile(device: torch.device) -> DeviceProfile:
     capability = tuple(torch.cuda.get_device_capability(device))
     row, name = _nvidia_row(capability), torch.cuda.get_device_name(device)
     if capability == (10, 3):
-        return adapted(row, {"int8_matmul_gains": B300_INT8}, label="B300 (Blackwell Ultra)")
+        return _adapted(row, {"int8_matmul_gains": B300_INT8}, label="B300 (Blackwell Ultra)")
     if row.name == "sm_75" and any(chip in name for chip in FAULTY_FP16):
         wrong = Message("{0} gives wrong or NaN fp16 results, so nothing is computed in fp16.", name)
         notes = {"fp16": wrong, "fp16_accumulation": wrong}
-        return adapted(row, notes, label="GTX 16xx (Turing)", fp16=False, fp16_accumulation=False)
+        return _adapted(row, notes, label="GTX 16xx (Turing)", fp16=False, fp16_accumulation=False)
     if row.fp16_accumulation and FULL_RATE.search(name):
-        return adapted(row, {"fp16_accumulation": FULL_RATE_SUMS}, fp16_accumulation=False)
+        return _adapted(row, {"fp16_accumulation": FULL_RATE_SUMS}, fp16_accumulation=False)
     return row
 
 
@@ -126,9 +126,9 @@ def _nvidia_row(capability: tuple[int, int]) -> DeviceProfile:
     major, minor = max((row for row in capabilities if row <= capability), default=capabilities[0])
     row = PROFILES[f"sm_{major}{minor}"]
     if capability < (6, 0):
-        return adapted(row, {"match": Message(OLDER, *capability)})
+        return _adapted(row, {"match": Message(OLDER, *capability)})
     if capability[0] > capabilities[-1][0]:
-        return adapted(row, {"match": Message(NEWER, *capability)})
+        return _adapted(row, {"match": Message(NEWER, *capability)})
     return row
 
 
@@ -141,20 +141,20 @@ def _amd_row(arch: str) -> DeviceProfile:
             "int8_matmul": Message("{0} has no int8 matrix units.", arch),
             "match": Message("{0} has no device profile; RDNA3's is used, without bf16.", arch),
         }
-        return adapted(PROFILES["gfx1100"], notes, label="RX 6000 and older", bf16=False, **NO_INT8)
+        return _adapted(PROFILES["gfx1100"], notes, label="RX 6000 and older", bf16=False, **NO_INT8)
     if row == "gfx950":
         notes = {
             "fp8_matmul": "fp8 matmul units for the OCP formats; needs ROCm 6.5 or later.",
             "match": Message("{0} has no device profile; MI300's is used, with e4m3fn and e5m2 instead of fnuz.", arch),
         }
-        return adapted(PROFILES["gfx942"], notes, label="MI350 (CDNA4)", fp8_matmul=True, fp8_formats=OCP_FP8)
+        return _adapted(PROFILES["gfx942"], notes, label="MI350 (CDNA4)", fp8_matmul=True, fp8_formats=OCP_FP8)
     nearest = {"match": Message("{0} has no device profile; the nearest safe one is used.", arch)}
-    return PROFILES.get(row) or adapted(PROFILES["gfx1100"], nearest)
+    return PROFILES.get(row) or _adapted(PROFILES["gfx1100"], nearest)
 
 
 def _apple_profile(name: str) -> DeviceProfile:
     generation = re.search(r"\bM(\d+)\b", name)
     if not generation:
         note = "torch does not report the chip's generation; the oldest profile is used."
-        return adapted(PROFILES["mps_m1"], {"match": note})
+        return _adapted(PROFILES["mps_m1"], {"match": note})
     return PROFILES["mps_m3" if int(generation[1]) >= 3 else "mps_m1"]

@@ -151,7 +151,7 @@ def int8_matmul(device: torch.device) -> tuple[bool, str]:
     """Try an int8 matmul of 32x256 by 256x32 over the whole range of int8."""
     codes = torch.arange(32 * 256).remainder(255).sub(127).to(torch.int8)
     left, weight = codes.reshape(32, 256), codes.flip(0).reshape(32, 256)
-    error = relative_error(_int8_product(left, weight, device).cpu(), left.double() @ weight.double().t())
+    error = _relative_error(_int8_product(left, weight, device).cpu(), left.double() @ weight.double().t())
     if not error < INT8_TOLERANCE:
         return False, "int8 matmul ran and gave wrong values"
     return True, "int8 matmul runs, values right"
@@ -198,7 +198,7 @@ def _operations(device: torch.device, name: str) -> tuple[bool, str]:
             if is_torch_oom(lacking):
                 raise
             continue
-        error = relative_error(result, operation(*(one.double() for one in inputs)))
+        error = _relative_error(result, operation(*(one.double() for one in inputs)))
         if not error < GEMM_TOLERANCE[name]:
             return False, Message("{0} {1} is wrong here: relative error {2}", name, what, f"{error:.2g}")
     return ok, detail
@@ -222,7 +222,7 @@ def gemm(device: torch.device, name: str) -> tuple[bool, str]:
     left = torch.arange(32 * 256, dtype=torch.float64).sin().reshape(32, 256).to(dtype)
     right = torch.arange(256 * 32, dtype=torch.float64).cos().reshape(256, 32).to(dtype)
     exact = left.double() @ right.double()
-    error = relative_error((left.to(device) @ right.to(device)).cpu(), exact)
+    error = _relative_error((left.to(device) @ right.to(device)).cpu(), exact)
     if not error < GEMM_TOLERANCE[name]:
         return False, Message("{0} matmul is wrong here: relative error {1}", name, f"{error:.2g}")
     if name == "fp16" and device.type not in ("cuda", "cpu"):  # CUDA adds in fp32 unless the flag for fp16 sums is on
@@ -232,7 +232,7 @@ def gemm(device: torch.device, name: str) -> tuple[bool, str]:
     return True, Message("relative error {0}", f"{error:.1e}")
 
 
-def relative_error(result: torch.Tensor, exact: torch.Tensor) -> float:
+def _relative_error(result: torch.Tensor, exact: torch.Tensor) -> float:
     """Return the norm of the error over the norm of the exact result, both on the CPU."""
     return ((result.double() - exact).norm() / exact.norm()).item()
 

@@ -133,7 +133,7 @@ class DeviceProfile:
 
 
 NO_GAIN = "fp16 accumulation is no faster than fp32 accumulation here and adds the risk of overflow."
-GEFORCE_GAIN = "GeForce cards run fp16 accumulation at twice the rate; used in layers with a safe overflow bound."
+GEFORCE_GAIN = "GeForce cards run fp16 accumulation at twice the rate; used in layers where it does not overflow."
 NO_CUBLAS = "The fp16 accumulation flag affects NVIDIA's cuBLAS only."
 APPLE_NOTES = {
     "fp8_storage": "A table unpacks fp8 weights: torch casts none on MPS below 2.15. Tested on a simulated Mac.",

@@ -204,7 +204,7 @@ class Evidence:
         return Message(sentence, origin.layer or "The model", made_by)
 
 
-class Row(NamedTuple):
+class _Row(NamedTuple):
     """One explanation of a failed call.
 
     Args:
@@ -221,34 +221,34 @@ class Row(NamedTuple):
 
 
 RAISE_RETRIES = "max_retries is {0}, which left repeats untried: increase it."
-BY_INPUTS = (Row(Evidence.bad_input, "bad_input"),)
+BY_INPUTS = (_Row(Evidence.bad_input, "bad_input"),)
 BY_WEIGHTS = (
-    Row(Evidence.bad_copy, "device_fault", None, "{0}"),
-    Row(Evidence.bad_patch, "bad_weights", "{0}", verdicts.PATCH_READ),
-    Row(Evidence.nan_weight, "bad_weights", "{0}", verdicts.NAN_READ),
-    Row(Evidence.bad_weight, "bad_weights", "{0}", verdicts.WEIGHTS_MADE_FINITE),
+    _Row(Evidence.bad_copy, "device_fault", None, "{0}"),
+    _Row(Evidence.bad_patch, "bad_weights", "{0}", verdicts.PATCH_READ),
+    _Row(Evidence.nan_weight, "bad_weights", "{0}", verdicts.NAN_READ),
+    _Row(Evidence.bad_weight, "bad_weights", "{0}", verdicts.WEIGHTS_MADE_FINITE),
 )
 BY_READING = (
     *BY_WEIGHTS[:2],
-    Row(Evidence.read_weight, "bad_weights", "{0}", verdicts.NAN_REPLACED),
+    _Row(Evidence.read_weight, "bad_weights", "{0}", verdicts.NAN_REPLACED),
 )
 """The explanations of NaN that a call reads and its result does not show."""
 BEYOND_RUNGS = (
-    Row(Evidence.untried, "stopped", RAISE_RETRIES),
-    Row(Evidence.kept_state, "stopped", verdicts.LEAVE_OUT, verdicts.MAY_BE_KEPT),
-    Row(Evidence.wrong_in_fp32, "device_fault", "{0}.", verdicts.WRONG_IN_FP32),
+    _Row(Evidence.untried, "stopped", RAISE_RETRIES),
+    _Row(Evidence.kept_state, "stopped", verdicts.LEAVE_OUT, verdicts.MAY_BE_KEPT),
+    _Row(Evidence.wrong_in_fp32, "device_fault", "{0}.", verdicts.WRONG_IN_FP32),
     *BY_INPUTS,
 )
 """The first explanations of a call that no rung cured, in order."""
 LAST = (
-    Row(Evidence.unexplained, "stopped", RAISE_RETRIES),
-    Row(Evidence.own_dtype, "stopped", verdicts.OF_ITS_OWN, "{0}"),
+    _Row(Evidence.unexplained, "stopped", RAISE_RETRIES),
+    _Row(Evidence.own_dtype, "stopped", verdicts.OF_ITS_OWN, "{0}"),
 )
 """The explanations of a call whose inputs and weights are not at fault either, in order; if none holds, the call fails
 in fp32 by itself (``NOT_PRECISION``)."""
 
 
-def explained(evidence: Evidence, rows: Sequence[Row]) -> Diagnosis | None:
+def explained(evidence: Evidence, rows: Sequence[_Row]) -> Diagnosis | None:
     """Return the first of these explanations that holds; None if none does."""
     for condition, verdict, advice, text in rows:
         found = condition(evidence)

@@ -64,12 +64,12 @@ class AccumulationPlan:
 
     Args:
         flags: settings of ``flags.SETTINGS`` to hold while the model runs.
-        proving: fp16 sums wherever a layer's bound proves them.
+        trying: fp16 sums in each layer until they overflow there.
     """
 
     request: Request
     flags: Mapping[str, bool] = field(default_factory=dict)
-    proving: bool = False
+    trying: bool = False
     fp8_fast: bool = False
     attention: AttentionOption = UNCHANGED
     reasons: Mapping[str, str] = field(default_factory=dict)
@@ -97,7 +97,7 @@ def plan_accumulation(request: Request, device: Device, matmuls: MatmulProfile) 
     return AccumulationPlan(
         request=request,
         flags=frozen(held),
-        proving=("fp16_accumulation", "auto") in acting,
+        trying=("fp16_accumulation", "auto") in acting,
         fp8_fast=("fp8_fast_accumulation", "on") in acting,
         attention=request.attention if in_fp16 else UNCHANGED,
         reasons=frozen({name: _reason(name, asked.get(name), problems.get(name), device) for name in PARTS}),
@@ -133,7 +133,7 @@ def _reason(setting: str, asked: str | None, problem: str | None, device: Device
     if problem:
         return Message("No effect here: {0}", ended(problem))
     if asked == "auto":
-        return "fp16 sums in the layers whose overflow bound proves them safe, fp32 sums in the others."
+        return "fp16 sums in each layer, and fp32 sums in layers where fp16 sums overflow."
     more = ""
     if setting == "fp16_accumulation" and asked == "on" and not device.capabilities[setting]:
         more = device.reason(setting)

@@ -30,7 +30,7 @@ SUMS: dict[Goal, tuple[Request, str]] = {
     ),
     "speed": (
         Request(fp16_accumulation="auto", tf32="on"),
-        "fp16 sums in layers proven not to overflow, TF32 for fp32 products",
+        "fp16 sums in layers where they do not overflow, TF32 for fp32 products",
     ),
 }
 """Goal -> its accumulation, and a description of it."""

@@ -2,7 +2,7 @@
 
 import torch
 
-from ....precision.arithmetic.fp16_accumulation import FP16_ACCUMULATION, ProvenSums
+from ....precision.arithmetic.fp16_accumulation import FP16_ACCUMULATION, Fp16Sums
 from ....precision.base import flags
 from ....precision.base.layers import kind_of
 from ....precision.base.message import Message, joined
@@ -29,22 +29,25 @@ from .executor import AccumulationRun, accumulation_of, asked_by_rule, sums_by_r
 
 HELD_OFF = "Kept off while this model runs: its fp16 products return fp32, which fp16 sums cannot produce."
 NO_FP8_OF_OURS = "ComfyUI runs these fp8 products itself: set compute=fp8 in Compute Dtype (Halfsafe)"
-AS_ASKED = "fp16 sums as requested, not proven safe"
-NOT_MEASURED = "fp32 sums until a call proves fp16 sums safe"
+AS_ASKED = "fp16 sums as requested, without a check of the result"
+CHECKED = "fp16 sums: the call is repeated if they overflow"
+OVERFLOWED = "fp32 sums: by fp16 sums the result was Inf or NaN"
+NOT_TRIED = "fp32 sums until a call has tried fp16 sums"
 
 
-def described(operation: ProvenSums) -> tuple[Sums, str]:
+def _described(operation: Fp16Sums) -> tuple[Sums, str]:
     """Return (accumulation, reason) of a layer."""
-    sums: Sums = "fp16" if operation.sums.proven else "fp32"
-    why = operation.sums.evidence
     if operation.weights is None:
         why = Message("{0} has its own matmul", type(operation.module).__name__)
-    return sums, Message("{0} sums: {1}", sums, why) if why else NOT_MEASURED
+        return "fp32", Message("fp32 sums: {0}", why)
+    if operation.in_fp16:
+        return "fp16", CHECKED
+    return "fp32", OVERFLOWED if operation.overflowed else NOT_TRIED
 
 
 def _sums_of(run: AccumulationRun) -> dict[str, tuple[Sums, str]]:
     """Return layer -> (accumulation, reason) of a run's fp16 layers."""
-    return {name: described(operation) for name, operation in run.operations.items()}
+    return {name: _described(operation) for name, operation in run.operations.items()}
 
 
 def _state_text(run: AccumulationRun) -> str:
@@ -52,10 +55,10 @@ def _state_text(run: AccumulationRun) -> str:
     reach; empty before the first call."""
     if run.calibration.calibrating:
         return ""
-    used = [operation for operation in run.operations.values() if operation.sums.terms or not operation.weights]
-    proven = sum(operation.sums.proven for operation in used)
-    safe = Message("{0} of {1} fp16 layers are proven safe for fp16 sums", proven, len(used))
-    return joined([safe, Message("{0} calls were repeated.", run.calibration.repeats)], "; ")
+    used = [operation for operation in run.operations.values() if operation.ran or not operation.weights]
+    in_fp16 = sum(operation.in_fp16 for operation in used)
+    share = Message("{0} of {1} fp16 layers sum in fp16", in_fp16, len(used))
+    return joined([share, Message("{0} calls were repeated.", run.calibration.repeats)], "; ")
 
 
 def _inert_rules(patcher) -> list[WithoutEffect]:
@@ -120,7 +123,7 @@ def flags_of(patcher) -> dict[str, dict]:
     plan, run = accumulation.plan_for(patcher), accumulation.runs.last_of(patcher)
     inside = {name: plan.flags[parts[0]] for name, parts in PARTS.items() if plan.flags.keys() & set(parts)}
     reasons = dict(plan.reasons)
-    if plan.proving:
+    if plan.trying:
         sums = _sums_of(run).values() if run else ()
         inside[FP16_ACCUMULATION] = any(accumulates == "fp16" for accumulates, _ in sums)
         reasons[FP16_ACCUMULATION] = (_state_text(run) if run else "") or plan.reasons[FP16_ACCUMULATION]

@@ -10,7 +10,7 @@ import torch
 from ....precision.arithmetic.attention import SafeAttention, run_in_fp32
 from ....precision.arithmetic.attention_bounds import AttentionCall
 from ....precision.arithmetic.calibration import Calibration
-from ....precision.arithmetic.fp16_accumulation import ProvenSums, SumBound
+from ....precision.arithmetic.fp16_accumulation import Fp16Sums
 from ....precision.base import flags
 from ....precision.base.layer_names import are_alike
 from ....precision.base.layers import kind_of
@@ -89,14 +89,14 @@ class AccumulationRun(CalibratedActing):
     def __init__(self, request: Request, model):
         patcher = model.current_patcher
         self.plan = plan = _planned(request, patcher)
-        self.calibration = Calibration(looks_at_result=False)
-        self.operations: dict[str, ProvenSums] = {}
-        if plan.proving:
-            self.operations = dict(self._operations(patcher))
+        self.calibration = Calibration(looks_at_result=plan.trying)
+        self.operations: dict[str, Fp16Sums] = {}
+        if plan.trying:
+            self.operations = {operation.name: operation for operation in self._operations(patcher)}
+        self.calibration.in_fp16 = bool(self.operations)
         self.modules = {name: operation.module for name, operation in self.operations.items()}
         self.found = put_on(self.modules)
         self.attention = SafeAttention(self.calibration) if plan.attention == "auto" else None
-        self.attend = self._attend_safely if plan.attention != UNCHANGED else None
         self.watches = bool(self.operations) or self.attention is not None
         self.refused_fp8: Refused = {}
         self._names = list(modules_of(model))
@@ -106,13 +106,12 @@ class AccumulationRun(CalibratedActing):
             forward = LayerForward(operation.module, found.product, sums=operation, otherwise=found)
             self.patches += exchanged(forward)
 
-    def _operations(self, patcher) -> Iterator[tuple[str, ProvenSums]]:
+    def _operations(self, patcher) -> Iterator[Fp16Sums]:
         modes, ruled = planned_modes_of(patcher), sums_by_rule(patcher)
         for name, module in modules_of(patcher.model).items():
             if modes.get(name) == FP16.name and kind_of(module) == "linear" and name not in ruled:
-                sums = self.calibration.add(SumBound(name))
                 weights = weights_of(module) if only_multiplies(module) else None
-                yield name, ProvenSums(module, sums, self.calibration, weights)
+                yield self.calibration.add(Fp16Sums(name, module, self.calibration, weights))
 
     @contextlib.contextmanager
     def attempt(self, call: Call) -> Iterator[None]:
@@ -126,16 +125,25 @@ class AccumulationRun(CalibratedActing):
             yield
 
     def blocks_are_alike(self) -> bool:
-        proven = {name: operation.sums.proven for name, operation in self.operations.items()}
+        sums = {name: (operation.in_fp16, operation.device) for name, operation in self.operations.items()}
         in_fp32 = {*self.attention.calls_in_fp32} if self.attention else set()
-        return len(in_fp32) < 2 and are_alike(proven, self._names)
+        return len(in_fp32) < 2 and are_alike(sums, self._names)
 
-    def _attend_safely(
+    @property
+    def attend(self) -> Callable | None:
+        """The attention override of an attempt; None for one that leaves attention alone and notes nothing of it."""
+        notes = self.calibration.calibrating and self.operations
+        return self._attend if notes or self.plan.attention != UNCHANGED else None
+
+    def _attend(
         self, function: Callable, attention: Callable, q: torch.Tensor, k, v, heads: int, *args, **kwargs
     ) -> torch.Tensor:
         """Run an fp16 attention so that it cannot overflow, in front of whatever override is there already: as it was
         measured, or each in fp32."""
-        if q.dtype != torch.float16:
+        in_fp16 = q.dtype == torch.float16
+        if self.calibration.calibrating and not (in_fp16 and self.attention):
+            self.calibration.hiding.look_behind()  # Inf in q may leave zeros; a safe attention looks at q itself
+        if not in_fp16 or self.plan.attention == UNCHANGED:
             return attention(q, k, v, heads, *args, **kwargs)
         kernels = kernels_of(function, attention, args, kwargs)
         if self.attention is None:
@@ -145,7 +153,7 @@ class AccumulationRun(CalibratedActing):
     def attention_text(self) -> str:
         """Return how the attentions of a call ran; empty before a call, and for a plan that leaves them alone."""
         if self.attention is None:
-            return "all fp16 attentions run in fp32" if self.attend else ""
+            return "" if self.plan.attention == UNCHANGED else "all fp16 attentions run in fp32"
         in_fp32 = self.attention.calls_in_fp32
         if not in_fp32:
             return ""

@@ -66,7 +66,7 @@ class PlannedLayers:
 
     def _own(self, name: str, layer: torch.nn.Module, decision: LayerPlan, result: torch.dtype | str) -> LayerForward:
         """Create the forward that casts the input and calls what was found on a layer; ComfyUI's layers cast their
-        weights to their input's dtype. Sums that accumulation proves are kept, so that the proof is of the operand."""
+        weights to their input's dtype. Sums that accumulation tries are kept, so that it sees the operand."""
         product, found = bound_forward(layer), standing_on(layer)
         if not casts_itself(layer):
             product = crossing(product, Message("'{0}'", name))

@@ -243,7 +243,7 @@ class AddsLowRank(AddsToResults):
         kept = {name: state[name] for name, layer in named.items() if not is_quantized(layer) or _has_leaf(layer, name)}
         own = {name for name in kept if name.endswith(".weight")}
         read = {name for name in own if is_quantized(named[name]) or name in self.sorted_patches().added}
-        return Numbers(kept | {name: functools.partial(self._numbers, name, named[name]) for name in read})
+        return _Numbers(kept | {name: functools.partial(self._numbers, name, named[name]) for name in read})
 
     def _numbers(self, key: str, layer: torch.nn.Module) -> torch.Tensor:
         weight = numbers_of(layer)
@@ -358,7 +358,7 @@ def _extended(base: type) -> type:
     return type(base.__name__, (AddsLowRank, base), {"__module__": base.__module__})
 
 
-class Numbers(UserDict):
+class _Numbers(UserDict):
     """A state dict that makes some weights as they are read: codes of a quantized weight say nothing without its scale.
 
     It holds a function that returns the weight in place of each of those.
@@ -392,10 +392,10 @@ def _has_leaf(module: torch.nn.Module | None, name: str) -> bool:
     return hasattr(module, name.rpartition(".")[2])
 
 
-def _numbers_of(network: torch.nn.Module, state: dict) -> Numbers:
+def _numbers_of(network: torch.nn.Module, state: dict) -> _Numbers:
     """Make the state dict of a network to be read dequantized: ComfyUI's ControlLora copies weights without scales."""
     named = {f"{name}.weight": module for name, module in network.named_modules() if is_quantized(module)}
-    return Numbers(state | {name: functools.partial(numbers_of, named[name]) for name in state.keys() & named.keys()})
+    return _Numbers(state | {name: functools.partial(numbers_of, named[name]) for name in state.keys() & named.keys()})
 
 
 class _LowRankStage(Stage):

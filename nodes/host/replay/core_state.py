@@ -28,24 +28,24 @@ class CoreState:
     def __init__(self, options: dict):
         self._random_numbers = random.getstate()
         found = [value for name, value in leaves(options) if type(value) not in DATA and name != POSE_CACHE]
-        self._objects = [(each, copied(vars(each))) for each in found if _is_core_object(each)]
-        self._cells = [(cell, copied(cell.cell_contents)) for each in found for cell in _core_cells(each)]
+        self._objects = [(each, _copied(vars(each))) for each in found if _is_core_object(each)]
+        self._cells = [(cell, _copied(cell.cell_contents)) for each in found for cell in _core_cells(each)]
 
     def put_back(self) -> None:
         """Restore the state as it was when this object was created."""
         random.setstate(self._random_numbers)
         for each, attributes in self._objects:
             vars(each).clear()
-            vars(each).update(copied(attributes))
+            vars(each).update(_copied(attributes))
         for cell, content in self._cells:
-            cell.cell_contents = copied(content)
+            cell.cell_contents = _copied(content)
 
 
-def copied(value):
+def _copied(value):
     """Copy nested dicts and lists; their other values stay the same objects."""
     if type(value) is dict:
-        return {key: copied(each) for key, each in value.items()}
-    return [copied(each) for each in value] if type(value) is list else value
+        return {key: _copied(each) for key, each in value.items()}
+    return [_copied(each) for each in value] if type(value) is list else value
 
 
 def _is_core_object(value: object) -> bool:

@@ -135,7 +135,7 @@ def sums_words(model) -> list[str]:
     if accumulation is None:
         return []
     plan = accumulation.plan_for(model)
-    fp16 = plan.proving or plan.flags.get("fp16_accumulation")
+    fp16 = plan.trying or plan.flags.get("fp16_accumulation")
     tf32 = "tf32" if plan.flags.get("tf32_matmul") else ""
     return ["fp16 sums" if fp16 else "fp32 sums", "fast fp8 sums" if plan.fp8_fast else "", tf32]
 

@@ -65,7 +65,7 @@ def analyze_model(patcher: ModelPatcher, inputs: Inputs, candidate: str, target_
             yield
 
     subjects = _subjects_of(patcher, wanted)
-    session = Session(subjects, wanted, run, core_weights, change, with_measure)
+    session = Session(subjects, wanted, run, core_weights, _change, with_measure)
     watch_sampling(clone, begin_step, inside)
     analysis = analyze(session, target_db, pin)
     bar.update_absolute(bar.total)
@@ -104,7 +104,7 @@ def _why_barred(module: torch.nn.Module, candidate: Candidate) -> str:
     return ""
 
 
-def change(module: torch.nn.Module, candidate: Candidate) -> list[Patch]:
+def _change(module: torch.nn.Module, candidate: Candidate) -> list[Patch]:
     """Return patches that make a layer of ComfyUI compute as the candidate, LoRAs and offloading included."""
     if candidate.stores:
         exact = module.forward

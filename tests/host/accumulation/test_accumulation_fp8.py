@@ -148,7 +148,7 @@ def test_fp8_products_of_comfyuis_own_are_not_reached_and_it_says_so(comfy, wan,
     assert any("Compute Dtype" in e["reason"] for e in found["without_effect"]), found["without_effect"]
 
 
-def test_fast_fp8_layers_are_reported_beside_fp16_layers_that_are_being_proven(comfy, wan, call):
+def test_fast_fp8_layers_are_reported_beside_layers_with_fp16_sums(comfy, wan, call):
     model = load(comfy, wan, "fp8_e4m3fn", "fp8", rules=rules_from("*.ffn.* compute=fp16"))
     ours = accumulation(comfy, model, fp16_accumulation="auto", fp8_fast_accumulation="on")
     families.replay(ours, call)

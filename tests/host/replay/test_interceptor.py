@@ -66,7 +66,7 @@ def test_the_rung_of_a_call_acts_without_a_guard_too(comfy, wan, call):
 
 def test_one_forward_stands_on_a_layer_whatever_acts_on_it(comfy, wan, call, ampere):
     model = with_everything(comfy, wan)
-    assert steps_in_a_call(model, call) == "operand fp16, ProvenSums, Linear, result fp32, LowRankLayer"
+    assert steps_in_a_call(model, call) == "operand fp16, Fp16Sums, Linear, result fp32, LowRankLayer"
     standing = in_the_second_call(model, call, standing_on)
     assert type(standing.module) is standing.product.__self__.__class__, (
         "what was found on the layer, not another of ours"

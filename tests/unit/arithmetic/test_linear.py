@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from halfsafe.precision.arithmetic.attention import Kernels, SafeAttention
 from halfsafe.precision.arithmetic.calibration import Calibration
-from halfsafe.precision.arithmetic.fp16_accumulation import ProvenSums, SumBound
 from halfsafe.precision.arithmetic.linear import SafeOperation
 from halfsafe.precision.arithmetic.products import can_be_traced
 from halfsafe.precision.base.patching import compile_disabled
@@ -275,22 +274,6 @@ def test_a_calibrating_call_asks_for_its_weight_once(size):
         assert relative_error(x @ (torch.eye(16) + size), result) < 1e-3
     assert operation.scale.in_fp32 == (size > 65504)
     assert len(weights.asked) == 1
-
-
-def test_a_call_that_measures_sums_asks_for_its_weight_once():
-    weights, calibration, x = PatchedInPlace(torch.eye(16), torch.ones(16, 16)), Calibration(), torch.ones(4, 16).half()
-    module = torch.nn.Linear(16, 16, bias=False)
-
-    def forward(x):
-        with weights(module, x, x.dtype) as (weight, bias):
-            return F.linear(x, weight, bias)
-
-    module.forward = forward
-    sums = calibration.add(SumBound("layer"))
-    operation = functools.partial(ProvenSums(module, sums, calibration, weights), module.forward)
-    with torch.inference_mode():
-        assert torch.equal(calibration.run(lambda: operation(x)), F.linear(x, (torch.eye(16) + 1).half()))
-    assert len(weights.asked) == 1 and sums.terms == 16
 
 
 @pytest.mark.parametrize("trained", ["input", "weight", "bias"])

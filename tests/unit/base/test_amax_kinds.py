@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from halfsafe.precision.arithmetic.attention_bounds import largest_row_norm
 from halfsafe.precision.arithmetic.calibration import Calibration
 from halfsafe.precision.arithmetic.linear import SafeOperation
-from halfsafe.precision.arithmetic.proofs import AmaxBuffer, Proof, largest_row_norm
+from halfsafe.precision.arithmetic.proofs import AmaxBuffer, Proof
 from halfsafe.precision.base.amax import amax, amax_value, finite
 from halfsafe.precision.base.errors import HalfsafeError
 from halfsafe.precision.check.drift import row_errors, sampled

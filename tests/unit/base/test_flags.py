@@ -197,7 +197,7 @@ def test_no_other_thread_turns_the_flag_on_during_fp32_accumulation():
 
 
 def test_a_wide_product_of_another_thread_ends_the_fp16_sums_of_a_layer():
-    """A layer that is proven holds the flag on inside of a scope that holds it off."""
+    """A layer with fp16 sums holds the flag on inside of a scope that holds it off."""
     with flags.flags_set({"fp16_accumulation": False}), flags.flags_set({"fp16_accumulation": True}):
         assert flags.is_on("fp16_accumulation") is True
         assert in_thread(flag_under_fp32_accumulation) is False
