@@ -16,12 +16,12 @@ from .proofs import Proof
 
 
 class Kernels(NamedTuple):
-    """Functions that can compute an attention of ComfyUI: ``attention``, the function to call, and ``fp32``, a
-    replacement that accepts fp32, which kernels of 16 bits or less do not.
+    """Functions that can compute an attention of ComfyUI: ``attention``, the function to call, and
+    ``fp32``, a replacement that accepts fp32, which kernels of 16 bits or less do not.
 
-    ``fused``: ``attention`` keeps its scores in fp32 registers and scales them before rounding. ``foreign``:
-    ``attention`` is another pack's override, whose result is checked too. ``unbounded``: the call has an argument that
-    the bounds of its numbers do not take into account.
+    ``fused``: ``attention`` keeps its scores in fp32 registers and scales them before rounding.
+    ``foreign``: ``attention`` is another pack's override, whose result is checked too.
+    ``unbounded``: the call has an argument that the bounds of its numbers do not take into account.
     """
 
     attention: Callable
@@ -37,12 +37,13 @@ def run_in_fp32(kernels: Kernels, call: AttentionCall) -> torch.Tensor:
 
 
 class SafeAttention:
-    """Run attention with fp16 operands if no operand and no score can exceed fp16's range, else in fp32.
+    """Run attention with fp16 operands if no operand and no score can exceed fp16's range, else in
+    fp32.
 
-    Attentions are identified by their order in a model call; an attention that was never measured runs in fp32. The
-    result of a foreign kernel is checked, because its own arithmetic may overflow. ``asked``: returns True if the
-    current attention has to run in fp32 whatever its scores are. ``fp16_flops``: floating-point operations with fp16
-    operands in a call.
+    Attentions are identified by their order in a model call; an attention that was never measured
+    runs in fp32. The result of a foreign kernel is checked, because its own arithmetic may
+    overflow. ``asked``: returns True if the current attention has to run in fp32 whatever its
+    scores are. ``fp16_flops``: floating-point operations with fp16 operands in a call.
     """
 
     def __init__(self, calibration: Calibration, asked: Callable[[], bool] = lambda: False):

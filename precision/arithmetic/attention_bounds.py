@@ -1,6 +1,7 @@
 """Bounds of the numbers in an attention, computed from its operands.
 
-A score is at most ``max ||q|| * max ||k|| * scale`` (Cauchy-Schwarz); a result is a weighted mean of the rows of v.
+A score is at most ``max ||q|| * max ||k|| * scale`` (Cauchy-Schwarz); a result is a weighted mean
+of the rows of v.
 """
 
 import math
@@ -20,8 +21,8 @@ SMALLEST_VALUE = 2.0**-10
 
 
 class AttentionCall(NamedTuple):
-    """Arguments of an attention of ComfyUI: q, k, v of shape (..., tokens, channels), and all arguments after
-    ``heads``.
+    """Arguments of an attention of ComfyUI: q, k, v of shape (..., tokens, channels), and all
+    arguments after ``heads``.
 
     ``fused``: scores are kept in fp32 and scaled before rounding.
     """
@@ -54,8 +55,9 @@ class AttentionCall(NamedTuple):
         return self.q.shape[-1] if self.q.dim() == 4 else self.q.shape[-1] // self.heads
 
     def score_factor(self) -> float:
-        """Return the largest factor of a product of rows of q and k: unfused scores are scaled after the product. With
-        a mask it is 8 times larger, so that no score outweighs a masked score."""
+        """Return the largest factor of a product of rows of q and k: unfused scores are scaled
+        after the product. With a mask it is 8 times larger, so that no score outweighs a masked
+        score."""
         scale = self.kwargs.get("scale") or self.head_size() ** -0.5
         factor = scale if self.fused else max(scale, 1.0)
         return factor * MASK_FACTOR if self.is_masked() else factor
@@ -65,8 +67,8 @@ class AttentionCall(NamedTuple):
         return any(mask.is_floating_point() for mask in masks)
 
     def largest(self) -> torch.Tensor:
-        """Compute the largest of: norm of a row of q or k, score, element of v; 0-dim fp32. Values of v so small that
-        fp16 rounds them to zero count as too large."""
+        """Compute the largest of: norm of a row of q or k, score, element of v; 0-dim fp32. Values
+        of v so small that fp16 rounds them to zero count as too large."""
         of_q, of_k = self.norms()
         of_v = amax(self.v)
         score = of_q * of_k * self.score_factor()
@@ -74,7 +76,8 @@ class AttentionCall(NamedTuple):
 
 
 class AttentionRange(Proof):
-    """Proof that attentions with fp16 operands stay in fp16's range, from the largest number in them."""
+    """Proof that attentions with fp16 operands stay in fp16's range, from the largest number in
+    them."""
 
     def holds(self, magnitude: float) -> bool:
         """True if the largest number in the attention fits fp16."""
@@ -84,13 +87,13 @@ class AttentionRange(Proof):
 class AttentionBound(AttentionRange):
     """Proof that one attention with fp16 operands stays in fp16's range.
 
-    A fused kernel keeps its scores in fp32, so only q, k and v can overflow. Inf in v gives Inf or NaN in the result.
-    Inf in k gives NaN, or a score of -Inf, whose weight is correctly 0. Inf in q may leave zeros, so the amax of q is
-    recorded, in one kernel. With an additive mask, or with scores in fp16, the norms of the rows of q and k are
-    recorded, which bound their product.
+    A fused kernel keeps its scores in fp32, so only q, k and v can overflow. Inf in v gives Inf or
+    NaN in the result. Inf in k gives NaN, or a score of -Inf, whose weight is correctly 0. Inf in q
+    may leave zeros, so the amax of q is recorded, in one kernel. With an additive mask, or with
+    scores in fp16, the norms of the rows of q and k are recorded, which bound their product.
 
-    ``factor``: factor of a score, including the mask's. ``limit``: largest amax of q, which also keeps scores from
-    becoming coarse. ``by_norm``: record the norms.
+    ``factor``: factor of a score, including the mask's. ``limit``: largest amax of q, which also
+    keeps scores from becoming coarse. ``by_norm``: record the norms.
     """
 
     width = 2
@@ -105,8 +108,8 @@ class AttentionBound(AttentionRange):
         self.limit = min(math.sqrt(LARGEST_SCORE / largest), 2.0**HEADROOM_BITS) * amax_of_q
 
     def record_call(self, call: AttentionCall) -> None:
-        """Record the numbers of an attention. If this call has a mask, or another kernel, and the measured call had
-        none, the larger factor is used."""
+        """Record the numbers of an attention. If this call has a mask, or another kernel, and the
+        measured call had none, the larger factor is used."""
         if not (self.by_norm or not call.fused or call.is_masked()):
             self.record_amax(call.q)
             return
@@ -117,8 +120,8 @@ class AttentionBound(AttentionRange):
             self.record(norm, place)
 
     def magnitude(self, numbers: list[float]) -> float:
-        """Return the largest number in the attention, from its records; if only q is recorded, the growth of q in units
-        of fp16's range."""
+        """Return the largest number in the attention, from its records; if only q is recorded, the
+        growth of q in units of fp16's range."""
         of_q, of_k = numbers
         if not self.by_norm:
             return FP16_MAX * of_q / self.limit * (1 - 2.0**-12) if self.limit else math.nan
@@ -126,7 +129,8 @@ class AttentionBound(AttentionRange):
 
 
 def largest_row_norm(x: torch.Tensor) -> torch.Tensor:
-    """Compute the largest 2-norm of the rows of ``x`` (..., K), 0-dim fp32 on its device; 0 without rows."""
+    """Compute the largest 2-norm of the rows of ``x`` (..., K), 0-dim fp32 on its device; 0 without
+    rows."""
     if x.numel() == 0:
         return x.new_zeros((), dtype=torch.float32)
     wide = torch.promote_types(x.dtype, torch.float32)

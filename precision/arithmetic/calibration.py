@@ -1,10 +1,12 @@
-"""Calibrate a model's operations in its first call, run later calls with that plan, and check their results.
+"""Calibrate a model's operations in its first call, run later calls with that plan, and check their
+results.
 
-The first call calibrates: it chooses the scale of each operand. A product of fp16 operands with fp32 sums is correct if
-its result is finite, so later calls only check their own result and measure scaled operands, the inputs of the model,
-attention in fp16, and layers whose overflow model code may hide (``hiding.py``). If a check finds Inf or NaN, or a
-number left its range, the call is repeated with calibration. A clean call costs a few reductions and one small
-synchronisation, and a value that overflowed is never used.
+The first call calibrates: it chooses the scale of each operand. A product of fp16 operands with
+fp32 sums is correct if its result is finite, so later calls only check their own result and measure
+scaled operands, the inputs of the model, attention in fp16, and layers whose overflow model code
+may hide (``hiding.py``). If a check finds Inf or NaN, or a number left its range, the call is
+repeated with calibration. A clean call costs a few reductions and one small synchronisation, and a
+value that overflowed is never used.
 """
 
 import math
@@ -42,8 +44,8 @@ class _Looks(Protocol):
 def until_it_stands(looks: Collection[_Looks], attempt: Callable[[], Result]) -> Result:
     """Make attempts at a call until every look lets the result stand, the last one asked first.
 
-    A look that has the call repeated ends the asking: the looks before it see no result of that attempt, and count no
-    repeat for it. ``looks`` may grow during the first attempt.
+    A look that has the call repeated ends the asking: the looks before it see no result of that
+    attempt, and count no repeat for it. ``looks`` may grow during the first attempt.
 
     Raises:
         Whatever an attempt raises, if no look goes on after it.
@@ -65,7 +67,8 @@ def until_it_stands(looks: Collection[_Looks], attempt: Callable[[], Result]) ->
 
 
 class _InputRange(Proof):
-    """Proof that an input of the model stays in its measured range, with ``HEADROOM_BITS`` of room on both sides."""
+    """Proof that an input of the model stays in its measured range, with ``HEADROOM_BITS`` of room
+    on both sides."""
 
     range = math.inf, 0.0
 
@@ -74,11 +77,13 @@ class _InputRange(Proof):
         self.range = math.inf, 0.0
 
     def measure(self, magnitude: float) -> None:
-        """Widen the range to include a magnitude. Inf, as of a mask, is included; NaN is ignored."""
+        """Widen the range to include a magnitude. Inf, as of a mask, is included; NaN is
+        ignored."""
         self.range = min(self.range[0], magnitude or math.inf), max(self.range[1], magnitude)
 
     def holds(self, magnitude: float) -> bool:
-        """True for 0 and for magnitudes within ``2**HEADROOM_BITS`` (4) times the calibrated range."""
+        """True for 0 and for magnitudes within ``2**HEADROOM_BITS`` (4) times the calibrated
+        range."""
         room = 2.0**HEADROOM_BITS
         return magnitude == 0 or self.range[0] / room <= magnitude <= self.range[1] * room
 
@@ -86,14 +91,16 @@ class _InputRange(Proof):
 class Calibration:
     """The proofs of one model's operations, and the loop that runs its calls.
 
-    ``looks_at_result``: check the result of each call; it is set if the products themselves cannot overflow.
-    ``calibrating``: this call may read numbers back from the device to choose scales, and runs no compiled code. A
-    compiled graph depends on the decisions of a proof, such as ``in_fp32``, but not on the number of measurements.
-    ``flops``: floating-point operations of each operation in the calibrating call. ``repeats``: number of calls that
-    ran twice. ``in_fp16``: some operation or attention multiplies in fp16, so results are checked. ``spares_memory``:
-    calibrate without a second copy of the weight, after an out-of-memory error. ``lacks_precision``: in this
-    calibrating attempt some weight was asked for in fp16 that has to be multiplied in fp32. ``by_layer``: each product
-    switches fp16 accumulation off itself, because it is not switched off for the whole call.
+    ``looks_at_result``: check the result of each call; it is set if the products themselves cannot
+    overflow. ``calibrating``: this call may read numbers back from the device to choose scales, and
+    runs no compiled code. A compiled graph depends on the decisions of a proof, such as
+    ``in_fp32``, but not on the number of measurements. ``flops``: floating-point operations of each
+    operation in the calibrating call. ``repeats``: number of calls that ran twice. ``in_fp16``:
+    some operation or attention multiplies in fp16, so results are checked. ``spares_memory``:
+    calibrate without a second copy of the weight, after an out-of-memory error.
+    ``lacks_precision``: in this calibrating attempt some weight was asked for in fp16 that has to
+    be multiplied in fp32. ``by_layer``: each product switches fp16 accumulation off itself, because
+    it is not switched off for the whole call.
     """
 
     def __init__(self, looks_at_result: bool = True) -> None:
@@ -124,11 +131,13 @@ class Calibration:
         return self.add(OperandScale(name))
 
     def largest(self) -> dict[str, float]:
-        """Return operation name -> largest magnitude of its operands, for operations with a measured operand."""
+        """Return operation name -> largest magnitude of its operands, for operations with a
+        measured operand."""
         return {name: proof.largest for name, proof in self.proofs.items() if proof.largest}
 
     def watch_inputs(self, inputs: Mapping[str, object]) -> None:
-        """Measure the model's inputs, by name. Tensors of fewer than 2 dimensions, such as timesteps, are skipped."""
+        """Measure the model's inputs, by name. Tensors of fewer than 2 dimensions, such as
+        timesteps, are skipped."""
         for key, x in inputs.items():
             if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.dim() < 2:
                 continue
@@ -143,13 +152,15 @@ class Calibration:
                 proof.measure(amax(x).item())
 
     def recalibrate(self) -> None:
-        """Calibrate in the next call, as in the first one. Compiled graphs are kept if the decisions are the same."""
+        """Calibrate in the next call, as in the first one. Compiled graphs are kept if the
+        decisions are the same."""
         self.calibrating = True
         for proof in self.proofs.values():
             proof.forget()
 
     def run(self, call: Callable[[], Result]) -> Result:
-        """Run one model call, and repeat it until its check succeeds. Returns the result of ``call``.
+        """Run one model call, and repeat it until its check succeeds. Returns the result of
+        ``call``.
 
         Raises:
             Any exception of ``call`` for which :meth:`goes_on_after` is False.
@@ -172,7 +183,8 @@ class Calibration:
             self.spares_memory = False  # the call does not fit without measuring either
 
     def attempt(self) -> AbstractContextManager:
-        """Prepare one attempt and return the context to run it in. A calibrating attempt runs no compiled code."""
+        """Prepare one attempt and return the context to run it in. A calibrating attempt runs no
+        compiled code."""
         if not self.calibrating:
             self._missed.any = False
             for buffer, _ in self._buffers.values():
@@ -187,7 +199,8 @@ class Calibration:
         return held
 
     def stands(self, result: object) -> bool:
-        """Check an attempt. Returns True if its result may be used, False if the call has to be repeated."""
+        """Check an attempt. Returns True if its result may be used, False if the call has to be
+        repeated."""
         if self.calibrating:
             if self.lacks_precision:
                 return False
@@ -203,8 +216,8 @@ class Calibration:
     def goes_on_after(self, error: RuntimeError) -> bool:
         """True if a call is repeated after an attempt that raised ``error``.
 
-        A call is repeated at most once for each reason: with calibration, if an operation ran that was never measured;
-        and with less memory, if measuring ran out of memory.
+        A call is repeated at most once for each reason: with calibration, if an operation ran that
+        was never measured; and with less memory, if measuring ran out of memory.
         """
         if self.calibrating and self._ran_short and not self.spares_memory:
             self.spares_memory = self._spared = True
@@ -217,8 +230,8 @@ class Calibration:
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """Context for measuring a layer. After an out-of-memory error the call is measured again with less memory,
-        once."""
+        """Context for measuring a layer. After an out-of-memory error the call is measured again
+        with less memory, once."""
         try:
             yield
         except RuntimeError as error:
@@ -226,8 +239,8 @@ class Calibration:
             raise
 
     def _place(self, result: object) -> None:
-        """Allocate one record buffer per device, assign slots to the measured proofs, and upload the scales that
-        compiled graphs read."""
+        """Allocate one record buffer per device, assign slots to the measured proofs, and upload
+        the scales that compiled graphs read."""
         found = floats_in([result]) if self.in_fp16 and self.looks_at_result else []
         self._result.device = found[0].device if found else None
         devices: dict[torch.device, list[Proof]] = {}
@@ -246,8 +259,8 @@ class Calibration:
             self._buffers[device][0].scales.copy_(torch.tensor(pairs, dtype=torch.float32))
 
     def _holds(self, result: object) -> bool:
-        """Read the records of every device and check each proof that ran. Returns False if a proof failed or an
-        operation had no record. Also updates ``largest`` of the proofs."""
+        """Read the records of every device and check each proof that ran. Returns False if a proof
+        failed or an operation had no record. Also updates ``largest`` of the proofs."""
         if self._result.device is not None:
             for x in floats_in([result]):
                 self._result.record_amax(x)

@@ -10,8 +10,8 @@ from torch.overrides import TorchFunctionMode
 from ..base.nested import PLAIN, replaced, tensors_in
 
 Results = Literal["fp32", "given", "computed"]
-"""Dtype of the 16-bit and fp32 results of a promoted function: fp32, that of its first tensor if it is of 16 bit, or as
-its operations return them."""
+"""Dtype of the 16-bit and fp32 results of a promoted function: fp32, that of its first tensor if it
+is of 16 bit, or as its operations return them."""
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 NARROW = (torch.float16, torch.bfloat16)
 CASTS = (torch.Tensor.to, torch.Tensor.type_as)
@@ -26,10 +26,11 @@ NO_ARITHMETIC = frozenset((
 
 
 class PromotesFloats(TorchFunctionMode):
-    """Cast the float arguments of an operation to fp32 if their dtypes differ, while the mode is on.
+    """Cast the float arguments of an operation to fp32 if their dtypes differ, while the mode is
+    on.
 
-    In-place operations, casts to the dtype of another tensor and operators of other libraries are not changed.
-    ``widens``: cast arguments that are all of one 16-bit dtype too.
+    In-place operations, casts to the dtype of another tensor and operators of other libraries are
+    not changed. ``widens``: cast arguments that are all of one 16-bit dtype too.
     """
 
     def __init__(self, widens: bool = False):
@@ -48,15 +49,17 @@ class PromotesFloats(TorchFunctionMode):
         narrow = self.widens and dtypes.intersection(NARROW)
         if not (mixed or narrow) or func in CASTS or _writes(name, kwargs) or _is_kernel(func, name):
             return func(*args, **kwargs)
-        # torch's products, convolutions, norms and attention refuse to mix dtypes; elementwise operations promote.
+        # torch's products, convolutions, norms and attention refuse to mix dtypes; elementwise
+        # operations promote.
         return func(*replaced(tuple(args), _float), **replaced(kwargs, _float))
 
 
 class CastsToFp32(TorchFunctionMode):
-    """Replace casts to fp16 or bf16 in model code by casts to fp32, and create its 16-bit tensors in fp32.
+    """Replace casts to fp16 or bf16 in model code by casts to fp32, and create its 16-bit tensors
+    in fp32.
 
-    Such tensors are positions, timesteps and masks. Tensor subclasses (quantized weights) are not changed, and
-    neither is ``view``, which reinterprets bits.
+    Such tensors are positions, timesteps and masks. Tensor subclasses (quantized weights) are not
+    changed, and neither is ``view``, which reinterprets bits.
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -77,8 +80,8 @@ def _widened(value):
 def promoting(function: Callable, casts: bool = True, results: Results = "fp32") -> Callable:
     """Wrap a function so that its operations promote to fp32 where dtypes differ.
 
-    ``casts``: keep its casts to fp16 or bf16; otherwise they become casts to fp32. ``results``: dtype of its results. A
-    tensor that it received and returns keeps its own with "given".
+    ``casts``: keep its casts to fp16 or bf16; otherwise they become casts to fp32. ``results``:
+    dtype of its results. A tensor that it received and returns keeps its own with "given".
     """
 
     def run(*args, **kwargs):
@@ -93,8 +96,8 @@ def promoting(function: Callable, casts: bool = True, results: Results = "fp32")
 
 
 def widened(function: Callable, dtype: torch.dtype) -> Callable:
-    """Wrap a function so that its operations compute in fp32. A tensor that it returns and did not receive is cast to
-    ``dtype``; one that it writes to keeps its own."""
+    """Wrap a function so that its operations compute in fp32. A tensor that it returns and did not
+    receive is cast to ``dtype``; one that it writes to keeps its own."""
 
     def run(*args, **kwargs):
         given = set(map(id, tensors_in((args, kwargs))))
@@ -111,7 +114,8 @@ def widened(function: Callable, dtype: torch.dtype) -> Callable:
 
 
 def _as_given(result, given: list[torch.Tensor]):
-    """Cast what was computed to the dtype of the first float tensor among ``given``, if it is of 16 bit."""
+    """Cast what was computed to the dtype of the first float tensor among ``given``, if it is of 16
+    bit."""
     dtype = next((each.dtype for each in given if each.dtype in FLOATS), None)
     if dtype not in NARROW:
         return result
@@ -124,8 +128,8 @@ def _as_given(result, given: list[torch.Tensor]):
 
 
 def _dtypes(values: Iterable, found: set[torch.dtype]) -> set[torch.dtype]:
-    """Add the dtypes of the tensors of torch's own classes among nested values to ``found``, without the generators of
-    ``tensors_in``: it is asked for each operation."""
+    """Add the dtypes of the tensors of torch's own classes among nested values to ``found``,
+    without the generators of ``tensors_in``: it is asked for each operation."""
     for value in values:
         kind = type(value)
         if kind in PLAIN:
@@ -143,8 +147,8 @@ def _writes(name: str, kwargs: dict) -> bool:
 
 
 def _is_kernel(func: Callable, name: str) -> bool:
-    """True for an operator of another library, and for torch's private products, such as ``_scaled_mm``: scales are
-    fp32 and other operands are not."""
+    """True for an operator of another library, and for torch's private products, such as
+    ``_scaled_mm``: scales are fp32 and other operands are not."""
     if isinstance(func, OPERATORS):
         return not str(func).startswith("aten.")
     return name.startswith("_") and "_mm" in name

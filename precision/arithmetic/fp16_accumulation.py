@@ -1,8 +1,9 @@
 """Linear layers with fp16 accumulation, whose overflow is seen in the result of the call.
 
-A partial sum that passes fp16's range is Inf, in whatever order the products are added, and Inf plus any number is Inf
-or NaN: what overflowed never becomes a finite number within the product. It reaches the result of the call as Inf or
-NaN, unless model code hides it, behind which the result of the layer itself is checked (``hiding.py``).
+A partial sum that passes fp16's range is Inf, in whatever order the products are added, and Inf
+plus any number is Inf or NaN: what overflowed never becomes a finite number within the product. It
+reaches the result of the call as Inf or NaN, unless model code hides it, behind which the result of
+the layer itself is checked (``hiding.py``).
 """
 
 import math
@@ -21,15 +22,16 @@ FP16_ACCUMULATION = "fp16_accumulation"
 
 
 class Fp16Sums(Proof):
-    """Run the product of a Linear with fp16 accumulation, in a scope in which the flag is off, until fp16 sums
-    overflow.
+    """Run the product of a Linear with fp16 accumulation, in a scope in which the flag is off,
+    until fp16 sums overflow.
 
-    The calibrating call returns products with fp32 sums, and tries fp16 sums beside them. As a proof it checks the amax
-    of the layer's result, in the calls after :meth:`look`.
+    The calibrating call returns products with fp32 sums, and tries fp16 sums beside them. As a
+    proof it checks the amax of the layer's result, in the calls after :meth:`look`.
 
-    ``weights``: weight provider, or None if the module's weight is not accessible, so sums stay in fp32.
-    ``ran``: some calibrating call ran the layer on an fp16 input. ``overflowed``: the result of fp16 sums was Inf or
-    NaN in one, by fp32 sums too or not: a layer with such results, which model code hides, would fail each call.
+    ``weights``: weight provider, or None if the module's weight is not accessible, so sums stay in
+    fp32. ``ran``: some calibrating call ran the layer on an fp16 input. ``overflowed``: the result
+    of fp16 sums was Inf or NaN in one, by fp32 sums too or not: a layer with such results, which
+    model code hides, would fail each call.
     """
 
     def __init__(self, name: str, module: torch.nn.Module, calibration: Calibration, weights: WeightProvider | None):
@@ -54,7 +56,8 @@ class Fp16Sums(Proof):
         self.device = self._ran_on
 
     def __call__(self, product: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        """Return ``product(x)``; in a calibrating call, the product of the weight that fp16 sums were tried with."""
+        """Return ``product(x)``; in a calibrating call, the product of the weight that fp16 sums
+        were tried with."""
         if x.dtype != torch.float16 or self.weights is None:
             return product(x)
         if self.calibration.calibrating:
@@ -68,7 +71,8 @@ class Fp16Sums(Proof):
         return result
 
     def _calibrate(self, x: torch.Tensor, weights: WeightProvider) -> torch.Tensor:
-        # Asked for once, for the reason at ``SafeOperation._calibrate`` (comfy/ops.py, resolve_cast_module_with_vbar).
+        # Asked for once, for the reason at ``SafeOperation._calibrate`` (comfy/ops.py,
+        # resolve_cast_module_with_vbar).
         with self.calibration.hiding.pause(), lent(weights(self.module, x, torch.float16)) as (weight, bias):
             bias = None if bias is None else bias.to(x.dtype)
             with flags_set({FP16_ACCUMULATION: True}):

@@ -1,7 +1,8 @@
 """Operations of model code that turn Inf or NaN into a finite number, and so can hide an overflow.
 
-An operand that passes fp16's range makes Inf or NaN of a whole row of its layer's result, and norms make NaN of that.
-NaN reaches the result of the call, unless an operation of ``HIDING`` comes between:
+An operand that passes fp16's range makes Inf or NaN of a whole row of its layer's result, and norms
+make NaN of that. NaN reaches the result of the call, unless an operation of ``HIDING`` comes
+between:
 
 =====================  =====================================  ========================================================
 operation              hides                                  what detects the overflow instead
@@ -37,9 +38,10 @@ from ..base.nested import plain_alias
 class _Hides:
     """How an operation hides an overflow.
 
-    ``is_tested``: model code passes no intended Inf to the operation, as masks do to ``softmax`` and to comparisons, so
-    ``nodes/host/guard/clamps.py`` wraps torch's function and tests the operand while a model in plain fp16 is sampled.
-    ``places``: indices of the operands whose Inf it hides. ``nan``: it hides NaN too.
+    ``is_tested``: model code passes no intended Inf to the operation, as masks do to ``softmax``
+    and to comparisons, so ``nodes/host/guard/clamps.py`` wraps torch's function and tests the
+    operand while a model in plain fp16 is sampled. ``places``: indices of the operands whose Inf it
+    hides. ``nan``: it hides NaN too.
     """
 
     is_tested: bool
@@ -98,7 +100,8 @@ _watching = threading.local()
 
 
 def own_arithmetic() -> contextlib.AbstractContextManager:
-    """Context for operations of this pack, which a :class:`HidingCode` of this thread does not treat as model code."""
+    """Context for operations of this pack, which a :class:`HidingCode` of this thread does not
+    treat as model code."""
     mode = getattr(_watching, "mode", None)
     return mode.pause() if mode else contextlib.nullcontext()
 

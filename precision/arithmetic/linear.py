@@ -1,12 +1,14 @@
-"""Matmuls and convolutions with fp16 operands, fp32 accumulation and fp32 results, which cannot overflow.
+"""Matmuls and convolutions with fp16 operands, fp32 accumulation and fp32 results, which cannot
+overflow.
 
-``fp16_wide``: the operand fits fp16. ``fp16_scaled``: the operand is first scaled by an exact power of two. If the
-device can only return fp16, as for every convolution, the scale also keeps the product in range: a sum of products is
+``fp16_wide``: the operand fits fp16. ``fp16_scaled``: the operand is first scaled by an exact power
+of two. If the device can only return fp16, as for every convolution, the scale also keeps the
+product in range: a sum of products is
 at most ``amax(x) * max_row ||w||_1``.
-This bound holds for every algorithm that adds up these products. It does not hold for a convolution by Winograd's
-algorithm with transformed inputs in fp16: these are 4 times larger for F(2x2, 3x3), which the two bits of headroom
-cover until the input grows, and 100 times larger for F(4x4, 3x3) (Lavin and Gray, arXiv:1509.09308). An overflow there
-gives Inf or NaN, not a wrong number.
+This bound holds for every algorithm that adds up these products. It does not hold for a convolution
+by Winograd's algorithm with transformed inputs in fp16: these are 4 times larger for F(2x2, 3x3),
+which the two bits of headroom cover until the input grows, and 100 times larger for F(4x4, 3x3)
+(Lavin and Gray, arXiv:1509.09308). An overflow there gives Inf or NaN, not a wrong number.
 """
 
 import math
@@ -28,10 +30,10 @@ from .proofs import Proof
 
 Provided = tuple | AbstractContextManager[tuple]
 WeightProvider = Callable[..., Provided]
-"""``provider(module, x, dtype, bias_dtype=fp32)`` gives a layer's ``(weight, bias)`` on the device of ``x``, within a
-context where they are to be given back. ``dtype`` None: that of the stored weight where it is a plain one of 16 or 32
-bit, fp32 with a LoRA added, else fp16. ``bias_dtype`` None: fp32, or the stored dtype where it takes no cast and torch
-adds it to fp32."""
+"""``provider(module, x, dtype, bias_dtype=fp32)`` gives a layer's ``(weight, bias)`` on the device
+of ``x``, within a context where they are to be given back. ``dtype`` None: that of the stored
+weight where it is a plain one of 16 or 32 bit, fp32 with a LoRA added, else fp16. ``bias_dtype``
+None: fp32, or the stored dtype where it takes no cast and torch adds it to fp32."""
 SMALLEST_WEIGHT = 2.0**-12
 TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
@@ -42,25 +44,28 @@ def lent(weights: Provided) -> AbstractContextManager[tuple]:
 
 
 def has_wide_output(device: torch.device, kind: str) -> bool:
-    """True if fp16 operands can give an fp32 result: matrix products on CUDA, and emulated products."""
+    """True if fp16 operands can give an fp32 result: matrix products on CUDA, and emulated
+    products."""
     if is_emulated(device):
         return True
-    # ROCm and XPU have taken ``mm(out_dtype=...)`` lately, in versions that nobody has tried it with here, and scale
-    # instead.
+    # ROCm and XPU have taken ``mm(out_dtype=...)`` lately, in versions that nobody has tried it
+    # with here, and scale instead.
     return device.type == "cuda" and kind == "linear" and torch.version.hip is None and HAS_WIDE_PRODUCT
 
 
 def is_emulated(device: torch.device) -> bool:
-    """True if fp16 operands are multiplied in fp32 after rounding, as on a CPU without fp16 units."""
+    """True if fp16 operands are multiplied in fp32 after rounding, as on a CPU without fp16
+    units."""
     return device.type == "cpu"
 
 
 class SafeOperation:
-    """Forward of one module with fp16 operands and an fp32 result: finite whenever the fp32 forward is.
+    """Forward of one module with fp16 operands and an fp32 result: finite whenever the fp32 forward
+    is.
 
-    ``scale``: scale of the operand and the proof about it. ``finite``: proof that the result is finite, set if later
-    model code could hide an overflow. ``is_wide``: the device returns fp32. ``is_emulated``: it multiplies in fp32.
-    ``bias_dtype``: the dtype to ask for the bias in.
+    ``scale``: scale of the operand and the proof about it. ``finite``: proof that the result is
+    finite, set if later model code could hide an overflow. ``is_wide``: the device returns fp32.
+    ``is_emulated``: it multiplies in fp32. ``bias_dtype``: the dtype to ask for the bias in.
     """
 
     def __init__(self, module: torch.nn.Module, scale: OperandScale, calibration: Calibration, weights: WeightProvider):
@@ -138,7 +143,8 @@ class SafeOperation:
         return self.scale.unscaled_in_graph(product, self._beside(bias))
 
     def _product(self, operand, weight, *args, **kwargs) -> torch.Tensor:
-        """Multiply by torch's own product of this kind, in fp32 if fp16 products are emulated or need a gradient."""
+        """Multiply by torch's own product of this kind, in fp32 if fp16 products are emulated or
+        need a gradient."""
         if self.is_wide:
             operand, weight = operand.float(), weight.float()
         return _multiply(self.module, self.kind, operand, weight, None, *args, **kwargs)
@@ -151,20 +157,21 @@ class SafeOperation:
         return has_wide_output(x.device, self.kind)
 
     def _column(self, result: torch.Tensor) -> torch.Tensor:
-        """Return one output channel, whose sums contain every element of the operand; all channels if the module has
-        groups."""
+        """Return one output channel, whose sums contain every element of the operand; all channels
+        if the module has groups."""
         if getattr(self.module, "groups", 1) > 1:
             return result
         return result.select(-1 if self.kind == "linear" else -1 - len(self.module.kernel_size), 0)
 
     def _calibrate(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-        """Run the layer in a calibrating call: measure input and weight, choose the scale, and return the first
-        product, in fp32 if the scale moved the layer to fp32. Reads the device once. Counts the layer's flops and notes
-        that it ran."""
-        # ComfyUI adds a LoRA in place to a weight that it prefetched (comfy/ops.py, resolve_cast_module_with_vbar):
-        # asked for twice, the weight has the LoRA twice. A quantized weight, which no LoRA is added to in place, is
-        # asked for in fp16 as in later calls, so that it is rounded alike and the first run of a seed equals the next.
-        # Where memory is short any weight is asked for so.
+        """Run the layer in a calibrating call: measure input and weight, choose the scale, and
+        return the first product, in fp32 if the scale moved the layer to fp32. Reads the device
+        once. Counts the layer's flops and notes that it ran."""
+        # ComfyUI adds a LoRA in place to a weight that it prefetched (comfy/ops.py,
+        # resolve_cast_module_with_vbar): asked for twice, the weight has the LoRA twice. A
+        # quantized weight, which no LoRA is added to in place, is asked for in fp16 as in later
+        # calls, so that it is rounded alike and the first run of a seed equals the next. Where
+        # memory is short any weight is asked for so.
         asked = None
         if self.calibration.spares_memory:
             asked = torch.float32 if self.scale.in_fp32 else torch.float16
@@ -207,8 +214,8 @@ class SafeOperation:
 def _multiply(
     module: torch.nn.Module, kind: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *args, **how
 ) -> torch.Tensor:
-    """Multiply as a module of ``kind`` does, with a weight and bias of one dtype; further arguments as in its
-    forward."""
+    """Multiply as a module of ``kind`` does, with a weight and bias of one dtype; further arguments
+    as in its forward."""
     if kind == "linear":
         return F.linear(x, weight, bias, *args, **how)  # takes no more: an argument that is not known raises
     if kind == "conv":
@@ -231,15 +238,15 @@ def _wide_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _row_sum(weight: torch.Tensor, kind: str) -> torch.Tensor:
-    """Compute ``max ||w||_1`` over the output channels, 0-dim fp32: the largest factor from the input's amax to the
-    result's."""
+    """Compute ``max ||w||_1`` over the output channels, 0-dim fp32: the largest factor from the
+    input's amax to the result's."""
     outputs = weight.transpose(0, 1) if kind == "transposed" else weight
     return torch.linalg.vector_norm(outputs.reshape(outputs.shape[0], -1), 1, dim=1, dtype=torch.float32).amax()
 
 
 def matmul_flops(result: torch.Tensor, module: torch.nn.Module, kind: str) -> int:
-    """Count the floating-point operations of the matmul or convolution that returned ``result``; a multiply-add counts
-    as two."""
+    """Count the floating-point operations of the matmul or convolution that returned ``result``; a
+    multiply-add counts as two."""
     weight = module.weight
     if kind == "transposed":
         return 2 * result.numel() * weight.numel() // (module.out_channels * math.prod(module.stride))

@@ -10,18 +10,22 @@ from .proofs import FLOOR_BITS, HEADROOM_BITS, Proof, fits_range
 MAX_GAIN = 2.0**16
 MAX_FALLS = 2
 SMALLEST_UNWATCHED = 2.0 ** (6 - FLOOR_BITS)
-"""The amax from which on an unscaled operand is not measured in each call: 64 times what fp16 is too coarse for."""
+"""The amax from which on an unscaled operand is not measured in each call: 64 times what fp16 is
+too coarse for."""
 
 
 class OperandScale(Proof):
-    """Proof that an operand times ``2**-exponent`` fits fp16, and its product too if the device returns fp16.
+    """Proof that an operand times ``2**-exponent`` fits fp16, and its product too if the device
+    returns fp16.
 
-    It holds for operands with an amax between ``floor`` and ``limit``: a sum of products is at most ``gain`` times that
-    amax. ``gain`` is the largest 1-norm of the weight's rows, or 1 if the device returns fp32.
+    It holds for operands with an amax between ``floor`` and ``limit``: a sum of products is at most
+    ``gain`` times that amax. ``gain`` is the largest 1-norm of the weight's rows, or 1 if the
+    device returns fp32.
 
-    ``gain``: None until measured. ``in_fp32``: the operation runs in fp32. ``meets_zeros``: the operand was all zeros
-    in some call. ``is_watched``: the operand is measured in every call, because it is scaled or was nearly too small
-    for fp16, or because it was never measured; the overflow of an unwatched operand shows as Inf or NaN in the result.
+    ``gain``: None until measured. ``in_fp32``: the operation runs in fp32. ``meets_zeros``: the
+    operand was all zeros in some call. ``is_watched``: the operand is measured in every call,
+    because it is scaled or was nearly too small for fp16, or because it was never measured; the
+    overflow of an unwatched operand shows as Inf or NaN in the result.
     """
 
     def __init__(self, name: str):
@@ -54,8 +58,9 @@ class OperandScale(Proof):
     def calibrate(self, magnitude: float, gain: float = 1.0) -> None:
         """Choose the exponent that keeps ``magnitude * gain`` two bits below 65504 (``gain`` >= 1).
 
-        The operation moves to fp32 if its amax keeps falling out of the range that larger operands need
-        (``MAX_FALLS``), or if ``gain`` is so large that scaling costs the operand its precision (``MAX_GAIN``).
+        The operation moves to fp32 if its amax keeps falling out of the range that larger operands
+        need (``MAX_FALLS``), or if ``gain`` is so large that scaling costs the operand its
+        precision (``MAX_GAIN``).
         """
         measured, self.gain = self.gain is not None, gain
         self.largest = max(self.largest, magnitude)
@@ -75,8 +80,8 @@ class OperandScale(Proof):
         self.exponent = needed
 
     def scaled(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x * 2**-exponent`` in fp16, exact. A compiled graph multiplies by a tensor, even if the factor is
-        1."""
+        """Return ``x * 2**-exponent`` in fp16, exact. A compiled graph multiplies by a tensor, even
+        if the factor is 1."""
         if torch.compiler.is_compiling() and self.entry is not None:
             return (x * self.entry.scale()[0]).to(torch.float16)
         return self.scaled_eagerly(x)
@@ -91,21 +96,23 @@ class OperandScale(Proof):
         return torch.mul(x, 2.0**-self.exponent, out=torch.empty_like(x, dtype=torch.float16))
 
     def recorded(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x`` scaled in fp16, and record its amax. Under torch.compile, cast and record are fused into the
-        kernel that makes ``x``."""
+        """Return ``x`` scaled in fp16, and record its amax. Under torch.compile, cast and record
+        are fused into the kernel that makes ``x``."""
         operand = self.scaled(x)
         # Zeros may be all that fp16 leaves of small numbers.
         self.record_amax(x if self.meets_zeros else operand)
         return operand
 
     def magnitude(self, numbers: list[float]) -> float:
-        """Return the amax of the unscaled operand from its record; NaN if fp16 rounded all of it to zero."""
+        """Return the amax of the unscaled operand from its record; NaN if fp16 rounded all of it to
+        zero."""
         if self.meets_zeros:
             return numbers[0]
         return numbers[0] * 2.0**self.exponent if numbers[0] else math.nan
 
     def unscaled(self, product: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Return ``product * 2**exponent + bias`` in fp32, in one pass; may overwrite ``product``."""
+        """Return ``product * 2**exponent + bias`` in fp32, in one pass; may overwrite
+        ``product``."""
         if bias is None:
             return product.float().mul_(2.0**self.exponent) if self.exponent else product.float()
         recorded = product.requires_grad or (bias.requires_grad and torch.is_grad_enabled())
@@ -113,13 +120,16 @@ class OperandScale(Proof):
         return torch.add(bias, product, alpha=2.0**self.exponent, out=None if own else product)
 
     def unscaled_in_graph(self, product: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Return ``product * 2**exponent + bias`` in fp32, in a graph of torch.compile: the factor is a tensor."""
+        """Return ``product * 2**exponent + bias`` in fp32, in a graph of torch.compile: the factor
+        is a tensor."""
         product = product.float() * (self.entry.scale()[1] if self.entry else 2.0**self.exponent)
         return product if bias is None else product + bias
 
 
 def converts_results(device: torch.device) -> bool:
-    """True if an element-wise kernel of a device can write its result in another dtype than its operands."""
-    # Metal has kernels for operands and results of one dtype, from torch 2.8 on for ``mul`` too (PyTorch #152515):
-    # "Failed to create function state object for: mul_dense_scalar_half_float". Nobody has tried the other devices.
+    """True if an element-wise kernel of a device can write its result in another dtype than its
+    operands."""
+    # Metal has kernels for operands and results of one dtype, from torch 2.8 on for ``mul`` too
+    # (PyTorch #152515): "Failed to create function state object for: mul_dense_scalar_half_float".
+    # Nobody has tried the other devices.
     return device.type in ("cpu", "cuda")

@@ -1,11 +1,14 @@
-"""Bounds on the numbers of one operation, valid while the numbers recorded in each call stay in a range.
+"""Bounds on the numbers of one operation, valid while the numbers recorded in each call stay in a
+range.
 
-``Calibration`` owns the proofs of a model and checks each one after every call that recorded a number for it.
+``Calibration`` owns the proofs of a model and checks each one after every call that recorded a
+number for it.
 
-Numbers are recorded on the device and read back once per model call. A number that a compiled graph reads from a tensor
-is not a constant of the graph: scales can change without a new compilation, and blocks of a model can share one graph.
-Eager code writes to its slot in one tensor of records. A graph writes to a separate tensor for each record, which
-inductor fuses into the kernel that computes the number: a slot whose index is an input would take another kernel.
+Numbers are recorded on the device and read back once per model call. A number that a compiled graph
+reads from a tensor is not a constant of the graph: scales can change without a new compilation, and
+blocks of a model can share one graph. Eager code writes to its slot in one tensor of records. A
+graph writes to a separate tensor for each record, which inductor fuses into the kernel that
+computes the number: a slot whose index is an input would take another kernel.
 """
 
 import math
@@ -24,7 +27,8 @@ class AmaxBuffer:
     """One record and one power of two for each operation on a device."""
 
     def __init__(self, count: int, device: torch.device):
-        # Only a tensor made outside of inference mode can be written to both inside and outside of it.
+        # Only a tensor made outside of inference mode can be written to both inside and outside of
+        # it.
         with torch.inference_mode(False):
             self.records = torch.full((count,), NOTHING, dtype=torch.float32, device=device)
             self.scales = torch.ones((2, count), dtype=torch.float32, device=device)
@@ -41,16 +45,16 @@ class AmaxBuffer:
             torch._foreach_copy_(self.graph_records, [self.records[0]] * len(self.entries))
 
     def read(self) -> list[float]:
-        """Return all records, with ``NOTHING`` for operations that did not run: one transfer and one
-        synchronization."""
+        """Return all records, with ``NOTHING`` for operations that did not run: one transfer and
+        one synchronization."""
         if self.has_graphs:
             torch.maximum(self.records, torch.stack(self.graph_records), out=self.records)
         return self.records.tolist()
 
 
 class AmaxEntry:
-    """Slot of one record in a buffer. A graph receives tensors, so that one graph serves all operations:
-    ``graph_record`` to write to, and the index ``at`` to read the scale."""
+    """Slot of one record in a buffer. A graph receives tensors, so that one graph serves all
+    operations: ``graph_record`` to write to, and the index ``at`` to read the scale."""
 
     def __init__(self, buffer: AmaxBuffer, index: int):
         self.buffer = buffer
@@ -76,22 +80,24 @@ class AmaxEntry:
 
 
 class Missed:
-    """``any``: set if a layer runs that has no record on this device; the call is then calibrated again."""
+    """``any``: set if a layer runs that has no record on this device; the call is then calibrated
+    again."""
 
     any = False
 
 
 class Proof:
-    """Bound on the numbers of an operation, from a calibrating call, and their record in every other call without a
-    synchronisation. The base class checks the amax of a result: if it is finite, no number up to there was Inf or NaN.
+    """Bound on the numbers of an operation, from a calibrating call, and their record in every
+    other call without a synchronisation. The base class checks the amax of a result: if it is
+    finite, no number up to there was Inf or NaN.
 
-    An operand that is Inf or NaN gives Inf or NaN times any weight, and so does each sum with it: every result of its
-    row. A product above fp16's range is Inf itself. So a finite result is correct, unless model code hid an overflow
-    before (``hiding.py``).
+    An operand that is Inf or NaN gives Inf or NaN times any weight, and so does each sum with it:
+    every result of its row. A product above fp16's range is Inf itself. So a finite result is
+    correct, unless model code hid an overflow before (``hiding.py``).
 
-    ``exponent``: the operand is multiplied by ``2**-exponent``. ``largest``: largest magnitude of all calls so far.
-    ``device``: device of the measurement, None before it. ``entries``: the records on that device. ``missed``: the
-    calibration's :class:`Missed`.
+    ``exponent``: the operand is multiplied by ``2**-exponent``. ``largest``: largest magnitude of
+    all calls so far. ``device``: device of the measurement, None before it. ``entries``: the
+    records on that device. ``missed``: the calibration's :class:`Missed`.
     """
 
     width = 1
@@ -129,7 +135,8 @@ class Proof:
             self.entries[place].record(magnitude)
 
     def record_amax(self, tensor: torch.Tensor) -> None:
-        """Record the amax of a tensor: one kernel for the first record of an eager call, else two."""
+        """Record the amax of a tensor: one kernel for the first record of an eager call, else
+        two."""
         if (
             (entry := self.entry) is None
             or torch.compiler.is_compiling()

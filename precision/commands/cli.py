@@ -1,7 +1,9 @@
-"""The commands ``inspect`` (``scan`` with values), ``convert`` and ``doctor``: arguments, output, exit codes.
+"""The commands ``inspect`` (``scan`` with values), ``convert`` and ``doctor``: arguments, output,
+exit codes.
 
 torch, which takes seconds to import, is imported once a command runs.
-Exit code 0: done; 1: ``inspect`` found problems; 2: an error, in one line on stderr; 130: interrupted.
+Exit code 0: done; 1: ``inspect`` found problems; 2: an error, in one line on stderr; 130:
+interrupted.
 """
 
 import argparse
@@ -105,7 +107,8 @@ def _add_convert(commands) -> None:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    """Inspect the files in turn, a sharded set once; a file that cannot be read does not stop the others."""
+    """Inspect the files in turn, a sharded set once; a file that cannot be read does not stop the
+    others."""
     from ..files.safetensors_file import open_checkpoint
     from .inspect import inspect_file, inspection_text
 
@@ -127,8 +130,8 @@ def _inspect(options: argparse.Namespace) -> int:
 
 
 def _progress(total: int, verb: str, name: str) -> Callable[[int], None]:
-    """Return a function that is called with the bytes just dealt with, and prints a line at a tenth of all if none was
-    printed for ``QUIET`` seconds: nothing for a small file."""
+    """Return a function that is called with the bytes just dealt with, and prints a line at a tenth
+    of all if none was printed for ``QUIET`` seconds: nothing for a small file."""
     done = 0
     told = time.monotonic()
 

@@ -43,8 +43,9 @@ WITH_OWN_NAMES = "The file uses diffusers' layer names; ComfyUI's were written."
 
 @dataclass(frozen=True)
 class ConvertSummary:
-    """What :func:`convert_file` did. ``weights`` counts weights per storage; ``kept`` holds (layer, reason);
-    ``readers`` says who reads the quantized layers of the file; ``card`` is a sentence on the model card.
+    """What :func:`convert_file` did. ``weights`` counts weights per storage; ``kept`` holds (layer,
+    reason); ``readers`` says who reads the quantized layers of the file; ``card`` is a sentence on
+    the model card.
     """
 
     source: str
@@ -70,18 +71,21 @@ def convert_file(
     overwrite: bool = True,
     card: bool = False,
 ) -> ConvertSummary:
-    """Convert a file, or the parts of a sharded set into a single file, weight by weight. Every weight is checked for
-    NaN/Inf.
+    """Convert a file, or the parts of a sharded set into a single file, weight by weight. Every
+    weight is checked for NaN/Inf.
 
     Args:
-        progress: called with the bytes of the source just dealt with, :attr:`TensorFile.data_bytes` in all.
+        progress: called with the bytes of the source just dealt with, :attr:`TensorFile.data_bytes`
+            in all.
         calibration: of this very file; its weights are rounded by it, on a GPU where there is one.
         overwrite: False to leave a target as it is that appears meanwhile.
-        card: write a model card beside the target once it is complete, if there is no file of that name.
+        card: write a model card beside the target once it is complete, if there is no file of that
+            name.
 
     Raises:
-        CheckpointError: source unreadable, damaged, cut while it is read, a LoRA, or of a kind in which nothing reads
-            quantized layers; target not writable, the same file, or to be left; NaN or Inf.
+        CheckpointError: source unreadable, damaged, cut while it is read, a LoRA, or of a kind in
+            which nothing reads quantized layers; target not writable, the same file, or to be left;
+            NaN or Inf.
         HalfsafeError: the calibration is of another model.
 
     Example:
@@ -143,7 +147,8 @@ def convert_file(
 
 
 def _command_line(source, target, storage: str, rules: Rules, calibration: CalibrationData | None) -> str:
-    """Return the command that makes such a file: with the names of files, and no path of this machine."""
+    """Return the command that makes such a file: with the names of files, and no path of this
+    machine."""
     words = ["python", "-m", "halfsafe", "convert", Path(source).name, Path(target).name, "--storage", storage]
     words += [word for preset in rules.names or ("none",) if preset != DEFAULT_PRESET for word in ("--preset", preset)]
     words += ["--rules", "rules.txt"] if rules.own else []
@@ -152,8 +157,8 @@ def _command_line(source, target, storage: str, rules: Rules, calibration: Calib
 
 
 def _read(source: str | os.PathLike, target: Path) -> tuple[TensorFile, Checkpoint, Mapping[str, Sequence[str]]]:
-    """Open a file that can be converted into ``target``. Returns the file, its contents under the names that ComfyUI
-    reads, and for each the names of its tensors in the file."""
+    """Open a file that can be converted into ``target``. Returns the file, its contents under the
+    names that ComfyUI reads, and for each the names of its tensors in the file."""
     file = open_checkpoint(source)
     if os.path.exists(target) and any(target.samefile(part) for part in file.files):
         raise CheckpointError(target, "source and target are the same file", advice="Choose another name for it.")
@@ -187,7 +192,8 @@ def _told_by_its_part(weights: Mapping[str, StoredWeight], path) -> Iterator[Non
 
 
 def _outline(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a checkpoint without data, by whose names and shapes a plan is made: joining weights reads them."""
+    """Return a checkpoint without data, by whose names and shapes a plan is made: joining weights
+    reads them."""
     weights = checkpoint.weights
     return replace(checkpoint, weights=weights.outline()) if isinstance(weights, JoinedWeights) else checkpoint
 
@@ -202,8 +208,8 @@ def _done(
     progress: Callable[[int], None] | None = None,
     zeros: dict[str, list[int]] | None = None,
 ) -> Callable[[str, int], None]:
-    """Return what to do once a weight is planned or written: look for zeros in its data, give the pages of its tensors
-    in the file back, call the progress, and check the source."""
+    """Return what to do once a weight is planned or written: look for zeros in its data, give the
+    pages of its tensors in the file back, call the progress, and check the source."""
 
     def done(name: str, size: int) -> None:
         for source in sources[name]:
@@ -226,7 +232,8 @@ def _notes(outline: Checkpoint, checkpoint: Checkpoint, rules: Rules, plans: Map
 
 
 def conversion_text(summary: ConvertSummary) -> str:
-    """Describe the file that was written, the time, the layers stored otherwise than asked, and who reads the file."""
+    """Describe the file that was written, the time, the layers stored otherwise than asked, and who
+    reads the file."""
     rate = summary.source_bytes / max(summary.seconds, 1e-9)
     source = size_text(summary.source_bytes)
     target = size_text(summary.target_bytes)

@@ -1,4 +1,5 @@
-"""Contents of a model file, and problems of its scales and values: the commands ``inspect`` and ``scan``."""
+"""Contents of a model file, and problems of its scales and values: the commands ``inspect`` and
+``scan``."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -58,8 +59,8 @@ class Inspection:
     Attributes:
         dtypes: dtype name -> {"tensors": n, "bytes": n}.
         model: the diffusion model's name or family; None for another kind of file.
-        scales: granularity, or the storage with scales of its own (``int8``, ``nvfp4``) -> number of weights; also
-            ``input`` and ``full_precision``.
+        scales: granularity, or the storage with scales of its own (``int8``, ``nvfp4``) -> number
+            of weights; also ``input`` and ``full_precision``.
         values: its values were read too, and not only headers and scales.
         in_comfyui: what stock ComfyUI would do wrong with it.
         notes: what was assumed or repaired while reading it.
@@ -83,7 +84,8 @@ class Inspection:
 
 
 def inspect_file(path, values: bool = False, progress: Callable[[int], None] | None = None) -> Inspection:
-    """Read headers and scales, whatever the size of the file; with ``values`` also each tensor, once.
+    """Read headers and scales, whatever the size of the file; with ``values`` also each tensor,
+    once.
 
     ``progress``: called with the bytes just read of the tensors.
 
@@ -144,8 +146,8 @@ def _scales(weights: list[StoredWeight]) -> dict[str, int]:
 
 
 def _in_comfyui(checkpoint: Checkpoint) -> list[str]:
-    """Return how ComfyUI 0.29 to 0.38 reads the file: ``utils.convert_old_quants``, ``ops._load_quantized_module``,
-    ``model_base`` (unexpected keys).
+    """Return how ComfyUI 0.29 to 0.38 reads the file: ``utils.convert_old_quants``,
+    ``ops._load_quantized_module``, ``model_base`` (unexpected keys).
     """
     quantized = [weight for weight in checkpoint.weights.values() if weight.quantized and weight.format is None]
     known = not COMFYUI_READS.isdisjoint(checkpoint.dialects)

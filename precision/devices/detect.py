@@ -1,4 +1,5 @@
-"""The device of this machine, or the profile asked for, and its capabilities, confirmed by probes."""
+"""The device of this machine, or the profile asked for, and its capabilities, confirmed by
+probes."""
 
 import os
 from collections.abc import Mapping
@@ -47,8 +48,8 @@ class Device:
     def refuses(self, storage: str) -> str:
         """Return why the device cannot hold weights in a storage; "" if it can.
 
-        Apple's GPUs hold fp8 weights, and cast no fp8 scales of blocks below torch 2.15. DirectML has no bf16
-        (microsoft/DirectML #688).
+        Apple's GPUs hold fp8 weights, and cast no fp8 scales of blocks below torch 2.15. DirectML
+        has no bf16 (microsoft/DirectML #688).
         """
         if storage == "bf16":
             error = "" if self.simulated else why_dtype_not_held(self.torch_device, storage)
@@ -67,8 +68,8 @@ class Device:
         return why and Message("not on {0}: {1}", self.label, why)
 
     def without(self, capability: str, reason: str) -> "Device":
-        """Return the same device with a capability off, and those that need it, for a reason that the table and the
-        probes cannot know."""
+        """Return the same device with a capability off, and those that need it, for a reason that
+        the table and the probes cannot know."""
         off = [name for name, (_, _, *needs) in CAPABILITIES.items() if capability in (name, *needs)]
         reasons = {**self.reasons, **dict.fromkeys(off, reason)}
         return replace(self, capabilities={**self.capabilities, **dict.fromkeys(off, False)}, reasons=reasons)
@@ -77,7 +78,8 @@ class Device:
 def detect(device: torch.device | None = None, profile: str | None = None) -> Device:
     """Detect a device, its profile and its probed capabilities.
 
-    ``device``: by default the accelerator, else the CPU. ``profile``: by default ``HALFSAFE_DEVICE_PROFILE``.
+    ``device``: by default the accelerator, else the CPU. ``profile``: by default
+    ``HALFSAFE_DEVICE_PROFILE``.
 
     Raises:
         UnknownProfile: no such profile; names the environment variable when it came from there.
@@ -110,7 +112,8 @@ def requested_profile() -> DeviceProfile | None:
 
 
 def drop_wrong_profile() -> str | None:
-    """Unset ``HALFSAFE_DEVICE_PROFILE`` where it names no device, and say so; None where it is right or not set."""
+    """Unset ``HALFSAFE_DEVICE_PROFILE`` where it names no device, and say so; None where it is
+    right or not set."""
     try:
         requested_profile()
     except UnknownProfile as error:

@@ -13,11 +13,13 @@ from ..base.message import Message
 from .probes import cpu_bf16
 from .profiles import OCP_FP8, PROFILES, DeviceProfile
 
-# ComfyUI's should_use_fp16 has the same list: Turing chips without tensor cores whose fp16 results are wrong.
+# ComfyUI's should_use_fp16 has the same list: Turing chips without tensor cores whose fp16 results
+# are wrong.
 FAULTY_FP16 = (
     "GTX 16", "1660", "1650", "1630", "T500", "T550", "T600", "MX550", "MX450", "CMP 30HX", "T1000", "T1200", "T2000",
 )  # fmt: skip
-# Workstation and server cards run fp16 and fp32 accumulation at one rate (NVIDIA data sheets); GeForce halves fp32's.
+# Workstation and server cards run fp16 and fp32 accumulation at one rate (NVIDIA data sheets);
+# GeForce halves fp32's.
 FULL_RATE = re.compile(r"\b(Quadro|Tesla|TITAN RTX|T4|A2|A10G?|A16|A40|A\d[05]00|L4|L40S?|RTX PRO|Ada Generation)\b")
 B300_INT8 = "B300 multiplies int8 at a fifteenth of its fp16 rate: 0.15 against 2.25 POPS (NVIDIA Blackwell brief)."
 
@@ -42,7 +44,8 @@ GFX_ROWS = (
 
 
 def device_module(device: torch.device) -> ModuleType | None:
-    """Return torch's module of a kind of device, as ``torch.cuda`` is; None for one that has none, such as DirectML."""
+    """Return torch's module of a kind of device, as ``torch.cuda`` is; None for one that has none,
+    such as DirectML."""
     return getattr(torch, device.type, None)
 
 
@@ -83,7 +86,8 @@ def _metal_name() -> str:
 
 
 def profile_of(device: torch.device) -> DeviceProfile:
-    """Return the nearest row for a real device, adjusted and with a note where the row is not exact. Probes nothing."""
+    """Return the nearest row for a real device, adjusted and with a note where the row is not
+    exact. Probes nothing."""
     if device.type == "cuda":
         if torch.version.hip:
             return _amd_row(torch.cuda.get_device_properties(device).gcnArchName.split(":")[0])
@@ -120,7 +124,8 @@ def _nvidia_profile(device: torch.device) -> DeviceProfile:
 
 
 def _nvidia_row(capability: tuple[int, int]) -> DeviceProfile:
-    """Return the highest row not above a compute capability: (8, 7) -> sm_86, (7, 2) -> sm_70, (10, 3) -> sm_100."""
+    """Return the highest row not above a compute capability: (8, 7) -> sm_86, (7, 2) -> sm_70, (10,
+    3) -> sm_100."""
     names = (name.removeprefix("sm_") for name in PROFILES if name.startswith("sm_"))
     capabilities = sorted((int(digits[:-1]), int(digits[-1])) for digits in names)
     major, minor = max((row for row in capabilities if row <= capability), default=capabilities[0])

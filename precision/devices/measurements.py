@@ -1,4 +1,5 @@
-"""Measured speeds of 8 and 4 bits beside 16 bit. What a profile is said to gain follows from these rows alone."""
+"""Measured speeds of 8 and 4 bits beside 16 bit. What a profile is said to gain follows from these
+rows alone."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -148,8 +149,8 @@ def _measured(profile: str, setting: str) -> list[Measurement]:
 def gain(profile: str, setting: str) -> bool | None:
     """True if each measurement beside 16 bit is faster by :data:`MARGIN`; None if nothing tells.
 
-    Without one beside 16 bit, False if each measurement beside fp8 weights is slower than these: fp8 weights are
-    unpacked or multiplied, and are not slower than 16 bit for that reason alone.
+    Without one beside 16 bit, False if each measurement beside fp8 weights is slower than these:
+    fp8 weights are unpacked or multiplied, and are not slower than 16 bit for that reason alone.
     """
     rows = _measured(profile, setting)
     beside_16_bit = gains_in(rows)
@@ -160,7 +161,8 @@ def gain(profile: str, setting: str) -> bool | None:
 
 
 def gains_in(rows: Iterable[Measurement]) -> dict[str, bool]:
-    """Map each setting that was measured beside 16 bit to whether each of its rows is faster by :data:`MARGIN`."""
+    """Map each setting that was measured beside 16 bit to whether each of its rows is faster by
+    :data:`MARGIN`."""
     least: dict[str, float] = {}
     for row in rows:
         if row.to == "16 bit":
@@ -169,7 +171,8 @@ def gains_in(rows: Iterable[Measurement]) -> dict[str, bool]:
 
 
 def told_here(rows: Sequence[Measurement]) -> str:
-    """Return the measurements of one model on this machine as a sentence, with date and model; "" for none."""
+    """Return the measurements of one model on this machine as a sentence, with date and model; ""
+    for none."""
     if not rows:
         return ""
     speeds = joined([Message("{0} {1} of {2}", row.setting, row.times, row.to) for row in rows], ", ")
@@ -177,12 +180,14 @@ def told_here(rows: Sequence[Measurement]) -> str:
 
 
 def told(profile: str, setting: str) -> str:
-    """Return what was measured of a setting in one sentence for each thing it was compared with, the range first.
+    """Return what was measured of a setting in one sentence for each thing it was compared with,
+    the range first.
 
     Example:
         >>> from halfsafe.precision.devices.measurements import told
         >>> told("sm_86", "int8")
-        'int8 ran at 1.10 to 2.00 times the speed of 16 bit (A10G 1.84, RTX 3060 2.00, RTX 3090 1.10). \
+        'int8 ran at 1.10 to 2.00 times the speed of 16 bit (A10G 1.84, RTX 3060 2.00, RTX 3090
+        1.10). \
 int8 ran at 1.92 times the speed of fp8 (RTX 3090 1.92).'
     """
     rows = _measured(profile, setting)

@@ -15,7 +15,8 @@ _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
 def available_memory() -> int | None:
-    """Count the bytes left by the cgroups above this process, file cache as free; None without a limit.
+    """Count the bytes left by the cgroups above this process, file cache as free; None without a
+    limit.
 
     psutil, which ComfyUI asks, does not see them.
     """
@@ -27,7 +28,8 @@ FOR_WEIGHTS = "Choose fp8 storage, close other programs, or raise the container'
 
 
 def require_memory(needed: int, what: str, available: int, advice: str = FOR_WEIGHTS) -> None:
-    """Check that ``needed`` bytes are at most the ``available`` bytes; ``what`` is named in the error.
+    """Check that ``needed`` bytes are at most the ``available`` bytes; ``what`` is named in the
+    error.
 
     Raises:
         MemoryShortage: they are not.

@@ -1,4 +1,5 @@
-"""Tiny executed probes: what this device and this torch really do. They never raise and leave no flag changed."""
+"""Tiny executed probes: what this device and this torch really do. They never raise and leave no
+flag changed."""
 
 import functools
 import platform
@@ -22,8 +23,8 @@ PROBE_ERRORS = (RuntimeError, TypeError, AttributeError, ValueError, AssertionEr
 GEMM_TOLERANCE = {"fp16": 1e-2, "bf16": 2e-2, "fp32": 5e-3}
 INT8_TOLERANCE = 2e-2
 UNSPLIT = 1024
-"""Rows and columns of a product whose tiles occupy a large card: of a smaller one cuBLAS splits the inner dimension,
-and the sums of its parts do not pass fp16's range."""
+"""Rows and columns of a product whose tiles occupy a large card: of a smaller one cuBLAS splits the
+inner dimension, and the sums of its parts do not pass fp16's range."""
 NOT_TRIED = "not tried while a model may run, because the flag applies to the whole process"
 NO_MEMORY = "not enough free memory to try"
 _leaves_flags = ContextVar("halfsafe_probes_leave_flags", default=False)
@@ -39,7 +40,8 @@ class Probe:
 
 
 def run_probes(device: torch.device, fp8_format: str = "fp8_e4m3fn") -> tuple[Probe, ...]:
-    """Run all probes on a real device, each once per device and process, again where the first said nothing."""
+    """Run all probes on a real device, each once per device and process, again where the first said
+    nothing."""
     return (
         _once("fp8_cast", fp8_cast, device, "fp8_e4m3fn"),
         _once("fp8_matmul", fp8_matmul, device, fp8_format),
@@ -64,14 +66,15 @@ def _once(name: str, check: Callable[..., tuple[bool | None, str]], *args) -> Pr
 
 
 def canary(device: torch.device, name: str) -> tuple[bool, str]:
-    """True if a small product, convolution and attention in ``fp16``, ``bf16`` or ``fp32`` are right on a device, and
-    the error of the first that is not. Once per process."""
+    """True if a small product, convolution and attention in ``fp16``, ``bf16`` or ``fp32`` are
+    right on a device, and the error of the first that is not. Once per process."""
     result = _once(f"{name}_canary", _operations, device, name)
     return result.ok is not False, result.detail
 
 
 def why_dtype_not_held(device: torch.device, name: str, is_cast: bool = False) -> str:
-    """Return the error of a device that does not support a dtype, or "" if it does. Once per process.
+    """Return the error of a device that does not support a dtype, or "" if it does. Once per
+    process.
 
     ``is_cast``: the device casts it too, as comfy-kitchen casts the fp8 scales of blocks.
     """
@@ -89,8 +92,8 @@ def _held(device: torch.device, name: str, is_cast: bool) -> tuple[bool, str]:
 
 
 def probe(name: str, check: Callable[..., tuple[bool | None, str]], device: torch.device, *args) -> Probe:
-    """Run one check of a device, whatever the caller set in torch; an error is a failed probe, a lack of memory says
-    nothing."""
+    """Run one check of a device, whatever the caller set in torch; an error is a failed probe, a
+    lack of memory says nothing."""
     try:
         with neutral(device):
             ok, detail = check(device, *args)
@@ -103,7 +106,8 @@ def probe(name: str, check: Callable[..., tuple[bool | None, str]], device: torc
 
 
 def fp8_cast(device: torch.device, fmt: str) -> tuple[bool, str]:
-    """Cast every finite value of a format there and back (16x16), then one value past its range, and NaN.
+    """Cast every finite value of a format there and back (16x16), then one value past its range,
+    and NaN.
 
     On MPS as weights are: cast on the CPU, and back by a table.
     """
@@ -138,8 +142,8 @@ def fp8_matmul(device: torch.device, fmt: str) -> tuple[bool, str]:
 
 
 def scaled_mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Compute ``left @ right`` in bf16 for fp8 operands with scale 1 by the function that comfy-kitchen calls:
-    left (M, K) row-major, right (K, N) column-major."""
+    """Compute ``left @ right`` in bf16 for fp8 operands with scale 1 by the function that
+    comfy-kitchen calls: left (M, K) row-major, right (K, N) column-major."""
     one = torch.ones((), dtype=torch.float32, device=left.device)
     if left.device.type == "cpu" or not hasattr(F, "scaled_mm"):  # a CPU lacks it
         return torch._scaled_mm(left, right, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
@@ -158,8 +162,9 @@ def int8_matmul(device: torch.device) -> tuple[bool, str]:
 
 
 def _int8_product(left: torch.Tensor, weight: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Compute ``left @ weight.T`` of int8 codes (M, 256) and (N, 256) on a device as a layer does: by comfy-kitchen's
-    function, which rotates and quantizes its input, and by torch's own where comfy-kitchen is missing."""
+    """Compute ``left @ weight.T`` of int8 codes (M, 256) and (N, 256) on a device as a layer does:
+    by comfy-kitchen's function, which rotates and quantizes its input, and by torch's own where
+    comfy-kitchen is missing."""
     linear = kitchen_function(Int8.product)
     if linear is None:
         # cuBLASLt takes M > 16, K and N that are multiples of 8.
@@ -179,14 +184,15 @@ def int8_kernels(device: torch.device) -> tuple[bool | None, str]:
 
 
 def has_cuda_13() -> bool:
-    """True if torch is built for CUDA 13 or later: below it ComfyUI turns comfy-kitchen's kernels off
-    (comfy/quant_ops.py)."""
+    """True if torch is built for CUDA 13 or later: below it ComfyUI turns comfy-kitchen's kernels
+    off (comfy/quant_ops.py)."""
     return int((torch.version.cuda or "0").partition(".")[0]) >= 13
 
 
 def _operations(device: torch.device, name: str) -> tuple[bool, str]:
-    """Compare a product, then a convolution and an attention with fp64: these run other kernels, and MIOpen's
-    convolution was wrong where its products were right (guinmoon/rocm7_builds#5). What a device lacks is left out."""
+    """Compare a product, then a convolution and an attention with fp64: these run other kernels,
+    and MIOpen's convolution was wrong where its products were right (guinmoon/rocm7_builds#5). What
+    a device lacks is left out."""
     ok, detail = gemm(device, name)
     if not ok:
         return ok, detail
@@ -205,7 +211,8 @@ def _operations(device: torch.device, name: str) -> tuple[bool, str]:
 
 
 def _drawn(shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    """Normal values of size 2, at which an attention picks few of its values, from a generator of their own."""
+    """Normal values of size 2, at which an attention picks few of its values, from a generator of
+    their own."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).mul(2)
 
 
@@ -217,7 +224,8 @@ OPERATIONS: tuple[tuple[str, Callable[..., torch.Tensor], tuple[tuple[int, ...],
 
 
 def gemm(device: torch.device, name: str) -> tuple[bool, str]:
-    """Compare a 32x256x32 matmul with fp64: this catches devices whose half precision GEMM gives zeros or garbage."""
+    """Compare a 32x256x32 matmul with fp64: this catches devices whose half precision GEMM gives
+    zeros or garbage."""
     dtype = dtype_named(name)
     left = torch.arange(32 * 256, dtype=torch.float64).sin().reshape(32, 256).to(dtype)
     right = torch.arange(256 * 32, dtype=torch.float64).cos().reshape(256, 32).to(dtype)
@@ -267,7 +275,8 @@ def cpu_bf16() -> bool:
 
 @contextmanager
 def flags_left_alone() -> Iterator[None]:
-    """Run no probe that switches a flag: flags are the process's, and a model may run on another thread."""
+    """Run no probe that switches a flag: flags are the process's, and a model may run on another
+    thread."""
     token = _leaves_flags.set(True)
     try:
         yield
@@ -276,9 +285,11 @@ def flags_left_alone() -> Iterator[None]:
 
 
 def fp16_accumulation(device: torch.device) -> tuple[bool | None, str]:
-    """True if ``allow_fp16_accumulation`` acts: K=4096 products, +256 in the first half and -256 in the second.
+    """True if ``allow_fp16_accumulation`` acts: K=4096 products, +256 in the first half and -256 in
+    the second.
 
-    The true result is 0. An fp16 sum passes 65504 on the way and becomes inf or NaN; an fp32 sum does not.
+    The true result is 0. An fp16 sum passes 65504 on the way and becomes inf or NaN; an fp32 sum
+    does not.
     """
     if device.type != "cuda" or torch.version.hip:
         return None, "the flag affects NVIDIA's cuBLAS only"
@@ -290,7 +301,8 @@ def fp16_accumulation(device: torch.device) -> tuple[bool | None, str]:
 
 
 def _accumulation_operands(device: torch.device, size: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return fp16 operands (size, 4096) and (4096, size) whose product is 0 and whose partial sums reach 524288."""
+    """Return fp16 operands (size, 4096) and (4096, size) whose product is 0 and whose partial sums
+    reach 524288."""
     left = torch.full((size, 4096), 16.0, dtype=torch.float16, device=device)
     right = torch.full((4096, size), 16.0, dtype=torch.float16, device=device)
     right[2048:] = -16.0

@@ -1,7 +1,8 @@
-"""What each device is expected to do: one row per device profile, with a reason for every entry that needs one.
+"""What each device is expected to do: one row per device profile, with a reason for every entry
+that needs one.
 
-The rows are expectations from documentation, driver tables and other people's measurements. ``devices.detect`` confirms
-them with executed probes.
+The rows are expectations from documentation, driver tables and other people's measurements.
+``devices.detect`` confirms them with executed probes.
 """
 
 import re
@@ -47,7 +48,8 @@ CAPABILITIES = {
     ),
     "int8_matmul_gains": ("int8 matmuls were measured to be faster.", NOT_MEASURED, "int8_matmul", "int8_kernels"),
 }  # fmt: skip
-"""Each capability of a device, a field of its row -> why it is expected to be on, why to be off, the probes of it."""
+"""Each capability of a device, a field of its row -> why it is expected to be on, why to be off,
+the probes of it."""
 
 OCP_FP8 = ("fp8_e4m3fn", "fp8_e5m2")
 FNUZ_FP8 = ("fp8_e4m3fnuz", "fp8_e5m2fnuz")
@@ -60,17 +62,19 @@ class DeviceProfile:
     Args:
         vendor: nvidia, amd, apple, intel or any.
         type: torch device type: cuda (also AMD), mps, xpu or cpu.
-        fp16 to int8_kernels: the capabilities, see ``CAPABILITIES``. Those of ``GAINS`` follow from ``measurements``.
+        fp16 to int8_kernels: the capabilities, see ``CAPABILITIES``. Those of ``GAINS`` follow from
+        ``measurements``.
         fp8_formats: storage names ``torch._scaled_mm`` takes here; MI300 has fnuz only.
-        fp8_width: the least of a layer's inputs and outputs from which an fp8 product was measured to be faster than
-            in 16 bit with its scale and quantizing; 0 where no width was measured to be slower.
+        fp8_width: the least of a layer's inputs and outputs from which an fp8 product was measured
+            to be faster than in 16 bit with its scale and quantizing; 0 where no width was measured
+            to be slower.
         blocks_matmul: ComfyUI multiplies nvfp4 and mxfp8 weights as they are stored here.
-        fp16_safe_cost: how much longer than fp16 ``fp16_safe`` takes, least and most of the models of
-            benchmarks/results/cost.json on cards of this kind, with weights in VRAM under dynamic VRAM; "" where it was
-            not estimated.
+        fp16_safe_cost: how much longer than fp16 ``fp16_safe`` takes, least and most of the models
+            of benchmarks/results/cost.json on cards of this kind, with weights in VRAM under
+            dynamic VRAM; "" where it was not estimated.
         needs_torch: capability -> first (major, minor) of torch that has it on this device.
-        notes: capability -> one sentence; other keys are remarks about the device. A note on a capability of ``GAINS``
-            says why it brings no speed, where no ratio was measured.
+        notes: capability -> one sentence; other keys are remarks about the device. A note on a
+            capability of ``GAINS`` says why it brings no speed, where no ratio was measured.
     """
 
     name: str
@@ -102,14 +106,15 @@ class DeviceProfile:
         return bool(self.gain(GAINS[capability])) if capability in GAINS else getattr(self, capability)
 
     def gain(self, setting: str) -> bool | None:
-        """True if products in fp8 or int8 were measured to be faster than in 16 bit, False if they are not; None if
-        nothing tells."""
+        """True if products in fp8 or int8 were measured to be faster than in 16 bit, False if they
+        are not; None if nothing tells."""
         products = f"{setting}_matmul"
         has_none = not getattr(self, products) or f"{products}_gains" in self.notes
         return False if has_none else gain(self.name, setting)
 
     def missing_torch(self, capability: str) -> str | None:
-        """Name in a sentence the torch that a capability needs; None where the running one is new enough."""
+        """Name in a sentence the torch that a capability needs; None where the running one is new
+        enough."""
         needed = self.needs_torch.get(capability)
         if not needed or torch_version() >= needed:
             return None

@@ -20,14 +20,15 @@ class RandomStart:
 
     @classmethod
     def of(cls, device: torch.device) -> "RandomStart":
-        """Return the present state, without a read from a GPU (its generator's state is on the CPU)."""
+        """Return the present state, without a read from a GPU (its generator's state is on the
+        CPU)."""
         generators = _generators(device)
         return cls(device, torch.get_rng_state(), generators.get_rng_state(device) if generators else None)
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Restore the state inside of the context; afterwards the generators of the CPU and this kind of device are
-        as before."""
+        """Restore the state inside of the context; afterwards the generators of the CPU and this
+        kind of device are as before."""
         generators = _generators(self.device)
         kept = (range(generators.device_count()), self.device.type) if generators else ([], "cuda")
         with torch.random.fork_rng(kept[0], device_type=kept[1]):
@@ -43,7 +44,8 @@ class RandomStart:
 
 
 def _generators(device: torch.device) -> ModuleType | None:
-    """Return torch's module with the generators of a device that is in use; None for a CPU or if there is none."""
+    """Return torch's module with the generators of a device that is in use; None for a CPU or if
+    there is none."""
     module = device_module(device)
     is_in_use = getattr(module, "is_initialized", lambda: True)
     return module if hasattr(module, "get_rng_state") and is_in_use() else None

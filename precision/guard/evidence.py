@@ -26,19 +26,21 @@ WITHOUT_NAN = "with a zero for each NaN of its inputs"
 class Evidence:
     """What is known of a failed call. A question that needs a repeat of the call makes the repeat.
 
-    The conditions of the tables below are methods: each returns what it found, as a text for the sentences of its row,
-    and an empty text if it found nothing.
+    The conditions of the tables below are methods: each returns what it found, as a text for the
+    sentences of its row, and an empty text if it found nothing.
 
     Args:
         most: how many repeats may be made to cure the call; None for as many as there are rungs.
 
     Attributes:
-        given: the inputs of each repeat: those of the call, without the NaN that rows were blamed for.
+        given: the inputs of each repeat: those of the call, without the NaN that rows were blamed
+            for.
         inputs: those of ``given`` that hold NaN or Inf.
         origin: the operation that failed; None until :meth:`locate` found one.
         fails_in_fp32: whether the call is NaN or Inf in fp32 too; None until known.
         recurs: a repeat of the call as it was failed too.
-        exhausted: no rung cured the call, so all weights are searched, not only those of the located operation.
+        exhausted: no rung cured the call, so all weights are searched, not only those of the
+            located operation.
     """
 
     def __init__(self, call: FailedCall, log: GuardLog, most: int | None = None):
@@ -66,7 +68,8 @@ class Evidence:
     def repeat(
         self, rung: Rung, why: str, given: Any = None, zeroed: Sequence[str] = (), watched: bool = False
     ) -> Attempt:
-        """Make the call again with its random numbers, and count it. ``given``: other inputs than :attr:`given`."""
+        """Make the call again with its random numbers, and count it. ``given``: other inputs than
+        :attr:`given`."""
         self.log.extra_calls += 1
         self._repeats += 1
         with self.call.start.again():
@@ -87,7 +90,8 @@ class Evidence:
         self._in_fp32 = result
 
     def changed_rows(self) -> set[int]:
-        """List the rows of a finite result that another number in place of each NaN of the inputs changes."""
+        """List the rows of a finite result that another number in place of each NaN of the inputs
+        changes."""
         zeros_for_nan, _ = without_nan(self.inputs)
         again = self.repeat(AS_IT_WAS, WITHOUT_NAN, self.call.replaced(self.call.given, zeros_for_nan))
         if not rows_that_differ(self.call.result, again.result):
@@ -96,7 +100,8 @@ class Evidence:
         return rows_that_differ(self.repeat(AS_IT_WAS, WITHOUT_NAN, self.call.given).result, again.result)
 
     def failed_rows(self) -> set[int]:
-        """List the rows of a hidden failure, which its result does not show: those not finite in fp32, else all."""
+        """List the rows of a hidden failure, which its result does not show: those not finite in
+        fp32, else all."""
         result = self.call.result if self._in_fp32 is None else self._in_fp32
         return rows_not_finite(result) or {*range(next(map(len, floats_in(result)), 0))}
 
@@ -126,11 +131,13 @@ class Evidence:
         return self.may_search() and self.repeat(self.call.fp32, IN_FP32, given, zeroed).finite
 
     def untried(self) -> str:
-        """Return how many repeats were allowed, if they left fp32 untried, or finite there in a search alone."""
+        """Return how many repeats were allowed, if they left fp32 untried, or finite there in a
+        search alone."""
         return "" if self.fails_in_fp32 else str(self.most)
 
     def unexplained(self) -> str:
-        """Return how many repeats were allowed, if more could tell which input, weight or layer is at fault."""
+        """Return how many repeats were allowed, if more could tell which input, weight or layer is
+        at fault."""
         if self.may_repeat() or not (self.call.rungs or self.inputs or self._weights_not_finite):
             return ""
         return str(self.most)
@@ -165,7 +172,8 @@ class Evidence:
         return self.call.weights.sentence(origin.op) if origin and origin.kind == "weights" else ""
 
     def bad_weight(self) -> str:
-        """Describe the weight with NaN or Inf, if a zero for each of these makes the call finite in fp32."""
+        """Describe the weight with NaN or Inf, if a zero for each of these makes the call finite in
+        fp32."""
         bad = self._bad_weights()
         if not bad or not self._is_not_finite_in_fp32() or not self._finite_in_fp32(zeroed=list(bad)):
             return ""
@@ -182,7 +190,8 @@ class Evidence:
         return self.call.weights.not_finite()
 
     def bad_input(self) -> NotFiniteInput | None:
-        """Return the input without whose infinite values the call is finite in fp32; with them it is not."""
+        """Return the input without whose infinite values the call is finite in fp32; with them it
+        is not."""
         may_matter = self.fails_in_fp32 is not None or self.comes_from_inputs
         if not self.inputs or not may_matter or not self._is_not_finite_in_fp32():
             return None
@@ -192,7 +201,8 @@ class Evidence:
         return None
 
     def own_dtype(self) -> str:
-        """Describe the layer that computes in 16 bit although all of the call was to run in fp32."""
+        """Describe the layer that computes in 16 bit although all of the call was to run in
+        fp32."""
         origin = self.origin
         if self.call.rungs:
             origin = self.repeat(self.call.fp32, "in fp32, to locate the NaN", watched=True).origin
@@ -244,8 +254,8 @@ LAST = (
     _Row(Evidence.unexplained, "stopped", RAISE_RETRIES),
     _Row(Evidence.own_dtype, "stopped", verdicts.OF_ITS_OWN, "{0}"),
 )
-"""The explanations of a call whose inputs and weights are not at fault either, in order; if none holds, the call fails
-in fp32 by itself (``NOT_PRECISION``)."""
+"""The explanations of a call whose inputs and weights are not at fault either, in order; if none
+holds, the call fails in fp32 by itself (``NOT_PRECISION``)."""
 
 
 def explained(evidence: Evidence, rows: Sequence[_Row]) -> Diagnosis | None:

@@ -25,7 +25,8 @@ class Attempt:
         largest: its largest magnitude before any clamp; NaN or inf if it is not finite.
         hidden: the places in the model's code that replaced NaN or Inf by a number.
         judged: the tensors that decide whether it is finite, if they are not those of the result.
-        error: the exception that ended the call because of numbers that are not finite; there is no result then.
+        error: the exception that ended the call because of numbers that are not finite; there is no
+            result then.
         origin: what failed in a watched repeat; None if it is finite or was not watched.
     """
 
@@ -50,21 +51,28 @@ class FailedCall(ABC):
         given: the inputs of the call, and ``result`` its return value.
         start: the random numbers of its beginning; each repeat draws them again.
         position: its place in its run.
-        images: number of images of the result; row r of the result belongs to image r modulo ``images``.
-        weights: the weights and patches of the model, VAE or text encoder (``LoadedWeights`` of the host).
+        images: number of images of the result; row r of the result belongs to image r modulo
+            ``images``.
+        weights: the weights and patches of the model, VAE or text encoder (``LoadedWeights`` of the
+            host).
         wording: the sentences for its kind of call.
         rungs: what it is repeated in, the last one in fp32; empty if it ran in fp32 already.
         fp32: the rung in which everything runs in fp32.
         is_out_of_memory: tells an error for lack of memory from others.
-        locates_first: the failed operation is looked for before the first rung: a call costs little of its run.
-        sites: the places in the model's own code that replaced NaN or Inf by a number in a result that is finite.
-        by_design: the places that do so in fp32 too, with a finite result; filled by repeats in fp32.
+        locates_first: the failed operation is looked for before the first rung: a call costs little
+            of its run.
+        sites: the places in the model's own code that replaced NaN or Inf by a number in a result
+            that is finite.
+        by_design: the places that do so in fp32 too, with a finite result; filled by repeats in
+            fp32.
         nan_weights: weights or LoRAs of a call whose result is finite hold NaN.
         nan_inputs: so do conditionings of its run.
-        promised: the rung of the model's plan, tried whatever the guard is set to; None if the plan has no fallback.
+        promised: the rung of the model's plan, tried whatever the guard is set to; None if the plan
+            has no fallback.
         compiled: torch.compile runs the call.
         default_origin: the origin of events that blame no operation.
-        packs: the packs that may keep state between steps, so that the sampling starts again and not the call.
+        packs: the packs that may keep state between steps, so that the sampling starts again and
+            not the call.
         can_start_again: the sampling can start again.
     """
 
@@ -127,8 +135,8 @@ class FailedCall(ABC):
         """
 
     def start_again(self, rung: Rung, place: Origin | None) -> tuple[BaseException, tuple[str, str]]:
-        """Run at ``rung`` from now on. Returns (the exception that starts the sampling of the call again, the modes of
-        :meth:`keep`)."""
+        """Run at ``rung`` from now on. Returns (the exception that starts the sampling of the call
+        again, the modes of :meth:`keep`)."""
         raise NotImplementedError
 
     def replaced(self, given: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -136,13 +144,15 @@ class FailedCall(ABC):
         return nested.replaced(given, function)
 
     def position_of(self, rows: set[int], lost: set[int]) -> CallPosition:
-        """Return the place of the call with the images of failed rows. ``lost``: images given up before."""
+        """Return the place of the call with the images of failed rows. ``lost``: images given up
+        before."""
         images = {row % self.images for row in rows}
         return replace(self.position, batch_rows=sorted(images), spoils_all=len(lost | images) >= self.images)
 
     @property
     def hidden(self) -> bool:
-        """True if the result is finite, but the model's own code clamped a value that is finite in fp32."""
+        """True if the result is finite, but the model's own code clamped a value that is finite in
+        fp32."""
         return not self.by_design >= self.sites
 
     @property

@@ -24,8 +24,8 @@ MADE_WHILE_SAMPLING = (SIGMA, SIGMAS, SAMPLER)
 class NotFiniteInput:
     """An input of a call with NaN or Inf, in the tensors ``values``.
 
-    ``verdict``: of the run if this input is the cause. ``advice``: for the user then; None for the verdict's own
-    advice.
+    ``verdict``: of the run if this input is the cause. ``advice``: for the user then; None for the
+    verdict's own advice.
     """
 
     name: str
@@ -34,7 +34,8 @@ class NotFiniteInput:
     advice: str | None = None
 
     def nan_rows(self, batch: int) -> set[int]:
-        """List the rows of a batch whose input holds NaN; all rows if a value has no batch dimension."""
+        """List the rows of a batch whose input holds NaN; all rows if a value has no batch
+        dimension."""
         rows: set[int] = set()
         for value in self.values:
             found = _rows_of(torch.isnan(floats(value)))
@@ -50,7 +51,8 @@ class NotFiniteInput:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """A verdict on a call that no repeat cures, with its evidence. ``advice``: None for the verdict's own advice."""
+    """A verdict on a call that no repeat cures, with its evidence. ``advice``: None for the
+    verdict's own advice."""
 
     origin: Origin | None
     verdict: Verdict
@@ -61,7 +63,8 @@ class Diagnosis:
 def inputs_not_finite(
     named: Iterable[tuple[str, object]], advice: dict[str, str] | None = None
 ) -> list[NotFiniteInput]:
-    """List the inputs with NaN or Inf among (name, nested values). ``advice``: name -> what to do."""
+    """List the inputs with NaN or Inf among (name, nested values). ``advice``: name -> what to
+    do."""
     found = ((name, tuple(tensor for tensor in floats_in(values) if not is_finite(tensor))) for name, values in named)
     return [NotFiniteInput(name, bad, _verdict_on(name), (advice or {}).get(name)) for name, bad in found if bad]
 
@@ -71,7 +74,8 @@ def _verdict_on(name: str) -> Verdict:
 
 
 def nan_inputs(named: Iterable[tuple[str, object]]) -> list[NotFiniteInput]:
-    """List the inputs with NaN among (name, nested values). Inf may be intended (a mask) or harmless."""
+    """List the inputs with NaN among (name, nested values). Inf may be intended (a mask) or
+    harmless."""
     return [one for one in inputs_not_finite(named) if any(torch.isnan(floats(value)).any() for value in one.values)]
 
 
@@ -81,7 +85,8 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 
 def rows_not_finite(values) -> set[int]:
-    """Return the rows of nested values that hold NaN or Inf, in the first tensor and those of as many rows."""
+    """Return the rows of nested values that hold NaN or Inf, in the first tensor and those of as
+    many rows."""
     tensors = floats_in(values)
     return {row for each in tensors if each.shape[:1] == tensors[0].shape[:1] for row in _rows_of(~finite(each))}
 
@@ -103,7 +108,8 @@ def with_nan(values, rows: Iterable[int]):
     index = torch.tensor(sorted(rows))
 
     def filled(value: torch.Tensor) -> torch.Tensor:
-        # Token masks beside a conditioning are integers, and a number for all rows has no dimension.
+        # Token masks beside a conditioning are integers, and a number for all rows has no
+        # dimension.
         has_rows = value.is_floating_point() and value.dim() and len(value) > index[-1]
         return value.index_fill(0, index.to(value.device), math.nan) if has_rows else value
 
@@ -117,8 +123,8 @@ def changed(chosen: Iterable[NotFiniteInput], change: Callable[[torch.Tensor], t
 
 
 def without_nan(inputs: Iterable[NotFiniteInput]) -> tuple[Callable, list[NotFiniteInput]]:
-    """Return (function, inputs): the function replaces each NaN by a zero in tensors of these inputs and returns other
-    tensors unchanged; the inputs are those that hold Inf afterwards."""
+    """Return (function, inputs): the function replaces each NaN by a zero in tensors of these
+    inputs and returns other tensors unchanged; the inputs are those that hold Inf afterwards."""
     zeros: dict[int, torch.Tensor] = {}
     infinite = []
     for one in inputs:
@@ -148,8 +154,8 @@ class NotFiniteTensor:
 
 
 def zeroed(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy with a zero for each NaN and Inf. For evidence only: results of it are never returned to the
-    user."""
+    """Return a copy with a zero for each NaN and Inf. For evidence only: results of it are never
+    returned to the user."""
     return torch.where(finite(tensor), tensor, torch.zeros_like(tensor))
 
 

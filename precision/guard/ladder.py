@@ -1,4 +1,5 @@
-"""Go up the ladder with a call that returned NaN or Inf: what cures it, and if nothing does, what explains it."""
+"""Go up the ladder with a call that returned NaN or Inf: what cures it, and if nothing does, what
+explains it."""
 
 import math
 from dataclasses import replace
@@ -50,7 +51,8 @@ class Ladder:
             return self._broken_off(error)
 
     def tell_hidden(self, exact: Any, again: Any) -> bool:
-        """Note what explains a finite call whose repeat in fp32, ``exact``, is NaN or Inf. It ends no run.
+        """Note what explains a finite call whose repeat in fp32, ``exact``, is NaN or Inf. It ends
+        no run.
 
         ``again``: the result of a second repeat in fp32. Returns whether something was found.
         """
@@ -81,7 +83,8 @@ class Ladder:
         return result if result is call.result or not self.lost else with_nan(result, self.lost)
 
     def _judged(self) -> Any:
-        """Return the result of a finite call whose weights or inputs hold NaN, if they are not at fault."""
+        """Return the result of a finite call whose weights or inputs hold NaN, if they are not at
+        fault."""
         call = self.call
         if call.nan_weights and not self.evidence.may_search():
             self.log.remarks.add(verdicts.NOT_SEARCHED)
@@ -121,7 +124,8 @@ class Ladder:
     def _failed_rows(self, given_nan: set[int], batch: int) -> set[int]:
         """Return the rows of the result that failed.
 
-        A hidden failure shows in no row. If rows were given NaN, those failed that are others without it.
+        A hidden failure shows in no row. If rows were given NaN, those failed that are others
+        without it.
         """
         result = self.call.result
         if self.call.hidden or self.call.nan_weights or self.call.nan_inputs:
@@ -140,7 +144,8 @@ class Ladder:
         self.lost |= rows
 
     def _as_asked(self) -> Any:
-        """Do what the plan promises, then what the guard is set to, for a call whose failure no NaN input explains."""
+        """Do what the plan promises, then what the guard is set to, for a call whose failure no NaN
+        input explains."""
         call = self.call
         if call.promised:
             if again := self._finite_again():
@@ -159,7 +164,8 @@ class Ladder:
         return self._explained()
 
     def _unguarded(self) -> Any:
-        """Go on with the first result, as without a guard. A run that was repaired before is so no more."""
+        """Go on with the first result, as without a guard. A run that was repaired before is so no
+        more."""
         if self.log.verdict == "recovered" and not self.call.hidden:
             return self._give_up(Diagnosis(self.evidence.place, "stopped", verdicts.UNGUARDED, verdicts.IN_VAIN))
         self.log.given_up = True
@@ -208,8 +214,8 @@ class Ladder:
         return self._not_cured()
 
     def _at(self, rung: Rung) -> Attempt:
-        """Repeat the call at a rung. If model code replaces there what it replaced in the failed call, fp32 tells
-        whether it always does."""
+        """Repeat the call at a rung. If model code replaces there what it replaced in the failed
+        call, fp32 tells whether it always does."""
         call, attempt = self.call, self.evidence.at(rung)
         of_all = rung is call.promised or rung in call.rungs
         if call.hidden and of_all and attempt.hidden & call.sites and math.isfinite(attempt.largest):
@@ -218,7 +224,8 @@ class Ladder:
 
     @property
     def _is_by_design(self) -> bool:
-        """True if all that model code replaced in the failed call is NaN or Inf in fp32 as well: it is no overflow."""
+        """True if all that model code replaced in the failed call is NaN or Inf in fp32 as well: it
+        is no overflow."""
         return bool(self.call.sites) and not self.call.hidden
 
     def _rungs(self) -> list[Rung]:
@@ -228,7 +235,8 @@ class Ladder:
         return [rung for rung in rungs if not (in_vain if rung.is_fp32 else only_fp32)]
 
     def _finite_again(self) -> Attempt | None:
-        """Repeat the call as it was: a fault of the device does not come again. Return the repeat if it is finite.
+        """Repeat the call as it was: a fault of the device does not come again. Return the repeat
+        if it is finite.
 
         Beside a pack that may keep state the sampling starts again then, as it was, once.
         """
@@ -238,7 +246,8 @@ class Ladder:
         return attempt if attempt.finite else None
 
     def _was_a_fault(self, attempt: Attempt) -> Any:
-        """Return the result of a repeat in the same arithmetic, which is finite: the device is at fault.
+        """Return the result of a repeat in the same arithmetic, which is finite: the device is at
+        fault.
 
         It is not if rows were given up: the repeat was not given their NaN.
         """
@@ -261,7 +270,8 @@ class Ladder:
         return attempt.result
 
     def _start_again(self, rung: Rung) -> Any:
-        """Start the whole sampling again at a rung, by an exception: what the packs keep is of the failed run.
+        """Start the whole sampling again at a rung, by an exception: what the packs keep is of the
+        failed run.
 
         The failed call ran at that rung before, so an error that it raises there ends no run.
         """

@@ -1,7 +1,9 @@
-"""Locate the first operation of a model's call whose result is not finite, with its module and its operands.
+"""Locate the first operation of a model's call whose result is not finite, with its module and its
+operands.
 
-One call is run with every operation watched. Each non-finite result is traced back to the operation that computed it
-from finite operands, so a harmless mask of -inf is not blamed for a sum that overflowed elsewhere.
+One call is run with every operation watched. Each non-finite result is traced back to the operation
+that computed it from finite operands, so a harmless mask of -inf is not blamed for a sum that
+overflowed elsewhere.
 """
 
 import math
@@ -41,9 +43,10 @@ class Origin:
 
     Args:
         layer: the innermost module that ran it; empty outside of the model.
-        op: its name (matmul, add, mul, attention, ...), or the weight that it read if ``kind`` is "weights".
-        kind: "overflow" (Inf or NaN from finite operands), "nan" (NaN from finite operands below 1), "weights", or
-            "unknown" if no watched operation computed it.
+        op: its name (matmul, add, mul, attention, ...), or the weight that it read if ``kind`` is
+            "weights".
+        kind: "overflow" (Inf or NaN from finite operands), "nan" (NaN from finite operands below
+            1), "weights", or "unknown" if no watched operation computed it.
         dtype: the narrowest float dtype of its operands.
         largest: the largest finite magnitude of its operands; NaN if unknown.
         multiplies: the module is a matrix product or convolution, and the operation is its product.
@@ -76,8 +79,8 @@ class _Frame:
 class Localizer(TorchDispatchMode):
     """Watch one call of ``model``: run it inside of :meth:`watching`, then ask :meth:`origin`.
 
-    ``watched``: returns the patches by which a module's calls are watched. Every watched operation synchronizes with
-    the device: use it for a call that has failed already.
+    ``watched``: returns the patches by which a module's calls are watched. Every watched operation
+    synchronizes with the device: use it for a call that has failed already.
     """
 
     def __init__(self, model: torch.nn.Module, watched: PutsWatch = watched_forward):
@@ -101,15 +104,17 @@ class Localizer(TorchDispatchMode):
             yield self
 
     def origin(self, result: torch.Tensor) -> Origin | None:
-        """Return the origin of NaN and Inf in ``result``. In a finite result: of the first NaN that an operation made
-        of what it was given, a weight or an input; else of a value that a clamp hid; None if there is neither."""
+        """Return the origin of NaN and Inf in ``result``. In a finite result: of the first NaN that
+        an operation made of what it was given, a weight or an input; else of a value that a clamp
+        hid; None if there is neither."""
         if math.isfinite(amax_value(result)):
             return self._read or (self.hidden[0] if self.hidden else None)
         unknown = Origin("", "", "unknown", name_of(result.dtype), math.nan)
         return self._made.get(_key(result)) or self._first_bad or unknown
 
     def opaque(self, op: str, call: Callable, *args, **kwargs):
-        """Run code that cannot be watched inside, such as another pack's attention kernel, as one operation."""
+        """Run code that cannot be watched inside, such as another pack's attention kernel, as one
+        operation."""
         with torch.utils._python_dispatch._disable_current_modes():
             inputs = _with_reach((args, kwargs))
             result = call(*args, **kwargs)
@@ -154,7 +159,8 @@ class Localizer(TorchDispatchMode):
                 self._made[_key(tensor)] = replace(self._made_by(op, inputs, size), result=name_of(tensor.dtype))
 
     def _note_read(self, source: Origin, inputs: list[tuple[torch.Tensor, float]]) -> None:
-        """Note the source of a NaN if it is a weight, else if an operation was given NaN that none was seen to make."""
+        """Note the source of a NaN if it is a weight, else if an operation was given NaN that none
+        was seen to make."""
         known = self._read.kind if self._read else ""
         given = source.kind == "unknown" and any(math.isnan(size) for _, size in inputs)
         if (source.kind == "weights" and known != "weights") or (given and not known):
@@ -197,7 +203,8 @@ class Localizer(TorchDispatchMode):
             self._stack.pop()
 
     def _leave(self, frame: _Frame, outputs: list[torch.Tensor]) -> None:
-        """Blame a module with finite inputs and a non-finite result if no operation inside of it was seen to fail."""
+        """Blame a module with finite inputs and a non-finite result if no operation inside of it
+        was seen to fail."""
         with torch.utils._python_dispatch._disable_current_modes():
             bad = [tensor for tensor in outputs if not math.isfinite(amax_value(tensor))]
             if self._first_bad or not bad:

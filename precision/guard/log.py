@@ -1,6 +1,8 @@
-"""Log the guard's events and verdict for one model, VAE or text encoder, and decide when a run is stopped.
+"""Log the guard's events and verdict for one model, VAE or text encoder, and decide when a run is
+stopped.
 
-Failures outside of a model's calls are blamed here: on inputs and results of a run, on its device and memory.
+Failures outside of a model's calls are blamed here: on inputs and results of a run, on its device
+and memory.
 """
 
 import math
@@ -84,9 +86,9 @@ def sentence(event: GuardEvent, origin: Origin | None, brief: bool = False) -> s
 
 
 Notify = Callable[..., None]
-"""Tells the user of (kind, verdict, message, advice, event); without an event, of the verdict of a run. Of the kind
-``calls`` with a number after the event: of calls that were checked. Of the kind ``taken_back``: a run that failed keeps
-no precision that it chose."""
+"""Tells the user of (kind, verdict, message, advice, event); without an event, of the verdict of a
+run. Of the kind ``calls`` with a number after the event: of calls that were checked. Of the kind
+``taken_back``: a run that failed keeps no precision that it chose."""
 
 
 @dataclass
@@ -98,10 +100,12 @@ class GuardLog:
         lost: the images of the batch that no repeat cures; the others continue.
         remarks: remarks for the report on other nodes' code that ran with the model.
         devices: devices that made calls; MultiGPU has a thread for each.
-        checks: reports on calls that were compared with fp32; ``checked``: their steps in this run of the sampler.
+        checks: reports on calls that were compared with fp32; ``checked``: their steps in this run
+            of the sampler.
         adapted: layers of the model's text adapter that ran, in fp32.
         restarts: the events of this run of the sampler that restarted it.
-        nan_given: conditionings of this run hold NaN; ``harmless``: which was found to change no result.
+        nan_given: conditionings of this run hold NaN; ``harmless``: which was found to change no
+            result.
         ended_in: says which error or interrupt ended this run before its result.
         place: returns where a user finds this guard.
     """
@@ -142,7 +146,8 @@ class GuardLog:
     def note(
         self, event: GuardEvent, origin: Origin | None, verdict: Verdict, advice: str | None = None, message: str = ""
     ) -> NonFinite:
-        """Add an event. Its verdict does not replace a worse one. Returns the error to end the run with."""
+        """Add an event. Its verdict does not replace a worse one. Returns the error to end the run
+        with."""
         event.brief = event.brief or message or sentence(event, origin, brief=True)
         message = message or sentence(event, origin)
         advice = self.place().worded(verdicts.ADVICE[verdict] if advice is None else advice)
@@ -153,7 +158,8 @@ class GuardLog:
         return NonFinite(message, verdict, advice)
 
     def _only_clamped(self) -> bool:
-        """True if the verdict is that of clamped values, which end no run: any other failure is worse."""
+        """True if the verdict is that of clamped values, which end no run: any other failure is
+        worse."""
         harmless = all(event.recovered or event.kind in ("saturation", "drift") for event in self.events)
         return self.verdict == "stopped" and harmless
 
@@ -176,8 +182,8 @@ class GuardLog:
             raise error
 
     def note_drift(self, event: GuardEvent, message: str) -> None:
-        """Add an event for a finite result that drifts from fp32 and notify the user. The verdict, on NaN and Inf,
-        stays."""
+        """Add an event for a finite result that drifts from fp32 and notify the user. The verdict,
+        on NaN and Inf, stays."""
         self.events.append(event)
         self.notify("event", self.verdict, message, event.advice, event)
 
@@ -197,8 +203,8 @@ class GuardLog:
         self.notify("taken_back", self.verdict, "", "")
 
     def notify_verdict(self, plan: PlanInUse) -> None:
-        """Notify the user of the verdict of a sampler's run that ended under ``plan``, if there is one. ComfyUI itself
-        tells of an error or interrupt that no event led to."""
+        """Notify the user of the verdict of a sampler's run that ended under ``plan``, if there is
+        one. ComfyUI itself tells of an error or interrupt that no event led to."""
         if self.ended_in and not self.events:
             return
         if self.verdict != "clean":
@@ -246,7 +252,8 @@ def blame_inputs(log: GuardLog, inputs: Sequence[NotFiniteInput], batch: int) ->
 
 
 def blame_between_calls(log: GuardLog, result: torch.Tensor, sigmas: torch.Tensor) -> None:
-    """Blame the code between a model's calls for images with NaN or Inf if no call of theirs failed.
+    """Blame the code between a model's calls for images with NaN or Inf if no call of theirs
+    failed.
 
     Raises:
         NonFinite: no image is left, or the guard is set to stop.
@@ -262,7 +269,8 @@ def blame_between_calls(log: GuardLog, result: torch.Tensor, sigmas: torch.Tenso
 
 
 def blame_device(log: GuardLog, position: CallPosition, device: torch.device, mode: str, detail: str) -> bool:
-    """Blame a device for a wrong test operation in ``mode``. Returns whether to run all in fp32 from now on.
+    """Blame a device for a wrong test operation in ``mode``. Returns whether to run all in fp32
+    from now on.
 
     Raises:
         NonFinite: the guard is set to stop.
@@ -280,8 +288,8 @@ def blame_device(log: GuardLog, position: CallPosition, device: torch.device, mo
 
 
 def blame_end(log: GuardLog, error: BaseException, is_out_of_memory: Callable[[BaseException], bool]) -> None:
-    """Revoke the verdict of a run that ended in an error or an interrupt: ``recovered``, with an event, and ``clean``,
-    because a run without a result has none to be clean."""
+    """Revoke the verdict of a run that ended in an error or an interrupt: ``recovered``, with an
+    event, and ``clean``, because a run without a result has none to be clean."""
     cause = f"{type(error).__name__}: {error}"
     if log.verdict == "clean":
         is_error = isinstance(error, Exception)

@@ -1,7 +1,7 @@
 """Decide what runs in higher precision after a repeat that was finite. Nothing here runs a model.
 
-A repeat in ``fp16_safe`` (fp16 matmul operands, everything else fp32) cannot overflow and shows the amax of every
-layer; later calls upcast only the layers that need it.
+A repeat in ``fp16_safe`` (fp16 matmul operands, everything else fp32) cannot overflow and shows the
+amax of every layer; later calls upcast only the layers that need it.
 """
 
 from collections.abc import Mapping
@@ -23,10 +23,11 @@ EVENT = "halfsafe.guard"
 def plan_after(repeat: PlanInUse, present: PlanInUse, largest: Mapping[str, float], origin: Origin | None) -> PlanInUse:
     """Return the plan of later calls after a repeat under the plan ``repeat`` was finite.
 
-    A repeat with patches in fp32 changed nothing else. Any other repeat had fp16 operands of products and nothing else
-    in fp16, so it shows every amax. If one exceeds half of
-    fp16's range, or if no magnitude explains the failure, all values between layers become fp32. A layer whose values
-    all fit fp16 failed by its sums or its 8-bit operands: that layer alone is widened.
+    A repeat with patches in fp32 changed nothing else. Any other repeat had fp16 operands of
+    products and nothing else in fp16, so it shows every amax. If one exceeds half of
+    fp16's range, or if no magnitude explains the failure, all values between layers become fp32. A
+    layer whose values all fit fp16 failed by its sums or its 8-bit operands: that layer alone is
+    widened.
 
     Args:
         repeat: the plan of the finite repeat.

@@ -14,7 +14,8 @@ from .verdicts import SAME_SEED, UNPACKED
 
 @dataclass(frozen=True)
 class EncoderStep:
-    """The arithmetic of a VAE or text encoder. ``unpacked``: quantized weights are dequantized before each product."""
+    """The arithmetic of a VAE or text encoder. ``unpacked``: quantized weights are dequantized
+    before each product."""
 
     dtype: torch.dtype
     unpacked: bool = False
@@ -34,8 +35,8 @@ class Rung(Generic[Arithmetic]):
 
     Args:
         name: its precision, for users.
-        arithmetic: what the call runs in: the plan of a diffusion model, a step of an encoder; None for what it
-            failed in.
+        arithmetic: what the call runs in: the plan of a diffusion model, a step of an encoder; None
+            for what it failed in.
         is_fp32: everything runs in fp32.
         later: what the user is told about later runs after this rung cured a call.
     """
@@ -60,7 +61,8 @@ def fp32_rung(plan: PlanInUse) -> Rung[PlanInUse]:
 
 
 def model_rungs(plan: PlanInUse) -> list[Rung[PlanInUse]]:
-    """List the rungs for a call of a diffusion model that failed under ``plan``, each wider; empty after fp32.
+    """List the rungs for a call of a diffusion model that failed under ``plan``, each wider; empty
+    after fp32.
 
     A model whose layers are in fp32 is repeated too: its attention may be a kernel of 16 or 8 bits.
     """
@@ -77,9 +79,10 @@ def encoder_rungs(
 ) -> list[Rung[EncoderStep]]:
     """List the rungs for a VAE or text encoder that runs in ``dtype``, the last one in fp32.
 
-    The first one repeats the call as it was, except in fp16, which overflows again. bf16, which loses precision, is
-    tried only if the device has it. ``quantized``: the weights are quantized; all further rungs dequantize them.
-    ``casts``: the caller's autocast chose the dtypes of the call, and of none of its repeats in ``dtype`` or wider.
+    The first one repeats the call as it was, except in fp16, which overflows again. bf16, which
+    loses precision, is tried only if the device has it. ``quantized``: the weights are quantized;
+    all further rungs dequantize them. ``casts``: the caller's autocast chose the dtypes of the
+    call, and of none of its repeats in ``dtype`` or wider.
     """
     wider = [torch.float32] if dtype != torch.float32 or (casts and not quantized) else []
     if dtype == torch.float16 and has_bf16:

@@ -144,8 +144,8 @@ class NonFinite(HalfsafeError):
 
 @dataclass(frozen=True)
 class Wording:
-    """The sentences that differ between kinds of call. ``advice``: verdict -> advice that replaces that of
-    ``ADVICE``."""
+    """The sentences that differ between kinds of call. ``advice``: verdict -> advice that replaces
+    that of ``ADVICE``."""
 
     no_memory: str
     broken_off: str
@@ -163,8 +163,8 @@ MODEL = Wording(
 def _encoder_wording(kind: str, without_cure: str, without_retries: str, stopped: str) -> Wording:
     """Return the sentences for a VAE or text encoder, named ``kind``.
 
-    ``without_cure``: advice if no precision helps. ``without_retries``: what to do instead of a repeat. ``stopped``:
-    advice if the guard repeats nothing."""
+    ``without_cure``: advice if no precision helps. ``without_retries``: what to do instead of a
+    repeat. ``stopped``: advice if the guard repeats nothing."""
     advice: dict[Verdict, str] = {
         "recovered": "",
         "not_precision": Message("No higher precision cures this {0}: {1}.", kind, without_cure),

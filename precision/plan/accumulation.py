@@ -1,4 +1,5 @@
-"""Resolve the accumulation settings for a model on a device: flags to set, and settings without effect."""
+"""Resolve the accumulation settings for a model on a device: flags to set, and settings without
+effect."""
 
 import re
 from collections.abc import Collection, Mapping
@@ -54,7 +55,8 @@ class MatmulProfile:
 
     @property
     def whole(self) -> bool:
-        """True if all layers share the flags: a graph cannot switch them, nor can concurrent threads."""
+        """True if all layers share the flags: a graph cannot switch them, nor can concurrent
+        threads."""
         return self.compiled or self.parallel
 
 
@@ -77,8 +79,9 @@ class AccumulationPlan:
 
 
 def plan_accumulation(request: Request, device: Device, matmuls: MatmulProfile) -> AccumulationPlan:
-    """Resolve a request for a model on a device. Nothing is raised for a setting that cannot act: it is listed, and no
-    flag is turned on for it. Off holds even so: a layer may run in another dtype in a later call than it does now."""
+    """Resolve a request for a model on a device. Nothing is raised for a setting that cannot act:
+    it is listed, and no flag is turned on for it. Off holds even so: a layer may run in another
+    dtype in a later call than it does now."""
     asked = {setting: value for setting in PARTS if (value := getattr(request, setting)) != UNCHANGED}
     problems = {setting: _problem(setting, value, device, matmuls) for setting, value in asked.items()}
     acting = {(setting, value) for setting, value in asked.items() if not problems[setting]}
@@ -106,7 +109,8 @@ def plan_accumulation(request: Request, device: Device, matmuls: MatmulProfile) 
 
 
 def _problem(setting: str, value: str, device: Device, matmuls: MatmulProfile) -> str | None:
-    """Return why a setting has no effect; None if it has one. On and off are obeyed even if they gain no speed."""
+    """Return why a setting has no effect; None if it has one. On and off are obeyed even if they
+    gain no speed."""
     if setting == "fp16_accumulation":
         problem = fp16_sums_inert(device, matmuls)
         if problem or value != "auto" or (device.capabilities[setting] and not matmuls.whole):
@@ -181,8 +185,8 @@ def _listed(modes: Collection[str]) -> str:
 def flag_report(setting: str, requested: str = UNCHANGED, reason: str = NO_NODE, in_scope: bool | None = None) -> dict:
     """Return the report's entry for an accumulation setting, from torch's present flags.
 
-    ``in_scope``: its state while the model runs; None if that is its state outside. States in the entry are true
-    when any part of the setting is on, null when torch has no such flag.
+    ``in_scope``: its state while the model runs; None if that is its state outside. States in the
+    entry are true when any part of the setting is on, null when torch has no such flag.
     """
     parts = {name: flags.outside(name) for name in PARTS[setting]}
     told = [on for on in parts.values() if on is not None]

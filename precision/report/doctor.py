@@ -1,4 +1,5 @@
-"""What this machine is and what ``auto`` would do on it, for ``python -m halfsafe doctor`` and the device node."""
+"""What this machine is and what ``auto`` would do on it, for ``python -m halfsafe doctor`` and the
+device node."""
 
 import platform
 from collections.abc import Sequence
@@ -32,7 +33,8 @@ def diagnose(device: torch.device | Device | None = None) -> dict:
     """Collect the facts of a machine that decide precision. JSON-safe; changes nothing.
 
     Args:
-        device: the device to look at, or one detected already; the default accelerator, else the CPU, when None.
+        device: the device to look at, or one detected already; the default accelerator, else the
+            CPU, when None.
 
     Raises:
         UnknownProfile: ``HALFSAFE_DEVICE_PROFILE`` names no profile.
@@ -119,7 +121,8 @@ def _comfyui(facts: list[dict]) -> str:
 def diagnosis_result(diagnosis: dict, here: Sequence[Sequence[Measurement]] = ()) -> Result:
     """Sum up the result of ``diagnose`` or ``describe`` in a sentence.
 
-    ``here``: the measurements of each model on this machine. Where there are any they are told, and no others' figures.
+    ``here``: the measurements of each model on this machine. Where there are any they are told, and
+    no others' figures.
     """
     names = {"fp16": "fp16", "bf16": "bf16", "int8_matmul_gains": "int8", "fp8_matmul_gains": "fp8"}
     gains = gains_in(row for rows in here for row in rows)

@@ -28,7 +28,8 @@ LENGTH = 92
 class Bar:
     """A bar of a chart, or a heading where ``parts`` is empty.
 
-    ``parts``: (share of the whole bar, colour), drawn one after the other from the left; ``text`` stands at the right.
+    ``parts``: (share of the whole bar, colour), drawn one after the other from the left; ``text``
+    stands at the right.
     """
 
     label: str
@@ -60,10 +61,11 @@ COLUMN = (WIDTH - 2 * MARGIN - NAME) // 3
 def column_chart(
     title: str, heads: Sequence[str], rows: Sequence[tuple[str, Sequence[tuple[float, str]]]], notes: Sequence[str] = ()
 ) -> np.ndarray:
-    """Draw three columns of bars below their heads, each row with its name: uint8 array (height, 1024, 3).
+    """Draw three columns of bars below their heads, each row with its name: uint8 array (height,
+    1024, 3).
 
-    ``rows``: a name, and for each column the share of its longest bar and the figure beside it; a name alone is a
-    remark. All is read at half of its size.
+    ``rows``: a name, and for each column the share of its longest bar and the figure beside it; a
+    name alone is a remark. All is read at half of its size.
     """
     first = MARGIN + LINE + 8
     below = first + LINE * (len(rows) + 1) + 10

@@ -22,8 +22,8 @@ SENTENCES_FROM = ((math.inf, IDENTICAL, GOOD), (40, HARD_TO_SEE, GOOD), (30, VIS
 class Difference:
     """The difference of two images with values in 0..1.
 
-    ``mean_square``: of all values; ``bad``: how many values of each image are NaN or Inf. The figures are of the pixels
-    where both images are finite, and NaN where no pixel is.
+    ``mean_square``: of all values; ``bad``: how many values of each image are NaN or Inf. The
+    figures are of the pixels where both images are finite, and NaN where no pixel is.
     """
 
     mean_square: float
@@ -38,7 +38,8 @@ class Difference:
 
 
 def compare(reference: torch.Tensor, candidate: torch.Tensor) -> list[Difference]:
-    """Compare pairs of images (batch, height, width, channels); a batch of one is compared with each of the other.
+    """Compare pairs of images (batch, height, width, channels); a batch of one is compared with
+    each of the other.
 
     Raises:
         HalfsafeError: an input is no image, or the sizes, channels or batches do not go together.
@@ -90,11 +91,13 @@ def _difference(a: torch.Tensor, b: torch.Tensor) -> Difference:
 
 
 def ssim(a: torch.Tensor, b: torch.Tensor, finite: torch.Tensor) -> float:
-    """Compute the mean structural similarity of the luma of two images (height, width, channels) in 0..1.
+    """Compute the mean structural similarity of the luma of two images (height, width, channels) in
+    0..1.
 
-    Wang, Bovik, Sheikh and Simoncelli, "Image quality assessment: from error visibility to structural similarity", IEEE
-    Transactions on Image Processing 13(4), 2004: a Gaussian window of 11 x 11 with sigma 1.5 inside of the image, or as
-    large as a smaller image. Windows with a pixel that is not ``finite`` (height, width) are left out.
+    Wang, Bovik, Sheikh and Simoncelli, "Image quality assessment: from error visibility to
+    structural similarity", IEEE Transactions on Image Processing 13(4), 2004: a Gaussian window of
+    11 x 11 with sigma 1.5 inside of the image, or as large as a smaller image. Windows with a pixel
+    that is not ``finite`` (height, width) are left out.
     """
     x, y = (torch.where(finite, luma(image), 0.0) for image in (a, b))
     places = [torch.arange(float(min(11, size)), dtype=a.dtype) for size in x.shape]
@@ -110,7 +113,8 @@ def ssim(a: torch.Tensor, b: torch.Tensor, finite: torch.Tensor) -> float:
 
 
 def luma(image: torch.Tensor) -> torch.Tensor:
-    """Convert (height, width, channels) to luma, ITU-R BT.601, or to the first of fewer than three channels."""
+    """Convert (height, width, channels) to luma, ITU-R BT.601, or to the first of fewer than three
+    channels."""
     if image.shape[-1] < 3:
         return image[..., 0]
     return image[..., :3] @ torch.tensor(LUMA, dtype=image.dtype)
@@ -119,8 +123,9 @@ def luma(image: torch.Tensor) -> torch.Tensor:
 def difference_image(reference: torch.Tensor, candidate: torch.Tensor) -> tuple[torch.Tensor, float]:
     """Draw the absolute difference, amplified: (batch, height, width, 3), and the factor.
 
-    One factor for the whole batch brings the largest difference to 0.9; it is 255 at most. A difference in alpha shows
-    in all three channels. A pixel that is NaN or Inf in either image is magenta.
+    One factor for the whole batch brings the largest difference to 0.9; it is 255 at most. A
+    difference in alpha shows in all three channels. A pixel that is NaN or Inf in either image is
+    magenta.
     """
     differences = torch.stack([(a.double() - b.double()).abs() for a, b in _pairs(reference, candidate)])
     bad = ~torch.isfinite(differences).all(-1)
@@ -159,7 +164,8 @@ def result_of_images(differences: Sequence[Difference], text: str) -> Result:
 
 
 def _mean(differences: Sequence[Difference]) -> Difference:
-    """Average the figures of the images that have any; the largest difference is the largest of all."""
+    """Average the figures of the images that have any; the largest difference is the largest of
+    all."""
     figures = torch.tensor([(one.mean_square, one.ssim) for one in differences], dtype=torch.float64)
     mean_square, similarity = figures.nanmean(0).tolist()
     largest = max((one.largest for one in differences if not math.isnan(one.largest)), default=math.nan)

@@ -1,7 +1,8 @@
-"""The model card beside a saved file: ``NAME.md`` with the formats, errors, rules and origin of ``NAME.safetensors``.
+"""The model card beside a saved file: ``NAME.md`` with the formats, errors, rules and origin of
+``NAME.safetensors``.
 
-Its text is Markdown with the YAML block of a Hugging Face model page. All figures are read from the file as written, or
-measured while it was.
+Its text is Markdown with the YAML block of a Hugging Face model page. All figures are read from the
+file as written, or measured while it was.
 """
 
 import math
@@ -47,8 +48,9 @@ def add_model_card(
 ) -> str:
     """Write the model card beside a file that was just saved, and return a sentence on it.
 
-    The file is complete by then: whatever fails here is returned in the sentence, and raises nothing. A file that has
-    the card's name already stays as it is. The same file and arguments give the same text.
+    The file is complete by then: whatever fails here is returned in the sentence, and raises
+    nothing. A file that has the card's name already stays as it is. The same file and arguments
+    give the same text.
 
     Args:
         made_by: the command or the node, in Markdown: of :func:`fenced` or :func:`saved_by_node`.
@@ -112,8 +114,8 @@ def saved_by_node(storage: str) -> str:
 
 
 def folder_in_comfyui(checkpoint: Checkpoint) -> str:
-    """Return the folder below ComfyUI's ``models`` of a file's kind: ``diffusion_models`` or ``checkpoints``; empty for
-    other kinds, which the names of tensors do not tell here."""
+    """Return the folder below ComfyUI's ``models`` of a file's kind: ``diffusion_models`` or
+    ``checkpoints``; empty for other kinds, which the names of tensors do not tell here."""
     inside = [name.startswith(checkpoint.prefix) for name in checkpoint.weights]
     if checkpoint.prefix and not all(inside):
         return "checkpoints"
@@ -190,7 +192,8 @@ def _kept(plans: Mapping[str, LayerPlan]) -> str:
 
 
 def _patterns(names: Sequence[str], totals: Mapping[str, int]) -> str:
-    """Write the patterns that most names share, with the number of names, and how many more patterns there are."""
+    """Write the patterns that most names share, with the number of names, and how many more
+    patterns there are."""
     groups = [(group_name(pattern, of, totals[pattern]), len(of)) for pattern, of in by_pattern(names).items()]
     groups.sort(key=lambda group: -group[1])
     shown = [_code(name) + (f" x{count}" if count > 1 else "") for name, count in groups[:PATTERNS]]
@@ -250,7 +253,8 @@ def _percent(share: float) -> str:
 
 
 def _code(text: str) -> str:
-    """Write any text as code of a line of Markdown: longer fences than those in it, and no character that ends it."""
+    """Write any text as code of a line of Markdown: longer fences than those in it, and no
+    character that ends it."""
     text = _printable(text)
     fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
     pad = " " if text[:1] in "` " or text[-1:] in "` " else ""
@@ -270,5 +274,6 @@ def _plain(text: str) -> str:
 
 
 def _printable(text: str) -> str:
-    """Replace line ends and characters that do not print, which a file's name may hold, by their escapes."""
+    """Replace line ends and characters that do not print, which a file's name may hold, by their
+    escapes."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)

@@ -14,7 +14,8 @@ HEADINGS = ("class", "storage", "mode", "sums", "stream", "kernel")
 
 
 def report_text(report: dict) -> str:
-    """Write a report, given in its JSON form, in lines of at most 80 columns unless one word is longer."""
+    """Write a report, given in its JSON form, in lines of at most 80 columns unless one word is
+    longer."""
     sections = (
         _head(report), _without_effect(report["without_effect"]), _notes(report["notes"]), _storage(report),
         _layers(report["layers"]), _kept(report), _flags(report["flags"]), _guard(report["guard"]),
@@ -133,11 +134,12 @@ def _guard(guard: dict) -> list[str]:
 
 
 def verdict_shown(verdict: str, kinds: Sequence[str] = (), calls: int = 1) -> str:
-    """Return what people read as the verdict of a guard, given the kinds of its events and the calls that it checked.
+    """Return what people read as the verdict of a guard, given the kinds of its events and the
+    calls that it checked.
 
-    "not run yet" where nothing was checked; "drift" where nothing was NaN and an event's kind is drift; "no result"
-    where a run ended without NaN before its result; "not cured" where a guard may have been to tell alone, and nothing
-    was stopped.
+    "not run yet" where nothing was checked; "drift" where nothing was NaN and an event's kind is
+    drift; "no result" where a run ended without NaN before its result; "not cured" where a guard
+    may have been to tell alone, and nothing was stopped.
     """
     if verdict == "clean":
         return "drift" if "drift" in kinds else verdict if calls else "not run yet"

@@ -1,4 +1,5 @@
-"""What a node shows of its result: a sentence, a table, the whole text. The page draws it, in its language."""
+"""What a node shows of its result: a sentence, a table, the whole text. The page draws it, in its
+language."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -49,16 +50,17 @@ class Result:
     Args:
         sentence: a message, with a template of this file.
         tone: good, warn or bad.
-        head, rows: a table; ``marked``: the row that matters most, from 0. A cell beyond the head is its row's tooltip.
+        head, rows: a table; ``marked``: the row that matters most, from 0. A cell beyond the head
+        is its row's tooltip.
         text: all of it.
         toast: whether the page tells it as a message too.
-        use: ``storage`` and ``compute`` of loaders, and as ``rules`` what is computed in, for a button that puts them
-            into the workflow; of the one node its ``storage``.
+        use: ``storage`` and ``compute`` of loaders, and as ``rules`` what is computed in, for a
+            button that puts them into the workflow; of the one node its ``storage``.
         copied: what a button copies for others to read; empty for none.
         sizes: bytes of the weights before and after, for a bar; None where nothing is compared.
         stored: storage -> bytes of the weights after.
-        best: rows for goals: ``goals`` (speed, memory, quality), ``name``, ``seconds``, ``bytes``, ``error`` (a share
-            of 1) and ``use``.
+        best: rows for goals: ``goals`` (speed, memory, quality), ``name``, ``seconds``, ``bytes``,
+            ``error`` (a share of 1) and ``use``.
     """
 
     sentence: str

@@ -23,10 +23,11 @@ JSON_NAMES = {"cls": "class", "from_mode": "from", "to_mode": "to"}
 class LayerReport:
     """A layer: the storage of its weight and its arithmetic.
 
-    ``mode``: a name in ``modes.MODES``. ``accumulation``: int8 products are added exactly in int32, which is listed as
-    fp32. ``kernel``: for a quantized weight ``native``, a kernel of the device for its format; ``eager``, torch's
-    general operations; or ``dequantized``, the weight is unpacked and the product runs in ``mode``. ``called_in_fp32``:
-    the model's own code casts its input to fp32, which no rule has to repeat.
+    ``mode``: a name in ``modes.MODES``. ``accumulation``: int8 products are added exactly in int32,
+    which is listed as fp32. ``kernel``: for a quantized weight ``native``, a kernel of the device
+    for its format; ``eager``, torch's general operations; or ``dequantized``, the weight is
+    unpacked and the product runs in ``mode``. ``called_in_fp32``: the model's own code casts its
+    input to fp32, which no rule has to repeat.
     """
 
     name: str
@@ -60,11 +61,13 @@ class KeptHigh:
 
 @dataclass
 class GuardEvent:
-    """A result with NaN or Inf, or farther from fp32 than its arithmetic explains (``kind`` drift, with an SNR).
+    """A result with NaN or Inf, or farther from fp32 than its arithmetic explains (``kind`` drift,
+    with an SNR).
 
-    ``from_mode`` and ``to_mode``: names in ``modes.MODES``; ``evidence``: what the verdict rests on; ``fell_back``: the
-    model's plan runs in its fallback from this event on; ``ended``: the guard ended the run with this event's error;
-    ``brief``: the event in one line, without sigma, operation, magnitude and batch rows.
+    ``from_mode`` and ``to_mode``: names in ``modes.MODES``; ``evidence``: what the verdict rests
+    on; ``fell_back``: the model's plan runs in its fallback from this event on; ``ended``: the
+    guard ended the run with this event's error; ``brief``: the event in one line, without sigma,
+    operation, magnitude and batch rows.
     """
 
     call: int
@@ -98,7 +101,8 @@ class BlockDrift:
 class CheckReport:
     """One call compared with itself in fp32.
 
-    ``snr_db``: None where it was ``left_out``, which says why; ``threshold_db``: what ``arithmetic`` gives at least.
+    ``snr_db``: None where it was ``left_out``, which says why; ``threshold_db``: what
+    ``arithmetic`` gives at least.
     """
 
     call: int
@@ -114,7 +118,8 @@ class CheckReport:
 
 @dataclass
 class GuardReport:
-    """What the guard saw; ``verdict``: of ``guard/verdicts.py``, "off" when no guard is attached."""
+    """What the guard saw; ``verdict``: of ``guard/verdicts.py``, "off" when no guard is
+    attached."""
 
     verdict: Verdict | Literal["off"] = "off"
     calls: int = 0
@@ -128,8 +133,8 @@ class GuardReport:
 
 @dataclass
 class EncoderReport:
-    """What the guard of a VAE or text encoder saw in the prompt; ``node``: its id, ``messages``: a line per event,
-    ``calls``: those that gave a finite result at once."""
+    """What the guard of a VAE or text encoder saw in the prompt; ``node``: its id, ``messages``: a
+    line per event, ``calls``: those that gave a finite result at once."""
 
     node: str
     kind: str
@@ -143,7 +148,8 @@ class EncoderReport:
 class ControlReport:
     """A ControlNet of the Load ControlNet node; ``cls``: ComfyUI's class.
 
-    ``calls``: how often it ran; None, without layers, for a kind that ComfyUI runs with custom code.
+    ``calls``: how often it ran; None, without layers, for a kind that ComfyUI runs with custom
+    code.
     """
 
     file: str
@@ -163,7 +169,8 @@ class Report:
     Args:
         flags: setting -> entry of ``flag_report``.
         decisions: file, storage, compute, fp16 work -> what was chosen and why, what was measured.
-        ranges: layer -> the largest magnitude it was given so far, of the layers whose inputs are watched.
+        ranges: layer -> the largest magnitude it was given so far, of the layers whose inputs are
+            watched.
         attention_in_fp32: the blocks whose attention ran in fp32 by a rule.
     """
 
@@ -182,10 +189,11 @@ class Report:
     attention_in_fp32: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict:
-        """Return version 1 of the report, ready for ``json.dumps(allow_nan=False)``. A NaN or inf number becomes null.
+        """Return version 1 of the report, ready for ``json.dumps(allow_nan=False)``. A NaN or inf
+        number becomes null.
 
-        Besides the fields: ``modes`` and ``storages``, their labels and colours; ``rules``, lines for Layer Rules that
-        repeat what ran; ``view``, see :func:`~.view.view_of`.
+        Besides the fields: ``modes`` and ``storages``, their labels and colours; ``rules``, lines
+        for Layer Rules that repeat what ran; ``view``, see :func:`~.view.view_of`.
         """
         data = {"version": VERSION, **plain(self)}
         modes = {name: {"label": mode.label, "colour": MODE_COLOURS[name]} for name, mode in MODES.items()}
@@ -199,7 +207,8 @@ class Report:
 
 
 def plain(value):
-    """Convert a value to JSON types: walk dataclasses, mappings and sequences, unpack scalars of torch and numpy."""
+    """Convert a value to JSON types: walk dataclasses, mappings and sequences, unpack scalars of
+    torch and numpy."""
     if hasattr(value, "__dataclass_fields__"):
         written = (item for item in fields(value) if item.metadata.get("json", True))
         return {JSON_NAMES.get(item.name, item.name): plain(getattr(value, item.name)) for item in written}
@@ -213,7 +222,8 @@ def plain(value):
 
 
 def device_section(device: Device) -> dict:
-    """Make the report's ``device`` entry. ``host``: the machine's network name, to tell the workers of one service."""
+    """Make the report's ``device`` entry. ``host``: the machine's network name, to tell the workers
+    of one service."""
     return {
         "name": device.name,
         "label": device.label,

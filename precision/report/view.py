@@ -1,4 +1,5 @@
-"""What the page draws of a report, ready to show: sizes as text, shares, rows of layers, colours, lines of rules."""
+"""What the page draws of a report, ready to show: sizes as text, shares, rows of layers, colours,
+lines of rules."""
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
@@ -28,8 +29,9 @@ SUM_COLOURS = {"fp32": _hex_of(FP32.colour), "fp16": _hex_of(FP16_ACC16.colour),
 def view_of(report: Mapping) -> dict:
     """Derive what the page shows from a report in its JSON form.
 
-    ``stored`` and ``computed``: shares of storages (by bytes) and modes (by layers that multiply), largest first.
-    ``rows``: layers that differ in their block number alone, by their places in ``layers``.
+    ``stored`` and ``computed``: shares of storages (by bytes) and modes (by layers that multiply),
+    largest first. ``rows``: layers that differ in their block number alone, by their places in
+    ``layers``.
     """
     model = report["model"]
     modes = Counter(layer["mode"] for layer in report["layers"] if multiplies(layer["class"]))
@@ -62,10 +64,12 @@ def _rows(layers: list[dict]) -> list[dict]:
 
 
 def rules_text(report: Mapping, fixed: Collection[str] = ()) -> str:
-    """Write rules that repeat the modes and escalations of a report in its JSON form; empty where all layers run alike.
+    """Write rules that repeat the modes and escalations of a report in its JSON form; empty where
+    all layers run alike.
 
-    First the layers whose mode is not the most common one, then the blocks with attention in fp32 by a rule, then the
-    guard's escalations, which win. ``fixed``: the layers whose mode the model's own code sets whatever is asked for.
+    First the layers whose mode is not the most common one, then the blocks with attention in fp32
+    by a rule, then the guard's escalations, which win. ``fixed``: the layers whose mode the model's
+    own code sets whatever is asked for.
     """
     asked = (layer for layer in report["layers"] if multiplies(layer["class"]) and layer["name"] not in fixed)
     modes = {layer["name"]: layer["mode"] for layer in asked}

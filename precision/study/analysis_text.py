@@ -1,4 +1,5 @@
-"""Write an analysis as rules and as text. The text parses as the same rules, as all else in it is a comment."""
+"""Write an analysis as rules and as text. The text parses as the same rules, as all else in it is a
+comment."""
 
 import math
 from collections import Counter
@@ -20,7 +21,8 @@ NO_ERROR, EXACT = "no error", "exact"
 
 
 def rules_of(analysis: Analysis) -> Rules:
-    """Return the choice as rules on top of the default preset: of a storage the layers to keep, else those chosen."""
+    """Return the choice as rules on top of the default preset: of a storage the layers to keep,
+    else those chosen."""
     return rules_from("\n".join(rule_lines(analysis)))
 
 
@@ -77,7 +79,8 @@ def analysis_result(analysis: Analysis, text: str) -> Result:
 
 
 def decibel_text(value: float | None, lost: str = "overflow") -> str:
-    """Write an SNR: 31.5, "exact" for no error, ``lost`` for a result that is not finite, "-" for none."""
+    """Write an SNR: 31.5, "exact" for no error, ``lost`` for a result that is not finite, "-" for
+    none."""
     if value is None:
         return "-"
     return f"{value:.1f}" if math.isfinite(value) else EXACT if value > 0 else lost
@@ -94,7 +97,8 @@ def error_text(snr_db: float) -> str:
 
 
 def outcome(analysis: Analysis) -> list[str]:
-    """Return in sentences which share of the layers was chosen, and how close the final latent stays."""
+    """Return in sentences which share of the layers was chosen, and how close the final latent
+    stays."""
     chosen = analysis.chosen
     free = [*chosen, *analysis.named(KEPT)]
     if chosen:

@@ -1,4 +1,5 @@
-"""Emulate a layer in a lower precision on any device: weights stored in fp8 or int8, or fp16 and bf16 arithmetic."""
+"""Emulate a layer in a lower precision on any device: weights stored in fp8 or int8, or fp16 and
+bf16 arithmetic."""
 
 from dataclasses import dataclass
 
@@ -18,11 +19,13 @@ SUM_LENGTH = 16
 
 @dataclass(frozen=True)
 class Candidate:
-    """One of ``CANDIDATES``. fp8, int8: round the stored weight. The others: round operands and result of the matmul.
+    """One of ``CANDIDATES``. fp8, int8: round the stored weight. The others: round operands and
+    result of the matmul.
 
-    With fp16 accumulation partial sums are rounded to fp16 too, as often as a tensor core does. A convolution never
-    accumulates in fp16. ``products``: of int8: the layer multiplies in int8, its input rotated and quantized with a
-    scale per token; int32 sums are exact, so that a product of the rounded operands differs by rounding alone.
+    With fp16 accumulation partial sums are rounded to fp16 too, as often as a tensor core does. A
+    convolution never accumulates in fp16. ``products``: of int8: the layer multiplies in int8, its
+    input rotated and quantized with a scale per token; int32 sums are exact, so that a product of
+    the rounded operands differs by rounding alone.
     """
 
     name: str
@@ -73,7 +76,8 @@ class Candidate:
     def error(
         self, module: torch.nn.Module, x: torch.Tensor, weight: torch.Tensor, bias, amax: float, exact: torch.Tensor
     ):
-        """Return the error added to ``exact``, a layer's fp32 output for ``x``; not finite on overflow."""
+        """Return the error added to ``exact``, a layer's fp32 output for ``x``; not finite on
+        overflow."""
         rounded = self.rounded(weight, amax)
         if self.stores:
             return multiply(module, self.input(x), rounded, bias) - exact
@@ -96,14 +100,16 @@ def parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def multiply(module: torch.nn.Module, x: torch.Tensor, weight: torch.Tensor, bias) -> torch.Tensor:
-    """Multiply as a Linear or convolution does, with all of its weight or, without groups, with some of its rows."""
+    """Multiply as a Linear or convolution does, with all of its weight or, without groups, with
+    some of its rows."""
     if weight.dim() == 2:
         return F.linear(x, weight, bias)
     return module._conv_forward(x, weight, bias)
 
 
 def with_fp16_sums(x: torch.Tensor, weight: torch.Tensor, bias) -> torch.Tensor:
-    """Multiply ``x`` (..., K) by ``weight`` (N, K), rounding sums to fp16 every ``SUM_LENGTH`` products.
+    """Multiply ``x`` (..., K) by ``weight`` (N, K), rounding sums to fp16 every ``SUM_LENGTH``
+    products.
 
     So do tensor cores. Returns fp16; a sum above 65504 is inf.
     """

@@ -1,4 +1,5 @@
-"""Pictures of the studies: each layer of an analysis, and time, memory and error of each setting that was measured."""
+"""Pictures of the studies: each layer of an analysis, and time, memory and error of each setting
+that was measured."""
 
 import math
 from collections.abc import Iterable
@@ -25,7 +26,8 @@ COLOURS = {
 
 
 def analysis_chart(analysis: Analysis, model: str = "") -> np.ndarray:
-    """Draw a bar for each layer that was measured, as long as its SNR and coloured by outcome; the weakest first."""
+    """Draw a bar for each layer that was measured, as long as its SNR and coloured by outcome; the
+    weakest first."""
     layers = analysis.weakest_first
     top = _highest(layer.worst_db for layer in layers)
     rows = [
@@ -40,8 +42,8 @@ def analysis_chart(analysis: Analysis, model: str = "") -> np.ndarray:
 
 
 def tradeoffs_chart(found: Measurements) -> np.ndarray:
-    """Draw a row for each setting that works, numbered as in the table, with bars of its time, memory and error below
-    their heads; why the others do not."""
+    """Draw a row for each setting that works, numbered as in the table, with bars of its time,
+    memory and error below their heads; why the others do not."""
     shown = [found.reference, *(row for row in found.rows if row.works)]
     most = max(row.seconds for row in shown), max(row.bytes for row in shown), max(map(_error, shown))
     rows = [_cells(f"{number}  {row.setting}", row, most) for number, row in enumerate(found.rows, 1)]

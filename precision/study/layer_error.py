@@ -1,4 +1,5 @@
-"""Measure the error of one layer in a lower precision: of its weight, and of its output on samples of real inputs."""
+"""Measure the error of one layer in a lower precision: of its weight, and of its output on samples
+of real inputs."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -17,11 +18,12 @@ CROP = (2, 8, 8)
 
 @dataclass
 class LayerResult:
-    """The figures of one layer. dB values are signal to noise ratios, the worst of its calls; None: not measured.
+    """The figures of one layer. dB values are signal to noise ratios, the worst of its calls; None:
+    not measured.
 
-    ``output_db``: of the whole output; ``channel_db``: the mean over output channels, which shows an error that larger
-    channels hide. ``size``: parameters. ``flops``: of its matmuls in one run. ``sensitive``: the default preset keeps
-    it.
+    ``output_db``: of the whole output; ``channel_db``: the mean over output channels, which shows
+    an error that larger channels hide. ``size``: parameters. ``flops``: of its matmuls in one run.
+    ``sensitive``: the default preset keeps it.
     """
 
     name: str
@@ -41,7 +43,8 @@ class LayerResult:
 
 
 class MeasuredForward:
-    """Run a module's forward with a measurement, on at most ``ROWS`` rows or a small crop of each input.
+    """Run a module's forward with a measurement, on at most ``ROWS`` rows or a small crop of each
+    input.
 
     Needs memory for pieces of ``PART`` elements of the layer's weight, and keeps no input.
     """
@@ -68,7 +71,8 @@ class MeasuredForward:
 
 
 def sample_of(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """Take rows spread evenly over a Linear's input, or the middle of a convolution's first item, in fp32."""
+    """Take rows spread evenly over a Linear's input, or the middle of a convolution's first item,
+    in fp32."""
     if module.weight.dim() == 2:
         rows = x.reshape(-1, x.shape[-1])
         if len(rows) > ROWS:
@@ -82,7 +86,8 @@ def sample_of(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def weight_error(weight: torch.Tensor, candidate: Candidate) -> float:
-    """Compute the SNR in dB of a weight as the candidate stores it: inf when exact, -inf when it is not finite."""
+    """Compute the SNR in dB of a weight as the candidate stores it: inf when exact, -inf when it is
+    not finite."""
     largest = amax_value(weight)
     noise, signal = 0.0, 0.0
     for part in parts(weight):
@@ -93,10 +98,12 @@ def weight_error(weight: torch.Tensor, candidate: Candidate) -> float:
 
 
 def output_error(module: torch.nn.Module, x: torch.Tensor, weight, bias, candidate: Candidate) -> tuple[float, float]:
-    """Compute the SNRs in dB of a layer's output for a sample of its input: of the whole, and the mean over channels.
+    """Compute the SNRs in dB of a layer's output for a sample of its input: of the whole, and the
+    mean over channels.
 
-    A channel's error counts as its own size at most. It is compared with the power its products would have with random
-    signs where that is larger, as a few outputs near zero are no fault of the weights.
+    A channel's error counts as its own size at most. It is compared with the power its products
+    would have with random signs where that is larger, as a few outputs near zero are no fault of
+    the weights.
     """
     largest, signals, noises, random = amax_value(weight), [], [], []
     for part, part_bias in _pieces(module, weight, bias):

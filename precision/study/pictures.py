@@ -9,11 +9,11 @@ from .tradeoffs import Measurements
 
 
 def with_pictures(chart: np.ndarray, found: Measurements) -> np.ndarray:
-    """Return a chart with the pictures of ``found.shown`` beside one another below it, each below its caption; without
-    pictures, the chart as it is.
+    """Return a chart with the pictures of ``found.shown`` beside one another below it, each below
+    its caption; without pictures, the chart as it is.
 
-    ``chart``: fp32 (height, width, 3) from 0 to 1. A pixel of a picture is one of a latent: pictures are enlarged
-    without smoothing.
+    ``chart``: fp32 (height, width, 3) from 0 to 1. A pixel of a picture is one of a latent:
+    pictures are enlarged without smoothing.
     """
     row = found.shown
     if row is None or not row.pictures:

@@ -1,8 +1,9 @@
 """Find which layers of a model survive a lower precision, in short runs of its own sampler.
 
-One run measures each layer by itself: the error of its weight, and of its output on its real inputs. Then layers, least
-damage per byte first, are changed together in further runs, whose results are compared with the first run's. Sets that
-miss the target are halved, as in ``onnxconverter_common.auto_convert_mixed_precision``.
+One run measures each layer by itself: the error of its weight, and of its output on its real
+inputs. Then layers, least damage per byte first, are changed together in further runs, whose
+results are compared with the first run's. Sets that miss the target are halved, as in
+``onnxconverter_common.auto_convert_mixed_precision``.
 """
 
 import math
@@ -22,7 +23,8 @@ from .layer_error import LayerResult, MeasuredForward
 
 CHOSEN, KEPT, PINNED, BARRED, UNUSED = "chosen", "kept", "pinned", "not possible", "never ran"
 MAX_TRIALS = 12
-"""The most sets of layers that are run; about half as many mostly come within ``NEAR_DB`` of the target."""
+"""The most sets of layers that are run; about half as many mostly come within ``NEAR_DB`` of the
+target."""
 NEAR_DB = 0.5
 
 Run = Callable[[], Sequence[torch.Tensor]]
@@ -31,10 +33,12 @@ Run = Callable[[], Sequence[torch.Tensor]]
 
 @dataclass
 class Analysis:
-    """The result of :func:`analyze`. ``snr_db``: of the final latent with the ``chosen`` layers; inf for no error.
+    """The result of :func:`analyze`. ``snr_db``: of the final latent with the ``chosen`` layers;
+    inf for no error.
 
-    ``all_db``: the same with all ``all_count`` layers that are not sensitive. ``steps``: of the sampler, in all runs.
-    ``trials``: sets of layers that were run; with ``MAX_TRIALS`` the search may have ended early.
+    ``all_db``: the same with all ``all_count`` layers that are not sensitive. ``steps``: of the
+    sampler, in all runs. ``trials``: sets of layers that were run; with ``MAX_TRIALS`` the search
+    may have ended early.
     """
 
     candidate: Candidate
@@ -125,7 +129,8 @@ class Session:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Patch the layers during a call of the model: to measure them in the first run, else to change them."""
+        """Patch the layers during a call of the model: to measure them in the first run, else to
+        change them."""
         with patched(self._patches()):
             yield
 
@@ -149,20 +154,23 @@ def snr_db(reference: torch.Tensor, result: torch.Tensor) -> float:
 
 
 def closeness(reference: Sequence[torch.Tensor], result: Sequence[torch.Tensor]) -> tuple[float, float]:
-    """Compare the final latents of two runs: the SNR in dB and the cosine, the least of several latents."""
+    """Compare the final latents of two runs: the SNR in dB and the cosine, the least of several
+    latents."""
     pairs = [*zip(reference, result, strict=True)]
     return min(snr_db(*pair) for pair in pairs), min(_cosine(*pair) for pair in pairs)
 
 
 def _cosine(reference: torch.Tensor, result: torch.Tensor) -> float:
-    """Compute the cosine of two results: 1 if one is a multiple of the other, 0 if one is zero everywhere."""
+    """Compute the cosine of two results: 1 if one is a multiple of the other, 0 if one is zero
+    everywhere."""
     exact, other = (tensor.cpu().double().flatten() for tensor in (reference, result))
     size = (exact.norm() * other.norm()).item()
     return (exact @ other).item() / size if size else 0.0
 
 
 def analyze(session: Session, target_db: float, pin: bool = True) -> Analysis:
-    """Measure every layer and choose layers with which the final latent stays at ``target_db`` or better.
+    """Measure every layer and choose layers with which the final latent stays at ``target_db`` or
+    better.
 
     ``pin``: keep layers with a sensitive role; else they are chosen like the others.
     """
@@ -198,7 +206,8 @@ def _grown(session: Session, target_db: float, chosen: frozenset[str], segment: 
 
 
 def ordered(layers: Sequence[LayerResult], candidate: Candidate) -> list[str]:
-    """Name the layers that do not overflow, least damage per byte (per FLOP, for arithmetic) first."""
+    """Name the layers that do not overflow, least damage per byte (per FLOP, for arithmetic)
+    first."""
 
     def cost(layer: LayerResult) -> float:
         return 10 ** (-layer.worst_db / 10) / (layer.size if candidate.stores else layer.flops)

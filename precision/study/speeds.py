@@ -16,8 +16,9 @@ IN_8_BITS = {"int8": "int8", "fp8_e4m3fn": "fp8"}
 def speeds_beside_16_bit(found: Measurements, date: str) -> list[Measurement]:
     """List the speeds of int8 and fp8, multiplied and unpacked, relative to the fastest 16-bit row.
 
-    The ends of a ratio are what the spreads of both rows allow. Rows that did not work, and rows whose timed steps lie
-    too far apart to rank them, are left out; without a 16-bit row the list is empty.
+    The ends of a ratio are what the spreads of both rows allow. Rows that did not work, and rows
+    whose timed steps lie too far apart to rank them, are left out; without a 16-bit row the list is
+    empty.
 
     Args:
         found: the measurements of one model.

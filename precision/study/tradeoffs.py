@@ -1,4 +1,5 @@
-"""Settings to try on a model, what each costs and how close it comes, the best for a goal, and its rules."""
+"""Settings to try on a model, what each costs and how close it comes, the best for a goal, and its
+rules."""
 
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -34,11 +35,13 @@ FLOORS: dict[Goal, float] = {"balanced": 25.0, "speed": 20.0, "memory": 20.0}
 """Goal -> the SNR in dB that a setting needs for it: an error of 5.6 % or 10 %."""
 NO_OPTION = "Candidates, line {0}, {1}: '{2}' is not a {3} option."
 NOISE = 0.2
-"""The spread of a row's timed steps, as a share of their median, above which its time ranks nothing."""
+"""The spread of a row's timed steps, as a share of their median, above which its time ranks
+nothing."""
 CLOSE_DB = 1.0
 CLOSE = 1.03
 SAME_DB = 100.0
-"""The SNR from which results of equal products differ by the order of sums alone: 0.001 % of the latent."""
+"""The SNR from which results of equal products differ by the order of sums alone: 0.001 % of the
+latent."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,8 @@ class Setting:
 
 
 def settings_from(text: str) -> list[Setting]:
-    """Read settings, one ``storage/compute`` per line, each once. Empty lines and ``#`` comments are skipped.
+    """Read settings, one ``storage/compute`` per line, each once. Empty lines and ``#`` comments
+    are skipped.
 
     Raises:
         HalfsafeError: lines cannot be read, all of which it names, or there is none.
@@ -76,7 +80,8 @@ def settings_from(text: str) -> list[Setting]:
 
 
 def why_not(setting: Setting, device: Device, formats: Container[str] = QUANTIZED_NAMES) -> str:
-    """Return why a device, or a ComfyUI with these formats, cannot run a setting; empty where the setting can run.
+    """Return why a device, or a ComfyUI with these formats, cannot run a setting; empty where the
+    setting can run.
 
     A CPU emulates 16 bit, slowly, and is measured all the same.
     """
@@ -95,14 +100,19 @@ class Tradeoff:
 
     Attributes:
         storage: what a loader has to be asked for to hold the weights so.
-        seconds: of one step, the median of those timed in both turns; ``spread``: the farthest of them from it;
+        seconds: of one step, the median of those timed in both turns; ``spread``: the farthest of
+            them from it;
             ``timed``: all of them.
-        extra_bytes: the most that was allocated on the device beyond them; None where the device does not tell.
-        snr_db: of the final latent against the reference, the least of all seeds; None where nothing was compared.
+        extra_bytes: the most that was allocated on the device beyond them; None where the device
+            does not tell.
+        snr_db: of the final latent against the reference, the least of all seeds; None where
+            nothing was compared.
         cosines: of the final latent and that of the reference, one for each seed.
-        pictures: of the reference and of this row, of the seed with the least cosine: uint8 (height, width, 3), with a
-            pixel for each of the latent; none where ComfyUI does not tell the colours of the latent.
-        storages: storage -> bytes of weights; ``modes``: mode -> number of layers that multiplied so.
+        pictures: of the reference and of this row, of the seed with the least cosine: uint8
+            (height, width, 3), with a pixel for each of the latent; none where ComfyUI does not
+            tell the colours of the latent.
+        storages: storage -> bytes of weights; ``modes``: mode -> number of layers that multiplied
+            so.
         problem: why it was not measured, or what is wrong with its result; empty where nothing is.
         same: other settings that come to the same here, and are not measured again.
         out_of_memory: the problem is that the device or host had no memory for it.
@@ -151,8 +161,8 @@ class Tradeoff:
         return self.seconds is not None and self.spread > NOISE * self.seconds
 
     def computes_as(self, other: "Tradeoff") -> bool:
-        """True if two rows held the same weights, multiplied in the same modes and gave the same result: neither can be
-        faster than the other."""
+        """True if two rows held the same weights, multiplied in the same modes and gave the same
+        result: neither can be faster than the other."""
         same = self.storages == other.storages and self.modes == other.modes
         one, another = (math.inf if row.snr_db is None else row.snr_db for row in (self, other))
         return same and (one == another or min(one, another) >= SAME_DB)
@@ -169,13 +179,14 @@ class Measurements:
 
     Attributes:
         storage: of the weights that the settings are made from: the file's own.
-        given: of the weights that the node was given; ``is_of_file``: False where their file is not known, so that
-            they are what the settings are made from.
+        given: of the weights that the node was given; ``is_of_file``: False where their file is not
+            known, so that they are what the settings are made from.
         machine: the card's own name, its driver, and torch.
         automatic: what compute ``auto`` stands for here.
         reference: what the others are compared with; it has no SNR.
         seeds: that were sampled, from ``seed`` on.
-        took: seconds of the whole measurement, and of the sampler's runs in it; the rest makes and moves weights.
+        took: seconds of the whole measurement, and of the sampler's runs in it; the rest makes and
+            moves weights.
     """
 
     device: str
@@ -195,20 +206,23 @@ class Measurements:
 
     @property
     def best(self) -> dict[Goal, Tradeoff]:
-        """Goal -> its best row, without the goals that no row can be chosen for: see :func:`best_for`."""
+        """Goal -> its best row, without the goals that no row can be chosen for: see
+        :func:`best_for`."""
         found = {goal: best_for(goal, self.rows, self.has_drifted) for goal in GOALS}
         return {goal: row for goal, row in found.items() if row is not None}
 
     @property
     def shown(self) -> Tradeoff | None:
-        """The row whose pictures are shown: the best for balanced, or for quality where there is none."""
+        """The row whose pictures are shown: the best for balanced, or for quality where there is
+        none."""
         best = self.best
         return best.get("balanced") or best.get("quality")
 
     @property
     def has_drifted(self) -> bool:
-        """True if a row that computes as the reference took another time, by more than the spread of both: the noise of
-        the measurement is larger than the spread of a row tells, and no time ranks."""
+        """True if a row that computes as the reference took another time, by more than the spread
+        of both: the noise of the measurement is larger than the spread of a row tells, and no time
+        ranks."""
         twins = (row for row in self.rows if row.works and row.computes_as(self.reference))
         return any(abs(row.seconds - self.reference.seconds) > _margin(row, self.reference) for row in twins)
 
@@ -218,8 +232,8 @@ class Measurements:
 
     @property
     def beside(self) -> Tradeoff | None:
-        """What the best for balanced is told beside: the fastest row of the file's own weights, or the reference; None
-        if the best computes as that row."""
+        """What the best for balanced is told beside: the fastest row of the file's own weights, or
+        the reference; None if the best computes as that row."""
         own = [row for row in self.rows if row.works and self.is_as_file(row)]
         best = self.best.get("balanced")
         beside = self.reference if best in own or not own else min(own, key=lambda row: row.seconds)
@@ -227,7 +241,8 @@ class Measurements:
 
     @property
     def rules(self) -> Rules:
-        """The best row for balanced as rules, see :func:`rules_for`; the default preset's where there is none."""
+        """The best row for balanced as rules, see :func:`rules_for`; the default preset's where
+        there is none."""
         best = self.best.get("balanced")
         return rules_for(best, self.automatic, self.layers, self._figures(best)) if best else rules_from()
 
@@ -242,11 +257,12 @@ class Measurements:
 def best_for(goal: Goal, rows: Iterable[Tradeoff], has_drifted: bool = False) -> Tradeoff | None:
     """Choose the best row for a goal; None where no row works, or the times are too noisy to tell.
 
-    quality: the fastest of those within 1 dB of the highest SNR. memory: the fastest of those within 3 % of the
-    smallest. speed: the closest of those as fast as the fastest, within 3 % or the larger spread of both. balanced: the
-    smallest of those as fast as the fastest, the closest where several are within 3 %. All but quality among the rows
-    that reach the goal's SNR (``FLOORS``); where none does, the choice is quality's. quality and memory need no time:
-    where it is noisy, the smallest is chosen for quality, and the closest for memory.
+    quality: the fastest of those within 1 dB of the highest SNR. memory: the fastest of those
+    within 3 % of the smallest. speed: the closest of those as fast as the fastest, within 3 % or
+    the larger spread of both. balanced: the smallest of those as fast as the fastest, the closest
+    where several are within 3 %. All but quality among the rows that reach the goal's SNR
+    (``FLOORS``); where none does, the choice is quality's. quality and memory need no time: where
+    it is noisy, the smallest is chosen for quality, and the closest for memory.
 
     ``has_drifted``: all times are too noisy.
     """
@@ -283,17 +299,19 @@ def _level(rows: Sequence[Tradeoff]) -> list[Tradeoff]:
 
 
 def _margin(row: Tradeoff, other: Tradeoff) -> float:
-    """Return the difference in seconds up to which two rows take the same time: 3 %, or the larger spread of both."""
+    """Return the difference in seconds up to which two rows take the same time: 3 %, or the larger
+    spread of both."""
     return max(row.spread, other.spread, (CLOSE - 1) * other.seconds)
 
 
 def rules_for(row: Tradeoff, automatic: str, layers: Sequence[LayerSpec], figures: str = "") -> Rules:
     """Write a row as rules for a loader, or for Compute Dtype, whose own options are ``auto``.
 
-    The first line is for all layers, with ``figures`` in its comment, which a saved file's model card shows. Rules
-    change layers of a model that computes as ``automatic``: where another dtype is asked for, what passes between them
-    is fp32, so that the result is no less close than with the option. Where the line asks for 8 bits, lines for the
-    sensitive layers of this model follow, as it would win over the preset's.
+    The first line is for all layers, with ``figures`` in its comment, which a saved file's model
+    card shows. Rules change layers of a model that computes as ``automatic``: where another dtype
+    is asked for, what passes between them is fp32, so that the result is no less close than with
+    the option. Where the line asks for 8 bits, lines for the sensitive layers of this model follow,
+    as it would win over the preset's.
     """
     comment = f" # {MEASURED}{', '.join(filter(None, (str(row.setting), figures)))}"
     words = filter(None, (f"* storage={row.storage}", compute_rule(row, automatic), comment))

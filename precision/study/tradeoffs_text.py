@@ -18,12 +18,14 @@ SHARED = ("card", "driver", "torch", "model", *TABLE)
 REFERENCE = "(reference)"
 NOISY = "too noisy to rank"
 CHOICES: tuple[Goal, ...] = ("speed", "memory", "quality")
-"""The goals that the page offers, in the order of its rows: the fastest, the smallest, the closest."""
+"""The goals that the page offers, in the order of its rows: the fastest, the smallest, the
+closest."""
 HEADER = ("  setting", "s/step", "memory", "weights", "SNR dB", "what ran")
 
 
 def table_text(found: Measurements) -> str:
-    """Write the measurements: a head, one line per setting, notes, the best for each goal, and rules for balanced.
+    """Write the measurements: a head, one line per setting, notes, the best for each goal, and
+    rules for balanced.
 
     Columns are two or more spaces apart.
     """
@@ -35,7 +37,8 @@ def table_text(found: Measurements) -> str:
 
 
 def tradeoffs_result(found: Measurements, text: str) -> Result:
-    """Sum the measurements up: the best for balanced in a sentence, and a table of all with the best first."""
+    """Sum the measurements up: the best for balanced in a sentence, and a table of all with the
+    best first."""
     best = found.best.get("balanced")
     rows = [_shown(row, found, row.names) for row in sorted(found.rows, key=lambda row: row is not best)]
     rows.append(_shown(found.reference, found, f"{found.reference.setting} {REFERENCE}"))
@@ -62,7 +65,8 @@ def _use(row: Tradeoff, found: Measurements) -> dict[str, str]:
 
 
 def _choices(found: Measurements) -> list[dict[str, object]]:
-    """List the fastest, the smallest and the closest row with their figures as numbers; once if they are the same."""
+    """List the fastest, the smallest and the closest row with their figures as numbers; once if
+    they are the same."""
     chosen: dict[Setting, tuple[Tradeoff, list[Goal]]] = {}
     for goal in CHOICES:
         if row := found.best.get(goal):
@@ -82,8 +86,8 @@ def _choices(found: Measurements) -> list[dict[str, object]]:
 
 
 def _shared_rows(found: Measurements) -> str:
-    """Write what worked, and the reference, as rows of the table in docs/devices.md, and the same as JSON, for others
-    to read. Times have their spread."""
+    """Write what worked, and the reference, as rows of the table in docs/devices.md, and the same
+    as JSON, for others to read. Times have their spread."""
     about = (*found.machine, f"{found.model}, latent {_size(found)}")
     named = [(str(row.setting), row) for row in found.rows if row.works]
     named += [(f"{found.reference.setting} {REFERENCE}", found.reference)] if named else []
@@ -93,7 +97,8 @@ def _shared_rows(found: Measurements) -> str:
 
 
 def _without_best(found: Measurements, rows: list[list[str]], text: str) -> Result:
-    """Return the smallest and the most accurate setting, which need no times; empty if no setting works."""
+    """Return the smallest and the most accurate setting, which need no times; empty if no setting
+    works."""
     smallest, closest = (found.best.get(goal) for goal in ("memory", "quality"))
     if smallest is None:
         return Result(result.NONE_WORKS, BAD, TABLE, rows, text=text)
@@ -149,13 +154,15 @@ def _cells(row: Tradeoff, found: Measurements, name: str) -> list[str]:
 
 
 def _seconds(row: Tradeoff) -> str:
-    """Write the time of a step, and how far the timed steps lie from it where that is 1 % or more."""
+    """Write the time of a step, and how far the timed steps lie from it where that is 1 % or
+    more."""
     share = row.spread / row.seconds if row.seconds else 0.0
     return seconds_text(row.seconds) + (f" \u00b1{share * 100:.0f} %" if share >= 0.01 else "")
 
 
 def _shown(row: Tradeoff, found: Measurements, name: str) -> list[str]:
-    """Return the cells that the page shows: without the weights' size, with a word on a time that ranks nothing."""
+    """Return the cells that the page shows: without the weights' size, with a word on a time that
+    ranks nothing."""
     if "auto" in (row.setting.storage, row.setting.compute) and row.modes:
         name = f"{name} = {row.storage}/{row.computed_by}"
     name, seconds, memory, _, snr, ran = _cells(row, found, name)

@@ -1,4 +1,5 @@
-"""How the report words accumulation: sums of each layer and why, torch's flags, settings without effect."""
+"""How the report words accumulation: sums of each layer and why, torch's flags, settings without
+effect."""
 
 import torch
 
@@ -51,8 +52,8 @@ def _sums_of(run: AccumulationRun) -> dict[str, tuple[Sums, str]]:
 
 
 def _state_text(run: AccumulationRun) -> str:
-    """Return in one line how many layers accumulate in fp16, of those that met fp16 inputs or whose weight is out of
-    reach; empty before the first call."""
+    """Return in one line how many layers accumulate in fp16, of those that met fp16 inputs or whose
+    weight is out of reach; empty before the first call."""
     if run.calibration.calibrating:
         return ""
     used = [operation for operation in run.operations.values() if operation.ran or not operation.weights]
@@ -69,8 +70,8 @@ def _inert_rules(patcher) -> list[WithoutEffect]:
 
 
 def layer_accumulation(patcher) -> dict[str, tuple[Sums, str]]:
-    """Return layer -> (accumulation, reason) of the layers whose products can sum in anything but fp32, and of int8
-    layers: exact int32 sums, scaled in fp32, are listed as fp32."""
+    """Return layer -> (accumulation, reason) of the layers whose products can sum in anything but
+    fp32, and of int8 layers: exact int32 sums, scaled in fp32, are listed as fp32."""
     return _planned_accumulation(patcher) | sums_by_rule(patcher)
 
 
@@ -113,7 +114,8 @@ def _held_off(patcher) -> bool:
 
 
 def flags_of(patcher) -> dict[str, dict]:
-    """Make the report's ``flags``: each setting as requested, inside and outside of the model's calls."""
+    """Make the report's ``flags``: each setting as requested, inside and outside of the model's
+    calls."""
     accumulation = accumulation_of(patcher)
     if accumulation is None:
         found = flag_reports()

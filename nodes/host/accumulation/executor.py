@@ -1,5 +1,5 @@
-"""Carry out an accumulation request on a ModelPatcher: flags, fp16 accumulation and attention, during each model
-call."""
+"""Carry out an accumulation request on a ModelPatcher: flags, fp16 accumulation and attention,
+during each model call."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -36,8 +36,8 @@ from ..replay.model_compiler import compiler_off
 
 
 def with_accumulation(patcher, request: Request):
-    """Return a clone of the model that runs as requested; what the request leaves unchanged is as an earlier node
-    asked."""
+    """Return a clone of the model that runs as requested; what the request leaves unchanged is as
+    an earlier node asked."""
     clone = patcher.clone()
     if request == Request():
         return clone
@@ -53,15 +53,16 @@ def accumulation_of(patcher) -> "Accumulation | None":
 
 
 class Accumulation(Stage):
-    """Run the calls of models under one request. It keeps what it learns of each model it runs, not the model."""
+    """Run the calls of models under one request. It keeps what it learns of each model it runs, not
+    the model."""
 
     def __init__(self, request: Request):
         self.request = request
         self.runs: PerModel[AccumulationRun] = PerModel(lambda model: AccumulationRun(request, model), _settings)
 
     def in_call(self, call: Call) -> Acting | None:
-        """Return the model's sums as asked; under a rung that decides about every layer, torch's flags alone; None
-        while Train LoRA trains, whose backward pass would have other sums."""
+        """Return the model's sums as asked; under a rung that decides about every layer, torch's
+        flags alone; None while Train LoRA trains, whose backward pass would have other sums."""
         if trains():
             return None
         sums = self.runs.of(call.model)
@@ -131,15 +132,16 @@ class AccumulationRun(CalibratedActing):
 
     @property
     def attend(self) -> Callable | None:
-        """The attention override of an attempt; None for one that leaves attention alone and notes nothing of it."""
+        """The attention override of an attempt; None for one that leaves attention alone and notes
+        nothing of it."""
         notes = self.calibration.calibrating and self.operations
         return self._attend if notes or self.plan.attention != UNCHANGED else None
 
     def _attend(
         self, function: Callable, attention: Callable, q: torch.Tensor, k, v, heads: int, *args, **kwargs
     ) -> torch.Tensor:
-        """Run an fp16 attention so that it cannot overflow, in front of whatever override is there already: as it was
-        measured, or each in fp32."""
+        """Run an fp16 attention so that it cannot overflow, in front of whatever override is there
+        already: as it was measured, or each in fp32."""
         in_fp16 = q.dtype == torch.float16
         if self.calibration.calibrating and not (in_fp16 and self.attention):
             self.calibration.hiding.look_behind()  # Inf in q may leave zeros; a safe attention looks at q itself
@@ -151,7 +153,8 @@ class AccumulationRun(CalibratedActing):
         return self.attention(kernels, q, k, v, heads, *args, **kwargs).to(q.dtype)
 
     def attention_text(self) -> str:
-        """Return how the attentions of a call ran; empty before a call, and for a plan that leaves them alone."""
+        """Return how the attentions of a call ran; empty before a call, and for a plan that leaves
+        them alone."""
         if self.attention is None:
             return "" if self.plan.attention == UNCHANGED else "all fp16 attentions run in fp32"
         in_fp32 = self.attention.calls_in_fp32
@@ -177,7 +180,8 @@ def _settings(patcher) -> tuple:
 
 
 def sums_by_rule(patcher) -> dict[str, tuple[Sums, str]]:
-    """Return layer -> (accumulation, reason) of the layers that a rule of the compute plan decides."""
+    """Return layer -> (accumulation, reason) of the layers that a rule of the compute plan
+    decides."""
     asked = asked_by_rule(patcher) if switches_by_layer(patcher) else {}
     return {name: (sums, Message("{0} sums by rule", sums)) for name, sums in asked.items()}
 

@@ -1,4 +1,5 @@
-"""Compare attentions of quantized operands with fp32 unasked: once for a model, a kernel and a size."""
+"""Compare attentions of quantized operands with fp32 unasked: once for a model, a kernel and a
+size."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ NO_MEMORY = "Not enough memory to compare the attention with fp32."
 
 
 class UnaskedChecks:
-    """The checks of a guard whose ``check`` is off: of attentions of quantized operands, on AMD, or with many tokens.
+    """The checks of a guard whose ``check`` is off: of attentions of quantized operands, on AMD, or
+    with many tokens.
 
     ``always``: on each device and for any number of tokens.
     """
@@ -57,12 +59,13 @@ class UnaskedChecks:
 
     @staticmethod
     def are_of_file(model: torch.nn.Module, options: dict) -> bool:
-        """True if attentions of a model run the kernels that its file requests, which they do only without an override
-        (``wrap_attn`` in comfy/ldm/modules/attention.py, ComfyUI 0.38)."""
+        """True if attentions of a model run the kernels that its file requests, which they do only
+        without an override (``wrap_attn`` in comfy/ldm/modules/attention.py, ComfyUI 0.38)."""
         return OVERRIDE not in options and any(map(kernel_of_file, modules_of(model).values()))
 
     def __call__(self, call: Call, number: int, guarded: Guarded, log: GuardLog) -> _AttentionCheck | None:
-        """Return the check of the next call; None if its attention quantizes nothing, or was checked."""
+        """Return the check of the next call; None if its attention quantizes nothing, or was
+        checked."""
         chosen = call.options.get(OVERRIDE)
         kernel = function_name(chosen_by(chosen) if chosen else comfy.ldm.modules.attention.optimized_attention)
         if kernel not in QUANTIZED:
@@ -80,7 +83,8 @@ class UnaskedChecks:
 
 
 class _AttentionCheck:
-    """Comparison of the attentions of one call, each with itself in fp32; used as ``_DriftCheck`` is."""
+    """Comparison of the attentions of one call, each with itself in fp32; used as ``_DriftCheck``
+    is."""
 
     def __init__(
         self, call: Call, number: int, log: GuardLog, kernel: str, least: int, found: Callable[[bool | None], None]
@@ -161,8 +165,8 @@ class _AttentionCheck:
         return result
 
     def _rows(self, function: Callable, q, k, v, heads: int, **kwargs) -> Callable | None:
-        """Compute rows of an attention in fp32; None for one that is not to be checked, or has an argument whose
-        meaning is not known."""
+        """Compute rows of an attention in fp32; None for one that is not to be checked, or has an
+        argument whose meaning is not known."""
         if max(q.shape[-2], k.shape[-2]) <= self.least or kernels_of(function, function, (), kwargs).unbounded:
             return None
         mask, reshaped = kwargs.get("mask"), kwargs.get("skip_reshape")

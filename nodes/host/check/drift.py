@@ -1,4 +1,5 @@
-"""Compare a guarded call with the same call in fp32, and name the blocks with the largest error if it drifts."""
+"""Compare a guarded call with the same call in fp32, and name the blocks with the largest error if
+it drifts."""
 
 from __future__ import annotations
 
@@ -61,10 +62,12 @@ STEP_CACHE_KEY = "easycache"
 
 
 def checking(setting: str, patcher: ModelPatcher, node_id: str | None) -> Callable:
-    """Return the factory of checks for a node's ``check`` input. With it off, attentions of quantized operands are
-    compared alone: each for a guard of *Guard every run*, which has no such input, else on AMD and with many tokens.
+    """Return the factory of checks for a node's ``check`` input. With it off, attentions of
+    quantized operands are compared alone: each for a guard of *Guard every run*, which has no such
+    input, else on AMD and with many tokens.
 
-    Kernels that the model's file requests are not compared alone: *Guard every run* compares the first step with them.
+    Kernels that the model's file requests are not compared alone: *Guard every run* compares the
+    first step with them.
     """
     watched = bool(node_id and node_id.startswith(WATCHED))
     options = patcher.model_options.get("transformer_options", {})
@@ -79,7 +82,8 @@ def checking(setting: str, patcher: ModelPatcher, node_id: str | None) -> Callab
 
 
 def _check_of(setting: str, call: Call, number: int, guarded: Guarded, log: GuardLog) -> _DriftCheck | None:
-    """Return the check of the next call, if its step is to be checked and an extra call has no side effects; else None.
+    """Return the check of the next call, if its step is to be checked and an extra call has no side
+    effects; else None.
 
     ``number``: index of the call among those of the log.
     """
@@ -98,7 +102,8 @@ def _check_of(setting: str, call: Call, number: int, guarded: Guarded, log: Guar
 
 
 class _BlockOutputs:
-    """Samples of the results of a model's blocks in a call: name -> one sample per run of the block."""
+    """Samples of the results of a model's blocks in a call: name -> one sample per run of the
+    block."""
 
     def __init__(self, model: torch.nn.Module):
         self.samples: dict[str, list[torch.Tensor]] = {}
@@ -115,8 +120,9 @@ class _BlockOutputs:
 
 
 class _DriftCheck:
-    """Comparison of one call with the same call in fp32. Enter :meth:`watching` around the call, then pass its result
-    to :meth:`compare`, or call :meth:`leave_out` for a result that is not finite."""
+    """Comparison of one call with the same call in fp32. Enter :meth:`watching` around the call,
+    then pass its result to :meth:`compare`, or call :meth:`leave_out` for a result that is not
+    finite."""
 
     def __init__(self, call: Call, number: int, guarded: Guarded, log: GuardLog, step: int):
         self.call = call
@@ -136,7 +142,8 @@ class _DriftCheck:
             yield
 
     def compare(self, run: Run, result: torch.Tensor) -> None:
-        """Compare the call's result with the same call in fp32. Errors are logged, and the run continues."""
+        """Compare the call's result with the same call in fp32. Errors are logged, and the run
+        continues."""
         after, left_out = CoreState(self.call.options), ""
         try:
             with compile_disabled():
@@ -151,7 +158,8 @@ class _DriftCheck:
         self.tell(left_out)
 
     def leave_out(self) -> None:
-        """Log that a call failed and is not compared; the next call of its step is checked instead."""
+        """Log that a call failed and is not compared; the next call of its step is checked
+        instead."""
         self.log.checked.discard(self.report.step)
         self.tell(NOT_A_RESULT)
 
@@ -181,8 +189,8 @@ class _DriftCheck:
         return ""
 
     def _tell_hidden(self, run: Run, result: torch.Tensor, exact: torch.Tensor, blocks: _BlockOutputs) -> None:
-        """Log an event for a finite result that is NaN or Inf in fp32: the input or weight that explains it, else the
-        first block whose result is NaN or Inf there."""
+        """Log an event for a finite result that is NaN or Inf in fp32: the input or weight that
+        explains it, else the first block whose result is NaN or Inf there."""
         call = ModelCall(
             run, self._uncached(), self.report.call, self.start, result, self.guarded, sites=frozenset([FINITE_HERE])
         )
@@ -196,8 +204,8 @@ class _DriftCheck:
         self.report.repeats += self.log.extra_calls - extra
 
     def _judge(self, result: torch.Tensor, exact: torch.Tensor) -> None:
-        """Compare each row with the same row of the fp32 call, and log an event if the SNR of a row is below the
-        threshold."""
+        """Compare each row with the same row of the fp32 call, and log an event if the SNR of a row
+        is below the threshold."""
         # What the parametrization makes of the noisy latent where the network gives zeros.
         zeros = torch.zeros_like(exact)
         without_network = getattr(self.model.model_sampling, DENOISED)(self.call.t, zeros, self.latent)
@@ -234,8 +242,8 @@ class _DriftCheck:
 
 
 def _arithmetic(patcher: ModelPatcher, plan: PlanInUse) -> str:
-    """Return the arithmetic of a model, by the names of the thresholds: the coarsest of its layers and of the values
-    between them."""
+    """Return the arithmetic of a model, by the names of the thresholds: the coarsest of its layers
+    and of the values between them."""
     if plan.whole:
         return FP32.name
     modes = planned_modes_of(patcher)  # fp16_safe is one arithmetic, though some of its results are fp16
@@ -248,8 +256,8 @@ def _arithmetic(patcher: ModelPatcher, plan: PlanInUse) -> str:
 
 
 def _without_step_cache(options: dict) -> dict:
-    """Copy ``transformer_options`` without the wrapper of ComfyUI's EasyCache, which reuses results of earlier
-    steps."""
+    """Copy ``transformer_options`` without the wrapper of ComfyUI's EasyCache, which reuses results
+    of earlier steps."""
     wrappers = dict(options.get("wrappers", {}))
     inner = wrappers.get(WrappersMP.DIFFUSION_MODEL, {})
     wrappers[WrappersMP.DIFFUSION_MODEL] = {key: group for key, group in inner.items() if key != STEP_CACHE_KEY}
@@ -258,8 +266,8 @@ def _without_step_cache(options: dict) -> dict:
 
 def _with_rounded_guidance(arguments: dict, dtype: torch.dtype) -> dict:
     """Copy a call's arguments with the embedded guidance rounded as in the model's own code."""
-    # Flux and Hunyuan Video multiply it by 1000 in the dtype of the values between layers (``timestep_embedding`` in
-    # comfy/ldm/flux/layers.py): 6.0 becomes 6016 in bf16.
+    # Flux and Hunyuan Video multiply it by 1000 in the dtype of the values between layers
+    # (``timestep_embedding`` in comfy/ldm/flux/layers.py): 6.0 becomes 6016 in bf16.
     guidance = arguments.get("guidance")
     if not isinstance(guidance, torch.Tensor) or not guidance.is_floating_point():
         return arguments

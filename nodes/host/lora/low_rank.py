@@ -1,6 +1,8 @@
-"""LoRAs of a model's 8-bit weights: sorted by whether they are added to results, and as a model of their own.
+"""LoRAs of a model's 8-bit weights: sorted by whether they are added to results, and as a model of
+their own.
 
-ComfyUI loads, offloads and counts that model; patches other than LoRAs are merged into weights by ComfyUI.
+ComfyUI loads, offloads and counts that model; patches other than LoRAs are merged into weights by
+ComfyUI.
 """
 
 import logging
@@ -31,17 +33,21 @@ from ..comfyui.layers import is_quantized
 from ..comfyui.weights import core_weights
 
 ALPHA = 2
-"""The place of a number among the ``weights`` of an adapter (``comfy/weight_adapter``); matrices are at the others."""
+"""The place of a number among the ``weights`` of an adapter (``comfy/weight_adapter``); matrices
+are at the others."""
 RANKED = {LoRAAdapter: (1,), LoHaAdapter: (1,), LoKrAdapter: (6, 4)}
-"""The places of matrices with as many rows as the rank that divides alpha, the first that is there."""
+"""The places of matrices with as many rows as the rank that divides alpha, the first that is
+there."""
 MERGED_WITH = {LoRAAdapter: (3, 4, 5), LoHaAdapter: (5, 6, 7), LoKrAdapter: (7, 8)}
-"""Indices of the DoRA scale, the reshape data and the convolution factors; an adapter that has one is merged."""
+"""Indices of the DoRA scale, the reshape data and the convolution factors; an adapter that has one
+is merged."""
 OTHER = "a patch other than a plain LoRA, LoHa or LoKr"
 
 
 @dataclass(frozen=True)
 class LowRank:
-    """A LoRA, LoHa or LoKr of a weight. ``offset``: ``(axis, start, length)`` of the part that changes, or None."""
+    """A LoRA, LoHa or LoKr of a weight. ``offset``: ``(axis, start, length)`` of the part that
+    changes, or None."""
 
     adapter: WeightAdapterBase
     offset: tuple[int, int, int] | None
@@ -58,7 +64,8 @@ class LowRank:
         return alpha / ranks[0] if ranks and alpha is not None else 1.0
 
     def product(self, factors: dict[int, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        """Multiply ``x`` by other matrices as ComfyUI's adapter multiplies by its own, at a scale of 1."""
+        """Multiply ``x`` by other matrices as ComfyUI's adapter multiplies by its own, at a scale
+        of 1."""
         return type(self.adapter)(set(), [factors.get(place) for place in range(len(self.adapter.weights))]).h(x, x)
 
 
@@ -66,9 +73,10 @@ class LowRank:
 class SortedPatches:
     """What is done with a model's patches of 8-bit weights, by the weights' keys.
 
-    ``low_rank``: the changes that are added to the layer's result, those of hooks included. ``merged``: why ComfyUI
-    merges the patches. ``added``: weights whose own patches are all added; ``hooks``: whose patches by hooks are.
-    ``unfit``: how many patches are left out because they do not fit the weight.
+    ``low_rank``: the changes that are added to the layer's result, those of hooks included.
+    ``merged``: why ComfyUI merges the patches. ``added``: weights whose own patches are all added;
+    ``hooks``: whose patches by hooks are. ``unfit``: how many patches are left out because they do
+    not fit the weight.
     """
 
     modules: dict[str, torch.nn.Module]
@@ -104,12 +112,15 @@ def sort_patches(patcher: ModelPatcher) -> SortedPatches:
     return result
 
 
-# A TorchDispatchMode that reads numbers, as to find NaN, raises on meta tensors: that is no misfit of a patch.
+# A TorchDispatchMode that reads numbers, as to find NaN, raises on meta tensors: that is no misfit
+# of a patch.
 @_disable_current_modes()
 def is_left_out(patch: tuple, shape: Sequence[int]) -> bool:
-    """True if ComfyUI leaves out a patch because its shape does not fit that of the weight: it logs that alone.
+    """True if ComfyUI leaves out a patch because its shape does not fit that of the weight: it logs
+    that alone.
 
-    LoRAs, LoHas, LoKrs, differences and other models' weights are looked at; the rest counts as fitting.
+    LoRAs, LoHas, LoKrs, differences and other models' weights are looked at; the rest counts as
+    fitting.
     """
     strength, value, strength_model, offset, function = patch
     if isinstance(value, list):
@@ -143,7 +154,8 @@ def change_of(patch: tuple) -> LowRank:
 
 
 def why_merged(patch: tuple, whole: tuple[int, int]) -> str:
-    """Return why ComfyUI has to merge a patch of a weight ``(outputs, inputs)``; "" where it is added to the result."""
+    """Return why ComfyUI has to merge a patch of a weight ``(outputs, inputs)``; "" where it is
+    added to the result."""
     _, value, strength_model, _, function = patch
     if strength_model != 1.0:
         return "a merge of models"
@@ -176,10 +188,11 @@ def is_8bit_matrix(module: torch.nn.Module) -> bool:
 class LowRankLayer(torch.nn.Module):
     """The LoRAs of one weight, added to what its layer returns.
 
-    ``in_fp32``: multiply an fp32 input in fp32, instead of in fp16 without overflow. ``strengths``: of each LoRA, times
-    its own of ``scales``, on the device. ``held``: all factors in one layer of ComfyUI's, which casts and transfers it.
-    ``missed``: a call had an argument that is not known, so that the layer ran without its LoRAs. ``ran``: the keys of
-    the layers that were called in the last call of the model, outside of compiled graphs; this one's is ``key``.
+    ``in_fp32``: multiply an fp32 input in fp32, instead of in fp16 without overflow. ``strengths``:
+    of each LoRA, times its own of ``scales``, on the device. ``held``: all factors in one layer of
+    ComfyUI's, which casts and transfers it. ``missed``: a call had an argument that is not known,
+    so that the layer ran without its LoRAs. ``ran``: the keys of the layers that were called in the
+    last call of the model, outside of compiled graphs; this one's is ``key``.
     """
 
     strengths: tuple[torch.Tensor, ...]
@@ -264,11 +277,12 @@ def _added(
 
 
 class LowRankModel(torch.nn.Module):
-    """The LoRAs of a model's weights: ``layers`` by the keys of those. ``dtype``: of the factors, 16 bit.
+    """The LoRAs of a model's weights: ``layers`` by the keys of those. ``dtype``: of the factors,
+    16 bit.
 
-    ``by_weight``: the keys of LoRAs that are added to the weight in each call, because they cannot be added to results
-    here; ``asked``: those of them whose weight was asked for. ``seen``: sizes of the calls that showed which these are,
-    and the keys of the layers that ran in them.
+    ``by_weight``: the keys of LoRAs that are added to the weight in each call, because they cannot
+    be added to results here; ``asked``: those of them whose weight was asked for. ``seen``: sizes
+    of the calls that showed which these are, and the keys of the layers that ran in them.
     """
 
     def __init__(self, changes: Mapping[str, Sequence[LowRank]], dtype: torch.dtype, device: torch.device):
@@ -290,14 +304,16 @@ class LowRankModel(torch.nn.Module):
             layer.strengths = next(of_layers).unbind()
 
     def plan_for(self, compute: Any, in_fp32: Callable[[Any, str], bool]) -> None:
-        """Let each layer multiply as a compute plan has it; asked at each call, and decided once a plan."""
+        """Let each layer multiply as a compute plan has it; asked at each call, and decided once a
+        plan."""
         if self._planned is not compute:
             self._planned = compute
             for key, layer in self.by_key.items():
                 layer.in_fp32 = in_fp32(compute, key)
 
     def set_strengths(self, strengths: Mapping[tuple[str, LowRank], float]) -> None:
-        """Set the strength of each LoRA, 0 for a LoRA without one, in the tensor that compiled graphs read."""
+        """Set the strength of each LoRA, 0 for a LoRA without one, in the tensor that compiled
+        graphs read."""
         if strengths is self._set:
             return
         self._set = strengths
@@ -317,7 +333,8 @@ _made: weakref.WeakKeyDictionary[torch.nn.Module, weakref.WeakValueDictionary] =
 def low_rank_patcher(
     patcher: ModelPatcher, changes: Mapping[str, Sequence[LowRank]], dtype: torch.dtype
 ) -> ModelPatcher:
-    """Return the ModelPatcher of a LowRankModel on the devices of ``patcher``; clones with equal LoRAs share it."""
+    """Return the ModelPatcher of a LowRankModel on the devices of ``patcher``; clones with equal
+    LoRAs share it."""
     of_model = _made.setdefault(patcher.model, weakref.WeakValueDictionary())
     key = dtype, patcher.load_device, tuple((key, *of_key) for key, of_key in changes.items())
     shared = of_model.get(key)

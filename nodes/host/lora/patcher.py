@@ -1,9 +1,10 @@
-"""Leave LoRAs out of 8-bit weights, and add them to the results of the layers: ComfyUI's ModelPatcher with that one
-difference.
+"""Leave LoRAs out of 8-bit weights, and add them to the results of the layers: ComfyUI's
+ModelPatcher with that one difference.
 
-ComfyUI adds a patch to the dequantized weight and rounds the sum to 8 bits again (``patch_weight_to_device`` in
-``comfy/model_patcher.py``). Here a LoRA is left out where weights are loaded, and its product is added to the layer's
-result (``low_rank.py``). It stays in ``patches``, where clones, savers and merges read it.
+ComfyUI adds a patch to the dequantized weight and rounds the sum to 8 bits again
+(``patch_weight_to_device`` in ``comfy/model_patcher.py``). Here a LoRA is left out where weights
+are loaded, and its product is added to the layer's result (``low_rank.py``). It stays in
+``patches``, where clones, savers and merges read it.
 """
 
 import contextlib
@@ -64,12 +65,13 @@ IN_WEIGHT = "LoRAs added to the weight in each call, because ComfyUI passes the 
 WITHOUT_EFFECT = "LoRAs without effect: calls use neither the layer nor its weight"
 logger = logging.getLogger("halfsafe")
 PATCHED = "comfy_patched_weights"
-"""ComfyUI's mark of a layer whose weights are loaded, and patched (``load`` in comfy/model_patcher.py)."""
+"""ComfyUI's mark of a layer whose weights are loaded, and patched (``load`` in
+comfy/model_patcher.py)."""
 
 
 class AddsLowRank(AddsToResults):
-    """Extend a ModelPatcher: add LoRAs of 8-bit weights to results. A method without a description does what ComfyUI's
-    own does."""
+    """Extend a ModelPatcher: add LoRAs of 8-bit weights to results. A method without a description
+    does what ComfyUI's own does."""
 
     if TYPE_CHECKING:
         model: torch.nn.Module
@@ -87,7 +89,8 @@ class AddsLowRank(AddsToResults):
         return clone
 
     def sorted_patches(self) -> SortedPatches:
-        """Sort the patches of 8-bit weights; anew where patches were added, and not while weights are loaded."""
+        """Sort the patches of 8-bit weights; anew where patches were added, and not while weights
+        are loaded."""
         state = self.patches_uuid, len(self.patches), tuple(map(id, self.hook_patches))
         if self._sorted is None or (self._all_patches is None and self._sorted[0] != state):
             self._sorted, self._low_rank = (state, sort_patches(self)), None
@@ -114,13 +117,15 @@ class AddsLowRank(AddsToResults):
         return self.get_model_object(CAST_DTYPE) if hasattr(self.model, CAST_DTYPE) else torch.float32
 
     def _multiplies_in_fp32(self, compute: Compute | None, key: str) -> bool:
-        """True if a layer that is given fp32 multiplies in fp32 itself, and not in a 16-bit dtype or 8 bits."""
+        """True if a layer that is given fp32 multiplies in fp32 itself, and not in a 16-bit dtype
+        or 8 bits."""
         decision = compute.plan.decisions.get(_layer_name(key)) if compute else None
         mode = decision.mode if decision else name_of(self._cast_dtype()) if compute else FP32.name
         return mode == FP32.name
 
     def forwards(self) -> list[Patch]:
-        """Make patches that add the LoRAs at the strengths that they have by the hooks active now."""
+        """Make patches that add the LoRAs at the strengths that they have by the hooks active
+        now."""
         if not has_low_rank(self):
             return []
         low_rank, modules = self.low_rank_model(), self.sorted_patches().modules
@@ -133,7 +138,8 @@ class AddsLowRank(AddsToResults):
         return patches
 
     def _in_weight(self, key: str, module: torch.nn.Module) -> list[Patch]:
-        """Make the patches that add the LoRAs of a layer to its weight in each call, as ComfyUI does at low VRAM."""
+        """Make the patches that add the LoRAs of a layer to its weight in each call, as ComfyUI
+        does at low VRAM."""
         patches, by_hooks = self.sorted_patches(), super().get_combined_hook_patches(self.current_hooks)
         own = (self._all_patches or self.patches)[key] if key in patches.added else []
         hooked = by_hooks.get(key, []) if key in patches.hooks else []
@@ -147,8 +153,8 @@ class AddsLowRank(AddsToResults):
         return [(module, WEIGHT_FUNCTIONS, [*weight_functions(module), added])]
 
     def passes_to_weights(self, entered: Counter[torch.nn.Module] | None) -> bool:
-        """Let LoRAs be added to weights where the call that just ended did not add them to results. True if there are
-        any, so that the call has to be repeated.
+        """Let LoRAs be added to weights where the call that just ended did not add them to results.
+        True if there are any, so that the call has to be repeated.
 
         ``entered``: the calls of modules in it; None for a call that was not watched.
         """
@@ -204,21 +210,25 @@ class AddsLowRank(AddsToResults):
 
     def inject_model(self, *args, **kwargs):
         """Inject ours last, so outermost."""
-        # ``eject_model`` of comfy/model_patcher.py keeps the order: what another injection put on a layer goes first.
+        # ``eject_model`` of comfy/model_patcher.py keeps the order: what another injection put on a
+        # layer goes first.
         if LOW_RANK in self.injections:
             self.injections[LOW_RANK] = self.injections.pop(LOW_RANK)
         return super().inject_model(*args, **kwargs)
 
     def patch_hook_weight_to_device(self, hooks, combined_patches, key, *args, **kwargs):
-        """Refuse hooks that would be merged into a quantized weight, and merge other hooks in place."""
-        # ComfyUI cannot put it back: its scale is copied into a copy (``copy_to_param`` in comfy/utils.py).
+        """Refuse hooks that would be merged into a quantized weight, and merge other hooks in
+        place."""
+        # ComfyUI cannot put it back: its scale is copied into a copy (``copy_to_param`` in
+        # comfy/utils.py).
         patches = self.sorted_patches()
         if key in patches.merged and is_quantized(patches.modules[key]):
             reason = patches.merged[key]
             problem = Message(HOOKED, reason, key)
             raise HalfsafeError(problem, "Load the model with storage bf16, or use a LoRA of another kind.")
-        # ComfyUI asks ``set_weight`` of a layer to write in place, which its mixed-precision layers refuse by an assert
-        # (comfy/ops.py). Where a layer has none, ComfyUI copies the sum into the weight (``copy_to_param``).
+        # ComfyUI asks ``set_weight`` of a layer to write in place, which its mixed-precision layers
+        # refuse by an assert (comfy/ops.py). Where a layer has none, ComfyUI copies the sum into
+        # the weight (``copy_to_param``).
         layer = self._layer_of_weight(key)
         if key in combined_patches:
             _refuse_experts(layer, key)
@@ -237,7 +247,8 @@ class AddsLowRank(AddsToResults):
 
         A loaded weight has the LoRAs of its layer in it, as in ComfyUI.
         """
-        # The scales are no attributes, and ``get_key_patches`` of comfy/model_patcher.py reads them as such.
+        # The scales are no attributes, and ``get_key_patches`` of comfy/model_patcher.py reads them
+        # as such.
         state, layers = super().model_state_dict(*args, **kwargs), dict(self.model.named_modules())
         named = {name: layers.get(name.rpartition(".")[0]) for name in state}
         kept = {name: state[name] for name, layer in named.items() if not is_quantized(layer) or _has_leaf(layer, name)}
@@ -289,8 +300,8 @@ class AddsLowRank(AddsToResults):
         return done
 
     def _of_quantized(self, key: str, patches: list) -> list:
-        """Divide the patches of a layer with ``pre_quant_scale`` by that scale: ComfyUI adds patches to the unscaled
-        weight."""
+        """Divide the patches of a layer with ``pre_quant_scale`` by that scale: ComfyUI adds
+        patches to the unscaled weight."""
         layer = self._layer_of_weight(key)
         if layer is None or not hasattr(layer, INPUT_SCALE):
             return patches
@@ -314,7 +325,8 @@ class AddsLowRank(AddsToResults):
             caster = getattr(tensor, "caster", tensor)
             if hasattr(caster, "model"):
                 caster.model = whole
-        # ComfyUI takes a weight that is loaded for one that is patched, and fails on others in int8.
+        # ComfyUI takes a weight that is loaded for one that is patched, and fails on others in
+        # int8.
         for key in patches.added:
             weight, name = self._patched_whole(key, self.load_device, return_weight=True), key[len(prefix) :]
             parts = weight.state_dict(name) if is_quantized(patches.modules[key]) else {name: weight}
@@ -333,10 +345,11 @@ def _keeps_low_rank_unmerged(given: object) -> TypeGuard[AddsLowRank]:
 
 
 def keep_low_rank_unmerged(patcher: ModelPatcher) -> None:
-    """Make a patcher and all of its later clones add LoRAs of 8-bit weights to results, instead of merging them.
+    """Make a patcher and all of its later clones add LoRAs of 8-bit weights to results, instead of
+    merging them.
 
-    The class leaves them out of the weights; the stage, of a text encoder the injection, adds them. A clone has both.
-    ``patcher``: a clone, or of a model just loaded.
+    The class leaves them out of the weights; the stage, of a text encoder the injection, adds them.
+    A clone has both. ``patcher``: a clone, or of a model just loaded.
     """
     if _keeps_low_rank_unmerged(patcher) or not any(
         is_8bit_matrix(module) or is_quantized(module) for module in patcher.model.modules()
@@ -345,7 +358,8 @@ def keep_low_rank_unmerged(patcher: ModelPatcher) -> None:
     if not isinstance(patcher, AddsLowRank):
         patcher.__class__ = _extended(type(patcher))  # type: ignore[arg-type]
     if patcher.patches or patcher.hook_patches:
-        # They are merged into the weights where a clone of ComfyUI's class is loaded, which has the same uuid.
+        # They are merged into the weights where a clone of ComfyUI's class is loaded, which has the
+        # same uuid.
         patcher.patches_uuid = uuid.uuid4()
     if isinstance(patcher.model, comfy.model_base.BaseModel):
         put_stage(patcher, LOW_RANK, _LowRankStage())
@@ -359,7 +373,8 @@ def _extended(base: type) -> type:
 
 
 class _Numbers(UserDict):
-    """A state dict that makes some weights as they are read: codes of a quantized weight say nothing without its scale.
+    """A state dict that makes some weights as they are read: codes of a quantized weight say
+    nothing without its scale.
 
     It holds a function that returns the weight in place of each of those.
     """
@@ -370,13 +385,15 @@ class _Numbers(UserDict):
 
 
 def _divided(scale: torch.Tensor, offset: tuple | None, own: Callable | None, change: torch.Tensor) -> torch.Tensor:
-    """Divide a change of the columns ``offset`` of a weight by a scale for inputs, after the change's own function."""
+    """Divide a change of the columns ``offset`` of a weight by a scale for inputs, after the
+    change's own function."""
     columns = scale.narrow(0, *offset[1:]) if offset and offset[0] == 1 else scale
     return (own(change) if own else change) / columns.to(change)
 
 
 def _smoothed(convert: Callable, layer: torch.nn.Module, weight: torch.Tensor, **kwargs) -> torch.Tensor:
-    """Convert a weight of a layer as ComfyUI does, and multiply it by the layer's scale for inputs."""
+    """Convert a weight of a layer as ComfyUI does, and multiply it by the layer's scale for
+    inputs."""
     numbers = convert(weight, **kwargs)
     return numbers * getattr(layer, INPUT_SCALE).to(numbers)
 
@@ -393,7 +410,8 @@ def _has_leaf(module: torch.nn.Module | None, name: str) -> bool:
 
 
 def _numbers_of(network: torch.nn.Module, state: dict) -> _Numbers:
-    """Make the state dict of a network to be read dequantized: ComfyUI's ControlLora copies weights without scales."""
+    """Make the state dict of a network to be read dequantized: ComfyUI's ControlLora copies weights
+    without scales."""
     named = {f"{name}.weight": module for name, module in network.named_modules() if is_quantized(module)}
     return _Numbers(state | {name: functools.partial(numbers_of, named[name]) for name in state.keys() & named.keys()})
 
@@ -401,7 +419,8 @@ def _numbers_of(network: torch.nn.Module, state: dict) -> _Numbers:
 class _LowRankStage(Stage):
     """Run calls with the LoRAs of 8-bit weights added to the results of their layers.
 
-    While Train LoRA trains they are on the layers for the whole sampler's run: its backward pass runs layers again.
+    While Train LoRA trains they are on the layers for the whole sampler's run: its backward pass
+    runs layers again.
     """
 
     def in_call(self, call: Call) -> Acting | None:
@@ -426,7 +445,8 @@ class _LowRankStage(Stage):
 
 
 class _LowRankCall(Acting):
-    """A call with the LoRAs of a patcher. A call that shows that some cannot be added to results is repeated."""
+    """A call with the LoRAs of a patcher. A call that shows that some cannot be added to results is
+    repeated."""
 
     def __init__(self, patcher: AddsLowRank):
         self.adds, self.low_rank = patcher, patcher.low_rank_model()
@@ -435,8 +455,9 @@ class _LowRankCall(Acting):
 
     @contextlib.contextmanager
     def attempt(self, call: Call | None = None) -> Iterator[None]:
-        """Add the LoRAs, and watch which layers run in the first call of each size of a sampler's run: ComfyUI may
-        multiply past a layer at some sizes only. ``call``: None for a text adapter."""
+        """Add the LoRAs, and watch which layers run in the first call of each size of a sampler's
+        run: ComfyUI may multiply past a layer at some sizes only. ``call``: None for a text
+        adapter."""
         given = () if call is None else (call.x, call.c_crossattn)
         self.sizes = tuple(getattr(tensor, "shape", None) for tensor in given)
         watched = self.sizes not in self.low_rank.seen
@@ -447,7 +468,8 @@ class _LowRankCall(Acting):
             yield
 
     def stands(self, result: object) -> bool:
-        """True if each LoRA was added. A call in which a layer did not run that ran before is watched in a repeat."""
+        """True if each LoRA was added. A call in which a layer did not run that ran before is
+        watched in a repeat."""
         seen, ran = self.low_rank.seen, self.low_rank.ran.copy()
         if self.entered is None:
             if ran and seen[self.sizes] - ran - self.low_rank.by_weight and not is_compiled(self.adds):
@@ -498,7 +520,8 @@ def _eject(patcher: ModelPatcher) -> None:
 
 
 def _call(patcher: AddsLowRank, call: Callable, *args, **kwargs):
-    """Run a call of a text encoder, once more if it shows that some LoRAs cannot be added to results."""
+    """Run a call of a text encoder, once more if it shows that some LoRAs cannot be added to
+    results."""
     with modules_entered() as entered:
         result = call(*args, **kwargs)
     if not patcher.passes_to_weights(entered):
@@ -515,7 +538,8 @@ def _layer_name(key: str) -> str:
 
 
 def low_rank_reasons(patcher: ModelPatcher) -> dict[str, str]:
-    """Return by layer what was done with the patches of its 8-bit weight, and how many do not fit its weight."""
+    """Return by layer what was done with the patches of its 8-bit weight, and how many do not fit
+    its weight."""
     texts: dict[str, str] = {}
     unfit = dict(_unfit(patcher))
     if _keeps_low_rank_unmerged(patcher):

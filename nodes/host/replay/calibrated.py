@@ -9,7 +9,8 @@ from .interceptor import Acting
 
 
 class CalibratedActing(Acting):
-    """Act with the measurements and checks of a calibration. ``watches``: there is something to measure."""
+    """Act with the measurements and checks of a calibration. ``watches``: there is something to
+    measure."""
 
     calibration: Calibration
     watches = True
@@ -32,8 +33,8 @@ class CalibratedActing(Acting):
         raise NotImplementedError
 
     def allocates_alike(self) -> bool:
-        """True if all blocks of the model allocate alike, so that ComfyUI's compiler may run; False in a calibrating
-        call."""
+        """True if all blocks of the model allocate alike, so that ComfyUI's compiler may run; False
+        in a calibrating call."""
         if self.watches and self.calibration.calibrating:
             self._alike = None
             return False

@@ -1,4 +1,5 @@
-"""Run one call of the denoiser; before each repeat, restore the state that ComfyUI had before the first run."""
+"""Run one call of the denoiser; before each repeat, restore the state that ComfyUI had before the
+first run."""
 
 from __future__ import annotations
 
@@ -25,18 +26,21 @@ if TYPE_CHECKING:
 OPTIONS = "transformer_options"
 APPLY = ("x", "t", "c_concat", "c_crossattn", "control", OPTIONS)
 CACHES_OFF = {PREFIX_CACHE: {"device": "off"}, POSE_CACHE: None}
-"""Options that disable the text key and value cache of Qwen-Image 2.1 (``comfy/ldm/qwen_image21/model.py``, ComfyUI
-0.37) and the pose video cache of Wan-Animate-2 (``comfy/ldm/wan/model_animate2.py``, 0.33): their keys contain no
-dtype, and both caches may be in int8 or int4."""
+"""Options that disable the text key and value cache of Qwen-Image 2.1
+(``comfy/ldm/qwen_image21/model.py``, ComfyUI 0.37) and the pose video cache of Wan-Animate-2
+(``comfy/ldm/wan/model_animate2.py``, 0.33): their keys contain no dtype, and both caches may be in
+int8 or int4."""
 
 
 class Call:
-    """Arguments of an APPLY_MODEL wrapper, those of ``BaseModel.apply_model``; :meth:`run` runs the model.
+    """Arguments of an APPLY_MODEL wrapper, those of ``BaseModel.apply_model``; :meth:`run` runs the
+    model.
 
-    ``places``: names of the arguments by place, as this ComfyUI has them. ``extra``: arguments that are handed on.
-    ``options``: ``transformer_options`` without Halfsafe's entries. ``model``: the model. ``sampling``: the sampler run
-    of this call, if a guard is on the model. ``before``: ComfyUI's state before the call, restored before each repeat.
-    ``rung``: the arithmetic to run in; None for the planned one.
+    ``places``: names of the arguments by place, as this ComfyUI has them. ``extra``: arguments that
+    are handed on. ``options``: ``transformer_options`` without Halfsafe's entries. ``model``: the
+    model. ``sampling``: the sampler run of this call, if a guard is on the model. ``before``:
+    ComfyUI's state before the call, restored before each repeat. ``rung``: the arithmetic to run
+    in; None for the planned one.
     """
 
     def __init__(self, executor, *args, **kwargs):
@@ -59,8 +63,8 @@ class Call:
     def run(self) -> torch.Tensor:
         """Run the model, inside the wrappers of other packs.
 
-        The first run stores the state that ComfyUI keeps between calls. Each later run restores it and runs without
-        what ComfyUI records of blocks; a repeat that fails restores it too.
+        The first run stores the state that ComfyUI keeps between calls. Each later run restores it
+        and runs without what ComfyUI records of blocks; a repeat that fails restores it too.
         """
         again = self.before is not None
         if again:
@@ -109,8 +113,9 @@ class Call:
     def forget_dtype(self) -> None:
         """Allow the next call to use another dtype.
 
-        EasyCache (``comfy_extras/nodes_easycache.py``) resets itself if its input's dtype changes, and after that reset
-        it skips all later steps. Without metadata it compares neither dtypes nor sizes.
+        EasyCache (``comfy_extras/nodes_easycache.py``) resets itself if its input's dtype changes,
+        and after that reset it skips all later steps. Without metadata it compares neither dtypes
+        nor sizes.
         """
         cache = self.options.get("easycache")
         if cache is not None:
@@ -119,13 +124,15 @@ class Call:
 
 @functools.cache
 def _places(apply_model: Callable) -> tuple[str, ...]:
-    """Return the names of the arguments that ComfyUI gives its APPLY_MODEL wrappers by place: its own, or those of
-    ``_apply_model`` in comfy/model_base.py of 0.30 if they lack what is used here."""
+    """Return the names of the arguments that ComfyUI gives its APPLY_MODEL wrappers by place: its
+    own, or those of ``_apply_model`` in comfy/model_base.py of 0.30 if they lack what is used
+    here."""
     parameters = inspect.signature(apply_model).parameters.values()
     names = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD][1:]
     return tuple(names) if {"x", "t", OPTIONS} <= {*names} else APPLY
 
 
 def _fresh(control: dict | None) -> dict | None:
-    # A UNet pops from a ControlNet's lists of outputs (``apply_control`` in ComfyUI's ``openaimodel.py``).
+    # A UNet pops from a ControlNet's lists of outputs (``apply_control`` in ComfyUI's
+    # ``openaimodel.py``).
     return control and {name: list(each) if isinstance(each, list) else each for name, each in control.items()}

@@ -1,4 +1,5 @@
-"""State that ComfyUI itself keeps between calls of a model, collected by name and restored before a repeat."""
+"""State that ComfyUI itself keeps between calls of a model, collected by name and restored before a
+repeat."""
 
 import functools
 import random
@@ -18,11 +19,11 @@ DATA = (torch.Tensor, bool, int, float, str, dict, list, type(None))
 
 
 class CoreState:
-    """Python's random numbers, and the state in objects and functions of ComfyUI's nodes in a call's options:
-    EasyCache, LazyCache, Self-Attention Guidance.
+    """Python's random numbers, and the state in objects and functions of ComfyUI's nodes in a
+    call's options: EasyCache, LazyCache, Self-Attention Guidance.
 
-    :class:`call.Call` restores a ControlNet's lists and the caches of Qwen-Image 2.1 and Wan-Animate-2;
-    ``precision/devices/random_start.py`` restores torch's random numbers.
+    :class:`call.Call` restores a ControlNet's lists and the caches of Qwen-Image 2.1 and
+    Wan-Animate-2; ``precision/devices/random_start.py`` restores torch's random numbers.
     """
 
     def __init__(self, options: dict):
@@ -55,8 +56,8 @@ def _is_core_object(value: object) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _is_core_file(name: str) -> bool:
-    """True if a file is ComfyUI's. Its server names the modules of ``comfy_extras`` after their paths
-    (``load_custom_node`` in nodes.py)."""
+    """True if a file is ComfyUI's. Its server names the modules of ``comfy_extras`` after their
+    paths (``load_custom_node`` in nodes.py)."""
     return any(Path(name).absolute().is_relative_to(COMFYUI / folder) for folder in CORES)
 
 

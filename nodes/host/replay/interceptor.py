@@ -1,4 +1,5 @@
-"""The single wrapper around a model's calls and the one around a sampler's run, for all Halfsafe nodes on the model.
+"""The single wrapper around a model's calls and the one around a sampler's run, for all Halfsafe
+nodes on the model.
 
 See docs/internals/how-a-call-runs.md for a picture.
 """
@@ -30,19 +31,21 @@ RUNG = "halfsafe.rung"
 ANALYSIS = "halfsafe.analysis"
 LOW_RANK = "halfsafe.low_rank"
 IN_CALLS = (ACCUMULATION, COMPUTE, RUNG, ANALYSIS, LOW_RANK)
-"""The stages that act in a call, outermost first. The guard wraps all of them, and wrappers of other packs run inside
-all of them. ``RUNG`` is the arithmetic that a call carries.
+"""The stages that act in a call, outermost first. The guard wraps all of them, and wrappers of
+other packs run inside all of them. ``RUNG`` is the arithmetic that a call carries.
 
-What a layer runs is the text of ``LayerForward.run`` (``comfyui/layer_forward.py``). An inner stage acts later: it puts
-a ``LayerForward`` of its own in place of the one that stands on a layer (compute, which keeps accumulation's sums; a
-rung, which keeps nothing of both), or sets fields of the one that stands (LoRAs, who watches).
+What a layer runs is the text of ``LayerForward.run`` (``comfyui/layer_forward.py``). An inner stage
+acts later: it puts a ``LayerForward`` of its own in place of the one that stands on a layer
+(compute, which keeps accumulation's sums; a rung, which keeps nothing of both), or sets fields of
+the one that stands (LoRAs, who watches).
 
-Compute and accumulation read what was found on a layer once, when they are created: if a forward below is replaced
-later, ``per_model.PerModel`` finds another state and creates another run.
+Compute and accumulation read what was found on a layer once, when they are created: if a forward
+below is replaced later, ``per_model.PerModel`` finds another state and creates another run.
 """
 AROUND_SAMPLING = (REPORT, LOW_RANK, GUARD, COMPUTE)
-"""The stages around a sampler's run, outermost first. If several change how a text becomes conditions
-(``execution.conditions_through``), the first one set runs last: LoRAs are innermost in this case too."""
+"""The stages around a sampler's run, outermost first. If several change how a text becomes
+conditions (``execution.conditions_through``), the first one set runs last: LoRAs are innermost in
+this case too."""
 STAGES = tuple(dict.fromkeys((GUARD, *IN_CALLS, *AROUND_SAMPLING)))
 
 RUNS_AGAIN = (
@@ -52,15 +55,15 @@ RUNS_AGAIN = (
 )
 
 in_calls, in_runs = Turns(), Turns()
-"""Turns of threads on a model: in its calls, and in a sampler's run of it. They are two, because ComfyUI's MultiGPU
-calls a model in another thread than the one that runs the sampler."""
+"""Turns of threads on a model: in its calls, and in a sampler's run of it. They are two, because
+ComfyUI's MultiGPU calls a model in another thread than the one that runs the sampler."""
 
 Run = Callable[[Call], torch.Tensor]
 
 
 class Acting:
-    """Part of a stage in one call of a model; the base class does nothing. ``everywhere``: it decides about every
-    layer."""
+    """Part of a stage in one call of a model; the base class does nothing. ``everywhere``: it
+    decides about every layer."""
 
     everywhere = False
 
@@ -84,23 +87,28 @@ class Acting:
 
 
 class Stage:
-    """Part of one Halfsafe node around the calls of a model and around a sampler's run; the base class does nothing.
+    """Part of one Halfsafe node around the calls of a model and around a sampler's run; the base
+    class does nothing.
 
-    ``acts``: False for a stage that changes no call; a patcher that has only such stages has no wrapper.
+    ``acts``: False for a stage that changes no call; a patcher that has only such stages has no
+    wrapper.
     """
 
     acts = True
 
     def around_call(self, run: Run, call: Call) -> torch.Tensor:
-        """Run a call with ``run``, which may be called several times. Only the guard overrides this."""
+        """Run a call with ``run``, which may be called several times. Only the guard overrides
+        this."""
         return run(call)
 
     def in_call(self, call: Call) -> Acting | None:
-        """Return the acting part for a call, or None; called after the outer stages patched the layers."""
+        """Return the acting part for a call, or None; called after the outer stages patched the
+        layers."""
         return None
 
     def around_sampling(self, executor: Callable, *args, **kwargs):
-        """Run a sampler with ``executor``, the next stage; the arguments are those of ``CFGGuider.outer_sample``."""
+        """Run a sampler with ``executor``, the next stage; the arguments are those of
+        ``CFGGuider.outer_sample``."""
         return executor(*args, **kwargs)
 
 
@@ -129,7 +137,8 @@ class Interceptor:
             return self._guard.around_call(self.run, Call(executor, *args, **kwargs))
 
     def run(self, call: Call) -> torch.Tensor:
-        """Run a call under all stages, and repeat it while one of them requests it; the innermost stage is asked first.
+        """Run a call under all stages, and repeat it while one of them requests it; the innermost
+        stage is asked first.
 
         The check of an attempt waits for the GPU only after the forwards were restored.
         """
@@ -143,8 +152,8 @@ class Interceptor:
         return until_it_stands(acting.values(), attempt)
 
     def _put_on(self, call: Call, acting: dict[str, Acting], on: ExitStack) -> None:
-        """Apply the patches of each stage, outermost first: a stage is asked for its acting part after the outer stages
-        patched the layers."""
+        """Apply the patches of each stage, outermost first: a stage is asked for its acting part
+        after the outer stages patched the layers."""
         for name, stage in self._in_calls.items():
             if name not in acting:
                 found = stage.in_call(call)
@@ -193,7 +202,8 @@ def take_stages(patcher: ModelPatcher, *names: str) -> None:
 
 
 def _wrap(patcher: ModelPatcher) -> None:
-    """Put one interceptor of all stages that act around a patcher's calls; none without such a stage."""
+    """Put one interceptor of all stages that act around a patcher's calls; none without such a
+    stage."""
     stages = {name: stage for name in STAGES if (stage := stage_of(patcher, name)) and stage.acts}
     interceptor = Interceptor(stages)
     for kind, wrapper in ((WrappersMP.APPLY_MODEL, interceptor), (WrappersMP.OUTER_SAMPLE, interceptor.sampling)):

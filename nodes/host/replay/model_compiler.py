@@ -1,9 +1,11 @@
-"""Keep calls of this pack apart from what ComfyUI records of a model's blocks (``comfy/model_prefetch.py``).
+"""Keep calls of this pack apart from what ComfyUI records of a model's blocks
+(``comfy/model_prefetch.py``).
 
-Its model compiler (the "Comfy Compiler", 0.34) records the allocations of blocks and reuses their memory for the next
-blocks and calls: each block has to allocate as the one before, and to free its memory before it ends. Its CUDA graphs
-(0.33; the decode blocks of text encoders) are replayed in place of a block as long as the pages of its weights are the
-same, whatever the block would do now. ComfyUI drops both when a node ends.
+Its model compiler (the "Comfy Compiler", 0.34) records the allocations of blocks and reuses their
+memory for the next blocks and calls: each block has to allocate as the one before, and to free its
+memory before it ends. Its CUDA graphs (0.33; the decode blocks of text encoders) are replayed in
+place of a block as long as the pages of its weights are the same, whatever the block would do now.
+ComfyUI drops both when a node ends.
 """
 
 import contextlib
@@ -19,19 +21,20 @@ _off = SharedScope(lambda: patched(without_compiler(args)))
 
 
 def compiler_off() -> SharedScope:
-    """Context without the compiler and CUDA graphs, on every thread, for calls that allocate or compute differently
-    from the model's other calls.
+    """Context without the compiler and CUDA graphs, on every thread, for calls that allocate or
+    compute differently from the model's other calls.
 
-    The compiler has to be off before ComfyUI calls the diffusion model: MiniMax H3 starts its graph before all inner
-    wrappers.
+    The compiler has to be off before ComfyUI calls the diffusion model: MiniMax H3 starts its graph
+    before all inner wrappers.
     """
     return _off
 
 
 def after_failure() -> None:
-    """Drop what ComfyUI recorded of a call that failed. After an error the model's graph is still open (``forward`` of
-    comfy/ldm/minimax/model.py), and a repeat would start another inside it; weights of the next block are prefetched,
-    and a repeat would pin their pages again. ComfyUI does the same after a node."""
+    """Drop what ComfyUI recorded of a call that failed. After an error the model's graph is still
+    open (``forward`` of comfy/ldm/minimax/model.py), and a repeat would start another inside it;
+    weights of the next block are prefetched, and a repeat would pin their pages again. ComfyUI does
+    the same after a node."""
     comfy.model_prefetch.cleanup_prefetch_queues()
     getattr(comfy.model_prefetch, CLOSE_GRAPH, lambda: None)()
 
@@ -40,7 +43,8 @@ def after_failure() -> None:
 def repeating(is_alone: bool = True) -> Iterator[None]:
     """Context of a repeated call: nothing that was recorded of the failed one runs in its place.
 
-    ``is_alone``: False while other threads call copies of the model on other devices, whose prefetched weights stay.
+    ``is_alone``: False while other threads call copies of the model on other devices, whose
+    prefetched weights stay.
     """
     if is_alone:
         after_failure()

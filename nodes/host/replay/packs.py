@@ -13,13 +13,14 @@ from .call import Call
 RUN_AGAIN = (WrappersMP.APPLY_MODEL, WrappersMP.DIFFUSION_MODEL)
 """Wrappers that run again in a repeat of a call; all others run outside calls."""
 NO_PATCHES = ("wrappers", "callbacks", OVERRIDE)
-"""Options that contain no patch of the model. An attention override is a kernel; repeats in a higher precision and
-checks run ComfyUI's own kernel instead."""
+"""Options that contain no patch of the model. An attention override is a kernel; repeats in a
+higher precision and checks run ComfyUI's own kernel instead."""
 FUNCTION_WRAPPER = "model_function_wrapper"
 
 
 def packs_on(call: Call) -> list[str]:
-    """List the packs whose code runs in a failed or checked call and may keep state between calls."""
+    """List the packs whose code runs in a failed or checked call and may keep state between
+    calls."""
     return sorted(set(map(code_owner, _code_on(call))) - {""})
 
 

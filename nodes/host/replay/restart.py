@@ -1,8 +1,8 @@
 """Restart a sampler's run from its first step, in the middle of the run.
 
-The restart wraps everything that ComfyUI does once per run (``CFGGuider.outer_sample`` in comfy/samplers.py), so the
-work of other packs there is repeated too: conditionings are processed again, each sampler creates its state again, and
-noise, latent image and seed stay those of the run.
+The restart wraps everything that ComfyUI does once per run (``CFGGuider.outer_sample`` in
+comfy/samplers.py), so the work of other packs there is repeated too: conditionings are processed
+again, each sampler creates its state again, and noise, latent image and seed stay those of the run.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ PLAIN_OPTIONS = (bool, int, float, str, torch.Tensor, type(None))
 
 
 class StartAgain(BaseException):
-    """Raised from a model's call to restart its sampling. Not an ``Exception``, so that no pack's ``except Exception``
-    catches it.
+    """Raised from a model's call to restart its sampling. Not an ``Exception``, so that no pack's
+    ``except Exception`` catches it.
 
     ``precision``: name of the precision of the new run.
     """
@@ -40,9 +40,11 @@ class StartAgain(BaseException):
 
 
 class Sampling:
-    """One run of a sampler: the arguments of an OUTER_SAMPLE wrapper, its restarts, and what it changed.
+    """One run of a sampler: the arguments of an OUTER_SAMPLE wrapper, its restarts, and what it
+    changed.
 
-    ``changed``: a function for each change of a model's arithmetic that a call of this run made, which undoes it.
+    ``changed``: a function for each change of a model's arithmetic that a call of this run made,
+    which undoes it.
     """
 
     def __init__(self, guider: comfy.samplers.CFGGuider, sampler: comfy.samplers.Sampler):
@@ -55,8 +57,8 @@ class Sampling:
         return self
 
     def take_back(self) -> bool:
-        """Undo what the run changed, because it failed: the next run starts as this one did. Returns whether it changed
-        anything."""
+        """Undo what the run changed, because it failed: the next run starts as this one did.
+        Returns whether it changed anything."""
         changed, self.changed = self.changed, []
         for undo in reversed(changed):
             undo()
@@ -66,8 +68,8 @@ class Sampling:
         """Run the sampler, and restart it from its first step whenever a call requests it."""
         guider = self._guider
         conditionings, start = guider.conds, RandomStart.of(guider.model_patcher.load_device)
-        # Keyframes of hooks pass over a step at the noise level of their last one, which ``reset`` in comfy/hooks.py
-        # leaves as it is: it resets ``curr_t`` in place of ``_curr_t``.
+        # Keyframes of hooks pass over a step at the noise level of their last one, which ``reset``
+        # in comfy/hooks.py leaves as it is: it resets ``curr_t`` in place of ``_curr_t``.
         groups = [one.get("hooks") for group in conditionings.values() for one in group]
         hooks = [hook for group in groups if group is not None for hook in group.hooks]
         others = CoreState({"keyframes": [hook.hook_keyframe for hook in hooks]})
@@ -88,7 +90,8 @@ class Sampling:
 
 
 def _can_begin_anew(guider: comfy.samplers.CFGGuider, sampler: comfy.samplers.Sampler) -> bool:
-    """True if guider and sampler are ComfyUI's own and received no object whose state advances with each draw."""
+    """True if guider and sampler are ComfyUI's own and received no object whose state advances with
+    each draw."""
     if any(map(code_owner, (type(guider), type(sampler), getattr(sampler, "sampler_function", sampler)))):
         return False
     return all(isinstance(value, PLAIN_OPTIONS) for value in getattr(sampler, "extra_options", {}).values())

@@ -1,4 +1,5 @@
-"""Analyze a model in ComfyUI: a short run of its own sampler for each set of layers that is tried."""
+"""Analyze a model in ComfyUI: a short run of its own sampler for each set of layers that is
+tried."""
 
 from __future__ import annotations
 
@@ -37,10 +38,12 @@ STEPS = 4
 
 
 def analyze_model(patcher: ModelPatcher, inputs: Inputs, candidate: str, target_db: float, pin: bool) -> Analysis:
-    """Find layers that survive the candidate's precision on a prompt and latent. The model is not changed.
+    """Find layers that survive the candidate's precision on a prompt and latent. The model is not
+    changed.
 
     Raises:
-        HalfsafeError: the device cannot hold what the candidate stores, or the model's own output is not finite.
+        HalfsafeError: the device cannot hold what the candidate stores, or the model's own output
+            is not finite.
     """
     wanted = Candidate(candidate, _multiplies_in_int8(patcher))
     if wanted.stores and (why := current_device().refuses(candidate)):
@@ -73,7 +76,8 @@ def analyze_model(patcher: ModelPatcher, inputs: Inputs, candidate: str, target_
 
 
 def _multiplies_in_int8(patcher: ModelPatcher) -> bool:
-    """True if int8 weights of this model would multiply in int8: no dtype is asked for, and the device can."""
+    """True if int8 weights of this model would multiply in int8: no dtype is asked for, and the
+    device can."""
     compute = compute_of(patcher)
     asked = "auto" if compute is None else compute.plan.choice.requested
     return asked in LEAVES_QUANTIZED and current_device().capabilities["int8_matmul"]
@@ -105,7 +109,8 @@ def _why_barred(module: torch.nn.Module, candidate: Candidate) -> str:
 
 
 def _change(module: torch.nn.Module, candidate: Candidate) -> list[Patch]:
-    """Return patches that make a layer of ComfyUI compute as the candidate, LoRAs and offloading included."""
+    """Return patches that make a layer of ComfyUI compute as the candidate, LoRAs and offloading
+    included."""
     if candidate.stores:
         exact = module.forward
         stored: list[Patch] = [(module, WEIGHT_FUNCTIONS, [*weight_functions(module), candidate.weight])]

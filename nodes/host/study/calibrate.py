@@ -1,4 +1,5 @@
-"""Calibrate a model in ComfyUI: sum the products of its layers' inputs over a short run of its own sampler."""
+"""Calibrate a model in ComfyUI: sum the products of its layers' inputs over a short run of its own
+sampler."""
 
 from __future__ import annotations
 
@@ -38,14 +39,17 @@ MOST_MEMORY = 8 << 30
 def calibrate_model(
     patcher: ModelPatcher, inputs: Inputs, previous: CalibrationData | None = None, path: str = ""
 ) -> CalibrationData:
-    """Sample ``STEPS`` steps and sum the inputs of every quantizable layer. The model is not changed.
+    """Sample ``STEPS`` steps and sum the inputs of every quantizable layer. The model is not
+    changed.
 
-    ``previous``: of the same model; what it saw is added. ``path``: where it will be written, if anywhere.
+    ``previous``: of the same model; what it saw is added. ``path``: where it will be written, if
+    anywhere.
 
     Raises:
         MemoryShortage: the sums do not fit into the host's memory.
         CheckpointError: they do not fit on the disk of ``path``.
-        HalfsafeError: ``previous`` is of another model, the model is spread over several devices, or it was not called.
+        HalfsafeError: ``previous`` is of another model, the model is spread over several devices,
+            or it was not called.
     """
     if is_on_several_devices(patcher):
         problem = "The model is spread over several devices."
@@ -68,7 +72,8 @@ def calibrate_model(
 
 
 def _width(columns: Mapping[str, int], cls: str, widths: Sequence[int]) -> int:
-    """Choose the widest blocks whose sums take at most half of the free memory, and 8 GiB; else the narrowest."""
+    """Choose the widest blocks whose sums take at most half of the free memory, and 8 GiB; else the
+    narrowest."""
     free = free_host_memory()
     sizes = {width: products_bytes(columns.values(), width) for width in widths}
     width = next((width for width, size in sizes.items() if size <= min(free // 2, MOST_MEMORY)), widths[-1])
@@ -95,7 +100,8 @@ def _sampled(
     @contextmanager
     def inside() -> Iterator[None]:
         next(calls)
-        # A call with an argument that is not known is not summed: what the layer multiplies is not known either.
+        # A call with an argument that is not known is not summed: what the layer multiplies is not
+        # known either.
         measuring = (with_measure(module, partial(summed, sums[name])) for name, module in modules.items())
         with patched(chain.from_iterable(measuring)), calling_layers(modules.values()):
             yield

@@ -1,4 +1,5 @@
-"""A clone of a model to measure, and a short run of ComfyUI's euler sampler on the user's own prompt and size."""
+"""A clone of a model to measure, and a short run of ComfyUI's euler sampler on the user's own
+prompt and size."""
 
 from __future__ import annotations
 
@@ -23,13 +24,15 @@ from ..replay.model_compiler import compiler_off
 CFG = 4.0
 RATIOS = ("downscale_ratio_spacial", "downscale_ratio_temporal")
 COMPILE_KEY = "torch.compile"
-"""The key of ComfyUI's TorchCompileModel's wrapper on a model (``comfy_api/torch_helpers/torch_compile.py``)."""
+"""The key of ComfyUI's TorchCompileModel's wrapper on a model
+(``comfy_api/torch_helpers/torch_compile.py``)."""
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a study samples with: conditionings, a latent as nodes pass it, the first of some ``seeds`` of the noise,
-    and the sampler's cfg. ``negative``: None samples the positive conditioning alone."""
+    """What a study samples with: conditionings, a latent as nodes pass it, the first of some
+    ``seeds`` of the noise, and the sampler's cfg. ``negative``: None samples the positive
+    conditioning alone."""
 
     positive: list
     negative: list | None
@@ -53,16 +56,18 @@ class _CallsInside(Stage, Acting):
 
 
 def watch_sampling(patcher: ModelPatcher, step: Callable, calls: Callable[[], AbstractContextManager]) -> None:
-    """Call ``step`` around each step of a sampler, with ComfyUI's executor of it, and make each call of the model
-    inside of ``calls``."""
+    """Call ``step`` around each step of a sampler, with ComfyUI's executor of it, and make each
+    call of the model inside of ``calls``."""
     patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, ANALYSIS, step)
     put_stage(patcher, ANALYSIS, _CallsInside(calls))
 
 
 def bare_clone(patcher: ModelPatcher) -> ModelPatcher:
-    """Clone a model without torch.compile, guards, which would hide overflows, and a report on its runs.
+    """Clone a model without torch.compile, guards, which would hide overflows, and a report on its
+    runs.
 
-    Its compute plan and accumulation are made anew, so that those of the model learn nothing from what is measured.
+    Its compute plan and accumulation are made anew, so that those of the model learn nothing from
+    what is measured.
     """
     clone, compute, accumulation = patcher.clone(), compute_of(patcher), accumulation_of(patcher)
     if accumulation:
@@ -77,11 +82,12 @@ def bare_clone(patcher: ModelPatcher) -> ModelPatcher:
 
 
 def picture_of(patcher: ModelPatcher, latents: list[torch.Tensor]) -> np.ndarray | None:
-    """Draw final latents as ComfyUI's previews do (``Latent2RGBPreviewer`` in latent_preview.py), without a VAE.
+    """Draw final latents as ComfyUI's previews do (``Latent2RGBPreviewer`` in latent_preview.py),
+    without a VAE.
 
     Returns:
-        uint8 (height, width, 3), a pixel for each of the first image or frame; None if ComfyUI does not tell the
-        colours of these latents.
+        uint8 (height, width, 3), a pixel for each of the first image or frame; None if ComfyUI does
+        not tell the colours of these latents.
     """
     known = patcher.model.latent_format
     if known.latent_rgb_factors is None or latents[0].dim() not in (4, 5):
@@ -101,7 +107,8 @@ def sample(
 ) -> list[torch.Tensor]:
     """Run the sampler and return the final latents, several for a nested latent.
 
-    ``number``: of the seed, from ``given.seed`` on; ``image_denoise``: for a latent that holds an image.
+    ``number``: of the seed, from ``given.seed`` on; ``image_denoise``: for a latent that holds an
+    image.
     """
     latent = given.latent
     seed = (given.seed + number) % (1 << 64)

@@ -1,4 +1,5 @@
-"""Watch the steps of a sampler's run: seconds of each, bytes the device allocates, and results that are not finite."""
+"""Watch the steps of a sampler's run: seconds of each, bytes the device allocates, and results that
+are not finite."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ class StepTimer:
         self._sigma: float | None = None
 
     def step(self, executor, model, conds: list, x: torch.Tensor, timestep: torch.Tensor, *args) -> list[torch.Tensor]:
-        """Time a step with all conditionings, or a part of a step, as ComfyUI's CALC_COND_BATCH wrapper.
+        """Time a step with all conditionings, or a part of a step, as ComfyUI's CALC_COND_BATCH
+        wrapper.
 
         Context windows and SkipLayerGuidance make a step in parts.
 
@@ -40,7 +42,8 @@ class StepTimer:
         return results
 
     def extra_bytes(self) -> int | None:
-        """Count the peak of allocated bytes beyond those at the first step's beginning, weights among them.
+        """Count the peak of allocated bytes beyond those at the first step's beginning, weights
+        among them.
 
         None where the device does not report it.
         """

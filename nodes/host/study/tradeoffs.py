@@ -1,4 +1,5 @@
-"""Measure settings on a model in ComfyUI: four sampler steps for each, on weights made from those in memory."""
+"""Measure settings on a model in ComfyUI: four sampler steps for each, on weights made from those
+in memory."""
 
 from __future__ import annotations
 
@@ -56,16 +57,19 @@ CREATED = 0.01
 
 
 def measure_model(patcher: ModelPatcher, inputs: Inputs, settings: Sequence[Setting]) -> Measurements:
-    """Sample four steps with each setting and with the reference, the file's own weights computed in fp32, and two more
-    steps with each in reverse order, so that what drifts meanwhile is in the spread of each time.
+    """Sample four steps with each setting and with the reference, the file's own weights computed
+    in fp32, and two more steps with each in reverse order, so that what drifts meanwhile is in the
+    spread of each time.
 
-    Weights of another storage are made in both turns, which is not timed. The model is not changed. Held at once: the
-    loaded model, which ComfyUI keeps in host memory meanwhile, the weights of its file where it was loaded in another
-    storage, and one other, of the setting that is measured. Settings of the file's own weights need no other. What is
-    on the device is moved off before each setting, so that every one finds it empty.
+    Weights of another storage are made in both turns, which is not timed. The model is not changed.
+    Held at once: the loaded model, which ComfyUI keeps in host memory meanwhile, the weights of its
+    file where it was loaded in another storage, and one other, of the setting that is measured.
+    Settings of the file's own weights need no other. What is on the device is moved off before each
+    setting, so that every one finds it empty.
 
     Raises:
-        HalfsafeError: the reference is not finite or does not fit, or the model is spread over several devices.
+        HalfsafeError: the reference is not finite or does not fit, or the model is spread over
+            several devices.
     """
     if is_on_several_devices(patcher):
         raise HalfsafeError("The model is spread over several devices.", "Measure on one device, before MultiGPU.")
@@ -101,7 +105,8 @@ def measure_model(patcher: ModelPatcher, inputs: Inputs, settings: Sequence[Sett
 
 
 def _on_weights_of_file(patcher: ModelPatcher) -> tuple[ModelPatcher, bool]:
-    """Return a model with the weights of its file, and False where that is not known and they are as loaded."""
+    """Return a model with the weights of its file, and False where that is not known and they are
+    as loaded."""
     make, arguments, *_ = patcher.cached_patcher_init or (None, ("",))
     of_core = {comfy.sd.load_diffusion_model: False, comfy.sd.load_checkpoint_guess_config: True}
     whole = bool(arguments[-1]) if make is load_diffusion_model else of_core.get(make)
@@ -117,7 +122,8 @@ def _on_weights_of_file(patcher: ModelPatcher) -> tuple[ModelPatcher, bool]:
 
 
 def _is_as_in_file(patcher: ModelPatcher, checkpoint: Checkpoint) -> bool:
-    """True if a model holds the weights of its file as they are there: of another loader by storage and size."""
+    """True if a model holds the weights of its file as they are there: of another loader by storage
+    and size."""
     if record := record_of(patcher):
         return not record.asked
     inside = [weight for name, weight in checkpoint.weights.items() if name.startswith(checkpoint.prefix)]
@@ -166,12 +172,14 @@ class _SettingRunner:
         return replace(row, snr_db=None)
 
     def row(self, setting: Setting) -> Tradeoff:
-        """Measure a setting, or say in the row why the device, its memory or the weights do not allow it."""
+        """Measure a setting, or say in the row why the device, its memory or the weights do not
+        allow it."""
         why = why_not(setting, current_device(), held_storages())
         return Tradeoff(setting, problem=why) if why else self._tried(setting, self._measured)
 
     def again(self, row: Tradeoff) -> Tradeoff:
-        """Time a setting that gave a result in a second turn. A time of the reference without one is too noisy."""
+        """Time a setting that gave a result in a second turn. A time of the reference without one
+        is too noisy."""
         if row.problem:
             return row
         made = self._tried(row.setting, lambda setting: self._timed_again(row))
@@ -215,7 +223,8 @@ class _SettingRunner:
         return with_accumulation(model, SUMS["quality"][0]) if is_reference else model, storage
 
     def _sampled(self, model: ModelPatcher, steps: int, seeds: int) -> tuple[list[list[torch.Tensor]], StepTimer]:
-        """Sample some steps with each of some seeds. Returns the final latents by seed, and the timer of all steps."""
+        """Sample some steps with each of some seeds. Returns the final latents by seed, and the
+        timer of all steps."""
         timer = StepTimer(model.load_device, self.advance)
         model.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, ANALYSIS, timer.step)
         latents = [sample(model, self.inputs, steps, number) for number in range(seeds)]
@@ -250,7 +259,8 @@ def _prepared(patcher: ModelPatcher, setting: Setting) -> tuple[ModelPatcher, st
 
 
 def _is_held(patcher: ModelPatcher, plan: ModelPlan) -> bool:
-    """True if the weights of a model are stored as planned; of a file quantized in part, all that can be."""
+    """True if the weights of a model are stored as planned; of a file quantized in part, all that
+    can be."""
     used, held = plan.storage.used, storages(patcher)
     if used in (AS_FILE, *UNQUANTIZED):
         return used in (AS_FILE, _stored_as(patcher))
@@ -264,7 +274,8 @@ def _planned(patcher: ModelPatcher, setting: Setting) -> ModelPlan:
 
 
 def _stored_as(patcher: ModelPatcher) -> str:
-    """Name what the loaded weights are stored in: the quantized storages where there are any, else that of most."""
+    """Name what the loaded weights are stored in: the quantized storages where there are any, else
+    that of most."""
     quantized = {*storages(patcher).values()} - {*UNQUANTIZED}
     return _named(quantized) or model_facts(patcher).file_dtype
 
@@ -274,15 +285,16 @@ def _named(storages: set[str]) -> str:
 
 
 def _checkpoint(patcher: ModelPatcher) -> Checkpoint:
-    """Return the loaded weights without LoRAs, as a file of them would be read; they are not copied."""
+    """Return the loaded weights without LoRAs, as a file of them would be read; they are not
+    copied."""
     weights = {name: weight.moved("cpu") for name, weight in LiveWeights(patcher).stored.items()}
     name, metadata = "the loaded " + type(patcher.model).__name__, metadata_of(patcher, None, None)
     return Checkpoint(name, ("loaded",), metadata, weights, [])
 
 
 def _on_other_weights(patcher: ModelPatcher, *weights) -> ModelPatcher:
-    """Clone a patcher, LoRAs and all, onto another model of its architecture, without patches of single modules.
-    ``weights``: see ``load_onto``."""
+    """Clone a patcher, LoRAs and all, onto another model of its architecture, without patches of
+    single modules. ``weights``: see ``load_onto``."""
     if BYPASS in patcher.injections:
         raise HalfsafeError("A bypass LoRA works on the loaded weights only: measure without it.")
     clone = load_onto(patcher, *weights)
