@@ -91,8 +91,8 @@ class _InputRange(Proof):
 class Calibration:
     """The proofs of one model's operations, and the loop that runs its calls.
 
-    ``looks_at_result``: check the result of each call; it is set if the products themselves cannot
-    overflow. ``calibrating``: this call may read numbers back from the device to choose scales, and
+    ``looks_at_result``: check the result of each call, where an overflow of a product shows as Inf
+    or NaN. ``calibrating``: this call may read numbers back from the device to choose scales, and
     runs no compiled code. A compiled graph depends on the decisions of a proof, such as
     ``in_fp32``, but not on the number of measurements. ``flops``: floating-point operations of each
     operation in the calibrating call. ``repeats``: number of calls that ran twice. ``in_fp16``:

@@ -29,7 +29,8 @@ class Fp16Sums(Proof):
     proof it checks the amax of the layer's result, in the calls after :meth:`look`.
 
     ``weights``: weight provider, or None if the module's weight is not accessible, so sums stay in
-    fp32. ``ran``: some calibrating call ran the layer on an fp16 input. ``overflowed``: the result
+    fp32.
+    ``ran``: some calibrating call ran the layer on a finite fp16 input. ``overflowed``: the result
     of fp16 sums was Inf or NaN in one, by fp32 sums too or not: a layer with such results, which
     model code hides, would fail each call.
     """
@@ -76,10 +77,12 @@ class Fp16Sums(Proof):
         with self.calibration.hiding.pause(), lent(weights(self.module, x, torch.float16)) as (weight, bias):
             bias = None if bias is None else bias.to(x.dtype)
             with flags_set({FP16_ACCUMULATION: True}):
-                tried = amax(F.linear(x, weight, bias)).item()
+                numbers = torch.stack([amax(x), amax(F.linear(x, weight, bias))])
             result = F.linear(x, weight, bias)
-        self.ran, self._ran_on = True, x.device
-        self.overflowed = self.overflowed or not math.isfinite(tried)
-        if not self.overflowed:
+            operand, tried = numbers.tolist()
+        if math.isfinite(operand):  # what an input that is not finite gives says nothing about sums
+            self.ran, self._ran_on = True, x.device
+            self.overflowed = self.overflowed or not math.isfinite(tried)
+        if self.in_fp16:
             self.calibration.hiding.ran(self.name, self)
         return result

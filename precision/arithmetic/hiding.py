@@ -2,7 +2,8 @@
 
 An operand that passes fp16's range makes Inf or NaN of a whole row of its layer's result, and norms
 make NaN of that. NaN reaches the result of the call, unless an operation of ``HIDING`` comes
-between:
+between. A sum in fp16 that overflows makes Inf of one number: of such a layer the whole result is
+checked in place of one column.
 
 =====================  =====================================  ========================================================
 operation              hides                                  what detects the overflow instead

@@ -108,6 +108,14 @@ def test_a_layer_whose_result_is_inf_by_design_does_not_repeat_each_call():
     assert calibration.repeats == 0
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_an_input_that_is_not_finite_teaches_nothing(first):
+    (layer,), (sums,), calibration = summed(cancelling())
+    for size in (*[1.0] * (not first), torch.nan, torch.inf):
+        calibration.run(lambda size=size: layer(torch.full((2, 64), size).half()))
+    assert not sums.overflowed and sums.in_fp16 is not first
+
+
 def test_a_layer_that_did_not_run_in_the_first_call_sums_in_fp32():
     seen: list[bool] = []
     (layer,), _, calibration = summed(noting(cancelling(), seen))
