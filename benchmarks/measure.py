@@ -94,7 +94,7 @@ def convert_read_all(path: Path) -> dict:
 def _quantized_at_once(path: Path) -> dict:
     import torch
     from halfsafe.precision.formats.checkpoint import read_checkpoint
-    from halfsafe.precision.formats.stored_weight import comfy_quant_tensor
+    from halfsafe.precision.formats.format import comfy_quant_tensor
     from halfsafe.precision.plan.layers import plan_file
     from halfsafe.precision.plan.rules import rules_from
     from safetensors.torch import load_file

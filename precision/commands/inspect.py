@@ -25,6 +25,7 @@ from ..formats.checkpoint import (
     read_checkpoint,
 )
 from ..formats.families import UNKNOWN, family_of
+from ..formats.plain import MISREADINGS
 from ..formats.readers import read_by
 from ..formats.registry import FORMAT_OF_STORAGE
 from ..formats.stored_weight import StoredWeight
@@ -138,8 +139,7 @@ def _dtypes(file: TensorFile) -> dict[str, dict[str, int]]:
 
 
 def _scales(weights: list[StoredWeight]) -> dict[str, int]:
-    kinds = (weight.granularity if weight.format is None else weight.storage for weight in weights)
-    counts = Counter(kind for kind in kinds if kind != "none")
+    counts = Counter(weight.format.scaling or weight.storage for weight in weights if not weight.plain)
     counts["input"] = sum(weight.input_scale is not None for weight in weights)
     counts["full_precision"] = sum(weight.full_precision for weight in weights)
     return {key: count for key, count in counts.items() if count}
@@ -149,24 +149,15 @@ def _in_comfyui(checkpoint: Checkpoint) -> list[str]:
     """Return how ComfyUI 0.29 to 0.38 reads the file: ``utils.convert_old_quants``,
     ``ops._load_quantized_module``, ``model_base`` (unexpected keys).
     """
-    quantized = [weight for weight in checkpoint.weights.values() if weight.quantized and weight.format is None]
-    known = not COMFYUI_READS.isdisjoint(checkpoint.dialects)
-    scaled = [weight for weight in quantized if weight.scale is not None]
-    clipped = [w for w in scaled if known and w.input_scale is None and not w.full_precision]
-    e5m2 = [w for w in scaled if SCALED_FP8 in checkpoint.dialects and w.data.dtype == torch.float8_e5m2]
-    statements = (
-        ([] if known else scaled, "the scale is dropped: the weight is wrong by that factor and the image is noise"),
-        (e5m2, "read as e4m3fn: values above 448 become NaN and the image is black"),
-        ([w for w in scaled if known and w.granularity != "tensor"], "a scale per row or block is not supported"),
-        ([w for w in quantized if "fnuz" in name_of(w.data.dtype)], "fnuz weights are not supported"),
-        (clipped, "no input scale: where the GPU multiplies in fp8, activations are clipped at 448"),
-    )
-    found = [f"{len(weights)} layers: {text}." for weights, text in statements if weights]
-    groups = Counter(w.group for w in checkpoint.weights.values() if w.format is not None and w.storage == "int8")
+    quantized = [weight for weight in checkpoint.weights.values() if weight.quantized]
+    declared = not COMFYUI_READS.isdisjoint(checkpoint.dialects)
+    marked = SCALED_FP8 in checkpoint.dialects
+    misread = Counter(text for weight in quantized for text in weight.format.misread(weight, declared, marked))
+    found = [f"{misread[text]} layers: {text}." for text in MISREADINGS if misread[text]]
+    groups = Counter(weight.group for weight in quantized if weight.storage == "int8")
     found += [ROTATED_APART.format(count, size) for size, count in groups.items() if size not in (None, FUSED_GROUP)]
-    held = {weight.name: weight.format for weight in checkpoint.weights.values() if weight.format is not None}
-    known_fp8 = [weight for weight in scaled if known and weight.storage in FORMAT_OF_STORAGE]
-    held |= {weight.name: FORMAT_OF_STORAGE[weight.storage] for weight in known_fp8}
+    scaled = [weight for weight in quantized if declared and not weight.plain]
+    held = {w.name: FORMAT_OF_STORAGE[w.storage] for w in scaled if w.storage in FORMAT_OF_STORAGE}
     return found + [reading.text for reading in read_by(checkpoint, held)]
 
 
@@ -191,7 +182,7 @@ def _value_problems(
 
 def _faults(weight: StoredWeight) -> dict[str, str]:
     """Describe the faults of a weight by their kinds."""
-    if weight.format is None and not weight.is_number:
+    if not weight.format.has_values(weight):
         return {}
     bound = weight.bound()
     if not bound < float("inf") and (found := _non_finite(weight.data)):

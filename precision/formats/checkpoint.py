@@ -24,18 +24,12 @@ from ..files.safetensors_file import open_checkpoint
 from ..files.safetensors_header import QUANTIZATION_KEY, contradiction, read_object
 from ..files.tensor_file import TensorFile
 from ..files.zeros import zero_places, zero_runs
+from .format import Format, Tensors
 from .fp8 import E4M3
 from .int8 import rotation_group
+from .plain import BLOCK_SCALES, EIGHT_BIT, NUMBERS, PLAIN, block_sizes, scaled_format
 from .registry import FORMATS, weight_in_format
-from .stored_weight import (
-    EIGHT_BIT,
-    FULL_PRECISION,
-    NUMBERS,
-    NonFiniteScale,
-    StoredWeight,
-    block_sizes,
-    granularity_of,
-)
+from .stored_weight import FULL_PRECISION, NonFiniteScale, StoredWeight
 
 COMFY_QUANT = "comfy_quant"
 SCALED_FP8 = "scaled_fp8"
@@ -329,17 +323,18 @@ class _Reader:
             settings = settings | {"format": self._format(name, data, settings)}
             if not self._is_plain(name, data, settings):
                 return self._in_format(name, data, settings)
-        scale, granularity, dialect = self._weight_scale(name, data, _flat(settings or {}).get("group_size"))
+        format, tensors, dialect = self._scaled(name, data, _flat(settings or {}).get("group_size"))
+        weight = StoredWeight(name, data, format, tensors, self._input_scale(layer))
         if settings is None and data.dtype in EIGHT_BIT:
             self.dialects[dialect] += 1
-            if what := _undecided(data, scale, granularity):
+            if what := _undecided(weight):
                 self.undecided[name] = what
         settings = settings or {}
         if dialect == SCALED_FP8:
             prefix = max((prefix for prefix in self.full_precision if name.startswith(prefix)), key=len, default="")
             if self.full_precision.get(prefix):
                 settings = {"format": E4M3.name} | settings | {FULL_PRECISION: True}
-        return StoredWeight(name, data, scale, granularity, self._input_scale(layer), settings=settings)
+        return replace(weight, settings=settings)
 
     def _is_plain(self, name: str, data: torch.Tensor, settings: dict) -> bool:
         """True for numbers and scales that no format of ComfyUI has: fp8, and int8 that is no matrix or has a scale for
@@ -355,7 +350,8 @@ class _Reader:
         scale = self.tensors.get(f"{_layer(name)}.weight_scale")
         if data.dtype != torch.int8 or settings["format"] not in _IN_INT8 or scale is None:
             return False
-        if data.dim() == 2 and granularity_of(scale, data.shape, _flat(settings).get("group_size")) != "block":
+        found = scaled_format(scale, data.shape, _flat(settings).get("group_size"))
+        if data.dim() == 2 and found is not BLOCK_SCALES:
             return False
         if _flat(settings).get("convrot"):
             problem = Message("in int8 of shape {0} with scales of shape {1}", tuple(data.shape), tuple(scale.shape))
@@ -418,12 +414,11 @@ class _Reader:
             problem = Message("{0}, but {1}", declared, error)
             raise CheckpointError(self._file_of(name), problem, name, _ANOTHER) from None
 
-    def _weight_scale(
-        self, name: str, data: torch.Tensor, block: object = None
-    ) -> tuple[torch.Tensor | None, str, str]:
+    def _scaled(self, name: str, data: torch.Tensor, block: object = None) -> tuple[Format, Tensors, str]:
+        """Return the format of numbers with the scale that the file has for them, the scale, and its dialect."""
         found = next(((key, dialect) for key, dialect in _weight_scale_names(name) if key in self.tensors), None)
         if found is None:
-            return None, "none", UNSCALED
+            return PLAIN, {}, UNSCALED
         key, dialect = found
         scale = self._scale(key)
         if dialect == SCALED_FP8 and f"{key}_tensor" in self.tensors:
@@ -434,17 +429,16 @@ class _Reader:
                 problem = Message(many if scale.numel() > 1 else one, name_of(data.dtype))
                 raise UnconsumedScale(self.path, problem, key)
             if scale.item() == 1:
-                return None, "none", dialect
+                return PLAIN, {}, dialect
             self.remarks["16-bit weights with a scale_weight: the scale was applied"] += 1
-        granularity = granularity_of(scale, data.shape, block)
-        if granularity is None:
+        format = scaled_format(scale, data.shape, block)
+        if format is None:
             shapes = Message("{0} does not fit a weight of shape {1}", tuple(scale.shape), tuple(data.shape))
             problem = Message("a scale of shape {0}", shapes)
             raise UnconsumedScale(self.path, problem, key, "Report it to the tool's authors.")
         if dialect == SCALED_FP8 and data.dtype == torch.float8_e5m2:
             self.remarks["e5m2 under a scaled_fp8 marker, which ComfyUI reads as e4m3fn; read as e5m2"] += 1
-        shape = {"tensor": (), "row": (-1, 1), "block": scale.shape[:2]}[granularity]
-        return scale.reshape(shape), granularity, dialect
+        return format, {"weight_scale": format.as_read(scale)}, dialect
 
     def _input_scale(self, layer: str | None) -> torch.Tensor | None:
         key = next((f"{layer}.{leaf}" for leaf in _INPUT_SCALES if f"{layer}.{leaf}" in self.tensors), None)
@@ -537,8 +531,8 @@ def _flat(settings: dict) -> dict:
 
 def _is_bare(weight: StoredWeight) -> bool:
     """True for an fp8 matrix without a scale, or with one of 1, which a conversion of such a matrix writes."""
-    is_matrix = weight.format is None and weight.data.dtype in FP8_DTYPES and weight.data.dim() > 1
-    return is_matrix and (weight.scale is None or (weight.granularity == "tensor" and weight.scale.item() == 1))
+    scale = weight.format.one_scale(weight)
+    return weight.data.dtype in FP8_DTYPES and weight.data.dim() > 1 and scale is not None and scale.item() == 1
 
 
 def _large_number(data: torch.Tensor) -> float:
@@ -558,13 +552,13 @@ def _is_parameter(weight: StoredWeight) -> bool:
     return bool(_PARAMETER.search(weight.name)) or (is_matrix and not _POSITIONS.search(weight.name))
 
 
-def _undecided(data: torch.Tensor, scale: torch.Tensor | None, granularity: str) -> str:
+def _undecided(weight: StoredWeight) -> str:
     """Return how unmarked 8-bit data are ambiguous: other tools write the same tensors with another meaning."""
-    if data.dtype == torch.int8 and granularity in ("tensor", "row") and rotation_group(data.shape[-1]):
-        return ROTATED_OR_NOT
-    if scale is not None and granularity == "block" and block_sizes(data.shape, scale.shape) == (1, MX_BLOCK):
-        return TILED_OR_NOT
-    return ""
+    if weight.format is BLOCK_SCALES:
+        counts = weight.tensors["weight_scale"].shape
+        return TILED_OR_NOT if block_sizes(weight.shape, counts) == (1, MX_BLOCK) else ""
+    rotated = weight.data.dtype == torch.int8 and not weight.plain and rotation_group(weight.shape[-1])
+    return ROTATED_OR_NOT if rotated else ""
 
 
 def _layer(name: str) -> str | None:

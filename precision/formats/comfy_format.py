@@ -11,20 +11,19 @@ from functools import lru_cache
 
 import torch
 
-from ..base.dtypes import FP8_NAMES, FP16_MAX, QUANTIZED_NAMES, dtype_named, max_of, name_of
+from ..base.dtypes import FP8_NAMES, FP16_MAX, QUANTIZED_NAMES, dtype_named, max_of
 from ..base.errors import NonFiniteWeight
 from ..base.message import Message
 from ..files.safetensors_header import TensorSpec
-from .format import Format
-from .fp8 import Fp8, quantize
+from .format import Format, comfy_quant_tensor
+from .fp8 import quantize
 from .layer_plan import AS_FILE, LayerPlan
 from .registry import FORMAT_OF_STORAGE
-from .stored_weight import FULL_PRECISION, StoredWeight, Tensors, comfy_quant_tensor
+from .stored_weight import FULL_PRECISION, StoredWeight, Tensors
 
 LARGEST_ROUNDED = max_of(torch.float32) / 2
 ERROR_SAMPLE = 8
 SHARED_SAMPLE = 4
-OF_FNUZ = {"fp8_e4m3fnuz": "fp8_e4m3fn", "fp8_e5m2fnuz": "fp8_e5m2"}
 Made = tuple[StoredWeight, dict[str, torch.Tensor]]
 """A weight and its tensors as they are planned."""
 
@@ -44,7 +43,7 @@ def exceeds_fp16(weight: StoredWeight, path) -> bool:
     Raises:
         NonFiniteWeight: it holds NaN or Inf.
     """
-    if weight.scale is None and weight.data.dtype == torch.float16:
+    if weight.plain and weight.data.dtype == torch.float16:
         return False
     return weight.exceeds(FP16_MAX, finite_bound(weight, path))
 
@@ -79,7 +78,7 @@ def requantization_error(weight: StoredWeight, storage: str, path) -> float:
     bound = finite_bound(weight, path)
     squares = 0.0
     rows = 0
-    largest = bound if weight.format is None else weight.amax  # the bound of what is unpacked is loose
+    largest = weight.format.largest_of(weight, bound)
     for _, part in weight.parts(sample=ERROR_SAMPLE):
         data, scale = quantize(part, dtype_named(storage), largest)
         error = (data.float() * scale - part).square().sum(1)
@@ -138,12 +137,10 @@ def _comfy_quant(storage: str, columns: int, full_precision: bool) -> torch.Tens
 
 def _encoded(weight: StoredWeight, format: Format, bound: float) -> Tensors:
     """Round a weight to nearest in a format; its tensors by the last part of their names."""
-    if isinstance(format, Fp8) and is_same_fp8(weight, format.storage):
-        # The values of an fnuz format fit its sibling with the same scale; only its last subnormal bit is lost.
-        scale = torch.tensor(1.0) if weight.scale is None else weight.scale
-        return {"weight": weight.data.to(format.dtype), "weight_scale": scale}
+    if format.holds(weight):
+        return format.taken_over(weight)
     if format.by_largest:
-        shared = format.scale_for(bound if weight.format is None else weight.amax)
+        shared = format.scale_for(weight.format.largest_of(weight, bound))
     else:
         shared = format.shared(part for _, part in weight.parts(sample=SHARED_SAMPLE))
     if weight.plain and not format.writer:
@@ -159,9 +156,7 @@ def _encoded(weight: StoredWeight, format: Format, bound: float) -> Tensors:
 
 def is_same_fp8(weight: StoredWeight, storage: str) -> bool:
     """True if a weight is in an fp8 storage with one scale, or in its fnuz sibling."""
-    own = OF_FNUZ.get(name_of(weight.data.dtype), name_of(weight.data.dtype))
-    has_one_scale = weight.format is None and weight.granularity in ("none", "tensor")
-    return has_one_scale and storage in FP8_NAMES and own == storage
+    return storage in FP8_NAMES and FORMAT_OF_STORAGE[storage].holds(weight)
 
 
 def specs_of(weight: StoredWeight, storage: str) -> list[TensorSpec]:

@@ -1,21 +1,45 @@
-"""What every quantization format of ComfyUI has.
+"""What every format of a weight has.
 
-A format is a class: its tensors in a file, how they are read and written, and what multiplies them. Names, tensors and
+A format is a class: its tensors in a file, how they are read and written, and what multiplies them. A weight
+(:class:`~.stored_weight.StoredWeight`) has a format, ``PLAIN`` if its data are the values, and nothing outside of this
+room looks at data or scales to tell one from another: what somebody has to know is asked of the format.
+
+| asked | methods |
+|---|---|
+| its values, shape, bounds | ``rows``, ``shape``, ``bound``, ``largest_of``, ``has_values`` |
+| its name in plans and reports | ``storage_of``, ``counted_as``, ``scaling``, ``scales_text``, ``layout`` |
+| what ComfyUI makes of it | ``is_held_by``, ``as_loaded``, ``is_only_linear``, ``multiplies_in``, ``misread`` |
+| what a storage changes | ``lies_in``, ``is_same_in``, ``one_scale``, ``has_many_scales``, ``holds`` |
+| its tensors, written | ``specs``, ``settings``, ``encode``, ``taken_over``, ``auxiliary`` |
+| rows of several weights as one | ``joins``, ``by_row``, ``aligned`` |
+
+The defaults below are those of ComfyUI's own quantization formats; ``plain.py`` has the others. Names, tensors and
 versions are those of ComfyUI ``comfy/quant_ops.py`` (``QUANT_ALGOS``) and ``comfy/ops.py``
 (``_load_quantized_module``), layouts and products those of comfy-kitchen's ``tensor/*.py``;
 ``tests/host/load/test_registry.py`` holds the formats against both.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..base.amax import amax_value
 from ..base.errors import StorageNotHeld
 from ..base.message import Message
 from ..base.modes import Mode
-from .stored_weight import StoredWeight, Tensors
+from .layer_plan import AS_FILE
+
+if TYPE_CHECKING:
+    from .stored_weight import StoredWeight
+
+Tensors = dict[str, torch.Tensor]
+"""Tensors of a layer by the last part of their names: ``weight``, ``weight_scale``."""
 
 
 def kitchen_function(name: str) -> Callable | None:
@@ -29,9 +53,13 @@ def kitchen_function(name: str) -> Callable | None:
 
 
 class Format:
-    """A quantization format of ComfyUI.
+    """A format of a weight; a quantization format of ComfyUI, unless it says otherwise.
 
     Attributes:
+        plain: the data are the values, and nothing stands beside them.
+        counted_as: what weights count as where the dtype of most of a file is asked; empty for their storage.
+        scaling: how far one scale reaches (``tensor``, ``row``, ``block``); empty for a format with scales of its own,
+            or none.
         name: as ``comfy_quant`` declares it in a file.
         storage: as nodes, rules and reports call it.
         since: the first ComfyUI with it.
@@ -48,6 +76,7 @@ class Format:
         by_largest: the tensors shared by all rows follow from the largest magnitude of the weight.
         aligned: the rows that are encoded together begin at multiples of it.
         by_row: the tensors beside the data that have a row for each row of the weight.
+        joins: rows of several weights make one weight of the format.
         needs: the tensors beside ``<layer>.weight`` that a file must have, and ``may_have``: those that it may.
         signed: the tensors that may be negative.
         largest: magnitude of a code; 0 where the data are numbers. A weight is at most that times its ``factors``, plus
@@ -62,6 +91,10 @@ class Format:
     storage: str
     since: str
     colour: tuple[int, int, int]
+    plain: bool = False
+    counted_as: str = "quantized"
+    scaling: str = ""
+    joins: bool = True
     product: str = ""
     mode: Mode | None = None
     quantizes_operands: bool = True
@@ -125,7 +158,111 @@ class Format:
             raise StorageNotHeld(problem, "Update ComfyUI and the packages that it requires, or use storage=int8.")
         return found
 
+    # What it is
+
+    def storage_of(self, weight: StoredWeight) -> str:
+        """Return the storage of a weight, as nodes, rules and reports call it."""
+        return self.storage
+
+    def is_quantized(self, weight: StoredWeight) -> bool:
+        """True if a weight is stored in 8 bits or fewer."""
+        return True
+
+    def scales_text(self, weight: StoredWeight) -> str:
+        """Return what a single scale stands in place of, in words: the storage, or how many scales."""
+        return self.storage
+
+    def layout(self, weight: StoredWeight) -> str:
+        """Return how a weight is scaled and rotated, in words; "" for a weight without scales."""
+        if weight.experts:
+            return self.layout(weight.experts[0])
+        leaves = ("weight_s_rel", "weight_scale")
+        scale = next((weight.tensors[leaf] for leaf in leaves if leaf in weight.tensors), None)
+        count = 0 if scale is None else scale.numel()
+        rows, columns = weight.shape[-2:]
+        each = getattr(self, "block", 0) or (rows * columns // count if count else 0)
+        text = f"a scale for each {each} inputs"
+        if count == 1 or each == columns:
+            text = "one scale" if count == 1 else "a scale for each row"
+        return text + (f"; rotated in groups of {weight.group} inputs" if weight.group else "")
+
+    # What ComfyUI makes of it
+
+    def is_held_by(self, storages: Container[str]) -> bool:
+        """True if a ComfyUI with these quantized storages holds a weight of the format, or its numbers."""
+        return self.storage in storages
+
+    def as_loaded(self, weight: StoredWeight) -> str:
+        """Return the storage in which ComfyUI holds a weight that nobody asks another storage for."""
+        return AS_FILE
+
+    def is_only_linear(self, weight: StoredWeight) -> bool:
+        """True if ComfyUI holds such a weight in Linear modules alone, because it casts others without a scale."""
+        return False
+
+    def multiplies_in(self, weight: StoredWeight) -> Mode | None:
+        """Return the arithmetic of ComfyUI's own product of a weight of a layer; None where no mode says it."""
+        return self.mode
+
+    def misread(self, weight: StoredWeight, declared: bool, marked: bool) -> Iterator[str]:
+        """Yield how ComfyUI's own loader misreads a weight (``MISREADINGS`` of plain.py).
+
+        ``declared``: the file says that it is quantized, in a way that ComfyUI reads; ``marked``: by ``scaled_fp8``.
+        """
+        yield from ()
+
+    # What a storage changes
+
+    def lies_in(self, weight: StoredWeight, storage: str) -> bool:
+        """True if a weight lies in a storage already, so that its tensors stay those of the file."""
+        return storage == self.storage
+
+    def is_same_in(self, weight: StoredWeight, storage: str) -> bool:
+        """True if the numbers and the scale that a storage is given are those of the weight."""
+        return False
+
+    def one_scale(self, weight: StoredWeight) -> torch.Tensor | None:
+        """Return the 0-dim scale that alone multiplies the data, 1 for values; None where there is more to it."""
+        return None
+
+    def has_many_scales(self, weight: StoredWeight) -> bool:
+        """True for fp8 with a scale for each row or block, which ComfyUI's fp8 does not have."""
+        return False
+
+    def holds(self, weight: StoredWeight) -> bool:
+        """True if the format holds the numbers of a weight without rounding them."""
+        return False
+
+    def taken_over(self, weight: StoredWeight) -> Tensors:
+        """Make the tensors of a weight whose numbers the format holds."""
+        raise NotImplementedError
+
     # Reading
+
+    def has_values(self, weight: StoredWeight) -> bool:
+        """True if a weight stands for numbers of a model, and not for indices or a text."""
+        return True
+
+    def matrix_rows(self, weight: StoredWeight) -> int | None:
+        """Return as how many rows a weight is seen; None where its last dimension is a row."""
+        return None
+
+    def bound(self, weight: StoredWeight) -> float:
+        """Return an upper bound on the magnitude of a weight; NaN if its data hold a NaN."""
+        sizes = {name: weight.numbers(name).abs().max().item() for name in weight.tensors}
+        factors = math.prod(sizes.get(name, 1.0) for name in self.factors)
+        data = amax_value(weight.data) if not self.largest and weight.is_number else 0.0
+        return ((self.largest or data) * factors + sizes.get(self.offset, 0.0)) * math.sqrt(weight.group or 1)
+
+    def largest_of(self, weight: StoredWeight, bound: float) -> float:
+        """Return the magnitude that one scale of a weight is made for: its ``bound``, or its amax where that is
+        loose."""
+        return weight.amax
+
+    def auxiliary(self, weight: StoredWeight) -> dict[str, torch.Tensor]:
+        """Return what ComfyUI needs besides the data of a weight, by full name."""
+        tensors = {f"{weight.layer}.{leaf}": tensor for leaf, tensor in weight.tensors.items()}
+        return tensors | {f"{weight.layer}.comfy_quant": comfy_quant_tensor(weight.settings)}
 
     def read(self, weight: StoredWeight) -> StoredWeight:
         """Add the tensors and settings that ComfyUI multiplies by to a weight whose file has others."""
@@ -197,3 +334,8 @@ class Format:
     def codes(self, numbers: torch.Tensor, params: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Make ``<layer>.weight`` of whole rows of numbers from :meth:`nearest`."""
         raise NotImplementedError
+
+
+def comfy_quant_tensor(settings: dict) -> torch.Tensor:
+    """Make ComfyUI's ``<layer>.comfy_quant``: JSON as uint8."""
+    return torch.frombuffer(bytearray(json.dumps(settings), "utf-8"), dtype=torch.uint8)

@@ -16,6 +16,7 @@ from ..base.amax import amax, floats
 from ..base.dtypes import max_of
 from ..base.modes import FP8
 from .format import Format
+from .plain import OF_FNUZ
 from .stored_weight import StoredWeight, Tensors
 
 PART = 1 << 22
@@ -129,6 +130,17 @@ class Fp8(Format):
 
     def rows(self, weight: StoredWeight, part: slice) -> torch.Tensor:
         return floats(weight.data[part]).mul_(weight.row_scales(part))
+
+    def holds(self, weight: StoredWeight) -> bool:
+        return (
+            OF_FNUZ.get(weight.storage, weight.storage) == self.storage and weight.format.one_scale(weight) is not None
+        )
+
+    def taken_over(self, weight: StoredWeight) -> Tensors:
+        # The values of an fnuz format fit its sibling with the same scale; only its last subnormal bit is lost.
+        scale = weight.format.one_scale(weight)
+        assert scale is not None, "a weight is taken over with one scale"
+        return {"weight": weight.data.to(self.dtype), "weight_scale": scale}
 
     def specs(self, rows: int, columns: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return {"weight": ((rows, columns), self.dtype), "weight_scale": ((), torch.float32)}

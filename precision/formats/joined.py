@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from .stored_weight import EIGHT_BIT, FULL_PRECISION, StoredWeight, Tensors
+from .plain import EIGHT_BIT
+from .stored_weight import FULL_PRECISION, StoredWeight, Tensors
 
 FUSED = (
     "Unpacked to bf16, because ComfyUI fuses or reorders these quantized weights, and their format cannot hold the "
@@ -86,9 +87,9 @@ def joined_rows(name: str, parts: Sequence[StoredWeight], order: torch.Tensor | 
     if all(part.plain for part in parts):
         mixed = len(dtypes) > 1 and not dtypes.isdisjoint(EIGHT_BIT)
         return None if mixed else StoredWeight(name, _rows([part.data for part in parts], order), file=first.file)
-    if len(dtypes) > 1 or any(part.format != first.format or part.granularity != first.granularity for part in parts):
+    if len(dtypes) > 1 or any(part.format != first.format for part in parts):
         return None
-    made = _with_scales(parts, order) if first.format is None else _in_format(parts, order)
+    made = _in_format(parts, order) if first.format.joins else None
     if made is None:
         return None
     full = any(part.full_precision for part in parts)
@@ -112,28 +113,11 @@ def _rows(tensors: Iterable[torch.Tensor], order: torch.Tensor | None) -> torch.
     return rows.view(dtype) if as_bytes else rows
 
 
-def _with_scales(parts: Sequence[StoredWeight], order: torch.Tensor | None) -> StoredWeight | None:
-    first = parts[0]
-    if any(part.settings.keys() - {"format", FULL_PRECISION} for part in parts) or first.granularity == "block":
-        return None
-    scale = first.scale
-    if first.granularity == "row":
-        scale = _rows([part.scale for part in parts], order)
-    elif not _are_same([part.scale for part in parts]):
-        return None
-    inputs = [part.input_scale for part in parts]
-    return replace(
-        first,
-        data=_rows([part.data for part in parts], order),
-        scale=scale,
-        input_scale=inputs[0] if _are_same(inputs) else None,
-    )
-
-
 def _in_format(parts: Sequence[StoredWeight], order: torch.Tensor | None) -> StoredWeight | None:
     first = parts[0]
     format = first.format
-    settings = [{key: value for key, value in part.settings.items() if key != FULL_PRECISION} for part in parts]
+    own = ("format", FULL_PRECISION)
+    settings = [{key: value for key, value in part.settings.items() if key not in own} for part in parts]
     tiled = format.aligned > 1 and (order is not None or any(part.shape[0] % format.aligned for part in parts))
     if tiled or any(each != settings[0] for each in settings) or any(part.experts for part in parts):
         return None
@@ -147,10 +131,12 @@ def _in_format(parts: Sequence[StoredWeight], order: torch.Tensor | None) -> Sto
         elif leaf != "input_scale":  # without it the scale of each input is found as it comes
             return None
     outputs = [part.outputs for part in parts]
+    inputs = [part.input_scale for part in parts]
     made = replace(
         first,
         data=_rows([part.data for part in parts], order),
         tensors=tensors,
+        input_scale=inputs[0] if _are_same(inputs) else None,
         outputs=None if None in outputs else sum(map(int, outputs)),
     )
     try:

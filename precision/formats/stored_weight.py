@@ -1,30 +1,22 @@
-"""A weight as a file stores it: data, scale and how far one scale reaches."""
+"""A weight as a file stores it: data, and a format that says what they and the tensors beside them are."""
 
-import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from ..base.amax import amax_value
-from ..base.dtypes import FP8_DTYPES, name_of
+from ..base.dtypes import name_of
 from ..base.message import Message
+from .format import Format, Tensors
+from .plain import NUMBERS, PLAIN
 
-if TYPE_CHECKING:
-    from .format import Format
-
-Tensors = dict[str, torch.Tensor]
-"""Tensors of a layer by the last part of their names: ``weight``, ``weight_scale``."""
 CHUNK = 1 << 20
-EIGHT_BIT = FP8_DTYPES | {torch.int8}
-NUMBERS = FP8_DTYPES | {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 FULL_PRECISION = "full_precision_matrix_mult"
 POWERS_OF_4 = tuple(4**exponent for exponent in range(1, 9))
 """The sizes of regular Hadamard matrices, as comfy-kitchen makes them (``_build_hadamard`` in tensor/int8_utils.py)."""
-USUAL_BLOCKS = (128, 64, 32, 16, 256, 512, 1)
 
 
 class NonFiniteScale(ValueError):
@@ -37,16 +29,13 @@ class NonFiniteScale(ValueError):
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """One tensor of a model. ``data * scale`` is the weight, unless it has a ``format``.
+    """One tensor of a model.
 
     Attributes:
         name: full tensor name, ``blocks.0.ffn.0.weight``.
-        scale: fp32 multiplier: 0-dim (``tensor``), ``(rows, 1)`` over ``data`` seen as that many rows (``row``), one
-            entry per block of a 2-D weight (``block``), None (``none``).
-        granularity: ``none``, ``tensor``, ``row`` or ``block``.
-        input_scale: fp32 0-dim activation multiplier, if the file has one.
-        format: of ComfyUI's formats that are more than fp8 data and a scale.
+        format: what the data and the tensors beside them stand for.
         tensors: what the format has beside the data.
+        input_scale: fp32 0-dim multiplier of the inputs of a layer with fp8 numbers, if the file has one.
         settings: what the file's ``comfy_quant`` says of the layer, also of a weight that was patched since.
         outputs: of the layer, if the file tells them; rows beyond those are padding.
         file: the file that holds it, which of a sharded set is one of several.
@@ -55,11 +44,9 @@ class StoredWeight:
 
     name: str
     data: torch.Tensor
-    scale: torch.Tensor | None = None
-    granularity: str = "none"
-    input_scale: torch.Tensor | None = None
-    format: "Format | None" = None
+    format: Format = PLAIN
     tensors: Tensors = field(default_factory=dict)
+    input_scale: torch.Tensor | None = None
     settings: dict = field(default_factory=dict)
     outputs: int | None = None
     file: str = ""
@@ -74,38 +61,35 @@ class StoredWeight:
         """True if the file asks for ``full_precision_matrix_mult``."""
         return bool(self.settings.get(FULL_PRECISION))
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         """The weight's own shape; ``data`` may hold two numbers in a byte."""
-        if self.experts:
-            return (len(self.experts), *self.experts[0].shape)
-        return tuple(self.data.shape) if self.format is None else self.format.shape(self)
+        return (len(self.experts), *self.experts[0].shape) if self.experts else self.format.shape(self)
 
-    @property
+    @cached_property
     def storage(self) -> str:
         """The storage name: ``bf16``, ``fp8_e4m3fn``, ``int8``, ``nvfp4``."""
-        return name_of(self.data.dtype) if self.format is None else self.format.storage
+        return self.format.storage_of(self)
 
     @property
     def bytes(self) -> int:
         """Bytes of the data, and of the scales and other tensors beside them."""
-        beside = [self.scale, *self.tensors.values()]
-        return self.data.nbytes + sum(tensor.nbytes for tensor in beside if tensor is not None)
+        return self.data.nbytes + sum(tensor.nbytes for tensor in self.tensors.values())
 
-    @property
+    @cached_property
     def quantized(self) -> bool:
         """True if it is stored in 8 bits or fewer."""
-        return self.format is not None or self.data.dtype in EIGHT_BIT
+        return self.format.is_quantized(self)
 
     @property
     def plain(self) -> bool:
         """True if ``data`` are the weight's values."""
-        return self.format is None and self.granularity == "none"
+        return self.format.plain
 
     @property
     def has_many_scales(self) -> bool:
         """True if it is fp8 with a scale for each row or block, which ComfyUI's fp8 does not have."""
-        return self.data.dtype in FP8_DTYPES and self.granularity in ("row", "block")
+        return self.format.has_many_scales(self)
 
     @property
     def is_number(self) -> bool:
@@ -114,26 +98,22 @@ class StoredWeight:
 
     def with_values(self, values: torch.Tensor) -> "StoredWeight":
         """Return plain values in place of the data, with the settings of the layer."""
-        return replace(self, data=values, scale=None, granularity="none", format=None, tensors={}, start=0)
+        return replace(self, data=values, format=PLAIN, tensors={}, start=0)
 
     @property
     def auxiliary(self) -> dict[str, torch.Tensor]:
         """What ComfyUI needs besides the data of a weight in a format, by full name."""
-        if self.format is None:
-            return {}
-        tensors = {f"{self.layer}.{leaf}": tensor for leaf, tensor in self.tensors.items()}
-        return tensors | {f"{self.layer}.comfy_quant": comfy_quant_tensor(self.settings)}
+        return self.format.auxiliary(self) if self.tensors else {}
 
     def moved(self, device: torch.device | str) -> "StoredWeight":
         """Return the same weight on a device."""
-        scale = None if self.scale is None else self.scale.to(device)
         tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
-        return replace(self, data=self.data.to(device), scale=scale, tensors=tensors)
+        return replace(self, data=self.data.to(device), tensors=tensors)
 
     @cached_property
     def experts(self) -> list["StoredWeight"]:
         """The weights of a bank of experts, ``(experts, rows, columns)``; empty for another weight."""
-        if self.format is None or "num_experts" not in self.settings:
+        if self.format.plain or "num_experts" not in self.settings:
             return []
         count = len(self.data)
         odd = next((tensor for tensor in self.tensors.values() if tensor.dim() and len(tensor) != count), None)
@@ -232,19 +212,7 @@ class StoredWeight:
         """Return some rows of :meth:`matrix`, in fp32."""
         if self.experts:
             return self._rows_of_experts(rows)
-        if self.format is not None:
-            return self.format.rows(self, rows)
-        part = self.matrix(self.data)[rows].float()
-        scale = self.scale
-        if scale is None:
-            return part
-        if self.granularity == "row":
-            scale = scale[rows]
-        elif self.granularity == "block":
-            down, across = block_sizes(self.data.shape, scale.shape, self.setting("group_size", None))
-            scale = scale[torch.arange(rows.start, rows.stop) // down]
-            scale = scale.repeat_interleave(across, 1)[:, : part.shape[1]]
-        return part * scale if self.data.dtype == torch.float32 else part.mul_(scale)
+        return self.format.rows(self, rows)
 
     def _rows_of_experts(self, part: slice) -> torch.Tensor:
         each = self.shape[1]
@@ -253,23 +221,9 @@ class StoredWeight:
         slices = [slice(max(part.start - i * each, 0), min(part.stop - i * each, each)) for i in range(first, last + 1)]
         return torch.cat([self.experts[i].rows(rows) for i, rows in enumerate(slices, first)])
 
-    def _data_amax(self) -> float:
-        """Find the largest magnitude in the data; of whole numbers, the largest that they may have."""
-        if not self.is_number:
-            return 0.0 if self.scale is None else float(torch.iinfo(self.data.dtype).max + 1)
-        return amax_value(self.data)
-
     def bound(self) -> float:
         """Return an upper bound on ``|weight|``; NaN if its data hold a NaN. Tight where there is one scale."""
-        if self.experts:
-            return max(expert.bound() for expert in self.experts)
-        if self.format is not None:
-            sizes = {name: self.numbers(name).abs().max().item() for name in self.tensors}
-            factors = math.prod(sizes.get(name, 1.0) for name in self.format.factors)
-            largest = self.format.largest or self._data_amax()
-            return (largest * factors + sizes.get(self.format.offset, 0.0)) * math.sqrt(self.group or 1)
-        largest = self._data_amax()
-        return largest if self.scale is None else largest * self.scale.max().item()
+        return max(expert.bound() for expert in self.experts) if self.experts else self.format.bound(self)
 
     @cached_property
     def amax(self) -> float:
@@ -278,7 +232,7 @@ class StoredWeight:
 
     def exceeds(self, limit: float, bound: float) -> bool:
         """True if a value of the weight exceeds ``limit``; reads the weight where its ``bound`` leaves that open."""
-        if bound <= limit or (self.format is None and self.granularity in ("none", "tensor")):
+        if bound <= limit or self.format.one_scale(self) is not None:
             return bound > limit
         return any(part.abs().max() > limit for _, part in self.parts())
 
@@ -290,7 +244,7 @@ class StoredWeight:
     def _matrix_shape(self) -> tuple[int, int]:
         count = math.prod(self.shape)
         columns = self.shape[-1] if self.shape and count else 1
-        rows = self.scale.shape[0] if self.granularity == "row" else count // columns
+        rows = self.format.matrix_rows(self) or count // columns
         return rows, count // rows if rows else 1
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
@@ -304,43 +258,3 @@ class StoredWeight:
         for rows, part in self.parts():
             target[rows] = part
         return result
-
-
-def granularity_of(scale: torch.Tensor, shape: Sequence[int], stated: object = None) -> str | None:
-    """Return how far one entry of ``scale`` reaches over a weight of ``shape``; None where they do not fit.
-
-    ``row``: the scale's shape is the beginning of the weight's, with ones after it:
-    ``(N,)``, ``(N, 1)``, ``(E, N, 1)``. ``block``: of a 2-D weight, the blocks each way: ``(R, C)``, ``(R, C, 1)``, of
-    the ``stated`` length if the file says one.
-    """
-    if scale.numel() == 1:
-        return "tensor"
-    leading = list(scale.shape)
-    while leading[-1] == 1:
-        leading.pop()
-    if leading == list(shape[: len(leading)]):
-        return "row"
-    counts = scale.shape[:2]
-    if len(counts) == len(shape) == 2 and scale.numel() == math.prod(counts) and block_sizes(shape, counts, stated):
-        return "block"
-    return None
-
-
-def block_sizes(shape: Sequence[int], counts: Sequence[int], stated: object = None) -> tuple[int, int] | None:
-    """Return the lengths of blocks that cut a 2-D weight into ``counts`` of them, the last possibly short: the
-    ``stated`` length where it fits, and square where a usual length fits both ways (DeepSeek, Qwen and vLLM use 128);
-    None where none fit."""
-    own = (stated,) if type(stated) is int and stated > 0 else ()
-    down, across = (
-        [block for block in (*own, *USUAL_BLOCKS, max(size, 1)) if -(-size // block) == count]
-        for size, count in zip(shape, counts, strict=True)
-    )
-    if not down or not across:
-        return None
-    square = next((block for block in down if block in across), None)
-    return (square, square) if square else (down[0], across[0])
-
-
-def comfy_quant_tensor(settings: dict) -> torch.Tensor:
-    """Make ComfyUI's ``<layer>.comfy_quant``: JSON as uint8."""
-    return torch.frombuffer(bytearray(json.dumps(settings), "utf-8"), dtype=torch.uint8)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
 
-from ..base.dtypes import FP8_DTYPES, name_of
+from ..base.modes import FP8
 from ..formats.checkpoint import Checkpoint, StoredWeight
 
 # Last parts of the names of lookup tables in comfy/ldm, comfy/text_encoders and comfy/clip_model.py, which have no
@@ -86,7 +86,8 @@ def facts_of(
     inside = [weight for name, weight in checkpoint.weights.items() if name.startswith(prefix)]
     parameters = sum(prod(weight.shape) for weight in inside)
     dtype = file_dtype(checkpoint, prefix)
-    scaled = (weight for weight in inside if weight.data.dtype in FP8_DTYPES and weight.scale is not None)
+    # A bank of experts is no layer: it multiplies by a function of its own.
+    scaled = (w for w in inside if w.tensors and w.format.multiplies_in(w) is FP8 and not w.experts)
     by_layer = {names.get(weight.name) or weight.layer[len(prefix) :]: weight for weight in scaled}
     native = frozenset(layer for layer, weight in by_layer.items() if not weight.full_precision)
     layers = tuple(layers)
@@ -120,7 +121,7 @@ def file_dtype(checkpoint: Checkpoint, prefix: str = "") -> str:
     sizes: Counter[str] = Counter()
     for name, weight in checkpoint.weights.items():
         if name.startswith(prefix):
-            sizes["quantized" if weight.format is not None else name_of(weight.data.dtype)] += prod(weight.shape)
+            sizes[weight.format.counted_as or weight.storage] += prod(weight.shape)
     return most(sizes)
 
 

@@ -11,7 +11,7 @@ from functools import cache, cached_property
 
 import torch
 
-from ..base.dtypes import FP8_DTYPES, FP8_NAMES, FP16_MAX, QUANTIZED_NAMES, name_of
+from ..base.dtypes import FP8_NAMES, FP16_MAX, QUANTIZED_NAMES
 from ..base.errors import CheckpointError, StorageNotHeld
 from ..base.message import Message
 from ..base.options import StorageOption
@@ -19,7 +19,6 @@ from ..base.text import listed
 from ..devices.detect import Device
 from ..formats.checkpoint import Checkpoint, StoredWeight, looks_like_scale
 from ..formats.comfy_format import (
-    OF_FNUZ,
     can_be_quantized,
     exceeds_fp16,
     is_same_fp8,
@@ -178,9 +177,12 @@ class LoadTarget:
         """True if the weight cannot be held as it is."""
         # Its own loader fails on an unknown format with a KeyError (``_load_quantized_module`` in comfy/ops.py), and
         # does not rotate the inputs of experts (``_expert_qt_from`` leaves ``convrot`` out).
-        unknown = weight.format is not None and weight.storage not in self.formats
         rotated_experts = bool(weight.experts) and weight.group is not None
-        return unknown or rotated_experts or (weight.quantized and bool(self.refuses(weight.storage)))
+        return (
+            not weight.format.is_held_by(self.formats)
+            or rotated_experts
+            or (weight.quantized and bool(self.refuses(weight.storage)))
+        )
 
 
 def plan_weights(
@@ -216,16 +218,17 @@ def plan_weights(
         made = storage != AS_FILE
         stored = storage if made else weight.storage
         is_again = storage in QUANTIZED_NAMES and weight.quantized and not is_same_fp8(weight, storage)
+        specs = tuple(specs_of(weight, storage))
         plans[name] = replace(
             by_name,
             storage=storage,
             asked=by_name.storage,
             note=note,
             stored=stored,
-            declared=stored in FORMAT_OF_STORAGE and (made or weight.format is not None),
-            changes=made and (storage != weight.storage or weight.granularity != "tensor"),
+            declared=len(specs) > 1,
+            changes=made and not weight.format.is_same_in(weight, storage),
             again=weight.storage if is_again else "",
-            specs=tuple(specs_of(weight, storage)),
+            specs=specs,
         )
         if done:
             done(name, weight.data.nbytes)
@@ -242,60 +245,54 @@ def notes_on(plans: Mapping[str, LayerPlan]) -> list[str]:
 
 
 def _by_tensor(weight: StoredWeight, plan: LayerPlan, path, target: LoadTarget | None) -> tuple[str, str]:
-    if weight.data.numel() == 0 or (weight.scale is None and not weight.is_number and weight.format is None):
+    if weight.data.numel() == 0 or not weight.format.has_values(weight):
         return AS_FILE, ""
     storage = _wanted(weight, plan, target)
-    if storage == AS_FILE or (weight.format is not None and storage == weight.storage):
+    if storage == AS_FILE or weight.format.lies_in(weight, storage):
         return AS_FILE, ""
-    if weight.format is not None:
-        advice = Message("Use ComfyUI {0} or later, or another version of the model.", weight.format.since)
-        if not weight.format.unpacks:
-            problem = Message("in {0}, which this comfy-kitchen cannot unpack", weight.format.title)
-            raise CheckpointError(weight.file or path, problem, weight.name, advice)
-        if doubt := weight.doubt:
-            if target is not None and target.lacks(weight):
-                problem = Message("in {0}, {1}", weight.storage, doubt)
-                raise CheckpointError(weight.file or path, problem, weight.name, advice)
-            return AS_FILE, Message("kept in {0}: {1}", weight.storage, doubt)
+    if not weight.format.unpacks:
+        problem = Message("in {0}, which this comfy-kitchen cannot unpack", weight.format.title)
+        raise CheckpointError(weight.file or path, problem, weight.name, _another(weight))
+    if doubt := weight.doubt:
+        if target is not None and target.lacks(weight):
+            problem = Message("in {0}, {1}", weight.storage, doubt)
+            raise CheckpointError(weight.file or path, problem, weight.name, _another(weight))
+        return AS_FILE, Message("kept in {0}: {1}", weight.storage, doubt)
     if storage in QUANTIZED_NAMES:
         return _quantized(weight, storage, path)
     if storage == "fp16" and exceeds_fp16(weight, path):
         return "bf16", Message("kept in bf16: values exceed fp16's {0}", f"{FP16_MAX:.0f}")
-    return AS_FILE if storage == weight.storage and weight.scale is None else storage, ""
+    return storage, ""
+
+
+def _another(weight: StoredWeight) -> str:
+    return Message("Use ComfyUI {0} or later, or another version of the model.", weight.format.since)
 
 
 def _wanted(weight: StoredWeight, plan: LayerPlan, target: LoadTarget | None) -> str:
     asked = plan.storage
     if target is not None:
-        fp8 = weight.format is None and weight.data.dtype in FP8_DTYPES
-        if (fp8 and target.only_linear and not plan.quantizable) or (asked == AS_FILE and target.lacks(weight)):
+        cast = weight.quantized and target.only_linear and not plan.quantizable and weight.format.is_only_linear(weight)
+        if cast or (asked == AS_FILE and target.lacks(weight)):
             return target.unpacked
-        if asked not in QUANTIZED_NAMES and weight.scale is None and not weight.quantized:
+        if asked not in QUANTIZED_NAMES and weight.plain and not weight.quantized:
             return AS_FILE  # ComfyUI casts from one 16- or 32-bit dtype to another as it loads, with no second copy
-    if asked not in ("auto", AS_FILE):
-        return asked
-    if weight.format is not None:
-        return AS_FILE
-    own = name_of(weight.data.dtype)
-    return OF_FNUZ.get(own, "bf16" if own == "int8" else own)
+    return weight.format.as_loaded(weight) if asked in ("auto", AS_FILE) else asked
 
 
 def _quantized(weight: StoredWeight, storage: str, path) -> tuple[str, str]:
     why = why_not_quantized(storage, weight.shape if weight.name.endswith(".weight") else ())
     if why:
         return _not_quantized(weight), why
-    many = weight.format is not None or weight.granularity in ("row", "block") or weight.data.dtype == torch.int8
-    if storage in FP8_NAMES and many:
+    if storage in FP8_NAMES and (weight.format.one_scale(weight) is None or weight.data.dtype == torch.int8):
         error = requantization_error(weight, storage, path)
         if error > REQUANTIZATION_LIMIT[storage]:
-            scales = weight.storage if weight.scale is None else str(weight.scale.numel())
-            return "bf16", Message(
-                "kept in bf16: a single scale instead of {0} would cost an error of {1}", scales, f"{error:.1%}"
-            )
+            text = "kept in bf16: a single scale instead of {0} would cost an error of {1}"
+            return "bf16", Message(text, weight.format.scales_text(weight), f"{error:.1%}")
         if weight.has_many_scales:
             return storage, Message("a single scale in place of the file's many costs an error of {0}", f"{error:.0%}")
     return storage, ""
 
 
 def _not_quantized(weight: StoredWeight) -> str:
-    return "bf16" if weight.quantized or weight.scale is not None else AS_FILE
+    return "bf16" if weight.quantized or not weight.plain else AS_FILE

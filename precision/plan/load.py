@@ -110,7 +110,7 @@ def _with_tensors(plan: ModelPlan, facts: ModelFacts, target: LoadTarget, comput
     first = _common_dtype(plan, inside, weights, computed)
     no_bf16 = target.device.refuses("bf16")
     dtype = computed if first == "bf16" and no_bf16 else first
-    cast = (w for name, w in inside.items() if weights[name].storage not in QUANTIZED_NAMES and w.format is None)
+    cast = (weight for name, weight in inside.items() if not weights[name].declared)
     if dtype == "fp16" and any(exceeds_fp16(weight, checkpoint.path) for weight in cast):
         dtype = "bf16"
     if dtype == "bf16" and no_bf16:
@@ -172,7 +172,7 @@ def _common_dtype(
             return requested
     sizes: Counter[str] = Counter()
     for name, weight in inside.items():
-        if weight.is_number and not weight.quantized and weights[name].storage == AS_FILE:
+        if weights[name].storage == AS_FILE and not weight.quantized and weight.is_number:
             sizes[weight.storage] += prod(weight.shape)
     if not sizes:
         return unpacked_dtype(computed)
@@ -187,8 +187,9 @@ def _in_memory(
     """Complete a plan with planned tensors: layers, notes, and the memory they take."""
     inside = facts.inside
     file = facts.checkpoint
-    unknown = Counter(w.format for w in inside.values() if w.format and w.storage not in target.formats)
-    notes = [Message(UNPACKED, count, kind.title, kind.since, target.unpacked) for kind, count in unknown.items()]
+    kinds = Counter([weight.format for weight in inside.values()])
+    unknown = [(kind, count) for kind, count in kinds.items() if not kind.is_held_by(target.formats)]
+    notes = [Message(UNPACKED, count, kind.title, kind.since, target.unpacked) for kind, count in unknown]
     as_file = Counter(w.storage for name, w in inside.items() if weights[name].asked == AS_FILE and w.quantized)
     refused = ((storage, count, target.refuses(storage)) for storage, count in as_file.items())
     notes += [Message(LOADED_IN, count, storage, dtype, why) for storage, count, why in refused if why]

@@ -156,28 +156,17 @@ def _weights_table(storages: Mapping[str, Sequence[StoredWeight]], errors: Mappi
 def _storage_row(storage: str, weights: Sequence[StoredWeight], errors: Mapping[str, float]) -> list[str]:
     size = size_text(sum(weight.bytes for weight in weights))
     found = {weight.layer: errors[weight.name] for weight in weights if weight.name in errors}
-    row = [storage, str(len(weights)), size, ", ".join(dict.fromkeys(map(_layout, weights)))]
+    row = [
+        storage,
+        str(len(weights)),
+        size,
+        ", ".join(dict.fromkeys(weight.format.layout(weight) for weight in weights)),
+    ]
     if not found:
         return [*row, "not converted", "", ""]
     mean, worst = sum(found.values()) / len(found), max(found, key=found.__getitem__)
     snr = f"{-20 * math.log10(mean):.1f} dB" if mean else ""
     return [*row, _percent(mean), snr, f"{_percent(found[worst])} ({_code(worst)})"]
-
-
-def _layout(weight: StoredWeight) -> str:
-    """Return how a quantized weight is scaled and rotated; "" for a weight without scales."""
-    if weight.format is None:
-        return "" if weight.granularity == "none" else f"a scale for each {weight.granularity}"
-    if weight.experts:
-        return _layout(weight.experts[0])
-    scale = next((weight.tensors[leaf] for leaf in ("weight_s_rel", "weight_scale") if leaf in weight.tensors), None)
-    count = 0 if scale is None else scale.numel()
-    rows, columns = weight.shape[-2:]
-    each = getattr(weight.format, "block", 0) or (rows * columns // count if count else 0)
-    text = (
-        "one scale" if count == 1 else "a scale for each row" if each == columns else f"a scale for each {each} inputs"
-    )
-    return text + (f"; rotated in groups of {weight.group} inputs" if weight.group else "")
 
 
 def _kept(plans: Mapping[str, LayerPlan]) -> str:

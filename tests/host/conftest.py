@@ -48,7 +48,8 @@ IN_A_CHECK = {"check/drift", "check/attention"}
 AFTER_A_FAILURE = {"guard/localize", "guard/failure", "guard/inputs", "guard/causes", "guard/escalation.ranges"}
 ONCE_PER_DEVICE = {"devices/probes", "base/amax._drops_nan"}
 HOST_MEMORY = {
-    "formats/stored_weight._data_amax",
+    "formats/plain.bound",
+    "formats/format.bound",
     "formats/stored_weight.amax",
     "formats/checkpoint._scale",
     "formats/checkpoint._is_bare",

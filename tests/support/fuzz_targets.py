@@ -76,7 +76,7 @@ def _same_numbers(path: Path, target: Path, storage: str) -> None:
     if set(before.weights) != set(after.weights):
         raise Wrong(f"weights came or went: {set(before.weights) ^ set(after.weights)}")
     for name, weight in before.weights.items():
-        if weight.is_number or (weight.format is not None and weight.format.unpacks):
+        if weight.format.has_values(weight) and weight.format.unpacks:
             _close(name, weight.dequantize(torch.float64), after.weights[name].dequantize(torch.float64), storage)
 
 

@@ -167,7 +167,7 @@ def stored_tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     """Return every tensor by name, as the file holds it, with the scales of ComfyUI's own formats."""
     tensors = {name: weight.data for name, weight in checkpoint.weights.items()}
     for weight in checkpoint.weights.values():
-        if weight.format is not None:
+        if weight.tensors:
             tensors.update(weight.auxiliary)
     return tensors
 

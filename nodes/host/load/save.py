@@ -128,7 +128,7 @@ class LiveWeights(Mapping[str, StoredWeight]):
             return self.in_file[name]
         if name not in self.patched and name not in self.unpacking:
             return AS_FILE
-        if weight.format is None or weight.format.can_write:
+        if weight.format.can_write:
             fits = quantizable and weight.storage in FORMAT_OF_STORAGE
             return weight.storage if fits or not weight.quantized else "bf16"
         held = comfy.utils.get_attr(self._patcher.model, DIFFUSION_MODEL + name)

@@ -279,9 +279,7 @@ def read_by_of(path):
 
     file = open_checkpoint(path)
     read = read_checkpoint(file, file.metadata, path)
-    held = {
-        name: FORMAT_OF_STORAGE[it.storage] for name, it in read.weights.items() if it.format or it.scale is not None
-    }
+    held = {name: FORMAT_OF_STORAGE[it.storage] for name, it in read.weights.items() if not it.plain}
     return read_by(read, held)
 
 

@@ -8,6 +8,7 @@ import torch
 from halfsafe.precision.base.errors import CheckpointError, NonFiniteWeight, UnconsumedScale
 from halfsafe.precision.files.safetensors_file import open_checkpoint
 from halfsafe.precision.formats.checkpoint import read_checkpoint
+from halfsafe.precision.formats.plain import ROW_SCALES
 from halfsafe.precision.formats.registry import FORMAT_OF_STORAGE
 from halfsafe.precision.formats.stored_weight import StoredWeight
 from support import dialects
@@ -48,12 +49,12 @@ def as_comfyui_reads(tensors, layer):
 
 
 def of_one_scale(writer, dialect, floor=E4M3_FLOOR, **options):
-    """A writer, its dialect, granularity, error of reading, and error after re-storing in ComfyUI's format."""
+    """A writer, its dialect, how far its scales reach, error of reading, and error after re-storing in ComfyUI's format."""
     return partial(writer, **options), dialect, "tensor", floor, floor
 
 
-def of_many_scales(writer, dialect, granularity, **options):
-    return partial(writer, **options), dialect, granularity, E4M3_FLOOR, 0.04
+def of_many_scales(writer, dialect, scaling, **options):
+    return partial(writer, **options), dialect, scaling, E4M3_FLOOR, 0.04
 
 
 DIALECTS = {
@@ -73,8 +74,8 @@ DIALECTS = {
     "block 128x128": of_many_scales(dialects.block_wise, "weight_scale_inv", "block"),
     "block as scale": of_many_scales(dialects.block_wise, "scale", "block", scale_name="scale"),
     "group 1x128": of_many_scales(dialects.block_wise, "weight_scale", "block", scale_name="weight_scale", rows=1),
-    "unscaled": (partial(dialects.plain, dtype=E4M3), "unscaled fp8", "none", 0.04, 0.04),
-    "unscaled e5m2": (partial(dialects.plain, dtype=E5M2), "unscaled fp8", "none", E5M2_FLOOR, E5M2_FLOOR),
+    "unscaled": (partial(dialects.plain, dtype=E4M3), "unscaled fp8", "", 0.04, 0.04),
+    "unscaled e5m2": (partial(dialects.plain, dtype=E5M2), "unscaled fp8", "", E5M2_FLOOR, E5M2_FLOOR),
 }
 
 
@@ -86,25 +87,26 @@ def dialect(request, tmp_path):
 
 
 def test_reads_every_dialect_at_the_formats_floor(dialect):
-    checkpoint, weights, biases, (name, granularity, floor, _) = dialect
+    checkpoint, weights, biases, (name, scaling, floor, _) = dialect
     assert checkpoint.dialects == (name,)
     assert set(checkpoint.weights) == {f"{layer}.{leaf}" for layer in weights for leaf in ("weight", "bias")}
     for layer, weight in weights.items():
         stored = checkpoint.weights[f"{layer}.weight"]
-        assert stored.granularity == granularity
-        assert stored.scale is None or stored.scale.dtype == torch.float32
+        assert stored.format.scaling == scaling
+        assert [*stored.tensors] == (["weight_scale"] if scaling else [])
+        assert all(tensor.dtype == torch.float32 for tensor in stored.tensors.values())
         assert relative_error(weight, stored.dequantize(torch.float32)) < floor
         assert torch.equal(checkpoint.weights[f"{layer}.bias"].data, biases[layer])
 
 
 def test_gives_comfyuis_format_from_every_dialect(dialect):
-    checkpoint, weights, biases, (_, granularity, _, floor) = dialect
+    checkpoint, weights, biases, (_, scaling, _, floor) = dialect
     tensors, notes = in_storages(checkpoint, dict.fromkeys(weights, "as_file"))
     told = [name for name, reason in notes if "a single scale in place of the file's many costs an error of" in reason]
     assert (
         told
         == [name for name, _ in notes]
-        == ([f"{layer}.weight" for layer in weights] if granularity in ("row", "block") else [])
+        == ([f"{layer}.weight" for layer in weights] if scaling in ("row", "block") else [])
     )
     for layer, weight in weights.items():
         assert f"{layer}.comfy_quant" in tensors
@@ -276,7 +278,7 @@ def test_nan_or_inf_in_a_converted_weight_is_an_error(storage, value):
 
 def test_nan_in_a_row_scaled_weight_is_an_error():
     data = torch.full((8, 8), 0x7F, dtype=torch.uint8).view(E4M3)
-    weight = StoredWeight(WEIGHT, data, torch.ones(8, 1), "row")
+    weight = StoredWeight(WEIGHT, data, ROW_SCALES, {"weight_scale": torch.ones(8, 1)})
     for storage in ("as_file", "bf16"):
         with pytest.raises(NonFiniteWeight):
             stored(weight, storage)
@@ -287,7 +289,7 @@ def test_rows_too_far_apart_for_one_scale_stay_in_bf16_with_a_note(storage):
     spread = {"fp8_e5m2": 2.0**-36}.get(storage, 2.0**-18)
     weight = torch.randn(64, 128) * torch.tensor([1.0, spread]).repeat(32)[:, None]
     data, scale = dialects.per_row(weight)
-    plan, tensors = stored(StoredWeight(WEIGHT, data, scale, "row"), storage)
+    plan, tensors = stored(StoredWeight(WEIGHT, data, ROW_SCALES, {"weight_scale": scale}), storage)
     assert plan.storage == "bf16" and "64" in plan.note
     rows = zip(weight, tensors[WEIGHT], strict=True)
     assert max(relative_error(row, found) for row, found in rows) < 0.04

@@ -13,7 +13,8 @@ from halfsafe.precision.commands.convert import convert_file
 from halfsafe.precision.commands.inspect import inspect_file
 from halfsafe.precision.files.safetensors_file import open_checkpoint
 from halfsafe.precision.formats.checkpoint import read_checkpoint
-from halfsafe.precision.formats.stored_weight import comfy_quant_tensor, granularity_of
+from halfsafe.precision.formats.format import comfy_quant_tensor
+from halfsafe.precision.formats.plain import ONE_SCALE, scaled_format
 from halfsafe.precision.plan.facts import layer_specs
 from halfsafe.precision.plan.layers import plan_file
 from halfsafe.precision.plan.rules import rules_from
@@ -67,7 +68,7 @@ def test_a_scale_of_any_shape_is_applied_exactly_or_refused(weight, scale, value
         found = read_checkpoint({"a.weight": data, f"a.{leaf}": tensor}, {}, "m.safetensors").weights["a.weight"]
     except CheckpointError as error:
         assert f"a.{leaf}" in str(error)
-        usable = tensor.numel() and 0 < tensor.float().max() < float("inf") and granularity_of(tensor, weight)
+        usable = tensor.numel() and 0 < tensor.float().max() < float("inf") and scaled_format(tensor, weight)
         assert not usable
     else:
         assert torch.equal(found.dequantize(torch.float32), data.float() * tensor.float().flatten()[0])
@@ -85,7 +86,7 @@ def file_of(folder: Path, tensors: dict, metadata: dict | None = None) -> Path:
 def test_settings_in_two_dimensions_are_read_as_comfyui_reads_them(shape):
     marker = comfy_quant_tensor({"format": "float8_e4m3fn"}).reshape(shape)
     tensors = {"a.weight": torch.ones(4, 4).to(E4M3), "a.weight_scale": torch.tensor(0.5), "a.comfy_quant": marker}
-    assert read_checkpoint(tensors, {}, "m").weights["a.weight"].granularity == "tensor"
+    assert read_checkpoint(tensors, {}, "m").weights["a.weight"].format is ONE_SCALE
 
 
 def test_half_a_surrogate_pair_is_refused_wherever_it_stands(tmp_path):

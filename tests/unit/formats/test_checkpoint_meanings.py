@@ -7,6 +7,7 @@ from halfsafe.precision.commands.convert import convert_file
 from halfsafe.precision.commands.inspect import inspect_file
 from halfsafe.precision.files.safetensors_file import open_checkpoint
 from halfsafe.precision.formats.checkpoint import read_checkpoint, zero_notes, zeros_in
+from halfsafe.precision.formats.plain import BLOCK_SCALES
 from halfsafe.precision.plan.rules import rules_from
 from safetensors.torch import save_file
 from support import dialects
@@ -193,7 +194,7 @@ def test_scales_of_three_dimensions_are_those_of_two(tmp_path, name, second):
     if second:
         tensors[f"{LAYER}.scale_weight_tensor"] = torch.tensor(second)
     found = read_checkpoint(tensors, {}, "model.safetensors").weights
-    assert list(found) == [f"{LAYER}.weight"] and found[f"{LAYER}.weight"].granularity == "block"
+    assert list(found) == [f"{LAYER}.weight"] and found[f"{LAYER}.weight"].format is BLOCK_SCALES
     assert relative_error(weight, found[f"{LAYER}.weight"].dequantize(torch.float32)) < 0.028
 
 

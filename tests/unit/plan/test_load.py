@@ -7,6 +7,7 @@ import torch
 from halfsafe.precision.devices import detect as devices
 from halfsafe.precision.formats.checkpoint import Checkpoint, StoredWeight, read_checkpoint
 from halfsafe.precision.formats.layer_plan import LayerPlan
+from halfsafe.precision.formats.plain import ONE_SCALE
 from halfsafe.precision.formats.registry import FORMAT_OF_STORAGE, weight_in_format
 from halfsafe.precision.plan.facts import facts_of
 from halfsafe.precision.plan.layers import LoadTarget, plan_weights
@@ -223,6 +224,6 @@ def test_experts_in_rotated_int8_are_unpacked(rotated):
 @pytest.mark.parametrize("storage", ["int8", "fp8_e4m3fn"])
 def test_a_16_bit_weight_with_a_scale_that_cannot_be_quantized_keeps_its_scale(storage):
     name, shape = ("a.weight", (4, 4, 3)) if storage == "fp8_e4m3fn" else ("a.weight", (4, 7))
-    weight = StoredWeight(name, torch.ones(shape, dtype=torch.bfloat16), torch.tensor(0.5), "tensor")
+    weight = StoredWeight(name, torch.ones(shape, dtype=torch.bfloat16), ONE_SCALE, {"weight_scale": torch.tensor(0.5)})
     (found,) = plan_weights({name: weight}, {name: LayerPlan(storage)}, "file").values()
     assert (found.storage, bool(found.note)) == ("bf16", True)

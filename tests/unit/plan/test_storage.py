@@ -6,6 +6,7 @@ from halfsafe.precision.base.dtypes import QUANTIZED_NAMES
 from halfsafe.precision.devices import detect as devices
 from halfsafe.precision.formats.checkpoint import Checkpoint, StoredWeight
 from halfsafe.precision.formats.comfy_format import specs_of
+from halfsafe.precision.formats.plain import ONE_SCALE
 from halfsafe.precision.plan.choice import Choice
 from halfsafe.precision.plan.facts import LayerSpec, ModelFacts, file_dtype, layer_specs
 from halfsafe.precision.plan.layers import LoadTarget, plan_storage
@@ -307,9 +308,8 @@ def test_auto_reckons_with_weights_that_were_unpacked_while_loading(free, used, 
     """4 GiB were unpacked to bf16 and 2 GiB are still in fp8: 6 GiB, where all in 16 bit would be 8."""
     shape = (1 << 16, 1 << 15)
     names = [f"blocks.{number}.attn.{layer}" for number in range(2) for layer in ("qkv", "out")][:2]
-    held = StoredWeight(
-        f"{names[1]}.weight", torch.empty(shape, dtype=torch.float8_e4m3fn, device="meta"), torch.tensor(1.0), "tensor"
-    )
+    data = torch.empty(shape, dtype=torch.float8_e4m3fn, device="meta")
+    held = StoredWeight(f"{names[1]}.weight", data, ONE_SCALE, {"weight_scale": torch.tensor(1.0)})
     plain = StoredWeight(f"{names[0]}.weight", torch.empty(shape, dtype=torch.bfloat16, device="meta"))
     weights = {weight.name: weight for weight in (plain, held)}
     checkpoint = Checkpoint("made", ("comfy_quant",), {}, weights, [], unpacked=(plain.name,))
