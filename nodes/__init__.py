@@ -10,6 +10,7 @@ from . import accumulation, analysis, calibrate, compare, compute, guard, loader
 from .host.comfyui.metal import hold_8_bits_on_metal
 from .host.comfyui.page import errors_explained
 from .host.comfyui.self_test import check_core
+from .host.compute.bound import AS_STORED
 from .host.guard.watch import watch_every_run
 from .host.reporting.routes import serve_page
 
@@ -24,7 +25,7 @@ class HalfsafeExtension(ComfyExtension):
         for problem in filter(None, (drop_wrong_profile(), set_log_level())):
             logging.error("Halfsafe: %s", problem)
         hold_8_bits_on_metal()
-        check_core()
+        check_core(AS_STORED)
         watch_every_run()
         serve_page()
 

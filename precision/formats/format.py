@@ -12,6 +12,11 @@ room looks at data or scales to tell one from another: what somebody has to know
 | what a storage changes | ``lies_in``, ``is_same_in``, ``one_scale``, ``has_many_scales``, ``holds`` |
 | its tensors, written | ``specs``, ``settings``, ``encode``, ``taken_over``, ``auxiliary`` |
 | rows of several weights as one | ``joins``, ``by_row``, ``aligned`` |
+| its product | ``kernels_for``, ``apply``, ``unpacking``, ``numbers``, ``apply_unpacked`` |
+
+A product takes plain tensors. ``kernels_for`` looks up what it needs once for operands of a form, ``apply`` multiplies:
+data and scale are those of the call, so that nothing is kept of a weight that may move or change. Kernels are functions
+of comfy-kitchen, which the caller finds (``Find``), so that a product runs on any that are given.
 
 The defaults below are those of ComfyUI's own quantization formats; ``plain.py`` has the others. Names, tensors and
 versions are those of ComfyUI ``comfy/quant_ops.py`` (``QUANT_ALGOS``) and ``comfy/ops.py``
@@ -28,6 +33,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 
 from ..base.amax import amax_value
 from ..base.errors import StorageNotHeld
@@ -40,6 +46,11 @@ if TYPE_CHECKING:
 
 Tensors = dict[str, torch.Tensor]
 """Tensors of a layer by the last part of their names: ``weight``, ``weight_scale``."""
+Find = Callable[..., Callable]
+"""``find(name, **arguments)`` returns comfy-kitchen's function of that name, in the first of its backends that takes
+these arguments. The function takes them by their places."""
+Unpacker = tuple[Callable, tuple]
+"""comfy-kitchen's function that unpacks a weight, and its arguments after data and scale."""
 
 
 def kitchen_function(name: str) -> Callable | None:
@@ -288,6 +299,42 @@ class Format:
     def doubt(self, weight: StoredWeight) -> str:
         """Return why a weight's own shape is uncertain; "" for a certain shape."""
         return ""
+
+    # Multiplying
+
+    def kernels_for(self, find: Find, x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor, group: int) -> tuple:
+        """Look up what :meth:`apply` needs, once for ``x`` of a dtype, device and dimensions and a form of a weight.
+
+        ``group``: the number of inputs that the weight's rotation turns together; 0 without a rotation.
+        """
+        raise NotImplementedError
+
+    def apply(
+        self, bound: tuple, x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Multiply ``x`` (..., K) by a weight (N, K) as it is stored. Returns (..., N) in the dtype of ``x``.
+
+        ``bound``: what :meth:`kernels_for` returned for operands of this form.
+        """
+        raise NotImplementedError
+
+    def unpacking(
+        self, find: Find, data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, group: int
+    ) -> Unpacker:
+        """Look up what unpacks such a weight to a dtype."""
+        raise NotImplementedError
+
+    def numbers(self, unpacker: Unpacker, data: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """Unpack a weight (N, K)."""
+        kernel, more = unpacker
+        return kernel(data, scale, *more)
+
+    def apply_unpacked(
+        self, unpacker: Unpacker, x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Multiply ``x`` (..., K) by an unpacked weight (N, K). ``unpacker``: to the dtype of ``x``."""
+        kernel, more = unpacker  # :meth:`numbers`, written out: this runs in each layer of each call
+        return F.linear(x, kernel(data, scale, *more), None if bias is None else bias.to(x.dtype))
 
     # Writing
 

@@ -5,17 +5,22 @@ and it multiplies and divides without rounding: the dequantized weight is exact 
 already on an fp8 grid survives being scaled again.
 """
 
+import contextlib
+import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from functools import lru_cache
 from threading import get_ident
 
 import torch
+import torch.nn.functional as F
 
 from ..base.amax import amax, floats
-from ..base.dtypes import max_of
+from ..base.dtypes import dtype_named, max_of
 from ..base.modes import FP8
-from .format import Format
+from ..base.oom import is_torch_oom
+from .format import Find, Format, Unpacker, kitchen_function
 from .plain import OF_FNUZ
 from .stored_weight import StoredWeight, Tensors
 
@@ -28,6 +33,33 @@ BELOW_TWO = 2.0 - 2.0**-15
 fp16 or bf16 number to the next, and more than fp32 rounds by."""
 FP32_EXPONENT = 0x7F800000
 """The bits of fp32's exponent: with those alone a number is the power of two at or below it, and NaN is inf."""
+FP8_RESULT = "bf16"
+"""Dtype of fp8 products in an fp32 stream: torch has none with an fp32 result and a bias."""
+RESULT = dtype_named(FP8_RESULT)
+OF_INPUTS = torch.float8_e4m3fn
+Refused = dict[tuple[int, ...], str]
+"""Weight shape (outputs, K) -> torch's reason for refusing its matmul with fast accumulation."""
+_refused: ContextVar[Refused | None] = ContextVar("halfsafe_fp8_fast_accumulation", default=None)
+_told: set[str] = set()
+logger = logging.getLogger("halfsafe")
+
+
+@contextlib.contextmanager
+def fast_accumulation(refused: Refused) -> Iterator[None]:
+    """Context in which this thread's fp8 products use fast accumulation. Products that torch refuses run without it,
+    and are listed in ``refused``."""
+    token = _refused.set(refused)
+    try:
+        yield
+    finally:
+        _refused.reset(token)
+
+
+def divides_in_fp32(kernel: Callable) -> bool:
+    """True if a kernel that quantizes to fp8 divides by the scale in fp32, whatever the dtype of its input."""
+    # ``static_cast<float>(_src_ptr[j]) / *scale_f``, in quantize_fp8_tensor_kernel of comfy-kitchen's
+    # backends/cuda/ops/per_tensor_quantize.cu; its eager kernel multiplies by the inverse in the input's dtype.
+    return kernel.__module__.startswith("comfy_kitchen.backends.cuda")
 
 
 @lru_cache(1)
@@ -115,7 +147,13 @@ def activation_scale(tensor: torch.Tensor, dtype: torch.dtype, divided_in_fp32: 
 
 
 class Fp8(Format):
-    """fp8 numbers, written with one scale. A bank of experts has a scale for each expert, or for each of its rows."""
+    """fp8 numbers, written with one scale. A bank of experts has a scale for each expert, or for each of its rows.
+
+    A product computes the scale of its input from the input, whatever scale the file states for it. Inputs are e4m3fn
+    for weights in either format: CUDA does not multiply e5m2 by e5m2 ("Multiplication of two Float8_e5m2 matrices is
+    not supported", ``aten/src/ATen/native/cuda/ScaledBlas.cpp``). fp32 inputs are rounded to bf16 first: torch has no
+    product with an fp32 result and a bias. A product that torch refuses unpacks the weight, and is logged once.
+    """
 
     mode = FP8
     writes = calibrates = by_largest = True
@@ -130,6 +168,45 @@ class Fp8(Format):
 
     def rows(self, weight: StoredWeight, part: slice) -> torch.Tensor:
         return floats(weight.data[part]).mul_(weight.row_scales(part))
+
+    def kernels_for(self, find: Find, x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor, group: int) -> tuple:
+        rows = x.reshape(-1, x.shape[-1]).to(x.dtype if x.dtype.itemsize == 2 else RESULT)
+        quantize = find("quantize_per_tensor_fp8", x=rows, scale=scale.float(), output_type=OF_INPUTS)
+        # For AMD comfy-kitchen has a kernel of its own.
+        of_amd = kitchen_function("scaled_mm_v2.scaled_mm_v2") if torch.version.hip else None
+        return quantize, divides_in_fp32(quantize), of_amd, find
+
+    def apply(
+        self, bound: tuple, x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        quantize, in_fp32, of_amd, find = bound
+        dtype = x.dtype if x.dtype.itemsize == 2 else RESULT
+        rows = x.reshape(-1, x.shape[-1]).to(dtype)
+        of_rows = activation_scale(rows, OF_INPUTS, in_fp32)
+        left, refused = quantize(rows, of_rows, OF_INPUTS), _refused.get()
+        how = {"bias": None if bias is None else bias.to(dtype), "out_dtype": dtype}
+        ways: list[dict] = [{}] if refused is None else [{"use_fast_accum": True}, {}]
+        for more in ways:
+            multiply = torch._scaled_mm if more or of_amd is None else of_amd
+            try:
+                result = multiply(left, data.t(), scale_a=of_rows, scale_b=scale, **how, **more)
+                return result.view(*x.shape[:-1], len(data)).to(x.dtype)
+            except (RuntimeError, TypeError) as error:
+                if is_torch_oom(error):
+                    raise
+                problem = str(error).partition("\n")[0]
+            if more and refused is not None:
+                refused[tuple(data.shape)] = problem
+        if problem not in _told:
+            _told.add(problem)
+            logger.warning("Halfsafe: an fp8 weight is unpacked, because torch refuses its product: %s", problem)
+        unpacked = self.numbers(self.unpacking(find, data, scale, x.dtype, 0), data, scale)
+        return F.linear(x, unpacked, None if bias is None else bias.to(x.dtype))
+
+    def unpacking(
+        self, find: Find, data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, group: int
+    ) -> Unpacker:
+        return find("dequantize_per_tensor_fp8", x=data, scale=scale, output_type=dtype), (dtype,)
 
     def holds(self, weight: StoredWeight) -> bool:
         return (

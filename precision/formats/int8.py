@@ -16,7 +16,7 @@ import torch
 
 from ..base.message import Message
 from ..base.modes import INT8
-from .format import Format
+from .format import Find, Format, Unpacker
 from .fp8 import room
 from .stored_weight import StoredWeight, Tensors
 
@@ -25,6 +25,8 @@ LARGEST_MATRIX = 1024
 LARGEST_CODE = 127
 SMALLEST_SCALE = 1e-30
 BLOCK = 1 << 20
+INT8_RESULTS = (torch.float32, torch.float16, torch.bfloat16)
+"""The dtypes that comfy-kitchen unpacks int8 to, by their codes (``_dtype_code`` in its ``tensor/int8.py``)."""
 
 
 def rotation_group(columns: int) -> int | None:
@@ -97,7 +99,10 @@ class Rotated(Format):
 
 
 class Int8(Rotated):
-    """One int8 number a weight, ``weight_scale`` fp32 of shape () or (rows, 1); rotated where ``convrot`` is set."""
+    """One int8 number a weight, ``weight_scale`` fp32 of shape () or (rows, 1); rotated where ``convrot`` is set.
+
+    Its product is comfy-kitchen's kernel, which rotates and quantizes the inputs too.
+    """
 
     name = "int8_tensorwise"
     storage = "int8"
@@ -120,6 +125,32 @@ class Int8(Rotated):
         if weight.group is not None:
             settings = settings | {"convrot": True, "convrot_groupsize": weight.group}
         return replace(weight, tensors={"weight_scale": scale}, settings=settings)
+
+    def kernels_for(self, find: Find, x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor, group: int) -> tuple:
+        names = ("x", "weight", "weight_scale", "bias", "out_dtype", "convrot", "convrot_groupsize")
+        rotation = bool(group), group or 256
+        call = (x.contiguous(), data, scale, None, x.dtype, *rotation)
+        return find(self.product, **dict(zip(names, call, strict=True))), rotation
+
+    def apply(
+        self, bound: tuple, x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        kernel, rotation = bound
+        dtype = x.dtype
+        bias, x = None if bias is None else bias.to(dtype), x.contiguous()
+        # What watches operations, such as the guard's search, sees no kernel, but its operator.
+        if torch._C._len_torch_dispatch_stack():
+            return torch.ops.comfy_kitchen.int8_linear(x, data, scale, bias, INT8_RESULTS.index(dtype), *rotation)
+        return kernel(x, data, scale, bias, dtype, *rotation)
+
+    def unpacking(
+        self, find: Find, data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, group: int
+    ) -> Unpacker:
+        code = INT8_RESULTS.index(dtype)
+        if group:
+            name = "dequantize_int8_convrot_weight_dtype"
+            return find(name, q=data, scale=scale, group_size=group, output_dtype_code=code), (group, code)
+        return find("dequantize_int8_simple_dtype", q=data, scale=scale, output_dtype_code=code), (code,)
 
     def rows(self, weight: StoredWeight, part: slice) -> torch.Tensor:
         return dequantize_rows(weight.data[part], weight.row_scales(part), weight.group)

@@ -9,6 +9,7 @@ from ....precision.base.layers import kind_of
 from ....precision.base.message import Message, joined
 from ....precision.base.modes import FP8, FP16, INT8
 from ....precision.base.text import listed
+from ....precision.formats.fp8 import Refused
 from ....precision.plan.accumulation import (
     EXACT_SUMS,
     NO_SWITCH,
@@ -22,7 +23,6 @@ from ....precision.plan.choice import WithoutEffect
 from ....precision.report.schema import Sums
 from ..comfyui.execution import switches_by_layer
 from ..comfyui.layers import modules_of
-from ..compute.bound import Refused
 from ..compute.executor import compute_of
 from ..compute.layer_modes import planned_modes_of
 from ..compute.planned_model import fp32_sums_of

@@ -18,6 +18,7 @@ from ....precision.base.message import Message
 from ....precision.base.modes import FP16
 from ....precision.base.patching import Patch, patched
 from ....precision.devices.detect import detect
+from ....precision.formats.fp8 import Refused, fast_accumulation
 from ....precision.plan.accumulation import UNCHANGED, AccumulationPlan, MatmulProfile, Request, plan_accumulation
 from ....precision.report.schema import Sums
 from ..comfyui.execution import COMPILE_KWARGS, is_compiled, is_on_several_devices, switches_by_layer, trains
@@ -25,7 +26,6 @@ from ..comfyui.layer_forward import LayerForward, standing_on
 from ..comfyui.layers import modules_of
 from ..comfyui.weights import exchanged, only_multiplies, weights_of
 from ..compute.attention import attending, kernels_of
-from ..compute.bound import Refused, fast_accumulation
 from ..compute.executor import compute_of
 from ..compute.layer_modes import planned_modes_of, settings_of
 from ..compute.per_model import PerModel, put_on

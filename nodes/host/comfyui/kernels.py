@@ -27,23 +27,23 @@ try:
 except ImportError:
     registry = None
 
+from ....precision.base.dtypes import name_of
 from ....precision.base.modes import FP8
 from ....precision.base.patching import patched
-from ....precision.formats.registry import FORMAT_OF_STORAGE, Format
+from ....precision.formats.format import Format, Unpacker
+from ....precision.formats.registry import FORMAT_OF_STORAGE, FORMATS
 
 NATIVE, EAGER, DEQUANTIZED = "native", "eager", "dequantized"
 ROWS = 32
 DATA, PARAMS, LAYOUT = "_qdata", "_params", "_layout_cls"
 """Where comfy-kitchen's tensors keep their data, their scales and the name of their layout; its properties take a
 function of Python each time."""
-INT8_RESULTS = (torch.float32, torch.float16, torch.bfloat16)
-"""The dtypes that comfy-kitchen unpacks int8 to, by their codes (``_dtype_code`` in its ``tensor/int8.py``)."""
 EXPORT = "_wrap_for_dlpack"
 """The function of comfy-kitchen's CUDA backend that exports a tensor to its library."""
 EXPORT_READ = "75902b722bba1bdc8d64d91f84ab55d03e2581d6ff8e6f4bef567f0e6067841e"
 """Hash of that function's source as :func:`_exporting_in_c` replaces it: comfy-kitchen 0.2.26 to 0.2.40."""
 logger = logging.getLogger("halfsafe")
-_unpacking: dict[tuple[torch.device, torch.dtype, torch.dtype, torch.dtype, int], tuple[Callable, tuple]] = {}
+_unpacking: dict[tuple[torch.device, torch.dtype, torch.dtype, torch.dtype, int], Unpacker] = {}
 
 
 @contextmanager
@@ -93,15 +93,18 @@ def _int8_call(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> d
         }
 
 
-def is_plain(weight: object) -> bool:
-    """True for a quantized matrix of fp8 with one scale, or of int8."""
+def bound_format(weight: object) -> Format | None:
+    """Return the format of a quantized matrix whose product can be bound: fp8 with one scale, or int8; None for any
+    other weight."""
     if registry is None or not isinstance(weight, QuantizedTensor) or not {DATA, PARAMS} <= vars(weight).keys():
-        return False
+        return None
     data, params = getattr(weight, DATA), weight.params
     if data.dim() != 2 or getattr(params, "transposed", False):
-        return False
+        return None
+    if issubclass(weight.layout_cls, TensorWiseINT8Layout):
+        return FORMATS["int8_tensorwise"]
     is_fp8 = issubclass(weight.layout_cls, TensorCoreFP8Layout) and params.scale.numel() == 1
-    return is_fp8 or issubclass(weight.layout_cls, TensorWiseINT8Layout)
+    return FORMAT_OF_STORAGE.get(name_of(data.dtype)) if is_fp8 else None
 
 
 def group_of(weight: QuantizedTensor) -> int:
@@ -115,28 +118,17 @@ def settings_reader(params: object) -> Callable[[object], object]:
     return operator.attrgetter(*(name for name, value in vars(params).items() if not isinstance(value, torch.Tensor)))
 
 
-def unpacking(weight: QuantizedTensor, dtype: torch.dtype) -> tuple[Callable, tuple]:
-    """Return comfy-kitchen's kernel that unpacks a plain weight, and its arguments after data and scale.
+def unpacking(format: Format, weight: QuantizedTensor, dtype: torch.dtype) -> Unpacker:
+    """Return what unpacks a weight of a format to a dtype.
 
-    Its registry is asked once: comfy-kitchen's operator asks it at each call, which takes longer on the host than the
+    comfy-kitchen's registry is asked once: its operator asks it at each call, which takes longer on the host than the
     kernel does on a GPU.
     """
     data, group, scale = getattr(weight, DATA), group_of(weight), weight.params.scale
     key = data.device, data.dtype, scale.dtype, dtype, group
     if key not in _unpacking:
-        name, more = "dequantize_per_tensor_fp8", {"output_type": dtype}
-        if data.dtype == torch.int8:
-            name = "dequantize_int8_convrot_weight_dtype" if group else "dequantize_int8_simple_dtype"
-            more = {**({"group_size": group} if group else {}), "output_dtype_code": INT8_RESULTS.index(dtype)}
-        operands = {"q" if data.dtype == torch.int8 else "x": data, "scale": scale}
-        _unpacking[key] = kernel_that_takes(name, **operands, **more), tuple(more.values())
+        _unpacking[key] = format.unpacking(kernel_that_takes, data, scale, dtype, group)
     return _unpacking[key]
-
-
-def unpacked_weight(weight: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a plain weight (:func:`is_plain`) in a dtype."""
-    kernel, more = unpacking(weight, dtype)
-    return kernel(getattr(weight, DATA), weight.params.scale, *more)
 
 
 def kernel_that_takes(name: str, **arguments: Any) -> Callable:
@@ -198,10 +190,3 @@ def _on_device(kernel: Callable, device: int | None) -> Callable:
             return kernel(*args)
 
     return run
-
-
-def divides_in_fp32(kernel: Callable) -> bool:
-    """True if a kernel that quantizes to fp8 divides by the scale in fp32, whatever the dtype of its input."""
-    # ``static_cast<float>(_src_ptr[j]) / *scale_f``, in quantize_fp8_tensor_kernel of comfy-kitchen's
-    # backends/cuda/ops/per_tensor_quantize.cu; its eager kernel multiplies by the inverse in the input's dtype.
-    return kernel.__module__.startswith("comfy_kitchen.backends.cuda")

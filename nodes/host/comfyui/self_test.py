@@ -1,11 +1,13 @@
-"""The self-test at start-up: a tiny layer of each class, a norm and an attention, called through our code and alone.
+"""The self-test at start-up: a tiny layer of each class, a norm and an attention, called through our code and alone. A
+quantized layer is called through each product that calls bind to it.
 
 What runs otherwise through our code is left to ComfyUI's own from then on.
 """
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 import comfy.ldm.modules.attention
 import comfy.ops
@@ -21,7 +23,7 @@ from ....precision.version import VERSION
 from .attributes import OVERRIDE, casting, set_quantization_format
 from .gate import ACTIVATION, NORM, OF_RESIDUAL, RESIDUAL, UNEQUAL, activated, folded_parameters
 from .layer_forward import LayerForward, standing_on
-from .weights import core_weights, exchanged, uncast_norm
+from .weights import Bound, core_weights, exchanged, uncast_norm
 
 SIZE = 32
 LAYOUTS = {"float8_e4m3fn": "TensorCoreFP8E4M3Layout", "int8_tensorwise": "TensorWiseINT8Layout"}
@@ -41,13 +43,16 @@ found: list[str] = []
 """What the self-test found, a sentence each."""
 
 
-def check_core() -> None:
-    """Note and log what runs otherwise through our code than alone."""
+def check_core(as_stored: Mapping[str, type[Bound]]) -> None:
+    """Note and log what runs otherwise through our code than alone.
+
+    ``as_stored``: ComfyUI's name of a format -> what multiplies by such a weight as it is stored.
+    """
     found.clear()
     UNEQUAL.clear()
     with neutral(torch.device("cpu")), torch.inference_mode():
-        for kind, layer, patches in _layers():
-            if unequal := _unequal(kind, layer, patches):
+        for kind, layer, patches in _layers(as_stored):
+            if kind not in UNEQUAL and (unequal := _unequal(kind, layer, patches)):
                 UNEQUAL.add(kind)
                 found.append(Message(OTHERWISE, unequal, VERSION))
         if not _asks_for_attention():
@@ -56,9 +61,11 @@ def check_core() -> None:
         logger.warning("Halfsafe: %s", sentence)
 
 
-def _layers() -> Iterator[tuple[str, torch.nn.Module, Callable[[torch.nn.Module], list[Patch]]]]:
-    """Yield a layer without a format, one of each format that this ComfyUI and its kernels have, and a norm: its kind,
-    itself, and what puts our code on it."""
+def _layers(
+    as_stored: Mapping[str, type[Bound]],
+) -> Iterator[tuple[str, torch.nn.Module, Callable[[torch.nn.Module], list[Patch]]]]:
+    """Yield a layer without a format, one of each format that this ComfyUI and its kernels have, with each product that
+    is bound to it, and a norm: its kind, itself, and what puts our code on it."""
     yield "", _with_weight(comfy.ops.manual_cast.Linear, _numbers(SIZE, SIZE)), _multiplied
     quantized = comfy.ops.mixed_precision_ops({}, torch.float32).Linear
     for name, layout in LAYOUTS.items():
@@ -66,7 +73,8 @@ def _layers() -> Iterator[tuple[str, torch.nn.Module, Callable[[torch.nn.Module]
             weight = comfy.quant_ops.QuantizedTensor.from_float(_numbers(SIZE, SIZE), layout)
             layer = _with_weight(quantized, weight)
             set_quantization_format(layer, name, layout)
-            yield name, layer, _multiplied
+            for product in (Bound, as_stored[name]):
+                yield name, layer, partial(_bound, product)
     norm = comfy.ops.manual_cast.LayerNorm(SIZE, dtype=torch.float32, device="cpu")
     yield NORM, _filled(norm, _numbers(SIZE)), uncast_norm
 
@@ -93,6 +101,11 @@ def _multiplied(layer: torch.nn.Module) -> list[Patch]:
             return F.linear(x, weight, bias)
 
     return [*exchanged(LayerForward(layer, product, otherwise=standing_on(layer))), *casting(layer)]
+
+
+def _bound(product: type[Bound], layer: torch.nn.Module) -> list[Patch]:
+    forward = LayerForward(layer, product(layer).__call__, otherwise=standing_on(layer))
+    return [*exchanged(forward), *casting(layer)]
 
 
 def _unequal(kind: str, layer: torch.nn.Module, patches: Callable) -> str:

@@ -6,7 +6,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import comfy.ops
 import torch
@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from ....precision.arithmetic.linear import Provided, WeightProvider
 from ....precision.base.layers import kind_of
 from ....precision.base.patching import Patch, SharedScope, patched
+from ....precision.formats.format import Format, Unpacker
 from .attributes import (
     BIAS_FUNCTIONS,
     DYNAMIC,
@@ -34,7 +35,7 @@ from .attributes import (
     weight_functions,
 )
 from .gate import is_unequal
-from .kernels import DATA, LAYOUT, PARAMS, group_of, is_plain, settings_reader, unpacked_weight, unpacking
+from .kernels import DATA, LAYOUT, PARAMS, bound_format, group_of, settings_reader, unpacking
 from .layer_forward import LayerForward
 from .layers import is_quantized, modules_of
 
@@ -172,8 +173,8 @@ def dequantized(weight: torch.Tensor, dtype: torch.dtype | None = None) -> torch
     if not isinstance(weight, QuantizedTensor):
         return weight if dtype is None else weight.to(dtype)
     dtype = dtype or weight.params.orig_dtype
-    if not torch.compiler.is_compiling() and is_plain(weight):
-        return unpacked_weight(weight, dtype)
+    if not torch.compiler.is_compiling() and (format := bound_format(weight)):
+        return format.numbers(unpacking(format, weight, dtype), getattr(weight, DATA), weight.params.scale)
     return weight.to(dtype).dequantize()
 
 
@@ -327,8 +328,9 @@ class Bound:
         self.form: tuple = ()
         self.read_settings: Callable[[object], object] = type
         self.settings: object = None
-        self.plain = False
-        self.kernels: dict[object, Any] = {}
+        self.format: Format | None = None
+        self.kernels: dict[object, Unpacker] = {}
+        self.products: dict[object, Callable[..., torch.Tensor]] = {}
         self.ran = False
 
     def __call__(self, input: torch.Tensor, *args, **kwargs) -> torch.Tensor:
@@ -337,13 +339,20 @@ class Bound:
         self.ran = True
         ready, parameters = self.is_ready(input), self.module._parameters
         if ready:
-            return self.product(input, parameters["weight"], parameters["bias"])
+            weight, bias = parameters["weight"], parameters["bias"]
+            product = self.products.get((input.dtype, input.get_device(), input.dim())) or self.product_for(
+                input, weight
+            )
+            return product(input, getattr(weight, DATA), getattr(weight, PARAMS).scale, bias)
         if ready is None:
             return self.otherwise(input)
         with _CastWeights(self.module, input, self.orig_dtype, input.dtype, want_requant=True) as (weight, bias):
             if not isinstance(weight, QuantizedTensor):  # on a CPU, for which dynamic VRAM has no pages
                 return F.linear(input, weight.to(input.dtype), bias)
-            return self.product(input, weight, bias)
+            product = self.products.get((input.dtype, input.get_device(), input.dim())) or self.product_for(
+                input, weight
+            )
+            return product(input, getattr(weight, DATA), getattr(weight, PARAMS).scale, bias)
 
     def otherwise(self, input: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         """Run the layer without a resolved weight."""
@@ -362,7 +371,7 @@ class Bound:
         form = type(params), getattr(weight, LAYOUT), data.dtype, scale.dtype, scale.numel()
         if form != self.form or self.read_settings(params) != self.settings:
             self.look_up(weight, form)
-        if not self.plain or getattr(module, WEIGHT_FUNCTIONS) or getattr(module, BIAS_FUNCTIONS):
+        if not self.format or getattr(module, WEIGHT_FUNCTIONS) or getattr(module, BIAS_FUNCTIONS):
             return None
         device = x.get_device()
         if DYNAMIC in module.__dict__:
@@ -373,9 +382,9 @@ class Bound:
     def look_up(self, weight: QuantizedTensor, form: tuple) -> None:
         """Look up what a weight's form decides, and forget the kernels of another form."""
         self.form, self.read_settings = form, settings_reader(weight.params)
-        self.settings, self.plain = self.read_settings(weight.params), is_plain(weight)
-        self.kernels = {}
-        if self.plain:
+        self.settings, self.format = self.read_settings(weight.params), bound_format(weight)
+        self.kernels, self.products = {}, {}
+        if self.format:
             self.group, self.orig_dtype = group_of(weight), weight.dtype
 
     def numbers(
@@ -389,15 +398,18 @@ class Bound:
         bias = None if bias is None else bias.to(bias_dtype or _dtype_of_bias(module))
         return kernel(getattr(weight, DATA), getattr(weight, PARAMS).scale, *more), bias
 
-    def product(self, x: torch.Tensor, weight: QuantizedTensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Multiply ``x`` (..., K) by a weight (N, K). Returns (..., N) in the dtype of ``x``."""
-        dtype = x.dtype
-        kernel, more = self.kernels.get((dtype, x.get_device())) or self._kernel(weight, dtype)
-        unpacked = kernel(getattr(weight, DATA), getattr(weight, PARAMS).scale, *more)
-        return F.linear(x, unpacked, bias if bias is None else bias.to(dtype))
+    def product_for(self, x: torch.Tensor, weight: QuantizedTensor) -> Callable[..., torch.Tensor]:
+        """Look up the product for inputs like ``x`` and keep it: of ``x``, data, scale and bias."""
+        assert self.format, "a weight is ready in a format alone"
+        product = self.products[x.dtype, x.get_device(), x.dim()] = self._product(self.format, x, weight)
+        return product
 
-    def _kernel(self, weight: QuantizedTensor, dtype: torch.dtype) -> tuple[Callable, tuple]:
-        found = self.kernels[dtype, getattr(weight, DATA).get_device()] = unpacking(weight, dtype)
+    def _product(self, format: Format, x: torch.Tensor, weight: QuantizedTensor) -> Callable[..., torch.Tensor]:
+        return functools.partial(format.apply_unpacked, unpacking(format, weight, x.dtype))
+
+    def _kernel(self, weight: QuantizedTensor, dtype: torch.dtype) -> Unpacker:
+        assert self.format, "a weight is ready in a format alone"
+        found = self.kernels[dtype, getattr(weight, DATA).get_device()] = unpacking(self.format, weight, dtype)
         return found
 
 

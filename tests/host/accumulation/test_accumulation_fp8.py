@@ -10,10 +10,10 @@ from comfy import model_management as comfy_management
 from comfy.quant_ops import QuantizedTensor
 from comfy.sd import load_diffusion_model
 from halfsafe.nodes.host.comfyui.layers import modules_of
-from halfsafe.nodes.host.compute import bound
-from halfsafe.nodes.host.compute.bound import Fp8Linear, fast_accumulation
+from halfsafe.nodes.host.compute.bound import LAYOUT, Fp8Linear
 from halfsafe.precision.commands.convert import convert_file
-from halfsafe.precision.formats.fp8 import activation_scale
+from halfsafe.precision.formats import fp8
+from halfsafe.precision.formats.fp8 import activation_scale, fast_accumulation
 from halfsafe.precision.plan.rules import rules_from
 from support import families
 from support.cuda_rules import rules_in_kernels
@@ -53,7 +53,7 @@ def test_the_bits_are_those_of_comfyuis_dispatch(comfy, wan, storage, dtype, fas
     rows, layer = rows_of(dtype), load(comfy, wan, storage, "fp8").model.diffusion_model.blocks[0].ffn[0]
     with fast_accumulation({}) if fast else contextlib.nullcontext():
         direct = Fp8Linear(layer)(rows)
-    quantized = QuantizedTensor.from_float(rows, bound.LAYOUT, scale=activation_scale(rows, torch.float8_e4m3fn))
+    quantized = QuantizedTensor.from_float(rows, LAYOUT, scale=activation_scale(rows, torch.float8_e4m3fn))
     expected = torch.nn.functional.linear(quantized, layer.weight.to(dtype), layer.bias.to(dtype))
     assert direct.dtype == dtype and torch.equal(direct, expected)
 
@@ -129,8 +129,8 @@ def test_fp8_fast_accumulation_holds_for_one_model(comfy, wan, call, value, reac
     model = load(comfy, wan, "fp8_e4m3fn", "fp8")
     ours, inside = accumulation(comfy, model, fp8_fast_accumulation=value), []
     plain = families.replay(model, call)
-    result = families.replay(spied(ours, lambda: inside.append(bound._refused.get() is not None)), call)
-    assert inside == [reaches] and bound._refused.get() is None
+    result = families.replay(spied(ours, lambda: inside.append(fp8._refused.get() is not None)), call)
+    assert inside == [reaches] and fp8._refused.get() is None
     assert relative_error(plain, result) < 1e-2
     found = report(comfy, ours)
     assert found["flags"]["fp8_fast_accumulation"]["in_scope"] is reaches

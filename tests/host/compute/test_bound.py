@@ -19,6 +19,7 @@ from halfsafe.nodes.host.compute.executor import COMPUTE, compute_of
 from halfsafe.nodes.host.replay.interceptor import interceptor_of
 from halfsafe.precision.base.patching import patched
 from support import families
+from support.bound_layers import note_bound
 from support.dynamic_vram import WAYS, dynamic_vram
 from support.families import load
 from support.leaf_operations import LeafOperations
@@ -284,11 +285,10 @@ def test_under_dynamic_vram_a_weight_is_lent_once_and_given_back(comfy, wan, cal
 @torch.inference_mode()
 def test_a_model_whose_plan_changes_nothing_has_its_fp8_layers_bound_in_calls_alone(comfy, wan, call, monkeypatch):
     own = load(comfy, wan, "as_file", "bf16")
-    model, seen = load(comfy, wan, "fp8_e4m3fn", "bf16"), []
+    model = load(comfy, wan, "fp8_e4m3fn", "bf16")
     assert not compute_of(model).plan.exchanges
     assert COMPUTE in interceptor_of(model).stages and COMPUTE not in interceptor_of(own).stages
-    product = Bound.product
-    monkeypatch.setattr(Bound, "product", lambda self, *args: seen.append(self.module) or product(self, *args))
+    seen = note_bound(monkeypatch)
     families.replay(model, call)
     assert {id(module) for module in seen} == {id(module) for module in linears(model).values()}
     assert not [name for name, module in modules_of(model.model).items() if "forward" in vars(module)]
@@ -328,5 +328,5 @@ def test_a_refused_fp8_product_unpacks_the_weight_that_was_lent_by_its_own_scale
         raise RuntimeError("refused")
 
     monkeypatch.setattr(torch, "_scaled_mm", refuse)
-    result = bound.product(x, patched_weight, None)
+    result = bound.product_for(x, patched_weight)(x, patched_weight._qdata, patched_weight._params.scale, None)
     assert relative_error(F.linear(x, patched_weight.dequantize().float()), result) < 1e-2

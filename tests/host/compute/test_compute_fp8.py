@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from comfy.quant_ops import QuantizedTensor
 from comfy.sd import load_bypass_lora_for_models
 from halfsafe.nodes.host.comfyui.weights import core_weights
-from halfsafe.nodes.host.compute import bound
 from halfsafe.nodes.host.compute.bound import Fp8Linear
 from halfsafe.precision.arithmetic.linear import lent
 from halfsafe.precision.base.layers import kind_of
 from halfsafe.precision.commands.convert import convert_file
+from halfsafe.precision.formats.fp8 import fast_accumulation
 from halfsafe.precision.plan.rules import rules_from
 from support import families, model_files, tiny_models
 from support.families import load, with_compute
@@ -233,7 +233,7 @@ def test_a_product_that_lacks_memory_is_asked_once(comfy, wan, monkeypatch, fast
 
     monkeypatch.setattr(torch, "_scaled_mm", lacking)
     refused = {}
-    with bound.fast_accumulation(refused) if fast else contextlib.nullcontext(), pytest.raises(torch.OutOfMemoryError):
+    with fast_accumulation(refused) if fast else contextlib.nullcontext(), pytest.raises(torch.OutOfMemoryError):
         Fp8Linear(module)(outliers())
     assert len(asked) == 1 and not refused
 

@@ -18,6 +18,7 @@ from halfsafe.nodes.host.compute.bound import Int8Linear
 from halfsafe.precision.base.errors import HalfsafeError
 from halfsafe.precision.plan.rules import rules_from
 from support import families, model_files, next_core, tiny_models
+from support.bound_layers import note_bound
 from support.families import load
 from support.guarding import guarded, inside, report_of
 from support.matmul_spy import Products
@@ -118,9 +119,9 @@ def test_a_folded_activation_sees_the_fp32_of_a_wide_stream(comfy, wan, call, mo
 def test_an_int8_layer_of_which_nothing_is_changed_keeps_the_fused_kernel(comfy, wan, call, monkeypatch):
     """In int8 with a 16-bit stream a call with a folded activation runs ComfyUI's own forward, and each other the layer's bound product."""
     with next_core.installed():
-        model, alone = load(comfy, wan, "int8", "auto"), []
+        model = load(comfy, wan, "int8", "auto")
         fused: list[torch.nn.Module] = []
-        cls, product = type(model.model.diffusion_model.get_submodule(next(iter(FFN)))), Int8Linear.product
+        cls = type(model.model.diffusion_model.get_submodule(next(iter(FFN))))
         own = cls.forward
 
         @functools.wraps(own)
@@ -129,9 +130,7 @@ def test_an_int8_layer_of_which_nothing_is_changed_keeps_the_fused_kernel(comfy,
             return own(self, input, *args, **kwargs)
 
         monkeypatch.setattr(cls, "forward", forward)
-        monkeypatch.setattr(
-            Int8Linear, "product", lambda self, *args: alone.append(self.module) or product(self, *args)
-        )
+        alone = note_bound(monkeypatch, Int8Linear)
         families.replay(model, call)
         names = {module: name for name, module in modules_of(model.model).items()}
     assert {names[module] for module in fused} >= set(FFN)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterable
+from functools import partial
 
 import comfy.ldm.lumina.model as lumina
 import comfy.ldm.modules.attention
@@ -13,9 +14,11 @@ import pytest
 import torch
 from comfy.ldm.wan.model import WanSelfAttention
 from comfy.sd import load_lora_for_models
-from halfsafe.nodes.host.comfyui import gate, self_test
+from halfsafe.nodes.host.comfyui import gate, kernels, self_test
 from halfsafe.nodes.host.comfyui.gate import MET, OWN_CODE
 from halfsafe.nodes.host.comfyui.weights import calling_layers, uncast_norm
+from halfsafe.nodes.host.compute import bound
+from halfsafe.nodes.host.compute.bound import AS_STORED
 from halfsafe.nodes.host.compute.core_layers import PlannedLayers
 from halfsafe.nodes.host.lora.patcher import AddsLowRank
 from halfsafe.precision.base.patching import patched
@@ -264,7 +267,7 @@ def test_a_method_of_a_patcher_is_handed_what_it_takes(comfy, wan, name):
 
 
 def test_functions_that_multiply_past_a_layer_are_handed_what_they_take(monkeypatch):
-    layer = next(layer for kind, layer, _ in self_test._layers() if kind == "int8_tensorwise")
+    layer = next(layer for kind, layer, _ in self_test._layers(AS_STORED) if kind == "int8_tensorwise")
     monkeypatch.setattr(lumina, "_int8_convrot_linear", lambda linear: True, raising=False)
     with (
         function_takes(lumina, "_int8_convrot_linear") as fuses,
@@ -283,10 +286,21 @@ def test_functions_that_multiply_past_a_layer_are_handed_what_they_take(monkeypa
 # the self-test
 
 
+class Halved:
+    """A kernel whose result is half of what it should be."""
+
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def __call__(self, *args):
+        result = self.kernel(*args)
+        return (result.float() / 2).to(result.dtype)
+
+
 @pytest.fixture
 def checked():
     """Run the self-test; what it found is forgotten afterwards."""
-    yield self_test.check_core
+    yield partial(self_test.check_core, AS_STORED)
     gate.UNEQUAL.clear()
     self_test.found.clear()
 
@@ -314,6 +328,31 @@ def test_layers_that_run_otherwise_through_the_gate_run_their_own_code(comfy, wa
         for storage, compute in (("fp16", "fp16_safe"), ("fp8_e4m3fn", "fp8"), ("int8", "int8")):
             assert relative_error(reference, families.replay(load(comfy, wan, storage, compute), call)) < 0.06
         assert self_test.found[0] in families.report(comfy, load(comfy, wan, "fp16", "fp16_safe"))["notes"]
+
+
+@pytest.mark.parametrize(
+    ("place", "function", "kind"),
+    [
+        (bound, "quantize_per_tensor_fp8", "float8_e4m3fn"),
+        (bound, "int8_linear", "int8_tensorwise"),
+        (kernels, "dequantize_per_tensor_fp8", "float8_e4m3fn"),
+        (kernels, "dequantize_int8_simple_dtype", "int8_tensorwise"),
+    ],
+)
+def test_a_wrong_kernel_that_calls_would_run_is_seen(monkeypatch, checked, place, function, kind):
+    """ComfyUI's own forward finds its kernels elsewhere; those that are bound to a layer are the ones compared."""
+    find = kernels.kernel_that_takes
+
+    def wrong(name, **arguments):
+        kernel = find(name, **arguments)
+        return kernel if name != function else Halved(kernel)
+
+    monkeypatch.setattr(place, "kernel_that_takes", wrong)
+    monkeypatch.setattr(kernels, "_unpacking", {})
+    checked()
+    assert {kind} == gate.UNEQUAL and kind in self_test.found[0], (
+        f"{function} is wrong, and found was {self_test.found}"
+    )
 
 
 def test_a_layer_that_raises_is_left_alone(monkeypatch, checked):

@@ -11,8 +11,9 @@ import pytest
 import torch
 from comfy_kitchen.backends import cuda
 from halfsafe.nodes.host.comfyui import kernels
-from halfsafe.nodes.host.comfyui.kernels import EXPORT, divides_in_fp32, kernel_that_takes
+from halfsafe.nodes.host.comfyui.kernels import EXPORT, kernel_that_takes
 from halfsafe.nodes.host.compute.bound import Fp8Linear
+from halfsafe.precision.formats.fp8 import divides_in_fp32
 from support import families
 from support.measures import relative_error
 
@@ -144,7 +145,7 @@ def test_an_fp8_product_of_the_cuda_kernel_is_as_exact_with_a_scale_in_two_launc
     product = Fp8Linear(layer)
     exact = torch.nn.functional.linear(x.float(), weight, layer.bias.float())
     assert relative_error(exact, product(x)) < 1.05 * relative_error(exact, expected)
-    assert [in_fp32 for _, in_fp32 in product.kernels.values()] == [True]
+    assert [each.args[0][1] for each in product.products.values()] == [True]
     for bad in (torch.nan, torch.inf):
         x[3, 5] = bad
         assert not product(x)[3].isfinite().any()

@@ -245,7 +245,7 @@ def test_attributes_of_comfyuis_modules_are_touched_in_one_file_alone() -> None:
 
 
 def test_no_file_reads_a_private_attribute_of_comfy_kitchens_tensors() -> None:
-    """But for those that ``kernels.is_plain`` looks for: a weight without them runs ComfyUI's own forward."""
+    """But for those that ``kernels.bound_format`` looks for: a weight without them runs ComfyUI's own forward."""
     assert [path.name for path in NODES.rglob("*.py") if PRIVATE.search(path.read_text(encoding="utf-8"))] == [
         "kernels.py"
     ]

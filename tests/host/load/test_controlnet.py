@@ -14,8 +14,6 @@ from comfy.ops import disable_weight_init
 from comfy.quant_ops import QuantizedTensor
 from halfsafe.nodes.host.comfyui.execution import switches_by_layer
 from halfsafe.nodes.host.comfyui.layers import is_quantized
-from halfsafe.nodes.host.comfyui.weights import Bound
-from halfsafe.nodes.host.compute.bound import Int8Linear
 from halfsafe.nodes.host.load.controlnet import controls_of, loaded_control
 from halfsafe.nodes.host.reporting.report import control_report
 from halfsafe.precision.base.errors import CheckpointError, MemoryShortage
@@ -24,6 +22,7 @@ from halfsafe.precision.commands.convert import convert_file
 from halfsafe.precision.plan.rules import rules_from
 from safetensors.torch import load_file, save_file
 from support import control_files, families, tiny_models
+from support.bound_layers import note_bound
 from support.control_files import KINDS, give
 from support.matmul_spy import MatmulSpy, Products
 from support.measures import relative_error, summed_alike
@@ -420,10 +419,7 @@ def test_quantized_layers_are_bound_in_the_runs_of_a_control_net_whose_plan_chan
     control = load(comfy, control_file(kind), storage, "bf16")
     give(control, kind)
     quantized = {part for part in control.control_model.modules() if is_quantized(part)}
-    bound, asked = set(), []
-    for product in (Bound, Int8Linear):
-        own = product.product
-        monkeypatch.setattr(product, "product", lambda self, *args, own=own: bound.add(self.module) or own(self, *args))
+    bound, asked = note_bound(monkeypatch), []
     own = QuantizedTensor.__torch_dispatch__.__func__
     monkeypatch.setattr(
         QuantizedTensor,
@@ -431,4 +427,4 @@ def test_quantized_layers_are_bound_in_the_runs_of_a_control_net_whose_plan_chan
         classmethod(lambda cls, func, *args: asked.append(func.name()) or own(cls, func, *args)),
     )
     give(control, kind)
-    assert bound == quantized and not asked
+    assert {*bound} == quantized and not asked
