@@ -262,7 +262,13 @@ def _base_model(inner):
     model.diffusion_model = inner
     options: dict = {}
     model.__dict__["current_patcher"] = _Patcher(
-        model=model, model_options=options, load_device=torch.device("cpu"), patches={}, patches_uuid=None
+        model=model,
+        model_options=options,
+        load_device=torch.device("cpu"),
+        patches={},
+        patches_uuid=None,
+        attachments={},
+        object_patches={},
     )
     model.__dict__ |= {"current_weight_patches_uuid": None, "manual_cast_dtype": torch.float32}
     return model
@@ -284,7 +290,8 @@ class _executed:
         return self.wrapper(call, x, t, None, None, None, options)
 
     def modes(self) -> dict[str, str]:
-        return self.compute.observed_modes(self.model.current_patcher) if self.compute else {}
+        standing = self.compute.standing(self.model.current_patcher) if self.compute else {}
+        return {name: forward.mode for name, forward in standing.items()}
 
 
 class _Executor:

@@ -8,8 +8,9 @@ import torch
 from ..base.dtypes import name_of
 from ..base.message import Message
 from ..base.modes import FP16, FP32
+from ..plan.compute import SAFE
 from ..plan.in_use import PlanInUse
-from .verdicts import SAME_SEED, UNPACKED
+from .verdicts import GOES_ON, SAME_SEED, UNPACKED
 
 
 @dataclass(frozen=True)
@@ -60,18 +61,19 @@ def fp32_rung(plan: PlanInUse) -> Rung[PlanInUse]:
     return Rung(FP32.name, plan.fp32(), is_fp32=True, later=SAME_SEED)
 
 
-def model_rungs(plan: PlanInUse) -> list[Rung[PlanInUse]]:
+def model_rungs(plan: PlanInUse, falls_back: bool = False) -> list[Rung[PlanInUse]]:
     """List the rungs for a call of a diffusion model that failed under ``plan``, each wider; empty
     after fp32.
 
     A model whose layers are in fp32 is repeated too: its attention may be a kernel of 16 or 8 bits.
+
+    ``falls_back``: the first one, ``fp16_safe``, is the model's own fallback, which it keeps.
     """
     if plan.whole:
         return []
-    safe = plan.safe()
-    if plan.dtype == FP16.name and plan | safe != plan:
-        return [Rung("fp16_safe", safe, later=SAME_SEED), fp32_rung(plan)]
-    return [fp32_rung(plan)]
+    safe = Rung(SAFE, plan.safe(), later=Message("{0} {1}", GOES_ON, SAME_SEED) if falls_back else SAME_SEED)
+    is_wider = plan.dtype == FP16.name and plan | plan.safe() != plan
+    return [safe, fp32_rung(plan)] if falls_back or is_wider else [fp32_rung(plan)]
 
 
 def encoder_rungs(

@@ -34,8 +34,8 @@ def report_of(model):
 def modes_of(model) -> dict[str, str]:
     """Layer -> the mode it runs in now, of all layers that multiply."""
     guard = guard_of(model)
-    own, now = guard.states.kept()[0].plan.modes, guard.modes(model)
-    return {name: now.get(name, mode) for name, mode in own.items()}
+    own, now = guard.states.kept()[0].plan.modes, guard.states_of(model)
+    return {name: now[name].mode if now[name].widened else mode for name, mode in own.items()}
 
 
 def loaded_once(comfy, files):

@@ -24,7 +24,7 @@ from ....precision.report.schema import Sums
 from ..comfyui.execution import switches_by_layer
 from ..comfyui.layers import modules_of
 from ..compute.executor import compute_of
-from ..compute.layer_modes import planned_modes_of
+from ..compute.layer_modes import states_of
 from ..compute.planned_model import fp32_sums_of
 from .executor import AccumulationRun, accumulation_of, asked_by_rule, sums_by_rule
 
@@ -76,7 +76,8 @@ def layer_accumulation(patcher) -> dict[str, tuple[Sums, str]]:
 
 
 def _planned_accumulation(patcher) -> dict[str, tuple[Sums, str]]:
-    accumulation, modes, modules = accumulation_of(patcher), planned_modes_of(patcher), modules_of(patcher.model)
+    accumulation, modules = accumulation_of(patcher), modules_of(patcher.model)
+    modes = {name: state.planned for name, state in states_of(patcher).items()}
     run = accumulation.runs.last_of(patcher) if accumulation else None
     plan = accumulation.plan_for(patcher) if accumulation else AccumulationPlan(Request())
     in_int8 = (name for name, mode in modes.items() if mode == INT8.name)
@@ -93,7 +94,7 @@ def _planned_accumulation(patcher) -> dict[str, tuple[Sums, str]]:
 def _fp8_layers(patcher) -> list[str]:
     """Name the layers whose fp8 products are ours, as a compute plan asks for."""
     decisions = compute.plan.decisions if (compute := compute_of(patcher)) else {}
-    return [name for name, mode in planned_modes_of(patcher).items() if mode == FP8.name and name in decisions]
+    return [name for name, state in states_of(patcher).items() if state.planned == FP8.name and name in decisions]
 
 
 def _fp8_fast(module: torch.nn.Module, refused: Refused) -> tuple[Sums, str]:

@@ -27,7 +27,7 @@ from ..comfyui.layers import modules_of
 from ..comfyui.weights import exchanged, only_multiplies, weights_of
 from ..compute.attention import attending, kernels_of
 from ..compute.executor import compute_of
-from ..compute.layer_modes import planned_modes_of, settings_of
+from ..compute.layer_modes import settings_of, states_of
 from ..compute.per_model import PerModel, put_on
 from ..replay.calibrated import CalibratedActing
 from ..replay.call import Call
@@ -108,9 +108,10 @@ class AccumulationRun(CalibratedActing):
             self.patches += exchanged(forward)
 
     def _operations(self, patcher) -> Iterator[Fp16Sums]:
-        modes, ruled = planned_modes_of(patcher), sums_by_rule(patcher)
-        for name, module in modules_of(patcher.model).items():
-            if modes.get(name) == FP16.name and kind_of(module) == "linear" and name not in ruled:
+        modules, ruled = modules_of(patcher.model), sums_by_rule(patcher)
+        for name, state in states_of(patcher).items():
+            module = modules[name]
+            if state.planned == FP16.name and kind_of(module) == "linear" and name not in ruled:
                 weights = weights_of(module) if only_multiplies(module) else None
                 yield self.calibration.add(Fp16Sums(name, module, self.calibration, weights))
 
@@ -169,9 +170,8 @@ def _planned(request: Request, patcher) -> AccumulationPlan:
 
 
 def _matmul_profile(patcher) -> MatmulProfile:
-    modes = planned_modes_of(patcher)
-    modules = modules_of(patcher.model).items()
-    multiplying = frozenset(modes[name] for name, module in modules if name in modes and kind_of(module))
+    modules = modules_of(patcher.model)
+    multiplying = frozenset(state.planned for name, state in states_of(patcher).items() if kind_of(modules[name]))
     return MatmulProfile(multiplying, is_compiled(patcher), is_on_several_devices(patcher))
 
 

@@ -34,7 +34,7 @@ from ..comfyui.kernels import DEQUANTIZED, general_operations
 from ..comfyui.layers import top_level_parts
 from ..compute.attention import how_to_choose_another
 from ..compute.executor import quantized_attention
-from ..compute.layer_modes import layer_kernels, planned_modes_of, stream_dtype
+from ..compute.layer_modes import states_of, stream_dtype
 from ..guard.escalation import Guarded, WiderModel, hooked
 from ..guard.failure import ModelCall, images_of, sigma_of, step_of
 from ..guard.notices import WATCHED
@@ -246,12 +246,13 @@ def _arithmetic(patcher: ModelPatcher, plan: PlanInUse) -> str:
     and of the values between them."""
     if plan.whole:
         return FP32.name
-    modes = planned_modes_of(patcher)  # fp16_safe is one arithmetic, though some of its results are fp16
-    sums = layer_accumulation(patcher)
+    states, sums = states_of(patcher), layer_accumulation(patcher)
+    # As planned: fp16_safe is one arithmetic, though some of its results are fp16.
+    modes = {name: state.planned for name, state in states.items()}
     modes |= {name: FP16_ACC16.name for name, (kind, _) in sums.items() if kind == "fp16" and name in modes}
     found = {drift.ARITHMETIC_OF.get(mode, mode) for mode in [plan.dtype, *(modes[name] for name in plan.modes)]}
-    kernels = layer_kernels(patcher, modes).items()
-    other = any(kernel != DEQUANTIZED and modes[name] not in QUANTIZED_OPS for name, kernel in kernels)
+    as_stored = (name for name, state in states.items() if state.kernel not in ("", DEQUANTIZED))
+    other = any(modes[name] not in QUANTIZED_OPS for name in as_stored)
     return drift.coarsest(found | ({"4-bit products"} if other else set()))
 
 

@@ -121,14 +121,6 @@ def not_forced_to_cast(layer: Layer) -> Patch:
     return layer, "comfy_force_cast_weights", False
 
 
-def dequantizes_any_format(layer: Layer) -> bool:
-    """True if full precision holds for every format, as from ComfyUI 0.38 on.
-
-    Before, it holds for those that quantize a layer's input.
-    """
-    return hasattr(layer, "can_use_quantized_matmul")
-
-
 def lie_ready(layer: Layer, weight: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor) -> bool:
     """True if a layer's parameters are on its input's device, and ComfyUI does nothing to them but cast them."""
     device = x.get_device()  # a number is compared in half of the time of a ``torch.device``

@@ -55,7 +55,6 @@ UNEQUAL: set[str] = set()
 than alone. The gate computes nothing for them, and no code of ours runs in place of theirs."""
 logger = logging.getLogger("halfsafe")
 _met: weakref.WeakKeyDictionary[torch.nn.Module, set[str]] = weakref.WeakKeyDictionary()
-_told: set[tuple[type, str]] = set()
 
 
 class _LayerCall(NamedTuple):
@@ -164,13 +163,14 @@ class Gate:
         once."""
         if torch.compiler.is_compiling():
             return
-        _met.setdefault(self.module, set()).update(arguments)
-        cls = type(self.module)
-        for argument in sorted(arguments):
-            if (cls, argument) not in _told:
-                _told.add((cls, argument))
-                problem = Message(MET, _caller(self.module), argument, VERSION, _name_of_layer(self.module))
-                logger.warning("Halfsafe: %s", problem)
+        met = _met.setdefault(self.module, set())
+        if met.issuperset(arguments):
+            return
+        told = {argument for module, of in _met.items() if type(module) is type(self.module) for argument in of}
+        met.update(arguments)
+        for argument in sorted(met - told):
+            problem = Message(MET, _caller(self.module), argument, VERSION, _name_of_layer(self.module))
+            logger.warning("Halfsafe: %s", problem)
 
 
 def is_default(value: object, name: str, defaults: Mapping[str, object]) -> bool:

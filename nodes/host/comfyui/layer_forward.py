@@ -53,6 +53,8 @@ class LayerForward:
         otherwise: runs calls with an argument that is not known; None if the product takes any.
         counted: the calibration that counts the product's operations, and the layer's name in it.
         gated: compute what ComfyUI folds into the layer; else the product does.
+
+    ``planned``: the mode that it was created for, the same before and after any call.
     """
 
     adds: torch.nn.Module | None = None
@@ -77,6 +79,7 @@ class LayerForward:
         self.calibration, self.name = counted or (None, "")
         self.gate = gate_of(module, otherwise is not None) if gated else None
         self.alone = self._is_alone()
+        self.planned = self.mode
 
     def run(self, input: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         """Run the layer on its plain input."""
@@ -139,15 +142,12 @@ class LayerForward:
 
     @property
     def mode(self) -> str:
-        """Mode of the product: its own; else the dtype of its operand, "" for that of the layer's input."""
+        """Mode of the product in the calls so far: its own, else the dtype of its operand, "" for that of the layer's
+        input; that of ``otherwise`` after a call with an argument that is not known."""
+        if self.otherwise is not None and ran_own(self.module):
+            return self.otherwise.mode
         product = getattr(self.product, "__self__", None)
         return getattr(product, "mode", "") or (name_of(self.operand) if self.operand else "")
-
-    @property
-    def observed_mode(self) -> str:
-        """Mode in the calls so far: that of ``otherwise`` after a call with an argument that is not known."""
-        ran = self.otherwise if self.otherwise is not None and ran_own(self.module) else self
-        return ran.mode
 
     def __repr__(self) -> str:
         """List what a call of the layer runs, in order."""

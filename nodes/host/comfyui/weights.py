@@ -131,7 +131,7 @@ def uncast_norm(module: torch.nn.Module) -> list[Patch]:
             return F.group_norm(x, module.num_groups, weight, bias, module.eps)
         return F.layer_norm(x, module.normalized_shape, weight, bias, module.eps)
 
-    return [(module, "forward", forward)]
+    return LayerForward(module, forward, gated=False).put_on()
 
 
 def calling_layers(modules: Iterable[torch.nn.Module]) -> contextlib.AbstractContextManager:

@@ -16,6 +16,7 @@ from ....precision.plan.compute import ComputePlan
 from ..comfyui.attributes import OVERRIDE, casting
 from ..replay.call import OPTIONS
 from ..replay.interceptor import COMPUTE, in_calls, put_stage
+from ..replay.seen import seeing
 from .attention import overridden
 from .executor import Compute
 
@@ -70,7 +71,8 @@ class PlannedControl(torch.nn.Module):
         with in_calls.of(self):
             self.calls[0] += 1
             run = self.compute.runs.of(self)
-            return run.run(functools.partial(type(module).forward, module, *args, **kwargs), patches)
+            with seeing(self, self.compute):
+                return run.run(functools.partial(type(module).forward, module, *args, **kwargs), patches)
 
 
 def _attending(module: torch.nn.Module, attend: Callable) -> Iterator[Patch]:

@@ -47,7 +47,6 @@ class PlannedLayers:
             forward = self.forwards[name] = self._forward(name, layer, decision)
             self.patches += exchanged(forward, fp16_sums=not holds)
             self.patches += casting(layer)
-        self._planned = {name: forward.mode for name, forward in self.forwards.items()}
 
     def _forward(self, name: str, layer: torch.nn.Module, decision: LayerPlan) -> LayerForward:
         """Create the forward of a layer: a product of ours, or the layer's own with values in the plan's dtypes."""
@@ -100,8 +99,8 @@ class PlannedLayers:
 
     def __repr__(self) -> str:
         """One line per layer: its operation, mode, operand scale and reason."""
-        modes = self.observed_modes()
-        lines = [f"{name}: {modes[name]}, {self.repr_of(name)}. {self._decisions[name].reason}" for name in modes]
+        named = self.forwards.items()
+        lines = [f"{name}: {each.mode}, {self.repr_of(name)}. {self._decisions[name].reason}" for name, each in named]
         return "\n".join([f"{len(lines)} layers with a plan", *lines])
 
     def repr_of(self, name: str) -> str:
@@ -113,20 +112,12 @@ class PlannedLayers:
         scale = operation.scale
         return f"operand times 2^-{scale.exponent}, largest {scale.largest:.3g}, {watched}"
 
-    def planned_modes(self) -> dict[str, str]:
-        """Return layer -> the mode its forward was created for; the same before and after any call."""
-        return dict(self._planned)
-
-    def observed_modes(self) -> dict[str, str]:
-        """Return layer -> the mode it ran in at its last calibration."""
-        return {name: forward.observed_mode for name, forward in self.forwards.items()}
-
     def allocations(self) -> dict[str, object]:
         """Return layer -> everything its allocations depend on: its mode, and whether its operand is watched."""
         watched = {
             name: (each.mode, each.scale.is_watched, each.finite is None) for name, each in self.operations.items()
         }
-        return {**self.planned_modes(), **watched}
+        return {**{name: forward.planned for name, forward in self.forwards.items()}, **watched}
 
     @property
     def fp16_flops(self) -> int:

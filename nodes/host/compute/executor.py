@@ -16,6 +16,7 @@ from ....precision.plan.compute import ComputePlan
 from ..comfyui.attributes import CAST_DTYPE, OVERRIDE, kernel_of_file
 from ..comfyui.execution import Make, adapts_text, conditions_through, trains
 from ..comfyui.gate import met_in
+from ..comfyui.layer_forward import LayerForward
 from ..comfyui.layers import modules_of
 from ..comfyui.page import add_to_badge, running_node_id
 from ..replay.call import Call
@@ -108,20 +109,14 @@ class Compute(Stage):
         acts = changes or (acting.fallback and not fuses_by_default())
         return acting.runs.of(call.model) if acts else None
 
-    def planned_modes(self, patcher: ModelPatcher) -> dict[str, str]:
-        """Return layer -> planned mode. From the first call on, modes that a layer does not support are replaced."""
-        run = self.runs.last_of(patcher)
-        modes: dict[str, str] = {name: decision.mode for name, decision in self.plan.decisions.items()}
-        return modes | run.layers.planned_modes() if run else modes
-
-    def observed_modes(self, patcher: ModelPatcher) -> dict[str, str]:
-        """Return layer -> mode in the calls so far; the planned mode before any call."""
+    def standing(self, patcher: ModelPatcher) -> dict[str, LayerForward]:
+        """Return layer -> the forward that stands on it in the calls so far; empty before any call."""
         run, adapter = self.runs.last_of(patcher), self.adapters.last_of(patcher)
-        modes = self.planned_modes(patcher) | (run.layers.observed_modes() if run else {})
-        if adapter is None:
-            return modes
-        ran = adapter.calibration.flops
-        return modes | {name: mode for name, mode in adapter.layers.observed_modes().items() if ran[name]}
+        standing = dict(run.layers.forwards) if run else {}
+        if adapter:
+            ran = adapter.calibration.flops
+            standing |= {name: forward for name, forward in adapter.layers.forwards.items() if ran[name]}
+        return standing
 
     def around_sampling(self, executor, *args, **kwargs):
         """Run a sampler with the plan also applied to the model's text adapters, and to ComfyUI's memory estimate."""

@@ -1,4 +1,7 @@
-"""Mode in which each layer of a loaded model multiplies, from its plan and its calls."""
+"""How each layer of a loaded model runs: the one answer to which mode it multiplies in."""
+
+import functools
+from typing import NamedTuple
 
 import comfy.quant_ops
 import torch
@@ -6,19 +9,56 @@ import torch
 from ....precision.base.dtypes import name_of
 from ....precision.base.layers import kind_of
 from ....precision.base.modes import FP8, FP32, INT8
-from ....precision.formats.registry import FORMATS, Format
+from ....precision.formats.layer_plan import LayerPlan
+from ....precision.formats.registry import FORMATS
 from ..comfyui.attributes import (
     FULL_PRECISION,
-    bias_functions,
-    dequantizes_any_format,
     is_forced_to_cast,
     quantization_format,
     weight_functions,
 )
 from ..comfyui.kernels import DEQUANTIZED, kernel_of_product
 from ..comfyui.layers import CAST_TO_FP32, DIFFUSION_MODEL, activation_dtype, is_quantized, layers_of, own_cast
+from ..replay.seen import own_products
 from .bound import FP8_RESULT, has_changed_weight
 from .executor import compute_of
+
+CALLED_IN_FP32 = "the model's own code casts its input to fp32"
+WIDENED = "widened by the guard"
+STREAM_WIDENED = "its activations were widened to fp32 by the guard"
+NOT_CALLED = "not called: this layer did not run in the calibrating call, so its mode is planned, not observed"
+
+
+class LayerState(NamedTuple):
+    """How a layer runs.
+
+    Attributes:
+        mode: what it multiplies in, as observed in the calls so far; as planned before any call.
+        planned: what it is planned to multiply in, the same before and after any call.
+        stream: the dtype between the layer and the next.
+        kernel: what multiplies a quantized weight (``comfyui/kernels.py``); "" for another weight.
+        called_in_fp32: model code casts its input to fp32, and no plan decides about it.
+        widened: the guard runs it in more precision than planned.
+        why: the reasons for its mode.
+    """
+
+    mode: str
+    planned: str
+    stream: str
+    kernel: str = ""
+    called_in_fp32: bool = False
+    widened: bool = False
+    why: tuple[str, ...] = ()
+
+    def in_fp32_stream(self, mode: str, called: bool) -> "LayerState":
+        """Return the state of a layer that the guard runs in ``mode`` between fp32 activations. ``called``: it ran in
+        the call that measured it."""
+        if (self.mode, self.stream) == (mode, FP32.name):
+            return self
+        why = STREAM_WIDENED if self.mode == mode else WIDENED
+        reasons = (*self.why, why) if called else (*self.why, why, NOT_CALLED)
+        kernel = self.kernel if mode == INT8.name else self.kernel and DEQUANTIZED
+        return self._replace(mode=mode, stream=FP32.name, kernel=kernel, widened=True, why=reasons)
 
 
 def compute_name(patcher) -> str:
@@ -39,78 +79,58 @@ def settings_of(patcher) -> tuple:
     return compute_of(patcher), name_of(activation_dtype(patcher))
 
 
-def planned_modes_of(patcher) -> dict[str, str]:
-    """Return layer -> planned mode; for layers without a decision, the mode ComfyUI runs them in."""
-    compute = compute_of(patcher)
-    return _modes(patcher, compute.planned_modes(patcher) if compute else {})
+def states_of(patcher) -> dict[str, LayerState]:
+    """Return layer -> how it runs, of every layer with a weight."""
+    compute, dtype = compute_of(patcher), stream_dtype(patcher)
+    decisions = compute.plan.decisions if compute else {}
+    standing = compute.standing(patcher) if compute else {}
+    idle = compute.not_called(patcher) if compute else frozenset()
+    kernel = functools.cache(lambda row, shape: kernel_of_product(row, shape, dtype, patcher.load_device))
+    seen = own_products(patcher, compute)
+    states = {}
+    for name, module in layers_of(patcher):
+        decision, forward = decisions.get(name), standing.get(name)
+        row = FORMATS.get(quantization_format(module)) if is_quantized(module) else None
+        of_format = row.mode.name if row and row.mode else ""
+        given, stored = _planned(patcher, name, module, name_of(dtype), decision)
+        mode = planned = of_format if stored and of_format else given
+        if forward:
+            mode, planned = forward.mode, forward.planned
+            stored = mode == of_format
+        elif name in seen:
+            operand, stored = seen[name]
+            mode = of_format if stored and of_format else operand
+        by_code = decision is None and mode == FP32.name
+        by_code = by_code and (dtype != torch.float32 or own_cast(patcher.model.diffusion_model, name) == CAST_TO_FP32)
+        reasons = NOT_CALLED if name in idle else decision.reason if decision else "", CALLED_IN_FP32 if by_code else ""
+        states[name] = LayerState(
+            mode,
+            planned,
+            FP32.name if decision and decision.stream == FP32.name else name_of(dtype),
+            kernel(row, module.weight.shape) if stored else DEQUANTIZED if is_quantized(module) else "",
+            by_code,
+            why=tuple(filter(None, reasons)),
+        )
+    return states
 
 
-def observed_modes_of(patcher) -> dict[str, str]:
-    """Return layer -> mode for the report: as observed in calls, or as planned before any call."""
-    compute = compute_of(patcher)
-    return _modes(patcher, compute.observed_modes(patcher) if compute else {})
-
-
-def _modes(patcher, decided: dict[str, str]) -> dict[str, str]:
-    activations = name_of(stream_dtype(patcher))
-    layers = layers_of(patcher)
-    return {name: _mode(patcher, name, module, activations, decided.get(name, "")) for name, module in layers}
-
-
-def _mode(patcher, name: str, module: torch.nn.Module, activations: str, decided: str) -> str:
-    if decided == FP8.name and has_changed_weight(module):
-        return FP8_RESULT if activations == FP32.name else activations
-    if decided and decided != INT8.name:
-        return decided
+def _planned(
+    patcher, name: str, module: torch.nn.Module, activations: str, decision: LayerPlan | None
+) -> tuple[str, bool]:
+    """Return what a layer is expected to multiply in if its weight is unpacked, and whether it is expected to multiply
+    by its quantized weight as stored. A call shows what ComfyUI's own code does (``replay/seen.py``)."""
+    if decision and decision.mode == FP8.name:
+        own = FP8_RESULT if activations == FP32.name else activations
+        return own, not has_changed_weight(module)
+    if decision and decision.mode != INT8.name:
+        return decision.mode, False
     cast = own_cast(patcher.model.diffusion_model, name)
     given = activations if not cast else FP32.name if cast == CAST_TO_FP32 else name_of(module.weight.dtype)
-    row = _format(module)
-    if row is None or row.mode is None or not _multiplies_as_stored(patcher, name, module, given, kept=bool(decided)):
-        return given
-    return row.mode.name
-
-
-def layer_kernels(patcher, modes: dict[str, str]) -> dict[str, str]:
-    """Return quantized layer -> kernel for the report. ``modes``: from :func:`observed_modes_of`."""
-    layers = layers_of(patcher)
-    return {name: _kernel(patcher, name, layer, modes[name]) for name, layer in layers if is_quantized(layer)}
-
-
-def _kernel(patcher, name: str, module: torch.nn.Module, mode: str) -> str:
-    row = _format(module)
-    compute = compute_of(patcher)
-    dtype = stream_dtype(patcher)
-    if row is not None and row.mode is not None:
-        as_stored = mode == row.mode.name
-    else:
-        exchanged = compute is not None and name in compute.plan.decisions
-        as_stored = not exchanged and _multiplies_as_stored(patcher, name, module, name_of(dtype), kept=False)
-    return kernel_of_product(row, module.weight.shape, dtype, patcher.load_device) if as_stored else DEQUANTIZED
-
-
-def _format(module: torch.nn.Module) -> Format | None:
-    return FORMATS.get(quantization_format(module)) if is_quantized(module) else None
-
-
-def _multiplies_as_stored(patcher, name: str, module: torch.nn.Module, activations: str, kept: bool) -> bool:
-    """True if ComfyUI's forward multiplies a quantized weight without dequantizing it. ``kept``: in any compute dtype.
-
-    Up to ComfyUI 0.33 a weight whose input is not quantized, such as int8, is multiplied as stored in cases in which
-    fp8 weights are dequantized: if its dtype is the activation dtype. Since 0.38, whose layers have
-    ``can_use_quantized_matmul``, ``_full_precision_mm`` applies to all formats.
-    """
-    if kind_of(module) is None or weight_functions(module):
-        return False
-    forced = not kept and is_forced_to_cast(module)
+    if not is_quantized(module) or kind_of(module) is None or weight_functions(module):
+        return given, False
     full_precision = patcher.get_model_object(f"{DIFFUSION_MODEL}{name}.{FULL_PRECISION}")
-    if full_precision and not kept and dequantizes_any_format(module):
-        return False
-    if not forced and not bias_functions(module) and not full_precision:
-        return True
+    if decision or not (full_precision or is_forced_to_cast(module)):
+        return given, True
+    # Up to ComfyUI 0.33 a weight whose input is not quantized, such as int8, is left as it is in its own dtype.
     quantizes_input = comfy.quant_ops.QUANT_ALGOS[quantization_format(module)].get("quantize_input", True)
-    return not quantizes_input and name_of(module.weight.dtype) == activations
-
-
-def is_called_in_fp32(model: torch.nn.Module, name: str) -> bool:
-    """True if model code itself casts a layer's input to fp32; the layer then casts its weight to fp32."""
-    return own_cast(model, name) == CAST_TO_FP32
+    return given, not quantizes_input and name_of(module.weight.dtype) == given

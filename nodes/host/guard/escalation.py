@@ -30,7 +30,7 @@ from ..comfyui.weights import only_multiplies
 from ..compute.attention import full_precision_attention, in_one_dtype, kernels_of
 from ..compute.borders import bordered, crossing, with_borders
 from ..compute.executor import compute_of
-from ..compute.layer_modes import planned_modes_of, settings_of, stream_dtype
+from ..compute.layer_modes import settings_of, states_of, stream_dtype
 from ..compute.per_model import hooks_of, patches_of, runs_in
 from ..compute.planned_model import PlannedModel, in_fp32
 from ..replay.model_compiler import compiler_off
@@ -93,7 +93,7 @@ class WiderModel(PlannedModel):
 
     def modes(self) -> dict[str, str]:
         """Map each layer to the mode that it runs in now."""
-        return self.decided | self.layers.observed_modes()
+        return self.decided | {name: forward.mode for name, forward in self.layers.forwards.items()}
 
     @property
     def attend(self) -> Callable | None:
@@ -212,8 +212,9 @@ class Guarded:
     def __init__(self, model: BaseModel, recall: bool):
         patcher = model.current_patcher
         self.model = weakref.ref(model)
-        modes = planned_modes_of(patcher)
-        self.plan = PlanInUse({name: modes[name] for name, _ in matrix_layers(model)}, name_of(stream_dtype(patcher)))
+        states = states_of(patcher)
+        modes = {name: states[name].planned for name, _ in matrix_layers(model)}
+        self.plan = PlanInUse(modes, name_of(stream_dtype(patcher)))
         self.watches_clamps = watches_clamps(patcher)
         self.by_design: set = set()
         self._asked: tuple | None = None

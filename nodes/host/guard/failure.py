@@ -19,8 +19,7 @@ from ....precision.guard.localize import Localizer, Origin
 from ....precision.guard.log import CallPosition
 from ....precision.guard.policy import plan_after
 from ....precision.guard.rungs import Rung, fp32_rung, model_rungs
-from ....precision.guard.verdicts import GOES_ON, MODEL, SAME_SEED
-from ....precision.plan.compute import SAFE
+from ....precision.guard.verdicts import MODEL, SAME_SEED
 from ....precision.plan.in_use import PlanInUse
 from ..comfyui.attributes import OVERRIDE
 from ..comfyui.code_owner import code_owner
@@ -65,9 +64,8 @@ class ModelCall(FailedCall):
         self._run = run
         patcher = call.model.current_patcher
         plan = guarded.plan
-        fp32 = fp32_rung(plan)
-        may_fall = may_fall_back(patcher) and not plan.is_wider
-        promised = Rung(SAFE, plan.safe(), later=Message("{0} {1}", GOES_ON, SAME_SEED)) if may_fall else None
+        falls_back = may_fall_back(patcher) and not plan.is_wider
+        rungs = model_rungs(plan, falls_back)
         can_start_again = call.sampling is not None and call.sampling.can_start_again
         self._last: Attempt | None = None
         self._observer: RangeObserver | None = None
@@ -80,14 +78,14 @@ class ModelCall(FailedCall):
             device=call.x.device,
             weights=LoadedWeights(patcher),
             wording=MODEL,
-            rungs=[fp32] if promised else model_rungs(plan),
-            fp32=fp32,
+            rungs=rungs[1:] if falls_back else rungs,
+            fp32=fp32_rung(plan),
             is_out_of_memory=is_oom,
             sites=sites,
             by_design=guarded.by_design,
             nan_weights=nan_weights,
             nan_inputs=nan_inputs,
-            promised=promised,
+            promised=rungs[0] if falls_back else None,
             compiled=is_compiled(patcher),
             packs=" and ".join(packs_on(call)),
             can_start_again=can_start_again and not is_on_several_devices(patcher),

@@ -32,6 +32,7 @@ from ..comfyui.execution import is_oom
 from ..comfyui.layers import activation_dtype
 from ..comfyui.page import running_node_id, running_prompt_id
 from ..compute.executor import planned_on
+from ..compute.layer_modes import LayerState, states_of
 from ..compute.per_model import PerModel, branch_of
 from ..replay.call import Call
 from ..replay.interceptor import GUARD, Run, Stage, put_stage, stage_of, take_stages
@@ -187,15 +188,14 @@ class Guard(Stage):
         """List remarks on other nodes' code that ran with the model."""
         return sorted(self._log(patcher).remarks)
 
-    def modes(self, patcher: ModelPatcher) -> dict[str, str]:
-        """Map each layer that runs wider now to its mode."""
-        guarded, adapted = self.states.last_of(patcher), dict.fromkeys(self._log(patcher).adapted, FP32.name)
-        return (guarded.layers.modes() if guarded and guarded.layers else {}) | adapted
-
-    def not_called(self, patcher: ModelPatcher) -> frozenset[str]:
-        """Layers that were to run wider, and did not run in the call that measured them."""
-        guarded = self.states.last_of(patcher)
-        return guarded.layers.not_called if guarded and guarded.layers else frozenset()
+    def states_of(self, patcher: ModelPatcher) -> dict[str, LayerState]:
+        """Return layer -> how it runs, with the layers that run wider now as they do."""
+        states, guarded = states_of(patcher), self.states.last_of(patcher)
+        wider = guarded.layers if guarded else None
+        modes = (wider.modes() if wider else {}) | dict.fromkeys(self._log(patcher).adapted, FP32.name)
+        for name in states.keys() & modes.keys():
+            states[name] = states[name].in_fp32_stream(modes[name], called=not wider or name not in wider.not_called)
+        return states
 
     def ranges(self, patcher: ModelPatcher) -> dict[str, float]:
         """Map each layer that runs wider to the amax of its operands."""

@@ -21,6 +21,7 @@ from ..comfyui.attributes import runs_again
 from ..comfyui.execution import trains
 from ..comfyui.page import errors_explained
 from .call import Call
+from .seen import forget, seeing
 
 HALFSAFE = "halfsafe"
 REPORT = "halfsafe.report"
@@ -106,6 +107,10 @@ class Stage:
         layers."""
         return None
 
+    def acting(self, model) -> Stage:
+        """Return the stage that runs a model's calls now: this one, or its fallback."""
+        return self
+
     def around_sampling(self, executor: Callable, *args, **kwargs):
         """Run a sampler with ``executor``, the next stage; the arguments are those of
         ``CFGGuider.outer_sample``."""
@@ -131,9 +136,11 @@ class Interceptor:
 
     def __call__(self, executor: Callable, *args, **kwargs) -> torch.Tensor:
         """Wrap a model's call (ComfyUI's APPLY_MODEL)."""
+        model = executor.class_obj  # type: ignore[attr-defined]
         if self.stages.keys().isdisjoint((GUARD, *IN_CALLS)):
-            return executor(*args, **kwargs)
-        with in_calls.of(executor.class_obj):  # type: ignore[attr-defined]  # the model
+            with _seeing(model):
+                return executor(*args, **kwargs)
+        with in_calls.of(model):
             return self._guard.around_call(self.run, Call(executor, *args, **kwargs))
 
     def run(self, call: Call) -> torch.Tensor:
@@ -149,7 +156,8 @@ class Interceptor:
                 self._put_on(call, acting, on)
                 return call.run()
 
-        return until_it_stands(acting.values(), attempt)
+        with nullcontext() if call.rung else _seeing(call.model):
+            return until_it_stands(acting.values(), attempt)
 
     def _put_on(self, call: Call, acting: dict[str, Acting], on: ExitStack) -> None:
         """Apply the patches of each stage, outermost first: a stage is asked for its acting part
@@ -170,11 +178,20 @@ class Interceptor:
             executor = partial(stage.around_sampling, executor)
             executor.class_obj = guider  # type: ignore[attr-defined]  # as ComfyUI's executor has it
         with errors_explained(), in_runs.of(guider.model_patcher.model):
+            forget(guider.model_patcher.model)
             return executor(*args, **kwargs)
 
     def __repr__(self) -> str:
         around = [name for name in self.stages if name == GUARD]
         return f"Interceptor(calls: {' > '.join([*around, *self._in_calls])}; sampling: {' > '.join(self._sampling)})"
+
+
+def _seeing(model) -> AbstractContextManager[None]:
+    patcher = model.current_patcher
+    if patcher is None:  # another pack calls a model that no run has prepared
+        return nullcontext()
+    compute = stage_of(patcher, COMPUTE)
+    return seeing(model, compute and compute.acting(model))
 
 
 def interceptor_of(patcher: ModelPatcher) -> Interceptor:

@@ -10,9 +10,8 @@ from comfy.model_patcher import ModelPatcher
 
 from ....precision.base.dtypes import name_of
 from ....precision.base.message import Message, joined
-from ....precision.base.modes import FP16_ACC16, FP32, INT8
+from ....precision.base.modes import FP16_ACC16, INT8
 from ....precision.formats.checkpoint import dialect_text
-from ....precision.plan.accumulation import EXACT_SUMS
 from ....precision.plan.auto import missing_kernels, why_int8_is_slow
 from ....precision.plan.compute import WEIGHTS_FOR
 from ....precision.plan.load import ModelPlan
@@ -31,12 +30,11 @@ from ..check.attention import UnaskedChecks
 from ..comfyui import self_test
 from ..comfyui.attributes import kernel_of_file
 from ..comfyui.gate import met_in
-from ..comfyui.kernels import DEQUANTIZED
 from ..comfyui.layers import activation_dtype, layers_of, matrix_layers, modules_of
 from ..comfyui.model_facts import bytes_by_storage, foreign_layers, parameter_count, record_of, storage_of
 from ..compute.attention import ATTENTIONS, KITCHEN
 from ..compute.executor import Compute, compute_of, quantized_attention
-from ..compute.layer_modes import is_called_in_fp32, layer_kernels, observed_modes_of, stream_dtype
+from ..compute.layer_modes import states_of
 from ..guard.model import guard_of
 from ..load.controlnet import LoadedControl, controls_of
 from ..load.devices import current_device
@@ -48,10 +46,6 @@ PATCHED_BY = (
     "in no compute plan."
 )
 PACKED = "{0} layers are packed in another loader's format ({1}); Save Model cannot read them."
-CALLED_IN_FP32 = "the model's own code casts its input to fp32"
-WIDENED = "widened by the guard"
-STREAM_WIDENED = "its activations were widened to fp32 by the guard"
-NOT_CALLED = "not called: this layer did not run in the calibrating call, so its mode is planned, not observed"
 OF_FILE = "attention of the file"
 KERNEL_RUNS = "{0} in {1} attentions"
 KERNEL_REPLACED = "the file requests {0} in {1} attentions; this compute dtype runs ComfyUI's own instead"
@@ -84,7 +78,6 @@ def report_of(patcher: ModelPatcher, encoders: Sequence[EncoderReport] = ()) -> 
     if guard := guard_of(patcher):
         report.guard = guard.report(patcher)
         report.ranges = guard.ranges(patcher)
-        _escalate(layers, reasons, guard.modes(patcher), guard.not_called(patcher))
         report.notes += guard.remarks(patcher)
     if record:
         _add_record(report, record)
@@ -114,32 +107,27 @@ def report_of(patcher: ModelPatcher, encoders: Sequence[EncoderReport] = ()) -> 
 
 def _layers(patcher: ModelPatcher) -> tuple[list[LayerReport], Reasons]:
     """Report on each layer, and list the reasons of its storage, mode and sums; a choice without one gives no text."""
-    record, compute = record_of(patcher), compute_of(patcher)
-    modes, stream = observed_modes_of(patcher), name_of(stream_dtype(patcher))
-    not_called = compute.not_called(patcher) if compute else frozenset()
-    kernels, sums = layer_kernels(patcher, modes), layer_accumulation(patcher)
+    record, sums, guard = record_of(patcher), layer_accumulation(patcher), guard_of(patcher)
+    states = guard.states_of(patcher) if guard else states_of(patcher)
     layers: list[LayerReport] = []
     reasons: Reasons = {}
     for name, module in layers_of(patcher):
-        decision = compute.plan.decisions.get(name) if compute else None
+        state = states[name]
         accumulation, why = sums.get(name, ("fp32", ""))
-        by_code = decision is None and modes[name] == FP32.name
-        by_code = by_code and is_called_in_fp32(patcher.model.diffusion_model, name)
+        if state.widened:
+            accumulation, why = "fp32", why if state.mode == INT8.name else ""
         layer = LayerReport(
             name,
             type(module).__name__,
             storage_of(module.weight),
-            FP16_ACC16.name if accumulation == "fp16" else modes[name],
+            FP16_ACC16.name if accumulation == "fp16" else state.mode,
             accumulation,
-            "fp32" if decision and decision.stream == "fp32" else stream,
-            called_in_fp32=by_code,
-            kernel=kernels.get(name, ""),
+            state.stream,
+            called_in_fp32=state.called_in_fp32,
+            kernel=state.kernel,
         )
         layers.append(layer)
-        of_storage, of_mode = record.reasons.get(name, "") if record else "", decision.reason if decision else ""
-        if name in not_called:
-            of_mode = NOT_CALLED
-        reasons[name] = [of_storage, of_mode, why, CALLED_IN_FP32 if by_code else ""]
+        reasons[name] = [record.reasons.get(name, "") if record else "", *state.why, why]
     return layers, reasons
 
 
@@ -214,17 +202,6 @@ def _add_attention(report: Report, patcher: ModelPatcher, compute: Compute | Non
         guard, masked = guard_of(patcher), MASKED if name == ATTENTIONS[KITCHEN] else ""
         compare = COMPARE if guard is None or isinstance(guard.check, UnaskedChecks | None) else ""
         report.notes.append(joined([Message(QUANTIZES, name), masked, compare]))
-
-
-def _escalate(layers: list[LayerReport], reasons: Reasons, modes: dict[str, str], not_called: frozenset[str]) -> None:
-    for layer in layers:
-        if layer.name in modes and (layer.mode, layer.stream) != (modes[layer.name], FP32.name):
-            why = STREAM_WIDENED if layer.mode == modes[layer.name] else WIDENED
-            layer.mode, layer.accumulation, layer.stream = modes[layer.name], "fp32", "fp32"
-            stays_int8 = layer.mode == INT8.name
-            kept = [reason for reason in reasons[layer.name] if stays_int8 or reason != EXACT_SUMS]
-            reasons[layer.name] = [*kept, why, NOT_CALLED if layer.name in not_called else ""]
-            layer.kernel = layer.kernel if stays_int8 else layer.kernel and DEQUANTIZED
 
 
 def _unmet(record: ModelPlan, layers: list[LayerReport]) -> Iterator[WithoutEffect]:

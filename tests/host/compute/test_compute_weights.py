@@ -6,6 +6,7 @@ from comfy.ops import manual_cast
 from halfsafe.nodes.host.comfyui.attributes import is_patched
 from halfsafe.nodes.host.comfyui.weights import core_weights
 from halfsafe.nodes.host.compute.executor import compute_of
+from halfsafe.nodes.host.compute.layer_modes import states_of
 from halfsafe.precision.arithmetic.linear import lent
 from safetensors.torch import save_file
 from support import families
@@ -57,7 +58,7 @@ def test_a_lora_in_bypass_mode_is_not_lost(comfy, overflowing, lora, call):
     assert relative_error(plain, reference) > 0.01
     planned = bypassed(model)
     assert relative_error(reference, families.replay(planned, call)) < 4e-3
-    assert compute_of(planned).observed_modes(planned)["blocks.0.ffn.2"] == "fp32"
+    assert states_of(planned)["blocks.0.ffn.2"].mode == "fp32"
 
 
 class Int8Ops(manual_cast):
@@ -106,7 +107,7 @@ def test_layers_of_torch_s_own_classes_multiply_in_fp16_too(comfy, overflowing, 
     planned = with_compute(comfy, model, "fp16_safe")
     for _ in range(2):
         assert relative_error(reference, families.replay(planned, call)) < 2e-3
-    assert compute_of(planned).observed_modes(planned)["blocks.0.ffn.0"].startswith("fp16")
+    assert states_of(planned)["blocks.0.ffn.0"].mode.startswith("fp16")
 
 
 def test_control_residuals_of_a_unet(comfy, models_dir):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from halfsafe.nodes.host.comfyui.layer_forward import LayerForward
 from halfsafe.nodes.host.compute.executor import compute_of
-from halfsafe.nodes.host.reporting.report import NOT_CALLED
+from halfsafe.nodes.host.compute.layer_modes import NOT_CALLED
 from halfsafe.precision.plan.rules import rules_from
 from support import families, next_core
 from support.families import load

@@ -209,7 +209,7 @@ def test_a_layer_of_each_kind_returns_what_it_returns_alone(kind, form, passed):
         given = passed == (0.5,) or form == "required"
         assert gate.ran_own(layer) == (given and not kind.endswith("Norm"))
         if not kind.endswith("Norm"):
-            assert planned.observed_modes()["a"] == ("fp32" if given else "fp16_wide")
+            assert planned.forwards["a"].mode == ("fp32" if given else "fp16_wide")
 
 
 def test_a_convolution_s_own_arguments_are_given_to_our_product():
@@ -223,7 +223,7 @@ def test_a_convolution_s_own_arguments_are_given_to_our_product():
 
 
 def test_report_badge_and_log_name_the_layers_and_the_argument(comfy, wan, call, caplog):
-    gate._told.clear()
+    gate._met.clear()
     with layers_take("Linear", "keyword", (0.9,)), caplog.at_level(logging.WARNING, "halfsafe"):
         model = load(comfy, wan, "fp16", "fp16_safe")
         families.replay(model, call)

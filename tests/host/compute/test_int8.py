@@ -6,6 +6,7 @@ from comfy import ops as comfy_ops
 from comfy.quant_ops import QuantizedTensor
 from comfy.sd import load_diffusion_model
 from halfsafe.nodes.host.guard.model import guard_of
+from halfsafe.nodes.host.reporting.badge import with_live_report
 from halfsafe.precision.plan.rules import rules_from
 from support import dialects, families, model_files, tiny_models
 from support.families import load, with_compute
@@ -111,7 +112,7 @@ def test_full_precision_products_of_int8_are_reported_as_each_comfyui_makes_them
     comfy, file, call, monkeypatch, newest, product
 ):
     """ComfyUI 0.38 dequantizes an int8 weight that ``_full_precision_mm`` is set on; those before it do so with fp8 only."""
-    model = families.stock(file, torch.bfloat16)
+    model, _ = with_live_report(families.stock(file, torch.bfloat16), None)
     if newest:  # 0.33's multiplies past the layer, 0.38's calls it
         monkeypatch.setattr(comfy_ops, "linear_input_act", called_with_input_act, raising=False)
     for module in layers_of(model).values():

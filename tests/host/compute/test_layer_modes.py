@@ -1,0 +1,104 @@
+"""How each layer runs, as ``states_of`` says it of layers that ComfyUI runs itself, beside a spy on the products."""
+
+import pytest
+import torch
+from halfsafe.nodes.host.comfyui import layers
+from halfsafe.nodes.host.compute.layer_modes import CALLED_IN_FP32, states_of
+from halfsafe.nodes.host.reporting.badge import with_live_report
+from support import families, model_files
+from support.families import with_compute
+from support.int8_models import int8, layers_of
+from support.matmul_spy import MatmulSpy
+
+INT8 = "blocks.0.ffn.0"
+CASTS = "patch_embedding"  # comfy/ldm/wan/model.py: self.patch_embedding(x.float())
+
+
+@pytest.fixture(scope="module")
+def file(wan, models_dir):
+    return model_files.in_dialect(wan, models_dir / "diffusion_models" / "states_int8.safetensors", int8)
+
+
+@pytest.fixture
+def no_table(monkeypatch):
+    """What calls show, not what is listed of model code."""
+    monkeypatch.setattr(layers, "CASTS", {})
+
+
+def reporting(model):
+    return with_live_report(model, None)[0]
+
+
+def stock(path, dtype: torch.dtype):
+    """ComfyUI's own model of a file, with a report alone."""
+    model = families.stock(path, torch.bfloat16)
+    model.set_model_compute_dtype(dtype)
+    return reporting(model)
+
+
+def not_as_said(model, call) -> list[str]:
+    families.replay(model, call)
+    with MatmulSpy(model.model.diffusion_model) as spy:
+        families.replay(model, call)
+    states, made = states_of(model), spy.by_layer()
+    assert len(made.keys() & states.keys()) > 20
+    return [
+        f"{name}: said {states[name].mode}, was {product}"
+        for name in made.keys() & states.keys()
+        for product in made[name]
+        if states[name].mode not in product.modes
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("stored", ["plain", "int8"])
+def test_a_model_of_comfyuis_own_multiplies_as_said(wan, file, call, no_table, stored, dtype):
+    assert not_as_said(stock(wan if stored == "plain" else file, dtype), call) == []
+
+
+@pytest.mark.parametrize("compute", ["auto", "bf16", "fp16_safe"])
+def test_layers_that_a_plan_leaves_to_comfyui_multiply_as_said(comfy, file, call, no_table, compute):
+    assert not_as_said(with_compute(comfy, families.stock(file), compute), call) == []
+
+
+def test_model_code_that_casts_is_seen_in_a_call_and_planned_before(wan, call, no_table):
+    model = stock(wan, torch.float16)
+    assert (states_of(model)[CASTS].mode, states_of(model)[CASTS].why) == ("fp16", ())
+    families.replay(model, call)
+    assert (states_of(model)[CASTS].mode, states_of(model)[CASTS].why) == ("fp32", (CALLED_IN_FP32,))
+
+
+@pytest.mark.parametrize(("attribute", "value"), [("weight_function", [lambda weight: weight]), ("_forward", None)])
+def test_a_layer_that_comfyui_dequantizes_is_seen_until_it_multiplies_as_stored_again(
+    file, call, monkeypatch, attribute, value
+):
+    model = stock(file, torch.float32)
+    families.replay(model, call)
+    module = layers_of(model)[INT8]
+    own = module._forward
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            module, attribute, value or (lambda x, weight, bias: own(x, weight.dequantize().to(x.dtype), bias))
+        )
+        families.sample(model, "wan", steps=1)
+        assert (states_of(model)[INT8].mode, states_of(model)[INT8].kernel) == ("fp32", "dequantized")
+        assert not_as_said(model, call) == []
+    families.sample(model, "wan", steps=1)
+    assert (states_of(model)[INT8].mode, states_of(model)[INT8].kernel) == ("int8", "eager")
+
+
+def test_what_a_call_showed_is_not_said_of_another_dtype_of_the_same_model(wan, call, no_table):
+    first = stock(wan, torch.float16)
+    second = first.clone()
+    second.set_model_compute_dtype(torch.bfloat16)
+    families.replay(first, call)
+    assert states_of(second)[CASTS].mode == "bf16", "it did not run"
+    families.replay(second, call)
+    assert (states_of(second)[INT8].mode, states_of(second)[CASTS].mode) == ("bf16", "fp32")
+    assert states_of(first)[INT8].mode == "fp16"
+
+
+def test_nothing_stays_on_a_model(file, call):
+    model = stock(file, torch.bfloat16)
+    families.replay(model, call)
+    assert not any(module._forward_pre_hooks or "_forward" in vars(module) for module in layers_of(model).values())
