@@ -34,17 +34,18 @@ WEIGHTS = {
     "dynamic VRAM, resident": ("as_file", "float16", "auto"),
     "dynamic VRAM, streamed": ("as_file", "float16", "auto"),
     "cast": ("as_file", "bfloat16", "fp16"),
-    "fp8": ("fp8_e4m3fn", "bfloat16", "fp16"),
-    "fp8, dynamic VRAM, resident": ("fp8_e4m3fn", "bfloat16", "fp16"),
-    "fp8 products": ("fp8_e4m3fn", "bfloat16", "fp8"),
-    "fp8 products, dynamic VRAM, resident": ("fp8_e4m3fn", "bfloat16", "fp8"),
-    "int8": ("int8", "bfloat16", "int8"),
-    "int8, dynamic VRAM, resident": ("int8", "bfloat16", "int8"),
-    "int8 unpacked": ("int8", "bfloat16", "fp16"),
-    "fp8 with LoRA": ("fp8_e4m3fn", "bfloat16", "fp16"),
-    "int8 with LoRA": ("int8", "bfloat16", "int8"),
-    "int8 with LoRA, dynamic VRAM, resident": ("int8", "bfloat16", "int8"),
-    "int8 with LoRA, dynamic VRAM, streamed": ("int8", "bfloat16", "int8"),
+    "fp8": ("fp8_e4m3fn", "float16", "fp16"),
+    "fp8, dynamic VRAM, resident": ("fp8_e4m3fn", "float16", "fp16"),
+    "fp8 products": ("fp8_e4m3fn", "float16", "fp8"),
+    "fp8 products, dynamic VRAM, resident": ("fp8_e4m3fn", "float16", "fp8"),
+    "int8": ("int8", "float16", "int8"),
+    "int8, dynamic VRAM, resident": ("int8", "float16", "int8"),
+    "int8 unpacked": ("int8", "float16", "fp16"),
+    "int8 unpacked, dynamic VRAM, resident": ("int8", "float16", "fp16"),
+    "fp8 with LoRA": ("fp8_e4m3fn", "float16", "fp16"),
+    "int8 with LoRA": ("int8", "float16", "int8"),
+    "int8 with LoRA, dynamic VRAM, resident": ("int8", "float16", "int8"),
+    "int8 with LoRA, dynamic VRAM, streamed": ("int8", "float16", "int8"),
 }
 """How weights lie -> the storage asked for, the file's dtype, and the compute that is ComfyUI's own there."""
 TO_FP16 = {
@@ -107,7 +108,7 @@ def _rows(comfy, name: str, weights: str, args) -> Iterator[dict]:
     core, call, load = loaded(comfy, name, weights)
     of_fp16 = _functions_in_fp16(comfy, name, way or "ready") if stored in TO_FP16 else None
     for setting in args.settings:
-        row = {"model": name, "weights": weights, "setting": setting}
+        row = {"model": name, "weights": weights, "setting": setting, "file": WEIGHTS[weights][1]}
         with side_by_side(core, load(setting), call, weights) as (theirs, ours, clock):
             if not args.count:
                 row |= _times(theirs, ours, clock, "fp16_safe" not in setting)
@@ -246,10 +247,18 @@ def write(comfy, name: str, dtype) -> tuple[str, object]:
             txt_ids_dims=[],
         )
         return "flux", tiny.write_shapes(path, tiny.shapes_of(tiny.on_meta(Flux, **config)), dtype, 0)
-    config, sizes = tiny.sdxl_unet_config(), {"model_channels": 64}
+    sizes = {"model_channels": 64}
+    metadata = tiny.sized(sizes, {"model_channels": 320})
+    return "sdxl", tiny.write_shapes(path, sdxl_shapes(**sizes), dtype, 0, metadata=metadata)
+
+
+def sdxl_shapes(model_channels: int = 320) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of SDXL's weights. A fifth of its width, 64, gives each layer the rotation group of its int8 weight."""
+    from support import tiny_models as tiny
+
+    config = tiny.sdxl_unet_config() | {"model_channels": model_channels, "channel_mult": [1, 2, 4]}
     config |= {"transformer_depth_output": [0, 0, 0, 2, 2, 2, 10, 10, 10], "transformer_depth_middle": 10}
-    metadata = tiny.sized(sizes, {key: config[key] for key in sizes})
-    return "sdxl", tiny.write_shapes(path, tiny.shapes_of(tiny.unet(config | sizes)), dtype, 0, metadata=metadata)
+    return tiny.shapes_of(tiny.unet(config))
 
 
 def scaled(comfy, path, storage="fp8_e4m3fn"):

@@ -18,7 +18,8 @@ from halfsafe.precision.arithmetic.linear import SafeOperation
 from halfsafe.precision.base.amax import decibels
 from halfsafe.precision.formats.checkpoint import read_checkpoint
 from halfsafe.precision.formats.comfy_format import tensors_of
-from halfsafe.precision.formats.stored_weight import StoredWeight, comfy_quant_tensor
+from halfsafe.precision.formats.format import comfy_quant_tensor
+from halfsafe.precision.formats.stored_weight import StoredWeight
 from halfsafe.precision.study.candidates import with_fp16_sums
 from support.plain_weights import plain_weights
 

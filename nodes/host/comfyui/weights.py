@@ -269,19 +269,26 @@ def _dtype_of_bias(module: torch.nn.Module) -> torch.dtype:
 
 class _CastWeights:
     """Lend a module's weight in ``dtype`` and its bias in ``bias_dtype``: from its pages in VRAM, else through
-    ComfyUI's cast: offload, LoRA, quantization. ``want_requant``: a quantized weight stays quantized, its LoRA merged.
+    ComfyUI's cast: offload, LoRA, quantization. ``want_requant``: a quantized weight stays quantized, its LoRA merged,
+    unless ``unpack`` gives its numbers in a dtype.
 
     A LoRA added at each call is added in fp32: ``cast_bias_weight`` adds it in the dtype it is asked for. A class, as a
     generator runs twice as many functions of Python, which counts in each layer of each call under dynamic VRAM.
     """
 
-    __slots__ = ("bias_dtype", "device", "dtype", "lent", "module", "want_requant")
+    __slots__ = ("bias_dtype", "device", "dtype", "lent", "module", "unpack", "want_requant")
 
     def __init__(
-        self, module: torch.nn.Module, x: torch.Tensor, dtype: torch.dtype, bias_dtype: torch.dtype, want_requant=False
+        self,
+        module: torch.nn.Module,
+        x: torch.Tensor,
+        dtype: torch.dtype,
+        bias_dtype: torch.dtype,
+        want_requant: bool = False,
+        unpack: Callable | None = None,
     ):
         self.module, self.device = module, x.device
-        self.dtype, self.bias_dtype, self.want_requant = dtype, bias_dtype, want_requant
+        self.dtype, self.bias_dtype, self.want_requant, self.unpack = dtype, bias_dtype, want_requant, unpack
 
     def __enter__(self) -> tuple:
         module, dtype = self.module, self.dtype
@@ -295,7 +302,9 @@ class _CastWeights:
         self.lent = lent
         weight, bias, _ = lent
         try:
-            if not self.want_requant and (weight.dtype is not dtype or isinstance(weight, QuantizedTensor)):
+            if self.unpack is not None:
+                weight = self.unpack(weight, dtype)
+            elif not self.want_requant and (weight.dtype is not dtype or isinstance(weight, QuantizedTensor)):
                 weight = dequantized(weight, dtype)
             return weight, bias if bias is None else bias.to(self.bias_dtype)
         except BaseException:
@@ -391,11 +400,14 @@ class Bound:
         self, module: torch.nn.Module, x: torch.Tensor, dtype: Dtype, bias_dtype: Dtype = torch.float32
     ) -> Provided:
         """Provide the weight and bias as :func:`core_weights` does."""
-        if dtype is None or torch.compiler.is_dynamo_compiling() or not self.is_ready(x):
+        if dtype is None or torch.compiler.is_dynamo_compiling() or (ready := self.is_ready(x)) is None:
             return core_weights(module, x, dtype, bias_dtype)
+        bias_dtype = bias_dtype or _dtype_of_bias(module)
+        if not ready:
+            return _CastWeights(module, x, dtype, bias_dtype, want_requant=True, unpack=self._unpacked)
         weight, bias = module._parameters["weight"], module._parameters["bias"]
         kernel, more = self.kernels.get((dtype, x.get_device())) or self._kernel(weight, dtype)
-        bias = None if bias is None else bias.to(bias_dtype or _dtype_of_bias(module))
+        bias = None if bias is None else bias.to(bias_dtype)
         return kernel(getattr(weight, DATA), getattr(weight, PARAMS).scale, *more), bias
 
     def product_for(self, x: torch.Tensor, weight: QuantizedTensor) -> Callable[..., torch.Tensor]:
@@ -403,6 +415,13 @@ class Bound:
         assert self.format, "a weight is ready in a format alone"
         product = self.products[x.dtype, x.get_device(), x.dim()] = self._product(self.format, x, weight)
         return product
+
+    def _unpacked(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        if not isinstance(weight, QuantizedTensor):  # on a CPU, for which dynamic VRAM has no pages
+            return weight.to(dtype)
+        data = getattr(weight, DATA)
+        kernel, more = self.kernels.get((dtype, data.get_device())) or self._kernel(weight, dtype)
+        return kernel(data, getattr(weight, PARAMS).scale, *more)
 
     def _product(self, format: Format, x: torch.Tensor, weight: QuantizedTensor) -> Callable[..., torch.Tensor]:
         return functools.partial(format.apply_unpacked, unpacking(format, weight, x.dtype))

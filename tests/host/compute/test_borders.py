@@ -267,7 +267,7 @@ def test_code_runs_where_fp32_values_are_reached_by_a_failed_call(
 ):
     kind = KINDS[name]
     if way is by_guard_in_fp32:
-        monkeypatch.setattr(failure, "model_rungs", lambda plan: [fp32_rung(plan)])
+        monkeypatch.setattr(failure, "model_rungs", lambda plan, _: [fp32_rung(plan)])
     plain = way(comfy, ours, kind.family)
     runs_in(plain.model).fallback = False
     runs_in(plain.model).wider.clear()

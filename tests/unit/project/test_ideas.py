@@ -15,13 +15,13 @@ import pytest
 from support.shipped import ROOT, tracked_files
 
 AT_MOST = {
-    "places that put a forward on a module": 6,
+    "places that put a forward on a module": 5,
     "record types": 68,
-    "public names": 808,
-    "questions of format or scale": 63,
+    "public names": 812,
+    "questions of format or scale": 0,
     "states of a module": 21,
     "states of a page's module": 7,
-    "lines over 100 columns, in thousandths": 86,
+    "lines over 100 columns, in thousandths": 85,
 }
 """What is counted -> how many there may be. A lower count is written here; a higher one names in its commit what it replaces."""
 IS_STATE = re.compile(r"WeakKeyDictionary|ContextVar|threading\.|^\{\}$|^set\(\)$|^\[\]$|deque\(")
