@@ -2,19 +2,19 @@
 /** A run as cards: its answer as a headline, and what is behind *Why*. */
 import { el, firstOf, verdictOf, verdictText } from "./dom.mjs";
 import { RUNS } from "./graph.mjs";
-import { missingCard, missingFiles } from "./missing.mjs";
+import { missingCard } from "./missing.mjs";
 import { locatorOf } from "./page.mjs";
 import { adviceLine } from "./panel.mjs";
 import { causes, culpritOf } from "./run.mjs";
 import { saidIn } from "./toasts.mjs";
-import { firstSentence, said, sizeText, t } from "./words.mjs";
+import { firstSentence, partsOf, said, sizeText, t } from "./words.mjs";
 
 /**
  * @typedef {import("./page.mjs").Page} Page
  * @typedef {import("./run.mjs").Run} Run
  * @typedef {import("./run.mjs").GuardState} GuardState
  * @typedef {import("./result.mjs").Card} Card
- * @typedef {Card & {rank: number, ids: string[], when?: string, pictures?: {before: any, after: any}}} RunCard `rank`: the lowest is the answer; `ids`: the nodes that it is of; `when`: it is older
+ * @typedef {Card & {rank: number, ids: string[], when?: string, isCached?: boolean, pictures?: import("./pictures.mjs").Pair | null}} RunCard `rank`: the lowest is the answer; `ids`: the nodes that it is of; `when`: it is older; `isCached`: its nodes did not run anew
  */
 
 const GUARDS = ["HalfsafeNaNGuard", "HalfsafeGuardVAE", "HalfsafeGuardCLIP", "HalfsafeAutoPrecision"];
@@ -22,8 +22,14 @@ const GUARDS = ["HalfsafeNaNGuard", "HalfsafeGuardVAE", "HalfsafeGuardCLIP", "Ha
 const TOOLS = ["HalfsafeMeasurePrecisions", "HalfsafeAnalyzeLayers", "HalfsafeCalibrate", "HalfsafeSaveModel", "HalfsafeCompareImages"];
 /** The order of cards: what stops a run, what was asked for, what was found. */
 const STOPS = 0, FAILED = 1, ASKED = 2, FOUND = 3, NOTED = 4;
+/** The rank of what is said where there is nothing else to say. */
+export const QUIET = 5;
 /** The words of a sentence that is a headline; a longer one is cut after its first sentence, or is behind *Why*. */
 const MOST_WORDS = 14;
+/** The values of a sentence on measured speeds: the setting, how much faster, than what, and on which cards. */
+const FIGURES = 4;
+/** What a speed is told beside. */
+const PLAIN = "16 bit";
 
 /** What the last run of the open tab has to say, the answer first. @param {Page} page @returns {RunCard[]} */
 export function cardsOf(page) {
@@ -34,14 +40,20 @@ export function cardsOf(page) {
   }
   const missing = missingCards(page);
   if (!run) return missing;
-  const cards = [...missing, ...errorCards(run), ...blackCard(run), ...measuredCards(page, run), ...halvedCard(page, run), ...resultCards(page, run), ...guardCards(page, run), ...noticeCards(page, run), ...quietCard(page, run)];
-  return cards.sort((a, b) => a.rank - b.rank);
+  const cards = [...missing, ...errorCards(page, run), ...blackCard(run), ...measuredCards(page, run), ...halvedCard(page, run), ...resultCards(page, run), ...guardCards(page, run), ...noticeCards(page, run), ...quietCard(page, run)];
+  const isFresh = cards.some(({ rank, isCached }) => !isCached && rank < NOTED); // what was found anew is the answer
+  return cards.map((card) => (isFresh && card.isCached ? foldedOf(card) : card)).sort((a, b) => a.rank - b.rank);
+}
+
+/** A card that is behind *Why* alone. @param {RunCard} card @returns {RunCard} */
+function foldedOf({ ids, headline, when, why = [] }) {
+  return { rank: NOTED, ids, headline: "", why: [[when, headline].filter(Boolean).join(t(", ")), ...why] };
 }
 
 /** Files that a run would not find. @param {Page} page @returns {RunCard[]} */
-function missingCards({ nodes }) {
-  const card = missingCard(nodes);
-  return card ? [{ rank: STOPS, ids: missingFiles(nodes).map(({ node }) => locatorOf(node)), ...card }] : [];
+function missingCards({ missing }) {
+  const card = missingCard(missing);
+  return card ? [{ rank: STOPS, ids: [...new Set(missing.map(({ node }) => locatorOf(node)))], ...card }] : [];
 }
 
 /** What the runs before this one in its queue have to say. @param {Page} page @returns {RunCard[]} */
@@ -72,11 +84,12 @@ function countOf(text) {
   return wide / 2 + text.replace(/[\u3400-\u9fff]/g, " ").split(/\s+/).filter(Boolean).length;
 }
 
-/** @param {Run} run @returns {RunCard[]} */
-function errorCards({ error }) {
+/** @param {Page} page @param {Run} run @returns {RunCard[]} */
+function errorCards(page, { error }) {
   if (!error || error.guard) return [];
   const { node, memory = "" } = error;
-  const [headline, more] = shown(memory || error.message), [line, advice] = memory ? ["", error.advice] : shown(error.advice);
+  const isLeft = memory && page.acts.halve.undo; // what can be pressed is done
+  const [headline, more] = shown(memory || error.message), [line, advice] = isLeft ? [t("Halved already: fewer pixels, frames or images need less."), error.advice] : memory ? ["", error.advice] : shown(error.advice);
   return [{ rank: FAILED, ids: [node], tone: "bad", headline: headline || t("The run stopped"), line, why: filled(more, memory && error.message, advice) }];
 }
 
@@ -96,15 +109,15 @@ function measuredCards(page, run) {
     const best = result.best ?? [];
     const most = (/** @type {(one: import("./result.mjs").Best) => number} */ of) => Math.max(...best.map(of), Number.MIN_VALUE);
     const [seconds, bytes, error] = [most((one) => one.seconds), most((one) => one.bytes), most((one) => one.error)];
+    const isNoisy = !best.some(({ goals }) => goals.includes("speed")); // times that cannot be ranked have no bars to compare
     const rows = best.map((one) => ({
       name: one.goals.map((goal) => goalText(goal)).join(t(", ")), detail: one.name, act: () => page.use(page.nodeById(id), one.use),
       figures: [
-        { text: `${figureOf(one.seconds)}\u00a0s`, share: one.seconds / seconds }, { text: sizeText(one.bytes), share: one.bytes / bytes },
+        { text: `${figureOf(one.seconds)}\u00a0s`, share: isNoisy ? null : one.seconds / seconds }, { text: sizeText(one.bytes), share: one.bytes / bytes },
         { text: one.error > 0 ? `${figureOf(100 * one.error)}\u00a0%` : "0", share: one.error / error },
       ],
     }));
-    const isNoisy = !best.some(({ goals }) => goals.includes("speed"));
-    return { rank: ASKED, ids: [id], tone: result.tone, headline: isNoisy ? t("Too noisy to tell which is fastest") : "", rows, why: [said(result.sentence)], when: whenOf(run, id) };
+    return { rank: ASKED, ids: [id], tone: result.tone, headline: isNoisy ? t("Too noisy to tell which is fastest") : "", rows, why: [said(result.sentence)], when: whenOf(run, id), isCached: run.cached.has(id) };
   });
 }
 
@@ -129,7 +142,18 @@ function halvedCard(page, run) {
   const saves = halved.some(([, { tone }]) => tone === "good");
   const headline = saves ? fromTo(before, after) : t("{size}, no smaller", { size: sizeText(after) });
   const bar = saves ? { before: Math.max(before, after), stored } : null;
-  return [{ rank: ASKED, ids: halved.map(([id]) => id), tone: saves ? "good" : "warn", headline, bar, why: halved.map(([, { sentence }]) => said(sentence)), when: whenOf(run, ...halved.map(([id]) => id)) }];
+  const ids = halved.map(([id]) => id), faster = stored.int8 && page.device?.int8_gains ? speedsOf("int8", page.device.sentence) : "";
+  return [{
+    rank: ASKED, ids, tone: saves ? "good" : "warn", headline, line: faster, bar, why: halved.map(([, { sentence }]) => said(sentence)),
+    when: run.computed ? "" : whenOf(run, ...ids), isCached: ids.every((id) => run.cached.has(id)), // the loaded models that it is of are those of this run
+  }];
+}
+
+/** The speeds of a storage that a text of the server has, in a line; empty where there are none beside 16 bit. @param {string} storage @param {string} text @returns {string} */
+function speedsOf(storage, text) {
+  const values = Object.values(partsOf(text)).map(String), [setting, times, to, cards] = values;
+  if (values.length === FIGURES && setting === storage && to === PLAIN) return t("{storage}: {times} times 16 bit's speed ({cards})", { storage, times, cards: said(cards) });
+  return values.map((part) => speedsOf(storage, part)).find(Boolean) ?? "";
 }
 
 /** "236 -> 155 MiB", or each with its unit where these differ. @param {number} before @param {number} after */
@@ -142,10 +166,10 @@ function fromTo(before, after) {
 /** Results that are sentences. @param {Page} page @param {Run} run @returns {RunCard[]} */
 function resultCards(page, run) {
   return resultsOf(page, run).filter(([, { sizes, best, use }]) => (!sizes || use) && !best?.length).map(([id, { sentence, tone, use, sizes }]) => {
-    const offered = use && sizes ? t("{sizes} in {storage}", { sizes: fromTo(...sizes), storage: use.storage }) : "";
+    const offered = use && sizes ? t("{storage} would take {size}", { storage: use.storage, size: sizeText(sizes[1]) }) : "";
     const [headline, more] = offered ? [offered, said(sentence)] : shown(said(sentence));
     const choices = use ? [{ name: t("Use this"), act: () => page.use(page.nodeById(id), use) }] : [];
-    return { rank: FOUND, ids: [id], tone, headline: headline || page.titleOf(id), choices, why: filled(more), when: whenOf(run, id) };
+    return { rank: FOUND, ids: [id], tone, headline: headline || page.titleOf(id), line: offered ? speedsOf(use?.storage ?? "", sentence) : "", choices, why: filled(more), when: whenOf(run, id), isCached: run.cached.has(id) };
   });
 }
 
@@ -160,13 +184,13 @@ function whenOf(run, ...ids) {
 }
 
 /** @param {Page} page @param {Run} run @returns {RunCard[]} */
-function guardCards(page, { guards, reached, pictures }) {
+function guardCards(page, { guards, reached, pictures, contrast }) {
   const names = [...reached].filter((id) => !guards.has(id)).map((id) => page.titleOf(id));
   const also = names.length ? t("This NaN also reached {names}.", { names: names.join(t(", ")) }) : "";
   return [...guards].map(([id, guard]) => {
     const isCured = guard.verdict === "recovered";
-    const card = guardCard(id, guard, guard.events.some(({ event }) => event && !event.recovered) ? also : "");
-    return { ...card, rank: card.tone === "good" ? FOUND : FAILED, ...(isCured ? { pictures: beforeAndAfter(page, pictures) } : {}) };
+    const card = guardCard(page, id, guard, guard.events.some(({ event }) => event && !event.recovered) ? also : "");
+    return { ...card, rank: card.tone === "good" ? FOUND : FAILED, ...(isCured ? { pictures: contrast ?? beforeAndAfter(page, pictures) } : {}) };
   });
 }
 
@@ -181,8 +205,15 @@ const cures = () => ({
   bad_input: t("Check the node that made it."), not_precision: t("Try another sampler, more steps or a lower cfg."), device_fault: t("Try another driver or torch."),
 });
 
-/** @param {string} id @param {GuardState} guard @param {string} also where else its NaN came @returns {Omit<RunCard, "rank">} */
-function guardCard(id, guard, also) {
+/** The button that lets a guard which only told repair, or what to set where the page cannot; neither where that is not the way out. @param {Page} page @param {string} id @param {string} advice @returns {Pick<RunCard, "line" | "choices">} */
+function repairOf(page, id, advice) {
+  const { switch: name } = partsOf(advice), act = page.repairBy(id);
+  const line = name ? t("Set {switch} to retry_higher", { switch: said(String(name)) }) : "";
+  return name && act ? { choices: [{ name: line, act }] } : { line };
+}
+
+/** @param {Page} page @param {string} id @param {GuardState} guard @param {string} also where else its NaN came @returns {Omit<RunCard, "rank">} */
+function guardCard(page, id, guard, also) {
   const events = guard.events.map(({ event }) => event).filter((event) => event !== null);
   const [first] = guard.events, advice = guard.advice || (first?.advice ?? "");
   const verdict = verdictOf(guard.verdict, events);
@@ -190,41 +221,62 @@ function guardCard(id, guard, also) {
   const repeated = events.filter(({ recovered, kind }) => recovered && kind !== "drift");
   const text = said(guard.brief);
   const lines = el("div", { class: "hs-events" }, ...firstOf(guard.events.map((event) => adviceLine(event, advice))));
-  const [line, more] = cure && verdict !== "recovered" && verdict !== "clean" ? shown(cure) : ["", cure];
+  const repair = verdict === "stopped" ? repairOf(page, id, advice) : {};
+  const [line, more] = cure && verdict !== "recovered" && verdict !== "clean" && !repair.line && !repair.choices ? shown(cure) : ["", cure];
   const why = [...filled(guard.events.some(({ brief }) => brief === guard.brief) ? "" : text, more), lines, ...filled(also)];
   const steps = new Set(repeated.map(({ step }) => step)).size;
   if (verdict === "recovered") return { ids: [id], tone: "good", headline: t("Black image prevented"), line: steps === 1 ? t("1 step was repeated.") : t("{count} steps were repeated.", { count: steps }), why };
   const headline = culprit || causes()[/** @type {keyof ReturnType<typeof causes>} */ (verdict)] || (verdict === "clean" ? t("No NaN left") : verdictText(verdict));
-  return { ids: [id], tone: verdict === "clean" ? "good" : verdict === "drift" ? "warn" : "bad", headline, line: line || cures()[verdict] || "", why };
+  return { ids: [id], tone: verdict === "clean" ? "good" : verdict === "drift" ? "warn" : "bad", headline, line: line || cures()[verdict] || "", why, ...repair };
+}
+
+/** The answer of a run without NaN that was cured all the same, and why there was nothing to repeat. @param {Run} run @param {string} headline @param {import("./pictures.mjs").Pair} pictures @returns {RunCard} */
+function curedCard({ notices, computed, calls }, headline, pictures) {
+  const cures = [...notices].flatMap(([id, told]) => told.filter(isCure).map((notice) => ({ id, notice })));
+  const quiet = t("No NaN in {calls} calls of the model", { calls: calls.model });
+  const [line = quiet] = cures.map(({ notice }) => shown(saidIn(notice))[0]);
+  const why = cures.flatMap(({ notice }) => filled(shown(saidIn(notice))[1], notice.detail ?? ""));
+  const one = { rank: FOUND, ids: cures.map(({ id }) => id), tone: "good", headline, pictures };
+  return computed ? { ...one, line, why } : { ...one, why: [line, ...why], when: t("of an earlier run") };
+}
+
+/** Whether a notice says in what else a model was computed. @param {import("./toasts.mjs").Toast} notice */
+function isCure({ severity }) {
+  return severity === "success";
 }
 
 /** @param {Page} page @param {Run} run @returns {RunCard[]} */
-function noticeCards(page, { notices }) {
-  return [...notices].flatMap(([id, told]) => told.map((notice) => {
+function noticeCards(page, run) {
+  const isTold = curesOf(page, run) !== undefined;
+  return [...run.notices].filter(([id]) => page.nodeById(id)).flatMap(([id, told]) => told.filter((notice) => !isTold || !isCure(notice)).map((notice) => {
     const [headline, more] = shown(saidIn(notice));
     return { rank: NOTED, ids: [id], tone: notice.severity === "success" ? "good" : "warn", headline: headline || page.titleOf(id), why: filled(more, notice.detail ?? "") };
   }));
+}
+
+/** The two pictures of a run that a guard cured without a repeat. @param {Page} page @param {Run} run */
+function curesOf(page, { state, guards, error, calls, contrast, isBlack, pictures }) {
+  if (state !== "done" || guards.size || error) return undefined;
+  return contrast ?? (calls.model && !isBlack ? beforeAndAfter(page, pictures) : undefined);
 }
 
 /** What there is to say where no guard said anything. @param {Page} page @param {Run} run @returns {RunCard[]} */
 function quietCard(page, run) {
   const { state, computed, results, guards, error, calls: { model, encoder } } = run;
   if (guards.size || error) return [];
-  const asked = page.tabs.settingsOf(run.promptId);
-  const isOfNow = asked === undefined || asked === page.settings(); // else the nodes of now say nothing of the run
+  const isOfNow = !page.isPast; // else the nodes of now say nothing of the run
+  const cured = curesOf(page, run);
+  if (cured) return [curedCard(run, run.contrast ? t("Not black with the guard") : t("The picture is no longer black"), cured)];
   const one = (/** @type {string} */ headline, tone = "") => [{ rank: FOUND, ids: [], tone, headline }];
   if (state === "done" && !computed) return results.size ? [] : one(t("Nothing was computed: ComfyUI kept the results of an earlier run."));
   const has = (/** @type {string[]} */ types) => page.nodes.some(({ comfyClass, mode }) => types.includes(comfyClass) && mode === RUNS);
-  if (page.watching !== "off" || has(GUARDS)) {
+  if (page.watching !== "off" || has(GUARDS) || model || encoder) {
     const tone = state === "done" ? "good" : ""; // without a result there is nothing to be good
-    const pictures = state === "done" && !run.isBlack ? beforeAndAfter(page, run.pictures) : undefined;
-    const quiet = t("No NaN in {calls} calls of the model", { calls: model });
-    if (model && pictures) return [{ rank: FOUND, ids: [], tone, headline: t("The picture is no longer black"), line: quiet, pictures }];
-    if (model) return one(quiet, tone);
+    if (model) return one(t("No NaN in {calls} calls of the model", { calls: model }), tone);
     if (encoder) return one(t("No NaN in {calls} calls of VAE and text encoder", { calls: encoder }), tone);
     const isMeasured = [...results.values()].some(({ best }) => best?.length); // which runs without the guard
-    return state === "done" && isOfNow && !isMeasured ? [{ rank: NOTED, ids: [], headline: t("Nothing was checked"), why: [t("No guarded model ran.")] }] : [];
+    return state === "done" && isOfNow && !isMeasured ? [{ rank: QUIET, ids: [], headline: t("Nothing was checked"), why: [t("No guarded model ran.")] }] : [];
   }
   const samples = page.nodes.some(({ inputs }) => inputs?.some((/** @type {any} */ { type, link }) => type === "MODEL" && link !== null));
-  return state === "done" && isOfNow && samples && !results.size && !run.isBlack && !has(TOOLS) ? [{ rank: NOTED, ids: [], tone: "", headline: t("This workflow has no guard") }] : [];
+  return state === "done" && isOfNow && samples && !results.size && !run.isBlack && !has(TOOLS) ? [{ rank: QUIET, ids: [], tone: "", headline: t("This workflow has no guard") }] : [];
 }

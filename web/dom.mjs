@@ -5,7 +5,7 @@ const FIRST_LINES = 5;
 const MOST_LINES = 50;
 /** The verdict of a guard that has checked no call, and of one whose run ended before its result. */
 const IDLE = "idle", ENDED = "ended";
-/** The share of the bytes from which a storage has its name beside the bar. */
+/** The share of the bytes from which a storage is drawn by itself where several have less. */
 const SHOWN = 0.03;
 
 /**
@@ -96,15 +96,17 @@ export function shareBar(label, shares) {
   return el("div", { class: "hs-share" }, el("span", { class: "hs-label", text: label }), bar, legend);
 }
 
-/** What is stored of a number of bytes, as the report's bar; what is free of it was saved. @param {import("./result.mjs").Bar} bar */
+/** What is stored of a number of bytes, as the report's bar, with a name for each part; what is free of it was saved. @param {import("./result.mjs").Bar} bar */
 export function storageBar({ before, stored }) {
-  const parts = Object.entries(stored).filter(([, size]) => size > 0).sort(([, a], [, b]) => b - a);
-  const after = parts.reduce((sum, [, size]) => sum + size, 0);
-  const shown = parts.filter(([, size]) => size >= SHOWN * after); // a sliver of fp32 is no word
-  const titled = (/** @type {string} */ name, /** @type {number} */ size) => `${name}: ${sizeText(size)}`;
-  const bar = el("div", { class: "hs-bar", role: "img", "aria-label": parts.map(([name, size]) => titled(name, size)).join(", ") });
-  bar.append(...parts.map(([name, size]) => el("span", { style: `flex: 0 0 ${(100 * size) / before}%; ${background(name)}`, title: titled(name, size) })));
-  return el("div", { class: "hs-stored" }, bar, el("div", { class: "hs-legend" }, ...shown.map(([name, size]) => el("span", { class: "hs-key", title: titled(name, size) }, swatch(name), name))));
+  const sizes = Object.entries(stored).filter(([, size]) => size > 0).sort(([, a], [, b]) => b - a);
+  const after = sizes.reduce((sum, [, size]) => sum + size, 0), small = sizes.filter(([, size]) => size < SHOWN * after);
+  const isMerged = small.length > 1; // one part for slivers that none could tell apart
+  const titleOf = (/** @type {[string, number][]} */ held) => held.map(([name, size]) => `${name}: ${sizeText(size)}`).join(", ");
+  const parts = (isMerged ? sizes.slice(0, -small.length) : sizes).map(([name, size]) => ({ dtype: name, name, size, title: titleOf([[name, size]]) }));
+  if (isMerged) parts.push({ dtype: "other", name: t("other"), size: small.reduce((sum, [, size]) => sum + size, 0), title: titleOf(small) });
+  const bar = el("div", { class: "hs-bar", role: "img", "aria-label": titleOf(sizes) });
+  bar.append(...parts.map(({ dtype, size, title }) => el("span", { style: `flex: 0 0 ${(100 * size) / before}%; ${background(dtype)}`, title })));
+  return el("div", { class: "hs-stored" }, bar, el("div", { class: "hs-legend" }, ...parts.map(({ dtype, name, title }) => el("span", { class: "hs-key", title }, swatch(dtype), name))));
 }
 
 /** The first lines of a long list, and the others folded away. @param {HTMLElement[]} lines @param {HTMLElement | null} [drawn] where the list stood before */

@@ -71,7 +71,7 @@ export function introduce(node) {
   });
   after(node, "onConfigure", (saved) => {
     if (titlesOf(node.comfyClass).includes(saved.title)) node.title = node.constructor.title;
-    for (const widget of (node.widgets ?? []).filter((/** @type {any} */ { name, value }) => value === "" && FILES.includes(name))) [widget.value = ""] = widget.options?.values ?? [];
+    for (const widget of (node.widgets ?? []).filter((/** @type {any} */ { name, value }) => value === "" && FILES.includes(name))) [widget.value = ""] = listOf(widget);
   });
 }
 
@@ -88,6 +88,12 @@ function after(node, method, act) {
 /** What a node gave in its last run, as the page keeps it. @param {any} app @param {any} node @returns {any} */
 export function outputOf(app, { id, graph }) {
   return app.nodeOutputs[graph.isRootGraph ? String(id) : `${graph.id}:${id}`];
+}
+
+/** What can be chosen in a widget, which may ask for it anew each time; empty for one that is no list. @param {any} widget @returns {any[]} */
+export function listOf({ options }) {
+  const listed = typeof options?.values === "function" ? options.values() : options?.values;
+  return Array.isArray(listed) ? listed : [];
 }
 
 /** Give a widget a value. @param {any} node @param {string} name @param {any} value */

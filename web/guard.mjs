@@ -1,10 +1,11 @@
 // @ts-check
 /** *Guard this workflow*, and its way back. */
 import { api } from "../../scripts/api.js";
-import { filesOf, hasPassed, isFromOutside, joined, lead, loadersOf, nodeAt, originOf, outputsOf, readFlow, takesOf, usesOf } from "./flow.mjs";
+import { filesOf, hasPassed, isFromOutside, joined, lead, loadersOf, nodeAt, originOf, outputsOf, readFlow, takesOf, usesOf, wayOf } from "./flow.mjs";
 import { allNodes, enter, MEASURED, RULES, setView, showAmong, undoable, viewNow } from "./graph.mjs";
-import { placeBetween } from "./room.mjs";
-import { t, together, whyUnchanged } from "./words.mjs";
+import { answered } from "./result.mjs";
+import { placeAmong } from "./room.mjs";
+import { t, whyUnchanged } from "./words.mjs";
 
 const ONE = "HalfsafeAutoPrecision";
 /** The width of the workflows' columns, in pixels at scale 1. */
@@ -17,6 +18,8 @@ const LOADERS = {
   UNETLoader: { folder: "diffusion_models", input: "unet_name" },
   CheckpointLoaderSimple: { folder: "checkpoints", input: "ckpt_name" },
 };
+/** The inputs that set a dtype, by the names that packs give them. */
+const DTYPE = /dtype|precision|^compute$/i;
 /** The pack's name in the title of a node. */
 const PACK = / ?[(\uff08]Halfsafe[)\uff09]/;
 
@@ -48,21 +51,27 @@ export function isGuard({ comfyClass, properties }) {
   return comfyClass === ONE || properties?.[PUT_IN] === BY_GUARD;
 }
 
-/** Put guards between what samplers, VAEs and prompts use and where that comes from. @param {any} app @returns {Promise<string>} what was done, in words */
-export async function guardWorkflow(app) {
+/** Whether a step, or a node, guards the model that it is given. @param {{type: string}} step */
+export function guardsModel({ type }) {
+  return MODEL.guards.includes(type);
+}
+
+/** Put guards between what samplers, VAEs and prompts use and where that comes from. @param {any} app @param {boolean} [wasBlack] whether the last picture was black, which the next one is not to be @returns {Promise<import("./result.mjs").Told>} what was done, in words */
+export async function guardWorkflow(app, wasBlack = false) {
   /** @type {any[]} */
   const added = [];
   const left = { graph: app.canvas.graph, view: viewNow(app) };
   try {
     const flow = await readFlow(app);
     const { plans, without } = planOf(flow);
-    if (!plans.length) return together([whyNothing(flow), toldOfLeft(without)]);
+    if (!plans.length) return answered(whyNothing(flow), toldOfLeft(without));
     await undoable(app, () => added.push(...plans.map((plan) => put(flow, plan, plans))));
     await showAmong(app, added, added[0].graph.nodes);
     views = { left, made: viewNow(app) };
     const [{ graph }] = added;
-    const where = graph.isRootGraph && graph !== left.graph ? whereText(graph) : "";
-    return together([toldOf(added), where, toldOfLeft(without), ...await toldOfDtypes(flow, plans)]);
+    const where = graph.isRootGraph && graph === left.graph ? "" : whereText(graph);
+    const dtypes = wasBlack ? [] : await toldOfDtypes(flow, plans);
+    return { ...answered(toldOf(added), where, toldOfLeft(without), dtypes.length ? t("The picture will differ a little.") : ""), why: dtypes };
   } catch (error) {
     return whyUnchanged(error);
   }
@@ -79,17 +88,15 @@ export function whereText(graph) {
   return graph.isRootGraph ? t("The page has left the subgraph.") : t("The page now shows the subgraph {name}.", { name: graph.name });
 }
 
-/** What was added, and inside of what: the page enters a subgraph without a word. @param {any[]} added */
-export function toldOf(added) {
-  const [{ graph }] = added;
+/** What was added, and inside of what. @param {any[]} added */
+function toldOf(added) {
   const count = added.length;
   const inside = new Set(added.map((node) => node.graph).filter((one) => !one.isRootGraph));
   const isAlsoOutside = added.some((node) => node.graph.isRootGraph);
   const several = t("{count} nodes were added: run the workflow.", { count });
-  const done = inside.size && isAlsoOutside ? t("{count} nodes were added, some of them inside of subgraphs: run the workflow.", { count })
+  return inside.size && isAlsoOutside ? t("{count} nodes were added, some of them inside of subgraphs: run the workflow.", { count })
     : inside.size > 1 ? t("{count} nodes were added in {subgraphs} subgraphs: run the workflow.", { count, subgraphs: inside.size })
     : count > 1 ? several : t("1 node was added: run the workflow.");
-  return graph.isRootGraph ? done : together([done, whereText(graph)]);
 }
 
 /** @param {Take[]} without */
@@ -100,7 +107,7 @@ function toldOfLeft(without) {
 
 /** Which models compute in another dtype with ComfyUI alone, so that their pictures are others. @param {Flow} flow @param {Plan[]} plans @returns {Promise<string[]>} */
 async function toldOfDtypes(flow, plans) {
-  const models = plans.filter(({ type }) => type === ONE).flatMap(({ groups: [{ sources, kind }] }) => sources.flatMap((id) => loadersOf(flow, id, kind.type)));
+  const models = plans.filter(({ type }) => type === ONE).flatMap(({ groups: [{ sources, kind }] }) => sources.filter((id) => !setsDtype(flow, id)).flatMap((id) => loadersOf(flow, id, kind.type)));
   const files = [...new Set(models)].map((id) => flow.get(id)).flatMap((step) => {
     const loader = LOADERS[step?.type ?? ""];
     return loader && (step?.given.weight_dtype ?? "default") === "default" ? [[loader.folder, step?.given[loader.input]]] : [];
@@ -109,7 +116,13 @@ async function toldOfDtypes(flow, plans) {
   const response = await api.fetchApi("/halfsafe/computing", { method: "POST", body: JSON.stringify(files) }).catch(() => null); // the guard is put in already
   /** @type {{file: string, guarded: string, alone: string}[]} */
   const differ = response?.ok ? (await response.json()).files : [];
-  return differ.map((one) => t("{file} computes in {guarded} now, with ComfyUI alone in {alone}: the picture will differ a little.", one));
+  return differ.map((one) => t("{file} computes in {guarded} now, with ComfyUI alone in {alone}.", one));
+}
+
+/** Whether a step between a model's loader and its use may set what it computes in, as ModelComputeDtype does: a file says nothing of that. @param {Flow} flow @param {string} id */
+function setsDtype(flow, id) {
+  const loaders = loadersOf(flow, id, MODEL.type);
+  return wayOf(flow, id, MODEL.type).some((step) => !loaders.includes(step.id) && Object.keys(step.given).some((name) => DTYPE.test(name)));
 }
 
 /** Plan the nodes to put in, the one for the picture first. @param {Flow} flow @returns {{plans: Plan[], without: Take[]}} and what no node can guard */
@@ -264,8 +277,7 @@ function put(flow, plan, plans) {
   graph.add(node);
   node.setSize([Math.max(WIDTH, node.computeSize()[0]), node.size[1]]); // a title that is longer widens it when the workflow is opened
   const origins = groups.map(({ places: [{ node: next, slot }] }) => /** @type {Origin} */ (originOf(next, slot)));
-  const [next] = groups[0].places.map((place) => place.node).sort((a, b) => a.pos[0] - b.pos[0]);
-  node.pos = placeBetween(node, nodeAt(graph, origins[0]), next);
+  node.pos = placeAmong(node, groups.map(({ places }, place) => ({ from: nodeAt(graph, origins[place]), to: places.map((one) => one.node) })));
   for (const [index, { kind, places }] of groups.entries()) {
     const input = node.inputs.findIndex((/** @type {any} */ { name }) => name === kind.name);
     const output = node.outputs.findIndex((/** @type {any} */ one) => one.type === kind.type);

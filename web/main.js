@@ -8,7 +8,8 @@ import { canBeHalved, isHalved, putLoadersBack, whyUnread } from "./memory.mjs";
 import { isTaken } from "./measure.mjs";
 import { locatorOf, Page, PREFIX, WATCH, WATCHED } from "./page.mjs";
 import { ReportPanel } from "./panel.mjs";
-import { isBlack } from "./pictures.mjs";
+import { readFlow } from "./flow.mjs";
+import { contrastIn, isBlack, sampledIn } from "./pictures.mjs";
 import { clearProgress, noteSize, sayProgress } from "./progress.mjs";
 import { reportIn } from "./report.mjs";
 import { cardOf, noticesOf, ResultPanel, resultIn, toastsOf } from "./result.mjs";
@@ -290,11 +291,19 @@ function noteEnd(detail, state, error = null) {
   if (state === "done") lookAt(page.log.run);
 }
 
-/** Note whether all that a run drew is black. @param {import("./run.mjs").Run | null} run */
+/** Note whether all that a run drew is black, or what was drawn without a guard alone. @param {import("./run.mjs").Run | null} run */
 async function lookAt(run) {
   if (!run || run.tab !== page.tab) return;
-  const drawn = page.nodes.filter((node) => run.held.has(locatorOf(node))).flatMap((node) => page.outputOf(node)?.images ?? []);
-  run.isBlack = drawn.length > 0 && (await Promise.all(drawn.map((image) => isBlack(api, image)))).every(Boolean);
+  const nodes = page.nodes.filter((node) => run.held.has(locatorOf(node)) && page.outputOf(node)?.images?.length && !page.outputOf(node).animated?.some(Boolean)); // of a film the first frame may be black
+  const seen = await Promise.all(nodes.map(async (node) => {
+    const { images } = page.outputOf(node);
+    return { node, image: images[0], isBlack: (await Promise.all(images.map((/** @type {any} */ image) => isBlack(api, image)))).every(Boolean) };
+  }));
+  if (seen.some((one) => one.isBlack) && run.tab === page.tab) {
+    const flow = await readFlow(app), drawn = sampledIn(flow, seen);
+    run.isBlack = drawn.length > 0 && drawn.every((one) => one.isBlack);
+    run.contrast = run.isBlack ? null : contrastIn(flow, drawn);
+  }
   page.draw();
 }
 

@@ -2,11 +2,11 @@
 /** *Measure my card*, its way back, and *Use this*, also of what the one node offers. */
 import { api } from "../../scripts/api.js";
 import { fileOf, lead, loadersOf, originOf, outputsOf, readFlow, samplingsOf, takesOf, typeOf, usesOf, wayOf } from "./flow.mjs";
-import { allNodes, link, MEASURED, outputOf, putRules, RUNS, setWidget, showAmong, showNodes, undoable } from "./graph.mjs";
+import { allNodes, link, listOf, MEASURED, outputOf, putRules, RUNS, setWidget, showAmong, showNodes, undoable } from "./graph.mjs";
 import { PUT_IN, titled, whereText } from "./guard.mjs";
 import { bytesIn, canBeHalved, inOneStep, isHalved, loadInstead } from "./memory.mjs";
-import { resultIn } from "./result.mjs";
-import { placeBetween } from "./room.mjs";
+import { answered, resultIn } from "./result.mjs";
+import { placeBeside } from "./room.mjs";
 import { sizeText, t, together, whyUnchanged } from "./words.mjs";
 
 const MEASURE = "HalfsafeMeasurePrecisions";
@@ -123,7 +123,7 @@ async function put(app, sampling, name) {
     if (name) measure.title = titled(measure, name);
     measure.setSize([Math.max(measure.size[0], measure.computeSize()[0]), measure.size[1]]); // as wide as its title makes it when the workflow is opened
     const size = [measure.size[0] + GAP + show.size[0], Math.max(measure.size[1], show.size[1])];
-    measure.pos = placeBetween({ size, graph }, sampler, sampler);
+    measure.pos = placeBeside({ size, graph }, sampler);
     show.pos = [measure.pos[0] + measure.size[0] + GAP, measure.pos[1]];
     for (const node of [measure, show]) {
       node.properties[PUT_IN] = BY_MEASURE;
@@ -138,7 +138,7 @@ async function put(app, sampling, name) {
   });
   await showAmong(app, [measure, show], graph.nodes);
   const where = graph.isRootGraph ? "" : whereText(graph);
-  return together([t("2 nodes were added: press the blue arrow above them."), where, ...notUsed(sampling, measure)]);
+  return answered(t("2 nodes were added: press the blue arrow above them."), where, ...notUsed(sampling, measure));
 }
 
 /** Sample with the sampler's own cfg, where Measure Precisions samples the negative prompt too. @param {Sampling} sampling @param {any} measure */
@@ -203,7 +203,7 @@ function isQuantizing(node) {
 
 /** @param {any} node @param {string} storage */
 function offers({ widgets }, storage) {
-  return widgets.find((/** @type {any} */ { name }) => name === "storage").options.values.includes(storage);
+  return listOf(widgets.find((/** @type {any} */ { name }) => name === "storage")).includes(storage);
 }
 
 /** @param {any} node @param {string} name of a widget @returns {any} */
@@ -219,15 +219,16 @@ async function whatIsLost(app, measure, use, steps, quantizing) {
   const now = steps.map(({ node }) => (quantizing ? valueOf(quantizing, "storage") : storageNow(app, node)));
   if (now.every((storage) => !QUANTIZED.test(storage) || storage === use.storage)) return null;
   const sizes = await bytesIn(api, steps, [...new Set([...now, use.storage])]);
+  const isKnown = sizes.every((size, place) => size[use.storage] !== undefined && size[now[place]] !== undefined);
   const [before, after] = [0, 0].map((_, of) => sizes.reduce((sum, size, place) => sum + (size[of ? use.storage : now[place]] ?? 0), 0));
-  if (after <= MORE * before) return null;
+  if (isKnown && after <= MORE * before) return null;
   const isUndone = Boolean(quantizing) || steps.some(({ node }) => isHalved(node));
   const takes = { after: sizeText(after), before: sizeText(before) };
   const smallest = smallestOf(app, measure);
   const act = (/** @type {Use} */ one) => () => useMeasured(app, measure, one, true);
+  const lost = isUndone ? t("The halving would be undone.") : t("It was set to storage {storage}.", { storage: now.find((storage) => QUANTIZED.test(storage)) });
   return {
-    headline: t("This takes {after} instead of {before}.", takes),
-    line: isUndone ? t("The halving would be undone.") : t("It was set to storage {storage}.", { storage: now.find((storage) => QUANTIZED.test(storage)) }),
+    ...(isKnown ? answered(t("This takes {after} instead of {before}.", takes), lost) : answered(lost)),
     tone: "warn",
     choices: [...(smallest && smallest.storage !== use.storage ? [{ name: t("Smallest: {storage}", smallest), act: act(smallest) }] : []), { name: t("Use it all the same"), act: act(use) }],
   };
@@ -251,7 +252,7 @@ function smallestOf(app, measure) {
 async function storeIn(app, node, { storage }) {
   refuseLinked(node, ["storage"]);
   await undoable(app, () => setWidget(node, "storage", storage));
-  return together([t("{name} is set to storage {storage}: run the workflow.", { name: node.title, storage }), t("Ctrl+Z undoes this.")]);
+  return answered(t("{name} is set to storage {storage}: run the workflow.", { name: node.title, storage }), t("Ctrl+Z undoes this."));
 }
 
 /** Whether a node has what its result offers. @param {any} node @param {import("./result.mjs").Result | null} result */
@@ -296,7 +297,7 @@ async function putInto(app, loaders, planners, use, isPutIn) {
   const removed = isPutIn ? t("Measure Precisions was removed.") : "";
   const ruled = wasRuled && ours.some(isOurs) ? t("Its rules stay: they were not measured.") : "";
   const set = ours.length && !ours.some(isOurs) ? t("{name} is set to storage {storage}: run the workflow.", { name: names, storage }) : t("{names} is set to storage {storage}, compute {compute}.", { names, storage, compute });
-  return together([set, ...planned, ruled, removed, t("Ctrl+Z undoes this.")]);
+  return answered(set, ...planned, ruled, removed, t("Ctrl+Z undoes this."));
 }
 
 /** @param {any} node @param {Record<string, string>} values */

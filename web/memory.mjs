@@ -1,6 +1,7 @@
 // @ts-check
 import { loadersOf, readFlow, samplingsOf } from "./flow.mjs";
 import { allNodes, PACK, setWidget, undoable } from "./graph.mjs";
+import { answered } from "./result.mjs";
 import { HIGHER } from "./room.mjs";
 import { answerIn, said, sizeText, t, whyUnchanged } from "./words.mjs";
 /** *Halve the memory*: ComfyUI's loaders become the pack's in their places, and back. The workflow is changed as saved, then opened as an undone one is. */
@@ -189,7 +190,7 @@ async function makeSmaller(app, { key, changes, name }) {
   await undoable(app, () => {
     for (const [widget, value] of Object.entries(changes)) setWidget(node, widget, value);
   });
-  return t("{title} is set to {size}. Ctrl+Z undoes this.", { title: node.title, size: name });
+  return answered(t("{title} is set to {size}: run the workflow.", { title: node.title, size: name }), t("Ctrl+Z undoes this."));
 }
 
 /** @param {any} app @param {string[]} keys of the loaders @param {string} storage */

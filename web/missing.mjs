@@ -1,11 +1,13 @@
 // @ts-check
 /** Files that a workflow names and this ComfyUI does not have: told before a run, as ComfyUI's own message names none. */
-import { RUNS } from "./graph.mjs";
+import { listOf, RUNS } from "./graph.mjs";
 import { folderOf } from "./memory.mjs";
 import { t } from "./words.mjs";
 
 /** A value of a list that names a file. */
 const FILE = /\.[a-z0-9]{2,11}$/i;
+/** What ComfyUI calls a value that its list does not have. */
+const NOT_LISTED = "value_not_in_list";
 /** How many files are named at once. */
 const MOST = 3;
 /** How long an answer of the server holds, in milliseconds: a file may be put there at any time, and the page keeps the lists that it was opened with. */
@@ -18,11 +20,24 @@ const answers = new Map();
  * @typedef {{file: string, node: any, folder: string, url: string}} Missing a file, the node that names it, and where it belongs and comes from, if its template says so
  */
 
-/** The files that nodes which run name in a list of the server that does not have them, each once. @param {any[]} nodes @returns {Missing[]} */
-export function missingFiles(nodes) {
+/**
+ * The files that nodes which run name in a list of the server that does not have them, each once.
+ * @param {any[]} nodes @param {Named[]} [refused] those that the server refused a run for: the page's list may be older than the loss of a file @returns {Missing[]}
+ */
+export function missingFiles(nodes, refused = []) {
   const known = new Map(nodes.flatMap(({ properties }) => (properties?.models ?? []).map((/** @type {any} */ model) => [model.name, model])));
-  const missing = notListed(nodes).filter(({ file, reader, input }) => answers.get(reader.comfyClass)?.lists[input]?.includes(file) === false);
+  const missing = [...notListed(nodes).filter(({ file, reader, input }) => answers.get(reader.comfyClass)?.lists[input]?.includes(file) === false), ...refused];
   return [...new Map(missing.map(({ file, node, reader }) => [file, { file, node, folder: known.get(file)?.directory ?? folderOf(reader), url: known.get(file)?.url ?? "" }])).values()];
+}
+
+/** The files that the server refused a run for, and that the workflow names yet. @param {any} errors of nodes by their ids, as ComfyUI's page keeps them @param {any[]} nodes @param {(id: string) => any} nodeById @returns {Named[]} */
+export function refusedFiles(errors, nodes, nodeById) {
+  const isNamed = (/** @type {string} */ file) => nodes.some(({ widgets = [] }) => widgets.some((/** @type {any} */ { value }) => value === file));
+  return Object.entries(errors ?? {}).flatMap(([id, told]) => {
+    const node = nodeById(id);
+    const files = node ? told.errors.filter((/** @type {any} */ { type, extra_info: info }) => type === NOT_LISTED && FILE.test(info?.received_value) && isNamed(info.received_value)) : [];
+    return files.map((/** @type {any} */ { extra_info: info }) => ({ file: info.received_value, node, reader: node, input: info.input_name }));
+  });
 }
 
 /** Ask the server for the lists that lack a file on the page. @param {any} api @param {any[]} nodes @returns {Promise<boolean>} whether it says something new */
@@ -43,9 +58,9 @@ export async function askForMissing(api, nodes) {
 function notListed(nodes) {
   return nodes.filter(({ mode }) => mode === RUNS).flatMap((node) => {
     const isLinked = (/** @type {string} */ widget) => (node.inputs ?? []).some((/** @type {any} */ { name, link }) => name === widget && link != null);
-    return (node.widgets ?? []).flatMap((/** @type {any} */ { name, value, options }) => {
-      const listed = typeof options?.values === "function" ? options.values() : options?.values;
-      if (typeof value !== "string" || !FILE.test(value) || !Array.isArray(listed) || listed.includes(value) || isLinked(name)) return [];
+    return (node.widgets ?? []).flatMap((/** @type {any} */ widget) => {
+      const { name, value } = widget, listed = listOf(widget);
+      if (typeof value !== "string" || !FILE.test(value) || !widget.options?.values || listed.includes(value) || isLinked(name)) return [];
       const [reader, input] = readerOf(node, name);
       return reader?.mode === RUNS ? [{ file: value, node, reader, input }] : [];
     });
@@ -60,9 +75,8 @@ function readerOf(node, name) {
   return inner ? readerOf(inner, inner.inputs[link.target_slot].name) : [null, name];
 }
 
-/** What to say of missing files; null where none is. @param {any[]} nodes @returns {import("./result.mjs").Card | null} */
-export function missingCard(nodes) {
-  const missing = missingFiles(nodes);
+/** What to say of missing files; null where none is. @param {Missing[]} missing @returns {import("./result.mjs").Card | null} */
+export function missingCard(missing) {
   if (!missing.length) return null;
   const [{ file, node, folder }] = missing;
   const one = missing.length === 1;

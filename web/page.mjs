@@ -1,10 +1,10 @@
 // @ts-check
 /** What the pack knows in ComfyUI's page, in one object: runs, results and reports of each tab, this device, and what can be done. The sidebar reads it; main.js keeps it. */
-import { allNodes, showMe, showNodes } from "./graph.mjs";
-import { guardWorkflow, isGuard, unguardWorkflow, whereText } from "./guard.mjs";
+import { allNodes, listOf, RUNS, setWidget, showMe, showNodes, undoable } from "./graph.mjs";
+import { guardsModel, guardWorkflow, isGuard, unguardWorkflow, whereText } from "./guard.mjs";
 import { isMeasure, isTaken, measureWorkflow, unmeasureWorkflow, useMeasured } from "./measure.mjs";
 import { canBeHalved, halveMemory, isHalved, putLoadersBack } from "./memory.mjs";
-import { askForMissing } from "./missing.mjs";
+import { askForMissing, missingFiles, refusedFiles } from "./missing.mjs";
 import { RunLog } from "./run.mjs";
 import { Tabs } from "./tabs.mjs";
 import { Timing } from "./timing.mjs";
@@ -14,6 +14,9 @@ import { answerIn, t } from "./words.mjs";
 export const PREFIX = "Halfsafe";
 const TOASTS = "halfsafe.toasts";
 export const WATCH = "Halfsafe.WatchEveryRun";
+/** What a guard is set to that repeats failed calls. */
+const REPAIRS = "retry_higher";
+const PAUSE_MS = 1000;
 /** The id of a guard that the setting puts behind a node, as watch.py names it. */
 export const WATCHED = /^halfsafe_(.+)_\d+$/;
 
@@ -63,6 +66,8 @@ export class Page {
   tabEntry = { revision: 0, tooltip: "" };
   /** Whether the sidebar is to be drawn in the next frame. */
   #isDue = false;
+  /** The next drawing while a run has not begun. */
+  #again = 0;
 
   /** @param {any} app @param {any} api @param {() => void} onRun called on every change of a run */
   constructor(app, api, onRun) {
@@ -98,7 +103,12 @@ export class Page {
     return allNodes(this.app);
   }
 
-  /** Those of them that are Halfsafe's. */
+  /** The files without which the workflow does not run. */
+  get missing() {
+    return missingFiles(this.nodes, this.isWaiting ? refusedFiles(this.app.lastNodeErrors, this.nodes, (id) => this.nodeById(id)) : []);
+  }
+
+  /** The nodes that are Halfsafe's. */
   get ownNodes() {
     return this.nodes.filter(({ comfyClass }) => comfyClass?.startsWith(PREFIX));
   }
@@ -111,6 +121,22 @@ export class Page {
   /** @param {string} value */
   watch(value) {
     this.app.extensionManager.setting.set(WATCH, value);
+  }
+
+  /** What lets a guard that only tells repair: the setting, or its node's widget; null where it repairs already, or cannot be set here. @param {string} id @returns {(() => Promise<Told>) | null} */
+  repairBy(id) {
+    const done = t("Set to retry_higher: run the workflow.");
+    if (WATCHED.test(id)) return this.watching === REPAIRS ? null : async () => {
+      this.watch(REPAIRS);
+      return done;
+    };
+    const node = this.nodeById(id), widget = node?.widgets?.find((/** @type {any} */ one) => listOf(one).includes(REPAIRS));
+    const isLinked = node?.inputs?.some((/** @type {any} */ { name, link }) => name === widget?.name && link != null);
+    if (!widget || isLinked || widget.value === REPAIRS) return null;
+    return async () => {
+      await undoable(this.app, () => setWidget(node, widget.name, REPAIRS));
+      return done;
+    };
   }
 
   /** @returns {NamedReport[]} */
@@ -127,7 +153,7 @@ export class Page {
     const undo = (/** @type {(node: any) => boolean} */ isIn, /** @type {() => Promise<Told>} */ act) => (nodes.some(isIn) ? act : null);
     return {
       showMe: { act: () => showMe(app), undo: null },
-      guard: { act: () => guardWorkflow(app), undo: undo(isGuard, () => unguardWorkflow(app)) },
+      guard: { act: () => guardWorkflow(app, this.run?.isBlack), undo: undo(isGuard, () => unguardWorkflow(app)) },
       halve: { act: () => this.halve(), undo: undo(isHalved, () => putLoadersBack(app)) },
       measure: { act: () => measureWorkflow(app), undo: undo(isMeasure, () => unmeasureWorkflow(app)) },
     };
@@ -186,11 +212,18 @@ export class Page {
     return new Map(found.filter(([, image]) => image?.filename));
   }
 
-  /** What decides how a run computes: the values of the pack's nodes, except those that only show a result, and of ComfyUI's loaders. */
+  /** What decides how a run computes: the values of the pack's nodes, except those that only show a result, and of ComfyUI's loaders; where no node guards, the setting that does. */
   settings() {
     const deciding = this.nodes.filter((node) => canBeHalved(node) || (node.comfyClass?.startsWith(PREFIX) && !this.results.has(node)));
     const valuesOf = (/** @type {any} */ { widgets = [] }) => widgets.filter((/** @type {any} */ { serialize }) => serialize !== false).map((/** @type {any} */ { value }) => value);
-    return JSON.stringify(deciding.map((node) => [locatorOf(node), node.comfyClass, node.mode, valuesOf(node)]).sort());
+    const watching = deciding.some((node) => guardsModel(node) && node.mode === RUNS) ? "" : this.watching;
+    return JSON.stringify([watching, ...deciding.map((node) => [locatorOf(node), node.comfyClass, node.mode, valuesOf(node)]).sort()]);
+  }
+
+  /** Whether the last run was of other settings than the workflow has now. */
+  get isPast() {
+    const { run } = this, asked = run ? this.tabs.settingsOf(run.promptId) : undefined;
+    return asked !== undefined && asked !== this.settings();
   }
 
   /** Whether what a node shows is of a run before the last one of its workflow, which ended before this node or did not include it, or of a run with other settings. @param {any} node @param {any} output */
@@ -208,6 +241,8 @@ export class Page {
   draw() {
     if (!this.sidebar?.element.isConnected) return;
     this.sidebar.draw(this);
+    clearTimeout(this.#again);
+    if (this.isWaiting) this.#again = window.setTimeout(() => this.draw(), PAUSE_MS); // no event tells that ComfyUI refused a run
     askForMissing(this.api, this.nodes).then((isNew) => isNew && this.draw());
   }
 

@@ -2,7 +2,7 @@
 /** What a node shows of its result: a sentence, a table, the whole text. */
 import { el, nameOf } from "./dom.mjs";
 import { ourToast } from "./toasts.mjs";
-import { inTwo, keep, said, t } from "./words.mjs";
+import { inTwo, keep, said, t, together } from "./words.mjs";
 
 /**
  * An answer is seen before it is read. An action returns a `Card` (or a text, which is its headline); a node's output carries a `Result`, of which the sidebar makes a card.
@@ -11,7 +11,7 @@ import { inTwo, keep, said, t } from "./words.mjs";
  * - `choices`: buttons below it. `why`: sentences, folded behind *Why*: reasons, lists of files, what to know. Long sentences go here.
  * @typedef {{name: string, act: () => Promise<Told>}} Choice
  * @typedef {{before: number, stored: Record<string, number>}} Bar in bytes
- * @typedef {{text: string, share: number}} Figure `share`: of the longest bar of its column, 0 to 1
+ * @typedef {{text: string, share: number | null}} Figure `share`: of the longest bar of its column, 0 to 1; null where the figures of its column cannot be ranked
  * @typedef {{name: string, detail: string, figures: Figure[], act: () => Promise<Told>}} Row
  * @typedef {{headline: string, line?: string, tone?: string, bar?: Bar | null, rows?: Row[], choices?: Choice[], why?: (string | Node)[]}} Card
  * @typedef {string | Card} Told
@@ -23,6 +23,12 @@ import { inTwo, keep, said, t } from "./words.mjs";
 /** A told text as a card. @param {Told} told @returns {Card} */
 export function cardOf(told) {
   return typeof told === "string" ? { headline: told } : told;
+}
+
+/** Sentences as a card: the first is the answer, the others are its line. @param {...string} sentences empty ones are left out @returns {Card} */
+export function answered(...sentences) {
+  const [headline, ...others] = sentences.filter(Boolean);
+  return { headline, line: together(others) };
 }
 
 /** What stands in a table where there is no number. */

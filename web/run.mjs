@@ -12,9 +12,10 @@ import { firstSentence, inTwo, partsOf, said, t, together } from "./words.mjs";
  * @typedef {{node: string, message: string, advice: string, told: boolean, guard?: string, memory?: string}} RunError an error that a guard raised, whose id is ``guard``, is told on the guard's card; ``memory``: what ran out
  * @typedef {{message: string, advice: string}} Refusal why a run does not start
  * @typedef {import("./toasts.mjs").Toast} Toast
- * @typedef {{promptId: string, tab: object | null, before: Run | null, computed: boolean, held: Set<string>, cached: Set<string>, toasts: Toast[], error: RunError | null, causes: Set<string>, state: "running" | "done" | "failed", guards: Map<string, GuardState>, reached: Set<string>, calls: {model: number, encoder: number}, events: GuardMessage[], results: Map<string, import("./result.mjs").Result>, notices: Map<string, Toast[]>, pictures: Map<string, any>, isBlack: boolean}} Run
+ * @typedef {{promptId: string, tab: object | null, before: Run | null, computed: boolean, held: Set<string>, cached: Set<string>, toasts: Toast[], error: RunError | null, causes: Set<string>, state: "running" | "done" | "failed", guards: Map<string, GuardState>, reached: Set<string>, calls: {model: number, encoder: number}, events: GuardMessage[], results: Map<string, import("./result.mjs").Result>, notices: Map<string, Toast[]>, pictures: Map<string, any>, isBlack: boolean, contrast: import("./pictures.mjs").Pair | null}} Run
  *   ``tab``: null where it is not known; ``held``: the nodes whose results are those of this run, executed or ``cached``; ``reached``: the guards that were given the NaN of a model that no
- *   repeat cured; ``calls``: those that guards checked; ``pictures``: what nodes showed before it; ``isBlack``: all that it drew is black
+ *   repeat cured; ``calls``: those that guards checked; ``pictures``: what nodes showed before it; ``isBlack``: all that it drew is black; ``contrast``:
+ *   what it drew with the same model, black without a guard and not with it
  */
 
 const OURS = "halfsafe.";
@@ -95,7 +96,7 @@ export class RunLog {
     this.#pressed = null;
     this.run = {
       promptId, tab, before, computed: false, held: new Set(), cached: new Set(), toasts: [], error: null, causes: new Set(), state: "running", guards: new Map(), reached: new Set(),
-      calls: { model: 0, encoder: 0 }, events: [], results: new Map(), notices: new Map(), pictures: new Map(), isBlack: false,
+      calls: { model: 0, encoder: 0 }, events: [], results: new Map(), notices: new Map(), pictures: new Map(), isBlack: false, contrast: null,
     };
     if (tab) this.#runs.set(tab, this.run);
     this.#refused = null;

@@ -1,11 +1,11 @@
 // @ts-check
 /** The sidebar tab: the answer of the last run, what to do next, and, folded, all that explains it. */
-import { cardsBefore, cardsOf, isLost } from "./cards.mjs";
+import { cardsBefore, cardsOf, isLost, QUIET } from "./cards.mjs";
 import { el, paint, storageBar } from "./dom.mjs";
 import { headOf } from "./panel.mjs";
 import { addressOf } from "./pictures.mjs";
 import { cardOf } from "./result.mjs";
-import { partsOf, said, t, together } from "./words.mjs";
+import { partsOf, said, t } from "./words.mjs";
 
 /**
  * @typedef {import("./page.mjs").Page} Page
@@ -37,7 +37,7 @@ export class Sidebar {
     this.did = el("div", { class: "hs-did", role: "status", tabindex: "-1" });
     this.watch = el("div");
     this.folds = el("div");
-    this.element = el("div", { class: "halfsafe hs-sidebar" }, el("h2", { text: "Halfsafe" }), this.device, this.run, this.actions, this.did, this.watch, this.folds);
+    this.element = el("div", { class: "halfsafe hs-sidebar" }, el("h2", { text: "Halfsafe" }), this.device, this.did, this.run, this.actions, this.watch, this.folds);
   }
 
   /** Say what was done, from the next drawing on. @param {Told} told */
@@ -50,27 +50,29 @@ export class Sidebar {
   draw(page) {
     if (page.device) paint(this.element, { storages: page.device.storages ?? {}, modes: {} });
     fill(this.device, ...deviceOf(page));
+    fill(this.did, ...this.#toldIn(page));
     fill(this.run, ...this.#answerOf(page));
     fill(this.actions, ...this.#actionsOf(page));
-    fill(this.did, ...this.#toldIn(page));
     fill(this.watch, watchSwitch(page));
     fill(this.folds, ...foldsOf(page));
   }
 
-  /** What the last run said: its answer, lines beside it, and why. @param {Page} page */
+  /** What the last run said: its answer, lines beside it, and why. The answer is large unless something was done since. @param {Page} page */
   #answerOf(page) {
-    const [answer, ...others] = cardsOf(page), before = cardsBefore(page);
+    const { isPast } = page, isLarge = !isPast && !this.#told, before = cardsBefore(page);
+    const [answer, ...others] = cardsOf(page).filter(({ rank }) => isLarge || rank !== QUIET).map((card) => (isPast ? pastOf(card) : card));
     const ended = answer?.tone === "bad" ? "" : t("stopped");
-    const state = page.isWaiting ? page.refused ? "" : t("Nothing has begun yet. If ComfyUI refused the run, its own message says why.") : { running: t("running"), failed: ended, done: "" }[page.run?.state ?? "done"];
-    const status = state ? [el("p", { class: "hs-state", text: state })] : [];
+    const state = page.isWaiting ? page.refused || page.missing.length ? "" : t("Nothing has begun yet. If ComfyUI refused the run, its own message says why.") : { running: t("running"), failed: ended, done: "" }[page.run?.state ?? "done"];
+    const words = [isPast && answer ? t("of an earlier run") : "", state].filter(Boolean).join(t(", "));
+    const status = words ? [el("p", { class: "hs-state", text: words })] : [];
     if (!answer && !before.length) return status;
-    const large = answer ? [this.#card(page, answer, "hs-answer")] : [];
+    const large = answer ? [this.#card(page, answer, isLarge ? "hs-answer" : "")] : [];
     const earlier = before.length ? [el("h3", { text: t("Earlier in this queue") }), ...before.map((card) => this.#card(page, card))] : [];
     const all = [...(answer ? [answer] : []), ...others, ...before];
-    return [...status, el("div", { class: "hs-box" }, ...large, ...others.map((card) => this.#card(page, card)), ...earlier, whyOf(page, all))];
+    return [...status, el("div", { class: "hs-box" }, ...large, ...others.filter(({ headline, rows }) => headline || rows).map((card) => this.#card(page, card)), ...earlier, whyOf(page, all))];
   }
 
-  /** @param {Page} page @param {RunCard} card @param {string} [size] */
+  /** @param {Page} page @param {Card & Partial<RunCard>} card @param {string} [size] */
   #card(page, card, size = "") {
     const { headline, line, tone, bar, rows = [], pictures, choices = [], when } = card;
     const head = headline ? el("p", { class: bar ? "hs-headline hs-number" : "hs-headline", "data-tone": tone || null, text: headline }) : null;
@@ -87,7 +89,7 @@ export class Sidebar {
     const heads = [t("Time"), t("Memory"), t("Error")].map((text) => el("span", { text }));
     const lines = rows.map(({ name, detail, figures, act }) => el(
       "div", { class: "hs-choice" }, el("span", { class: "hs-choice-name" }, name, " ", el("span", { class: "hs-dim", text: detail })), this.button(page, act, t("Use this")),
-      el("div", { class: "hs-figs" }, ...figures.map(({ text, share }) => el("span", { class: "hs-fig" }, track(share), text))),
+      el("div", { class: "hs-figs" }, ...figures.map(({ text, share }) => el("span", { class: share === null ? "hs-fig hs-dim" : "hs-fig" }, share === null ? null : track(share), text))),
     ));
     return el("div", { class: "hs-choices" }, el("div", { class: "hs-figs hs-dim" }, ...heads), ...lines);
   }
@@ -95,7 +97,7 @@ export class Sidebar {
   /** The action that fits, large, and the others as lines. @param {Page} page */
   #actionsOf(page) {
     const { acts } = page, words = wordsOf(page);
-    const fits = fitting(page), first = acts[fits].undo ? null : fits; // what is done already is a line, and what is to do is Run
+    const fits = fitting(page), first = acts[fits].undo || page.missing.length ? null : fits; // what is done already is a line, and what is to do is Run
     const others = ORDER.filter((name) => name !== first);
     return [...(first ? [first] : []), ...others].map((name) => {
       const { act, undo } = acts[name], { title, hint, about, back } = words[name];
@@ -113,8 +115,9 @@ export class Sidebar {
     const now = this.#stateOf(page);
     this.#toldOf ||= now;
     if (this.#toldOf !== now) this.#told = "";
-    const { headline, line = "", why = [], choices = [] } = cardOf(this.#told);
-    return [together([headline, line]), ...choices.map(({ name, act }) => this.button(page, act, name)), ...(why.length ? [el("details", { class: "hs-why" }, el("summary", { text: t("Why") }), ...why.map(paragraph))] : [])];
+    if (!this.#told) return [];
+    const card = cardOf(this.#told), { why = [] } = card;
+    return [this.#card(page, card, "hs-answer"), why.length ? el("details", { class: "hs-why" }, el("summary", { text: t("Why") }), ...why.map(paragraph)) : null];
   }
 
   /** What an answer is true of: the tab, and its nodes. @param {Page} page */
@@ -127,7 +130,8 @@ export class Sidebar {
   button(page, act, ...children) {
     const onclick = async () => {
       const part = made.closest(".hs-sidebar > *"), same = sameIn(part, made);
-      this.tell(await act());
+      const { run } = page.log, told = await act();
+      if (page.log.run === run) this.tell(told); // a run that began meanwhile has its own answer
       page.draw();
       const { activeElement: focused } = document;
       if (focused === document.body || focused instanceof HTMLCanvasElement) (same() ?? this.did).focus({ preventScroll: true });
@@ -135,6 +139,11 @@ export class Sidebar {
     const made = el("button", { type: "button", class: "hs-button", onclick }, ...children);
     return made;
   }
+}
+
+/** A card of a run with other settings: its headline, and settings that were measured; the rest is behind *Why*. @param {RunCard} card @returns {RunCard} */
+function pastOf({ line, why = [], bar, pictures, when, choices, ...kept }) {
+  return { ...kept, why: [...(line ? [line] : []), ...why] };
 }
 
 /** Put children into an element, unless it has the same: what has the focus or is unfolded stays so. @param {HTMLElement} element @param {...(Node | string | null)} children */
@@ -193,13 +202,14 @@ const watches = () => [["off", t("off")], ["report", t("report: show NaN and Inf
 function watchSwitch(page) {
   const options = watches().map(([value, text]) => el("option", { value, text, selected: value === page.watching }));
   const select = el("select", { onchange: () => page.watch(select.value) }, ...options);
-  return el("label", { class: "hs-watch" }, t("Guard every run"), select);
+  const chosen = page.watching === "off" ? t("off") : page.watching; // the open list says what each does, for which the closed one has no room
+  return el("label", { class: "hs-watch" }, t("Guard every run"), el("span", { class: "hs-list" }, select, el("span", { "aria-hidden": "true", text: chosen })));
 }
 
-/** The two pictures of a node, of the run before and of this one. @param {Page} page @param {{before: any, after: any}} pictures */
-function picturesOf({ api }, { before, after }) {
+/** Two pictures: of a node in the run before and in this one, or of two nodes. @param {Page} page @param {import("./pictures.mjs").Pair} pictures */
+function picturesOf({ api }, { before, after, names = [t("Before"), t("Now")] }) {
   const shown = (/** @type {any} */ image, /** @type {string} */ text) => el("figure", {}, el("img", { src: addressOf(api, image), alt: "", loading: "lazy" }), el("figcaption", { text }));
-  return el("div", { class: "hs-pictures" }, shown(before, t("Before")), shown(after, t("Now")));
+  return el("div", { class: "hs-pictures" }, shown(before, names[0]), shown(after, names[1]));
 }
 
 /** A bar of one share. @param {number} share */

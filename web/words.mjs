@@ -64,9 +64,10 @@ export function said(text = "") {
   return t(message.template, values).replace(AFTER_FULL_WIDTH, "$1").trim();
 }
 
-/** What a text of the server is made of, if that is known. @param {string} text @returns {Message["values"]} */
+/** What a text of the server is made of, if that is known: the values that its template has. @param {string} text @returns {Message["values"]} */
 export function partsOf(text) {
-  return messages.get(text)?.values ?? {};
+  const { template = "", values = {} } = messages.get(text) ?? {};
+  return Object.fromEntries(Object.entries(values).filter(([name]) => template.includes(`{${name}}`)));
 }
 
 /** @param {string | number} value @returns {value is string} */

@@ -19,6 +19,7 @@ WALK = """async (workflow) => {
     const { isMeasure, measureWorkflow, unmeasureWorkflow } = await import("/extensions/Halfsafe-Pack/measure.mjs");
     const { allNodes } = await import("/extensions/Halfsafe-Pack/graph.mjs");
     if (workflow) await app.loadGraphData(workflow, true, true, app.extensionManager.workflow.activeWorkflow, { silentAssetErrors: true });
+    const textOf = (told) => (typeof told === "string" ? told : [told.headline, told.line, ...(told.why ?? [])].filter(Boolean).join(" "));
     const prompt = async () => { const { output } = JSON.parse(JSON.stringify(await app.graphToPrompt()));
         for (const step of Object.values(output)) step.class_type ??= "of an absent pack";
         return output; };
@@ -31,7 +32,7 @@ WALK = """async (workflow) => {
     const around = (node) => [...node.graph.nodes, node.graph.inputNode, node.graph.outputNode].filter((other) => other && other !== node);
     const meets = (node) => around(node).filter((other) => meet(boxOf(node), boxOf(other))).map((other) => `${node.title} lies on ${other.title ?? other.id}`);
     const found = { before: await prompt(), choices: [] };
-    found.said = await guardWorkflow(app);
+    found.said = textOf(await guardWorkflow(app));
     await frames();
     const guards = allNodes(app).filter(isGuard);
     found.guards = guards.map(({ type, title, graph }) => ({ type, title, graph: graph.isRootGraph ? "" : graph.id }));
@@ -44,6 +45,7 @@ WALK = """async (workflow) => {
         found.choices = found.told.choices.map(({ name }) => name);
         found.told = await found.told.choices.at(-1).act();
     }
+    found.told = textOf(found.told);
     await frames();
     const measures = allNodes(app).filter(isMeasure);
     found.measures = measures.map(({ title }) => title);

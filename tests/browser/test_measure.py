@@ -122,8 +122,10 @@ def test_a_halved_workflow_is_measured_from_its_file_and_the_answer_is_used(
     comfy.page.wait_for_function("() => !app.graph.nodes.some(({ type }) => type === 'HalfsafeMeasurePrecisions')")
     comfy.page.locator(
         "[role=status]",
-        has_text="Load Diffusion Model fp8/int8 (Halfsafe) is set to storage int8, compute bf16. Measure Precisions was removed. Ctrl+Z undoes this.",
+        has_text="Load Diffusion Model fp8/int8 (Halfsafe) is set to storage int8, compute bf16.",
     ).wait_for()
+    assert comfy.page.inner_text(".hs-did .hs-line") == "Measure Precisions was removed. Ctrl+Z undoes this."
+
     comfy.screenshot(pictures, f"used-{cell}")
     assert undone(comfy) == before, "one step"
     comfy.page.wait_for_function(f"() => ({SENTENCE})()")
@@ -212,7 +214,7 @@ USE = f"""async (workflow) => {{ {PAGE}
     if (!allNodes(app).some(isMeasure)) return null;
     await click();
     const steps = tracker().undoQueue.length;
-    run.told = await use({{ storage: "int8", compute: "bf16" }});
+    run.told = textOf(await use({{ storage: "int8", compute: "bf16" }}));
     await click();
     run.used = await prompt();
     run.steps = tracker().undoQueue.length - steps;
@@ -254,7 +256,8 @@ def test_what_was_measured_best_reaches_all_that_decides_of_it(comfy: ComfyPage,
     in_page(comfy, "await measure();")
     before = prompt(comfy)
     told = in_page(
-        comfy, """return use({ storage: "int8", compute: "fp16_safe", rules: "compute=fp16_safe stream=fp32" });"""
+        comfy,
+        """return textOf(await use({ storage: "int8", compute: "fp16_safe", rules: "compute=fp16_safe stream=fp32" }));""",
     )
     used = prompt(comfy)
     assert (
@@ -286,7 +289,7 @@ def test_what_cannot_be_set_is_told_and_nothing_is_changed(comfy: ComfyPage) -> 
         draw(comfy, code + "app.graph.remove(model);")
         in_page(comfy, "await measure();")
         before = prompt(comfy)
-        told = in_page(comfy, """return use({ storage: "int8", compute: "bf16" });""")
+        told = in_page(comfy, """return textOf(await use({ storage: "int8", compute: "bf16" }));""")
         assert told.startswith("Nothing was changed: ") and said in told, told
         assert prompt(comfy) == before
 

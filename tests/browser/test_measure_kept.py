@@ -107,3 +107,17 @@ def test_buttons_on_and_off_in_any_order_give_the_same_prompt(comfy: ComfyPage, 
     for name in " ".join(order).split():
         run(comfy, BUTTONS[name])
     assert prompt(comfy) == before
+
+
+def test_use_this_asks_without_figures_where_sizes_are_not_known(comfy: ComfyPage) -> None:
+    draw(comfy, SMALL)
+    comfy.load(comfy.saved())
+    run(comfy, "await halveMemory(app, api); await measure();")
+    comfy.page.route("**/halfsafe/halving", lambda route: route.fulfill(json={"loaders": [{}]}))
+    before = prompt(comfy)
+    try:
+        told = run(comfy, f"return card(await use({AS_FILE}));")
+    finally:
+        comfy.page.unroute("**/halfsafe/halving")
+    assert (told["headline"], told["line"]) == ("The halving would be undone.", "")
+    assert "Use it all the same" in told["choices"] and prompt(comfy) == before

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from browser.comfy_page import ComfyPage
+from browser.test_sidebar import PLAIN
 from halfsafe.precision.base.message import Message
 from halfsafe.precision.report.result import CHOSEN, Result
 from halfsafe.precision.study.analysis_text import HEAD
@@ -56,7 +57,7 @@ ROOM_BESIDE_BADGES = """() => { const context = document.createElement("canvas")
 DROP = """(text) => { const files = new DataTransfer(); files.items.add(new File([text], "dropped.json", { type: "application/json" }));
     const options = { dataTransfer: files, bubbles: true, cancelable: true, clientX: 700, clientY: 400 };
     document.querySelector("#graph-canvas").dispatchEvent(new DragEvent("drop", options)); }"""
-GUARD = "async () => { const { guardWorkflow } = await import('/extensions/Halfsafe-Pack/guard.mjs'); return guardWorkflow(app); }"
+GUARD = "async () => { const { guardWorkflow } = await import('/extensions/Halfsafe-Pack/guard.mjs'); const { headline, line } = await guardWorkflow(app); return `${headline} ${line}`.trim(); }"
 
 
 @pytest.fixture
@@ -299,8 +300,13 @@ def test_show_me_opens_five_nodes_and_draws_a_black_and_a_right_picture(
     black, drawn = (small.server.view(image) for image in small.evaluate(shown))
     assert not shapes.pixels_of(black).any()
     assert told() == [], "the sidebar says it"
-    assert re.search(
-        r"Computed in \w+, not in the fp16 that the model was set to\.", small.page.text_content(".hs-run")
+    pair = small.page.locator(".hs-answer .hs-pictures figcaption")
+    pair.nth(1).wait_for()
+    assert pair.all_inner_texts() == ["As it is", "Through Halfsafe"], "what the button promised"
+    assert small.page.inner_text(".hs-answer .hs-headline") == "Not black with the guard"
+    why = small.page.inner_text(".hs-answer .hs-line")
+    assert re.fullmatch(r"Computed in \w+, not in the fp16 that the model was set to\.", why), (
+        "why nothing was repaired"
     )
     assert shapes.read_picture(drawn) == shapes.Shape("red", "heart")
     assert small.evaluate("() => app.canvas.ds.scale * 300 / innerWidth") > 0.19, "the pictures are large on any page"
@@ -353,12 +359,29 @@ def test_a_node_in_a_subgraph_is_in_sight_and_the_view_before_comes_back(small: 
     assert small.evaluate(VIEW) == before
 
 
+IN_A_COLUMN = """() => { const of = (type) => app.graph.nodes.find((n) => n.type === type), dtype = LiteGraph.createNode("ModelComputeDtype"), sampler = of("KSampler");
+    app.graph.add(dtype); dtype.pos = [sampler.pos[0] - 240, -200]; of("UNETLoader").connect(0, dtype, 0); dtype.connect(0, sampler, 0); const latent = of("EmptyHunyuanLatentVideo"); latent.pos = [420, 520]; }"""
+WIRES = """() => { const { nodes } = app.graph, of = (type) => nodes.find((n) => n.type === type), one = of("HalfsafeAutoPrecision"), [dtype, sampler] = ["ModelComputeDtype", "KSampler"].map(of), title = LiteGraph.NODE_TITLE_HEIGHT;
+    const box = ({ pos, size }) => [pos[0], pos[1] - title, pos[0] + size[0], pos[1] + size[1]], apart = ([l, t, r, b], [left, top, right, bottom]) => [Math.max(l - right, left - r), Math.max(t - bottom, top - b)];
+    return [box(one)[3] > box(dtype)[1], Math.min(...[dtype, sampler].map((n) => Math.max(...apart(box(one), box(n))))), nodes.filter((n) => n !== one && Math.max(...apart(box(one), box(n))) < 0).map((n) => n.type)]; }"""
+
+
+def test_a_guard_of_a_sampler_below_another_node_stands_beside_one_of_both(opened_page: ComfyPage) -> None:
+    """As in ComfyUI's templates with ModelSamplingAuraFlow: a guard above that node has all of its wires across the graph."""
+    opened_page.evaluate(PLAIN)
+    opened_page.evaluate(IN_A_COLUMN)
+    opened_page.evaluate(GUARD)
+    opened_page.settle()
+    is_not_above, gap, meets = opened_page.evaluate(WIRES)
+    assert is_not_above and 0 <= gap <= 20 and meets == [], (is_not_above, gap, meets)
+
+
 @pytest.mark.parametrize(("layout", "argument", "expected"), [
     ("() => {}", None, {"between": True, "below": True}),
     (ROOM, False, {"between": True, "beside": True}),
     (ROOM, True, {"between": True, "beside": True}),
     (BEFORE, None, {"below": True}),
-    (ON_TOP, None, {"between": True, "below": False}),
+    (ON_TOP, None, {"below": False}),
 ], ids=["narrow", "wide", "beside a group", "sampler first", "both on top"])  # fmt: skip
 def test_the_node_is_put_where_there_is_room(small: ComfyPage, layout: str, argument: object, expected: dict) -> None:
     small.evaluate(layout, argument)

@@ -119,12 +119,24 @@ def test_the_focus_stays_on_the_button_and_the_answer_is_a_live_region(tab: Comf
 def test_it_is_said_before_the_run_that_the_picture_will_differ(tab: ComfyPage) -> None:
     press(tab, "Guard this workflow")
     said = tab.evaluate(DID)
+    tab.evaluate(OPEN_WHY)
+    why = tab.evaluate(DID)
     native = tab.evaluate(
         "async () => { const found = await (await fetch('/halfsafe/device')).json(); return found.messages[found.sentence].values.compute; }"
     )
-    assert (
-        "wan.safetensors computes in bf16 now, with ComfyUI alone in fp32: the picture will differ a little." in said
-    ) == ("bf16" in native), (said, native)
+    assert ("The picture will differ a little." in said) == ("bf16" in native), (said, native)
+    assert ("wan.safetensors computes in bf16 now, with ComfyUI alone in fp32." in why) == ("bf16" in native), why
+
+
+DTYPE_SET = """() => { const of = (type) => app.graph.nodes.find((n) => n.type === type), dtype = LiteGraph.createNode("ModelComputeDtype"); app.graph.add(dtype);
+    dtype.pos = [400, -300]; of("UNETLoader").connect(0, dtype, 0); dtype.connect(0, of("KSampler"), 0); }"""
+
+
+def test_nothing_is_said_of_dtypes_where_the_workflow_sets_them(tab: ComfyPage) -> None:
+    """A file says what ComfyUI loads it in, and not what a node behind the loader computes in."""
+    tab.evaluate(DTYPE_SET)
+    press(tab, "Guard this workflow")
+    assert tab.evaluate(DID) == "1 node was added: run the workflow."
 
 
 def test_a_guard_put_in_while_comfyui_does_not_answer_is_said_to_be_there(tab: ComfyPage) -> None:
