@@ -5,7 +5,7 @@ from comfy_api.latest import io
 from ..precision.base.message import Message, joined
 from ..precision.base.text import size_text
 from ..precision.plan.rules import rules_from
-from ..precision.report.result import GOOD, SAVED, UNLISTED, WARN, Result
+from ..precision.report.result import GOOD, HOLDS, SAVED, SAVED_LARGER, UNLISTED, WARN, Result
 from .host.load.save import save_model
 from .inputs import LOAD, CalibrationType, checked_calibration, checked_rules, rules_input, schema, storage_input
 
@@ -43,9 +43,12 @@ class SaveModel(io.ComfyNode):
         given = checked_rules(rules) or rules_from()
         workflow = (cls.hidden.prompt, cls.hidden.extra_pnginfo)
         saved = save_model(model, filename_prefix, storage, given, *workflow, checked_calibration(calibration), card)
-        sentence, tone = (SAVED, GOOD) if saved.name.startswith("diffusion_models/") else (UNLISTED, WARN)
+        unlisted, tone = ("", GOOD) if saved.name.startswith("diffusion_models/") else (UNLISTED, WARN)
+        is_larger = sum(saved.by_storage.values()) > saved.before
+        sizes = {"size": size_text(saved.bytes)} | ({"before": size_text(saved.before)} if is_larger else {})
+        first = Message(SAVED_LARGER if is_larger else SAVED, file=saved.name, **sizes)
         formats = ", ".join(f"{storage} {size_text(size)}" for storage, size in saved.by_storage.items())
-        told = joined([Message(sentence, file=saved.name, size=size_text(saved.bytes), formats=formats), *saved.notes])
+        told = joined([first, *saved.again, unlisted, Message(HOLDS, formats=formats), *saved.notes])
         return io.NodeOutput(saved.name, ui=Result(told, tone, text=f"Saved {saved.name}", toast=True).ui())
 
 

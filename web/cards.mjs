@@ -30,6 +30,8 @@ const MOST_WORDS = 14;
 const FIGURES = 4;
 /** What a speed is told beside. */
 const PLAIN = "16 bit";
+/** The words of the second sentence of a result, which is on its card: "20 layers in int8 were quantized again, ...". */
+const MOST_OF_LINE = 20;
 
 /** What the last run of the open tab has to say, the answer first. @param {Page} page @returns {RunCard[]} */
 export function cardsOf(page) {
@@ -72,10 +74,10 @@ function hasLost({ events }) {
   return events.some(({ event }) => event && !event.recovered && event.kind !== "drift");
 }
 
-/** The first sentence of a text where it is short, else nothing, and the rest. @param {string} text @returns {[string, string]} */
-function shown(text) {
+/** The first sentence of a text where it is short, else nothing, and the rest. @param {string} text @param {number} [most] words @returns {[string, string]} */
+function shown(text, most = MOST_WORDS) {
   const first = firstSentence(text);
-  return countOf(first) <= MOST_WORDS ? [first, text.slice(first.length).trim()] : ["", text];
+  return countOf(first) <= most ? [first, text.slice(first.length).trim()] : ["", text];
 }
 
 /** How many words a text has; in Chinese two characters are one. @param {string} text */
@@ -109,15 +111,15 @@ function measuredCards(page, run) {
     const best = result.best ?? [];
     const most = (/** @type {(one: import("./result.mjs").Best) => number} */ of) => Math.max(...best.map(of), Number.MIN_VALUE);
     const [seconds, bytes, error] = [most((one) => one.seconds), most((one) => one.bytes), most((one) => one.error)];
-    const isNoisy = !best.some(({ goals }) => goals.includes("speed")); // times that cannot be ranked have no bars to compare
+    const isRanked = best.some(({ goals }) => goals.includes("speed")); // times of which none is clearly less have no bars to compare
     const rows = best.map((one) => ({
       name: one.goals.map((goal) => goalText(goal)).join(t(", ")), detail: one.name, act: () => page.use(page.nodeById(id), one.use),
       figures: [
-        { text: `${figureOf(one.seconds)}\u00a0s`, share: isNoisy ? null : one.seconds / seconds }, { text: sizeText(one.bytes), share: one.bytes / bytes },
+        { text: `${figureOf(one.seconds)}\u00a0s`, share: isRanked ? one.seconds / seconds : null }, { text: sizeText(one.bytes), share: one.bytes / bytes },
         { text: one.error > 0 ? `${figureOf(100 * one.error)}\u00a0%` : "0", share: one.error / error },
       ],
     }));
-    return { rank: ASKED, ids: [id], tone: result.tone, headline: isNoisy ? t("Too noisy to tell which is fastest") : "", rows, why: [said(result.sentence)], when: whenOf(run, id), isCached: run.cached.has(id) };
+    return { rank: ASKED, ids: [id], tone: result.tone, headline: isRanked ? "" : t("None is clearly faster"), rows, why: [said(result.sentence)], when: whenOf(run, id), isCached: run.cached.has(id) };
   });
 }
 
@@ -168,8 +170,10 @@ function resultCards(page, run) {
   return resultsOf(page, run).filter(([, { sizes, best, use }]) => (!sizes || use) && !best?.length).map(([id, { sentence, tone, use, sizes }]) => {
     const offered = use && sizes ? t("{storage} would take {size}", { storage: use.storage, size: sizeText(sizes[1]) }) : "";
     const [headline, more] = offered ? [offered, said(sentence)] : shown(said(sentence));
+    const [line, rest] = offered || !headline ? ["", more] : shown(more, MOST_OF_LINE);
     const choices = use ? [{ name: t("Use this"), act: () => page.use(page.nodeById(id), use) }] : [];
-    return { rank: FOUND, ids: [id], tone, headline: headline || page.titleOf(id), line: offered ? speedsOf(use?.storage ?? "", sentence) : "", choices, why: filled(more), when: whenOf(run, id), isCached: run.cached.has(id) };
+    const figures = offered ? speedsOf(use?.storage ?? "", sentence) : line;
+    return { rank: FOUND, ids: [id], tone, headline: headline || page.titleOf(id), line: figures, choices, why: filled(rest), when: whenOf(run, id), isCached: run.cached.has(id) };
   });
 }
 

@@ -169,7 +169,7 @@ function sameIn(part, element) {
 function deviceOf({ device, asking }) {
   if (!device) return [el("p", { class: "hs-dim", text: asking ? t("Detecting the device ...") : t("ComfyUI does not answer.") })];
   const { device: name = "", compute = "" } = partsOf(device.sentence);
-  return [...device.refused.map((text) => el("p", { class: "hs-line hs-refused", text: said(text) })), el("p", { class: "hs-dim", text: t("{device} computes in {compute}.", { device: name, compute }) })];
+  return [...device.refused.map((text) => el("p", { class: "hs-line hs-refused", text: said(text) })), el("p", { class: "hs-dim", text: t("{device} computes in {compute}.", { device: name, compute: said(compute) }) })];
 }
 
 /** What fits what the open workflow did, or has. @param {Page} page @returns {ActName} */

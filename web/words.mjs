@@ -101,7 +101,7 @@ export function inTwo(text) {
 
 /** @param {string} text */
 export function firstSentence(text) {
-  return /^[^]*?(?:[.!?](?=\s+[A-Z(]|\s*$)|[\u3002\uff01\uff1f])/.exec(text)?.[0] ?? text;
+  return /^[^]*?(?:[.!?](?=\s+[A-Z\d(]|\s*$)|[\u3002\uff01\uff1f])/.exec(text)?.[0] ?? text;
 }
 
 /** Bytes as people say them: two figures below ten, whole numbers above. @param {number} bytes */

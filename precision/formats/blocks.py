@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 
 from ..base.dtypes import max_of
-from ..base.message import Message
+from ..base.message import Message, joined
 from .format import Format
 from .stored_weight import StoredWeight, Tensors
 
@@ -84,7 +84,7 @@ class Blocks(Format):
         open_rows = may_be_padded and not weight.rows(slice(rows - 1, rows)).any()
         parts = (weight.rows(slice(start, min(start + LOOKED_AT, rows))) for start in range(0, rows, LOOKED_AT))
         open_columns = not any(part[:, -1].any() for part in parts)
-        what = " and ".join(name for name, is_open in (("rows", open_rows), ("columns", open_columns)) if is_open)
+        what = joined((name for name, is_open in (("rows", open_rows), ("columns", open_columns)) if is_open), " and ")
         return Message("its last {0} are zero, which may be padding", what) if what else ""
 
 

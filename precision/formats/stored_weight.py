@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..base.dtypes import name_of
-from ..base.message import Message
+from ..base.message import Message, joined
 from .format import Format, Tensors
 from .plain import NUMBERS, PLAIN
 
@@ -169,7 +169,7 @@ class StoredWeight:
     def require_shape(self, name: str, *shapes: tuple[int, ...]) -> None:
         """Raise ValueError unless a tensor has one of these shapes."""
         if tuple(self.tensors[name].shape) not in shapes:
-            meant = " or ".join(map(str, shapes))
+            meant = joined(map(str, shapes), " or ")
             shape = tuple(self.tensors[name].shape)
             raise ValueError(Message("its {0} has shape {1}, expected {2}", name, shape, meant))
 

@@ -15,12 +15,12 @@ VALUES_A_PART = 1 << 15
 """The error of a weight is measured on at most twice so many parts of so many values, which are half a million: in fp8
 the whole weight takes ten times as long as its conversion."""
 AGAIN = (
-    "{count} layers in {before} were quantized again, to {after}, with an error of {error} on top of that of {before}: "
-    "{names}. storage=as_file or as loaded does not round them again."
+    "{count} layers in {before} were quantized again, to {after}, with an error of {error} added. "
+    "These are {names}. storage=as_file or as loaded does not round them again."
 )
 MERGED = (
     "{count} layers in {before} were unpacked, merged with their patches and quantized again, to {after}, with an "
-    "error of {error}: {names}."
+    "error of {error}. These are {names}."
 )
 
 

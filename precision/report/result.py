@@ -9,8 +9,9 @@ from ..base.message import messages_in
 
 RESULT_KEY = "halfsafe_result"
 GOOD, WARN, BAD = "good", "warn", "bad"
-SAVED = "Saved {file}, {size}: {formats}."
-UNLISTED = "Saved {file}, {size}: {formats}. No loader lists files there: begin the prefix with diffusion_models/."
+SAVED, SAVED_LARGER = "Saved {file}, {size}.", "Saved {file}, {size}, larger than the model's file was: {before}."
+HOLDS = "It holds {formats}."
+UNLISTED = "No loader lists files there: begin the prefix with diffusion_models/."
 CARD_WRITTEN = "Its model card is {card}."
 CARD_LEFT = "{card} exists and was left as it is: it may describe another file."
 CARD_UNWRITTEN = "The file is complete, its model card could not be written: {why}"
@@ -26,6 +27,10 @@ ERROR, ERROR_AS_LOADED = "error {0}", "error {0} against the weights as loaded, 
 COSINES = "cosine {mean} over {count} seeds (least {least}, seed {seed})"
 UNRANKED = (
     "The times were too noisy to rank: run it again while nothing else uses the machine. Smallest: {small}. Closest: "
+    "{closest}."
+)
+NO_GAIN = (
+    "No setting is better than {reference}: faster or smaller by more than the times vary. Smallest: {small}. Closest: "
     "{closest}."
 )
 NONE_WORKS = "No setting gave a finite result."

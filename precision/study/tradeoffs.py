@@ -2,7 +2,7 @@
 rules."""
 
 import math
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -208,7 +208,8 @@ class Measurements:
     def best(self) -> dict[Goal, Tradeoff]:
         """Goal -> its best row, without the goals that no row can be chosen for: see
         :func:`best_for`."""
-        found = {goal: best_for(goal, self.rows, self.has_drifted) for goal in GOALS}
+        held = [row for row in self.rows if self.given == (self.storage if self.is_as_file(row) else row.storage)]
+        found = {goal: best_for(goal, self.rows, self.reference, held, self.has_drifted) for goal in GOALS}
         return {goal: row for goal, row in found.items() if row is not None}
 
     @property
@@ -225,6 +226,11 @@ class Measurements:
         ranks."""
         twins = (row for row in self.rows if row.works and row.computes_as(self.reference))
         return any(abs(row.seconds - self.reference.seconds) > _margin(row, self.reference) for row in twins)
+
+    @property
+    def is_noisy(self) -> bool:
+        """True if a time is too noisy to rank: without a fastest, no more is known than that."""
+        return self.has_drifted or any(row.is_noisy for row in (self.reference, *self.rows))
 
     def is_as_file(self, row: Tradeoff) -> bool:
         """True if a row holds the weights as the file does."""
@@ -254,37 +260,60 @@ class Measurements:
         return ", ".join([*figures, card, f"driver {driver}", f"torch {torch}", self.model, f"latent {latent}"])
 
 
-def best_for(goal: Goal, rows: Iterable[Tradeoff], has_drifted: bool = False) -> Tradeoff | None:
-    """Choose the best row for a goal; None where no row works, or the times are too noisy to tell.
+def best_for(
+    goal: Goal,
+    rows: Iterable[Tradeoff],
+    reference: Tradeoff,
+    held: Collection[Tradeoff] = (),
+    has_drifted: bool = False,
+) -> Tradeoff | None:
+    """Choose the best row for a goal; None where no row works, none is better than the reference, or the times are too
+    noisy to tell.
 
-    quality: the fastest of those within 1 dB of the highest SNR. memory: the fastest of those
-    within 3 % of the smallest. speed: the closest of those as fast as the fastest, within 3 % or
-    the larger spread of both. balanced: the smallest of those as fast as the fastest, the closest
-    where several are within 3 %. All but quality among the rows that reach the goal's SNR
-    (``FLOORS``); where none does, the choice is quality's. quality and memory need no time: where
-    it is noisy, the smallest is chosen for quality, and the closest for memory.
+    quality: of those within 1 dB of the highest SNR, those as fast as the fastest, within 3 % or
+    the larger spread of both. memory: those within 3 % of the smallest. speed: those as fast as the
+    fastest, if it is faster than the reference by more than that. balanced: the smallest of those
+    as fast as the fastest, if they are faster than the reference, or smaller and no slower. All but
+    quality among the rows that reach the goal's SNR (``FLOORS``); where none does, the choice is
+    quality's. Of several the closest is chosen, or, within 1 dB of it, one that the model holds
+    already. quality and memory need no time: where it is noisy, quality takes the smallest.
 
-    ``has_drifted``: all times are too noisy.
+    ``held``: the rows with the storage that the model has. ``has_drifted``: all times are too noisy.
     """
     working = [row for row in rows if row.works]
     fair = [row for row in working if row.snr_db >= FLOORS.get(goal, math.inf)]
     if goal == "quality" or not fair:
-        highest = max((row.snr_db for row in working), default=0.0)
-        close = [row for row in working if row.snr_db >= highest - CLOSE_DB]
-        return _fastest(close, lambda row: row.bytes, has_drifted)
+        close = _close(working)
+        is_noisy = has_drifted or any(row.is_noisy for row in close)
+        return _closest(_smallest(close) if is_noisy or not close else _level(close), held)
     if goal == "memory":
-        return _fastest(_smallest(fair), lambda row: -row.snr_db, has_drifted)
+        return _closest(_smallest(fair), held)
     calm = fair if len(fair) == 1 else [row for row in fair if not row.is_noisy and not has_drifted]
+    calm = [row for row in calm if _gains(row, reference, goal)]
     level = _level(calm) if calm else []
-    best = max(level if goal == "speed" else _smallest(level), key=lambda row: row.snr_db, default=None)
+    best = _closest(level if goal == "speed" else _smallest(level), held)
     noisy = (row for row in fair if row.is_noisy and row is not best)
     return None if best is None or any(row.seconds <= best.seconds for row in noisy) else best
 
 
-def _fastest(rows: Sequence[Tradeoff], otherwise: Callable[[Tradeoff], float], has_drifted: bool) -> Tradeoff | None:
-    """Return the fastest row, or the first by another figure where a time is too noisy."""
-    is_noisy = has_drifted or any(row.is_noisy for row in rows)
-    return min(rows, key=otherwise if is_noisy else lambda row: row.seconds, default=None)
+def _gains(row: Tradeoff, reference: Tradeoff, goal: Goal) -> bool:
+    """True if a row is faster than the reference by more than the noise; for balanced also if it is no slower, and
+    smaller by more than 3 %."""
+    gained, margin = reference.seconds - row.seconds, _margin(row, reference)
+    is_smaller = goal == "balanced" and CLOSE * row.bytes < reference.bytes
+    return gained > margin or (is_smaller and gained >= -margin)
+
+
+def _close(rows: Sequence[Tradeoff]) -> list[Tradeoff]:
+    """List the rows within 1 dB of the highest SNR."""
+    highest = max((row.snr_db for row in rows), default=0.0)
+    return [row for row in rows if row.snr_db >= highest - CLOSE_DB]
+
+
+def _closest(rows: Sequence[Tradeoff], held: Collection[Tradeoff]) -> Tradeoff | None:
+    """Return the row of the highest SNR, of those in ``held`` where some are as close."""
+    close = _close(rows)
+    return max([row for row in close if row in held] or close, key=lambda row: row.snr_db, default=None)
 
 
 def _smallest(rows: Sequence[Tradeoff]) -> list[Tradeoff]:

@@ -17,6 +17,7 @@ TABLE = ("setting", "s/step", "memory", "SNR dB")
 SHARED = ("card", "driver", "torch", "model", *TABLE)
 REFERENCE = "(reference)"
 NOISY = "too noisy to rank"
+NOT_FASTER = "no gain over the reference"
 CHOICES: tuple[Goal, ...] = ("speed", "memory", "quality")
 """The goals that the page offers, in the order of its rows: the fastest, the smallest, the
 closest."""
@@ -97,8 +98,8 @@ def _shared_rows(found: Measurements) -> str:
 
 
 def _without_best(found: Measurements, rows: list[list[str]], text: str) -> Result:
-    """Return the smallest and the most accurate setting, which need no times; empty if no setting
-    works."""
+    """Return the smallest and the most accurate setting, which need no times, and why none is best;
+    no setting where none works."""
     smallest, closest = (found.best.get(goal) for goal in ("memory", "quality"))
     if smallest is None:
         return Result(result.NONE_WORKS, BAD, TABLE, rows, text=text)
@@ -106,7 +107,8 @@ def _without_best(found: Measurements, rows: list[list[str]], text: str) -> Resu
         "small": joined([_name(smallest, found), size_text(smallest.bytes)], ", "),
         "closest": joined([_name(closest, found), _closeness(closest, found)], ", "),
     }
-    message, copied = Message(result.UNRANKED, **values), _shared_rows(found)
+    values |= {} if found.is_noisy else {"reference": str(found.reference.setting)}
+    message, copied = Message(result.UNRANKED if found.is_noisy else result.NO_GAIN, **values), _shared_rows(found)
     return Result(message, WARN, TABLE, rows, None, text, toast=True, copied=copied, best=_choices(found))
 
 
@@ -213,7 +215,7 @@ def _best(found: Measurements) -> list[str]:
     floors = ", ".join(f"{goal} {floor:g} dB" for goal, floor in FLOORS.items())
     return [
         f"best per goal (at least {floors}; within {100 * (CLOSE - 1):.0f} % or the spread counts as equal):",
-        *(f"  {goal + ':':10}{_choice(found.best.get(goal), goal)}" for goal in GOALS),
+        *(f"  {goal + ':':10}{_choice(found.best.get(goal), goal, found)}" for goal in GOALS),
         "",
         "# balanced as rules, for a loader or Compute Dtype with options on auto:",
         *map(str, found.rules.own),
@@ -223,12 +225,17 @@ def _best(found: Measurements) -> list[str]:
 def verdicts(found: Measurements) -> list[str]:
     """Name the best for each goal, as the chart does: the goals that the text has one for."""
     lines = (f"best for {goal}: {_name(row, found)}" for goal, row in found.best.items())
-    return [*lines, *(f"best for {goal}: {NOISY}" for goal in GOALS if found.best and goal not in found.best)]
+    return [*lines, *(f"best for {goal}: {_none(found)}" for goal in GOALS if found.best and goal not in found.best)]
 
 
-def _choice(row: Tradeoff | None, goal: Goal) -> str:
+def _none(found: Measurements) -> str:
+    """Return why a goal has no best."""
+    return NOISY if found.is_noisy else NOT_FASTER
+
+
+def _choice(row: Tradeoff | None, goal: Goal, found: Measurements) -> str:
     if row is None:
-        return NOISY
+        return _none(found)
     short = "" if row.snr_db >= FLOORS.get(goal, -math.inf) else ", below the goal's minimum: the closest setting"
     figures = f"{seconds_text(row.seconds)} s/step, {size_text(row.bytes)}, {whole_decibel_text(row.snr_db)}{short}"
     compute = " = ".join(dict.fromkeys((row.setting.compute, row.computed_by)))

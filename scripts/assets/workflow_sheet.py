@@ -112,7 +112,8 @@ class Sheet:
         Args:
             taken: its inputs, by name: the node and the number of the node's input that each is linked to.
             given: its outputs.
-            shown: the widgets that are on it, each by its node and name.
+            shown: the widgets that are on it, each by its node and name. Each is an input that is linked to the widget's:
+                the page may give the nodes inside other ids, and then finds none that is named in `proxyWidgets`.
         """
         name = str(uuid.uuid5(uuid.NAMESPACE_URL, f"{PROJECT['urls']['Repository']}/subgraphs/{self.title}"))
         links = [
@@ -120,6 +121,10 @@ class Sheet:
             for link in self.links
         ]
         ins, outs = [], []
+        for node, widget in shown:
+            entries = self.nodes[node - 1]["inputs"]
+            entries.append({"name": widget, "type": "COMBO", "widget": {"name": widget}, "link": None})
+            taken = [*taken, (widget, Output(node, len(entries) - 1))]
         for slot, (label, end) in enumerate(taken):
             entry = self.nodes[end.node - 1]["inputs"][end.slot]
             entry["link"] = self._border(links, (BORDER_IN, slot), end, entry["type"])
@@ -139,9 +144,9 @@ class Sheet:
         }  # fmt: skip
         outer = {
             "id": 1, "type": name, "pos": [0, 0], "size": [300, 160], "flags": {}, "order": 0, "mode": 0, "title": self.title,
-            "inputs": [{"name": port["name"], "type": port["type"], "link": None} for port in ins],
+            "inputs": [{"name": port["name"], "type": port["type"], "link": None, **({"widget": {"name": port["name"]}} if port["type"] == "COMBO" else {})} for port in ins],
             "outputs": [{"name": port["name"], "type": port["type"], "links": []} for port in outs],
-            "properties": {**PACK, "proxyWidgets": [[str(node), widget] for node, widget in shown]}, "widgets_values": [],
+            "properties": PACK, "widgets_values": [],
         }  # fmt: skip
         return {
             "revision": 0,

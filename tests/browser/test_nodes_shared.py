@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
@@ -16,12 +15,13 @@ BUTTONS = """async () => { const { api } = await import("/scripts/api.js"), from
     await (await from("guard")).guardWorkflow(app); await (await from("memory")).halveMemory(app, api); await (await from("measure")).measureWorkflow(app); }"""
 MISSING = """() => [...document.querySelector("#vue-app").__vue_app__.config.globalProperties.$pinia._s.get("missingNodesError").missingNodesError.nodeTypes]
     .map(({ type, cnrId }) => [type, cnrId]).sort()"""
+BLOCK = "Halfsafe int8 loader"
 TITLES = """() => Object.fromEntries(app.graph.nodes.filter(({ type }) => type.startsWith("Halfsafe")).map(({ type, title }) => [type, title]))"""
-PUT_BLOCK = """async () => { const store = document.querySelector("#vue-app").__vue_app__.config.globalProperties.$pinia._s;
-    const { name } = [...store.get("nodeDef").visibleNodeDefs].find((one) => one.display_name === "Halfsafe int8 loader"), block = store.get("subgraph").getBlueprint(name);
-    app.graph.clear(); app.canvas._deserializeItems({ nodes: block.nodes, subgraphs: block.definitions.subgraphs, links: [], groups: [], reroutes: [] }, { position: [100, 100] });
-    for (let frame = 0; frame < 3; frame++) await new Promise(requestAnimationFrame);
-    return [app.graph.nodes[0].title, Object.values((await app.graphToPrompt()).output)]; }"""
+FACE = """() => app.graph.nodes.map(({ title, widgets }) => [title, ...(widgets ?? []).map(({ name, value }) => [name, value])])"""
+CHOOSE = """([file, storage]) => { const [node] = app.graph.nodes;
+    for (const [name, value] of Object.entries({ model_name: file, storage })) node.widgets.find((one) => one.name === name).value = value; }"""
+LOADED = """async () => Object.values((await app.graphToPrompt()).output).filter(({ class_type }) => class_type === "HalfsafeLoadDiffusionModel")
+    .map(({ inputs }) => [inputs.model_name, inputs.storage])"""
 
 
 def shared(comfy: ComfyPage) -> dict:
@@ -81,12 +81,31 @@ def test_where_the_pack_is_absent_the_page_offers_it(comfy: ComfyPage, without_t
     assert titles["HalfsafeAutoPrecision"] == "Halfsafe", "not the name of its class"
 
 
-def test_the_block_takes_the_first_file_of_the_list(comfy: ComfyPage) -> None:
+def drag_from_library(comfy: ComfyPage, name: str) -> None:
+    """Drag a block from the page's node library onto the empty canvas: the page gives the nodes inside ids that are free."""
+    comfy.load({"nodes": [], "links": [], "version": 0.4})
+    comfy.evaluate("() => { app.extensionManager.sidebarTab.activeSidebarTabId = 'node-library'; }")
+    comfy.page.locator("[class*=sidebar] input").first.fill(name)
+    entry = comfy.page.get_by_text(name).first
+    entry.hover()
+    comfy.page.mouse.down()
+    for x in (500, 700, 900):
+        comfy.page.mouse.move(x, 400)
+    comfy.page.mouse.up()
+    comfy.page.wait_for_function("() => app.graph.nodes.length")
+
+
+@pytest.mark.drawn
+def test_the_block_has_its_file_and_storage_on_its_face(comfy: ComfyPage) -> None:
+    """The first file of the list; what is chosen on the face runs, and is kept in a file."""
     comfy.open()  # the pinned page gives a new node the values of one that had its id
-    title, steps = comfy.evaluate(PUT_BLOCK)
+    drag_from_library(comfy, BLOCK)
     listed = comfy.evaluate("async () => (await fetch('/object_info/HalfsafeLoadDiffusionModel')).json()")
-    first = listed["HalfsafeLoadDiffusionModel"]["input"]["required"]["model_name"][1]["options"][0]
-    (loader,) = [step["inputs"] for step in steps if step["class_type"] == "HalfsafeLoadDiffusionModel"]
-    assert title == "Halfsafe int8 loader" and (loader["model_name"], loader["storage"]) == (first, "int8"), json.dumps(
-        steps
-    )
+    first, *_, last = listed["HalfsafeLoadDiffusionModel"]["input"]["required"]["model_name"][1]["options"]
+    for file, storage in ((first, "int8"), (last, "fp8_e4m3fn")):
+        face = [[BLOCK, ["model_name", file], ["storage", storage]]]
+        assert comfy.found(FACE, face) == face, "on the face"
+        assert comfy.evaluate(LOADED) == [[file, storage]], "in the run"
+        comfy.load(comfy.saved())
+        assert comfy.evaluate(FACE) == face, "after saving and opening"
+        comfy.evaluate(CHOOSE, [last, "fp8_e4m3fn"])

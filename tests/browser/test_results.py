@@ -88,9 +88,11 @@ def test_results_are_on_their_nodes_and_a_saved_file_is_told(small: ComfyPage, p
     small.run()
     small.page.wait_for_function("() => document.querySelectorAll('.hs-panel .hs-sentence').length === 6")
     found = small.evaluate(SENTENCES)
-    assert any(text.startswith("Saved diffusion_models/halfsafe") and "MiB: bf16 " in text for text in found), found
+    assert any(text.startswith("Saved diffusion_models/halfsafe") and "It holds bf16 " in text for text in found), found
     (measured,) = (
-        text for text in found if text.startswith(("Best: ", "The times were too noisy to rank"))
+        text
+        for text in found
+        if text.startswith(("Best: ", "The times were too noisy to rank", "No setting is better than"))
     )  # on a busy machine no time can be ranked
     assert "Finite: no NaN and no Inf." in found
     assert any("CPU computes in" in text for text in found)

@@ -9,9 +9,21 @@ import pytest
 from browser.comfy_page import ComfyPage
 from browser.test_guard import EVENT, TOGGLE_TAB
 from browser.test_sidebar import OPEN_WHY, PLAIN
-from halfsafe.precision.base.message import Message, messages_in
+from halfsafe.precision.base.message import Message, joined, messages_in
 from halfsafe.precision.guard.verdicts import ADVICE, NAN_GUARD
-from halfsafe.precision.report.result import BEST, COMPUTED_IN, ERROR, HALVED, NOT_LESS, SAVED, UNRANKED, Result
+from halfsafe.precision.make.weight_errors import AGAIN
+from halfsafe.precision.report.result import (
+    BEST,
+    COMPUTED_IN,
+    ERROR,
+    HALVED,
+    HOLDS,
+    NOT_LESS,
+    SAVED,
+    SAVED_LARGER,
+    UNRANKED,
+    Result,
+)
 from PIL import Image
 
 MOST, MOST_IN_A_RESULT = 70, 25
@@ -53,12 +65,14 @@ def halved(before: int, after: int, tone: str = "good") -> Result:
     return Result(sentence, tone, toast=True, sizes=(before, after), stored={"int8": after * 2 // 3, "bf16": after // 3})  # fmt: skip
 
 
+ROUNDED = {"count": 240, "before": "int8", "after": "fp8_e4m3fn", "error": "2.7%", "names": "blocks.0.ffn.0, blocks.0.ffn.2 and 238 more"}  # fmt: skip
 RESULTS = {
     "halved": [halved(2838 << 20, 1720 << 20), halved(236 << 20, 155 << 20)],
     "no smaller": [halved(3 << 20, 3 << 20, "warn")],
     "measured": [measured(BEST, "speed", "memory", "quality")],
     "noisy": [measured(UNRANKED, "memory", "quality")],
-    "saved": [Result(Message(SAVED, file="halfsafe_00001_.safetensors", size="5.89 MiB", formats="fp32 5.12 MiB, int8 768.00 KiB"), toast=True)],
+    "saved": [Result(joined([Message(SAVED_LARGER, file="halfsafe_00001_.safetensors", size="5.89 MiB", before="2.95 MiB"), Message(HOLDS, formats="fp32 5.12 MiB, int8 768.00 KiB")]), toast=True)],
+    "saved again": [Result(joined([Message(SAVED, file="halfsafe_00001_.safetensors", size="5.89 MiB"), Message(AGAIN, **ROUNDED)]), toast=True)],
 }  # fmt: skip
 GUARDS = {
     "clean": [],
@@ -161,6 +175,15 @@ def test_each_state_of_the_sidebar_has_few_words(bar: ComfyPage, language: str) 
     refused = Message("Rules, line {0}: {1}.", 1, "'blocks.1 storage=bf17' is not a rule")
     bar.send("halfsafe.refused", message=refused, messages=messages_in(refused))
     few(bar, "refused")
+
+
+@pytest.mark.once
+def test_what_a_saved_file_lost_is_on_the_card(bar: ComfyPage) -> None:
+    """Not in *Why* alone: that it is larger than the model's file, and that weights were quantized again."""
+    for state, told in (("saved", ["5.89", "larger", "2.95"]), ("saved again", ["5.89", "again", "2.7%"])):
+        show(bar, state, RESULTS[state])
+        words = " ".join(bar.evaluate(WORDS, ".hs-run"))
+        assert all(word in words for word in told), words
 
 
 def test_the_action_that_fits_comes_first(bar: ComfyPage) -> None:

@@ -15,7 +15,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 
 from ....precision.arithmetic.casting import CastsToFp32
-from ....precision.base.message import Message
+from ....precision.base.message import Message, joined
 from ....precision.base.modes import FP16_ACC16, FP32
 from ....precision.base.patching import compile_disabled
 from ....precision.check import drift
@@ -96,7 +96,7 @@ def _check_of(setting: str, call: Call, number: int, guarded: Guarded, log: Guar
     log.checked.add(step)
     if packs := packs_on(call):
         if not told:
-            check.tell(Message(MAY_KEEP_STATE, " and ".join(packs)))
+            check.tell(Message(MAY_KEEP_STATE, joined(packs, " and ")))
         return None
     return check
 

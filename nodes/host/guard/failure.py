@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from ....precision.base.amax import amax_value
-from ....precision.base.message import Message
+from ....precision.base.message import Message, joined
 from ....precision.base.modes import FP16_WIDE, FP32
 from ....precision.base.patching import compile_disabled, patched
 from ....precision.devices.random_start import RandomStart
@@ -87,7 +87,7 @@ class ModelCall(FailedCall):
             nan_inputs=nan_inputs,
             promised=rungs[0] if falls_back else None,
             compiled=is_compiled(patcher),
-            packs=" and ".join(packs_on(call)),
+            packs=joined(packs_on(call), " and "),
             can_start_again=can_start_again and not is_on_several_devices(patcher),
         )
 

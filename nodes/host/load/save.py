@@ -54,12 +54,15 @@ logger = logging.getLogger("halfsafe")
 
 
 class Saved(NamedTuple):
-    """A file that was written: its name below the output folder, its bytes, those of its weights by storage, and
-    sentences on its storage and its model card."""
+    """A file that was written: its name below the output folder, its bytes, those of its weights by storage, and those
+    ``before``, in the model's file; sentences on weights that were quantized ``again``, on its storage and its model
+    card."""
 
     name: str
     bytes: int
     by_storage: Mapping[str, int]
+    before: int
+    again: Sequence[str] = ()
     notes: Sequence[str] = ()
 
 
@@ -203,6 +206,7 @@ def save_model(
     if calibration:
         make_room_to_quantize()
     weights, plans, merged = plan_live_weights(patcher, name, AS_FILE if storage == "auto" else storage, rules)
+    before = _bytes_in_file(weights)
     metadata = metadata_of(patcher, prompt, extra)
     lines = [str(rule) for rule in rules.own]
     provenance = Provenance(source_of_model(patcher), storage, rules.names, lines, len(merged), unfit=weights.unfit)
@@ -223,22 +227,27 @@ def save_model(
     for plan in plans.values():
         by_storage[plan.stored] += plan.bytes
     size = os.path.getsize(path)
-    notes = [*told_again(plans, errors, merged), *nvfp4_doubts(weights.shapes, plans.values())]
+    again, doubts = told_again(plans, errors, merged), nvfp4_doubts(weights.shapes, plans.values())
     rounded = [rounding.text()] if rounding else []
-    told = [*notes, *rounded, *_not_smaller(weights, plans)]
+    told = [*doubts, *rounded, *_not_smaller(weights, plans, before)]
     if card:
+        notes = [*again, *doubts]
         made_by = saved_by_node(storage)
         told.append(add_model_card(path, provenance, made_by, plans, errors, "diffusion_models", readings, notes))
-    for note in told:
+    for note in (*again, *told):
         logger.info("Halfsafe: %s: %s", name, note)
-    return Saved(name, size, dict(by_storage.most_common()), told)
+    return Saved(name, size, dict(by_storage.most_common()), before, again, told)
 
 
-def _not_smaller(weights: LiveWeights, plans: Mapping[str, LayerPlan]) -> list[str]:
-    """Return a sentence if newly quantized weights and all others take no less than they take in the model's file."""
+def _bytes_in_file(weights: LiveWeights) -> int:
+    """Return what the weights take in the model's file, or, if that is not known, in memory."""
+    held = sum(weight.bytes for name, weight in weights.stored.items() if name not in weights.in_file)
+    return held + sum(dtype_named(own).itemsize * prod(weights.shapes[name]) for name, own in weights.in_file.items())
+
+
+def _not_smaller(weights: LiveWeights, plans: Mapping[str, LayerPlan], before: int) -> list[str]:
+    """Return a sentence if newly quantized weights and all others take no less than ``before``."""
     new = any(plan.stored in QUANTIZED_NAMES and not weights.stored[name].quantized for name, plan in plans.items())
-    before = sum(weight.bytes for name, weight in weights.stored.items() if name not in weights.in_file)
-    before += sum(dtype_named(own).itemsize * prod(weights.shapes[name]) for name, own in weights.in_file.items())
     after = sum(plan.bytes for plan in plans.values())
     return [Message(NOT_SMALLER, size_text(after), size_text(before))] if new and after >= before else []
 

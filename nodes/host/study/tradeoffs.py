@@ -19,7 +19,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 
 from ....precision.base.errors import CheckpointError, HalfsafeError
-from ....precision.base.message import Message, ended
+from ....precision.base.message import Message, ended, joined
 from ....precision.formats.checkpoint import Checkpoint
 from ....precision.formats.layer_plan import AS_FILE, LayerPlan
 from ....precision.plan.auto import UNQUANTIZED
@@ -281,7 +281,7 @@ def _stored_as(patcher: ModelPatcher) -> str:
 
 
 def _named(storages: set[str]) -> str:
-    return " and ".join(sorted(storages))
+    return joined(sorted(storages), " and ")
 
 
 def _checkpoint(patcher: ModelPatcher) -> Checkpoint:

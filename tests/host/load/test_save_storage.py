@@ -1,6 +1,7 @@
 """What a model is saved in: its quantized numbers, or a sentence on those that are rounded again; the dtypes of its file."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -114,7 +115,7 @@ def test_numbers_are_never_rounded_again_without_a_word(comfy, quantized, saved_
         said = f"layers in {before} were quantized again, to {after}, with an error of "
         assert (said in told) == (error > 4e-3) == (before != after), (before, after, told, error)
         if said in told:
-            figure = float(told.partition(said)[2].partition(" ")[0].rstrip("%")) / 100
+            figure = float(told.partition(said)[2].partition(" ")[0].rstrip("%.")) / 100
             assert (
                 figure == pytest.approx(error, rel=0.25)
                 and "blocks.0." in told
@@ -191,6 +192,35 @@ def test_a_file_that_is_not_known_leaves_what_is_held(comfy, fp16, saved_folder)
     model.cached_patcher_init = None
     tensors, told = save(comfy, model, saved_folder, "int8")
     assert tensors[NORM].dtype == torch.float32 and "no less" not in told["sentence"]
+
+
+@pytest.mark.parametrize("way", ["from 16 bits", "from 8 bits", "by a rule"])
+def test_a_file_that_is_larger_than_the_models_says_so_first(comfy, fp16, quantized, saved_folder, way):
+    """Whatever it was made larger by; with both sizes."""
+    from halfsafe.precision.plan.rules import rules_from
+
+    path = fp16 if way in ("from 16 bits", "by a rule") else quantized["int8"]
+    storage = {"from 16 bits": "fp32", "from 8 bits": "bf16"}.get(way, "as_file")
+    loaded = families.load(comfy, path, "as_file", "auto")
+    rules = rules_from("* storage=fp32") if way == "by a rule" else None
+    _, told = save(comfy, loaded, saved_folder, storage, rules=rules)
+    first = told["sentence"].partition(": ")[0]
+    assert first.startswith("Saved diffusion_models/") and first.endswith("larger than the model's file was"), told
+    assert told["tone"] == "good"
+    for storage in ("as_file", "int8"):
+        _, told = save(comfy, families.stock(fp16), saved_folder, storage)
+        assert "larger" not in told["sentence"], storage
+
+
+def test_quantized_again_is_told_second_with_its_error(comfy, quantized, saved_folder):
+    """Where the page shows it, whichever storage was chosen: before the list of formats."""
+    for model in (
+        families.load(comfy, quantized["int8"], "as_file", "auto"),
+        with_lora(families.load(comfy, quantized["int8"], "as_file", "auto")),
+    ):
+        _, told = save(comfy, model, saved_folder, "fp8_e4m3fn")
+        _, second, *_ = re.split(r"(?<=\.)\s+(?=[A-Z0-9])", told["sentence"])
+        assert re.search(r"again, to fp8_e4m3fn, with an error of \d", second), told["sentence"]
 
 
 def test_a_file_that_is_no_smaller_is_said_to_be(comfy, fp16, saved_folder, monkeypatch):

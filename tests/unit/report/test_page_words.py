@@ -7,12 +7,15 @@ import re
 from pathlib import Path
 
 import pytest
+from halfsafe.precision.base.message import messages_in
 from halfsafe.precision.base.modes import MODES
+from halfsafe.precision.devices.profiles import PROFILE_NAMES
 from halfsafe.precision.guard import verdicts
-from halfsafe.precision.report import result
+from halfsafe.precision.report import doctor, result
 from halfsafe.precision.study.analysis_text import EXACT, HEAD, NO_ERROR
 from halfsafe.precision.study.sensitivity import BARRED, CHOSEN, KEPT, PINNED, UNUSED
 from halfsafe.precision.study.tradeoffs_text import NOISY, REFERENCE, TABLE
+from support.page_words import said
 from support.served_sentences import sentences_without_template, served_sentences, templates_in, texts_of
 
 ROOT = Path(__file__).absolute().parents[3]
@@ -98,3 +101,20 @@ def test_every_language_has_the_pages_words_and_no_others(language):
 def test_a_translation_fills_in_the_same_values(language):
     for english, text in words_in(language).items():
         assert text and set(VALUE.findall(text)) == set(VALUE.findall(english)), english
+
+
+def test_a_list_in_a_sentence_is_joined_in_the_language_of_the_page():
+    """`joined` makes a message of "or" and "and"; a text of `str.join` or of an f-string stays English."""
+    english = re.compile(r"""["'],? (?:and|or) ["']\s*\.join\(|join\(["'],? (?:and|or) ["']\)""")
+    files = [
+        path
+        for room in ("precision", "nodes", "web")
+        for path in (ROOT / room).rglob("*")
+        if path.suffix in (".py", ".mjs", ".js")
+    ]
+    assert [str(path.relative_to(ROOT)) for path in files if english.search(path.read_text(encoding="utf-8"))] == []
+    for profile in PROFILE_NAMES:
+        told = doctor.diagnosis_result(doctor.describe(profile)).sentence
+        compute = told.named["compute"]
+        words = said(compute, messages_in([told]))
+        assert " or " not in words and (" or " not in compute or "或" in words), (profile, words)

@@ -1,5 +1,6 @@
 """What is made of the measurements: the best for a goal, rules, the table and the chart."""
 
+import itertools
 import json
 import math
 import re
@@ -9,13 +10,13 @@ import numpy as np
 import pytest
 from halfsafe.precision.base.errors import HalfsafeError
 from halfsafe.precision.base.modes import MODE_OF
-from halfsafe.precision.base.options import COMPUTE_OPTIONS, STORAGE_OPTIONS
+from halfsafe.precision.base.options import COMPUTE_OPTIONS, GOALS, STORAGE_OPTIONS
 from halfsafe.precision.devices.detect import detect
 from halfsafe.precision.plan.facts import LayerSpec
 from halfsafe.precision.plan.layers import plan_storage
 from halfsafe.precision.plan.rules import parse, rules_from
 from halfsafe.precision.report import draw
-from halfsafe.precision.report.result import BEST, CLOSEST, NONE_WORKS, UNRANKED
+from halfsafe.precision.report.result import BEST, CLOSEST, NO_GAIN, NONE_WORKS, UNRANKED
 from halfsafe.precision.study import charts, pictures
 from halfsafe.precision.study.charts import tradeoffs_chart
 from halfsafe.precision.study.tradeoffs import (
@@ -27,7 +28,7 @@ from halfsafe.precision.study.tradeoffs import (
     settings_from,
     why_not,
 )
-from halfsafe.precision.study.tradeoffs_text import NOISY, table_text, tradeoffs_result
+from halfsafe.precision.study.tradeoffs_text import NOISY, NOT_FASTER, table_text, tradeoffs_result, verdicts
 from support.page_words import untranslated
 
 MIB = 1 << 20
@@ -92,7 +93,7 @@ def test_each_goal_gets_its_best():
     ("speed", [row("as_file/bf16", 1.02, snr=50.0), row("as_file/fp16", 1.0, snr=30.0)], 0),
     ("speed", [row("as_file/bf16", 1.04, snr=50.0), row("as_file/fp16", 1.0, snr=30.0, spread=0.05)], 0),
     ("speed", [row("as_file/bf16", 1.0, snr=50.0), row("as_file/fp16", 0.1, snr=19.9)], 0),
-    ("memory", [row("int8/auto", 2.0, 101), row("fp8_e5m2/auto", 1.0, 103)], 1),
+    ("memory", [row("int8/auto", 2.0, 103), row("fp8_e5m2/auto", 1.0, 101, snr=30.0)], 0),
     ("memory", [row("int8/auto", 2.0, 90, extra=20 * MIB), row("fp8_e5m2/auto", 1.0, 100, extra=0)], 1),
     ("balanced", [row("int8/auto", 1.06, 10, spread=0.05), row("as_file/bf16", 1.0, 100, spread=0.05)], 1),
     ("balanced", [row("int8/auto", 1.04, 80, spread=0.01), row("as_file/bf16", 1.0, 100, spread=0.05), row("fp8_e5m2/auto", 1.0, 79, snr=30.0)], 0),
@@ -101,7 +102,42 @@ def test_each_goal_gets_its_best():
     ("speed", [BAD, row("as_file/bf16", 1.0, snr=math.inf)], 1),
 ])  # fmt: skip
 def test_the_best_for_a_goal(goal, rows, best):
-    assert best_for(goal, rows) is rows[best]
+    assert best_for(goal, rows, REFERENCE) is rows[best]
+
+
+def test_of_equals_the_closest_is_chosen_or_what_the_model_holds_already():
+    """For each goal, in any order, and whatever the times are where the memory is ranked."""
+    int8, fp8 = row("int8/auto", 1.02, 101, 40.0), row("fp8_e4m3fn/auto", 1.0, 100, 39.1)
+    far = replace(fp8, snr_db=33.0)
+    for goal, rows in itertools.product(GOALS, ([int8, fp8], [fp8, int8])):
+        assert best_for(goal, rows, REFERENCE) is int8, goal
+        assert best_for(goal, rows, REFERENCE, held=[fp8]) is fp8, goal
+        rows = [far if one is fp8 else one for one in rows]
+        assert best_for(goal, rows, REFERENCE, held=[far]) is int8, f"{goal}: twice the error is no tie"
+    for spread in (0.0, 0.9):
+        noisy = [replace(int8, seconds=3.3, spread=spread), replace(far, seconds=0.92, spread=spread)]
+        assert best_for("memory", noisy, REFERENCE) is noisy[0]
+    for given, storage in (("bf16", "as_file"), ("fp8_e4m3fn", "fp8_e4m3fn")):
+        equal = [row(text, 1.0, 50, 40.0) for text in ("int8/auto", "fp8_e4m3fn/auto", "as_file/bf16")]
+        assert {one.storage for one in found(equal, given).best.values()} == {storage}
+
+
+@pytest.mark.parametrize(("seconds", "spread", "mib", "goals"), [
+    (3.92, 0.0, 100, {"quality", "memory"}), (2.0, 2.1, 100, {"quality", "memory"}), (5.0, 0.0, 100, {"quality", "memory"}),
+    (3.92, 0.0, 50, {"quality", "memory", "balanced"}), (4.1, 0.0, 50, {"quality", "memory", "balanced"}), (5.0, 0.0, 50, {"quality", "memory"}),
+    (3.8, 0.0, 100, set(GOALS)), (2.0, 1.9, 100, set(GOALS)),
+])  # fmt: skip
+def test_what_gains_nothing_over_the_reference_beyond_the_noise_is_no_best(seconds, spread, mib, goals):
+    """Not in the sentence, the table, the chart nor the page's rows; balanced may gain memory alone."""
+    measured = replace(found([row("as_file/fp16", seconds, mib, 35.0)]), reference=replace(REFERENCE, spread=spread))
+    assert measured.best.keys() == goals
+    result, table = tradeoffs_result(measured, ""), table_text(measured)
+    assert {goal for one in result.best for goal in one["goals"]} == goals - {"balanced"}
+    expected = BEST if "balanced" in goals else UNRANKED if measured.is_noisy else NO_GAIN
+    assert template_of(result) == expected and (result.use is None) == (expected is not BEST)
+    assert untranslated([result.sentence]) == []
+    none = {line for line in verdicts(measured) if line.endswith((NOISY, NOT_FASTER))}
+    assert len(none) == len(GOALS) - len(goals) == table.count(NOISY if measured.is_noisy else NOT_FASTER)
 
 
 NOISY_ROWS = [
@@ -114,11 +150,15 @@ NOISY_ROWS = [
 
 def test_memory_and_error_are_ranked_where_times_are_too_noisy():
     """By what is known of them: between two of one size the closer, between two as close the smaller."""
-    assert best_for("memory", NOISY_ROWS) is NOISY_ROWS[1] and best_for("quality", NOISY_ROWS) is NOISY_ROWS[0]
+    assert (
+        best_for("memory", NOISY_ROWS, REFERENCE) is NOISY_ROWS[1]
+        and best_for("quality", NOISY_ROWS, REFERENCE) is NOISY_ROWS[0]
+    )
     as_close = [replace(SLOW, snr_db=49.5), replace(SMALL, snr_db=50.0, spread=0.9)]
-    assert best_for("quality", as_close) is as_close[1]
+    assert best_for("quality", as_close, REFERENCE) is as_close[1]
     assert [
-        best_for(goal, [replace(row, spread=row.seconds) for row in (SLOW, SMALL)]) for goal in ("balanced", "speed")
+        best_for(goal, [replace(row, spread=row.seconds) for row in (SLOW, SMALL)], REFERENCE)
+        for goal in ("balanced", "speed")
     ] == [None, None]
 
 
@@ -311,10 +351,10 @@ TWIN = replace(row("auto/auto", 3.9, snr=math.inf), storages=REFERENCE.storages,
 
 
 def test_a_setting_that_computes_as_the_reference_is_shown_without_a_gain():
-    assert sentence([TWIN]) == "Best: bf16, computed in fp32. 3.90 s a step, 100.00 MiB, error 0 %."
-    assert "(" not in sentence([replace(TWIN, seconds=2.0, spread=3.0)])
-    lossy = replace(TWIN, snr_db=60.0)
-    assert sentence([lossy]).startswith("Best: bf16, computed in fp32. 3.90 s a step (fp32 4.00)"), "TF32 is no twin"
+    assert sentence([TWIN]).startswith("No setting is better than as_file/fp32: ")
+    assert "Best" not in sentence([replace(TWIN, seconds=2.0, spread=3.0)])
+    lossy = replace(TWIN, seconds=3.8, snr_db=60.0)
+    assert sentence([lossy]).startswith("Best: bf16, computed in fp32. 3.80 s a step (fp32 4.00)"), "TF32 is no twin"
     assert "s a step (fp32 3.90), " in sentence([replace(SMALL, seconds=1.0), TWIN]), "a gain over the twin is one"
 
 
