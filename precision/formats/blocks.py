@@ -1,7 +1,7 @@
 """ComfyUI's ``nvfp4`` and ``mxfp8``, made and unpacked by comfy-kitchen.
 
-Scales of blocks lie in cuBLAS' layout, tiles of 128 rows x 4 columns, and rows and columns are filled up with zeros:
-https://docs.nvidia.com/cuda/cublas/index.html#d-block-scaling-factors-layout
+Scales of blocks lie in cuBLAS' layout, tiles of 128 rows x 4 columns, and rows and columns are
+filled up with zeros: https://docs.nvidia.com/cuda/cublas/index.html#d-block-scaling-factors-layout
 """
 
 from collections.abc import Mapping
@@ -21,11 +21,12 @@ LOOKED_AT = 256
 
 
 class Blocks(Format):
-    """A format with a scale for each ``block`` inputs, whose rows and columns are padded to a multiple of ``block``.
+    """A format with a scale for each ``block`` inputs, whose rows and columns are padded to a
+    multiple of ``block``.
 
-    A file has no record of the shape before (ComfyUI takes the module's, ``_orig_shape`` in comfy/ops.py). A layer's
-    bias tells its rows; a weight that ends in a value other than zero was not padded.
-    """
+    A file has no record of the shape before (ComfyUI takes the module's, ``_orig_shape`` in
+    comfy/ops.py). A layer's bias tells its rows; a weight that ends in a value other than zero was
+    not padded."""
 
     block: int
     writes = True
@@ -89,11 +90,11 @@ class Blocks(Format):
 
 
 class Nvfp4(Blocks):
-    """Two e2m1 numbers a byte, the high half first; ``weight_scale`` e4m3 for each 16 inputs, ``weight_scale_2`` for
-    all.
+    """Two e2m1 numbers a byte, the high half first; ``weight_scale`` e4m3 for each 16 inputs,
+    ``weight_scale_2`` for all.
 
-    ``pre_quant_scale`` (columns,), which ComfyUI multiplies the layer's inputs by, is part of the weight here.
-    """
+    ``pre_quant_scale`` (columns,), which ComfyUI multiplies the layer's inputs by, is part of the
+    weight here."""
 
     name = "nvfp4"
     storage = "nvfp4"

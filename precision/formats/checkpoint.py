@@ -1,10 +1,11 @@
 """Every way a model file stores quantized weights, read into one shape.
 
-Sources: ComfyUI ``comfy/ops.py`` (``comfy_quant``), ``comfy/utils.py`` (``scaled_fp8``, ``_quantization_metadata``);
-NVIDIA ModelOpt and vLLM (``weight_scale``, ``input_scale``, ``k_scale``); DeepSeek-V3 ``inference/kernel.py``
-(``weight_scale_inv``, which despite its name multiplies) and ``inference/convert.py`` (the same as ``scale``);
-musubi-tuner ``modules/fp8_optimization_utils.py`` (``scale_weight`` of three dimensions, ``scale_weight_tensor``).
-"""
+Sources: ComfyUI ``comfy/ops.py`` (``comfy_quant``), ``comfy/utils.py`` (``scaled_fp8``,
+``_quantization_metadata``); NVIDIA ModelOpt and vLLM (``weight_scale``, ``input_scale``,
+``k_scale``); DeepSeek-V3 ``inference/kernel.py`` (``weight_scale_inv``, which despite its name
+multiplies) and ``inference/convert.py`` (the same as ``scale``); musubi-tuner
+``modules/fp8_optimization_utils.py`` (``scale_weight`` of three dimensions,
+``scale_weight_tensor``)."""
 
 import json
 import math
@@ -57,12 +58,13 @@ JOINED = "settings were taken from comfy_quant where the header's table says not
 MX_BLOCK = 32
 LARGE = 0.95
 SCALED = 8.0
-"""Magnitude below which most numbers of a weight lie, and above which some of a weight divided by a scale do.
+"""Magnitude below which most numbers of a weight lie, and above which some of a weight divided by a
+scale do.
 
-A scale brings the largest number of a matrix, row or block to 448 (e4m3fn) or 57344 (e5m2): one in 20 numbers of a
-normal weight is then above 200, and above 8 where the largest is 50 times that. In weights themselves one in 20 is
-above 0.02 to 0.4, and above 2 where layers are normalized to unit variance.
-"""
+A scale brings the largest number of a matrix, row or block to 448 (e4m3fn) or 57344 (e5m2): one in
+20 numbers of a normal weight is then above 200, and above 8 where the largest is 50 times that. In
+weights themselves one in 20 is above 0.02 to 0.4, and above 2 where layers are normalized to unit
+variance. """
 FEWEST_MATRICES = 4
 SAMPLED_MATRICES = 64
 SAMPLED_PLACES = 4
@@ -71,11 +73,12 @@ _DAMAGED = "The file is damaged: download it again."
 _ITS_NODES = "Load it with the nodes that its publisher names, or use another version of the model."
 _ANOTHER = "Use another version of the model, and tell the authors of the tool that wrote this one."
 _IN_INT8 = ("int8_blockwise", "int8_lodewise", "int8_tensorwise")
-"""Formats of int8 numbers and scales, which the shape of the scales tells apart: ComfyUI's, and those of
-silveroxides/convert_to_quant (``comfy/quant_ops.py``), which some of its versions wrote for one another."""
+"""Formats of int8 numbers and scales, which the shape of the scales tells apart: ComfyUI's, and
+those of silveroxides/convert_to_quant (``comfy/quant_ops.py``), which some of its versions wrote
+for one another."""
 _LIKE = {"hybrid_mxfp8": ("mxfp8", "weight_scalar")}
-"""A format of convert_to_quant -> ComfyUI's format with the same numbers, and the tensor that is added for GPUs without
-products in it (``formats/hybrid_mxfp8_conversion.py``)."""
+"""A format of convert_to_quant -> ComfyUI's format with the same numbers, and the tensor that is
+added for GPUs without products in it (``formats/hybrid_mxfp8_conversion.py``)."""
 _CHANGES_NUMBERS = ("format", "convrot", "convrot_groupsize", "group_size", "num_experts")
 _SCALE_LEAF = re.compile(r"(^|_)scales?(_|$)")
 _PARAMETER = re.compile(r"(weight|bias)$")
@@ -97,7 +100,8 @@ _FOREIGN = (
     (("W_q",), "an HQQ file", _ORIGINAL),
     (("qweight", "qzeros"), "a GPTQ or AWQ file", _ORIGINAL),
 )
-"""Tensor names of other tools' formats, which neither ComfyUI nor this package reads, the tool, and what to do."""
+"""Tensor names of other tools' formats, which neither ComfyUI nor this package reads, the tool, and
+what to do."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +125,8 @@ class Checkpoint:
 
     @property
     def prefix(self) -> str:
-        """What precedes the diffusion model's own names; as in ComfyUI's ``unet_prefix_from_state_dict``."""
+        """What precedes the diffusion model's own names; as in ComfyUI's
+        ``unet_prefix_from_state_dict``."""
         names = list(self.weights)
         inside = (prefix for prefix in MODEL_PREFIXES if any(name.startswith(prefix) for name in names))
         whole = (prefix for prefix in WHOLE_PREFIXES if all(name.startswith(prefix) for name in names))
@@ -135,7 +140,8 @@ class Checkpoint:
 
 
 def zeros_in(weights: Iterable[StoredWeight]) -> dict[str, list[int]]:
-    """Read the data of weights, and map their files to the bytes at which zeros follow, for :func:`zero_notes`."""
+    """Read the data of weights, and map their files to the bytes at which zeros follow, for
+    :func:`zero_notes`."""
     places: dict[str, list[int]] = defaultdict(list)
     for weight in weights:
         if weight.start:
@@ -144,7 +150,8 @@ def zeros_in(weights: Iterable[StoredWeight]) -> dict[str, list[int]]:
 
 
 def zero_notes(checkpoint: Checkpoint, places: Mapping[str, Iterable[int]]) -> list[str]:
-    """Return a note for each run of zero bytes around ``places`` that the checkpoint has none for."""
+    """Return a note for each run of zero bytes around ``places`` that the checkpoint has none
+    for."""
     if not any(places.values()):
         return []
     notes = map(str, zero_runs(open_checkpoint(checkpoint.path), places))
@@ -157,7 +164,8 @@ def dialect_text(dialects: Sequence[str]) -> str:
 
 
 def read_checkpoint(tensors: Mapping[str, torch.Tensor], metadata: dict[str, str] | None, path) -> Checkpoint:
-    """Recognise a file's quantization formats and give every weight its scale. Reads scales and markers only.
+    """Recognise a file's quantization formats and give every weight its scale. Reads scales and
+    markers only.
 
     Raises:
         UnconsumedScale: a tensor looks like a quantization scale and belongs to no weight.
@@ -181,8 +189,9 @@ def read_checkpoint(tensors: Mapping[str, torch.Tensor], metadata: dict[str, str
 
 
 def lasting_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
-    """Return the metadata that stays true of converted weights: without ComfyUI's table of quantized layers and our
-    card, both written anew, and hashes of the tensors (``modelspec.hash_sha256``, ``sshs_model_hash``)."""
+    """Return the metadata that stays true of converted weights: without ComfyUI's table of
+    quantized layers and our card, both written anew, and hashes of the tensors
+    (``modelspec.hash_sha256``, ``sshs_model_hash``)."""
     return {
         key: value for key, value in metadata.items() if key not in (QUANTIZATION_KEY, CARD_KEY) and "hash" not in key
     }
@@ -231,7 +240,8 @@ class _Reader:
         return {"file": str(self.path)} if entry is None else {"file": str(entry.file), "start": entry.start}
 
     def _settings(self) -> dict[str, dict]:
-        """Map layer names to ComfyUI's per-layer JSON, of ``comfy_quant`` tensors joined with the header's table."""
+        """Map layer names to ComfyUI's per-layer JSON, of ``comfy_quant`` tensors joined with the
+        header's table."""
         settings = {}
         for name in self.tensors:
             if name.endswith(".comfy_quant"):
@@ -249,7 +259,8 @@ class _Reader:
         return settings
 
     def _joined(self, layer: str, marked: dict, stated: dict) -> dict:
-        """Join what ``comfy_quant`` and the header's table say of a layer; the table wins, as in ComfyUI."""
+        """Join what ``comfy_quant`` and the header's table say of a layer; the table wins, as in
+        ComfyUI."""
         marked, stated = _flat(marked), _flat(stated)
         if key := contradiction(marked, stated):
             said = Message("{0} is {1} in comfy_quant and {2}", key, json.dumps(marked[key]), json.dumps(stated[key]))
@@ -263,11 +274,12 @@ class _Reader:
         return marked | stated
 
     def _settings_in_header(self) -> dict[str, dict]:
-        """Map the layers of the file to what the header says of them, by their names with or without a prefix.
+        """Map the layers of the file to what the header says of them, by their names with or
+        without a prefix.
 
-        ComfyUI's Load Diffusion Model reads the header before and after it strips the prefix, so that the name without
-        wins (``load_diffusion_model_state_dict`` in comfy/sd.py, ``convert_old_quants`` in comfy/utils.py).
-        """
+        ComfyUI's Load Diffusion Model reads the header before and after it strips the prefix, so
+        that the name without wins (``load_diffusion_model_state_dict`` in comfy/sd.py,
+        ``convert_old_quants`` in comfy/utils.py)."""
         if QUANTIZATION_KEY not in self.metadata:
             return {}
         layers = self._json(self.metadata[QUANTIZATION_KEY], QUANTIZATION_KEY).get("layers")
@@ -296,7 +308,8 @@ class _Reader:
             raise CheckpointError(self.path, str(error), where) from None
 
     def _legacy_markers(self) -> dict[str, bool]:
-        """Map the prefix of each ``scaled_fp8`` marker to whether it asks for full precision (two elements)."""
+        """Map the prefix of each ``scaled_fp8`` marker to whether it asks for full precision (two
+        elements)."""
         markers = {}
         for name, tensor in self.tensors.items():
             if name == "scaled_fp8" or name.endswith(".scaled_fp8"):
@@ -337,8 +350,8 @@ class _Reader:
         return replace(weight, settings=settings)
 
     def _is_plain(self, name: str, data: torch.Tensor, settings: dict) -> bool:
-        """True for numbers and scales that no format of ComfyUI has: fp8, and int8 that is no matrix or has a scale for
-        each block.
+        """True for numbers and scales that no format of ComfyUI has: fp8, and int8 that is no
+        matrix or has a scale for each block.
 
         Raises:
             CheckpointError: such numbers are rotated, in a way that the file does not tell.
@@ -388,7 +401,8 @@ class _Reader:
         return declared
 
     def _format_shown(self, layer: str | None, data: torch.Tensor) -> str:
-        """Return the format that data and scales of a layer have alone among ComfyUI's; "" where none has."""
+        """Return the format that data and scales of a layer have alone among ComfyUI's; "" where
+        none has."""
         scale = self.tensors.get(f"{layer}.weight_scale")
         if scale is None:
             return ""
@@ -415,7 +429,8 @@ class _Reader:
             raise CheckpointError(self._file_of(name), problem, name, _ANOTHER) from None
 
     def _scaled(self, name: str, data: torch.Tensor, block: object = None) -> tuple[Format, Tensors, str]:
-        """Return the format of numbers with the scale that the file has for them, the scale, and its dialect."""
+        """Return the format of numbers with the scale that the file has for them, the scale, and
+        its dialect."""
         found = next(((key, dialect) for key, dialect in _weight_scale_names(name) if key in self.tensors), None)
         if found is None:
             return PLAIN, {}, UNSCALED
@@ -469,11 +484,12 @@ class _Reader:
         return scale
 
     def _tell_missing_scales(self, bare: Sequence[StoredWeight]) -> None:
-        """Tell of fp8 matrices without a scale if most of a sample are as large as after a division by one.
+        """Tell of fp8 matrices without a scale if most of a sample are as large as after a division
+        by one.
 
-        A scale leaves one number at the largest code, which a sample does not find in a matrix of millions: the larger
-        of a few thousand numbers tell it too, and of scales that are rounded up to a power of two as well.
-        """
+        A scale leaves one number at the largest code, which a sample does not find in a matrix of
+        millions: the larger of a few thousand numbers tell it too, and of scales that are rounded
+        up to a power of two as well."""
         sample = bare[:: -(-len(bare) // SAMPLED_MATRICES) or 1]
         sizes = [_large_number(weight.data) for weight in sample]
         scaled = sum(size > SCALED for size in sizes)
@@ -482,7 +498,8 @@ class _Reader:
             self.undecided |= {weight.name: SCALES_ELSEWHERE for weight in bare}
 
     def _check_meanings(self, weights: Iterable[StoredWeight]) -> None:
-        """Raise CheckpointError for whole numbers and the like that stand for a model's numbers in an unknown way."""
+        """Raise CheckpointError for whole numbers and the like that stand for a model's numbers in
+        an unknown way."""
         for weight in weights:
             if weight.plain and _is_parameter(weight):
                 problem = Message("in {0}, and nothing in the file says what numbers those stand for", weight.storage)
@@ -524,20 +541,22 @@ class _Reader:
 
 
 def _flat(settings: dict) -> dict:
-    """Return the settings of a layer with those under ``params``, which ComfyUI reads where the top has none."""
+    """Return the settings of a layer with those under ``params``, which ComfyUI reads where the top
+    has none."""
     params = settings.get("params")
     return {**params, **{k: v for k, v in settings.items() if k != "params"}} if isinstance(params, dict) else settings
 
 
 def _is_bare(weight: StoredWeight) -> bool:
-    """True for an fp8 matrix without a scale, or with one of 1, which a conversion of such a matrix writes."""
+    """True for an fp8 matrix without a scale, or with one of 1, which a conversion of such a matrix
+    writes."""
     scale = weight.format.one_scale(weight)
     return weight.data.dtype in FP8_DTYPES and weight.data.dim() > 1 and scale is not None and scale.item() == 1
 
 
 def _large_number(data: torch.Tensor) -> float:
-    """Return the magnitude that one in 20 numbers of fp8 data exceeds, of those other than zero in places spread over
-    the data; 0 where all are zero."""
+    """Return the magnitude that one in 20 numbers of fp8 data exceeds, of those other than zero in
+    places spread over the data; 0 where all are zero."""
     codes = data.reshape(-1)
     step = max(1, len(codes) // SAMPLED_PLACES)
     places = [codes[start : start + SAMPLED_BYTES] for start in range(0, len(codes), step)]
@@ -547,13 +566,15 @@ def _large_number(data: torch.Tensor) -> float:
 
 
 def _is_parameter(weight: StoredWeight) -> bool:
-    """True if, by name, dtype and dimensions, a tensor holds parameters, and not positions, masks or a text."""
+    """True if, by name, dtype and dimensions, a tensor holds parameters, and not positions, masks
+    or a text."""
     is_matrix = weight.data.dim() > 1 and weight.data.dtype not in (torch.int64, torch.bool)
     return bool(_PARAMETER.search(weight.name)) or (is_matrix and not _POSITIONS.search(weight.name))
 
 
 def _undecided(weight: StoredWeight) -> str:
-    """Return how unmarked 8-bit data are ambiguous: other tools write the same tensors with another meaning."""
+    """Return how unmarked 8-bit data are ambiguous: other tools write the same tensors with another
+    meaning."""
     if weight.format is BLOCK_SCALES:
         counts = weight.tensors["weight_scale"].shape
         return TILED_OR_NOT if block_sizes(weight.shape, counts) == (1, MX_BLOCK) else ""
@@ -573,5 +594,6 @@ def _weight_scale_names(name: str) -> list[tuple[str, str]]:
 
 
 def looks_like_scale(name: str) -> bool:
-    """True if a tensor is named as quantization scales are: a last part with the word scale or scales in it."""
+    """True if a tensor is named as quantization scales are: a last part with the word scale or
+    scales in it."""
     return _SCALE_LEAF.search(name.rpartition(".")[2]) is not None

@@ -1,9 +1,8 @@
 """Weights in ComfyUI's own quantization format: what they are stored in there, and their tensors.
 
-A quantized layer is ``<layer>.weight`` (fp8 or int8), ``<layer>.weight_scale`` (fp32, 0-dim; int8: (rows, 1)),
-``<layer>.comfy_quant`` (JSON as uint8) and, if known, ``<layer>.input_scale`` (ComfyUI ``comfy/ops.py``,
-``_load_quantized_module``).
-"""
+A quantized layer is ``<layer>.weight`` (fp8 or int8), ``<layer>.weight_scale`` (fp32, 0-dim; int8:
+(rows, 1)), ``<layer>.comfy_quant`` (JSON as uint8) and, if known, ``<layer>.input_scale`` (ComfyUI
+``comfy/ops.py``, ``_load_quantized_module``)."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -29,10 +28,11 @@ Made = tuple[StoredWeight, dict[str, torch.Tensor]]
 
 
 def can_be_quantized(cls: str = "Linear", dimensions: int = 2) -> bool:
-    """True if ComfyUI can hold a layer's weight in fp8 or int8: 2-D weights of ``Linear`` modules only.
+    """True if ComfyUI can hold a layer's weight in fp8 or int8: 2-D weights of ``Linear`` modules
+    only.
 
-    ``cls``: name of the module's class. A file does not tell that, so that there the dimensions have to do.
-    """
+    ``cls``: name of the module's class. A file does not tell that, so that there the dimensions
+    have to do."""
     # Of the other operations of ``mixed_precision_ops`` (comfy/ops.py) none but a bank of experts reads a scale.
     return cls == "Linear" and dimensions == 2
 
@@ -49,7 +49,8 @@ def exceeds_fp16(weight: StoredWeight, path) -> bool:
 
 
 def finite_bound(weight: StoredWeight, path) -> float:
-    """Return an upper bound on the magnitude of the dequantized weight; its amax where there is one scale.
+    """Return an upper bound on the magnitude of the dequantized weight; its amax where there is one
+    scale.
 
     Raises:
         NonFiniteWeight: it holds NaN or Inf, or exceeds fp32's range.
@@ -95,7 +96,8 @@ def stays(weight: StoredWeight, storage: str) -> bool:
 
 
 def tensors_of(weight: StoredWeight, storage: str, path, read: bool = True) -> dict[str, torch.Tensor]:
-    """Make a weight's tensors in ComfyUI's format, by full name. fp8 with one scale stays as it is, of many gets one.
+    """Make a weight's tensors in ComfyUI's format, by full name. fp8 with one scale stays as it is,
+    of many gets one.
 
     ``read``: False to leave data that stay as they are unread, and unchecked.
 
@@ -117,7 +119,8 @@ def tensors_of(weight: StoredWeight, storage: str, path, read: bool = True) -> d
 
 
 def _settings(weight: StoredWeight, storage: str) -> dict[str, torch.Tensor]:
-    """Make a quantized weight's ``comfy_quant``, and the scale of the layer's fp8 input if the file has that."""
+    """Make a quantized weight's ``comfy_quant``, and the scale of the layer's fp8 input if the file
+    has that."""
     # That fp8 is too coarse for a layer's inputs does not tell that int8, with a scale for each token, is.
     fp8_alone = str(weight.settings.get("format")).startswith("float8") and storage not in FP8_NAMES
     full = bool(weight.settings.get(FULL_PRECISION)) and not fp8_alone
@@ -129,7 +132,8 @@ def _settings(weight: StoredWeight, storage: str) -> dict[str, torch.Tensor]:
 
 @lru_cache
 def _comfy_quant(storage: str, columns: int, full_precision: bool) -> torch.Tensor:
-    """Make the settings of all weights of a storage and as many columns: one tensor, which nothing writes to."""
+    """Make the settings of all weights of a storage and as many columns: one tensor, which nothing
+    writes to."""
     format = FORMAT_OF_STORAGE[storage]
     more = {FULL_PRECISION: True} if full_precision else {}
     return comfy_quant_tensor({"format": format.name} | format.settings(columns) | more)

@@ -1,9 +1,9 @@
-"""ComfyUI's names of diffusion models with diffusers' names: which tensors, in which order, make which.
+"""ComfyUI's names of diffusion models with diffusers' names: which tensors, in which order, make
+which.
 
 The models are those that ComfyUI converts as it loads them (``convert_diffusers_mmdit`` and
-``model_config_from_diffusers_unet`` in comfy/model_detection.py); ``tests/host/load/test_detection_diffusers.py`` holds
-the names against its own tables.
-"""
+``model_config_from_diffusers_unet`` in comfy/model_detection.py);
+``tests/host/load/test_detection_diffusers.py`` holds the names against its own tables."""
 
 import re
 from collections import Counter
@@ -17,8 +17,8 @@ from .joined import RowsOf
 
 Shapes = Mapping[str, tuple[int, ...]]
 Table = Mapping[str, str]
-"""ComfyUI's layer -> the layers that it is joined of, with + between them; # stands for a number, ~ before a layer for
-swapped halves."""
+"""ComfyUI's layer -> the layers that it is joined of, with + between them; # stands for a number, ~
+before a layer for swapped halves."""
 
 
 def _inside(own: str, theirs: str, layers: Table) -> dict[str, str]:
@@ -215,7 +215,8 @@ _UNET_PART = re.compile(r"(down|mid|up)_blocks?\.(?:(\d+)\.)?(resnets|attentions
 
 
 def origins_of(shapes: Shapes, path) -> dict[str, RowsOf]:
-    """Map ComfyUI's names of a model with diffusers' names to where their rows come from; empty for any other file.
+    """Map ComfyUI's names of a model with diffusers' names to where their rows come from; empty for
+    any other file.
 
     Tensors without a name in ComfyUI keep theirs.
 
@@ -259,7 +260,8 @@ def _named_by(table: Table, names: Iterable[str]) -> Iterator[tuple[str, list[st
 
 
 def _is_last_context(name: str, shapes: Shapes) -> bool:
-    """True for the modulation of SD3's last context block, whose halves are those of an output layer."""
+    """True for the modulation of SD3's last context block, whose halves are those of an output
+    layer."""
     last = shapes["pos_embed.proj.weight"][0] // 64 - 1
     return name.startswith(f"joint_blocks.{last}.context_block.adaLN_modulation.1.")
 

@@ -1,7 +1,8 @@
-"""Model families by the names of their tensors, and the dtypes each is safe in, for when ComfyUI is not at hand.
+"""Model families by the names of their tensors, and the dtypes each is safe in, for when ComfyUI is
+not at hand.
 
-The dtypes are ComfyUI's ``supported_inference_dtypes``, in its order of preference (``comfy/supported_models.py``).
-"""
+The dtypes are ComfyUI's ``supported_inference_dtypes``, in its order of preference
+(``comfy/supported_models.py``)."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -78,7 +79,8 @@ UNKNOWN = Family("unknown family", NO_FP16, ())
 
 
 def family_of(shapes: Mapping[str, tuple[int, ...]]) -> Family:
-    """Find the family of a diffusion model by its tensors' shapes, without prefix; :data:`UNKNOWN` when none fits.
+    """Find the family of a diffusion model by its tensors' shapes, without prefix; :data:`UNKNOWN`
+    when none fits.
 
     Example:
         >>> from halfsafe.precision.formats.families import family_of

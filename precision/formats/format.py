@@ -1,8 +1,9 @@
 """What every format of a weight has.
 
-A format is a class: its tensors in a file, how they are read and written, and what multiplies them. A weight
-(:class:`~.stored_weight.StoredWeight`) has a format, ``PLAIN`` if its data are the values, and nothing outside of this
-room looks at data or scales to tell one from another: what somebody has to know is asked of the format.
+A format is a class: its tensors in a file, how they are read and written, and what multiplies them.
+A weight (:class:`~.stored_weight.StoredWeight`) has a format, ``PLAIN`` if its data are the values,
+and nothing outside of this room looks at data or scales to tell one from another: what somebody has
+to know is asked of the format.
 
 | asked | methods |
 |---|---|
@@ -14,15 +15,15 @@ room looks at data or scales to tell one from another: what somebody has to know
 | rows of several weights as one | ``joins``, ``by_row``, ``aligned`` |
 | its product | ``kernels_for``, ``apply``, ``unpacking``, ``numbers``, ``apply_unpacked`` |
 
-A product takes plain tensors. ``kernels_for`` looks up what it needs once for operands of a form, ``apply`` multiplies:
-data and scale are those of the call, so that nothing is kept of a weight that may move or change. Kernels are functions
-of comfy-kitchen, which the caller finds (``Find``), so that a product runs on any that are given.
+A product takes plain tensors. ``kernels_for`` looks up what it needs once for operands of a form,
+``apply`` multiplies: data and scale are those of the call, so that nothing is kept of a weight that
+may move or change. Kernels are functions of comfy-kitchen, which the caller finds (``Find``), so
+that a product runs on any that are given.
 
-The defaults below are those of ComfyUI's own quantization formats; ``plain.py`` has the others. Names, tensors and
-versions are those of ComfyUI ``comfy/quant_ops.py`` (``QUANT_ALGOS``) and ``comfy/ops.py``
-(``_load_quantized_module``), layouts and products those of comfy-kitchen's ``tensor/*.py``;
-``tests/host/load/test_registry.py`` holds the formats against both.
-"""
+The defaults below are those of ComfyUI's own quantization formats; ``plain.py`` has the others.
+Names, tensors and versions are those of ComfyUI ``comfy/quant_ops.py`` (``QUANT_ALGOS``) and
+``comfy/ops.py`` (``_load_quantized_module``), layouts and products those of comfy-kitchen's
+``tensor/*.py``; ``tests/host/load/test_registry.py`` holds the formats against both."""
 
 from __future__ import annotations
 
@@ -47,14 +48,15 @@ if TYPE_CHECKING:
 Tensors = dict[str, torch.Tensor]
 """Tensors of a layer by the last part of their names: ``weight``, ``weight_scale``."""
 Find = Callable[..., Callable]
-"""``find(name, **arguments)`` returns comfy-kitchen's function of that name, in the first of its backends that takes
-these arguments. The function takes them by their places."""
+"""``find(name, **arguments)`` returns comfy-kitchen's function of that name, in the first of its
+backends that takes these arguments. The function takes them by their places."""
 Unpacker = tuple[Callable, tuple]
 """comfy-kitchen's function that unpacks a weight, and its arguments after data and scale."""
 
 
 def kitchen_function(name: str) -> Callable | None:
-    """Return an object of ComfyUI's package comfy-kitchen; None if the package or the object is missing."""
+    """Return an object of ComfyUI's package comfy-kitchen; None if the package or the object is
+    missing."""
     try:
         import comfy_kitchen
 
@@ -142,7 +144,8 @@ class Format:
 
     @property
     def leaves(self) -> tuple[str, ...]:
-        """The tensors beside ``<layer>.weight`` that ComfyUI reads, by the last part of their names."""
+        """The tensors beside ``<layer>.weight`` that ComfyUI reads, by the last part of their
+        names."""
         return (*self.needs, *self.may_have)
 
     @property
@@ -180,7 +183,8 @@ class Format:
         return True
 
     def scales_text(self, weight: StoredWeight) -> str:
-        """Return what a single scale stands in place of, in words: the storage, or how many scales."""
+        """Return what a single scale stands in place of, in words: the storage, or how many
+        scales."""
         return self.storage
 
     def layout(self, weight: StoredWeight) -> str:
@@ -192,40 +196,45 @@ class Format:
         count = 0 if scale is None else scale.numel()
         rows, columns = weight.shape[-2:]
         each = getattr(self, "block", 0) or (rows * columns // count if count else 0)
-        text = f"a scale for each {each} inputs"
+        text: str = Message("a scale for each {0} inputs", each)
         if count == 1 or each == columns:
             text = "one scale" if count == 1 else "a scale for each row"
-        return text + (f"; rotated in groups of {weight.group} inputs" if weight.group else "")
+        return Message("{0}; rotated in groups of {1} inputs", text, weight.group) if weight.group else text
 
     # What ComfyUI makes of it
 
     def is_held_by(self, storages: Container[str]) -> bool:
-        """True if a ComfyUI with these quantized storages holds a weight of the format, or its numbers."""
+        """True if a ComfyUI with these quantized storages holds a weight of the format, or its
+        numbers."""
         return self.storage in storages
 
     def as_loaded(self, weight: StoredWeight) -> str:
-        """Return the storage in which ComfyUI holds a weight that nobody asks another storage for."""
+        """Return the storage in which ComfyUI holds a weight that nobody asks another storage
+        for."""
         return AS_FILE
 
     def is_only_linear(self, weight: StoredWeight) -> bool:
-        """True if ComfyUI holds such a weight in Linear modules alone, because it casts others without a scale."""
+        """True if ComfyUI holds such a weight in Linear modules alone, because it casts others
+        without a scale."""
         return False
 
     def multiplies_in(self, weight: StoredWeight) -> Mode | None:
-        """Return the arithmetic of ComfyUI's own product of a weight of a layer; None where no mode says it."""
+        """Return the arithmetic of ComfyUI's own product of a weight of a layer; None where no mode
+        says it."""
         return self.mode
 
     def misread(self, weight: StoredWeight, declared: bool, marked: bool) -> Iterator[str]:
         """Yield how ComfyUI's own loader misreads a weight (``MISREADINGS`` of plain.py).
 
-        ``declared``: the file says that it is quantized, in a way that ComfyUI reads; ``marked``: by ``scaled_fp8``.
-        """
+        ``declared``: the file says that it is quantized, in a way that ComfyUI reads; ``marked``:
+        by ``scaled_fp8``."""
         yield from ()
 
     # What a storage changes
 
     def lies_in(self, weight: StoredWeight, storage: str) -> bool:
-        """True if a weight lies in a storage already, so that its tensors stay those of the file."""
+        """True if a weight lies in a storage already, so that its tensors stay those of the
+        file."""
         return storage == self.storage
 
     def is_same_in(self, weight: StoredWeight, storage: str) -> bool:
@@ -233,7 +242,8 @@ class Format:
         return False
 
     def one_scale(self, weight: StoredWeight) -> torch.Tensor | None:
-        """Return the 0-dim scale that alone multiplies the data, 1 for values; None where there is more to it."""
+        """Return the 0-dim scale that alone multiplies the data, 1 for values; None where there is
+        more to it."""
         return None
 
     def has_many_scales(self, weight: StoredWeight) -> bool:
@@ -266,8 +276,8 @@ class Format:
         return ((self.largest or data) * factors + sizes.get(self.offset, 0.0)) * math.sqrt(weight.group or 1)
 
     def largest_of(self, weight: StoredWeight, bound: float) -> float:
-        """Return the magnitude that one scale of a weight is made for: its ``bound``, or its amax where that is
-        loose."""
+        """Return the magnitude that one scale of a weight is made for: its ``bound``, or its amax
+        where that is loose."""
         return weight.amax
 
     def auxiliary(self, weight: StoredWeight) -> dict[str, torch.Tensor]:
@@ -276,7 +286,8 @@ class Format:
         return tensors | {f"{weight.layer}.comfy_quant": comfy_quant_tensor(weight.settings)}
 
     def read(self, weight: StoredWeight) -> StoredWeight:
-        """Add the tensors and settings that ComfyUI multiplies by to a weight whose file has others."""
+        """Add the tensors and settings that ComfyUI multiplies by to a weight whose file has
+        others."""
         return weight
 
     def shape(self, weight: StoredWeight) -> tuple[int, ...]:
@@ -288,7 +299,8 @@ class Format:
         return (rows, columns // self.per_byte)
 
     def check(self, weight: StoredWeight) -> None:
-        """Raise ValueError unless the tensors' shapes fit the weight's: one scale, or a scale for each row."""
+        """Raise ValueError unless the tensors' shapes fit the weight's: one scale, or a scale for
+        each row."""
         if weight.tensors["weight_scale"].numel() > 1:
             weight.require_shape("weight_scale", (weight.shape[0], 1), (weight.shape[0],))
 
@@ -303,16 +315,18 @@ class Format:
     # Multiplying
 
     def kernels_for(self, find: Find, x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor, group: int) -> tuple:
-        """Look up what :meth:`apply` needs, once for ``x`` of a dtype, device and dimensions and a form of a weight.
+        """Look up what :meth:`apply` needs, once for ``x`` of a dtype, device and dimensions and a
+        form of a weight.
 
-        ``group``: the number of inputs that the weight's rotation turns together; 0 without a rotation.
-        """
+        ``group``: the number of inputs that the weight's rotation turns together; 0 without a
+        rotation."""
         raise NotImplementedError
 
     def apply(
         self, bound: tuple, x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """Multiply ``x`` (..., K) by a weight (N, K) as it is stored. Returns (..., N) in the dtype of ``x``.
+        """Multiply ``x`` (..., K) by a weight (N, K) as it is stored. Returns (..., N) in the dtype
+        of ``x``.
 
         ``bound``: what :meth:`kernels_for` returned for operands of this form.
         """
@@ -332,7 +346,8 @@ class Format:
     def apply_unpacked(
         self, unpacker: Unpacker, x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """Multiply ``x`` (..., K) by an unpacked weight (N, K). ``unpacker``: to the dtype of ``x``."""
+        """Multiply ``x`` (..., K) by an unpacked weight (N, K). ``unpacker``: to the dtype of
+        ``x``."""
         kernel, more = unpacker  # :meth:`numbers`, written out: this runs in each layer of each call
         return F.linear(x, kernel(data, scale, *more), None if bias is None else bias.to(x.dtype))
 
@@ -351,26 +366,30 @@ class Format:
         return {}
 
     def shared(self, parts: Iterable[torch.Tensor]) -> Tensors:
-        """Make the tensors shared by all rows of a weight, from rows in parts that are spread over the weight, unless
-        ``by_largest``."""
+        """Make the tensors shared by all rows of a weight, from rows in parts that are spread over
+        the weight, unless ``by_largest``."""
         return {}
 
     def scale_for(self, largest: float) -> Tensors:
-        """Make the tensors shared by all rows of a weight from its largest magnitude, if ``by_largest``."""
+        """Make the tensors shared by all rows of a weight from its largest magnitude, if
+        ``by_largest``."""
         raise NotImplementedError
 
     def encode(self, rows: torch.Tensor, params: Mapping[str, torch.Tensor]) -> Tensors:
-        """Round rows of a weight to nearest and make their tensors, without the shared tensors in ``params``."""
+        """Round rows of a weight to nearest and make their tensors, without the shared tensors in
+        ``params``."""
         raise NotImplementedError
 
     def turned(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rotate rows ``(n, K)`` to the basis of the codes, in fp32. Turning twice gives the rows again."""
+        """Rotate rows ``(n, K)`` to the basis of the codes, in fp32. Turning twice gives the rows
+        again."""
         return rows.float()
 
     def nearest(
         self, values: torch.Tensor, params: Mapping[str, torch.Tensor], at: Sequence[int] | None = None
     ) -> torch.Tensor:
-        """Round fp32 columns ``(n, c)`` of the turned weight to the nearest numbers that codes stand for.
+        """Round fp32 columns ``(n, c)`` of the turned weight to the nearest numbers that codes
+        stand for.
 
         Args:
             params: the tensors of these rows.

@@ -1,9 +1,8 @@
 """ComfyUI's ``float8_e4m3fn`` and ``float8_e5m2``, written with one power-of-two scale per tensor.
 
-A power of two is as accurate as any other scale (about 2.65 % relative error for a normal weight, whatever its spread),
-and it multiplies and divides without rounding: the dequantized weight is exact in bf16 and fp16, and a weight that is
-already on an fp8 grid survives being scaled again.
-"""
+A power of two is as accurate as any other scale (about 2.65 % relative error for a normal weight,
+whatever its spread), and it multiplies and divides without rounding: the dequantized weight is
+exact in bf16 and fp16, and a weight that is already on an fp8 grid survives being scaled again."""
 
 import contextlib
 import logging
@@ -29,10 +28,11 @@ MIN_SCALE_EXPONENT = -24
 SMALLEST_SCALE = 2.0**-126
 SMALLEST_ACTIVATION_SCALE = {torch.float16: 2.0**-15}
 BELOW_TWO = 2.0 - 2.0**-15
-"""Rounds up to a power of two where what is multiplied by it is then rounded down to one: by less than the step from an
-fp16 or bf16 number to the next, and more than fp32 rounds by."""
+"""Rounds up to a power of two where what is multiplied by it is then rounded down to one: by less
+than the step from an fp16 or bf16 number to the next, and more than fp32 rounds by."""
 FP32_EXPONENT = 0x7F800000
-"""The bits of fp32's exponent: with those alone a number is the power of two at or below it, and NaN is inf."""
+"""The bits of fp32's exponent: with those alone a number is the power of two at or below it, and
+NaN is inf."""
 FP8_RESULT = "bf16"
 """Dtype of fp8 products in an fp32 stream: torch has none with an fp32 result and a bias."""
 RESULT = dtype_named(FP8_RESULT)
@@ -46,8 +46,8 @@ logger = logging.getLogger("halfsafe")
 
 @contextlib.contextmanager
 def fast_accumulation(refused: Refused) -> Iterator[None]:
-    """Context in which this thread's fp8 products use fast accumulation. Products that torch refuses run without it,
-    and are listed in ``refused``."""
+    """Context in which this thread's fp8 products use fast accumulation. Products that torch
+    refuses run without it, and are listed in ``refused``."""
     token = _refused.set(refused)
     try:
         yield
@@ -56,7 +56,8 @@ def fast_accumulation(refused: Refused) -> Iterator[None]:
 
 
 def divides_in_fp32(kernel: Callable) -> bool:
-    """True if a kernel that quantizes to fp8 divides by the scale in fp32, whatever the dtype of its input."""
+    """True if a kernel that quantizes to fp8 divides by the scale in fp32, whatever the dtype of
+    its input."""
     # ``static_cast<float>(_src_ptr[j]) / *scale_f``, in quantize_fp8_tensor_kernel of comfy-kitchen's
     # backends/cuda/ops/per_tensor_quantize.cu; its eager kernel multiplies by the inverse in the input's dtype.
     return kernel.__module__.startswith("comfy_kitchen.backends.cuda")
@@ -69,18 +70,20 @@ def _kept(thread: int, size: int) -> torch.Tensor:
 
 
 def room(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a scratch buffer of ``count`` elements; on a CPU, one of 8 or 16 MB per thread is reused.
+    """Return a scratch buffer of ``count`` elements; on a CPU, one of 8 or 16 MB per thread is
+    reused.
 
-    Tensors that come and go leave holes in the heap, in every second load to int8 half as large as the codes, and where
-    they are given back to the system their page faults take as long as the product.
-    """
+    Tensors that come and go leave holes in the heap, in every second load to int8 half as large as
+    the codes, and where they are given back to the system their page faults take as long as the
+    product."""
     if device.type != "cpu":
         return torch.empty(count, dtype=dtype, device=device)
     return _kept(get_ident(), max(2 * PART, count * dtype.itemsize)).view(dtype)[:count]
 
 
 def power_of_two_scale(largest: float, dtype: torch.dtype) -> float:
-    """Return the smallest power of two that brings a finite ``largest`` into the range of an fp8 dtype; 1.0 for zeros.
+    """Return the smallest power of two that brings a finite ``largest`` into the range of an fp8
+    dtype; 1.0 for zeros.
 
     Never below 2^-24, the smallest fp16 number.
     """
@@ -92,10 +95,11 @@ def power_of_two_scale(largest: float, dtype: torch.dtype) -> float:
 
 
 def quantize(tensor: torch.Tensor, dtype: torch.dtype, largest: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize a finite tensor of amax ``largest``: fp8 data, and the 0-dim fp32 power of two that multiplies them.
+    """Quantize a finite tensor of amax ``largest``: fp8 data, and the 0-dim fp32 power of two that
+    multiplies them.
 
-    Beyond the result it needs 32 MB at most. The scale keeps every value in range, so that no clamp is needed.
-    """
+    Beyond the result it needs 32 MB at most. The scale keeps every value in range, so that no clamp
+    is needed."""
     scale = power_of_two_scale(largest, dtype)
     return _divided(tensor, dtype, scale), torch.tensor(scale)
 
@@ -125,20 +129,21 @@ def _divided(tensor: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Te
 
 
 def activation_scale(tensor: torch.Tensor, dtype: torch.dtype, divided_in_fp32: bool = False) -> torch.Tensor:
-    """Return the 0-dim fp32 scale that brings a tensor into the range of an fp8 dtype, computed on its device.
+    """Return the 0-dim fp32 scale that brings a tensor into the range of an fp8 dtype, computed on
+    its device.
 
-    ``divided_in_fp32``: the kernel that quantizes divides by the scale in fp32 and clamps. The scale is then amax /
-    448, in two launches; else a power of two, in four.
+    ``divided_in_fp32``: the kernel that quantizes divides by the scale in fp32 and clamps. The
+    scale is then amax / 448, in two launches; else a power of two, in four.
 
-    The smallest power of two that does. A kernel that multiplies by its inverse in the tensor's dtype, as
-    comfy-kitchen's eager one (``quantize_per_tensor_fp8``), rounds nothing: that of amax / 448 is off by up to 2^-9 in
-    bf16, all of a layer one way. Never so small that ``1 / scale`` passes the range of the tensor's own dtype, as inf
-    times 0 is NaN: 2^15 is the largest power of two that fp16 holds. A scale is raised to that only where amax is below
-    448 * 2^-15 = 0.0137; the largest value is a normal number of e4m3fn for every amax from 2^-21 on.
+    The smallest power of two that does. A kernel that multiplies by its inverse in the tensor's
+    dtype, as comfy-kitchen's eager one (``quantize_per_tensor_fp8``), rounds nothing: that of amax
+    / 448 is off by up to 2^-9 in bf16, all of a layer one way. Never so small that ``1 / scale``
+    passes the range of the tensor's own dtype, as inf times 0 is NaN: 2^15 is the largest power of
+    two that fp16 holds. A scale is raised to that only where amax is below 448 * 2^-15 = 0.0137;
+    the largest value is a normal number of e4m3fn for every amax from 2^-21 on.
 
-    Inf or NaN where the tensor holds NaN or inf, so that the product shows it: an fp8 cast would turn inf into the
-    largest number.
-    """
+    Inf or NaN where the tensor holds NaN or inf, so that the product shows it: an fp8 cast would
+    turn inf into the largest number."""
     if divided_in_fp32:  # of zeros by more than 0
         return torch.rsub(amax(tensor), SMALLEST_SCALE, alpha=-1 / max_of(dtype))
     scale = amax(tensor) * (BELOW_TWO / max_of(dtype))
@@ -147,13 +152,15 @@ def activation_scale(tensor: torch.Tensor, dtype: torch.dtype, divided_in_fp32: 
 
 
 class Fp8(Format):
-    """fp8 numbers, written with one scale. A bank of experts has a scale for each expert, or for each of its rows.
+    """fp8 numbers, written with one scale. A bank of experts has a scale for each expert, or for
+    each of its rows.
 
-    A product computes the scale of its input from the input, whatever scale the file states for it. Inputs are e4m3fn
-    for weights in either format: CUDA does not multiply e5m2 by e5m2 ("Multiplication of two Float8_e5m2 matrices is
-    not supported", ``aten/src/ATen/native/cuda/ScaledBlas.cpp``). fp32 inputs are rounded to bf16 first: torch has no
-    product with an fp32 result and a bias. A product that torch refuses unpacks the weight, and is logged once.
-    """
+    A product computes the scale of its input from the input, whatever scale the file states for it.
+    Inputs are e4m3fn for weights in either format: CUDA does not multiply e5m2 by e5m2
+    ("Multiplication of two Float8_e5m2 matrices is not supported",
+    ``aten/src/ATen/native/cuda/ScaledBlas.cpp``). fp32 inputs are rounded to bf16 first: torch has
+    no product with an fp32 result and a bias. A product that torch refuses unpacks the weight, and
+    is logged once."""
 
     mode = FP8
     writes = calibrates = by_largest = True

@@ -1,12 +1,12 @@
 """INT8 with rotated inputs and one scale per row: ComfyUI's ``int8_tensorwise`` with ``convrot``.
 
-A weight's rows are cut into groups of ``G`` inputs and each group is multiplied by a normalized regular Hadamard
-matrix, which spreads an outlier over its group (ConvRot, arXiv 2512.03673). Inputs are rotated the same way before a
-matmul, so ``(x R)(W R)^T = x W^T``. Everything is computed in fp32 and equals comfy-kitchen's eager
-``quantize_int8_convrot_weight`` of an fp32 weight bit for bit, where the matmul library sums the rows of both in one
-order. A GPU adds in an order of its own: its scales can differ in their last bits from a CPU's, and its codes by one
-step where they nearly tie; so do codes of comfy-kitchen for a bf16 or fp16 weight, which it rotates in that dtype.
-"""
+A weight's rows are cut into groups of ``G`` inputs and each group is multiplied by a normalized
+regular Hadamard matrix, which spreads an outlier over its group (ConvRot, arXiv 2512.03673). Inputs
+are rotated the same way before a matmul, so ``(x R)(W R)^T = x W^T``. Everything is computed in
+fp32 and equals comfy-kitchen's eager ``quantize_int8_convrot_weight`` of an fp32 weight bit for
+bit, where the matmul library sums the rows of both in one order. A GPU adds in an order of its own:
+its scales can differ in their last bits from a CPU's, and its codes by one step where they nearly
+tie; so do codes of comfy-kitchen for a bf16 or fp16 weight, which it rotates in that dtype."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -26,17 +26,20 @@ LARGEST_CODE = 127
 SMALLEST_SCALE = 1e-30
 BLOCK = 1 << 20
 INT8_RESULTS = (torch.float32, torch.float16, torch.bfloat16)
-"""The dtypes that comfy-kitchen unpacks int8 to, by their codes (``_dtype_code`` in its ``tensor/int8.py``)."""
+"""The dtypes that comfy-kitchen unpacks int8 to, by their codes (``_dtype_code`` in its
+``tensor/int8.py``)."""
 
 
 def rotation_group(columns: int) -> int | None:
-    """Return the largest group that divides a number of inputs; None where int8 would be ruined by outliers."""
+    """Return the largest group that divides a number of inputs; None where int8 would be ruined by
+    outliers."""
     return next((group for group in GROUPS if columns and columns % group == 0), None)
 
 
 @cache
 def hadamard(size: int) -> torch.Tensor:
-    """Return the normalized regular Hadamard matrix of ``size``, a power of 4; fp32, symmetric and its own inverse."""
+    """Return the normalized regular Hadamard matrix of ``size``, a power of 4; fp32, symmetric and
+    its own inverse."""
     with torch.inference_mode(False):
         base = torch.tensor([[1.0, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]])
         matrix = base
@@ -46,7 +49,8 @@ def hadamard(size: int) -> torch.Tensor:
 
 
 def rotated(rows: torch.Tensor, group: int) -> torch.Tensor:
-    """Rotate every ``group`` of columns of fp32 rows ``(n, K)``. Rotating twice gives the rows again."""
+    """Rotate every ``group`` of columns of fp32 rows ``(n, K)``. Rotating twice gives the rows
+    again."""
     if group > LARGEST_MATRIX:  # the Kronecker product of two smaller matrices: 64 MB for a group of 4096
         right = hadamard(LARGEST_MATRIX).to(rows.device)
         left = hadamard(group // LARGEST_MATRIX).to(rows.device)
@@ -57,12 +61,13 @@ def rotated(rows: torch.Tensor, group: int) -> torch.Tensor:
 
 @torch.no_grad()
 def quantize_rows(rows: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize rows ``(n, K)`` of any float dtype: int8 codes of the rotated rows, and their scales ``(n, 1)`` in fp32.
+    """Quantize rows ``(n, K)`` of any float dtype: int8 codes of the rotated rows, and their scales
+    ``(n, 1)`` in fp32.
 
-    Works through blocks of up to ``BLOCK`` elements: smaller ones wait longer at OpenMP's barriers than they compute.
-    The blocks are of like size: a BLAS may sum the few rows of a small rest in another order. No clamp is needed: a
-    value exceeds 127 scales by so little that it rounds to 127.
-    """
+    Works through blocks of up to ``BLOCK`` elements: smaller ones wait longer at OpenMP's barriers
+    than they compute. The blocks are of like size: a BLAS may sum the few rows of a small rest in
+    another order. No clamp is needed: a value exceeds 127 scales by so little that it rounds to
+    127."""
     codes = torch.empty(rows.shape, dtype=torch.int8, device=rows.device)
     scale = rows.new_empty(len(rows), 1, dtype=torch.float32)
     count = -(-len(rows) // max(1, BLOCK // rows.shape[1])) or 1
@@ -77,7 +82,8 @@ def quantize_rows(rows: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.T
 
 
 def dequantize_rows(codes: torch.Tensor, scale: torch.Tensor, group: int | None) -> torch.Tensor:
-    """Return the fp32 rows of int8 codes ``(n, K)``; ``group``: None for a weight without rotation."""
+    """Return the fp32 rows of int8 codes ``(n, K)``; ``group``: None for a weight without
+    rotation."""
     values = codes.float().mul_(scale)
     return values if group is None else rotated(values, group)
 
@@ -99,7 +105,8 @@ class Rotated(Format):
 
 
 class Int8(Rotated):
-    """One int8 number a weight, ``weight_scale`` fp32 of shape () or (rows, 1); rotated where ``convrot`` is set.
+    """One int8 number a weight, ``weight_scale`` fp32 of shape () or (rows, 1); rotated where
+    ``convrot`` is set.
 
     Its product is comfy-kitchen's kernel, which rotates and quantizes the inputs too.
     """
@@ -116,8 +123,8 @@ class Int8(Rotated):
     by_row = ("weight_scale",)
 
     def read(self, weight: StoredWeight) -> StoredWeight:
-        """Give a weight its ``weight_scale`` in the shape that ComfyUI multiplies by, and ``convrot`` where also its
-        embeddings look."""
+        """Give a weight its ``weight_scale`` in the shape that ComfyUI multiplies by, and
+        ``convrot`` where also its embeddings look."""
         scale = weight.tensors["weight_scale"]
         settings = weight.settings
         if scale.dim() == 1 or (scale.numel() == 1 and len(weight.data) > 1):

@@ -1,4 +1,5 @@
-"""Weights made of the rows of others, as ComfyUI fuses the q, k and v of a model with diffusers' names."""
+"""Weights made of the rows of others, as ComfyUI fuses the q, k and v of a model with diffusers'
+names."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -18,8 +19,8 @@ FUSED = (
 class RowsOf(NamedTuple):
     """The tensors whose rows make another tensor.
 
-    ``order``: the row of ``names``, counted through, that each row of it is; None for all as they follow.
-    """
+    ``order``: the row of ``names``, counted through, that each row of it is; None for all as they
+    follow."""
 
     names: Sequence[str]
     order: torch.Tensor | None = None
@@ -70,10 +71,12 @@ class JoinedWeights(Mapping[str, StoredWeight]):
 
 
 def joined_rows(name: str, parts: Sequence[StoredWeight], order: torch.Tensor | None = None) -> StoredWeight | None:
-    """Join weights by rows in the storage that they have; None where their storage does not hold the result exactly.
+    """Join weights by rows in the storage that they have; None where their storage does not hold
+    the result exactly.
 
-    int8 with a scale for each row and 4- and 6-bit codes keep their rows' scales; fp8 and nvfp4 have one scale, which
-    must be the same in all parts; scales of blocks lie in tiles of rows, which must be whole.
+    int8 with a scale for each row and 4- and 6-bit codes keep their rows' scales; fp8 and nvfp4
+    have one scale, which must be the same in all parts; scales of blocks lie in tiles of rows,
+    which must be whole.
 
     Args:
         name: of the result.

@@ -1,9 +1,10 @@
-"""Numbers as torch has them, alone or with scales: a weight that no format of ComfyUI describes as it is.
+"""Numbers as torch has them, alone or with scales: a weight that no format of ComfyUI describes as
+it is.
 
-``PLAIN`` is data that are the values. ``ONE_SCALE``, ``ROW_SCALES`` and ``BLOCK_SCALES`` are fp8 and int8 data of other
-tools, and 16-bit data with a ``scale_weight``: ``weight_scale`` multiplies them. ComfyUI reads one scale of fp8 (as
-``Fp8``, in which they are written); more are unpacked or rounded again.
-"""
+``PLAIN`` is data that are the values. ``ONE_SCALE``, ``ROW_SCALES`` and ``BLOCK_SCALES`` are fp8
+and int8 data of other tools, and 16-bit data with a ``scale_weight``: ``weight_scale`` multiplies
+them. ComfyUI reads one scale of fp8 (as ``Fp8``, in which they are written); more are unpacked or
+rounded again."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ import torch
 
 from ..base.amax import amax_value
 from ..base.dtypes import FP8_DTYPES, QUANTIZED_NAMES, name_of
+from ..base.message import Message
 from ..base.modes import FP8, Mode
 from .format import Format
 
@@ -108,7 +110,8 @@ class Scaled(Plain):
         return False
 
     def check(self, weight: StoredWeight) -> None:
-        """Take any tensors: what fits a format is found by its scale's shape (:func:`scaled_format`)."""
+        """Take any tensors: what fits a format is found by its scale's shape
+        (:func:`scaled_format`)."""
 
     def rows(self, weight: StoredWeight, part: slice) -> torch.Tensor:
         data = weight.matrix(weight.data)[part].float()
@@ -134,7 +137,7 @@ class Scaled(Plain):
         return largest * weight.tensors["weight_scale"].max().item()
 
     def layout(self, weight: StoredWeight) -> str:
-        return f"a scale for each {self.scaling}"
+        return Message("a scale for each {0}", self.scaling)
 
     def misread(self, weight: StoredWeight, declared: bool, marked: bool) -> Iterator[str]:
         yield from super().misread(weight, declared, marked)
@@ -190,7 +193,8 @@ class RowScales(Scaled):
         return weight.tensors["weight_scale"].shape[0]
 
     def fits(self, scale: torch.Tensor, shape: Sequence[int], stated: object) -> bool:
-        """True for a shape that begins as the weight's and goes on with ones: ``(N,)``, ``(N, 1)``, ``(E, N, 1)``."""
+        """True for a shape that begins as the weight's and goes on with ones: ``(N,)``, ``(N, 1)``,
+        ``(E, N, 1)``."""
         leading = list(scale.shape)
         while leading[-1] == 1:
             leading.pop()
@@ -201,7 +205,8 @@ class RowScales(Scaled):
 
 
 class BlockScales(Scaled):
-    """A scale for each block of a 2-D weight: ``(R, C)`` of them. Blocks of two weights are not joined."""
+    """A scale for each block of a 2-D weight: ``(R, C)`` of them. Blocks of two weights are not
+    joined."""
 
     scaling = "block"
     joins = False
@@ -214,7 +219,8 @@ class BlockScales(Scaled):
         return scale.repeat_interleave(sizes[1], 1)[:, :columns]
 
     def fits(self, scale: torch.Tensor, shape: Sequence[int], stated: object) -> bool:
-        """True for one entry a block, of the ``stated`` length if the file says one: ``(R, C)``, ``(R, C, 1)``."""
+        """True for one entry a block, of the ``stated`` length if the file says one: ``(R, C)``,
+        ``(R, C, 1)``."""
         counts = scale.shape[:2]
         fits = len(counts) == len(shape) == 2 and scale.numel() == math.prod(counts)
         return fits and block_sizes(shape, counts, stated) is not None
@@ -237,9 +243,9 @@ def scaled_format(scale: torch.Tensor, shape: Sequence[int], stated: object = No
 
 
 def block_sizes(shape: Sequence[int], counts: Sequence[int], stated: object = None) -> tuple[int, int] | None:
-    """Return the lengths of blocks that cut a 2-D weight into ``counts`` of them, the last possibly short: the
-    ``stated`` length where it fits, and square where a usual length fits both ways (DeepSeek, Qwen and vLLM use 128);
-    None where none fit."""
+    """Return the lengths of blocks that cut a 2-D weight into ``counts`` of them, the last possibly
+    short: the ``stated`` length where it fits, and square where a usual length fits both ways
+    (DeepSeek, Qwen and vLLM use 128); None where none fit."""
     own = (stated,) if type(stated) is int and stated > 0 else ()
     down, across = (
         [block for block in (*own, *USUAL_BLOCKS, max(size, 1)) if -(-size // block) == count]

@@ -30,7 +30,8 @@ class Int4(Format):
 
 
 class Awq4(Format):
-    """Two numbers a byte, the low half first: ``(number - 8) * weight_scale + weight_zeros``, both (groups, rows)."""
+    """Two numbers a byte, the low half first: ``(number - 8) * weight_scale + weight_zeros``, both
+    (groups, rows)."""
 
     name = "awq_w4a16"
     storage = "awq4"

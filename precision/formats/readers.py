@@ -1,10 +1,10 @@
 """Where ComfyUI reads quantized layers: by the kind of a file, or of a part of a checkpoint.
 
-Read at the source of ComfyUI 0.30.0 and of 783545f6 (0.33.0 and nine days): ``comfy/sd.py`` (models, text encoders,
-VAEs), ``comfy/model_detection.py`` (``convert_diffusers_mmdit``, which fuses q, k and v without their scales),
-``comfy/controlnet.py``, ``comfy/clip_vision.py`` and the loaders of ``comfy_extras``. A loader that reads no
-``comfy_quant`` takes codes for weights, which gives noise.
-"""
+Read at the source of ComfyUI 0.30.0 and of 783545f6 (0.33.0 and nine days): ``comfy/sd.py``
+(models, text encoders, VAEs), ``comfy/model_detection.py`` (``convert_diffusers_mmdit``, which
+fuses q, k and v without their scales), ``comfy/controlnet.py``, ``comfy/clip_vision.py`` and the
+loaders of ``comfy_extras``. A loader that reads no ``comfy_quant`` takes codes for weights, which
+gives noise."""
 
 import re
 from collections import Counter
@@ -82,7 +82,8 @@ def _is_model(shapes: Shapes) -> bool:
 
 
 def _is_t5_xxl(shapes: Shapes) -> bool:
-    """True for the T5 in which ComfyUI looks for ``comfy_quant`` (``t5xxl_detect`` and ``detect_te_model``)."""
+    """True for the T5 in which ComfyUI looks for ``comfy_quant`` (``t5xxl_detect`` and
+    ``detect_te_model``)."""
     layer = "encoder.block.23.layer.1.DenseReluDense."
     gated = next((shape for name, shape in shapes.items() if name.endswith(f"{layer}wi_1.weight")), (0,))
     return gated[0] == 10240 or any(name.endswith(f"{layer}wi.weight") for name in shapes)
@@ -156,13 +157,15 @@ KINDS: tuple[tuple[Kind, Callable[[Shapes], bool]], ...] = (
     ),
 )
 UNKNOWN_PREFIXES = ("diffusion_model.", "transformer.")
-"""What may precede all names of a diffusion model, and ComfyUI does not know (``unet_prefix_from_state_dict``)."""
+"""What may precede all names of a diffusion model, and ComfyUI does not know
+(``unet_prefix_from_state_dict``)."""
 _PART = re.compile(r"^(first_stage_model|vae|cond_stage_model|conditioner\.embedders\.\d+|text_encoders\.[^.]+)\.")
 """What precedes the names of a checkpoint's encoders and VAE."""
 
 
 def kind_of_file(shapes: Shapes) -> Kind:
-    """Return the kind of a file, or of a part of a checkpoint, by its tensors' names without the part's prefix."""
+    """Return the kind of a file, or of a part of a checkpoint, by its tensors' names without the
+    part's prefix."""
     return next((kind for kind, fits in KINDS if fits(shapes)), NOT_KNOWN)
 
 
@@ -229,7 +232,8 @@ def read_by(checkpoint: Checkpoint, formats: Mapping[str, Format]) -> list[Readi
 
 
 def _parts(checkpoint: Checkpoint) -> dict[str, list[str]]:
-    """Group the names of a file by the prefix of its part: the diffusion model of a checkpoint, an encoder, a VAE."""
+    """Group the names of a file by the prefix of its part: the diffusion model of a checkpoint, an
+    encoder, a VAE."""
     prefix = checkpoint.prefix
     whole = prefix in MODEL_PREFIXES
     parts: dict[str, list[str]] = {}
@@ -241,14 +245,15 @@ def _parts(checkpoint: Checkpoint) -> dict[str, list[str]]:
 
 
 def first_comfyui(readings: Iterable[Reading]) -> str | None:
-    """Return the first ComfyUI that reads all quantized layers of a file; None where none does, or where nothing is
-    quantized."""
+    """Return the first ComfyUI that reads all quantized layers of a file; None where none does, or
+    where nothing is quantized."""
     found = [reading.since for reading in readings]
     return max(filter(None, found), key=_version) if found and all(found) else None
 
 
 def refuse_unread(checkpoint: Checkpoint, readings: Iterable[Reading]) -> None:
-    """Raise :class:`CheckpointError` for quantized layers that neither ComfyUI nor this package would read."""
+    """Raise :class:`CheckpointError` for quantized layers that neither ComfyUI nor this package
+    would read."""
     for kind, formats in readings:
         if kind.since is None and not kind.loader:
             problem = Message("{0}, in which nothing reads quantized layers: {1}", kind.name, kind.why)

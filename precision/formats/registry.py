@@ -38,7 +38,8 @@ def fp8_dtypes(storage: str) -> tuple[str, ...]:
 
 
 def format_of(name: str, size: int, count: int) -> Format:
-    """Return the format that ComfyUI calls ``name``, of a weight of ``count`` values whose data take ``size`` bytes."""
+    """Return the format that ComfyUI calls ``name``, of a weight of ``count`` values whose data
+    take ``size`` bytes."""
     return next(format for format in _ALL if format.name == name and format.bits in (0, 8 * size // count))
 
 

@@ -1,4 +1,5 @@
-"""A weight as a file stores it: data, and a format that says what they and the tensors beside them are."""
+"""A weight as a file stores it: data, and a format that says what they and the tensors beside them
+are."""
 
 import math
 from collections.abc import Iterator
@@ -16,11 +17,13 @@ from .plain import NUMBERS, PLAIN
 CHUNK = 1 << 20
 FULL_PRECISION = "full_precision_matrix_mult"
 POWERS_OF_4 = tuple(4**exponent for exponent in range(1, 9))
-"""The sizes of regular Hadamard matrices, as comfy-kitchen makes them (``_build_hadamard`` in tensor/int8_utils.py)."""
+"""The sizes of regular Hadamard matrices, as comfy-kitchen makes them (``_build_hadamard`` in
+tensor/int8_utils.py)."""
 
 
 class NonFiniteScale(ValueError):
-    """The tensor ``leaf`` holds NaN, Inf, complex numbers, or a negative number where none can be."""
+    """The tensor ``leaf`` holds NaN, Inf, complex numbers, or a negative number where none can
+    be."""
 
     def __init__(self, leaf: str):
         super().__init__("a scale that is NaN, infinite, negative or complex")
@@ -88,7 +91,8 @@ class StoredWeight:
 
     @property
     def has_many_scales(self) -> bool:
-        """True if it is fp8 with a scale for each row or block, which ComfyUI's fp8 does not have."""
+        """True if it is fp8 with a scale for each row or block, which ComfyUI's fp8 does not
+        have."""
         return self.format.has_many_scales(self)
 
     @property
@@ -112,7 +116,8 @@ class StoredWeight:
 
     @cached_property
     def experts(self) -> list["StoredWeight"]:
-        """The weights of a bank of experts, ``(experts, rows, columns)``; empty for another weight."""
+        """The weights of a bank of experts, ``(experts, rows, columns)``; empty for another
+        weight."""
         if self.format.plain or "num_experts" not in self.settings:
             return []
         count = len(self.data)
@@ -192,13 +197,12 @@ class StoredWeight:
     def parts(
         self, sample: int | None = None, align: int = 1, most: int | None = None
     ) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield the weight in fp32, some rows at a time: slices of :meth:`matrix` and their values. Up to ``most``
-        values each (4 MB), of like size: a BLAS may sum the few rows of a small rest in another order. The rows of a
-        2-D weight stay whole.
+        """Yield the weight in fp32, some rows at a time: slices of :meth:`matrix` and their values.
+        Up to ``most`` values each (4 MB), of like size: a BLAS may sum the few rows of a small rest
+        in another order. The rows of a 2-D weight stay whole.
 
-        ``sample``: give at most twice so many parts, spread evenly over the weight. ``align``: parts begin at multiples
-        of so many rows, and may be that large.
-        """
+        ``sample``: give at most twice so many parts, spread evenly over the weight. ``align``:
+        parts begin at multiples of so many rows, and may be that large."""
         rows, columns = self._matrix_shape
         height = max(1, (most or CHUNK) // max(columns, 1))
         count = -(-rows // height)
@@ -231,7 +235,8 @@ class StoredWeight:
         return max(part.abs().max().item() for _, part in self.parts())
 
     def exceeds(self, limit: float, bound: float) -> bool:
-        """True if a value of the weight exceeds ``limit``; reads the weight where its ``bound`` leaves that open."""
+        """True if a value of the weight exceeds ``limit``; reads the weight where its ``bound``
+        leaves that open."""
         if bound <= limit or self.format.one_scale(self) is not None:
             return bound > limit
         return any(part.abs().max() > limit for _, part in self.parts())

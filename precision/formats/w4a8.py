@@ -1,9 +1,10 @@
-"""ComfyUI's ``asym_w4a8_int8``: codes of 4 or 6 bits for numbers on an int8 grid, made and unpacked by comfy-kitchen.
+"""ComfyUI's ``asym_w4a8_int8``: codes of 4 or 6 bits for numbers on an int8 grid, made and unpacked
+by comfy-kitchen.
 
-``weight_s_rel`` (rows, groups) times a code's value, rounded to int8, times ``weight_s_channel`` (rows,), rotated.
-``weight_codebook`` (16,) has the values of 4-bit codes, else they are the codes about their middle; the top bits of
-6-bit codes follow in a plane of their own (``tensor/w4a8_int8.py``: 4 bits from 0.2.31 on, 6 bits from 0.2.40 on).
-"""
+``weight_s_rel`` (rows, groups) times a code's value, rounded to int8, times ``weight_s_channel``
+(rows,), rotated. ``weight_codebook`` (16,) has the values of 4-bit codes, else they are the codes
+about their middle; the top bits of 6-bit codes follow in a plane of their own
+(``tensor/w4a8_int8.py``: 4 bits from 0.2.31 on, 6 bits from 0.2.40 on)."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -146,7 +147,8 @@ def _group_size(weight: StoredWeight) -> int:
 
 
 def _nearest(grids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Find the index of the nearest number of its row's ascending grid for each target, the lower of two as near."""
+    """Find the index of the nearest number of its row's ascending grid for each target, the lower
+    of two as near."""
     position = torch.searchsorted(grids, targets.contiguous())
     low = (position - 1).clamp_(min=0)
     high = position.clamp_(max=grids.shape[1] - 1)

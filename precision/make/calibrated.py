@@ -1,11 +1,11 @@
 """Store the weights of a model with codes that are chosen by a calibration: GPTQ, block by block.
 
-Rounding to nearest keeps each number close. What counts is the layer's result, and there an error in one column can be
-made good by the columns that are rounded after it: GPTQ (Frantar et al. 2022, arXiv 2210.17323) rounds one column after
-the other, the one with the largest inputs first, and moves the rest by what the inverse of the inputs' products says;
-sweeps of coordinate descent afterwards choose each column again with all others fixed (QuantEase, Behdin et al. 2023,
-arXiv 2309.01885). Formats and scales stay as they are.
-"""
+Rounding to nearest keeps each number close. What counts is the layer's result, and there an error
+in one column can be made good by the columns that are rounded after it: GPTQ (Frantar et al. 2022,
+arXiv 2210.17323) rounds one column after the other, the one with the largest inputs first, and
+moves the rest by what the inverse of the inputs' products says; sweeps of coordinate descent
+afterwards choose each column again with all others fixed (QuantEase, Behdin et al. 2023, arXiv
+2309.01885). Formats and scales stay as they are."""
 
 from __future__ import annotations
 
@@ -32,11 +32,13 @@ SWEEPS = 2
 ROUNDED = "{0} layers rounded with the calibration: output error {1} of rounding to nearest"
 
 Nearest = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Round values ``(rows, c)``, which stand in those ``c`` columns of a weight, to the nearest numbers it can hold."""
+"""Round values ``(rows, c)``, which stand in those ``c`` columns of a weight, to the nearest
+numbers it can hold."""
 
 
 class CalibratedRounding:
-    """Choose the codes of a model's weights by a calibration, weight by weight, where it has met the layer.
+    """Choose the codes of a model's weights by a calibration, weight by weight, where it has met
+    the layer.
 
     Args:
         weights: all weights that will be written, by name, and ``plans``: what they will be stored in.
@@ -82,13 +84,15 @@ class CalibratedRounding:
         return self.calibration.usable(self._layer(weight)) if can else None
 
     def noted(self) -> dict[str, object]:
-        """Return what the card of the file says of the calibration; nothing if no weight is rounded by it."""
+        """Return what the card of the file says of the calibration; nothing if no weight is rounded
+        by it."""
         of = self.calibration
         seen = {"model": of.name, "runs": of.runs, "model_calls": of.calls, "layers": len(self._work)}
         return {"method": "GPTQ", **seen} if self._work else {}
 
     def made(self, weights: Mapping[str, StoredWeight], plans: Mapping[str, LayerPlan], path) -> Iterator[Made]:
-        """Make weights as :func:`~halfsafe.precision.formats.comfy_format.made_here` does, with chosen codes."""
+        """Make weights as :func:`~halfsafe.precision.formats.comfy_format.made_here` does, with
+        chosen codes."""
         for weight, tensors in made_here(weights, plans, path):
             if weight.name in self._work:
                 with flags_set({"tf32_matmul": False}):  # which rounds what is rotated to 10 bits
@@ -96,7 +100,8 @@ class CalibratedRounding:
             yield weight, tensors
 
     def _data(self, weight: StoredWeight, plan: LayerPlan, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Choose a weight's codes: on the device, and on the CPU from the first weight on that it has no memory for."""
+        """Choose a weight's codes: on the device, and on the CPU from the first weight on that it
+        has no memory for."""
         try:
             return self._chosen(weight, plan, tensors)
         except RuntimeError as error:
@@ -135,7 +140,8 @@ class CalibratedRounding:
         return Message("rounding {0} layers with the calibration", len(self._work))
 
     def text(self) -> str:
-        """Return the gain: the error on the calibration's own inputs, as a share of rounding to nearest."""
+        """Return the gain: the error on the calibration's own inputs, as a share of rounding to
+        nearest."""
         shares = [math.sqrt(after / before) for before, after in self.errors.values() if before]
         if not shares:
             return "The calibration was not used: no layer is newly quantized. Choose a storage such as int8."
@@ -186,16 +192,18 @@ def rounded(
 
 
 def _damping(width: int, tokens: int) -> float:
-    """Return the share of the mean diagonal to add to blocks of that width, sums over so many tokens.
+    """Return the share of the mean diagonal to add to blocks of that width, sums over so many
+    tokens.
 
-    1 % is GPTQ's own. Fewer tokens than inputs say nothing of most directions, and a larger part keeps the change there
-    small: as if each block had met a fifth of its width in tokens of no direction (docs/internals/calibration.md).
-    """
+    1 % is GPTQ's own. Fewer tokens than inputs say nothing of most directions, and a larger part
+    keeps the change there small: as if each block had met a fifth of its width in tokens of no
+    direction (docs/internals/calibration.md)."""
     return max(DAMPING, DAMPING_OF_FEW * width / max(tokens, 1))
 
 
 def _gptq(exact: torch.Tensor, columns: torch.Tensor, factor: torch.Tensor, grid: Nearest) -> torch.Tensor:
-    """Round each block's columns in order; ``factor``: the upper Cholesky factors of the inverse products."""
+    """Round each block's columns in order; ``factor``: the upper Cholesky factors of the inverse
+    products."""
     moved = exact.clone()
     width = exact.shape[1]
     for start in range(0, width, STEP):
@@ -228,12 +236,14 @@ def _sweep(
 
 
 def _errors(difference: torch.Tensor, products: torch.Tensor) -> torch.Tensor:
-    """Return the squared error ``(blocks, rows)`` that a difference makes on inputs of these products."""
+    """Return the squared error ``(blocks, rows)`` that a difference makes on inputs of these
+    products."""
     return torch.bmm(products, difference).mul_(difference).sum(1)
 
 
 def _damped_and_factor(products: torch.Tensor, damping: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return products with a part of their mean diagonal added, and the upper Cholesky factor of the inverse.
+    """Return products with a part of their mean diagonal added, and the upper Cholesky factor of
+    the inverse.
 
     Where even those have none, as sums in fp32 of few tokens may, more is added.
     """

@@ -1,8 +1,9 @@
-"""A calibration of a model: the products of its layers' inputs, kept in memory or in a safetensors file.
+"""A calibration of a model: the products of its layers' inputs, kept in memory or in a safetensors
+file.
 
-The squared error that a change ``D`` of a weight (rows, K) makes on inputs ``X`` (tokens, K) is ``tr(D H D^T)`` with
-``H = X^T X``. Whole, H of 14336 inputs takes 822 MB; its blocks of 256 take 15 MB and keep most of what it knows.
-"""
+The squared error that a change ``D`` of a weight (rows, K) makes on inputs ``X`` (tokens, K) is
+``tr(D H D^T)`` with ``H = X^T X``. Whole, H of 14336 inputs takes 822 MB; its blocks of 256 take 15
+MB and keep most of what it knows."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ SKIPPED = "Inputs with NaN or Inf were skipped: {0}. Add NaN Guard to find the c
 
 
 def block_width(columns: int, width: int) -> int:
-    """Return the width of equal blocks of ``columns`` inputs, ``width`` at most: a multiple of the rotation's group."""
+    """Return the width of equal blocks of ``columns`` inputs, ``width`` at most: a multiple of the
+    rotation's group."""
     group = rotation_group(columns) or 1
     units = columns // group
     counts = (count for count in range(-(-columns // width), units) if units % count == 0)
@@ -44,7 +46,8 @@ def products_bytes(columns: Iterable[int], width: int) -> int:
 
 @dataclass
 class Products:
-    """Sums of ``x^T x`` over ``tokens`` inputs of a layer: fp32 blocks ``(K / width, width, width)`` in host memory.
+    """Sums of ``x^T x`` over ``tokens`` inputs of a layer: fp32 blocks ``(K / width, width,
+    width)`` in host memory.
 
     ``left_out``: inputs that hold NaN or Inf, which are not in the sums.
     """
@@ -69,7 +72,8 @@ class Products:
 
     @torch.no_grad()
     def add(self, x: torch.Tensor) -> None:
-        """Add a layer's input ``(..., K)``, of which at most ``ROWS`` tokens, spread evenly, are taken."""
+        """Add a layer's input ``(..., K)``, of which at most ``ROWS`` tokens, spread evenly, are
+        taken."""
         rows = x.reshape(-1, x.shape[-1])
         if len(rows) > ROWS:
             rows = rows[torch.linspace(0, len(rows) - 1, ROWS, device=x.device).long()]
@@ -120,8 +124,8 @@ class CalibrationData:
             return {name: replace(sums, blocks=sums.blocks.clone()) for name, sums in self.layers.items()}
 
     def require_model(self, model: Mapping[str, object], name: str, columns: Mapping[str, int]) -> None:
-        """Raise HalfsafeError if the calibration is of another model, by its file, if both files are known, and by its
-        layers.
+        """Raise HalfsafeError if the calibration is of another model, by its file, if both files
+        are known, and by its layers.
 
         Args:
             columns: layer -> its number of inputs, of at least the layers that are calibrated.
@@ -156,7 +160,8 @@ class CalibrationData:
         return joined(lines, "\n")
 
     def save(self, path: str | os.PathLike) -> None:
-        """Write it to a safetensors file: of each layer's symmetric blocks the upper triangles, in fp32.
+        """Write it to a safetensors file: of each layer's symmetric blocks the upper triangles, in
+        fp32.
 
         Raises:
             CheckpointError: the file cannot be written.

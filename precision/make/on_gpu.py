@@ -1,8 +1,8 @@
 """Quantized weights made on a GPU by the functions of the CPU.
 
-fp8 is equal bit for bit. int8 and fewer bits rotate first, a product whose sums a device adds in another order: a scale
-can differ in its last bits from a CPU's, and here and there a code by one step.
-"""
+fp8 is equal bit for bit. int8 and fewer bits rotate first, a product whose sums a device adds in
+another order: a scale can differ in its last bits from a CPU's, and here and there a code by one
+step."""
 
 from collections.abc import Iterator, Mapping
 
@@ -17,9 +17,11 @@ from ..formats.stored_weight import StoredWeight
 
 SOURCES = (torch.float16, torch.bfloat16, torch.float32)
 SMALL = 1 << 18
-"""Weights with fewer values are quantized on the CPU, in 0.4 ms in fp8: launch and synchronization take longer."""
+"""Weights with fewer values are quantized on the CPU, in 0.4 ms in fp8: launch and synchronization
+take longer."""
 WORK = 256 << 20
-"""Bytes of the device that making a weight takes beside it and its result: for codes of 4 bits, which take most."""
+"""Bytes of the device that making a weight takes beside it and its result: for codes of 4 bits,
+which take most."""
 
 
 class OnGpu:
@@ -41,7 +43,8 @@ class OnGpu:
     def weights(
         self, weights: Mapping[str, StoredWeight], plans: Mapping[str, LayerPlan], path, read: bool = True
     ) -> Iterator[Made]:
-        """Make weights in their order; see :func:`~halfsafe.precision.formats.comfy_format.made_here`."""
+        """Make weights in their order; see
+        :func:`~halfsafe.precision.formats.comfy_format.made_here`."""
         for name, weight in weights.items():
             plan = plans[name]
             made = self._made(weight, plan, path) if _gains(weight, plan) else None
@@ -65,6 +68,7 @@ class OnGpu:
 
 
 def _gains(weight: StoredWeight, plan: LayerPlan) -> bool:
-    """True if quantizing on the GPU is faster: a large plain weight without its file's scale, and not a cast."""
+    """True if quantizing on the GPU is faster: a large plain weight without its file's scale, and
+    not a cast."""
     quantized = plan.storage in QUANTIZED_NAMES and not stays(weight, plan.storage)
     return quantized and weight.plain and weight.data.dtype in SOURCES and weight.data.numel() >= SMALL

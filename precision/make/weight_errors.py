@@ -1,4 +1,5 @@
-"""Errors of weights, measured as the weights are made, and sentences on weights that are quantized again."""
+"""Errors of weights, measured as the weights are made, and sentences on weights that are quantized
+again."""
 
 import math
 from collections import defaultdict
@@ -12,8 +13,8 @@ from ..formats.layer_plan import LayerPlan
 
 PARTS = 8
 VALUES_A_PART = 1 << 15
-"""The error of a weight is measured on at most twice so many parts of so many values, which are half a million: in fp8
-the whole weight takes ten times as long as its conversion."""
+"""The error of a weight is measured on at most twice so many parts of so many values, which are
+half a million: in fp8 the whole weight takes ten times as long as its conversion."""
 AGAIN = (
     "{count} layers in {before} were quantized again, to {after}, with an error of {error} added. "
     "These are {names}. storage=as_file or as loaded does not round them again."
@@ -27,7 +28,8 @@ MERGED = (
 def measuring_errors(
     made: Iterable[Made], plans: Mapping[str, LayerPlan], errors: dict[str, float], all_changed: bool = True
 ) -> Iterator[Made]:
-    """Yield weights as they are made, and put the relative error of each changed weight into ``errors`` by its name.
+    """Yield weights as they are made, and put the relative error of each changed weight into
+    ``errors`` by its name.
 
     ``all_changed``: False for those alone that are quantized again.
     """

@@ -1,4 +1,5 @@
-"""What ``auto`` stands for on a device: the compute of a model and the storage of its weights, each with a reason."""
+"""What ``auto`` stands for on a device: the compute of a model and the storage of its weights, each
+with a reason."""
 
 import sys
 from collections.abc import Sequence
@@ -16,11 +17,12 @@ BLOCKS = ("nvfp4", "mxfp8")
 STREAMED = "ComfyUI's dynamic VRAM streams the remaining {0} at each step, so nothing is quantized."
 NO_LOW_BITS = "comfy-kitchen's product of 4- and 6-bit weights needs sm_80: on {0} they are unpacked first."
 INT8_COMPUTE = ("auto", "int8")
-"""Compute options under which weights held in int8 multiply in int8, where that is known or likely to gain."""
+"""Compute options under which weights held in int8 multiply in int8, where that is known or likely
+to gain."""
 ROTATES_IN_FP32 = "mps"
-"""The type of device without int8 kernels whose fp32 products take about as long as 16-bit ones: rotating a weight back
-takes a sixteenth of its product with 4,096 rows. Others with no kernel that does it as it unpacks, a V100 or an Arc,
-multiply in 16 bit seven times as fast as in fp32."""
+"""The type of device without int8 kernels whose fp32 products take about as long as 16-bit ones:
+rotating a weight back takes a sixteenth of its product with 4,096 rows. Others with no kernel that
+does it as it unpacks, a V100 or an Arc, multiply in 16 bit seven times as fast as in fp32."""
 NEARER = "int8's error is a quarter of fp8's at the same size, and both are unpacked in each call."
 FOR_CUDA_13 = ("torch", "torchvision", "torchaudio", "--index-url", "https://download.pytorch.org/whl/cu130")
 INSTALL = (
@@ -35,13 +37,14 @@ IN_CUDA_13 = (
 def auto_compute(device: Device, supported: Sequence[str], file_dtype: str) -> tuple[RuledCompute, str]:
     """Choose the compute option that ``auto`` stands for, and say why.
 
-    Plain fp16 is taken on NVIDIA cards, for models that ComfyUI lists for fp16 before bf16, and for fp16 files: a LoRA
-    or a finetune can take any model out of fp16's range, so each result is looked at, and ``fp16_safe`` is the way
-    out. Elsewhere comes bf16 where the device multiplies it natively, at the rate of fp16, and the model takes it; else
-    ``fp16_safe``, which is also what a model listed for bf16 first gets on a card without bf16.
+    Plain fp16 is taken on NVIDIA cards, for models that ComfyUI lists for fp16 before bf16, and for
+    fp16 files: a LoRA or a finetune can take any model out of fp16's range, so each result is
+    looked at, and ``fp16_safe`` is the way out. Elsewhere comes bf16 where the device multiplies it
+    natively, at the rate of fp16, and the model takes it; else ``fp16_safe``, which is also what a
+    model listed for bf16 first gets on a card without bf16.
 
-    ``supported``: the model's own safe compute dtypes in its order of preference, e.g. ("bf16", "fp32").
-    """
+    ``supported``: the model's own safe compute dtypes in its order of preference, e.g. ("bf16",
+    "fp32")."""
     usable = [option for option in supported if option == "fp32" or device.capabilities.get(option)]
     if "fp16" in usable and (file_dtype == "fp16" or usable[0] == "fp16"):
         return _instead_of_fp16(device, supported, file_dtype)
@@ -121,11 +124,12 @@ def auto_storage(
 
 
 def smallest_storage(device: Device, compute: ComputeOption = "auto") -> tuple[RuledStorage, str]:
-    """Choose the 8-bit storage for a model, or as_file where there is none, and say why in a sentence.
+    """Choose the 8-bit storage for a model, or as_file where there is none, and say why in a
+    sentence.
 
-    int8 and fp8 take the same bytes, and int8 has a quarter of fp8's error unpacked, a third multiplied. fp8 is chosen
-    where its products are what runs, and where unpacking a rotated weight takes long.
-    """
+    int8 and fp8 take the same bytes, and int8 has a quarter of fp8's error unpacked, a third
+    multiplied. fp8 is chosen where its products are what runs, and where unpacking a rotated weight
+    takes long."""
     unpacked = why_int8_is_unpacked(device)
     if compute in INT8_COMPUTE and not unpacked:
         return "int8", Message("int8's error is a third of fp8's. {0}", device.reason("int8_matmul_gains"))
@@ -141,8 +145,9 @@ def smallest_storage(device: Device, compute: ComputeOption = "auto") -> tuple[R
 
 
 def why_int8_is_unpacked(device: Device) -> str:
-    """Return why weights held in int8 are unpacked on a device unless compute=int8 is requested; "" where they multiply
-    in int8: by kernels of the device, which are not known to bring no speed, and on a CPU."""
+    """Return why weights held in int8 are unpacked on a device unless compute=int8 is requested; ""
+    where they multiply in int8: by kernels of the device, which are not known to bring no speed,
+    and on a CPU."""
     # torch's own ``_int_mm``: one core of an EPYC (AVX-512 VNNI, torch 2.11) multiplies 1024 rows by 3072 x 3072 in 92
     # ms, and unpacks and multiplies in 354 ms in fp32; 77 rows in 20 and 164 ms.
     if device.profile.type == "cpu":
@@ -159,14 +164,15 @@ def int8_as_run(device: Device) -> str:
 
 
 def why_int8_is_slow(device: Device) -> str:
-    """Return why a model with int8 weights is not known to be faster than a 16-bit one on a device; "" if it is."""
+    """Return why a model with int8 weights is not known to be faster than a 16-bit one on a device;
+    "" if it is."""
     lacking = (name for name in ("int8_matmul", "int8_matmul_gains") if not device.capabilities[name])
     return next(map(device.reason, lacking), "")
 
 
 def missing_kernels(device: Device) -> str:
-    """Return that the int8 kernels are missing which the device would be faster with, the command that installs them,
-    and what that gave elsewhere; "" where none is missing."""
+    """Return that the int8 kernels are missing which the device would be faster with, the command
+    that installs them, and what that gave elsewhere; "" where none is missing."""
     has_them = device.capabilities["int8_kernels"] or not device.capabilities["int8_matmul"]
     if has_them or not device.profile.int8_kernels or device.profile.gain("int8") is False:
         return ""
@@ -177,14 +183,15 @@ def missing_kernels(device: Device) -> str:
 
 
 def why_low_bits_are_slow(device: Device) -> str:
-    """Return why products of 6- and 4-bit weights are not faster than 16-bit ones on a device; "" if they are."""
+    """Return why products of 6- and 4-bit weights are not faster than 16-bit ones on a device; ""
+    if they are."""
     oldest = device.profile.name == "sm_75"  # MIN_SM_VERSION of comfy-kitchen's layout
     return Message(NO_LOW_BITS, device.label) if oldest else why_int8_is_slow(device)
 
 
 def why_slow(storage: str, device: Device) -> str:
-    """Return why products of weights in fewer than 8 bits or in blocks are not faster than 16-bit ones on a device; ""
-    if they are."""
+    """Return why products of weights in fewer than 8 bits or in blocks are not faster than 16-bit
+    ones on a device; "" if they are."""
     if storage not in BLOCKS:
         return why_low_bits_are_slow(device)
     if not device.profile.blocks_matmul:
@@ -194,7 +201,8 @@ def why_slow(storage: str, device: Device) -> str:
 
 
 def held_storage(device: Device, file_dtype: str) -> tuple[RuledStorage, str]:
-    """Choose the storage of a quantized file, with the reason: as_file if the device can hold it, else 16 bit."""
+    """Choose the storage of a quantized file, with the reason: as_file if the device can hold it,
+    else 16 bit."""
     if file_dtype in UNQUANTIZED:
         return "as_file", ""
     if reason := device.refuses(file_dtype):

@@ -8,7 +8,8 @@ from typing import Generic, TypeVar
 from ..base.message import Message, joined
 
 ATTACHMENT = "halfsafe"
-"""The key of a loaded model's :class:`~halfsafe.precision.plan.load.ModelPlan` in ComfyUI's ``attachments``."""
+"""The key of a loaded model's :class:`~halfsafe.precision.plan.load.ModelPlan` in ComfyUI's
+``attachments``."""
 Value = TypeVar("Value")
 Option = TypeVar("Option", bound=str)
 

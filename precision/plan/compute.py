@@ -1,4 +1,5 @@
-"""Decide the arithmetic of each layer from the option, the rules, the storage of its weight and the device."""
+"""Decide the arithmetic of each layer from the option, the rules, the storage of its weight and the
+device."""
 
 import re
 from collections.abc import Container, Mapping, Sequence
@@ -23,7 +24,8 @@ WEIGHTS_FOR: dict[str, tuple[str, ...]] = {
     mode.compute: tuple(name for name in QUANTIZED_NAMES if FORMAT_OF_STORAGE[name].mode is mode)
     for mode in (FP8, INT8)
 }
-"""Compute options that multiply quantized weights as they are stored -> the storages of such weights."""
+"""Compute options that multiply quantized weights as they are stored -> the storages of such
+weights."""
 AUTOMATIC = ("auto", INT8.compute)
 """Compute options that leave fp8 products to ``auto``."""
 LEAVES_QUANTIZED = ("auto", *WEIGHTS_FOR)
@@ -75,7 +77,8 @@ class ComputePlan:
 
     @property
     def is_in_fp32(self) -> bool:
-        """True if all values between layers are fp32, which the code of other packs may not take."""
+        """True if all values between layers are fp32, which the code of other packs may not
+        take."""
         return self.activation_dtype == FP32.name
 
     @property
@@ -97,7 +100,8 @@ class ComputePlan:
 
     @property
     def ruled(self) -> list[str]:
-        """List the modes of the layers that rules compute in another dtype than the option, a mode per layer."""
+        """List the modes of the layers that rules compute in another dtype than the option, a mode
+        per layer."""
         own = MODES[MODE_OF[self.choice.used]]
         modes = (MODES[decision.mode] for decision in self.decisions.values())
         return [mode.name for mode in modes if not mode.is_8bit and mode.operand != own.operand]
@@ -109,7 +113,8 @@ class ComputePlan:
 
 
 BY_COMFYUI = ComputePlan(Choice("auto", "auto"), {})
-"""The plan of a text encoder, and of a ControlNet that ComfyUI runs as it is: ComfyUI chooses the arithmetic."""
+"""The plan of a text encoder, and of a ControlNet that ComfyUI runs as it is: ComfyUI chooses the
+arithmetic."""
 
 
 def weight_dtype(compute: ComputeOption) -> ComputeOption:
@@ -136,9 +141,8 @@ def plan_compute(
 ) -> ComputePlan:
     """Resolve ``compute`` for a model on a device, layer by layer.
 
-    ``stored``: layer name -> storage of its weight: only fp8 weights can multiply in fp8, and quantized
-    weights multiply quantized unless a dtype is requested.
-    """
+    ``stored``: layer name -> storage of its weight: only fp8 weights can multiply in fp8, and
+    quantized weights multiply quantized unless a dtype is requested."""
     choice = choose_compute(facts, device, compute)
     plan = _planned(facts, device, choice, rules, stored)
     if choice.requested not in LEAVES_QUANTIZED or choice.used != FP16.compute:
@@ -192,14 +196,16 @@ def _planned(
 
 
 def _multiplied_in_fp8(facts: ModelFacts, device: Device, compute: ComputeOption) -> Container[str]:
-    """Return the layers that multiply in fp8 if their weights are in fp8 and no rule decides otherwise."""
+    """Return the layers that multiply in fp8 if their weights are in fp8 and no rule decides
+    otherwise."""
     if compute == FP8.compute and device.capabilities["fp8_matmul"]:
         return {layer.name for layer in facts.layers}
     return facts.native_fp8 if compute in AUTOMATIC and _as_comfyui(device) else ()
 
 
 def _as_comfyui(device: Device) -> bool:
-    """True if ``auto`` multiplies fp8 weights in fp8 where ComfyUI does; not where these products are known as slow."""
+    """True if ``auto`` multiplies fp8 weights in fp8 where ComfyUI does; not where these products
+    are known as slow."""
     return device.capabilities["fp8_matmul"] and "fp8_matmul_gains" not in device.profile.notes
 
 
@@ -236,8 +242,8 @@ def _decide(
 def _product_of(
     layer: LayerSpec, choice: Choice[ComputeOption], in_fp8: bool, device: Device, storage: str
 ) -> tuple[RuledCompute | Literal[""], str]:
-    """Return the quantized product that a layer makes without a rule, empty if it makes none; and why it makes none
-    where ComfyUI multiplies the weight as stored."""
+    """Return the quantized product that a layer makes without a rule, empty if it makes none; and
+    why it makes none where ComfyUI multiplies the weight as stored."""
     if storage in WEIGHTS_FOR[INT8.compute] and choice.requested in LEAVES_QUANTIZED:
         own = INT8.compute
     elif in_fp8 and storage in FP8_NAMES:
@@ -249,7 +255,8 @@ def _product_of(
 
 
 def _why_unpacked(layer: LayerSpec, device: Device, storage: str) -> str:
-    """Return why an 8-bit weight is unpacked unless its product is requested; "" if it multiplies as stored."""
+    """Return why an 8-bit weight is unpacked unless its product is requested; "" if it multiplies
+    as stored."""
     if storage == "int8" and (why := why_int8_is_unpacked(device)):
         return Message(INT8_UNPACKED, why)
     if storage in FP8_NAMES and min(layer.shape) < device.profile.fp8_width:
@@ -261,7 +268,8 @@ def _why_unpacked(layer: LayerSpec, device: Device, storage: str) -> str:
 def _without(
     product: str, layer: LayerSpec, choice: Choice[ComputeOption], device: Device, storage: str
 ) -> ComputeOption:
-    """Return the arithmetic of a layer without the requested product: int8 for an int8 weight, else the model's."""
+    """Return the arithmetic of a layer without the requested product: int8 for an int8 weight, else
+    the model's."""
     own = _product_of(layer, choice, False, device, storage)[0] if product != INT8.compute else ""
     return own if own and not _why_no_product(own, layer, device, storage) else choice.used
 

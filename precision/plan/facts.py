@@ -82,7 +82,8 @@ def facts_of(
     names: Mapping[str, str],
     complete: bool = False,
 ) -> ModelFacts:
-    """Collect the facts of the model below ``prefix`` of a file, with the arguments of :class:`ModelFacts`."""
+    """Collect the facts of the model below ``prefix`` of a file, with the arguments of
+    :class:`ModelFacts`."""
     inside = [weight for name, weight in checkpoint.weights.items() if name.startswith(prefix)]
     parameters = sum(prod(weight.shape) for weight in inside)
     dtype = file_dtype(checkpoint, prefix)
@@ -117,7 +118,8 @@ def _inferred_class(name: str, weight: StoredWeight, has_bias: bool) -> str:
 
 
 def file_dtype(checkpoint: Checkpoint, prefix: str = "") -> str:
-    """Return the storage of most values of the weights below ``prefix``; ``none`` without weights."""
+    """Return the storage of most values of the weights below ``prefix``; ``none`` without
+    weights."""
     sizes: Counter[str] = Counter()
     for name, weight in checkpoint.weights.items():
         if name.startswith(prefix):

@@ -1,5 +1,5 @@
-"""The arithmetic of a model that is loaded already, whoever loaded it: by a compute option, or by a goal of the one
-node, to which an accumulation belongs too."""
+"""The arithmetic of a model that is loaded already, whoever loaded it: by a compute option, or by a
+goal of the one node, to which an accumulation belongs too."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -39,7 +39,8 @@ SUMS: dict[Goal, tuple[Request, str]] = {
 def plan_for_goal(
     facts: ModelFacts, device: Device, goal: Goal, storages: Mapping[str, str], rules: Rules = NO_RULES
 ) -> tuple[ComputePlan, str]:
-    """Resolve a goal for a model whose weights stay as loaded: plan and reason. ``memory`` is the same as ``balanced``.
+    """Resolve a goal for a model whose weights stay as loaded: plan and reason. ``memory`` is the
+    same as ``balanced``.
 
     ``storages``: layer name -> storage name.
     """
@@ -61,7 +62,8 @@ def _compute_for(facts: ModelFacts, device: Device, goal: Goal, stored: frozense
 
 
 def _advice(device: Device) -> str:
-    """Return the advice which storage is faster than 16 bit, or that 8 bits are not; empty if nothing is known."""
+    """Return the advice which storage is faster than 16 bit, or that 8 bits are not; empty if
+    nothing is known."""
     if not (device.capabilities["int8_matmul_gains"] or device.capabilities["fp8_matmul_gains"]):
         figures = [device.reason(name) for name, setting in GAINS.items() if told(device.profile.name, setting)]
         return Message("Weights in 8 bits are not known to be faster here. {0}", joined(figures)) if figures else ""
@@ -75,9 +77,9 @@ def on_loaded(
 ) -> ComputePlan:  # fmt: skip
     """Return a plan for a model in memory, with a list of the rules too late for a loaded model.
 
-    ``foreign``: layer name -> the Python module of its class, for layers of another loader: fp32, not ``fp16_safe``.
-    ``held``: layer name -> storage name. ``came_in``: the dtype that the model computes in without the plan.
-    """
+    ``foreign``: layer name -> the Python module of its class, for layers of another loader: fp32,
+    not ``fp16_safe``. ``held``: layer name -> storage name. ``came_in``: the dtype that the model
+    computes in without the plan."""
     fallback = plan.fallback and on_loaded(plan.fallback, facts, rules, foreign, held, came_in)
     asked = ((layer, rules.on(facts.layers).setting("storage", layer.name, layer.cls)) for layer in facts.layers)
     unmet = [found[1] for layer, found in asked if found and found[0] not in (held.get(layer.name), AS_FILE)]

@@ -1,4 +1,5 @@
-"""The plan that a model's calls run under, and the wider plans that a failed call is repeated in."""
+"""The plan that a model's calls run under, and the wider plans that a failed call is repeated
+in."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,7 +12,8 @@ WHOLE_MODEL = "whole model"
 
 @dataclass(frozen=True)
 class PlanInUse:
-    """The arithmetic of a model's calls: as planned, and the parts that run in a wider dtype than planned.
+    """The arithmetic of a model's calls: as planned, and the parts that run in a wider dtype than
+    planned.
 
     Attributes:
         modes: layer -> planned mode, for layers that multiply.
@@ -30,7 +32,8 @@ class PlanInUse:
     patches: frozenset[str] = frozenset()
 
     def safe(self) -> "PlanInUse":
-        """Return the plan that cannot overflow: fp32 between layers, products of fp16 operands scaled to fit."""
+        """Return the plan that cannot overflow: fp32 between layers, products of fp16 operands
+        scaled to fit."""
         return PlanInUse(self.modes, self.dtype, dict.fromkeys(self.modes, FP16_WIDE.name), stream=True)
 
     def fp32(self) -> "PlanInUse":
@@ -44,8 +47,8 @@ class PlanInUse:
         return self | PlanInUse(layers=layers, stream=stream, patches=patches)
 
     def __or__(self, other: "PlanInUse") -> "PlanInUse":
-        """Return the plan with the parts that either plan widens. A layer that both widen has the mode nearer to
-        fp32."""
+        """Return the plan with the parts that either plan widens. A layer that both widen has the
+        mode nearer to fp32."""
         order = list(MODES).index
         nearer = {layer: max(self.layers.get(layer, mode), mode, key=order) for layer, mode in other.layers.items()}
         layers = {**self.layers, **nearer}
@@ -69,7 +72,8 @@ class PlanInUse:
         return modes if self.everywhere else {name: modes[name] for name in modes if name in self.layers}
 
     def named(self) -> dict[str, str]:
-        """Return part -> mode for the report: layers and patches, and the residual stream or the whole model."""
+        """Return part -> mode for the report: layers and patches, and the residual stream or the
+        whole model."""
         if self.whole:
             return {WHOLE_MODEL: FP32.name}
         wide = sorted(self.patches)
@@ -78,7 +82,8 @@ class PlanInUse:
         return {**self.layers, **dict.fromkeys(wide, FP32.name)}
 
     def parts(self) -> list[str]:
-        """List the names of the wider parts for the page: the model, the stream, or the layers and patches."""
+        """List the names of the wider parts for the page: the model, the stream, or the layers and
+        patches."""
         if self.everywhere:
             return [WHOLE_MODEL if self.whole else STREAM]
         return sorted([*self.layers, *self.patches])

@@ -1,8 +1,8 @@
-"""Decide the storage of each layer: from the option, the rules and the layer's class, then from its tensor.
+"""Decide the storage of each layer: from the option, the rules and the layer's class, then from its
+tensor.
 
-The tensor is looked at with its scales, with its values if they matter, and with the device and ComfyUI that will hold
-it. ``plan/compute.py`` decides the arithmetic from the storage.
-"""
+The tensor is looked at with its scales, with its values if they matter, and with the device and
+ComfyUI that will hold it. ``plan/compute.py`` decides the arithmetic from the storage."""
 
 import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -52,8 +52,8 @@ TOLD_BY = "ComfyUI detects the architecture from this weight's width, which stor
 def plan_storage(layers: Sequence[LayerSpec], storage: str, rules: Rules) -> Mapping[str, LayerPlan]:
     """Decide the storage of each layer by its name, class and shape, without its tensor.
 
-    ComfyUI tells families by the widths of layers outside of the repeated blocks, which packed weights change, of a
-    file and of a model that is loaded: these layers are not packed.
+    ComfyUI tells families by the widths of layers outside of the repeated blocks, which packed
+    weights change, of a file and of a model that is loaded: these layers are not packed.
 
     ``storage``: the storage requested for the model.
     """
@@ -69,7 +69,8 @@ def plan_storage(layers: Sequence[LayerSpec], storage: str, rules: Rules) -> Map
 
 
 def plan_file(checkpoint: Checkpoint, prefix: str, storage: str, rules: Rules) -> dict[str, LayerPlan]:
-    """Decide the storage of each layer below ``prefix`` of a file, by the name of its weight in the file."""
+    """Decide the storage of each layer below ``prefix`` of a file, by the name of its weight in the
+    file."""
     layers = plan_storage(layer_specs(checkpoint, prefix), storage, rules)
     return {f"{prefix}{layer}.weight": plan for layer, plan in layers.items()}
 
@@ -119,11 +120,11 @@ def why_not_quantized(storage: str, shape: Sequence[int], cls: str = "") -> str:
 
 
 def require_held(storages: Iterable[str], formats: Container[str], device: Device | None = None) -> None:
-    """Raise :class:`StorageNotHeld` for the first requested storage that the device or this ComfyUI cannot hold.
+    """Raise :class:`StorageNotHeld` for the first requested storage that the device or this ComfyUI
+    cannot hold.
 
-    Without this check the first move to the device raises, in the middle of a run and in torch's words. A simulated
-    device refuses nothing, because the weights go to the CPU.
-    """
+    Without this check the first move to the device raises, in the middle of a run and in torch's
+    words. A simulated device refuses nothing, because the weights go to the CPU."""
     for storage in dict.fromkeys(name for name in storages if name in QUANTIZED_NAMES):
         if device and not device.simulated and (why := device.refuses(storage)):
             raise StorageNotHeld(Message("storage={0}: {1}", storage, why), "Use storage=auto, fp16 or bf16.")
@@ -165,7 +166,8 @@ class LoadTarget:
 
     @property
     def streams(self) -> bool:
-        """True if ComfyUI is given the memory-mapped tensors themselves, and copies none into the model."""
+        """True if ComfyUI is given the memory-mapped tensors themselves, and copies none into the
+        model."""
         return self.streamed_from is not None
 
     @cached_property
@@ -192,7 +194,8 @@ def plan_weights(
     target: LoadTarget | None = None,
     done: Callable[[str, int], None] | None = None,
 ) -> dict[str, LayerPlan]:
-    """Complete the plans of layers with their tensors, and plan all other tensors. Reads values only if they matter.
+    """Complete the plans of layers with their tensors, and plan all other tensors. Reads values
+    only if they matter.
 
     Args:
         layers: tensor name -> the plan of its layer by name; other tensors stay as they are.

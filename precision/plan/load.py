@@ -1,4 +1,5 @@
-"""Plan a load: the storage option, every layer, the dtype of the other weights, and the memory they take.
+"""Plan a load: the storage option, every layer, the dtype of the other weights, and the memory they
+take.
 
 Loaders, report and page read the plan and decide nothing after it.
 """
@@ -74,7 +75,8 @@ class ModelPlan:
 
     @cached_property
     def asked(self) -> Mapping[str, str]:
-        """Layer name -> the storage requested, for the layers that were not to stay as in the file."""
+        """Layer name -> the storage requested, for the layers that were not to stay as in the
+        file."""
         return {name: plan.asked for name, plan in self.layers.items() if plan.asked != AS_FILE}
 
 
@@ -102,7 +104,8 @@ def plan_load(
 
 
 def _with_tensors(plan: ModelPlan, facts: ModelFacts, target: LoadTarget, computed: str) -> ModelPlan:
-    """Complete a plan with the tensors of the model's file. ``computed``: the best dtype of unquantized weights."""
+    """Complete a plan with the tensors of the model's file. ``computed``: the best dtype of
+    unquantized weights."""
     checkpoint = facts.checkpoint
     inside = facts.inside
     target = replace(target, unpacked=unpacked_dtype(computed), only_linear=True)
@@ -145,7 +148,8 @@ def plan_encoder(checkpoint: Checkpoint, storage: str, default: str, target: Loa
 
 
 def unpacked_dtype(computed: str) -> str:
-    """Return the dtype for weights that leave 8 bits or fewer: 16-bit, also if the model computes in fp32."""
+    """Return the dtype for weights that leave 8 bits or fewer: 16-bit, also if the model computes
+    in fp32."""
     return computed if dtype_named(computed).itemsize == 2 else "bf16"
 
 
@@ -160,10 +164,9 @@ def _common_dtype(
 ) -> str:
     """Return the dtype of the weights that are not quantized; ComfyUI has one for them all.
 
-    A dtype that rules request for all layers, or that is the storage, is that dtype. In a model with quantized weights
-    the others are converted to the dtype they are computed in, unless that is wider than in the file: ComfyUI casts
-    such weights at each use.
-    """
+    A dtype that rules request for all layers, or that is the storage, is that dtype. In a model
+    with quantized weights the others are converted to the dtype they are computed in, unless that
+    is wider than in the file: ComfyUI casts such weights at each use."""
     by_rules = {own.storage for own in plan.layers.values()}
     used = plan.storage.used
     candidates = [*by_rules, used] if len(by_rules) == 1 else [used]

@@ -1,10 +1,11 @@
-"""nvfp4 by model family: layers that Comfy-Org's own nvfp4 recipes keep out of it, and reports of a loss of quality.
+"""nvfp4 by model family: layers that Comfy-Org's own nvfp4 recipes keep out of it, and reports of a
+loss of quality.
 
-Recipes: ``configs/*nvfp4*.yaml`` of Comfy-Org/comfy-quants#6 (16c6449d), for Anima, Flux, Flux.2, Ideogram 4, LTX-Video
-and Qwen-Image. What they keep outside the blocks, and Qwen-Image's first modulation, the default preset keeps as well.
-Flux and LTX-Video have nothing else. Of Flux.2 it is the mixed recipe, which has the layers of the published
-``flux2_dev_fp8mixed``. The lists of Comfy-Org's published nvfp4 files of Krea 2 and Ideogram 4 are not public as text.
-"""
+Recipes: ``configs/*nvfp4*.yaml`` of Comfy-Org/comfy-quants#6 (16c6449d), for Anima, Flux, Flux.2,
+Ideogram 4, LTX-Video and Qwen-Image. What they keep outside the blocks, and Qwen-Image's first
+modulation, the default preset keeps as well. Flux and LTX-Video have nothing else. Of Flux.2 it is
+the mixed recipe, which has the layers of the published ``flux2_dev_fp8mixed``. The lists of
+Comfy-Org's published nvfp4 files of Krea 2 and Ideogram 4 are not public as text."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -42,7 +43,8 @@ DOUBTS = {
 
 
 def kept_from_nvfp4(layers: Sequence[LayerSpec]) -> tuple[Rule, ...]:
-    """Return preset rules for the layers that Comfy-Org's recipe of a model's family keeps out of nvfp4."""
+    """Return preset rules for the layers that Comfy-Org's recipe of a model's family keeps out of
+    nvfp4."""
     patterns = NOT_IN_NVFP4.get(family_of(shapes_by_weight(layers)).name, ())
     return tuple(Rule(pattern, KEEP, RECIPE, NVFP4) for pattern in patterns)
 

@@ -1,10 +1,11 @@
-"""Layers that do not survive low precision, as patterns over their role and ComfyUI's layer names, with what each is.
+"""Layers that do not survive low precision, as patterns over their role and ComfyUI's layer names,
+with what each is.
 
-What a model's structure shows comes first (``role:``, see ``structure.py``) and holds for any model. Names say which of
-these a layer is, and find what structure does not show: those that vLLM-Omni, NVIDIA ModelOpt, SDNQ and
-DiffSynth-Studio keep in 16 bit for diffusion transformers. The first and last blocks and the outlier-heavy projections
-of the family presets follow ModelOpt and SGLang #23155.
-"""
+What a model's structure shows comes first (``role:``, see ``structure.py``) and holds for any
+model. Names say which of these a layer is, and find what structure does not show: those that
+vLLM-Omni, NVIDIA ModelOpt, SDNQ and DiffSynth-Studio keep in 16 bit for diffusion transformers. The
+first and last blocks and the outlier-heavy projections of the family presets follow ModelOpt and
+SGLang #23155."""
 
 from .structure import MODULATION, OUTSIDE
 

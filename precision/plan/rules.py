@@ -1,4 +1,5 @@
-"""Rules: patterns over layers that set storage, compute, accumulation and stream, and over blocks, that set attention.
+"""Rules: patterns over layers that set storage, compute, accumulation and stream, and over blocks,
+that set attention.
 
 Text in, object out, text again.
 """
@@ -22,7 +23,8 @@ from .structure import ROLES, roles_of
 ANYTHING = "(any layer)"
 KEEP = (("storage", "as_file"),)
 MEASURED = "measured: "
-"""What the comment of a rule begins with that *Measure my card* wrote, before the setting and its figures."""
+"""What the comment of a rule begins with that *Measure my card* wrote, before the setting and its
+figures."""
 VALUES = {
     "storage": get_args(RuledStorage),
     "compute": get_args(RuledCompute),
@@ -42,12 +44,14 @@ class Rule:
     preset: str = ""
 
     def matches(self, name: str, cls: str) -> bool:
-        """True if the pattern matches a layer by its name inside the diffusion model or its class."""
+        """True if the pattern matches a layer by its name inside the diffusion model or its
+        class."""
         place, test = _test_of(self.pattern)
         return bool(test((name, cls, "")[place]))
 
     def matches_block(self, name: str, cls: str) -> bool:
-        """True if the pattern, ``blocks.0`` or ``blocks.0.*``, matches a module of layers or all layers in it."""
+        """True if the pattern, ``blocks.0`` or ``blocks.0.*``, matches a module of layers or all
+        layers in it."""
         return self.matches(name, cls) or self.matches(f"{name}.{ANYTHING}", cls)
 
     def __str__(self) -> str:
@@ -57,7 +61,8 @@ class Rule:
 
 @dataclass(frozen=True)
 class Rules:
-    """Presets first, then the user's own lines; among those that match a layer and set a key, the last one wins.
+    """Presets first, then the user's own lines; among those that match a layer and set a key, the
+    last one wins.
 
     Attributes:
         names: of the presets.
@@ -78,7 +83,8 @@ class Rules:
         return self.presets + self.own
 
     def on(self, layers: Iterable[LayerSpec]) -> "Rules":
-        """Return the rules with the roles of a model's layers, which the patterns ``role:...`` are about."""
+        """Return the rules with the roles of a model's layers, which the patterns ``role:...`` are
+        about."""
         layers = tuple(layers)
         if layers not in self.models:
             asked = any(rule.pattern.startswith("role:") for rule in self.all)
@@ -86,7 +92,8 @@ class Rules:
         return self.models[layers]
 
     def setting(self, key: str, name: str, cls: str) -> tuple[Any, Rule] | None:
-        """Look up the value of ``key``, one of its ``VALUES``, for a layer and its rule; None if no rule sets it."""
+        """Look up the value of ``key``, one of its ``VALUES``, for a layer and its rule; None if no
+        rule sets it."""
         for rule in reversed(self.matching(name, cls)):
             if value := dict(rule.settings).get(key):
                 return value, rule
@@ -205,10 +212,11 @@ def _one_of(names: Iterable[str]) -> str:
 
 @lru_cache(4096)
 def _test_of(pattern: str) -> tuple[int, Callable[[str], object]]:
-    """Return the place of name, class or role that a pattern is about, and a test that runs no Python.
+    """Return the place of name, class or role that a pattern is about, and a test that runs no
+    Python.
 
-    A pattern is a glob over names, ``re:<regex>`` (searched in the name), ``class:<glob>`` or ``role:<role>``.
-    """
+    A pattern is a glob over names, ``re:<regex>`` (searched in the name), ``class:<glob>`` or
+    ``role:<role>``."""
     if pattern.startswith("re:"):
         return 0, re.compile(pattern[3:]).search
     if pattern.startswith("class:"):

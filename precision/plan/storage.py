@@ -1,4 +1,5 @@
-"""Resolve the storage option of a whole model or text encoder, from its size, its file, the device and the memory."""
+"""Resolve the storage option of a whole model or text encoder, from its size, its file, the device
+and the memory."""
 
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
@@ -20,9 +21,11 @@ from .rules import Rules
 
 EIGHT_BITS = ("int8", "fp8_e4m3fn")
 PREDICTED_ERROR = {"int8": 0.0089, "w6a8": 0.0184, "w4a8": 0.0617}
-"""Relative error of a layer's int8 product, rounded to nearest: mean over MiniLM's layers, in dB in docs/numbers.md."""
+"""Relative error of a layer's int8 product, rounded to nearest: mean over MiniLM's layers, in dB in
+docs/numbers.md."""
 NVFP4_ERROR = 3.5
-"""Error of a layer's nvfp4 product for one of its fp8 product: of the trained HunyuanVideo in docs/numbers.md."""
+"""Error of a layer's nvfp4 product for one of its fp8 product: of the trained HunyuanVideo in
+docs/numbers.md."""
 MANY_SCALES = "the file's fp8 has many scales, ComfyUI's has one: int8 takes the same bytes and is nearer to the file"
 UNPACKED_WEIGHTS = "{0} of {1} quantized weights were unpacked to bf16 while loading: the weights take {2}."
 Layers = Mapping[str, LayerPlan]
@@ -80,7 +83,8 @@ def _choose(facts: ModelFacts, storage: StorageOption, compute: Choice, target: 
 
 
 def _told_unpacked(facts: ModelFacts) -> str:
-    """Return which share of the file's quantized weights is in bf16 now, and the bytes of all; "" if none is."""
+    """Return which share of the file's quantized weights is in bf16 now, and the bytes of all; ""
+    if none is."""
     unpacked = facts.checkpoint.unpacked
     if not unpacked:
         return ""
@@ -97,8 +101,9 @@ def _quantized_as_they_are(facts: ModelFacts, layers: Layers) -> Layers:
 
 
 def _many_scales_in_int8(facts: ModelFacts, layers: Layers) -> Layers:
-    """Store fp8 weights with a scale for each row or block in int8 instead of fp8 with one: at the same size the error
-    of a small Wan model is 1.1 to 1.2 times that of the file's own numbers, with one fp8 scale 1.3 to 1.6 times."""
+    """Store fp8 weights with a scale for each row or block in int8 instead of fp8 with one: at the
+    same size the error of a small Wan model is 1.1 to 1.2 times that of the file's own numbers,
+    with one fp8 scale 1.3 to 1.6 times."""
     many = {facts.names.get(name, "") for name, weight in facts.inside.items() if weight.has_many_scales}
     moved = {
         layer.name: replace(layers[layer.name], storage="int8", why_stored=MANY_SCALES)
@@ -114,8 +119,8 @@ def _many_scales_in_int8(facts: ModelFacts, layers: Layers) -> Layers:
 def _fitted(
     facts: ModelFacts, choice: Choice[StorageOption], layers: Layers, rules: Rules, target: LoadTarget, room: int
 ) -> tuple[Choice[StorageOption], Layers]:
-    """Store the model in the first storage of fewer bits that is fast on the device and fits into ``room``, if 8 bits
-    do not fit, and say so."""
+    """Store the model in the first storage of fewer bits that is fast on the device and fits into
+    ``room``, if 8 bits do not fit, and say so."""
     size = _bytes_stored(facts, layers)
     if size <= room:
         return choice, layers
@@ -149,14 +154,16 @@ def _error_of(storage: str) -> str:
 
 
 def _bytes_stored(facts: ModelFacts, layers: Layers) -> int:
-    """Count the bytes of a model's weights as planned by name; what is not quantized counts as 16 bit."""
+    """Count the bytes of a model's weights as planned by name; what is not quantized counts as 16
+    bit."""
     quantized = [layer for layer in facts.layers if layers[layer.name].storage in QUANTIZED_NAMES]
     size = sum(quantized_bytes(layers[layer.name].storage, *layer.shape) for layer in quantized)
     return size + 2 * (facts.parameters - sum(prod(layer.shape) for layer in quantized))
 
 
 def bytes_in_memory(weights: Iterable[StoredWeight], plans: Mapping[str, LayerPlan]) -> int:
-    """Count the bytes of a file's weights as planned by name. ``plans``: tensor name -> plan of its layer.
+    """Count the bytes of a file's weights as planned by name. ``plans``: tensor name -> plan of its
+    layer.
 
     A weight without a plan counts as in the file, or in 16 bit if it is wider.
     """
@@ -184,9 +191,8 @@ def quantized_bytes(storage: str, rows: int, columns: int) -> int:
 def choose_encoder_storage(facts: ModelFacts, storage: str, default: str, target: LoadTarget) -> Choice[str]:
     """Resolve the storage of a text encoder.
 
-    ``default``: the dtype ComfyUI keeps text encoders in. An encoder runs once per prompt: 8 bits save memory, not
-    time.
-    """
+    ``default``: the dtype ComfyUI keeps text encoders in. An encoder runs once per prompt: 8 bits
+    save memory, not time."""
     own = facts.file_dtype
     needed = 2 * facts.parameters
     refused = "" if own in UNQUANTIZED else target.device.refuses(own)

@@ -1,4 +1,5 @@
-"""Find the role of each layer by names and shapes: in the repeated blocks, outside of them, or their modulation.
+"""Find the role of each layer by names and shapes: in the repeated blocks, outside of them, or
+their modulation.
 
 Names and shapes suffice: of a file's header, of a loaded model, of a model on the meta device.
 """
@@ -30,12 +31,13 @@ _NUMBER = re.compile(r"\d+")
 
 
 def roles_of(layers: Iterable[LayerSpec]) -> Mapping[str, str]:
-    """Return the role of layers, by name: ``outside`` the repeated blocks, or ``modulation`` in one. Others have none.
+    """Return the role of layers, by name: ``outside`` the repeated blocks, or ``modulation`` in
+    one. Others have none.
 
-    Only layers that multiply have a role, and only in models that have blocks. Names and shapes do not show a
-    modulation of fewer than four vectors (in Flux's single blocks it has the shape of a fused qkv) nor one as large as
-    the hidden layer of its block's MLP, or twice that (Lumina 2). For those the presets' names remain.
-    """
+    Only layers that multiply have a role, and only in models that have blocks. Names and shapes do
+    not show a modulation of fewer than four vectors (in Flux's single blocks it has the shape of a
+    fused qkv) nor one as large as the hidden layer of its block's MLP, or twice that (Lumina 2).
+    For those the presets' names remain."""
     layers = [layer for layer in layers if layer.multiplies]
     stacks = stacks_of(layers)
     modulation = {layer.name for stack in stacks for block in stack for layer in _modulation(block)}
@@ -48,12 +50,11 @@ def roles_of(layers: Iterable[LayerSpec]) -> Mapping[str, str]:
 def stacks_of(layers: Iterable[LayerSpec]) -> list[Stack]:
     """List the stacks of repeated blocks of a model.
 
-    Blocks are the elements of a numbered container (``blocks.0``, ``blocks.block0``, ``input_blocks.4``) that hold two
-    layers or more and share names with another of its elements, whatever their widths. The only such element is a
-    block where it is no mere MLP of two layers, as the projection of a text (``mlp_t5``) or of the time is, and no
-    model with blocks of its own (``img2shape_512`` of Trellis 2).
-    Blocks in blocks do not count.
-    """
+    Blocks are the elements of a numbered container (``blocks.0``, ``blocks.block0``,
+    ``input_blocks.4``) that hold two layers or more and share names with another of its elements,
+    whatever their widths. The only such element is a block where it is no mere MLP of two layers,
+    as the projection of a text (``mlp_t5``) or of the time is, and no model with blocks of its own
+    (``img2shape_512`` of Trellis 2). Blocks in blocks do not count."""
     return _stacks([(layer.name.split("."), layer) for layer in layers])
 
 
@@ -69,7 +70,8 @@ def _stacks(paths: Sequence[Path]) -> list[Stack]:
 
 
 def _containers(paths: Sequence[Path]) -> Iterable[dict[str, list[Path]]]:
-    """Group layers by the first part of their path, and these parts by what they are called without a number."""
+    """Group layers by the first part of their path, and these parts by what they are called without
+    a number."""
     containers: dict[str, dict[str, list[Path]]] = {}
     for (head, *rest), layer in paths:
         if rest:
@@ -92,12 +94,12 @@ def _alike(elements: Mapping[str, list[Path]]) -> list[str]:
 
 
 def _without_side_stacks(stacks: Sequence[Stack], modulation: set[str], weights: int) -> list[Stack]:
-    """Leave out short stacks: refiners, connectors and adapters, with under a quarter of the longest stack's blocks.
+    """Leave out short stacks: refiners, connectors and adapters, with under a quarter of the
+    longest stack's blocks.
 
-    Stacks of one length go together, the shortest first, while all left out hold at most 5 % of ``weights``. Those that
-    hold more (the refiners of Z-Image) are the model's body as much as the rest. Modulation stays high anyway and does
-    not count.
-    """
+    Stacks of one length go together, the shortest first, while all left out hold at most 5 % of
+    ``weights``. Those that hold more (the refiners of Z-Image) are the model's body as much as the
+    rest. Modulation stays high anyway and does not count."""
     longest = max(map(len, stacks), default=0)
     body = list(stacks)
     for length in sorted({len(stack) for stack in stacks if SIDE_BLOCKS * len(stack) < longest}):
@@ -115,9 +117,9 @@ def _weights(layers: Iterable[LayerSpec]) -> int:
 def _modulation(block: Block) -> list[LayerSpec]:
     """List the linear layers of a block that make shifts, scales and gates of a vector.
 
-    Their output has four times a stream's width or more (three, where the input has another width than the streams),
-    and no layer of the block takes it as the second layer of an MLP takes the first's.
-    """
+    Their output has four times a stream's width or more (three, where the input has another width
+    than the streams), and no layer of the block takes it as the second layer of an MLP takes the
+    first's."""
     linears = [layer for layer in block if layer.cls == "Linear"]
     outputs = {layer.shape[0] for layer in linears}
     inputs = {layer.shape[1] for layer in linears}
@@ -133,11 +135,11 @@ def _makes_vectors(layer: LayerSpec, widths: set[int]) -> bool:
 
 
 def _is_taken(layer: LayerSpec, inputs: set[int], outputs: set[int]) -> bool:
-    """True if a layer of the block takes the output: an MLP's second, attention's last, or Flux's that is both.
+    """True if a layer of the block takes the output: an MLP's second, attention's last, or Flux's
+    that is both.
 
-    That one takes the attention beside the MLP, whose first layer ComfyUI fuses with q, k and v (``linear1``), and
-    diffusers does not (``proj_mlp``).
-    """
+    That one takes the attention beside the MLP, whose first layer ComfyUI fuses with q, k and v
+    (``linear1``), and diffusers does not (``proj_mlp``)."""
     out, width = layer.shape
     others = {size for size in inputs if size not in outputs and 2 * size not in outputs}
     return bool({out, out / 2} & inputs) or bool({out / 3, out - 2 * width, (out - width) / 2, out + width} & others)

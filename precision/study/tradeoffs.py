@@ -267,8 +267,8 @@ def best_for(
     held: Collection[Tradeoff] = (),
     has_drifted: bool = False,
 ) -> Tradeoff | None:
-    """Choose the best row for a goal; None where no row works, none is better than the reference, or the times are too
-    noisy to tell.
+    """Choose the best row for a goal; None where no row works, none is better than the reference,
+    or the times are too noisy to tell.
 
     quality: of those within 1 dB of the highest SNR, those as fast as the fastest, within 3 % or
     the larger spread of both. memory: those within 3 % of the smallest. speed: those as fast as the
@@ -278,8 +278,8 @@ def best_for(
     quality's. Of several the closest is chosen, or, within 1 dB of it, one that the model holds
     already. quality and memory need no time: where it is noisy, quality takes the smallest.
 
-    ``held``: the rows with the storage that the model has. ``has_drifted``: all times are too noisy.
-    """
+    ``held``: the rows with the storage that the model has. ``has_drifted``: all times are too
+    noisy."""
     working = [row for row in rows if row.works]
     fair = [row for row in working if row.snr_db >= FLOORS.get(goal, math.inf)]
     if goal == "quality" or not fair:
@@ -297,8 +297,8 @@ def best_for(
 
 
 def _gains(row: Tradeoff, reference: Tradeoff, goal: Goal) -> bool:
-    """True if a row is faster than the reference by more than the noise; for balanced also if it is no slower, and
-    smaller by more than 3 %."""
+    """True if a row is faster than the reference by more than the noise; for balanced also if it is
+    no slower, and smaller by more than 3 %."""
     gained, margin = reference.seconds - row.seconds, _margin(row, reference)
     is_smaller = goal == "balanced" and CLOSE * row.bytes < reference.bytes
     return gained > margin or (is_smaller and gained >= -margin)

@@ -1,9 +1,9 @@
-"""The attributes of ComfyUI's modules that are read and set here, by name: no other file touches them.
+"""The attributes of ComfyUI's modules that are read and set here, by name: no other file touches
+them.
 
-ComfyUI sets most of them from outside of the class or probes for them with ``hasattr``, so that a renamed one raises no
-error. Each annotation names the file of ComfyUI that has its attributes; ``tests/host/graph/test_core_names.py`` looks
-every attribute up there.
-"""
+ComfyUI sets most of them from outside of the class or probes for them with ``hasattr``, so that a
+renamed one raises no error. Each annotation names the file of ComfyUI that has its attributes;
+``tests/host/graph/test_core_names.py`` looks every attribute up there."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ OVERRIDE: AttentionOption = "optimized_attention_override"
 
 
 class OnlyCalled:
-    """A layer without a weight to read: ``linear_input_act`` of ``comfy/ops.py``, in all versions, can only call it."""
+    """A layer without a weight to read: ``linear_input_act`` of ``comfy/ops.py``, in all versions,
+    can only call it."""
 
     weight = None
     _full_precision_mm = True
@@ -74,18 +75,21 @@ class OnlyCalled:
 
 
 def casts_weights(layer: Layer) -> bool:
-    """True if a module is one of ComfyUI's operations, which can cast their weights to their input's dtype."""
+    """True if a module is one of ComfyUI's operations, which can cast their weights to their
+    input's dtype."""
     return hasattr(layer, "comfy_cast_weights")
 
 
 def casting(layer: Layer) -> list[Patch]:
-    """Return the patches that make an operation of ComfyUI cast its weights; none if its class always casts."""
+    """Return the patches that make an operation of ComfyUI cast its weights; none if its class
+    always casts."""
     always = getattr(type(layer), "comfy_cast_weights", False)
     return [(layer, "comfy_cast_weights", True)] if casts_weights(layer) and not always else []
 
 
 def weight_functions(layer: Layer) -> list[Callable]:
-    """Return the functions that ComfyUI applies to a layer's weight in each call, such as a LoRA that is not merged."""
+    """Return the functions that ComfyUI applies to a layer's weight in each call, such as a LoRA
+    that is not merged."""
     return layer.weight_function
 
 
@@ -95,7 +99,8 @@ def bias_functions(layer: Layer) -> list[Callable]:
 
 
 def is_patched(layer: Layer, name: str) -> bool:
-    """True if ComfyUI changes a layer's ``weight`` or ``bias`` at each call, with dynamic VRAM too."""
+    """True if ComfyUI changes a layer's ``weight`` or ``bias`` at each call, with dynamic VRAM
+    too."""
     # ``param_key + "_lowvram_function"`` in comfy/model_patcher.py and comfy/ops.py.
     return bool(getattr(layer, f"{name}_function") or layer.__dict__.get(f"{name}_lowvram_function"))
 
@@ -106,23 +111,27 @@ def quantization_format(layer: Layer) -> str:
 
 
 def set_quantization_format(layer: Layer, name: str, layout: str) -> None:
-    """Set the quantization format that a layer multiplies in, and the layout of its weight, as loading does."""
+    """Set the quantization format that a layer multiplies in, and the layout of its weight, as
+    loading does."""
     layer.quant_format = name
     layer.layout_type = layout
 
 
 def is_forced_to_cast(layer: Layer) -> bool:
-    """True if the model's compute dtype was changed, for which ComfyUI dequantizes the weights of its layers."""
+    """True if the model's compute dtype was changed, for which ComfyUI dequantizes the weights of
+    its layers."""
     return getattr(layer, "comfy_force_cast_weights", False)
 
 
 def not_forced_to_cast(layer: Layer) -> Patch:
-    """Return a patch that lets a layer multiply as stored although the model's compute dtype was changed."""
+    """Return a patch that lets a layer multiply as stored although the model's compute dtype was
+    changed."""
     return layer, "comfy_force_cast_weights", False
 
 
 def lie_ready(layer: Layer, weight: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor) -> bool:
-    """True if a layer's parameters are on its input's device, and ComfyUI does nothing to them but cast them."""
+    """True if a layer's parameters are on its input's device, and ComfyUI does nothing to them but
+    cast them."""
     device = x.get_device()  # a number is compared in half of the time of a ``torch.device``
     if weight.get_device() != device or (bias is not None and bias.get_device() != device):
         return False
@@ -134,9 +143,8 @@ def resident_weights(layer: Layer, device: torch.device) -> tuple | None:
     """Return the weight, the bias and the token of a layer whose pages are in VRAM, pinned until
     ``uncast_bias_weight``; None where ComfyUI has more to do than to find them.
 
-    It finds them as ``cast_modules_with_vbar`` in comfy/ops.py does ("FIXME: add n=1 cache hit fast path"), in a third
-    of the functions that ``cast_bias_weight`` runs for it.
-    """
+    It finds them as ``cast_modules_with_vbar`` in comfy/ops.py does ("FIXME: add n=1 cache hit fast
+    path"), in a third of the functions that ``cast_bias_weight`` runs for it."""
     own = layer.__dict__
     kept = own.get("_v_signature")
     if kept is None or layer.weight_function or layer.bias_function or own.get(PREFETCHED) is not None:
@@ -153,8 +161,8 @@ def resident_weights(layer: Layer, device: torch.device) -> tuple | None:
 
 
 def made_when_loaded(layer: Layer) -> tuple[str, ...]:
-    """Return the names of the parameters that ComfyUI makes only as it loads a layer: those of each Linear under
-    dynamic VRAM."""
+    """Return the names of the parameters that ComfyUI makes only as it loads a layer: those of each
+    Linear under dynamic VRAM."""
     has_bias = getattr(layer, "comfy_need_lazy_init_bias", None)
     return () if has_bias is None else ("weight", "bias")[: 1 + has_bias]
 
@@ -177,7 +185,8 @@ def weight_state(model: PatchedModel) -> Any:
 
 
 def cast_dtype(model: Model) -> torch.dtype:
-    """Return the dtype that a model's inputs are cast to now: its manual cast dtype, else that of its weights."""
+    """Return the dtype that a model's inputs are cast to now: its manual cast dtype, else that of
+    its weights."""
     return model.manual_cast_dtype or dtype_of_weights(model)
 
 
@@ -207,7 +216,8 @@ def set_control_dtype(control: Control, dtype: torch.dtype) -> None:
 
 
 def empty_prefix_cache(diffusion_model: PrefixModel) -> None:
-    """Empty the keys and values of the text that a diffusion model keeps between steps; others keep none."""
+    """Empty the keys and values of the text that a diffusion model keeps between steps; others keep
+    none."""
     if hasattr(diffusion_model, "reset_prefix_cache"):
         diffusion_model.reset_prefix_cache(diffusion_model.prefix_cache_enabled)
 
@@ -219,21 +229,22 @@ def empty_pose_cache(cache: PoseCache | None) -> None:
 
 
 def runs_again(part: TrainedPart) -> bool:
-    """True if the backward pass of Train LoRA runs a part again, which its gradient_checkpointing asks for."""
+    """True if the backward pass of Train LoRA runs a part again, which its gradient_checkpointing
+    asks for."""
     return hasattr(part, "org_forward")
 
 
 def kernel_of_file(attention: FileAttention) -> tuple[str, bool] | None:
-    """Return the kernel that a model's file asks for in an attention, and whether ComfyUI has it on this device; None
-    for other modules, and where the file asks for none."""
+    """Return the kernel that a model's file asks for in an attention, and whether ComfyUI has it on
+    this device; None for other modules, and where the file asks for none."""
     if type(attention).__name__ != "ComfyAttention" or attention.config is None:
         return None
     return attention.config["attention"], attention.function is not None
 
 
 def caches_in_int8(attention: EncoderAttention, device: torch.device) -> bool:
-    """True if an attention of a text encoder that generates keeps its keys and values in int8 on a device, as its file
-    or ``--use-ck-attention`` requests (ComfyUI 0.39)."""
+    """True if an attention of a text encoder that generates keeps its keys and values in int8 on a
+    device, as its file or ``--use-ck-attention`` requests (ComfyUI 0.39)."""
     cache_of = getattr(attention, "kv_cache_type", None)
     return callable(cache_of) and "Int8" in cache_of(device, torch.bfloat16).__name__
 
@@ -249,6 +260,7 @@ def has_kitchen_attention(arguments: CommandLine) -> bool:
 
 
 def without_compiler(arguments: CommandLine) -> list[Patch]:
-    """Return the patches that turn off ComfyUI's model compiler and CUDA graphs, if it has them; read in each call."""
+    """Return the patches that turn off ComfyUI's model compiler and CUDA graphs, if it has them;
+    read in each call."""
     switches = ("disable_comfy_compiler", "disable_cuda_graphs")
     return [(arguments, switch, True) for switch in switches if hasattr(arguments, switch)]

@@ -20,7 +20,8 @@ FRAMEWORK = ("torch", "numpy", "einops", "comfy_kitchen", "comfy_aimdo")
 
 
 def code_owner(code: object) -> str:
-    """Return the name of the pack that owns a piece of code; "" for ComfyUI, torch, Python and Halfsafe."""
+    """Return the name of the pack that owns a piece of code; "" for ComfyUI, torch, Python and
+    Halfsafe."""
     if isinstance(code, functools.partial):
         return code_owner(code.func)
     if isinstance(code, MethodType):

@@ -1,8 +1,8 @@
 """Layers that a call passed by: ComfyUI multiplied past their forwards, or did not use them.
 
-What our code puts on a layer's forward has no effect there, without an error. ComfyUI 0.45 multiplies parallel layers
-of Qwen 3.x text encoders by one combined weight (#17361); after 0.33 Z-Image multiplies past an int8 layer (#15928).
-"""
+What our code puts on a layer's forward has no effect there, without an error. ComfyUI 0.45
+multiplies parallel layers of Qwen 3.x text encoders by one combined weight (#17361); after 0.33
+Z-Image multiplies past an int8 layer (#15928)."""
 
 import contextlib
 from collections import Counter
@@ -18,7 +18,8 @@ LISTS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
 
 @contextlib.contextmanager
 def modules_entered() -> Iterator[Counter[torch.nn.Module]]:
-    """Count the calls of modules in the context, on any thread, where compiled code runs as plain torch."""
+    """Count the calls of modules in the context, on any thread, where compiled code runs as plain
+    torch."""
     entered: Counter[torch.nn.Module] = Counter()
     handle = register_module_forward_pre_hook(lambda module, args: entered.update((module,)))
     try:
@@ -31,8 +32,9 @@ def modules_entered() -> Iterator[Counter[torch.nn.Module]]:
 def passed_by(
     model: torch.nn.Module, layers: Mapping[torch.nn.Module, int], entered: Counter[torch.nn.Module]
 ) -> list[torch.nn.Module]:
-    """List the layers that ran less often than the module that holds them, as where decoding passes by them, and those
-    that did not run although another layer in that module did. ``layers``: layer -> how often it ran."""
+    """List the layers that ran less often than the module that holds them, as where decoding passes
+    by them, and those that did not run although another layer in that module did. ``layers``: layer
+    -> how often it ran."""
     holders = {child: holder for holder in model.modules() for child in holder.children()}
 
     def holder_of(module: torch.nn.Module) -> torch.nn.Module:

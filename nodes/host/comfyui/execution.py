@@ -1,4 +1,5 @@
-"""How ComfyUI executes a model's calls: compiled, on several devices, after text adapters, out of memory."""
+"""How ComfyUI executes a model's calls: compiled, on several devices, after text adapters, out of
+memory."""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ def is_on_several_devices(patcher: ModelPatcher) -> bool:
 
 
 def switches_by_layer(patcher: ModelPatcher) -> bool:
-    """True if torch's flags can differ from layer to layer: not in a compiled graph, not with several
-    threads running."""
+    """True if torch's flags can differ from layer to layer: not in a compiled graph, not with
+    several threads running."""
     return not is_compiled(patcher) and not is_on_several_devices(patcher)
 
 
@@ -45,23 +46,24 @@ def is_injected(patcher: ModelPatcher | None) -> bool:
 
 
 def trains() -> bool:
-    """True if ComfyUI's Train LoRA trains: its ``training_dtype`` decides in which dtype the model computes, and
-    its backward pass may run layers again when the model's call is over."""
+    """True if ComfyUI's Train LoRA trains: its ``training_dtype`` decides in which dtype the model
+    computes, and its backward pass may run layers again when the model's call is over."""
     return getattr(comfy.model_management, "in_training", False)
 
 
 def adapts_text(model: BaseModel) -> bool:
-    """True if ComfyUI runs layers of this model on the text before it calls the model, once per run.
+    """True if ComfyUI runs layers of this model on the text before it calls the model, once per
+    run.
 
-    ComfyUI 0.30 runs text adapters in ``extra_conds``: Anima, LTX-AV and MiniMax in ``comfy/model_base.py``, each
-    through its model's ``preprocess_text_embeds``.
-    """
+    ComfyUI 0.30 runs text adapters in ``extra_conds``: Anima, LTX-AV and MiniMax in
+    ``comfy/model_base.py``, each through its model's ``preprocess_text_embeds``."""
     return hasattr(model.diffusion_model, TEXT_ADAPTER)
 
 
 @contextlib.contextmanager
 def conditions_through(model: BaseModel, run: Callable[[Make], dict]) -> Iterator[None]:
-    """Hand each ``extra_conds`` of a model to ``run`` while the context lasts; what is set last runs first."""
+    """Hand each ``extra_conds`` of a model to ``run`` while the context lasts; what is set last
+    runs first."""
     original = getattr(model, EXTRA_CONDITIONS)
     adapted = (model, EXTRA_CONDITIONS, lambda *args, **kwargs: run(functools.partial(original, *args, **kwargs)))
     with patched([adapted]):
@@ -71,7 +73,6 @@ def conditions_through(model: BaseModel, run: Callable[[Make], dict]) -> Iterato
 def is_oom(error: BaseException) -> bool:
     """True if an error means that a device has no memory left.
 
-    ComfyUI's own test comes first, as it also clears the error CUDA has pending. On torch 2.8 and later it takes the
-    plain RuntimeError of MPS for another.
-    """
+    ComfyUI's own test comes first, as it also clears the error CUDA has pending. On torch 2.8 and
+    later it takes the plain RuntimeError of MPS for another."""
     return comfy.model_management.is_oom(error) or is_torch_oom(error)

@@ -1,17 +1,18 @@
 """The gate: what ComfyUI's call of a layer passes besides its input.
 
-After ComfyUI 0.39 a linear layer is called with more than its input (Comfy-Org/ComfyUI#16816): ``layer(x, input_act,
-act_weight, residual, residual_scale)`` is ``residual + residual_scale * linear(act(x))``. The gate computes the
-activation and the residual as ComfyUI does, around a :class:`layer_forward.LayerForward` that is given the plain input.
-The activation therefore sees what the stream holds, fp32 in a wide stream, and the residual is added in the dtype of
-the stream.
+After ComfyUI 0.39 a linear layer is called with more than its input (Comfy-Org/ComfyUI#16816):
+``layer(x, input_act, act_weight, residual, residual_scale)`` is ``residual + residual_scale *
+linear(act(x))``. The gate computes the activation and the residual as ComfyUI does, around a
+:class:`layer_forward.LayerForward` that is given the plain input. The activation therefore sees
+what the stream holds, fp32 in a wide stream, and the residual is added in the dtype of the stream.
 
-    ComfyUI's call -> gate: act(x) -> LayerForward(act(x)) -> gate: residual + residual_scale * result
+    ComfyUI's call -> gate: act(x) -> LayerForward(act(x)) -> gate: residual + residual_scale *
+    result
 
-A later ComfyUI may pass arguments that are not listed here. An argument with its default changes nothing. Any other is
-handed on by a forward of ours that calls the layer's own; in place of a forward that multiplies itself the layer's own
-runs, with all arguments, and the layer and the argument are noted (:func:`met_in`).
-"""
+A later ComfyUI may pass arguments that are not listed here. An argument with its default changes
+nothing. Any other is handed on by a forward of ours that calls the layer's own; in place of a
+forward that multiplies itself the layer's own runs, with all arguments, and the layer and the
+argument are noted (:func:`met_in`)."""
 
 import functools
 import inspect
@@ -51,14 +52,16 @@ UPDATE = "Update Halfsafe, or remove its nodes from this model."
 OWN_CODE = "{0} runs its own code, because of `{1}`"
 NORM = "norm"
 UNEQUAL: set[str] = set()
-"""Quantization formats, "" for none, and ``norm``: layers that the self-test found to run otherwise through our code
-than alone. The gate computes nothing for them, and no code of ours runs in place of theirs."""
+"""Quantization formats, "" for none, and ``norm``: layers that the self-test found to run otherwise
+through our code than alone. The gate computes nothing for them, and no code of ours runs in place
+of theirs."""
 logger = logging.getLogger("halfsafe")
 _met: weakref.WeakKeyDictionary[torch.nn.Module, set[str]] = weakref.WeakKeyDictionary()
 
 
 class _LayerCall(NamedTuple):
-    """What a layer class takes in a call: the name of its input, and the defaults of its other parameters by name."""
+    """What a layer class takes in a call: the name of its input, and the defaults of its other
+    parameters by name."""
 
     input: str
     defaults: dict[str, object]
@@ -82,13 +85,14 @@ def _is_core(cls: type[torch.nn.Module]) -> bool:
 
 
 def folded_parameters(cls: type) -> tuple[str, ...]:
-    """Return the parameters of a class's forward after its input that are folded, in their order."""
+    """Return the parameters of a class's forward after its input that are folded, in their
+    order."""
     return tuple(name for name in _call_of(cls).defaults if name in FOLDED)
 
 
 def _call_of(cls: type) -> _LayerCall:
-    """Return the parameters of a call of a layer class: those of ``forward``, or of the method that a ``forward`` of
-    ``*args, **kwargs`` hands them on to."""
+    """Return the parameters of a call of a layer class: those of ``forward``, or of the method that
+    a ``forward`` of ``*args, **kwargs`` hands them on to."""
     return _call(tuple(getattr(cls, name, None) for name in FORWARDS[:2]))
 
 
@@ -103,20 +107,22 @@ def _call(methods: tuple[Callable | None, ...]) -> _LayerCall:
 
 
 def ran_own(module: torch.nn.Module) -> bool:
-    """True if some call of a layer ran the layer's own code because of an argument that is not known."""
+    """True if some call of a layer ran the layer's own code because of an argument that is not
+    known."""
     return module in _met
 
 
 def is_unequal(module: torch.nn.Module) -> bool:
-    """True if the self-test found that modules of this kind run otherwise through our code than alone."""
+    """True if the self-test found that modules of this kind run otherwise through our code than
+    alone."""
     return bool(UNEQUAL) and (quantization_format(module) if kind_of(module) else NORM) in UNEQUAL
 
 
 class Gate:
     """Read the arguments of a layer's call, and compute what ComfyUI folds into the layer.
 
-    ``call``: what ComfyUI's class takes; None for a layer of another pack, whose own arguments stay where they are.
-    """
+    ``call``: what ComfyUI's class takes; None for a layer of another pack, whose own arguments stay
+    where they are."""
 
     __slots__ = ("call", "folds", "module")
 
@@ -127,8 +133,8 @@ class Gate:
         self.folds = () if call and is_unequal(module) else tuple(name for name in FOLDED if name not in takes)
 
     def enter(self, chosen: Callable[..., Forward], args: tuple, kwargs: dict) -> torch.Tensor:
-        """Run a layer's call. ``chosen``: returns what to run, given the names of the arguments that are not known,
-        if there are any."""
+        """Run a layer's call. ``chosen``: returns what to run, given the names of the arguments
+        that are not known, if there are any."""
         x, places, given = self._read(args, kwargs)
         folded = {name: given.pop(name) for name in self.folds if name in given}
         unknown = {*given} - {*PASSED} | {BY_PLACE for _ in places}
@@ -147,7 +153,8 @@ class Gate:
         return with_residual(run(activated(x, folded), *places, **given), folded)
 
     def _read(self, args: tuple, kwargs: dict) -> tuple[torch.Tensor, tuple, dict]:
-        """Return the input, the arguments that stay in their places, and those by name that change something."""
+        """Return the input, the arguments that stay in their places, and those by name that change
+        something."""
         if self.call is None:
             return args[0], args[1:], dict(kwargs)
         defaults = self.call.defaults
@@ -159,8 +166,8 @@ class Gate:
         return x, args[1 + len(defaults) :], given
 
     def note_met(self, arguments: Collection[str]) -> None:
-        """Note that a call of the layer ran the layer's own code because of arguments; tell each argument of a class
-        once."""
+        """Note that a call of the layer ran the layer's own code because of arguments; tell each
+        argument of a class once."""
         if torch.compiler.is_compiling():
             return
         met = _met.setdefault(self.module, set())
@@ -179,8 +186,8 @@ def is_default(value: object, name: str, defaults: Mapping[str, object]) -> bool
 
 
 def met_in(modules: Mapping[str, torch.nn.Module]) -> dict[str, str]:
-    """Return which layers of a model ran their own code because of an argument: a few words for each argument, with the
-    sentence."""
+    """Return which layers of a model ran their own code because of an argument: a few words for
+    each argument, with the sentence."""
     found = defaultdict(list)
     for name, module in modules.items():
         for argument in sorted(_met.get(module, ())):
@@ -192,7 +199,8 @@ def met_in(modules: Mapping[str, torch.nn.Module]) -> dict[str, str]:
 
 
 def _caller(module: torch.nn.Module) -> str:
-    """Name whose parameters a layer's call has: ComfyUI's, or those of another pack that replaced its code."""
+    """Name whose parameters a layer's call has: ComfyUI's, or those of another pack that replaced
+    its code."""
     owner = code_owner(type(module).forward)
     return Message("The pack {0}", owner) if owner else "This ComfyUI"
 
@@ -211,7 +219,8 @@ def _can_activate(folded: dict) -> bool:
 
 
 def activated(x: torch.Tensor, folded: dict) -> torch.Tensor:
-    """Return the input that a layer multiplies: ComfyUI's own activation of ``x``, in the dtype of ``x``."""
+    """Return the input that a layer multiplies: ComfyUI's own activation of ``x``, in the dtype of
+    ``x``."""
     name = folded.get(ACTIVATION)
     if name is None:
         return x
@@ -222,7 +231,8 @@ def activated(x: torch.Tensor, folded: dict) -> torch.Tensor:
 
 
 def with_residual(result: torch.Tensor, folded: dict) -> torch.Tensor:
-    """Return ``residual + residual_scale * result``, in the wider of their dtypes; ``result`` without a residual."""
+    """Return ``residual + residual_scale * result``, in the wider of their dtypes; ``result``
+    without a residual."""
     residual, scale = folded.get(RESIDUAL), folded.get(OF_RESIDUAL)
     if residual is None:
         return result

@@ -1,7 +1,7 @@
 """comfy-kitchen: the kernel that multiplies or unpacks a quantized weight.
 
-A kernel is the device's own for a format, torch's general operations, or neither where the weight is dequantized.
-"""
+A kernel is the device's own for a format, torch's general operations, or neither where the weight
+is dequantized."""
 
 from __future__ import annotations
 
@@ -36,22 +36,24 @@ from ....precision.formats.registry import FORMAT_OF_STORAGE, FORMATS
 NATIVE, EAGER, DEQUANTIZED = "native", "eager", "dequantized"
 ROWS = 32
 DATA, PARAMS, LAYOUT = "_qdata", "_params", "_layout_cls"
-"""Where comfy-kitchen's tensors keep their data, their scales and the name of their layout; its properties take a
-function of Python each time."""
+"""Where comfy-kitchen's tensors keep their data, their scales and the name of their layout; its
+properties take a function of Python each time."""
 EXPORT = "_wrap_for_dlpack"
 """The function of comfy-kitchen's CUDA backend that exports a tensor to its library."""
 EXPORT_READ = "75902b722bba1bdc8d64d91f84ab55d03e2581d6ff8e6f4bef567f0e6067841e"
-"""Hash of that function's source as :func:`_exporting_in_c` replaces it: comfy-kitchen 0.2.26 to 0.2.40."""
+"""Hash of that function's source as :func:`_exporting_in_c` replaces it: comfy-kitchen 0.2.26 to
+0.2.40."""
 logger = logging.getLogger("halfsafe")
 _unpacking: dict[tuple[torch.device, torch.dtype, torch.dtype, torch.dtype, int], Unpacker] = {}
 
 
 @contextmanager
 def general_operations() -> Iterator[None]:
-    """Run comfy-kitchen's operations as torch's general ones while the context lasts, where it has them as such.
+    """Run comfy-kitchen's operations as torch's general ones while the context lasts, where it has
+    them as such.
 
-    A kernel of a device may be finite and wrong, as its RoPE is on Blackwell (``comfy/ldm/sensenova/model.py``).
-    """
+    A kernel of a device may be finite and wrong, as its RoPE is on Blackwell
+    (``comfy/ldm/sensenova/model.py``)."""
     known_anew = patched([(sys.modules[__name__], "_unpacking", {})])
     with known_anew, registry.use_backend(EAGER) if registry else nullcontext():
         yield
@@ -60,13 +62,13 @@ def general_operations() -> Iterator[None]:
 def kernel_of_product(row: Format | None, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:
     """Name the kernel that multiplies a weight as it is stored: ``native`` or ``eager``.
 
-    An fp8 product is torch's own ``_scaled_mm``, which a CPU emulates. The others are comfy-kitchen's, in the first of
-    its backends that takes the call: CUDA, HIP, Triton, or eager, which is made of torch's general operations. ComfyUI
-    turns backends off (``comfy/quant_ops.py``).
+    An fp8 product is torch's own ``_scaled_mm``, which a CPU emulates. The others are
+    comfy-kitchen's, in the first of its backends that takes the call: CUDA, HIP, Triton, or eager,
+    which is made of torch's general operations. ComfyUI turns backends off
+    (``comfy/quant_ops.py``).
 
-    ``row``: the weight's format; None for a weight without a row. ``shape``: of the weight, (outputs, inputs).
-    ``dtype``: of the layer's input and result.
-    """
+    ``row``: the weight's format; None for a weight without a row. ``shape``: of the weight,
+    (outputs, inputs). ``dtype``: of the layer's input and result."""
     if device.type == "cpu" or row is None or registry is None:
         return EAGER
     if row.mode is FP8:
@@ -94,8 +96,8 @@ def _int8_call(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> d
 
 
 def bound_format(weight: object) -> Format | None:
-    """Return the format of a quantized matrix whose product can be bound: fp8 with one scale, or int8; None for any
-    other weight."""
+    """Return the format of a quantized matrix whose product can be bound: fp8 with one scale, or
+    int8; None for any other weight."""
     if registry is None or not isinstance(weight, QuantizedTensor) or not {DATA, PARAMS} <= vars(weight).keys():
         return None
     data, params = getattr(weight, DATA), weight.params
@@ -108,22 +110,23 @@ def bound_format(weight: object) -> Format | None:
 
 
 def group_of(weight: QuantizedTensor) -> int:
-    """Return the number of inputs that an int8 weight's rotation turns together; 0 without a rotation."""
+    """Return the number of inputs that an int8 weight's rotation turns together; 0 without a
+    rotation."""
     params = weight.params
     return params.convrot_groupsize if getattr(params, "convrot", False) else 0
 
 
 def settings_reader(params: object) -> Callable[[object], object]:
-    """Return a function that reads the fields of a weight's parameters that are no tensors, such as its rotation."""
+    """Return a function that reads the fields of a weight's parameters that are no tensors, such as
+    its rotation."""
     return operator.attrgetter(*(name for name, value in vars(params).items() if not isinstance(value, torch.Tensor)))
 
 
 def unpacking(format: Format, weight: QuantizedTensor, dtype: torch.dtype) -> Unpacker:
     """Return what unpacks a weight of a format to a dtype.
 
-    comfy-kitchen's registry is asked once: its operator asks it at each call, which takes longer on the host than the
-    kernel does on a GPU.
-    """
+    comfy-kitchen's registry is asked once: its operator asks it at each call, which takes longer on
+    the host than the kernel does on a GPU."""
     data, group, scale = getattr(weight, DATA), group_of(weight), weight.params.scale
     key = data.device, data.dtype, scale.dtype, dtype, group
     if key not in _unpacking:
@@ -132,7 +135,8 @@ def unpacking(format: Format, weight: QuantizedTensor, dtype: torch.dtype) -> Un
 
 
 def kernel_that_takes(name: str, **arguments: Any) -> Callable:
-    """Return comfy-kitchen's function for a call in the first of its backends that takes these arguments.
+    """Return comfy-kitchen's function for a call in the first of its backends that takes these
+    arguments.
 
     It takes arguments by their places, and tensors of the device of the first argument.
     """
@@ -142,14 +146,14 @@ def kernel_that_takes(name: str, **arguments: Any) -> Callable:
 
 @functools.cache
 def _exporting_in_c(kernel: Callable, device: int | None) -> Callable:
-    """Return a copy of a function of comfy-kitchen's CUDA backend that exports tensors in C; other functions as they
-    are.
+    """Return a copy of a function of comfy-kitchen's CUDA backend that exports tensors in C; other
+    functions as they are.
 
-    Its ``_wrap_for_dlpack`` ends in ``torch._C._to_dlpack`` after checks in ``Tensor.__dlpack__`` that take 3
-    microseconds of Python a tensor, half of the function's time. The capsule is the same. One of these checks counts:
-    it refuses a tensor of another device than the current one, where the library would launch its kernel. With several
-    GPUs the tensor's device is therefore made the current one (Comfy-Org/ComfyUI#16016).
-    """
+    Its ``_wrap_for_dlpack`` ends in ``torch._C._to_dlpack`` after checks in ``Tensor.__dlpack__``
+    that take 3 microseconds of Python a tensor, half of the function's time. The capsule is the
+    same. One of these checks counts: it refuses a tensor of another device than the current one,
+    where the library would launch its kernel. With several GPUs the tensor's device is therefore
+    made the current one (Comfy-Org/ComfyUI#16016)."""
     names = getattr(kernel, "__globals__", {})
     if EXPORT not in names:
         return kernel
@@ -160,7 +164,8 @@ def _exporting_in_c(kernel: Callable, device: int | None) -> Callable:
 
 @functools.cache
 def _copies(module: str, export: Callable) -> dict[str, Any]:
-    """Return the names of a module, with its functions copied: they call each other, and ``export`` to export."""
+    """Return the names of a module, with its functions copied: they call each other, and ``export``
+    to export."""
     own = vars(sys.modules[module])
     names = {**own, EXPORT: export}
     for name, function in own.items():
@@ -173,7 +178,8 @@ def _copies(module: str, export: Callable) -> dict[str, Any]:
 
 @functools.cache
 def _is_read(export: Callable) -> bool:
-    """True if comfy-kitchen's export of tensors is the one that was read; its own runs, and is logged, if not."""
+    """True if comfy-kitchen's export of tensors is the one that was read; its own runs, and is
+    logged, if not."""
     try:
         source = inspect.getsource(export)
     except OSError:  # a package without its source

@@ -1,10 +1,13 @@
-"""The forward of a layer while a model of ours runs: one object, whose fields say what a call of the layer does.
+"""The forward of a layer while a model of ours runs: one object, whose fields say what a call of
+the layer does.
 
-    ComfyUI's call -> gate: act(x) -> cast in -> product under its sums -> cast out -> LoRAs -> gate: residual
+    ComfyUI's call -> gate: act(x) -> cast in -> product under its sums -> cast out -> LoRAs ->
+    gate: residual
 
-A stage never wraps a layer. The stage that decides the product makes a :class:`LayerForward` for its model; a stage
-further in sets fields of the one that stands, for the length of an attempt, and they are taken back with the rest of
-the attempt's patches. The order of what happens in a call is the text of :meth:`LayerForward.run`.
+A stage never wraps a layer. The stage that decides the product makes a :class:`LayerForward` for
+its model; a stage further in sets fields of the one that stands, for the length of an attempt, and
+they are taken back with the rest of the attempt's patches. The order of what happens in a call is
+the text of :meth:`LayerForward.run`.
 
 | field | set by |
 |---|---|
@@ -14,9 +17,9 @@ the attempt's patches. The order of what happens in a call is the text of :meth:
 | ``frame`` | who watches every call: the guard's search, the amax of a rung's try |
 | ``measure`` | who measures products: Analyze Layers, Calibrate |
 
-A product that nothing stands around is put on the layer itself, a function of Python less in each call of each layer:
-what is put on is ``entrance``, and the layer says who stands on it (``STANDING``) as long as it does.
-"""
+A product that nothing stands around is put on the layer itself, a function of Python less in each
+call of each layer: what is put on is ``entrance``, and the layer says who stands on it
+(``STANDING``) as long as it does."""
 
 from __future__ import annotations
 
@@ -103,7 +106,8 @@ class LayerForward:
         return self.gate.enter(self._chosen, args, kwargs)
 
     def _chosen(self, unknown: Collection[str] = ()) -> Forward:
-        """Return what runs in a call. ``unknown``: the names of its arguments that are not known."""
+        """Return what runs in a call. ``unknown``: the names of its arguments that are not
+        known."""
         run: Forward = self.run
         if unknown and self.gate and (self.otherwise is not None or self.measure is not None):
             self.gate.note_met(unknown)
@@ -119,7 +123,8 @@ class LayerForward:
 
     @property
     def entrance(self) -> Forward:
-        """What is put on the layer. It is not kept: a method of an object in it would keep the weights in memory."""
+        """What is put on the layer. It is not kept: a method of an object in it would keep the
+        weights in memory."""
         if self.gate or self.frame is not None or self.measure is not None:
             return self.__call__
         return self.product if self.alone else self.run
@@ -142,8 +147,9 @@ class LayerForward:
 
     @property
     def mode(self) -> str:
-        """Mode of the product in the calls so far: its own, else the dtype of its operand, "" for that of the layer's
-        input; that of ``otherwise`` after a call with an argument that is not known."""
+        """Mode of the product in the calls so far: its own, else the dtype of its operand, "" for
+        that of the layer's input; that of ``otherwise`` after a call with an argument that is not
+        known."""
         if self.otherwise is not None and ran_own(self.module):
             return self.otherwise.mode
         product = getattr(self.product, "__self__", None)
@@ -160,7 +166,8 @@ class LayerForward:
 
 
 def standing_on(module: torch.nn.Module) -> LayerForward:
-    """Return what stands on a layer; one of the forward that is found on it, if nothing of ours stands there."""
+    """Return what stands on a layer; one of the forward that is found on it, if nothing of ours
+    stands there."""
     standing = module.__dict__.get(STANDING)
     if standing is not None and standing.entrance == module.forward:
         return standing
@@ -168,13 +175,14 @@ def standing_on(module: torch.nn.Module) -> LayerForward:
 
 
 def with_frame(module: torch.nn.Module, frame: Watch) -> list[Patch]:
-    """Return the patches by which every call of a module, a layer or another, runs through ``frame``."""
+    """Return the patches by which every call of a module, a layer or another, runs through
+    ``frame``."""
     if kind_of(module) is None:
         return watched_forward(module, frame)
     return standing_on(module).with_fields(frame=frame)
 
 
 def with_measure(module: torch.nn.Module, measure: Watch) -> list[Patch]:
-    """Return the patches by which the product of a layer runs through ``measure``, in calls whose arguments are
-    known."""
+    """Return the patches by which the product of a layer runs through ``measure``, in calls whose
+    arguments are known."""
     return standing_on(module).with_fields(measure=measure)

@@ -16,9 +16,11 @@ CALLED_BY_ITEMS = {
     *(("comfy.ldm.cosmos.blocks", f"to_{part}") for part in "qkv"),
     ("comfy.ldm.omnigen.omnigen2", "to_out"),
 }
-"""(where a class of ComfyUI's is, attribute) of each ``Sequential`` whose items its code calls one by one."""
+"""(where a class of ComfyUI's is, attribute) of each ``Sequential`` whose items its code calls one
+by one."""
 DIFFUSION_MODEL = "diffusion_model."
-"""What names of a model's layers begin with in ComfyUI's ``BaseModel`` and in the keys of patches."""
+"""What names of a model's layers begin with in ComfyUI's ``BaseModel`` and in the keys of
+patches."""
 CAST_TO_FP32 = "fp32"
 OWN_WEIGHT = "weight"
 CASTS = {
@@ -30,11 +32,13 @@ CASTS = {
     "comfy.ldm.audio": (re.compile(r"timestep_features"), CAST_TO_FP32),
     "comfy.ldm.cogvideo": (re.compile(r"patch_embed\.(text_)?proj"), OWN_WEIGHT),
 }
-"""Where ComfyUI has a model's class -> names of layers, and what its code gives them: fp32, or their weight's dtype."""
+"""Where ComfyUI has a model's class -> names of layers, and what its code gives them: fp32, or
+their weight's dtype."""
 
 
 def modules_of(model) -> dict[str, torch.nn.Module]:
-    """Map names to modules of ComfyUI's model, all of them, as they are named when nothing is compiled."""
+    """Map names to modules of ComfyUI's model, all of them, as they are named when nothing is
+    compiled."""
     return {plain_name(name): module for name, module in model.diffusion_model.named_modules()}
 
 
@@ -53,11 +57,11 @@ def layers_of(patcher) -> Iterator[tuple[str, torch.nn.Module]]:
 
 
 def top_level_parts(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Map names to the modules a diffusion model is made of: its blocks, and what is outside of their lists.
+    """Map names to the modules a diffusion model is made of: its blocks, and what is outside of
+    their lists.
 
-    All of them are called: of a list, whose items ComfyUI calls one by one, they are the items, and so on in lists of
-    lists.
-    """
+    All of them are called: of a list, whose items ComfyUI calls one by one, they are the items, and
+    so on in lists of lists."""
     parts: dict[str, torch.nn.Module] = {}
     for name, child in model.named_children():
         if is_called_by_items(child, model, name):
@@ -70,8 +74,9 @@ def top_level_parts(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 
 def is_called_by_items(module: torch.nn.Module, holder: torch.nn.Module, name: str) -> bool:
-    """True if a module is never called itself: it has no forward, as a ``ModuleList``, or is called item by item,
-    as a UNet's blocks and ``t_embedder`` of Cosmos 2 (``comfy/ldm/cosmos/predict2.py``)."""
+    """True if a module is never called itself: it has no forward, as a ``ModuleList``, or is called
+    item by item, as a UNet's blocks and ``t_embedder`` of Cosmos 2
+    (``comfy/ldm/cosmos/predict2.py``)."""
     if isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict, TimestepEmbedSequential)):
         return True
     places = (base.__module__ for base in type(holder).__mro__)
@@ -92,12 +97,14 @@ def is_quantized(module: torch.nn.Module) -> bool:
 
 
 def activation_dtype(patcher) -> torch.dtype:
-    """Return the dtype of the model's activations: its manual cast dtype, else that of its weights."""
+    """Return the dtype of the model's activations: its manual cast dtype, else that of its
+    weights."""
     return patcher.get_model_object(CAST_DTYPE) or dtype_of_weights(patcher.model)
 
 
 def own_cast(model: torch.nn.Module, name: str) -> str:
-    """Return ``fp32`` or ``OWN_WEIGHT`` if the code around a layer casts its input to that dtype; empty if not."""
+    """Return ``fp32`` or ``OWN_WEIGHT`` if the code around a layer casts its input to that dtype;
+    empty if not."""
     for base in type(model).__mro__:
         names, cast = CASTS.get(base.__module__.rpartition(".")[0], (None, ""))
         if names and names.fullmatch(name):

@@ -1,4 +1,5 @@
-"""8-bit weights on Apple GPUs: functions of comfy-kitchen whose own fail there, made of what MPS has."""
+"""8-bit weights on Apple GPUs: functions of comfy-kitchen whose own fail there, made of what MPS
+has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a plan needs to know of a model in memory: its layers, its weights and what they are stored in."""
+"""What a plan needs to know of a model in memory: its layers, its weights and what they are stored
+in."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ def model_facts(patcher: ModelPatcher) -> ModelFacts:
 
 
 def record_of(patcher: ModelPatcher) -> ModelPlan | None:
-    """Return the record of the load of a patcher's weights; None where another loader loaded them."""
+    """Return the record of the load of a patcher's weights; None where another loader loaded
+    them."""
     return patcher.attachments.get(ATTACHMENT)
 
 
@@ -45,7 +47,8 @@ def keep_record(patcher: ModelPatcher, record: ModelPlan) -> None:
 
 
 def _native_fp8(patcher: ModelPatcher) -> Container[str]:
-    """Return the layers whose weights ComfyUI multiplies in fp8, by the file that this package loaded, or by itself."""
+    """Return the layers whose weights ComfyUI multiplies in fp8, by the file that this package
+    loaded, or by itself."""
     if record := record_of(patcher):
         return record.native_fp8
     layers = ((name, module) for name, module in layers_of(patcher) if quantization_format(module).startswith("float8"))
@@ -53,13 +56,15 @@ def _native_fp8(patcher: ModelPatcher) -> Container[str]:
 
 
 def storages(patcher: ModelPatcher) -> dict[str, str]:
-    """Return the storage of each layer's weight by layer name, without bytes in a custom format of another loader."""
+    """Return the storage of each layer's weight by layer name, without bytes in a custom format of
+    another loader."""
     weights = {name: module.weight for name, module in layers_of(patcher)}
     return {name: storage_of(weight) for name, weight in weights.items() if _is_known(weight)}
 
 
 def foreign_layers(patcher: ModelPatcher) -> dict[str, str]:
-    """Return the class of each layer's weight, by layer name, that another loader keeps in a format of its own."""
+    """Return the class of each layer's weight, by layer name, that another loader keeps in a format
+    of its own."""
     weights = {name: module.weight for name, module in layers_of(patcher)}
     return {name: type(weight).__name__ for name, weight in weights.items() if not _is_known(weight)}
 
@@ -98,7 +103,8 @@ def held_storages() -> frozenset[str]:
 
 
 def later_storages() -> dict[str, str]:
-    """Map each quantized storage that this ComfyUI does not run to the version of ComfyUI that has it first."""
+    """Map each quantized storage that this ComfyUI does not run to the version of ComfyUI that has
+    it first."""
     return {format.storage: format.since for format in FORMAT_OF_STORAGE.values() if not _holds(format)}
 
 

@@ -16,7 +16,8 @@ MESSAGES_EVENT = "halfsafe.messages"
 """Sent ahead of a text that ComfyUI sends: its messages."""
 BADGE_EVENT = "halfsafe.badge"
 queued_by: ContextVar[str | None] = ContextVar("halfsafe_queued_by", default=None)
-"""The id of the page that queues the prompt which the server is checking; None where no page does."""
+"""The id of the page that queues the prompt which the server is checking; None where no page
+does."""
 
 
 def running_prompt_id() -> str | None:
@@ -45,7 +46,8 @@ def _running_item() -> tuple | None:
 
 
 def show_progress(text: str) -> None:
-    """Show a text on the running node, if the prompt came from a page. ``main.js`` takes it away by the pack's name."""
+    """Show a text on the running node, if the prompt came from a page. ``main.js`` takes it away by
+    the pack's name."""
     context, server = get_executing_context(), getattr(PromptServer, "instance", None)
     if context is not None and server is not None:
         _explain(text)
@@ -53,8 +55,8 @@ def show_progress(text: str) -> None:
 
 
 def send_report(node_id: str | None, token: str, report: str, messages: dict) -> None:
-    """Send the report of a run and its messages to the page that queued the prompt; ``token`` names the node's
-    result."""
+    """Send the report of a run and its messages to the page that queued the prompt; ``token`` names
+    the node's result."""
     send(REPORT_EVENT, {"node_id": node_id, "token": token, "report": report}, messages)
 
 
@@ -88,7 +90,8 @@ def refusal(error: Exception) -> str:
 
 
 def _running_ids() -> dict[str, str | None]:
-    """Return the ids of the running prompt and of its workflow; "" if no workflow was sent along."""
+    """Return the ids of the running prompt and of its workflow; "" if no workflow was sent
+    along."""
     item = _running_item()
     extra = item[3] if item else {}
     workflow = ((extra.get("extra_pnginfo") or {}).get("workflow") or {}).get("id")
@@ -96,7 +99,8 @@ def _running_ids() -> dict[str, str | None]:
 
 
 def send(event: str, data: dict, messages: dict | None = None) -> None:
-    """Send an event to the page that queued the running prompt, if any; ``messages``: None for those in the data."""
+    """Send an event to the page that queued the running prompt, if any; ``messages``: None for
+    those in the data."""
     server = getattr(PromptServer, "instance", None)
     if server is not None:
         server.send_sync(event, {**_running_ids(), **data, "messages": messages or messages_in(data)}, server.client_id)

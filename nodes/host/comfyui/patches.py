@@ -1,4 +1,5 @@
-"""The functions that nodes patched into the blocks of a model, which each call carries in its options."""
+"""The functions that nodes patched into the blocks of a model, which each call carries in its
+options."""
 
 import inspect
 from collections.abc import Callable
@@ -12,8 +13,9 @@ CALL_PATCHES = ("patches", "patches_replace")
 
 
 def _is_patch(value: object) -> TypeGuard[Callable]:
-    """True for a function among patches. ``forward_timestep_embed_patch`` has pairs of a class and a function, and
-    ComfyUI asks for the class (``forward_timestep_embed`` in comfy/ldm/modules/diffusionmodules/openaimodel.py)."""
+    """True for a function among patches. ``forward_timestep_embed_patch`` has pairs of a class and
+    a function, and ComfyUI asks for the class (``forward_timestep_embed`` in
+    comfy/ldm/modules/diffusionmodules/openaimodel.py)."""
     return callable(value) and not isinstance(value, type)
 
 
@@ -24,7 +26,8 @@ def patches_in(options: dict) -> dict[str, Callable]:
 
 
 def patch_name(patch: Callable) -> str:
-    """Name a function that a node patched into the model's blocks by its class or function, and by its pack."""
+    """Name a function that a node patched into the model's blocks by its class or function, and by
+    its pack."""
     patch = inspect.unwrap(patch)
     owner = code_owner(patch)
     name = getattr(patch, "__qualname__", type(patch).__name__).partition(".")[0]
@@ -32,8 +35,8 @@ def patch_name(patch: Callable) -> str:
 
 
 def with_patches(options: dict, change: Callable[[Callable], Callable]) -> dict:
-    """Copy ``transformer_options`` with ``change`` applied to each function that nodes patched into the model's
-    blocks."""
+    """Copy ``transformer_options`` with ``change`` applied to each function that nodes patched into
+    the model's blocks."""
     return options | {key: each_changed(options[key], change) for key in CALL_PATCHES if options.get(key)}
 
 

@@ -1,5 +1,5 @@
-"""The self-test at start-up: a tiny layer of each class, a norm and an attention, called through our code and alone. A
-quantized layer is called through each product that calls bind to it.
+"""The self-test at start-up: a tiny layer of each class, a norm and an attention, called through
+our code and alone. A quantized layer is called through each product that calls bind to it.
 
 What runs otherwise through our code is left to ComfyUI's own from then on.
 """
@@ -29,8 +29,8 @@ SIZE = 32
 LAYOUTS = {"float8_e4m3fn": "TensorCoreFP8E4M3Layout", "int8_tensorwise": "TensorWiseINT8Layout"}
 """ComfyUI's quantization formats that are tested -> the layout of their weights."""
 MOST_ERROR = 0.05
-"""Relative error: int8 and fp8 layers round their input to 8 bits, of which ours knows nothing. A dropped argument is
-off by 0.27 and more."""
+"""Relative error: int8 and fp8 layers round their input to 8 bits, of which ours knows nothing. A
+dropped argument is off by 0.27 and more."""
 OTHERWISE = (
     "A layer of this ComfyUI ({0}) returns another result through Halfsafe {1} than alone, so all layers of its kind "
     "run ComfyUI's own code. Update Halfsafe."
@@ -64,8 +64,9 @@ def check_core(as_stored: Mapping[str, type[Bound]]) -> None:
 def _layers(
     as_stored: Mapping[str, type[Bound]],
 ) -> Iterator[tuple[str, torch.nn.Module, Callable[[torch.nn.Module], list[Patch]]]]:
-    """Yield a layer without a format, one of each format that this ComfyUI and its kernels have, with each product that
-    is bound to it, and a norm: its kind, itself, and what puts our code on it."""
+    """Yield a layer without a format, one of each format that this ComfyUI and its kernels have,
+    with each product that is bound to it, and a norm: its kind, itself, and what puts our code on
+    it."""
     yield "", _with_weight(comfy.ops.manual_cast.Linear, _numbers(SIZE, SIZE)), _multiplied
     quantized = comfy.ops.mixed_precision_ops({}, torch.float32).Linear
     for name, layout in LAYOUTS.items():
@@ -109,8 +110,8 @@ def _bound(product: type[Bound], layer: torch.nn.Module) -> list[Patch]:
 
 
 def _unequal(kind: str, layer: torch.nn.Module, patches: Callable) -> str:
-    """Return the kind and the argument that ComfyUI computes otherwise than our code does, or that raises; empty if
-    all are equal."""
+    """Return the kind and the argument that ComfyUI computes otherwise than our code does, or that
+    raises; empty if all are equal."""
     for argument, arguments in _calls(layer):
         try:
             error = _error(layer, arguments, patches(layer))
@@ -122,7 +123,8 @@ def _unequal(kind: str, layer: torch.nn.Module, patches: Callable) -> str:
 
 
 def _calls(layer: torch.nn.Module) -> Iterator[tuple[str, dict]]:
-    """Yield the arguments of a call besides its input, each that the class names, with a word for them."""
+    """Yield the arguments of a call besides its input, each that the class names, with a word for
+    them."""
     names = folded_parameters(type(layer))
     yield "no argument", {}
     if ACTIVATION in names:

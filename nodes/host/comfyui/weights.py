@@ -41,8 +41,8 @@ from .layers import is_quantized, modules_of
 
 CAST_PARAMETERS = inspect.signature(comfy.ops.cast_bias_weight).parameters
 PATCHES_IN_FP32 = {"compute_dtype": torch.float32} if "compute_dtype" in CAST_PARAMETERS else {}
-"""LoRAs of dynamic VRAM are added in fp32, as ComfyUI adds them in an fp32 model; its own default is the weight's
-dtype."""
+"""LoRAs of dynamic VRAM are added in fp32, as ComfyUI adds them in an fp32 model; its own default
+is the weight's dtype."""
 FUSES_INT8 = "_int8_convrot_linear"
 HALF = (torch.float16, torch.bfloat16)
 NORMS = (torch.nn.LayerNorm, torch.nn.GroupNorm, torch.nn.RMSNorm)
@@ -50,7 +50,8 @@ Dtype: TypeAlias = torch.dtype | None
 
 
 def has_own_forward(module: torch.nn.Module) -> bool:
-    """Tell whether something other than its class gave this module its forward, such as a LoRA in bypass mode."""
+    """Tell whether something other than its class gave this module its forward, such as a LoRA in
+    bypass mode."""
     forward = module.__dict__.get("forward")
     return forward is not None and getattr(forward, "__func__", None) not in (type(module).forward, Bound.__call__)
 
@@ -58,9 +59,9 @@ def has_own_forward(module: torch.nn.Module) -> bool:
 def exchanged(forward: LayerForward, fp16_sums: bool = True) -> list[Patch]:
     """Put a forward on its layer, and route all of the layer's matmuls through it.
 
-    ``_full_precision_mm`` also turns off the two paths of ``comfy/ops.py`` that bypass ``forward``: its own fp8 matmul
-    and, since ComfyUI 0.38, an fp16 matmul taken while fp16 accumulation is on. ``fp16_sums``: it may be on.
-    """
+    ``_full_precision_mm`` also turns off the two paths of ``comfy/ops.py`` that bypass ``forward``:
+    its own fp8 matmul and, since ComfyUI 0.38, an fp16 matmul taken while fp16 accumulation is on.
+    ``fp16_sums``: it may be on."""
     module, patches = forward.module, forward.put_on()
     if fp16_sums or is_quantized(module):
         patches.append((module, FULL_PRECISION, True))
@@ -68,7 +69,8 @@ def exchanged(forward: LayerForward, fp16_sums: bool = True) -> list[Patch]:
 
 
 def _calls_layers() -> contextlib.AbstractContextManager[None]:
-    """Have the functions of ComfyUI that multiply by an int8 weight past its layer's forward call the layer instead."""
+    """Have the functions of ComfyUI that multiply by an int8 weight past its layer's forward call
+    the layer instead."""
     past_forward: list[Patch] = []
     if hasattr(comfy.ops, "linear_input_act"):
         past_forward.append((comfy.ops, "linear_input_act", _input_act_calling(comfy.ops.linear_input_act)))
@@ -78,7 +80,8 @@ def _calls_layers() -> contextlib.AbstractContextManager[None]:
 
 
 def _places_of(name: str) -> list[ModuleType]:
-    """List the modules of ComfyUI in use that have a function of this name, their own or another's."""
+    """List the modules of ComfyUI in use that have a function of this name, their own or
+    another's."""
     return [module for module in _core_modules(len(sys.modules)) if hasattr(module, name)]
 
 
@@ -97,8 +100,9 @@ def _input_act_calling(original: Callable) -> Callable:
 
 
 def _fuses_no_exchanged(original: Callable) -> Callable:
-    """Wrap the test by which Lumina and Z-Image multiply by an int8 weight in a fused kernel after ComfyUI 0.33
-    (Comfy-Org/ComfyUI#15928): it fails for a layer with a forward of ours, such as a LoRA's."""
+    """Wrap the test by which Lumina and Z-Image multiply by an int8 weight in a fused kernel after
+    ComfyUI 0.33 (Comfy-Org/ComfyUI#15928): it fails for a layer with a forward of ours, such as a
+    LoRA's."""
 
     def run(linear, *args, **kwargs):
         return not has_own_forward(linear) and original(linear, *args, **kwargs)
@@ -110,7 +114,8 @@ _layers_called = SharedScope(_calls_layers)
 
 
 def uncast_norm(module: torch.nn.Module) -> list[Patch]:
-    """Run a norm of ComfyUI's as torch does, with its parameters cast to its input's dtype, while they lie ready."""
+    """Run a norm of ComfyUI's as torch does, with its parameters cast to its input's dtype, while
+    they lie ready."""
     kind = next((each for each in NORMS if isinstance(module, each)), None)
     if kind is None or not casts_weights(module) or not _only_computes(module) or module.weight is None:
         return []
@@ -135,18 +140,19 @@ def uncast_norm(module: torch.nn.Module) -> list[Patch]:
 
 
 def calling_layers(modules: Iterable[torch.nn.Module]) -> contextlib.AbstractContextManager:
-    """Have ComfyUI call a layer whose forward we exchanged where it multiplies by an int8 weight itself.
+    """Have ComfyUI call a layer whose forward we exchanged where it multiplies by an int8 weight
+    itself.
 
-    ``linear_input_act`` of ``comfy/ops.py`` does (MiniMax; from 0.33 to 0.39 the MLPs of Wan and LTX-Video too), and
-    dequantizes a weight whose dtype is not the input's, as in an fp32 stream: there the layer is called, which keeps
-    int8. Lumina and Z-Image do after 0.33. Holds on every thread; changes nothing if no module
-    is quantized.
-    """
+    ``linear_input_act`` of ``comfy/ops.py`` does (MiniMax; from 0.33 to 0.39 the MLPs of Wan and
+    LTX-Video too), and dequantizes a weight whose dtype is not the input's, as in an fp32 stream:
+    there the layer is called, which keeps int8. Lumina and Z-Image do after 0.33. Holds on every
+    thread; changes nothing if no module is quantized."""
     return _layers_called if any(map(is_quantized, modules)) else contextlib.nullcontext()
 
 
 def ask_for_plain_products(patcher: ModelPatcher) -> None:
-    """Make the quantized layers of a patcher's model dequantize their weights for as long as it is loaded."""
+    """Make the quantized layers of a patcher's model dequantize their weights for as long as it is
+    loaded."""
     for name, module in patcher.model.named_modules():
         if is_quantized(module) and hasattr(module, PRODUCT):
             patcher.add_object_patch(f"{name}.{FULL_PRECISION}", True)
@@ -156,9 +162,9 @@ def ask_for_plain_products(patcher: ModelPatcher) -> None:
 
 
 class _DequantizedProduct:
-    """The product inside of ComfyUI's quantized Linear, of a dequantized weight. An int8 weight left quantized
-    multiplies in int8 whatever ``_full_precision_mm`` says, up to ComfyUI 0.33 (``forward_comfy_cast_weights`` in
-    ``comfy/ops.py``)."""
+    """The product inside of ComfyUI's quantized Linear, of a dequantized weight. An int8 weight
+    left quantized multiplies in int8 whatever ``_full_precision_mm`` says, up to ComfyUI 0.33
+    (``forward_comfy_cast_weights`` in ``comfy/ops.py``)."""
 
     def __init__(self, module: torch.nn.Module):
         self.module = module
@@ -184,8 +190,9 @@ def is_quantized_bank(module: torch.nn.Module) -> bool:
 
 
 def numbers_of(module: torch.nn.Module, held: torch.Tensor | None = None) -> torch.Tensor:
-    """Return a module's weight as plain numbers: with the scale for inputs that it may have, and those of experts each
-    by its own scale. ``held``: another weight of the module; None for its present one."""
+    """Return a module's weight as plain numbers: with the scale for inputs that it may have, and
+    those of experts each by its own scale. ``held``: another weight of the module; None for its
+    present one."""
     if is_quantized_bank(module):
         return torch.stack([dequantized(module.expert_weight(i)) for i in range(module.num_experts)])
     weight = dequantized(module.weight.data if held is None else held)
@@ -193,13 +200,15 @@ def numbers_of(module: torch.nn.Module, held: torch.Tensor | None = None) -> tor
 
 
 def is_divided_by_zero(weight: torch.Tensor) -> bool:
-    """Tell whether all numbers of a quantized weight were divided by a scale of 0, which makes them NaN."""
+    """Tell whether all numbers of a quantized weight were divided by a scale of 0, which makes them
+    NaN."""
     # ``quantize`` of comfy/quant_ops.py makes such a scale for fp8 and NVFP4 weights that are 0 everywhere.
     return isinstance(weight, QuantizedTensor) and not weight.params.scale.dim() and not weight.params.scale
 
 
 def only_multiplies(module: torch.nn.Module) -> bool:
-    """Tell whether the module does no more than cast its weights and multiply: ComfyUI's and torch's own classes."""
+    """Tell whether the module does no more than cast its weights and multiply: ComfyUI's and
+    torch's own classes."""
     return not hasattr(module, INPUT_SCALE) and kind_of(module) is not None and _only_computes(module)
 
 
@@ -220,16 +229,16 @@ def weights_of(module: torch.nn.Module) -> WeightProvider:
 
 
 def _torch_weights(module: torch.nn.Module, x: torch.Tensor, dtype: Dtype, bias_dtype: Dtype = torch.float32) -> tuple:
-    """Provide the weight and bias of a layer of torch's own classes on its input's device, each rounded once.
-    ``bias_dtype``: None for fp32."""
+    """Provide the weight and bias of a layer of torch's own classes on its input's device, each
+    rounded once. ``bias_dtype``: None for fp32."""
     bias = module.bias
     weight = module.weight.to(x.device, dtype or module.weight.dtype)
     return weight, None if bias is None else bias.to(x.device, bias_dtype or torch.float32)
 
 
 def core_weights(module: torch.nn.Module, x: torch.Tensor, dtype: Dtype, bias_dtype: Dtype = torch.float32) -> Provided:
-    """Provide a module's weight in ``dtype`` and its bias in ``bias_dtype``, as ``WeightProvider`` says: torch's own
-    cast of the parameters where they lie ready, else ``_CastWeights``.
+    """Provide a module's weight in ``dtype`` and its bias in ``bias_dtype``, as ``WeightProvider``
+    says: torch's own cast of the parameters where they lie ready, else ``_CastWeights``.
 
     What needs no cast, or is lent, does not ask for an interrupt: the norms between such layers do.
     """
@@ -268,13 +277,13 @@ def _dtype_of_bias(module: torch.nn.Module) -> torch.dtype:
 
 
 class _CastWeights:
-    """Lend a module's weight in ``dtype`` and its bias in ``bias_dtype``: from its pages in VRAM, else through
-    ComfyUI's cast: offload, LoRA, quantization. ``want_requant``: a quantized weight stays quantized, its LoRA merged,
-    unless ``unpack`` gives its numbers in a dtype.
+    """Lend a module's weight in ``dtype`` and its bias in ``bias_dtype``: from its pages in VRAM,
+    else through ComfyUI's cast: offload, LoRA, quantization. ``want_requant``: a quantized weight
+    stays quantized, its LoRA merged, unless ``unpack`` gives its numbers in a dtype.
 
-    A LoRA added at each call is added in fp32: ``cast_bias_weight`` adds it in the dtype it is asked for. A class, as a
-    generator runs twice as many functions of Python, which counts in each layer of each call under dynamic VRAM.
-    """
+    A LoRA added at each call is added in fp32: ``cast_bias_weight`` adds it in the dtype it is
+    asked for. A class, as a generator runs twice as many functions of Python, which counts in each
+    layer of each call under dynamic VRAM."""
 
     __slots__ = ("bias_dtype", "device", "dtype", "lent", "module", "unpack", "want_requant")
 
@@ -316,18 +325,20 @@ class _CastWeights:
 
 
 class Bound:
-    """Forward of a quantized Linear whose kernels are looked up once for the form of its weight, not in each call.
+    """Forward of a quantized Linear whose kernels are looked up once for the form of its weight,
+    not in each call.
 
-    The form is everything of a weight but its numbers: format, dtypes, rotation. It is compared in each call, and
-    numbers are read in each call: data, scale and bias may change in place, be exchanged in the weight, or come with
-    another weight. In inference mode tensors count no changes, so no copy of a number could be known to be right.
-    No reference to a tensor is kept: ComfyUI moves weights, and ``torch.utils.swap_tensors`` refuses those with one.
+    The form is everything of a weight but its numbers: format, dtypes, rotation. It is compared in
+    each call, and numbers are read in each call: data, scale and bias may change in place, be
+    exchanged in the weight, or come with another weight. In inference mode tensors count no
+    changes, so no copy of a number could be known to be right. No reference to a tensor is kept:
+    ComfyUI moves weights, and ``torch.utils.swap_tensors`` refuses those with one.
 
     The product is that of ComfyUI's forward with an unpacked weight.
 
-    ``own``: the layer's forward, which runs in place of the product if ComfyUI changes the weight in this call, if the
-    weight has another layout, with further arguments, in a graph of torch.compile, and if a gradient is needed.
-    """
+    ``own``: the layer's forward, which runs in place of the product if ComfyUI changes the weight
+    in this call, if the weight has another layout, with further arguments, in a graph of
+    torch.compile, and if a gradient is needed."""
 
     takes_patched = False
     """A weight that is patched under dynamic VRAM is lent patched and quantized."""
@@ -368,8 +379,8 @@ class Bound:
         return self.own(input, *args, **kwargs)
 
     def is_ready(self, x: torch.Tensor) -> bool | None:
-        """True if the weight lies on the device of ``x``, False if ComfyUI lends it there, None if it cannot be
-        resolved in this call."""
+        """True if the weight lies on the device of ``x``, False if ComfyUI lends it there, None if
+        it cannot be resolved in this call."""
         module = self.module
         weight, bias = module._parameters["weight"], module._parameters["bias"]
         params = getattr(weight, PARAMS, None)
@@ -437,9 +448,9 @@ Unpack = Callable[[], torch.Tensor]
 
 
 def unpacking_layers(model) -> Iterator[tuple[str, Unpack]]:
-    """Yield (name, function) for each weight and bias that a layer of ComfyUI-GGUF unpacks itself, by its name in the
-    diffusion model. Its patches, which ComfyUI-GGUF keeps on the tensor while the model is loaded, are left out.
-    """
+    """Yield (name, function) for each weight and bias that a layer of ComfyUI-GGUF unpacks itself,
+    by its name in the diffusion model. Its patches, which ComfyUI-GGUF keeps on the tensor while
+    the model is loaded, are left out."""
     for name, module in modules_of(model).items():
         get_weight = getattr(module, "get_weight", None)
         if get_weight is None or not getattr(module, "is_ggml_quantized", bool)():

@@ -1,5 +1,5 @@
-"""Override a model's attention through ComfyUI's ``optimized_attention_override``; an earlier override is called by
-ours."""
+"""Override a model's attention through ComfyUI's ``optimized_attention_override``; an earlier
+override is called by ours."""
 
 import contextlib
 import functools
@@ -41,7 +41,8 @@ REMOVE_NODE = "Remove the node that chose this attention, or choose another ther
 OTHER_SWITCH = "Start ComfyUI with --use-pytorch-cross-attention in place of {0}."
 BACKEND_NODE = "ComfyUI's node Model Attention Backend, set to pytorch attention, chooses another for one model."
 EXACT = ("attention_pytorch", *UNFUSED)
-"""ComfyUI's attentions that compute in fp32 for fp32 inputs: they neither quantize nor accumulate in fp16."""
+"""ComfyUI's attentions that compute in fp32 for fp32 inputs: they neither quantize nor accumulate
+in fp16."""
 BOUNDED = frozenset((
     "q", "k", "v", "heads", "mask", "attn_precision", "skip_reshape", "skip_output_reshape", "transformer_options",
     "scale", "enable_gqa", "low_precision_attention", "preferred_attention", "low_precision", "_inside_attn_wrapper",
@@ -50,11 +51,11 @@ BOUNDED = frozenset((
 
 
 def overridden(options: dict, run: Callable) -> dict:
-    """Return ``transformer_options`` whose attentions are ``run(function, attention, *args, **kwargs)``.
+    """Return ``transformer_options`` whose attentions are ``run(function, attention, *args,
+    **kwargs)``.
 
-    ``function``: ComfyUI's attention function. ``attention``: the function that would run without the override:
-    ``function`` itself, or an earlier override.
-    """
+    ``function``: ComfyUI's attention function. ``attention``: the function that would run without
+    the override: ``function`` itself, or an earlier override."""
     previous = options.get(OVERRIDE)
 
     def override(function, *args, **kwargs):
@@ -68,14 +69,13 @@ def overridden(options: dict, run: Callable) -> dict:
 def attending(
     model: torch.nn.Module, call: Call, run: Callable | None, inputs: Callable[[dict], None] | None = None
 ) -> Iterator[None]:
-    """Context in which ``run`` is the attention of a model's call, as in :func:`overridden`; None changes nothing.
-    ``inputs``: called with the arguments of the model's forward, by index or name.
+    """Context in which ``run`` is the attention of a model's call, as in :func:`overridden`; None
+    changes nothing. ``inputs``: called with the arguments of the model's forward, by index or name.
 
-    ComfyUI's TorchCompileModel drops every guard on ``transformer_options`` (comfy_extras/nodes_torch_compile.py): a
-    graph compiled without an override would run for a call with one, and a graph compiled with an override would miss
-    later changes. So the parts that may be compiled get a forward of this pack during the call, which contains the
-    override itself.
-    """
+    ComfyUI's TorchCompileModel drops every guard on ``transformer_options``
+    (comfy_extras/nodes_torch_compile.py): a graph compiled without an override would run for a call
+    with one, and a graph compiled with an override would miss later changes. So the parts that may
+    be compiled get a forward of this pack during the call, which contains the override itself."""
     if run is None:
         yield
         return
@@ -127,15 +127,16 @@ def function_name(attention: Callable) -> str:
 
 
 def chosen_by(override: Callable) -> Callable:
-    """Return the attention of ComfyUI's that an override runs, which it holds as a variable (``ModelAttentionBackend``,
-    0.33, and KJNodes' SageAttention); the override itself without one."""
+    """Return the attention of ComfyUI's that an override runs, which it holds as a variable
+    (``ModelAttentionBackend``, 0.33, and KJNodes' SageAttention); the override itself without
+    one."""
     held = inspect.getclosurevars(override).nonlocals.values() if inspect.isfunction(override) else ()
     return next((each for each in held if function_name(each) in ATTENTIONS), override)
 
 
 def how_to_choose_another(kernel: str, options: dict) -> str:
-    """Return how to choose another attention than ``kernel``, by its name in ``ATTENTIONS``. ``options``: the
-    ``transformer_options`` of the model: with an override if a node chose it."""
+    """Return how to choose another attention than ``kernel``, by its name in ``ATTENTIONS``.
+    ``options``: the ``transformer_options`` of the model: with an override if a node chose it."""
     switch = next((switch for name, switch in SWITCH_OF.items() if ATTENTIONS[name] == kernel), "")
     own = REMOVE_NODE if OVERRIDE in options else switch and Message(OTHER_SWITCH, switch)
     return joined([own, BACKEND_NODE if has_kitchen_attention(command_line) else ""])
@@ -149,15 +150,15 @@ def fuses_by_default() -> bool:
 
 
 def scores_in_fp32(function: Callable, attention: Callable, *args, **kwargs) -> torch.Tensor:
-    """Run attention with the scores of an unfused kernel in fp32: a score of -inf in fp16 would drop its token
-    silently."""
+    """Run attention with the scores of an unfused kernel in fp32: a score of -inf in fp16 would
+    drop its token silently."""
     kwargs |= {"attn_precision": torch.float32} if function.__name__ in UNFUSED else {}
     return attention(*args, **kwargs)
 
 
 def kernels_of(function: Callable, attention: Callable, args: tuple, kwargs: dict) -> Kernels:
-    """Describe a ComfyUI attention ``function`` that would run as ``attention``. ``args``, ``kwargs``: its arguments
-    after ``heads``."""
+    """Describe a ComfyUI attention ``function`` that would run as ``attention``. ``args``,
+    ``kwargs``: its arguments after ``heads``."""
     name, fp32 = function.__name__, full_precision_attention(function)
     foreign = attention is not function or name not in EXACT
     # A compiled graph runs as the calibrating call did, which no graph is made of.
@@ -166,7 +167,8 @@ def kernels_of(function: Callable, attention: Callable, args: tuple, kwargs: dic
 
 
 def _are_known(function: Callable, args: tuple, kwargs: dict) -> bool:
-    """True if the bounds of an attention take all of its arguments into account that are not their defaults."""
+    """True if the bounds of an attention take all of its arguments into account that are not their
+    defaults."""
     if not args and kwargs.keys() <= BOUNDED:
         return True
     defaults = _after_heads(function)
@@ -182,12 +184,13 @@ def _after_heads(function: Callable) -> dict[str, object]:
 
 
 def full_precision_attention(function: Callable) -> Callable:
-    """Return an attention that computes in fp32: ``function`` itself, or ComfyUI's default for a kernel of 16 bits or
-    less."""
+    """Return an attention that computes in fp32: ``function`` itself, or ComfyUI's default for a
+    kernel of 16 bits or less."""
     return function if function.__name__ in EXACT else comfy.ldm.modules.attention.attention_pytorch
 
 
 def in_one_dtype(attention: Callable, q, k, v, *args, **kwargs) -> torch.Tensor:
-    """Run attention in the widest dtype among q, k and v, if only some of them come from fp32 activations."""
+    """Run attention in the widest dtype among q, k and v, if only some of them come from fp32
+    activations."""
     widest = max((q.dtype, k.dtype, v.dtype), key=lambda dtype: dtype.itemsize)
     return attention(q.to(widest), k.to(widest), v.to(widest), *args, **kwargs)

@@ -1,14 +1,16 @@
-"""The border between a model and the code of other packs on it, which expects values of another dtype.
+"""The border between a model and the code of other packs on it, which expects values of another
+dtype.
 
-ComfyUI's layers cast their weights to the dtype of what they are given. Layers of other packs mostly do not: the keys
-and values of IPAdapter, InstantID and PuLID, the motion modules of AnimateDiff, and the attention that packs add to
-Flux's blocks are in one dtype, which each pack chooses by itself: by ``unet_dtype()``, by what the model states, or a
-fixed one. So no dtype that values could be rounded to at the border fits all of them.
+ComfyUI's layers cast their weights to the dtype of what they are given. Layers of other packs
+mostly do not: the keys and values of IPAdapter, InstantID and PuLID, the motion modules of
+AnimateDiff, and the attention that packs add to Flux's blocks are in one dtype, which each pack
+chooses by itself: by ``unet_dtype()``, by what the model states, or a fixed one. So no dtype that
+values could be rounded to at the border fits all of them.
 
-Values cross the border as they are. While a pack's code runs, torch's operations cast their operands to fp32 where
-dtypes differ, and its results are cast to fp32: no number is rounded on the way, so none can overflow. A model whose
-values a node made 16-bit, of another dtype than the model stated before, is given results in its own dtype.
-"""
+Values cross the border as they are. While a pack's code runs, torch's operations cast their
+operands to fp32 where dtypes differ, and its results are cast to fp32: no number is rounded on the
+way, so none can overflow. A model whose values a node made 16-bit, of another dtype than the model
+stated before, is given results in its own dtype."""
 
 import functools
 import inspect
@@ -34,7 +36,8 @@ Change = Callable[[Callable], Callable]
 FUNCTIONS = (FunctionType, MethodType, functools.partial)
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 REFUSALS = (RuntimeError, ValueError, TypeError, AssertionError)
-"""What torch and the kernels of other libraries raise for operands of other dtypes than they take."""
+"""What torch and the kernels of other libraries raise for operands of other dtypes than they
+take."""
 OF_DTYPES = re.compile(
     r"\bdtypes?\b|scalar type|data type|\b(Half|Float|BFloat16)\b|\b(float16|bfloat16|float32|fp16|bf16|fp32)\b"
 )
@@ -50,10 +53,11 @@ CHOOSE = (
 
 
 def bordered(function: Callable, place: str = "", results: Results = "fp32") -> Callable:
-    """Wrap a function of another pack so that it takes values of any dtype. ComfyUI's own is returned as it is.
+    """Wrap a function of another pack so that it takes values of any dtype. ComfyUI's own is
+    returned as it is.
 
-    ``place``: what errors call it; "" for a function that a node patched into the model's blocks. ``results``: dtype of
-    its results.
+    ``place``: what errors call it; "" for a function that a node patched into the model's blocks.
+    ``results``: dtype of its results.
 
     Raises:
         HalfsafeError: the function refuses a dtype nevertheless, as a kernel for 16-bit operands does.
@@ -82,9 +86,9 @@ def crossing(function: Callable, place: str = "", results: Results = "fp32") -> 
 
 
 def with_borders(options: dict, change: Change, patched: Change) -> dict:
-    """Return ``transformer_options`` with ``patched`` applied to the functions that nodes patched into the model's
-    blocks, and ``change`` to what else runs inside the model's call: wrappers of the diffusion model and an attention
-    override.
+    """Return ``transformer_options`` with ``patched`` applied to the functions that nodes patched
+    into the model's blocks, and ``change`` to what else runs inside the model's call: wrappers of
+    the diffusion model and an attention override.
 
     Wrappers around the whole call are given the sampler's own fp32 in every compute.
     """
@@ -123,8 +127,9 @@ def borders_in(
 
 
 def casts_itself(module: torch.nn.Module, refusing: Collection[torch.dtype] = NARROW) -> bool:
-    """True for a module that takes inputs of any dtype: an operation of ComfyUI, whatever derives from it, a module of
-    ComfyUI's, and a layer of torch's own classes without parameters in the dtypes ``refusing``."""
+    """True for a module that takes inputs of any dtype: an operation of ComfyUI, whatever derives
+    from it, a module of ComfyUI's, and a layer of torch's own classes without parameters in the
+    dtypes ``refusing``."""
     if has_own_forward(module):
         return not code_owner(module.forward)
     if casts_weights(module):

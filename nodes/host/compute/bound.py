@@ -25,7 +25,8 @@ def has_changed_weight(module: torch.nn.Module) -> bool:
 
 
 class Int8Linear(Bound):
-    """Multiply in int8, as ComfyUI multiplies by an int8 weight: by the product of the weight's format."""
+    """Multiply in int8, as ComfyUI multiplies by an int8 weight: by the product of the weight's
+    format."""
 
     takes_patched = True
     mode = INT8.name

@@ -1,5 +1,5 @@
-"""A compute plan on the model of a ControlNet: ComfyUI calls that past all wrappers, so its own forward sets and resets
-it."""
+"""A compute plan on the model of a ControlNet: ComfyUI calls that past all wrappers, so its own
+forward sets and resets it."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _signature = functools.cache(inspect.signature)
 class PlannedControl(torch.nn.Module):
     """Run a ControlNet's model under a compute plan: this module replaces the forward of the model.
 
-    ``current_patcher``: a ModelPatcher with the plan, for reports. ComfyUI loads the model by a ModelPatcher of its
-    own,
-    and creates another one for a copy on another device. ``calls``: number of runs of the ControlNet and its copies on
-    other devices, the only item of a list that they share.
+    ``current_patcher``: a ModelPatcher with the plan, for reports. ComfyUI loads the model by a
+    ModelPatcher of its own, and creates another one for a copy on another device. ``calls``: number
+    of runs of the ControlNet and its copies on other devices, the only item of a list that they
+    share.
 
-    The model and this module refer to each other; garbage collection frees both after ComfyUI drops the ControlNet.
-    """
+    The model and this module refer to each other; garbage collection frees both after ComfyUI drops
+    the ControlNet."""
 
     def __init__(self, module: torch.nn.Module, plan: ComputePlan, dtype: torch.dtype, device: torch.device):
         super().__init__()
@@ -45,7 +45,8 @@ class PlannedControl(torch.nn.Module):
         module.__dict__["forward"] = self
 
     def __deepcopy__(self, memo: dict) -> PlannedControl:
-        """Copy the plan for a copy of the model on another device (``deepclone_multigpu`` in comfy/controlnet.py)."""
+        """Copy the plan for a copy of the model on another device (``deepclone_multigpu`` in
+        comfy/controlnet.py)."""
         module = copy.deepcopy(self.diffusion_model, memo)
         copied = PlannedControl(module, self.compute.plan, self.manual_cast_dtype, self.current_patcher.load_device)
         copied.calls = self.calls
@@ -76,8 +77,8 @@ class PlannedControl(torch.nn.Module):
 
 
 def _attending(module: torch.nn.Module, attend: Callable) -> Iterator[Patch]:
-    """Yield what gives the blocks of a ControlNet's model an attention: ComfyUI passes them no options
-    (``get_control`` in comfy/controlnet.py)."""
+    """Yield what gives the blocks of a ControlNet's model an attention: ComfyUI passes them no
+    options (``get_control`` in comfy/controlnet.py)."""
     for part in module.modules():
         signature = _signature(type(part).forward)
         if OPTIONS in signature.parameters and part is not module:

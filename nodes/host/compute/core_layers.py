@@ -1,4 +1,5 @@
-"""Apply a plan to a model's layers: the forward that replaces each layer's own, and the operations in it."""
+"""Apply a plan to a model's layers: the forward that replaces each layer's own, and the operations
+in it."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -25,7 +26,8 @@ from .bound import FP8_RESULT, Fp8Linear, Int8Linear
 
 
 class PlannedLayers:
-    """Replace the forwards of a model's layers according to a plan, and record the modes of their calls.
+    """Replace the forwards of a model's layers according to a plan, and record the modes of their
+    calls.
 
     ``switches_flags``: torch's flags are switched layer by layer in the calls of the model.
     """
@@ -49,7 +51,8 @@ class PlannedLayers:
             self.patches += casting(layer)
 
     def _forward(self, name: str, layer: torch.nn.Module, decision: LayerPlan) -> LayerForward:
-        """Create the forward of a layer: a product of ours, or the layer's own with values in the plan's dtypes."""
+        """Create the forward of a layer: a product of ours, or the layer's own with values in the
+        plan's dtypes."""
         result = torch.float32 if decision.stream == FP32.name else GIVEN
         own = self._own(name, layer, decision, result)
         ruled = self._ruled(decision.sums) if decision.sums else None
@@ -64,8 +67,9 @@ class PlannedLayers:
         return own
 
     def _own(self, name: str, layer: torch.nn.Module, decision: LayerPlan, result: torch.dtype | str) -> LayerForward:
-        """Create the forward that casts the input and calls what was found on a layer; ComfyUI's layers cast their
-        weights to their input's dtype. Sums that accumulation tries are kept, so that it sees the operand."""
+        """Create the forward that casts the input and calls what was found on a layer; ComfyUI's
+        layers cast their weights to their input's dtype. Sums that accumulation tries are kept, so
+        that it sees the operand."""
         product, found = bound_forward(layer), standing_on(layer)
         if not casts_itself(layer):
             product = crossing(product, Message("'{0}'", name))
@@ -77,9 +81,9 @@ class PlannedLayers:
         return LayerForward(layer, product, *cast, found.sums, otherwise=own, counted=(self.calibration, name))
 
     def _ruled(self, sums: str) -> Sums:
-        """Return the accumulation that a rule of the user requests. It has no effect if flags are switched for whole
-        calls: flags apply to the whole process, so another thread's layers would use them too, and a compiled graph
-        cannot switch them."""
+        """Return the accumulation that a rule of the user requests. It has no effect if flags are
+        switched for whole calls: flags apply to the whole process, so another thread's layers would
+        use them too, and a compiled graph cannot switch them."""
 
         def run(product: Forward, *args, **kwargs) -> torch.Tensor:
             if torch.compiler.is_compiling() or not self.switches_flags:
@@ -113,7 +117,8 @@ class PlannedLayers:
         return f"operand times 2^-{scale.exponent}, largest {scale.largest:.3g}, {watched}"
 
     def allocations(self) -> dict[str, object]:
-        """Return layer -> everything its allocations depend on: its mode, and whether its operand is watched."""
+        """Return layer -> everything its allocations depend on: its mode, and whether its operand
+        is watched."""
         watched = {
             name: (each.mode, each.scale.is_watched, each.finite is None) for name, each in self.operations.items()
         }
@@ -126,20 +131,21 @@ class PlannedLayers:
 
 
 def holds_sums(plan: ComputePlan) -> bool:
-    """True if fp16 accumulation is switched off for whole calls, because no layer of a safe plan could accumulate in
-    fp16."""
+    """True if fp16 accumulation is switched off for whole calls, because no layer of a safe plan
+    could accumulate in fp16."""
     modes = {decision.mode for decision in plan.decisions.values()}
     return plan.is_safe and FP16_WIDE.name in modes and FP16.name not in modes
 
 
 def int8_patches(module: torch.nn.Module, decision: LayerPlan, activations: str) -> list[Patch]:
-    """Patches that let ComfyUI's int8 layer multiply in int8 although the model's compute dtype was changed, which
-    would dequantize it (``comfy_force_cast_weights``). ``activations``: the dtype between layers.
+    """Patches that let ComfyUI's int8 layer multiply in int8 although the model's compute dtype was
+    changed, which would dequantize it (``comfy_force_cast_weights``). ``activations``: the dtype
+    between layers.
 
-    For an fp32 result the input is cast to fp32: a result in the dtype of a 16-bit input would be rounded, or overflow
-    fp16, before it is widened. ComfyUI's kernel with a fused activation dequantizes a weight whose dtype differs from
-    the input's, so the gate then computes the activation; otherwise ComfyUI's own kernel runs.
-    """
+    For an fp32 result the input is cast to fp32: a result in the dtype of a 16-bit input would be
+    rounded, or overflow fp16, before it is widened. ComfyUI's kernel with a fused activation
+    dequantizes a weight whose dtype differs from the input's, so the gate then computes the
+    activation; otherwise ComfyUI's own kernel runs."""
     kept, product = [not_forced_to_cast(module)], bound_forward(module, Int8Linear)
     if decision.stream == FP32.name:
         return [*kept, *LayerForward(module, product, operand=torch.float32).put_on()]
@@ -149,8 +155,8 @@ def int8_patches(module: torch.nn.Module, decision: LayerPlan, activations: str)
 
 
 def bound_forward(layer: torch.nn.Module, product: type[Bound] = Bound) -> Forward:
-    """Return the product of a quantized layer with its kernels looked up once; for others, the forward that was found
-    on the layer."""
+    """Return the product of a quantized layer with its kernels looked up once; for others, the
+    forward that was found on the layer."""
     if is_quantized(layer) and only_multiplies(layer):
         return product(layer).__call__
     return standing_on(layer).product

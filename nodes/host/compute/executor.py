@@ -1,4 +1,5 @@
-"""Compute plan on a ModelPatcher: module forwards and attention are replaced during each model call."""
+"""Compute plan on a ModelPatcher: module forwards and attention are replaced during each model
+call."""
 
 import logging
 from collections.abc import Iterator
@@ -33,12 +34,11 @@ logger = logging.getLogger("halfsafe")
 
 
 def set_compute(patcher, plan: ComputePlan) -> "Compute":
-    """Run ``patcher``, a clone or a newly loaded model, under a plan, which replaces an earlier one. Return the plan's
-    executor.
+    """Run ``patcher``, a clone or a newly loaded model, under a plan, which replaces an earlier
+    one. Return the plan's executor.
 
-    No wrapper is added for a plan that replaces nothing, is in the dtype that the model was loaded to compute in, not
-    fp32, and has no fallback, on a model without fp8 weights.
-    """
+    No wrapper is added for a plan that replaces nothing, is in the dtype that the model was loaded
+    to compute in, not fp32, and has no fallback, on a model without fp8 weights."""
     binds = not plan.exchanges and any(map(is_fp8, patcher.model.diffusion_model.modules()))
     compute = Compute(plan, binds, CAST_DTYPE in patcher.object_patches)
     put_stage(patcher, COMPUTE, compute)
@@ -51,7 +51,8 @@ def planned_on(patcher) -> "Compute | None":
 
 
 def compute_of(patcher) -> "Compute | None":
-    """Return the executor that runs a patcher now, which is the fallback after an overflow; None without a plan."""
+    """Return the executor that runs a patcher now, which is the fallback after an overflow; None
+    without a plan."""
     compute = planned_on(patcher)
     return compute and compute.acting(patcher.model)
 
@@ -63,8 +64,8 @@ def may_fall_back(patcher) -> bool:
 
 
 def quantized_attention(patcher: ModelPatcher) -> str:
-    """Name the attention with quantized operands that a node, the model's file or ComfyUI's command line chose for a
-    model; "" for another."""
+    """Name the attention with quantized operands that a node, the model's file or ComfyUI's command
+    line chose for a model; "" for another."""
     if override := patcher.model_options.get("transformer_options", {}).get(OVERRIDE):
         names = [function_name(chosen_by(override))]
     else:
@@ -77,12 +78,12 @@ def quantized_attention(patcher: ModelPatcher) -> str:
 
 
 class Compute(Stage):
-    """Run the calls of models under one plan. It stores measurements per model, and no reference to the model.
+    """Run the calls of models under one plan. It stores measurements per model, and no reference to
+    the model.
 
-    ``binds``: the plan changes nothing, and the model has fp8 weights, whose kernels are looked up once.
-    ``restates``: a node changed the dtype that the model computes in. ``node_id``: the node that made the plan; its
-    badge shows the dtypes in use.
-    """
+    ``binds``: the plan changes nothing, and the model has fp8 weights, whose kernels are looked up
+    once. ``restates``: a node changed the dtype that the model computes in. ``node_id``: the node
+    that made the plan; its badge shows the dtypes in use."""
 
     def __init__(self, plan: ComputePlan, binds: bool, restates: bool = False):
         self.plan = plan
@@ -99,8 +100,8 @@ class Compute(Stage):
         return self.fallback if self.fallback and runs_in(model).fallback else self
 
     def in_call(self, call: Call) -> Acting | None:
-        """Return the planned model, or its fallback after an overflow; None if the call's rung decides about every
-        layer, and while Train LoRA trains."""
+        """Return the planned model, or its fallback after an overflow; None if the call's rung
+        decides about every layer, and while Train LoRA trains."""
         if trains() or (call.rung and call.rung.everywhere):
             return None
         acting = self.acting(call.model)
@@ -110,7 +111,8 @@ class Compute(Stage):
         return acting.runs.of(call.model) if acts else None
 
     def standing(self, patcher: ModelPatcher) -> dict[str, LayerForward]:
-        """Return layer -> the forward that stands on it in the calls so far; empty before any call."""
+        """Return layer -> the forward that stands on it in the calls so far; empty before any
+        call."""
         run, adapter = self.runs.last_of(patcher), self.adapters.last_of(patcher)
         standing = dict(run.layers.forwards) if run else {}
         if adapter:
@@ -119,7 +121,8 @@ class Compute(Stage):
         return standing
 
     def around_sampling(self, executor, *args, **kwargs):
-        """Run a sampler with the plan also applied to the model's text adapters, and to ComfyUI's memory estimate."""
+        """Run a sampler with the plan also applied to the model's text adapters, and to ComfyUI's
+        memory estimate."""
         model = executor.class_obj.model_patcher.model
         if trains():
             logger.info("Halfsafe: %s", Message(TRAINED, self.acting(model).plan.choice.used))
@@ -161,8 +164,8 @@ class Compute(Stage):
 
     @property
     def overrides_attention(self) -> bool:
-        """True if attention runs through this plan's override, and so not in a kernel that the model's file
-        requests."""
+        """True if attention runs through this plan's override, and so not in a kernel that the
+        model's file requests."""
         attends = self.plan.is_safe or self.plan.mixes_fp32_in or bool(self.plan.attention)
         return attends or (self.fallback is not None and not fuses_by_default())
 
@@ -182,13 +185,15 @@ class Compute(Stage):
                 yield WithoutEffect(str(rule), Message(NO_ATTENTION, ", ".join(matched[:LISTED])))
 
     def not_called(self, patcher: ModelPatcher) -> frozenset[str]:
-        """Return the layers with a plan that did not run in the calibrating call; empty before that call."""
+        """Return the layers with a plan that did not run in the calibrating call; empty before that
+        call."""
         run, adapter = self.runs.last_of(patcher), self.adapters.last_of(patcher)
         adapted = adapter.calibration.flops if adapter else {}
         return frozenset(name for name in run.not_called if not adapted.get(name)) if run else frozenset()
 
     def fp16_share_text(self, patcher: ModelPatcher) -> str:
-        """Describe the share of matmul FLOPs with fp16 operands in one line; empty before a call or without matmuls."""
+        """Describe the share of matmul FLOPs with fp16 operands in one line; empty before a call or
+        without matmuls."""
         run = self.runs.last_of(patcher)
         total = sum(run.calibration.flops.values()) if run else 0
         if not run or not total:

@@ -51,8 +51,8 @@ class LayerState(NamedTuple):
     why: tuple[str, ...] = ()
 
     def in_fp32_stream(self, mode: str, called: bool) -> "LayerState":
-        """Return the state of a layer that the guard runs in ``mode`` between fp32 activations. ``called``: it ran in
-        the call that measured it."""
+        """Return the state of a layer that the guard runs in ``mode`` between fp32 activations.
+        ``called``: it ran in the call that measured it."""
         if (self.mode, self.stream) == (mode, FP32.name):
             return self
         why = STREAM_WIDENED if self.mode == mode else WIDENED
@@ -68,14 +68,15 @@ def compute_name(patcher) -> str:
 
 
 def stream_dtype(patcher) -> torch.dtype:
-    """Return the dtype between a model's layers: fp32 in ``fp16_safe``, whatever dtype the model casts to."""
+    """Return the dtype between a model's layers: fp32 in ``fp16_safe``, whatever dtype the model
+    casts to."""
     compute = compute_of(patcher)
     return torch.float32 if compute and compute.plan.is_safe else activation_dtype(patcher)
 
 
 def settings_of(patcher) -> tuple:
-    """Return the settings that a call's arithmetic depends on besides the weights: compute plan and activation
-    dtype."""
+    """Return the settings that a call's arithmetic depends on besides the weights: compute plan and
+    activation dtype."""
     return compute_of(patcher), name_of(activation_dtype(patcher))
 
 
@@ -117,8 +118,9 @@ def states_of(patcher) -> dict[str, LayerState]:
 def _planned(
     patcher, name: str, module: torch.nn.Module, activations: str, decision: LayerPlan | None
 ) -> tuple[str, bool]:
-    """Return what a layer is expected to multiply in if its weight is unpacked, and whether it is expected to multiply
-    by its quantized weight as stored. A call shows what ComfyUI's own code does (``replay/seen.py``)."""
+    """Return what a layer is expected to multiply in if its weight is unpacked, and whether it is
+    expected to multiply by its quantized weight as stored. A call shows what ComfyUI's own code
+    does (``replay/seen.py``)."""
     if decision and decision.mode == FP8.name:
         own = FP8_RESULT if activations == FP32.name else activations
         return own, not has_changed_weight(module)

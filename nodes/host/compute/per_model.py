@@ -1,4 +1,5 @@
-"""Cache the state that a wrapper learns of each model, for the lifetime of the model and per state of the model."""
+"""Cache the state that a wrapper learns of each model, for the lifetime of the model and per state
+of the model."""
 
 import itertools
 import weakref
@@ -52,8 +53,8 @@ class AddsToResults:
 
 
 class ModelRun(Protocol):
-    """State that a wrapper learned of one model. ``modules``: the modules it patches, by name. ``found``: what other
-    code had put on these modules when this run was created."""
+    """State that a wrapper learned of one model. ``modules``: the modules it patches, by name.
+    ``found``: what other code had put on these modules when this run was created."""
 
     @property
     def modules(self) -> dict[str, torch.nn.Module]: ...
@@ -94,9 +95,8 @@ class PerModel(Generic[Run]):
     def of(self, model: torch.nn.Module) -> Run:
         """Return the run for the model's present state; the last ``KEPT`` states are cached.
 
-        It is recalibrated if the unmerged LoRAs have changed: they do not change weights, but they change the layers'
-        inputs.
-        """
+        It is recalibrated if the unmerged LoRAs have changed: they do not change weights, but they
+        change the layers' inputs."""
         run, state = self._found(model), weight_state(model)
         if self._patches.setdefault(run, state) != state:
             self._patches[run] = state
@@ -119,12 +119,13 @@ class PerModel(Generic[Run]):
         return [kept.run for runs in list(self._runs.values()) for kept in runs]
 
     def last_of(self, patcher: ModelPatcher) -> Run | None:
-        """Return the run of the last call with a patcher or a clone of its branch; None before any call."""
+        """Return the run of the last call with a patcher or a clone of its branch; None before any
+        call."""
         return next(iter(self.runs_of(patcher)), None)
 
     def runs_of(self, patcher: ModelPatcher) -> list[Run]:
-        """Return the runs of a patcher's branch, most recent first, then those of its clones on other devices
-        (MultiGPU)."""
+        """Return the runs of a patcher's branch, most recent first, then those of its clones on
+        other devices (MultiGPU)."""
         branch, own = self._branch(patcher), self._runs.get(patcher.model, [])
         others = [runs for model, runs in list(self._runs.items()) if model is not patcher.model]
         return [kept.run for runs in [own, *others] for kept in runs if branch in kept.branches]
@@ -139,9 +140,9 @@ class PerModel(Generic[Run]):
 
 
 def put_on(modules: dict[str, torch.nn.Module]) -> list[int]:
-    """Return ids of what other code put on modules, by which a run chooses their forwards: forwards that they did not
-    get from their classes, of an outer wrapper or of a LoRA in bypass mode (comfy/weight_adapter/bypass.py), and scales
-    for their inputs (``pre_quant_scale``)."""
+    """Return ids of what other code put on modules, by which a run chooses their forwards: forwards
+    that they did not get from their classes, of an outer wrapper or of a LoRA in bypass mode
+    (comfy/weight_adapter/bypass.py), and scales for their inputs (``pre_quant_scale``)."""
     exchanged = [module for module in modules.values() if "forward" in module.__dict__]
     scaled = [
         id(module)
@@ -153,7 +154,8 @@ def put_on(modules: dict[str, torch.nn.Module]) -> list[int]:
 
 
 def hooks_of(patcher) -> weakref.ref | None:
-    """Return a weak reference to the active hooks: they own a LoRA's weights, and the key outlives them."""
+    """Return a weak reference to the active hooks: they own a LoRA's weights, and the key outlives
+    them."""
     hooks = getattr(patcher, "current_hooks", None)
     return hooks and weakref.ref(hooks)
 
@@ -164,7 +166,8 @@ _patches_known: weakref.WeakKeyDictionary[ModelPatcher, tuple] = weakref.WeakKey
 
 
 def branch_of(patcher: ModelPatcher) -> tuple[int, int]:
-    """Key of a patcher among those of its model: hash of its weight patches and id of its attention override.
+    """Key of a patcher among those of its model: hash of its weight patches and id of its attention
+    override.
 
     ComfyUI clones patchers in every node; clones with the same key belong to one branch.
     """
@@ -173,7 +176,8 @@ def branch_of(patcher: ModelPatcher) -> tuple[int, int]:
 
 
 def patches_of(patcher: ModelPatcher) -> int:
-    """Hash a patcher's weight patches by their tensors; with hooks, ComfyUI assigns a new ``patches_uuid`` per run."""
+    """Hash a patcher's weight patches by their tensors; with hooks, ComfyUI assigns a new
+    ``patches_uuid`` per run."""
     known = _patches_known.get(patcher)
     if known is None or known[0] != patcher.patches_uuid:
         pairs = [(key, patch) for key, patches in patcher.patches.items() for patch in patches]
@@ -183,8 +187,9 @@ def patches_of(patcher: ModelPatcher) -> int:
 
 
 def _number_of(patch) -> tuple[int, int]:
-    """Return what tells a patch's tensors from others: a number of their storage, and the place in it. Ids of objects
-    are reused after a LoRA is freed, and a weak reference to a tensor forbids ``torch.utils.swap_tensors``."""
+    """Return what tells a patch's tensors from others: a number of their storage, and the place in
+    it. Ids of objects are reused after a LoRA is freed, and a weak reference to a tensor forbids
+    ``torch.utils.swap_tensors``."""
     tensors = tensors_in([getattr(patch, "weights", patch)])
     if not tensors:
         return id(patch), 0

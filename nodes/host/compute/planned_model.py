@@ -1,4 +1,5 @@
-"""Run one model of ComfyUI under a compute plan: the patches of a call, and the measurements of its calls."""
+"""Run one model of ComfyUI under a compute plan: the patches of a call, and the measurements of its
+calls."""
 
 import logging
 import weakref
@@ -40,11 +41,10 @@ logger = logging.getLogger("halfsafe.compute")
 class PlannedModel(CalibratedActing):
     """Run the calls of a model of ComfyUI under a plan, and record their modes and ranges.
 
-    ``binds``: fp8 layers without a decision, whose weights ComfyUI unpacks in each call, have their kernels looked up
-    once.
-    ``restates``: a node changed the dtype that the model computes in, after other packs may have made layers for it.
-    ``is_in_fp32``: all values between layers are fp32, which a caller's autocast would round to 16 bit.
-    """
+    ``binds``: fp8 layers without a decision, whose weights ComfyUI unpacks in each call, have their
+    kernels looked up once. ``restates``: a node changed the dtype that the model computes in, after
+    other packs may have made layers for it. ``is_in_fp32``: all values between layers are fp32,
+    which a caller's autocast would round to 16 bit."""
 
     def __init__(self, plan: ComputePlan, model, binds: bool = False, restates: bool = False):
         named = modules_of(model)
@@ -102,15 +102,16 @@ class PlannedModel(CalibratedActing):
         return [*self._patches, *self.ruled.patches()]
 
     def patches_of_call(self) -> list[Patch]:
-        """Patches for a call of a diffusion model, including its entry in fp32 if a safe plan needs it."""
+        """Patches for a call of a diffusion model, including its entry in fp32 if a safe plan needs
+        it."""
         model = self._model()
         if self._safe and cast_dtype(model) != torch.float32:
             return [*in_fp32(model), *self.patches, *self.casting]
         return self.patches
 
     def run(self, make: Callable, patches: Callable[[], Iterable[Patch]]):
-        """Run a call of the model's text adapter, or of a ControlNet, with ``patches``, and repeat it until its check
-        succeeds."""
+        """Run a call of the model's text adapter, or of a ControlNet, with ``patches``, and repeat
+        it until its check succeeds."""
         self._settle_flags()
 
         def once():
@@ -139,7 +140,8 @@ class PlannedModel(CalibratedActing):
 
     @property
     def has_borders(self) -> bool:
-        """True if values between layers may be of another dtype than the code of other packs expects."""
+        """True if values between layers may be of another dtype than the code of other packs
+        expects."""
         return self.is_in_fp32 or self._mixes or self.restates
 
     @property
@@ -150,14 +152,15 @@ class PlannedModel(CalibratedActing):
         return "computed" if self._mixes else "given"
 
     def options_of_call(self, options: dict) -> dict:
-        """Return ``transformer_options`` for an attempt, with the functions that nodes patched into the model as they
-        run in it."""
+        """Return ``transformer_options`` for an attempt, with the functions that nodes patched into
+        the model as they run in it."""
         change = partial(bordered, results=self._results)
         return with_borders(options, change, change) if self.has_borders else options
 
     def borders(self, model) -> list[Patch]:
-        """Return the patches of modules of other packs in a model; looked for once in a sampler's run of a patcher, and
-        again if a pack, or a watch of ours, has changed what they stand on."""
+        """Return the patches of modules of other packs in a model; looked for once in a sampler's
+        run of a patcher, and again if a pack, or a watch of ours, has changed what they stand
+        on."""
         patcher = model.current_patcher
         state = patcher and weakref.ref(patcher), is_injected(patcher)
         if self._borders is None or state != self._borders_of or _standing(self._borders) != self._stood:
@@ -189,7 +192,8 @@ class PlannedModel(CalibratedActing):
 
     @contextmanager
     def _scope(self) -> Iterator[None]:
-        """Prepare an attempt, and hold accumulation, ComfyUI's compiler and a caller's autocast for it."""
+        """Prepare an attempt, and hold accumulation, ComfyUI's compiler and a caller's autocast for
+        it."""
         self.attention.begin()
         self.ruled.begin()
         sums = fp32_accumulation() if self._sums_off else nullcontext()
@@ -206,8 +210,8 @@ class PlannedModel(CalibratedActing):
 
     @property
     def attend(self) -> Callable | None:
-        """This plan's attention override; None for a plan that does not change attention. The plain fp16 of ``auto``
-        needs the scores of unfused attentions in fp32."""
+        """This plan's attention override; None for a plan that does not change attention. The plain
+        fp16 of ``auto`` needs the scores of unfused attentions in fp32."""
         if self._safe or self._mixes or self.ruled.rules:
             return self._attend
         return scores_in_fp32 if self.plan.fallback and not fuses_by_default() else None
@@ -240,8 +244,8 @@ def in_fp32(model) -> list[Patch]:
 
 
 def estimated_in_fp32(model) -> list[Patch]:
-    """Patches that let ComfyUI estimate the memory of a model's activations for fp32: its estimate uses the cast
-    dtype."""
+    """Patches that let ComfyUI estimate the memory of a model's activations for fp32: its estimate
+    uses the cast dtype."""
     own = getattr(model, MEMORY_ESTIMATE)
 
     def estimate(*args, **kwargs) -> float:
@@ -252,14 +256,15 @@ def estimated_in_fp32(model) -> list[Patch]:
 
 
 def fp32_sums_of(plan: ComputePlan) -> Callable[[ModelPatcher], bool]:
-    """Return the function that is true for a patcher if fp16 accumulation has to be off for whole calls: some layer
-    returns fp32, and either no layer could accumulate in fp16 or the flag cannot be switched per layer. Else each
-    ``SafeOperation`` switches it off."""
+    """Return the function that is true for a patcher if fp16 accumulation has to be off for whole
+    calls: some layer returns fp32, and either no layer could accumulate in fp16 or the flag cannot
+    be switched per layer. Else each ``SafeOperation`` switches it off."""
     holds, wide = holds_sums(plan), FP16_WIDE.name in {decision.mode for decision in plan.decisions.values()}
     return lambda patcher: holds or (wide and not switches_by_layer(patcher))
 
 
 def _standing(patches: Iterable[Patch]) -> list:
-    """Return what stands now where patches of ``borders_in`` will: functions, and the hooks of a module by key."""
+    """Return what stands now where patches of ``borders_in`` will: functions, and the hooks of a
+    module by key."""
     values = [vars(module).get(attribute) for module, attribute, _ in patches]
     return [tuple(value.items()) if isinstance(value, OrderedDict) else value for value in values]

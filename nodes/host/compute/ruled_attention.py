@@ -1,4 +1,5 @@
-"""Attention in fp32 inside the blocks that rules name; the running block is tracked by its forward."""
+"""Attention in fp32 inside the blocks that rules name; the running block is tracked by its
+forward."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
@@ -15,8 +16,9 @@ NO_ATTENTION = "no attention that ComfyUI allows to be replaced ran in a forward
 
 
 def blocks_of(rules: Sequence[Rule], modules: Mapping[str, torch.nn.Module]) -> dict[str, list[Rule]]:
-    """Map modules with children to their matching rules; modules without a match are omitted. The rules of a module
-    that is never called itself, such as a list of blocks or a UNet's block, apply to its children."""
+    """Map modules with children to their matching rules; modules without a match are omitted. The
+    rules of a module that is never called itself, such as a list of blocks or a UNet's block, apply
+    to its children."""
     found: dict[str, list[Rule]] = {}
     if not rules:
         return found
@@ -35,8 +37,8 @@ def blocks_of(rules: Sequence[Rule], modules: Mapping[str, torch.nn.Module]) -> 
 
 
 class RuledAttention:
-    """Blocks of a model whose attention runs in fp32 by rule. ``ran_in``: block -> its rules, for blocks in which an
-    attention ran."""
+    """Blocks of a model whose attention runs in fp32 by rule. ``ran_in``: block -> its rules, for
+    blocks in which an attention ran."""
 
     def __init__(self, rules: Sequence[Rule], modules: Mapping[str, torch.nn.Module]):
         self.rules = blocks_of(rules, modules)
@@ -79,9 +81,9 @@ class RuledAttention:
 
 
 def _forwards(block: torch.nn.Module) -> list[str]:
-    """List the methods that a model may call on a block: ``forward``, and instead of it ``forward_gen`` in
-    Wan-Animate-2, ``forward_generation`` in SenseNova (``wan/model_animate2.py``, ``sensenova/model.py`` of
-    ``comfy/ldm``)."""
+    """List the methods that a model may call on a block: ``forward``, and instead of it
+    ``forward_gen`` in Wan-Animate-2, ``forward_generation`` in SenseNova
+    (``wan/model_animate2.py``, ``sensenova/model.py`` of ``comfy/ldm``)."""
     return [name for name in dir(type(block)) if name == "forward" or name.startswith("forward_")]
 
 

@@ -1,4 +1,5 @@
-"""What ComfyUI's own code multiplied in, of the layers that it runs itself: seen in a call, not read from its rules."""
+"""What ComfyUI's own code multiplied in, of the layers that it runs itself: seen in a call, not
+read from its rules."""
 
 import contextlib
 import weakref
@@ -23,9 +24,9 @@ _seen: weakref.WeakKeyDictionary[torch.nn.Module, tuple[tuple, Products]] = weak
 
 
 def own_products(patcher: ModelPatcher, plan: object) -> Products:
-    """Return layer -> what ComfyUI's own code multiplied, of the layers that it ran itself, in the first call of the
-    last run of a patcher under a plan; empty before that call. A layer that model code multiplies by past its forward
-    is not seen."""
+    """Return layer -> what ComfyUI's own code multiplied, of the layers that it ran itself, in the
+    first call of the last run of a patcher under a plan; empty before that call. A layer that model
+    code multiplies by past its forward is not seen."""
     state, products = _seen.get(patcher.model, ((), {}))
     return products if state == _state(patcher, plan) else {}
 
@@ -37,7 +38,8 @@ def forget(model: torch.nn.Module) -> None:
 
 @contextlib.contextmanager
 def seeing(model: torch.nn.Module, plan: object) -> Iterator[None]:
-    """See what ComfyUI's own code multiplies in a call of a model, if no call in its present state has shown it."""
+    """See what ComfyUI's own code multiplies in a call of a model, if no call in its present state
+    has shown it."""
     patcher = model.current_patcher
     state = _state(patcher, plan)
     if model in _seen and _seen[model][0] == state:

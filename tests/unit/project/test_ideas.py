@@ -21,7 +21,7 @@ AT_MOST = {
     "questions of format or scale": 0,
     "states of a module": 21,
     "states of a page's module": 7,
-    "lines over 100 columns, in thousandths": 85,
+    "lines over 100 columns, in thousandths": 67,
 }
 """What is counted -> how many there may be. A lower count is written here; a higher one names in its commit what it replaces."""
 IS_STATE = re.compile(r"WeakKeyDictionary|ContextVar|threading\.|^\{\}$|^set\(\)$|^\[\]$|deque\(")
