@@ -75,11 +75,11 @@ def _running(process: int) -> float:
     return total
 
 
-def allowed(nodeid: str) -> float:
-    """Seconds of an idle core that a test may take, whatever its parameters."""
-    if nodeid.startswith(OF_PAGES):
+def allowed(item: pytest.Item) -> float:
+    """Seconds of an idle core that a test may take, whatever its parameters; no limit for one that runs before a release alone."""
+    if item.nodeid.startswith(OF_PAGES) or item.get_closest_marker("release"):
         return math.inf
-    return EXCEPTIONS.get(nodeid.partition("[")[0].partition("@")[0], LIMIT)
+    return EXCEPTIONS.get(item.nodeid.partition("[")[0].partition("@")[0], LIMIT)
 
 
 class CpuTime:
@@ -112,14 +112,14 @@ class CpuTime:
             return (yield)
         now = seconds()
         own = max(now - self._began - self._shared, 0.0)  # a process that ended unseen takes its seconds with it
-        numbers = {"own": own, "may_take": allowed(item.nodeid), "cpu": max(now - self._before, 0.0)}
+        numbers = {"own": own, "may_take": allowed(item), "cpu": max(now - self._before, 0.0)}
         item.user_properties += [(f"{name}_seconds", f"{number:.2f}") for name, number in numbers.items()]
         self._before = now
         report = yield
-        if report.passed and own > ROOM * allowed(item.nodeid):
+        if report.passed and own > ROOM * allowed(item):
             report.outcome = "failed"
             report.longrepr = (
-                f"{item.nodeid} took {own:.1f} seconds of the processor, and may take {allowed(item.nodeid):.1f} on an idle core: "
+                f"{item.nodeid} took {own:.1f} seconds of the processor, and may take {allowed(item):.1f} on an idle core: "
                 "take a smaller model, fewer steps, or a fixture that tests share."
             )
         return report
