@@ -83,7 +83,8 @@ class PlannedModel(CalibratedActing):
             for module in follow.values():
                 self._patches += LayerForward(module, bound_forward(module)).put_on()
         self.calling = calling_layers(decided.values())
-        if plan.is_safe or binds:  # ComfyUI casts the norms of a quantized model whatever dtype they are in
+        # ComfyUI casts the norms of a model with quantized layers whatever dtype they are in.
+        if plan.is_safe or (binds and any(map(is_quantized, self.modules.values()))):
             self._patches += [patch for module in named.values() for patch in uncast_norm(module)]
         self.casting = [patch for module in named.values() for patch in casting(module)]
         if self._mixes:

@@ -9,8 +9,8 @@ from comfy_extras.nodes_easycache import EasyCacheNode
 from comfy_kitchen.backends import eager
 from comfy_kitchen.registry import registry
 from halfsafe.nodes.host.comfyui import kernels
-from halfsafe.nodes.host.compute import bound
 from halfsafe.precision.devices import probes
+from halfsafe.precision.formats import fp8
 from support import families, model_files, plants, rare_families
 from support.cuda_rules import HostReads
 from support.families import load
@@ -67,7 +67,7 @@ def test_fp8_activations_clipped_at_448(comfy, files, monkeypatch):
     monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_89")
     plain = load(comfy, path, "fp8_e4m3fn", "fp8")
     assert checked(comfy, plain)[0] == []
-    monkeypatch.setattr(bound, "activation_scale", lambda rows, *how: torch.ones(()))
+    monkeypatch.setattr(fp8, "activation_scale", lambda rows, *how: torch.ones(()))
     event = found(comfy, plain)
     assert event.from_mode == "fp8" and "do not fit the file's scale" in event.advice and "blocks.0" in event.evidence
 

@@ -286,6 +286,6 @@ def test_a_lora_beside_a_layer_that_is_tried_in_int8_is_given_the_input_as_it_is
             return result
 
     x = torch.randn(4, 64)
-    with patched(host.change(layer, Candidate("int8"))), patched(standing_on(layer).with_fields(adds=Adds())):
+    with patched(host._change(layer, Candidate("int8"))), patched(standing_on(layer).with_fields(adds=Adds())):
         assert not torch.equal(layer(x), x), "rounded in int8"
     assert torch.equal(*given, x)
