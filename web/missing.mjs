@@ -11,7 +11,7 @@ const NOT_LISTED = "value_not_in_list";
 /** How many files are named at once. */
 const MOST = 3;
 /** How long an answer of the server holds, in milliseconds: a file may be put there at any time, and the page keeps the lists that it was opened with. */
-const HOLDS = 5000;
+export const HOLDS = 5000;
 /** A class of nodes -> what its inputs list, as the server said, and when. @type {Map<string, {at: number, lists: Record<string, string[]>}>} */
 const answers = new Map();
 
@@ -43,7 +43,7 @@ export function refusedFiles(errors, nodes, nodeById) {
 /** Ask the server for the lists that lack a file on the page. @param {any} api @param {any[]} nodes @returns {Promise<boolean>} whether it says something new */
 export async function askForMissing(api, nodes) {
   const before = JSON.stringify(missingFiles(nodes).map(({ file }) => file));
-  const classes = new Set(notListed(nodes).map(({ reader }) => reader.comfyClass).filter((name) => Date.now() - (answers.get(name)?.at ?? 0) > HOLDS));
+  const classes = new Set(notListed(nodes).map(({ reader }) => reader.comfyClass).filter((name) => Date.now() - (answers.get(name)?.at ?? 0) >= HOLDS));
   await Promise.all([...classes].map(async (name) => {
     answers.set(name, { at: Date.now(), lists: answers.get(name)?.lists ?? {} });
     const response = await api.fetchApi(`/object_info/${encodeURIComponent(name)}`).catch(() => null);

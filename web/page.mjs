@@ -4,7 +4,7 @@ import { allNodes, listOf, RUNS, setWidget, showMe, showNodes, undoable } from "
 import { guardsModel, guardWorkflow, isGuard, unguardWorkflow, whereText } from "./guard.mjs";
 import { isMeasure, isTaken, measureWorkflow, unmeasureWorkflow, useMeasured } from "./measure.mjs";
 import { canBeHalved, halveMemory, isHalved, putLoadersBack } from "./memory.mjs";
-import { askForMissing, missingFiles, refusedFiles } from "./missing.mjs";
+import { askForMissing, HOLDS, missingFiles, refusedFiles } from "./missing.mjs";
 import { RunLog } from "./run.mjs";
 import { Tabs } from "./tabs.mjs";
 import { Timing } from "./timing.mjs";
@@ -66,6 +66,8 @@ export class Page {
   tabEntry = { revision: 0, tooltip: "" };
   /** Whether the sidebar is to be drawn in the next frame. */
   #isDue = false;
+  /** The next question for files that were missing. @type {ReturnType<typeof setTimeout> | undefined} */
+  #asksAgain;
   /** The next drawing while a run has not begun. */
   #again = 0;
 
@@ -243,7 +245,15 @@ export class Page {
     this.sidebar.draw(this);
     clearTimeout(this.#again);
     if (this.isWaiting) this.#again = window.setTimeout(() => this.draw(), PAUSE_MS); // no event tells that ComfyUI refused a run
-    askForMissing(this.api, this.nodes).then((isNew) => isNew && this.draw());
+    this.#askForMissing();
+  }
+
+  /** Draw the sidebar where the server says something new of missing files, and ask again while one is missing: it may be put there at any time. */
+  async #askForMissing() {
+    clearTimeout(this.#asksAgain);
+    if (!this.sidebar?.element.isConnected) return;
+    if (await askForMissing(this.api, this.nodes)) return this.draw();
+    if (this.missing.length) this.#asksAgain = setTimeout(() => this.#askForMissing(), HOLDS);
   }
 
   /** Draw it in the next frame: nodes come and go by the dozen, and a tab is open only after its graph. */
