@@ -29,7 +29,8 @@ BUTTON = ".hs-panel .hs-button:text-is('Use this')"
 COPY = ".hs-panel .hs-button:text-is('Copy as a row')"
 TAB = "async () => { await app.extensionManager.command.execute('Workspace.ToggleSidebarTab.halfsafe'); }"
 BADGE_OF_LOADER = """(begins) => app.graph.nodes.find(({ type }) => type === "HalfsafeLoadDiffusionModel").badges.map((b) => (typeof b === "function" ? b() : b).text).at(-1).startsWith(begins)"""
-SENTENCE = "() => [...document.querySelectorAll('.hs-result .hs-sentence')].map((e) => e.textContent).find((text) => text.startsWith('Best: ')) ?? ''"
+SENTENCE = "() => [...document.querySelectorAll('.hs-result .hs-sentence')].map((e) => e.textContent).find((text) => /^(Best: |No setting is better |The times were too noisy)/.test(text)) ?? ''"
+"""What a measurement says: which of the three depends on how busy the machine is."""
 
 
 def draw(comfy: ComfyPage, code: str) -> None:
@@ -95,11 +96,9 @@ def test_a_halved_workflow_is_measured_from_its_file_and_the_answer_is_used(
     comfy.page.wait_for_function(f"() => ({SENTENCE})()")
     before = prompt(comfy)
     text = comfy.evaluate(SENTENCE)
-    assert (
-        text.startswith("Best: int8, computed in bf16. ")
-        and "(fp32 " in text
-        and "5.25 MiB (7.25 MiB), error 0." in text
-    ), "the file takes 7.25 MiB"
+    is_best = text.startswith("Best: ")
+    told = ("Best: int8, computed in bf16. ", "(fp32 ", "5.25 MiB (7.25 MiB), error 0.")
+    assert all(part in text for part in told) if is_best else "Smallest: " in text, "the file takes 7.25 MiB"
     details = comfy.evaluate(
         "() => [...document.querySelectorAll('.hs-result .hs-text')].map((e) => e.textContent).join('')"
     )
@@ -131,7 +130,12 @@ def test_a_halved_workflow_is_measured_from_its_file_and_the_answer_is_used(
     comfy.page.wait_for_function(f"() => ({SENTENCE})()")
     comfy.evaluate(TAB)  # closed: it covers the node
     comfy.zoom_to("HalfsafeMeasurePrecisions", 620, 560)
-    comfy.page.locator(BUTTON).click()
+    if is_best:
+        comfy.page.locator(BUTTON).click()
+    else:  # the node has no button without a best setting
+        comfy.evaluate(TAB)
+        comfy.page.locator(".hs-sidebar article .hs-button", has_text="Use this").first.click()
+        comfy.evaluate(TAB)
     comfy.page.wait_for_function("() => !app.graph.nodes.some(({ type }) => type === 'HalfsafeMeasurePrecisions')")
     used = prompt(comfy)
     (loader,) = of_class(used, "HalfsafeLoadDiffusionModel")
