@@ -5,7 +5,7 @@ from comfy_api.latest import io
 
 from ..precision.base.errors import HalfsafeError
 from ..precision.base.message import Message, joined
-from ..precision.guard.inputs import NotFiniteTensor, not_finite
+from ..precision.guard.inputs import not_finite
 from ..precision.guard.verdicts import NonFinite
 from ..precision.report.result import BAD, FINITE, NOT_FINITE, Result
 from .host.check.drift import checking
@@ -111,7 +111,7 @@ class CheckFinite(io.ComfyNode):
     @classmethod
     def execute(cls, value, on_nan) -> io.NodeOutput:
         found = not_finite(_looked_at(value))
-        text = joined(map(str, found), "\n") or "Finite: no NaN and no Inf."
+        text = joined((told for _, told in found), "\n") or "Finite: no NaN and no Inf."
         if found and on_nan == "stop":
             raise NonFinite(text, advice=CHECK_ADVICE)
         return io.NodeOutput(value, not found, text, ui=_result(found, text).ui())
@@ -136,10 +136,10 @@ def _looked_at(value):
     return value
 
 
-def _result(found: list[NotFiniteTensor], text: str) -> Result:
+def _result(found: list[tuple[str, str]], text: str) -> Result:
     if not found:
         return Result(FINITE, text=text)
-    names = ", ".join(finding.name for finding in found)
+    names = ", ".join(name for name, _ in found)
     return Result(Message(NOT_FINITE, names=names), BAD, text=text)
 
 

@@ -64,16 +64,16 @@ OTHERWISE = (
 RUN_IN_FP32 = "Set compute to fp32 in Compute Dtype for one run: NaN Guard then names the layer and the cause."
 
 
-def may_be_checked(setting: str, seen: Collection[int]) -> bool:
-    """True if a call whose step is not known yet may be checked. ``seen``: as for :func:`is_checked`."""
-    return EVERY[setting] > 0 or not seen
+def is_checked(setting: str, step: int | None, seen: Collection[int]) -> bool:
+    """True if a call of this step is to be checked; of step None, which is not known yet, if it may be.
 
-
-def is_checked(setting: str, step: int, seen: Collection[int]) -> bool:
-    """True if a call of this step is to be checked. ``seen``: steps already checked in this sampler run."""
+    ``seen``: steps already checked in this sampler run.
+    """
+    every = EVERY[setting]
+    if step is None:
+        return every > 0 or not seen
     if step in seen:
         return False
-    every = EVERY[setting]
     return step % every == 0 if every else step == 0
 
 
@@ -97,22 +97,23 @@ def sampled(values) -> torch.Tensor | None:
     return torch.cat(taken) if taken else None
 
 
-def row_errors(result: torch.Tensor, reference: torch.Tensor, without: torch.Tensor) -> tuple[list[float], list[float]]:
-    """Compute (power of the error, power of the signal) of each row of a batch, against a reference.
+def row_decibels(result: torch.Tensor, reference: torch.Tensor, without: torch.Tensor) -> list[float]:
+    """Compute the SNR in dB of each row of a batch against a reference, at least ``LOWEST_DB``.
 
     The signal is the network's contribution to the result: the difference from the result ``without``, computed from a
     network output of zeros. A sampler's parametrization is linear in the network output (EDM, v, noise, flow, x0), so
     the ratio of both powers is the network's own, however much of the noisy latent the result contains.
     """
     wide = torch.promote_types(result.dtype, torch.float32)
-    return _powers(result.to(wide) - reference), _powers(reference - without)
+    errors, signals = _powers(result.to(wide) - reference), _powers(reference - without)
+    return [_finite_decibels(*row) for row in zip(errors, signals, strict=True)]
 
 
 def _powers(tensor: torch.Tensor) -> list[float]:
     return torch.linalg.vector_norm(tensor.float().flatten(1), dim=1).square().tolist()
 
 
-def finite_decibels(error: float, signal: float) -> float:
+def _finite_decibels(error: float, signal: float) -> float:
     """Compute the SNR in dB of two powers: inf without an error, and at least ``LOWEST_DB``, because JSON has no
     -inf."""
     return max(LOWEST_DB, amax.decibels(error, signal))
@@ -127,7 +128,7 @@ def worst_blocks(
         exact = reference.get(name, [])
         if [part.shape for part in taken] == [part.shape for part in exact]:
             error, signal = torch.cat(taken) - torch.cat(exact), torch.cat(exact)
-            found[name] = finite_decibels(error.square().sum().item(), signal.square().sum().item())
+            found[name] = _finite_decibels(error.square().sum().item(), signal.square().sum().item())
     return [BlockDrift(name, found[name]) for name in sorted(found, key=lambda name: found[name])[:WORST_BLOCKS]]
 
 
@@ -159,17 +160,3 @@ def drift_event(
         check.call, check.step, check.sigma, worst, STEP_CACHE if skipped else "", "drift", batch_rows,
         check.arithmetic, "fp32", False, evidence, snr_db, threshold_db, advice, brief=brief,
     )  # fmt: skip
-
-
-def hidden_event(check: CheckReport, block: str, evidence: str, batch_rows: list[int]) -> GuardEvent:
-    """Build the report's entry for a finite call that is NaN or Inf in fp32, first in ``block``."""
-    return GuardEvent(
-        check.call, check.step, check.sigma, block, "", "drift", batch_rows, check.arithmetic, "fp32", False, evidence,
-        advice=RUN_IN_FP32,
-    )  # fmt: skip
-
-
-def drift_sentence(event: GuardEvent) -> str:
-    """Describe a drift event in one line."""
-    sigma, off = f"{event.sigma:.4g}", event.from_mode
-    return Message("Step {0}, sigma {1}: finite, but off ({2}). {3}", event.step, sigma, off, event.evidence)

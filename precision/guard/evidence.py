@@ -12,8 +12,8 @@ from ..devices import probes
 from ..report.schema import Verdict
 from . import verdicts
 from .failed_call import Attempt, FailedCall
-from .inputs import Diagnosis, NotFiniteInput, changed, rows_not_finite, rows_that_differ, without_nan, zeroed
-from .localize import Origin, origin_of_weight
+from .inputs import Diagnosis, NotFiniteInput, changed, rows_not_finite, without_nan, zeroed
+from .localize import Origin
 from .log import GuardLog
 from .rungs import AS_IT_WAS, Rung
 
@@ -94,10 +94,10 @@ class Evidence:
         changes."""
         zeros_for_nan, _ = without_nan(self.inputs)
         again = self.repeat(AS_IT_WAS, WITHOUT_NAN, self.call.replaced(self.call.given, zeros_for_nan))
-        if not rows_that_differ(self.call.result, again.result):
+        if not _rows_that_differ(self.call.result, again.result):
             return set()
         # A repeat runs without caches and the compiler, and is compared with another repeat.
-        return rows_that_differ(self.repeat(AS_IT_WAS, WITHOUT_NAN, self.call.given).result, again.result)
+        return _rows_that_differ(self.repeat(AS_IT_WAS, WITHOUT_NAN, self.call.given).result, again.result)
 
     def failed_rows(self) -> set[int]:
         """List the rows of a hidden failure, which its result does not show: those not finite in
@@ -178,7 +178,7 @@ class Evidence:
         if not bad or not self._is_not_finite_in_fp32() or not self._finite_in_fp32(zeroed=list(bad)):
             return ""
         if self.origin is None or self.origin.op not in bad:
-            self.origin = origin_of_weight(next(iter(bad)))
+            self.origin = Origin.of_weight(next(iter(bad)))
         return self.call.weights.sentence(self.origin.op)
 
     def _bad_weights(self) -> dict[str, torch.Tensor]:
@@ -212,6 +212,23 @@ class Evidence:
         self.origin = origin
         sentence = verdicts.STAYS_LOW_OF if made_by else verdicts.STAYS_LOW
         return Message(sentence, origin.layer or "The model", made_by)
+
+    def explained(self, rows: Sequence["_Row"]) -> Diagnosis | None:
+        """Return the first of these explanations that holds; None if none does."""
+        for condition, verdict, advice, text in rows:
+            found = condition(self)
+            if isinstance(found, NotFiniteInput):
+                return found.diagnosis(verdicts.INPUT_MADE_FINITE)
+            if found:
+                advice = None if advice is None else Message(advice, found)
+                return Diagnosis(self.place, verdict, advice, Message(text, found))
+        return None
+
+
+def _rows_that_differ(values, others) -> set[int]:
+    """Return the rows in which the first tensors of nested values differ."""
+    one, other = (floats_in(each)[0].flatten(1) for each in (values, others))
+    return {*(one != other).any(1).nonzero().flatten().tolist()}
 
 
 class _Row(NamedTuple):
@@ -256,15 +273,3 @@ LAST = (
 )
 """The explanations of a call whose inputs and weights are not at fault either, in order; if none
 holds, the call fails in fp32 by itself (``NOT_PRECISION``)."""
-
-
-def explained(evidence: Evidence, rows: Sequence[_Row]) -> Diagnosis | None:
-    """Return the first of these explanations that holds; None if none does."""
-    for condition, verdict, advice, text in rows:
-        found = condition(evidence)
-        if isinstance(found, NotFiniteInput):
-            return found.diagnosis(verdicts.INPUT_MADE_FINITE)
-        if found:
-            advice = None if advice is None else Message(advice, found)
-            return Diagnosis(evidence.place, verdict, advice, Message(text, found))
-    return None

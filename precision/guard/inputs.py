@@ -97,12 +97,6 @@ def _rows_of(mask: torch.Tensor) -> list[int]:
     return rows.reshape(len(rows), math.prod(rows.shape[1:])).any(1).nonzero().flatten().tolist()
 
 
-def rows_that_differ(values, others) -> set[int]:
-    """Return the rows in which the first tensors of nested values differ."""
-    one, other = (floats_in(each)[0].flatten(1) for each in (values, others))
-    return {*(one != other).any(1).nonzero().flatten().tolist()}
-
-
 def with_nan(values, rows: Iterable[int]):
     """Return a copy of nested values with these rows of their floating-point tensors set to NaN."""
     index = torch.tensor(sorted(rows))
@@ -135,32 +129,15 @@ def without_nan(inputs: Iterable[NotFiniteInput]) -> tuple[Callable, list[NotFin
     return (lambda value: zeros.get(id(value), value)), infinite
 
 
-@dataclass(frozen=True)
-class NotFiniteTensor:
-    """A tensor that holds NaN or Inf. ``rows``: the indices along its first dimension."""
-
-    name: str
-    nan: int
-    inf: int
-    total: int
-    rows: tuple[int, ...]
-
-    def __str__(self) -> str:
-        what = [f"{self.nan} NaN"] * bool(self.nan) + [f"{self.inf} Inf"] * bool(self.inf)
-        share = (self.nan + self.inf) / self.total
-        rows = ", ".join(map(str, self.rows[:LISTED])) + (", ..." if len(self.rows) > LISTED else "")
-        found = joined(what, " and "), self.total, f"{share:.1%}", rows
-        return Message("{0}: {1} of {2} values ({3}), batch rows {4}", self.name, *found)
-
-
 def zeroed(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy with a zero for each NaN and Inf. For evidence only: results of it are never
     returned to the user."""
     return torch.where(finite(tensor), tensor, torch.zeros_like(tensor))
 
 
-def not_finite(values) -> list[NotFiniteTensor]:
-    """List the tensors with NaN or Inf in nested lists, tuples and dicts, named by their path.
+def not_finite(values) -> list[tuple[str, str]]:
+    """List the tensors with NaN or Inf in nested lists, tuples and dicts: (path, sentence on how
+    many values are NaN and Inf, and in which rows along the first dimension).
 
     Raises:
         HalfsafeError: a tensor is on torch's meta device.
@@ -170,11 +147,16 @@ def not_finite(values) -> list[NotFiniteTensor]:
         if tensor.is_meta:
             problem = Message("Check Finite cannot check '{0}': a tensor on torch's meta device has no values.", name)
             raise HalfsafeError(problem, "Check the node before it.")
-    return [_counted(name, tensor) for name, tensor in tensors if not is_finite(tensor)]
+    return [(name, _described(name, tensor)) for name, tensor in tensors if not is_finite(tensor)]
 
 
-def _counted(name: str, tensor: torch.Tensor) -> NotFiniteTensor:
+def _described(name: str, tensor: torch.Tensor) -> str:
     numbers = floats(tensor)
     bad = ~torch.isfinite(numbers)
     nan = int(torch.isnan(numbers).sum())
-    return NotFiniteTensor(name, nan, int(bad.sum()) - nan, numbers.numel(), tuple(_rows_of(bad)))
+    count = int(bad.sum())
+    what = [f"{nan} NaN"] * bool(nan) + [f"{count - nan} Inf"] * (count > nan)
+    places = _rows_of(bad)
+    rows = ", ".join(map(str, places[:LISTED])) + (", ..." if len(places) > LISTED else "")
+    found = joined(what, " and "), numbers.numel(), f"{count / numbers.numel():.1%}", rows
+    return Message("{0}: {1} of {2} values ({3}), batch rows {4}", name, *found)

@@ -10,11 +10,11 @@ from ..base.modes import FP32
 from ..base.nested import floats_in
 from ..report.schema import GuardEvent, Verdict
 from . import verdicts
-from .evidence import BEYOND_RUNGS, BY_INPUTS, BY_READING, BY_WEIGHTS, LAST, Evidence, explained
+from .evidence import BEYOND_RUNGS, BY_INPUTS, BY_READING, BY_WEIGHTS, LAST, Evidence
 from .failed_call import Attempt, FailedCall
 from .inputs import Diagnosis, is_finite, rows_not_finite, with_nan, without_nan
 from .localize import Origin
-from .log import CallPosition, GuardLog, event_of, sentence
+from .log import CallPosition, GuardLog, sentence
 from .policy import OFF
 from .rungs import AS_IT_WAS, Rung
 from .verdicts import NonFinite
@@ -63,11 +63,11 @@ class Ladder:
         if all(map(is_finite, floats_in(again))):
             self._note_unchanged(None, verdicts.SAME_AGAIN, FP32.name)
             return True
-        found = explained(evidence, [*BEYOND_RUNGS, *BY_WEIGHTS])
+        found = evidence.explained([*BEYOND_RUNGS, *BY_WEIGHTS])
         if found:
             mode = call.mode(found.origin)
             text = Message("{0} {1}", verdicts.FINITE_HERE, found.evidence)
-            event = event_of(self._position, found.origin, mode, mode, False, text)
+            event = self._position.event(found.origin, mode, mode, False, text)
             self.log.note(event, found.origin, found.verdict, self._advice_on(found))
         return found is not None
 
@@ -90,7 +90,7 @@ class Ladder:
             self.log.remarks.add(verdicts.NOT_SEARCHED)
         elif call.nan_weights and not self.lost:
             self.evidence.locate()
-            if found := explained(self.evidence, BY_READING):
+            if found := self.evidence.explained(BY_READING):
                 self.rows = {*range(next(map(len, floats_in(call.result)), 1))}
                 return self._give_up(found)
             self.log.remarks.add(verdicts.READ_BY_NONE)
@@ -178,7 +178,7 @@ class Ladder:
             return call.result
         if evidence.locate().finite and self._finite_again():
             return self._give_up(Diagnosis(call.default_origin, "device_fault", None, self._same_again))
-        found = explained(evidence, [*BY_WEIGHTS, *BY_INPUTS])
+        found = evidence.explained([*BY_WEIGHTS, *BY_INPUTS])
         if found or not call.hidden:
             return self._give_up(found or Diagnosis(evidence.place, "stopped"))
         if not evidence.at(call.fp32).finite:
@@ -199,7 +199,7 @@ class Ladder:
                 if call.compiled and not call.restarts:
                     self._note_unchanged(verdicts.COMPILED, verdicts.EAGER_IS_FINITE)
                     return watched.result
-            elif found := explained(evidence, BY_WEIGHTS):
+            elif found := evidence.explained(BY_WEIGHTS):
                 return self._give_up(found)
         for rung in self._rungs():
             if not evidence.may_repeat():
@@ -295,11 +295,11 @@ class Ladder:
         """Find what explains a call that no rung cured."""
         evidence = self.evidence
         evidence.exhausted = True
-        found = explained(evidence, BEYOND_RUNGS)
+        found = evidence.explained(BEYOND_RUNGS)
         if found is None:
             if not self.call.locates_first:
                 evidence.locate()
-            found = explained(evidence, [*BY_WEIGHTS, *LAST])
+            found = evidence.explained([*BY_WEIGHTS, *LAST])
         return self._give_up(found or Diagnosis(evidence.place, "not_precision", None, verdicts.FAILS_IN_FP32))
 
     @property
@@ -344,7 +344,7 @@ class Ladder:
 
     def _event(self, place: Origin | None, verdict: Verdict, modes: tuple[str, str], evidence: str) -> GuardEvent:
         """Build the report's entry for a failure that does not end the run."""
-        event = event_of(self._position, place, *modes, verdict != "stopped", evidence)
+        event = self._position.event(place, *modes, verdict != "stopped", evidence)
         if self.call.hidden and verdict != "device_fault":
             event.kind = "saturation"
         return event

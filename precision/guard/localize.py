@@ -61,10 +61,10 @@ class Origin:
     multiplies: bool = False
     result: str = ""
 
-
-def origin_of_weight(name: str, dtype: str = "") -> Origin:
-    """Return the origin that blames a weight."""
-    return Origin(name.rpartition(".")[0], name, "weights", dtype, math.nan)
+    @classmethod
+    def of_weight(cls, name: str, dtype: str = "") -> "Origin":
+        """Return the origin that blames a weight."""
+        return cls(name.rpartition(".")[0], name, "weights", dtype, math.nan)
 
 
 @dataclass
@@ -175,7 +175,7 @@ class Localizer(TorchDispatchMode):
             return known[0]
         weights = [self._weights[_key(tensor)] for tensor in bad if _key(tensor) in self._weights]
         if weights:
-            return origin_of_weight(weights[0], name_of(bad[0].dtype))
+            return Origin.of_weight(weights[0], name_of(bad[0].dtype))
         # Dynamic VRAM multiplies by a copy of the weight (``cast_bias_weight`` in comfy/ops.py).
         copied = self._bad_weight(self._stack[-1]) if self._kind() else None
         return self._first_bad or copied or replace(self._made_by(op, inputs, math.nan), kind="unknown")

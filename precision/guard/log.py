@@ -41,6 +41,17 @@ class CallPosition:
     batch_rows: list[int] = field(default_factory=list)
     spoils_all: bool = False
 
+    def event(
+        self, origin: Origin | None, from_mode: str, to_mode: str, recovered: bool, evidence: str = ""
+    ) -> GuardEvent:
+        """Build the report's entry for this call, which failed."""
+        layer, op = (origin.layer, origin.op) if origin else ("", "")
+        kind: EventKind = origin.kind if origin else "unknown"
+        return GuardEvent(
+            self.call, self.step, self.sigma, layer, op, kind, self.batch_rows, from_mode, to_mode,
+            recovered, evidence,
+        )  # fmt: skip
+
 
 GIVEN = ("input", "weights")
 """Kinds of events in which what is not finite was there before the call."""
@@ -48,18 +59,6 @@ FAILURES = {
     "saturation": "Values past fp16's range were clamped by the model's own code",
     "weights": "A weight is not finite",
 }
-
-
-def event_of(
-    position: CallPosition, origin: Origin | None, from_mode: str, to_mode: str, recovered: bool, evidence: str = ""
-) -> GuardEvent:
-    """Build the report's entry for one failed call."""
-    layer, op = (origin.layer, origin.op) if origin else ("", "")
-    kind: EventKind = origin.kind if origin else "unknown"
-    return GuardEvent(
-        position.call, position.step, position.sigma, layer, op, kind, position.batch_rows, from_mode, to_mode,
-        recovered, evidence,
-    )  # fmt: skip
 
 
 def sentence(event: GuardEvent, origin: Origin | None, brief: bool = False) -> str:
@@ -172,7 +171,7 @@ class GuardLog:
         Raises:
             NonFinite: no image is left, or the guard is set to stop; never if it is set to report.
         """
-        event = event_of(position, found.origin, mode, mode, False, found.evidence)
+        event = position.event(found.origin, mode, mode, False, found.evidence)
         nothing_left = self.on_nan == "retry_higher" and position.spoils_all and not goes_on
         event.ended = self.on_nan == "stop" or nothing_left
         error = self.note(event, found.origin, found.verdict, found.advice)
@@ -181,9 +180,11 @@ class GuardLog:
         if event.ended:
             raise error
 
-    def note_drift(self, event: GuardEvent, message: str) -> None:
+    def note_drift(self, event: GuardEvent) -> None:
         """Add an event for a finite result that drifts from fp32 and notify the user. The verdict,
         on NaN and Inf, stays."""
+        sigma, off = f"{event.sigma:.4g}", event.from_mode
+        message = Message("Step {0}, sigma {1}: finite, but off ({2}). {3}", event.step, sigma, off, event.evidence)
         self.events.append(event)
         self.notify("event", self.verdict, message, event.advice, event)
 
@@ -216,6 +217,69 @@ class GuardLog:
         """Notify the user of a number of calls that were checked."""
         self.notify("calls", "clean", "", "", None, count)
 
+    def blame_inputs(self, inputs: Sequence[NotFiniteInput], batch: int) -> None:
+        """Blame the inputs with NaN of a sampler's run of ``batch`` images.
+
+        Raises:
+            NonFinite: no image is left, or the guard is set to stop.
+        """
+        for one in inputs:
+            rows = one.nan_rows(batch)
+            position = CallPosition(0, batch_rows=sorted(rows), spoils_all=len(rows | self.lost) >= batch)
+            self.give_up(position, one.diagnosis())
+
+    def blame_between_calls(self, result: torch.Tensor, sigmas: torch.Tensor) -> None:
+        """Blame the code between a model's calls for images with NaN or Inf if no call of theirs
+        failed.
+
+        Raises:
+            NonFinite: no image is left, or the guard is set to stop.
+        """
+        bad = [] if self.given_up else [tensor for tensor in floats_in(result) if not is_finite(tensor)]
+        rows = sorted(rows_not_finite(bad) - self.lost)
+        if rows:
+            position = CallPosition(
+                self.calls, len(sigmas) - 1, float(sigmas[-1]), rows, len(self.lost.union(rows)) >= len(bad[0])
+            )
+            origin = Origin("sampler", "", "nan", "fp32", math.nan)
+            self.give_up(position, Diagnosis(origin, "not_precision", None, verdicts.BETWEEN_CALLS), "fp32")
+
+    def blame_device(self, position: CallPosition, device: torch.device, mode: str, detail: str) -> bool:
+        """Blame a device for a wrong test operation in ``mode``. Returns whether to run all in fp32
+        from now on.
+
+        Raises:
+            NonFinite: the guard is set to stop.
+        """
+        cured = self.on_nan == "retry_higher"
+        origin = Origin("", "matmul", "canary", mode, math.nan)
+        event = position.event(origin, mode, "fp32" if cured else mode, cured)
+        event.ended = self.on_nan == "stop"
+        advice = Message("{0}. {1}", detail, verdicts.ADVICE["device_fault"])
+        message = Message("A test operation on {0} is wrong.", device)
+        error = self.note(event, origin, "device_fault", advice, message)
+        if event.ended:
+            raise error
+        return cured
+
+    def blame_end(self, error: BaseException, is_out_of_memory: Callable[[BaseException], bool]) -> None:
+        """Revoke the verdict of a run that ended in an error or an interrupt: ``recovered``, with an
+        event, and ``clean``, because a run without a result has none to be clean."""
+        cause = f"{type(error).__name__}: {error}"
+        if self.verdict == "clean":
+            is_error = isinstance(error, Exception)
+            self.ended_in = Message(verdicts.NO_RESULT, cause) if is_error else verdicts.INTERRUPTED
+            self.verdict, self.advice = "stopped", self.ended_in
+        if self.verdict != "recovered":
+            return
+        self.ended_in, advice = Message(verdicts.ENDED_IN, cause), verdicts.OTHERWISE
+        if not isinstance(error, Exception):
+            self.ended_in, advice = verdicts.INTERRUPTED, ""
+        elif is_out_of_memory(error):
+            advice = verdicts.MODEL.no_memory
+        event = CallPosition(self.calls).event(None, "", "", False, self.ended_in)
+        self.note(event, None, "stopped", advice, self.ended_in)
+
     def _became(self) -> str:
         """Return one sentence on how a run with NaN or Inf ended."""
         if self.verdict == "recovered":
@@ -237,70 +301,3 @@ class GuardLog:
             self.verdict, self.calls, self.extra_calls, plan.named(), list(self.events), plan.rules(),
             advice, list(self.checks),
         )  # fmt: skip
-
-
-def blame_inputs(log: GuardLog, inputs: Sequence[NotFiniteInput], batch: int) -> None:
-    """Blame the inputs with NaN of a sampler's run of ``batch`` images.
-
-    Raises:
-        NonFinite: no image is left, or the guard is set to stop.
-    """
-    for one in inputs:
-        rows = one.nan_rows(batch)
-        position = CallPosition(0, batch_rows=sorted(rows), spoils_all=len(rows | log.lost) >= batch)
-        log.give_up(position, one.diagnosis())
-
-
-def blame_between_calls(log: GuardLog, result: torch.Tensor, sigmas: torch.Tensor) -> None:
-    """Blame the code between a model's calls for images with NaN or Inf if no call of theirs
-    failed.
-
-    Raises:
-        NonFinite: no image is left, or the guard is set to stop.
-    """
-    bad = [] if log.given_up else [tensor for tensor in floats_in(result) if not is_finite(tensor)]
-    rows = sorted(rows_not_finite(bad) - log.lost)
-    if rows:
-        position = CallPosition(
-            log.calls, len(sigmas) - 1, float(sigmas[-1]), rows, len(log.lost.union(rows)) >= len(bad[0])
-        )
-        origin = Origin("sampler", "", "nan", "fp32", math.nan)
-        log.give_up(position, Diagnosis(origin, "not_precision", None, verdicts.BETWEEN_CALLS), "fp32")
-
-
-def blame_device(log: GuardLog, position: CallPosition, device: torch.device, mode: str, detail: str) -> bool:
-    """Blame a device for a wrong test operation in ``mode``. Returns whether to run all in fp32
-    from now on.
-
-    Raises:
-        NonFinite: the guard is set to stop.
-    """
-    cured = log.on_nan == "retry_higher"
-    origin = Origin("", "matmul", "canary", mode, math.nan)
-    event = event_of(position, origin, mode, "fp32" if cured else mode, cured)
-    event.ended = log.on_nan == "stop"
-    advice = Message("{0}. {1}", detail, verdicts.ADVICE["device_fault"])
-    message = Message("A test operation on {0} is wrong.", device)
-    error = log.note(event, origin, "device_fault", advice, message)
-    if event.ended:
-        raise error
-    return cured
-
-
-def blame_end(log: GuardLog, error: BaseException, is_out_of_memory: Callable[[BaseException], bool]) -> None:
-    """Revoke the verdict of a run that ended in an error or an interrupt: ``recovered``, with an
-    event, and ``clean``, because a run without a result has none to be clean."""
-    cause = f"{type(error).__name__}: {error}"
-    if log.verdict == "clean":
-        is_error = isinstance(error, Exception)
-        log.ended_in = Message(verdicts.NO_RESULT, cause) if is_error else verdicts.INTERRUPTED
-        log.verdict, log.advice = "stopped", log.ended_in
-    if log.verdict != "recovered":
-        return
-    log.ended_in, advice = Message(verdicts.ENDED_IN, cause), verdicts.OTHERWISE
-    if not isinstance(error, Exception):
-        log.ended_in, advice = verdicts.INTERRUPTED, ""
-    elif is_out_of_memory(error):
-        advice = verdicts.MODEL.no_memory
-    event = event_of(CallPosition(log.calls), None, "", "", False, log.ended_in)
-    log.note(event, None, "stopped", advice, log.ended_in)

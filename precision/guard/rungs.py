@@ -47,6 +47,11 @@ class Rung(Generic[Arithmetic]):
     is_fp32: bool = False
     later: str = ""
 
+    @staticmethod
+    def in_fp32(plan: PlanInUse) -> "Rung[PlanInUse]":
+        """Return the last rung of a diffusion model."""
+        return Rung(FP32.name, plan.fp32(), is_fp32=True, later=SAME_SEED)
+
     @property
     def as_it_was(self) -> bool:
         """True if the call is repeated in the arithmetic it failed in."""
@@ -54,11 +59,6 @@ class Rung(Generic[Arithmetic]):
 
 
 AS_IT_WAS: Rung = Rung("as it was")
-
-
-def fp32_rung(plan: PlanInUse) -> Rung[PlanInUse]:
-    """Return the last rung of a diffusion model."""
-    return Rung(FP32.name, plan.fp32(), is_fp32=True, later=SAME_SEED)
 
 
 def model_rungs(plan: PlanInUse, falls_back: bool = False) -> list[Rung[PlanInUse]]:
@@ -73,7 +73,7 @@ def model_rungs(plan: PlanInUse, falls_back: bool = False) -> list[Rung[PlanInUs
         return []
     safe = Rung(SAFE, plan.safe(), later=Message("{0} {1}", GOES_ON, SAME_SEED) if falls_back else SAME_SEED)
     is_wider = plan.dtype == FP16.name and plan | plan.safe() != plan
-    return [safe, fp32_rung(plan)] if falls_back or is_wider else [fp32_rung(plan)]
+    return [safe, Rung.in_fp32(plan)] if falls_back or is_wider else [Rung.in_fp32(plan)]
 
 
 def encoder_rungs(

@@ -13,7 +13,7 @@ from browser.comfy_page import ComfyPage
 from halfsafe.precision.base.errors import CheckpointError, HalfsafeError
 from halfsafe.precision.base.message import Message, messages_in
 from halfsafe.precision.guard.localize import Origin
-from halfsafe.precision.guard.log import CallPosition, event_of, sentence
+from halfsafe.precision.guard.log import CallPosition, sentence
 from halfsafe.precision.guard.verdicts import ADVICE, ENCODERS, FAILS_IN_FP32, NonFinite
 from halfsafe.precision.plan.rules import parse
 from halfsafe.precision.report.result import BEST, COMPUTED_IN, ERROR, Result
@@ -81,7 +81,7 @@ def test_an_error_is_a_toast_and_a_card_in_chinese(comfy: ComfyPage, pictures: P
 
 def test_the_error_of_a_guard_is_told_as_its_event(comfy: ComfyPage) -> None:
     position = CallPosition(1, 3, 0.7, [0])
-    event = event_of(position, ORIGIN, "fp16", "fp16", False)
+    event = position.event(ORIGIN, "fp16", "fp16", False)
     error = NonFinite(sentence(event, ORIGIN), "stopped")
     comfy.send("execution_start", prompt_id="nan")
     told = {
@@ -144,9 +144,9 @@ def test_a_value_that_is_words_is_told_in_chinese(comfy: ComfyPage) -> None:
 def test_guards_of_encoders_speak_chinese(comfy: ComfyPage) -> None:
     position = CallPosition(1, 0, math.nan, [0, 1])
     wording = ENCODERS["VAE"]
-    failed = sentence(event_of(position, ORIGIN, "fp16", "fp16", False, FAILS_IN_FP32), ORIGIN)
+    failed = sentence(position.event(ORIGIN, "fp16", "fp16", False, FAILS_IN_FP32), ORIGIN)
     repeated = Origin("Text encoder encode", "", "overflow", "", math.nan)
-    cured = sentence(event_of(position, repeated, "fp16", "bf16", True), repeated)
+    cured = sentence(position.event(repeated, "fp16", "bf16", True), repeated)
     texts = [failed, cured, wording.no_memory, *wording.advice.values()]
     comfy.evaluate(KEEP, messages_in(texts))
     said = comfy.evaluate(SAID, texts)

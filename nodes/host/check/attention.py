@@ -15,7 +15,6 @@ import torch
 
 from ....precision.base.message import Message
 from ....precision.check import attention as checked
-from ....precision.check.drift import drift_sentence
 from ....precision.guard.log import GuardLog
 from ....precision.report.report_text import check_text
 from ....precision.report.schema import CheckReport, GuardEvent
@@ -136,7 +135,7 @@ class _AttentionCheck:
         logger.info("Halfsafe check: %s", check_text(asdict(self.report)))
         if found and found[0] < self.least_db:
             event = self._event(*found)
-            self.log.note_drift(event, drift_sentence(event))
+            self.log.note_drift(event)
             self.found(False)
 
     def _event(self, snr_db: float, tokens: int) -> GuardEvent:

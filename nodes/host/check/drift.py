@@ -26,7 +26,7 @@ from ....precision.guard.log import GuardLog
 from ....precision.guard.verdicts import FINITE_HERE
 from ....precision.plan.in_use import PlanInUse
 from ....precision.report.report_text import check_text
-from ....precision.report.schema import CheckReport
+from ....precision.report.schema import CheckReport, GuardEvent
 from ..accumulation.accumulation_report import layer_accumulation
 from ..comfyui.attributes import DENOISED
 from ..comfyui.execution import is_compiled, is_on_several_devices, is_oom
@@ -87,7 +87,7 @@ def _check_of(setting: str, call: Call, number: int, guarded: Guarded, log: Guar
 
     ``number``: index of the call among those of the log.
     """
-    if not drift.may_be_checked(setting, log.checked):
+    if not drift.is_checked(setting, None, log.checked):
         return None
     step = step_of(call)
     if not drift.is_checked(setting, step, log.checked):
@@ -199,8 +199,12 @@ class _DriftCheck:
         if not Ladder(call, self.log).tell_hidden(exact, again):
             first = next((name for name, taken in blocks.samples.items() if not torch.cat(taken).isfinite().all()), "")
             rows = sorted({row % call.images for row in rows_not_finite(exact)})
-            event = drift.hidden_event(self.report, first, FINITE_HERE, rows)
-            self.log.note_drift(event, drift.drift_sentence(event))
+            given = self.report
+            event = GuardEvent(
+                given.call, given.step, given.sigma, first, "", "drift", rows, given.arithmetic, "fp32", False,
+                FINITE_HERE, advice=drift.RUN_IN_FP32,
+            )  # fmt: skip
+            self.log.note_drift(event)
         self.report.repeats += self.log.extra_calls - extra
 
     def _judge(self, result: torch.Tensor, exact: torch.Tensor) -> None:
@@ -209,8 +213,7 @@ class _DriftCheck:
         # What the parametrization makes of the noisy latent where the network gives zeros.
         zeros = torch.zeros_like(exact)
         without_network = getattr(self.model.model_sampling, DENOISED)(self.call.t, zeros, self.latent)
-        errors, signals = drift.row_errors(result, exact, without_network)
-        decibels = [drift.finite_decibels(*row) for row in zip(errors, signals, strict=True)]
+        decibels = drift.row_decibels(result, exact, without_network)
         threshold = drift.threshold_of(self.report.arithmetic, len(self.guarded.plan.modes))
         self.report.snr_db, self.report.threshold_db = min(decibels), threshold
         if min(decibels) < threshold:
@@ -219,7 +222,7 @@ class _DriftCheck:
             attention = quantized_attention(self.patcher)
             instead = how_to_choose_another(attention, self.call.options) if attention else ""
             event = drift.drift_event(self.report, min(decibels), threshold, sorted(rows), attention, instead)
-            self.log.note_drift(event, drift.drift_sentence(event))
+            self.log.note_drift(event)
 
     def _in_fp32(self, run: Run) -> torch.Tensor:
         """Run the call again in fp32, in and between its layers, with the same random numbers."""

@@ -18,7 +18,7 @@ from ....precision.guard.inputs import NotFiniteInput
 from ....precision.guard.localize import Localizer, Origin
 from ....precision.guard.log import CallPosition
 from ....precision.guard.policy import plan_after
-from ....precision.guard.rungs import Rung, fp32_rung, model_rungs
+from ....precision.guard.rungs import Rung, model_rungs
 from ....precision.guard.verdicts import MODEL, SAME_SEED
 from ....precision.plan.in_use import PlanInUse
 from ..comfyui.attributes import OVERRIDE
@@ -79,7 +79,7 @@ class ModelCall(FailedCall):
             weights=LoadedWeights(patcher),
             wording=MODEL,
             rungs=rungs[1:] if falls_back else rungs,
-            fp32=fp32_rung(plan),
+            fp32=Rung.in_fp32(plan),
             is_out_of_memory=is_oom,
             sites=sites,
             by_design=guarded.by_design,

@@ -20,10 +20,6 @@ from ....precision.guard.ladder import Ladder
 from ....precision.guard.log import (
     CallPosition,
     GuardLog,
-    blame_between_calls,
-    blame_device,
-    blame_end,
-    blame_inputs,
 )
 from ....precision.guard.policy import OFF, OnNan
 from ....precision.plan.in_use import PlanInUse
@@ -146,13 +142,13 @@ class Guard(Stage):
             guarded.begin_run()
         try:
             if self.on_nan != OFF:
-                blame_inputs(log, sampler_inputs(noise, latent_image, sigmas, denoise_mask, guider.conds), len(noise))
+                log.blame_inputs(sampler_inputs(noise, latent_image, sigmas, denoise_mask, guider.conds), len(noise))
                 log.nan_given = holds_nan(tensors_in([*guider.conds.values()]))
             hiding = hiding_is_seen if watches_clamps(guider.model_patcher) else contextlib.nullcontext()
             with text_adapter_in_fp32(guider.model_patcher.model, log.adapted), hiding:
                 result = again.run(executor, noise, latent_image, sampler, sigmas, denoise_mask, *args, **kwargs)
             if self.on_nan != OFF:
-                blame_between_calls(log, result, sigmas)
+                log.blame_between_calls(result, sigmas)
             if log.given_up:
                 self._take_back(again, log)
             return result
@@ -161,7 +157,7 @@ class Guard(Stage):
             raise
         except BaseException as error:
             self._take_back(again, log)
-            blame_end(log, error, is_oom)
+            log.blame_end(error, is_oom)
             raise
         finally:
             if self.on_nan != OFF:
@@ -235,5 +231,5 @@ class Guard(Stage):
         if mode not in probes.GEMM_TOLERANCE or guarded.plan.whole:
             return
         ok, detail = probes.canary(device, mode)
-        if not ok and blame_device(log, CallPosition(log.calls, 0, sigma_of(call)), device, mode, detail):
+        if not ok and log.blame_device(CallPosition(log.calls, 0, sigma_of(call)), device, mode, detail):
             guarded.remember(guarded.plan.fp32())

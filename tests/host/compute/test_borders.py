@@ -19,7 +19,7 @@ from halfsafe.nodes.host.load.controlnet import loaded_control
 from halfsafe.precision.base.errors import HalfsafeError
 from halfsafe.precision.base.patching import patched
 from halfsafe.precision.formats.layer_plan import LayerPlan
-from halfsafe.precision.guard.rungs import fp32_rung
+from halfsafe.precision.guard.rungs import Rung
 from halfsafe.precision.plan.compute import ComputePlan
 from halfsafe.precision.plan.rules import rules_from
 from support import control_files, families, plants
@@ -267,7 +267,7 @@ def test_code_runs_where_fp32_values_are_reached_by_a_failed_call(
 ):
     kind = KINDS[name]
     if way is by_guard_in_fp32:
-        monkeypatch.setattr(failure, "model_rungs", lambda plan, _: [fp32_rung(plan)])
+        monkeypatch.setattr(failure, "model_rungs", lambda plan, _: [Rung.in_fp32(plan)])
     plain = way(comfy, ours, kind.family)
     runs_in(plain.model).fallback = False
     runs_in(plain.model).wider.clear()

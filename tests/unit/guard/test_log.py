@@ -12,11 +12,6 @@ from halfsafe.precision.guard.localize import Origin
 from halfsafe.precision.guard.log import (
     CallPosition,
     GuardLog,
-    blame_between_calls,
-    blame_device,
-    blame_end,
-    blame_inputs,
-    event_of,
     sentence,
 )
 from halfsafe.precision.guard.verdicts import ADVICE, ANY_GUARD, BEGAN_WIDER, BETWEEN_CALLS, MODEL, NonFinite, Place
@@ -70,12 +65,12 @@ def test_a_verdict_is_told_once_with_the_counts():
         "Started as the last repair ended, with these in a higher precision: blocks.0.down, head.",
         "",
     )
-    log.note(event_of(CallPosition(1), ORIGIN, "fp16", "fp16_wide", True), ORIGIN, "recovered")
+    log.note(CallPosition(1).event(ORIGIN, "fp16", "fp16_wide", True), ORIGIN, "recovered")
     log.extra_calls = 2
     log.notify_verdict(PlanInUse())
     assert told[1] == ("verdict", "recovered", "Repaired: 1 step was repeated.", ANY_GUARD.worded(ADVICE["recovered"]))
     only_told = GuardLog("report", told)
-    only_told.note(event_of(CallPosition(1), ORIGIN, "fp16", "fp16", False), ORIGIN, "stopped")
+    only_told.note(CallPosition(1).event(ORIGIN, "fp16", "fp16", False), ORIGIN, "stopped")
     only_told.notify_verdict(PlanInUse())
     assert told[-1][:3] == ("verdict", "stopped", ("Not repaired, because the guard is set to report.")), (
         "nothing was stopped"
@@ -84,7 +79,7 @@ def test_a_verdict_is_told_once_with_the_counts():
 
 def test_an_encoder_is_told_of_by_its_dtypes():
     overflow = Origin("VAE decode", "", "overflow", "fp16", math.nan)
-    text = sentence(event_of(CallPosition(1), overflow, "fp16", "bf16", True), overflow)
+    text = sentence(CallPosition(1).event(overflow, "fp16", "bf16", True), overflow)
     assert text == "The result became NaN or Inf, first in VAE decode, computed in fp16. Repeated in bf16: no NaN."
 
 
@@ -103,7 +98,7 @@ def test_a_sentence_has_no_empty_or_meaningless_field(kind, recovered, evidence)
         for largest in (math.nan, 7.0)
     ]
     for place, origin, mode in itertools.product(places, origins, ("", "fp16")):
-        event = event_of(place, origin, mode, mode or "fp32", recovered, evidence)
+        event = place.event(origin, mode, mode or "fp32", recovered, evidence)
         text = sentence(event, origin)
         assert not EMPTY.search(text), text
         assert kind != "input" or "NaN or Inf in the" in text
@@ -112,8 +107,7 @@ def test_a_sentence_has_no_empty_or_meaningless_field(kind, recovered, evidence)
 def test_the_page_is_told_an_event_in_brief_with_the_labels_of_modes():
     told = []
     log = GuardLog(notify=lambda *message: told.append(message))
-    event = event_of(
-        CallPosition(4, 3, 0.7031, [0, 2]),
+    event = CallPosition(4, 3, 0.7031, [0, 2]).event(
         Origin("blocks.0", "mul", "overflow", "", 7e4),
         "fp16_wide",
         "fp32",
@@ -133,7 +127,7 @@ def test_the_page_is_told_an_event_in_brief_with_the_labels_of_modes():
 
 
 def test_an_event_of_no_known_origin_is_told_as_the_models():
-    event = event_of(CallPosition(1, 0, 1.0, [0]), None, "fp16", "fp16", True, "The same again.")
+    event = CallPosition(1, 0, 1.0, [0]).event(None, "fp16", "fp16", True, "The same again.")
     assert sentence(event, None) == (
         "Step 0, sigma 1: The result became NaN or Inf in the model, computed in fp16, batch rows 0. Repeated in fp16: no NaN. "
         "The same again."
@@ -160,7 +154,7 @@ def test_a_run_with_nan_is_summed_up_by_what_became_of_it(on_nan, verdict, steps
     told = Told()
     log = GuardLog(on_nan, told)
     for step in range(steps):
-        event = event_of(CallPosition(1 + step, step), ORIGIN, "fp16", "fp32", verdict == "recovered")
+        event = CallPosition(1 + step, step).event(ORIGIN, "fp16", "fp32", verdict == "recovered")
         log.note(event, ORIGIN, verdict)
     told.clear()
     log.notify_verdict(PlanInUse())
@@ -174,7 +168,7 @@ def test_the_report_of_a_clean_run_says_that_it_began_wider():
     assert (log.report(wider).advice, log.report(PlanInUse()).advice) == (BEGAN_WIDER, "")
     assert log.report(wider).rules == "a compute=fp32"
     log.calls, log.extra_calls = 3, 2
-    log.note(event_of(CallPosition(1), ORIGIN, "fp16", "fp32", True), ORIGIN, "recovered")
+    log.note(CallPosition(1).event(ORIGIN, "fp16", "fp32", True), ORIGIN, "recovered")
     report = log.report(wider)
     assert (report.verdict, report.calls, report.extra_calls, report.advice) == (
         "recovered",
@@ -194,10 +188,10 @@ def test_an_input_with_nan_of_a_sampling_is_blamed_for_its_rows(rows, on_nan, ra
     log, given = GuardLog(on_nan), NotFiniteInput("latent image", (value,))
     if raised:
         with pytest.raises(NonFinite) as error:
-            blame_inputs(log, [given], 2)
+            log.blame_inputs([given], 2)
         assert error.value.verdict == "bad_input"
     else:
-        blame_inputs(log, [given], 2)
+        log.blame_inputs([given], 2)
     (event,) = log.events
     assert (event.layer, event.kind, event.batch_rows) == ("latent image", "input", rows) and log.lost == set(rows)
 
@@ -208,7 +202,7 @@ def test_an_input_with_nan_of_a_sampling_is_blamed_for_its_rows(rows, on_nan, ra
 def test_what_arises_between_calls_is_blamed_on_no_layer_and_once(bad, lost, blamed):
     log, result = GuardLog("report", lost=set(lost), calls=4), torch.zeros(2, 3)
     result[bad] = math.nan
-    blame_between_calls(log, result, torch.tensor([1.0, 0.25]))
+    log.blame_between_calls(result, torch.tensor([1.0, 0.25]))
     assert [event.batch_rows for event in log.events] == ([blamed] if blamed else [])
     for event in log.events:
         assert (event.layer, event.kind, event.call, event.step, event.sigma) == ("sampler", "nan", 4, 1, 0.25)
@@ -217,7 +211,7 @@ def test_what_arises_between_calls_is_blamed_on_no_layer_and_once(bad, lost, bla
 
 def test_between_calls_nothing_is_blamed_on_a_run_that_was_given_up():
     log = GuardLog("report", given_up=True)
-    blame_between_calls(log, torch.full((1, 2), math.nan), torch.tensor([1.0]))
+    log.blame_between_calls(torch.full((1, 2), math.nan), torch.tensor([1.0]))
     assert not log.events
 
 
@@ -226,7 +220,7 @@ def test_a_device_whose_product_is_wrong_is_repaired_in_fp32(on_nan, cured):
     log = GuardLog(on_nan)
 
     def blamed():
-        return blame_device(log, CallPosition(1), torch.device("cpu"), "fp16", "fp16 matmul gives zeros")
+        return log.blame_device(CallPosition(1), torch.device("cpu"), "fp16", "fp16 matmul gives zeros")
 
     if on_nan == "stop":
         with pytest.raises(NonFinite, match="test operation on cpu"):
@@ -249,8 +243,8 @@ def test_a_run_that_found_no_memory_has_a_verdict_only_if_something_was_at_fault
     told = Told()
     log = GuardLog("retry_higher", told, calls=7)
     if verdict != "clean":
-        log.note(event_of(CallPosition(1), ORIGIN, "fp16", "fp32", True), ORIGIN, verdict)
-    blame_end(log, torch.OutOfMemoryError("no memory"), is_torch_oom)
+        log.note(CallPosition(1).event(ORIGIN, "fp16", "fp32", True), ORIGIN, verdict)
+    log.blame_end(torch.OutOfMemoryError("no memory"), is_torch_oom)
     assert log.verdict == ("bad_input" if verdict == "bad_input" else "stopped")
     if verdict == "recovered":
         assert (log.events[-1].call, log.advice) == (7, MODEL.no_memory)
@@ -264,10 +258,10 @@ def test_a_run_that_found_no_memory_has_a_verdict_only_if_something_was_at_fault
 def test_advice_names_the_setting_and_the_button_that_are_on_the_screen():
     log = GuardLog("report", place=lambda: Place("Guard every run", "Click Guard this workflow."))
     origin = Origin("blocks.0.down", "matmul", "overflow", "fp16", 489.2)
-    stopped = log.note(event_of(CallPosition(1), origin, "fp16", "fp16", False), origin, "stopped")
+    stopped = log.note(CallPosition(1).event(origin, "fp16", "fp16", False), origin, "stopped")
     assert log.advice.startswith("Set Guard every run to retry_higher") and str(stopped).endswith(log.advice)
     cured = GuardLog(place=log.place)
-    cured.note(event_of(CallPosition(1), origin, "fp16", "fp32", True), origin, "recovered")
+    cured.note(CallPosition(1).event(origin, "fp16", "fp32", True), origin, "recovered")
     assert cured.advice == "No NaN or Inf is left. Click Guard this workflow."
 
 
@@ -275,10 +269,10 @@ def test_advice_names_the_setting_and_the_button_that_are_on_the_screen():
 @pytest.mark.parametrize("worse", ["bad_input", "bad_weights", "not_precision", "device_fault"])
 def test_any_failure_is_worse_than_values_that_were_clamped(kind, worse):
     log = GuardLog("report")
-    clamped = event_of(CallPosition(1), ORIGIN, "fp16", "fp16", False)
+    clamped = CallPosition(1).event(ORIGIN, "fp16", "fp16", False)
     clamped.kind = kind
     log.note(clamped, ORIGIN, "stopped")
-    log.note(event_of(CallPosition(2), ORIGIN, "fp16", "fp16", False), ORIGIN, worse)
+    log.note(CallPosition(2).event(ORIGIN, "fp16", "fp16", False), ORIGIN, worse)
     assert log.verdict == (worse if kind == "saturation" else "stopped")
 
 
@@ -286,11 +280,11 @@ def test_any_failure_is_worse_than_values_that_were_clamped(kind, worse):
 def test_the_end_of_a_run_that_was_repaired_is_told_with_its_verdict(error):
     told = Told()
     log = GuardLog("report", told)
-    event = event_of(CallPosition(1), ORIGIN, "fp16", "fp32", True)
+    event = CallPosition(1).event(ORIGIN, "fp16", "fp32", True)
     log.note(event, ORIGIN, "recovered")
     log.restarts.append(event)
     log.take_back()
-    blame_end(log, error, is_torch_oom)
+    log.blame_end(error, is_torch_oom)
     log.notify_verdict(PlanInUse())
     assert [message[0] for message in told] == ["event", "taken_back", "event", "verdict"] and not event.recovered
     assert told[-1][1:3] == ("stopped", told[-2][2]) and "guard is set to" not in told[-1][2]

@@ -3,7 +3,7 @@
 import pytest
 from halfsafe.precision.base.dtypes import FP16_MAX
 from halfsafe.precision.guard.localize import Origin
-from halfsafe.precision.guard.log import CallPosition, GuardLog, event_of
+from halfsafe.precision.guard.log import CallPosition, GuardLog
 from halfsafe.precision.guard.policy import plan_after
 from halfsafe.precision.plan.in_use import PlanInUse
 
@@ -76,7 +76,7 @@ def test_the_whole_model_runs_in_fp32_if_only_fp32_helped():
 
 
 def test_the_worst_verdict_of_a_run_stays():
-    log, event = GuardLog(), event_of(CallPosition(1, 0, 1.0, [0]), None, "fp16", "fp32", True)
+    log, event = GuardLog(), CallPosition(1, 0, 1.0, [0]).event(None, "fp16", "fp32", True)
     log.note(event, None, "recovered")
     log.note(event, None, "bad_weights", "Leave it out.")
     log.note(event, None, "recovered")
