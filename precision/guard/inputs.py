@@ -155,7 +155,7 @@ def _described(name: str, tensor: torch.Tensor) -> str:
     bad = ~torch.isfinite(numbers)
     nan = int(torch.isnan(numbers).sum())
     count = int(bad.sum())
-    what = [f"{nan} NaN"] * bool(nan) + [f"{count - nan} Inf"] * (count > nan)
+    what = [f"{number} {kind}" for kind, number in (("NaN", nan), ("Inf", count - nan)) if number]
     places = _rows_of(bad)
     rows = ", ".join(map(str, places[:LISTED])) + (", ..." if len(places) > LISTED else "")
     found = joined(what, " and "), numbers.numel(), f"{count / numbers.numel():.1%}", rows
