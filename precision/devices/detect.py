@@ -10,7 +10,7 @@ import torch
 from ..base.errors import UnknownProfile
 from ..base.message import Message, ended
 from ..formats.registry import fp8_dtypes
-from .hardware import default_device, hardware_name, indexed, profile_of
+from .hardware import default_device, hardware_name, profile_of
 from .probes import Probe, run_probes, why_dtype_not_held
 from .profiles import CAPABILITIES, OCP_FP8, DeviceProfile, profile_named
 
@@ -92,12 +92,20 @@ def detect(device: torch.device | None = None, profile: str | None = None) -> De
         >>> card.reason("fp8_matmul")
         'No fp8 matmul units; fp8 weights are widened to 16 bit before the matmul.'
     """
-    device = indexed(device or default_device())
+    device = _indexed(device or default_device())
     if requested := profile_named(profile) if profile else requested_profile():
         return _confirmed(device, requested, simulated=True)
     row = profile_of(device)
     probes = run_probes(device, row.fp8_formats[0] if row.fp8_formats else OCP_FP8[0])
     return _confirmed(device, row, probes)
+
+
+def _indexed(device: torch.device) -> torch.device:
+    """Return the same device with its index, so that ``cuda`` and ``cuda:0`` are probed once."""
+    device = torch.device(device)
+    if device.index is not None or device.type not in ("cuda", "xpu"):
+        return device
+    return torch.device(device.type, getattr(torch, device.type).current_device())
 
 
 def requested_profile() -> DeviceProfile | None:

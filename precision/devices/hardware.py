@@ -59,14 +59,6 @@ def default_device() -> torch.device:
     return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
 
 
-def indexed(device: torch.device) -> torch.device:
-    """Return the same device with its index, so that ``cuda`` and ``cuda:0`` are probed once."""
-    device = torch.device(device)
-    if device.index is not None or device.type not in ("cuda", "xpu"):
-        return device
-    return torch.device(device.type, getattr(torch, device.type).current_device())
-
-
 def hardware_name(device: torch.device) -> str:
     """Return the name the driver gives, e.g. "NVIDIA GeForce RTX 3090"."""
     if device.type in ("cuda", "xpu"):

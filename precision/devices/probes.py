@@ -27,6 +27,8 @@ UNSPLIT = 1024
 inner dimension, and the sums of its parts do not pass fp16's range."""
 NOT_TRIED = "not tried while a model may run, because the flag applies to the whole process"
 NO_MEMORY = "not enough free memory to try"
+Check = Callable[..., tuple[bool | None, str]]
+"""``check(device)`` returns whether the device is right, None where that says nothing of it, and details."""
 _leaves_flags = ContextVar("halfsafe_probes_leave_flags", default=False)
 
 
@@ -42,26 +44,18 @@ class Probe:
 def run_probes(device: torch.device, fp8_format: str = "fp8_e4m3fn") -> tuple[Probe, ...]:
     """Run all probes on a real device, each once per device and process, again where the first said
     nothing."""
-    return (
-        _once("fp8_cast", fp8_cast, device, "fp8_e4m3fn"),
-        _once("fp8_matmul", fp8_matmul, device, fp8_format),
-        _once("fp16_gemm", gemm, device, "fp16"),
-        _once("bf16_gemm", gemm, device, "bf16"),
-        _once("bf16_native", bf16_native, device),
-        _once("fp16_accumulation", fp16_accumulation, device),
-        _once("int8_matmul", int8_matmul, device),
-        _once("int8_kernels", int8_kernels, device),
-    )
+    formats = {"fp8_matmul": (fp8_format,)}
+    return tuple(_once(name, check, device, *formats.get(name, ())) for name, check in CHECKS.items())
 
 
 _kept: dict[tuple, Probe] = {}
 
 
-def _once(name: str, check: Callable[..., tuple[bool | None, str]], *args) -> Probe:
-    """Run :func:`probe`; the result is kept for the process unless another time may tell more."""
+def _once(name: str, check: Check, *args) -> Probe:
+    """Try a check; the result is kept for the process unless another time may tell more."""
     key = (name, args)
     if key not in _kept or _kept[key].detail in (NO_MEMORY, NOT_TRIED):
-        _kept[key] = probe(name, check, *args)
+        _kept[key] = _tried(name, check, *args)
     return _kept[key]
 
 
@@ -91,7 +85,7 @@ def _held(device: torch.device, name: str, is_cast: bool) -> tuple[bool, str]:
     return True, ""
 
 
-def probe(name: str, check: Callable[..., tuple[bool | None, str]], device: torch.device, *args) -> Probe:
+def _tried(name: str, check: Check, device: torch.device, *args) -> Probe:
     """Run one check of a device, whatever the caller set in torch; an error is a failed probe, a
     lack of memory says nothing."""
     try:
@@ -105,7 +99,7 @@ def probe(name: str, check: Callable[..., tuple[bool | None, str]], device: torc
     return Probe(name, ok, detail)
 
 
-def fp8_cast(device: torch.device, fmt: str) -> tuple[bool, str]:
+def _fp8_cast(device: torch.device, fmt: str) -> tuple[bool, str]:
     """Cast every finite value of a format there and back (16x16), then one value past its range,
     and NaN.
 
@@ -131,17 +125,18 @@ def _round_trip(values: torch.Tensor, device: torch.device, dtype: torch.dtype) 
     return values.to(device).to(dtype).float().cpu()
 
 
-def fp8_matmul(device: torch.device, fmt: str) -> tuple[bool, str]:
+def _fp8_matmul(device: torch.device, fmt: str = "fp8_e4m3fn") -> tuple[bool, str]:
     """Try a 32x32 scaled fp8 matmul of small integers, where the right answer is exact."""
     left = (torch.arange(32 * 32).reshape(32, 32) % 5 - 2).float()
     right = (torch.arange(32 * 32).reshape(32, 32) % 7 - 3).float()
-    result = scaled_mm(left.to(device).to(dtype_named(fmt)), right.t().contiguous().to(device).to(dtype_named(fmt)).t())
+    rows, columns = (each.to(device).to(dtype_named(fmt)) for each in (left, right.t().contiguous()))
+    result = _scaled_mm(rows, columns.t())
     if not torch.equal(result.float().cpu(), left @ right):
         return False, Message("{0} matmul ran and gave wrong values", fmt)
     return True, Message("{0} matmul {1}", fmt, "runs, emulated" if device.type == "cpu" else "runs, values right")
 
 
-def scaled_mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+def _scaled_mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """Compute ``left @ right`` in bf16 for fp8 operands with scale 1 by the function that
     comfy-kitchen calls: left (M, K) row-major, right (K, N) column-major."""
     one = torch.ones((), dtype=torch.float32, device=left.device)
@@ -151,7 +146,7 @@ def scaled_mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return F.scaled_mm(left, right, one, tensorwise, one, tensorwise)
 
 
-def int8_matmul(device: torch.device) -> tuple[bool, str]:
+def _int8_matmul(device: torch.device) -> tuple[bool, str]:
     """Try an int8 matmul of 32x256 by 256x32 over the whole range of int8."""
     codes = torch.arange(32 * 256).remainder(255).sub(127).to(torch.int8)
     left, weight = codes.reshape(32, 256), codes.flip(0).reshape(32, 256)
@@ -175,7 +170,7 @@ def _int8_product(left: torch.Tensor, weight: torch.Tensor, device: torch.device
     return linear(x.to(device), weight.to(device), scale, out_dtype=x.dtype, **rotation).float() / scale.t()
 
 
-def int8_kernels(device: torch.device) -> tuple[bool | None, str]:
+def _int8_kernels(device: torch.device) -> tuple[bool | None, str]:
     """True if torch's CUDA is new enough for comfy-kitchen's kernels."""
     if device.type != "cuda" or not torch.version.cuda:
         return None, "comfy-kitchen has CUDA kernels for NVIDIA only"
@@ -193,7 +188,7 @@ def _operations(device: torch.device, name: str) -> tuple[bool, str]:
     """Compare a product, then a convolution and an attention with fp64: these run other kernels,
     and MIOpen's convolution was wrong where its products were right (guinmoon/rocm7_builds#5). What
     a device lacks is left out."""
-    ok, detail = gemm(device, name)
+    ok, detail = _gemm(device, name)
     if not ok:
         return ok, detail
     for what, operation, shapes in OPERATIONS:
@@ -223,7 +218,7 @@ OPERATIONS: tuple[tuple[str, Callable[..., torch.Tensor], tuple[tuple[int, ...],
 """Name, function, and the shapes of its inputs."""
 
 
-def gemm(device: torch.device, name: str) -> tuple[bool, str]:
+def _gemm(device: torch.device, name: str) -> tuple[bool, str]:
     """Compare a 32x256x32 matmul with fp64: this catches devices whose half precision GEMM gives
     zeros or garbage."""
     dtype = dtype_named(name)
@@ -245,7 +240,7 @@ def _relative_error(result: torch.Tensor, exact: torch.Tensor) -> float:
     return ((result.double() - exact).norm() / exact.norm()).item()
 
 
-def bf16_native(device: torch.device) -> tuple[bool | None, str]:
+def _bf16_native(device: torch.device) -> tuple[bool | None, str]:
     """True if the driver and torch say bf16 runs in hardware."""
     if device.type == "cuda":
         source = "torch.cuda.is_bf16_supported(including_emulation=False)"
@@ -284,7 +279,7 @@ def flags_left_alone() -> Iterator[None]:
         _leaves_flags.reset(token)
 
 
-def fp16_accumulation(device: torch.device) -> tuple[bool | None, str]:
+def _fp16_accumulation(device: torch.device) -> tuple[bool | None, str]:
     """True if ``allow_fp16_accumulation`` acts: K=4096 products, +256 in the first half and -256 in
     the second.
 
@@ -317,3 +312,16 @@ def _overflows_in_fp16(left: torch.Tensor, right: torch.Tensor) -> tuple[bool | 
     if torch.isfinite(result).all():
         return False, "the flag is accepted but has no effect: sums stay in fp32"
     return True, "the flag works: sums are kept in fp16"
+
+
+CHECKS: dict[str, Check] = {
+    "fp8_cast": functools.partial(_fp8_cast, fmt="fp8_e4m3fn"),
+    "fp8_matmul": _fp8_matmul,
+    "fp16_gemm": functools.partial(_gemm, name="fp16"),
+    "bf16_gemm": functools.partial(_gemm, name="bf16"),
+    "bf16_native": _bf16_native,
+    "fp16_accumulation": _fp16_accumulation,
+    "int8_matmul": _int8_matmul,
+    "int8_kernels": _int8_kernels,
+}
+"""Name of a probe -> its check."""

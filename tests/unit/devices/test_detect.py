@@ -335,7 +335,7 @@ def test_storage_auto_of_files_that_fit_and_of_those_that_are_quantized():
 def test_storage_auto_takes_fp8_where_the_kernels_of_int8_are_missing_and_says_why(cuda, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     card = torch.device("cuda", 0)
-    device = devices.detect(cuda((8, 6), results=(probes.probe("int8_kernels", probes.int8_kernels, card),)))
+    device = devices.detect(cuda((8, 6), results=(probes.Probe("int8_kernels", *probes.CHECKS["int8_kernels"](card)),)))
     storage, reason = auto.auto_storage(device, 26 * GIB, "bf16", 24 * GIB)
     assert storage == "fp8_e4m3fn" and "Not int8:" in reason and "built for CUDA 12.8" in reason
     assert "built for CUDA 12.8" in auto.why_int8_is_slow(device)

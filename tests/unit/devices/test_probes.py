@@ -62,13 +62,11 @@ def kitchen(request, monkeypatch):
 def test_no_probe_asks_for_what_cuda_refuses(kitchen):
     """What a probe is refused the plan takes for missing."""
     with CudaRules():
-        asked = [
-            *probes.run_probes(CPU),
-            *(probes.probe(name, probes.gemm, CPU, name) for name in ("fp16", "bf16", "fp32")),
-        ]
+        asked = probes.run_probes(CPU)
+        held = probes.canary(CPU, "fp32")[0]
         _, sums = probes._overflows_in_fp16(*probes._accumulation_operands(CPU))
     outcome = {probe.name: probe.detail for probe in asked if probe.ok is False}
-    assert set(outcome) <= {"bf16_native"} and "has no effect" in sums, outcome
+    assert set(outcome) <= {"bf16_native"} and held and "has no effect" in sums, outcome
 
 
 def test_the_probe_of_int8_products_tells_whether_they_are_right_here():
@@ -76,12 +74,12 @@ def test_the_probe_of_int8_products_tells_whether_they_are_right_here():
     left, right = torch.full((32, 64), -128, dtype=torch.int8), torch.full((64, 32), 127, dtype=torch.int8)
     left[::2], right[:, ::2] = 127, -128
     right_here = torch.equal(torch._int_mm(left, right), left.int() @ right.int())
-    assert probes.int8_matmul(CPU)[0] == right_here
+    assert probes.CHECKS["int8_matmul"](CPU)[0] == right_here
 
 
 def test_probes_run_once_per_device(monkeypatch):
     first = probes.run_probes(CPU)
-    monkeypatch.setattr(probes, "gemm", raising(AssertionError("ran twice")))
+    monkeypatch.setitem(probes.CHECKS, "fp16_gemm", raising(AssertionError("ran twice")))
     assert probes.run_probes(CPU) == first
 
 
@@ -133,7 +131,7 @@ def test_a_wrong_and_finite_operation_is_named_by_the_check_of_a_device(operatio
         return name, wrong if name == operation else function, shapes
 
     monkeypatch.setattr(probes, "OPERATIONS", tuple(halved(*row) for row in probes.OPERATIONS))
-    assert probes.gemm(CPU, dtype)[0]
+    assert dtype == "fp32" or probes.CHECKS[f"{dtype}_gemm"](CPU)[0]
     assert probes.canary(CPU, dtype) == (False, f"{dtype} {operation} is wrong here: relative error 0.5")
 
 
@@ -145,7 +143,7 @@ def test_an_operation_that_a_device_lacks_says_nothing_of_it(monkeypatch):
 
 def test_fp8_matmul_zeros_are_caught(monkeypatch):
     monkeypatch.setattr(torch, "_scaled_mm", lambda a, b, **_: torch.zeros(32, 32, dtype=torch.bfloat16))
-    ok, detail = probes.fp8_matmul(CPU, "fp8_e4m3fn")
+    ok, detail = probes.CHECKS["fp8_matmul"](CPU)
     assert ok is False and "wrong values" in detail
 
 
@@ -153,14 +151,17 @@ def test_fp8_matmul_zeros_are_caught(monkeypatch):
 def test_int8_products_with_wrong_values_are_caught(wrong, kitchen, monkeypatch):
     real = torch._int_mm
     monkeypatch.setattr(torch, "_int_mm", lambda left, right: wrong(real(left, right)))
-    ok, detail = probes.int8_matmul(CPU)
+    ok, detail = probes.CHECKS["int8_matmul"](CPU)
     assert ok is False and "wrong values" in detail
 
 
 def test_kernels_of_comfy_kitchen_need_a_torch_built_for_cuda_13(monkeypatch):
     for runtime, ok in (("12.8", False), ("12.9", False), ("13.0", True), (None, None)):
         monkeypatch.setattr(torch.version, "cuda", runtime)
-        assert probes.int8_kernels(torch.device("cuda", 0))[0] is ok and probes.int8_kernels(CPU)[0] is None
+        assert (
+            probes.CHECKS["int8_kernels"](torch.device("cuda", 0))[0] is ok
+            and probes.CHECKS["int8_kernels"](CPU)[0] is None
+        )
 
 
 def test_int8_products_are_those_of_a_layer(monkeypatch):
@@ -171,7 +172,7 @@ def test_int8_products_are_those_of_a_layer(monkeypatch):
         "kitchen_function",
         lambda name: lambda *given, **options: calls.append((given, options)) or real(*given, **options),
     )
-    assert probes.int8_matmul(CPU)[0]
+    assert probes.CHECKS["int8_matmul"](CPU)[0]
     (x, weight, scale), options = calls[0]
     assert (x.dtype, weight.dtype, scale.shape) == (torch.float16, torch.int8, (len(weight), 1))
     assert options == {"out_dtype": torch.float16, "convrot": True, "convrot_groupsize": 256}
@@ -180,7 +181,7 @@ def test_int8_products_are_those_of_a_layer(monkeypatch):
 def test_operands_of_fp8_are_laid_out_as_cuda_demands(monkeypatch):
     seen, result = [], torch.zeros(32, 32)
     monkeypatch.setattr(torch, "_scaled_mm", lambda *operands, **options: seen.append((*operands, options)) or result)
-    probes.fp8_matmul(CPU, "fp8_e4m3fn")
+    probes.CHECKS["fp8_matmul"](CPU)
     ((left, right, options),) = seen
     assert (left.stride(), right.stride(), options["out_dtype"]) == ((32, 1), (1, 32), torch.bfloat16)
     assert options["scale_a"].dtype == options["scale_b"].dtype == torch.float32
@@ -191,7 +192,7 @@ def test_operands_of_fp8_are_laid_out_as_cuda_demands(monkeypatch):
 def test_a_gemm_that_gives_zeros_or_garbage_is_caught(name, wrong, monkeypatch):
     real, half = torch.Tensor.__matmul__, getattr(torch, {"fp16": "float16", "bf16": "bfloat16"}[name])
     monkeypatch.setattr(torch.Tensor, "__matmul__", lambda a, b: wrong(real(a, b)) if a.dtype == half else real(a, b))
-    ok, detail = probes.gemm(CPU, name)
+    ok, detail = probes.CHECKS[f"{name}_gemm"](CPU)
     assert ok is False and "relative error" in detail
 
 
@@ -202,7 +203,7 @@ def test_a_cast_that_loses_values_or_hides_nan_is_caught(monkeypatch):
         (lambda values: values.nan_to_num(0.0), "turned NaN into 0"),
     ):
         monkeypatch.setattr(probes, "_round_trip", lambda *arguments, broken=broken: broken(real(*arguments)))
-        ok, detail = probes.fp8_cast(CPU, "fp8_e4m3fn")
+        ok, detail = probes.CHECKS["fp8_cast"](CPU)
         assert ok is False and told in detail
 
 
@@ -211,7 +212,7 @@ def test_cuda_bf16_is_asked_without_emulation(answer, monkeypatch):
     asked = []
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **options: asked.append(options) or answer)
-    assert probes.bf16_native(torch.device("cuda", 0))[0] is answer
+    assert probes.CHECKS["bf16_native"](torch.device("cuda", 0))[0] is answer
     assert asked == [{"including_emulation": False}]
 
 
@@ -259,7 +260,7 @@ def test_the_accumulation_probe_multiplies_what_no_card_splits_over_its_inner_di
         "full",
         lambda shape, *given, full=torch.full, **options: full(shape, *given, **options | {"device": "cpu"}),
     )
-    assert probes.fp16_accumulation(torch.device("cuda", 0))[0]
+    assert probes.CHECKS["fp16_accumulation"](torch.device("cuda", 0))[0]
     assert asked == [((1024, 4096), (4096, 1024))]
 
 
@@ -285,11 +286,11 @@ def test_what_a_page_asks_for_is_tried_again_at_a_load(monkeypatch):
         torch.Tensor, "__matmul__", lambda *_: seen.append(flags.is_on("fp16_accumulation")) or torch.zeros(1)
     )
     with probes.flags_left_alone():
-        assert probes._once("fp16_accumulation", probes.fp16_accumulation, cuda).ok is None
+        assert probes._once("fp16_accumulation", probes.CHECKS["fp16_accumulation"], cuda).ok is None
     assert not seen
-    assert probes._once("fp16_accumulation", probes.fp16_accumulation, cuda).ok is False and seen == [True]
+    assert probes._once("fp16_accumulation", probes.CHECKS["fp16_accumulation"], cuda).ok is False and seen == [True]
 
 
 def test_the_accumulation_flag_means_nothing_on_amd(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert probes.fp16_accumulation(torch.device("cuda", 0))[0] is None
+    assert probes.CHECKS["fp16_accumulation"](torch.device("cuda", 0))[0] is None
