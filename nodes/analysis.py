@@ -3,7 +3,7 @@
 import torch
 from comfy_api.latest import io
 
-from ..precision.study.analysis_text import analysis_result, analysis_text, rules_of
+from ..precision.study.analysis_text import analysis_result, rules_of
 from ..precision.study.candidates import CANDIDATES
 from ..precision.study.charts import analysis_chart
 from .host.compute.layer_modes import compute_name
@@ -63,9 +63,9 @@ class AnalyzeLayers(io.ComfyNode):
         inputs = Inputs(positive, negative, latent_image, seed)
         found = host.analyze_model(model, inputs, candidate, target_snr_db, pin)
         name = type(model.model).__name__
-        text = analysis_text(found, name, compute_name(model))
+        result = analysis_result(found, name, compute_name(model))
         chart = torch.from_numpy(analysis_chart(found, name)).unsqueeze(0)
-        return io.NodeOutput(rules_of(found), text, chart, ui=analysis_result(found, text).ui())
+        return io.NodeOutput(rules_of(found), result.text, chart, ui=result.ui())
 
 
 NODES = [AnalyzeLayers]

@@ -4,9 +4,8 @@ import torch
 from comfy_api.latest import io
 
 from ..precision.study.charts import tradeoffs_chart
-from ..precision.study.pictures import with_pictures
 from ..precision.study.tradeoffs import DEFAULT_SETTINGS, settings_from
-from ..precision.study.tradeoffs_text import table_text, tradeoffs_result
+from ..precision.study.tradeoffs_text import tradeoffs_result
 from .host.study import tradeoffs as host
 from .host.study.sampling import Inputs
 from .inputs import MEASURE, RulesType, schema, seed_input, validated
@@ -49,11 +48,8 @@ class MeasurePrecisions(io.ComfyNode):
     def execute(cls, model, positive, latent_image, seed, candidates, negative=None, cfg=4.0, seeds=1) -> io.NodeOutput:
         inputs = Inputs(positive, negative, latent_image, seed, cfg, seeds)
         found = host.measure_model(model, inputs, settings_from(candidates))
-        text = table_text(found)
-        chart = with_pictures(tradeoffs_chart(found), found)
-        return io.NodeOutput(
-            text, found.rules, torch.from_numpy(chart).unsqueeze(0), ui=tradeoffs_result(found, text).ui()
-        )
+        result, chart = tradeoffs_result(found), torch.from_numpy(tradeoffs_chart(found)).unsqueeze(0)
+        return io.NodeOutput(result.text, found.rules, chart, ui=result.ui())
 
 
 NODES = [MeasurePrecisions]

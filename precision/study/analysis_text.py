@@ -23,10 +23,10 @@ NO_ERROR, EXACT = "no error", "exact"
 def rules_of(analysis: Analysis) -> Rules:
     """Return the choice as rules on top of the default preset: of a storage the layers to keep,
     else those chosen."""
-    return rules_from("\n".join(rule_lines(analysis)))
+    return rules_from("\n".join(_rule_lines(analysis)))
 
 
-def rule_lines(analysis: Analysis) -> list[str]:
+def _rule_lines(analysis: Analysis) -> list[str]:
     """Write the lines of :func:`rules_of`. No pattern matches a layer with another outcome."""
     high = [layer.name for layer in analysis.layers if layer.status != CHOSEN]
     if analysis.candidate.stores:
@@ -49,8 +49,7 @@ def _lines(layers: list[LayerResult], setting: str, others: Iterable[str]) -> li
     return lines
 
 
-def analysis_text(analysis: Analysis, model: str = "", computed_in: str = "") -> str:
-    """Write the analysis in the form of Layer Rules: comments, then the rules."""
+def _text(analysis: Analysis, model: str, computed_in: str) -> str:
     target = f"{analysis.candidate.name}, target {analysis.target_db:g} dB"
     sets = f"{analysis.trials} sets of layers tried, {analysis.steps} steps of the sampler"
     more = "" if analysis.trials < MAX_TRIALS else " The search stopped at its limit: more layers may be possible."
@@ -61,11 +60,13 @@ def analysis_text(analysis: Analysis, model: str = "", computed_in: str = "") ->
         paragraph([*_left_out(analysis), _use(analysis, computed_in)]),
     ]
     lines = "\n\n".join(map("\n".join, paragraphs)).splitlines()
-    return "\n".join([f"# {line}".rstrip() for line in lines] + rule_lines(analysis)) + "\n"
+    return "\n".join([f"# {line}".rstrip() for line in lines] + _rule_lines(analysis)) + "\n"
 
 
-def analysis_result(analysis: Analysis, text: str) -> Result:
-    """Sum the analysis up in a sentence and the table of its weakest layers."""
+def analysis_result(analysis: Analysis, model: str = "", computed_in: str = "") -> Result:
+    """Sum the analysis up in a sentence, the table of its weakest layers, and a text in the form of
+    Layer Rules: comments, then the rules."""
+    text = _text(analysis, model, computed_in)
     name, chosen = analysis.candidate.name, analysis.chosen
     rows = _rows(analysis)
     if not chosen:

@@ -5,9 +5,10 @@ import math
 from collections.abc import Iterable
 
 import numpy as np
+from PIL import Image, ImageDraw
 
 from ..base.text import size_text
-from ..report.draw import Bar, bar_chart, column_chart
+from ..report.draw import BACKGROUND, MARGIN, ROW_HEIGHT, Bar, bar_chart, column_chart, write_text
 from .analysis_text import decibel_text, error_text, outcome
 from .sensitivity import Analysis
 from .tradeoffs import Measurements, Tradeoff
@@ -43,13 +44,39 @@ def analysis_chart(analysis: Analysis, model: str = "") -> np.ndarray:
 
 def tradeoffs_chart(found: Measurements) -> np.ndarray:
     """Draw a row for each setting that works, numbered as in the table, with bars of its time,
-    memory and error below their heads; why the others do not."""
+    memory and error below their heads; why the others do not; the two pictures of a setting that
+    was measured with several seeds."""
     shown = [found.reference, *(row for row in found.rows if row.works)]
     most = max(row.seconds for row in shown), max(row.bytes for row in shown), max(map(_error, shown))
     rows = [_cells(f"{number}  {row.setting}", row, most) for number, row in enumerate(found.rows, 1)]
     rows.append(_cells(f"{found.reference.setting} (reference)", found.reference, most))
     title = f"{found.model} on {found.device}"
-    return column_chart(title, ("s/step", "memory", "error"), rows, verdicts(found)).astype(np.float32) / 255
+    chart = column_chart(title, ("s/step", "memory", "error"), rows, verdicts(found)).astype(np.float32) / 255
+    return _with_pictures(chart, found)
+
+
+def _with_pictures(chart: np.ndarray, found: Measurements) -> np.ndarray:
+    """Return a chart with the pictures of ``found.shown`` beside one another below it, each below
+    its caption; without pictures, the chart as it is.
+
+    ``chart``: fp32 (height, width, 3) from 0 to 1. A pixel of a picture is one of a latent:
+    pictures are enlarged without smoothing.
+    """
+    row = found.shown
+    if row is None or not row.pictures:
+        return chart
+    height, width = chart.shape[:2]
+    each = (width - MARGIN) // 2 - MARGIN
+    tall = round(each * row.pictures[0].shape[0] / row.pictures[0].shape[1])
+    image = Image.new("RGB", (width, height + ROW_HEIGHT + tall + MARGIN), BACKGROUND)
+    image.paste(Image.fromarray(np.rint(chart * 255).astype(np.uint8)), (0, 0))
+    for place, (picture, setting) in enumerate(zip(row.pictures, (found.reference.setting, row.setting), strict=True)):
+        left = MARGIN + place * (each + MARGIN)
+        caption = f"{setting}, after four steps, seed {found.seed + row.worst} (least cosine)"
+        write_text(ImageDraw.Draw(image), left, height, caption, each, 15)
+        drawn = Image.fromarray(picture).resize((each, tall), Image.Resampling.NEAREST)
+        image.paste(drawn, (left, height + ROW_HEIGHT))
+    return np.array(image).astype(np.float32) / 255
 
 
 def _legend(names: Iterable[str]) -> list[Bar]:

@@ -2,15 +2,14 @@
 of real inputs."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from ..arithmetic.linear import WeightProvider, lent, matmul_flops
-from ..base.amax import amax_value, decibels
 from ..base.layers import kind_of
-from .candidates import Candidate, multiply, parts
+from .candidates import Candidate
 
 ROWS = 64
 CROP = (2, 8, 8)
@@ -63,8 +62,8 @@ class MeasuredForward:
         layer.flops += matmul_flops(result, self.module, kind_of(self.module))
         with lent(self.weights(self.module, x, x.dtype)) as (weight, bias):
             if layer.weight_db is None:
-                layer.weight_db = weight_error(weight, self.candidate)
-            output_db, channel_db = output_error(self.module, sample_of(self.module, x), weight, bias, self.candidate)
+                layer.weight_db = self.candidate.weight_error(weight)
+            output_db, channel_db = self.candidate.output_error(self.module, sample_of(self.module, x), weight, bias)
         layer.output_db = min(output_db, math.inf if layer.output_db is None else layer.output_db)
         layer.channel_db = min(channel_db, math.inf if layer.channel_db is None else layer.channel_db)
         return result
@@ -83,52 +82,3 @@ def sample_of(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
         length = min(limit, x.shape[dimension])
         x = x.narrow(dimension, (x.shape[dimension] - length) // 2, length)
     return x[:1].float()
-
-
-def weight_error(weight: torch.Tensor, candidate: Candidate) -> float:
-    """Compute the SNR in dB of a weight as the candidate stores it: inf when exact, -inf when it is
-    not finite."""
-    largest = amax_value(weight)
-    noise, signal = 0.0, 0.0
-    for part in parts(weight):
-        exact = part.float()
-        noise += (candidate.rounded(part, largest).float() - exact).square().sum().item()
-        signal += exact.square().sum().item()
-    return decibels(noise, signal)
-
-
-def output_error(module: torch.nn.Module, x: torch.Tensor, weight, bias, candidate: Candidate) -> tuple[float, float]:
-    """Compute the SNRs in dB of a layer's output for a sample of its input: of the whole, and the
-    mean over channels.
-
-    A channel's error counts as its own size at most. It is compared with the power its products
-    would have with random signs where that is larger, as a few outputs near zero are no fault of
-    the weights.
-    """
-    largest, signals, noises, random = amax_value(weight), [], [], []
-    for part, part_bias in _pieces(module, weight, bias):
-        exact = multiply(module, x, part.float(), part_bias)
-        error = candidate.error(module, x, part.float(), part_bias, largest, exact)
-        signals.append(_by_channel(module, exact))
-        noises.append(_by_channel(module, error))
-        squares = x.square().sum(0, keepdim=True) if part.dim() == 2 else x.square()
-        random.append(_by_channel(module, multiply(module, squares, part.float().square(), None).sqrt()))
-    signal, noise = torch.cat(signals), torch.cat(noises)
-    whole = decibels(noise.sum().item(), signal.sum().item())
-    if not math.isfinite(whole):
-        return whole, whole
-    # The quotient of a silent channel is 0 / 0.
-    relative = torch.where(noise == 0, 0.0, noise / torch.maximum(signal, torch.cat(random)))
-    return whole, decibels(relative.clamp_max(1.0).mean().item(), 1.0)
-
-
-def _pieces(module: torch.nn.Module, weight: torch.Tensor, bias) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Yield parts of the weight with their bias; a grouped convolution is one piece."""
-    pieces = (weight,) if getattr(module, "groups", 1) > 1 else parts(weight)
-    biases = [None] * len(pieces) if bias is None else bias.float().split([len(piece) for piece in pieces])
-    yield from zip(pieces, biases, strict=True)
-
-
-def _by_channel(module: torch.nn.Module, output: torch.Tensor) -> torch.Tensor:
-    channel = -1 if module.weight.dim() == 2 else 1
-    return output.square().transpose(0, channel).flatten(1).sum(1)

@@ -33,7 +33,7 @@ Run = Callable[[], Sequence[torch.Tensor]]
 
 @dataclass
 class Analysis:
-    """The result of :func:`analyze`. ``snr_db``: of the final latent with the ``chosen`` layers;
+    """The result of :meth:`Session.analyze`. ``snr_db``: of the final latent with the ``chosen`` layers;
     inf for no error.
 
     ``all_db``: the same with all ``all_count`` layers that are not sensitive. ``steps``: of the
@@ -134,6 +134,41 @@ class Session:
         with patched(self._patches()):
             yield
 
+    def analyze(self, target_db: float, pin: bool = True) -> Analysis:
+        """Measure every layer and choose layers with which the final latent stays at ``target_db`` or
+        better.
+
+        ``pin``: keep layers with a sensitive role; else they are chosen like the others.
+        """
+        self.measure()
+        layers = self.layers
+        for layer in layers:
+            if layer.status == KEPT and layer.sensitive and pin:
+                layer.status = PINNED
+            elif layer.status == KEPT and not layer.flops:
+                layer.status, layer.reason = UNUSED, "not called in the measured steps"
+        free = [layer for layer in layers if layer.status == KEPT]
+        plain = frozenset(layer.name for layer in free if not layer.sensitive)
+        all_db = self.snr(plain)
+        chosen = self._grown(target_db, frozenset(), ordered(free, self.candidate))
+        for layer in free:
+            layer.status = CHOSEN if layer.name in chosen else KEPT
+        snr = self.snr(chosen)
+        return Analysis(self.candidate, target_db, layers, snr, all_db, len(plain), self.trials, self.steps)
+
+    def _grown(self, target_db: float, chosen: frozenset[str], segment: Sequence[str]) -> frozenset[str]:
+        if not segment or self.snr(chosen) < target_db + NEAR_DB:
+            return chosen
+        if self.trials >= MAX_TRIALS:
+            return chosen
+        together = chosen.union(segment)
+        if self.snr(together) >= target_db:
+            return together
+        if len(segment) == 1:
+            return chosen
+        middle = (len(segment) + 1) // 2
+        return self._grown(target_db, self._grown(target_db, chosen, segment[:middle]), segment[middle:])
+
     def _patches(self) -> Iterator[Patch]:
         if self._changed is not None:
             for name in self._changed:
@@ -145,7 +180,7 @@ class Session:
                 yield from self._measuring(module, MeasuredForward(module, layer, self.candidate, self._weights))
 
 
-def snr_db(reference: torch.Tensor, result: torch.Tensor) -> float:
+def _snr_db(reference: torch.Tensor, result: torch.Tensor) -> float:
     """Compute the SNR of a result in dB: inf when equal, -inf when it holds NaN or inf."""
     # On the host: Metal has no float64.
     exact = reference.cpu().double()
@@ -157,7 +192,7 @@ def closeness(reference: Sequence[torch.Tensor], result: Sequence[torch.Tensor])
     """Compare the final latents of two runs: the SNR in dB and the cosine, the least of several
     latents."""
     pairs = [*zip(reference, result, strict=True)]
-    return min(snr_db(*pair) for pair in pairs), min(_cosine(*pair) for pair in pairs)
+    return min(_snr_db(*pair) for pair in pairs), min(_cosine(*pair) for pair in pairs)
 
 
 def _cosine(reference: torch.Tensor, result: torch.Tensor) -> float:
@@ -166,43 +201,6 @@ def _cosine(reference: torch.Tensor, result: torch.Tensor) -> float:
     exact, other = (tensor.cpu().double().flatten() for tensor in (reference, result))
     size = (exact.norm() * other.norm()).item()
     return (exact @ other).item() / size if size else 0.0
-
-
-def analyze(session: Session, target_db: float, pin: bool = True) -> Analysis:
-    """Measure every layer and choose layers with which the final latent stays at ``target_db`` or
-    better.
-
-    ``pin``: keep layers with a sensitive role; else they are chosen like the others.
-    """
-    session.measure()
-    layers = session.layers
-    for layer in layers:
-        if layer.status == KEPT and layer.sensitive and pin:
-            layer.status = PINNED
-        elif layer.status == KEPT and not layer.flops:
-            layer.status, layer.reason = UNUSED, "not called in the measured steps"
-    free = [layer for layer in layers if layer.status == KEPT]
-    plain = frozenset(layer.name for layer in free if not layer.sensitive)
-    all_db = session.snr(plain)
-    chosen = _grown(session, target_db, frozenset(), ordered(free, session.candidate))
-    for layer in free:
-        layer.status = CHOSEN if layer.name in chosen else KEPT
-    snr = session.snr(chosen)
-    return Analysis(session.candidate, target_db, layers, snr, all_db, len(plain), session.trials, session.steps)
-
-
-def _grown(session: Session, target_db: float, chosen: frozenset[str], segment: Sequence[str]) -> frozenset[str]:
-    if not segment or session.snr(chosen) < target_db + NEAR_DB:
-        return chosen
-    if session.trials >= MAX_TRIALS:
-        return chosen
-    together = chosen.union(segment)
-    if session.snr(together) >= target_db:
-        return together
-    if len(segment) == 1:
-        return chosen
-    middle = (len(segment) + 1) // 2
-    return _grown(session, target_db, _grown(session, target_db, chosen, segment[:middle]), segment[middle:])
 
 
 def ordered(layers: Sequence[LayerResult], candidate: Candidate) -> list[str]:

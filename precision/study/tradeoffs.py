@@ -54,6 +54,20 @@ class Setting:
     def __str__(self) -> str:
         return f"{self.storage}/{self.compute}"
 
+    def why_not(self, device: Device, formats: Container[str] = QUANTIZED_NAMES) -> str:
+        """Return why a device, or a ComfyUI with these formats, cannot run this setting; empty where the
+        setting can run.
+
+        A CPU emulates 16 bit, slowly, and is measured all the same.
+        """
+        needed = {"fp8": "fp8_matmul", "int8": "int8_matmul"}.get(self.compute, "")
+        if self.compute in ("fp16", "bf16", SAFE) and device.profile.type != "cpu":
+            needed = self.compute.removesuffix("_safe")
+        if needed and not device.capabilities[needed]:
+            return Message("not on {0}: {1}", device.label, device.reason(needed))
+        refused = device.refuses(self.storage) if self.storage in QUANTIZED_NAMES else ""
+        return refused or why_not_run(self.storage, formats)
+
 
 def settings_from(text: str) -> list[Setting]:
     """Read settings, one ``storage/compute`` per line, each once. Empty lines and ``#`` comments
@@ -77,21 +91,6 @@ def settings_from(text: str) -> list[Setting]:
     if not found:
         raise HalfsafeError("There is no candidate to measure.", "Write: <storage>/<compute>, e.g. int8/auto.")
     return list(dict.fromkeys(found))
-
-
-def why_not(setting: Setting, device: Device, formats: Container[str] = QUANTIZED_NAMES) -> str:
-    """Return why a device, or a ComfyUI with these formats, cannot run a setting; empty where the
-    setting can run.
-
-    A CPU emulates 16 bit, slowly, and is measured all the same.
-    """
-    needed = {"fp8": "fp8_matmul", "int8": "int8_matmul"}.get(setting.compute, "")
-    if setting.compute in ("fp16", "bf16", SAFE) and device.profile.type != "cpu":
-        needed = setting.compute.removesuffix("_safe")
-    if needed and not device.capabilities[needed]:
-        return Message("not on {0}: {1}", device.label, device.reason(needed))
-    refused = device.refuses(setting.storage) if setting.storage in QUANTIZED_NAMES else ""
-    return refused or why_not_run(setting.storage, formats)
 
 
 @dataclass(frozen=True)
@@ -172,6 +171,32 @@ class Tradeoff:
         """True if it ran and its result is finite."""
         return not self.problem and self.snr_db is not None and self.snr_db > -math.inf
 
+    def rules_for(self, automatic: str, layers: Sequence[LayerSpec], figures: str = "") -> Rules:
+        """Write the row as rules for a loader, or for Compute Dtype, whose own options are ``auto``.
+
+        The first line is for all layers, with ``figures`` in its comment, which a saved file's model
+        card shows. Rules change layers of a model that computes as ``automatic``: where another dtype
+        is asked for, what passes between them is fp32, so that the result is no less close than with
+        the option. Where the line asks for 8 bits, lines for the sensitive layers of this model follow,
+        as it would win over the preset's.
+        """
+        comment = f" # {MEASURED}{', '.join(filter(None, (str(self.setting), figures)))}"
+        words = filter(None, (f"* storage={self.storage}", self.compute_rule(automatic), comment))
+        lines = [" ".join(words)]
+        if self.storage in QUANTIZED_NAMES:
+            preset = rules_from().on(layers)
+            matching = {rule for layer in layers for rule in preset.matching(layer.name, layer.cls)}
+            lines += [str(rule) for rule in preset.presets if rule in matching]
+            lines += [str(rule) for rule in kept_from_nvfp4(layers)] if self.storage == NVFP4 else []
+        return rules_from("\n".join(lines))
+
+    def compute_rule(self, automatic: str) -> str:
+        """Write what the row computes in as settings of a rule; empty where ``auto`` computes so."""
+        compute = self.setting.compute
+        if compute in INT8_COMPUTE:
+            return ""
+        return f"compute={compute}" + ("" if compute in ("fp8", automatic) else " stream=fp32")
+
 
 @dataclass(frozen=True)
 class Measurements:
@@ -247,10 +272,10 @@ class Measurements:
 
     @property
     def rules(self) -> Rules:
-        """The best row for balanced as rules, see :func:`rules_for`; the default preset's where
+        """The best row for balanced as rules, see :meth:`Tradeoff.rules_for`; the default preset's where
         there is none."""
         best = self.best.get("balanced")
-        return rules_for(best, self.automatic, self.layers, self._figures(best)) if best else rules_from()
+        return best.rules_for(self.automatic, self.layers, self._figures(best)) if best else rules_from()
 
     def _figures(self, row: Tradeoff) -> str:
         """Write the figures of a row, the card, its software and the model."""
@@ -331,31 +356,3 @@ def _margin(row: Tradeoff, other: Tradeoff) -> float:
     """Return the difference in seconds up to which two rows take the same time: 3 %, or the larger
     spread of both."""
     return max(row.spread, other.spread, (CLOSE - 1) * other.seconds)
-
-
-def rules_for(row: Tradeoff, automatic: str, layers: Sequence[LayerSpec], figures: str = "") -> Rules:
-    """Write a row as rules for a loader, or for Compute Dtype, whose own options are ``auto``.
-
-    The first line is for all layers, with ``figures`` in its comment, which a saved file's model
-    card shows. Rules change layers of a model that computes as ``automatic``: where another dtype
-    is asked for, what passes between them is fp32, so that the result is no less close than with
-    the option. Where the line asks for 8 bits, lines for the sensitive layers of this model follow,
-    as it would win over the preset's.
-    """
-    comment = f" # {MEASURED}{', '.join(filter(None, (str(row.setting), figures)))}"
-    words = filter(None, (f"* storage={row.storage}", compute_rule(row, automatic), comment))
-    lines = [" ".join(words)]
-    if row.storage in QUANTIZED_NAMES:
-        preset = rules_from().on(layers)
-        matching = {rule for layer in layers for rule in preset.matching(layer.name, layer.cls)}
-        lines += [str(rule) for rule in preset.presets if rule in matching]
-        lines += [str(rule) for rule in kept_from_nvfp4(layers)] if row.storage == NVFP4 else []
-    return rules_from("\n".join(lines))
-
-
-def compute_rule(row: Tradeoff, automatic: str) -> str:
-    """Write what a row computes in as settings of a rule; empty where ``auto`` computes so."""
-    compute = row.setting.compute
-    if compute in INT8_COMPUTE:
-        return ""
-    return f"compute={compute}" + ("" if compute in ("fp8", automatic) else " stream=fp32")

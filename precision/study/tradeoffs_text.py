@@ -11,7 +11,7 @@ from ..report import result
 from ..report.result import BAD, GOOD, WARN, Result
 from ..report.view import shares
 from .analysis_text import decibel_text, error_text, whole_decibel_text
-from .tradeoffs import CLOSE, FLOORS, Measurements, Setting, Tradeoff, compute_rule
+from .tradeoffs import CLOSE, FLOORS, Measurements, Setting, Tradeoff
 
 TABLE = ("setting", "s/step", "memory", "SNR dB")
 SHARED = ("card", "driver", "torch", "model", *TABLE)
@@ -24,22 +24,10 @@ closest."""
 HEADER = ("  setting", "s/step", "memory", "weights", "SNR dB", "what ran")
 
 
-def table_text(found: Measurements) -> str:
-    """Write the measurements: a head, one line per setting, notes, the best for each goal, and
-    rules for balanced.
-
-    Columns are two or more spaces apart.
-    """
-    head = f"{found.device}: {found.model}, {_weights(found)}; latent {_size(found)}, seed {found.seed}"
-    rows = [_cells(row, found, f"{number} {row.names}") for number, row in enumerate(found.rows, 1)]
-    rows.append(_cells(found.reference, found, f"  {found.reference.setting} {REFERENCE}"))
-    written = table(rows, HEADER, math.inf)
-    return "\n".join(["Halfsafe: precisions measured", head, "", written, "", *_notes(found), "", *_best(found)])
-
-
-def tradeoffs_result(found: Measurements, text: str) -> Result:
-    """Sum the measurements up: the best for balanced in a sentence, and a table of all with the
-    best first."""
+def tradeoffs_result(found: Measurements) -> Result:
+    """Sum the measurements up: the best for balanced in a sentence, a table of all with the best
+    first, and a text with the best for each goal and its rules."""
+    text = _text(found)
     best = found.best.get("balanced")
     rows = [_shown(row, found, row.names) for row in sorted(found.rows, key=lambda row: row is not best)]
     rows.append(_shown(found.reference, found, f"{found.reference.setting} {REFERENCE}"))
@@ -60,9 +48,22 @@ def tradeoffs_result(found: Measurements, text: str) -> Result:
     return Result(message, tone, TABLE, rows, 0, text, toast=True, use=use, copied=copied, best=choices)
 
 
+def _text(found: Measurements) -> str:
+    """Write the measurements: a head, one line per setting, notes, the best for each goal, and
+    rules for balanced.
+
+    Columns are two or more spaces apart.
+    """
+    head = f"{found.device}: {found.model}, {_weights(found)}; latent {_size(found)}, seed {found.seed}"
+    rows = [_cells(row, found, f"{number} {row.names}") for number, row in enumerate(found.rows, 1)]
+    rows.append(_cells(found.reference, found, f"  {found.reference.setting} {REFERENCE}"))
+    written = table(rows, HEADER, math.inf)
+    return "\n".join(["Halfsafe: precisions measured", head, "", written, "", *_notes(found), "", *_best(found)])
+
+
 def _use(row: Tradeoff, found: Measurements) -> dict[str, str]:
     """Return the options of a loader for a row, and the rule that computes so."""
-    return {"storage": row.storage, "compute": row.setting.compute, "rules": compute_rule(row, found.automatic)}
+    return {"storage": row.storage, "compute": row.setting.compute, "rules": row.compute_rule(found.automatic)}
 
 
 def _choices(found: Measurements) -> list[dict[str, object]]:

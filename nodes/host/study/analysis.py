@@ -22,7 +22,7 @@ from ....precision.plan.compute import LEAVES_QUANTIZED
 from ....precision.plan.rules import rules_from
 from ....precision.study.candidates import Candidate, with_fp16_sums
 from ....precision.study.layer_error import LayerResult
-from ....precision.study.sensitivity import BARRED, KEPT, MAX_TRIALS, Analysis, Session, analyze
+from ....precision.study.sensitivity import BARRED, KEPT, MAX_TRIALS, Analysis, Session
 from ..comfyui.attributes import WEIGHT_FUNCTIONS, casting, casts_weights, weight_functions
 from ..comfyui.layer_forward import LayerForward, standing_on, with_measure
 from ..comfyui.layers import matrix_layers
@@ -70,7 +70,7 @@ def analyze_model(patcher: ModelPatcher, inputs: Inputs, candidate: str, target_
     subjects = _subjects_of(patcher, wanted)
     session = Session(subjects, wanted, run, core_weights, _change, with_measure)
     watch_sampling(clone, begin_step, inside)
-    analysis = analyze(session, target_db, pin)
+    analysis = session.analyze(target_db, pin)
     bar.update_absolute(bar.total)
     return analysis
 

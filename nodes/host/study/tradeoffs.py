@@ -30,7 +30,7 @@ from ....precision.plan.layers import LoadTarget
 from ....precision.plan.load import ModelPlan, plan_load
 from ....precision.plan.rules import Rules, rules_from
 from ....precision.study.sensitivity import closeness
-from ....precision.study.tradeoffs import Measurements, Setting, Tradeoff, why_not
+from ....precision.study.tradeoffs import Measurements, Setting, Tradeoff
 from ..accumulation.executor import with_accumulation
 from ..comfyui.execution import is_on_several_devices, is_oom
 from ..comfyui.model_facts import bytes_by_storage, held_storages, model_facts, record_of, storages
@@ -138,7 +138,7 @@ def _alike(patcher: ModelPatcher, settings: Sequence[Setting]) -> list[list[Sett
     groups: dict[object, list[Setting]] = {}
     for setting in settings:
         comes_to: object = setting
-        if not why_not(setting, current_device()):
+        if not setting.why_not(current_device()):
             plan = _planned(patcher, setting)
             storage, compute = AS_FILE if _is_held(patcher, plan) else plan.storage.used, plan.compute
             layers = frozenset((name, LayerPlan().with_arithmetic(own)) for name, own in compute.decisions.items())
@@ -174,7 +174,7 @@ class _SettingRunner:
     def row(self, setting: Setting) -> Tradeoff:
         """Measure a setting, or say in the row why the device, its memory or the weights do not
         allow it."""
-        why = why_not(setting, current_device(), held_storages())
+        why = setting.why_not(current_device(), held_storages())
         return Tradeoff(setting, problem=why) if why else self._tried(setting, self._measured)
 
     def again(self, row: Tradeoff) -> Tradeoff:

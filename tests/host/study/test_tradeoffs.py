@@ -16,7 +16,7 @@ from halfsafe.nodes.host.study.step_timer import StepTimer
 from halfsafe.precision.base.errors import HalfsafeError
 from halfsafe.precision.base.message import Message
 from halfsafe.precision.plan.rules import rules_from
-from halfsafe.precision.study.tradeoffs import Setting, Tradeoff, rules_for, settings_from
+from halfsafe.precision.study.tradeoffs import Setting, Tradeoff, settings_from
 from safetensors.torch import load_file
 from support import families, int8_models, tiny_models
 from support.matmul_spy import MatmulSpy
@@ -284,7 +284,7 @@ def test_the_rules_give_loaders_and_compute_dtype_what_was_measured(comfy, path,
     (asked,) = settings_from(setting)
     automatic = host._planned(model, Setting("as_file", "auto")).compute.choice.used
     assert automatic == "fp16"
-    rules = rules_for(Tradeoff(asked, asked.storage), automatic, model_facts(model).layers)
+    rules = Tradeoff(asked, asked.storage).rules_for(automatic, model_facts(model).layers)
     by_option = families.load(comfy, path, asked.storage, asked.compute)
     by_rules = families.load(comfy, path, "auto", "auto", rules)
     loaded = families.with_compute(comfy, families.load(comfy, path, asked.storage, "auto"), "auto", rules)

@@ -11,7 +11,7 @@ from halfsafe.precision.plan.layers import LoadTarget, plan_storage
 from halfsafe.precision.plan.load import plan_load
 from halfsafe.precision.plan.nvfp4 import DOUBTS, NOT_IN_NVFP4, nvfp4_doubts, shapes_by_weight
 from halfsafe.precision.plan.rules import rules_from
-from halfsafe.precision.study.tradeoffs import Setting, Tradeoff, rules_for
+from halfsafe.precision.study.tradeoffs import Setting, Tradeoff
 from safetensors.torch import save_file
 
 # ``include`` and ``exclude`` of ``configs/*nvfp4*.yaml`` in Comfy-Org/comfy-quants, pull request 6 (16c6449d).
@@ -104,7 +104,7 @@ def test_only_nvfp4_and_only_by_default_is_kept_back(layers):
 
 @pytest.mark.parametrize("layers", [flux2(256, 2, 2), anima()], ids=["Flux.2", "Anima"])
 def test_rules_of_what_was_measured_keep_the_same_layers_back(layers):
-    rules = rules_for(Tradeoff(Setting("nvfp4", "auto"), storage="nvfp4"), "bf16", layers)
+    rules = Tradeoff(Setting("nvfp4", "auto"), storage="nvfp4").rules_for("bf16", layers)
     assert in_nvfp4(layers, rules, "as_file") == in_nvfp4(layers)
 
 

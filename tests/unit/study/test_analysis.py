@@ -11,12 +11,12 @@ from halfsafe.precision.base.amax import amax_value
 from halfsafe.precision.base.errors import HalfsafeError
 from halfsafe.precision.formats.checkpoint import StoredWeight, read_checkpoint
 from halfsafe.precision.formats.fp8 import quantize
-from halfsafe.precision.plan.rules import Rule, parse, patterns, rules_from
+from halfsafe.precision.plan.rules import Rule, patterns, rules_from
 from halfsafe.precision.study import sensitivity as a
-from halfsafe.precision.study.analysis_text import analysis_result, analysis_text, rule_lines, rules_of
+from halfsafe.precision.study.analysis_text import analysis_result, rules_of
 from halfsafe.precision.study.candidates import CANDIDATES, Candidate, with_fp16_sums
 from halfsafe.precision.study.charts import COLOURS, analysis_chart
-from halfsafe.precision.study.layer_error import output_error, sample_of, weight_error
+from halfsafe.precision.study.layer_error import sample_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import ImageColor
@@ -52,8 +52,9 @@ class NoFloat64(TorchFunctionMode):
 def test_an_snr_is_computed_on_the_host():
     reference, result = torch.tensor([3.0, 4.0]), torch.tensor([3.0, 3.5])
     with NoFloat64():
-        assert a.snr_db(reference, result) == pytest.approx(20.0) and a.snr_db(reference, reference) == math.inf
-    assert a.snr_db(reference, torch.tensor([3.0, math.nan])) == -math.inf
+        assert a.closeness([reference], [result])[0] == pytest.approx(20.0)
+        assert a.closeness([reference], [reference])[0] == math.inf
+    assert a.closeness([reference], [torch.tensor([3.0, math.nan])])[0] == -math.inf
 
 
 def normal(*shape, seed=0):
@@ -127,7 +128,7 @@ def analyzed(net, target, candidate=FP8, pin=True):
             yield
 
     session = a.Session(subjects, candidate, lambda: net.sampled(step), plain_weights, change)
-    return a.analyze(session, target, pin)
+    return session.analyze(target, pin)
 
 
 def snr_of(net, names):
@@ -151,7 +152,7 @@ def test_the_weight_is_that_of_the_packs_own_quantizer():
         data, scale = quantize(weight, candidate.dtype, amax_value(weight))
         expected = (data.float() * scale).to(dtype)
         assert torch.equal(candidate.weight(weight), expected)
-        assert weight_error(weight, candidate) == pytest.approx(sqnr_db(weight, expected), abs=1e-3)
+        assert candidate.weight_error(weight) == pytest.approx(sqnr_db(weight, expected), abs=1e-3)
 
 
 def test_int8_is_that_of_the_packs_files_and_products_cost_more():
@@ -161,7 +162,7 @@ def test_int8_is_that_of_the_packs_files_and_products_cost_more():
     assert torch.equal(weights.weight(stored.data), held.dequantize(torch.float32))
     layer, x = torch.nn.Linear(128, 48), normal(64, 128, seed=1)
     layer.weight.data = stored.data
-    alone, both = (output_error(layer, x, layer.weight.data, None, one)[0] for one in (weights, products))
+    alone, both = (one.output_error(layer, x, layer.weight.data, None)[0] for one in (weights, products))
     assert torch.equal(weights.input(x), x) and 2 < alone - both < 4
     x[:, 5] *= 300
     expected = F.linear(products.input(x), held.dequantize(torch.float32))
@@ -190,7 +191,7 @@ def test_the_error_of_a_layer_on_samples_is_that_of_all_its_inputs(name):
     layer, x = torch.nn.Linear(64, 48), normal(1, 4000, 64, seed=1)
     layer.weight.data, candidate = normal(48, 64) / 8, Candidate(name)
     few, every = (
-        output_error(layer, rows, layer.weight.data, layer.bias.data, candidate) for rows in (sample_of(layer, x), x[0])
+        candidate.output_error(layer, rows, layer.weight.data, layer.bias.data) for rows in (sample_of(layer, x), x[0])
     )
     assert len(sample_of(layer, x)) == 64 and few == pytest.approx(every, abs=1.0)
     expected = {"fp8_e4m3fn": 31.5, "fp8_e5m2": 25.5, "bf16": 52, "fp16": 70, "fp16_acc16": 66, "int8": 41.5}[name]
@@ -202,16 +203,16 @@ def test_convolutions_are_measured_on_a_crop(kind, groups):
     dimensions = int(kind.__name__[4])
     layer, x = kind(8, 16, 3, padding=1, groups=groups), normal(2, 8, *[20] * dimensions)
     assert sample_of(layer, x).shape == (1, 8, *(2, 8, 8)[-dimensions:])
-    error = output_error(layer, sample_of(layer, x), layer.weight.data, layer.bias.data, Candidate("bf16"))
+    error = Candidate("bf16").output_error(layer, sample_of(layer, x), layer.weight.data, layer.bias.data)
     assert 45 < error[1] <= error[0] + 3 < 65
 
 
 def test_an_error_that_large_channels_hide_is_seen():
     layer, x = torch.nn.Linear(64, 48), normal(64, 64, seed=1)
     layer.weight.data = normal(48, 64) / 8
-    assert output_error(layer, x, layer.weight.data, None, FP8)[1] == pytest.approx(31.5, abs=1)
+    assert FP8.output_error(layer, x, layer.weight.data, None)[1] == pytest.approx(31.5, abs=1)
     layer.weight.data[0] *= OUTLIER
-    whole, channel = output_error(layer, x, layer.weight.data, None, FP8)
+    whole, channel = FP8.output_error(layer, x, layer.weight.data, None)
     assert whole > 30 and channel < 6, "the large channel alone is right, the others are lost"
 
 
@@ -243,7 +244,7 @@ class Additive:
         return sum(self.noises[int(name)] for name in names)
 
     def analyzed(self, target=20.0):
-        found = a.analyze(self.session, target)
+        found = self.session.analyze(target)
         assert self.noise(names_of(found.chosen)) <= 10 ** (-target / 10) * (1 + 1e-9), "whatever is found holds"
         return found
 
@@ -256,7 +257,7 @@ def test_layers_are_found_where_thirteen_of_thirty_hold_the_target_by_themselves
     assert (
         not upside_down.chosen
         and upside_down.trials == a.MAX_TRIALS
-        and "No layer was found" in analysis_text(upside_down)
+        and "No layer was found" in analysis_result(upside_down).text
     )
     found = [Additive(noises, normal(30, seed=seed).exp().tolist()).analyzed() for seed in range(20)]
     assert sum(bool(one.chosen) for one in found) >= 18, "where errors of layers tell nothing of the model's"
@@ -321,9 +322,10 @@ def test_whole_blocks_and_whole_kinds_become_one_line(names, line):
 @pytest.mark.parametrize(("target", "pin"), [(0, True), (34, False), (38, True), (119, False)])
 def test_text_reads_back_as_the_rules_which_give_every_layer_its_outcome(target, pin):
     found = analyzed(Net(outliers=(1, 2)) if target < 119 else Net(blocks=1), target, pin=pin)
-    rules, text = rules_of(found), analysis_text(found, "Net")
+    rules, result = rules_of(found), analysis_result(found, "Net")
+    text = result.text
     assert rules_from(text) == rules and f"{found.steps} steps" in text
-    assert ("cannot be reached" in text) == (target == 119) == (analysis_result(found, text).tone == "warn")
+    assert ("cannot be reached" in text) == (target == 119) == (result.tone == "warn")
     for layer in found.layers:
         setting = rules.setting("storage", layer.name, layer.cls)
         stored = (setting[0] if setting else "fp8_e4m3fn") == "fp8_e4m3fn"
@@ -332,11 +334,11 @@ def test_text_reads_back_as_the_rules_which_give_every_layer_its_outcome(target,
 
 def test_rules_for_arithmetic_name_the_chosen_layers():
     found = analyzed(Net(), 60, Candidate("fp16"))
-    rules = parse("\n".join(rule_lines(found)))
+    rules = rules_of(found).own
     for layer in found.layers:
         assert any(rule.matches(layer.name, layer.cls) for rule in rules) == (layer.status == a.CHOSEN)
     assert {rule.settings for rule in rules} == {(("compute", "fp16"),)}
-    acc16 = parse("\n".join(rule_lines(analyzed(Net(), 30, Candidate("fp16_acc16")))))
+    acc16 = rules_of(analyzed(Net(), 30, Candidate("fp16_acc16"))).own
     assert {rule.settings for rule in acc16} == {(("compute", "fp16"), ("accumulation", "fp16"))}
 
 
@@ -371,5 +373,5 @@ def test_what_has_no_decibels_is_said_in_words(monkeypatch):
         3,
     )
     analysis_chart(found)
-    for text in (" ".join(written), analysis_text(found)):
+    for text in (" ".join(written), analysis_result(found).text):
         assert "no error" in text and "NaN or Inf" in text and "exact" in text and "inf dB" not in text

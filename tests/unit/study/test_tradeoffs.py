@@ -17,18 +17,16 @@ from halfsafe.precision.plan.layers import plan_storage
 from halfsafe.precision.plan.rules import parse, rules_from
 from halfsafe.precision.report import draw
 from halfsafe.precision.report.result import BEST, CLOSEST, NO_GAIN, NONE_WORKS, UNRANKED
-from halfsafe.precision.study import charts, pictures
+from halfsafe.precision.study import charts
 from halfsafe.precision.study.charts import tradeoffs_chart
 from halfsafe.precision.study.tradeoffs import (
     Measurements,
     Setting,
     Tradeoff,
     best_for,
-    rules_for,
     settings_from,
-    why_not,
 )
-from halfsafe.precision.study.tradeoffs_text import NOISY, NOT_FASTER, table_text, tradeoffs_result, verdicts
+from halfsafe.precision.study.tradeoffs_text import NOISY, NOT_FASTER, tradeoffs_result, verdicts
 from support.page_words import untranslated
 
 MIB = 1 << 20
@@ -131,13 +129,13 @@ def test_what_gains_nothing_over_the_reference_beyond_the_noise_is_no_best(secon
     """Not in the sentence, the table, the chart nor the page's rows; balanced may gain memory alone."""
     measured = replace(found([row("as_file/fp16", seconds, mib, 35.0)]), reference=replace(REFERENCE, spread=spread))
     assert measured.best.keys() == goals
-    result, table = tradeoffs_result(measured, ""), table_text(measured)
+    result = tradeoffs_result(measured)
     assert {goal for one in result.best for goal in one["goals"]} == goals - {"balanced"}
     expected = BEST if "balanced" in goals else UNRANKED if measured.is_noisy else NO_GAIN
     assert template_of(result) == expected and (result.use is None) == (expected is not BEST)
     assert untranslated([result.sentence]) == []
     none = {line for line in verdicts(measured) if line.endswith((NOISY, NOT_FASTER))}
-    assert len(none) == len(GOALS) - len(goals) == table.count(NOISY if measured.is_noisy else NOT_FASTER)
+    assert len(none) == len(GOALS) - len(goals) == result.text.count(NOISY if measured.is_noisy else NOT_FASTER)
 
 
 NOISY_ROWS = [
@@ -173,10 +171,10 @@ def test_chart_table_and_sentence_tell_of_one_verdict(monkeypatch):
         ranked, notes = found(rows).best, drawn.pop()
         best = {note.partition(":")[0].removeprefix("best for ") for note in notes if NOISY not in note}
         assert best == ranked.keys()
-        lines = table_text(found(rows)).splitlines()
+        result = tradeoffs_result(found(rows))
+        lines = result.text.splitlines()
         table = {line.split(":")[0].strip() for line in lines if line.startswith("  ") and " storage " in line}
         assert table == ranked.keys()
-        result = tradeoffs_result(found(rows), "")
         assert (template_of(result) in (BEST, CLOSEST)) == ("balanced" in ranked) and (
             result.sentence == NONE_WORKS
         ) == (not ranked)
@@ -186,7 +184,7 @@ def test_chart_table_and_sentence_tell_of_one_verdict(monkeypatch):
     *[(storage, COMPUTE_OPTIONS[place % len(COMPUTE_OPTIONS)]) for place, storage in enumerate(STORAGE_OPTIONS[1:])], *[("int8", compute) for compute in COMPUTE_OPTIONS],
 ])  # fmt: skip
 def test_rules_store_each_layer_as_the_loader_with_that_storage(storage, compute):
-    rules = rules_for(row(f"{storage}/{compute}"), "bf16", LAYERS)
+    rules = row(f"{storage}/{compute}").rules_for("bf16", LAYERS)
     wanted = plan_storage(LAYERS, storage, rules_from())
     made = plan_storage(LAYERS, "as_file", rules)
     assert {name: one.storage for name, one in made.items()} == {name: one.storage for name, one in wanted.items()}
@@ -197,7 +195,7 @@ def test_rules_store_each_layer_as_the_loader_with_that_storage(storage, compute
 
 
 def test_rules_name_sensitive_layers_only_where_the_model_has_some():
-    text = [str(rule) for rule in rules_for(SMALL, "bf16", LAYERS).own]
+    text = [str(rule) for rule in SMALL.rules_for("bf16", LAYERS).own]
     assert text[0] == "* storage=int8  # measured: int8/auto"
     assert [line.split()[0] for line in text[1:]] == ["*time_embed*", "head.*"]
 
@@ -216,7 +214,7 @@ def cells(text: str) -> list[list[str]]:
 
 
 def test_the_table_has_the_figures_of_every_row():
-    header, *body = cells(table_text(found()))
+    header, *body = cells(tradeoffs_result(found()).text)
     assert header == ["setting", "s/step", "memory", "weights", "SNR dB", "what ran"]
     assert body[0] == [
         "1 as_file/bf16",
@@ -231,30 +229,30 @@ def test_the_table_has_the_figures_of_every_row():
 
 
 def test_the_table_ends_with_the_rules_and_says_what_memory_is():
-    text = table_text(found())
+    text = tradeoffs_result(found()).text
     rules = text.partition("# balanced as rules")[2].partition("\n")[2]
     assert tuple(parse(rules)) == found().rules.own
-    assert [line.settings for line in parse(rules)] == [line.settings for line in rules_for(SMALL, "bf16", LAYERS).own]
+    assert [line.settings for line in parse(rules)] == [line.settings for line in SMALL.rules_for("bf16", LAYERS).own]
     assert "balanced: storage int8, compute auto = bf16 (1.00 s/step, 50.00 MiB, 38.0 dB)" in text
     assert "memory: weights alone" in text
-    told = table_text(found([replace(SMALL, extra_bytes=10 * MIB)]))
+    told = tradeoffs_result(found([replace(SMALL, extra_bytes=10 * MIB)])).text
     assert "weights alone" not in told and "60.00 MiB" in told
 
 
 def test_a_table_without_any_result_says_so():
     none = found([BAD, CANNOT])
-    text = table_text(none)
+    text = tradeoffs_result(none).text
     assert (
         "No setting gave a finite result." in text
         and "rules" not in text
         and none.rules == rules_from()
         and not none.best
     )
-    assert tradeoffs_result(none, text).tone == "bad" and tradeoffs_result(found(), "").marked == 0
+    assert tradeoffs_result(none).tone == "bad" and tradeoffs_result(found()).marked == 0
 
 
 def sentence(rows, **about) -> str:
-    return tradeoffs_result(found(rows, **about), "").sentence
+    return tradeoffs_result(found(rows, **about)).sentence
 
 
 def template_of(result) -> str:
@@ -283,25 +281,28 @@ def test_weights_whose_file_is_not_known_are_told():
     assert sentence(ROWS, is_of_file=False).endswith(
         "error 1.3 % against the weights as loaded, whose file is not known."
     )
-    assert "weights as loaded, in bf16: their file is not known; latent" in table_text(found(is_of_file=False))
-    assert "weights of the file in bf16 (loaded in int8, measured from the file); latent" in table_text(
-        found(given="int8")
+    assert (
+        "weights as loaded, in bf16: their file is not known; latent" in tradeoffs_result(found(is_of_file=False)).text
+    )
+    assert (
+        "weights of the file in bf16 (loaded in int8, measured from the file); latent"
+        in tradeoffs_result(found(given="int8")).text
     )
 
 
 def test_what_a_button_puts_into_the_workflow_is_what_was_measured():
     """A storage and compute of loaders, and for nodes that plan anew, what is not computed by itself."""
-    assert tradeoffs_result(found(), "").use == {"storage": "int8", "compute": "auto", "rules": ""}
-    assert tradeoffs_result(found([row("as_file/fp16_safe")]), "").use == {
+    assert tradeoffs_result(found()).use == {"storage": "int8", "compute": "auto", "rules": ""}
+    assert tradeoffs_result(found([row("as_file/fp16_safe")])).use == {
         "storage": "as_file",
         "compute": "fp16_safe",
         "rules": "compute=fp16_safe stream=fp32",
     }
-    assert [tradeoffs_result(found(rows), "").use for rows in ([FAST], [BAD], NOISY_ROWS[1:])] == [None] * 3
+    assert [tradeoffs_result(found(rows)).use for rows in ([FAST], [BAD], NOISY_ROWS[1:])] == [None] * 3
 
 
 def test_what_a_button_copies_is_a_table_and_json():
-    *lines, _, told = tradeoffs_result(found(), "").copied.splitlines()
+    *lines, _, told = tradeoffs_result(found()).copied.splitlines()
     head, rule, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert head == ["card", "driver", "torch", "model", "setting", "s/step", "memory", "SNR dB"] and {*rule} == {"---"}
     here = ["RTX 4090", "580.1", "2.11.0+cu130", "WAN21, latent 1 x 16 x 1 x 8 x 8"]
@@ -314,12 +315,12 @@ def test_what_a_button_copies_is_a_table_and_json():
     ]
     assert rows[2][5:] == ["1.00", "50.00 MiB", "38.0"]
     assert json.loads(told) == [dict(zip(head, row, strict=True)) for row in rows]
-    assert tradeoffs_result(found([FAST]), "").copied and not tradeoffs_result(found([BAD]), "").copied
+    assert tradeoffs_result(found([FAST])).copied and not tradeoffs_result(found([BAD])).copied
 
 
 def test_a_copied_row_has_its_spread():
     rows = [replace(SMALL, spread=0.41), replace(SLOW, spread=0.06)]
-    copied = tradeoffs_result(found(rows), "").copied
+    copied = tradeoffs_result(found(rows)).copied
     assert "| 1.00 \u00b141 % |" in copied and "| 2.00 \u00b13 % |" in copied and "\\u00b141 %" in copied
 
 
@@ -327,23 +328,24 @@ def test_several_seeds_are_told_by_their_mean_and_least_cosine():
     seen = replace(SMALL, cosines=[0.999, 0.95, 0.998])
     measured = replace(found([SLOW, seen]), seeds=3)
     said = "cosine 0.9823 over 3 seeds (least 0.9500, seed 8)"
-    result = tradeoffs_result(measured, "")
-    assert seen.worst == 1 and f"{said}, error 1.3 %." in result.sentence and said in table_text(measured)
-    assert "cosine" not in tradeoffs_result(found([SLOW, seen]), "").sentence, "one seed is told by its error"
+    result = tradeoffs_result(measured)
+    assert seen.worst == 1 and f"{said}, error 1.3 %." in result.sentence and said in result.text
+    assert "cosine" not in tradeoffs_result(found([SLOW, seen])).sentence, "one seed is told by its error"
 
 
 def test_two_pictures_stand_below_the_chart(monkeypatch):
     """Of the reference and of the best setting, with the seed of the least cosine."""
     said = []
-    monkeypatch.setattr(pictures, "write_text", lambda drawing, x, y, text, *_: said.append(text))
-    chart = np.full((10, 1024, 3), 0.5, np.float32)
+    monkeypatch.setattr(charts, "write_text", lambda drawing, x, y, text, *_: said.append(text))
     drawn = [np.full((4, 8, 3), value, np.uint8) for value in (0, 255)]
-    measured = replace(found([SLOW, replace(SMALL, cosines=[0.9, 0.8], pictures=drawn)]), seeds=2)
-    whole = pictures.with_pictures(chart, measured)
-    assert np.allclose(whole[:10], 128 / 255, atol=0.01) and whole.shape[1] == 1024 and len(whole) > 200
-    assert (whole[150, 100] == 0).all() and (whole[150, 900] == 1).all()
+    plain, shown = (
+        tradeoffs_chart(replace(found([SLOW, replace(SMALL, cosines=[0.9, 0.8], pictures=each)]), seeds=2))
+        for each in ((), drawn)
+    )
+    below = shown[len(plain) :]
+    assert np.array_equal(shown[: len(plain)], plain) and shown.shape[1] == 1024 and len(below) > 190
+    assert (below[140, 100] == 0).all() and (below[140, 900] == 1).all()
     assert said == [f"{setting}, after four steps, seed 8 (least cosine)" for setting in ("as_file/fp32", "int8/auto")]
-    assert pictures.with_pictures(chart, found()) is chart
 
 
 TWIN = replace(row("auto/auto", 3.9, snr=math.inf), storages=REFERENCE.storages, modes=REFERENCE.modes)
@@ -368,7 +370,8 @@ def test_twins_that_differ_by_more_than_their_spread_rank_nothing(seconds, sprea
         measured = replace(found(rows), reference=replace(REFERENCE, spread=spread))
         assert (measured.best.keys() == {"balanced", "quality", "speed", "memory"}) == ranks
         assert ranks or measured.best == {"quality": twin, "memory": SMALL}, "which need no time"
-        result, text = tradeoffs_result(measured, ""), " ".join(table_text(measured).split())
+        result = tradeoffs_result(measured)
+        text = " ".join(result.text.split())
         assert (template_of(result) == UNRANKED) != ranks and (result.use is None) != ranks
         assert ("their times differ by more than the spread" in text) != ranks and (
             "their times agree" in text
@@ -379,7 +382,7 @@ def test_only_the_rows_that_may_win_make_the_ranking_doubtful():
     here = row("as_file/bf16", 1.0, 100, 50.0)
     may, cannot = (row("as_file/bf16", seconds, snr=50.0, spread=0.5) for seconds in (0.9, 1.1))
     tables = ([here], [FAST], [here, may], [here, cannot], [FAST, may, may], [may], [FAST, may])
-    assert [template_of(tradeoffs_result(found(rows), "")) for rows in tables] == [
+    assert [template_of(tradeoffs_result(found(rows))) for rows in tables] == [
         BEST,
         CLOSEST,
         UNRANKED,
@@ -392,7 +395,7 @@ def test_only_the_rows_that_may_win_make_the_ranking_doubtful():
 
 def test_the_best_row_comes_first_and_a_noisy_one_is_not_ranked():
     noisy = replace(SMALL, spread=0.21)
-    rows = tradeoffs_result(found([SLOW, noisy, FAST]), "").rows
+    rows = tradeoffs_result(found([SLOW, noisy, FAST])).rows
     assert [(row[0], NOISY in row[1]) for row in rows] == [
         ("as_file/bf16", False),
         ("int8/auto = int8/bf16", True),
@@ -400,21 +403,21 @@ def test_the_best_row_comes_first_and_a_noisy_one_is_not_ranked():
         ("as_file/fp32 (reference)", False),
     ]
     assert untranslated([list(row[1:4]) for row in rows]) == []
-    none_ranks = tradeoffs_result(found([noisy, noisy]), "")
+    none_ranks = tradeoffs_result(found([noisy, noisy]))
     assert none_ranks.marked is None and none_ranks.tone == "warn" and found([noisy, noisy]).rules == rules_from()
-    assert tradeoffs_result(found(), "").rows[0][0] == "int8/auto = int8/bf16"
+    assert tradeoffs_result(found()).rows[0][0] == "int8/auto = int8/bf16"
 
 
 def test_the_fastest_the_smallest_and_the_closest_are_given_as_numbers():
     """One row for each, and one for all where they are the same; nothing is fastest where times are too noisy."""
     measured = found()
-    best = {goal: one for one in tradeoffs_result(measured, "").best for goal in one["goals"]}
+    best = {goal: one for one in tradeoffs_result(measured).best for goal in one["goals"]}
     for goal, row in ((goal, measured.best[goal]) for goal in ("speed", "memory", "quality")):
         figures = (row.seconds, row.bytes, pytest.approx(10 ** (-row.snr_db / 20)), row.storage, row.setting.compute)
         one = best[goal]
         assert (one["seconds"], one["bytes"], one["error"], one["use"]["storage"], one["use"]["compute"]) == figures
-    assert [one["goals"] for one in tradeoffs_result(found([FAST]), "").best] == [["speed", "memory", "quality"]]
-    noisy = tradeoffs_result(found([replace(row, spread=row.seconds) for row in (SLOW, SMALL)]), "")
+    assert [one["goals"] for one in tradeoffs_result(found([FAST])).best] == [["speed", "memory", "quality"]]
+    noisy = tradeoffs_result(found([replace(row, spread=row.seconds) for row in (SLOW, SMALL)]))
     assert "speed" not in {goal for one in noisy.best for goal in one["goals"]} and noisy.best
 
 
@@ -459,17 +462,18 @@ def test_a_text_that_cannot_be_read_is_an_error_with_its_line(text, words):
 ])  # fmt: skip
 def test_a_device_that_cannot_is_told_with_its_reason(setting, profile, capability):
     (asked,), device = settings_from(setting), detect(profile=profile)
-    assert why_not(asked, device) == f"not on {device.label}: {device.reason(capability)}"
-    assert why_not(asked, detect(profile="sm_100")) == "" == why_not(Setting("auto", "auto"), device)
+    assert asked.why_not(device) == f"not on {device.label}: {device.reason(capability)}"
+    assert asked.why_not(detect(profile="sm_100")) == "" == Setting("auto", "auto").why_not(device)
 
 
 def test_a_device_without_fp8_stores_none():
     device = detect(profile="sm_86").without("fp8_storage", "No fp8 here.")
-    assert why_not(Setting("fp8_e5m2", "auto"), device).endswith("No fp8 here.") and not why_not(
-        Setting("int8", "auto"), device
+    assert Setting("fp8_e5m2", "auto").why_not(device).endswith("No fp8 here.") and not Setting("int8", "auto").why_not(
+        device
     )
 
 
 @pytest.mark.parametrize("setting", ["as_file/bf16", "as_file/fp16", "auto/fp16_safe", "int8/int8", "fp8_e5m2/fp32"])
 def test_a_cpu_is_measured_in_what_it_emulates(setting):
-    assert why_not(*settings_from(setting), detect(profile="cpu")) == ""
+    (asked,) = settings_from(setting)
+    assert asked.why_not(detect(profile="cpu")) == ""
