@@ -2,7 +2,7 @@
 
 from comfy_api.latest import io
 
-from ..precision.report.images import compare, compare_text, difference_image, result_of_images
+from ..precision.report.images import compare, difference_image, result_of_images
 from .inputs import MEASURE, schema
 
 
@@ -31,8 +31,8 @@ class CompareImages(io.ComfyNode):
     def execute(cls, reference, candidate) -> io.NodeOutput:
         differences = compare(reference, candidate)
         picture, gain = difference_image(reference, candidate)
-        text = compare_text(differences, gain)
-        return io.NodeOutput(text, picture, ui=result_of_images(differences, text).ui())
+        result = result_of_images(differences, gain)
+        return io.NodeOutput(result.text, picture, ui=result.ui())
 
 
 NODES = [CompareImages]

@@ -57,11 +57,11 @@ class DeviceInfo(io.ComfyNode):
 
     @classmethod
     def execute(cls, profile) -> io.NodeOutput:
-        found = doctor.diagnose(current_device()) if profile == cls.THIS_DEVICE else doctor.describe(profile)
+        found = doctor.diagnose(current_device()) if profile == cls.THIS_DEVICE else doctor.diagnose(profile=profile)
         if profile == cls.THIS_DEVICE:
             found["comfyui"] = [asdict(fact) for fact in facts_here()]
-        text = doctor.to_text(found)
-        return io.NodeOutput(text, json.dumps(found, allow_nan=False), ui=doctor.diagnosis_result(found).ui())
+        result = doctor.diagnosis_result(found)
+        return io.NodeOutput(result.text, json.dumps(found, allow_nan=False), ui=result.ui())
 
 
 NODES = [ReportNode, DeviceInfo]

@@ -180,5 +180,5 @@ def _doctor(options: argparse.Namespace) -> int:
     from ..report import doctor
 
     diagnosis = doctor.diagnose()
-    _print(options, diagnosis, doctor.to_text(diagnosis))
+    _print(options, diagnosis, doctor.diagnosis_result(diagnosis).text)
     return 0

@@ -20,6 +20,7 @@ from ..formats.card import Provenance, card_entry, source_of
 from ..formats.checkpoint import CARD_KEY, Checkpoint, dialect_text, read_checkpoint, zero_notes
 from ..formats.comfy_format import finite_bound, made_here, tensors_made
 from ..formats.diffusers_names import origins_of
+from ..formats.families import UNKNOWN, family_of
 from ..formats.joined import FUSED, JoinedWeights
 from ..formats.layer_plan import LayerPlan
 from ..formats.readers import UNKNOWN_PREFIXES, read_by, refuse_lora, refuse_unread
@@ -28,13 +29,12 @@ from ..formats.stored_weight import StoredWeight
 from ..make.calibrated import CalibratedRounding
 from ..make.calibration import CalibrationData
 from ..make.weight_errors import measuring_errors, told_again
-from ..plan.compute import rules_without_effect
 from ..plan.facts import layer_specs
 from ..plan.layers import notes_on, plan_file, plan_weights
 from ..plan.nvfp4 import nvfp4_doubts
 from ..plan.presets import DEFAULT_PRESET
 from ..plan.rules import Rules
-from ..report.model_card import add_model_card, fenced, folder_in_comfyui
+from ..report.model_card import add_model_card
 from .inspect import section
 
 WITHOUT_PREFIX = "The names were written without '{0}', with which ComfyUI does not load them."
@@ -128,8 +128,8 @@ def convert_file(
     doubts = [*told_again(plans, errors), *nvfp4_doubts(outline.model_shapes, plans.values())]
     told = ""
     if card:
-        command = fenced([_command_line(source, target, storage, rules, calibration)])
-        folder = folder_in_comfyui(outline)
+        command = _command_line(source, target, storage, rules, calibration)
+        folder = _folder_in_comfyui(outline)
         told = add_model_card(target, provenance, command, plans, errors, folder, readings, doubts)
     return ConvertSummary(
         source=str(source),
@@ -225,7 +225,7 @@ def _done(
 
 
 def _notes(outline: Checkpoint, checkpoint: Checkpoint, rules: Rules, plans: Mapping[str, LayerPlan]) -> list[str]:
-    idle = rules_without_effect(layer_specs(outline, outline.prefix), rules)
+    idle = rules.without_effect(layer_specs(outline, outline.prefix))
     unpacked = checkpoint.weights.unpacked if isinstance(checkpoint.weights, JoinedWeights) else ()
     told = [Message(FUSED, listed([name.removesuffix(".weight") for name in unpacked]))] if unpacked else []
     return [*checkpoint.notes, *told, *(f"{rule.setting}: {rule.reason}" for rule in idle), *notes_on(plans)]
@@ -243,3 +243,12 @@ def conversion_text(summary: ConvertSummary) -> str:
     lines += hanging("  model card  ", summary.card) if summary.card else []
     lines += section("kept", [f"{name}: {reason}" for name, reason in summary.kept])
     return "\n".join(lines + section("notes", summary.notes) + section("read by", summary.readers))
+
+
+def _folder_in_comfyui(checkpoint: Checkpoint) -> str:
+    """Return the folder below ComfyUI's ``models`` of a file's kind: ``diffusion_models`` or
+    ``checkpoints``; empty for other kinds, which the names of tensors do not tell here."""
+    inside = [name.startswith(checkpoint.prefix) for name in checkpoint.weights]
+    if checkpoint.prefix and not all(inside):
+        return "checkpoints"
+    return "" if family_of(checkpoint.model_shapes) == UNKNOWN else "diffusion_models"

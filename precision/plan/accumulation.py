@@ -44,6 +44,35 @@ class Request:
         """Return the request, with unchanged settings from an earlier node's request."""
         return replace(earlier, **{k: v for k, v in vars(self).items() if v != UNCHANGED})
 
+    def plan(self, device: Device, matmuls: "MatmulProfile") -> "AccumulationPlan":
+        """Resolve the request for a model on a device. Nothing is raised for a setting that cannot act:
+        it is listed, and no flag is turned on for it. Off holds even so: a layer may run in another
+        dtype in a later call than it does now."""
+        asked = {setting: value for setting in PARTS if (value := getattr(self, setting)) != UNCHANGED}
+        problems = {setting: _problem(setting, value, device, matmuls) for setting, value in asked.items()}
+        acting = {(setting, value) for setting, value in asked.items() if not problems[setting]}
+        held: dict[str, bool] = {}
+        idle: list[WithoutEffect] = []
+        for setting, value in asked.items():
+            if (setting, value) in acting or value != "on":
+                held |= dict.fromkeys(PARTS[setting], value == "on")
+            reasons = dict.fromkeys((problems[setting], *map(_missing, PARTS[setting])))
+            idle += [WithoutEffect(f"{setting}={value}", why) for why in reasons if why]
+        in_fp16 = any(mode.operand == torch.float16 for mode in modes_named(matmuls.modes))
+        if self.attention != UNCHANGED and not in_fp16:
+            modes = _listed(matmuls.modes)
+            why = Message("no attention runs in fp16: layers compute in {0}, whose scores cannot overflow", modes)
+            idle.append(WithoutEffect(f"attention={self.attention}", why))
+        return AccumulationPlan(
+            request=self,
+            flags=frozen(held),
+            trying=("fp16_accumulation", "auto") in acting,
+            fp8_fast=("fp8_fast_accumulation", "on") in acting,
+            attention=self.attention if in_fp16 else UNCHANGED,
+            reasons=frozen({name: _reason(name, asked.get(name), problems.get(name), device) for name in PARTS}),
+            without_effect=tuple(idle),
+        )
+
 
 @dataclass(frozen=True)
 class MatmulProfile:
@@ -58,6 +87,18 @@ class MatmulProfile:
         """True if all layers share the flags: a graph cannot switch them, nor can concurrent
         threads."""
         return self.compiled or self.parallel
+
+    def why_no_fp16_sums(self, device: Device) -> str | None:
+        """Return why fp16 accumulation cannot act on these layers on a device; None if it can."""
+        if problem := _missing("fp16_accumulation") or _needs_nvidia(device, 70):
+            return problem
+        modes = modes_named(self.modes)
+        wide = any(mode.is_wide for mode in modes)
+        if any(mode.operand == mode.result == torch.float16 for mode in modes):  # what cuBLAS can accumulate in fp16
+            return Message("{0}, and {1}", FP32_RESULTS, NO_SWITCH) if wide and self.whole else None
+        if wide:
+            return FP32_RESULTS
+        return Message("it affects fp16 products only, and these layers multiply in {0}", _listed(self.modes))
 
 
 @dataclass(frozen=True)
@@ -78,41 +119,11 @@ class AccumulationPlan:
     without_effect: tuple[WithoutEffect, ...] = ()
 
 
-def plan_accumulation(request: Request, device: Device, matmuls: MatmulProfile) -> AccumulationPlan:
-    """Resolve a request for a model on a device. Nothing is raised for a setting that cannot act:
-    it is listed, and no flag is turned on for it. Off holds even so: a layer may run in another
-    dtype in a later call than it does now."""
-    asked = {setting: value for setting in PARTS if (value := getattr(request, setting)) != UNCHANGED}
-    problems = {setting: _problem(setting, value, device, matmuls) for setting, value in asked.items()}
-    acting = {(setting, value) for setting, value in asked.items() if not problems[setting]}
-    held: dict[str, bool] = {}
-    idle: list[WithoutEffect] = []
-    for setting, value in asked.items():
-        if (setting, value) in acting or value != "on":
-            held |= dict.fromkeys(PARTS[setting], value == "on")
-        reasons = dict.fromkeys((problems[setting], *map(_missing, PARTS[setting])))
-        idle += [WithoutEffect(f"{setting}={value}", why) for why in reasons if why]
-    in_fp16 = any(mode.operand == torch.float16 for mode in modes_named(matmuls.modes))
-    if request.attention != UNCHANGED and not in_fp16:
-        modes = _listed(matmuls.modes)
-        why = Message("no attention runs in fp16: layers compute in {0}, whose scores cannot overflow", modes)
-        idle.append(WithoutEffect(f"attention={request.attention}", why))
-    return AccumulationPlan(
-        request=request,
-        flags=frozen(held),
-        trying=("fp16_accumulation", "auto") in acting,
-        fp8_fast=("fp8_fast_accumulation", "on") in acting,
-        attention=request.attention if in_fp16 else UNCHANGED,
-        reasons=frozen({name: _reason(name, asked.get(name), problems.get(name), device) for name in PARTS}),
-        without_effect=tuple(idle),
-    )
-
-
 def _problem(setting: str, value: str, device: Device, matmuls: MatmulProfile) -> str | None:
     """Return why a setting has no effect; None if it has one. On and off are obeyed even if they
     gain no speed."""
     if setting == "fp16_accumulation":
-        problem = fp16_sums_inert(device, matmuls)
+        problem = matmuls.why_no_fp16_sums(device)
         if problem or value != "auto" or (device.capabilities[setting] and not matmuls.whole):
             return problem
         return NO_SWITCH if device.capabilities[setting] else device.reason(setting)
@@ -144,19 +155,6 @@ def _reason(setting: str, asked: str | None, problem: str | None, device: Device
     elif setting == "reduced_precision_reduction" and asked == "off":
         more = "Sums may still be split over K: their parts are added in fp32."
     return Message("Switched {0} while this model runs. {1}", asked, more)
-
-
-def fp16_sums_inert(device: Device, matmuls: MatmulProfile) -> str | None:
-    """Return why fp16 accumulation cannot act on this model here; None if it can."""
-    if problem := _missing("fp16_accumulation") or _needs_nvidia(device, 70):
-        return problem
-    modes = modes_named(matmuls.modes)
-    wide = any(mode.is_wide for mode in modes)
-    if any(mode.operand == mode.result == torch.float16 for mode in modes):  # what cuBLAS can accumulate in fp16
-        return Message("{0}, and {1}", FP32_RESULTS, NO_SWITCH) if wide and matmuls.whole else None
-    if wide:
-        return FP32_RESULTS
-    return Message("it affects fp16 products only, and these layers multiply in {0}", _listed(matmuls.modes))
 
 
 def _without_layer(mode: Mode, matmuls: MatmulProfile) -> str | None:
@@ -204,8 +202,3 @@ def _with_parts(reason: str, parts: dict[str, bool | None]) -> str:
     words = {None: "not known", True: "on", False: "off"}
     states = [f"{part.removeprefix('tf32_').split('_')[0]} {words[on]}" for part, on in parts.items()]
     return Message("{0} Outside: {1}{2}.", reason, ", ".join(states), missing)
-
-
-def flag_reports() -> dict[str, dict]:
-    """Return an entry for every setting when no accumulation node is attached."""
-    return {setting: flag_report(setting) for setting in PARTS}

@@ -13,7 +13,7 @@ from ..base.options import ComputeOption, RuledCompute
 from ..devices.detect import Device
 from ..formats.layer_plan import LayerPlan
 from ..formats.registry import FORMAT_OF_STORAGE
-from .accumulation import MatmulProfile, fp16_sums_inert
+from .accumulation import MatmulProfile
 from .auto import auto_compute, why_int8_is_unpacked
 from .choice import Choice, WithoutEffect, frozen
 from .facts import LayerSpec, ModelFacts
@@ -41,7 +41,6 @@ OF_TEXT = re.compile(r"(^|\.)(input_blocks|middle_block|output_blocks)\..*attn2\
 FEW_ROWS = "its input is the text, too few rows to pay for a product in 8 bits: the weight is unpacked in each call"
 NARROW = "on {0} fp8 products were measured to be faster from {1} inputs and outputs on: the weight is unpacked"
 INT8_UNPACKED = "its int8 weight is unpacked in each call: {0}"
-NO_LAYER = "the pattern matches no layer of this model"
 NOT_LOOKED_AT = "These results are not checked for NaN, so fp16_safe is used instead of plain fp16: it cannot overflow."
 
 
@@ -167,7 +166,7 @@ def _planned(
         decision, problem = _decide(layer, choice, layer.name in in_fp8, device, rules, stored.get(layer.name, ""))
         following = decision or follower
         sums = rules.setting("accumulation", layer.name, layer.cls) if layer.multiplies else None
-        inert = fp16_sums_inert(device, MatmulProfile({following.mode})) if sums else None
+        inert = MatmulProfile({following.mode}).why_no_fp16_sums(device) if sums else None
         if sums and not inert:
             decision = replace(following, sums=sums[0])
         if decision:
@@ -283,19 +282,6 @@ def _rules_on_other_layers(layers: Sequence[LayerSpec], rules: Rules) -> list[Wi
         if matched and not any(layer.multiplies for layer in matched):
             classes = ", ".join(sorted({layer.cls for layer in matched}))
             found.append(WithoutEffect(str(rule), Message("{0} has no matrix product: it follows the stream", classes)))
-    return found
-
-
-def rules_without_effect(layers: Sequence[LayerSpec], rules: Rules) -> list[WithoutEffect]:
-    """List the user's own rules that match none of these layers.
-
-    What they set of attention is left out, as it is about blocks.
-    """
-    found = []
-    for rule in rules.on(layers).without_match((layer.name, layer.cls) for layer in layers):
-        settings = tuple(setting for setting in rule.settings if setting[0] != "attention")
-        if settings:
-            found.append(WithoutEffect(str(replace(rule, settings=settings)), NO_LAYER, unmatched=True))
     return found
 
 

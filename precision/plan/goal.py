@@ -15,7 +15,7 @@ from ..formats.layer_plan import AS_FILE
 from .accumulation import Request
 from .auto import UNQUANTIZED, smallest_storage
 from .choice import WithoutEffect, frozen
-from .compute import MODE_OF, SAFE, WEIGHTS_FOR, ComputePlan, plan_compute, rules_without_effect
+from .compute import MODE_OF, SAFE, WEIGHTS_FOR, ComputePlan, plan_compute
 from .facts import ModelFacts
 from .rules import Rules
 
@@ -84,7 +84,7 @@ def on_loaded(
     asked = ((layer, rules.on(facts.layers).setting("storage", layer.name, layer.cls)) for layer in facts.layers)
     unmet = [found[1] for layer, found in asked if found and found[0] not in (held.get(layer.name), AS_FILE)]
     late = (WithoutEffect(str(rule), STORAGE_RULE) for rule in rules.own if rule in unmet)
-    idle = [*plan.without_effect, *rules_without_effect(facts.layers, rules), *late]
+    idle = [*plan.without_effect, *rules.without_effect(facts.layers), *late]
     moved = {
         name: replace(decision, mode=FP32.name, sums="", reason=Message(OWN_MATMUL, foreign[name]))
         for name, decision in plan.decisions.items()

@@ -18,7 +18,7 @@ from ..formats.comfy_format import exceeds_fp16, stays
 from ..formats.layer_plan import AS_FILE, LayerPlan
 from .auto import BLOCKS, why_slow
 from .choice import Choice, WithoutEffect, frozen
-from .compute import BY_COMFYUI, ComputePlan, choose_compute, plan_compute, rules_without_effect, weight_dtype
+from .compute import BY_COMFYUI, ComputePlan, choose_compute, plan_compute, weight_dtype
 from .facts import ModelFacts, facts_of, layer_specs, most
 from .layers import LoadTarget, notes_on, plan_storage, plan_weights
 from .nvfp4 import nvfp4_doubts, shapes_by_weight
@@ -92,7 +92,7 @@ def plan_load(
     """
     computed = choose_compute(facts, target.device, compute)
     choice, layers = choose_storage(facts, storage, computed, rules, target)
-    plan = ModelPlan(choice, layers, without_effect=tuple(rules_without_effect(facts.layers, rules)))
+    plan = ModelPlan(choice, layers, without_effect=tuple(rules.without_effect(facts.layers)))
     storages = {n: facts.file_dtype if own.storage == AS_FILE else own.storage for n, own in layers.items()}
     if facts.checkpoint.weights:
         plan = _with_tensors(plan, facts, target, weight_dtype(computed.used))
@@ -108,7 +108,7 @@ def _with_tensors(plan: ModelPlan, facts: ModelFacts, target: LoadTarget, comput
     unquantized weights."""
     checkpoint = facts.checkpoint
     inside = facts.inside
-    target = replace(target, unpacked=unpacked_dtype(computed), only_linear=True)
+    target = replace(target, unpacked=_unpacked_dtype(computed), only_linear=True)
     weights = _planned(plan, facts, target)
     first = _common_dtype(plan, inside, weights, computed)
     no_bf16 = target.device.refuses("bf16")
@@ -141,13 +141,13 @@ def plan_encoder(checkpoint: Checkpoint, storage: str, default: str, target: Loa
     plan = ModelPlan(choice, plan_storage(layers, choice.used, Rules(presets=TEXT_ENCODER_RULES)))
     # ComfyUI casts embeddings of fp8, which torch does not do on MPS; Linear weights it unpacks.
     on_mps = target.device.profile.type == "mps"
-    target = replace(target, unpacked=unpacked_dtype(default), only_linear=on_mps)
+    target = replace(target, unpacked=_unpacked_dtype(default), only_linear=on_mps)
     dtype = default if choice.used in (*QUANTIZED_NAMES, AS_FILE) else choice.used
     planned = _in_memory(plan, facts, _planned(plan, facts, target), target, dtype)
     return replace(planned, below_16_bit=bytes_below_16_bit(checkpoint.weights.values()))
 
 
-def unpacked_dtype(computed: str) -> str:
+def _unpacked_dtype(computed: str) -> str:
     """Return the dtype for weights that leave 8 bits or fewer: 16-bit, also if the model computes
     in fp32."""
     return computed if dtype_named(computed).itemsize == 2 else "bf16"
@@ -178,7 +178,7 @@ def _common_dtype(
         if weights[name].storage == AS_FILE and not weight.quantized and weight.is_number:
             sizes[weight.storage] += prod(weight.shape)
     if not sizes:
-        return unpacked_dtype(computed)
+        return _unpacked_dtype(computed)
     own = most(sizes)
     untouched = used == AS_FILE and not any(_is_quantized(weight, weights[name]) for name, weight in inside.items())
     return own if untouched or dtype_named(computed).itemsize > dtype_named(own).itemsize else computed

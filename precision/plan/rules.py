@@ -6,7 +6,7 @@ Text in, object out, text again.
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import translate
 from functools import cached_property, lru_cache
@@ -16,11 +16,13 @@ from ..base.errors import HalfsafeError, RuleError
 from ..base.layer_names import by_pattern
 from ..base.message import Message, joined
 from ..base.options import RuledCompute, RuledStorage, RuledSums, Stream
+from .choice import WithoutEffect
 from .facts import LayerSpec
 from .presets import DEFAULT_PRESET, PRESETS, TEXT_ENCODER
 from .structure import ROLES, roles_of
 
 ANYTHING = "(any layer)"
+NO_LAYER = "the pattern matches no layer of this model"
 KEEP = (("storage", "as_file"),)
 MEASURED = "measured: "
 """What the comment of a rule begins with that *Measure my card* wrote, before the setting and its
@@ -116,8 +118,20 @@ class Rules:
         matching = {id(rule) for layer in layers for rule in self.matching(*layer)}
         return [rule for rule in self.own if id(rule) not in matching]
 
+    def without_effect(self, layers: Sequence[LayerSpec]) -> list[WithoutEffect]:
+        """List the user's own rules that match none of these layers.
+
+        What they set of attention is left out, as it is about blocks.
+        """
+        found = []
+        for rule in self.on(layers).without_match((layer.name, layer.cls) for layer in layers):
+            settings = tuple(setting for setting in rule.settings if setting[0] != "attention")
+            if settings:
+                found.append(WithoutEffect(str(replace(rule, settings=settings)), NO_LAYER, unmatched=True))
+        return found
+
     def to_text(self) -> str:
-        """Write the rules as text that :func:`parse` reads back as the same rules."""
+        """Write the rules as text that :func:`rules_from` reads back as the same rules."""
         return "\n".join(str(rule) for rule in self.all)
 
 
@@ -138,7 +152,7 @@ def rules_from(text: str = "", preset: str = DEFAULT_PRESET, previous: Rules | N
     previous = previous or Rules()
     added = (Rule(pattern, KEEP, role, preset) for pattern, role in PRESETS[preset])
     presets = previous.presets + tuple(rule for rule in added if rule not in previous.presets)
-    return Rules(presets, previous.own + tuple(parse(text)), (*previous.names, preset))
+    return Rules(presets, previous.own + tuple(_parse(text)), (*previous.names, preset))
 
 
 def numbered_lines(text: str) -> Iterator[tuple[int, str]]:
@@ -147,7 +161,7 @@ def numbered_lines(text: str) -> Iterator[tuple[int, str]]:
     return enumerate(re.split("\r\n|\r|\n", text), 1)
 
 
-def parse(text: str) -> list[Rule]:
+def _parse(text: str) -> list[Rule]:
     """Read rules, one per line: ``<pattern> <key>=<value> ...  # reason``. Empty lines and comments are skipped.
 
     Raises:
@@ -161,7 +175,7 @@ def parse(text: str) -> list[Rule]:
 
 
 def read(text: str) -> tuple[list[Rule], list[RuleError]]:
-    """Read the rules of a text, and the mistake of each line without a rule; see :func:`parse`."""
+    """Read the rules of a text, and the mistake of each line without a rule; see :func:`rules_from`."""
     rules = []
     wrong = []
     for number, line in numbered_lines(text):

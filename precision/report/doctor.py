@@ -29,21 +29,25 @@ YES_NO = {True: "yes", False: "no"}
 NOT_PROBED = "Simulated profile: its expected values are used, and nothing was probed."
 
 
-def diagnose(device: torch.device | Device | None = None) -> dict:
-    """Collect the facts of a machine that decide precision. JSON-safe; changes nothing.
+def diagnose(device: torch.device | Device | None = None, profile: str = "") -> dict:
+    """Collect the facts of a machine that decide precision: capabilities with reasons, the choices
+    of ``auto``, torch and its flags. JSON-safe; changes nothing.
 
     Args:
         device: the device to look at, or one detected already; the default accelerator, else the
             CPU, when None.
+        profile: the device profile to describe instead, without what this machine runs.
 
     Raises:
-        UnknownProfile: ``HALFSAFE_DEVICE_PROFILE`` names no profile.
+        UnknownProfile: ``profile`` or ``HALFSAFE_DEVICE_PROFILE`` names no profile.
 
     Example:
         >>> from halfsafe.precision.report.doctor import diagnose
         >>> diagnose()["device"]["label"]  # doctest: +SKIP
         'RTX 40xx, L4, L40 (Ada)'
     """
+    if profile:
+        return _description(detect(profile=profile))
     found = device if isinstance(device, Device) else detect(device)
     return {
         "torch": str(torch.__version__),
@@ -53,15 +57,6 @@ def diagnose(device: torch.device | Device | None = None) -> dict:
         **_description(found),
         "flags": {name: is_on(name) for name in SETTINGS},
     }
-
-
-def describe(profile: str) -> dict:
-    """Describe a profile: capabilities with reasons and the choices of ``auto``. JSON-safe.
-
-    Raises:
-        UnknownProfile: no such profile.
-    """
-    return _description(detect(profile=profile))
 
 
 def _description(device: Device) -> dict:
@@ -90,8 +85,8 @@ def _auto(device: Device, model: str) -> dict:
     return {"model": model, "file": file_dtype, "compute": compute, "reason": reason}
 
 
-def to_text(diagnosis: dict) -> str:
-    """Format the result of ``diagnose`` or ``describe`` as plain text, 80 columns."""
+def _text(diagnosis: dict) -> str:
+    """Format the result of ``diagnose`` as plain text, 80 columns."""
     capabilities = [
         (f"  {name}", YES_NO[entry["value"]], YES_NO[entry["table"]], entry["reason"])
         for name, entry in diagnosis["capabilities"].items()
@@ -119,7 +114,7 @@ def _comfyui(facts: list[dict]) -> str:
 
 
 def diagnosis_result(diagnosis: dict, here: Sequence[Sequence[Measurement]] = ()) -> Result:
-    """Sum up the result of ``diagnose`` or ``describe`` in a sentence.
+    """Sum up the result of ``diagnose`` in a sentence, and write it as plain text of 80 columns.
 
     ``here``: the measurements of each model on this machine. Where there are any they are told, and
     no others' figures.
@@ -135,8 +130,8 @@ def diagnosis_result(diagnosis: dict, here: Sequence[Sequence[Measurement]] = ()
         entry["reason"] for name, entry in capabilities if name in GAINS and told(profile, GAINS[name])
     ]
     if figures:
-        return Result(Message(DEVICE_MEASURED, **values, measured=joined(figures)), text=to_text(diagnosis))
-    return Result(Message(DEVICE_PLAIN, **values), text=to_text(diagnosis))
+        return Result(Message(DEVICE_MEASURED, **values, measured=joined(figures)), text=_text(diagnosis))
+    return Result(Message(DEVICE_PLAIN, **values), text=_text(diagnosis))
 
 
 def _machine(diagnosis: dict) -> str:

@@ -87,10 +87,10 @@ def _difference(a: torch.Tensor, b: torch.Tensor) -> Difference:
     if not finite.any():
         return Difference(math.nan, math.nan, math.nan, bad)
     error = (a - b)[finite]
-    return Difference(error.square().mean().item(), error.abs().max().item(), ssim(a, b, finite), bad)
+    return Difference(error.square().mean().item(), error.abs().max().item(), _ssim(a, b, finite), bad)
 
 
-def ssim(a: torch.Tensor, b: torch.Tensor, finite: torch.Tensor) -> float:
+def _ssim(a: torch.Tensor, b: torch.Tensor, finite: torch.Tensor) -> float:
     """Compute the mean structural similarity of the luma of two images (height, width, channels) in
     0..1.
 
@@ -99,7 +99,7 @@ def ssim(a: torch.Tensor, b: torch.Tensor, finite: torch.Tensor) -> float:
     11 x 11 with sigma 1.5 inside of the image, or as large as a smaller image. Windows with a pixel
     that is not ``finite`` (height, width) are left out.
     """
-    x, y = (torch.where(finite, luma(image), 0.0) for image in (a, b))
+    x, y = (torch.where(finite, _luma(image), 0.0) for image in (a, b))
     places = [torch.arange(float(min(11, size)), dtype=a.dtype) for size in x.shape]
     rows, columns = (torch.exp(-((place - place.mean()) ** 2) / (2 * 1.5**2)) for place in places)
     maps = torch.stack([x, y, x * x, y * y, x * y, (~finite).to(a.dtype)])[:, None]
@@ -112,7 +112,7 @@ def ssim(a: torch.Tensor, b: torch.Tensor, finite: torch.Tensor) -> float:
     return similarity[outside == 0].mean().item()  # NaN where no window is inside
 
 
-def luma(image: torch.Tensor) -> torch.Tensor:
+def _luma(image: torch.Tensor) -> torch.Tensor:
     """Convert (height, width, channels) to luma, ITU-R BT.601, or to the first of fewer than three
     channels."""
     if image.shape[-1] < 3:
@@ -143,7 +143,7 @@ def _as_colour(differences: torch.Tensor) -> torch.Tensor:
     return differences[..., :3].maximum(differences[..., -1:]) if differences.shape[-1] > 3 else differences
 
 
-def compare_text(differences: Sequence[Difference], gain: float) -> str:
+def _text(differences: Sequence[Difference], gain: float) -> str:
     """Write a line per pair of images, their mean, and the factor of the difference image."""
     lines = [_line(one) for one in differences]
     if len(lines) > 1:
@@ -152,15 +152,16 @@ def compare_text(differences: Sequence[Difference], gain: float) -> str:
     return "\n".join([*lines, Message("difference image: amplified {0} times", f"{gain:.3g}")])
 
 
-def result_of_images(differences: Sequence[Difference], text: str) -> Result:
-    """Return a sentence on the visible difference of all pairs."""
+def result_of_images(differences: Sequence[Difference], gain: float) -> Result:
+    """Return a sentence on the visible difference of all pairs, and a text with the figures of
+    each. ``gain``: the factor of the difference image."""
     mean = _mean(differences)
     names = ", ".join(name for name, count in zip(("reference", "candidate"), mean.bad, strict=True) if count)
     psnr = math.inf if names else mean.psnr
     sentence, tone = next(found[1:] for found in SENTENCES_FROM if psnr >= found[0])
     if names:
         sentence, tone = NOT_FINITE, BAD
-    return Result(Message(sentence, names=names, psnr=f"{psnr:.1f} dB"), tone, text=text)
+    return Result(Message(sentence, names=names, psnr=f"{psnr:.1f} dB"), tone, text=_text(differences, gain))
 
 
 def _mean(differences: Sequence[Difference]) -> Difference:

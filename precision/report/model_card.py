@@ -21,7 +21,6 @@ from ..files.atomic_write import os_errors_as, replacing
 from ..files.safetensors_file import open_checkpoint
 from ..formats.card import Provenance, pack_version
 from ..formats.checkpoint import Checkpoint, StoredWeight, read_checkpoint
-from ..formats.families import UNKNOWN, family_of
 from ..formats.layer_plan import LayerPlan
 from ..formats.readers import Reading, first_comfyui
 from ..plan.rules import MEASURED
@@ -39,7 +38,7 @@ values of each weight, spread evenly over its rows."""
 def add_model_card(
     path: str | os.PathLike,
     provenance: Provenance,
-    made_by: str,
+    command: str,
     plans: Mapping[str, LayerPlan],
     errors: Mapping[str, float],
     folder: str,
@@ -53,7 +52,7 @@ def add_model_card(
     give the same text.
 
     Args:
-        made_by: the command or the node, in Markdown: of :func:`fenced` or :func:`saved_by_node`.
+        command: the command line that made the file; empty if the node Save Model did.
         plans: tensor name -> plan of the file that was written.
         errors: of :func:`~halfsafe.precision.make.weight_errors.measuring_errors`.
         folder: of the file's kind below ComfyUI's ``models``; empty for that of the source file.
@@ -67,7 +66,7 @@ def add_model_card(
     try:
         file = open_checkpoint(path)
         checkpoint = read_checkpoint(file, file.metadata, path)
-        text = _model_card(path, checkpoint, provenance, made_by, plans, errors, folder, readings, notes)
+        text = _model_card(path, checkpoint, provenance, command, plans, errors, folder, readings, notes)
         with os_errors_as(card, "written"), replacing(card, overwrite=False) as written:
             written.write(text.encode("utf-8"))
     except Exception as error:  # the file is saved: a card is not worth an error of the node
@@ -79,7 +78,7 @@ def _model_card(
     path: Path,
     checkpoint: Checkpoint,
     given: Provenance,
-    made_by: str,
+    command: str,
     plans: Mapping[str, LayerPlan],
     errors: Mapping[str, float],
     folder: str,
@@ -94,7 +93,7 @@ def _model_card(
         "Notes": [_bullets(map(_plain, notes))],
         "Rules": [_rules(given)],
         "Measured": [_measured(given)],
-        "Made by": [made_by, _changes(given)],
+        "Made by": [_fenced([command]) if command else _of_node(given), _changes(given)],
         "Load it in ComfyUI": [_loading(path, readings, folder)],
     }
     parts = [
@@ -108,18 +107,8 @@ def _model_card(
     return "\n\n".join(parts) + "\n"
 
 
-def saved_by_node(storage: str) -> str:
-    """Write what made a file that Save Model wrote."""
-    return f"The node *Save Model (Halfsafe)* with storage `{storage}`."
-
-
-def folder_in_comfyui(checkpoint: Checkpoint) -> str:
-    """Return the folder below ComfyUI's ``models`` of a file's kind: ``diffusion_models`` or
-    ``checkpoints``; empty for other kinds, which the names of tensors do not tell here."""
-    inside = [name.startswith(checkpoint.prefix) for name in checkpoint.weights]
-    if checkpoint.prefix and not all(inside):
-        return "checkpoints"
-    return "" if family_of(checkpoint.model_shapes) == UNKNOWN else "diffusion_models"
+def _of_node(given: Provenance) -> str:
+    return f"The node *Save Model (Halfsafe)* with storage `{given.asked}`."
 
 
 def _front_matter(storages: Mapping[str, Sequence[StoredWeight]], folder: str) -> str:
@@ -192,7 +181,7 @@ def _patterns(names: Sequence[str], totals: Mapping[str, int]) -> str:
 
 def _rules(given: Provenance) -> str:
     presets = ", ".join(f"*{preset}*" for preset in dict.fromkeys(given.presets)) or "none"
-    return f"Preset: {presets}." + (f"\n\n{fenced(given.rules)}" if given.rules else "")
+    return f"Preset: {presets}." + (f"\n\n{_fenced(given.rules)}" if given.rules else "")
 
 
 def _measured(given: Provenance) -> str:
@@ -250,7 +239,7 @@ def _code(text: str) -> str:
     return f"{fence}{pad}{text}{pad}{fence}"
 
 
-def fenced(lines: Iterable[str]) -> str:
+def _fenced(lines: Iterable[str]) -> str:
     """Write lines of any text as a block of code of Markdown."""
     text = "\n".join(map(_printable, lines))
     fence = "`" * (1 + max(2, *map(len, re.findall("`+", text)), 0))

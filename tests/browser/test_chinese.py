@@ -15,7 +15,7 @@ from halfsafe.precision.base.message import Message, messages_in
 from halfsafe.precision.guard.localize import Origin
 from halfsafe.precision.guard.log import CallPosition, sentence
 from halfsafe.precision.guard.verdicts import ADVICE, ENCODERS, FAILS_IN_FP32, NonFinite
-from halfsafe.precision.plan.rules import parse
+from halfsafe.precision.plan.rules import rules_from
 from halfsafe.precision.report.result import BEST, COMPUTED_IN, ERROR, Result
 from halfsafe.precision.study.tradeoffs_text import REFERENCE
 from support.page_words import english_in
@@ -56,7 +56,7 @@ def test_an_error_is_known_where_a_file_and_a_tensor_stand_before_it(comfy: Comf
 
 
 def test_an_error_is_a_toast_and_a_card_in_chinese(comfy: ComfyPage, pictures: Path, cell: str) -> None:
-    rules = error_of(lambda: parse("blocks.0\nblocks.1 storage=bf17\nrole:nose storage=bf16"))
+    rules = error_of(lambda: rules_from("blocks.0\nblocks.1 storage=bf17\nrole:nose storage=bf16").own)
     shown = comfy.record_toasts()
     comfy.add("HalfsafeLayerRules")
     error = {

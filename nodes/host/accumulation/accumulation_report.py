@@ -17,7 +17,6 @@ from ....precision.plan.accumulation import (
     AccumulationPlan,
     Request,
     flag_report,
-    flag_reports,
 )
 from ....precision.plan.choice import WithoutEffect
 from ....precision.report.schema import Sums
@@ -119,7 +118,7 @@ def flags_of(patcher) -> dict[str, dict]:
     calls."""
     accumulation = accumulation_of(patcher)
     if accumulation is None:
-        found = flag_reports()
+        found = {setting: flag_report(setting) for setting in PARTS}
         if _held_off(patcher):
             found[FP16_ACCUMULATION] = flag_report(FP16_ACCUMULATION, reason=HELD_OFF, in_scope=False)
         return found

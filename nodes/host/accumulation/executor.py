@@ -19,7 +19,7 @@ from ....precision.base.modes import FP16
 from ....precision.base.patching import Patch, patched
 from ....precision.devices.detect import detect
 from ....precision.formats.fp8 import Refused, fast_accumulation
-from ....precision.plan.accumulation import UNCHANGED, AccumulationPlan, MatmulProfile, Request, plan_accumulation
+from ....precision.plan.accumulation import UNCHANGED, AccumulationPlan, MatmulProfile, Request
 from ....precision.report.schema import Sums
 from ..comfyui.execution import COMPILE_KWARGS, is_compiled, is_on_several_devices, switches_by_layer, trains
 from ..comfyui.layer_forward import LayerForward, standing_on
@@ -166,7 +166,7 @@ class AccumulationRun(CalibratedActing):
 
 
 def _planned(request: Request, patcher) -> AccumulationPlan:
-    return plan_accumulation(request, detect(patcher.load_device), _matmul_profile(patcher))
+    return request.plan(detect(patcher.load_device), _matmul_profile(patcher))
 
 
 def _matmul_profile(patcher) -> MatmulProfile:

@@ -35,7 +35,7 @@ from ....precision.plan.facts import LayerSpec
 from ....precision.plan.layers import plan_storage, plan_weights, require_held
 from ....precision.plan.nvfp4 import nvfp4_doubts
 from ....precision.plan.rules import Rules
-from ....precision.report.model_card import add_model_card, saved_by_node
+from ....precision.report.model_card import add_model_card
 from ..comfyui.layers import DIFFUSION_MODEL, modules_of
 from ..comfyui.model_facts import foreign_layers, held_storages, storage_of
 from ..comfyui.page import show_progress
@@ -232,8 +232,7 @@ def save_model(
     told = [*doubts, *rounded, *_not_smaller(weights, plans, before)]
     if card:
         notes = [*again, *doubts]
-        made_by = saved_by_node(storage)
-        told.append(add_model_card(path, provenance, made_by, plans, errors, "diffusion_models", readings, notes))
+        told.append(add_model_card(path, provenance, "", plans, errors, "diffusion_models", readings, notes))
     for note in (*again, *told):
         logger.info("Halfsafe: %s: %s", name, note)
     return Saved(name, size, dict(by_storage.most_common()), before, again, told)

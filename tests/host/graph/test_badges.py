@@ -7,7 +7,7 @@ import pytest
 import torch
 from halfsafe.precision.base.dtypes import name_of
 from halfsafe.precision.base.errors import HalfsafeError
-from halfsafe.precision.plan import compute as plan_compute
+from halfsafe.precision.plan import rules as plan_rules
 from server import PromptServer
 from support import model_files, tiny_models
 
@@ -104,7 +104,7 @@ def test_a_node_that_leaves_the_fp16_of_a_model_unasked_says_so(comfy, files, mo
 
 
 def test_badge_and_head_say_what_rules_run_and_which_match_nothing(comfy, files, monkeypatch):
-    monkeypatch.setattr(plan_compute, "NO_LAYER", "the reason may be worded otherwise")
+    monkeypatch.setattr(plan_rules, "NO_LAYER", "the reason may be worded otherwise")
     rules, _ = comfy.run("HalfsafeLayerRules", rules="* compute=fp16\nblocks.77.* compute=fp32", preset="none")
     inputs = {"model_name": "badge_wan.safetensors", "storage": "as_file", "compute": "bf16", "rules": rules}
     output = comfy.nodes["HalfsafeLoadDiffusionModel"].execute(**inputs)

@@ -9,7 +9,7 @@ import torch
 from halfsafe.precision.arithmetic.casting import CastsToFp32
 from halfsafe.precision.check import drift
 from halfsafe.precision.guard.log import GuardLog
-from halfsafe.precision.plan.rules import parse
+from halfsafe.precision.plan.rules import rules_from
 from halfsafe.precision.report.schema import BlockDrift, CheckReport
 
 
@@ -91,4 +91,4 @@ def test_a_drift_event_leaves_the_verdict_names_the_worst_blocks_and_what_to_do(
     assert ("Farthest: blocks.1 8.1 dB, head 12.0 dB." in event.evidence) == (arithmetic != "step cache")
     rule = re.search(r"rule (blocks\.\S+ \w+=\w+)", event.advice, re.IGNORECASE)
     assert event.advice and (rule is None) == (arithmetic == "step cache")
-    assert rule is None or [str(found) for found in parse(rule[1])] == [rule[1]]
+    assert rule is None or [str(found) for found in rules_from(rule[1]).own] == [rule[1]]

@@ -8,7 +8,7 @@ from halfsafe.precision.arithmetic.fp16_accumulation import FP16_ACCUMULATION
 from halfsafe.precision.base import flags
 from halfsafe.precision.devices.detect import detect
 from halfsafe.precision.devices.profiles import PROFILE_NAMES
-from halfsafe.precision.plan.accumulation import PARTS, MatmulProfile, Request, plan_accumulation
+from halfsafe.precision.plan.accumulation import PARTS, MatmulProfile, Request
 from support.page_words import untranslated
 
 GAINING = ("sm_75", "sm_86", "sm_89", "sm_120")
@@ -19,9 +19,7 @@ FAST_FP8 = ("sm_89", "sm_90")
 
 def plan(profile="sm_86", modes=("fp16",), **request):
     work = {name: request.pop(name) for name in ("compiled", "parallel") if name in request}
-    return plan_accumulation(
-        Request(**request), detect(torch.device("cpu"), profile), MatmulProfile(frozenset(modes), **work)
-    )
+    return Request(**request).plan(detect(torch.device("cpu"), profile), MatmulProfile(frozenset(modes), **work))
 
 
 OTHER_MODES = [("fp16", "fp32"), ("bf16",), ("fp32",), ("fp16_wide",), ("fp8", "bf16")]
@@ -141,5 +139,5 @@ def test_why_a_setting_has_no_effect_is_said_in_chinese(profile):
         request = Request(
             fp16_accumulation=value, reduced_precision_reduction="on", tf32="on", fp8_fast_accumulation=value
         )
-        found = plan_accumulation(request, detect(profile=profile), MatmulProfile(frozenset({"fp16", "fp8"})))
+        found = request.plan(detect(profile=profile), MatmulProfile(frozenset({"fp16", "fp8"})))
         assert untranslated([[*found.reasons.values()], [idle.reason for idle in found.without_effect]]) == []

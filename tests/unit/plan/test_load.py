@@ -11,7 +11,7 @@ from halfsafe.precision.formats.plain import ONE_SCALE
 from halfsafe.precision.formats.registry import FORMAT_OF_STORAGE, weight_in_format
 from halfsafe.precision.plan.facts import facts_of
 from halfsafe.precision.plan.layers import LoadTarget, plan_weights
-from halfsafe.precision.plan.load import plan_encoder, plan_load, unpacked_dtype
+from halfsafe.precision.plan.load import plan_encoder, plan_load
 from halfsafe.precision.plan.rules import rules_from
 from support import dialects
 from support.storing import LAYERS
@@ -77,7 +77,7 @@ def test_beside_weights_that_are_quantized_in_the_file_others_are_as_they_are():
 
 def test_fp8_unpacked_for_fp32_is_16_bit():
     stored = weights(torch.float8_e4m3fn)
-    assert in_memory(stored, "as_file", "fp32").dtype == unpacked_dtype("fp32") == "bf16"
+    assert in_memory(stored, "as_file", "fp32").dtype == "bf16"
 
 
 def test_bytes_count_quantized_weights_with_scales_and_the_rest_as_held():

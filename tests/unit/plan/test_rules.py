@@ -3,7 +3,7 @@ from halfsafe.precision.base.errors import HalfsafeError, RuleError
 from halfsafe.precision.plan.facts import LayerSpec
 from halfsafe.precision.plan.layers import plan_storage
 from halfsafe.precision.plan.presets import PRESETS
-from halfsafe.precision.plan.rules import TEXT_ENCODER_RULES, Rules, parse, rules_from
+from halfsafe.precision.plan.rules import TEXT_ENCODER_RULES, Rules, rules_from
 
 
 def storage_of(rules, name, cls="Linear"):
@@ -45,7 +45,7 @@ def test_previous_rules_are_built_on():
     ],
 )
 def test_patterns(pattern, name, cls, matches):
-    assert parse(f"{pattern} storage=bf16")[0].matches(name, cls) is matches
+    assert rules_from(f"{pattern} storage=bf16").own[0].matches(name, cls) is matches
 
 
 def test_one_line_sets_several_keys_and_each_is_looked_up_alone():
@@ -60,17 +60,20 @@ def test_one_line_sets_several_keys_and_each_is_looked_up_alone():
     [("blocks.1", True), ("blocks.1.*", True), (r"re:^blocks\.1\.", True), ("class:Block", True), ("*", True), ("blocks.1?", False), ("blocks.1.ffn*", False), ("class:Linear", False)],
 )  # fmt: skip
 def test_a_pattern_on_a_block_or_on_all_that_is_in_it(pattern, matches):
-    rule = parse(f"{pattern} attention=fp32")[0]
+    rule = rules_from(f"{pattern} attention=fp32").own[0]
     assert rule.matches_block("blocks.1", "Block") is matches
     assert rules_from(str(rule), "wan").all[-1:] == (rule,)
 
 
 def test_spaces_around_the_equals_sign_and_capitals_are_read():
-    assert parse("blocks.0.* storage = BF16  compute= Fp32")[0].settings == (("storage", "bf16"), ("compute", "fp32"))
+    assert rules_from("blocks.0.* storage = BF16  compute= Fp32").own[0].settings == (
+        ("storage", "bf16"),
+        ("compute", "fp32"),
+    )
 
 
 def test_comments_and_blank_lines():
-    rules = parse("# heading\n\n  a storage=bf16   # outlier channels\nre:x#y storage=fp16\n")
+    rules = rules_from("# heading\n\n  a storage=bf16   # outlier channels\nre:x#y storage=fp16\n").own
     assert [(rule.pattern, rule.reason) for rule in rules] == [("a", "outlier channels"), ("re:x#y", "")]
 
 
@@ -104,7 +107,7 @@ def test_text_reads_back_as_the_same_decisions(preset):
     again = rules_from(rules.to_text(), "none")
     for name in ("blocks.1.ffn.0", "time_embedding.0", "head.head", "img_in", "double_blocks.0.img_mod.lin"):
         assert storage_of(again, name) == storage_of(rules, name)
-    assert parse(rules.to_text())[-1].reason == "mine"
+    assert rules_from(rules.to_text()).own[-1].reason == "mine"
 
 
 def test_patterns_without_a_match_are_found_among_own_rules_only():

@@ -45,21 +45,21 @@ def test_the_diagnosis_tells_table_from_probe(monkeypatch):
     entry = diagnosis["capabilities"]["fp8_storage"]
     assert (entry["table"], entry["value"]) == (True, False)
     assert "no kernel" in entry["reason"]
-    assert "failed" in doctor.to_text(diagnosis)
+    assert "failed" in doctor.diagnosis_result(diagnosis).text
 
 
 def test_a_simulated_profile_is_said_to_be_one(monkeypatch):
     monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_75")
     diagnosis = doctor.diagnose(torch.device("cpu"))
-    text = doctor.to_text(diagnosis)
+    text = doctor.diagnosis_result(diagnosis).text
     assert diagnosis["probes"] == [] and "simulated on" in text
     assert "Simulated profile: its expected values are used, and nothing was probed." in text
 
 
 def test_every_profile_is_described_in_eighty_columns():
     for name in PROFILE_NAMES:
-        description = doctor.describe(name)
-        text = doctor.to_text(description)
+        description = doctor.diagnose(profile=name)
+        text = doctor.diagnosis_result(description).text
         assert description["device"]["profile"] == name and description["device"]["simulated"]
         assert f"Profile {name}: " in text and "Backend flags" not in text
         assert [entry["model"] for entry in description["auto"]] == list(MODELS)
@@ -79,22 +79,22 @@ def test_every_profile_is_described_in_eighty_columns():
     ],
 )
 def test_what_auto_chooses_for_typical_models(name, computes):
-    assert chosen(doctor.describe(name)) == computes
+    assert chosen(doctor.diagnose(profile=name)) == computes
 
 
 @pytest.mark.parametrize(
     ("name", "storage"), [("sm_86", "int8"), ("sm_61", "fp8_e4m3fn"), ("cpu", "as_file"), ("mps_m1", "as_file")]
 )
 def test_the_text_says_what_storage_auto_takes_and_why_int8_is_slow(name, storage):
-    description = doctor.describe(name)
-    text, slow = " ".join(doctor.to_text(description).split()), description["int8"]["slow"]
+    description = doctor.diagnose(profile=name)
+    text, slow = " ".join(doctor.diagnosis_result(description).text.split()), description["int8"]["slow"]
     assert ("int8 models are not known to be faster here" in text) is bool(slow) and slow in text
     assert f"if 16 bit does not fit the GPU {storage} {description['too_large']['reason']}" in text
 
 
 @pytest.mark.parametrize("name", PROFILE_NAMES)
 def test_a_device_that_was_measured_is_described_by_every_figure_not_by_the_best(name):
-    description = doctor.describe(name)
+    description = doctor.diagnose(profile=name)
     result = doctor.diagnosis_result(description)
     figures = [row for row in MEASURED.get(name, ()) if row.setting in GAINS.values()]
     assert ("{measured}" in result.sentence.template) is bool(figures)
@@ -111,12 +111,12 @@ def test_the_doctor_changes_no_flag_and_starts_no_process(monkeypatch):
     monkeypatch.setattr(os, "popen", refuse)
     forget_probes()
     before = {name: flags.state_of(name) for name in flags.SETTINGS}
-    doctor.to_text(doctor.diagnose())
+    assert doctor.diagnosis_result(doctor.diagnose()).text
     assert {name: flags.state_of(name) for name in flags.SETTINGS} == before
 
 
 def test_every_flag_is_in_the_text():
-    text = doctor.to_text(doctor.diagnose(torch.device("cpu")))
+    text = doctor.diagnosis_result(doctor.diagnose(torch.device("cpu"))).text
     assert "Backend flags" in text
     assert all(f"  {name} " in text for name in flags.SETTINGS)
     assert max(len(line) for line in text.splitlines()) <= 80

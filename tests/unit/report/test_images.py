@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from halfsafe.precision.base.errors import HalfsafeError
-from halfsafe.precision.report.images import compare, compare_text, difference_image, luma, result_of_images, ssim
+from halfsafe.precision.report.images import LUMA, compare, difference_image, result_of_images
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -36,8 +36,8 @@ def by_the_paper(x, y):
 def test_ssim_is_the_formula_of_the_paper(noise):
     a = image(24, 19, 3)
     b = (a + noise * (image(24, 19, 3, seed=1) - 0.5)).clamp(0, 1)
-    expected = by_the_paper(luma(a).double().numpy(), luma(b).double().numpy())
-    assert ssim(a.double(), b.double(), torch.ones(24, 19, dtype=torch.bool)) == pytest.approx(expected, abs=1e-6)
+    weights = torch.tensor(LUMA, dtype=torch.float64)
+    expected = by_the_paper(*((each.double() @ weights).numpy() for each in (a, b)))
     assert compare(a[None], b[None])[0].ssim == pytest.approx(expected, abs=1e-6)
 
 
@@ -69,7 +69,7 @@ def test_one_image_is_compared_with_all_of_a_batch():
     one, many = image(1, 16, 16, 3), image(3, 16, 16, 3, seed=1)
     assert compare(one, many) == [compare(one, many[index : index + 1])[0] for index in range(3)]
     assert len(compare(many, one)) == 3
-    text = compare_text(compare(one, many), 2.0)
+    text = result_of_images(compare(one, many), 2.0).text
     assert len(text.splitlines()) == 5 and text.splitlines()[3].startswith("mean: ")
 
 
@@ -88,7 +88,7 @@ def test_images_that_do_not_go_together_are_refused():
 ])  # fmt: skip
 def test_the_eye_is_told_what_the_figures_mean(shift, words):
     a = torch.full((2, 16, 16, 3), 0.5)
-    found = result_of_images(compare(a, a + shift), "")
+    found = result_of_images(compare(a, a + shift), 1.0)
     assert words in found.sentence
 
 
@@ -99,13 +99,17 @@ def test_nan_and_inf_are_reported_and_the_rest_is_compared(value):
     b[0, 3, 4, 1] = value
     found = compare(a, b)[0]
     assert found.bad == (0, 1) and found.psnr == pytest.approx(20, abs=0.01) and 0 < found.ssim < 1
-    assert "1 values of the candidate are NaN or Inf" in compare_text([found], 1.0)
+    assert "1 values of the candidate are NaN or Inf" in result_of_images([found], 1.0).text
     picture, gain = difference_image(a, b)
     assert torch.equal(picture[0, 3, 4], torch.tensor([1.0, 0.0, 1.0]))
     assert gain == pytest.approx(9, rel=1e-4) and torch.isfinite(picture).all()
     nothing = compare(a, torch.full_like(a, value))[0]
-    assert math.isnan(nothing.psnr) and math.isnan(nothing.ssim) and "PSNR unknown" in compare_text([nothing], 1.0)
-    assert "identical" not in compare_text(compare(b, b), 1.0)
+    assert (
+        math.isnan(nothing.psnr)
+        and math.isnan(nothing.ssim)
+        and "PSNR unknown" in result_of_images([nothing], 1.0).text
+    )
+    assert "identical" not in result_of_images(compare(b, b), 1.0).text
 
 
 def test_the_difference_is_amplified_by_what_is_stated():
@@ -117,7 +121,7 @@ def test_the_difference_is_amplified_by_what_is_stated():
     assert picture[1, 2, 3, 0].item() == pytest.approx(0.9, rel=1e-3) and picture.sum().item() == pytest.approx(
         0.9, rel=1e-3
     )
-    assert "amplified 45 times" in compare_text(compare(a, b), gain)
+    assert "amplified 45 times" in result_of_images(compare(a, b), gain).text
     assert difference_image(a, a)[1] == 1.0
     assert difference_image(a, a + 1e-6)[1] == 255.0
 

@@ -114,7 +114,7 @@ def test_a_list_in_a_sentence_is_joined_in_the_language_of_the_page():
     ]
     assert [str(path.relative_to(ROOT)) for path in files if english.search(path.read_text(encoding="utf-8"))] == []
     for profile in PROFILE_NAMES:
-        told = doctor.diagnosis_result(doctor.describe(profile)).sentence
+        told = doctor.diagnosis_result(doctor.diagnose(profile=profile)).sentence
         compute = told.named["compute"]
         words = said(compute, messages_in([told]))
         assert " or " not in words and (" or " not in compute or "或" in words), (profile, words)

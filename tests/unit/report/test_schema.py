@@ -14,7 +14,7 @@ from halfsafe.precision.base.layer_names import count_patterns, grouped, number_
 from halfsafe.precision.base.modes import MODES
 from halfsafe.precision.devices import detect as devices
 from halfsafe.precision.guard import verdicts
-from halfsafe.precision.plan.accumulation import flag_report, flag_reports
+from halfsafe.precision.plan.accumulation import PARTS, flag_report
 from halfsafe.precision.report import draw
 from halfsafe.precision.report import report_chart as chart
 from halfsafe.precision.report import schema as report
@@ -67,7 +67,7 @@ def wan(blocks=30, kept=(0, 1, 29)):
     high = [report.KeptHigh(layer.name, layer.reason) for layer in layers if layer.reason]
     sizes = {"fp8_e4m3fn": 3 * 1024**3, "fp16": 1024**3}
     model = report.ModelReport("WAN21", 3_000_000_000, 4 * 1024**3, sizes)
-    return report.Report(model=model, layers=layers, kept_high=high, flags=flag_reports())
+    return report.Report(model=model, layers=layers, kept_high=high, flags={name: flag_report(name) for name in PARTS})
 
 
 def test_an_empty_report_has_every_section_and_no_guard():
@@ -224,7 +224,7 @@ def test_text_fits_eighty_columns_whatever_the_names():
     setup = ("CausalConv3dWithLongName", "fp8_e4m3fn", "fp16_acc16", "fp16", "fp32")
     full.layers += [report.LayerReport(name, *setup, "why " * 60)]
     full.kept_high += [report.KeptHigh(f"{name[:60]}.{index}", "reason " * 40) for index in range(9)]
-    full.flags = flag_reports()
+    full.flags = {name: flag_report(name) for name in PARTS}
     full.without_effect += [report.WithoutEffect("setting", "word " * 60)]
     text = full.to_text()
     assert name in text
@@ -266,7 +266,7 @@ def test_charts_of_any_size_are_drawn(layers):
 
 def test_a_flag_report_shows_the_present_flags_and_changes_none(monkeypatch):
     before = {name: flags.state_of(name) for name in flags.SETTINGS}
-    entries = flag_reports()
+    entries = {name: flag_report(name) for name in PARTS}
     assert list(entries) == ["fp16_accumulation", "reduced_precision_reduction", "tf32", "fp8_fast_accumulation"]
     assert all(
         entry["requested"] == "unchanged" and entry["in_scope"] == entry["outside"] for entry in entries.values()

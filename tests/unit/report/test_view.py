@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from halfsafe.precision.base.modes import MODES
-from halfsafe.precision.plan.rules import parse
+from halfsafe.precision.plan.rules import rules_from
 from halfsafe.precision.report.schema import GuardReport, LayerReport, ModelReport, Report
 from halfsafe.precision.report.view import rules_text
 
@@ -19,7 +19,7 @@ def blocks(count=4, part="ffn.0", **setup):
 
 
 def rules_in(report):
-    return {rule.pattern: dict(rule.settings) for rule in parse(report.to_json()["rules"])}
+    return {rule.pattern: dict(rule.settings) for rule in rules_from(report.to_json()["rules"]).own}
 
 
 def test_rows_hold_every_layer_once_and_name_the_blocks_they_are_in():

@@ -14,7 +14,7 @@ from halfsafe.precision.base.options import COMPUTE_OPTIONS, GOALS, STORAGE_OPTI
 from halfsafe.precision.devices.detect import detect
 from halfsafe.precision.plan.facts import LayerSpec
 from halfsafe.precision.plan.layers import plan_storage
-from halfsafe.precision.plan.rules import parse, rules_from
+from halfsafe.precision.plan.rules import rules_from
 from halfsafe.precision.report import draw
 from halfsafe.precision.report.result import BEST, CLOSEST, NO_GAIN, NONE_WORKS, UNRANKED
 from halfsafe.precision.study import charts
@@ -231,8 +231,10 @@ def test_the_table_has_the_figures_of_every_row():
 def test_the_table_ends_with_the_rules_and_says_what_memory_is():
     text = tradeoffs_result(found()).text
     rules = text.partition("# balanced as rules")[2].partition("\n")[2]
-    assert tuple(parse(rules)) == found().rules.own
-    assert [line.settings for line in parse(rules)] == [line.settings for line in SMALL.rules_for("bf16", LAYERS).own]
+    assert tuple(rules_from(rules).own) == found().rules.own
+    assert [line.settings for line in rules_from(rules).own] == [
+        line.settings for line in SMALL.rules_for("bf16", LAYERS).own
+    ]
     assert "balanced: storage int8, compute auto = bf16 (1.00 s/step, 50.00 MiB, 38.0 dB)" in text
     assert "memory: weights alone" in text
     told = tradeoffs_result(found([replace(SMALL, extra_bytes=10 * MIB)])).text
