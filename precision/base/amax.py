@@ -95,7 +95,7 @@ def _norm_loses_nan(device: torch.device) -> bool:
     That kernel (``norm`` in aten/src/ATen/native/mps/kernels/ReduceOps.metal) also reduces a whole tensor in one thread
     group. ``amax`` there is MPSGraph's reduction that propagates NaN
     (aten/src/ATen/native/mps/operations/ReduceOps.mm). Where the norm keeps NaN it takes one pass and ``abs().amax()``
-    two. Other devices than a CPU and CUDA are asked once; a graph that is compiled before that takes the two.
+    two. Devices other than a CPU and CUDA are probed once; a graph compiled before the probe takes two passes.
     """
     if device.type in KEEP_NAN:
         return False

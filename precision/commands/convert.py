@@ -181,7 +181,7 @@ def _read(source: str | os.PathLike, target: Path) -> tuple[TensorFile, Checkpoi
 
 @contextmanager
 def _told_by_its_part(weights: Mapping[str, StoredWeight], path) -> Iterator[None]:
-    """Name the tensor of the file that holds NaN, and not the one that it is joined to."""
+    """Let an error about NaN name the tensor of the file, not the weight joined from it."""
     try:
         yield
     except NonFiniteWeight as error:

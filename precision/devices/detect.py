@@ -68,8 +68,8 @@ class Device:
         return why and Message("not on {0}: {1}", self.label, why)
 
     def without(self, capability: str, reason: str) -> "Device":
-        """Return the same device with a capability off, and those that need it, for a reason that
-        the table and the probes cannot know."""
+        """Return the device without a capability and without those that need it. ``reason``: known
+        to the caller, not to the table or the probes."""
         off = [name for name, (_, _, *needs) in CAPABILITIES.items() if capability in (name, *needs)]
         reasons = {**self.reasons, **dict.fromkeys(off, reason)}
         return replace(self, capabilities={**self.capabilities, **dict.fromkeys(off, False)}, reasons=reasons)

@@ -555,8 +555,8 @@ def _is_bare(weight: StoredWeight) -> bool:
 
 
 def _large_number(data: torch.Tensor) -> float:
-    """Return the magnitude that one in 20 numbers of fp8 data exceeds, of those other than zero in
-    places spread over the data; 0 where all are zero."""
+    """Return the 95th percentile of the magnitudes other than zero of fp8 data, sampled in places
+    spread over the data; 0 if all are zero."""
     codes = data.reshape(-1)
     step = max(1, len(codes) // SAMPLED_PLACES)
     places = [codes[start : start + SAMPLED_BYTES] for start in range(0, len(codes), step)]

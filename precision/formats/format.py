@@ -209,8 +209,7 @@ class Format:
         return self.storage in storages
 
     def as_loaded(self, weight: StoredWeight) -> str:
-        """Return the storage in which ComfyUI holds a weight that nobody asks another storage
-        for."""
+        """Return the storage in which ComfyUI holds a weight if no other storage is requested."""
         return AS_FILE
 
     def is_only_linear(self, weight: StoredWeight) -> bool:
@@ -233,12 +232,11 @@ class Format:
     # What a storage changes
 
     def lies_in(self, weight: StoredWeight, storage: str) -> bool:
-        """True if a weight lies in a storage already, so that its tensors stay those of the
-        file."""
+        """True if a weight is in a storage already, so that the tensors of its file are kept."""
         return storage == self.storage
 
     def is_same_in(self, weight: StoredWeight, storage: str) -> bool:
-        """True if the numbers and the scale that a storage is given are those of the weight."""
+        """True if a weight keeps its numbers and its scale in a storage."""
         return False
 
     def one_scale(self, weight: StoredWeight) -> torch.Tensor | None:
@@ -276,8 +274,8 @@ class Format:
         return ((self.largest or data) * factors + sizes.get(self.offset, 0.0)) * math.sqrt(weight.group or 1)
 
     def largest_of(self, weight: StoredWeight, bound: float) -> float:
-        """Return the magnitude that one scale of a weight is made for: its ``bound``, or its amax
-        where that is loose."""
+        """Return the magnitude from which the single scale of a weight is computed: its ``bound``,
+        or its amax if the bound is loose."""
         return weight.amax
 
     def auxiliary(self, weight: StoredWeight) -> dict[str, torch.Tensor]:

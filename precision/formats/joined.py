@@ -29,7 +29,7 @@ class RowsOf(NamedTuple):
 class JoinedWeights(Mapping[str, StoredWeight]):
     """The weights of a file under other names, each joined of its parts at each access.
 
-    ``unpacked``: the names of those, made so far, whose parts were unpacked to bf16.
+    ``unpacked``: the names of the weights made so far whose parts were unpacked to bf16.
     """
 
     def __init__(self, weights: Mapping[str, StoredWeight], origins: Mapping[str, RowsOf]):
@@ -38,7 +38,7 @@ class JoinedWeights(Mapping[str, StoredWeight]):
         self.unpacked = dict[str, None]()
 
     def parts(self, name: str) -> list[StoredWeight]:
-        """Return what a weight is joined of, as the file has it."""
+        """Return the weights of the file that a weight is joined from."""
         return [self._weights[source] for source in self.origins[name].names]
 
     def __getitem__(self, name: str) -> StoredWeight:

@@ -110,7 +110,7 @@ class Scaled(Plain):
         return False
 
     def check(self, weight: StoredWeight) -> None:
-        """Take any tensors: what fits a format is found by its scale's shape
+        """Accept any tensors: the format was chosen by the shape of the scale
         (:func:`scaled_format`)."""
 
     def rows(self, weight: StoredWeight, part: slice) -> torch.Tensor:
@@ -119,7 +119,7 @@ class Scaled(Plain):
         return data * scale if weight.data.dtype == torch.float32 else data.mul_(scale)
 
     def scale_of(self, weight: StoredWeight, part: slice, columns: int) -> torch.Tensor:
-        """Return what multiplies some rows of the data: a tensor that broadcasts over them."""
+        """Return the scale of some rows of the data, in a shape that broadcasts over them."""
         return weight.tensors["weight_scale"]
 
     def one_scale(self, weight: StoredWeight) -> torch.Tensor | None:
@@ -151,11 +151,11 @@ class Scaled(Plain):
             yield CLIPPED
 
     def fits(self, scale: torch.Tensor, shape: Sequence[int], stated: object) -> bool:
-        """True if the scale of a file reaches so far over a weight of this shape."""
+        """True if the scale of a file has the shape of this format, for a weight of this shape."""
         raise NotImplementedError
 
     def as_read(self, scale: torch.Tensor) -> torch.Tensor:
-        """Return the scale of a file in the shape that it has here."""
+        """Return the scale of a file in the shape that this format uses."""
         raise NotImplementedError
 
 

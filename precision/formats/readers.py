@@ -67,13 +67,13 @@ WHERE_READ = "if it is a diffusion model with ComfyUI's names, a T5 XXL or a lan
 
 
 def _named(pattern: str) -> Callable[[Shapes], bool]:
-    """Return a test for names of which one matches a pattern."""
+    """Return a test for tensor names, true if any of them matches a pattern."""
     search = re.compile(pattern).search
     return lambda shapes: any(map(search, shapes))
 
 
 def _holds(*names: str) -> Callable[[Shapes], bool]:
-    """Return a test for all of these names."""
+    """Return a test for tensor names, true if all of these are among them."""
     return lambda shapes: shapes.keys() >= {*names}
 
 

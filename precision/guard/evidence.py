@@ -85,7 +85,7 @@ class Evidence:
         return attempt
 
     def failed_in_fp32(self, result: Any) -> None:
-        """Take as known that the call is not finite in fp32, where it returned ``result``."""
+        """Record that the call is not finite in fp32, where it returned ``result``."""
         self.fails_in_fp32 = self.exhausted = True
         self._in_fp32 = result
 

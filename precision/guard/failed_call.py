@@ -124,7 +124,7 @@ class FailedCall(ABC):
         """Name the pack whose code a layer is; empty for ComfyUI's and torch's own."""
 
     def own_rungs(self, origin: Origin | None) -> list[Rung]:
-        """List the rungs that widen nothing but the code that failed, if it is no layer's."""
+        """List the rungs that widen only the code that failed, if that code belongs to no layer."""
         return []
 
     @abstractmethod

@@ -85,8 +85,8 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 
 def rows_not_finite(values) -> set[int]:
-    """Return the rows of nested values that hold NaN or Inf, in the first tensor and those of as
-    many rows."""
+    """Return the indices of rows with NaN or Inf: in the first of nested tensors, and in each other
+    with as many rows."""
     tensors = floats_in(values)
     return {row for each in tensors if each.shape[:1] == tensors[0].shape[:1] for row in _rows_of(~finite(each))}
 

@@ -171,8 +171,8 @@ def why_int8_is_slow(device: Device) -> str:
 
 
 def missing_kernels(device: Device) -> str:
-    """Return that the int8 kernels are missing which the device would be faster with, the command
-    that installs them, and what that gave elsewhere; "" where none is missing."""
+    """Return a message that int8 kernels are missing with which the device would be faster, with
+    the command that installs them and the gain measured elsewhere; "" if none are missing."""
     has_them = device.capabilities["int8_kernels"] or not device.capabilities["int8_matmul"]
     if has_them or not device.profile.int8_kernels or device.profile.gain("int8") is False:
         return ""

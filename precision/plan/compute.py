@@ -87,7 +87,7 @@ class ComputePlan:
 
     @property
     def unwatched(self) -> "ComputePlan":
-        """The same plan for a model whose results nobody looks at."""
+        """The plan for a model whose results are not checked: the fallback, if there is one."""
         if self.fallback is None:
             return self
         return replace(self.fallback, choice=replace(self.fallback.choice, reason=NOT_LOOKED_AT))
@@ -241,8 +241,8 @@ def _decide(
 def _product_of(
     layer: LayerSpec, choice: Choice[ComputeOption], in_fp8: bool, device: Device, storage: str
 ) -> tuple[RuledCompute | Literal[""], str]:
-    """Return the quantized product that a layer makes without a rule, empty if it makes none; and
-    why it makes none where ComfyUI multiplies the weight as stored."""
+    """Return the quantized product of a layer without a rule, empty for none; and, if ComfyUI would
+    multiply the weight as stored and this plan does not, the reason."""
     if storage in WEIGHTS_FOR[INT8.compute] and choice.requested in LEAVES_QUANTIZED:
         own = INT8.compute
     elif in_fp8 and storage in FP8_NAMES:

@@ -1,5 +1,5 @@
-"""The arithmetic of a model that is loaded already, whoever loaded it: by a compute option, or by a
-goal of the one node, to which an accumulation belongs too."""
+"""The arithmetic of a loaded model, whoever loaded it: from a compute option, or from a goal of the
+node *Halfsafe*, which also sets accumulation."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -116,8 +116,8 @@ def _comfyui(facts: list[dict]) -> str:
 def diagnosis_result(diagnosis: dict, here: Sequence[Sequence[Measurement]] = ()) -> Result:
     """Sum up the result of ``diagnose`` in a sentence, and write it as plain text of 80 columns.
 
-    ``here``: the measurements of each model on this machine. Where there are any they are told, and
-    no others' figures.
+    ``here``: the measurements of each model on this machine. If there are any, they are shown
+    instead of published ones.
     """
     names = {"fp16": "fp16", "bf16": "bf16", "int8_matmul_gains": "int8", "fp8_matmul_gains": "fp8"}
     gains = gains_in(row for rows in here for row in rows)
