@@ -133,8 +133,8 @@ class AccumulationRun(CalibratedActing):
 
     @property
     def attend(self) -> Callable | None:
-        """The attention override of an attempt; None for one that leaves attention alone and notes
-        nothing of it."""
+        """The attention override of an attempt; None if attention is neither changed nor
+        observed."""
         notes = self.calibration.calibrating and self.operations
         return self._attend if notes or self.plan.attention != UNCHANGED else None
 

@@ -180,5 +180,5 @@ class _AttentionCheck:
 
 
 def _by_heads(tensor: torch.Tensor, heads: int, reshaped: bool | None) -> torch.Tensor:
-    """View a tensor as (batch, heads, tokens, d), which it is already if it was ``reshaped``."""
+    """View a tensor as (batch, heads, tokens, d), its shape already if it was ``reshaped``."""
     return tensor if reshaped else tensor.unflatten(-1, (heads, -1)).transpose(1, 2)

@@ -32,9 +32,9 @@ def modules_entered() -> Iterator[Counter[torch.nn.Module]]:
 def passed_by(
     model: torch.nn.Module, layers: Mapping[torch.nn.Module, int], entered: Counter[torch.nn.Module]
 ) -> list[torch.nn.Module]:
-    """List the layers that ran less often than the module that holds them, as where decoding passes
-    by them, and those that did not run although another layer in that module did. ``layers``: layer
-    -> how often it ran."""
+    """List the layers that ran less often than the module that holds them, as decoding may skip
+    them, and layers that did not run although another layer of that module did. ``layers``: layer
+    -> number of its runs."""
     holders = {child: holder for holder in model.modules() for child in holder.children()}
 
     def holder_of(module: torch.nn.Module) -> torch.nn.Module:

@@ -164,8 +164,8 @@ def _exporting_in_c(kernel: Callable, device: int | None) -> Callable:
 
 @functools.cache
 def _copies(module: str, export: Callable) -> dict[str, Any]:
-    """Return the names of a module, with its functions copied: they call each other, and ``export``
-    to export."""
+    """Copy a module's functions, with ``export`` as their export function, and return the module's
+    names; the copies call each other."""
     own = vars(sys.modules[module])
     names = {**own, EXPORT: export}
     for name, function in own.items():
@@ -178,8 +178,8 @@ def _copies(module: str, export: Callable) -> dict[str, Any]:
 
 @functools.cache
 def _is_read(export: Callable) -> bool:
-    """True if comfy-kitchen's export of tensors is the one that was read; its own runs, and is
-    logged, if not."""
+    """True if comfy-kitchen's export of tensors has the source that was reviewed. Other sources are
+    logged, and left as they are."""
     try:
         source = inspect.getsource(export)
     except OSError:  # a package without its source

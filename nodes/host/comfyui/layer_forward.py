@@ -123,8 +123,8 @@ class LayerForward:
 
     @property
     def entrance(self) -> Forward:
-        """What is put on the layer. It is not kept: a method of an object in it would keep the
-        weights in memory."""
+        """The function to put on the layer. It is made anew each time: a bound method that this
+        object kept would refer to the object, and keep the weights in memory."""
         if self.gate or self.frame is not None or self.measure is not None:
             return self.__call__
         return self.product if self.alone else self.run
@@ -166,8 +166,8 @@ class LayerForward:
 
 
 def standing_on(module: torch.nn.Module) -> LayerForward:
-    """Return what stands on a layer; one of the forward that is found on it, if nothing of ours
-    stands there."""
+    """Return the :class:`LayerForward` on a layer; without one, a new one of the layer's present
+    forward."""
     standing = module.__dict__.get(STANDING)
     if standing is not None and standing.entrance == module.forward:
         return standing

@@ -64,9 +64,9 @@ def check_core(as_stored: Mapping[str, type[Bound]]) -> None:
 def _layers(
     as_stored: Mapping[str, type[Bound]],
 ) -> Iterator[tuple[str, torch.nn.Module, Callable[[torch.nn.Module], list[Patch]]]]:
-    """Yield a layer without a format, one of each format that this ComfyUI and its kernels have,
-    with each product that is bound to it, and a norm: its kind, itself, and what puts our code on
-    it."""
+    """Yield (kind, layer, function that returns the patches of our code): a layer without a format;
+    a layer of each format that this ComfyUI and its kernels have, with each product that is bound
+    to it; a norm."""
     yield "", _with_weight(comfy.ops.manual_cast.Linear, _numbers(SIZE, SIZE)), _multiplied
     quantized = comfy.ops.mixed_precision_ops({}, torch.float32).Linear
     for name, layout in LAYOUTS.items():
@@ -137,7 +137,7 @@ def _calls(layer: torch.nn.Module) -> Iterator[tuple[str, dict]]:
 
 
 def _width(arguments: dict) -> int:
-    """Return how many inputs a layer takes of which the activation makes ``SIZE``."""
+    """Return the number of inputs from which the activation makes ``SIZE``."""
     made = activated(torch.zeros(1, SIZE), arguments)
     return SIZE * SIZE // made.shape[-1]
 

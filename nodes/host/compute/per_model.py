@@ -22,7 +22,8 @@ KEPT = 4
 
 @dataclass
 class _RunsIn:
-    """What the calls of a model run in instead of its plan, because calls failed in it.
+    """The fallback and the wider plans that a model's calls run in, because calls failed in its own
+    plan.
 
     Attributes:
         fallback: the plan's fallback, where the plan has one.
@@ -37,7 +38,8 @@ _runs_in: weakref.WeakKeyDictionary[torch.nn.Module, _RunsIn] = weakref.WeakKeyD
 
 
 def runs_in(model: torch.nn.Module) -> _RunsIn:
-    """Return what a model runs in until it is unloaded, whatever patcher it has.
+    """Return the record of the fallback and the wider plans that a model runs in, the same for each
+    of its patchers, until the model is unloaded.
 
     It is not stored on the model, whose attributes are restored before a repeat.
     """
@@ -140,8 +142,8 @@ class PerModel(Generic[Run]):
 
 
 def put_on(modules: dict[str, torch.nn.Module]) -> list[int]:
-    """Return ids of what other code put on modules, by which a run chooses their forwards: forwards
-    that they did not get from their classes, of an outer wrapper or of a LoRA in bypass mode
+    """Return ids of what other code put on modules; a run is valid for one such list. Forwards that
+    modules did not get from their classes, of an outer wrapper or of a LoRA in bypass mode
     (comfy/weight_adapter/bypass.py), and scales for their inputs (``pre_quant_scale``)."""
     exchanged = [module for module in modules.values() if "forward" in module.__dict__]
     scaled = [

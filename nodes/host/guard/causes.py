@@ -185,7 +185,7 @@ class LoadedWeights:
 
 
 def _blamed(culprit: str, cure: str) -> str:
-    """Return what is at fault and what to do about it, by which names the page finds them."""
+    """Return the culprit and the cure as one message; the page reads both by these names."""
     return Message("{culprit}: {cure}", culprit=culprit, cure=cure)
 
 

@@ -114,7 +114,7 @@ class ClampWatch:
 
     @property
     def reached(self) -> frozenset:
-        """The places that were met, and are not passed."""
+        """The places that the call reached, except those passed over."""
         return frozenset(self._numbers)
 
     def hidden(self, largest: Sequence[float]) -> frozenset:

@@ -185,7 +185,7 @@ class Guard(Stage):
         return sorted(self._log(patcher).remarks)
 
     def states_of(self, patcher: ModelPatcher) -> dict[str, LayerState]:
-        """Return layer -> how it runs, with the layers that run wider now as they do."""
+        """Return layer -> how it runs; layers that the guard widened, as they run now."""
         states, guarded = states_of(patcher), self.states.last_of(patcher)
         wider = guarded.layers if guarded else None
         modes = (wider.modes() if wider else {}) | dict.fromkeys(self._log(patcher).adapted, FP32.name)

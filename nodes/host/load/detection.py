@@ -86,7 +86,7 @@ def recognised(checkpoint: Checkpoint, only_diffusion_model: bool = False) -> tu
 
 
 class _Reads(dict):
-    """Tensors that keep the names of those that were ``read``."""
+    """A dict of tensors that records in ``read`` the names that were looked up."""
 
     def __init__(self, tensors: dict[str, torch.Tensor]):
         super().__init__(tensors)

@@ -53,11 +53,12 @@ CLIP = "clip_storage"
 DEVICES = {MODEL: compute_device, CLIP: comfy.model_management.text_encoder_device}
 VAE = re.compile(r"^(first_stage_model|vae)\.")
 LEAST = 0.03
-"""The share of a loader's bytes below which a saving is none."""
+"""A smaller share of a loader's bytes counts as no saving."""
 
 
 class Part(NamedTuple):
-    """Weights of a file that one option of a loader is for; ``prefix``: of their names in it."""
+    """The weights of a file that one option of a loader stores. ``prefix``: of their names in the
+    file."""
 
     option: str
     checkpoint: Checkpoint
@@ -160,8 +161,9 @@ def _judged(loader: Mapping, options: Mapping[str, str], kept: Sequence[Kept]) -
 
 
 def _measured(folder: str, parts: list[Part], kept: Sequence[Kept]) -> tuple[str, str]:
-    """Return the 8-bit storage that was faster for this model on this machine, and what was measured of it; both empty
-    where nothing was, the storage where the measurement does not tell."""
+    """Return the 8-bit storage that was faster for this model on this machine, and the measurement
+    in words; both empty without a measurement, the storage empty if the measurement does not
+    tell."""
     model = next((part for part in parts if part.option == MODEL), None)
     if not kept or model is None or folder not in MODELS:
         return "", ""
@@ -200,7 +202,9 @@ def _parts(folder: str, checkpoint: Checkpoint) -> Iterator[Part]:
 
 
 def _storage_beside(parts: list[Part], option: str, default: str) -> str:
-    """Choose the storage in which weights that are quantized already stay as they are."""
+    """Choose the storage for an option that has quantized weights, so that they stay as they are:
+    their 8-bit storage if they share one, else as in the file; ``default`` if the device holds none
+    of them."""
     device = device_at(DEVICES[option]())
     own = [part for part in parts if part.option == option]
     usable = {storage for part in own for storage in part.held() if not device.refuses(storage)}

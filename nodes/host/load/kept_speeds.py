@@ -62,7 +62,7 @@ class Kept(NamedTuple):
 
 
 def keep_speeds(found: Measurements, patcher: ModelPatcher) -> None:
-    """Keep the speeds of what was measured on this machine. A file that cannot be written is told in the log."""
+    """Store the speeds measured on this machine. A file that cannot be written is logged."""
     device = current_device()
     speeds = speeds_beside_16_bit(found, date.today().isoformat())
     if not speeds or device.simulated or device.torch_device.type == "cpu":  # a CPU emulates 16 bit
@@ -81,7 +81,7 @@ def keep_speeds(found: Measurements, patcher: ModelPatcher) -> None:
 
 
 def kept_speeds(device: Device) -> list[Kept]:
-    """List what was measured on this machine as it is now, the last first: with this driver and these versions."""
+    """List the measurements of this machine with its present driver and versions, newest first."""
     if device.simulated or device.torch_device.type == "cpu":
         return []
     machine = _machine(device)
@@ -133,7 +133,7 @@ def _path() -> Path:
 
 
 def _read() -> list[Kept]:
-    """Read the file; an empty list without one, or with one that is not as it was written."""
+    """Read the stored measurements; an empty list if the file is missing or malformed."""
     path = _path()
     try:
         with open(path, "rb") as file:

@@ -121,10 +121,10 @@ class LiveWeights(Mapping[str, StoredWeight]):
         return len(self.stored)
 
     def keep_storage(self, name: str, quantizable: bool) -> str:
-        """Return the storage to request so that a weight keeps its storage, although it is made in fp32 if it is
-        patched or unpacked, and has its file's dtype if ComfyUI holds it in a wider one.
+        """Return the storage to request so that a weight keeps its storage: a patched or unpacked
+        weight is made in fp32, and ComfyUI may hold a weight in a wider dtype than its file.
 
-        What nothing here writes is rounded by comfy-kitchen now.
+        A weight in a storage that nothing here writes is rounded by comfy-kitchen at once.
         """
         weight = self.stored[name]
         if name in self.in_file:

@@ -109,7 +109,8 @@ class AddsLowRank(AddsToResults):
         return self._low_rank
 
     def low_rank_model(self) -> LowRankModel:
-        """Return the model of the LoRAs, of which there are some."""
+        """Return the model of the LoRAs; only for a patcher that has some
+        (:func:`has_low_rank`)."""
         return cast(ModelPatcher, self.low_rank_patcher()).model
 
     def _cast_dtype(self) -> torch.dtype:

@@ -201,7 +201,7 @@ def interceptor_of(patcher: ModelPatcher) -> Interceptor:
 
 
 def stage_of(patcher: ModelPatcher, name: str) -> Stage | None:
-    """Return the stage of a patcher with this name, also one that does not act; None without it."""
+    """Return the stage of this name on a patcher, whether it acts or not; None if there is none."""
     return patcher.attachments.get(name)
 
 

@@ -24,9 +24,9 @@ _seen: weakref.WeakKeyDictionary[torch.nn.Module, tuple[tuple, Products]] = weak
 
 
 def own_products(patcher: ModelPatcher, plan: object) -> Products:
-    """Return layer -> what ComfyUI's own code multiplied, of the layers that it ran itself, in the
-    first call of the last run of a patcher under a plan; empty before that call. A layer that model
-    code multiplies by past its forward is not seen."""
+    """Return layer -> product, for the layers that ComfyUI's own code ran in the first call of the
+    last run of a patcher under a plan; empty before that call. A product that bypasses the layer's
+    forward is not seen."""
     state, products = _seen.get(patcher.model, ((), {}))
     return products if state == _state(patcher, plan) else {}
 

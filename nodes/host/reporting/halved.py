@@ -75,8 +75,9 @@ def memory_ui(file: str, *loaded: ModelPatcher) -> dict[str, tuple[str]]:
 
 
 def _speed_told(record: ModelPlan, patcher: ModelPatcher) -> str:
-    """Return what was measured of a model on this machine; else of int8 on cards like this one, if it was faster and a
-    diffusion model multiplies in it; empty otherwise."""
+    """Return the speed measured for a model on this machine; without one, the published speed of
+    int8 on this kind of card, if it is faster there and a diffusion model multiplies in int8; else
+    ""."""
     here = told_here(speeds_of(patcher))
     profile = current_device().profile
     is_model = hasattr(patcher.model, "diffusion_model")
