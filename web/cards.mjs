@@ -22,18 +22,18 @@ const GUARDS = ["HalfsafeNaNGuard", "HalfsafeGuardVAE", "HalfsafeGuardCLIP", "Ha
 const TOOLS = ["HalfsafeMeasurePrecisions", "HalfsafeAnalyzeLayers", "HalfsafeCalibrate", "HalfsafeSaveModel", "HalfsafeCompareImages"];
 /** The order of cards: what stops a run, what was asked for, what was found. */
 const STOPS = 0, FAILED = 1, ASKED = 2, FOUND = 3, NOTED = 4;
-/** The rank of what is said where there is nothing else to say. */
+/** The rank of a card that is shown only without any other. */
 export const QUIET = 5;
-/** The words of a sentence that is a headline; a longer one is cut after its first sentence, or is behind *Why*. */
+/** The most words of a headline. A longer text is cut after its first sentence, or moves behind *Why*. */
 const MOST_WORDS = 14;
 /** The values of a sentence on measured speeds: the setting, how much faster, than what, and on which cards. */
 const FIGURES = 4;
 /** What a speed is told beside. */
 const PLAIN = "16 bit";
-/** The words of the second sentence of a result, which is on its card: "20 layers in int8 were quantized again, ...". */
+/** The most words of a result's second sentence that its card shows: "20 layers in int8 were quantized again, ...". */
 const MOST_OF_LINE = 20;
 
-/** What the last run of the open tab has to say, the answer first. @param {Page} page @returns {RunCard[]} */
+/** The cards of the open tab's last run, the main one first. @param {Page} page @returns {RunCard[]} */
 export function cardsOf(page) {
   const { run, refused } = page;
   if (refused) {
@@ -47,7 +47,7 @@ export function cardsOf(page) {
   return cards.map((card) => (isFresh && card.isCached ? foldedOf(card) : card)).sort((a, b) => a.rank - b.rank);
 }
 
-/** A card that is behind *Why* alone. @param {RunCard} card @returns {RunCard} */
+/** Fold a card: its headline moves behind *Why*. @param {RunCard} card @returns {RunCard} */
 function foldedOf({ ids, headline, when, why = [] }) {
   return { rank: NOTED, ids, headline: "", why: [[when, headline].filter(Boolean).join(t(", ")), ...why] };
 }
@@ -58,7 +58,7 @@ function missingCards({ missing }) {
   return card ? [{ rank: STOPS, ids: [...new Set(missing.map(({ node }) => locatorOf(node)))], ...card }] : [];
 }
 
-/** What the runs before this one in its queue have to say. @param {Page} page @returns {RunCard[]} */
+/** The cards of the runs before this one in its queue. @param {Page} page @returns {RunCard[]} */
 export function cardsBefore(page) {
   const before = page.run?.before;
   return before ? guardCards(page, before) : [];
@@ -209,7 +209,7 @@ const cures = () => ({
   bad_input: t("Check the node that made it."), not_precision: t("Try another sampler, more steps or a lower cfg."), device_fault: t("Try another driver or torch."),
 });
 
-/** The button that lets a guard which only told repair, or what to set where the page cannot; neither where that is not the way out. @param {Page} page @param {string} id @param {string} advice @returns {Pick<RunCard, "line" | "choices">} */
+/** The button that sets a guard from report to retry_higher; without a widget to set, a line that says so; neither if that would not help. @param {Page} page @param {string} id @param {string} advice @returns {Pick<RunCard, "line" | "choices">} */
 function repairOf(page, id, advice) {
   const { switch: name } = partsOf(advice), act = page.repairBy(id);
   const line = name ? t("Set {switch} to retry_higher", { switch: said(String(name)) }) : "";
@@ -234,7 +234,7 @@ function guardCard(page, id, guard, also) {
   return { ids: [id], tone: verdict === "clean" ? "good" : verdict === "drift" ? "warn" : "bad", headline, line: line || cures()[verdict] || "", why, ...repair };
 }
 
-/** The answer of a run without NaN that was cured all the same, and why there was nothing to repeat. @param {Run} run @param {string} headline @param {import("./pictures.mjs").Pair} pictures @returns {RunCard} */
+/** The card of a run whose picture was cured without a repeat, with the reason that none was needed. @param {Run} run @param {string} headline @param {import("./pictures.mjs").Pair} pictures @returns {RunCard} */
 function curedCard({ notices, computed, calls }, headline, pictures) {
   const cures = [...notices].flatMap(([id, told]) => told.filter(isCure).map((notice) => ({ id, notice })));
   const quiet = t("No NaN in {calls} calls of the model", { calls: calls.model });
@@ -264,7 +264,7 @@ function curesOf(page, { state, guards, error, calls, contrast, isBlack, picture
   return contrast ?? (calls.model && !isBlack ? beforeAndAfter(page, pictures) : undefined);
 }
 
-/** What there is to say where no guard said anything. @param {Page} page @param {Run} run @returns {RunCard[]} */
+/** The card of a run in which no guard reported anything. @param {Page} page @param {Run} run @returns {RunCard[]} */
 function quietCard(page, run) {
   const { state, computed, results, guards, error, calls: { model, encoder } } = run;
   if (guards.size || error) return [];

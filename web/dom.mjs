@@ -96,7 +96,7 @@ export function shareBar(label, shares) {
   return el("div", { class: "hs-share" }, el("span", { class: "hs-label", text: label }), bar, legend);
 }
 
-/** What is stored of a number of bytes, as the report's bar, with a name for each part; what is free of it was saved. @param {import("./result.mjs").Bar} bar */
+/** A bar of the bytes stored, a named part for each dtype, as a share of the bytes before; the empty rest was saved. @param {import("./result.mjs").Bar} bar */
 export function storageBar({ before, stored }) {
   const sizes = Object.entries(stored).filter(([, size]) => size > 0).sort(([, a], [, b]) => b - a);
   const after = sizes.reduce((sum, [, size]) => sum + size, 0), small = sizes.filter(([, size]) => size < SHOWN * after);
@@ -119,7 +119,7 @@ export function firstOf(lines, drawn = null) {
   return [...lines.slice(0, FIRST_LINES), folded];
 }
 
-/** Say of what a panel shows that it is of an earlier run, or no longer. @param {HTMLElement} body @param {boolean} earlier */
+/** Mark a panel as showing an earlier run, or remove the mark. @param {HTMLElement} body @param {boolean} earlier */
 export function markEarlier(body, earlier) {
   const mark = body.querySelector(":scope > .hs-old");
   body.classList.toggle("hs-earlier", earlier);

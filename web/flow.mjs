@@ -1,5 +1,5 @@
 // @ts-check
-/** What of a workflow runs: ComfyUI's prompt, in which subgraphs are open, and what is bypassed, muted or only shown is gone. */
+/** The part of a workflow that runs: ComfyUI's prompt, with subgraphs expanded, without bypassed, muted and display-only nodes. */
 import { rootOf } from "./graph.mjs";
 import { t } from "./words.mjs";
 

@@ -6,7 +6,7 @@ import { t, titlesOf } from "./words.mjs";
 export const RULES = "HalfsafeLayerRules";
 const ONE = "HalfsafeAutoPrecision";
 const PLANNERS = [ONE, "HalfsafeComputeDtype"];
-/** The end of a line that *Use this* put into the rules of the one node. */
+/** The end of a line that *Use this* put into the rules of the node Halfsafe. */
 export const MEASURED = "  # measured";
 /** The mode of a node that is neither muted nor bypassed. */
 export const RUNS = 0;
@@ -17,7 +17,7 @@ const READABLE = 8 / 14;
 const BARS = 92;
 /** What is left free around nodes in a view, in pixels. */
 const MARGIN = 12;
-/** What the pack's own workflows ask for in their `extra`. */
+/** The value of `extra.halfsafe` with which the pack's own workflows ask to be shown whole. */
 const WHOLE = "whole";
 /** What the page notes of a node's pack, as pyproject.toml has it: where the pack is absent, the page offers it by that. */
 export const PACK = { cnr_id: "halfsafe", ver: "1.3.0" };
@@ -145,7 +145,7 @@ export function upstream(node) {
   return found;
 }
 
-/** Whether all that a node's model goes to plans its arithmetic anew. @param {any} node @returns {boolean} */
+/** Whether every node that takes a node's model plans its arithmetic anew. @param {any} node @returns {boolean} */
 export function isPlannedAnew(node) {
   const next = (node.outputs ?? []).flatMap((/** @type {any} */ { type }, /** @type {number} */ slot) => (type === "MODEL" ? node.getOutputNodes(slot) ?? [] : []));
   return next.length > 0 && next.every((/** @type {any} */ one) => (PLANNERS.includes(one.comfyClass) && one.mode === RUNS) || isPlannedAnew(one));
@@ -235,7 +235,7 @@ function areInSight(boxes, { scale, offset: [x, y] }, { page, covers }) {
   });
 }
 
-/** The view of nodes and of as many around them, the nearest first, as are read beside them. @param {any} app @param {any[]} nodes @param {number} [largest] scale */
+/** The view that shows nodes, and as many of the nearest others as stay readable beside them. @param {any} app @param {any[]} nodes @param {number} [largest] scale */
 function viewAround(app, nodes, largest = 1) {
   const sight = sightOf(app);
   let shown = nodes.map(boxOf);

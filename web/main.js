@@ -221,7 +221,7 @@ function noteStart(detail) {
   showOutputs();
 }
 
-/** The nodes of a prompt whose results are older, and of its run all the same. @param {any} detail of an `execution_cached` event */
+/** Note the nodes of a prompt whose results come from ComfyUI's cache: they belong to its run all the same. @param {any} detail of an `execution_cached` event */
 function noteCached(detail) {
   const run = runOf(detail.prompt_id);
   for (const id of run ? detail.nodes.map(String) : []) {
@@ -267,14 +267,14 @@ function onGuard(message) {
   else if (isWider(message) && !WATCHED.test(message.node_id)) noteRanIn(tab, String(message.node_id), (mode) => t("{mode}, some layers wider", { mode }));
 }
 
-/** Let a node's badge say what its model goes on in. @param {object | null} tab @param {string} id @param {(planned: string) => string} mode */
+/** Let a node's badge name the mode that its model runs in from now on. @param {object | null} tab @param {string} id @param {(planned: string) => string} mode */
 function noteRanIn(tab, id, mode) {
   if (!tab) return;
   page.ranIn.set(tab, (page.ranIn.get(tab) ?? new Map()).set(id, mode));
   showOutputs();
 }
 
-/** Let badges say again what was planned: what the model was to go on in failed. @param {object | null} tab @param {(string | null)[]} ids */
+/** Let badges name the planned modes again, because the run that changed them failed. @param {object | null} tab @param {(string | null)[]} ids */
 function forgetRanIn(tab, ids) {
   if (!tab) return;
   ids.forEach((id) => page.ranIn.get(tab)?.delete(String(id)));
@@ -405,7 +405,7 @@ async function labelStorages({ widgets = [] }) {
   if (Object.keys(page.device?.later ?? {}).length) for (const { options } of offering) options.getOptionLabel = label;
 }
 
-/** Say what was done outside of the sidebar; what can be chosen is asked there. @param {import("./result.mjs").Told} told */
+/** Show what an action outside of the sidebar did. If it offers choices, the sidebar is opened for them. @param {import("./result.mjs").Told} told */
 async function answer(told) {
   if (cardOf(told).choices?.length && !page.sidebar?.element.isConnected) {
     await app.extensionManager.command.execute("Workspace.ToggleSidebarTab.halfsafe");

@@ -26,7 +26,7 @@ const AS_LOADED = "as loaded";
 const CAST_TO = { fp8_e4m3fn: "fp8_e4m3fn", fp8_e4m3fn_fast: "fp8_e4m3fn", fp8_e5m2: "fp8_e5m2" };
 /** Storages of fewer than 16 bits, as a loader's badge has them. */
 const QUANTIZED = /^(fp8_e4m3fn|fp8_e5m2|int8|w6a8|w4a8|nvfp4|mxfp8)$/;
-/** How much more a setting may take than is taken now before that is said. */
+/** The factor over the present memory up to which a setting is put in without a question. */
 const MORE = 1.03;
 const MADE = ["LATENT", "IMAGE", "VIDEO", "AUDIO"];
 
@@ -168,8 +168,8 @@ export async function unmeasureWorkflow(app) {
 }
 
 /**
- * Put what was measured best into the workflow, in one step of undo: onto the loaders of that file and what plans its arithmetic anew; Measure goes. What the one node offers is set on it.
- * What would take more than the workflow takes now is asked first.
+ * Put the best measured setting into the workflow, in one step of undo: onto the loaders of its file and the nodes that plan its arithmetic anew; the node Measure is removed. What the node Halfsafe
+ * offers is set on that node. If the setting takes more memory than the workflow does now, the user is asked first.
  * @param {any} app @param {any} measure the node of the result @param {Use} use @param {boolean} [sure] that it may take more @returns {Promise<Told>} what was done, in words
  */
 export async function useMeasured(app, measure, use, sure = false) {

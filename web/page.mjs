@@ -38,7 +38,7 @@ export function locatorOf(node) {
 }
 
 export class Page {
-  /** Our sidebar tab. The page asks for it at any time, and gets the same. @type {import("./sidebar.mjs").Sidebar | null} */
+  /** Our sidebar tab. ComfyUI's page may render it at any time, and is given the same object. @type {import("./sidebar.mjs").Sidebar | null} */
   sidebar = null;
   /** What this device can do; null before the answer and where ComfyUI does not answer. @type {Device | null} */
   device = null;

@@ -68,7 +68,7 @@ export class ReportPanel {
     this.offer.hidden = !this.#use;
   }
 
-  /** What the guard says while a run goes on; null once the report has it. @param {GuardMessage[] | null} messages */
+  /** Show a guard's messages during a run; null once the report has them. @param {GuardMessage[] | null} messages */
   showLive(messages) {
     this.#live = messages;
     this.#drawGuard();

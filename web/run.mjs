@@ -46,7 +46,7 @@ export class RunLog {
   /** A tab -> its last run. @type {WeakMap<object, Run>} */
   #runs = new WeakMap();
   #onChange;
-  /** Where Run was pressed since the last run ended: the next was not queued behind it. @type {object | null} */
+  /** The tab in which Run was pressed after the last run ended, so that the next run was not queued behind that. @type {object | null} */
   #pressed = null;
   /** Why what was pressed last does not start, and in which tab. @type {{tab: object, why: Refusal} | null} */
   #refused = null;

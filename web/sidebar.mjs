@@ -1,5 +1,5 @@
 // @ts-check
-/** The sidebar tab: the answer of the last run, what to do next, and, folded, all that explains it. */
+/** The sidebar tab: the result of the last run, the next actions, and folded sections with the details. */
 import { cardsBefore, cardsOf, isLost, QUIET } from "./cards.mjs";
 import { el, paint, storageBar } from "./dom.mjs";
 import { headOf } from "./panel.mjs";
@@ -21,12 +21,12 @@ const FOCUSABLE = "button, select, summary";
 /** The order of actions that do not fit more than others. @type {ActName[]} */
 const ORDER = ["measure", "halve", "guard", "showMe"];
 
-/** The tab's parts stay in the page while it is open: what is read aloud, and what has the focus, is not taken away from under a user. */
+/** The tab's parts stay in the page while it is open, so that a screen reader keeps its place, and the focus stays where it is. */
 export class Sidebar {
-  /** What the last action did, and in which tab with which nodes that is true; "" once either has changed. @type {Told} */
+  /** What the last action said, and the key of the tab and the nodes that it is true of; "" once they have changed. @type {Told} */
   #told = "";
   #toldOf = "";
-  /** A tab -> its number, by which an answer is known to be of it. @type {WeakMap<object, number>} */
+  /** A tab -> its number in the key of an answer. @type {WeakMap<object, number>} */
   #numbers = new WeakMap();
   #tabs = 0;
 
