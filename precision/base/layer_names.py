@@ -37,8 +37,7 @@ def by_pattern(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def are_alike(kinds: Mapping[str, object], names: Iterable[str]) -> bool:
-    """True if layers that share a pattern have the same kind; a name missing from ``kinds`` has
-    none."""
+    """True if layers that share a pattern have the same kind; a name missing from ``kinds`` has none."""
     return all(len({kinds.get(name) for name in members}) == 1 for members in by_pattern(names).values())
 
 

@@ -1,7 +1,8 @@
 """Plan a load: the storage option, every layer, the dtype of the other weights, and the memory they
 take.
 
-Loaders, report and page read the plan and decide nothing after it.
+Loaders, report and page read the plan. What changes it afterwards is listed in
+``docs/internals/decisions.md``, "One plan per layer".
 """
 
 from collections import Counter

@@ -102,8 +102,7 @@ def with_guards(prompt: dict, on_nan: str) -> dict:
 
 
 def _through_guard(running: dict, prompt: dict, node: dict, value: Any, on_nan: str, guarded: set) -> Any:
-    """Return an input's value; for a link that needs a guard, a link to the guard, which is added
-    to ``running``."""
+    """Return an input's value; for a link that needs a guard, a link to the guard, which is added to ``running``."""
     kind = _kind(prompt, value)
     if kind not in GUARDS or kind in _returned(node) or node["class_type"].startswith(OURS):
         return value
@@ -117,8 +116,8 @@ def _through_guard(running: dict, prompt: dict, node: dict, value: Any, on_nan: 
 
 
 def _guarded(prompt: dict) -> set[tuple[str, str]]:
-    """Return (node, type) of each guard in a prompt, and of each node that an output of this type
-    leads to from there."""
+    """Return (node, type) of each guard in a prompt, and of each node that an output of this type leads to from
+    there."""
     after: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for node_id, node in prompt.items():
         for value in node.get("inputs", {}).values():

@@ -57,8 +57,7 @@ LEAST = 0.03
 
 
 class Part(NamedTuple):
-    """The weights of a file that one option of a loader stores. ``prefix``: of their names in the
-    file."""
+    """The weights of a file that one option of a loader stores. ``prefix``: of their names in the file."""
 
     option: str
     checkpoint: Checkpoint
@@ -161,9 +160,8 @@ def _judged(loader: Mapping, options: Mapping[str, str], kept: Sequence[Kept]) -
 
 
 def _measured(folder: str, parts: list[Part], kept: Sequence[Kept]) -> tuple[str, str]:
-    """Return the 8-bit storage that was faster for this model on this machine, and the measurement
-    in words; both empty without a measurement, the storage empty if the measurement does not
-    tell."""
+    """Return the 8-bit storage that was faster for this model on this machine, and the measurement in words; both empty
+    without a measurement, the storage empty if the measurement does not tell."""
     model = next((part for part in parts if part.option == MODEL), None)
     if not kept or model is None or folder not in MODELS:
         return "", ""
@@ -202,9 +200,8 @@ def _parts(folder: str, checkpoint: Checkpoint) -> Iterator[Part]:
 
 
 def _storage_beside(parts: list[Part], option: str, default: str) -> str:
-    """Choose the storage for an option that has quantized weights, so that they stay as they are:
-    their 8-bit storage if they share one, else as in the file; ``default`` if the device holds none
-    of them."""
+    """Choose the storage for an option that has quantized weights, so that they stay as they are: their 8-bit storage
+    if they share one, else as in the file; ``default`` if the device holds none of them."""
     device = device_at(DEVICES[option]())
     own = [part for part in parts if part.option == option]
     usable = {storage for part in own for storage in part.held() if not device.refuses(storage)}

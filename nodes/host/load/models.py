@@ -157,8 +157,8 @@ def hold_as_made(patcher: ModelPatcher) -> None:
 
 
 def settle_quantized(model: torch.nn.Module, facts: ModelFacts, plan: ModelPlan) -> None:
-    """Set the dtype that quantized weights dequantize to, whatever dtype other weights have, and
-    turn off ComfyUI's own fp8 product.
+    """Set the dtype that quantized weights dequantize to, whatever dtype other weights have, and turn off ComfyUI's own
+    fp8 product.
 
     In inference mode, in which ComfyUI runs nodes, no data are copied.
 

@@ -121,8 +121,8 @@ class LiveWeights(Mapping[str, StoredWeight]):
         return len(self.stored)
 
     def keep_storage(self, name: str, quantizable: bool) -> str:
-        """Return the storage to request so that a weight keeps its storage: a patched or unpacked
-        weight is made in fp32, and ComfyUI may hold a weight in a wider dtype than its file.
+        """Return the storage to request so that a weight keeps its storage: a patched or unpacked weight is made in
+        fp32, and ComfyUI may hold a weight in a wider dtype than its file.
 
         A weight in a storage that nothing here writes is rounded by comfy-kitchen at once.
         """

@@ -75,9 +75,8 @@ def memory_ui(file: str, *loaded: ModelPatcher) -> dict[str, tuple[str]]:
 
 
 def _speed_told(record: ModelPlan, patcher: ModelPatcher) -> str:
-    """Return the speed measured for a model on this machine; without one, the published speed of
-    int8 on this kind of card, if it is faster there and a diffusion model multiplies in int8; else
-    ""."""
+    """Return the speed measured for a model on this machine; without one, the published speed of int8 on this kind of
+    card, if it is faster there and a diffusion model multiplies in int8; else ""."""
     here = told_here(speeds_of(patcher))
     profile = current_device().profile
     is_model = hasattr(patcher.model, "diffusion_model")

@@ -69,8 +69,8 @@ def _json(answer: dict) -> web.Response:
 
 
 def _answering(answer: Callable[[list], Any], expected: str, fits: Callable[[Any], bool]) -> Callable:
-    """Return a route handler that gives the request's JSON to ``answer``. Data that do not satisfy
-    ``fits`` are refused: ``expected`` says what was expected."""
+    """Return a route handler that gives the request's JSON to ``answer``. Data that do not satisfy ``fits`` are
+    refused: ``expected`` says what was expected."""
 
     async def handle(request: web.Request) -> web.Response:
         asked = await json_of(request, expected, fits)
