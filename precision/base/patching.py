@@ -5,7 +5,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +18,13 @@ PutsWatch = Callable[[torch.nn.Module, Watch], list[Patch]]
 
 def watched_forward(module: torch.nn.Module, watch: Watch) -> list[Patch]:
     """Return the patches by which a module's calls run through ``watch``."""
-    return [(module, "forward", partial(watch, module.forward))]
+    forward = module.forward
+
+    # No ``partial``: torch.compile makes a graph anew for each object on a module that is not a function.
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return watch(forward, *args, **kwargs)
+
+    return [(module, "forward", run)]
 
 
 @contextmanager

@@ -122,7 +122,7 @@ class AccumulationRun(CalibratedActing):
         measuring = self.calibration.attempt() if self.watches else contextlib.nullcontext()
         fast = fast_accumulation(self.refused_fp8) if self.plan.fp8_fast else contextlib.nullcontext()
         compiler = contextlib.nullcontext() if self.allocates_alike() else compiler_off()
-        attention = attending(call.model, call, self.attend)
+        attention = attending(call, self.attend)
         with measuring, patched(self.patches), attention, flags.flags_set(self.plan.flags), fast, compiler:
             yield
 

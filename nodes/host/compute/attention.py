@@ -14,7 +14,7 @@ from comfy.cli_args import args as command_line
 from ....precision.arithmetic.attention import Kernels
 from ....precision.base.layers import kind_of
 from ....precision.base.message import Message, joined
-from ....precision.base.patching import Patch, patched
+from ....precision.base.patching import Patch, watched_forward
 from ..comfyui.attributes import OVERRIDE, has_kitchen_attention
 from ..comfyui.gate import is_default
 from ..comfyui.layers import top_level_parts
@@ -66,31 +66,39 @@ def overridden(options: dict, run: Callable) -> dict:
 
 
 @contextlib.contextmanager
-def attending(
-    model: torch.nn.Module, call: Call, run: Callable | None, inputs: Callable[[dict], None] | None = None
-) -> Iterator[None]:
+def attending(call: Call, run: Callable | None, inputs: Callable[[dict], None] | None = None) -> Iterator[None]:
     """Context in which ``run`` is the attention of a model's call, as in :func:`overridden`; None
     changes nothing. ``inputs``: called with the arguments of the model's forward, by index or name.
 
     ComfyUI's TorchCompileModel drops every guard on ``transformer_options``
     (comfy_extras/nodes_torch_compile.py): a graph compiled without an override would run for a call
     with one, and a graph compiled with an override would miss later changes. So the parts that may
-    be compiled get a forward of this pack during the call, which contains the override itself."""
+    be compiled get an entry during the call, which contains the override itself: that of the
+    innermost context, which calls the others."""
     if run is None:
         yield
         return
-    options, call.options = call.options, overridden(call.options, run)
+    options, entries = call.options, call.entries
+    call.options = overridden(options, run)
+    call.entries = functools.partial(_entries, call.model.diffusion_model, call.options[OVERRIDE], inputs)
     try:
-        with patched(_entries(model.diffusion_model, call.options[OVERRIDE], inputs)):
-            yield
+        yield
     finally:
-        call.options = options
+        call.options, call.entries = options, entries
 
 
 def _entries(model: torch.nn.Module, override: Callable, inputs: Callable | None) -> Iterator[Patch]:
     whole = getattr(model, "_orig_mod", model)
     for part in _compilable_parts(model):
-        yield part, "forward", _entry(without_entry(part.forward), override, inputs if part is whole else None)
+        yield from watched_forward(part, functools.partial(_entered, override, inputs if part is whole else None))
+
+
+def _entered(override: Callable, inputs: Callable | None, forward: Callable, *args, transformer_options=None, **kwargs):
+    if inputs is not None:
+        inputs({**dict(enumerate(args)), **kwargs})
+    if transformer_options is not None:
+        kwargs["transformer_options"] = {**transformer_options, OVERRIDE: override}
+    return forward(*args, **kwargs)
 
 
 def _compilable_parts(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -103,23 +111,6 @@ def _compilable_parts(model: torch.nn.Module) -> list[torch.nn.Module]:
 def holds_modules(module: torch.nn.Module) -> bool:
     """True if a module has child modules. A compiled child refuses ``len``, and so ``bool``."""
     return next(module.children(), None) is not None
-
-
-def without_entry(forward: Callable) -> Callable:
-    """Return the forward of a part without the attention entry of an outer wrapper."""
-    return getattr(forward, "behind", forward)
-
-
-def _entry(forward: Callable, override: Callable, inputs: Callable | None) -> Callable:
-    def run(*args, transformer_options=None, **kwargs):
-        if inputs is not None:
-            inputs({**dict(enumerate(args)), **kwargs})
-        if transformer_options is not None:
-            kwargs["transformer_options"] = {**transformer_options, OVERRIDE: override}
-        return forward(*args, **kwargs)
-
-    vars(run)["behind"] = forward
-    return run
 
 
 def function_name(attention: Callable) -> str:

@@ -30,7 +30,6 @@ from ..comfyui.attributes import OVERRIDE, casts_weights
 from ..comfyui.code_owner import code_owner
 from ..comfyui.patches import each_changed, patch_name, with_patches
 from ..comfyui.weights import has_own_forward
-from .attention import without_entry
 
 Change = Callable[[Callable], Callable]
 FUNCTIONS = (FunctionType, MethodType, functools.partial)
@@ -62,7 +61,7 @@ def bordered(function: Callable, place: str = "", results: Results = "fp32") -> 
     Raises:
         HalfsafeError: the function refuses a dtype nevertheless, as a kernel for 16-bit operands does.
     """
-    owner = code_owner(function) or code_owner(inspect.unwrap(without_entry(function)))
+    owner = code_owner(function) or code_owner(inspect.unwrap(function))
     return crossing(function, place and Message("{0} of {1}", place, owner), results) if owner else function
 
 
@@ -80,8 +79,6 @@ def crossing(function: Callable, place: str = "", results: Results = "fp32") -> 
             raise HalfsafeError(problem, CHOOSE) from error
 
     run.__wrapped__ = function  # type: ignore[attr-defined]
-    if (own := without_entry(function)) is not function:
-        vars(run)["behind"] = crossing(own, place, results)
     return run
 
 

@@ -132,7 +132,7 @@ class PlannedModel(CalibratedActing):
         call.options = self.options_of_call(options)
         if self.has_borders:
             patches = [*patches, *self.borders(call.model)]
-        attention = attending(call.model, call, self.attend, self.inputs)
+        attention = attending(call, self.attend, self.inputs)
         try:
             with measuring, self._scope(), self.calling, patched(patches), attention:
                 yield

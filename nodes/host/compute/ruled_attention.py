@@ -9,7 +9,7 @@ from ....precision.base.layers import kind_of
 from ....precision.base.patching import Patch
 from ....precision.plan.rules import Rule
 from ..comfyui.layers import is_called_by_items
-from .attention import holds_modules, without_entry
+from .attention import holds_modules
 
 NO_BLOCK = "the pattern matches no block of layers in this model"
 NO_ATTENTION = "no attention that ComfyUI allows to be replaced ran in a forward of {0}"
@@ -51,7 +51,7 @@ class RuledAttention:
     def patches(self) -> list[Patch]:
         """Return the patches that track whether a block is running."""
         return [
-            (self._blocks[name], method, self._noted(name, without_entry(getattr(self._blocks[name], method))))
+            (self._blocks[name], method, self._noted(name, getattr(self._blocks[name], method)))
             for name, methods in self._methods.items()
             for method in methods
         ]

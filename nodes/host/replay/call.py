@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ import torch
 from comfy.model_base import BaseModel
 
 from ....precision.base.nested import replaced
+from ....precision.base.patching import Patch, patched
 from ..comfyui.attributes import POSE_CACHE, PREFIX_CACHE, STEP_METADATA, empty_pose_cache, empty_prefix_cache
 from ..comfyui.execution import is_on_several_devices
 from . import model_compiler
@@ -40,8 +41,11 @@ class Call:
     are handed on. ``options``: ``transformer_options`` without Halfsafe's entries. ``model``: the
     model. ``sampling``: the sampler run of this call, if a guard is on the model. ``before``:
     ComfyUI's state before the call, restored before each repeat. ``rung``: the arithmetic to run
-    in; None for the planned one.
+    in; None for the planned one. ``entries``: make the patches of the parts of the model that may be
+    compiled, put on last, around whatever stands there.
     """
+
+    entries: Callable[[], Iterable[Patch]] = tuple
 
     def __init__(self, executor, *args, **kwargs):
         self.places = _places(executor.original.__func__)[: len(args)]
@@ -76,7 +80,8 @@ class Call:
         values |= {"control": _fresh(self.control), OPTIONS: options}
         placed, named = (values[name] for name in self.places), {name: values[name] for name in self.names}
         try:
-            with model_compiler.repeating(self._is_alone()) if again else nullcontext():
+            repeating = model_compiler.repeating(self._is_alone()) if again else nullcontext()
+            with repeating, patched(self.entries()):
                 return self.executor(*placed, **named)
         except BaseException:
             model_compiler.after_failure()
