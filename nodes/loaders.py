@@ -1,7 +1,11 @@
 """Load models in the storage and compute dtype the device is good at."""
 
+import os
+
 from comfy_api.latest import io
 
+from ..precision.base.message import Message
+from ..precision.files.safetensors_file import open_checkpoint
 from ..precision.plan.rules import rules_from
 from .host.guard.model import look_at_results
 from .host.load import controlnet, encoders, files, models
@@ -12,15 +16,18 @@ from .inputs import LOAD, checked_rules, compute_input, rules_input, schema, sto
 NO_FILE = "none"
 
 
-class Loader(io.ComfyNode):
+class _Loader(io.ComfyNode):
     """A node that loads files of one of ComfyUI's folders: it runs again when one of them has changed."""
 
     FOLDER = ""
 
     @classmethod
     def fingerprint_inputs(cls, **inputs) -> str:
+        """Return the size of each file, shards included, and the time of its last change."""
         names = [name for key, name in inputs.items() if "_name" in key and name not in (None, "", NO_FILE)]
-        return files.version_of(cls.FOLDER, *names)
+        opened = (open_checkpoint(files.model_path(cls.FOLDER, name)) for name in names)
+        stats = (os.stat(file) for checkpoint in opened for file in checkpoint.files)
+        return ", ".join(Message("{0} bytes at {1}", found.st_size, found.st_mtime_ns) for found in stats)
 
 
 def _file_input(name: str, folder: str) -> io.Combo.Input:
@@ -31,7 +38,7 @@ def _vae_dtype_input(name: str) -> io.Combo.Input:
     return io.Combo.Input(name, options=["auto", "fp16", "bf16", "fp32"], default="auto")
 
 
-class LoadDiffusionModel(Loader):
+class LoadDiffusionModel(_Loader):
     FOLDER = "diffusion_models"
 
     @classmethod
@@ -74,7 +81,7 @@ class LoadDiffusionModel(Loader):
         return io.NodeOutput(model, ui=model_ui(model) | memory_ui(model_name, model))
 
 
-class LoadCheckpoint(Loader):
+class LoadCheckpoint(_Loader):
     FOLDER = "checkpoints"
 
     @classmethod
@@ -107,7 +114,7 @@ class LoadCheckpoint(Loader):
         return io.NodeOutput(model, clip, vae, ui=model_ui(model) | held)
 
 
-class LoadCLIP(Loader):
+class LoadCLIP(_Loader):
     FOLDER = "text_encoders"
 
     @classmethod
@@ -143,7 +150,7 @@ class LoadCLIP(Loader):
         return io.NodeOutput(clip, ui=words | memory_ui(" + ".join(names), clip.patcher))
 
 
-class LoadControlNet(Loader):
+class LoadControlNet(_Loader):
     FOLDER = "controlnet"
 
     @classmethod
@@ -179,7 +186,7 @@ class LoadControlNet(Loader):
         return io.NodeOutput(control, ui=shown)
 
 
-class LoadVAE(Loader):
+class LoadVAE(_Loader):
     FOLDER = "vae"
 
     @classmethod

@@ -103,7 +103,7 @@ def _made_by_core(checkpoint: Checkpoint) -> ControlBase:
     dtype = dtype_named(held) if held in UNQUANTIZED else torch.bfloat16
     needed = sum(prod(weight.shape) for weight in checkpoint.weights.values()) * dtype.itemsize
     require_memory(needed, Message("Loading {0}", checkpoint.path), free_host_memory())
-    tensors = detection.stored_tensors(detection.unpacked(checkpoint))
+    tensors = detection.stored_tensors(checkpoint, unpacked=True)
     check_finite(tensors, checkpoint.path)
     options: dict[str, Any] = {"dtype": dtype, "custom_operations": comfy.ops.manual_cast}
     options["global_average_pooling"] = Path(checkpoint.path).stem.endswith(SHUFFLE)

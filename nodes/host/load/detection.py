@@ -163,10 +163,18 @@ def _config(checkpoint: Checkpoint, prefix: str):
         )
 
 
-def stored_tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """Return every tensor by name, as the file holds it, with the scales of ComfyUI's own formats."""
-    tensors = {name: weight.data for name, weight in checkpoint.weights.items()}
-    for weight in checkpoint.weights.values():
+def stored_tensors(checkpoint: Checkpoint, unpacked: bool = False) -> dict[str, torch.Tensor]:
+    """Return every tensor by name, as the file holds it, with the scales of ComfyUI's own formats.
+
+    ``unpacked``: weights that have a scale are unpacked to bf16.
+    """
+    weights = checkpoint.weights
+    if unpacked:
+        weights = {
+            name: it if it.plain else it.with_values(it.dequantize(torch.bfloat16)) for name, it in weights.items()
+        }
+    tensors = {name: weight.data for name, weight in weights.items()}
+    for weight in weights.values():
         if weight.tensors:
             tensors.update(weight.auxiliary)
     return tensors
@@ -253,13 +261,6 @@ def narrower_in_file(patcher: ModelPatcher, held: Mapping[str, StoredWeight]) ->
     both = [(name, held[name], own) for name, own in found.items() if name in held]
     plain = [(name, held, own) for name, held, own in both if {held.storage, own.storage} <= {*UNQUANTIZED}]
     return {name: own.storage for name, held, own in plain if own.data.dtype.itemsize < held.data.dtype.itemsize}
-
-
-def unpacked(checkpoint: Checkpoint) -> Checkpoint:
-    """Unpack the weights of a checkpoint that have a scale to bf16."""
-    weights = checkpoint.weights.items()
-    plain = {name: it if it.plain else it.with_values(it.dequantize(torch.bfloat16)) for name, it in weights}
-    return replace(checkpoint, weights=plain)
 
 
 def renamed_by(checkpoint: Checkpoint, process: Callable[[dict], dict]) -> Checkpoint:

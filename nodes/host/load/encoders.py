@@ -29,7 +29,7 @@ from ....precision.plan.layers import LoadTarget
 from ....precision.plan.load import ModelPlan, plan_encoder
 from ..comfyui.model_facts import held_storages, keep_record
 from ..comfyui.weights import ask_for_plain_products
-from .detection import recognised, renamed_by, stored_tensors, unpacked
+from .detection import recognised, renamed_by, stored_tensors
 from .devices import device_at, free_host_memory, streams_weights
 from .files import open_model
 from .lacking import lacking_tensors
@@ -216,7 +216,7 @@ def load_vae(path: str, dtype: str, whole: bool = False, disable_dynamic: bool =
         checkpoint = renamed_by(checkpoint, inside)
         if not checkpoint.weights:
             return comfy.sd.VAE(sd={})
-    tensors = stored_tensors(unpacked(checkpoint))
+    tensors = stored_tensors(checkpoint, unpacked=True)
     tensors = config.process_vae_state_dict(tensors) if config else tensors
     comfy_format.check_finite(tensors, path)
     notes = [*checkpoint.notes, *zero_notes(checkpoint, zeros_in(checkpoint.weights.values()))]

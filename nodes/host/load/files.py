@@ -50,13 +50,6 @@ def model_path(folder: str, name: str) -> str:
     return path
 
 
-def version_of(folder: str, *names: str) -> str:
-    """Return the version of listed model files: the size of each, shards included, and the time of its last change."""
-    opened = (open_checkpoint(model_path(folder, name)) for name in names)
-    stats = (os.stat(file) for checkpoint in opened for file in checkpoint.files)
-    return ", ".join(Message("{0} bytes at {1}", found.st_size, found.st_mtime_ns) for found in stats)
-
-
 def open_model(path: str) -> Checkpoint:
     """Read a model file's header, check it, and map its tensors; nothing is loaded yet.
 

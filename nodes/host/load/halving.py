@@ -56,7 +56,7 @@ LEAST = 0.03
 """A smaller share of a loader's bytes counts as no saving."""
 
 
-class Part(NamedTuple):
+class _Part(NamedTuple):
     """The weights of a file that one option of a loader stores. ``prefix``: of their names in the file."""
 
     option: str
@@ -159,7 +159,7 @@ def _judged(loader: Mapping, options: Mapping[str, str], kept: Sequence[Kept]) -
     }
 
 
-def _measured(folder: str, parts: list[Part], kept: Sequence[Kept]) -> tuple[str, str]:
+def _measured(folder: str, parts: list[_Part], kept: Sequence[Kept]) -> tuple[str, str]:
     """Return the 8-bit storage that was faster for this model on this machine, and the measurement in words; both empty
     without a measurement, the storage empty if the measurement does not tell."""
     model = next((part for part in parts if part.option == MODEL), None)
@@ -186,20 +186,20 @@ def _faster(rows: Sequence[Measurement], int8_setting: str) -> str:
     return "int8" if int8 and int8[0] > MARGIN else ""
 
 
-def _parts(folder: str, checkpoint: Checkpoint) -> Iterator[Part]:
+def _parts(folder: str, checkpoint: Checkpoint) -> Iterator[_Part]:
     prefix = checkpoint.prefix
     encoder = Rules(presets=TEXT_ENCODER_RULES)
     inside = {name: weight for name, weight in checkpoint.weights.items() if name.startswith(prefix)}
     outside = {name: it for name, it in checkpoint.weights.items() if name not in inside and not VAE.match(name)}
     if folder == ENCODERS:
-        yield Part(CLIP, checkpoint, "", encoder)
+        yield _Part(CLIP, checkpoint, "", encoder)
     else:
-        yield Part(MODEL, replace(checkpoint, weights=inside), prefix, rules_from())
+        yield _Part(MODEL, replace(checkpoint, weights=inside), prefix, rules_from())
     if folder == CHECKPOINTS:
-        yield Part(CLIP, replace(checkpoint, weights=outside), "", encoder)
+        yield _Part(CLIP, replace(checkpoint, weights=outside), "", encoder)
 
 
-def _storage_beside(parts: list[Part], option: str, default: str) -> str:
+def _storage_beside(parts: list[_Part], option: str, default: str) -> str:
     """Choose the storage for an option that has quantized weights, so that they stay as they are: their 8-bit storage
     if they share one, else as in the file; ``default`` if the device holds none of them."""
     device = device_at(DEVICES[option]())
@@ -208,11 +208,11 @@ def _storage_beside(parts: list[Part], option: str, default: str) -> str:
     return next((storage for storage in plan.EIGHT_BITS if usable == {storage}), AS_FILE) if usable else default
 
 
-def _sum(parts: list[Part], storages: Mapping[str, str]) -> int:
+def _sum(parts: list[_Part], storages: Mapping[str, str]) -> int:
     return sum(part.bytes_in(storages.get(part.option, AS_FILE)) for part in parts)
 
 
-def _fewer(parts: list[Part], storage: str, now: int) -> dict | None:
+def _fewer(parts: list[_Part], storage: str, now: int) -> dict | None:
     """Return the size of a model in fewer bits; None if it is no smaller."""
     size = _sum(parts, {MODEL: storage})
     needs = later_storages().get(storage, "")

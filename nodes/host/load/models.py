@@ -74,14 +74,14 @@ def load_diffusion_model(
     Raises:
         HalfsafeError: the file cannot be read, is not a known model, or does not fit in memory.
     """
-    patcher = load_weights(open_model(path), storage, compute, rules, whole, disable_dynamic)
+    patcher = _load_weights(open_model(path), storage, compute, rules, whole, disable_dynamic)
     # A clone that is loaded again has this record, though ``auto`` might choose another storage then.
     chosen = cast(ModelPlan, record_of(patcher)).storage.used
     patcher.cached_patcher_init = (load_diffusion_model, (path, chosen, compute, rules, whole))
     return patcher
 
 
-def load_weights(
+def _load_weights(
     checkpoint: Checkpoint, storage: StorageOption, compute: ComputeOption, rules: Rules,
     whole: bool = False, disable_dynamic: bool = False,
 ) -> ModelPatcher:  # fmt: skip
@@ -198,13 +198,13 @@ def load_onto(
     patcher: ModelPatcher, checkpoint: Checkpoint, storage: StorageOption, compute: ComputeOption, rules: Rules,
     whole: bool = False, disable_dynamic: bool = False,
 ) -> ModelPatcher:  # fmt: skip
-    """Make a model of other weights of the same architecture, and clone a patcher onto it; see :func:`load_weights`.
+    """Make a model of other weights of the same architecture, and clone a patcher onto it; see :func:`_load_weights`.
 
     What nodes set on a patcher is the clone's: patches, hooks, wrappers, options. What belongs to weights
     (``OF_WEIGHTS``), the class that loads and patches them, the dtype they are cast to, the record of their load and
     their compute plan are those of the new model. It is static if ``patcher`` is.
     """
-    made = load_weights(checkpoint, storage, compute, rules, whole, disable_dynamic or not patcher.is_dynamic())
+    made = _load_weights(checkpoint, storage, compute, rules, whole, disable_dynamic or not patcher.is_dynamic())
     clone = patcher.clone(disable_dynamic=not made.is_dynamic(), model_override=made.get_clone_model_override())
     clone.__class__ = type(made)  # another pack's class, such as ComfyUI-GGUF's, knows its own weights alone
     for name in OF_WEIGHTS:
