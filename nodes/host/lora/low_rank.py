@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import comfy.lora
@@ -52,6 +52,12 @@ class LowRank:
     adapter: WeightAdapterBase
     offset: tuple[int, int, int] | None
 
+    @classmethod
+    def of(cls, patch: tuple) -> "LowRank":
+        """Return the change of a patch at a strength of 1; equal for patches of one adapter."""
+        _, adapter, _, offset, _ = patch
+        return cls(adapter, offset and tuple(offset))
+
     def factors(self) -> dict[int, torch.Tensor]:
         """Return the adapter's matrices by their places."""
         tensors = {place: tensor for place, tensor in enumerate(self.adapter.weights) if place != ALPHA}
@@ -69,9 +75,9 @@ class LowRank:
         return type(self.adapter)(set(), [factors.get(place) for place in range(len(self.adapter.weights))]).h(x, x)
 
 
-@dataclass
 class SortedPatches:
-    """What is done with a model's patches of 8-bit weights, by the weights' keys.
+    """A ModelPatcher's patches of 8-bit weights, its own and those of all its hooks, sorted by what
+    is done with them; by the weights' keys.
 
     ``low_rank``: the changes that are added to the layer's result, those of hooks included.
     ``merged``: why ComfyUI merges the patches. ``added``: weights whose own patches are all added;
@@ -79,37 +85,35 @@ class SortedPatches:
     not fit the weight.
     """
 
-    modules: dict[str, torch.nn.Module]
-    low_rank: dict[str, list[LowRank]] = field(default_factory=dict)
-    merged: dict[str, str] = field(default_factory=dict)
-    added: set[str] = field(default_factory=set)
-    hooks: set[str] = field(default_factory=set)
-    unfit: dict[str, int] = field(default_factory=dict)
+    def __init__(self, patcher: ModelPatcher):
+        named = patcher.model.named_modules()
+        self.modules = {f"{plain_name(name)}.weight": module for name, module in named if is_8bit_matrix(module)}
+        self.low_rank: dict[str, list[LowRank]] = {}
+        self.merged: dict[str, str] = {}
+        self.added: set[str] = set()
+        self.hooks: set[str] = set()
+        self.unfit: dict[str, int] = {}
+        hooked = defaultdict(list)
+        for by_key in patcher.hook_patches.values():
+            for key, patches in by_key.items():
+                hooked[key].extend(patches)
+        for of_key, added in ((patcher.patches, self.added), (hooked, self.hooks)):
+            for key, patches in of_key.items():
+                if key in self.modules:
+                    self._sort(key, patches, added)
 
-
-def sort_patches(patcher: ModelPatcher) -> SortedPatches:
-    """Sort a ModelPatcher's patches of 8-bit weights, its own and those of all its hooks."""
-    named = patcher.model.named_modules()
-    result = SortedPatches({f"{plain_name(name)}.weight": module for name, module in named if is_8bit_matrix(module)})
-    hooked = defaultdict(list)
-    for by_key in patcher.hook_patches.values():
-        for key, patches in by_key.items():
-            hooked[key].extend(patches)
-    for of_key, added in ((patcher.patches, result.added), (hooked, result.hooks)):
-        for key, patches in of_key.items():
-            if key not in result.modules:
-                continue
-            shape = tuple(result.modules[key].weight.shape)
-            fitting = [patch for patch in patches if not is_left_out(patch, shape)]
-            if left_out := len(patches) - len(fitting):
-                result.unfit[key] = result.unfit.get(key, 0) + left_out
-            if reason := next(filter(None, (why_merged(patch, shape) for patch in fitting)), ""):
-                result.merged[key] = reason
-                continue
-            added.add(key)
-            if fitting:
-                result.low_rank[key] = list(dict.fromkeys([*result.low_rank.get(key, ()), *map(change_of, fitting)]))
-    return result
+    def _sort(self, key: str, patches: list[tuple], added: set[str]) -> None:
+        """Sort the patches of a weight. Its key joins ``added`` if none of them is merged."""
+        shape = tuple(self.modules[key].weight.shape)
+        fitting = [patch for patch in patches if not is_left_out(patch, shape)]
+        if left_out := len(patches) - len(fitting):
+            self.unfit[key] = self.unfit.get(key, 0) + left_out
+        if reason := next(filter(None, (why_merged(patch, shape) for patch in fitting)), ""):
+            self.merged[key] = reason
+            return
+        added.add(key)
+        if fitting:
+            self.low_rank[key] = list(dict.fromkeys([*self.low_rank.get(key, ()), *map(LowRank.of, fitting)]))
 
 
 # A TorchDispatchMode that reads numbers, as to find NaN, raises on meta tensors: that is no misfit
@@ -147,12 +151,6 @@ def is_left_out(patch: tuple, shape: Sequence[int]) -> bool:
     return any(record.levelno >= logging.WARNING for record in told)
 
 
-def change_of(patch: tuple) -> LowRank:
-    """Return the change that a patch makes at a strength of 1; equal for patches of one adapter."""
-    _, adapter, _, offset, _ = patch
-    return LowRank(adapter, offset and tuple(offset))
-
-
 def why_merged(patch: tuple, whole: tuple[int, int]) -> str:
     """Return why ComfyUI has to merge a patch of a weight ``(outputs, inputs)``; "" where it is
     added to the result."""
@@ -161,7 +159,7 @@ def why_merged(patch: tuple, whole: tuple[int, int]) -> str:
         return "a merge of models"
     plain = function is None and type(value) in MERGED_WITH and hasattr(value, "h")
     if plain and all(value.weights[place] is None for place in MERGED_WITH[type(value)]):
-        return "" if _fits(change_of(patch), list(whole)) else OTHER
+        return "" if _fits(LowRank.of(patch), list(whole)) else OTHER
     return OTHER
 
 
@@ -276,6 +274,9 @@ def _added(
     return result
 
 
+_made: weakref.WeakKeyDictionary[torch.nn.Module, weakref.WeakValueDictionary] = weakref.WeakKeyDictionary()
+
+
 class LowRankModel(torch.nn.Module):
     """The LoRAs of a model's weights: ``layers`` by the keys of those. ``dtype``: of the factors,
     16 bit.
@@ -303,6 +304,21 @@ class LowRankModel(torch.nn.Module):
         for layer in layers:
             layer.strengths = next(of_layers).unbind()
 
+    @classmethod
+    def shared(
+        cls, patcher: ModelPatcher, changes: Mapping[str, Sequence[LowRank]], dtype: torch.dtype
+    ) -> ModelPatcher:
+        """Return the ModelPatcher of such a model on the devices of ``patcher``; clones with equal
+        LoRAs share it."""
+        of_model = _made.setdefault(patcher.model, weakref.WeakValueDictionary())
+        key = dtype, patcher.load_device, tuple((key, *of_key) for key, of_key in changes.items())
+        shared = of_model.get(key)
+        if shared is None:
+            model = cls(changes, dtype, patcher.load_device)
+            devices = patcher.load_device, patcher.offload_device
+            shared = of_model[key] = comfy.model_patcher.CoreModelPatcher(model, *devices)
+        return shared
+
     def plan_for(self, compute: Any, in_fp32: Callable[[Any, str], bool]) -> None:
         """Let each layer multiply as a compute plan has it; asked at each call, and decided once a
         plan."""
@@ -325,21 +341,3 @@ class LowRankModel(torch.nn.Module):
         if numbers != self._numbers:
             self._strengths.copy_(torch.tensor(numbers))
             self._numbers = numbers
-
-
-_made: weakref.WeakKeyDictionary[torch.nn.Module, weakref.WeakValueDictionary] = weakref.WeakKeyDictionary()
-
-
-def low_rank_patcher(
-    patcher: ModelPatcher, changes: Mapping[str, Sequence[LowRank]], dtype: torch.dtype
-) -> ModelPatcher:
-    """Return the ModelPatcher of a LowRankModel on the devices of ``patcher``; clones with equal
-    LoRAs share it."""
-    of_model = _made.setdefault(patcher.model, weakref.WeakValueDictionary())
-    key = dtype, patcher.load_device, tuple((key, *of_key) for key, of_key in changes.items())
-    shared = of_model.get(key)
-    if shared is None:
-        model = LowRankModel(changes, dtype, patcher.load_device)
-        shared = comfy.model_patcher.CoreModelPatcher(model, patcher.load_device, patcher.offload_device)
-        of_model[key] = shared
-    return shared

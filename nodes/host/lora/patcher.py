@@ -42,15 +42,7 @@ from ..compute.per_model import AddsToResults
 from ..replay.call import Call
 from ..replay.interceptor import LOW_RANK, Acting, Stage, put_stage, stage_of
 from ..replay.model_compiler import repeating
-from .low_rank import (
-    LowRankModel,
-    SortedPatches,
-    change_of,
-    is_8bit_matrix,
-    is_left_out,
-    low_rank_patcher,
-    sort_patches,
-)
+from .low_rank import LowRank, LowRankModel, SortedPatches, is_8bit_matrix, is_left_out
 
 INJECTED, UNFIT = "halfsafe_low_rank", "halfsafe_unfit"
 ENCODER_CALLS = ("encode_token_weights", "generate")
@@ -93,7 +85,7 @@ class AddsLowRank(AddsToResults):
         are loaded."""
         state = self.patches_uuid, len(self.patches), tuple(map(id, self.hook_patches))
         if self._sorted is None or (self._all_patches is None and self._sorted[0] != state):
-            self._sorted, self._low_rank = (state, sort_patches(self)), None
+            self._sorted, self._low_rank = (state, SortedPatches(self)), None
             _tell_left_out(tuple(map(_layer_name, self._sorted[1].unfit)))
         return self._sorted[1]
 
@@ -105,7 +97,7 @@ class AddsLowRank(AddsToResults):
         changes = self.sorted_patches().low_rank
         if changes and self._low_rank is None:
             dtype = torch.bfloat16 if self._cast_dtype() == torch.bfloat16 else torch.float16
-            self._low_rank = low_rank_patcher(self, changes, dtype)
+            self._low_rank = LowRankModel.shared(self, changes, dtype)
         return self._low_rank
 
     def low_rank_model(self) -> LowRankModel:
@@ -127,7 +119,7 @@ class AddsLowRank(AddsToResults):
     def forwards(self) -> list[Patch]:
         """Make patches that add the LoRAs at the strengths that they have by the hooks active
         now."""
-        if not has_low_rank(self):
+        if not _has_low_rank(self):
             return []
         low_rank, modules = self.low_rank_model(), self.sorted_patches().modules
         low_rank.set_strengths(self._strengths_now())
@@ -181,7 +173,7 @@ class AddsLowRank(AddsToResults):
             pairs += [(key, patch) for key in patches.hooks & hooked.keys() for patch in hooked[key]]
             strengths: Counter = Counter()
             for key, patch in pairs:
-                strengths[key, change_of(patch)] += patch[0]
+                strengths[key, LowRank.of(patch)] += patch[0]
             self._strengths = state, strengths
         return self._strengths[1]
 
@@ -335,7 +327,7 @@ class AddsLowRank(AddsToResults):
         return state
 
 
-def has_low_rank(given: object) -> TypeGuard[AddsLowRank]:
+def _has_low_rank(given: object) -> TypeGuard[AddsLowRank]:
     """True if a patcher adds LoRAs to results."""
     return _keeps_low_rank_unmerged(given) and given.low_rank_patcher() is not None
 
@@ -426,12 +418,12 @@ class _LowRankStage(Stage):
 
     def in_call(self, call: Call) -> Acting | None:
         patcher = call.model.current_patcher
-        return _LowRankCall(patcher) if has_low_rank(patcher) and not trains() else None
+        return _LowRankCall(patcher) if _has_low_rank(patcher) and not trains() else None
 
     def around_sampling(self, executor: Callable, *args, **kwargs):
         """Run a sampler: layers that run on the text before the model's calls have LoRAs too."""
         patcher = executor.class_obj.model_patcher
-        if has_low_rank(patcher) and not is_compiled(patcher):
+        if _has_low_rank(patcher) and not is_compiled(patcher):
             patcher.low_rank_model().seen.clear()
         network = patcher.model.diffusion_model
         original = network.state_dict
@@ -489,7 +481,7 @@ def _on_layers(patcher: AddsLowRank) -> Iterator[None]:
 
 def _with_low_rank(patcher: ModelPatcher, make: Callable):
     """Make conditions with the LoRAs of layers that run on the text."""
-    if not has_low_rank(patcher):
+    if not _has_low_rank(patcher):
         return make()
     one = _LowRankCall(patcher)
 
@@ -547,7 +539,7 @@ def low_rank_reasons(patcher: ModelPatcher) -> dict[str, str]:
         patches = patcher.sorted_patches()
         added = "LoRAs added to the layer's output: {0}"
         texts = {key: Message(added, len(of_key)) for key, of_key in patches.low_rank.items()}
-        if has_low_rank(patcher):
+        if _has_low_rank(patcher):
             low_rank = patcher.low_rank_model()
             texts |= {key: IN_WEIGHT if key in low_rank.asked else WITHOUT_EFFECT for key in low_rank.by_weight}
         again = "weight quantized again with {0} merged into it"

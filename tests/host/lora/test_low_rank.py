@@ -11,7 +11,7 @@ from comfy.sd import load_bypass_lora_for_models, load_diffusion_model, load_lor
 from comfy.weight_adapter import LoHaAdapter, LoKrAdapter, LoRAAdapter
 from halfsafe.nodes.host.compute.executor import compute_of
 from halfsafe.nodes.host.guard.model import guard_of
-from halfsafe.nodes.host.lora.low_rank import LowRankModel, change_of, is_left_out, why_merged
+from halfsafe.nodes.host.lora.low_rank import LowRank, LowRankModel, is_left_out, why_merged
 from halfsafe.nodes.host.lora.patcher import AddsLowRank
 from halfsafe.precision.base.errors import HalfsafeError
 from safetensors.torch import save_file
@@ -254,7 +254,7 @@ def test_what_is_added_is_what_comfyui_merges(name, offset, dtype, size, bound):
     patch = (0.7, adapter, 1.0, offset, None)
     assert not why_merged(patch, tuple(weight.shape))
     x = (torch.randn(2, 5, weight.shape[1], generator=generator) * size).to(dtype)
-    change = change_of(patch)
+    change = LowRank.of(patch)
     model = LowRankModel({"key": [change]}, torch.bfloat16 if dtype == torch.bfloat16 else torch.float16, x.device)
     model.set_strengths({("key", change): 0.7})
     expected = x.float() @ calculate_weight([patch], weight.clone(), "key").T
@@ -288,7 +288,7 @@ def test_a_dispatch_mode_does_not_change_what_becomes_of_a_patch(name):
 
 @pytest.mark.not_as_on_cuda("autograd records nothing in inference mode")
 def test_a_gradient_passes():
-    change = change_of((1.0, ADAPTERS["alpha"](torch.ones), 1.0, None, None))
+    change = LowRank.of((1.0, ADAPTERS["alpha"](torch.ones), 1.0, None, None))
     model = LowRankModel({"key": [change]}, torch.float16, torch.device("cpu"))
     model.set_strengths({("key", change): 1.0})
     x = torch.ones(2, 256, requires_grad=True)

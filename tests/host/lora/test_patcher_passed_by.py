@@ -15,7 +15,7 @@ from comfy.ldm.wan.model import WanSelfAttention
 from comfy.quant_ops import QuantizedTensor
 from comfy.sd import load_lora_for_models
 from comfy.text_encoders.llama import MLP, Attention
-from halfsafe.nodes.host.lora.patcher import IN_WEIGHT, WITHOUT_EFFECT, has_low_rank, keep_low_rank_unmerged
+from halfsafe.nodes.host.lora.patcher import IN_WEIGHT, WITHOUT_EFFECT, keep_low_rank_unmerged
 from safetensors.torch import save_file
 from support import families, model_files, tiny_encoders, tiny_models
 from support.families import load
@@ -238,7 +238,7 @@ def test_qwen_3_in_fp8_whose_parallel_layers_are_one_product():
 
     exact = encode(built(torch.float32), tiny_encoders.tokens())
     beside = built(torch.float8_e4m3fn)
-    assert has_low_rank(beside.patcher)
+    assert beside.patcher.low_rank_patcher()
     floor = relative_error(exact, encode(beside, tiny_encoders.tokens())) + 1e-5
     with never_called(Attention, "q_proj", "k_proj", "v_proj"), never_called(MLP, "gate_proj", "up_proj"):
         clip = built(torch.float8_e4m3fn)
