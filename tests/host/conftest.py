@@ -45,7 +45,9 @@ CALIBRATING = {
     "arithmetic/fp16_accumulation._calibrate", "arithmetic/attention._calibrated",
 }  # fmt: skip
 IN_A_CHECK = {"check/drift", "check/attention"}
-AFTER_A_FAILURE = {"guard/localize", "guard/failure", "guard/inputs", "guard/causes", "guard/escalation.ranges"}
+AFTER_A_FAILURE = {
+    "guard/localize", "guard/failure", "guard/inputs", "guard/causes", "replay/call.sigma", "replay/call.step"
+}  # fmt: skip
 ONCE_PER_DEVICE = {"devices/probes", "base/amax._drops_nan"}
 HOST_MEMORY = {
     "formats/plain.bound",

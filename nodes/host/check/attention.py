@@ -30,7 +30,6 @@ from ..compute.attention import (
     kernels_of,
 )
 from ..guard.escalation import Guarded
-from ..guard.failure import sigma_of, step_of
 from ..load.devices import current_device
 from ..replay.call import Call
 from ..replay.interceptor import Run
@@ -77,7 +76,7 @@ class UnaskedChecks:
         if self.are_of_file(call.model, call.options) or is_compiled(call.model.current_patcher):
             return None
         least = 0 if self._always or current_device().profile.vendor == "amd" else checked.MANY_TOKENS
-        log.checked.add(step_of(call))
+        log.checked.add(call.step())
         return _AttentionCheck(call, number, log, kernel, least, functools.partial(seen.__setitem__, setting))
 
 
@@ -96,7 +95,7 @@ class _AttentionCheck:
         self.found = found
         arithmetic = Message(ARITHMETIC, self.name)
         self.least_db = checked.LEAST_DB_OF_4_BITS if kernel == IN_4_BITS else checked.LEAST_DB
-        self.report = CheckReport(number, step_of(call), sigma_of(call), arithmetic, threshold_db=self.least_db)
+        self.report = CheckReport(number, call.step(), call.sigma(), arithmetic, threshold_db=self.least_db)
         self.powers: list[torch.Tensor] = []
         self.tokens: list[int] = []
 

@@ -36,13 +36,12 @@ from ..compute.attention import how_to_choose_another
 from ..compute.executor import quantized_attention
 from ..compute.layer_modes import states_of, stream_dtype
 from ..guard.escalation import Guarded, WiderModel, hooked
-from ..guard.failure import ModelCall, images_of, sigma_of, step_of
+from ..guard.failure import ModelCall
 from ..guard.notices import WATCHED
 from ..replay.call import Call
 from ..replay.core_state import CoreState
 from ..replay.interceptor import Run
 from ..replay.model_compiler import compiler_off
-from ..replay.packs import packs_on
 from .attention import UnaskedChecks
 
 logger = logging.getLogger("halfsafe")
@@ -89,12 +88,12 @@ def _check_of(setting: str, call: Call, number: int, guarded: Guarded, log: Guar
     """
     if not drift.is_checked(setting, None, log.checked):
         return None
-    step = step_of(call)
+    step = call.step()
     if not drift.is_checked(setting, step, log.checked):
         return None
     check, told = _DriftCheck(call, number, guarded, log, step), bool(log.checked)
     log.checked.add(step)
-    if packs := packs_on(call):
+    if packs := call.packs():
         if not told:
             check.tell(Message(MAY_KEEP_STATE, joined(packs, " and ")))
         return None
@@ -131,7 +130,7 @@ class _DriftCheck:
         self.model, self.patcher = call.model, call.model.current_patcher
         self.latent = call.x.clone()
         self.start = RandomStart.of(call.x.device)
-        self.report = CheckReport(number, step, sigma_of(call), "")
+        self.report = CheckReport(number, step, call.sigma(), "")
         self.blocks = _BlockOutputs(self.model.diffusion_model)
 
     @contextlib.contextmanager
@@ -217,7 +216,7 @@ class _DriftCheck:
         threshold = drift.threshold_of(self.report.arithmetic, len(self.guarded.plan.modes))
         self.report.snr_db, self.report.threshold_db = min(decibels), threshold
         if min(decibels) < threshold:
-            images = images_of(self.call, result)
+            images = self.call.images(result)
             rows = {row % images for row, snr in enumerate(decibels) if snr < threshold}
             attention = quantized_attention(self.patcher)
             instead = how_to_choose_another(attention, self.call.options) if attention else ""

@@ -57,12 +57,6 @@ def compute_of(patcher) -> "Compute | None":
     return compute and compute.acting(patcher.model)
 
 
-def may_fall_back(patcher) -> bool:
-    """True if a patcher's plan has a fallback, and its model does not run in it yet."""
-    compute = compute_of(patcher)
-    return bool(compute and compute.fallback)
-
-
 def quantized_attention(patcher: ModelPatcher) -> str:
     """Name the attention with quantized operands that a node, the model's file or ComfyUI's command
     line chose for a model; "" for another."""

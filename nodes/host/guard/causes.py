@@ -1,4 +1,4 @@
-"""Check the inputs and weights of a call for NaN and Inf, which no precision cures."""
+"""Check the weights and patches of a model for NaN and Inf, which no precision cures."""
 
 import math
 import operator
@@ -18,29 +18,15 @@ from ....precision.base.message import Message
 from ....precision.base.nested import floats_in
 from ....precision.base.patching import Patch
 from ....precision.files.safetensors_file import open_checkpoint
-from ....precision.guard.inputs import (
-    SAMPLER,
-    SIGMA,
-    SIGMAS,
-    NotFiniteInput,
-    inputs_not_finite,
-    is_finite,
-    nan_inputs,
-    rows_not_finite,
-    zeroed,
-)
+from ....precision.guard.inputs import is_finite, zeroed
 from ....precision.guard.localize import Origin
-from ....precision.guard.verdicts import CONTROL_ADVICE
 from ..comfyui.attributes import BIAS_FUNCTIONS, WEIGHT_FUNCTIONS, casts_weights
 from ..comfyui.layers import DIFFUSION_MODEL
 from ..comfyui.model_facts import record_of
 from ..comfyui.page import running_prompt
 from ..comfyui.weights import dequantized, weights_of
 from ..load.files import open_model
-from ..replay.call import Call
 
-CONDITIONINGS = {0: "positive conditioning", 1: "negative conditioning"}
-CONTROL = "ControlNet output"
 BAD_COPY = "Weight '{0}' is finite in host memory, but its copy on the device holds NaN or Inf."
 RUN_AGAIN = (
     "free the model and node cache, and run again. It was damaged after it was loaded, or the file was replaced since."
@@ -50,44 +36,6 @@ WIDER_OR_AGAIN = "load it with {0} bf16 or fp32. If it is Inf there too, downloa
 WITHOUT_PATCH = "leave it out or download it again."
 WEAKER = "lower the strength, or load the model with storage bf16 or fp32."
 FUNCTIONS = {"weight": WEIGHT_FUNCTIONS, "bias": BIAS_FUNCTIONS}
-
-
-def call_inputs(call: Call, first: bool) -> list[NotFiniteInput]:
-    """List the inputs of a denoiser's call with NaN or Inf.
-
-    ``first``: it is the first call of the run, so its latent is the node's and not computed by the sampler.
-    """
-    named = [
-        (SIGMA, call.t),
-        (_conditioning(call.c_crossattn, call.options), call.c_crossattn),
-        ("c_concat (image conditioning)", call.c_concat),
-        (CONTROL, call.control),
-        *((f"conditioning '{name}'", value) for name, value in call.extra.items()),
-        ("latent" if first else SAMPLER, call.x),
-    ]
-    return inputs_not_finite(named, {CONTROL: CONTROL_ADVICE})
-
-
-def sampler_inputs(noise, latent_image, sigmas, denoise_mask, conds: dict) -> list[NotFiniteInput]:
-    """List the inputs of a sampler's run with NaN."""
-    masks = [cond.get("mask") for group in conds.values() for cond in group]
-    named = [
-        (SIGMAS, sigmas.sum()),
-        ("latent image", latent_image),
-        ("noise", noise),
-        ("noise mask", denoise_mask),
-        ("mask of a conditioning", masks),
-    ]
-    return nan_inputs(named)
-
-
-def _conditioning(context: torch.Tensor | None, options: dict) -> str:
-    """Name the conditioning of the first row with NaN or Inf, in a batch with a chunk for each conditioning."""
-    if context is None or is_finite(context):
-        return "conditioning"
-    kinds = options.get("cond_or_uncond") or [0]
-    row = min(rows_not_finite(context))
-    return CONDITIONINGS.get(kinds[row * len(kinds) // len(context)], "conditioning")
 
 
 class LoadedWeights:

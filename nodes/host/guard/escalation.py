@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import itertools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 
@@ -11,19 +10,16 @@ from comfy.model_base import BaseModel
 from comfy.model_patcher import ModelPatcher
 
 from ....precision.arithmetic.casting import widened
-from ....precision.base.amax import amax
 from ....precision.base.dtypes import name_of
 from ....precision.base.modes import FP8, FP16_WIDE, FP32, modes_named
-from ....precision.base.nested import floats_in
 from ....precision.base.options import Stream
-from ....precision.base.patching import Patch, patched
+from ....precision.base.patching import Patch
 from ....precision.formats.layer_plan import LayerPlan
 from ....precision.guard.localize import Origin
 from ....precision.plan.compute import ComputePlan
 from ....precision.plan.in_use import PlanInUse
 from ..comfyui.attributes import weight_state
-from ..comfyui.execution import Make, adapts_text, conditions_through, is_compiled
-from ..comfyui.layer_forward import with_frame
+from ..comfyui.execution import Make, is_compiled
 from ..comfyui.layers import matrix_layers, modules_of, top_level_parts
 from ..comfyui.patches import patch_name, with_patches
 from ..comfyui.weights import only_multiplies
@@ -121,43 +117,6 @@ def _in_fp32(patch: Callable, stream: torch.dtype) -> Callable:
     return run
 
 
-class RangeObserver:
-    """Measure the amax of inputs and results of each layer that multiplies, and of the results of each top-level part.
-
-    Run the call inside of :meth:`watching`.
-    """
-
-    def __init__(self, layers: WiderModel):
-        self._layers = layers.modules
-        self._parts = [(name, part, self._part) for name, part in layers.parts.items()]
-        self._largest: dict[str, torch.Tensor] = {}
-
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Watch layers and parts inside of the context."""
-        frames = (with_frame(module, functools.partial(self._layer, name)) for name, module in self._layers.items())
-        with hooked(self._parts), patched(itertools.chain.from_iterable(frames)):
-            yield
-
-    def _layer(self, name: str, forward: Callable, *args, **kwargs):
-        result = forward(*args, **kwargs)
-        self._note(name, (args[:1], result))
-        return result
-
-    def _part(self, name: str, module: torch.nn.Module, args: tuple, result) -> None:
-        self._note(name, result)
-
-    def _note(self, name: str, values) -> None:
-        for value in floats_in(values):
-            size = amax(value)
-            self._largest[name] = torch.maximum(self._largest[name], size) if name in self._largest else size
-
-    def ranges(self) -> dict[str, float]:
-        """Return layer or part -> amax. Synchronizes with the device once."""
-        sizes = torch.stack([*self._largest.values()]).tolist() if self._largest else []
-        return dict(zip(self._largest, sizes, strict=True))
-
-
 @contextlib.contextmanager
 def hooked(watched: Iterable[tuple[str, torch.nn.Module, Callable]]) -> Iterator[None]:
     """Call a function with (name, module, arguments, result) after each run of its module, by forward hooks: the
@@ -180,21 +139,6 @@ def _decision(mode: str, module: torch.nn.Module, stream: Stream) -> LayerPlan:
         mode = FP16_WIDE.name if only_multiplies(module) else FP32.name
     mode = FP16_WIDE.name if mode == FP8.name else mode  # no fp64: a model in it is escalated as a whole
     return LayerPlan(mode=mode, stream=stream, reason="escalated by the guard")  # type: ignore[arg-type]
-
-
-@contextlib.contextmanager
-def text_adapter_in_fp32(model: BaseModel, ran: set[str]) -> Iterator[None]:
-    """Run the text adapter of a model in fp32 inside of the context, and add the names of its layers to ``ran``.
-
-    A text adapter is small, runs once per prompt, and an overflow in it would be blamed on the conditioning.
-    """
-    if not adapts_text(model):
-        yield
-        return
-    layers = WiderModel(PlanInUse({name: FP32.name for name, _ in matrix_layers(model)}).fp32(), model)
-    with conditions_through(model, layers.adapted):
-        yield
-    ran.update(layers.calibration.flops)
 
 
 def watches_clamps(patcher: ModelPatcher) -> bool:

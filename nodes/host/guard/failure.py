@@ -1,25 +1,34 @@
 """Repeat a diffusion model's call that returned NaN or Inf."""
 
 import functools
+import itertools
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
 import torch
 
-from ....precision.base.amax import amax_value
+from ....precision.base.amax import amax, amax_value
 from ....precision.base.message import Message, joined
 from ....precision.base.modes import FP16_WIDE, FP32
+from ....precision.base.nested import floats_in
 from ....precision.base.patching import compile_disabled, patched
 from ....precision.devices.random_start import RandomStart
 from ....precision.guard.failed_call import Attempt, FailedCall
-from ....precision.guard.inputs import NotFiniteInput
+from ....precision.guard.inputs import (
+    SAMPLER,
+    SIGMA,
+    NotFiniteInput,
+    inputs_not_finite,
+    is_finite,
+    rows_not_finite,
+)
 from ....precision.guard.localize import Localizer, Origin
 from ....precision.guard.log import CallPosition
 from ....precision.guard.policy import plan_after
 from ....precision.guard.rungs import Rung, model_rungs
-from ....precision.guard.verdicts import MODEL, SAME_SEED
+from ....precision.guard.verdicts import CONTROL_ADVICE, MODEL, SAME_SEED
 from ....precision.plan.in_use import PlanInUse
 from ..comfyui.attributes import OVERRIDE
 from ..comfyui.code_owner import code_owner
@@ -28,20 +37,58 @@ from ..comfyui.layer_forward import with_frame
 from ..comfyui.page import show_progress
 from ..comfyui.patches import patch_name, patches_in, with_patches
 from ..compute.attention import overridden
-from ..compute.executor import compute_of, may_fall_back
+from ..compute.executor import compute_of
 from ..compute.per_model import runs_in
 from ..replay.call import OPTIONS, Call
 from ..replay.interceptor import Run
-from ..replay.packs import packs_on
 from ..replay.restart import StartAgain
-from .causes import LoadedWeights, call_inputs
-from .escalation import Guarded, RangeObserver, WiderModel
+from .causes import LoadedWeights
+from .escalation import Guarded, WiderModel, hooked
 
 REPEATED_BESIDE = (
     "A failed call was repeated beside {0}, because the sampling could not restart: {0} may have kept state from the "
     "failed call."
 )
+CONDITIONINGS = {0: "positive conditioning", 1: "negative conditioning"}
+CONTROL = "ControlNet output"
 OUR_PACKAGE = __name__.partition(".nodes.")[0]
+
+
+class _RangeObserver:
+    """Measure the amax of inputs and results of each layer that multiplies, and of the results of each top-level part.
+
+    Run the call inside of :meth:`watching`.
+    """
+
+    def __init__(self, layers: WiderModel):
+        self._layers = layers.modules
+        self._parts = [(name, part, self._part) for name, part in layers.parts.items()]
+        self._largest: dict[str, torch.Tensor] = {}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch layers and parts inside of the context."""
+        frames = (with_frame(module, functools.partial(self._layer, name)) for name, module in self._layers.items())
+        with hooked(self._parts), patched(itertools.chain.from_iterable(frames)):
+            yield
+
+    def _layer(self, name: str, forward: Callable, *args, **kwargs):
+        result = forward(*args, **kwargs)
+        self._note(name, (args[:1], result))
+        return result
+
+    def _part(self, name: str, module: torch.nn.Module, args: tuple, result) -> None:
+        self._note(name, result)
+
+    def _note(self, name: str, values) -> None:
+        for value in floats_in(values):
+            size = amax(value)
+            self._largest[name] = torch.maximum(self._largest[name], size) if name in self._largest else size
+
+    def ranges(self) -> dict[str, float]:
+        """Return layer or part -> amax. Synchronizes with the device once."""
+        sizes = torch.stack([*self._largest.values()]).tolist() if self._largest else []
+        return dict(zip(self._largest, sizes, strict=True))
 
 
 class ModelCall(FailedCall):
@@ -64,17 +111,18 @@ class ModelCall(FailedCall):
         self._run = run
         patcher = call.model.current_patcher
         plan = guarded.plan
-        falls_back = may_fall_back(patcher) and not plan.is_wider
+        compute = compute_of(patcher)
+        falls_back = bool(compute and compute.fallback) and not plan.is_wider
         rungs = model_rungs(plan, falls_back)
         can_start_again = call.sampling is not None and call.sampling.can_start_again
         self._last: Attempt | None = None
-        self._observer: RangeObserver | None = None
+        self._observer: _RangeObserver | None = None
         super().__init__(
             call,
             result,
             start,
-            CallPosition(number, step_of(call), sigma_of(call)),
-            images=images_of(call, result),
+            CallPosition(number, call.step(), call.sigma()),
+            images=call.images(result),
             device=call.x.device,
             weights=LoadedWeights(patcher),
             wording=MODEL,
@@ -87,7 +135,7 @@ class ModelCall(FailedCall):
             nan_inputs=nan_inputs,
             promised=rungs[0] if falls_back else None,
             compiled=is_compiled(patcher),
-            packs=joined(packs_on(call), " and "),
+            packs=joined(call.packs(), " and "),
             can_start_again=can_start_again and not is_on_several_devices(patcher),
         )
 
@@ -104,7 +152,7 @@ class ModelCall(FailedCall):
             again.executor = functools.partial(_inside, zeros, again.executor)
         if watched:
             return self._watched(again, rung)
-        observer = RangeObserver(layers) if wider and not rung.is_fp32 else None  # fp32 is the widest
+        observer = _RangeObserver(layers) if wider and not rung.is_fp32 else None  # fp32 is the widest
         self._observer = self._observer if rung.is_fp32 else observer
         falls_back = [(runs_in(self.model), "fallback", True)] if rung is self.promised else []
         if observer:
@@ -138,7 +186,7 @@ class ModelCall(FailedCall):
         return given.replaced(function)
 
     def inputs(self) -> list[NotFiniteInput]:
-        return call_inputs(self.given, first=self.position.call == 1)
+        return _inputs_of(self.given, first=self.position.call == 1)
 
     def mode(self, origin: Origin | None) -> str:
         return "" if origin and origin.kind == "input" else self.guarded.modes_at(origin)[0]
@@ -199,6 +247,31 @@ class ModelCall(FailedCall):
         return self._last
 
 
+def _inputs_of(call: Call, first: bool) -> list[NotFiniteInput]:
+    """List the inputs of a denoiser's call with NaN or Inf.
+
+    ``first``: it is the first call of the run, so its latent is the node's and not computed by the sampler.
+    """
+    named = [
+        (SIGMA, call.t),
+        (_conditioning(call.c_crossattn, call.options), call.c_crossattn),
+        ("c_concat (image conditioning)", call.c_concat),
+        (CONTROL, call.control),
+        *((f"conditioning '{name}'", value) for name, value in call.extra.items()),
+        ("latent" if first else SAMPLER, call.x),
+    ]
+    return inputs_not_finite(named, {CONTROL: CONTROL_ADVICE})
+
+
+def _conditioning(context: torch.Tensor | None, options: dict) -> str:
+    """Name the conditioning of the first row with NaN or Inf, in a batch with a chunk for each conditioning."""
+    if context is None or is_finite(context):
+        return "conditioning"
+    kinds = options.get("cond_or_uncond") or [0]
+    row = min(rows_not_finite(context))
+    return CONDITIONINGS.get(kinds[row * len(kinds) // len(context)], "conditioning")
+
+
 def _watched(localizer: Localizer, places: Sequence[str], executor: Callable, *args, **kwargs) -> torch.Tensor:
     """Run a model with every operation watched. ``places``: names of the arguments by place."""
     given = dict(zip(places, args, strict=True)) | kwargs
@@ -223,24 +296,3 @@ def _opaque_attention(localizer: Localizer, options: dict) -> dict:
         return localizer.opaque(Message("attention by {0}", name), attention, *args, **kwargs)
 
     return overridden(options, attend)
-
-
-def sigma_of(call: Call) -> float:
-    """Return the noise level of a call. Synchronizes with the device."""
-    return float(_sigma(call))
-
-
-def _sigma(call: Call) -> torch.Tensor:
-    return call.options.get("sigmas", call.t).flatten()[0].float()
-
-
-def step_of(call: Call) -> int:
-    """Return the index of a call's step in the sampler's schedule; 0 without a schedule. Synchronizes with the
-    device."""
-    schedule, sigma = call.options.get("sample_sigmas"), _sigma(call)
-    return int((schedule.to(sigma) - sigma).abs().argmin()) if schedule is not None else 0
-
-
-def images_of(call: Call, result: torch.Tensor) -> int:
-    """Return the number of images of a call. Its batch has one row per image and conditioning."""
-    return max(1, result.shape[0] // max(1, len(call.options.get("cond_or_uncond") or [0])))

@@ -4,10 +4,11 @@ import contextlib
 import functools
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import cast
 
 import torch
+from comfy.model_base import BaseModel
 from comfy.model_patcher import ModelPatcher
 
 from ....precision.base.amax import amax
@@ -16,6 +17,7 @@ from ....precision.base.modes import FP32
 from ....precision.base.nested import tensors_in
 from ....precision.devices import probes
 from ....precision.devices.random_start import RandomStart
+from ....precision.guard.inputs import SIGMAS, NotFiniteInput, nan_inputs
 from ....precision.guard.ladder import Ladder
 from ....precision.guard.log import (
     CallPosition,
@@ -24,8 +26,8 @@ from ....precision.guard.log import (
 from ....precision.guard.policy import OFF, OnNan
 from ....precision.plan.in_use import PlanInUse
 from ....precision.report.schema import GuardReport
-from ..comfyui.execution import is_oom
-from ..comfyui.layers import activation_dtype
+from ..comfyui.execution import adapts_text, conditions_through, is_oom
+from ..comfyui.layers import activation_dtype, matrix_layers
 from ..comfyui.page import running_node_id, running_prompt_id
 from ..compute.executor import planned_on
 from ..compute.layer_modes import LayerState, states_of
@@ -34,10 +36,9 @@ from ..replay.call import Call
 from ..replay.interceptor import GUARD, Run, Stage, put_stage, stage_of, take_stages
 from ..replay.restart import Sampling, StartAgain
 from .asked import holds_nan
-from .causes import sampler_inputs
 from .clamps import hiding_is_seen
-from .escalation import Guarded, depends_on, text_adapter_in_fp32, watches_clamps
-from .failure import REPEATED_BESIDE, ModelCall, sigma_of
+from .escalation import Guarded, WiderModel, depends_on, watches_clamps
+from .failure import REPEATED_BESIDE, ModelCall
 from .notices import notifier, place_of
 
 LOGS_KEPT = 8
@@ -142,10 +143,11 @@ class Guard(Stage):
             guarded.begin_run()
         try:
             if self.on_nan != OFF:
-                log.blame_inputs(sampler_inputs(noise, latent_image, sigmas, denoise_mask, guider.conds), len(noise))
+                given = _inputs_of_run(noise, latent_image, sigmas, denoise_mask, guider.conds)
+                log.blame_inputs(given, len(noise))
                 log.nan_given = holds_nan(tensors_in([*guider.conds.values()]))
             hiding = hiding_is_seen if watches_clamps(guider.model_patcher) else contextlib.nullcontext()
-            with text_adapter_in_fp32(guider.model_patcher.model, log.adapted), hiding:
+            with _text_adapter_in_fp32(guider.model_patcher.model, log.adapted), hiding:
                 result = again.run(executor, noise, latent_image, sampler, sigmas, denoise_mask, *args, **kwargs)
             if self.on_nan != OFF:
                 log.blame_between_calls(result, sigmas)
@@ -231,5 +233,33 @@ class Guard(Stage):
         if mode not in probes.GEMM_TOLERANCE or guarded.plan.whole:
             return
         ok, detail = probes.canary(device, mode)
-        if not ok and log.blame_device(CallPosition(log.calls, 0, sigma_of(call)), device, mode, detail):
+        if not ok and log.blame_device(CallPosition(log.calls, 0, call.sigma()), device, mode, detail):
             guarded.remember(guarded.plan.fp32())
+
+
+def _inputs_of_run(noise, latent_image, sigmas, denoise_mask, conds: dict) -> list[NotFiniteInput]:
+    """List the inputs of a sampler's run with NaN."""
+    masks = [cond.get("mask") for group in conds.values() for cond in group]
+    named = [
+        (SIGMAS, sigmas.sum()),
+        ("latent image", latent_image),
+        ("noise", noise),
+        ("noise mask", denoise_mask),
+        ("mask of a conditioning", masks),
+    ]
+    return nan_inputs(named)
+
+
+@contextlib.contextmanager
+def _text_adapter_in_fp32(model: BaseModel, ran: set[str]) -> Iterator[None]:
+    """Run the text adapter of a model in fp32 inside of the context, and add the names of its layers to ``ran``.
+
+    A text adapter is small, runs once per prompt, and an overflow in it would be blamed on the conditioning.
+    """
+    if not adapts_text(model):
+        yield
+        return
+    layers = WiderModel(PlanInUse({name: FP32.name for name, _ in matrix_layers(model)}).fp32(), model)
+    with conditions_through(model, layers.adapted):
+        yield
+    ran.update(layers.calibration.flops)

@@ -53,20 +53,20 @@ def watched(request: dict) -> dict:
         return request
     if DynamicPrompt.get_original_prompt.__module__ != __name__:
         DynamicPrompt.get_original_prompt = _without_guards(DynamicPrompt.get_original_prompt)
-    return {**request, "prompt": with_guards(request["prompt"], on_nan)}
+    return {**request, "prompt": _with_guards(request["prompt"], on_nan)}
 
 
 def _without_guards(original_prompt: Callable) -> Callable:
     """Give nodes that write the prompt into a picture the nodes as asked for: ComfyUI has no other way to that."""
 
     def get_original_prompt(self) -> dict:
-        return as_asked(original_prompt(self))
+        return _as_asked(original_prompt(self))
 
     return get_original_prompt
 
 
-def as_asked(prompt: dict) -> dict:
-    """Return the nodes of a prompt without the guards that :func:`with_guards` added."""
+def _as_asked(prompt: dict) -> dict:
+    """Return the nodes of a prompt without the guards that :func:`_with_guards` added."""
     behind = {node_id: node[ASKED_BY] for node_id, node in prompt.items() if ASKED_BY in node}
     asked = {}
     for node_id, node in prompt.items():
@@ -90,7 +90,7 @@ def _guard_id(link: list, prompt: dict) -> str:
     return guard_id
 
 
-def with_guards(prompt: dict, on_nan: str) -> dict:
+def _with_guards(prompt: dict, on_nan: str) -> dict:
     """Return the nodes of a prompt with a guard before each node that uses a model or VAE up."""
     running, guarded = dict(prompt), _guarded(prompt)
     for node_id, node in prompt.items():

@@ -6,16 +6,26 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING
 
 import torch
 from comfy.model_base import BaseModel
+from comfy.patcher_extension import WrappersMP
 
-from ....precision.base.nested import replaced
+from ....precision.base.nested import leaves, replaced
 from ....precision.base.patching import Patch, patched
-from ..comfyui.attributes import POSE_CACHE, PREFIX_CACHE, STEP_METADATA, empty_pose_cache, empty_prefix_cache
+from ..comfyui.attributes import (
+    OVERRIDE,
+    POSE_CACHE,
+    PREFIX_CACHE,
+    STEP_METADATA,
+    empty_pose_cache,
+    empty_prefix_cache,
+)
+from ..comfyui.code_owner import code_owner
 from ..comfyui.execution import is_on_several_devices
 from . import model_compiler
 from .core_state import CoreState
@@ -31,6 +41,12 @@ CACHES_OFF = {PREFIX_CACHE: {"device": "off"}, POSE_CACHE: None}
 (``comfy/ldm/qwen_image21/model.py``, ComfyUI 0.37) and the pose video cache of Wan-Animate-2
 (``comfy/ldm/wan/model_animate2.py``, 0.33): their keys contain no dtype, and both caches may be in
 int8 or int4."""
+RUN_AGAIN = (WrappersMP.APPLY_MODEL, WrappersMP.DIFFUSION_MODEL)
+"""Wrappers that run again in a repeat of a call; all others run outside calls."""
+NO_PATCHES = ("wrappers", "callbacks", OVERRIDE)
+"""Options that contain no patch of the model. An attention override is a kernel; repeats in a
+higher precision and checks run ComfyUI's own kernel instead."""
+FUNCTION_WRAPPER = "model_function_wrapper"
 
 
 class Call:
@@ -125,6 +141,39 @@ class Call:
         cache = self.options.get("easycache")
         if cache is not None:
             setattr(cache, STEP_METADATA, None)
+
+    def sigma(self) -> float:
+        """Return the noise level. Synchronizes with the device."""
+        return float(self._sigma())
+
+    def _sigma(self) -> torch.Tensor:
+        return self.options.get("sigmas", self.t).flatten()[0].float()
+
+    def step(self) -> int:
+        """Return the index of the step in the sampler's schedule; 0 without a schedule.
+        Synchronizes with the device."""
+        schedule, sigma = self.options.get("sample_sigmas"), self._sigma()
+        return int((schedule.to(sigma) - sigma).abs().argmin()) if schedule is not None else 0
+
+    def images(self, result: torch.Tensor) -> int:
+        """Return the number of images. A batch has one row per image and conditioning."""
+        return max(1, result.shape[0] // max(1, len(self.options.get("cond_or_uncond") or [0])))
+
+    def packs(self) -> list[str]:
+        """List the packs whose code runs in the call and may keep state between calls."""
+        return sorted(set(map(code_owner, self._code())) - {""})
+
+    def _code(self) -> Iterator[object]:
+        wrappers = self.options.get("wrappers", {})
+        yield from (wrapper for kind in RUN_AGAIN for group in wrappers.get(kind, {}).values() for wrapper in group)
+        patches = {name: value for name, value in self.options.items() if name not in NO_PATCHES}
+        yield from (value for _, value in leaves(patches) if callable(value))
+        patcher = self.model.current_patcher
+        yield from filter(None, [patcher.model_options.get(FUNCTION_WRAPPER)])
+        yield from (patch for patch in patcher.object_patches.values() if isinstance(patch, (FunctionType, MethodType)))
+        for module in self.model.modules():  # what was put in place of its class's methods, and its hooks
+            yield from (value for value in vars(module).values() if isinstance(value, (FunctionType, MethodType)))
+            yield from (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
 
 
 @functools.cache

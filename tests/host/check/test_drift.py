@@ -57,7 +57,7 @@ def test_a_run_waits_for_the_device_no_oftener_than_a_step_may_be_checked(comfy,
     model = guarded(comfy, load(comfy, wan, "fp16", "fp16"), check=check)
     with HostReads() as reads:
         families.sample(model, "wan", steps=4)
-    assert 1 <= sum(place.startswith("guard/failure.") for place in reads.places) <= most
+    assert 1 <= sum(place.startswith("replay/call.") for place in reads.places) <= most
     assert len(report_of(model).checks) == 1
 
 

@@ -9,11 +9,25 @@ import pytest
 from comfy_execution.graph import DynamicPrompt
 from execution import PromptExecutor
 from halfsafe.nodes.host.guard import watch
-from halfsafe.nodes.host.guard.watch import ASKED_BY, as_asked, watched, with_guards
+from halfsafe.nodes.host.guard.watch import ASKED_BY, watched
 from PIL import Image
 from setup.comfyui_server import Server
 from support.guarded_runs import brightness, graph, picture, told
 from support.measures import functions_run
+
+
+@pytest.fixture(autouse=True)
+def own_prompts(monkeypatch) -> None:
+    """What the first guarded prompt replaces in ComfyUI's prompts is put back after a test."""
+    monkeypatch.setattr(DynamicPrompt, "get_original_prompt", DynamicPrompt.get_original_prompt)
+
+
+def with_guards(prompt: dict) -> dict:
+    return watched({"prompt": prompt, "extra_data": {ASKED_BY: "report"}})["prompt"]
+
+
+def as_asked(prompt: dict) -> dict:
+    return DynamicPrompt(prompt).get_original_prompt()
 
 
 def unguarded(seed: int = 1) -> dict:
@@ -76,8 +90,8 @@ def test_a_node_that_is_called_as_a_guard_is_not_taken_for_one(comfy) -> None:
     prompt = unguarded()
     prompt["halfsafe_9_0"] = {"class_type": "HalfsafeNaNGuard", "inputs": {"model": ["1", 0]}}
     prompt["halfsafe_loader"] = {"class_type": "VAELoader", "inputs": {"vae_name": "a", "of": [["1", 0], 0]}}
+    assert as_asked(with_guards(prompt)) == prompt != with_guards(prompt)
     assert as_asked(prompt) == prompt
-    assert as_asked(with_guards(prompt, "report")) == prompt != with_guards(prompt, "report")
 
 
 @pytest.mark.parametrize("cls", ["KSampler", "HalfsafeNaNGuard", "HalfsafeReport"])
@@ -86,7 +100,7 @@ def test_a_node_of_the_users_is_never_replaced_because_of_its_id(comfy, cls: str
     own = {name: {"class_type": cls, "inputs": {"model": ["1", 0]}} for name in ("halfsafe_1_0", "halfsafe_1_00")}
     prompt["1"] = {"class_type": "UNETLoader", "inputs": {"unet_name": "a", "weight_dtype": "default"}}
     prompt["20"] = {"class_type": "KSampler", "inputs": {"model": ["1", 0]}}
-    guarded = with_guards(prompt | own, "report")
+    guarded = with_guards(prompt | own)
     assert {name: guarded[name]["class_type"] for name in own} == dict.fromkeys(own, cls)
     assert (
         guarded["20"]["inputs"]["model"] == ["halfsafe_1_000", 0]
@@ -107,10 +121,10 @@ def test_guards_stand_where_models_and_vaes_are_used_up_and_never_twice(comfy) -
         "inputs": {"model": ["1", 0], "lora_name": "a", "strength_model": 1.0},
     }
     prompt["6"]["inputs"]["model"] = ["11", 0]
-    guarded = with_guards(prompt, "report")
+    guarded = with_guards(prompt)
     assert guarded["6"]["inputs"]["model"] == ["halfsafe_11_0", 0] and guarded["11"] == prompt["11"]
     assert guarded["7"]["inputs"]["vae"] == ["halfsafe_3_0", 0]
-    assert with_guards(guarded, "report") == guarded
+    assert with_guards(guarded) == guarded
 
 
 def merges(links) -> dict:
@@ -135,8 +149,8 @@ def test_a_graph_of_60_merges_with_any_links_is_looked_at_at_once(comfy, monkeyp
     monkeypatch.setitem(watch.nodes.NODE_CLASS_MAPPINGS, "HalfsafeNaNGuard", comfy.nodes["HalfsafeNaNGuard"])
     prompt = merges(links)
     guarded = {}
-    run = functions_run(lambda: guarded.update(with_guards(prompt, "report")))
+    run = functions_run(lambda: guarded.update(with_guards(prompt)))
     assert run.total() < 1_000_000, "2 to the 60 paths would be walked one by one"
     assert sum(name.startswith("halfsafe_") for name in guarded) == 60
     prompt["0"] = {"class_type": "HalfsafeNaNGuard", "inputs": {"model": ["60", 0]}}
-    assert (with_guards(prompt, "report") == prompt) is reached, "what comes after a guard is guarded"
+    assert (with_guards(prompt) == prompt) is reached, "what comes after a guard is guarded"
