@@ -44,7 +44,7 @@ function background(dtype) {
   return `background: var(--hs-dtype-${dtype}, var(--hs-other))`;
 }
 
-/** A layer's name, which may go on in another line after a dot, but for a mere number or star. @param {string} name */
+/** A layer's name with line breaks allowed after its dots, except before a number or a star. @param {string} name */
 export function nameOf(name) {
   const [first, ...rest] = name.split(/(?<=\.)(?=[^.]{2})/).map((text) => el("span", { class: "hs-whole", text }));
   return el("bdi", {}, first, ...rest.flatMap((part) => [el("wbr"), part]));

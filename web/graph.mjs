@@ -21,7 +21,7 @@ const MARGIN = 12;
 const WHOLE = "whole";
 /** What the page notes of a node's pack, as pyproject.toml has it: where the pack is absent, the page offers it by that. */
 export const PACK = { cnr_id: "halfsafe", ver: "1.3.0" };
-/** The widgets of our loaders that name the one file they cannot do without. */
+/** The widgets of our loaders that name their required file. */
 const FILES = ["model_name", "ckpt_name", "clip_name1", "control_net_name", "vae_name"];
 
 /**

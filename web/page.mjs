@@ -214,7 +214,7 @@ export class Page {
     return new Map(found.filter(([, image]) => image?.filename));
   }
 
-  /** What decides how a run computes: the values of the pack's nodes, except those that only show a result, and of ComfyUI's loaders; where no node guards, the setting that does. */
+  /** The settings that decide how a run computes, as text: widget values of the pack's nodes, except nodes that only show a result, and of ComfyUI's loaders; without a guard node, also the setting *Guard every run*. */
   settings() {
     const deciding = this.nodes.filter((node) => canBeHalved(node) || (node.comfyClass?.startsWith(PREFIX) && !this.results.has(node)));
     const valuesOf = (/** @type {any} */ { widgets = [] }) => widgets.filter((/** @type {any} */ { serialize }) => serialize !== false).map((/** @type {any} */ { value }) => value);

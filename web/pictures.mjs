@@ -10,7 +10,7 @@ import { guardsModel } from "./guard.mjs";
 /** What calls a model. */
 const SAMPLED = ["MODEL", "GUIDER"];
 
-/** The bits of a pixel's colours beside its alpha. */
+/** The mask of a pixel's colour bits, without its alpha. */
 const COLOURS = 0xffffff;
 
 /** The address of a picture in a node's output. @param {any} api @param {{filename: string, subfolder?: string, type?: string}} image */

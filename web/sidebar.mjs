@@ -126,7 +126,7 @@ export class Sidebar {
     return [this.#numbers.get(tab), ...nodes.map(({ graph, id, type }) => `${graph.id} ${id} ${type}`)].join();
   }
 
-  /** A button that says what it did, and has the focus as before. @param {Page} page @param {() => Told | Promise<Told>} act @param {...(Node | string)} children */
+  /** A button whose action says what it did. The button keeps the focus when it is drawn anew. @param {Page} page @param {() => Told | Promise<Told>} act @param {...(Node | string)} children */
   button(page, act, ...children) {
     const onclick = async () => {
       const part = made.closest(".hs-sidebar > *"), same = sameIn(part, made);

@@ -150,8 +150,8 @@ def zeros_in(weights: Iterable[StoredWeight]) -> dict[str, list[int]]:
 
 
 def zero_notes(checkpoint: Checkpoint, places: Mapping[str, Iterable[int]]) -> list[str]:
-    """Return a note for each run of zero bytes around ``places`` that the checkpoint has none
-    for."""
+    """Return a note for each run of zero bytes around ``places``, without those that the checkpoint
+    notes already."""
     if not any(places.values()):
         return []
     notes = map(str, zero_runs(open_checkpoint(checkpoint.path), places))

@@ -31,8 +31,8 @@ def can_be_quantized(cls: str = "Linear", dimensions: int = 2) -> bool:
     """True if ComfyUI can hold a layer's weight in fp8 or int8: 2-D weights of ``Linear`` modules
     only.
 
-    ``cls``: name of the module's class. A file does not tell that, so that there the dimensions
-    have to do."""
+    ``cls``: name of the module's class. A file does not have it, so for a file the dimensions
+    decide."""
     # Of the other operations of ``mixed_precision_ops`` (comfy/ops.py) none but a bank of experts reads a scale.
     return cls == "Linear" and dimensions == 2
 

@@ -229,7 +229,7 @@ class Ladder:
         return bool(self.call.sites) and not self.call.hidden
 
     def _rungs(self) -> list[Rung]:
-        """List the rungs left to try: fp32 alone for what came in with the inputs."""
+        """List the rungs left to try: fp32 alone if the NaN or Inf came in with the inputs."""
         only_fp32, in_vain = self.evidence.comes_from_inputs, self.evidence.fails_in_fp32
         rungs = [*self.call.own_rungs(self.evidence.origin), *self.call.rungs]
         return [rung for rung in rungs if not (in_vain if rung.is_fp32 else only_fp32)]

@@ -61,5 +61,5 @@ def nvfp4_doubts(shapes: Mapping[str, tuple[int, ...]], plans: Iterable[LayerPla
 
 
 def shapes_by_weight(layers: Iterable[LayerSpec]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of layers' weights by the names of these."""
+    """Return weight name -> shape, of the weights of layers."""
     return {f"{layer.name}.weight": layer.shape for layer in layers}

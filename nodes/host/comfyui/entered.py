@@ -18,8 +18,8 @@ LISTS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
 
 @contextlib.contextmanager
 def modules_entered() -> Iterator[Counter[torch.nn.Module]]:
-    """Count the calls of modules in the context, on any thread, where compiled code runs as plain
-    torch."""
+    """Count the calls of modules in the context, on any thread; compiled code runs as plain torch
+    in it."""
     entered: Counter[torch.nn.Module] = Counter()
     handle = register_module_forward_pre_hook(lambda module, args: entered.update((module,)))
     try:

@@ -77,8 +77,8 @@ class PlannedControl(torch.nn.Module):
 
 
 def _attending(module: torch.nn.Module, attend: Callable) -> Iterator[Patch]:
-    """Yield what gives the blocks of a ControlNet's model an attention: ComfyUI passes them no
-    options (``get_control`` in comfy/controlnet.py)."""
+    """Yield the patches that give the blocks of a ControlNet's model an attention override: ComfyUI
+    passes them no options (``get_control`` in comfy/controlnet.py)."""
     for part in module.modules():
         signature = _signature(type(part).forward)
         if OPTIONS in signature.parameters and part is not module:

@@ -159,9 +159,9 @@ class PlannedModel(CalibratedActing):
         return with_borders(options, change, change) if self.has_borders else options
 
     def borders(self, model) -> list[Patch]:
-        """Return the patches of modules of other packs in a model; looked for once in a sampler's
-        run of a patcher, and again if a pack, or a watch of ours, has changed what they stand
-        on."""
+        """Return the patches of other packs' modules in a model. They are searched once in a
+        sampler's run of a patcher, and again if a pack or a watch of ours has changed the forwards
+        or hooks below them."""
         patcher = model.current_patcher
         state = patcher and weakref.ref(patcher), is_injected(patcher)
         if self._borders is None or state != self._borders_of or _standing(self._borders) != self._stood:

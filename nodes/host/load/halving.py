@@ -1,4 +1,5 @@
-"""Answer *Halve the memory* before it exchanges loaders: this device's 8-bit storages, and files to leave."""
+"""Answer *Halve the memory* before it exchanges loaders: the 8-bit storages of this device, and the files to leave as
+they are."""
 
 import math
 import re

@@ -117,8 +117,7 @@ class AddsLowRank(AddsToResults):
         return mode == FP32.name
 
     def forwards(self) -> list[Patch]:
-        """Make patches that add the LoRAs at the strengths that they have by the hooks active
-        now."""
+        """Make the patches that add the LoRAs, at their strengths under the hooks active now."""
         if not _has_low_rank(self):
             return []
         low_rank, modules = self.low_rank_model(), self.sorted_patches().modules
@@ -302,7 +301,8 @@ class AddsLowRank(AddsToResults):
         return [(*rest, offset, functools.partial(divided, offset, own)) for *rest, offset, own in patches]
 
     def get_key_patches(self, *args, **kwargs):
-        """Give a weight with a scale for inputs as their product: merges read it here."""
+        """Return, for merges, a weight that has a scale for its inputs as the product of the
+        two."""
         patches = super().get_key_patches(*args, **kwargs)
         for name, layer in self.model.named_modules():
             key = f"{name}.weight"

@@ -93,7 +93,7 @@ def storage_ui(given: ModelPatcher, made: ModelPatcher, text: str) -> dict[str, 
 
 
 def control_memory_ui(file: str, control: ControlNet) -> dict[str, tuple[str]]:
-    """Make the ui output of :func:`memory_ui` for a ControlNet; some kinds are loaded as ComfyUI does it."""
+    """Make the ui output of :func:`memory_ui` for a ControlNet, also for the kinds that ComfyUI loads by itself."""
     loaded = loaded_control(control)
     if loaded.planned:
         return memory_ui(file, loaded.planned.current_patcher)
