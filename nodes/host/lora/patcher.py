@@ -102,7 +102,7 @@ class AddsLowRank(AddsToResults):
 
     def low_rank_model(self) -> LowRankModel:
         """Return the model of the LoRAs; only for a patcher that has some
-        (:func:`has_low_rank`)."""
+        (:func:`_has_low_rank`)."""
         return cast(ModelPatcher, self.low_rank_patcher()).model
 
     def _cast_dtype(self) -> torch.dtype:
