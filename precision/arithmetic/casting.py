@@ -25,7 +25,7 @@ NO_ARITHMETIC = frozenset((
 """Functions that compute nothing. Most return a view, which code may write to."""
 
 
-class PromotesFloats(TorchFunctionMode):
+class _PromotesFloats(TorchFunctionMode):
     """Cast the float arguments of an operation to fp32 if their dtypes differ, while the mode is
     on.
 
@@ -85,7 +85,7 @@ def promoting(function: Callable, casts: bool = True, results: Results = "fp32")
     """
 
     def run(*args, **kwargs):
-        with contextlib.nullcontext() if casts else CastsToFp32(), PromotesFloats():
+        with contextlib.nullcontext() if casts else CastsToFp32(), _PromotesFloats():
             result = function(*args, **kwargs)
         if results == "given":
             return _as_given(result, [*tensors_in((args, kwargs))])
@@ -101,7 +101,7 @@ def widened(function: Callable, dtype: torch.dtype) -> Callable:
 
     def run(*args, **kwargs):
         given = set(map(id, tensors_in((args, kwargs))))
-        with CastsToFp32(), PromotesFloats(widens=True):
+        with CastsToFp32(), _PromotesFloats(widens=True):
             result = function(*args, **kwargs)
 
         def returned(tensor: torch.Tensor) -> torch.Tensor:

@@ -45,14 +45,6 @@ class NonFiniteWeight(CheckpointError):
     """A weight or scale holds NaN or Inf."""
 
 
-class ModelNotPermitted(CheckpointError):
-    """A model file that the policy of a governed ComfyUI does not list."""
-
-
-class UnconsumedScale(CheckpointError):
-    """A tensor that looks like a quantization scale belongs to no weight."""
-
-
 class StorageNotHeld(HalfsafeError):
     """This ComfyUI, or its device, cannot hold weights in a storage that is asked for."""
 

@@ -50,7 +50,7 @@ def group_name(pattern: str, members: list[str], total: int) -> str:
         return pattern
     number = re.compile(re.escape(pattern).replace(r"\*", r"(\d+)"))
     numbers = (int(found[1]) for member in members if (found := number.fullmatch(member)))
-    return pattern.replace("*", f"[{number_ranges(numbers)}]")
+    return pattern.replace("*", f"[{_number_ranges(numbers)}]")
 
 
 def grouped(names: Iterable[str], totals: Counter[str]) -> list[str]:
@@ -66,7 +66,7 @@ def _counted(pattern: str, members: list[str], total: int) -> str:
     return f"{name} x{len(members)}" + (f" of {total}" if name == pattern and len(members) < total else "")
 
 
-def number_ranges(numbers: Iterable[int]) -> str:
+def _number_ranges(numbers: Iterable[int]) -> str:
     """Write numbers as ranges: [0, 1, 2, 39] -> "0-2,39"."""
     runs: list[list[int]] = []
     for number in sorted(numbers):

@@ -148,9 +148,9 @@ def _progress(total: int, verb: str, name: str) -> Callable[[int], None]:
 
 def _convert(options: argparse.Namespace) -> int:
     from ..files.safetensors_file import open_checkpoint
-    from ..make.calibration import read_calibration
+    from ..make.calibration import CalibrationData
     from ..plan.rules import rules_from
-    from .convert import conversion_text, convert_file
+    from .convert import convert_file
 
     target = options.target
     if target.suffix not in (".safetensors", ".sft") or os.path.isdir(target):
@@ -158,11 +158,11 @@ def _convert(options: argparse.Namespace) -> int:
     if os.path.exists(target) and not options.force:
         raise HalfsafeError(f"{target} exists.", "Add --force to overwrite it.")
     rules = rules_from(_rules_text(options.rules), options.preset)
-    calibration = options.calibration and read_calibration(options.calibration)
+    calibration = options.calibration and CalibrationData.read(options.calibration)
     progress = _progress(open_checkpoint(options.source).data_bytes, "converted", options.source.name)
     given = rules, progress, calibration, options.force, options.card
     summary = convert_file(options.source, target, options.storage, *given)
-    _print(options, asdict(summary), conversion_text(summary))
+    _print(options, asdict(summary), summary.text())
     return 0
 
 

@@ -17,13 +17,13 @@ from ..files.safetensors_file import open_checkpoint, write_safetensors
 from ..files.tensor_file import TensorFile
 from ..files.zeros import zero_places
 from ..formats.card import Provenance, card_entry, source_of
-from ..formats.checkpoint import CARD_KEY, Checkpoint, dialect_text, read_checkpoint, zero_notes
-from ..formats.comfy_format import finite_bound, made_here, tensors_made
+from ..formats.checkpoint import CARD_KEY, Checkpoint, dialect_text, read_checkpoint
+from ..formats.comfy_format import made_here, tensors_made
 from ..formats.diffusers_names import origins_of
 from ..formats.families import UNKNOWN, family_of
 from ..formats.joined import FUSED, JoinedWeights
 from ..formats.layer_plan import LayerPlan
-from ..formats.readers import UNKNOWN_PREFIXES, read_by, refuse_lora, refuse_unread
+from ..formats.readers import UNKNOWN_PREFIXES, read_by, refuse_lora
 from ..formats.registry import FORMAT_OF_STORAGE
 from ..formats.stored_weight import StoredWeight
 from ..make.calibrated import CalibratedRounding
@@ -59,6 +59,19 @@ class ConvertSummary:
     notes: list[str]
     readers: list[str]
     card: str = ""
+
+    def text(self) -> str:
+        """Describe the file that was written, the time, the layers stored otherwise than asked, and who
+        reads the file."""
+        rate = self.source_bytes / max(self.seconds, 1e-9)
+        source = size_text(self.source_bytes)
+        target = size_text(self.target_bytes)
+        done = f"{source} ({self.dialect}) to {target} in {self.seconds:.1f} s, {size_text(rate)}/s"
+        lines = wrapped(f"{self.target}: {done}", "")
+        lines += hanging("  stored      ", ", ".join(f"{count} {storage}" for storage, count in self.weights.items()))
+        lines += hanging("  model card  ", self.card) if self.card else []
+        lines += section("kept", [f"{name}: {reason}" for name, reason in self.kept])
+        return "\n".join(lines + section("notes", self.notes) + section("read by", self.readers))
 
 
 def convert_file(
@@ -103,7 +116,8 @@ def convert_file(
         plans = plan_weights(checkpoint.weights, by_name, source, done=_done(file, sources))
     formats = {name: FORMAT_OF_STORAGE[plan.stored] for name, plan in plans.items() if plan.declared}
     readings = read_by(outline, formats)
-    refuse_unread(checkpoint, readings)
+    for reading in readings:
+        reading.require_reader(checkpoint.path)
     lines = [str(rule) for rule in rules.own]
     provenance = Provenance(source_of(file), storage, rules.names, lines, card=file.metadata.get(CARD_KEY, ""))
     rounding = None
@@ -140,7 +154,7 @@ def convert_file(
         seconds=time.perf_counter() - began,
         weights=dict(Counter(plan.stored for plan in plans.values())),
         kept=[(name.removesuffix(".weight"), plan.why_stored) for name, plan in plans.items() if plan.kept],
-        notes=[*doubts, *notes, *zero_notes(checkpoint, zeros)] + ([rounding.text()] if rounding else []),
+        notes=[*doubts, *notes, *checkpoint.zero_notes(zeros)] + ([rounding.text()] if rounding else []),
         readers=[reading.text for reading in readings],
         card=told,
     )
@@ -187,7 +201,7 @@ def _told_by_its_part(weights: Mapping[str, StoredWeight], path) -> Iterator[Non
     except NonFiniteWeight as error:
         if isinstance(weights, JoinedWeights) and error.tensor in weights:
             for part in weights.parts(str(error.tensor)):
-                finite_bound(part, path)
+                part.finite_bound(path)
         raise
 
 
@@ -229,20 +243,6 @@ def _notes(outline: Checkpoint, checkpoint: Checkpoint, rules: Rules, plans: Map
     unpacked = checkpoint.weights.unpacked if isinstance(checkpoint.weights, JoinedWeights) else ()
     told = [Message(FUSED, listed([name.removesuffix(".weight") for name in unpacked]))] if unpacked else []
     return [*checkpoint.notes, *told, *(f"{rule.setting}: {rule.reason}" for rule in idle), *notes_on(plans)]
-
-
-def conversion_text(summary: ConvertSummary) -> str:
-    """Describe the file that was written, the time, the layers stored otherwise than asked, and who
-    reads the file."""
-    rate = summary.source_bytes / max(summary.seconds, 1e-9)
-    source = size_text(summary.source_bytes)
-    target = size_text(summary.target_bytes)
-    done = f"{source} ({summary.dialect}) to {target} in {summary.seconds:.1f} s, {size_text(rate)}/s"
-    lines = wrapped(f"{summary.target}: {done}", "")
-    lines += hanging("  stored      ", ", ".join(f"{count} {storage}" for storage, count in summary.weights.items()))
-    lines += hanging("  model card  ", summary.card) if summary.card else []
-    lines += section("kept", [f"{name}: {reason}" for name, reason in summary.kept])
-    return "\n".join(lines + section("notes", summary.notes) + section("read by", summary.readers))
 
 
 def _folder_in_comfyui(checkpoint: Checkpoint) -> str:

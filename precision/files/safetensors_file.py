@@ -4,8 +4,10 @@ The ``safetensors`` library checks headers. Its ``save_file`` needs all tensors 
 """
 
 import json
+import mmap
 import os
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -27,8 +29,9 @@ from .safetensors_header import (
     read_header,
     read_object,
 )
-from .tensor_file import TensorFile, map_pages, open_regular
+from .tensor_file import TensorFile, open_regular
 
+_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.(?i:safetensors|sft))")
 
 
@@ -92,7 +95,7 @@ def _open_files(path: Path, files: list[Path]) -> TensorFile:
     for file in files:
         with open_regular(file) as opened, os_errors_as(file, "read"):
             own, part = read_header(file, opened, os.fstat(opened.fileno()).st_size)
-            maps[file] = map_pages(file, opened)
+            maps[file] = _map_pages(file, opened)
         if QUANTIZATION_KEY in own and QUANTIZATION_KEY in metadata:
             metadata[QUANTIZATION_KEY] = _joined_tables(file, metadata[QUANTIZATION_KEY], own[QUANTIZATION_KEY])
         metadata = own | metadata
@@ -102,6 +105,21 @@ def _open_files(path: Path, files: list[Path]) -> TensorFile:
             raise CheckpointError(file, problem, twice, "Download the set again.")
         entries |= part
     return TensorFile(path, metadata, entries, maps)
+
+
+def _map_pages(path: Path, file: BinaryIO) -> mmap.mmap:
+    """Map an open file; what is written to the pages never reaches it.
+
+    Raises:
+        CheckpointError: the system refuses.
+    """
+    try:
+        if sys.platform == "linux":
+            # Private and writable counts against the commit limit unless it reserves nothing.
+            return mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE | _NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE)
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    except OSError as error:
+        raise CheckpointError(path, Message("cannot be mapped into memory ({0})", error.strerror)) from error
 
 
 def _joined_tables(file: Path, before: str, own: str) -> str:

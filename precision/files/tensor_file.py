@@ -7,7 +7,6 @@ import hashlib
 import mmap
 import os
 import stat
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
@@ -20,7 +19,6 @@ from ..base.message import Message
 from .safetensors_header import Entry
 
 SAMPLE = 4096
-_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
 class TensorFile(Mapping[str, Tensor]):
@@ -64,6 +62,22 @@ class TensorFile(Mapping[str, Tensor]):
         """Bytes of all tensors together."""
         return sum(entry.end - entry.start for entry in self.entries.values())
 
+    def fingerprint(self) -> str:
+        """Return the SHA-256 of each part's header, and of the first 4096 bytes of each tensor's data.
+
+        The header is all that precedes the first tensor. Files of one architecture have one header; a finetune changes
+        some of the first bytes of nearly every tensor.
+        """
+        digest = hashlib.sha256()
+        for path in self.files:
+            with open(path, "rb") as part:
+                entries = [entry for entry in self.entries.values() if entry.file == path]
+                digest.update(part.read(min((entry.start for entry in entries), default=-1)))
+                for entry in entries:
+                    part.seek(entry.start)
+                    digest.update(part.read(min(SAMPLE, entry.end - entry.start)))
+        return digest.hexdigest()
+
     def require_whole(self) -> None:
         """Raise CheckpointError if a file has become shorter since it was opened."""
         for path, pages in self.maps.items():
@@ -104,35 +118,3 @@ def open_regular(path: Path) -> BinaryIO:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise CheckpointError(path, Message("cannot be opened ({0})", reason), advice="Check the path.") from None
-
-
-def map_pages(path: Path, file: BinaryIO) -> mmap.mmap:
-    """Map an open file; what is written to the pages never reaches it.
-
-    Raises:
-        CheckpointError: the system refuses.
-    """
-    try:
-        if sys.platform == "linux":
-            # Private and writable counts against the commit limit unless it reserves nothing.
-            return mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE | _NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE)
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    except OSError as error:
-        raise CheckpointError(path, Message("cannot be mapped into memory ({0})", error.strerror)) from error
-
-
-def fingerprint(file: TensorFile) -> str:
-    """Return the SHA-256 of each part's header, and of the first 4096 bytes of each tensor's data.
-
-    The header is all that precedes the first tensor. Files of one architecture have one header; a finetune changes
-    some of the first bytes of nearly every tensor.
-    """
-    digest = hashlib.sha256()
-    for path in file.files:
-        with open(path, "rb") as part:
-            entries = [entry for entry in file.entries.values() if entry.file == path]
-            digest.update(part.read(min((entry.start for entry in entries), default=-1)))
-            for entry in entries:
-                part.seek(entry.start)
-                digest.update(part.read(min(SAMPLE, entry.end - entry.start)))
-    return digest.hexdigest()

@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from ..files.safetensors_header import read_object
-from ..files.tensor_file import TensorFile, fingerprint
+from ..files.tensor_file import TensorFile
 from .checkpoint import CARD_KEY
 from .layer_plan import LayerPlan
 from .readers import Reading, first_comfyui
@@ -46,7 +46,7 @@ class Provenance:
 def source_of(file: TensorFile) -> dict[str, object]:
     """Describe a file by name, size in bytes of all its parts, and ``fingerprint``."""
     size = sum(os.path.getsize(part) for part in file.files)
-    return {"file": file.path.name, "bytes": size, "sha256_of_header_and_4096_bytes_of_each_tensor": fingerprint(file)}
+    return {"file": file.path.name, "bytes": size, "sha256_of_header_and_4096_bytes_of_each_tensor": file.fingerprint()}
 
 
 def card_entry(provenance: Provenance, plans: Iterable[LayerPlan], readings: Sequence[Reading]) -> dict[str, str]:

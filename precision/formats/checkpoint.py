@@ -19,7 +19,7 @@ import torch
 
 from ..base.amax import floats
 from ..base.dtypes import FP8_DTYPES, name_of
-from ..base.errors import CheckpointError, NonFiniteWeight, UnconsumedScale
+from ..base.errors import CheckpointError, NonFiniteWeight
 from ..base.message import Message
 from ..files.safetensors_file import open_checkpoint
 from ..files.safetensors_header import QUANTIZATION_KEY, contradiction, read_object
@@ -138,24 +138,26 @@ class Checkpoint:
         prefix = self.prefix
         return {name.removeprefix(prefix): weight.shape for name, weight in self.weights.items()}
 
+    def zero_notes(self, places: Mapping[str, Iterable[int]] | None = None) -> list[str]:
+        """Return a note for each run of zero bytes around ``places`` that the checkpoint has none for.
 
-def zeros_in(weights: Iterable[StoredWeight]) -> dict[str, list[int]]:
+        ``places``: file -> bytes at which zeros follow; None to search the data of all weights.
+        """
+        places = _zeros_in(self.weights.values()) if places is None else places
+        if not any(places.values()):
+            return []
+        notes = map(str, zero_runs(open_checkpoint(self.path), places))
+        return [note for note in notes if note not in self.notes]
+
+
+def _zeros_in(weights: Iterable[StoredWeight]) -> dict[str, list[int]]:
     """Read the data of weights, and map their files to the bytes at which zeros follow, for
-    :func:`zero_notes`."""
+    :meth:`Checkpoint.zero_notes`."""
     places: dict[str, list[int]] = defaultdict(list)
     for weight in weights:
         if weight.start:
             places[weight.file] += zero_places(weight.data, weight.start)
     return places
-
-
-def zero_notes(checkpoint: Checkpoint, places: Mapping[str, Iterable[int]]) -> list[str]:
-    """Return a note for each run of zero bytes around ``places``, without those that the checkpoint
-    notes already."""
-    if not any(places.values()):
-        return []
-    notes = map(str, zero_runs(open_checkpoint(checkpoint.path), places))
-    return [note for note in notes if note not in checkpoint.notes]
 
 
 def dialect_text(dialects: Sequence[str]) -> str:
@@ -168,9 +170,9 @@ def read_checkpoint(tensors: Mapping[str, torch.Tensor], metadata: dict[str, str
     markers only.
 
     Raises:
-        UnconsumedScale: a tensor looks like a quantization scale and belongs to no weight.
         NonFiniteWeight: a scale is NaN, infinite, zero or negative.
-        CheckpointError: another tool's format, or a contradiction inside the file.
+        CheckpointError: another tool's format, a contradiction inside the file, or a tensor that
+            looks like a quantization scale and belongs to no weight.
 
     Example:
         >>> from halfsafe.precision.formats.checkpoint import read_checkpoint
@@ -442,7 +444,7 @@ class _Reader:
             if scale.numel() > 1 or data.dtype not in NUMBERS:
                 one, many = "a scale next to a weight in {0}", "a scale of many values next to a weight in {0}"
                 problem = Message(many if scale.numel() > 1 else one, name_of(data.dtype))
-                raise UnconsumedScale(self.path, problem, key)
+                raise CheckpointError(self.path, problem, key)
             if scale.item() == 1:
                 return PLAIN, {}, dialect
             self.remarks["16-bit weights with a scale_weight: the scale was applied"] += 1
@@ -450,7 +452,7 @@ class _Reader:
         if format is None:
             shapes = Message("{0} does not fit a weight of shape {1}", tuple(scale.shape), tuple(data.shape))
             problem = Message("a scale of shape {0}", shapes)
-            raise UnconsumedScale(self.path, problem, key, "Report it to the tool's authors.")
+            raise CheckpointError(self.path, problem, key, "Report it to the tool's authors.")
         if dialect == SCALED_FP8 and data.dtype == torch.float8_e5m2:
             self.remarks["e5m2 under a scaled_fp8 marker, which ComfyUI reads as e4m3fn; read as e5m2"] += 1
         return format, {"weight_scale": format.as_read(scale)}, dialect
@@ -531,11 +533,11 @@ class _Reader:
                 own = quantized[f"{layer}.weight"].storage
                 beside = Message("beside a weight in {0}, which has no such tensor", own)
                 problem = Message("{0}: ComfyUI leaves it out, and the result is wrong", beside)
-                raise UnconsumedScale(self._file_of(name), problem, name, _ANOTHER)
+                raise CheckpointError(self._file_of(name), problem, name, _ANOTHER)
             unknown = "looks like a quantization scale, but no readable weight uses it"
             marked = "ComfyUI can load this model from a comfy_quant file."
             advice = Message("Without the scale it would give noise. {0}", _ANOTHER if self.settings else marked)
-            raise UnconsumedScale(self.path, unknown, name, advice)
+            raise CheckpointError(self.path, unknown, name, advice)
         elif leaf in _WEIGHT_SCALES:
             self.remarks["named like weight scales, next to weights that are not quantized; kept unchanged"] += 1
 

@@ -11,7 +11,6 @@ from functools import lru_cache
 import torch
 
 from ..base.dtypes import FP8_NAMES, FP16_MAX, QUANTIZED_NAMES, dtype_named, max_of
-from ..base.errors import NonFiniteWeight
 from ..base.message import Message
 from ..files.safetensors_header import TensorSpec
 from .format import Format, comfy_quant_tensor
@@ -45,26 +44,7 @@ def exceeds_fp16(weight: StoredWeight, path) -> bool:
     """
     if weight.plain and weight.data.dtype == torch.float16:
         return False
-    return weight.exceeds(FP16_MAX, finite_bound(weight, path))
-
-
-def finite_bound(weight: StoredWeight, path) -> float:
-    """Return an upper bound on the magnitude of the dequantized weight; its amax where there is one
-    scale.
-
-    Raises:
-        NonFiniteWeight: it holds NaN or Inf, or exceeds fp32's range.
-    """
-    bound = weight.bound()
-    if not math.isfinite(bound):
-        raise _damaged(weight, path, "holds NaN or Inf")
-    if bound > max_of(torch.float32):
-        raise _damaged(weight, path, "exceeds the range of fp32")
-    return bound
-
-
-def _damaged(weight: StoredWeight, path, problem: str) -> NonFiniteWeight:
-    return NonFiniteWeight(weight.file or path, problem, weight.name, "The file is damaged: download it again.")
+    return weight.exceeds(FP16_MAX, weight.finite_bound(path))
 
 
 def requantization_error(weight: StoredWeight, storage: str, path) -> float:
@@ -76,7 +56,7 @@ def requantization_error(weight: StoredWeight, storage: str, path) -> float:
     Raises:
         NonFiniteWeight: it holds NaN or Inf.
     """
-    bound = finite_bound(weight, path)
+    bound = weight.finite_bound(path)
     squares = 0.0
     rows = 0
     largest = weight.format.largest_of(weight, bound)
@@ -104,17 +84,17 @@ def tensors_of(weight: StoredWeight, storage: str, path, read: bool = True) -> d
     Raises:
         NonFiniteWeight: the weight holds NaN or Inf.
     """
-    largest = finite_bound(weight, path) if read or not stays(weight, storage) else 0.0
+    largest = weight.finite_bound(path) if read or not stays(weight, storage) else 0.0
     if storage == AS_FILE:
         return {weight.name: weight.data, **weight.auxiliary}
     if largest > LARGEST_ROUNDED:
         problem = Message("holds values up to {0}, which round to infinity in {1}", f"{largest:.3g}", storage)
-        raise _damaged(weight, path, problem)
+        raise weight.damaged(path, problem)
     if storage not in QUANTIZED_NAMES:
         return {weight.name: weight.dequantize(dtype_named(storage))}
     made = _encoded(weight, FORMAT_OF_STORAGE[storage], largest)
     if storage not in FP8_NAMES and not all(made[leaf].float().isfinite().all() for leaf in made if leaf != "weight"):
-        raise _damaged(weight, path, "exceeds the range of fp32 once rotated")
+        raise weight.damaged(path, "exceeds the range of fp32 once rotated")
     return {**{f"{weight.layer}.{leaf}": tensor for leaf, tensor in made.items()}, **_settings(weight, storage)}
 
 
@@ -181,7 +161,7 @@ def _spec(name: str, tensor: torch.Tensor) -> TensorSpec:
 def check_finite(tensors: Mapping[str, torch.Tensor], path) -> None:
     """Raise :class:`NonFiniteWeight` for the first floating tensor that holds NaN or Inf."""
     for name, tensor in tensors.items():
-        finite_bound(StoredWeight(name, tensor), path)
+        StoredWeight(name, tensor).finite_bound(path)
 
 
 def made_here(

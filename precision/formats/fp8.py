@@ -9,7 +9,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from functools import lru_cache
+from functools import cache, lru_cache
 from threading import get_ident
 
 import torch
@@ -40,7 +40,6 @@ OF_INPUTS = torch.float8_e4m3fn
 Refused = dict[tuple[int, ...], str]
 """Weight shape (outputs, K) -> torch's reason for refusing its matmul with fast accumulation."""
 _refused: ContextVar[Refused | None] = ContextVar("halfsafe_fp8_fast_accumulation", default=None)
-_told: set[str] = set()
 logger = logging.getLogger("halfsafe")
 
 
@@ -61,6 +60,11 @@ def divides_in_fp32(kernel: Callable) -> bool:
     # ``static_cast<float>(_src_ptr[j]) / *scale_f``, in quantize_fp8_tensor_kernel of comfy-kitchen's
     # backends/cuda/ops/per_tensor_quantize.cu; its eager kernel multiplies by the inverse in the input's dtype.
     return kernel.__module__.startswith("comfy_kitchen.backends.cuda")
+
+
+@cache
+def _tell_once(problem: str) -> None:
+    logger.warning("Halfsafe: an fp8 weight is unpacked, because torch refuses its product: %s", problem)
 
 
 @lru_cache(1)
@@ -204,9 +208,7 @@ class Fp8(Format):
                 problem = str(error).partition("\n")[0]
             if more and refused is not None:
                 refused[tuple(data.shape)] = problem
-        if problem not in _told:
-            _told.add(problem)
-            logger.warning("Halfsafe: an fp8 weight is unpacked, because torch refuses its product: %s", problem)
+        _tell_once(problem)
         unpacked = self.numbers(self.unpacking(find, data, scale, x.dtype, 0), data, scale)
         return F.linear(x, unpacked, None if bias is None else bias.to(x.dtype))
 

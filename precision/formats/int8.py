@@ -37,7 +37,7 @@ def rotation_group(columns: int) -> int | None:
 
 
 @cache
-def hadamard(size: int) -> torch.Tensor:
+def _hadamard(size: int) -> torch.Tensor:
     """Return the normalized regular Hadamard matrix of ``size``, a power of 4; fp32, symmetric and
     its own inverse."""
     with torch.inference_mode(False):
@@ -52,11 +52,11 @@ def rotated(rows: torch.Tensor, group: int) -> torch.Tensor:
     """Rotate every ``group`` of columns of fp32 rows ``(n, K)``. Rotating twice gives the rows
     again."""
     if group > LARGEST_MATRIX:  # the Kronecker product of two smaller matrices: 64 MB for a group of 4096
-        right = hadamard(LARGEST_MATRIX).to(rows.device)
-        left = hadamard(group // LARGEST_MATRIX).to(rows.device)
+        right = _hadamard(LARGEST_MATRIX).to(rows.device)
+        left = _hadamard(group // LARGEST_MATRIX).to(rows.device)
         halves = rows.reshape(-1, len(left), len(right))
         return torch.matmul(left, torch.matmul(halves, right.T)).reshape(rows.shape)
-    return torch.matmul(rows.reshape(-1, group), hadamard(group).to(rows.device).T).reshape(rows.shape)
+    return torch.matmul(rows.reshape(-1, group), _hadamard(group).to(rows.device).T).reshape(rows.shape)
 
 
 @torch.no_grad()
@@ -71,7 +71,7 @@ def quantize_rows(rows: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.T
     codes = torch.empty(rows.shape, dtype=torch.int8, device=rows.device)
     scale = rows.new_empty(len(rows), 1, dtype=torch.float32)
     count = -(-len(rows) // max(1, BLOCK // rows.shape[1])) or 1
-    turn = hadamard(group).to(rows.device).T
+    turn = _hadamard(group).to(rows.device).T
     blocks = room(2 * max(BLOCK, rows.shape[1]), torch.float32, rows.device).view(2, -1)
     for block, code, s in zip(*(tensor.tensor_split(count) for tensor in (rows, codes, scale)), strict=True):
         values, result = (each[: block.numel()].view(block.shape) for each in blocks)

@@ -36,7 +36,7 @@ MISREADINGS = (DROPPED, AS_E4M3, MANY_SCALES, NO_FNUZ, CLIPPED)
 """How ComfyUI's own loader misreads numbers and scales, in the order in which they are told."""
 
 
-class Plain(Format):
+class _Plain(Format):
     """Data that are the values."""
 
     plain = True
@@ -94,7 +94,7 @@ class Plain(Format):
             yield NO_FNUZ
 
 
-class Scaled(Plain):
+class Scaled(_Plain):
     """Data times ``weight_scale``, fp32."""
 
     plain = False
@@ -159,7 +159,7 @@ class Scaled(Plain):
         raise NotImplementedError
 
 
-class OneScale(Scaled):
+class _OneScale(Scaled):
     """A scale for the whole weight: 0-dim."""
 
     scaling = "tensor"
@@ -180,7 +180,7 @@ class OneScale(Scaled):
         return scale.reshape(())
 
 
-class RowScales(Scaled):
+class _RowScales(Scaled):
     """A scale for each row of the data, seen as so many rows: ``(rows, 1)``."""
 
     scaling = "row"
@@ -204,7 +204,7 @@ class RowScales(Scaled):
         return scale.reshape(-1, 1)
 
 
-class BlockScales(Scaled):
+class _BlockScales(Scaled):
     """A scale for each block of a 2-D weight: ``(R, C)`` of them. Blocks of two weights are not
     joined."""
 
@@ -229,8 +229,8 @@ class BlockScales(Scaled):
         return scale.reshape(scale.shape[:2])
 
 
-PLAIN = Plain()
-ONE_SCALE, ROW_SCALES, BLOCK_SCALES = OneScale(), RowScales(), BlockScales()
+PLAIN = _Plain()
+ONE_SCALE, ROW_SCALES, BLOCK_SCALES = _OneScale(), _RowScales(), _BlockScales()
 
 
 def scaled_format(scale: torch.Tensor, shape: Sequence[int], stated: object = None) -> Scaled | None:

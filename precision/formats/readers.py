@@ -185,6 +185,14 @@ class Reading(NamedTuple):
             return None
         return max((self.kind.since, *(format.since for format in self.formats)), key=_version)
 
+    def require_reader(self, path) -> None:
+        """Raise :class:`CheckpointError` if neither ComfyUI nor this package would read the layers."""
+        if self.kind.since is None and not self.kind.loader:
+            problem = Message("{0}, in which nothing reads quantized layers: {1}", self.kind.name, self.kind.why)
+            storages = ", ".join(format.storage for format in self.formats)
+            advice = Message("Use storage=fp16 or bf16 instead of {0}.", storages)
+            raise CheckpointError(path, problem, advice=advice)
+
     @property
     def text(self) -> str:
         """A sentence that says who reads these layers."""
@@ -249,17 +257,6 @@ def first_comfyui(readings: Iterable[Reading]) -> str | None:
     where nothing is quantized."""
     found = [reading.since for reading in readings]
     return max(filter(None, found), key=_version) if found and all(found) else None
-
-
-def refuse_unread(checkpoint: Checkpoint, readings: Iterable[Reading]) -> None:
-    """Raise :class:`CheckpointError` for quantized layers that neither ComfyUI nor this package
-    would read."""
-    for kind, formats in readings:
-        if kind.since is None and not kind.loader:
-            problem = Message("{0}, in which nothing reads quantized layers: {1}", kind.name, kind.why)
-            storages = ", ".join(format.storage for format in formats)
-            advice = Message("Use storage=fp16 or bf16 instead of {0}.", storages)
-            raise CheckpointError(checkpoint.path, problem, advice=advice)
 
 
 def refuse_lora(checkpoint: Checkpoint) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from ..base.dtypes import name_of
+from ..base.dtypes import max_of, name_of
+from ..base.errors import NonFiniteWeight
 from ..base.message import Message, joined
 from .format import Format, Tensors
 from .plain import NUMBERS, PLAIN
@@ -228,6 +229,24 @@ class StoredWeight:
     def bound(self) -> float:
         """Return an upper bound on ``|weight|``; NaN if its data hold a NaN. Tight where there is one scale."""
         return max(expert.bound() for expert in self.experts) if self.experts else self.format.bound(self)
+
+    def finite_bound(self, path) -> float:
+        """Return an upper bound on the magnitude of the dequantized weight; its amax where there is one
+        scale.
+
+        Raises:
+            NonFiniteWeight: it holds NaN or Inf, or exceeds fp32's range.
+        """
+        bound = self.bound()
+        if not math.isfinite(bound):
+            raise self.damaged(path, "holds NaN or Inf")
+        if bound > max_of(torch.float32):
+            raise self.damaged(path, "exceeds the range of fp32")
+        return bound
+
+    def damaged(self, path, problem: str) -> NonFiniteWeight:
+        """Return the error for a weight with NaN, Inf or numbers beyond the range of fp32."""
+        return NonFiniteWeight(self.file or path, problem, self.name, "The file is damaged: download it again.")
 
     @cached_property
     def amax(self) -> float:

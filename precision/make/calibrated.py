@@ -18,7 +18,6 @@ from ..base.flags import flags_set
 from ..base.message import Message
 from ..base.oom import is_torch_oom
 from ..formats.comfy_format import Made, made_here
-from ..formats.format import Format
 from ..formats.layer_plan import LayerPlan
 from ..formats.registry import FORMAT_OF_STORAGE
 from ..formats.stored_weight import StoredWeight
@@ -115,7 +114,7 @@ class CalibratedRounding:
         format = FORMAT_OF_STORAGE[plan.storage]
         sums = self._work[weight.name]
         rows, columns = weight.shape
-        blocks = turned_products(sums.blocks, format)
+        blocks = sums.turned(format)
         params = {name.rpartition(".")[2]: tensor.to(self._device) for name, tensor in tensors.items()}
         by_row = [leaf for leaf, (shape, _) in format.specs(rows, columns).items() if shape[:1] == (rows,)]
         data = torch.empty_like(tensors[weight.name])
@@ -147,12 +146,6 @@ class CalibratedRounding:
             return "The calibration was not used: no layer is newly quantized. Choose a storage such as int8."
         share = sum(shares) / len(shares)
         return Message(ROUNDED, len(self.errors), f"{share:.2f}")
-
-
-def turned_products(blocks: torch.Tensor, format: Format) -> torch.Tensor:
-    """Return the blocks of the products of turned inputs."""
-    half = format.turned(blocks.flatten(0, 1)).view_as(blocks)
-    return format.turned(half.mT.flatten(0, 1)).view_as(blocks)
 
 
 @torch.no_grad()

@@ -20,6 +20,7 @@ from ..base.text import listed, size_text
 from ..files.safetensors_file import open_checkpoint, write_safetensors
 from ..files.safetensors_header import TensorSpec, read_object
 from ..files.tensor_file import TensorFile
+from ..formats.format import Format
 from ..formats.int8 import rotation_group
 
 KEY = "halfsafe_calibration"
@@ -69,6 +70,11 @@ class Products:
     @property
     def columns(self) -> int:
         return self.blocks.shape[0] * self.width
+
+    def turned(self, format: Format) -> torch.Tensor:
+        """Return the blocks of the products of turned inputs."""
+        half = format.turned(self.blocks.flatten(0, 1)).view_as(self.blocks)
+        return format.turned(half.mT.flatten(0, 1)).view_as(self.blocks)
 
     @torch.no_grad()
     def add(self, x: torch.Tensor) -> None:
@@ -159,6 +165,26 @@ class CalibrationData:
             lines.append(Message(SKIPPED, listed(left_out)))
         return joined(lines, "\n")
 
+    @classmethod
+    def read(cls, path: str | os.PathLike) -> CalibrationData:
+        """Read a calibration file; its tensors are copied.
+
+        Raises:
+            CheckpointError: the file is damaged, or no calibration.
+        """
+        file = open_checkpoint(path)
+        try:
+            values = read_object(file.metadata[KEY])
+            names = {layer: [int(number) for number in numbers] for layer, numbers in values["layers"].items()}
+            model = dict(values["model"])
+            name = str(values["class"])
+            width, runs, calls = (int(values[key]) for key in ("width", "runs", "calls"))
+            layers = {layer: _products(file, path, layer, *numbers) for layer, numbers in names.items()}
+        except (KeyError, ValueError, TypeError, AttributeError):
+            advice = "Use a file that Calibrate (Halfsafe) wrote."
+            raise CheckpointError(path, "not a Halfsafe calibration", advice=advice) from None
+        return cls(model, name, width, layers, runs, calls)
+
     def save(self, path: str | os.PathLike) -> None:
         """Write it to a safetensors file: of each layer's symmetric blocks the upper triangles, in
         fp32.
@@ -177,26 +203,6 @@ class CalibrationData:
         for name, sums in self.layers.items():
             row, column = torch.triu_indices(sums.width, sums.width)
             yield name, sums.blocks[:, row, column]
-
-
-def read_calibration(path: str | os.PathLike) -> CalibrationData:
-    """Read a calibration file; its tensors are copied.
-
-    Raises:
-        CheckpointError: the file is damaged, or no calibration.
-    """
-    file = open_checkpoint(path)
-    try:
-        values = read_object(file.metadata[KEY])
-        names = {name: [int(number) for number in numbers] for name, numbers in values["layers"].items()}
-        model = dict(values["model"])
-        cls = str(values["class"])
-        width, runs, calls = (int(values[key]) for key in ("width", "runs", "calls"))
-        layers = {name: _products(file, path, name, *numbers) for name, numbers in names.items()}
-    except (KeyError, ValueError, TypeError, AttributeError):
-        advice = "Use a file that Calibrate (Halfsafe) wrote."
-        raise CheckpointError(path, "not a Halfsafe calibration", advice=advice) from None
-    return CalibrationData(model, cls, width, layers, runs, calls)
 
 
 def _products(file: TensorFile, path, name: str, width: int, tokens: int, left_out: int) -> Products:

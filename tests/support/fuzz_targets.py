@@ -10,7 +10,7 @@ import torch
 from halfsafe.precision.base.dtypes import QUANTIZED_NAMES
 from halfsafe.precision.base.errors import CheckpointError, HalfsafeError, StorageNotHeld
 from halfsafe.precision.base.options import STORAGE_OPTIONS
-from halfsafe.precision.commands.convert import conversion_text, convert_file
+from halfsafe.precision.commands.convert import convert_file
 from halfsafe.precision.commands.inspect import inspect_file, inspection_text
 from halfsafe.precision.files.safetensors_file import open_checkpoint
 from halfsafe.precision.formats.checkpoint import read_checkpoint
@@ -63,7 +63,7 @@ def check_convert(path: Path, random: Random) -> None:
         if target.exists():
             raise Wrong("a refused conversion left its target") from None
         raise
-    printable(vars(summary), conversion_text(summary))
+    printable(vars(summary), summary.text())
     _same_numbers(path, target, storage)
     _same_in_memory(path, target, storage, rules)
 

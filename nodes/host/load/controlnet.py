@@ -25,7 +25,7 @@ from ....precision.base.errors import CheckpointError
 from ....precision.base.message import Message
 from ....precision.base.options import ComputeOption, StorageOption
 from ....precision.devices.memory import require_memory
-from ....precision.formats.checkpoint import Checkpoint, zero_notes, zeros_in
+from ....precision.formats.checkpoint import Checkpoint
 from ....precision.formats.comfy_format import check_finite
 from ....precision.formats.joined import FUSED, joined_rows
 from ....precision.formats.stored_weight import StoredWeight
@@ -86,7 +86,7 @@ def load_control_net(path: str, storage: StorageOption, compute: ComputeOption, 
         problem = "a ControlNet stored as differences to a model's weights"
         raise CheckpointError(path, problem, DIFFERENCE, "Load it with ComfyUI's DiffControlNetLoader.")
     control = _made_by_core(checkpoint)
-    zeros = zero_notes(checkpoint, zeros_in(checkpoint.weights.values()))
+    zeros = checkpoint.zero_notes()
     checkpoint = replace(checkpoint, notes=[*checkpoint.notes, *zeros])
     cls = type(control).__name__
     if cls in WHY_OWN:

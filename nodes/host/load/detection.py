@@ -18,7 +18,6 @@ from ....precision.base.message import Message
 from ....precision.base.text import listed
 from ....precision.files.safetensors_file import open_checkpoint
 from ....precision.formats.checkpoint import Checkpoint, StoredWeight, read_checkpoint
-from ....precision.formats.comfy_format import finite_bound
 from ....precision.formats.joined import FUSED, JoinedWeights, RowsOf
 from ....precision.formats.registry import FORMAT_OF_STORAGE
 from ....precision.plan.auto import UNQUANTIZED
@@ -190,7 +189,7 @@ def _from_diffusers(checkpoint: Checkpoint) -> Checkpoint:
     for sources, order in origins.values():
         if len(sources) > 1 or order is not None:  # NaN is told by the name and file of the part that has it
             for source in sources:
-                finite_bound(checkpoint.weights[source], checkpoint.path)
+                checkpoint.weights[source].finite_bound(checkpoint.path)
     weights = dict(made)
     plain = [*made.unpacked]
     notes: list[str] = [RENAMED]

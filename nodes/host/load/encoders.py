@@ -23,7 +23,7 @@ from ....precision.base.dtypes import QUANTIZED_NAMES, dtype_named, name_of
 from ....precision.base.errors import CheckpointError
 from ....precision.base.options import ComputeOption, StorageOption
 from ....precision.formats import comfy_format
-from ....precision.formats.checkpoint import Checkpoint, zero_notes, zeros_in
+from ....precision.formats.checkpoint import Checkpoint
 from ....precision.plan.choice import Choice, WithoutEffect
 from ....precision.plan.layers import LoadTarget
 from ....precision.plan.load import ModelPlan, plan_encoder
@@ -219,7 +219,7 @@ def load_vae(path: str, dtype: str, whole: bool = False, disable_dynamic: bool =
     tensors = stored_tensors(checkpoint, unpacked=True)
     tensors = config.process_vae_state_dict(tensors) if config else tensors
     comfy_format.check_finite(tensors, path)
-    notes = [*checkpoint.notes, *zero_notes(checkpoint, zeros_in(checkpoint.weights.values()))]
+    notes = [*checkpoint.notes, *checkpoint.zero_notes()]
     with lacking_tensors(path) as lacking:
         vae = comfy.sd.VAE(
             sd=tensors, metadata=checkpoint.metadata, dtype=None if dtype == "auto" else dtype_named(dtype)

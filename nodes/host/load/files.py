@@ -13,7 +13,7 @@ try:
 except ImportError:  # before the ComfyUI that follows 0.39
     governance = None
 
-from ....precision.base.errors import CheckpointError, HalfsafeError, ModelNotPermitted
+from ....precision.base.errors import CheckpointError, HalfsafeError
 from ....precision.base.message import Message
 from ....precision.files.safetensors_file import open_checkpoint
 from ....precision.files.tensor_file import TensorFile
@@ -55,7 +55,7 @@ def open_model(path: str) -> Checkpoint:
 
     Raises:
         CheckpointError: the file, or a shard of it, cannot be read.
-        ModelNotPermitted: the policy of this ComfyUI does not list it.
+        CheckpointError: the policy of this ComfyUI does not list it.
     """
     file = open_checkpoint(path)
     _check_policy(file)
@@ -70,7 +70,7 @@ def _check_policy(file: TensorFile) -> None:
         return
     for part in file.files:
         if not governance.model_allowed(str(part)):
-            raise ModelNotPermitted(part, "not permitted by the policy of this ComfyUI")
+            raise CheckpointError(part, "not permitted by the policy of this ComfyUI")
 
 
 def _is_mapped(file: TensorFile) -> bool:

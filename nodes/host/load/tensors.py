@@ -12,7 +12,7 @@ from ....precision.base.message import Message
 from ....precision.base.text import size_text
 from ....precision.devices.memory import require_memory
 from ....precision.files.zeros import STRIDE, zero_places
-from ....precision.formats.checkpoint import Checkpoint, StoredWeight, zero_notes
+from ....precision.formats.checkpoint import Checkpoint, StoredWeight
 from ....precision.formats.comfy_format import made_here, stays
 from ....precision.make.on_gpu import OnGpu
 from ....precision.make.weight_errors import measuring_errors, told_again
@@ -54,7 +54,7 @@ def load_tensors(
             if read and weight.start and weight.data.nbytes >= STRIDE:
                 zeros[weight.file] += zero_places(weight.data, weight.start)
             advance(weight.data.nbytes)
-    notes = (*plan.notes, *zero_notes(checkpoint, zeros), *_notes(size, device))
+    notes = (*plan.notes, *checkpoint.zero_notes(zeros), *_notes(size, device))
     return replace(plan, notes=notes, costs=(*told_again(plans, errors), *plan.costs)), tensors
 
 

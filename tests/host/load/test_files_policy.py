@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from halfsafe.nodes.host.load import files
-from halfsafe.precision.base.errors import ModelNotPermitted
+from halfsafe.precision.base.errors import CheckpointError
 from safetensors.torch import save_file
 
 LOADERS = {
@@ -39,7 +39,7 @@ def test_every_loader_asks_before_it_reads_weights(comfy, models_dir, refused, n
     path = models_dir / folder / f"policy-{folder}.safetensors"
     path.parent.mkdir(exist_ok=True)
     save_file({"a.weight": torch.ones(4, 4)}, path)
-    with pytest.raises(ModelNotPermitted, match=r"policy-.*: not permitted by the policy"):
+    with pytest.raises(CheckpointError, match=r"policy-.*: not permitted by the policy"):
         comfy.run(node, **{name: value.format(path.name) for name, value in values.items()})
     assert refused == [str(path)]
 

@@ -80,7 +80,7 @@ WAYS = ("Save Model", "loader", "convert")
 
 def way(comfy, how: str, path: Path, storage: str, folder: Path, tmp_path: Path) -> tuple[str, torch.Tensor]:
     """What is told of a file in 8 bits that is brought to a storage, and the numbers of a layer that come of it."""
-    from halfsafe.precision.commands.convert import conversion_text, convert_file
+    from halfsafe.precision.commands.convert import convert_file
     from halfsafe.precision.formats.checkpoint import read_checkpoint
     from halfsafe.precision.plan.rules import rules_from
 
@@ -91,7 +91,7 @@ def way(comfy, how: str, path: Path, storage: str, folder: Path, tmp_path: Path)
         return told, output.args[0].get_model_object(f"diffusion_model.{LAYER}.weight").dequantize().float()
     if how == "convert":
         summary = convert_file(path, tmp_path / "converted.safetensors", storage, rules_from())
-        told, tensors = " ".join(conversion_text(summary).split()), load_file(tmp_path / "converted.safetensors")
+        told, tensors = " ".join(summary.text().split()), load_file(tmp_path / "converted.safetensors")
     else:
         tensors, result = save(comfy, families.load(comfy, path, "as_file", "auto"), folder, storage, card=False)
         told = result["sentence"]

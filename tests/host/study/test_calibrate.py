@@ -9,7 +9,7 @@ from halfsafe.nodes.host.load.files import output_path
 from halfsafe.nodes.host.study import calibrate as host
 from halfsafe.nodes.host.study.sampling import Inputs, sample
 from halfsafe.precision.base.errors import HalfsafeError, MemoryShortage
-from halfsafe.precision.make.calibration import read_calibration
+from halfsafe.precision.make.calibration import CalibrationData
 from safetensors.torch import save_file
 from support import families, next_core, tiny_models
 from support.model_files import lora
@@ -191,7 +191,7 @@ def test_memory_is_asked_for_before_it_starts(comfy, model, monkeypatch):
 def test_it_is_kept_in_a_file(comfy, model):
     found, text = calibrated(comfy, model, filename_prefix="calibrations/wan")
     file = text.rpartition("Saved to ")[2].rstrip(".").removesuffix(".safetensors") + ".safetensors"
-    again = read_calibration(output_path("x")[0].rpartition("/")[0] + "/" + file)
+    again = CalibrationData.read(output_path("x")[0].rpartition("/")[0] + "/" + file)
     assert again.model == found.model and again.calls == found.calls
     for name, products in found.layers.items():
         assert torch.equal(again.layers[name].blocks.triu(), products.blocks.triu())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from halfsafe.precision.arithmetic.casting import PromotesFloats, promoting
+from halfsafe.precision.arithmetic.casting import promoting
 
 X = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(1))
 W = torch.randn(8, 8, generator=torch.Generator().manual_seed(2)).half()
@@ -23,17 +23,18 @@ MIXED = {
 def test_operations_that_refuse_two_dtypes_run_in_the_wider(name):
     with pytest.raises(RuntimeError):
         MIXED[name]()
-    with PromotesFloats():
-        assert MIXED[name]().dtype == torch.float32
+    assert promoting(MIXED[name], results="computed")().dtype == torch.float32
 
 
 def test_what_is_of_one_dtype_stays_so_and_targets_keep_theirs():
-    with PromotesFloats():
-        assert F.linear(X.half(), W).dtype == torch.float16
-        target = torch.zeros(2, 4, 8, dtype=torch.float16)
+    def written(target):
         target.copy_(X)
         target[0] = X[0]
         target += X
+        return target
+
+    assert promoting(F.linear, results="computed")(X.half(), W).dtype == torch.float16
+    target = promoting(written, results="computed")(torch.zeros(2, 4, 8, dtype=torch.float16))
     assert target.dtype == torch.float16 and torch.equal(target[1], (X[1].half().float() + X[1]).half())
 
 
@@ -64,9 +65,12 @@ def test_operators_of_other_libraries_and_private_functions_keep_their_operands(
     library.define("scaled(Tensor x, Tensor scale) -> Tensor")
     library.impl("scaled", lambda x, scale: met.append(x.dtype) or x.clone(), "CompositeExplicitAutograd")
     scale = torch.ones(8)
-    with PromotesFloats():
+
+    def multiplied():
         torch.ops.halfsafe_casting_test.scaled(W, scale)
         torch.ops.halfsafe_casting_test.scaled.default(W, scale)
         assert torch.ops.aten.mul(W, scale).dtype == torch.float32
+
+    promoting(multiplied, results="computed")()
     library._destroy()
     assert met == [torch.float16] * 2

@@ -8,7 +8,6 @@ import torch
 from halfsafe.precision.commands.convert import convert_file
 from halfsafe.precision.commands.inspect import inspect_file, inspection_text
 from halfsafe.precision.files.safetensors_file import open_checkpoint
-from halfsafe.precision.files.tensor_file import fingerprint
 from halfsafe.precision.formats import card
 from halfsafe.precision.formats.card import pack_version
 from halfsafe.precision.formats.checkpoint import CARD_KEY
@@ -36,7 +35,7 @@ def test_the_card_tells_how_a_file_was_made(tmp_path):
     convert_file(source, tmp_path / "out.safetensors", "fp8_e4m3fn", rules_from("blocks.0.ffn.2 storage=int8"))
     card, size = card_of(tmp_path / "out.safetensors"), source.stat().st_size
     number = card["source"].pop("sha256_of_header_and_4096_bytes_of_each_tensor")
-    assert number == fingerprint(open_checkpoint(source)) and len(number) == 64
+    assert number == open_checkpoint(source).fingerprint() and len(number) == 64
     assert card == {
         "halfsafe": pack_version(),
         "needs_comfyui": "0.27.0",
@@ -62,7 +61,7 @@ def test_files_of_one_architecture_have_fingerprints_of_their_own(tmp_path):
     first, tensors = model(tmp_path)
     tensors["blocks.0.ffn.0.weight"] = tensors["blocks.0.ffn.0.weight"] * 1.5
     save_file(tensors, tmp_path / "tuned.safetensors", {"format": "pt", "author": "me"})
-    numbers = [fingerprint(open_checkpoint(path)) for path in (first, first, tmp_path / "tuned.safetensors")]
+    numbers = [open_checkpoint(path).fingerprint() for path in (first, first, tmp_path / "tuned.safetensors")]
     assert numbers[0] == numbers[1] != numbers[2]
 
 

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from halfsafe.precision.base.errors import CheckpointError, UnconsumedScale
+from halfsafe.precision.base.errors import CheckpointError
 from halfsafe.precision.commands.convert import convert_file
 from halfsafe.precision.commands.inspect import inspect_file
 from halfsafe.precision.files.safetensors_file import open_checkpoint
-from halfsafe.precision.formats.checkpoint import read_checkpoint, zero_notes, zeros_in
+from halfsafe.precision.formats.checkpoint import read_checkpoint
 from halfsafe.precision.formats.plain import BLOCK_SCALES
 from halfsafe.precision.plan.rules import rules_from
 from safetensors.torch import save_file
@@ -79,7 +79,7 @@ def told_everywhere(path, hole, folder):
     expected = f"bytes {hole[0]} to {hole[1]} of {path.name} hold only zeros ({len(lost)} tensors, from {lost[0]} to {lost[-1]})"
     assert (problem.kind, problem.tensor) == ("zeros", lost[0]) and expected in problem.text
     checkpoint = read(path)
-    notes = [*checkpoint.notes, *zero_notes(checkpoint, zeros_in(checkpoint.weights.values()))]
+    notes = [*checkpoint.notes, *checkpoint.zero_notes()]
     converted = convert_file(path, folder / "converted.safetensors", "as_file", rules_from())
     assert notes.count(problem.text) == 1 and converted.notes.count(problem.text) == 1
 
@@ -155,7 +155,7 @@ def test_zeros_that_a_model_really_holds_are_not_told(tmp_path, kind, dtype):
     path = large(tmp_path / "model.safetensors", ROWS[dtype], change, shape)
     checkpoint = read(path)
     assert not inspect_file(path, values=True).problems and not checkpoint.notes
-    assert not zero_notes(checkpoint, zeros_in(checkpoint.weights.values()))
+    assert not checkpoint.zero_notes()
 
 
 def test_zeros_are_told_of_the_part_of_a_set_that_has_them(tmp_path):
@@ -201,7 +201,7 @@ def test_scales_of_three_dimensions_are_those_of_two(tmp_path, name, second):
 @pytest.mark.parametrize("shape", [(256, 6, 2), (256, 1, 6), (5, 6, 1)])
 def test_other_scales_of_several_dimensions_are_refused(shape):
     tensors = {f"{LAYER}.weight": torch.ones(256, 384).to(dialects.E4M3), f"{LAYER}.scale_weight": torch.ones(shape)}
-    with pytest.raises(UnconsumedScale, match="does not fit a weight of shape"):
+    with pytest.raises(CheckpointError, match="does not fit a weight of shape"):
         read_checkpoint(tensors, {}, "model.safetensors")
 
 
@@ -210,5 +210,5 @@ def test_a_second_factor_without_the_first_is_refused():
         f"{LAYER}.weight": torch.ones(256, 384).to(dialects.E4M3),
         f"{LAYER}.scale_weight_tensor": torch.ones(()),
     }
-    with pytest.raises(UnconsumedScale, match="scale_weight_tensor"):
+    with pytest.raises(CheckpointError, match="scale_weight_tensor"):
         read_checkpoint(tensors, {}, "model.safetensors")

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from halfsafe.precision.base.dtypes import FP8_NAMES, QUANTIZED_NAMES
-from halfsafe.precision.base.errors import CheckpointError, NonFiniteWeight, StorageNotHeld, UnconsumedScale
+from halfsafe.precision.base.errors import CheckpointError, NonFiniteWeight, StorageNotHeld
 from halfsafe.precision.base.modes import FP8, INT8
 from halfsafe.precision.base.options import COMPUTE_OPTIONS, STORAGE_OPTIONS
 from halfsafe.precision.commands.convert import convert_file
@@ -266,7 +266,7 @@ def test_a_scale_that_is_no_number_is_an_error(name, value):
 
 
 def test_a_scale_that_the_format_has_no_use_for_is_an_error():
-    with pytest.raises(UnconsumedScale, match="weight_scale_2"):
+    with pytest.raises(CheckpointError, match="weight_scale_2"):
         read(in_format("int8"), weight_scale_2=torch.tensor(1.0))
 
 

@@ -95,7 +95,7 @@ def test_the_largest_group_that_divides_the_inputs():
 
 def test_values_that_overflow_once_rotated_are_an_error():
     with pytest.raises(NonFiniteWeight, match="rotated"):
-        as_int8(torch.full((4, 256), 1.6e38) * int8.hadamard(256)[0].sign())
+        as_int8(torch.full((4, 256), 1.6e38) * int8.rotated(torch.eye(256), 256)[0].sign())
 
 
 @pytest.mark.parametrize("source", ["per_tensor", "per_row", "per_block"])

@@ -101,7 +101,7 @@ def test_an_fp8_product_that_torch_refuses_unpacks_the_weight_and_says_so_once(m
         raise RuntimeError("no such product\nat all")
 
     monkeypatch.setattr(torch, "_scaled_mm", refuse)
-    monkeypatch.setattr(fp8, "_told", set())
+    fp8._tell_once.cache_clear()
     caplog.set_level(logging.WARNING)
     (data, scale, group), weight = stored(E4M3)
     x, refused = torch.randn(3, 64), {}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from halfsafe.precision.base.errors import CheckpointError
-from halfsafe.precision.commands.convert import conversion_text, convert_file
+from halfsafe.precision.commands.convert import convert_file
 from halfsafe.precision.commands.inspect import inspect_file
 from halfsafe.precision.files.safetensors_file import open_checkpoint
 from halfsafe.precision.formats.card import card_in
@@ -111,7 +111,7 @@ def test_convert_its_card_and_inspect_say_who_reads_the_file(tmp_path, names, la
     target = tmp_path / "out.safetensors"
     summary = convert_file(written(tmp_path, *names), target, "int8", NO_RULES)
     (told,) = summary.readers
-    shown = " ".join(conversion_text(summary).partition("read by:")[2].split())
+    shown = " ".join(summary.text().partition("read by:")[2].split())
     assert last in told and shown == told
     assert [line for line in inspect_file(target).in_comfyui if "layers of" in line] == [told]
     card = card_in(open_checkpoint(target).metadata)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from halfsafe.precision.formats.int8 import rotated, rotation_group
 from halfsafe.precision.formats.registry import FORMAT_OF_STORAGE
-from halfsafe.precision.make.calibrated import rounded, turned_products
+from halfsafe.precision.make.calibrated import rounded
 from halfsafe.precision.make.calibration import Products, block_width
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -37,7 +37,7 @@ def chosen_for(storage, weight, products):
     row = FORMAT_OF_STORAGE[storage]
     shared = row.scale_for(weight.abs().max().item()) if row.by_largest else row.shared([weight])
     params, turned = {**row.encode(weight, shared), **shared}, row.turned(weight)
-    blocks = turned_products(products.blocks, row)
+    blocks = products.turned(row)
     found, before, after = rounded(turned, blocks, products.tokens, lambda values, at: row.nearest(values, params, at))
     assert torch.equal(row.nearest(found, params), found), "numbers that the format has"
     return turned, row.nearest(turned, params), found, before, after, blocks
@@ -120,7 +120,7 @@ def test_the_products_are_turned_as_inputs_are():
     x, plain, turned = inputs(100, 512), Products.empty(512, 256), Products.empty(512, 256)
     plain.add(x)
     turned.add(rotated(x, 256))
-    found = turned_products(plain.blocks, FORMAT_OF_STORAGE["int8"])
+    found = plain.turned(FORMAT_OF_STORAGE["int8"])
     torch.testing.assert_close(found, turned.blocks, rtol=1e-4, atol=1e-4 * float(turned.blocks.abs().max()))
 
 

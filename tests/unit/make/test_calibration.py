@@ -11,7 +11,7 @@ from halfsafe.precision.formats.card import card_in, source_of
 from halfsafe.precision.formats.checkpoint import read_checkpoint
 from halfsafe.precision.formats.registry import FORMAT_OF_STORAGE
 from halfsafe.precision.make import calibrated as weights_of
-from halfsafe.precision.make.calibration import KEY, CalibrationData, Products, read_calibration
+from halfsafe.precision.make.calibration import KEY, CalibrationData, Products
 from halfsafe.precision.plan.rules import rules_from
 from safetensors.torch import load_file, save_file
 from support.measures import relative_error
@@ -113,7 +113,7 @@ def test_it_is_read_as_it_was_written(tmp_path):
     found = calibrated(source)
     found.layers["blocks.0.attn"].left_out = 3
     found.save(tmp_path / "kept.safetensors")
-    again = read_calibration(tmp_path / "kept.safetensors")
+    again = CalibrationData.read(tmp_path / "kept.safetensors")
     assert (again.model, again.cls, again.width, again.runs, again.calls) == (found.model, "TEST", 256, 1, 8)
     for name, products in found.layers.items():
         kept = again.layers[name]
@@ -149,7 +149,7 @@ def test_a_damaged_file_is_an_error_that_names_it(tmp_path, change):
         del tensors["blocks.0.attn"]
     save_file(tensors, path, metadata)
     with pytest.raises(CheckpointError, match=r"kept\.safetensors"):
-        read_calibration(path)
+        CalibrationData.read(path)
 
 
 def test_layers_that_met_nothing_are_named_and_rounded_to_nearest(tmp_path):

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 from halfsafe.precision.commands import cli
-from halfsafe.precision.commands.convert import conversion_text, convert_file
+from halfsafe.precision.commands.convert import convert_file
 from halfsafe.precision.files.safetensors_file import open_checkpoint
 from halfsafe.precision.formats.card import pack_version
 from halfsafe.precision.formats.checkpoint import read_checkpoint
@@ -102,7 +102,7 @@ def test_the_card_says_what_stayed_why_and_how_to_load_it(tmp_path):
     assert command in text and str(tmp_path) not in text
     assert "into `ComfyUI/models/diffusion_models`" in text and "*Load Diffusion Model*" in text
     assert "It needs ComfyUI 0.27.0 or later." in text
-    assert summary.card == "Its model card is out.md." and "out.md" in conversion_text(summary)
+    assert summary.card == "Its model card is out.md." and "out.md" in summary.text()
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_a_disk_that_is_full_for_the_card_alone_leaves_the_file_whole(tmp_path):
         with faults.watched(disk_full_from(point)):
             summary = convert_file(source, target, "int8", rules_from(), card=True)
         assert summary.card.startswith("The file is complete, its model card could not be written: ")
-        assert os.strerror(errno.ENOSPC) in summary.card and summary.card in " ".join(conversion_text(summary).split())
+        assert os.strerror(errno.ENOSPC) in summary.card and summary.card in " ".join(summary.text().split())
         assert [file.name for file in target.parent.iterdir()] == ["out.safetensors"]
         assert target.read_bytes() == whole
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from halfsafe.precision.base import flags
-from halfsafe.precision.base.layer_names import count_patterns, grouped, number_ranges, pattern_of
+from halfsafe.precision.base.layer_names import count_patterns, group_name, grouped, pattern_of
 from halfsafe.precision.base.modes import MODES
 from halfsafe.precision.devices import detect as devices
 from halfsafe.precision.guard import verdicts
@@ -238,8 +238,9 @@ def test_repeated_layers_are_named_by_their_numbers():
         ("input_blocks.4.1.transformer_blocks.0.attn1.to_q", "input_blocks.*.1.transformer_blocks.*.attn1.to_q"),
     ):  # fmt: skip
         assert pattern_of(name) == pattern
-    for numbers, text in (([0, 1, 2, 39], "0-2,39"), ([5], "5"), ([3, 1, 2], "1-3"), ([1, 3, 5, 6], "1,3,5-6")):
-        assert number_ranges(numbers) == text
+    for numbers, text in (([0, 1, 2, 39], "0-2,39"), ([3, 1, 2], "1-3"), ([1, 3, 5, 6], "1,3,5-6")):
+        members = [f"blocks.{number}.q" for number in numbers]
+        assert group_name("blocks.*.q", members, 99) == f"blocks.[{text}].q"
     names = [f"input_blocks.{a}.1.transformer_blocks.{b}.q" for a in range(3) for b in range(2)]
     assert grouped(names[:2], count_patterns(names)) == ["input_blocks.*.1.transformer_blocks.*.q x2 of 6"]
 
