@@ -46,15 +46,9 @@ def _pair(name: str) -> FlagSetting:
     return FlagSetting(name, read, write, lambda state: state[0] if isinstance(state, tuple) else state)
 
 
-@dataclass(frozen=True)
-class _Tf32State:
-    """``old``: the legacy bool, None where it refuses to be read; ``new``: fp32_precision, None where torch has
-    none; ``word``: what ``set_float32_matmul_precision`` was given, None where it refuses to be read or is another
-    setting's."""
-
-    old: bool | None
-    new: str | None
-    word: str | None = None
+_Tf32 = tuple[bool | None, str | None, str | None]
+"""A state of TF32: the legacy bool, None where it refuses to be read; ``fp32_precision``, None where torch has none;
+what ``set_float32_matmul_precision`` was given, None where it refuses to be read or is another setting's."""
 
 
 def _word_of_matmuls() -> str | None:
@@ -67,26 +61,28 @@ def _word_of_matmuls() -> str | None:
 def _tf32(
     name: str, old_owner: Callable[[], Any], new_owner: Callable[[], Any], word: Callable[[], str | None] = lambda: None
 ) -> FlagSetting:
-    def read() -> _Tf32State:
+    def read() -> _Tf32:
         # Once the new names were written, the old ones may refuse to be read (PyTorch #164766, #166387).
-        state = _Tf32State(_get(old_owner, "allow_tf32"), _get(new_owner, "fp32_precision"), word())
-        if state.old is None and state.new is None:
+        old, new = _get(old_owner, "allow_tf32"), _get(new_owner, "fp32_precision")
+        if old is None and new is None:
             raise AttributeError(Message("torch {0} has no TF32 flag", torch.__version__))
-        return state
+        return old, new, word()
 
-    def write(value) -> None:
+    def write(value: _Tf32 | bool) -> None:
         if isinstance(value, bool):
-            value = _Tf32State(value, None) if read().old is not None else _Tf32State(None, "tf32" if value else "ieee")
-        if value.old is not None:
-            old_owner().allow_tf32 = value.old
+            has_old = read()[0] is not None
+            value = (value, None, None) if has_old else (None, "tf32" if value else "ieee", None)
+        old, new, given = value
+        if old is not None:
+            old_owner().allow_tf32 = old
         # Writing it also takes the word "medium" apart, which torch then refuses to read.
-        if value.word is not None and word() != value.word:
-            torch.set_float32_matmul_precision(value.word)
+        if given is not None and word() != given:
+            torch.set_float32_matmul_precision(given)
         # Writing ``allow_tf32`` has moved ``fp32_precision`` from "none" to "ieee" (torch 2.11).
-        if value.new is not None and _get(new_owner, "fp32_precision") != value.new:
-            new_owner().fp32_precision = value.new
+        if new is not None and _get(new_owner, "fp32_precision") != new:
+            new_owner().fp32_precision = new
 
-    return FlagSetting(name, read, write, lambda state: state.old if state.old is not None else state.new == "tf32")
+    return FlagSetting(name, read, write, lambda state: state[1] == "tf32" if state[0] is None else state[0])
 
 
 def _get(owner: Callable[[], object], name: str):

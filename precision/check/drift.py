@@ -7,6 +7,7 @@ up.
 
 import math
 from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
 import torch
 
@@ -14,7 +15,7 @@ from ..base import amax
 from ..base.message import Message, joined
 from ..base.modes import FP16_ACC16, FP16_SCALED, FP16_WIDE, label_of
 from ..base.nested import floats_in
-from ..report.schema import BlockDrift, CheckReport, GuardEvent
+from ..report.schema import CheckReport, GuardEvent
 
 CHECKS = ("off", "first step", "every 5th step")
 EVERY = {"first step": 0, "every 5th step": 5}
@@ -121,15 +122,15 @@ def _finite_decibels(error: float, signal: float) -> float:
 
 def worst_blocks(
     samples: Mapping[str, list[torch.Tensor]], reference: Mapping[str, list[torch.Tensor]]
-) -> list[BlockDrift]:
-    """Find the blocks with the lowest SNR against the reference, worst first."""
+) -> list[dict[str, Any]]:
+    """Find the blocks with the lowest SNR against the reference, worst first: ``name`` and ``snr_db`` of each."""
     found: dict[str, float] = {}
     for name, taken in samples.items():
         exact = reference.get(name, [])
         if [part.shape for part in taken] == [part.shape for part in exact]:
             error, signal = torch.cat(taken) - torch.cat(exact), torch.cat(exact)
             found[name] = _finite_decibels(error.square().sum().item(), signal.square().sum().item())
-    return [BlockDrift(name, found[name]) for name in sorted(found, key=lambda name: found[name])[:WORST_BLOCKS]]
+    return [{"name": name, "snr_db": found[name]} for name in sorted(found, key=found.__getitem__)[:WORST_BLOCKS]]
 
 
 def drift_event(
@@ -146,11 +147,11 @@ def drift_event(
     choose another.
     """
     skipped = check.arithmetic == STEP_CACHE
-    worst = "" if skipped or not check.blocks else check.blocks[0].name
+    worst = "" if skipped or not check.blocks else check.blocks[0]["name"]
     figures = f"{snr_db:.1f}", check.arithmetic, f"{threshold_db:.0f}"
     evidence: str = Message("{0} dB from the same call in fp32; {1} gives at least {2}.", *figures)
     if worst:
-        blocks = ", ".join(f"{block.name} {block.snr_db:.1f} dB" for block in check.blocks)
+        blocks = ", ".join(f"{block['name']} {block['snr_db']:.1f} dB" for block in check.blocks)
         evidence = joined([evidence, Message("Farthest: {0}.", blocks)])
     if attention:
         evidence = joined([evidence, Message(MAY_BE_ATTENTION, attention), instead])

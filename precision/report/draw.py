@@ -1,7 +1,6 @@
 """Draw bar charts: the one kit for every picture that a node shows."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
@@ -24,17 +23,9 @@ LENGTH = 92
 """The pixels of a bar in a column: the figure has the rest."""
 
 
-@dataclass(frozen=True)
-class Bar:
-    """A bar of a chart, or a heading where ``parts`` is empty.
-
-    ``parts``: (share of the whole bar, colour), drawn one after the other from the left; ``text``
-    stands at the right.
-    """
-
-    label: str
-    parts: Sequence[tuple[float, str]] = ()
-    text: str = ""
+Bar = tuple[str, Sequence[tuple[float, str]], str]
+"""A bar of a chart: its label, its parts as (share of the whole bar, colour), drawn one after the other from the left,
+and the text at its right. A heading where there are no parts."""
 
 
 def bar_chart(title: str, rows: Sequence[Bar], notes: Sequence[str] = ()) -> np.ndarray:
@@ -99,19 +90,20 @@ def _draw_cell(drawing: ImageDraw.ImageDraw, left: int, y: int, share: float, fi
 
 
 def _draw_row(drawing: ImageDraw.ImageDraw, y: int, row: Bar) -> None:
-    if not row.parts:
-        write_text(drawing, MARGIN, y, row.label, INNER, 16)
+    label, parts, text = row
+    if not parts:
+        write_text(drawing, MARGIN, y, label, INNER, 16)
         return
-    write_text(drawing, MARGIN, y, row.label, LABEL - 12, 15)
+    write_text(drawing, MARGIN, y, label, LABEL - 12, 15)
     left, right = MARGIN + LABEL, MARGIN + LABEL + BAR
     start, done = left, 0.0
-    for share, colour in row.parts:
+    for share, colour in parts:
         done += share
         end = left + round(BAR * min(done, 1.0))
         if end > start:
             drawing.rectangle((start, y, end - 1, y + BAR_HEIGHT - 1), fill=colour)
         start = end
-    write_text(drawing, right + 12, y, row.text, WIDTH - MARGIN - right - 12, 15, MUTED)
+    write_text(drawing, right + 12, y, text, WIDTH - MARGIN - right - 12, 15, MUTED)
 
 
 def write_text(drawing: ImageDraw.ImageDraw, x: int, y: int, text: str, width: int, size: int, colour=TEXT) -> None:

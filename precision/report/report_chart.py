@@ -32,14 +32,14 @@ def chart(report: Report) -> np.ndarray:
 
 def _bytes(by_storage: Mapping[str, int]) -> Iterator[Bar]:
     if by_storage:
-        yield Bar(f"weight bytes by storage, {size_text(sum(by_storage.values()))} in all")
+        yield (f"weight bytes by storage, {size_text(sum(by_storage.values()))} in all", [], "")
     for name, share, size in shares(by_storage):
-        yield Bar(name, [(share, STORAGE_COLOURS.get(name, OTHER))], f"{size_text(size)}, {share:.1%}")
+        yield (name, [(share, STORAGE_COLOURS.get(name, OTHER))], f"{size_text(size)}, {share:.1%}")
 
 
 def _values(title: str, values: list[str], colours: Mapping[str, str]) -> Iterator[Bar]:
     if values:
-        yield Bar(title)
-        yield Bar("in model order", [(1 / len(values), colours.get(value, OTHER)) for value in values])
+        yield (title, [], "")
+        yield ("in model order", [(1 / len(values), colours.get(value, OTHER)) for value in values], "")
     for name, count in Counter(values).most_common():
-        yield Bar(name, [(count / len(values), colours.get(name, OTHER))], f"{count} layer{'' if count == 1 else 's'}")
+        yield (name, [(count / len(values), colours.get(name, OTHER))], f"{count} layer{'' if count == 1 else 's'}")

@@ -4,7 +4,7 @@ import math
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import Any, Literal
 
 from ..base.modes import MODES
 from ..devices.detect import Device
@@ -90,19 +90,12 @@ class GuardEvent:
 
 
 @dataclass
-class BlockDrift:
-    """The SNR in dB of a block's result against fp32's, errors of earlier blocks included."""
-
-    name: str
-    snr_db: float | None
-
-
-@dataclass
 class CheckReport:
     """One call compared with itself in fp32.
 
     ``snr_db``: None where it was ``left_out``, which says why; ``threshold_db``: what
-    ``arithmetic`` gives at least.
+    ``arithmetic`` gives at least; ``blocks``: ``name`` and ``snr_db`` of the blocks whose results
+    are farthest from fp32's, errors of earlier blocks included.
     """
 
     call: int
@@ -111,7 +104,7 @@ class CheckReport:
     arithmetic: str
     snr_db: float | None = None
     threshold_db: float | None = None
-    blocks: list[BlockDrift] = field(default_factory=list)
+    blocks: list[dict[str, Any]] = field(default_factory=list)
     repeats: int = 0
     left_out: str = ""
 

@@ -32,11 +32,11 @@ def analysis_chart(analysis: Analysis, model: str = "") -> np.ndarray:
     layers = analysis.weakest_first
     top = _highest(layer.worst_db for layer in layers)
     rows = [
-        Bar(layer.name, [(_share(layer.worst_db, top), COLOURS[layer.status])], decibel_text(layer.worst_db))
+        (layer.name, [(_share(layer.worst_db, top), COLOURS[layer.status])], decibel_text(layer.worst_db))
         for layer in layers[:MOST_ROWS]
     ]
-    rest = [Bar(f"and {len(layers) - MOST_ROWS} more")] if len(layers) > MOST_ROWS else []
-    head = [Bar("SNR of each layer's output in dB, the weakest first:")]
+    rest = [(f"and {len(layers) - MOST_ROWS} more", [], "")] if len(layers) > MOST_ROWS else []
+    head = [("SNR of each layer's output in dB, the weakest first:", [], "")]
     legend = _legend(layer.status for layer in layers)
     title = f"{model or 'model'} in {analysis.candidate.name}"
     return bar_chart(title, [*legend, *head, *rows, *rest], outcome(analysis)).astype(np.float32) / 255
@@ -80,7 +80,7 @@ def _with_pictures(chart: np.ndarray, found: Measurements) -> np.ndarray:
 
 
 def _legend(names: Iterable[str]) -> list[Bar]:
-    return [Bar(name, [(LEGEND, COLOURS[name])]) for name in dict.fromkeys(names)]
+    return [(name, [(LEGEND, COLOURS[name])], "") for name in dict.fromkeys(names)]
 
 
 def _cells(name: str, row: Tradeoff, most: tuple[float, int, float]) -> tuple[str, list[tuple[float, str]]]:

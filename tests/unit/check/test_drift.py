@@ -10,7 +10,7 @@ from halfsafe.precision.arithmetic.casting import CastsToFp32
 from halfsafe.precision.check import drift
 from halfsafe.precision.guard.log import GuardLog
 from halfsafe.precision.plan.rules import rules_from
-from halfsafe.precision.report.schema import BlockDrift, CheckReport
+from halfsafe.precision.report.schema import CheckReport
 
 
 @pytest.mark.parametrize(("error", "signal"), [(math.inf, 1.0), (math.nan, 1.0), (1.0, 0.0), (1e18, 1e-18)])
@@ -75,7 +75,7 @@ def test_samples_are_few_and_spread_and_worst_blocks_come_first():
     assert drift.sampled((None, 3)) is None
     reference = {name: [torch.ones(10)] for name in "abcd"}
     off = {name: [torch.ones(10) + error] for name, error in zip("abcd", (0.0, 0.1, 0.01, 0.001), strict=True)}
-    assert [block.name for block in drift.worst_blocks(off, reference)] == ["b", "c", "d"]
+    assert [block["name"] for block in drift.worst_blocks(off, reference)] == ["b", "c", "d"]
     assert drift.worst_blocks({"a": [torch.ones(3)]}, reference) == []
 
 
@@ -83,7 +83,7 @@ def test_samples_are_few_and_spread_and_worst_blocks_come_first():
 def test_a_drift_event_leaves_the_verdict_names_the_worst_blocks_and_what_to_do(arithmetic):
     told = []
     log = GuardLog(notify=lambda *message: told.append(message))
-    blocks = [BlockDrift("blocks.1", 8.1), BlockDrift("head", 12.0)]
+    blocks = [{"name": "blocks.1", "snr_db": 8.1}, {"name": "head", "snr_db": 12.0}]
     event = drift.drift_event(CheckReport(1, 0, 1.0, arithmetic, blocks=blocks), 8.1, 33.0, [0])
     log.note_drift(event)
     assert log.verdict == "clean" and log.events == [event] and (event.kind, event.from_mode) == ("drift", arithmetic)
