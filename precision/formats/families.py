@@ -94,8 +94,3 @@ def family_of(shapes: Mapping[str, tuple[int, ...]]) -> Family:
         return not family.inputs or shapes[family.names[-1]][1:] == (family.inputs,)
 
     return next(filter(fits, FAMILIES), UNKNOWN)
-
-
-def family_named(name: str) -> Family:
-    """Return the family of that name."""
-    return next(family for family in FAMILIES if family.name == name)

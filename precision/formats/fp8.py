@@ -85,7 +85,7 @@ def room(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return _kept(get_ident(), max(2 * PART, count * dtype.itemsize)).view(dtype)[:count]
 
 
-def power_of_two_scale(largest: float, dtype: torch.dtype) -> float:
+def _power_of_two_scale(largest: float, dtype: torch.dtype) -> float:
     """Return the smallest power of two that brings a finite ``largest`` into the range of an fp8
     dtype; 1.0 for zeros.
 
@@ -104,7 +104,7 @@ def quantize(tensor: torch.Tensor, dtype: torch.dtype, largest: float) -> tuple[
 
     Beyond the result it needs 32 MB at most. The scale keeps every value in range, so that no clamp
     is needed."""
-    scale = power_of_two_scale(largest, dtype)
+    scale = _power_of_two_scale(largest, dtype)
     return _divided(tensor, dtype, scale), torch.tensor(scale)
 
 
@@ -233,7 +233,7 @@ class Fp8(Format):
 
     def scale_for(self, largest: float) -> Tensors:
         """Make the scale of a weight by its largest magnitude."""
-        return {"weight_scale": torch.tensor(power_of_two_scale(largest, self.dtype))}
+        return {"weight_scale": torch.tensor(_power_of_two_scale(largest, self.dtype))}
 
     def encode(self, rows: torch.Tensor, params: Mapping[str, torch.Tensor]) -> Tensors:
         return {"weight": _divided(rows, self.dtype, params["weight_scale"].item())}

@@ -31,7 +31,7 @@ OF_CALLS = "{0} layers, {1}, in {2} model calls of {3}; {4} in memory, blocks of
 SKIPPED = "Inputs with NaN or Inf were skipped: {0}. Add NaN Guard to find the cause."
 
 
-def block_width(columns: int, width: int) -> int:
+def _block_width(columns: int, width: int) -> int:
     """Return the width of equal blocks of ``columns`` inputs, ``width`` at most: a multiple of the
     rotation's group."""
     group = rotation_group(columns) or 1
@@ -42,7 +42,7 @@ def block_width(columns: int, width: int) -> int:
 
 def products_bytes(columns: Iterable[int], width: int) -> int:
     """Count the bytes of the products of layers with so many inputs."""
-    return sum(number * block_width(number, width) * 4 for number in columns)
+    return sum(number * _block_width(number, width) * 4 for number in columns)
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Products:
 
     @classmethod
     def empty(cls, columns: int, width: int) -> Products:
-        width = block_width(columns, width)
+        width = _block_width(columns, width)
         with torch.inference_mode(False):
             return cls(torch.zeros(columns // width, width, width))
 

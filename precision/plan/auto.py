@@ -182,18 +182,12 @@ def missing_kernels(device: Device) -> str:
     return joined([Message(INSTALL, sys.executable, packages, why), IN_CUDA_13 if old else ""])
 
 
-def why_low_bits_are_slow(device: Device) -> str:
-    """Return why products of 6- and 4-bit weights are not faster than 16-bit ones on a device; ""
-    if they are."""
-    oldest = device.profile.name == "sm_75"  # MIN_SM_VERSION of comfy-kitchen's layout
-    return Message(NO_LOW_BITS, device.label) if oldest else why_int8_is_slow(device)
-
-
 def why_slow(storage: str, device: Device) -> str:
     """Return why products of weights in fewer than 8 bits or in blocks are not faster than 16-bit
     ones on a device; "" if they are."""
     if storage not in BLOCKS:
-        return why_low_bits_are_slow(device)
+        oldest = device.profile.name == "sm_75"  # MIN_SM_VERSION of comfy-kitchen's layout
+        return Message(NO_LOW_BITS, device.label) if oldest else why_int8_is_slow(device)
     if not device.profile.blocks_matmul:
         return Message("{0} does not multiply {1}.", device.label, storage)
     needs_torch = not device.simulated and not has_cuda_13()

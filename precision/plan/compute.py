@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from ..base.dtypes import FP8_NAMES, QUANTIZED_NAMES
-from ..base.message import Message
+from ..base.message import Message, joined
 from ..base.modes import FP8, FP16, FP32, INT8, MODE_OF, MODES
 from ..base.options import ComputeOption, RuledCompute
 from ..devices.detect import Device
-from ..formats.layer_plan import LayerPlan
+from ..formats.layer_plan import AS_FILE, LayerPlan
 from ..formats.registry import FORMAT_OF_STORAGE
 from .accumulation import MatmulProfile
 from .auto import auto_compute, why_int8_is_unpacked
@@ -41,6 +41,9 @@ OF_TEXT = re.compile(r"(^|\.)(input_blocks|middle_block|output_blocks)\..*attn2\
 FEW_ROWS = "its input is the text, too few rows to pay for a product in 8 bits: the weight is unpacked in each call"
 NARROW = "on {0} fp8 products were measured to be faster from {1} inputs and outputs on: the weight is unpacked"
 INT8_UNPACKED = "its int8 weight is unpacked in each call: {0}"
+OWN_MATMUL = "{0} has its own matmul: runs in fp32"
+OWN_MATMULS = "{0} layers ({1} ...) belong to another loader, which has its own matmul: they run in fp32"
+STORAGE_RULE = "the model is already loaded: connect rules on storage to a loader or to Save Model"
 NOT_LOOKED_AT = "These results are not checked for NaN, so fp16_safe is used instead of plain fp16: it cannot overflow."
 
 
@@ -110,10 +113,44 @@ class ComputePlan:
         """The dtype of activations between layers."""
         return "fp32" if self.is_safe else self.choice.used
 
+    def on_loaded(
+        self, facts: ModelFacts, rules: Rules, foreign: Mapping[str, str], held: Mapping[str, str],
+        came_in: str = "",
+    ) -> "ComputePlan":  # fmt: skip
+        """Return this plan for a model in memory, with a list of the rules too late for a loaded model.
+
+        ``foreign``: layer name -> the Python module of its class, for layers of another loader: fp32,
+        not ``fp16_safe``. ``held``: layer name -> storage name. ``came_in``: the dtype that the model
+        computes in without the self."""
+        fallback = self.fallback and self.fallback.on_loaded(facts, rules, foreign, held, came_in)
+        asked = ((layer, rules.on(facts.layers).setting("storage", layer.name, layer.cls)) for layer in facts.layers)
+        unmet = [found[1] for layer, found in asked if found and found[0] not in (held.get(layer.name), AS_FILE)]
+        late = (WithoutEffect(str(rule), STORAGE_RULE) for rule in rules.own if rule in unmet)
+        idle = [*self.without_effect, *rules.without_effect(facts.layers), *late]
+        moved = {
+            name: replace(decision, mode=FP32.name, sums="", reason=Message(OWN_MATMUL, foreign[name]))
+            for name, decision in self.decisions.items()
+            if name in foreign and decision.mode == MODE_OF[SAFE]
+        }
+        if moved:
+            why = Message(OWN_MATMULS, len(moved), next(iter(moved)))
+            idle.append(WithoutEffect(f"compute={SAFE}", why))
+        decisions = frozen({**self.decisions, **moved})
+        leaves_fp16 = came_in == FP16.name and self.choice.used != FP16.compute
+        instead = _instead_of_fp16(self.choice.used, facts) if leaves_fp16 else ""
+        return replace(self, decisions=decisions, without_effect=tuple(idle), fallback=fallback, instead=instead)
+
 
 BY_COMFYUI = ComputePlan(Choice("auto", "auto"), {})
 """The plan of a text encoder, and of a ControlNet that ComfyUI runs as it is: ComfyUI chooses the
 arithmetic."""
+
+
+def _instead_of_fp16(used: str, facts: ModelFacts) -> str:
+    why = "ComfyUI does not list fp16 for this model: its activations may overflow, which gives black pictures."
+    if FP16.name in facts.supported:
+        why = "Above 65504 fp16 overflows, which gives black pictures."
+    return joined([Message("Computed in {0}, not in the fp16 that the model was set to.", used), why])
 
 
 def weight_dtype(compute: ComputeOption) -> ComputeOption:

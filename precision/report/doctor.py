@@ -13,7 +13,7 @@ from ..base.text import on_off, paragraph, table, wrapped
 from ..devices.detect import Device, detect
 from ..devices.measurements import Measurement, gains_in, told, told_here
 from ..devices.profiles import CAPABILITIES, GAINS
-from ..formats.families import family_named
+from ..formats.families import FAMILIES
 from ..plan.auto import auto_compute, smallest_storage, why_int8_is_slow
 from .result import DEVICE_MEASURED, DEVICE_PLAIN, Result
 from .schema import device_section
@@ -81,7 +81,8 @@ def _description(device: Device) -> dict:
 
 def _auto(device: Device, model: str) -> dict:
     family, file_dtype = TYPICAL_MODELS[model]
-    compute, reason = auto_compute(device, family_named(family).supported, file_dtype)
+    supported = next(one.supported for one in FAMILIES if one.name == family)
+    compute, reason = auto_compute(device, supported, file_dtype)
     return {"model": model, "file": file_dtype, "compute": compute, "reason": reason}
 
 

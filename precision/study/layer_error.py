@@ -63,22 +63,21 @@ class MeasuredForward:
         with lent(self.weights(self.module, x, x.dtype)) as (weight, bias):
             if layer.weight_db is None:
                 layer.weight_db = self.candidate.weight_error(weight)
-            output_db, channel_db = self.candidate.output_error(self.module, sample_of(self.module, x), weight, bias)
+            output_db, channel_db = self.candidate.output_error(self.module, self.sample(x), weight, bias)
         layer.output_db = min(output_db, math.inf if layer.output_db is None else layer.output_db)
         layer.channel_db = min(channel_db, math.inf if layer.channel_db is None else layer.channel_db)
         return result
 
-
-def sample_of(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """Take rows spread evenly over a Linear's input, or the middle of a convolution's first item,
-    in fp32."""
-    if module.weight.dim() == 2:
-        rows = x.reshape(-1, x.shape[-1])
-        if len(rows) > ROWS:
-            rows = rows[torch.linspace(0, len(rows) - 1, ROWS, device=x.device).long()]
-        return rows.float()
-    sizes = x.shape[2:]
-    for dimension, limit in enumerate(CROP[-len(sizes) :], 2):
-        length = min(limit, x.shape[dimension])
-        x = x.narrow(dimension, (x.shape[dimension] - length) // 2, length)
-    return x[:1].float()
+    def sample(self, x: torch.Tensor) -> torch.Tensor:
+        """Take rows spread evenly over a Linear's input, or the middle of a convolution's first item,
+        in fp32."""
+        if self.module.weight.dim() == 2:
+            rows = x.reshape(-1, x.shape[-1])
+            if len(rows) > ROWS:
+                rows = rows[torch.linspace(0, len(rows) - 1, ROWS, device=x.device).long()]
+            return rows.float()
+        sizes = x.shape[2:]
+        for dimension, limit in enumerate(CROP[-len(sizes) :], 2):
+            length = min(limit, x.shape[dimension])
+            x = x.narrow(dimension, (x.shape[dimension] - length) // 2, length)
+        return x[:1].float()

@@ -150,11 +150,20 @@ class Session:
         free = [layer for layer in layers if layer.status == KEPT]
         plain = frozenset(layer.name for layer in free if not layer.sensitive)
         all_db = self.snr(plain)
-        chosen = self._grown(target_db, frozenset(), ordered(free, self.candidate))
+        chosen = self._grown(target_db, frozenset(), self.ordered(free))
         for layer in free:
             layer.status = CHOSEN if layer.name in chosen else KEPT
         snr = self.snr(chosen)
         return Analysis(self.candidate, target_db, layers, snr, all_db, len(plain), self.trials, self.steps)
+
+    def ordered(self, layers: Sequence[LayerResult]) -> list[str]:
+        """Name the layers that do not overflow, least damage per byte (per FLOP, for arithmetic)
+        first."""
+
+        def cost(layer: LayerResult) -> float:
+            return 10 ** (-layer.worst_db / 10) / (layer.size if self.candidate.stores else layer.flops)
+
+        return [layer.name for layer in sorted((layer for layer in layers if layer.worst_db > -math.inf), key=cost)]
 
     def _grown(self, target_db: float, chosen: frozenset[str], segment: Sequence[str]) -> frozenset[str]:
         if not segment or self.snr(chosen) < target_db + NEAR_DB:
@@ -201,13 +210,3 @@ def _cosine(reference: torch.Tensor, result: torch.Tensor) -> float:
     exact, other = (tensor.cpu().double().flatten() for tensor in (reference, result))
     size = (exact.norm() * other.norm()).item()
     return (exact @ other).item() / size if size else 0.0
-
-
-def ordered(layers: Sequence[LayerResult], candidate: Candidate) -> list[str]:
-    """Name the layers that do not overflow, least damage per byte (per FLOP, for arithmetic)
-    first."""
-
-    def cost(layer: LayerResult) -> float:
-        return 10 ** (-layer.worst_db / 10) / (layer.size if candidate.stores else layer.flops)
-
-    return [layer.name for layer in sorted((layer for layer in layers if layer.worst_db > -math.inf), key=cost)]

@@ -232,9 +232,9 @@ class Measurements:
     @property
     def best(self) -> dict[Goal, Tradeoff]:
         """Goal -> its best row, without the goals that no row can be chosen for: see
-        :func:`best_for`."""
+        :func:`_best_for`."""
         held = [row for row in self.rows if self.given == (self.storage if self.is_as_file(row) else row.storage)]
-        found = {goal: best_for(goal, self.rows, self.reference, held, self.has_drifted) for goal in GOALS}
+        found = {goal: _best_for(goal, self.rows, self.reference, held, self.has_drifted) for goal in GOALS}
         return {goal: row for goal, row in found.items() if row is not None}
 
     @property
@@ -285,7 +285,7 @@ class Measurements:
         return ", ".join([*figures, card, f"driver {driver}", f"torch {torch}", self.model, f"latent {latent}"])
 
 
-def best_for(
+def _best_for(
     goal: Goal,
     rows: Iterable[Tradeoff],
     reference: Tradeoff,

@@ -14,7 +14,7 @@ from ....precision.base.message import Message
 from ....precision.base.options import ComputeOption, Goal
 from ....precision.plan.compute import ComputePlan, plan_compute
 from ....precision.plan.facts import ModelFacts
-from ....precision.plan.goal import SUMS, on_loaded, plan_for_goal
+from ....precision.plan.goal import SUMS, plan_for_goal
 from ....precision.plan.rules import Rules
 from ..accumulation.executor import with_accumulation
 from ..comfyui.layers import activation_dtype, layers_of
@@ -74,7 +74,7 @@ def _runs_in(model: ModelPatcher, plan: ComputePlan, reason: str) -> str:
 
 def _on_loaded(patcher: ModelPatcher, plan: ComputePlan, facts: ModelFacts, rules: Rules) -> ComputePlan:
     foreign = {name: type(module).__module__ for name, module in layers_of(patcher) if not only_multiplies(module)}
-    return on_loaded(plan, facts, rules, foreign, storages(patcher), name_of(activation_dtype(patcher)))
+    return plan.on_loaded(facts, rules, foreign, storages(patcher), name_of(activation_dtype(patcher)))
 
 
 def _planned(patcher: ModelPatcher, plan: ComputePlan) -> ModelPatcher:

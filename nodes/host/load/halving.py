@@ -28,7 +28,6 @@ from ....precision.plan.auto import (
     UNQUANTIZED,
     int8_as_run,
     smallest_storage,
-    why_low_bits_are_slow,
     why_slow,
 )
 from ....precision.plan.layers import FEWER_BITS, plan_file
@@ -100,7 +99,7 @@ def halving(loaders: list[dict]) -> dict:
         **options,
         "why": why,
         "reserved": size_text(int(reserved * 2**30)) if reserved else "",
-        "slow": why_low_bits_are_slow(device),
+        "slow": why_slow("w4a8", device),
         "told": told(device.profile.name, storage) if storage == "int8" else "",
         "errors": {name: f"{100 * error:.2g} %" for name, error in plan.PREDICTED_ERROR.items()},
         "loaders": [_judged(loader, options, kept) for loader in loaders],

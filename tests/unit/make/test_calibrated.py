@@ -7,7 +7,7 @@ import torch
 from halfsafe.precision.formats.int8 import rotated, rotation_group
 from halfsafe.precision.formats.registry import FORMAT_OF_STORAGE
 from halfsafe.precision.make.calibrated import rounded
-from halfsafe.precision.make.calibration import Products, block_width
+from halfsafe.precision.make.calibration import Products
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.measures import relative_error
@@ -112,7 +112,7 @@ def test_other_inputs_of_the_same_kind_gain_and_few_tokens_spoil_nothing(storage
 @pytest.mark.parametrize("columns", [16, 132, 384, 3072, 13824, 4099])
 @pytest.mark.parametrize("width", [256, 1024])
 def test_blocks_are_equal_and_no_group_of_the_rotation_is_cut(columns, width):
-    found = block_width(columns, width)
+    found = Products.empty(columns, width).width
     assert columns % found == 0 and found <= max(width, 256) and found % (rotation_group(columns) or 1) == 0
 
 

@@ -8,7 +8,7 @@ from halfsafe.precision.devices.profiles import PROFILE_NAMES
 from halfsafe.precision.plan.auto import smallest_storage
 from halfsafe.precision.plan.compute import plan_compute, weight_dtype
 from halfsafe.precision.plan.facts import LayerSpec, ModelFacts
-from halfsafe.precision.plan.goal import on_loaded, plan_for_goal
+from halfsafe.precision.plan.goal import plan_for_goal
 from halfsafe.precision.plan.rules import rules_from
 from support.shipped import ROOT
 
@@ -355,7 +355,7 @@ FACTS = ModelFacts(SMALL, 2048, "bf16", ("bf16", "fp32"))
 def loaded(compute="fp16_safe", text="", foreign=(), held="bf16"):
     rules = rules_from(text, "none")
     plan = plan_compute(FACTS, detect(profile="sm_86"), compute, rules, {})
-    return on_loaded(plan, FACTS, rules, dict.fromkeys(foreign, "other.pack"), {"a": held, "b": "bf16", "norm": "bf16"})
+    return plan.on_loaded(FACTS, rules, dict.fromkeys(foreign, "other.pack"), {"a": held, "b": "bf16", "norm": "bf16"})
 
 
 def test_layers_of_another_loader_run_in_fp32_and_are_named_once():

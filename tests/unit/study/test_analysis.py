@@ -16,7 +16,7 @@ from halfsafe.precision.study import sensitivity as a
 from halfsafe.precision.study.analysis_text import analysis_result, rules_of
 from halfsafe.precision.study.candidates import CANDIDATES, Candidate, with_fp16_sums
 from halfsafe.precision.study.charts import COLOURS, analysis_chart
-from halfsafe.precision.study.layer_error import sample_of
+from halfsafe.precision.study.layer_error import MeasuredForward
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import ImageColor
@@ -186,14 +186,18 @@ def test_fp16_sums_round_as_often_as_they_are_added_up_and_overflow(monkeypatch)
     assert relative_error(half, with_fp16_sums(x.half(), weight.half(), None)) < 1e-3, "rounded once"
 
 
+def sampled(layer, x):
+    return MeasuredForward(layer, layer_result("a"), FP8, plain_weights).sample(x)
+
+
 @pytest.mark.parametrize("name", CANDIDATES)
 def test_the_error_of_a_layer_on_samples_is_that_of_all_its_inputs(name):
     layer, x = torch.nn.Linear(64, 48), normal(1, 4000, 64, seed=1)
     layer.weight.data, candidate = normal(48, 64) / 8, Candidate(name)
     few, every = (
-        candidate.output_error(layer, rows, layer.weight.data, layer.bias.data) for rows in (sample_of(layer, x), x[0])
+        candidate.output_error(layer, rows, layer.weight.data, layer.bias.data) for rows in (sampled(layer, x), x[0])
     )
-    assert len(sample_of(layer, x)) == 64 and few == pytest.approx(every, abs=1.0)
+    assert len(sampled(layer, x)) == 64 and few == pytest.approx(every, abs=1.0)
     expected = {"fp8_e4m3fn": 31.5, "fp8_e5m2": 25.5, "bf16": 52, "fp16": 70, "fp16_acc16": 66, "int8": 41.5}[name]
     assert few[0] == pytest.approx(expected, abs=3)
 
@@ -202,8 +206,8 @@ def test_the_error_of_a_layer_on_samples_is_that_of_all_its_inputs(name):
 def test_convolutions_are_measured_on_a_crop(kind, groups):
     dimensions = int(kind.__name__[4])
     layer, x = kind(8, 16, 3, padding=1, groups=groups), normal(2, 8, *[20] * dimensions)
-    assert sample_of(layer, x).shape == (1, 8, *(2, 8, 8)[-dimensions:])
-    error = Candidate("bf16").output_error(layer, sample_of(layer, x), layer.weight.data, layer.bias.data)
+    assert sampled(layer, x).shape == (1, 8, *(2, 8, 8)[-dimensions:])
+    error = Candidate("bf16").output_error(layer, sampled(layer, x), layer.weight.data, layer.bias.data)
     assert 45 < error[1] <= error[0] + 3 < 65
 
 
@@ -281,7 +285,7 @@ def test_what_saves_most_for_its_error_is_tried_first_and_what_overflows_never(c
         a.LayerResult(name, "Linear", size, a.KEPT, "", False, 30.0, snr, snr, work)
         for name, (size, work, snr) in figures.items()
     ]
-    order = a.ordered(layers, candidate)
+    order = a.Session([], candidate, list, plain_weights, change).ordered(layers)
     assert order[0] == first and order[-1] == "worse" and len(order) == 3
 
 

@@ -23,7 +23,6 @@ from halfsafe.precision.study.tradeoffs import (
     Measurements,
     Setting,
     Tradeoff,
-    best_for,
     settings_from,
 )
 from halfsafe.precision.study.tradeoffs_text import NOISY, NOT_FASTER, tradeoffs_result, verdicts
@@ -100,7 +99,7 @@ def test_each_goal_gets_its_best():
     ("speed", [BAD, row("as_file/bf16", 1.0, snr=math.inf)], 1),
 ])  # fmt: skip
 def test_the_best_for_a_goal(goal, rows, best):
-    assert best_for(goal, rows, REFERENCE) is rows[best]
+    assert found(rows, given="").best.get(goal) is rows[best]
 
 
 def test_of_equals_the_closest_is_chosen_or_what_the_model_holds_already():
@@ -108,13 +107,13 @@ def test_of_equals_the_closest_is_chosen_or_what_the_model_holds_already():
     int8, fp8 = row("int8/auto", 1.02, 101, 40.0), row("fp8_e4m3fn/auto", 1.0, 100, 39.1)
     far = replace(fp8, snr_db=33.0)
     for goal, rows in itertools.product(GOALS, ([int8, fp8], [fp8, int8])):
-        assert best_for(goal, rows, REFERENCE) is int8, goal
-        assert best_for(goal, rows, REFERENCE, held=[fp8]) is fp8, goal
+        assert found(rows, given="").best.get(goal) is int8, goal
+        assert found(rows, given="fp8_e4m3fn").best.get(goal) is fp8, goal
         rows = [far if one is fp8 else one for one in rows]
-        assert best_for(goal, rows, REFERENCE, held=[far]) is int8, f"{goal}: twice the error is no tie"
+        assert found(rows, given="fp8_e4m3fn").best.get(goal) is int8, f"{goal}: twice the error is no tie"
     for spread in (0.0, 0.9):
         noisy = [replace(int8, seconds=3.3, spread=spread), replace(far, seconds=0.92, spread=spread)]
-        assert best_for("memory", noisy, REFERENCE) is noisy[0]
+        assert found(noisy, given="").best.get("memory") is noisy[0]
     for given, storage in (("bf16", "as_file"), ("fp8_e4m3fn", "fp8_e4m3fn")):
         equal = [row(text, 1.0, 50, 40.0) for text in ("int8/auto", "fp8_e4m3fn/auto", "as_file/bf16")]
         assert {one.storage for one in found(equal, given).best.values()} == {storage}
@@ -149,13 +148,13 @@ NOISY_ROWS = [
 def test_memory_and_error_are_ranked_where_times_are_too_noisy():
     """By what is known of them: between two of one size the closer, between two as close the smaller."""
     assert (
-        best_for("memory", NOISY_ROWS, REFERENCE) is NOISY_ROWS[1]
-        and best_for("quality", NOISY_ROWS, REFERENCE) is NOISY_ROWS[0]
+        found(NOISY_ROWS, given="").best.get("memory") is NOISY_ROWS[1]
+        and found(NOISY_ROWS, given="").best.get("quality") is NOISY_ROWS[0]
     )
     as_close = [replace(SLOW, snr_db=49.5), replace(SMALL, snr_db=50.0, spread=0.9)]
-    assert best_for("quality", as_close, REFERENCE) is as_close[1]
+    assert found(as_close, given="").best.get("quality") is as_close[1]
     assert [
-        best_for(goal, [replace(row, spread=row.seconds) for row in (SLOW, SMALL)], REFERENCE)
+        found([replace(row, spread=row.seconds) for row in (SLOW, SMALL)], given="").best.get(goal)
         for goal in ("balanced", "speed")
     ] == [None, None]
 
