@@ -139,7 +139,7 @@ def _dtypes(file: TensorFile) -> dict[str, dict[str, int]]:
 
 
 def _scales(weights: list[StoredWeight]) -> dict[str, int]:
-    counts = Counter(weight.format.scaling or weight.storage for weight in weights if not weight.plain)
+    counts = Counter(filter(None, (weight.format.scaling for weight in weights)))
     counts["input"] = sum(weight.input_scale is not None for weight in weights)
     counts["full_precision"] = sum(weight.full_precision for weight in weights)
     return {key: count for key, count in counts.items() if count}
@@ -156,7 +156,7 @@ def _in_comfyui(checkpoint: Checkpoint) -> list[str]:
     found = [f"{misread[text]} layers: {text}." for text in MISREADINGS if misread[text]]
     groups = Counter(weight.group for weight in quantized if weight.storage == "int8")
     found += [ROTATED_APART.format(count, size) for size, count in groups.items() if size not in (None, FUSED_GROUP)]
-    scaled = [weight for weight in quantized if declared and not weight.plain]
+    scaled = [weight for weight in quantized if declared and weight.format.scaling]
     held = {w.name: FORMAT_OF_STORAGE[w.storage] for w in scaled if w.storage in FORMAT_OF_STORAGE}
     return found + [reading.text for reading in read_by(checkpoint, held)]
 

@@ -9,8 +9,9 @@ to know is asked of the format.
 |---|---|
 | its values, shape, bounds | ``rows``, ``shape``, ``bound``, ``largest_of``, ``has_values`` |
 | its name in plans and reports | ``storage_of``, ``counted_as``, ``scaling``, ``scales_text``, ``layout`` |
-| what ComfyUI makes of it | ``is_held_by``, ``as_loaded``, ``is_only_linear``, ``multiplies_in``, ``misread`` |
-| what a storage changes | ``lies_in``, ``is_same_in``, ``one_scale``, ``has_many_scales``, ``holds`` |
+| what ComfyUI makes of it | ``is_held_by``, ``as_loaded``, ``is_cast``, ``multiplies_in``, ``misread`` |
+| what a storage changes | ``lies_in``, ``is_same_in``, ``is_rounded_again``, ``holds`` |
+| what it may be held in | ``is_only_linear``, ``one_scale``, ``has_many_scales`` |
 | its tensors, written | ``specs``, ``settings``, ``encode``, ``taken_over``, ``auxiliary`` |
 | rows of several weights as one | ``joins``, ``by_row``, ``aligned`` |
 | its product | ``kernels_for``, ``apply``, ``unpacking``, ``numbers``, ``apply_unpacked`` |
@@ -71,8 +72,6 @@ class Format:
     Attributes:
         plain: the data are the values, and nothing stands beside them.
         counted_as: what weights count as where the dtype of most of a file is asked; empty for their storage.
-        scaling: how far one scale reaches (``tensor``, ``row``, ``block``); empty for a format with scales of its own,
-            or none.
         name: as ``comfy_quant`` declares it in a file.
         storage: as nodes, rules and reports call it.
         since: the first ComfyUI with it.
@@ -106,7 +105,6 @@ class Format:
     colour: tuple[int, int, int]
     plain: bool = False
     counted_as: str = "quantized"
-    scaling: str = ""
     joins: bool = True
     product: str = ""
     mode: Mode | None = None
@@ -136,6 +134,12 @@ class Format:
     def title(self) -> str:
         """The name, with the storage where several have it."""
         return f"{self.name} ({self.storage})" if self.bits else self.name
+
+    @property
+    def scaling(self) -> str:
+        """How far one scale reaches (``tensor``, ``row``, ``block``); the storage, of a format with
+        scales of its own; "" for one without."""
+        return self.storage
 
     @property
     def is_packed(self) -> bool:
@@ -212,6 +216,11 @@ class Format:
         """Return the storage in which ComfyUI holds a weight if no other storage is requested."""
         return AS_FILE
 
+    def is_cast(self, weight: StoredWeight) -> bool:
+        """True if ComfyUI casts a weight from one dtype of more than 8 bits to another as it loads
+        it, with no second copy."""
+        return False
+
     def is_only_linear(self, weight: StoredWeight) -> bool:
         """True if ComfyUI holds such a weight in Linear modules alone, because it casts others
         without a scale."""
@@ -219,8 +228,8 @@ class Format:
 
     def multiplies_in(self, weight: StoredWeight) -> Mode | None:
         """Return the arithmetic of ComfyUI's own product of a weight of a layer; None where no mode
-        says it."""
-        return self.mode
+        says it. A bank of experts is no layer: it multiplies by a function of its own."""
+        return None if weight.experts else self.mode
 
     def misread(self, weight: StoredWeight, declared: bool, marked: bool) -> Iterator[str]:
         """Yield how ComfyUI's own loader misreads a weight (``MISREADINGS`` of plain.py).
@@ -243,6 +252,11 @@ class Format:
         """Return the 0-dim scale that alone multiplies the data, 1 for values; None where there is
         more to it."""
         return None
+
+    def is_rounded_again(self, weight: StoredWeight) -> bool:
+        """True if fp8 with one scale rounds numbers that lie on another grid: of many scales, or of
+        whole numbers."""
+        return self.one_scale(weight) is None
 
     def has_many_scales(self, weight: StoredWeight) -> bool:
         """True for fp8 with a scale for each row or block, which ComfyUI's fp8 does not have."""

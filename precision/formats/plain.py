@@ -44,7 +44,7 @@ class _Plain(Format):
     needs: tuple[str, ...] = ()
     dtypes = (*NUMBERS, torch.int8)
     counted_as = ""
-    scaling: str = ""
+    scaling = ""
 
     def storage_of(self, weight: StoredWeight) -> str:
         return name_of(weight.data.dtype)
@@ -57,6 +57,9 @@ class _Plain(Format):
 
     def is_held_by(self, storages: Container[str]) -> bool:
         return True
+
+    def is_cast(self, weight: StoredWeight) -> bool:
+        return not weight.quantized
 
     def is_only_linear(self, weight: StoredWeight) -> bool:
         return weight.data.dtype in FP8_DTYPES
@@ -76,6 +79,9 @@ class _Plain(Format):
 
     def one_scale(self, weight: StoredWeight) -> torch.Tensor | None:
         return torch.tensor(1.0)
+
+    def is_rounded_again(self, weight: StoredWeight) -> bool:
+        return super().is_rounded_again(weight) or weight.data.dtype == torch.int8
 
     def bound(self, weight: StoredWeight) -> float:
         return amax_value(weight.data) if weight.data.dtype in NUMBERS else 0.0
@@ -101,7 +107,10 @@ class Scaled(_Plain):
     needs = ("weight_scale",)
 
     def multiplies_in(self, weight: StoredWeight) -> Mode | None:
-        return FP8 if weight.data.dtype in FP8_DTYPES else None
+        return FP8 if weight.data.dtype in FP8_DTYPES and not weight.experts else None
+
+    def is_cast(self, weight: StoredWeight) -> bool:
+        return False
 
     def has_values(self, weight: StoredWeight) -> bool:
         return True

@@ -105,6 +105,10 @@ class StoredWeight:
         """Return plain values in place of the data, with the settings of the layer."""
         return replace(self, data=values, format=PLAIN, tensors={}, start=0)
 
+    def unpacked(self, dtype: torch.dtype) -> "StoredWeight":
+        """Return the weight itself if the data are its values, else plain values in ``dtype``."""
+        return self if self.plain else self.with_values(self.dequantize(dtype))
+
     @property
     def auxiliary(self) -> dict[str, torch.Tensor]:
         """What ComfyUI needs besides the data of a weight in a format, by full name."""

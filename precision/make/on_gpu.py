@@ -15,7 +15,6 @@ from ..formats.comfy_format import Made, stays, tensors_of
 from ..formats.layer_plan import LayerPlan
 from ..formats.stored_weight import StoredWeight
 
-SOURCES = (torch.float16, torch.bfloat16, torch.float32)
 SMALL = 1 << 18
 """Weights with fewer values are quantized on the CPU, in 0.4 ms in fp8: launch and synchronization
 take longer."""
@@ -71,4 +70,4 @@ def _gains(weight: StoredWeight, plan: LayerPlan) -> bool:
     """True if quantizing on the GPU is faster: a large plain weight without its file's scale, and
     not a cast."""
     quantized = plan.storage in QUANTIZED_NAMES and not stays(weight, plan.storage)
-    return quantized and weight.plain and weight.data.dtype in SOURCES and weight.data.numel() >= SMALL
+    return quantized and weight.format.is_cast(weight) and weight.data.numel() >= SMALL

@@ -87,8 +87,7 @@ def facts_of(
     inside = [weight for name, weight in checkpoint.weights.items() if name.startswith(prefix)]
     parameters = sum(prod(weight.shape) for weight in inside)
     dtype = file_dtype(checkpoint, prefix)
-    # A bank of experts is no layer: it multiplies by a function of its own.
-    scaled = (w for w in inside if w.tensors and w.format.multiplies_in(w) is FP8 and not w.experts)
+    scaled = (weight for weight in inside if weight.format.multiplies_in(weight) is FP8)
     by_layer = {names.get(weight.name) or weight.layer[len(prefix) :]: weight for weight in scaled}
     native = frozenset(layer for layer, weight in by_layer.items() if not weight.full_precision)
     layers = tuple(layers)

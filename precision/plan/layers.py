@@ -9,8 +9,6 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
-import torch
-
 from ..base.dtypes import FP8_NAMES, FP16_MAX, QUANTIZED_NAMES
 from ..base.errors import CheckpointError, StorageNotHeld
 from ..base.message import Message
@@ -278,8 +276,8 @@ def _wanted(weight: StoredWeight, plan: LayerPlan, target: LoadTarget | None) ->
         cast = weight.quantized and target.only_linear and not plan.quantizable and weight.format.is_only_linear(weight)
         if cast or (asked == AS_FILE and target.lacks(weight)):
             return target.unpacked
-        if asked not in QUANTIZED_NAMES and weight.plain and not weight.quantized:
-            return AS_FILE  # ComfyUI casts from one 16- or 32-bit dtype to another as it loads, with no second copy
+        if asked not in QUANTIZED_NAMES and weight.format.is_cast(weight):
+            return AS_FILE
     return weight.format.as_loaded(weight) if asked in ("auto", AS_FILE) else asked
 
 
@@ -287,7 +285,7 @@ def _quantized(weight: StoredWeight, storage: str, path) -> tuple[str, str]:
     why = why_not_quantized(storage, weight.shape if weight.name.endswith(".weight") else ())
     if why:
         return _not_quantized(weight), why
-    if storage in FP8_NAMES and (weight.format.one_scale(weight) is None or weight.data.dtype == torch.int8):
+    if storage in FP8_NAMES and weight.format.is_rounded_again(weight):
         error = requantization_error(weight, storage, path)
         if error > REQUANTIZATION_LIMIT[storage]:
             text = "kept in bf16: a single scale instead of {0} would cost an error of {1}"
@@ -298,4 +296,4 @@ def _quantized(weight: StoredWeight, storage: str, path) -> tuple[str, str]:
 
 
 def _not_quantized(weight: StoredWeight) -> str:
-    return "bf16" if weight.quantized or not weight.plain else AS_FILE
+    return AS_FILE if weight.format.is_cast(weight) else "bf16"

@@ -125,7 +125,7 @@ def _with_true_shapes(checkpoint: Checkpoint, prefix: str) -> Checkpoint:
             problem = Message("in {0}, {1}, and ComfyUI detects the architecture from its shape", weight.storage, why)
             advice = Message("Use ComfyUI {0} or later, or another version of the model.", format.since)
             raise CheckpointError(weight.file or checkpoint.path, problem, name, advice)
-        weights[name] = weight.with_values(weight.dequantize(torch.bfloat16))
+        weights[name] = weight.unpacked(torch.bfloat16)
     note = Message(
         "Unpacked to bf16, because ComfyUI detects the architecture from their shapes: {0}.", listed_layers(names)
     )
@@ -169,13 +169,10 @@ def stored_tensors(checkpoint: Checkpoint, unpacked: bool = False) -> dict[str, 
     """
     weights = checkpoint.weights
     if unpacked:
-        weights = {
-            name: it if it.plain else it.with_values(it.dequantize(torch.bfloat16)) for name, it in weights.items()
-        }
+        weights = {name: weight.unpacked(torch.bfloat16) for name, weight in weights.items()}
     tensors = {name: weight.data for name, weight in weights.items()}
     for weight in weights.values():
-        if weight.tensors:
-            tensors.update(weight.auxiliary)
+        tensors.update(weight.auxiliary)
     return tensors
 
 
@@ -259,7 +256,7 @@ def narrower_in_file(patcher: ModelPatcher, held: Mapping[str, StoredWeight]) ->
         return {}
     both = [(name, held[name], own) for name, own in found.items() if name in held]
     plain = [(name, held, own) for name, held, own in both if {held.storage, own.storage} <= {*UNQUANTIZED}]
-    return {name: own.storage for name, held, own in plain if own.data.dtype.itemsize < held.data.dtype.itemsize}
+    return {name: own.storage for name, held, own in plain if own.bytes < held.bytes}
 
 
 def renamed_by(checkpoint: Checkpoint, process: Callable[[dict], dict]) -> Checkpoint:

@@ -21,13 +21,15 @@ AT_MOST = {
     "questions of format or scale": 0,
     "states of a module": 21,
     "states of a page's module": 7,
-    "lines over 100 columns, in thousandths": 67,
+    "lines over 100 columns, in thousandths": 66,
 }
 """What is counted -> how many there may be. A lower count is written here; a higher one names in its commit what it replaces."""
 IS_STATE = re.compile(r"WeakKeyDictionary|ContextVar|threading\.|^\{\}$|^set\(\)$|^\[\]$|deque\(")
 ASKS_FORMAT = re.compile(
     r"\bis_scaled\b|\.granularity\b|\.scale is None|\.scale is not None|\.format is None|\.format is not None"
 )
+ASKS_WEIGHT = re.compile(r"\.plain\b(?! import)|\.data\.dtype\b|\b(?:if|and|or|not) \w+\.tensors\b")
+"""Of a weight: what the room of formats alone looks at."""
 PAGE_STATE = re.compile(r"^(?:let|const) \w+ = (?:new (?:Map|Set|WeakMap|WeakSet)\(|\[\]|\{\})|^let ", re.MULTILINE)
 NOT_CODE = {
     tokenize.COMMENT,
@@ -50,6 +52,13 @@ def sources() -> tuple[str, ...]:
     found = [path for path in product() if path.parent != ROOT]
     assert len(found) > 100
     return tuple(path.read_text(encoding="utf-8") for path in found)
+
+
+def format_questions() -> int:
+    formats = ROOT / "precision/formats"
+    outside = [path.read_text(encoding="utf-8") for path in product() if not path.is_relative_to(formats)]
+    asked = [len(ASKS_FORMAT.findall(source)) for source in sources()]
+    return sum(asked) + sum(len(ASKS_WEIGHT.findall(source)) for source in outside)
 
 
 @cache
@@ -105,7 +114,7 @@ COUNTS = {
     "places that put a forward on a module": lambda: sum(map(puts_a_forward, nodes())),
     "record types": lambda: sum(map(is_record, nodes())),
     "public names": lambda: len(public_names()),
-    "questions of format or scale": lambda: sum(len(ASKS_FORMAT.findall(source)) for source in sources()),
+    "questions of format or scale": format_questions,
     "states of a module": lambda: len([*module_states()]),
     "states of a page's module": lambda: len(page_states()),
     "lines over 100 columns, in thousandths": long_lines,
