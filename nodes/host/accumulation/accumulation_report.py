@@ -5,9 +5,8 @@ import torch
 
 from ....precision.arithmetic.fp16_accumulation import FP16_ACCUMULATION, Fp16Sums
 from ....precision.base import flags
-from ....precision.base.layers import kind_of
 from ....precision.base.message import Message, joined
-from ....precision.base.modes import FP8, FP16, INT8
+from ....precision.base.modes import FP8, INT8
 from ....precision.base.text import listed
 from ....precision.formats.fp8 import Refused
 from ....precision.plan.accumulation import (
@@ -25,7 +24,7 @@ from ..comfyui.layers import modules_of
 from ..compute.executor import compute_of
 from ..compute.layer_modes import states_of
 from ..compute.planned_model import fp32_sums_of
-from .executor import AccumulationRun, accumulation_of, asked_by_rule, sums_by_rule
+from .executor import AccumulationRun, accumulation_of, asked_by_rule, multiplies_in_fp16, sums_by_rule
 
 HELD_OFF = "Kept off while this model runs: its fp16 products return fp32, which fp16 sums cannot produce."
 NO_FP8_OF_OURS = "ComfyUI runs these fp8 products itself: set compute=fp8 in Compute Dtype (Halfsafe)"
@@ -76,15 +75,15 @@ def layer_accumulation(patcher) -> dict[str, tuple[Sums, str]]:
 
 def _planned_accumulation(patcher) -> dict[str, tuple[Sums, str]]:
     accumulation, modules = accumulation_of(patcher), modules_of(patcher.model)
-    modes = {name: state.planned for name, state in states_of(patcher).items()}
+    states = states_of(patcher)
     run = accumulation.runs.last_of(patcher) if accumulation else None
     plan = accumulation.plan_for(patcher) if accumulation else AccumulationPlan(Request())
-    in_int8 = (name for name, mode in modes.items() if mode == INT8.name)
+    in_int8 = (name for name, state in states.items() if state.planned == INT8.name)
     sums: dict[str, tuple[Sums, str]] = dict.fromkeys(in_int8, ("fp32", EXACT_SUMS))
     if run and run.operations:
         sums |= _sums_of(run)
     elif plan.flags.get(FP16_ACCUMULATION) or _is_fp16_by_default(patcher, plan):
-        half = (name for name, mode in modes.items() if mode == FP16.name and kind_of(modules[name]) == "linear")
+        half = (name for name, state in states.items() if multiplies_in_fp16(modules[name], state))
         sums |= dict.fromkeys(half, ("fp16", AS_ASKED if plan.flags else ""))
     refused = run.refused_fp8 if run else {}
     return sums | {name: _fp8_fast(modules[name], refused) for name in _fp8_layers(patcher) if plan.fp8_fast}

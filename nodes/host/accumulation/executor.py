@@ -27,7 +27,7 @@ from ..comfyui.layers import modules_of
 from ..comfyui.weights import exchanged, only_multiplies, weights_of
 from ..compute.attention import attending, kernels_of
 from ..compute.executor import compute_of
-from ..compute.layer_modes import settings_of, states_of
+from ..compute.layer_modes import LayerState, settings_of, states_of
 from ..compute.per_model import PerModel, put_on
 from ..replay.calibrated import CalibratedActing
 from ..replay.call import Call
@@ -111,7 +111,7 @@ class AccumulationRun(CalibratedActing):
         modules, ruled = modules_of(patcher.model), sums_by_rule(patcher)
         for name, state in states_of(patcher).items():
             module = modules[name]
-            if state.planned == FP16.name and kind_of(module) == "linear" and name not in ruled:
+            if multiplies_in_fp16(module, state) and name not in ruled:
                 weights = weights_of(module) if only_multiplies(module) else None
                 yield self.calibration.add(Fp16Sums(name, module, self.calibration, weights))
 
@@ -163,6 +163,12 @@ class AccumulationRun(CalibratedActing):
             return ""
         counts = in_fp32.count(False), in_fp32.count(True)
         return Message("{0} attentions run in fp16, {1} in fp32 to avoid overflow", *counts)
+
+
+def multiplies_in_fp16(module: torch.nn.Module, state: LayerState) -> bool:
+    """True if a Linear is planned to multiply in fp16. A weight that is multiplied as it is stored,
+    such as nvfp4, has sums of its own, whatever dtype its input is."""
+    return state.planned == FP16.name and kind_of(module) == "linear" and not state.as_stored
 
 
 def _planned(request: Request, patcher) -> AccumulationPlan:

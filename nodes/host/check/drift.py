@@ -30,7 +30,7 @@ from ....precision.report.schema import CheckReport, GuardEvent
 from ..accumulation.accumulation_report import layer_accumulation
 from ..comfyui.attributes import DENOISED
 from ..comfyui.execution import is_compiled, is_on_several_devices, is_oom
-from ..comfyui.kernels import DEQUANTIZED, general_operations
+from ..comfyui.kernels import general_operations
 from ..comfyui.layers import top_level_parts
 from ..compute.attention import how_to_choose_another
 from ..compute.executor import quantized_attention
@@ -253,7 +253,7 @@ def _arithmetic(patcher: ModelPatcher, plan: PlanInUse) -> str:
     modes = {name: state.planned for name, state in states.items()}
     modes |= {name: FP16_ACC16.name for name, (kind, _) in sums.items() if kind == "fp16" and name in modes}
     found = {drift.ARITHMETIC_OF.get(mode, mode) for mode in [plan.dtype, *(modes[name] for name in plan.modes)]}
-    as_stored = (name for name, state in states.items() if state.kernel not in ("", DEQUANTIZED))
+    as_stored = (name for name, state in states.items() if state.as_stored)
     other = any(modes[name] not in QUANTIZED_OPS for name in as_stored)
     return drift.coarsest(found | ({"4-bit products"} if other else set()))
 

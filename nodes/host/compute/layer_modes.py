@@ -50,6 +50,12 @@ class LayerState(NamedTuple):
     widened: bool = False
     why: tuple[str, ...] = ()
 
+    @property
+    def as_stored(self) -> bool:
+        """True if the layer multiplies by a quantized weight as it is stored, also in a format
+        without a mode, whose ``mode`` is then the dtype of its input."""
+        return self.kernel not in ("", DEQUANTIZED)
+
     def in_fp32_stream(self, mode: str, called: bool) -> "LayerState":
         """Return the state of a layer that the guard runs in ``mode`` between fp32 activations.
         ``called``: it ran in the call that measured it."""
