@@ -13,7 +13,9 @@ exp, clamp, sort ...                                          the preceding bloc
 a division, rsqrt,     Inf in the denominator, by 0           the same
 a negative power
 nan_to_num, a test     Inf and NaN                            the same, and the check of the last layer of each
-for NaN or Inf                                                earlier block
+for NaN or Inf, a                                             earlier block
+product of 8 bits
+or fewer
 attention              -Inf among its scores                  the check of q (``attention.py``)
 =====================  =====================================  ========================================================
 
@@ -29,7 +31,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from ..base.layer_names import block_of
 from ..base.nested import plain_alias
@@ -60,6 +62,12 @@ CLAMPING = ("clip", "clamp", "clamp_min", "clamp_max")
 OF_TWO = ("minimum", "maximum", "fmin", "fmax", "min", "max")
 OF_MASKS = ("softmax", "_softmax", "_safe_softmax", "exp", "exp2", "expm1", "sort", "topk", "argmax", "sign")
 COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+# comfy-kitchen's. fp8 clamps to 448 where a file states the scale; CUDA's int8 makes 65504 of Inf and -128 of NaN
+# (``finite_absmax_for_int8_scale`` in ops/int8_linear.cu, Comfy-Org/comfy-kitchen#66).
+QUANTIZING = (
+    *("quantize_fp8", "quantize_nvfp4", "quantize_mxfp8", "quantize_int8_rowwise", "quantize_int8_tensorwise"),
+    *("quantize_svdquant_w4a4", "int8_linear"),
+)
 HIDING = {
     **dict.fromkeys((*SATURATING, *CLAMPING), _Hides(is_tested=True)),
     **dict.fromkeys(POWERS, _Hides(is_tested=True, places=(0, 1))),
@@ -70,8 +78,11 @@ HIDING = {
     **dict.fromkeys(COMPARISONS, _Hides(is_tested=False, nan=True)),
     **dict.fromkeys(("isnan", "isinf", "isfinite"), _Hides(is_tested=True, nan=True)),
     "nan_to_num": _Hides(is_tested=True, nan=True),
+    **dict.fromkeys(QUANTIZING, _Hides(is_tested=False, nan=True)),
 }
 """Operation name, as torch dispatches or exports it -> how it hides an overflow."""
+PRODUCTS = ("linear", "addmm", "mm", "matmul")
+"""Operations that multiply by a weight, which round their input where the weight is quantized."""
 
 
 NAMES = ({"input", "self"}, {"other", "exponent", "tensor1"}, {"tensor2"})
@@ -159,6 +170,8 @@ class HidingCode(TorchDispatchMode):
         name = func.overloadpacket.__name__.removesuffix("_")
         if not self.paused and name in HIDING and hidden_operands(name, args, kwargs or {}):
             self.look_behind(HIDING[name].nan)
+        elif not self.paused and types and name in PRODUCTS and any(map(is_traceable_wrapper_subclass, args)):
+            self.look_behind(hides_nan=True)
         return plain_alias(func, func(*args, **(kwargs or {})))
 
     def look_behind(self, hides_nan: bool = False) -> None:

@@ -1,16 +1,20 @@
 """fp16 sums layer by layer in a real ComfyUI: on where they do not overflow, off for the rest, and the report says which."""
 
+import comfy.sd
 import pytest
 import torch
+from comfy import model_management
 from comfy.ldm.modules import attention as attentions
 from comfy.ldm.wan import model as wan_code
+from comfy_kitchen.backends.eager import quantization
 from halfsafe.nodes.host.accumulation.executor import accumulation_of
 from halfsafe.nodes.host.comfyui.layers import modules_of
 from halfsafe.precision.base import flags
 from halfsafe.precision.plan.rules import rules_from
-from support import families, model_files
+from support import dialects, families, model_files
 from support.broken_arithmetic import SumsInFp16
 from support.families import Call, load, report, with_compute
+from support.int8_models import int8
 from support.summing import FP16_ACCUMULATION, accumulation, products, spied
 from torch.overrides import TorchFunctionMode
 
@@ -18,6 +22,9 @@ pytestmark = pytest.mark.usefixtures("flags_as_before")
 CANCELLING = "text_embedding.0"
 HALF = 2048
 QUIET = 1e-3
+BEFORE, BEHIND = "blocks.0.ffn.0", "blocks.0.ffn.2"
+SCALES = {"fp8": None, "fp8_with_input_scale": 0.5}
+BLOCKS = ("mxfp8", "nvfp4")
 
 
 @pytest.fixture(scope="module")
@@ -212,3 +219,64 @@ def test_a_reason_says_how_a_layer_sums(comfy, base, call, ampere):
     assert "fp16 sums: the call is repeated if they overflow" in layers[name]["reason"]
     assert "fp32 sums: Linear has its own matmul" in layers["blocks.0.ffn.2"]["reason"]
     assert untried["accumulation"] == "fp32" and "fp32 sums until a call has tried" in untried["reason"]
+
+
+def _written(kind: str) -> tuple:
+    if kind == "int8":
+        return int8, {"convrot": False}
+    return (
+        (dialects.in_format, {"name": kind}) if kind in BLOCKS else (dialects.scaled_fp8, {"input_scale": SCALES[kind]})
+    )
+
+
+@pytest.fixture
+def quantized(wan, call, models_dir, monkeypatch):
+    """Kind -> ComfyUI's own fp16 model with one layer that it multiplies as stored on the device."""
+    monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_89")
+    monkeypatch.setattr(model_management, "SUPPORT_FP8_OPS", True)
+    for name in BLOCKS:
+        monkeypatch.setattr(model_management, f"supports_{name}_compute", lambda device: True)
+    rounded = quantization.quantize_int8_rowwise
+    # As comfy-kitchen's CUDA kernel (finite_absmax_for_int8_scale in ops/int8_linear.cu).
+    saturating = lambda x, *args, **kwargs: rounded(x.nan_to_num(nan=-1.0), *args, **kwargs)  # noqa: E731
+    monkeypatch.setattr(quantization, "quantize_int8_rowwise", saturating)
+
+    def make(kind: str):
+        write, options = _written(kind)
+        path = models_dir / "diffusion_models" / f"sums_before_{kind}.safetensors"
+        model = comfy.sd.load_diffusion_model(
+            str(model_files.in_dialect(wan, path, write, layers=[BEHIND], **options)),
+            model_options={"dtype": torch.float16},
+        )
+        model.model.manual_cast_dtype = torch.float16
+        return model
+
+    return make
+
+
+@pytest.mark.parametrize("kind", [*SCALES, "int8", *BLOCKS])
+def test_an_overflow_before_a_quantized_product_is_seen(comfy, quantized, call, kind):
+    """A quantized product rounds an infinite input to a number, so the result of the call is finite and wrong."""
+    model = quantized(kind)
+    plain, ours = families.replay(model, call), accumulation(comfy, model, fp16_accumulation="auto")
+    for _ in range(2):
+        assert torch.equal(families.replay(ours, call), plain), "the product is not ComfyUI's own"
+    inside, before = [], modules_of(model.model)[BEFORE]
+
+    class Overflow(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            in_fp16 = inside and func is torch.nn.functional.linear and flags.is_on(FP16_ACCUMULATION)
+            return result.index_fill(-1, torch.tensor([3]), torch.inf) if in_fp16 else result
+
+    hooks = [before.register_forward_pre_hook(lambda *_: inside.append(1))]
+    hooks.append(before.register_forward_hook(lambda *_: inside.clear()))
+    try:
+        with Overflow():
+            assert torch.equal(families.replay(ours, call), plain)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert accumulation_of(ours).runs.kept()[0].calibration.repeats == 1
+    layer = layers_of(comfy, ours)[BEHIND]
+    assert layer["accumulation"] == "fp32" and layer["mode"] != "fp16_acc16"
