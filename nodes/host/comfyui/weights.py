@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import inspect
+import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
@@ -34,6 +35,7 @@ from .attributes import (
     resident_weights,
     weight_functions,
 )
+from .code_owner import code_owner
 from .gate import is_unequal
 from .kernels import DATA, LAYOUT, PARAMS, bound_format, group_of, settings_reader, unpacking
 from .layer_forward import LayerForward
@@ -46,6 +48,7 @@ is the weight's dtype."""
 FUSES_INT8 = "_int8_convrot_linear"
 HALF = (torch.float16, torch.bfloat16)
 NORMS = (torch.nn.LayerNorm, torch.nn.GroupNorm, torch.nn.RMSNorm)
+_methods_of_norms = operator.attrgetter(*FORWARDS[:2])
 Dtype: TypeAlias = torch.dtype | None
 
 
@@ -119,13 +122,18 @@ def uncast_norm(module: torch.nn.Module) -> list[Patch]:
     kind = next((each for each in NORMS if isinstance(module, each)), None)
     if kind is None or not casts_weights(module) or not _only_computes(module) or module.weight is None:
         return []
-    plain = kind.forward
+    cls, plain = type(module), kind.forward
+    own = _methods_of_norms(cls)
+    if not plain.__module__.startswith("torch.nn."):
+        return []
 
     def forward(x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         weight, bias = module._parameters["weight"], module._parameters.get("bias")
-        # AnimateDiff-Evolved replaces torch's GroupNorm, and ComfyUI's, in each call (animatediff/sampling.py).
-        if args or kwargs or kind.forward is not plain or not lie_ready(module, weight, bias, x):
-            return type(module).forward(module, x, *args, **kwargs)
+        # Other packs put code of theirs in place of a norm's after this was made: AnimateDiff-Evolved replaces
+        # torch's GroupNorm, and ComfyUI's, in each call (animatediff/sampling.py).
+        is_own = kind.forward is plain and _methods_of_norms(cls) == own and FORWARDS[1] not in vars(module)
+        if args or kwargs or not is_own or not lie_ready(module, weight, bias, x):
+            return cls.forward(module, x, *args, **kwargs)
         comfy.ops.run_every_op()
         if weight.dtype == x.dtype:
             return kind.forward(module, x)
@@ -214,11 +222,12 @@ def only_multiplies(module: torch.nn.Module) -> bool:
 
 def _only_computes(module: torch.nn.Module) -> bool:
     """Tell whether the module runs as ComfyUI's and torch's own classes do."""
-    if has_own_forward(module) or is_unequal(module):
+    if has_own_forward(module) or FORWARDS[1] in vars(module) or is_unequal(module):
         return False
-    methods = filter(None, (getattr(type(module), name, None) for name in FORWARDS))
+    methods = [*filter(None, (getattr(type(module), name, None) for name in FORWARDS))]
     own = "torch.nn.", comfy.ops.__name__, comfy.ops.manual_cast.Linear.forward.__module__
-    return all(method.__module__.startswith(own) for method in methods)
+    # A decorated function of a pack has the module's name of what it wraps.
+    return all(method.__module__.startswith(own) for method in methods) and not any(map(code_owner, methods))
 
 
 def weights_of(module: torch.nn.Module) -> WeightProvider:

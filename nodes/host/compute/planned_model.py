@@ -84,8 +84,8 @@ class PlannedModel(CalibratedActing):
                 self._patches += LayerForward(module, bound_forward(module)).put_on()
         self.calling = calling_layers(decided.values())
         # ComfyUI casts the norms of a model with quantized layers whatever dtype they are in.
-        if plan.is_safe or (binds and any(map(is_quantized, self.modules.values()))):
-            self._patches += [patch for module in named.values() for patch in uncast_norm(module)]
+        uncasts = plan.is_safe or (binds and any(map(is_quantized, self.modules.values())))
+        self._norms = [patch for module in named.values() for patch in uncast_norm(module)] if uncasts else []
         self.casting = [patch for module in named.values() for patch in casting(module)]
         if self._mixes:
             self._patches += self.casting
@@ -99,8 +99,10 @@ class PlannedModel(CalibratedActing):
 
     @property
     def patches(self) -> list[Patch]:
-        """Patches of the model's modules during a call."""
-        return [*self._patches, *self.ruled.patches()]
+        """Patches of the model's modules during a call. A norm that another pack gave a forward
+        since this run was made keeps it."""
+        norms = [patch for patch in self._norms if "forward" not in vars(patch[0])]
+        return [*self._patches, *norms, *self.ruled.patches()]
 
     def patches_of_call(self) -> list[Patch]:
         """Patches for a call of a diffusion model, including its entry in fp32 if a safe plan needs
