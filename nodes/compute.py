@@ -11,7 +11,7 @@ from .host.guard import planned
 from .host.guard.encoders import guard_clip, guard_vae
 from .host.guard.model import MAX_RETRIES, with_guard
 from .host.load.at_hand import AS_LOADED, STORAGES_AT_HAND, held_on_device, offered_in_int8, quantized_at_hand
-from .host.reporting.badge import met_words, model_ui, with_live_report
+from .host.reporting.badge import model_ui, with_live_report
 from .host.reporting.halved import storage_ui
 from .inputs import (
     CATEGORY,
@@ -55,7 +55,7 @@ class ComputeDtype(io.ComfyNode):
     def execute(cls, model, compute, rules=None) -> io.NodeOutput:
         model = held_on_device(model)
         model = planned.with_compute(model, compute, checked_rules(rules) or Rules())
-        return io.NodeOutput(model, ui=model_ui(model, *met_words(model)))
+        return io.NodeOutput(model, ui=model_ui(model))
 
 
 class AutoPrecision(io.ComfyNode):
@@ -119,7 +119,7 @@ class AutoPrecision(io.ComfyNode):
             clip = guard_clip(clip, guard, node_id) if "clip" in encoders else None
             vae = guard_vae(vae, guard, node_id) if "vae" in encoders else None
         model, shown = with_live_report(model, node_id)
-        words = model_ui(model, "guarded" if guard != OFF else None, *met_words(model))
+        words = model_ui(model, "guarded" if guard != OFF else None)
         return io.NodeOutput(model, clip, vae, why, ui=words | shown | told)
 
 

@@ -9,7 +9,7 @@ from ..precision.files.safetensors_file import open_checkpoint
 from ..precision.plan.rules import rules_from
 from .host.guard.model import look_at_results
 from .host.load import controlnet, encoders, files, models
-from .host.reporting.badge import badge, clip_word, control_ui, model_ui, scales_word, vae_word
+from .host.reporting.badge import control_ui, encoder_ui, model_ui
 from .host.reporting.halved import control_memory_ui, memory_ui
 from .inputs import LOAD, checked_rules, compute_input, rules_input, schema, storage_input
 
@@ -146,8 +146,7 @@ class LoadCLIP(_Loader):
         names = [name for name in (clip_name1, clip_name2, clip_name3, clip_name4) if name != NO_FILE]
         paths = [files.model_path(cls.FOLDER, name) for name in names]
         clip = encoders.load_text_encoder(paths, type, storage, compute)
-        words = badge(clip_word(clip), scales_word(clip.patcher))
-        return io.NodeOutput(clip, ui=words | memory_ui(" + ".join(names), clip.patcher))
+        return io.NodeOutput(clip, ui=encoder_ui(clip) | memory_ui(" + ".join(names), clip.patcher))
 
 
 class LoadControlNet(_Loader):
@@ -206,7 +205,7 @@ class LoadVAE(_Loader):
     @classmethod
     def execute(cls, vae_name, dtype) -> io.NodeOutput:
         vae = encoders.load_vae(files.model_path(cls.FOLDER, vae_name), dtype)
-        return io.NodeOutput(vae, ui=badge(vae_word(vae), scales_word(vae.patcher)))
+        return io.NodeOutput(vae, ui=encoder_ui(vae))
 
 
 NODES = [LoadDiffusionModel, LoadCheckpoint, LoadCLIP, LoadControlNet, LoadVAE]

@@ -1,7 +1,6 @@
 """See what really runs."""
 
 import json
-from dataclasses import asdict
 
 import torch
 from comfy_api.latest import io
@@ -59,7 +58,7 @@ class DeviceInfo(io.ComfyNode):
     def execute(cls, profile) -> io.NodeOutput:
         found = doctor.diagnose(current_device()) if profile == cls.THIS_DEVICE else doctor.diagnose(profile=profile)
         if profile == cls.THIS_DEVICE:
-            found["comfyui"] = [asdict(fact) for fact in facts_here()]
+            found["comfyui"] = facts_here()
         result = doctor.diagnosis_result(found)
         return io.NodeOutput(result.text, json.dumps(found, allow_nan=False), ui=result.ui())
 

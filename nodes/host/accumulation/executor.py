@@ -22,7 +22,7 @@ from ....precision.formats.fp8 import Refused, fast_accumulation
 from ....precision.plan.accumulation import UNCHANGED, AccumulationPlan, MatmulProfile, Request
 from ....precision.report.schema import Sums
 from ..comfyui.execution import COMPILE_KWARGS, is_compiled, is_on_several_devices, switches_by_layer, trains
-from ..comfyui.layer_forward import LayerForward, standing_on
+from ..comfyui.layer_forward import LayerForward
 from ..comfyui.layers import modules_of
 from ..comfyui.weights import exchanged, only_multiplies, weights_of
 from ..compute.attention import attending, kernels_of
@@ -103,7 +103,7 @@ class AccumulationRun(CalibratedActing):
         self._names = list(modules_of(model))
         self.patches: list[Patch] = []
         for operation in self.operations.values():
-            found = standing_on(operation.module)
+            found = LayerForward.on(operation.module)
             forward = LayerForward(operation.module, found.product, sums=operation, otherwise=found)
             self.patches += exchanged(forward)
 
@@ -121,7 +121,7 @@ class AccumulationRun(CalibratedActing):
             self.attention.begin()
         measuring = self.calibration.attempt() if self.watches else contextlib.nullcontext()
         fast = fast_accumulation(self.refused_fp8) if self.plan.fp8_fast else contextlib.nullcontext()
-        compiler = contextlib.nullcontext() if self.allocates_alike() else compiler_off()
+        compiler = contextlib.nullcontext() if self.allocates_alike() else compiler_off
         attention = attending(call, self.attend)
         with measuring, patched(self.patches), attention, flags.flags_set(self.plan.flags), fast, compiler:
             yield

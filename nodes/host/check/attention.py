@@ -113,7 +113,7 @@ class _AttentionCheck:
             vars(override)["__wrapped__"] = previous  # whose code it is (``compute/borders.py``)
         self.call.options = {**options, OVERRIDE: override}
         try:
-            with compiler_off():  # it may record the call in a CUDA graph
+            with compiler_off:  # it may record the call in a CUDA graph
                 yield
         except BaseException:  # an error of the call or an interrupt: nothing is compared
             self.leave_out()

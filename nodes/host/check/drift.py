@@ -137,7 +137,7 @@ class _DriftCheck:
     def watching(self) -> Iterator[None]:
         """Sample the blocks of the call itself, unless torch.compile runs it."""
         blocks = contextlib.nullcontext() if is_compiled(self.patcher) else self.blocks.watched()
-        with compiler_off(), blocks:  # torch.compile compiles a module with hooks anew
+        with compiler_off, blocks:  # torch.compile compiles a module with hooks anew
             yield
 
     def compare(self, run: Run, result: torch.Tensor) -> None:

@@ -7,7 +7,6 @@ renamed one raises no error. Each annotation names the file of ComfyUI that has 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated, Any
 
 import torch
@@ -20,7 +19,6 @@ LayerAttribute = Annotated[str, "comfy.ops"]
 Model = Annotated[torch.nn.Module, "comfy.model_base"]
 ModelAttribute = Annotated[str, "comfy.model_base"]
 PatchedModel = Annotated[torch.nn.Module, "comfy.model_patcher"]
-Sampling = Annotated[torch.nn.Module, "comfy.model_sampling"]
 SamplingAttribute = Annotated[str, "comfy.model_sampling"]
 Control = Annotated[Any, "comfy.controlnet"]
 StepCacheAttribute = Annotated[str, "comfy_extras.nodes_easycache"]
@@ -37,6 +35,11 @@ PrefetchingAttribute = Annotated[str, "comfy.model_prefetch"]
 
 WEIGHT_FUNCTIONS: LayerAttribute = "weight_function"
 BIAS_FUNCTIONS: LayerAttribute = "bias_function"
+"""The functions that ComfyUI applies to a layer's weight, and to its bias, in each call, such as a
+LoRA that is not merged."""
+FORCED_TO_CAST: LayerAttribute = "comfy_force_cast_weights"
+"""True on a layer if the model's compute dtype was changed, for which ComfyUI dequantizes the
+weights of its layers."""
 FULL_PRECISION: LayerAttribute = "_full_precision_mm"
 FILE_ASKS_FULL_PRECISION: LayerAttribute = "_full_precision_mm_config"
 PRODUCT: LayerAttribute = "_forward"
@@ -52,26 +55,14 @@ EXTRA_CONDITIONS: ModelAttribute = "extra_conds"
 MEMORY_ESTIMATE: ModelAttribute = "memory_required"
 TEXT_ADAPTER: ModelAttribute = "preprocess_text_embeds"
 DENOISED: SamplingAttribute = "calculate_denoised"
+SCALES_INPUT: SamplingAttribute = "calculate_input"
+"""The method that scales a noisy latent for the model."""
 STEP_METADATA: StepCacheAttribute = "state_metadata"
 CLOSE_GRAPH: PrefetchingAttribute = "cleanup_malloc_graph"
 PREFIX_CACHE: PrefixOption = "qwen_image21_cache"
 POSE_CACHE: PoseOption = "animate2_cache"
 OVERRIDE: AttentionOption = "optimized_attention_override"
 """The option of a model's call that runs in place of each attention (``wrap_attn``)."""
-
-
-class OnlyCalled:
-    """A layer without a weight to read: ``linear_input_act`` of ``comfy/ops.py``, in all versions,
-    can only call it."""
-
-    weight = None
-    _full_precision_mm = True
-
-    def __init__(self, layer: torch.nn.Module):
-        self._layer = layer
-
-    def __call__(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-        return self._layer(x, *args, **kwargs)
 
 
 def casts_weights(layer: Layer) -> bool:
@@ -85,17 +76,6 @@ def casting(layer: Layer) -> list[Patch]:
     always casts."""
     always = getattr(type(layer), "comfy_cast_weights", False)
     return [(layer, "comfy_cast_weights", True)] if casts_weights(layer) and not always else []
-
-
-def weight_functions(layer: Layer) -> list[Callable]:
-    """Return the functions that ComfyUI applies to a layer's weight in each call, such as a LoRA
-    that is not merged."""
-    return layer.weight_function
-
-
-def bias_functions(layer: Layer) -> list[Callable]:
-    """Return the functions that ComfyUI applies to a layer's bias in each call."""
-    return layer.bias_function
 
 
 def is_patched(layer: Layer, name: str) -> bool:
@@ -115,18 +95,6 @@ def set_quantization_format(layer: Layer, name: str, layout: str) -> None:
     loading does."""
     layer.quant_format = name
     layer.layout_type = layout
-
-
-def is_forced_to_cast(layer: Layer) -> bool:
-    """True if the model's compute dtype was changed, for which ComfyUI dequantizes the weights of
-    its layers."""
-    return getattr(layer, "comfy_force_cast_weights", False)
-
-
-def not_forced_to_cast(layer: Layer) -> Patch:
-    """Return a patch that lets a layer multiply as stored although the model's compute dtype was
-    changed."""
-    return layer, "comfy_force_cast_weights", False
 
 
 def lie_ready(layer: Layer, weight: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor) -> bool:
@@ -184,30 +152,9 @@ def weight_state(model: PatchedModel) -> Any:
     return model.current_weight_patches_uuid
 
 
-def cast_dtype(model: Model) -> torch.dtype:
-    """Return the dtype that a model's inputs are cast to now: its manual cast dtype, else that of
-    its weights."""
-    return model.manual_cast_dtype or dtype_of_weights(model)
-
-
 def dtype_of_weights(model: Model) -> torch.dtype:
     """Return the dtype that ComfyUI loaded a model's weights in."""
     return model.get_dtype()
-
-
-def with_cast_dtype(model: Model, dtype: torch.dtype) -> Patch:
-    """Return a patch that sets a model's cast dtype."""
-    return model, "manual_cast_dtype", dtype
-
-
-def scaled_input(sampling: Sampling) -> Callable:
-    """Return the method that scales a noisy latent for the model."""
-    return sampling.calculate_input
-
-
-def with_scaled_input(sampling: Sampling, function: Callable) -> Patch:
-    """Return a patch that scales a model's latent with ``function``."""
-    return sampling, "calculate_input", function
 
 
 def set_control_dtype(control: Control, dtype: torch.dtype) -> None:
@@ -215,17 +162,13 @@ def set_control_dtype(control: Control, dtype: torch.dtype) -> None:
     control.manual_cast_dtype = dtype
 
 
-def empty_prefix_cache(diffusion_model: PrefixModel) -> None:
-    """Empty the keys and values of the text that a diffusion model keeps between steps; others keep
-    none."""
+def empty_caches(diffusion_model: PrefixModel, poses: PoseCache | None) -> None:
+    """Empty what a diffusion model keeps between steps: keys and values of the text, and what the
+    blocks of Wan-Animate-2 keep of the pose video, in ``poses``. Other models keep none."""
     if hasattr(diffusion_model, "reset_prefix_cache"):
         diffusion_model.reset_prefix_cache(diffusion_model.prefix_cache_enabled)
-
-
-def empty_pose_cache(cache: PoseCache | None) -> None:
-    """Empty what the blocks of Wan-Animate-2 keep of the pose video between steps."""
-    if cache is not None:
-        cache.free()
+    if poses is not None:
+        poses.free()
 
 
 def runs_again(part: TrainedPart) -> bool:

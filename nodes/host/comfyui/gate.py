@@ -51,10 +51,10 @@ NOT_TAKEN = "Layer '{0}' is called with `{1}`, which its own code cannot run wit
 UPDATE = "Update Halfsafe, or remove its nodes from this model."
 OWN_CODE = "{0} runs its own code, because of `{1}`"
 NORM = "norm"
-UNEQUAL: set[str] = set()
-"""Quantization formats, "" for none, and ``norm``: layers that the self-test found to run otherwise
-through our code than alone. The gate computes nothing for them, and no code of ours runs in place
-of theirs."""
+UNEQUAL: dict[str, str] = {}
+"""What the self-test found to run otherwise through our code than alone -> a sentence on it:
+quantization formats of layers, "" for none, ``norm`` and ``attention``. The gate computes nothing
+for such layers, and no code of ours runs in place of theirs."""
 logger = logging.getLogger("halfsafe")
 _met: weakref.WeakKeyDictionary[torch.nn.Module, set[str]] = weakref.WeakKeyDictionary()
 
@@ -65,19 +65,6 @@ class _LayerCall(NamedTuple):
 
     input: str
     defaults: dict[str, object]
-
-
-def gate_of(module: torch.nn.Module, replaces: bool) -> "Gate | None":
-    """Return the gate of a layer; None if this ComfyUI passes it nothing besides its input.
-
-    ``replaces``: what runs behind the gate does not take arguments that are not known.
-    """
-    if kind_of(module) is None:
-        return None
-    call, is_core = _call_of(type(module)), _is_core(type(module))
-    folds = kind_of(module) == "linear" and bool(folded_parameters(comfy.ops.manual_cast.Linear))
-    meets = replaces and not call.defaults.keys() <= {*PASSED}
-    return Gate(module, call if is_core else None) if folds or meets or (is_core and call.input != INPUT) else None
 
 
 def _is_core(cls: type[torch.nn.Module]) -> bool:
@@ -131,6 +118,20 @@ class Gate:
         self.call = call
         takes = () if call else _call_of(type(module)).defaults
         self.folds = () if call and is_unequal(module) else tuple(name for name in FOLDED if name not in takes)
+
+    @classmethod
+    def of(cls, module: torch.nn.Module, replaces: bool) -> "Gate | None":
+        """Return the gate of a layer; None if this ComfyUI passes it nothing besides its input.
+
+        ``replaces``: what runs behind the gate does not take arguments that are not known.
+        """
+        kind = kind_of(module)
+        if kind is None:
+            return None
+        call, is_core = _call_of(type(module)), _is_core(type(module))
+        folds = kind == "linear" and bool(folded_parameters(comfy.ops.manual_cast.Linear))
+        meets = replaces and not call.defaults.keys() <= {*PASSED}
+        return cls(module, call if is_core else None) if folds or meets or (is_core and call.input != INPUT) else None
 
     def enter(self, chosen: Callable[..., Forward], args: tuple, kwargs: dict) -> torch.Tensor:
         """Run a layer's call. ``chosen``: returns what to run, given the names of the arguments

@@ -9,7 +9,6 @@ import functools
 import hashlib
 import inspect
 import logging
-import operator
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -114,12 +113,6 @@ def group_of(weight: QuantizedTensor) -> int:
     rotation."""
     params = weight.params
     return params.convrot_groupsize if getattr(params, "convrot", False) else 0
-
-
-def settings_reader(params: object) -> Callable[[object], object]:
-    """Return a function that reads the fields of a weight's parameters that are no tensors, such as
-    its rotation."""
-    return operator.attrgetter(*(name for name, value in vars(params).items() if not isinstance(value, torch.Tensor)))
 
 
 def unpacking(format: Format, weight: QuantizedTensor, dtype: torch.dtype) -> Unpacker:

@@ -12,7 +12,7 @@ the text of :meth:`LayerForward.run`.
 | field | set by |
 |---|---|
 | ``product``, ``operand``, ``result`` | a compute plan, a rung of the ladder, a trial of Analyze Layers |
-| ``sums`` | a rule of a compute plan; accumulation, whose sums a plan behind it takes over (``standing_on``) |
+| ``sums`` | a rule of a compute plan; accumulation, whose sums a plan behind it takes over (:meth:`LayerForward.on`) |
 | ``adds`` | LoRAs of an 8-bit weight |
 | ``frame`` | who watches every call: the guard's search, the amax of a rung's try |
 | ``measure`` | who measures products: Analyze Layers, Calibrate |
@@ -34,7 +34,7 @@ from ....precision.arithmetic.linear import matmul_flops
 from ....precision.base.dtypes import name_of
 from ....precision.base.layers import kind_of
 from ....precision.base.patching import Patch, Watch, patched, watched_forward
-from .gate import Forward, Gate, gate_of, ran_own
+from .gate import Forward, Gate, ran_own
 
 GIVEN = "given"
 """The dtype of the input, as the dtype of a result."""
@@ -80,9 +80,18 @@ class LayerForward:
         self.module, self.product = module, product
         self.operand, self.result, self.sums, self.otherwise = operand, result, sums, otherwise
         self.calibration, self.name = counted or (None, "")
-        self.gate = gate_of(module, otherwise is not None) if gated else None
+        self.gate = Gate.of(module, otherwise is not None) if gated else None
         self.alone = self._is_alone()
         self.planned = self.mode
+
+    @classmethod
+    def on(cls, module: torch.nn.Module) -> LayerForward:
+        """Return what stands on a layer; one of the forward that is found on it, if nothing of ours
+        stands there."""
+        standing = module.__dict__.get(STANDING)
+        if standing is not None and standing.entrance == module.forward:
+            return standing
+        return cls(module, module.forward)
 
     def run(self, input: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         """Run the layer on its plain input."""
@@ -137,7 +146,7 @@ class LayerForward:
         """Return the patches that set fields, and put this on the layer with them."""
         with patched([(self, name, value) for name, value in fields.items()]):
             replaces = (self.otherwise, self.adds, self.measure) != (None, None, None)
-            fields |= {"gate": gate_of(self.module, replaces), "alone": self._is_alone()}
+            fields |= {"gate": Gate.of(self.module, replaces), "alone": self._is_alone()}
         if fields["gate"] and "adds" in fields:
             fields["otherwise"] = self.otherwise or copy.copy(self)
         set_fields = [(self, name, value) for name, value in fields.items() if getattr(self, name) is not value]
@@ -165,24 +174,9 @@ class LayerForward:
         return ", ".join(steps if self.adds is None else [*steps, type(self.adds).__name__])
 
 
-def standing_on(module: torch.nn.Module) -> LayerForward:
-    """Return the :class:`LayerForward` on a layer; without one, a new one of the layer's present
-    forward."""
-    standing = module.__dict__.get(STANDING)
-    if standing is not None and standing.entrance == module.forward:
-        return standing
-    return LayerForward(module, module.forward)
-
-
 def with_frame(module: torch.nn.Module, frame: Watch) -> list[Patch]:
     """Return the patches by which every call of a module, a layer or another, runs through
     ``frame``."""
     if kind_of(module) is None:
         return watched_forward(module, frame)
-    return standing_on(module).with_fields(frame=frame)
-
-
-def with_measure(module: torch.nn.Module, measure: Watch) -> list[Patch]:
-    """Return the patches by which the product of a layer runs through ``measure``, in calls whose
-    arguments are known."""
-    return standing_on(module).with_fields(measure=measure)
+    return LayerForward.on(module).with_fields(frame=frame)

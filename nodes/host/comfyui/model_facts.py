@@ -102,12 +102,6 @@ def held_storages() -> frozenset[str]:
     return frozenset(format.storage for format in FORMAT_OF_STORAGE.values() if _holds(format))
 
 
-def later_storages() -> dict[str, str]:
-    """Map each quantized storage that this ComfyUI does not run to the version of ComfyUI that has
-    it first."""
-    return {format.storage: format.since for format in FORMAT_OF_STORAGE.values() if not _holds(format)}
-
-
 def _holds(format: Format) -> bool:
     if format.name not in comfy.quant_ops.QUANT_ALGOS:
         return False

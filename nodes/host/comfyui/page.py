@@ -11,10 +11,12 @@ from ....precision.base.errors import HalfsafeError
 from ....precision.base.message import messages_in
 
 REPORT_EVENT = "halfsafe.report"
+"""The report of a run; ``token`` names the result of the node that shows it."""
 REFUSED_EVENT = "halfsafe.refused"
 MESSAGES_EVENT = "halfsafe.messages"
 """Sent ahead of a text that ComfyUI sends: its messages."""
 BADGE_EVENT = "halfsafe.badge"
+"""Words that the badge of a node shows from now on."""
 queued_by: ContextVar[str | None] = ContextVar("halfsafe_queued_by", default=None)
 """The id of the page that queues the prompt which the server is checking; None where no page
 does."""
@@ -54,12 +56,6 @@ def show_progress(text: str) -> None:
         server.send_progress_text(f"Halfsafe: {text}", context.node_id, server.client_id)
 
 
-def send_report(node_id: str | None, token: str, report: str, messages: dict) -> None:
-    """Send the report of a run and its messages to the page that queued the prompt; ``token`` names
-    the node's result."""
-    send(REPORT_EVENT, {"node_id": node_id, "token": token, "report": report}, messages)
-
-
 @contextlib.contextmanager
 def errors_explained() -> Iterator[None]:
     """Send the page the messages of an error of the pack ahead of its text, which ComfyUI sends."""
@@ -72,12 +68,6 @@ def errors_explained() -> Iterator[None]:
 
 def _explain(text: str) -> None:
     send(MESSAGES_EVENT, {"text": text})
-
-
-def add_to_badge(node_id: str | None, words: list[str]) -> None:
-    """Show words on the badge of a node from now on."""
-    if words:
-        send(BADGE_EVENT, {"node_id": node_id, "words": words})
 
 
 def refusal(error: Exception) -> str:

@@ -22,10 +22,11 @@ from ....precision.base.surroundings import neutral
 from ....precision.version import VERSION
 from .attributes import OVERRIDE, casting, set_quantization_format
 from .gate import ACTIVATION, NORM, OF_RESIDUAL, RESIDUAL, UNEQUAL, activated, folded_parameters
-from .layer_forward import LayerForward, standing_on
+from .layer_forward import LayerForward
 from .weights import Bound, core_weights, exchanged, uncast_norm
 
 SIZE = 32
+ATTENTION = "attention"
 LAYOUTS = {"float8_e4m3fn": "TensorCoreFP8E4M3Layout", "int8_tensorwise": "TensorWiseINT8Layout"}
 """ComfyUI's quantization formats that are tested -> the layout of their weights."""
 MOST_ERROR = 0.05
@@ -39,25 +40,21 @@ UNASKED = (
     "The attention of this ComfyUI does not ask Halfsafe {0}, so settings of attention have no effect. Update Halfsafe."
 )
 logger = logging.getLogger("halfsafe")
-found: list[str] = []
-"""What the self-test found, a sentence each."""
 
 
 def check_core(as_stored: Mapping[str, type[Bound]]) -> None:
-    """Note and log what runs otherwise through our code than alone.
+    """Note in ``UNEQUAL``, and log, what runs otherwise through our code than alone.
 
     ``as_stored``: ComfyUI's name of a format -> what multiplies by such a weight as it is stored.
     """
-    found.clear()
     UNEQUAL.clear()
     with neutral(torch.device("cpu")), torch.inference_mode():
         for kind, layer, patches in _layers(as_stored):
             if kind not in UNEQUAL and (unequal := _unequal(kind, layer, patches)):
-                UNEQUAL.add(kind)
-                found.append(Message(OTHERWISE, unequal, VERSION))
+                UNEQUAL[kind] = Message(OTHERWISE, unequal, VERSION)
         if not _asks_for_attention():
-            found.append(Message(UNASKED, VERSION))
-    for sentence in found:
+            UNEQUAL[ATTENTION] = Message(UNASKED, VERSION)
+    for sentence in UNEQUAL.values():
         logger.warning("Halfsafe: %s", sentence)
 
 
@@ -101,11 +98,11 @@ def _multiplied(layer: torch.nn.Module) -> list[Patch]:
         with lent(core_weights(layer, x, torch.float32)) as (weight, bias):
             return F.linear(x, weight, bias)
 
-    return [*exchanged(LayerForward(layer, product, otherwise=standing_on(layer))), *casting(layer)]
+    return [*exchanged(LayerForward(layer, product, otherwise=LayerForward.on(layer))), *casting(layer)]
 
 
 def _bound(product: type[Bound], layer: torch.nn.Module) -> list[Patch]:
-    forward = LayerForward(layer, product(layer).__call__, otherwise=standing_on(layer))
+    forward = LayerForward(layer, product(layer).__call__, otherwise=LayerForward.on(layer))
     return [*exchanged(forward), *casting(layer)]
 
 

@@ -5,7 +5,7 @@ import functools
 import inspect
 import operator
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import TypeAlias
 
@@ -28,18 +28,16 @@ from .attributes import (
     INPUT_SCALE,
     PRODUCT,
     WEIGHT_FUNCTIONS,
-    OnlyCalled,
     casts_weights,
     is_patched,
     lie_ready,
     resident_weights,
-    weight_functions,
 )
 from .code_owner import code_owner
 from .gate import is_unequal
-from .kernels import DATA, LAYOUT, PARAMS, bound_format, group_of, settings_reader, unpacking
+from .kernels import DATA, LAYOUT, PARAMS, bound_format, group_of, unpacking
 from .layer_forward import LayerForward
-from .layers import is_quantized, modules_of
+from .layers import is_quantized
 
 CAST_PARAMETERS = inspect.signature(comfy.ops.cast_bias_weight).parameters
 PATCHES_IN_FP32 = {"compute_dtype": torch.float32} if "compute_dtype" in CAST_PARAMETERS else {}
@@ -93,10 +91,24 @@ def _core_modules(count: int) -> list[ModuleType]:
     return [module for name, module in list(sys.modules.items()) if name.startswith("comfy.")]
 
 
+class _OnlyCalled:
+    """A layer without a weight to read: ``linear_input_act`` of ``comfy/ops.py``, in all versions,
+    can only call it."""
+
+    weight = None
+    _full_precision_mm = True
+
+    def __init__(self, layer: torch.nn.Module):
+        self._layer = layer
+
+    def __call__(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        return self._layer(x, *args, **kwargs)
+
+
 def _input_act_calling(original: Callable) -> Callable:
     def run(linear, x, *args, **kwargs):
         if has_own_forward(linear) or (is_quantized(linear) and linear.weight.dtype != x.dtype):
-            linear = OnlyCalled(linear)
+            linear = _OnlyCalled(linear)
         return original(linear, x, *args, **kwargs)
 
     return run
@@ -273,7 +285,7 @@ def core_weights(module: torch.nn.Module, x: torch.Tensor, dtype: Dtype, bias_dt
 
 
 def _dtype_to_measure(module: torch.nn.Module) -> torch.dtype:
-    if weight_functions(module) and not is_quantized(module):
+    if getattr(module, WEIGHT_FUNCTIONS) and not is_quantized(module):
         return torch.float32
     held = module.weight.dtype
     return held if held in (*HALF, torch.float32) and not is_quantized(module) else torch.float16
@@ -410,7 +422,8 @@ class Bound:
 
     def look_up(self, weight: QuantizedTensor, form: tuple) -> None:
         """Look up what a weight's form decides, and forget the kernels of another form."""
-        self.form, self.read_settings = form, settings_reader(weight.params)
+        others = (name for name, value in vars(weight.params).items() if not isinstance(value, torch.Tensor))
+        self.form, self.read_settings = form, operator.attrgetter(*others)
         self.settings, self.format = self.read_settings(weight.params), bound_format(weight)
         self.kernels, self.products = {}, {}
         if self.format:
@@ -450,27 +463,3 @@ class Bound:
         assert self.format, "a weight is ready in a format alone"
         found = self.kernels[dtype, getattr(weight, DATA).get_device()] = unpacking(self.format, weight, dtype)
         return found
-
-
-Unpack = Callable[[], torch.Tensor]
-"""Return the values of a weight or bias in fp32."""
-
-
-def unpacking_layers(model) -> Iterator[tuple[str, Unpack]]:
-    """Yield (name, function) for each weight and bias that a layer of ComfyUI-GGUF unpacks itself,
-    by its name in the diffusion model. Its patches, which ComfyUI-GGUF keeps on the tensor while
-    the model is loaded, are left out."""
-    for name, module in modules_of(model).items():
-        get_weight = getattr(module, "get_weight", None)
-        if get_weight is None or not getattr(module, "is_ggml_quantized", bool)():
-            continue
-        for leaf, tensor in module.named_parameters(recurse=False):
-            yield f"{name}.{leaf}", functools.partial(_unpacked, get_weight, tensor)
-
-
-def _unpacked(get_weight: Callable, tensor: torch.Tensor) -> torch.Tensor:
-    patches, tensor.patches = getattr(tensor, "patches", []), []
-    try:
-        return get_weight(tensor, torch.float32).as_subclass(torch.Tensor)
-    finally:
-        tensor.patches = patches

@@ -11,7 +11,7 @@ from ....precision.base.dtypes import dtype_named
 from ....precision.base.modes import FP8, INT8
 from ....precision.formats.format import Format
 from ....precision.formats.fp8 import FP8_RESULT, OF_INPUTS, activation_scale
-from ..comfyui.attributes import bias_functions, weight_functions
+from ..comfyui.attributes import BIAS_FUNCTIONS, WEIGHT_FUNCTIONS
 from ..comfyui.kernels import DATA, PARAMS, kernel_that_takes
 from ..comfyui.layers import is_quantized
 from ..comfyui.weights import Bound
@@ -21,7 +21,7 @@ LAYOUT = "TensorCoreFP8E4M3Layout"
 
 def has_changed_weight(module: torch.nn.Module) -> bool:
     """True if a LoRA is added at each call, or has left the weight in 16 bit."""
-    return not is_quantized(module) or bool(weight_functions(module) or bias_functions(module))
+    return not is_quantized(module) or bool(getattr(module, WEIGHT_FUNCTIONS) or getattr(module, BIAS_FUNCTIONS))
 
 
 class Int8Linear(Bound):

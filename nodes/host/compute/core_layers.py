@@ -16,9 +16,9 @@ from ....precision.base.modes import FP8, FP16, FP16_WIDE, FP32, INT8, MODE_OF
 from ....precision.base.patching import Patch
 from ....precision.formats.layer_plan import LayerPlan
 from ....precision.plan.compute import ComputePlan
-from ..comfyui.attributes import FULL_PRECISION, casting, is_forced_to_cast, not_forced_to_cast, quantization_format
+from ..comfyui.attributes import FORCED_TO_CAST, FULL_PRECISION, casting, quantization_format
 from ..comfyui.gate import Forward
-from ..comfyui.layer_forward import GIVEN, LayerForward, Sums, standing_on
+from ..comfyui.layer_forward import GIVEN, LayerForward, Sums
 from ..comfyui.layers import is_quantized
 from ..comfyui.weights import Bound, exchanged, only_multiplies, weights_of
 from .borders import casts_itself, crossing
@@ -70,7 +70,7 @@ class PlannedLayers:
         """Create the forward that casts the input and calls what was found on a layer; ComfyUI's
         layers cast their weights to their input's dtype. Sums that accumulation tries are kept, so
         that it sees the operand."""
-        product, found = bound_forward(layer), standing_on(layer)
+        product, found = bound_forward(layer), LayerForward.on(layer)
         if not casts_itself(layer):
             product = crossing(product, Message("'{0}'", name))
         ruled = self._ruled(decision.sums) if decision.sums else None
@@ -146,7 +146,7 @@ def int8_patches(module: torch.nn.Module, decision: LayerPlan, activations: str)
     rounded, or overflow fp16, before it is widened. ComfyUI's kernel with a fused activation
     dequantizes a weight whose dtype differs from the input's, so the gate then computes the
     activation; otherwise ComfyUI's own kernel runs."""
-    kept, product = [not_forced_to_cast(module)], bound_forward(module, Int8Linear)
+    kept, product = [(module, FORCED_TO_CAST, False)], bound_forward(module, Int8Linear)
     if decision.stream == FP32.name:
         return [*kept, *LayerForward(module, product, operand=torch.float32).put_on()]
     fuses = name_of(module.weight.dtype) == activations
@@ -159,12 +159,12 @@ def bound_forward(layer: torch.nn.Module, product: type[Bound] = Bound) -> Forwa
     forward that was found on the layer."""
     if is_quantized(layer) and only_multiplies(layer):
         return product(layer).__call__
-    return standing_on(layer).product
+    return LayerForward.on(layer).product
 
 
 def is_unpacked(layer: torch.nn.Module) -> bool:
     """True if ComfyUI's forward unpacks the layer's fp8 weight to the dtype of its input."""
-    unpacks = getattr(layer, FULL_PRECISION, False) or is_forced_to_cast(layer)
+    unpacks = getattr(layer, FULL_PRECISION, False) or getattr(layer, FORCED_TO_CAST, False)
     return unpacks and is_fp8(layer) and only_multiplies(layer)
 
 

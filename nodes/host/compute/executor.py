@@ -19,7 +19,7 @@ from ..comfyui.execution import Make, adapts_text, conditions_through, trains
 from ..comfyui.gate import met_in
 from ..comfyui.layer_forward import LayerForward
 from ..comfyui.layers import modules_of
-from ..comfyui.page import add_to_badge, running_node_id
+from ..comfyui.page import BADGE_EVENT, running_node_id, send
 from ..replay.call import Call
 from ..replay.interceptor import COMPUTE, Acting, Stage, put_stage, stage_of
 from .attention import ATTENTIONS, QUANTIZED, chosen_by, function_name, fuses_by_default
@@ -127,8 +127,13 @@ class Compute(Stage):
             if adapts_text(model):
                 through = conditions_through(model, lambda make: self.acting(model).conditions(model, make))
                 held.enter_context(through)
-            held.callback(lambda: add_to_badge(self.node_id, [*met_in(modules_of(model))]))
+            held.callback(self._show_met, model)
             return executor(*args, **kwargs)
+
+    def _show_met(self, model) -> None:
+        """Show on the node's badge the layers of a model that ran their own code."""
+        if words := [*met_in(modules_of(model))]:
+            send(BADGE_EVENT, {"node_id": self.node_id, "words": words})
 
     def begin_run(self) -> None:
         """Start a sampler's run."""

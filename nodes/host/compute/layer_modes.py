@@ -11,12 +11,7 @@ from ....precision.base.layers import kind_of
 from ....precision.base.modes import FP8, FP32, INT8
 from ....precision.formats.layer_plan import LayerPlan
 from ....precision.formats.registry import FORMATS
-from ..comfyui.attributes import (
-    FULL_PRECISION,
-    is_forced_to_cast,
-    quantization_format,
-    weight_functions,
-)
+from ..comfyui.attributes import FORCED_TO_CAST, FULL_PRECISION, WEIGHT_FUNCTIONS, quantization_format
 from ..comfyui.kernels import DEQUANTIZED, kernel_of_product
 from ..comfyui.layers import CAST_TO_FP32, DIFFUSION_MODEL, activation_dtype, is_quantized, layers_of, own_cast
 from ..replay.seen import own_products
@@ -134,10 +129,10 @@ def _planned(
         return decision.mode, False
     cast = own_cast(patcher.model.diffusion_model, name)
     given = activations if not cast else FP32.name if cast == CAST_TO_FP32 else name_of(module.weight.dtype)
-    if not is_quantized(module) or kind_of(module) is None or weight_functions(module):
+    if not is_quantized(module) or kind_of(module) is None or getattr(module, WEIGHT_FUNCTIONS):
         return given, False
     full_precision = patcher.get_model_object(f"{DIFFUSION_MODEL}{name}.{FULL_PRECISION}")
-    if decision or not (full_precision or is_forced_to_cast(module)):
+    if decision or not (full_precision or getattr(module, FORCED_TO_CAST, False)):
         return given, True
     # Up to ComfyUI 0.33 a weight whose input is not quantized, such as int8, is left as it is in its own dtype.
     quantizes_input = comfy.quant_ops.QUANT_ALGOS[quantization_format(module)].get("quantize_input", True)

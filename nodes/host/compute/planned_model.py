@@ -21,7 +21,7 @@ from ....precision.base.modes import FP16_WIDE, INT8
 from ....precision.base.patching import Patch, patched
 from ....precision.base.surroundings import own_dtypes
 from ....precision.plan.compute import ComputePlan
-from ..comfyui.attributes import MEMORY_ESTIMATE, cast_dtype, casting, scaled_input, with_cast_dtype, with_scaled_input
+from ..comfyui.attributes import CAST_DTYPE, MEMORY_ESTIMATE, SCALES_INPUT, casting, dtype_of_weights
 from ..comfyui.execution import is_injected, switches_by_layer
 from ..comfyui.layer_forward import LayerForward
 from ..comfyui.layers import is_quantized, modules_of
@@ -108,7 +108,7 @@ class PlannedModel(CalibratedActing):
         """Patches for a call of a diffusion model, including its entry in fp32 if a safe plan needs
         it."""
         model = self._model()
-        if self._safe and cast_dtype(model) != torch.float32:
+        if self._safe and (getattr(model, CAST_DTYPE) or dtype_of_weights(model)) != torch.float32:
             return [*in_fp32(model), *self.patches, *self.casting]
         return self.patches
 
@@ -200,7 +200,7 @@ class PlannedModel(CalibratedActing):
         self.attention.begin()
         self.ruled.begin()
         sums = fp32_accumulation() if self._sums_off else nullcontext()
-        compiler = nullcontext() if self.allocates_alike() else compiler_off()
+        compiler = nullcontext() if self.allocates_alike() else compiler_off
         own = own_dtypes(self._model().current_patcher.load_device) if self.is_in_fp32 else nullcontext()
         with sums, compiler, own:
             yield
@@ -241,9 +241,9 @@ def in_fp32(model) -> list[Patch]:
     """Patches that cast a model's entry to fp32 and clone its input."""
     # In fp16 that cast copies the input; in fp32 it is a no-op, and EasyCache (comfy_extras/nodes_easycache.py) would
     # add to the sampler's own latent in place.
-    entry = scaled_input(model.model_sampling)
-    cloning = with_scaled_input(model.model_sampling, lambda *args, **kwargs: entry(*args, **kwargs).clone())
-    return [with_cast_dtype(model, torch.float32), cloning]
+    entry = getattr(model.model_sampling, SCALES_INPUT)
+    cloning = model.model_sampling, SCALES_INPUT, lambda *args, **kwargs: entry(*args, **kwargs).clone()
+    return [(model, CAST_DTYPE, torch.float32), cloning]
 
 
 def estimated_in_fp32(model) -> list[Patch]:
@@ -252,7 +252,7 @@ def estimated_in_fp32(model) -> list[Patch]:
     own = getattr(model, MEMORY_ESTIMATE)
 
     def estimate(*args, **kwargs) -> float:
-        with patched([with_cast_dtype(model, torch.float32)]):
+        with patched([(model, CAST_DTYPE, torch.float32)]):
             return own(*args, **kwargs)
 
     return [(model, MEMORY_ESTIMATE, estimate)]

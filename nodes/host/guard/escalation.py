@@ -182,7 +182,7 @@ class Guarded:
             yield None
             return
         asked = AskedWeights(patcher)
-        with compiler_off(), asked.watching():
+        with compiler_off, asked.watching():
             yield asked
         self._asked = state
 

@@ -22,6 +22,7 @@ from ....precision.devices.measurements import MARGIN, Measurement, told, told_h
 from ....precision.files.safetensors_file import open_checkpoint
 from ....precision.formats.checkpoint import Checkpoint, read_checkpoint
 from ....precision.formats.layer_plan import AS_FILE
+from ....precision.formats.registry import FORMAT_OF_STORAGE
 from ....precision.plan import storage as plan
 from ....precision.plan.auto import (
     BLOCKS,
@@ -33,7 +34,7 @@ from ....precision.plan.auto import (
 from ....precision.plan.layers import FEWER_BITS, plan_file
 from ....precision.plan.rules import TEXT_ENCODER_RULES, Rules, rules_from
 from ..comfyui.attributes import MEMORY_ESTIMATE
-from ..comfyui.model_facts import held_storages, later_storages
+from ..comfyui.model_facts import held_storages
 from .controlnet import DIFFERENCE
 from .detection import recognised
 from .devices import compute_device, current_device, device_at
@@ -215,7 +216,7 @@ def _sum(parts: list[_Part], storages: Mapping[str, str]) -> int:
 def _fewer(parts: list[_Part], storage: str, now: int) -> dict | None:
     """Return the size of a model in fewer bits; None if it is no smaller."""
     size = _sum(parts, {MODEL: storage})
-    needs = later_storages().get(storage, "")
+    needs = "" if storage in held_storages() else FORMAT_OF_STORAGE[storage].since
     return {"storage": storage, "bytes": size, "needs": needs} if now - size > LEAST * now else None
 
 

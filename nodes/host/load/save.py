@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import NamedTuple
 
@@ -39,7 +40,6 @@ from ....precision.report.model_card import add_model_card
 from ..comfyui.layers import DIFFUSION_MODEL, modules_of
 from ..comfyui.model_facts import foreign_layers, held_storages, storage_of
 from ..comfyui.page import show_progress
-from ..comfyui.weights import Unpack, unpacking_layers
 from ..lora.low_rank import is_left_out
 from .detection import narrower_in_file
 from .devices import compute_device, make_room_to_quantize
@@ -50,6 +50,8 @@ from .tensors import byte_progress
 BYPASS = "bypass_lora"
 NOT_SMALLER = "The weights take {0}, no less than in the model's file ({1})."
 PACKED = "Layer '{0}' and {1} more are packed in another loader's format ({2})."
+Unpack = Callable[[], torch.Tensor]
+"""Return the values of a weight or bias in fp32."""
 logger = logging.getLogger("halfsafe")
 
 
@@ -77,7 +79,7 @@ class LiveWeights(Mapping[str, StoredWeight]):
 
     def __init__(self, patcher: ModelPatcher):
         self._patcher = patcher
-        self.unpacking = dict(unpacking_layers(patcher.model))
+        self.unpacking = dict(_unpacking_layers(patcher.model))
         self.tensors = _unpatched(patcher, self.unpacking)
         read = read_checkpoint(self.tensors, {}, type(patcher.model).__name__)
         self.stored = dict(read.weights)
@@ -141,6 +143,26 @@ class LiveWeights(Mapping[str, StoredWeight]):
         self.stored[name] = replace(weight, data=parts[name], tensors=tensors).moved("cpu")
         self.patched.remove(name)
         return AS_FILE
+
+
+def _unpacking_layers(model) -> Iterator[tuple[str, Unpack]]:
+    """Yield (name, function) for each weight and bias that a layer of ComfyUI-GGUF unpacks itself,
+    by its name in the diffusion model. Its patches, which ComfyUI-GGUF keeps on the tensor while
+    the model is loaded, are left out."""
+    for name, module in modules_of(model).items():
+        get_weight = getattr(module, "get_weight", None)
+        if get_weight is None or not getattr(module, "is_ggml_quantized", bool)():
+            continue
+        for leaf, tensor in module.named_parameters(recurse=False):
+            yield f"{name}.{leaf}", partial(_unpacked_by, get_weight, tensor)
+
+
+def _unpacked_by(get_weight: Callable, tensor: torch.Tensor) -> torch.Tensor:
+    patches, tensor.patches = getattr(tensor, "patches", []), []
+    try:
+        return get_weight(tensor, torch.float32).as_subclass(torch.Tensor)
+    finally:
+        tensor.patches = patches
 
 
 def _beside_modules(network: torch.nn.Module) -> set[str]:
@@ -304,7 +326,7 @@ def _rounding(
 
 
 def _refuse_foreign(patcher: ModelPatcher) -> None:
-    unpacking = {name for name, _ in unpacking_layers(patcher.model)}
+    unpacking = {name for name, _ in _unpacking_layers(patcher.model)}
     foreign = {name: cls for name, cls in foreign_layers(patcher).items() if f"{name}.weight" not in unpacking}
     if foreign:
         first, cls = next(iter(foreign.items()))

@@ -28,7 +28,7 @@ from ....precision.base.flags import fp32_accumulation
 from ....precision.base.layer_names import plain_name
 from ....precision.base.layers import kind_of
 from ....precision.base.patching import Patch
-from ..comfyui.layer_forward import standing_on
+from ..comfyui.layer_forward import LayerForward
 from ..comfyui.layers import is_quantized
 from ..comfyui.weights import core_weights
 
@@ -216,7 +216,7 @@ class LowRankLayer(torch.nn.Module):
         """Return the patches that add this to the results of the module's present forward."""
         # A graph that was compiled with it holds for as long as that forward is the same.
         if self._found != module.forward:
-            self._found, self._patches = module.forward, standing_on(module).with_fields(adds=self)
+            self._found, self._patches = module.forward, LayerForward.on(module).with_fields(adds=self)
         return self._patches
 
     def forward(self, x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,7 @@ from ....precision.base.message import Message, joined
 from ....precision.base.modes import FP32
 from ....precision.base.patching import Patch, patched
 from ....precision.base.text import listed
-from ..comfyui.attributes import CAST_DTYPE, INPUT_SCALE, WEIGHT_FUNCTIONS, weight_functions
+from ..comfyui.attributes import CAST_DTYPE, INPUT_SCALE, WEIGHT_FUNCTIONS
 from ..comfyui.entered import modules_entered, passed_by
 from ..comfyui.execution import adapts_text, conditions_through, is_compiled, trains
 from ..comfyui.layer_forward import STANDING
@@ -142,7 +142,7 @@ class AddsLowRank(AddsToResults):
             whole = weight.to(torch.float32, copy=True)
             return comfy.lora.calculate_weight(self._of_quantized(key, [*own, *hooked]), whole, key).to(weight.dtype)
 
-        return [(module, WEIGHT_FUNCTIONS, [*weight_functions(module), added])]
+        return [(module, WEIGHT_FUNCTIONS, [*getattr(module, WEIGHT_FUNCTIONS), added])]
 
     def passes_to_weights(self, entered: Counter[torch.nn.Module] | None) -> bool:
         """Let LoRAs be added to weights where the call that just ended did not add them to results.

@@ -22,8 +22,7 @@ from ..comfyui.attributes import (
     POSE_CACHE,
     PREFIX_CACHE,
     STEP_METADATA,
-    empty_pose_cache,
-    empty_prefix_cache,
+    empty_caches,
 )
 from ..comfyui.code_owner import code_owner
 from ..comfyui.execution import is_on_several_devices
@@ -112,8 +111,7 @@ class Call:
     def forget(self) -> None:
         """Restore the state that ComfyUI had before the call."""
         # They hold pinned memory, which they free by themselves only.
-        empty_prefix_cache(self.model.diffusion_model)
-        empty_pose_cache(self.options.get(POSE_CACHE))
+        empty_caches(self.model.diffusion_model, self.options.get(POSE_CACHE))
         if self.before is not None:
             self.before.put_back()
         self.forget_dtype()

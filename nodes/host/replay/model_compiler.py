@@ -17,17 +17,12 @@ from comfy.cli_args import args
 from ....precision.base.patching import SharedScope, patched
 from ..comfyui.attributes import CLOSE_GRAPH, without_compiler
 
-_off = SharedScope(lambda: patched(without_compiler(args)))
+compiler_off = SharedScope(lambda: patched(without_compiler(args)))
+"""Context without the compiler and CUDA graphs, on every thread, for calls that allocate or compute
+differently from the model's other calls.
 
-
-def compiler_off() -> SharedScope:
-    """Context without the compiler and CUDA graphs, on every thread, for calls that allocate or
-    compute differently from the model's other calls.
-
-    The compiler has to be off before ComfyUI calls the diffusion model: MiniMax H3 starts its graph
-    before all inner wrappers.
-    """
-    return _off
+The compiler has to be off before ComfyUI calls the diffusion model: MiniMax H3 starts its graph
+before all inner wrappers."""
 
 
 def after_failure() -> None:
@@ -48,5 +43,5 @@ def repeating(is_alone: bool = True) -> Iterator[None]:
     """
     if is_alone:
         after_failure()
-    with compiler_off():
+    with compiler_off:
         yield

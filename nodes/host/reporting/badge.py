@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 import torch
 from comfy.model_patcher import ModelPatcher
+from comfy.sd import CLIP, VAE
 
 from ....precision.base.dtypes import name_of
 from ....precision.base.message import messages_in
@@ -21,7 +22,7 @@ from ..accumulation.executor import accumulation_of
 from ..comfyui.gate import met_in
 from ..comfyui.layers import matrix_layers, modules_of
 from ..comfyui.model_facts import record_of, storage_of, storages
-from ..comfyui.page import send_report
+from ..comfyui.page import REPORT_EVENT, send
 from ..compute.executor import compute_of
 from ..compute.layer_modes import compute_name
 from ..guard.notices import encoder_reports
@@ -50,14 +51,10 @@ def badge(*words: str | None) -> dict[str, list[str]]:
     return {BADGE_KEY: [" \u00b7 ".join(shown)]} if shown else {}
 
 
-def met_words(model) -> list[str]:
-    """List the words for layers of a model that has run whose own code ran because of an argument."""
-    return [*met_in(modules_of(model.model))]
-
-
 def model_ui(model, *more: str | None) -> dict[str, list]:
-    """Make the ui output of a node that gives out a model: its badge, the rules that match no layer, and why the model
-    does not compute in the fp16 that it came in."""
+    """Make the ui output of a node that gives out a model: its badge, with words for layers that ran their own code
+    because of an argument, the rules that match no layer, and why the model does not compute in the fp16 that it came
+    in."""
     record = record_of(model)
     compute = compute_of(model)
     idle = list(record.without_effect) if record else []
@@ -68,7 +65,8 @@ def model_ui(model, *more: str | None) -> dict[str, list]:
     rules = list(dict.fromkeys(entry.setting for entry in idle if entry.unmatched))
     kernels = _missing_kernels_told(model)
     told = {UNMATCHED_KEY: rules, INSTEAD_KEY: instead, KERNELS_KEY: kernels}
-    return badge(*model_words(model), *more, scales_word(model)) | _told_ui(told)
+    met = met_in(modules_of(model.model))
+    return badge(*model_words(model), *more, *met, _scales_word(model)) | _told_ui(told)
 
 
 def _told_ui(told: dict[str, list[str]]) -> dict[str, list]:
@@ -110,23 +108,20 @@ def control_ui(control) -> dict[str, list]:
         return {}
     kernels = _missing_kernels_told(planned.current_patcher)
     patcher = planned.current_patcher
-    return badge(*model_words(patcher), scales_word(patcher)) | _told_ui({KERNELS_KEY: kernels})
+    return badge(*model_words(patcher), _scales_word(patcher)) | _told_ui({KERNELS_KEY: kernels})
 
 
-def scales_word(patcher: ModelPatcher) -> str | None:
+def encoder_ui(encoder: CLIP | VAE) -> dict[str, list]:
+    """Make the ui output of a text encoder or VAE: its badge, the storages of the one, the dtype the other works in."""
+    is_vae = isinstance(encoder, VAE)
+    word = name_of(encoder.vae_dtype) if is_vae else _stored(encoder.cond_stage_model.parameters())
+    return badge(word, _scales_word(encoder.patcher))
+
+
+def _scales_word(patcher: ModelPatcher) -> str | None:
     """Return the word for a model, text encoder or VAE whose file lacks the scales of its fp8 weights."""
     record = record_of(patcher)
     return WITHOUT_SCALES if record and WITHOUT_SCALES in record.dialects else None
-
-
-def clip_word(clip) -> str:
-    """Return the storages of a text encoder."""
-    return _stored(clip.cond_stage_model.parameters())
-
-
-def vae_word(vae) -> str:
-    """Return the dtype a VAE works in."""
-    return name_of(vae.vae_dtype)
 
 
 def sums_words(model) -> list[str]:
@@ -182,4 +177,5 @@ class _LiveReport(Stage):
         try:
             return executor(*args, **kwargs)
         finally:
-            send_report(self.node_id, self.token, *report_json(executor.class_obj.model_patcher))
+            report, messages = report_json(executor.class_obj.model_patcher)
+            send(REPORT_EVENT, {"node_id": self.node_id, "token": self.token, "report": report}, messages)

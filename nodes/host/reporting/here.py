@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import comfy.memory_management
 import comfy.model_management
@@ -42,25 +41,20 @@ SHOWN = 3
 """Models of which it is told what was measured, the last ones."""
 
 
-@dataclass(frozen=True)
-class Fact:
-    """One fact. ``what`` it is about, what is so ``here``, and the ``switch`` that changes it: text for people, empty
-    where none would change anything."""
-
-    what: str
-    here: str
-    switch: str
-
-
-def facts_here() -> list[Fact]:
-    """List the five facts, as ComfyUI runs at this moment."""
+def facts_here() -> list[dict[str, str]]:
+    """List the five facts, as ComfyUI runs at this moment: ``what`` each is about, what is so ``here``, and the
+    ``switch`` that changes it: text for people, empty where none would change anything."""
     return [
-        Fact("kernels", _kernels(), joined(_other_kernels(), ", ")),
+        _fact("kernels", _kernels(), joined(_other_kernels(), ", ")),
         _compiler(),
         _dynamic_vram(),
-        Fact("attention", joined(_attention(), "; "), _of_gpu(_attention_switches())),
-        Fact("loaded", joined(_loaded(), "; ") or "nothing yet", _of_gpu("--reserve-vram, --lowvram, --highvram")),
+        _fact("attention", joined(_attention(), "; "), _of_gpu(_attention_switches())),
+        _fact("loaded", joined(_loaded(), "; ") or "nothing yet", _of_gpu("--reserve-vram, --lowvram, --highvram")),
     ]
+
+
+def _fact(what: str, here: str, switch: str) -> dict[str, str]:
+    return {"what": what, "here": here, "switch": switch}
 
 
 def _of_gpu(switch: str) -> str:
@@ -101,21 +95,21 @@ def _kernels() -> str:
     return joined([joined([", ".join(built), kernels], "; "), about], ". ")
 
 
-def _compiler() -> Fact:
+def _compiler() -> dict[str, str]:
     off = compiler_is_off(args)
     if off is None:
-        return Fact("compiler", "this ComfyUI has none", _of_gpu("ComfyUI 0.34 or later"))
-    return Fact("compiler", "off" if off else "on", _of_gpu(COMPILER_SWITCH[off]))
+        return _fact("compiler", "this ComfyUI has none", _of_gpu("ComfyUI 0.34 or later"))
+    return _fact("compiler", "off" if off else "on", _of_gpu(COMPILER_SWITCH[off]))
 
 
-def _dynamic_vram() -> Fact:
+def _dynamic_vram() -> dict[str, str]:
     if not comfy.memory_management.aimdo_enabled:
         reserved = size_text(comfy.model_management.extra_reserved_memory())
         estimated = Message("off: ComfyUI estimates how much to load and leaves {0} free", reserved)
-        return Fact("dynamic VRAM", estimated, _of_gpu("--enable-dynamic-vram, --reserve-vram"))
+        return _fact("dynamic VRAM", estimated, _of_gpu("--enable-dynamic-vram, --reserve-vram"))
     running = Message("on, {0} of headroom", size_text(args.vram_headroom * 2**30))
     read = Message("{0}; weights are read from a fast disk when used", running) if args.fast_disk else running
-    return Fact("dynamic VRAM", read, "--disable-dynamic-vram, --vram-headroom, --fast-disk")
+    return _fact("dynamic VRAM", read, "--disable-dynamic-vram, --vram-headroom, --fast-disk")
 
 
 def _attention() -> Iterator[str]:

@@ -27,9 +27,8 @@ from ....precision.report.schema import (
 )
 from ..accumulation.accumulation_report import flags_of, layer_accumulation, remarks_of
 from ..check.attention import UnaskedChecks
-from ..comfyui import self_test
 from ..comfyui.attributes import kernel_of_file
-from ..comfyui.gate import met_in
+from ..comfyui.gate import UNEQUAL, met_in
 from ..comfyui.layers import activation_dtype, layers_of, matrix_layers, modules_of
 from ..comfyui.model_facts import bytes_by_storage, foreign_layers, parameter_count, record_of, storage_of
 from ..compute.attention import ATTENTIONS, KITCHEN
@@ -94,7 +93,7 @@ def report_of(patcher: ModelPatcher, encoders: Sequence[EncoderReport] = ()) -> 
     foreign = Counter(foreign_layers(patcher).values())
     packed = (Message(PACKED, count, cls) for cls, count in foreign.items())
     met = met_in(modules_of(patcher.model)).values()
-    report.notes += [*self_test.found, *met, *_int8_notes(layers), *packed]
+    report.notes += [*UNEQUAL.values(), *met, *_int8_notes(layers), *packed]
     patches = (type(patch.model) for patch in patcher.model_patches_models())
     report.notes += [Message(PATCHED_BY, cls.__name__) for cls in patches if not issubclass(cls, LowRankModel)]
     report.encoders = list(encoders)

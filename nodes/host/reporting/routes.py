@@ -13,13 +13,14 @@ from ....precision.base.message import messages_in
 from ....precision.base.options import STORAGE_OPTIONS
 from ....precision.devices.measurements import gains_in
 from ....precision.devices.probes import flags_left_alone
+from ....precision.formats.registry import FORMAT_OF_STORAGE
 from ....precision.plan.auto import int8_as_run
 from ....precision.plan.rules import read
 from ....precision.report import doctor
 from ....precision.report.view import STORAGE_COLOURS
-from ..comfyui import self_test
 from ..comfyui.bodies import json_of, text_of
-from ..comfyui.model_facts import later_storages
+from ..comfyui.gate import UNEQUAL
+from ..comfyui.model_facts import held_storages
 from ..load.alone import computing
 from ..load.devices import current_device
 from ..load.halving import halving
@@ -58,7 +59,9 @@ def _about_device() -> dict:
     found, here = doctor.diagnose(device), [one.speeds for one in kept_speeds(device)]
     measured = gains_in(row for rows in here for row in rows)
     gains = measured.get(int8_as_run(device), not found["int8"]["slow"])
-    more = {"refused": self_test.found, "later": later_storages(), "int8_gains": gains}
+    held = held_storages()
+    later = {name: format.since for name, format in FORMAT_OF_STORAGE.items() if name not in held}
+    more = {"refused": [*UNEQUAL.values()], "later": later, "int8_gains": gains}
     more |= {"storages": {name: {"colour": colour} for name, colour in STORAGE_COLOURS.items()}}
     return {**asdict(doctor.diagnosis_result(found, here)), **more}
 
@@ -103,7 +106,7 @@ def _are_texts(value: Any) -> bool:
 
 
 async def _here(_: web.Request) -> web.Response:
-    return _json({"facts": [asdict(fact) for fact in facts_here()]})
+    return _json({"facts": facts_here()})
 
 
 async def _rules(request: web.Request) -> web.Response:

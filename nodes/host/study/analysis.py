@@ -15,7 +15,7 @@ from ....precision.base.errors import HalfsafeError
 from ....precision.base.layers import kind_of
 from ....precision.base.message import Message
 from ....precision.base.modes import INT8
-from ....precision.base.patching import Patch
+from ....precision.base.patching import Patch, Watch
 from ....precision.formats.comfy_format import can_be_quantized
 from ....precision.formats.int8 import rotation_group
 from ....precision.plan.compute import LEAVES_QUANTIZED
@@ -23,8 +23,8 @@ from ....precision.plan.rules import rules_from
 from ....precision.study.candidates import Candidate, with_fp16_sums
 from ....precision.study.layer_error import LayerResult
 from ....precision.study.sensitivity import BARRED, KEPT, MAX_TRIALS, Analysis, Session
-from ..comfyui.attributes import WEIGHT_FUNCTIONS, casting, casts_weights, weight_functions
-from ..comfyui.layer_forward import LayerForward, standing_on, with_measure
+from ..comfyui.attributes import WEIGHT_FUNCTIONS, casting, casts_weights
+from ..comfyui.layer_forward import LayerForward
 from ..comfyui.layers import matrix_layers
 from ..comfyui.model_facts import model_facts
 from ..comfyui.page import show_progress
@@ -68,7 +68,7 @@ def analyze_model(patcher: ModelPatcher, inputs: Inputs, candidate: str, target_
             yield
 
     subjects = _subjects_of(patcher, wanted)
-    session = Session(subjects, wanted, run, core_weights, _change, with_measure)
+    session = Session(subjects, wanted, run, core_weights, _change, _measured)
     watch_sampling(clone, begin_step, inside)
     analysis = session.analyze(target_db, pin)
     bar.update_absolute(bar.total)
@@ -108,12 +108,16 @@ def _why_barred(module: torch.nn.Module, candidate: Candidate) -> str:
     return ""
 
 
+def _measured(module: torch.nn.Module, measure: Watch) -> list[Patch]:
+    return LayerForward.on(module).with_fields(measure=measure)
+
+
 def _change(module: torch.nn.Module, candidate: Candidate) -> list[Patch]:
     """Return patches that make a layer of ComfyUI compute as the candidate, LoRAs and offloading
     included."""
     if candidate.stores:
         exact = module.forward
-        stored: list[Patch] = [(module, WEIGHT_FUNCTIONS, [*weight_functions(module), candidate.weight])]
+        stored: list[Patch] = [(module, WEIGHT_FUNCTIONS, [*getattr(module, WEIGHT_FUNCTIONS), candidate.weight])]
 
         def rounded(x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
             return exact(candidate.input(x), *args, **kwargs)
@@ -126,4 +130,4 @@ def _change(module: torch.nn.Module, candidate: Candidate) -> list[Patch]:
         with lent(core_weights(module, x, candidate.dtype)) as (weight, bias):
             return with_fp16_sums(x.to(candidate.dtype), weight, bias).to(x.dtype)
 
-    return [*exchanged(LayerForward(module, call, otherwise=standing_on(module))), *casting(module)]
+    return [*exchanged(LayerForward(module, call, otherwise=LayerForward.on(module))), *casting(module)]

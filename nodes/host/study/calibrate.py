@@ -23,7 +23,7 @@ from ....precision.files.atomic_write import require_space
 from ....precision.formats.comfy_format import can_be_quantized
 from ....precision.make.calibration import WIDTHS, CalibrationData, Products, products_bytes
 from ..comfyui.execution import is_on_several_devices
-from ..comfyui.layer_forward import with_measure
+from ..comfyui.layer_forward import LayerForward
 from ..comfyui.layers import matrix_layers
 from ..comfyui.page import show_progress
 from ..comfyui.weights import calling_layers
@@ -102,7 +102,9 @@ def _sampled(
         next(calls)
         # A call with an argument that is not known is not summed: what the layer multiplies is not
         # known either.
-        measuring = (with_measure(module, partial(summed, sums[name])) for name, module in modules.items())
+        measuring = (
+            LayerForward.on(module).with_fields(measure=partial(summed, sums[name])) for name, module in modules.items()
+        )
         with patched(chain.from_iterable(measuring)), calling_layers(modules.values()):
             yield
 

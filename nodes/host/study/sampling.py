@@ -118,7 +118,7 @@ def sample(
     conds = given.positive, given.positive if given.negative is None else given.negative
     cfg = 1.0 if given.negative is None else given.cfg
     denoise = image_denoise if not start.is_nested and torch.count_nonzero(start) else 1.0
-    with compile_disabled(), compiler_off(), torch.no_grad():
+    with compile_disabled(), compiler_off, torch.no_grad():
         result = comfy.sample.sample(
             patcher, noise, steps, cfg, "euler", "simple", *conds, start,
             denoise=denoise, noise_mask=latent.get("noise_mask"), disable_pbar=True, seed=seed,

@@ -14,9 +14,7 @@ from halfsafe.nodes.host.comfyui.layer_forward import (
     GIVEN,
     STANDING,
     LayerForward,
-    standing_on,
     with_frame,
-    with_measure,
 )
 from halfsafe.precision.base.patching import patched
 from support.imagined_cores import GAIN, layers_take
@@ -60,7 +58,7 @@ def test_each_field_acts_at_its_place_in_a_call():
         patched(one.put_on()),
         patched(one.with_fields(adds=adds)),
         patched(with_frame(layer, frame)),
-        patched(with_measure(layer, measure)),
+        patched(LayerForward.on(layer).with_fields(measure=measure)),
     ):
         assert layer(x).tolist() == [[10.0] * 4]
     assert seen == [
@@ -80,9 +78,9 @@ def test_stages_set_fields_of_what_stands_in_any_number_and_an_interrupt_takes_t
     before = dict(vars(one))
     with pytest.raises(KeyboardInterrupt), contextlib.ExitStack() as held:
         held.enter_context(patched(one.put_on()))
-        held.enter_context(patched(standing_on(layer).with_fields(adds=adds)))
+        held.enter_context(patched(LayerForward.on(layer).with_fields(adds=adds)))
         held.enter_context(patched(with_frame(layer, lambda forward, x: forward(x))))
-        assert standing_on(layer) is one and layer.forward.__self__ is one and one.adds is adds
+        assert LayerForward.on(layer) is one and layer.forward.__self__ is one and one.adds is adds
         assert layer(torch.ones(1, 4)).tolist() == [[10.0] * 4]
         raise KeyboardInterrupt
     assert vars(one) == before and one.adds is one.frame is None
@@ -95,7 +93,7 @@ def test_what_another_pack_puts_over_ours_is_what_is_found():
     with patched(one.put_on()):
         inner = layer.forward
         with patched([(layer, "forward", lambda x: -inner(x))]), patched(with_frame(layer, lambda run, x: run(x) + 1)):
-            assert standing_on(layer) is not one
+            assert LayerForward.on(layer) is not one
             assert layer(torch.ones(1, 4)).tolist() == [[-1.0] * 4]
 
 

@@ -418,16 +418,16 @@ def test_what_is_measured_is_not_compiled(comfy, minimax, what):
 @pytest.mark.parametrize("before", [False, True])
 def test_the_compiler_is_off_until_the_last_has_left_then_as_before(monkeypatch, before):
     monkeypatch.setattr(comfy.cli_args.args, "disable_comfy_compiler", before, raising=False)
-    first, last = compiler_off(), compiler_off()
-    first.__enter__(), last.__enter__(), first.__exit__()
-    assert comfy.cli_args.args.disable_comfy_compiler is True
-    last.__exit__()
+    with compiler_off:
+        with compiler_off:
+            pass
+        assert comfy.cli_args.args.disable_comfy_compiler is True
     assert comfy.cli_args.args.disable_comfy_compiler is before
 
 
 def test_a_comfyui_without_it_gets_no_setting(monkeypatch):
     monkeypatch.delattr(comfy.cli_args.args, "disable_comfy_compiler", raising=False)
-    with compiler_off():
+    with compiler_off:
         assert not hasattr(comfy.cli_args.args, "disable_comfy_compiler")
 
 

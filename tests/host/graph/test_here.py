@@ -15,8 +15,12 @@ from support import families, tiny_models
 SWITCHES = {"kernels", "compiler", "dynamic VRAM", "attention", "loaded"}
 
 
-def fact(what: str) -> here.Fact:
-    (found,) = (one for one in here.facts_here() if one.what == what)
+def facts() -> list[SimpleNamespace]:
+    return [SimpleNamespace(**one) for one in here.facts_here()]
+
+
+def fact(what: str) -> SimpleNamespace:
+    (found,) = (one for one in facts() if one.what == what)
     return found
 
 
@@ -24,11 +28,11 @@ def test_each_fact_has_a_switch_of_comfyui_on_a_gpu_and_none_elsewhere(comfy, mo
     from comfy.cli_args import parser
 
     known = {option for action in parser._actions for option in action.option_strings}
-    assert not any(one.switch for one in here.facts_here()), "nothing here would change anything"
+    assert not any(one.switch for one in facts()), "nothing here would change anything"
     monkeypatch.setattr(here, "compute_device", lambda: torch.device("cuda"))
-    facts = here.facts_here()
-    assert {one.what for one in facts} == SWITCHES and len(facts) == 5
-    for one in facts:
+    found = facts()
+    assert {one.what for one in found} == SWITCHES and len(found) == 5
+    for one in found:
         named = {word.strip(",") for word in one.switch.split() if word.startswith("--")}
         assert one.here and one.switch and named <= known, one
 

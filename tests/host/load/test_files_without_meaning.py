@@ -9,7 +9,7 @@ from halfsafe.nodes.host.load.controlnet import load_control_net, loaded_control
 from halfsafe.nodes.host.load.encoders import load_text_encoder, load_vae
 from halfsafe.nodes.host.load.files import output_path
 from halfsafe.nodes.host.load.models import load_diffusion_model
-from halfsafe.nodes.host.reporting.badge import scales_word
+from halfsafe.nodes.host.reporting.badge import BADGE_KEY, control_ui, encoder_ui, model_ui
 from halfsafe.precision.base.errors import CheckpointError, HalfsafeError
 from halfsafe.precision.files.safetensors_file import open_checkpoint
 from halfsafe.precision.formats.checkpoint import SCALES_ELSEWHERE, WITHOUT_SCALES
@@ -26,33 +26,34 @@ def diffusion_model(path, whole=False):
 
 
 def encoder(path):
-    return load_text_encoder([str(path)], "stable_diffusion", "auto", "auto").patcher
+    return load_text_encoder([str(path)], "stable_diffusion", "auto", "auto")
 
 
 def control(path):
-    return loaded_control(load_control_net(str(path), "as_file", "fp32", NO_RULES)).planned.current_patcher
+    return load_control_net(str(path), "as_file", "fp32", NO_RULES)
 
 
 LOADERS = {
-    "diffusion model": (tiny_models.wan, diffusion_model),
+    "diffusion model": (tiny_models.wan, diffusion_model, model_ui),
     "checkpoint": (
         functools.partial(tiny_models.sd15_checkpoint, layers=2),
         functools.partial(diffusion_model, whole=True),
+        model_ui,
     ),
-    "text encoder": (tiny_models.clip_l, encoder),
-    "VAE": (tiny_models.sd_vae, lambda path: load_vae(str(path), "auto").patcher),
-    "ControlNet": (control_files.sd15, control),
+    "text encoder": (tiny_models.clip_l, encoder, encoder_ui),
+    "VAE": (tiny_models.sd_vae, lambda path: load_vae(str(path), "auto"), encoder_ui),
+    "ControlNet": (control_files.sd15, control, control_ui),
 }
 
 
 @pytest.fixture(scope="module", params=LOADERS)
 def loader(comfy, request, tmp_path_factory):
-    write, load = LOADERS[request.param]
-    return write(tmp_path_factory.mktemp("meaning") / "model.safetensors"), load
+    write, load, ui = LOADERS[request.param]
+    return write(tmp_path_factory.mktemp("meaning") / "model.safetensors"), load, ui
 
 
 def test_a_matrix_of_whole_numbers_is_refused_by_name(loader, tmp_path):
-    path, load = loader
+    path, load, _ = loader
     name = next(name for name, tensor in load_file(path).items() if tensor.dim() > 1 and name.endswith("weight"))
     whole = model_files.changed(
         path,
@@ -64,7 +65,7 @@ def test_a_matrix_of_whole_numbers_is_refused_by_name(loader, tmp_path):
 
 
 def test_zeros_where_matrices_were_are_told(loader, tmp_path, caplog):
-    path, load = loader
+    path, load, _ = loader
     caplog.set_level("INFO", "halfsafe")
     assert ZEROS not in notes_of(load(path)) and ZEROS not in caplog.text
     data = bytearray(path.read_bytes())
@@ -74,7 +75,7 @@ def test_zeros_where_matrices_were_are_told(loader, tmp_path, caplog):
 
 
 def test_a_hole_inside_of_a_matrix_is_told_by_its_bytes(loader, tmp_path, caplog):
-    path, load = loader
+    path, load, _ = loader
     entries = open_checkpoint(path).entries.items()
     name, entry = max(entries, key=lambda item: (len(item[1].shape) > 1) * (item[1].end - item[1].start))
     size = entry.end - entry.start
@@ -90,7 +91,7 @@ def test_a_hole_inside_of_a_matrix_is_told_by_its_bytes(loader, tmp_path, caplog
 
 
 def test_fp8_that_lacks_its_scales_is_told_by_note_and_badge(loader, tmp_path, caplog):
-    path, load = loader
+    path, load, ui = loader
 
     def changed(divide):
         def change(tensors):
@@ -104,14 +105,17 @@ def test_fp8_that_lacks_its_scales_is_told_by_note_and_badge(loader, tmp_path, c
 
     caplog.set_level("INFO", "halfsafe")
     plain = load(changed(False))
-    assert SCALES_ELSEWHERE not in notes_of(plain) and scales_word(plain) is None
+    assert SCALES_ELSEWHERE not in notes_of(plain) and WITHOUT_SCALES not in ui(plain)[BADGE_KEY][0]
     told = load(changed(True))
     assert SCALES_ELSEWHERE in notes_of(told) and SCALES_ELSEWHERE in caplog.text
-    assert scales_word(told) == WITHOUT_SCALES
+    assert WITHOUT_SCALES in ui(told)[BADGE_KEY][0]
 
 
-def notes_of(patcher):
-    return " ".join(patcher.attachments["halfsafe"].notes)
+def notes_of(loaded):
+    """The notes in the record of a model, a text encoder, a VAE or a ControlNet."""
+    if hasattr(loaded, "control_model"):
+        return " ".join(loaded_control(loaded).record.notes)
+    return " ".join(getattr(loaded, "patcher", loaded).attachments["halfsafe"].notes)
 
 
 def test_a_name_that_no_file_can_have_is_refused(comfy):

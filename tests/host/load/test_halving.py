@@ -238,7 +238,7 @@ def test_what_is_left_for_a_file_in_8_bits_is_offered_with_its_bytes(comfy, file
     )
     sizes = [found["bytes"], *(one["bytes"] for one in found["left"])]
     assert sizes == sorted(sizes, reverse=True) and sizes[2] < 0.85 * sizes[0]
-    monkeypatch.setattr(host, "later_storages", dict)
+    monkeypatch.setattr(host, "held_storages", lambda: host.FORMAT_OF_STORAGE)
     assert [one["needs"] for one in judged(path.name)[0]["left"]] == ["", ""]
     assert judged("halved_wan.safetensors")[0]["left"] == [], "8 bits are left"
     (cast,) = judged("halved_wan.safetensors", in_8_bits=True)

@@ -9,7 +9,7 @@ import traceback
 import pytest
 import torch
 from comfy.sd import load_lora_for_models
-from halfsafe.nodes.host.comfyui.layer_forward import STANDING, standing_on
+from halfsafe.nodes.host.comfyui.layer_forward import STANDING, LayerForward
 from halfsafe.nodes.host.guard.model import guard_of
 from halfsafe.nodes.host.replay import interceptor
 from halfsafe.nodes.host.replay.core_state import CoreState
@@ -38,7 +38,7 @@ def in_the_second_call(model, call, seen_of):
 
 def steps_in_a_call(model, call):
     """What the layer runs, in order."""
-    return in_the_second_call(model, call, lambda module: repr(standing_on(module)))
+    return in_the_second_call(model, call, lambda module: repr(LayerForward.on(module)))
 
 
 def with_everything(comfy, wan):
@@ -67,7 +67,7 @@ def test_the_rung_of_a_call_acts_without_a_guard_too(comfy, wan, call):
 def test_one_forward_stands_on_a_layer_whatever_acts_on_it(comfy, wan, call, ampere):
     model = with_everything(comfy, wan)
     assert steps_in_a_call(model, call) == "operand fp16, Fp16Sums, Linear, result fp32, LowRankLayer"
-    standing = in_the_second_call(model, call, standing_on)
+    standing = in_the_second_call(model, call, LayerForward.on)
     assert type(standing.module) is standing.product.__self__.__class__, (
         "what was found on the layer, not another of ours"
     )

@@ -3,7 +3,7 @@
 import comfy.ops
 import pytest
 import torch
-from halfsafe.nodes.host.comfyui.layer_forward import standing_on
+from halfsafe.nodes.host.comfyui.layer_forward import LayerForward
 from halfsafe.nodes.host.load.devices import current_device
 from halfsafe.nodes.host.study import analysis as host
 from halfsafe.nodes.host.study.sampling import Inputs, sample
@@ -286,6 +286,6 @@ def test_a_lora_beside_a_layer_that_is_tried_in_int8_is_given_the_input_as_it_is
             return result
 
     x = torch.randn(4, 64)
-    with patched(host._change(layer, Candidate("int8"))), patched(standing_on(layer).with_fields(adds=Adds())):
+    with patched(host._change(layer, Candidate("int8"))), patched(LayerForward.on(layer).with_fields(adds=Adds())):
         assert not torch.equal(layer(x), x), "rounded in int8"
     assert torch.equal(*given, x)

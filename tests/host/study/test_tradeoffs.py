@@ -342,7 +342,7 @@ def test_nothing_is_left_on_the_model(comfy, model, path, monkeypatch, error, st
 def test_no_report_tells_of_a_run_that_only_measures(comfy, model, monkeypatch, study):
     """The report of the one node is of the user's model and of the user's runs."""
     told = []
-    monkeypatch.setattr(badge, "send_report", lambda node_id, token, *report: told.append(token))
+    monkeypatch.setattr(badge, "send", lambda event, data, messages: told.append(data["token"]))
     planned = comfy.run("HalfsafeAutoPrecision", model=model, goal="balanced")[0]
     before = badge.report_json(planned)
     options = {
