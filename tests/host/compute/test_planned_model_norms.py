@@ -27,10 +27,13 @@ def test_a_call_gives_the_bits_of_comfyuis_own_norms(comfy, models_dir, monkeypa
 
 def _of_pack(counted: list, own):
     """A pack's function in place of ``own``, with its name and module, as ``functools.wraps`` gives them."""
-    scope = {"counted": counted, "own": own}
-    code = "def replaced(*args, **kwargs):\n    counted.append(1)\n    return own(*args, **kwargs)"
-    exec(compile(code, "/custom_nodes/norms/nodes.py", "exec"), scope)
-    return functools.wraps(own)(scope["replaced"])
+
+    def replaced(*args, **kwargs):
+        counted.append(1)
+        return own(*args, **kwargs)
+
+    replaced.__code__ = replaced.__code__.replace(co_filename="/custom_nodes/norms/nodes.py")
+    return functools.wraps(own)(replaced)
 
 
 WAYS = {

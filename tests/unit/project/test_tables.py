@@ -11,6 +11,7 @@ from assets.devices_table import measurement_rows
 from halfsafe.precision.base.modes import MODES
 from halfsafe.precision.devices.detect import detect
 from halfsafe.precision.devices.profiles import ROWS
+from halfsafe.precision.formats import families as read_families
 from halfsafe.precision.guard import verdicts
 from halfsafe.precision.plan.auto import auto_compute
 from halfsafe.precision.plan.presets import PRESETS
@@ -54,7 +55,7 @@ def test_the_table_of_devices_is_the_codes(document):
             known = NO if not getattr(profile, f"{setting}_matmul") else GAIN[profile.gain(setting)]
             assert said.startswith(known), (profile.name, setting)
         for said, families in zip(computes, FAMILIES, strict=True):
-            supported = (family.supported for family in families_read.FAMILIES if family.name in families)
+            supported = (family.supported for family in read_families.FAMILIES if family.name in families)
             chosen = {auto_compute(device, each, "bf16")[0] for each in supported}
             assert {re.match(r"\w+", said, re.ASCII)[0]} == chosen, profile.name
 
