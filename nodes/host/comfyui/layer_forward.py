@@ -56,8 +56,6 @@ class LayerForward:
         otherwise: runs calls with an argument that is not known; None if the product takes any.
         counted: the calibration that counts the product's operations, and the layer's name in it.
         gated: compute what ComfyUI folds into the layer; else the product does.
-
-    ``planned``: the mode that it was created for, the same before and after any call.
     """
 
     adds: torch.nn.Module | None = None
@@ -82,7 +80,6 @@ class LayerForward:
         self.calibration, self.name = counted or (None, "")
         self.gate = Gate.of(module, otherwise is not None) if gated else None
         self.alone = self._is_alone()
-        self.planned = self.mode
 
     @classmethod
     def on(cls, module: torch.nn.Module) -> LayerForward:

@@ -372,7 +372,7 @@ class Bound:
         self.format: Format | None = None
         self.kernels: dict[object, Unpacker] = {}
         self.products: dict[object, Callable[..., torch.Tensor]] = {}
-        self.ran = False
+        self.ran: bool | torch.dtype = False  # in the calls so far; the dtype if the last one unpacked the weight
 
     def __call__(self, input: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         if torch.compiler.is_dynamo_compiling() or args or kwargs or input.requires_grad:

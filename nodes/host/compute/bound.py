@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from comfy.quant_ops import QuantizedTensor
 
-from ....precision.base.dtypes import dtype_named
-from ....precision.base.modes import FP8, INT8
+from ....precision.base.dtypes import dtype_named, name_of
+from ....precision.base.modes import FP8, INT8, ModeName
 from ....precision.formats.format import Format
 from ....precision.formats.fp8 import FP8_RESULT, OF_INPUTS, activation_scale
 from ..comfyui.attributes import BIAS_FUNCTIONS, WEIGHT_FUNCTIONS
@@ -29,7 +29,12 @@ class Int8Linear(Bound):
     format."""
 
     takes_patched = True
-    mode = INT8.name
+    as_stored: ModeName = INT8.name
+
+    @property
+    def mode(self) -> str:
+        """Mode of the product, or the dtype that the last call unpacked the weight to."""
+        return name_of(self.ran) if isinstance(self.ran, torch.dtype) else self.as_stored
 
     def _product(self, format: Format, x: torch.Tensor, weight: QuantizedTensor) -> Callable[..., torch.Tensor]:
         data, scale = getattr(weight, DATA), getattr(weight, PARAMS).scale
@@ -39,12 +44,12 @@ class Int8Linear(Bound):
 class Fp8Linear(Int8Linear):
     """Multiply in fp8, with a scale computed from the input."""
 
-    mode = FP8.name
+    as_stored = FP8.name
 
     def otherwise(self, input: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         module, dtype = self.module, input.dtype if input.dtype.itemsize == 2 else dtype_named(FP8_RESULT)
         if not torch.compiler.is_compiling() or has_changed_weight(module):
-            self.ran = True
+            self.ran = dtype
             return type(module).forward(module, input.to(dtype), *args, **kwargs).to(input.dtype)
         rows = input.reshape(-1, input.shape[-1]).to(dtype)
         quantized = QuantizedTensor.from_float(rows, LAYOUT, scale=activation_scale(rows, OF_INPUTS))

@@ -2,7 +2,6 @@
 in it."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import torch
 
@@ -39,46 +38,60 @@ class PlannedLayers:
         self.operations: dict[str, SafeOperation] = {}
         self.fp8: dict[str, Fp8Linear] = {}
         self.patches: list[Patch] = []
-        self._activations, self._safe = plan.activation_dtype, plan.is_safe
+        self._safe = plan.is_safe
         holds = holds_sums(plan)
-        self._decisions: dict[str, LayerPlan] = {}
+        self._decisions = {name: plan.decisions[name] for name in layers}
         for name, layer in layers.items():
-            decision = self._decisions[name] = plan.decisions[name]
-            if decision.mode == INT8.name:  # its weight is not stored in int8: it computes as the other layers do
-                decision = self._decisions[name] = replace(decision, mode=MODE_OF[plan.choice.used])
-            forward = self.forwards[name] = self._forward(name, layer, decision)
+            forward = self.forwards[name] = self._forward(name, layer, plan)
             self.patches += exchanged(forward, fp16_sums=not holds)
             self.patches += casting(layer)
 
-    def _forward(self, name: str, layer: torch.nn.Module, decision: LayerPlan) -> LayerForward:
+    @staticmethod
+    def products(name: str, layer: torch.nn.Module, plan: ComputePlan) -> tuple[str, torch.dtype]:
+        """Return what a plan multiplies a layer in: the mode of a product of ours, "" for none; and
+        the dtype of the input of the layer's own forward, which runs without one."""
+        mode: str = plan.decisions[name].mode
+        if mode == INT8.name:  # its weight is not stored in int8: it computes as the other layers do
+            mode = MODE_OF[plan.choice.used]
+        bound = mode if mode in (FP8.name, FP16_WIDE.name) and only_multiplies(layer) else ""
+        if mode == FP8.name:  # a LoRA in bypass mode has put its own forward around the layer's
+            mode = FP8_RESULT if plan.is_in_fp32 else plan.activation_dtype
+        dtype = torch.float32 if mode == FP16_WIDE.name else dtype_named(mode)
+        if type(layer).forward.__module__.startswith("torch.nn."):
+            dtype = torch.promote_types(layer.weight.dtype, dtype)  # torch's own classes cannot cast their weights
+        return bound, dtype
+
+    def _forward(self, name: str, layer: torch.nn.Module, plan: ComputePlan) -> LayerForward:
         """Create the forward of a layer: a product of ours, or the layer's own with values in the
         plan's dtypes."""
+        decision = plan.decisions[name]
+        product, dtype = self.products(name, layer, plan)
         result = torch.float32 if decision.stream == FP32.name else GIVEN
-        own = self._own(name, layer, decision, result)
         ruled = self._ruled(decision.sums) if decision.sums else None
-        if decision.mode == FP8.name and only_multiplies(layer):
+        own = self._own(name, layer, dtype, result, ruled)
+        if product == FP8.name:
             fp8 = self.fp8[name] = Fp8Linear(layer)
             wide = None if result == GIVEN else result
             return LayerForward(layer, fp8.__call__, result=wide, sums=ruled, otherwise=own)
-        if decision.mode == FP16_WIDE.name and only_multiplies(layer):
+        if product == FP16_WIDE.name:
             scale, weights = self.calibration.scale(name), weights_of(layer)
             safe = self.operations[name] = SafeOperation(layer, scale, self.calibration, weights)
             return LayerForward(layer, safe.__call__, result=None if self._safe else result, sums=ruled, otherwise=own)
         return own
 
-    def _own(self, name: str, layer: torch.nn.Module, decision: LayerPlan, result: torch.dtype | str) -> LayerForward:
+    def _own(
+        self, name: str, layer: torch.nn.Module, dtype: torch.dtype, result: torch.dtype | str, ruled: Sums | None
+    ) -> LayerForward:
         """Create the forward that casts the input and calls what was found on a layer; ComfyUI's
         layers cast their weights to their input's dtype. Sums that accumulation tries are kept, so
         that it sees the operand."""
         product, found = bound_forward(layer), LayerForward.on(layer)
         if not casts_itself(layer):
             product = crossing(product, Message("'{0}'", name))
-        ruled = self._ruled(decision.sums) if decision.sums else None
-        cast = self._own_dtype(layer, decision.mode), result
-        own = LayerForward(layer, product, *cast, ruled, counted=(self.calibration, name))
+        own = LayerForward(layer, product, dtype, result, ruled, counted=(self.calibration, name))
         if ruled or found.sums is None:
             return own
-        return LayerForward(layer, product, *cast, found.sums, otherwise=own, counted=(self.calibration, name))
+        return LayerForward(layer, product, dtype, result, found.sums, otherwise=own, counted=(self.calibration, name))
 
     def _ruled(self, sums: str) -> Sums:
         """Return the accumulation that a rule of the user requests. It has no effect if flags are
@@ -92,14 +105,6 @@ class PlannedLayers:
                 return product(*args, **kwargs)
 
         return run
-
-    def _own_dtype(self, layer: torch.nn.Module, mode: str) -> torch.dtype:
-        if mode == FP8.name:  # a LoRA in bypass mode has put its own forward around the layer's
-            mode = FP8_RESULT if self._activations == FP32.name else self._activations
-        dtype = torch.float32 if mode == FP16_WIDE.name else dtype_named(mode)
-        if type(layer).forward.__module__.startswith("torch.nn."):
-            return torch.promote_types(layer.weight.dtype, dtype)  # torch's own classes cannot cast their weights
-        return dtype
 
     def __repr__(self) -> str:
         """One line per layer: its operation, mode, operand scale and reason."""
@@ -122,7 +127,7 @@ class PlannedLayers:
         watched = {
             name: (each.mode, each.scale.is_watched, each.finite is None) for name, each in self.operations.items()
         }
-        return {**{name: forward.planned for name, forward in self.forwards.items()}, **watched}
+        return {**{name: forward.mode for name, forward in self.forwards.items()}, **watched}
 
     @property
     def fp16_flops(self) -> int:

@@ -15,7 +15,8 @@ from ..comfyui.attributes import FORCED_TO_CAST, FULL_PRECISION, WEIGHT_FUNCTION
 from ..comfyui.kernels import DEQUANTIZED, kernel_of_product
 from ..comfyui.layers import CAST_TO_FP32, DIFFUSION_MODEL, activation_dtype, is_quantized, layers_of, own_cast
 from ..replay.seen import own_products
-from .bound import FP8_RESULT, has_changed_weight
+from .bound import has_changed_weight
+from .core_layers import PlannedLayers
 from .executor import compute_of
 
 CALLED_IN_FP32 = "the model's own code casts its input to fp32"
@@ -94,10 +95,15 @@ def states_of(patcher) -> dict[str, LayerState]:
         decision, forward = decisions.get(name), standing.get(name)
         row = FORMATS.get(quantization_format(module)) if is_quantized(module) else None
         of_format = row.mode.name if row and row.mode else ""
-        given, stored = _planned(patcher, name, module, name_of(dtype), decision)
+        if compute and decision and not (decision.mode == INT8.name and is_quantized(module)):
+            product, own = PlannedLayers.products(name, module, compute.plan)
+            stored = product == FP8.name and not has_changed_weight(module)
+            given = name_of(own) if product in ("", FP8.name) else product
+        else:
+            given, stored = _by_comfyui(patcher, name, module, name_of(dtype), decision)
         mode = planned = of_format if stored and of_format else given
         if forward:
-            mode, planned = forward.mode, forward.planned
+            mode = forward.mode
             stored = mode == of_format
         elif name in seen:
             operand, stored = seen[name]
@@ -116,17 +122,12 @@ def states_of(patcher) -> dict[str, LayerState]:
     return states
 
 
-def _planned(
+def _by_comfyui(
     patcher, name: str, module: torch.nn.Module, activations: str, decision: LayerPlan | None
 ) -> tuple[str, bool]:
-    """Return what a layer is expected to multiply in if its weight is unpacked, and whether it is
-    expected to multiply by its quantized weight as stored. A call shows what ComfyUI's own code
+    """Return what ComfyUI's own code is expected to multiply a layer in if it unpacks the weight,
+    and whether it is expected to multiply by the quantized weight as stored. A call shows what it
     does (``replay/seen.py``)."""
-    if decision and decision.mode == FP8.name:
-        own = FP8_RESULT if activations == FP32.name else activations
-        return own, not has_changed_weight(module)
-    if decision and decision.mode != INT8.name:
-        return decision.mode, False
     cast = own_cast(patcher.model.diffusion_model, name)
     given = activations if not cast else FP32.name if cast == CAST_TO_FP32 else name_of(module.weight.dtype)
     if not is_quantized(module) or kind_of(module) is None or getattr(module, WEIGHT_FUNCTIONS):

@@ -1,5 +1,7 @@
 """How each layer runs, as ``states_of`` says it of layers that ComfyUI runs itself, beside a spy on the products."""
 
+import logging
+
 import pytest
 import torch
 from halfsafe.nodes.host.comfyui import layers
@@ -85,6 +87,21 @@ def test_a_layer_that_comfyui_dequantizes_is_seen_until_it_multiplies_as_stored_
         assert not_as_said(model, call) == []
     families.sample(model, "wan", steps=1)
     assert (states_of(model)[INT8].mode, states_of(model)[INT8].kernel) == ("int8", "eager")
+
+
+@pytest.mark.parametrize("attribute", ["weight_function", "bias_function"])
+def test_an_fp8_product_that_unpacks_a_changed_weight_is_said_and_planned_so(comfy, wan, call, monkeypatch, attribute):
+    monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_89")
+    monkeypatch.setattr(logging.getLogger("comfy_kitchen.tensor.fp8"), "disabled", True)
+    model = reporting(families.load(comfy, wan, "fp8_e4m3fn", "fp8"))
+    assert not_as_said(model, call) == [] and states_of(model)[INT8].mode == "fp8"
+    with monkeypatch.context() as patch:
+        patch.setattr(layers_of(model)[INT8], attribute, [lambda tensor: tensor])
+        planned = states_of(model)[INT8].planned
+        assert not_as_said(model, call) == []
+        state = states_of(model)[INT8]
+        assert (state.mode, state.planned, state.kernel) == (planned, planned, "dequantized")
+    assert not_as_said(model, call) == [] and states_of(model)[INT8].mode == "fp8"
 
 
 def test_what_a_call_showed_is_not_said_of_another_dtype_of_the_same_model(wan, call, no_table):
