@@ -3,7 +3,7 @@
 import torch
 from comfy_api.latest import io
 
-from ..precision.study.analysis_text import analysis_result, rules_of
+from ..precision.study.analysis_text import analysis_result
 from ..precision.study.candidates import CANDIDATES
 from ..precision.study.charts import analysis_chart
 from .host.compute.layer_modes import compute_name
@@ -65,7 +65,7 @@ class AnalyzeLayers(io.ComfyNode):
         name = type(model.model).__name__
         result = analysis_result(found, name, compute_name(model))
         chart = torch.from_numpy(analysis_chart(found, name)).unsqueeze(0)
-        return io.NodeOutput(rules_of(found), result.text, chart, ui=result.ui())
+        return io.NodeOutput(found.rules, result.text, chart, ui=result.ui())
 
 
 NODES = [AnalyzeLayers]

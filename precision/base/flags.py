@@ -14,7 +14,7 @@ UNREADABLE = (AttributeError, RuntimeError)
 
 
 @dataclass(frozen=True)
-class FlagSetting:
+class _FlagSetting:
     """One setting: ``read`` gives its exact state, ``write`` takes that or a bool, ``is_on`` reads a state as a
     bool."""
 
@@ -28,7 +28,7 @@ def _matmul():
     return torch.backends.cuda.matmul
 
 
-def _pair(name: str) -> FlagSetting:
+def _pair(name: str) -> _FlagSetting:
     """Make a setting of matmuls, whose reduced-precision reductions have a split-k half."""
     flag, split_k = f"allow_{name}", f"allow_{name}_split_k"
 
@@ -43,7 +43,7 @@ def _pair(name: str) -> FlagSetting:
             value = (value, True)
         setattr(_matmul(), flag, value)
 
-    return FlagSetting(name, read, write, lambda state: state[0] if isinstance(state, tuple) else state)
+    return _FlagSetting(name, read, write, lambda state: state[0] if isinstance(state, tuple) else state)
 
 
 _Tf32 = tuple[bool | None, str | None, str | None]
@@ -60,7 +60,7 @@ def _word_of_matmuls() -> str | None:
 
 def _tf32(
     name: str, old_owner: Callable[[], Any], new_owner: Callable[[], Any], word: Callable[[], str | None] = lambda: None
-) -> FlagSetting:
+) -> _FlagSetting:
     def read() -> _Tf32:
         # Once the new names were written, the old ones may refuse to be read (PyTorch #164766, #166387).
         old, new = _get(old_owner, "allow_tf32"), _get(new_owner, "fp32_precision")
@@ -82,7 +82,7 @@ def _tf32(
         if new is not None and _get(new_owner, "fp32_precision") != new:
             new_owner().fp32_precision = new
 
-    return FlagSetting(name, read, write, lambda state: state[1] == "tf32" if state[0] is None else state[0])
+    return _FlagSetting(name, read, write, lambda state: state[1] == "tf32" if state[0] is None else state[0])
 
 
 def _get(owner: Callable[[], object], name: str):

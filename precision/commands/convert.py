@@ -16,7 +16,7 @@ from ..devices.hardware import default_device
 from ..files.safetensors_file import open_checkpoint, write_safetensors
 from ..files.tensor_file import TensorFile
 from ..files.zeros import zero_places
-from ..formats.card import Provenance, card_entry, source_of
+from ..formats.card import Provenance, source_of
 from ..formats.checkpoint import CARD_KEY, Checkpoint, dialect_text, read_checkpoint
 from ..formats.comfy_format import made_here, tensors_made
 from ..formats.diffusers_names import origins_of
@@ -127,7 +127,7 @@ def convert_file(
         device = default_device()
         rounding = CalibratedRounding(calibration, checkpoint.weights, plans, provenance.source, name, prefix, device)
         provenance = replace(provenance, calibration=rounding.noted())
-    metadata = {"format": "pt"} | checkpoint.metadata | card_entry(provenance, plans.values(), readings)
+    metadata = {"format": "pt"} | checkpoint.metadata | provenance.card_entry(plans.values(), readings)
     made = (rounding.made if rounding else made_here)(checkpoint.weights, plans, source)
     errors: dict[str, float] = {}
     made = measuring_errors(made, plans, errors, all_changed=card)

@@ -42,35 +42,34 @@ class Provenance:
     calibration: Mapping[str, object] = field(default_factory=dict)
     unfit: Sequence[str] = ()
 
+    def card_entry(self, plans: Iterable[LayerPlan], readings: Sequence[Reading]) -> dict[str, str]:
+        """Make the card of a file of these weights, as an entry of its metadata.
+
+        ``readings``: who reads its quantized layers.
+        """
+        plans = list(plans)
+        if self.card and not any(plan.changes for plan in plans):
+            return {CARD_KEY: self.card}
+        unread = [reading.text for reading in readings if reading.since is None]
+        card = {
+            "halfsafe": pack_version(),
+            "needs_comfyui": first_comfyui(readings),
+            **({"not_read_by_comfyui": unread} if unread else {}),
+            "asked_storage": self.asked,
+            "weights": dict(sorted(Counter(plan.stored for plan in plans).items())),
+            "rules": {"presets": list(dict.fromkeys(self.presets)), "lines": list(self.rules)},
+            "merged_patches": self.patched,
+            **({"weights_that_patches_do_not_fit": list(self.unfit)} if self.unfit else {}),
+            "source": dict(self.source),
+            **({"calibration": dict(self.calibration)} if self.calibration else {}),
+        }
+        return {CARD_KEY: json.dumps(card)}
+
 
 def source_of(file: TensorFile) -> dict[str, object]:
     """Describe a file by name, size in bytes of all its parts, and ``fingerprint``."""
     size = sum(os.path.getsize(part) for part in file.files)
     return {"file": file.path.name, "bytes": size, "sha256_of_header_and_4096_bytes_of_each_tensor": file.fingerprint()}
-
-
-def card_entry(provenance: Provenance, plans: Iterable[LayerPlan], readings: Sequence[Reading]) -> dict[str, str]:
-    """Make the card of a file of these weights, as an entry of its metadata.
-
-    ``readings``: who reads its quantized layers.
-    """
-    plans = list(plans)
-    if provenance.card and not any(plan.changes for plan in plans):
-        return {CARD_KEY: provenance.card}
-    unread = [reading.text for reading in readings if reading.since is None]
-    card = {
-        "halfsafe": pack_version(),
-        "needs_comfyui": first_comfyui(readings),
-        **({"not_read_by_comfyui": unread} if unread else {}),
-        "asked_storage": provenance.asked,
-        "weights": dict(sorted(Counter(plan.stored for plan in plans).items())),
-        "rules": {"presets": list(dict.fromkeys(provenance.presets)), "lines": list(provenance.rules)},
-        "merged_patches": provenance.patched,
-        **({"weights_that_patches_do_not_fit": list(provenance.unfit)} if provenance.unfit else {}),
-        "source": dict(provenance.source),
-        **({"calibration": dict(provenance.calibration)} if provenance.calibration else {}),
-    }
-    return {CARD_KEY: json.dumps(card)}
 
 
 @cache

@@ -12,7 +12,7 @@ to know is asked of the format.
 | what ComfyUI makes of it | ``is_held_by``, ``as_loaded``, ``is_cast``, ``multiplies_in``, ``misread`` |
 | what a storage changes | ``lies_in``, ``is_same_in``, ``is_rounded_again``, ``holds`` |
 | what it may be held in | ``is_only_linear``, ``one_scale``, ``has_many_scales`` |
-| its tensors, written | ``specs``, ``settings``, ``encode``, ``taken_over``, ``auxiliary`` |
+| its tensors, written | ``specs``, ``stored_bytes``, ``settings``, ``encode``, ``taken_over``, ``auxiliary`` |
 | rows of several weights as one | ``joins``, ``by_row``, ``aligned`` |
 | its product | ``kernels_for``, ``apply``, ``unpacking``, ``numbers``, ``apply_unpacked`` |
 
@@ -372,6 +372,10 @@ class Format:
     def specs(self, rows: int, columns: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Map the tensors of a written weight to their shapes and dtypes, ``weight`` first."""
         raise NotImplementedError
+
+    def stored_bytes(self, rows: int, columns: int) -> int:
+        """Count the bytes of a written weight with its scales."""
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.specs(rows, columns).values())
 
     def settings(self, columns: int) -> dict:
         """Return the settings in ``<layer>.comfy_quant`` besides the format."""

@@ -54,7 +54,7 @@ def fast_accumulation(refused: Refused) -> Iterator[None]:
         _refused.reset(token)
 
 
-def divides_in_fp32(kernel: Callable) -> bool:
+def _divides_in_fp32(kernel: Callable) -> bool:
     """True if a kernel that quantizes to fp8 divides by the scale in fp32, whatever the dtype of
     its input."""
     # ``static_cast<float>(_src_ptr[j]) / *scale_f``, in quantize_fp8_tensor_kernel of comfy-kitchen's
@@ -185,7 +185,7 @@ class Fp8(Format):
         quantize = find("quantize_per_tensor_fp8", x=rows, scale=scale.float(), output_type=OF_INPUTS)
         # For AMD comfy-kitchen has a kernel of its own.
         of_amd = kitchen_function("scaled_mm_v2.scaled_mm_v2") if torch.version.hip else None
-        return quantize, divides_in_fp32(quantize), of_amd, find
+        return quantize, _divides_in_fp32(quantize), of_amd, find
 
     def apply(
         self, bound: tuple, x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None

@@ -1,7 +1,7 @@
 """What is known of a failed call, and the table of what explains its failure."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ from ..devices import probes
 from ..report.schema import Verdict
 from . import verdicts
 from .failed_call import Attempt, FailedCall
-from .inputs import Diagnosis, NotFiniteInput, changed, rows_not_finite, without_nan, zeroed
+from .inputs import Diagnosis, NotFiniteInput, rows_not_finite, without_nan, zeroed
 from .localize import Origin
 from .log import GuardLog
 from .rungs import AS_IT_WAS, Rung
@@ -196,7 +196,7 @@ class Evidence:
         if not self.inputs or not may_matter or not self._is_not_finite_in_fp32():
             return None
         for one in self.inputs[:MOST_INPUTS]:
-            if self._finite_in_fp32(self.call.replaced(self.given, changed([one], zeroed))):
+            if self._finite_in_fp32(self.call.replaced(self.given, _changed([one], zeroed))):
                 return one
         return None
 
@@ -223,6 +223,12 @@ class Evidence:
                 advice = None if advice is None else Message(advice, found)
                 return Diagnosis(self.place, verdict, advice, Message(text, found))
         return None
+
+
+def _changed(chosen: Iterable[NotFiniteInput], change: Callable[[torch.Tensor], torch.Tensor]) -> Callable:
+    """Return a function that changes each tensor of the chosen inputs, and no other tensor."""
+    wanted = {id(value) for one in chosen for value in one.values}
+    return lambda value: change(value) if id(value) in wanted else value
 
 
 def _rows_that_differ(values, others) -> set[int]:

@@ -33,6 +33,11 @@ class NotFiniteInput:
     verdict: Verdict = "bad_input"
     advice: str | None = None
 
+    @property
+    def has_nan(self) -> bool:
+        """True if it holds NaN. Inf alone may be intended (a mask) or harmless."""
+        return any(bool(torch.isnan(floats(value)).any()) for value in self.values)
+
     def nan_rows(self, batch: int) -> set[int]:
         """List the rows of a batch whose input holds NaN; all rows if a value has no batch
         dimension."""
@@ -73,12 +78,6 @@ def _verdict_on(name: str) -> Verdict:
     return "not_precision" if name in MADE_WHILE_SAMPLING else "bad_input"
 
 
-def nan_inputs(named: Iterable[tuple[str, object]]) -> list[NotFiniteInput]:
-    """List the inputs with NaN among (name, nested values). Inf may be intended (a mask) or
-    harmless."""
-    return [one for one in inputs_not_finite(named) if any(torch.isnan(floats(value)).any() for value in one.values)]
-
-
 def is_finite(tensor: torch.Tensor) -> bool:
     """Return whether a tensor holds neither NaN nor Inf. Synchronizes with its device."""
     return math.isfinite(amax_value(tensor))
@@ -108,12 +107,6 @@ def with_nan(values, rows: Iterable[int]):
         return value.index_fill(0, index.to(value.device), math.nan) if has_rows else value
 
     return replaced(values, filled)
-
-
-def changed(chosen: Iterable[NotFiniteInput], change: Callable[[torch.Tensor], torch.Tensor]) -> Callable:
-    """Return a function that changes each tensor of the chosen inputs, and no other tensor."""
-    wanted = {id(value) for one in chosen for value in one.values}
-    return lambda value: change(value) if id(value) in wanted else value
 
 
 def without_nan(inputs: Iterable[NotFiniteInput]) -> tuple[Callable, list[NotFiniteInput]]:

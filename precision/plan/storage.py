@@ -157,7 +157,7 @@ def _bytes_stored(facts: ModelFacts, layers: Layers) -> int:
     """Count the bytes of a model's weights as planned by name; what is not quantized counts as 16
     bit."""
     quantized = [layer for layer in facts.layers if layers[layer.name].storage in QUANTIZED_NAMES]
-    size = sum(quantized_bytes(layers[layer.name].storage, *layer.shape) for layer in quantized)
+    size = sum(FORMAT_OF_STORAGE[layers[layer.name].storage].stored_bytes(*layer.shape) for layer in quantized)
     return size + 2 * (facts.parameters - sum(prod(layer.shape) for layer in quantized))
 
 
@@ -171,7 +171,7 @@ def bytes_in_memory(weights: Iterable[StoredWeight], plans: Mapping[str, LayerPl
     for weight in weights:
         storage = plans[weight.name].storage if weight.name in plans else AS_FILE
         if storage in QUANTIZED_NAMES and storage != weight.storage:
-            size += quantized_bytes(storage, *weight.shape)
+            size += FORMAT_OF_STORAGE[storage].stored_bytes(*weight.shape)
         else:
             size += weight.bytes if weight.quantized else min(weight.bytes, 2 * prod(weight.shape))
     return size
@@ -180,12 +180,6 @@ def bytes_in_memory(weights: Iterable[StoredWeight], plans: Mapping[str, LayerPl
 def bytes_below_16_bit(weights: Iterable[StoredWeight]) -> int:
     """Count the bytes that quantized weights of a file save compared with 16 bit."""
     return sum(2 * prod(weight.shape) - weight.bytes for weight in weights if weight.quantized)
-
-
-def quantized_bytes(storage: str, rows: int, columns: int) -> int:
-    """Count the bytes of a quantized weight with its scales."""
-    specs = FORMAT_OF_STORAGE[storage].specs(rows, columns).values()
-    return sum(prod(shape) * dtype.itemsize for shape, dtype in specs)
 
 
 def choose_encoder_storage(facts: ModelFacts, storage: str, default: str, target: LoadTarget) -> Choice[str]:

@@ -3,50 +3,18 @@ comment."""
 
 import math
 from collections import Counter
-from collections.abc import Iterable
 
 from ..base.message import Message
-from ..base.modes import INT8, MODES
+from ..base.modes import INT8
 from ..base.text import paragraph, size_text, table
-from ..formats.comfy_format import can_be_quantized
 from ..plan.presets import DEFAULT_PRESET
-from ..plan.rules import Rules, patterns, rules_from
 from ..report import result
 from ..report.result import Result
-from .sensitivity import BARRED, CHOSEN, KEPT, MAX_TRIALS, PINNED, UNUSED, Analysis, LayerResult
+from .sensitivity import BARRED, KEPT, MAX_TRIALS, PINNED, UNUSED, Analysis
 
 HEAD = ("layer", "weight dB", "output dB", "channel dB", "outcome")
 WORST = 16
 NO_ERROR, EXACT = "no error", "exact"
-
-
-def rules_of(analysis: Analysis) -> Rules:
-    """Return the choice as rules on top of the default preset: of a storage the layers to keep,
-    else those chosen."""
-    return rules_from("\n".join(_rule_lines(analysis)))
-
-
-def _rule_lines(analysis: Analysis) -> list[str]:
-    """Write the lines of :func:`rules_of`. No pattern matches a layer with another outcome."""
-    high = [layer.name for layer in analysis.layers if layer.status != CHOSEN]
-    if analysis.candidate.stores:
-        # A loader would store these as the candidate by itself.
-        free = (layer for layer in analysis.layers if layer.status != CHOSEN and not layer.sensitive)
-        kept = [layer for layer in free if can_be_quantized(layer.cls)]
-        raised = [layer for layer in analysis.chosen if layer.sensitive]
-        lines = _lines(kept, "storage=as_file", [layer.name for layer in analysis.chosen])
-        return lines + _lines(raised, f"storage={analysis.candidate.name}", high)
-    return _lines(analysis.chosen, MODES[analysis.candidate.name].rule, high)
-
-
-def _lines(layers: list[LayerResult], setting: str, others: Iterable[str]) -> list[str]:
-    by_name, lines = {layer.name: layer for layer in layers}, []
-    for pattern, names in patterns(by_name, others):
-        measured = [snr for name in names if (snr := by_name[name].worst_db) is not None]
-        count = f"{len(names)} layers, " if len(names) > 1 else ""
-        reason = f"{count}output {min(measured):.1f} dB" if measured else by_name[names[0]].reason
-        lines.append(f"{pattern} {setting}  # {reason}")
-    return lines
 
 
 def _text(analysis: Analysis, model: str, computed_in: str) -> str:
@@ -60,7 +28,7 @@ def _text(analysis: Analysis, model: str, computed_in: str) -> str:
         paragraph([*_left_out(analysis), _use(analysis, computed_in)]),
     ]
     lines = "\n\n".join(map("\n".join, paragraphs)).splitlines()
-    return "\n".join([f"# {line}".rstrip() for line in lines] + _rule_lines(analysis)) + "\n"
+    return "\n".join([f"# {line}".rstrip() for line in lines] + analysis.rule_lines()) + "\n"
 
 
 def analysis_result(analysis: Analysis, model: str = "", computed_in: str = "") -> Result:

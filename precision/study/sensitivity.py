@@ -7,7 +7,7 @@ results are compared with the first run's. Sets that miss the target are halved,
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -17,7 +17,10 @@ from ..arithmetic.linear import WeightProvider
 from ..base.amax import decibels
 from ..base.errors import HalfsafeError
 from ..base.message import Message
+from ..base.modes import MODES
 from ..base.patching import Patch, PutsWatch, patched, watched_forward
+from ..formats.comfy_format import can_be_quantized
+from ..plan.rules import Rules, patterns, rules_from
 from .candidates import Candidate
 from .layer_error import LayerResult, MeasuredForward
 
@@ -62,6 +65,34 @@ class Analysis:
         """List the measured layers, lowest SNR first."""
         measured = (layer for layer in self.layers if layer.worst_db is not None)
         return sorted(measured, key=lambda layer: layer.worst_db)
+
+    @property
+    def rules(self) -> Rules:
+        """The choice as rules on top of the default preset: of a storage the layers to keep, else those
+        chosen."""
+        return rules_from("\n".join(self.rule_lines()))
+
+    def rule_lines(self) -> list[str]:
+        """Write the lines of :attr:`rules`. No pattern matches a layer with another outcome."""
+        high = [layer.name for layer in self.layers if layer.status != CHOSEN]
+        if self.candidate.stores:
+            # A loader would store these as the candidate by itself.
+            free = (layer for layer in self.layers if layer.status != CHOSEN and not layer.sensitive)
+            kept = [layer for layer in free if can_be_quantized(layer.cls)]
+            raised = [layer for layer in self.chosen if layer.sensitive]
+            lines = _lines(kept, "storage=as_file", [layer.name for layer in self.chosen])
+            return lines + _lines(raised, f"storage={self.candidate.name}", high)
+        return _lines(self.chosen, MODES[self.candidate.name].rule, high)
+
+
+def _lines(layers: list[LayerResult], setting: str, others: Iterable[str]) -> list[str]:
+    by_name, lines = {layer.name: layer for layer in layers}, []
+    for pattern, names in patterns(by_name, others):
+        measured = [snr for name in names if (snr := by_name[name].worst_db) is not None]
+        count = f"{len(names)} layers, " if len(names) > 1 else ""
+        reason = f"{count}output {min(measured):.1f} dB" if measured else by_name[names[0]].reason
+        lines.append(f"{pattern} {setting}  # {reason}")
+    return lines
 
 
 class Session:

@@ -17,7 +17,7 @@ from ....precision.base.modes import FP32
 from ....precision.base.nested import tensors_in
 from ....precision.devices import probes
 from ....precision.devices.random_start import RandomStart
-from ....precision.guard.inputs import SIGMAS, NotFiniteInput, nan_inputs
+from ....precision.guard.inputs import SIGMAS, NotFiniteInput, inputs_not_finite
 from ....precision.guard.ladder import Ladder
 from ....precision.guard.log import (
     CallPosition,
@@ -247,7 +247,7 @@ def _inputs_of_run(noise, latent_image, sigmas, denoise_mask, conds: dict) -> li
         ("noise mask", denoise_mask),
         ("mask of a conditioning", masks),
     ]
-    return nan_inputs(named)
+    return [one for one in inputs_not_finite(named) if one.has_nan]
 
 
 @contextlib.contextmanager

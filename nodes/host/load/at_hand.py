@@ -17,6 +17,7 @@ from ....precision.base.text import listed, size_text
 from ....precision.devices.memory import require_memory
 from ....precision.formats.checkpoint import StoredWeight, read_checkpoint
 from ....precision.formats.comfy_format import made_here, tensors_made
+from ....precision.formats.registry import FORMAT_OF_STORAGE
 from ....precision.make.weight_errors import measuring_errors, told_again
 from ....precision.plan.auto import UNQUANTIZED, why_int8_is_slow
 from ....precision.plan.choice import Choice, frozen
@@ -24,7 +25,7 @@ from ....precision.plan.layers import plan_storage, require_held
 from ....precision.plan.load import ModelPlan
 from ....precision.plan.nvfp4 import nvfp4_doubts
 from ....precision.plan.rules import Rules
-from ....precision.plan.storage import bytes_below_16_bit, quantized_bytes
+from ....precision.plan.storage import bytes_below_16_bit
 from ....precision.report.result import IN_INT8, Result
 from ..comfyui.execution import is_compiled, is_on_several_devices
 from ..comfyui.layers import DIFFUSION_MODEL, activation_dtype, layers_of
@@ -155,7 +156,7 @@ def offered_in_int8(patcher: ModelPatcher, rules: Rules) -> dict[str, tuple[str]
     after = 0
     for name, weight in weights.items():
         plain = weight.numel() * dtype_named(of_file[name]).itemsize if name in of_file else weight.nbytes
-        after += quantized_bytes(made[weight], *weight.shape) if weight in made else plain
+        after += FORMAT_OF_STORAGE[made[weight]].stored_bytes(*weight.shape) if weight in made else plain
     why = device.reason("int8_matmul_gains")
     told = Message(IN_INT8, before=size_text(before), after=size_text(after), why=why)
     return Result(told, text=told, use={"storage": "int8"}, sizes=(before, after)).ui()

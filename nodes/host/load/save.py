@@ -23,7 +23,7 @@ from ....precision.base.layer_names import plain_name
 from ....precision.base.message import Message
 from ....precision.base.text import listed, size_text
 from ....precision.files.safetensors_file import write_safetensors
-from ....precision.formats.card import Provenance, card_entry
+from ....precision.formats.card import Provenance
 from ....precision.formats.checkpoint import StoredWeight, read_checkpoint
 from ....precision.formats.comfy_format import made_here, tensors_made
 from ....precision.formats.layer_plan import AS_FILE, LayerPlan
@@ -236,7 +236,7 @@ def save_model(
     provenance = replace(provenance, calibration=rounding.noted() if rounding else {})
     formats = Counter(FORMAT_OF_STORAGE[plan.stored] for plan in plans.values() if plan.declared)
     readings = [Reading(MODEL, formats)] if formats else []
-    metadata |= card_entry(provenance, plans.values(), readings)
+    metadata |= provenance.card_entry(plans.values(), readings)
     made = (rounding.made if rounding else made_here)(weights, plans, name)
     errors: dict[str, float] = {}
     made = measuring_errors(made, plans, errors, all_changed=card)

@@ -237,7 +237,7 @@ def test_a_flag_that_torch_does_not_have_is_left_alone(monkeypatch):
     def absent():
         raise AttributeError("no such flag")
 
-    setting = flags.FlagSetting("fp16_accumulation", absent, lambda value: pytest.fail("written"), bool)
+    setting = replace(flags.SETTINGS["fp16_accumulation"], read=absent, write=lambda value: pytest.fail("written"))
     monkeypatch.setitem(flags.SETTINGS, "fp16_accumulation", setting)
     with flags.flags_set({"fp16_accumulation": True}):
         assert flags.is_on("fp16_accumulation") is None

@@ -1,6 +1,7 @@
 """How products are summed: the plan per device, what cannot act, threads."""
 
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -100,7 +101,9 @@ def test_a_flag_this_torch_lacks_is_said_not_raised(monkeypatch, name):
     def absent():
         raise AttributeError(name)
 
-    monkeypatch.setitem(flags.SETTINGS, name, flags.FlagSetting(name, absent, lambda v: pytest.fail("written"), bool))
+    monkeypatch.setitem(
+        flags.SETTINGS, name, replace(flags.SETTINGS[name], read=absent, write=lambda v: pytest.fail("written"))
+    )
     setting = next(setting for setting, parts in PARTS.items() if name in parts)
     found = plan("sm_86", ("fp16", "fp32"), **{setting: "on"})
     assert any(entry.setting == f"{setting}=on" and "has no" in entry.reason for entry in found.without_effect)

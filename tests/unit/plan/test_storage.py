@@ -7,12 +7,13 @@ from halfsafe.precision.devices import detect as devices
 from halfsafe.precision.formats.checkpoint import Checkpoint, StoredWeight
 from halfsafe.precision.formats.comfy_format import specs_of
 from halfsafe.precision.formats.plain import ONE_SCALE
+from halfsafe.precision.formats.registry import FORMAT_OF_STORAGE
 from halfsafe.precision.plan.choice import Choice
 from halfsafe.precision.plan.facts import LayerSpec, ModelFacts, file_dtype, layer_specs
 from halfsafe.precision.plan.layers import LoadTarget, plan_storage
 from halfsafe.precision.plan.load import plan_encoder, plan_load
 from halfsafe.precision.plan.rules import rules_from
-from halfsafe.precision.plan.storage import choose_encoder_storage, choose_storage, quantized_bytes
+from halfsafe.precision.plan.storage import choose_encoder_storage, choose_storage
 from support.storing import LAYERS as FEW_LAYERS
 from support.storing import normal_weight
 
@@ -295,7 +296,7 @@ def test_the_weight_that_comfyui_tells_the_model_by_is_not_packed():
 @pytest.mark.parametrize("storage", ["int8", "w6a8", "w4a8"])
 def test_bytes_are_those_of_the_tensors_without_the_text_of_their_settings(storage):
     specs = specs_of(StoredWeight("layer.weight", normal_weight((48, 320))), storage)
-    assert quantized_bytes(storage, 48, 320) == sum(
+    assert FORMAT_OF_STORAGE[storage].stored_bytes(48, 320) == sum(
         spec.bytes for spec in specs if not spec.name.endswith("comfy_quant")
     )
 

@@ -13,7 +13,7 @@ from halfsafe.precision.formats.checkpoint import StoredWeight, read_checkpoint
 from halfsafe.precision.formats.fp8 import quantize
 from halfsafe.precision.plan.rules import Rule, patterns, rules_from
 from halfsafe.precision.study import sensitivity as a
-from halfsafe.precision.study.analysis_text import analysis_result, rules_of
+from halfsafe.precision.study.analysis_text import analysis_result
 from halfsafe.precision.study.candidates import CANDIDATES, Candidate, with_fp16_sums
 from halfsafe.precision.study.charts import COLOURS, analysis_chart
 from halfsafe.precision.study.layer_error import MeasuredForward
@@ -326,7 +326,7 @@ def test_whole_blocks_and_whole_kinds_become_one_line(names, line):
 @pytest.mark.parametrize(("target", "pin"), [(0, True), (34, False), (38, True), (119, False)])
 def test_text_reads_back_as_the_rules_which_give_every_layer_its_outcome(target, pin):
     found = analyzed(Net(outliers=(1, 2)) if target < 119 else Net(blocks=1), target, pin=pin)
-    rules, result = rules_of(found), analysis_result(found, "Net")
+    rules, result = found.rules, analysis_result(found, "Net")
     text = result.text
     assert rules_from(text) == rules and f"{found.steps} steps" in text
     assert ("cannot be reached" in text) == (target == 119) == (result.tone == "warn")
@@ -338,11 +338,11 @@ def test_text_reads_back_as_the_rules_which_give_every_layer_its_outcome(target,
 
 def test_rules_for_arithmetic_name_the_chosen_layers():
     found = analyzed(Net(), 60, Candidate("fp16"))
-    rules = rules_of(found).own
+    rules = found.rules.own
     for layer in found.layers:
         assert any(rule.matches(layer.name, layer.cls) for rule in rules) == (layer.status == a.CHOSEN)
     assert {rule.settings for rule in rules} == {(("compute", "fp16"),)}
-    acc16 = rules_of(analyzed(Net(), 30, Candidate("fp16_acc16"))).own
+    acc16 = analyzed(Net(), 30, Candidate("fp16_acc16")).rules.own
     assert {rule.settings for rule in acc16} == {(("compute", "fp16"), ("accumulation", "fp16"))}
 
 
