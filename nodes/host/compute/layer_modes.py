@@ -102,7 +102,7 @@ def states_of(patcher) -> dict[str, LayerState]:
         else:
             given, stored = _by_comfyui(patcher, name, module, name_of(dtype), decision)
         mode = planned = of_format if stored and of_format else given
-        if forward:
+        if forward and (stored or forward.mode != FP8.name):  # else its weight has changed since it was put on
             mode = forward.mode
             stored = mode == of_format
         elif name in seen:
@@ -136,5 +136,5 @@ def _by_comfyui(
     if decision or not (full_precision or getattr(module, FORCED_TO_CAST, False)):
         return given, True
     # Up to ComfyUI 0.33 a weight whose input is not quantized, such as int8, is left as it is in its own dtype.
-    quantizes_input = comfy.quant_ops.QUANT_ALGOS[quantization_format(module)].get("quantize_input", True)
+    quantizes_input = comfy.quant_ops.QUANT_ALGOS.get(quantization_format(module), {}).get("quantize_input", True)
     return given, not quantizes_input and name_of(module.weight.dtype) == given

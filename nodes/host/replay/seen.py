@@ -75,7 +75,7 @@ def _note_input(products: Products, name: str, module: torch.nn.Module, args: tu
 
 
 def _noted(products: Products, name: str, format: str, product, x: torch.Tensor, weight: torch.Tensor, *args, **kwargs):
-    quantizes_input = QUANT_ALGOS[format].get("quantize_input", True)
+    quantizes_input = QUANT_ALGOS.get(format, {}).get("quantize_input", True)
     with _Linear() as made:
         result = product(x, weight, *args, **kwargs)
     if made.operands:

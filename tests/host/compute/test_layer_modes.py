@@ -7,7 +7,7 @@ import torch
 from halfsafe.nodes.host.comfyui import layers
 from halfsafe.nodes.host.compute.layer_modes import CALLED_IN_FP32, states_of
 from halfsafe.nodes.host.reporting.badge import with_live_report
-from support import families, model_files
+from support import dialects, families, model_files
 from support.families import with_compute
 from support.int8_models import int8, layers_of
 from support.matmul_spy import MatmulSpy
@@ -119,3 +119,28 @@ def test_nothing_stays_on_a_model(file, call):
     model = stock(file, torch.bfloat16)
     families.replay(model, call)
     assert not any(module._forward_pre_hooks or "_forward" in vars(module) for module in layers_of(model).values())
+
+
+@pytest.mark.parametrize("compute", ["fp8", "int8"])
+def test_a_weight_that_changes_after_a_call_is_not_said_to_multiply_as_stored(
+    comfy, wan, models_dir, call, monkeypatch, compute
+):
+    monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_89")
+    write = int8 if compute == "int8" else dialects.comfy_quant
+    path = model_files.in_dialect(wan, models_dir / "diffusion_models" / f"changed_{compute}.safetensors", write)
+    model = with_compute(comfy, families.stock(path), compute)
+    assert not_as_said(model, call) == [] and states_of(model)[INT8].mode == compute
+    module = model.get_model_object(f"diffusion_model.{INT8}")
+    with monkeypatch.context() as lora:
+        lora.setattr(
+            module, "weight_function", [lambda weight: weight]
+        )  # as of a LoRA whose weight is not on the device
+        assert not_as_said(model, call) == [] and states_of(model)[INT8].kernel == "dequantized"
+    assert not_as_said(model, call) == [] and states_of(model)[INT8].mode == compute
+
+
+def test_a_quantized_layer_without_a_name_of_its_format_runs_as_in_comfyui(file, call):
+    model = stock(file, torch.bfloat16)
+    for module in layers_of(model).values():
+        module.quant_format = None
+    assert not_as_said(model, call) == []
