@@ -14,14 +14,15 @@ from ....precision.formats.fp8 import FP8_RESULT, OF_INPUTS, activation_scale
 from ..comfyui.attributes import BIAS_FUNCTIONS, WEIGHT_FUNCTIONS
 from ..comfyui.kernels import DATA, PARAMS, kernel_that_takes
 from ..comfyui.layers import is_quantized
-from ..comfyui.weights import Bound
+from ..comfyui.weights import Bound, multiplies_in_fp8
 
 LAYOUT = "TensorCoreFP8E4M3Layout"
 
 
 def has_changed_weight(module: torch.nn.Module) -> bool:
     """True if a LoRA is added at each call, or has left the weight in 16 bit."""
-    return not is_quantized(module) or bool(getattr(module, WEIGHT_FUNCTIONS) or getattr(module, BIAS_FUNCTIONS))
+    unpacked = not (is_quantized(module) or multiplies_in_fp8(module))
+    return unpacked or bool(getattr(module, WEIGHT_FUNCTIONS) or getattr(module, BIAS_FUNCTIONS))
 
 
 class Int8Linear(Bound):
@@ -48,8 +49,8 @@ class Fp8Linear(Int8Linear):
 
     def otherwise(self, input: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         module, dtype = self.module, input.dtype if input.dtype.itemsize == 2 else dtype_named(FP8_RESULT)
-        if not torch.compiler.is_compiling() or has_changed_weight(module):
-            self.ran = dtype
+        if multiplies_in_fp8(module) or not torch.compiler.is_compiling() or has_changed_weight(module):
+            self.ran = dtype if has_changed_weight(module) or is_quantized(module) else True
             return type(module).forward(module, input.to(dtype), *args, **kwargs).to(input.dtype)
         rows = input.reshape(-1, input.shape[-1]).to(dtype)
         quantized = QuantizedTensor.from_float(rows, LAYOUT, scale=activation_scale(rows, OF_INPUTS))

@@ -19,7 +19,7 @@ from ..comfyui.attributes import FORCED_TO_CAST, FULL_PRECISION, casting, quanti
 from ..comfyui.gate import Forward
 from ..comfyui.layer_forward import GIVEN, LayerForward, Sums
 from ..comfyui.layers import is_quantized
-from ..comfyui.weights import Bound, exchanged, only_multiplies, weights_of
+from ..comfyui.weights import Bound, cast_product, exchanged, multiplies_in_fp8, only_multiplies, weights_of
 from .borders import casts_itself, crossing
 from .bound import FP8_RESULT, Fp8Linear, Int8Linear
 
@@ -161,9 +161,11 @@ def int8_patches(module: torch.nn.Module, decision: LayerPlan, activations: str)
 
 def bound_forward(layer: torch.nn.Module, product: type[Bound] = Bound) -> Forward:
     """Return the product of a quantized layer with its kernels looked up once; for others, the
-    forward that was found on the layer."""
+    forward that was found on the layer, which multiplies in the dtype of its input."""
     if is_quantized(layer) and only_multiplies(layer):
         return product(layer).__call__
+    if multiplies_in_fp8(layer) and only_multiplies(layer):
+        return cast_product(layer)
     return LayerForward.on(layer).product
 
 

@@ -14,6 +14,7 @@ from ....precision.formats.registry import FORMATS
 from ..comfyui.attributes import FORCED_TO_CAST, FULL_PRECISION, WEIGHT_FUNCTIONS, quantization_format
 from ..comfyui.kernels import DEQUANTIZED, kernel_of_product
 from ..comfyui.layers import CAST_TO_FP32, DIFFUSION_MODEL, activation_dtype, is_quantized, layers_of, own_cast
+from ..comfyui.weights import multiplies_in_fp8
 from ..replay.seen import own_products
 from .bound import has_changed_weight
 from .core_layers import PlannedLayers
@@ -22,6 +23,7 @@ from .executor import compute_of
 CALLED_IN_FP32 = "the model's own code casts its input to fp32"
 WIDENED = "widened by the guard"
 STREAM_WIDENED = "its activations were widened to fp32 by the guard"
+FAST_FP8 = "float8_e4m3fn"
 NOT_CALLED = "not called: this layer did not run in the calibrating call, so its mode is planned, not observed"
 
 
@@ -94,6 +96,7 @@ def states_of(patcher) -> dict[str, LayerState]:
     for name, module in layers_of(patcher):
         decision, forward = decisions.get(name), standing.get(name)
         row = FORMATS.get(quantization_format(module)) if is_quantized(module) else None
+        row = FORMATS[FAST_FP8] if multiplies_in_fp8(module) else row
         of_format = row.mode.name if row and row.mode else ""
         if compute and decision and not (decision.mode == INT8.name and is_quantized(module)):
             product, own = PlannedLayers.products(name, module, compute.plan)
@@ -130,6 +133,8 @@ def _by_comfyui(
     does (``replay/seen.py``)."""
     cast = own_cast(patcher.model.diffusion_model, name)
     given = activations if not cast else FP32.name if cast == CAST_TO_FP32 else name_of(module.weight.dtype)
+    if multiplies_in_fp8(module) and not has_changed_weight(module):
+        return given, True
     if not is_quantized(module) or kind_of(module) is None or getattr(module, WEIGHT_FUNCTIONS):
         return given, False
     full_precision = patcher.get_model_object(f"{DIFFUSION_MODEL}{name}.{FULL_PRECISION}")

@@ -17,6 +17,7 @@ from ..comfyui.attributes import CAST_DTYPE, PRODUCT, quantization_format
 from ..comfyui.execution import is_compiled, trains
 from ..comfyui.layer_forward import STANDING
 from ..comfyui.layers import is_quantized, matrix_layers
+from ..comfyui.weights import multiplies_in_fp8
 
 Products = dict[str, tuple[str, bool]]
 """Layer -> the dtype of its input, and True if its quantized weight was multiplied as stored."""
@@ -57,11 +58,16 @@ def _state(patcher: ModelPatcher, plan: object) -> tuple:
 
 @contextlib.contextmanager
 def _watching(model: torch.nn.Module, products: Products) -> Iterator[None]:
+    layers, made = [*matrix_layers(model)], _Linear()
     with contextlib.ExitStack() as watched:
-        for name, module in matrix_layers(model):
+        if any(multiplies_in_fp8(module) for _, module in layers):
+            watched.enter_context(made)
+        for name, module in layers:
             if not is_quantized(module):
                 handle = module.register_forward_pre_hook(partial(_note_input, products, name), with_kwargs=True)
                 watched.callback(handle.remove)
+                if multiplies_in_fp8(module):
+                    watched.callback(module.register_forward_hook(partial(_note_operands, products, name, made)).remove)
             elif hasattr(module, PRODUCT):
                 product = partial(_noted, products, name, quantization_format(module), getattr(module, PRODUCT))
                 watched.enter_context(patched([(module, PRODUCT, product)]))
@@ -72,6 +78,11 @@ def _note_input(products: Products, name: str, module: torch.nn.Module, args: tu
     given = (args or (*kwargs.values(),))[0]
     if STANDING not in vars(module) and isinstance(given, torch.Tensor):
         products[name] = name_of(given.dtype), False
+
+
+def _note_operands(products: Products, name: str, made: "_Linear", module: torch.nn.Module, *_) -> None:
+    if STANDING not in vars(module) and name in products:
+        products[name] = products[name][0], made.operands == (True, True)
 
 
 def _noted(products: Products, name: str, format: str, product, x: torch.Tensor, weight: torch.Tensor, *args, **kwargs):

@@ -2,12 +2,14 @@
 
 import logging
 
+import comfy.sd
 import pytest
 import torch
+from comfy import model_management
 from halfsafe.nodes.host.comfyui import layers
 from halfsafe.nodes.host.compute.layer_modes import CALLED_IN_FP32, states_of
 from halfsafe.nodes.host.reporting.badge import with_live_report
-from support import dialects, families, model_files
+from support import dialects, families, guarding, model_files
 from support.families import with_compute
 from support.int8_models import int8, layers_of
 from support.matmul_spy import MatmulSpy
@@ -144,3 +146,40 @@ def test_a_quantized_layer_without_a_name_of_its_format_runs_as_in_comfyui(file,
     for module in layers_of(model).values():
         module.quant_format = None
     assert not_as_said(model, call) == []
+
+
+@pytest.fixture
+def fast(models_dir, monkeypatch):
+    """Family -> its model as UNETLoader's fp8_e4m3fn_fast loads it on an RTX 40."""
+    monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_89")
+    monkeypatch.setattr(model_management, "SUPPORT_FP8_OPS", True)
+
+    def make(family: str):
+        path = families.write_narrow(family, models_dir / "diffusion_models")
+        options = {"dtype": torch.float8_e4m3fn, "fp8_optimizations": True}
+        model = comfy.sd.load_diffusion_model(str(path), model_options=options)
+        model.set_model_compute_dtype(torch.bfloat16)
+        return model
+
+    return make
+
+
+@pytest.mark.parametrize("compute", [None, "auto", "fp8", "fp16_safe"])
+def test_layers_that_comfyui_multiplies_in_fp8_without_a_scale_are_said_to(comfy, fast, compute):
+    model = fast("wan")
+    call = families.capture(model, "wan")
+    model = with_compute(comfy, model, compute) if compute else reporting(model)
+    before = states_of(model)[INT8].mode
+    assert not_as_said(model, call) == []
+    assert states_of(model)[INT8].mode == before == ("fp16_wide" if compute == "fp16_safe" else "fp8")
+
+
+def test_a_check_compares_a_model_of_fp8_products_with_fp32(comfy, fast):
+    """Layers without a bias: torch returns fp32 of fp8 products, so ComfyUI's own take the repeat in fp32 too."""
+    model = fast("z_image")
+    model = guarding.guarded(comfy, model, check="first step")
+    with MatmulSpy(model.model.diffusion_model) as spy:
+        families.sample(model, "z_image", steps=1)
+    assert {each.result for each in spy.seen if each.operands == ("fp8", "fp8")} == {"bf16"}
+    [check] = guarding.report_of(model).checks
+    assert (check.arithmetic, check.repeats) == ("fp8", 1)
