@@ -49,7 +49,7 @@ class AttentionCall(NamedTuple):
     def norms(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute the largest 2-norm of a head's rows of q and of k, each 0-dim fp32."""
         by_head = (-1, self.head_size())
-        return largest_row_norm(self.q.unflatten(-1, by_head)), largest_row_norm(self.k.unflatten(-1, by_head))
+        return _largest_row_norm(self.q.unflatten(-1, by_head)), _largest_row_norm(self.k.unflatten(-1, by_head))
 
     def head_size(self) -> int:
         return self.q.shape[-1] if self.q.dim() == 4 else self.q.shape[-1] // self.heads
@@ -128,7 +128,7 @@ class AttentionBound(AttentionRange):
         return max(of_q, of_k, of_q * of_k * self.factor)
 
 
-def largest_row_norm(x: torch.Tensor) -> torch.Tensor:
+def _largest_row_norm(x: torch.Tensor) -> torch.Tensor:
     """Compute the largest 2-norm of the rows of ``x`` (..., K), 0-dim fp32 on its device; 0 without
     rows."""
     if x.numel() == 0:

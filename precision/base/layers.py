@@ -13,13 +13,8 @@ def kind_of(module: torch.nn.Module) -> str | None:
 
 
 def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the stored data of a quantized weight and its scales; a tuple of any other tensor."""
+    """Return the stored data of a quantized weight, then its scales; a tuple of any other tensor."""
+    # comfy-kitchen's ``QuantizedTensor`` gives its layout, and that its plain tensors, the data first
+    # (comfy_kitchen/tensor/base.py).
     layout = getattr(tensor, "layout_cls", None)
     return (tensor,) if layout is None else tuple(filter(torch.is_tensor, layout.get_plain_tensors(tensor)))
-
-
-def stored(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the stored data of a quantized weight without its scales; any other tensor unchanged."""
-    # comfy-kitchen's ``QuantizedTensor`` gives its layout, and that its plain tensors (comfy_kitchen/tensor/base.py).
-    layout = getattr(tensor, "layout_cls", None)
-    return tensor if layout is None else layout.get_plain_tensors(tensor)[0]

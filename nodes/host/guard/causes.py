@@ -13,7 +13,7 @@ from ....precision.arithmetic.linear import lent
 from ....precision.base.amax import floats
 from ....precision.base.dtypes import name_of
 from ....precision.base.errors import CheckpointError
-from ....precision.base.layers import kind_of, parts_of, stored
+from ....precision.base.layers import kind_of, parts_of
 from ....precision.base.message import Message
 from ....precision.base.nested import floats_in
 from ....precision.base.patching import Patch
@@ -99,7 +99,7 @@ class LoadedWeights:
         weight = operator.attrgetter(name)(self.model)
         if self._is_patched(name) and not self.has_nan(name):
             return _blamed(Message("With its LoRA, weight '{0}' exceeds the range of {1}", name, weight.dtype), WEAKER)
-        path, held = _file_of(self._patcher), stored(weight).dtype
+        path, held = _file_of(self._patcher), parts_of(weight)[0].dtype
         file, largest = Path(path).name or "The model", _largest_in(path, name)
         if largest is None and held == torch.float16 and not self.has_nan(name):
             culprit = Message("Weight '{0}' is Inf in fp16, perhaps because its own value is too large for it", name)
@@ -138,7 +138,7 @@ def _blamed(culprit: str, cure: str) -> str:
 
 
 def _advice_on(weight: torch.Tensor) -> str:
-    if stored(weight).dtype.itemsize == 1:
+    if parts_of(weight)[0].dtype.itemsize == 1:
         return (
             "load it with Load Diffusion Model (Halfsafe), or download it again. ComfyUI's own loaders cast to fp8 "
             "without a scale and read scaled e5m2 as e4m3fn."
