@@ -61,14 +61,6 @@ class Family(NamedTuple):
     pooled: int = 0
 
 
-def _sd15(path: Path, dtype: torch.dtype = torch.float16, seed: int = 0) -> Path:
-    """An SD 1.5 UNet of 64 channels instead of 320."""
-    config, sizes = tiny_models.sd15_unet_config(), {"model_channels": 64}
-    shapes = tiny_models.shapes_of(tiny_models.unet(config | sizes))
-    published = {key: config[key] for key in sizes}
-    return tiny_models.write_shapes(path, shapes, dtype, seed, metadata=tiny_models.sized(sizes, published))
-
-
 def _wan(path: Path, seed: int = 0) -> Path:
     return tiny_models.wan(path, dim=128, blocks=1, ffn=256, seed=seed)
 
@@ -76,12 +68,12 @@ def _wan(path: Path, seed: int = 0) -> Path:
 FAMILIES = {
     "wan": Family(_wan, 4096, "blocks.0", 128, families.OVERFLOWS["wan"]["ffn"], 0.5),
     "sd15": Family(
-        _sd15, 768, "middle_block.1.transformer_blocks.0", 64, families.OVERFLOWS["sdxl"]["ffn"], 0.25
+        functools.partial(tiny_models.narrow_sd15, up=0), 768, "middle_block.1.transformer_blocks.0", 64, families.OVERFLOWS["sdxl"]["ffn"], 0.25
     ),
     "flux": Family(
         functools.partial(tiny_models.flux, hidden=128), 4096, "double_blocks.0", 128, families.OVERFLOWS["flux"]["ffn"], 0.5, 768
     ),
-    "lumina2": Family(functools.partial(tiny_models.lumina2, layers=1, refiners=1), 2304, "layers.0", 256, families.OVERFLOWS["z_image"]["ffn"], 0.5),
+    "lumina2": Family(functools.partial(tiny_models.lumina2, layers=1, refiners=1, heads=1), 2304, "layers.0", 128, families.OVERFLOWS["z_image"]["ffn"], 0.5),
 }  # fmt: skip
 
 
@@ -97,11 +89,12 @@ class Wrong(Exception):
 
 
 class Composer:
-    """Runs cases. Files and references are made once and kept."""
+    """Runs cases. Files, references and the models of references are made once and kept; a case loads its own."""
 
     def __init__(self, comfy: SimpleNamespace, models: Path):
         self.comfy, self.models = comfy, models
         self.file, self.lora = functools.cache(self._file), functools.cache(self._lora)
+        self._stock = functools.cache(self.of_core)
         self._latents: dict[tuple, torch.Tensor] = {}
 
     # files
@@ -286,7 +279,7 @@ class Composer:
         if key not in self._latents:
             with on_card("cpu"):
                 path = self.file(case["family"], case["weights"], storage, rounded=storage != "as_file")
-                model = self.of_core(path, packed)
+                model = self._stock(path, packed).clone()
                 model.set_model_compute_dtype(dtype)
                 self._latents[key] = self.sample(case, self.graph(case, model, False, strength, True), strength)
         return self._latents[key]

@@ -14,10 +14,8 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from types import CodeType
-from unittest import mock
 
 import torch
 from support.leaf_operations import FakeTensor, LeafOperations, aten, overloads
@@ -268,13 +266,14 @@ class HostReads:
         self.places: list[str] = []
 
     def __enter__(self) -> HostReads:
-        self._undo = ExitStack()
+        self._before = [(owner, name, vars(owner).get(name)) for owner, name in WAITING]
         for owner, name in WAITING:
-            self._undo.enter_context(mock.patch.object(owner, name, self._watched(getattr(owner, name))))
+            setattr(owner, name, self._watched(getattr(owner, name)))
         return self
 
     def __exit__(self, *error) -> None:
-        self._undo.close()
+        for owner, name, own in self._before:
+            delattr(owner, name) if own is None else setattr(owner, name, own)
 
     def _watched(self, read: Callable) -> Callable:
         @functools.wraps(read)

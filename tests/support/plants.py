@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,12 +27,14 @@ HIDING = {
     "flux": Family(tiny_models.flux, "double_blocks.0.txt_mlp.2", 4096, 768),
     "chroma": Family(tiny_models.chroma, "double_blocks.1.txt_mlp.2", 4096),
     "hunyuan_video": Family(tiny_models.hunyuan_video, "double_blocks.0.txt_mlp.2", 4096, 768),
-    "lumina2": Family(tiny_models.lumina2, "layers.1.feed_forward.w2", 2304, masked=True),
+    "lumina2": Family(
+        functools.partial(tiny_models.lumina2, refiners=1), "layers.1.feed_forward.w2", 2304, masked=True
+    ),
     "z_image": Family(tiny_models.narrow_z_image, "layers.1.feed_forward.w2", 2560, masked=True),
 }
 PLAIN = {
     "wan": Family(tiny_models.wan, "blocks.0.ffn.2", 4096),
-    "sd15": Family(tiny_models.sd15_unet, "middle_block.1.transformer_blocks.0.ff.net.2", 768),
+    "sd15": Family(tiny_models.narrow_sd15, "middle_block.1.transformer_blocks.0.ff.net.2", 768),
 }
 FAMILIES = HIDING | PLAIN
 

@@ -267,14 +267,24 @@ def _named(metadata: dict | None, key: str) -> dict:
 
 
 def narrow_sdxl(path: Path, dtype: torch.dtype = torch.float16, seed: int = 0, shallow: bool = True) -> Path:
-    """Write an SDXL UNet 64 channels wide instead of 320, with one head instead of five; ``shallow``: one block of each kind at each level, where it has up to 20."""
+    """Write an SDXL UNet 64 channels wide instead of 320, with one head instead of five; ``shallow``: of two levels instead of three, with one block of each kind in each place, where it has up to 20."""
     config = sdxl_unet_config()
     depths = {
-        "num_res_blocks": [1, 1, 1],
-        "transformer_depth": [0, 1, 1],
-        "transformer_depth_output": [0, 0, 1, 1, 1, 1],
+        "channel_mult": [1, 1],
+        "num_res_blocks": [1, 1],
+        "transformer_depth": [0, 1],
+        "transformer_depth_output": [0, 0, 1, 1],
     }
     sizes = {"model_channels": 64} | (depths if shallow else {})
+    return write_shapes(
+        path, shapes_of(unet(config | sizes)), dtype, seed, metadata=sized(sizes, {key: config[key] for key in sizes})
+    )
+
+
+def narrow_sd15(path: Path, dtype: torch.dtype = torch.float16, seed: int = 0, up: int = 1) -> Path:
+    """Write the UNet of :func:`sd15_unet` 64 channels wide instead of 320, with ``up`` transformer blocks in the up path instead of two."""
+    config = sd15_unet_config()
+    sizes = {"model_channels": 64, "transformer_depth_output": [0, up]}
     return write_shapes(
         path, shapes_of(unet(config | sizes)), dtype, seed, metadata=sized(sizes, {key: config[key] for key in sizes})
     )
@@ -290,10 +300,10 @@ def narrow_qwen_image(path: Path, dtype: torch.dtype = torch.bfloat16, seed: int
 
 
 def narrow_z_image(path: Path, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Path:
-    """Write a Z-Image model with 2 heads instead of 30."""
+    """Write a Z-Image model with 2 heads instead of 30, and one refiner block of each kind instead of two."""
     from comfy.ldm.lumina.model import NextDiT
 
-    sizes = z_image_config(heads=2)
+    sizes = z_image_config(heads=2) | {"n_refiner_layers": 1}
     return write_shapes(path, shapes_of(on_meta(NextDiT, **sizes)), dtype, seed, metadata=sized(sizes, {"dim": 3840}))
 
 
@@ -328,19 +338,21 @@ def chroma(path: Path, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Pa
     return write_shapes(path, shapes_of(on_meta(Chroma, **config, **sizes)), dtype, seed, metadata=sized(sizes))
 
 
-def lumina2(path: Path, dtype: torch.dtype = torch.bfloat16, seed: int = 0, layers: int = 2, refiners: int = 2) -> Path:
-    """Write a Lumina 2 model of 256 channels with 2 heads of 128 instead of 24 of 96."""
+def lumina2(
+    path: Path, dtype: torch.dtype = torch.bfloat16, seed: int = 0, layers: int = 2, refiners: int = 2, heads: int = 2
+) -> Path:
+    """Write a Lumina 2 model with 2 heads of 128 channels instead of 24 of 96."""
     from comfy.ldm.lumina.model import NextDiT
 
     sizes = {
         **dict(
             patch_size=2,
             in_channels=16,
-            dim=256,
+            dim=128 * heads,
             cap_feat_dim=2304,
             n_layers=layers,
             qk_norm=True,
-            n_heads=2,
+            n_heads=heads,
             n_kv_heads=1,
         ),
         **({"n_refiner_layers": refiners} if refiners != 2 else {}),

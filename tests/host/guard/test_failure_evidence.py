@@ -169,9 +169,9 @@ def test_a_mask_with_nan_is_named_and_not_the_sampler(comfy, wan):
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_what_is_advised_of_a_control_net_can_be_done(comfy, models_dir, value):
     """Check Finite takes no CONTROL_NET: it cannot stand behind the node that made it."""
-    path = tiny_models.sd15_unet(models_dir / "diffusion_models" / "evidence_sd15.safetensors")
+    path = tiny_models.narrow_sd15(models_dir / "diffusion_models" / "evidence_sd15.safetensors")
     control = core("comfy.controlnet").ControlBase()
-    control.get_control = lambda *args: {"middle": [torch.full((1, 320, 8, 8), value)]}
+    control.get_control = lambda *args: {"middle": [torch.full((1, 64, 8, 8), value)]}
     text, model = [[torch.randn(1, 16, 768), {"control": control}]], guarded(comfy, plain_fp16(comfy, path))
     start = families.noise(model)
     with pytest.raises(NonFinite, match=r"ControlNet output.*bad_input\. Load the ControlNet with compute fp32"):

@@ -9,7 +9,7 @@ from comfy.ldm.lumina.controlnet import ZImage_Control
 from comfy.model_patcher import CoreModelPatcher
 from comfy_extras.nodes_model_patch import QwenImageBlockWiseControlNet, QwenImageDiffsynthControlnet
 from halfsafe.precision.guard.verdicts import NonFinite
-from support import families, plants
+from support import families, plants, tiny_models
 from support.families import load
 from support.guarding import core, guarded, is_finite, plain_fp16, report_of
 from support.measures import relative_error
@@ -90,7 +90,7 @@ def test_a_nodes_own_arithmetic_is_named_and_widened_alone(comfy, models_dir):
         model.model.diffusion_model.middle_block[1].transformer_blocks[0].attn1.to_v.weight *= 250
         return core("comfy_extras.nodes_nag").NAGuidance.execute(model, 5.0, 0.5, 1.5).args[0]
 
-    path = plants.write("sd15", models_dir / "diffusion_models")
+    path = tiny_models.sd15_unet(models_dir / "diffusion_models" / "patched_sd15.safetensors")
     reference = plants.sample(loud(load(comfy, path, "fp32", "fp32")), "sd15")
     plain = loud(plain_fp16(comfy, path))
     assert not relative_error(reference, plants.sample(plain, "sd15")) < 0.1, "it overflows"
@@ -118,7 +118,7 @@ def adapted(model):
 
 
 def test_a_packs_adapter_is_named_with_its_pack_and_widened_alone(comfy, models_dir):
-    path = plants.write("sd15", models_dir / "diffusion_models")
+    path = tiny_models.sd15_unet(models_dir / "diffusion_models" / "patched_sd15.safetensors")
     reference = plants.sample(adapted(load(comfy, path, "fp32", "fp32")), "sd15")
     model = guarded(comfy, adapted(plain_fp16(comfy, path)))
     assert relative_error(reference, plants.sample(model, "sd15")) < 0.01
