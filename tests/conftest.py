@@ -136,10 +136,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Refuse to go on where pytest-xdist does not see the groups: it would share out every test by itself, with a server for each process.
 
     What stays until the end is left out of what the collector looks through: modules and tests are a million objects, and each of
-    its runs takes most of a second with them.
+    its runs takes most of a second with them. It begins after 10,000 new objects instead of 700, which one small model has.
     """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000)
     if getattr(session.config.option, "loadgroup", False) and not all("@" in item.nodeid for item in session.items):
         raise pytest.UsageError("pytest-xdist lost the groups of the tests: see TOOLS in scripts/setup/environment.py")
 

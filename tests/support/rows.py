@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import product
 
+import pytest
+
 
 def rotated(many: Iterable, few: Iterable, whole: Sequence = ()) -> list[tuple]:
     """Each of ``many`` beside the next of ``few``, and those of ``whole``, which stand for the others of their kind, beside all of them.
@@ -20,6 +22,11 @@ def rotated(many: Iterable, few: Iterable, whole: Sequence = ()) -> list[tuple]:
             rows.append((*_columns(each), *_columns(few[turn % len(few)])))
             turn += 1
     return rows
+
+
+def the_rest_before_a_release(rows: Sequence[tuple], everything: Iterable[tuple]) -> list:
+    """``rows``, which run each time, and those of ``everything`` that are not among them, with the marker `release`."""
+    return [*rows, *(pytest.param(*row, marks=pytest.mark.release) for row in everything if row not in rows)]
 
 
 def all_of(*lists: Iterable) -> list[tuple]:

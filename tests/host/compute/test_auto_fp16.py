@@ -258,7 +258,7 @@ def test_memory_is_asked_for_fp32_activations_once_a_model_fell_back(comfy, loud
     assert model.model.manual_cast_dtype != torch.float32 and "memory_required" not in vars(model.model)
 
 
-@pytest.mark.parametrize("order", ["compiled last", "compiled first"])
+@pytest.mark.parametrize("order", [pytest.param("compiled last", marks=pytest.mark.release), "compiled first"])
 def test_a_compiled_model_falls_back_too(comfy, loud, reference, order):
     plain = load(comfy, loud, "as_file", "fp16")
     how = {"keys": ["diffusion_model"], "backend": "eager"}

@@ -31,6 +31,7 @@ KINDS = ("cpu", "sm_70", "sm_75", "sm_86", "gfx1100", "mps_m1")
 """A device of each kind, on which every model is tried; on the others one in turn."""
 CASES = [(model, profile) for profile, model in rotated(PROFILE_NAMES, list(MODELS)[:4], whole=KINDS)]
 CASES += [("convolutions", profile) for profile in ("sm_90", "gfx1100", "mps_m1")]
+CASES.sort(key=lambda case: [*MODELS].index(case[0]))  # each model is made once
 
 
 @pytest.fixture(scope="module")

@@ -5,9 +5,15 @@ import torch
 from halfsafe.nodes.host.compute.executor import compute_of
 from support import families
 from support.measures import relative_error
+from support.rows import the_rest_before_a_release
 from torch.utils.flop_counter import FlopCounterMode
 
-CASES = [(family, kind) for family, kinds in families.OVERFLOWS.items() for kind in ("clean", *kinds)]
+EVERY = [(family, kind) for family, kinds in families.OVERFLOWS.items() for kind in ("clean", *kinds)]
+KINDS = ("clean", "residual", "attention", "ffn", "embedding", "convolution")
+EACH = {(family, KINDS[number % 4]) for number, family in enumerate(families.OVERFLOWS)}
+EACH |= {(family, kind) for family, kind in EVERY if family == "wan" or kind == "convolution"}
+CASES = the_rest_before_a_release(sorted(EACH, key=EVERY.index), EVERY)
+"""Each family in one way, and Wan in all of them, each time."""
 CORE_CLAMPS = ("flux", "hunyuan_video", "z_image")
 FUNCTIONS = ("attention_pytorch", "attention_split", "attention_sub_quad", "attention_basic")
 MODULES = {"wan": "comfy.ldm.wan.model", "flux": "comfy.ldm.flux.math", "sdxl": "comfy.ldm.modules.attention"}

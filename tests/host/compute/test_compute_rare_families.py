@@ -10,6 +10,7 @@ from support import families, rare_families
 from support.families import load
 from support.guarding import guarded, report_of
 from support.measures import relative_error
+from support.rows import the_rest_before_a_release
 
 ROUTED = "hidream"  # to other experts where a score is rounded: bf16, fp16 and fp16_safe are equally far from fp32
 CASES = [(family, kind) for family, kinds in rare_families.OVERFLOWS.items() if family != ROUTED for kind in kinds]
@@ -71,7 +72,10 @@ def test_fp16_safe_is_clean_and_at_most_six_tenths_of_the_error_of_bf16(comfy, l
     assert found["fp16_safe"][0] <= 0.6 * found["bf16"][0]
 
 
-@pytest.mark.parametrize("kind", ["clean", *rare_families.OVERFLOWS["minimax_h3"]])
+KINDS_OF_MINIMAX = [(kind,) for kind in ("clean", *rare_families.OVERFLOWS["minimax_h3"])]
+
+
+@pytest.mark.parametrize("kind", the_rest_before_a_release([("ffn",), ("text adapter",)], KINDS_OF_MINIMAX))
 def test_a_minimax_h3_in_every_storage_and_compute(comfy, loud, kind):
     path = loud("minimax_h3", kind)
     found = measured(comfy, "minimax_h3", path, WAYS, TEXTS.get(kind, 1))
