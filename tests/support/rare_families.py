@@ -75,8 +75,8 @@ SMALL = {
         **dict(guidance_embed=False, byt5=True, meanflow=False, use_cond_type_embedding=True, vision_in_dim=1152, meanflow_sum=True),
     },
     "svd": {
-        **dict(image_size=32, in_channels=8, out_channels=4, model_channels=64, channel_mult=[1, 1, 1, 1], num_res_blocks=[2, 2, 2, 2]),
-        **dict(transformer_depth=[1, 1, 1, 1, 1, 1, 0, 0], transformer_depth_output=[1, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0]),
+        **dict(image_size=32, in_channels=8, out_channels=4, model_channels=64, channel_mult=[1, 1], num_res_blocks=[1, 1]),
+        **dict(transformer_depth=[1, 0], transformer_depth_output=[1, 1, 0, 0]),
         **dict(transformer_depth_middle=1, use_spatial_transformer=True, use_linear_in_transformer=True, context_dim=1024, legacy=False),
         **dict(num_classes="sequential", adm_in_channels=768, num_head_channels=64, use_temporal_attention=True, use_temporal_resblock=True),
         **dict(extra_ff_mix_layer=True, use_spatial_context=True, merge_strategy="learned_with_images", merge_factor=0.0),
@@ -106,7 +106,7 @@ SMALL = {
         **dict(text_dim=128, time_embed_hidden_size=256, time_embed_dim=128),
     },
 }  # fmt: skip
-PUBLISHED = {"svd": {"model_channels": 320, "num_head_channels": 64}}
+PUBLISHED = {"svd": {"model_channels": 320, "num_head_channels": 64, "transformer_depth": [1, 1, 1, 1, 1, 1, 0, 0]}}
 LOUD = {
     "hidream": {r"single_stream_blocks\.0\.block\.attn1\.to_out\.weight": 1e6},
     "ace15": {r"decoder\.layers\.1\.mlp\.down_proj\.weight": 1e6},

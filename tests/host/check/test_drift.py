@@ -15,6 +15,7 @@ from support import families, model_files, plants, rare_families
 from support.cuda_rules import HostReads
 from support.families import load
 from support.guarding import core, guarded, inside, int8_attention, nan_at, report_of
+from support.rows import all_of, the_rest_before_a_release
 
 LAYERS = {
     f"blocks.{block}.{layer}": shape
@@ -157,19 +158,20 @@ def noisy_attention(function, q, k, v, heads, *args, **kwargs):
     return result if v.dtype == torch.float32 else result + 0.5 * result.std() * noise
 
 
-@pytest.mark.parametrize("family", RARE)
-def test_models_that_predict_something_else_than_the_noise(comfy, models_dir, family):
-    """EDM, v, flow and x0. CogVideoX' input is as large as its result at the first step."""
+@pytest.mark.parametrize(("family", "noisy"), the_rest_before_a_release(all_of(RARE, [True]), all_of(RARE, [False])))
+def test_models_that_predict_something_else_than_the_noise(comfy, models_dir, family, noisy):
+    """EDM, v, flow and x0. CogVideoX' input is as large as its result at the first step. `test_drift_clean.py` has clean runs of them each time."""
     path = rare_families.write(family, models_dir / "diffusion_models" / f"checked_{family}.safetensors")
     plain = load(comfy, path, "bf16", "bf16")
-    for one, steps in ((plain, []), (with_attention(plain, noisy_attention), [5] if family == "cogvideox" else [0, 5])):
-        model = guarded(comfy, one, check="every 5th step")
-        rare_families.sample(model, family, steps=6)
-        report = report_of(model)
-        assert [check.step for check in report.checks] == [0, 5] and not any(check.left_out for check in report.checks)
-        assert [event.step for event in report.events] == steps and all(
-            event.layer and event.kind == "drift" for event in report.events
-        )
+    steps = ([5] if family == "cogvideox" else [0, 5]) if noisy else []
+    one = with_attention(plain, noisy_attention) if noisy else plain
+    model = guarded(comfy, one, check="every 5th step")
+    rare_families.sample(model, family, steps=6)
+    report = report_of(model)
+    assert [check.step for check in report.checks] == [0, 5] and not any(check.left_out for check in report.checks)
+    assert [event.step for event in report.events] == steps and all(
+        event.layer and event.kind == "drift" for event in report.events
+    )
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])

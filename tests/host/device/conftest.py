@@ -18,10 +18,12 @@ import torch
 import torch.mps
 from comfy_kitchen.registry import registry
 from halfsafe.nodes.host.comfyui.metal import hold_8_bits_on_metal
-from support import families, rule_book
+from support import families, one_block, rule_book
 from support.probing import forget_probes
 from support.second_device import SecondDevice
 
+shared_files, wan, overflowing = one_block.shared_files, one_block.wan, one_block.overflowing
+call, call_of_two = one_block.call, one_block.call_of_two
 GIB = 1024**3
 NAMES = {"cuda": "NVIDIA GeForce RTX 4090", "xpu": "Intel(R) Arc(TM) A770 Graphics"}
 

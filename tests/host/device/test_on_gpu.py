@@ -86,7 +86,7 @@ def test_a_model_is_quantized_there_and_is_as_the_cpus(comfy, wan, on, storage, 
     before = device.used(device.device())  # comfy-kitchen keeps the matrix that its int8 product rotates by
     with Quantizing() as spy:
         found = parts_of(load(comfy, wan, storage, "fp32"))
-    assert spy.where[operation].count("cuda") >= 20 and "cpu" not in spy.where[operation]
+    assert spy.where[operation].count("cuda") >= 10 and "cpu" not in spy.where[operation]
     assert_same(found, expected)
     assert device.used(device.device()) == before
 
@@ -142,7 +142,7 @@ def test_other_devices_have_the_cpu_make_them(comfy, wan, on, kind, monkeypatch)
         monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_89")
     with Quantizing() as spy:
         load(comfy, wan, "int8", "fp32")
-    assert set(spy.where["mm"]) == {"cpu"} and len(spy.where["mm"]) >= 20
+    assert set(spy.where["mm"]) == {"cpu"} and len(spy.where["mm"]) >= 10
 
 
 def test_tf32_is_off_where_a_weight_is_rotated_and_as_it_was_after(on, monkeypatch):
@@ -162,5 +162,5 @@ def test_what_comfyui_would_unload_counts_as_free(comfy, wan, on):
     before = free_device_memory()
     model = load(comfy, wan, "fp16", "fp16")
     model_management.load_models_gpu([model])
-    assert device.used(device.device()) > 7e6
+    assert device.used(device.device()) > 5e6
     assert abs(before - free_device_memory()) < 1e6
