@@ -12,7 +12,7 @@ from ..devices import probes
 from ..report.schema import Verdict
 from . import verdicts
 from .failed_call import Attempt, FailedCall
-from .inputs import Diagnosis, NotFiniteInput, rows_not_finite, without_nan, zeroed
+from .inputs import Diagnosis, NotFiniteInput, rows_not_finite, rows_that_differ, without_nan, zeroed
 from .localize import Origin
 from .log import GuardLog
 from .rungs import AS_IT_WAS, Rung
@@ -94,10 +94,10 @@ class Evidence:
         changes."""
         zeros_for_nan, _ = without_nan(self.inputs)
         again = self.repeat(AS_IT_WAS, WITHOUT_NAN, self.call.replaced(self.call.given, zeros_for_nan))
-        if not _rows_that_differ(self.call.result, again.result):
+        if not rows_that_differ(self.call.result, again.result):
             return set()
         # A repeat runs without caches and the compiler, and is compared with another repeat.
-        return _rows_that_differ(self.repeat(AS_IT_WAS, WITHOUT_NAN, self.call.given).result, again.result)
+        return rows_that_differ(self.repeat(AS_IT_WAS, WITHOUT_NAN, self.call.given).result, again.result)
 
     def failed_rows(self) -> set[int]:
         """List the rows of a hidden failure, which its result does not show: those not finite in
@@ -229,12 +229,6 @@ def _changed(chosen: Iterable[NotFiniteInput], change: Callable[[torch.Tensor], 
     """Return a function that changes each tensor of the chosen inputs, and no other tensor."""
     wanted = {id(value) for one in chosen for value in one.values}
     return lambda value: change(value) if id(value) in wanted else value
-
-
-def _rows_that_differ(values, others) -> set[int]:
-    """Return the rows in which the first tensors of nested values differ."""
-    one, other = (floats_in(each)[0].flatten(1) for each in (values, others))
-    return {*(one != other).any(1).nonzero().flatten().tolist()}
 
 
 class _Row(NamedTuple):

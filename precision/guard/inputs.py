@@ -96,6 +96,12 @@ def _rows_of(mask: torch.Tensor) -> list[int]:
     return rows.reshape(len(rows), math.prod(rows.shape[1:])).any(1).nonzero().flatten().tolist()
 
 
+def rows_that_differ(values, others) -> set[int]:
+    """Return the rows in which the first tensors of nested values differ."""
+    one, other = (floats_in(each)[0].flatten(1) for each in (values, others))
+    return {*(one != other).any(1).nonzero().flatten().tolist()}
+
+
 def with_nan(values, rows: Iterable[int]):
     """Return a copy of nested values with these rows of their floating-point tensors set to NaN."""
     index = torch.tensor(sorted(rows))
