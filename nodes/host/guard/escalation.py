@@ -50,8 +50,9 @@ class WiderModel(PlannedModel):
         planned = compute.plan.decisions if compute else {}
         decisions = {}
         for name, mode in plan.exchanged().items():
-            stream = planned[name].stream if name in planned else "same"
-            decisions[name] = _decision(mode, modules[name], "fp32" if self.everywhere else stream)
+            own = planned.get(name, LayerPlan())
+            wide = FP32.name if own.mode == FP32.name else mode  # no narrower than a rule asks
+            decisions[name] = _decision(wide, modules[name], "fp32" if self.everywhere else own.stream)
         self.decided = {name: decision.mode for name, decision in decisions.items()}
         if self.everywhere:  # other layers run as their code has it, on fp32 activations
             self.decided |= dict.fromkeys(modules.keys() - decisions.keys(), FP32.name)
