@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ....precision.base.nested import tensors_in
 from ....precision.plan.in_use import PlanInUse
-from ..comfyui.attributes import INPUT_SCALE, OVERRIDE, weight_state
+from ..comfyui.attributes import FORWARDS, INPUT_SCALE, OVERRIDE, weight_state
 from ..comfyui.kernels import DATA
 from ..comfyui.weights import has_own_forward
 
@@ -144,7 +144,9 @@ class PerModel(Generic[Run]):
 def put_on(modules: dict[str, torch.nn.Module]) -> list[int]:
     """Return ids of what other code put on modules; a run is valid for one such list. Forwards that
     modules did not get from their classes, of an outer wrapper or of a LoRA in bypass mode
-    (comfy/weight_adapter/bypass.py), and scales for their inputs (``pre_quant_scale``)."""
+    (comfy/weight_adapter/bypass.py), forwards of their classes, which a pack may replace at any
+    time, and scales for their inputs (``pre_quant_scale``)."""
+    of_classes = [id(getattr(cls, name, None)) for cls in {*map(type, modules.values())} for name in FORWARDS]
     exchanged = [module for module in modules.values() if "forward" in module.__dict__]
     scaled = [
         id(module)
@@ -152,7 +154,11 @@ def put_on(modules: dict[str, torch.nn.Module]) -> list[int]:
         # Looked up as nn.Module does: ``hasattr`` for a name that is not there takes ten times as long.
         if INPUT_SCALE in module._parameters or INPUT_SCALE in module._buffers or INPUT_SCALE in module.__dict__
     ]
-    return [*scaled, *(id(module.__dict__["forward"]) for module in exchanged if has_own_forward(module))]
+    return [
+        *sorted(of_classes),
+        *scaled,
+        *(id(module.__dict__["forward"]) for module in exchanged if has_own_forward(module)),
+    ]
 
 
 def hooks_of(patcher) -> weakref.ref | None:

@@ -1,11 +1,10 @@
 """Norms of a model in 8 bits run without ComfyUI's cast while their weights lie ready, and give the same numbers."""
 
-import functools
-
 import pytest
 import torch
 from halfsafe.nodes.host.compute import planned_model
 from support import families
+from support.replaced import of_pack
 
 
 @pytest.mark.parametrize(("family", "storage"), [("sdxl", "int8"), ("z_image", "fp8_e4m3fn")])
@@ -23,17 +22,6 @@ def test_a_call_gives_the_bits_of_comfyuis_own_norms(comfy, models_dir, monkeypa
         model = families.load(comfy, path, storage, "bf16")
         results.append(families.replay(model, families.capture(model, family)))
     assert exchanged and torch.equal(*results)
-
-
-def _of_pack(counted: list, own):
-    """A pack's function in place of ``own``, with its name and module, as ``functools.wraps`` gives them."""
-
-    def replaced(*args, **kwargs):
-        counted.append(1)
-        return own(*args, **kwargs)
-
-    replaced.__code__ = replaced.__code__.replace(co_filename="/custom_nodes/norms/nodes.py")
-    return functools.wraps(own)(replaced)
 
 
 WAYS = {
@@ -57,7 +45,7 @@ def test_a_packs_code_in_place_of_norms_runs_whenever_it_was_put_there(comfy, mo
         with monkeypatch.context() as pack:
             hooks = [norm.register_forward_hook(lambda *_, ran=ran: ran.append(1)) for norm in norms]
             for owner, name in WAYS[way](norms):
-                pack.setattr(owner, name, _of_pack(counted, getattr(owner, name)), raising=False)
+                pack.setattr(owner, name, of_pack(counted, getattr(owner, name)), raising=False)
             families.replay(model, call)
             for hook in hooks:
                 hook.remove()
