@@ -64,7 +64,7 @@ OF_MASKS = ("softmax", "_softmax", "_safe_softmax", "exp", "exp2", "expm1", "sor
 COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 # comfy-kitchen's. fp8 clamps to 448 where a file states the scale; CUDA's int8 makes 65504 of Inf and -128 of NaN
 # (``finite_absmax_for_int8_scale`` in ops/int8_linear.cu, Comfy-Org/comfy-kitchen#66).
-QUANTIZING = (
+_QUANTIZING = (
     *("quantize_fp8", "quantize_nvfp4", "quantize_mxfp8", "quantize_int8_rowwise", "quantize_int8_tensorwise"),
     *("quantize_svdquant_w4a4", "int8_linear"),
 )
@@ -78,10 +78,10 @@ HIDING = {
     **dict.fromkeys(COMPARISONS, _Hides(is_tested=False, nan=True)),
     **dict.fromkeys(("isnan", "isinf", "isfinite"), _Hides(is_tested=True, nan=True)),
     "nan_to_num": _Hides(is_tested=True, nan=True),
-    **dict.fromkeys(QUANTIZING, _Hides(is_tested=False, nan=True)),
+    **dict.fromkeys(_QUANTIZING, _Hides(is_tested=False, nan=True)),
 }
 """Operation name, as torch dispatches or exports it -> how it hides an overflow."""
-PRODUCTS = ("linear", "addmm", "mm", "matmul")
+_PRODUCTS = ("linear", "addmm", "mm", "matmul")
 """Operations that multiply by a weight, which round their input where the weight is quantized."""
 
 
@@ -170,7 +170,7 @@ class HidingCode(TorchDispatchMode):
         name = func.overloadpacket.__name__.removesuffix("_")
         if not self.paused and name in HIDING and hidden_operands(name, args, kwargs or {}):
             self.look_behind(HIDING[name].nan)
-        elif not self.paused and types and name in PRODUCTS and any(map(is_traceable_wrapper_subclass, args)):
+        elif not self.paused and types and name in _PRODUCTS and any(map(is_traceable_wrapper_subclass, args)):
             self.look_behind(hides_nan=True)
         return plain_alias(func, func(*args, **(kwargs or {})))
 

@@ -6,7 +6,7 @@ import inspect
 import operator
 import sys
 from collections.abc import Callable, Iterable
-from types import MethodType, ModuleType
+from types import ModuleType
 from typing import TypeAlias
 
 import comfy.ops
@@ -34,7 +34,7 @@ from .attributes import (
     resident_weights,
 )
 from .code_owner import code_owner
-from .gate import Forward, is_unequal
+from .gate import is_unequal
 from .kernels import DATA, LAYOUT, PARAMS, bound_format, group_of, unpacking
 from .layer_forward import LayerForward
 from .layers import is_quantized
@@ -246,11 +246,6 @@ def multiplies_in_fp8(module: torch.nn.Module) -> bool:
     """True if ComfyUI's forward of a layer multiplies by its plain fp8 weight in fp8, with scales of
     1: UNETLoader's ``fp8_e4m3fn_fast``, and ``--fast fp8_matrix_mult``."""
     return isinstance(module, comfy.ops.fp8_ops.Linear) and module.weight.dtype == torch.float8_e4m3fn
-
-
-def cast_product(module: torch.nn.Module) -> Forward:
-    """Return ComfyUI's product of a Linear whose weight is cast to its input's dtype."""
-    return MethodType(comfy.ops.manual_cast.Linear.forward_comfy_cast_weights, module)
 
 
 def weights_of(module: torch.nn.Module) -> WeightProvider:

@@ -2,7 +2,9 @@
 in it."""
 
 from collections.abc import Mapping
+from types import MethodType
 
+import comfy.ops
 import torch
 
 from ....precision.arithmetic.calibration import Calibration
@@ -19,7 +21,7 @@ from ..comfyui.attributes import FORCED_TO_CAST, FULL_PRECISION, casting, quanti
 from ..comfyui.gate import Forward
 from ..comfyui.layer_forward import GIVEN, LayerForward, Sums
 from ..comfyui.layers import is_quantized
-from ..comfyui.weights import Bound, cast_product, exchanged, multiplies_in_fp8, only_multiplies, weights_of
+from ..comfyui.weights import Bound, exchanged, multiplies_in_fp8, only_multiplies, weights_of
 from .borders import casts_itself, crossing
 from .bound import FP8_RESULT, Fp8Linear, Int8Linear
 
@@ -165,7 +167,7 @@ def bound_forward(layer: torch.nn.Module, product: type[Bound] = Bound) -> Forwa
     if is_quantized(layer) and only_multiplies(layer):
         return product(layer).__call__
     if multiplies_in_fp8(layer) and only_multiplies(layer):
-        return cast_product(layer)
+        return MethodType(comfy.ops.manual_cast.Linear.forward_comfy_cast_weights, layer)
     return LayerForward.on(layer).product
 
 

@@ -23,7 +23,7 @@ from .executor import compute_of
 CALLED_IN_FP32 = "the model's own code casts its input to fp32"
 WIDENED = "widened by the guard"
 STREAM_WIDENED = "its activations were widened to fp32 by the guard"
-FAST_FP8 = "float8_e4m3fn"
+_FAST_FP8 = "float8_e4m3fn"
 NOT_CALLED = "not called: this layer did not run in the calibrating call, so its mode is planned, not observed"
 
 
@@ -96,7 +96,7 @@ def states_of(patcher) -> dict[str, LayerState]:
     for name, module in layers_of(patcher):
         decision, forward = decisions.get(name), standing.get(name)
         row = FORMATS.get(quantization_format(module)) if is_quantized(module) else None
-        row = FORMATS[FAST_FP8] if multiplies_in_fp8(module) else row
+        row = FORMATS[_FAST_FP8] if multiplies_in_fp8(module) else row
         of_format = row.mode.name if row and row.mode else ""
         if compute and decision and not (decision.mode == INT8.name and is_quantized(module)):
             product, own = PlannedLayers.products(name, module, compute.plan)
