@@ -1,5 +1,6 @@
 """Draw bar charts: the one kit for every picture that a node shows."""
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -106,14 +107,20 @@ def _draw_row(drawing: ImageDraw.ImageDraw, y: int, row: Bar) -> None:
     write_text(drawing, right + 12, y, text, WIDTH - MARGIN - right - 12, 15, MUTED)
 
 
+@functools.cache
+def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    """Return Pillow's own font, which ``load_default`` unpacks from base64 in each call."""
+    return ImageFont.load_default(size)
+
+
 def write_text(drawing: ImageDraw.ImageDraw, x: int, y: int, text: str, width: int, size: int, colour=TEXT) -> None:
     """Write a line, cut to a width in pixels."""
-    drawing.text((x, y), _shortened(text, width, size), font=ImageFont.load_default(size), fill=colour)
+    drawing.text((x, y), _shortened(text, width, size), font=_font(size), fill=colour)
 
 
 def _shortened(text: str, width: float, size: int) -> str:
     """Cut a text to fit a width in pixels, ending it with "..."."""
-    font = ImageFont.load_default(size)
+    font = _font(size)
     if len(text) <= width and font.getlength(text) <= width:
         return text
     text = text[: int(width)]
