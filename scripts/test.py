@@ -37,8 +37,9 @@ TIERS = {
     "browser": "tests/browser",
     "gpu": "tests/gpu",
 }
-BESIDE = ("browser", "compile")
-"""What runs beside the other tiers, one after the other: a page waits half of the time, and the compiler's tests fill what is left in one process."""
+BESIDE = ("browser", "compile", "next")
+"""What runs beside the other tiers, one after the other: a page waits half of the time, and the compiler's tests and those of the next core fill what is left in one
+process, which imports ComfyUI once."""
 # How a tier's tests are shared out between two processes: each begins with a half, and the one that ends first takes tests from
 # the end of the other's. A page's tests share its server.
 STEALING = ("--dist", "worksteal")
@@ -126,7 +127,6 @@ these files run whole. The tests of the gate put that call on by themselves, in 
 IN_TWO_PROCESSES = {
     "unit": STEALING,
     "host": STEALING,
-    "next": STEALING,
     "browser": ("--dist", "loadgroup", "--no-loadscope-reorder"),
 }
 CPU_MINUTES = 24

@@ -6,7 +6,9 @@ Without one the tests are reported as skipped, or fail where HALFSAFE_STRICT is 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import math
 import os
 import shutil
 import tempfile
@@ -15,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -27,6 +30,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 CPU = DispatchKeySet(DispatchKey.CPU)
 PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")
+NORM = "linalg_vector_norm"
+LARGE = 2048
+"""Elements from which on a kernel in Python is worth it."""
 CONVOLUTIONS = ("_slow_conv2d_forward", "slow_conv3d_forward")
 HERE = Path(__file__).parent
 ROOT = HERE.absolute().parents[1]
@@ -145,8 +151,31 @@ def sizes_of_files() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def read_once() -> Iterator[None]:
+    """A tokenizer's files are read once, and a seed is made of a tensor's name once: ComfyUI does it for each encoder and each weight that a LoRA changes,
+    the seed bit by bit in Python. Neither is changed by those who have it."""
+    import comfy.utils
+    from transformers import PreTrainedTokenizerBase
+
+    made, read = {}, PreTrainedTokenizerBase.from_pretrained.__func__
+
+    def from_pretrained(cls, path, *args, **options):
+        key = cls, str(path), repr((args, options))
+        if key not in made:
+            made[key] = read(cls, path, *args, **options)
+        return made[key]
+
+    with (
+        mock.patch.object(PreTrainedTokenizerBase, "from_pretrained", classmethod(from_pretrained)),
+        mock.patch.object(comfy.utils, "string_to_seed", functools.cache(comfy.utils.string_to_seed)),
+    ):
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def fast_matmuls() -> Iterator[None]:
-    """Products of fp8 and fp16 take as long as those of fp32: torch's own on a CPU take six to three hundred times as long.
+    """Products of fp8 and fp16 take as long as those of fp32: torch's own on a CPU take six to three hundred times as long. The largest
+    magnitude of a tensor takes as long as its maximum, of which torch's own norm takes ten times as long.
 
     The numbers are the same: each is multiplied and summed in fp32 and rounded once, as a CUDA device does. The unit tier runs
     on torch's own kernels.
@@ -158,6 +187,8 @@ def fast_matmuls() -> Iterator[None]:
     kernels = {
         "_scaled_mm": _scaled_mm(_own("_scaled_mm")),
         **{name: _convolution(_own(name)) for name in CONVOLUTIONS},
+        NORM: _norm(_own(NORM)),
+        f"{NORM}.out": _norm_to(_own(f"{NORM}.out")),
     }
     kernels |= {name: _product(_own(name)) for name in PRODUCTS}
     for operation in RULES:
@@ -199,6 +230,29 @@ def _product(own: Callable) -> Callable:
         return own(*(tensor.float() for tensor in tensors), **factors).half()
 
     return product
+
+
+def _is_magnitude(x: torch.Tensor, ord: float) -> bool:
+    return ord == math.inf and x.numel() >= LARGE and x.dtype in (torch.float16, torch.bfloat16, torch.float32)
+
+
+def _norm(own: Callable) -> Callable:
+    def norm(x, ord=2, dim=None, keepdim=False, *, dtype=None):
+        if not _is_magnitude(x, ord):
+            return own(x, ord, dim, keepdim, dtype=dtype)
+        largest = x.abs().amax(() if dim is None else dim, keepdim)
+        return largest if dtype is None else largest.to(dtype)
+
+    return norm
+
+
+def _norm_to(own: Callable) -> Callable:
+    def norm(x, ord=2, dim=None, keepdim=False, *, dtype=None, out):
+        if dim is not None or not _is_magnitude(x, ord):
+            return own(x, ord, dim, keepdim, dtype=dtype, out=out)
+        return out.copy_(x.abs().amax((), keepdim))
+
+    return norm
 
 
 def _convolution(own: Callable) -> Callable:
@@ -286,15 +340,13 @@ def comfy(pack: ModuleType) -> SimpleNamespace:
 
 @pytest.fixture(scope="session")
 def small_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A `models/` folder with the small model of each kind that a workflow may ask for."""
+    """A `models/` folder with a small model of each kind that a server's prompts ask for."""
     models = tmp_path_factory.mktemp("models")
     for name in MODEL_FOLDERS:
         (models / name).mkdir()
-    for name in tiny_models.FAMILIES:
-        tiny_models.FAMILIES[name](models / "diffusion_models" / f"{name}.safetensors")
+    tiny_models.wan(models / "diffusion_models" / "wan.safetensors")
     tiny_models.clip_l(models / "text_encoders" / "clip_l.safetensors")
     tiny_models.wan_vae(models / "vae" / "wan_vae.safetensors")
-    tiny_models.sd_vae(models / "vae" / "sd_vae.safetensors")
     tiny_models.sd15_checkpoint(models / "checkpoints" / "sd15_checkpoint.safetensors")
     return models
 

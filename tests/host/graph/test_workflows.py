@@ -71,9 +71,12 @@ def pictures_of(server: Server, prompt: dict) -> list[bytes]:
 
 
 def draw(server: Server, workflow: dict) -> list[bytes]:
-    """The pictures a workflow saves when asked for the shape."""
+    """The pictures a workflow saves when asked for the shape; a measurement has two candidates."""
     info = server.object_info()
     prompt = ask_for(substitute_files(to_prompt(workflow, info), info, small_file), ASKED.prompt())
+    for one in prompt.values():
+        if "candidates" in one["inputs"]:
+            one["inputs"]["candidates"] = "\n".join(one["inputs"]["candidates"].splitlines()[:2])
     return pictures_of(server, shrink(prompt, width=shapes.SIZE, height=shapes.SIZE, steps=12))
 
 
