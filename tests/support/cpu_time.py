@@ -25,7 +25,6 @@ ROOM = 3.0
 OF_PAGES = "tests/browser/"
 """Tests that are counted and not held to the limit: a page draws for as long as its test waits, so its seconds say how busy the machine is."""
 EXCEPTIONS = {
-    "tests/host/check/test_drift.py::test_models_that_predict_something_else_than_the_noise": 5.5,
     "tests/host/compile/test_compile_attention.py::test_compute_and_accumulation_share_the_attention_of_a_compiled_model": 3.5,
     "tests/host/compile/test_compute.py::test_a_later_overflow_is_right_and_compiles_once_more": 4.0,
     "tests/host/compile/test_compute.py::test_one_graph_no_break_and_no_recompilation": 4.0,

@@ -292,8 +292,8 @@ def test_a_call_is_looked_at_no_more_often_than_this(comfy, models_dir, family, 
     ("storage", "compute", "most"),
     [
         ("as_file", "auto", 1.06),
-        ("as_file", "fp16_safe", 1.15),
-        ("fp8_e4m3fn", "fp16", 1.3),
+        pytest.param("as_file", "fp16_safe", 1.15, marks=pytest.mark.release),
+        pytest.param("fp8_e4m3fn", "fp16", 1.3, marks=pytest.mark.release),
         ("fp8_e4m3fn", "fp16_safe", 1.3),
     ],
 )

@@ -68,7 +68,13 @@ def guarded(comfy, model):
     return comfy.run(GUARD, model=model, on_nan="retry_higher", max_retries=2)[0]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=pytest.mark.release) if family in ("sd3", "hunyuan_video") else family
+        for family in FAMILIES
+    ],
+)
 def test_a_clean_call_reads_once_and_once_for_the_guard(comfy, files, calls, alone, family):
     plain, _ = alone(family, "fp16", "fp16")
     reads, _ = settled(guarded(comfy, load(comfy, files(family), "fp16", "fp16_safe")), calls(family))

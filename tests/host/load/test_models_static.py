@@ -23,7 +23,7 @@ from support import control_files, families, model_files, saved_models, tiny_mod
 from support.guarding import guarded
 from support.mapped_loading import mapped_loading, tensors_of
 from support.measures import relative_error
-from support.rows import rotated
+from support.rows import rotated, the_rest_before_a_release
 from support.summing import accumulation
 
 HELD = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -71,7 +71,13 @@ def is_same(one, other):
     return one.keys() == other.keys() and alike
 
 
-@pytest.mark.parametrize(("storage", "held"), rotated(STORAGES, HELD, whole=["as_file"]))
+EACH_HELD = the_rest_before_a_release(
+    [("as_file", "fp16"), ("fp16", "bf16"), ("bf16", "fp16"), ("fp8_e4m3fn", "bf16"), ("int8", "fp16")],
+    rotated(STORAGES, HELD, whole=["as_file"]),
+)
+
+
+@pytest.mark.parametrize(("storage", "held"), EACH_HELD)
 def test_a_model_is_that_of_a_comfyui_without_it(comfy, in_dtype, held, storage):
     for compute in COMPUTES:
         plain, static = (load(in_dtype(held), storage, compute, mapped) for mapped in (False, True))

@@ -16,6 +16,7 @@ from support.custom_nodes import step_caches
 from support.custom_nodes.step_caches import PACKS
 from support.guarding import core, guarded, inside, is_finite, loaded_once, nan_at, raising_at, report_of
 from support.measures import relative_error
+from support.rows import all_of, rotated, the_rest_before_a_release
 
 STEPS = 4
 pytestmark = pytest.mark.not_as_on_cuda("packs read noise levels back by themselves")
@@ -125,6 +126,7 @@ ERRORS = {
     "no memory": lambda: torch.OutOfMemoryError("CUDA out of memory"),
     "an interrupt": lambda: core("comfy.model_management").InterruptProcessingException(),
 }
+BESIDE = the_rest_before_a_release(rotated(MAKES, ERRORS, whole=["rung"]), all_of(MAKES, ERRORS))
 TRIED, RESTARTED = 3, 5
 """The number of the call that tries the precision on the failed call, and of the second call of the restarted run."""
 
@@ -150,8 +152,7 @@ def is_as_planned(model) -> bool:
     return not runs.fallback and not any(plan.is_wider for plan in runs.wider.values())
 
 
-@pytest.mark.parametrize("how", MAKES)
-@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize(("how", "error"), BESIDE)
 def test_a_restarted_run_that_ends_in_an_error_is_not_recovered_and_leaves_nothing(
     comfy, models, monkeypatch, how, error
 ):
@@ -173,8 +174,7 @@ def test_a_restarted_run_that_ends_in_an_error_is_not_recovered_and_leaves_nothi
     assert starts_as_the_first(model, told)
 
 
-@pytest.mark.parametrize("how", MAKES)
-@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize(("how", "error"), BESIDE)
 def test_a_precision_that_raises_is_tried_before_the_sampling_starts_again_in_it(
     comfy, models, monkeypatch, how, error
 ):
