@@ -10,6 +10,7 @@ from support import families, tiny_models
 from support.compiling import compiled
 from support.families import load, with_compute
 from support.measures import relative_error
+from support.rows import all_of, the_rest_before_a_release
 from support.summing import accumulation
 from torch._dynamo.utils import counters
 
@@ -18,10 +19,15 @@ KEYS = {"whole": ["diffusion_model"], "block": ["diffusion_model.blocks.0"]}
 OVERRIDE = "optimized_attention_override"
 
 
-@pytest.fixture(params=KEYS)
-def plain(comfy, base, request):
+@pytest.fixture
+def plain(comfy, base, keys):
     """The plain fp16 model, compiled."""
-    return compiled(base, KEYS[request.param], backend="eager")
+    return compiled(base, KEYS[keys], backend="eager")
+
+
+def each_time(keys):
+    """The model compiled in one of the two ways each time, in the other before a release."""
+    return pytest.mark.parametrize(("keys",), the_rest_before_a_release([(keys,)], all_of(KEYS)))
 
 
 @pytest.fixture
@@ -47,6 +53,7 @@ def run_of(model):
     return accumulation_of(model).runs.kept()[0]
 
 
+@pytest.mark.parametrize("keys", KEYS)
 def test_fp32_attention_after_a_plain_run(comfy, plain, call, operands):
     families.replay(plain, call)
     operands.clear()
@@ -59,6 +66,7 @@ def test_fp32_attention_after_a_plain_run(comfy, plain, call, operands):
         assert operands == [torch.float32] * 2
 
 
+@each_time("block")
 def test_a_rule_on_one_attention_and_then_a_plain_run(comfy, plain, call, operands):
     families.replay(plain, call)
     ruled = with_compute(comfy, plain, "fp16", rules_from("blocks.0.self_attn attention=fp32"))
@@ -74,6 +82,7 @@ def test_a_rule_on_one_attention_and_then_a_plain_run(comfy, plain, call, operan
     assert operands == [torch.float16] * 2
 
 
+@each_time("whole")
 def test_a_plain_run_after_bounded_attention(comfy, plain, call):
     expected = families.replay(plain, call)
     torch._dynamo.reset()
@@ -84,6 +93,7 @@ def test_a_plain_run_after_bounded_attention(comfy, plain, call):
     assert torch.equal(families.replay(bounded, call), expected)
 
 
+@each_time("block")
 def test_every_compiled_attention_is_watched(comfy, plain, call):
     families.replay(plain, call)
     bounded = accumulation(comfy, plain, attention="auto")
@@ -95,6 +105,7 @@ def test_every_compiled_attention_is_watched(comfy, plain, call):
     assert run.attention.range.largest > 1.0, "the largest norm or score of the call was recorded"
 
 
+@each_time("whole")
 def test_a_bound_that_is_passed_is_compiled_once_and_repeated_once(comfy, plain, call, operands, monkeypatch):
     bounded = accumulation(comfy, plain, attention="auto")
     for _ in range(2):
@@ -124,7 +135,7 @@ def test_another_override_is_followed_when_it_changes(comfy, base, call):
     assert relative_error(results[2.0], results[3.0]) > 1e-3
 
 
-@pytest.mark.parametrize("keys", KEYS)
+@each_time("block")
 def test_compute_and_accumulation_share_the_attention_of_a_compiled_model(comfy, overflowing, call, fp32, keys):
     """Both put their attention in front of the other's; neither is lost where a graph is entered."""
     reference = families.replay(fp32, call)

@@ -10,7 +10,7 @@ from support.families import load
 from torch._dynamo.utils import counters
 
 
-@pytest.mark.parametrize("family", ["wan", "flux"])
+@pytest.mark.parametrize("family", [pytest.param("wan", marks=pytest.mark.release), "flux"])
 def test_a_compiled_model_is_one_graph(comfy, models_dir, monkeypatch, family):
     monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_89")
     monkeypatch.setattr(probes, "canary", lambda device, dtype: (True, ""))

@@ -16,7 +16,11 @@ ONE_IN_FP32 = "blocks.0.ffn.2 compute=int8 stream=fp32"
 
 @pytest.mark.parametrize(
     ("compute", "text", "backend"),
-    [("int8", "", COMPILER), ("int8", ONE_IN_FP32, "eager"), ("fp16_safe", ONE_IN_FP32, "eager")],
+    [
+        ("int8", "", COMPILER),
+        pytest.param("int8", ONE_IN_FP32, "eager", marks=pytest.mark.release),
+        ("fp16_safe", ONE_IN_FP32, "eager"),
+    ],
 )
 def test_a_compiled_int8_model_multiplies_as_it_does_uncompiled(comfy, wan, call, monkeypatch, compute, text, backend):
     monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_75")

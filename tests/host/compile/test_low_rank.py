@@ -16,7 +16,10 @@ LAYERS = {"blocks.0.ffn.0": (1024, 256), "blocks.0.ffn.2": (256, 1024), "blocks.
 
 @pytest.mark.parametrize(
     ("order", "storage", "compute", "backend"),
-    [("lora first", "fp8_e4m3fn", "fp16_safe", "eager"), ("compile first", "int8", "auto", COMPILER)],
+    [
+        ("lora first", "fp8_e4m3fn", "fp16_safe", "eager"),
+        pytest.param("compile first", "int8", "auto", COMPILER, marks=pytest.mark.release),
+    ],
 )
 def test_a_strength_compiles_nothing_anew(comfy, wan, call, order, storage, compute, backend):
     tensors = model_files.lora(LAYERS, size=0.05)

@@ -75,7 +75,7 @@ def test_fp16_safe_is_clean_and_at_most_six_tenths_of_the_error_of_bf16(comfy, l
 KINDS_OF_MINIMAX = [(kind,) for kind in ("clean", *rare_families.OVERFLOWS["minimax_h3"])]
 
 
-@pytest.mark.parametrize("kind", the_rest_before_a_release([("ffn",), ("text adapter",)], KINDS_OF_MINIMAX))
+@pytest.mark.parametrize(("kind",), the_rest_before_a_release([("ffn",), ("text adapter",)], KINDS_OF_MINIMAX))
 def test_a_minimax_h3_in_every_storage_and_compute(comfy, loud, kind):
     path = loud("minimax_h3", kind)
     found = measured(comfy, "minimax_h3", path, WAYS, TEXTS.get(kind, 1))

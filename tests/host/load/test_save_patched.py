@@ -68,7 +68,10 @@ def changes(comfy, wan, other, storage):
     )
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize(
+    "storage",
+    [pytest.param(name, marks=pytest.mark.release) if name in ("fp16", "mxfp8") else name for name in STORAGES],
+)
 def test_each_layer_is_saved_in_its_own_format(comfy, wan, other, saved_folder, storage):
     """Every other change is saved after a run, which puts it into the weights; in fp8 what a LoRA changed is saved, and in each storage what any did."""
     wrong, table = 0, ["", f"{'change':8}{'asked':12}{'size':>8}{'error':>9}{'kept':>9}"]
