@@ -99,7 +99,7 @@ def run_fp8mm(args: argparse.Namespace) -> dict:
 def run_patch(args: argparse.Namespace) -> dict:
     """A model whose plan changes nothing against the same model without the pack's node: time of a call."""
     comfy = load_comfy(args)
-    from halfsafe.nodes.host.replay.interceptor import interceptor_of
+    from halfsafe.nodes.host.replay.interceptor import Interceptor
     from support import families, tiny_models
 
     path = tiny_models.wan(comfy.folder / "wan.safetensors", dim=512, blocks=4, ffn=2048)
@@ -115,7 +115,7 @@ def run_patch(args: argparse.Namespace) -> dict:
             taken[name].append(time.perf_counter() - start)
     ratio = statistics.median(taken["planned"]) / statistics.median(taken["stock"])
     targets = {"time": reporting.target(round(ratio, 4), PATCH_LIMIT)}
-    wrappers = len(interceptor_of(planned).stages)
+    wrappers = len(Interceptor.on(planned).stages)
     return {"benchmark": "patch", "seconds": taken, "wrappers": wrappers, "targets": targets}
 
 

@@ -5,8 +5,8 @@ from typing import Any, get_args
 from comfy_api.latest import io
 
 from ..precision.plan.accumulation import UNCHANGED, AttentionOption, Fp16Option, Request, SwitchOption
-from .host.accumulation.executor import with_accumulation
-from .host.reporting.badge import badge, sums_words
+from .host.accumulation.executor import Accumulation, with_accumulation
+from .host.reporting.badge import badge
 from .inputs import EXPERT, schema
 
 
@@ -42,7 +42,19 @@ class AccumulationNode(io.ComfyNode):
     ) -> io.NodeOutput:
         request = Request(fp16_accumulation, reduced_precision_reduction, tf32, fp8_fast_accumulation, attention)
         model = with_accumulation(model, request)
-        return io.NodeOutput(model, ui=badge(*sums_words(model)))
+        return io.NodeOutput(model, ui=badge(*_sums_words(model)))
+
+
+def _sums_words(model) -> list[str]:
+    """Return how matmuls will accumulate, as far as an Accumulation node decides it and can act
+    here."""
+    accumulation = Accumulation.on(model)
+    if accumulation is None:
+        return []
+    plan = accumulation.plan_for(model)
+    fp16 = plan.trying or plan.flags.get("fp16_accumulation")
+    tf32 = "tf32" if plan.flags.get("tf32_matmul") else ""
+    return ["fp16 sums" if fp16 else "fp32 sums", "fast fp8 sums" if plan.fp8_fast else "", tf32]
 
 
 NODES = [AccumulationNode]

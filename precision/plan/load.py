@@ -63,6 +63,11 @@ class ModelPlan:
     native_fp8: Container[str] = frozenset()
     below_16_bit: int = 0
 
+    def declared(self, prefix: str) -> list[str]:
+        """List the tensors below a prefix that ComfyUI will hold quantized, by their names in the
+        file."""
+        return [name for name, plan in self.weights.items() if plan.declared and name.startswith(prefix)]
+
     @cached_property
     def reasons(self) -> Mapping[str, str]:
         """Layer name -> why the layer is stored as it is."""

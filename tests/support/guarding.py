@@ -11,7 +11,7 @@ from unittest.mock import Mock
 
 import torch
 from halfsafe.nodes.host.compute.per_model import runs_in
-from halfsafe.nodes.host.guard.model import guard_of
+from halfsafe.nodes.host.guard.model import Guard
 from support import families
 from support.families import load
 
@@ -28,12 +28,12 @@ def plain_fp16(comfy, path, storage: str = "fp16"):
 
 def report_of(model):
     """The guard's report on a model."""
-    return guard_of(model).report(model)
+    return Guard.on(model).report(model)
 
 
 def modes_of(model) -> dict[str, str]:
     """Layer -> the mode it runs in now, of all layers that multiply."""
-    guard = guard_of(model)
+    guard = Guard.on(model)
     own, now = guard.states.kept()[0].plan.modes, guard.states_of(model)
     return {name: now[name].mode if now[name].widened else mode for name, mode in own.items()}
 

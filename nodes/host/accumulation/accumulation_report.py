@@ -24,7 +24,7 @@ from ..comfyui.layers import modules_of
 from ..compute.executor import compute_of
 from ..compute.layer_modes import states_of
 from ..compute.planned_model import fp32_sums_of
-from .executor import AccumulationRun, accumulation_of, asked_by_rule, multiplies_in_fp16, sums_by_rule
+from .executor import Accumulation, AccumulationRun, asked_by_rule, multiplies_in_fp16
 
 HELD_OFF = "Kept off while this model runs: its fp16 products return fp32, which fp16 sums cannot produce."
 NO_FP8_OF_OURS = "ComfyUI runs these fp8 products itself: set compute=fp8 in Compute Dtype (Halfsafe)"
@@ -70,11 +70,18 @@ def _inert_rules(patcher) -> list[WithoutEffect]:
 def layer_accumulation(patcher) -> dict[str, tuple[Sums, str]]:
     """Return layer -> (accumulation, reason) of the layers whose products can sum in anything but
     fp32, and of int8 layers: exact int32 sums, scaled in fp32, are listed as fp32."""
-    return _planned_accumulation(patcher) | sums_by_rule(patcher)
+    return _planned_accumulation(patcher) | _sums_by_rule(patcher)
+
+
+def _sums_by_rule(patcher) -> dict[str, tuple[Sums, str]]:
+    """Return layer -> (accumulation, reason) of the layers that a rule of the compute plan
+    decides."""
+    asked = asked_by_rule(patcher) if switches_by_layer(patcher) else {}
+    return {name: (sums, Message("{0} sums by rule", sums)) for name, sums in asked.items()}
 
 
 def _planned_accumulation(patcher) -> dict[str, tuple[Sums, str]]:
-    accumulation, modules = accumulation_of(patcher), modules_of(patcher.model)
+    accumulation, modules = Accumulation.on(patcher), modules_of(patcher.model)
     states = states_of(patcher)
     run = accumulation.runs.last_of(patcher) if accumulation else None
     plan = accumulation.plan_for(patcher) if accumulation else AccumulationPlan(Request())
@@ -115,7 +122,7 @@ def _held_off(patcher) -> bool:
 def flags_of(patcher) -> dict[str, dict]:
     """Make the report's ``flags``: each setting as requested, inside and outside of the model's
     calls."""
-    accumulation = accumulation_of(patcher)
+    accumulation = Accumulation.on(patcher)
     if accumulation is None:
         found = {setting: flag_report(setting) for setting in PARTS}
         if _held_off(patcher):
@@ -136,7 +143,7 @@ def flags_of(patcher) -> dict[str, dict]:
 
 def remarks_of(patcher) -> tuple[list[WithoutEffect], dict[str, str]]:
     """Return the entries of the report for a request: settings without effect, and decisions."""
-    accumulation = accumulation_of(patcher)
+    accumulation = Accumulation.on(patcher)
     if accumulation is None:
         return _inert_rules(patcher), {}
     plan, run = accumulation.plan_for(patcher), accumulation.runs.last_of(patcher)

@@ -3,7 +3,6 @@ during each model call."""
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import cast
 
 import torch
 
@@ -31,7 +30,7 @@ from ..compute.layer_modes import LayerState, settings_of, states_of
 from ..compute.per_model import PerModel, put_on
 from ..replay.calibrated import CalibratedActing
 from ..replay.call import Call
-from ..replay.interceptor import ACCUMULATION, Acting, Stage, put_stage, stage_of
+from ..replay.interceptor import ACCUMULATION, Acting, Stage, put_stage
 from ..replay.model_compiler import compiler_off
 
 
@@ -41,20 +40,17 @@ def with_accumulation(patcher, request: Request):
     clone = patcher.clone()
     if request == Request():
         return clone
-    earlier = accumulation_of(patcher)
+    earlier = Accumulation.on(patcher)
     accumulation = Accumulation(request.over(earlier.request) if earlier else request)
     put_stage(clone, ACCUMULATION, accumulation)
     return clone
 
 
-def accumulation_of(patcher) -> "Accumulation | None":
-    """Return the request's executor on a patcher, if it has one."""
-    return cast("Accumulation | None", stage_of(patcher, ACCUMULATION))
-
-
 class Accumulation(Stage):
     """Run the calls of models under one request. It keeps what it learns of each model it runs, not
     the model."""
+
+    name = ACCUMULATION
 
     def __init__(self, request: Request):
         self.request = request
@@ -108,7 +104,8 @@ class AccumulationRun(CalibratedActing):
             self.patches += exchanged(forward)
 
     def _operations(self, patcher) -> Iterator[Fp16Sums]:
-        modules, ruled = modules_of(patcher.model), sums_by_rule(patcher)
+        modules = modules_of(patcher.model)
+        ruled = asked_by_rule(patcher) if switches_by_layer(patcher) else {}
         for name, state in states_of(patcher).items():
             module = modules[name]
             if multiplies_in_fp16(module, state) and name not in ruled:
@@ -183,13 +180,6 @@ def _matmul_profile(patcher) -> MatmulProfile:
 
 def _settings(patcher) -> tuple:
     return *settings_of(patcher), COMPILE_KWARGS in patcher.model_options
-
-
-def sums_by_rule(patcher) -> dict[str, tuple[Sums, str]]:
-    """Return layer -> (accumulation, reason) of the layers that a rule of the compute plan
-    decides."""
-    asked = asked_by_rule(patcher) if switches_by_layer(patcher) else {}
-    return {name: (sums, Message("{0} sums by rule", sums)) for name, sums in asked.items()}
 
 
 def asked_by_rule(patcher) -> dict[str, Sums]:

@@ -24,7 +24,6 @@ from ..comfyui.layers import modules_of
 from ..compute.attention import (
     ATTENTIONS,
     QUANTIZED,
-    chosen_by,
     function_name,
     how_to_choose_another,
     kernels_of,
@@ -65,7 +64,8 @@ class UnaskedChecks:
         """Return the check of the next call; None if its attention quantizes nothing, or was
         checked."""
         chosen = call.options.get(OVERRIDE)
-        kernel = function_name(chosen_by(chosen) if chosen else comfy.ldm.modules.attention.optimized_attention)
+        attention = chosen or comfy.ldm.modules.attention.optimized_attention
+        kernel = function_name(attention, overrides=bool(chosen))
         if kernel not in QUANTIZED:
             return None
         seen, setting = self._seen.setdefault(call.model, {}), (kernel, tuple(call.x.shape))

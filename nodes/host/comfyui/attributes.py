@@ -16,7 +16,6 @@ from ....precision.base.patching import Patch
 
 Layer = Annotated[torch.nn.Module, "comfy.ops"]
 LayerAttribute = Annotated[str, "comfy.ops"]
-Model = Annotated[torch.nn.Module, "comfy.model_base"]
 ModelAttribute = Annotated[str, "comfy.model_base"]
 PatchedModel = Annotated[torch.nn.Module, "comfy.model_patcher"]
 SamplingAttribute = Annotated[str, "comfy.model_sampling"]
@@ -150,11 +149,6 @@ def hold_in_dtype(layer: Layer, name: str, dtype: torch.dtype) -> None:
 def weight_state(model: PatchedModel) -> Any:
     """Return ComfyUI's id of the patches merged into a model's weights."""
     return model.current_weight_patches_uuid
-
-
-def dtype_of_weights(model: Model) -> torch.dtype:
-    """Return the dtype that ComfyUI loaded a model's weights in."""
-    return model.get_dtype()
 
 
 def set_control_dtype(control: Control, dtype: torch.dtype) -> None:

@@ -16,32 +16,33 @@ from ....precision.base.patching import compile_disabled
 LISTS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
 
 
-@contextlib.contextmanager
-def modules_entered() -> Iterator[Counter[torch.nn.Module]]:
-    """Count the calls of modules in the context, on any thread; compiled code runs as plain torch
-    in it."""
-    entered: Counter[torch.nn.Module] = Counter()
-    handle = register_module_forward_pre_hook(lambda module, args: entered.update((module,)))
-    try:
-        with compile_disabled():
-            yield entered
-    finally:
-        handle.remove()
+class Entered(Counter[torch.nn.Module]):
+    """How often each module was called."""
 
+    @classmethod
+    @contextlib.contextmanager
+    def counted(cls) -> Iterator["Entered"]:
+        """Count the calls of modules in the context, on any thread, where compiled code runs as
+        plain torch."""
+        entered = cls()
+        handle = register_module_forward_pre_hook(lambda module, args: entered.update((module,)))
+        try:
+            with compile_disabled():
+                yield entered
+        finally:
+            handle.remove()
 
-def passed_by(
-    model: torch.nn.Module, layers: Mapping[torch.nn.Module, int], entered: Counter[torch.nn.Module]
-) -> list[torch.nn.Module]:
-    """List the layers that ran less often than the module that holds them, as decoding may skip
-    them, and layers that did not run although another layer of that module did. ``layers``: layer
-    -> number of its runs."""
-    holders = {child: holder for holder in model.modules() for child in holder.children()}
+    def passed_by(self, model: torch.nn.Module, layers: Mapping[torch.nn.Module, int]) -> list[torch.nn.Module]:
+        """List the layers that ran less often than the module that holds them, as where decoding
+        passes by them, and those that did not run although another layer in that module did.
+        ``layers``: layer -> how often it ran."""
+        holders = {child: holder for holder in model.modules() for child in holder.children()}
 
-    def holder_of(module: torch.nn.Module) -> torch.nn.Module:
-        holder = holders[module]
-        return holder_of(holder) if isinstance(holder, LISTS) and holder in holders else holder
+        def holder_of(module: torch.nn.Module) -> torch.nn.Module:
+            holder = holders[module]
+            return holder_of(holder) if isinstance(holder, LISTS) and holder in holders else holder
 
-    leaves = (module for module in holders if module in entered and next(module.children(), None) is None)
-    active = {*entered, *map(holder_of, leaves)}
-    least = {layer: max(entered[holder_of(layer)], holder_of(layer) in active) for layer in layers}
-    return [layer for layer, runs in layers.items() if runs < least[layer]]
+        leaves = (module for module in holders if module in self and next(module.children(), None) is None)
+        active = {*self, *map(holder_of, leaves)}
+        least = {layer: max(self[holder_of(layer)], holder_of(layer) in active) for layer in layers}
+        return [layer for layer, runs in layers.items() if runs < least[layer]]

@@ -40,11 +40,6 @@ def switches_by_layer(patcher: ModelPatcher) -> bool:
     return not is_compiled(patcher) and not is_on_several_devices(patcher)
 
 
-def is_injected(patcher: ModelPatcher | None) -> bool:
-    """True if modules that nodes inject, such as AnimateDiff's, are in the model now."""
-    return getattr(patcher, "is_injected", False)
-
-
 def trains() -> bool:
     """True if ComfyUI's Train LoRA trains: its ``training_dtype`` decides in which dtype the model
     computes, and its backward pass may run layers again when the model's call is over."""

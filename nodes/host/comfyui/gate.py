@@ -33,6 +33,7 @@ from ....precision.base.text import listed
 from ....precision.version import VERSION
 from .attributes import FORWARDS, quantization_format
 from .code_owner import code_owner
+from .layers import modules_of
 
 Forward = Callable[..., torch.Tensor]
 ACTIVATION = "input_act"
@@ -186,11 +187,11 @@ def is_default(value: object, name: str, defaults: Mapping[str, object]) -> bool
     return name in defaults and not isinstance(value, torch.Tensor) and value == defaults[name]
 
 
-def met_in(modules: Mapping[str, torch.nn.Module]) -> dict[str, str]:
+def met_in(model) -> dict[str, str]:
     """Return which layers of a model ran their own code because of an argument: a few words for
     each argument, with the sentence."""
     found = defaultdict(list)
-    for name, module in modules.items():
+    for name, module in modules_of(model).items() if _met else ():
         for argument in sorted(_met.get(module, ())):
             found[_caller(module), argument].append(name)
     return {

@@ -9,7 +9,7 @@ from comfy.quant_ops import QuantizedTensor
 
 from ....precision.base.layer_names import plain_name
 from ....precision.base.layers import kind_of
-from .attributes import CAST_DTYPE, dtype_of_weights
+from .attributes import CAST_DTYPE
 
 CALLED_BY_ITEMS = {
     ("comfy.ldm.cosmos.predict2", "t_embedder"),
@@ -99,7 +99,7 @@ def is_quantized(module: torch.nn.Module) -> bool:
 def activation_dtype(patcher) -> torch.dtype:
     """Return the dtype of the model's activations: its manual cast dtype, else that of its
     weights."""
-    return patcher.get_model_object(CAST_DTYPE) or dtype_of_weights(patcher.model)
+    return patcher.get_model_object(CAST_DTYPE) or patcher.model.get_dtype()
 
 
 def own_cast(model: torch.nn.Module, name: str) -> str:

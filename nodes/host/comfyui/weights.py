@@ -219,13 +219,6 @@ def numbers_of(module: torch.nn.Module, held: torch.Tensor | None = None) -> tor
     return weight * getattr(module, INPUT_SCALE).to(weight) if hasattr(module, INPUT_SCALE) else weight
 
 
-def is_divided_by_zero(weight: torch.Tensor) -> bool:
-    """Tell whether all numbers of a quantized weight were divided by a scale of 0, which makes them
-    NaN."""
-    # ``quantize`` of comfy/quant_ops.py makes such a scale for fp8 and NVFP4 weights that are 0 everywhere.
-    return isinstance(weight, QuantizedTensor) and not weight.params.scale.dim() and not weight.params.scale
-
-
 def only_multiplies(module: torch.nn.Module) -> bool:
     """Tell whether the module does no more than cast its weights and multiply: ComfyUI's and
     torch's own classes."""

@@ -104,25 +104,22 @@ def _entered(override: Callable, inputs: Callable | None, forward: Callable, *ar
 def _compilable_parts(model: torch.nn.Module) -> list[torch.nn.Module]:
     if model not in _parts:
         parts = [getattr(part, "_orig_mod", part) for part in (model, *top_level_parts(model).values())]
-        _parts[model] = [weakref.ref(part) for part in parts if kind_of(part) is None and holds_modules(part)]
+        holders = (part for part in parts if next(part.children(), None) is not None)  # a compiled child refuses bool
+        _parts[model] = [weakref.ref(part) for part in holders if kind_of(part) is None]
     return [part for reference in _parts[model] if (part := reference())]
 
 
-def holds_modules(module: torch.nn.Module) -> bool:
-    """True if a module has child modules. A compiled child refuses ``len``, and so ``bool``."""
-    return next(module.children(), None) is not None
+def function_name(attention: Callable, overrides: bool = False) -> str:
+    """Return the name of an attention. Of one that ``overrides`` ComfyUI's it is the name of the
+    attention of ComfyUI's that it runs, which it holds as a variable (``ModelAttentionBackend``,
+    0.33, and KJNodes' SageAttention); its own without one."""
+    of_core = overrides and inspect.isfunction(attention)
+    held = map(_own_name, inspect.getclosurevars(attention).nonlocals.values() if of_core else ())
+    return next((name for name in held if name in ATTENTIONS), _own_name(attention))
 
 
-def function_name(attention: Callable) -> str:
+def _own_name(attention: object) -> str:
     return getattr(attention, "__name__", type(attention).__name__)
-
-
-def chosen_by(override: Callable) -> Callable:
-    """Return the attention of ComfyUI's that an override runs, which it holds as a variable
-    (``ModelAttentionBackend``, 0.33, and KJNodes' SageAttention); the override itself without
-    one."""
-    held = inspect.getclosurevars(override).nonlocals.values() if inspect.isfunction(override) else ()
-    return next((each for each in held if function_name(each) in ATTENTIONS), override)
 
 
 def how_to_choose_another(kernel: str, options: dict) -> str:

@@ -4,31 +4,30 @@ call."""
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import cast
 
 import comfy.ldm.modules.attention
+import torch
 from comfy.model_patcher import ModelPatcher
 
 from ....precision.base.message import Message
 from ....precision.base.modes import INT8
-from ....precision.base.patching import patched
+from ....precision.base.patching import Patch, patched
 from ....precision.plan.choice import WithoutEffect
 from ....precision.plan.compute import ComputePlan
-from ..comfyui.attributes import CAST_DTYPE, OVERRIDE, kernel_of_file
+from ..comfyui.attributes import CAST_DTYPE, MEMORY_ESTIMATE, OVERRIDE, kernel_of_file
 from ..comfyui.execution import Make, adapts_text, conditions_through, trains
 from ..comfyui.gate import met_in
 from ..comfyui.layer_forward import LayerForward
 from ..comfyui.layers import modules_of
 from ..comfyui.page import BADGE_EVENT, running_node_id, send
 from ..replay.call import Call
-from ..replay.interceptor import COMPUTE, Acting, Stage, put_stage, stage_of
-from .attention import ATTENTIONS, QUANTIZED, chosen_by, function_name, fuses_by_default
+from ..replay.interceptor import COMPUTE, Acting, Stage, put_stage
+from .attention import ATTENTIONS, QUANTIZED, function_name, fuses_by_default
 from .core_layers import is_fp8
 from .per_model import PerModel, runs_in
-from .planned_model import PlannedModel, estimated_in_fp32
-from .ruled_attention import NO_ATTENTION, NO_BLOCK, blocks_of, outermost
+from .planned_model import PlannedModel
+from .ruled_attention import idle_rules
 
-LISTED = 3
 TRAINED = "compute={0} does not act while Train LoRA trains: its training_dtype decides."
 logger = logging.getLogger("halfsafe")
 
@@ -45,15 +44,10 @@ def set_compute(patcher, plan: ComputePlan) -> "Compute":
     return compute
 
 
-def planned_on(patcher) -> "Compute | None":
-    """Return the plan's executor on a patcher, not its fallback; None without a plan."""
-    return cast("Compute | None", stage_of(patcher, COMPUTE))
-
-
 def compute_of(patcher) -> "Compute | None":
     """Return the executor that runs a patcher now, which is the fallback after an overflow; None
     without a plan."""
-    compute = planned_on(patcher)
+    compute = Compute.on(patcher)
     return compute and compute.acting(patcher.model)
 
 
@@ -61,7 +55,7 @@ def quantized_attention(patcher: ModelPatcher) -> str:
     """Name the attention with quantized operands that a node, the model's file or ComfyUI's command
     line chose for a model; "" for another."""
     if override := patcher.model_options.get("transformer_options", {}).get(OVERRIDE):
-        names = [function_name(chosen_by(override))]
+        names = [function_name(override, overrides=True)]
     else:
         compute = compute_of(patcher)
         modules = () if compute and compute.overrides_attention else modules_of(patcher.model).values()
@@ -78,6 +72,8 @@ class Compute(Stage):
     ``binds``: the plan changes nothing, and the model has fp8 weights, whose kernels are looked up
     once. ``restates``: a node changed the dtype that the model computes in. ``node_id``: the node
     that made the plan; its badge shows the dtypes in use."""
+
+    name = COMPUTE
 
     def __init__(self, plan: ComputePlan, binds: bool, restates: bool = False):
         self.plan = plan
@@ -123,7 +119,7 @@ class Compute(Stage):
             return executor(*args, **kwargs)
         self.begin_run()
         with ExitStack() as held:
-            held.enter_context(patched(estimated_in_fp32(model) if self.acting(model).plan.is_safe else []))
+            held.enter_context(patched(_estimated_in_fp32(model) if self.acting(model).plan.is_safe else []))
             if adapts_text(model):
                 through = conditions_through(model, lambda make: self.acting(model).conditions(model, make))
                 held.enter_context(through)
@@ -132,7 +128,7 @@ class Compute(Stage):
 
     def _show_met(self, model) -> None:
         """Show on the node's badge the layers of a model that ran their own code."""
-        if words := [*met_in(modules_of(model))]:
+        if words := [*met_in(model)]:
             send(BADGE_EVENT, {"node_id": self.node_id, "words": words})
 
     def begin_run(self) -> None:
@@ -171,17 +167,12 @@ class Compute(Stage):
     def attention_in_fp32(self, patcher: ModelPatcher) -> list[str]:
         """List the blocks whose attention ran in fp32 because of a rule, in the calls so far."""
         run = self.runs.last_of(patcher)
-        return outermost(run.ruled.ran_in) if run else []
+        return run.ruled.ran_in_blocks() if run else []
 
     def idle_attention_rules(self, patcher: ModelPatcher) -> Iterator[WithoutEffect]:
-        """Yield the attention rules that match no block, or only blocks without an attention."""
-        blocks, run = blocks_of(self.plan.attention, modules_of(patcher.model)), self.runs.last_of(patcher)
-        for rule in self.plan.attention:
-            matched = outermost([name for name, rules in blocks.items() if rule in rules])
-            if not matched:
-                yield WithoutEffect(str(rule), NO_BLOCK)
-            elif run and not any(rule in rules for rules in run.ruled.ran_in.values()):
-                yield WithoutEffect(str(rule), Message(NO_ATTENTION, ", ".join(matched[:LISTED])))
+        """Return the attention rules that match no block, or only blocks without an attention."""
+        run = self.runs.last_of(patcher)
+        return idle_rules(self.plan.attention, modules_of(patcher.model), run.ruled if run else None)
 
     def not_called(self, patcher: ModelPatcher) -> frozenset[str]:
         """Return the layers with a plan that did not run in the calibrating call; empty before that
@@ -202,3 +193,15 @@ class Compute(Stage):
         work = "matrix work outside int8 layers" if in_int8 else "matrix work"
         figures = f"{share:.1%}", work, run.calibration.repeats
         return Message("{0} of the {1} has fp16 operands; {2} calls were repeated", *figures)
+
+
+def _estimated_in_fp32(model) -> list[Patch]:
+    """Patches that let ComfyUI estimate the memory of a model's activations for fp32: its estimate
+    uses the cast dtype."""
+    own = getattr(model, MEMORY_ESTIMATE)
+
+    def estimate(*args, **kwargs) -> float:
+        with patched([(model, CAST_DTYPE, torch.float32)]):
+            return own(*args, **kwargs)
+
+    return [(model, MEMORY_ESTIMATE, estimate)]

@@ -54,7 +54,7 @@ class AddsToResults:
         raise NotImplementedError
 
 
-class ModelRun(Protocol):
+class _ModelRun(Protocol):
     """State that a wrapper learned of one model. ``modules``: the modules it patches, by name.
     ``found``: what other code had put on these modules when this run was created."""
 
@@ -65,16 +65,7 @@ class ModelRun(Protocol):
     def found(self) -> list[int]: ...
 
 
-Run = TypeVar("Run", bound=ModelRun)
-
-
-@dataclass
-class _Kept(Generic[Run]):
-    """Run of one model state. ``branches``: branches of the patchers that made its calls."""
-
-    state: tuple
-    run: Run
-    branches: set[tuple] = field(default_factory=set)
+Run = TypeVar("Run", bound=_ModelRun)
 
 
 class PerModel(Generic[Run]):
@@ -91,8 +82,10 @@ class PerModel(Generic[Run]):
     ):
         self._make = make
         self._settings = settings
-        self._runs: weakref.WeakKeyDictionary[torch.nn.Module, list[_Kept[Run]]] = weakref.WeakKeyDictionary()
+        self._runs: weakref.WeakKeyDictionary[torch.nn.Module, list[tuple[tuple, Run]]] = weakref.WeakKeyDictionary()
         self._patches: weakref.WeakKeyDictionary[Run, object] = weakref.WeakKeyDictionary()
+        self._branches: weakref.WeakKeyDictionary[Run, set[tuple]] = weakref.WeakKeyDictionary()
+        """A run -> the branches of the patchers that made its calls."""
 
     def of(self, model: torch.nn.Module) -> Run:
         """Return the run for the model's present state; the last ``KEPT`` states are cached.
@@ -102,23 +95,24 @@ class PerModel(Generic[Run]):
         run, state = self._found(model), weight_state(model)
         if self._patches.setdefault(run, state) != state:
             self._patches[run] = state
-            self._runs[model][0].branches = {self._branch(model.current_patcher)}
+            self._branches[run] = {self._branch(model.current_patcher)}
             if hasattr(run, "calibration"):
                 run.calibration.recalibrate()
         return run
 
     def _found(self, model: torch.nn.Module) -> Run:
         runs, state = self._runs.setdefault(model, []), self._state(model)
-        alike = (kept for kept in runs if kept.state == state and kept.run.found == put_on(kept.run.modules))
-        kept = next(alike, None) or _Kept(state, self._make(model))
+        alike = (run for own, run in runs if own == state and run.found == put_on(run.modules))
+        run = next(alike, None) or self._make(model)
+        branches = self._branches.setdefault(run, set())
         if model.current_patcher is not None:  # detached from its last patcher, as between two prompts
-            kept.branches.add(self._branch(model.current_patcher))
-        runs[:] = [kept, *(each for each in runs if each is not kept)][:KEPT]
-        return kept.run
+            branches.add(self._branch(model.current_patcher))
+        runs[:] = [(state, run), *(each for each in runs if each[1] is not run)][:KEPT]
+        return run
 
     def kept(self) -> list[Run]:
         """Return the cached runs of every model and state, of a model the last one first."""
-        return [kept.run for runs in list(self._runs.values()) for kept in runs]
+        return [run for runs in list(self._runs.values()) for _, run in runs]
 
     def last_of(self, patcher: ModelPatcher) -> Run | None:
         """Return the run of the last call with a patcher or a clone of its branch; None before any
@@ -130,7 +124,7 @@ class PerModel(Generic[Run]):
         other devices (MultiGPU)."""
         branch, own = self._branch(patcher), self._runs.get(patcher.model, [])
         others = [runs for model, runs in list(self._runs.items()) if model is not patcher.model]
-        return [kept.run for runs in [own, *others] for kept in runs if branch in kept.branches]
+        return [run for runs in [own, *others] for _, run in runs if branch in self._branches[run]]
 
     def _branch(self, patcher: ModelPatcher) -> tuple:
         return *branch_of(patcher), *self._settings(patcher)
@@ -170,7 +164,8 @@ def hooks_of(patcher) -> weakref.ref | None:
 
 _count = itertools.count()
 _numbers = WeakIdKeyDictionary()
-_patches_known: weakref.WeakKeyDictionary[ModelPatcher, tuple] = weakref.WeakKeyDictionary()
+PATCHES = "halfsafe_patches"
+"""The attribute of a patcher with its ``patches_uuid`` and the hash of its patches under that."""
 
 
 def branch_of(patcher: ModelPatcher) -> tuple[int, int]:
@@ -186,11 +181,12 @@ def branch_of(patcher: ModelPatcher) -> tuple[int, int]:
 def patches_of(patcher: ModelPatcher) -> int:
     """Hash a patcher's weight patches by their tensors; with hooks, ComfyUI assigns a new
     ``patches_uuid`` per run."""
-    known = _patches_known.get(patcher)
+    known = vars(patcher).get(PATCHES)
     if known is None or known[0] != patcher.patches_uuid:
         pairs = [(key, patch) for key, patches in patcher.patches.items() for patch in patches]
         patches = tuple((key, patch[0], _number_of(patch[1])) for key, patch in pairs)
-        known = _patches_known[patcher] = (patcher.patches_uuid, hash(patches))
+        known = patcher.patches_uuid, hash(patches)
+        setattr(patcher, PATCHES, known)
     return known[1]
 
 

@@ -21,8 +21,8 @@ from ....precision.base.modes import FP16_WIDE, INT8
 from ....precision.base.patching import Patch, patched
 from ....precision.base.surroundings import own_dtypes
 from ....precision.plan.compute import ComputePlan
-from ..comfyui.attributes import CAST_DTYPE, MEMORY_ESTIMATE, SCALES_INPUT, casting, dtype_of_weights
-from ..comfyui.execution import is_injected, switches_by_layer
+from ..comfyui.attributes import CAST_DTYPE, SCALES_INPUT, casting
+from ..comfyui.execution import switches_by_layer
 from ..comfyui.layer_forward import LayerForward
 from ..comfyui.layers import is_quantized, modules_of
 from ..comfyui.weights import calling_layers, uncast_norm
@@ -70,7 +70,7 @@ class PlannedModel(CalibratedActing):
         self.calibration.calibrating = plan.exchanges
         self._known = frozenset(named.values())
         self._borders: list[Patch] | None = None
-        self._borders_of: tuple = ()
+        self._borders_of: tuple | None = ()
         self._stood: list = []
         self._sums_off = False
         self._needs_fp32_sums = fp32_sums_of(plan)
@@ -108,7 +108,7 @@ class PlannedModel(CalibratedActing):
         """Patches for a call of a diffusion model, including its entry in fp32 if a safe plan needs
         it."""
         model = self._model()
-        if self._safe and (getattr(model, CAST_DTYPE) or dtype_of_weights(model)) != torch.float32:
+        if self._safe and (getattr(model, CAST_DTYPE) or model.get_dtype()) != torch.float32:
             return [*in_fp32(model), *self.patches, *self.casting]
         return self.patches
 
@@ -165,7 +165,7 @@ class PlannedModel(CalibratedActing):
         sampler's run of a patcher, and again if a pack or a watch of ours has changed the forwards
         or hooks below them."""
         patcher = model.current_patcher
-        state = patcher and weakref.ref(patcher), is_injected(patcher)
+        state = patcher and (weakref.ref(patcher), patcher.is_injected)
         if self._borders is None or state != self._borders_of or _standing(self._borders) != self._stood:
             modules = modules_of(model)
             # AnimateDiff puts ComfyUI's layers in, of the class that does not cast.
@@ -244,18 +244,6 @@ def in_fp32(model) -> list[Patch]:
     entry = getattr(model.model_sampling, SCALES_INPUT)
     cloning = model.model_sampling, SCALES_INPUT, lambda *args, **kwargs: entry(*args, **kwargs).clone()
     return [(model, CAST_DTYPE, torch.float32), cloning]
-
-
-def estimated_in_fp32(model) -> list[Patch]:
-    """Patches that let ComfyUI estimate the memory of a model's activations for fp32: its estimate
-    uses the cast dtype."""
-    own = getattr(model, MEMORY_ESTIMATE)
-
-    def estimate(*args, **kwargs) -> float:
-        with patched([(model, CAST_DTYPE, torch.float32)]):
-            return own(*args, **kwargs)
-
-    return [(model, MEMORY_ESTIMATE, estimate)]
 
 
 def fp32_sums_of(plan: ComputePlan) -> Callable[[ModelPatcher], bool]:

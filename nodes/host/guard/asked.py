@@ -11,7 +11,7 @@ from ....precision.base.layers import parts_of
 from ....precision.base.message import Message
 from ....precision.base.nested import floats_in
 from ....precision.base.text import listed
-from ..comfyui.entered import modules_entered, passed_by
+from ..comfyui.entered import Entered
 from ..comfyui.execution import is_compiled
 
 NOT_ASKED = "NaN in the weights of these layers would not be seen if code hides it, because {0}: {1}"
@@ -49,7 +49,7 @@ class AskedWeights:
         layers = [module for module in self._model.modules() if module._parameters]
         handles = [module.register_forward_hook(self._see, prepend=True) for module in layers]
         handles.append(self._model.register_forward_pre_hook(self._begin))
-        entering = modules_entered() if self._elsewhere else contextlib.nullcontext()
+        entering = Entered.counted() if self._elsewhere else contextlib.nullcontext()
         try:
             with entering as entered:
                 yield
@@ -59,7 +59,7 @@ class AskedWeights:
         if entered:
             below = self._elsewhere - {""}  # the model itself ran
             named = {module: name for name, module in self._model.named_modules() if name in below}
-            self._missed = [named[each] for each in passed_by(self._model, dict.fromkeys(named, 1), entered)]
+            self._missed = [named[each] for each in entered.passed_by(self._model, dict.fromkeys(named, 1))]
 
     def _begin(self, module: torch.nn.Module, args: tuple) -> None:
         self._largest.zero_()  # an attempt that is repeated may have overflowed

@@ -26,7 +26,7 @@ from ....precision.guard.failed_call import Attempt, FailedCall
 from ....precision.guard.inputs import NotFiniteInput, inputs_not_finite
 from ....precision.guard.ladder import Ladder
 from ....precision.guard.localize import Localizer, Origin
-from ....precision.guard.log import CallPosition, GuardLog
+from ....precision.guard.log import CallPosition
 from ....precision.guard.policy import OnNan
 from ....precision.guard.rungs import EncoderStep, Rung, encoder_rungs
 from ....precision.guard.verdicts import ENCODER_INPUTS, ENCODERS, NO_CHOICE, NonFinite
@@ -42,7 +42,7 @@ from ..load.encoders import vae_in
 from ..replay.interceptor import in_calls
 from ..replay.model_compiler import repeating
 from .causes import LoadedWeights
-from .notices import notifier, place_of
+from .notices import guard_log
 
 ATTRIBUTE = "halfsafe_guard"
 OF = {"VAE": "vae", "Text encoder": "clip"}
@@ -69,8 +69,7 @@ class EncoderGuard:
 
     def __init__(self, kind: str, on_nan: OnNan, node_id: str | None):
         self.kind = kind
-        place = functools.partial(place_of, node_id, OF[kind])
-        self.log = GuardLog(on_nan, notifier(node_id, of=OF[kind]), place=place)
+        self.log = guard_log(on_nan, node_id, of=OF[kind])
 
     def run(self, action: str, make: Make, patcher: ModelPatcher, dtype: torch.dtype, given: Any) -> Any:
         """Return ``make(None, given, ())``, or the result of a wider step if that is not finite.

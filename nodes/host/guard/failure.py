@@ -55,7 +55,8 @@ OUR_PACKAGE = __name__.partition(".nodes.")[0]
 
 
 class _RangeObserver:
-    """Measure the amax of inputs and results of each layer that multiplies, and of the results of each top-level part.
+    """Measure the amax of inputs and results of each layer that multiplies, and of the results of
+    each top-level part.
 
     Run the call inside of :meth:`watching`.
     """
@@ -250,7 +251,8 @@ class ModelCall(FailedCall):
 def _inputs_of(call: Call, first: bool) -> list[NotFiniteInput]:
     """List the inputs of a denoiser's call with NaN or Inf.
 
-    ``first``: it is the first call of the run, so its latent is the node's and not computed by the sampler.
+    ``first``: it is the first call of the run, so its latent is the node's and not computed by the
+    sampler.
     """
     named = [
         (SIGMA, call.t),
@@ -264,7 +266,8 @@ def _inputs_of(call: Call, first: bool) -> list[NotFiniteInput]:
 
 
 def _conditioning(context: torch.Tensor | None, options: dict) -> str:
-    """Name the conditioning of the first row with NaN or Inf, in a batch with a chunk for each conditioning."""
+    """Name the conditioning of the first row with NaN or Inf, in a batch with a chunk for each
+    conditioning."""
     if context is None or is_finite(context):
         return "conditioning"
     kinds = options.get("cond_or_uncond") or [0]

@@ -5,7 +5,6 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Iterator
-from typing import cast
 
 import torch
 from comfy.model_base import BaseModel
@@ -29,17 +28,17 @@ from ....precision.report.schema import GuardReport
 from ..comfyui.execution import adapts_text, conditions_through, is_oom
 from ..comfyui.layers import activation_dtype, matrix_layers
 from ..comfyui.page import running_node_id, running_prompt_id
-from ..compute.executor import planned_on
+from ..compute.executor import Compute
 from ..compute.layer_modes import LayerState, states_of
 from ..compute.per_model import PerModel, branch_of
 from ..replay.call import Call
-from ..replay.interceptor import GUARD, Run, Stage, put_stage, stage_of, take_stages
+from ..replay.interceptor import GUARD, Run, Stage, put_stage, take_stages
 from ..replay.restart import Sampling, StartAgain
 from .asked import holds_nan
 from .clamps import hiding_is_seen
 from .escalation import Guarded, WiderModel, depends_on, watches_clamps
 from .failure import REPEATED_BESIDE, ModelCall
-from .notices import notifier, place_of
+from .notices import guard_log
 
 LOGS_KEPT = 8
 MAX_RETRIES = 8
@@ -62,7 +61,7 @@ def with_guard(patcher, on_nan: OnNan, max_retries: int, node_id: str | None = N
 def look_at_results(patcher: ModelPatcher) -> None:
     """Check the results of a patcher whose plan has a fallback, unless a guard does already; remove the check
     otherwise."""
-    guard, compute = guard_of(patcher), planned_on(patcher)
+    guard, compute = Guard.on(patcher), Compute.on(patcher)
     if guard and guard.on_nan != OFF:
         return
     take_stages(patcher, GUARD)
@@ -70,16 +69,13 @@ def look_at_results(patcher: ModelPatcher) -> None:
         put_stage(patcher, GUARD, Guard(OFF, 0, running_node_id()))
 
 
-def guard_of(patcher) -> "Guard | None":
-    """Return the guard on a patcher; None for a patcher without a guard."""
-    return cast("Guard | None", stage_of(patcher, GUARD))
-
-
 class Guard(Stage):
     """Check the result of each call of a model, and repeat a call whose result is not finite.
 
     With ``on_nan`` off only the fallback of the compute plan is tried.
     """
+
+    name = GUARD
 
     def __init__(self, on_nan: OnNan, max_retries: int, node_id: str | None, check: Callable | None = None):
         self.on_nan = on_nan
@@ -206,18 +202,17 @@ class Guard(Stage):
     def _branch(self, patcher: ModelPatcher) -> tuple:
         """Return the key of a patcher's log. MultiGPU clones on other devices and a patcher that fell back have the
         same key."""
-        return *branch_of(patcher), planned_on(patcher), activation_dtype(patcher)
+        return *branch_of(patcher), Compute.on(patcher), activation_dtype(patcher)
 
     def _begin(self, patcher: ModelPatcher) -> GuardLog:
         """Return the log for a sampler's run: the last one if it is of the same prompt, else a new one. The logs of
         the last ``LOGS_KEPT`` branches are kept."""
         branch = self._branch(patcher)
         prompt = running_prompt_id()
-        planned = planned_on(patcher)
+        planned = Compute.on(patcher)
         log = self._logs.pop(branch, None)
         if log is None or prompt is None or log.prompt != prompt:
-            notify = notifier(self.node_id, prompt, planner=planned.node_id if planned else None)
-            log = GuardLog(self.on_nan, notify, prompt=prompt, place=functools.partial(place_of, self.node_id))
+            log = guard_log(self.on_nan, self.node_id, prompt, planner=planned.node_id if planned else None)
         log.begin_run()
         self._logs[branch] = log
         for oldest in list(self._logs)[:-LOGS_KEPT]:

@@ -1,15 +1,15 @@
 """Send the open page what guards say while a prompt runs, and keep it for the prompt's report."""
 
+import functools
 import logging
-import weakref
 
 from comfy_execution.graph_utils import is_link
-from comfy_execution.progress import ProgressRegistry, get_progress_state
+from comfy_execution.progress import get_progress_state
 
 from ....precision.base.message import Message
 from ....precision.base.modes import label_of
-from ....precision.guard.log import Notify
-from ....precision.guard.policy import EVENT, OFF
+from ....precision.guard.log import GuardLog, Notify
+from ....precision.guard.policy import EVENT, OFF, OnNan
 from ....precision.guard.verdicts import CURED, EVERY_RUN, NAN_GUARD, ONE_NODE, Place
 from ....precision.report.schema import EncoderReport, GuardEvent, plain
 from ..comfyui.page import running_node_id, running_prompt, running_prompt_id, send, show_progress
@@ -24,15 +24,28 @@ _PLACES = {"HalfsafeAutoPrecision": ONE_NODE}
 WATCHED = "halfsafe_"
 """What the ids of the guards begin with that *Guard every run* adds."""
 logger = logging.getLogger("halfsafe")
-# ComfyUI makes a registry for each prompt and drops it with the next one: what is kept with it is the prompt's own.
-_sent: weakref.WeakKeyDictionary[ProgressRegistry, list[dict]] = weakref.WeakKeyDictionary()
+SENT = "halfsafe_sent"
+"""The attribute of ComfyUI's progress registry that holds what was sent in a prompt: ComfyUI makes a
+registry for each prompt and drops it with the next one."""
+
+
+def guard_log(
+    on_nan: OnNan, node_id: str | None, prompt: str | None = None, of: str = "", planner: str | None = None
+) -> GuardLog:
+    """Make the log of the guard of a node: what it notes is told in ComfyUI's log and on the page.
+
+    ``prompt``: None for the running prompt. ``of``: the guarded object, ``vae`` or ``clip``; empty for a model.
+    ``planner``: id of the node whose plan the model runs under.
+    """
+    place = functools.partial(_place_of, node_id, of)
+    return GuardLog(on_nan, _notifier(node_id, prompt, of, planner), prompt=prompt, place=place)
 
 
 def _shown_id(node_id: str | None, of: str) -> str | None:
     """Return the id by which the running prompt has a guard.
 
     ComfyUI's cache gives a guard that was made under one id to a node with another id and the same inputs: then it is
-    the guard nearest before the running node. ``of``: as for :func:`notifier`.
+    the guard nearest before the running node. ``of``: as for :func:`guard_log`.
     """
     prompt, ways = running_prompt(), [running_node_id()]
     if node_id in prompt:
@@ -46,7 +59,7 @@ def _shown_id(node_id: str | None, of: str) -> str | None:
     return node_id
 
 
-def place_of(node_id: str | None, of: str = "") -> Place:
+def _place_of(node_id: str | None, of: str) -> Place:
     """Return where a user finds a guard, with the arguments of :func:`_shown_id`."""
     page_id = _shown_id(node_id, of) or ""
     if page_id.startswith(WATCHED):
@@ -54,13 +67,9 @@ def place_of(node_id: str | None, of: str = "") -> Place:
     return _PLACES.get(running_prompt().get(page_id, {}).get("class_type"), NAN_GUARD)
 
 
-def notifier(node_id: str | None, prompt: str | None = None, of: str = "", planner: str | None = None) -> Notify:
+def _notifier(node_id: str | None, prompt: str | None, of: str, planner: str | None) -> Notify:
     """Return a function that logs a guard's events, and sends events, verdicts and numbers of checked calls to the page
-    that queued the prompt, if any.
-
-    ``prompt``: None for the running prompt. ``of``: the guarded object, ``vae`` or ``clip``; empty for a model.
-    ``planner``: id of the node whose plan the model runs under.
-    """
+    that queued the prompt, if any; with the arguments of :func:`guard_log`."""
 
     def notify(
         kind: str, verdict: str, message: str, advice: str, event: GuardEvent | None = None, calls: int = 0
@@ -86,7 +95,7 @@ def notifier(node_id: str | None, prompt: str | None = None, of: str = "", plann
         }
         running = get_progress_state()
         if data["prompt_id"] == running.prompt_id:
-            _sent.setdefault(running, []).append(data)
+            vars(running).setdefault(SENT, []).append(data)
         send(EVENT, data)
 
     return notify
@@ -94,7 +103,7 @@ def notifier(node_id: str | None, prompt: str | None = None, of: str = "", plann
 
 def encoder_reports() -> list[EncoderReport]:
     """Report what the Guard VAE and Guard CLIP nodes of the running prompt have sent so far."""
-    sent = _sent.get(get_progress_state(), [])
+    sent = vars(get_progress_state()).get(SENT, [])
     return [
         _encoder_report(node_id, _ENCODER_KINDS[of], [m for m in sent if (m["node_id"], m["of"]) == (node_id, of)])
         for node_id, node in running_prompt().items()

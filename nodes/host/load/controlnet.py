@@ -17,7 +17,6 @@ import comfy.supported_models
 import torch
 from comfy.controlnet import ControlBase, ControlNet
 from comfy.model_base import BaseModel
-from comfy.supported_models_base import BASE
 from comfy_execution.progress import get_progress_state
 
 from ....precision.base.dtypes import dtype_named
@@ -27,8 +26,6 @@ from ....precision.base.options import ComputeOption, StorageOption
 from ....precision.devices.memory import require_memory
 from ....precision.formats.checkpoint import Checkpoint
 from ....precision.formats.comfy_format import check_finite
-from ....precision.formats.joined import FUSED, joined_rows
-from ....precision.formats.stored_weight import StoredWeight
 from ....precision.plan.auto import UNQUANTIZED
 from ....precision.plan.choice import Choice, WithoutEffect
 from ....precision.plan.facts import ModelFacts, file_dtype
@@ -51,11 +48,6 @@ WHY_OWN = {
 SHUFFLE = ("_shuffle", "_shuffle_fp16")
 FROM_THE_MODEL = re.compile(r"^(x_embedder|orig_y_embedder)\.")
 """Parts of an SD3.5 ControlNet that it gets from the model when it runs."""
-FAMILIES = {
-    "comfy.ldm.qwen_image": comfy.supported_models.QwenImage,
-    "comfy.ldm.flux": comfy.supported_models.Flux,
-}
-"""The package of a ControlNet's model -> the family whose dtypes it works in; others work in all, fp16 first."""
 _runs: weakref.WeakKeyDictionary[BaseModel, tuple[weakref.ref, weakref.WeakKeyDictionary]] = weakref.WeakKeyDictionary()
 """A model -> the prompt of its last runs, as ComfyUI's progress registry of it, and the ControlNets of those runs."""
 
@@ -64,12 +56,23 @@ _runs: weakref.WeakKeyDictionary[BaseModel, tuple[weakref.ref, weakref.WeakKeyDi
 class LoadedControl:
     """A ControlNet that was loaded here, with all of its copies.
 
-    ``cls``: the name of ComfyUI's class. ``planned``: its planned model; None if ComfyUI runs it as it is.
+    ``kind``: the name of ComfyUI's class. ``planned``: its planned model; None if ComfyUI runs it as it is.
     """
 
-    cls: str
+    kind: str
     record: ModelPlan
     planned: PlannedControl | None
+
+    @staticmethod
+    def of(control: ControlNet) -> LoadedControl:
+        """Return the record of a ControlNet that was loaded here, also of a copy."""
+        return vars(control)["halfsafe"]
+
+    @staticmethod
+    def used_with(model: BaseModel) -> list[LoadedControl]:
+        """Return the ControlNets still in use that a model was sampled with, in the order of their
+        first runs."""
+        return list(_runs[model][1]) if model in _runs else []
 
 
 def load_control_net(path: str, storage: StorageOption, compute: ComputeOption, rules: Rules) -> ControlBase:
@@ -139,7 +142,7 @@ def _plan(
     control: ControlNet, checkpoint: Checkpoint, storage: StorageOption, compute: ComputeOption, rules: Rules
 ) -> LoadedControl:
     module = control.control_model
-    facts = _facts(checkpoint, module)
+    facts = detection.detect_control(checkpoint, module)
     plan, tensors = models.prepare(facts, storage, compute, rules)
     arithmetic = plan.compute.unwatched
     _store(module, facts, plan, tensors)
@@ -152,35 +155,9 @@ def _plan(
     return LoadedControl(type(module).__name__, plan, planned)
 
 
-def _facts(checkpoint: Checkpoint, module: torch.nn.Module) -> ModelFacts:
-    """Describe a model that ComfyUI has loaded: its weights, quantized ones as in the file.
-
-    ComfyUI renames or fuses layers of files with diffusers' names: those whose format does not hold the result exactly
-    stay unpacked.
-    """
-    quantized = {name: weight for name, weight in checkpoint.weights.items() if weight.quantized}
-    own = module.state_dict()
-    plain = []
-    notes = checkpoint.notes
-    if quantized.keys() - own.keys():
-        notes = [*notes, detection.RENAMED]
-    for name, (sources, order) in detection.diffusers_origins(checkpoint).items():
-        if name in own and not quantized.keys().isdisjoint(sources):
-            made = joined_rows(name, [checkpoint.weights[source] for source in sources], order)
-            quantized |= {} if made is None else {name: made}
-            plain += [name] if made is None else []
-    notes = [*notes, Message(FUSED, detection.listed_layers(plain))] if plain else notes
-    weights = {name: quantized.get(name, StoredWeight(name, tensor)) for name, tensor in own.items()}
-    unpacked = (*checkpoint.unpacked, *plain)
-    checkpoint = replace(checkpoint, weights=weights, notes=notes, unpacked=unpacked)
-    family = FAMILIES.get(type(module).__module__.rpartition(".")[0], BASE)
-    names = {name: name.removesuffix(".weight") for name in weights if name.endswith(".weight")}
-    return detection.facts_of_modules(checkpoint, dict(module.named_modules()), names, "", family)
-
-
 def _store(module: torch.nn.Module, facts: ModelFacts, plan: ModelPlan, tensors: Mapping[str, torch.Tensor]) -> None:
     """Give a model its tensors as planned, and ComfyUI's quantized layers for quantized weights."""
-    layers = [facts.names[name] for name in models.quantized_tensors(facts, plan)]
+    layers = [facts.names[name] for name in plan.declared(facts.prefix)]
     operations = models.operations_for(facts, plan)
     dtype = dtype_named(plan.dtype)
     for layer in layers:
@@ -195,16 +172,6 @@ def _store(module: torch.nn.Module, facts: ModelFacts, plan: ModelPlan, tensors:
             parameter.data = tensors[name].to(dtype)
     # Dynamic VRAM casts weights to the dtype that their layers were made for.
     comfy.model_management.archive_model_dtypes(module)
-
-
-def loaded_control(control: ControlNet) -> LoadedControl:
-    """Return the record of a ControlNet that was loaded here, also of a copy."""
-    return vars(control)["halfsafe"]
-
-
-def controls_of(model: BaseModel) -> list[LoadedControl]:
-    """Return the ControlNets still in use that a model was sampled with, in the order of their first runs."""
-    return list(_runs[model][1]) if model in _runs else []
 
 
 def _follow(control: ControlNet, loaded: LoadedControl) -> ControlNet:

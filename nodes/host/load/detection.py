@@ -8,9 +8,11 @@ from typing import Any
 import comfy.memory_management
 import comfy.model_detection
 import comfy.ops
+import comfy.supported_models
 import comfy.utils
 import torch
 from comfy.model_patcher import ModelPatcher
+from comfy.supported_models_base import BASE
 
 from ....precision.base.dtypes import name_of
 from ....precision.base.errors import CheckpointError
@@ -18,7 +20,7 @@ from ....precision.base.message import Message
 from ....precision.base.text import listed
 from ....precision.files.safetensors_file import open_checkpoint
 from ....precision.formats.checkpoint import Checkpoint, StoredWeight, read_checkpoint
-from ....precision.formats.joined import FUSED, JoinedWeights, RowsOf
+from ....precision.formats.joined import FUSED, JoinedWeights, RowsOf, joined_rows
 from ....precision.formats.registry import FORMAT_OF_STORAGE
 from ....precision.plan.auto import UNQUANTIZED
 from ....precision.plan.facts import LayerSpec, ModelFacts, facts_of
@@ -27,6 +29,13 @@ from .identity import source_path_of
 from .lacking import named_if_lacking
 
 RENAMED = "The file uses diffusers' layer names; they were converted to ComfyUI's."
+
+FAMILIES_OF_CONTROLS = {
+    "comfy.ldm.qwen_image": comfy.supported_models.QwenImage,
+    "comfy.ldm.flux": comfy.supported_models.Flux,
+}
+"""The package of a ControlNet's model -> the family whose dtypes it works in;
+others work in all, fp16 first."""
 
 
 def detect_model(checkpoint: Checkpoint, only_diffusion_model: bool) -> ModelFacts:
@@ -57,12 +66,40 @@ def detect_model(checkpoint: Checkpoint, only_diffusion_model: bool) -> ModelFac
     if complete and getattr(comfy.memory_management, "aimdo_enabled", False):
         later = [f"{name}.{leaf}" for name, module in modules.items() for leaf in made_when_loaded(module)]
         complete = all(name.removeprefix(".") in renamed for name in later)
-    return facts_of_modules(checkpoint, modules, names, prefix, config, complete)
+    return _facts_of_modules(checkpoint, modules, names, prefix, config, complete)
+
+
+def detect_control(checkpoint: Checkpoint, module: torch.nn.Module) -> ModelFacts:
+    """Describe the model of a ControlNet that ComfyUI has loaded: its weights, quantized ones as in
+    the file.
+
+    ComfyUI renames or fuses layers of files with diffusers' names: those whose format does not hold the result exactly
+    stay unpacked.
+    """
+    quantized = {name: weight for name, weight in checkpoint.weights.items() if weight.quantized}
+    own = module.state_dict()
+    plain = []
+    notes = checkpoint.notes
+    if quantized.keys() - own.keys():
+        notes = [*notes, RENAMED]
+    for name, (sources, order) in diffusers_origins(checkpoint).items():
+        if name in own and not quantized.keys().isdisjoint(sources):
+            made = joined_rows(name, [checkpoint.weights[source] for source in sources], order)
+            quantized |= {} if made is None else {name: made}
+            plain += [name] if made is None else []
+    notes = [*notes, Message(FUSED, _listed_layers(plain))] if plain else notes
+    weights = {name: quantized.get(name, StoredWeight(name, tensor)) for name, tensor in own.items()}
+    unpacked = (*checkpoint.unpacked, *plain)
+    checkpoint = replace(checkpoint, weights=weights, notes=notes, unpacked=unpacked)
+    family = FAMILIES_OF_CONTROLS.get(type(module).__module__.rpartition(".")[0], BASE)
+    names = {name: name.removesuffix(".weight") for name in weights if name.endswith(".weight")}
+    return _facts_of_modules(checkpoint, dict(module.named_modules()), names, "", family)
 
 
 def _without(checkpoint: Checkpoint, names: Sequence[str]) -> Checkpoint:
     weights = {name: weight for name, weight in checkpoint.weights.items() if name not in names}
-    note = Message("Quantized layers of the file that the model does not have were ignored: {0}.", listed_layers(names))
+    told = _listed_layers(names)
+    note = Message("Quantized layers of the file that the model does not have were ignored: {0}.", told)
     return replace(checkpoint, weights=weights, notes=[*checkpoint.notes, note])
 
 
@@ -126,9 +163,8 @@ def _with_true_shapes(checkpoint: Checkpoint, prefix: str) -> Checkpoint:
             advice = Message("Use ComfyUI {0} or later, or another version of the model.", format.since)
             raise CheckpointError(weight.file or checkpoint.path, problem, name, advice)
         weights[name] = weight.unpacked(torch.bfloat16)
-    note = Message(
-        "Unpacked to bf16, because ComfyUI detects the architecture from their shapes: {0}.", listed_layers(names)
-    )
+    told = _listed_layers(names)
+    note = Message("Unpacked to bf16, because ComfyUI detects the architecture from their shapes: {0}.", told)
     unpacked = (*checkpoint.unpacked, *names)
     return replace(checkpoint, weights=weights, notes=[*checkpoint.notes, note], unpacked=unpacked)
 
@@ -138,7 +174,7 @@ def _is_same_model(one, other) -> bool:
     return type(one) is type(other) and (one is None or one.unet_config == other.unet_config)
 
 
-def listed_layers(names: Sequence[str]) -> str:
+def _listed_layers(names: Sequence[str]) -> str:
     """Write the layers of weights for people."""
     return listed([name.removesuffix(".weight") for name in names])
 
@@ -191,7 +227,7 @@ def _from_diffusers(checkpoint: Checkpoint) -> Checkpoint:
     plain = [*made.unpacked]
     notes: list[str] = [RENAMED]
     if plain:
-        notes.append(Message(FUSED, listed_layers(plain)))
+        notes.append(Message(FUSED, _listed_layers(plain)))
     notes = [*checkpoint.notes, *notes]
     return replace(checkpoint, weights=weights, notes=notes, unpacked=(*checkpoint.unpacked, *plain))
 
@@ -282,7 +318,7 @@ def _unet_origins(checkpoint: Checkpoint) -> dict[str, RowsOf]:
     return {name: RowsOf([source]) for source, name in names.items() if source in shapes}
 
 
-def facts_of_modules(
+def _facts_of_modules(
     checkpoint: Checkpoint,
     modules: Mapping[str, torch.nn.Module],
     names: Mapping[str, str],

@@ -36,7 +36,7 @@ from ..comfyui.attributes import (
 from ..comfyui.layers import activation_dtype
 from ..comfyui.model_facts import held_storages, keep_record, record_of
 from ..comfyui.weights import NORMS
-from ..compute.executor import Compute, planned_on, set_compute
+from ..compute.executor import Compute, set_compute
 from ..lora.patcher import keep_low_rank_unmerged
 from .detection import detect_model
 from .devices import (
@@ -126,14 +126,9 @@ def prepare(
     return load_tensors(facts.checkpoint, plan, read=not streamed)
 
 
-def quantized_tensors(facts: ModelFacts, plan: ModelPlan) -> list[str]:
-    """Return the names of the model's tensors in its file that ComfyUI will hold quantized."""
-    return [name for name, own in plan.weights.items() if own.declared and name.startswith(facts.prefix)]
-
-
 def operations_for(facts: ModelFacts, plan: ModelPlan) -> Any:
     """Choose ComfyUI's operations. Its quantized ones give their dtype to weights that are not quantized as well."""
-    quantized = bool(quantized_tensors(facts, plan))
+    quantized = bool(plan.declared(facts.prefix))
     dtype = dtype_named(plan.dtype)
     computed = dtype if quantized else dtype_named(plan.compute.activation_dtype)
     config = SimpleNamespace(quant_config={"mixed_ops": True} if quantized else None)
@@ -165,7 +160,7 @@ def settle_quantized(model: torch.nn.Module, facts: ModelFacts, plan: ModelPlan)
     Raises:
         CheckpointError: ComfyUI does not hold a weight quantized that was given to it so.
     """
-    names = quantized_tensors(facts, plan)
+    names = plan.declared(facts.prefix)
     dtype = dtype_named(weight_dtype(plan.compute.choice.used))
     modules = dict(model.named_modules()) if names else {}
     for name in names:
@@ -214,7 +209,7 @@ def load_onto(
     if CAST_DTYPE in patcher.object_patches or activation_dtype(patcher) != own:
         clone.object_patches[CAST_DTYPE] = own  # packs may have made layers in the dtype stated before
     keep_record(clone, cast(ModelPlan, record_of(made)))
-    set_compute(clone, cast(Compute, planned_on(made)).plan)
+    set_compute(clone, cast(Compute, Compute.on(made)).plan)
     keep_low_rank_unmerged(clone)
     return clone
 

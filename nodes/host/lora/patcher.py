@@ -22,6 +22,7 @@ import comfy.utils
 import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import PatcherInjection
+from comfy.quant_ops import QuantizedTensor
 
 from ....precision.arithmetic.calibration import until_it_stands
 from ....precision.base.dtypes import name_of
@@ -32,15 +33,15 @@ from ....precision.base.modes import FP32
 from ....precision.base.patching import Patch, patched
 from ....precision.base.text import listed
 from ..comfyui.attributes import CAST_DTYPE, INPUT_SCALE, WEIGHT_FUNCTIONS
-from ..comfyui.entered import modules_entered, passed_by
+from ..comfyui.entered import Entered
 from ..comfyui.execution import adapts_text, conditions_through, is_compiled, trains
 from ..comfyui.layer_forward import STANDING
 from ..comfyui.layers import DIFFUSION_MODEL, is_quantized
-from ..comfyui.weights import calling_layers, dequantized, is_divided_by_zero, is_quantized_bank, numbers_of
+from ..comfyui.weights import calling_layers, dequantized, is_quantized_bank, numbers_of
 from ..compute.executor import Compute, compute_of
 from ..compute.per_model import AddsToResults
 from ..replay.call import Call
-from ..replay.interceptor import LOW_RANK, Acting, Stage, put_stage, stage_of
+from ..replay.interceptor import LOW_RANK, Acting, Stage, put_stage
 from ..replay.model_compiler import repeating
 from .low_rank import LowRank, LowRankModel, SortedPatches, is_8bit_matrix, is_left_out
 
@@ -144,7 +145,7 @@ class AddsLowRank(AddsToResults):
 
         return [(module, WEIGHT_FUNCTIONS, [*getattr(module, WEIGHT_FUNCTIONS), added])]
 
-    def passes_to_weights(self, entered: Counter[torch.nn.Module] | None) -> bool:
+    def passes_to_weights(self, entered: Entered | None) -> bool:
         """Let LoRAs be added to weights where the call that just ended did not add them to results.
         True if there are any, so that the call has to be repeated.
 
@@ -155,7 +156,7 @@ class AddsLowRank(AddsToResults):
         missed = [module for module, key in waiting.items() if low_rank.by_key[key].missed]
         if entered is not None:
             runs = {module: entered[low_rank.by_key[key]] for module, key in waiting.items()}
-            missed += passed_by(self.model, runs, entered)
+            missed += entered.passed_by(self.model, runs)
         keys = {waiting[module] for module in missed}
         low_rank.by_weight |= keys
         if keys:
@@ -285,7 +286,7 @@ class AddsLowRank(AddsToResults):
         finally:
             self.patches = kept
         weight = done if return_weight else comfy.utils.get_attr(self.model, key)
-        if key in self.patches and is_divided_by_zero(weight):
+        if key in self.patches and _is_divided_by_zero(weight):
             zeros = torch.zeros(weight.shape, dtype=weight.params.orig_dtype, device=weight.device)
             weight = weight.requantize_from_float(zeros, scale=1.0)
             return weight if return_weight else comfy.utils.set_attr_param(self.model, key, weight)
@@ -334,7 +335,7 @@ def _has_low_rank(given: object) -> TypeGuard[AddsLowRank]:
 
 def _keeps_low_rank_unmerged(given: object) -> TypeGuard[AddsLowRank]:
     """True if a patcher leaves LoRAs out of 8-bit weights, and adds them to results."""
-    return isinstance(given, AddsLowRank) and (LOW_RANK in given.injections or stage_of(given, LOW_RANK) is not None)
+    return isinstance(given, AddsLowRank) and (LOW_RANK in given.injections or _LowRankStage.on(given) is not None)
 
 
 def keep_low_rank_unmerged(patcher: ModelPatcher) -> None:
@@ -391,6 +392,13 @@ def _smoothed(convert: Callable, layer: torch.nn.Module, weight: torch.Tensor, *
     return numbers * getattr(layer, INPUT_SCALE).to(numbers)
 
 
+def _is_divided_by_zero(weight: torch.Tensor) -> bool:
+    """Tell whether all numbers of a quantized weight were divided by a scale of 0, which makes them
+    NaN."""
+    # ``quantize`` of comfy/quant_ops.py makes such a scale for fp8 and NVFP4 weights that are 0 everywhere.
+    return isinstance(weight, QuantizedTensor) and not weight.params.scale.dim() and not weight.params.scale
+
+
 def _refuse_experts(layer: torch.nn.Module | None, key: str) -> None:
     """Refuse patches of quantized weights of experts."""
     if layer is not None and is_quantized_bank(layer):
@@ -415,6 +423,8 @@ class _LowRankStage(Stage):
     While Train LoRA trains they are on the layers for the whole sampler's run: its backward pass
     runs layers again.
     """
+
+    name = LOW_RANK
 
     def in_call(self, call: Call) -> Acting | None:
         patcher = call.model.current_patcher
@@ -443,7 +453,7 @@ class _LowRankCall(Acting):
 
     def __init__(self, patcher: AddsLowRank):
         self.adds, self.low_rank = patcher, patcher.low_rank_model()
-        self.entered: Counter[torch.nn.Module] | None = None
+        self.entered: Entered | None = None
         self.sizes: tuple = ()
 
     @contextlib.contextmanager
@@ -457,7 +467,7 @@ class _LowRankCall(Acting):
         self.low_rank.ran.clear()
         with contextlib.ExitStack() as held:
             held.enter_context(_on_layers(self.adds))
-            self.entered = held.enter_context(modules_entered()) if watched else None
+            self.entered = held.enter_context(Entered.counted()) if watched else None
             yield
 
     def stands(self, result: object) -> bool:
@@ -515,7 +525,7 @@ def _eject(patcher: ModelPatcher) -> None:
 def _call(patcher: AddsLowRank, call: Callable, *args, **kwargs):
     """Run a call of a text encoder, once more if it shows that some LoRAs cannot be added to
     results."""
-    with modules_entered() as entered:
+    with Entered.counted() as entered:
         result = call(*args, **kwargs)
     if not patcher.passes_to_weights(entered):
         return result

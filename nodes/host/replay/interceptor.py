@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
+from typing import TypeVar, cast
 
 import torch
 from comfy.model_patcher import ModelPatcher
@@ -87,15 +88,25 @@ class Acting:
         return False
 
 
+Kind = TypeVar("Kind", bound="Stage")
+
+
 class Stage:
     """Part of one Halfsafe node around the calls of a model and around a sampler's run; the base
     class does nothing.
 
     ``acts``: False for a stage that changes no call; a patcher that has only such stages has no
-    wrapper.
+    wrapper. ``name``: that of the stage on a patcher, for :meth:`on`.
     """
 
     acts = True
+    name = ""
+
+    @classmethod
+    def on(cls: type[Kind], patcher: ModelPatcher) -> Kind | None:
+        """Return the stage of this kind on a patcher, also one that does not act; None without
+        it."""
+        return cast("Kind | None", _stage_of(patcher, cls.name))
 
     def around_call(self, run: Run, call: Call) -> torch.Tensor:
         """Run a call with ``run``, which may be called several times. Only the guard overrides
@@ -133,6 +144,12 @@ class Interceptor:
         known = {RUNG: _RungStage(), **self.stages}
         self._in_calls = {name: known[name] for name in IN_CALLS if name in known}
         self._sampling = {name: self.stages[name] for name in AROUND_SAMPLING if name in self.stages}
+
+    @classmethod
+    def on(cls, patcher: ModelPatcher) -> Interceptor:
+        """Return the interceptor of a patcher; one without stages if it has none."""
+        found = patcher.get_wrappers(WrappersMP.APPLY_MODEL, HALFSAFE)
+        return found[0] if found else cls({})
 
     def __call__(self, executor: Callable, *args, **kwargs) -> torch.Tensor:
         """Wrap a model's call (ComfyUI's APPLY_MODEL)."""
@@ -190,17 +207,11 @@ def _seeing(model) -> AbstractContextManager[None]:
     patcher = model.current_patcher
     if patcher is None:  # another pack calls a model that no run has prepared
         return nullcontext()
-    compute = stage_of(patcher, COMPUTE)
+    compute = _stage_of(patcher, COMPUTE)
     return seeing(model, compute and compute.acting(model))
 
 
-def interceptor_of(patcher: ModelPatcher) -> Interceptor:
-    """Return the interceptor of a patcher; one without stages if it has none."""
-    found = patcher.get_wrappers(WrappersMP.APPLY_MODEL, HALFSAFE)
-    return found[0] if found else Interceptor({})
-
-
-def stage_of(patcher: ModelPatcher, name: str) -> Stage | None:
+def _stage_of(patcher: ModelPatcher, name: str) -> Stage | None:
     """Return the stage of this name on a patcher, whether it acts or not; None if there is none."""
     return patcher.attachments.get(name)
 
@@ -221,7 +232,7 @@ def take_stages(patcher: ModelPatcher, *names: str) -> None:
 def _wrap(patcher: ModelPatcher) -> None:
     """Put one interceptor of all stages that act around a patcher's calls; none without such a
     stage."""
-    stages = {name: stage for name in STAGES if (stage := stage_of(patcher, name)) and stage.acts}
+    stages = {name: stage for name in STAGES if (stage := _stage_of(patcher, name)) and stage.acts}
     interceptor = Interceptor(stages)
     for kind, wrapper in ((WrappersMP.APPLY_MODEL, interceptor), (WrappersMP.OUTER_SAMPLE, interceptor.sampling)):
         patcher.remove_wrappers_with_key(kind, HALFSAFE)

@@ -18,15 +18,14 @@ from ....precision.base.modes import INT8, MODES
 from ....precision.formats.checkpoint import WITHOUT_SCALES
 from ....precision.plan.auto import UNQUANTIZED, missing_kernels
 from ....precision.plan.compute import WEIGHTS_FOR
-from ..accumulation.executor import accumulation_of
 from ..comfyui.gate import met_in
-from ..comfyui.layers import matrix_layers, modules_of
+from ..comfyui.layers import matrix_layers
 from ..comfyui.model_facts import record_of, storage_of, storages
 from ..comfyui.page import REPORT_EVENT, send
 from ..compute.executor import compute_of
 from ..compute.layer_modes import compute_name
 from ..guard.notices import encoder_reports
-from ..load.controlnet import loaded_control
+from ..load.controlnet import LoadedControl
 from ..load.devices import current_device
 from ..replay.interceptor import REPORT, Stage, put_stage
 from .report import report_of
@@ -52,9 +51,9 @@ def badge(*words: str | None) -> dict[str, list[str]]:
 
 
 def model_ui(model, *more: str | None) -> dict[str, list]:
-    """Make the ui output of a node that gives out a model: its badge, with words for layers that ran their own code
-    because of an argument, the rules that match no layer, and why the model does not compute in the fp16 that it came
-    in."""
+    """Make the ui output of a node that gives out a model: its badge, with words for layers that
+    ran their own code because of an argument, the rules that match no layer, and why the model does
+    not compute in the fp16 that it came in."""
     record = record_of(model)
     compute = compute_of(model)
     idle = list(record.without_effect) if record else []
@@ -65,7 +64,7 @@ def model_ui(model, *more: str | None) -> dict[str, list]:
     rules = list(dict.fromkeys(entry.setting for entry in idle if entry.unmatched))
     kernels = _missing_kernels_told(model)
     told = {UNMATCHED_KEY: rules, INSTEAD_KEY: instead, KERNELS_KEY: kernels}
-    met = met_in(modules_of(model.model))
+    met = met_in(model.model)
     return badge(*model_words(model), *more, *met, _scales_word(model)) | _told_ui(told)
 
 
@@ -103,7 +102,7 @@ def _computed(model) -> str:
 
 def control_ui(control) -> dict[str, list]:
     """Make the ui output of a ControlNet: its badge, nothing where no compute plan is attached."""
-    planned = loaded_control(control).planned
+    planned = LoadedControl.of(control).planned
     if not planned:
         return {}
     kernels = _missing_kernels_told(planned.current_patcher)
@@ -112,7 +111,8 @@ def control_ui(control) -> dict[str, list]:
 
 
 def encoder_ui(encoder: CLIP | VAE) -> dict[str, list]:
-    """Make the ui output of a text encoder or VAE: its badge, the storages of the one, the dtype the other works in."""
+    """Make the ui output of a text encoder or VAE: its badge, with the storages of a text encoder,
+    the dtype that a VAE works in."""
     is_vae = isinstance(encoder, VAE)
     word = name_of(encoder.vae_dtype) if is_vae else _stored(encoder.cond_stage_model.parameters())
     return badge(word, _scales_word(encoder.patcher))
@@ -122,17 +122,6 @@ def _scales_word(patcher: ModelPatcher) -> str | None:
     """Return the word for a model, text encoder or VAE whose file lacks the scales of its fp8 weights."""
     record = record_of(patcher)
     return WITHOUT_SCALES if record and WITHOUT_SCALES in record.dialects else None
-
-
-def sums_words(model) -> list[str]:
-    """Return how matmuls will accumulate, as far as an Accumulation node decides it and can act here."""
-    accumulation = accumulation_of(model)
-    if accumulation is None:
-        return []
-    plan = accumulation.plan_for(model)
-    fp16 = plan.trying or plan.flags.get("fp16_accumulation")
-    tf32 = "tf32" if plan.flags.get("tf32_matmul") else ""
-    return ["fp16 sums" if fp16 else "fp32 sums", "fast fp8 sums" if plan.fp8_fast else "", tf32]
 
 
 def _stored(parameters: Iterable[torch.Tensor]) -> str:

@@ -20,7 +20,7 @@ from ....precision.plan.load import ModelPlan
 from ....precision.report import result
 from ....precision.report.result import GOOD, WARN, Result
 from ..comfyui.model_facts import held_bytes, record_of, storage_of
-from ..load.controlnet import loaded_control
+from ..load.controlnet import LoadedControl
 from ..load.devices import current_device
 from ..load.halving import LEAST
 from ..load.kept_speeds import speeds_of
@@ -94,7 +94,7 @@ def storage_ui(given: ModelPatcher, made: ModelPatcher, text: str) -> dict[str, 
 
 def control_memory_ui(file: str, control: ControlNet) -> dict[str, tuple[str]]:
     """Make the ui output of :func:`memory_ui` for a ControlNet, also for the kinds that ComfyUI loads by itself."""
-    loaded = loaded_control(control)
+    loaded = LoadedControl.of(control)
     if loaded.planned:
         return memory_ui(file, loaded.planned.current_patcher)
     told = Message(result.AS_IT_IS, file=file, reasons=loaded.record.storage.reason)

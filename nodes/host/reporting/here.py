@@ -16,7 +16,7 @@ from ....precision.devices.measurements import told_here
 from ....precision.devices.probes import has_cuda_13
 from ....precision.plan.auto import why_int8_is_slow
 from ..comfyui.attributes import OVERRIDE, caches_in_int8, compiler_is_off, has_kitchen_attention, kernel_of_file
-from ..compute.attention import ATTENTIONS, KITCHEN, chosen_by, function_name
+from ..compute.attention import ATTENTIONS, KITCHEN, function_name
 from ..load.devices import compute_device, current_device
 from ..load.kept_speeds import kept_speeds
 
@@ -42,8 +42,9 @@ SHOWN = 3
 
 
 def facts_here() -> list[dict[str, str]]:
-    """List the five facts, as ComfyUI runs at this moment: ``what`` each is about, what is so ``here``, and the
-    ``switch`` that changes it: text for people, empty where none would change anything."""
+    """List the five facts, as ComfyUI runs at this moment: ``what`` each is about, what is so
+    ``here``, and the ``switch`` that changes it: text for people, empty where none would change
+    anything."""
     return [
         _fact("kernels", _kernels(), joined(_other_kernels(), ", ")),
         _compiler(),
@@ -126,7 +127,7 @@ def _attention() -> Iterator[str]:
     for loaded in comfy.model_management.current_loaded_models:
         options = loaded.model.model_options if loaded.model is not None else {}
         if override := options.get("transformer_options", {}).get(OVERRIDE):
-            yield Message(OF_NODE, _named(chosen_by(override)), type(loaded.model.model).__name__)
+            yield Message(OF_NODE, _named(override, overrides=True), type(loaded.model.model).__name__)
     for model in _models():
         if count := sum(caches_in_int8(module, compute_device()) for module in model.modules()):
             yield Message(INT8_CACHE, type(model).__name__, count)
@@ -135,8 +136,8 @@ def _attention() -> Iterator[str]:
             yield Message(FILES_OWN if is_there else NOT_HERE, kernel, count, type(model).__name__)
 
 
-def _named(attention: Callable) -> str:
-    name = function_name(attention)
+def _named(attention: Callable, overrides: bool = False) -> str:
+    name = function_name(attention, overrides)
     return ATTENTIONS.get(name, name)
 
 

@@ -34,8 +34,8 @@ from ..comfyui.model_facts import bytes_by_storage, foreign_layers, parameter_co
 from ..compute.attention import ATTENTIONS, KITCHEN
 from ..compute.executor import Compute, compute_of, quantized_attention
 from ..compute.layer_modes import states_of
-from ..guard.model import guard_of
-from ..load.controlnet import LoadedControl, controls_of
+from ..guard.model import Guard
+from ..load.controlnet import LoadedControl
 from ..load.devices import current_device
 from ..lora.low_rank import LowRankModel
 from ..lora.patcher import low_rank_reasons
@@ -74,7 +74,7 @@ def report_of(patcher: ModelPatcher, encoders: Sequence[EncoderReport] = ()) -> 
     sizes = bytes_by_storage(patcher)
     model = ModelReport(type(patcher.model).__name__, parameter_count(patcher), sum(sizes.values()), sizes)
     report = Report(device_section(current_device()), model, layers, flags_of(patcher))
-    if guard := guard_of(patcher):
+    if guard := Guard.on(patcher):
         report.guard = guard.report(patcher)
         report.ranges = guard.ranges(patcher)
         report.notes += guard.remarks(patcher)
@@ -92,12 +92,12 @@ def report_of(patcher: ModelPatcher, encoders: Sequence[EncoderReport] = ()) -> 
     report.decisions |= decisions
     foreign = Counter(foreign_layers(patcher).values())
     packed = (Message(PACKED, count, cls) for cls, count in foreign.items())
-    met = met_in(modules_of(patcher.model)).values()
+    met = met_in(patcher.model).values()
     report.notes += [*UNEQUAL.values(), *met, *_int8_notes(layers), *packed]
     patches = (type(patch.model) for patch in patcher.model_patches_models())
     report.notes += [Message(PATCHED_BY, cls.__name__) for cls in patches if not issubclass(cls, LowRankModel)]
     report.encoders = list(encoders)
-    report.control_nets = [control_report(control) for control in controls_of(patcher.model)]
+    report.control_nets = [control_report(control) for control in LoadedControl.used_with(patcher.model)]
     names = {layer.name for layer in layers}
     report.ranges = {name: largest for name, largest in report.ranges.items() if name in names}
     _write_reasons(layers, reasons)
@@ -106,7 +106,7 @@ def report_of(patcher: ModelPatcher, encoders: Sequence[EncoderReport] = ()) -> 
 
 def _layers(patcher: ModelPatcher) -> tuple[list[LayerReport], Reasons]:
     """Report on each layer, and list the reasons of its storage, mode and sums; a choice without one gives no text."""
-    record, sums, guard = record_of(patcher), layer_accumulation(patcher), guard_of(patcher)
+    record, sums, guard = record_of(patcher), layer_accumulation(patcher), Guard.on(patcher)
     states = guard.states_of(patcher) if guard else states_of(patcher)
     layers: list[LayerReport] = []
     reasons: Reasons = {}
@@ -148,7 +148,7 @@ def _add_record(report: Report | ControlReport, record: ModelPlan) -> None:
 def control_report(control: LoadedControl) -> ControlReport:
     """Report on a ControlNet of the Load ControlNet node, and on the calls of the ControlNet and its copies."""
     record, planned = control.record, control.planned
-    report = ControlReport(Path(record.file).name, control.cls)
+    report = ControlReport(Path(record.file).name, control.kind)
     if planned:
         report.calls = planned.calls[0]
         report.layers, reasons = _layers(planned.current_patcher)
@@ -156,7 +156,7 @@ def control_report(control: LoadedControl) -> ControlReport:
     _add_record(report, record)
     if planned:
         _add_plan(report, planned.compute, planned.current_patcher)
-        met = met_in(modules_of(planned.current_patcher.model)).values()
+        met = met_in(planned.current_patcher.model).values()
         report.notes += [*met, *_int8_notes(report.layers)]
     return report
 
@@ -198,7 +198,7 @@ def _add_attention(report: Report, patcher: ModelPatcher, compute: Compute | Non
         else:
             report.decisions[OF_FILE] = Message(KERNEL_RUNS, kernel, count)
     if name := quantized_attention(patcher):
-        guard, masked = guard_of(patcher), MASKED if name == ATTENTIONS[KITCHEN] else ""
+        guard, masked = Guard.on(patcher), MASKED if name == ATTENTIONS[KITCHEN] else ""
         compare = COMPARE if guard is None or isinstance(guard.check, UnaskedChecks | None) else ""
         report.notes.append(joined([Message(QUANTIZES, name), masked, compare]))
 

@@ -14,7 +14,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 
 from ....precision.base.patching import compile_disabled
-from ..accumulation.executor import accumulation_of, with_accumulation
+from ..accumulation.executor import Accumulation, with_accumulation
 from ..comfyui.execution import COMPILE_KWARGS
 from ..compute.executor import compute_of, set_compute
 from ..replay.call import Call
@@ -69,7 +69,7 @@ def bare_clone(patcher: ModelPatcher) -> ModelPatcher:
     Its compute plan and accumulation are made anew, so that those of the model learn nothing from
     what is measured.
     """
-    clone, compute, accumulation = patcher.clone(), compute_of(patcher), accumulation_of(patcher)
+    clone, compute, accumulation = patcher.clone(), compute_of(patcher), Accumulation.on(patcher)
     if accumulation:
         clone = with_accumulation(clone, accumulation.request)
     if compute:

@@ -1,8 +1,8 @@
 """How a model's products are summed, in a real ComfyUI: set inside its calls, exactly as before outside of them."""
 
 import pytest
-from halfsafe.nodes.host.accumulation.executor import accumulation_of
-from halfsafe.nodes.host.replay.interceptor import ACCUMULATION, interceptor_of
+from halfsafe.nodes.host.accumulation.executor import Accumulation
+from halfsafe.nodes.host.replay.interceptor import ACCUMULATION, Interceptor
 from halfsafe.precision.base import flags
 from halfsafe.precision.plan.accumulation import PARTS
 from support import families
@@ -31,7 +31,7 @@ def fail_with(error):
 
 
 def opposite(comfy, model, another):
-    request = accumulation_of(model).request
+    request = Accumulation.on(model).request
     return accumulation(
         comfy, another, **{n: {"on": "off", "off": "on"}.get(getattr(request, n), "unchanged") for n in SETTINGS[:3]}
     )
@@ -43,7 +43,7 @@ def alternate_with_another_model(comfy, model, another, call, look):
         families.replay(spied(model, look), call)
         families.replay(spied(other, lambda: inside.append(states())), call)
         assert states() == before
-    held = accumulation_of(other).plan_for(other).flags
+    held = Accumulation.on(other).plan_for(other).flags
     assert all(flags.SETTINGS[name].is_on(state[name]) is value for state in inside for name, value in held.items())
 
 
@@ -122,4 +122,4 @@ def test_unchanged_adds_nothing(comfy, wan):
     assert ours is not model and ours.wrappers == model.wrappers and ours.attachments.keys() == model.attachments.keys()
     assert report(comfy, ours)["flags"] == report(comfy, model)["flags"]
     accumulation(comfy, model, tf32="on")
-    assert ACCUMULATION not in model.attachments and ACCUMULATION not in interceptor_of(model).stages
+    assert ACCUMULATION not in model.attachments and ACCUMULATION not in Interceptor.on(model).stages

@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from halfsafe.nodes.host.accumulation.executor import accumulation_of
+from halfsafe.nodes.host.accumulation.executor import Accumulation
 from halfsafe.nodes.host.compute.attention import overridden
 from support import families
 from support.families import load, report
@@ -27,7 +27,7 @@ def attention_run(comfy, model):
     ours = accumulation(comfy, model, attention="auto")
     ours.pre_run()
     try:
-        return accumulation_of(ours).runs.of(ours.model)
+        return Accumulation.on(ours).runs.of(ours.model)
     finally:
         ours.cleanup()
 

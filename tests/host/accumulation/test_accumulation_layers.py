@@ -7,7 +7,7 @@ from comfy import model_management
 from comfy.ldm.modules import attention as attentions
 from comfy.ldm.wan import model as wan_code
 from comfy_kitchen.backends.eager import quantization
-from halfsafe.nodes.host.accumulation.executor import accumulation_of
+from halfsafe.nodes.host.accumulation.executor import Accumulation
 from halfsafe.nodes.host.comfyui.layers import modules_of
 from halfsafe.precision.base import flags
 from halfsafe.precision.plan.rules import rules_from
@@ -96,7 +96,7 @@ def test_a_louder_step_is_repeated_and_the_layer_that_overflowed_stays_in_fp32(c
     with SumsInFp16():
         for _ in range(2):
             families.replay(ours, call, c_crossattn=quiet)
-        run = accumulation_of(ours).runs.kept()[0]
+        run = Accumulation.on(ours).runs.kept()[0]
         assert run.calibration.repeats == 0 and layers_of(comfy, ours)[CANCELLING]["accumulation"] == "fp16"
         for _ in range(2):
             assert torch.equal(families.replay(ours, call), plain)
@@ -124,7 +124,7 @@ def test_an_overflow_of_any_layer_is_seen_and_no_clean_call_is_repeated(comfy, b
     plain, shape = families.replay(base, call), modules_of(base.model)[layer].weight.shape
     for _ in range(2):
         families.replay(ours, call)
-    run = accumulation_of(ours).runs.kept()[0]
+    run = Accumulation.on(ours).runs.kept()[0]
     with Overflows(shape):
         for _ in range(2):
             assert torch.equal(families.replay(ours, call), plain)
@@ -142,7 +142,7 @@ def test_queries_are_looked_at_where_no_bound_of_the_attention_does(
     ours = accumulation(comfy, base, fp16_accumulation="auto", attention=attention)
     for _ in range(2):
         families.replay(ours, call)
-    operations = accumulation_of(ours).runs.kept()[0].operations
+    operations = Accumulation.on(ours).runs.kept()[0].operations
     assert (operations["blocks.0.self_attn.q"].device is not None) is looked
     assert operations["head.head"].device is None, "no attention is behind it"
 
@@ -155,7 +155,7 @@ def test_on_is_obeyed_and_measures_nothing(comfy, mixed, ampere):
         assert seen and all(on for _, on in seen)
     layer = layers_of(comfy, ours)[CANCELLING]
     assert layer["accumulation"] == "fp16" and "as requested, without a check of the result" in layer["reason"]
-    assert not accumulation_of(ours).runs.kept()[0].operations
+    assert not Accumulation.on(ours).runs.kept()[0].operations
 
 
 @pytest.mark.parametrize("order", ["compute first", "compute last"])
@@ -209,7 +209,7 @@ def test_a_reason_says_how_a_layer_sums(comfy, base, call, ampere):
     layer.forward = lambda x: own(x)
     try:
         families.replay(ours, call)
-        run = accumulation_of(ours).runs.kept()[0]
+        run = Accumulation.on(ours).runs.kept()[0]
         layers = layers_of(comfy, ours)
         run.operations[name].forget()
         untried = layers_of(comfy, ours)[name]
@@ -277,6 +277,6 @@ def test_an_overflow_before_a_quantized_product_is_seen(comfy, quantized, call, 
     finally:
         for hook in hooks:
             hook.remove()
-    assert accumulation_of(ours).runs.kept()[0].calibration.repeats == 1
+    assert Accumulation.on(ours).runs.kept()[0].calibration.repeats == 1
     layer = layers_of(comfy, ours)[BEHIND]
     assert layer["accumulation"] == "fp32" and layer["mode"] != "fp16_acc16"

@@ -4,7 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
-from halfsafe.nodes.host.guard.model import guard_of
+from halfsafe.nodes.host.guard.model import Guard
 from halfsafe.precision.arithmetic.linear import SafeOperation
 from halfsafe.precision.base import flags
 from halfsafe.precision.plan.rules import rules_from
@@ -156,7 +156,7 @@ def test_layers_that_the_guard_left_alone_sum_as_asked_beside_those_it_widened(c
     if asked == "by the node":
         model = accumulation(comfy, model, fp16_accumulation="on")
     families.replay(model, call)
-    state = guard_of(model).states.kept()[0]
+    state = Guard.on(model).states.kept()[0]
     state.grow(state.plan.wider({"blocks.0.ffn.2": "fp16_wide", "text_embedding.0": "fp16_wide"}))
     with started_with([FP16_ACCUMULATION], asked == "by ComfyUI"):
         spy = spied(model, call)

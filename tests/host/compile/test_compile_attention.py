@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from halfsafe.nodes.host.accumulation.executor import accumulation_of
+from halfsafe.nodes.host.accumulation.executor import Accumulation
 from halfsafe.nodes.host.compute.executor import compute_of
 from halfsafe.precision.arithmetic.attention_bounds import AttentionRange
 from halfsafe.precision.plan.rules import rules_from
@@ -50,7 +50,7 @@ def operands(monkeypatch):
 
 
 def run_of(model):
-    return accumulation_of(model).runs.kept()[0]
+    return Accumulation.on(model).runs.kept()[0]
 
 
 @pytest.mark.parametrize("keys", KEYS)

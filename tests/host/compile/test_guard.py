@@ -5,8 +5,8 @@ import contextlib
 import pytest
 import torch
 import torch._dynamo
-from halfsafe.nodes.host.accumulation.executor import accumulation_of
-from halfsafe.nodes.host.guard.model import guard_of
+from halfsafe.nodes.host.accumulation.executor import Accumulation
+from halfsafe.nodes.host.guard.model import Guard
 from support import families, tiny_models
 from support.compiling import COMPILER, compiled
 from support.families import load
@@ -124,7 +124,7 @@ def test_a_step_cache_does_not_stand_in_for_a_repeat_that_measures_attention(com
     model = accumulation(comfy, base, attention="auto")
     with scaled_from(3, model, model.model.diffusion_model.blocks[0].self_attn.norm_q, 1000.0) as loud:
         families.sample(cached(loud), "wan", steps=8)
-    run = accumulation_of(model).runs.kept()[0]
+    run = Accumulation.on(model).runs.kept()[0]
     assert run.attention.calls_in_fp32[0] and run.calibration.repeats == 1
 
 
@@ -134,4 +134,4 @@ def test_a_step_cache_does_not_stand_in_for_a_repeat_that_measures_escalated_lay
     with scaled_from(3, model, model.model.diffusion_model.blocks[0].ffn[1], 1e6) as loud:
         families.sample(cached(loud), "wan", steps=8)
     assert report_of(model).verdict == "clean"
-    assert guard_of(model).states.kept()[0].layers.calibration.repeats == 1
+    assert Guard.on(model).states.kept()[0].layers.calibration.repeats == 1

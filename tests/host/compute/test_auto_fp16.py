@@ -8,7 +8,7 @@ from comfy.ldm.wan import model as wan
 from comfy.model_base import BaseModel
 from halfsafe.nodes.host.compute import executor
 from halfsafe.nodes.host.guard import clamps, notices
-from halfsafe.nodes.host.guard.model import guard_of
+from halfsafe.nodes.host.guard.model import Guard
 from halfsafe.nodes.host.reporting.badge import model_words
 from halfsafe.precision.guard.verdicts import NonFinite
 from support import families, tiny_models
@@ -145,7 +145,7 @@ def test_a_guard_takes_what_auto_promises_as_its_first_step(comfy, loud, referen
     assert calls.count == STEPS + 2 and relative_error(reference, found) < 2e-3
     report = report_of(model)
     assert (report.verdict, report.extra_calls, report.calls) == ("recovered", 2, STEPS)
-    assert guard_of(model).on_nan == on_nan
+    assert Guard.on(model).on_nan == on_nan
     families.sample(model, "wan")
     assert report_of(model).verdict == "clean"
 
@@ -233,9 +233,9 @@ def test_one_row_of_a_batch_is_enough(comfy, clean):
 
 def test_another_dtype_takes_the_look_away_and_a_guard_stays(comfy, loud):
     model = of_node(comfy, loud)
-    assert guard_of(model).on_nan == "off"
-    assert guard_of(with_compute(comfy, model, "bf16")) is None and guard_of(with_compute(comfy, model, "fp16")) is None
-    assert guard_of(with_compute(comfy, guarded(comfy, model), "bf16")).on_nan == "retry_higher"
+    assert Guard.on(model).on_nan == "off"
+    assert Guard.on(with_compute(comfy, model, "bf16")) is None and Guard.on(with_compute(comfy, model, "fp16")) is None
+    assert Guard.on(with_compute(comfy, guarded(comfy, model), "bf16")).on_nan == "retry_higher"
     assert not is_finite(families.sample(with_compute(comfy, model, "fp16"), "wan")), "an fp16 that is asked for stays"
 
 

@@ -14,8 +14,8 @@ from comfy.patcher_extension import WrappersMP
 from halfsafe.nodes.host.compute.core_layers import PlannedLayers
 from halfsafe.nodes.host.compute.per_model import runs_in
 from halfsafe.nodes.host.guard import failure
-from halfsafe.nodes.host.guard.model import guard_of
-from halfsafe.nodes.host.load.controlnet import loaded_control
+from halfsafe.nodes.host.guard.model import Guard
+from halfsafe.nodes.host.load.controlnet import LoadedControl
 from halfsafe.precision.base.errors import HalfsafeError
 from halfsafe.precision.base.patching import patched
 from halfsafe.precision.formats.layer_plan import LayerPlan
@@ -274,7 +274,7 @@ def test_code_runs_where_fp32_values_are_reached_by_a_failed_call(
     model = kind.on(plain, UNET)
     for _ in range(2):
         assert relative_error(expected(name, True), sample(model, kind)) < BOUND
-    in_use = guard_of(model).states.kept()[0].plan
+    in_use = Guard.on(model).states.kept()[0].plan
     assert runs_in(model.model).fallback or in_use.everywhere
     assert in_use.whole == (way is by_guard_in_fp32)
 
@@ -394,7 +394,7 @@ def test_code_runs_in_a_control_net_in_fp16_safe(comfy, models_dir, turing, monk
         without = control_files.give(control, "flux")
         linear = control.control_model.double_blocks[0].img_mlp
         linear.forward = beside(linear.forward, Layers(dtype, 1.0).adapter(linear[-1].weight.shape[0]))
-        loaded_control(control).planned.compute.begin_run()
+        LoadedControl.of(control).planned.compute.begin_run()
         given.append(control_files.give(control, "flux"))
         assert relative_error(given[-1], without) > 0.03
     assert relative_error(*given) < BOUND

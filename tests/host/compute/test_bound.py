@@ -16,7 +16,7 @@ from halfsafe.nodes.host.comfyui.layers import modules_of
 from halfsafe.nodes.host.comfyui.weights import Bound
 from halfsafe.nodes.host.compute.bound import Fp8Linear, Int8Linear
 from halfsafe.nodes.host.compute.executor import COMPUTE, compute_of
-from halfsafe.nodes.host.replay.interceptor import interceptor_of
+from halfsafe.nodes.host.replay.interceptor import Interceptor
 from halfsafe.precision.base.patching import patched
 from support import families
 from support.bound_layers import note_bound
@@ -287,7 +287,7 @@ def test_a_model_whose_plan_changes_nothing_has_its_fp8_layers_bound_in_calls_al
     own = load(comfy, wan, "as_file", "bf16")
     model = load(comfy, wan, "fp8_e4m3fn", "bf16")
     assert not compute_of(model).plan.exchanges
-    assert COMPUTE in interceptor_of(model).stages and COMPUTE not in interceptor_of(own).stages
+    assert COMPUTE in Interceptor.on(model).stages and COMPUTE not in Interceptor.on(own).stages
     seen = note_bound(monkeypatch)
     families.replay(model, call)
     assert {id(module) for module in seen} == {id(module) for module in linears(model).values()}

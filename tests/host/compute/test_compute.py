@@ -7,7 +7,7 @@ import tracemalloc
 import pytest
 import torch
 from halfsafe.nodes.host.compute.executor import compute_of
-from halfsafe.nodes.host.replay.interceptor import COMPUTE, interceptor_of
+from halfsafe.nodes.host.replay.interceptor import COMPUTE, Interceptor
 from support import families
 from support.families import denoise, load
 from support.leaf_operations import LeafOperations
@@ -116,7 +116,7 @@ def test_through_the_sampler_twice_in_one_prompt(comfy, overflowing):
 
 def test_a_plan_that_changes_nothing_adds_nothing(comfy, wan):
     for model in (load(comfy, wan, "as_file", "bf16"), load(comfy, wan, "as_file", "fp16")):
-        assert COMPUTE not in interceptor_of(model).stages
+        assert COMPUTE not in Interceptor.on(model).stages
         assert compute_of(model).runs.of(model.model).patches == []
 
 

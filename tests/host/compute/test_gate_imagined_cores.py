@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections.abc import Iterable
 from functools import partial
+from types import SimpleNamespace
 
 import comfy.ldm.lumina.model as lumina
 import comfy.ldm.modules.attention
@@ -249,7 +250,8 @@ def test_the_pack_that_replaced_a_layer_s_code_is_named(monkeypatch):
     planned = PlannedLayers(ComputePlan.of_layers({"a": LayerPlan(mode="fp16_wide", stream="fp32")}), {"a": layer})
     with patched(planned.patches):
         assert relative_error(linear.forward(layer, x, gain=2.0), layer(x, gain=2.0)) < 1e-6
-    assert [*gate.met_in({"a": layer}).values()] == [MET.format("The pack faster_layers", GAIN, VERSION, "a")]
+    model = SimpleNamespace(diffusion_model=torch.nn.ModuleDict({"a": layer}))
+    assert [*gate.met_in(model).values()] == [MET.format("The pack faster_layers", GAIN, VERSION, "a")]
 
 
 # functions and methods

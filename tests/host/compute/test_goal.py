@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from halfsafe.nodes.host.guard.model import guard_of
+from halfsafe.nodes.host.guard.model import Guard
 from halfsafe.precision.base import flags
 from support import tiny_models
 from support.families import denoise
@@ -82,7 +82,7 @@ def test_the_one_node_guards_what_it_is_given_and_off_leaves_it(comfy, model, mo
     (vae,) = comfy.run("HalfsafeLoadVAE", vae_name=path.name, dtype="fp32")
     for guard in ("retry_higher", "stop", "report", "off"):
         planned, clip, decoder, _ = with_goal(comfy, model, "balanced", vae=vae, guard=guard, check="off")
-        assert (guard_of(planned).on_nan if guard_of(planned) else "off") == guard
+        assert (Guard.on(planned).on_nan if Guard.on(planned) else "off") == guard
         assert clip is None and (decoder is vae) == (guard == "off")
 
 

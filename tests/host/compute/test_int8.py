@@ -5,7 +5,7 @@ import torch
 from comfy import ops as comfy_ops
 from comfy.quant_ops import QuantizedTensor
 from comfy.sd import load_diffusion_model
-from halfsafe.nodes.host.guard.model import guard_of
+from halfsafe.nodes.host.guard.model import Guard
 from halfsafe.nodes.host.reporting.badge import with_live_report
 from halfsafe.precision.plan.rules import rules_from
 from support import dialects, families, model_files, tiny_models
@@ -160,13 +160,13 @@ def test_the_guard_repeats_without_int8_and_reports_it(comfy, models_dir, overfl
     model.set_model_compute_dtype(torch.float16)
     reference = families.replay(load(comfy, path, "as_file", "fp32"), call)
     result = families.replay(model, call)
-    assert guard_of(model).report(model).verdict == "recovered"
+    assert Guard.on(model).report(model).verdict == "recovered"
     assert relative_error(reference, result) < 0.02
     products = made(model, call)
     assert products == reported(comfy, model)
-    widened = guard_of(model).report(model).escalations.keys() & products.keys()
+    widened = Guard.on(model).report(model).escalations.keys() & products.keys()
     assert widened and "int8" not in {products[name] for name in widened}
-    state = guard_of(model).states.kept()[0]
+    state = Guard.on(model).states.kept()[0]
     state.grow(state.plan.fp32())
     products = made(model, call)
     assert set(products.values()) == {"fp32"} and products == reported(comfy, model)

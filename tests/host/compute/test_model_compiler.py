@@ -18,7 +18,7 @@ from comfy.ldm.minimax.model import MiniMaxH3Model
 from comfy.ldm.modules.attention import optimized_attention
 from comfy.sd import load_lora_for_models
 from halfsafe.nodes.host.guard.clamps import ClampWatch
-from halfsafe.nodes.host.guard.model import guard_of
+from halfsafe.nodes.host.guard.model import Guard
 from halfsafe.nodes.host.replay.model_compiler import compiler_off
 from halfsafe.nodes.host.study.analysis import analyze_model
 from halfsafe.nodes.host.study.calibrate import calibrate_model
@@ -319,7 +319,7 @@ def test_a_layer_that_the_guard_widens_in_one_block_is_not_compiled(comfy, minim
     """It allocates an fp32 result, which the same layer of the next block does not."""
     model = guarded(comfy, families.load(comfy, minimax, "fp16", "fp16"))
     sampled(model)
-    state = guard_of(model).states.kept()[0]
+    state = Guard.on(model).states.kept()[0]
     state.grow(state.plan.wider({next(name for name in state.plan.modes if name.startswith("blocks.0.")): "fp16_wide"}))
     assert sampled(model)[1].calls == 0
 

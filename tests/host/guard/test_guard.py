@@ -5,7 +5,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from halfsafe.nodes.host.guard import failure, notices
-from halfsafe.nodes.host.guard.model import Guard, guard_of
+from halfsafe.nodes.host.guard.model import Guard
 from halfsafe.precision.base.modes import label_of
 from halfsafe.precision.plan.rules import rules_from
 from support import families
@@ -123,7 +123,7 @@ def test_a_failure_under_an_escalation_is_located_too(comfy, files, call_of_two)
     reference = families.replay(load(comfy, files("wan"), "fp32", "fp32"), call_of_two, c_crossattn=text)
     model = guarded(comfy, plain_fp16(comfy, files("wan")))
     assert is_finite(families.replay(model, call_of_two))
-    state = guard_of(model).states.kept()[0]
+    state = Guard.on(model).states.kept()[0]
     state.grow(state.plan.wider({"blocks.1.ffn.0": "fp16_wide"}))
     assert relative_error(reference, families.replay(model, call_of_two, c_crossattn=text)) < 0.02
     (event,) = report_of(model).events
@@ -139,7 +139,7 @@ def test_the_model_is_given_nothing_of_the_guards(comfy, files, wider):
         lambda executor, args, kwargs: _twice(executor, args, kwargs, seen),
     )
     families.sample(model, "wan", steps=1)
-    state = guard_of(model).states.kept()[0]
+    state = Guard.on(model).states.kept()[0]
     state.grow(state.plan.wider(wider))
     module = model.model.diffusion_model
     forward = module.forward

@@ -9,7 +9,7 @@ import pytest
 import torch
 from comfy.model_management import InterruptProcessingException
 from comfy_execution.utils import CurrentNodeContext
-from halfsafe.nodes.host.guard.model import guard_of
+from halfsafe.nodes.host.guard.model import Guard
 from halfsafe.precision.guard.verdicts import NonFinite
 from support import families
 from support.families import load
@@ -283,7 +283,7 @@ def test_the_model_is_freed_although_the_guard_ran(comfy, models_dir, compute):
     families.write_scaled(path, target, families.OVERFLOWS["wan"]["residual"])
     model = guarded(comfy, accumulation(comfy, load(comfy, target, "fp16", compute), fp16_accumulation="on"))
     assert is_finite(families.sample(model, "wan", steps=1))
-    state = guard_of(model).states.kept()[0]
+    state = Guard.on(model).states.kept()[0]
     state.grow(state.plan.wider({}, stream=True))
     assert is_finite(families.sample(model, "wan", steps=1))
     core_model = weakref.ref(model.model)

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from halfsafe.nodes.host.comfyui.layers import modules_of
-from halfsafe.nodes.host.guard.model import guard_of
+from halfsafe.nodes.host.guard.model import Guard
 from halfsafe.precision.plan.rules import rules_from
 from support import dialects, families, model_files
 from support.families import load
@@ -107,7 +107,7 @@ def test_what_is_escalated_in_int8_is_dequantized(comfy, wan, call, whole):
     model = guarded(comfy, load_int8(comfy, wan))
     exact = families.replay(load(comfy, wan, "fp32", "fp32"), call)
     families.replay(model, call)
-    state = guard_of(model).states.kept()[0]
+    state = Guard.on(model).states.kept()[0]
     state.grow(state.plan.fp32() if whole else state.plan.wider({CULPRIT: "fp16"}))
     products, count, result = made(model, call)
     assert count == (0 if whole else 19) and products[CULPRIT] == ("fp32" if whole else "fp16")
@@ -144,7 +144,7 @@ def test_four_bit_weights_are_dequantized_when_they_are_escalated(comfy, wan, mo
     kernels = {(layer["storage"], layer["kernel"]) for layer in layers.values() if layer["kernel"]}
     assert kernels == {("int4", "eager"), ("nvfp4", "dequantized"), ("mxfp8", "dequantized")}
     before, packed = families.replay(model, call), layers_of(model)
-    state = guard_of(model).states.kept()[0]
+    state = Guard.on(model).states.kept()[0]
     state.grow(state.plan.fp32())
     with Products(packed) as products:
         after = families.replay(model, call)

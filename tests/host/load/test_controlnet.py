@@ -14,7 +14,7 @@ from comfy.ops import disable_weight_init
 from comfy.quant_ops import QuantizedTensor
 from halfsafe.nodes.host.comfyui.execution import switches_by_layer
 from halfsafe.nodes.host.comfyui.layers import is_quantized
-from halfsafe.nodes.host.load.controlnet import controls_of, loaded_control
+from halfsafe.nodes.host.load.controlnet import LoadedControl
 from halfsafe.nodes.host.reporting.report import control_report
 from halfsafe.precision.base.errors import CheckpointError, MemoryShortage
 from halfsafe.precision.base.layers import kind_of
@@ -95,7 +95,7 @@ def test_error_is_that_of_a_model(comfy, control_file, kind, storage, compute, b
 
 def reported(control):
     """The report of a control net, and its layers by name."""
-    report = control_report(loaded_control(control))
+    report = control_report(LoadedControl.of(control))
     return report, {layer.name: layer for layer in report.layers}
 
 
@@ -297,7 +297,7 @@ def test_layers_of_the_model_beside_cast_while_the_control_net_calls_them(comfy,
 def test_a_dropped_control_net_is_freed(comfy, control_file):
     control = load(comfy, control_file("sd15"), "fp8_e4m3fn", "fp16_safe")
     give(control, "sd15")
-    module, loaded = weakref.ref(control.control_model), weakref.ref(loaded_control(control))
+    module, loaded = weakref.ref(control.control_model), weakref.ref(LoadedControl.of(control))
     families.unload_models()
     del control
     gc.collect()
@@ -348,8 +348,10 @@ def test_a_report_lists_the_control_nets_that_ran_with_its_model_alone(comfy, co
     sample(comfy, one, first)
     sample(comfy, one.clone(), first.copy().copy())
     second.copy().set_previous_controlnet(first.copy()).pre_run(other.model, lambda percent: percent)
-    assert controls_of(one.model) == [loaded_control(first)] and loaded_control(idle) not in controls_of(other.model)
-    assert {*controls_of(other.model)} == {loaded_control(first), loaded_control(second)}
+    assert LoadedControl.used_with(one.model) == [LoadedControl.of(first)] and LoadedControl.of(
+        idle
+    ) not in LoadedControl.used_with(other.model)
+    assert {*LoadedControl.used_with(other.model)} == {LoadedControl.of(first), LoadedControl.of(second)}
     assert type(first.copy()) is type(first) is ControlNet
     listed = json.loads(comfy.run("HalfsafeReport", model=one)[1])["control_nets"]
     assert [entry["decisions"]["storage"] for entry in listed] == ["fp8_e4m3fn"] and listed[0]["calls"] == 4

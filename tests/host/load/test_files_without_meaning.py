@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from halfsafe.nodes.host.load.controlnet import load_control_net, loaded_control
+from halfsafe.nodes.host.load.controlnet import LoadedControl, load_control_net
 from halfsafe.nodes.host.load.encoders import load_text_encoder, load_vae
 from halfsafe.nodes.host.load.files import output_path
 from halfsafe.nodes.host.load.models import load_diffusion_model
@@ -114,7 +114,7 @@ def test_fp8_that_lacks_its_scales_is_told_by_note_and_badge(loader, tmp_path, c
 def notes_of(loaded):
     """The notes in the record of a model, a text encoder, a VAE or a ControlNet."""
     if hasattr(loaded, "control_model"):
-        return " ".join(loaded_control(loaded).record.notes)
+        return " ".join(LoadedControl.of(loaded).record.notes)
     return " ".join(getattr(loaded, "patcher", loaded).attachments["halfsafe"].notes)
 
 

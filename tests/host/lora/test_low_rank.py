@@ -10,7 +10,7 @@ from comfy.quant_ops import QuantizedTensor
 from comfy.sd import load_bypass_lora_for_models, load_diffusion_model, load_lora_for_models
 from comfy.weight_adapter import LoHaAdapter, LoKrAdapter, LoRAAdapter
 from halfsafe.nodes.host.compute.executor import compute_of
-from halfsafe.nodes.host.guard.model import guard_of
+from halfsafe.nodes.host.guard.model import Guard
 from halfsafe.nodes.host.lora.low_rank import LowRank, LowRankModel, is_left_out, why_merged
 from halfsafe.nodes.host.lora.patcher import AddsLowRank
 from halfsafe.precision.base.errors import HalfsafeError
@@ -318,7 +318,7 @@ def test_a_lora_that_overflows_is_recovered(comfy, wan, call, lora):
     model = guarded(comfy, with_lora(quantized, huge, 30.0))
     for _ in range(2):
         assert relative_error(reference, families.replay(model, call)) < 0.1
-    assert guard_of(model).report(model).verdict == "recovered"
+    assert Guard.on(model).report(model).verdict == "recovered"
 
 
 def test_layers_that_run_on_the_text_before_the_models_calls(comfy, models_dir):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from comfy.sd import load_lora_for_models
 from halfsafe.nodes.host.comfyui.layer_forward import STANDING, LayerForward
-from halfsafe.nodes.host.guard.model import guard_of
+from halfsafe.nodes.host.guard.model import Guard
 from halfsafe.nodes.host.replay import interceptor
 from halfsafe.nodes.host.replay.core_state import CoreState
 from halfsafe.precision.plan.rules import rules_from
@@ -85,7 +85,7 @@ def test_an_escalated_layer_runs_neither_compute_nor_accumulation(comfy, wan, ca
 
     monkeypatch.setattr(type(module), "forward", overflowing)
     steps = steps_in_a_call(model, call)
-    assert guard_of(model) is not None
+    assert Guard.on(model) is not None
     assert steps == "operand fp32, Linear, result fp32, LowRankLayer"
 
 
@@ -127,7 +127,7 @@ def test_the_log_at_debug_tells_each_layers_arithmetic_after_the_call_that_measu
 def test_the_interceptor_prints_its_stages_in_their_order(comfy, wan):
     model = guarded(comfy, with_everything(comfy, wan))
     expected = "Interceptor(calls: {0}.guard > {0}.accumulation > {0}.compute > {0}.rung > {0}.low_rank; sampling: {0}.low_rank > {0}.guard > {0}.compute)"
-    assert repr(interceptor.interceptor_of(model)) == expected.format("halfsafe")
+    assert repr(interceptor.Interceptor.on(model)) == expected.format("halfsafe")
 
 
 def test_a_call_under_every_stage_takes_one_snapshot_of_what_comfyui_keeps(comfy, wan, call, ampere, monkeypatch):

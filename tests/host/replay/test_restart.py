@@ -8,7 +8,7 @@ import pytest
 import torch
 from halfsafe.nodes.host.comfyui.code_owner import code_owner
 from halfsafe.nodes.host.compute.per_model import runs_in
-from halfsafe.nodes.host.guard import model as guard_of_models
+from halfsafe.nodes.host.guard import notices
 from halfsafe.nodes.host.replay.restart import MOST_RESTARTS, Sampling, StartAgain
 from halfsafe.precision.guard.verdicts import ENDED_IN, INTERRUPTED, NonFinite
 from support import families
@@ -135,7 +135,9 @@ def failing(comfy, models, monkeypatch, how: str, change):
     """(a model that overflows beside a pack, whose calls go through ``change``, what the page is told)"""
     monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_75")
     told = []
-    monkeypatch.setattr(guard_of_models, "notifier", lambda *args, **kwargs: lambda *message: told.append(message))
+    monkeypatch.setattr(
+        notices, "send", lambda event, data: told.append((data["kind"], data["verdict"], data["message"]))
+    )
     plain = models("wan", "ffn", "fp16")
     return MAKES[how](comfy, inside(step_caches.magcache(plain), change)), told
 

@@ -133,9 +133,9 @@ def test_state_outside_of_calls_is_listed() -> None:
 
 
 OWNERS = {
-    "attachments": {"record_of", "stage_of", "take_stages"},
+    "attachments": {"record_of", "_stage_of", "take_stages"},
     "set_attachments": {"keep_record", "put_stage"},
-    "get_wrappers": {"interceptor_of"},
+    "get_wrappers": {"on"},
     "add_wrapper_with_key": {"_wrap", "_sampled", "watch_sampling"},
     "remove_wrappers_with_key": {"_wrap", "bare_clone"},
     "set_injections": {"keep_low_rank_unmerged"},
