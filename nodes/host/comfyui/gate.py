@@ -190,8 +190,10 @@ def is_default(value: object, name: str, defaults: Mapping[str, object]) -> bool
 def met_in(model) -> dict[str, str]:
     """Return which layers of a model ran their own code because of an argument: a few words for
     each argument, with the sentence."""
+    if not _met:  # a walk over the modules takes ten functions of Python for each
+        return {}
     found = defaultdict(list)
-    for name, module in modules_of(model).items() if _met else ():
+    for name, module in modules_of(model).items():
         for argument in sorted(_met.get(module, ())):
             found[_caller(module), argument].append(name)
     return {
