@@ -30,8 +30,8 @@ UNRANKED = (
     "{closest}."
 )
 NO_GAIN = (
-    "No setting is better than {reference}: faster or smaller by more than the times vary. Smallest: {small}. Closest: "
-    "{closest}."
+    "No setting is better than {reference}: faster by more than the times vary, or smaller and as fast. Smallest: {small}. "
+    "Closest: {closest}."
 )
 NONE_WORKS = "No setting gave a finite result."
 DEVICE_MEASURED = "{device} computes in {compute}. Fast products: {fast}. {measured}"
