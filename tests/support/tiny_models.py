@@ -181,14 +181,23 @@ def sd15_unet(path: Path, dtype: torch.dtype = torch.float16, seed: int = 0) -> 
     return write_shapes(path, shapes_of(unet(sd15_unet_config())), dtype, seed)
 
 
-def sd15_checkpoint(path: Path, dtype: torch.dtype = torch.float16, seed: int = 0, layers: int = 12) -> Path:
+def sd15_checkpoint(
+    path: Path, dtype: torch.dtype = torch.float16, seed: int = 0, layers: int = 12, channels: int = 320
+) -> Path:
     """Stream a full Stable Diffusion 1.5 checkpoint: a one-level UNet, so many layers of CLIP-L and a VAE with a narrow decoder."""
+    sizes = {} if channels == 320 else {"model_channels": channels}
     parts = {
-        "model.diffusion_model.": shapes_of(unet(sd15_unet_config())),
+        "model.diffusion_model.": shapes_of(unet(sd15_unet_config() | sizes)),
         "first_stage_model.": shapes_of(_autoencoder(decoder_channels=32)),
         "cond_stage_model.transformer.": clip_l_shapes(layers=layers),
     }
-    return _stream(path, {prefix + k: v for prefix, shapes in parts.items() for k, v in shapes.items()}, dtype, seed)
+    shapes = {prefix + k: v for prefix, shapes in parts.items() for k, v in shapes.items()}
+    return _stream(path, shapes, dtype, seed, sized(sizes, {"model_channels": 320}) if sizes else {})
+
+
+def narrow_sd15_checkpoint(path: Path) -> Path:
+    """Stream a full Stable Diffusion 1.5 checkpoint with a UNet of 64 channels and two layers of CLIP-L."""
+    return sd15_checkpoint(path, layers=2, channels=64)
 
 
 def sd_vae(path: Path, dtype: torch.dtype = torch.float16, seed: int = 0) -> Path:
@@ -530,8 +539,8 @@ def write_shapes(
     return Path(path)
 
 
-def _stream(path: Path, shapes: Shapes, dtype: torch.dtype, seed: int) -> Path:
-    header, offset = {"__metadata__": {"format": "pt"}}, 0
+def _stream(path: Path, shapes: Shapes, dtype: torch.dtype, seed: int, metadata: dict | None = None) -> Path:
+    header, offset = {"__metadata__": {"format": "pt", **(metadata or {})}}, 0
     for name, shape in shapes.items():
         end = offset + math.prod(shape) * dtype.itemsize
         header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [offset, end]}

@@ -214,7 +214,7 @@ def in_e5m2(tensors):
 
 
 def test_a_full_checkpoint_is_judged_by_its_model_and_its_encoder(files):
-    path = tiny_models.sd15_checkpoint(files / "checkpoints" / "halved.safetensors", layers=2)
+    path = tiny_models.narrow_sd15_checkpoint(files / "checkpoints" / "halved.safetensors")
     model_only, both = (
         changed(path, path.with_name(f"halved_{name}.safetensors"), change)
         for name, change in (("model", model_in_fp8), ("both", in_fp8))

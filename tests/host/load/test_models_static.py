@@ -163,7 +163,7 @@ def test_a_text_encoder_is_that_of_a_comfyui_without_it(comfy, models_dir, stora
 
 
 def test_the_parts_of_a_checkpoint_are_those_of_a_comfyui_without_it(comfy, models_dir):
-    path = str(tiny_models.sd15_checkpoint(models_dir / "checkpoints" / "static_sd15.safetensors", layers=2))
+    path = str(tiny_models.narrow_sd15_checkpoint(models_dir / "checkpoints" / "static_sd15.safetensors"))
 
     def parts():
         model = load_diffusion_model(path, "bf16", "bf16", Rules(), whole=True, disable_dynamic=True)

@@ -10,7 +10,7 @@ LAYERS = {"blocks.0.ffn.0": (1024, 256), "blocks.1.ffn.2": (256, 1024), "blocks.
 
 @pytest.fixture(scope="module")
 def checkpoint(models_dir):
-    return tiny_models.sd15_checkpoint(models_dir / "checkpoints" / "sd15.safetensors", layers=2)
+    return tiny_models.narrow_sd15_checkpoint(models_dir / "checkpoints" / "sd15.safetensors")
 
 
 def load(comfy, wan, storage="fp8_e4m3fn", compute="bf16"):

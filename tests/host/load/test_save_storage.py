@@ -158,7 +158,7 @@ def test_what_is_not_quantized_has_the_dtype_of_its_file(comfy, fp16, saved_fold
 def test_a_checkpoints_model_has_the_dtypes_of_its_part_of_the_file(comfy, models_dir, saved_folder):
     from comfy.sd import load_checkpoint_guess_config
 
-    path = tiny_models.sd15_checkpoint(models_dir / "checkpoints" / "save_parts.safetensors", layers=2)
+    path = tiny_models.narrow_sd15_checkpoint(models_dir / "checkpoints" / "save_parts.safetensors")
     model = load_checkpoint_guess_config(
         str(path), output_vae=False, output_clip=False, model_options={"dtype": torch.float32}
     )[0]

@@ -247,7 +247,7 @@ def test_loras_stay_on_the_weights_of_the_file(comfy, path, model):
 def test_a_full_checkpoint_is_read_as_one(comfy, models_dir, monkeypatch, loader):
     """Marks outside of the diffusion model can tell how it predicts."""
     path, read, real = (
-        tiny_models.sd15_checkpoint(models_dir / "checkpoints" / "measured.safetensors", layers=2),
+        tiny_models.narrow_sd15_checkpoint(models_dir / "checkpoints" / "measured.safetensors"),
         [],
         host.load_onto,
     )
